@@ -1,0 +1,107 @@
+"""Which array library and device: NumPy on the CPU, CuPy on an NVIDIA GPU. Only this file and `cudiff.cuda` know CuPy."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from cudiff.errors import CudiffError
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+
+bfloat16 = np.dtype(ml_dtypes.bfloat16)
+float16 = np.dtype(np.float16)
+float32 = np.dtype(np.float32)
+float64 = np.dtype(np.float64)
+int32 = np.dtype(np.int32)
+int64 = np.dtype(np.int64)
+
+PRECISIONS = {"fp32": float32, "tf32": float32, "bf16": bfloat16, "fp16": float16}
+"""The storage type of activations for each `precision`; tf32 stores float32 and rounds inside matrix products."""
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether `dtype` is a floating type, bfloat16 included."""
+    dtype = np.dtype(dtype)
+    return dtype == bfloat16 or np.issubdtype(dtype, np.floating)
+
+
+def is_low(dtype: Any) -> bool:
+    """Whether `dtype` is a 16-bit storage type, in which no arithmetic is done."""
+    return np.dtype(dtype) in (bfloat16, float16)
+
+
+def compute_dtype(dtype: Any) -> np.dtype:
+    """The dtype the NumPy path computes in: float32 for the 16-bit types, the type itself otherwise."""
+    return float32 if is_low(dtype) else np.dtype(dtype)
+
+
+@functools.cache
+def cuda_status() -> tuple[bool, str]:
+    """Whether the GPU can be used, and if not, one line that says why and what to install."""
+    try:
+        import cupy
+    except ImportError as error:
+        if getattr(error, "name", "") in ("cupy", None) and "No module named" in str(error):
+            return False, "CuPy is not installed: pip install 'cudiff[cuda13]' (or 'cudiff[cuda12]' for older drivers)"
+        return False, f"CuPy does not import ({str(error).splitlines()[0]}): reinstall it with pip"
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:
+        return False, f"CuPy finds no usable NVIDIA driver ({str(error).splitlines()[0]}): install or update the driver"
+    if count == 0:
+        return False, "the driver reports no NVIDIA GPU"
+    major, minor = cupy.cuda.Device().compute_capability[:-1], cupy.cuda.Device().compute_capability[-1]
+    if int(major) < 8:
+        return False, f"the GPU has compute capability {major}.{minor}: cudiff needs 8.0 (Ampere) or newer"
+    return True, cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+
+
+def cuda_available() -> bool:
+    """Whether CuPy is installed and a GPU of compute capability 8.0 or newer is there."""
+    return cuda_status()[0]
+
+
+def get_cupy() -> ModuleType:
+    """The `cupy` module. Raises CudiffError with the reason where the GPU cannot be used."""
+    usable, message = cuda_status()
+    if not usable:
+        raise CudiffError(f"no CUDA: {message}")
+    import cupy
+
+    return cupy
+
+
+def default_device() -> str:
+    """`"cuda"` where a GPU can be used, else `"cpu"`."""
+    return "cuda" if cuda_available() else "cpu"
+
+
+def device_of(array: Array) -> str:
+    """`"cpu"` for a NumPy array, `"cuda"` for a CuPy array."""
+    return "cpu" if isinstance(array, np.ndarray | np.generic) else "cuda"
+
+
+def array_module(device: str) -> ModuleType:
+    """`numpy` or `cupy` for `"cpu"` or `"cuda"`. Raises CudiffError for another name or where CUDA cannot be used."""
+    if device == "cpu":
+        return np
+    if device == "cuda":
+        return get_cupy()
+    raise CudiffError(f"unknown device '{device}': use 'cpu' or 'cuda'")
+
+
+def to_device(array: Array, device: str) -> Array:
+    """Copy `array` to `device`; the array itself where it is there already."""
+    module = array_module(device)
+    if device_of(array) == device:
+        return array
+    if device == "cpu":
+        return array.get()
+    if array.dtype == float64:
+        raise CudiffError("float64 arrays stay on the CPU: convert with .astype('float32') first")
+    return module.asarray(np.ascontiguousarray(array))

@@ -1,0 +1,1 @@
+"""Everything that talks to CUDA: compiling and launching kernels, capturing graphs."""

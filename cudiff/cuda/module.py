@@ -1,0 +1,198 @@
+"""Find, compile, cache and launch the kernels in `kernels/`.
+
+A kernel is named by its file's stem, its function and the constants it is compiled with (`-D` macros). NVRTC turns a
+file into a cubin once; cubins are kept in a per-user cache under a digest of everything that went in.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cudiff.backend import Array, bfloat16, float16, float32, get_cupy
+from cudiff.errors import CudiffError
+from cudiff.tensor import Tensor
+
+CTYPES = {float32: "float", bfloat16: "bf16", float16: "half", np.dtype(np.int32): "int", np.dtype(np.uint8): "u8"}
+_OPTIONS = ("-std=c++17",)
+_compiling = threading.Lock()
+
+
+@functools.cache
+def kernel_folder() -> Path:
+    """Where the `.cu` files are: the installed package `cudiff.kernels`, or `kernels/` beside `cudiff/`."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "kernels", package.parent / "kernels"):
+        if (folder / "common.cuh").is_file():
+            return folder
+    raise CudiffError(f"the CUDA kernels are missing beside {package}: reinstall cudiff")
+
+
+@functools.cache
+def _source(stem: str) -> str:
+    """A `.cu` file with its `#include`s of our own headers expanded, each once."""
+    seen: set[str] = set()
+
+    def expand(name: str) -> str:
+        lines = []
+        for line in (kernel_folder() / name).read_text().splitlines():
+            if line.startswith('#include "'):
+                header = line.split('"')[1]
+                if header not in seen:
+                    seen.add(header)
+                    lines.append(expand(header))
+            elif not line.startswith("#pragma once"):
+                lines.append(line)
+        return "\n".join(lines) + "\n"
+
+    return expand(f"{stem}.cu")
+
+
+@functools.cache
+def architecture() -> str:
+    """NVRTC's name for the current device's architecture; Hopper's own instructions need the `a`."""
+    capability = get_cupy().cuda.Device().compute_capability
+    return f"sm_{capability}a" if capability == "90" else f"sm_{capability}"
+
+
+def compile_source(stem: str, arch: str, constants: dict[str, Any]) -> tuple[bytes, str]:
+    """Compile one file by NVRTC, which needs no GPU. Returns the cubin and the compiler's log.
+
+    Raises CudiffError with the log's first lines where the source is wrong.
+    """
+    from cupy_backends.cuda.libs import nvrtc
+
+    options = [*_OPTIONS, f"-arch={arch}", "--ptxas-options=-v"]
+    options += [f"-D{name}={value}" for name, value in sorted(constants.items())]
+    program = nvrtc.createProgram(_source(stem), f"{stem}.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, tuple(options))
+        return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program).strip()
+        raise CudiffError(f"kernels/{stem}.cu does not compile for {arch}: {log[:2000] or error}") from None
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("CUDIFF_CACHE_DIR") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "cudiff"
+    )
+    folder = Path(base) / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="cudiff-kernels-"))  # a read-only home: compiled anew by each process
+
+
+cache_folder = functools.cache(_cache_folder)
+
+
+@functools.cache
+def _nvrtc_version() -> tuple[int, int]:
+    from cupy_backends.cuda.libs import nvrtc
+
+    return nvrtc.getVersion()
+
+
+def _cubin(stem: str, arch: str, constants: dict[str, Any]) -> Path:
+    """The cached cubin's path, compiled now if it is not there. Safe with other processes doing the same."""
+    key = repr((_source(stem), arch, sorted(constants.items()), _OPTIONS, _nvrtc_version()))
+    path = cache_folder() / f"{stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
+    if not path.is_file():
+        cubin, _ = compile_source(stem, arch, constants)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        with os.fdopen(handle, "wb") as file:
+            file.write(cubin)
+        os.replace(temporary, path)
+    return path
+
+
+_modules: dict[tuple, Any] = {}
+
+
+def _module(stem: str, constants: dict[str, Any]) -> Any:
+    cupy = get_cupy()
+    key = (stem, cupy.cuda.runtime.getDevice(), *sorted(constants.items()))
+    module = _modules.get(key)
+    if module is None:
+        path = _cubin(stem, architecture(), constants)
+        with _compiling:
+            module = _modules.setdefault(key, cupy.RawModule(path=str(path)))
+    return module
+
+
+def precompile(variants: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Compile many (stem, constants) at once in threads, so that a first step does not wait for them in turn."""
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        list(pool.map(lambda variant: _cubin(variant[0], architecture(), variant[1]), variants))
+
+
+_functions: dict[tuple, Any] = {}
+
+
+def kernel(stem: str, name: str, shared: int = 0, **constants: Any) -> Any:
+    """The compiled function `name` of `kernels/<stem>.cu`; `shared` bytes of dynamic shared memory are allowed."""
+    key = (stem, name, shared > 49152, *sorted(constants.items()))
+    function = _functions.get(key)
+    if function is None:
+        function = _module(stem, constants).get_function(name)
+        _functions[key] = function
+    if shared > 49152 and function.max_dynamic_shared_size_bytes < shared:
+        function.max_dynamic_shared_size_bytes = shared
+    return function
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.data
+    if value is None:
+        return np.uint64(0)
+    if isinstance(value, bool | int):
+        return np.int32(value)
+    if isinstance(value, float):
+        return np.float32(value)
+    return value
+
+
+def launch(stem: str, name: str, grid: Any, block: Any, args: Sequence[Any], shared: int = 0, **constants: Any) -> None:
+    """Launch `name` of `kernels/<stem>.cu` on the current stream.
+
+    Python ints become int32, floats float32, None a null pointer; arrays pass their address. `constants` are `-D`
+    macros; a dtype among them becomes its C name.
+    """
+    constants = {key: CTYPES.get(value, value) if isinstance(value, np.dtype) else value for key, value in constants.items()}
+    grid = grid if isinstance(grid, tuple) else (grid,)
+    block = block if isinstance(block, tuple) else (block,)
+    kernel(stem, name, shared, **constants)(grid, block, tuple(map(_argument, args)), shared_mem=shared)
+
+
+def blocks(count: int, per_block: int) -> int:
+    """How many blocks cover `count` items: the ceiling of the quotient, at least 1."""
+    return max(1, -(-count // per_block))
+
+
+def empty(shape: Any, dtype: Any) -> Array:
+    """An uninitialised CuPy array."""
+    return get_cupy().empty(shape, dtype)
+
+
+def add_into(total: Array, term: Array) -> None:
+    """total += term, elementwise, in place; the tape's own kernel."""
+    launch(
+        "accumulate", "add_into", blocks(total.size, 1024), 256, (total, term, np.int64(total.size)),
+        TOTAL=total.dtype, TERM=term.dtype,
+    )

@@ -1,0 +1,1 @@
+"""Modules, layers, initialisation and flat parameter storage."""

@@ -1,0 +1,358 @@
+"""Tensors and the tape: what an operation is, how it is recorded, and how gradients flow back through it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from cudiff.backend import Array, array_module, device_of, float32, is_float, to_device
+
+_mode = threading.local()
+_node_index = itertools.count()
+
+
+def grad_enabled() -> bool:
+    """Whether operations are being recorded on the tape in this thread."""
+    return getattr(_mode, "grad", True)
+
+
+@contextlib.contextmanager
+def no_grad() -> Iterator[None]:
+    """Record nothing on the tape inside the block; also usable as a decorator."""
+    before = grad_enabled()
+    _mode.grad = False
+    try:
+        yield
+    finally:
+        _mode.grad = before
+
+
+class Tensor:
+    """An array with a gradient.
+
+    Parameters
+    ----------
+    data : array, Tensor or nested sequence of numbers
+        NumPy or CuPy; made C-contiguous. Python floats become float32.
+    requires_grad : bool
+        Whether `backward` shall fill `.grad`. Only floating tensors can.
+    dtype : dtype, optional
+    device : {"cpu", "cuda"}, optional
+        Where `data` lies is the default.
+
+    Attributes
+    ----------
+    data : the array. grad : array of the same backend and shape, or None.
+    partials : float32 array (N, tiles, C, 2) or None
+        Sums and sums of squares that the producer's epilogue left for a following norm.
+    """
+
+    __slots__ = ("__weakref__", "_source", "data", "grad", "partials", "requires_grad")
+    __array_ufunc__ = None  # `ndarray + Tensor` is handed to Tensor.__radd__
+
+    def __init__(self, data: Any, requires_grad: bool = False, dtype: Any = None, device: str | None = None):
+        if isinstance(data, Tensor):
+            data = data.data
+        if not hasattr(data, "dtype"):
+            data = np.asarray(data)
+            if data.dtype == np.float64 and dtype is None:
+                data = data.astype(float32)
+        if isinstance(data, np.generic):
+            data = np.asarray(data)
+        if dtype is not None and data.dtype != np.dtype(dtype):
+            data = data.astype(dtype)
+        if device is not None:
+            data = to_device(data, device)
+        if requires_grad and not is_float(data.dtype):
+            raise TypeError(f"only floating tensors can require a gradient, not {data.dtype}")
+        self.data: Array = data if data.flags.c_contiguous else array_module(device_of(data)).ascontiguousarray(data)
+        self.requires_grad = requires_grad
+        self.grad: Array | None = None
+        self.partials: Array | None = None
+        self._source: tuple[Node, int] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.data.ndim
+
+    @property
+    def size(self) -> int:
+        return self.data.size
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.data.dtype
+
+    @property
+    def device(self) -> str:
+        return device_of(self.data)
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether no recorded operation made this tensor; `backward` fills `.grad` of leaves."""
+        return self._source is None
+
+    def operand(self, dtype: np.dtype) -> Array:
+        """The array an operation computing in `dtype` reads; a Parameter may offer its low-precision copy."""
+        return self.data
+
+    def numpy(self) -> np.ndarray:
+        """The values as a NumPy array; shares memory on the CPU, copies (and waits for the GPU) otherwise."""
+        return to_device(self.data, "cpu")
+
+    def item(self) -> float | int:
+        """The only element as a Python number."""
+        return self.numpy().item()
+
+    def to(self, device: str) -> Tensor:
+        """The same values on `device`, cut from the tape; the tensor itself where it is there already."""
+        return self if self.device == device else Tensor(to_device(self.data, device), self.requires_grad)
+
+    def detach(self) -> Tensor:
+        """The same array, cut from the tape."""
+        out = Tensor(self.data)
+        out.partials = self.partials
+        return out
+
+    def backward(self, grad: Array | None = None) -> None:
+        """Add d(self)/d(leaf) to `.grad` of every leaf that requires it.
+
+        `grad` is d(loss)/d(self), of this tensor's shape; it may be left out for a single element.
+        Raises RuntimeError where nothing was recorded or the tape was used already.
+        """
+        if not self.requires_grad:
+            raise RuntimeError("backward() needs a tensor that requires a gradient")
+        if grad is None:
+            if self.size != 1:
+                raise RuntimeError(f"backward() of a tensor of shape {self.shape} needs the gradient to start from")
+            grad = array_module(self.device).ones_like(self.data)
+        elif isinstance(grad, Tensor):
+            grad = grad.data
+        if grad.shape != self.shape:
+            raise ValueError(f"the gradient has shape {grad.shape}, the tensor {self.shape}")
+        _backward(self, grad)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if self.device != "cpu":
+            raise TypeError("a CUDA tensor is not converted silently: call .numpy()")
+        return np.array(self.data, dtype=dtype, copy=copy)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.data.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.data.__dlpack_device__()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        if self.device != "cuda":
+            raise AttributeError("a CPU tensor has no __cuda_array_interface__")
+        return self.data.__cuda_array_interface__
+
+    def __repr__(self) -> str:
+        body = np.array2string(self.numpy(), separator=", ", prefix="Tensor(", threshold=200, precision=4)
+        extra = ", requires_grad=True" if self.requires_grad else ""
+        return f"Tensor({body}, shape={self.shape}, dtype={self.dtype}, device={self.device}{extra})"
+
+
+def from_dlpack(source: Any) -> Tensor:
+    """A tensor that shares memory with any object that speaks DLPack (NumPy, CuPy, PyTorch, JAX)."""
+    device_type, _ = source.__dlpack_device__()
+    return Tensor(array_module("cuda" if device_type == 2 else "cpu").from_dlpack(source))
+
+
+class Context:
+    """What a Function's forward leaves for its backward."""
+
+    def __init__(self, needs: tuple[bool, ...], partials: tuple[Array | None, ...]):
+        self.needs = needs  # which inputs want a gradient; all False while nothing is recorded
+        self.partials = partials  # of the inputs
+        self.out_partials: Array | None = None  # set by forward: statistics of its first output
+        self.dout_partials: Array | None = None  # in backward: statistics that came with the first dout
+        self.din_partials: dict[int, Array] = {}  # set by backward: statistics of the gradient of input i
+        self.saved: tuple[Array | None, ...] = ()
+
+    def save(self, *arrays: Array | None) -> None:
+        """Hold `arrays` until backward has run."""
+        self.saved = arrays
+
+
+class Function:
+    """A differentiable operation on both backends; see `apply` for the signatures.
+
+    A subclass defines four static methods: `forward_numpy(ctx, *arrays, **attrs)`, which returns an array or a tuple
+    of arrays; `backward_numpy(ctx, *douts, needs, into)`, which returns one gradient (or None) for each input; and the
+    same pair with `_cuda`. `needs[i]` says whether input i wants a gradient. `into[i]` is the gradient it has so
+    far, or None: a backward that adds to it in place returns it, any other returned array is added by the tape.
+    A dout may be returned but never written to: others may hold it.
+    """
+
+    differentiable: ClassVar[bool] = True
+
+    @classmethod
+    def apply(cls, *inputs: Tensor | None, **attrs: Any) -> Any:
+        """Run the forward on the inputs' device and record it. Returns a Tensor, or a tuple where forward does."""
+        device = _common_device(cls.__name__, inputs)
+        recording = cls.differentiable and grad_enabled()
+        needs = tuple(recording and t is not None and t.requires_grad for t in inputs)
+        ctx = Context(needs, tuple(None if t is None else t.partials for t in inputs))
+        dtype = next(t.dtype for t in inputs if t is not None)
+        arrays = [None if t is None else t.operand(dtype) for t in inputs]
+        forward = cls.forward_cuda if device == "cuda" else cls.forward_numpy  # type: ignore[attr-defined]
+        results = forward(ctx, *arrays, **attrs)
+        outs = tuple(Tensor(result) for result in (results if isinstance(results, tuple) else (results,)))
+        outs[0].partials = ctx.out_partials
+        if any(needs):
+            node = Node(cls, ctx, inputs, needs, len(outs))
+            for i, out in enumerate(outs):
+                if is_float(out.dtype):
+                    out.requires_grad, out._source = True, (node, i)
+        return outs if isinstance(results, tuple) else outs[0]
+
+
+def _common_device(name: str, inputs: Sequence[Tensor | None]) -> str:
+    devices = {t.device for t in inputs if t is not None}
+    if len(devices) > 1:
+        raise ValueError(f"{name} got tensors on different devices: move them with .to('cuda') or .to('cpu')")
+    return devices.pop()
+
+
+class Node:
+    """One recorded operation: how to run its backward and where its inputs' gradients go."""
+
+    __slots__ = ("ctx", "function", "index", "inputs", "needs", "num_outputs")
+
+    def __init__(self, function: Any, ctx: Context, inputs: Sequence[Tensor | None], needs: tuple, num_outputs: int):
+        self.function, self.ctx, self.needs, self.num_outputs = function, ctx, needs, num_outputs
+        self.index = next(_node_index)
+        # An input made by another node is kept as that node's output slot, so that its array can be freed.
+        self.inputs = [
+            (t if t._source is None else t._source) if need and t is not None else None
+            for t, need in zip(inputs, needs, strict=True)
+        ]
+
+
+class _Gradient:
+    """A gradient under construction. A borrowed array is shared with someone else and never written to."""
+
+    __slots__ = ("array", "borrowed", "partials")
+
+    def __init__(self, array: Array | None = None, borrowed: bool = False, partials: Array | None = None):
+        self.array, self.borrowed, self.partials = array, borrowed, partials
+
+    def into(self) -> Array | None:
+        return None if self.borrowed else self.array
+
+    def add(self, array: Array, borrowed: bool, partials: Array | None) -> None:
+        """One more term."""
+        if self.array is None:
+            self.array, self.borrowed, self.partials = array, borrowed, partials
+            return
+        if self.borrowed and borrowed:
+            self.array, self.borrowed = self.array.copy(), False
+        elif self.borrowed:
+            self.array, array, self.borrowed = array, self.array, False
+        accumulate(self.array, array)
+        self.partials = None
+
+
+def accumulate(total: Array, term: Array) -> None:
+    """total += term, in place, on either backend."""
+    if device_of(total) == "cpu":
+        total += term.astype(total.dtype, copy=False)
+    else:
+        from cudiff.cuda.module import add_into
+
+        add_into(total, term)
+
+
+def _backward(root: Tensor, grad: Array) -> None:
+    if root._source is None:
+        _add_to_leaf(root, grad, True)
+        return
+    pending: dict[int, list[_Gradient]] = {}
+    order = _nodes_below(root._source[0])
+    for node in order:
+        pending[node.index] = [_Gradient() for _ in range(node.num_outputs)]
+    pending[order[0].index][root._source[1]].add(grad, True, None)
+    for node in order:
+        slots = pending.pop(node.index)
+        if node.ctx is None:
+            raise RuntimeError("backward() ran through this part of the tape already: run the forward again")
+        douts = [slot.array for slot in slots]
+        node.ctx.dout_partials = slots[0].partials
+        if any(dout is not None for dout in douts):
+            targets = [
+                None if source is None else source if isinstance(source, Tensor) else pending[source[0].index][source[1]]
+                for source in node.inputs
+            ]
+            _run_backward(node, douts, targets)
+        node.ctx = None  # frees what forward saved
+
+
+def _run_backward(node: Node, douts: list[Array | None], targets: list[Tensor | _Gradient | None]) -> None:
+    into = tuple(
+        None if target is None else target.grad if isinstance(target, Tensor) else target.into() for target in targets
+    )
+    device = next(device_of(dout) for dout in douts if dout is not None)
+    backward = node.function.backward_cuda if device == "cuda" else node.function.backward_numpy
+    results = backward(node.ctx, *douts, needs=node.needs, into=into)
+    returned: set[int] = set()
+    for i, (result, target) in enumerate(zip(results, targets, strict=True)):
+        if result is None or target is None:
+            continue
+        partials = node.ctx.din_partials.get(i)
+        if result is into[i]:
+            if isinstance(target, _Gradient):
+                target.partials = partials
+            continue
+        if id(result) in returned:
+            result = result.copy()
+        returned.add(id(result))
+        borrowed = result.base is not None or any(result is dout for dout in douts)
+        if isinstance(target, Tensor):
+            _add_to_leaf(target, result, borrowed)
+        else:
+            target.add(result, borrowed, partials)
+
+
+def _add_to_leaf(leaf: Tensor, grad: Array, borrowed: bool) -> None:
+    if leaf.grad is None:
+        leaf.grad = grad.copy() if borrowed else grad
+    else:
+        accumulate(leaf.grad, grad)
+
+
+def _nodes_below(root: Node) -> list[Node]:
+    """Every node that `root` depends on, itself first, newest first: a fixed order, so sums are reproducible."""
+    found = {root.index: root}
+    stack = [root]
+    while stack:
+        for source in stack.pop().inputs:
+            if isinstance(source, tuple) and source[0].index not in found:
+                found[source[0].index] = source[0]
+                stack.append(source[0])
+    return [found[index] for index in sorted(found, reverse=True)]

@@ -1,0 +1,54 @@
+// Storage types and conversions, packs of 16 bytes, and small arithmetic. No CUDA toolkit header is needed.
+//
+// bf16 and half are storage: to_float() reads them, from_float<T>() rounds to nearest even. Arithmetic is float.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct __align__(2) bf16 { u16 bits; };
+struct __align__(2) half { u16 bits; };
+
+#define CEIL_DIV(a, b) (((a) + (b) - 1) / (b))
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
+__device__ __forceinline__ float to_float(half x) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x.bits));
+    return f;
+}
+__device__ __forceinline__ float to_float(u8 x) { return (float)x; }
+__device__ __forceinline__ float to_float(int x) { return (float)x; }
+
+template <typename T> __device__ __forceinline__ T from_float(float x);
+template <> __device__ __forceinline__ float from_float<float>(float x) { return x; }
+template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) {
+    bf16 y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+template <> __device__ __forceinline__ half from_float<half>(float x) {
+    half y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+template <> __device__ __forceinline__ int from_float<int>(float x) { return (int)x; }
+
+// 16 bytes of T, loaded and stored by one instruction; the address must be a multiple of 16.
+template <typename T> struct __align__(16) Pack {
+    static constexpr int SIZE = 16 / sizeof(T);
+    T v[SIZE];
+};
+template <typename T> __device__ __forceinline__ Pack<T> load_pack(const T* p) {
+    uint4 raw = *reinterpret_cast<const uint4*>(p);
+    return *reinterpret_cast<Pack<T>*>(&raw);
+}
+template <typename T> __device__ __forceinline__ void store_pack(T* p, const Pack<T>& pack) {
+    *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(&pack);
+}
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }

@@ -1,0 +1,138 @@
+"""check_op: one call that holds an operation to its reference on every backend.
+
+On the CPU: NumPy's backward against finite differences in float64, and forward and backward against PyTorch where it
+is installed. On the GPU: the CUDA kernels in float32, bfloat16 and float16 against NumPy in float64 on the same
+(rounded) inputs.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from cudiff.tensor import Tensor
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+# ‖a−b‖/‖b‖: about 10 roundings of the storage type; sums are in float32 and do not grow it.
+TOLERANCE = {np.dtype(np.float32): 2e-5, np.dtype(ml_dtypes.bfloat16): 1.6e-2, np.dtype(np.float16): 2e-3}
+
+
+def relative_error(actual, expected) -> float:
+    """‖actual − expected‖ / ‖expected‖ in float64; infinite where a value is not finite or shapes differ."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    if actual.shape != expected.shape or not np.isfinite(actual).all():
+        return np.inf
+    scale = np.linalg.norm(expected)
+    return float(np.linalg.norm(actual - expected) / scale) if scale > 0 else float(np.linalg.norm(actual))
+
+
+def check_op(fn, *arrays, device, torch_fn=None, dtypes=("float32", "bfloat16"), fp32_inputs=(), tolerance=1.0):
+    """Check `fn(*tensors) -> Tensor or tuple of Tensors` forward and backward.
+
+    `arrays`: float64 arrays (each gets a gradient), integer arrays, or None. `torch_fn` takes the same as torch
+    tensors. `fp32_inputs`: positions that stay float32 when the rest is low precision (norm weights, biases).
+    `tolerance` multiplies the CUDA tolerances; give the reason where it is not 1.
+    """
+    if device == "cpu":
+        _check_gradients(fn, arrays)
+        if torch_fn is not None and torch is not None:
+            _check_torch(fn, torch_fn, arrays)
+    else:
+        for dtype in dtypes:
+            dtype = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
+            _check_cuda(fn, arrays, dtype, set(fp32_inputs), TOLERANCE[dtype] * tolerance)
+
+
+def _is_float(array) -> bool:
+    return array is not None and np.issubdtype(np.asarray(array).dtype, np.floating)
+
+
+def _run(fn, arrays, device, douts=None):
+    """Outputs and gradients as NumPy arrays; random output gradients are drawn (or given), to weigh every element."""
+    tensors = [
+        None if a is None else Tensor(a, requires_grad=_is_float(a) or a.dtype == ml_dtypes.bfloat16, device=device)
+        for a in arrays
+    ]
+    outs = fn(*tensors)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    if douts is None:
+        rng = np.random.default_rng(7)
+        douts = [rng.standard_normal(out.shape) for out in outs]
+    total = [(o, d) for o, d in zip(outs, douts, strict=True) if o.requires_grad]
+    for out, dout in total:
+        out.backward(Tensor(dout.astype(out.dtype), device=device).data) if len(total) == 1 else None
+    if len(total) > 1:
+        _weighted_sum([(o, Tensor(d.astype(o.dtype), device=device)) for o, d in total]).backward()
+    grads = [None if t is None or t.grad is None else Tensor(t.grad).numpy() for t in tensors]
+    return [o.numpy() for o in outs], grads, douts
+
+
+def _weighted_sum(pairs):
+    return sum(((out * dout).sum() for out, dout in pairs[1:]), (pairs[0][0] * pairs[0][1]).sum())
+
+
+def _check_gradients(fn, arrays, step=1e-6, atol=1e-5, rtol=1e-3):
+    outs, grads, douts = _run(fn, arrays, "cpu")
+    for out in outs:
+        assert np.isfinite(out.astype(np.float64)).all(), "the forward made a value that is not finite"
+    rng = np.random.default_rng(11)
+    for i, array in enumerate(arrays):
+        if not _is_float(array):
+            continue
+        assert grads[i] is not None, f"input {i} got no gradient"
+        assert grads[i].shape == array.shape, f"gradient {i} has shape {grads[i].shape}, not {array.shape}"
+        count = min(array.size, 24)
+        for flat in rng.choice(array.size, count, replace=False):
+            values = []
+            for sign in (1, -1):
+                moved = [a if a is None else a.copy() for a in arrays]
+                moved[i].reshape(-1)[flat] += sign * step
+                values.append(
+                    sum(float((o * d).sum()) for o, d in zip(_forward(fn, moved), douts, strict=True) if _is_float(o))
+                )
+            numeric = (values[0] - values[1]) / (2 * step)
+            analytic = grads[i].reshape(-1)[flat]
+            assert abs(numeric - analytic) <= atol + rtol * abs(numeric), (
+                f"input {i}, element {flat}: gradient {analytic}, finite difference {numeric}"
+            )
+
+
+def _forward(fn, arrays):
+    outs = fn(*[None if a is None else Tensor(a) for a in arrays])
+    return [o.numpy() for o in (outs if isinstance(outs, tuple) else (outs,))]
+
+
+def _check_torch(fn, torch_fn, arrays):
+    outs, grads, douts = _run(fn, arrays, "cpu")
+    leaves = [None if a is None else torch.tensor(a, requires_grad=_is_float(a)) for a in arrays]
+    expected = torch_fn(*leaves)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    for out, reference in zip(outs, expected, strict=True):
+        error = relative_error(out, reference.detach().numpy())
+        assert error < 1e-9, f"forward differs from PyTorch by {error:.1e}"
+    sum((e * torch.tensor(d)).sum() for e, d in zip(expected, douts, strict=True) if e.requires_grad).backward()
+    for i, leaf in enumerate(leaves):
+        if leaf is not None and leaf.grad is not None:
+            error = relative_error(grads[i], leaf.grad.numpy())
+            assert error < 1e-8, f"gradient {i} differs from PyTorch by {error:.1e}"
+
+
+def _check_cuda(fn, arrays, dtype, fp32_inputs, tolerance):
+    rounded = [
+        a if not _is_float(a) else a.astype(np.float32 if i in fp32_inputs else dtype) for i, a in enumerate(arrays)
+    ]
+    reference = [a if a is None or not _is_float(arrays[i]) else a.astype(np.float64) for i, a in enumerate(rounded)]
+    outs, grads, douts = _run(fn, rounded, "cuda")
+    douts = [d.astype(o.dtype).astype(np.float64) if _is_float(d) else d for o, d in zip(outs, douts, strict=True)]
+    expected, expected_grads, _ = _run(fn, reference, "cpu", douts)
+    for out, reference_out in zip(outs, expected, strict=True):
+        error = relative_error(out, reference_out)
+        assert error <= tolerance, f"{dtype} forward differs from NumPy by {error:.1e}, allowed {tolerance:.1e}"
+    for i, (grad, expected_grad) in enumerate(zip(grads, expected_grads, strict=True)):
+        if expected_grad is not None:
+            error = relative_error(grad, expected_grad)
+            assert error <= tolerance, f"{dtype} gradient {i} differs by {error:.1e}, allowed {tolerance:.1e}"

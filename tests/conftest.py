@@ -1,0 +1,62 @@
+"""Devices under test: `cpu` always; `cuda` is the same test on the other backend, marked `gpu`."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cudiff.backend import cuda_available, cuda_status
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return request.param
+
+
+@pytest.fixture
+def rng(request):
+    """Fresh random numbers, reproducible for each test by its name."""
+    return np.random.default_rng(abs(hash_name(request.node.nodeid)))
+
+
+def hash_name(name: str) -> int:
+    return int.from_bytes(name.encode(), "little") % (2**63)
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """`$CUDIFF_DATA`: real data sets for the tests that need them."""
+    folder = os.environ.get("CUDIFF_DATA")
+    if not folder:
+        pytest.skip("CUDIFF_DATA is not set: no real data sets here")
+    return Path(folder)
+
+
+def pytest_collection_modifyitems(items):
+    if not cuda_available():
+        skip = pytest.mark.skip(reason=f"no GPU: {cuda_status()[1]}")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def poisoned_memory():
+    """Every CuPy allocation starts as NaN bytes, so that an element a kernel does not write is seen."""
+    if not cuda_available():
+        yield
+        return
+    import cupy
+
+    pool = cupy.cuda.MemoryPool()
+
+    def allocate(size):
+        memory = pool.malloc(size)
+        if size:
+            memory.memset_async(0xFF, size)
+        return memory
+
+    cupy.cuda.set_allocator(allocate)
+    yield
+    cupy.cuda.set_allocator(pool.malloc)
