@@ -1,0 +1,237 @@
+"""The U-Net of guided-diffusion (Dhariwal & Nichol, arXiv 2105.05233), with its options and its parameter names."""
+
+from __future__ import annotations
+
+import math
+
+from cudiff import ops
+from cudiff.backend import float32
+from cudiff.errors import CudiffError
+from cudiff.nn import Conv2d, Dropout, Embedding, GroupNorm, Linear, Module, ModuleList, Sequential, SiLU
+from cudiff.tensor import Tensor
+
+
+def num_groups(channels: int) -> int:
+    """32 groups as in guided-diffusion; where 32 does not divide the channels, the largest power of two that does."""
+    return math.gcd(32, channels)
+
+
+def zeroed(layer: Module) -> Module:
+    """Start `layer` at zero, so that the block it ends starts as the identity."""
+    for parameter in layer.parameters():
+        parameter.data[...] = 0
+    return layer
+
+
+class Upsample(Module):
+    """(N, H, W, C) → (N, 2H, 2W, C): nearest, then a 3×3 convolution where `use_conv`."""
+
+    def __init__(self, channels: int, use_conv: bool):
+        super().__init__()
+        self.conv = Conv2d(channels, channels, 3) if use_conv else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = ops.upsample_nearest(x, 2)
+        return self.conv(x) if self.conv is not None else x
+
+
+class Downsample(Module):
+    """(N, H, W, C) → (N, H/2, W/2, C): a 3×3 convolution of stride 2 where `use_conv`, else the mean of 2×2."""
+
+    def __init__(self, channels: int, use_conv: bool):
+        super().__init__()
+        self.op = Conv2d(channels, channels, 3, stride=2) if use_conv else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(x) if self.op is not None else ops.avg_pool2d(x, 2)
+
+
+class ResBlock(Module):
+    """norm, SiLU, conv, + emb, norm, SiLU, dropout, conv, + skip; `x2` is the skip connection a concat would join.
+
+    `resample` is None, "up" or "down": both paths are resampled between the first SiLU and the first convolution.
+    """
+
+    def __init__(self, channels: int, out_channels: int, emb_channels: int, dropout: float = 0.0,
+                 use_scale_shift_norm: bool = False, resample: str | None = None, zero_init: bool = True):
+        super().__init__()
+        self.use_scale_shift_norm, self.resample, self.out_channels = use_scale_shift_norm, resample, out_channels
+        last = Conv2d(out_channels, out_channels, 3)
+        self.in_layers = ModuleList(
+            [GroupNorm(num_groups(channels), channels), None, Conv2d(channels, out_channels, 3)]
+        )
+        self.emb_layers = ModuleList([None, Linear(emb_channels, out_channels * (2 if use_scale_shift_norm else 1))])
+        self.out_layers = ModuleList([
+            GroupNorm(num_groups(out_channels), out_channels), None, Dropout(dropout),
+            zeroed(last) if zero_init else last,
+        ])
+        self.skip_connection = Conv2d(channels, out_channels, 1) if channels != out_channels else None
+
+    def forward(self, x: Tensor, silu_emb: Tensor, x2: Tensor | None = None) -> Tensor:
+        """x (N, H, W, C), x2 (N, H, W, C2) or None, silu_emb (N, E) float32 → (N, H, W, K)."""
+        emb = self.emb_layers[1](silu_emb)
+        scale = shift = None
+        if self.use_scale_shift_norm:
+            scale, shift = ops.split(emb, 2, axis=1)
+            emb = None
+        norm, conv = self.in_layers[0], self.in_layers[2]
+        if self.resample == "down":
+            h = ops.avg_pool2d(norm(x, silu=True), 2)
+            h = ops.norm_silu_conv2d(h, weight=conv.weight, bias=conv.bias, emb=emb, tf32=self.tf32)
+            x = ops.avg_pool2d(x, 2)
+        else:
+            up = self.resample == "up"
+            h = ops.norm_silu_conv2d(
+                x, x2, norm_weight=norm.weight, norm_bias=norm.bias, weight=conv.weight, bias=conv.bias, emb=emb,
+                num_groups=norm.num_groups, eps=norm.eps, upsample=up, tf32=self.tf32,
+            )
+            x = ops.upsample_nearest(x, 2) if up else x
+        return self._out(h, x, x2, scale, shift)
+
+    def _out(self, h: Tensor, x: Tensor, x2: Tensor | None, scale: Tensor | None, shift: Tensor | None) -> Tensor:
+        norm, dropout, conv = self.out_layers[0], self.out_layers[2], self.out_layers[3]
+        skip = self.skip_connection
+        if dropout.p > 0 and self.training:
+            h, norm_weight, norm_bias = dropout(norm(h, silu=True, scale=scale, shift=shift)), None, None
+            scale = shift = None
+        else:
+            norm_weight, norm_bias = norm.weight, norm.bias
+        if skip is None:
+            x2 = None
+        return ops.norm_silu_conv2d(
+            h, norm_weight=norm_weight, norm_bias=norm_bias, weight=conv.weight, bias=conv.bias,
+            scale=scale, shift=shift, num_groups=norm.num_groups, eps=norm.eps,
+            residual=x, residual2=x2, skip_weight=None if skip is None else skip.weight,
+            skip_bias=None if skip is None else skip.bias, tf32=self.tf32,
+        )
+
+
+class AttentionBlock(Module):
+    """x + proj_out(attention(qkv(norm(x)))) over all positions of x (N, H, W, C)."""
+
+    def __init__(self, channels: int, num_heads: int, new_order: bool, zero_init: bool = True):
+        super().__init__()
+        self.num_heads, self.new_order = num_heads, new_order
+        self.norm = GroupNorm(num_groups(channels), channels)
+        self.qkv = Linear(channels, 3 * channels, layout="conv1d")
+        projection = Linear(channels, channels, layout="conv1d")
+        self.proj_out = zeroed(projection) if zero_init else projection
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, height, width, channels = x.shape
+        qkv = self.qkv(ops.reshape(self.norm(x), (n, height * width, channels)))
+        out = self.proj_out(ops.attention_qkv(qkv, self.num_heads, self.new_order, tf32=self.tf32))
+        return x + ops.reshape(out, x.shape)
+
+
+class UNet(Module):
+    """net(x, t, labels): x (N, H, W, in_channels) float32, t (N,) float32, labels int32 (N,) or None → float32.
+
+    Parameters
+    ----------
+    image_size : int, pixels; must divide by 2 ** (levels − 1)
+    attention_resolutions : image sizes in pixels at which attention follows every residual block
+    num_heads, num_head_channels : heads a block, or channels a head where num_head_channels > 0
+    learn_sigma : the output has twice the channels (Improved DDPM, arXiv 2102.09672)
+    max_period : longest period of the timestep sinusoids; 10000 in guided-diffusion, 1000 in unet.cu
+    zero_init : start the last convolution of each block at zero, as guided-diffusion does
+
+    Raises CudiffError for sizes, channels or heads that do not divide, saying which do.
+    """
+
+    def __init__(self, image_size: int, in_channels: int = 3, model_channels: int = 64,
+                 channel_mult: tuple[int, ...] = (1, 2, 3, 4), num_res_blocks: int = 2,
+                 attention_resolutions: tuple[int, ...] = (16, 8), num_heads: int = 4, num_head_channels: int = 32,
+                 use_scale_shift_norm: bool = False, resblock_updown: bool = False, conv_resample: bool = True,
+                 dropout: float = 0.0, num_classes: int = 0, learn_sigma: bool = False,
+                 use_new_attention_order: bool = False, max_period: float = 10000.0, zero_init: bool = True):
+        super().__init__()
+        step = 2 ** (len(channel_mult) - 1)
+        if image_size % step:
+            low = image_size // step * step
+            raise CudiffError(
+                f"image size {image_size} does not halve {len(channel_mult) - 1} times: "
+                f"use a multiple of {step}, such as {low or step} or {low + step}, or fewer entries in channel_mult"
+            )
+        self.image_size, self.in_channels, self.model_channels = image_size, in_channels, model_channels
+        self.num_classes, self.learn_sigma, self.max_period = num_classes, learn_sigma, max_period
+        emb_channels = model_channels * 4
+
+        def res_block(channels: int, out_channels: int, resample: str | None = None) -> ResBlock:
+            return ResBlock(channels, out_channels, emb_channels, dropout, use_scale_shift_norm, resample, zero_init)
+
+        def attention(channels: int) -> AttentionBlock:
+            heads = num_heads if num_head_channels <= 0 else channels // num_head_channels
+            if heads == 0 or channels % heads or (num_head_channels > 0 and channels % num_head_channels):
+                what = f"num_head_channels {num_head_channels}" if num_head_channels > 0 else f"num_heads {num_heads}"
+                raise CudiffError(f"{channels} channels do not divide by {what}: choose a divisor")
+            return AttentionBlock(channels, heads, use_new_attention_order, zero_init)
+
+        def resample(channels: int, direction: str) -> Module:
+            if resblock_updown:
+                return res_block(channels, channels, direction)
+            return (Upsample if direction == "up" else Downsample)(channels, conv_resample)
+
+        self.time_embed = Sequential(
+            Linear(model_channels, emb_channels), SiLU(), Linear(emb_channels, emb_channels)
+        )
+        self.label_emb = Embedding(num_classes, emb_channels) if num_classes else None
+        channels, size = model_channels * channel_mult[0], image_size
+        self.input_blocks = ModuleList([ModuleList([Conv2d(in_channels, channels, 3)])])
+        skips = [channels]
+        for level, mult in enumerate(channel_mult):
+            for _ in range(num_res_blocks):
+                block = ModuleList([res_block(channels, model_channels * mult)])
+                channels = model_channels * mult
+                if size in attention_resolutions:
+                    block.append(attention(channels))
+                self.input_blocks.append(block)
+                skips.append(channels)
+            if level < len(channel_mult) - 1:
+                self.input_blocks.append(ModuleList([resample(channels, "down")]))
+                skips.append(channels)
+                size //= 2
+        self.middle_block = ModuleList([res_block(channels, channels), attention(channels), res_block(channels, channels)])
+        self.output_blocks = ModuleList()
+        for level, mult in reversed(list(enumerate(channel_mult))):
+            for index in range(num_res_blocks + 1):
+                block = ModuleList([res_block(channels + skips.pop(), model_channels * mult)])
+                channels = model_channels * mult
+                if size in attention_resolutions:
+                    block.append(attention(channels))
+                if level and index == num_res_blocks:
+                    block.append(resample(channels, "up"))
+                    size *= 2
+                self.output_blocks.append(block)
+        last = Conv2d(channels, in_channels * (2 if learn_sigma else 1), 3)
+        self.out = ModuleList([GroupNorm(num_groups(channels), channels), None, zeroed(last) if zero_init else last])
+
+    def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
+        emb = self.time_embed(ops.timestep_embedding(t, self.model_channels, self.max_period))
+        if self.label_emb is not None and labels is not None:
+            emb = emb + self.label_emb(labels)
+        silu_emb = ops.silu(emb)
+        h = self.input_blocks[0][0](ops.astype(x, self.activation_dtype))
+        skips = [h]
+        for block in list(self.input_blocks)[1:]:
+            h = _run(block, h, silu_emb)
+            skips.append(h)
+        h = _run(self.middle_block, h, silu_emb)
+        for block in self.output_blocks:
+            h = _run(block, h, silu_emb, skips.pop())
+        norm, conv = self.out[0], self.out[2]
+        h = ops.norm_silu_conv2d(
+            h, norm_weight=norm.weight, norm_bias=norm.bias, weight=conv.weight, bias=conv.bias,
+            num_groups=norm.num_groups, eps=norm.eps, tf32=self.tf32,
+        )
+        return ops.astype(h, float32)
+
+
+def _run(block: ModuleList, h: Tensor, silu_emb: Tensor, skip: Tensor | None = None) -> Tensor:
+    """The layers of one block in turn; its first ResBlock joins `skip`, the tensor from the way down."""
+    for layer in block:
+        if isinstance(layer, ResBlock):
+            h, skip = layer(h, silu_emb, skip), None
+        else:
+            h = layer(h)
+    return h

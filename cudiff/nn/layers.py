@@ -1,0 +1,153 @@
+"""Layers: parameters plus a one-line forward."""
+
+from __future__ import annotations
+
+from cudiff import ops
+from cudiff.nn import init
+from cudiff.nn.module import Module
+from cudiff.nn.parameter import Parameter
+from cudiff.tensor import Tensor
+
+
+class Linear(Module):
+    """x (..., in) → (..., out): x·weightᵀ + bias. weight (out, in); `layout` is that of PyTorch's file."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, layout: str = "linear"):
+        super().__init__()
+        shape = (out_features, in_features)
+        self.weight = Parameter(init.uniform_fan_in(shape, in_features), low=True, decay=True, layout=layout)
+        self.bias = Parameter(init.uniform_fan_in((out_features,), in_features)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weight, self.bias, tf32=self.tf32)
+
+
+class Conv2d(Module):
+    """x (N, H, W, C) → (N, Ho, Wo, K). weight (K, R, S, C), square kernel; padding defaults to kernel // 2."""
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1,
+                 padding: int | None = None, bias: bool = True):
+        super().__init__()
+        self.stride, self.padding = stride, kernel_size // 2 if padding is None else padding
+        shape = (out_channels, kernel_size, kernel_size, in_channels)
+        fan_in = kernel_size * kernel_size * in_channels
+        self.weight = Parameter(init.uniform_fan_in(shape, fan_in), low=True, decay=True, layout="conv2d")
+        self.bias = Parameter(init.uniform_fan_in((out_channels,), fan_in)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.conv2d(x, self.weight, self.bias, stride=self.stride, padding=self.padding, tf32=self.tf32)
+
+
+class ConvTranspose2d(Module):
+    """x (N, H, W, C) → (N, (H−1)·stride − 2·padding + R, ..., K). weight (C, R, S, K), square kernel."""
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, padding: int = 0):
+        super().__init__()
+        self.stride, self.padding = stride, padding
+        shape = (in_channels, kernel_size, kernel_size, out_channels)
+        fan_in = kernel_size * kernel_size * out_channels
+        self.weight = Parameter(init.uniform_fan_in(shape, fan_in), low=True, decay=True, layout="conv_transpose2d")
+        self.bias = Parameter(init.uniform_fan_in((out_channels,), fan_in))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.conv_transpose2d(
+            x, self.weight, self.bias, stride=self.stride, padding=self.padding, tf32=self.tf32
+        )
+
+
+class GroupNorm(Module):
+    """Normalise each group of channels of each image of x (N, ..., C); float32 weight and bias (C,)."""
+
+    def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5):
+        super().__init__()
+        self.num_groups, self.eps = num_groups, eps
+        self.weight = Parameter(init.ones((num_channels,)))
+        self.bias = Parameter(init.zeros((num_channels,)))
+
+    def forward(self, x: Tensor, silu: bool = False, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+        return ops.group_norm(x, self.weight, self.bias, self.num_groups, self.eps, silu, scale, shift)
+
+
+class LayerNorm(Module):
+    """Normalise the last axis of x (..., C)."""
+
+    def __init__(self, num_channels: int, eps: float = 1e-5):
+        super().__init__()
+        self.eps = eps
+        self.weight = Parameter(init.ones((num_channels,)))
+        self.bias = Parameter(init.zeros((num_channels,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class BatchNorm2d(Module):
+    """Normalise each channel of x (N, H, W, C) over the batch; running statistics are used in eval mode."""
+
+    def __init__(self, num_channels: int, eps: float = 1e-5, momentum: float = 0.1):
+        super().__init__()
+        self.eps, self.momentum = eps, momentum
+        self.weight = Parameter(init.ones((num_channels,)))
+        self.bias = Parameter(init.zeros((num_channels,)))
+        self.register_buffer("running_mean", Tensor(init.zeros((num_channels,))))
+        self.register_buffer("running_var", Tensor(init.ones((num_channels,))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        running_mean, running_var = self._buffers["running_mean"], self._buffers["running_var"]
+        return ops.batch_norm(
+            x, self.weight, self.bias, running_mean, running_var, self.training, self.momentum, self.eps
+        )
+
+
+class Embedding(Module):
+    """indices int32 (N,) → (N, dim); index −1, the null class of guidance, gives zeros."""
+
+    def __init__(self, num_embeddings: int, dim: int):
+        super().__init__()
+        self.weight = Parameter(init.normal((num_embeddings, dim)), layout="embedding")
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return ops.embedding(indices, self.weight)
+
+
+class Dropout(Module):
+    """Zero a share p of the elements in training and scale the rest by 1/(1−p).
+
+    The mask comes from `generator` (set by the trainer: `set_generator`) and the layer's own stream.
+    """
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p, self.generator, self.stream = p, None, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.p == 0 or not self.training:
+            return x
+        return ops.dropout(x, self.p, self.generator, self.stream)
+
+
+class SiLU(Module):
+    """x·sigmoid(x)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.silu(x)
+
+
+class ReLU(Module):
+    """max(x, 0)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.relu(x)
+
+
+def set_generator(model: Module, generator: ops.Generator) -> None:
+    """Give every Dropout of `model` the random numbers of `generator`, a stream each."""
+    layers = [module for _, module in model.modules() if isinstance(module, Dropout)]
+    for index, layer in enumerate(layers):
+        layer.generator, layer.stream = generator, ops.Streams.DROPOUT + index
+
+
+__all__ = [
+    "BatchNorm2d", "Conv2d", "ConvTranspose2d", "Dropout", "Embedding", "GroupNorm", "LayerNorm", "Linear", "ReLU",
+    "SiLU", "set_generator",
+]

@@ -1,0 +1,203 @@
+"""Module: parameters and sub-modules with names, and what can be asked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from cudiff.backend import PRECISIONS, Array, is_low, to_device
+from cudiff.errors import CudiffError
+from cudiff.nn.parameter import FlatParameters, Parameter
+from cudiff.tensor import Tensor
+
+
+class Module:
+    """A part of a model. Attributes that are Parameters, Modules or (registered) buffers get names.
+
+    Names join attributes by dots (`input_blocks.1.0.in_layers.0.weight`), in the order of assignment.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self.training = True
+        self._precision = "fp32"
+        self.flat: FlatParameters | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} has no forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def children(self) -> Iterator[tuple[str, Module]]:
+        """(name, module) of the direct sub-modules."""
+        for name, value in vars(self).items():
+            if isinstance(value, Module):
+                yield name, value
+
+    def modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
+        """(name, module) of this module and everything below it; its own name is `prefix`."""
+        yield prefix, self
+        for name, child in self.children():
+            yield from child.modules(f"{prefix}.{name}" if prefix else name)
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """(name, parameter) in state_dict order."""
+        for prefix, module in self.modules():
+            for name, value in vars(module).items():
+                if isinstance(value, Parameter):
+                    yield f"{prefix}.{name}" if prefix else name, value
+
+    def parameters(self) -> list[Parameter]:
+        """The parameters in state_dict order."""
+        return [parameter for _, parameter in self.named_parameters()]
+
+    def register_buffer(self, name: str, value: Tensor) -> None:
+        """Keep a tensor that is saved with the model but not trained (running statistics)."""
+        self._buffers[name] = value
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of all registered buffers."""
+        for prefix, module in self.modules():
+            for name, value in module._buffers.items():
+                yield f"{prefix}.{name}" if prefix else name, value
+
+    def layouts(self) -> dict[str, str]:
+        """For each parameter name how PyTorch's file layout differs (`Parameter.layout`)."""
+        return {name: parameter.layout for name, parameter in self.named_parameters()}
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of all parameters and buffers as NumPy arrays in native layout (conv weights KRSC), by name."""
+        state = {name: np.array(parameter.numpy()) for name, parameter in self.named_parameters()}
+        return state | {name: np.array(value.numpy()) for name, value in self.named_buffers()}
+
+    def load_state_dict(self, state: dict[str, Array]) -> None:
+        """Copy values in by name. Raises CudiffError, before anything is changed, on missing, unknown or mis-shaped."""
+        targets: dict[str, Tensor] = dict(self.named_parameters()) | dict(self.named_buffers())
+        problems = [f"missing {name}" for name in targets if name not in state]
+        problems += [f"unknown {name}" for name in state if name not in targets]
+        problems += [
+            f"{name} has shape {tuple(state[name].shape)}, not {target.shape}"
+            for name, target in targets.items()
+            if name in state and tuple(state[name].shape) != target.shape
+        ]
+        if problems:
+            more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+            raise CudiffError(f"the weights do not fit the model: {'; '.join(problems[:3])}{more}")
+        for name, target in targets.items():
+            if isinstance(target, Parameter):
+                target.assign(state[name])
+            else:
+                target.data[...] = to_device(np.asarray(state[name], target.dtype), target.device)
+
+    def train(self, mode: bool = True) -> Module:
+        """Set training mode (dropout, batch statistics) everywhere below."""
+        for _, module in self.modules():
+            module.training = mode
+        return self
+
+    def eval(self) -> Module:
+        """Set evaluation mode everywhere below."""
+        return self.train(False)
+
+    @property
+    def precision(self) -> str:
+        """`fp32`, `tf32`, `bf16` or `fp16`: what matrix products compute in and activations are stored as."""
+        return self._precision
+
+    @precision.setter
+    def precision(self, name: str) -> None:
+        if name not in PRECISIONS:
+            raise CudiffError(f"unknown precision '{name}': use one of {', '.join(PRECISIONS)}")
+        for _, module in self.modules():
+            module._precision = name
+
+    @property
+    def activation_dtype(self) -> np.dtype:
+        """The dtype activations are stored in."""
+        return PRECISIONS[self._precision]
+
+    @property
+    def tf32(self) -> bool:
+        """Whether float32 matrix products may round their operands to tf32."""
+        return self._precision == "tf32"
+
+    def flatten(self, device: str, trainable: bool = True) -> Module:
+        """Move all parameters into flat buffers on `device` (once, after construction and choice of precision)."""
+        low = self.activation_dtype if is_low(self.activation_dtype) else None
+        self.flat = FlatParameters(dict(self.named_parameters()), device, low, trainable)
+        for _, module in self.modules():
+            for value in module._buffers.values():
+                value.data = to_device(value.data, device)
+        if not trainable:
+            for parameter in self.parameters():
+                parameter.requires_grad = False
+        return self
+
+    def zero_grad(self) -> None:
+        """Set all gradients to zero (one fill where the model is flat), or drop them."""
+        if self.flat is not None and self.flat.grad is not None:
+            self.flat.grad.fill(0)
+            return
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def num_parameters(self) -> int:
+        """How many numbers are trained."""
+        return sum(parameter.size for parameter in self.parameters())
+
+    def summary(self) -> Table:
+        """A rich table: every layer that has parameters, its parameters' shapes and counts. Print it with rich."""
+        table = Table(title=f"{type(self).__name__}: {self.num_parameters():,} parameters")
+        table.add_column("layer", overflow="fold")
+        table.add_column("type")
+        table.add_column("shapes")
+        table.add_column("parameters", justify="right")
+        for name, module in self.modules():
+            own = {key: value for key, value in vars(module).items() if isinstance(value, Parameter)}
+            if own:
+                shapes = ", ".join(f"{key} {'×'.join(map(str, value.shape))}" for key, value in own.items())
+                count = sum(value.size for value in own.values())
+                table.add_row(name or "(self)", type(module).__name__, shapes, f"{count:,}")
+        return table
+
+
+class ModuleList(Module):
+    """A list of modules; names are their indices. `None` entries keep PyTorch's numbering where a layer has nothing."""
+
+    def __init__(self, items: Iterable[Module | None] = ()):
+        super().__init__()
+        self._items: list[Module | None] = list(items)
+
+    def children(self) -> Iterator[tuple[str, Module]]:
+        for index, item in enumerate(self._items):
+            if item is not None:
+                yield str(index), item
+
+    def append(self, item: Module) -> None:
+        self._items.append(item)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._items[index]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+
+class Sequential(ModuleList):
+    """Modules called one after the other."""
+
+    def __init__(self, *items: Module):
+        super().__init__(items)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for item in self._items:
+            if item is not None:
+                x = item(x)
+        return x
