@@ -1,0 +1,86 @@
+"""A labelled set of images in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from cudiff.data.order import mix32, order_key
+from cudiff.errors import CudiffError
+
+
+@dataclass(repr=False)
+class Dataset:
+    """Images as uint8 with optional class labels; training normalises them to [-1, 1] on the device.
+
+    images: uint8 (N, H, W, C), C-contiguous, C is 1 or 3. labels: int32 (N,) in [0, num_classes), or None, and then
+    num_classes is 0. class_names: one for each class, or None. skipped: the files that did not decode and were left
+    out. Raises CudiffError where these do not agree.
+    """
+
+    images: np.ndarray
+    labels: np.ndarray | None = None
+    num_classes: int = 0
+    name: str = "data"
+    class_names: tuple[str, ...] | None = None
+    skipped: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.images.dtype != np.uint8 or self.images.ndim != 4 or self.images.shape[3] not in (1, 3):
+            raise CudiffError(
+                f"{self.name}: images are {self.images.dtype} {self.images.shape}; "
+                "give uint8 (N, H, W, C) with 1 or 3 channels"
+            )
+        self.images = np.ascontiguousarray(self.images)
+        if self.labels is None:
+            self.num_classes = 0
+            return
+        labels = np.asarray(self.labels)
+        if labels.shape != (len(self.images),) or not np.issubdtype(labels.dtype, np.integer):
+            raise CudiffError(
+                f"{self.name}: labels are {labels.dtype} {labels.shape}; "
+                f"give one integer for each of the {len(self.images)} images"
+            )
+        if labels.size and (labels.min() < 0 or labels.max() >= self.num_classes):
+            raise CudiffError(
+                f"{self.name}: labels run from {labels.min()} to {labels.max()}; "
+                f"number the {self.num_classes} classes from 0 to {self.num_classes - 1}"
+            )
+        if self.class_names is not None and len(self.class_names) != self.num_classes:
+            raise CudiffError(
+                f"{self.name}: {len(self.class_names)} class names for {self.num_classes} classes; give one for each"
+            )
+        self.labels = np.ascontiguousarray(labels, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __repr__(self) -> str:
+        height, width, channels = self.images.shape[1:]
+        classes = f"{self.num_classes} classes" if self.labels is not None else "no labels"
+        return f"Dataset({self.name}: {len(self):,} images {height}x{width}x{channels}, {classes})"
+
+    def subset(self, indices: Sequence[int] | np.ndarray) -> Dataset:
+        """A data set of copies of the images at `indices`, in that order."""
+        indices = np.asarray(indices, dtype=np.int64)
+        return replace(self, images=self.images[indices], labels=None if self.labels is None else self.labels[indices])
+
+    def split(self, validation: int | float, seed: int = 0) -> tuple[Dataset, Dataset]:
+        """Part the data into (training, held-out), the same way every time for the same seed.
+
+        validation: how many images to hold out, or, below 1, which share of them. Each image is ranked by a hash of
+        (seed, its index) and the lowest are held out; both parts keep the order of the images. Raises CudiffError
+        where nothing would be left to train on.
+        """
+        count = round(validation * len(self)) if 0 < validation < 1 else int(validation)
+        if not 0 <= count < len(self):
+            raise CudiffError(
+                f"{self.name}: cannot hold out {validation} of {len(self)} images; hold out at most {len(self) - 1}"
+            )
+        with np.errstate(over="ignore"):
+            rank = mix32(mix32(np.arange(len(self), dtype=np.uint32)) ^ order_key(seed))
+        held_out = np.zeros(len(self), dtype=bool)
+        held_out[np.argsort(rank, kind="stable")[:count]] = True
+        return self.subset(np.flatnonzero(~held_out)), self.subset(np.flatnonzero(held_out))
