@@ -1,0 +1,97 @@
+"""The rules that keep the project readable: imports point downward, stems pair up, files stay small."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "cudiff"
+
+# Each layer may import the layers after it, and its own.
+LAYERS = [
+    {"cli", "__main__"},
+    {"demo"},
+    {"train", "evaluate"},
+    {"pipeline"},
+    {"models", "diffusion", "optim", "data", "checkpoint", "convert", "config", "plot"},
+    {"nn"},
+    {"ops"},
+    {"tensor", "cuda"},
+    {"backend"},
+    {"errors"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+MAY_IMPORT_CUPY = {"backend", "cuda"}
+
+
+def modules():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        yield path, parts[0]
+
+
+def imports_of(path):
+    """(module name, whether it stands at the top of the file) of every import."""
+    tree = ast.parse(path.read_text())
+    top = {id(node) for node in tree.body}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, id(node) in top
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "cudiff" else [node.module]
+            for name in names:
+                yield name, id(node) in top
+
+
+@pytest.mark.parametrize("path, own", list(modules()), ids=lambda value: getattr(value, "stem", value))
+def test_imports_point_downward(path, own):
+    if own == "__init__":
+        return
+    assert own in LEVEL, f"cudiff/{own} has no layer: give it one in {Path(__file__).name}"
+    for name, top in imports_of(path):
+        parts = name.split(".")
+        if parts[0] == "cudiff" and len(parts) > 1 and parts[1] in LEVEL and top:
+            assert LEVEL[parts[1]] >= LEVEL[own], f"{path.name} imports {name}, which lies above it"
+        assert parts[0] != "torch", f"{path.name} imports PyTorch"
+        if parts[0] in ("cupy", "cupyx", "cupy_backends"):
+            assert own in MAY_IMPORT_CUPY and not top, f"{path.name} imports {name}; only cuda/ and backend.py may, lazily"
+
+
+def test_diffusion_never_imports_models():
+    for path in (PACKAGE / "diffusion").glob("*.py"):
+        assert not any(name.startswith("cudiff.models") for name, _ in imports_of(path)), path.name
+
+
+def test_every_kernel_file_has_its_op_and_its_test():
+    engine = {"accumulate"}  # the tape's own kernel, launched by cuda/module.py
+    for kernel in (ROOT / "kernels").glob("*.cu"):
+        stem = kernel.stem.removesuffix("_sm90")
+        if stem not in engine:
+            assert (PACKAGE / "ops" / f"{stem}.py").is_file(), f"kernels/{kernel.name} has no cudiff/ops/{stem}.py"
+    for op in (PACKAGE / "ops").glob("*.py"):
+        if op.stem != "__init__":
+            assert (ROOT / "tests" / "ops" / f"test_{op.stem}.py").is_file(), f"ops/{op.name} has no test"
+
+
+def test_every_kernel_file_opens_with_its_contract():
+    for kernel in (ROOT / "kernels").glob("*.cu*"):
+        assert kernel.read_text().startswith("//"), f"{kernel.name} does not open with its contract"
+
+
+def test_files_stay_small():
+    files = [*PACKAGE.rglob("*.py"), *(ROOT / "kernels").glob("*.cu*"), *(ROOT / "tests").rglob("*.py")]
+    long = {path.name: lines for path in files if (lines := len(path.read_text().splitlines())) > 500}
+    assert not long, f"over 500 lines: {long}"
+
+
+def test_import_is_fast_and_needs_no_cupy():
+    code = (
+        "import sys, time; start = time.perf_counter(); import cudiff; print(time.perf_counter() - start);"
+        "assert not {'cupy', 'torch', 'matplotlib'} & set(sys.modules)"
+    )
+    times = [float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)) for _ in range(3)]
+    assert min(times) < 0.3, f"import cudiff takes {min(times):.2f} s"
