@@ -1,0 +1,109 @@
+"""Noise levels: the beta schedules of DDPM, their noise-to-signal ratio sigma, and the sigmas a sampler visits.
+
+Everything here is host arithmetic in float64 NumPy. Samplers and denoisers speak of sigma, the noise's standard
+deviation over a signal of scale one: x = y + sigma * noise. A DDPM state x_t = sqrt(alphas_cumprod) * y +
+sqrt(1 - alphas_cumprod) * noise is the same thing divided by sqrt(1 + sigma^2) (EDM, arXiv 2206.00364,
+Table 1, column VP).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from cudiff.errors import CudiffError
+
+
+def linear_betas(num_timesteps: int = 1000) -> np.ndarray:
+    """Variances rising linearly from 1e-4 to 0.02, float64 (T,), scaled by 1000/T for other T.
+
+    DDPM, arXiv 2006.11239, section 4; the scaling is Improved DDPM's, so that the last sigma hardly depends on T.
+    Raises CudiffError where T < 21: the scaled variances would reach 1.
+    """
+    scale = 1000 / num_timesteps
+    if 0.02 * scale >= 1:
+        raise CudiffError(f"a linear schedule of {num_timesteps} timesteps has variances over 1: use 21 or more")
+    return np.linspace(1e-4 * scale, 0.02 * scale, num_timesteps)
+
+
+def cosine_betas(num_timesteps: int = 1000, offset: float = 0.008, max_beta: float = 0.999) -> np.ndarray:
+    """Variances whose alphas_cumprod follows a squared cosine, float64 (T,).
+
+    Improved DDPM, arXiv 2102.09672, equation 17; `max_beta` keeps the last steps from a division by zero.
+    """
+    time = np.arange(num_timesteps + 1) / num_timesteps
+    alphas_cumprod = np.cos((time + offset) / (1 + offset) * np.pi / 2) ** 2
+    return np.minimum(1 - alphas_cumprod[1:] / alphas_cumprod[:-1], max_beta)
+
+
+BETAS: dict[str, Callable[[int], np.ndarray]] = {"linear": linear_betas, "cosine": cosine_betas}
+"""The schedules by the name they have in a configuration."""
+
+
+class Schedule:
+    """The discrete forward process of DDPM for given betas.
+
+    Parameters
+    ----------
+    betas : float64 array (T,), each in (0, 1)
+        Or "linear" or "cosine", with `num_timesteps`.
+
+    Attributes
+    ----------
+    alphas_cumprod : (T,), DDPM equation 4. sigmas : (T,), rising, sqrt((1 - alphas_cumprod) / alphas_cumprod).
+    posterior_variance : (T,), beta-tilde of DDPM equation 7; 0 at t = 0.
+    """
+
+    def __init__(self, betas: np.ndarray | str = "linear", num_timesteps: int = 1000):
+        if isinstance(betas, str):
+            if betas not in BETAS:
+                raise CudiffError(f"unknown noise schedule '{betas}': use {' or '.join(BETAS)}")
+            betas = BETAS[betas](num_timesteps)
+        self.betas = np.asarray(betas, np.float64)
+        if self.betas.ndim != 1 or not ((self.betas > 0) & (self.betas < 1)).all():
+            raise CudiffError("betas must be a 1-d array of variances between 0 and 1")
+        self.num_timesteps = len(self.betas)
+        self.alphas_cumprod = np.cumprod(1 - self.betas)
+        self.alphas_cumprod_prev = np.append(1.0, self.alphas_cumprod[:-1])
+        self.sigmas = np.sqrt((1 - self.alphas_cumprod) / self.alphas_cumprod)
+        self.posterior_variance = self.betas * (1 - self.alphas_cumprod_prev) / (1 - self.alphas_cumprod)
+
+    def sigma_to_t(self, sigma: np.ndarray | float) -> np.ndarray:
+        """The timestep, real-valued in [0, T - 1], of each sigma: linear in log sigma between the table's entries."""
+        return np.interp(np.log(sigma), np.log(self.sigmas), np.arange(self.num_timesteps))
+
+    def t_to_sigma(self, t: np.ndarray | float) -> np.ndarray:
+        """The inverse of `sigma_to_t`: sigma at a real-valued timestep in [0, T - 1]."""
+        return np.exp(np.interp(t, np.arange(self.num_timesteps), np.log(self.sigmas)))
+
+    def timesteps(self, num_steps: int) -> np.ndarray:
+        """`num_steps` evenly spaced timesteps of the table, int64, falling from T - 1 to 0; one step is T - 1 alone.
+
+        Raises CudiffError where `num_steps` is not in [1, T].
+        """
+        if not 1 <= num_steps <= self.num_timesteps:
+            raise CudiffError(
+                f"{num_steps} steps of a schedule that has {self.num_timesteps}: use 1 to {self.num_timesteps}"
+            )
+        last, gaps = self.num_timesteps - 1, max(num_steps - 1, 1)
+        return last - (np.arange(num_steps) * last + gaps // 2) // gaps
+
+    def sampling_sigmas(self, num_steps: int) -> np.ndarray:
+        """The sigmas of `timesteps(num_steps)` and a final 0, float64 (num_steps + 1,): what a DDPM sampler visits."""
+        return np.append(self.sigmas[self.timesteps(num_steps)], 0.0)
+
+
+def karras_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 80.0, rho: float = 7.0) -> np.ndarray:
+    """Sigmas falling from `sigma_max` to `sigma_min`, evenly spaced in sigma^(1/rho), and a final 0.
+
+    Float64 (num_steps + 1,); one step goes from `sigma_max` to 0. EDM, arXiv 2206.00364, equation 5.
+    Raises CudiffError where num_steps < 1 or the range is not 0 < sigma_min < sigma_max.
+    """
+    if num_steps < 1:
+        raise CudiffError(f"{num_steps} sampling steps: use 1 or more")
+    if not 0 < sigma_min < sigma_max:
+        raise CudiffError(f"sigma_min {sigma_min} and sigma_max {sigma_max}: use 0 < sigma_min < sigma_max")
+    ramp = np.arange(num_steps) / max(num_steps - 1, 1)
+    low, high = sigma_min ** (1 / rho), sigma_max ** (1 / rho)
+    return np.append((high + ramp * (low - high)) ** rho, 0.0)
