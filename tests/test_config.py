@@ -1,0 +1,200 @@
+"""Configuration: presets build, files and flags agree, and every mistake gets one clear line."""
+
+import argparse
+import dataclasses
+import json
+
+import pytest
+
+from cudiff.config import PRESETS, SECTIONS, Config, add_arguments, from_arguments, load_toml
+from cudiff.errors import CudiffError
+
+
+def parse(*words, base=None):
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_arguments(parser)
+    return from_arguments(parser.parse_args(words), base)
+
+
+def one_line(error):
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def toml_value(value):
+    if isinstance(value, tuple):
+        return list(value)
+    return value
+
+
+def write_toml(path, values):
+    path.write_text("".join(f"{name} = {json.dumps(toml_value(value))}\n" for name, value in values.items()))
+    return path
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_survive_json_and_toml(name, tmp_path):
+    config = PRESETS[name]
+    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert load_toml(write_toml(tmp_path / "run.toml", config.to_dict())) == config
+
+
+def test_elephants_is_the_model_of_unet_cu():
+    config = PRESETS["elephants"]
+    assert (config.image_size, config.channels, config.model_channels) == (64, 3, 64)
+    assert (config.channel_mult, config.num_res_blocks, config.attention_resolutions) == ((1, 2, 3, 4), 2, (16, 8))
+    assert (config.num_head_channels, config.conv_resample, config.resblock_updown) == (32, False, False)
+    assert (config.max_period, config.zero_init, config.use_new_attention_order) == (1000, False, True)
+
+
+def test_every_field_has_help_and_a_flag_of_its_name():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    flags = {action.dest: action for action in parser._actions}
+    for option in dataclasses.fields(Config):
+        assert option.metadata["section"] in SECTIONS
+        assert option.metadata["help"]
+        assert f"--{option.name.replace('_', '-')}" in flags[option.name].option_strings
+    parser.format_help()
+
+
+def test_flags_of_some_sections_only():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, sections=("sampling",))
+    assert from_arguments(parser.parse_args(["--guidance", "3"])).guidance == 3
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--batch-size", "3"])
+
+
+def test_flags_take_every_type():
+    config = parse("--channel-mult", "1,2,4,8", "--flip", "--no-capture", "--lr", "1e-3", "--betas", "0.5,0.9",
+                   "--steps", "7", "--image-size", "64", "--attention-resolutions", "", "--data", "somewhere")
+    assert config.channel_mult == (1, 2, 4, 8)
+    assert (config.flip, config.capture, config.lr, config.betas) == (True, False, 1e-3, (0.5, 0.9))
+    assert (config.steps, config.attention_resolutions, config.data) == (7, (), "somewhere")
+
+
+def test_nothing_given_is_the_digits_demo_and_a_data_set_brings_its_preset():
+    assert parse() == PRESETS["digits"]
+    assert parse("--data", "mnist") == PRESETS["mnist"]
+    assert parse("--data", "my/folder") == Config(data="my/folder")
+    assert parse("--steps", "3", base=PRESETS["cs179"]) == PRESETS["cs179"].replace(steps=3)
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('preset = "elephants"\nlr = 1\nbatch_size = 9\n')
+    config = parse("--config", str(path), "--batch-size", "10")
+    assert config == PRESETS["elephants"].replace(lr=1.0, batch_size=10)
+    assert parse("--config", str(path), "--preset", "mnist").model_channels == PRESETS["mnist"].model_channels
+    assert load_toml(path) == PRESETS["elephants"].replace(lr=1.0, batch_size=9)
+    path.write_text("lr = 1.0\n")
+    assert load_toml(path, PRESETS["mnist"]) == PRESETS["mnist"].replace(lr=1.0)
+
+
+@pytest.mark.parametrize(
+    "words", [("--lr", "fast"), ("--channel-mult", "1,x"), ("--sampler", "magic"), ("--steps", "1.5")]
+)
+def test_bad_flags_are_refused_by_argparse(words):
+    with pytest.raises(argparse.ArgumentError) as error:
+        parse(*words)
+    assert words[0] in str(error.value) and words[1] in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"model_chanels": 64}, "unknown option 'model_chanels': did you mean model_channels?"),
+        ({"zzz": 1}, "unknown option 'zzz': see cudiff train --help"),
+        ({"batch_size": "many"}, "batch_size must be a whole number, not 'many'"),
+        ({"batch_size": 1.5}, "batch_size must be a whole number, not 1.5"),
+        ({"batch_size": True}, "batch_size must be a whole number, not True"),
+        ({"flip": 1}, "flip must be true or false, not 1"),
+        ({"lr": float("nan")}, "lr must be a finite number, not nan"),
+        ({"lr": 0}, "lr must be above 0, not 0.0"),
+        ({"dropout": 1.0}, "dropout must be below 1, not 1.0"),
+        ({"label_dropout": 1.5}, "label_dropout must be at most 1, not 1.5"),
+        ({"steps": -1}, "steps must be at least 0, not -1"),
+        ({"sampler": "magic"}, "unknown sampler 'magic': use heun or euler or ddim or ancestral"),
+        ({"data": 3}, "data must be text, not 3"),
+        ({"channel_mult": "1,2"}, "channel_mult must be a list, each entry a whole number, not '1,2'"),
+        ({"channel_mult": [1, "2"]}, "channel_mult must be a whole number, not '2'"),
+        ({"channel_mult": [1, 0]}, "channel_mult must be at least 1, not 0"),
+        ({"channel_mult": []}, "channel_mult is empty: give one number a level, such as 1,2,2"),
+        ({"channels": 2}, "channels must be 1 (gray) or 3 (RGB), not 2"),
+        ({"betas": [0.9]}, "betas must be two numbers such as 0.9,0.999, not 1"),
+        ({"learn_sigma": True}, "learn_sigma needs diffusion = ddpm: EDM has no variance to learn"),
+        ({"sigma_min": 90.0}, "sigma_min 90.0 must be below sigma_max 80.0"),
+        ({"steps": 0}, "training would never end: give steps or minutes"),
+        ({"lr_schedule": "cosine", "warmup": 10000},
+         "the cosine schedule needs steps (now 10000) beyond warmup (10000)"),
+        ({"image_size": 30, "channel_mult": (1, 2, 2)},
+         "image size 30 does not halve 2 times: use a multiple of 4, such as 28 or 32, "
+         "or fewer entries in channel_mult"),
+        ({"image_size": 2, "channel_mult": (1, 2, 2)},
+         "image size 2 does not halve 2 times: use a multiple of 4, such as 4, or fewer entries in channel_mult"),
+        ({"image_size": 30, "model": "cs179", "channel_mult": (1, 2)},
+         "image size 30 does not halve 2 times: use a multiple of 4, such as 28 or 32, "
+         "or fewer entries in channel_mult"),
+        ({"image_size": 32, "attention_resolutions": (10,)},
+         "attention_resolutions: no level has 10 pixels; choose from 32, 16, 8"),
+        ({"num_heads": 3},
+         "num_heads 3 does not divide the 128 channels where attention is used: use 1, 2, 4, 8, 16, 32, 64, 128"),
+        ({"image_size": 32, "attention_resolutions": (32,), "model_channels": 48, "num_head_channels": 32},
+         "num_head_channels 32 does not divide the 48 channels where attention is used: use 1, 2, 4, 8, 16"),
+    ],
+)  # fmt: skip
+def test_mistakes_get_one_clear_line(values, message):
+    with pytest.raises(CudiffError) as error:
+        Config.from_dict(values)
+    assert one_line(error) == message
+
+
+def test_whole_numbers_become_floats_and_lists_tuples():
+    config = Config.from_dict({"lr": 1, "channel_mult": [1, 2]})
+    assert isinstance(config.lr, float) and config.channel_mult == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("[model]\nlr = 1\n", "options have no sections; remove the line [model]"),
+        ("lr 1", "is not TOML"),
+        ("skip-bad = true", "did you mean skip_bad?"),
+        ('preset = "moon"', "unknown preset 'moon': use digits or"),
+    ],
+)
+def test_bad_toml(text, message, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(CudiffError) as error:
+        load_toml(path)
+    assert message in one_line(error)
+    with pytest.raises(CudiffError):
+        parse("--config", str(path))
+
+
+def test_missing_toml(tmp_path):
+    with pytest.raises(CudiffError, match=r"cannot read .*none\.toml"):
+        load_toml(tmp_path / "none.toml")
+
+
+def test_for_data_fills_in_and_checks():
+    config = Config(num_classes=10)
+    assert config.for_data((5, 28, 28, 1), 10) == config.replace(image_size=28, channels=1)
+    assert Config(image_size=28).for_data((5, 28, 28, 3), 4).channels == 3
+    for shape, classes, message in [
+        ((5, 28, 32, 1), 10, "not square"),
+        ((5, 30, 30, 1), 10, "such as 28 or 32"),
+        ((5, 28, 28, 1), 0, "no labels"),
+        ((5, 28, 28, 1), 11, "num_classes 10 is too small"),
+    ]:
+        with pytest.raises(CudiffError, match=message):
+            config.for_data(shape, classes)
+    with pytest.raises(CudiffError, match="load them with these"):
+        Config(channels=1).for_data((5, 28, 28, 3), 0)
+
+
+def test_a_config_cannot_be_changed_by_accident():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().lr = 1.0
