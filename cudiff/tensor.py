@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -54,6 +54,24 @@ class Tensor:
 
     __slots__ = ("__weakref__", "_source", "data", "grad", "partials", "requires_grad")
     __array_ufunc__ = None  # `ndarray + Tensor` is handed to Tensor.__radd__
+
+    if TYPE_CHECKING:  # given by cudiff.ops
+        __add__: Any
+        __radd__: Any
+        __sub__: Any
+        __rsub__: Any
+        __mul__: Any
+        __rmul__: Any
+        __truediv__: Any
+        __rtruediv__: Any
+        __pow__: Any
+        __rpow__: Any
+        __matmul__: Any
+        __neg__: Any
+        __abs__: Any
+        __getitem__: Any
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, data: Any, requires_grad: bool = False, dtype: Any = None, device: str | None = None):
         if isinstance(data, Tensor):
@@ -306,8 +324,7 @@ def _backward(root: Tensor, grad: Array) -> None:
         node.ctx.dout_partials = slots[0].partials
         if any(dout is not None for dout in douts):
             targets = [
-                None if source is None else source if isinstance(source, Tensor) else pending[source[0].index][source[1]]
-                for source in node.inputs
+                pending[source[0].index][source[1]] if isinstance(source, tuple) else source for source in node.inputs
             ]
             _run_backward(node, douts, targets)
         node.ctx = None  # frees what forward saved
@@ -329,10 +346,11 @@ def _run_backward(node: Node, douts: list[Array | None], targets: list[Tensor | 
             if isinstance(target, _Gradient):
                 target.partials = partials
             continue
-        if id(result) in returned:
+        result = np.asarray(result) if isinstance(result, np.generic) else result  # an in-place sum needs an array
+        borrowed = result.base is not None or any(result is dout for dout in douts)
+        if id(result) in returned and not borrowed:
             result = result.copy()
         returned.add(id(result))
-        borrowed = result.base is not None or any(result is dout for dout in douts)
         if isinstance(target, Tensor):
             _add_to_leaf(target, result, borrowed)
         else:

@@ -1,3 +1,55 @@
 """The operations, and the operators and methods they give to Tensor."""
+# ruff: noqa: I001 (names in rows)
 
-__all__: list[str] = []
+from __future__ import annotations
+
+from typing import Any
+
+from cudiff.ops.cast import astype
+from cudiff.ops.elementwise import (
+    abs, add, clip, cos, divide, exp, gelu, log, maximum, minimum, multiply, negative, power, relu, sigmoid, silu, sin,
+    sqrt, square, subtract, tanh, where,
+)
+from cudiff.ops.reduce import max, mean, min, std, sum, var
+from cudiff.ops.shape import (
+    broadcast_to, concatenate, expand_dims, flatten, getitem, pad, reshape, split, squeeze, stack, transpose,
+)
+from cudiff.tensor import Tensor
+
+__all__ = [
+    "abs", "add", "astype", "broadcast_to", "clip", "concatenate", "cos", "divide", "exp", "expand_dims", "flatten",
+    "gelu", "getitem", "log", "max", "maximum", "mean", "min", "minimum", "multiply", "negative", "pad", "power",
+    "relu", "reshape", "sigmoid", "silu", "sin", "split", "sqrt", "square", "squeeze", "stack", "std", "subtract",
+    "sum", "tanh", "transpose", "var", "where",
+]
+
+
+def _sizes(first: Any, rest: tuple) -> Any:
+    """The one sequence of `x.reshape((2, 3))`, or the numbers of `x.reshape(2, 3)`."""
+    return first if isinstance(first, tuple | list) and not rest else (first, *rest)
+
+
+_METHODS: dict[str, Any] = {
+    "__add__": add,
+    "__radd__": lambda x, other: add(other, x),
+    "__sub__": subtract,
+    "__rsub__": lambda x, other: subtract(other, x),
+    "__mul__": multiply,
+    "__rmul__": lambda x, other: multiply(other, x),
+    "__truediv__": divide,
+    "__rtruediv__": lambda x, other: divide(other, x),
+    "__pow__": power,
+    "__rpow__": lambda x, other: power(other, x),
+    "__neg__": negative,
+    "__abs__": abs,
+    "__getitem__": getitem,
+    "T": property(transpose),
+    "reshape": lambda x, shape, *more: reshape(x, _sizes(shape, more)),
+    "transpose": lambda x, *axes: transpose(x, _sizes(axes[0], axes[1:]) if axes else None),
+    **{function.__name__: function for function in (
+        astype, clip, exp, flatten, log, max, mean, min, relu, sigmoid, silu, sqrt, square, squeeze, std, sum, tanh,
+        var,
+    )},
+}
+for _name, _method in _METHODS.items():
+    setattr(Tensor, _name, _method)

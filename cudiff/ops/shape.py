@@ -1,0 +1,248 @@
+"""Shapes, slices and joins. Arrays stay C-contiguous: reshape shares memory, everything else that moves data copies."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cudiff.ops.cast import astype, result_dtype
+from cudiff.ops.reduce import normalize_axes, sum_to
+from cudiff.tensor import Context, Function, Tensor
+
+
+class Reshape(Function):
+    """The same memory under another shape, forward and backward."""
+
+    @staticmethod
+    def forward_numpy(ctx: Context, x, shape):
+        ctx.shape = x.shape
+        return x.reshape(shape)
+
+    @staticmethod
+    def backward_numpy(ctx: Context, dout, needs, into):
+        return (dout.reshape(ctx.shape),)
+
+    forward_cuda, backward_cuda = forward_numpy, backward_numpy
+
+
+class Transpose(Function):
+    @staticmethod
+    def forward_numpy(ctx: Context, x, axes):
+        ctx.axes = axes
+        return np.ascontiguousarray(x.transpose(axes))
+
+    @staticmethod
+    def backward_numpy(ctx: Context, dout, needs, into):
+        return (np.ascontiguousarray(dout.transpose(np.argsort(ctx.axes))),)
+
+
+class BroadcastTo(Function):
+    @staticmethod
+    def forward_numpy(ctx: Context, x, shape):
+        ctx.shape = x.shape
+        out = np.empty(shape, x.dtype)
+        out[...] = x
+        return out
+
+    @staticmethod
+    def backward_numpy(ctx: Context, dout, needs, into):
+        return (sum_to(dout, ctx.shape),)
+
+
+class Slice(Function):
+    """x[index] for a basic index: integers, slices, None and Ellipsis."""
+
+    @staticmethod
+    def forward_numpy(ctx: Context, x, index):
+        ctx.shape, ctx.index = x.shape, index
+        return np.ascontiguousarray(x[index]).reshape(x[index].shape)
+
+    @staticmethod
+    def backward_numpy(ctx: Context, dout, needs, into):
+        dx = into[0]
+        if dx is None:
+            dx = np.zeros(ctx.shape, dout.dtype)
+        dx[ctx.index] += dout
+        return (dx,)
+
+
+class Take(Function):
+    """out[i] = x[index[i]] along the first axis; a row's gradient is summed in the order of i."""
+
+    @staticmethod
+    def forward_numpy(ctx: Context, x, index):
+        ctx.shape = x.shape
+        ctx.save(index)
+        return x[index]
+
+    @staticmethod
+    def backward_numpy(ctx: Context, dout, needs, into):
+        dx = np.zeros(ctx.shape, dout.dtype) if into[0] is None else into[0]
+        np.add.at(dx, ctx.saved[0], dout)
+        return dx, None
+
+
+class Concatenate(Function):
+    @staticmethod
+    def forward_numpy(ctx: Context, *arrays, axis):
+        ctx.axis, ctx.ends = axis, np.cumsum([x.shape[axis] for x in arrays])
+        return np.concatenate(arrays, axis)
+
+    @staticmethod
+    def backward_numpy(ctx: Context, dout, needs, into):
+        parts = np.split(dout, ctx.ends[:-1], ctx.axis)
+        return tuple(np.array(part) if needed else None for part, needed in zip(parts, needs, strict=True))
+
+
+class Split(Function):
+    """Parts of `sizes` along `axis`; a part without gradient counts as zero."""
+
+    @staticmethod
+    def forward_numpy(ctx: Context, x, sizes, axis):
+        ctx.shape, ctx.axis, ctx.ends = x.shape, axis, np.cumsum(sizes)
+        return tuple(np.array(part) for part in np.split(x, ctx.ends[:-1], axis))
+
+    @staticmethod
+    def backward_numpy(ctx: Context, *douts, needs, into):
+        dtype = next(dout.dtype for dout in douts if dout is not None)
+        dx = np.zeros(ctx.shape, dtype) if into[0] is None else into[0]
+        for part, dout in zip(np.split(dx, ctx.ends[:-1], ctx.axis), douts, strict=True):
+            if dout is not None:
+                part += dout
+        return (dx,)
+
+
+class Pad(Function):
+    """A border of `value` around x; `widths` is ((before, after), ...) for each axis."""
+
+    @staticmethod
+    def forward_numpy(ctx: Context, x, widths, value):
+        ctx.region = tuple(slice(before, before + size) for (before, _), size in zip(widths, x.shape, strict=True))
+        return np.pad(x, widths, constant_values=value)
+
+    @staticmethod
+    def backward_numpy(ctx: Context, dout, needs, into):
+        return (np.array(dout[ctx.region]),)
+
+
+def _resolve(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """`shape` with its -1 filled in. Raises ValueError where the sizes do not agree."""
+    if shape.count(-1) == 1:
+        rest = math.prod(n for n in shape if n != -1)
+        if rest and size % rest == 0:
+            shape = tuple(size // rest if n == -1 else n for n in shape)
+    if any(n < 0 for n in shape) or math.prod(shape) != size:
+        raise ValueError(f"{size} elements do not fill the shape {shape}")
+    return shape
+
+
+def reshape(x: Tensor, shape: int | Sequence[int]) -> Tensor:
+    """The same elements in another shape, sharing memory; one size may be -1."""
+    shape = tuple(map(operator.index, shape if isinstance(shape, tuple | list) else (shape,)))
+    return Reshape.apply(x, shape=_resolve(shape, x.size))
+
+
+def flatten(x: Tensor, start: int = 0) -> Tensor:
+    """All axes from `start` on in one."""
+    return reshape(x, (*x.shape[:start], math.prod(x.shape[start:])))
+
+
+def expand_dims(x: Tensor, axis: int | tuple[int, ...]) -> Tensor:
+    """New axes of size 1 at these places of the result."""
+    count = len(axis) if isinstance(axis, tuple) else 1
+    axes = normalize_axes(axis, x.ndim + count)
+    sizes = iter(x.shape)
+    return reshape(x, tuple(1 if i in axes else next(sizes) for i in range(x.ndim + count)))
+
+
+def squeeze(x: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """Without these axes of size 1 (all such axes where None). Raises ValueError for an axis of another size."""
+    axes = normalize_axes(axis, x.ndim) if axis is not None else tuple(i for i, n in enumerate(x.shape) if n == 1)
+    if any(x.shape[i] != 1 for i in axes):
+        raise ValueError(f"squeeze needs axes of size 1, not {axes} of shape {x.shape}")
+    return reshape(x, tuple(n for i, n in enumerate(x.shape) if i not in axes))
+
+
+def transpose(x: Tensor, axes: Sequence[int] | None = None) -> Tensor:
+    """Axes in another order (reversed where None), copied."""
+    axes = tuple(range(x.ndim))[::-1] if axes is None else tuple(operator.index(i) for i in axes)
+    if len(normalize_axes(axes, x.ndim)) != x.ndim:
+        raise ValueError(f"transpose of a tensor of {x.ndim} dimensions got the axes {axes}")
+    return Transpose.apply(x, axes=tuple(i % x.ndim for i in axes))
+
+
+def broadcast_to(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """x repeated along axes of size 1 and new leading axes, copied. Raises ValueError where the shapes do not agree."""
+    shape = tuple(shape)
+    if shape != x.shape and np.broadcast_shapes(shape, x.shape) != shape:
+        raise ValueError(f"shape {x.shape} does not broadcast to {shape}")
+    return x if shape == x.shape else BroadcastTo.apply(x, shape=shape)
+
+
+def getitem(x: Tensor, index: Any) -> Tensor:
+    """x[index]: integers, slices, None and Ellipsis, or one integer array or tensor along the first axis.
+
+    Raises IndexError for an integer out of range and TypeError for any other index. On CUDA an index array's values
+    are not checked: one that is out of range gives a row of zeros and gets no gradient.
+    """
+    if isinstance(index, list | np.ndarray | Tensor):
+        index = index if isinstance(index, Tensor) else Tensor(np.asarray(index), device=x.device)
+        if not np.issubdtype(index.dtype, np.integer):
+            raise TypeError(f"an index array holds integers, not {index.dtype}: for a mask use where()")
+        return Take.apply(x, index)
+    index = index if isinstance(index, tuple) else (index,)
+    for item in index:
+        basic = item is None or item is Ellipsis or isinstance(item, int | np.integer | slice)
+        if isinstance(item, bool) or not basic:
+            raise TypeError(
+                f"cannot index with {type(item).__name__}: use integers, slices, None, Ellipsis, or one integer array "
+                "alone, along the first axis"
+            )
+    return Slice.apply(x, index=index)
+
+
+def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """Tensors joined along an existing axis, in their common dtype; their other sizes must agree."""
+    tensors = tuple(tensors)
+    if not tensors:
+        raise ValueError("concatenate needs at least one tensor")
+    (axis,) = normalize_axes(axis, tensors[0].ndim)
+    shapes = {t.shape[:axis] + t.shape[axis + 1 :] for t in tensors}
+    if len(shapes) > 1 or len({t.ndim for t in tensors}) > 1:
+        raise ValueError(f"shapes {[t.shape for t in tensors]} do not join along axis {axis}")
+    dtype = result_dtype(*tensors)
+    return Concatenate.apply(*(astype(t, dtype) for t in tensors), axis=axis)
+
+
+def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """Tensors of one shape joined along a new axis."""
+    return concatenate([expand_dims(t, axis) for t in tensors], axis)
+
+
+def split(x: Tensor, sections: int | Sequence[int], axis: int = 0) -> tuple[Tensor, ...]:
+    """Parts along `axis`: so many equal ones, or cut before these positions, as in NumPy."""
+    (axis,) = normalize_axes(axis, x.ndim)
+    size = x.shape[axis]
+    if isinstance(sections, int):
+        if sections < 1 or size % sections:
+            raise ValueError(f"axis {axis} of size {size} does not split into {sections} equal parts")
+        cuts = [size // sections * i for i in range(sections + 1)]
+    else:
+        cuts = [0, *sections, size]
+    sizes = tuple(int(stop - start) for start, stop in itertools.pairwise(cuts))
+    if any(n < 0 for n in sizes):
+        raise ValueError(f"cut positions {list(sections)} do not rise within axis {axis} of size {size}")
+    return Split.apply(x, sizes=sizes, axis=axis)
+
+
+def pad(x: Tensor, widths: int | Sequence[Any], value: float = 0) -> Tensor:
+    """A constant border. `widths` as in NumPy: one int, (before, after), or a pair for each axis."""
+    pairs = tuple((int(before), int(after)) for before, after in np.broadcast_to(widths, (x.ndim, 2)))
+    if any(before < 0 or after < 0 for before, after in pairs):
+        raise ValueError(f"pad widths are not negative: {pairs}")
+    return Pad.apply(x, widths=pairs, value=value)
