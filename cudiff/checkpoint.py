@@ -1,0 +1,153 @@
+"""Checkpoints: one safetensors file with the weights, their average, the optimiser's moments and the configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cudiff.errors import CudiffError
+from cudiff.tensorfile import Entry, read_header, read_tensors, write_tensors
+
+FORMAT_VERSION = 1
+LAYOUT = "native KRSC"
+PARTS = ("model", "ema", "exp_avg", "exp_avg_sq")
+"""What a tensor's name begins with: the weights, their moving average, and the optimiser's first and second moment."""
+
+
+class Checkpoint(NamedTuple):
+    """config: the fields of `Config`. tensors: arrays by prefixed name, see `part`. counters: step, seed and such."""
+
+    config: dict[str, Any]
+    tensors: dict[str, np.ndarray]
+    counters: dict[str, Any]
+
+
+def save_checkpoint(
+    path: str | os.PathLike, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], counters: Mapping[str, Any]
+) -> None:
+    """Write a checkpoint in place of what is at `path`, whole or not at all.
+
+    tensors: NumPy arrays in native layout, their names prefixed as `prefixed` does. config, counters: what JSON can
+    hold. Raises CudiffError where the system refuses to write, ValueError for a name without a known prefix.
+    """
+    strays = [name for name in tensors if name.partition(".")[0] not in PARTS]
+    if strays:
+        raise ValueError(f"tensor names must begin with one of {PARTS}: {strays[:3]}")
+    about = {"format_version": FORMAT_VERSION, "layout": LAYOUT, "config": dict(config), "counters": dict(counters)}
+    write_tensors(path, tensors, {"cudiff": json.dumps(about)})
+
+
+def load_checkpoint(path: str | os.PathLike, parts: Collection[str] = PARTS) -> Checkpoint:
+    """Read a checkpoint, or only some of its `parts`: sampling needs no moments.
+
+    Raises CudiffError where the file is missing, truncated, no checkpoint, of another version, or where the names or
+    shapes of its parts do not agree.
+    """
+    entries, metadata = read_header(path)
+    about = _about(path, metadata)
+    _check_parts(path, entries)
+    tensors, _ = read_tensors(path, lambda name: name.partition(".")[0] in parts)
+    return Checkpoint(about["config"], tensors, about["counters"])
+
+
+def prefixed(name: str, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """`state` with the names that it has as a part of a checkpoint: `prefixed("ema", {"out.bias": …})`."""
+    return {f"{name}.{key}": array for key, array in state.items()}
+
+
+def part(
+    tensors: Mapping[str, np.ndarray], name: str, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> dict[str, np.ndarray]:
+    """One part of a checkpoint's tensors, without the prefix.
+
+    shapes: what is expected, by name. Raises CudiffError where the part is absent (a missing average is never replaced
+    by the weights) and where it lacks, or has in excess, or in another shape, any tensor.
+    """
+    state = {key.removeprefix(f"{name}."): array for key, array in tensors.items() if key.startswith(f"{name}.")}
+    if not state:
+        raise CudiffError(f"the checkpoint holds no '{name}' tensors: use one that cudiff train wrote")
+    if shapes is not None:
+        problems = _differences({key: array.shape for key, array in state.items()}, shapes)
+        if problems:
+            raise CudiffError(f"the checkpoint's '{name}' does not fit the model: {_first_few(problems)}")
+    return state
+
+
+def checkpoint_path(folder: str | os.PathLike, step: int) -> Path:
+    """Where `latest` and `prune` look for the checkpoint of a step."""
+    return Path(folder) / f"step-{step:08d}.safetensors"
+
+
+def latest(folder: str | os.PathLike) -> Path | None:
+    """The checkpoint of the highest step in `folder`, or None."""
+    found = _checkpoints(folder)
+    return found[-1] if found else None
+
+
+def prune(folder: str | os.PathLike, keep: int) -> list[Path]:
+    """Delete all but the `keep` newest checkpoints in `folder` (none where keep is 0); returns the deleted ones."""
+    old = _checkpoints(folder)[:-keep] if keep > 0 else []
+    for path in old:
+        path.unlink(missing_ok=True)
+    return old
+
+
+def _checkpoints(folder: str | os.PathLike) -> list[Path]:
+    """The checkpoints in `folder`, oldest first; other files are not looked at."""
+    found = [(re.fullmatch(r"step-(\d+)\.safetensors", path.name), path) for path in Path(folder).glob("*.safetensors")]
+    return [path for _, path in sorted((int(name[1]), path) for name, path in found if name)]
+
+
+def _about(path: str | os.PathLike, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The checked `cudiff` metadata."""
+    if "cudiff" not in metadata:
+        raise CudiffError(f"{path} holds weights but is no cudiff checkpoint: convert it first with cudiff convert")
+    try:
+        about = json.loads(metadata["cudiff"])
+        if about["format_version"] != FORMAT_VERSION:
+            raise CudiffError(
+                f"{path} has checkpoint format {about['format_version']}, this cudiff reads {FORMAT_VERSION}: "
+                "use the version of cudiff that wrote it"
+            )
+        if about["layout"] != LAYOUT or not all(isinstance(about[name], dict) for name in ("config", "counters")):
+            raise ValueError
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise CudiffError(f"{path} is damaged: its cudiff metadata makes no sense; use another checkpoint") from None
+    return about
+
+
+def _check_parts(path: str | os.PathLike, entries: Mapping[str, Entry]) -> None:
+    """Raise CudiffError unless there are weights and all other parts have their names and shapes."""
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {name: {} for name in PARTS}
+    for name, entry in entries.items():
+        prefix, _, rest = name.partition(".")
+        if prefix not in PARTS:
+            raise CudiffError(f"{path} holds an unexpected tensor {name}: use a checkpoint that cudiff wrote")
+        shapes[prefix][rest] = entry.shape
+    if not shapes["model"]:
+        raise CudiffError(f"{path} holds no model weights: use another checkpoint")
+    for name in PARTS[1:]:
+        known = {key: shape for key, shape in shapes["model"].items() if key in shapes[name]}
+        problems = _differences(shapes[name], known)
+        if problems:
+            raise CudiffError(f"{path}: its '{name}' does not fit its weights: {_first_few(problems)}")
+
+
+def _differences(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
+    problems = [f"missing {name}" for name in expected if name not in found]
+    problems += [f"unexpected {name}" for name in found if name not in expected]
+    return problems + [
+        f"{name} has shape {found[name]}, not {shape}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+
+
+def _first_few(problems: list[str]) -> str:
+    return "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
