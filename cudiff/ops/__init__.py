@@ -10,6 +10,7 @@ from cudiff.ops.elementwise import (
     abs, add, clip, cos, divide, exp, gelu, log, maximum, minimum, multiply, negative, power, relu, sigmoid, silu, sin,
     sqrt, square, subtract, tanh, where,
 )
+from cudiff.ops.random import Generator, Streams, normal, randint, uniform
 from cudiff.ops.reduce import max, mean, min, std, sum, var
 from cudiff.ops.shape import (
     broadcast_to, concatenate, expand_dims, flatten, getitem, pad, reshape, split, squeeze, stack, transpose,
@@ -17,10 +18,10 @@ from cudiff.ops.shape import (
 from cudiff.tensor import Tensor
 
 __all__ = [
-    "abs", "add", "astype", "broadcast_to", "clip", "concatenate", "cos", "divide", "exp", "expand_dims", "flatten",
-    "gelu", "getitem", "log", "max", "maximum", "mean", "min", "minimum", "multiply", "negative", "pad", "power",
-    "relu", "reshape", "sigmoid", "silu", "sin", "split", "sqrt", "square", "squeeze", "stack", "std", "subtract",
-    "sum", "tanh", "transpose", "var", "where",
+    "Generator", "Streams", "abs", "add", "astype", "broadcast_to", "clip", "concatenate", "cos", "divide", "exp",
+    "expand_dims", "flatten", "gelu", "getitem", "log", "max", "maximum", "mean", "min", "minimum", "multiply",
+    "negative", "normal", "pad", "power", "randint", "relu", "reshape", "sigmoid", "silu", "sin", "split", "sqrt",
+    "square", "squeeze", "stack", "std", "subtract", "sum", "tanh", "transpose", "uniform", "var", "where",
 ]
 
 

@@ -1,0 +1,206 @@
+"""Random numbers from Philox4x32-10: a function of (seed, stream, step, sample, element), the same on both backends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from cudiff.backend import Array, array_module, float32, int32
+from cudiff.cuda.module import blocks, launch
+from cudiff.tensor import Context, Function, Tensor
+
+__all__ = ["Generator", "Streams", "normal", "randint", "uniform"]
+
+
+class Streams(IntEnum):
+    """What a random number is for: the fourth word of the counter, so that no two uses share their numbers."""
+
+    NOISE = 0
+    SIGMA = 1
+    TIMESTEP = 2
+    FLIP = 3
+    LABEL = 4
+    LABEL_DROP = 5
+    INIT = 6
+    SAMPLE = 7
+    CHURN = 8
+    VALIDATION = 9
+    DROPOUT = 1000  # plus the layer's number
+
+
+def philox(c0: Array, c1: Array, c2: Array, c3: Array, seed: int) -> np.ndarray:
+    """Philox4x32-10 of uint32 counter words, which broadcast. Returns uint32 (..., 4).
+
+    Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The key is the seed's low
+    and high 32 bits.
+    """
+    words = [np.atleast_1d(np.asarray(c, np.uint32)) for c in (c0, c1, c2, c3)]
+    k0, k1 = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    x0, x1, x2, x3 = (word.astype(np.uint64) for word in words)
+    for _ in range(10):
+        p0, p1 = x0 * np.uint64(0xD2511F53), x2 * np.uint64(0xCD9E8D57)
+        x0, x1 = (p1 >> shift) ^ x1 ^ np.uint64(k0), p1 & low
+        x2, x3 = (p0 >> shift) ^ x3 ^ np.uint64(k1), p0 & low
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    out = np.empty((*np.broadcast_shapes(*(x.shape for x in (x0, x1, x2, x3))), 4), np.uint32)
+    out[..., 0], out[..., 1], out[..., 2], out[..., 3] = x0, x1, x2, x3
+    return out
+
+
+def random_bits(rows: int, size: int, seed: int, stream: int, step: int, first: int = 0) -> np.ndarray:
+    """uint32 (rows, size rounded up to a multiple of 4); lane e % 4 of counter (e // 4, first + row, step, stream)."""
+    groups = np.arange(blocks(size, 4), dtype=np.uint32)
+    samples = (np.arange(rows, dtype=np.int64) + first)[:, None]
+    return philox(groups, samples.astype(np.uint32), step & 0xFFFFFFFF, stream, seed).reshape(rows, -1)
+
+
+def _to_uniform(bits: np.ndarray) -> np.ndarray:
+    return (bits >> np.uint32(8)) * 2.0**-24
+
+
+def _to_normal(bits: np.ndarray) -> np.ndarray:
+    # Box and Muller (1958). u1 lies in (0, 1] and is exact in float32, so that only the kernel's log, sqrt, sinpi
+    # and cospi round differently.
+    u1, u2 = _to_uniform(bits[:, 0::2]) + 2.0**-24, _to_uniform(bits[:, 1::2])
+    radius, angle = np.sqrt(-2.0 * np.log(u1)), (2.0 * math.pi) * u2
+    return np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=-1).reshape(bits.shape)
+
+
+class Fill(Function):
+    """Overwrite `out` with random numbers of one `kind`."""
+
+    differentiable = False
+
+    @staticmethod
+    def forward_numpy(ctx: Context, out, step_array, *, kind, seed, stream, step, first, low, width):
+        rows = out.shape[0] if out.ndim else 1
+        size = out.size // max(rows, 1)
+        if out.size == 0:
+            return out
+        step = step if step_array is None else int(step_array[0])
+        bits = random_bits(rows, size, seed, stream, step, first)
+        if kind == "randint":
+            values = ((bits.astype(np.uint64) * np.uint64(width)) >> np.uint64(32)).astype(np.int64) + low
+        else:
+            values = _to_normal(bits) if kind == "normal" else _to_uniform(bits)
+        out.reshape(rows, size)[:] = values[:, :size]
+        return out
+
+    @staticmethod
+    def forward_cuda(ctx: Context, out, step_array, *, kind, seed, stream, step, first, low, width):
+        rows = out.shape[0] if out.ndim else 1
+        size = out.size // max(rows, 1)
+        if out.size == 0:
+            return out
+        args = [out, rows, size, np.uint64(seed & 0xFFFFFFFFFFFFFFFF), np.uint32(stream), step_array]
+        args += [np.uint32(step & 0xFFFFFFFF), np.uint32(first & 0xFFFFFFFF)]
+        if kind == "randint":
+            args += [low, np.uint64(width)]
+        launch("random", kind, blocks(rows * blocks(size, 4), 256), 256, args)
+        return out
+
+
+def _fill(kind: str, shape: Any, seed: int, stream: int, step: int | Tensor, first: int, device: str, dtype: Any,
+          low: int = 0, width: int = 0) -> Tensor:
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    dtype = np.dtype(dtype)
+    if dtype != float32 and kind != "randint" and (device != "cpu" or dtype != np.float64):
+        raise TypeError(f"{kind}() makes float32 (on the CPU also float64), not {dtype}")
+    step_tensor = step if isinstance(step, Tensor) else None
+    if step_tensor is not None and (step_tensor.size != 1 or step_tensor.dtype not in (int32, np.uint32)):
+        raise TypeError("a step tensor holds one int32 or uint32")
+    out = Tensor(array_module(device).empty(shape, dtype))
+    return Fill.apply(
+        out, step_tensor, kind=kind, seed=int(seed), stream=int(stream), first=int(first), low=low, width=width,
+        step=int(step) if step_tensor is None else 0,
+    )
+
+
+def normal(shape: int | Sequence[int], seed: int, stream: int = Streams.NOISE, step: int | Tensor = 0, first: int = 0,
+           device: str = "cpu", dtype: Any = float32) -> Tensor:
+    """Standard normal numbers (Box-Muller); the backends agree to 1e-6.
+
+    Row n of `shape[0]` is sample `first + n`: its numbers depend on (seed, stream, step, sample) alone, not on the
+    batch it is drawn in. seed: 64 bits; step: an int, or a one-element int32 Tensor on `device`, which the kernel
+    reads, so that a captured graph sees it move. dtype: float32; float64 too on the CPU.
+    """
+    return _fill("normal", shape, seed, stream, step, first, device, dtype)
+
+
+def uniform(shape: int | Sequence[int], seed: int, stream: int = Streams.NOISE, step: int | Tensor = 0, first: int = 0,
+            device: str = "cpu", dtype: Any = float32) -> Tensor:
+    """Multiples of 2^-24 in [0, 1), bit-equal on both backends; arguments as for `normal`."""
+    return _fill("uniform", shape, seed, stream, step, first, device, dtype)
+
+
+def randint(low: int, high: int, shape: int | Sequence[int], seed: int, stream: int = Streams.NOISE,
+            step: int | Tensor = 0, first: int = 0, device: str = "cpu") -> Tensor:
+    """int32 in [low, high), bit-equal on both backends; other arguments as for `normal`.
+
+    low + (bits * (high - low) >> 32): for ranges below 2^16 the bias is under 2^-16 of each probability.
+    Raises ValueError for an empty range or one outside int32.
+    """
+    if not -(2**31) <= low < high <= 2**31:
+        raise ValueError(f"randint needs -2^31 <= low < high <= 2^31, got [{low}, {high})")
+    return _fill("randint", shape, seed, stream, step, first, device, int32, low=int(low), width=int(high) - int(low))
+
+
+class Advance(Function):
+    """Add 1 to a step counter, in place."""
+
+    differentiable = False
+
+    @staticmethod
+    def forward_numpy(ctx: Context, step):
+        step += 1
+        return step
+
+    @staticmethod
+    def forward_cuda(ctx: Context, step):
+        launch("random", "advance", 1, 1, (step,))
+        return step
+
+
+class Generator:
+    """A seed and a step counter that lives on the device, so that a captured training step can move it.
+
+    Attributes
+    ----------
+    seed : int, 64 bits. device : "cpu" or "cuda".
+    step : Tensor (1,) int32. Two draws with the same stream between two `advance()` give the same numbers.
+    """
+
+    def __init__(self, seed: int = 0, device: str = "cpu"):
+        self.seed, self.device = int(seed), device
+        self.step = Tensor(np.zeros(1, int32), device=device)
+
+    def normal(self, shape: int | Sequence[int], stream: int = Streams.NOISE, first: int = 0) -> Tensor:
+        """Standard normal float32 of this step; see `normal`."""
+        return normal(shape, self.seed, stream, self.step, first, self.device)
+
+    def uniform(self, shape: int | Sequence[int], stream: int = Streams.NOISE, first: int = 0) -> Tensor:
+        """float32 in [0, 1) of this step; see `uniform`."""
+        return uniform(shape, self.seed, stream, self.step, first, self.device)
+
+    def randint(self, low: int, high: int, shape: int | Sequence[int], stream: int = Streams.NOISE,
+                first: int = 0) -> Tensor:
+        """int32 in [low, high) of this step; see `randint`."""
+        return randint(low, high, shape, self.seed, stream, self.step, first, self.device)
+
+    def advance(self) -> None:
+        """Go on to the next step's numbers."""
+        Advance.apply(self.step)
+
+    def state(self) -> dict[str, int]:
+        """What a checkpoint keeps: the seed and the step."""
+        return {"seed": self.seed, "step": self.step.item()}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        """Continue from `state()`; the step tensor stays the same array."""
+        self.seed = int(state["seed"])
+        self.step.data[...] = int(state["step"])

@@ -1,0 +1,57 @@
+// Random fills: out (rows, size), row-major, overwritten. normal and uniform write float32, randint int32.
+//
+// Element e of row n is lane e % 4 of Philox counter (e / 4, first + n, step, stream) under the key `seed`. The step is
+// read from `step_pointer` where that is not null (a captured graph then sees it move), else it is `step`.
+// One thread makes 4 elements: launch at least rows * ceil(size / 4) threads, one-dimensional.
+// variants:
+#include "philox.cuh"
+
+struct Group { i64 row; int start, count; uint4 bits; };
+
+// The four random words this thread turns into elements [start, start + count) of `row`; count is 0 past the end.
+__device__ __forceinline__ Group draw(int rows, int size, u64 seed, u32 stream, const u32* step_pointer, u32 step, u32 first) {
+    int groups = CEIL_DIV(size, 4);
+    i64 index = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    Group group;
+    group.row = index / groups;
+    int c0 = (int)(index - group.row * groups);
+    group.start = 4 * c0;
+    group.count = group.row < rows ? min(4, size - group.start) : 0;
+    group.bits = philox(c0, first + (u32)group.row, step_pointer ? *step_pointer : step, stream, seed);
+    return group;
+}
+
+template <typename T>
+__device__ __forceinline__ void store(T* out, int size, const Group& group, T x0, T x1, T x2, T x3) {
+    T* p = out + group.row * size + group.start;
+    if (group.count > 0) p[0] = x0;
+    if (group.count > 1) p[1] = x1;
+    if (group.count > 2) p[2] = x2;
+    if (group.count > 3) p[3] = x3;
+}
+
+extern "C" __global__ void normal(float* out, int rows, int size, u64 seed, u32 stream, const u32* step_pointer, u32 step, u32 first) {
+    Group group = draw(rows, size, seed, stream, step_pointer, step, first);
+    float2 a = to_normal(group.bits.x, group.bits.y), b = to_normal(group.bits.z, group.bits.w);
+    store(out, size, group, a.x, a.y, b.x, b.y);
+}
+
+extern "C" __global__ void uniform(float* out, int rows, int size, u64 seed, u32 stream, const u32* step_pointer, u32 step, u32 first) {
+    Group group = draw(rows, size, seed, stream, step_pointer, step, first);
+    uint4 bits = group.bits;
+    store(out, size, group, to_uniform(bits.x), to_uniform(bits.y), to_uniform(bits.z), to_uniform(bits.w));
+}
+
+// low + (bits * width >> 32), width at most 2^32.
+__device__ __forceinline__ int to_integer(u32 bits, int low, u64 width) { return (int)((u32)low + (u32)((bits * width) >> 32)); }
+
+extern "C" __global__ void randint(int* out, int rows, int size, u64 seed, u32 stream, const u32* step_pointer, u32 step, u32 first,
+                                   int low, u64 width) {
+    Group group = draw(rows, size, seed, stream, step_pointer, step, first);
+    uint4 bits = group.bits;
+    store(out, size, group, to_integer(bits.x, low, width), to_integer(bits.y, low, width), to_integer(bits.z, low, width),
+          to_integer(bits.w, low, width));
+}
+
+// The next step: one thread.
+extern "C" __global__ void advance(u32* step) { *step += 1; }

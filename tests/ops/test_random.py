@@ -1,0 +1,120 @@
+"""Philox: published vectors, the meaning of its counters, the distributions, and one backend against the other."""
+
+import numpy as np
+import pytest
+
+from cudiff.ops.random import Generator, Streams, normal, philox, randint, uniform
+from cudiff.tensor import Tensor
+
+SHAPES = [(), (1,), (7,), (3, 5), (2, 4, 4, 3), (0, 3), (33, 17)]
+
+
+@pytest.mark.parametrize(
+    "counter, seed, expected",
+    [
+        ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, 2**64 - 1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), 0x299F31D0A4093822,
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)  # fmt: skip
+def test_philox_known_answers(counter, seed, expected):
+    # Random123's kat_vectors, philox4x32 with 10 rounds.
+    assert tuple(philox(*counter, seed)[0]) == expected
+
+
+def test_counter_layout(device):
+    """All 32 bits of element e of row n are lane e % 4 of counter (e // 4, first + n, step, stream)."""
+    seed, stream, step, first = 0x123456789ABCDEF0, 1003, 77, 5
+    got = randint(-(2**31), 2**31, (3, 6), seed, stream, step, first, device).numpy().view(np.uint32) ^ 0x80000000
+    for n in range(3):
+        for e in range(6):
+            assert got[n, e] == philox(e // 4, first + n, step, stream, seed)[0, e % 4]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_cuda_equals_numpy(device, shape):
+    for seed, stream, step in [(0, 0, 0), (2**63 + 5, Streams.DROPOUT + 3, 2**31 - 1)]:
+        a, b = (uniform(shape, seed, stream, step, device=d).numpy() for d in ("cpu", device))
+        assert a.shape == shape and a.dtype == np.float32 and np.array_equal(a, b)
+        a, b = (randint(-3, 1000, shape, seed, stream, step, device=d).numpy() for d in ("cpu", device))
+        assert a.shape == shape and a.dtype == np.int32 and np.array_equal(a, b)
+        a, b = (normal(shape, seed, stream, step, device=d).numpy() for d in ("cpu", device))
+        assert a.shape == shape and a.dtype == np.float32
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_normals_are_normal(device):
+    x = normal((64, 4096), seed=1, device=device).numpy().astype(np.float64)
+    n = x.size
+    assert abs(x.mean()) < 5 / n**0.5
+    assert abs(x.var() - 1) < 5 * (2 / n) ** 0.5
+    assert abs((x**3).mean()) < 5 * (15 / n) ** 0.5
+    assert abs((x**4).mean() - 3) < 5 * (96 / n) ** 0.5
+    edges = np.array([-3, -2, -1, 0, 1, 2, 3])
+    cdf = np.array([0.001349898, 0.022750132, 0.158655254, 0.5, 0.841344746, 0.977249868, 0.998650102])
+    below = (x[..., None] < edges).mean((0, 1))
+    assert (abs(below - cdf) < 5 * (cdf * (1 - cdf) / n) ** 0.5).all()
+    for shift in (1, 2, 3, 4):  # the lanes of one counter, and neighbouring counters, are independent
+        assert abs((x[:, :-shift] * x[:, shift:]).mean()) < 5 / n**0.5
+    assert abs((x[:-1] * x[1:]).mean()) < 5 / n**0.5
+
+
+def test_uniforms_and_integers_are_even(device):
+    x = uniform((64, 4096), seed=2, device=device).numpy()
+    assert x.min() >= 0 and x.max() < 1
+    assert abs(x.mean(dtype=np.float64) - 0.5) < 5 / (12 * x.size) ** 0.5
+    counts = np.bincount(randint(0, 10, 100_000, seed=3, device=device).numpy(), minlength=10)
+    assert counts.size == 10 and ((counts - 10_000) ** 2 / 10_000).sum() < 35
+
+
+def test_rows_do_not_depend_on_the_batch(device):
+    whole = normal((9, 5, 3), seed=4, stream=2, step=8, device=device).numpy()
+    for n in range(9):
+        assert np.array_equal(normal((1, 5, 3), 4, 2, 8, first=n, device=device).numpy()[0], whole[n])
+
+
+def test_seeds_steps_and_streams_differ(device):
+    draws = [
+        uniform(64, seed, stream, step, device=device).numpy().tobytes()
+        for seed in (0, 1, 2**32) for stream in (0, 1) for step in (0, 1)
+    ]  # fmt: skip
+    assert len(set(draws)) == len(draws)
+
+
+def test_step_tensor(device):
+    for dtype in (np.int32, np.uint32):
+        step = Tensor(np.array([6], dtype), device=device)
+        a, b = normal((2, 3), 0, step=step, device=device), normal((2, 3), 0, step=6, device=device)
+        assert np.array_equal(a.numpy(), b.numpy())
+    with pytest.raises(TypeError, match="one int32"):
+        normal((2, 3), 0, step=Tensor(np.zeros(2, np.int32), device=device), device=device)
+
+
+def test_generator(device):
+    generator = Generator(11, device)
+    first = generator.normal((2, 3), Streams.NOISE).numpy()
+    assert np.array_equal(first, generator.normal((2, 3), Streams.NOISE).numpy())
+    assert np.array_equal(first[1:], generator.normal((1, 3), Streams.NOISE, first=1).numpy())
+    array = generator.step.data
+    generator.advance()
+    assert generator.step.data is array and generator.state() == {"seed": 11, "step": 1}
+    assert np.array_equal(generator.uniform(4, 1).numpy(), uniform(4, 11, 1, step=1).numpy())
+    assert np.array_equal(generator.randint(0, 9, 4, 2).numpy(), randint(0, 9, 4, 11, 2, step=1).numpy())
+    generator.load_state({"seed": 11, "step": 0})
+    assert generator.step.data is array
+    assert np.array_equal(first, generator.normal((2, 3), Streams.NOISE).numpy())
+
+
+def test_float64_normals_round_to_float32():
+    a, b = (normal((5, 7), 0, dtype=dtype).numpy() for dtype in (np.float64, np.float32))
+    assert a.dtype == np.float64 and np.array_equal(a.astype(np.float32), b)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="low < high"):
+        randint(3, 3, (1,), 0)
+    with pytest.raises(TypeError, match="float32"):
+        normal((1,), 0, dtype=np.float16)
