@@ -6,10 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 from cudiff.ops.cast import astype
+from cudiff.ops.conv2d import conv2d, conv_transpose2d, norm_silu_conv2d
 from cudiff.ops.elementwise import (
     abs, add, clip, cos, divide, exp, gelu, log, maximum, minimum, multiply, negative, power, relu, sigmoid, silu, sin,
     sqrt, square, subtract, tanh, where,
 )
+from cudiff.ops.matmul import linear, matmul
 from cudiff.ops.random import Generator, Streams, normal, randint, uniform
 from cudiff.ops.reduce import max, mean, min, std, sum, var
 from cudiff.ops.shape import (
@@ -18,10 +20,11 @@ from cudiff.ops.shape import (
 from cudiff.tensor import Tensor
 
 __all__ = [
-    "Generator", "Streams", "abs", "add", "astype", "broadcast_to", "clip", "concatenate", "cos", "divide", "exp",
-    "expand_dims", "flatten", "gelu", "getitem", "log", "max", "maximum", "mean", "min", "minimum", "multiply",
-    "negative", "normal", "pad", "power", "randint", "relu", "reshape", "sigmoid", "silu", "sin", "split", "sqrt",
-    "square", "squeeze", "stack", "std", "subtract", "sum", "tanh", "transpose", "uniform", "var", "where",
+    "Generator", "Streams", "abs", "add", "astype", "broadcast_to", "clip", "concatenate", "conv2d", "conv_transpose2d",
+    "cos", "divide", "exp", "expand_dims", "flatten", "gelu", "getitem", "linear", "log", "matmul", "max", "maximum",
+    "mean", "min", "minimum", "multiply", "negative", "norm_silu_conv2d", "normal", "pad", "power", "randint", "relu",
+    "reshape", "sigmoid", "silu", "sin", "split", "sqrt", "square", "squeeze", "stack", "std", "subtract", "sum",
+    "tanh", "transpose", "uniform", "var", "where",
 ]
 
 
@@ -41,6 +44,7 @@ _METHODS: dict[str, Any] = {
     "__rtruediv__": lambda x, other: divide(other, x),
     "__pow__": power,
     "__rpow__": lambda x, other: power(other, x),
+    "__matmul__": matmul,
     "__neg__": negative,
     "__abs__": abs,
     "__getitem__": getitem,

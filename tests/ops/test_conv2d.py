@@ -1,0 +1,206 @@
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cudiff.ops.conv2d import conv2d, conv_transpose2d, norm_silu_conv2d
+from cudiff.tensor import Tensor
+from tests.check import check_op, relative_error, torch
+
+# (N, H, W, C), (K, R, S), stride, padding
+SHAPES = [
+    ((1, 1, 1, 1), (1, 1, 1), 1, 0),
+    ((2, 5, 7, 3), (7, 3, 3), 1, 1),
+    ((1, 6, 4, 5), (1, 3, 3), 1, 1),
+    ((3, 9, 8, 1), (5, 5, 3), 1, 2),
+    ((2, 8, 9, 3), (4, 3, 2), 2, 1),
+    ((2, 7, 7, 8), (8, 3, 3), 2, 1),
+    ((1, 12, 10, 6), (9, 4, 4), (2, 3), (1, 0)),
+    ((2, 6, 6, 4), (3, 1, 1), 1, 0),
+    ((2, 6, 7, 4), (3, 1, 1), 2, 1),
+    ((1, 3, 3, 2), (2, 3, 3), 1, 0),
+    ((2, 4, 4, 2), (3, 1, 3), 1, (0, 1)),
+    ((2, 8, 8, 64), (64, 3, 3), 1, 1),
+    ((1, 9, 11, 72), (40, 3, 3), 1, 1),
+    ((2, 6, 6, 16), (136, 3, 3), 1, 1),
+    ((1, 16, 16, 3), (64, 3, 3), 1, 1),
+    ((1, 16, 16, 64), (3, 3, 3), 1, 1),
+    ((2, 16, 16, 24), (32, 3, 3), 2, 1),
+    ((3, 20, 12, 128), (128, 1, 1), 1, 0),
+]
+
+
+def torch_conv2d(stride, padding):
+    def apply(x, weight, bias=None):
+        out = torch.nn.functional.conv2d(x.permute(0, 3, 1, 2), weight.permute(0, 3, 1, 2), bias, stride, padding)
+        return out.permute(0, 2, 3, 1)
+
+    return apply
+
+
+@pytest.mark.parametrize("x, kernel, stride, padding", SHAPES, ids=str)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_conv2d(device, rng, x, kernel, stride, padding, with_bias):
+    arrays = [rng.standard_normal(x), rng.standard_normal((*kernel, x[3]))]
+    arrays.append(rng.standard_normal(kernel[0]) if with_bias else None)
+    check_op(lambda *t: conv2d(*t, stride=stride, padding=padding), *arrays, device=device, fp32_inputs=(2,),
+             torch_fn=torch_conv2d(stride, padding), dtypes=("float32", "bfloat16", "float16"))
+
+
+@pytest.mark.parametrize("x, kernel, stride, padding", [
+    ((2, 3, 4, 5), (3, 3, 3), 2, 1), ((1, 4, 4, 8), (16, 4, 4), 2, 1), ((2, 5, 3, 1), (2, 2, 3), 1, 0),
+    ((2, 6, 6, 64), (64, 3, 3), 1, 1), ((1, 2, 2, 3), (1, 2, 2), (3, 2), 0),
+], ids=str)
+def test_conv_transpose2d(device, rng, x, kernel, stride, padding):
+    outputs, rows, columns = kernel
+    arrays = [rng.standard_normal(x), rng.standard_normal((x[3], rows, columns, outputs)), rng.standard_normal(outputs)]
+
+    def reference(x, weight, bias):
+        x, weight = x.permute(0, 3, 1, 2), weight.permute(0, 3, 1, 2)
+        return torch.nn.functional.conv_transpose2d(x, weight, bias, stride, padding).permute(0, 2, 3, 1)
+
+    check_op(lambda *t: conv_transpose2d(*t, stride=stride, padding=padding), *arrays, device=device,
+             fp32_inputs=(2,), torch_fn=reference)
+
+
+def test_images_that_need_several_blocks_of_patches(rng):
+    arrays = [rng.standard_normal((5, 32, 30, 48)), rng.standard_normal((4, 3, 3, 48)), rng.standard_normal(4)]
+    check_op(lambda *t: conv2d(*t, padding=1), *arrays, device="cpu", torch_fn=torch_conv2d(1, 1))
+
+
+def test_gradients_add_to_those_there(device, rng):
+    shapes = ((2, 6, 6, 16), (8, 3, 3, 16), (8,))
+    tensors = [Tensor(rng.standard_normal(s).astype(np.float32), requires_grad=True, device=device) for s in shapes]
+    dout = Tensor(rng.standard_normal((2, 6, 6, 8)).astype(np.float32), device=device).data
+    conv2d(*tensors, padding=1).backward(dout)
+    once = [Tensor(t.grad).numpy().copy() for t in tensors]
+    conv2d(*tensors, padding=1).backward(dout)
+    for t, grad in zip(tensors, once, strict=True):
+        assert relative_error(Tensor(t.grad).numpy(), 2 * grad) < 1e-6
+
+
+def test_a_tensor_used_twice_collects_both_gradients(device, rng):
+    arrays = [rng.standard_normal((2, 5, 5, 8)), rng.standard_normal((8, 3, 3, 8)), rng.standard_normal((8, 1, 1, 8))]
+    check_op(lambda x, a, b: conv2d(x, a, padding=1) + conv2d(x, b), *arrays, device=device, dtypes=("float32",))
+
+
+def test_only_wanted_gradients_are_made(device, rng):
+    x = Tensor(rng.standard_normal((1, 5, 5, 3)).astype(np.float32), device=device)
+    weight = Tensor(rng.standard_normal((4, 3, 3, 3)).astype(np.float32), requires_grad=True, device=device)
+    out = conv2d(x, weight, padding=1)
+    out.backward(out.data)
+    assert x.grad is None and weight.grad is not None
+
+
+def test_parameters_have_float32_gradients(device, rng):
+    x = Tensor(rng.standard_normal((2, 6, 6, 8)).astype(ml_dtypes.bfloat16), requires_grad=True, device=device)
+    weight = Tensor(rng.standard_normal((8, 3, 3, 8)).astype(np.float32), requires_grad=True, device=device)
+    out = conv2d(x, weight, padding=1)
+    out.backward(out.data)
+    assert out.dtype == x.dtype == x.grad.dtype and weight.grad.dtype == np.float32
+
+
+def test_shapes_that_do_not_agree_are_refused(rng):
+    x, weight = Tensor(rng.standard_normal((1, 4, 4, 3))), Tensor(rng.standard_normal((2, 3, 3, 4)))
+    with pytest.raises(ValueError, match="does not fit weight"):
+        conv2d(x, weight)
+    with pytest.raises(ValueError, match="smaller than the kernel"):
+        conv2d(Tensor(np.ones((1, 2, 2, 4))), weight)
+    with pytest.raises(ValueError, match="bias"):
+        conv2d(Tensor(np.ones((1, 4, 4, 4))), weight, Tensor(np.ones(3)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_two_runs_are_bit_equal(rng, dtype):
+    results = []
+    arrays = [rng.standard_normal(shape).astype(dtype) for shape in ((8, 32, 32, 64), (64, 3, 3, 64))]
+    for _ in range(2):
+        x, weight = (Tensor(a, requires_grad=True, device="cuda") for a in arrays)
+        bias = Tensor(np.ones(64, np.float32), requires_grad=True, device="cuda")
+        out = conv2d(x, weight, bias, padding=1)
+        out.backward(out.data)
+        results.append([out.numpy(), *(Tensor(t.grad).numpy() for t in (x, weight, bias))])
+    for first, second in zip(*results, strict=True):
+        assert np.array_equal(first.view(np.uint8), second.view(np.uint8))
+
+
+@pytest.mark.gpu
+def test_tf32_rounds_and_float32_does_not(rng):
+    x, weight = rng.standard_normal((2, 16, 16, 128)), rng.standard_normal((64, 3, 3, 128))
+    tensors = [Tensor(a.astype(np.float32), device="cuda") for a in (x, weight)]
+    expected = conv2d(*(Tensor(t.numpy().astype(float)) for t in tensors), padding=1).numpy()
+    assert relative_error(conv2d(*tensors, padding=1).numpy(), expected) < 1e-6
+    assert relative_error(conv2d(*tensors, padding=1, tf32=True).numpy(), expected) < 1e-3
+
+
+UNITS = {  # x, x2 channels; K; kernel; which parts
+    "all": dict(c1=8, c2=4, k=8, emb=True, residual=(8, 4), skip=True),
+    "identity": dict(c1=8, c2=0, k=8, residual=(8, 0)),
+    "scale": dict(c1=16, c2=0, k=8, scale=True, residual=(16, 0), skip=True),
+    "upsample": dict(c1=8, c2=0, k=4, emb=True, upsample=True),
+    "no norm": dict(c1=6, c2=2, k=3, norm=False, emb=True),
+    "wide": dict(c1=64, c2=64, k=64, emb=True, residual=(64, 64), skip=True),
+    "1x1": dict(c1=8, c2=0, k=5, r=1),
+}
+
+
+@pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
+def test_norm_silu_conv2d(device, rng, unit):
+    c1, c2, k, r = unit["c1"], unit["c2"], unit["k"], unit.get("r", 3)
+    channels, upsample = c1 + c2, unit.get("upsample", False)
+    size = (2, 10, 12) if upsample else (2, 5, 6)
+    residual = unit.get("residual", (0, 0))
+
+    def normal(*shape, wanted=True):
+        return rng.standard_normal(shape) if wanted else None
+
+    norm, skip = unit.get("norm", True), unit.get("skip", False)
+    arrays = dict(
+        x=normal(2, 5, 6, c1), x2=normal(2, 5, 6, c2, wanted=c2), weight=normal(k, r, r, channels), bias=normal(k),
+        norm_weight=normal(channels, wanted=norm), norm_bias=normal(channels, wanted=norm),
+        scale=normal(2, channels, wanted=unit.get("scale")), shift=normal(2, channels, wanted=unit.get("scale")),
+        emb=normal(2, k, wanted=unit.get("emb")), residual=normal(*size, residual[0], wanted=residual[0]),
+        residual2=normal(*size, residual[1], wanted=residual[1]),
+        skip_weight=normal(k, 1, 1, sum(residual), wanted=skip), skip_bias=normal(k, wanted=skip),
+    )
+    attrs = dict(num_groups=4, upsample=upsample)
+
+    def fn(*tensors):
+        named = dict(zip(arrays, tensors, strict=True))
+        return norm_silu_conv2d(named.pop("x"), named.pop("x2"), **named, **attrs)
+
+    low = ("x", "x2", "weight", "residual", "residual2", "skip_weight")
+    fp32_inputs = tuple(i for i, name in enumerate(arrays) if name not in low)
+    # The gradient passes through two roundings of the storage type more than a single operation's.
+    check_op(fn, *arrays.values(), device=device, torch_fn=torch_unit(arrays, attrs), fp32_inputs=fp32_inputs,
+             tolerance=2)
+
+
+def torch_unit(arrays, attrs):
+    def apply(*tensors):
+        part = dict(zip(arrays, tensors, strict=True))
+        functional = torch.nn.functional
+
+        def joined(*names):
+            return torch.cat([part[name] for name in names if part[name] is not None], 3).permute(0, 3, 1, 2)
+
+        h = joined("x", "x2")
+        if part["norm_weight"] is not None:
+            h = functional.group_norm(h, attrs["num_groups"], part["norm_weight"], part["norm_bias"], 1e-5)
+            if part["scale"] is not None:
+                h = h * (1 + part["scale"][:, :, None, None]) + part["shift"][:, :, None, None]
+            h = functional.silu(h)
+        if attrs["upsample"]:
+            h = functional.interpolate(h, scale_factor=2)
+        weight = part["weight"].permute(0, 3, 1, 2)
+        out = functional.conv2d(h, weight, part["bias"], padding=weight.shape[2] // 2)
+        if part["emb"] is not None:
+            out = out + part["emb"][:, :, None, None]
+        if part["skip_weight"] is not None:
+            skip_weight = part["skip_weight"].permute(0, 3, 1, 2)
+            out = out + functional.conv2d(joined("residual", "residual2"), skip_weight, part["skip_bias"])
+        elif part["residual"] is not None:
+            out = out + joined("residual")
+        return out.permute(0, 2, 3, 1)
+
+    return apply

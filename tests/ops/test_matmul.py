@@ -1,0 +1,101 @@
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cudiff.ops.matmul import linear, matmul
+from cudiff.tensor import Tensor
+from tests.check import check_op, relative_error, torch
+
+
+@pytest.mark.parametrize("a, b", [
+    ((3, 5), (5, 7)),
+    ((1, 1), (1, 1)),
+    ((64, 64), (64, 64)),
+    ((130, 72), (72, 200)),
+    ((65, 33), (33, 129)),
+    ((2, 3, 17, 40), (2, 3, 40, 24)),
+    ((4, 6, 8), (8, 10)),
+    ((6, 8), (5, 8, 10)),
+    ((2, 1, 9, 16), (3, 16, 8)),
+    ((1, 9, 16), (3, 16, 8)),
+    ((5,), (5,)),
+    ((3, 4, 5), (5,)),
+    ((5,), (2, 5, 3)),
+], ids=str)
+def test_matmul(device, rng, a, b):
+    check_op(matmul, rng.standard_normal(a), rng.standard_normal(b), device=device,
+             torch_fn=lambda a, b: torch.matmul(a, b), dtypes=("float32", "bfloat16", "float16"))
+
+
+@pytest.mark.parametrize("x, outputs", [
+    ((1, 1), 1), ((3, 5), 7), ((32, 256), 192), ((2, 5, 72), 40), ((256, 64), 3), ((2, 3, 130), 65), ((4000, 24), 16),
+    ((300, 3), 130),
+], ids=str)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_linear(device, rng, x, outputs, with_bias):
+    arrays = [rng.standard_normal(x), rng.standard_normal((outputs, x[-1]))]
+    arrays.append(rng.standard_normal(outputs) if with_bias else None)
+    check_op(linear, *arrays, device=device, fp32_inputs=(2,), dtypes=("float32", "bfloat16", "float16"),
+             torch_fn=lambda x, w, b: torch.nn.functional.linear(x, w, b))
+
+
+def test_linear_takes_a_float32_weight_in_low_precision(device, rng):
+    check_op(linear, rng.standard_normal((20, 24)), rng.standard_normal((16, 24)), rng.standard_normal(16),
+             device=device, fp32_inputs=(1, 2), dtypes=("bfloat16",))
+
+
+def test_gradients_add_to_those_there(device, rng):
+    x = Tensor(rng.standard_normal((40, 24)).astype(np.float32), requires_grad=True, device=device)
+    weight = Tensor(rng.standard_normal((16, 24)).astype(np.float32), requires_grad=True, device=device)
+    bias = Tensor(rng.standard_normal(16).astype(np.float32), requires_grad=True, device=device)
+    linear(x, weight, bias).backward(Tensor(np.ones((40, 16), np.float32), device=device).data)
+    once = [Tensor(t.grad).numpy().copy() for t in (x, weight, bias)]
+    held = weight.grad
+    linear(x, weight, bias).backward(Tensor(np.ones((40, 16), np.float32), device=device).data)
+    assert weight.grad is held
+    for t, grad in zip((x, weight, bias), once, strict=True):
+        assert relative_error(Tensor(t.grad).numpy(), 2 * grad) < 1e-6
+
+
+def test_only_wanted_gradients_are_made(device, rng):
+    x = Tensor(rng.standard_normal((4, 8)).astype(np.float32), device=device)
+    weight = Tensor(rng.standard_normal((8, 8)).astype(np.float32), requires_grad=True, device=device)
+    linear(x, weight).backward(Tensor(np.ones((4, 8), np.float32), device=device).data)
+    assert x.grad is None and weight.grad is not None
+
+
+def test_parameters_have_float32_gradients(device, rng):
+    x = Tensor(rng.standard_normal((20, 24)).astype(ml_dtypes.bfloat16), requires_grad=True, device=device)
+    weight = Tensor(rng.standard_normal((16, 24)).astype(np.float32), requires_grad=True, device=device)
+    out = linear(x, weight)
+    out.backward(out.data)
+    assert out.dtype == x.dtype == x.grad.dtype and weight.grad.dtype == np.float32
+
+
+@pytest.mark.parametrize("shapes", [((4,), (5,)), ((3, 4), (5, 6)), ((2, 3, 4), (3, 4, 5))], ids=str)
+def test_shapes_that_do_not_agree_are_refused(rng, shapes):
+    with pytest.raises(ValueError):
+        matmul(*(Tensor(rng.standard_normal(shape)) for shape in shapes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_two_runs_are_bit_equal(rng, dtype):
+    results = []
+    arrays = [rng.standard_normal(shape).astype(dtype) for shape in ((20000, 72), (40, 72))]
+    for _ in range(2):
+        x, weight = (Tensor(a, requires_grad=True, device="cuda") for a in arrays)
+        out = linear(x, weight)
+        out.backward(out.data)
+        results.append([out.numpy(), Tensor(x.grad).numpy(), Tensor(weight.grad).numpy()])
+    for first, second in zip(*results, strict=True):
+        assert np.array_equal(first.view(np.uint8), second.view(np.uint8))
+
+
+@pytest.mark.gpu
+def test_precision_of_float32_and_tf32(rng):
+    x, weight = rng.standard_normal((256, 2048)), rng.standard_normal((128, 2048))
+    tensors = [Tensor(a.astype(np.float32), device="cuda") for a in (x, weight)]
+    expected = x.astype(np.float32).astype(float) @ weight.astype(np.float32).astype(float).T
+    assert relative_error(linear(*tensors).numpy(), expected) < 1e-6
+    assert relative_error(linear(*tensors, tf32=True).numpy(), expected) < 1e-3
