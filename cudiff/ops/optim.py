@@ -1,0 +1,271 @@
+"""The optimiser's work on flat float32 buffers, in place: gradient norm, the scalars of a step, Adam(W), SGD, EMA.
+
+Everything that changes from step to step lies in two small device buffers, so that a captured step need not bake it
+in: `counters`, int32 (3,), ordered as `Counter`, and `scalars`, float32 (8,), ordered as `Scalar`.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+
+import numpy as np
+
+from cudiff.backend import Array, bfloat16, float32
+from cudiff.cuda.module import blocks, empty, launch
+from cudiff.tensor import Context, Function, Tensor
+
+CHUNK = 32768
+"""Elements the NumPy path updates at a time: few enough to stay in cache, enough to outweigh the calls (measured)."""
+
+
+class Counter(IntEnum):
+    """What `counters` counts. A step whose gradient norm is not finite is skipped."""
+
+    UPDATES = 0
+    SKIPPED = 1
+    SKIPPED_IN_A_ROW = 2
+
+
+class Scalar(IntEnum):
+    """What `scalars` holds; kernels/optim.cu has the same list."""
+
+    LR = 0
+    GRAD_SCALE = 1  # times the clip coefficient
+    STEP_SIZE = 2  # lr / (1 - beta1^t)
+    RSQRT_BIAS2 = 3  # (1 - beta2^t)^-1/2
+    EMA_WEIGHT = 4  # of the new parameters in the moving average
+    NORM = 5  # of the scaled gradient, before clipping
+    APPLY = 6  # 0 where the update is skipped
+
+
+def lr_factor(step: int, warmup: int, total_steps: int, final: float) -> float:
+    """What the learning rate is multiplied by at 0-based `step`.
+
+    Rises linearly to 1 over `warmup` steps, then falls along half a cosine to `final`, reached at `total_steps`.
+    """
+    rise = min(1.0, (step + 1) / warmup) if warmup > 0 else 1.0
+    progress = min(1.0, max(0.0, (step - warmup) / (total_steps - warmup))) if total_steps > warmup else 0.0
+    return rise * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+class GlobalNorm(Function):
+    """The Euclidean norm of a flat buffer."""
+
+    differentiable = False
+
+    @staticmethod
+    def forward_numpy(ctx: Context, grad):
+        square = sum(float(np.dot(part, part)) for part in np.array_split(grad, blocks(grad.size, CHUNK)))
+        return np.array([math.sqrt(square)], float32)
+
+    @staticmethod
+    def forward_cuda(ctx: Context, grad):
+        count = min(512, blocks(grad.size, 1024))
+        partials, norm = empty(count, float32), empty(1, float32)
+        launch("optim", "norm_partials", count, 256, (grad, partials, np.int64(grad.size)), T=bfloat16)
+        launch("optim", "norm_total", 1, 256, (partials, norm, count), T=bfloat16)
+        return norm
+
+
+def global_norm(grad: Tensor) -> Tensor:
+    """‖grad‖, float32 (1,), of a flat float32 buffer whose size is a multiple of 32; summed in a fixed order."""
+    return GlobalNorm.apply(grad)
+
+
+class Schedule(Function):
+    """Count the step and write its scalars."""
+
+    differentiable = False
+
+    @staticmethod
+    def forward_numpy(ctx: Context, scalars, counters, norm, *, lr, warmup, total_steps, final, betas, scale, clip,
+                      half_life, ramp):
+        grad_norm = scale * float(norm[0])
+        step = int(counters[Counter.UPDATES]) + int(counters[Counter.SKIPPED])
+        apply = math.isfinite(grad_norm)
+        counters[Counter.UPDATES if apply else Counter.SKIPPED] += 1
+        counters[Counter.SKIPPED_IN_A_ROW] = 0 if apply else counters[Counter.SKIPPED_IN_A_ROW] + 1
+
+        t = max(1, int(counters[Counter.UPDATES]))
+        rate = lr * lr_factor(step, warmup, total_steps, final)
+        life = half_life if ramp is None else min(half_life, ramp * step)
+        scalars[Scalar.LR] = rate
+        scalars[Scalar.GRAD_SCALE] = scale * min(1.0, clip / (grad_norm + 1e-6))
+        scalars[Scalar.STEP_SIZE] = rate / (1 - betas[0] ** t)
+        scalars[Scalar.RSQRT_BIAS2] = (1 - betas[1] ** t) ** -0.5
+        scalars[Scalar.EMA_WEIGHT] = -math.expm1(-math.log(2) / max(life, 1e-8))
+        scalars[Scalar.NORM] = grad_norm
+        scalars[Scalar.APPLY] = apply
+        return scalars
+
+    @staticmethod
+    def forward_cuda(ctx: Context, scalars, counters, norm, *, lr, warmup, total_steps, final, betas, scale, clip,
+                     half_life, ramp):
+        logs = [math.log(beta) if beta > 0 else -math.inf for beta in betas]
+        numbers = (*logs, scale, clip, half_life, -1.0 if ramp is None else ramp)
+        args = (counters, norm, scalars, np.float64(lr), warmup, total_steps, np.float64(final))
+        launch("optim", "schedule", 1, 1, (*args, *map(np.float64, numbers)), T=bfloat16)
+        return scalars
+
+
+def schedule(scalars: Tensor, counters: Tensor, norm: Tensor, *, lr: float, warmup: int = 0, total_steps: int = 0,
+             final: float = 1.0, betas: tuple[float, float] = (0.0, 0.0), scale: float = 1.0, clip: float = math.inf,
+             half_life: float = 1.0, ramp: float | None = None) -> Tensor:
+    """Count one step in `counters` and write its `scalars`, both in place; returns `scalars`.
+
+    norm: of the gradient before `scale`. Where scale·norm is not finite, APPLY is 0 and the step is counted as skipped.
+    The gradient's factor is scale·min(1, clip / (scale·norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. Bias
+    corrections count updates, learning rate and EMA count steps, skipped ones too. The EMA's half-life is
+    min(half_life, ramp·step) steps, step from 0 (Karras et al. 2022, training code), so that the first step copies.
+    """
+    return Schedule.apply(
+        scalars, counters, norm, lr=float(lr), warmup=int(warmup), total_steps=int(total_steps), final=float(final),
+        betas=betas, scale=float(scale), clip=float(clip), half_life=float(half_life), ramp=ramp,
+    )
+
+
+def _finish(part: slice, data: Array, shadow: Array, ema: Array, ema_shadow: Array, weight: float, gap: Array) -> None:
+    """The shadow, the moving average and its shadow of one chunk of new parameters; `gap` is scratch."""
+    new = data[part]
+    if shadow is not None:
+        shadow[part] = new
+    if ema is None:
+        return
+    if weight < 0.5:
+        np.subtract(new, ema[part], out=gap)
+        gap *= weight
+        ema[part] += gap
+    else:  # exact where weight is 1
+        np.subtract(ema[part], new, out=gap)
+        gap *= 1 - weight
+        np.add(new, gap, out=ema[part])
+    if ema_shadow is not None:
+        ema_shadow[part] = ema[part]
+
+
+def _scratch(size: int) -> list[tuple[slice, Array, Array]]:
+    """The chunks of a buffer, each with two scratch arrays of its length."""
+    a, b = np.empty(CHUNK, float32), np.empty(CHUNK, float32)
+    starts = range(0, size, CHUNK)
+    return [(slice(start, min(start + CHUNK, size)), a[: size - start], b[: size - start]) for start in starts]
+
+
+def _add_l2(part: slice, g: Array, data: Array, decay: Array, weight_decay: float, scratch: Array) -> None:
+    """g += weight_decay · data where the mask says so; data is read in blocks of 32."""
+    mask = weight_decay * decay[part.start // 32 : part.stop // 32, None].astype(float32)
+    np.multiply(data[part].reshape(-1, 32), mask, out=scratch.reshape(-1, 32))
+    g += scratch
+
+
+class AdamUpdate(Function):
+    """One update of Adam or AdamW."""
+
+    differentiable = False
+
+    @staticmethod
+    def forward_numpy(ctx: Context, data, grad, exp_avg, exp_avg_sq, scalars, decay, shadow, ema, ema_shadow, *, betas,
+                      eps, weight_decay, decoupled):
+        values = [float(value) for value in scalars]
+        if not values[Scalar.APPLY]:
+            return data
+        shrink = 1 - values[Scalar.LR] * weight_decay * decay[:, None].astype(float32)
+        for part, g, scratch in _scratch(data.size):
+            p, m, v = data[part], exp_avg[part], exp_avg_sq[part]
+            np.multiply(grad[part], values[Scalar.GRAD_SCALE], out=g)
+            if weight_decay and decoupled:
+                p.reshape(-1, 32)[...] *= shrink[part.start // 32 : part.stop // 32]
+            elif weight_decay:
+                _add_l2(part, g, data, decay, weight_decay, scratch)
+            m *= betas[0]
+            np.multiply(g, 1 - betas[0], out=scratch)
+            m += scratch
+            v *= betas[1]
+            g *= g
+            g *= 1 - betas[1]
+            v += g
+            np.sqrt(v, out=g)
+            g *= values[Scalar.RSQRT_BIAS2]
+            g += eps
+            np.divide(m, g, out=g)
+            g *= values[Scalar.STEP_SIZE]
+            p -= g
+            _finish(part, data, shadow, ema, ema_shadow, values[Scalar.EMA_WEIGHT], scratch)
+        return data
+
+    @staticmethod
+    def forward_cuda(ctx: Context, data, grad, exp_avg, exp_avg_sq, scalars, decay, shadow, ema, ema_shadow, *, betas,
+                     eps, weight_decay, decoupled):
+        args = (data, grad, exp_avg, exp_avg_sq, scalars, decay, shadow, ema, ema_shadow, np.int64(data.size))
+        numbers = (1.0 - betas[0], 1.0 - betas[1], float(eps), float(weight_decay), decoupled)
+        launch("optim", "adam", blocks(data.size, 1024), 256, args + numbers, T=_shadow_dtype(shadow, ema_shadow))
+        return data
+
+
+def _shadow_dtype(*shadows: Array | None) -> np.dtype:
+    return next((shadow.dtype for shadow in shadows if shadow is not None), bfloat16)
+
+
+def adam(data: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Tensor, decay: Tensor,
+         shadow: Tensor | None = None, ema: Tensor | None = None, ema_shadow: Tensor | None = None, *,
+         betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
+         decoupled: bool = False) -> Tensor:
+    """Adam (Kingma and Ba, 2015), in place: moments, `data`, its 16-bit `shadow`, `ema` and its shadow.
+
+    All flat, float32 (n,), n a multiple of 32; decay uint8 (n / 32,): 1 where weight decay applies, which is added to
+    the gradient, or with `decoupled` shrinks the parameter (AdamW, Loshchilov and Hutter, 2019). Returns `data`.
+    """
+    return AdamUpdate.apply(
+        data, grad, exp_avg, exp_avg_sq, scalars, decay, shadow, ema, ema_shadow,
+        betas=betas, eps=eps, weight_decay=weight_decay, decoupled=decoupled,
+    )
+
+
+def adamw(*args: Tensor | None, **attrs: float) -> Tensor:
+    """`adam` with decoupled weight decay."""
+    return adam(*args, decoupled=True, **attrs)  # type: ignore[arg-type]
+
+
+class SGDUpdate(Function):
+    """One update of gradient descent with momentum."""
+
+    differentiable = False
+
+    @staticmethod
+    def forward_numpy(ctx: Context, data, grad, momentum_buffer, scalars, decay, shadow, ema, ema_shadow, *, momentum,
+                      weight_decay, nesterov):
+        values = [float(value) for value in scalars]
+        if not values[Scalar.APPLY]:
+            return data
+        for part, g, scratch in _scratch(data.size):
+            b = momentum_buffer[part]
+            np.multiply(grad[part], values[Scalar.GRAD_SCALE], out=g)
+            if weight_decay:
+                _add_l2(part, g, data, decay, weight_decay, scratch)
+            b *= momentum
+            b += g
+            np.multiply(b, momentum if nesterov else 1, out=scratch)
+            if nesterov:
+                scratch += g
+            scratch *= values[Scalar.LR]
+            data[part] -= scratch
+            _finish(part, data, shadow, ema, ema_shadow, values[Scalar.EMA_WEIGHT], scratch)
+        return data
+
+    @staticmethod
+    def forward_cuda(ctx: Context, data, grad, momentum_buffer, scalars, decay, shadow, ema, ema_shadow, *, momentum,
+                     weight_decay, nesterov):
+        args = (data, grad, momentum_buffer, scalars, decay, shadow, ema, ema_shadow, np.int64(data.size))
+        numbers = (float(momentum), float(weight_decay), nesterov)
+        launch("optim", "sgd", blocks(data.size, 1024), 256, args + numbers, T=_shadow_dtype(shadow, ema_shadow))
+        return data
+
+
+def sgd(data: Tensor, grad: Tensor, momentum_buffer: Tensor, scalars: Tensor, decay: Tensor,
+        shadow: Tensor | None = None, ema: Tensor | None = None, ema_shadow: Tensor | None = None, *,
+        momentum: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False) -> Tensor:
+    """Gradient descent with momentum, optionally Nesterov's, in place; buffers as for `adam`. Returns `data`."""
+    return SGDUpdate.apply(
+        data, grad, momentum_buffer, scalars, decay, shadow, ema, ema_shadow,
+        momentum=momentum, weight_decay=weight_decay, nesterov=nesterov,
+    )

@@ -1,0 +1,135 @@
+// The optimiser: global gradient norm, the scalars of one step, and AdamW, Adam and SGD over flat buffers.
+// variants: T=bf16,half
+//
+// Flat buffers (data, grad, moments, ema) are float, shadows are T; all have n elements, n a multiple of 32, and start
+// on a multiple of 16 bytes. decay: one u8 per 32 elements, 1 where weight decay applies. shadow, ema and ema_shadow
+// may be null. data, the moments and ema are updated in place, shadows overwritten, grad only read.
+// scalars (8 floats, the order below) are written by `schedule` and read by the updates, so that nothing which changes
+// from step to step is a launch argument. Where scalars[APPLY] is 0 an update changes nothing.
+// Launch: norm_partials any grid, 256 threads; norm_total one block of 256; schedule one thread; the updates 4 elements
+// a thread, any block, grid = ceil(n / 4 / block). All sums have a fixed order.
+#include "reduce.cuh"
+
+enum Scalar { LR, GRAD_SCALE, STEP_SIZE, RSQRT_BIAS2, EMA_WEIGHT, NORM, APPLY };
+enum Counter { UPDATES, SKIPPED, SKIPPED_IN_A_ROW };
+
+// partials[block] = sum of squares of every gridDim.x-th group of 1024 elements.
+extern "C" __global__ void norm_partials(const float* __restrict__ grad, float* __restrict__ partials, i64 n) {
+    float sum = 0.0f;
+    i64 stride = (i64)gridDim.x * blockDim.x * 4;
+#pragma unroll 4
+    for (i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * 4; i < n; i += stride) {
+        Pack<float> g = load_pack(grad + i);
+#pragma unroll
+        for (int k = 0; k < 4; k++) sum += g.v[k] * g.v[k];
+    }
+    sum = block_reduce<Sum>(sum);
+    if (threadIdx.x == 0) partials[blockIdx.x] = sum;
+}
+
+extern "C" __global__ void norm_total(const float* __restrict__ partials, float* __restrict__ norm, int count) {
+    __shared__ double sums[256];
+    double sum = 0.0;
+    for (int i = threadIdx.x; i < count; i += 256) sum += (double)partials[i];
+    sums[threadIdx.x] = sum;
+    for (int half_width = 128; half_width > 0; half_width >>= 1) {
+        __syncthreads();
+        if (threadIdx.x < half_width) sums[threadIdx.x] += sums[threadIdx.x + half_width];
+    }
+    if (threadIdx.x == 0) norm[0] = (float)sqrt(sums[0]);
+}
+
+// The step's scalars and counters; the arithmetic is double, because 1 - beta^t cancels. log_beta may be -infinity.
+// ramp < 0: the half-life is constant.
+extern "C" __global__ void schedule(int* __restrict__ counters, const float* __restrict__ norm,
+                                    float* __restrict__ scalars, double lr, int warmup, int total_steps, double final,
+                                    double log_beta1, double log_beta2, double scale, double clip, double half_life,
+                                    double ramp) {
+    double grad_norm = scale * (double)norm[0];
+    double step = (double)counters[UPDATES] + counters[SKIPPED];
+    bool apply = isfinite(grad_norm);
+    counters[UPDATES] += apply;
+    counters[SKIPPED] += !apply;
+    counters[SKIPPED_IN_A_ROW] = apply ? 0 : counters[SKIPPED_IN_A_ROW] + 1;
+
+    double t = counters[UPDATES] > 0 ? counters[UPDATES] : 1;
+    double rise = warmup > 0 ? fmin(1.0, (step + 1.0) / warmup) : 1.0;
+    double progress = total_steps > warmup ? fmin(1.0, fmax(0.0, (step - warmup) / (total_steps - warmup))) : 0.0;
+    double rate = lr * rise * (final + (1.0 - final) * 0.5 * (1.0 + cospi(progress)));
+    double life = ramp >= 0.0 ? fmin(half_life, ramp * step) : half_life;
+    scalars[LR] = (float)rate;
+    scalars[GRAD_SCALE] = (float)(scale * fmin(1.0, clip / (grad_norm + 1e-6)));
+    scalars[STEP_SIZE] = (float)(rate / -expm1(t * log_beta1));
+    scalars[RSQRT_BIAS2] = (float)(1.0 / sqrt(-expm1(t * log_beta2)));
+    scalars[EMA_WEIGHT] = (float)-expm1(-0.6931471805599453 / fmax(life, 1e-8));
+    scalars[NORM] = (float)grad_norm;
+    scalars[APPLY] = apply;
+}
+
+struct __align__(8) Shadow4 { T v[4]; };
+
+__device__ __forceinline__ void store_shadow(T* shadow, i64 i, const Pack<float>& x) {
+    if (shadow == nullptr) return;
+    Shadow4 low;
+#pragma unroll
+    for (int k = 0; k < 4; k++) low.v[k] = from_float<T>(x.v[k]);
+    *reinterpret_cast<uint2*>(shadow + i) = *reinterpret_cast<const uint2*>(&low);
+}
+
+// Store the new parameters, their shadow, the moving average and its shadow.
+__device__ __forceinline__ void finish(i64 i, const Pack<float>& p, float* data, T* shadow, float* ema, T* ema_shadow,
+                                       float weight) {
+    store_pack(data + i, p);
+    store_shadow(shadow, i, p);
+    if (ema == nullptr) return;
+    Pack<float> e = load_pack(ema + i);
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        float gap = p.v[k] - e.v[k];
+        e.v[k] = weight < 0.5f ? e.v[k] + weight * gap : p.v[k] - (1.0f - weight) * gap;  // exact where weight is 1
+    }
+    store_pack(ema + i, e);
+    store_shadow(ema_shadow, i, e);
+}
+
+extern "C" __global__ void adam(float* __restrict__ data, const float* __restrict__ grad, float* __restrict__ exp_avg,
+                                float* __restrict__ exp_avg_sq, const float* __restrict__ scalars,
+                                const u8* __restrict__ decay, T* __restrict__ shadow, float* __restrict__ ema,
+                                T* __restrict__ ema_shadow, i64 n, float one_minus_beta1, float one_minus_beta2,
+                                float eps, float weight_decay, int decoupled) {
+    i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * 4;
+    if (i >= n || scalars[APPLY] == 0.0f) return;
+    float grad_scale = scalars[GRAD_SCALE], step_size = scalars[STEP_SIZE], rsqrt_bias2 = scalars[RSQRT_BIAS2];
+    float wd = decay[i / 32] ? weight_decay : 0.0f;
+    float shrink = decoupled ? 1.0f - scalars[LR] * wd : 1.0f, l2 = decoupled ? 0.0f : wd;
+    Pack<float> p = load_pack(data + i), g = load_pack(grad + i), m = load_pack(exp_avg + i), v = load_pack(exp_avg_sq + i);
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        float gk = grad_scale * g.v[k] + l2 * p.v[k];
+        m.v[k] += one_minus_beta1 * (gk - m.v[k]);
+        v.v[k] += one_minus_beta2 * (gk * gk - v.v[k]);
+        p.v[k] = shrink * p.v[k] - step_size * m.v[k] / (sqrtf(v.v[k]) * rsqrt_bias2 + eps);
+    }
+    store_pack(exp_avg + i, m);
+    store_pack(exp_avg_sq + i, v);
+    finish(i, p, data, shadow, ema, ema_shadow, scalars[EMA_WEIGHT]);
+}
+
+extern "C" __global__ void sgd(float* __restrict__ data, const float* __restrict__ grad,
+                               float* __restrict__ momentum_buffer, const float* __restrict__ scalars,
+                               const u8* __restrict__ decay, T* __restrict__ shadow, float* __restrict__ ema,
+                               T* __restrict__ ema_shadow, i64 n, float momentum, float weight_decay, int nesterov) {
+    i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * 4;
+    if (i >= n || scalars[APPLY] == 0.0f) return;
+    float grad_scale = scalars[GRAD_SCALE], lr = scalars[LR];
+    float wd = decay[i / 32] ? weight_decay : 0.0f;
+    Pack<float> p = load_pack(data + i), g = load_pack(grad + i), b = load_pack(momentum_buffer + i);
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        float gk = grad_scale * g.v[k] + wd * p.v[k];
+        b.v[k] = momentum * b.v[k] + gk;
+        p.v[k] -= lr * (nesterov ? gk + momentum * b.v[k] : b.v[k]);
+    }
+    store_pack(momentum_buffer + i, b);
+    finish(i, p, data, shadow, ema, ema_shadow, scalars[EMA_WEIGHT]);
+}

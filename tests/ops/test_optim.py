@@ -1,0 +1,226 @@
+"""The update kernels against formulas written out in float64, and against torch.optim."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cudiff.ops import optim as ops
+from cudiff.tensor import Tensor
+from tests.check import relative_error, torch
+
+SIZE = 32 * 37  # not a multiple of a thread block's 1024 elements
+
+
+def schedule(device, norm=1.0, steps=1, **attrs):
+    """The scalars and counters after `steps` steps as NumPy arrays."""
+    scalars = Tensor(np.full(8, np.nan, np.float32), device=device)
+    counters = Tensor(np.zeros(3, np.int32), device=device)
+    attrs = {"lr": 0.1, "betas": (0.9, 0.999), "half_life": 100.0} | attrs
+    for _ in range(steps):
+        ops.schedule(scalars, counters, Tensor(np.array([norm], np.float32), device=device), **attrs)
+    return scalars.numpy(), counters.numpy()
+
+
+@pytest.mark.parametrize("size", [32, SIZE, 32 * 40000])
+def test_global_norm(device, rng, size):
+    grad = rng.standard_normal(size).astype(np.float32)
+    norm = ops.global_norm(Tensor(grad, device=device))
+    assert norm.shape == (1,)
+    assert abs(norm.item() / np.linalg.norm(grad.astype(np.float64)) - 1) < 1e-6
+    assert ops.global_norm(Tensor(grad, device=device)).item() == norm.item()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_global_norm_tells_of_one_bad_element(device, rng, bad):
+    grad = rng.standard_normal(SIZE).astype(np.float32)
+    grad[777] = bad
+    assert not math.isfinite(ops.global_norm(Tensor(grad, device=device)).item())
+
+
+@pytest.mark.parametrize("steps", [1, 2, 20, 1000])
+def test_bias_corrections(device, steps):
+    scalars, counters = schedule(device, steps=steps)
+    assert counters.tolist() == [steps, 0, 0]
+    np.testing.assert_allclose(scalars[ops.Scalar.STEP_SIZE], 0.1 / (1 - 0.9**steps), rtol=1e-6)
+    np.testing.assert_allclose(scalars[ops.Scalar.RSQRT_BIAS2], 1 / math.sqrt(1 - 0.999**steps), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "steps, factor",
+    [(1, 0.25), (3, 0.75), (4, 1), (5, 1), (8, 0.1 + 0.9 * 0.5), (12, 0.1), (30, 0.1)],
+)
+def test_warm_up_and_cosine(device, steps, factor):
+    # Warm-up over steps 0..3, then from step 4 half a cosine of length 6: step 7 is its middle, step 10 its end.
+    scalars, _ = schedule(device, steps=steps, warmup=4, total_steps=10, final=0.1)
+    np.testing.assert_allclose(scalars[ops.Scalar.LR], 0.1 * factor, rtol=1e-6)
+
+
+def test_constant_rate(device):
+    for steps in (1, 50):
+        np.testing.assert_allclose(schedule(device, steps=steps)[0][ops.Scalar.LR], 0.1, rtol=1e-7)
+
+
+def test_half_life(device):
+    for steps in (1, 2, 20, 3000):
+        weight = schedule(device, steps=steps, half_life=100.0, ramp=0.05)[0][ops.Scalar.EMA_WEIGHT]
+        life = min(100.0, 0.05 * (steps - 1))
+        expected = 1.0 if life == 0 else 1 - 0.5 ** (1 / life)
+        np.testing.assert_allclose(weight, expected, rtol=1e-6)
+    weight = schedule(device, half_life=100.0)[0][ops.Scalar.EMA_WEIGHT]
+    np.testing.assert_allclose((1 - np.float64(weight)) ** 100, 0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("norm, factor", [(4.0, 0.5), (0.1, 1.0), (0.0, 1.0)])
+def test_clip_coefficient(device, norm, factor):
+    scalars, _ = schedule(device, norm=norm, scale=0.5, clip=1.0)
+    np.testing.assert_allclose(scalars[ops.Scalar.GRAD_SCALE], 0.5 * factor, rtol=1e-5)
+    np.testing.assert_allclose(scalars[ops.Scalar.NORM], 0.5 * norm, rtol=1e-6)
+
+
+def test_counters_of_skipped_steps(device):
+    scalars = Tensor(np.zeros(8, np.float32), device=device)
+    counters = Tensor(np.zeros(3, np.int32), device=device)
+    seen = []
+    for norm in (1.0, np.nan, np.inf, 2.0, np.nan):
+        ops.schedule(scalars, counters, Tensor(np.array([norm], np.float32), device=device), lr=0.1, betas=(0.9, 0.99))
+        seen.append((*counters.numpy().tolist(), float(scalars.numpy()[ops.Scalar.APPLY])))
+    assert seen == [(1, 0, 0, 1), (1, 1, 1, 0), (1, 2, 2, 0), (2, 2, 0, 1), (2, 3, 1, 0)]
+    # Adam's time counts updates.
+    np.testing.assert_allclose(scalars.numpy()[ops.Scalar.RSQRT_BIAS2], (1 - 0.99**2) ** -0.5, rtol=1e-6)
+
+
+def reference_adam(p, gradients, mask, lr, betas, eps, weight_decay, decoupled):
+    m, v, path = np.zeros_like(p), np.zeros_like(p), []
+    for t, g in enumerate(gradients, start=1):
+        if decoupled:
+            p = p - lr * weight_decay * mask * p
+        else:
+            g = g + weight_decay * mask * p
+        m = betas[0] * m + (1 - betas[0]) * g
+        v = betas[1] * v + (1 - betas[1]) * g * g
+        p = p - lr * (m / (1 - betas[0] ** t)) / (np.sqrt(v / (1 - betas[1] ** t)) + eps)
+        path.append(p)
+    return path, (m, v)
+
+
+def reference_sgd(p, gradients, mask, lr, momentum, weight_decay, nesterov):
+    b, path = np.zeros_like(p), []
+    for g in gradients:
+        g = g + weight_decay * mask * p
+        b = momentum * b + g
+        p = p - lr * (g + momentum * b if nesterov else b)
+        path.append(p)
+    return path, (b,)
+
+
+def reference_ema(path, half_life, ramp):
+    ema = 0.0
+    for step, p in enumerate(path):
+        keep = 0.5 ** (1 / max(min(half_life, ramp * step), 1e-8))
+        ema = keep * ema + (1 - keep) * p
+    return ema
+
+
+class Problem:
+    """Random parameters, 20 gradients and a decay mask with holes, as arrays and as what an update takes."""
+
+    def __init__(self, rng, device, moments, shadow=None):
+        self.device, self.start = device, rng.standard_normal(SIZE).astype(np.float32)
+        sizes = 10.0 ** rng.integers(-3, 2, (20, 1))
+        self.gradients = (sizes * rng.standard_normal((20, SIZE))).astype(np.float32)
+        decay = rng.integers(0, 2, SIZE // 32).astype(np.uint8)
+        self.mask = np.repeat(decay, 32).astype(np.float64)
+        self.decay = Tensor(decay, device=device)
+        self.data, self.ema = Tensor(self.start.copy(), device=device), self.zeros(SIZE)
+        self.moments = [self.zeros(SIZE) for _ in range(moments)]
+        self.shadow, self.ema_shadow = (None if shadow is None else self.zeros(SIZE, shadow) for _ in range(2))
+        self.scalars, self.counters = self.zeros(8), self.zeros(3, np.int32)
+
+    def zeros(self, shape, dtype=np.float32):
+        return Tensor(np.zeros(shape, dtype), device=self.device)
+
+    def step(self, update, gradient, betas=(0.0, 0.0), **attrs):
+        grad = Tensor(gradient, device=self.device)
+        norm = ops.global_norm(grad)
+        ops.schedule(self.scalars, self.counters, norm, lr=1e-2, betas=betas, half_life=3.0, ramp=0.5)
+        if self.moments[1:]:
+            attrs["betas"] = betas
+        update(
+            self.data, grad, *self.moments, self.scalars, self.decay, self.shadow, self.ema, self.ema_shadow, **attrs
+        )
+
+    def check(self, path, moments):
+        """Against the parameters after each step, and the moments after the last."""
+        assert relative_error(self.data.numpy() - self.start, path[-1] - self.start) < 2e-5
+        assert relative_error(self.data.numpy(), path[-1]) < 1e-6
+        assert relative_error(self.ema.numpy(), reference_ema(path, 3.0, 0.5)) < 1e-6
+        for moment, expected in zip(self.moments, moments, strict=True):
+            assert relative_error(moment.numpy(), expected) < 2e-6
+        if self.shadow is not None:
+            for shadow, source in ((self.shadow, self.data), (self.ema_shadow, self.ema)):
+                np.testing.assert_array_equal(shadow.numpy(), source.numpy().astype(shadow.dtype))
+
+
+SHADOWS = [None, ml_dtypes.bfloat16, np.float16]
+
+
+@pytest.mark.parametrize("shadow", SHADOWS)
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_adam(device, rng, decoupled, shadow):
+    problem = Problem(rng, device, moments=2, shadow=shadow)
+    for gradient in problem.gradients:
+        problem.step(ops.adamw if decoupled else ops.adam, gradient, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.3)
+    problem.check(*reference_adam(
+        problem.start.astype(np.float64), problem.gradients.astype(np.float64), problem.mask, 1e-2, (0.9, 0.99), 1e-3,
+        0.3, decoupled,
+    ))
+
+
+@pytest.mark.parametrize("shadow", SHADOWS)
+@pytest.mark.parametrize("momentum, nesterov", [(0.0, False), (0.9, False), (0.9, True)])
+def test_sgd(device, rng, momentum, nesterov, shadow):
+    problem = Problem(rng, device, moments=1, shadow=shadow)
+    for gradient in problem.gradients:
+        problem.step(ops.sgd, gradient, momentum=momentum, nesterov=nesterov, weight_decay=0.3)
+    problem.check(*reference_sgd(
+        problem.start.astype(np.float64), problem.gradients.astype(np.float64), problem.mask, 1e-2, momentum, 0.3,
+        nesterov,
+    ))
+
+
+@pytest.mark.parametrize("update, moments", [(ops.adamw, 2), (ops.sgd, 1)])
+def test_bad_gradients_change_nothing(device, rng, update, moments):
+    problem = Problem(rng, device, moments, shadow=ml_dtypes.bfloat16)
+    problem.step(update, problem.gradients[0])
+    tensors = [problem.data, problem.ema, problem.shadow, problem.ema_shadow, *problem.moments]
+    before = [tensor.numpy().copy() for tensor in tensors]
+    for bad in (np.nan, -np.inf):
+        gradient = problem.gradients[1].copy()
+        gradient[5] = bad
+        problem.step(update, gradient)
+    for tensor, values in zip(tensors, before, strict=True):
+        np.testing.assert_array_equal(tensor.numpy(), values)
+
+
+@pytest.mark.skipif(torch is None, reason="PyTorch is not installed")
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+def test_against_torch(rng, name):
+    problem = Problem(rng, "cpu", moments=1 if name == "SGD" else 2)
+    parameter = torch.tensor(problem.start)
+    groups = [torch.nn.Parameter(parameter[problem.mask == on].clone()) for on in (0, 1)]
+    attrs = {"momentum": 0.9, "nesterov": True} if name == "SGD" else {"betas": (0.9, 0.99)}
+    optimizer = getattr(torch.optim, name)(
+        [{"params": group, "weight_decay": 0.3 * on} for on, group in enumerate(groups)], lr=1e-2, **attrs
+    )
+    update = {"AdamW": ops.adamw, "Adam": ops.adam, "SGD": ops.sgd}[name]
+    for gradient in problem.gradients:
+        problem.step(update, gradient, weight_decay=0.3, **attrs)
+        for on, group in enumerate(groups):
+            group.grad = torch.tensor(gradient[problem.mask == on])
+        optimizer.step()
+    for on, group in enumerate(groups):
+        chosen = problem.mask == on
+        moved = group.detach().numpy() - problem.start[chosen]
+        assert relative_error(problem.data.numpy()[chosen] - problem.start[chosen], moved) < 1e-5
