@@ -18,11 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, bfloat16, float16, float32, get_cupy
+from cudiff.backend import Array, bfloat16, float16, float32, get_cupy, int32, int64
 from cudiff.errors import CudiffError
 from cudiff.tensor import Tensor
 
-CTYPES = {float32: "float", bfloat16: "bf16", float16: "half", np.dtype(np.int32): "int", np.dtype(np.uint8): "u8"}
+CTYPES = {
+    float32: "float", bfloat16: "bf16", float16: "half", int32: "int", int64: "i64", np.dtype(np.uint8): "u8",
+    np.dtype(np.bool_): "u8",
+}
+_TYPES = frozenset(CTYPES.values())
 _OPTIONS = ("-std=c++17",)
 _compiling = threading.Lock()
 
@@ -37,10 +41,20 @@ def kernel_folder() -> Path:
     raise CudiffError(f"the CUDA kernels are missing beside {package}: reinstall cudiff")
 
 
+def _source(stem: str, constants: dict[str, Any]) -> str:
+    """A `.cu` file after `common.cuh`, with its `#include`s of our own headers expanded, each once.
+
+    Constants that are types are typedefs behind `common.cuh`: as macros they would also replace the T of every
+    `template <typename T>`, NVRTC's own included.
+    """
+    common, rest = _expanded(stem)
+    types = [f"typedef {value} {name};\n" for name, value in sorted(constants.items()) if value in _TYPES]
+    return common + "".join(types) + rest
+
+
 @functools.cache
-def _source(stem: str) -> str:
-    """A `.cu` file with its `#include`s of our own headers expanded, each once."""
-    seen: set[str] = set()
+def _expanded(stem: str) -> tuple[str, str]:
+    seen: set[str] = {"common.cuh"}
 
     def expand(name: str) -> str:
         lines = []
@@ -54,7 +68,7 @@ def _source(stem: str) -> str:
                 lines.append(line)
         return "\n".join(lines) + "\n"
 
-    return expand(f"{stem}.cu")
+    return expand("common.cuh"), expand(f"{stem}.cu")
 
 
 @functools.cache
@@ -72,8 +86,8 @@ def compile_source(stem: str, arch: str, constants: dict[str, Any]) -> tuple[byt
     from cupy_backends.cuda.libs import nvrtc
 
     options = [*_OPTIONS, f"-arch={arch}", "--ptxas-options=-v"]
-    options += [f"-D{name}={value}" for name, value in sorted(constants.items())]
-    program = nvrtc.createProgram(_source(stem), f"{stem}.cu", (), ())
+    options += [f"-D{name}={value}" for name, value in sorted(constants.items()) if value not in _TYPES]
+    program = nvrtc.createProgram(_source(stem, constants), f"{stem}.cu", (), ())
     try:
         nvrtc.compileProgram(program, tuple(options))
         return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
@@ -110,7 +124,7 @@ def _nvrtc_version() -> tuple[int, int]:
 
 def _cubin(stem: str, arch: str, constants: dict[str, Any]) -> Path:
     """The cached cubin's path, compiled now if it is not there. Safe with other processes doing the same."""
-    key = repr((_source(stem), arch, sorted(constants.items()), _OPTIONS, _nvrtc_version()))
+    key = repr((_source(stem, constants), arch, sorted(constants.items()), _OPTIONS, _nvrtc_version()))
     path = cache_folder() / f"{stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
     if not path.is_file():
         cubin, _ = compile_source(stem, arch, constants)
@@ -174,7 +188,7 @@ def launch(stem: str, name: str, grid: Any, block: Any, args: Sequence[Any], sha
     Python ints become int32, floats float32, None a null pointer; arrays pass their address. `constants` are `-D`
     macros; a dtype among them becomes its C name.
     """
-    constants = {key: CTYPES.get(value, value) if isinstance(value, np.dtype) else value for key, value in constants.items()}
+    constants = {k: CTYPES.get(v, v) if isinstance(v, np.dtype) else v for k, v in constants.items()}
     grid = grid if isinstance(grid, tuple) else (grid,)
     block = block if isinstance(block, tuple) else (block,)
     kernel(stem, name, shared, **constants)(grid, block, tuple(map(_argument, args)), shared_mem=shared)
@@ -190,9 +204,34 @@ def empty(shape: Any, dtype: Any) -> Array:
     return get_cupy().empty(shape, dtype)
 
 
+def gradient_target(into: Array | None, shape: Any, dtype: Any) -> tuple[Array, bool]:
+    """Where a backward writes, and whether it adds: `into` if it has this dtype, else a new array."""
+    if into is not None and into.dtype == dtype:
+        return into, True
+    return empty(shape, dtype), False
+
+
 def add_into(total: Array, term: Array) -> None:
     """total += term, elementwise, in place; the tape's own kernel."""
     launch(
         "accumulate", "add_into", blocks(total.size, 1024), 256, (total, term, np.int64(total.size)),
         TOTAL=total.dtype, TERM=term.dtype,
     )
+
+
+def describe() -> dict[str, str]:
+    """Versions and the device, for `cudiff info`; what CUDA cannot answer here is left out."""
+    import cupy
+
+    facts = {"CuPy": cupy.__version__}
+    major, minor = _nvrtc_version()
+    facts["NVRTC"] = f"{major}.{minor}"
+    runtime = cupy.cuda.runtime
+    version = runtime.driverGetVersion()
+    facts["driver supports"] = f"CUDA {version // 1000}.{version % 1000 // 10}"
+    properties = runtime.getDeviceProperties(runtime.getDevice())
+    free, total = runtime.memGetInfo()
+    facts["GPU"] = f"{properties['name'].decode()}, {properties['multiProcessorCount']} multiprocessors"
+    facts["GPU memory"] = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    facts["kernels compiled for"] = architecture()
+    return facts

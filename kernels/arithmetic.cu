@@ -1,0 +1,116 @@
+// Functions of two broadcast operands. NAME_forward writes out; NAME_da and NAME_db write or add (`accumulate`) the
+// gradient of one operand in the shape of out, before the sum over broadcast axes.
+// variants: T=float,bf16,half
+// out, dout, da, db: T, contiguous, n elements. a, b: T; null stands for the number `scalar`. Layout.dims = 0: a and b
+// are contiguous in out's shape. Otherwise element strides over out's merged axes (0 where broadcast; n < 2^32), and
+// `packed` says that packs of 16 bytes never cross a row and start aligned wherever the arrays do.
+// where_*: mask u8, same shape as out. Launch: 256 threads, one pack each (any shape works: grid-stride).
+#include "common.cuh"
+
+struct Layout { int dims, packed, sizes[6], a[6], b[6]; };
+
+__device__ __forceinline__ void locate(const Layout& layout, u32 i, i64& a, i64& b) {
+    a = b = 0;
+#pragma unroll
+    for (int d = 5; d >= 0; d--) {
+        if (d < layout.dims) {
+            u32 rest = i / (u32)layout.sizes[d], k = i - rest * (u32)layout.sizes[d];
+            a += (i64)k * layout.a[d];
+            b += (i64)k * layout.b[d];
+            i = rest;
+        }
+    }
+}
+
+// N neighbours of an operand: the scalar, one value repeated, or a pack.
+template <int N> __device__ __forceinline__ void load(const T* p, i64 i, bool repeat, float scalar, float (&v)[N]) {
+    if (N > 1 && p && !repeat) {
+        Pack<T> pack = load_pack(p + i);
+#pragma unroll
+        for (int k = 0; k < N; k++) v[k] = to_float(pack.v[k]);
+    } else {
+        float value = p ? to_float(p[i]) : scalar;
+#pragma unroll
+        for (int k = 0; k < N; k++) v[k] = value;
+    }
+}
+
+template <int N, typename F>
+__device__ __forceinline__ void combine(T* out, int accumulate, i64 begin, i64 end, const T* dout, const T* a, const T* b,
+                                        float scalar, const Layout& layout, F f) {
+    i64 thread = (i64)blockIdx.x * blockDim.x + threadIdx.x, threads = (i64)gridDim.x * blockDim.x;
+    bool strided = layout.dims > 0;
+    bool repeat_a = strided && layout.a[layout.dims - 1] == 0, repeat_b = strided && layout.b[layout.dims - 1] == 0;
+    for (i64 i = begin + thread * N; i < end; i += threads * N) {
+        i64 at_a = i, at_b = i;
+        if (strided) locate(layout, (u32)i, at_a, at_b);
+        float g[N], x[N], y[N], old[N];
+        load<N>(dout, i, false, 0.0f, g);
+        load<N>(a, at_a, repeat_a, scalar, x);
+        load<N>(b, at_b, repeat_b, scalar, y);
+        load<N>(accumulate ? out : nullptr, i, false, 0.0f, old);
+        if constexpr (N > 1) {
+            Pack<T> result;
+#pragma unroll
+            for (int k = 0; k < N; k++) result.v[k] = from_float<T>(old[k] + f(g[k], x[k], y[k]));
+            store_pack(out + i, result);
+        } else {
+            out[i] = from_float<T>(old[0] + f(g[0], x[0], y[0]));
+        }
+    }
+}
+
+template <typename F>
+__device__ __forceinline__ void binary(T* out, int accumulate, i64 n, const T* dout, const T* a, const T* b, float scalar,
+                                       const Layout& layout, F f) {
+    constexpr int SIZE = Pack<T>::SIZE;
+    bool aligned = ((u64)out | (u64)dout | (u64)a | (u64)b) % 16 == 0;
+    i64 packed = aligned && (layout.dims == 0 || layout.packed) ? n / SIZE * SIZE : 0;
+    combine<SIZE>(out, accumulate, 0, packed, dout, a, b, scalar, layout, f);
+    combine<1>(out, accumulate, packed, n, dout, a, b, scalar, layout, f);
+}
+
+#define FORWARD(name, value)                                                                                       \
+    extern "C" __global__ void name##_forward(const T* a, const T* b, float scalar, T* out, i64 n, Layout layout) { \
+        binary(out, 0, n, nullptr, a, b, scalar, layout, [](float, float a, float b) { return value; });           \
+    }
+#define GRADIENT(name, value)                                                                                      \
+    extern "C" __global__ void name(const T* dout, const T* a, const T* b, float scalar, T* dx, int accumulate,    \
+                                    i64 n, Layout layout) {                                                        \
+        binary(dx, accumulate, n, dout, a, b, scalar, layout, [](float dout, float a, float b) { return value; }); \
+    }
+
+// 1 for the larger, 1/2 for equals.
+__device__ __forceinline__ float share(float a, float b) { return 0.5f * ((a > b ? 1.0f : 0.0f) + (a >= b ? 1.0f : 0.0f)); }
+
+FORWARD(add, a + b)
+FORWARD(subtract, a - b)
+FORWARD(multiply, a * b)
+GRADIENT(multiply_da, dout * b)
+GRADIENT(multiply_db, dout * a)
+FORWARD(divide, a / b)
+GRADIENT(divide_da, dout / b)
+GRADIENT(divide_db, -dout * a / (b * b))
+FORWARD(power, powf(a, b))
+GRADIENT(power_da, b == 0.0f ? 0.0f : dout * (b * powf(a, b - 1.0f)))
+GRADIENT(power_db, a == 0.0f ? 0.0f : dout * powf(a, b) * logf(a))
+FORWARD(maximum, a > b || a != a ? a : b)
+GRADIENT(maximum_da, dout * share(a, b))
+GRADIENT(maximum_db, dout * share(b, a))
+FORWARD(minimum, a < b || a != a ? a : b)
+GRADIENT(minimum_da, dout * share(b, a))
+GRADIENT(minimum_db, dout * share(a, b))
+
+extern "C" __global__ void where_forward(const u8* mask, const T* a, const T* b, float scalar_a, float scalar_b, T* out, i64 n) {
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (i64)gridDim.x * blockDim.x) {
+        const T* from = mask[i] ? a : b;
+        out[i] = from ? from[i] : from_float<T>(mask[i] ? scalar_a : scalar_b);
+    }
+}
+// dx = dout where (mask != 0) == chosen, else 0.
+extern "C" __global__ void where_backward(const u8* mask, const T* dout, T* dx, int chosen, int accumulate, i64 n) {
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (i64)gridDim.x * blockDim.x) {
+        float value = (mask[i] != 0) == (chosen != 0) ? to_float(dout[i]) : 0.0f;
+        dx[i] = from_float<T>(accumulate ? to_float(dx[i]) + value : value);
+    }
+}

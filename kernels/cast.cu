@@ -1,0 +1,22 @@
+// out[i] = x[i] in another type: to nearest even for floats, toward zero for integers.
+// variants: FROM=float,bf16,half,int,u8,i64 TO=float,bf16,half,int,u8,i64
+// x: FROM, out: TO, contiguous, n elements, overwritten. Any launch shape (grid-stride).
+#include "common.cuh"
+
+template <typename X> constexpr bool integer = false;
+template <> constexpr bool integer<int> = true;
+template <> constexpr bool integer<u8> = true;
+template <> constexpr bool integer<i64> = true;
+
+template <typename To, typename From> __device__ __forceinline__ To convert(From x) {
+    if constexpr (integer<From> && integer<To>) return (To)x;
+    else if constexpr (integer<To>) return (To)to_float(x);
+    else if constexpr (integer<From>) return from_float<To>((float)x);
+    else return from_float<To>(to_float(x));
+}
+
+extern "C" __global__ void cast(const FROM* __restrict__ x, TO* __restrict__ out, i64 n) {
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (i64)gridDim.x * blockDim.x) {
+        out[i] = convert<TO>(x[i]);
+    }
+}

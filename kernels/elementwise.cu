@@ -1,0 +1,42 @@
+// Functions of one tensor: NAME_forward writes out[i] = value(x[i]); NAME_backward writes or adds (`accumulate`)
+// dx[i] = gradient(dout[i], saved[i]), where saved is x or out, as the third argument of UNARY says.
+// variants: T=float,bf16,half
+// All arrays: T, contiguous, n elements, any alignment (16 bytes is fastest). Arithmetic in float.
+// Launch: 256 threads, one pack of 16 bytes each (any shape works: grid-stride).
+#include "map.cuh"
+
+#define UNARY(name, value, saved, gradient)                                                                    \
+    extern "C" __global__ void name##_forward(const T* x, T* out, i64 n) {                                     \
+        map<T>(out, 0, n, x, nullptr, [](float x, float) { return value; });                                   \
+    }                                                                                                          \
+    extern "C" __global__ void name##_backward(const T* dout, const T* kept, T* dx, int accumulate, i64 n) {   \
+        map<T>(dx, accumulate, n, dout, kept, [](float dout, float saved) { return gradient; });               \
+    }
+
+__device__ __forceinline__ float silu_slope(float x) {
+    float s = sigmoid(x);
+    return s * (1.0f + x * (1.0f - s));
+}
+__device__ __forceinline__ float normal_cdf(float x) { return 0.5f * (1.0f + erff(x * 0.70710678f)); }
+__device__ __forceinline__ float normal_pdf(float x) { return 0.39894228f * expf(-0.5f * x * x); }
+
+UNARY(negative, -x, x, -dout)
+UNARY(exp, expf(x), out, dout * out)
+UNARY(log, logf(x), x, dout / x)
+UNARY(sqrt, sqrtf(x), out, 0.5f * dout / out)
+UNARY(sin, sinf(x), x, dout * cosf(x))
+UNARY(cos, cosf(x), x, -dout * sinf(x))
+UNARY(tanh, tanhf(x), out, dout * (1.0f - out * out))
+UNARY(abs, fabsf(x), x, x > 0.0f ? dout : x < 0.0f ? -dout : 0.0f)
+UNARY(square, x * x, x, 2.0f * dout * x)
+UNARY(relu, x < 0.0f ? 0.0f : x, out, out > 0.0f ? dout : 0.0f)
+UNARY(sigmoid, sigmoid(x), out, dout * out * (1.0f - out))
+UNARY(silu, x * sigmoid(x), x, dout * silu_slope(x))
+UNARY(gelu, x * normal_cdf(x), x, dout * (normal_cdf(x) + x * normal_pdf(x)))
+
+extern "C" __global__ void clip_forward(const T* x, T* out, float low, float high, i64 n) {
+    map<T>(out, 0, n, x, nullptr, [=](float x, float) { return x < low ? low : x > high ? high : x; });
+}
+extern "C" __global__ void clip_backward(const T* dout, const T* x, T* dx, float low, float high, int accumulate, i64 n) {
+    map<T>(dx, accumulate, n, dout, x, [=](float dout, float x) { return x >= low && x <= high ? dout : 0.0f; });
+}
