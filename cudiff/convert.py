@@ -1,0 +1,177 @@
+"""Weights from and to other programs: PyTorch's layouts, guided-diffusion's names, unet.cu's binary, CS 179's file.
+
+State dicts of cudiff are native: channels-last, convolution weights (K, R, S, C). This is the only place that knows
+other layouts. The U-Net has guided-diffusion's parameter names, so for it only layouts change.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from cudiff.config import PRESETS, Config
+from cudiff.errors import CudiffError
+from cudiff.models.unet import UNet
+from cudiff.tensorfile import read_tensors, write_tensors
+from cudiff.torchfile import read_torch
+
+UNETCU_MAGIC = 12345678
+UNETCU_HEADER = 256  # int32
+
+# unet.cu's and guided-diffusion's names for the parts of residual blocks, then of attention blocks.
+_UNETCU_NAMES = {
+    "gn1": "in_layers.0", "cv3_1": "in_layers.2", "l_emb": "emb_layers.1", "gn2": "out_layers.0",
+    "cv3_2": "out_layers.3", "gn": "norm", "proj": "proj_out",
+}  # fmt: skip
+_WRAPPERS = ("module.", "_orig_mod.", "unet.")  # DataParallel's, torch.compile's, CS 179's
+
+
+class Weights(NamedTuple):
+    """state: arrays by cudiff's names in PyTorch's layout. config: that of the model, where the file tells it."""
+
+    state: dict[str, np.ndarray]
+    config: Config | None
+
+
+def from_torch(state: Mapping[str, np.ndarray], layouts: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """`state` in native layout. `layouts` is `module.layouts()`; names it lacks pass unchanged.
+
+    conv2d (O, I, H, W) → (O, H, W, I); conv_transpose2d (I, O, H, W) → (I, H, W, O); conv1d of length 1
+    (O, I, 1) → (O, I); linear, embedding and vector as they are. Raises CudiffError for another number of axes.
+    """
+    result = {}
+    for name, array in state.items():
+        kind = layouts.get(name, "vector")
+        if kind in ("conv2d", "conv_transpose2d"):
+            array = _with_axes(name, array, 4).transpose(0, 2, 3, 1)
+        elif kind == "conv1d":
+            array = _with_axes(name, array, 3)
+            if array.shape[2] != 1:
+                raise CudiffError(f"{name} has shape {array.shape}: only convolutions of length 1 can be read here")
+            array = array[:, :, 0]
+        result[name] = _contiguous(array)
+    return result
+
+
+def to_torch(state: Mapping[str, np.ndarray], layouts: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """The inverse of `from_torch`."""
+    result = {}
+    for name, array in state.items():
+        kind = layouts.get(name, "vector")
+        if kind in ("conv2d", "conv_transpose2d"):
+            array = _with_axes(name, array, 4).transpose(0, 3, 1, 2)
+        elif kind == "conv1d":
+            array = _with_axes(name, array, 2)[:, :, None]
+        result[name] = _contiguous(array)
+    return result
+
+
+def read_weights(path: str | os.PathLike, key: str | None = None) -> Weights:
+    """Weights that another program wrote: a .pt state_dict, a .safetensors with PyTorch's layout, unet.cu's .bin.
+
+    key: which part of a .pt that holds several state_dicts. Names are made those of cudiff's models. Raises CudiffError
+    where the file is missing, damaged, or of a kind that would run code; a file's kind is told by its content.
+    """
+    try:
+        with open(path, "rb") as file:
+            start = file.read(4)
+    except OSError as error:
+        raise CudiffError(f"cannot read {path} ({error.strerror or error}): check the path") from None
+    if Path(path).suffix.lower() == ".pkl" or start[:1] == b"\x80":
+        raise CudiffError(
+            f"{path} is a pickle, a program that could do anything (NVIDIA's EDM .pkl carries source code), and is not "
+            "run: where you trust it, torch.save(pickle.load(file)['ema'].state_dict(), 'weights.pt'), and convert that"
+        )
+    if int.from_bytes(start, "little") == UNETCU_MAGIC:
+        return read_unet_cu(path)
+    if start[:2] == b"PK":
+        state = read_torch(path, key)
+    else:
+        state, metadata = read_tensors(path)
+        if "cudiff" in metadata:
+            raise CudiffError(f"{path} is a cudiff checkpoint already: use it as it is")
+    return rename(state)
+
+
+def write_weights(path: str | os.PathLike, state: Mapping[str, np.ndarray]) -> None:
+    """Write arrays in PyTorch's layout (`to_torch`) as a .safetensors file for other programs."""
+    write_tensors(path, state, {"format": "pt"})
+
+
+def rename(state: Mapping[str, np.ndarray]) -> Weights:
+    """`state` under cudiff's names: without wrappers' prefixes, unet.cu's names as guided-diffusion's.
+
+    The configuration comes with it where the names tell the model: CS 179's and unet.cu's.
+    """
+    for wrapper in _WRAPPERS:
+        if all(name.startswith(wrapper) for name in state):
+            state = {name.removeprefix(wrapper): array for name, array in state.items()}
+    if "enc_blocks.0.conv1.weight" in state:
+        return Weights(dict(state), PRESETS["cs179"])
+    if any(".cv3_1." in name for name in state):
+        pattern = rf"\.({'|'.join(sorted(_UNETCU_NAMES, key=len, reverse=True))})\."
+        return Weights(
+            {re.sub(pattern, lambda m: f".{_UNETCU_NAMES[m[1]]}.", name): array for name, array in state.items()},
+            _unetcu_config(),
+        )
+    return Weights(dict(state), None)
+
+
+def read_unet_cu(path: str | os.PathLike) -> Weights:
+    """The weights in unet.cu's binary (github.com/clu0/unet.cu: its model initialiser's and its trainer's files).
+
+    256 little-endian int32: 12345678, B, C_in, C_model, C_out, H, W, max_period, whether AdamW's moments follow,
+    whether random states follow; then float32 parameters in the order of PyTorch's named_parameters(), each in its
+    layout; then what was announced, which is not read. Raises CudiffError where the file is something else.
+    """
+    size = os.path.getsize(path)
+    header = [int(number) for number in np.fromfile(path, "<i4", UNETCU_HEADER)]
+    if len(header) < UNETCU_HEADER or header[0] != UNETCU_MAGIC:
+        raise CudiffError(f"{path} holds no weights of unet.cu: name another file")
+    _, _, channels, model_channels, out_channels, height, width, max_period, moments, _ = header[:10]
+    if height != width or out_channels != channels or not 0 < model_channels <= 4096:
+        raise CudiffError(
+            f"{path} is a model for {height}x{width} images, {channels} channels in and {out_channels} out: "
+            "cudiff reads those for square images with as many channels out as in"
+        )
+    config = _unetcu_config(height, channels, model_channels, max_period)
+    model = UNet(
+        config.image_size, config.channels, config.model_channels, config.channel_mult, config.num_res_blocks,
+        config.attention_resolutions, num_head_channels=config.num_head_channels, conv_resample=False,
+    )
+    shapes = {name: array.shape for name, array in to_torch(model.state_dict(), model.layouts()).items()}
+    count = sum(math.prod(shape) for shape in shapes.values())
+    expected = 4 * UNETCU_HEADER + 4 * count * (3 if moments else 1)
+    if size < expected:
+        raise CudiffError(f"{path} is truncated: {size:,} bytes, but its weights take {expected:,}; copy it again")
+    values = np.fromfile(path, "<f4", count, offset=4 * UNETCU_HEADER)
+    ends = np.cumsum([math.prod(shape) for shape in shapes.values()])[:-1]
+    pieces = np.split(values, ends)
+    return Weights({name: piece.reshape(shapes[name]) for name, piece in zip(shapes, pieces, strict=True)}, config)
+
+
+def _unetcu_config(
+    image_size: int = 64, channels: int = 3, model_channels: int = 64, max_period: float = 1000.0
+) -> Config:
+    """The preset "elephants" as unet.cu trains it: DDPM with 1,000 linear betas, attention at 1/4 and 1/8."""
+    return PRESETS["elephants"].replace(
+        image_size=image_size, channels=channels, model_channels=model_channels, max_period=float(max_period),
+        attention_resolutions=(image_size // 4, image_size // 8), diffusion="ddpm", noise_schedule="linear",
+        diffusion_steps=1000, sampler="ancestral", sample_steps=1000,
+    )  # fmt: skip
+
+
+def _with_axes(name: str, array: np.ndarray, axes: int) -> np.ndarray:
+    if array.ndim != axes:
+        raise CudiffError(f"{name} has shape {array.shape} where {axes} axes were expected: it is of another model")
+    return array
+
+
+def _contiguous(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(array.shape)  # ascontiguousarray alone would give 0-d arrays an axis
