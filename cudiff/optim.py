@@ -1,0 +1,244 @@
+"""Optimisers, learning-rate schedules and the moving average of weights, over a model's flat buffers.
+
+    model.flatten(device)
+    optimizer = AdamW(model, lr=2e-4, clip=1.0, schedule=Cosine(10_000, warmup=200), ema=EMA(model, half_life=500))
+    ...
+    optimizer.zero_grad()
+    loss_fn(model, images, labels, generator).backward()
+    optimizer.step()
+
+Gradients add up in the flat buffer until `zero_grad`; for the mean over k backward passes call `step(scale=1 / k)`.
+`step` reads nothing back from the device, so that it can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from cudiff.backend import Array, array_module, float32, int32, to_device
+from cudiff.errors import CudiffError
+from cudiff.nn import FlatParameters, Module
+from cudiff.ops import optim as ops
+from cudiff.tensor import Tensor
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The full learning rate, after a linear rise over the first `warmup` steps."""
+
+    warmup: int = 0
+    total_steps: ClassVar[int] = 0
+    final: ClassVar[float] = 1.0
+
+    def factor(self, step: int) -> float:
+        """What the learning rate is multiplied by at `step`, counted from 0."""
+        return ops.lr_factor(step, self.warmup, self.total_steps, self.final)
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """A linear rise over `warmup` steps, then half a cosine down to `final` times the learning rate at `total_steps`.
+
+    Loshchilov and Hutter, "SGDR" (2017), equation 5, without restarts.
+    """
+
+    total_steps: int
+    final: float = 0.0
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        if self.total_steps <= self.warmup:
+            raise CudiffError(f"a cosine schedule needs total_steps ({self.total_steps}) beyond warmup ({self.warmup})")
+
+    def factor(self, step: int) -> float:
+        """What the learning rate is multiplied by at `step`, counted from 0."""
+        return ops.lr_factor(step, self.warmup, self.total_steps, self.final)
+
+
+def _flat(model: Module) -> FlatParameters:
+    """The model's flat buffers, made now where it has none."""
+    if model.flat is None:
+        parameters = model.parameters()
+        if not parameters:
+            raise CudiffError("the model has no parameters to optimise")
+        model.flatten(parameters[0].device)
+    assert model.flat is not None
+    return model.flat
+
+
+class EMA:
+    """An exponential moving average of a model's weights, held by a twin model; the optimiser's kernel updates it.
+
+    Parameters
+    ----------
+    model : Module, flattened or flattened now
+    half_life : float
+        Steps after which a weight counts half; EDM gives it in images: divide by the batch size.
+    ramp : float or None
+        The half-life is at most ramp · step, so that a young average forgets the initial weights (Karras et al. 2022,
+        training code, ema_rampup_ratio). None: no ramp.
+
+    Attributes
+    ----------
+    model : Module
+        The twin: averaged weights (with their own 16-bit shadow), evaluation mode, no gradients. Sample from it.
+    """
+
+    def __init__(self, model: Module, half_life: float, ramp: float | None = 0.05):
+        flat = _flat(model)
+        self.half_life, self.ramp = float(half_life), ramp
+        self.model: Module = copy.deepcopy(model, {id(flat): None})  # the twin gets flat buffers of its own
+        self.model.eval().flatten(flat.device, trainable=False)
+
+
+class Optimizer:
+    """What all optimisers share: flat buffers, device counters, clipping, schedule, EMA, state by name.
+
+    Parameters
+    ----------
+    model : Module
+        Flattened, or flattened now where its parameters lie.
+    lr : float
+        The schedule multiplies it. It is frozen into a captured step.
+    weight_decay : float
+        Applies where `Parameter.decay` is set: not to norms, biases and embeddings.
+    clip : float or None
+        Largest norm of the whole gradient; None or 0: no clipping.
+    schedule : Constant or Cosine
+    ema : EMA of the same model, or None
+
+    A step whose gradient holds a NaN or an infinity changes nothing but the counters: see `metrics`.
+    """
+
+    moments: ClassVar[tuple[str, ...]] = ()
+    betas: tuple[float, float] = (0.0, 0.0)
+
+    def __init__(self, model: Module, lr: float, weight_decay: float, clip: float | None,
+                 schedule: Constant | Cosine | None, ema: EMA | None):
+        flat = _flat(model)
+        if flat.grad is None:
+            raise CudiffError("the model is not trainable: it was flattened with trainable=False")
+        self.model, self.flat, self.ema = model, flat, ema
+        self.lr, self.weight_decay, self.clip = float(lr), float(weight_decay), float(clip or math.inf)
+        self.schedule = schedule or Constant()
+        module = array_module(flat.device)
+        self.buffers = {name: module.zeros(flat.size, float32) for name in self.moments}
+        self.counters = Tensor(module.zeros(len(ops.Counter), int32))
+        self.scalars = Tensor(module.zeros(8, float32))
+        self._buffer_pairs: list[tuple[Tensor, Tensor]] = []
+        self._targets: tuple[Tensor | None, ...] = (_tensor(flat.shadow), None, None)
+        if ema is not None:
+            average = _flat(ema.model)
+            if average.slots != flat.slots or average.device != flat.device:
+                raise CudiffError("the EMA was made of another model: use EMA(model, ...) on the optimiser's model")
+            self._targets = (_tensor(flat.shadow), _tensor(average.data), _tensor(average.shadow))
+            pairs = zip(model.named_buffers(), ema.model.named_buffers(), strict=True)
+            self._buffer_pairs = [(value, twin) for (_, value), (_, twin) in pairs]
+
+    def zero_grad(self) -> None:
+        """Set the gradients to zero: one fill of the flat buffer."""
+        self.model.zero_grad()
+
+    def step(self, scale: float = 1.0) -> None:
+        """Update the parameters from `scale` times the gradients, and the EMA. Reads nothing back from the device."""
+        if self.model.flat is not self.flat:
+            raise CudiffError("the model was flattened again: build the optimiser after flatten()")
+        grad = Tensor(self.flat.grad)
+        average = (1.0, None) if self.ema is None else (self.ema.half_life, self.ema.ramp)
+        ops.schedule(
+            self.scalars, self.counters, ops.global_norm(grad), lr=self.lr, warmup=self.schedule.warmup,
+            total_steps=self.schedule.total_steps, final=self.schedule.final, betas=self.betas, scale=scale,
+            clip=self.clip, half_life=average[0], ramp=average[1],
+        )
+        buffers = [Tensor(buffer) for buffer in self.buffers.values()]
+        self._update(Tensor(self.flat.data), grad, *buffers, self.scalars, Tensor(self.flat.decay), *self._targets)
+        for value, twin in self._buffer_pairs:
+            twin.data[...] = value.data
+
+    def _update(self, *buffers: Any) -> None:
+        raise NotImplementedError
+
+    def metrics(self) -> dict[str, float]:
+        """The last step's `lr` and `grad_norm` (before clipping); how many steps were `skipped`, how many
+        `skipped_in_a_row`, how many `updates` made. Waits for the device: call it when logging."""
+        scalars, counters = self.scalars.numpy(), self.counters.numpy()
+        values = {"lr": float(scalars[ops.Scalar.LR]), "grad_norm": float(scalars[ops.Scalar.NORM])}
+        return values | {counter.name.lower(): int(counters[counter]) for counter in ops.Counter}
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies: `counters`, and every moment by parameter name, e.g. `exp_avg.input_blocks.0.0.weight`."""
+        state = {"counters": np.array(self.counters.numpy())}
+        for moment, buffer in self.buffers.items():
+            views = self.flat.views(to_device(buffer, "cpu"))
+            state |= {f"{moment}.{name}": np.array(view) for name, view in views.items()}
+        return state
+
+    def load_state_dict(self, state: dict[str, Array]) -> None:
+        """Continue from `state_dict()`. Raises CudiffError where names or shapes differ, before anything is changed."""
+        targets: dict[str, Array] = {"counters": self.counters.data}
+        for moment, buffer in self.buffers.items():
+            targets |= {f"{moment}.{name}": view for name, view in self.flat.views(buffer).items()}
+        problems = [f"missing {name}" for name in targets if name not in state]
+        problems += [f"unknown {name}" for name in state if name not in targets]
+        problems += [
+            f"{name} has shape {tuple(state[name].shape)}, not {target.shape}"
+            for name, target in targets.items()
+            if name in state and tuple(state[name].shape) != target.shape
+        ]
+        if problems:
+            more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+            raise CudiffError(f"the optimiser's state does not fit: {'; '.join(problems[:3])}{more}")
+        for name, target in targets.items():
+            target[...] = to_device(np.asarray(state[name], target.dtype), self.flat.device)
+
+
+def _tensor(array: Array | None) -> Tensor | None:
+    return None if array is None else Tensor(array)
+
+
+class Adam(Optimizer):
+    """Adam (Kingma and Ba, 2015); weight decay is added to the gradient."""
+
+    moments = ("exp_avg", "exp_avg_sq")
+    _kernel: ClassVar[Callable] = staticmethod(ops.adam)
+
+    def __init__(self, model: Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+                 weight_decay: float = 0.0, clip: float | None = None, schedule: Constant | Cosine | None = None,
+                 ema: EMA | None = None):
+        super().__init__(model, lr, weight_decay, clip, schedule, ema)
+        self.betas, self.eps = (float(betas[0]), float(betas[1])), float(eps)
+
+    def _update(self, *buffers: Any) -> None:
+        self._kernel(*buffers, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
+
+    _kernel = staticmethod(ops.adamw)
+
+    def __init__(self, model: Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+                 weight_decay: float = 0.01, clip: float | None = None, schedule: Constant | Cosine | None = None,
+                 ema: EMA | None = None):
+        super().__init__(model, lr, betas, eps, weight_decay, clip, schedule, ema)
+
+
+class SGD(Optimizer):
+    """Stochastic gradient descent with momentum, optionally Nesterov's; weight decay is added to the gradient."""
+
+    moments = ("momentum_buffer",)
+
+    def __init__(self, model: Module, lr: float = 1e-2, momentum: float = 0.0, nesterov: bool = False,
+                 weight_decay: float = 0.0, clip: float | None = None, schedule: Constant | Cosine | None = None,
+                 ema: EMA | None = None):
+        super().__init__(model, lr, weight_decay, clip, schedule, ema)
+        self.momentum, self.nesterov = float(momentum), nesterov
+
+    def _update(self, *buffers: Any) -> None:
+        ops.sgd(*buffers, momentum=self.momentum, weight_decay=self.weight_decay, nesterov=self.nesterov)

@@ -1,0 +1,215 @@
+"""Optimisers, schedules and the EMA over a model, on both devices; against PyTorch where it is installed."""
+
+import numpy as np
+import pytest
+
+from cudiff.errors import CudiffError
+from cudiff.nn import Module, Parameter
+from cudiff.optim import EMA, SGD, Adam, AdamW, Constant, Cosine
+from cudiff.tensor import Tensor
+from tests.check import relative_error, torch
+
+SHAPES = {"weight": (5, 7), "bias": (5,), "conv": (3, 3, 3, 11)}
+DECAYED = ("weight", "conv")
+
+
+class Model(Module):
+    """Parameters only: the tests write the gradients. `running` stands for a batch norm's statistics."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        rng = np.random.default_rng(seed)
+        for name, shape in SHAPES.items():
+            values = rng.standard_normal(shape).astype(np.float32)
+            setattr(self, name, Parameter(values, low=name in DECAYED, decay=name in DECAYED))
+        self.register_buffer("running", Tensor(np.zeros(3, np.float32)))
+
+
+def set_gradients(model, gradients):
+    """Add to the gradients in place, as backward does."""
+    for name, parameter in model.named_parameters():
+        parameter.grad += Tensor(gradients[name], device=parameter.device).data
+
+
+def random_gradients(rng):
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def build(device, optimizer=AdamW, precision="fp32", ema=None, **attrs):
+    model = Model()
+    model.precision = precision
+    model.flatten(device)
+    if ema is not None:
+        attrs["ema"] = EMA(model, **ema)
+    return model, optimizer(model, **attrs)
+
+
+def values(model):
+    return {name: parameter.numpy().copy() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.skipif(torch is None, reason="PyTorch is not installed")
+@pytest.mark.parametrize("optimizer, attrs", [
+    (AdamW, {"weight_decay": 0.3}), (Adam, {"betas": (0.8, 0.95)}), (SGD, {"momentum": 0.9}),
+    (SGD, {"momentum": 0.9, "nesterov": True}),
+])
+def test_clipped_training_agrees_with_torch(device, rng, optimizer, attrs):
+    model, ours = build(device, optimizer, lr=1e-2, clip=1.0, **attrs)
+    start = values(model)
+    theirs = {name: torch.nn.Parameter(torch.tensor(value)) for name, value in start.items()}
+    decay = attrs.get("weight_decay", 0.0)
+    groups = [{"params": [p], "weight_decay": decay if name in DECAYED else 0.0} for name, p in theirs.items()]
+    reference = getattr(torch.optim, optimizer.__name__)(groups, lr=1e-2, **attrs)
+    for step in range(20):
+        gradients = {name: value * 10.0 ** (step % 4 - 3) for name, value in random_gradients(rng).items()}
+        ours.zero_grad()
+        set_gradients(model, gradients)
+        ours.step()
+        for name, parameter in theirs.items():
+            parameter.grad = torch.tensor(gradients[name])
+        norm = torch.nn.utils.clip_grad_norm_(theirs.values(), 1.0)
+        reference.step()
+        assert abs(ours.metrics()["grad_norm"] / float(norm) - 1) < 1e-5
+    for name, value in values(model).items():
+        assert relative_error(value - start[name], theirs[name].detach().numpy() - start[name]) < 2e-5
+
+
+def test_accumulated_gradients_equal_the_large_batch(device, rng):
+    parts = [random_gradients(rng) for _ in range(4)]
+    mean = {name: sum(part[name] for part in parts) / 4 for name in SHAPES}
+    results = []
+    for batches, scale in ((parts, 0.25), ([mean], 1.0)):
+        model, optimizer = build(device, lr=1e-2, clip=1.0)
+        start = values(model)
+        optimizer.zero_grad()
+        for gradients in batches:
+            set_gradients(model, gradients)
+        optimizer.step(scale=scale)
+        results.append({name: value - start[name] for name, value in values(model).items()})
+        assert optimizer.metrics()["updates"] == 1
+    for name in SHAPES:
+        assert relative_error(results[0][name], results[1][name]) < 1e-4
+
+
+def test_ema_is_a_twin_that_training_does_not_touch(device, rng):
+    model, optimizer = build(device, lr=0.1, ema={"half_life": 4.0, "ramp": 0.5}, precision="bf16")
+    twin = optimizer.ema.model
+    assert twin is not model and twin.flat is not model.flat and twin.flat.grad is None
+    assert not twin.training and not any(parameter.requires_grad for parameter in twin.parameters())
+    expected = values(twin)
+    for name, value in values(model).items():
+        np.testing.assert_array_equal(expected[name], value)
+    for step in range(12):
+        optimizer.zero_grad()
+        set_gradients(model, random_gradients(rng))
+        model._buffers["running"].data[...] = float(step)
+        optimizer.step()
+        keep = 0.0 if step == 0 else 0.5 ** (1 / min(4.0, 0.5 * step))
+        expected = {name: keep * expected[name] + (1 - keep) * value for name, value in values(model).items()}
+    for name, value in values(twin).items():
+        assert relative_error(value, expected[name]) < 1e-6
+    np.testing.assert_array_equal(*(dict(owner.named_buffers())["running"].numpy() for owner in (twin, model)))
+    for owner in (model, twin):
+        shadow = Tensor(owner.flat.shadow).numpy()
+        np.testing.assert_array_equal(shadow, Tensor(owner.flat.data).numpy().astype(shadow.dtype))
+
+
+def test_training_is_the_same_with_and_without_ema(device, rng):
+    gradients = [random_gradients(rng) for _ in range(3)]
+    results = []
+    for ema in (None, {"half_life": 10.0}):
+        model, optimizer = build(device, lr=0.1, ema=ema)
+        for gradient in gradients:
+            optimizer.zero_grad()
+            set_gradients(model, gradient)
+            optimizer.step()
+        results.append(values(model))
+    for name in SHAPES:
+        np.testing.assert_array_equal(*(result[name] for result in results))
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, SGD])
+def test_state_goes_round_by_name(device, rng, optimizer):
+    attrs = {"lr": 0.1, "schedule": Cosine(30, warmup=5), "ema": {"half_life": 4.0}}
+    model, first = build(device, optimizer, **attrs)
+    gradients = [random_gradients(rng) for _ in range(8)]
+    gradients[3]["bias"][2] = np.nan
+
+    def train(model, optimizer, gradients):
+        for gradient in gradients:
+            optimizer.zero_grad()
+            set_gradients(model, gradient)
+            optimizer.step()
+
+    train(model, first, gradients[:5])
+    state, weights, average = first.state_dict(), model.state_dict(), first.ema.model.state_dict()
+    assert set(state) == {"counters"} | {f"{moment}.{name}" for moment in first.moments for name in SHAPES}
+    assert all(state[f"{moment}.{name}"].shape == SHAPES[name] for moment in first.moments for name in SHAPES)
+    assert state["counters"].tolist() == [4, 1, 0]
+    train(model, first, gradients[5:])
+
+    other, second = build(device, optimizer, **attrs)
+    other.load_state_dict(weights)
+    second.ema.model.load_state_dict(average)
+    second.load_state_dict(state)
+    train(other, second, gradients[5:])
+    for mine, theirs in ((model, other), (first.ema.model, second.ema.model)):
+        for name, value in values(mine).items():
+            np.testing.assert_array_equal(value, values(theirs)[name])
+    assert first.metrics() == second.metrics()
+
+
+def test_foreign_state_is_refused_and_changes_nothing(device, rng):
+    model, optimizer = build(device)
+    set_gradients(model, random_gradients(rng))
+    optimizer.step()
+    state = optimizer.state_dict()
+    wrong = {name: value * 0 for name, value in state.items() if name != "exp_avg.bias"} | {"exp_avg.head": np.zeros(2)}
+    with pytest.raises(CudiffError, match=r"missing exp_avg\.bias; unknown exp_avg\.head"):
+        optimizer.load_state_dict(wrong)
+    for name, value in optimizer.state_dict().items():
+        np.testing.assert_array_equal(value, state[name])
+
+
+def test_a_bad_gradient_is_skipped_and_counted(device, rng):
+    model, optimizer = build(device, lr=0.1)
+    start = values(model)
+    gradients = random_gradients(rng)
+    gradients["conv"][0, 0, 0, 0] = np.inf
+    set_gradients(model, gradients)
+    optimizer.step()
+    optimizer.step()
+    metrics = optimizer.metrics()
+    assert (metrics["updates"], metrics["skipped"], metrics["skipped_in_a_row"]) == (0, 2, 2)
+    for name, value in values(model).items():
+        np.testing.assert_array_equal(value, start[name])
+
+
+def test_schedule_moves_the_learning_rate(device):
+    _, optimizer = build(device, lr=0.5, schedule=Cosine(8, final=0.2, warmup=2))
+    for step in range(10):
+        optimizer.step()
+        assert abs(optimizer.metrics()["lr"] - 0.5 * optimizer.schedule.factor(step)) < 1e-7
+    assert [Constant(warmup=4).factor(step) for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert Cosine(10).factor(0) == 1 and abs(Cosine(10).factor(5) - 0.5) < 1e-12 and Cosine(10).factor(10) == 0
+
+
+def test_mistakes_are_told():
+    with pytest.raises(CudiffError, match="total_steps"):
+        Cosine(10, warmup=10)
+    with pytest.raises(CudiffError, match="no parameters"):
+        AdamW(Module())
+    with pytest.raises(CudiffError, match="not trainable"):
+        AdamW(Model().flatten("cpu", trainable=False))
+    model, optimizer = build("cpu")
+    with pytest.raises(CudiffError, match="another model"):
+        AdamW(model, ema=EMA(SmallModel(), half_life=10))
+    model.flatten("cpu")
+    with pytest.raises(CudiffError, match="flattened again"):
+        optimizer.step()
+
+
+class SmallModel(Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(np.zeros((2, 2), np.float32))
