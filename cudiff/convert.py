@@ -17,7 +17,7 @@ import numpy as np
 
 from cudiff.config import PRESETS, Config
 from cudiff.errors import CudiffError
-from cudiff.models.unet import UNet
+from cudiff.models import build
 from cudiff.tensorfile import read_tensors, write_tensors
 from cudiff.torchfile import read_torch
 
@@ -141,10 +141,7 @@ def read_unet_cu(path: str | os.PathLike) -> Weights:
             "cudiff reads those for square images with as many channels out as in"
         )
     config = _unetcu_config(height, channels, model_channels, max_period)
-    model = UNet(
-        config.image_size, config.channels, config.model_channels, config.channel_mult, config.num_res_blocks,
-        config.attention_resolutions, num_head_channels=config.num_head_channels, conv_resample=False,
-    )
+    model = build(config)
     shapes = {name: array.shape for name, array in to_torch(model.state_dict(), model.layouts()).items()}
     count = sum(math.prod(shape) for shape in shapes.values())
     expected = 4 * UNETCU_HEADER + 4 * count * (3 if moments else 1)

@@ -14,6 +14,7 @@ from cudiff.backend import bfloat16
 from cudiff.config import PRESETS
 from cudiff.convert import UNETCU_MAGIC, from_torch, read_unet_cu, read_weights, rename, to_torch, write_weights
 from cudiff.errors import CudiffError
+from cudiff.models import build
 from cudiff.tensorfile import read_tensors, write_tensors
 from cudiff.torchfile import read_torch
 
@@ -438,14 +439,9 @@ def test_unet_cu_binary_damaged(tmp_path, rng):
 
 
 def test_the_unet_takes_unet_cu_weights(tmp_path, rng):
-    from cudiff.models.unet import UNet
-
     unet_cu_file(tmp_path / "unet.bin", rng)
     state, config = read_weights(tmp_path / "unet.bin")
-    model = UNet(
-        config.image_size, config.channels, config.model_channels, config.channel_mult, config.num_res_blocks,
-        config.attention_resolutions, num_head_channels=config.num_head_channels, conv_resample=config.conv_resample,
-    )  # fmt: skip
+    model = build(config)
     model.load_state_dict(from_torch(state, model.layouts()))
     back = to_torch(model.state_dict(), model.layouts())
     assert all(np.array_equal(back[name], state[name]) for name in state)
