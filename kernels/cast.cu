@@ -10,8 +10,6 @@ template <> constexpr bool integer<i64> = true;
 
 template <typename To, typename From> __device__ __forceinline__ To convert(From x) {
     if constexpr (integer<From> && integer<To>) return (To)x;
-    else if constexpr (integer<To>) return (To)to_float(x);
-    else if constexpr (integer<From>) return from_float<To>((float)x);
     else return from_float<To>(to_float(x));
 }
 

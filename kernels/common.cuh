@@ -23,6 +23,7 @@ __device__ __forceinline__ float to_float(half x) {
 }
 __device__ __forceinline__ float to_float(u8 x) { return (float)x; }
 __device__ __forceinline__ float to_float(int x) { return (float)x; }
+__device__ __forceinline__ float to_float(i64 x) { return (float)x; }
 
 template <typename T> __device__ __forceinline__ T from_float(float x);
 template <> __device__ __forceinline__ float from_float<float>(float x) { return x; }
@@ -36,7 +37,9 @@ template <> __device__ __forceinline__ half from_float<half>(float x) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
 }
+template <> __device__ __forceinline__ u8 from_float<u8>(float x) { return (u8)x; }
 template <> __device__ __forceinline__ int from_float<int>(float x) { return (int)x; }
+template <> __device__ __forceinline__ i64 from_float<i64>(float x) { return (i64)x; }
 
 // 16 bytes of T, loaded and stored by one instruction; the address must be a multiple of 16.
 template <typename T> struct __align__(16) Pack {

@@ -1,0 +1,112 @@
+// Reductions of x seen as [outer][reduce][inner] over the middle axis, in an order that depends on the shape alone.
+// variants: T=float OUT=float,bf16,half
+// variants: T=bf16 OUT=bf16,float
+// variants: T=half OUT=half,float
+// x, dout, dx: T. out: OUT, laid out [outer][gridDim.y][inner]: blocks of row y of the grid take the y-th chunk of the
+// middle axis, and a second launch reduces their results. out = scale * result, or += where `accumulate`.
+// Everything is accumulated in float. NaN wins over every number in maximum and minimum.
+// Launch: block (columns, lanes, rows), powers of two, product at most 256; grid.x = CEIL_DIV(outer, rows) *
+// CEIL_DIV(inner, columns). The *_backward kernels: any launch shape (grid-stride).
+#include "common.cuh"
+
+struct Add {
+    static __device__ float identity() { return 0.0f; }
+    static __device__ float apply(float a, float b) { return a + b; }
+};
+struct Larger {
+    static __device__ float identity() { return __int_as_float(0xff800000); }
+    static __device__ float apply(float a, float b) { return a > b || a != a ? a : b; }
+};
+struct Smaller {
+    static __device__ float identity() { return __int_as_float(0x7f800000); }
+    static __device__ float apply(float a, float b) { return a < b || a != a ? a : b; }
+};
+
+// value(x, column) is what enters the reduction; `column` numbers the reduced columns, [outer][inner].
+template <typename Op, typename F>
+__device__ __forceinline__ void reduce_middle(const T* __restrict__ x, OUT* __restrict__ out, float scale, int accumulate,
+                                              i64 outer, i64 reduce, i64 inner, i64 chunk, F value) {
+    __shared__ float partial[256];
+    i64 column_blocks = CEIL_DIV(inner, (i64)blockDim.x);
+    i64 i = blockIdx.x % column_blocks * blockDim.x + threadIdx.x;
+    i64 o = blockIdx.x / column_blocks * blockDim.z + threadIdx.z;
+    i64 begin = (i64)blockIdx.y * chunk, end = begin + chunk < reduce ? begin + chunk : reduce;
+    bool inside = i < inner && o < outer;
+    float total = Op::identity();
+    if (inside) {
+        i64 column = o * inner + i;
+        const T* p = x + o * reduce * inner + i;
+#pragma unroll 4
+        for (i64 r = begin + threadIdx.y; r < end; r += blockDim.y) total = Op::apply(total, value(p[r * inner], column));
+    }
+    int slot = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
+    partial[slot] = total;
+    __syncthreads();
+    for (int half = blockDim.y / 2; half > 0; half /= 2) {
+        if (threadIdx.y < half) partial[slot] = Op::apply(partial[slot], partial[slot + half * blockDim.x]);
+        __syncthreads();
+    }
+    if (inside && threadIdx.y == 0) {
+        OUT* target = out + (o * gridDim.y + blockIdx.y) * inner + i;
+        float result = scale * partial[slot];
+        *target = from_float<OUT>(accumulate ? to_float(*target) + result : result);
+    }
+}
+
+#define SHAPE OUT *out, float scale, int accumulate, i64 outer, i64 reduce, i64 inner, i64 chunk
+#define REST out, scale, accumulate, outer, reduce, inner, chunk
+
+extern "C" __global__ void sum(const T* x, SHAPE) {
+    reduce_middle<Add>(x, REST, [](T x, i64) { return to_float(x); });
+}
+extern "C" __global__ void maximum(const T* x, SHAPE) {
+    reduce_middle<Larger>(x, REST, [](T x, i64) { return to_float(x); });
+}
+extern "C" __global__ void minimum(const T* x, SHAPE) {
+    reduce_middle<Smaller>(x, REST, [](T x, i64) { return to_float(x); });
+}
+// How often the extreme value (T, [outer][inner]) occurs.
+extern "C" __global__ void count(const T* x, const T* extreme, SHAPE) {
+    reduce_middle<Add>(x, REST, [=](T x, i64 c) { return to_float(x) == to_float(extreme[c]) ? 1.0f : 0.0f; });
+}
+// Sum of squared distances from mean (float, [outer][inner]).
+extern "C" __global__ void square_deviation(const T* x, const float* mean, SHAPE) {
+    reduce_middle<Add>(x, REST, [=](T x, i64 c) {
+        float d = to_float(x) - mean[c];
+        return d * d;
+    });
+}
+
+// The reduced column that element e belongs to; 32-bit division where it suffices.
+__device__ __forceinline__ i64 column_of(i64 e, i64 reduce, i64 inner, i64 n) {
+    if (n <= 0xffffffffll) return (u32)e / (u32)(reduce * inner) * inner + (u32)e % (u32)inner;
+    return e / (reduce * inner) * inner + e % inner;
+}
+
+// dx[e] = value(e, column), or += where `accumulate`.
+template <typename F>
+__device__ __forceinline__ void spread_to(T* dx, int accumulate, i64 outer, i64 reduce, i64 inner, F value) {
+    i64 n = outer * reduce * inner;
+    for (i64 e = (i64)blockIdx.x * blockDim.x + threadIdx.x; e < n; e += (i64)gridDim.x * blockDim.x) {
+        float result = value(e, column_of(e, reduce, inner, n));
+        dx[e] = from_float<T>(accumulate ? to_float(dx[e]) + result : result);
+    }
+}
+
+extern "C" __global__ void sum_backward(const T* dout, T* dx, float scale, int accumulate, i64 outer, i64 reduce, i64 inner) {
+    spread_to(dx, accumulate, outer, reduce, inner, [=](i64, i64 c) { return scale * to_float(dout[c]); });
+}
+// The elements equal to the extreme share its gradient; `ties` (float) counts them.
+extern "C" __global__ void extreme_backward(const T* dout, const T* x, const T* extreme, const float* ties, T* dx,
+                                            int accumulate, i64 outer, i64 reduce, i64 inner) {
+    spread_to(dx, accumulate, outer, reduce, inner, [=](i64 e, i64 c) {
+        return to_float(x[e]) == to_float(extreme[c]) ? to_float(dout[c]) / ties[c] : 0.0f;
+    });
+}
+// scale is 2 / (reduce - ddof).
+extern "C" __global__ void variance_backward(const T* dout, const T* x, const float* mean, T* dx, float scale, int accumulate,
+                                             i64 outer, i64 reduce, i64 inner) {
+    spread_to(dx, accumulate, outer, reduce, inner, [=](i64 e, i64 c) {
+        return scale * to_float(dout[c]) * (to_float(x[e]) - mean[c]);
+    });
+}

@@ -1,0 +1,62 @@
+// Moving elements: copies between strided views of one shape, and rows taken by an index.
+// variants: T=float,bf16,half,int,u8,i64
+// copy, add: out[view] = x[view], or +=. Strides count units, may be 0 or negative; fewer than 2^32 units. The _packed
+// forms move units of 16 bytes, which both views must be aligned to and consist of. Arithmetic of 16-bit T in float.
+// take, take_backward: rows of `width` elements; index int32, negative from the end. A row out of range reads as zero.
+// Launch: any shape (grid-stride).
+#include "common.cuh"
+
+struct Views { int dims, sizes[6]; i64 out[6], x[6]; };
+
+template <typename V> __device__ __forceinline__ V plus(V a, V b) { return a + b; }
+template <> __device__ __forceinline__ bf16 plus(bf16 a, bf16 b) { return from_float<bf16>(to_float(a) + to_float(b)); }
+template <> __device__ __forceinline__ half plus(half a, half b) { return from_float<half>(to_float(a) + to_float(b)); }
+template <typename V> __device__ __forceinline__ Pack<V> plus(Pack<V> a, Pack<V> b) {
+#pragma unroll
+    for (int k = 0; k < Pack<V>::SIZE; k++) a.v[k] = plus(a.v[k], b.v[k]);
+    return a;
+}
+
+template <bool ACCUMULATE, typename Unit>
+__device__ __forceinline__ void move(Unit* out, const Unit* x, u32 n, const Views& views) {
+    for (u64 unit = (u64)blockIdx.x * blockDim.x + threadIdx.x; unit < n; unit += (u64)gridDim.x * blockDim.x) {
+        u32 i = (u32)unit;
+        i64 to = 0, from = 0;
+#pragma unroll
+        for (int d = 5; d >= 0; d--) {
+            if (d < views.dims) {
+                u32 rest = i / (u32)views.sizes[d], k = i - rest * (u32)views.sizes[d];
+                to += k * views.out[d];
+                from += k * views.x[d];
+                i = rest;
+            }
+        }
+        if constexpr (ACCUMULATE) out[to] = plus(out[to], x[from]);
+        else out[to] = x[from];
+    }
+}
+
+extern "C" __global__ void copy(T* out, const T* x, u32 n, Views views) { move<false>(out, x, n, views); }
+extern "C" __global__ void add(T* out, const T* x, u32 n, Views views) { move<true>(out, x, n, views); }
+extern "C" __global__ void copy_packed(uint4* out, const uint4* x, u32 n, Views views) { move<false>(out, x, n, views); }
+extern "C" __global__ void add_packed(Pack<T>* out, const Pack<T>* x, u32 n, Views views) { move<true>(out, x, n, views); }
+
+__device__ __forceinline__ i64 wrap(int index, i64 rows) { return index < 0 ? index + rows : index; }
+
+// out[i][:] = x[index[i]][:] for `count` rows i.
+extern "C" __global__ void take(const T* x, const int* index, T* out, i64 rows, i64 width, i64 count) {
+    for (i64 e = (i64)blockIdx.x * blockDim.x + threadIdx.x; e < count * width; e += (i64)gridDim.x * blockDim.x) {
+        i64 row = wrap(index[e / width], rows);
+        out[e] = row >= 0 && row < rows ? x[row * width + e % width] : T{};
+    }
+}
+// dx[row][:] = (or +=) sum over i of dout[i][:] where index[i] is the row, in the order of i: every element of dx scans
+// the whole index, so the sum needs no atomics.
+extern "C" __global__ void take_backward(const T* dout, const int* index, T* dx, int accumulate, i64 rows, i64 width, i64 count) {
+    for (i64 e = (i64)blockIdx.x * blockDim.x + threadIdx.x; e < rows * width; e += (i64)gridDim.x * blockDim.x) {
+        float total = accumulate ? to_float(dx[e]) : 0.0f;
+        for (i64 i = 0; i < count; i++)
+            if (wrap(index[i], rows) == e / width) total += to_float(dout[i * width + e % width]);
+        dx[e] = from_float<T>(total);
+    }
+}
