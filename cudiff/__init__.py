@@ -1,5 +1,8 @@
 """cudiff: a NumPy-style deep learning framework with hand-written CUDA kernels, for diffusion models."""
 
+from importlib import import_module
+from typing import Any
+
 from cudiff import nn, ops
 from cudiff.backend import bfloat16, cuda_available, default_device, float16, float32, float64, int32, int64
 from cudiff.errors import CudiffError
@@ -8,7 +11,19 @@ from cudiff.tensor import Function, Tensor, from_dlpack, no_grad
 
 __version__ = "0.1.0"
 
+_LATER = {
+    "Config": "cudiff.config", "PRESETS": "cudiff.config", "Pipeline": "cudiff.pipeline", "Trainer": "cudiff.train",
+    "capture": "cudiff.cuda.graph", "load": "cudiff.pipeline", "load_dataset": "cudiff.data",
+}
+"""Imported when first asked for, so that `import cudiff` stays fast."""
+
 __all__ = [  # noqa: PLE0604
     "CudiffError", "Function", "Tensor", "bfloat16", "cuda_available", "default_device", "float16", "float32",
-    "float64", "from_dlpack", "int32", "int64", "nn", "no_grad", *ops.__all__,
+    "float64", "from_dlpack", "int32", "int64", "nn", "no_grad", *ops.__all__, *_LATER,
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
+    raise AttributeError(f"module 'cudiff' has no attribute '{name}'")

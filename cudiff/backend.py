@@ -105,3 +105,31 @@ def to_device(array: Array, device: str) -> Array:
     if array.dtype == float64:
         raise CudiffError("float64 arrays stay on the CPU: convert with .astype('float32') first")
     return module.asarray(np.ascontiguousarray(array))
+
+
+def out_of_memory_errors() -> tuple[type[BaseException], ...]:
+    """The exceptions that mean the GPU's memory is full; for an `except` clause."""
+    return (get_cupy().cuda.memory.OutOfMemoryError, MemoryError) if cuda_available() else (MemoryError,)
+
+
+def memory_in_use(device: str) -> int:
+    """Bytes of GPU memory taken, by everyone; on the CPU the process's peak resident size."""
+    if device == "cuda":
+        free, total = get_cupy().cuda.runtime.memGetInfo()
+        return total - free
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def memory_total(device: str) -> int:
+    """Bytes of memory the GPU has; 0 on the CPU."""
+    return get_cupy().cuda.runtime.memGetInfo()[1] if device == "cuda" else 0
+
+
+def free_memory() -> None:
+    """Give unused blocks of CuPy's pool back to the driver."""
+    if cuda_available():
+        get_cupy().get_default_memory_pool().free_all_blocks()

@@ -16,8 +16,8 @@ from cudiff.tensorfile import Entry, read_header, read_tensors, write_tensors
 
 FORMAT_VERSION = 1
 LAYOUT = "native KRSC"
-PARTS = ("model", "ema", "exp_avg", "exp_avg_sq")
-"""What a tensor's name begins with: the weights, their moving average, and the optimiser's first and second moment."""
+PARTS = ("model", "ema", "exp_avg", "exp_avg_sq", "momentum_buffer")
+"""What a tensor's name begins with: the weights, their moving average, the moments of Adam or the momentum of SGD."""
 
 
 class Checkpoint(NamedTuple):

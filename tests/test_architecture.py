@@ -14,7 +14,7 @@ PACKAGE = ROOT / "cudiff"
 LAYERS = [
     {"cli", "__main__"},
     {"demo"},
-    {"train", "evaluate"},
+    {"train", "evaluate", "display", "info"},
     {"pipeline"},
     {"models", "diffusion", "optim", "data", "checkpoint", "convert", "config", "plot",
      "tensorfile", "torchfile"},

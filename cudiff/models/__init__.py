@@ -1,1 +1,27 @@
-"""The models, one file each."""
+"""The models, one file each, and how a configuration names them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cudiff.models.unet import UNet
+from cudiff.nn import Module, init
+
+if TYPE_CHECKING:
+    from cudiff.config import Config
+
+__all__ = ["UNet", "build"]
+
+
+def build(config: Config) -> Module:
+    """The net that `config` describes, its parameters drawn from `config.seed`.
+
+    Raises CudiffError for sizes that do not divide (see `UNet`) and for a configuration without image size or channels.
+    """
+    with init.seeded(config.seed):
+        return UNet(
+            config.image_size, config.channels, config.model_channels, config.channel_mult, config.num_res_blocks,
+            config.attention_resolutions, config.num_heads, config.num_head_channels, config.use_scale_shift_norm,
+            config.resblock_updown, config.conv_resample, config.dropout, config.num_classes, config.learn_sigma,
+            config.use_new_attention_order, config.max_period, config.zero_init,
+        )

@@ -1,0 +1,193 @@
+"""A net together with the diffusion it was trained for: build one from a configuration, load one, sample it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from cudiff.backend import default_device
+from cudiff.checkpoint import load_checkpoint, part, prefixed, save_checkpoint
+from cudiff.config import Config
+from cudiff.convert import from_torch, read_weights, to_torch, write_weights
+from cudiff.diffusion import (
+    DDPMDenoiser, DDPMLoss, EDMDenoiser, EDMLoss, Guided, ImageNoise, Schedule, karras_sigmas, sample_ddim, sample_ddpm,
+    sample_euler, sample_heun,
+)
+from cudiff.errors import CudiffError
+from cudiff.models import build
+from cudiff.nn import Module
+from cudiff.plot import to_uint8
+from cudiff.tensor import Tensor
+
+Progress = Callable[[int, int], None]
+
+
+class Pipeline:
+    """A net and the configuration that says how it was trained; `load` makes one from a checkpoint.
+
+    Attributes: config, net (on its device, in its precision).
+    """
+
+    def __init__(self, config: Config, net: Module):
+        self.config, self.net = config, net
+        self.schedule = Schedule(config.noise_schedule, config.diffusion_steps) if config.diffusion == "ddpm" else None
+
+    @property
+    def device(self) -> str:
+        return self.net.parameters()[0].device
+
+    def denoiser(self) -> Any:
+        """D(x, sigma, labels) for every sampler of `cudiff.diffusion`."""
+        if self.schedule is not None:
+            return DDPMDenoiser(self.net, self.schedule)
+        return EDMDenoiser(self.net, self.config.sigma_data, self._c_noise_scale)
+
+    def loss(self, label_dropout: float = 0.0) -> Callable[..., Tensor]:
+        """loss(net, images, labels, generator): what training minimises, with a share of the labels dropped."""
+        config = self.config
+        if self.schedule is not None:
+            return DDPMLoss(self.schedule, label_dropout)
+        return EDMLoss(config.sigma_data, config.P_mean, config.P_std, self._c_noise_scale, label_dropout)
+
+    @property
+    def _c_noise_scale(self) -> float:
+        return 1.0 if self.config.model == "cs179" else 0.25
+
+    def sample(
+        self,
+        n: int = 64,
+        seed: int = 0,
+        classes: int | Sequence[int] | None = None,
+        steps: int | None = None,
+        guidance: float | None = None,
+        sampler: str | None = None,
+        batch_size: int = 64,
+        progress: Progress | None = None,
+        frames: list[np.ndarray] | None = None,
+    ) -> np.ndarray:
+        """Images, uint8 (n, H, W, C). Image i depends on (seed, i) and its class alone, not on the batch.
+
+        Parameters
+        ----------
+        classes : one class for all, one for each image, or None: class i mod num_classes for image i.
+            −1 is no class. Unconditional models take None.
+        steps, guidance, sampler : the configuration's where None. sampler: heun, euler, ddim or ancestral.
+        batch_size : images denoised at once; smaller needs less memory.
+        progress : called with (images done, n) after each batch.
+        frames : a list that receives the first batch after each step, uint8, for an animation.
+
+        Raises CudiffError for classes the model does not have and for a number of steps its schedule does not have.
+        """
+        config = self.config
+        steps = config.sample_steps if steps is None else steps
+        sampler = config.sampler if sampler is None else sampler
+        guidance = config.guidance if guidance is None else guidance
+        labels = self.labels(n, classes)
+        denoiser = Guided(self.denoiser(), guidance) if labels is not None else self.denoiser()
+        sigmas = self._sigmas(sampler, steps)
+        was_training = self.net.training
+        self.net.eval()
+        images = []
+        for start in range(0, n, batch_size):
+            count = min(batch_size, n - start)
+            shape = (count, config.image_size, config.image_size, config.channels)
+            noise = ImageNoise(shape, seed, start, self.device)
+            chosen = None if labels is None else Tensor(labels[start : start + count], device=self.device)
+            record = None
+            if frames is not None and start == 0:
+                frames.append(to_uint8(np.clip(noise.start(1.0).numpy(), -1, 1)))
+                record = _recorder(frames)
+            x = self._run(sampler, denoiser, noise, sigmas, chosen, record)
+            images.append(to_uint8(np.clip(x.numpy(), -1, 1)))
+            if progress is not None:
+                progress(start + count, n)
+        self.net.train(was_training)
+        return np.concatenate(images)
+
+    def _run(self, sampler: str, denoiser: Any, noise: ImageNoise, sigmas: np.ndarray, labels: Tensor | None,
+             callback: Any) -> Tensor:
+        config, x = self.config, noise.start(sigmas[0])
+        common = dict(noise=noise, callback=callback)
+        if sampler == "ancestral":
+            variance = "learned" if config.learn_sigma else "small"
+            return sample_ddpm(denoiser, x, sigmas, labels, variance=variance, **common)
+        if sampler == "ddim":
+            return sample_ddim(denoiser, x, sigmas, labels, eta=config.eta, **common)
+        churn = dict(S_churn=config.S_churn, S_min=config.S_min, S_max=config.S_max, S_noise=config.S_noise)
+        return (sample_euler if sampler == "euler" else sample_heun)(denoiser, x, sigmas, labels, **churn, **common)
+
+    def _sigmas(self, sampler: str, steps: int) -> np.ndarray:
+        if sampler not in ("heun", "euler", "ddim", "ancestral"):
+            raise CudiffError(f"unknown sampler '{sampler}': use heun, euler, ddim or ancestral")
+        config = self.config
+        if self.schedule is None:
+            return karras_sigmas(steps, config.sigma_min, config.sigma_max, config.rho)
+        if sampler in ("ddim", "ancestral"):
+            return self.schedule.sampling_sigmas(steps)
+        low, high = max(config.sigma_min, self.schedule.sigmas[0]), min(config.sigma_max, self.schedule.sigmas[-1])
+        return karras_sigmas(steps, low, high, config.rho)
+
+    def labels(self, n: int, classes: int | Sequence[int] | None = None) -> np.ndarray | None:
+        """The class of each of n images, int32 (n,), as `sample` takes them; None for an unconditional model."""
+        known = self.config.num_classes
+        if not known:
+            if classes is not None:
+                raise CudiffError("this model has no classes: leave classes out")
+            return None
+        labels = np.arange(n) % known if classes is None else np.asarray(classes, np.int64)
+        if labels.ndim == 1 and len(labels) != n:
+            raise CudiffError(f"{len(labels)} classes were given for {n} images: give one class, or one for each image")
+        labels = np.broadcast_to(labels, n)
+        if labels.size and (labels.min() < -1 or labels.max() >= known):
+            raise CudiffError(f"the model has classes 0 to {known - 1} (and -1 for none), not {labels.min()} to {labels.max()}")
+        return np.ascontiguousarray(labels, np.int32)
+
+
+def _recorder(frames: list[np.ndarray]) -> Callable[[int, Tensor, Tensor], None]:
+    def record(step: int, x: Tensor, denoised: Tensor) -> None:
+        frames.append(to_uint8(np.clip(denoised.numpy(), -1, 1)))
+
+    return record
+
+
+def load(path: str | os.PathLike, device: str | None = None, weights: str = "ema", precision: str | None = None) -> Pipeline:
+    """The model in a checkpoint, ready to sample. Nothing but the file is needed.
+
+    weights: "ema", the moving average, or "model", the raw weights. device: the GPU where there is one.
+    precision: that of training on the GPU, fp32 on the CPU.
+    Raises CudiffError where the file is missing, damaged, of another version or lacks tensors.
+    """
+    if weights not in ("ema", "model"):
+        raise CudiffError(f"unknown weights '{weights}': use ema or model")
+    checkpoint = load_checkpoint(path, parts=(weights,))
+    config = Config.from_dict(checkpoint.config)
+    device = default_device() if device in (None, "auto") else device
+    net = build(config)
+    shapes = {name: value.shape for name, value in net.state_dict().items()}
+    net.load_state_dict(part(checkpoint.tensors, weights, shapes))
+    net.precision = precision or (config.precision if device == "cuda" else "fp32")
+    net.eval().flatten(device, trainable=False)
+    return Pipeline(config, net)
+
+
+def import_torch(source: str | os.PathLike, target: str | os.PathLike, config: Config) -> None:
+    """Make a checkpoint of weights in PyTorch's layout and guided-diffusion's, unet.cu's or CS 179's names.
+
+    config: the model they belong to; where the names tell the model, theirs is used. The weights serve as EMA too.
+    Raises CudiffError where the file cannot be read or its weights do not fit the model.
+    """
+    weights = read_weights(source)
+    config = weights.config or config
+    net = build(config)
+    net.load_state_dict(from_torch(weights.state, net.layouts()))
+    state = net.state_dict()
+    save_checkpoint(target, config.to_dict(), prefixed("model", state) | prefixed("ema", state), {"step": 0})
+
+
+def export_torch(source: str | os.PathLike, target: str | os.PathLike, weights: str = "ema") -> None:
+    """Write a checkpoint's weights as a .safetensors file with PyTorch's layout and guided-diffusion's names."""
+    net = load(source, "cpu", weights).net
+    write_weights(target, to_torch(net.state_dict(), net.layouts()))
