@@ -5,26 +5,30 @@ from __future__ import annotations
 
 from typing import Any
 
+from cudiff.ops.batch import draw_batch
 from cudiff.ops.cast import astype
 from cudiff.ops.conv2d import conv2d, conv_transpose2d, norm_silu_conv2d
+from cudiff.ops.dropout import dropout
 from cudiff.ops.elementwise import (
     abs, add, clip, cos, divide, exp, gelu, log, maximum, minimum, multiply, negative, power, relu, sigmoid, silu, sin,
     sqrt, square, subtract, tanh, where,
 )
+from cudiff.ops.embedding import embedding
 from cudiff.ops.matmul import linear, matmul
 from cudiff.ops.random import Generator, Streams, normal, randint, uniform
 from cudiff.ops.reduce import max, mean, min, std, sum, var
 from cudiff.ops.shape import (
     broadcast_to, concatenate, expand_dims, flatten, getitem, pad, reshape, split, squeeze, stack, transpose,
 )
+from cudiff.ops.timestep_embedding import timestep_embedding
 from cudiff.tensor import Tensor
 
 __all__ = [
     "Generator", "Streams", "abs", "add", "astype", "broadcast_to", "clip", "concatenate", "conv2d", "conv_transpose2d",
-    "cos", "divide", "exp", "expand_dims", "flatten", "gelu", "getitem", "linear", "log", "matmul", "max", "maximum",
-    "mean", "min", "minimum", "multiply", "negative", "norm_silu_conv2d", "normal", "pad", "power", "randint", "relu",
-    "reshape", "sigmoid", "silu", "sin", "split", "sqrt", "square", "squeeze", "stack", "std", "subtract", "sum",
-    "tanh", "transpose", "uniform", "var", "where",
+    "cos", "divide", "draw_batch", "dropout", "embedding", "exp", "expand_dims", "flatten", "gelu", "getitem", "linear",
+    "log", "matmul", "max", "maximum", "mean", "min", "minimum", "multiply", "negative", "norm_silu_conv2d", "normal",
+    "pad", "power", "randint", "relu", "reshape", "sigmoid", "silu", "sin", "split", "sqrt", "square", "squeeze",
+    "stack", "std", "subtract", "sum", "tanh", "timestep_embedding", "transpose", "uniform", "var", "where",
 ]
 
 

@@ -1,0 +1,77 @@
+"""Dropout whose mask is never stored: backward draws it again from the same counters."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from cudiff.backend import compute_dtype
+from cudiff.cuda.module import blocks, empty, launch
+from cudiff.ops.random import Generator, random_bits
+from cudiff.tensor import Context, Function, Tensor
+
+__all__ = ["dropout"]
+
+
+class Dropout(Function):
+    """Element e of row n is dropped where its Philox word of stream `stream` at `step`, >> 8, is below p · 2^24."""
+
+    @staticmethod
+    def forward_numpy(ctx: Context, x, step, p, seed, stream):
+        ctx.p, ctx.key = p, (seed, stream, int(step[0]))
+        return _mask_numpy(ctx, x)
+
+    @staticmethod
+    def backward_numpy(ctx: Context, dout, needs, into):
+        return _mask_numpy(ctx, dout), None
+
+    @staticmethod
+    def forward_cuda(ctx: Context, x, step, p, seed, stream):
+        used_step = empty(1, np.int32)  # the generator may have moved on when backward runs
+        ctx.save(used_step)
+        ctx.p, ctx.key = p, (seed, stream)
+        return _launch(ctx, empty(x.shape, x.dtype), x, step, used_step, False)
+
+    @staticmethod
+    def backward_cuda(ctx: Context, dout, needs, into):
+        dx = empty(dout.shape, dout.dtype) if into[0] is None else into[0]
+        return _launch(ctx, dx, dout, ctx.saved[0], None, into[0] is not None), None
+
+
+def _mask_numpy(ctx, x):
+    rows = x.shape[0] if x.ndim else 1
+    size = x.size // max(rows, 1)
+    bits = random_bits(rows, size, *ctx.key)[:, :size].reshape(x.shape)
+    kept = (bits >> np.uint32(8)) >= _threshold(ctx.p)
+    return (x.astype(compute_dtype(x.dtype), copy=False) * kept / (1 - ctx.p)).astype(x.dtype, copy=False)
+
+
+def _threshold(p):
+    return np.uint32(math.ceil(p * 2**24))
+
+
+def _launch(ctx, out, x, step, used_step, accumulate):
+    rows = x.shape[0] if x.ndim else 1
+    if x.size:
+        seed, stream = ctx.key
+        launch(
+            "dropout", "dropout", (blocks(x.size // rows, 1024), min(rows, 65535)), 256,
+            (out, x, rows, x.size // rows, np.uint64(seed & 0xFFFFFFFFFFFFFFFF), np.uint32(stream), step, used_step,
+             _threshold(ctx.p), 1 / (1 - ctx.p), accumulate), T=x.dtype,
+        )
+    return out
+
+
+def dropout(x: Tensor, p: float, generator: Generator, stream: int) -> Tensor:
+    """Zero each element with probability p and scale the rest by 1/(1 − p); p = 0 returns x itself.
+
+    x of any shape; the mask of row n of x.shape[0] depends on (generator's seed and step, stream, n) alone. Give each
+    layer its own stream (`Streams.DROPOUT` + number). Raises ValueError unless 0 <= p < 1.
+    Srivastava et al. 2014.
+    """
+    if not 0 <= p < 1:
+        raise ValueError(f"dropout's p must lie in [0, 1), got {p}")
+    if p == 0:
+        return x
+    return Dropout.apply(x, generator.step, p=float(p), seed=generator.seed, stream=int(stream))

@@ -1,0 +1,61 @@
+"""Rows of a table, looked up by index."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cudiff.cuda.module import blocks, empty, launch
+from cudiff.tensor import Context, Function, Tensor
+
+__all__ = ["embedding"]
+
+
+class Embedding(Function):
+    @staticmethod
+    def forward_numpy(ctx: Context, indices, weight):
+        if indices.size and not -1 <= indices.min() <= indices.max() < len(weight):
+            raise IndexError(f"an index lies outside [-1, {len(weight)}): {indices.min()} to {indices.max()}")
+        ctx.save(indices)
+        ctx.num = len(weight)
+        out = weight[indices]
+        out[indices == -1] = 0
+        return out
+
+    @staticmethod
+    def backward_numpy(ctx: Context, dout, needs, into):
+        (indices,) = ctx.saved
+        dweight = np.zeros((ctx.num, dout.shape[-1]), dout.dtype) if into[1] is None else into[1]
+        np.add.at(dweight, indices[indices >= 0], dout[indices >= 0])
+        return None, dweight
+
+    @staticmethod
+    def forward_cuda(ctx: Context, indices, weight):
+        ctx.save(indices)
+        ctx.num, dim = weight.shape
+        out = empty((*indices.shape, dim), weight.dtype)
+        if out.size:
+            launch(
+                "embedding", "gather", blocks(out.size, 256), 256,
+                (out, indices, weight, np.int64(out.size), ctx.num, dim), T=weight.dtype,
+            )
+        return out
+
+    @staticmethod
+    def backward_cuda(ctx: Context, dout, needs, into):
+        (indices,) = ctx.saved
+        dim = dout.shape[-1]
+        dweight = empty((ctx.num, dim), dout.dtype) if into[1] is None else into[1]
+        launch(
+            "embedding", "scatter_add", (ctx.num, blocks(dim, 128)), 128,
+            (dweight, indices, dout, indices.size, dim, into[1] is not None), T=dout.dtype,
+        )
+        return None, dweight
+
+
+def embedding(indices: Tensor, weight: Tensor) -> Tensor:
+    """out[n] = weight[indices[n]]; index -1, the null class of classifier-free guidance, gives a row of zeros.
+
+    indices int32 of any shape, weight (num, dim); returns (*indices.shape, dim). Raises IndexError on the CPU for
+    another index outside [0, num); on the GPU such a row is NaN.
+    """
+    return Embedding.apply(indices, weight)

@@ -1,0 +1,51 @@
+// A training batch: x (batch, height, width, channels) float32 in [-1, 1] and labels, gathered from uint8 images.
+//
+// Sample i has count = *step * batch + i; its image is shuffled_index(count % n, epoch count / n) of cudiff/data/order.py,
+// here bit for bit, and with `flip` it is mirrored where the top bit of Philox counter (0, count, stream) is set.
+// x and out_labels are overwritten; labels and out_labels may be null. Launch (ceil(pixels * channels / 1024), batch), any block.
+// variants:
+#include "philox.cuh"
+
+#define GOLDEN 0x9E3779B9u
+
+__device__ __forceinline__ u32 mix32(u32 x) {
+    x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
+    x = (x ^ (x >> 13)) * 0xC2B2AE35u;
+    return x ^ (x >> 16);
+}
+
+// A Feistel network over `bits` bits, walked until it lands inside [0, n): see shuffled_index. Every turn starts from
+// the last one's result, so a position inside [0, n) always comes back to one.
+__device__ __forceinline__ u32 shuffled_index(u32 index, i64 n, int bits, u32 key) {
+    int low = (bits + 1) / 2;
+    u32 right_mask = (1u << low) - 1, left_mask = (1u << (bits - low)) - 1;
+    do {
+        u32 left = index >> low, right = index & right_mask;
+#pragma unroll
+        for (u32 r = 0; r < 8; r += 2) {
+            left ^= mix32(right ^ (key + r * GOLDEN)) & left_mask;
+            right ^= mix32(left ^ (key + (r + 1) * GOLDEN)) & right_mask;
+        }
+        index = left << low | right;
+    } while (index >= n);
+    return index;
+}
+
+extern "C" __global__ void draw_batch(float* x, int* out_labels, const u8* images, const int* labels, const u32* step, i64 n,
+                                      int height, int width, int channels, int bits, u32 order_key, u64 seed, u32 stream, int flip) {
+    int i = blockIdx.y, size = height * width * channels;
+    u64 count = (u64)*step * gridDim.y + i;
+    u64 epoch = count / n;
+    u32 index = shuffled_index((u32)(count - epoch * n), n, bits, mix32(order_key ^ (u32)epoch));
+    if (flip) flip = philox(0, (u32)count, (u32)(count >> 32), stream, seed).x >> 31;
+    if (labels && blockIdx.x == 0 && threadIdx.x == 0) out_labels[i] = labels[index];
+    const u8* image = images + (i64)index * size;
+    for (int e = blockIdx.x * blockDim.x + threadIdx.x; e < size; e += gridDim.x * blockDim.x) {
+        int source = e;
+        if (flip) {
+            int pixel = e / channels, column = pixel % width;
+            source = e + (width - 1 - 2 * column) * channels;
+        }
+        x[(i64)i * size + e] = (float)image[source] / 127.5f - 1.0f;
+    }
+}

@@ -1,0 +1,66 @@
+"""draw_batch: every image once an epoch, the same bits on both backends, flips, labels and range."""
+
+import numpy as np
+import pytest
+
+from cudiff import Tensor, draw_batch, randint
+from cudiff.data import shuffled_index
+
+
+def dataset(rng, n, shape=(3, 5, 3)):
+    return rng.integers(0, 256, (n, *shape), dtype=np.uint8), np.arange(n, dtype=np.int32)
+
+
+def draw(images, labels, step, batch_size, seed, flip=False, device="cpu"):
+    labels = None if labels is None else Tensor(labels, device=device)
+    x, y = draw_batch(
+        Tensor(images, device=device), labels, Tensor(np.array([step], np.int32), device=device), batch_size, seed, flip
+    )
+    return x.numpy(), None if y is None else y.numpy()
+
+
+@pytest.mark.parametrize("n, batch_size", [(1, 3), (2, 1), (7, 5), (100, 32), (1000, 64)])
+def test_order_is_shuffled_index(device, rng, n, batch_size):
+    images, labels = dataset(rng, n)
+    for step in (0, 1, 12345, 2**31 - 1):
+        x, y = draw(images, labels, step, batch_size, 2**40 + 9, device=device)
+        count = step * batch_size + np.arange(batch_size)
+        assert np.array_equal(y, shuffled_index(count % n, n, 2**40 + 9, count // n))
+        assert x.dtype == np.float32 and np.array_equal(x, images[y].astype(np.float32) / 127.5 - 1)
+
+
+def test_an_epoch_shows_every_image_once(device, rng):
+    images, labels = dataset(rng, 60)
+    seen = np.concatenate([draw(images, labels, step, 10, 4, device=device)[1] for step in range(12)])
+    assert np.array_equal(np.sort(seen[:60]), labels) and np.array_equal(np.sort(seen[60:]), labels)
+    assert not np.array_equal(seen[:60], seen[60:])
+
+
+def test_range_and_no_labels(device):
+    images = np.array([0, 255], np.uint8).reshape(2, 1, 1, 1)
+    x, y = draw(images, None, 0, 2, 0, device=device)
+    assert y is None and sorted(x.reshape(-1)) == [-1, 1]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 5, 3), (16, 16, 1), (33, 31, 3)])
+def test_flips_are_horizontal_and_a_half(device, rng, shape):
+    images, labels = dataset(rng, 50, shape)
+    plain, y = draw(images, labels, 3, 200, 8, device=device)
+    flipped, y_flipped = draw(images, labels, 3, 200, 8, flip=True, device=device)
+    assert np.array_equal(y, y_flipped)
+    bits = randint(-(2**31), 2**31, (200,), 8, stream=3, first=600).numpy() >= 0  # a set top bit, moved by -2^31
+    assert 60 < bits.sum() < 140
+    assert np.array_equal(flipped, np.where(bits[:, None, None, None], plain[:, :, ::-1], plain))
+
+
+def test_samples_do_not_depend_on_the_batch_size(device, rng):
+    images, labels = dataset(rng, 40)
+    whole, y = draw(images, labels, 1, 12, 1, True, device)
+    halves = [draw(images, labels, step, 6, 1, True, device) for step in (2, 3)]
+    assert np.array_equal(whole, np.concatenate([x for x, _ in halves]))
+    assert np.array_equal(y, np.concatenate([y for _, y in halves]))
+
+
+def test_bad_images():
+    with pytest.raises(ValueError, match="uint8"):
+        draw_batch(Tensor(np.zeros((2, 3, 3, 1), np.float32)), None, Tensor(np.zeros(1, np.int32)), 1, 0)

@@ -1,0 +1,54 @@
+"""dropout: the share it drops, its mask on both backends and in backward, and what it does at p = 0."""
+
+import numpy as np
+import pytest
+
+from cudiff import Generator, Tensor, dropout, uniform
+from tests.check import check_op
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 4, 4, 8), (33, 7, 3), (2, 1030)])
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_gradient_and_backends(device, rng, shape, p):
+    generators = {d: Generator(3, d) for d in ("cpu", device)}
+    check_op(lambda x: dropout(x, p, generators[x.device], 1004), rng.standard_normal(shape), device=device)
+
+
+def test_mask_is_philox_uniform_below_p(device):
+    generator = Generator(5, device)
+    generator.advance()
+    x = Tensor(np.ones((4, 6, 7), np.float32), device=device)
+    mask = uniform(x.shape, 5, stream=1000, step=1).numpy() >= 0.3
+    assert np.array_equal(dropout(x, 0.3, generator, 1000).numpy() != 0, mask)
+
+
+def test_backward_uses_forwards_mask_even_after_advance(device):
+    generator = Generator(5, device)
+    x = Tensor(np.ones((8, 50), np.float32), requires_grad=True, device=device)
+    out = dropout(x, 0.4, generator, 1000)
+    generator.advance()
+    out.backward(Tensor(np.ones(x.shape, np.float32), device=device))
+    assert np.array_equal(Tensor(x.grad).numpy(), out.numpy())
+
+
+def test_statistics(device):
+    x = Tensor(np.ones((64, 4096), np.float32), device=device)
+    out = dropout(x, 0.25, Generator(0, device), 1000).numpy()
+    n = out.size
+    assert set(np.unique(out)) == {np.float32(0), np.float32(1 / 0.75)}
+    assert abs((out == 0).mean() - 0.25) < 5 * (0.25 * 0.75 / n) ** 0.5
+
+
+def test_rows_do_not_depend_on_the_batch(device):
+    x = np.ones((5, 11), np.float32)
+    whole = dropout(Tensor(x, device=device), 0.5, Generator(0, device), 1000).numpy()
+    part = dropout(Tensor(x[:2], device=device), 0.5, Generator(0, device), 1000).numpy()
+    assert np.array_equal(whole[:2], part)
+
+
+def test_identity_and_bad_p(device):
+    x = Tensor(np.ones(3, np.float32), device=device)
+    assert dropout(x, 0, Generator(0, device), 1000) is x
+    for p in (-0.1, 1.0):
+        with pytest.raises(ValueError, match="p must"):
+            dropout(x, p, Generator(0, device), 1000)
