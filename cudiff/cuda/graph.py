@@ -1,0 +1,159 @@
+"""Capture: a function's kernels recorded once as a CUDA graph and replayed, without the host's time for each launch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from cudiff.backend import get_cupy
+from cudiff.errors import CudiffError
+from cudiff.tensor import Tensor
+
+_mode = threading.local()
+_FORBIDDEN = (
+    "the function cannot be captured: in it nothing may be read from the GPU (.item(), .numpy(), if on a tensor), "
+    "copied to it, or waited for"
+)
+
+
+def capture(fn: Callable, warmup: int = 3, device: str | None = None) -> Captured:
+    """Make `fn` one CUDA graph: the same results for the host's price of one launch.
+
+    The first `warmup` calls run `fn` as it is, so that kernels are compiled and memory is there; the next one records
+    it and launches the record; later ones launch the record. Every call is one real call of `fn`. On the CPU `fn` is
+    simply called.
+
+    Parameters
+    ----------
+    fn : callable
+        Takes Tensors (or None), positionally. It may change tensors that it holds (parameters, counters), in place.
+        It must not read from the device (`.item()`, `.numpy()`), nor copy host arrays there. What Python does in it,
+        numbers and branches included, is frozen as recorded: what changes from call to call has to be in tensors.
+    warmup : int, at least 1
+    device : {"cpu", "cuda"}, optional
+        That of the tensors passed is the default; a function called without tensors needs it.
+
+    Returns
+    -------
+    Captured
+        Callable as `fn`, with one graph for each combination of argument shapes and dtypes, warmed up anew. Arguments
+        are copied in. Once recorded, the result is always the same object, overwritten by the next call.
+
+    Raises CudiffError where `fn` does what a graph cannot hold, and for a captured function within another.
+    """
+    return Captured(fn, warmup, device)
+
+
+class Captured:
+    """A function and its graphs; see `capture`."""
+
+    def __init__(self, fn: Callable, warmup: int = 3, device: str | None = None):
+        if warmup < 1:
+            raise ValueError("capture needs at least 1 warm-up call: kernels are compiled in it")
+        self.fn, self.warmup, self.device = fn, warmup, device
+        self._recordings: dict[tuple, _Recording] = {}
+
+    def __call__(self, *args: Tensor | None) -> Any:
+        if self._device(args) == "cpu":
+            return self.fn(*args)
+        if getattr(_mode, "busy", False):
+            raise CudiffError("a captured function was called within another: capture the outer one only")
+        signature = tuple(None if arg is None else (arg.shape, arg.dtype) for arg in args)
+        if signature not in self._recordings:
+            self._recordings[signature] = _Recording(self.fn, self.warmup)
+        return self._recordings[signature](args)
+
+    def _device(self, args: tuple[Tensor | None, ...]) -> str:
+        for arg in args:
+            if arg is not None and not isinstance(arg, Tensor):
+                kind = type(arg).__name__
+                raise CudiffError(f"a captured function takes Tensors, not {kind}: a graph would freeze its value")
+        devices = {arg.device for arg in args if arg is not None} | ({self.device} if self.device else set())
+        if len(devices) != 1:
+            what = "tensors of different devices" if devices else "no Tensor: name its device, capture(fn, device=...)"
+            raise CudiffError(f"a captured function got {what}")
+        return devices.pop()
+
+
+class _Recording:
+    """One signature: its stream and memory, the calls still to be made eagerly, then the graph."""
+
+    def __init__(self, fn: Callable, warmup: int):
+        cuda = get_cupy().cuda
+        self.fn, self.eager_calls = fn, warmup
+        # Non-blocking: a capturing stream that synchronises with the default one would forbid all work there.
+        self.stream = cuda.Stream(non_blocking=True)
+        self.before, self.after = (cuda.Event(disable_timing=True) for _ in range(2))
+        self.pool = cuda.MemoryPool(functools.partial(_driver_memory, stream=self.stream))
+        self.graph: Any = None
+        self.inputs: list[Tensor | None] = []
+        self.result: Any = None
+
+    def __call__(self, args: tuple[Tensor | None, ...]) -> Any:
+        if self.eager_calls > 0:
+            self.eager_calls -= 1
+            with self._private():
+                return self.fn(*args)
+        if self.graph is None:
+            self._record(args)
+        for static, arg in zip(self.inputs, args, strict=True):
+            if static is not None and arg is not None and static.data is not arg.data:
+                static.data[...] = arg.data
+        self.graph.launch()  # on the caller's stream: in order with its other work
+        return self.result
+
+    def _record(self, args: tuple[Tensor | None, ...]) -> None:
+        cupy = get_cupy()
+        with self._private():
+            self.inputs = [None if x is None else Tensor(cupy.empty_like(x.data), x.requires_grad) for x in args]
+            self.stream.begin_capture()
+            try:
+                self.result = self.fn(*self.inputs)
+            except BaseException as error:
+                with contextlib.suppress(RuntimeError):  # what failed has invalidated the capture: this only ends it
+                    self.stream.end_capture()
+                if "captur" in str(error).lower() and not isinstance(error, CudiffError):
+                    raise CudiffError(_FORBIDDEN) from error
+                raise
+            try:
+                self.graph = self.stream.end_capture()
+            except RuntimeError as error:
+                raise CudiffError(_FORBIDDEN) from error
+
+    @contextlib.contextmanager
+    def _private(self) -> Iterator[None]:
+        """Private stream and pool, in order with the caller's work before and after."""
+        cuda = get_cupy().cuda
+        caller = cuda.get_current_stream()
+        self.before.record(caller)
+        self.stream.wait_event(self.before)
+        _mode.busy = True
+        try:
+            with self.stream, cuda.using_allocator(self._allocate):
+                yield
+        finally:
+            _mode.busy = False
+            self.after.record(self.stream)
+            caller.wait_event(self.after)
+
+    def _allocate(self, size: int) -> Any:
+        """Memory from the pool that keeps the pool alive: a dying CuPy pool frees even what is in use, and an array
+        made in `fn` may outlive the graph."""
+        cuda = get_cupy().cuda
+        pointer = self.pool.malloc(size)
+        return cuda.MemoryPointer(cuda.UnownedMemory(pointer.ptr, size, (pointer, self.pool), pointer.device_id), 0)
+
+
+def _driver_memory(size: int, stream: Any) -> Any:
+    """New memory for the pool of a recording on `stream`."""
+    cuda = get_cupy().cuda
+    try:
+        return cuda.MemoryPointer(cuda.Memory(size), 0)
+    except cuda.runtime.CUDARuntimeError as error:
+        # The pool would answer by freeing its idle blocks, which the graph being recorded already points into.
+        if "cudaErrorMemoryAllocation" in str(error) and stream.is_capturing():
+            raise cuda.memory.OutOfMemoryError(size, -1) from None
+        raise

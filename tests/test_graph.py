@@ -1,0 +1,187 @@
+"""Capture: a replayed graph does what the function does, bit for bit; on the CPU it is the function."""
+
+import gc
+
+import numpy as np
+import pytest
+
+from cudiff import ops
+from cudiff.cuda.graph import capture
+from cudiff.errors import CudiffError
+from cudiff.nn import Module, Parameter
+from cudiff.ops.random import Generator, Streams
+from cudiff.optim import EMA, AdamW, Cosine
+from cudiff.tensor import Tensor
+
+STEPS = 20
+
+
+class Net(Module):
+    """Elementwise, so that the tests need few kernels: tanh(x·weight + bias)."""
+
+    def __init__(self, width):
+        super().__init__()
+        rng = np.random.default_rng(1)
+        self.weight = Parameter(rng.standard_normal(width).astype(np.float32), decay=True)
+        self.bias = Parameter(rng.standard_normal(width).astype(np.float32))
+
+    def forward(self, x):
+        return ops.tanh(x * self.weight + self.bias)
+
+
+def train(device, captured, steps=STEPS):
+    """Losses, weights and averaged weights after training on noise drawn in the step."""
+    model = Net(77)
+    model.flatten(device)
+    generator = Generator(seed=5, device=device)
+    optimizer = AdamW(model, lr=0.05, clip=0.5, schedule=Cosine(steps, warmup=4), ema=EMA(model, half_life=3))
+    target = Tensor(np.linspace(-0.5, 0.5, 77, dtype=np.float32), device=device)
+
+    def step(scale):
+        optimizer.zero_grad()
+        x = generator.normal((16, 77), Streams.NOISE) * scale
+        loss = ops.mean(ops.square(model(x) - target))
+        loss.backward()
+        optimizer.step()
+        generator.advance()
+        return loss
+
+    run = capture(step) if captured else step
+    losses = [run(Tensor(np.array([1 + 0.1 * i], np.float32), device=device)).item() for i in range(steps)]
+    assert optimizer.metrics()["updates"] == steps and generator.step.item() == steps
+    return losses, model.flat.data, optimizer.ema.model.flat.data
+
+
+def as_numpy(array):
+    return Tensor(array).numpy()
+
+
+def test_a_captured_step_trains_bit_for_bit_as_the_eager_one(device):
+    eager, captured = train(device, captured=False), train(device, captured=True)
+    assert eager[0] == captured[0]
+    assert len(set(captured[0])) == STEPS
+    for expected, actual in zip(eager[1:], captured[1:], strict=True):
+        np.testing.assert_array_equal(as_numpy(actual), as_numpy(expected))
+
+
+def test_random_numbers_advance_from_call_to_call(device):
+    generator, expected = Generator(seed=3, device=device), Generator(seed=3, device=device)
+
+    def draw():
+        x = generator.normal((4, 9), Streams.NOISE)
+        generator.advance()
+        return x
+
+    draw = capture(draw, warmup=2, device=device)
+    for _ in range(6):
+        np.testing.assert_array_equal(draw().numpy(), expected.normal((4, 9), Streams.NOISE).numpy())
+        expected.advance()
+
+
+def test_inputs_are_copied_in_and_shapes_have_graphs_of_their_own(device, rng):
+    affine = capture(lambda x, y: (x * 2.0 + 1.0, None) if y is None else (x * y, y), warmup=1)
+    for i in range(5):
+        for shape in ((3, 5), (8,)):
+            x, y = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
+            product, _ = affine(Tensor(x, device=device), Tensor(y, device=device))
+            np.testing.assert_array_equal(product.numpy(), x * y)
+            line, nothing = affine(Tensor(x, device=device), None)
+            np.testing.assert_allclose(line.numpy(), x * 2 + 1, rtol=1e-6)
+            assert nothing is None, i
+
+
+def test_what_a_captured_function_takes(device):
+    with pytest.raises(CudiffError, match="Tensors, not float"):
+        capture(lambda x: x)(1.0)
+    with pytest.raises(CudiffError, match="no Tensor"):
+        capture(lambda: None)()
+    with pytest.raises(ValueError, match="warm-up"):
+        capture(lambda x: x, warmup=0)
+
+
+def test_on_the_cpu_the_function_is_called():
+    calls = []
+    function = capture(lambda x: calls.append(x) or x, warmup=2)
+    x = Tensor(np.ones(3, np.float32))
+    assert all(function(x) is x for _ in range(5)) and len(calls) == 5
+
+
+@pytest.mark.gpu
+def test_the_function_runs_only_until_it_is_recorded():
+    calls = []
+    function = capture(lambda x: calls.append(1) or x + 1.0, warmup=2)
+    x = Tensor(np.zeros(3, np.float32), device="cuda")
+    results = [function(x) for _ in range(6)]
+    assert len(calls) == 3
+    assert results[2] is results[3] is results[5]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("read", [lambda x: x.numpy(), lambda x: x[0].item(), lambda x: bool(x[0])])
+def test_reading_from_the_gpu_is_refused_and_breaks_nothing(read):
+    x = Tensor(np.ones(4, np.float32), device="cuda")
+    function = capture(lambda x: (read(x), x + 1.0)[1], warmup=1)
+    function(x)
+    with pytest.raises(CudiffError, match=r"\.item\(\)"):
+        function(x)
+    np.testing.assert_array_equal((x + 1.0).numpy(), 2)
+    good = capture(lambda x: x + 1.0, warmup=1)
+    for _ in range(3):
+        np.testing.assert_array_equal(good(x).numpy(), 2)
+
+
+@pytest.mark.gpu
+def test_an_error_in_the_function_stays_itself():
+    x = Tensor(np.ones(4, np.float32), device="cuda")
+    calls = []
+
+    def fails(x):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyError("mine")
+        return x + 1.0
+
+    function = capture(fails, warmup=1)
+    function(x)
+    with pytest.raises(KeyError, match="mine"):
+        function(x)
+    np.testing.assert_array_equal(function(x).numpy(), 2)
+
+
+@pytest.mark.gpu
+def test_captured_within_captured_is_refused():
+    inner = capture(lambda x: x + 1.0)
+    outer = capture(lambda x: inner(x))
+    x = Tensor(np.ones(4, np.float32), device="cuda")
+    with pytest.raises(CudiffError, match="within another"):
+        outer(x)
+    np.testing.assert_array_equal(inner(x).numpy(), 2)
+
+
+@pytest.mark.gpu
+def test_the_graph_shares_memory_with_nobody():
+    """Temporaries freed while recording are still written by each replay: nobody else may get them."""
+    function = capture(lambda x: ops.exp(ops.sin(x * 2.0) + 1.0) - 1.0, warmup=1)
+    x = np.linspace(0, 3, 5000, dtype=np.float32)
+    expected = function(Tensor(x, device="cuda")).numpy()
+    function(Tensor(x, device="cuda"))
+    others = [Tensor(np.full(5000, i, np.float32), device="cuda") for i in range(50)]
+    for _ in range(3):
+        np.testing.assert_array_equal(function(Tensor(x, device="cuda")).numpy(), expected)
+    for i, other in enumerate(others):
+        np.testing.assert_array_equal(other.numpy(), i)
+
+
+@pytest.mark.gpu
+def test_an_array_outlives_the_graph_it_was_made_in():
+    kept = []
+    function = capture(lambda x: kept.append(x * 3.0) or x + 1.0, warmup=1)
+    x = Tensor(np.ones(100_000, np.float32), device="cuda")
+    for _ in range(3):
+        function(x)
+    del function
+    gc.collect()
+    others = [Tensor(np.zeros(100_000, np.float32), device="cuda") for _ in range(20)]
+    for tensor in kept:
+        np.testing.assert_array_equal(tensor.numpy(), 3)
+    assert len(others) == 20
