@@ -13,8 +13,18 @@ from cudiff.checkpoint import load_checkpoint, part, prefixed, save_checkpoint
 from cudiff.config import Config
 from cudiff.convert import from_torch, read_weights, to_torch, write_weights
 from cudiff.diffusion import (
-    DDPMDenoiser, DDPMLoss, EDMDenoiser, EDMLoss, Guided, ImageNoise, Schedule, karras_sigmas, sample_ddim, sample_ddpm,
-    sample_euler, sample_heun,
+    DDPMDenoiser,
+    DDPMLoss,
+    EDMDenoiser,
+    EDMLoss,
+    Guided,
+    ImageNoise,
+    Schedule,
+    karras_sigmas,
+    sample_ddim,
+    sample_ddpm,
+    sample_euler,
+    sample_heun,
 )
 from cudiff.errors import CudiffError
 from cudiff.models import build
@@ -142,7 +152,7 @@ class Pipeline:
             raise CudiffError(f"{len(labels)} classes were given for {n} images: give one class, or one for each image")
         labels = np.broadcast_to(labels, n)
         if labels.size and (labels.min() < -1 or labels.max() >= known):
-            raise CudiffError(f"the model has classes 0 to {known - 1} (and -1 for none), not {labels.min()} to {labels.max()}")
+            raise CudiffError(f"the model has classes 0 to {known - 1}, and -1 for none; {labels.max()} is not one")
         return np.ascontiguousarray(labels, np.int32)
 
 
@@ -153,7 +163,9 @@ def _recorder(frames: list[np.ndarray]) -> Callable[[int, Tensor, Tensor], None]
     return record
 
 
-def load(path: str | os.PathLike, device: str | None = None, weights: str = "ema", precision: str | None = None) -> Pipeline:
+def load(
+    path: str | os.PathLike, device: str | None = None, weights: str = "ema", precision: str | None = None
+) -> Pipeline:
     """The model in a checkpoint, ready to sample. Nothing but the file is needed.
 
     weights: "ema", the moving average, or "model", the raw weights. device: the GPU where there is one.

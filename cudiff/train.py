@@ -70,7 +70,7 @@ class Trainer:
         self.loader = Loader(self.training, config, self.device, first=self.step * config.accumulate)
         self._loss_sum = Tensor(np.zeros((), np.float32), device=self.device)
         captured = self.device == "cuda" and config.capture
-        self._step = capture(self.train_step) if captured else self.train_step
+        self._step = capture(self.train_step, device=self.device) if captured else self.train_step
 
     def train_step(self, *streamed: Tensor) -> Tensor:
         """One update. Everything stays on the device, so that it can be captured in a CUDA graph.

@@ -8,6 +8,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import cupy
@@ -60,14 +61,14 @@ def ours(fn: Callable[[], object], copies: int = 20) -> float:
     stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
     with cupy.cuda.using_allocator(pool.malloc), stream:
         for _ in range(2):
-            keep = [fn() for _ in range(copies)]
+            results = [fn() for _ in range(copies)]
         stream.synchronize()
-        del keep
         stream.begin_capture()
-        keep = [fn() for _ in range(copies)]
+        results = [fn() for _ in range(copies)]
         graph = stream.end_capture()
         graph.launch(stream)
         stream.synchronize()
+        assert len(results) == copies  # alive, so that no two calls share an output
         return replay_time(lambda: graph.launch(stream), copies)
 
 
@@ -214,8 +215,8 @@ def attentions(report: Report) -> None:
             o = torch.ops.aten._scaled_dot_product_flash_attention(tq, tk, tv)
             g = torch.randn_like(o[0])
             arguments = (g, tq, tk, tv, o[0], o[1], o[2], o[3], o[4], o[5], 0.0, False, o[6], o[7])
-            flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
-            opponent_backward = theirs(lambda a=arguments: flash(*a), 10)
+            flash = partial(torch.ops.aten._scaled_dot_product_flash_attention_backward, *arguments)
+            opponent_backward = theirs(flash, 10)
         report.add(f"{name} forward", forward, opponent, flops=flops)
         report.add(f"{name} backward", backward, opponent_backward, flops=2.5 * flops)
 

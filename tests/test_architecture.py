@@ -43,8 +43,8 @@ def imports_of(path):
             for alias in node.names:
                 yield alias.name, id(node) in top
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "cudiff" else [node.module]
-            for name in names:
+            inside = [f"cudiff.{alias.name}" for alias in node.names]
+            for name in inside if node.module == "cudiff" else [node.module]:
                 yield name, id(node) in top
 
 
@@ -59,7 +59,8 @@ def test_imports_point_downward(path, own):
             assert LEVEL[parts[1]] >= LEVEL[own], f"{path.name} imports {name}, which lies above it"
         assert parts[0] != "torch", f"{path.name} imports PyTorch"
         if parts[0] in ("cupy", "cupyx", "cupy_backends"):
-            assert own in MAY_IMPORT_CUPY and not top, f"{path.name} imports {name}; only cuda/ and backend.py may, lazily"
+            assert own in MAY_IMPORT_CUPY, f"{path.name} imports {name}: only cuda/ and backend.py may"
+            assert not top, f"{path.name} imports {name} at its top: import it where it is used"
 
 
 def test_diffusion_never_imports_models():

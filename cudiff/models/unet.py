@@ -191,7 +191,9 @@ class UNet(Module):
                 self.input_blocks.append(ModuleList([resample(channels, "down")]))
                 skips.append(channels)
                 size //= 2
-        self.middle_block = ModuleList([res_block(channels, channels), attention(channels), res_block(channels, channels)])
+        self.middle_block = ModuleList(
+            [res_block(channels, channels), attention(channels), res_block(channels, channels)]
+        )
         self.output_blocks = ModuleList()
         for level, mult in reversed(list(enumerate(channel_mult))):
             for index in range(num_res_blocks + 1):

@@ -22,7 +22,9 @@ OPTIONS = {
     "learn sigma": dict(learn_sigma=True),
     "new order": dict(use_new_attention_order=True, num_head_channels=16),
     "heads": dict(num_heads=2, num_head_channels=-1),
-    "odd channels": dict(model_channels=24, num_head_channels=-1, num_heads=3, image_size=20, attention_resolutions=(20,)),
+    "odd channels": dict(
+        model_channels=24, num_head_channels=-1, num_heads=3, image_size=20, attention_resolutions=(20,)
+    ),
     "three levels": dict(channel_mult=(1, 2, 3), num_res_blocks=2, attention_resolutions=(8, 4)),
 }
 
