@@ -175,6 +175,8 @@ def _argument(value: Any) -> Any:
         return value.data
     if value is None:
         return np.uint64(0)
+    if isinstance(value, np.generic):
+        return value  # before the test for float, which np.float64 is too
     if isinstance(value, bool | int):
         return np.int32(value)
     if isinstance(value, float):
