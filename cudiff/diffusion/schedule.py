@@ -61,8 +61,8 @@ class Schedule:
                 raise CudiffError(f"unknown noise schedule '{betas}': use {' or '.join(BETAS)}")
             betas = BETAS[betas](num_timesteps)
         self.betas = np.asarray(betas, np.float64)
-        if self.betas.ndim != 1 or not ((self.betas > 0) & (self.betas < 1)).all():
-            raise CudiffError("betas must be a 1-d array of variances between 0 and 1")
+        if self.betas.ndim != 1 or len(self.betas) < 2 or not ((self.betas > 0) & (self.betas < 1)).all():
+            raise CudiffError("a noise schedule needs two or more variances (betas), each between 0 and 1")
         self.num_timesteps = len(self.betas)
         self.alphas_cumprod = np.cumprod(1 - self.betas)
         self.alphas_cumprod_prev = np.append(1.0, self.alphas_cumprod[:-1])
