@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from cudiff.ops.batch import draw_batch
+from cudiff.ops.batch_norm import batch_norm
 from cudiff.ops.cast import astype
 from cudiff.ops.conv2d import conv2d, conv_transpose2d, norm_silu_conv2d
 from cudiff.ops.dropout import dropout
@@ -14,21 +15,28 @@ from cudiff.ops.elementwise import (
     sqrt, square, subtract, tanh, where,
 )
 from cudiff.ops.embedding import embedding
+from cudiff.ops.group_norm import group_norm
+from cudiff.ops.layer_norm import layer_norm
 from cudiff.ops.matmul import linear, matmul
+from cudiff.ops.mse import mse
+from cudiff.ops.pool import avg_pool2d, max_pool2d, upsample_nearest
 from cudiff.ops.random import Generator, Streams, normal, randint, uniform
 from cudiff.ops.reduce import max, mean, min, std, sum, var
 from cudiff.ops.shape import (
     broadcast_to, concatenate, expand_dims, flatten, getitem, pad, reshape, split, squeeze, stack, transpose,
 )
+from cudiff.ops.softmax import cross_entropy, log_softmax, softmax
 from cudiff.ops.timestep_embedding import timestep_embedding
 from cudiff.tensor import Tensor
 
 __all__ = [
-    "Generator", "Streams", "abs", "add", "astype", "broadcast_to", "clip", "concatenate", "conv2d", "conv_transpose2d",
-    "cos", "divide", "draw_batch", "dropout", "embedding", "exp", "expand_dims", "flatten", "gelu", "getitem", "linear",
-    "log", "matmul", "max", "maximum", "mean", "min", "minimum", "multiply", "negative", "norm_silu_conv2d", "normal",
-    "pad", "power", "randint", "relu", "reshape", "sigmoid", "silu", "sin", "split", "sqrt", "square", "squeeze",
-    "stack", "std", "subtract", "sum", "tanh", "timestep_embedding", "transpose", "uniform", "var", "where",
+    "Generator", "Streams", "abs", "add", "astype", "avg_pool2d", "batch_norm", "broadcast_to", "clip", "concatenate",
+    "conv2d", "conv_transpose2d", "cos", "cross_entropy", "divide", "draw_batch", "dropout", "embedding", "exp",
+    "expand_dims", "flatten", "gelu", "getitem", "group_norm", "layer_norm", "linear", "log", "log_softmax", "matmul",
+    "max", "max_pool2d", "maximum", "mean", "min", "minimum", "mse", "multiply", "negative", "norm_silu_conv2d",
+    "normal", "pad", "power", "randint", "relu", "reshape", "sigmoid", "silu", "sin", "softmax", "split", "sqrt",
+    "square", "squeeze", "stack", "std", "subtract", "sum", "tanh", "timestep_embedding", "transpose", "uniform",
+    "upsample_nearest", "var", "where",
 ]
 
 

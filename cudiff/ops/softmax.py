@@ -1,0 +1,90 @@
+"""Softmax, its logarithm, and the cross-entropy of integer labels; float32 inside, the maximum taken out."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cudiff.backend import compute_dtype
+from cudiff.ops.elementwise import narrow, widen
+from cudiff.ops.shape import transpose
+from cudiff.tensor import Context, Function, Tensor
+
+
+def log_softmax_numpy(x: np.ndarray) -> np.ndarray:
+    """x - log(sum(exp(x))) over the last axis."""
+    out = x - x.max(-1, keepdims=True)
+    out -= np.log(np.exp(out).sum(-1, keepdims=True))
+    return out
+
+
+class Softmax(Function):
+    """Softmax over the last axis, or its logarithm."""
+
+    @staticmethod
+    def forward_numpy(ctx: Context, x, log):
+        log_p = log_softmax_numpy(widen(x))
+        p = np.exp(log_p)
+        ctx.log = log
+        ctx.save(p)
+        return narrow(log_p if log else p, x.dtype)
+
+    @staticmethod
+    def backward_numpy(ctx: Context, dout, needs, into):
+        (p,), wide = ctx.saved, widen(dout)
+        dx = wide - p * wide.sum(-1, keepdims=True) if ctx.log else p * (wide - (p * wide).sum(-1, keepdims=True))
+        return (narrow(dx, dout.dtype),)
+
+
+class CrossEntropy(Function):
+    """See `cross_entropy`."""
+
+    @staticmethod
+    def forward_numpy(ctx: Context, logits, labels):
+        if labels.min() < 0 or labels.max() >= logits.shape[1]:
+            raise ValueError(f"cross_entropy: a label lies outside 0 to {logits.shape[1] - 1}")
+        log_p = log_softmax_numpy(widen(logits))
+        ctx.dtype = logits.dtype
+        ctx.save(log_p, labels)
+        return -log_p[np.arange(len(labels)), labels].mean()
+
+    @staticmethod
+    def backward_numpy(ctx: Context, dout, needs, into):
+        log_p, labels = ctx.saved
+        dlogits = np.exp(log_p)
+        dlogits[np.arange(len(labels)), labels] -= 1
+        dlogits *= dout / compute_dtype(ctx.dtype).type(len(labels))
+        return narrow(dlogits, ctx.dtype), None
+
+
+def softmax(x: Tensor, axis: int = -1) -> Tensor:
+    """exp(x) / sum(exp(x)) over `axis`, in x's shape and dtype."""
+    return _over_axis(x, axis, log=False)
+
+
+def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
+    """x - log(sum(exp(x))) over `axis`, in x's shape and dtype."""
+    return _over_axis(x, axis, log=True)
+
+
+def _over_axis(x: Tensor, axis: int, log: bool) -> Tensor:
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"softmax: axis {axis} is out of range for a tensor of {x.ndim} dimensions")
+    axis %= x.ndim
+    if axis == x.ndim - 1:
+        return Softmax.apply(x, log=log)
+    order = list(range(x.ndim))
+    order[axis], order[-1] = order[-1], order[axis]
+    return transpose(Softmax.apply(transpose(x, order), log=log), order)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean over the batch of -log softmax(logits)[label]: a float32 scalar (float64 for float64 logits).
+
+    logits (N, K), labels int32 (N,) in 0 to K - 1. A label outside raises ValueError on the CPU and makes the loss
+    NaN on a GPU, which is not waited for. Raises ValueError where shapes do not agree.
+    """
+    if logits.ndim != 2 or labels.shape != logits.shape[:1]:
+        raise ValueError(f"cross_entropy: logits {logits.shape} must be (N, K) and labels {labels.shape} (N,)")
+    if labels.dtype != np.int32:
+        raise ValueError(f"cross_entropy: labels must be int32, not {labels.dtype}")
+    return CrossEntropy.apply(logits, labels)

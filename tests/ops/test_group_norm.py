@@ -1,0 +1,95 @@
+import numpy as np
+import pytest
+
+from cudiff.ops.group_norm import group_norm
+from cudiff.tensor import Tensor
+from tests.check import check_op, relative_error, torch
+
+# (shape of x, channels of x2, groups): groups of 1, 2, 3, 10, 12 and 14 channels, groups that straddle the two
+# sources, one pixel, one image, H != W, more channel packs than threads.
+CASES = [
+    ((2, 4, 4, 32), 0, 16),
+    ((1, 5, 3, 6), 0, 2),
+    ((3, 1, 1, 4), 0, 2),
+    ((2, 7), 0, 1),
+    ((1, 3, 5, 24), 16, 4),
+    ((2, 3, 2, 10), 5, 5),
+    ((2, 6, 5, 48), 64, 8),
+    ((1, 2, 3, 300), 20, 32),
+    ((1, 33, 17, 8), 0, 8),
+]
+
+
+def inputs(rng, shape, channels2, modulated):
+    n, channels = shape[0], shape[-1] + channels2
+    x2 = rng.standard_normal((*shape[:-1], channels2)) if channels2 else None
+    scale, shift = (rng.standard_normal((n, channels)) * 0.5 for _ in range(2)) if modulated else (None, None)
+    return (rng.standard_normal(shape) * 2 + 0.5, x2, 1 + 0.3 * rng.standard_normal(channels),
+            rng.standard_normal(channels), scale, shift)
+
+
+def torch_group_norm(x, x2, weight, bias, scale, shift, num_groups, silu):
+    h = x if x2 is None else torch.cat([x, x2], -1)
+    h = torch.nn.functional.group_norm(h.movedim(-1, 1), num_groups, weight, bias, 1e-5).movedim(1, -1)
+    if scale is not None:
+        middle = (len(x), *(1,) * (x.ndim - 2), -1)
+        h = h * (1 + scale.reshape(middle)) + shift.reshape(middle)
+    return torch.nn.functional.silu(h) if silu else h
+
+
+@pytest.mark.parametrize("silu, modulated", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("shape, channels2, num_groups", CASES)
+def test_group_norm(device, rng, shape, channels2, num_groups, silu, modulated):
+    check_op(
+        lambda x, x2, w, b, scale, shift: group_norm(x, w, b, num_groups, 1e-5, silu, scale, shift, x2),
+        *inputs(rng, shape, channels2, modulated),
+        device=device,
+        torch_fn=lambda *tensors: torch_group_norm(*tensors, num_groups, silu),
+        dtypes=("float32", "bfloat16", "float16"),
+        fp32_inputs=(2, 3, 4, 5),
+    )
+
+
+@pytest.mark.parametrize("scale_only", [True, False])
+def test_scale_or_shift_alone(device, rng, scale_only):
+    x, _, weight, bias, scale, shift = inputs(rng, (2, 3, 3, 8), 0, True)
+    check_op(
+        lambda x, w, b, m: group_norm(x, w, b, 4, scale=m if scale_only else None, shift=None if scale_only else m),
+        x, weight, bias, scale if scale_only else shift, device=device, fp32_inputs=(1, 2, 3),
+    )
+
+
+def test_large_mean(device, rng):
+    x = (100 + rng.standard_normal((2, 32, 32, 16))).astype(np.float32)
+    weight, bias = np.ones(16), np.zeros(16)
+    expected = group_norm(Tensor(x.astype(np.float64)), Tensor(weight, dtype=np.float64), Tensor(bias), 4).numpy()
+    out = group_norm(*(Tensor(a.astype(np.float32), device=device) for a in (x, weight, bias)), 4).numpy()
+    assert relative_error(out, expected) < 2e-5
+
+
+def test_silu_of_a_large_negative_argument_is_zero(device):
+    x = Tensor(np.array([[[[-1.0]], [[1.0]]]]), device=device)
+    out = group_norm(x, Tensor(np.full(1, 200.0), device=device), Tensor(np.zeros(1), device=device), 1, silu=True)
+    np.testing.assert_allclose(out.numpy().ravel(), [0, 200], atol=2e-3)
+
+
+def test_gradient_is_added_to_what_is_there(device, rng):
+    x, _, weight, bias, _, _ = inputs(rng, (2, 4, 4, 16), 0, False)
+
+    def gradients(uses):
+        tensors = [Tensor(a, requires_grad=True, dtype=np.float32, device=device) for a in (x, weight, bias)]
+        dout = Tensor(np.ones(x.shape, np.float32), device=device).data
+        for _ in range(uses):
+            group_norm(*tensors, 4, silu=True).backward(dout)
+        return [Tensor(t.grad).numpy() for t in tensors]
+
+    for once, twice in zip(gradients(1), gradients(2), strict=True):
+        assert relative_error(twice, 2 * once) < 1e-6
+
+
+def test_shapes_that_do_not_fit():
+    x, vector = Tensor(np.zeros((1, 2, 2, 6))), Tensor(np.zeros(6))
+    with pytest.raises(ValueError, match="6 channels do not divide into 4 groups"):
+        group_norm(x, vector, vector, 4)
+    with pytest.raises(ValueError, match="scale has shape"):
+        group_norm(x, vector, vector, 3, scale=Tensor(np.zeros((2, 6))))

@@ -1,0 +1,31 @@
+import numpy as np
+import pytest
+
+from cudiff.ops.layer_norm import layer_norm
+from cudiff.tensor import Tensor
+from tests.check import check_op, relative_error, torch
+
+SHAPES = [(3, 8), (1, 1, 5), (2, 3, 64), (7, 17), (1, 2, 3, 320), (300, 16), (2, 1031)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_layer_norm(device, rng, shape):
+    channels = shape[-1]
+    check_op(
+        layer_norm, rng.standard_normal(shape) * 2 + 0.5, 1 + 0.3 * rng.standard_normal(channels),
+        rng.standard_normal(channels), device=device, dtypes=("float32", "bfloat16", "float16"), fp32_inputs=(1, 2),
+        torch_fn=lambda x, w, b: torch.nn.functional.layer_norm(x, (channels,), w, b),
+    )
+
+
+def test_large_mean(device, rng):
+    x = (100 + rng.standard_normal((40, 96))).astype(np.float32)
+    wide = x.astype(np.float64)
+    expected = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
+    ones, zeros = (Tensor(make(96, np.float32), device=device) for make in (np.ones, np.zeros))
+    assert relative_error(layer_norm(Tensor(x, device=device), ones, zeros).numpy(), expected) < 2e-5
+
+
+def test_shapes_that_do_not_fit():
+    with pytest.raises(ValueError, match="layer_norm: weight"):
+        layer_norm(Tensor(np.zeros((2, 3))), Tensor(np.zeros(2)), Tensor(np.zeros(3)))

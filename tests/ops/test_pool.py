@@ -1,0 +1,85 @@
+import numpy as np
+import pytest
+
+from cudiff.ops.pool import avg_pool2d, max_pool2d, upsample_nearest
+from cudiff.tensor import Tensor
+from tests.check import check_op, torch
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+# (shape, size, stride, padding): whole and cut windows, overlaps, gaps, padding, H != W, scalar and packed channels
+CASES = [
+    ((2, 4, 6, 8), 2, None, 0),
+    ((1, 5, 7, 3), 2, None, 0),
+    ((2, 6, 5, 16), 3, 2, 1),
+    ((3, 7, 4, 5), 3, 1, 1),
+    ((1, 8, 9, 8), 2, 3, 1),
+    ((1, 2, 2, 1), 2, 1, 0),
+    ((2, 16, 16, 32), 16, None, 0),
+    ((1, 1, 1, 8), 1, None, 0),
+]
+
+
+def channels_first(fn):
+    return lambda x: fn(x.movedim(-1, 1)).movedim(1, -1)
+
+
+@pytest.mark.parametrize("shape, size, stride, padding", CASES)
+def test_avg_pool2d(device, rng, shape, size, stride, padding):
+    check_op(
+        lambda x: avg_pool2d(x, size, stride, padding), rng.standard_normal(shape), device=device, dtypes=DTYPES,
+        torch_fn=channels_first(lambda x: torch.nn.functional.avg_pool2d(x, size, stride, padding)),
+    )
+
+
+@pytest.mark.parametrize("shape, size, stride, padding", CASES)
+def test_max_pool2d(device, rng, shape, size, stride, padding):
+    x = rng.permutation(int(np.prod(shape))).reshape(shape) / 16.0  # no two equal within the step of the differences
+    check_op(
+        lambda x: max_pool2d(x, size, stride, padding), x, device=device, dtypes=DTYPES,
+        torch_fn=channels_first(lambda x: torch.nn.functional.max_pool2d(x, size, stride, padding)),
+    )
+
+
+@pytest.mark.parametrize("channels", [1, 8])
+def test_the_first_of_equal_maxima_gets_the_gradient(device, channels):
+    x = Tensor(np.zeros((1, 4, 4, channels), np.float32), requires_grad=True, device=device)
+    out = max_pool2d(x, 3, 1, 1)
+    out.backward(Tensor(np.ones(out.shape, np.float32), device=device).data)
+    expected = [[4, 2, 2, 0], [2, 1, 1, 0], [2, 1, 1, 0], [0, 0, 0, 0]]
+    for c in range(channels):
+        np.testing.assert_array_equal(Tensor(x.grad).numpy()[0, :, :, c], expected)
+
+
+def test_padding_never_wins(device):
+    x = Tensor(np.full((1, 2, 2, 8), -3.0, np.float32), device=device)
+    np.testing.assert_array_equal(max_pool2d(x, 2, 2, 1).numpy(), np.full((1, 2, 2, 8), -3.0))
+
+
+@pytest.mark.parametrize("shape, factor", [((2, 3, 4, 8), 2), ((1, 1, 2, 3), 3), ((2, 5, 3, 1), 2), ((1, 2, 2, 4), 1)])
+def test_upsample_nearest(device, rng, shape, factor):
+    check_op(
+        lambda x: upsample_nearest(x, factor), rng.standard_normal(shape), device=device, dtypes=DTYPES,
+        torch_fn=channels_first(lambda x: torch.nn.functional.interpolate(x, scale_factor=factor)),
+    )
+
+
+@pytest.mark.parametrize("op", [max_pool2d, avg_pool2d, upsample_nearest])
+@pytest.mark.parametrize("channels", [3, 8])
+def test_gradient_is_added_to_what_is_there(device, rng, op, channels):
+    x = Tensor(rng.standard_normal((2, 4, 4, channels)), requires_grad=True, dtype=np.float32, device=device)
+    out = op(x)
+    dout = Tensor(rng.standard_normal(out.shape), dtype=np.float32, device=device).data
+    out.backward(dout)
+    once = Tensor(x.grad).numpy().copy()
+    op(x).backward(dout)
+    np.testing.assert_allclose(Tensor(x.grad).numpy(), 2 * once, rtol=1e-6)
+
+
+def test_bad_windows():
+    x = Tensor(np.zeros((1, 4, 4, 1)))
+    for size, stride, padding in ((17, 1, 8), (2, 0, 0), (2, 1, 2), (5, 1, 0)):
+        with pytest.raises(ValueError, match="avg_pool2d"):
+            avg_pool2d(x, size, stride, padding)
+    with pytest.raises(ValueError, match="upsample_nearest"):
+        upsample_nearest(x, 0)

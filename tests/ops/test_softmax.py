@@ -1,0 +1,64 @@
+import numpy as np
+import pytest
+
+from cudiff.ops.softmax import cross_entropy, log_softmax, softmax
+from cudiff.tensor import Tensor
+from tests.check import check_op, torch
+
+DTYPES = ("float32", "bfloat16", "float16")
+SHAPES = [(3, 10), (1, 1), (2, 3, 5, 7), (5, 33), (2, 2000), (4, 8192), (300, 64)]
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_softmax(device, rng, shape, log):
+    ours, theirs = (log_softmax, "log_softmax") if log else (softmax, "softmax")
+    check_op(
+        ours, rng.standard_normal(shape) * 3, device=device, dtypes=DTYPES,
+        torch_fn=lambda x: getattr(torch, theirs)(x, -1),
+    )
+
+
+@pytest.mark.parametrize("axis", [0, 1, -2])
+def test_other_axes(device, rng, axis):
+    check_op(
+        lambda x: softmax(x, axis), rng.standard_normal((3, 4, 5)), device=device,
+        torch_fn=lambda x: torch.softmax(x, axis),
+    )
+
+
+def test_large_and_infinite_values(device):
+    x = Tensor(np.array([[1000.0, 999.0, -np.inf]], np.float32), device=device)
+    expected = np.array([[1.0, np.exp(-1.0), 0.0]]) / (1 + np.exp(-1.0))
+    np.testing.assert_allclose(softmax(x).numpy(), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("n, classes", [(1, 1), (4, 10), (33, 7), (1500, 10), (3, 1000)])
+def test_cross_entropy(device, rng, n, classes):
+    labels = rng.integers(0, classes, n).astype(np.int32)
+    check_op(
+        cross_entropy, rng.standard_normal((n, classes)) * 2 + 1, labels, device=device, dtypes=DTYPES,
+        torch_fn=lambda x, labels: torch.nn.functional.cross_entropy(x, labels.long()),
+    )
+
+
+def test_cross_entropy_is_float32(device, rng):
+    logits = Tensor(rng.standard_normal((4, 3)).astype(np.float16), device=device)
+    loss = cross_entropy(logits, Tensor(np.zeros(4, np.int32), device=device))
+    assert loss.dtype == np.float32 and loss.shape == ()
+
+
+def test_label_outside(device, rng):
+    logits, labels = (Tensor(a, device=device) for a in (np.zeros((2, 3), np.float32), np.array([0, 3], np.int32)))
+    if device == "cuda":
+        assert np.isnan(cross_entropy(logits, labels).item())
+    else:
+        with pytest.raises(ValueError, match="outside 0 to 2"):
+            cross_entropy(logits, labels)
+
+
+def test_shapes_that_do_not_fit():
+    with pytest.raises(ValueError, match="cross_entropy: logits"):
+        cross_entropy(Tensor(np.zeros((2, 3))), Tensor(np.zeros(3, np.int32)))
+    with pytest.raises(ValueError, match="must be int32"):
+        cross_entropy(Tensor(np.zeros((2, 3))), Tensor(np.zeros(2, np.int64)))
