@@ -2,7 +2,7 @@
 // variants: T=float,bf16,half,int,u8,i64
 // copy, add: out[view] = x[view], or +=. Strides count units, may be 0 or negative; fewer than 2^32 units. The _packed
 // forms move units of 16 bytes, which both views must be aligned to and consist of. Arithmetic of 16-bit T in float.
-// take, take_backward: rows of `width` elements; index int32, negative from the end. A row out of range reads as zero.
+// fill: out[i] = value. take, take_backward: rows of `width` elements; index int32, negative from the end. A row out of range reads as zero.
 // Launch: any shape (grid-stride).
 #include "common.cuh"
 
@@ -40,6 +40,10 @@ extern "C" __global__ void copy(T* out, const T* x, u32 n, Views views) { move<f
 extern "C" __global__ void add(T* out, const T* x, u32 n, Views views) { move<true>(out, x, n, views); }
 extern "C" __global__ void copy_packed(uint4* out, const uint4* x, u32 n, Views views) { move<false>(out, x, n, views); }
 extern "C" __global__ void add_packed(Pack<T>* out, const Pack<T>* x, u32 n, Views views) { move<true>(out, x, n, views); }
+
+extern "C" __global__ void fill(T* out, float value, i64 n) {
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (i64)gridDim.x * blockDim.x) out[i] = from_float<T>(value);
+}
 
 __device__ __forceinline__ i64 wrap(int index, i64 rows) { return index < 0 ? index + rows : index; }
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from cudiff.ops.arithmetic import add, divide, maximum, minimum, multiply, power, subtract, where
 from cudiff.ops.batch import draw_batch
 from cudiff.ops.batch_norm import batch_norm
 from cudiff.ops.cast import astype
 from cudiff.ops.conv2d import conv2d, conv_transpose2d, norm_silu_conv2d
 from cudiff.ops.dropout import dropout
 from cudiff.ops.elementwise import (
-    abs, add, clip, cos, divide, exp, gelu, log, maximum, minimum, multiply, negative, power, relu, sigmoid, silu, sin,
-    sqrt, square, subtract, tanh, where,
+    abs, clip, cos, exp, gelu, log, negative, relu, sigmoid, silu, sin, sqrt, square, tanh,
 )
 from cudiff.ops.embedding import embedding
 from cudiff.ops.group_norm import group_norm

@@ -7,8 +7,36 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import float32, is_float, is_low
+from cudiff.backend import Array, bfloat16, compute_dtype, float16, float32, int32, int64, is_float, is_low
+from cudiff.cuda.module import add_into, blocks, empty, launch
 from cudiff.tensor import Function, Tensor
+
+
+def widen(array: Array | None) -> Array | None:
+    """`array` in the dtype that NumPy computes in; None stays None."""
+    return None if array is None else array.astype(compute_dtype(array.dtype), copy=False)
+
+
+def narrow(array: Any, dtype: np.dtype) -> Array:
+    """A result in its storage dtype, as an array (NumPy turns 0-d results into scalars)."""
+    return np.asarray(array).astype(dtype, copy=False)
+
+
+def require_float(name: str, array: Array) -> None:
+    """The CUDA kernels do arithmetic in floats. Raises TypeError for integers."""
+    if not is_float(array.dtype):
+        raise TypeError(f"{name.lower()} on CUDA needs a floating tensor, not {array.dtype}: use .astype('float32')")
+
+
+def _cast_cuda(x: Array, dtype: np.dtype) -> Array:
+    if dtype not in CUDA_DTYPES:
+        raise TypeError(f"a CUDA tensor is not converted to {dtype}: use one of {', '.join(map(str, CUDA_DTYPES))}")
+    out = empty(x.shape, dtype)
+    launch("cast", "cast", blocks(x.size, 1024), 256, (x, out, np.int64(x.size)), FROM=x.dtype, TO=dtype)
+    return out
+
+
+CUDA_DTYPES = (float32, bfloat16, float16, int32, int64, np.dtype(np.uint8))
 
 
 class Cast(Function):
@@ -22,6 +50,18 @@ class Cast(Function):
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
         return (dout.astype(ctx.dtype),)
+
+    @staticmethod
+    def forward_cuda(ctx, x, dtype):
+        ctx.dtype = x.dtype
+        return _cast_cuda(x, dtype)
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        if into[0] is None:
+            return (_cast_cuda(dout, ctx.dtype),)
+        add_into(into[0], dout)
+        return (into[0],)
 
 
 def astype(x: Tensor, dtype: Any) -> Tensor:

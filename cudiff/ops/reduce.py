@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import builtins
 import math
 import operator
 from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, compute_dtype, float32, is_float
-from cudiff.ops.cast import astype
-from cudiff.tensor import Context, Function, Tensor
+from cudiff.backend import Array, compute_dtype, device_of, float32, is_float
+from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.ops.cast import astype, require_float
+from cudiff.tensor import Function, Tensor
 
 
 def normalize_axes(axis: int | tuple[int, ...] | None, ndim: int) -> tuple[int, ...]:
@@ -49,7 +51,60 @@ def _sum_numpy(array: np.ndarray, axes: tuple[int, ...], keepdims: bool, dtype: 
 def sum_array(array: Array, axes: Any, keepdims: bool = False, dtype: Any = None) -> Array:
     """Sum of a plain array over `axes` (int, tuple or None) on either backend; `dtype` is the result's."""
     axes = normalize_axes(axes, array.ndim)
-    return _sum_numpy(array, axes, keepdims, dtype)
+    if device_of(array) == "cpu":
+        return _sum_numpy(array, axes, keepdims, dtype)
+    shape, total = array.shape, array
+    for run in reversed(_runs(shape, axes)):  # between two runs the sum stays in float32
+        last = run == _runs(shape, axes)[0]
+        outer, count, inner = _span(shape, run)
+        shape = _kept(shape, run)
+        total = _reduce_cuda("sum", total, outer, count, inner, empty(shape, dtype or array.dtype if last else float32))
+    return total.reshape(_left(array.shape, axes, keepdims))
+
+
+def _runs(shape: tuple[int, ...], axes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """`axes` in groups that lie side by side in memory; axes of size 1 between them do not count."""
+    runs: list[tuple[int, ...]] = [()]
+    for axis in axes:
+        if runs[-1] and math.prod(shape[runs[-1][-1] + 1 : axis]) != 1:
+            runs.append(())
+        runs[-1] = (*runs[-1], axis)
+    return runs
+
+
+def _span(shape: tuple[int, ...], run: tuple[int, ...]) -> tuple[int, int, int]:
+    """The shape as (outer, reduce, inner) around one run of axes."""
+    first, stop = (run[0], run[-1] + 1) if run else (len(shape), len(shape))
+    return math.prod(shape[:first]), math.prod(shape[first:stop]), math.prod(shape[stop:])
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << builtins.max(n - 1, 0).bit_length()
+
+
+def _reduce_cuda(
+    name: str, x: Array, outer: int, count: int, inner: int, out: Array, scale: float = 1.0, accumulate: bool = False,
+    operands: tuple = (), combine: str = "sum",
+) -> Array:
+    """Run a kernel of reduce.cu; where the middle axis is long, its parts are combined by a second launch."""
+    columns = builtins.min(32, _power_of_two(inner))
+    lanes = builtins.min(256 // columns, _power_of_two(count))
+    rows = builtins.min(256 // (columns * lanes), _power_of_two(outer), 64)
+    grid = blocks(outer, rows) * blocks(inner, columns)
+    chunk = blocks(count, builtins.min(blocks(1024, grid), blocks(count, 16 * lanes), 16 * lanes))
+    parts = blocks(count, chunk)
+    partial = out if parts == 1 else empty((outer, parts, inner), float32)
+    final = (scale, accumulate) if parts == 1 else (1.0, False)
+    sizes = tuple(map(np.int64, (outer, count, inner, chunk)))
+    args = (x, *operands, partial, *final, *sizes)
+    launch("reduce", name, (grid, parts), (columns, lanes, rows), args, T=x.dtype, OUT=partial.dtype)
+    return out if parts == 1 else _reduce_cuda(combine, partial, outer, parts, inner, out, scale, accumulate)
+
+
+def _spread_cuda(name: str, operands: tuple, dx: Array, numbers: tuple, spans: tuple[int, int, int]) -> Array:
+    sizes = tuple(map(np.int64, spans))
+    launch("reduce", name, blocks(dx.size, 1024), 256, (*operands, dx, *numbers, *sizes), T=dx.dtype, OUT=dx.dtype)
+    return dx
 
 
 def sum_to(array: Array, shape: tuple[int, ...]) -> Array:
@@ -65,7 +120,7 @@ class Sum(Function):
     """out = scale * sum of x over `axes`; scale is 1, or 1 / count for the mean."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, x, axes, keepdims, scale=1.0):
+    def forward_numpy(ctx, x, axes, keepdims, scale=1.0):
         ctx.shape, ctx.axes, ctx.scale = x.shape, axes, scale
         dtype = compute_dtype(x.dtype) if is_float(x.dtype) else None
         out = np.asarray(np.sum(x, axis=axes, keepdims=keepdims, dtype=dtype))
@@ -74,11 +129,22 @@ class Sum(Function):
         return np.asarray(out).astype(x.dtype, copy=False) if is_float(x.dtype) else out
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         dout = dout.reshape(_kept(ctx.shape, ctx.axes))
         if ctx.scale != 1:
             dout = (dout.astype(compute_dtype(dout.dtype)) * ctx.scale).astype(dout.dtype)
         return (_spread(dout, ctx.shape, into[0]),)
+
+    @staticmethod
+    def forward_cuda(ctx, x, axes, keepdims, scale=1.0):
+        require_float("sum", x)
+        ctx.shape, ctx.axes, ctx.scale = x.shape, axes, scale
+        return _reduce_cuda("sum", x, *_span(x.shape, axes), empty(_left(x.shape, axes, keepdims), x.dtype), scale)
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        dx, accumulate = gradient_target(into[0], ctx.shape, dout.dtype)
+        return (_spread_cuda("sum_backward", (dout,), dx, (ctx.scale, accumulate), _span(ctx.shape, ctx.axes)),)
 
 
 def _spread(dout: np.ndarray, shape: tuple[int, ...], into: np.ndarray | None) -> np.ndarray:
@@ -95,26 +161,44 @@ class Extreme(Function):
     """Maximum (sign 1) or minimum (sign -1). Equal extremes share the gradient equally, as in PyTorch's amax."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, x, axes, keepdims, sign):
+    def forward_numpy(ctx, x, axes, keepdims, sign):
         out = (np.max if sign > 0 else np.min)(x, axis=axes, keepdims=True)
         ctx.axes = axes
         ctx.save(x, out)
         return out.reshape(_left(x.shape, axes, keepdims))
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         x, out = ctx.saved
         share = x == out
         wide = dout.astype(compute_dtype(dout.dtype), copy=False).reshape(out.shape)
         dx = share * (wide / np.sum(share, axis=ctx.axes, keepdims=True, dtype=wide.dtype))
         return (dx.astype(x.dtype, copy=False),)
 
+    @staticmethod
+    def forward_cuda(ctx, x, axes, keepdims, sign):
+        require_float("max", x)
+        name = "maximum" if sign > 0 else "minimum"
+        out = empty(_left(x.shape, axes, keepdims), x.dtype)
+        _reduce_cuda(name, x, *_span(x.shape, axes), out, combine=name)
+        ctx.axes = axes
+        ctx.save(x, out)
+        return out
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        x, out = ctx.saved
+        spans = _span(x.shape, ctx.axes)
+        ties = _reduce_cuda("count", x, *spans, empty(out.shape, float32), operands=(out,))
+        dx, accumulate = gradient_target(into[0], x.shape, x.dtype)
+        return (_spread_cuda("extreme_backward", (dout, x, out, ties), dx, (accumulate,), spans),)
+
 
 class Variance(Function):
     """Mean square deviation from the mean (two passes, so a large mean costs no digits), divided by count - ddof."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, x, axes, keepdims, ddof):
+    def forward_numpy(ctx, x, axes, keepdims, ddof):
         wide = x.astype(compute_dtype(x.dtype), copy=False)
         deviation = wide - np.mean(wide, axis=axes, keepdims=True)
         ctx.axes, ctx.scale = axes, 1 / (_count(x.shape, axes) - ddof)
@@ -123,13 +207,40 @@ class Variance(Function):
         return np.asarray(total).astype(x.dtype, copy=False)
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         (deviation,) = ctx.saved
         wide = dout.astype(deviation.dtype, copy=False).reshape(_kept(deviation.shape, ctx.axes))
         return ((deviation * (2 * ctx.scale * wide)).astype(dout.dtype, copy=False),)
 
+    @staticmethod
+    def forward_cuda(ctx, x, axes, keepdims, ddof):
+        spans = outer, count, inner = _span(x.shape, axes)
+        ctx.axes, ctx.scale = axes, 1 / (count - ddof)
+        mean = _reduce_cuda("sum", x, *spans, empty((outer, inner), float32), 1 / count)
+        ctx.save(x, mean)
+        out = empty(_left(x.shape, axes, keepdims), x.dtype)
+        return _reduce_cuda("square_deviation", x, *spans, out, ctx.scale, operands=(mean,))
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        x, mean = ctx.saved
+        dx, accumulate = gradient_target(into[0], x.shape, x.dtype)
+        numbers = (2 * ctx.scale, accumulate)
+        return (_spread_cuda("variance_backward", (dout, x, mean), dx, numbers, _span(x.shape, ctx.axes)),)
+
 
 Axis = int | tuple[int, ...] | None
+
+
+def _reduce(function: type[Function], x: Tensor, axis: Axis, keepdims: bool, **attrs: Any) -> Tensor:
+    """Apply over axes side by side, which is what the kernels read; others are first transposed to the end."""
+    axes = normalize_axes(axis, x.ndim)
+    if len(_runs(x.shape, axes)) == 1:
+        return function.apply(x, axes=axes, keepdims=keepdims, **attrs)
+    others = tuple(i for i in range(x.ndim) if i not in axes)
+    last = tuple(range(len(others), x.ndim))
+    out = function.apply(x.transpose(others + axes), axes=last, keepdims=False, **attrs)
+    return out.reshape(_left(x.shape, axes, keepdims))
 
 
 def _floating(x: Tensor) -> Tensor:
@@ -137,30 +248,37 @@ def _floating(x: Tensor) -> Tensor:
 
 
 def sum(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """Sum over `axis` (all axes where None), in x's dtype; integers as in NumPy."""
-    return Sum.apply(x, axes=normalize_axes(axis, x.ndim), keepdims=keepdims)
+    """Sum over `axis` (all axes where None), in x's dtype; integers as in NumPy, on the CPU only."""
+    return _reduce(Sum, x, axis, keepdims)
 
 
 def mean(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """Arithmetic mean over `axis`; integers give float32."""
-    x, axes = _floating(x), normalize_axes(axis, x.ndim)
-    return Sum.apply(x, axes=axes, keepdims=keepdims, scale=1 / _count(x.shape, axes))
+    """Arithmetic mean over `axis`; integers give float32. Raises ValueError where there is nothing to average."""
+    count = _count(x.shape, normalize_axes(axis, x.ndim))
+    if count == 0:
+        raise ValueError(f"mean over no elements of shape {x.shape}")
+    return _reduce(Sum, _floating(x), axis, keepdims, scale=1 / count)
 
 
 def max(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Largest element over `axis`, NaN if one is NaN; equal largest elements share the gradient equally."""
-    return Extreme.apply(x, axes=normalize_axes(axis, x.ndim), keepdims=keepdims, sign=1)
+    return _reduce(Extreme, x, axis, keepdims, sign=1)
 
 
 def min(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Smallest element over `axis`, NaN if one is NaN; equal smallest elements share the gradient equally."""
-    return Extreme.apply(x, axes=normalize_axes(axis, x.ndim), keepdims=keepdims, sign=-1)
+    return _reduce(Extreme, x, axis, keepdims, sign=-1)
 
 
 def var(x: Tensor, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> Tensor:
-    """Variance over `axis`, divided by count - ddof (NumPy's default 0; PyTorch's default is 1)."""
-    x = _floating(x)
-    return Variance.apply(x, axes=normalize_axes(axis, x.ndim), keepdims=keepdims, ddof=ddof)
+    """Variance over `axis`, divided by count - ddof (NumPy's default 0; PyTorch's is 1).
+
+    Raises ValueError where there are not more than ddof elements.
+    """
+    count = _count(x.shape, normalize_axes(axis, x.ndim))
+    if count <= ddof:
+        raise ValueError(f"variance with ddof {ddof} over {count} elements of shape {x.shape}")
+    return _reduce(Variance, _floating(x), axis, keepdims, ddof=ddof)
 
 
 def std(x: Tensor, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> Tensor:

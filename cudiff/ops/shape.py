@@ -10,21 +10,85 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.ops.cast import astype, result_dtype
+from cudiff.backend import Array, array_module, bfloat16, compute_dtype, float16, float32, int32, int64
+from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.ops.cast import astype, narrow, result_dtype, widen
 from cudiff.ops.reduce import normalize_axes, sum_to
-from cudiff.tensor import Context, Function, Tensor
+from cudiff.tensor import Function, Tensor
+
+
+def merge_axes(
+    sizes: Sequence[int], strides: Sequence[Sequence[int]]
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """The fewest axes that visit the same elements in the same order: sizes, and strides of each view."""
+    kept = [i for i, size in enumerate(sizes) if size != 1] or list(range(len(sizes)))[:1]
+    merged = [[1, *(0 for _ in strides)]]
+    for i in kept:
+        axis = [sizes[i], *(view[i] for view in strides)]
+        if all(outer == inner * sizes[i] for outer, inner in zip(merged[-1][1:], axis[1:], strict=True)):
+            axis[0] *= merged[-1][0]
+            merged[-1] = axis
+        else:
+            merged.append(axis)
+    merged = [axis for axis in merged if axis[0] != 1] or merged[-1:]
+    columns = tuple(zip(*merged, strict=True))
+    return columns[0], columns[1:]
+
+
+_VIEWS = np.dtype([("dims", "i4"), ("sizes", "i4", 6), ("out", "i8", 6), ("x", "i8", 6)], align=True)
+_UNITS = {1: np.dtype(np.uint8), 2: float16, 4: int32, 8: int64}
+
+
+def move_cuda(out: Array, x: Array, accumulate: bool = False) -> None:
+    """out[...] = x, or += x, between CuPy views of one shape and any strides. Raises ValueError over 6 merged axes."""
+    if out.size == 0:
+        return
+    dtype = out.dtype if out.dtype in (float32, bfloat16, float16) else _UNITS[out.itemsize]
+    sizes, strides = merge_axes(out.shape, (out.strides, x.strides))
+    unit = 16 if _in_packs(sizes, strides, out, x) else out.itemsize
+    sizes = (*sizes[:-1], sizes[-1] * out.itemsize // unit)
+    count = math.prod(sizes)
+    if len(sizes) > 6 or count >= 2**32:
+        raise ValueError(f"moving shape {out.shape} on CUDA takes at most 6 axes and 2**32 elements")
+    views = np.zeros((), _VIEWS)
+    views["dims"] = dims = len(sizes)
+    views["sizes"][:dims] = sizes
+    for name, view in zip(("out", "x"), strides, strict=True):
+        views[name][:dims] = [stride // unit for stride in view[:-1]] + [view[-1] // out.itemsize]
+    name = ("add" if accumulate else "copy") + ("_packed" if unit != out.itemsize else "")
+    launch("shape", name, blocks(count, 1024), 256, (out, x, np.uint32(count), views), T=dtype)
+
+
+def _in_packs(sizes: tuple[int, ...], strides: Sequence[tuple[int, ...]], out: Array, x: Array) -> bool:
+    """Whether both views (strides in bytes) consist of whole, aligned packs of 16 bytes."""
+    whole = sizes[-1] * out.itemsize % 16 == 0 and out.itemsize < 16
+    return whole and all(
+        view[-1] == out.itemsize and array.data.ptr % 16 == 0 and all(stride % 16 == 0 for stride in view[:-1])
+        for view, array in zip(strides, (out, x), strict=True)
+    )
+
+
+def contiguous_cuda(view: Array) -> Array:
+    """A strided CuPy view as an array of its own."""
+    out = empty(view.shape, view.dtype)
+    move_cuda(out, view)
+    return out
+
+
+def _zeros_cuda(shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    return array_module("cuda").zeros(shape, dtype)
 
 
 class Reshape(Function):
     """The same memory under another shape, forward and backward."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, x, shape):
+    def forward_numpy(ctx, x, shape):
         ctx.shape = x.shape
         return x.reshape(shape)
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         return (dout.reshape(ctx.shape),)
 
     forward_cuda, backward_cuda = forward_numpy, backward_numpy
@@ -32,25 +96,46 @@ class Reshape(Function):
 
 class Transpose(Function):
     @staticmethod
-    def forward_numpy(ctx: Context, x, axes):
+    def forward_numpy(ctx, x, axes):
         ctx.axes = axes
         return np.ascontiguousarray(x.transpose(axes))
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         return (np.ascontiguousarray(dout.transpose(np.argsort(ctx.axes))),)
+
+    @staticmethod
+    def forward_cuda(ctx, x, axes):
+        ctx.axes = axes
+        return contiguous_cuda(x.transpose(axes))
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        view = dout.transpose([ctx.axes.index(i) for i in range(dout.ndim)])
+        dx, accumulate = gradient_target(into[0], view.shape, dout.dtype)
+        move_cuda(dx, view, accumulate)
+        return (dx,)
 
 
 class BroadcastTo(Function):
     @staticmethod
-    def forward_numpy(ctx: Context, x, shape):
+    def forward_numpy(ctx, x, shape):
         ctx.shape = x.shape
         out = np.empty(shape, x.dtype)
         out[...] = x
         return out
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
+        return (sum_to(dout, ctx.shape),)
+
+    @staticmethod
+    def forward_cuda(ctx, x, shape):
+        ctx.shape = x.shape
+        return contiguous_cuda(array_module("cuda").broadcast_to(x, shape))
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
         return (sum_to(dout, ctx.shape),)
 
 
@@ -58,16 +143,31 @@ class Slice(Function):
     """x[index] for a basic index: integers, slices, None and Ellipsis."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, x, index):
+    def forward_numpy(ctx, x, index):
         ctx.shape, ctx.index = x.shape, index
         return np.ascontiguousarray(x[index]).reshape(x[index].shape)
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         dx = into[0]
         if dx is None:
             dx = np.zeros(ctx.shape, dout.dtype)
         dx[ctx.index] += dout
+        return (dx,)
+
+    @staticmethod
+    def forward_cuda(ctx, x, index):
+        ctx.shape, ctx.index = x.shape, index
+        view = x[index]
+        whole = view.flags.c_contiguous and view.data.ptr % 16 == 0  # kernels expect aligned arrays
+        return view if whole else contiguous_cuda(view)
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        dx, accumulate = gradient_target(into[0], ctx.shape, dout.dtype)
+        if not accumulate:
+            dx = _zeros_cuda(ctx.shape, dout.dtype)
+        move_cuda(dx[ctx.index], dout, accumulate)
         return (dx,)
 
 
@@ -75,40 +175,78 @@ class Take(Function):
     """out[i] = x[index[i]] along the first axis; a row's gradient is summed in the order of i."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, x, index):
+    def forward_numpy(ctx, x, index):
         ctx.shape = x.shape
         ctx.save(index)
         return x[index]
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
-        dx = np.zeros(ctx.shape, dout.dtype) if into[0] is None else into[0]
-        np.add.at(dx, ctx.saved[0], dout)
+    def backward_numpy(ctx, dout, needs, into):
+        total = np.zeros(ctx.shape, compute_dtype(dout.dtype))
+        np.add.at(total, ctx.saved[0], widen(dout))
+        return narrow(total, dout.dtype), None
+
+    @staticmethod
+    def forward_cuda(ctx, x, index):
+        ctx.shape = x.shape
+        ctx.save(index)
+        out = empty((*index.shape, *x.shape[1:]), x.dtype)
+        sizes = map(np.int64, (x.shape[0], math.prod(x.shape[1:]), index.size))
+        launch("shape", "take", blocks(out.size, 1024), 256, (x, index, out, *sizes), T=x.dtype)
+        return out
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        (index,) = ctx.saved
+        dx, accumulate = gradient_target(into[0], ctx.shape, dout.dtype)
+        sizes = map(np.int64, (ctx.shape[0], math.prod(ctx.shape[1:]), index.size))
+        launch("shape", "take_backward", blocks(dx.size, 256), 256, (dout, index, dx, accumulate, *sizes), T=dx.dtype)
         return dx, None
 
 
 class Concatenate(Function):
     @staticmethod
-    def forward_numpy(ctx: Context, *arrays, axis):
+    def forward_numpy(ctx, *arrays, axis):
         ctx.axis, ctx.ends = axis, np.cumsum([x.shape[axis] for x in arrays])
         return np.concatenate(arrays, axis)
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         parts = np.split(dout, ctx.ends[:-1], ctx.axis)
         return tuple(np.array(part) if needed else None for part, needed in zip(parts, needs, strict=True))
+
+    @staticmethod
+    def forward_cuda(ctx, *arrays, axis):
+        ctx.axis, ctx.shapes = axis, [x.shape for x in arrays]
+        shape = list(arrays[0].shape)
+        shape[axis] = sum(x.shape[axis] for x in arrays)
+        out = empty(tuple(shape), arrays[0].dtype)
+        for view, x in zip(_parts(out, [x.shape[axis] for x in arrays], axis), arrays, strict=True):
+            move_cuda(view, x)
+        return out
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        grads = []
+        views = _parts(dout, [shape[ctx.axis] for shape in ctx.shapes], ctx.axis)
+        for view, needed, total in zip(views, needs, into, strict=True):
+            dx, accumulate = gradient_target(total, view.shape, dout.dtype) if needed else (None, False)
+            if needed:
+                move_cuda(dx, view, accumulate)
+            grads.append(dx)
+        return tuple(grads)
 
 
 class Split(Function):
     """Parts of `sizes` along `axis`; a part without gradient counts as zero."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, x, sizes, axis):
+    def forward_numpy(ctx, x, sizes, axis):
         ctx.shape, ctx.axis, ctx.ends = x.shape, axis, np.cumsum(sizes)
         return tuple(np.array(part) for part in np.split(x, ctx.ends[:-1], axis))
 
     @staticmethod
-    def backward_numpy(ctx: Context, *douts, needs, into):
+    def backward_numpy(ctx, *douts, needs, into):
         dtype = next(dout.dtype for dout in douts if dout is not None)
         dx = np.zeros(ctx.shape, dtype) if into[0] is None else into[0]
         for part, dout in zip(np.split(dx, ctx.ends[:-1], ctx.axis), douts, strict=True):
@@ -116,18 +254,56 @@ class Split(Function):
                 part += dout
         return (dx,)
 
+    @staticmethod
+    def forward_cuda(ctx, x, sizes, axis):
+        ctx.shape, ctx.axis, ctx.sizes = x.shape, axis, sizes
+        return tuple(contiguous_cuda(view) for view in _parts(x, sizes, axis))
+
+    @staticmethod
+    def backward_cuda(ctx, *douts, needs, into):
+        dtype = next(dout.dtype for dout in douts if dout is not None)
+        dx, accumulate = gradient_target(into[0], ctx.shape, dtype)
+        if not accumulate and any(dout is None for dout in douts):
+            dx = _zeros_cuda(ctx.shape, dtype)
+        for view, dout in zip(_parts(dx, ctx.sizes, ctx.axis), douts, strict=True):
+            if dout is not None:
+                move_cuda(view, dout, accumulate)
+        return (dx,)
+
 
 class Pad(Function):
     """A border of `value` around x; `widths` is ((before, after), ...) for each axis."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, x, widths, value):
+    def forward_numpy(ctx, x, widths, value):
         ctx.region = tuple(slice(before, before + size) for (before, _), size in zip(widths, x.shape, strict=True))
         return np.pad(x, widths, constant_values=value)
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         return (np.array(dout[ctx.region]),)
+
+    @staticmethod
+    def forward_cuda(ctx, x, widths, value):
+        ctx.region = tuple(slice(before, before + size) for (before, _), size in zip(widths, x.shape, strict=True))
+        out = _zeros_cuda(tuple(sum(w) + size for w, size in zip(widths, x.shape, strict=True)), x.dtype)
+        if value:
+            launch("shape", "fill", blocks(out.size, 1024), 256, (out, float(value), np.int64(out.size)), T=out.dtype)
+        move_cuda(out[ctx.region], x)
+        return out
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        view = dout[ctx.region]
+        dx, accumulate = gradient_target(into[0], view.shape, dout.dtype)
+        move_cuda(dx, view, accumulate)
+        return (dx,)
+
+
+def _parts(array: Array, sizes: Sequence[int], axis: int) -> list[Array]:
+    """Views of `array` cut into `sizes` along `axis`."""
+    ends = list(itertools.accumulate(sizes))
+    return [array[(slice(None),) * axis + (slice(end - size, end),)] for size, end in zip(sizes, ends, strict=True)]
 
 
 def _resolve(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
@@ -194,7 +370,7 @@ def getitem(x: Tensor, index: Any) -> Tensor:
         index = index if isinstance(index, Tensor) else Tensor(np.asarray(index), device=x.device)
         if not np.issubdtype(index.dtype, np.integer):
             raise TypeError(f"an index array holds integers, not {index.dtype}: for a mask use where()")
-        return Take.apply(x, index)
+        return Take.apply(x, astype(index, int32))
     index = index if isinstance(index, tuple) else (index,)
     for item in index:
         basic = item is None or item is Ellipsis or isinstance(item, int | np.integer | slice)

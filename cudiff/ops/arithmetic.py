@@ -1,0 +1,349 @@
+"""Arithmetic on two operands and `where`, with NumPy's broadcasting.
+
+Python numbers are weak: they take the tensor's dtype and no array is made of them. Tensors of different dtypes are
+converted first: two floating types to the wider one (bfloat16 with float16 gives float32), integers beside a floating
+tensor to that tensor's dtype. 16-bit types are computed in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+from cudiff.backend import Array
+from cudiff.cuda.module import empty, gradient_target, launch
+from cudiff.ops.cast import astype, narrow, require_float, result_dtype, widen
+from cudiff.ops.elementwise import grid, square
+from cudiff.ops.reduce import sum_to
+from cudiff.ops.shape import broadcast_to, merge_axes
+from cudiff.tensor import Function, Tensor
+
+
+class Binary(Function):
+    """out = value(a, b) over broadcast operands of one dtype. An operand given as None is the number `scalar`.
+
+    A subclass gives `gradient_a(dout, a, b)` and `gradient_b`, before the sum over broadcast axes.
+    """
+
+    value: ClassVar[Any]
+    gradient_a: ClassVar[Any]
+    gradient_b: ClassVar[Any]
+
+    @staticmethod
+    def keep(a, b, needs):
+        """What the gradients read."""
+        return a, b
+
+    @classmethod
+    def forward_numpy(cls, ctx, a, b, scalar=None):
+        ctx.shapes = tuple(None if x is None else x.shape for x in (a, b))
+        ctx.scalar = scalar
+        if any(ctx.needs):
+            ctx.save(*cls.keep(a, b, ctx.needs))
+        x = scalar if a is None else widen(a)
+        y = scalar if b is None else widen(b)
+        return narrow(cls.value(x, y), (b if a is None else a).dtype)
+
+    @classmethod
+    def backward_numpy(cls, ctx, dout, needs, into):
+        a, b = (ctx.scalar if shape is None else widen(x) for x, shape in zip(ctx.saved, ctx.shapes, strict=True))
+        grads = []
+        for needed, shape, gradient in zip(needs, ctx.shapes, (cls.gradient_a, cls.gradient_b), strict=True):
+            grads.append(narrow(sum_to(gradient(widen(dout), a, b), shape), dout.dtype) if needed else None)
+        return tuple(grads)
+
+    @classmethod
+    def forward_cuda(cls, ctx, a, b, scalar=None):
+        first = b if a is None else a
+        require_float(cls.__name__, first)
+        ctx.shapes = tuple(None if x is None else x.shape for x in (a, b))
+        ctx.scalar = float(scalar or 0)
+        if any(ctx.needs):
+            ctx.save(*cls.keep(a, b, ctx.needs))
+        shape = first.shape if a is None or b is None else np.broadcast_shapes(a.shape, b.shape)
+        out = empty(shape, first.dtype)
+        args = (a, b, ctx.scalar, out, np.int64(out.size), _layout(shape, a, b))
+        launch("arithmetic", f"{cls.__name__.lower()}_forward", grid(out), 256, args, T=out.dtype)
+        return out
+
+    @classmethod
+    def backward_cuda(cls, ctx, dout, needs, into):
+        grads = []
+        for i, name in enumerate(("da", "db")):
+            if not needs[i]:
+                grads.append(None)
+                continue
+            whole = ctx.shapes[i] == dout.shape  # nothing to sum: written where it belongs
+            target, accumulate = gradient_target(into[i] if whole else None, dout.shape, dout.dtype)
+            layout = _layout(dout.shape, *ctx.saved)
+            args = (dout, *ctx.saved, ctx.scalar, target, accumulate, np.int64(dout.size), layout)
+            launch("arithmetic", f"{cls.__name__.lower()}_{name}", grid(dout), 256, args, T=dout.dtype)
+            grads.append(target if whole else sum_to(target, ctx.shapes[i]))
+        return tuple(grads)
+
+
+_LAYOUT = np.dtype([("dims", "i4"), ("packed", "i4"), ("sizes", "i4", 6), ("a", "i4", 6), ("b", "i4", 6)])
+
+
+def _layout(shape: tuple[int, ...], a: Array | None, b: Array | None) -> np.ndarray:
+    """The kernel's `Layout`; no dims where neither operand is broadcast."""
+    layout = np.zeros((), _LAYOUT)
+    operands = [x for x in (a, b) if x is not None]
+    if all(x.shape == shape for x in operands):
+        return layout
+    pack = 16 // operands[0].itemsize
+    strides = [_broadcast_strides(x, shape) if x is not None else (0,) * len(shape) for x in (a, b)]
+    sizes, (strides_a, strides_b) = merge_axes(shape, strides)
+    if len(sizes) > 6 or np.prod(shape) >= 2**32:
+        raise ValueError(f"broadcasting to shape {shape} on CUDA takes at most 6 axes and 2**32 elements")
+    layout["dims"] = dims = len(sizes)
+    layout["sizes"][:dims], layout["a"][:dims], layout["b"][:dims] = sizes, strides_a, strides_b
+    layout["packed"] = sizes[-1] % pack == 0 and all(
+        s[-1] == 0 or (s[-1] == 1 and all(n % pack == 0 for n in s[:-1])) for s in (strides_a, strides_b)
+    )
+    return layout
+
+
+def _broadcast_strides(x: Array, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in elements of a contiguous x broadcast to `shape`: 0 along the axes where it repeats."""
+    strides = [0 if size == 1 else stride // x.itemsize for size, stride in zip(x.shape, x.strides, strict=True)]
+    return (*(0,) * (len(shape) - x.ndim), *strides)
+
+
+class Add(Binary):
+    """Both operands get dout itself, summed where they were broadcast."""
+
+    @staticmethod
+    def keep(a, b, needs):
+        return None, None
+
+    @staticmethod
+    def value(a, b):
+        return np.add(a, b)
+
+    @staticmethod
+    def gradient_a(dout, a, b):
+        return dout
+
+    @staticmethod
+    def gradient_b(dout, a, b):
+        return dout
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        return tuple(sum_to(dout, shape) if needed else None for shape, needed in zip(ctx.shapes, needs, strict=True))
+
+
+class Subtract(Add):
+    @staticmethod
+    def value(a, b):
+        return np.subtract(a, b)
+
+    @staticmethod
+    def gradient_b(dout, a, b):
+        return np.negative(dout)
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        da = sum_to(dout, ctx.shapes[0]) if needs[0] else None
+        if not needs[1]:
+            return da, None
+        term = sum_to(dout, ctx.shapes[1])
+        db, accumulate = gradient_target(into[1], term.shape, term.dtype)
+        args = (term, None, db, accumulate, np.int64(db.size))
+        launch("elementwise", "negative_backward", grid(db), 256, args, T=db.dtype)
+        return da, db
+
+
+class Multiply(Binary):
+    @staticmethod
+    def keep(a, b, needs):
+        return a if needs[1] else None, b if needs[0] else None
+
+    @staticmethod
+    def value(a, b):
+        return np.multiply(a, b)
+
+    @staticmethod
+    def gradient_a(dout, a, b):
+        return dout * b
+
+    @staticmethod
+    def gradient_b(dout, a, b):
+        return dout * a
+
+
+class Divide(Binary):
+    @staticmethod
+    def keep(a, b, needs):
+        return a if needs[1] else None, b
+
+    @staticmethod
+    def value(a, b):
+        return np.divide(a, b)
+
+    @staticmethod
+    def gradient_a(dout, a, b):
+        return dout / b
+
+    @staticmethod
+    def gradient_b(dout, a, b):
+        return -dout * a / (b * b)
+
+
+class Power(Binary):
+    """a ** b; at b = 0 the slope along a is 0, at a = 0 the slope along b is 0, as in PyTorch."""
+
+    @staticmethod
+    def value(a, b):
+        return np.power(a, b)
+
+    @staticmethod
+    def gradient_a(dout, a, b):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(np.equal(b, 0), 0, dout * (b * np.power(a, b - 1)))
+
+    @staticmethod
+    def gradient_b(dout, a, b):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(np.equal(a, 0), 0, dout * np.power(a, b) * np.log(a))
+
+
+class Maximum(Binary):
+    """Where a == b each gets half of the gradient, as in PyTorch."""
+
+    @staticmethod
+    def value(a, b):
+        return np.maximum(a, b)
+
+    @staticmethod
+    def gradient_a(dout, a, b):
+        return dout * (0.5 * np.add(a > b, a >= b, dtype=dout.dtype))
+
+    @staticmethod
+    def gradient_b(dout, a, b):
+        return Maximum.gradient_a(dout, b, a)
+
+
+class Minimum(Maximum):
+    @staticmethod
+    def value(a, b):
+        return np.minimum(a, b)
+
+    @staticmethod
+    def gradient_a(dout, a, b):
+        return Maximum.gradient_a(dout, b, a)
+
+    @staticmethod
+    def gradient_b(dout, a, b):
+        return Maximum.gradient_a(dout, a, b)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float | np.number | np.bool_)
+
+
+def _operand(x: Any) -> Tensor | int | float:
+    if _is_number(x):
+        return x.item() if isinstance(x, np.generic) else x
+    return x if isinstance(x, Tensor) else Tensor(x)
+
+
+def _binary(function: type[Binary], a: Any, b: Any, floating: bool = False) -> Tensor:
+    a, b = _operand(a), _operand(b)
+    if not isinstance(a, Tensor) and not isinstance(b, Tensor):
+        a = Tensor(a)
+    dtype = result_dtype(a, b, floating=floating)
+    if not isinstance(a, Tensor):
+        return function.apply(None, astype(b, dtype), scalar=a)
+    if not isinstance(b, Tensor):
+        return function.apply(astype(a, dtype), None, scalar=b)
+    return function.apply(astype(a, dtype), astype(b, dtype))
+
+
+def add(a: Any, b: Any) -> Tensor:
+    """a + b."""
+    return _binary(Add, a, b)
+
+
+def subtract(a: Any, b: Any) -> Tensor:
+    """a - b."""
+    return _binary(Subtract, a, b)
+
+
+def multiply(a: Any, b: Any) -> Tensor:
+    """a * b."""
+    return _binary(Multiply, a, b)
+
+
+def divide(a: Any, b: Any) -> Tensor:
+    """a / b; integers give float32."""
+    return _binary(Divide, a, b, floating=True)
+
+
+def power(a: Any, b: Any) -> Tensor:
+    """a ** b; `a ** 2` of a tensor is `square(a)`."""
+    return square(a) if _is_number(b) and b == 2 else _binary(Power, a, b)
+
+
+def maximum(a: Any, b: Any) -> Tensor:
+    """The larger of a and b, NaN where either is; the gradient is halved where they are equal."""
+    return _binary(Maximum, a, b)
+
+
+def minimum(a: Any, b: Any) -> Tensor:
+    """The smaller of a and b, NaN where either is; the gradient is halved where they are equal."""
+    return _binary(Minimum, a, b)
+
+
+class Where(Function):
+    """out = mask ? a : b, all of one shape; an operand given as None is the number `scalars[i]`."""
+
+    @staticmethod
+    def forward_numpy(ctx, mask, a, b, scalars):
+        ctx.save(mask)
+        dtype = (b if a is None else a).dtype
+        first, second = (np.asarray(s, dtype) if x is None else x for x, s in zip((a, b), scalars, strict=True))
+        return np.where(mask, first, second)
+
+    @staticmethod
+    def backward_numpy(ctx, dout, needs, into):
+        (mask,) = ctx.saved
+        zero = np.zeros((), dout.dtype)
+        return None, np.where(mask, dout, zero) if needs[1] else None, np.where(mask, zero, dout) if needs[2] else None
+
+    @staticmethod
+    def forward_cuda(ctx, mask, a, b, scalars):
+        dtype = (b if a is None else a).dtype
+        out = empty(mask.shape, dtype)
+        numbers = tuple(float(scalar or 0) for scalar in scalars)
+        args = (mask, a, b, *numbers, out, np.int64(out.size))
+        launch("arithmetic", "where_forward", grid(out), 256, args, T=dtype)
+        ctx.save(mask)
+        return out
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        grads = [None, None, None]
+        for i in (1, 2):
+            if needs[i]:
+                grads[i], accumulate = gradient_target(into[i], dout.shape, dout.dtype)
+                args = (ctx.saved[0], dout, grads[i], i == 1, accumulate, np.int64(dout.size))
+                launch("arithmetic", "where_backward", grid(dout), 256, args, T=dout.dtype)
+        return tuple(grads)
+
+
+def where(condition: Any, a: Any, b: Any) -> Tensor:
+    """a where the condition (bool or uint8 tensor or array) is not 0, else b; all broadcast, a or b may be a number."""
+    condition = condition if isinstance(condition, Tensor) else Tensor(np.asarray(condition, bool))
+    if condition.dtype.itemsize != 1:
+        raise TypeError(f"where() needs a bool or uint8 condition, not {condition.dtype}")
+    a, b = _operand(a), _operand(b)
+    if not isinstance(a, Tensor) and not isinstance(b, Tensor):
+        a = Tensor(a, device=condition.device)
+    dtype = result_dtype(a, b)
+    shape = np.broadcast_shapes(*(x.shape for x in (condition, a, b) if isinstance(x, Tensor)))
+    operands = [broadcast_to(astype(x, dtype), shape) if isinstance(x, Tensor) else None for x in (a, b)]
+    scalars = tuple(None if isinstance(x, Tensor) else x for x in (a, b))
+    return Where.apply(broadcast_to(condition, shape), *operands, scalars=scalars)
