@@ -104,7 +104,7 @@ def to_device(array: Array, device: str) -> Array:
         return array.get()
     if array.dtype == float64:
         raise CudiffError("float64 arrays stay on the CPU: convert with .astype('float32') first")
-    return module.asarray(np.ascontiguousarray(array))
+    return module.asarray(np.asarray(array, order="C"))
 
 
 def out_of_memory_errors() -> tuple[type[BaseException], ...]:
