@@ -1,6 +1,7 @@
 """Devices under test: `cpu` always; `cuda` is the same test on the other backend, marked `gpu`."""
 
 import os
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,7 @@ def device(request):
 @pytest.fixture
 def rng(request):
     """Fresh random numbers, reproducible for each test by its name."""
-    return np.random.default_rng(abs(hash_name(request.node.nodeid)))
-
-
-def hash_name(name: str) -> int:
-    return int.from_bytes(name.encode(), "little") % (2**63)
+    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture(scope="session")
