@@ -336,7 +336,7 @@ def _run_backward(node: Node, douts: list[Array | None], targets: list[Tensor | 
     )
     device = next(device_of(dout) for dout in douts if dout is not None)
     backward = node.function.backward_cuda if device == "cuda" else node.function.backward_numpy
-    results = backward(node.ctx, *douts, needs=node.needs, into=into)
+    results = backward(node.ctx, *douts, needs=node.needs, into=list(into))
     returned: set[int] = set()
     for i, (result, target) in enumerate(zip(results, targets, strict=True)):
         if result is None or target is None:

@@ -98,11 +98,11 @@ class Transpose(Function):
     @staticmethod
     def forward_numpy(ctx, x, axes):
         ctx.axes = axes
-        return np.ascontiguousarray(x.transpose(axes))
+        return x.transpose(axes).copy()
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
-        return (np.ascontiguousarray(dout.transpose(np.argsort(ctx.axes))),)
+        return (dout.transpose([ctx.axes.index(i) for i in range(dout.ndim)]).copy(),)
 
     @staticmethod
     def forward_cuda(ctx, x, axes):
@@ -145,7 +145,7 @@ class Slice(Function):
     @staticmethod
     def forward_numpy(ctx, x, index):
         ctx.shape, ctx.index = x.shape, index
-        return np.ascontiguousarray(x[index]).reshape(x[index].shape)
+        return np.asarray(x[index], order="C")
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
@@ -213,7 +213,7 @@ class Concatenate(Function):
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
         parts = np.split(dout, ctx.ends[:-1], ctx.axis)
-        return tuple(np.array(part) if needed else None for part, needed in zip(parts, needs, strict=True))
+        return tuple(part.copy() if needed else None for part, needed in zip(parts, needs, strict=True))
 
     @staticmethod
     def forward_cuda(ctx, *arrays, axis):
@@ -243,7 +243,7 @@ class Split(Function):
     @staticmethod
     def forward_numpy(ctx, x, sizes, axis):
         ctx.shape, ctx.axis, ctx.ends = x.shape, axis, np.cumsum(sizes)
-        return tuple(np.array(part) for part in np.split(x, ctx.ends[:-1], axis))
+        return tuple(part.copy() for part in np.split(x, ctx.ends[:-1], axis))
 
     @staticmethod
     def backward_numpy(ctx, *douts, needs, into):
@@ -281,7 +281,7 @@ class Pad(Function):
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
-        return (np.array(dout[ctx.region]),)
+        return (dout[ctx.region].copy(),)
 
     @staticmethod
     def forward_cuda(ctx, x, widths, value):

@@ -1,0 +1,52 @@
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cudiff import Tensor
+from cudiff.ops.cast import result_dtype
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", ml_dtypes.bfloat16, "int32", "int64", "uint8"])
+@pytest.mark.parametrize("source", ["float32", "float16", ml_dtypes.bfloat16, "int32", "int64", "uint8"])
+@pytest.mark.parametrize("shape", [(), (1,), (13, 7)], ids=str)
+def test_values(source, dtype, shape, device, rng):
+    x = rng.uniform(0, 100, shape).astype(source)
+    out = Tensor(x, device=device).astype(dtype)
+    assert out.dtype == dtype and np.array_equal(out.numpy(), x.astype(dtype))
+
+
+def test_same_dtype_is_the_same_tensor(device):
+    x = Tensor(np.ones(3, np.float32), device=device)
+    assert x.astype("float32") is x
+
+
+def test_gradient_has_the_input_dtype(device, rng):
+    x = Tensor(rng.standard_normal((4, 5)).astype(np.float32), requires_grad=True, device=device)
+    low = x.astype(BF16)
+    dout = rng.standard_normal((4, 5)).astype(BF16)
+    low.backward(Tensor(dout, device=device))
+    assert x.grad.dtype == np.float32
+    assert np.array_equal(Tensor(x.grad).numpy(), dout.astype(np.float32))
+
+
+def test_gradient_is_added_to_what_is_there(device, rng):
+    x = Tensor(rng.standard_normal(9).astype(np.float32), requires_grad=True, device=device)
+    total = x.astype(BF16).astype("float32") + x + x.astype("float16").astype("float32")
+    total.backward(Tensor(np.ones(9, np.float32), device=device))
+    assert Tensor(x.grad).numpy().tolist() == [3] * 9
+
+
+def test_mixed_dtypes():
+    def tensor(dtype):
+        return Tensor(np.zeros(1, dtype))
+
+    assert result_dtype(tensor(BF16), tensor(np.float32)) == np.float32
+    assert result_dtype(tensor(BF16), tensor(np.float16)) == np.float32
+    assert result_dtype(tensor(BF16), tensor(np.float64)) == np.float64
+    assert result_dtype(tensor(BF16), tensor(np.int32)) == BF16
+    assert result_dtype(tensor(BF16), 2.5) == BF16
+    assert result_dtype(tensor(np.int32), 2) == np.int32
+    assert result_dtype(tensor(np.int32), 2.5) == np.float32
+    assert result_dtype(tensor(np.int32), tensor(np.int64)) == np.int64

@@ -1,0 +1,106 @@
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cudiff
+from cudiff import Tensor
+from cudiff.ops.elementwise import erf
+from tests.check import check_op, relative_error, torch
+
+# name, PyTorch's function, and how standard normal numbers become inputs of the domain, away from kinks
+ANY = lambda x: x  # noqa: E731
+POSITIVE = lambda x: np.abs(x) + 0.2  # noqa: E731
+NOT_ZERO = lambda x: x + 0.1 * np.sign(x)  # noqa: E731
+FUNCTIONS = [
+    ("negative", lambda x: -x, ANY),
+    ("exp", lambda x: x.exp(), ANY),
+    ("log", lambda x: x.log(), POSITIVE),
+    ("sqrt", lambda x: x.sqrt(), POSITIVE),
+    ("sin", lambda x: x.sin(), ANY),
+    ("cos", lambda x: x.cos(), ANY),
+    ("tanh", lambda x: x.tanh(), ANY),
+    ("abs", lambda x: x.abs(), NOT_ZERO),
+    ("square", lambda x: x.square(), ANY),
+    ("relu", lambda x: x.relu(), NOT_ZERO),
+    ("sigmoid", lambda x: x.sigmoid(), ANY),
+    ("silu", lambda x: torch.nn.functional.silu(x), ANY),
+    ("gelu", lambda x: torch.nn.functional.gelu(x), ANY),
+]
+SHAPES = [(), (1,), (7,), (8,), (3, 5, 2), (2, 33, 17)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name, torch_fn, domain", FUNCTIONS, ids=[f[0] for f in FUNCTIONS])
+def test_function(name, torch_fn, domain, shape, device, rng):
+    x = np.asarray(domain(rng.standard_normal(shape) * 2))
+    check_op(getattr(cudiff, name), x, device=device, torch_fn=torch_fn, dtypes=("float32", "bfloat16", "float16"))
+
+
+@pytest.mark.parametrize("name, torch_fn, domain", FUNCTIONS, ids=[f[0] for f in FUNCTIONS])
+def test_gradient_is_added_to_what_is_there(name, torch_fn, domain, device, rng):
+    x = domain(rng.standard_normal((5, 19)))
+    fn = getattr(cudiff, name)
+    check_op(lambda x: fn(x) + fn(x * 1.0) * 2.0 + x, x, device=device, dtypes=("float32",))
+
+
+@pytest.mark.parametrize("shape", [(7,), (4, 16)], ids=str)
+def test_clip(shape, device, rng):
+    x = rng.standard_normal(shape) * 2
+    check_op(lambda x: cudiff.clip(x, -1, 0.5), x, device=device, torch_fn=lambda x: x.clamp(-1, 0.5))
+
+
+def test_clip_passes_the_gradient_at_its_ends(device):
+    x = Tensor(np.float32([-2, -1, 0, 1, 2]), requires_grad=True, device=device)
+    cudiff.clip(x, -1, 1).backward(Tensor(np.ones(5, np.float32), device=device))
+    assert Tensor(x.grad).numpy().tolist() == [0, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "silu", "gelu", "tanh"])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_far_inputs_saturate_without_nan(name, dtype, device):
+    x = Tensor(np.asarray([-1e4, -200, -90, 0, 90, 200, 1e4], dtype), requires_grad=True, device=device)
+    out = getattr(cudiff, name)(x)
+    assert out.dtype == dtype
+    out.backward(Tensor(np.ones(7, dtype), device=device))
+    values, slopes = out.numpy().astype(np.float64), Tensor(x.grad).numpy().astype(np.float64)
+    assert np.isfinite(values).all() and np.isfinite(slopes).all()
+    assert values[0] == (-1 if name == "tanh" else 0)
+
+
+def test_nan_passes_through(device):
+    x = Tensor(np.float32([np.nan, 1]), device=device)
+    for fn in (cudiff.relu, cudiff.abs, lambda x: cudiff.clip(x, 0, 1)):
+        assert np.isnan(fn(x).numpy()[0]) and fn(x).numpy()[1] == 1
+
+
+def test_unaligned_slice(device, rng):
+    x = rng.standard_normal(1000).astype(np.float32)
+    for start in (1, 2, 3):
+        part = Tensor(x, device=device)[start:]
+        assert relative_error(cudiff.exp(part).numpy(), np.exp(x[start:])) < 1e-6
+
+
+def test_low_precision_computes_in_float32(rng):
+    x = rng.standard_normal(100).astype(ml_dtypes.bfloat16)
+    expected = np.exp(x.astype(np.float32)).astype(ml_dtypes.bfloat16)
+    assert np.array_equal(cudiff.exp(Tensor(x)).numpy(), expected)
+
+
+def test_integers_become_float32_where_they_must():
+    x = Tensor(np.array([1, 4], np.int32))
+    assert cudiff.sqrt(x).dtype == np.float32
+    assert cudiff.square(x).dtype == np.int32
+    assert (-x).numpy().tolist() == [-1, -4]
+
+
+@pytest.mark.gpu
+def test_cuda_refuses_integer_arithmetic():
+    with pytest.raises(TypeError, match="floating"):
+        -Tensor(np.array([1, 4], np.int32), device="cuda")
+
+
+def test_erf_agrees_with_the_standard_library():
+    import math
+
+    x = np.linspace(-8, 8, 2001)
+    assert np.abs(erf(x) - [math.erf(v) for v in x]).max() < 3e-15

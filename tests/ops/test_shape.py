@@ -1,0 +1,200 @@
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cudiff
+from cudiff import Tensor
+from cudiff.ops.shape import merge_axes
+from tests.check import check_op, torch
+
+INTEGERS = [np.uint8, np.int32, np.int64, np.bool_]
+
+
+@pytest.mark.parametrize(
+    "shape, new", [((2, 6), (3, 4)), ((2, 6), (-1, 2)), ((1,), ()), ((), (1, 1)), ((4,), (4,)), ((0, 3), (0,))], ids=str
+)
+def test_reshape(shape, new, device, rng):
+    x = np.asarray(rng.standard_normal(shape))
+    check_op(lambda x: cudiff.reshape(x, new), x, device=device, torch_fn=lambda x: x.reshape(new))
+    tensor = Tensor(x, dtype=np.float32, device=device)
+    assert cudiff.reshape(tensor, new).data.base is not None or tensor.size == 0  # no copy
+
+
+def test_reshape_that_does_not_fit(device):
+    with pytest.raises(ValueError, match="6 elements do not fill"):
+        Tensor(np.ones((2, 3), np.float32), device=device).reshape(4, -1)
+
+
+def test_flatten_expand_squeeze(device, rng):
+    x = rng.standard_normal((2, 3, 1, 4))
+    check_op(lambda x: cudiff.flatten(x, 1), x, device=device, torch_fn=lambda x: x.flatten(1))
+    check_op(lambda x: cudiff.expand_dims(x, (0, -1)), x, device=device, torch_fn=lambda x: x[None, ..., None])
+    check_op(lambda x: cudiff.squeeze(x, 2), x, device=device, torch_fn=lambda x: x.squeeze(2))
+    assert cudiff.squeeze(Tensor(np.ones((1, 2, 1)))).shape == (2,)
+
+
+@pytest.mark.parametrize(
+    "shape, axes",
+    [
+        ((3, 5), None), ((3, 5), (0, 1)), ((2, 3, 4), (2, 0, 1)), ((2, 3, 4, 8), (0, 2, 1, 3)), ((33, 65), (1, -2)),
+        ((), None),
+    ],
+    ids=str,
+)
+def test_transpose(shape, axes, device, rng):
+    x = np.asarray(rng.standard_normal(shape))
+    order = axes or tuple(range(len(shape)))[::-1]
+    check_op(lambda x: cudiff.transpose(x, axes), x, device=device, torch_fn=lambda x: x.permute(order))
+    twice = lambda x: cudiff.transpose(x * 1.0, axes) + cudiff.transpose(x, axes)  # noqa: E731
+    check_op(twice, x, device=device, dtypes=("float32",))
+
+
+@pytest.mark.parametrize("shape, new", [((1,), (7,)), ((3, 1), (3, 8)), ((4,), (2, 3, 4)), ((), (5,))], ids=str)
+def test_broadcast_to(shape, new, device, rng):
+    x = np.asarray(rng.standard_normal(shape))
+    check_op(lambda x: cudiff.broadcast_to(x, new), x, device=device, torch_fn=lambda x: x.broadcast_to(new))
+
+
+INDICES = [
+    np.s_[1], np.s_[-1, 2], np.s_[1:3], np.s_[:, 1:, ::2], np.s_[..., 0], np.s_[::-1], np.s_[:, ::-2, None],
+    np.s_[None], np.s_[2, ..., 3:7], np.s_[:], np.s_[0, 0, 0], np.s_[3:3], np.s_[1:, None, -2, ...], np.s_[:, :, 4:12],
+]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_getitem(index, device, rng):
+    x = rng.standard_normal((4, 5, 16))
+    torch_fn = None if "-1" in str(index) or "-2" in str(index) else lambda x: x[index]
+    check_op(lambda x: x[index], x, device=device, torch_fn=torch_fn, dtypes=("float32", "bfloat16", "float16"))
+    assert np.array_equal(Tensor(x)[index].numpy(), x[index])
+
+
+def test_getitem_gradients_are_added(device, rng):
+    x = rng.standard_normal((4, 6, 16))
+    check_op(
+        lambda x: x[:, 1:3] + x[:, 2:4] * 2.0 + x[:, ::3] + x[[3, 0, 1, 0]][:, :2] + x[:, 4:], x, device=device,
+        dtypes=("float32",),
+    )
+
+
+@pytest.mark.parametrize("index", [[0], [2, 0, 2, 2, -1], [[1, 1], [0, 3]], []], ids=str)
+@pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 2, 8)], ids=str)
+def test_integer_array(shape, index, device, rng):
+    x = rng.standard_normal(shape)
+    positions = np.asarray(index, np.int64)
+    check_op(lambda x: x[positions], x, device=device, torch_fn=lambda x: x[torch.tensor(positions)])
+    assert np.array_equal(Tensor(x)[Tensor(positions)].numpy(), x[positions])
+
+
+@pytest.mark.gpu
+def test_rows_out_of_range_are_zero_on_cuda():
+    x = Tensor(np.ones((3, 2), np.float32), requires_grad=True, device="cuda")
+    out = x[Tensor(np.int32([0, 3, -4]), device="cuda")]
+    out.sum().backward()
+    assert out.numpy().tolist() == [[1, 1], [0, 0], [0, 0]]
+    assert Tensor(x.grad).numpy().tolist() == [[1, 1], [0, 0], [0, 0]]
+
+
+def test_bad_indices(device):
+    x = Tensor(np.ones((3, 2), np.float32), device=device)
+    for index in ("a", 1.5, True, ([0, 1], 0), (slice(None), np.array([0]))):
+        with pytest.raises(TypeError, match="index"):
+            x[index]
+    with pytest.raises(TypeError, match="where"):
+        x[np.array([True, False, True])]
+    with pytest.raises(IndexError):
+        x[3]
+    with pytest.raises(IndexError):
+        x[0, 0, 0]
+    assert [row.shape for row in x] == [(2,)] * 3
+
+
+@pytest.mark.parametrize(
+    "shapes, axis",
+    [
+        (((2, 3), (4, 3)), 0), (((2, 3), (2, 1), (2, 5)), -1), (((2, 3, 3, 8), (2, 3, 3, 16)), 3), (((3,), (0,)), 0),
+        (((5, 2),), 1),
+    ],
+    ids=str,
+)
+def test_concatenate(shapes, axis, device, rng):
+    arrays = [rng.standard_normal(shape) for shape in shapes]
+    check_op(
+        lambda *tensors: cudiff.concatenate(tensors, axis), *arrays, device=device,
+        torch_fn=lambda *tensors: torch.cat(tensors, axis),
+    )
+
+    def twice(*tensors):
+        return cudiff.concatenate([t * 1.0 for t in tensors], axis) + cudiff.concatenate(tensors, axis)
+
+    check_op(twice, *arrays, device=device, dtypes=("float32",))
+
+
+def test_concatenate_with_itself_and_other_dtypes(device, rng):
+    check_op(lambda x: cudiff.concatenate([x, x, x], 1), rng.standard_normal((3, 4)), device=device)
+    low = Tensor(np.ones((2, 2), ml_dtypes.bfloat16), device=device)
+    full = Tensor(np.ones((2, 2), np.float32), device=device)
+    assert cudiff.concatenate([low, full]).dtype == np.float32
+    with pytest.raises(ValueError, match="join"):
+        cudiff.concatenate([full, full[:1]], 1)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_stack(axis, device, rng):
+    arrays = [rng.standard_normal((3, 8)) for _ in range(3)]
+    check_op(
+        lambda *tensors: cudiff.stack(tensors, axis), *arrays, device=device,
+        torch_fn=lambda *tensors: torch.stack(tensors, axis),
+    )
+
+
+@pytest.mark.parametrize("sections, axis", [(3, 1), ([2, 5], 1), (2, 0), ([0, 1], -1), ([8, 16], 2)], ids=str)
+def test_split(sections, axis, device, rng):
+    x = rng.standard_normal((4, 6, 24))
+
+    def torch_fn(x):
+        return torch.tensor_split(x, sections, axis)
+
+    check_op(lambda x: cudiff.split(x, sections, axis), x, device=device, torch_fn=torch_fn)
+    check_op(lambda x: cudiff.split(x, sections, axis)[1], x, device=device)
+
+
+def test_split_that_does_not_divide():
+    with pytest.raises(ValueError, match="equal parts"):
+        cudiff.split(Tensor(np.ones((2, 5))), 2, 1)
+    with pytest.raises(ValueError, match="cut positions"):
+        cudiff.split(Tensor(np.ones((2, 5))), [4, 2], 1)
+
+
+@pytest.mark.parametrize("widths", [1, (1, 2), ((0, 0), (2, 1), (8, 8)), ((1, 0), (0, 0), (0, 0))], ids=str)
+@pytest.mark.parametrize("value", [0, -1.5])
+def test_pad(widths, value, device, rng):
+    x = rng.standard_normal((2, 3, 8))
+    pairs = np.broadcast_to(widths, (3, 2))[::-1].reshape(-1).tolist()
+    check_op(
+        lambda x: cudiff.pad(x, widths, value), x, device=device,
+        torch_fn=lambda x: torch.nn.functional.pad(x, pairs, value=value),
+    )
+    with pytest.raises(ValueError, match="negative"):
+        cudiff.pad(Tensor(x), -1)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_integers_move_exactly(dtype, device, rng):
+    x = rng.integers(0, 2 if dtype == np.bool_ else 200, (3, 5, 16)).astype(dtype)
+    tensor = Tensor(x, device=device)
+    for fn in (
+        lambda a: a[:, ::2], lambda a: a[1:, 3], lambda a: a[::-1], lambda a: a[..., 5:9],
+        lambda a: a.transpose(2, 0, 1),
+    ):
+        out = fn(tensor).numpy()
+        assert out.dtype == dtype and out.flags.c_contiguous and np.array_equal(out, fn(x))
+    assert np.array_equal(cudiff.concatenate([tensor, tensor], 1).numpy(), np.concatenate([x, x], 1))
+    assert np.array_equal(tensor[[2, 0]].numpy(), x[[2, 0]])
+
+
+def test_merge_axes():
+    assert merge_axes((2, 3, 4), [(12, 4, 1), (12, 4, 1)]) == ((24,), ((1,), (1,)))
+    assert merge_axes((2, 3, 4, 5), [(60, 20, 5, 1), (0, 0, 0, 1)]) == ((24, 5), ((5, 1), (0, 1)))
+    assert merge_axes((4, 1, 3), [(3, 99, 1), (1, 7, 0)]) == ((4, 3), ((3, 1), (1, 0)))
+    assert merge_axes((), [(), ()])[0] == (1,)

@@ -1,0 +1,282 @@
+"""The engine: construction, the tape, shared and borrowed gradients, conversions, errors."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cudiff
+from cudiff import CudiffError, Function, Tensor, from_dlpack, no_grad
+
+
+def leaf(values, device="cpu", dtype=np.float32):
+    return Tensor(np.asarray(values, dtype), requires_grad=True, device=device)
+
+
+def grad(tensor):
+    return Tensor(tensor.grad).numpy().tolist()
+
+
+def test_construction():
+    assert Tensor([1.0, 2.0]).dtype == np.float32
+    assert Tensor([1, 2]).dtype == np.int64
+    assert Tensor(np.ones(2)).dtype == np.float64
+    assert Tensor([1.0], dtype=ml_dtypes.bfloat16).dtype == ml_dtypes.bfloat16
+    assert Tensor(np.float32(3)).shape == ()
+    assert Tensor(np.ones((3, 4)).T).data.flags.c_contiguous
+    x = Tensor(np.ones((2, 3)))
+    assert (x.shape, x.ndim, x.size, len(x), x.device, x.is_leaf) == ((2, 3), 2, 6, 2, "cpu", True)
+    assert np.shares_memory(Tensor(x).data, x.data)
+    with pytest.raises(TypeError, match="floating"):
+        Tensor([1, 2], requires_grad=True)
+    with pytest.raises(TypeError, match="len"):
+        len(Tensor(1.0))
+
+
+def test_numbers():
+    assert float(Tensor(2.5)) == 2.5 and int(Tensor([3])) == 3 and bool(Tensor([0.0])) is False
+    with pytest.raises(ValueError):
+        float(Tensor([1.0, 2.0]))
+
+
+def test_same_input_twice(device):
+    for fn, slope in ((lambda x: x + x, 2), (lambda x: x * x, 6), (lambda x: x - x, 0), (lambda x: x / x, 0)):
+        x = leaf([3], device)
+        fn(x).backward()
+        assert grad(x) == [slope]
+        y = leaf([1.5], device)
+        fn(y * 2.0).backward()
+        assert grad(y) == [2 * slope]
+
+
+@pytest.mark.parametrize("shape", [(), (3,)], ids=str)
+def test_fan_in(shape, device):
+    x = leaf(np.full(shape, 2.0), device)
+    h = x * 1.0
+    out = h + h * h + cudiff.exp(h * 0.0) + h.reshape(shape) + (h + h)
+    out.backward(Tensor(np.ones(shape, np.float32), device=device))
+    assert np.allclose(Tensor(x.grad).numpy(), 8)
+
+
+def test_a_borrowed_gradient_is_never_written_to(device):
+    """`a + b` hands the same dout to both; later terms of one must not reach the other."""
+    a, b = leaf([1, 2], device), leaf([3, 4], device)
+    p, q = a * 1.0, b * 1.0
+    start = Tensor(np.float32([1, 1]), device=device)
+    ((p + q) + p * 10.0 + p.reshape(2, 1).reshape(2)).backward(start)
+    assert grad(a) == [12, 12] and grad(b) == [1, 1]
+    assert start.numpy().tolist() == [1, 1]
+
+
+def test_two_leaves_do_not_share_a_gradient(device):
+    a, b = leaf([1, 2], device), leaf([3, 4], device)
+    (a + b).backward(Tensor(np.float32([1, 1]), device=device))
+    a.grad *= 5
+    assert grad(b) == [1, 1]
+
+
+def test_gradients_of_leaves_accumulate(device):
+    for shape in ((), (2,)):
+        x = leaf(np.full(shape, 2.0), device)
+        for _ in range(3):
+            (x * x).sum().backward()
+        assert np.allclose(Tensor(x.grad).numpy(), 12)
+
+
+def test_a_leaf_is_its_own_result(device):
+    x = leaf(3.0, device)
+    x.backward()
+    x.backward()
+    assert grad(x) == 2
+
+
+def test_gradient_of_one_output_only(device):
+    x = leaf(np.arange(6.0), device)
+    first, _, third = cudiff.split(x, 3)
+    (first.sum() + third.sum() * 2.0).backward()
+    assert grad(x) == [1, 1, 0, 0, 2, 2]
+
+
+def test_no_grad_and_detach(device):
+    x = leaf([1, 2], device)
+    with no_grad():
+        y = x * 2.0
+    assert not y.requires_grad and y.is_leaf
+    assert (x * 2.0).requires_grad
+
+    @no_grad()
+    def double(x):
+        return x * 2.0
+
+    assert not double(x).requires_grad
+    z = (x * 2.0).detach()
+    assert not z.requires_grad
+    (x * z).sum().backward()
+    assert grad(x) == [2, 4]
+
+
+def test_no_grad_ends_with_an_error():
+    with pytest.raises(KeyError), no_grad():
+        raise KeyError
+    assert cudiff.tensor.grad_enabled()
+
+
+def test_integers_get_no_gradient():
+    x = leaf([1.4, 2.6])
+    assert not x.astype("int32").requires_grad
+
+
+def test_nothing_is_kept_after_backward(device):
+    x = leaf([1, 2], device)
+    y = x * x
+    node = y._source[0]
+    y.sum().backward()
+    assert node.ctx is None
+
+
+def test_errors(device):
+    x = leaf([1, 2], device)
+    with pytest.raises(RuntimeError, match="requires a gradient"):
+        x.detach().backward()
+    with pytest.raises(RuntimeError, match="needs the gradient to start from"):
+        (x * 2.0).backward()
+    with pytest.raises(ValueError, match="shape"):
+        (x * 2.0).backward(Tensor(np.ones(3, np.float32), device=device))
+    y = (x * x).sum()
+    y.backward()
+    with pytest.raises(RuntimeError, match="run the forward again"):
+        y.backward()
+
+
+def test_unknown_device():
+    with pytest.raises(CudiffError, match="use 'cpu' or 'cuda'"):
+        Tensor([1.0], device="tpu")
+
+
+@pytest.mark.gpu
+def test_devices_do_not_mix():
+    with pytest.raises(ValueError, match=r"\.to\('cuda'\)"):
+        Tensor([1.0]) + Tensor([1.0], device="cuda")
+    with pytest.raises(CudiffError, match="float64"):
+        Tensor(np.ones(2), device="cuda")
+    with pytest.raises(TypeError, match="numpy"):
+        np.asarray(Tensor([1.0], device="cuda"))
+
+
+def test_to_and_numpy(device):
+    x = leaf([1, 2])
+    y = x.to(device)
+    assert y.device == device and y.numpy().tolist() == [1, 2] and y.requires_grad
+    assert x.to("cpu") is x
+
+
+def test_numpy_protocols():
+    x = Tensor([1.0, 2.0])
+    assert np.shares_memory(x.numpy(), x.data)
+    assert np.asarray(x).tolist() == [1, 2] and np.asarray(x, np.float64).dtype == np.float64
+    assert isinstance(np.ones(2, np.float32) - x, Tensor)
+    with pytest.raises(AttributeError):
+        _ = x.__cuda_array_interface__
+
+
+def test_dlpack(device):
+    x = Tensor(np.arange(4, dtype=np.float32), device=device)
+    y = from_dlpack(x)
+    assert y.device == device and y.numpy().tolist() == [0, 1, 2, 3]
+    y.data[0] = 7
+    assert x.numpy()[0] == 7
+
+
+def test_dlpack_with_torch():
+    torch = pytest.importorskip("torch")
+    x = Tensor(np.arange(4, dtype=np.float32))
+    assert torch.from_dlpack(x).tolist() == [0, 1, 2, 3]
+    assert from_dlpack(torch.arange(3.0)).numpy().tolist() == [0, 1, 2]
+
+
+@pytest.mark.gpu
+def test_cuda_array_interface():
+    x = Tensor(np.arange(4, dtype=np.float32), device="cuda")
+    interface = x.__cuda_array_interface__
+    assert interface["shape"] == (4,) and interface["data"][0] == x.data.data.ptr
+
+
+def test_repr(device):
+    assert repr(leaf([1, 2.5], device)) == (
+        f"Tensor([1. , 2.5], shape=(2,), dtype=float32, device={device}, requires_grad=True)"
+    )
+    assert len(repr(Tensor(np.zeros((100, 100), np.float32), device=device))) < 400
+
+
+def test_operators_and_methods(device):
+    x = leaf([[1, 2, 3], [4, 5, 6]], device)
+    assert ((2 - x) * 3 / (1 + x) ** 2).shape == (2, 3)
+    assert abs(-x).sqrt().exp().log().tanh().shape == (2, 3)
+    assert x.T.shape == (3, 2) and x.transpose(1, 0).shape == x.transpose((1, 0)).shape == x.transpose().shape == (3, 2)
+    assert x.reshape(3, 2).shape == x.reshape((3, 2)).shape == x.reshape(-1, 2).shape == (3, 2)
+    assert x.flatten().shape == (6,) and x.sum(0).shape == (3,) and x.mean().shape == ()
+    assert x.max(axis=1, keepdims=True).shape == (2, 1) and x.var(1).shape == x.std(1).shape == x.min(1).shape == (2,)
+    assert x[0, 1:].shape == (2,) and x.astype("float16").dtype == np.float16
+    assert (x @ x.T).shape == (2, 2)
+
+
+class Counted(Function):
+    """out = 2 x, which records what its backward was given."""
+
+    given: list = []  # noqa: RUF012
+
+    @staticmethod
+    def forward_numpy(ctx, x):
+        ctx.partials_seen = ctx.partials[0]
+        ctx.out_partials = np.ones(1, np.float32)
+        return x * 2
+
+    @staticmethod
+    def backward_numpy(ctx, dout, needs, into):
+        Counted.given.append((needs, None if into[0] is None else into[0].copy(), ctx.dout_partials))
+        if into[0] is None:
+            ctx.din_partials[0] = np.full(1, 5, np.float32)
+            return (dout * 2,)
+        into[0] += dout * 2
+        return (into[0],)
+
+
+def test_into_and_partials():
+    Counted.given.clear()
+    x = leaf([1.0])
+    h = x * 1.0
+    a = Counted.apply(h)
+    b = Counted.apply(h)
+    assert a.partials.tolist() == [1] and a.detach().partials.tolist() == [1]
+    (Counted.apply(a) + b).backward()
+    assert grad(x) == [6]
+    (needs, into, partials), second, third = Counted.given
+    assert needs == (True,) and into is None and partials is None  # Counted(a): its dout came without statistics
+    assert second[1] is None  # b, newer than a
+    assert third[1].tolist() == [2] and third[2].tolist() == [5]  # a adds to what b left; statistics came with its dout
+
+
+def test_a_function_without_gradient():
+    class Fill(Function):
+        differentiable = False
+
+        @staticmethod
+        def forward_numpy(ctx, x):
+            return np.zeros_like(x)
+
+    assert not Fill.apply(leaf([1.0])).requires_grad
+
+
+def test_an_absent_input():
+    class First(Function):
+        @staticmethod
+        def forward_numpy(ctx, x, y):
+            assert y is None and ctx.needs == (True, False)
+            return x + 0
+
+        @staticmethod
+        def backward_numpy(ctx, dout, needs, into):
+            return dout, None
+
+    x = leaf([1.0])
+    First.apply(x, None).backward()
+    assert grad(x) == [1]
