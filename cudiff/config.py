@@ -92,7 +92,7 @@ class Config:
     eps: float = _training(1e-8, "Adam: added to the root of the second moment", above=0)
     momentum: float = _training(0.9, "SGD momentum", least=0, below=1)
     weight_decay: float = _training(0.0, "of weights, not of norms, biases and embeddings", least=0)
-    warmup: int = _training(0, "updates over which the learning rate rises from zero", least=0)
+    warmup: int = _training(0, "updates over which the learning rate rises from zero; at most half of steps", least=0)
     lr_schedule: str = _training("constant", "after warm-up; cosine falls to zero", ("constant", "cosine"))
     ema_half_life: float = _training(500.0, "updates after which old weights count half in the average", above=0)
     clip: float = _training(0.0, "largest norm of the whole gradient; 0 = do not clip", least=0)
@@ -302,8 +302,8 @@ def _check_run(config: Config) -> None:
         raise CudiffError(f"sigma_min {config.sigma_min} must be below sigma_max {config.sigma_max}")
     if config.steps == 0 and config.minutes == 0:
         raise CudiffError("training would never end: give steps or minutes")
-    if config.lr_schedule == "cosine" and config.steps <= config.warmup:
-        raise CudiffError(f"the cosine schedule needs steps (now {config.steps}) beyond warmup ({config.warmup})")
+    if config.lr_schedule == "cosine" and config.steps == 0:
+        raise CudiffError("the cosine schedule needs an end: give steps, or lr_schedule = constant")
 
 
 def _parse(name: str, text: str) -> Any:

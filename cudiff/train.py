@@ -242,8 +242,8 @@ def checkpoint_to_resume(path: str | Path) -> Path:
 
 def _optimizer(config: Config, net: Module, ema: EMA) -> Optimizer:
     """The optimiser that `config` names, with its schedule, clipping and the EMA in one kernel."""
-    cosine = config.lr_schedule == "cosine"
-    schedule = Cosine(config.steps, warmup=config.warmup) if cosine else Constant(config.warmup)
+    warmup = min(config.warmup, config.steps // 2) if config.steps else config.warmup
+    schedule = Cosine(config.steps, warmup=warmup) if config.lr_schedule == "cosine" else Constant(warmup)
     common: dict[str, Any] = dict(weight_decay=config.weight_decay, clip=config.clip, schedule=schedule, ema=ema)
     if config.optimizer == "sgd":
         return SGD(net, config.lr, config.momentum, **common)

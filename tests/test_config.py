@@ -126,8 +126,8 @@ def test_bad_flags_are_refused_by_argparse(words):
         ({"learn_sigma": True}, "learn_sigma needs diffusion = ddpm: EDM has no variance to learn"),
         ({"sigma_min": 90.0}, "sigma_min 90.0 must be below sigma_max 80.0"),
         ({"steps": 0}, "training would never end: give steps or minutes"),
-        ({"lr_schedule": "cosine", "warmup": 10000},
-         "the cosine schedule needs steps (now 10000) beyond warmup (10000)"),
+        ({"lr_schedule": "cosine", "steps": 0, "minutes": 1.0},
+         "the cosine schedule needs an end: give steps, or lr_schedule = constant"),
         ({"image_size": 30, "channel_mult": (1, 2, 2)},
          "image size 30 does not halve 2 times: use a multiple of 4, such as 28 or 32, "
          "or fewer entries in channel_mult"),
