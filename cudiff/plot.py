@@ -29,7 +29,7 @@ BACKGROUND = 64  # dark gray parts black digits and photos alike
 FRAME, LAST_FRAME = 80, 2500  # milliseconds
 MOST_FRAMES = 60
 
-INK, QUIET, LINE, ACCENT = "#1f2328", "#6e7781", "#0969da", "#d1570a"
+INK, QUIET, LINE, ACCENT, SECOND = "#1f2328", "#6e7781", "#0969da", "#d1570a", "#1a7f37"
 
 
 def to_uint8(x: Tensor | Array) -> np.ndarray:
@@ -142,8 +142,9 @@ def save_neighbours(path: str | os.PathLike, samples: np.ndarray, neighbours: np
 def save_loss_curve(path: str | os.PathLike, metrics: Sequence[Mapping[str, Any]], title: str = "") -> bool:
     """Draw the lines of `metrics.jsonl` as a PNG; False where matplotlib is not installed.
 
-    metrics: mappings with `step` and `loss`, and some with `validation_loss`; losses that are not finite are left
-    out, and nothing is written where none is left. The axis is logarithmic where the loss falls by more than 4.
+    metrics: mappings with `step` and `loss` or `val_loss` and `train_loss`, the EMA's on held-out and on training
+    images; what is not finite is left out, and nothing is written where no loss is left. The axis is logarithmic
+    where the loss falls by more than a factor of 4.
     """
     try:
         from matplotlib.figure import Figure
@@ -159,11 +160,13 @@ def save_loss_curve(path: str | os.PathLike, metrics: Sequence[Mapping[str, Any]
     curves = [("training", smooth[-1], LINE)]
     axes.plot(steps, losses, color=LINE, alpha=0.22, linewidth=0.8)
     axes.plot(steps, smooth, color=LINE, linewidth=2)
-    validation_steps, validation = _series(metrics, "validation_loss")
-    if len(validation):
-        curves.append(("held out", validation[-1], ACCENT))
-        axes.plot(validation_steps, validation, color=ACCENT, linewidth=1.6, marker="o", markersize=4)
-    shown = np.concatenate([smooth, validation, np.percentile(losses, (1, 99))])
+    shown = np.concatenate([smooth, np.percentile(losses, (1, 99))])
+    for key, name, color in (("val_loss", "held out, EMA", ACCENT), ("train_loss", "training, EMA", SECOND)):
+        at, values = _series(metrics, key)
+        if len(values):
+            axes.plot(at, values, color=color, linewidth=1.6, marker="o", markersize=4)
+            curves.append((name, values[-1], color))
+            shown = np.concatenate([shown, values])
     low, high = shown.min(), shown.max()
     if low > 0 and high > 4 * low:
         axes.set_yscale("log")
