@@ -191,8 +191,8 @@ def within_class_variance(features: np.ndarray, labels: np.ndarray, num_classes:
 
 
 def variance_ratio(variance: np.ndarray, real: np.ndarray) -> float:
-    """Mean within-class variance of samples over that of real images, of the classes that both have; NaN for none."""
-    both = np.isfinite(variance) & np.isfinite(real)
+    """Mean within-class variance of samples over that of real images, of the classes that vary; NaN for none."""
+    both = np.isfinite(variance) & (real > 0)
     return float(variance[both].sum() / real[both].sum()) if both.any() else float("nan")
 
 
@@ -205,7 +205,7 @@ def class_accuracy(predicted: np.ndarray, labels: np.ndarray, num_classes: int) 
 
 @dataclass(frozen=True)
 class Report:
-    """What `evaluate` found. Shares lie in [0, 1]; lists have one entry for each class, NaN where it has no images.
+    """What `evaluate` found. Shares lie in [0, 1]; lists have one entry for each class, None where it has no images.
 
     as_asked: samples classified as the class asked for, None for an unconditional model; `as_asked_by_class` alike.
     found_by_class: share of the samples that the classifier sees in each class.
@@ -222,12 +222,12 @@ class Report:
     class_names: tuple[str, ...]
     classifier_accuracy: float
     as_asked: float | None
-    as_asked_by_class: list[float] | None
-    found_by_class: list[float]
+    as_asked_by_class: list[float | None] | None
+    found_by_class: list[float | None]
     frechet: float
     frechet_real: float
-    variance: float
-    variance_by_class: list[float]
+    variance: float | None
+    variance_by_class: list[float | None]
 
     def to_dict(self) -> dict[str, Any]:
         """All fields by name, for JSON."""
@@ -244,14 +244,23 @@ class Report:
         table.add_column("class", "all")
         heading = "classified so" if self.as_asked is None else "classified as asked"
         table.add_column(heading, f"{total:.1%}", justify="right")
-        table.add_column("variance, real = 1", f"{self.variance:.2f}", justify="right")
+        table.add_column("variance, real = 1", _cell(self.variance, ".2f"), justify="right")
         for name, share, variance in zip(self.class_names, shares, self.variance_by_class, strict=True):
-            table.add_row(name, f"{share:.1%}", f"{variance:.2f}")
+            table.add_row(name, _cell(share, ".1%"), _cell(variance, ".2f"))
         table.caption = (
             f"Fréchet distance to {self.test:,} test images: {self.frechet:.3f}; of {self.real:,} training images: "
             f"{self.frechet_real:.3f}\nthe classifier is right on {self.classifier_accuracy:.2%} of the test images"
         )
         return table
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _listed(values: np.ndarray | list[float]) -> list[float | None]:
+    """As Python numbers, None where not finite, which JSON cannot hold."""
+    return [float(value) if np.isfinite(value) else None for value in values]
 
 
 def evaluate(
@@ -278,8 +287,10 @@ def evaluate(
     classifier : trained now, or taken from the cache, where None; `progress` is for its training.
 
     Without `conditional` the variety is that within the classes that the classifier sees.
-    Raises CudiffError for data without labels, ValueError for fewer than two samples.
+    Raises CudiffError for data without labels and for fewer than two images of a kind.
     """
+    if min(n, len(train), len(test)) < 2:
+        raise CudiffError(f"{n} samples, {len(train)} training and {len(test)} test images: judge 2 or more of each")
     classifier = classifier or train_classifier(train, test, device, progress=progress)
     assert train.labels is not None
     real = train.subset(shuffled_index(np.arange(min(n, len(train))), len(train), seed))
@@ -293,12 +304,14 @@ def evaluate(
     variance = within_class_variance(features, predicted if asked is None else asked, classes)
     return Report(
         data=train.name, samples=n, real=len(real), test=len(test), seed=seed, guidance=guidance,
-        class_names=train.class_names or tuple(map(str, range(classes))), classifier_accuracy=classifier.test_accuracy,
+        class_names=train.class_names or tuple(map(str, range(classes))),
+        classifier_accuracy=classifier.test_accuracy,
         as_asked=None if asked is None else float((predicted == asked).mean()),
-        as_asked_by_class=None if asked is None else class_accuracy(predicted, asked, classes).tolist(),
-        found_by_class=(np.bincount(predicted, minlength=classes) / n).tolist(),
+        as_asked_by_class=None if asked is None else _listed(class_accuracy(predicted, asked, classes)),
+        found_by_class=_listed(np.bincount(predicted, minlength=classes) / n),
         frechet=frechet_distance(features, test_features), frechet_real=frechet_distance(real_features, test_features),
-        variance=variance_ratio(variance, real_variance), variance_by_class=(variance / real_variance).tolist(),
+        variance=_listed([variance_ratio(variance, real_variance)])[0],
+        variance_by_class=_listed(list(map(variance_ratio, variance[:, None], real_variance[:, None]))),
     )
 
 

@@ -9,16 +9,21 @@ import pytest
 from rich.console import Console
 
 from cudiff import evaluate as module
+from cudiff.config import Config
 from cudiff.data import Dataset, digits
 from cudiff.errors import CudiffError
 from cudiff.evaluate import (
     class_accuracy,
     evaluate,
+    evaluate_pipeline,
     frechet_distance,
     train_classifier,
     variance_ratio,
     within_class_variance,
 )
+from cudiff.models import build
+from cudiff.pipeline import Pipeline
+from cudiff.plot import save_npz
 
 # --- Fréchet distance ------------------------------------------------------------------------------------------------
 
@@ -186,7 +191,7 @@ def test_a_perfect_sampler(classifier, parts):
     assert report.as_asked > 0.9 and min(report.as_asked_by_class) > 0.7
     assert 0.8 < report.variance < 1.25
     assert 0.5 < report.frechet / report.frechet_real < 2
-    assert json.loads(json.dumps(report.to_dict()))["samples"] == 300
+    assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["samples"] == 300
 
 
 def test_a_single_mode_in_each_class_is_seen(classifier, parts):
@@ -238,14 +243,58 @@ def test_samples_of_another_size_are_refused(classifier, parts):
         evaluate(lambda n, classes, seed: np.zeros((n, 16, 16, 1), np.uint8), *parts, 20, classifier=classifier)
 
 
+def test_too_few_are_refused(classifier, parts):
+    for n, train in ((1, parts[0]), (20, parts[0].subset([0]))):
+        with pytest.raises(CudiffError, match="2 or more"):
+            evaluate(drawn_again, train, parts[1], n, classifier=classifier)
+
+
+def table_text(report):
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(report.table())
+    return console.export_text()
+
+
 @pytest.mark.parametrize("conditional", [True, False])
 def test_the_table_says_it_all(classifier, parts, conditional):
     guidance = 1.5 if conditional else None
     report = evaluate(drawn_again, *parts, 100, conditional=conditional, guidance=guidance, classifier=classifier)
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(report.table())
-    text = console.export_text()
+    text = table_text(report)
     assert f"{report.frechet:.3f}" in text and f"{report.frechet_real:.3f}" in text
     assert f"{classifier.test_accuracy:.2%}" in text and f"{report.variance:.2f}" in text
     assert ("guidance 1.5" in text) == conditional and ("as asked" in text) == conditional
     assert not conditional or f"{report.as_asked:.1%}" in text
+
+
+# --- a loaded model --------------------------------------------------------------------------------------------------
+
+
+def tiny_pipeline(**options):
+    config = Config(channel_mult=(1, 2), num_res_blocks=1, model_channels=16, sample_steps=2, **options)
+    return Pipeline(config, build(config))
+
+
+def test_a_pipeline_is_judged_on_its_data_and_what_it_held_out(tmp_path, monkeypatch):
+    data = digits(300, 12)
+    save_npz(tmp_path / "digits.npz", data.images, data.labels)
+    monkeypatch.setenv("CUDIFF_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "LEAST_STEPS", 4)
+    pipeline = tiny_pipeline(
+        data=str(tmp_path / "digits.npz"), image_size=12, channels=1, num_classes=10, validation=60, guidance=1.5
+    )
+    report = evaluate_pipeline(pipeline, 24, seed=2, batch_size=16)
+    assert (report.samples, report.real, report.test, report.guidance) == (24, 24, 60, 1.5)
+    assert len(list((tmp_path / "cache" / "classifiers").iterdir())) == 1
+    assert report == evaluate_pipeline(pipeline, 24, seed=2, batch_size=24)
+    assert None in report.variance_by_class and "–" in table_text(report)  # of 24 images some class has under two
+    assert evaluate_pipeline(pipeline, 24, guidance=3.0).guidance == 3.0
+
+
+def test_an_unconditional_pipeline_asks_for_no_classes(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(module, "evaluate", lambda *args, **options: seen.update(options, parts=args[1:3]) or args[0])
+    pipeline = tiny_pipeline(data="digits", image_size=16, channels=1)
+    sample = evaluate_pipeline(pipeline, 5)
+    assert not seen["conditional"] and seen["guidance"] is None
+    assert [len(part) for part in seen["parts"]] == [4000, 1000]
+    assert sample(3, None, 0).shape == (3, 16, 16, 1)
