@@ -322,13 +322,14 @@ def test_guidance_shifts_samples_as_it_should():
         assert np.allclose(out.numpy().ravel(), [0.3, 0.7]), name
 
 
-def test_clipping_limits_the_estimate():
+@pytest.mark.parametrize("sampler", [sample_ddim, sample_ddpm])
+def test_clipping_limits_the_estimate(sampler):
     x, noise = start(sigma=100.0)
-    for sampler in (sample_ddim, sample_ddpm):
-        out = sampler(lambda x, sigma, labels: x * 0 + 3, x, karras_sigmas(4), noise=noise)
-        assert np.array_equal(out.numpy(), np.ones(x.shape))
-        out = sampler(lambda x, sigma, labels: x * 0 + 3, x, karras_sigmas(4), noise=noise, clip_denoised=False)
-        assert np.array_equal(out.numpy(), np.full(x.shape, 3.0))
+    for level, limited in [(3.0, 1.0), (-3.0, -1.0), (-0.5, -0.5)]:
+        out = sampler(lambda x, sigma, labels, level=level: x * 0 + level, x, karras_sigmas(4), noise=noise)
+        assert np.array_equal(out.numpy(), np.full(x.shape, limited))
+    out = sampler(lambda x, sigma, labels: x * 0 + 3, x, karras_sigmas(4), noise=noise, clip_denoised=False)
+    assert np.array_equal(out.numpy(), np.full(x.shape, 3.0))
 
 
 def test_bad_arguments_say_what_to_do():
