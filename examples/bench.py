@@ -86,7 +86,7 @@ def theirs(fn: Callable[[], object], copies: int = 20) -> float:
                 fn()
         graph.replay()
         torch.cuda.synchronize()
-        with cupy.cuda.ExternalStream(stream.cuda_stream):
+        with cupy.cuda.Stream.from_external(stream):
             return replay_time(graph.replay, copies)
 
 
@@ -134,7 +134,7 @@ class Report:
 def measure_limits(report: Report) -> None:
     source = cupy.random.random(1 << 28, dtype=cupy.float32)
     target = cupy.empty_like(source)
-    time = ours(lambda: cupy.copyto(target, source), 4)
+    time = ours(lambda: target.data.copy_from_device_async(source.data, source.nbytes), 4)
     report.copy_limit = 2 * source.nbytes / time / 1e6
     report.add("copy of 1 GiB", time, None, size=2 * source.nbytes)
     if torch:
@@ -275,7 +275,7 @@ def torch_step(precision: str) -> float:
     for _ in range(8):
         step()
     torch.cuda.synchronize()
-    with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+    with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):
         return replay_time(step, 1, 20)
 
 
