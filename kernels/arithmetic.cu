@@ -1,7 +1,8 @@
 // Functions of two broadcast operands. NAME_forward writes out; NAME_da and NAME_db write or add (`accumulate`) the
 // gradient of one operand in the shape of out, before the sum over broadcast axes.
 // variants: T=float,bf16,half
-// out, dout, da, db: T, contiguous, n elements. a, b: T; null stands for the number `scalar`. Layout.dims = 0: a and b
+// out, dout, da, db: T, contiguous, n elements. Where `wide` is not null the gradient goes there instead, in float: a sum
+// over broadcast axes follows, which may cancel. a, b: T; null stands for the number `scalar`. Layout.dims = 0: a and b
 // are contiguous in out's shape. Otherwise element strides over out's merged axes (0 where broadcast; n < 2^32), and
 // `packed` says that packs of 16 bytes never cross a row and start aligned wherever the arrays do.
 // where_*: mask u8, same shape as out. Launch: 256 threads, one pack each (any shape works: grid-stride).
@@ -36,7 +37,7 @@ template <int N> __device__ __forceinline__ void load(const T* p, i64 i, bool re
 }
 
 template <int N, typename F>
-__device__ __forceinline__ void combine(T* out, int accumulate, i64 begin, i64 end, const T* dout, const T* a, const T* b,
+__device__ __forceinline__ void combine(T* out, float* wide, int accumulate, i64 begin, i64 end, const T* dout, const T* a, const T* b,
                                         float scalar, const Layout& layout, F f) {
     i64 thread = (i64)blockIdx.x * blockDim.x + threadIdx.x, threads = (i64)gridDim.x * blockDim.x;
     bool strided = layout.dims > 0;
@@ -49,7 +50,10 @@ __device__ __forceinline__ void combine(T* out, int accumulate, i64 begin, i64 e
         load<N>(a, at_a, repeat_a, scalar, x);
         load<N>(b, at_b, repeat_b, scalar, y);
         load<N>(accumulate ? out : nullptr, i, false, 0.0f, old);
-        if constexpr (N > 1) {
+        if (wide) {
+#pragma unroll
+            for (int k = 0; k < N; k++) wide[i + k] = f(g[k], x[k], y[k]);
+        } else if constexpr (N > 1) {
             Pack<T> result;
 #pragma unroll
             for (int k = 0; k < N; k++) result.v[k] = from_float<T>(old[k] + f(g[k], x[k], y[k]));
@@ -61,23 +65,23 @@ __device__ __forceinline__ void combine(T* out, int accumulate, i64 begin, i64 e
 }
 
 template <typename F>
-__device__ __forceinline__ void binary(T* out, int accumulate, i64 n, const T* dout, const T* a, const T* b, float scalar,
+__device__ __forceinline__ void binary(T* out, float* wide, int accumulate, i64 n, const T* dout, const T* a, const T* b, float scalar,
                                        const Layout& layout, F f) {
     constexpr int SIZE = Pack<T>::SIZE;
     bool aligned = ((u64)out | (u64)dout | (u64)a | (u64)b) % 16 == 0;
     i64 packed = aligned && (layout.dims == 0 || layout.packed) ? n / SIZE * SIZE : 0;
-    combine<SIZE>(out, accumulate, 0, packed, dout, a, b, scalar, layout, f);
-    combine<1>(out, accumulate, packed, n, dout, a, b, scalar, layout, f);
+    combine<SIZE>(out, wide, accumulate, 0, packed, dout, a, b, scalar, layout, f);
+    combine<1>(out, wide, accumulate, packed, n, dout, a, b, scalar, layout, f);
 }
 
 #define FORWARD(name, value)                                                                                       \
     extern "C" __global__ void name##_forward(const T* a, const T* b, float scalar, T* out, i64 n, Layout layout) { \
-        binary(out, 0, n, nullptr, a, b, scalar, layout, [](float, float a, float b) { return value; });           \
+        binary(out, nullptr, 0, n, nullptr, a, b, scalar, layout, [](float, float a, float b) { return value; });           \
     }
-#define GRADIENT(name, value)                                                                                      \
-    extern "C" __global__ void name(const T* dout, const T* a, const T* b, float scalar, T* dx, int accumulate,    \
-                                    i64 n, Layout layout) {                                                        \
-        binary(dx, accumulate, n, dout, a, b, scalar, layout, [](float dout, float a, float b) { return value; }); \
+#define GRADIENT(name, value)                                                                                            \
+    extern "C" __global__ void name(const T* dout, const T* a, const T* b, float scalar, T* dx, float* wide,             \
+                                    int accumulate, i64 n, Layout layout) {                                              \
+        binary(dx, wide, accumulate, n, dout, a, b, scalar, layout, [](float dout, float a, float b) { return value; }); \
     }
 
 // 1 for the larger, 1/2 for equals.

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cudiff.backend import Array
+from cudiff.backend import Array, float32
 from cudiff.cuda.module import empty, gradient_target, launch
 from cudiff.ops.cast import astype, narrow, require_float, result_dtype, widen
 from cudiff.ops.elementwise import grid, square
@@ -74,12 +74,15 @@ class Binary(Function):
             if not needs[i]:
                 grads.append(None)
                 continue
-            whole = ctx.shapes[i] == dout.shape  # nothing to sum: written where it belongs
-            target, accumulate = gradient_target(into[i] if whole else None, dout.shape, dout.dtype)
-            layout = _layout(dout.shape, *ctx.saved)
-            args = (dout, *ctx.saved, ctx.scalar, target, accumulate, np.int64(dout.size), layout)
+            if ctx.shapes[i] == dout.shape:
+                target, accumulate = gradient_target(into[i], dout.shape, dout.dtype)
+                where = (target, None, accumulate)
+            else:
+                target = empty(dout.shape, float32)
+                where = (None, target, False)
+            args = (dout, *ctx.saved, ctx.scalar, *where, np.int64(dout.size), _layout(dout.shape, *ctx.saved))
             launch("arithmetic", f"{cls.__name__.lower()}_{name}", grid(dout), 256, args, T=dout.dtype)
-            grads.append(target if whole else sum_to(target, ctx.shapes[i]))
+            grads.append(sum_to(target, ctx.shapes[i], dout.dtype))
         return tuple(grads)
 
 

@@ -12,7 +12,7 @@ from cudiff.cuda.module import add_into, blocks, empty, launch
 from cudiff.tensor import Function, Tensor
 
 
-def widen(array: Array | None) -> Array | None:
+def widen(array: Array) -> Array:
     """`array` in the dtype that NumPy computes in; None stays None."""
     return None if array is None else array.astype(compute_dtype(array.dtype), copy=False)
 

@@ -107,13 +107,13 @@ def _spread_cuda(name: str, operands: tuple, dx: Array, numbers: tuple, spans: t
     return dx
 
 
-def sum_to(array: Array, shape: tuple[int, ...]) -> Array:
+def sum_to(array: Array, shape: tuple[int, ...], dtype: Any = None) -> Array:
     """Undo broadcasting: sum `array` over the axes along which `shape` was broadcast; `array` itself if none was."""
     if array.shape == shape:
         return array
     lead = array.ndim - len(shape)
     axes = tuple(i for i in range(array.ndim) if i < lead or (shape[i - lead] == 1 and array.shape[i] != 1))
-    return sum_array(array, axes).reshape(shape)
+    return sum_array(array, axes, dtype=dtype).reshape(shape)
 
 
 class Sum(Function):
