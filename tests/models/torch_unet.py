@@ -134,8 +134,9 @@ class TorchUNet(nn.Module):
 
     def forward(self, x, t, labels=None):
         half = self.model_channels // 2
-        frequencies = torch.exp(-math.log(self.max_period) * torch.arange(half, dtype=torch.float64) / half)
-        angles = t.double()[:, None] * frequencies
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        ramp = torch.arange(half, dtype=dtype, device=t.device) / half
+        angles = t.to(dtype)[:, None] * torch.exp(-math.log(self.max_period) * ramp)
         emb = self.time_embed(torch.cat([torch.cos(angles), torch.sin(angles)], dim=1).to(x.dtype))
         if labels is not None:
             emb = emb + self.label_emb(labels)
