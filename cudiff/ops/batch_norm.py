@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from cudiff.backend import float32
+from cudiff.cuda.module import blocks, empty, launch
 from cudiff.ops import group_norm
-from cudiff.ops.elementwise import narrow, widen
-from cudiff.tensor import Context, Function, Tensor
+from cudiff.ops.cast import narrow, require_float, widen
+from cudiff.tensor import Function, Tensor
 
 
 class BatchNorm(Function):
     """See `batch_norm`. The running statistics are inputs without gradient, updated in place."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, x, weight, bias, running_mean, running_var, training, momentum, eps):
+    def forward_numpy(ctx, x, weight, bias, running_mean, running_var, training, momentum, eps):
         rows = widen(x).reshape(1, -1, x.shape[-1])
         if training:
             mean, rstd = group_norm.statistics_numpy(rows, x.shape[-1], eps)
@@ -22,20 +24,49 @@ class BatchNorm(Function):
             running_mean += momentum * (mean[0] - running_mean)
             running_var += momentum * (var - running_var)
         else:
-            mean, rstd = running_mean[None], 1 / np.sqrt(running_var[None] + eps)
+            mean, rstd = running_mean[None].copy(), 1 / np.sqrt(running_var[None] + eps)
         ctx.training = training
         ctx.save(x, weight, bias, mean, rstd)
         y, _ = group_norm.normalize_numpy(rows, weight, bias, mean, rstd)
         return narrow(y.reshape(x.shape), x.dtype)
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         x, weight, bias, mean, rstd = ctx.saved
         rows = widen(x).reshape(1, -1, x.shape[-1])
         dx, dweight, dbias, _, _ = group_norm.backward_numpy(
             widen(dout).reshape(rows.shape), rows, weight, bias, mean, rstd, constant_statistics=not ctx.training
         )
         return narrow(dx.reshape(x.shape), x.dtype), dweight, dbias, None, None
+
+    @staticmethod
+    def forward_cuda(ctx, x, weight, bias, running_mean, running_var, training, momentum, eps):
+        require_float("batch_norm", x)
+        channels = x.shape[-1]
+        rows = x.reshape(1, -1, channels)
+        if training:
+            mean, rstd = group_norm.statistics_cuda(rows, None, channels, eps)
+            unbias = rows.shape[1] / max(rows.shape[1] - 1, 1)
+            launch("batch_norm", "update_running", blocks(channels, 128), 128,
+                   (running_mean, running_var, mean, rstd, channels, momentum, unbias, eps))
+        else:
+            mean, rstd = empty((1, channels), float32), empty((1, channels), float32)
+            launch("batch_norm", "read_running", blocks(channels, 128), 128,
+                   (mean, rstd, running_mean, running_var, channels, eps))
+        ctx.training = training
+        ctx.save(x, weight, bias, mean, rstd)
+        return group_norm.normalize_cuda(rows, None, weight, bias, mean, rstd).reshape(x.shape)
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        x, weight, bias, mean, rstd = ctx.saved
+        rows = (1, -1, x.shape[-1])
+        dx, _, dweight, dbias, _, _ = group_norm.group_norm_backward_cuda(
+            dout.reshape(rows), x.reshape(rows), None, weight, bias, mean, rstd,
+            needs=(needs[0], False, *needs[1:3], False, False), into=(None, None, *into[1:3], None, None),
+            constant_statistics=not ctx.training,
+        )
+        return None if dx is None else dx.reshape(x.shape), dweight, dbias, None, None
 
 
 def batch_norm(x: Tensor, weight: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor, training: bool,

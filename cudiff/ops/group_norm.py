@@ -6,11 +6,14 @@ silu(centred·gain + offset). Batch norm is the same with all pixels as one imag
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-from cudiff.backend import Array
-from cudiff.ops.elementwise import narrow, widen
-from cudiff.tensor import Context, Function, Tensor
+from cudiff.backend import Array, float32
+from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.ops.cast import narrow, require_float, widen
+from cudiff.tensor import Function, Tensor
 
 
 def statistics_numpy(x: Array, num_groups: int, eps: float) -> tuple[Array, Array]:
@@ -91,11 +94,125 @@ def _affine(weight: Array, bias: Array, scale: Array | None, shift: Array | None
     return weight * factor, bias * factor if shift is None else bias * factor + shift[:, None]
 
 
+def group_norm_forward_cuda(x: Array, x2: Array | None, weight: Array, bias: Array, num_groups: int, eps: float,
+                            silu: bool = False, scale: Array | None = None, shift: Array | None = None,
+                            partials: tuple[Array | None, Array | None] = (None, None)) -> tuple[Array, Array, Array]:
+    """y (N, ..., C1 + C2), mean and rstd (N, G). `partials`: the sums that came with x and x2, where they did."""
+    mean, rstd = statistics_cuda(x, x2, num_groups, eps, partials)
+    return normalize_cuda(x, x2, weight, bias, mean, rstd, silu, scale, shift), mean, rstd
+
+
+def statistics_cuda(x: Array, x2: Array | None, num_groups: int, eps: float,
+                    partials: tuple[Array | None, Array | None] = (None, None)) -> tuple[Array, Array]:
+    """mean and rstd (N, G); a pass over each source that brought no partials (N, tiles, C, 2) of its own."""
+    n, pixels, channels, channels2 = _extent(x, x2)
+    operands: list = []
+    for source, sums in zip((x, x2), partials, strict=True):
+        if source is None:
+            operands += [None, None, 0, 0]
+            continue
+        width, shifted = source.shape[-1], None
+        if sums is None:
+            constants = kernel_constants(source)
+            tiles, chunks, across = _tiling(pixels, width, constants)
+            sums, shifted = empty((n, tiles, width, 2), float32), source
+            launch("group_norm", "statistics", (n * tiles, chunks), 256,
+                   (source, sums, pixels, width, tiles, across), **constants)
+        operands += [sums, shifted, sums.shape[1], width]
+    mean, rstd = empty((n, num_groups), float32), empty((n, num_groups), float32)
+    launch("group_norm", "finish_statistics", n, 256, (*operands, mean, rstd, pixels, num_groups, eps),
+           shared=8 * (channels + channels2), **kernel_constants(x, x2))
+    return mean, rstd
+
+
+def normalize_cuda(x: Array, x2: Array | None, weight: Array, bias: Array, mean: Array, rstd: Array,
+                   silu: bool = False, scale: Array | None = None, shift: Array | None = None) -> Array:
+    """y (N, ..., C1 + C2) of one or two sources under given statistics."""
+    n, pixels, channels, channels2 = _extent(x, x2)
+    y = empty((*x.shape[:-1], channels + channels2), x.dtype)
+    constants = kernel_constants(x, x2, y, parameters=(weight, bias, scale, shift))
+    tiles, chunks, across = _tiling(pixels, channels + channels2, constants)
+    launch("group_norm", "normalize", (n * tiles, chunks), 256,
+           (y, x, x2, weight, bias, scale, shift, mean, rstd, mean.shape[1],
+            pixels, channels, channels2, tiles, across, silu), **constants)
+    return y
+
+
+def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, mean: Array,
+                             rstd: Array, silu: bool = False, scale: Array | None = None, shift: Array | None = None, *,
+                             needs: tuple[bool, ...], into: tuple[Array | None, ...],
+                             constant_statistics: bool = False) -> tuple[Array | None, ...]:
+    """dx, dx2, dweight, dbias, dscale, dshift: None where `needs` says so, added to `into` where that is given.
+
+    y and dz are made again from x. The gradients of parameters, scale and shift are float32.
+    """
+    n, pixels, channels1, channels2 = _extent(x, x2)
+    channels, groups = channels1 + channels2, mean.shape[1]
+    constants = kernel_constants(dy, x, x2, into[0], into[1])
+    tiles, chunks, across = _tiling(pixels, channels, constants)
+    affine = (weight, bias, scale, shift, mean, rstd, groups)
+    extent = (pixels, channels1, channels2, tiles, across, silu)
+    shapes = (x.shape, x2 is not None and x2.shape, (channels,), (channels,), (n, channels), (n, channels))
+    targets = [
+        gradient_target(target, shape, x.dtype if i < 2 else float32) if need else (None, False)
+        for i, (need, target, shape) in enumerate(zip(needs, into, shapes, strict=True))
+    ]
+    dx, dx2, dweight, dbias, dscale, dshift = targets
+    means = None
+    if any(needs[2:]) or not constant_statistics:
+        partials, totals = empty((n, tiles, channels, 2), float32), empty((n, channels, 2), float32)
+        means = empty((n, groups, 2), float32)
+        launch("group_norm", "backward_sums", (n * tiles, chunks), 256,
+               (partials, dy, x, x2, *affine, *extent), **constants)
+        launch("group_norm", "finish_sums", n, 256,
+               (partials, totals, means, *dscale, *dshift, *affine, pixels, channels, tiles),
+               shared=8 * channels, **constants)
+        if needs[2] or needs[3]:
+            weight_gradients_cuda(totals, scale, dweight, dbias)
+    if needs[0] or needs[1]:
+        launch("group_norm", "input_gradients", (n * tiles, chunks), 256,
+               (*dx, *dx2, None if constant_statistics else means, dy, x, x2, *affine, *extent), **constants)
+    return tuple(target for target, _ in targets)
+
+
+def weight_gradients_cuda(totals: Array, scale: Array | None, dweight: tuple[Array | None, bool],
+                          dbias: tuple[Array | None, bool]) -> None:
+    """Sum totals (N, C, 2), each of dz and of dz·xhat, times 1 + scale, over N into dbias and dweight (array, add)."""
+    n, channels, _ = totals.shape
+    launch("group_norm", "weight_gradients", blocks(channels, 32), (32, 8),
+           (totals, scale, *dweight, *dbias, n, channels), T=float32, VEC=0)
+
+
+def _extent(x: Array, x2: Array | None) -> tuple[int, int, int, int]:
+    """Images, pixels an image, and the channels of both sources."""
+    return x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1], 0 if x2 is None else x2.shape[-1]
+
+
+def kernel_constants(*arrays: Array | None, parameters: tuple[Array | None, ...] = ()) -> dict:
+    """T and VEC: packs of 16 bytes where all channels and addresses allow them. `parameters` must be float32."""
+    for array in parameters:
+        if array is not None and array.dtype != float32:
+            raise TypeError("norms on CUDA take float32 weight, bias, scale and shift: use .astype('float32')")
+    present = [array for array in arrays if array is not None]
+    size = 16 // present[0].dtype.itemsize
+    whole = all(array.shape[-1] % size == 0 and array.data.ptr % 16 == 0 for array in present)
+    return {"T": present[0].dtype, "VEC": int(whole)}
+
+
+def _tiling(pixels: int, channels: int, constants: dict) -> tuple[int, int, int]:
+    """Tiles an image, chunks of channels, packs a chunk: 4 packs a thread, or fewer until there are 8 tiles."""
+    packs = channels // (16 // constants["T"].itemsize if constants["VEC"] else 1)
+    chunks = blocks(packs, 256)
+    across = blocks(packs, chunks)
+    rows = 256 // across
+    return min(256, max(blocks(pixels, 4 * rows), min(8, blocks(pixels, rows)))), chunks, across
+
+
 class GroupNorm(Function):
     """See `group_norm`. x2's channels follow those of x; a group may hold channels of both."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, x, x2, weight, bias, scale, shift, num_groups, eps, silu):
+    def forward_numpy(ctx, x, x2, weight, bias, scale, shift, num_groups, eps, silu):
         joined = widen(x if x2 is None else np.concatenate((x, x2), axis=-1))
         rows = joined.reshape(len(x), -1, joined.shape[-1])
         mean, rstd = statistics_numpy(rows, num_groups, eps)
@@ -105,7 +222,7 @@ class GroupNorm(Function):
         return narrow(y.reshape(joined.shape), x.dtype)
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         x, x2, weight, bias, scale, shift, mean, rstd, y, gate = ctx.saved
         joined = widen(x if x2 is None else np.concatenate((x, x2), axis=-1))
         rows = joined.reshape(len(x), -1, joined.shape[-1])
@@ -122,6 +239,23 @@ class GroupNorm(Function):
             return dx, None, *rest
         return np.ascontiguousarray(dx[..., : x.shape[-1]]), np.ascontiguousarray(dx[..., x.shape[-1] :]), *rest
 
+    @staticmethod
+    def forward_cuda(ctx, x, x2, weight, bias, scale, shift, num_groups, eps, silu):
+        require_float("group_norm", x)
+        y, mean, rstd = group_norm_forward_cuda(
+            x, x2, weight, bias, num_groups, eps, silu, scale, shift, ctx.partials[:2]
+        )
+        ctx.silu = silu
+        ctx.save(x, x2, weight, bias, scale, shift, mean, rstd)
+        return y
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        x, x2, weight, bias, scale, shift, mean, rstd = ctx.saved
+        return group_norm_backward_cuda(
+            dout, x, x2, weight, bias, mean, rstd, ctx.silu, scale, shift, needs=needs, into=into
+        )
+
 
 def group_norm(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int = 32, eps: float = 1e-5, silu: bool = False,
                scale: Tensor | None = None, shift: Tensor | None = None, x2: Tensor | None = None) -> Tensor:
@@ -135,8 +269,8 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int = 32, ep
     Source: Wu and He, Group Normalization, 2018.
     """
     channels = x.shape[-1] + (0 if x2 is None else x2.shape[-1])
-    if x2 is not None and x2.shape[:-1] != x.shape[:-1]:
-        raise ValueError(f"group_norm: x of shape {x.shape} and x2 of shape {x2.shape} differ before the channels")
+    if x2 is not None and (x2.shape[:-1] != x.shape[:-1] or x2.dtype != x.dtype):
+        raise ValueError(f"group_norm: x {x.shape} {x.dtype} and x2 {x2.shape} {x2.dtype} differ before the channels")
     if channels % num_groups:
         raise ValueError(f"group_norm: {channels} channels do not divide into {num_groups} groups")
     for name, operand, shape in (("weight", weight, (channels,)), ("bias", bias, (channels,)),

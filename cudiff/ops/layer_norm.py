@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from cudiff.ops.elementwise import narrow, widen
-from cudiff.tensor import Context, Function, Tensor
+from cudiff.backend import float32
+from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.ops.cast import narrow, require_float, widen
+from cudiff.ops.group_norm import kernel_constants, weight_gradients_cuda
+from cudiff.tensor import Function, Tensor
 
 
 class LayerNorm(Function):
     """See `layer_norm`."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, x, weight, bias, eps):
+    def forward_numpy(ctx, x, weight, bias, eps):
         wide = widen(x)
         mean = wide.mean(-1, keepdims=True)
         normal = wide - mean
@@ -23,7 +26,7 @@ class LayerNorm(Function):
         return narrow(normal * weight + bias, x.dtype)
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         normal, weight, rstd = ctx.saved
         wide = widen(dout)
         axes = tuple(range(dout.ndim - 1))
@@ -34,6 +37,45 @@ class LayerNorm(Function):
         dnormal -= normal * second
         dnormal *= rstd
         return narrow(dnormal, dout.dtype), dweight, dbias
+
+    @staticmethod
+    def forward_cuda(ctx, x, weight, bias, eps):
+        require_float("layer_norm", x)
+        rows, channels = x.size // x.shape[-1], x.shape[-1]
+        y, mean, rstd = empty(x.shape, x.dtype), empty(rows, float32), empty(rows, float32)
+        constants = kernel_constants(x, y, parameters=(weight, bias))
+        launch("layer_norm", "normalize", rows, _threads(channels, constants),
+               (y, mean, rstd, x, weight, bias, channels, eps), **constants)
+        ctx.save(x, weight, mean, rstd)
+        return y
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        x, weight, mean, rstd = ctx.saved
+        rows, channels = len(mean), len(weight)
+        dx = dweight = dbias = None, False
+        if needs[0]:
+            dx = gradient_target(into[0], x.shape, x.dtype)
+            constants = kernel_constants(x, dout, dx[0])
+            launch("layer_norm", "input_gradients", rows, _threads(channels, constants),
+                   (*dx, dout, x, mean, rstd, weight, channels), **constants)
+        if needs[1] or needs[2]:
+            tiles = min(256, blocks(rows, 32))
+            totals = empty((tiles, channels, 2), float32)
+            launch("layer_norm", "column_sums", (blocks(channels, 32), tiles), (32, 8),
+                   (totals, dout, x, mean, rstd, rows, channels), T=x.dtype, VEC=0)
+            dweight, dbias = (
+                gradient_target(target, (channels,), float32) if need else (None, False)
+                for need, target in zip(needs[1:], into[1:], strict=True)
+            )
+            weight_gradients_cuda(totals, None, dweight, dbias)
+        return dx[0], dweight[0], dbias[0]
+
+
+def _threads(channels: int, constants: dict) -> int:
+    """Two packs a thread, in whole warps."""
+    packs = channels // (16 // constants["T"].itemsize if constants["VEC"] else 1)
+    return 32 * min(32, blocks(packs, 64))
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:

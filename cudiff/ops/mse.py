@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from cudiff.backend import compute_dtype
-from cudiff.ops.cast import astype, result_dtype
-from cudiff.ops.elementwise import narrow, widen
-from cudiff.tensor import Context, Function, Tensor
+from cudiff.backend import compute_dtype, float32
+from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.ops.cast import astype, narrow, require_float, result_dtype, widen
+from cudiff.tensor import Function, Tensor
 
 
 class MSE(Function):
     """See `mse`. The squared errors of each sample are kept for the weight's gradient."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, pred, target, weight):
+    def forward_numpy(ctx, pred, target, weight):
         difference = (widen(pred) - widen(target)).reshape(len(pred), -1)
         errors = np.einsum("nk,nk->n", difference, difference) / compute_dtype(pred.dtype).type(difference.size)
         ctx.shape, ctx.dtype = pred.shape, pred.dtype
@@ -22,12 +22,45 @@ class MSE(Function):
         return errors.sum() if weight is None else np.dot(errors, weight)
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         difference, weight, errors = ctx.saved
         factor = 2 * dout / difference.dtype.type(difference.size)
         difference *= factor if weight is None else (factor * weight)[:, None]
         dpred = narrow(difference, ctx.dtype).reshape(ctx.shape)
         return dpred, -dpred if needs[1] else None, dout * errors if needs[2] else None
+
+    @staticmethod
+    def forward_cuda(ctx, pred, target, weight):
+        require_float("mse", pred)
+        if weight is not None and weight.dtype != float32:
+            raise TypeError("mse on CUDA takes a float32 weight: use .astype('float32')")
+        n, size = len(pred), pred.size // len(pred)
+        chunk = 4096 * blocks(size, 4096 * 1024)
+        tiles = blocks(size, chunk)
+        packs = size % (16 // pred.itemsize) == 0 and pred.data.ptr % 16 == 0 and target.data.ptr % 16 == 0
+        constants = {"T": pred.dtype, "VEC": int(packs)}
+        partials, loss = empty((n, tiles), float32), empty((), float32)
+        launch("mse", "squares", n * tiles, 256, (partials, pred, target, np.int64(size), chunk, tiles), **constants)
+        launch("mse", "loss", 1, 1024, (loss, partials, weight, n, tiles, 1 / pred.size), **constants)
+        ctx.tiling, ctx.constants = (np.int64(size), chunk, tiles, 1 / pred.size), constants
+        ctx.save(pred, target, weight, partials)
+        return loss
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        pred, target, weight, partials = ctx.saved
+        dpred, dtarget, dweight = (
+            gradient_target(there, like.shape, like.dtype) if need else (None, False)
+            for need, there, like in zip(needs, into, (pred, target, weight), strict=True)
+        )
+        n, tiles = partials.shape
+        if needs[0] or needs[1]:
+            args = (*dpred, *dtarget, dout, pred, target, weight, *ctx.tiling)
+            launch("mse", "gradients", n * tiles, 256, args, **ctx.constants)
+        if needs[2]:
+            args = (*dweight, dout, partials, n, tiles, ctx.tiling[-1])
+            launch("mse", "weight_gradient", blocks(n, 128), 128, args, **ctx.constants)
+        return dpred[0], dtarget[0], dweight[0]
 
 
 def mse(pred: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:

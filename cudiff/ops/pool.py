@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from cudiff.backend import Array
-from cudiff.ops.elementwise import narrow, widen
-from cudiff.tensor import Context, Function, Tensor
+from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.ops.cast import narrow, require_float, widen
+from cudiff.tensor import Function, Tensor
 
 Window = tuple[int, int, int]  # size, stride, padding
 
@@ -66,36 +67,56 @@ class AveragePool2d(Function):
     """See `avg_pool2d`."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, x, window):
+    def forward_numpy(ctx, x, window):
         ctx.size, ctx.window = x.shape[1:3], window
         return narrow(sum_windows_numpy(widen(x), window, 1 / window[0] ** 2), x.dtype)
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         dx = spread_windows_numpy(widen(dout), ctx.size, ctx.window, 1 / ctx.window[0] ** 2)
         return (narrow(dx, dout.dtype),)
+
+    @staticmethod
+    def forward_cuda(ctx, x, window):
+        require_float("avg_pool2d", x)
+        ctx.size, ctx.window = x.shape[1:3], window
+        return _sum_windows_cuda(x, window, 1 / window[0] ** 2)
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        return (_spread_windows_cuda(dout, ctx.size, ctx.window, 1 / ctx.window[0] ** 2, into[0]),)
 
 
 class UpsampleNearest(Function):
     """See `upsample_nearest`."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, x, factor):
+    def forward_numpy(ctx, x, factor):
         ctx.window = (factor, factor, 0)
         n, height, width, channels = x.shape
         repeated = np.broadcast_to(x[:, :, None, :, None], (n, height, factor, width, factor, channels))
         return repeated.reshape(n, height * factor, width * factor, channels)
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         return (narrow(sum_windows_numpy(widen(dout), ctx.window, 1), dout.dtype),)
+
+    @staticmethod
+    def forward_cuda(ctx, x, factor):
+        require_float("upsample_nearest", x)
+        ctx.window = (factor, factor, 0)
+        return _spread_windows_cuda(x, (x.shape[1] * factor, x.shape[2] * factor), ctx.window, 1.0)
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        return (_sum_windows_cuda(dout, ctx.window, 1.0, into[0]),)
 
 
 class MaxPool2d(Function):
     """See `max_pool2d`. The place of each maximum in its window is kept, one byte an output."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, x, window):
+    def forward_numpy(ctx, x, window):
         size = out_size(x.shape[1:3], window)
         taps = _taps(_padded(widen(x), window[2], -np.inf), window, size)
         out = next(taps).copy()
@@ -108,13 +129,56 @@ class MaxPool2d(Function):
         return narrow(out, x.dtype)
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
-        (place,), padding = ctx.saved, ctx.window[2]
-        n, height, width, channels = dout.shape[0], *ctx.size, dout.shape[3]
-        dx = np.zeros((n, height + 2 * padding, width + 2 * padding, channels), widen(dout).dtype)
+    def backward_numpy(ctx, dout, needs, into):
+        (place,), padding, wide = ctx.saved, ctx.window[2], widen(dout)
+        height, width = ctx.size
+        dx = np.zeros((len(dout), height + 2 * padding, width + 2 * padding, dout.shape[3]), wide.dtype)
         for index, tap in enumerate(_taps(dx, ctx.window, dout.shape[1:3])):
-            tap += np.where(place == index, widen(dout), 0)
+            tap += np.where(place == index, wide, 0)
         return (narrow(_cropped(dx, padding), dout.dtype),)
+
+    @staticmethod
+    def forward_cuda(ctx, x, window):
+        require_float("max_pool2d", x)
+        n, height, width, channels = x.shape
+        out = empty((n, *out_size((height, width), window), channels), x.dtype)
+        place = empty(out.shape, np.uint8)
+        _launch("max_windows", (out, place, x), x, out, out, window)
+        ctx.window, ctx.size = window, x.shape[1:3]
+        ctx.save(place)
+        return out
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        (place,) = ctx.saved
+        dx, add = gradient_target(into[0], (len(dout), *ctx.size, dout.shape[3]), dout.dtype)
+        _launch("max_windows_backward", (dx, add, dout, place), dx, dout, dx, ctx.window)
+        return (dx,)
+
+
+def _sum_windows_cuda(x: Array, window: Window, factor: float, into: Array | None = None) -> Array:
+    """`sum_windows_numpy` on the GPU; added to `into` where that is given."""
+    shape = (x.shape[0], *out_size(x.shape[1:3], window), x.shape[3])
+    out, add = gradient_target(into, shape, x.dtype)
+    _launch("sum_windows", (out, add, x, factor), x, out, out, window)
+    return out
+
+
+def _spread_windows_cuda(x: Array, size: tuple[int, int], window: Window, factor: float,
+                         into: Array | None = None) -> Array:
+    """`spread_windows_numpy` on the GPU; added to `into` where that is given."""
+    out, add = gradient_target(into, (x.shape[0], *size, x.shape[3]), x.dtype)
+    _launch("spread_windows", (out, add, x, factor), out, x, out, window)
+    return out
+
+
+def _launch(name: str, args: tuple, large: Array, small: Array, out: Array, window: Window) -> None:
+    """One block a row of `out`, which is `large` or `small`."""
+    channels, size = large.shape[3], 16 // large.itemsize
+    packs = channels % size == 0 and large.data.ptr % 16 == 0 and small.data.ptr % 16 == 0
+    items = out.shape[2] * channels // (size if packs else 1)
+    launch("pool", name, out.shape[0] * out.shape[1], 32 * min(8, blocks(items, 32)),
+           (*args, *large.shape[1:3], *small.shape[1:3], channels, *window), T=large.dtype, VEC=int(packs))
 
 
 def _window(name: str, x: Tensor, size: int, stride: int | None, padding: int) -> Window:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from cudiff.backend import compute_dtype
-from cudiff.ops.elementwise import narrow, widen
+from cudiff.backend import Array, compute_dtype, float32
+from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.ops.cast import narrow, require_float, widen
 from cudiff.ops.shape import transpose
-from cudiff.tensor import Context, Function, Tensor
+from cudiff.tensor import Function, Tensor
 
 
 def log_softmax_numpy(x: np.ndarray) -> np.ndarray:
@@ -21,7 +22,7 @@ class Softmax(Function):
     """Softmax over the last axis, or its logarithm."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, x, log):
+    def forward_numpy(ctx, x, log):
         log_p = log_softmax_numpy(widen(x))
         p = np.exp(log_p)
         ctx.log = log
@@ -29,17 +30,36 @@ class Softmax(Function):
         return narrow(log_p if log else p, x.dtype)
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         (p,), wide = ctx.saved, widen(dout)
         dx = wide - p * wide.sum(-1, keepdims=True) if ctx.log else p * (wide - (p * wide).sum(-1, keepdims=True))
         return (narrow(dx, dout.dtype),)
+
+    @staticmethod
+    def forward_cuda(ctx, x, log):
+        require_float("softmax", x)
+        rows, size = _rows(x)
+        out, stats = empty(x.shape, x.dtype), empty((rows, 2), float32)
+        launch("softmax", "softmax", rows, _threads(size), (out, stats, x, size, log), T=x.dtype)
+        ctx.log = log
+        ctx.save(x, stats)
+        return out
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        x, stats = ctx.saved
+        rows, size = _rows(x)
+        dx, add = gradient_target(into[0], x.shape, x.dtype)
+        args = (dx, add, dout, x, stats, size, ctx.log)
+        launch("softmax", "softmax_backward", rows, _threads(size), args, T=x.dtype)
+        return (dx,)
 
 
 class CrossEntropy(Function):
     """See `cross_entropy`."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, logits, labels):
+    def forward_numpy(ctx, logits, labels):
         if labels.min() < 0 or labels.max() >= logits.shape[1]:
             raise ValueError(f"cross_entropy: a label lies outside 0 to {logits.shape[1] - 1}")
         log_p = log_softmax_numpy(widen(logits))
@@ -48,12 +68,41 @@ class CrossEntropy(Function):
         return -log_p[np.arange(len(labels)), labels].mean()
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         log_p, labels = ctx.saved
         dlogits = np.exp(log_p)
         dlogits[np.arange(len(labels)), labels] -= 1
         dlogits *= dout / compute_dtype(ctx.dtype).type(len(labels))
         return narrow(dlogits, ctx.dtype), None
+
+    @staticmethod
+    def forward_cuda(ctx, logits, labels):
+        require_float("cross_entropy", logits)
+        rows, size = logits.shape
+        losses, stats, loss = empty(rows, float32), empty((rows, 2), float32), empty((), float32)
+        args = (losses, stats, logits, labels, size)
+        launch("softmax", "cross_entropy", rows, _threads(size), args, T=logits.dtype)
+        launch("softmax", "mean", 1, 256, (loss, losses, rows), T=logits.dtype)
+        ctx.save(logits, labels, stats)
+        return loss
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        logits, labels, stats = ctx.saved
+        rows, size = logits.shape
+        dlogits, add = gradient_target(into[0], logits.shape, logits.dtype)
+        args = (dlogits, add, dout, logits, stats, labels, size)
+        launch("softmax", "cross_entropy_backward", rows, _threads(size), args, T=logits.dtype)
+        return dlogits, None
+
+
+def _rows(x: Array) -> tuple[int, int]:
+    return x.size // x.shape[-1], x.shape[-1]
+
+
+def _threads(size: int) -> int:
+    """Four elements a thread, in whole warps."""
+    return 32 * min(32, blocks(size, 128))
 
 
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
