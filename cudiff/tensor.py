@@ -264,7 +264,8 @@ class Node:
     __slots__ = ("ctx", "function", "index", "inputs", "needs", "num_outputs")
 
     def __init__(self, function: Any, ctx: Context, inputs: Sequence[Tensor | None], needs: tuple, num_outputs: int):
-        self.function, self.ctx, self.needs, self.num_outputs = function, ctx, needs, num_outputs
+        self.function, self.needs, self.num_outputs = function, needs, num_outputs
+        self.ctx: Any = ctx  # a Context, None once backward has run
         self.index = next(_node_index)
         # An input made by another node is kept as that node's output slot, so that its array can be freed.
         self.inputs = [

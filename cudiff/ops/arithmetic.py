@@ -69,7 +69,7 @@ class Binary(Function):
 
     @classmethod
     def backward_cuda(cls, ctx, dout, needs, into):
-        grads = []
+        grads: list[Array | None] = []
         for i, name in enumerate(("da", "db")):
             if not needs[i]:
                 grads.append(None)

@@ -412,7 +412,7 @@ def split(x: Tensor, sections: int | Sequence[int], axis: int = 0) -> tuple[Tens
         cuts = [0, *sections, size]
     sizes = tuple(int(stop - start) for start, stop in itertools.pairwise(cuts))
     if any(n < 0 for n in sizes):
-        raise ValueError(f"cut positions {list(sections)} do not rise within axis {axis} of size {size}")
+        raise ValueError(f"cut positions {sections} do not rise within axis {axis} of size {size}")
     return Split.apply(x, sizes=sizes, axis=axis)
 
 
