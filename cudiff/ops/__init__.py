@@ -9,7 +9,7 @@ from cudiff.ops.arithmetic import add, divide, maximum, minimum, multiply, power
 from cudiff.ops.batch import draw_batch
 from cudiff.ops.batch_norm import batch_norm
 from cudiff.ops.cast import astype
-from cudiff.ops.conv2d import conv2d, conv_transpose2d, norm_silu_conv2d
+from cudiff.ops.conv2d import conv2d, conv_transpose2d
 from cudiff.ops.dropout import dropout
 from cudiff.ops.elementwise import (
     abs, clip, cos, exp, gelu, log, negative, relu, sigmoid, silu, sin, sqrt, square, tanh,
@@ -19,6 +19,7 @@ from cudiff.ops.group_norm import group_norm
 from cudiff.ops.layer_norm import layer_norm
 from cudiff.ops.matmul import linear, matmul
 from cudiff.ops.mse import mse
+from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
 from cudiff.ops.pool import avg_pool2d, max_pool2d, upsample_nearest
 from cudiff.ops.random import Generator, Streams, normal, randint, uniform
 from cudiff.ops.reduce import max, mean, min, std, sum, var

@@ -1,4 +1,4 @@
-"""Convolutions over channels-last images, and the unit of the U-Net: norm, SiLU, convolution and what is added to it.
+"""Convolutions over channels-last images.
 
 The three passes of one convolution serve both directions: `fprop` (out from x and weight), `dgrad` (dx from dout and
 weight) and `wgrad` (dweight from x and dout). A transposed convolution is dgrad run forward.
@@ -11,9 +11,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cudiff.backend import compute_dtype
-from cudiff.ops.cast import astype
-from cudiff.ops.shape import concatenate, reshape
+from cudiff.backend import Array, compute_dtype, float32
+from cudiff.cuda.module import empty, gradient_target
+from cudiff.ops.gemm import Epilogue, aligned, product
+from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
+from cudiff.ops.reduce import sum_array
 from cudiff.tensor import Context, Function, Tensor
 
 Pair = tuple[int, int]
@@ -112,6 +114,60 @@ def out_size(size: Pair, kernel: Pair, stride: Pair, padding: Pair) -> Pair:
     return height, width
 
 
+def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair, epilogue: Epilogue,
+               tf32: bool) -> Array:
+    """Convolution, written to out (N, Ho, Wo, K), and what the epilogue adds."""
+    epilogue = epilogue._replace(rows_per_image=out.shape[1] * out.shape[2])
+    if _is_linear(weight.shape[1:3], stride, padding):
+        linear_cuda(x, weight.reshape(weight.shape[0], -1), epilogue, tf32, out.reshape(1, -1, out.shape[3]))
+    else:
+        _launch("FPROP", x, weight, out, (x.shape, weight.shape, out.shape), stride, padding, epilogue, tf32)
+    return out
+
+
+def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pair, epilogue: Epilogue,
+               tf32: bool) -> Array:
+    """Gradient of the input, written to dx (N, H, W, C), and what the epilogue adds."""
+    epilogue = epilogue._replace(rows_per_image=dx.shape[1] * dx.shape[2])
+    if _is_linear(weight.shape[1:3], stride, padding):
+        linear_dx_cuda(dout, weight.reshape(weight.shape[0], -1), dx.reshape(1, -1, dx.shape[3]), epilogue, tf32)
+    else:
+        _launch("DGRAD", dout, weight, dx, (dx.shape, weight.shape, dout.shape), stride, padding, epilogue, tf32)
+    return dx
+
+
+def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pair, add: bool, tf32: bool) -> Array:
+    """Gradient of the weight, written or added to dweight (K, R, S, C), float32."""
+    if _is_linear(dweight.shape[1:3], stride, padding):
+        linear_dweight_cuda(x, dout, dweight.reshape(dweight.shape[0], -1), add, tf32)
+    else:
+        epilogue = Epilogue(addend=dweight if add else None)
+        _launch("WGRAD", dout, x, dweight, (x.shape, dweight.shape, dout.shape), stride, padding, epilogue, tf32)
+    return dweight
+
+
+def _is_linear(kernel: Pair, stride: Pair, padding: Pair) -> bool:
+    return kernel == stride == (1, 1) and padding == (0, 0)
+
+
+def _launch(direction: str, a: Array, b: Array, out: Array, shapes: tuple, stride: Pair, padding: Pair,
+            epilogue: Epilogue, tf32: bool) -> None:
+    """One pass of kernels/conv2d.cu; shapes = those of x, weight and out."""
+    (n, height, width, c), (k, *kernel, _), (_, *size, _) = shapes
+    b = b if b.dtype == a.dtype else b.astype(a.dtype)
+    taps, pixels = kernel[0] * kernel[1], size[0] * size[1]
+    rows, columns, depth, chunk_a, chunk_b = {
+        "FPROP": (n * pixels, k, taps * c, c, taps * c),
+        "DGRAD": (n * height * width, c, taps * k, k, c),
+        "WGRAD": (k, taps * c, n * pixels, k, c),
+    }[direction]
+    product(
+        "conv2d", a, b, out, columns, (n, height, width, c, *size, k, *kernel, *stride, *padding),
+        (rows, columns, depth, 1), epilogue, tf32, PASS=direction, A_VEC=aligned(a, chunk_a),
+        B_VEC=aligned(b, chunk_b), DILATED=direction == "DGRAD" and stride != (1, 1),
+    )
+
+
 def _wide(*arrays: np.ndarray) -> list[np.ndarray]:
     """The arrays in the dtype that NumPy computes in, which the first one decides."""
     dtype = compute_dtype(arrays[0].dtype)
@@ -119,7 +175,7 @@ def _wide(*arrays: np.ndarray) -> list[np.ndarray]:
 
 
 class Conv2d(Function):
-    """out[n, i, j, k] = bias[k] + sum of x[n, i·stride + r − padding, j·stride + s − padding, c] · weight[k, r, s, c]."""
+    """out[n,i,j,k] = bias[k] + sum of x[n, i·stride + r − padding, j·stride + s − padding, c] · weight[k, r, s, c]."""
 
     @staticmethod
     def forward_numpy(ctx: Context, x, weight, bias, stride, padding, tf32):
@@ -141,6 +197,28 @@ class Conv2d(Function):
             dweight = wgrad_numpy(wide_x, wide_dout, weight.shape[1:3], ctx.stride, ctx.padding)
         if needs[2]:
             dbias = wide_dout.sum((0, 1, 2))
+        return dx, dweight, dbias
+
+    @staticmethod
+    def forward_cuda(ctx: Context, x, weight, bias, stride, padding, tf32):
+        ctx.save(x, weight)
+        ctx.stride, ctx.padding, ctx.tf32 = stride, padding, tf32
+        size = out_size(x.shape[1:3], weight.shape[1:3], stride, padding)
+        out = empty((x.shape[0], *size, weight.shape[0]), x.dtype)
+        return fprop_cuda(x, weight, out, stride, padding, Epilogue(bias=as_float32(bias)), tf32)
+
+    @staticmethod
+    def backward_cuda(ctx: Context, dout, needs, into):
+        x, weight = ctx.saved
+        dx = dweight = dbias = None
+        if needs[0]:
+            dx, add = gradient_target(into[0], x.shape, x.dtype)
+            dgrad_cuda(dout, weight, dx, ctx.stride, ctx.padding, Epilogue(addend=dx if add else None), ctx.tf32)
+        if needs[1]:
+            dweight, add = gradient_target(into[1], weight.shape, float32)
+            wgrad_cuda(x, dout, dweight, ctx.stride, ctx.padding, add, ctx.tf32)
+        if needs[2]:
+            dbias = sum_array(dout, (0, 1, 2), dtype=float32)
         return dx, dweight, dbias
 
 
@@ -169,44 +247,26 @@ class ConvTranspose2d(Function):
             dbias = wide_dout.sum((0, 1, 2))
         return dx, dweight, dbias
 
-
-class NormSiluConv2d(Function):
-    """See `norm_silu_conv2d`. NumPy records `unfused`, the composition that defines it, on a tape of its own."""
+    @staticmethod
+    def forward_cuda(ctx: Context, x, weight, bias, size, stride, padding, tf32):
+        ctx.save(x, weight)
+        ctx.stride, ctx.padding, ctx.tf32 = stride, padding, tf32
+        out = empty((x.shape[0], *size, weight.shape[3]), x.dtype)
+        return dgrad_cuda(x, weight, out, stride, padding, Epilogue(bias=as_float32(bias)), tf32)
 
     @staticmethod
-    def forward_numpy(ctx: Context, *arrays, **attrs):
-        inputs = [
-            None if array is None else Tensor(array, requires_grad=need)
-            for array, need in zip(arrays, ctx.needs, strict=True)
-        ]
-        out = unfused(*inputs, **attrs)
-        ctx.inputs, ctx.out = inputs, out
-        return out.data
-
-    @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
-        ctx.out.backward(dout)
-        return tuple(x.grad if need else None for x, need in zip(ctx.inputs, needs, strict=True))
-
-
-def unfused(x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight, skip_bias,
-            num_groups, eps, upsample, tf32):
-    """What norm_silu_conv2d computes, in plain operations."""
-    from cudiff.ops.norm import group_norm
-    from cudiff.ops.pool import upsample_nearest
-
-    h = x if x2 is None else concatenate([x, x2], axis=3)
-    if norm_weight is not None:
-        h = group_norm(h, norm_weight, norm_bias, num_groups, eps, silu=True, scale=scale, shift=shift)
-    if upsample:
-        h = upsample_nearest(h, 2)
-    out = conv2d(h, weight, bias, padding=weight.shape[1] // 2, tf32=tf32)
-    if emb is not None:
-        out = out + reshape(astype(emb, out.dtype), (emb.shape[0], 1, 1, emb.shape[1]))
-    if skip_weight is not None:
-        residual = residual if residual2 is None else concatenate([residual, residual2], axis=3)
-        residual = conv2d(residual, skip_weight, skip_bias, tf32=tf32)
-    return out if residual is None else out + residual
+    def backward_cuda(ctx: Context, dout, needs, into):
+        x, weight = ctx.saved
+        dx = dweight = dbias = None
+        if needs[0]:
+            dx, add = gradient_target(into[0], x.shape, x.dtype)
+            fprop_cuda(dout, weight, dx, ctx.stride, ctx.padding, Epilogue(addend=dx if add else None), ctx.tf32)
+        if needs[1]:
+            dweight, add = gradient_target(into[1], weight.shape, float32)
+            wgrad_cuda(dout, x, dweight, ctx.stride, ctx.padding, add, ctx.tf32)
+        if needs[2]:
+            dbias = sum_array(dout, (0, 1, 2), dtype=float32)
+        return dx, dweight, dbias
 
 
 def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | Pair = 1, padding: int | Pair = 0,
@@ -216,12 +276,12 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | 
     Ho = (H + 2·padding − R) // stride + 1. Sums are in float32 (float64 for float64); dweight and dbias too. `tf32`
     lets float32 operands be rounded to 10 bits of mantissa on a GPU. Raises ValueError where shapes do not agree.
     """
-    stride, padding = _pair(stride), _pair(padding)
+    stride, padding = pair(stride), pair(padding)
     if x.ndim != 4 or weight.ndim != 4 or x.shape[3] != weight.shape[3]:
         raise ValueError(f"conv2d: x of shape {x.shape} (N, H, W, C) does not fit weight {weight.shape} (K, R, S, C)")
     if min(out_size(x.shape[1:3], weight.shape[1:3], stride, padding)) < 1:
         raise ValueError(f"conv2d: x of shape {x.shape} padded by {padding} is smaller than the kernel {weight.shape}")
-    _check_bias("conv2d", bias, weight.shape[0])
+    check_bias("conv2d", bias, weight.shape[0])
     return Conv2d.apply(x, weight, bias, stride=stride, padding=padding, tf32=tf32)
 
 
@@ -232,7 +292,7 @@ def conv_transpose2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stri
     Ho = (H − 1)·stride − 2·padding + R. The weight is that of the convolution from K to C channels whose input
     gradient this is. Otherwise as `conv2d`.
     """
-    stride, padding = _pair(stride), _pair(padding)
+    stride, padding = pair(stride), pair(padding)
     if x.ndim != 4 or weight.ndim != 4 or x.shape[3] != weight.shape[0]:
         raise ValueError(f"conv_transpose2d: x of shape {x.shape} does not fit weight {weight.shape} (C, R, S, K)")
     size = tuple(
@@ -241,39 +301,14 @@ def conv_transpose2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stri
     )
     if min(size) < 1:
         raise ValueError(f"conv_transpose2d: x of shape {x.shape} leaves nothing inside the padding {padding}")
-    _check_bias("conv_transpose2d", bias, weight.shape[3])
+    check_bias("conv_transpose2d", bias, weight.shape[3])
     return ConvTranspose2d.apply(x, weight, bias, size=size, stride=stride, padding=padding, tf32=tf32)
 
 
-def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bias: Tensor | None = None,
-                     norm_weight: Tensor | None = None, norm_bias: Tensor | None = None, scale: Tensor | None = None,
-                     shift: Tensor | None = None, emb: Tensor | None = None, residual: Tensor | None = None,
-                     residual2: Tensor | None = None, skip_weight: Tensor | None = None,
-                     skip_bias: Tensor | None = None, num_groups: int = 32, eps: float = 1e-5, upsample: bool = False,
-                     tf32: bool = False) -> Tensor:
-    """The unit of the U-Net: group norm, SiLU and convolution of concat(x, x2), plus an embedding and a skip path.
-
-    h = silu(group_norm(concat(x, x2)) · (1 + scale) + shift) where norm_weight is given, else concat(x, x2); twice as
-    high and wide where `upsample`. out = conv2d(h, weight, bias, padding=R // 2) + emb[:, None, None, :], plus
-    residual, or conv2d(concat(residual, residual2), skip_weight, skip_bias) where skip_weight is given.
-
-    x (N, H, W, C1), x2 (N, H, W, C2), weight (K, R, S, C1 + C2), norm_weight and norm_bias (C1 + C2,), scale and
-    shift float32 (N, C1 + C2), emb float32 (N, K), residual like out without skip_weight. Returns x's dtype.
-    """
-    channels = x.shape[3] + (0 if x2 is None else x2.shape[3])
-    if weight.shape[3] != channels:
-        raise ValueError(f"norm_silu_conv2d: {channels} channels do not fit weight {weight.shape} (K, R, S, C)")
-    _check_bias("norm_silu_conv2d", bias, weight.shape[0])
-    return NormSiluConv2d.apply(
-        x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight, skip_bias,
-        num_groups=num_groups, eps=eps, upsample=upsample, tf32=tf32,
-    )
-
-
-def _pair(value: int | Pair) -> Pair:
+def pair(value: int | Pair) -> Pair:
     return (value, value) if isinstance(value, int) else tuple(value)
 
 
-def _check_bias(name: str, bias: Tensor | None, channels: int) -> None:
+def check_bias(name: str, bias: Tensor | None, channels: int) -> None:
     if bias is not None and bias.shape != (channels,):
         raise ValueError(f"{name}: the bias has shape {bias.shape}, not {(channels,)}")

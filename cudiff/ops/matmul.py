@@ -2,12 +2,54 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-from cudiff.backend import compute_dtype
-from cudiff.ops.reduce import sum_to
-from cudiff.ops.shape import reshape
+from cudiff.backend import Array, array_module, compute_dtype, float32
+from cudiff.cuda.module import empty, gradient_target
+from cudiff.ops.gemm import Epilogue, aligned, product
+from cudiff.ops.reduce import sum_array, sum_to
+from cudiff.ops.shape import contiguous_cuda, reshape
 from cudiff.tensor import Context, Function, Tensor
+
+
+def multiply(a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False, out: Array | None = None,
+             epilogue: Epilogue | None = None, tf32: bool = False) -> Array:
+    """a·b of CUDA matrices, or batches of them, with the epilogue's additions. Returns `out`, new in a's dtype if None.
+
+    a (B, m, k), or (B, k, m) under transpose_a; b (B, k, n), or (B, n, k) under transpose_b; a batch of one serves
+    all. Rows may be a part of longer ones. b is rounded to a's dtype.
+    """
+    b = b if b.dtype == a.dtype else b.astype(a.dtype)
+    batches = max(a.shape[0], b.shape[0])
+    rows, depth = a.shape[:0:-1] if transpose_a else a.shape[1:]
+    columns = b.shape[1] if transpose_b else b.shape[2]
+    if out is None:
+        out = empty((batches, rows, columns), a.dtype)
+    if out.size == 0:
+        return out
+    pitch_a, pitch_b, pitch = (x.strides[1] // x.itemsize for x in (a, b, out))
+    batch_a, batch_b = (x.strides[0] // x.itemsize if x.shape[0] > 1 else 0 for x in (a, b))
+    dims = (rows, columns, depth, np.int64(pitch_a), np.int64(pitch_b), np.int64(batch_a), np.int64(batch_b))
+    return product(
+        "matmul", a, b, out, pitch, dims, (rows, columns, depth, batches), epilogue or Epilogue(), tf32,
+        A_K_MAJOR=not transpose_a, B_K_MAJOR=transpose_b,
+        A_VEC=aligned(a, pitch_a, batch_a, a.shape[2]), B_VEC=aligned(b, pitch_b, batch_b, b.shape[2]),
+    )
+
+
+def _matrices(x: Array, batch: tuple[int, ...]) -> Array:
+    """x (..., r, c) as (B, r, c): B is 1 where one matrix serves the whole batch, else every matrix of it."""
+    if math.prod(x.shape[:-2]) == 1:
+        return x.reshape(1, *x.shape[-2:])
+    if x.shape[:-2] != batch:
+        x = contiguous_cuda(array_module("cuda").broadcast_to(x, batch + x.shape[-2:]))
+    return x.reshape(-1, *x.shape[-2:])
+
+
+def as_float32(bias: Array | None) -> Array | None:
+    return bias if bias is None or bias.dtype == float32 else bias.astype(float32)
 
 
 class MatMul(Function):
@@ -30,6 +72,39 @@ class MatMul(Function):
         if needs[1]:
             db = sum_to(np.matmul(np.swapaxes(a, -1, -2), dout), b.shape).astype(ctx.saved[1].dtype, copy=False)
         return da, db
+
+    @staticmethod
+    def forward_cuda(ctx: Context, a, b, tf32):
+        ctx.save(a, b)
+        ctx.tf32, ctx.batch = tf32, np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        left, right = _folded(a, b, a, ctx.batch)[:2]
+        return multiply(left, right, tf32=tf32).reshape(*ctx.batch, a.shape[-2], b.shape[-1])
+
+    @staticmethod
+    def backward_cuda(ctx: Context, dout, needs, into):
+        a, b = ctx.saved
+        left, right, dout = _folded(a, b, dout, ctx.batch)
+        grads: list[Array | None] = [None, None]
+        for i, (x, used) in enumerate(((a, left), (b, right))):
+            if not needs[i]:
+                continue
+            pair = (dout, right, False, True) if i == 0 else (left, dout, True, False)
+            if used.shape[0] == dout.shape[0] and used.size == x.size:
+                out, add = gradient_target(into[i], x.shape, x.dtype)
+                flat = out.reshape(used.shape)
+                multiply(*pair, flat, Epilogue(addend=flat if add else None), ctx.tf32)
+            else:
+                every = multiply(*pair, tf32=ctx.tf32).reshape(*ctx.batch, *x.shape[-2:])
+                out = sum_to(every, x.shape)
+            grads[i] = out
+        return grads[0], grads[1]
+
+
+def _folded(a: Array, b: Array, like_out: Array, batch: tuple[int, ...]) -> tuple[Array, Array, Array]:
+    """a, b and an array of rows like the result's as (B, r, c), or one long matrix where one b serves all of a."""
+    if math.prod(b.shape[:-2]) == 1 and math.prod(a.shape[:-2]) == math.prod(batch):
+        return a.reshape(1, -1, a.shape[-1]), b.reshape(1, *b.shape[-2:]), like_out.reshape(1, -1, like_out.shape[-1])
+    return _matrices(a, batch), _matrices(b, batch), like_out.reshape(-1, *like_out.shape[-2:])
 
 
 class Linear(Function):
@@ -57,6 +132,49 @@ class Linear(Function):
         if needs[2]:
             dbias = dout.sum(0)
         return dx, dweight, dbias
+
+    @staticmethod
+    def forward_cuda(ctx: Context, x, weight, bias, tf32):
+        ctx.save(x, weight)
+        ctx.tf32 = tf32
+        out = linear_cuda(x, weight, Epilogue(bias=as_float32(bias)), tf32)
+        return out.reshape(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward_cuda(ctx: Context, dout, needs, into):
+        x, weight = ctx.saved
+        dx = dweight = dbias = None
+        if needs[0]:
+            dx, add = gradient_target(into[0], x.shape, x.dtype)
+            linear_dx_cuda(dout, weight, dx, Epilogue(addend=dx if add else None), ctx.tf32)
+        if needs[1]:
+            dweight, add = gradient_target(into[1], weight.shape, float32)
+            linear_dweight_cuda(x, dout, dweight, add, ctx.tf32)
+        if needs[2]:
+            dbias = sum_array(dout, tuple(range(dout.ndim - 1)), dtype=float32)
+        return dx, dweight, dbias
+
+
+def _rows(x: Array) -> Array:
+    """x (..., C) as a batch of one matrix (1, rows, C); a part of longer rows stays one."""
+    return x[None] if x.ndim == 2 else x.reshape(1, -1, x.shape[-1])
+
+
+def linear_cuda(x: Array, weight: Array, epilogue: Epilogue, tf32: bool, out: Array | None = None) -> Array:
+    """x (..., C) · weight (K, C) transposed, plus the epilogue → (1, rows, K)."""
+    return multiply(_rows(x), weight[None], transpose_b=True, out=out, epilogue=epilogue, tf32=tf32)
+
+
+def linear_dx_cuda(dout: Array, weight: Array, dx: Array, epilogue: Epilogue, tf32: bool) -> None:
+    """dx (..., C) = dout (..., K) · weight (K, C), plus the epilogue."""
+    multiply(_rows(dout), weight[None], out=_rows(dx), epilogue=epilogue, tf32=tf32)
+
+
+def linear_dweight_cuda(x: Array, dout: Array, dweight: Array, add: bool, tf32: bool) -> None:
+    """dweight (K, C) float32 = or += dout (..., K) transposed · x (..., C)."""
+    dweight = dweight[None]
+    epilogue = Epilogue(addend=dweight if add else None)
+    multiply(_rows(dout), _rows(x), transpose_a=True, out=dweight, epilogue=epilogue, tf32=tf32)
 
 
 def matmul(a: Tensor, b: Tensor, tf32: bool = False) -> Tensor:

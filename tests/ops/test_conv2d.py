@@ -2,7 +2,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cudiff.ops.conv2d import conv2d, conv_transpose2d, norm_silu_conv2d
+from cudiff.ops.conv2d import conv2d, conv_transpose2d
 from cudiff.tensor import Tensor
 from tests.check import check_op, relative_error, torch
 
@@ -131,76 +131,3 @@ def test_tf32_rounds_and_float32_does_not(rng):
     expected = conv2d(*(Tensor(t.numpy().astype(float)) for t in tensors), padding=1).numpy()
     assert relative_error(conv2d(*tensors, padding=1).numpy(), expected) < 1e-6
     assert relative_error(conv2d(*tensors, padding=1, tf32=True).numpy(), expected) < 1e-3
-
-
-UNITS = {  # x, x2 channels; K; kernel; which parts
-    "all": dict(c1=8, c2=4, k=8, emb=True, residual=(8, 4), skip=True),
-    "identity": dict(c1=8, c2=0, k=8, residual=(8, 0)),
-    "scale": dict(c1=16, c2=0, k=8, scale=True, residual=(16, 0), skip=True),
-    "upsample": dict(c1=8, c2=0, k=4, emb=True, upsample=True),
-    "no norm": dict(c1=6, c2=2, k=3, norm=False, emb=True),
-    "wide": dict(c1=64, c2=64, k=64, emb=True, residual=(64, 64), skip=True),
-    "1x1": dict(c1=8, c2=0, k=5, r=1),
-}
-
-
-@pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
-def test_norm_silu_conv2d(device, rng, unit):
-    c1, c2, k, r = unit["c1"], unit["c2"], unit["k"], unit.get("r", 3)
-    channels, upsample = c1 + c2, unit.get("upsample", False)
-    size = (2, 10, 12) if upsample else (2, 5, 6)
-    residual = unit.get("residual", (0, 0))
-
-    def normal(*shape, wanted=True):
-        return rng.standard_normal(shape) if wanted else None
-
-    norm, skip = unit.get("norm", True), unit.get("skip", False)
-    arrays = dict(
-        x=normal(2, 5, 6, c1), x2=normal(2, 5, 6, c2, wanted=c2), weight=normal(k, r, r, channels), bias=normal(k),
-        norm_weight=normal(channels, wanted=norm), norm_bias=normal(channels, wanted=norm),
-        scale=normal(2, channels, wanted=unit.get("scale")), shift=normal(2, channels, wanted=unit.get("scale")),
-        emb=normal(2, k, wanted=unit.get("emb")), residual=normal(*size, residual[0], wanted=residual[0]),
-        residual2=normal(*size, residual[1], wanted=residual[1]),
-        skip_weight=normal(k, 1, 1, sum(residual), wanted=skip), skip_bias=normal(k, wanted=skip),
-    )
-    attrs = dict(num_groups=4, upsample=upsample)
-
-    def fn(*tensors):
-        named = dict(zip(arrays, tensors, strict=True))
-        return norm_silu_conv2d(named.pop("x"), named.pop("x2"), **named, **attrs)
-
-    low = ("x", "x2", "weight", "residual", "residual2", "skip_weight")
-    fp32_inputs = tuple(i for i, name in enumerate(arrays) if name not in low)
-    # The gradient passes through two roundings of the storage type more than a single operation's.
-    check_op(fn, *arrays.values(), device=device, torch_fn=torch_unit(arrays, attrs), fp32_inputs=fp32_inputs,
-             tolerance=2)
-
-
-def torch_unit(arrays, attrs):
-    def apply(*tensors):
-        part = dict(zip(arrays, tensors, strict=True))
-        functional = torch.nn.functional
-
-        def joined(*names):
-            return torch.cat([part[name] for name in names if part[name] is not None], 3).permute(0, 3, 1, 2)
-
-        h = joined("x", "x2")
-        if part["norm_weight"] is not None:
-            h = functional.group_norm(h, attrs["num_groups"], part["norm_weight"], part["norm_bias"], 1e-5)
-            if part["scale"] is not None:
-                h = h * (1 + part["scale"][:, :, None, None]) + part["shift"][:, :, None, None]
-            h = functional.silu(h)
-        if attrs["upsample"]:
-            h = functional.interpolate(h, scale_factor=2)
-        weight = part["weight"].permute(0, 3, 1, 2)
-        out = functional.conv2d(h, weight, part["bias"], padding=weight.shape[2] // 2)
-        if part["emb"] is not None:
-            out = out + part["emb"][:, :, None, None]
-        if part["skip_weight"] is not None:
-            skip_weight = part["skip_weight"].permute(0, 3, 1, 2)
-            out = out + functional.conv2d(joined("residual", "residual2"), skip_weight, part["skip_bias"])
-        elif part["residual"] is not None:
-            out = out + joined("residual")
-        return out.permute(0, 2, 3, 1)
-
-    return apply

@@ -1,0 +1,125 @@
+"""What the tensor-core kernels share: which tile and split a product takes, and its launch."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cudiff.backend import Array, float32, is_low
+from cudiff.cuda.module import blocks, empty, launch
+
+STAGES = 3
+LINE_BYTES = 128  # a tile's extent along k
+MULTIPROCESSORS = 132
+
+
+class Tile(NamedTuple):
+    """A block's share of the result, BM × BN, its warps, and the share of full speed it reaches."""
+
+    rows: int
+    columns: int
+    warps_m: int
+    warps_n: int
+    efficiency: float
+
+
+TILES = (
+    Tile(128, 128, 2, 2, 1.0),
+    Tile(128, 64, 2, 2, 0.85),
+    Tile(64, 128, 2, 2, 0.85),
+    Tile(64, 64, 2, 2, 0.7),
+    Tile(128, 16, 4, 1, 0.35),
+)
+
+
+class Plan(NamedTuple):
+    """How a product is cut: a tile, and into how many splits of `k_tiles` tiles the depth goes."""
+
+    tile: Tile
+    splits: int
+    k_tiles: int
+
+
+@functools.cache
+def plan(rows: int, columns: int, depth: int, batches: int, itemsize: int, passes: int, aligned: bool) -> Plan:
+    """The tile and split of the least estimated time.
+
+    A multiprocessor does 1024/efficiency multiply-adds a clock and holds two blocks at least, so that a lone one
+    wastes a third; a split costs a launch (4000 clocks) and the traffic of its float32 partials (2400 bytes a clock).
+    The largest tile spills registers where operands are split in two or read one by one.
+    """
+    best, least = None, math.inf
+    k_total = blocks(depth, LINE_BYTES // itemsize)
+    for tile in TILES:
+        large = tile.rows * tile.columns
+        if (large > 128 * 64 and passes == 3) or (large > 64 * 64 and not aligned):
+            continue
+        tiles = batches * blocks(rows, tile.rows) * blocks(columns, tile.columns)
+        for target in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
+            k_tiles = blocks(k_total, target)
+            splits = blocks(k_total, k_tiles)
+            if splits > 1 and k_tiles < 4:
+                break
+            waves = max(1.5, blocks(tiles * splits, MULTIPROCESSORS))
+            time = waves * k_tiles * (LINE_BYTES // itemsize) * large / (1024 * tile.efficiency)
+            if splits > 1:
+                time += 4000 + 8 * splits * batches * rows * columns / 2400
+            if time < least:
+                best, least = Plan(tile, splits, k_tiles), time
+    assert best is not None
+    return best
+
+
+def aligned(array: Array, *lengths: int) -> bool:
+    """Whether 16-byte copies may be used: `array` starts at a multiple, and `lengths` elements make multiples."""
+    return address(array) % 16 == 0 and all(length * array.itemsize % 16 == 0 for length in lengths)
+
+
+def address(array: Array) -> int:
+    """Where a CUDA array starts."""
+    return array.data.ptr
+
+
+class Epilogue(NamedTuple):
+    """What is added to a product before it is rounded: bias (columns,), emb (images, columns), both float32, and
+    `addend`, of the result's dtype and shape, which may be the result itself."""
+
+    bias: Array | None = None
+    emb: Array | None = None
+    addend: Array | None = None
+    rows_per_image: int = 1
+
+
+def product(stem: str, a: Array, b: Array, out: Array, pitch: int, dims: tuple, size: tuple[int, int, int, int],
+            epilogue: Epilogue, tf32: bool, **flags: Any) -> Array:
+    """Launch `kernels/<stem>.cu`, and the sum of its splits where the plan has any. Returns `out`.
+
+    a and b have one dtype; out has rows of `pitch` elements; size = (rows, columns, depth, batches); `dims` are the
+    kernel's own arguments, `flags` its own constants.
+    """
+    rows, columns, depth, batches = size
+    passes = 1 if tf32 or is_low(a.dtype) else 3
+    chosen = plan(rows, columns, depth, batches, a.itemsize, passes, flags["A_VEC"] and flags["B_VEC"])
+    tile = chosen.tile
+    grid = (batches * blocks(rows, tile.rows) * blocks(columns, tile.columns), chosen.splits)
+    shared = STAGES * (tile.rows + tile.columns) * LINE_BYTES
+    constants = dict(
+        T=a.dtype, PASSES=passes, BM=tile.rows, BN=tile.columns, BK=LINE_BYTES // a.itemsize, WM=tile.warps_m,
+        WN=tile.warps_n, STAGES=STAGES, **{name: int(v) if isinstance(v, bool) else v for name, v in flags.items()},
+    )
+    threads = tile.warps_m * tile.warps_n * 32
+    extra = (epilogue.bias, epilogue.emb, epilogue.addend)
+    if chosen.splits == 1:
+        args = (a, b, *extra, out, np.int64(pitch), epilogue.rows_per_image, chosen.k_tiles, *dims)
+        launch(stem, stem, grid, threads, args, shared, OUT=out.dtype, **constants)
+        return out
+    partials = empty((chosen.splits, batches * rows, columns), float32)
+    args = (a, b, None, None, None, partials, np.int64(columns), 1, chosen.k_tiles, *dims)
+    launch(stem, stem, grid, threads, args, shared, OUT=float32, **constants)
+    extent = (chosen.splits, np.int64(batches * rows), columns, np.int64(pitch), epilogue.rows_per_image)
+    count = blocks(batches * rows * columns, 256)
+    launch("gemm", "sum_splits", count, 256, (partials, *extra, out, *extent), OUT=out.dtype)
+    return out

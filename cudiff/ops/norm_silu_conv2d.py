@@ -1,0 +1,159 @@
+"""The unit of the U-Net as one operation: norm, SiLU, convolution, and what is added to its result."""
+
+from __future__ import annotations
+
+from cudiff.backend import Array, float32
+from cudiff.cuda.module import empty, gradient_target
+from cudiff.ops.cast import astype
+from cudiff.ops.conv2d import check_bias, conv2d, dgrad_cuda, fprop_cuda, out_size, pair, wgrad_cuda
+from cudiff.ops.gemm import Epilogue
+from cudiff.ops.group_norm import GroupNorm, group_norm
+from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
+from cudiff.ops.pool import UpsampleNearest, upsample_nearest
+from cudiff.ops.reduce import sum_array
+from cudiff.ops.shape import Concatenate, concatenate, reshape
+from cudiff.tensor import Context, Function, Tensor
+
+
+def unfused(x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight, skip_bias,
+            num_groups, eps, upsample, tf32):
+    """What norm_silu_conv2d computes, in plain operations."""
+    h = x if x2 is None else concatenate([x, x2], axis=3)
+    if norm_weight is not None:
+        h = group_norm(h, norm_weight, norm_bias, num_groups, eps, silu=True, scale=scale, shift=shift)
+    if upsample:
+        h = upsample_nearest(h, 2)
+    out = conv2d(h, weight, bias, padding=weight.shape[1] // 2, tf32=tf32)
+    if emb is not None:
+        out = out + reshape(astype(emb, out.dtype), (emb.shape[0], 1, 1, emb.shape[1]))
+    if skip_weight is not None:
+        residual = residual if residual2 is None else concatenate([residual, residual2], axis=3)
+        residual = conv2d(residual, skip_weight, skip_bias, tf32=tf32)
+    return out if residual is None else out + residual
+
+
+class NormSiluConv2d(Function):
+    """See `norm_silu_conv2d`. NumPy records `unfused`, the composition that defines it, on a tape of its own."""
+
+    @staticmethod
+    def forward_numpy(ctx: Context, *arrays, **attrs):
+        inputs = [
+            None if array is None else Tensor(array, requires_grad=need)
+            for array, need in zip(arrays, ctx.needs, strict=True)
+        ]
+        out = unfused(*inputs, **attrs)
+        ctx.inputs, ctx.out = inputs, out
+        return out.data
+
+    @staticmethod
+    def backward_numpy(ctx: Context, dout, needs, into):
+        ctx.out.backward(dout)
+        return tuple(x.grad if need else None for x, need in zip(ctx.inputs, needs, strict=True))
+
+    @staticmethod
+    def forward_cuda(ctx: Context, x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2,
+                     skip_weight, skip_bias, num_groups, eps, upsample, tf32):
+        ctx.tf32, ctx.steps = tf32, []
+        h = x
+        if norm_weight is not None:
+            h = _step(ctx, GroupNorm, _NORM_INPUTS, x, x2, norm_weight, norm_bias, scale, shift,
+                      num_groups=num_groups, eps=eps, silu=True)
+        elif x2 is not None:
+            h = _step(ctx, Concatenate, (0, 1), x, x2, axis=3)
+        if upsample:
+            h = _step(ctx, UpsampleNearest, (0,), h, factor=2)
+        if skip_weight is not None:
+            residual_sum = None
+            for part, matrix in _skip_parts(residual, residual2, skip_weight):
+                epilogue = Epilogue(as_float32(skip_bias) if residual_sum is None else None, addend=residual_sum)
+                residual_sum = linear_cuda(part, matrix, epilogue, tf32, residual_sum)
+        else:
+            residual_sum = residual
+        ctx.save(h, weight, residual, residual2, skip_weight)
+        epilogue = Epilogue(as_float32(bias), as_float32(emb), residual_sum)
+        padding = pair(weight.shape[1] // 2)
+        out = empty((*h.shape[:1], *out_size(h.shape[1:3], weight.shape[1:3], (1, 1), padding), len(weight)), h.dtype)
+        return fprop_cuda(h, weight, out, (1, 1), padding, epilogue, tf32)
+
+    @staticmethod
+    def backward_cuda(ctx: Context, dout, needs, into):
+        h, weight, residual, residual2, skip_weight = ctx.saved
+        padding, tf32 = pair(weight.shape[1] // 2), ctx.tf32
+        grads: list[Array | None] = [None] * len(needs)
+        if needs[8]:
+            grads[8] = sum_array(dout, (1, 2), dtype=float32)
+        if needs[3] or needs[12]:
+            total = sum_array(dout, (0, 1, 2), dtype=float32) if grads[8] is None else sum_array(grads[8], 0)
+            grads[3], grads[12] = total if needs[3] else None, total if needs[12] else None
+        if needs[2]:
+            grads[2], add = gradient_target(into[2], weight.shape, float32)
+            wgrad_cuda(h, dout, grads[2], (1, 1), padding, add, tf32)
+        if any(needs[i] for i in _NORM_INPUTS):
+            dh, add = gradient_target(None if ctx.steps else into[0], h.shape, h.dtype)
+            dgrad_cuda(dout, weight, dh, (1, 1), padding, Epilogue(addend=dh if add else None), tf32)
+            grads[0] = dh
+            for position in reversed(range(len(ctx.steps))):
+                function, step, inputs = ctx.steps[position]
+                last = position == 0
+                wanted = step.needs if last else (True,)
+                results = function.backward_cuda(
+                    step, grads[0], needs=wanted, into=tuple(into[i] if last else None for i in inputs)
+                )
+                for i, result in zip(inputs, results, strict=True):
+                    grads[i] = result
+        if skip_weight is None:
+            grads[9] = dout if needs[9] else None
+            return tuple(grads)
+        if needs[11]:
+            grads[11], add_weight = gradient_target(into[11], skip_weight.shape, float32)
+            for (part, _), (_, dmatrix) in zip(
+                _skip_parts(residual, residual2, skip_weight), _skip_parts(residual, residual2, grads[11]), strict=True
+            ):
+                linear_dweight_cuda(part, dout, dmatrix, add_weight, tf32)
+        for i, (part, matrix) in enumerate(_skip_parts(residual, residual2, skip_weight), 9):
+            if needs[i]:
+                grads[i], add = gradient_target(into[i], part.shape, part.dtype)
+                linear_dx_cuda(dout, matrix, grads[i], Epilogue(addend=grads[i] if add else None), tf32)
+        return tuple(grads)
+
+
+_NORM_INPUTS = (0, 1, 4, 5, 6, 7)
+
+
+def _step(ctx: Context, function: type[Function], inputs: tuple[int, ...], *arrays: Array | None, **attrs) -> Array:
+    """Run another Function's forward inside this one; `inputs` says where its gradients go."""
+    step = Context(tuple(ctx.needs[i] for i in inputs), tuple(ctx.partials[i] for i in inputs))
+    ctx.steps.append((function, step, inputs))
+    return function.forward_cuda(step, *arrays, **attrs)
+
+
+def _skip_parts(residual: Array, residual2: Array | None, weight: Array) -> list[tuple[Array, Array]]:
+    """Each source of the skip path with its columns of the weight (K, C): their products add up, no concat is made."""
+    matrix, channels = weight.reshape(weight.shape[0], -1), residual.shape[3]
+    parts = [(residual, matrix[:, :channels])]
+    return parts if residual2 is None else [*parts, (residual2, matrix[:, channels:])]
+
+
+def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bias: Tensor | None = None,
+                     norm_weight: Tensor | None = None, norm_bias: Tensor | None = None, scale: Tensor | None = None,
+                     shift: Tensor | None = None, emb: Tensor | None = None, residual: Tensor | None = None,
+                     residual2: Tensor | None = None, skip_weight: Tensor | None = None,
+                     skip_bias: Tensor | None = None, num_groups: int = 32, eps: float = 1e-5, upsample: bool = False,
+                     tf32: bool = False) -> Tensor:
+    """The unit of the U-Net: group norm, SiLU and convolution of concat(x, x2), plus an embedding and a skip path.
+
+    h = silu(group_norm(concat(x, x2)) · (1 + scale) + shift) where norm_weight is given, else concat(x, x2); twice as
+    high and wide where `upsample`. out = conv2d(h, weight, bias, padding=R // 2) + emb[:, None, None, :], plus
+    residual, or conv2d(concat(residual, residual2), skip_weight, skip_bias) where skip_weight is given.
+
+    x (N, H, W, C1), x2 (N, H, W, C2), weight (K, R, S, C1 + C2), norm_weight and norm_bias (C1 + C2,), scale and
+    shift float32 (N, C1 + C2), emb float32 (N, K), residual like out without skip_weight. Returns x's dtype.
+    """
+    channels = x.shape[3] + (0 if x2 is None else x2.shape[3])
+    if weight.shape[3] != channels:
+        raise ValueError(f"norm_silu_conv2d: {channels} channels do not fit weight {weight.shape} (K, R, S, C)")
+    check_bias("norm_silu_conv2d", bias, weight.shape[0])
+    return NormSiluConv2d.apply(
+        x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight, skip_bias,
+        num_groups=num_groups, eps=eps, upsample=upsample, tf32=tf32,
+    )

@@ -1,0 +1,193 @@
+// The three passes of a convolution as matrix products on tensor cores (implicit GEMM; nothing is unfolded in memory).
+// variants: PASS=FPROP,DGRAD T=bf16 OUT=bf16 PASSES=1 BM=128 BN=128 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0
+// variants: PASS=WGRAD T=bf16 OUT=float PASSES=1 BM=128 BN=128 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0
+// variants: PASS=FPROP,DGRAD T=half OUT=half PASSES=1 BM=64 BN=64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=0 B_VEC=0 DILATED=0
+// variants: PASS=DGRAD T=bf16 OUT=bf16 PASSES=1 BM=128 BN=16 BK=64 WM=4 WN=1 STAGES=3 A_VEC=1 B_VEC=1 DILATED=1
+// variants: PASS=WGRAD T=bf16 OUT=float PASSES=1 BM=64 BN=64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=0 B_VEC=0,1 DILATED=0
+// variants: PASS=FPROP,DGRAD,WGRAD T=float OUT=float PASSES=3 BM=128 BN=64 BK=32 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0
+//
+// x, dx: T (N, H, W, C); weight: T (K, R, S, C); out, dout: T (N, Ho, Wo, K); dweight: float (K, R, S, C).
+//   FPROP  out[pixel][k]        = patch of x[pixel][r,s,c]  · weight[k][r,s,c]
+//   DGRAD  dx[pixel][c]         = patch of dout[pixel][r,s,k] · weight[k][r,s,c]; DILATED where the stride is not 1
+//   WGRAD  dweight[k][r,s,c]    = dout[pixel][k] · patch of x[pixel][r,s,c]
+// a: the operand whose rows are the result's rows (x, dout, dout); b: the other (weight, weight, x). All are C-contiguous.
+// A_VEC, B_VEC: chunks of 16 bytes never straddle: channels of the gathered image (or of dout in WGRAD), and R·S·C or C
+// of weight, are multiples of 16 bytes' elements, arrays 16-byte aligned.
+// destination: OUT, rows of ldo elements, overwritten; addend (OUT, null or `destination` itself), bias, emb as in gemm.cuh's Output.
+// gridDim.x: ceil(rows / BM) · ceil(columns / BN), columns fastest; gridDim.y: splits of the depth into `k_tiles` tiles
+// each; split s writes to destination + s · rows · ldo, to be summed by gemm.cu (then OUT=float, without additions).
+#include "gemm.cuh"
+
+enum Pass { FPROP, DGRAD, WGRAD };
+
+struct Shape {
+    int N, H, W, C, Ho, Wo, K, R, S, stride_h, stride_w, pad_h, pad_w;
+};
+
+// The pixels of an image (N, H, W, C) that the kernel's taps see from one place.
+struct Window {
+    int row, column, image;  // of tap (0, 0); image counts pixels
+
+    __device__ __forceinline__ bool at(int r, int s, const Shape& shape, int& pixel) const {
+        int y = PASS == DGRAD ? row - r : row + r, x = PASS == DGRAD ? column - s : column + s;
+        int height = PASS == DGRAD ? shape.Ho : shape.H, width = PASS == DGRAD ? shape.Wo : shape.W;
+        bool inside = y >= 0 && x >= 0;
+        if constexpr (DILATED) {
+            inside = inside && y % shape.stride_h == 0 && x % shape.stride_w == 0;
+            y /= shape.stride_h, x /= shape.stride_w;
+        }
+        pixel = image + y * width + x;
+        return inside && y < height && x < width;
+    }
+};
+
+// K-major operand A of FPROP and DGRAD: line = a pixel of the result, depth = (r, s, channel).
+template <bool VEC> struct PatchLoader {
+    using Tile = ::Tile<true, BM>;
+    const T* image;
+    const Shape& shape;
+    int channels;
+    Odometer tap;
+    u32 corner[Tile::COPIES];  // row << 16 | column, as 16-bit signed numbers
+    int start[Tile::COPIES];
+
+    __device__ __forceinline__ PatchLoader(const T* image, const Shape& shape, int first, int k)
+        : image(image), shape(shape), channels(PASS == DGRAD ? shape.K : shape.C), tap(k + Tile::chunk() * PACK, shape.S, channels, BK) {
+        int height = PASS == DGRAD ? shape.H : shape.Ho, width = PASS == DGRAD ? shape.W : shape.Wo;
+        int pixels = PASS == DGRAD ? shape.Ho * shape.Wo : shape.H * shape.W;
+#pragma unroll
+        for (int i = 0; i < Tile::COPIES; i++) {
+            int m = first + Tile::first_line() + i * Tile::LINE_STEP, n = m / (height * width);
+            int h = m / width % height, w = m % width;
+            int row = PASS == DGRAD ? h + shape.pad_h : h * shape.stride_h - shape.pad_h;
+            int column = PASS == DGRAD ? w + shape.pad_w : w * shape.stride_w - shape.pad_w;
+            corner[i] = n < shape.N ? (u32)row << 16 | (column & 0xffff) : 0x80008000u;  // far outside
+            start[i] = n * pixels;
+        }
+    }
+    __device__ __forceinline__ bool find(int i, const Odometer& at, i64& element) const {
+        Window window = {(int)corner[i] >> 16, (short)corner[i], start[i]};
+        int pixel;
+        bool inside = window.at(at.high, at.middle, shape, pixel) && at.high < shape.R;
+        element = (i64)pixel * channels + at.low;
+        return inside;
+    }
+    __device__ __forceinline__ void load(u32 tile) {
+        i64 element;
+        if constexpr (VEC) {
+#pragma unroll
+            for (int i = 0; i < Tile::COPIES; i++) {
+                bool inside = find(i, tap, element);
+                cp_async(Tile::target(tile, i), image + element, inside);
+            }
+        } else {
+            Pack<T> packs[Tile::COPIES] = {};
+            Odometer at = tap;
+#pragma unroll
+            for (int e = 0; e < PACK; e++, at.next())
+#pragma unroll
+                for (int i = 0; i < Tile::COPIES; i++)
+                    if (find(i, at, element)) packs[i].v[e] = image[element];
+#pragma unroll
+            for (int i = 0; i < Tile::COPIES; i++) store_shared(Tile::target(tile, i), *reinterpret_cast<uint4*>(&packs[i]));
+        }
+        tap.advance();
+    }
+};
+
+// Operand B of DGRAD: line = depth (r, s, k), contiguous = c.
+template <bool VEC> struct WeightLoader {
+    using Tile = ::Tile<false, BN>;
+    const T* weight;
+    i64 pitch;  // from one k to the next
+    int channels, left;
+    Odometer line;  // high: past the last tap, middle: tap, low: k
+
+    __device__ __forceinline__ WeightLoader(const T* weight, const Shape& shape, int first, int k)
+        : pitch((i64)shape.R * shape.S * shape.C), channels(shape.C), line(k + Tile::first_line(), shape.R * shape.S, shape.K, Tile::LINE_STEP) {
+        int c = first + Tile::chunk() * PACK;
+        this->weight = weight + c, left = channels - c;
+    }
+    __device__ __forceinline__ void load(u32 tile) {
+#pragma unroll
+        for (int i = 0; i < Tile::COPIES; i++, line.advance()) {
+            const T* p = weight + line.low * pitch + line.middle * channels;
+            int count = line.high == 0 ? left : 0;
+            if constexpr (VEC) {
+                cp_async(Tile::target(tile, i), p, count > 0);
+            } else {
+                Pack<T> pack = {};
+#pragma unroll
+                for (int e = 0; e < PACK; e++)
+                    if (e < count) pack.v[e] = p[e];
+                store_shared(Tile::target(tile, i), *reinterpret_cast<uint4*>(&pack));
+            }
+        }
+    }
+};
+
+// Operand B of WGRAD: line = depth (n, ho, wo), contiguous = (r, s, c).
+template <bool VEC> struct PixelLoader {
+    using Tile = ::Tile<false, BN>;
+    const T* x;
+    const Shape& shape;
+    Odometer tap, pixel;
+
+    __device__ __forceinline__ PixelLoader(const T* x, const Shape& shape, int first, int k)
+        : x(x), shape(shape), tap(first + Tile::chunk() * PACK, shape.S, shape.C, 0), pixel(k + Tile::first_line(), shape.Ho, shape.Wo, Tile::LINE_STEP) {}
+    __device__ __forceinline__ bool find(const Odometer& at, i64& element) const {
+        Window window = {pixel.middle * shape.stride_h - shape.pad_h, pixel.low * shape.stride_w - shape.pad_w, pixel.high * shape.H * shape.W};
+        int place;
+        bool inside = window.at(at.high, at.middle, shape, place) && at.high < shape.R && pixel.high < shape.N;
+        element = (i64)place * shape.C + at.low;
+        return inside;
+    }
+    __device__ __forceinline__ void load(u32 tile) {
+        i64 element;
+#pragma unroll
+        for (int i = 0; i < Tile::COPIES; i++, pixel.advance()) {
+            if constexpr (VEC) {
+                bool inside = find(tap, element);
+                cp_async(Tile::target(tile, i), x + element, inside);
+            } else {
+                Pack<T> pack = {};
+                Odometer at = tap;
+#pragma unroll
+                for (int e = 0; e < PACK; e++, at.next())
+                    if (find(at, element)) pack.v[e] = x[element];
+                store_shared(Tile::target(tile, i), *reinterpret_cast<uint4*>(&pack));
+            }
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+conv2d(const T* a, const T* b, const float* bias, const float* emb, const OUT* addend, OUT* destination, i64 ldo,
+       int rows_per_image, int k_tiles, int N, int H, int W, int C, int Ho, int Wo, int K, int R, int S, int stride_h,
+       int stride_w, int pad_h, int pad_w) {
+    const Shape shape = {N, H, W, C, Ho, Wo, K, R, S, stride_h, stride_w, pad_h, pad_w};
+    int taps = R * S, pixels = PASS == DGRAD ? H * W : Ho * Wo;
+    int rows = PASS == WGRAD ? K : N * pixels;
+    int columns = PASS == FPROP ? K : PASS == DGRAD ? C : taps * C;
+    int depth = PASS == FPROP ? taps * C : PASS == DGRAD ? taps * K : N * pixels;
+    int tiles_n = CEIL_DIV(columns, BN);
+    int m0 = blockIdx.x / tiles_n * BM, n0 = blockIdx.x % tiles_n * BN, k0 = blockIdx.y * k_tiles * BK;
+    k_tiles = min(k_tiles, CEIL_DIV(depth - k0, BK));
+    Accumulators acc = {};
+    if constexpr (PASS == FPROP) {
+        PatchLoader<A_VEC> load_a(a, shape, m0, k0);
+        MatrixLoader<true, BN, B_VEC> load_b(b, depth, n0, K, k0, depth);
+        multiply(acc, load_a, load_b, k_tiles);
+    } else if constexpr (PASS == DGRAD) {
+        PatchLoader<A_VEC> load_a(a, shape, m0, k0);
+        WeightLoader<B_VEC> load_b(b, shape, n0, k0);
+        multiply(acc, load_a, load_b, k_tiles);
+    } else {
+        MatrixLoader<false, BM, A_VEC> load_a(a, K, m0, K, k0, depth);
+        PixelLoader<B_VEC> load_b(b, shape, n0, k0);
+        multiply(acc, load_a, load_b, k_tiles);
+    }
+    destination += (i64)blockIdx.y * rows * ldo;
+    Output output = {destination, bias, emb, addend, rows, columns, ldo, rows_per_image};
+    output.store(acc, m0, n0);
+}

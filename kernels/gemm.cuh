@@ -1,0 +1,247 @@
+// The tile product behind matmul, linear and convolution: a block computes out[BM][BN] += A[BM][k] · B[k][BN].
+//
+// A loader copies an operand's tiles to shared memory, whatever its source (a matrix, the patches of an image, ...);
+// cp.async keeps STAGES - 1 of them under way. Tiles lie in shared memory as in global memory, either K-major
+// (EXTENT lines of BK elements) or with the other index contiguous (BK lines of EXTENT elements); 16-byte chunks are
+// XOR-swizzled so that neither copies nor fragment loads meet in a bank.
+//
+// Constants: T operand type (float, bf16, half); OUT output type; PASSES for float: 1 rounds operands to tf32, 3 splits
+// each into two tf32 numbers (relative error near 1e-7); BM, BN, BK tile; WM × WN warps; STAGES.
+// Launch: WM·WN·32 threads, STAGES·(BM + BN)·BK·sizeof(T) bytes of dynamic shared memory.
+#pragma once
+#include "mma.cuh"
+
+constexpr int THREADS = WM * WN * 32;
+constexpr int PACK = 16 / sizeof(T);       // elements of a chunk
+constexpr int STEP = 2 * PACK;             // depth of one mma
+constexpr int MI = BM / WM / 16, NI = BN / WN / 8;  // 16 × 8 tiles of a warp
+static_assert(NI % 2 == 0 && BK % STEP == 0, "fragments of B are loaded in pairs");
+
+template <bool K_MAJOR, int EXTENT> struct Tile {
+    static constexpr int LINES = K_MAJOR ? EXTENT : BK;
+    static constexpr int CHUNKS = (K_MAJOR ? BK : EXTENT) / PACK;
+    static constexpr int COPIES = LINES * CHUNKS / THREADS;   // chunks that each thread copies, one every ...
+    static constexpr int LINE_STEP = THREADS / CHUNKS;        // ... LINE_STEP lines of one column of chunks
+    static constexpr int PITCH = CHUNKS * 16, BYTES = LINES * PITCH;
+    static constexpr bool LDMATRIX = K_MAJOR || sizeof(T) == 2;
+    static_assert(COPIES * THREADS == LINES * CHUNKS && LINE_STEP % (LDMATRIX ? 8 : 4) == 0, "uneven copies");
+
+    // ldmatrix reads one column of 8 lines, a 32-bit fragment load 8 elements of 4 lines: all must differ in banks.
+    __device__ __forceinline__ static int swizzle(int line) {
+        if constexpr (LDMATRIX) return CHUNKS >= 8 ? line & 7 : (line / (8 / CHUNKS)) & (CHUNKS - 1);
+        return ((line & 3) << 1) & (CHUNKS - 1);
+    }
+    __device__ __forceinline__ static u32 offset(int line, int chunk) { return line * PITCH + ((chunk ^ swizzle(line)) << 4); }
+    __device__ __forceinline__ static int first_line() { return threadIdx.x / CHUNKS; }
+    __device__ __forceinline__ static int chunk() { return threadIdx.x % CHUNKS; }
+    // Where this thread's copy i goes.
+    __device__ __forceinline__ static u32 target(u32 tile, int i) { return tile + offset(first_line(), chunk()) + i * LINE_STEP * PITCH; }
+
+    // Rows m to m + 15 of A at depth k: `lane` picks the address that this lane gives (or reads).
+    __device__ __forceinline__ static void load_a(u32 (&a)[4], u32 tile, int m, int k, int lane) {
+        if constexpr (K_MAJOR) {
+            ldmatrix(a, tile + m * PITCH + offset(lane & 15, k / PACK + (lane >> 4)));
+        } else if constexpr (LDMATRIX) {
+            ldmatrix_transposed(a, tile + k * PITCH + offset((lane & 7) + (lane >> 4) * 8, m / PACK + (lane >> 3 & 1)));
+        } else {
+            a[0] = element(tile, k, lane, m), a[1] = element(tile, k, lane, m + 8);
+            a[2] = element(tile, k + 4, lane, m), a[3] = element(tile, k + 4, lane, m + 8);
+        }
+    }
+    // Columns n to n + 15 of B: b[0..1] are the fragment of the first 8, b[2..3] of the second.
+    __device__ __forceinline__ static void load_b(u32 (&b)[4], u32 tile, int n, int k, int lane) {
+        if constexpr (K_MAJOR) {
+            ldmatrix(b, tile + n * PITCH + offset((lane & 7) + (lane >> 4) * 8, k / PACK + (lane >> 3 & 1)));
+        } else if constexpr (LDMATRIX) {
+            ldmatrix_transposed(b, tile + k * PITCH + offset(lane & 15, n / PACK + (lane >> 4)));
+        } else {
+            b[0] = element(tile, k, lane, n), b[1] = element(tile, k + 4, lane, n);
+            b[2] = element(tile, k, lane, n + 8), b[3] = element(tile, k + 4, lane, n + 8);
+        }
+    }
+    __device__ __forceinline__ static u32 element(u32 tile, int k, int lane, int first) {
+        int i = first + (lane >> 2);
+        return load_shared(tile + k * PITCH + offset(lane & 3, i / PACK) + i % PACK * 4);
+    }
+};
+
+// A matrix in global memory, K-major (EXTENT index, depth) or (depth, EXTENT index), with rows of `ld` elements.
+// VEC: rows start at multiples of 16 bytes and hold whole chunks. Otherwise elements are read one by one.
+template <bool K_MAJOR, int EXTENT, bool VEC> struct MatrixLoader {
+    using Tile = ::Tile<K_MAJOR, EXTENT>;
+    const T* source;
+    i64 ld;
+    int lines, elements;  // how many there are from this thread's first on
+
+    // This thread starts at index `first` of `extent`, and at `k` of `depth`.
+    __device__ __forceinline__ MatrixLoader(const T* matrix, i64 ld, int first, int extent, int k, int depth) : ld(ld) {
+        int line = Tile::first_line() + (K_MAJOR ? first : k), element = Tile::chunk() * PACK + (K_MAJOR ? k : first);
+        source = matrix + line * ld + element;
+        lines = (K_MAJOR ? extent : depth) - line, elements = (K_MAJOR ? depth : extent) - element;
+    }
+    __device__ __forceinline__ void load(u32 tile) {
+#pragma unroll
+        for (int i = 0; i < Tile::COPIES; i++) {
+            const T* p = source + i * Tile::LINE_STEP * ld;
+            int count = i * Tile::LINE_STEP < lines ? elements : 0;
+            if constexpr (VEC) {
+                cp_async(Tile::target(tile, i), p, count > 0);
+            } else {
+                Pack<T> pack = {};
+#pragma unroll
+                for (int e = 0; e < PACK; e++)
+                    if (e < count) pack.v[e] = p[e];
+                store_shared(Tile::target(tile, i), *reinterpret_cast<uint4*>(&pack));
+            }
+        }
+        source += K_MAJOR ? BK : BK * ld;
+        (K_MAJOR ? elements : lines) -= BK;
+    }
+};
+
+// A number written in three digits, (high, middle, low), that counts up in fixed strides: (r, s, c) or (n, h, w)
+// without division in the main loop.
+struct Odometer {
+    int high, middle, low, middle_size, low_size, high_step, middle_step, low_step;
+
+    __device__ __forceinline__ Odometer(int value, int middle_size, int low_size, int step) : middle_size(middle_size), low_size(low_size) {
+        low = value % low_size, value /= low_size, middle = value % middle_size, high = value / middle_size;
+        low_step = step % low_size, step /= low_size, middle_step = step % middle_size, high_step = step / middle_size;
+    }
+    __device__ __forceinline__ void advance() { add(high_step, middle_step, low_step); }
+    __device__ __forceinline__ void next() { add(0, 0, 1); }
+    __device__ __forceinline__ void add(int h, int m, int l) {
+        low += l;
+        if (low >= low_size) low -= low_size, middle++;
+        middle += m;
+        if (middle >= middle_size) middle -= middle_size, high++;
+        high += h;
+    }
+};
+
+#if PASSES == 3
+// x = value + rest to 21 bits, both tf32.
+template <int COUNT> struct Fragment {
+    u32 value[COUNT], rest[COUNT];
+    __device__ __forceinline__ Fragment(const u32 (&x)[COUNT]) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            float f = __uint_as_float(x[i]);
+            value[i] = round_tf32(f);
+            rest[i] = round_tf32(f - __uint_as_float(value[i]));
+        }
+    }
+};
+// The tensor core truncates its sums: each mma's goes to a register tile of its own and is added in float.
+__device__ __forceinline__ void multiply_add(float (&c)[4], const Fragment<4>& a, const Fragment<4>& b, int j) {
+    float sum[4] = {};
+    mma<T>(sum, a.rest, b.value[j], b.value[j + 1]);
+    mma<T>(sum, a.value, b.rest[j], b.rest[j + 1]);
+    mma<T>(sum, a.value, b.value[j], b.value[j + 1]);
+#pragma unroll
+    for (int i = 0; i < 4; i++) c[i] += sum[i];
+}
+#else
+template <int COUNT> struct Fragment {
+    u32 value[COUNT];
+    __device__ __forceinline__ Fragment(const u32 (&x)[COUNT]) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) value[i] = sizeof(T) == 4 ? round_tf32(__uint_as_float(x[i])) : x[i];
+    }
+};
+__device__ __forceinline__ void multiply_add(float (&c)[4], const Fragment<4>& a, const Fragment<4>& b, int j) {
+    mma<T>(c, a.value, b.value[j], b.value[j + 1]);
+}
+#endif
+
+using Accumulators = float[MI][NI][4];
+
+template <class TileA, class TileB> __device__ __forceinline__ void multiply_stage(Accumulators& acc, u32 tile_a, u32 tile_b) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    int m = warp / WN * (BM / WM), n = warp % WN * (BN / WN);
+#pragma unroll
+    for (int k = 0; k < BK; k += STEP) {
+        u32 raw_a[MI][4];
+#pragma unroll
+        for (int i = 0; i < MI; i++) TileA::load_a(raw_a[i], tile_a, m + i * 16, k, lane);
+#pragma unroll
+        for (int j = 0; j < NI; j += 2) {
+            u32 raw_b[4];
+            TileB::load_b(raw_b, tile_b, n + j * 8, k, lane);
+            Fragment<4> b(raw_b);
+#pragma unroll
+            for (int i = 0; i < MI; i++) {
+                Fragment<4> a(raw_a[i]);
+                multiply_add(acc[i][j], a, b, 0);
+                multiply_add(acc[i][j + 1], a, b, 2);
+            }
+        }
+    }
+}
+
+// acc += the product of the loaders' next k_tiles tiles.
+template <class LoaderA, class LoaderB> __device__ __forceinline__ void multiply(Accumulators& acc, LoaderA& a, LoaderB& b, int k_tiles) {
+    extern __shared__ __align__(1024) u8 shared[];
+    using TileA = typename LoaderA::Tile;
+    using TileB = typename LoaderB::Tile;
+    constexpr int STAGE = TileA::BYTES + TileB::BYTES;
+    u32 base = shared_address(shared), read = base, write = base;
+    auto load = [&](bool more) {
+        if (more) a.load(write), b.load(write + TileA::BYTES);
+        cp_async_commit();
+        write = write == base + (STAGES - 1) * STAGE ? base : write + STAGE;
+    };
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) load(s < k_tiles);
+#pragma unroll 1
+    for (int k = 0; k < k_tiles; k++) {
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();
+        load(k + STAGES - 1 < k_tiles);
+        multiply_stage<TileA, TileB>(acc, read, read + TileA::BYTES);
+        read = read == base + (STAGES - 1) * STAGE ? base : read + STAGE;
+    }
+}
+
+// out[row][column] = product + bias[column] + emb[row / rows_per_image][column] + addend[row][column], rounded once;
+// bias, emb (float) and addend (OUT, may be `out` itself: a gradient that collects) may be null.
+struct Output {
+    OUT* out;
+    const float *bias, *emb;
+    const OUT* addend;
+    int rows, columns;
+    i64 ld;
+    int rows_per_image;
+
+    __device__ __forceinline__ float plus(float x, int row, int column) const {
+        if (bias) x += bias[column];
+        if (emb) x += emb[(i64)(row / rows_per_image) * columns + column];
+        return addend ? x + to_float(addend[row * ld + column]) : x;
+    }
+    __device__ __forceinline__ void store(const Accumulators& acc, int m, int n) const {
+        struct __align__(2 * sizeof(OUT)) Pair { OUT first, second; };
+        int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+        m += warp / WN * (BM / WM) + (lane >> 2), n += warp % WN * (BN / WN) + (lane & 3) * 2;
+        bool pairs = (ld | columns) % 2 == 0 && (u64)out % sizeof(Pair) == 0;
+#pragma unroll
+        for (int i = 0; i < MI; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                int row = m + i * 16 + h * 8;
+                if (row >= rows) continue;
+#pragma unroll
+                for (int j = 0; j < NI; j++) {
+                    int column = n + j * 8;
+                    if (column >= columns) continue;
+                    OUT* p = out + row * ld + column;
+                    OUT first = from_float<OUT>(plus(acc[i][j][h * 2], row, column));
+                    if (pairs) {
+                        *reinterpret_cast<Pair*>(p) = {first, from_float<OUT>(plus(acc[i][j][h * 2 + 1], row, column + 1))};
+                    } else {
+                        *p = first;
+                        if (column + 1 < columns) p[1] = from_float<OUT>(plus(acc[i][j][h * 2 + 1], row, column + 1));
+                    }
+                }
+            }
+    }
+};

@@ -1,0 +1,30 @@
+// out[batch] = A[batch] · B[batch] + bias + addend on tensor cores.
+// variants: T=bf16 OUT=bf16 PASSES=1 BM=128 BN=128 BK=64 WM=2 WN=2 STAGES=3 A_K_MAJOR=0,1 B_K_MAJOR=0,1 A_VEC=1 B_VEC=1
+// variants: T=half OUT=float PASSES=1 BM=64 BN=64 BK=64 WM=2 WN=2 STAGES=3 A_K_MAJOR=0 B_K_MAJOR=0,1 A_VEC=0 B_VEC=0
+// variants: T=bf16 OUT=bf16 PASSES=1 BM=128 BN=16 BK=64 WM=4 WN=1 STAGES=3 A_K_MAJOR=1 B_K_MAJOR=0,1 A_VEC=0,1 B_VEC=1
+// variants: T=float OUT=float PASSES=1,3 BM=128 BN=64 BK=32 WM=2 WN=2 STAGES=3 A_K_MAJOR=0 B_K_MAJOR=0,1 A_VEC=1 B_VEC=1
+//
+// a: T (m, k) where A_K_MAJOR, else (k, m); b: T (n, k) where B_K_MAJOR, else (k, n); rows of lda and ldb elements,
+// batches batch_a and batch_b elements apart (0: one for all). A_VEC, B_VEC: rows and batches start at multiples of 16
+// bytes, rows hold whole chunks of 16 bytes.
+// out: OUT (batches, m, n), rows of ldo, overwritten; addend: OUT like out, or null, or out itself; bias (n,) and
+// emb (images, n): float or null.
+// gridDim.x: batches · ceil(m / BM) · ceil(n / BN), n fastest. gridDim.y: splits of k into `k_tiles` tiles each; split
+// s writes to out + s · batches · m · ldo, to be summed by gemm.cu (then OUT=float, without additions).
+#include "gemm.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+matmul(const T* a, const T* b, const float* bias, const float* emb, const OUT* addend, OUT* out, i64 ldo, int rows_per_image,
+       int k_tiles, int m, int n, int k, i64 lda, i64 ldb, i64 batch_a, i64 batch_b) {
+    int tiles_n = CEIL_DIV(n, BN), tiles = tiles_n * CEIL_DIV(m, BM), batches = gridDim.x / tiles;
+    int batch = blockIdx.x / tiles, tile = blockIdx.x % tiles;
+    int m0 = tile / tiles_n * BM, n0 = tile % tiles_n * BN, k0 = blockIdx.y * k_tiles * BK;
+    MatrixLoader<A_K_MAJOR, BM, A_VEC> load_a(a + batch * batch_a, lda, m0, m, k0, k);
+    MatrixLoader<B_K_MAJOR, BN, B_VEC> load_b(b + batch * batch_b, ldb, n0, n, k0, k);
+    Accumulators acc = {};
+    multiply(acc, load_a, load_b, min(k_tiles, CEIL_DIV(k - k0, BK)));
+    out += ((i64)blockIdx.y * batches + batch) * m * ldo;
+    if (addend) addend += (i64)batch * m * ldo;
+    Output output = {out, bias, emb, addend, m, n, ldo, rows_per_image};
+    output.store(acc, m0, n0);
+}

@@ -1,0 +1,61 @@
+// The tensor-core instructions of sm_80 and newer, one function each: cp.async, ldmatrix, mma.sync.
+//
+// Shared memory is addressed by 32-bit byte addresses (shared_address). Lanes of a fragment: g = lane / 4, t = lane % 4.
+//   16-bit m16n8k16: A a0 (row g, k 2t..2t+1)  a1 (g+8, 2t..)  a2 (g, 2t+8..)  a3 (g+8, 2t+8..); B b0 (k 2t.., column g)  b1 (2t+8..)
+//   tf32   m16n8k8:  A a0 (row g, k t)  a1 (g+8, t)  a2 (g, t+4)  a3 (g+8, t+4); B b0 (k t, column g)  b1 (t+4)
+//   both:            C c0, c1 (row g, columns 2t, 2t+1)  c2, c3 (row g+8)
+#pragma once
+#include "common.cuh"
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void store_shared(u32 address, uint4 v) {
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ __forceinline__ u32 load_shared(u32 address) {
+    u32 v;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+    return v;
+}
+
+// Start copying 16 bytes to shared memory; zeros where not `valid`, and then `source` is not read.
+__device__ __forceinline__ void cp_async(u32 address, const void* source, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(source), "r"(valid ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Wait until at most `PENDING` of this thread's groups are under way.
+template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// Four matrices of 8 rows of 16 bytes; lane i gives the address of row i % 8 of matrix i / 8. Lane i gets of matrix j,
+// in r[j], bytes 4 (i % 4) to 4 (i % 4) + 3 of row i / 4.
+__device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+// The same for 8 × 8 matrices of 16-bit elements, transposed: lane i gets column i / 4 of rows 2 (i % 4) and 2 (i % 4) + 1.
+__device__ __forceinline__ void ldmatrix_transposed(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+
+// float rounded to the 10 bits of mantissa of tf32.
+__device__ __forceinline__ u32 round_tf32(float x) {
+    u32 y;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+    return y;
+}
+
+// c += a·b for one 16 × 8 tile; T is the type of a and b, float meaning tf32.
+template <typename T> __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1);
+
+#define DEFINE_MMA(T, INSTRUCTION)                                                                                       \
+    template <> __device__ __forceinline__ void mma<T>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {               \
+        asm(INSTRUCTION " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                         \
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                             \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                             \
+    }
+DEFINE_MMA(bf16, "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32")
+DEFINE_MMA(half, "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32")
+DEFINE_MMA(float, "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32")

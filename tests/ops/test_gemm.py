@@ -1,0 +1,57 @@
+import numpy as np
+import pytest
+
+from cudiff.ops.gemm import LINE_BYTES, STAGES, TILES, plan
+from cudiff.ops.matmul import linear, matmul
+from cudiff.tensor import Tensor
+from tests.check import relative_error
+
+SIZES = [
+    (131072, 64, 576, 1), (64, 576, 131072, 1), (8192, 192, 1728, 1), (2048, 256, 2304, 1), (1, 1, 1, 1),
+    (3, 5, 7, 100), (32, 3712, 256, 1), (131072, 3, 576, 1),
+]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("itemsize, passes", [(2, 1), (4, 1), (4, 3)])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_a_plan_covers_the_depth_and_fits_every_gpu(size, itemsize, passes, aligned):
+    tile, splits, k_tiles = plan(*size, itemsize, passes, aligned)
+    depth_tiles = -(-size[2] * itemsize // LINE_BYTES)
+    assert (splits - 1) * k_tiles < depth_tiles <= splits * k_tiles
+    assert STAGES * (tile.rows + tile.columns) * LINE_BYTES <= 101376, "consumer GPUs have 99 KB of shared memory"
+
+
+def test_the_grid_fills_the_gpu():
+    for size in SIZES[:4]:
+        tile, splits, _ = plan(*size, 2, 1, True)
+        assert -(-size[0] // tile.rows) * -(-size[1] // tile.columns) * splits >= 120
+
+
+def test_few_columns_take_a_narrow_tile():
+    assert plan(131072, 3, 576, 1, 2, 1, True).tile.columns == 16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("dtype, tf32", [("float32", True), ("float32", False), ("bfloat16", False)])
+def test_every_tile_in_every_layout(monkeypatch, rng, tile, dtype, tf32):
+    import ml_dtypes
+
+    if tile.rows * tile.columns > 128 * 64 and dtype == "float32" and not tf32:
+        pytest.skip("this tile spills where operands are split")
+    dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    monkeypatch.setattr("cudiff.ops.gemm.TILES", (tile,))
+    plan.cache_clear()
+    a, b = (rng.standard_normal(shape).astype(dtype) for shape in ((200, 136), (168, 136)))
+    x, weight = (Tensor(array, requires_grad=True, device="cuda") for array in (a, b))
+    out = linear(x, weight, tf32=tf32)
+    out.backward(out.data)
+    product = matmul(x.detach(), Tensor(np.ascontiguousarray(b.T), device="cuda"), tf32=tf32)
+    plan.cache_clear()
+    a, b = a.astype(float), b.astype(float)
+    dout = out.numpy().astype(float)
+    allowed = 1e-2 if dtype.itemsize == 2 else 1e-3 if tf32 else 1e-6
+    pairs = [(out, a @ b.T), (product, a @ b.T), (x.grad, dout @ b), (weight.grad, dout.T @ a)]
+    for actual, expected in pairs:
+        assert relative_error(Tensor(actual).numpy(), expected) < allowed
