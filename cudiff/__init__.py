@@ -17,7 +17,7 @@ _LATER = {
 }
 """Imported when first asked for, so that `import cudiff` stays fast."""
 
-__all__ = [  # noqa: PLE0604
+__all__ = [
     "CudiffError", "Function", "Tensor", "bfloat16", "cuda_available", "default_device", "float16", "float32",
     "float64", "from_dlpack", "int32", "int64", "nn", "no_grad", *ops.__all__, *_LATER,
 ]

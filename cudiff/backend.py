@@ -1,8 +1,9 @@
-"""Which array library and device: NumPy on the CPU, CuPy on an NVIDIA GPU. Only this file and `cudiff.cuda` know CuPy."""
+"""Which array library and device: NumPy on the CPU, CuPy on an NVIDIA GPU. Only this file and cudiff.cuda know CuPy."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -104,12 +105,70 @@ def to_device(array: Array, device: str) -> Array:
         return array.get()
     if array.dtype == float64:
         raise CudiffError("float64 arrays stay on the CPU: convert with .astype('float32') first")
+    if module.cuda.get_current_stream().is_capturing():
+        raise CudiffError("a captured function copied a host array to the GPU: make it before, and hold it as a Tensor")
     return module.asarray(np.asarray(array, order="C"))
+
+
+class Staging:
+    """Host memory that a GPU copies from while the host goes on: page-locked. On the CPU the arrays themselves."""
+
+    def __init__(self, device: str):
+        self.device = device
+        self._arrays: list[np.ndarray] = []
+        self._copied: Any = None
+
+    def fill(self, arrays: list[np.ndarray]) -> None:
+        """Hold `arrays`, of the same shapes and dtypes every time; waits until the last upload has been done."""
+        if self.device == "cpu":
+            self._arrays = arrays
+            return
+        if self._copied is not None:
+            self._copied.synchronize()
+        if not self._arrays:
+            self._arrays = [_page_locked(array) for array in arrays]
+        for held, array in zip(self._arrays, arrays, strict=True):
+            held[...] = array
+
+    def upload(self) -> list[Array]:
+        """Copies on the device, in order with what the current stream does next."""
+        if self.device == "cpu":
+            return self._arrays
+        cupy = get_cupy()
+        stream = cupy.cuda.get_current_stream()
+        copies = [cupy.empty(array.shape, array.dtype) for array in self._arrays]
+        for copy, array in zip(copies, self._arrays, strict=True):
+            copy.set(array, stream=stream)
+        self._copied = stream.record()
+        return copies
+
+
+def _page_locked(like: np.ndarray) -> np.ndarray:
+    memory = get_cupy().cuda.alloc_pinned_memory(like.nbytes)
+    return np.frombuffer(memory, like.dtype, like.size).reshape(like.shape)
 
 
 def out_of_memory_errors() -> tuple[type[BaseException], ...]:
     """The exceptions that mean the GPU's memory is full; for an `except` clause."""
     return (get_cupy().cuda.memory.OutOfMemoryError, MemoryError) if cuda_available() else (MemoryError,)
+
+
+def out_of_memory(batch_size: int, attempt: Callable[[int], Any], device: str) -> CudiffError:
+    """What to tell a user whose batch did not fit: the largest halving of it with which attempt(size) does.
+
+    Call it outside the `except` clause: while the exception lives, so does the memory of what failed.
+    """
+    size = batch_size // 2
+    while size:
+        free_memory()
+        try:
+            attempt(size)
+            break
+        except out_of_memory_errors():
+            size //= 2
+    where = f"the GPU's {memory_total(device) / 2**30:.0f} GiB" if device == "cuda" else "memory"
+    advice = f"--batch-size {size} fits" if size else "even one image does not fit: use a smaller model"
+    return CudiffError(f"batch size {batch_size} does not fit into {where}: {advice}")
 
 
 def memory_in_use(device: str) -> int:

@@ -3,103 +3,164 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 from rich.console import Console
 
+from cudiff.backend import out_of_memory_errors
 from cudiff.config import Config, add_arguments, from_arguments
 from cudiff.errors import CudiffError
 
-console = Console()
+console, errors = Console(), Console(stderr=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 2 for a mistake the user can mend, 130 for Ctrl-C."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    """Run one command; returns the exit code: 0, 2 for a mistake the user can mend, 130 for Ctrl-C.
+
+    A mistake is one line on stderr; `--debug` raises it, with its traceback.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    debug = "--debug" in arguments
     try:
-        return options.run(options) or 0
-    except CudiffError as error:
-        if options.debug:
+        options = _parser().parse_args([argument for argument in arguments if argument != "--debug"])
+        options.run(options)
+        return 0
+    except (CudiffError, KeyboardInterrupt, BrokenPipeError) as error:
+        if debug:
             raise
-        console.print(f"cudiff: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return 2
-    except KeyboardInterrupt:
-        if options.debug:
-            raise
+        if isinstance(error, CudiffError):
+            return _complain(str(error))
         return 130
-    except Exception as error:
-        if options.debug:
+    except out_of_memory_errors():
+        if debug:
             raise
-        text = str(error).splitlines()[0] if str(error) else ""
-        message = f"cudiff: unexpected {type(error).__name__}: {text} (run again with --debug for the traceback)"
-        console.print(message, style="red", markup=False, highlight=False, soft_wrap=True)
-        return 2
+        return _complain("out of memory: use a smaller --batch-size or model, or --residency host for large data")
+    except Exception as error:
+        if debug:
+            raise
+        text = str(error).strip().splitlines()
+        kind = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+        return _complain(f"unexpected {kind} (run again with --debug for the traceback)")
+
+
+def _complain(text: str) -> int:
+    errors.print(f"cudiff: {text}", style="red", markup=False, highlight=False, soft_wrap=True)
+    return 2
+
+
+def _say(text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose mistakes are CudiffErrors: one line, with the nearest option where one is unknown."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(allow_abbrev=False, formatter_class=_formatter, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        raise CudiffError(f"{message}: see {self.prog} --help")
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            word = unknown[0].split("=")[0]
+            near = difflib.get_close_matches(word, self._option_string_actions, 1)
+            if word.startswith("-"):
+                advice = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
+                raise CudiffError(f"unknown option {word}: {advice}")
+            raise CudiffError(f"'{word}' is one word too many: see {self.prog} --help")
+        return options, unknown
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    width = min(110, os.get_terminal_size().columns if sys.stdout.isatty() else 100) - 2
+    return argparse.HelpFormatter(prog, max_help_position=30, width=width)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="cudiff", description="Train and sample diffusion models with hand-written CUDA kernels, or on a CPU."
+    parser = _Parser(
+        prog="cudiff", description="Train and sample diffusion models with hand-written CUDA kernels, or on a CPU.",
+        epilog="cudiff COMMAND --help lists a command's options; --debug shows the traceback of an error.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    parser.add_argument("--version", action="version", version=f"cudiff {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
 
-    def command(name: str, run, text: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text, description=text)
+    def command(name: str, run: Callable, text: str, usage: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.",
+                                    usage=f"cudiff {name} {usage}")
         added.set_defaults(run=run)
-        added.add_argument("--debug", action="store_true", help="show the traceback of an error")
         return added
 
-    demo = command("demo", _demo, "train on drawn digits and sample them, in three minutes on a laptop")
+    demo = command("demo", _demo, "train on drawn digits and sample them, in three minutes on a laptop", "[options]")
     demo.add_argument("--folder", default="runs/demo", help="where the pictures go (default runs/demo)")
-    demo.add_argument("--seed", type=int, default=0)
-    demo.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    demo.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, noise and samples (default 0)")
+    demo.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), metavar="auto|cpu|cuda")
 
-    train = command("train", _train, "train a model")
+    train = command("train", _train, "train a model", "[--preset NAME | --config FILE | --resume PATH] [options]")
     train.add_argument("--folder", help="of the run (default runs/ and the data's name)")
     train.add_argument("--resume", metavar="PATH", help="go on with a run's folder or a checkpoint")
     add_arguments(train)
 
-    sample = command("sample", _sample, "draw images from a checkpoint")
-    sample.add_argument("checkpoint")
-    sample.add_argument("-n", type=int, default=64, help="how many images (default 64)")
-    sample.add_argument("--out", default="samples.png", help=".png grid, .npz, .gif of the denoising, or a folder")
-    sample.add_argument("--seed", type=int, default=0)
-    sample.add_argument("--classes", type=_integers, help="a class, or a list such as 0,1,2 that is repeated")
-    sample.add_argument("--steps", type=int)
-    sample.add_argument("--guidance", type=float)
-    sample.add_argument("--sampler", choices=("heun", "euler", "ddim", "ancestral"))
-    sample.add_argument("--batch-size", type=int, default=64)
-    sample.add_argument("--weights", choices=("ema", "model"), default="ema")
-    _device_arguments(sample)
+    sample = command("sample", _sample, "draw images from a checkpoint", "CHECKPOINT [options]")
+    sample.add_argument("checkpoint", metavar="CHECKPOINT", help="a file, or a run's folder for its newest one")
+    sample.add_argument("-n", type=int, default=64, metavar="N", help="how many images (default 64)")
+    sample.add_argument(
+        "--out", default="samples.png", metavar="PATH",
+        help="a .png grid, an .npz, a .gif of the denoising, or a folder for single PNGs (default samples.png)",
+    )
+    sample.add_argument("--classes", type=_integers, metavar="N,N,..",
+                        help="one class, or several in turn; -1 is none (default: all in turn)")
+    _sampling_arguments(sample, 64)
+    sample.add_argument("--weights", choices=("ema", "model"), default="ema", metavar="ema|model",
+                        help="the moving average or the raw weights (default ema)")
 
-    evaluate = command("eval", _eval, "judge a checkpoint's samples with a classifier that cudiff trains")
-    evaluate.add_argument("checkpoint")
-    evaluate.add_argument("-n", type=int, default=2000, help="samples (default 2000)")
-    evaluate.add_argument("--data", help="the data to compare with (default: that of training)")
-    evaluate.add_argument("--seed", type=int, default=0)
-    evaluate.add_argument("--steps", type=int)
-    evaluate.add_argument("--guidance", type=float)
-    evaluate.add_argument("--sampler", choices=("heun", "euler", "ddim", "ancestral"))
-    evaluate.add_argument("--batch-size", type=int, default=256)
-    _device_arguments(evaluate)
+    evaluate = command(
+        "eval", _eval, "judge a checkpoint's samples with a classifier that cudiff trains", "CHECKPOINT [options]"
+    )
+    evaluate.add_argument("checkpoint", metavar="CHECKPOINT", help="a file, or a run's folder for its newest one")
+    evaluate.add_argument("-n", type=int, default=2000, metavar="N", help="samples (default 2000)")
+    evaluate.add_argument("--data", metavar="DATA", help="what to compare with (default: the data of training)")
+    _sampling_arguments(evaluate, 256)
 
-    info = command("info", _info, "say what hardware, versions and kernels are in use")
-    info.add_argument("checkpoint", nargs="?", help="also describe this checkpoint")
+    info = command("info", _info, "say what hardware, versions and kernels are in use", "[CHECKPOINT]")
+    info.add_argument("checkpoint", metavar="CHECKPOINT", nargs="?", help="also describe this one")
 
-    convert = command("convert", _convert, "bring weights from or to PyTorch's layout")
-    convert.add_argument("source", help=".pt or .safetensors in PyTorch's layout, unet.cu's .bin, or a checkpoint")
-    convert.add_argument("target", help="a cudiff checkpoint, or with --to-torch a .safetensors in PyTorch's layout")
+    convert = command("convert", _convert, "bring weights from or to PyTorch's layout", "SOURCE TARGET [options]")
+    convert.add_argument("source", metavar="SOURCE",
+                         help=".pt or .safetensors in PyTorch's layout, unet.cu's .bin, or a checkpoint")
+    convert.add_argument("target", metavar="TARGET",
+                         help="a cudiff checkpoint, or with --to-torch a .safetensors in PyTorch's layout")
     convert.add_argument("--to-torch", action="store_true", help="write the weights with PyTorch's layout")
-    convert.add_argument("--weights", choices=("ema", "model"), default="ema", help="which to write with --to-torch")
+    convert.add_argument("--weights", choices=("ema", "model"), default="ema", metavar="ema|model",
+                         help="which to write with --to-torch (default ema)")
     add_arguments(convert, sections=("data", "model", "diffusion", "sampling"))
     return parser
 
 
-def _device_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"))
+def _version() -> str:
+    import cudiff
+
+    return cudiff.__version__
+
+
+def _sampling_arguments(parser: argparse.ArgumentParser, batch_size: int) -> None:
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the noise (default 0)")
+    parser.add_argument("--steps", type=int, metavar="N", help="noise levels to pass through (default: the model's)")
+    parser.add_argument("--guidance", type=float, metavar="X", help="1 = none (default: the model's)")
+    samplers = ("heun", "euler", "ddim", "ancestral")
+    parser.add_argument("--sampler", choices=samplers, metavar="|".join(samplers), help="(default: the model's)")
+    parser.add_argument("--batch-size", type=int, default=batch_size, metavar="N",
+                        help=f"images at once (default {batch_size})")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), metavar="auto|cpu|cuda",
+                        help="auto takes the GPU where there is one")
+    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), metavar="fp32|tf32|bf16",
+                        help="(default: that of training on the GPU, fp32 on the CPU)")
 
 
 def _integers(text: str) -> list[int]:
@@ -119,84 +180,88 @@ def _train(options: argparse.Namespace) -> None:
     from cudiff.checkpoint import load_checkpoint
     from cudiff.data import load_dataset
     from cudiff.display import TrainingDisplay
-    from cudiff.train import Trainer, checkpoint_to_resume
+    from cudiff.train import Trainer, check_free, checkpoint_to_resume
 
-    resume, folder = None, options.folder
+    resume = None
     if options.resume:
         path = checkpoint_to_resume(options.resume)
         resume = load_checkpoint(path)
-        folder = folder or path.parent
         config = from_arguments(options, Config.from_dict(resume.config))
+        home = path.parent if (path.parent / "metrics.jsonl").exists() else Path("runs") / path.stem
+        folder = Path(options.folder or home)
     else:
         config = from_arguments(options)
-        folder = Path(folder or Path("runs") / Path(config.data).stem)
-        if (folder / "metrics.jsonl").exists():
-            raise CudiffError(f"{folder} already holds a run: go on with --resume {folder}, or choose another --folder")
+        folder = Path(options.folder or Path("runs") / Path(config.data).stem)
+    if resume is None or folder.resolve() != path.parent.resolve():
+        check_free(folder)
     _check_device(config.device)
     dataset = load_dataset(
         config.data, image_size=config.image_size or None, channels=config.channels or None, skip_bad=config.skip_bad
     )
     if dataset.skipped:
-        console.print(f"{len(dataset.skipped)} images did not decode and are left out", style="yellow")
+        _say(f"{len(dataset.skipped)} images did not decode and are left out, such as {dataset.skipped[0]}")
     trainer = Trainer(config, dataset, folder, resume)
-    console.print(
-        f"{dataset!r}: {len(trainer.training):,} images to train on, {len(trainer.held_out):,} held out\n"
-        f"{trainer.net.num_parameters():,} parameters, {config.precision}, on {trainer.device}; run in {folder}",
-        highlight=False,
+    place = {"cpu": "CPU", "cuda": "GPU"}[trainer.device]
+    _say(
+        f"{dataset!r}\n{len(trainer.training):,} images to train on, {len(trainer.held_out):,} held out\n"
+        f"{trainer.net.num_parameters():,} parameters, {config.precision}, on the {place}; run in {folder}"
     )
+    if trainer.step:
+        _say(f"going on at step {trainer.step:,}")
+    if trainer.device == "cpu" and config.precision == "bf16":
+        _say("bf16 is emulated on the CPU, which is slow: --precision fp32 is faster")
     with TrainingDisplay(trainer.config, console, trainer.step) as display:
         trainer.run(display)
-    console.print(f"saved {folder}/step-{trainer.step:08d}.safetensors", highlight=False)
+    _say(f"saved {trainer.save_path}")
 
 
 def _sample(options: argparse.Namespace) -> None:
     import numpy as np
 
-    from cudiff.pipeline import load
     from cudiff.plot import save_gif, save_grid, save_images, save_npz
 
-    _check_device(options.device)
-    pipeline = load(options.checkpoint, options.device, options.weights, options.precision)
+    suffix = Path(options.out).suffix.lower()
+    if suffix not in (".png", ".npz", ".gif", ""):
+        raise CudiffError(f"cannot write {options.out}: use .png, .npz, .gif or a folder's name")
+    pipeline = _load(options)
     classes = None if options.classes is None else np.resize(options.classes, options.n)
-    frames: list[np.ndarray] | None = [] if options.out.endswith(".gif") else None
-    with console.status("sampling"):
-        images = pipeline.sample(
-            options.n, options.seed, classes, options.steps, options.guidance, options.sampler, options.batch_size,
-            frames=frames,
-        )
-    suffix = Path(options.out).suffix
+    frames: list[np.ndarray] | None = [] if suffix == ".gif" else None
+    images = _with_progress("sampling", lambda progress: pipeline.sample(
+        options.n, options.seed, classes, options.steps, options.guidance, options.sampler, options.batch_size,
+        progress, frames,
+    ))
     if frames is not None:
         save_gif(options.out, frames)
     elif suffix == ".npz":
         save_npz(options.out, images, pipeline.labels(options.n, classes))
     elif suffix == ".png":
         save_grid(options.out, images)
-    elif suffix == "":
-        save_images(options.out, images)
     else:
-        raise CudiffError(f"cannot write {options.out}: use .png, .npz, .gif or a folder's name")
-    console.print(f"{options.n} images in {options.out}", highlight=False)
+        save_images(options.out, images)
+    count = options.n if frames is None else len(frames[0])
+    _say(f"{count:,} images in {options.out}")
 
 
 def _eval(options: argparse.Namespace) -> None:
     from cudiff.evaluate import evaluate_pipeline
-    from cudiff.pipeline import load
 
-    _check_device(options.device)
-    pipeline = load(options.checkpoint, options.device, precision=options.precision)
-    report = evaluate_pipeline(
+    pipeline = _load(options)
+    report = _with_progress("training the classifier, then sampling", lambda progress: evaluate_pipeline(
         pipeline, options.n, options.data, seed=options.seed, steps=options.steps, guidance=options.guidance,
-        sampler=options.sampler, batch_size=options.batch_size,
-    )
+        sampler=options.sampler, batch_size=options.batch_size, progress=progress,
+    ))
     console.print(report.table())
 
 
 def _info(options: argparse.Namespace) -> None:
     from cudiff.info import checkpoint_table, system_table
 
+    if options.checkpoint is None:
+        console.print(system_table())
+        return
+    table = checkpoint_table(_checkpoint(options.checkpoint))
     console.print(system_table())
-    if options.checkpoint:
-        console.print(checkpoint_table(options.checkpoint))
+    console.print(table)
 
 
 def _convert(options: argparse.Namespace) -> None:
@@ -206,7 +271,27 @@ def _convert(options: argparse.Namespace) -> None:
         export_torch(options.source, options.target, options.weights)
     else:
         import_torch(options.source, options.target, from_arguments(options))
-    console.print(f"wrote {options.target}", highlight=False)
+    _say(f"wrote {options.target}")
+
+
+def _load(options: argparse.Namespace) -> Any:
+    from cudiff.pipeline import load
+
+    _check_device(options.device)
+    weights = getattr(options, "weights", "ema")
+    return load(_checkpoint(options.checkpoint), options.device, weights, options.precision)
+
+
+def _checkpoint(path: str) -> Path:
+    from cudiff.train import checkpoint_to_resume
+
+    return checkpoint_to_resume(path)
+
+
+def _with_progress(title: str, run: Callable[[Callable[[int, int], None]], Any]) -> Any:
+    """run(progress), with a line that counts while it lasts."""
+    with console.status(title) as status:
+        return run(lambda done, total: status.update(f"{title}: {done:,} of {total:,}"))
 
 
 def _check_device(device: str) -> None:
@@ -214,7 +299,3 @@ def _check_device(device: str) -> None:
         from cudiff.backend import get_cupy
 
         get_cupy()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -76,6 +76,8 @@ class Config:
     noise_schedule: str = _diffusion("linear", "DDPM: how betas grow", ("linear", "cosine"))
     diffusion_steps: int = _diffusion(1000, "DDPM: noise levels", least=1)
     sigma_data: float = _diffusion(0.5, "EDM: standard deviation of the data", above=0)
+    data_mean: float = _diffusion(0.0, "EDM: subtracted from pixels in [-1, 1]; the noise levels are those after it")
+    data_std: float = _diffusion(1.0, "EDM: pixels less data_mean are divided by it", above=0)
     P_mean: float = _diffusion(-1.2, "EDM: mean of log(sigma) in training")
     P_std: float = _diffusion(1.2, "EDM: standard deviation of log(sigma) in training", above=0)
     sigma_min: float = _diffusion(0.002, "lowest noise level of the EDM samplers", above=0)
@@ -269,7 +271,9 @@ def _check_model(config: Config) -> None:
             f"image size {config.image_size} does not halve {halvings} times: use a multiple of {step}, "
             f"such as {f'{low} or ' if low else ''}{low + step}, or fewer entries in channel_mult"
         )
-    if config.model != "unet":
+    if config.model == "cs179":
+        if config.num_classes or config.learn_sigma:
+            raise CudiffError("model cs179 has no classes and learns no variance: drop num_classes and learn_sigma")
         return
     sizes = [config.image_size >> level for level in range(halvings + 1)]
     for size in config.attention_resolutions if config.image_size else ():
@@ -298,6 +302,8 @@ def _check_run(config: Config) -> None:
         raise CudiffError(f"betas must be two numbers such as 0.9,0.999, not {len(config.betas)}")
     if config.learn_sigma and config.diffusion != "ddpm":
         raise CudiffError("learn_sigma needs diffusion = ddpm: EDM has no variance to learn")
+    if (config.data_mean, config.data_std) != (0, 1) and config.diffusion != "edm":
+        raise CudiffError("data_mean and data_std need diffusion = edm: DDPM takes pixels in [-1, 1]")
     if config.sigma_min >= config.sigma_max:
         raise CudiffError(f"sigma_min {config.sigma_min} must be below sigma_max {config.sigma_max}")
     if config.steps == 0 and config.minutes == 0:
@@ -372,8 +378,12 @@ PRESETS = {
     "mnist-ddpm": _MNIST.replace(
         diffusion="ddpm", noise_schedule="cosine", num_classes=0, sampler="ancestral", sample_steps=250
     ),
-    # The U-Net that the CS 179 seed project trained; its published weights fit.
-    "cs179": Config(data="mnist", image_size=28, channels=1, model="cs179", channel_mult=(1, 2), sampler="euler"),
+    # What the CS 179 project trained (github.com/Austinwang22/cs179-diffusion); its published weights fit. It shifts
+    # and scales pixels in [0, 1] by MNIST's mean 0.1307 and deviation 0.3081: in [-1, 1] twice that, the mean less 1.
+    "cs179": Config(
+        data="mnist", image_size=28, channels=1, model="cs179", channel_mult=(1, 2), data_mean=-0.7386,
+        data_std=0.6162, batch_size=256, lr=1e-3, optimizer="adam", sampler="euler",
+    ),
     # Exactly unet.cu's U-Net (github.com/clu0/unet.cu).
     "elephants": Config(
         data="elephants", image_size=64, channels=3, validation=20, flip=True, model_channels=64,

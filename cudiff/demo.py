@@ -49,7 +49,8 @@ def demo(folder: Path, seed: int = 0, device: str = "auto", console: Console | N
         trainer.run(display)
     classifier = train_classifier(training, test, trainer.device)
     accuracy = classifier.accuracy(test)
-    classes, frames = np.arange(SAMPLES) % config.num_classes, []
+    classes = np.arange(SAMPLES) % config.num_classes
+    frames: list[np.ndarray] = []
     images = trainer.preview.sample(SAMPLES, seed, classes, batch_size=64, frames=frames)
     share = float(np.mean(classifier.predict(images) == classes))
     grid_classes = np.arange(64) % 8 + np.arange(64) // 8 % 2 * 2  # rows of 0..7 and of 2..9

@@ -1,11 +1,14 @@
-"""What a person sees of a training run: a live line in a terminal, plain lines elsewhere."""
+"""What a person sees of a training run: a live bar and a table of numbers in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 from cudiff.config import Config
 
@@ -13,52 +16,65 @@ from cudiff.config import Config
 class TrainingDisplay:
     """Shows loss, images/s, step time, memory and the time left; a context manager.
 
-    The bar runs over `steps`, or over `minutes` where there are no steps.
+    The bar runs over `steps`, or over `minutes` where they are given: whichever of both is nearer to its end.
     """
 
-    def __init__(self, config: Config, console: Console | None = None, done: float = 0):
+    def __init__(self, config: Config, console: Console | None = None, step: int = 0):
         self.config, self.console = config, console or Console()
-        self.values: dict[str, Any] = {}
-        columns = (
-            TextColumn("[bold]{task.description}"), BarColumn(None), TaskProgressColumn(),
-            TextColumn("{task.fields[status]}"), TimeRemainingColumn(compact=True),
+        self.values: dict[str, Any] = {"step": step, "seconds": 0.0}
+        self.progress = Progress(
+            TextColumn("[bold]step {task.fields[step]:,}[/]"), BarColumn(None), TaskProgressColumn(),
+            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(compact=True, elapsed_when_finished=False),
+            console=self.console, expand=True,
         )
-        self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal, expand=True)
-        by_steps = config.steps > 0
-        total = config.steps if by_steps else config.minutes * 60
-        self.key = "step" if by_steps else "seconds"
-        self.task = self.progress.add_task("training", total=total, completed=done, status="")
+        self.task = self.progress.add_task("", total=1.0, completed=self._share(), step=step)  # type: ignore[arg-type]
+        self.live = Live(self._picture(), console=self.console, refresh_per_second=4, transient=False)
 
     def __enter__(self) -> TrainingDisplay:
-        self.progress.__enter__()
+        if self.console.is_terminal:
+            self.live.start()
         return self
 
     def __exit__(self, *details: Any) -> None:
-        self.progress.__exit__(*details)
+        if self.console.is_terminal:
+            self.live.update(self._picture(), refresh=True)
+            self.live.stop()
 
     def update(self, metrics: dict[str, Any]) -> None:
         """Show the metrics that are there; others keep their last value."""
         self.values |= metrics
-        status = self.status()
-        self.progress.update(self.task, completed=self.values.get(self.key, 0), status=status)
-        if not self.console.is_terminal:
-            self.console.print(f"step {self.values['step']:>7,}  {status}", highlight=False)
+        self.progress.update(self.task, completed=self._share(), step=self.values["step"])  # type: ignore[arg-type]
+        if self.console.is_terminal:
+            self.live.update(self._picture())
+        else:
+            shown = self.parts(metrics)
+            self.message(f"step {metrics['step']:>7,}  {'  '.join(shown)}")
 
     def message(self, text: str) -> None:
-        """One line above the bar."""
-        self.progress.console.print(text, highlight=False)
+        """One line, above the bar where there is one."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def status(self) -> str:
-        """The metrics in one line."""
-        v, parts = self.values, []
+    def _share(self) -> float:
+        """How much of the run is done, in [0, 1]."""
+        config, values = self.config, self.values
+        shares = [values["step"] / config.steps] if config.steps else []
+        shares += [values["seconds"] / (60 * config.minutes)] if config.minutes else []
+        return min(1.0, max(shares))
+
+    def _picture(self) -> Group:
+        text = Text("   ").join(Text(part) for part in self.parts(self.values))
+        return Group(self.progress, text) if text else Group(self.progress)
+
+    def parts(self, v: dict[str, Any]) -> list[str]:
+        """The metrics that are there, as words."""
+        parts = []
         if "loss" in v:
-            parts.append(f"loss {v['loss']:.4f}")
+            parts.append(f"loss {v['loss']:.4f}" if math.isfinite(v["loss"]) else "loss not finite")
         if "val_loss" in v:
-            parts.append(f"held out {v['val_loss']:.4f} (training images {v['train_loss']:.4f})")
+            parts.append(f"EMA held out {v['val_loss']:.4f}, training {v['train_loss']:.4f}")
         if "step_ms" in v:
-            parts.append(f"{v['images_per_second']:,.0f} images/s")
-            parts.append(f"{v['step_ms']:.1f} ms/step")
-            parts.append(f"{v['memory_mb']:,.0f} MB")
+            step = f"{v['step_ms']:.1f} ms" if v["step_ms"] < 1000 else f"{v['step_ms'] / 1000:.2f} s"
+            parts += [f"{v['images_per_second']:,.0f} images/s", f"{step}/step", f"{v['memory_mb']:,.0f} MB"]
         if v.get("skipped"):
             parts.append(f"{v['skipped']} skipped")
-        return "  ".join(parts)
+        return parts

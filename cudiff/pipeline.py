@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import default_device
+from cudiff.backend import default_device, out_of_memory, out_of_memory_errors
 from cudiff.checkpoint import load_checkpoint, part, prefixed, save_checkpoint
 from cudiff.config import Config
 from cudiff.convert import from_torch, read_weights, to_torch, write_weights
@@ -20,6 +20,7 @@ from cudiff.diffusion import (
     Guided,
     ImageNoise,
     Schedule,
+    Standardised,
     karras_sigmas,
     sample_ddim,
     sample_ddpm,
@@ -51,16 +52,23 @@ class Pipeline:
 
     def denoiser(self) -> Any:
         """D(x, sigma, labels) for every sampler of `cudiff.diffusion`."""
+        config = self.config
         if self.schedule is not None:
             return DDPMDenoiser(self.net, self.schedule)
-        return EDMDenoiser(self.net, self.config.sigma_data, self._c_noise_scale)
+        denoiser = EDMDenoiser(self.net, config.sigma_data, self._c_noise_scale)
+        if (config.data_mean, config.data_std) == (0, 1):
+            return denoiser
+        return Standardised(denoiser, config.data_mean, config.data_std)
 
     def loss(self, label_dropout: float = 0.0) -> Callable[..., Tensor]:
         """loss(net, images, labels, generator): what training minimises, with a share of the labels dropped."""
         config = self.config
         if self.schedule is not None:
             return DDPMLoss(self.schedule, label_dropout)
-        return EDMLoss(config.sigma_data, config.P_mean, config.P_std, self._c_noise_scale, label_dropout)
+        return EDMLoss(
+            config.sigma_data, config.P_mean, config.P_std, self._c_noise_scale, label_dropout, config.data_mean,
+            config.data_std,
+        )
 
     @property
     def _c_noise_scale(self) -> float:
@@ -70,7 +78,7 @@ class Pipeline:
         self,
         n: int = 64,
         seed: int = 0,
-        classes: int | Sequence[int] | None = None,
+        classes: int | Sequence[int] | np.ndarray | None = None,
         steps: int | None = None,
         guidance: float | None = None,
         sampler: str | None = None,
@@ -95,52 +103,69 @@ class Pipeline:
         steps = config.sample_steps if steps is None else steps
         sampler = config.sampler if sampler is None else sampler
         guidance = config.guidance if guidance is None else guidance
+        for name, value in (("n", n), ("steps", steps), ("batch_size", batch_size)):
+            if value < 1:
+                raise CudiffError(f"{name} must be at least 1, not {value}")
         labels = self.labels(n, classes)
         denoiser = Guided(self.denoiser(), guidance) if labels is not None else self.denoiser()
         sigmas = self._sigmas(sampler, steps)
+        images = []
+
+        def batch(start: int, count: int, record: Any = None) -> np.ndarray:
+            noise = ImageNoise((count, *self.shape), seed, start, self.device)
+            chosen = None if labels is None else Tensor(labels[start : start + count], device=self.device)
+            return _pixels(self._run(sampler, denoiser, noise, sigmas, chosen, record))
+
         was_training = self.net.training
         self.net.eval()
-        images = []
-        for start in range(0, n, batch_size):
-            count = min(batch_size, n - start)
-            shape = (count, config.image_size, config.image_size, config.channels)
-            noise = ImageNoise(shape, seed, start, self.device)
-            chosen = None if labels is None else Tensor(labels[start : start + count], device=self.device)
-            record = None
-            if frames is not None and start == 0:
-                frames.append(to_uint8(np.clip(noise.start(1.0).numpy(), -1, 1)))
-                record = _recorder(frames)
-            x = self._run(sampler, denoiser, noise, sigmas, chosen, record)
-            images.append(to_uint8(np.clip(x.numpy(), -1, 1)))
-            if progress is not None:
-                progress(start + count, n)
-        self.net.train(was_training)
-        return np.concatenate(images)
+        try:
+            for start in range(0, n, batch_size):
+                count, record = min(batch_size, n - start), None
+                if frames is not None and start == 0:
+                    frames.append(_pixels(ImageNoise((count, *self.shape), seed, 0, self.device).start(1.0)))
+                    record = _recorder(frames)
+                try:
+                    images.append(batch(start, count, record))
+                except out_of_memory_errors():
+                    break
+                if progress is not None:
+                    progress(start + count, n)
+            else:
+                return np.concatenate(images)
+            sigmas = sigmas[-2:]  # one step shows what fits
+            raise out_of_memory(batch_size, lambda size: batch(0, min(n, size)), self.device)
+        finally:
+            self.net.train(was_training)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(H, W, C) of an image."""
+        return self.config.image_size, self.config.image_size, self.config.channels
 
     def _run(self, sampler: str, denoiser: Any, noise: ImageNoise, sigmas: np.ndarray, labels: Tensor | None,
              callback: Any) -> Tensor:
         config, x = self.config, noise.start(sigmas[0])
-        common = dict(noise=noise, callback=callback)
+        common: dict[str, Any] = dict(noise=noise, callback=callback)
         if sampler == "ancestral":
             variance = "learned" if config.learn_sigma else "small"
             return sample_ddpm(denoiser, x, sigmas, labels, variance=variance, **common)
         if sampler == "ddim":
             return sample_ddim(denoiser, x, sigmas, labels, eta=config.eta, **common)
-        churn = dict(S_churn=config.S_churn, S_min=config.S_min, S_max=config.S_max, S_noise=config.S_noise)
-        return (sample_euler if sampler == "euler" else sample_heun)(denoiser, x, sigmas, labels, **churn, **common)
+        common |= dict(S_churn=config.S_churn, S_min=config.S_min, S_max=config.S_max, S_noise=config.S_noise)
+        return (sample_euler if sampler == "euler" else sample_heun)(denoiser, x, sigmas, labels, **common)
 
     def _sigmas(self, sampler: str, steps: int) -> np.ndarray:
         if sampler not in ("heun", "euler", "ddim", "ancestral"):
             raise CudiffError(f"unknown sampler '{sampler}': use heun, euler, ddim or ancestral")
         config = self.config
         if self.schedule is None:
-            return karras_sigmas(steps, config.sigma_min, config.sigma_max, config.rho)
+            return karras_sigmas(steps, config.sigma_min, config.sigma_max, config.rho) * config.data_std
         if sampler in ("ddim", "ancestral"):
             return self.schedule.sampling_sigmas(steps)
         low, high = max(config.sigma_min, self.schedule.sigmas[0]), min(config.sigma_max, self.schedule.sigmas[-1])
         return karras_sigmas(steps, low, high, config.rho)
 
-    def labels(self, n: int, classes: int | Sequence[int] | None = None) -> np.ndarray | None:
+    def labels(self, n: int, classes: int | Sequence[int] | np.ndarray | None = None) -> np.ndarray | None:
         """The class of each of n images, int32 (n,), as `sample` takes them; None for an unconditional model."""
         known = self.config.num_classes
         if not known:
@@ -151,14 +176,19 @@ class Pipeline:
         if labels.ndim == 1 and len(labels) != n:
             raise CudiffError(f"{len(labels)} classes were given for {n} images: give one class, or one for each image")
         labels = np.broadcast_to(labels, n)
-        if labels.size and (labels.min() < -1 or labels.max() >= known):
-            raise CudiffError(f"the model has classes 0 to {known - 1}, and -1 for none; {labels.max()} is not one")
+        strangers = labels[(labels < -1) | (labels >= known)]
+        if strangers.size:
+            raise CudiffError(f"the model has classes 0 to {known - 1}, and -1 for none; {strangers[0]} is not one")
         return np.ascontiguousarray(labels, np.int32)
+
+
+def _pixels(x: Tensor) -> np.ndarray:
+    return to_uint8(np.clip(x.numpy(), -1, 1))
 
 
 def _recorder(frames: list[np.ndarray]) -> Callable[[int, Tensor, Tensor], None]:
     def record(step: int, x: Tensor, denoised: Tensor) -> None:
-        frames.append(to_uint8(np.clip(denoised.numpy(), -1, 1)))
+        frames.append(_pixels(denoised))
 
     return record
 
@@ -189,8 +219,10 @@ def import_torch(source: str | os.PathLike, target: str | os.PathLike, config: C
     """Make a checkpoint of weights in PyTorch's layout and guided-diffusion's, unet.cu's or CS 179's names.
 
     config: the model they belong to; where the names tell the model, theirs is used. The weights serve as EMA too.
-    Raises CudiffError where the file cannot be read or its weights do not fit the model.
+    Raises CudiffError where the file cannot be read, its weights do not fit the model, or `target` exists.
     """
+    if os.path.exists(target):
+        raise CudiffError(f"{target} exists already: choose another name, or delete it first")
     weights = read_weights(source)
     config = weights.config or config
     net = build(config)
@@ -200,6 +232,11 @@ def import_torch(source: str | os.PathLike, target: str | os.PathLike, config: C
 
 
 def export_torch(source: str | os.PathLike, target: str | os.PathLike, weights: str = "ema") -> None:
-    """Write a checkpoint's weights as a .safetensors file with PyTorch's layout and guided-diffusion's names."""
+    """Write a checkpoint's weights as a .safetensors file with PyTorch's layout and guided-diffusion's names.
+
+    Raises CudiffError where the checkpoint cannot be read or `target` exists.
+    """
+    if os.path.exists(target):
+        raise CudiffError(f"{target} exists already: choose another name, or delete it first")
     net = load(source, "cpu", weights).net
     write_weights(target, to_torch(net.state_dict(), net.layouts()))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import signal
 import threading
 import time
@@ -13,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import default_device, free_memory, memory_in_use, memory_total, out_of_memory_errors
+from cudiff.backend import array_module, default_device, memory_in_use, out_of_memory, out_of_memory_errors
 from cudiff.checkpoint import Checkpoint, checkpoint_path, latest, part, prefixed, prune, save_checkpoint
 from cudiff.config import Config
 from cudiff.cuda.graph import capture
@@ -27,10 +29,14 @@ from cudiff.optim import EMA, SGD, Adam, AdamW, Constant, Cosine, Optimizer
 from cudiff.pipeline import Pipeline
 from cudiff.plot import save_grid, save_loss_curve
 from cudiff.tensor import Tensor, accumulate, no_grad
+from cudiff.tensorfile import replacing
 
 VALIDATION_IMAGES = 1024
 VALIDATION_DRAWS = 8
 """How many noise draws each validation image is judged by: its loss at one noise level says little."""
+
+_FIXED = ("image_size", "channels", "validation", "seed", "optimizer", "diffusion", "noise_schedule", "diffusion_steps")
+"""What a resumed run cannot change, besides the model."""
 
 
 class Trainer:
@@ -44,17 +50,19 @@ class Trainer:
     resume : a loaded checkpoint to continue; on the CPU the run goes on bit for bit
 
     Attributes: pipeline (the raw weights), preview (the EMA's), training, held_out (data), step (updates done).
-    Raises CudiffError where the data does not fit the configuration.
+    Raises CudiffError where data, configuration and checkpoint do not fit each other, and where `folder` holds a run
+    that would be lost.
     """
 
     def __init__(self, config: Config, dataset: Dataset, folder: str | Path, resume: Checkpoint | None = None):
         self.device = default_device() if config.device == "auto" else config.device
+        array_module(self.device)  # says what is missing before anything else is done
         self.config = config = config.for_data(dataset.images.shape, dataset.num_classes)
+        self.folder = Path(folder)
+        _check_folder(self.folder, config, resume)
         self.training, self.held_out = dataset.split(config.validation, config.seed)
         if len(self.training) == 0:
             raise CudiffError(f"no image is left to train on: {config.validation} of {len(dataset)} are held out")
-        self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.net = build(config)
         self.net.precision = config.precision
         self.net.flatten(self.device)
@@ -65,17 +73,22 @@ class Trainer:
         self.generator = Generator(config.seed, self.device)
         set_generator(self.net, self.generator)
         self.step, self.seconds = 0, 0.0
+        self._loss_sum = Tensor(np.zeros((), np.float32), device=self.device)
+        self._loss_steps = 0
         if resume is not None:
             self._restore(resume)
-        self.loader = Loader(self.training, config, self.device, first=self.step * config.accumulate)
-        self._loss_sum = Tensor(np.zeros((), np.float32), device=self.device)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.loader = Loader(self.training, config, self.device, first=int(self.generator.step))
         captured = self.device == "cuda" and config.capture
-        self._step = capture(self.train_step, device=self.device) if captured else self.train_step
+        self._step: Any = capture(self.train_step, device=self.device) if captured else self.train_step
+        self._timed_from, self._timed_steps = time.perf_counter(), 0
+        self._saved_at = self._previewed_at = -1
 
     def train_step(self, *streamed: Tensor) -> Tensor:
         """One update. Everything stays on the device, so that it can be captured in a CUDA graph.
 
-        streamed: images and labels of each batch where they come from the host. Returns the mean loss.
+        streamed: images and labels of each batch where they come from the host. Returns the sum of the mean losses
+        since the last line of metrics.
         """
         self.net.zero_grad()
         share = 1 / self.config.accumulate
@@ -86,38 +99,42 @@ class Trainer:
             accumulate(self._loss_sum.data, loss.data)
             self.generator.advance()
         self.optimizer.step()
-        return loss
+        return self._loss_sum
 
     def run(self, display: Any = None) -> dict[str, Any]:
         """Train until `steps`, `minutes` or Ctrl-C; log, preview and save on the way and at the end.
 
         display: told by `update(metrics)` and `message(text)`. Returns the last metrics.
-        Raises CudiffError where memory runs out (saying what fits) or the loss stays not finite.
+        Raises CudiffError where nothing is left to do, where memory runs out (saying what fits) and where the gradient
+        or the weights stop being finite.
         """
-        config, metrics = self.config, {}
-        limit = config.minutes * 60 if config.minutes else float("inf")
+        config = self.config
+        metrics: dict[str, Any] = {}
+        self._check_unfinished()
         start = time.perf_counter() - self.seconds
-        mark, marked_step = time.perf_counter(), self.step
-        with _interruptible() as interrupted:
-            while self.seconds < limit and (not config.steps or self.step < config.steps) and not interrupted:
+        self._timed_from, self._timed_steps = time.perf_counter(), 0
+        with _interruptible() as interrupted, np.errstate(all="ignore"):  # what is not finite is dealt with below
+            while not interrupted and not self._finished():
                 self._step_or_explain()
                 self.step += 1
+                self._loss_steps += 1
+                self._timed_steps += 1
                 self.seconds = time.perf_counter() - start
-                if self.step - marked_step == config.log_every:
-                    metrics = self._log(display, mark, marked_step)
+                if self.step % config.log_every == 0:
+                    metrics |= self._log(display)
+                    self._loss_sum.data[...] = 0
+                    self._loss_steps = 0
                 if config.sample_every and self.step % config.sample_every == 0:
-                    metrics = self._validate(display)
-                    self.save_preview()
+                    metrics |= self._look(display)
                 if config.save_every and self.step % config.save_every == 0:
-                    self.save()
-                if self.step - marked_step == config.log_every:
-                    mark, marked_step = time.perf_counter(), self.step
-            if self.step > marked_step:
-                metrics = self._log(display, mark, marked_step)
-            metrics |= self._validate(display)
-            self.save()
-        if config.sample_every:
-            self.save_preview()
+                    with self._untimed():
+                        self.save()
+            if self.step % config.log_every:
+                metrics |= self._log(display)
+            if self._saved_at != self.step:
+                self.save()
+            if not interrupted and self._previewed_at != self.step:
+                metrics |= self._look(display)
         self._save_curve(display)
         if interrupted and display is not None:
             display.message(f"stopped at step {self.step} and saved: go on with cudiff train --resume {self.folder}")
@@ -127,26 +144,41 @@ class Trainer:
         """The EMA's mean loss over the first images of `dataset`, with random numbers of its own, always the same."""
         loss, generator = self.preview.loss(), Generator(self.config.seed + 1, self.device)
         count = min(len(dataset), VALIDATION_IMAGES)
-        size = min(count, self.config.batch_size)
-        losses = []
+        total = 0.0
         with no_grad():
             for _ in range(VALIDATION_DRAWS):
-                for start in range(0, count - size + 1, size):
-                    images, labels = self.loader.normalised(dataset, range(start, start + size))
-                    losses.append(loss(self.preview.net, images, labels, generator).item())
+                for start in range(0, count, self.config.batch_size):
+                    chosen = range(start, min(count, start + self.config.batch_size))
+                    images, labels = self.loader.normalised(dataset, chosen)
+                    total += loss(self.preview.net, images, labels, generator).item() * len(chosen)
                     generator.advance()
-        return float(np.mean(losses))
+        return total / (VALIDATION_DRAWS * count)
 
     def save(self) -> Path:
-        """Write a checkpoint of this step and delete the oldest beyond `keep`; returns its path."""
+        """Write a checkpoint of this step and delete the oldest beyond `keep`; returns its path.
+
+        Raises CudiffError, and writes and deletes nothing, where a value is not finite.
+        """
         tensors = prefixed("model", self.net.state_dict()) | prefixed("ema", self.ema.model.state_dict())
         tensors |= self.optimizer.state_dict()
         counters: dict[str, Any] = {"optimizer": tensors.pop("counters").tolist(), "step": self.step}
         counters |= {"seconds": self.seconds, "generator": self.generator.state()}
-        path = checkpoint_path(self.folder, self.step)
+        counters |= {"loss_sum": self._loss_sum.item(), "loss_steps": self._loss_steps}
+        if not math.isfinite(counters["loss_sum"]):  # of a skipped update
+            counters |= {"loss_sum": 0.0, "loss_steps": 0}
+        for name, array in tensors.items():
+            if not np.isfinite(array).all():
+                raise CudiffError(f"{name} is not finite at step {self.step}, which is not saved: {self._advice()}")
+        path = self.save_path
         save_checkpoint(path, self.config.to_dict(), tensors, counters)
         prune(self.folder, self.config.keep)
+        self._saved_at = self.step
         return path
+
+    @property
+    def save_path(self) -> Path:
+        """Where `save` writes the checkpoint of this step."""
+        return checkpoint_path(self.folder, self.step)
 
     def save_preview(self) -> Path:
         """Write a grid of `samples` images from the EMA."""
@@ -159,39 +191,52 @@ class Trainer:
         shapes = {name: value.shape for name, value in self.net.state_dict().items()}
         self.net.load_state_dict(part(checkpoint.tensors, "model", shapes))
         self.ema.model.load_state_dict(part(checkpoint.tensors, "ema", shapes))
+        counters = checkpoint.counters
+        if "optimizer" not in counters:  # converted weights: training begins with them
+            return
         moments = {key: value for key, value in checkpoint.tensors.items() if not key.startswith(("model.", "ema."))}
-        self.optimizer.load_state_dict(moments | {"counters": np.array(checkpoint.counters["optimizer"])})
-        self.generator.load_state(checkpoint.counters["generator"])
-        self.step, self.seconds = checkpoint.counters["step"], checkpoint.counters["seconds"]
+        self.optimizer.load_state_dict(moments | {"counters": np.array(counters["optimizer"])})
+        self.generator.load_state(counters["generator"])
+        self.step, self.seconds = counters["step"], counters["seconds"]
+        self._loss_sum.data[...], self._loss_steps = counters["loss_sum"], counters["loss_steps"]
+        self._drop_metrics_after(self.step)
+
+    def _finished(self) -> bool:
+        steps, seconds = self.config.steps or math.inf, 60 * self.config.minutes or math.inf
+        return self.step >= steps or self.seconds >= seconds
+
+    def _check_unfinished(self) -> None:
+        if self._finished():
+            done = f"{self.step} steps in {self.seconds / 60:.1f} minutes"
+            raise CudiffError(f"the run is at its end after {done}: give more --steps or --minutes")
 
     def _step_or_explain(self) -> None:
         try:
             self._step(*self.loader.next())
+            return
         except out_of_memory_errors():
-            fits = self._batch_that_fits()
-            total = memory_total(self.device) / 2**30
-            where = f"the GPU's {total:.0f} GiB" if total else "memory"
-            advice = f"--batch-size {fits} fits" if fits else "even one image does not fit: use a smaller model"
-            raise CudiffError(f"batch size {self.config.batch_size} does not fit into {where}: {advice}") from None
+            pass  # the exception holds the memory of the step: it has to be gone before anything smaller is tried
+        self._step = None
 
-    def _batch_that_fits(self) -> int:
-        """The largest halving of the batch size whose forward and backward pass fit into memory; 0 if none does."""
-        size = self.config.batch_size // 2
-        while size:
-            free_memory()
-            try:
-                images, labels = self.loader.normalised(self.training, np.arange(size) % len(self.training))
-                self.loss(self.net, images, labels, self.generator).backward()
-                return size
-            except out_of_memory_errors():
-                size //= 2
-        return 0
+        def attempt(size: int) -> None:
+            images, labels = self.loader.normalised(self.training, np.arange(size) % len(self.training))
+            self.loss(self.net, images, labels, self.generator).backward()
 
-    def _log(self, display: Any, mark: float, marked_step: int) -> dict[str, Any]:
-        steps, config = self.step - marked_step, self.config
-        loss = self._loss_sum.item() / steps  # waits for the device
-        elapsed = time.perf_counter() - mark
-        self._loss_sum.data[...] = 0
+        raise out_of_memory(self.config.batch_size, attempt, self.device)
+
+    @contextmanager
+    def _untimed(self) -> Iterator[None]:
+        """Leave the time of the block out of the time of a step."""
+        self._loss_sum.item()  # waits for the steps before
+        begin = time.perf_counter()
+        yield
+        self._timed_from += time.perf_counter() - begin
+
+    def _log(self, display: Any) -> dict[str, Any]:
+        config, steps = self.config, max(1, self._timed_steps)
+        loss = self._loss_sum.item() / max(1, self._loss_steps)  # waits for the device
+        elapsed = max(1e-9, time.perf_counter() - self._timed_from)
+        self._timed_from, self._timed_steps = time.perf_counter(), 0
         status = self.optimizer.metrics()
         metrics = {
             "step": self.step, "loss": loss, "lr": status["lr"], "grad_norm": status["grad_norm"],
@@ -202,33 +247,71 @@ class Trainer:
         self._record(metrics, display)
         if status["skipped_in_a_row"] >= config.max_bad_steps:
             raise CudiffError(
-                f"the gradient was not finite {status['skipped_in_a_row']} times in a row at step {self.step}: lower "
-                f"--lr or set --clip, and go on with --resume {self.folder} from the last good checkpoint"
+                f"the gradient was not finite {status['skipped_in_a_row']} times in a row, until step {self.step}: "
+                f"{self._advice()}"
             )
         return metrics
 
-    def _validate(self, display: Any) -> dict[str, Any]:
-        """The EMA's loss on held-out images, and on as many training images, so that the two can be compared."""
-        if len(self.held_out) == 0:
-            return {}
-        known = self.training.subset(np.arange(min(len(self.training), len(self.held_out))))
-        metrics = {
-            "step": self.step, "val_loss": self.validation_loss(self.held_out),
-            "train_loss": self.validation_loss(known),
-        }
-        self._record(metrics, display)
+    def _advice(self) -> str:
+        last = latest(self.folder)
+        return f"lower --lr or set --clip, and {f'go on with --resume {last}' if last else 'start again'}"
+
+    def _look(self, display: Any) -> dict[str, Any]:
+        """A preview, and the EMA's loss on held-out images and on as many training images, to be compared."""
+        with self._untimed():
+            metrics: dict[str, Any] = {}
+            if len(self.held_out):
+                known = self.training.subset(np.arange(min(len(self.training), len(self.held_out))))
+                metrics = {
+                    "step": self.step, "val_loss": self.validation_loss(self.held_out),
+                    "train_loss": self.validation_loss(known),
+                }
+                self._record(metrics, display)
+            if self.config.sample_every:
+                self.save_preview()
+            self._previewed_at = self.step
         return metrics
 
     def _record(self, metrics: dict[str, Any], display: Any) -> None:
-        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics) + "\n")
+        line = {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # JSON has no NaN
+        with open(self._metrics_file, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
         if display is not None:
             display.update(metrics)
 
+    @property
+    def _metrics_file(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    def _metrics(self) -> list[dict[str, Any]]:
+        """The lines written so far; a last one that a kill cut short is left out."""
+        lines = []
+        if self._metrics_file.exists():
+            for line in self._metrics_file.read_text(encoding="utf-8").splitlines():
+                try:
+                    lines.append(json.loads(line))
+                except ValueError:
+                    continue
+        return lines
+
+    def _drop_metrics_after(self, step: int) -> None:
+        """Remove what was logged beyond the checkpoint: these steps are done again."""
+        if self._metrics_file.exists():
+            kept = [json.dumps(line) + "\n" for line in self._metrics() if line["step"] <= step]
+            with replacing(self._metrics_file) as file:
+                file.write("".join(kept).encode())
+
     def _save_curve(self, display: Any) -> None:
-        lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        if not save_loss_curve(self.folder / "loss.png", [json.loads(line) for line in lines]) and display is not None:
+        if not save_loss_curve(self.folder / "loss.png", self._metrics()) and display is not None:
             display.message("no loss curve was drawn: pip install 'cudiff[plots]'")
+
+
+def check_free(folder: str | Path) -> None:
+    """Raise CudiffError where a folder holds checkpoints or metrics of a run, which a new one would mix with."""
+    newest = latest(folder)
+    if newest is not None or (Path(folder) / "metrics.jsonl").exists():
+        go_on = f"go on with --resume {folder}, or " if newest else ""
+        raise CudiffError(f"{folder} already holds a run: {go_on}choose another --folder")
 
 
 def checkpoint_to_resume(path: str | Path) -> Path:
@@ -238,6 +321,22 @@ def checkpoint_to_resume(path: str | Path) -> Path:
     if found is None:
         raise CudiffError(f"{path} holds no checkpoint: give the folder of a run, or a checkpoint")
     return found
+
+
+def _check_folder(folder: Path, config: Config, resume: Checkpoint | None) -> None:
+    """Raise CudiffError where a run in `folder` would be lost, or where `resume` is of another kind of run."""
+    if resume is None:
+        check_free(folder)
+        return
+    newest = latest(folder)
+    if newest is not None and newest.name > checkpoint_path("", resume.counters.get("step", 0)).name:
+        raise CudiffError(f"{folder} holds a newer checkpoint: resume {newest}, or choose another --folder")
+    before = Config.from_dict(resume.config)
+    for option in dataclasses.fields(Config):
+        name, section = option.name, option.metadata["section"]
+        was, now = getattr(before, name), getattr(config, name)
+        if was != now and (section == "model" or name in _FIXED):
+            raise CudiffError(f"a resumed run cannot change {name} from {was} to {now}: leave it out, or start anew")
 
 
 def _optimizer(config: Config, net: Module, ema: EMA) -> Optimizer:

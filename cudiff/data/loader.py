@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from cudiff.backend import memory_total
+from cudiff.backend import Staging, memory_total
 from cudiff.config import Config
 from cudiff.data.dataset import Dataset
 from cudiff.ops.batch import draw_batch
@@ -20,6 +20,8 @@ RESIDENT_SHARE = 0.25
 class Loader:
     """The batches of a training run; which images a batch holds depends on (seed, batch number) alone.
 
+    Streamed batches are drawn ahead by a thread, into page-locked memory that the GPU copies from on its own.
+
     Parameters
     ----------
     config : uses batch_size, accumulate, seed, flip, residency, num_classes
@@ -29,13 +31,14 @@ class Loader:
     def __init__(self, dataset: Dataset, config: Config, device: str, first: int = 0):
         self.config, self.device = config, device
         fits = device == "cpu" or dataset.images.nbytes < RESIDENT_SHARE * memory_total(device)
-        self.resident = device == "cpu" or config.residency == "device" or (config.residency == "auto" and fits)
+        self.resident = config.residency == "device" or (config.residency == "auto" and fits)
         home = device if self.resident else "cpu"
         self._images = Tensor(dataset.images, device=home)
         conditional = config.num_classes > 0 and dataset.labels is not None
         self._labels = Tensor(dataset.labels, device=home) if conditional else None
         self._number = first
         self._pool = None if self.resident else ThreadPoolExecutor(1)
+        self._stages = (Staging(device), Staging(device))  # one is filled while the device copies from the other
         self._ahead: Future | None = None
 
     def batch(self, step: Tensor, streamed: Sequence[Tensor], index: int) -> tuple[Tensor, Tensor | None]:
@@ -53,9 +56,10 @@ class Loader:
         """The next update's batches on the device, the one after it already being drawn; empty for resident data."""
         if self._pool is None:
             return ()
-        batches = (self._ahead or self._pool.submit(self._draw_on_host)).result()
+        stage = (self._ahead or self._pool.submit(self._draw_on_host)).result()
+        batches = tuple(Tensor(array) for array in stage.upload())
         self._ahead = self._pool.submit(self._draw_on_host)
-        return tuple(value.to(self.device) for value in batches)
+        return batches
 
     def normalised(self, dataset: Dataset, indices: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor | None]:
         """Chosen images of any data set as training sees them, without flips."""
@@ -67,9 +71,13 @@ class Loader:
         config = self.config
         return draw_batch(self._images, self._labels, step, config.batch_size, config.seed, config.flip)
 
-    def _draw_on_host(self) -> list[Tensor]:
-        values = []
+    def _draw_on_host(self) -> Staging:
+        arrays = []
         for _ in range(self.config.accumulate):
-            values += [value for value in self._draw(Tensor(np.array([self._number], np.int32))) if value is not None]
+            batch = self._draw(Tensor(np.array([self._number], np.int32)))
+            arrays += [value.data for value in batch if value is not None]
             self._number += 1
-        return values
+        stage, other = self._stages
+        self._stages = other, stage
+        stage.fill(arrays)
+        return stage

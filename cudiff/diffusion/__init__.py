@@ -1,11 +1,12 @@
 """Noise schedules, preconditioning, losses and samplers. They are handed a `net` and never import one."""
 
 from cudiff.diffusion.loss import DDPMLoss, EDMLoss, drop_labels
-from cudiff.diffusion.preconditioning import DDPMDenoiser, EDMDenoiser, Guided
+from cudiff.diffusion.preconditioning import DDPMDenoiser, EDMDenoiser, Guided, Standardised
 from cudiff.diffusion.samplers import ImageNoise, sample_ddim, sample_ddpm, sample_euler, sample_heun
 from cudiff.diffusion.schedule import Schedule, cosine_betas, karras_sigmas, linear_betas
 
 __all__ = [
-    "DDPMDenoiser", "DDPMLoss", "EDMDenoiser", "EDMLoss", "Guided", "ImageNoise", "Schedule", "cosine_betas",
-    "drop_labels", "karras_sigmas", "linear_betas", "sample_ddim", "sample_ddpm", "sample_euler", "sample_heun",
+    "DDPMDenoiser", "DDPMLoss", "EDMDenoiser", "EDMLoss", "Guided", "ImageNoise", "Schedule", "Standardised",
+    "cosine_betas", "drop_labels", "karras_sigmas", "linear_betas",
+    "sample_ddim", "sample_ddpm", "sample_euler", "sample_heun",
 ]  # fmt: skip

@@ -50,12 +50,17 @@ class EDMLoss:
         P_std: float = 1.2,
         c_noise_scale: float = 0.25,
         label_dropout: float = 0.0,
+        data_mean: float = 0.0,
+        data_std: float = 1.0,
     ):
+        self.data_mean, self.data_std = data_mean, data_std  # the net sees (images - mean) / std
         self.sigma_data, self.P_mean, self.P_std = sigma_data, P_mean, P_std
         self.c_noise_scale, self.label_dropout = c_noise_scale, label_dropout
 
     def __call__(self, net: Net, images: Tensor, labels: Tensor | None, generator: Generator) -> Tensor:
         labels = drop_labels(labels, self.label_dropout, generator)
+        if (self.data_mean, self.data_std) != (0, 1):
+            images = (images - self.data_mean) * (1 / self.data_std)
         log_sigma = generator.normal((images.shape[0],), Streams.SIGMA) * self.P_std + self.P_mean
         noise = generator.normal(images.shape, Streams.NOISE)
         sigma = ops.exp(log_sigma)

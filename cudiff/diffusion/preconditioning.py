@@ -50,6 +50,16 @@ class EDMDenoiser:
         return x * per_sample(c_skip, x) + out * per_sample(c_out, x)
 
 
+class Standardised:
+    """A denoiser of images (y - mean) / std as a denoiser of images y: mean + std D((x - mean) / std; sigma / std)."""
+
+    def __init__(self, denoiser: Denoiser, mean: float, std: float):
+        self.denoiser, self.mean, self.std = denoiser, mean, std
+
+    def __call__(self, x: Tensor, sigma: Tensor, labels: Tensor | None = None) -> Tensor:
+        return self.denoiser((x - self.mean) * (1 / self.std), sigma * (1 / self.std), labels) * self.std + self.mean
+
+
 class DDPMDenoiser:
     """A DDPM noise predictor as a denoiser: D(x; sigma) = x - sigma eps(x / sqrt(1 + sigma^2), t(sigma)).
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cudiff.errors import CudiffError
+from cudiff.models.cs179 import CS179UNet
 from cudiff.models.unet import UNet
 from cudiff.nn import Module, init
 
 if TYPE_CHECKING:
     from cudiff.config import Config
 
-__all__ = ["UNet", "build"]
+__all__ = ["CS179UNet", "UNet", "build"]
 
 
 def build(config: Config) -> Module:
@@ -18,7 +20,11 @@ def build(config: Config) -> Module:
 
     Raises CudiffError for sizes that do not divide (see `UNet`) and for a configuration without image size or channels.
     """
+    if not config.image_size or not config.channels:
+        raise CudiffError("a model needs image_size and channels: give both, or take them from the data")
     with init.seeded(config.seed):
+        if config.model == "cs179":
+            return CS179UNet(config.image_size, config.channels, config.model_channels, config.channel_mult)
         return UNet(
             config.image_size, config.channels, config.model_channels, config.channel_mult, config.num_res_blocks,
             config.attention_resolutions, config.num_heads, config.num_head_channels, config.use_scale_shift_norm,

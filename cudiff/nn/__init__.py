@@ -1,4 +1,5 @@
 """Modules, layers, initialisation and flat parameter storage."""
+# ruff: noqa: I001 (names in rows)
 
 from cudiff.nn import init
 from cudiff.nn.layers import (

@@ -64,7 +64,9 @@ class GroupNorm(Module):
         self.weight = Parameter(init.ones((num_channels,)))
         self.bias = Parameter(init.zeros((num_channels,)))
 
-    def forward(self, x: Tensor, silu: bool = False, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, silu: bool = False, scale: Tensor | None = None, shift: Tensor | None = None
+    ) -> Tensor:
         return ops.group_norm(x, self.weight, self.bias, self.num_groups, self.eps, silu, scale, shift)
 
 

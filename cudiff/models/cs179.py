@@ -1,0 +1,95 @@
+"""The small U-Net for MNIST of the CS 179 project (github.com/Austinwang22/cs179-diffusion), with its names."""
+
+from __future__ import annotations
+
+from cudiff import ops
+from cudiff.backend import float32
+from cudiff.errors import CudiffError
+from cudiff.nn import Conv2d, ConvTranspose2d, Linear, Module, ModuleList, Sequential, SiLU
+from cudiff.tensor import Tensor
+
+
+class TimeEmbedding(Module):
+    """t (N,) → (N, dim): sinusoids, sine first, their highest divisor dim/2 − 1; then a layer of 4·dim with SiLU."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.dim = dim
+        self.mlp = Sequential(Linear(dim, 4 * dim), SiLU(), Linear(4 * dim, dim))
+
+    def forward(self, t: Tensor) -> Tensor:
+        return self.mlp(ops.timestep_embedding(t, self.dim, divisor="half-1", order="sin,cos"))
+
+
+class Block(Module):
+    """Two 3×3 convolutions, each with the same projection of emb added, then ReLU; `x2` is joined to x at its end."""
+
+    def __init__(self, channels: int, out_channels: int, emb_channels: int):
+        super().__init__()
+        self.conv1, self.conv2 = Conv2d(channels, out_channels, 3), Conv2d(out_channels, out_channels, 3)
+        self.time_proj = Linear(emb_channels, out_channels)
+
+    def forward(self, x: Tensor, emb: Tensor, x2: Tensor | None = None) -> Tensor:
+        shift = self.time_proj(emb)
+        for conv in (self.conv1, self.conv2):
+            x = ops.relu(
+                ops.norm_silu_conv2d(x, x2, weight=conv.weight, bias=conv.bias, emb=shift, tf32=self.tf32)
+            )
+            x2 = None
+        return x
+
+
+class UpBlock(Block):
+    """A Block and a 2×2 transposed convolution to twice the size."""
+
+    def __init__(self, channels: int, out_channels: int, emb_channels: int):
+        super().__init__(channels, out_channels, emb_channels)
+        self.upsample = ConvTranspose2d(out_channels, out_channels, 2, stride=2)
+
+    def forward(self, x: Tensor, emb: Tensor, x2: Tensor | None = None) -> Tensor:
+        return self.upsample(super().forward(x, emb, x2))
+
+
+class CS179UNet(Module):
+    """net(x, t, labels=None): x (N, H, W, in_channels) float32, t (N,) float32 → like x. It has no classes.
+
+    Every encoder block ends in 2×2 max-pooling; what is pooled goes down and, as the skip connection, across.
+
+    Parameters
+    ----------
+    image_size : int, pixels; must divide by 2 ** levels
+    model_channels, channel_mult : channels at each level; 64 and (1, 2) are the project's
+    Raises CudiffError for a size that does not divide, saying which do.
+    """
+
+    def __init__(self, image_size: int = 28, in_channels: int = 1, model_channels: int = 64,
+                 channel_mult: tuple[int, ...] = (1, 2)):
+        super().__init__()
+        step = 2 ** len(channel_mult)
+        if image_size % step:
+            halvings = len(channel_mult)
+            raise CudiffError(f"image size {image_size} does not halve {halvings} times: use a multiple of {step}")
+        widths = [model_channels * mult for mult in channel_mult]
+        emb_channels = 2 * model_channels
+        self.time_emb = TimeEmbedding(emb_channels)
+        self.enc_blocks = ModuleList(
+            [Block(before, width, emb_channels) for before, width in zip([in_channels, *widths], widths, strict=False)]
+        )
+        self.bottleneck = Block(widths[-1], widths[-1], emb_channels)
+        self.dec_blocks, channels = ModuleList(), widths[-1]
+        for width in reversed(widths):
+            self.dec_blocks.append(UpBlock(channels + width, width, emb_channels))
+            channels = width
+        self.out_conv = Conv2d(channels, in_channels, 1)
+
+    def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
+        emb = self.time_emb(t)
+        h = ops.astype(x, self.activation_dtype)
+        skips = []
+        for block in self.enc_blocks:
+            h = ops.max_pool2d(block(h, emb), 2)
+            skips.append(h)
+        h = self.bottleneck(h, emb)
+        for block in self.dec_blocks:
+            h = block(h, emb, skips.pop())
+        return ops.astype(self.out_conv(h), float32)
