@@ -10,7 +10,7 @@ from tests.check import check_op, relative_error, torch
 CASES = [
     ((2, 4, 4, 32), 0, 16),
     ((1, 5, 3, 6), 0, 2),
-    ((3, 1, 1, 4), 0, 2),
+    ((3, 1, 1, 8), 0, 2),
     ((2, 7), 0, 1),
     ((1, 3, 5, 24), 16, 4),
     ((2, 3, 2, 10), 5, 5),
@@ -68,8 +68,10 @@ def test_large_mean(device, rng):
 
 
 def test_silu_of_a_large_negative_argument_is_zero(device):
-    x = Tensor(np.array([[[[-1.0]], [[1.0]]]]), device=device)
-    out = group_norm(x, Tensor(np.full(1, 200.0), device=device), Tensor(np.zeros(1), device=device), 1, silu=True)
+    x, weight, bias = (
+        Tensor(np.array(values, np.float32), device=device) for values in ([[[[-1]], [[1]]]], [200], [0])
+    )
+    out = group_norm(x, weight, bias, 1, silu=True)
     np.testing.assert_allclose(out.numpy().ravel(), [0, 200], atol=2e-3)
 
 
@@ -93,3 +95,37 @@ def test_shapes_that_do_not_fit():
         group_norm(x, vector, vector, 4)
     with pytest.raises(ValueError, match="scale has shape"):
         group_norm(x, vector, vector, 3, scale=Tensor(np.zeros((2, 6))))
+
+
+def partial_sums(x, tiles):
+    """What a producer's epilogue leaves: sums and sums of squares of each tile of pixels, (N, tiles, C, 2)."""
+    rows = x.reshape(len(x), tiles, -1, x.shape[-1])
+    return np.stack((rows.sum(2), np.square(rows).sum(2)), -1).astype(np.float32)
+
+
+@pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)])
+def test_partials_stand_in_for_the_statistics_pass(device, rng, given):
+    x, x2, weight, bias, _, _ = inputs(rng, (2, 4, 6, 16), 8, False)
+    tensors = [Tensor(a.astype(np.float32), device=device) for a in (x, x2, weight, bias)]
+    expected = group_norm(*(Tensor(a) for a in (x, weight, bias)), 4, x2=Tensor(x2)).numpy()
+    for tensor, tiles, use in zip(tensors, (4, 3), given, strict=False):
+        if use:
+            tensor.partials = Tensor(partial_sums(tensor.numpy(), tiles), device=device).data
+    out = group_norm(tensors[0], *tensors[2:], 4, x2=tensors[1]).numpy()
+    assert relative_error(out, expected) < 2e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape, channels2, num_groups", [((2, 33, 17, 48), 16, 8), ((3, 20, 9, 7), 5, 3)])
+def test_two_runs_are_bit_equal(rng, shape, channels2, num_groups):
+    arrays = inputs(rng, shape, channels2, True)
+    dout = rng.standard_normal((*shape[:-1], shape[-1] + channels2))
+
+    def run():
+        x, x2, *rest = (Tensor(a, requires_grad=True, dtype=np.float32, device="cuda") for a in arrays)
+        out = group_norm(x, rest[0], rest[1], num_groups, 1e-5, True, rest[2], rest[3], x2)
+        out.backward(Tensor(dout, dtype=np.float32, device="cuda").data)
+        return [out.numpy()] + [Tensor(t.grad).numpy() for t in (x, x2, *rest)]
+
+    for first, second in zip(run(), run(), strict=True):
+        assert first.tobytes() == second.tobytes()
