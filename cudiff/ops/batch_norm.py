@@ -6,8 +6,11 @@ import numpy as np
 
 from cudiff.backend import float32
 from cudiff.cuda.module import blocks, empty, launch
-from cudiff.ops import group_norm
 from cudiff.ops.cast import narrow, require_float, widen
+from cudiff.ops.group_norm import (
+    group_norm_backward_cuda, group_norm_backward_numpy, normalize_cuda, normalize_numpy, statistics_cuda,
+    statistics_numpy,
+)
 from cudiff.tensor import Function, Tensor
 
 
@@ -18,7 +21,7 @@ class BatchNorm(Function):
     def forward_numpy(ctx, x, weight, bias, running_mean, running_var, training, momentum, eps):
         rows = widen(x).reshape(1, -1, x.shape[-1])
         if training:
-            mean, rstd = group_norm.statistics_numpy(rows, x.shape[-1], eps)
+            mean, rstd = statistics_numpy(rows, x.shape[-1], eps)
             count = rows.shape[1]
             var = (1 / np.square(rstd[0]) - eps) * (count / max(count - 1, 1))
             running_mean += momentum * (mean[0] - running_mean)
@@ -27,14 +30,14 @@ class BatchNorm(Function):
             mean, rstd = running_mean[None].copy(), 1 / np.sqrt(running_var[None] + eps)
         ctx.training = training
         ctx.save(x, weight, bias, mean, rstd)
-        y, _ = group_norm.normalize_numpy(rows, weight, bias, mean, rstd)
+        y, _ = normalize_numpy(rows, weight, bias, mean, rstd)
         return narrow(y.reshape(x.shape), x.dtype)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
         x, weight, bias, mean, rstd = ctx.saved
         rows = widen(x).reshape(1, -1, x.shape[-1])
-        dx, dweight, dbias, _, _ = group_norm.backward_numpy(
+        dx, dweight, dbias, _, _ = group_norm_backward_numpy(
             widen(dout).reshape(rows.shape), rows, weight, bias, mean, rstd, constant_statistics=not ctx.training
         )
         return narrow(dx.reshape(x.shape), x.dtype), dweight, dbias, None, None
@@ -45,7 +48,7 @@ class BatchNorm(Function):
         channels = x.shape[-1]
         rows = x.reshape(1, -1, channels)
         if training:
-            mean, rstd = group_norm.statistics_cuda(rows, None, channels, eps)
+            mean, rstd = statistics_cuda(rows, None, channels, eps)
             unbias = rows.shape[1] / max(rows.shape[1] - 1, 1)
             launch("batch_norm", "update_running", blocks(channels, 128), 128,
                    (running_mean, running_var, mean, rstd, channels, momentum, unbias, eps))
@@ -55,13 +58,13 @@ class BatchNorm(Function):
                    (mean, rstd, running_mean, running_var, channels, eps))
         ctx.training = training
         ctx.save(x, weight, bias, mean, rstd)
-        return group_norm.normalize_cuda(rows, None, weight, bias, mean, rstd).reshape(x.shape)
+        return normalize_cuda(rows, None, weight, bias, mean, rstd).reshape(x.shape)
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
         x, weight, bias, mean, rstd = ctx.saved
         rows = (1, -1, x.shape[-1])
-        dx, _, dweight, dbias, _, _ = group_norm.group_norm_backward_cuda(
+        dx, _, dweight, dbias, _, _ = group_norm_backward_cuda(
             dout.reshape(rows), x.reshape(rows), None, weight, bias, mean, rstd,
             needs=(needs[0], False, *needs[1:3], False, False), into=(None, None, *into[1:3], None, None),
             constant_statistics=not ctx.training,

@@ -44,9 +44,9 @@ def normalize_numpy(x: Array, weight: Array, bias: Array, mean: Array, rstd: Arr
     return y, gate
 
 
-def backward_numpy(dz: Array, x: Array, weight: Array, bias: Array, mean: Array, rstd: Array,
-                   scale: Array | None = None, shift: Array | None = None,
-                   constant_statistics: bool = False) -> tuple[Array, Array, Array, Array, Array]:
+def group_norm_backward_numpy(dz: Array, x: Array, weight: Array, bias: Array, mean: Array, rstd: Array,
+                              scale: Array | None = None, shift: Array | None = None,
+                              constant_statistics: bool = False) -> tuple[Array, Array, Array, Array, Array]:
     """dx, dweight, dbias, dscale, dshift from dz (N, S, C), the gradient before SiLU.
 
     dx = gain·dz - rstd·(mean(gamma·dz) + xhat·mean(gamma·dz·xhat)), means over the group; its last two terms vanish
@@ -233,7 +233,7 @@ class GroupNorm(Function):
             slope += gate
             slope *= dz
             dz = slope
-        dx, *rest = backward_numpy(dz, rows, weight, bias, mean, rstd, scale, shift)
+        dx, *rest = group_norm_backward_numpy(dz, rows, weight, bias, mean, rstd, scale, shift)
         dx = narrow(dx.reshape(joined.shape), x.dtype)
         if x2 is None:
             return dx, None, *rest
