@@ -1,0 +1,185 @@
+"""Multi-head attention that never holds the matrix of all pairs of tokens in GPU memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from cudiff.backend import Array, compute_dtype, float32
+from cudiff.cuda.module import blocks, empty, launch
+from cudiff.tensor import Context, Function, Tensor
+
+__all__ = ["attention", "attention_qkv"]
+
+
+class Attention(Function):
+    """out = softmax(q·kᵀ/√D)·v for each image and head, of three arrays (N, T, heads, D)."""
+
+    @staticmethod
+    def forward_numpy(ctx: Context, q, k, v, tf32):
+        return _forward_numpy(ctx, q, k, v)
+
+    @staticmethod
+    def backward_numpy(ctx: Context, dout, needs, into):
+        grads = tuple(np.empty(x.shape, x.dtype) for x in ctx.saved[:3])
+        _backward_numpy(ctx, dout, *grads)
+        return grads
+
+    @staticmethod
+    def forward_cuda(ctx: Context, q, k, v, tf32):
+        return _forward_cuda(ctx, q, k, v, tf32)
+
+    @staticmethod
+    def backward_cuda(ctx: Context, dout, needs, into):
+        grads = tuple(empty(x.shape, x.dtype) for x in ctx.saved[:3])
+        _backward_cuda(ctx, dout, *grads)
+        return grads
+
+
+class AttentionQKV(Function):
+    """Attention that reads q, k and v, and writes their gradients, where they lie in one array (N, T, 3C)."""
+
+    @staticmethod
+    def forward_numpy(ctx: Context, qkv, num_heads, new_order, tf32):
+        ctx.attrs = num_heads, new_order
+        return _forward_numpy(ctx, *_split(qkv, num_heads, new_order))
+
+    @staticmethod
+    def backward_numpy(ctx: Context, dout, needs, into):
+        dqkv = np.empty((*dout.shape[:2], 3 * dout.shape[2]), dout.dtype)
+        _backward_numpy(ctx, dout, *_split(dqkv, *ctx.attrs))
+        return (dqkv,)
+
+    @staticmethod
+    def forward_cuda(ctx: Context, qkv, num_heads, new_order, tf32):
+        ctx.attrs = num_heads, new_order
+        return _forward_cuda(ctx, *_split(qkv, num_heads, new_order), tf32)
+
+    @staticmethod
+    def backward_cuda(ctx: Context, dout, needs, into):
+        dqkv = empty((*dout.shape[:2], 3 * dout.shape[2]), dout.dtype)
+        _backward_cuda(ctx, dout, *_split(dqkv, *ctx.attrs))
+        return (dqkv,)
+
+
+def _split(qkv: Array, num_heads: int, new_order: bool) -> tuple[Array, Array, Array]:
+    """Views (N, T, heads, D) of q, k and v."""
+    n, t, channels = qkv.shape
+    if new_order:
+        qkv = qkv.reshape(n, t, 3, num_heads, channels // (3 * num_heads))
+        return qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+    qkv = qkv.reshape(n, t, num_heads, 3, channels // (3 * num_heads))
+    return qkv[:, :, :, 0], qkv[:, :, :, 1], qkv[:, :, :, 2]
+
+
+def _by_head(x: np.ndarray) -> np.ndarray:
+    """(N, T, heads, D) to (N, heads, T, D) in the dtype of the computation."""
+    return x.astype(compute_dtype(x.dtype), copy=False).transpose(0, 2, 1, 3)
+
+
+def _forward_numpy(ctx, q, k, v):
+    scores = _by_head(q) @ _by_head(k).swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    scores -= scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores, out=scores)
+    weights /= weights.sum(axis=-1, keepdims=True)
+    ctx.save(q, k, v, weights)
+    out = weights @ _by_head(v)
+    return np.ascontiguousarray(out.transpose(0, 2, 1, 3)).reshape(*q.shape[:2], -1).astype(q.dtype, copy=False)
+
+
+def _backward_numpy(ctx, dout, dq, dk, dv):
+    q, k, v, weights = ctx.saved
+    q, k, v, dout = (_by_head(x) for x in (q, k, v, dout.reshape(q.shape)))
+    dweights = dout @ v.swapaxes(-1, -2)
+    dscores = weights * (dweights - (weights * dweights).sum(axis=-1, keepdims=True)) / math.sqrt(q.shape[-1])
+    dq[:] = (dscores @ k).transpose(0, 2, 1, 3)
+    dk[:] = (dscores.swapaxes(-1, -2) @ q).transpose(0, 2, 1, 3)
+    dv[:] = (weights.swapaxes(-1, -2) @ dout).transpose(0, 2, 1, 3)
+
+
+WARPS = 4
+
+
+def _tile(dtype: np.dtype, dim: int, rows: int, backward: bool, tf32: bool) -> dict[str, Any]:
+    """The kernels' constants for heads of `dim` channels and `rows` tokens on the side that blocks divide."""
+    wide = dtype == float32
+    padded = 16 * blocks(dim, 16)
+    two_tiles = not wide and rows >= 128 and padded <= (32 if backward else 64)  # more would spill registers
+    if wide:
+        columns, stages = (32, 2) if padded <= 64 else (16, 1)  # 99 KB of shared memory hold it
+    else:
+        columns, stages = (64, 2) if padded <= 64 else (32, 2)
+    passes = 3 if wide and not tf32 else 1
+    return {"T": dtype, "DP": padded, "MT": 2 if two_tiles else 1, "BN": columns, "STAGES": stages, "PASSES": passes}
+
+
+def _launch(name: str, x: Array, rows: int, row_operands: int, tile: dict[str, Any], args: tuple) -> None:
+    n, _, heads, _ = x.shape
+    own = 16 * WARPS * tile["MT"]
+    line = (tile["DP"] + 8) * x.dtype.itemsize
+    shared = row_operands * own * line + tile["STAGES"] * tile["BN"] * (2 * line + 8)
+    launch("attention", name, (blocks(rows, own), heads, n), 32 * WARPS, args, shared=shared, **tile)
+
+
+def _sizes(q, k):
+    """What every kernel takes after its arrays: tokens, channels, strides in elements, and the scale."""
+    token, head = (stride // q.dtype.itemsize for stride in q.strides[1:3])
+    return q.shape[1], k.shape[1], q.shape[3], token, head, 1 / math.sqrt(q.shape[3])
+
+
+def _forward_cuda(ctx, q, k, v, tf32):
+    n, rows, heads, dim = q.shape
+    out = empty((n, rows, heads * dim), q.dtype)
+    lse = empty((n, heads, 64 * blocks(rows, 64)), float32)
+    ctx.save(q, k, v, out, lse)
+    ctx.tf32 = tf32
+    if out.size:
+        tile = _tile(q.dtype, dim, rows, False, tf32)
+        _launch("forward", q, rows, 1, tile, (out, lse, q, k, v, *_sizes(q, k)))
+    return out
+
+
+def _backward_cuda(ctx, dout, dq, dk, dv):
+    q, k, v, out, lse = ctx.saved
+    if not out.size:
+        return
+    delta = empty(lse.shape, float32)
+    sizes, rows, dim = _sizes(q, k), q.shape[1], q.shape[3]
+    tile = _tile(q.dtype, dim, rows, True, ctx.tf32)
+    _launch("backward_q", q, rows, 2, tile, (dq, delta, lse, q, k, v, out, dout, *sizes))
+    tile = _tile(q.dtype, dim, k.shape[1], True, ctx.tf32)
+    _launch("backward_kv", q, k.shape[1], 2, tile, (dk, dv, delta, lse, q, k, v, dout, *sizes))
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, tf32: bool = False) -> Tensor:
+    """softmax(q·kᵀ/√D)·v for each image and head.
+
+    q (N, Tq, heads, D), k and v (N, Tk, heads, D), one dtype; D up to 128, best a multiple of 8. Returns
+    (N, Tq, heads·D). float32 on the GPU is exact to about 1e-6, or, with tf32, to 1e-3 and faster.
+    Raises ValueError where shapes do not agree. Vaswani et al. 2017; Dao 2023, "FlashAttention-2".
+    """
+    if k.shape != v.shape or q.ndim != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]) or k.shape[1] == 0:
+        raise ValueError(
+            f"attention takes q (N, Tq, heads, D), k and v (N, Tk, heads, D); got {q.shape}, {k.shape}, {v.shape}"
+        )
+    _check_head(q.shape[3])
+    return Attention.apply(q, k, v, tf32=tf32)
+
+
+def attention_qkv(qkv: Tensor, num_heads: int, new_order: bool = False, tf32: bool = False) -> Tensor:
+    """Self-attention of qkv (N, T, 3C), read in place; returns (N, T, C).
+
+    The channels are [head][q, k, v][D], guided-diffusion's legacy order, or, with new_order (its
+    `use_new_attention_order`), [q, k, v][head][D]. Otherwise as `attention`.
+    """
+    if qkv.ndim != 3 or qkv.shape[2] % (3 * num_heads) != 0 or qkv.shape[2] == 0:
+        raise ValueError(f"attention_qkv takes (N, T, 3C) with C a multiple of {num_heads} heads; got {qkv.shape}")
+    _check_head(qkv.shape[2] // (3 * num_heads))
+    return AttentionQKV.apply(qkv, num_heads=num_heads, new_order=new_order, tf32=tf32)
+
+
+def _check_head(dim: int) -> None:
+    if not 0 < dim <= 128:
+        raise ValueError(f"attention's heads have 1 to 128 channels, not {dim}: use more heads")

@@ -1,0 +1,301 @@
+// Flash attention: out = softmax(scale q k^T) v for each image and head; no Tq x Tk matrix in memory, no atomics.
+//
+// q, k, v (and dq, dk, dv): element d of head h of token i of image n is base[(n T + i) token + h head + d], so the three
+// may interleave in one array. out, dout: (N, Tq, heads, D), contiguous. lse, delta: float (N, heads, TP), TP = Tq rounded
+// up to 64: log2 of each softmax denominator, and the sum over d of dout out; past Tq they are +inf and 0.
+//   forward      writes out, lse.          A block owns BM queries and walks over the keys (online softmax).
+//   backward_q   writes dq, delta.         A block owns BM queries, recomputes scores from lse.
+//   backward_kv  reads delta; writes dk, dv. A block owns BM keys and walks over the queries, on transposed scores.
+// Rows are read 16 bytes at a time where base, strides and D allow it, else element by element. All outputs overwrite.
+// Constants: T; DP = D rounded up to 16; MT 16-row tiles a warp owns, BM = 64 MT; BN rows per step; STAGES of cp.async;
+// PASSES for float: 3 splits operands into two tf32 numbers each, 1 rounds them to tf32.
+// Launch: 128 threads, (ceil(T / BM), heads, N) blocks, dynamic shared memory as cudiff/ops/attention.py computes it.
+//
+// variants: T=bf16 DP=32 MT=1,2 BN=64 STAGES=2 PASSES=1
+// variants: T=half DP=64 MT=1 BN=64 STAGES=2 PASSES=1
+// variants: T=bf16 DP=64 MT=2 BN=64 STAGES=2 PASSES=1
+// variants: T=bf16 DP=128 MT=1 BN=32 STAGES=2 PASSES=1
+// variants: T=float DP=32,64 MT=1 BN=32 STAGES=2 PASSES=3
+// variants: T=float DP=128 MT=1 BN=16 STAGES=1 PASSES=1
+#include "attention.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+forward(T* out, float* lse, const T* q, const T* k, const T* v, int Tq, int Tk, int D, int token, int head, float scale) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    T* q_rows = (T*)memory;
+    T* stages = q_rows + BM * PITCH;
+    int heads = gridDim.y, h = blockIdx.y, n = blockIdx.z, TP = CEIL_DIV(Tq, 64) * 64;
+    int first = blockIdx.x * BM, warp_row = (threadIdx.x >> 5) * WM;
+    q += ((i64)n * Tq + first) * token + (i64)h * head;
+    k += (i64)n * Tk * token + (i64)h * head;
+    v += (i64)n * Tk * token + (i64)h * head;
+    out += (((i64)n * Tq + first) * heads + h) * D;
+    lse += ((i64)n * heads + h) * TP;
+    bool aligned = is_aligned(token, D, q, k, v, out);
+    float scale2 = scale * LOG2E;
+
+    auto load = [&](int step) {
+        T* k_rows = stages + step % STAGES * (2 * BN * PITCH);
+        load_rows<BN>(k_rows, k + (i64)step * BN * token, Tk - step * BN, token, D, aligned);
+        load_rows<BN>(k_rows + BN * PITCH, v + (i64)step * BN * token, Tk - step * BN, token, D, aligned);
+    };
+    load_rows<BM>(q_rows, q, Tq - first, token, D, aligned);
+    begin(load);
+
+    Operand queries(q_rows + warp_row * PITCH);
+    float acc[MT][DT][2][4] = {}, row_max[MT][2], row_sum[MT][2] = {};
+#pragma unroll
+    for (int m = 0; m < MT; m++) row_max[m][0] = row_max[m][1] = -infinity();
+
+    walk(CEIL_DIV(Tk, BN), load, [&](int step) {
+        const T* k_rows = stages + step % STAGES * (2 * BN * PITCH);
+        const T* v_rows = k_rows + BN * PITCH;
+        float s[MT][NT][2][4] = {};
+#pragma unroll
+        for (int d = 0; d < DT; d++) {
+            Tile a[MT];
+#pragma unroll
+            for (int m = 0; m < MT; m++) a[m] = queries.get(m, d);
+#pragma unroll
+            for (int j = 0; j < NT; j++) {
+                Tile b = load_b(k_rows + 16 * j * PITCH + 16 * d);
+#pragma unroll
+                for (int m = 0; m < MT; m++) multiply(s[m][j], a[m], b);
+            }
+        }
+        if ((step + 1) * BN > Tk)
+#pragma unroll
+            for (int m = 0; m < MT; m++)
+#pragma unroll
+                for (int j = 0; j < NT; j++) mask(s[m][j], step * BN + 16 * j, Tk);
+
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int half_tile = 0; half_tile < 2; half_tile++) {  // this lane's rows GROUP and GROUP + 8
+                int e = 2 * half_tile;
+                float top = row_max[m][half_tile];
+#pragma unroll
+                for (int j = 0; j < NT; j++)
+                    top = fmaxf(top, fmaxf(fmaxf(s[m][j][0][e], s[m][j][0][e + 1]), fmaxf(s[m][j][1][e], s[m][j][1][e + 1])));
+                top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+                top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+                float shrink = exp2_fast((row_max[m][half_tile] - top) * scale2), sum = 0.0f;
+                row_max[m][half_tile] = top;
+#pragma unroll
+                for (int j = 0; j < NT; j++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        float& x = s[m][j][i >> 1][e + (i & 1)];
+                        x = exp2_fast(x * scale2 - top * scale2);
+                        sum += x;
+                    }
+                row_sum[m][half_tile] = row_sum[m][half_tile] * shrink + sum;
+#pragma unroll
+                for (int d = 0; d < DT; d++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) acc[m][d][i >> 1][e + (i & 1)] *= shrink;
+            }
+
+#pragma unroll
+        for (int j = 0; j < NT; j++) {
+            Tile a[MT];
+#pragma unroll
+            for (int m = 0; m < MT; m++) a[m] = to_a(s[m][j]);
+#pragma unroll
+            for (int d = 0; d < DT; d++) {
+                Tile b = load_b_transposed(v_rows + 16 * j * PITCH + 16 * d);
+#pragma unroll
+                for (int m = 0; m < MT; m++) multiply(acc[m][d], a[m], b);
+            }
+        }
+    });
+
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int half_tile = 0; half_tile < 2; half_tile++) {
+            float sum = row_sum[m][half_tile];
+            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+#pragma unroll
+            for (int d = 0; d < DT; d++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) acc[m][d][i >> 1][2 * half_tile + (i & 1)] /= sum;
+            int row = first + warp_row + 16 * m + 8 * half_tile + GROUP;
+            if (QUAD == 0 && row < TP) lse[row] = row < Tq ? row_max[m][half_tile] * scale2 + log2f(sum) : infinity();
+        }
+    store_rows(out + (i64)warp_row * heads * D, acc, 1.0f, q_rows + warp_row * PITCH, Tq - first - warp_row, heads * D, D, aligned);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+backward_q(T* dq, float* delta, const float* lse, const T* q, const T* k, const T* v, const T* out, const T* dout, int Tq, int Tk,
+           int D, int token, int head, float scale) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    T* q_rows = (T*)memory;
+    T* dout_rows = q_rows + BM * PITCH;
+    T* stages = dout_rows + BM * PITCH;
+    int heads = gridDim.y, h = blockIdx.y, n = blockIdx.z, TP = CEIL_DIV(Tq, 64) * 64;
+    int first = blockIdx.x * BM, warp_row = (threadIdx.x >> 5) * WM;
+    i64 own = ((i64)n * Tq + first) * token + (i64)h * head;
+    q += own, dq += own;
+    k += (i64)n * Tk * token + (i64)h * head;
+    v += (i64)n * Tk * token + (i64)h * head;
+    out += (((i64)n * Tq + first) * heads + h) * D;
+    dout += (((i64)n * Tq + first) * heads + h) * D;
+    lse += ((i64)n * heads + h) * TP;
+    delta += ((i64)n * heads + h) * TP;
+    bool aligned = is_aligned(token, D, q, dq, k, v, out, dout);
+    float scale2 = scale * LOG2E;
+
+    auto load = [&](int step) {
+        T* k_rows = stages + step % STAGES * (2 * BN * PITCH);
+        load_rows<BN>(k_rows, k + (i64)step * BN * token, Tk - step * BN, token, D, aligned);
+        load_rows<BN>(k_rows + BN * PITCH, v + (i64)step * BN * token, Tk - step * BN, token, D, aligned);
+    };
+    load_rows<BM>(q_rows, q, Tq - first, token, D, aligned);
+    load_rows<BM>(dout_rows, dout, Tq - first, heads * D, D, aligned);
+    begin(load);
+
+    float row_lse[MT][2], row_delta[MT][2];
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int half_tile = 0; half_tile < 2; half_tile++) {
+            int r = warp_row + 16 * m + 8 * half_tile + GROUP, row = first + r;
+            float sum = 0.0f;
+            if (row < Tq)
+                for (int column = QUAD * PACK; column < D; column += 4 * PACK) {
+                    Pack<T> x = load_elements(out + (i64)r * heads * D + column, D - column, aligned);
+#pragma unroll
+                    for (int e = 0; e < PACK; e++) sum += to_float(x.v[e]) * to_float(dout_rows[r * PITCH + column + e]);
+                }
+            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+            row_delta[m][half_tile] = sum;
+            row_lse[m][half_tile] = row < TP ? lse[row] : infinity();
+            if (QUAD == 0 && row < TP) delta[row] = sum;
+        }
+
+    Operand queries(q_rows + warp_row * PITCH), douts(dout_rows + warp_row * PITCH);
+    float acc[MT][DT][2][4] = {};
+    walk(CEIL_DIV(Tk, BN), load, [&](int step) {
+        const T* k_rows = stages + step % STAGES * (2 * BN * PITCH);
+        const T* v_rows = k_rows + BN * PITCH;
+        int columns = min(BN, Tk - step * BN);
+#pragma unroll 1
+        for (int j = 0; j < columns; j += 16) {
+            if constexpr (!Operand::RESIDENT) __syncwarp();  // keeps its loads in this loop: hoisted, they would spill
+            float s[MT][2][4] = {}, dp[MT][2][4] = {};
+#pragma unroll
+            for (int d = 0; d < DT; d++) {
+                Tile b = load_b(k_rows + j * PITCH + 16 * d), b2 = load_b(v_rows + j * PITCH + 16 * d);
+#pragma unroll
+                for (int m = 0; m < MT; m++) multiply(s[m], queries.get(m, d), b), multiply(dp[m], douts.get(m, d), b2);
+            }
+            Tile ds[MT];
+#pragma unroll
+            for (int m = 0; m < MT; m++) {
+                if (j + 16 > columns) mask(s[m], j, columns);
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    float p = exp2_fast(s[m][i >> 2][i & 3] * scale2 - row_lse[m][i >> 1 & 1]);
+                    s[m][i >> 2][i & 3] = p * (dp[m][i >> 2][i & 3] - row_delta[m][i >> 1 & 1]);
+                }
+                ds[m] = to_a(s[m]);
+            }
+#pragma unroll
+            for (int d = 0; d < DT; d++) {
+                Tile b = load_b_transposed(k_rows + j * PITCH + 16 * d);
+#pragma unroll
+                for (int m = 0; m < MT; m++) multiply(acc[m][d], ds[m], b);
+            }
+        }
+    });
+    store_rows(dq + (i64)warp_row * token, acc, scale, q_rows + warp_row * PITCH, Tq - first - warp_row, token, D, aligned);
+}
+
+// Scores are transposed here: keys are the rows of every product, so that p and ds are A fragments without a transpose.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+backward_kv(T* dk, T* dv, const float* delta, const float* lse, const T* q, const T* k, const T* v, const T* dout, int Tq, int Tk,
+            int D, int token, int head, float scale) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    constexpr int STAGE = 2 * BN * PITCH * sizeof(T) + 2 * BN * sizeof(float);
+    T* k_rows = (T*)memory;
+    T* v_rows = k_rows + BM * PITCH;
+    unsigned char* stages = (unsigned char*)(v_rows + BM * PITCH);
+    int heads = gridDim.y, h = blockIdx.y, n = blockIdx.z, TP = CEIL_DIV(Tq, 64) * 64;
+    int first = blockIdx.x * BM, warp_row = (threadIdx.x >> 5) * WM;
+    i64 own = ((i64)n * Tk + first) * token + (i64)h * head;
+    k += own, v += own;
+    q += (i64)n * Tq * token + (i64)h * head;
+    dout += ((i64)n * Tq * heads + h) * D;
+    lse += ((i64)n * heads + h) * TP;
+    delta += ((i64)n * heads + h) * TP;
+    bool aligned = is_aligned(token, D, k, v, dk + own, dv + own, q, dout);
+    float scale2 = scale * LOG2E;
+
+    auto load = [&](int step) {
+        T* q_rows = (T*)(stages + step % STAGES * STAGE);
+        T* dout_rows = q_rows + BN * PITCH;
+        float* row_lse = (float*)(dout_rows + BN * PITCH);
+        load_rows<BN>(q_rows, q + (i64)step * BN * token, Tq - step * BN, token, D, aligned);
+        load_rows<BN>(dout_rows, dout + (i64)step * BN * heads * D, Tq - step * BN, heads * D, D, aligned);
+        int i = 4 * threadIdx.x;
+        if (i < 2 * BN) cp_async(shared_address(row_lse + i), (i < BN ? lse : delta - BN) + step * BN + i, true);
+    };
+    load_rows<BM>(k_rows, k, Tk - first, token, D, aligned);
+    load_rows<BM>(v_rows, v, Tk - first, token, D, aligned);
+    begin(load);
+
+    Operand keys(k_rows + warp_row * PITCH), values(v_rows + warp_row * PITCH);
+    float dk_acc[MT][DT][2][4] = {}, dv_acc[MT][DT][2][4] = {};
+    walk(CEIL_DIV(Tq, BN), load, [&](int step) {
+        const T* q_rows = (const T*)(stages + step % STAGES * STAGE);
+        const T* dout_rows = q_rows + BN * PITCH;
+        const float* row_lse = (const float*)(dout_rows + BN * PITCH);
+        const float* row_delta = row_lse + BN;
+        int columns = min(BN, Tq - step * BN);
+#pragma unroll 1
+        for (int j = 0; j < columns; j += 16) {
+            if constexpr (!Operand::RESIDENT) __syncwarp();  // keeps its loads in this loop: hoisted, they would spill
+            float p[MT][2][4] = {}, ds[MT][2][4] = {};
+#pragma unroll
+            for (int d = 0; d < DT; d++) {
+                Tile b = load_b(q_rows + j * PITCH + 16 * d), b2 = load_b(dout_rows + j * PITCH + 16 * d);
+#pragma unroll
+                for (int m = 0; m < MT; m++) multiply(p[m], keys.get(m, d), b), multiply(ds[m], values.get(m, d), b2);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                int column = j + 8 * (i >> 1) + 2 * QUAD + (i & 1);
+                float l = row_lse[column], mean = row_delta[column];
+#pragma unroll
+                for (int m = 0; m < MT; m++)
+#pragma unroll
+                    for (int e = i & 1; e < 4; e += 2) {  // rows GROUP and GROUP + 8
+                        float x = exp2_fast(p[m][i >> 1][e] * scale2 - l);
+                        p[m][i >> 1][e] = x;
+                        ds[m][i >> 1][e] = x * (ds[m][i >> 1][e] - mean);
+                    }
+            }
+            Tile p_tile[MT], ds_tile[MT];
+#pragma unroll
+            for (int m = 0; m < MT; m++) p_tile[m] = to_a(p[m]), ds_tile[m] = to_a(ds[m]);
+#pragma unroll
+            for (int d = 0; d < DT; d++) {
+                Tile b = load_b_transposed(dout_rows + j * PITCH + 16 * d);
+#pragma unroll
+                for (int m = 0; m < MT; m++) multiply(dv_acc[m][d], p_tile[m], b);
+            }
+#pragma unroll
+            for (int d = 0; d < DT; d++) {
+                Tile b = load_b_transposed(q_rows + j * PITCH + 16 * d);
+#pragma unroll
+                for (int m = 0; m < MT; m++) multiply(dk_acc[m][d], ds_tile[m], b);
+            }
+        }
+    });
+    store_rows(dk + own + (i64)warp_row * token, dk_acc, scale, k_rows + warp_row * PITCH, Tk - first - warp_row, token, D, aligned);
+    store_rows(dv + own + (i64)warp_row * token, dv_acc, 1.0f, v_rows + warp_row * PITCH, Tk - first - warp_row, token, D, aligned);
+}

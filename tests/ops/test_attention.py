@@ -1,0 +1,101 @@
+"""attention against PyTorch: both channel orders, odd sizes, long sequences, extreme scores, reproducibility."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cudiff import Tensor, attention, attention_qkv
+from tests.check import check_op, relative_error, torch
+
+# (N, T, heads, D): tiny, odd, the networks' own, and one of every padded width
+SHAPES = [
+    (1, 1, 1, 8), (2, 3, 2, 4), (1, 17, 1, 1), (2, 49, 3, 32), (1, 65, 2, 40), (2, 64, 4, 64), (1, 130, 2, 24),
+    (1, 33, 1, 128), (1, 20, 2, 72), (1, 129, 1, 7), (2, 256, 6, 32), (1, 196, 2, 96),
+]  # fmt: skip
+
+
+def torch_attention(q, k, v):
+    out = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
+    return out.transpose(1, 2).flatten(2)
+
+
+def torch_qkv(qkv, heads, new_order):
+    n, t, _ = qkv.shape
+    if new_order:
+        return torch_attention(*qkv.reshape(n, t, 3, heads, -1).unbind(2))
+    return torch_attention(*qkv.reshape(n, t, heads, 3, -1).unbind(3))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("new_order", [False, True])
+def test_qkv(device, rng, shape, new_order):
+    n, t, heads, dim = shape
+    check_op(
+        lambda qkv: attention_qkv(qkv, heads, new_order), rng.standard_normal((n, t, 3 * heads * dim)), device=device,
+        torch_fn=lambda qkv: torch_qkv(qkv, heads, new_order), dtypes=("float32", "bfloat16", "float16"),
+    )
+
+
+@pytest.mark.parametrize("tq, tk", [(1, 2), (5, 70), (70, 5), (129, 64), (256, 77), (1, 300)])
+@pytest.mark.parametrize("dim", [16, 33])
+def test_separate(device, rng, tq, tk, dim):
+    q, k, v = (rng.standard_normal((2, t, 2, dim)) for t in (tq, tk, tk))
+    check_op(attention, q, k, v, device=device, torch_fn=torch_attention)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [32, 64])
+def test_long_sequence(rng, dim):
+    """4096 tokens: an error that grows with their number would be seen. PyTorch's float64 is the reference."""
+    qkv = rng.standard_normal((1, 4096, 3 * dim)).astype(np.float32)
+    leaf = torch.tensor(qkv.astype(np.float64), requires_grad=True)
+    dout = rng.standard_normal((1, 4096, dim)).astype(np.float32)
+    expected = torch_qkv(leaf, 1, False)
+    expected.backward(torch.tensor(dout.astype(np.float64)))
+    for dtype, tf32, tolerance in [("float32", False, 1e-5), ("float32", True, 3e-3), ("bfloat16", False, 3e-2)]:
+        dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
+        x = Tensor(qkv.astype(dtype), requires_grad=True, device="cuda")
+        out = attention_qkv(x, 1, tf32=tf32)
+        out.backward(Tensor(dout.astype(dtype), device="cuda"))
+        assert relative_error(out.numpy(), expected.detach().numpy()) < tolerance
+        assert relative_error(Tensor(x.grad).numpy(), leaf.grad.numpy()) < tolerance
+
+
+def test_large_scores_do_not_overflow(device, rng):
+    qkv = 100 * rng.standard_normal((1, 40, 48))
+    out = attention_qkv(Tensor(qkv.astype(np.float32), requires_grad=True, device=device), 2)
+    out.backward(Tensor(np.ones(out.shape, np.float32), device=device))
+    assert np.isfinite(out.numpy()).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_runs_are_equal(rng, dtype):
+    qkv = rng.standard_normal((4, 256, 3 * 192)).astype(getattr(ml_dtypes, dtype, dtype))
+    dout = Tensor(rng.standard_normal((4, 256, 192)).astype(qkv.dtype), device="cuda")
+    results = []
+    for _ in range(2):
+        x = Tensor(qkv, requires_grad=True, device="cuda")
+        out = attention_qkv(x, 6)
+        out.backward(dout)
+        results.append((out.numpy().tobytes(), Tensor(x.grad).numpy().tobytes()))
+    assert results[0] == results[1]
+
+
+def test_an_image_does_not_depend_on_the_batch(device, rng):
+    qkv = rng.standard_normal((3, 49, 96)).astype(np.float32)
+    whole = attention_qkv(Tensor(qkv, device=device), 2).numpy()
+    alone = attention_qkv(Tensor(qkv[1:2], device=device), 2).numpy()
+    np.testing.assert_allclose(whole[1:2], alone, rtol=1e-5, atol=1e-6)
+
+
+def test_bad_shapes():
+    def zeros(*shape):
+        return Tensor(np.zeros(shape, np.float32))
+
+    with pytest.raises(ValueError, match="Tk"):
+        attention(zeros(1, 2, 3, 8), zeros(1, 2, 2, 8), zeros(1, 2, 2, 8))
+    with pytest.raises(ValueError, match="multiple of 4 heads"):
+        attention_qkv(zeros(1, 2, 30), 4)
+    with pytest.raises(ValueError, match="1 to 128"):
+        attention_qkv(zeros(1, 2, 3 * 256), 1)
