@@ -9,7 +9,7 @@ import numpy as np
 
 from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.module import blocks, empty, launch
-from cudiff.tensor import Context, Function, Tensor
+from cudiff.tensor import Function, Tensor
 
 __all__ = ["attention", "attention_qkv"]
 
@@ -18,21 +18,21 @@ class Attention(Function):
     """out = softmax(q·kᵀ/√D)·v for each image and head, of three arrays (N, T, heads, D)."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, q, k, v, tf32):
+    def forward_numpy(ctx, q, k, v, tf32):
         return _forward_numpy(ctx, q, k, v)
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         grads = tuple(np.empty(x.shape, x.dtype) for x in ctx.saved[:3])
         _backward_numpy(ctx, dout, *grads)
         return grads
 
     @staticmethod
-    def forward_cuda(ctx: Context, q, k, v, tf32):
+    def forward_cuda(ctx, q, k, v, tf32):
         return _forward_cuda(ctx, q, k, v, tf32)
 
     @staticmethod
-    def backward_cuda(ctx: Context, dout, needs, into):
+    def backward_cuda(ctx, dout, needs, into):
         grads = tuple(empty(x.shape, x.dtype) for x in ctx.saved[:3])
         _backward_cuda(ctx, dout, *grads)
         return grads
@@ -42,23 +42,23 @@ class AttentionQKV(Function):
     """Attention that reads q, k and v, and writes their gradients, where they lie in one array (N, T, 3C)."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, qkv, num_heads, new_order, tf32):
+    def forward_numpy(ctx, qkv, num_heads, new_order, tf32):
         ctx.attrs = num_heads, new_order
         return _forward_numpy(ctx, *_split(qkv, num_heads, new_order))
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         dqkv = np.empty((*dout.shape[:2], 3 * dout.shape[2]), dout.dtype)
         _backward_numpy(ctx, dout, *_split(dqkv, *ctx.attrs))
         return (dqkv,)
 
     @staticmethod
-    def forward_cuda(ctx: Context, qkv, num_heads, new_order, tf32):
+    def forward_cuda(ctx, qkv, num_heads, new_order, tf32):
         ctx.attrs = num_heads, new_order
         return _forward_cuda(ctx, *_split(qkv, num_heads, new_order), tf32)
 
     @staticmethod
-    def backward_cuda(ctx: Context, dout, needs, into):
+    def backward_cuda(ctx, dout, needs, into):
         dqkv = empty((*dout.shape[:2], 3 * dout.shape[2]), dout.dtype)
         _backward_cuda(ctx, dout, *_split(dqkv, *ctx.attrs))
         return (dqkv,)

@@ -7,7 +7,7 @@ import numpy as np
 from cudiff.backend import float32, int32
 from cudiff.cuda.module import blocks, empty, launch
 from cudiff.ops.random import Streams, philox
-from cudiff.tensor import Context, Function, Tensor
+from cudiff.tensor import Function, Tensor
 
 __all__ = ["draw_batch"]
 
@@ -16,7 +16,7 @@ class DrawBatch(Function):
     differentiable = False
 
     @staticmethod
-    def forward_numpy(ctx: Context, images, labels, step, batch_size, seed, flip):
+    def forward_numpy(ctx, images, labels, step, batch_size, seed, flip):
         from cudiff.data.order import shuffled_index
 
         n = len(images)
@@ -30,7 +30,7 @@ class DrawBatch(Function):
         return x if labels is None else (x, labels[index])
 
     @staticmethod
-    def forward_cuda(ctx: Context, images, labels, step, batch_size, seed, flip):
+    def forward_cuda(ctx, images, labels, step, batch_size, seed, flip):
         from cudiff.data.order import order_key
 
         n, height, width, channels = images.shape

@@ -9,7 +9,7 @@ import numpy as np
 from cudiff.backend import compute_dtype
 from cudiff.cuda.module import blocks, empty, launch
 from cudiff.ops.random import Generator, random_bits
-from cudiff.tensor import Context, Function, Tensor
+from cudiff.tensor import Function, Tensor
 
 __all__ = ["dropout"]
 
@@ -18,23 +18,23 @@ class Dropout(Function):
     """Element e of row n is dropped where its Philox word of stream `stream` at `step`, >> 8, is below p · 2^24."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, x, step, p, seed, stream):
+    def forward_numpy(ctx, x, step, p, seed, stream):
         ctx.p, ctx.key = p, (seed, stream, int(step[0]))
         return _mask_numpy(ctx, x)
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         return _mask_numpy(ctx, dout), None
 
     @staticmethod
-    def forward_cuda(ctx: Context, x, step, p, seed, stream):
+    def forward_cuda(ctx, x, step, p, seed, stream):
         used_step = empty(1, np.int32)  # the generator may have moved on when backward runs
         ctx.save(used_step)
         ctx.p, ctx.key = p, (seed, stream)
         return _launch(ctx, empty(x.shape, x.dtype), x, step, used_step, False)
 
     @staticmethod
-    def backward_cuda(ctx: Context, dout, needs, into):
+    def backward_cuda(ctx, dout, needs, into):
         dx = empty(dout.shape, dout.dtype) if into[0] is None else into[0]
         return _launch(ctx, dx, dout, ctx.saved[0], None, into[0] is not None), None
 

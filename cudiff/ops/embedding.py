@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from cudiff.cuda.module import blocks, empty, launch
-from cudiff.tensor import Context, Function, Tensor
+from cudiff.tensor import Function, Tensor
 
 __all__ = ["embedding"]
 
 
 class Embedding(Function):
     @staticmethod
-    def forward_numpy(ctx: Context, indices, weight):
+    def forward_numpy(ctx, indices, weight):
         if indices.size and not -1 <= indices.min() <= indices.max() < len(weight):
             raise IndexError(f"an index lies outside [-1, {len(weight)}): {indices.min()} to {indices.max()}")
         ctx.save(indices)
@@ -22,14 +22,14 @@ class Embedding(Function):
         return out
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         (indices,) = ctx.saved
         dweight = np.zeros((ctx.num, dout.shape[-1]), dout.dtype) if into[1] is None else into[1]
         np.add.at(dweight, indices[indices >= 0], dout[indices >= 0])
         return None, dweight
 
     @staticmethod
-    def forward_cuda(ctx: Context, indices, weight):
+    def forward_cuda(ctx, indices, weight):
         ctx.save(indices)
         ctx.num, dim = weight.shape
         out = empty((*indices.shape, dim), weight.dtype)
@@ -41,7 +41,7 @@ class Embedding(Function):
         return out
 
     @staticmethod
-    def backward_cuda(ctx: Context, dout, needs, into):
+    def backward_cuda(ctx, dout, needs, into):
         (indices,) = ctx.saved
         dim = dout.shape[-1]
         dweight = empty((ctx.num, dim), dout.dtype) if into[1] is None else into[1]

@@ -11,7 +11,7 @@ import numpy as np
 
 from cudiff.backend import Array, array_module, float32, int32
 from cudiff.cuda.module import blocks, launch
-from cudiff.tensor import Context, Function, Tensor
+from cudiff.tensor import Function, Tensor
 
 __all__ = ["Generator", "Streams", "normal", "randint", "uniform"]
 
@@ -77,7 +77,7 @@ class Fill(Function):
     differentiable = False
 
     @staticmethod
-    def forward_numpy(ctx: Context, out, step_array, *, kind, seed, stream, step, first, low, width):
+    def forward_numpy(ctx, out, step_array, *, kind, seed, stream, step, first, low, width):
         rows = out.shape[0] if out.ndim else 1
         size = out.size // max(rows, 1)
         if out.size == 0:
@@ -92,7 +92,7 @@ class Fill(Function):
         return out
 
     @staticmethod
-    def forward_cuda(ctx: Context, out, step_array, *, kind, seed, stream, step, first, low, width):
+    def forward_cuda(ctx, out, step_array, *, kind, seed, stream, step, first, low, width):
         rows = out.shape[0] if out.ndim else 1
         size = out.size // max(rows, 1)
         if out.size == 0:
@@ -156,12 +156,12 @@ class Advance(Function):
     differentiable = False
 
     @staticmethod
-    def forward_numpy(ctx: Context, step):
+    def forward_numpy(ctx, step):
         step += 1
         return step
 
     @staticmethod
-    def forward_cuda(ctx: Context, step):
+    def forward_cuda(ctx, step):
         launch("random", "advance", 1, 1, (step,))
         return step
 
@@ -198,7 +198,7 @@ class Generator:
 
     def state(self) -> dict[str, int]:
         """What a checkpoint keeps: the seed and the step."""
-        return {"seed": self.seed, "step": self.step.item()}
+        return {"seed": self.seed, "step": int(self.step.item())}
 
     def load_state(self, state: dict[str, int]) -> None:
         """Continue from `state()`; the step tensor stays the same array."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from cudiff.backend import float32, float64
 from cudiff.cuda.module import blocks, empty, launch
-from cudiff.tensor import Context, Function, Tensor
+from cudiff.tensor import Function, Tensor
 
 __all__ = ["timestep_embedding"]
 
@@ -17,7 +17,7 @@ class TimestepEmbedding(Function):
     # Both backends compute in float64: at t = 1000 a frequency rounded to float32 is off by 6e-5 in the angle.
 
     @staticmethod
-    def forward_numpy(ctx: Context, t, dim, decay, sin_first):
+    def forward_numpy(ctx, t, dim, decay, sin_first):
         half = dim // 2
         frequency = np.exp(-decay * np.arange(half, dtype=float64))
         angle = t.astype(float64)[:, None] * frequency
@@ -30,7 +30,7 @@ class TimestepEmbedding(Function):
         return out
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         angle, frequency = ctx.saved
         half = len(frequency)
         first, second = dout[:, :half], dout[:, half : 2 * half]
@@ -39,7 +39,7 @@ class TimestepEmbedding(Function):
         return ((dangle * frequency).sum(axis=1).astype(ctx.dtype),)
 
     @staticmethod
-    def forward_cuda(ctx: Context, t, dim, decay, sin_first):
+    def forward_cuda(ctx, t, dim, decay, sin_first):
         ctx.save(t)
         ctx.attrs = dim, np.float64(decay), sin_first
         out = empty((len(t), dim), float32)
@@ -48,7 +48,7 @@ class TimestepEmbedding(Function):
         return out
 
     @staticmethod
-    def backward_cuda(ctx: Context, dout, needs, into):
+    def backward_cuda(ctx, dout, needs, into):
         (t,) = ctx.saved
         dt = empty(t.shape, t.dtype)
         if t.size:
