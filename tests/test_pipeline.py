@@ -1,0 +1,250 @@
+"""A model and its diffusion: sampling, loading, weights from and to PyTorch."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+import cudiff
+from cudiff.checkpoint import load_checkpoint, prefixed, save_checkpoint
+from cudiff.config import PRESETS, Config
+from cudiff.convert import to_torch
+from cudiff.errors import CudiffError
+from cudiff.models import build
+from cudiff.ops.random import Generator
+from cudiff.pipeline import Pipeline, export_torch, import_torch
+from cudiff.tensor import Tensor, no_grad
+from cudiff.tensorfile import read_tensors
+
+TINY = Config(
+    data="digits", image_size=8, channels=1, model_channels=8, channel_mult=(1, 2), num_res_blocks=1, num_heads=2,
+    num_classes=10, sampler="heun", sample_steps=3, guidance=1.5,
+    use_scale_shift_norm=True,  # norms of 8 channels in 8 groups would take out an embedding added before them
+)
+
+
+def randomised(net, seed=0):
+    """Weights all random, those that start at zero too."""
+    rng = np.random.default_rng(seed)
+    for parameter in net.parameters():
+        parameter.assign(parameter.numpy() + 0.2 * rng.standard_normal(parameter.shape).astype(np.float32))
+    return net
+
+
+def pipeline(device="cpu", **changes):
+    config = TINY.replace(**changes)
+    net = randomised(build(config))
+    net.eval().flatten(device, trainable=False)
+    return Pipeline(config, net)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A checkpoint of TINY whose EMA differs from its weights."""
+    net, ema = randomised(build(TINY)), randomised(build(TINY), seed=1)
+    path = tmp_path / "model.safetensors"
+    tensors = prefixed("model", net.state_dict()) | prefixed("ema", ema.state_dict())
+    save_checkpoint(path, TINY.to_dict(), tensors, {"step": 7})
+    return path
+
+
+def levels_apart(a, b):
+    return np.abs(a.astype(int) - b.astype(int)).max()
+
+
+@pytest.mark.parametrize("sampler", ["heun", "euler", "ddim", "ancestral"])
+@pytest.mark.parametrize("diffusion", ["edm", "ddpm"])
+def test_every_sampler_samples_every_model(diffusion, sampler, device):
+    model = pipeline(device, diffusion=diffusion, sampler=sampler, S_churn=1.0, eta=0.5)
+    images = model.sample(5, seed=1, batch_size=2)
+    assert images.shape == (5, 8, 8, 1) and images.dtype == np.uint8
+    assert np.array_equal(model.sample(5, seed=1, batch_size=2), images)
+    assert not np.array_equal(model.sample(5, seed=2, batch_size=2), images)
+
+
+@pytest.mark.parametrize("changes", [{}, {"sampler": "ancestral", "diffusion": "ddpm"}, {"S_churn": 2.0}])
+def test_an_image_does_not_depend_on_its_batch(changes, device):
+    """Up to one level of 255: matrix products of another batch size may be summed in another order."""
+    model = pipeline(device, **changes)
+    whole = model.sample(7, seed=3, batch_size=7)
+    for size in (1, 2, 5):
+        assert levels_apart(model.sample(7, seed=3, batch_size=size), whole) <= 1
+    assert levels_apart(model.sample(3, seed=3), whole[:3]) <= 1
+
+
+def test_classes_are_given_in_turn_or_by_name(device):
+    model = pipeline(device)
+    np.testing.assert_array_equal(model.sample(12, classes=[i % 10 for i in range(12)]), model.sample(12))
+    np.testing.assert_array_equal(model.sample(3, classes=4), model.sample(3, classes=np.array([4, 4, 4])))
+    assert not np.array_equal(model.sample(3, classes=4), model.sample(3, classes=5))
+    null = model.sample(3, classes=-1)
+    np.testing.assert_array_equal(null, model.sample(3, classes=-1, guidance=4.0))  # nothing to guide towards
+
+
+def test_guidance_moves_away_from_the_unconditional():
+    model = pipeline(sampler="euler", sample_steps=8)
+    one, none, far = (model.sample(4, classes=3, guidance=g).astype(int) for g in (1.0, 0.0, 3.0))
+    np.testing.assert_array_equal(none, model.sample(4, classes=-1))
+    assert np.abs(far - none).sum() > np.abs(one - none).sum()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"classes": 10}, "the model has classes 0 to 9, and -1 for none; 10 is not one"),
+        ({"classes": [0, -2, 3, 4]}, "-2 is not one"),
+        ({"classes": [1, 2]}, "2 classes were given for 4 images"),
+        ({"n": 0}, "n must be at least 1, not 0"),
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"sampler": "plms"}, "unknown sampler 'plms': use heun, euler, ddim or ancestral"),
+    ],
+)
+def test_what_cannot_be_sampled(arguments, message):
+    with pytest.raises(CudiffError, match=message):
+        pipeline().sample(**{"n": 4, **arguments})
+
+
+def test_an_unconditional_model_has_no_classes():
+    model = pipeline(num_classes=0)
+    assert model.sample(2).shape == (2, 8, 8, 1)
+    with pytest.raises(CudiffError, match="this model has no classes: leave classes out"):
+        model.sample(2, classes=3)
+
+
+def test_more_steps_than_the_schedule_has():
+    with pytest.raises(CudiffError, match="20"):
+        pipeline(diffusion="ddpm", diffusion_steps=20, sampler="ddim").sample(2, steps=21)
+
+
+def test_progress_and_frames():
+    model, calls, frames = pipeline(), [], []
+    images = model.sample(5, batch_size=2, steps=4, progress=lambda *counts: calls.append(counts), frames=frames)
+    assert calls == [(2, 5), (4, 5), (5, 5)]
+    assert len(frames) == 5 and all(frame.shape == (2, 8, 8, 1) for frame in frames)
+    np.testing.assert_array_equal(frames[-1], images[:2])
+
+
+def test_sampling_leaves_the_mode_as_it_was():
+    model = pipeline(dropout=0.5)
+    model.net.train()
+    first = model.sample(2)
+    assert model.net.training
+    np.testing.assert_array_equal(model.sample(2), first)
+    with pytest.raises(ZeroDivisionError):
+        model.sample(2, progress=lambda *counts: 1 / 0)
+    assert model.net.training
+
+
+def test_out_of_memory_says_what_fits(monkeypatch):
+    model = pipeline(guidance=1.0)
+    forward = model.net.forward
+
+    def limited(x, *rest):
+        if len(x) > 5:
+            raise MemoryError
+        return forward(x, *rest)
+
+    monkeypatch.setattr(model.net, "forward", limited)
+    with pytest.raises(CudiffError, match="batch size 16 does not fit into memory: --batch-size 4 fits"):
+        model.sample(20, batch_size=16)
+
+
+def test_load_takes_the_ema_unless_told(checkpoint, device):
+    model = cudiff.load(checkpoint, device)
+    assert (model.device, model.config, model.net.training) == (device, TINY, False)
+    stored = load_checkpoint(checkpoint).tensors
+    for weights in ("ema", "model"):
+        for name, array in cudiff.load(checkpoint, device, weights).net.state_dict().items():
+            np.testing.assert_array_equal(array, stored[f"{weights}.{name}"])
+    with pytest.raises(CudiffError, match="unknown weights 'average': use ema or model"):
+        cudiff.load(checkpoint, device, "average")
+
+
+def test_load_without_ema_or_with_tensors_missing(checkpoint, tmp_path):
+    config, tensors, counters = load_checkpoint(checkpoint)
+    bare = {name: array for name, array in tensors.items() if name.startswith("model.")}
+    save_checkpoint(tmp_path / "bare.safetensors", config, bare, counters)
+    with pytest.raises(CudiffError, match="holds no 'ema' tensors"):
+        cudiff.load(tmp_path / "bare.safetensors", "cpu")
+    del bare["model.out.2.bias"]
+    save_checkpoint(tmp_path / "lacking.safetensors", config, bare, counters)
+    with pytest.raises(CudiffError, match=r"missing out\.2\.bias"):
+        cudiff.load(tmp_path / "lacking.safetensors", "cpu", "model")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
+def test_load_of_a_truncated_file(checkpoint, share):
+    content = checkpoint.read_bytes()
+    checkpoint.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(CudiffError, match=str(checkpoint)):
+        cudiff.load(checkpoint, "cpu")
+
+
+def test_load_of_a_missing_file(tmp_path):
+    with pytest.raises(CudiffError, match="nowhere"):
+        cudiff.load(tmp_path / "nowhere.safetensors", "cpu")
+
+
+def test_weights_move_from_pytorch_and_back(tmp_path):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: no .pt file can be made")
+    net = randomised(build(TINY))
+    state = to_torch(net.state_dict(), net.layouts())
+    assert state["input_blocks.0.0.weight"].shape == (8, 1, 3, 3)
+    torch.save({name: torch.tensor(array) for name, array in state.items()}, tmp_path / "weights.pt")
+    import_torch(tmp_path / "weights.pt", tmp_path / "model.safetensors", TINY)
+    np.testing.assert_array_equal(
+        cudiff.load(tmp_path / "model.safetensors", "cpu").sample(2), Pipeline(TINY, net).sample(2)
+    )
+    export_torch(tmp_path / "model.safetensors", tmp_path / "back.safetensors")
+    back, _ = read_tensors(tmp_path / "back.safetensors")
+    assert back.keys() == state.keys()
+    for name in state:
+        np.testing.assert_array_equal(back[name], state[name])
+    import_torch(tmp_path / "back.safetensors", tmp_path / "again.safetensors", TINY)
+    with pytest.raises(CudiffError, match=r"again.* exists already: choose another name"):
+        import_torch(tmp_path / "back.safetensors", tmp_path / "again.safetensors", TINY)
+    with pytest.raises(CudiffError, match=r"back.* exists already"):
+        export_torch(tmp_path / "again.safetensors", tmp_path / "back.safetensors")
+    with pytest.raises(CudiffError, match="do not fit the model"):
+        import_torch(tmp_path / "back.safetensors", tmp_path / "other.safetensors", TINY.replace(model_channels=16))
+    assert not (tmp_path / "other.safetensors").exists()
+
+
+def test_standardised_pixels_are_the_same_diffusion():
+    """With data_mean and data_std loss and denoiser are those of the images so shifted and scaled."""
+    mean, std = -0.7, 0.6
+    plain, shifted = pipeline(num_classes=0), pipeline(num_classes=0, data_mean=mean, data_std=std)
+    rng = np.random.default_rng(0)
+    images = rng.uniform(-1, 1, (4, 8, 8, 1)).astype(np.float32)
+    scaled = (images - mean) / std
+    ours, theirs = (
+        model.loss()(model.net, Tensor(y), None, Generator(5)).item()
+        for model, y in ((shifted, images), (plain, scaled))
+    )
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    sigma = np.array([0.1, 0.5, 2, 9], np.float32)
+    x = images + sigma[:, None, None, None] * rng.standard_normal(images.shape).astype(np.float32)
+    with no_grad():
+        ours = shifted.denoiser()(Tensor(x), Tensor(sigma)).numpy()
+        theirs = plain.denoiser()(Tensor((x - mean) / std), Tensor(sigma / std)).numpy()
+    np.testing.assert_allclose(ours, theirs * std + mean, rtol=1e-4, atol=1e-4)
+
+
+def test_configuration_in_a_checkpoint_is_plain_json(checkpoint):
+    assert json.loads(json.dumps(load_checkpoint(checkpoint).config)) == json.loads(json.dumps(TINY.to_dict()))
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_has_a_model(name):
+    config = PRESETS[name]
+    if config.model_channels > 64:
+        config = config.replace(model_channels=64)
+    assert build(config).num_parameters() > 0
+
+
+def test_a_model_needs_sizes():
+    for missing in itertools.chain(({"image_size": 0},), ({"channels": 0},)):
+        with pytest.raises(CudiffError, match="a model needs image_size and channels"):
+            build(TINY.replace(**missing))

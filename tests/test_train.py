@@ -1,0 +1,300 @@
+"""Training: it learns, it resumes bit for bit, it leaves no damage, and it says what is wrong."""
+
+import json
+import math
+import time
+
+import numpy as np
+import pytest
+
+import cudiff
+from cudiff.backend import array_module
+from cudiff.checkpoint import latest, load_checkpoint
+from cudiff.config import Config
+from cudiff.data import load_dataset
+from cudiff.data.loader import Loader
+from cudiff.errors import CudiffError
+from cudiff.tensor import Tensor
+from cudiff.train import Trainer, checkpoint_to_resume
+
+TINY = Config(
+    data="digits", image_size=8, channels=1, model_channels=8, channel_mult=(1, 2), num_res_blocks=1, num_heads=2,
+    num_classes=10, batch_size=8, lr=2e-3, steps=6, log_every=2, sample_every=0, save_every=0, validation=8, samples=4,
+    sample_steps=2, sampler="euler", ema_half_life=4.0, keep=0, device="cpu",
+)
+TIMES = {"seconds", "step_ms", "images_per_second", "memory_mb"}
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load_dataset("digits", image_size=8, count=100)
+
+
+@pytest.fixture
+def train(digits, tmp_path):
+    """train(folder name, resume=path, **changes): run a Trainer on the digits and return it."""
+
+    def run(name="run", resume=None, display=None, **changes):
+        checkpoint = None if resume is None else load_checkpoint(resume)
+        trainer = Trainer(TINY.replace(**changes), digits, tmp_path / name, checkpoint)
+        trainer.run(display)
+        return trainer
+
+    return run
+
+
+def metrics(trainer):
+    lines = (trainer.folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
+
+
+def without_times(lines):
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+def assert_same_state(a, b):
+    """Weights, EMA, moments, counters and random state of two runs' checkpoints are equal, bit for bit."""
+    a, b = (load_checkpoint(checkpoint_to_resume(trainer.folder)) for trainer in (a, b))
+    assert a.tensors.keys() == b.tensors.keys()
+    for name in a.tensors:
+        np.testing.assert_array_equal(a.tensors[name], b.tensors[name], err_msg=name)
+    assert {**a.counters, "seconds": 0} == {**b.counters, "seconds": 0}
+
+
+def test_training_lowers_the_loss(train, device):
+    trainer = train(device=device, steps=60, log_every=15, lr=5e-3, capture=False)
+    losses = [line["loss"] for line in metrics(trainer) if "loss" in line]
+    assert len(losses) == 4 and losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dropout": 0.3, "flip": True},
+        {"accumulate": 2, "clip": 0.5, "weight_decay": 0.1, "lr_schedule": "cosine", "warmup": 2},
+        {"residency": "host", "flip": True, "accumulate": 2},
+        {"optimizer": "sgd", "lr": 0.05},
+        {"optimizer": "adam", "diffusion": "ddpm", "sampler": "ddim", "learn_sigma": True},
+        {"precision": "bf16"},
+        {"num_classes": 0},
+    ],
+    ids=["plain", "dropout", "accumulate", "streamed", "sgd", "ddpm", "bf16", "unconditional"],
+)
+def test_resume_goes_on_bit_for_bit(train, changes):
+    # 3 steps are not a multiple of log_every: the window of the mean loss is continued too
+    whole = train("whole", save_every=3, **changes)
+    resumed = train("resumed", whole.folder / "step-00000003.safetensors", **changes)
+    assert_same_state(whole, resumed)
+    after = [line for line in without_times(metrics(whole)) if line["step"] > 3]
+    assert without_times(metrics(resumed)) == after
+
+
+def test_resume_in_the_same_folder_completes_its_metrics(train, digits):
+    whole = train("whole", steps=8)
+    part = train("part", steps=8, save_every=4)
+    (part.folder / "step-00000008.safetensors").unlink()
+    with open(part.folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 9, "lo')  # a kill in the middle of a line
+    again = Trainer(TINY.replace(steps=8), digits, part.folder, load_checkpoint(latest(part.folder)))
+    again.run()
+    assert without_times(metrics(again)) == without_times(metrics(whole))
+
+
+def test_streamed_and_resident_data_give_the_same_run(train):
+    assert_same_state(train("resident", flip=True), train("streamed", flip=True, residency="host"))
+
+
+def test_streamed_batches_are_those_drawn_on_the_device(digits, device):
+    config = TINY.replace(flip=True, accumulate=2)
+    resident = Loader(digits, config, device)
+    streamed = Loader(digits, config.replace(residency="host"), device, first=4)
+    for number in range(4, 12, 2):
+        batches = streamed.next()
+        for index in range(2):
+            step = Tensor(np.array([number + index], np.int32), device=device)
+            pairs = zip(resident.batch(step, (), index), streamed.batch(step, batches, index), strict=True)
+            for expected, found in pairs:
+                np.testing.assert_array_equal(found.numpy(), expected.numpy())
+
+
+def test_previews_and_validation_leave_training_unchanged(train):
+    quiet = train("quiet", dropout=0.2, validation=20)
+    looking = train("looking", dropout=0.2, validation=20, sample_every=2, save_every=2)
+    assert_same_state(quiet, looking)
+    assert len(list(looking.folder.glob("samples-*.png"))) == 3
+    assert [line["loss"] for line in metrics(quiet) if "loss" in line] == [
+        line["loss"] for line in metrics(looking) if "loss" in line
+    ]
+
+
+def test_previews_come_from_the_ema(train, monkeypatch):
+    trainer = train()
+    ema, raw = trainer.preview.sample(4), trainer.pipeline.sample(4)
+    assert not np.array_equal(ema, raw)
+    for weights, images in (("ema", ema), ("model", raw)):
+        np.testing.assert_array_equal(cudiff.load(trainer.save_path, "cpu", weights).sample(4), images)
+
+
+def test_checkpoints_need_nothing_else(train, tmp_path):
+    trainer = train(sample_every=3)
+    expected = trainer.preview.sample(5, seed=3, classes=7)
+    alone = tmp_path / "elsewhere" / "model.safetensors"
+    alone.parent.mkdir()
+    trainer.save_path.rename(alone)
+    np.testing.assert_array_equal(cudiff.load(alone, "cpu").sample(5, seed=3, classes=7), expected)
+
+
+def test_metrics_are_complete(train):
+    trainer = train(steps=7, log_every=3, sample_every=4, accumulate=2)
+    lines = metrics(trainer)
+    assert [line["step"] for line in lines if "loss" in line] == [3, 6, 7]
+    assert [line["step"] for line in lines if "val_loss" in line] == [4, 7]
+    for line in lines:
+        wanted = {"lr", "grad_norm", "skipped", *TIMES} if "loss" in line else {"train_loss"}
+        assert wanted < line.keys() and all(math.isfinite(value) for value in line.values())
+    # images per second and step time agree on what a step is, two batches
+    assert lines[0]["images_per_second"] * lines[0]["step_ms"] == pytest.approx(16_000)
+
+
+def test_validation_loss_is_the_mean_over_all_images(train, digits):
+    trainer = train()
+    chosen = digits.subset(range(12))
+    first, again = trainer.validation_loss(chosen), trainer.validation_loss(chosen)
+    assert first == again and 0 < first < 3
+
+
+def test_keep_deletes_the_oldest(train):
+    trainer = train(save_every=1, keep=2)
+    names = sorted(path.name for path in trainer.folder.glob("step-*"))
+    assert names == ["step-00000005.safetensors", "step-00000006.safetensors"]
+
+
+def test_minutes_end_a_run(train):
+    begin = time.perf_counter()
+    trainer = train(steps=0, minutes=0.01)
+    assert trainer.step > 0 and 0.6 <= time.perf_counter() - begin < 30
+    assert trainer.save_path.exists()
+
+
+def test_a_finished_run_says_so(train):
+    trainer = train()
+    with pytest.raises(CudiffError, match=r"at its end after 6 steps .* give more --steps or --minutes"):
+        train("run", trainer.save_path)
+    assert train("run", trainer.save_path, steps=8).step == 8
+
+
+def not_finite(trainer, steps):
+    """Make the loss of these steps NaN."""
+    healthy = trainer.loss
+
+    def loss(*args):
+        value = healthy(*args)
+        return value * float("nan") if trainer.step in steps else value
+
+    trainer.loss = loss
+
+
+def test_gradients_that_stay_not_finite_stop_the_run(digits, tmp_path):
+    trainer = Trainer(TINY.replace(steps=50, save_every=3, max_bad_steps=4), digits, tmp_path / "run")
+    not_finite(trainer, range(4, 50))
+    with pytest.raises(CudiffError, match=r"not finite 4 times in a row, until step 8: .*--lr.*--resume") as error:
+        trainer.run()
+    assert str(latest(trainer.folder)) in str(error.value)
+    assert all(np.isfinite(array).all() for array in load_checkpoint(latest(trainer.folder)).tensors.values())
+    assert [line["loss"] for line in metrics(trainer)][-1] is None
+
+
+def test_a_few_gradients_that_are_not_finite_are_skipped_and_counted(digits, tmp_path):
+    trainer = Trainer(TINY.replace(steps=8, max_bad_steps=4), digits, tmp_path / "run")
+    not_finite(trainer, (2, 3))
+    trainer.run()
+    lines = [line for line in metrics(trainer) if "loss" in line]
+    assert [line["skipped"] for line in lines] == [0, 2, 2, 2]
+    assert lines[1]["loss"] is None and math.isfinite(lines[2]["loss"])
+
+
+def test_weights_that_are_not_finite_are_not_saved(digits, tmp_path):
+    trainer = Trainer(TINY, digits, tmp_path / "run")
+    trainer.step = 3
+    trainer.save()
+    trainer.step = 4
+    trainer.net.parameters()[0].data[...] = np.inf
+    with pytest.raises(CudiffError, match=r"model.time_embed.0.weight is not finite at step 4, which is not saved"):
+        trainer.save()
+    assert [path.name for path in trainer.folder.iterdir()] == ["step-00000003.safetensors"]
+
+
+def test_out_of_memory_says_what_fits(digits, tmp_path):
+    trainer = Trainer(TINY.replace(batch_size=32), digits, tmp_path / "run")
+    healthy, tried = trainer.loss, []
+
+    def loss(net, images, *args):
+        tried.append(len(images))
+        if len(images) > 9:
+            raise MemoryError
+        return healthy(net, images, *args)
+
+    trainer.loss = loss
+    with pytest.raises(CudiffError, match="batch size 32 does not fit into memory: --batch-size 8 fits"):
+        trainer.run()
+    assert tried == [32, 16, 8]
+    trainer.loss = lambda *args: (_ for _ in ()).throw(MemoryError())
+    trainer._step = trainer.train_step
+    with pytest.raises(CudiffError, match="even one image does not fit: use a smaller model"):
+        trainer.run()
+
+
+def test_a_folder_that_holds_a_run_is_refused(train, digits, tmp_path):
+    trainer = train(save_every=3)
+    before = {path.name: path.read_bytes() for path in trainer.folder.iterdir()}
+    with pytest.raises(CudiffError, match=r"already holds a run: go on with --resume .*, or choose another --folder"):
+        train()
+    with pytest.raises(CudiffError, match=r"holds a newer checkpoint: resume .*step-00000006"):
+        train("run", trainer.folder / "step-00000003.safetensors")
+    assert before == {path.name: path.read_bytes() for path in trainer.folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"model_channels": 16}, {"seed": 1}, {"validation": 4}, {"optimizer": "sgd"}, {"diffusion": "ddpm"}]
+)
+def test_a_resumed_run_keeps_what_it_is(train, changes):
+    trainer = train()
+    name = next(iter(changes))
+    with pytest.raises(CudiffError, match=f"a resumed run cannot change {name} from .* to .*: leave it out"):
+        train("other", trainer.save_path, steps=9, **changes)
+
+
+def test_a_folder_without_checkpoint_cannot_be_resumed(tmp_path):
+    with pytest.raises(CudiffError, match="holds no checkpoint"):
+        checkpoint_to_resume(tmp_path)
+
+
+def test_bad_data_is_told_before_anything_is_made(digits, tmp_path):
+    for changes, message in (
+        ({"channels": 3}, "1 channels, but image_size is 8 and channels 3"),
+        ({"validation": 100}, "held out|hold out|validation"),
+        ({"num_classes": 4}, "num_classes 4 is too small"),
+    ):
+        with pytest.raises(CudiffError, match=message):
+            Trainer(TINY.replace(**changes), digits, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.gpu
+def test_captured_and_eager_training_agree_on_the_gpu(digits, tmp_path):
+    states = []
+    for capture in (True, False):
+        trainer = Trainer(TINY.replace(device="cuda", capture=capture), digits, tmp_path / str(capture))
+        trainer.run()
+        states.append(trainer)
+    assert_same_state(*states)
+
+
+@pytest.mark.gpu
+def test_a_captured_function_cannot_copy_from_the_host():
+    captured = cudiff.capture(lambda x: x + Tensor(np.ones(3, np.float32), device="cuda"), warmup=1)
+    x = Tensor(array_module("cuda").zeros(3, np.float32))
+    captured(x)
+    with pytest.raises(CudiffError, match="copied a host array to the GPU"):
+        captured(x)
