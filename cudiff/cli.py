@@ -199,7 +199,7 @@ def _train(options: argparse.Namespace) -> None:
         config.data, image_size=config.image_size or None, channels=config.channels or None, skip_bad=config.skip_bad
     )
     if dataset.skipped:
-        _say(f"{len(dataset.skipped)} images did not decode and are left out, such as {dataset.skipped[0]}")
+        _say(f"images that do not decode and are left out: {len(dataset.skipped)}, first {dataset.skipped[0]}")
     trainer = Trainer(config, dataset, folder, resume)
     place = {"cpu": "CPU", "cuda": "GPU"}[trainer.device]
     _say(

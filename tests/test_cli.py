@@ -1,0 +1,327 @@
+"""The command line: every command, every kind of mistake, and Ctrl-C, as a user meets them."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cudiff.backend import cuda_available
+from cudiff.checkpoint import latest, load_checkpoint
+from cudiff.cli import main
+from cudiff.config import PRESETS
+from cudiff.errors import CudiffError
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = [
+    "--image-size", "8", "--model-channels", "8", "--attention-resolutions", "", "--num-head-channels", "0",
+    "--num-heads", "2", "--batch-size", "8", "--steps", "4", "--log-every", "2", "--sample-every", "0", "--save-every",
+    "2", "--samples", "4", "--sample-steps", "2", "--device", "cpu",
+]
+
+
+@pytest.fixture
+def cli(capsys, monkeypatch, tmp_path):
+    """cli(*words): run a command in an empty folder; returns (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        code = main([str(word) for word in words])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def mistake(cli):
+    """mistake(*words): the one line on stderr of a command that has to fail with exit code 2."""
+
+    def run(*words):
+        code, out, error = cli(*words)
+        assert code == 2, out + error
+        assert error.startswith("cudiff: ") and error.count("\n") == 1 and error.endswith("\n"), error
+        assert "Traceback" not in out + error
+        return error
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A finished run of 4 steps."""
+    folder = tmp_path_factory.mktemp("cli") / "run"
+    assert main(["train", *TINY, "--folder", str(folder), "--validation", "8"]) == 0
+    return folder
+
+
+def test_train_leaves_a_run(run_folder):
+    names = {path.name for path in run_folder.iterdir()}
+    assert {"metrics.jsonl", "step-00000002.safetensors", "step-00000004.safetensors"} <= names
+    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4, 4]
+    config = load_checkpoint(latest(run_folder)).config
+    assert (config["data"], config["model_channels"], config["lr"]) == ("digits", 8, PRESETS["digits"].lr)
+
+
+def test_train_says_what_it_does(cli):
+    code, out, error = cli("train", *TINY, "--folder", "run")
+    assert (code, error) == (0, "")
+    assert re.search(r"4,000 images 8x8x1, 10 classes", out) and "parameters, fp32, on the CPU; run in run" in out
+    assert re.search(r"step +2  loss \d\.\d+  [\d,]+ images/s  \S+ m?s/step  [\d,]+ MB", out)
+    assert "saved run/step-00000004.safetensors" in out
+
+
+def test_resume_goes_on_where_the_run_is(cli, run_folder, tmp_path):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in run_folder.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    code, out, _ = cli("train", "--resume", copy, "--steps", "6")
+    assert code == 0 and "going on at step 4" in out and (copy / "step-00000006.safetensors").exists()
+    assert [json.loads(line)["step"] for line in (copy / "metrics.jsonl").read_text().splitlines()] == [2, 4, 4, 6, 6]
+
+
+def test_a_toml_file_and_flags_over_it(cli, tmp_path):
+    (tmp_path / "run.toml").write_text('preset = "digits"\nimage_size = 8\nmodel_channels = 8\nnum_head_channels = 8\n')
+    words = TINY[TINY.index("--batch-size") :]
+    assert cli("train", "--config", "run.toml", *words, "--folder", "run", "--attention-resolutions", "4")[0] == 0
+    config = load_checkpoint(latest(tmp_path / "run")).config
+    assert (config["model_channels"], config["batch_size"], config["attention_resolutions"]) == (8, 8, [4])
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["train", "--batch-sise", "8"], "unknown option --batch-sise: did you mean --batch-size?"),
+        (["train", "--batch", "8"], "unknown option --batch"),
+        (["train", "--qqq"], "unknown option --qqq: see cudiff train --help"),
+        (["train", "extra"], "'extra' is one word too many: see cudiff train --help"),
+        (["train", "--batch-size", "many"], "argument --batch-size: 'many' is not a whole number"),
+        (["train", "--batch-size", "0"], "batch_size must be at least 1, not 0"),
+        (["train", "--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
+        (["train", "--lr"], "argument --lr: expected one argument"),
+        (["train", "--preset", "large"], "unknown preset 'large': use digits or"),
+        (["train", "--steps", "0", "--lr-schedule", "constant"], "training would never end: give steps or minutes"),
+        (["train", "--config", "none.toml"], "cannot read none.toml (No such file or directory): check the path"),
+        (["train", "--data", "none"], "no data at 'none': give digits, mnist, a folder of images, an .npz or a .bin"),
+        (["train", "--resume", "none"], "none"),
+        (["train", "--image-size", "15"], "image size 15 does not halve 1 times: use a multiple of 2, such as 14"),
+        (["train", "--image-size", "20"], "attention_resolutions: no level has 8 pixels; choose from 20, 10"),
+        (["train", "--num-head-channels", "7"], "num_head_channels 7 does not divide the 64 channels"),
+        (["sample"], "the following arguments are required: CHECKPOINT: see cudiff sample --help"),
+        (["sample", "none.safetensors"], "none.safetensors"),
+        (["sample", "x", "--classes", "1,b"], "argument --classes: '1,b' is not a number or a list such as 0,1,2"),
+        (["sample", "x", "--out", "a.jpg"], "cannot write a.jpg: use .png, .npz, .gif or a folder's name"),
+        (["eval", "none.safetensors"], "none.safetensors"),
+        (["info", "none.safetensors"], "none.safetensors"),
+        (["convert", "none.pt", "out.safetensors"], "cannot read none.pt (No such file or directory): check the path"),
+        (["dance"], "invalid choice: 'dance'"),
+        ([], "the following arguments are required: COMMAND: see cudiff --help"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line(mistake, tmp_path, words, message):
+    assert message in mistake(*words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_debug_shows_the_traceback(cli):
+    with pytest.raises(CudiffError, match="no data at 'none'"):
+        cli("train", "--data", "none", "--debug")
+    with pytest.raises(CudiffError, match="no data at 'none'"):
+        cli("--debug", "train", "--data", "none")
+
+
+def test_what_nobody_expected_is_one_line_too(mistake, monkeypatch):
+    def broken(*args, **kwargs):
+        raise ZeroDivisionError("first line\nsecond line")
+
+    monkeypatch.setattr("cudiff.data.load_dataset", broken)
+    message = mistake("train", *TINY)
+    assert "unexpected ZeroDivisionError: first line (run again with --debug for the traceback)" in message
+
+
+@pytest.mark.skipif(cuda_available(), reason="a GPU is here")
+@pytest.mark.parametrize("words", [["train"], ["sample", "RUN"], ["eval", "RUN"], ["demo"]], ids=lambda words: words[0])
+def test_no_cuda_says_why_and_what_to_install(mistake, run_folder, words, tmp_path):
+    words = [run_folder if word == "RUN" else word for word in words]
+    message = mistake(*words, "--device", "cuda")
+    assert "no CUDA: " in message and re.search(r"install|driver", message)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_with_a_run_is_left_alone(mistake, run_folder):
+    before = {path.name: path.read_bytes() for path in run_folder.iterdir()}
+    assert "already holds a run: go on with --resume" in mistake("train", *TINY, "--folder", run_folder)
+    assert "holds a newer checkpoint" in mistake("train", "--resume", run_folder / "step-00000002.safetensors")
+    assert "at its end after 4 steps" in mistake("train", "--resume", run_folder)
+    assert "cannot change model_channels" in mistake("train", "--resume", run_folder, "--model-channels", "16")
+    assert before == {path.name: path.read_bytes() for path in run_folder.iterdir()}
+
+
+def test_another_run_s_folder_is_not_resumed_into(mistake, cli, run_folder, tmp_path):
+    cli("train", *TINY, "--folder", "other", "--steps", "1")
+    assert "other already holds a run" in mistake("train", "--resume", run_folder, "--folder", "other", "--steps", "9")
+
+
+def test_resume_into_a_folder_of_its_own(cli, run_folder, tmp_path):
+    first = run_folder / "step-00000002.safetensors"
+    assert cli("train", "--resume", first, "--folder", "branch", "--steps", "3")[0] == 0
+    assert [path.name for path in (tmp_path / "branch").glob("step-*")] == ["step-00000003.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["images.npz", "train-images-idx3-ubyte", "photos"])
+def test_damaged_data_is_named(mistake, tmp_path, name):
+    path = tmp_path / name
+    if name == "images.npz":
+        np.savez(path, images=np.zeros((4, 8, 8, 1), np.uint8))
+        path.write_bytes(path.read_bytes()[:-40])
+        data = path
+    elif name == "photos":
+        path.mkdir()
+        (path / "cat.png").write_bytes(b"not a picture")
+        data, name = path, "cat.png"
+    else:
+        path.write_bytes(b"\0\0\x08\x03\0\0\0\x05\0\0\0\x08\0\0\0\x08" + bytes(100))
+        (tmp_path / "train-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01\0\0\0\x05" + bytes(5))
+        data = tmp_path
+    assert name in mistake("train", "--data", data, "--image-size", "8", "--device", "cpu", "--folder", "run")
+
+
+def test_skipped_images_are_counted(cli, tmp_path):
+    for index in range(12):
+        path = tmp_path / "photos" / f"{index}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.new("L", (9, 11), index).save(path)
+    (tmp_path / "photos" / "broken.png").write_bytes(b"not a picture")
+    code, out, _ = cli("train", "--data", "photos", *TINY, "--num-classes", "0", "--skip-bad")
+    assert code == 0 and re.search(r"do not decode and are left out: 1, first .*broken.png", out), out
+    assert (tmp_path / "runs" / "photos" / "metrics.jsonl").exists()
+
+
+def test_truncated_checkpoints_are_told(mistake, run_folder, tmp_path):
+    content = latest(run_folder).read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(content[: len(content) // 2])
+    for words in (["sample"], ["eval"], ["info"], ["train", "--resume"], ["convert", "--to-torch"]):
+        target = ["out.safetensors"] if "convert" in words else []
+        assert "cut.safetensors" in mistake(*words, "cut.safetensors", *target)
+
+
+def test_sample_writes_every_kind_of_file(cli, run_folder, tmp_path):
+    run = ["sample", run_folder, "--device", "cpu", "--steps", "2"]  # a folder stands for its newest checkpoint
+    code, out, error = cli(*run, "-n", "9", "--out", "grid.png")
+    assert (code, error) == (0, "") and "9 images in grid.png" in out
+    with Image.open(tmp_path / "grid.png") as picture:
+        assert picture.mode == "L" and picture.size[0] == picture.size[1] > 3 * 8
+
+    assert cli(*run, "-n", "5", "--classes", "3,7", "--out", "some.npz")[0] == 0
+    with np.load(tmp_path / "some.npz") as arrays:
+        assert arrays["images"].shape == (5, 8, 8, 1) and arrays["labels"].tolist() == [3, 7, 3, 7, 3]
+        images = arrays["images"]
+
+    assert cli(*run, "-n", "5", "--classes", "3,7", "--out", "single")[0] == 0
+    assert sorted(path.name for path in (tmp_path / "single").iterdir()) == [f"{i:06d}.png" for i in range(5)]
+    for index in range(5):
+        with Image.open(tmp_path / "single" / f"{index:06d}.png") as picture:
+            np.testing.assert_array_equal(np.asarray(picture)[..., None], images[index])
+
+    assert cli(*run, "-n", "4", "--steps", "5", "--out", "denoising.gif")[0] == 0
+    with Image.open(tmp_path / "denoising.gif") as picture:
+        assert picture.n_frames == 6
+
+    assert cli(*run, "-n", "2", "--weights", "model", "--sampler", "ddim", "--guidance", "1", "--seed", "5")[0] == 0
+    assert (tmp_path / "samples.png").exists()
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--classes", "11"], "the model has classes 0 to 9, and -1 for none; 11 is not one"),
+        (["-n", "0"], "n must be at least 1, not 0"),
+        (["--steps", "0"], "steps must be at least 1, not 0"),
+        (["--out", "/proc/none/x.png"], "cannot write"),
+    ],
+)
+def test_mistakes_in_sampling(mistake, run_folder, words, message):
+    assert message in mistake("sample", run_folder, "-n", "2", "--steps", "1", *words)
+
+
+def test_info_with_and_without_checkpoint(cli, run_folder):
+    code, out, error = cli("info")
+    assert (code, error) == (0, "")
+    for word in ("cudiff", "Python", "numpy", "CUDA", "kernels", "default device"):
+        assert word in out
+    if not cuda_available():
+        assert "not usable" in out
+    code, out, _ = cli("info", run_folder)
+    assert code == 0 and "4 steps" in out and "model_channels" in out
+
+
+def test_convert_both_ways(cli, mistake, run_folder, tmp_path):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: no .pt file can be made")
+    assert cli("convert", latest(run_folder), "weights.safetensors", "--to-torch")[0] == 0
+    from cudiff.tensorfile import read_tensors
+
+    state, _ = read_tensors(tmp_path / "weights.safetensors")
+    torch.save({name: torch.tensor(array) for name, array in state.items()}, tmp_path / "weights.pt")
+    sizes = ["--image-size", "8", "--channels", "1", "--model-channels", "8", "--num-heads", "2", "--num-head-channels",
+             "0", "--attention-resolutions", ""]
+    assert cli("convert", "weights.pt", "model.safetensors", "--preset", "digits", *sizes)[0] == 0
+    for source in (latest(run_folder), "model.safetensors"):
+        cli("sample", source, "-n", "2", "--steps", "2", "--device", "cpu", "--out", f"{Path(source).stem}.npz")
+    with np.load("model.npz") as ours, np.load(f"{latest(run_folder).stem}.npz") as theirs:
+        np.testing.assert_array_equal(ours["images"], theirs["images"])
+    assert "model.safetensors exists already" in mistake("convert", "weights.pt", "model.safetensors", *sizes)
+    assert "do not fit the model" in mistake("convert", "weights.pt", "new.safetensors", "--preset", "mnist")
+    # converted weights can be trained further, in a folder of their own
+    assert cli("train", "--resume", "model.safetensors", *TINY)[0] == 0
+    assert (tmp_path / "runs" / "model" / "step-00000004.safetensors").exists()
+
+
+def test_help_names_every_command_and_fits(capsys):
+    for words in ([], ["train"], ["sample"], ["eval"], ["info"], ["convert"], ["demo"]):
+        with pytest.raises(SystemExit) as exit:
+            main([*words, "--help"])
+        assert exit.value.code == 0
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= 110
+        if not words:
+            assert all(name in out for name in ("demo", "train", "sample", "eval", "info", "convert"))
+
+
+def start(*words, cwd):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "cudiff", *words], cwd=cwd, env=env, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_ctrl_c_saves_and_exits(tmp_path):
+    process = start("train", *TINY, "--steps", "100000", "--save-every", "0", "--folder", "run", cwd=tmp_path)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not metrics.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (0, "")
+    step = load_checkpoint(latest(tmp_path / "run")).counters["step"]
+    assert f"stopped at step {step} and saved: go on with cudiff train --resume run" in out
+    assert json.loads(metrics.read_text().splitlines()[-1])["step"] == step
+    assert main(["train", "--resume", str(tmp_path / "run"), "--steps", str(step + 1)]) == 0
+
+
+def test_python_m_cudiff_and_mistakes_on_stderr(tmp_path):
+    process = start("train", "--data", "none", cwd=tmp_path)
+    out, error = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, "")
+    assert error == "cudiff: no data at 'none': give digits, mnist, a folder of images, an .npz or a .bin\n"
