@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -61,7 +61,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose mistakes are CudiffErrors: one line, with the nearest option where one is unknown."""
 
     def __init__(self, **settings: Any):
-        super().__init__(allow_abbrev=False, formatter_class=_formatter, **settings)
+        super().__init__(allow_abbrev=False, formatter_class=_Formatter, **settings)
 
     def error(self, message: str) -> NoReturn:
         raise CudiffError(f"{message}: see {self.prog} --help")
@@ -78,9 +78,16 @@ class _Parser(argparse.ArgumentParser):
         return options, unknown
 
 
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    width = min(110, os.get_terminal_size().columns if sys.stdout.isatty() else 100) - 2
-    return argparse.HelpFormatter(prog, max_help_position=30, width=width)
+class _Formatter(argparse.HelpFormatter):
+    """Help as wide as the terminal, at most 110; a switch is --[no-]name."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=30, width=min(110, shutil.get_terminal_size().columns) - 2)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return f"--[no-]{action.option_strings[0].removeprefix('--')}"
+        return super()._format_action_invocation(action)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -98,12 +105,16 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     demo = command("demo", _demo, "train on drawn digits and sample them, in three minutes on a laptop", "[options]")
-    demo.add_argument("--folder", default="runs/demo", help="where the pictures go (default runs/demo)")
+    demo.add_argument("--folder", metavar="PATH", default="runs/demo", help="where the pictures go (default runs/demo)")
     demo.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, noise and samples (default 0)")
     demo.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), metavar="auto|cpu|cuda")
 
     train = command("train", _train, "train a model", "[--preset NAME | --config FILE | --resume PATH] [options]")
-    train.add_argument("--folder", help="of the run (default runs/ and the data's name)")
+    train.epilog = (
+        "Defaults are those without a preset. Without --preset the one named like the data is taken, or, without "
+        "--data either, digits. What is given here goes before the file, and the file before the preset."
+    )
+    train.add_argument("--folder", metavar="PATH", help="of the run (default runs/ and the data's name)")
     train.add_argument("--resume", metavar="PATH", help="go on with a run's folder or a checkpoint")
     add_arguments(train)
 

@@ -327,7 +327,9 @@ def _parse(name: str, text: str) -> Any:
 def _as_text(value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or "none"
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _nearest(name: str, known: Collection[str]) -> str:

@@ -24,7 +24,7 @@ class TrainingDisplay:
         self.values: dict[str, Any] = {"step": step, "seconds": 0.0}
         self.progress = Progress(
             TextColumn("[bold]step {task.fields[step]:,}[/]"), BarColumn(None), TaskProgressColumn(),
-            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(compact=True, elapsed_when_finished=False),
+            TextColumn("elapsed"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(compact=True),
             console=self.console, expand=True,
         )
         self.task = self.progress.add_task("", total=1.0, completed=self._share(), step=step)  # type: ignore[arg-type]
@@ -47,7 +47,7 @@ class TrainingDisplay:
         if self.console.is_terminal:
             self.live.update(self._picture())
         else:
-            shown = self.parts(metrics)
+            shown = self.losses(metrics) + self.speeds(metrics)
             self.message(f"step {metrics['step']:>7,}  {'  '.join(shown)}")
 
     def message(self, text: str) -> None:
@@ -62,16 +62,21 @@ class TrainingDisplay:
         return min(1.0, max(shares))
 
     def _picture(self) -> Group:
-        text = Text("   ").join(Text(part) for part in self.parts(self.values))
-        return Group(self.progress, text) if text else Group(self.progress)
+        lines = [Text("   ".join(line)) for line in (self.losses(self.values), self.speeds(self.values)) if line]
+        return Group(self.progress, *lines)
 
-    def parts(self, v: dict[str, Any]) -> list[str]:
-        """The metrics that are there, as words."""
+    def losses(self, v: dict[str, Any]) -> list[str]:
+        """How good the model is, as far as the metrics say."""
         parts = []
         if "loss" in v:
             parts.append(f"loss {v['loss']:.4f}" if math.isfinite(v["loss"]) else "loss not finite")
         if "val_loss" in v:
-            parts.append(f"EMA held out {v['val_loss']:.4f}, training {v['train_loss']:.4f}")
+            parts.append(f"EMA: held out {v['val_loss']:.4f}, training {v['train_loss']:.4f}")
+        return parts
+
+    def speeds(self, v: dict[str, Any]) -> list[str]:
+        """How fast it learns, and with what."""
+        parts = []
         if "step_ms" in v:
             step = f"{v['step_ms']:.1f} ms" if v["step_ms"] < 1000 else f"{v['step_ms'] / 1000:.2f} s"
             parts += [f"{v['images_per_second']:,.0f} images/s", f"{step}/step", f"{v['memory_mb']:,.0f} MB"]
