@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
+from cudiff import __version__
 from cudiff.backend import cuda_status
 from cudiff.checkpoint import load_checkpoint
 from cudiff.config import Config
@@ -16,22 +19,22 @@ from cudiff.cuda.module import cache_folder, describe, kernel_folder
 
 def system_table() -> Table:
     """A rich table of the machine, the versions, the kernels, and why the GPU cannot be used if it cannot."""
-    table = Table(title="cudiff", show_header=False)
-    table.add_row("cudiff", _version("cudiff"))
-    table.add_row("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    table.add_row("CPU", f"{os.cpu_count()} cores")
-    for package in ("numpy", "ml_dtypes", "matplotlib"):
-        table.add_row(package, _version(package))
     usable, message = cuda_status()
-    table.add_row("CUDA", "usable" if usable else f"[yellow]not usable[/]: {message}")
-    if usable:
-        for name, fact in describe().items():
-            table.add_row(name, fact)
-    folder = kernel_folder()
-    table.add_row("kernels", f"{len(list(folder.glob('*.cu')))} files in {folder}")
-    cached = list(cache_folder().glob("*.cubin"))
-    table.add_row("compiled kernels", f"{len(cached)} in {cache_folder()}")
-    table.add_row("default device", "cuda" if usable else "cpu")
+    folder, cache = kernel_folder(), cache_folder()
+    facts = {
+        "cudiff": f"{__version__} in {Path(__file__).parent}",
+        "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "CPU": f"{os.cpu_count()} cores",
+        **{package: _version(package) for package in ("numpy", "ml_dtypes", "matplotlib")},
+        "CUDA": "usable" if usable else f"not usable: {message}",
+        **(describe() if usable else {}),
+        "kernels": f"{len(list(folder.glob('*.cu')))} files in {folder}",
+        "compiled kernels": f"{len(list(cache.glob('*.cubin')))} in {cache}",
+        "default device": "cuda" if usable else "cpu",
+    }
+    table = Table(title="cudiff", show_header=False)
+    for name, fact in facts.items():
+        table.add_row(name, Text(fact, style="yellow" if fact.startswith("not ") else ""))
     return table
 
 
@@ -40,12 +43,14 @@ def checkpoint_table(path: str | os.PathLike) -> Table:
     checkpoint = load_checkpoint(path, parts=("model",))
     config, defaults = Config.from_dict(checkpoint.config), Config()
     parameters = sum(array.size for array in checkpoint.tensors.values())
-    table = Table(title=f"{path}: {parameters:,} parameters after {checkpoint.counters.get('step', 0):,} steps")
-    table.add_column("option")
-    table.add_column("value")
+    steps = checkpoint.counters.get("step", 0)
+    table = Table(title="checkpoint", show_header=False, caption="all other options are at their defaults")
+    table.add_row("file", Text(str(path)))
+    table.add_row("trained", f"{parameters:,} parameters, {steps:,} steps")
+    table.add_section()
     for name, value in config.to_dict().items():
         if value != getattr(defaults, name) or name in ("model", "diffusion", "data"):
-            table.add_row(name, str(value))
+            table.add_row(name, Text(str(value)))
     return table
 
 

@@ -254,13 +254,15 @@ def test_mistakes_in_sampling(mistake, run_folder, words, message):
     assert message in mistake("sample", run_folder, "-n", "2", "--steps", "1", *words)
 
 
-def test_info_with_and_without_checkpoint(cli, run_folder):
+def test_info_with_and_without_checkpoint(cli, run_folder, monkeypatch):
     code, out, error = cli("info")
     assert (code, error) == (0, "")
     for word in ("cudiff", "Python", "numpy", "CUDA", "kernels", "default device"):
         assert word in out
     if not cuda_available():
         assert "not usable" in out
+        monkeypatch.setattr("cudiff.info.cuda_status", lambda: (False, "pip install 'cudiff[cuda13]'"))
+        assert "cudiff[cuda13]" in cli("info")[1]  # brackets are no markup
     code, out, _ = cli("info", run_folder)
     assert code == 0 and "4 steps" in out and "model_channels" in out
 
