@@ -149,6 +149,14 @@ def test_what_nobody_expected_is_one_line_too(mistake, monkeypatch):
     assert "unexpected ZeroDivisionError: first line (run again with --debug for the traceback)" in message
 
 
+def test_memory_that_runs_out_anywhere_is_told(mistake, monkeypatch):
+    def full(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr("cudiff.data.load_dataset", full)
+    assert "out of memory: use a smaller --batch-size" in mistake("train", *TINY)
+
+
 @pytest.mark.skipif(cuda_available(), reason="a GPU is here")
 @pytest.mark.parametrize("words", [["train"], ["sample", "RUN"], ["eval", "RUN"], ["demo"]], ids=lambda words: words[0])
 def test_no_cuda_says_why_and_what_to_install(mistake, run_folder, words, tmp_path):

@@ -67,6 +67,30 @@ def test_training_lowers_the_loss(train, device):
     assert len(losses) == 4 and losses[-1] < 0.7 * losses[0]
 
 
+def test_accumulated_gradients_are_the_mean(digits, tmp_path):
+    trainer = Trainer(TINY.replace(accumulate=2, dropout=0.2), digits, tmp_path / "run")
+    gradients, losses = [], []
+    for number in range(2):
+        trainer.generator.load_state({"seed": 0, "step": number})
+        trainer.net.zero_grad()
+        loss = trainer.loss(trainer.net, *trainer.loader.batch(trainer.generator.step, (), 0), trainer.generator)
+        loss.backward()
+        gradients.append(trainer.net.flat.grad.copy())
+        losses.append(loss.item())
+    trainer.generator.load_state({"seed": 0, "step": 0})
+    assert trainer.train_step().item() == pytest.approx(np.mean(losses), rel=1e-5)
+    np.testing.assert_allclose(trainer.net.flat.grad, np.mean(gradients, axis=0), rtol=1e-4, atol=1e-6)
+
+
+def test_dropout_draws_anew_in_every_step_and_layer(digits, tmp_path):
+    trainer = Trainer(TINY.replace(dropout=0.2), digits, tmp_path / "run")
+    layers = [module for _, module in trainer.net.modules() if isinstance(module, cudiff.nn.Dropout)]
+    assert len({layer.stream for layer in layers}) == len(layers) > 4
+    assert all(layer.generator is trainer.generator for layer in layers)
+    trainer.train_step()
+    assert trainer.generator.step.item() == 1
+
+
 @pytest.mark.parametrize(
     "changes",
     [
