@@ -5,6 +5,8 @@ Five minutes on an H200 suffice. MNIST is looked for in $CUDIFF_DATA/mnist and d
 
 import sys
 
+from rich import print
+
 import cudiff
 from cudiff.config import PRESETS
 from cudiff.data import load_dataset
@@ -21,4 +23,4 @@ with TrainingDisplay(trainer.config) as display:
     trainer.run(display)
 
 pipeline = cudiff.load(trainer.save())
-print(evaluate_pipeline(pipeline, 10000))
+print(evaluate_pipeline(pipeline, 10000).table())
