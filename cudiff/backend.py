@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -39,6 +41,12 @@ def is_low(dtype: Any) -> bool:
 def compute_dtype(dtype: Any) -> np.dtype:
     """The dtype the NumPy path computes in: float32 for the 16-bit types, the type itself otherwise."""
     return float32 if is_low(dtype) else np.dtype(dtype)
+
+
+def cache_folder(name: str) -> Path:
+    """The user's cache for `name`: in $CUDIFF_CACHE_DIR, or in `cudiff` in $XDG_CACHE_HOME or ~/.cache."""
+    base = os.environ.get("CUDIFF_CACHE_DIR")
+    return Path(base or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cudiff") / name
 
 
 @functools.cache

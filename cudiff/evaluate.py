@@ -18,7 +18,7 @@ import numpy as np
 from rich.table import Table
 
 from cudiff import ops
-from cudiff.backend import default_device
+from cudiff.backend import cache_folder, default_device
 from cudiff.cuda.graph import capture
 from cudiff.data import Dataset, load_dataset, shuffled_index
 from cudiff.data.idx import has_idx
@@ -87,7 +87,7 @@ def train_classifier(
     ----------
     device : the GPU where there is one.
     epochs : passes over the data; 3, or more where that is under 160 batches of 128.
-    cache : a folder; `classifiers` in $CUDIFF_CACHE_DIR, or in `cudiff` in $XDG_CACHE_HOME or ~/.cache.
+    cache : a folder; that of the user's cache (`cudiff.backend.cache_folder`) where None.
     progress : called with (batches done, batches in all).
 
     Raises CudiffError where the data has no labels or its two parts do not match.
@@ -102,7 +102,7 @@ def train_classifier(
         net = CNN(train.images.shape[1], train.images.shape[3], train.num_classes)
     net.flatten(device)
     recipe = dict(version=VERSION, steps=steps, seed=seed, batch_size=BATCH_SIZE, lr=LR, weight_decay=WEIGHT_DECAY)
-    path = Path(cache or _cache_folder()) / f"{_digest(train, test, recipe)}.safetensors"
+    path = Path(cache or cache_folder("classifiers")) / f"{_digest(train, test, recipe)}.safetensors"
     with contextlib.suppress(CudiffError, ValueError, KeyError):  # whatever is wrong with it, it is trained again
         tensors, metadata = read_tensors(path)
         net.load_state_dict(tensors)
@@ -146,11 +146,6 @@ def _digest(train: Dataset, test: Dataset, recipe: dict[str, Any]) -> str:
         digest.update(data.images.data)
         digest.update(data.labels.data)  # type: ignore[union-attr]
     return digest.hexdigest()[:32]
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("CUDIFF_CACHE_DIR")
-    return Path(base or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cudiff") / "classifiers"
 
 
 def frechet_distance(features_a: np.ndarray, features_b: np.ndarray) -> float:

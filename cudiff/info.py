@@ -14,13 +14,13 @@ from cudiff import __version__
 from cudiff.backend import cuda_status
 from cudiff.checkpoint import load_checkpoint
 from cudiff.config import Config
-from cudiff.cuda.module import cache_folder, describe, kernel_folder
+from cudiff.cuda.module import cubin_folder, describe, kernel_folder
 
 
 def system_table() -> Table:
     """A rich table of the machine, the versions, the kernels, and why the GPU cannot be used if it cannot."""
     usable, message = cuda_status()
-    folder, cache = kernel_folder(), cache_folder()
+    folder, cache = kernel_folder(), cubin_folder()
     facts = {
         "cudiff": f"{__version__} in {Path(__file__).parent}",
         "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image, features
 
 import cudiff.data.idx as idx
+from cudiff.backend import cache_folder
 from cudiff.data import Dataset, digits, load_dataset, mnist, shuffled_index
 from cudiff.errors import CudiffError
 
@@ -233,13 +234,13 @@ def small_mnist(tmp_path, monkeypatch):
     )
     served = {name: gzip.compress(content) for name, content in contents.items()}
     monkeypatch.setattr(idx, "_fetch", lambda url: served[url.rsplit("/", 1)[1].removesuffix(".gz")])
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUDIFF_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("CUDIFF_DATA", raising=False)
     return images, served
 
 
 def cached():
-    folder = idx.cache_folder()
+    folder = cache_folder("mnist")
     return sorted(os.listdir(folder)) if folder.exists() else []
 
 
@@ -303,7 +304,7 @@ def test_interrupted_write_leaves_no_partial_file(small_mnist, monkeypatch):
         load_dataset("mnist")
     assert cached() == []
     monkeypatch.setattr(os, "fsync", fail_with(OSError(28, "No space left on device")))
-    refused("No space left.*XDG_CACHE_HOME", "mnist")
+    refused("No space left.*CUDIFF_CACHE_DIR", "mnist")
     assert cached() == []
 
 

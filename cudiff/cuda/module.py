@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, bfloat16, float16, float32, get_cupy, int32, int64
+from cudiff.backend import Array, bfloat16, cache_folder, float16, float32, get_cupy, int32, int64
 from cudiff.errors import CudiffError
 from cudiff.tensor import Tensor
 
@@ -98,21 +98,17 @@ def compile_source(stem: str, arch: str, constants: dict[str, Any]) -> tuple[byt
         nvrtc.destroyProgram(program)
 
 
-def _cache_folder() -> Path:
-    base = os.environ.get("CUDIFF_CACHE_DIR") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "cudiff"
-    )
-    folder = Path(base) / "kernels"
+@functools.cache
+def cubin_folder() -> Path:
+    """Where cubins are kept: the user's cache, or where that cannot be written, a folder of this process alone."""
+    folder = cache_folder("kernels")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
     except OSError:
         pass
-    return Path(tempfile.mkdtemp(prefix="cudiff-kernels-"))  # a read-only home: compiled anew by each process
-
-
-cache_folder = functools.cache(_cache_folder)
+    return Path(tempfile.mkdtemp(prefix="cudiff-kernels-"))
 
 
 @functools.cache
@@ -125,7 +121,7 @@ def _nvrtc_version() -> tuple[int, int]:
 def _cubin(stem: str, arch: str, constants: dict[str, Any]) -> Path:
     """The cached cubin's path, compiled now if it is not there. Safe with other processes doing the same."""
     key = repr((_source(stem, constants), arch, sorted(constants.items()), _OPTIONS, _nvrtc_version()))
-    path = cache_folder() / f"{stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
+    path = cubin_folder() / f"{stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
     if not path.is_file():
         cubin, _ = compile_source(stem, arch, constants)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")

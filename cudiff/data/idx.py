@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from cudiff.data.dataset import Dataset
+from cudiff.backend import cache_folder
 from cudiff.errors import CudiffError
 
 MIRRORS = (
@@ -42,14 +43,14 @@ def mnist(part: str = "train", folder: str | os.PathLike | None = None) -> Datas
     candidates = [Path(folder)] if folder is not None else []
     if os.environ.get("CUDIFF_DATA"):
         candidates.append(Path(os.environ["CUDIFF_DATA"]) / "mnist")
-    candidates.append(cache_folder())
+    candidates.append(cache_folder("mnist"))
     for candidate in candidates:
         files = [file for name in names if (file := _find(candidate, name))]
         if len(files) == len(names):
             contents = [_read(file) for file in files]
             break
     else:
-        files = [cache_folder() / f"{name}.gz" for name in names]
+        files = [cache_folder("mnist") / f"{name}.gz" for name in names]
         contents = [_download(name, file) for name, file in zip(names, files, strict=True)]
     for name, file, content in zip(names, files, contents, strict=True):
         if hashlib.sha256(content).hexdigest() != SHA256[name]:
@@ -87,11 +88,6 @@ def idx_folder(folder: Path, part: str = "train") -> Dataset:
             f"{folder}: {len(images)} images and {len(labels)} labels: the files do not belong together, get both anew"
         )
     return Dataset(images[..., None], labels, int(labels.max()) + 1, folder.resolve().name)
-
-
-def cache_folder() -> Path:
-    """Where downloads are kept: `cudiff/mnist` in $XDG_CACHE_HOME or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cudiff" / "mnist"
 
 
 def _names(part: str) -> tuple[str, str]:
@@ -179,5 +175,5 @@ def _write_whole(file: Path, content: bytes) -> None:
     except OSError as error:
         raise CudiffError(
             f"cannot keep MNIST in {file.parent} ({error.strerror or error}): make room there, "
-            "or point XDG_CACHE_HOME to a folder that can be written"
+            "or point CUDIFF_CACHE_DIR to a folder that can be written"
         ) from None
