@@ -17,6 +17,7 @@ from cudiff.plot import save_gif, save_grid
 from cudiff.train import Trainer
 
 SAMPLES = 256
+GRID = 64
 
 
 @dataclass
@@ -32,41 +33,44 @@ class DemoResult:
 def demo(folder: Path, seed: int = 0, device: str = "auto", console: Console | None = None) -> DemoResult:
     """Train a class-conditional U-Net on drawn 16x16 digits, sample it and judge the samples.
 
-    Leaves samples.png (8x8, a class a column), denoising.gif, loss.png and a checkpoint in `folder`, a fresh
-    sub-folder of which is used where it holds a run already.
+    Leaves samples.png (8x8, counting up from 0 row by row), denoising.gif, loss.png and a checkpoint in `folder`, or
+    where that holds a run already, in a new folder beside it.
     """
     console = console or Console()
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     start = time.perf_counter()
-    folder = _fresh(folder)
+    folder = free_folder(folder)
     config = PRESETS["digits"].replace(seed=seed, device=device, sample_every=0, save_every=0)
     training, test = load_dataset("digits"), load_dataset("digits", part="test")
     trainer = Trainer(config, training, folder)
-    console.print(
-        f"{len(training):,} drawn digits; a U-Net of {trainer.net.num_parameters():,} parameters on {trainer.device}",
-        highlight=False,
-    )
+    say(f"{len(training):,} drawn digits; a U-Net of {trainer.net.num_parameters():,} parameters on {trainer.device}")
     with TrainingDisplay(trainer.config, console) as display:
         trainer.run(display)
-    classifier = train_classifier(training, test, trainer.device)
-    accuracy = classifier.accuracy(test)
     classes = np.arange(SAMPLES) % config.num_classes
     frames: list[np.ndarray] = []
-    images = trainer.preview.sample(SAMPLES, seed, classes, batch_size=64, frames=frames)
+    with console.status("training the classifier") as status:
+        classifier = train_classifier(training, test, trainer.device)
+        images = trainer.preview.sample(
+            SAMPLES, seed, classes, frames=frames,
+            progress=lambda done, total: status.update(f"sampling: {done} of {total}"),
+        )
     share = float(np.mean(classifier.predict(images) == classes))
-    grid_classes = np.arange(64) % 8 + np.arange(64) // 8 % 2 * 2  # rows of 0..7 and of 2..9
-    save_grid(folder / "samples.png", trainer.preview.sample(64, seed, grid_classes))
+    save_grid(folder / "samples.png", images[:GRID])
     save_gif(folder / "denoising.gif", frames)
     seconds = time.perf_counter() - start
-    console.print(
+    accuracy = classifier.test_accuracy
+    say(
         f"{share:.1%} of {SAMPLES} samples are taken for the class asked for, at guidance {config.guidance:g}, by a "
         f"classifier that is right on {accuracy:.1%} of fresh digits\n"
-        f"pictures in {folder}: samples.png, denoising.gif, loss.png; {seconds:.0f} s in all",
-        highlight=False,
+        f"pictures in {folder}: samples.png, denoising.gif, loss.png; {seconds:.0f} s in all"
     )
     return DemoResult(share, config.guidance, accuracy, seconds)
 
 
-def _fresh(folder: Path) -> Path:
+def free_folder(folder: Path) -> Path:
     """`folder`, or the first of folder-2, folder-3, … that holds no run: what an earlier demo made is kept."""
     candidate, number = folder, 1
     while (candidate / "metrics.jsonl").exists():

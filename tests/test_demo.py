@@ -1,0 +1,42 @@
+"""The demo in miniature: what it leaves behind and what it says."""
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from cudiff import demo
+from cudiff.checkpoint import latest
+from cudiff.config import PRESETS
+from cudiff.data import load_dataset
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    """A demo of four steps on 64 digits; the rest is as in the real one."""
+    monkeypatch.setenv("CUDIFF_CACHE_DIR", str(tmp_path / "cache"))
+    preset = PRESETS["digits"].replace(steps=4, model_channels=8, num_head_channels=8, batch_size=8, sample_steps=2)
+    monkeypatch.setitem(demo.PRESETS, "digits", preset)
+    monkeypatch.setattr("cudiff.demo.SAMPLES", 64)
+    monkeypatch.setattr("cudiff.demo.load_dataset", lambda spec, part="train": load_dataset(spec, part=part, count=64))
+    monkeypatch.setattr("cudiff.evaluate.LEAST_STEPS", 2)
+    monkeypatch.setattr("cudiff.evaluate.EPOCHS", 0)
+
+
+def test_the_demo_leaves_its_pictures(small, tmp_path, capsys):
+    result = demo.demo(tmp_path / "demo", device="cpu", console=Console())
+    out = capsys.readouterr().out
+    assert 0 <= result.share <= 1 and result.guidance == PRESETS["digits"].guidance
+    assert f"{result.share:.1%} of 64 samples are taken for the class asked for, at guidance" in out
+    with Image.open(tmp_path / "demo" / "samples.png") as picture:
+        assert picture.size[0] == picture.size[1] >= 8 * 16
+    with Image.open(tmp_path / "demo" / "denoising.gif") as picture:
+        assert picture.n_frames == 3
+    assert latest(tmp_path / "demo") is not None
+
+
+def test_an_earlier_demo_is_kept(tmp_path):
+    assert demo.free_folder(tmp_path / "demo") == tmp_path / "demo"
+    for name in ("demo", "demo-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").touch()
+    assert demo.free_folder(tmp_path / "demo") == tmp_path / "demo-3"
