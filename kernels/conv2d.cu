@@ -1,9 +1,8 @@
 // The three passes of a convolution as matrix products on tensor cores (implicit GEMM; nothing is unfolded in memory).
-// variants: PASS=FPROP,DGRAD T=bf16 OUT=bf16 PASSES=1 BM=128 BN=128 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0
-// variants: PASS=WGRAD T=bf16 OUT=float PASSES=1 BM=128 BN=128 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0
-// variants: PASS=FPROP,DGRAD T=half OUT=half PASSES=1 BM=64 BN=64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=0 B_VEC=0 DILATED=0
-// variants: PASS=DGRAD T=bf16 OUT=bf16 PASSES=1 BM=128 BN=16 BK=64 WM=4 WN=1 STAGES=3 A_VEC=1 B_VEC=1 DILATED=1
-// variants: PASS=WGRAD T=bf16 OUT=float PASSES=1 BM=64 BN=64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=0 B_VEC=0,1 DILATED=0
+// variants: PASS=FPROP,DGRAD T=bf16 OUT=bf16 PASSES=1 BM=128 BN=128,64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0
+// variants: PASS=WGRAD T=bf16 OUT=float PASSES=1 BM=128,64 BN=64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0
+// variants: PASS=FPROP,WGRAD T=half OUT=float PASSES=1 BM=64 BN=64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=0 B_VEC=0 DILATED=0
+// variants: PASS=DGRAD T=bf16 OUT=bf16 PASSES=1 BM=128 BN=16 BK=64 WM=4 WN=1 STAGES=3 A_VEC=0 B_VEC=1 DILATED=1
 // variants: PASS=FPROP,DGRAD,WGRAD T=float OUT=float PASSES=3 BM=128 BN=64 BK=32 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0
 //
 // x, dx: T (N, H, W, C); weight: T (K, R, S, C); out, dout: T (N, Ho, Wo, K); dweight: float (K, R, S, C).
@@ -65,32 +64,17 @@ template <bool VEC> struct PatchLoader {
             start[i] = n * pixels;
         }
     }
-    __device__ __forceinline__ bool find(int i, const Odometer& at, i64& element) const {
-        Window window = {(int)corner[i] >> 16, (short)corner[i], start[i]};
-        int pixel;
-        bool inside = window.at(at.high, at.middle, shape, pixel) && at.high < shape.R;
-        element = (i64)pixel * channels + at.low;
-        return inside;
-    }
     __device__ __forceinline__ void load(u32 tile) {
-        i64 element;
-        if constexpr (VEC) {
+        Odometer at = tap;
+#pragma unroll 2
+        for (int e = 0; e < (VEC ? 1 : PACK); e++, at.next())
 #pragma unroll
             for (int i = 0; i < Tile::COPIES; i++) {
-                bool inside = find(i, tap, element);
-                cp_async(Tile::target(tile, i), image + element, inside);
+                Window window = {(int)corner[i] >> 16, (short)corner[i], start[i]};
+                int pixel;
+                bool inside = window.at(at.high, at.middle, shape, pixel) && at.high < shape.R;
+                copy<VEC>(Tile::target(tile, i), e, image + (i64)pixel * channels + at.low, inside);
             }
-        } else {
-            Pack<T> packs[Tile::COPIES] = {};
-            Odometer at = tap;
-#pragma unroll
-            for (int e = 0; e < PACK; e++, at.next())
-#pragma unroll
-                for (int i = 0; i < Tile::COPIES; i++)
-                    if (find(i, at, element)) packs[i].v[e] = image[element];
-#pragma unroll
-            for (int i = 0; i < Tile::COPIES; i++) store_shared(Tile::target(tile, i), *reinterpret_cast<uint4*>(&packs[i]));
-        }
         tap.advance();
     }
 };
@@ -109,20 +93,17 @@ template <bool VEC> struct WeightLoader {
         this->weight = weight + c, left = channels - c;
     }
     __device__ __forceinline__ void load(u32 tile) {
+        Odometer at = line;
+#pragma unroll 2
+        for (int e = 0; e < (VEC ? 1 : PACK); e++) {
+            at = line;
 #pragma unroll
-        for (int i = 0; i < Tile::COPIES; i++, line.advance()) {
-            const T* p = weight + line.low * pitch + line.middle * channels;
-            int count = line.high == 0 ? left : 0;
-            if constexpr (VEC) {
-                cp_async(Tile::target(tile, i), p, count > 0);
-            } else {
-                Pack<T> pack = {};
-#pragma unroll
-                for (int e = 0; e < PACK; e++)
-                    if (e < count) pack.v[e] = p[e];
-                store_shared(Tile::target(tile, i), *reinterpret_cast<uint4*>(&pack));
+            for (int i = 0; i < Tile::COPIES; i++, at.advance()) {
+                const T* source = weight + at.low * pitch + at.middle * channels + e;
+                copy<VEC>(Tile::target(tile, i), e, source, at.high == 0 && e < left);
             }
         }
+        line = at;
     }
 };
 
@@ -135,33 +116,24 @@ template <bool VEC> struct PixelLoader {
 
     __device__ __forceinline__ PixelLoader(const T* x, const Shape& shape, int first, int k)
         : x(x), shape(shape), tap(first + Tile::chunk() * PACK, shape.S, shape.C, 0), pixel(k + Tile::first_line(), shape.Ho, shape.Wo, Tile::LINE_STEP) {}
-    __device__ __forceinline__ bool find(const Odometer& at, i64& element) const {
-        Window window = {pixel.middle * shape.stride_h - shape.pad_h, pixel.low * shape.stride_w - shape.pad_w, pixel.high * shape.H * shape.W};
-        int place;
-        bool inside = window.at(at.high, at.middle, shape, place) && at.high < shape.R && pixel.high < shape.N;
-        element = (i64)place * shape.C + at.low;
-        return inside;
-    }
     __device__ __forceinline__ void load(u32 tile) {
-        i64 element;
+        Odometer from = tap, at = pixel;
+#pragma unroll 2
+        for (int e = 0; e < (VEC ? 1 : PACK); e++, from.next()) {
+            at = pixel;
 #pragma unroll
-        for (int i = 0; i < Tile::COPIES; i++, pixel.advance()) {
-            if constexpr (VEC) {
-                bool inside = find(tap, element);
-                cp_async(Tile::target(tile, i), x + element, inside);
-            } else {
-                Pack<T> pack = {};
-                Odometer at = tap;
-#pragma unroll
-                for (int e = 0; e < PACK; e++, at.next())
-                    if (find(at, element)) pack.v[e] = x[element];
-                store_shared(Tile::target(tile, i), *reinterpret_cast<uint4*>(&pack));
+            for (int i = 0; i < Tile::COPIES; i++, at.advance()) {
+                Window window = {at.middle * shape.stride_h - shape.pad_h, at.low * shape.stride_w - shape.pad_w, at.high * shape.H * shape.W};
+                int place;
+                bool inside = window.at(from.high, from.middle, shape, place) && from.high < shape.R && at.high < shape.N;
+                copy<VEC>(Tile::target(tile, i), e, x + (i64)place * shape.C + from.low, inside);
             }
         }
+        pixel = at;
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 conv2d(const T* a, const T* b, const float* bias, const float* emb, const OUT* addend, OUT* destination, i64 ldo,
        int rows_per_image, int k_tiles, int N, int H, int W, int C, int Ho, int Wo, int K, int R, int S, int stride_h,
        int stride_w, int pad_h, int pad_w) {

@@ -65,6 +65,12 @@ template <bool K_MAJOR, int EXTENT> struct Tile {
     }
 };
 
+// Copy to a chunk of shared memory all its elements at once, from 16 aligned bytes, or element e alone; zero if not `inside`.
+template <bool VEC> __device__ __forceinline__ void copy(u32 chunk, int e, const T* source, bool inside) {
+    if constexpr (VEC) cp_async(chunk, source, inside);
+    else store_shared(chunk + e * (int)sizeof(T), inside ? *source : T{});
+}
+
 // A matrix in global memory, K-major (EXTENT index, depth) or (depth, EXTENT index), with rows of `ld` elements.
 // VEC: rows start at multiples of 16 bytes and hold whole chunks. Otherwise elements are read one by one.
 template <bool K_MAJOR, int EXTENT, bool VEC> struct MatrixLoader {
@@ -80,20 +86,13 @@ template <bool K_MAJOR, int EXTENT, bool VEC> struct MatrixLoader {
         lines = (K_MAJOR ? extent : depth) - line, elements = (K_MAJOR ? depth : extent) - element;
     }
     __device__ __forceinline__ void load(u32 tile) {
+#pragma unroll 2
+        for (int e = 0; e < (VEC ? 1 : PACK); e++)
 #pragma unroll
-        for (int i = 0; i < Tile::COPIES; i++) {
-            const T* p = source + i * Tile::LINE_STEP * ld;
-            int count = i * Tile::LINE_STEP < lines ? elements : 0;
-            if constexpr (VEC) {
-                cp_async(Tile::target(tile, i), p, count > 0);
-            } else {
-                Pack<T> pack = {};
-#pragma unroll
-                for (int e = 0; e < PACK; e++)
-                    if (e < count) pack.v[e] = p[e];
-                store_shared(Tile::target(tile, i), *reinterpret_cast<uint4*>(&pack));
+            for (int i = 0; i < Tile::COPIES; i++) {
+                bool inside = i * Tile::LINE_STEP < lines && e < elements;
+                copy<VEC>(Tile::target(tile, i), e, source + i * Tile::LINE_STEP * ld + e, inside);
             }
-        }
         source += K_MAJOR ? BK : BK * ld;
         (K_MAJOR ? elements : lines) -= BK;
     }
@@ -159,7 +158,7 @@ using Accumulators = float[MI][NI][4];
 template <class TileA, class TileB> __device__ __forceinline__ void multiply_stage(Accumulators& acc, u32 tile_a, u32 tile_b) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     int m = warp / WN * (BM / WM), n = warp % WN * (BN / WN);
-#pragma unroll
+#pragma unroll(PASSES == 3 ? 1 : BK / STEP)
     for (int k = 0; k < BK; k += STEP) {
         u32 raw_a[MI][4];
 #pragma unroll
@@ -186,18 +185,16 @@ template <class LoaderA, class LoaderB> __device__ __forceinline__ void multiply
     using TileB = typename LoaderB::Tile;
     constexpr int STAGE = TileA::BYTES + TileB::BYTES;
     u32 base = shared_address(shared), read = base, write = base;
-    auto load = [&](bool more) {
-        if (more) a.load(write), b.load(write + TileA::BYTES);
+#pragma unroll 1
+    for (int k = 1 - STAGES; k < k_tiles; k++) {
+        if (k >= 0) {
+            cp_async_wait<STAGES - 2>();
+            __syncthreads();
+        }
+        if (k + STAGES - 1 < k_tiles) a.load(write), b.load(write + TileA::BYTES);
         cp_async_commit();
         write = write == base + (STAGES - 1) * STAGE ? base : write + STAGE;
-    };
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) load(s < k_tiles);
-#pragma unroll 1
-    for (int k = 0; k < k_tiles; k++) {
-        cp_async_wait<STAGES - 2>();
-        __syncthreads();
-        load(k + STAGES - 1 < k_tiles);
+        if (k < 0) continue;
         multiply_stage<TileA, TileB>(acc, read, read + TileA::BYTES);
         read = read == base + (STAGES - 1) * STAGE ? base : read + STAGE;
     }

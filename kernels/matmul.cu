@@ -1,8 +1,8 @@
 // out[batch] = A[batch] · B[batch] + bias + addend on tensor cores.
 // variants: T=bf16 OUT=bf16 PASSES=1 BM=128 BN=128 BK=64 WM=2 WN=2 STAGES=3 A_K_MAJOR=0,1 B_K_MAJOR=0,1 A_VEC=1 B_VEC=1
-// variants: T=half OUT=float PASSES=1 BM=64 BN=64 BK=64 WM=2 WN=2 STAGES=3 A_K_MAJOR=0 B_K_MAJOR=0,1 A_VEC=0 B_VEC=0
-// variants: T=bf16 OUT=bf16 PASSES=1 BM=128 BN=16 BK=64 WM=4 WN=1 STAGES=3 A_K_MAJOR=1 B_K_MAJOR=0,1 A_VEC=0,1 B_VEC=1
-// variants: T=float OUT=float PASSES=1,3 BM=128 BN=64 BK=32 WM=2 WN=2 STAGES=3 A_K_MAJOR=0 B_K_MAJOR=0,1 A_VEC=1 B_VEC=1
+// variants: T=half OUT=float PASSES=1 BM=64 BN=64 BK=64 WM=2 WN=2 STAGES=3 A_K_MAJOR=0 B_K_MAJOR=1 A_VEC=0 B_VEC=0
+// variants: T=bf16 OUT=bf16 PASSES=1 BM=128 BN=16 BK=64 WM=4 WN=1 STAGES=3 A_K_MAJOR=1 B_K_MAJOR=0 A_VEC=0 B_VEC=1
+// variants: T=float OUT=float PASSES=1,3 BM=128 BN=64 BK=32 WM=2 WN=2 STAGES=3 A_K_MAJOR=0 B_K_MAJOR=0 A_VEC=1 B_VEC=1
 //
 // a: T (m, k) where A_K_MAJOR, else (k, m); b: T (n, k) where B_K_MAJOR, else (k, n); rows of lda and ldb elements,
 // batches batch_a and batch_b elements apart (0: one for all). A_VEC, B_VEC: rows and batches start at multiples of 16
@@ -13,7 +13,7 @@
 // s writes to out + s · batches · m · ldo, to be summed by gemm.cu (then OUT=float, without additions).
 #include "gemm.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul(const T* a, const T* b, const float* bias, const float* emb, const OUT* addend, OUT* out, i64 ldo, int rows_per_image,
        int k_tiles, int m, int n, int k, i64 lda, i64 ldb, i64 batch_a, i64 batch_b) {
     int tiles_n = CEIL_DIV(n, BN), tiles = tiles_n * CEIL_DIV(m, BM), batches = gridDim.x / tiles;
