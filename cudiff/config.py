@@ -369,12 +369,13 @@ _GUIDED64 = Config(
 )
 
 PRESETS = {
-    # A model that a laptop's CPU trains in two minutes.
+    # A model that a laptop's CPU trains in two minutes. Its norms have one channel a group at the first level, which
+    # would take out a class embedding added before them: hence use_scale_shift_norm (94 % of samples as asked, not 83).
     "digits": Config(
         data="digits", image_size=16, channels=1, model_channels=32, channel_mult=(1, 2), num_res_blocks=1,
-        attention_resolutions=(8,), num_head_channels=32, num_classes=10, batch_size=64, lr=2e-3, warmup=50,
-        lr_schedule="cosine", ema_half_life=100.0, clip=1.0, steps=1500, sample_every=500, save_every=500,
-        sampler="euler", guidance=2.0,
+        num_head_channels=32, use_scale_shift_norm=True, num_classes=10, batch_size=32, lr=2e-3, warmup=50,
+        lr_schedule="cosine", ema_half_life=50.0, clip=1.0, steps=500, sample_every=250, save_every=250,
+        sampler="euler", sample_steps=10, guidance=2.0,
     ),
     "mnist": _MNIST,
     "mnist-ddpm": _MNIST.replace(

@@ -114,7 +114,7 @@ def test_a_toml_file_and_flags_over_it(cli, tmp_path):
         (["train", "--data", "none"], "no data at 'none': give digits, mnist, a folder of images, an .npz or a .bin"),
         (["train", "--resume", "none"], "none"),
         (["train", "--image-size", "15"], "image size 15 does not halve 1 times: use a multiple of 2, such as 14"),
-        (["train", "--image-size", "20"], "attention_resolutions: no level has 8 pixels; choose from 20, 10"),
+        (["train", "--attention-resolutions", "4"], "attention_resolutions: no level has 4 pixels; choose from 16, 8"),
         (["train", "--num-head-channels", "7"], "num_head_channels 7 does not divide the 64 channels"),
         (["sample"], "the following arguments are required: CHECKPOINT: see cudiff sample --help"),
         (["sample", "none.safetensors"], "none.safetensors"),
