@@ -375,7 +375,7 @@ PRESETS = {
         data="digits", image_size=16, channels=1, model_channels=32, channel_mult=(1, 2), num_res_blocks=1,
         num_head_channels=32, use_scale_shift_norm=True, num_classes=10, batch_size=32, lr=2e-3, warmup=50,
         lr_schedule="cosine", ema_half_life=50.0, clip=1.0, steps=500, sample_every=250, save_every=250,
-        sampler="euler", sample_steps=10, guidance=2.0,
+        sampler="euler", sample_steps=10, guidance=3.0,
     ),
     "mnist": _MNIST,
     "mnist-ddpm": _MNIST.replace(
