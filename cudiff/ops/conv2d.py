@@ -16,7 +16,7 @@ from cudiff.cuda.module import empty, gradient_target
 from cudiff.ops.gemm import Epilogue, aligned, product
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
 from cudiff.ops.reduce import sum_array
-from cudiff.tensor import Context, Function, Tensor
+from cudiff.tensor import Function, Tensor
 
 Pair = tuple[int, int]
 
@@ -106,7 +106,7 @@ def wgrad_numpy(x: np.ndarray, dout: np.ndarray, kernel: Pair, stride: Pair, pad
     return dweight.reshape(outputs, *kernel, x.shape[3])
 
 
-def out_size(size: Pair, kernel: Pair, stride: Pair, padding: Pair) -> Pair:
+def out_size(size: tuple[int, ...], kernel: tuple[int, ...], stride: Pair, padding: Pair) -> Pair:
     """(Ho, Wo) of a convolution."""
     height, width = (
         (length + 2 * p - r) // step + 1 for length, r, step, p in zip(size, kernel, stride, padding, strict=True)
@@ -178,16 +178,17 @@ class Conv2d(Function):
     """out[n,i,j,k] = bias[k] + sum of x[n, i·stride + r − padding, j·stride + s − padding, c] · weight[k, r, s, c]."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, x, weight, bias, stride, padding, tf32):
+    def forward_numpy(ctx, x, weight, bias, stride, padding, tf32):
         ctx.save(x, weight)
         ctx.stride, ctx.padding = stride, padding
-        out = fprop_numpy(*_wide(x, weight), stride, padding)
+        wide_x, wide_weight = _wide(x, weight)
+        out = fprop_numpy(wide_x, wide_weight, stride, padding)
         if bias is not None:
             out += bias
         return out.astype(x.dtype, copy=False)
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         x, weight = ctx.saved
         wide_dout, wide_x, wide_weight = _wide(dout, x, weight)
         dx = dweight = dbias = None
@@ -200,7 +201,7 @@ class Conv2d(Function):
         return dx, dweight, dbias
 
     @staticmethod
-    def forward_cuda(ctx: Context, x, weight, bias, stride, padding, tf32):
+    def forward_cuda(ctx, x, weight, bias, stride, padding, tf32):
         ctx.save(x, weight)
         ctx.stride, ctx.padding, ctx.tf32 = stride, padding, tf32
         size = out_size(x.shape[1:3], weight.shape[1:3], stride, padding)
@@ -208,7 +209,7 @@ class Conv2d(Function):
         return fprop_cuda(x, weight, out, stride, padding, Epilogue(bias=as_float32(bias)), tf32)
 
     @staticmethod
-    def backward_cuda(ctx: Context, dout, needs, into):
+    def backward_cuda(ctx, dout, needs, into):
         x, weight = ctx.saved
         dx = dweight = dbias = None
         if needs[0]:
@@ -226,16 +227,17 @@ class ConvTranspose2d(Function):
     """The transpose of the convolution whose weight this is: forward is its dgrad, dx is its fprop."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, x, weight, bias, size, stride, padding, tf32):
+    def forward_numpy(ctx, x, weight, bias, size, stride, padding, tf32):
         ctx.save(x, weight)
         ctx.stride, ctx.padding = stride, padding
-        out = dgrad_numpy(*_wide(x, weight), size, stride, padding)
+        wide_x, wide_weight = _wide(x, weight)
+        out = dgrad_numpy(wide_x, wide_weight, size, stride, padding)
         if bias is not None:
             out += bias
         return out.astype(x.dtype, copy=False)
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         x, weight = ctx.saved
         wide_dout, wide_x, wide_weight = _wide(dout, x, weight)
         dx = dweight = dbias = None
@@ -248,14 +250,14 @@ class ConvTranspose2d(Function):
         return dx, dweight, dbias
 
     @staticmethod
-    def forward_cuda(ctx: Context, x, weight, bias, size, stride, padding, tf32):
+    def forward_cuda(ctx, x, weight, bias, size, stride, padding, tf32):
         ctx.save(x, weight)
         ctx.stride, ctx.padding, ctx.tf32 = stride, padding, tf32
         out = empty((x.shape[0], *size, weight.shape[3]), x.dtype)
         return dgrad_cuda(x, weight, out, stride, padding, Epilogue(bias=as_float32(bias)), tf32)
 
     @staticmethod
-    def backward_cuda(ctx: Context, dout, needs, into):
+    def backward_cuda(ctx, dout, needs, into):
         x, weight = ctx.saved
         dx = dweight = dbias = None
         if needs[0]:
@@ -306,7 +308,7 @@ def conv_transpose2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stri
 
 
 def pair(value: int | Pair) -> Pair:
-    return (value, value) if isinstance(value, int) else tuple(value)
+    return (value, value) if isinstance(value, int) else value
 
 
 def check_bias(name: str, bias: Tensor | None, channels: int) -> None:

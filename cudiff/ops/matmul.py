@@ -11,7 +11,7 @@ from cudiff.cuda.module import empty, gradient_target
 from cudiff.ops.gemm import Epilogue, aligned, product
 from cudiff.ops.reduce import sum_array, sum_to
 from cudiff.ops.shape import contiguous_cuda, reshape
-from cudiff.tensor import Context, Function, Tensor
+from cudiff.tensor import Function, Tensor
 
 
 def multiply(a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False, out: Array | None = None,
@@ -56,13 +56,13 @@ class MatMul(Function):
     """out = a·b; da = dout·bᵀ, db = aᵀ·dout, summed over the batch axes that were broadcast."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, a, b, tf32):
+    def forward_numpy(ctx, a, b, tf32):
         ctx.save(a, b)
         wide = compute_dtype(a.dtype)
         return np.matmul(a.astype(wide, copy=False), b.astype(wide, copy=False)).astype(a.dtype, copy=False)
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         wide = compute_dtype(dout.dtype)
         a, b = (x.astype(wide, copy=False) for x in ctx.saved)
         dout = dout.astype(wide, copy=False)
@@ -74,14 +74,14 @@ class MatMul(Function):
         return da, db
 
     @staticmethod
-    def forward_cuda(ctx: Context, a, b, tf32):
+    def forward_cuda(ctx, a, b, tf32):
         ctx.save(a, b)
         ctx.tf32, ctx.batch = tf32, np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         left, right = _folded(a, b, a, ctx.batch)[:2]
         return multiply(left, right, tf32=tf32).reshape(*ctx.batch, a.shape[-2], b.shape[-1])
 
     @staticmethod
-    def backward_cuda(ctx: Context, dout, needs, into):
+    def backward_cuda(ctx, dout, needs, into):
         a, b = ctx.saved
         left, right, dout = _folded(a, b, dout, ctx.batch)
         grads: list[Array | None] = [None, None]
@@ -111,7 +111,7 @@ class Linear(Function):
     """out = x·weightᵀ + bias; dx = dout·weight, dweight = doutᵀ·x, dbias = sum of dout's rows."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, x, weight, bias, tf32):
+    def forward_numpy(ctx, x, weight, bias, tf32):
         ctx.save(x, weight)
         wide = compute_dtype(x.dtype)
         out = x.reshape(-1, x.shape[-1]).astype(wide, copy=False) @ weight.astype(wide, copy=False).T
@@ -120,7 +120,7 @@ class Linear(Function):
         return out.astype(x.dtype, copy=False).reshape(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         x, weight = ctx.saved
         wide = compute_dtype(x.dtype)
         dout = dout.reshape(-1, weight.shape[0]).astype(wide, copy=False)
@@ -134,14 +134,14 @@ class Linear(Function):
         return dx, dweight, dbias
 
     @staticmethod
-    def forward_cuda(ctx: Context, x, weight, bias, tf32):
+    def forward_cuda(ctx, x, weight, bias, tf32):
         ctx.save(x, weight)
         ctx.tf32 = tf32
         out = linear_cuda(x, weight, Epilogue(bias=as_float32(bias)), tf32)
         return out.reshape(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward_cuda(ctx: Context, dout, needs, into):
+    def backward_cuda(ctx, dout, needs, into):
         x, weight = ctx.saved
         dx = dweight = dbias = None
         if needs[0]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from cudiff.backend import Array, float32
 from cudiff.cuda.module import empty, gradient_target
 from cudiff.ops.cast import astype
@@ -36,7 +38,7 @@ class NormSiluConv2d(Function):
     """See `norm_silu_conv2d`. NumPy records `unfused`, the composition that defines it, on a tape of its own."""
 
     @staticmethod
-    def forward_numpy(ctx: Context, *arrays, **attrs):
+    def forward_numpy(ctx, *arrays, **attrs):
         inputs = [
             None if array is None else Tensor(array, requires_grad=need)
             for array, need in zip(arrays, ctx.needs, strict=True)
@@ -46,12 +48,12 @@ class NormSiluConv2d(Function):
         return out.data
 
     @staticmethod
-    def backward_numpy(ctx: Context, dout, needs, into):
+    def backward_numpy(ctx, dout, needs, into):
         ctx.out.backward(dout)
         return tuple(x.grad if need else None for x, need in zip(ctx.inputs, needs, strict=True))
 
     @staticmethod
-    def forward_cuda(ctx: Context, x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2,
+    def forward_cuda(ctx, x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2,
                      skip_weight, skip_bias, num_groups, eps, upsample, tf32):
         ctx.tf32, ctx.steps = tf32, []
         h = x
@@ -76,7 +78,7 @@ class NormSiluConv2d(Function):
         return fprop_cuda(h, weight, out, (1, 1), padding, epilogue, tf32)
 
     @staticmethod
-    def backward_cuda(ctx: Context, dout, needs, into):
+    def backward_cuda(ctx, dout, needs, into):
         h, weight, residual, residual2, skip_weight = ctx.saved
         padding, tf32 = pair(weight.shape[1] // 2), ctx.tf32
         grads: list[Array | None] = [None] * len(needs)
@@ -120,7 +122,7 @@ class NormSiluConv2d(Function):
 _NORM_INPUTS = (0, 1, 4, 5, 6, 7)
 
 
-def _step(ctx: Context, function: type[Function], inputs: tuple[int, ...], *arrays: Array | None, **attrs) -> Array:
+def _step(ctx, function: Any, inputs: tuple[int, ...], *arrays: Array | None, **attrs) -> Array:
     """Run another Function's forward inside this one; `inputs` says where its gradients go."""
     step = Context(tuple(ctx.needs[i] for i in inputs), tuple(ctx.partials[i] for i in inputs))
     ctx.steps.append((function, step, inputs))
