@@ -58,7 +58,7 @@ def plan(rows: int, columns: int, depth: int, batches: int, itemsize: int, passe
         if (large > 128 * 64 and passes == 3) or (large > 64 * 64 and not aligned):
             continue
         tiles = batches * blocks(rows, tile.rows) * blocks(columns, tile.columns)
-        for target in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
+        for target in (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32):
             k_tiles = blocks(k_total, target)
             splits = blocks(k_total, k_tiles)
             if splits > 1 and k_tiles < 4:
