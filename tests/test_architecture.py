@@ -95,5 +95,5 @@ def test_import_is_fast_and_needs_no_cupy():
         "import sys, time; start = time.perf_counter(); import cudiff; print(time.perf_counter() - start);"
         "assert not {'cupy', 'torch', 'matplotlib'} & set(sys.modules)"
     )
-    times = [float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)) for _ in range(3)]
+    times = [float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)) for _ in range(7)]
     assert min(times) < 0.3, f"import cudiff takes {min(times):.2f} s"

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cudiff.data.dataset import Dataset
 from cudiff.backend import cache_folder
+from cudiff.data.dataset import Dataset
 from cudiff.errors import CudiffError
 
 MIRRORS = (

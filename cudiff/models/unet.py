@@ -12,8 +12,12 @@ from cudiff.tensor import Tensor
 
 
 def num_groups(channels: int) -> int:
-    """32 groups as in guided-diffusion; where 32 does not divide the channels, the largest power of two that does."""
-    return math.gcd(32, channels)
+    """32 groups as in guided-diffusion; where 32 does not divide the channels, the largest power of two that does.
+
+    A group has two channels at least: a norm over one channel of an image would erase an embedding added before it.
+    """
+    groups = math.gcd(32, channels)
+    return groups if groups < channels else max(1, channels // 2)
 
 
 def zeroed(layer: Module) -> Module:

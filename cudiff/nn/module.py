@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.table import Table
 
 from cudiff.backend import PRECISIONS, Array, is_low, to_device
 from cudiff.errors import CudiffError
 from cudiff.nn.parameter import FlatParameters, Parameter
 from cudiff.tensor import Tensor
 
+if TYPE_CHECKING:
+    from rich.table import Table
 
 class Module:
     """A part of a model. Attributes that are Parameters, Modules or (registered) buffers get names.
@@ -151,6 +152,8 @@ class Module:
 
     def summary(self) -> Table:
         """A rich table: every layer that has parameters, its parameters' shapes and counts. Print it with rich."""
+        from rich.table import Table  # slow to import, and `import cudiff` is not
+
         table = Table(title=f"{type(self).__name__}: {self.num_parameters():,} parameters")
         table.add_column("layer", overflow="fold")
         table.add_column("type")

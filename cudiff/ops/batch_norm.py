@@ -8,7 +8,11 @@ from cudiff.backend import float32
 from cudiff.cuda.module import blocks, empty, launch
 from cudiff.ops.cast import narrow, require_float, widen
 from cudiff.ops.group_norm import (
-    group_norm_backward_cuda, group_norm_backward_numpy, normalize_cuda, normalize_numpy, statistics_cuda,
+    group_norm_backward_cuda,
+    group_norm_backward_numpy,
+    normalize_cuda,
+    normalize_numpy,
+    statistics_cuda,
     statistics_numpy,
 )
 from cudiff.tensor import Function, Tensor

@@ -8,7 +8,8 @@ from torch import nn
 
 
 def norm(channels):
-    return nn.GroupNorm(math.gcd(32, channels), channels)
+    groups = math.gcd(32, channels)
+    return nn.GroupNorm(groups if groups < channels else channels // 2, channels)
 
 
 class Up(nn.Module):
