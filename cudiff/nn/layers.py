@@ -120,11 +120,14 @@ class Dropout(Module):
 
     def __init__(self, p: float):
         super().__init__()
-        self.p, self.generator, self.stream = p, None, 0
+        self.p, self.stream = p, 0
+        self.generator: ops.Generator | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
             return x
+        if self.generator is None:
+            raise RuntimeError("dropout has no random numbers: call nn.set_generator(model, generator) before training")
         return ops.dropout(x, self.p, self.generator, self.stream)
 
 

@@ -15,6 +15,7 @@ from cudiff.tensor import Tensor
 if TYPE_CHECKING:
     from rich.table import Table
 
+
 class Module:
     """A part of a model. Attributes that are Parameters, Modules or (registered) buffers get names.
 
