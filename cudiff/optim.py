@@ -24,6 +24,7 @@ import numpy as np
 from cudiff.backend import Array, array_module, float32, int32, to_device
 from cudiff.errors import CudiffError
 from cudiff.nn import FlatParameters, Module
+from cudiff.nn.module import require_fit
 from cudiff.ops import optim as ops
 from cudiff.tensor import Tensor
 
@@ -184,16 +185,7 @@ class Optimizer:
         targets: dict[str, Array] = {"counters": self.counters.data}
         for moment, buffer in self.buffers.items():
             targets |= {f"{moment}.{name}": view for name, view in self.flat.views(buffer).items()}
-        problems = [f"missing {name}" for name in targets if name not in state]
-        problems += [f"unknown {name}" for name in state if name not in targets]
-        problems += [
-            f"{name} has shape {tuple(state[name].shape)}, not {target.shape}"
-            for name, target in targets.items()
-            if name in state and tuple(state[name].shape) != target.shape
-        ]
-        if problems:
-            more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-            raise CudiffError(f"the optimiser's state does not fit: {'; '.join(problems[:3])}{more}")
+        require_fit(state, targets, "the optimiser's state does not fit")
         for name, target in targets.items():
             target[...] = to_device(np.asarray(state[name], target.dtype), self.flat.device)
 

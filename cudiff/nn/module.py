@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +14,20 @@ from cudiff.tensor import Tensor
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+def require_fit(state: Mapping[str, Array], targets: Mapping[str, Any], complaint: str) -> None:
+    """Raise CudiffError, `complaint` and the first differences, unless `state` has the targets' names and shapes."""
+    problems = [f"missing {name}" for name in targets if name not in state]
+    problems += [f"unknown {name}" for name in state if name not in targets]
+    problems += [
+        f"{name} has shape {tuple(state[name].shape)}, not {target.shape}"
+        for name, target in targets.items()
+        if name in state and tuple(state[name].shape) != target.shape
+    ]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise CudiffError(f"{complaint}: {'; '.join(problems[:3])}{more}")
 
 
 class Module:
@@ -79,16 +93,7 @@ class Module:
     def load_state_dict(self, state: dict[str, Array]) -> None:
         """Copy values in by name. Raises CudiffError, before anything is changed, on missing, unknown or mis-shaped."""
         targets: dict[str, Tensor] = dict(self.named_parameters()) | dict(self.named_buffers())
-        problems = [f"missing {name}" for name in targets if name not in state]
-        problems += [f"unknown {name}" for name in state if name not in targets]
-        problems += [
-            f"{name} has shape {tuple(state[name].shape)}, not {target.shape}"
-            for name, target in targets.items()
-            if name in state and tuple(state[name].shape) != target.shape
-        ]
-        if problems:
-            more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-            raise CudiffError(f"the weights do not fit the model: {'; '.join(problems[:3])}{more}")
+        require_fit(state, targets, "the weights do not fit the model")
         for name, target in targets.items():
             if isinstance(target, Parameter):
                 target.assign(state[name])
