@@ -78,6 +78,8 @@ class Tensor:
             data = data.data
         if not hasattr(data, "dtype"):
             data = np.asarray(data)
+            if not is_float(data.dtype) and data.dtype.kind not in "biu":
+                raise TypeError(f"a tensor holds real numbers, not {data.dtype}")
             if data.dtype == np.float64 and dtype is None:
                 data = data.astype(float32)
         if isinstance(data, np.generic):
@@ -128,7 +130,9 @@ class Tensor:
         return to_device(self.data, "cpu")
 
     def item(self) -> float | int:
-        """The only element as a Python number."""
+        """The only element as a Python number. Raises ValueError where there are several, or none."""
+        if self.size != 1:
+            raise ValueError(f"a tensor of shape {self.shape} is not one number: choose an element, or call .numpy()")
         return self.numpy().item()
 
     def to(self, device: str) -> Tensor:
@@ -141,7 +145,7 @@ class Tensor:
         out.partials = self.partials
         return out
 
-    def backward(self, grad: Array | None = None) -> None:
+    def backward(self, grad: Any = None) -> None:
         """Add d(self)/d(leaf) to `.grad` of every leaf that requires it.
 
         `grad` is d(loss)/d(self), of this tensor's shape; it may be left out for a single element.
@@ -153,8 +157,8 @@ class Tensor:
             if self.size != 1:
                 raise RuntimeError(f"backward() of a tensor of shape {self.shape} needs the gradient to start from")
             grad = array_module(self.device).ones_like(self.data)
-        elif isinstance(grad, Tensor):
-            grad = grad.data
+        else:
+            grad = Tensor(grad, dtype=self.dtype, device=self.device).data
         if grad.shape != self.shape:
             raise ValueError(f"the gradient has shape {grad.shape}, the tensor {self.shape}")
         _backward(self, grad)
@@ -252,6 +256,9 @@ class Function:
 
 
 def _common_device(name: str, inputs: Sequence[Tensor | None]) -> str:
+    for t in inputs:
+        if t is not None and not isinstance(t, Tensor):
+            raise TypeError(f"{name} takes tensors, not {type(t).__name__}: wrap it in cudiff.Tensor(...)")
     devices = {t.device for t in inputs if t is not None}
     if len(devices) > 1:
         raise ValueError(f"{name} got tensors on different devices: move them with .to('cuda') or .to('cpu')")

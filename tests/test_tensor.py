@@ -30,11 +30,16 @@ def test_construction():
         Tensor([1, 2], requires_grad=True)
     with pytest.raises(TypeError, match="len"):
         len(Tensor(1.0))
+    for data in ("abc", [None], 1j):
+        with pytest.raises(TypeError, match="a tensor holds real numbers, not"):
+            Tensor(data)
+    with pytest.raises(TypeError, match="real numbers, not object"):
+        Tensor([1.0]) + None
 
 
 def test_numbers():
     assert float(Tensor(2.5)) == 2.5 and int(Tensor([3])) == 3 and bool(Tensor([0.0])) is False
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"a tensor of shape \(2,\) is not one number"):
         float(Tensor([1.0, 2.0]))
 
 
@@ -141,10 +146,18 @@ def test_errors(device):
         (x * 2.0).backward()
     with pytest.raises(ValueError, match="shape"):
         (x * 2.0).backward(Tensor(np.ones(3, np.float32), device=device))
+    with pytest.raises(TypeError, match=r"takes tensors, not ndarray: wrap it in cudiff.Tensor\(...\)"):
+        cudiff.nn.Linear(3, 2)(np.ones((1, 3), np.float32))
+    (x * 2.0).backward([1, 3])
+    assert x.grad.dtype == np.float32 and grad(x) == [2, 6]
     y = (x * x).sum()
     y.backward()
     with pytest.raises(RuntimeError, match="run the forward again"):
         y.backward()
+
+
+def test_what_is_imported_later_is_listed():
+    assert {"Tensor", "load", "Trainer"} <= set(dir(cudiff))
 
 
 def test_unknown_device():
