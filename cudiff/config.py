@@ -345,7 +345,7 @@ def _preset(name: Any) -> Config:
 
 def _read_toml(path: str | os.PathLike) -> dict[str, Any]:
     try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise CudiffError(f"cannot read {path} ({error.strerror or error}): check the path") from None
     except ValueError as error:

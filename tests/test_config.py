@@ -174,6 +174,11 @@ def test_bad_toml(text, message, tmp_path):
         parse("--config", str(path))
 
 
+def test_toml_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "run.toml").write_text("seed = 3", encoding="utf-8-sig")
+    assert load_toml(tmp_path / "run.toml").seed == 3
+
+
 def test_missing_toml(tmp_path):
     with pytest.raises(CudiffError, match=r"cannot read .*none\.toml"):
         load_toml(tmp_path / "none.toml")
