@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cudiff.config import Config
 from cudiff.errors import CudiffError
 from cudiff.tensorfile import Entry, read_header, read_tensors, write_tensors
 
@@ -21,39 +22,44 @@ PARTS = ("model", "ema", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 class Checkpoint(NamedTuple):
-    """config: the fields of `Config`. tensors: arrays by prefixed name, see `part`. counters: step, seed and such."""
+    """tensors: arrays by prefixed name, see `part`. counters: step, seed and such."""
 
-    config: dict[str, Any]
+    config: Config
     tensors: dict[str, np.ndarray]
     counters: dict[str, Any]
 
 
 def save_checkpoint(
-    path: str | os.PathLike, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], counters: Mapping[str, Any]
+    path: str | os.PathLike, config: Config, tensors: Mapping[str, np.ndarray], counters: Mapping[str, Any]
 ) -> None:
     """Write a checkpoint in place of what is at `path`, whole or not at all.
 
-    tensors: NumPy arrays in native layout, their names prefixed as `prefixed` does. config, counters: what JSON can
-    hold. Raises CudiffError where the system refuses to write, ValueError for a name without a known prefix.
+    tensors: NumPy arrays in native layout, their names prefixed as `prefixed` does. counters: what JSON can hold.
+    Raises CudiffError where the system refuses to write, ValueError for a name without a known prefix.
     """
     strays = [name for name in tensors if name.partition(".")[0] not in PARTS]
     if strays:
         raise ValueError(f"tensor names must begin with one of {PARTS}: {strays[:3]}")
-    about = {"format_version": FORMAT_VERSION, "layout": LAYOUT, "config": dict(config), "counters": dict(counters)}
+    about = {"format_version": FORMAT_VERSION, "layout": LAYOUT, "config": config.to_dict(), "counters": dict(counters)}
     write_tensors(path, tensors, {"cudiff": json.dumps(about)})
 
 
 def load_checkpoint(path: str | os.PathLike, parts: Collection[str] = PARTS) -> Checkpoint:
-    """Read a checkpoint, or only some of its `parts`: sampling needs no moments.
+    """Read a checkpoint, or the newest in a run's folder; or only some of its `parts`: sampling needs no moments.
 
     Raises CudiffError where the file is missing, truncated, no checkpoint, of another version, or where the names or
     shapes of its parts do not agree.
     """
+    path = find_checkpoint(path)
     entries, metadata = read_header(path)
     about = _about(path, metadata)
+    try:
+        config = Config.from_dict(about["config"])
+    except CudiffError as error:
+        raise CudiffError(f"{path} needs the cudiff that wrote it, as this one cannot build it: {error}") from None
     _check_parts(path, entries)
     tensors, _ = read_tensors(path, lambda name: name.partition(".")[0] in parts)
-    return Checkpoint(about["config"], tensors, about["counters"])
+    return Checkpoint(config, tensors, about["counters"])
 
 
 def prefixed(name: str, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -88,6 +94,15 @@ def latest(folder: str | os.PathLike) -> Path | None:
     """The checkpoint of the highest step in `folder`, or None."""
     found = _checkpoints(folder)
     return found[-1] if found else None
+
+
+def find_checkpoint(path: str | os.PathLike) -> Path:
+    """`path` itself, or the newest checkpoint where it is a run's folder. Raises CudiffError where there is none."""
+    path = Path(path)
+    found = latest(path) if path.is_dir() else path
+    if found is None:
+        raise CudiffError(f"{path} holds no checkpoint: give the folder of a run, or a checkpoint")
+    return found
 
 
 def prune(folder: str | os.PathLike, keep: int) -> list[Path]:

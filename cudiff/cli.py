@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from cudiff.backend import out_of_memory_errors
-from cudiff.config import Config, add_arguments, from_arguments
+from cudiff.config import add_arguments, from_arguments
 from cudiff.errors import CudiffError
 
 console, errors = Console(), Console(stderr=True)
@@ -30,27 +31,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parser().parse_args([argument for argument in arguments if argument != "--debug"])
         options.run(options)
         return 0
-    except (CudiffError, KeyboardInterrupt, BrokenPipeError) as error:
+    except (KeyboardInterrupt, BrokenPipeError):
         if debug:
             raise
-        if isinstance(error, CudiffError):
-            return _complain(str(error))
         return 130
-    except out_of_memory_errors():
-        if debug:
-            raise
-        return _complain("out of memory: use a smaller --batch-size or model, or --residency host for large data")
     except Exception as error:
         if debug:
             raise
-        text = str(error).strip().splitlines()
-        kind = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-        return _complain(f"unexpected {kind} (run again with --debug for the traceback)")
+        errors.print(f"cudiff: {_explain(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 2
 
 
-def _complain(text: str) -> int:
-    errors.print(f"cudiff: {text}", style="red", markup=False, highlight=False, soft_wrap=True)
-    return 2
+def _explain(error: Exception) -> str:
+    """What went wrong and what to do next, in one line."""
+    if isinstance(error, CudiffError):
+        return str(error)
+    if isinstance(error, out_of_memory_errors()):
+        return "out of memory: use a smaller --batch-size or model, or --residency host for large data"
+    if isinstance(error, OSError):
+        where = f"cannot use {error.filename}" if error.filename else "cannot write"
+        return f"{where} ({error.strerror or error}): make room or choose another folder"
+    text = str(error).strip().splitlines()
+    kind = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    return f"unexpected {kind} (run again with --debug for the traceback)"
 
 
 def _say(text: str) -> None:
@@ -148,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("target", metavar="TARGET",
                          help="a cudiff checkpoint, or with --to-torch a .safetensors in PyTorch's layout")
     convert.add_argument("--to-torch", action="store_true", help="write the weights with PyTorch's layout")
+    convert.add_argument("--key", metavar="NAME", help="which state_dict of a .pt that holds several")
     convert.add_argument("--weights", choices=("ema", "model"), default="ema", metavar="ema|model",
                          help="which to write with --to-torch (default ema)")
     add_arguments(convert, sections=("data", "model", "diffusion", "sampling"))
@@ -188,21 +192,22 @@ def _demo(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
-    from cudiff.checkpoint import load_checkpoint
+    from cudiff.checkpoint import find_checkpoint, load_checkpoint
     from cudiff.data import load_dataset
     from cudiff.display import TrainingDisplay
-    from cudiff.train import Trainer, check_free, checkpoint_to_resume
+    from cudiff.train import Trainer, check_free
 
     resume = None
-    if options.resume:
-        path = checkpoint_to_resume(options.resume)
+    if options.resume is not None:
+        path = find_checkpoint(options.resume)
         resume = load_checkpoint(path)
-        config = from_arguments(options, Config.from_dict(resume.config))
-        home = path.parent if (path.parent / "metrics.jsonl").exists() else Path("runs") / path.stem
-        folder = Path(options.folder or home)
+        config = from_arguments(options, resume.config)
+        of_run = Path(options.resume).is_dir() or (path.parent / "metrics.jsonl").exists()
+        home = path.parent if of_run else Path("runs") / path.stem
     else:
         config = from_arguments(options)
-        folder = Path(options.folder or Path("runs") / Path(config.data).stem)
+        home = Path("runs") / Path(os.path.abspath(config.data)).stem  # "." has a name too
+    folder = Path(options.folder or home)
     if resume is None or folder.resolve() != path.parent.resolve():
         check_free(folder)
     _check_device(config.device)
@@ -270,7 +275,7 @@ def _info(options: argparse.Namespace) -> None:
     if options.checkpoint is None:
         console.print(system_table())
         return
-    table = checkpoint_table(_checkpoint(options.checkpoint))
+    table = checkpoint_table(options.checkpoint)
     console.print(system_table())
     console.print(table)
 
@@ -281,7 +286,7 @@ def _convert(options: argparse.Namespace) -> None:
     if options.to_torch:
         export_torch(options.source, options.target, options.weights)
     else:
-        import_torch(options.source, options.target, from_arguments(options))
+        import_torch(options.source, options.target, from_arguments(options), options.key)
     _say(f"wrote {options.target}")
 
 
@@ -289,14 +294,7 @@ def _load(options: argparse.Namespace) -> Any:
     from cudiff.pipeline import load
 
     _check_device(options.device)
-    weights = getattr(options, "weights", "ema")
-    return load(_checkpoint(options.checkpoint), options.device, weights, options.precision)
-
-
-def _checkpoint(path: str) -> Path:
-    from cudiff.train import checkpoint_to_resume
-
-    return checkpoint_to_resume(path)
+    return load(options.checkpoint, options.device, getattr(options, "weights", "ema"), options.precision)
 
 
 def _with_progress(title: str, run: Callable[[Callable[[int, int], None]], Any]) -> Any:

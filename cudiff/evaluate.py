@@ -334,13 +334,13 @@ def evaluate_pipeline(
         test = load_dataset(spec, part="test", **form)  # type: ignore[arg-type]
     else:
         train, test = train.split(config.validation or 0.1, config.seed)
-    guidance = config.guidance if guidance is None else guidance
     conditional = config.num_classes > 0
 
     def sample(count: int, classes: np.ndarray | None, seed: int) -> np.ndarray:
         return pipeline.sample(count, seed, classes, steps, guidance, sampler, batch_size)  # type: ignore[arg-type]
 
+    stated = (config.guidance if guidance is None else guidance) if conditional else None
     return evaluate(
-        sample, train, test, n, conditional=conditional, guidance=guidance if conditional else None, seed=seed,
-        device=pipeline.device, progress=progress,
+        sample, train, test, n, conditional=conditional, guidance=stated, seed=seed, device=pipeline.device,
+        progress=progress,
     )

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from cudiff import __version__
 from cudiff.backend import cuda_status
-from cudiff.checkpoint import load_checkpoint
+from cudiff.checkpoint import find_checkpoint, load_checkpoint
 from cudiff.config import Config
 from cudiff.cuda.module import cubin_folder, describe, kernel_folder
 
@@ -39,9 +39,10 @@ def system_table() -> Table:
 
 
 def checkpoint_table(path: str | os.PathLike) -> Table:
-    """A rich table of a checkpoint's configuration and counters. Raises CudiffError where it cannot be read."""
+    """A rich table of what a checkpoint, or a run's newest one, holds. Raises CudiffError where it cannot be read."""
+    path = find_checkpoint(path)
     checkpoint = load_checkpoint(path, parts=("model",))
-    config, defaults = Config.from_dict(checkpoint.config), Config()
+    config, defaults = checkpoint.config, Config()
     parameters = sum(array.size for array in checkpoint.tensors.values())
     steps = checkpoint.counters.get("step", 0)
     table = Table(title="checkpoint", show_header=False, caption="all other options are at their defaults")

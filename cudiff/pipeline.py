@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,12 +99,17 @@ class Pipeline:
         progress : called with (images done, n) after each batch.
         frames : a list that receives the first batch after each step, uint8, for an animation.
 
-        Raises CudiffError for classes the model does not have and for a number of steps its schedule does not have.
+        Raises CudiffError for classes the model does not have, for guidance where it has none, and for a number of
+        steps its schedule does not have.
         """
         config = self.config
         steps = config.sample_steps if steps is None else steps
         sampler = config.sampler if sampler is None else sampler
+        if guidance not in (None, 1) and not config.num_classes:
+            raise CudiffError("this model has no classes to guide to: leave guidance out")
         guidance = config.guidance if guidance is None else guidance
+        if not math.isfinite(guidance):
+            raise CudiffError(f"guidance must be a finite number, not {guidance}")
         for name, value in (("n", n), ("steps", steps), ("batch_size", batch_size)):
             if value < 1:
                 raise CudiffError(f"{name} must be at least 1, not {value}")
@@ -114,7 +121,8 @@ class Pipeline:
         def batch(start: int, count: int, record: Any = None) -> np.ndarray:
             noise = ImageNoise((count, *self.shape), seed, start, self.device)
             chosen = None if labels is None else Tensor(labels[start : start + count], device=self.device)
-            return _pixels(self._run(sampler, denoiser, noise, sigmas, chosen, record))
+            with np.errstate(all="ignore"):  # to_uint8 says what is not finite
+                return to_uint8(self._run(sampler, denoiser, noise, sigmas, chosen, record))
 
         was_training = self.net.training
         self.net.eval()
@@ -122,7 +130,7 @@ class Pipeline:
             for start in range(0, n, batch_size):
                 count, record = min(batch_size, n - start), None
                 if frames is not None and start == 0:
-                    frames.append(_pixels(ImageNoise((count, *self.shape), seed, 0, self.device).start(1.0)))
+                    frames.append(to_uint8(ImageNoise((count, *self.shape), seed, 0, self.device).start(1.0)))
                     record = _recorder(frames)
                 try:
                     images.append(batch(start, count, record))
@@ -136,6 +144,14 @@ class Pipeline:
             raise out_of_memory(batch_size, lambda size: batch(0, min(n, size)), self.device)
         finally:
             self.net.train(was_training)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write a checkpoint for `load`, in place of what is at `path`: its EMA too is made of this net's weights.
+
+        Training can start from it, but not resume: it holds no optimiser. Raises CudiffError where the system refuses.
+        """
+        state = self.net.state_dict()
+        save_checkpoint(path, self.config, prefixed("model", state) | prefixed("ema", state), {"step": 0})
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -172,7 +188,11 @@ class Pipeline:
             if classes is not None:
                 raise CudiffError("this model has no classes: leave classes out")
             return None
-        labels = np.arange(n) % known if classes is None else np.asarray(classes, np.int64)
+        labels = np.arange(n) % known if classes is None else np.asarray(classes)
+        if labels.ndim > 1 or (labels.size and not np.issubdtype(labels.dtype, np.integer)):
+            raise CudiffError(
+                f"classes are {labels.dtype} of shape {labels.shape}: give one whole number, or one for each image"
+            )
         if labels.ndim == 1 and len(labels) != n:
             raise CudiffError(f"{len(labels)} classes were given for {n} images: give one class, or one for each image")
         labels = np.broadcast_to(labels, n)
@@ -182,13 +202,9 @@ class Pipeline:
         return np.ascontiguousarray(labels, np.int32)
 
 
-def _pixels(x: Tensor) -> np.ndarray:
-    return to_uint8(np.clip(x.numpy(), -1, 1))
-
-
 def _recorder(frames: list[np.ndarray]) -> Callable[[int, Tensor, Tensor], None]:
     def record(step: int, x: Tensor, denoised: Tensor) -> None:
-        frames.append(_pixels(denoised))
+        frames.append(to_uint8(denoised))
 
     return record
 
@@ -196,7 +212,7 @@ def _recorder(frames: list[np.ndarray]) -> Callable[[int, Tensor, Tensor], None]
 def load(
     path: str | os.PathLike, device: str | None = None, weights: str = "ema", precision: str | None = None
 ) -> Pipeline:
-    """The model in a checkpoint, ready to sample. Nothing but the file is needed.
+    """The model in a checkpoint, or in the newest of a run's folder, ready to sample. Nothing else is needed.
 
     weights: "ema", the moving average, or "model", the raw weights. device: the GPU where there is one.
     precision: that of training on the GPU, fp32 on the CPU.
@@ -205,7 +221,7 @@ def load(
     if weights not in ("ema", "model"):
         raise CudiffError(f"unknown weights '{weights}': use ema or model")
     checkpoint = load_checkpoint(path, parts=(weights,))
-    config = Config.from_dict(checkpoint.config)
+    config = checkpoint.config
     device = default_device() if device in (None, "auto") else device
     net = build(config)
     shapes = {name: value.shape for name, value in net.state_dict().items()}
@@ -215,27 +231,34 @@ def load(
     return Pipeline(config, net)
 
 
-def import_torch(source: str | os.PathLike, target: str | os.PathLike, config: Config) -> None:
+def import_torch(
+    source: str | os.PathLike, target: str | os.PathLike, config: Config, key: str | None = None
+) -> None:
     """Make a checkpoint of weights in PyTorch's layout and guided-diffusion's, unet.cu's or CS 179's names.
 
-    config: the model they belong to; where the names tell the model, theirs is used. The weights serve as EMA too.
+    config: the model they belong to; where the names tell the model, theirs is used. key: which part of a .pt
+    that holds several state_dicts. The weights serve as EMA too.
     Raises CudiffError where the file cannot be read, its weights do not fit the model, or `target` exists.
     """
     if os.path.exists(target):
         raise CudiffError(f"{target} exists already: choose another name, or delete it first")
-    weights = read_weights(source)
+    weights = read_weights(source, key)
     config = weights.config or config
     net = build(config)
-    net.load_state_dict(from_torch(weights.state, net.layouts()))
-    state = net.state_dict()
-    save_checkpoint(target, config.to_dict(), prefixed("model", state) | prefixed("ema", state), {"step": 0})
+    try:
+        net.load_state_dict(from_torch(weights.state, net.layouts()))
+    except CudiffError as error:
+        raise CudiffError(f"{error}: describe the weights' model by --preset, --config or options") from None
+    Pipeline(config, net).save(target)
 
 
 def export_torch(source: str | os.PathLike, target: str | os.PathLike, weights: str = "ema") -> None:
     """Write a checkpoint's weights as a .safetensors file with PyTorch's layout and guided-diffusion's names.
 
-    Raises CudiffError where the checkpoint cannot be read or `target` exists.
+    Raises CudiffError where the checkpoint cannot be read or `target` exists or is named as another kind of file.
     """
+    if Path(target).suffix.lower() != ".safetensors":
+        raise CudiffError(f"cannot write {target}: name it .safetensors, and safetensors.torch.load_file reads it")
     if os.path.exists(target):
         raise CudiffError(f"{target} exists already: choose another name, or delete it first")
     net = load(source, "cpu", weights).net

@@ -39,7 +39,7 @@ def to_uint8(x: Tensor | Array) -> np.ndarray:
     """
     x = np.asarray(to_device(x.data if isinstance(x, Tensor) else x, "cpu"), np.float32)
     if not np.isfinite(x).all():
-        raise CudiffError("the images hold values that are not finite: use an earlier checkpoint or a lower lr")
+        raise CudiffError("the images hold values that are not finite: use less guidance or an earlier checkpoint")
     return np.round(x * 127.5 + 127.5).clip(0, 255).astype(np.uint8)
 
 

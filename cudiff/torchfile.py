@@ -131,7 +131,7 @@ def _is_state(value: Any) -> bool:
 
 def _offer(parts: dict[str, Any]) -> str:
     if parts:
-        return f"choose from its parts {', '.join(map(repr, parts))} by key"
+        return f"choose from its parts {', '.join(map(repr, parts))} with key (--key)"
     return "write one with torch.save(model.state_dict(), path)"
 
 

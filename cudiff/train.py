@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import signal
 import threading
 import time
@@ -102,18 +103,20 @@ class Trainer:
         return self._loss_sum
 
     def run(self, display: Any = None) -> dict[str, Any]:
-        """Train until `steps`, `minutes` or Ctrl-C; log, preview and save on the way and at the end.
+        """Train until `steps`, `minutes`, Ctrl-C or SIGTERM; log, preview and save on the way and at the end.
 
         display: told by `update(metrics)` and `message(text)`. Returns the last metrics.
-        Raises CudiffError where nothing is left to do, where memory runs out (saying what fits) and where the gradient
-        or the weights stop being finite.
+        Raises CudiffError where nothing is left to do, where another process trains in the folder, where memory runs
+        out (saying what fits) and where the gradient or the weights stop being finite.
         """
         config = self.config
         metrics: dict[str, Any] = {}
         self._check_unfinished()
         start = time.perf_counter() - self.seconds
         self._timed_from, self._timed_steps = time.perf_counter(), 0
-        with _interruptible() as interrupted, np.errstate(all="ignore"):  # what is not finite is dealt with below
+        # What is not finite is dealt with below.
+        with _alone_in(self.folder), _interruptible() as interrupted, np.errstate(all="ignore"):
+            self._drop_metrics_after(self.step)
             while not interrupted and not self._finished():
                 self._step_or_explain()
                 self.step += 1
@@ -124,11 +127,11 @@ class Trainer:
                     metrics |= self._log(display)
                     self._loss_sum.data[...] = 0
                     self._loss_steps = 0
-                if config.sample_every and self.step % config.sample_every == 0:
-                    metrics |= self._look(display)
                 if config.save_every and self.step % config.save_every == 0:
                     with self._untimed():
                         self.save()
+                if config.sample_every and self.step % config.sample_every == 0:
+                    metrics |= self._look(display)
             if self.step % config.log_every:
                 metrics |= self._log(display)
             if self._saved_at != self.step:
@@ -170,7 +173,7 @@ class Trainer:
             if not np.isfinite(array).all():
                 raise CudiffError(f"{name} is not finite at step {self.step}, which is not saved: {self._advice()}")
         path = self.save_path
-        save_checkpoint(path, self.config.to_dict(), tensors, counters)
+        save_checkpoint(path, self.config, tensors, counters)
         prune(self.folder, self.config.keep)
         self._saved_at = self.step
         return path
@@ -182,7 +185,7 @@ class Trainer:
 
     def save_preview(self) -> Path:
         """Write a grid of `samples` images from the EMA."""
-        images = self.preview.sample(self.config.samples, self.config.seed)
+        images = self.preview.sample(self.config.samples, self.config.seed, batch_size=self.config.batch_size)
         path = self.folder / f"samples-{self.step:08d}.png"
         save_grid(path, images)
         return path
@@ -199,7 +202,6 @@ class Trainer:
         self.generator.load_state(counters["generator"])
         self.step, self.seconds = counters["step"], counters["seconds"]
         self._loss_sum.data[...], self._loss_steps = counters["loss_sum"], counters["loss_steps"]
-        self._drop_metrics_after(self.step)
 
     def _finished(self) -> bool:
         steps, seconds = self.config.steps or math.inf, 60 * self.config.minutes or math.inf
@@ -287,7 +289,7 @@ class Trainer:
         """The lines written so far; a last one that a kill cut short is left out."""
         lines = []
         if self._metrics_file.exists():
-            for line in self._metrics_file.read_text(encoding="utf-8").splitlines():
+            for line in self._metrics_file.read_text(encoding="utf-8", errors="replace").splitlines():
                 try:
                     lines.append(json.loads(line))
                 except ValueError:
@@ -314,15 +316,6 @@ def check_free(folder: str | Path) -> None:
         raise CudiffError(f"{folder} already holds a run: {go_on}choose another --folder")
 
 
-def checkpoint_to_resume(path: str | Path) -> Path:
-    """`path` itself, or the newest checkpoint where it is a run's folder. Raises CudiffError where there is none."""
-    path = Path(path)
-    found = latest(path) if path.is_dir() else path
-    if found is None:
-        raise CudiffError(f"{path} holds no checkpoint: give the folder of a run, or a checkpoint")
-    return found
-
-
 def _check_folder(folder: Path, config: Config, resume: Checkpoint | None) -> None:
     """Raise CudiffError where a run in `folder` would be lost, or where `resume` is of another kind of run."""
     if resume is None:
@@ -331,10 +324,9 @@ def _check_folder(folder: Path, config: Config, resume: Checkpoint | None) -> No
     newest = latest(folder)
     if newest is not None and newest.name > checkpoint_path("", resume.counters.get("step", 0)).name:
         raise CudiffError(f"{folder} holds a newer checkpoint: resume {newest}, or choose another --folder")
-    before = Config.from_dict(resume.config)
     for option in dataclasses.fields(Config):
         name, section = option.name, option.metadata["section"]
-        was, now = getattr(before, name), getattr(config, name)
+        was, now = getattr(resume.config, name), getattr(config, name)
         if was != now and (section == "model" or name in _FIXED):
             raise CudiffError(f"a resumed run cannot change {name} from {was} to {now}: leave it out, or start anew")
 
@@ -351,8 +343,30 @@ def _optimizer(config: Config, net: Module, ema: EMA) -> Optimizer:
 
 
 @contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Lock `folder`, as far as the system can, until the block or the process ends."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise CudiffError(f"another process trains in {folder}: choose another --folder, or wait for its end") from None
+    except OSError:  # some network file systems cannot lock a folder
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
 def _interruptible() -> Iterator[list[int]]:
-    """Ctrl-C appends to the list instead of raising; a second one raises as usual."""
+    """Ctrl-C or SIGTERM appends to the list instead of ending the process; a second one ends it as usual."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -360,10 +374,14 @@ def _interruptible() -> Iterator[list[int]]:
 
     def note(number: int, frame: Any) -> None:
         received.append(number)
-        signal.signal(signal.SIGINT, before)
+        restore()
 
-    before = signal.signal(signal.SIGINT, note)
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield received
     finally:
-        signal.signal(signal.SIGINT, before)
+        restore()

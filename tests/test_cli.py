@@ -68,7 +68,7 @@ def test_train_leaves_a_run(run_folder):
     lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4, 4]
     config = load_checkpoint(latest(run_folder)).config
-    assert (config["data"], config["model_channels"], config["lr"]) == ("digits", 8, PRESETS["digits"].lr)
+    assert (config.data, config.model_channels, config.lr) == ("digits", 8, PRESETS["digits"].lr)
 
 
 def test_train_says_what_it_does(cli):
@@ -94,7 +94,7 @@ def test_a_toml_file_and_flags_over_it(cli, tmp_path):
     words = TINY[TINY.index("--batch-size") :]
     assert cli("train", "--config", "run.toml", *words, "--folder", "run", "--attention-resolutions", "4")[0] == 0
     config = load_checkpoint(latest(tmp_path / "run")).config
-    assert (config["model_channels"], config["batch_size"], config["attention_resolutions"]) == (8, 8, [4])
+    assert (config.model_channels, config.batch_size, config.attention_resolutions) == (8, 8, (4,))
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,7 @@ def test_a_toml_file_and_flags_over_it(cli, tmp_path):
         (["train", "--config", "none.toml"], "cannot read none.toml (No such file or directory): check the path"),
         (["train", "--data", "none"], "no data at 'none': give digits, mnist, a folder of images, an .npz or a .bin"),
         (["train", "--resume", "none"], "none"),
+        (["train", "--resume", ""], ". holds no checkpoint: give the folder of a run, or a checkpoint"),
         (["train", "--image-size", "15"], "image size 15 does not halve 1 times: use a multiple of 2, such as 14"),
         (["train", "--attention-resolutions", "4"], "attention_resolutions: no level has 4 pixels; choose from 16, 8"),
         (["train", "--num-head-channels", "7"], "num_head_channels 7 does not divide the 64 channels"),
@@ -122,6 +123,7 @@ def test_a_toml_file_and_flags_over_it(cli, tmp_path):
         (["sample", "x", "--out", "a.jpg"], "cannot write a.jpg: use .png, .npz, .gif or a folder's name"),
         (["eval", "none.safetensors"], "none.safetensors"),
         (["info", "none.safetensors"], "none.safetensors"),
+        (["convert", "none", "out.pt", "--to-torch"], "cannot write out.pt: name it .safetensors"),
         (["convert", "none.pt", "out.safetensors"], "cannot read none.pt (No such file or directory): check the path"),
         (["dance"], "invalid choice: 'dance'"),
         ([], "the following arguments are required: COMMAND: see cudiff --help"),
@@ -178,6 +180,29 @@ def test_a_folder_with_a_run_is_left_alone(mistake, run_folder):
 def test_another_run_s_folder_is_not_resumed_into(mistake, cli, run_folder, tmp_path):
     cli("train", *TINY, "--folder", "other", "--steps", "1")
     assert "other already holds a run" in mistake("train", "--resume", run_folder, "--folder", "other", "--steps", "9")
+
+
+def test_a_folder_is_resumed_without_its_metrics(cli, run_folder, tmp_path):
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "step-00000004.safetensors").write_bytes(latest(run_folder).read_bytes())
+    assert cli("train", "--resume", "copy", "--steps", "5")[0] == 0
+    assert (tmp_path / "copy" / "step-00000005.safetensors").exists() and not (tmp_path / "runs").exists()
+
+
+def test_a_run_is_named_like_its_data(cli, tmp_path, monkeypatch):
+    (tmp_path / "photos" / "more").mkdir(parents=True)
+    Image.new("L", (8, 8)).save(tmp_path / "photos" / "a.png")
+    for data, home in ((".", "photos"), ("..", "photos/more")):
+        monkeypatch.chdir(tmp_path / home)
+        main(["train", *TINY, "--num-classes", "0", "--data", data])
+        assert (tmp_path / home / "runs" / "photos" / "step-00000004.safetensors").exists()
+
+
+@pytest.mark.parametrize("folder", ["file", "file/run", "/proc/run"])
+def test_folders_that_cannot_be_made(mistake, tmp_path, folder):
+    (tmp_path / "file").touch()
+    message = mistake("train", *TINY, "--folder", folder)
+    assert f"cannot use {folder} (" in message and "choose another folder" in message
 
 
 def test_resume_into_a_folder_of_its_own(cli, run_folder, tmp_path):
@@ -253,6 +278,9 @@ def test_sample_writes_every_kind_of_file(cli, run_folder, tmp_path):
     "words, message",
     [
         (["--classes", "11"], "the model has classes 0 to 9, and -1 for none; 11 is not one"),
+        (["--classes", "9" * 30], "classes are object of shape (2,): give one whole number, or one for each image"),
+        (["--guidance", "nan"], "guidance must be a finite number, not nan"),
+        (["--steps", "3", "--guidance", "1e30"], "the images hold values that are not finite: use less guidance"),
         (["-n", "0"], "n must be at least 1, not 0"),
         (["--steps", "0"], "steps must be at least 1, not 0"),
         (["--out", "/proc/none/x.png"], "cannot write"),
@@ -277,7 +305,7 @@ def test_info_with_and_without_checkpoint(cli, run_folder, monkeypatch):
 
 def test_convert_both_ways(cli, mistake, run_folder, tmp_path):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed: no .pt file can be made")
-    assert cli("convert", latest(run_folder), "weights.safetensors", "--to-torch")[0] == 0
+    assert cli("convert", run_folder, "weights.safetensors", "--to-torch")[0] == 0
     from cudiff.tensorfile import read_tensors
 
     state, _ = read_tensors(tmp_path / "weights.safetensors")
@@ -290,7 +318,11 @@ def test_convert_both_ways(cli, mistake, run_folder, tmp_path):
     with np.load("model.npz") as ours, np.load(f"{latest(run_folder).stem}.npz") as theirs:
         np.testing.assert_array_equal(ours["images"], theirs["images"])
     assert "model.safetensors exists already" in mistake("convert", "weights.pt", "model.safetensors", *sizes)
-    assert "do not fit the model" in mistake("convert", "weights.pt", "new.safetensors", "--preset", "mnist")
+    message = mistake("convert", "weights.pt", "new.safetensors", "--preset", "mnist")
+    assert "do not fit the model" in message and "by --preset, --config or options" in message
+    torch.save({"net": torch.load("weights.pt"), "epoch": 3}, tmp_path / "parts.pt")
+    assert "choose from its parts 'net' with key (--key)" in mistake("convert", "parts.pt", "new.safetensors")
+    assert cli("convert", "parts.pt", "new.safetensors", "--key", "net", "--preset", "digits", *sizes)[0] == 0
     # converted weights can be trained further, in a folder of their own
     assert cli("train", "--resume", "model.safetensors", *TINY)[0] == 0
     assert (tmp_path / "runs" / "model" / "step-00000004.safetensors").exists()
@@ -315,13 +347,14 @@ def start(*words, cwd):
     )
 
 
-def test_ctrl_c_saves_and_exits(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_saves_and_exits(tmp_path, number):
     process = start("train", *TINY, "--steps", "100000", "--save-every", "0", "--folder", "run", cwd=tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 60
     while not metrics.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, error = process.communicate(timeout=60)
     assert (process.returncode, error) == (0, "")
     step = load_checkpoint(latest(tmp_path / "run")).counters["step"]

@@ -125,7 +125,7 @@ def test_parts_of_a_training_checkpoint(torch, tmp_path):
     model, ema = network(torch).state_dict(), network(torch).state_dict()
     torch.save({"step": 7, "lr": 1e-3, "model": model, "ema": ema, "notes": ["a", None, (1, True)]}, tmp_path / "w.pt")
     agree(read_torch(tmp_path / "w.pt", "ema"), ema)
-    assert "choose from its parts 'model', 'ema' by key" in message_of(read_torch, tmp_path / "w.pt")
+    assert "choose from its parts 'model', 'ema' with key" in message_of(read_torch, tmp_path / "w.pt")
     assert "holds no state_dict 'opt'" in message_of(read_torch, tmp_path / "w.pt", "opt")
     torch.save([1, 2], tmp_path / "w.pt")
     assert "is not one plain state_dict" in message_of(read_torch, tmp_path / "w.pt")

@@ -15,7 +15,7 @@ from cudiff.models import build
 from cudiff.ops.random import Generator
 from cudiff.pipeline import Pipeline, export_torch, import_torch
 from cudiff.tensor import Tensor, no_grad
-from cudiff.tensorfile import read_tensors
+from cudiff.tensorfile import read_header, read_tensors
 
 TINY = Config(
     data="digits", image_size=8, channels=1, model_channels=8, channel_mult=(1, 2), num_res_blocks=1, num_heads=2,
@@ -45,7 +45,7 @@ def checkpoint(tmp_path):
     net, ema = randomised(build(TINY)), randomised(build(TINY), seed=1)
     path = tmp_path / "model.safetensors"
     tensors = prefixed("model", net.state_dict()) | prefixed("ema", ema.state_dict())
-    save_checkpoint(path, TINY.to_dict(), tensors, {"step": 7})
+    save_checkpoint(path, TINY, tensors, {"step": 7})
     return path
 
 
@@ -95,6 +95,9 @@ def test_guidance_moves_away_from_the_unconditional():
         ({"classes": 10}, "the model has classes 0 to 9, and -1 for none; 10 is not one"),
         ({"classes": [0, -2, 3, 4]}, "-2 is not one"),
         ({"classes": [1, 2]}, "2 classes were given for 4 images"),
+        ({"classes": [1.5, 2, 3, 4]}, r"classes are float64 of shape \(4,\): give one whole number, or one for each"),
+        ({"classes": [[1], [2], [3], [4]]}, r"classes are int64 of shape \(4, 1\)"),
+        ({"guidance": float("inf")}, "guidance must be a finite number, not inf"),
         ({"n": 0}, "n must be at least 1, not 0"),
         ({"steps": 0}, "steps must be at least 1"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
@@ -111,6 +114,9 @@ def test_an_unconditional_model_has_no_classes():
     assert model.sample(2).shape == (2, 8, 8, 1)
     with pytest.raises(CudiffError, match="this model has no classes: leave classes out"):
         model.sample(2, classes=3)
+    with pytest.raises(CudiffError, match="this model has no classes to guide to: leave guidance out"):
+        model.sample(2, guidance=2.0)
+    np.testing.assert_array_equal(model.sample(2, guidance=1), model.sample(2))
 
 
 def test_more_steps_than_the_schedule_has():
@@ -160,6 +166,20 @@ def test_load_takes_the_ema_unless_told(checkpoint, device):
             np.testing.assert_array_equal(array, stored[f"{weights}.{name}"])
     with pytest.raises(CudiffError, match="unknown weights 'average': use ema or model"):
         cudiff.load(checkpoint, device, "average")
+
+
+def test_a_saved_pipeline_is_the_same_model(tmp_path, device):
+    model = pipeline(device)
+    model.save(tmp_path / "new" / "model.safetensors")
+    for weights in ("ema", "model"):
+        again = cudiff.load(tmp_path / "new" / "model.safetensors", device, weights)
+        assert again.config == model.config
+        np.testing.assert_array_equal(again.sample(3, seed=1), model.sample(3, seed=1))
+
+
+def test_load_of_a_run_takes_its_newest_checkpoint(checkpoint):
+    checkpoint.rename(checkpoint.parent / "step-00000007.safetensors")
+    assert cudiff.load(checkpoint.parent, "cpu").config == TINY
 
 
 def test_load_without_ema_or_with_tensors_missing(checkpoint, tmp_path):
@@ -233,7 +253,7 @@ def test_standardised_pixels_are_the_same_diffusion():
 
 
 def test_configuration_in_a_checkpoint_is_plain_json(checkpoint):
-    assert json.loads(json.dumps(load_checkpoint(checkpoint).config)) == json.loads(json.dumps(TINY.to_dict()))
+    assert json.loads(read_header(checkpoint)[1]["cudiff"])["config"] == json.loads(json.dumps(TINY.to_dict()))
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import time
 
 import numpy as np
@@ -15,7 +16,7 @@ from cudiff.data import load_dataset
 from cudiff.data.loader import Loader
 from cudiff.errors import CudiffError
 from cudiff.tensor import Tensor
-from cudiff.train import Trainer, checkpoint_to_resume
+from cudiff.train import Trainer
 
 TINY = Config(
     data="digits", image_size=8, channels=1, model_channels=8, channel_mult=(1, 2), num_res_blocks=1, num_heads=2,
@@ -54,7 +55,7 @@ def without_times(lines):
 
 def assert_same_state(a, b):
     """Weights, EMA, moments, counters and random state of two runs' checkpoints are equal, bit for bit."""
-    a, b = (load_checkpoint(checkpoint_to_resume(trainer.folder)) for trainer in (a, b))
+    a, b = (load_checkpoint(trainer.folder) for trainer in (a, b))
     assert a.tensors.keys() == b.tensors.keys()
     for name in a.tensors:
         np.testing.assert_array_equal(a.tensors[name], b.tensors[name], err_msg=name)
@@ -120,6 +121,8 @@ def test_resume_in_the_same_folder_completes_its_metrics(train, digits):
     (part.folder / "step-00000008.safetensors").unlink()
     with open(part.folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 9, "lo')  # a kill in the middle of a line
+    with open(part.folder / "metrics.jsonl", "ab") as file:
+        file.write(b"\xff\0\n")  # a power cut
     again = Trainer(TINY.replace(steps=8), digits, part.folder, load_checkpoint(latest(part.folder)))
     again.run()
     assert without_times(metrics(again)) == without_times(metrics(whole))
@@ -238,6 +241,26 @@ def test_a_few_gradients_that_are_not_finite_are_skipped_and_counted(digits, tmp
     assert lines[1]["loss"] is None and math.isfinite(lines[2]["loss"])
 
 
+def test_a_preview_that_fails_loses_nothing(digits, tmp_path, monkeypatch):
+    trainer = Trainer(TINY.replace(sample_every=3, save_every=3), digits, tmp_path / "run")
+    monkeypatch.setattr(trainer, "save_preview", lambda: (_ for _ in ()).throw(MemoryError))
+    with pytest.raises(MemoryError):
+        trainer.run()
+    assert latest(trainer.folder).name == "step-00000003.safetensors"
+
+
+def test_a_folder_is_trained_in_by_one_process(digits, tmp_path):
+    fcntl = pytest.importorskip("fcntl")
+    trainer = Trainer(TINY, digits, tmp_path / "run")
+    other = os.open(trainer.folder, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(CudiffError, match=r"another process trains in .*run: choose another --folder"):
+        trainer.run()
+    os.close(other)
+    trainer.run()
+    assert trainer.save_path.exists()
+
+
 def test_weights_that_are_not_finite_are_not_saved(digits, tmp_path):
     trainer = Trainer(TINY, digits, tmp_path / "run")
     trainer.step = 3
@@ -291,7 +314,7 @@ def test_a_resumed_run_keeps_what_it_is(train, changes):
 
 def test_a_folder_without_checkpoint_cannot_be_resumed(tmp_path):
     with pytest.raises(CudiffError, match="holds no checkpoint"):
-        checkpoint_to_resume(tmp_path)
+        load_checkpoint(tmp_path)
 
 
 def test_bad_data_is_told_before_anything_is_made(digits, tmp_path):
