@@ -21,7 +21,7 @@ LAYERS = [
     {"nn"},
     {"ops"},
     {"tensor", "cuda"},
-    {"backend"},
+    {"backend", "threads"},
     {"errors"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -9,6 +9,7 @@ import numpy as np
 
 from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.module import blocks, empty, launch
+from cudiff.ops.matmul import matmul_numpy
 from cudiff.tensor import Function, Tensor
 
 __all__ = ["attention", "attention_qkv"]
@@ -80,23 +81,23 @@ def _by_head(x: np.ndarray) -> np.ndarray:
 
 
 def _forward_numpy(ctx, q, k, v):
-    scores = _by_head(q) @ _by_head(k).swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    scores = matmul_numpy(_by_head(q), _by_head(k).swapaxes(-1, -2)) / math.sqrt(q.shape[-1])
     scores -= scores.max(axis=-1, keepdims=True)
     weights = np.exp(scores, out=scores)
     weights /= weights.sum(axis=-1, keepdims=True)
     ctx.save(q, k, v, weights)
-    out = weights @ _by_head(v)
+    out = matmul_numpy(weights, _by_head(v))
     return np.ascontiguousarray(out.transpose(0, 2, 1, 3)).reshape(*q.shape[:2], -1).astype(q.dtype, copy=False)
 
 
 def _backward_numpy(ctx, dout, dq, dk, dv):
     q, k, v, weights = ctx.saved
     q, k, v, dout = (_by_head(x) for x in (q, k, v, dout.reshape(q.shape)))
-    dweights = dout @ v.swapaxes(-1, -2)
+    dweights = matmul_numpy(dout, v.swapaxes(-1, -2))
     dscores = weights * (dweights - (weights * dweights).sum(axis=-1, keepdims=True)) / math.sqrt(q.shape[-1])
-    dq[:] = (dscores @ k).transpose(0, 2, 1, 3)
-    dk[:] = (dscores.swapaxes(-1, -2) @ q).transpose(0, 2, 1, 3)
-    dv[:] = (weights.swapaxes(-1, -2) @ dout).transpose(0, 2, 1, 3)
+    dq[:] = matmul_numpy(dscores, k).transpose(0, 2, 1, 3)
+    dk[:] = matmul_numpy(dscores.swapaxes(-1, -2), q).transpose(0, 2, 1, 3)
+    dv[:] = matmul_numpy(weights.swapaxes(-1, -2), dout).transpose(0, 2, 1, 3)
 
 
 WARPS = 4

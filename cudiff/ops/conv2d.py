@@ -7,7 +7,6 @@ weight) and `wgrad` (dweight from x and dout). A transposed convolution is dgrad
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -17,10 +16,11 @@ from cudiff.ops.gemm import Epilogue, aligned, product
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
 from cudiff.ops.reduce import sum_array
 from cudiff.tensor import Function, Tensor
+from cudiff.threads import cut, parallel_map
 
 Pair = tuple[int, int]
 
-_BLOCK_BYTES = 4 << 20
+_PARTIAL_SUMS = 8  # of the weight's gradient: more would be more to add, fewer would leave cores without work
 _thread = threading.local()
 
 
@@ -47,63 +47,78 @@ def _canvas(x: np.ndarray, size: Pair, offset: Pair, step: Pair) -> np.ndarray:
     return canvas
 
 
-def _blocks(canvas: np.ndarray, kernel: Pair, out_size: Pair, stride: Pair) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield (images, matrix): the patches under the kernel of a few images, one row (R·S·C) for each output pixel.
+def _blocks(images: int, size: Pair, pixel_bytes: int) -> list[tuple[slice, slice]]:
+    """The output (images, *size, K) as (images, rows), for which `cut` is given the bytes of the patches.
 
-    A block is as large as fits the cache: 130 GFLOP/s on 2 cores (64 channels at 16 px) against 100 for all at once.
-    The matrix is overwritten by the next block.
+    Only parts of one image each are cut into rows too: an output's rows of several images do not lie side by side.
     """
-    (height, width), (rows, columns), channels = out_size, kernel, canvas.shape[3]
-    n, y, x, c = canvas.strides
-    shape = (canvas.shape[0], height, width, rows, columns * channels)
-    patches = np.lib.stride_tricks.as_strided(canvas, shape, (n, y * stride[0], x * stride[1], y, c), writeable=False)
-    length = rows * columns * channels
+    height, width = size
+    parts = cut(images, height * width * pixel_bytes)
+    rows = cut(height, width * pixel_bytes) if len(parts) == images else [slice(0, height)]
+    return [(part, row) for part in parts for row in rows]
+
+
+def _patches(x: np.ndarray, block: tuple[slice, slice], kernel: Pair, width: int, stride: Pair, offset: Pair,
+             step: Pair) -> np.ndarray:
+    """What lies under the kernel at each pixel of a block, one row (R·S·C) each; this thread's next overwrites it.
+
+    x's pixel (i, j) lies at offset + step·(i, j), zeros elsewhere.
+    """
+    images, rows = block
+    height, channels = rows.stop - rows.start, x.shape[3]
+    room = ((height - 1) * stride[0] + kernel[0], (width - 1) * stride[1] + kernel[1])
+    canvas = _canvas(x[images], room, (offset[0] - rows.start * stride[0], offset[1]), step)
     if kernel == stride == (1, 1):
-        yield slice(0, canvas.shape[0]), canvas.reshape(-1, channels)
-        return
-    per_image = height * width * length
-    images = max(1, min(canvas.shape[0], _BLOCK_BYTES // (per_image * canvas.itemsize)))
-    buffer = _workspace(images * per_image, canvas.dtype)
-    for start in range(0, canvas.shape[0], images):
-        part = patches[start : start + images]
-        block = buffer[: part.size].reshape(part.shape)
-        np.copyto(block, part)
-        yield slice(start, start + images), block.reshape(-1, length)
+        return canvas.reshape(-1, channels)
+    n, i, j, c = canvas.strides
+    shape = (canvas.shape[0], height, width, kernel[0], kernel[1] * channels)
+    patches = np.lib.stride_tricks.as_strided(canvas, shape, (n, i * stride[0], j * stride[1], i, c), writeable=False)
+    matrix = _workspace(patches.size, x.dtype).reshape(shape)
+    np.copyto(matrix, patches)
+    return matrix.reshape(-1, kernel[0] * kernel[1] * channels)
 
 
 def fprop_numpy(x: np.ndarray, weight: np.ndarray, stride: Pair, padding: Pair) -> np.ndarray:
     """Convolution: x (N, H, W, C), weight (K, R, S, C) → (N, Ho, Wo, K)."""
-    kernel = weight.shape[1:3]
-    size = out_size(x.shape[1:3], kernel, stride, padding)
-    room = tuple((o - 1) * step + r for o, step, r in zip(size, stride, kernel, strict=True))
-    return _correlate(_canvas(x, room, padding, (1, 1)), weight, size, stride)
+    size = out_size(x.shape[1:3], weight.shape[1:3], stride, padding)
+    return _correlate(x, weight, size, stride, padding, (1, 1))
 
 
-def _correlate(canvas: np.ndarray, weight: np.ndarray, size: Pair, stride: Pair) -> np.ndarray:
-    out = np.empty((canvas.shape[0], *size, weight.shape[0]), canvas.dtype)
-    matrix = weight.reshape(weight.shape[0], -1).T
-    for images, patches in _blocks(canvas, weight.shape[1:3], size, stride):
-        np.matmul(patches, matrix, out=out[images].reshape(-1, weight.shape[0]))
+def _correlate(x: np.ndarray, weight: np.ndarray, size: Pair, stride: Pair, offset: Pair, step: Pair) -> np.ndarray:
+    """`size` products, `stride` apart, of the weight and x spread out by `offset` and `step`."""
+    outputs, kernel = weight.shape[0], weight.shape[1:3]
+    matrix = weight.reshape(outputs, -1).T
+    out = np.empty((x.shape[0], *size, outputs), x.dtype)
+
+    def multiply(block: tuple[slice, slice]) -> None:
+        patches = _patches(x, block, kernel, size[1], stride, offset, step)
+        np.matmul(patches, matrix, out=out[block].reshape(-1, outputs))
+
+    parallel_map(multiply, _blocks(x.shape[0], size, matrix.shape[0] * x.itemsize))
     return out
 
 
 def dgrad_numpy(dout: np.ndarray, weight: np.ndarray, size: Pair, stride: Pair, padding: Pair) -> np.ndarray:
     """Gradient of the input (N, *size, C): dout spread out by the stride, convolved with the flipped weight."""
-    kernel = weight.shape[1:3]
-    room = tuple(length + r - 1 for length, r in zip(size, kernel, strict=True))
-    offset = tuple(r - 1 - p for r, p in zip(kernel, padding, strict=True))
+    offset = (weight.shape[1] - 1 - padding[0], weight.shape[2] - 1 - padding[1])
     flipped = np.ascontiguousarray(weight[:, ::-1, ::-1].transpose(3, 1, 2, 0))
-    return _correlate(_canvas(dout, room, offset, stride), flipped, size, (1, 1))
+    return _correlate(dout, flipped, size, (1, 1), offset, stride)
 
 
 def wgrad_numpy(x: np.ndarray, dout: np.ndarray, kernel: Pair, stride: Pair, padding: Pair) -> np.ndarray:
     """Gradient of the weight (K, R, S, C): sum over pixels of dout times the patch of x under the kernel."""
-    size, outputs = dout.shape[1:3], dout.shape[3]
-    room = tuple((o - 1) * step + r for o, step, r in zip(size, stride, kernel, strict=True))
-    dweight = np.zeros((outputs, kernel[0] * kernel[1] * x.shape[3]), x.dtype)
-    for images, patches in _blocks(_canvas(x, room, padding, (1, 1)), kernel, size, stride):
-        dweight += dout[images].reshape(-1, outputs).T @ patches
-    return dweight.reshape(outputs, *kernel, x.shape[3])
+    outputs, length = dout.shape[3], kernel[0] * kernel[1] * x.shape[3]
+    blocks = _blocks(dout.shape[0], dout.shape[1:3], length * x.itemsize)
+
+    def products(start: int) -> np.ndarray:
+        total = np.zeros((outputs, length), x.dtype)
+        for block in blocks[start::_PARTIAL_SUMS]:
+            patches = _patches(x, block, kernel, dout.shape[2], stride, padding, (1, 1))
+            total += dout[block].reshape(-1, outputs).T @ patches
+        return total
+
+    partial = parallel_map(products, range(min(len(blocks), _PARTIAL_SUMS)))
+    return np.sum(partial, axis=0).reshape(outputs, *kernel, x.shape[3])
 
 
 def out_size(size: tuple[int, ...], kernel: tuple[int, ...], stride: Pair, padding: Pair) -> Pair:
@@ -197,7 +212,7 @@ class Conv2d(Function):
         if needs[1]:
             dweight = wgrad_numpy(wide_x, wide_dout, weight.shape[1:3], ctx.stride, ctx.padding)
         if needs[2]:
-            dbias = wide_dout.sum((0, 1, 2))
+            dbias = sum_array(wide_dout, (0, 1, 2))
         return dx, dweight, dbias
 
     @staticmethod
@@ -246,7 +261,7 @@ class ConvTranspose2d(Function):
         if needs[1]:
             dweight = wgrad_numpy(wide_dout, wide_x, weight.shape[1:3], ctx.stride, ctx.padding)
         if needs[2]:
-            dbias = wide_dout.sum((0, 1, 2))
+            dbias = sum_array(wide_dout, (0, 1, 2))
         return dx, dweight, dbias
 
     @staticmethod

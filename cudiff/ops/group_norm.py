@@ -14,6 +14,7 @@ from cudiff.backend import Array, float32
 from cudiff.cuda.module import blocks, empty, gradient_target, launch
 from cudiff.ops.cast import narrow, require_float, widen
 from cudiff.tensor import Function, Tensor
+from cudiff.threads import cut, parallel_map
 
 
 def statistics_numpy(x: Array, num_groups: int, eps: float) -> tuple[Array, Array]:
@@ -27,15 +28,16 @@ def statistics_numpy(x: Array, num_groups: int, eps: float) -> tuple[Array, Arra
 
 
 def normalize_numpy(x: Array, weight: Array, bias: Array, mean: Array, rstd: Array, silu: bool = False,
-                    scale: Array | None = None, shift: Array | None = None) -> tuple[Array, Array | None]:
+                    scale: Array | None = None, shift: Array | None = None,
+                    out: tuple[Array | None, Array | None] = (None, None)) -> tuple[Array, Array | None]:
     """The output (N, S, C) and, with SiLU, the sigmoid of its argument, which saves the backward an exponential."""
     gain, offset = _affine(weight, bias, scale, shift)
     gain = gain * _spread(rstd, x.shape[2])
-    y = x * gain
+    y = np.multiply(x, gain, out=out[0])
     y += offset - _spread(mean, x.shape[2]) * gain
     if not silu:
         return y, None
-    gate = np.negative(y)
+    gate = np.negative(y, out=out[1])
     with np.errstate(over="ignore"):  # silu(-100) is -100/inf: the right limit
         np.exp(gate, out=gate)
     gate += 1
@@ -84,6 +86,15 @@ def _group_sums(columns: Array, num_groups: int) -> Array:
 def _spread(groups: Array, channels: int) -> Array:
     """(N, G) → (N, 1, C): each channel its group's value."""
     return np.repeat(groups, channels // groups.shape[1], axis=1)[:, None]
+
+
+def _images(rows: Array) -> list[slice]:
+    """A few images (N, S, C) each: all passes over them find them in the cache."""
+    return cut(len(rows), 4 * math.prod(rows.shape[1:]) * rows.itemsize)
+
+
+def _of(array: Array | None, part: slice) -> Array | None:
+    return None if array is None else array[part]
 
 
 def _affine(weight: Array, bias: Array, scale: Array | None, shift: Array | None) -> tuple[Array, Array]:
@@ -215,8 +226,16 @@ class GroupNorm(Function):
     def forward_numpy(ctx, x, x2, weight, bias, scale, shift, num_groups, eps, silu):
         joined = widen(x if x2 is None else np.concatenate((x, x2), axis=-1))
         rows = joined.reshape(len(x), -1, joined.shape[-1])
-        mean, rstd = statistics_numpy(rows, num_groups, eps)
-        y, gate = normalize_numpy(rows, weight, bias, mean, rstd, silu, scale, shift)
+        y, gate = np.empty_like(rows), np.empty_like(rows) if silu else None
+
+        def normalize(part: slice) -> tuple[Array, Array]:
+            mean, rstd = statistics_numpy(rows[part], num_groups, eps)
+            normalize_numpy(rows[part], weight, bias, mean, rstd, silu, _of(scale, part), _of(shift, part),
+                            out=(y[part], _of(gate, part)))
+            return mean, rstd
+
+        statistics = parallel_map(normalize, _images(rows))
+        mean, rstd = (np.concatenate(arrays) for arrays in zip(*statistics, strict=True))
         if any(ctx.needs):
             ctx.save(x, x2, weight, bias, scale, shift, mean, rstd, y if silu else None, gate)
         return narrow(y.reshape(joined.shape), x.dtype)
@@ -226,14 +245,24 @@ class GroupNorm(Function):
         x, x2, weight, bias, scale, shift, mean, rstd, y, gate = ctx.saved
         joined = widen(x if x2 is None else np.concatenate((x, x2), axis=-1))
         rows = joined.reshape(len(x), -1, joined.shape[-1])
-        dz = widen(dout).reshape(rows.shape)
-        if y is not None:
-            slope = 1 - gate
-            slope *= y
-            slope += gate
-            slope *= dz
-            dz = slope
-        dx, *rest = group_norm_backward_numpy(dz, rows, weight, bias, mean, rstd, scale, shift)
+        wide_dout = widen(dout).reshape(rows.shape)
+        dx = np.empty_like(rows)
+
+        def gradients(part: slice) -> list[Array]:
+            dz = wide_dout[part]
+            if y is not None:
+                slope = 1 - gate[part]
+                slope *= y[part]
+                slope += gate[part]
+                slope *= dz
+                dz = slope
+            dx[part], *rest = group_norm_backward_numpy(
+                dz, rows[part], weight, bias, mean[part], rstd[part], _of(scale, part), _of(shift, part)
+            )
+            return rest
+
+        dweight, dbias, dscale, dshift = zip(*parallel_map(gradients, _images(rows)), strict=True)
+        rest = sum(dweight), sum(dbias), np.concatenate(dscale), np.concatenate(dshift)
         dx = narrow(dx.reshape(joined.shape), x.dtype)
         if x2 is None:
             return dx, None, *rest

@@ -12,6 +12,7 @@ from cudiff.ops.gemm import Epilogue, aligned, product
 from cudiff.ops.reduce import sum_array, sum_to
 from cudiff.ops.shape import contiguous_cuda, reshape
 from cudiff.tensor import Function, Tensor
+from cudiff.threads import PART_BYTES, cut, parallel_map
 
 
 def multiply(a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False, out: Array | None = None,
@@ -52,6 +53,23 @@ def as_float32(bias: Array | None) -> Array | None:
     return bias if bias is None or bias.dtype == float32 else bias.astype(float32)
 
 
+def matmul_numpy(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a (..., m, k) · b (..., k, n) on all cores, cut along the first axis of the batch or of a matrix."""
+    batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    out = np.empty((*batch, a.shape[-2], b.shape[-1]), np.result_type(a, b))
+    if batch:
+        a, b = np.broadcast_to(a, batch + a.shape[-2:]), np.broadcast_to(b, batch + b.shape[-2:])
+        parts = cut(batch[0], (a[:1].size + b[:1].size + out[:1].size) * out.itemsize)
+    else:  # not so few rows that rearranging b for each part would cost as much as the product
+        parts = cut(len(out), min((a.shape[1] + b.shape[1]) * out.itemsize, PART_BYTES // 256))
+
+    def product(part: slice) -> None:
+        np.matmul(a[part], b[part] if batch else b, out=out[part])
+
+    parallel_map(product, parts)
+    return out
+
+
 class MatMul(Function):
     """out = a·b; da = dout·bᵀ, db = aᵀ·dout, summed over the batch axes that were broadcast."""
 
@@ -59,7 +77,7 @@ class MatMul(Function):
     def forward_numpy(ctx, a, b, tf32):
         ctx.save(a, b)
         wide = compute_dtype(a.dtype)
-        return np.matmul(a.astype(wide, copy=False), b.astype(wide, copy=False)).astype(a.dtype, copy=False)
+        return matmul_numpy(a.astype(wide, copy=False), b.astype(wide, copy=False)).astype(a.dtype, copy=False)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
@@ -68,9 +86,9 @@ class MatMul(Function):
         dout = dout.astype(wide, copy=False)
         da = db = None
         if needs[0]:
-            da = sum_to(np.matmul(dout, np.swapaxes(b, -1, -2)), a.shape).astype(ctx.saved[0].dtype, copy=False)
+            da = sum_to(matmul_numpy(dout, np.swapaxes(b, -1, -2)), a.shape).astype(ctx.saved[0].dtype, copy=False)
         if needs[1]:
-            db = sum_to(np.matmul(np.swapaxes(a, -1, -2), dout), b.shape).astype(ctx.saved[1].dtype, copy=False)
+            db = sum_to(matmul_numpy(np.swapaxes(a, -1, -2), dout), b.shape).astype(ctx.saved[1].dtype, copy=False)
         return da, db
 
     @staticmethod
@@ -114,7 +132,7 @@ class Linear(Function):
     def forward_numpy(ctx, x, weight, bias, tf32):
         ctx.save(x, weight)
         wide = compute_dtype(x.dtype)
-        out = x.reshape(-1, x.shape[-1]).astype(wide, copy=False) @ weight.astype(wide, copy=False).T
+        out = matmul_numpy(x.reshape(-1, x.shape[-1]).astype(wide, copy=False), weight.astype(wide, copy=False).T)
         if bias is not None:
             out += bias
         return out.astype(x.dtype, copy=False).reshape(*x.shape[:-1], weight.shape[0])
@@ -126,9 +144,9 @@ class Linear(Function):
         dout = dout.reshape(-1, weight.shape[0]).astype(wide, copy=False)
         dx = dweight = dbias = None
         if needs[0]:
-            dx = (dout @ weight.astype(wide, copy=False)).astype(x.dtype, copy=False).reshape(x.shape)
+            dx = matmul_numpy(dout, weight.astype(wide, copy=False)).astype(x.dtype, copy=False).reshape(x.shape)
         if needs[1]:
-            dweight = dout.T @ x.reshape(-1, x.shape[-1]).astype(wide, copy=False)
+            dweight = matmul_numpy(dout.T, x.reshape(-1, x.shape[-1]).astype(wide, copy=False))
         if needs[2]:
             dbias = dout.sum(0)
         return dx, dweight, dbias

@@ -14,6 +14,7 @@ import numpy as np
 from cudiff.backend import Array, bfloat16, float32
 from cudiff.cuda.module import blocks, empty, launch
 from cudiff.tensor import Context, Function, Tensor
+from cudiff.threads import parallel_map
 
 CHUNK = 32768
 """Elements the NumPy path updates at a time: few enough to stay in cache, enough to outweigh the calls (measured)."""
@@ -56,7 +57,8 @@ class GlobalNorm(Function):
 
     @staticmethod
     def forward_numpy(ctx: Context, grad):
-        square = sum(float(np.dot(part, part)) for part in np.array_split(grad, blocks(grad.size, CHUNK)))
+        chunks = np.array_split(grad, blocks(grad.size, CHUNK))
+        (square,) = parallel_map(lambda parts: sum(float(np.dot(part, part)) for part in parts), [chunks])
         return np.array([math.sqrt(square)], float32)
 
     @staticmethod

@@ -13,6 +13,7 @@ from cudiff.backend import Array, compute_dtype, device_of, float32, is_float
 from cudiff.cuda.module import blocks, empty, gradient_target, launch
 from cudiff.ops.cast import astype, require_float
 from cudiff.tensor import Function, Tensor
+from cudiff.threads import cut, parallel_map
 
 
 def normalize_axes(axis: int | tuple[int, ...] | None, ndim: int) -> tuple[int, ...]:
@@ -46,9 +47,13 @@ def _sum_middle(x: np.ndarray) -> np.ndarray:
     outer, count, inner = x.shape
     whole = count // 256 * 256
     if outer > 1 or whole == 0:
-        return np.matmul(np.ones(count, x.dtype), x)
-    blocks_of_256 = x[0, :whole].reshape(-1, 256, inner)
-    return np.matmul(np.ones(256, x.dtype), blocks_of_256).sum(0) + x[0, whole:].sum(0)
+        return _column_sums(x)
+    return _column_sums(x[0, :whole].reshape(-1, 256, inner)).sum(0) + x[0, whole:].sum(0)
+
+
+def _column_sums(x: np.ndarray) -> np.ndarray:
+    ones = np.ones(x.shape[1], x.dtype)
+    return np.concatenate(parallel_map(lambda part: np.matmul(ones, x[part]), cut(len(x), x[:1].nbytes)))
 
 
 def _sum_numpy(array: np.ndarray, axes: tuple[int, ...], keepdims: bool, dtype: Any = None) -> np.ndarray:

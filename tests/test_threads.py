@@ -1,0 +1,44 @@
+"""Work on all cores: nothing is lost, nothing depends on how many there are, and errors come through."""
+
+import numpy as np
+import pytest
+from threadpoolctl import ThreadpoolController
+
+from cudiff import ops, threads
+from cudiff.tensor import Tensor
+
+
+@pytest.mark.parametrize("count, item_bytes", [(0, 4), (1, 1 << 30), (7, 1 << 20), (32, 300_000), (5000, 8)])
+def test_a_cut_covers_everything_once(count, item_bytes):
+    parts = threads.cut(count, item_bytes)
+    assert [i for part in parts for i in range(count)[part]] == list(range(count))
+    lengths = [part.stop - part.start for part in parts]
+    assert max(lengths) - min(lengths) <= 1
+    assert max(lengths) <= 1 or max(lengths) * item_bytes <= threads.PART_BYTES
+
+
+def test_results_come_in_order_and_errors_come_through(monkeypatch):
+    monkeypatch.setattr(threads, "CORES", 3)
+    before = ThreadpoolController().info()
+    assert threads.parallel_map(lambda i: i * i, range(100)) == [i * i for i in range(100)]
+    with pytest.raises(ZeroDivisionError):
+        threads.parallel_map(lambda i: 1 // (i - 50), range(100))
+    assert threads.parallel_map(str, []) == []
+    assert ThreadpoolController().info() == before
+
+
+def test_results_do_not_depend_on_the_cores(monkeypatch):
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(shape, dtype=np.float32) for shape in ((9, 16, 16, 32), (32, 3, 3, 32), (32,))]
+
+    def gradients(cores):
+        monkeypatch.setattr(threads, "CORES", cores)
+        x, weight, bias = (Tensor(array, device="cpu", requires_grad=True) for array in arrays)
+        h = ops.group_norm(x, bias, bias, 8, silu=True)
+        h = ops.conv2d(h, weight, bias, padding=1)
+        out = ops.linear(h, ops.reshape(weight[:, 0, 0], (32, 32)), bias)
+        ops.sum(ops.square(out)).backward()
+        return [out.numpy(), *(tensor.grad for tensor in (x, weight, bias))]
+
+    for one, three in zip(gradients(1), gradients(3), strict=True):
+        np.testing.assert_array_equal(one, three)
