@@ -237,8 +237,8 @@ def _sample(options: argparse.Namespace) -> None:
     from cudiff.plot import save_gif, save_grid, save_images, save_npz
 
     suffix = Path(options.out).suffix.lower()
-    if suffix not in (".png", ".npz", ".gif", ""):
-        raise CudiffError(f"cannot write {options.out}: use .png, .npz, .gif or a folder's name")
+    if not options.out or suffix not in (".png", ".npz", ".gif", ""):
+        raise CudiffError(f"cannot write '{options.out}': use .png, .npz, .gif or a folder's name")
     pipeline = _load(options)
     classes = None if options.classes is None else np.resize(options.classes, options.n)
     frames: list[np.ndarray] | None = [] if suffix == ".gif" else None

@@ -298,6 +298,8 @@ def _check_model(config: Config) -> None:
 
 def _check_run(config: Config) -> None:
     """Raise CudiffError where training or sampling with these options cannot mean anything."""
+    if not config.data:
+        raise CudiffError("data is empty: give digits, mnist, a folder of images, an .npz or a .bin")
     if len(config.betas) != 2:
         raise CudiffError(f"betas must be two numbers such as 0.9,0.999, not {len(config.betas)}")
     if config.learn_sigma and config.diffusion != "ddpm":

@@ -83,10 +83,13 @@ def read_weights(path: str | os.PathLike, key: str | None = None) -> Weights:
             start = file.read(4)
     except OSError as error:
         raise CudiffError(f"cannot read {path} ({error.strerror or error}): check the path") from None
-    if Path(path).suffix.lower() == ".pkl" or start[:1] == b"\x80":
+    suffix = Path(path).suffix.lower()
+    if suffix == ".pkl" or start[:1] == b"\x80":
+        # A .pt that is one was saved by PyTorch before 1.6.
+        content = "pickle.load(file)['ema'].state_dict()" if suffix == ".pkl" else "torch.load(file)"
         raise CudiffError(
             f"{path} is a pickle, a program that could do anything (NVIDIA's EDM .pkl carries source code), and is not "
-            "run: where you trust it, torch.save(pickle.load(file)['ema'].state_dict(), 'weights.pt'), and convert that"
+            f"run: where you trust it, torch.save({content}, 'weights.pt'), and convert that"
         )
     if int.from_bytes(start, "little") == UNETCU_MAGIC:
         return read_unet_cu(path)

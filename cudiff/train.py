@@ -36,7 +36,10 @@ VALIDATION_IMAGES = 1024
 VALIDATION_DRAWS = 8
 """How many noise draws each validation image is judged by: its loss at one noise level says little."""
 
-_FIXED = ("image_size", "channels", "validation", "seed", "optimizer", "diffusion", "noise_schedule", "diffusion_steps")
+_FIXED = (
+    "image_size", "channels", "validation", "seed", "optimizer", "diffusion", "noise_schedule", "diffusion_steps",
+    "sigma_data", "data_mean", "data_std",
+)
 """What a resumed run cannot change, besides the model."""
 
 

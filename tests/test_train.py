@@ -303,7 +303,9 @@ def test_a_folder_that_holds_a_run_is_refused(train, digits, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"model_channels": 16}, {"seed": 1}, {"validation": 4}, {"optimizer": "sgd"}, {"diffusion": "ddpm"}]
+    "changes",
+    [{"model_channels": 16}, {"seed": 1}, {"validation": 4}, {"optimizer": "sgd"}, {"diffusion": "ddpm"},
+     {"sigma_data": 0.6}],
 )
 def test_a_resumed_run_keeps_what_it_is(train, changes):
     trainer = train()
