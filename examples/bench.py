@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from cudiff import ops
 from cudiff.backend import bfloat16, float32
 from cudiff.config import PRESETS
+from cudiff.cuda import module
 from cudiff.data.dataset import Dataset
 from cudiff.models import build
 from cudiff.optim import EMA, AdamW
@@ -234,14 +235,18 @@ def optimiser(report: Report) -> None:
     report.add("AdamW + EMA + bf16 copies + norm", time, None, size=net.flat.size * (4 + 20 + 16 + 4))
 
 
+def unet_trainer(precision: str) -> Trainer:
+    config = PRESETS["elephants"].replace(precision=precision, validation=0, dropout=0.0)
+    images = np.random.default_rng(0).integers(0, 256, (512, 64, 64, 3), np.uint8)
+    return Trainer(config, Dataset(images), "/tmp/cudiff-bench")
+
+
 def training_steps(report: Report) -> None:
     for precision in ("bf16", "tf32"):
         name = f"U-Net 64x64 step, batch 32, {precision}"
         if not report.wants(name):
             continue
-        config = PRESETS["elephants"].replace(precision=precision, validation=0, dropout=0.0)
-        images = np.random.default_rng(0).integers(0, 256, (512, 64, 64, 3), np.uint8)
-        trainer = Trainer(config, Dataset(images), "/tmp/cudiff-bench")
+        trainer = unet_trainer(precision)
         for _ in range(3):
             trainer.train_step()
         cupy.cuda.Device().synchronize()
@@ -301,10 +306,52 @@ def forwards(report: Report) -> None:
         report.add(name, time, opponent, flops=batch * 4.13e11 / 32)
 
 
+def profile() -> None:
+    """Where the captured step's time goes: every launch of one step is kept, then timed by itself inside a graph."""
+    trainer = unet_trainer("bf16")
+    for _ in range(2):
+        trainer.train_step()
+    launches: list[tuple[str, tuple, Callable[[], None]]] = []
+    kernel = module.kernel
+
+    def keeping(stem: str, name: str, shared: int = 0, **constants) -> Callable:
+        function = kernel(stem, name, shared, **constants)
+        tile = "x".join(str(constants[key]) for key in ("BM", "BN") if key in constants)
+        label = " ".join(filter(None, (stem if stem == name else f"{stem}.{name}", constants.get("PASS"), tile)))
+
+        def call(grid, block, args, shared_mem=0):
+            run = partial(function, grid, block, args, shared_mem=shared_mem)
+            values = tuple(arg.shape if hasattr(arg, "shape") and arg.shape else arg for arg in args)
+            launches.append((label, (label, grid, str(values)), run))
+            run()
+
+        return call
+
+    module.kernel = keeping
+    trainer.train_step()
+    module.kernel = kernel
+    times: dict[tuple, float] = {}
+    totals: dict[str, list[float]] = {}
+    for label, key, run in launches:
+        if key not in times:
+            times[key] = ours(run, 10)
+        totals.setdefault(label, []).append(times[key])
+    table = Table(title=f"{len(launches)} launches, {sum(map(sum, totals.values())):,.0f} µs one by one")
+    for column in ("kernel", "count", "µs in all", "µs each"):
+        table.add_column(column, justify="left" if column == "kernel" else "right")
+    for label, spent in sorted(totals.items(), key=lambda item: -sum(item[1])):
+        table.add_row(label, str(len(spent)), f"{sum(spent):,.0f}", f"{sum(spent) / len(spent):.1f}")
+    Console(width=120).print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="run the rows whose name holds this")
-    report = Report(parser.parse_args().only)
+    parser.add_argument("--profile", action="store_true", help="show the kernels of one captured step instead")
+    options = parser.parse_args()
+    if options.profile:
+        return profile()
+    report = Report(options.only)
     measure_limits(report)
     for section in (convolutions, group_norms, attentions, optimiser, forwards, training_steps):
         try:

@@ -1,23 +1,44 @@
-// The sum of the parts of a product whose depth was split, in their order, and what its epilogue adds.
-// variants: OUT=float,bf16,half
+// The sum of the parts of a product whose depth was split, in a fixed order, and what its epilogue adds.
+// variants: OUT=float,bf16,half VEC=0,1
 //
 // out[row][column] = sum over splits of partials[split][row][column], + bias[column] + emb[row / rows_per_image][column]
 // + addend[row][column]. partials: float (splits, rows, columns); out: OUT with rows of ldo elements, overwritten; addend:
-// OUT like out, or null, or out itself; bias (columns,) and emb: float or null. Any launch shape (grid-stride).
+// OUT like out, or null, or out itself; bias (columns,) and emb: float or null; rows · columns < 2^32.
+// VEC=1: columns and ldo are multiples of 4, all arrays aligned to 4 elements; a thread then adds 4 columns.
+// Launch: 64 × `lanes` threads, each lane adding every lanes-th split; grid ceil(rows · columns / (64 · 4 or 1)).
 #include "common.cuh"
 
-extern "C" __global__ void sum_splits(const float* __restrict__ partials, const float* __restrict__ bias, const float* __restrict__ emb,
-                                      const OUT* addend, OUT* out, int splits, i64 rows, int columns, i64 ldo, int rows_per_image) {
-    i64 count = rows * columns;
-    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (i64)gridDim.x * blockDim.x) {
-        float sum = 0.0f;
+constexpr int V = VEC ? 4 : 1, WIDTH = 64, LANES = 4;
+
+template <typename S> struct __align__(V * sizeof(S)) Part { S v[V]; };
+
+extern "C" __global__ void __launch_bounds__(WIDTH * LANES)
+sum_splits(const float* __restrict__ partials, const float* __restrict__ bias, const float* __restrict__ emb, const OUT* addend,
+           OUT* out, int splits, i64 rows, int columns, i64 ldo, int rows_per_image) {
+    __shared__ Part<float> sums[LANES][WIDTH];
+    i64 count = rows * columns, i = ((i64)blockIdx.x * WIDTH + threadIdx.x) * V;
+    Part<float> sum = {};
+    if (i < count) {
 #pragma unroll 4
-        for (int s = 0; s < splits; s++) sum += partials[s * count + i];
-        i64 row = i / columns;
-        int column = i - row * columns;
-        if (bias) sum += bias[column];
-        if (emb) sum += emb[row / rows_per_image * columns + column];
-        if (addend) sum += to_float(addend[row * ldo + column]);
-        out[row * ldo + column] = from_float<OUT>(sum);
+        for (int s = threadIdx.y; s < splits; s += blockDim.y) {
+            Part<float> part = *reinterpret_cast<const Part<float>*>(partials + s * count + i);
+#pragma unroll
+            for (int k = 0; k < V; k++) sum.v[k] += part.v[k];
+        }
     }
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y > 0 || i >= count) return;
+    u32 row = (u32)i / columns, column = (u32)i % columns;
+    Part<OUT> before = {}, result;
+    if (addend) before = *reinterpret_cast<const Part<OUT>*>(addend + (i64)row * ldo + column);
+#pragma unroll
+    for (int k = 0; k < V; k++) {
+        float total = sum.v[k];
+        for (int lane = 1; lane < blockDim.y; lane++) total += sums[lane][threadIdx.x].v[k];
+        if (bias) total += bias[column + k];
+        if (emb) total += emb[(i64)(row / rows_per_image) * columns + column + k];
+        result.v[k] = from_float<OUT>(addend ? total + to_float(before.v[k]) : total);
+    }
+    *reinterpret_cast<Part<OUT>*>(out + (i64)row * ldo + column) = result;
 }

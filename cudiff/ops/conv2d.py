@@ -12,6 +12,7 @@ import numpy as np
 
 from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.module import empty, gradient_target
+from cudiff.ops import conv2d_sm90
 from cudiff.ops.gemm import Epilogue, aligned, product
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
 from cudiff.ops.reduce import sum_array
@@ -129,36 +130,43 @@ def out_size(size: tuple[int, ...], kernel: tuple[int, ...], stride: Pair, paddi
     return height, width
 
 
-def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair, epilogue: Epilogue,
-               tf32: bool) -> Array:
-    """Convolution, written to out (N, Ho, Wo, K), and what the epilogue adds."""
+def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair, epilogue: Epilogue, tf32: bool,
+               statistics: bool = False) -> Array | None:
+    """Convolution, written to out (N, Ho, Wo, K), and what the epilogue adds.
+
+    Returns out's sums and sums of squares, float32 (N, tiles, K, 2), if `statistics` and the kernel makes them.
+    """
     epilogue = epilogue._replace(rows_per_image=out.shape[1] * out.shape[2])
+    if conv2d_sm90.suits(x, weight, out, stride, padding):
+        return conv2d_sm90.fprop(x, weight, out, epilogue, statistics=statistics)
     if _is_linear(weight.shape[1:3], stride, padding):
         linear_cuda(x, weight.reshape(weight.shape[0], -1), epilogue, tf32, out.reshape(1, -1, out.shape[3]))
     else:
         _launch("FPROP", x, weight, out, (x.shape, weight.shape, out.shape), stride, padding, epilogue, tf32)
-    return out
+    return None
 
 
 def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pair, epilogue: Epilogue,
-               tf32: bool) -> Array:
+               tf32: bool) -> None:
     """Gradient of the input, written to dx (N, H, W, C), and what the epilogue adds."""
     epilogue = epilogue._replace(rows_per_image=dx.shape[1] * dx.shape[2])
-    if _is_linear(weight.shape[1:3], stride, padding):
+    if conv2d_sm90.suits(dout, weight, dx, stride, padding):
+        conv2d_sm90.fprop(dout, weight, dx, epilogue, transposed=True)
+    elif _is_linear(weight.shape[1:3], stride, padding):
         linear_dx_cuda(dout, weight.reshape(weight.shape[0], -1), dx.reshape(1, -1, dx.shape[3]), epilogue, tf32)
     else:
         _launch("DGRAD", dout, weight, dx, (dx.shape, weight.shape, dout.shape), stride, padding, epilogue, tf32)
-    return dx
 
 
-def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pair, add: bool, tf32: bool) -> Array:
+def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pair, add: bool, tf32: bool) -> None:
     """Gradient of the weight, written or added to dweight (K, R, S, C), float32."""
-    if _is_linear(dweight.shape[1:3], stride, padding):
+    if conv2d_sm90.suits(x, dweight, dout, stride, padding):
+        conv2d_sm90.wgrad(x, dout, dweight, add)
+    elif _is_linear(dweight.shape[1:3], stride, padding):
         linear_dweight_cuda(x, dout, dweight.reshape(dweight.shape[0], -1), add, tf32)
     else:
         epilogue = Epilogue(addend=dweight if add else None)
         _launch("WGRAD", dout, x, dweight, (x.shape, dweight.shape, dout.shape), stride, padding, epilogue, tf32)
-    return dweight
 
 
 def _is_linear(kernel: Pair, stride: Pair, padding: Pair) -> bool:
@@ -221,7 +229,10 @@ class Conv2d(Function):
         ctx.stride, ctx.padding, ctx.tf32 = stride, padding, tf32
         size = out_size(x.shape[1:3], weight.shape[1:3], stride, padding)
         out = empty((x.shape[0], *size, weight.shape[0]), x.dtype)
-        return fprop_cuda(x, weight, out, stride, padding, Epilogue(bias=as_float32(bias)), tf32)
+        ctx.out_partials = fprop_cuda(
+            x, weight, out, stride, padding, Epilogue(bias=as_float32(bias)), tf32, statistics=True
+        )
+        return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
@@ -269,7 +280,8 @@ class ConvTranspose2d(Function):
         ctx.save(x, weight)
         ctx.stride, ctx.padding, ctx.tf32 = stride, padding, tf32
         out = empty((x.shape[0], *size, weight.shape[3]), x.dtype)
-        return dgrad_cuda(x, weight, out, stride, padding, Epilogue(bias=as_float32(bias)), tf32)
+        dgrad_cuda(x, weight, out, stride, padding, Epilogue(bias=as_float32(bias)), tf32)
+        return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):

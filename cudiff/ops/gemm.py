@@ -119,7 +119,19 @@ def product(stem: str, a: Array, b: Array, out: Array, pitch: int, dims: tuple, 
     partials = empty((chosen.splits, batches * rows, columns), float32)
     args = (a, b, None, None, None, partials, np.int64(columns), 1, chosen.k_tiles, *dims)
     launch(stem, stem, grid, threads, args, shared, OUT=float32, **constants)
-    extent = (chosen.splits, np.int64(batches * rows), columns, np.int64(pitch), epilogue.rows_per_image)
-    count = blocks(batches * rows * columns, 256)
-    launch("gemm", "sum_splits", count, 256, (partials, *extra, out, *extent), OUT=out.dtype)
+    sum_splits(partials, out, epilogue, pitch)
     return out
+
+
+def sum_splits(partials: Array, out: Array, epilogue: Epilogue, pitch: int) -> None:
+    """out = the sum of partials (splits, rows, columns) in their order, and what the epilogue adds; `pitch` elements a
+    row of out."""
+    splits, rows, columns = partials.shape
+    places = [address(array) % (4 * out.itemsize) for array in (out, epilogue.addend) if array is not None]
+    whole = columns % 4 == pitch % 4 == max(places) == 0
+    launch(
+        "gemm", "sum_splits", blocks(rows * columns, 256 if whole else 64), (64, min(4, splits)),
+        (partials, epilogue.bias, epilogue.emb, epilogue.addend, out, splits, np.int64(rows), columns, np.int64(pitch),
+         epilogue.rows_per_image),
+        OUT=out.dtype, VEC=int(whole),
+    )

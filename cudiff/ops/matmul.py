@@ -8,6 +8,7 @@ import numpy as np
 
 from cudiff.backend import Array, array_module, compute_dtype, float32
 from cudiff.cuda.module import empty, gradient_target
+from cudiff.ops import conv2d_sm90
 from cudiff.ops.gemm import Epilogue, aligned, product
 from cudiff.ops.reduce import sum_array, sum_to
 from cudiff.ops.shape import contiguous_cuda, reshape
@@ -180,16 +181,30 @@ def _rows(x: Array) -> Array:
 
 def linear_cuda(x: Array, weight: Array, epilogue: Epilogue, tf32: bool, out: Array | None = None) -> Array:
     """x (..., C) · weight (K, C) transposed, plus the epilogue → (1, rows, K)."""
+    if out is None:
+        out = empty((1, x.size // x.shape[-1], weight.shape[0]), x.dtype)
+    images = conv2d_sm90.as_image(x), weight[:, None, None], conv2d_sm90.as_image(out)
+    if conv2d_sm90.suits(*images):
+        conv2d_sm90.fprop(*images, epilogue)
+        return out
     return multiply(_rows(x), weight[None], transpose_b=True, out=out, epilogue=epilogue, tf32=tf32)
 
 
 def linear_dx_cuda(dout: Array, weight: Array, dx: Array, epilogue: Epilogue, tf32: bool) -> None:
     """dx (..., C) = dout (..., K) · weight (K, C), plus the epilogue."""
-    multiply(_rows(dout), weight[None], out=_rows(dx), epilogue=epilogue, tf32=tf32)
+    images = conv2d_sm90.as_image(dout), weight[:, None, None], conv2d_sm90.as_image(dx)
+    if conv2d_sm90.suits(*images):
+        conv2d_sm90.fprop(*images, epilogue, transposed=True)
+    else:
+        multiply(_rows(dout), weight[None], out=_rows(dx), epilogue=epilogue, tf32=tf32)
 
 
 def linear_dweight_cuda(x: Array, dout: Array, dweight: Array, add: bool, tf32: bool) -> None:
     """dweight (K, C) float32 = or += dout (..., K) transposed · x (..., C)."""
+    images = conv2d_sm90.as_image(x), dweight[:, None, None], conv2d_sm90.as_image(dout)
+    if conv2d_sm90.suits(*images):
+        conv2d_sm90.wgrad(images[0], images[2], images[1], add)
+        return
     dweight = dweight[None]
     epilogue = Epilogue(addend=dweight if add else None)
     multiply(_rows(dout), _rows(x), transpose_a=True, out=dweight, epilogue=epilogue, tf32=tf32)

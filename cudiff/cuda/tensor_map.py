@@ -1,0 +1,51 @@
+"""Tensor maps: how Hopper's bulk tensor copies (TMA) are told where an array lies and what box of it to bring."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import numpy as np
+
+from cudiff.backend import Array, bfloat16, float16
+from cudiff.errors import CudiffError
+
+_TYPES = {float16: 6, bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_FLOAT16 and _BFLOAT16
+_MAP = np.dtype([("words", np.uint64, 16)])
+_SWIZZLE_128B, _PROMOTE_256B = 3, 3
+
+
+def tensor_map(array: Array, box: tuple[int, ...]) -> np.ndarray:
+    """The 128 bytes of a CUtensorMap for boxes of `box` elements of a CUDA array, to be passed to a kernel by value.
+
+    float16 or bfloat16, up to 5 axes, the last one contiguous; the box's last axis is 64 elements, which are swizzled
+    in 128 bytes. Array and strides are multiples of 16 bytes. Raises CudiffError where the driver refuses.
+    """
+    return _encode(array.data.ptr, _TYPES[array.dtype], array.shape, array.strides[:-1], box)
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.lru_cache(maxsize=4096)
+def _encode(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int, ...],
+            box: tuple[int, ...]) -> np.ndarray:
+    rank = len(shape)
+
+    def reversed_array(of: Any, values: tuple[int, ...]) -> ctypes.Array:
+        return (of * len(values))(*reversed(values))  # the driver counts axes from the innermost
+
+    buffer = (ctypes.c_uint64 * 32)()
+    address = -(-ctypes.addressof(buffer) // 64) * 64  # a CUtensorMap starts at a multiple of 64 bytes
+    status = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(address), kind, rank, ctypes.c_void_p(pointer), reversed_array(ctypes.c_uint64, shape),
+        reversed_array(ctypes.c_uint64, strides), reversed_array(ctypes.c_uint32, box),
+        (ctypes.c_uint32 * rank)(*[1] * rank), 0, _SWIZZLE_128B, _PROMOTE_256B, 0,
+    )
+    if status:
+        raise CudiffError(f"the driver refuses a tensor map of shape {shape} and box {box} (error {status})")
+    words = (ctypes.c_uint64 * 16).from_address(address)
+    return np.array([tuple([list(words)])], _MAP)

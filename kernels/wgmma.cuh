@@ -1,0 +1,111 @@
+// Hopper's asynchronous machinery (sm_90a): barriers in shared memory, the bulk tensor copy (TMA), and wgmma.
+//
+// Tiles in shared memory have lines of 128 bytes (64 elements), 16-byte chunks XOR-swizzled by the line's address bits
+// 7 to 9, as TMA writes and wgmma reads them; every tile starts at a multiple of 1024 bytes. A tile is K-major where a
+// line runs along the depth of the product, and MN-major where it runs along its rows or columns.
+#pragma once
+#include "mma.cuh"
+
+struct __align__(64) TensorMap { u64 words[16]; };  // a CUtensorMap, made by cudiff/cuda/tensor_map.py
+
+__device__ __forceinline__ void barrier_init(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile("{\n.reg .pred done;\nagain: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}"
+                 ::"r"(barrier), "r"(parity) : "memory");
+}
+
+// Copy the map's box at these element coordinates (innermost first; outside the tensor: zeros) to `target`; `barrier`
+// counts its bytes.
+__device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 barrier, int i0, int i1, int i2) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+                 ::"r"(target), "l"((u64)&map), "r"(i0), "r"(i1), "r"(i2), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 barrier, int i0, int i1, int i2, int i3) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
+                 ::"r"(target), "l"((u64)&map), "r"(i0), "r"(i1), "r"(i2), "r"(i3), "r"(barrier) : "memory");
+}
+
+// `stages` buffers that one producer thread fills in turn and a number of warpgroups read. Each side walks a Ring of its
+// own over the same shared memory. Barriers: `stages` of them "full", then as many "empty", 8 bytes each.
+struct Ring {
+    u32 buffers, bytes, barriers;
+    int stages, stage = 0;
+    u32 phase = 0;
+
+    __device__ __forceinline__ Ring(u32 buffers, u32 bytes, int stages, u32 barriers)
+        : buffers(buffers), bytes(bytes), barriers(barriers), stages(stages) {}
+    __device__ __forceinline__ void init(int consumers) const {
+        for (int i = 0; i < stages; i++) barrier_init(full(i), 1), barrier_init(empty(i), consumers);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __device__ __forceinline__ u32 full(int i) const { return barriers + 8 * i; }
+    __device__ __forceinline__ u32 empty(int i) const { return barriers + 8 * (stages + i); }
+    __device__ __forceinline__ u32 buffer() const { return buffers + stage * bytes; }
+    __device__ __forceinline__ void advance() {
+        if (++stage == stages) stage = 0, phase ^= 1;
+    }
+    // Producer: wait until the next buffer is free and announce its bytes; returns the barrier that counts them.
+    __device__ __forceinline__ u32 acquire() const {
+        barrier_wait(empty(stage), phase ^ 1);
+        barrier_expect(full(stage), bytes);
+        return full(stage);
+    }
+    // Consumer: wait for the next buffer's data; say that it was read (one thread a warpgroup) and go on.
+    __device__ __forceinline__ void wait() const { barrier_wait(full(stage), phase); }
+    __device__ __forceinline__ void release() {
+        if (threadIdx.x % 128 == 0) barrier_arrive(empty(stage));
+        advance();
+    }
+};
+
+// The descriptor of a swizzled tile at `address`. `block`: bytes from 64 columns to the next 64 of an MN-major tile.
+__device__ __forceinline__ u64 tile_descriptor(u32 address, u32 block = 16) {
+    return (u64)((address & 0x3ffff) >> 4) | (u64)(block >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+}
+// What to add to a descriptor to go 16 deeper.
+template <bool MN_MAJOR> constexpr u64 DEPTH_STEP = (MN_MAJOR ? 16 * 128 : 16 * 2) >> 4;
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// c += a·b: 64 rows, 16 deep, and as many columns as a warpgroup's c holds (64, 96, 128 or 192); `S` is the operands'
+// type. Lane (g = lane / 4, t = lane % 4) of warp w holds, of row 16 w + g, columns 8 j + 2 t and the next in c[4 j] and
+// c[4 j + 1], and of row 16 w + g + 8 in c[4 j + 2] and c[4 j + 3].
+#define NAMES_32 \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define NAMES_48 NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define NAMES_64 NAMES_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define NAMES_96 NAMES_64 \
+    ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
+    ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define C_8(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
+#define C_32 C_8(0), C_8(8), C_8(16), C_8(24)
+#define C_48 C_32, C_8(32), C_8(40)
+#define C_64 C_48, C_8(48), C_8(56)
+#define C_96 C_64, C_8(64), C_8(72), C_8(80), C_8(88)
+
+#define DEFINE_WGMMA(S, TYPE, N, COUNT, A, B, TRANSPOSE_A, TRANSPOSE_B)                                              \
+    template <bool A_MN_MAJOR, bool B_MN_MAJOR> __device__ __forceinline__ void wgmma(const S*, float (&c)[COUNT], u64 a, u64 b) { \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES_##COUNT "}, %" #A ", %" #B   \
+                     ", 1, 1, 1, %" #TRANSPOSE_A ", %" #TRANSPOSE_B ";"                                              \
+                     : C_##COUNT : "l"(a), "l"(b), "n"(A_MN_MAJOR), "n"(B_MN_MAJOR));                                \
+    }
+#define DEFINE_WGMMAS(S, TYPE)                     \
+    DEFINE_WGMMA(S, TYPE, 64, 32, 32, 33, 34, 35)  \
+    DEFINE_WGMMA(S, TYPE, 96, 48, 48, 49, 50, 51)  \
+    DEFINE_WGMMA(S, TYPE, 128, 64, 64, 65, 66, 67) \
+    DEFINE_WGMMA(S, TYPE, 192, 96, 96, 97, 98, 99)
+DEFINE_WGMMAS(bf16, "bf16")
+DEFINE_WGMMAS(half, "f16")

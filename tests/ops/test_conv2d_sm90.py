@@ -1,0 +1,103 @@
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cudiff import ops
+from cudiff.ops import conv2d_sm90
+from cudiff.tensor import Tensor
+from tests.check import relative_error
+
+pytestmark = pytest.mark.gpu
+
+# (N, H, W, C), (K, R, S)
+SHAPES = [
+    ((2, 64, 64, 64), (64, 3, 3)), ((2, 32, 32, 128), (128, 3, 3)), ((2, 16, 16, 192), (192, 3, 3)),
+    ((3, 8, 8, 256), (256, 3, 3)), ((2, 9, 11, 72), (40, 3, 3)), ((1, 6, 6, 16), (136, 3, 3)),
+    ((3, 20, 12, 128), (128, 1, 1)), ((2, 28, 28, 64), (128, 3, 3)), ((3, 7, 7, 128), (256, 3, 3)),
+    ((1, 13, 100, 24), (72, 1, 3)), ((2, 5, 40, 64), (192, 1, 3)), ((2, 33, 17, 448), (192, 3, 3)),
+    ((1, 1, 1, 8), (8, 3, 3)), ((2, 64, 64, 8), (8, 3, 3)), ((1, 4, 128, 16), (24, 3, 5)),
+]
+
+
+@pytest.fixture
+def hopper(device):
+    """Skips where the kernels under test are not those that `conv2d` would take."""
+    from cudiff.cuda.module import architecture
+
+    if architecture() != "sm_90a":
+        pytest.skip("these kernels are for sm_90a")
+
+
+def run(arrays, padding):
+    """out, its partials, dx, dweight, dbias of one convolution on the GPU."""
+    x, weight, bias, dout = (Tensor(array, device="cuda") for array in arrays)
+    x, weight, bias = (Tensor(t.data, requires_grad=True) for t in (x, weight, bias))
+    out = ops.conv2d(x, weight, bias, padding=padding)
+    out.backward(dout.data)
+    return out, out.partials, *(Tensor(t.grad) for t in (x, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("shape, kernel", SHAPES, ids=str)
+def test_against_numpy_and_the_portable_kernels(hopper, monkeypatch, rng, shape, kernel, dtype):
+    padding = (kernel[1] // 2, kernel[2] // 2)
+    shapes = (shape, (*kernel, shape[3]), kernel[:1], (*shape[:3], kernel[0]))
+    arrays = [rng.standard_normal(s).astype(dtype) for s in shapes]
+    arrays[1:3] = [array.astype(np.float32) for array in arrays[1:3]]
+    wide = [array.astype(np.float64) for array in arrays]
+    x, weight, bias = (Tensor(array, requires_grad=True) for array in wide[:3])
+    out = ops.conv2d(x, weight, bias, padding=padding)
+    out.backward(wide[3])
+    expected = (out.numpy(), x.grad, weight.grad, bias.grad)
+    low = 4e-3 if dtype == ml_dtypes.bfloat16 else 6e-4
+
+    got, partials, *gradients = run(arrays, padding)
+    assert partials is not None and partials.shape[0] == shape[0]
+    for result, reference, tolerance in zip((got, *gradients), expected, (low, low, 1e-5, 1e-5), strict=True):
+        assert relative_error(result.numpy(), reference) < tolerance
+    rounded, sums = got.numpy().astype(np.float64), Tensor(partials).numpy().astype(np.float64).sum(1)
+    assert np.allclose(sums[..., 0], rounded.sum((1, 2)), rtol=1e-4, atol=1e-3 * np.sqrt(rounded[0, ..., 0].size))
+    assert relative_error(sums[..., 1], (rounded**2).sum((1, 2))) < 1e-5
+
+    monkeypatch.setenv("CUDIFF_PORTABLE", "1")
+    portable, none, *others = run(arrays, padding)
+    assert none is None
+    for result, reference, tolerance in zip((portable, *others), expected, (low, low, 1e-5, 1e-5), strict=True):
+        assert relative_error(result.numpy(), reference) < tolerance
+
+
+@pytest.mark.parametrize("tile", conv2d_sm90.TILES, ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_every_tile(hopper, rng, tile, transposed):
+    import cupy
+
+    from cudiff.ops.gemm import Epilogue
+
+    shape, outputs = (2, 11, 19, 136), 200
+    x = rng.standard_normal(shape).astype(ml_dtypes.bfloat16)
+    weight = rng.standard_normal((shape[3], 3, 3, outputs) if transposed else (outputs, 3, 3, shape[3]))
+    weight = weight.astype(ml_dtypes.bfloat16)
+    bias, emb = rng.standard_normal(outputs).astype(np.float32), rng.standard_normal((2, outputs)).astype(np.float32)
+    addend = rng.standard_normal((*shape[:3], outputs)).astype(ml_dtypes.bfloat16)
+    wide = weight.astype(np.float64)
+    wide = wide[:, ::-1, ::-1].transpose(3, 1, 2, 0).copy() if transposed else wide
+    expected = ops.conv2d(Tensor(x.astype(np.float64)), Tensor(wide), padding=1).numpy()
+    expected += bias + emb[:, None, None] + addend.astype(np.float64)
+    out, *operands = (Tensor(array, device="cuda").data for array in (addend, x, weight, bias, emb))
+    epilogue = Epilogue(operands[2], operands[3], out)
+    assert conv2d_sm90.fprop(*operands[:2], out, epilogue, transposed, tile=tile) is None
+    assert relative_error(cupy.asnumpy(out), expected) < 4e-3
+
+
+@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("kernel", [(3, 3), (1, 1)])
+def test_wgrad_in_parts_adds_to_what_is_there(hopper, rng, groups, splits, kernel):
+    x, dout = (rng.standard_normal((2, 12, 9, c)).astype(ml_dtypes.bfloat16) for c in (200, 136))
+    weight = Tensor(np.zeros((136, *kernel, 200)), requires_grad=True)
+    ops.conv2d(Tensor(x.astype(np.float64)), weight, padding=kernel[0] // 2).backward(dout.astype(np.float64))
+    before = rng.standard_normal(weight.shape).astype(np.float32)
+    dweight = Tensor(before, device="cuda").data
+    operands = [Tensor(array, device="cuda").data for array in (x, dout)]
+    conv2d_sm90.wgrad(*operands, dweight, True, groups=groups, splits=splits)
+    assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < 1e-5
