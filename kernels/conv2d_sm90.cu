@@ -1,13 +1,13 @@
 // Convolution of stride 1 that keeps the image's size, on Hopper: TMA brings the operands, wgmma multiplies them.
 // architectures: sm_90a
-// variants: PASS=FPROP T=bf16 BM=256 BN=64 GROUPS=2 BLOCKS=1 R=3
-// variants: PASS=FPROP,DGRAD T=bf16 BM=256 BN=128 GROUPS=2 BLOCKS=1 R=3
-// variants: PASS=FPROP,DGRAD T=bf16,half BM=128 BN=96 GROUPS=2 BLOCKS=1 R=3
-// variants: PASS=FPROP,DGRAD T=bf16 BM=64 BN=64 GROUPS=1 BLOCKS=2 R=1,3
-// variants: PASS=FPROP,DGRAD T=bf16 BM=128 BN=64 GROUPS=1,2 BLOCKS=2 R=1,3
+// variants: PASS=FPROP,DGRAD T=bf16 BM=256 BN=128,64 GROUPS=2 BLOCKS=1 R=3,1 STATISTICS=0,1
+// variants: PASS=FPROP,DGRAD T=bf16,half BM=128 BN=128,96 GROUPS=2 BLOCKS=1 R=3 STATISTICS=0,1
+// variants: PASS=FPROP,DGRAD T=bf16 BM=128 BN=64 GROUPS=1 BLOCKS=2 R=3,1 STATISTICS=0,1
+// variants: PASS=FPROP,DGRAD T=bf16 BM=64 BN=64,96 GROUPS=1 BLOCKS=2 R=3,1 STATISTICS=0,1
+// variants: PASS=FPROP,DGRAD T=bf16 BM=64 BN=128 GROUPS=1 BLOCKS=1 R=3 STATISTICS=0,1
 //
 // x: T (N, H, W, C); out, addend: T (N, H, W, K), addend null or `out` itself; bias: float (K) or null; emb: float (N, K)
-// or null; partials: float2 (N, tiles, K) or null, receives each tile's sums of the rounded out and of its squares.
+// or null; partials: float2 (N, tiles, K), receives each tile's sums of the rounded out and of its squares if STATISTICS.
 //   FPROP  out[pixel][k] = patch of x[pixel][r,s,c] · weight[k][r,s,c] + bias[k] + emb[n][k] + addend[pixel][k]
 //   DGRAD  the same with weight[c][R-1-r][S-1-s][k]: x is dout, out is dx, K the channels of dx
 // R (a constant) and S are odd; C and K are multiples of 8; out has less than 2^32 elements.
@@ -17,7 +17,7 @@
 // shifted by s and padded with zeros by TMA, serves all vertical taps: tap r starts r · width lines further down. Slabs
 // and weight tiles (64 channels of one tap) have a ring each.
 // Maps: x {C, W, H, N}, box {64, width, rows + R - 1, 1}; FPROP weight {C, R·S, K}, box {64, 1, BN}; DGRAD weight
-// {K, R·S, C}, box {64, 1, 64}.
+// {K, R·S, C}, box {64, 1, 64}; out {K, W, H, N}, box {32, width, rows, 1}.
 // BLOCKS share a multiprocessor, so that one multiplies while another reads its first or writes its results.
 // Launch: GROUPS consumer warpgroups and one that produces; grid (N · tiles, ceil(K / BN)), tiles = ceil(H / rows).
 #include "wgmma.cuh"
@@ -29,25 +29,14 @@ constexpr int MI = BM / GROUPS / 64;                   // m64 blocks of a warpgr
 constexpr int LINE = 128, CHUNK = 64;                  // bytes and channels of a line of shared memory
 constexpr int B_BYTES = (PASS == DGRAD ? CEIL_DIV(BN, 64) * 64 : BN) * LINE;
 
-// Lanes a and b exchange: the one with `upper` set gives its low word and gets it replaced, the other its high word.
-__device__ __forceinline__ void exchange(u32& low, u32& high, int distance) {
-    bool upper = threadIdx.x & distance;
-    u32 received = __shfl_xor_sync(~0u, upper ? low : high, distance);
-    low = upper ? received : low, high = upper ? high : received;
-}
-
-// The four lanes of a quad hold four words each: word j of lane t goes to word t of lane j.
-__device__ __forceinline__ void transpose_quad(uint4& words) {
-    exchange(words.x, words.y, 1), exchange(words.z, words.w, 1);
-    exchange(words.x, words.z, 2), exchange(words.y, words.w, 2);
-}
-
-// Two neighbouring elements plus products and offsets, rounded; totals: sum and square of the first, of the second.
-__device__ __forceinline__ u32 add_and_round(u32 pair, float first, float second, float2 offset, bool inside, float* totals) {
-    T a = from_float<T>(first + offset.x + to_float(T{(u16)pair}));
-    T b = from_float<T>(second + offset.y + to_float(T{(u16)(pair >> 16)}));
-    float x = inside ? to_float(a) : 0.0f, y = inside ? to_float(b) : 0.0f;
-    totals[0] += x, totals[1] += x * x, totals[2] += y, totals[3] += y * y;
+// Two neighbouring products plus offsets and elements, rounded; totals: sum and square of the first, of the second.
+__device__ __forceinline__ u32 add_and_round(const float* products, float2 offset, u32 more, bool counts, float* totals) {
+    T a = from_float<T>(products[0] + offset.x + to_float(T{(u16)more}));
+    T b = from_float<T>(products[1] + offset.y + to_float(T{(u16)(more >> 16)}));
+    if (STATISTICS) {
+        float x = counts ? to_float(a) : 0.0f, y = counts ? to_float(b) : 0.0f;
+        totals[0] += x, totals[1] += x * x, totals[2] += y, totals[3] += y * y;
+    }
     return a.bits | (u32)b.bits << 16;
 }
 
@@ -63,8 +52,8 @@ template <int COUNT = 8> __device__ __forceinline__ void add_rows(float (&values
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight, const float* bias,
-            const float* emb, const T* addend, T* out, float2* partials, int H, int W, int C, int K, int S,
+conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
+            const __grid_constant__ TensorMap out, const float* bias, const float* emb, const T* addend, float2* partials, int H, int W, int C, int K, int S,
             int rows, int width, int a_stages, int b_stages) {
     extern __shared__ __align__(1024) u8 shared[];
     u32 base = shared_address(shared);
@@ -95,7 +84,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     }
 
     int group = threadIdx.x / 128;
-    float acc[MI][BN / 2] = {};
+    float acc[MI][BN / 2];
     Ring a_read = a, b_read = b;
     for (int i = 0; i < chunks * S; i++, a.advance()) {
         a.wait();
@@ -110,10 +99,10 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
 #pragma unroll
                 for (int k = 0; k < CHUNK / 16; k++)
                     wgmma<false, PASS == DGRAD>((T*)nullptr, acc[m], at_a + m * (64 * LINE >> 4) + k * DEPTH_STEP<false>,
-                                                at_b + k * DEPTH_STEP<PASS == DGRAD>);
+                                                at_b + k * DEPTH_STEP<PASS == DGRAD>, i > 0 || r > 0 || k > 0);
+            wgmma_commit();
         }
-        wgmma_commit();
-        wgmma_wait<1>();
+        wgmma_wait<R>();  // all but this slab's products are done
         if (i == 0) continue;
         a_read.release();
 #pragma unroll
@@ -121,52 +110,63 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     }
     wgmma_wait<0>();
 
+    // Through shared memory, free now, to whole lines of the result: blocks of 32 channels, chunks swizzled as TMA reads.
     auto consumers_meet = [] { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); };
-    float2* sums = reinterpret_cast<float2*>(shared);  // [warp][BN]
-    if (partials) consumers_meet();
+    consumers_meet();
+    float2* sums = reinterpret_cast<float2*>(shared + BM * BN * sizeof(T));  // [warp][BN]
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad_lane = lane % 4;
+    int first_line = group * MI * 64 + warp % 4 * 16;
+    u32 at[MI * 2], inside = 0;  // where each row of this lane lies in the result, and whether it does
 #pragma unroll
-    for (int q = 0; q < BN / 32; q++) {  // 32 columns: this lane has 8 of each row, and stores 8 that follow each other
-        int k = k0 + q * 32 + quad_lane * 8;
+    for (int m = 0; m < MI * 2; m++) {
+        int p = first_line + m / 2 * 64 + m % 2 * 8 + lane / 4, row = p / width, w = p % width;
+        at[m] = ((n * H + h0 + row) * W + w) * K + k0 + quad_lane * 2;
+        inside |= (row < rows && h0 + row < H && w < W) << m;
+    }
+#pragma unroll
+    for (int q = 0; q < BN / 32; q++) {
+        float2 offset[4] = {};
         float total[16] = {};
-        auto offset = [&](int j) {
-            int at = k0 + q * 32 + j * 8 + quad_lane * 2;
-            float2 sum = bias && at < K ? *reinterpret_cast<const float2*>(bias + at) : make_float2(0.0f, 0.0f);
-            if (emb && at < K) {
-                float2 more = *reinterpret_cast<const float2*>(emb + n * K + at);
-                sum.x += more.x, sum.y += more.y;
-            }
-            return sum;
-        };
 #pragma unroll
-        for (int m = 0; m < MI * 2; m++) {
-            int p = group * MI * 64 + m / 2 * 64 + warp % 4 * 16 + m % 2 * 8 + lane / 4;
-            int row = p / width, w = p % width;
-            bool inside = row < rows && h0 + row < H && w < W;
-            u32 at = ((n * H + h0 + row) * W + w) * K + k;
-            uint4 pairs = make_uint4(0, 0, 0, 0);
-            if (addend) {
-                if (inside && k < K) pairs = *reinterpret_cast<const uint4*>(addend + at);
-                transpose_quad(pairs);
+        for (int j = 0; j < 4; j++) {
+            int k = k0 + q * 32 + j * 8 + quad_lane * 2;
+            if (bias && k < K) offset[j] = *reinterpret_cast<const float2*>(bias + k);
+            if (emb && k < K) {
+                float2 more = *reinterpret_cast<const float2*>(emb + n * K + k);
+                offset[j].x += more.x, offset[j].y += more.y;
             }
-            const float* c = acc[m / 2] + 16 * q + m % 2 * 2;
-            pairs.x = add_and_round(pairs.x, c[0], c[1], offset(0), inside, total);
-            pairs.y = add_and_round(pairs.y, c[4], c[5], offset(1), inside, total + 4);
-            pairs.z = add_and_round(pairs.z, c[8], c[9], offset(2), inside, total + 8);
-            pairs.w = add_and_round(pairs.w, c[12], c[13], offset(3), inside, total + 12);
-            transpose_quad(pairs);
-            if (inside && k < K) *reinterpret_cast<uint4*>(out + at) = pairs;
         }
-        if (partials) {
+#pragma unroll
+        for (int m = 0; m < MI; m++) {
+            u32 words[8];
+#pragma unroll
+            for (int i = 0; i < 8; i++) {  // column block i / 2, upper or lower row
+                int j = i / 2, row = 2 * m + i % 2;
+                bool counts = inside >> row & 1;
+                u32 more = 0;
+                if (addend && counts && k0 + q * 32 + j * 8 < K) more = *reinterpret_cast<const u32*>(addend + at[row] + q * 32 + j * 8);
+                words[i] = add_and_round(acc[m] + (4 * q + j) * 4 + i % 2 * 2, offset[j], more, counts, total + 4 * j);
+            }
+            int line = first_line + m * 64 + lane % 16, swizzle = line / 2 % 4, chunk = lane / 16;
+            u32 target = base + q * (BM * 64) + line * 64;
+            stmatrix(target + ((chunk ^ swizzle) << 4), words[0], words[1], words[2], words[3]);
+            stmatrix(target + ((chunk + 2 ^ swizzle) << 4), words[4], words[5], words[6], words[7]);
+        }
+        if (STATISTICS) {
             add_rows(total);
             sums[warp * BN + q * 32 + lane / 8 * 8 + quad_lane * 2 + lane / 4 % 2] = make_float2(total[0], total[1]);
         }
     }
-    if (!partials) return;
+    fence_writes();
     consumers_meet();
-    for (int j = threadIdx.x; j < BN && k0 + j < K; j += CONSUMERS) {
-        float2 total = sums[j];
-        for (int i = 1; i < CONSUMERS / 32; i++) total.x += sums[i * BN + j].x, total.y += sums[i * BN + j].y;
-        partials[((i64)n * tiles + tile) * K + k0 + j] = total;
+    if (threadIdx.x == 0) {
+        for (int q = 0; q < BN / 32; q++) tma_store(out, base + q * (BM * 64), k0 + q * 32, 0, h0, n);
+        tma_store_wait();
+    } else if (STATISTICS) {
+        for (int j = threadIdx.x - 1; j < BN && k0 + j < K; j += CONSUMERS - 1) {
+            float2 total = sums[j];
+            for (int i = 1; i < CONSUMERS / 32; i++) total.x += sums[i * BN + j].x, total.y += sums[i * BN + j].y;
+            partials[((i64)n * tiles + tile) * K + k0 + j] = total;
+        }
     }
 }

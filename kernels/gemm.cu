@@ -5,18 +5,18 @@
 // + addend[row][column]. partials: float (splits, rows, columns); out: OUT with rows of ldo elements, overwritten; addend:
 // OUT like out, or null, or out itself; bias (columns,) and emb: float or null; rows · columns < 2^32.
 // VEC=1: columns and ldo are multiples of 4, all arrays aligned to 4 elements; a thread then adds 4 columns.
-// Launch: 64 × `lanes` threads, each lane adding every lanes-th split; grid ceil(rows · columns / (64 · 4 or 1)).
+// Launch: (256 / lanes, lanes) threads, each adding every lanes-th split; grid ceil(rows · columns / (256 / lanes · (4 or 1))).
 #include "common.cuh"
 
-constexpr int V = VEC ? 4 : 1, WIDTH = 64, LANES = 4;
+constexpr int V = VEC ? 4 : 1, THREADS = 256;
 
 template <typename S> struct __align__(V * sizeof(S)) Part { S v[V]; };
 
-extern "C" __global__ void __launch_bounds__(WIDTH * LANES)
+extern "C" __global__ void __launch_bounds__(THREADS)
 sum_splits(const float* __restrict__ partials, const float* __restrict__ bias, const float* __restrict__ emb, const OUT* addend,
            OUT* out, int splits, i64 rows, int columns, i64 ldo, int rows_per_image) {
-    __shared__ Part<float> sums[LANES][WIDTH];
-    i64 count = rows * columns, i = ((i64)blockIdx.x * WIDTH + threadIdx.x) * V;
+    __shared__ Part<float> sums[THREADS];
+    i64 count = rows * columns, i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * V;
     Part<float> sum = {};
     if (i < count) {
 #pragma unroll 4
@@ -26,7 +26,7 @@ sum_splits(const float* __restrict__ partials, const float* __restrict__ bias, c
             for (int k = 0; k < V; k++) sum.v[k] += part.v[k];
         }
     }
-    sums[threadIdx.y][threadIdx.x] = sum;
+    sums[threadIdx.y * blockDim.x + threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y > 0 || i >= count) return;
     u32 row = (u32)i / columns, column = (u32)i % columns;
@@ -35,7 +35,7 @@ sum_splits(const float* __restrict__ partials, const float* __restrict__ bias, c
 #pragma unroll
     for (int k = 0; k < V; k++) {
         float total = sum.v[k];
-        for (int lane = 1; lane < blockDim.y; lane++) total += sums[lane][threadIdx.x].v[k];
+        for (int lane = 1; lane < blockDim.y; lane++) total += sums[lane * blockDim.x + threadIdx.x].v[k];
         if (bias) total += bias[column + k];
         if (emb) total += emb[(i64)(row / rows_per_image) * columns + column + k];
         result.v[k] = from_float<OUT>(addend ? total + to_float(before.v[k]) : total);

@@ -33,6 +33,22 @@ __device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 b
                  ::"r"(target), "l"((u64)&map), "r"(i0), "r"(i1), "r"(i2), "r"(i3), "r"(barrier) : "memory");
 }
 
+// Copy a box from shared memory to the map's tensor (what lies outside is left out); the calling thread waits until it
+// has been read. Before: every writer of `source` calls fence_writes(), and all meet.
+__device__ __forceinline__ void tma_store(const TensorMap& map, u32 source, int i0, int i1, int i2, int i3) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];"
+                 ::"l"((u64)&map), "r"(i0), "r"(i1), "r"(i2), "r"(i3), "r"(source) : "memory");
+}
+__device__ __forceinline__ void tma_store_wait() {
+    asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void fence_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Four matrices of 8 rows of 16 bytes, held as ldmatrix gives them; lane i gives the address of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void stmatrix(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
 // `stages` buffers that one producer thread fills in turn and a number of warpgroups read. Each side walks a Ring of its
 // own over the same shared memory. Barriers: `stages` of them "full", then as many "empty", 8 bytes each.
 struct Ring {
@@ -79,8 +95,9 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// c += a·b: 64 rows, 16 deep, and as many columns as a warpgroup's c holds (64, 96, 128 or 192); `S` is the operands'
-// type. Lane (g = lane / 4, t = lane % 4) of warp w holds, of row 16 w + g, columns 8 j + 2 t and the next in c[4 j] and
+// c = a·b, or c + a·b where `add`: 64 rows, 16 deep, and as many columns as a warpgroup's c holds (64, 96, 128 or 192);
+// `S` is the operands' type. No other instruction may touch c from the first product to wgmma_wait, not even to zero it:
+// ptxas would wait after each (C75xx in its log). Lane (g = lane / 4, t = lane % 4) of warp w holds, of row 16 w + g, columns 8 j + 2 t and the next in c[4 j] and
 // c[4 j + 1], and of row 16 w + g + 8 in c[4 j + 2] and c[4 j + 3].
 #define NAMES_32 \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
@@ -96,16 +113,17 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
 #define C_64 C_48, C_8(48), C_8(56)
 #define C_96 C_64, C_8(64), C_8(72), C_8(80), C_8(88)
 
-#define DEFINE_WGMMA(S, TYPE, N, COUNT, A, B, TRANSPOSE_A, TRANSPOSE_B)                                              \
-    template <bool A_MN_MAJOR, bool B_MN_MAJOR> __device__ __forceinline__ void wgmma(const S*, float (&c)[COUNT], u64 a, u64 b) { \
-        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES_##COUNT "}, %" #A ", %" #B   \
-                     ", 1, 1, 1, %" #TRANSPOSE_A ", %" #TRANSPOSE_B ";"                                              \
-                     : C_##COUNT : "l"(a), "l"(b), "n"(A_MN_MAJOR), "n"(B_MN_MAJOR));                                \
+#define DEFINE_WGMMA(S, TYPE, N, COUNT, A, B, TRANSPOSE_A, TRANSPOSE_B, ADD)                                         \
+    template <bool A_MN_MAJOR, bool B_MN_MAJOR> __device__ __forceinline__ void wgmma(const S*, float (&c)[COUNT], u64 a, u64 b, bool add) { \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                           \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES_##COUNT "}, %" #A ", %" #B \
+                     ", add, 1, 1, %" #TRANSPOSE_A ", %" #TRANSPOSE_B ";\n}"                                          \
+                     : C_##COUNT : "l"(a), "l"(b), "n"(A_MN_MAJOR), "n"(B_MN_MAJOR), "r"((int)add));                 \
     }
 #define DEFINE_WGMMAS(S, TYPE)                     \
-    DEFINE_WGMMA(S, TYPE, 64, 32, 32, 33, 34, 35)  \
-    DEFINE_WGMMA(S, TYPE, 96, 48, 48, 49, 50, 51)  \
-    DEFINE_WGMMA(S, TYPE, 128, 64, 64, 65, 66, 67) \
-    DEFINE_WGMMA(S, TYPE, 192, 96, 96, 97, 98, 99)
+    DEFINE_WGMMA(S, TYPE, 64, 32, 32, 33, 34, 35, 36)  \
+    DEFINE_WGMMA(S, TYPE, 96, 48, 48, 49, 50, 51, 52)  \
+    DEFINE_WGMMA(S, TYPE, 128, 64, 64, 65, 66, 67, 68) \
+    DEFINE_WGMMA(S, TYPE, 192, 96, 96, 97, 98, 99, 100)
 DEFINE_WGMMAS(bf16, "bf16")
 DEFINE_WGMMAS(half, "f16")

@@ -13,14 +13,15 @@ from cudiff.errors import CudiffError
 
 _TYPES = {float16: 6, bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_FLOAT16 and _BFLOAT16
 _MAP = np.dtype([("words", np.uint64, 16)])
-_SWIZZLE_128B, _PROMOTE_256B = 3, 3
+_SWIZZLES = {32: 2, 64: 3}  # CU_TENSOR_MAP_SWIZZLE_64B and _128B
+_PROMOTE_256B = 3
 
 
 def tensor_map(array: Array, box: tuple[int, ...]) -> np.ndarray:
     """The 128 bytes of a CUtensorMap for boxes of `box` elements of a CUDA array, to be passed to a kernel by value.
 
-    float16 or bfloat16, up to 5 axes, the last one contiguous; the box's last axis is 64 elements, which are swizzled
-    in 128 bytes. Array and strides are multiples of 16 bytes. Raises CudiffError where the driver refuses.
+    float16 or bfloat16, up to 5 axes, the last one contiguous; the box's last axis is 64 or 32 elements, whose 128 or
+    64 bytes are swizzled. Array and strides are multiples of 16 bytes. Raises CudiffError where the driver refuses.
     """
     return _encode(array.data.ptr, _TYPES[array.dtype], array.shape, array.strides[:-1], box)
 
@@ -43,7 +44,7 @@ def _encode(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int,
     status = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(address), kind, rank, ctypes.c_void_p(pointer), reversed_array(ctypes.c_uint64, shape),
         reversed_array(ctypes.c_uint64, strides), reversed_array(ctypes.c_uint32, box),
-        (ctypes.c_uint32 * rank)(*[1] * rank), 0, _SWIZZLE_128B, _PROMOTE_256B, 0,
+        (ctypes.c_uint32 * rank)(*[1] * rank), 0, _SWIZZLES[box[-1]], _PROMOTE_256B, 0,
     )
     if status:
         raise CudiffError(f"the driver refuses a tensor map of shape {shape} and box {box} (error {status})")

@@ -160,7 +160,7 @@ def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pai
 
 def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pair, add: bool, tf32: bool) -> None:
     """Gradient of the weight, written or added to dweight (K, R, S, C), float32."""
-    if conv2d_sm90.suits(x, dweight, dout, stride, padding):
+    if conv2d_sm90.suits_wgrad(x, dweight, dout, stride, padding):
         conv2d_sm90.wgrad(x, dout, dweight, add)
     elif _is_linear(dweight.shape[1:3], stride, padding):
         linear_dweight_cuda(x, dout, dweight.reshape(dweight.shape[0], -1), add, tf32)

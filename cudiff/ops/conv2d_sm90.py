@@ -12,6 +12,7 @@ from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.module import architecture, blocks, empty, launch
 from cudiff.cuda.tensor_map import tensor_map
 from cudiff.ops.gemm import MULTIPROCESSORS, Epilogue, aligned, sum_splits
+from cudiff.ops.shape import pad_cuda
 
 CHUNK = 64  # channels of a line of shared memory
 LINE_BYTES = 128
@@ -32,22 +33,38 @@ class Tile(NamedTuple):
 
 
 TILES = (
-    Tile(256, 128, 2, 1, 8.0, 0.667),
-    Tile(256, 96, 2, 1, 6.0, 0.5),
-    Tile(256, 64, 2, 1, 4.5, 0.405),
-    Tile(128, 128, 2, 1, 5.0, 0.318),
-    Tile(128, 96, 2, 1, 5.0, 0.236),
-    Tile(64, 128, 1, 1, 4.5, 0.2),
-    Tile(64, 64, 1, 1, 3.5, 0.15),
+    Tile(256, 128, 2, 1, 6.0, 0.66),
+    Tile(256, 64, 2, 1, 4.2, 0.385),
+    Tile(128, 128, 2, 1, 4.7, 0.322),
+    Tile(128, 96, 2, 1, 4.8, 0.247),
+    Tile(128, 64, 1, 2, 3.0, 0.5),
+    Tile(64, 128, 1, 1, 4.3, 0.17),
+    Tile(64, 96, 1, 2, 4.1, 0.325),
+    Tile(64, 64, 1, 2, 3.6, 0.19),
 )
 
 
 def suits(x: Array, weight: Array, out: Array, stride: tuple[int, int] = (1, 1),
           padding: tuple[int, int] = (0, 0)) -> bool:
-    """Whether these kernels take the convolution of x (N, H, W, C) with weight (K, R, S, C) to out (N, H, W, K).
+    """Whether `fprop` takes the convolution of x (N, H, W, C) with weight (K, R, S, C) to out (N, H, W, K); dgrad too.
 
     weight may be part of longer rows. CUDIFF_PORTABLE=1 in the environment forces the kernels for any GPU.
     """
+    return (
+        _keeps_size(x, weight, out, stride, padding)
+        and aligned(x, x.shape[3])
+        and aligned(weight, weight.shape[3], weight.strides[0] // weight.itemsize)
+        and aligned(out, out.shape[3])
+    )
+
+
+def suits_wgrad(x: Array, dweight: Array, dout: Array, stride: tuple[int, int] = (1, 1),
+                padding: tuple[int, int] = (0, 0)) -> bool:
+    """Whether `wgrad` takes it: of any number of channels."""
+    return _keeps_size(x, dweight, dout, stride, padding) and aligned(x) and aligned(dout)
+
+
+def _keeps_size(x: Array, weight: Array, out: Array, stride: tuple[int, int], padding: tuple[int, int]) -> bool:
     rows, columns = weight.shape[1:3]
     return (
         os.environ.get("CUDIFF_PORTABLE") != "1"
@@ -62,9 +79,6 @@ def suits(x: Array, weight: Array, out: Array, stride: tuple[int, int] = (1, 1),
         and padding == (rows // 2, columns // 2)
         and x.shape[2] <= 128
         and max(x.size, out.size) < 2**31
-        and aligned(x, x.shape[3])
-        and aligned(weight, weight.shape[3], weight.strides[0] // weight.itemsize)
-        and aligned(out, out.shape[3])
     )
 
 
@@ -73,70 +87,85 @@ def width_of(columns: int) -> int:
     return blocks(columns, 8) * 8
 
 
+class Plan(NamedTuple):
+    """A tile as launched: rows of the image in it, slabs and weight tiles in flight, bytes of shared memory."""
+
+    tile: Tile
+    rows: int
+    slabs: int
+    weights: int
+    shared: int
+
+
 @functools.cache
-def plan(images: int, height: int, width: int, channels: int, steps: int) -> Tile:
-    """The tile of the least estimated time for results of this size, each the sum of so many steps."""
+def plan(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], transposed: bool) -> Plan:
+    """The plan of the least estimated time for x of this shape and so many channels of the result."""
+    plans = [fit(tile, shape, kernel, transposed) for tile in TILES]
+    return min((p for p in plans if p is not None), key=lambda p: time(p, shape, outputs, kernel))
 
-    def time(tile: Tile) -> float:
-        rows = min(height, tile.pixels // width)
-        count = images * blocks(height, max(1, rows)) * blocks(channels, tile.channels)
-        return blocks(count, MULTIPROCESSORS * tile.blocks) * (tile.fixed + steps * tile.step)
 
-    return min((tile for tile in TILES if tile.pixels >= width), key=time)
+def fit(tile: Tile, shape: tuple[int, ...], kernel: tuple[int, int], transposed: bool) -> Plan | None:
+    """How the tile lies in shared memory; None where two slabs and the weights for them have no room."""
+    width = width_of(shape[2])
+    rows = min(shape[1], tile.pixels // width)
+    slab = (rows + kernel[0] - 1) * width * LINE_BYTES
+    weight = (blocks(tile.channels, CHUNK) * CHUNK if transposed else tile.channels) * LINE_BYTES
+    room = SHARED_BYTES // tile.blocks - 1024 - BARRIER_BYTES
+    slabs = min(4, (room - 2 * kernel[0] * weight) // slab) if rows else 0
+    weights = min(4 * kernel[0], (room - slabs * slab) // weight)
+    return Plan(tile, rows, slabs, weights, slabs * slab + weights * weight + BARRIER_BYTES) if slabs > 1 else None
+
+
+def time(chosen: Plan, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int]) -> float:
+    """Estimated microseconds; a block that has a multiprocessor to itself is faster than one that shares it."""
+    tile = chosen.tile
+    count = shape[0] * blocks(shape[1], chosen.rows) * blocks(outputs, tile.channels)
+    steps = kernel[0] * kernel[1] * blocks(shape[3], CHUNK)
+    shared = count > MULTIPROCESSORS or tile.blocks == 1
+    return blocks(count, MULTIPROCESSORS * tile.blocks) * (tile.fixed + steps * tile.step * (1.0 if shared else 0.8))
 
 
 def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: bool = False, statistics: bool = False,
-          tile: Tile | None = None) -> Array | None:
+          chosen: Plan | None = None) -> Array | None:
     """Convolution of x (N, H, W, C), written to out (N, H, W, K), and what the epilogue adds.
 
     weight (K, R, S, C); or under `transposed` (C, R, S, K): then out is the gradient of the input whose output had the
     gradient x. Returns the sums and sums of squares of out, float32 (N, tiles, K, 2), where `statistics` asks for them.
     """
     n, height, columns, channels = x.shape
-    outputs, (kernel_rows, kernel_columns) = out.shape[3], weight.shape[1:3]
+    outputs, kernel = out.shape[3], weight.shape[1:3]
     weight = weight if weight.dtype == x.dtype else weight.astype(x.dtype)
-    width = width_of(columns)
-    tile = tile or plan(n, height, width, outputs, kernel_rows * kernel_columns * blocks(channels, CHUNK))
-    rows = min(height, tile.pixels // width)
-    tiles = blocks(height, rows)
-    slab = (rows + kernel_rows - 1) * width * LINE_BYTES
-    line_count = blocks(tile.channels, CHUNK) * CHUNK if transposed else tile.channels
-    a_stages, b_stages, shared = _stages(slab, line_count * LINE_BYTES, kernel_rows, tile.blocks)
+    tile, rows, slabs, weights, shared = chosen or plan(x.shape, outputs, kernel, transposed)
+    width, tiles = width_of(columns), blocks(height, rows)
     partials = empty((n, tiles, outputs, 2), float32) if statistics else None
     launch(
         "conv2d_sm90", "conv2d_sm90", (n * tiles, blocks(outputs, tile.channels)), tile.groups * 128 + 128,
         (
-            tensor_map(x, (1, rows + kernel_rows - 1, width, CHUNK)),
+            tensor_map(x, (1, rows + kernel[0] - 1, width, CHUNK)),
             tensor_map(weight.reshape(len(weight), -1, weight.shape[3]),
                        (CHUNK if transposed else tile.channels, 1, CHUNK)),
-            epilogue.bias, epilogue.emb, epilogue.addend, out, partials, height, columns, channels, outputs,
-            kernel_columns, rows, width, a_stages, b_stages,
+            tensor_map(out, (1, rows, width, 32)), epilogue.bias, epilogue.emb, epilogue.addend, partials,
+            height, columns, channels, outputs, kernel[1], rows, width, slabs, weights,
         ),
-        shared, T=x.dtype, R=kernel_rows, PASS="DGRAD" if transposed else "FPROP", BM=tile.pixels, BN=tile.channels,
-        GROUPS=tile.groups, BLOCKS=tile.blocks,
+        shared, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP", BM=tile.pixels, BN=tile.channels,
+        GROUPS=tile.groups, BLOCKS=tile.blocks, STATISTICS=int(statistics),
     )
     return partials
 
 
-def _stages(slab: int, weights: int, kernel_rows: int, blocks_held: int) -> tuple[int, int, int]:
-    """Slabs and weight tiles in flight, and the bytes of shared memory they take: twice what one slab's steps read."""
-    room = SHARED_BYTES // blocks_held - 1024 - BARRIER_BYTES
-    a_stages = max(2, min(4, (room - 2 * kernel_rows * weights) // slab))
-    b_stages = min(4 * kernel_rows, (room - a_stages * slab) // weights)
-    return a_stages, b_stages, a_stages * slab + b_stages * weights + BARRIER_BYTES
-
-
-def wgrad(x: Array, dout: Array, dweight: Array, add: bool, groups: int = 1, rows: int = 0, splits: int = 0) -> None:
+def wgrad(x: Array, dout: Array, dweight: Array, add: bool, splits: int = 0) -> None:
     """Gradient of the weight, written or added to dweight (K, R, S, C), float32, whose rows may be parts of longer."""
-    n, height, columns, channels = x.shape
-    outputs, kernel_rows, kernel_columns, _ = dweight.shape
+    x, dout = _whole(x), _whole(dout)
+    n, height, columns, _ = x.shape
+    outputs, kernel_rows, kernel_columns, channels = dweight.shape
     width = width_of(columns)
     across = 1 if kernel_rows > 1 else min(3, blocks(channels, 64))
-    rows = rows or min(blocks(height, 2) * 2, 2 * max(1, 64 // width))
+    step = 1 if width % 16 == 0 else 2  # pixels come in 16s
+    rows = min(max(1, 128 // width // step), blocks(height, step)) * step
     tile = rows * width * LINE_BYTES
-    stage = groups * tile + across * (rows + kernel_rows - 1) * width * LINE_BYTES
+    stage = tile + across * (rows + kernel_rows - 1) * width * LINE_BYTES
     stages = max(2, min(6, (SHARED_BYTES - 1024 - BARRIER_BYTES) // stage))
-    grid = blocks(outputs, 64 * groups) * blocks(channels, 64 * across)
+    grid = blocks(outputs, 64) * blocks(channels, 64 * across)
     steps = n * blocks(height, rows)
     per_split = blocks(steps, splits or max(1, MULTIPROCESSORS // (grid * kernel_columns)))
     splits = blocks(steps, per_split)
@@ -144,16 +173,22 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool, groups: int = 1, row
     addend = dweight if add else None
     out = dweight if splits == 1 else empty((splits, outputs, dweight.size // outputs), float32)
     launch(
-        "conv2d_wgrad_sm90", "conv2d_wgrad_sm90", (grid, kernel_columns, splits), groups * 128 + 128,
+        "conv2d_wgrad_sm90", "conv2d_wgrad_sm90", (grid, kernel_columns, splits), 256,
         (
             tensor_map(x, (1, rows + kernel_rows - 1, width, CHUNK)), tensor_map(dout, (1, rows, width, CHUNK)),
             addend if splits == 1 else None, out, np.int64(pitch if splits == 1 else out.shape[2]), n, height, channels,
             outputs, kernel_columns, rows, width, per_split, stages,
         ),
-        stages * stage + BARRIER_BYTES, T=x.dtype, R=kernel_rows, COLUMNS=across, GROUPS=groups,
+        stages * stage + BARRIER_BYTES, T=x.dtype, R=kernel_rows, COLUMNS=across, PIXELS=rows * width,
     )
     if splits > 1:
         sum_splits(out, dweight, Epilogue(addend=addend), pitch)
+
+
+def _whole(x: Array) -> Array:
+    """x with zero channels added to make a multiple of 8, whose rows TMA can read."""
+    rest = -x.shape[3] % 8
+    return pad_cuda(x, ((0, 0), (0, 0), (0, 0), (0, rest))) if rest else x
 
 
 def as_image(matrix: Array) -> Array:

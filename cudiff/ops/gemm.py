@@ -129,8 +129,9 @@ def sum_splits(partials: Array, out: Array, epilogue: Epilogue, pitch: int) -> N
     splits, rows, columns = partials.shape
     places = [address(array) % (4 * out.itemsize) for array in (out, epilogue.addend) if array is not None]
     whole = columns % 4 == pitch % 4 == max(places) == 0
+    lanes = 1 << min(4, splits.bit_length() - 1)
     launch(
-        "gemm", "sum_splits", blocks(rows * columns, 256 if whole else 64), (64, min(4, splits)),
+        "gemm", "sum_splits", blocks(rows * columns, (1024 if whole else 256) // lanes), (256 // lanes, lanes),
         (partials, epilogue.bias, epilogue.emb, epilogue.addend, out, splits, np.int64(rows), columns, np.int64(pitch),
          epilogue.rows_per_image),
         OUT=out.dtype, VEC=int(whole),

@@ -202,7 +202,7 @@ def linear_dx_cuda(dout: Array, weight: Array, dx: Array, epilogue: Epilogue, tf
 def linear_dweight_cuda(x: Array, dout: Array, dweight: Array, add: bool, tf32: bool) -> None:
     """dweight (K, C) float32 = or += dout (..., K) transposed · x (..., C)."""
     images = conv2d_sm90.as_image(x), dweight[:, None, None], conv2d_sm90.as_image(dout)
-    if conv2d_sm90.suits(*images):
+    if conv2d_sm90.suits_wgrad(*images):
         conv2d_sm90.wgrad(images[0], images[2], images[1], add)
         return
     dweight = dweight[None]

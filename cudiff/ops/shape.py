@@ -271,12 +271,26 @@ class Split(Function):
         return (dx,)
 
 
+def _region(shape: tuple[int, ...], widths: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
+    """Where an array of this shape lies in one padded by `widths`."""
+    return tuple(slice(before, before + size) for (before, _), size in zip(widths, shape, strict=True))
+
+
+def pad_cuda(x: Array, widths: Sequence[tuple[int, int]], value: float = 0.0) -> Array:
+    """A border of `value` around x."""
+    out = _zeros_cuda(tuple(sum(w) + size for w, size in zip(widths, x.shape, strict=True)), x.dtype)
+    if value:
+        launch("shape", "fill", blocks(out.size, 1024), 256, (out, float(value), np.int64(out.size)), T=out.dtype)
+    move_cuda(out[_region(x.shape, widths)], x)
+    return out
+
+
 class Pad(Function):
     """A border of `value` around x; `widths` is ((before, after), ...) for each axis."""
 
     @staticmethod
     def forward_numpy(ctx, x, widths, value):
-        ctx.region = tuple(slice(before, before + size) for (before, _), size in zip(widths, x.shape, strict=True))
+        ctx.region = _region(x.shape, widths)
         return np.pad(x, widths, constant_values=value)
 
     @staticmethod
@@ -285,12 +299,8 @@ class Pad(Function):
 
     @staticmethod
     def forward_cuda(ctx, x, widths, value):
-        ctx.region = tuple(slice(before, before + size) for (before, _), size in zip(widths, x.shape, strict=True))
-        out = _zeros_cuda(tuple(sum(w) + size for w, size in zip(widths, x.shape, strict=True)), x.dtype)
-        if value:
-            launch("shape", "fill", blocks(out.size, 1024), 256, (out, float(value), np.int64(out.size)), T=out.dtype)
-        move_cuda(out[ctx.region], x)
-        return out
+        ctx.region = _region(x.shape, widths)
+        return pad_cuda(x, widths, value)
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):

@@ -85,19 +85,20 @@ def test_every_tile(hopper, rng, tile, transposed):
     expected += bias + emb[:, None, None] + addend.astype(np.float64)
     out, *operands = (Tensor(array, device="cuda").data for array in (addend, x, weight, bias, emb))
     epilogue = Epilogue(operands[2], operands[3], out)
-    assert conv2d_sm90.fprop(*operands[:2], out, epilogue, transposed, tile=tile) is None
+    chosen = conv2d_sm90.fit(tile, shape, (3, 3), transposed)
+    assert conv2d_sm90.fprop(*operands[:2], out, epilogue, transposed, chosen=chosen) is None
     assert relative_error(cupy.asnumpy(out), expected) < 4e-3
 
 
 @pytest.mark.parametrize("splits", [1, 5])
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("outputs, channels", [(136, 200), (64, 3), (3, 64)])
 @pytest.mark.parametrize("kernel", [(3, 3), (1, 1)])
-def test_wgrad_in_parts_adds_to_what_is_there(hopper, rng, groups, splits, kernel):
-    x, dout = (rng.standard_normal((2, 12, 9, c)).astype(ml_dtypes.bfloat16) for c in (200, 136))
-    weight = Tensor(np.zeros((136, *kernel, 200)), requires_grad=True)
+def test_wgrad_in_parts_adds_to_what_is_there(hopper, rng, outputs, channels, splits, kernel):
+    x, dout = (rng.standard_normal((2, 12, 9, c)).astype(ml_dtypes.bfloat16) for c in (channels, outputs))
+    weight = Tensor(np.zeros((outputs, *kernel, channels)), requires_grad=True)
     ops.conv2d(Tensor(x.astype(np.float64)), weight, padding=kernel[0] // 2).backward(dout.astype(np.float64))
     before = rng.standard_normal(weight.shape).astype(np.float32)
     dweight = Tensor(before, device="cuda").data
     operands = [Tensor(array, device="cuda").data for array in (x, dout)]
-    conv2d_sm90.wgrad(*operands, dweight, True, groups=groups, splits=splits)
+    conv2d_sm90.wgrad(*operands, dweight, True, splits=splits)
     assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < 1e-5
