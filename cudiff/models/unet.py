@@ -71,22 +71,19 @@ class ResBlock(Module):
         ])
         self.skip_connection = Conv2d(channels, out_channels, 1) if channels != out_channels else None
 
-    def forward(self, x: Tensor, silu_emb: Tensor, x2: Tensor | None = None) -> Tensor:
-        """x (N, H, W, C), x2 (N, H, W, C2) or None, silu_emb (N, E) float32 → (N, H, W, K)."""
-        emb = self.emb_layers[1](silu_emb)
-        scale = shift = None
-        if self.use_scale_shift_norm:
-            scale, shift = ops.split(emb, 2, axis=1)
-            emb = None
+    def forward(self, x: Tensor, emb: Tensor, x2: Tensor | None = None) -> Tensor:
+        """x (N, H, W, C), x2 (N, H, W, C2) or None, emb (N, K) or (N, 2K) from `embeddings` → (N, H, W, K)."""
+        scale_shift = self.use_scale_shift_norm
+        added, scale, shift = (None, *ops.split(emb, 2, axis=1)) if scale_shift else (emb, None, None)
         norm, conv = self.in_layers[0], self.in_layers[2]
         if self.resample == "down":
             h = ops.avg_pool2d(norm(x, silu=True), 2)
-            h = ops.norm_silu_conv2d(h, weight=conv.weight, bias=conv.bias, emb=emb, tf32=self.tf32)
+            h = ops.norm_silu_conv2d(h, weight=conv.weight, bias=conv.bias, emb=added, tf32=self.tf32)
             x = ops.avg_pool2d(x, 2)
         else:
             up = self.resample == "up"
             h = ops.norm_silu_conv2d(
-                x, x2, norm_weight=norm.weight, norm_bias=norm.bias, weight=conv.weight, bias=conv.bias, emb=emb,
+                x, x2, norm_weight=norm.weight, norm_bias=norm.bias, weight=conv.weight, bias=conv.bias, emb=added,
                 num_groups=norm.num_groups, eps=norm.eps, upsample=up, tf32=self.tf32,
             )
             x = ops.upsample_nearest(x, 2) if up else x
@@ -108,6 +105,13 @@ class ResBlock(Module):
             residual=x, residual2=x2, skip_weight=None if skip is None else skip.weight,
             skip_bias=None if skip is None else skip.bias, tf32=self.tf32,
         )
+
+
+def embeddings(blocks: list[ResBlock], silu_emb: Tensor) -> dict[ResBlock, Tensor]:
+    """Each block's `emb_layers` of silu_emb (N, E) float32, all by one operation: (N, K), or (N, 2K): scale, shift."""
+    layers = [block.emb_layers[1] for block in blocks]
+    embs = ops.linears(silu_emb, [layer.weight for layer in layers], [layer.bias for layer in layers])
+    return dict(zip(blocks, embs, strict=True))
 
 
 class AttentionBlock(Module):
@@ -216,15 +220,15 @@ class UNet(Module):
         emb = self.time_embed(ops.timestep_embedding(t, self.model_channels, self.max_period))
         if self.label_emb is not None and labels is not None:
             emb = emb + self.label_emb(labels)
-        silu_emb = ops.silu(emb)
+        embs = embeddings([module for _, module in self.modules() if isinstance(module, ResBlock)], ops.silu(emb))
         h = self.input_blocks[0][0](ops.astype(x, self.activation_dtype))
         skips = [h]
         for block in list(self.input_blocks)[1:]:
-            h = _run(block, h, silu_emb)
+            h = _run(block, h, embs)
             skips.append(h)
-        h = _run(self.middle_block, h, silu_emb)
+        h = _run(self.middle_block, h, embs)
         for block in self.output_blocks:
-            h = _run(block, h, silu_emb, skips.pop())
+            h = _run(block, h, embs, skips.pop())
         norm, conv = self.out[0], self.out[2]
         h = ops.norm_silu_conv2d(
             h, norm_weight=norm.weight, norm_bias=norm.bias, weight=conv.weight, bias=conv.bias,
@@ -233,11 +237,11 @@ class UNet(Module):
         return ops.astype(h, float32)
 
 
-def _run(block: ModuleList, h: Tensor, silu_emb: Tensor, skip: Tensor | None = None) -> Tensor:
+def _run(block: ModuleList, h: Tensor, embs: dict[ResBlock, Tensor], skip: Tensor | None = None) -> Tensor:
     """The layers of one block in turn; its first ResBlock joins `skip`, the tensor from the way down."""
     for layer in block:
         if isinstance(layer, ResBlock):
-            h, skip = layer(h, silu_emb, skip), None
+            h, skip = layer(h, embs[layer], skip), None
         else:
             h = layer(h)
     return h

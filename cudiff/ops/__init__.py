@@ -18,6 +18,7 @@ from cudiff.ops.elementwise import (
 from cudiff.ops.embedding import embedding
 from cudiff.ops.group_norm import group_norm
 from cudiff.ops.layer_norm import layer_norm
+from cudiff.ops.linears import linears
 from cudiff.ops.matmul import linear, matmul
 from cudiff.ops.mse import mse
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
@@ -35,10 +36,10 @@ __all__ = [
     "Generator", "Streams", "abs", "add", "astype", "attention", "attention_qkv", "avg_pool2d", "batch_norm",
     "broadcast_to", "clip", "concatenate", "conv2d", "conv_transpose2d", "cos", "cross_entropy", "divide", "draw_batch",
     "dropout", "embedding", "exp", "expand_dims", "flatten", "gelu", "getitem", "group_norm", "layer_norm", "linear",
-    "log", "log_softmax", "matmul", "max", "max_pool2d", "maximum", "mean", "min", "minimum", "mse", "multiply",
-    "negative", "norm_silu_conv2d", "normal", "pad", "power", "randint", "relu", "reshape", "sigmoid", "silu", "sin",
-    "softmax", "split", "sqrt", "square", "squeeze", "stack", "std", "subtract", "sum", "tanh", "timestep_embedding",
-    "transpose", "uniform", "upsample_nearest", "var", "where",
+    "linears", "log", "log_softmax", "matmul", "max", "max_pool2d", "maximum", "mean", "min", "minimum", "mse",
+    "multiply", "negative", "norm_silu_conv2d", "normal", "pad", "power", "randint", "relu", "reshape", "sigmoid",
+    "silu", "sin", "softmax", "split", "sqrt", "square", "squeeze", "stack", "std", "subtract", "sum", "tanh",
+    "timestep_embedding", "transpose", "uniform", "upsample_nearest", "var", "where",
 ]
 
 

@@ -1,0 +1,147 @@
+"""Several linear layers of one input, all in one launch: alone, each would be too small to fill a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from cudiff.backend import Array, compute_dtype, float32
+from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.ops.gemm import Epilogue, address, aligned, sum_splits
+from cudiff.ops.matmul import matmul_numpy
+from cudiff.tensor import Function, Tensor
+
+GROUPS = 64  # of one launch
+TILE = 32  # rows and columns of out and dx that a block computes
+DWEIGHT_TILE = 64
+
+
+class Group(NamedTuple):
+    """One layer as a kernel sees it: in backward out is dout, and weight and bias may be their gradients."""
+
+    weight: Array | None
+    bias: Array | None
+    out: Array
+    add_weight: bool = False
+    add_bias: bool = False
+
+
+_ROW = np.dtype(
+    [(name, np.uint64) for name in ("weight", "bias", "out")]
+    + [(name, np.int32) for name in ("outputs", "add_weight", "add_bias")],
+    align=True,
+)
+_TABLE = np.dtype([("groups", _ROW, GROUPS)])
+
+
+def _batches(groups: list[Group]) -> list[list[Group]]:
+    return [groups[first : first + GROUPS] for first in range(0, len(groups), GROUPS)]
+
+
+def _launch(name: str, groups: list[Group], tiles: tuple[int, int], x: Array) -> None:
+    """Launch a kernel of linears.cu over tiles (across, down) of each group; x is (N, E), or partials of that shape."""
+    n, features = x.shape[-2:]
+    table = np.zeros(1, _TABLE)
+    arrays = [x]
+    for i, group in enumerate(groups):
+        places = [0 if array is None else address(array) for array in group[:3]]
+        table["groups"][0, i] = (*places, group.out.shape[1], group.add_weight, group.add_bias)
+        arrays += [array for array in group[:3] if array is not None]
+    vec = all(aligned(array, array.shape[-1]) for array in arrays)
+    launch("linears", name, (*tiles, len(groups)), 256, (table, x, n, features), VEC=int(vec))
+
+
+class Linears(Function):
+    """out[g] = x·weight[g]ᵀ + bias[g]; the inputs are x, all weights, all biases."""
+
+    @staticmethod
+    def forward_numpy(ctx, x, *parameters):
+        weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
+        ctx.save(x, *weights)
+        wide = x.astype(compute_dtype(x.dtype), copy=False)
+        return tuple(
+            (matmul_numpy(wide, weight.astype(wide.dtype, copy=False).T) + bias).astype(x.dtype, copy=False)
+            for weight, bias in zip(weights, biases, strict=True)
+        )
+
+    @staticmethod
+    def backward_numpy(ctx, *douts, needs, into):
+        x, *weights = ctx.saved
+        wide = x.astype(compute_dtype(x.dtype), copy=False)
+        dx = np.zeros(x.shape, wide.dtype)
+        dweights: list[Array | None] = [None] * len(weights)
+        dbiases = list(dweights)
+        for g, (weight, dout) in enumerate(zip(weights, douts, strict=True)):
+            if dout is not None:
+                dout = dout.astype(wide.dtype, copy=False)
+                dx += matmul_numpy(dout, weight.astype(wide.dtype, copy=False))
+                dweights[g], dbiases[g] = matmul_numpy(dout.T, wide), dout.sum(0)
+        grads = (dx.astype(x.dtype, copy=False), *dweights, *dbiases)
+        return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
+
+    @staticmethod
+    def forward_cuda(ctx, x, *parameters):
+        dtypes = {array.dtype for array in (x, *parameters)}
+        if dtypes != {float32}:
+            raise TypeError(f"linears on CUDA needs float32 tensors, not {', '.join(map(str, dtypes - {float32}))}")
+        weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
+        ctx.save(x, *weights)
+        groups = [
+            Group(weight, bias, empty((len(x), len(weight)), float32))
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
+        tiles = blocks(max(map(len, weights)), TILE), blocks(len(x), TILE)
+        for batch in _batches(groups):
+            _launch("forward", batch, tiles, x)
+        return tuple(group.out for group in groups)
+
+    @staticmethod
+    def backward_cuda(ctx, *douts, needs, into):
+        x, *weights = ctx.saved
+        grads: list[Array | None] = [None] * len(needs)
+
+        def target(i: int, shape: tuple[int, ...]) -> tuple[Array | None, bool]:
+            """Where gradient i goes, None where unwanted, and whether it is added there."""
+            add = False
+            if needs[i]:
+                grads[i], add = gradient_target(into[i], shape, float32)
+            return grads[i], add
+
+        used = [g for g, dout in enumerate(douts) if dout is not None]
+        dx, add = target(0, x.shape)
+        if dx is not None:
+            partials = empty((len(used), *x.shape), float32)
+            tiles = blocks(x.shape[1], TILE), blocks(len(x), TILE)
+            for i, batch in enumerate(_batches([Group(weights[g], None, douts[g]) for g in used])):
+                _launch("dx", batch, tiles, partials[i * GROUPS :])
+            sum_splits(partials, dx, Epilogue(addend=dx if add else None), x.shape[1])
+        groups = []
+        for g in used:
+            dweight, add_weight = target(1 + g, weights[g].shape)
+            dbias, add_bias = target(1 + len(weights) + g, weights[g].shape[:1])
+            groups.append(Group(dweight, dbias, douts[g], add_weight, add_bias))
+        tiles = blocks(x.shape[1], DWEIGHT_TILE) + 1, blocks(max(len(weights[g]) for g in used), DWEIGHT_TILE)
+        for batch in _batches(groups) if any(needs[1:]) else []:
+            _launch("dweight", batch, tiles, x)
+        return tuple(grads)
+
+
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """x (N, in) · weights[g] (out[g], in) transposed + biases[g] (out[g],) → a tuple of (N, out[g]), in x's dtype.
+
+    On CUDA all are float32, and so are all sums: meant for small layers, such as a time embedding's. Raises ValueError
+    where the sizes do not agree or a parameter stands twice, TypeError on CUDA for another dtype.
+    """
+    if not weights or len(weights) != len(biases):
+        raise ValueError(f"linears: {len(weights)} weights and {len(biases)} biases do not make pairs")
+    if len({id(parameter) for parameter in (*weights, *biases)}) < 2 * len(weights):
+        raise ValueError("linears: a weight or a bias stands twice, and their gradients are written at one time")
+    for weight, bias in zip(weights, biases, strict=True):
+        if x.ndim != 2 or weight.ndim != 2 or weight.shape[1] != x.shape[1] or bias.shape != weight.shape[:1]:
+            raise ValueError(
+                f"linears: x of shape {x.shape}, a weight of shape {weight.shape} (out, in) and its bias of shape "
+                f"{bias.shape} do not agree"
+            )
+    return Linears.apply(x, *weights, *biases)

@@ -1,0 +1,180 @@
+// Several linear layers ("groups") of one input: out[g] = x · weight[g] transposed + bias[g], and its gradients.
+// variants: VEC=0,1
+//
+// x (N, E), weight[g] (K[g], E), bias[g] (K[g]), out[g] (N, K[g]): float, row-major. A table passed by value holds the
+// groups' addresses and sizes, at most 64 a launch.
+//   forward  out[g], overwritten
+//   dx       partials (groups, N, E) = dout[g] · weight[g], overwritten; their sum is dx
+//   dweight  dweight[g] = or += dout[g] transposed · x; dbias[g] = or += the sum of dout[g]'s rows; null where unwanted
+// VEC=1: E, every K and every address are multiples of 16 bytes.
+//
+// Launch: 256 threads, grid (tiles across, tiles down, groups) for the largest group: a block computes one square tile
+// of one group's result, on FMA units, and has nothing to do where its group is smaller. Sums are in a fixed order.
+#include "mma.cuh"
+#include "vector.cuh"
+
+constexpr int V = VEC ? 4 : 1, THREADS = 256;
+
+// In `dx` and `dweight` out is dout, in `dweight` weight and bias are dweight and dbias.
+struct Group {
+    float *weight, *bias, *out;
+    int K, add_weight, add_bias;
+};
+struct Table {
+    Group groups[64];
+};
+
+struct Matrix {
+    const float* data;
+    int height, width;
+};
+
+// A product of TILE rows and TILE columns takes operands of TILE lines, DEPTH elements of each at a time. An operand
+// lies in shared memory as it does in global: with the depth as its last axis or its first. A thread has 4 × 4 sums;
+// where a tile needs fewer threads than there are, slices of threads share out the depth.
+template <int TILE> struct Tile {
+    static constexpr int DEPTH = 2048 / TILE, ACROSS = TILE / 4, SLICES = THREADS / (ACROSS * ACROSS);
+    static constexpr int PITCH = DEPTH + 4;    // of lines: eight of them lie in different banks
+    static constexpr int SUM_PITCH = TILE + 8; // of the results: four of them lie in different banks
+};
+
+// Bring TILE lines from `line` on, elements `depth` to depth + DEPTH of each; zeros outside the matrix.
+template <int TILE, bool DEPTH_LAST> __device__ __forceinline__ void copy(float* tile, Matrix m, int line, int depth) {
+    constexpr int DEPTH = Tile<TILE>::DEPTH, WIDTH = DEPTH_LAST ? DEPTH : TILE;
+    constexpr int PITCH = DEPTH_LAST ? Tile<TILE>::PITCH : TILE;
+    int top = DEPTH_LAST ? line : depth, left = DEPTH_LAST ? depth : line;
+#pragma unroll
+    for (int i = threadIdx.x * V; i < TILE * DEPTH; i += THREADS * V) {
+        int row = top + i / WIDTH, column = left + i % WIDTH;
+        bool inside = row < m.height && column < m.width;
+        const float* source = m.data + (i64)row * m.width + column;
+        float* target = tile + i / WIDTH * PITCH + i % WIDTH;
+        if constexpr (VEC) cp_async(shared_address(target), source, inside);
+        else *target = inside ? *source : 0.0f;
+    }
+}
+
+// Which line of its operand is number i of the four of thread t: the next one where these lie side by side in memory.
+template <int TILE, bool DEPTH_LAST> __device__ __forceinline__ int line_of(int t, int i) {
+    return DEPTH_LAST ? t + i * Tile<TILE>::ACROSS : 4 * t + i;
+}
+
+// values[i][k] = element depth + k of line i of thread t's four.
+template <int TILE, bool DEPTH_LAST>
+__device__ __forceinline__ void fragment(float (&values)[4][4], const float* tile, int t, int depth) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if constexpr (DEPTH_LAST) {
+            load<4>(tile + line_of<TILE, true>(t, i) * Tile<TILE>::PITCH + depth, values[i]);
+        } else {
+            float row[4];
+            load<4>(tile + (depth + i) * TILE + 4 * t, row);
+#pragma unroll
+            for (int j = 0; j < 4; j++) values[j][i] = row[j];
+        }
+    }
+}
+
+// The tile of a · b at (row, column): (SLICES, TILE, SUM_PITCH) in shared memory, the slices still to be added.
+template <int TILE, bool A_DEPTH_LAST, bool B_DEPTH_LAST>
+__device__ __forceinline__ const float* product(Matrix a, Matrix b, int row, int column, int depth) {
+    constexpr int DEPTH = Tile<TILE>::DEPTH, ACROSS = Tile<TILE>::ACROSS, OWN = DEPTH / Tile<TILE>::SLICES;
+    __shared__ __align__(16) float tiles[2][2][2048 + 4 * TILE];
+    int slice = threadIdx.x / (ACROSS * ACROSS), down = threadIdx.x / ACROSS % ACROSS, across = threadIdx.x % ACROSS;
+    auto stage = [&](int step) {
+        if (step * DEPTH < depth) {
+            copy<TILE, A_DEPTH_LAST>(tiles[step % 2][0], a, row, step * DEPTH);
+            copy<TILE, B_DEPTH_LAST>(tiles[step % 2][1], b, column, step * DEPTH);
+        }
+        cp_async_commit();
+    };
+    float sum[4][4] = {};
+    stage(0);
+    for (int step = 0; step * DEPTH < depth; step++) {
+        stage(step + 1);
+        cp_async_wait<1>();
+        __syncthreads();
+#pragma unroll 2
+        for (int d = 0; d < OWN; d += 4) {
+            float x[4][4], y[4][4];
+            fragment<TILE, A_DEPTH_LAST>(x, tiles[step % 2][0], down, slice * OWN + d);
+            fragment<TILE, B_DEPTH_LAST>(y, tiles[step % 2][1], across, slice * OWN + d);
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+#pragma unroll
+                    for (int j = 0; j < 4; j++) sum[i][j] += x[i][k] * y[j][k];
+        }
+        __syncthreads();
+    }
+    float* sums = tiles[0][0];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float* line = sums + (slice * TILE + line_of<TILE, A_DEPTH_LAST>(down, i)) * Tile<TILE>::SUM_PITCH;
+        if constexpr (!B_DEPTH_LAST) store<4>(line + 4 * across, sum[i]);
+        else
+#pragma unroll
+            for (int j = 0; j < 4; j++) line[line_of<TILE, true>(across, j)] = sum[i][j];
+    }
+    __syncthreads();
+    return sums;
+}
+
+// out (height, width) = or += what `product` left, and bias (width) where it is not null.
+template <int TILE>
+__device__ __forceinline__ void write(float* out, bool add, const float* sums, const float* bias, int row, int column,
+                                      int height, int width) {
+    for (int i = threadIdx.x * V; i < TILE * TILE; i += THREADS * V) {
+        int m = row + i / TILE, n = column + i % TILE;
+        if (m >= height || n >= width) continue;
+        float total[V] = {}, part[V];
+        if (bias) load<V>(bias + n, total);
+#pragma unroll
+        for (int slice = 0; slice < Tile<TILE>::SLICES; slice++) {
+            load<V>(sums + (slice * TILE + i / TILE) * Tile<TILE>::SUM_PITCH + i % TILE, part);
+#pragma unroll
+            for (int k = 0; k < V; k++) total[k] += part[k];
+        }
+        store<V>(out + (i64)m * width + n, total, add);
+    }
+}
+
+// Tiles of 32, across: K.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+forward(const __grid_constant__ Table table, const float* x, int N, int E) {
+    const Group& group = table.groups[blockIdx.z];
+    int row = blockIdx.y * 32, column = blockIdx.x * 32;
+    if (column >= group.K) return;
+    const float* sums = product<32, true, true>({x, N, E}, {group.weight, group.K, E}, row, column, E);
+    write<32>(group.out, false, sums, group.bias, row, column, N, group.K);
+}
+
+// Tiles of 32, across: E.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+dx(const __grid_constant__ Table table, float* partials, int N, int E) {
+    const Group& group = table.groups[blockIdx.z];
+    int row = blockIdx.y * 32, column = blockIdx.x * 32;
+    Matrix dout = {group.out, N, group.K}, weight = {group.weight, group.K, E};
+    const float* sums = product<32, true, false>(dout, weight, row, column, group.K);
+    write<32>(partials + (i64)blockIdx.z * N * E, false, sums, nullptr, row, column, N, E);
+}
+
+// Tiles of 64, across: E; one more of them sums the biases.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+dweight(const __grid_constant__ Table table, const float* x, int N, int E) {
+    const Group& group = table.groups[blockIdx.z];
+    int row = blockIdx.y * 64, column = blockIdx.x * 64;
+    if (row >= group.K) return;
+    if (column >= E) {
+        int k = row + threadIdx.x;
+        if (!group.bias || threadIdx.x >= 64 || k >= group.K) return;
+        float sum = 0.0f;
+#pragma unroll 16
+        for (int n = 0; n < N; n++) sum += group.out[(i64)n * group.K + k];
+        group.bias[k] = (group.add_bias ? group.bias[k] : 0.0f) + sum;
+    } else if (group.weight) {
+        const float* sums = product<64, false, false>({group.out, N, group.K}, {x, N, E}, row, column, N);
+        write<64>(group.weight, group.add_weight, sums, nullptr, row, column, group.K, E);
+    }
+}

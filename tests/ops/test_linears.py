@@ -1,0 +1,130 @@
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cudiff.ops.linears import GROUPS, linears
+from cudiff.tensor import Tensor
+from tests.check import check_op, relative_error, torch
+
+
+def apply(x, *parameters):
+    """linears, its inputs in one row: x, all weights, all biases."""
+    return linears(x, parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :])
+
+
+def torch_linears(x, *parameters):
+    groups = len(parameters) // 2
+    return tuple(
+        torch.nn.functional.linear(x, w, b) for w, b in zip(parameters[:groups], parameters[groups:], strict=True)
+    )
+
+
+def random_parameters(rng, features, outputs):
+    return [rng.standard_normal((k, features)) for k in outputs] + [rng.standard_normal(k) for k in outputs]
+
+
+def tensors(arrays, device):
+    return [Tensor(array.astype(np.float32), requires_grad=True, device=device) for array in arrays]
+
+
+@pytest.mark.parametrize("n, features, outputs", [
+    (1, 1, (1,)),
+    (3, 5, (7, 1, 2)),
+    (32, 256, (64, 128, 192, 256, 64)),
+    (32, 256, (64, 10, 128)),
+    (33, 68, (36, 100)),
+    (130, 67, (33, 129)),
+    (1, 256, (64, 128)),
+    (5, 12, tuple(1 + g % 9 for g in range(GROUPS + 3))),
+], ids=str)
+def test_linears(device, rng, n, features, outputs):
+    arrays = rng.standard_normal((n, features)), *random_parameters(rng, features, outputs)
+    check_op(apply, *arrays, device=device, torch_fn=torch_linears, dtypes=("float32",))
+
+
+@pytest.mark.parametrize("features", [24, 23])
+def test_gradients_add_to_those_there(device, rng, features):
+    inputs = tensors([rng.standard_normal((40, features)), *random_parameters(rng, features, (16, 72))], device)
+    held = []
+    for _ in range(2):
+        first, second = apply(*inputs)
+        (first.sum() + (second * second).sum()).backward()
+        held.append([(t.grad, Tensor(t.grad).numpy().copy()) for t in inputs])
+    for (array, once), (same, twice) in zip(*held, strict=True):
+        assert array is same
+        assert relative_error(twice, 2 * once) < 1e-6
+
+
+@pytest.mark.parametrize("used", [(0,), (2,), (0, 2)], ids=str)
+def test_unused_outputs_have_no_gradient(device, rng, used):
+    inputs = tensors([rng.standard_normal((8, 12)), *random_parameters(rng, 12, (4, 20, 8))], device)
+    outs = apply(*inputs)
+    sum((outs[g] * outs[g]).sum() for g in used).backward()
+    expected = 0
+    for g in range(3):
+        weight, bias = inputs[1 + g], inputs[4 + g]
+        assert (weight.grad is not None) == (bias.grad is not None) == (g in used)
+        if g in used:
+            dout = 2 * outs[g].numpy()
+            expected = expected + dout @ weight.numpy()
+            assert relative_error(Tensor(weight.grad).numpy(), dout.T @ inputs[0].numpy()) < 1e-5
+            assert relative_error(Tensor(bias.grad).numpy(), dout.sum(0)) < 1e-5
+    assert relative_error(Tensor(inputs[0].grad).numpy(), expected) < 1e-5
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (4,), (2, 3)], ids=str)
+def test_only_wanted_gradients_are_made(device, rng, wanted):
+    inputs = tensors([rng.standard_normal((8, 12)), *random_parameters(rng, 12, (4, 20))], device)
+    for i, tensor in enumerate(inputs):
+        tensor.requires_grad = i in wanted
+    first, second = apply(*inputs)
+    (first.sum() + second.sum()).backward()
+    assert [i for i, tensor in enumerate(inputs) if tensor.grad is not None] == list(wanted)
+    assert all(np.isfinite(Tensor(inputs[i].grad).numpy()).all() for i in wanted)
+
+
+def test_slices_of_a_longer_buffer(device, rng):
+    """A weight that starts at no multiple of 16 bytes, and its gradient too."""
+    x, weight, bias = tensors([rng.standard_normal((8, 12)), *random_parameters(rng, 12, (20,))], device)
+    buffer, grads = (Tensor(rng.standard_normal(241).astype(np.float32), device=device).data for _ in range(2))
+    expected = Tensor(grads).numpy()[1:].reshape(20, 12) + np.ones((8, 20)).T @ x.numpy()
+    weight.data, weight.grad = (flat[1:].reshape(20, 12) for flat in (buffer, grads))
+    (out,) = linears(x, [weight], [bias])
+    assert relative_error(out.numpy(), x.numpy() @ weight.numpy().T + bias.numpy()) < 1e-6
+    out.sum().backward()
+    assert relative_error(Tensor(grads).numpy()[1:].reshape(20, 12), expected) < 1e-6
+
+
+def test_low_precision_on_the_cpu(rng):
+    arrays = rng.standard_normal((4, 8)), *random_parameters(rng, 8, (3, 5))
+    low = [Tensor(array.astype(ml_dtypes.bfloat16), requires_grad=True) for array in arrays]
+    outs = apply(*low)
+    (outs[0].sum() + outs[1].sum()).backward()
+    assert all(t.grad is not None for t in low) and all(out.dtype == ml_dtypes.bfloat16 for out in outs)
+
+
+@pytest.mark.gpu
+def test_low_precision_on_cuda_is_refused(rng):
+    arrays = rng.standard_normal((4, 8)), *random_parameters(rng, 8, (3, 5))
+    with pytest.raises(TypeError, match="bfloat16"):
+        apply(*[Tensor(array.astype(ml_dtypes.bfloat16), device="cuda") for array in arrays])
+
+
+def test_sizes_that_do_not_agree_are_refused(rng):
+    x, weight, bias = tensors([rng.standard_normal((4, 8)), *random_parameters(rng, 8, (3,))], "cpu")
+    for weights, biases in ([], []), ([weight], []), ([weight], [x]), ([bias], [bias]), ([weight] * 2, [bias] * 2):
+        with pytest.raises(ValueError, match="linears"):
+            linears(x, weights, biases)
+
+
+@pytest.mark.gpu
+def test_two_runs_are_bit_equal(rng):
+    arrays = rng.standard_normal((32, 256)), *random_parameters(rng, 256, (64, 128, 256))
+    results = []
+    for _ in range(2):
+        inputs = tensors(arrays, "cuda")
+        outs = apply(*inputs)
+        sum((out * out).sum() for out in outs).backward()
+        results.append([out.numpy() for out in outs] + [Tensor(t.grad).numpy() for t in inputs])
+    for first, second in zip(*results, strict=True):
+        assert np.array_equal(first, second)
