@@ -49,7 +49,7 @@ class Tensor:
     ----------
     data : the array. grad : array of the same backend and shape, or None.
     partials : float32 array (N, tiles, C, 2) or None
-        Sums and sums of squares that the producer's epilogue left for a following norm.
+        Sums and sums of squares of each image's tiles of pixels, which the producer left for a following norm.
     """
 
     __slots__ = ("__weakref__", "_source", "data", "grad", "partials", "requires_grad")
@@ -213,8 +213,9 @@ class Context:
         self.needs = needs  # which inputs want a gradient; all False while nothing is recorded
         self.partials = partials  # of the inputs
         self.out_partials: Array | None = None  # set by forward: statistics of its first output
-        self.dout_partials: Array | None = None  # in backward: statistics that came with the first dout
-        self.din_partials: dict[int, Array] = {}  # set by backward: statistics of the gradient of input i
+        # In backward: the first dout's sums over each image's pixels, float32 (N, C), where a backward left them.
+        self.dout_partials: Array | None = None
+        self.din_partials: dict[int, Array] = {}  # set by backward: the same of input i's gradient, with what it had
         self.saved: tuple[Array | None, ...] = ()
 
     def save(self, *arrays: Array | None) -> None:
@@ -229,7 +230,7 @@ class Function:
     of arrays; `backward_numpy(ctx, *douts, needs, into)`, which returns one gradient (or None) for each input; and the
     same pair with `_cuda`. `needs[i]` says whether input i wants a gradient. `into[i]` is the gradient it has so
     far, or None: a backward that adds to it in place returns it, any other returned array is added by the tape.
-    A dout may be returned but never written to: others may hold it.
+    A dout may be returned but never written to, and not read once backward has returned: its new owner adds to it.
     """
 
     differentiable: ClassVar[bool] = True
@@ -324,27 +325,40 @@ def _backward(root: Tensor, grad: Array) -> None:
     for node in order:
         pending[node.index] = [_Gradient() for _ in range(node.num_outputs)]
     pending[order[0].index][root._source[1]].add(grad, True, None)
-    for node in order:
-        slots = pending.pop(node.index)
-        if node.ctx is None:
-            raise RuntimeError("backward() ran through this part of the tape already: run the forward again")
-        douts = [slot.array for slot in slots]
-        node.ctx.dout_partials = slots[0].partials
-        if any(dout is not None for dout in douts):
-            targets = [
-                pending[source[0].index][source[1]] if isinstance(source, tuple) else source for source in node.inputs
-            ]
-            _run_backward(node, douts, targets)
-        node.ctx = None  # frees what forward saved
+    with _waiting_sums(device_of(grad)) as finish:
+        for node in order:
+            slots = pending.pop(node.index)
+            if node.ctx is None:
+                raise RuntimeError("backward() ran through this part of the tape already: run the forward again")
+            node.ctx.dout_partials = slots[0].partials
+            if any(slot.array is not None for slot in slots):
+                _run_backward(node, slots, [
+                    pending[source[0].index][source[1]] if isinstance(source, tuple) else source
+                    for source in node.inputs
+                ], finish)
+            node.ctx = None  # frees what forward saved
 
 
-def _run_backward(node: Node, douts: list[Array | None], targets: list[Tensor | _Gradient | None]) -> None:
+def _waiting_sums(device: str) -> contextlib.AbstractContextManager:
+    """On CUDA small sums wait for each other; what it gives does those that a result needs. See cudiff.cuda.sums."""
+    if device == "cpu":
+        return contextlib.nullcontext(lambda result: None)
+    from cudiff.cuda.sums import waiting
+
+    return waiting()
+
+
+def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gradient | None], finish: Any) -> None:
     into = tuple(
         None if target is None else target.grad if isinstance(target, Tensor) else target.into() for target in targets
     )
+    douts = [slot.array for slot in slots]
     device = next(device_of(dout) for dout in douts if dout is not None)
     backward = node.function.backward_cuda if device == "cuda" else node.function.backward_numpy
     results = backward(node.ctx, *douts, needs=node.needs, into=list(into))
+    shared = {id(slot.array) for slot in slots if slot.borrowed}
+    passed_on = [id(result) for result in results if any(result is dout for dout in douts)]
+    shared |= {key for key in passed_on if passed_on.count(key) > 1}
     returned: set[int] = set()
     for i, (result, target) in enumerate(zip(results, targets, strict=True)):
         if result is None or target is None:
@@ -353,9 +367,11 @@ def _run_backward(node: Node, douts: list[Array | None], targets: list[Tensor | 
         if result is into[i]:
             if isinstance(target, _Gradient):
                 target.partials = partials
-            continue
+                finish(result)
+            continue  # only a leaf's own gradient may be unfinished until the end
+        finish(result)
         result = np.asarray(result) if isinstance(result, np.generic) else result  # an in-place sum needs an array
-        borrowed = result.base is not None or any(result is dout for dout in douts)
+        borrowed = result.base is not None or id(result) in shared
         if id(result) in returned and not borrowed:
             result = result.copy()
         returned.add(id(result))

@@ -6,97 +6,22 @@
 // accumulate where it is set. Sums go by tiles of pixels into partials, float2 (N, tiles, C), then in tile order: two
 // runs give the same bits.
 // VEC=1: C1, C2 and every T address are multiples of a 16-byte pack.
-// Launch of the tiled kernels: 256 threads, grid (N * tiles, chunks). A block covers `across` packs of channels by
-// 256 / across pixels and walks down its tile; chunks * across packs cover the channels.
+// The tiled kernels are launched as group_norm.cuh says. Where clusters exist, group_norm_sm90.cu takes most shapes.
 // variants: T=float,bf16,half VEC=0,1
-#include "vector.cuh"
-
-constexpr int THREADS = 256;
-constexpr int V = VEC ? Pack<T>::SIZE : 1;
-
-#define EXTENT int S, int C1, int C2, int tiles, int across
-#define AFFINE const float* __restrict__ weight, const float* __restrict__ bias, const float* __restrict__ scale, \
-               const float* __restrict__ shift, const float* __restrict__ mean, const float* __restrict__ rstd, int groups
-
-// The channels and pixels of one thread of a tiled kernel.
-struct Lane {
-    int n, tile, c, row, end, step;  // image, tile, first of V channels, pixels row, row + step, ... < end
-    bool active;
-    __device__ Lane(int S, int C, int tiles, int across) {
-        int y = threadIdx.x / across, rows = CEIL_DIV(S, tiles);
-        n = blockIdx.x / tiles;
-        tile = blockIdx.x % tiles;
-        c = (blockIdx.y * across + threadIdx.x % across) * V;
-        step = THREADS / across;
-        row = tile * rows + y;
-        end = min(S, (tile + 1) * rows);
-        active = y < step && c < C;
-    }
-};
-
-// Where channel c of image n lies: in x or x2. `stride` becomes the elements between two pixels there.
-template <typename P>
-__device__ __forceinline__ P* channel(P* x, P* x2, const Lane& lane, int S, int C1, int C2, int& stride) {
-    bool first = lane.c < C1;
-    stride = first ? C1 : C2;
-    P* source = first ? x : x2;
-    return source ? source + (i64)lane.n * S * stride + lane.c - (first ? 0 : C1) : nullptr;
-}
-
-// z = gain * (x - mean) + offset for V channels. x - mean comes first: gain * x + const would lose a large mean's digits.
-struct Affine {
-    float mean[V], gain[V], offset[V];
-    __device__ Affine(const Lane& lane, int C, AFFINE) {
-        int size = C / groups, g = lane.c / size, left = size - lane.c % size;
-#pragma unroll
-        for (int k = 0; k < V; k++) {
-            int c = lane.c + k;
-            float factor = scale ? 1.0f + scale[(i64)lane.n * C + c] : 1.0f;
-            this->mean[k] = mean[(i64)lane.n * groups + g];
-            gain[k] = rstd[(i64)lane.n * groups + g] * weight[c] * factor;
-            offset[k] = bias[c] * factor + (shift ? shift[(i64)lane.n * C + c] : 0.0f);
-            if (--left == 0) g++, left = size;
-        }
-    }
-};
-
-__device__ __forceinline__ float quick_sigmoid(float z) { return __fdividef(1.0f, 1.0f + __expf(-z)); }
-
-__device__ __forceinline__ float silu_slope(float z) {
-    float s = quick_sigmoid(z);
-    return s * (1.0f + z * (1.0f - s));
-}
-
-// Adds the block's pixels in order; out (C) receives both sums of each channel of the block.
-__device__ __forceinline__ void store_sums(const Lane& lane, int across, int C, float2* out, const float (&a)[V], const float (&b)[V]) {
-    __shared__ float2 sums[V][THREADS];
-#pragma unroll
-    for (int k = 0; k < V; k++) sums[k][threadIdx.x] = make_float2(a[k], b[k]);
-    __syncthreads();
-    for (int j = threadIdx.x; j < across * V; j += THREADS) {
-        int k = j / across, x = j % across, c = (blockIdx.y * across + x) * V + k;
-        if (c >= C) continue;
-        float2 total = sums[k][x];
-        for (int y = 1; y < lane.step; y++) {
-            float2 term = sums[k][y * across + x];
-            total.x += term.x;
-            total.y += term.y;
-        }
-        out[c] = total;
-    }
-}
+#include "group_norm.cuh"
 
 // partials = sums of x - x[n, 0, c] and of its square, of one source: shifted, as E[x^2] - E[x]^2 cancels for a large mean.
-extern "C" __global__ __launch_bounds__(THREADS, 4) void statistics(const T* __restrict__ x, float2* partials, int S, int C, int tiles, int across) {
+extern "C" __global__ __launch_bounds__(THREADS, 3) void statistics(const T* __restrict__ x, float2* partials, int S, int C, int tiles, int across) {
     Lane lane(S, C, tiles, across);
     float first[V], sum[V] = {}, square[V] = {};
-    if (lane.active) {
-        const T* image = x + (i64)lane.n * S * C + lane.c;
-        load<V>(image, first);
+    if (lane.count) {
+        i64 pitch;
+        const T* source = first_element(x, x, lane, S, C, 0, pitch);
+        load<V>(x + (i64)lane.n * S * C + lane.c, first);
 #pragma unroll 4
-        for (int row = lane.row; row < lane.end; row += lane.step) {
+        for (int i = 0; i < lane.count; i++) {
             float v[V];
-            load<V>(image + (i64)row * C, v);
+            load<V>(source + i * pitch, v);
 #pragma unroll
             for (int k = 0; k < V; k++) {
                 float d = v[k] - first[k];
@@ -105,7 +30,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 4) void statistics(const T* __r
             }
         }
     }
-    store_sums(lane, across, C, partials + ((i64)lane.n * tiles + lane.tile) * C, sum, square);
+    __shared__ float2 sums[V * THREADS];
+    block_sums(lane, across, C, sums, partials + ((i64)lane.n * tiles + lane.tile) * C + blockIdx.y * across * V, sum, square);
 }
 
 // mean, rstd from both sources' partials. Those with x null (a producer's epilogue made them) are not shifted.
@@ -132,66 +58,62 @@ extern "C" __global__ __launch_bounds__(THREADS, 4) void finish_statistics(
     }
     __syncthreads();
     for (int g = threadIdx.x; g < groups; g += THREADS) {
-        const float2* own = moments + g * size;
-        float centre = own[0].x, shift = 0.0f, squares = 0.0f;
-        for (int k = 0; k < size; k++) shift += own[k].x - centre;
-        float average = centre + shift / size;
-        for (int k = 0; k < size; k++) squares += own[k].y + S * (own[k].x - average) * (own[k].x - average);
-        mean[(i64)n * groups + g] = average;
-        rstd[(i64)n * groups + g] = rsqrtf(squares / ((float)S * size) + eps);
+        float2 found = group_statistics(moments + g * size, size, S, eps);
+        mean[(i64)n * groups + g] = found.x;
+        rstd[(i64)n * groups + g] = found.y;
     }
 }
 
 // y, of one or two sources.
-extern "C" __global__ __launch_bounds__(THREADS, 3) void normalize(
+extern "C" __global__ __launch_bounds__(THREADS, 2) void normalize(
     T* __restrict__ y, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT, int silu) {
-    int C = C1 + C2, stride;
+    int C = C1 + C2;
     Lane lane(S, C, tiles, across);
-    if (!lane.active) return;
-    const T* source = channel(x, x2, lane, S, C1, C2, stride);
-    T* target = y + (i64)lane.n * S * C + lane.c;
-    Affine affine(lane, C, weight, bias, scale, shift, mean, rstd, groups);
+    if (!lane.count) return;
+    i64 pitch, out_pitch;
+    const T* source = first_element(x, x2, lane, S, C1, C2, pitch);
+    T* target = first_element(y, y, lane, S, C, 0, out_pitch);
+    Affine affine(lane, C, weight, bias, scale, shift, mean + (i64)lane.n * groups, rstd + (i64)lane.n * groups, groups);
 #pragma unroll 2
-    for (int row = lane.row; row < lane.end; row += lane.step) {
+    for (int i = 0; i < lane.count; i++) {
         float v[V];
-        load<V>(source + (i64)row * stride, v);
+        load<V>(source + i * pitch, v);
 #pragma unroll
-        for (int k = 0; k < V; k++) {
-            float z = affine.gain[k] * (v[k] - affine.mean[k]) + affine.offset[k];
-            v[k] = silu ? z * quick_sigmoid(z) : z;
-        }
-        store<V>(target + (i64)row * C, v);
+        for (int k = 0; k < V; k++) v[k] = affine.gain[k] * (v[k] - affine.mean[k]) + affine.offset[k];
+        activate(v, silu);
+        store<V>(target + i * out_pitch, v);
     }
 }
 
 // partials = sums of dz and of dz * (x - mean).
 extern "C" __global__ __launch_bounds__(THREADS, 2) void backward_sums(
     float2* partials, const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT, int silu) {
-    int C = C1 + C2, stride;
+    int C = C1 + C2;
     Lane lane(S, C, tiles, across);
     float sum[V] = {}, product[V] = {};
-    if (lane.active) {
-        const T* source = channel(x, x2, lane, S, C1, C2, stride);
-        const T* dout = dy + (i64)lane.n * S * C + lane.c;
-        Affine affine(lane, C, weight, bias, scale, shift, mean, rstd, groups);
+    if (lane.count) {
+        i64 pitch, out_pitch;
+        const T* source = first_element(x, x2, lane, S, C1, C2, pitch);
+        const T* dout = first_element(dy, dy, lane, S, C, 0, out_pitch);
+        Affine affine(lane, C, weight, bias, scale, shift, mean + (i64)lane.n * groups, rstd + (i64)lane.n * groups, groups);
 #pragma unroll 2
-        for (int row = lane.row; row < lane.end; row += lane.step) {
+        for (int i = 0; i < lane.count; i++) {
             float v[V], dz[V];
-            load<V>(source + (i64)row * stride, v);
-            load<V>(dout + (i64)row * C, dz);
+            load<V>(source + i * pitch, v);
+            load<V>(dout + i * out_pitch, dz);
+            before_silu(affine, v, dz, silu);
 #pragma unroll
             for (int k = 0; k < V; k++) {
-                float centred = v[k] - affine.mean[k];
-                if (silu) dz[k] *= silu_slope(affine.gain[k] * centred + affine.offset[k]);
                 sum[k] += dz[k];
-                product[k] += dz[k] * centred;
+                product[k] += dz[k] * v[k];
             }
         }
     }
-    store_sums(lane, across, C, partials + ((i64)lane.n * tiles + lane.tile) * C, sum, product);
+    __shared__ float2 sums[V * THREADS];
+    block_sums(lane, across, C, sums, partials + ((i64)lane.n * tiles + lane.tile) * C + blockIdx.y * across * V, sum, product);
 }
 
-// totals (N, C): sums of dz and dz * xhat over an image. means (N, G): of gamma * dz and gamma * dz * xhat over a group.
+// totals (N, C): sums of dz and dz * xhat over an image, times 1 + scale. means (N, G): of gamma * dz and gamma * dz * xhat over a group.
 // dscale, dshift (N, C) or null. Launch: N blocks, C * 8 bytes of shared memory.
 extern "C" __global__ __launch_bounds__(THREADS, 4) void finish_sums(
     const float2* partials, float2* totals, float2* means, float* dscale, int add_scale, float* dshift, int add_shift,
@@ -208,9 +130,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 4) void finish_sums(
         }
         i64 i = (i64)n * C + c;
         total.y *= rstd[(i64)n * groups + c / size];
-        totals[i] = total;
-        float gamma = weight[c] * (scale ? 1.0f + scale[i] : 1.0f);
-        weighted[c] = make_float2(gamma * total.x, gamma * total.y);
+        float factor = scale ? 1.0f + scale[i] : 1.0f;
+        totals[i] = make_float2(factor * total.x, factor * total.y);
+        weighted[c] = make_float2(weight[c] * totals[i].x, weight[c] * totals[i].y);
         if (dscale) dscale[i] = (add_scale ? dscale[i] : 0.0f) + weight[c] * total.y + bias[c] * total.x;
         if (dshift) dshift[i] = (add_shift ? dshift[i] : 0.0f) + total.x;
     }
@@ -226,45 +148,20 @@ extern "C" __global__ __launch_bounds__(THREADS, 4) void finish_sums(
     }
 }
 
-// dbias, dweight (C), each or null: totals (N, C) times 1 + scale, summed over n. Launch: (32, 8) threads, grid CEIL_DIV(C, 32).
-extern "C" __global__ __launch_bounds__(256) void weight_gradients(
-    const float2* totals, const float* scale, float* dweight, int add_weight, float* dbias, int add_bias, int N, int C) {
-    __shared__ float2 sums[8][32];
-    int c = blockIdx.x * 32 + threadIdx.x;
-    float2 sum = make_float2(0.0f, 0.0f);
-    if (c < C) {
-#pragma unroll 4
-        for (int n = threadIdx.y; n < N; n += 8) {
-            float2 total = totals[(i64)n * C + c];
-            float factor = scale ? 1.0f + scale[(i64)n * C + c] : 1.0f;
-            sum.x += factor * total.x;
-            sum.y += factor * total.y;
-        }
-    }
-    sums[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.y || c >= C) return;
-    for (int y = 1; y < 8; y++) {
-        sum.x += sums[y][threadIdx.x].x;
-        sum.y += sums[y][threadIdx.x].y;
-    }
-    if (dbias) dbias[c] = (add_bias ? dbias[c] : 0.0f) + sum.x;
-    if (dweight) dweight[c] = (add_weight ? dweight[c] : 0.0f) + sum.y;
-}
-
 // dx, dx2 (either may be null) = gain * dz - rstd * (means.x + xhat * means.y); means null: the statistics are constants.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     T* dx, int add, T* dx2, int add2, const float2* means, const T* __restrict__ dy, const T* __restrict__ x,
     const T* __restrict__ x2, AFFINE, EXTENT, int silu) {
-    int C = C1 + C2, stride;
+    int C = C1 + C2;
     Lane lane(S, C, tiles, across);
-    if (!lane.active) return;
-    T* target = channel(dx, dx2, lane, S, C1, C2, stride);
+    if (!lane.count) return;
+    i64 pitch, out_pitch;
+    T* target = first_element(dx, dx2, lane, S, C1, C2, pitch);
     if (!target) return;
-    const T* source = channel(x, x2, lane, S, C1, C2, stride);
-    const T* dout = dy + (i64)lane.n * S * C + lane.c;
+    const T* source = first_element(x, x2, lane, S, C1, C2, pitch);
+    const T* dout = first_element(dy, dy, lane, S, C, 0, out_pitch);
     bool accumulate = lane.c < C1 ? add : add2;
-    Affine affine(lane, C, weight, bias, scale, shift, mean, rstd, groups);
+    Affine affine(lane, C, weight, bias, scale, shift, mean + (i64)lane.n * groups, rstd + (i64)lane.n * groups, groups);
     float constant[V] = {}, slope[V] = {};
     if (means) {
 #pragma unroll
@@ -275,16 +172,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
         }
     }
 #pragma unroll 2
-    for (int row = lane.row; row < lane.end; row += lane.step) {
+    for (int i = 0; i < lane.count; i++) {
         float v[V], dz[V];
-        load<V>(source + (i64)row * stride, v);
-        load<V>(dout + (i64)row * C, dz);
+        load<V>(source + i * pitch, v);
+        load<V>(dout + i * out_pitch, dz);
+        before_silu(affine, v, dz, silu);
 #pragma unroll
-        for (int k = 0; k < V; k++) {
-            float centred = v[k] - affine.mean[k];
-            if (silu) dz[k] *= silu_slope(affine.gain[k] * centred + affine.offset[k]);
-            v[k] = affine.gain[k] * dz[k] - constant[k] - slope[k] * centred;
-        }
-        store<V>(target + (i64)row * stride, v, accumulate);
+        for (int k = 0; k < V; k++) v[k] = affine.gain[k] * dz[k] - constant[k] - slope[k] * v[k];
+        store<V>(target + i * pitch, v, accumulate);
     }
 }

@@ -72,6 +72,19 @@ def test_a_borrowed_gradient_is_never_written_to(device):
     assert start.numpy().tolist() == [1, 1]
 
 
+def test_a_gradient_that_is_passed_on_belongs_to_its_new_owner(device):
+    x, weight = leaf([[1.0, 2.0]], device), leaf([[1.0, 0.0], [0.0, 1.0]], device)
+    h = x * 1.0
+    out = cudiff.ops.linear(h * 2.0, weight, residual=h)
+    start = Tensor(np.ones((1, 2), np.float32), device=device).data
+    (out * 1.0).backward(start)
+    assert grad(x) == [[3, 3]] and grad(weight) == [[2, 4], [2, 4]]
+    assert Tensor(start).numpy().tolist() == [[1, 1]]
+    a, b = leaf([1.0, 2.0], device), leaf([3.0, 4.0], device)
+    (cudiff.ops.add(a * 1.0, b * 1.0) * 2.0).sum().backward()  # both get the same array
+    assert grad(a) == grad(b) == [2, 2]
+
+
 def test_two_leaves_do_not_share_a_gradient(device):
     a, b = leaf([1, 2], device), leaf([3, 4], device)
     (a + b).backward(Tensor(np.float32([1, 1]), device=device))

@@ -78,6 +78,15 @@ def architecture() -> str:
     return f"sm_{capability}a" if capability == "90" else f"sm_{capability}"
 
 
+@functools.cache
+def hopper() -> bool:
+    """Whether the kernels of files named _sm90 run on the current device.
+
+    CUDIFF_PORTABLE=1 in the environment forces those for any GPU.
+    """
+    return os.environ.get("CUDIFF_PORTABLE") != "1" and architecture() == "sm_90a"
+
+
 def compile_source(stem: str, arch: str, constants: dict[str, Any]) -> tuple[bytes, str]:
     """Compile one file by NVRTC, which needs no GPU. Returns the cubin and the compiler's log.
 

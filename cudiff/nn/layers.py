@@ -10,7 +10,7 @@ from cudiff.tensor import Tensor
 
 
 class Linear(Module):
-    """x (..., in) → (..., out): x·weightᵀ + bias. weight (out, in); `layout` is that of PyTorch's file."""
+    """x (..., in) → (..., out): x·weightᵀ + bias + residual. weight (out, in); `layout` is that of PyTorch's file."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, layout: str = "linear"):
         super().__init__()
@@ -18,8 +18,8 @@ class Linear(Module):
         self.weight = Parameter(init.uniform_fan_in(shape, in_features), low=True, decay=True, layout=layout)
         self.bias = Parameter(init.uniform_fan_in((out_features,), in_features)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.bias, tf32=self.tf32)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return ops.linear(x, self.weight, self.bias, tf32=self.tf32, residual=residual)
 
 
 class Conv2d(Module):

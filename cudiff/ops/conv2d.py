@@ -15,7 +15,7 @@ from cudiff.cuda.module import empty, gradient_target
 from cudiff.ops import conv2d_sm90
 from cudiff.ops.gemm import Epilogue, aligned, product
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
-from cudiff.ops.reduce import sum_array
+from cudiff.ops.reduce import sum_array, sum_rows_cuda
 from cudiff.tensor import Function, Tensor
 from cudiff.threads import cut, parallel_map
 
@@ -245,7 +245,7 @@ class Conv2d(Function):
             dweight, add = gradient_target(into[1], weight.shape, float32)
             wgrad_cuda(x, dout, dweight, ctx.stride, ctx.padding, add, ctx.tf32)
         if needs[2]:
-            dbias = sum_array(dout, (0, 1, 2), dtype=float32)
+            dbias = sum_rows_cuda(dout, into[2], ctx.dout_partials)
         return dx, dweight, dbias
 
 
@@ -294,7 +294,7 @@ class ConvTranspose2d(Function):
             dweight, add = gradient_target(into[1], weight.shape, float32)
             wgrad_cuda(dout, x, dweight, ctx.stride, ctx.padding, add, ctx.tf32)
         if needs[2]:
-            dbias = sum_array(dout, (0, 1, 2), dtype=float32)
+            dbias = sum_rows_cuda(dout, into[2], ctx.dout_partials)
         return dx, dweight, dbias
 
 

@@ -6,12 +6,15 @@ silu(centred·gain + offset). Batch norm is the same with all pixels as one imag
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import NamedTuple
 
 import numpy as np
 
 from cudiff.backend import Array, float32
-from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.cuda.module import blocks, empty, gradient_target, hopper, launch
+from cudiff.cuda.sums import add_rows
 from cudiff.ops.cast import narrow, require_float, widen
 from cudiff.tensor import Function, Tensor
 from cudiff.threads import cut, parallel_map
@@ -109,8 +112,19 @@ def group_norm_forward_cuda(x: Array, x2: Array | None, weight: Array, bias: Arr
                             silu: bool = False, scale: Array | None = None, shift: Array | None = None,
                             partials: tuple[Array | None, Array | None] = (None, None)) -> tuple[Array, Array, Array]:
     """y (N, ..., C1 + C2), mean and rstd (N, G). `partials`: the sums that came with x and x2, where they did."""
-    mean, rstd = statistics_cuda(x, x2, num_groups, eps, partials)
-    return normalize_cuda(x, x2, weight, bias, mean, rstd, silu, scale, shift), mean, rstd
+    n, pixels, channels, channels2 = _extent(x, x2)
+    y = empty((*x.shape[:-1], channels + channels2), x.dtype)
+    constants = kernel_constants(x, x2, y, parameters=(weight, bias, scale, shift))
+    cut = _clusters(n, pixels, channels + channels2, num_groups, 1, constants["T"].itemsize, constants["VEC"])
+    if cut is None:
+        mean, rstd = statistics_cuda(x, x2, num_groups, eps, partials)
+        return normalize_cuda(x, x2, weight, bias, mean, rstd, silu, scale, shift), mean, rstd
+    mean, rstd = empty((n, num_groups), float32), empty((n, num_groups), float32)
+    launch("group_norm_sm90", "forward", (n * cut.cluster, cut.chunks), 256,
+           (y, mean, rstd, x, x2, weight, bias, scale, shift, num_groups,
+            pixels, channels, channels2, cut.cluster, cut.across, silu, cut.kept, eps),
+           cut.shared, **constants, CLUSTER=cut.cluster)
+    return y, mean, rstd
 
 
 def statistics_cuda(x: Array, x2: Array | None, num_groups: int, eps: float,
@@ -152,10 +166,12 @@ def normalize_cuda(x: Array, x2: Array | None, weight: Array, bias: Array, mean:
 def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, mean: Array,
                              rstd: Array, silu: bool = False, scale: Array | None = None, shift: Array | None = None, *,
                              needs: tuple[bool, ...], into: tuple[Array | None, ...],
-                             constant_statistics: bool = False) -> tuple[Array | None, ...]:
+                             constant_statistics: bool = False,
+                             sums: dict[int, Array] | None = None) -> tuple[Array | None, ...]:
     """dx, dx2, dweight, dbias, dscale, dshift: None where `needs` says so, added to `into` where that is given.
 
-    y and dz are made again from x. The gradients of parameters, scale and shift are float32.
+    y and dz are made again from x. The gradients of parameters, scale and shift are float32. `sums`, where given, may
+    receive at 0 and 1 the sums of dx and dx2, with what they had before, over each image's pixels, float32 (N, C).
     """
     n, pixels, channels1, channels2 = _extent(x, x2)
     channels, groups = channels1 + channels2, mean.shape[1]
@@ -169,6 +185,19 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
         for i, (need, target, shape) in enumerate(zip(needs, into, shapes, strict=True))
     ]
     dx, dx2, dweight, dbias, dscale, dshift = targets
+    cut = _clusters(n, pixels, channels, groups, 2, x.dtype.itemsize, constants["VEC"])
+    if cut is not None and not constant_statistics:
+        totals = empty((n, channels, 2), float32)
+        sums = {} if sums is None else sums
+        for i, (target, _) in enumerate(targets[:2]):
+            if target is not None:
+                sums[i] = empty((n, target.shape[-1]), float32)
+        launch("group_norm_sm90", "backward", (n * cut.cluster, cut.chunks), 256,
+               (*dx, *dx2, sums.get(0), sums.get(1), totals, *dscale, *dshift, dy, x, x2, *affine,
+                pixels, channels1, channels2, cut.cluster, cut.across, silu, cut.kept),
+               cut.shared, **constants, CLUSTER=cut.cluster)
+        affine_gradients_cuda(totals, dweight, dbias)
+        return tuple(target for target, _ in targets)
     means = None
     if any(needs[2:]) or not constant_statistics:
         partials, totals = empty((n, tiles, channels, 2), float32), empty((n, channels, 2), float32)
@@ -178,20 +207,62 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
         launch("group_norm", "finish_sums", n, 256,
                (partials, totals, means, *dscale, *dshift, *affine, pixels, channels, tiles),
                shared=8 * channels, **constants)
-        if needs[2] or needs[3]:
-            weight_gradients_cuda(totals, scale, dweight, dbias)
+        affine_gradients_cuda(totals, dweight, dbias)
     if needs[0] or needs[1]:
         launch("group_norm", "input_gradients", (n * tiles, chunks), 256,
                (*dx, *dx2, None if constant_statistics else means, dy, x, x2, *affine, *extent), **constants)
     return tuple(target for target, _ in targets)
 
 
-def weight_gradients_cuda(totals: Array, scale: Array | None, dweight: tuple[Array | None, bool],
+def affine_gradients_cuda(totals: Array, dweight: tuple[Array | None, bool],
                           dbias: tuple[Array | None, bool]) -> None:
-    """Sum totals (N, C, 2), each of dz and of dz·xhat, times 1 + scale, over N into dbias and dweight (array, add)."""
-    n, channels, _ = totals.shape
-    launch("group_norm", "weight_gradients", blocks(channels, 32), (32, 8),
-           (totals, scale, *dweight, *dbias, n, channels), T=float32, VEC=0)
+    """Sum totals (N, C, 2), of dz and of dz·xhat, over N into dbias and dweight: (array or None, whether to add)."""
+    for offset, (out, add) in enumerate((dbias, dweight)):
+        if out is not None:
+            add_rows(totals, out, add, step=2, offset=offset)
+
+
+class _Cut(NamedTuple):
+    """How clusters share a group norm: blocks a cluster, chunks of channels, packs a chunk, rows kept, their bytes."""
+
+    cluster: int
+    chunks: int
+    across: int
+    kept: int
+    shared: int
+
+
+_SHARED_BYTES = 113 << 10  # for each of two blocks a multiprocessor
+_BLOCKS = 128  # that fill the multiprocessors
+
+
+@functools.cache
+def _clusters(n: int, pixels: int, channels: int, groups: int, arrays: int, itemsize: int, vec: int) -> _Cut | None:
+    """The launch of group_norm_sm90.cu that reads `arrays` of this shape, or None where it does not suit.
+
+    Chunks of 128 bytes or little more, so that clusters are small; as few blocks a cluster as fill the GPU and keep all
+    rows, 8 at most. An image of which they keep less than a quarter is better read twice by more blocks.
+    """
+    pack = 16 // itemsize
+    chunks = [d for d in range(1, groups + 1) if groups % d == 0 and channels // d % pack == 0]
+    wide = [d for d in chunks if channels // d * itemsize >= 128] or chunks[:1]
+    if not (hopper() and vec and wide):
+        return None
+    width = channels // wide[-1]
+    across = width // pack
+    if across > 256:
+        return None
+    fixed = 8 * 256 * pack + 16 * width + 8 * groups
+    pack_bytes = 256 * 16 * arrays
+    room = (_SHARED_BYTES - fixed) // pack_bytes
+    for cluster in (1, 2, 4, 8):
+        rows = blocks(blocks(pixels, cluster), 256 // across)
+        if rows <= room and n * wide[-1] * cluster >= _BLOCKS:
+            break
+    kept = min(rows, room)
+    if rows > 4 * kept:
+        return None
+    return _Cut(cluster, wide[-1], across, kept, kept * pack_bytes + fixed)
 
 
 def _extent(x: Array, x2: Array | None) -> tuple[int, int, int, int]:
@@ -282,7 +353,8 @@ class GroupNorm(Function):
     def backward_cuda(ctx, dout, needs, into):
         x, x2, weight, bias, scale, shift, mean, rstd = ctx.saved
         return group_norm_backward_cuda(
-            dout, x, x2, weight, bias, mean, rstd, ctx.silu, scale, shift, needs=needs, into=into
+            dout, x, x2, weight, bias, mean, rstd, ctx.silu, scale, shift, needs=needs, into=into,
+            sums=ctx.din_partials,
         )
 
 

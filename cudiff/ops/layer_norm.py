@@ -7,7 +7,7 @@ import numpy as np
 from cudiff.backend import float32
 from cudiff.cuda.module import blocks, empty, gradient_target, launch
 from cudiff.ops.cast import narrow, require_float, widen
-from cudiff.ops.group_norm import kernel_constants, weight_gradients_cuda
+from cudiff.ops.group_norm import affine_gradients_cuda, kernel_constants
 from cudiff.tensor import Function, Tensor
 
 
@@ -68,7 +68,7 @@ class LayerNorm(Function):
                 gradient_target(target, (channels,), float32) if need else (None, False)
                 for need, target in zip(needs[1:], into[1:], strict=True)
             )
-            weight_gradients_cuda(totals, None, dweight, dbias)
+            affine_gradients_cuda(totals, dweight, dbias)
         return dx[0], dweight[0], dbias[0]
 
 

@@ -10,7 +10,7 @@ from cudiff.backend import Array, array_module, compute_dtype, float32
 from cudiff.cuda.module import empty, gradient_target
 from cudiff.ops import conv2d_sm90
 from cudiff.ops.gemm import Epilogue, aligned, product
-from cudiff.ops.reduce import sum_array, sum_to
+from cudiff.ops.reduce import sum_rows_cuda, sum_to
 from cudiff.ops.shape import contiguous_cuda, reshape
 from cudiff.tensor import Function, Tensor
 from cudiff.threads import PART_BYTES, cut, parallel_map
@@ -127,21 +127,24 @@ def _folded(a: Array, b: Array, like_out: Array, batch: tuple[int, ...]) -> tupl
 
 
 class Linear(Function):
-    """out = x·weightᵀ + bias; dx = dout·weight, dweight = doutᵀ·x, dbias = sum of dout's rows."""
+    """out = x·weightᵀ + bias + residual; dx = dout·weight, dweight = doutᵀ·x, dbias = sum of dout's rows."""
 
     @staticmethod
-    def forward_numpy(ctx, x, weight, bias, tf32):
+    def forward_numpy(ctx, x, weight, bias, residual, tf32):
         ctx.save(x, weight)
         wide = compute_dtype(x.dtype)
         out = matmul_numpy(x.reshape(-1, x.shape[-1]).astype(wide, copy=False), weight.astype(wide, copy=False).T)
         if bias is not None:
             out += bias
+        if residual is not None:
+            out += residual.reshape(out.shape)
         return out.astype(x.dtype, copy=False).reshape(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
         x, weight = ctx.saved
         wide = compute_dtype(x.dtype)
+        dresidual = dout if needs[3] else None
         dout = dout.reshape(-1, weight.shape[0]).astype(wide, copy=False)
         dx = dweight = dbias = None
         if needs[0]:
@@ -150,13 +153,14 @@ class Linear(Function):
             dweight = matmul_numpy(dout.T, x.reshape(-1, x.shape[-1]).astype(wide, copy=False))
         if needs[2]:
             dbias = dout.sum(0)
-        return dx, dweight, dbias
+        return dx, dweight, dbias, dresidual
 
     @staticmethod
-    def forward_cuda(ctx, x, weight, bias, tf32):
+    def forward_cuda(ctx, x, weight, bias, residual, tf32):
         ctx.save(x, weight)
         ctx.tf32 = tf32
-        out = linear_cuda(x, weight, Epilogue(bias=as_float32(bias)), tf32)
+        addend = None if residual is None else _rows(residual)
+        out = linear_cuda(x, weight, Epilogue(as_float32(bias), addend=addend), tf32)
         return out.reshape(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -170,8 +174,11 @@ class Linear(Function):
             dweight, add = gradient_target(into[1], weight.shape, float32)
             linear_dweight_cuda(x, dout, dweight, add, ctx.tf32)
         if needs[2]:
-            dbias = sum_array(dout, tuple(range(dout.ndim - 1)), dtype=float32)
-        return dx, dweight, dbias
+            sums = ctx.dout_partials
+            if sums is None and dout.dtype == float32 and len(dout) == dout.size // len(weight) <= 128 and not needs[3]:
+                sums = dout  # so few rows that the last kernel adds them up as fast; none but this backward has them
+            dbias = sum_rows_cuda(dout, into[2], sums)
+        return dx, dweight, dbias, dout if needs[3] else None
 
 
 def _rows(x: Array) -> Array:
@@ -227,8 +234,9 @@ def matmul(a: Tensor, b: Tensor, tf32: bool = False) -> Tensor:
     return MatMul.apply(a, b, tf32=tf32)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tf32: bool = False) -> Tensor:
-    """x (..., in) · weight (out, in) transposed + bias (out,) → (..., out), in x's dtype.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tf32: bool = False,
+           residual: Tensor | None = None) -> Tensor:
+    """x (..., in) · weight (out, in) transposed + bias (out,) + residual (..., out) → (..., out), in x's dtype.
 
     dweight and dbias are float32 (float64 for float64). Raises ValueError where the sizes do not agree.
     """
@@ -236,4 +244,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tf32: bool = F
         raise ValueError(f"linear: x of shape {x.shape} does not fit weight of shape {weight.shape} (out, in)")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"linear: the bias has shape {bias.shape}, not {weight.shape[:1]}")
-    return Linear.apply(x, weight, bias, tf32=tf32)
+    if residual is not None and (residual.shape, residual.dtype) != ((*x.shape[:-1], weight.shape[0]), x.dtype):
+        raise ValueError(f"linear: the residual {residual.shape} {residual.dtype} is not like the result")
+    return Linear.apply(x, weight, bias, residual, tf32=tf32)

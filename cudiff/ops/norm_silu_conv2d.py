@@ -12,7 +12,7 @@ from cudiff.ops.gemm import Epilogue
 from cudiff.ops.group_norm import GroupNorm, group_norm
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
 from cudiff.ops.pool import UpsampleNearest, upsample_nearest
-from cudiff.ops.reduce import sum_array
+from cudiff.ops.reduce import sum_array, sum_rows_cuda
 from cudiff.ops.shape import Concatenate, concatenate, reshape
 from cudiff.tensor import Context, Function, Tensor
 
@@ -83,11 +83,12 @@ class NormSiluConv2d(Function):
         h, weight, residual, residual2, skip_weight = ctx.saved
         padding, tf32 = pair(weight.shape[1] // 2), ctx.tf32
         grads: list[Array | None] = [None] * len(needs)
-        if needs[8]:
-            grads[8] = sum_array(dout, (1, 2), dtype=float32)
-        if needs[3] or needs[12]:
-            total = sum_array(dout, (0, 1, 2), dtype=float32) if grads[8] is None else sum_array(grads[8], 0)
-            grads[3], grads[12] = total if needs[3] else None, total if needs[12] else None
+        sums = ctx.dout_partials
+        if sums is None and (needs[8] or (needs[3] and needs[12])):
+            sums = sum_array(dout, (1, 2), dtype=float32)
+        grads[8] = sums.view() if needs[8] else None  # nobody adds to a view: the sums below may wait
+        for i in (3, 12):
+            grads[i] = sum_rows_cuda(dout, into[i], sums) if needs[i] else None
         if needs[2]:
             grads[2], add = gradient_target(into[2], weight.shape, float32)
             wgrad_cuda(h, dout, grads[2], (1, 1), padding, add, tf32)
@@ -104,6 +105,8 @@ class NormSiluConv2d(Function):
                 )
                 for i, result in zip(inputs, results, strict=True):
                     grads[i] = result
+                if last:
+                    ctx.din_partials = {inputs[i]: sums for i, sums in step.din_partials.items()}
         if skip_weight is None:
             grads[9] = dout if needs[9] else None
             return tuple(grads)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import builtins
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from cudiff.backend import Array, compute_dtype, device_of, float32, is_float
 from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.cuda.sums import add_rows
 from cudiff.ops.cast import astype, require_float
 from cudiff.tensor import Function, Tensor
 from cudiff.threads import cut, parallel_map
@@ -107,18 +109,46 @@ def _reduce_cuda(
     operands: tuple = (), combine: str = "sum",
 ) -> Array:
     """Run a kernel of reduce.cu; where the middle axis is long, its parts are combined by a second launch."""
+    parts, run = _in_parts(name, x, outer, count, inner, operands)
+    if parts == 1:
+        run(out, scale, accumulate)
+        return out
+    partial = empty((outer, parts, inner), float32)
+    run(partial, 1.0, False)
+    return _reduce_cuda(combine, partial, outer, parts, inner, out, scale, accumulate)
+
+
+def _in_parts(name: str, x: Array, outer: int, count: int, inner: int, operands: tuple = ()) -> tuple[int, Callable]:
+    """Into how many parts the middle axis is cut, and the launch: (out [outer][parts][inner], scale, accumulate)."""
     columns = builtins.min(32, _power_of_two(inner))
     lanes = builtins.min(256 // columns, _power_of_two(count))
     rows = builtins.min(256 // (columns * lanes), _power_of_two(outer), 64)
     grid = blocks(outer, rows) * blocks(inner, columns)
     chunk = blocks(count, builtins.min(blocks(1024, grid), blocks(count, 16 * lanes), 16 * lanes))
     parts = blocks(count, chunk)
-    partial = out if parts == 1 else empty((outer, parts, inner), float32)
-    final = (scale, accumulate) if parts == 1 else (1.0, False)
     sizes = tuple(map(np.int64, (outer, count, inner, chunk)))
-    args = (x, *operands, partial, *final, *sizes)
-    launch("reduce", name, (grid, parts), (columns, lanes, rows), args, T=x.dtype, OUT=partial.dtype)
-    return out if parts == 1 else _reduce_cuda(combine, partial, outer, parts, inner, out, scale, accumulate)
+
+    def run(out: Array, scale: float, accumulate: bool) -> None:
+        args = (x, *operands, out, scale, accumulate, *sizes)
+        launch("reduce", name, (grid, parts), (columns, lanes, rows), args, T=x.dtype, OUT=out.dtype)
+
+    return parts, run
+
+
+def sum_rows_cuda(x: Array, into: Array | None, sums: Array | None = None) -> Array:
+    """Sum of x (..., C) over all axes but the last, (C,) float32; added to `into` where that is given.
+
+    `sums`, float32 (rows, C), where given, add up to the same. The result may wait for others (see cudiff.cuda.sums):
+    nobody may write to `sums` until the backward has ended.
+    """
+    width = x.shape[-1]
+    out, add = gradient_target(into, (width,), float32)
+    if sums is None:
+        parts, run = _in_parts("sum", x, 1, x.size // width, width)
+        sums = empty((parts, width), float32)
+        run(sums, 1.0, False)
+    add_rows(sums, out, add)
+    return out
 
 
 def _spread_cuda(name: str, operands: tuple, dx: Array, numbers: tuple, spans: tuple[int, int, int]) -> Array:

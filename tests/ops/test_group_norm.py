@@ -1,8 +1,10 @@
 import numpy as np
 import pytest
 
+from cudiff.backend import cuda_available
+from cudiff.cuda.module import hopper
 from cudiff.ops.group_norm import group_norm
-from cudiff.tensor import Tensor
+from cudiff.tensor import Function, Tensor
 from tests.check import check_op, relative_error, torch
 
 # (shape of x, channels of x2, groups): groups of 1, 2, 3, 10, 12 and 14 channels, groups that straddle the two
@@ -115,17 +117,73 @@ def test_partials_stand_in_for_the_statistics_pass(device, rng, given):
     assert relative_error(out, expected) < 2e-5
 
 
+# Shapes that take clusters of 1, 2, 4 and 8 blocks on Hopper, rows that they cannot keep, chunks of 160 bytes (16-bit).
+CLUSTERS = [
+    ((32, 3, 5, 256), 0, 32),
+    ((32, 8, 4, 128), 0, 32),
+    ((32, 5, 7, 64), 0, 32),
+    ((2, 64, 64, 64), 0, 32),
+    ((2, 32, 33, 192), 128, 32),
+    ((3, 16, 16, 192), 256, 32),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape, channels2, num_groups", [((2, 33, 17, 48), 16, 8), ((3, 20, 9, 7), 5, 3)])
+@pytest.mark.parametrize("silu, modulated", [(True, False), (False, True)])
+@pytest.mark.parametrize("shape, channels2, num_groups", CLUSTERS)
+def test_clusters(rng, shape, channels2, num_groups, silu, modulated):
+    check_op(
+        lambda x, x2, w, b, scale, shift: group_norm(x, w, b, num_groups, 1e-5, silu, scale, shift, x2),
+        *inputs(rng, shape, channels2, modulated),
+        device="cuda", dtypes=("float32", "bfloat16", "float16"), fp32_inputs=(2, 3, 4, 5),
+    )
+
+
+class Seen(Function):
+    """The identity, which keeps the gradient that came and its sums."""
+
+    @staticmethod
+    def forward_cuda(ctx, x):
+        return x.copy()
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        Seen.dout, Seen.sums = Tensor(dout).numpy(), ctx.dout_partials
+        return (dout,)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not (cuda_available() and hopper()), reason="no Hopper GPU, whose kernels leave the sums")
+@pytest.mark.parametrize("shape, channels2, num_groups", CLUSTERS)
+@pytest.mark.parametrize("more", [False, True])
+def test_the_sums_of_a_gradient_travel_with_it(rng, shape, channels2, num_groups, more):
+    x, x2, weight, bias, _, _ = (
+        None if a is None else Tensor(a, requires_grad=True, dtype=np.float32, device="cuda")
+        for a in inputs(rng, shape, channels2, False)
+    )
+    seen = Seen.apply(x)
+    out = group_norm(seen, weight, bias, num_groups, silu=True, x2=x2)
+    if more:  # the norm's backward adds to the gradient of a newer use
+        out = group_norm(out, weight, bias, num_groups, x2=None) + (0 if x2 is not None else seen * 3.0)
+    out.backward(Tensor(rng.standard_normal(out.shape), dtype=np.float32, device="cuda").data)
+    expected = Seen.dout.reshape(shape[0], -1, shape[-1]).astype(np.float64)
+    error = np.abs(Tensor(Seen.sums).numpy() - expected.sum(1)) / (1 + np.abs(expected).sum(1))
+    assert error.max() < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape, channels2, num_groups", [((2, 33, 17, 48), 16, 8), ((3, 20, 9, 7), 5, 3), CLUSTERS[3]])
 def test_two_runs_are_bit_equal(rng, shape, channels2, num_groups):
     arrays = inputs(rng, shape, channels2, True)
     dout = rng.standard_normal((*shape[:-1], shape[-1] + channels2))
 
     def run():
-        x, x2, *rest = (Tensor(a, requires_grad=True, dtype=np.float32, device="cuda") for a in arrays)
+        x, x2, *rest = tensors = [
+            None if a is None else Tensor(a, requires_grad=True, dtype=np.float32, device="cuda") for a in arrays
+        ]
         out = group_norm(x, rest[0], rest[1], num_groups, 1e-5, True, rest[2], rest[3], x2)
         out.backward(Tensor(dout, dtype=np.float32, device="cuda").data)
-        return [out.numpy()] + [Tensor(t.grad).numpy() for t in (x, x2, *rest)]
+        return [out.numpy()] + [Tensor(t.grad).numpy() for t in tensors if t is not None]
 
     for first, second in zip(run(), run(), strict=True):
         assert first.tobytes() == second.tobytes()

@@ -39,6 +39,17 @@ def test_linear(device, rng, x, outputs, with_bias):
              torch_fn=lambda x, w, b: torch.nn.functional.linear(x, w, b))
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 4), (2, 16, 64)])
+def test_linear_adds_a_residual(device, rng, shape):
+    c = shape[-1]
+    arrays = [rng.standard_normal(shape), rng.standard_normal((c, c)), rng.standard_normal(c)]
+    # x's gradient comes through the product and past it.
+    check_op(lambda x, w, b: linear(x * 0.5, w, b, residual=x), *arrays, device=device, fp32_inputs=(2,), tolerance=2,
+             torch_fn=lambda x, w, b: x + torch.nn.functional.linear(x * 0.5, w, b))
+    with pytest.raises(ValueError, match="the residual"):
+        linear(*(Tensor(a) for a in arrays), residual=Tensor(arrays[1]))
+
+
 def test_linear_takes_a_float32_weight_in_low_precision(device, rng):
     check_op(linear, rng.standard_normal((20, 24)), rng.standard_normal((16, 24)), rng.standard_normal(16),
              device=device, fp32_inputs=(1, 2), dtypes=("bfloat16",))

@@ -46,6 +46,28 @@ def test_norm_silu_conv2d(device, rng, unit):
              tolerance=2)
 
 
+def test_units_in_a_row(device, rng):
+    """The second norm's backward leaves sums of the gradient, from which the first unit makes those of its vectors."""
+    size, c = ((2, 16, 16), 64) if device == "cuda" else ((2, 3, 2), 4)
+    kernel, vector = (c, 3, 3, c), (c,)
+    shapes = ((*size, c), kernel, vector, vector, vector, (size[0], c), kernel, vector, vector, vector, (c, 1, 1, c),
+              vector)
+    scales = (1, 0.05, 1, 1, 1, 1, 0.05, 1, 1, 1, 0.1, 1)
+    arrays = [rng.standard_normal(shape) * scale for shape, scale in zip(shapes, scales, strict=True)]
+
+    def block(x, weight, bias, norm_weight, norm_bias, emb, weight2, bias2, norm_weight2, norm_bias2, skip, skip_bias):
+        h = norm_silu_conv2d(x, weight=weight, bias=bias, norm_weight=norm_weight, norm_bias=norm_bias, emb=emb,
+                             num_groups=4)
+        h = norm_silu_conv2d(h, weight=weight2, bias=bias2, norm_weight=norm_weight2, norm_bias=norm_bias2,
+                             residual=x, skip_weight=skip, skip_bias=skip_bias, num_groups=4)
+        h = norm_silu_conv2d(h, weight=weight2, bias=bias2, norm_weight=norm_weight2, norm_bias=norm_bias2,
+                             residual=h, num_groups=4)
+        return norm_silu_conv2d(h, weight=weight, norm_weight=norm_weight, norm_bias=norm_bias, num_groups=4)
+
+    # Four units round in turn.
+    check_op(block, *arrays, device=device, fp32_inputs=(2, 3, 4, 5, 7, 8, 9, 11), tolerance=4)
+
+
 def torch_unit(arrays, attrs):
     def apply(*tensors):
         part = dict(zip(arrays, tensors, strict=True))

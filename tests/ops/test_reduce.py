@@ -4,7 +4,8 @@ import pytest
 
 import cudiff
 from cudiff import Tensor
-from cudiff.ops.reduce import sum_array, sum_to
+from cudiff.cuda.sums import waiting
+from cudiff.ops.reduce import sum_array, sum_rows_cuda, sum_to
 from tests.check import TOLERANCE, check_op, relative_error, torch
 
 CASES = [
@@ -142,3 +143,22 @@ def test_torch_agrees_on_ties():
     x.max(1).sum().backward()
     reference.amax(1).sum().backward()
     assert np.array_equal(x.grad, reference.grad.numpy())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(3, 70, 33), (2, 64, 64, 64), (1, 5), (4, 3, 2, 576)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sums_of_rows_wait_and_are_made_once(rng, shape, dtype):
+    x = Tensor(rng.standard_normal(shape), dtype="float32", device="cuda").astype(dtype)
+    expected = x.astype("float32").numpy().astype(np.float64).reshape(-1, shape[-1]).sum(0)
+    with waiting() as finish:
+        outs = [sum_rows_cuda(x.data, None) for _ in range(70)]  # more than a launch holds
+        sum_rows_cuda(x.data, outs[0])
+        finish(outs[0])
+        assert relative_error(Tensor(outs[0]).numpy(), 2 * expected) < 1e-5
+        sum_rows_cuda(x.data, outs[1])
+        sum_rows_cuda(x.data, outs[1])
+    now = sum_rows_cuda(x.data, None)
+    assert relative_error(Tensor(now).numpy(), expected) < 1e-5
+    assert Tensor(outs[69]).numpy().tobytes() == Tensor(now).numpy().tobytes()
+    assert relative_error(Tensor(outs[1]).numpy(), 3 * expected) < 1e-5

@@ -1,0 +1,27 @@
+// Thread block clusters (sm_90 and newer): CLUSTER blocks that run at once and read each other's shared memory.
+#pragma once
+#include "common.cuh"
+
+// Arrive and wait are halves of one barrier of the cluster's threads; what they wrote before it is seen after it. Every
+// thread of a warp takes part. A cluster of one block needs no more than the block's own barrier.
+__device__ __forceinline__ void cluster_arrive() {
+    if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+    if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+    else __syncthreads();
+}
+__device__ __forceinline__ void cluster_sync() {
+    cluster_arrive();
+    cluster_wait();
+}
+
+// The float2 that lies at `p`, an address in this block's shared memory, in that of block `rank`.
+__device__ __forceinline__ float2 load_cluster(const float2* p, int rank) {
+    if constexpr (CLUSTER == 1) return *p;
+    u32 address = (u32)__cvta_generic_to_shared(p);
+    float2 v;
+    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+    return v;
+}
