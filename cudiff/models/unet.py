@@ -128,8 +128,8 @@ class AttentionBlock(Module):
     def forward(self, x: Tensor) -> Tensor:
         n, height, width, channels = x.shape
         qkv = self.qkv(ops.reshape(self.norm(x), (n, height * width, channels)))
-        out = self.proj_out(ops.attention_qkv(qkv, self.num_heads, self.new_order, tf32=self.tf32))
-        return x + ops.reshape(out, x.shape)
+        out = ops.attention_qkv(qkv, self.num_heads, self.new_order, tf32=self.tf32)
+        return self.proj_out(ops.reshape(out, x.shape), residual=x)
 
 
 class UNet(Module):
