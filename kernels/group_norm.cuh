@@ -104,10 +104,10 @@ __device__ __forceinline__ void before_silu(const Affine& affine, float (&v)[V],
     for (int k = 0; k < V; k++) dz[k] *= s[k] + z[k] * s[k] * (1.0f - s[k]);
 }
 
-// Adds the block's pixels in a fixed order; out receives both sums of each channel of the block, the chunk's first one first.
-// `sums` is shared memory for V * THREADS of them.
-__device__ __forceinline__ void block_sums(const Lane& lane, int across, int C, float2* sums, float2* out, const float (&a)[V],
-                                           const float (&b)[V]) {
+// Adds the block's pixels in a fixed order; store(channel within the chunk, both sums). `sums`: shared, V * THREADS.
+template <typename Store>
+__device__ __forceinline__ void block_sums(const Lane& lane, int across, int C, float2* sums, const float (&a)[V], const float (&b)[V],
+                                           Store store) {
 #pragma unroll
     for (int k = 0; k < V; k++) sums[k * THREADS + threadIdx.x] = make_float2(a[k], b[k]);
     __syncthreads();
@@ -121,6 +121,6 @@ __device__ __forceinline__ void block_sums(const Lane& lane, int across, int C, 
             total.x += term.x;
             total.y += term.y;
         }
-        out[x * V + k] = total;
+        store(x * V + k, total);
     }
 }

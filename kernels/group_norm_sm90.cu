@@ -8,7 +8,7 @@
 // Launch: THREADS threads, grid (N * CLUSTER, chunks), tiles = CLUSTER, chunks * across packs = C exactly; shared memory:
 // kept rows of THREADS packs of 16 bytes, of each array read, 8 V THREADS, 16 bytes a channel of a chunk, 8 a group.
 // architectures: sm_90a
-// variants: T=float,bf16,half CLUSTER=1,2,4,8 VEC=1
+// variants: T=float,bf16,half CLUSTER=1,2 VEC=1
 #include "cluster.cuh"
 #include "group_norm.cuh"
 #include "mma.cuh"
@@ -89,7 +89,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) __cluster_dims__(CLUSTER, 1,
     }
 #pragma unroll 4
     for (int i = held; i < lane.count; i++) load<V>(source + i * pitch, v), add(v);
-    block_sums(lane, across, C, shared.scratch, shared.own, sum, square);
+    auto keep = [&](int j, float2 total) { shared.own[j] = total; };
+    block_sums(lane, across, C, shared.scratch, sum, square, keep);
     cluster_sync();
     for (int j = threadIdx.x; j < width; j += THREADS) {
         float2 total = cluster_sum(shared.own + j);
@@ -126,8 +127,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) __cluster_dims__(CLUSTER, 1,
     cluster_wait();  // a block stays until the others have read its sums
 }
 
-// dx, dx2 (either may be null); sums, sums2, float (N, C1) and (N, C2), or null: dx and dx2, with what they had before,
-// summed over an image's pixels before rounding; totals, float2 (N, C), and dscale, dshift as in finish_sums.
+// dx, dx2 (either may be null); sums, sums2, float (N, C1) and (N, C2), or null, as in input_gradients; totals, float2 (N, C), and dscale, dshift as in finish_sums.
 extern "C" __global__ __launch_bounds__(THREADS, 2) __cluster_dims__(CLUSTER, 1, 1) void backward(
     T* dx, int add, T* dx2, int add2, float* sums, float* sums2, float2* totals, float* dscale, int add_scale, float* dshift,
     int add_shift, const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT, int silu,
@@ -176,7 +176,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) __cluster_dims__(CLUSTER, 1,
     };
 #pragma unroll 2
     for (int i = held; i < lane.count; i++) read(i), add_up();
-    block_sums(lane, across, C, shared.scratch, shared.own, first, second);
+    auto keep = [&](int j, float2 total) { shared.own[j] = total; };
+    block_sums(lane, across, C, shared.scratch, first, second, keep);
     cluster_sync();
     for (int j = threadIdx.x; j < width; j += THREADS) {
         int c = c0 + j;
@@ -249,7 +250,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) __cluster_dims__(CLUSTER, 1,
     }
     cluster_wait();  // all have read the sums of the first pass
     if (!sums && !sums2) return;
-    block_sums(lane, across, C, shared.scratch, shared.own, sum, sum);
+    block_sums(lane, across, C, shared.scratch, sum, sum, keep);
     cluster_sync();
     for (int j = lane.tile * THREADS + threadIdx.x; j < width; j += CLUSTER * THREADS) {
         int c = c0 + j;

@@ -43,7 +43,7 @@ def waiting() -> Iterator[Callable[[Array], None]]:
 
 
 def add_rows(source: Array, out: Array, add: bool, step: int = 1, offset: int = 0) -> None:
-    """out (C,) = or += the sum of source (rows, C·step)[:, offset::step] over its rows; both float32.
+    """out (C,) = or += the sum of source (..., C·step)[..., offset::step] over all its rows; both float32.
 
     Nobody may write to `source` before the tape's backward has ended.
     """

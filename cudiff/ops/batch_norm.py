@@ -52,7 +52,7 @@ class BatchNorm(Function):
         channels = x.shape[-1]
         rows = x.reshape(1, -1, channels)
         if training:
-            mean, rstd = statistics_cuda(rows, None, channels, eps)
+            mean, rstd = statistics_cuda(rows, channels, eps)
             unbias = rows.shape[1] / max(rows.shape[1] - 1, 1)
             launch("batch_norm", "update_running", blocks(channels, 128), 128,
                    (running_mean, running_var, mean, rstd, channels, momentum, unbias, eps))

@@ -16,6 +16,7 @@ from cudiff.backend import Array, float32
 from cudiff.cuda.module import blocks, empty, gradient_target, hopper, launch
 from cudiff.cuda.sums import add_rows
 from cudiff.ops.cast import narrow, require_float, widen
+from cudiff.ops.gemm import MULTIPROCESSORS
 from cudiff.tensor import Function, Tensor
 from cudiff.threads import cut, parallel_map
 
@@ -114,53 +115,72 @@ def group_norm_forward_cuda(x: Array, x2: Array | None, weight: Array, bias: Arr
     """y (N, ..., C1 + C2), mean and rstd (N, G). `partials`: the sums that came with x and x2, where they did."""
     n, pixels, channels, channels2 = _extent(x, x2)
     y = empty((*x.shape[:-1], channels + channels2), x.dtype)
-    constants = kernel_constants(x, x2, y, parameters=(weight, bias, scale, shift))
-    cut = _clusters(n, pixels, channels + channels2, num_groups, 1, constants["T"].itemsize, constants["VEC"])
-    if cut is None:
-        mean, rstd = statistics_cuda(x, x2, num_groups, eps, partials)
-        return normalize_cuda(x, x2, weight, bias, mean, rstd, silu, scale, shift), mean, rstd
     mean, rstd = empty((n, num_groups), float32), empty((n, num_groups), float32)
-    launch("group_norm_sm90", "forward", (n * cut.cluster, cut.chunks), 256,
-           (y, mean, rstd, x, x2, weight, bias, scale, shift, num_groups,
-            pixels, channels, channels2, cut.cluster, cut.across, silu, cut.kept, eps),
-           cut.shared, **constants, CLUSTER=cut.cluster)
+    constants = kernel_constants(x, x2, y, parameters=(weight, bias, scale, shift))
+    cut = _clusters(n, pixels, channels + channels2, num_groups, 1, x.dtype.itemsize, constants["VEC"])
+    if cut is not None and any(s is not None and p is None for s, p in zip((x, x2), partials, strict=True)):
+        launch("group_norm_sm90", "forward", (n * cut.cluster, cut.chunks), 256,
+               (y, mean, rstd, x, x2, weight, bias, scale, shift, num_groups,
+                pixels, channels, channels2, cut.cluster, cut.across, silu, cut.kept, eps),
+               cut.shared, **constants, CLUSTER=cut.cluster)
+        return y, mean, rstd
+    sums = _partials_of(x, x2, partials)
+    if max(sums[2], sums[5]) > _FEW_TILES or channels + channels2 > _FEW_CHANNELS:
+        _finish_statistics(sums, x, x2, mean, rstd, eps)
+        return normalize_cuda(x, x2, weight, bias, mean, rstd, silu, scale, shift), mean, rstd
+    _normalize(y, x, x2, (weight, bias, scale, shift, None, None, num_groups), silu, (*sums, mean, rstd, eps))
     return y, mean, rstd
 
 
-def statistics_cuda(x: Array, x2: Array | None, num_groups: int, eps: float,
-                    partials: tuple[Array | None, Array | None] = (None, None)) -> tuple[Array, Array]:
-    """mean and rstd (N, G); a pass over each source that brought no partials (N, tiles, C, 2) of its own."""
-    n, pixels, channels, channels2 = _extent(x, x2)
+_FEW_TILES, _FEW_CHANNELS = 64, 2048  # that every block of an image may add up anew
+
+
+def statistics_cuda(x: Array, num_groups: int, eps: float) -> tuple[Array, Array]:
+    """mean and rstd (N, G)."""
+    mean, rstd = empty((len(x), num_groups), float32), empty((len(x), num_groups), float32)
+    _finish_statistics(_partials_of(x, None, (None, None)), x, None, mean, rstd, eps)
+    return mean, rstd
+
+
+def _partials_of(x: Array, x2: Array | None, partials: tuple[Array | None, Array | None]) -> tuple:
+    """For both sources: partials (N, tiles, C, 2), made by a pass where none came; around what; tiles."""
+    n, pixels, _, _ = _extent(x, x2)
     operands: list = []
     for source, sums in zip((x, x2), partials, strict=True):
-        if source is None:
-            operands += [None, None, 0, 0]
-            continue
-        width, shifted = source.shape[-1], None
-        if sums is None:
-            constants = kernel_constants(source)
-            tiles, chunks, across = _tiling(pixels, width, constants)
-            sums, shifted = empty((n, tiles, width, 2), float32), source
+        shifted = None
+        if source is not None and sums is None:
+            constants, width, shifted = kernel_constants(source), source.shape[-1], source
+            tiles, chunks, across = _tiling(n, pixels, width, constants)
+            sums = empty((n, tiles, width, 2), float32)
             launch("group_norm", "statistics", (n * tiles, chunks), 256,
                    (source, sums, pixels, width, tiles, across), **constants)
-        operands += [sums, shifted, sums.shape[1], width]
-    mean, rstd = empty((n, num_groups), float32), empty((n, num_groups), float32)
-    launch("group_norm", "finish_statistics", n, 256, (*operands, mean, rstd, pixels, num_groups, eps),
+        operands += [sums, shifted, 0 if sums is None else sums.shape[1]]
+    return tuple(operands)
+
+
+def _finish_statistics(sums: tuple, x: Array, x2: Array | None, mean: Array, rstd: Array, eps: float) -> None:
+    n, pixels, channels, channels2 = _extent(x, x2)
+    launch("group_norm", "finish_statistics", n, 256,
+           (*sums, channels, channels2, mean, rstd, pixels, mean.shape[1], eps),
            shared=8 * (channels + channels2), **kernel_constants(x, x2))
-    return mean, rstd
 
 
 def normalize_cuda(x: Array, x2: Array | None, weight: Array, bias: Array, mean: Array, rstd: Array,
                    silu: bool = False, scale: Array | None = None, shift: Array | None = None) -> Array:
     """y (N, ..., C1 + C2) of one or two sources under given statistics."""
-    n, pixels, channels, channels2 = _extent(x, x2)
-    y = empty((*x.shape[:-1], channels + channels2), x.dtype)
-    constants = kernel_constants(x, x2, y, parameters=(weight, bias, scale, shift))
-    tiles, chunks, across = _tiling(pixels, channels + channels2, constants)
-    launch("group_norm", "normalize", (n * tiles, chunks), 256,
-           (y, x, x2, weight, bias, scale, shift, mean, rstd, mean.shape[1],
-            pixels, channels, channels2, tiles, across, silu), **constants)
+    y = empty((*x.shape[:-1], x.shape[-1] + (0 if x2 is None else x2.shape[-1])), x.dtype)
+    affine = (weight, bias, scale, shift, mean, rstd, mean.shape[1])
+    _normalize(y, x, x2, affine, silu, (None, None, 0, None, None, 0, None, None, 0.0))
     return y
+
+
+def _normalize(y: Array, x: Array, x2: Array | None, affine: tuple, silu: bool, statistics: tuple) -> None:
+    n, pixels, channels, channels2 = _extent(x, x2)
+    constants = kernel_constants(x, x2, y, parameters=affine[:4])
+    tiles, chunks, across = _tiling(n, pixels, channels + channels2, constants)
+    launch("group_norm", "normalize", (n * tiles, chunks), 256,
+           (y, x, x2, *affine, pixels, channels, channels2, tiles, across, silu, *statistics),
+           shared=0 if statistics[0] is None else 8 * (channels + channels2 + affine[6]), **constants)
 
 
 def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, mean: Array,
@@ -170,15 +190,13 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
                              sums: dict[int, Array] | None = None) -> tuple[Array | None, ...]:
     """dx, dx2, dweight, dbias, dscale, dshift: None where `needs` says so, added to `into` where that is given.
 
-    y and dz are made again from x. The gradients of parameters, scale and shift are float32. `sums`, where given, may
-    receive at 0 and 1 the sums of dx and dx2, with what they had before, over each image's pixels, float32 (N, C).
+    y and dz are made again from x. The gradients of parameters, scale and shift are float32. `sums`, where given,
+    receives at 0 and 1 the sums of dx and dx2, with what they had before, over tiles of pixels: float32 (N, tiles, C).
     """
     n, pixels, channels1, channels2 = _extent(x, x2)
     channels, groups = channels1 + channels2, mean.shape[1]
     constants = kernel_constants(dy, x, x2, into[0], into[1])
-    tiles, chunks, across = _tiling(pixels, channels, constants)
     affine = (weight, bias, scale, shift, mean, rstd, groups)
-    extent = (pixels, channels1, channels2, tiles, across, silu)
     shapes = (x.shape, x2 is not None and x2.shape, (channels,), (channels,), (n, channels), (n, channels))
     targets = [
         gradient_target(target, shape, x.dtype if i < 2 else float32) if need else (None, False)
@@ -186,31 +204,39 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
     ]
     dx, dx2, dweight, dbias, dscale, dshift = targets
     cut = _clusters(n, pixels, channels, groups, 2, x.dtype.itemsize, constants["VEC"])
-    if cut is not None and not constant_statistics:
-        totals = empty((n, channels, 2), float32)
-        sums = {} if sums is None else sums
-        for i, (target, _) in enumerate(targets[:2]):
-            if target is not None:
-                sums[i] = empty((n, target.shape[-1]), float32)
+    if constant_statistics:
+        cut = None
+    tiles, chunks, across = (1, 0, 0) if cut else _tiling(n, pixels, channels, constants)
+    if sums is not None:
+        sums |= {i: empty((n, tiles, (channels1, channels2)[i]), float32) for i in (0, 1) if needs[i]}
+    own_sums = (None, None) if sums is None else (sums.get(0), sums.get(1))
+    totals = empty((n, channels, 2), float32)
+    results = (totals, *dscale, *dshift)
+    if cut:
         launch("group_norm_sm90", "backward", (n * cut.cluster, cut.chunks), 256,
-               (*dx, *dx2, sums.get(0), sums.get(1), totals, *dscale, *dshift, dy, x, x2, *affine,
+               (*dx, *dx2, *own_sums, *results, dy, x, x2, *affine,
                 pixels, channels1, channels2, cut.cluster, cut.across, silu, cut.kept),
                cut.shared, **constants, CLUSTER=cut.cluster)
         affine_gradients_cuda(totals, dweight, dbias)
         return tuple(target for target, _ in targets)
-    means = None
+    extent = (pixels, channels1, channels2, tiles, across, silu)
+    partials = means = None
+    few = tiles <= _FEW_TILES and channels <= _FEW_CHANNELS and (needs[0] or needs[1]) and not constant_statistics
     if any(needs[2:]) or not constant_statistics:
-        partials, totals = empty((n, tiles, channels, 2), float32), empty((n, channels, 2), float32)
-        means = empty((n, groups, 2), float32)
+        partials = empty((n, tiles, channels, 2), float32)
         launch("group_norm", "backward_sums", (n * tiles, chunks), 256,
                (partials, dy, x, x2, *affine, *extent), **constants)
-        launch("group_norm", "finish_sums", n, 256,
-               (partials, totals, means, *dscale, *dshift, *affine, pixels, channels, tiles),
-               shared=8 * channels, **constants)
-        affine_gradients_cuda(totals, dweight, dbias)
+        if not few:
+            means = empty((n, groups, 2), float32)
+            launch("group_norm", "finish_sums", n, 256,
+                   (partials, means, *results, *affine, pixels, channels, tiles), shared=8 * channels, **constants)
     if needs[0] or needs[1]:
         launch("group_norm", "input_gradients", (n * tiles, chunks), 256,
-               (*dx, *dx2, None if constant_statistics else means, dy, x, x2, *affine, *extent), **constants)
+               (*dx, *dx2, *own_sums, None if constant_statistics else means, partials if few else None, *results,
+                dy, x, x2, *affine, *extent),
+               shared=8 * (channels + groups) if few else 0, **constants)
+    if partials is not None:
+        affine_gradients_cuda(totals, dweight, dbias)
     return tuple(target for target, _ in targets)
 
 
@@ -241,7 +267,7 @@ def _clusters(n: int, pixels: int, channels: int, groups: int, arrays: int, item
     """The launch of group_norm_sm90.cu that reads `arrays` of this shape, or None where it does not suit.
 
     Chunks of 128 bytes or little more, so that clusters are small; as few blocks a cluster as fill the GPU and keep all
-    rows, 8 at most. An image of which they keep less than a quarter is better read twice by more blocks.
+    rows, 2 at most: 64 clusters of 4 did not run at once, and took 22 µs where 64 of 2 took 15 (192 channels, 32 px).
     """
     pack = 16 // itemsize
     chunks = [d for d in range(1, groups + 1) if groups % d == 0 and channels // d % pack == 0]
@@ -255,14 +281,11 @@ def _clusters(n: int, pixels: int, channels: int, groups: int, arrays: int, item
     fixed = 8 * 256 * pack + 16 * width + 8 * groups
     pack_bytes = 256 * 16 * arrays
     room = (_SHARED_BYTES - fixed) // pack_bytes
-    for cluster in (1, 2, 4, 8):
+    for cluster in (1, 2):
         rows = blocks(blocks(pixels, cluster), 256 // across)
         if rows <= room and n * wide[-1] * cluster >= _BLOCKS:
             break
-    kept = min(rows, room)
-    if rows > 4 * kept:
-        return None
-    return _Cut(cluster, wide[-1], across, kept, kept * pack_bytes + fixed)
+    return _Cut(cluster, wide[-1], across, rows, rows * pack_bytes + fixed) if rows <= room else None
 
 
 def _extent(x: Array, x2: Array | None) -> tuple[int, int, int, int]:
@@ -281,13 +304,12 @@ def kernel_constants(*arrays: Array | None, parameters: tuple[Array | None, ...]
     return {"T": present[0].dtype, "VEC": int(whole)}
 
 
-def _tiling(pixels: int, channels: int, constants: dict) -> tuple[int, int, int]:
-    """Tiles an image, chunks of channels, packs a chunk: 4 packs a thread, or fewer until there are 8 tiles."""
+def _tiling(n: int, pixels: int, channels: int, constants: dict) -> tuple[int, int, int]:
+    """Tiles an image, chunks of channels, packs a chunk: all blocks, two a multiprocessor, run at once."""
     packs = channels // (16 // constants["T"].itemsize if constants["VEC"] else 1)
     chunks = blocks(packs, 256)
     across = blocks(packs, chunks)
-    rows = 256 // across
-    return min(256, max(blocks(pixels, 4 * rows), min(8, blocks(pixels, rows)))), chunks, across
+    return min(blocks(pixels, 256 // across), max(1, 2 * MULTIPROCESSORS // (n * chunks))), chunks, across
 
 
 class GroupNorm(Function):

@@ -85,8 +85,9 @@ class NormSiluConv2d(Function):
         grads: list[Array | None] = [None] * len(needs)
         sums = ctx.dout_partials
         if sums is None and (needs[8] or (needs[3] and needs[12])):
-            sums = sum_array(dout, (1, 2), dtype=float32)
-        grads[8] = sums.view() if needs[8] else None  # nobody adds to a view: the sums below may wait
+            sums = sum_array(dout, (1, 2), dtype=float32)[:, None]
+        if needs[8]:  # a view where there is one tile: nobody adds to it while the sums below wait
+            grads[8] = sums[:, 0] if sums.shape[1] == 1 else sum_array(sums, 1)
         for i in (3, 12):
             grads[i] = sum_rows_cuda(dout, into[i], sums) if needs[i] else None
         if needs[2]:

@@ -138,7 +138,7 @@ def _in_parts(name: str, x: Array, outer: int, count: int, inner: int, operands:
 def sum_rows_cuda(x: Array, into: Array | None, sums: Array | None = None) -> Array:
     """Sum of x (..., C) over all axes but the last, (C,) float32; added to `into` where that is given.
 
-    `sums`, float32 (rows, C), where given, add up to the same. The result may wait for others (see cudiff.cuda.sums):
+    `sums`, float32 (..., C), where given, add up to the same. The result may wait for others (see cudiff.cuda.sums):
     nobody may write to `sums` until the backward has ended.
     """
     width = x.shape[-1]
