@@ -1,10 +1,11 @@
 // Convolution of stride 1 that keeps the image's size, on Hopper: TMA brings the operands, wgmma multiplies them.
 // architectures: sm_90a
-// variants: PASS=FPROP,DGRAD T=bf16 BM=256 BN=128,64 GROUPS=2 BLOCKS=1 R=3,1 STATISTICS=0,1
-// variants: PASS=FPROP,DGRAD T=bf16,half BM=128 BN=128,96 GROUPS=2 BLOCKS=1 R=3 STATISTICS=0,1
-// variants: PASS=FPROP,DGRAD T=bf16 BM=128 BN=64 GROUPS=1 BLOCKS=2 R=3,1 STATISTICS=0,1
-// variants: PASS=FPROP,DGRAD T=bf16 BM=64 BN=64,96 GROUPS=1 BLOCKS=2 R=3,1 STATISTICS=0,1
-// variants: PASS=FPROP,DGRAD T=bf16 BM=64 BN=128 GROUPS=1 BLOCKS=1 R=3 STATISTICS=0,1
+// variants: PASS=FPROP,DGRAD T=bf16 BM=256 BN=128,64 GROUPS=2 BLOCKS=1 R=3 WIDE=0,1 STATISTICS=0,1
+// variants: PASS=FPROP,DGRAD T=bf16 BM=256 BN=128,64 GROUPS=2 BLOCKS=1 R=1 WIDE=0 STATISTICS=0,1
+// variants: PASS=FPROP,DGRAD T=bf16,half BM=128 BN=128,96 GROUPS=2 BLOCKS=1 R=3 WIDE=0,1 STATISTICS=0,1
+// variants: PASS=FPROP,DGRAD T=bf16 BM=128 BN=64 GROUPS=1 BLOCKS=2 R=3,1 WIDE=0,1 STATISTICS=0,1
+// variants: PASS=FPROP,DGRAD T=bf16 BM=64 BN=64,96 GROUPS=1 BLOCKS=2 R=3,1 WIDE=0,1 STATISTICS=0,1
+// variants: PASS=FPROP,DGRAD T=bf16 BM=64 BN=128 GROUPS=1 BLOCKS=1 R=3 WIDE=0 STATISTICS=0,1
 //
 // x: T (N, H, W, C); out, addend: T (N, H, W, K), addend null or `out` itself; bias: float (K) or null; emb: float (N, K)
 // or null; partials: float2 (N, tiles, K), receives each tile's sums of the rounded out and of its squares if STATISTICS.
@@ -15,8 +16,9 @@
 // A block computes BM pixels of one image, `rows` rows of `width` pixels (W, or the next multiple of 8), by BN channels.
 // The depth is walked in chunks of 64 channels. For a chunk and a horizontal tap s, one slab of rows + R - 1 image rows,
 // shifted by s and padded with zeros by TMA, serves all vertical taps: tap r starts r · width lines further down. Slabs
-// and weight tiles (64 channels of one tap) have a ring each.
-// Maps: x {C, W, H, N}, box {64, width, rows + R - 1, 1}; FPROP weight {C, R·S, K}, box {64, 1, BN}; DGRAD weight
+// and weight tiles (64 channels of one tap) have a ring each. WIDE=1 (width is a multiple of 64): a slab is S - 1 pixels
+// wider and serves all taps, the horizontal ones one line further each.
+// Maps: x {C, W, H, N}, box {64, width (+ S - 1), rows + R - 1, 1}; FPROP weight {C, R·S, K}, box {64, 1, BN}; DGRAD weight
 // {K, R·S, C}, box {64, 1, 64}; out {K, W, H, N}, box {32, width, rows, 1}.
 // BLOCKS share a multiprocessor, so that one multiplies while another reads its first or writes its results.
 // Launch: GROUPS consumer warpgroups and one that produces; grid (N · tiles, ceil(K / BN)), tiles = ceil(H / rows).
@@ -57,7 +59,8 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             int rows, int width, int a_stages, int b_stages) {
     extern __shared__ __align__(1024) u8 shared[];
     u32 base = shared_address(shared);
-    u32 slab_bytes = (rows + R - 1) * width * LINE, weights = base + a_stages * slab_bytes;
+    int pitch = width + (WIDE ? S - 1 : 0);  // lines from one row of the slab to the next
+    u32 slab_bytes = CEIL_DIV((rows + R - 1) * pitch * LINE, 1024) * 1024, weights = base + a_stages * slab_bytes;
     u32 barriers = weights + b_stages * B_BYTES;
     Ring a(base, slab_bytes, a_stages, barriers), b(weights, B_BYTES, b_stages, barriers + 16 * a_stages);
     if (threadIdx.x == 0) a.init(GROUPS), b.init(GROUPS);
@@ -67,11 +70,14 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     int h0 = tile * rows, k0 = blockIdx.y * BN, chunks = CEIL_DIV(C, CHUNK);
     if (threadIdx.x >= CONSUMERS) {
         if (threadIdx.x > CONSUMERS) return;
-        for (int i = 0; i < chunks * S; i++, a.advance()) {
+        for (int i = 0; i < chunks * S; i++) {
             int c = i / S * CHUNK, s = i % S;
-            tma_load(a.buffer(), x, a.acquire(), c, s - S / 2, h0 - R / 2, n);
+            if (!WIDE || s == 0) {
+                tma_load(a.buffer(), x, a.acquire((rows + R - 1) * pitch * LINE), c, WIDE ? -(S / 2) : s - S / 2, h0 - R / 2, n);
+                a.advance();
+            }
             for (int r = 0; r < R; r++, b.advance()) {
-                u32 full = b.acquire();
+                u32 full = b.acquire(B_BYTES);
                 if constexpr (PASS == FPROP) {
                     tma_load(b.buffer(), weight, full, c, r * S + s, k0);
                 } else {
@@ -84,29 +90,38 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     }
 
     int group = threadIdx.x / 128;
+    int lines[MI];  // of the slab, where each m64 block starts
+#pragma unroll
+    for (int m = 0; m < MI; m++) {
+        int p = (group * MI + m) * 64;
+        lines[m] = WIDE ? p / width * pitch + p % width : p;
+    }
     float acc[MI][BN / 2];
     Ring a_read = a, b_read = b;
-    for (int i = 0; i < chunks * S; i++, a.advance()) {
-        a.wait();
+    for (int i = 0, s = 0; i < chunks * S; i++, s = s + 1 < S ? s + 1 : 0) {
+        if (!WIDE || s == 0) a.wait();
 #pragma unroll
         for (int r = 0; r < R; r++, b.advance()) {
             b.wait();
             wgmma_fence();
-            u64 at_a = tile_descriptor(a.buffer() + (r * width + group * MI * 64) * LINE);
             u64 at_b = tile_descriptor(b.buffer(), 64 * LINE);
 #pragma unroll
-            for (int m = 0; m < MI; m++)
+            for (int m = 0; m < MI; m++) {
+                u64 at_a = tile_descriptor(a.buffer() + (lines[m] + r * pitch + (WIDE ? s : 0)) * LINE);
 #pragma unroll
                 for (int k = 0; k < CHUNK / 16; k++)
-                    wgmma<false, PASS == DGRAD>((T*)nullptr, acc[m], at_a + m * (64 * LINE >> 4) + k * DEPTH_STEP<false>,
+                    wgmma<false, PASS == DGRAD>((T*)nullptr, acc[m], at_a + k * DEPTH_STEP<false>,
                                                 at_b + k * DEPTH_STEP<PASS == DGRAD>, i > 0 || r > 0 || k > 0);
+            }
             wgmma_commit();
         }
-        wgmma_wait<R>();  // all but this slab's products are done
-        if (i == 0) continue;
-        a_read.release();
+        wgmma_wait<R>();  // all but these R taps' products are done
+        if (i > 0) {
+            if (!WIDE || s == 0) a_read.release();
 #pragma unroll
-        for (int r = 0; r < R; r++) b_read.release();
+            for (int r = 0; r < R; r++) b_read.release();
+        }
+        if (!WIDE || s == S - 1) a.advance();
     }
     wgmma_wait<0>();
 

@@ -40,7 +40,7 @@ conv2d_wgrad_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ T
         if (threadIdx.x > CONSUMERS) return;
         for (int i = first; i < last; i++, ring.advance()) {
             int n = i / per_image, h0 = i % per_image * rows;
-            u32 full = ring.acquire();
+            u32 full = ring.acquire(bytes);
             tma_load(ring.buffer(), dout, full, k0, 0, h0, n);
             for (int j = 0; j < COLUMNS; j++)
                 tma_load(ring.buffer() + tile + j * slab, x, full, c0 + j * 64, s - S / 2, h0 - R / 2, n);

@@ -68,10 +68,10 @@ struct Ring {
     __device__ __forceinline__ void advance() {
         if (++stage == stages) stage = 0, phase ^= 1;
     }
-    // Producer: wait until the next buffer is free and announce its bytes; returns the barrier that counts them.
-    __device__ __forceinline__ u32 acquire() const {
+    // Producer: wait until the next buffer is free and announce the bytes to come; returns the barrier that counts them.
+    __device__ __forceinline__ u32 acquire(u32 expected) const {
         barrier_wait(empty(stage), phase ^ 1);
-        barrier_expect(full(stage), bytes);
+        barrier_expect(full(stage), expected);
         return full(stage);
     }
     // Consumer: wait for the next buffer's data; say that it was read (one thread a warpgroup) and go on.

@@ -88,10 +88,12 @@ def width_of(columns: int) -> int:
 
 
 class Plan(NamedTuple):
-    """A tile as launched: rows of the image in it, slabs and weight tiles in flight, bytes of shared memory."""
+    """A tile as launched: rows of the image in it, whether a slab serves all taps, slabs and weight tiles in flight,
+    bytes of shared memory."""
 
     tile: Tile
     rows: int
+    wide: bool
     slabs: int
     weights: int
     shared: int
@@ -108,12 +110,16 @@ def fit(tile: Tile, shape: tuple[int, ...], kernel: tuple[int, int], transposed:
     """How the tile lies in shared memory; None where two slabs and the weights for them have no room."""
     width = width_of(shape[2])
     rows = min(shape[1], tile.pixels // width)
-    slab = (rows + kernel[0] - 1) * width * LINE_BYTES
+    wide = width % 64 == 0 and kernel[1] > 1
+    slab = blocks((rows + kernel[0] - 1) * (width + (kernel[1] - 1 if wide else 0)) * LINE_BYTES, 1024) * 1024
     weight = (blocks(tile.channels, CHUNK) * CHUNK if transposed else tile.channels) * LINE_BYTES
     room = SHARED_BYTES // tile.blocks - 1024 - BARRIER_BYTES
-    slabs = min(4, (room - 2 * kernel[0] * weight) // slab) if rows else 0
+    in_all = blocks(shape[3], CHUNK) * (1 if wide else kernel[1])
+    slabs = min(4, in_all, (room - 2 * kernel[0] * weight) // slab)
+    if rows == 0 or slabs < min(2, in_all):
+        return None
     weights = min(4 * kernel[0], (room - slabs * slab) // weight)
-    return Plan(tile, rows, slabs, weights, slabs * slab + weights * weight + BARRIER_BYTES) if slabs > 1 else None
+    return Plan(tile, rows, wide, slabs, weights, slabs * slab + weights * weight + BARRIER_BYTES)
 
 
 def time(chosen: Plan, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int]) -> float:
@@ -135,20 +141,20 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     n, height, columns, channels = x.shape
     outputs, kernel = out.shape[3], weight.shape[1:3]
     weight = weight if weight.dtype == x.dtype else weight.astype(x.dtype)
-    tile, rows, slabs, weights, shared = chosen or plan(x.shape, outputs, kernel, transposed)
+    tile, rows, wide, slabs, weights, shared = chosen or plan(x.shape, outputs, kernel, transposed)
     width, tiles = width_of(columns), blocks(height, rows)
     partials = empty((n, tiles, outputs, 2), float32) if statistics else None
     launch(
         "conv2d_sm90", "conv2d_sm90", (n * tiles, blocks(outputs, tile.channels)), tile.groups * 128 + 128,
         (
-            tensor_map(x, (1, rows + kernel[0] - 1, width, CHUNK)),
+            tensor_map(x, (1, rows + kernel[0] - 1, width + (kernel[1] - 1 if wide else 0), CHUNK)),
             tensor_map(weight.reshape(len(weight), -1, weight.shape[3]),
                        (CHUNK if transposed else tile.channels, 1, CHUNK)),
             tensor_map(out, (1, rows, width, 32)), epilogue.bias, epilogue.emb, epilogue.addend, partials,
             height, columns, channels, outputs, kernel[1], rows, width, slabs, weights,
         ),
         shared, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP", BM=tile.pixels, BN=tile.channels,
-        GROUPS=tile.groups, BLOCKS=tile.blocks, STATISTICS=int(statistics),
+        GROUPS=tile.groups, BLOCKS=tile.blocks, WIDE=int(wide), STATISTICS=int(statistics),
     )
     return partials
 
