@@ -1,8 +1,8 @@
 """Compile every kernel by NVRTC for every architecture, without a GPU: `python -m tests.compile_kernels [stem ...]`.
 
 Each `.cu` file names its `-D` constants in lines `// variants: T=float,bf16 FLAG=0,1` (the product of each line is
-compiled). `// architectures: sm_90a` limits a file. A kernel fails that spills registers, or whose asynchronous products
-the compiler makes wait for each other.
+compiled). `// architectures: sm_90a` limits a file. A kernel fails that spills registers, or whose asynchronous
+products the compiler makes wait for each other.
 """
 
 import itertools
