@@ -1,5 +1,7 @@
 """The demo in miniature: what it leaves behind and what it says."""
 
+import signal
+
 import pytest
 from PIL import Image
 from rich.console import Console
@@ -32,6 +34,19 @@ def test_the_demo_leaves_its_pictures(small, tmp_path, capsys):
     with Image.open(tmp_path / "demo" / "denoising.gif") as picture:
         assert picture.n_frames == 3
     assert latest(tmp_path / "demo") is not None
+
+
+def test_a_demo_stopped_by_ctrl_c_ends_there(small, tmp_path, monkeypatch, capsys):
+    train_step = demo.Trainer.train_step
+
+    def interrupted(trainer):
+        signal.raise_signal(signal.SIGINT)
+        return train_step(trainer)
+
+    monkeypatch.setattr(demo.Trainer, "train_step", interrupted)
+    assert demo.demo(tmp_path / "demo", device="cpu", console=Console()) is None
+    assert "stopped at step 1 and saved" in capsys.readouterr().out
+    assert latest(tmp_path / "demo") is not None and not (tmp_path / "demo" / "denoising.gif").exists()
 
 
 def test_an_earlier_demo_is_kept(tmp_path):
