@@ -1,6 +1,6 @@
 // A training batch: x (batch, height, width, channels) float32 in [-1, 1] and labels, gathered from uint8 images.
 //
-// Sample i has count = *step * batch + i; its image is shuffled_index(count % n, epoch count / n) of cudiff/data/order.py,
+// Sample i has count = *step * batch + i; its image is shuffled_index(count % n, epoch count / n) of cudiff/ops/batch.py,
 // here bit for bit, and with `flip` it is mirrored where the top bit of Philox counter (0, count, stream) is set.
 // x and out_labels are overwritten; labels and out_labels may be null. Launch (ceil(pixels * channels / 1024), batch), any block.
 // variants:

@@ -12,8 +12,8 @@ from cudiff.data.dataset import Dataset
 from cudiff.data.draw import digits
 from cudiff.data.files import fit, image_folder, npz_file, unetcu_file
 from cudiff.data.idx import has_idx, idx_folder, mnist
-from cudiff.data.order import shuffled_index
 from cudiff.errors import CudiffError
+from cudiff.ops.batch import shuffled_index
 
 __all__ = ["Dataset", "digits", "load_dataset", "mnist", "shuffled_index"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cudiff.data.order import mix32, order_key
 from cudiff.errors import CudiffError
+from cudiff.ops.batch import mix32, order_key
 
 
 @dataclass(repr=False)
