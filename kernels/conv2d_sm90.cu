@@ -11,7 +11,8 @@
 // or null; partials: float2 (N, tiles, K), receives each tile's sums of the rounded out and of its squares if STATISTICS.
 //   FPROP  out[pixel][k] = patch of x[pixel][r,s,c] · weight[k][r,s,c] + bias[k] + emb[n][k] + addend[pixel][k]
 //   DGRAD  the same with weight[c][R-1-r][S-1-s][k]: x is dout, out is dx, K the channels of dx
-// R (a constant) and S are odd; C and K are multiples of 8; out has less than 2^32 elements.
+// R (a constant) and S are odd; C and K are multiples of 8; out has less than 2^32 elements, and no size is 0. bias, emb
+// and addend start where two of their elements can be loaded at once.
 //
 // A block computes BM pixels of one image, `rows` rows of `width` pixels (W, or the next multiple of 8), by BN channels.
 // The depth is walked in chunks of 64 channels. For a chunk and a horizontal tap s, one slab of rows + R - 1 image rows,
@@ -21,7 +22,9 @@
 // Maps: x {C, W, H, N}, box {64, width (+ S - 1), rows + R - 1, 1}; FPROP weight {C, R·S, K}, box {64, 1, BN}; DGRAD weight
 // {K, R·S, C}, box {64, 1, 64}; out {K, W, H, N}, box {32, width, rows, 1}.
 // BLOCKS share a multiprocessor, so that one multiplies while another reads its first or writes its results.
-// Launch: GROUPS consumer warpgroups and one that produces; grid (N · tiles, ceil(K / BN)), tiles = ceil(H / rows).
+// Launch: GROUPS consumer warpgroups and one that produces; grid (N · tiles, ceil(K / BN)), tiles = ceil(H / rows). Shared
+// memory: the two rings and their barriers, and no less than BM · BN results and 4 GROUPS · BN float2 sums; a ring has
+// room for two slabs, the other for the weights of 2 R taps, or for all there are.
 #include "wgmma.cuh"
 
 enum Pass { FPROP, DGRAD };

@@ -78,7 +78,6 @@ def architecture() -> str:
     return f"sm_{capability}a" if capability == "90" else f"sm_{capability}"
 
 
-@functools.cache
 def hopper() -> bool:
     """Whether the kernels of files named _sm90 run on the current device.
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import functools
-import os
 from typing import NamedTuple
 
 import numpy as np
 
 from cudiff.backend import Array, float32, is_low
-from cudiff.cuda.module import architecture, blocks, empty, launch
+from cudiff.cuda.module import blocks, empty, hopper, launch
 from cudiff.cuda.tensor_map import tensor_map
-from cudiff.ops.gemm import MULTIPROCESSORS, Epilogue, aligned, sum_splits
+from cudiff.ops.gemm import MULTIPROCESSORS, Epilogue, address, aligned, sum_splits
 from cudiff.ops.shape import pad_cuda
 
 CHUNK = 64  # channels of a line of shared memory
 LINE_BYTES = 128
 SHARED_BYTES = 228 << 10  # of a multiprocessor, of which each block costs 1 KiB more than it asks for
 BARRIER_BYTES = 512
+COLUMNS = (1, 3, 5, 7)  # of a weight: a slab that serves all taps is wider by as many, and a box has 256 pixels at most
 
 
 class Tile(NamedTuple):
@@ -48,7 +48,7 @@ def suits(x: Array, weight: Array, out: Array, stride: tuple[int, int] = (1, 1),
           padding: tuple[int, int] = (0, 0)) -> bool:
     """Whether `fprop` takes the convolution of x (N, H, W, C) with weight (K, R, S, C) to out (N, H, W, K); dgrad too.
 
-    weight may be part of longer rows. CUDIFF_PORTABLE=1 in the environment forces the kernels for any GPU.
+    weight may be part of longer rows.
     """
     return (
         _keeps_size(x, weight, out, stride, padding)
@@ -67,17 +67,17 @@ def suits_wgrad(x: Array, dweight: Array, dout: Array, stride: tuple[int, int] =
 def _keeps_size(x: Array, weight: Array, out: Array, stride: tuple[int, int], padding: tuple[int, int]) -> bool:
     rows, columns = weight.shape[1:3]
     return (
-        os.environ.get("CUDIFF_PORTABLE") != "1"
-        and architecture() == "sm_90a"
+        hopper()
         and is_low(x.dtype)
         and x.ndim == out.ndim == 4
         and x.flags.c_contiguous
         and out.flags.c_contiguous
         and stride == (1, 1)
         and rows in (1, 3)
-        and columns % 2 == 1
+        and columns in COLUMNS
         and padding == (rows // 2, columns // 2)
         and x.shape[2] <= 128
+        and min(x.size, out.size) > 0
         and max(x.size, out.size) < 2**31
     )
 
@@ -119,7 +119,9 @@ def fit(tile: Tile, shape: tuple[int, ...], kernel: tuple[int, int], transposed:
     if rows == 0 or slabs < min(2, in_all):
         return None
     weights = min(4 * kernel[0], (room - slabs * slab) // weight)
-    return Plan(tile, rows, wide, slabs, weights, slabs * slab + weights * weight + BARRIER_BYTES)
+    results = tile.pixels * tile.channels * 2 + 4 * tile.groups * tile.channels * 8  # and each warp's sums, afterwards
+    shared = max(slabs * slab + weights * weight + BARRIER_BYTES, results)
+    return Plan(tile, rows, wide, slabs, weights, shared)
 
 
 def time(chosen: Plan, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int]) -> float:
@@ -143,6 +145,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     weight = weight if weight.dtype == x.dtype else weight.astype(x.dtype)
     tile, rows, wide, slabs, weights, shared = chosen or plan(x.shape, outputs, kernel, transposed)
     width, tiles = width_of(columns), blocks(height, rows)
+    bias, emb, addend = map(_in_pairs, (epilogue.bias, epilogue.emb, epilogue.addend))
     partials = empty((n, tiles, outputs, 2), float32) if statistics else None
     launch(
         "conv2d_sm90", "conv2d_sm90", (n * tiles, blocks(outputs, tile.channels)), tile.groups * 128 + 128,
@@ -150,7 +153,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
             tensor_map(x, (1, rows + kernel[0] - 1, width + (kernel[1] - 1 if wide else 0), CHUNK)),
             tensor_map(weight.reshape(len(weight), -1, weight.shape[3]),
                        (CHUNK if transposed else tile.channels, 1, CHUNK)),
-            tensor_map(out, (1, rows, width, 32)), epilogue.bias, epilogue.emb, epilogue.addend, partials,
+            tensor_map(out, (1, rows, width, 32)), bias, emb, addend, partials,
             height, columns, channels, outputs, kernel[1], rows, width, slabs, weights,
         ),
         shared, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP", BM=tile.pixels, BN=tile.channels,
@@ -165,12 +168,7 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool, splits: int = 0) -> 
     n, height, columns, _ = x.shape
     outputs, kernel_rows, kernel_columns, channels = dweight.shape
     width = width_of(columns)
-    across = 1 if kernel_rows > 1 else min(3, blocks(channels, 64))
-    step = 1 if width % 16 == 0 else 2  # pixels come in 16s
-    rows = min(max(1, 128 // width // step), blocks(height, step)) * step
-    tile = rows * width * LINE_BYTES
-    stage = tile + across * (rows + kernel_rows - 1) * width * LINE_BYTES
-    stages = max(2, min(6, (SHARED_BYTES - 1024 - BARRIER_BYTES) // stage))
+    rows, across, stages, shared = fit_wgrad(height, width, channels, kernel_rows)
     grid = blocks(outputs, 64) * blocks(channels, 64 * across)
     steps = n * blocks(height, rows)
     per_split = blocks(steps, splits or max(1, MULTIPROCESSORS // (grid * kernel_columns)))
@@ -185,10 +183,26 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool, splits: int = 0) -> 
             addend if splits == 1 else None, out, np.int64(pitch if splits == 1 else out.shape[2]), n, height, channels,
             outputs, kernel_columns, rows, width, per_split, stages,
         ),
-        stages * stage + BARRIER_BYTES, T=x.dtype, R=kernel_rows, COLUMNS=across, PIXELS=rows * width,
+        shared, T=x.dtype, R=kernel_rows, COLUMNS=across, PIXELS=rows * width,
     )
     if splits > 1:
         sum_splits(out, dweight, Epilogue(addend=addend), pitch)
+
+
+def fit_wgrad(height: int, width: int, channels: int, kernel_rows: int) -> tuple[int, int, int, int]:
+    """Rows of an image a step, columns of 64 channels a block, steps in flight (2 at least), bytes of shared memory."""
+    step = 1 if width % 16 == 0 else 2  # pixels come in 16s
+    rows = min(max(1, 128 // width // step), blocks(height, step)) * step
+    tile, room = rows * width * LINE_BYTES, SHARED_BYTES - 1024 - BARRIER_BYTES
+    across = 1 if kernel_rows > 1 else min(3, blocks(channels, 64), room // (2 * tile) - 1)
+    stage = tile + across * (rows + kernel_rows - 1) * width * LINE_BYTES
+    stages = min(6, room // stage)
+    return rows, across, stages, stages * stage + BARRIER_BYTES
+
+
+def _in_pairs(array: Array | None) -> Array | None:
+    """The array, or a copy of one that does not start where the kernel can load two elements at once."""
+    return array if array is None or address(array) % (2 * array.itemsize) == 0 else array.copy()
 
 
 def _whole(x: Array) -> Array:

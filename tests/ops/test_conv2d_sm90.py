@@ -3,11 +3,10 @@ import numpy as np
 import pytest
 
 from cudiff import ops
+from cudiff.cuda.module import blocks
 from cudiff.ops import conv2d_sm90
 from cudiff.tensor import Tensor
 from tests.check import relative_error
-
-pytestmark = pytest.mark.gpu
 
 # (N, H, W, C), (K, R, S)
 SHAPES = [
@@ -38,6 +37,7 @@ def run(arrays, padding):
     return out, out.partials, *(Tensor(t.grad) for t in (x, weight, bias))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("shape, kernel", SHAPES, ids=str)
 def test_against_numpy_and_the_portable_kernels(hopper, monkeypatch, rng, shape, kernel, dtype):
@@ -67,6 +67,7 @@ def test_against_numpy_and_the_portable_kernels(hopper, monkeypatch, rng, shape,
         assert relative_error(result.numpy(), reference) < tolerance
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("tile", conv2d_sm90.TILES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_every_tile(hopper, rng, tile, transposed):
@@ -91,6 +92,7 @@ def test_every_tile(hopper, rng, tile, transposed):
     assert relative_error(cupy.asnumpy(out), expected) < 4e-3
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("splits", [1, 5])
 @pytest.mark.parametrize("outputs, channels", [(136, 200), (64, 3), (3, 64)])
 @pytest.mark.parametrize("kernel", [(3, 3), (1, 1)])
@@ -103,3 +105,73 @@ def test_wgrad_in_parts_adds_to_what_is_there(hopper, rng, outputs, channels, sp
     operands = [Tensor(array, device="cuda").data for array in (x, dout)]
     conv2d_sm90.wgrad(*operands, dweight, True, splits=splits)
     assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < 1e-5
+
+
+@pytest.mark.gpu
+def test_operands_that_start_anywhere(hopper, rng):
+    """As many bytes after a multiple of 16 as one element has."""
+    images = [rng.standard_normal((2, 4, 8, 16)).astype(ml_dtypes.bfloat16) for _ in range(2)]
+    vectors = [rng.standard_normal(shape).astype(np.float32) for shape in (16, (2, 16))]
+    weight = rng.standard_normal((16, 3, 3, 16)).astype(np.float32)
+
+    def anywhere(array):
+        buffer = Tensor(np.append(array.ravel()[:1], array.ravel()), device="cuda").data
+        return Tensor(buffer[1:].reshape(array.shape))
+
+    def result(place):
+        x, w = (Tensor(array, device="cuda") for array in (images[0], weight))
+        bias, emb, residual = map(place, (*vectors, images[1]))
+        return ops.norm_silu_conv2d(x, weight=w, bias=bias, emb=emb, residual=residual).numpy()
+
+    assert np.array_equal(result(anywhere), result(lambda array: Tensor(array, device="cuda")))
+
+
+WIDTHS = (*range(1, 129, 7), 64, 104, 112, 120, 128)
+SIZES = [(height, width) for height in (1, 2, 3, 7, 16, 33, 64, 128) for width in WIDTHS]
+
+
+@pytest.mark.parametrize("kernel", [(r, s) for r in (1, 3) for s in conv2d_sm90.COLUMNS])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_every_plan_fits(kernel, transposed):
+    """What kernels/conv2d_sm90.cu needs of shared memory, its rings and TMA's boxes; some tile takes each shape."""
+    for height, width in SIZES:
+        for channels in (8, 72, 256):
+            shape = (2, height, width, channels)
+            plans = [conv2d_sm90.fit(tile, shape, kernel, transposed) for tile in conv2d_sm90.TILES]
+            assert conv2d_sm90.plan(shape, 136, kernel, transposed) in plans
+            for tile, rows, wide, slabs, weights, shared in filter(None, plans):
+                extra = kernel[1] - 1 if wide else 0
+                pitch, steps = conv2d_sm90.width_of(width) + extra, blocks(channels, 64) * kernel[1]
+                assert max(pitch, rows + kernel[0] - 1) <= 256
+                assert slabs >= min(2, steps if extra == 0 else blocks(channels, 64))
+                assert weights >= min(2, steps) * kernel[0]
+                assert 16 * (slabs + weights) <= conv2d_sm90.BARRIER_BYTES
+                assert tile.channels * (2 * tile.pixels + 32 * tile.groups) <= shared
+                assert (shared + 1024) * tile.blocks <= conv2d_sm90.SHARED_BYTES
+                block = tile.pixels - 64  # the last m64 block of the last slab, at the last tap
+                first = block // (pitch - extra) * pitch + block % (pitch - extra) if wide else block
+                slab = blocks((rows + kernel[0] - 1) * pitch * 128, 1024) * 1024
+                assert (slabs - 1) * slab + (first + (kernel[0] - 1) * pitch + extra + 64) * 128 <= shared
+
+
+@pytest.mark.parametrize("kernel_rows", [1, 3])
+def test_every_wgrad_fits(kernel_rows):
+    for height, columns in SIZES:
+        width = conv2d_sm90.width_of(columns)
+        for channels in (8, 65, 129, 512):
+            rows, across, stages, shared = conv2d_sm90.fit_wgrad(height, width, channels, kernel_rows)
+            assert rows * width % 16 == 0 and rows * width <= 256
+            assert 1 <= across <= (3 if kernel_rows == 1 else 1) and stages >= 2
+            assert shared + 1024 <= conv2d_sm90.SHARED_BYTES
+
+
+@pytest.mark.parametrize("shape, weight", [
+    ((0, 8, 8, 16), (16, 3, 3, 16)), ((1, 0, 8, 16), (16, 1, 1, 16)), ((1, 8, 8, 16), (16, 3, 9, 16)),
+    ((1, 8, 136, 16), (16, 3, 3, 16)), ((1, 8, 8, 16), (16, 5, 5, 16)),
+], ids=str)
+def test_what_is_left_to_the_portable_kernels(monkeypatch, shape, weight):
+    monkeypatch.setattr(conv2d_sm90, "hopper", lambda: True)
+    x, out = np.zeros(shape, np.float16), np.zeros((*shape[:3], weight[0]), np.float16)
+    padding = (weight[1] // 2, weight[2] // 2)
+    assert not conv2d_sm90.suits(x, np.zeros(weight, np.float16), out, padding=padding)
+    assert not conv2d_sm90.suits_wgrad(x, np.zeros(weight, np.float32), out, padding=padding)
