@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import numpy as np
+
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 
@@ -45,10 +47,12 @@ def parallel_map(function: Callable[[Part], Result], parts: Sequence[Part]) -> l
     """
     results: list[Any] = [None] * len(parts)
     tickets = iter(enumerate(parts))
+    handling = np.geterr()  # each thread has its own, a new one NumPy's defaults
 
     def work() -> None:
-        for index, part in tickets:
-            results[index] = function(part)
+        with np.errstate(**handling):
+            for index, part in tickets:
+                results[index] = function(part)
 
     with _one_at_a_time, _blas().limit(limits=1, user_api="blas"):
         helpers = [_pool(os.getpid()).submit(work) for _ in range(min(CORES, len(parts)) - 1)]
@@ -81,4 +85,5 @@ def _keep_freed_memory() -> None:
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(trim_threshold, 1 << 30)
-        mallopt(mmap_threshold, 1 << 30)
+        if not mallopt(mmap_threshold, 1 << 30):  # too much for older versions; untold, they would stay at 128 kB
+            mallopt(mmap_threshold, 32 << 20)

@@ -1,5 +1,9 @@
 """Work on all cores: nothing is lost, nothing depends on how many there are, and errors come through."""
 
+import ctypes
+import threading
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from threadpoolctl import ThreadpoolController
@@ -25,6 +29,32 @@ def test_results_come_in_order_and_errors_come_through(monkeypatch):
         threads.parallel_map(lambda i: 1 // (i - 50), range(100))
     assert threads.parallel_map(str, []) == []
     assert ThreadpoolController().info() == before
+
+
+def test_every_thread_treats_floating_errors_as_the_caller_does(monkeypatch):
+    monkeypatch.setattr(threads, "CORES", 3)
+    meet = threading.Barrier(3, timeout=10)  # each part in a thread of its own
+
+    def divide(part):
+        meet.wait()
+        return np.divide(1.0, np.zeros(1))
+
+    with np.errstate(divide="ignore"):
+        assert np.isinf(threads.parallel_map(divide, range(3))).all()
+    with np.errstate(divide="raise"), pytest.raises(FloatingPointError):
+        threads.parallel_map(divide, range(3))
+
+
+def test_a_c_library_that_takes_32_mb_at_most_gets_them(monkeypatch):
+    taken = {}
+
+    def mallopt(parameter, value):
+        accepted = parameter != -3 or value <= 32 << 20
+        return int(accepted and taken.setdefault(parameter, value) == value)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
+    threads._keep_freed_memory()
+    assert taken == {-1: 1 << 30, -3: 32 << 20}
 
 
 def test_results_do_not_depend_on_the_cores(monkeypatch):
