@@ -195,6 +195,8 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
     """
     n, pixels, channels1, channels2 = _extent(x, x2)
     channels, groups = channels1 + channels2, mean.shape[1]
+    if into[0] is into[1]:  # one tensor is both sources: two threads would add to an element at one time
+        into = (into[0], None, *into[2:])
     constants = kernel_constants(dy, x, x2, into[0], into[1])
     affine = (weight, bias, scale, shift, mean, rstd, groups)
     shapes = (x.shape, x2 is not None and x2.shape, (channels,), (channels,), (n, channels), (n, channels))

@@ -89,6 +89,19 @@ def test_gradient_is_added_to_what_is_there(device, rng):
         assert relative_error(twice, 2 * once) < 1e-6
 
 
+def test_one_tensor_as_both_sources(device, rng):
+    x, _, weight, bias, _, _ = inputs(rng, (32, 4, 4, 64), 64, False)
+    arrays = [Tensor(a.astype(np.float32), requires_grad=True, device=device) for a in (x, x, weight, bias)]
+    dout = rng.standard_normal((32, 4, 4, 128)).astype(np.float32)
+    group_norm(arrays[0], *arrays[2:], 8, x2=arrays[1], silu=True).backward(dout)
+    once = Tensor(arrays[0].grad).numpy() + Tensor(arrays[1].grad).numpy()
+    for tensor in arrays:
+        tensor.grad = None
+    for _ in range(2):
+        group_norm(arrays[0], *arrays[2:], 8, x2=arrays[0], silu=True).backward(dout)
+    assert relative_error(Tensor(arrays[0].grad).numpy(), 2 * once) < 1e-5
+
+
 def test_shapes_that_do_not_fit():
     x, vector = Tensor(np.zeros((1, 2, 2, 6))), Tensor(np.zeros(6))
     with pytest.raises(ValueError, match="6 channels do not divide into 4 groups"):
