@@ -17,6 +17,7 @@
 // PIXELS, a multiple of 16.
 // Launch: a warpgroup that consumes and one that produces; grid (ceil(K / 64) · ceil(C / 64 / COLUMNS), S, splits).
 // Split z takes `per_split` steps of the depth and writes to out + z · (size of out), to be summed by gemm.cu.
+// Shared memory: `stages` steps, two at least, and their barriers.
 #include "wgmma.cuh"
 
 constexpr int CONSUMERS = 128, THREADS = CONSUMERS + 128;

@@ -7,8 +7,8 @@
 // runs give the same bits. Where few tiles make an image, `normalize` and `input_gradients` add them up themselves, every
 // block for its image; else `finish_statistics` and `finish_sums` do it once.
 // VEC=1: C1, C2 and every T address are multiples of a 16-byte pack.
-// The tiled kernels are launched as group_norm.cuh says; those and the finish_ kernels that are given partials need
-// 8 bytes of dynamic shared memory for each channel and each group.
+// The tiled kernels are launched as group_norm.cuh says. Those that are given partials need 8 bytes of dynamic shared memory
+// for each channel and each group, the finish_ kernels for each channel.
 // variants: T=float,bf16,half VEC=0,1
 #include "group_norm.cuh"
 

@@ -127,7 +127,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) __cluster_dims__(CLUSTER, 1,
     cluster_wait();  // a block stays until the others have read its sums
 }
 
-// dx, dx2 (either may be null); sums, sums2, float (N, C1) and (N, C2), or null, as in input_gradients; totals, float2 (N, C), and dscale, dshift as in finish_sums.
+// dx, dx2 (either may be null); sums, sums2, float (N, C1) and (N, C2), or null, as in input_gradients; totals, float2
+// (N, C), and dscale, dshift as in finish_sums.
 extern "C" __global__ __launch_bounds__(THREADS, 2) __cluster_dims__(CLUSTER, 1, 1) void backward(
     T* dx, int add, T* dx2, int add2, float* sums, float* sums2, float2* totals, float* dscale, int add_scale, float* dshift,
     int add_shift, const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT, int silu,

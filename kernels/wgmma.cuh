@@ -97,8 +97,8 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
 
 // c = a·b, or c + a·b where `add`: 64 rows, 16 deep, and as many columns as a warpgroup's c holds (64, 96, 128 or 192);
 // `S` is the operands' type. No other instruction may touch c from the first product to wgmma_wait, not even to zero it:
-// ptxas would wait after each (C75xx in its log). Lane (g = lane / 4, t = lane % 4) of warp w holds, of row 16 w + g, columns 8 j + 2 t and the next in c[4 j] and
-// c[4 j + 1], and of row 16 w + g + 8 in c[4 j + 2] and c[4 j + 3].
+// ptxas would wait after each (C75xx in its log). Lane (g = lane / 4, t = lane % 4) of warp w holds, of row 16 w + g,
+// columns 8 j + 2 t and the next in c[4 j] and c[4 j + 1], and of row 16 w + g + 8 in c[4 j + 2] and c[4 j + 3].
 #define NAMES_32 \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
