@@ -31,7 +31,7 @@ from cudiff.diffusion import (
 )
 from cudiff.errors import CudiffError
 from cudiff.models import build
-from cudiff.nn import Module
+from cudiff.nn import GroupNorm, Module
 from cudiff.plot import to_uint8
 from cudiff.tensor import Tensor
 
@@ -236,14 +236,14 @@ def import_torch(
 ) -> None:
     """Make a checkpoint of weights in PyTorch's layout and guided-diffusion's, unet.cu's or CS 179's names.
 
-    config: the model they belong to; where the names tell the model, theirs is used. key: which part of a .pt
-    that holds several state_dicts. The weights serve as EMA too.
+    config: the model they belong to; where the names tell the model, theirs is used. Its norms are grouped as in
+    guided-diffusion. key: which part of a .pt that holds several state_dicts. The weights serve as EMA too.
     Raises CudiffError where the file cannot be read, its weights do not fit the model, or `target` exists.
     """
     if os.path.exists(target):
         raise CudiffError(f"{target} exists already: choose another name, or delete it first")
     weights = read_weights(source, key)
-    config = weights.config or config
+    config = (weights.config or config).replace(norm_group_channels=1)
     net = build(config)
     try:
         net.load_state_dict(from_torch(weights.state, net.layouts()))
@@ -255,11 +255,17 @@ def import_torch(
 def export_torch(source: str | os.PathLike, target: str | os.PathLike, weights: str = "ema") -> None:
     """Write a checkpoint's weights as a .safetensors file with PyTorch's layout and guided-diffusion's names.
 
-    Raises CudiffError where the checkpoint cannot be read or `target` exists or is named as another kind of file.
+    Raises CudiffError where the checkpoint cannot be read or `target` exists or is named as another kind of file, and
+    where norms over 32 channels are grouped otherwise than guided-diffusion's: its images would be others.
     """
     if Path(target).suffix.lower() != ".safetensors":
         raise CudiffError(f"cannot write {target}: name it .safetensors, and safetensors.torch.load_file reads it")
     if os.path.exists(target):
         raise CudiffError(f"{target} exists already: choose another name, or delete it first")
     net = load(source, "cpu", weights).net
+    if any(isinstance(m, GroupNorm) and m.weight.size == 32 and m.num_groups < 32 for _, m in net.modules()):
+        raise CudiffError(
+            f"{source} has norms over 32 channels in groups of two or more, which guided-diffusion takes one by "
+            f"one: train with --norm-group-channels 1, or with --model-channels 64, for weights that move"
+        )
     write_weights(target, to_torch(net.state_dict(), net.layouts()))

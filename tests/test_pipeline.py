@@ -268,3 +268,11 @@ def test_a_model_needs_sizes():
     for missing in itertools.chain(({"image_size": 0},), ({"channels": 0},)):
         with pytest.raises(CudiffError, match="a model needs image_size and channels"):
             build(TINY.replace(**missing))
+
+
+def test_norms_that_guided_diffusion_does_not_have_are_not_exported(tmp_path):
+    config = PRESETS["digits"]
+    Pipeline(config, build(config)).save(tmp_path / "digits.safetensors")
+    with pytest.raises(CudiffError, match="norm-group-channels 1"):
+        export_torch(tmp_path / "digits.safetensors", tmp_path / "torch.safetensors")
+    assert not (tmp_path / "torch.safetensors").exists()

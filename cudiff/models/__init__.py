@@ -30,4 +30,5 @@ def build(config: Config) -> Module:
             config.attention_resolutions, config.num_heads, config.num_head_channels, config.use_scale_shift_norm,
             config.resblock_updown, config.conv_resample, config.dropout, config.num_classes, config.learn_sigma,
             config.use_new_attention_order, config.max_period, config.zero_init,
+            config.norm_group_channels,
         )

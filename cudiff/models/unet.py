@@ -11,13 +11,14 @@ from cudiff.nn import Conv2d, Dropout, Embedding, GroupNorm, Linear, Module, Mod
 from cudiff.tensor import Tensor
 
 
-def num_groups(channels: int) -> int:
-    """32 groups as in guided-diffusion; where 32 does not divide the channels, the largest power of two that does.
-
-    A group has two channels at least: a norm over one channel of an image would erase an embedding added before it.
-    """
+def num_groups(channels: int, group_channels: int) -> int:
+    """32 groups as in guided-diffusion, or the largest power of two that divides the channels and leaves each group
+    `group_channels` of them: two at least where there are no 32, as guided-diffusion always has."""
     groups = math.gcd(32, channels)
-    return groups if groups < channels else max(1, channels // 2)
+    least = group_channels if groups == 32 else max(2, group_channels)
+    while groups > 1 and channels // groups < least:
+        groups //= 2
+    return groups
 
 
 def zeroed(layer: Module) -> Module:
@@ -57,16 +58,17 @@ class ResBlock(Module):
     """
 
     def __init__(self, channels: int, out_channels: int, emb_channels: int, dropout: float = 0.0,
-                 use_scale_shift_norm: bool = False, resample: str | None = None, zero_init: bool = True):
+                 use_scale_shift_norm: bool = False, resample: str | None = None, zero_init: bool = True,
+                 norm_group_channels: int = 1):
         super().__init__()
         self.use_scale_shift_norm, self.resample, self.out_channels = use_scale_shift_norm, resample, out_channels
         last = Conv2d(out_channels, out_channels, 3)
         self.in_layers = ModuleList(
-            [GroupNorm(num_groups(channels), channels), None, Conv2d(channels, out_channels, 3)]
+            [GroupNorm(num_groups(channels, norm_group_channels), channels), None, Conv2d(channels, out_channels, 3)]
         )
         self.emb_layers = ModuleList([None, Linear(emb_channels, out_channels * (2 if use_scale_shift_norm else 1))])
         self.out_layers = ModuleList([
-            GroupNorm(num_groups(out_channels), out_channels), None, Dropout(dropout),
+            GroupNorm(num_groups(out_channels, norm_group_channels), out_channels), None, Dropout(dropout),
             zeroed(last) if zero_init else last,
         ])
         self.skip_connection = Conv2d(channels, out_channels, 1) if channels != out_channels else None
@@ -117,10 +119,11 @@ def embeddings(blocks: list[ResBlock], silu_emb: Tensor) -> dict[ResBlock, Tenso
 class AttentionBlock(Module):
     """x + proj_out(attention(qkv(norm(x)))) over all positions of x (N, H, W, C)."""
 
-    def __init__(self, channels: int, num_heads: int, new_order: bool, zero_init: bool = True):
+    def __init__(self, channels: int, num_heads: int, new_order: bool, zero_init: bool = True,
+                 norm_group_channels: int = 1):
         super().__init__()
         self.num_heads, self.new_order = num_heads, new_order
-        self.norm = GroupNorm(num_groups(channels), channels)
+        self.norm = GroupNorm(num_groups(channels, norm_group_channels), channels)
         self.qkv = Linear(channels, 3 * channels, layout="conv1d")
         projection = Linear(channels, channels, layout="conv1d")
         self.proj_out = zeroed(projection) if zero_init else projection
@@ -143,6 +146,8 @@ class UNet(Module):
     learn_sigma : the output has twice the channels (Improved DDPM, arXiv 2102.09672)
     max_period : longest period of the timestep sinusoids; 10000 in guided-diffusion, 1000 in unet.cu
     zero_init : start the last convolution of each block at zero, as guided-diffusion does
+    norm_group_channels : fewest channels in a norm's group: 1 is guided-diffusion, whose norm over 32 channels erases
+        an embedding added before it, a constant of each channel; from 64 channels on 1 and 2 are the same
 
     Raises CudiffError for sizes, channels or heads that do not divide, saying which do.
     """
@@ -152,7 +157,8 @@ class UNet(Module):
                  attention_resolutions: tuple[int, ...] = (16, 8), num_heads: int = 4, num_head_channels: int = 32,
                  use_scale_shift_norm: bool = False, resblock_updown: bool = False, conv_resample: bool = True,
                  dropout: float = 0.0, num_classes: int = 0, learn_sigma: bool = False,
-                 use_new_attention_order: bool = False, max_period: float = 10000.0, zero_init: bool = True):
+                 use_new_attention_order: bool = False, max_period: float = 10000.0, zero_init: bool = True,
+                 norm_group_channels: int = 1):
         super().__init__()
         step = 2 ** (len(channel_mult) - 1)
         if image_size % step:
@@ -166,14 +172,15 @@ class UNet(Module):
         emb_channels = model_channels * 4
 
         def res_block(channels: int, out_channels: int, resample: str | None = None) -> ResBlock:
-            return ResBlock(channels, out_channels, emb_channels, dropout, use_scale_shift_norm, resample, zero_init)
+            return ResBlock(channels, out_channels, emb_channels, dropout, use_scale_shift_norm, resample, zero_init,
+                            norm_group_channels)
 
         def attention(channels: int) -> AttentionBlock:
             heads = num_heads if num_head_channels <= 0 else channels // num_head_channels
             if heads == 0 or channels % heads or (num_head_channels > 0 and channels % num_head_channels):
                 what = f"num_head_channels {num_head_channels}" if num_head_channels > 0 else f"num_heads {num_heads}"
                 raise CudiffError(f"{channels} channels do not divide by {what}: choose a divisor")
-            return AttentionBlock(channels, heads, use_new_attention_order, zero_init)
+            return AttentionBlock(channels, heads, use_new_attention_order, zero_init, norm_group_channels)
 
         def resample(channels: int, direction: str) -> Module:
             if resblock_updown:
@@ -214,7 +221,8 @@ class UNet(Module):
                     size *= 2
                 self.output_blocks.append(block)
         last = Conv2d(channels, in_channels * (2 if learn_sigma else 1), 3)
-        self.out = ModuleList([GroupNorm(num_groups(channels), channels), None, zeroed(last) if zero_init else last])
+        norm = GroupNorm(num_groups(channels, norm_group_channels), channels)
+        self.out = ModuleList([norm, None, zeroed(last) if zero_init else last])
 
     def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
         emb = self.time_embed(ops.timestep_embedding(t, self.model_channels, self.max_period))

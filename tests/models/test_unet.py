@@ -25,6 +25,7 @@ OPTIONS = {
     "odd channels": dict(
         model_channels=24, num_head_channels=-1, num_heads=3, image_size=20, attention_resolutions=(20,)
     ),
+    "two channels a group": dict(norm_group_channels=2),
     "three levels": dict(channel_mult=(1, 2, 3), num_res_blocks=2, attention_resolutions=(8, 4)),
 }
 

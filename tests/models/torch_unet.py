@@ -8,8 +8,8 @@ from torch import nn
 
 
 def norm(channels):
-    groups = math.gcd(32, channels)
-    return nn.GroupNorm(groups if groups < channels else channels // 2, channels)
+    groups = math.gcd(32, channels)  # where guided-diffusion knows none, two channels a group at least
+    return nn.GroupNorm(groups if groups in (32, 1) or groups < channels else channels // 2, channels)
 
 
 class Up(nn.Module):
@@ -83,7 +83,7 @@ class TorchUNet(nn.Module):
     def __init__(self, image_size, in_channels=3, model_channels=64, channel_mult=(1, 2, 3, 4), num_res_blocks=2,
                  attention_resolutions=(16, 8), num_heads=4, num_head_channels=32, use_scale_shift_norm=False,
                  resblock_updown=False, conv_resample=True, dropout=0.0, num_classes=0, learn_sigma=False,
-                 use_new_attention_order=False, max_period=10000.0):
+                 use_new_attention_order=False, max_period=10000.0, norm_group_channels=1):
         super().__init__()
         self.model_channels, self.max_period = model_channels, max_period
         emb = model_channels * 4
@@ -132,6 +132,10 @@ class TorchUNet(nn.Module):
         self.out = nn.Sequential(
             norm(c), nn.SiLU(), nn.Conv2d(c, in_channels * (2 if learn_sigma else 1), 3, padding=1)
         )
+
+        for module in self.modules():
+            if isinstance(module, nn.GroupNorm) and module.num_channels // module.num_groups < norm_group_channels:
+                module.num_groups = module.num_channels // norm_group_channels
 
     def forward(self, x, t, labels=None):
         half = self.model_channels // 2
