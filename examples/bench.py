@@ -314,8 +314,8 @@ def profile() -> None:
     launches: list[tuple[str, tuple, Callable[[], None]]] = []
     kernel = module.kernel
 
-    def keeping(stem: str, name: str, shared: int = 0, **constants) -> Callable:
-        function = kernel(stem, name, shared, **constants)
+    def keeping(stem: str, name: str, **constants) -> Callable:
+        function = kernel(stem, name, **constants)
         tile = "x".join(str(constants[key]) for key in ("BM", "BN") if key in constants)
         label = " ".join(filter(None, (stem if stem == name else f"{stem}.{name}", constants.get("PASS"), tile)))
 

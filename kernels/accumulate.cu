@@ -4,6 +4,7 @@
 #include "common.cuh"
 
 extern "C" __global__ void add_into(TOTAL* __restrict__ total, const TERM* __restrict__ term, i64 n) {
+    wait_for_previous();
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (i64)gridDim.x * blockDim.x)
         total[i] = from_float<TOTAL>(to_float(total[i]) + to_float(term[i]));
 }
@@ -18,6 +19,7 @@ struct RowSums { RowSum jobs[64]; };
 
 // A row of the grid does one job. Launch: (32, 8) threads, grid (CEIL_DIV(most columns, 32), jobs).
 extern "C" __global__ __launch_bounds__(256) void sum_rows(const __grid_constant__ RowSums sums) {
+    wait_for_previous();
     __shared__ float parts[8][32];
     const RowSum& job = sums.jobs[blockIdx.y];
     int column = blockIdx.x * 32 + threadIdx.x;

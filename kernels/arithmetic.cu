@@ -76,11 +76,13 @@ __device__ __forceinline__ void binary(T* out, float* wide, int accumulate, i64 
 
 #define FORWARD(name, value)                                                                                       \
     extern "C" __global__ void name##_forward(const T* a, const T* b, float scalar, T* out, i64 n, Layout layout) { \
+        wait_for_previous();                                                                                        \
         binary(out, nullptr, 0, n, nullptr, a, b, scalar, layout, [](float, float a, float b) { return value; });           \
     }
 #define GRADIENT(name, value)                                                                                            \
     extern "C" __global__ void name(const T* dout, const T* a, const T* b, float scalar, T* dx, float* wide,             \
                                     int accumulate, i64 n, Layout layout) {                                              \
+        wait_for_previous();                                                                                             \
         binary(dx, wide, accumulate, n, dout, a, b, scalar, layout, [](float dout, float a, float b) { return value; }); \
     }
 
@@ -106,6 +108,7 @@ GRADIENT(minimum_da, dout * share(b, a))
 GRADIENT(minimum_db, dout * share(a, b))
 
 extern "C" __global__ void where_forward(const u8* mask, const T* a, const T* b, float scalar_a, float scalar_b, T* out, i64 n) {
+    wait_for_previous();
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (i64)gridDim.x * blockDim.x) {
         const T* from = mask[i] ? a : b;
         out[i] = from ? from[i] : from_float<T>(mask[i] ? scalar_a : scalar_b);
@@ -113,6 +116,7 @@ extern "C" __global__ void where_forward(const u8* mask, const T* a, const T* b,
 }
 // dx = dout where (mask != 0) == chosen, else 0.
 extern "C" __global__ void where_backward(const u8* mask, const T* dout, T* dx, int chosen, int accumulate, i64 n) {
+    wait_for_previous();
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (i64)gridDim.x * blockDim.x) {
         float value = (mask[i] != 0) == (chosen != 0) ? to_float(dout[i]) : 0.0f;
         dx[i] = from_float<T>(accumulate ? to_float(dx[i]) + value : value);

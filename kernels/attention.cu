@@ -21,6 +21,7 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 forward(T* out, float* lse, const T* q, const T* k, const T* v, int Tq, int Tk, int D, int token, int head, float scale) {
+    wait_for_previous();
     extern __shared__ __align__(16) unsigned char memory[];
     T* q_rows = (T*)memory;
     T* stages = q_rows + BM * PITCH;
@@ -131,6 +132,7 @@ forward(T* out, float* lse, const T* q, const T* k, const T* v, int Tq, int Tk, 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 backward_q(T* dq, float* delta, const float* lse, const T* q, const T* k, const T* v, const T* out, const T* dout, int Tq, int Tk,
            int D, int token, int head, float scale) {
+    wait_for_previous();
     extern __shared__ __align__(16) unsigned char memory[];
     T* q_rows = (T*)memory;
     T* dout_rows = q_rows + BM * PITCH;
@@ -219,6 +221,7 @@ backward_q(T* dq, float* delta, const float* lse, const T* q, const T* k, const 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 backward_kv(T* dk, T* dv, const float* delta, const float* lse, const T* q, const T* k, const T* v, const T* dout, int Tq, int Tk,
             int D, int token, int head, float scale) {
+    wait_for_previous();
     extern __shared__ __align__(16) unsigned char memory[];
     constexpr int STAGE = 2 * BN * PITCH * sizeof(T) + 2 * BN * sizeof(float);
     T* k_rows = (T*)memory;

@@ -33,6 +33,7 @@ __device__ __forceinline__ u32 shuffled_index(u32 index, i64 n, int bits, u32 ke
 
 extern "C" __global__ void draw_batch(float* x, int* out_labels, const u8* images, const int* labels, const u32* step, i64 n,
                                       int height, int width, int channels, int bits, u32 order_key, u64 seed, u32 stream, int flip) {
+    wait_for_previous();
     int i = blockIdx.y, size = height * width * channels;
     u64 count = (u64)*step * gridDim.y + i;
     u64 epoch = count / n;

@@ -14,6 +14,7 @@ template <typename To, typename From> __device__ __forceinline__ To convert(From
 }
 
 extern "C" __global__ void cast(const FROM* __restrict__ x, TO* __restrict__ out, i64 n) {
+    wait_for_previous();
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (i64)gridDim.x * blockDim.x) {
         out[i] = convert<TO>(x[i]);
     }

@@ -54,4 +54,13 @@ template <typename T> __device__ __forceinline__ void store_pack(T* p, const Pac
     *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(&pack);
 }
 
+// Every kernel calls this before a thread touches global memory: from sm_90 on it may have begun while the kernel before it
+// was still running (cudiff/cuda/driver.py). The next one may begin then, too. Let in any earlier, it was slower: its
+// blocks wait where there is room, and not where there soon will be.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }

@@ -137,6 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 conv2d(const T* a, const T* b, const float* bias, const float* emb, const OUT* addend, OUT* destination, i64 ldo,
        int rows_per_image, int k_tiles, int N, int H, int W, int C, int Ho, int Wo, int K, int R, int S, int stride_h,
        int stride_w, int pad_h, int pad_w) {
+    wait_for_previous();
     const Shape shape = {N, H, W, C, Ho, Wo, K, R, S, stride_h, stride_w, pad_h, pad_w};
     int taps = R * S, pixels = PASS == DGRAD ? H * W : Ho * Wo;
     int rows = PASS == WGRAD ? K : N * pixels;

@@ -66,7 +66,11 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     u32 slab_bytes = CEIL_DIV((rows + R - 1) * pitch * LINE, 1024) * 1024, weights = base + a_stages * slab_bytes;
     u32 barriers = weights + b_stages * B_BYTES;
     Ring a(base, slab_bytes, a_stages, barriers), b(weights, B_BYTES, b_stages, barriers + 16 * a_stages);
-    if (threadIdx.x == 0) a.init(GROUPS), b.init(GROUPS);
+    if (threadIdx.x == 0) {
+        a.init(GROUPS), b.init(GROUPS);
+        prefetch(x), prefetch(weight), prefetch(out);
+    }
+    wait_for_previous();
     __syncthreads();
 
     int tiles = CEIL_DIV(H, rows), n = blockIdx.x / tiles, tile = blockIdx.x % tiles;

@@ -31,7 +31,11 @@ conv2d_wgrad_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ T
     constexpr u32 tile = PIXELS * LINE;
     u32 slab = tile + (R - 1) * width * LINE, bytes = tile + COLUMNS * slab;
     Ring ring(base, bytes, stages, base + stages * bytes);
-    if (threadIdx.x == 0) ring.init(1);
+    if (threadIdx.x == 0) {
+        ring.init(1);
+        prefetch(x), prefetch(dout);
+    }
+    wait_for_previous();
     __syncthreads();
 
     int blocks_k = CEIL_DIV(K, 64), k0 = blockIdx.x % blocks_k * 64, c0 = blockIdx.x / blocks_k * 64 * COLUMNS;

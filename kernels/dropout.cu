@@ -10,6 +10,7 @@ struct __align__(4 * sizeof(T)) Four { T v[4]; };
 
 extern "C" __global__ void dropout(T* out, const T* x, int rows, int size, u64 seed, u32 stream, const u32* step, u32* used_step,
                                    u32 threshold, float scale, int accumulate) {
+    wait_for_previous();
     int group = blockIdx.x * blockDim.x + threadIdx.x, start = 4 * group;
     u32 now = *step;
     if (used_step && group == 0 && blockIdx.y == 0) *used_step = now;

@@ -7,9 +7,11 @@
 
 #define UNARY(name, value, saved, gradient)                                                                    \
     extern "C" __global__ void name##_forward(const T* x, T* out, i64 n) {                                     \
+        wait_for_previous();                                                                                   \
         map<T>(out, 0, n, x, nullptr, [](float x, float) { return value; });                                   \
     }                                                                                                          \
     extern "C" __global__ void name##_backward(const T* dout, const T* kept, T* dx, int accumulate, i64 n) {   \
+        wait_for_previous();                                                                                   \
         map<T>(dx, accumulate, n, dout, kept, [](float dout, float saved) { return gradient; });               \
     }
 
@@ -35,8 +37,10 @@ UNARY(silu, x * sigmoid(x), x, dout * silu_slope(x))
 UNARY(gelu, x * normal_cdf(x), x, dout * (normal_cdf(x) + x * normal_pdf(x)))
 
 extern "C" __global__ void clip_forward(const T* x, T* out, float low, float high, i64 n) {
+    wait_for_previous();
     map<T>(out, 0, n, x, nullptr, [=](float x, float) { return x < low ? low : x > high ? high : x; });
 }
 extern "C" __global__ void clip_backward(const T* dout, const T* x, T* dx, float low, float high, int accumulate, i64 n) {
+    wait_for_previous();
     map<T>(dx, accumulate, n, dout, x, [=](float dout, float x) { return x >= low && x <= high ? dout : 0.0f; });
 }

@@ -5,6 +5,7 @@
 
 // One thread an element of out.
 extern "C" __global__ void gather(T* out, const int* indices, const T* weight, i64 size, int num, int dim) {
+    wait_for_previous();
     i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= size) return;
     int index = indices[i / dim];
@@ -14,6 +15,7 @@ extern "C" __global__ void gather(T* out, const int* indices, const T* weight, i
 
 // Block (row, part of the columns): a row sums its own hits in the order of the batch, so nothing is atomic.
 extern "C" __global__ void scatter_add(T* dweight, const int* indices, const T* dout, int count, int dim, int accumulate) {
+    wait_for_previous();
     int column = blockIdx.y * blockDim.x + threadIdx.x;
     if (column >= dim) return;
     T* target = dweight + (i64)blockIdx.x * dim + column;

@@ -15,6 +15,7 @@ template <typename S> struct __align__(V * sizeof(S)) Part { S v[V]; };
 extern "C" __global__ void __launch_bounds__(THREADS)
 sum_splits(const float* __restrict__ partials, const float* __restrict__ bias, const float* __restrict__ emb, const OUT* addend,
            OUT* out, int splits, i64 rows, int columns, i64 ldo, int rows_per_image) {
+    wait_for_previous();
     __shared__ Part<float> sums[THREADS];
     i64 count = rows * columns, i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * V;
     Part<float> sum = {};

@@ -60,6 +60,7 @@ extern __shared__ float2 channels[];  // C of them, then room for two floats a g
 
 // partials = sums of x - x[n, 0, c] and of its square, of one source: shifted, as E[x^2] - E[x]^2 cancels for a large mean.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void statistics(const T* __restrict__ x, float2* partials, int S, int C, int tiles, int across) {
+    wait_for_previous();
     __shared__ float2 scratch[V * THREADS];
     Lane lane(S, C, tiles, across);
     Rows<1, 4> rows;
@@ -116,6 +117,7 @@ __device__ __forceinline__ void image_statistics(int n, PARTIALS, int C1, int C2
 // mean, rstd. Launch: N blocks.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_statistics(PARTIALS, int C1, int C2, float* mean, float* rstd, int S,
                                                                            int groups, float eps) {
+    wait_for_previous();
     i64 first = (i64)blockIdx.x * groups;
     image_statistics(blockIdx.x, partials, shifted, tiles1, partials2, shifted2, tiles2, C1, C2, S, groups, eps, mean + first, rstd + first);
 }
@@ -124,6 +126,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_statistics(PARTI
 extern "C" __global__ __launch_bounds__(THREADS, 2) void normalize(
     T* y, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT, int silu, PARTIALS, float* new_mean, float* new_rstd,
     float eps) {
+    wait_for_previous();
     int C = C1 + C2;
     Lane lane(S, C, tiles, across);
     i64 pitch, of_image = (i64)lane.n * groups;
@@ -156,6 +159,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void normalize(
 // partials = sums of dz and of dz * (x - mean).
 extern "C" __global__ __launch_bounds__(THREADS, 2) void backward_sums(
     float2* partials, const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT, int silu) {
+    wait_for_previous();
     __shared__ float2 scratch[V * THREADS];
     int C = C1 + C2;
     Lane lane(S, C, tiles, across);
@@ -226,6 +230,7 @@ __device__ __forceinline__ void image_sums(int n, const float2* partials, int ti
 // means (N, G), and the totals. Launch: N blocks.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_sums(const float2* partials, float2* means, TOTALS, AFFINE, int S, int C,
                                                                      int tiles) {
+    wait_for_previous();
     i64 first = (i64)blockIdx.x * groups;
     image_sums(blockIdx.x, partials, tiles, true, totals, dscale, add_scale, dshift, add_shift, weight, bias, scale, shift,
                mean + first, rstd + first, groups, S, C, means + first);
@@ -237,6 +242,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_sums(const float
 extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     T* dx, int add, T* dx2, int add2, float* sums, float* sums2, const float2* means, const float2* partials, TOTALS,
     const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT, int silu) {
+    wait_for_previous();
     __shared__ float2 scratch[V * THREADS];
     int C = C1 + C2;
     Lane lane(S, C, tiles, across);

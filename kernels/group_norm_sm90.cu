@@ -57,6 +57,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) __cluster_dims__(CLUSTER, 1,
     T* __restrict__ y, float* mean, float* rstd, const T* __restrict__ x, const T* __restrict__ x2,
     const float* __restrict__ weight, const float* __restrict__ bias, const float* __restrict__ scale,
     const float* __restrict__ shift, int groups, EXTENT, int silu, int kept, float eps) {
+    wait_for_previous();
     int C = C1 + C2, width = across * V, c0 = blockIdx.y * width, size = C / groups;
     Lane lane(S, C, tiles, across);
     Shared shared(kept, width, groups);
@@ -133,6 +134,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) __cluster_dims__(CLUSTER, 1,
     T* dx, int add, T* dx2, int add2, float* sums, float* sums2, float2* totals, float* dscale, int add_scale, float* dshift,
     int add_shift, const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT, int silu,
     int kept) {
+    wait_for_previous();
     int C = C1 + C2, width = across * V, c0 = blockIdx.y * width, size = C / groups;
     Lane lane(S, C, tiles, across);
     Shared shared(2 * kept, width, groups);

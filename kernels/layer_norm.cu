@@ -11,6 +11,7 @@ constexpr int V = VEC ? Pack<T>::SIZE : 1;
 
 // The second and third pass find the row in cache. The variance is of deviations, so a large mean costs no digits.
 extern "C" __global__ void normalize(T* y, float* mean, float* rstd, const T* x, const float* weight, const float* bias, int C, float eps) {
+    wait_for_previous();
     const T* row = x + (i64)blockIdx.x * C;
     int first = threadIdx.x * V, step = blockDim.x * V;
     float sum = 0.0f, square = 0.0f, v[V];
@@ -38,6 +39,7 @@ extern "C" __global__ void normalize(T* y, float* mean, float* rstd, const T* x,
 // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * weight.
 extern "C" __global__ void input_gradients(T* dx, int add, const T* dy, const T* x, const float* mean, const float* rstd,
                                            const float* weight, int C) {
+    wait_for_previous();
     i64 start = (i64)blockIdx.x * C;
     int first = threadIdx.x * V, step = blockDim.x * V;
     float mu = mean[blockIdx.x], r = rstd[blockIdx.x], sum = 0.0f, product = 0.0f, v[V], g[V];
@@ -64,6 +66,7 @@ extern "C" __global__ void input_gradients(T* dx, int add, const T* dy, const T*
 
 // totals (tiles, C) = sums of dy and dy * xhat over a tile of rows. Grid (CEIL_DIV(C, 32), tiles).
 extern "C" __global__ void column_sums(float2* totals, const T* dy, const T* x, const float* mean, const float* rstd, int M, int C) {
+    wait_for_previous();
     __shared__ float2 sums[8][32];
     int c = blockIdx.x * 32 + threadIdx.x, rows = CEIL_DIV(M, (int)gridDim.y);
     int end = min((i64)M, (i64)(blockIdx.y + 1) * rows);

@@ -143,6 +143,7 @@ __device__ __forceinline__ void write(float* out, bool add, const float* sums, c
 // Tiles of 32, across: K.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 forward(const __grid_constant__ Table table, const float* x, int N, int E) {
+    wait_for_previous();
     const Group& group = table.groups[blockIdx.z];
     int row = blockIdx.y * 32, column = blockIdx.x * 32;
     if (column >= group.K) return;
@@ -153,6 +154,7 @@ forward(const __grid_constant__ Table table, const float* x, int N, int E) {
 // Tiles of 32, across: E.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 dx(const __grid_constant__ Table table, float* partials, int N, int E) {
+    wait_for_previous();
     const Group& group = table.groups[blockIdx.z];
     int row = blockIdx.y * 32, column = blockIdx.x * 32;
     Matrix dout = {group.out, N, group.K}, weight = {group.weight, group.K, E};
@@ -163,6 +165,7 @@ dx(const __grid_constant__ Table table, float* partials, int N, int E) {
 // Tiles of 64, across: E; one more of them sums the biases.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 dweight(const __grid_constant__ Table table, const float* x, int N, int E) {
+    wait_for_previous();
     const Group& group = table.groups[blockIdx.z];
     int row = blockIdx.y * 64, column = blockIdx.x * 64;
     if (row >= group.K) return;

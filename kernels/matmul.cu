@@ -16,6 +16,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 matmul(const T* a, const T* b, const float* bias, const float* emb, const OUT* addend, OUT* out, i64 ldo, int rows_per_image,
        int k_tiles, int m, int n, int k, i64 lda, i64 ldb, i64 batch_a, i64 batch_b) {
+    wait_for_previous();
     int tiles_n = CEIL_DIV(n, BN), tiles = tiles_n * CEIL_DIV(m, BM), batches = gridDim.x / tiles;
     int batch = blockIdx.x / tiles, tile = blockIdx.x % tiles;
     int m0 = tile / tiles_n * BM, n0 = tile % tiles_n * BN, k0 = blockIdx.y * k_tiles * BK;

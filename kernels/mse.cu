@@ -11,6 +11,7 @@
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
 
 extern "C" __global__ void squares(float* partials, const T* pred, const T* target, i64 size, int chunk, int tiles) {
+    wait_for_previous();
     i64 begin = (i64)(blockIdx.x % tiles) * chunk, end = min(size, begin + chunk), start = (i64)(blockIdx.x / tiles) * size;
     float sum = 0.0f;
     for (i64 i = begin + threadIdx.x * V; i < end; i += blockDim.x * V) {
@@ -26,6 +27,7 @@ extern "C" __global__ void squares(float* partials, const T* pred, const T* targ
 
 // One block.
 extern "C" __global__ void loss(float* loss, const float* partials, const float* weight, int N, int tiles, float inverse) {
+    wait_for_previous();
     float sum = 0.0f;
     for (int i = threadIdx.x; i < N * tiles; i += blockDim.x) sum += (weight ? weight[i / tiles] : 1.0f) * partials[i];
     sum = block_reduce<Sum>(sum);
@@ -35,6 +37,7 @@ extern "C" __global__ void loss(float* loss, const float* partials, const float*
 // dpred and dtarget, either may be null.
 extern "C" __global__ void gradients(T* dpred, int add, T* dtarget, int add_target, const float* dloss, const T* pred, const T* target,
                                      const float* weight, i64 size, int chunk, int tiles, float inverse) {
+    wait_for_previous();
     i64 n = blockIdx.x / tiles, begin = (i64)(blockIdx.x % tiles) * chunk, end = min(size, begin + chunk), start = n * size;
     float factor = 2.0f * inverse * *dloss * (weight ? weight[n] : 1.0f);
     for (i64 i = begin + threadIdx.x * V; i < end; i += blockDim.x * V) {
@@ -53,6 +56,7 @@ extern "C" __global__ void gradients(T* dpred, int add, T* dtarget, int add_targ
 
 // One thread a sample.
 extern "C" __global__ void weight_gradient(float* dweight, int add, const float* dloss, const float* partials, int N, int tiles, float inverse) {
+    wait_for_previous();
     int n = blockIdx.x * blockDim.x + threadIdx.x;
     if (n >= N) return;
     float sum = 0.0f;

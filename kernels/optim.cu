@@ -15,6 +15,7 @@ enum Counter { UPDATES, SKIPPED, SKIPPED_IN_A_ROW };
 
 // partials[block] = sum of squares of every gridDim.x-th group of 1024 elements.
 extern "C" __global__ void norm_partials(const float* __restrict__ grad, float* __restrict__ partials, i64 n) {
+    wait_for_previous();
     float sum = 0.0f;
     i64 stride = (i64)gridDim.x * blockDim.x * 4;
 #pragma unroll 4
@@ -28,6 +29,7 @@ extern "C" __global__ void norm_partials(const float* __restrict__ grad, float* 
 }
 
 extern "C" __global__ void norm_total(const float* __restrict__ partials, float* __restrict__ norm, int count) {
+    wait_for_previous();
     __shared__ double sums[256];
     double sum = 0.0;
     for (int i = threadIdx.x; i < count; i += 256) sum += (double)partials[i];
@@ -45,6 +47,7 @@ extern "C" __global__ void schedule(int* __restrict__ counters, const float* __r
                                     float* __restrict__ scalars, double lr, int warmup, int total_steps, double final,
                                     double log_beta1, double log_beta2, double scale, double clip, double half_life,
                                     double ramp) {
+    wait_for_previous();
     double grad_norm = scale * (double)norm[0];
     double step = (double)counters[UPDATES] + counters[SKIPPED];
     bool apply = isfinite(grad_norm);
@@ -97,6 +100,7 @@ extern "C" __global__ void adam(float* __restrict__ data, const float* __restric
                                 const u8* __restrict__ decay, T* __restrict__ shadow, float* __restrict__ ema,
                                 T* __restrict__ ema_shadow, i64 n, float one_minus_beta1, float one_minus_beta2,
                                 float eps, float weight_decay, int decoupled) {
+    wait_for_previous();
     i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * 4;
     if (i >= n || scalars[APPLY] == 0.0f) return;
     float grad_scale = scalars[GRAD_SCALE], step_size = scalars[STEP_SIZE], rsqrt_bias2 = scalars[RSQRT_BIAS2];
@@ -119,6 +123,7 @@ extern "C" __global__ void sgd(float* __restrict__ data, const float* __restrict
                                float* __restrict__ momentum_buffer, const float* __restrict__ scalars,
                                const u8* __restrict__ decay, T* __restrict__ shadow, float* __restrict__ ema,
                                T* __restrict__ ema_shadow, i64 n, float momentum, float weight_decay, int nesterov) {
+    wait_for_previous();
     i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * 4;
     if (i >= n || scalars[APPLY] == 0.0f) return;
     float grad_scale = scalars[GRAD_SCALE], lr = scalars[LR];

@@ -34,6 +34,7 @@ struct Covering {
 
 // small = factor * sum of the window.
 extern "C" __global__ void sum_windows(T* small, int add, const T* __restrict__ large, float factor, EXTENT) {
+    wait_for_previous();
     i64 n = blockIdx.x / h;
     Inside rows(blockIdx.x % h, stride, padding, size, H);
     for (int item = threadIdx.x; item < w * (C / V); item += blockDim.x) {
@@ -55,6 +56,7 @@ extern "C" __global__ void sum_windows(T* small, int add, const T* __restrict__ 
 
 // large = factor * sum of the windows that hold the element.
 extern "C" __global__ void spread_windows(T* large, int add, const T* __restrict__ small, float factor, EXTENT) {
+    wait_for_previous();
     i64 n = blockIdx.x / H;
     Covering rows(blockIdx.x % H, stride, padding, size, h);
     for (int item = threadIdx.x; item < W * (C / V); item += blockDim.x) {
@@ -76,6 +78,7 @@ extern "C" __global__ void spread_windows(T* large, int add, const T* __restrict
 
 // small = maximum of the window, NaN where it holds one; place = that of the first.
 extern "C" __global__ void max_windows(T* small, u8* place, const T* __restrict__ large, EXTENT) {
+    wait_for_previous();
     i64 n = blockIdx.x / h;
     Inside rows(blockIdx.x % h, stride, padding, size, H);
     for (int item = threadIdx.x; item < w * (C / V); item += blockDim.x) {
@@ -104,6 +107,7 @@ extern "C" __global__ void max_windows(T* small, u8* place, const T* __restrict_
 
 // dlarge = sum of dsmall of the windows whose maximum the element is.
 extern "C" __global__ void max_windows_backward(T* dlarge, int add, const T* __restrict__ dsmall, const u8* __restrict__ place, EXTENT) {
+    wait_for_previous();
     i64 n = blockIdx.x / H;
     Covering rows(blockIdx.x % H, stride, padding, size, h);
     for (int item = threadIdx.x; item < W * (C / V); item += blockDim.x) {

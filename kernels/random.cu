@@ -31,12 +31,14 @@ __device__ __forceinline__ void store(T* out, int size, const Group& group, T x0
 }
 
 extern "C" __global__ void normal(float* out, int rows, int size, u64 seed, u32 stream, const u32* step_pointer, u32 step, u32 first) {
+    wait_for_previous();
     Group group = draw(rows, size, seed, stream, step_pointer, step, first);
     float2 a = to_normal(group.bits.x, group.bits.y), b = to_normal(group.bits.z, group.bits.w);
     store(out, size, group, a.x, a.y, b.x, b.y);
 }
 
 extern "C" __global__ void uniform(float* out, int rows, int size, u64 seed, u32 stream, const u32* step_pointer, u32 step, u32 first) {
+    wait_for_previous();
     Group group = draw(rows, size, seed, stream, step_pointer, step, first);
     uint4 bits = group.bits;
     store(out, size, group, to_uniform(bits.x), to_uniform(bits.y), to_uniform(bits.z), to_uniform(bits.w));
@@ -47,6 +49,7 @@ __device__ __forceinline__ int to_integer(u32 bits, int low, u64 width) { return
 
 extern "C" __global__ void randint(int* out, int rows, int size, u64 seed, u32 stream, const u32* step_pointer, u32 step, u32 first,
                                    int low, u64 width) {
+    wait_for_previous();
     Group group = draw(rows, size, seed, stream, step_pointer, step, first);
     uint4 bits = group.bits;
     store(out, size, group, to_integer(bits.x, low, width), to_integer(bits.y, low, width), to_integer(bits.z, low, width),
@@ -54,4 +57,7 @@ extern "C" __global__ void randint(int* out, int rows, int size, u64 seed, u32 s
 }
 
 // The next step: one thread.
-extern "C" __global__ void advance(u32* step) { *step += 1; }
+extern "C" __global__ void advance(u32* step) {
+    wait_for_previous();
+    *step += 1;
+}

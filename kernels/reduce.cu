@@ -57,20 +57,25 @@ __device__ __forceinline__ void reduce_middle(const T* __restrict__ x, OUT* __re
 #define REST out, scale, accumulate, outer, reduce, inner, chunk
 
 extern "C" __global__ void sum(const T* x, SHAPE) {
+    wait_for_previous();
     reduce_middle<Add>(x, REST, [](T x, i64) { return to_float(x); });
 }
 extern "C" __global__ void maximum(const T* x, SHAPE) {
+    wait_for_previous();
     reduce_middle<Larger>(x, REST, [](T x, i64) { return to_float(x); });
 }
 extern "C" __global__ void minimum(const T* x, SHAPE) {
+    wait_for_previous();
     reduce_middle<Smaller>(x, REST, [](T x, i64) { return to_float(x); });
 }
 // How often the extreme value (T, [outer][inner]) occurs.
 extern "C" __global__ void count(const T* x, const T* extreme, SHAPE) {
+    wait_for_previous();
     reduce_middle<Add>(x, REST, [=](T x, i64 c) { return to_float(x) == to_float(extreme[c]) ? 1.0f : 0.0f; });
 }
 // Sum of squared distances from mean (float, [outer][inner]).
 extern "C" __global__ void square_deviation(const T* x, const float* mean, SHAPE) {
+    wait_for_previous();
     reduce_middle<Add>(x, REST, [=](T x, i64 c) {
         float d = to_float(x) - mean[c];
         return d * d;
@@ -94,11 +99,13 @@ __device__ __forceinline__ void spread_to(T* dx, int accumulate, i64 outer, i64 
 }
 
 extern "C" __global__ void sum_backward(const T* dout, T* dx, float scale, int accumulate, i64 outer, i64 reduce, i64 inner) {
+    wait_for_previous();
     spread_to(dx, accumulate, outer, reduce, inner, [=](i64, i64 c) { return scale * to_float(dout[c]); });
 }
 // The elements equal to the extreme share its gradient; `ties` (float) counts them.
 extern "C" __global__ void extreme_backward(const T* dout, const T* x, const T* extreme, const float* ties, T* dx,
                                             int accumulate, i64 outer, i64 reduce, i64 inner) {
+    wait_for_previous();
     spread_to(dx, accumulate, outer, reduce, inner, [=](i64 e, i64 c) {
         return to_float(x[e]) == to_float(extreme[c]) ? to_float(dout[c]) / ties[c] : 0.0f;
     });
@@ -106,6 +113,7 @@ extern "C" __global__ void extreme_backward(const T* dout, const T* x, const T* 
 // scale is 2 / (reduce - ddof).
 extern "C" __global__ void variance_backward(const T* dout, const T* x, const float* mean, T* dx, float scale, int accumulate,
                                              i64 outer, i64 reduce, i64 inner) {
+    wait_for_previous();
     spread_to(dx, accumulate, outer, reduce, inner, [=](i64 e, i64 c) {
         return scale * to_float(dout[c]) * (to_float(x[e]) - mean[c]);
     });

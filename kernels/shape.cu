@@ -36,12 +36,25 @@ __device__ __forceinline__ void move(Unit* out, const Unit* x, u32 n, const View
     }
 }
 
-extern "C" __global__ void copy(T* out, const T* x, u32 n, Views views) { move<false>(out, x, n, views); }
-extern "C" __global__ void add(T* out, const T* x, u32 n, Views views) { move<true>(out, x, n, views); }
-extern "C" __global__ void copy_packed(uint4* out, const uint4* x, u32 n, Views views) { move<false>(out, x, n, views); }
-extern "C" __global__ void add_packed(Pack<T>* out, const Pack<T>* x, u32 n, Views views) { move<true>(out, x, n, views); }
+extern "C" __global__ void copy(T* out, const T* x, u32 n, Views views) {
+    wait_for_previous();
+    move<false>(out, x, n, views);
+}
+extern "C" __global__ void add(T* out, const T* x, u32 n, Views views) {
+    wait_for_previous();
+    move<true>(out, x, n, views);
+}
+extern "C" __global__ void copy_packed(uint4* out, const uint4* x, u32 n, Views views) {
+    wait_for_previous();
+    move<false>(out, x, n, views);
+}
+extern "C" __global__ void add_packed(Pack<T>* out, const Pack<T>* x, u32 n, Views views) {
+    wait_for_previous();
+    move<true>(out, x, n, views);
+}
 
 extern "C" __global__ void fill(T* out, float value, i64 n) {
+    wait_for_previous();
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (i64)gridDim.x * blockDim.x) out[i] = from_float<T>(value);
 }
 
@@ -49,6 +62,7 @@ __device__ __forceinline__ i64 wrap(int index, i64 rows) { return index < 0 ? in
 
 // out[i][:] = x[index[i]][:] for `count` rows i.
 extern "C" __global__ void take(const T* x, const int* index, T* out, i64 rows, i64 width, i64 count) {
+    wait_for_previous();
     for (i64 e = (i64)blockIdx.x * blockDim.x + threadIdx.x; e < count * width; e += (i64)gridDim.x * blockDim.x) {
         i64 row = wrap(index[e / width], rows);
         out[e] = row >= 0 && row < rows ? x[row * width + e % width] : T{};
@@ -57,6 +71,7 @@ extern "C" __global__ void take(const T* x, const int* index, T* out, i64 rows, 
 // dx[row][:] = (or +=) sum over i of dout[i][:] where index[i] is the row, in the order of i: every element of dx scans
 // the whole index, so the sum needs no atomics.
 extern "C" __global__ void take_backward(const T* dout, const int* index, T* dx, int accumulate, i64 rows, i64 width, i64 count) {
+    wait_for_previous();
     for (i64 e = (i64)blockIdx.x * blockDim.x + threadIdx.x; e < rows * width; e += (i64)gridDim.x * blockDim.x) {
         float total = accumulate ? to_float(dx[e]) : 0.0f;
         for (i64 i = 0; i < count; i++)

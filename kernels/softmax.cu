@@ -14,6 +14,7 @@ __device__ __forceinline__ float2 row_stats(const T* row, int K) {
 }
 
 extern "C" __global__ void softmax(T* out, float2* stats, const T* x, int K, int log) {
+    wait_for_previous();
     const T* row = x + (i64)blockIdx.x * K;
     float2 own = row_stats(row, K);
     float factor = 1.0f / own.y, offset = logf(own.y);
@@ -26,6 +27,7 @@ extern "C" __global__ void softmax(T* out, float2* stats, const T* x, int K, int
 
 // dx = p * (dout - sum(p * dout)), or dout - p * sum(dout) where `log`.
 extern "C" __global__ void softmax_backward(T* dx, int add, const T* dout, const T* x, const float2* stats, int K, int log) {
+    wait_for_previous();
     i64 start = (i64)blockIdx.x * K;
     float2 own = stats[blockIdx.x];
     float factor = 1.0f / own.y, sum = 0.0f;
@@ -40,6 +42,7 @@ extern "C" __global__ void softmax_backward(T* dx, int add, const T* dout, const
 }
 
 extern "C" __global__ void cross_entropy(float* losses, float2* stats, const T* x, const int* labels, int K) {
+    wait_for_previous();
     const T* row = x + (i64)blockIdx.x * K;
     float2 own = row_stats(row, K);
     if (threadIdx.x) return;
@@ -51,6 +54,7 @@ extern "C" __global__ void cross_entropy(float* losses, float2* stats, const T* 
 
 // loss = mean of losses (M), one block.
 extern "C" __global__ void mean(float* loss, const float* losses, int M) {
+    wait_for_previous();
     float sum = 0.0f;
     for (int m = threadIdx.x; m < M; m += blockDim.x) sum += losses[m];
     sum = block_reduce<Sum>(sum);
@@ -60,6 +64,7 @@ extern "C" __global__ void mean(float* loss, const float* losses, int M) {
 // dx = (p - [k = label]) * dloss / M.
 extern "C" __global__ void cross_entropy_backward(T* dx, int add, const float* dloss, const T* x, const float2* stats,
                                                   const int* labels, int K) {
+    wait_for_previous();
     i64 start = (i64)blockIdx.x * K;
     float2 own = stats[blockIdx.x];
     float factor = *dloss / gridDim.x, p = factor / own.y;

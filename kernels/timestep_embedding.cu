@@ -6,6 +6,7 @@
 
 // One thread an element of out.
 extern "C" __global__ void forward(float* out, const T* t, int rows, int dim, double decay, int sin_first) {
+    wait_for_previous();
     int i = blockIdx.x * blockDim.x + threadIdx.x, half_dim = dim / 2;
     if (i >= rows * dim) return;
     int row = i / dim, column = i % dim;
@@ -16,6 +17,7 @@ extern "C" __global__ void forward(float* out, const T* t, int rows, int dim, do
 
 // One block a row: dt[row] = sum over i of frequency * (dsin * cos(angle) - dcos * sin(angle)).
 extern "C" __global__ void backward(T* dt, const float* dout, const T* t, int dim, double decay, int sin_first) {
+    wait_for_previous();
     int half_dim = dim / 2;
     const float* first = dout + (i64)blockIdx.x * dim;
     const float* second = first + half_dim;

@@ -22,6 +22,11 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
                  ::"r"(barrier), "r"(parity) : "memory");
 }
 
+// Have the map at hand for the copies to come.
+__device__ __forceinline__ void prefetch(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"((u64)&map) : "memory");
+}
+
 // Copy the map's box at these element coordinates (innermost first; outside the tensor: zeros) to `target`; `barrier`
 // counts its bytes.
 __device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 barrier, int i0, int i1, int i2) {

@@ -1,20 +1,118 @@
-"""What a kernel gets for each kind of Python argument: its size must be that of the parameter in the .cu file."""
+"""How kernels are launched: what each gets for a Python argument, and that none starts work too early."""
+
+import re
+import struct
+import threading
 
 import numpy as np
 import pytest
 
-from cudiff.cuda.module import _argument
+from cudiff.cuda.driver import Limits, pack, room
+from cudiff.cuda.graph import capture
+from cudiff.cuda.module import add_into, kernel_folder
 from cudiff.tensor import Tensor
 
 
 @pytest.mark.parametrize("value, dtype", [
-    (3, np.int32), (True, np.int32), (0.5, np.float32), (None, np.uint64), (np.float64(0.5), np.float64),
-    (np.int64(3), np.int64), (np.uint32(3), np.uint32),
+    (3, np.int32), (True, np.int32), (0.5, np.float32), (None, np.uint64), (np.float32(0.5), np.float32),
+    (np.float64(0.5), np.float64), (np.int32(3), np.int32), (np.int64(3), np.int64), (np.uint32(3), np.uint32),
+    (np.uint64(3), np.uint64),
 ])
-def test_argument_types(value, dtype):
-    assert type(_argument(value)) is dtype
+def test_an_argument_is_packed_as_its_c_type(value, dtype):
+    (format,), values = pack([value])
+    packed = struct.pack(f"={format}", *values)
+    assert len(packed) == 8
+    assert np.frombuffer(packed, dtype, 1)[0] == (value or 0)
 
 
-def test_tensors_pass_their_array():
-    tensor = Tensor(np.zeros(2, np.float32))
-    assert _argument(tensor) is tensor.data
+def test_numpy_arrays_are_passed_whole():
+    table = np.arange(3, dtype=np.int32)
+    (format,), values = pack([table])
+    assert struct.pack(f"={format}", *values) == table.tobytes() + bytes(4)
+
+
+class FakeArray:
+    """As much of a CuPy array as a launch looks at."""
+
+    def __init__(self, address):
+        self.data, self.dtype, self.flags = self, np.dtype(np.float32), self
+        self.ptr, self.c_contiguous = address, True
+
+
+def test_arrays_and_tensors_pass_their_address():
+    array = FakeArray(1 << 40)
+    assert pack([array, Tensor(array)]) == (["Q", "Q"], [1 << 40, 1 << 40])
+
+
+@pytest.mark.parametrize("path", sorted(kernel_folder().glob("*.cu")), ids=lambda path: path.stem)
+def test_every_kernel_waits_for_the_one_before(path):
+    text = path.read_text()
+    for start in (match.start() for match in re.finditer("__global__", text)):
+        body = text[start : text.find("__global__", start + 1)]
+        assert "wait_for_previous();" in body, f"kernels/{path.name}: {body[:100]}"
+
+
+H200 = Limits(multiprocessors=132, blocks=32, threads=2048, shared=233472, of_block=232448, reserved=1024)
+
+
+@pytest.mark.parametrize("blocks, threads, each", [
+    (1, 32, 1), (132, 384, 1), (133, 256, 2), (256, 256, 2), (1056, 256, 8),
+])
+def test_blocks_that_fit_at_once_spread_evenly(blocks, threads, each):
+    taken = room(blocks, threads, H200) + H200.reserved
+    assert taken <= H200.of_block and each * (taken + 127) <= H200.shared < (each + 1) * taken
+
+
+def test_blocks_that_take_turns_need_no_room():
+    assert room(1057, 256, H200) == room(32 * 132 + 1, 32, H200) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True])
+def test_kernels_keep_their_order_among_copies_and_streams(captured):
+    import cupy
+
+    rounds, calls = 40, 5
+    large, one = (cupy.full(1 << 22, value, np.float32) for value in (0, 1))
+    small, total = cupy.zeros(33, np.float32), cupy.zeros(33, np.float32)
+    aside = cupy.cuda.Stream(non_blocking=True)
+
+    def work():
+        stream = cupy.cuda.get_current_stream()
+        for _ in range(rounds):
+            add_into(large, one)
+            add_into(small, large[-33:])
+            fork, join = cupy.cuda.Event(disable_timing=True), cupy.cuda.Event(disable_timing=True)
+            fork.record(stream)
+            with aside:
+                aside.wait_event(fork)
+                add_into(total, small)
+                join.record(aside)
+            add_into(large, one)
+            stream.wait_event(join)
+            small.fill(0)
+            cupy.subtract(large, one, out=large)
+            add_into(small, one[:33])
+        return Tensor(total)
+
+    work = capture(work, device="cuda") if captured else work
+    for _ in range(calls):
+        work()
+    # Each round adds 1 to `large` and then, but in the first, 1 + large to `total`.
+    count = rounds * calls
+    np.testing.assert_array_equal(total.get(), np.float32(count * (count + 1) / 2 + count - 1))
+    np.testing.assert_array_equal(large.get(), np.float32(count))
+
+
+@pytest.mark.gpu
+def test_a_thread_may_begin_with_a_launch():
+    import cupy
+
+    total, term = cupy.zeros(5, np.float32), cupy.ones(5, np.float32)
+    add_into(total, term)
+    cupy.cuda.Device().synchronize()
+    thread = threading.Thread(target=add_into, args=(total, term))
+    thread.start()
+    thread.join()
+    cupy.cuda.Device().synchronize()
+    np.testing.assert_array_equal(total.get(), 2)

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import Array, bfloat16, cache_folder, float16, float32, get_cupy, int32, int64
+from cudiff.cuda.driver import Kernel
 from cudiff.errors import CudiffError
-from cudiff.tensor import Tensor
 
 CTYPES = {
     float32: "float", bfloat16: "bf16", float16: "half", int32: "int", int64: "i64", np.dtype(np.uint8): "u8",
@@ -159,45 +159,27 @@ def precompile(variants: Sequence[tuple[str, dict[str, Any]]]) -> None:
         list(pool.map(lambda variant: _cubin(variant[0], architecture(), variant[1]), variants))
 
 
-_functions: dict[tuple, Any] = {}
+_kernels: dict[tuple, Kernel] = {}
 
 
-def kernel(stem: str, name: str, shared: int = 0, **constants: Any) -> Any:
-    """The compiled function `name` of `kernels/<stem>.cu`; `shared` bytes of dynamic shared memory are allowed."""
-    key = (stem, name, shared > 49152, *sorted(constants.items()))
-    function = _functions.get(key)
-    if function is None:
-        function = _module(stem, constants).get_function(name)
-        _functions[key] = function
-    if shared > 49152 and function.max_dynamic_shared_size_bytes < shared:
-        function.max_dynamic_shared_size_bytes = shared
-    return function
-
-
-def _argument(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.data
-    if value is None:
-        return np.uint64(0)
-    if isinstance(value, np.generic):
-        return value  # before the test for float, which np.float64 is too
-    if isinstance(value, bool | int):
-        return np.int32(value)
-    if isinstance(value, float):
-        return np.float32(value)
-    return value
+def kernel(stem: str, name: str, **constants: Any) -> Kernel:
+    """The compiled function `name` of `kernels/<stem>.cu`, ready to be called; a dtype becomes its C name."""
+    key = (get_cupy().cuda.runtime.getDevice(), stem, name, *constants.items())
+    found = _kernels.get(key)
+    if found is None:
+        named = {k: CTYPES.get(v, v) if isinstance(v, np.dtype) else v for k, v in constants.items()}
+        found = _kernels[key] = Kernel(_module(stem, named).get_function(name))
+    return found
 
 
 def launch(stem: str, name: str, grid: Any, block: Any, args: Sequence[Any], shared: int = 0, **constants: Any) -> None:
-    """Launch `name` of `kernels/<stem>.cu` on the current stream.
+    """Launch `name` of `kernels/<stem>.cu` on the current stream, with `args` as `driver.pack` says.
 
-    Python ints become int32, floats float32, None a null pointer; arrays pass their address. `constants` are `-D`
-    macros; a dtype among them becomes its C name.
+    grid, block: a number or a tuple; shared: bytes of dynamic shared memory; `constants` are `-D` macros.
     """
-    constants = {k: CTYPES.get(v, v) if isinstance(v, np.dtype) else v for k, v in constants.items()}
     grid = grid if isinstance(grid, tuple) else (grid,)
     block = block if isinstance(block, tuple) else (block,)
-    kernel(stem, name, shared, **constants)(grid, block, tuple(map(_argument, args)), shared_mem=shared)
+    kernel(stem, name, **constants)(grid, block, args, shared_mem=shared)
 
 
 def blocks(count: int, per_block: int) -> int:

@@ -25,7 +25,7 @@ _Job = tuple[Array, Array, int, int, bool]  # source, out, step, offset, add
 class _Waiting(threading.local):
     """This thread's sums that no launch has done yet."""
 
-    jobs: list[_Job] | None = None  # None where nothing may wait
+    jobs: dict[int, _Job] | None = None  # by the id of `out`; None where nothing may wait
 
 
 _waiting = _Waiting()
@@ -34,10 +34,10 @@ _waiting = _Waiting()
 @contextlib.contextmanager
 def waiting() -> Iterator[Callable[[Array], None]]:
     """Inside the block sums wait; `finish`, which it gives, does those needed earlier, the block's end the rest."""
-    before, _waiting.jobs = _waiting.jobs, []
+    before, _waiting.jobs = _waiting.jobs, {}
     try:
         yield finish
-        _launch(_waiting.jobs)
+        _launch(list(_waiting.jobs.values()))
     finally:
         _waiting.jobs = before
 
@@ -52,14 +52,14 @@ def add_rows(source: Array, out: Array, add: bool, step: int = 1, offset: int = 
     if _waiting.jobs is None:
         _launch([job])
     else:
-        _waiting.jobs.append(job)
+        _waiting.jobs[id(out)] = job
 
 
 def finish(out: Array) -> None:
     """Do what waits now if `out` is among its results."""
-    if _waiting.jobs and any(job[1] is out for job in _waiting.jobs):
-        _launch(_waiting.jobs)
-        _waiting.jobs = []
+    if _waiting.jobs and id(out) in _waiting.jobs:
+        _launch(list(_waiting.jobs.values()))
+        _waiting.jobs = {}
 
 
 def _launch(jobs: list[_Job]) -> None:

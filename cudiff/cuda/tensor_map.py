@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import Array, bfloat16, float16
+from cudiff.cuda.driver import library
 from cudiff.errors import CudiffError
 
 _TYPES = {float16: 6, bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_FLOAT16 and _BFLOAT16
@@ -26,11 +27,6 @@ def tensor_map(array: Array, box: tuple[int, ...]) -> np.ndarray:
     return _encode(array.data.ptr, _TYPES[array.dtype], array.shape, array.strides[:-1], box)
 
 
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
 @functools.lru_cache(maxsize=4096)
 def _encode(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int, ...],
             box: tuple[int, ...]) -> np.ndarray:
@@ -41,7 +37,7 @@ def _encode(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int,
 
     buffer = (ctypes.c_uint64 * 32)()
     address = -(-ctypes.addressof(buffer) // 64) * 64  # a CUtensorMap starts at a multiple of 64 bytes
-    status = _driver().cuTensorMapEncodeTiled(
+    status = library().cuTensorMapEncodeTiled(
         ctypes.c_void_p(address), kind, rank, ctypes.c_void_p(pointer), reversed_array(ctypes.c_uint64, shape),
         reversed_array(ctypes.c_uint64, strides), reversed_array(ctypes.c_uint32, box),
         (ctypes.c_uint32 * rank)(*[1] * rank), 0, _SWIZZLES[box[-1]], _PROMOTE_256B, 0,

@@ -1,0 +1,163 @@
+"""Launches through the CUDA driver itself: CuPy's cannot say that a kernel may start before the one ahead of it ends.
+
+Programmatic dependent launch (sm_90 and newer): a kernel's blocks take their places and prepare their barriers while
+the last blocks of the kernel before are still at work, and wait in `wait_for_previous` (kernels/common.cuh), which
+every kernel calls. Each waits for the end of the one before, which has waited itself: nothing is read or overwritten
+too early. What CuPy launches, copies and events wait for whole kernels as ever. A captured training step of the U-Net
+takes 7.06 ms instead of 7.47 on an H200, a forward of one image 1.02 instead of 1.16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cudiff.backend import get_cupy
+from cudiff.tensor import Tensor
+
+_CONFIG = struct.Struct("7IPPI4x")  # CUlaunchConfig: grid, block, shared memory, stream, attributes, their number
+# CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 1, in a union of 64 bytes
+_OVERLAP = struct.pack("I4xI60x", 6, 1)
+_PARAMETER_BYTES = 1 << 15  # no kernel takes more
+
+# How `struct` packs each type; None is a null pointer. Every argument fills whole words of 8 bytes.
+_PACKED: dict[type, str] = {
+    type(None): "Q", bool: "i4x", int: "i4x", float: "f4x", np.int32: "i4x", np.uint32: "I4x", np.int64: "q",
+    np.uint64: "Q", np.float32: "f4x", np.float64: "d",
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The driver's own functions."""
+    driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+    return driver
+
+
+class _Places(threading.local):
+    """Where the driver finds this thread's launch: configuration, attribute, arguments and their addresses."""
+
+    def __init__(self) -> None:
+        get_cupy().cuda.runtime.free(0)  # the driver needs the thread to have a context; the runtime makes it one
+        self.config = ctypes.create_string_buffer(_CONFIG.size)
+        self.overlap = ctypes.create_string_buffer(_OVERLAP, len(_OVERLAP))
+        self.arguments = ctypes.create_string_buffer(_PARAMETER_BYTES)
+        self.config_at, self.overlap_at = ctypes.addressof(self.config), ctypes.addressof(self.overlap)
+        self.layouts: dict[str, tuple[struct.Struct, ctypes.Array]] = {}
+
+    def layout(self, formats: list[str]) -> tuple[struct.Struct, ctypes.Array]:
+        """How arguments of these formats are packed, and the address of each."""
+        packed, at, addresses = "".join(formats), ctypes.addressof(self.arguments), []
+        for format in formats:
+            addresses.append(at)
+            at += struct.calcsize(f"={format}")
+        found = self.layouts[packed] = struct.Struct(f"={packed}"), (ctypes.c_void_p * len(formats))(*addresses)
+        return found
+
+
+@functools.cache
+def _places() -> _Places:
+    return _Places()
+
+
+def pack(args: Sequence[Any]) -> tuple[list[str], list[Any]]:
+    """The format and the value that a kernel gets for each argument.
+
+    Python ints are int32, floats float32, None a null pointer, NumPy scalars what they are; CuPy arrays and Tensors
+    pass their address, NumPy arrays (tables, tensor maps) all their bytes.
+    """
+    formats, values = [], []
+    for arg in args:
+        format = _PACKED.get(type(arg))
+        if format is None:
+            if isinstance(arg, Tensor):
+                arg = arg.data
+            if isinstance(arg, np.ndarray):
+                arg = arg.tobytes()
+                format = f"{len(arg)}s{-len(arg) % 8}x"
+            else:
+                arg, format = arg.data.ptr, "Q"
+        elif arg is None:
+            arg = 0
+        formats.append(format)
+        values.append(arg)
+    return formats, values
+
+
+class Limits(NamedTuple):
+    """A GPU's multiprocessors, and what each has room for: blocks, threads, bytes of shared memory; and the bytes that
+    a block may ask for, and those it takes besides."""
+
+    multiprocessors: int
+    blocks: int
+    threads: int
+    shared: int
+    of_block: int
+    reserved: int
+
+
+@functools.cache
+def _limits(device: int) -> Limits:
+    facts = get_cupy().cuda.Device(device).attributes
+    return Limits(
+        facts["MultiProcessorCount"], facts["MaxBlocksPerMultiprocessor"], facts["MaxThreadsPerMultiProcessor"],
+        facts["MaxSharedMemoryPerMultiprocessor"], facts["MaxSharedMemoryPerBlockOptin"],
+        facts["ReservedSharedMemoryPerBlock"],
+    )
+
+
+def room(blocks: int, threads: int, limits: Limits) -> int:
+    """Bytes of shared memory for each of `blocks` that could all run at once, so that they spread evenly.
+
+    With more room, those that start early crowd where the kernel before leaves some. 0 for blocks that take turns.
+    """
+    each = -(-blocks // limits.multiprocessors)
+    if each > min(limits.blocks, limits.threads // threads):
+        return 0
+    return limits.shared // (each + 1) - limits.reserved + 1  # each + 1 blocks do not fit
+
+
+class Kernel:
+    """A function of a loaded cubin, called as kernel(grid, block, args, shared_mem=bytes); see `pack` for `args`."""
+
+    def __init__(self, function: Any):
+        device = get_cupy().cuda.Device()
+        self._limits = _limits(device.id)
+        self._static = function.shared_size_bytes
+        # All that there is, once: raised launch by launch, threads could lower it for each other.
+        function.max_dynamic_shared_size_bytes = self._limits.of_block - self._static
+        self._function = function  # keeps the cubin loaded
+        self._address = function.kernel.ptr
+        self._overlaps = int(int(device.compute_capability) >= 90)
+        self._shapes: dict[tuple, tuple[int, ...]] = {}
+
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0) -> None:
+        places = _places()
+        formats, values = pack(args)
+        packed = "".join(formats)
+        layout, addresses = places.layouts.get(packed) or places.layout(formats)
+        layout.pack_into(places.arguments, 0, *values)
+        shape = self._shapes.get((grid, block, shared_mem))
+        if shape is None:
+            shape = self._shapes[grid, block, shared_mem] = self._shape(grid, block, shared_mem)
+        stream = get_cupy().cuda.get_current_stream().ptr
+        _CONFIG.pack_into(places.config, 0, *shape, stream, places.overlap_at, self._overlaps)
+        status = library().cuLaunchKernelEx(places.config_at, self._address, addresses, None)
+        if status:
+            raise get_cupy().cuda.driver.CUDADriverError(status)
+
+    def _shape(self, grid: tuple[int, ...], block: tuple[int, ...], shared: int) -> tuple[int, ...]:
+        """The launch's seven sizes: grid, block, shared memory."""
+        blocks, threads = ((tuple(max(1, n) for n in sizes) + (1, 1))[:3] for sizes in (grid, block))
+        if self._overlaps:
+            shared = max(shared, room(math.prod(blocks), math.prod(threads), self._limits) - self._static)
+        return (*blocks, *threads, shared)
