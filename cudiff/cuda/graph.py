@@ -66,6 +66,11 @@ class Captured:
             self._recordings[signature] = _Recording(self.fn, self.warmup)
         return self._recordings[signature](args)
 
+    @property
+    def pool_bytes(self) -> int:
+        """GPU memory that the graphs hold for what is made in them; it does not shrink."""
+        return sum(recording.pool.total_bytes() for recording in self._recordings.values())
+
     def _device(self, args: tuple[Tensor | None, ...]) -> str:
         for arg in args:
             if arg is not None and not isinstance(arg, Tensor):

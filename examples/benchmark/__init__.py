@@ -1,0 +1,1 @@
+"""What `examples/bench.py` runs: each file a part of it."""

@@ -1,0 +1,99 @@
+"""The rows of single kernels: convolutions, norms, attention, the optimiser, and the limits they are held against."""
+
+from __future__ import annotations
+
+import cupy
+
+from cudiff import ops
+from cudiff.backend import float32
+from cudiff.config import PRESETS
+from cudiff.models import build
+from cudiff.optim import EMA, AdamW
+from cudiff.tensor import Tensor, no_grad
+from examples.benchmark.measure import Report, backward_of, ours, random_tensor
+
+CONVOLUTIONS = [
+    (64, 64, 64), (128, 64, 64), (192, 64, 64), (128, 128, 32), (320, 128, 32),
+    (192, 192, 16), (448, 192, 16), (256, 256, 8), (512, 256, 8),
+]  # in channels, out channels, pixels a side, at batch 32
+GROUP_NORMS = [(64, 64), (128, 32), (192, 16), (256, 8)]  # channels, pixels a side, at batch 32
+ATTENTIONS = [(32, 6, 256, 32), (32, 8, 64, 32), (8, 16, 1024, 64), (2, 16, 4096, 64)]  # batch, heads, tokens, channels
+
+
+def limits(report: Report) -> None:
+    """What this GPU can do: a copy of 1 GiB, and with PyTorch a product of 8192 x 8192 matrices by cuBLAS."""
+    source = Tensor(cupy.random.random(1 << 28, dtype=cupy.float32))
+    with no_grad():
+        time = ours(lambda: ops.negative(source), 4)
+    report.add("limit: copy", time, size=2 * source.data.nbytes, limit="copy")
+    if report.torch:
+        from examples.benchmark import opponents
+
+        for precision in ("bf16", "tf32"):
+            time = opponents.matmul(precision, 8192)
+            report.add(f"limit: {precision}", time, flops=2 * 8192**3, limit=precision)
+
+
+def convolutions(report: Report) -> None:
+    """The nine shapes, ours with bias, norm sums and fixed-order sums of splits, cuDNN bare."""
+    for c, k, size in CONVOLUTIONS:
+        x, weight = random_tensor(32, size, size, c, grad=True), random_tensor(k, 3, 3, c, grad=True)
+        bias = random_tensor(k, dtype=float32, grad=True)
+        with no_grad():
+            forward = ours(lambda x=x, weight=weight, bias=bias: ops.conv2d(x, weight, bias, padding=1))
+        out = ops.conv2d(x, weight, bias, padding=1)
+        times = [forward, *(ours(backward_of(out, needs)) for needs in ((True, False, False), (False, True, False)))]
+        opponent: tuple = (None, None, None)
+        if report.torch:
+            from examples.benchmark import opponents
+
+            opponent = opponents.convolution(c, k, size)
+        for kind, time, other in zip(("fprop", "dgrad", "wgrad"), times, opponent, strict=True):
+            report.add(f"conv3x3 {c}->{k}@{size} {kind}", time, other, flops=2 * 32 * size * size * c * k * 9)
+
+
+def group_norms(report: Report) -> None:
+    for c, size in GROUP_NORMS:
+        x = random_tensor(32, size, size, c, grad=True)
+        weight, bias = random_tensor(c, dtype=float32, grad=True), random_tensor(c, dtype=float32, grad=True)
+        with no_grad():
+            forward = ours(lambda x=x, w=weight, b=bias: ops.group_norm(x, w, b, 32, silu=True))
+        out = ops.group_norm(x, weight, bias, 32, silu=True)
+        backward = ours(backward_of(out, out._source[0].needs))
+        opponent: tuple = (None, None)
+        if report.torch:
+            from examples.benchmark import opponents
+
+            opponent = opponents.group_norm_silu(c, size)
+        name = f"group norm + SiLU {c}@{size}"
+        report.add(f"{name} forward", forward, opponent[0], size=2 * x.data.nbytes, limit="copy")
+        report.add(f"{name} backward", backward, opponent[1], size=3 * x.data.nbytes, limit="copy")
+
+
+def attentions(report: Report) -> None:
+    for n, heads, tokens, dim in ATTENTIONS:
+        q, k, v = (random_tensor(n, tokens, heads, dim, grad=True) for _ in range(3))
+        flops = 4 * n * heads * tokens * tokens * dim
+        with no_grad():
+            forward = ours(lambda q=q, k=k, v=v: ops.attention(q, k, v), 10)
+        out = ops.attention(q, k, v)
+        backward = ours(backward_of(out, (True, True, True)), 10)
+        opponent: tuple = (None, None)
+        if report.torch:
+            from examples.benchmark import opponents
+
+            opponent = opponents.attention(n, heads, tokens, dim)
+        name = f"attention B{n} H{heads} T{tokens} D{dim}"
+        report.add(f"{name} forward", forward, opponent[0], flops=flops)
+        report.add(f"{name} backward", backward, opponent[1], flops=2.5 * flops)
+
+
+def optimiser(report: Report) -> None:
+    net = build(PRESETS["elephants"])
+    net.precision = "bf16"
+    net.flatten("cuda")
+    optimizer = AdamW(net, ema=EMA(net, 500.0))
+    net.flat.grad[...] = cupy.random.standard_normal(net.flat.size, dtype=cupy.float32)
+    # The gradient's norm reads 4 bytes; AdamW reads p, g, m, v, ema and writes p, m, v, ema and two 16-bit copies.
+    size = net.flat.size * (4 + 20 + 16 + 4)
+    report.add("AdamW + EMA + bf16 copies + norm", ours(optimizer.step, 5), size=size, limit="copy")

@@ -1,0 +1,106 @@
+"""How the benchmark times: medians over CUDA-graph replays on random data, so that both sides are free of launch costs.
+
+`REPORT` collects the rows of a section; the process that started the section reads them from a file.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+
+from cudiff import ops
+from cudiff.backend import bfloat16
+from cudiff.tensor import Tensor
+
+
+@dataclass
+class Row:
+    """A line of the table: `ours` and `theirs` in `unit`, and the work that `limit` bounds.
+
+    flops: of one run, held against the matrix product's limit "bf16" or "tf32"; size: bytes moved, against "copy".
+    """
+
+    name: str
+    ours: float | None
+    theirs: float | None = None
+    unit: str = "µs"
+    flops: float = 0.0
+    size: float = 0.0
+    limit: str = "bf16"
+
+    @property
+    def rate(self) -> float:
+        """TFLOP/s or TB/s; 0 where nothing is counted."""
+        return (self.flops or self.size) / self.ours / 1e6 if self.ours else 0.0
+
+
+class Report:
+    """The rows of one section, each written to `path` at once: what a time limit cuts short is not lost."""
+
+    def __init__(self, path: str | Path | None, torch: bool):
+        self.path, self.torch = path, torch
+
+    def add(self, name: str, ours: float | None, theirs: float | None = None, **details: Any) -> None:
+        line = json.dumps(asdict(Row(name, ours, theirs, **details)))
+        if self.path is None:
+            print(line, flush=True)
+        else:
+            with open(self.path, "a") as file:
+                file.write(line + "\n")
+
+
+def median_time(run: Callable[[], object], copies: int, repeats: int = 15) -> float:
+    """Median microseconds of one of the `copies` that `run` puts on the current stream."""
+    times = []
+    for _ in range(repeats):
+        start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        times.append(cupy.cuda.get_elapsed_time(start, stop) * 1000 / copies)
+    return statistics.median(times)
+
+
+def step_time(step: Callable[[], object], copies: int = 10, warmup: int = 5) -> float:
+    """Microseconds of a step among others, as in training: the host prepares the next while the GPU runs one."""
+    for _ in range(warmup):
+        step()
+    cupy.cuda.Device().synchronize()
+    return median_time(lambda: [step() for _ in range(copies)], copies, 7)
+
+
+def ours(fn: Callable[[], object], copies: int = 20) -> float:
+    """Microseconds of `fn` inside a CUDA graph."""
+    stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc), stream:
+        for _ in range(2):
+            results = [fn() for _ in range(copies)]
+        stream.synchronize()
+        stream.begin_capture()
+        results = [fn() for _ in range(copies)]
+        graph = stream.end_capture()
+        graph.launch(stream)
+        stream.synchronize()
+        assert len(results) == copies  # alive, so that no two calls share an output
+        return median_time(lambda: graph.launch(stream), copies)
+
+
+def random_tensor(*shape: int, dtype: Any = bfloat16, grad: bool = False) -> Tensor:
+    values = np.random.default_rng(len(shape)).standard_normal(shape, np.float32)
+    tensor = ops.astype(Tensor(values, device="cuda"), dtype)
+    return Tensor(tensor.data, requires_grad=grad)
+
+
+def backward_of(out: Tensor, needs: tuple[bool, ...]) -> Callable[[], object]:
+    """A call of the backward of the operation that made `out`, for the inputs that `needs` marks."""
+    node, _ = out._source
+    dout = random_tensor(*out.shape, dtype=out.dtype).data
+    return lambda: node.function.backward_cuda(node.ctx, dout, needs=needs, into=(None,) * len(needs))

@@ -1,0 +1,391 @@
+"""PyTorch at its best, doing the same work: channels-last, bf16 or TF32, fused optimisers, SDPA, torch.compile.
+
+Every opponent of a network starts from cudiff's weights, and is timed only after both gave the same loss (or output)
+on the same images and noise. A step is timed twice, compiled with mode="reduce-overhead", and compiled and captured
+by hand as one CUDA graph, batch, clipping, optimiser and average included; the better one counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import cudiff
+from cudiff.config import Config
+from cudiff.convert import to_torch
+from cudiff.models.cnn import CNN
+from cudiff.nn import Module
+from cudiff.ops.random import Streams
+from cudiff.train import Trainer
+from examples.benchmark import networks
+from examples.benchmark.measure import median_time, step_time
+from tests.models import torch_unet
+
+TOLERANCE = {"bf16": 1e-2, "tf32": 2e-3, "fp32": 1e-4}  # of losses and of the norms of outputs, relative
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CHANNELS_LAST: Any = dict(memory_format=torch.channels_last)
+
+torch.backends.cudnn.benchmark = True
+torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+torch.set_float32_matmul_precision("high")
+
+
+class Attention(torch_unet.Attention):
+    """The U-Net's attention by PyTorch's own kernel and by linear layers, which keep channels last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, c, h, w = x.shape
+        tokens = self.norm(x).permute(0, 2, 3, 1).reshape(b, h * w, c)
+        qkv = F.linear(tokens, self.qkv.weight[:, :, 0], self.qkv.bias)
+        assert self.new_order
+        q, k, v = (part.reshape(b, h * w, self.heads, -1).transpose(1, 2) for part in qkv.chunk(3, dim=2))
+        out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, h * w, c)
+        out = F.linear(out, self.proj_out.weight[:, :, 0], self.proj_out.bias)
+        return x + out.reshape(b, h, w, c).permute(0, 3, 1, 2)
+
+
+def unet(config: Config) -> nn.Module:
+    """The twin of cudiff's U-Net; see tests/models/torch_unet.py."""
+    net = torch_unet.TorchUNet(
+        config.image_size, config.channels, config.model_channels, config.channel_mult, config.num_res_blocks,
+        config.attention_resolutions, config.num_heads, config.num_head_channels, conv_resample=config.conv_resample,
+        use_new_attention_order=config.use_new_attention_order, max_period=config.max_period,
+    )
+    for module in net.modules():
+        if type(module) is torch_unet.Attention:
+            module.__class__ = Attention
+    return net
+
+
+class Block(nn.Module):
+    """Of CS 179's U-Net: two convolutions, the embedding added to each, ReLU; then a transposed one where `up`."""
+
+    def __init__(self, channels: int, out: int, emb: int, up: bool = False):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(channels, out, 3, padding=1), nn.Conv2d(out, out, 3, padding=1)
+        self.time_proj = nn.Linear(emb, out)
+        self.upsample = nn.ConvTranspose2d(out, out, 2, stride=2) if up else nn.Identity()
+
+    def forward(self, x: Tensor, emb: Tensor) -> Tensor:
+        shift = self.time_proj(emb)[:, :, None, None]
+        return self.upsample(F.relu(self.conv2(F.relu(self.conv1(x) + shift)) + shift))
+
+
+class TimeEmbedding(nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.dim, self.mlp = dim, nn.Sequential(nn.Linear(dim, 4 * dim), nn.SiLU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, t: Tensor) -> Tensor:
+        half = self.dim // 2
+        ramp = torch.arange(half, device=t.device, dtype=torch.float32)
+        angles = t[:, None] * torch.exp(ramp * (-math.log(10000) / (half - 1)))
+        return self.mlp(torch.cat([angles.sin(), angles.cos()], 1))
+
+
+class CS179(nn.Module):
+    """The twin of `cudiff.models.CS179UNet`, with its names."""
+
+    def __init__(self, channels: int, widths: list[int]):
+        super().__init__()
+        emb = 2 * widths[0]
+        self.time_emb = TimeEmbedding(emb)
+        self.enc_blocks = nn.ModuleList(Block(a, b, emb) for a, b in zip([channels, *widths], widths, strict=False))
+        self.bottleneck = Block(widths[-1], widths[-1], emb)
+        below = [widths[-1], *reversed(widths)]
+        self.dec_blocks = nn.ModuleList(Block(a + b, b, emb, up=True) for a, b in pairwise(below))
+        self.out_conv = nn.Conv2d(widths[0], channels, 1)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        emb, skips = self.time_emb(t), []
+        for block in self.enc_blocks:
+            x = F.max_pool2d(block(x, emb), 2)
+            skips.append(x)
+        x = self.bottleneck(x, emb)
+        for block in self.dec_blocks:
+            x = block(torch.cat([x, skips.pop()], 1), emb)
+        return self.out_conv(x)
+
+
+def twin(config: Config, net: Module) -> nn.Module:
+    """PyTorch's network of `config` with the weights of `net`, on the GPU, channels last."""
+    if config.model == "cs179":
+        other: nn.Module = CS179(config.channels, [config.model_channels * mult for mult in config.channel_mult])
+    else:
+        other = unet(config)
+    state = to_torch(net.state_dict(), net.layouts())
+    other.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
+    return other.to(DEVICE).to(**CHANNELS_LAST)
+
+
+class EDM:
+    """EDM's loss and denoiser (see `cudiff.diffusion`) of a PyTorch network."""
+
+    def __init__(self, config: Config, net: nn.Module):
+        self.config, self.net = config, net
+        self.c_noise_scale = 1.0 if config.model == "cs179" else 0.25
+
+    def draw(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A batch of uint8 (N, H, W, C) images, flipped at random, in [-1, 1]; log sigma; noise."""
+        size = self.config.batch_size
+        x = images[torch.randint(0, len(images), (size,), device=images.device)].permute(0, 3, 1, 2)
+        if self.config.flip:
+            x = torch.where(torch.rand(size, device=x.device)[:, None, None, None] < 0.5, x.flip(3), x)
+        x = x.float() / 127.5 - 1
+        log_sigma = torch.randn(size, device=x.device) * self.config.P_std + self.config.P_mean
+        return x, log_sigma, torch.randn_like(x)
+
+    def loss(self, x: Tensor, log_sigma: Tensor, noise: Tensor) -> Tensor:
+        config = self.config
+        x = (x - config.data_mean) / config.data_std
+        sigma = log_sigma.exp()[:, None, None, None]
+        c_in = (sigma**2 + config.sigma_data**2).rsqrt()
+        target = (x * (sigma / config.sigma_data) - noise * config.sigma_data) * c_in
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=config.precision == "bf16"):
+            out = self.net((x + noise * sigma) * c_in, log_sigma * self.c_noise_scale)
+        return F.mse_loss(out.float(), target)
+
+    def denoise(self, x: Tensor, sigma: Tensor) -> Tensor:
+        config = self.config
+        x, sigma = (x - config.data_mean) / config.data_std, sigma[:, None, None, None] / config.data_std
+        c_in = (sigma**2 + config.sigma_data**2).rsqrt()
+        c_skip, c_out = config.sigma_data**2 * c_in**2, sigma * c_in * config.sigma_data
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=config.precision == "bf16"):
+            out = self.net(x * c_in, sigma.reshape(-1).log() * self.c_noise_scale)
+        return (x * c_skip + out.float() * c_out) * config.data_std + config.data_mean
+
+
+def check(name: str, ours: Any, theirs: Tensor, tolerance: float) -> None:
+    """Refuse to time two that do not do the same: RuntimeError where they differ."""
+    ours, theirs = np.asarray(ours, np.float64), theirs.detach().double().cpu().numpy()
+    difference = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
+    print(f"{name}: both agree to {difference:.1e}", flush=True)
+    if not difference <= tolerance:
+        raise RuntimeError(f"{name}: cudiff and PyTorch differ by {difference:.1e}, more than {tolerance}: not timed")
+
+
+def check_losses(trainer: Trainer, model: EDM) -> None:
+    """The loss and the gradient's norm from the trainer's weights, on its next batch and noise."""
+    images, labels = trainer.loader.batch(trainer.generator.step, (), 0)
+    trainer.net.zero_grad()
+    loss = trainer.loss(trainer.net, images, labels, trainer.generator)
+    loss.backward()
+    log_sigma = trainer.generator.normal((len(images),), Streams.SIGMA) * model.config.P_std + model.config.P_mean
+    noise = trainer.generator.normal(images.shape, Streams.NOISE)
+    x, log_sigma, noise = (torch.from_numpy(value.numpy()).to(DEVICE) for value in (images, log_sigma, noise))
+    other = model.loss(x.permute(0, 3, 1, 2), log_sigma, noise.permute(0, 3, 1, 2))
+    other.backward()
+    norm = torch.stack([p.grad.float().norm() for p in model.net.parameters()]).norm()
+    tolerance = TOLERANCE[model.config.precision]
+    check("loss", loss.numpy(), other, tolerance)
+    check("gradient's norm", np.linalg.norm(cudiff.Tensor(trainer.net.flat.grad).numpy()), norm, 3 * tolerance)
+
+
+def training(trainer: Trainer) -> dict[str, float]:
+    """Microseconds of the trainer's step in PyTorch, `whole` and `bare` (no EMA, no clipping), and `memory` in MiB."""
+    config = trainer.config
+    model = EDM(config, twin(config, trainer.net))
+    check_losses(trainer, model)
+    images = torch.from_numpy(trainer.training.images).to(DEVICE)
+    torch.cuda.reset_peak_memory_stats()
+    return TrainingStep(model, images).times()
+
+
+class TrainingStep:
+    """A training step in PyTorch: loss of a drawn batch, backward, clipping, fused Adam or AdamW, moving average."""
+
+    def __init__(self, model: EDM, images: Tensor):
+        self.model, self.images, self.config = model, images, model.config
+        self.parameters = list(model.net.parameters())
+        self.average = [parameter.detach().clone() for parameter in self.parameters]
+        rule = torch.optim.AdamW if self.config.optimizer == "adamw" else torch.optim.Adam
+        self.optimizer = rule(self.parameters, self.config.lr, fused=True, capturable=True)
+
+    def loss(self) -> Tensor:
+        return self.model.loss(*self.model.draw(self.images))
+
+    def times(self) -> dict[str, float]:
+        with_graphs = torch.compile(self.loss, mode="reduce-overhead")
+        times = {"whole": step_time(lambda: self.step(with_graphs, True)),
+                 "memory": torch.cuda.max_memory_allocated() / 2**20,
+                 "bare": step_time(lambda: self.step(with_graphs, False))}
+        torch._dynamo.reset()
+        compiled = torch.compile(self.loss)
+        for kind, averaged in (("whole", True), ("bare", False)):
+            replay = captured(lambda averaged=averaged: self.step(compiled, averaged))
+            times[kind] = min(times[kind], step_time(replay))
+        return times
+
+    def step(self, loss: Callable[[], Tensor], averaged: bool) -> Tensor:
+        """`averaged`: with the moving average and with clipping."""
+        self.optimizer.zero_grad(set_to_none=True)
+        value = loss()
+        value.backward()
+        if averaged and self.config.clip:
+            nn.utils.clip_grad_norm_(self.parameters, self.config.clip, foreach=True)
+        self.optimizer.step()
+        if averaged:
+            torch._foreach_lerp_(self.average, self.parameters, 0.01)
+        return value
+
+
+def first_step() -> None:
+    """The first bf16 step of the U-Net in a fresh process."""
+    config = networks.unet_config("bf16")
+    step = TrainingStep(EDM(config, unet(config).to(DEVICE).to(**CHANNELS_LAST)),
+                        torch.randint(0, 256, (networks.IMAGES, 64, 64, 3), dtype=torch.uint8, device=DEVICE))
+    step.step(torch.compile(step.loss, mode="reduce-overhead"), True).item()
+
+
+def captured(fn: Callable[[], Any]) -> Callable[[], Any]:
+    """`fn` as one CUDA graph, captured by hand."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            fn()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fn()
+    return graph.replay
+
+
+def theirs(fn: Callable[[], object], copies: int = 20) -> float:
+    """Microseconds of `fn` inside a CUDA graph."""
+    replay = captured(lambda: [fn() for _ in range(copies)])
+    replay()
+    return median_time(replay, copies)
+
+
+def forward(net: Module, x: cudiff.Tensor, t: cudiff.Tensor) -> float:
+    """Microseconds of the U-Net's forward with bf16 weights."""
+    other = twin(networks.unet_config("bf16"), net).bfloat16().eval()
+    tx = torch.from_numpy(x.numpy()).to(DEVICE, torch.bfloat16).permute(0, 3, 1, 2)
+    tt = torch.from_numpy(t.numpy()).to(DEVICE)
+    with torch.no_grad():
+        check("output", net(x, t).numpy(), other(tx, tt).permute(0, 2, 3, 1), 3 * TOLERANCE["bf16"])
+        compiled = torch.compile(other)
+        return theirs(lambda: compiled(tx, tt), 2)
+
+
+def denoiser(config: Config, net: Module, x: cudiff.Tensor, sigma: cudiff.Tensor) -> float:
+    """Microseconds of a call of the denoiser."""
+    model = EDM(config, twin(config, net).eval())
+    tx = torch.from_numpy(x.numpy()).to(DEVICE).permute(0, 3, 1, 2)
+    ts = torch.from_numpy(sigma.numpy()).to(DEVICE)
+    with torch.no_grad():
+        ours = networks.Pipeline(config, net).denoiser()(x, sigma).numpy()
+        check("image", ours, model.denoise(tx, ts).permute(0, 2, 3, 1), TOLERANCE["bf16"])
+        with_graphs = torch.compile(model.denoise, mode="reduce-overhead")
+        time = step_time(lambda: with_graphs(tx, ts))
+        torch._dynamo.reset()
+        compiled = torch.compile(model.denoise)
+        return min(time, step_time(captured(lambda: compiled(tx, ts))))
+
+
+def cnn_twin(net: CNN) -> nn.Sequential:
+    """PyTorch's classifier with the weights of `net`; its linear layer reads channels first."""
+    other = nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 3, padding=1),
+        nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64 * 49, 128), nn.ReLU(),
+        nn.Linear(128, 10),
+    )
+    state = to_torch(net.state_dict(), net.layouts())
+    state["fc1.weight"] = state["fc1.weight"].reshape(128, 7, 7, 64).transpose(0, 3, 1, 2).reshape(128, -1)
+    for name, index in (("conv1", 0), ("norm1", 1), ("conv2", 4), ("norm2", 5), ("fc1", 9), ("fc2", 11)):
+        own = {key.partition(".")[2]: torch.tensor(value) for key, value in state.items() if key.startswith(name + ".")}
+        other[index].load_state_dict(own, strict=False)
+    return other.to(DEVICE).to(**CHANNELS_LAST)
+
+
+def cnn(net: CNN, batch: int) -> float:
+    """Microseconds of the classifier's step with its load."""
+    other = cnn_twin(net)
+
+    def loss(images: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            out = other(images.permute(0, 3, 1, 2).float() / 127.5 - 1)
+        return F.cross_entropy(out.float(), labels)
+
+    host = [(torch.from_numpy(x).pin_memory(), torch.from_numpy(y).long().pin_memory())
+            for x, y in networks.host_batches(batch)]
+    images, labels = (value.to(DEVICE) for value in host[0])
+    same = (cudiff.Tensor(value, device=DEVICE) for value in networks.host_batches(batch)[0])
+    check("loss", networks.cnn_loss(net, *same).numpy(), loss(images, labels), TOLERANCE["bf16"])
+    optimizer = torch.optim.SGD(other.parameters(), 0.01, momentum=0.9, fused=True)
+
+    def update(loss: Callable[..., Tensor]) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss(images, labels).backward()
+        optimizer.step()
+
+    def loading(run: Callable[[], object]) -> Callable[[], object]:
+        count = iter(range(10**9))
+
+        def step() -> None:
+            for target, source in zip((images, labels), host[next(count) % len(host)], strict=True):
+                target.copy_(source, non_blocking=True)
+            run()
+
+        return step
+
+    with_graphs = torch.compile(loss, mode="reduce-overhead")
+    time = step_time(loading(lambda: update(with_graphs)))
+    torch._dynamo.reset()
+    compiled = torch.compile(loss)
+    return min(time, step_time(loading(captured(lambda: update(compiled)))))
+
+
+def matmul(precision: str, size: int) -> float:
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    a, b = (torch.randn(size, size, device=DEVICE, dtype=dtype) for _ in range(2))
+    return theirs(lambda: a @ b, 3)
+
+
+def convolution(c: int, k: int, size: int) -> tuple[float, float, float]:
+    """Microseconds of cuDNN's fprop, dgrad and wgrad, without bias, at batch 32."""
+    x, weight, dout = (
+        torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16).to(**CHANNELS_LAST)
+        for shape in ((32, c, size, size), (k, c, 3, 3), (32, k, size, size))
+    )
+
+    def backward(mask: list[bool]) -> Any:
+        arguments = (dout, x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, mask)
+        return torch.ops.aten.convolution_backward(*arguments)
+
+    return (theirs(lambda: F.conv2d(x, weight, padding=1)), theirs(lambda: backward([True, False, False])),
+            theirs(lambda: backward([False, True, False])))
+
+
+def group_norm_silu(c: int, size: int) -> tuple[float, float]:
+    """Microseconds of forward and backward at batch 32, compiled, so that norm and SiLU are one."""
+    x = torch.randn(32, c, size, size, device=DEVICE, dtype=torch.bfloat16).to(**CHANNELS_LAST).requires_grad_()
+    weight = torch.ones(c, device=DEVICE, requires_grad=True)
+    bias = torch.zeros(c, device=DEVICE, requires_grad=True)
+    norm = torch.compile(lambda x: F.silu(F.group_norm(x, 32, weight, bias)))
+    with torch.no_grad():
+        forward = theirs(lambda: norm(x))
+    dout = torch.randn_like(x)
+
+    def both() -> Any:
+        return torch.autograd.grad(norm(x), (x, weight, bias), dout)
+
+    return forward, theirs(both) - forward
+
+
+def attention(n: int, heads: int, tokens: int, dim: int) -> tuple[float, float]:
+    """Microseconds of flash attention, forward and backward."""
+    aten = torch.ops.aten
+    q, k, v = (torch.randn(n, heads, tokens, dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    forward = theirs(lambda: F.scaled_dot_product_attention(q, k, v), 10)
+    o = aten._scaled_dot_product_flash_attention(q, k, v)
+    arguments = (torch.randn_like(o[0]), q, k, v, o[0], o[1], o[2], o[3], o[4], o[5], 0.0, False, o[6], o[7])
+    return forward, theirs(lambda: aten._scaled_dot_product_flash_attention_backward(*arguments), 10)

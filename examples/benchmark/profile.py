@@ -1,0 +1,111 @@
+"""`bench.py --profile`: where a step's time goes. Every launch of one step is kept, then timed by itself in a graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from cudiff.cuda import module
+from cudiff.tensor import Tensor
+from examples.benchmark.measure import ours
+
+
+class Launch(NamedTuple):
+    """A launch that was kept: its kernel's class, what tells it from others, how to do it again, and its work."""
+
+    label: str
+    key: tuple
+    run: Callable[[], None]
+    flops: float
+    size: float
+
+
+def flops_of(stem: str, name: str, grid: tuple, args: tuple, constants: dict[str, Any]) -> float:
+    """Multiplications and additions of a launch of a kernel that computes products; 0 for the others."""
+    numbers = [int(value) for value in args if isinstance(value, int | np.signedinteger)]
+    if stem == "conv2d_sm90":
+        height, columns, channels, outputs, kernel_columns, rows = numbers[:6]
+        images = grid[0] // -(-height // rows)
+        return 2.0 * images * height * columns * channels * outputs * constants["R"] * kernel_columns
+    if stem == "conv2d_wgrad_sm90":
+        _, images, height, channels, outputs, kernel_columns, _, width = numbers[:8]
+        return 2.0 * images * height * width * channels * outputs * constants["R"] * kernel_columns
+    if stem == "conv2d":
+        images, _, _, channels, height, width, outputs, rows, columns = numbers[3:12]
+        return 2.0 * images * height * width * channels * outputs * rows * columns
+    if stem == "matmul":
+        rows, columns, depth = numbers[3:6]
+        return 2.0 * rows * columns * depth * (grid[0] // math.prod(
+            -(-extent // constants[tile]) for extent, tile in ((rows, "BM"), (columns, "BN"))
+        ))
+    if stem == "attention":
+        queries, keys, dim = numbers[:3]
+        products = {"forward": 2, "backward_q": 3, "backward_kv": 4}[name]
+        return 2.0 * products * grid[1] * grid[2] * queries * keys * dim
+    return 0.0
+
+
+def size_of(args: tuple) -> float:
+    """Bytes of the arrays on the GPU that a launch is given: what it moves where it reads or writes each once."""
+    arrays = {arg.data.ptr: arg.nbytes for arg in args if hasattr(getattr(arg, "data", None), "ptr")}
+    return float(sum(arrays.values()))
+
+
+def launches_of(step: Callable[[], object]) -> list[Launch]:
+    """Every launch of one call of `step`."""
+    kept: list[Launch] = []
+    kernel = module.kernel
+
+    def keeping(stem: str, name: str, **constants: Any) -> Callable:
+        function = kernel(stem, name, **constants)
+        tile = "x".join(str(constants[key]) for key in ("BM", "BN") if key in constants)
+        label = " ".join(filter(None, (stem if stem == name else f"{stem}.{name}", constants.get("PASS"), tile)))
+
+        def call(grid: tuple, block: tuple, args: tuple, shared_mem: int = 0) -> None:
+            run = partial(function, grid, block, args, shared_mem=shared_mem)
+            args = tuple(arg.data if isinstance(arg, Tensor) else arg for arg in args)
+            values = tuple(arg.shape if getattr(arg, "shape", None) else arg for arg in args)
+            flops = flops_of(stem, name, grid, args, constants)
+            kept.append(Launch(label, (label, grid, str(values)), run, flops, 0.0 if flops else size_of(args)))
+            run()
+
+        return call
+
+    module.kernel = keeping
+    try:
+        step()
+    finally:
+        module.kernel = kernel
+    return kept
+
+
+def profile(name: str, step: Callable[[], object], captured: float, limits: dict[str, float]) -> None:
+    """Print each kernel class of `step`, which took `captured` microseconds as one graph: count, time, rate, share.
+
+    A launch alone finds its data in the cache more often than in the step, and has no neighbour to overlap with.
+    """
+    launches = launches_of(step)
+    times = {launch.key: launch for launch in launches}
+    spent = {key: ours(launch.run, 10) for key, launch in times.items()}
+    classes: dict[str, list[Launch]] = {}
+    for launch in launches:
+        classes.setdefault(launch.label, []).append(launch)
+    total = sum(spent[launch.key] for launch in launches)
+    table = Table(title=f"{name}: {captured:,.0f} µs captured; {len(launches)} launches, {total:,.0f} µs one by one")
+    for column in ("kernel", "count", "µs in all", "share", "µs each", "rate", "of limit"):
+        table.add_column(column, justify="left" if column == "kernel" else "right")
+    for label, own in sorted(classes.items(), key=lambda item: -sum(spent[launch.key] for launch in item[1])):
+        time = sum(spent[launch.key] for launch in own)
+        flops, size = sum(launch.flops for launch in own), sum(launch.size for launch in own)
+        rate, limit = (flops or size) / time / 1e6, limits["bf16" if flops else "copy"]
+        table.add_row(
+            label, str(len(own)), f"{time:,.0f}", f"{time / total:.1%}", f"{time / len(own):.1f}",
+            f"{rate:,.0f} TFLOP/s" if flops else f"{rate:.2f} TB/s", f"{rate / limit:.0%}",
+        )
+    Console(width=120).print(table)

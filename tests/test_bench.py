@@ -1,0 +1,66 @@
+"""The benchmark's opponents do the same work: from cudiff's weights they give its losses, gradients and outputs."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed: no opponent")
+pytest.importorskip("cupy", reason="CuPy is not installed: the benchmark needs it")
+
+import torch
+
+from cudiff.config import PRESETS
+from cudiff.data.dataset import Dataset
+from cudiff.models import build
+from cudiff.models.cnn import CNN
+from cudiff.pipeline import Pipeline
+from cudiff.tensor import Tensor, no_grad
+from cudiff.train import Trainer
+from examples.benchmark import networks, opponents
+from tests.check import relative_error
+
+CONFIGS = {
+    "unet": networks.unet_config(
+        "fp32", image_size=16, batch_size=4, channel_mult=(1, 2), num_res_blocks=1, attention_resolutions=(8,)
+    ),
+    "cs179": PRESETS["cs179"].replace(batch_size=4, model_channels=16),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(opponents, "DEVICE", "cpu")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_training_steps_loss_and_gradient(name, tmp_path, rng):
+    config = CONFIGS[name].replace(device="cpu")
+    images = rng.integers(0, 256, (6, config.image_size, config.image_size, config.channels), np.uint8)
+    trainer = Trainer(config, Dataset(images), tmp_path)
+    model = opponents.EDM(config, opponents.twin(config, trainer.net))
+    opponents.check_losses(trainer, model)
+    step = opponents.TrainingStep(model, torch.from_numpy(images))
+    before = [parameter.detach().clone() for parameter in step.parameters]
+    assert np.isfinite(step.step(step.loss, averaged=True).item())
+    assert all(not torch.equal(old, new) for old, new in zip(before, step.parameters, strict=True))
+    opponents.check_losses(trainer, opponents.EDM(config, opponents.twin(config, trainer.net)))
+    with pytest.raises(RuntimeError, match="not timed"):
+        opponents.check_losses(trainer, model)
+
+
+def test_the_denoiser(rng):
+    config = CONFIGS["cs179"]
+    net = build(config)
+    x, sigma = rng.standard_normal((3, 28, 28, 1)).astype(np.float32), np.array([0.1, 1, 30], np.float32)
+    model = opponents.EDM(config, opponents.twin(config, net))
+    with no_grad():
+        expected = Pipeline(config, net).denoiser()(Tensor(x), Tensor(sigma)).numpy()
+    out = model.denoise(torch.from_numpy(x).permute(0, 3, 1, 2), torch.from_numpy(sigma)).permute(0, 2, 3, 1)
+    assert relative_error(out.detach().numpy(), expected) < 1e-5
+
+
+def test_the_classifier():
+    net, (images, labels) = CNN(), networks.host_batches(8)[0]
+    expected = networks.cnn_loss(net, Tensor(images), Tensor(labels)).numpy()
+    x = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
+    out = torch.nn.functional.cross_entropy(opponents.cnn_twin(net)(x), torch.from_numpy(labels).long())
+    assert relative_error(out.detach().numpy(), expected) < 1e-5
