@@ -104,7 +104,7 @@ class Config:
     minutes: float = _training(0.0, "stop after this long; 0 = no limit", least=0)
     seed: int = _training(0, "of weights, data order and noise", least=0, below=2**63)
     device: str = _training("auto", "auto takes the GPU where there is one", ("auto", "cpu", "cuda"))
-    capture: bool = _training(True, "GPU: replay the training step as one CUDA graph")
+    capture: bool = _training(True, "GPU: replay a step of training or sampling as one CUDA graph")
     max_bad_steps: int = _training(10, "stop after this many updates in a row with a loss that is not finite", least=1)
     log_every: int = _training(50, "updates between two lines of metrics.jsonl", least=1)
     sample_every: int = _training(1000, "updates between two sample grids; 0 = none", least=0)

@@ -15,19 +15,20 @@ from cudiff.checkpoint import load_checkpoint, part, prefixed, save_checkpoint
 from cudiff.config import Config
 from cudiff.convert import from_torch, read_weights, to_torch, write_weights
 from cudiff.diffusion import (
+    DDIM,
+    Ancestral,
     DDPMDenoiser,
     DDPMLoss,
     EDMDenoiser,
     EDMLoss,
+    Euler,
     Guided,
+    Heun,
     ImageNoise,
+    Sampler,
     Schedule,
     Standardised,
     karras_sigmas,
-    sample_ddim,
-    sample_ddpm,
-    sample_euler,
-    sample_heun,
 )
 from cudiff.errors import CudiffError
 from cudiff.models import build
@@ -116,13 +117,14 @@ class Pipeline:
         labels = self.labels(n, classes)
         denoiser = Guided(self.denoiser(), guidance) if labels is not None else self.denoiser()
         sigmas = self._sigmas(sampler, steps)
+        run = self._sampler(sampler, denoiser, captured=config.capture)
         images = []
 
         def batch(start: int, count: int, record: Any = None) -> np.ndarray:
             noise = ImageNoise((count, *self.shape), seed, start, self.device)
             chosen = None if labels is None else Tensor(labels[start : start + count], device=self.device)
             with np.errstate(all="ignore"):  # to_uint8 says what is not finite
-                return to_uint8(self._run(sampler, denoiser, noise, sigmas, chosen, record))
+                return to_uint8(run(noise.start(sigmas[0]), sigmas, chosen, noise=noise, callback=record))
 
         was_training = self.net.training
         self.net.eval()
@@ -140,7 +142,7 @@ class Pipeline:
                     progress(start + count, n)
             else:
                 return np.concatenate(images)
-            sigmas = sigmas[-2:]  # one step shows what fits
+            sigmas, run = sigmas[-2:], self._sampler(sampler, denoiser, captured=False)  # one step shows what fits
             raise out_of_memory(batch_size, lambda size: batch(0, min(n, size)), self.device)
         finally:
             self.net.train(was_training)
@@ -158,17 +160,14 @@ class Pipeline:
         """(H, W, C) of an image."""
         return self.config.image_size, self.config.image_size, self.config.channels
 
-    def _run(self, sampler: str, denoiser: Any, noise: ImageNoise, sigmas: np.ndarray, labels: Tensor | None,
-             callback: Any) -> Tensor:
-        config, x = self.config, noise.start(sigmas[0])
-        common: dict[str, Any] = dict(noise=noise, callback=callback)
-        if sampler == "ancestral":
-            variance = "learned" if config.learn_sigma else "small"
-            return sample_ddpm(denoiser, x, sigmas, labels, variance=variance, **common)
-        if sampler == "ddim":
-            return sample_ddim(denoiser, x, sigmas, labels, eta=config.eta, **common)
-        common |= dict(S_churn=config.S_churn, S_min=config.S_min, S_max=config.S_max, S_noise=config.S_noise)
-        return (sample_euler if sampler == "euler" else sample_heun)(denoiser, x, sigmas, labels, **common)
+    def _sampler(self, name: str, denoiser: Any, captured: bool) -> Sampler:
+        config = self.config
+        if name == "ancestral":
+            return Ancestral(denoiser, "learned" if config.learn_sigma else "small", captured=captured)
+        if name == "ddim":
+            return DDIM(denoiser, config.eta, captured=captured)
+        churn = config.S_churn, config.S_min, config.S_max, config.S_noise
+        return (Euler if name == "euler" else Heun)(denoiser, *churn, captured=captured)
 
     def _sigmas(self, sampler: str, steps: int) -> np.ndarray:
         if sampler not in ("heun", "euler", "ddim", "ancestral"):

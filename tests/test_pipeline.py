@@ -63,6 +63,18 @@ def test_every_sampler_samples_every_model(diffusion, sampler, device):
     assert not np.array_equal(model.sample(5, seed=2, batch_size=2), images)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("sampler", ["heun", "euler", "ddim", "ancestral"])
+@pytest.mark.parametrize("diffusion", ["edm", "ddpm"])
+def test_captured_sampling_gives_the_same_images(diffusion, sampler):
+    options = dict(diffusion=diffusion, sampler=sampler, S_churn=1.0, eta=0.5)
+    images = [
+        pipeline("cuda", capture=capture, **options).sample(12, seed=1, steps=5, batch_size=4)
+        for capture in (True, False)
+    ]
+    np.testing.assert_array_equal(*images)
+
+
 @pytest.mark.parametrize("changes", [{}, {"sampler": "ancestral", "diffusion": "ddpm"}, {"S_churn": 2.0}])
 def test_an_image_does_not_depend_on_its_batch(changes, device):
     """Up to one level of 255: matrix products of another batch size may be summed in another order."""

@@ -2,11 +2,23 @@
 
 from cudiff.diffusion.loss import DDPMLoss, EDMLoss, drop_labels
 from cudiff.diffusion.preconditioning import DDPMDenoiser, EDMDenoiser, Guided, Standardised
-from cudiff.diffusion.samplers import ImageNoise, sample_ddim, sample_ddpm, sample_euler, sample_heun
+from cudiff.diffusion.samplers import (
+    DDIM,
+    Ancestral,
+    Euler,
+    Heun,
+    ImageNoise,
+    Sampler,
+    sample_ddim,
+    sample_ddpm,
+    sample_euler,
+    sample_heun,
+)
 from cudiff.diffusion.schedule import Schedule, cosine_betas, karras_sigmas, linear_betas
 
 __all__ = [
-    "DDPMDenoiser", "DDPMLoss", "EDMDenoiser", "EDMLoss", "Guided", "ImageNoise", "Schedule", "Standardised",
+    "DDIM", "Ancestral", "DDPMDenoiser", "DDPMLoss", "EDMDenoiser", "EDMLoss", "Euler", "Guided", "Heun", "ImageNoise",
+    "Sampler", "Schedule", "Standardised",
     "cosine_betas", "drop_labels", "karras_sigmas", "linear_betas",
     "sample_ddim", "sample_ddpm", "sample_euler", "sample_heun",
 ]  # fmt: skip

@@ -3,8 +3,11 @@
 Every sampler takes x (N, H, W, C) at noise level `sigmas[0]`, such as `ImageNoise.start(sigmas[0])`, and `sigmas`,
 float64 numbers on the host that fall, usually to 0: `karras_sigmas(n)` or `Schedule.sampling_sigmas(n)`. States are
 x = y + sigma * noise in all of them; a DDPM state is the same divided by sqrt(1 + sigma^2), so DDIM and ancestral
-sampling work with any denoiser too. `callback(step, x, denoised)` sees the state after each step, and the estimate of
-the image that the step began with.
+sampling work with any denoiser too. `noise(step)` is standard normal like x, such as an `ImageNoise`.
+`callback(step, x, denoised)` sees the state after each step, and the estimate of the image that the step began with.
+
+`sample_heun(denoiser, x, sigmas, ...)` is `Heun(denoiser, ...)(x, sigmas, ...)`; such an object can have its steps
+captured, each one CUDA graph, and serves any number of batches.
 """
 
 from __future__ import annotations
@@ -12,13 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cudiff import ops
 from cudiff.backend import float32
-from cudiff.diffusion.preconditioning import Denoiser
+from cudiff.cuda.graph import capture
+from cudiff.diffusion.preconditioning import Denoiser, per_sample
 from cudiff.errors import CudiffError
 from cudiff.ops.random import Streams, normal
 from cudiff.tensor import Tensor, no_grad
@@ -48,6 +52,165 @@ class ImageNoise:
         return normal(self.shape, self.seed, stream, step, self.first, self.device, self.dtype)
 
 
+class Plan(NamedTuple):
+    """What the host knows of a step: numbers that the device needs, and whether the step adds noise."""
+
+    numbers: list[float]
+    noisy: bool
+
+
+class Sampler:
+    """sampler(x, sigmas, labels, noise=, callback=) -> images. A subclass says what the host plans and the device does.
+
+    captured: each step is one CUDA graph, recorded in the second step of a shape and launched from then on. The
+    denoiser must then not read from the device (see `cudiff.capture`), and what is returned, or shown to `callback`,
+    is overwritten by the next step.
+    Raises CudiffError for sigmas that do not fall, and where a step adds noise and `noise` is missing.
+    """
+
+    def __init__(self, denoiser: Any, captured: bool = False):
+        self.denoiser = denoiser
+        self._step: Any = capture(self.step, warmup=1) if captured else self.step
+
+    def plan(self, sigmas: np.ndarray) -> list[Plan]:
+        """Each step's plan. Steps with more numbers, or with noise, have a graph of their own."""
+        raise NotImplementedError
+
+    def step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The next state, and the estimate of the image; `numbers` (K, N) are the plan's, for each of N images."""
+        raise NotImplementedError
+
+    @no_grad()
+    def __call__(self, x: Tensor, sigmas: Sequence[float] | np.ndarray, labels: Tensor | None = None, *,
+                 noise: Noise | None = None, callback: Callback | None = None) -> Tensor:
+        plans = self.plan(_falling(sigmas))
+        for index, (numbers, plan) in enumerate(zip(_on_device(plans, x), plans, strict=True)):
+            drawn = _draw(noise, index) if plan.noisy else None
+            x, denoised = self._step(x, numbers, drawn, labels)
+            if callback is not None:
+                callback(index, x, denoised)
+        return x
+
+
+class Euler(Sampler):
+    """Euler's method on the probability flow ODE: EDM, arXiv 2206.00364, Algorithm 2 without lines 9 to 11.
+
+    One evaluation a step. With `S_churn` > 0 noise of scale `S_noise` is added in steps that begin in [S_min, S_max].
+    """
+
+    second_order = False
+
+    def __init__(self, denoiser: Denoiser, S_churn: float = 0.0, S_min: float = 0.0, S_max: float = math.inf,
+                 S_noise: float = 1.0, captured: bool = False):
+        super().__init__(denoiser, captured)
+        self.S_churn, self.S_min, self.S_max, self.S_noise = S_churn, S_min, S_max, S_noise
+
+    def plan(self, sigmas: np.ndarray) -> list[Plan]:
+        gamma = min(self.S_churn / (len(sigmas) - 1), math.sqrt(2) - 1)
+        plans = []
+        for sigma, sigma_next in pairwise(map(float, sigmas)):
+            sigma_hat = sigma * (1 + gamma) if self.S_min <= sigma <= self.S_max else sigma
+            added = self.S_noise * math.sqrt(sigma_hat**2 - sigma**2)
+            numbers = [sigma_hat, sigma_next / sigma_hat, added]
+            if self.second_order and sigma_next > 0:
+                numbers += [sigma_next, 1 / sigma_hat, 1 / sigma_next, 0.5 * (sigma_next - sigma_hat)]
+            plans.append(Plan(numbers, sigma_hat > sigma))
+        return plans
+
+    def step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        sigma_hat, ratio, added, *correction = _rows(numbers)
+        if noise is not None:
+            x = x + noise * per_sample(added, x)
+        denoised = self.denoiser(x, sigma_hat, labels)
+        # x + (sigma_next - sigma_hat) * (x - D) / sigma_hat, which ends in D itself at sigma_next = 0
+        x_next = denoised + (x - denoised) * per_sample(ratio, x)
+        if correction:
+            sigma_next, rate, rate_next, width = correction
+            slope = (x - denoised) * per_sample(rate, x)
+            slope_next = (x_next - self.denoiser(x_next, sigma_next, labels)) * per_sample(rate_next, x)
+            x_next = x + (slope + slope_next) * per_sample(width, x)
+        return x_next, denoised
+
+
+class Heun(Euler):
+    """EDM's sampler, Heun's second-order method with churn: arXiv 2206.00364, Algorithm 2 (Algorithm 1 without churn).
+
+    Two evaluations a step, one where the step ends at 0.
+    """
+
+    second_order = True
+
+
+class DDIM(Sampler):
+    """DDIM, arXiv 2010.02502, equations 12 and 16: eta 0 is deterministic (and Euler's method), 1 is ancestral.
+
+    `clip_denoised` keeps every estimate of the image in [-1, 1], as DDPM's own code does. eta > 0 needs `noise`.
+    Raises CudiffError where eta is not in [0, 1].
+    """
+
+    def __init__(self, denoiser: Denoiser, eta: float = 0.0, clip_denoised: bool = True, captured: bool = False):
+        super().__init__(denoiser, captured)
+        if not 0 <= eta <= 1:
+            raise CudiffError(f"eta {eta}: use a number between 0 and 1")
+        self.eta, self.clip_denoised = eta, clip_denoised
+
+    def plan(self, sigmas: np.ndarray) -> list[Plan]:
+        plans = []
+        for sigma, sigma_next in pairwise(map(float, sigmas)):
+            added = self.eta * math.sqrt(_posterior_variance(sigma, sigma_next))
+            plans.append(Plan([sigma, math.sqrt(sigma_next**2 - added**2) / sigma, added], added > 0))
+        return plans
+
+    def step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        sigma, ratio, added = _rows(numbers)
+        denoised = _clipped(self.denoiser(x, sigma, labels), self.clip_denoised)
+        x = denoised + (x - denoised) * per_sample(ratio, x)
+        return x if noise is None else x + noise * per_sample(added, x), denoised
+
+
+class Ancestral(Sampler):
+    """Ancestral sampling: DDPM, arXiv 2006.11239, Algorithm 2 with the mean of equation 7; any number of steps.
+
+    `variance`: "small" is beta-tilde, "large" is beta (section 3.2), both of the process that visits only these
+    sigmas; "learned" lies between them in the logarithm as the model says (Improved DDPM, arXiv 2102.09672, equation
+    15) and needs a denoiser with `with_variance`. `clip_denoised` as in `DDIM`. No noise is added at the end.
+    Raises CudiffError for another variance.
+    """
+
+    def __init__(self, denoiser: Any, variance: str = "small", clip_denoised: bool = True, captured: bool = False):
+        super().__init__(denoiser, captured)
+        if variance not in ("small", "large", "learned"):
+            raise CudiffError(f"unknown variance '{variance}': use small, large or learned")
+        self.variance, self.clip_denoised = variance, clip_denoised
+
+    def plan(self, sigmas: np.ndarray) -> list[Plan]:
+        plans = []
+        for sigma, sigma_next in pairwise(map(float, sigmas)):
+            numbers = [sigma, (sigma_next / sigma) ** 2]
+            if sigma_next > 0:
+                small = _posterior_variance(sigma, sigma_next)
+                large = (sigma**2 - sigma_next**2) * (1 + sigma_next**2) / (1 + sigma**2)
+                if self.variance == "learned":
+                    numbers += [0.5 * math.log(small), 0.5 * math.log(large / small)]
+                else:
+                    numbers.append(math.sqrt(large if self.variance == "large" else small))
+            plans.append(Plan(numbers, sigma_next > 0))
+        return plans
+
+    def step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        sigma, ratio, *spread = _rows(numbers)
+        if self.variance == "learned":
+            denoised, fraction = self.denoiser.with_variance(x, sigma, labels)
+        else:
+            denoised, fraction = self.denoiser(x, sigma, labels), None
+        denoised = _clipped(denoised, self.clip_denoised)
+        x = denoised + (x - denoised) * per_sample(ratio, x)
+        if noise is not None:
+            scale = per_sample(spread[0], x)
+            x = x + noise * (scale if fraction is None else ops.exp(fraction * per_sample(spread[1], x) + scale))
+        return x, denoised
+
+
 def sample_euler(
     denoiser: Denoiser,
     x: Tensor,
@@ -61,12 +224,9 @@ def sample_euler(
     noise: Noise | None = None,
     callback: Callback | None = None,
 ) -> Tensor:
-    """Euler's method on the probability flow ODE: EDM, arXiv 2206.00364, Algorithm 2 without lines 9 to 11.
-
-    One evaluation a step; arguments and errors as for `sample_heun`.
-    """
-    churned = _churn(sigmas, S_churn, S_min, S_max)
-    return _solve(denoiser, x, sigmas, churned, S_noise, labels, noise, callback, second_order=False)
+    """`Euler`'s images from x."""
+    sampler = Euler(denoiser, S_churn, S_min, S_max, S_noise)
+    return sampler(x, sigmas, labels, noise=noise, callback=callback)
 
 
 def sample_heun(
@@ -82,44 +242,11 @@ def sample_heun(
     noise: Noise | None = None,
     callback: Callback | None = None,
 ) -> Tensor:
-    """EDM's sampler, Heun's second-order method with churn: arXiv 2206.00364, Algorithm 2 (Algorithm 1 without churn).
-
-    Two evaluations a step, one where the step ends at 0. With `S_churn` > 0 noise of scale `S_noise` is added in steps
-    that begin in [S_min, S_max], taken from `noise(step)`, standard normal like x (an `ImageNoise`).
-    Raises CudiffError where that is missing or the sigmas do not fall.
-    """
-    churned = _churn(sigmas, S_churn, S_min, S_max)
-    return _solve(denoiser, x, sigmas, churned, S_noise, labels, noise, callback, second_order=True)
+    """`Heun`'s images from x."""
+    sampler = Heun(denoiser, S_churn, S_min, S_max, S_noise)
+    return sampler(x, sigmas, labels, noise=noise, callback=callback)
 
 
-def _churn(sigmas: Sequence[float] | np.ndarray, S_churn: float, S_min: float, S_max: float) -> np.ndarray:
-    """sigma-hat of each step (Algorithm 2, lines 4 to 5)."""
-    starts = _falling(sigmas)[:-1]
-    gamma = min(S_churn / len(starts), math.sqrt(2) - 1)
-    return np.where((starts >= S_min) & (starts <= S_max), starts * (1 + gamma), starts)
-
-
-@no_grad()
-def _solve(denoiser, x, sigmas, churned, S_noise, labels, noise, callback, second_order):
-    levels, churned_levels = _levels(sigmas, x), _levels(churned, x)
-    for step, (sigma, sigma_next) in enumerate(pairwise(map(float, sigmas))):
-        sigma_hat = float(churned[step])
-        if sigma_hat > sigma:
-            x = x + _draw(noise, step) * (S_noise * math.sqrt(sigma_hat**2 - sigma**2))
-        denoised = denoiser(x, churned_levels[step], labels)
-        # x + (sigma_next - sigma_hat) * (x - D) / sigma_hat, which ends in D itself at sigma_next = 0
-        x_next = denoised + (x - denoised) * (sigma_next / sigma_hat)
-        if second_order and sigma_next > 0:
-            slope = (x - denoised) * (1 / sigma_hat)
-            slope_next = (x_next - denoiser(x_next, levels[step + 1], labels)) * (1 / sigma_next)
-            x_next = x + (slope + slope_next) * (0.5 * (sigma_next - sigma_hat))
-        x = x_next
-        if callback is not None:
-            callback(step, x, denoised)
-    return x
-
-
-@no_grad()
 def sample_ddim(
     denoiser: Denoiser,
     x: Tensor,
@@ -131,26 +258,10 @@ def sample_ddim(
     clip_denoised: bool = True,
     callback: Callback | None = None,
 ) -> Tensor:
-    """DDIM, arXiv 2010.02502, equations 12 and 16: eta 0 is deterministic (and Euler's method), 1 is ancestral.
-
-    `clip_denoised` keeps every estimate of the image in [-1, 1], as DDPM's own code does. eta > 0 needs `noise`.
-    Raises CudiffError where that is missing, eta is not in [0, 1], or the sigmas do not fall.
-    """
-    if not 0 <= eta <= 1:
-        raise CudiffError(f"eta {eta}: use a number between 0 and 1")
-    levels = _levels(_falling(sigmas), x)
-    for step, (sigma, sigma_next) in enumerate(pairwise(map(float, sigmas))):
-        denoised = _clipped(denoiser(x, levels[step], labels), clip_denoised)
-        added = eta * math.sqrt(_posterior_variance(sigma, sigma_next))
-        x = denoised + (x - denoised) * (math.sqrt(sigma_next**2 - added**2) / sigma)
-        if added > 0:
-            x = x + _draw(noise, step) * added
-        if callback is not None:
-            callback(step, x, denoised)
-    return x
+    """`DDIM`'s images from x."""
+    return DDIM(denoiser, eta, clip_denoised)(x, sigmas, labels, noise=noise, callback=callback)
 
 
-@no_grad()
 def sample_ddpm(
     denoiser: Any,
     x: Tensor,
@@ -162,33 +273,8 @@ def sample_ddpm(
     clip_denoised: bool = True,
     callback: Callback | None = None,
 ) -> Tensor:
-    """Ancestral sampling: DDPM, arXiv 2006.11239, Algorithm 2 with the mean of equation 7; any number of steps.
-
-    `variance`: "small" is beta-tilde, "large" is beta (section 3.2), both of the process that visits only these
-    sigmas; "learned" lies between them in the logarithm as the model says (Improved DDPM, arXiv 2102.09672, equation
-    15) and needs a denoiser with `with_variance`. `clip_denoised` as in `sample_ddim`. No noise is added at the end.
-    Raises CudiffError for another variance, missing `noise`, or sigmas that do not fall.
-    """
-    if variance not in ("small", "large", "learned"):
-        raise CudiffError(f"unknown variance '{variance}': use small, large or learned")
-    levels = _levels(_falling(sigmas), x)
-    for step, (sigma, sigma_next) in enumerate(pairwise(map(float, sigmas))):
-        if variance == "learned":
-            denoised, fraction = denoiser.with_variance(x, levels[step], labels)
-        else:
-            denoised, fraction = denoiser(x, levels[step], labels), None
-        denoised = _clipped(denoised, clip_denoised)
-        x = denoised + (x - denoised) * (sigma_next / sigma) ** 2
-        if sigma_next > 0:
-            small = _posterior_variance(sigma, sigma_next)
-            large = (sigma**2 - sigma_next**2) * (1 + sigma_next**2) / (1 + sigma**2)
-            scale: Tensor | float = math.sqrt(large if variance == "large" else small)
-            if fraction is not None:
-                scale = ops.exp(fraction * (0.5 * math.log(large / small)) + 0.5 * math.log(small))
-            x = x + _draw(noise, step) * scale
-        if callback is not None:
-            callback(step, x, denoised)
-    return x
+    """`Ancestral`'s images from x."""
+    return Ancestral(denoiser, variance, clip_denoised)(x, sigmas, labels, noise=noise, callback=callback)
 
 
 def _posterior_variance(sigma: float, sigma_next: float) -> float:
@@ -203,10 +289,16 @@ def _falling(sigmas: Sequence[float] | np.ndarray) -> np.ndarray:
     return sigmas
 
 
-def _levels(sigmas: Sequence[float] | np.ndarray, x: Tensor) -> list[Tensor]:
-    """Each sigma as a Tensor (N,) beside x; one copy to the device for all."""
-    table = Tensor(np.repeat(np.asarray(sigmas)[:, None], x.shape[0], axis=1), dtype=x.dtype, device=x.device)
-    return [Tensor(row) for row in table.data]
+def _on_device(plans: list[Plan], x: Tensor) -> list[Tensor]:
+    """Each plan's numbers as a Tensor (K, N) beside x (N, ...); one copy to the device for all."""
+    numbers = np.concatenate([plan.numbers for plan in plans])
+    table = Tensor(np.repeat(numbers[:, None], x.shape[0], axis=1), dtype=x.dtype, device=x.device).data
+    ends = np.cumsum([len(plan.numbers) for plan in plans])
+    return [Tensor(table[end - len(plan.numbers) : end]) for plan, end in zip(plans, ends, strict=True)]
+
+
+def _rows(numbers: Tensor) -> list[Tensor]:
+    return [Tensor(row) for row in numbers.data]
 
 
 def _draw(noise: Noise | None, step: int) -> Tensor:

@@ -8,7 +8,17 @@ import pytest
 
 from cudiff import Tensor
 from cudiff.diffusion.preconditioning import DDPMDenoiser, EDMDenoiser, Guided
-from cudiff.diffusion.samplers import ImageNoise, sample_ddim, sample_ddpm, sample_euler, sample_heun
+from cudiff.diffusion.samplers import (
+    DDIM,
+    Ancestral,
+    Euler,
+    Heun,
+    ImageNoise,
+    sample_ddim,
+    sample_ddpm,
+    sample_euler,
+    sample_heun,
+)
 from cudiff.diffusion.schedule import Schedule, karras_sigmas
 from cudiff.errors import CudiffError
 from cudiff.tensor import grad_enabled
@@ -98,6 +108,45 @@ def test_float32_on_every_device_agrees_with_float64(device, name):
     out = SAMPLERS[name](gaussian, narrow.start(80.0), karras_sigmas(18), noise=narrow, **unclipped(name))
     assert out.dtype == np.float32
     assert np.allclose(out.numpy(), expected, atol=2e-5)
+
+
+class Counting:
+    """`gaussian` with a learned variance, counting the evaluations that Python sees."""
+
+    calls = 0
+
+    def __call__(self, x, sigma, labels=None):
+        self.calls += 1
+        return gaussian(x, sigma)
+
+    def with_variance(self, x, sigma, labels=None):
+        return self(x, sigma), x * 0.1 + 0.3
+
+
+@pytest.mark.parametrize("make", [
+    Euler, Heun, lambda *args, **kwargs: Euler(*args, S_churn=9, **kwargs),
+    lambda *args, **kwargs: Heun(*args, S_churn=9, S_min=0.1, S_max=20, **kwargs), DDIM,
+    lambda *args, **kwargs: DDIM(*args, eta=0.7, **kwargs), Ancestral,
+    lambda *args, **kwargs: Ancestral(*args, variance="learned", **kwargs),
+])
+def test_a_step_is_one_graph_and_gives_the_same_bits(make, device):
+    """Over three batches: the steps of a shape are called eagerly, recorded, and from then on launched."""
+    eager, captured = make(Counting()), make(Counting(), captured=True)
+    for first in (0, 4, 8):
+        noise = ImageNoise((4, 3, 3, 1), seed=2, first=first, device=device)
+        expected, seen = [], []
+        for sampler, states in ((eager, expected), (captured, seen)):
+            out = sampler(
+                noise.start(80.0), karras_sigmas(9), noise=noise,
+                callback=lambda step, x, denoised, states=states: states.append((step, x.numpy(), denoised.numpy())),
+            )
+            assert np.array_equal(out.numpy(), states[-1][1])
+        for (step, x, denoised), (same, x_seen, denoised_seen) in zip(expected, seen, strict=True):
+            assert step == same
+            np.testing.assert_array_equal(x_seen, x)
+            np.testing.assert_array_equal(denoised_seen, denoised)
+    if device == "cuda":
+        assert captured.denoiser.calls < eager.denoiser.calls / 2
 
 
 def unclipped(name):
