@@ -11,8 +11,8 @@ import pytest
 import cudiff
 from cudiff.backend import array_module
 from cudiff.checkpoint import latest, load_checkpoint
-from cudiff.config import Config
-from cudiff.data import load_dataset
+from cudiff.config import PRESETS, Config
+from cudiff.data import Dataset, load_dataset
 from cudiff.data.loader import Loader
 from cudiff.errors import CudiffError
 from cudiff.tensor import Tensor
@@ -338,6 +338,38 @@ def test_captured_and_eager_training_agree_on_the_gpu(digits, tmp_path):
         trainer.run()
         states.append(trainer)
     assert_same_state(*states)
+
+
+BF16 = TINY.replace(
+    device="cuda", precision="bf16", model_channels=64, attention_resolutions=(4,), num_head_channels=32, batch_size=32,
+    dropout=0.1, clip=1.0,
+)
+
+
+@pytest.mark.gpu
+def test_two_runs_of_200_steps_are_equal_bit_for_bit(digits, tmp_path):
+    runs = [Trainer(BF16.replace(steps=200, log_every=20), digits, tmp_path / name) for name in ("one", "two")]
+    for trainer in runs:
+        trainer.run()
+    assert_same_state(*runs)
+    first, second = (without_times(metrics(trainer)) for trainer in runs)
+    assert len(first) >= 10 and first == second
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_the_elephants_captured_step_equals_the_eager_one_bit_for_bit(dropout, tmp_path, rng):
+    """The U-Net of the benchmark in bf16: every kernel and fusion of its training step."""
+    config = PRESETS["elephants"].replace(device="cuda", validation=0, dropout=dropout)
+    data, states = Dataset(rng.integers(0, 256, (40, 64, 64, 3), np.uint8)), []
+    for captured in (True, False):
+        trainer = Trainer(config.replace(capture=captured), data, tmp_path / str(captured))
+        losses = [trainer._step().item() for _ in range(7)]
+        states.append([losses, *(Tensor(m.flat.data).numpy() for m in (trainer.net, trainer.ema.model))])
+    assert np.isfinite(states[0][0]).all() and len(set(states[0][0])) == 7
+    for captured_state, eager_state in zip(*states, strict=True):
+        np.testing.assert_array_equal(captured_state, eager_state)
 
 
 @pytest.mark.gpu

@@ -30,8 +30,9 @@ class CNN(Module):
 
     def _features(self, x: Tensor) -> Tensor:
         h = ops.astype(x, self.activation_dtype)
-        h = ops.max_pool2d(ops.relu(self.norm1(self.conv1(h))), 2)
-        h = ops.max_pool2d(ops.relu(self.norm2(self.conv2(h))), 2)
+        # ReLU of the largest is the largest of ReLU's: after the pooling it has a quarter to do.
+        h = ops.relu(ops.max_pool2d(self.norm1(self.conv1(h)), 2))
+        h = ops.relu(ops.max_pool2d(self.norm2(self.conv2(h)), 2))
         return ops.relu(self.fc1(ops.flatten(h, 1)))
 
     def features(self, x: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from cudiff import ops
 from cudiff.backend import float32
 from cudiff.errors import CudiffError
@@ -18,25 +20,35 @@ class TimeEmbedding(Module):
         self.mlp = Sequential(Linear(dim, 4 * dim), SiLU(), Linear(4 * dim, dim))
 
     def forward(self, t: Tensor) -> Tensor:
-        return self.mlp(ops.timestep_embedding(t, self.dim, divisor="half-1", order="sin,cos"))
+        emb = ops.timestep_embedding(t, self.dim, divisor="half-1", order="sin,cos")
+        (hidden,) = together([self.mlp[0]], emb)
+        return together([self.mlp[2]], self.mlp[1](hidden))[0]
+
+
+def together(layers: list[Any], x: Tensor) -> tuple[Tensor, ...]:
+    """Linear layers of one x (N, K) float32, all by one operation: each alone would be too small."""
+    return ops.linears(x, [layer.weight for layer in layers], [layer.bias for layer in layers])
 
 
 class Block(Module):
-    """Two 3×3 convolutions, each with the same projection of emb added, then ReLU; `x2` is joined to x at its end."""
+    """Two 3×3 convolutions, each with the same projection of the time embedding added, then ReLU."""
 
     def __init__(self, channels: int, out_channels: int, emb_channels: int):
         super().__init__()
         self.conv1, self.conv2 = Conv2d(channels, out_channels, 3), Conv2d(out_channels, out_channels, 3)
         self.time_proj = Linear(emb_channels, out_channels)
 
-    def forward(self, x: Tensor, emb: Tensor, x2: Tensor | None = None) -> Tensor:
-        shift = self.time_proj(emb)
-        for conv in (self.conv1, self.conv2):
-            x = ops.relu(
-                ops.norm_silu_conv2d(x, x2, weight=conv.weight, bias=conv.bias, emb=shift, tf32=self.tf32)
-            )
-            x2 = None
-        return x
+    def forward(self, x: Tensor, shift: Tensor, x2: Tensor | None = None, pool: bool = False) -> Tensor:
+        """shift (N, out_channels) is `time_proj` of the embedding; `x2` is joined to x at its end.
+
+        pool: 2×2 max-pooling at the end, done before ReLU, which comes to the same and leaves it a quarter to do.
+        """
+        h = ops.relu(self._convolve(self.conv1, x, shift, x2))
+        h = self._convolve(self.conv2, h, shift)
+        return ops.relu(ops.max_pool2d(h, 2) if pool else h)
+
+    def _convolve(self, conv: Conv2d, x: Tensor, shift: Tensor, x2: Tensor | None = None) -> Tensor:
+        return ops.norm_silu_conv2d(x, x2, weight=conv.weight, bias=conv.bias, emb=shift, tf32=self.tf32)
 
 
 class UpBlock(Block):
@@ -46,8 +58,8 @@ class UpBlock(Block):
         super().__init__(channels, out_channels, emb_channels)
         self.upsample = ConvTranspose2d(out_channels, out_channels, 2, stride=2)
 
-    def forward(self, x: Tensor, emb: Tensor, x2: Tensor | None = None) -> Tensor:
-        return self.upsample(super().forward(x, emb, x2))
+    def forward(self, x: Tensor, shift: Tensor, x2: Tensor | None = None, pool: bool = False) -> Tensor:
+        return self.upsample(super().forward(x, shift, x2, pool))
 
 
 class CS179UNet(Module):
@@ -83,13 +95,14 @@ class CS179UNet(Module):
         self.out_conv = Conv2d(channels, in_channels, 1)
 
     def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
-        emb = self.time_emb(t)
+        blocks = [*self.enc_blocks, self.bottleneck, *self.dec_blocks]
+        shifts = iter(together([block.time_proj for block in blocks], self.time_emb(t)))
         h = ops.astype(x, self.activation_dtype)
         skips = []
         for block in self.enc_blocks:
-            h = ops.max_pool2d(block(h, emb), 2)
+            h = block(h, next(shifts), pool=True)
             skips.append(h)
-        h = self.bottleneck(h, emb)
+        h = self.bottleneck(h, next(shifts))
         for block in self.dec_blocks:
-            h = block(h, emb, skips.pop())
+            h = block(h, next(shifts), skips.pop())
         return ops.astype(self.out_conv(h), float32)

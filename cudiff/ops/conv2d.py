@@ -10,12 +10,13 @@ import threading
 
 import numpy as np
 
-from cudiff.backend import Array, compute_dtype, float32
+from cudiff.backend import Array, array_module, compute_dtype, float32
 from cudiff.cuda.module import empty, gradient_target
 from cudiff.ops import conv2d_sm90
 from cudiff.ops.gemm import Epilogue, aligned, product
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
+from cudiff.ops.shape import contiguous_cuda, move_cuda
 from cudiff.tensor import Function, Tensor
 from cudiff.threads import cut, parallel_map
 
@@ -154,6 +155,8 @@ def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pai
         conv2d_sm90.fprop(dout, weight, dx, epilogue, transposed=True)
     elif _is_linear(weight.shape[1:3], stride, padding):
         linear_dx_cuda(dout, weight.reshape(weight.shape[0], -1), dx.reshape(1, -1, dx.shape[3]), epilogue, tf32)
+    elif _tiles(weight.shape[1:3], stride, padding, dout, dx) and epilogue.addend is None and epilogue.emb is None:
+        _dgrad_of_tiles(dout, weight, dx, epilogue.bias, tf32)
     else:
         _launch("DGRAD", dout, weight, dx, (dx.shape, weight.shape, dout.shape), stride, padding, epilogue, tf32)
 
@@ -171,6 +174,25 @@ def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pai
 
 def _is_linear(kernel: Pair, stride: Pair, padding: Pair) -> bool:
     return kernel == stride == (1, 1) and padding == (0, 0)
+
+
+def _tiles(kernel: Pair, stride: Pair, padding: Pair, dout: Array, dx: Array) -> bool:
+    """Whether the windows of dx lie side by side and cover it."""
+    covered = dout.shape[1] * kernel[0], dout.shape[2] * kernel[1]
+    return kernel == stride and padding == (0, 0) and dx.shape[1:3] == covered
+
+
+def _dgrad_of_tiles(dout: Array, weight: Array, dx: Array, bias: Array | None, tf32: bool) -> None:
+    """dx where each of its pixels is in one window: a product whose rows are windows, then their pixels' places."""
+    (n, height, width, _), (k, rows, columns, c) = dout.shape, weight.shape
+    windows = empty((n, height, width, rows * columns * c), dx.dtype)
+    if bias is not None:
+        bias = contiguous_cuda(array_module("cuda").broadcast_to(bias, (rows * columns, c)))
+    linear_dx_cuda(dout, weight.reshape(k, -1), windows, Epilogue(bias), tf32)
+    move_cuda(
+        dx.reshape(n, height, rows, width, columns, c),
+        windows.reshape(n, height, width, rows, columns, c).transpose(0, 1, 3, 2, 4, 5),
+    )
 
 
 def _launch(direction: str, a: Array, b: Array, out: Array, shapes: tuple, stride: Pair, padding: Pair,

@@ -84,6 +84,8 @@ class NormSiluConv2d(Function):
         padding, tf32 = pair(weight.shape[1] // 2), ctx.tf32
         grads: list[Array | None] = [None] * len(needs)
         sums = ctx.dout_partials
+        if sums is not None and len(sums) != len(dout):  # a batch norm's, of all images together
+            sums = None
         if sums is None and (needs[8] or (needs[3] and needs[12])):
             sums = sum_array(dout, (1, 2), dtype=float32)[:, None]
         if needs[8]:  # a view where there is one tile: nobody adds to it while the sums below wait
