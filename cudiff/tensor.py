@@ -213,8 +213,7 @@ class Context:
         self.needs = needs  # which inputs want a gradient; all False while nothing is recorded
         self.partials = partials  # of the inputs
         self.out_partials: Array | None = None  # set by forward: statistics of its first output
-        # In backward: the first dout's sums over tiles of pixels, float32 (N, tiles, C), where a backward left them; or
-        # (1, tiles, C), of all images together.
+        # In backward: the first dout's sums over tiles of pixels, float32 (N or 1, tiles, C), if a backward left them.
         self.dout_partials: Array | None = None
         self.din_partials: dict[int, Array] = {}  # set by backward: the same of input i's gradient, with what it had
         self.saved: tuple[Array | None, ...] = ()
