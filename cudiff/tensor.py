@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -47,12 +47,12 @@ class Tensor:
 
     Attributes
     ----------
-    data : the array. grad : array of the same backend and shape, or None.
+    data : the array. grad : array of the same backend and shape, or None; reading it writes zeros that are still due.
     partials : float32 array (N, tiles, C, 2) or None
         Sums and sums of squares of each image's tiles of pixels, which the producer left for a following norm.
     """
 
-    __slots__ = ("__weakref__", "_source", "data", "grad", "partials", "requires_grad")
+    __slots__ = ("__weakref__", "_grad", "_source", "_vacant", "data", "partials", "requires_grad")
     __array_ufunc__ = None  # `ndarray + Tensor` is handed to Tensor.__radd__
 
     if TYPE_CHECKING:  # given by cudiff.ops
@@ -92,9 +92,25 @@ class Tensor:
             raise TypeError(f"only floating tensors can require a gradient, not {data.dtype}")
         self.data: Array = data if data.flags.c_contiguous else array_module(device_of(data)).ascontiguousarray(data)
         self.requires_grad = requires_grad
-        self.grad: Array | None = None
+        self._grad: Array | None = None
+        self._vacant = False  # whether `_grad` stands for zeros, whatever it holds
         self.partials: Array | None = None
         self._source: tuple[Node, int] | None = None
+
+    @property
+    def grad(self) -> Array | None:
+        if self._vacant and self._grad is not None:
+            self._grad.fill(0)
+        self._vacant = False
+        return self._grad
+
+    @grad.setter
+    def grad(self, array: Array | None) -> None:
+        self._grad, self._vacant = array, False
+
+    def zero_grad(self) -> None:
+        """Set `grad` to zeros in its place; the next backward overwrites it, which saves writing and adding them."""
+        self._vacant = True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -206,6 +222,12 @@ def from_dlpack(source: Any) -> Tensor:
     return Tensor(array_module("cuda" if device_type == 2 else "cpu").from_dlpack(source))
 
 
+class Vacant(NamedTuple):
+    """Where a backward on CUDA may put a gradient of this shape that starts from zero: it overwrites the array."""
+
+    array: Array
+
+
 class Context:
     """What a Function's forward leaves for its backward."""
 
@@ -229,7 +251,8 @@ class Function:
     A subclass defines four static methods: `forward_numpy(ctx, *arrays, **attrs)`, which returns an array or a tuple
     of arrays; `backward_numpy(ctx, *douts, needs, into)`, which returns one gradient (or None) for each input; and the
     same pair with `_cuda`. `needs[i]` says whether input i wants a gradient. `into[i]` is the gradient it has so
-    far, or None: a backward that adds to it in place returns it, any other returned array is added by the tape.
+    far, or None: a backward that adds to it in place returns it, any other returned array is added by the tape. On CUDA
+    it may also be `Vacant`; `cudiff.cuda.module.gradient_target` knows all three.
     A dout may be returned but never written to, and not read once backward has returned: its new owner adds to it.
     """
 
@@ -349,13 +372,15 @@ def _waiting_sums(device: str) -> contextlib.AbstractContextManager:
 
 
 def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gradient | None], finish: Any) -> None:
-    into = tuple(
-        None if target is None else target.grad if isinstance(target, Tensor) else target.into() for target in targets
-    )
     douts = [slot.array for slot in slots]
     device = next(device_of(dout) for dout in douts if dout is not None)
+    into: list[Array | Vacant | None] = []
+    for target in targets:
+        again = any(target is other for other in targets[: len(into)])
+        into.append(target.into() if isinstance(target, _Gradient) else _into_leaf(target, device, again, finish))
     backward = node.function.backward_cuda if device == "cuda" else node.function.backward_numpy
     results = backward(node.ctx, *douts, needs=node.needs, into=list(into))
+    places = [place.array if isinstance(place, Vacant) else place for place in into]
     shared = {id(slot.array) for slot in slots if slot.borrowed}
     passed_on = [id(result) for result in results if any(result is dout for dout in douts)]
     shared |= {key for key in passed_on if passed_on.count(key) > 1}
@@ -364,10 +389,12 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
         if result is None or target is None:
             continue
         partials = node.ctx.din_partials.get(i)
-        if result is into[i]:
+        if result is places[i]:
             if isinstance(target, _Gradient):
                 target.partials = partials
                 finish(result)
+            else:
+                target.grad = result
             continue  # only a leaf's own gradient may be unfinished until the end
         finish(result)
         result = np.asarray(result) if isinstance(result, np.generic) else result  # an in-place sum needs an array
@@ -381,9 +408,22 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
             target.add(result, borrowed, partials)
 
 
+def _into_leaf(leaf: Tensor | None, device: str, again: bool, finish: Any) -> Array | Vacant | None:
+    """What a backward gets as `into` for a leaf, which may be among its inputs `again`."""
+    if leaf is None:
+        return None
+    if leaf._vacant:
+        return None if again or device == "cpu" else Vacant(leaf._grad)
+    finish(leaf.grad)  # a sum may wait that overwrites it
+    return leaf.grad
+
+
 def _add_to_leaf(leaf: Tensor, grad: Array, borrowed: bool) -> None:
-    if leaf.grad is None:
+    if leaf._grad is None:
         leaf.grad = grad.copy() if borrowed else grad
+    elif leaf._vacant:
+        leaf._grad[...] = grad
+        leaf._vacant = False
     else:
         accumulate(leaf.grad, grad)
 

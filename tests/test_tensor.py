@@ -306,3 +306,20 @@ def test_an_absent_input():
     x = leaf([1.0])
     First.apply(x, None).backward()
     assert grad(x) == [1]
+
+
+def test_zero_grad_keeps_the_place_and_the_next_backward_overwrites_it(device):
+    w = Tensor([1.0, 2.0], requires_grad=True, device=device)
+    v = Tensor([3.0, 4.0], requires_grad=True, device=device)
+    (w * v).sum().backward()
+    place = w.grad
+    w.grad *= float("nan")  # what is left there must not be read
+    w.zero_grad()
+    v.zero_grad()
+    (w * w + w).sum().backward()  # w several times: what follows the first is added
+    assert w.grad is place and grad(w) == [3, 5]
+    assert grad(v) == [0, 0]  # no backward wrote
+    w.zero_grad()
+    (w * v).sum().backward()
+    (w * v).sum().backward()
+    assert w.grad is place and grad(w) == [6, 8]

@@ -21,6 +21,7 @@ import numpy as np
 from cudiff.backend import Array, bfloat16, cache_folder, float16, float32, get_cupy, int32, int64
 from cudiff.cuda.driver import Kernel
 from cudiff.errors import CudiffError
+from cudiff.tensor import Vacant
 
 CTYPES = {
     float32: "float", bfloat16: "bf16", float16: "half", int32: "int", int64: "i64", np.dtype(np.uint8): "u8",
@@ -192,8 +193,10 @@ def empty(shape: Any, dtype: Any) -> Array:
     return get_cupy().empty(shape, dtype)
 
 
-def gradient_target(into: Array | None, shape: Any, dtype: Any) -> tuple[Array, bool]:
+def gradient_target(into: Array | Vacant | None, shape: Any, dtype: Any) -> tuple[Array, bool]:
     """Where a backward writes, and whether it adds: `into` if it has this dtype, else a new array."""
+    if isinstance(into, Vacant):
+        return (into.array if into.array.dtype == dtype else empty(shape, dtype)), False
     if into is not None and into.dtype == dtype:
         return into, True
     return empty(shape, dtype), False

@@ -145,9 +145,9 @@ class Module:
         return self
 
     def zero_grad(self) -> None:
-        """Set all gradients to zero (one fill where the model is flat), or drop them."""
-        if self.flat is not None and self.flat.grad is not None:
-            self.flat.grad.fill(0)
+        """Set all gradients to zero where the model is flat, or drop them."""
+        if self.flat is not None:
+            self.flat.zero_grad()
             return
         for parameter in self.parameters():
             parameter.grad = None

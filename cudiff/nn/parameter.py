@@ -79,16 +79,28 @@ class FlatParameters:
             start += -(-parameter.size // BLOCK) * BLOCK
         self.size = start
         self.data: Array = module.zeros(start, float32)
-        self.grad: Array | None = module.zeros(start, float32) if trainable else None
+        self._grad: Array | None = module.zeros(start, float32) if trainable else None
+        self._parameters = list(parameters.values())
         self.shadow: Array | None = module.zeros(start, low) if low is not None else None
         decay = np.zeros(start // BLOCK, np.uint8)
         for name, parameter in parameters.items():
             first, last, shape = self.slots[name]
             decay[first // BLOCK : -(-last // BLOCK)] = parameter.decay
-            grad = self.grad[first:last].reshape(shape) if self.grad is not None else None
+            grad = self._grad[first:last].reshape(shape) if self._grad is not None else None
             shadow = self.shadow[first:last].reshape(shape) if self.shadow is not None and parameter.low else None
             parameter.bind(self.data[first:last].reshape(shape), grad, shadow)
         self.decay: Array = to_device(decay, device)
+
+    @property
+    def grad(self) -> Array | None:
+        for parameter in self._parameters:
+            _ = parameter.grad  # writes zeros where no backward wrote
+        return self._grad
+
+    def zero_grad(self) -> None:
+        """Set the gradients to zero."""
+        for parameter in self._parameters:
+            parameter.zero_grad()
 
     def views(self, flat: Array) -> dict[str, Array]:
         """Each parameter's slice of any flat buffer of this size, by name and in its shape."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import Array, bfloat16, compute_dtype, float16, float32, int32, int64, is_float, is_low
-from cudiff.cuda.module import add_into, blocks, empty, launch
+from cudiff.cuda.module import add_into, blocks, empty, gradient_target, launch
 from cudiff.tensor import Function, Tensor
 
 
@@ -58,10 +58,11 @@ class Cast(Function):
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
-        if into[0] is None:
+        dx, accumulate = gradient_target(into[0], dout.shape, ctx.dtype)
+        if not accumulate:
             return (_cast_cuda(dout, ctx.dtype),)
-        add_into(into[0], dout)
-        return (into[0],)
+        add_into(dx, dout)
+        return (dx,)
 
 
 def astype(x: Tensor, dtype: Any) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from cudiff.backend import compute_dtype
-from cudiff.cuda.module import blocks, empty, launch
+from cudiff.cuda.module import blocks, empty, gradient_target, launch
 from cudiff.ops.random import Generator, random_bits
 from cudiff.tensor import Function, Tensor
 
@@ -35,8 +35,8 @@ class Dropout(Function):
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
-        dx = empty(dout.shape, dout.dtype) if into[0] is None else into[0]
-        return _launch(ctx, dx, dout, ctx.saved[0], None, into[0] is not None), None
+        dx, accumulate = gradient_target(into[0], dout.shape, dout.dtype)
+        return _launch(ctx, dx, dout, ctx.saved[0], None, accumulate), None
 
 
 def _mask_numpy(ctx, x):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cudiff.cuda.module import blocks, empty, launch
+from cudiff.cuda.module import blocks, empty, gradient_target, launch
 from cudiff.tensor import Function, Tensor
 
 __all__ = ["embedding"]
@@ -44,10 +44,10 @@ class Embedding(Function):
     def backward_cuda(ctx, dout, needs, into):
         (indices,) = ctx.saved
         dim = dout.shape[-1]
-        dweight = empty((ctx.num, dim), dout.dtype) if into[1] is None else into[1]
+        dweight, accumulate = gradient_target(into[1], (ctx.num, dim), dout.dtype)
         launch(
             "embedding", "scatter_add", (ctx.num, blocks(dim, 128)), 128,
-            (dweight, indices, dout, indices.size, dim, into[1] is not None), T=dout.dtype,
+            (dweight, indices, dout, indices.size, dim, accumulate), T=dout.dtype,
         )
         return None, dweight
 

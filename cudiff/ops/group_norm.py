@@ -197,7 +197,6 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
     channels, groups = channels1 + channels2, mean.shape[1]
     if into[0] is into[1]:  # one tensor is both sources: two threads would add to an element at one time
         into = (into[0], None, *into[2:])
-    constants = kernel_constants(dy, x, x2, into[0], into[1])
     affine = (weight, bias, scale, shift, mean, rstd, groups)
     shapes = (x.shape, x2 is not None and x2.shape, (channels,), (channels,), (n, channels), (n, channels))
     targets = [
@@ -205,6 +204,7 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
         for i, (need, target, shape) in enumerate(zip(needs, into, shapes, strict=True))
     ]
     dx, dx2, dweight, dbias, dscale, dshift = targets
+    constants = kernel_constants(dy, x, x2, dx[0], dx2[0])
     cut = _clusters(n, pixels, channels, groups, 2, x.dtype.itemsize, constants["VEC"])
     if constant_statistics:
         cut = None
