@@ -12,7 +12,7 @@ import numpy as np
 
 from cudiff.backend import Array, array_module, compute_dtype, float32
 from cudiff.cuda.module import empty, gradient_target
-from cudiff.ops import conv2d_sm90
+from cudiff.ops import conv2d_sm90, conv2d_thin
 from cudiff.ops.gemm import Epilogue, aligned, product
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
@@ -138,6 +138,8 @@ def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair,
     Returns out's sums and sums of squares, float32 (N, tiles, K, 2), if `statistics` and the kernel makes them.
     """
     epilogue = epilogue._replace(rows_per_image=out.shape[1] * out.shape[2])
+    if conv2d_thin.suits(x, weight, out, stride, padding, epilogue):
+        return conv2d_thin.fprop(x, weight, out, epilogue, statistics=statistics)
     if conv2d_sm90.suits(x, weight, out, stride, padding):
         return conv2d_sm90.fprop(x, weight, out, epilogue, statistics=statistics)
     if _is_linear(weight.shape[1:3], stride, padding):
@@ -151,7 +153,9 @@ def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pai
                tf32: bool) -> None:
     """Gradient of the input, written to dx (N, H, W, C), and what the epilogue adds."""
     epilogue = epilogue._replace(rows_per_image=dx.shape[1] * dx.shape[2])
-    if conv2d_sm90.suits(dout, weight, dx, stride, padding):
+    if conv2d_thin.suits(dout, weight, dx, stride, padding, epilogue):
+        conv2d_thin.fprop(dout, weight, dx, epilogue, transposed=True)
+    elif conv2d_sm90.suits(dout, weight, dx, stride, padding):
         conv2d_sm90.fprop(dout, weight, dx, epilogue, transposed=True)
     elif _is_linear(weight.shape[1:3], stride, padding):
         linear_dx_cuda(dout, weight.reshape(weight.shape[0], -1), dx.reshape(1, -1, dx.shape[3]), epilogue, tf32)
@@ -163,7 +167,9 @@ def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pai
 
 def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pair, add: bool, tf32: bool) -> None:
     """Gradient of the weight, written or added to dweight (K, R, S, C), float32."""
-    if conv2d_sm90.suits_wgrad(x, dweight, dout, stride, padding):
+    if conv2d_thin.suits(x, dweight, dout, stride, padding):
+        conv2d_thin.wgrad(x, dout, dweight, add)
+    elif conv2d_sm90.suits_wgrad(x, dweight, dout, stride, padding):
         conv2d_sm90.wgrad(x, dout, dweight, add)
     elif _is_linear(dweight.shape[1:3], stride, padding):
         linear_dweight_cuda(x, dout, dweight.reshape(dweight.shape[0], -1), add, tf32)

@@ -1,0 +1,279 @@
+// Convolutions 3x3 of stride 1 and padding 1 between an image of few channels ("thin") and one of many ("wide").
+// variants: T=bf16 THIN=3 BN=64,96,128 STATISTICS=0,1
+// variants: T=half THIN=1,7 BN=32 STATISTICS=1
+//
+// thin: T (N, H, W, THIN); wide: T (N, H, W, C), 16-byte aligned, C a multiple of BN. The patch of a pixel has DEPTH
+// numbers, (r, s, j): thin's 3 x 3 pixels around it. weight holds (tap, j, c) at first + tap * .. + j * .. + c * .. (see
+// Weight), so that the four passes of the two kinds of convolution are three products:
+//   spread  wide[p][c] = patch[p] · weight[c] + bias[c]; where STATISTICS, partials (N, tiles, C, 2) are float sums and
+//           sums of squares of what was stored. Thin is x of fprop, or dout of dgrad.
+//   gather  thin[p][j] = sum over taps (r, s) of wide[p + (r - 1, s - 1)] · weight[tap][j] + bias[j]. Thin is out, or dx.
+//   wgrad   partials[blockIdx.x] (a weight each, float) = sum over the tile's pixels of patch[p][tap, j] · wide[p][c]
+// bias: float or null. All outputs are overwritten. Sums are float and in a fixed order.
+//
+// Fragments of mma.sync are filled without ldmatrix: which channel or pixel stands in which column or depth is free, and
+// is chosen so that a thread's are neighbours in memory.
+// Launch: 256 threads, gridDim.x = N * ceil(H / rows) tiles of `rows` rows of an image; spread and wgrad gridDim.y = C / BN,
+// gather 1, with BN = C. Dynamic shared memory: `rows_bytes`, `products_bytes`, `sums_bytes` of conv2d_thin.py.
+#include "mma.cuh"
+#include "vector.cuh"
+
+constexpr int THREADS = 256, WARPS = THREADS / 32;
+constexpr int DEPTH = 9 * THIN, STEPS = CEIL_DIV(DEPTH, 16);
+constexpr int OWN = BN / 4;  // channels of a thread in spread and gather: a quarter of a pixel's
+
+// Where the weight of (tap, j, c) lies; tap counts backwards where `tap` is negative.
+struct Weight {
+    int first, tap, thin, wide;
+    __device__ __forceinline__ int at(int d, int c) const { return first + d / THIN * tap + d % THIN * thin + c * wide; }
+};
+
+// A block's rows of one image.
+struct Tile {
+    int n, top, rows;
+    __device__ __forceinline__ Tile(int H, int most) {
+        int tiles = CEIL_DIV(H, most);
+        n = blockIdx.x / tiles, top = blockIdx.x % tiles * most, rows = min(most, H - top);
+    }
+};
+
+extern __shared__ __align__(16) u8 dynamic[];
+
+// Thin's rows under a tile's patches, zeros around the image, in shared memory.
+struct Patches {
+    T* lines;
+    int pitch, W;
+
+    __device__ __forceinline__ Patches(const T* thin, const Tile& tile, int H, int W) : lines((T*)dynamic), pitch((W + 2) * THIN), W(W) {
+#pragma unroll 8
+        for (int i = threadIdx.x; i < (tile.rows + 2) * pitch; i += THREADS) {
+            int row = tile.top + i / pitch - 1, e = i % pitch - THIN;
+            bool inside = row >= 0 && row < H && e >= 0 && e < W * THIN;
+            lines[i] = inside ? thin[((i64)tile.n * H + row) * W * THIN + e] : T{};
+        }
+    }
+    // Number d of the patch of pixel m of the tile lies at corner(m) + offset(d).
+    __device__ __forceinline__ int corner(int m) const { return m / W * pitch + m % W * THIN; }
+    __device__ __forceinline__ int offset(int d) const { return d / (3 * THIN) * pitch + d % (3 * THIN); }
+    __device__ __forceinline__ u32 bits(int place, bool inside) const { return inside ? lines[place].bits : 0; }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+spread(const T* thin, const T* weight, const float* bias, T* wide, float* partials, Weight at, int H, int W, int C, int rows) {
+    wait_for_previous();
+    constexpr int LINE = STEPS * 16 + 10, COLUMNS = BN / 8;  // so that few of the lines read at one time share a bank
+    __shared__ __align__(4) T weights[BN * LINE];
+    __shared__ float sums[STATISTICS ? WARPS * BN * 2 : 1];
+    Tile tile(H, rows);
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, channel = blockIdx.y * BN;
+#pragma unroll
+    for (int i = threadIdx.x; i < BN * STEPS * 16; i += THREADS) {  // in the order in which they lie in memory
+        int c = at.wide == 1 ? i % BN : i / (STEPS * 16), d = at.wide == 1 ? i / BN : i % (STEPS * 16);
+        weights[c * LINE + d] = d < DEPTH ? weight[at.at(d, channel + c)] : T{};
+    }
+    Patches patches(thin, tile, H, W);
+    __syncthreads();
+
+    int offset[STEPS][4];
+#pragma unroll
+    for (int k = 0; k < STEPS; k++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) offset[k][i] = patches.offset(k * 16 + 2 * t + i % 2 + i / 2 * 8);
+    const u32* b = (const u32*)(weights + ((g >> 1) * OWN + (g & 1)) * LINE + 2 * t);
+    float constant[OWN] = {}, sum[OWN] = {}, square[OWN] = {};
+    if (bias) load<OWN>(bias + channel + t * OWN, constant);
+
+    int count = tile.rows * W;
+    wide += ((i64)tile.n * H + tile.top) * W * C + channel + t * OWN;
+    for (int m = warp * 16 + g; m - g < count; m += WARPS * 16) {
+        int corner[2] = {patches.corner(min(m, count - 1)), patches.corner(min(m + 8, count - 1))};
+        float acc[COLUMNS][4] = {};
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+            u32 a[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                int d = k * 16 + 2 * t + i / 2 * 8;
+                const int* o = offset[k] + i / 2 * 2;
+                a[i] = patches.bits(corner[i % 2] + o[0], d < DEPTH) | patches.bits(corner[i % 2] + o[1], d + 1 < DEPTH) << 16;
+            }
+#pragma unroll
+            for (int j = 0; j < COLUMNS; j++)  // column 2t + i of product j is channel t * OWN + 2j + i
+                mma<T>(acc[j], a, b[j * LINE + k * 8], b[j * LINE + k * 8 + 4]);
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            if (m + 8 * h >= count) continue;
+            float values[OWN];
+#pragma unroll
+            for (int e = 0; e < OWN; e++) values[e] = acc[e / 2][h * 2 + e % 2] + constant[e];
+            store<OWN>(wide + (i64)(m + 8 * h) * C, values);
+            if constexpr (STATISTICS) {
+#pragma unroll
+                for (int e = 0; e < OWN; e++) {
+                    float rounded = to_float(from_float<T>(values[e]));
+                    sum[e] += rounded, square[e] += rounded * rounded;
+                }
+            }
+        }
+    }
+    if constexpr (STATISTICS) {
+#pragma unroll
+        for (int e = 0; e < OWN; e++) {
+#pragma unroll
+            for (int lanes = 4; lanes < 32; lanes *= 2) {
+                sum[e] += __shfl_xor_sync(0xffffffffu, sum[e], lanes);
+                square[e] += __shfl_xor_sync(0xffffffffu, square[e], lanes);
+            }
+            if (g == 0) {
+                float* own = sums + (warp * BN + t * OWN + e) * 2;
+                own[0] = sum[e], own[1] = square[e];
+            }
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < BN * 2; i += THREADS) {
+            float total = 0.0f;
+            for (int w = 0; w < WARPS; w++) total += sums[w * BN * 2 + i];
+            partials[((i64)blockIdx.x * C + channel) * 2 + i] = total;
+        }
+    }
+}
+
+// Every pixel of the tile's rows and of those around it is multiplied by all DEPTH columns of the weight, once; then the
+// nine products that belong to a pixel of thin are added. Reading wide nine times would cost more.
+extern "C" __global__ void __launch_bounds__(THREADS)
+gather(const T* wide, const T* weight, const float* bias, T* thin, Weight at, int H, int W, int rows) {
+    wait_for_previous();
+    constexpr int LINE = BN + 8, COLUMNS = CEIL_DIV(DEPTH, 8), PITCH = DEPTH | 1;
+    __shared__ __align__(8) T weights[COLUMNS * 8 * LINE];
+    float* products = (float*)dynamic;  // (rows + 2, W, PITCH)
+    Tile tile(H, rows);
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (int i = threadIdx.x; i < BN * COLUMNS * 8; i += THREADS) {
+        int c = at.wide == 1 ? i % BN : i / (COLUMNS * 8), d = at.wide == 1 ? i / BN : i % (COLUMNS * 8);
+        weights[d * LINE + c] = d < DEPTH ? weight[at.at(d, c)] : T{};
+    }
+    __syncthreads();
+
+    uint2 b[BN / 16][COLUMNS];  // depth 2t, 2t + 1, 2t + 8, 2t + 9 of step k is channel t * OWN + 4k and the three after it
+#pragma unroll
+    for (int k = 0; k < BN / 16; k++)
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++) b[k][j] = *(const uint2*)(weights + (j * 8 + g) * LINE + t * OWN + 4 * k);
+
+    int top = max(tile.top - 1, 0), count = (min(tile.top + tile.rows + 1, H) - top) * W;
+    wide += ((i64)tile.n * H + top) * W * BN + t * OWN;
+#pragma unroll 2
+    for (int m = warp * 16 + g; m - g < count; m += WARPS * 16) {
+        uint4 pixel[2][OWN / 8];
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int i = 0; i < OWN / 8; i++) pixel[h][i] = ((const uint4*)(wide + (i64)min(m + 8 * h, count - 1) * BN))[i];
+        float acc[COLUMNS][4] = {};
+#pragma unroll
+        for (int k = 0; k < BN / 16; k++) {
+            const uint4 &upper = pixel[0][k / 2], &lower = pixel[1][k / 2];
+            u32 a[4] = {k % 2 ? upper.z : upper.x, k % 2 ? lower.z : lower.x, k % 2 ? upper.w : upper.y, k % 2 ? lower.w : lower.y};
+#pragma unroll
+            for (int j = 0; j < COLUMNS; j++) mma<T>(acc[j], a, b[k][j].x, b[k][j].y);
+        }
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                int place = m + i / 2 * 8, d = j * 8 + 2 * t + i % 2;
+                if (place < count && d < DEPTH) products[place * PITCH + d] = acc[j][i];
+            }
+    }
+    __syncthreads();
+
+    thin += ((i64)tile.n * H + tile.top) * W * THIN;
+    for (int i = threadIdx.x; i < tile.rows * W * THIN; i += THREADS) {
+        int j = i % THIN, x = i / THIN % W, y = tile.top + i / THIN / W;
+        float sum = bias ? bias[j] : 0.0f;
+#pragma unroll
+        for (int tap = 0; tap < 9; tap++) {
+            int row = y + tap / 3 - 1, column = x + tap % 3 - 1;
+            if (row < 0 || row >= H || column < 0 || column >= W) continue;
+            sum += products[((row - top) * W + column) * PITCH + tap * THIN + j];
+        }
+        thin[i] = from_float<T>(sum);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+wgrad(const T* thin, const T* wide, float* partials, Weight at, int H, int W, int C, int rows) {
+    wait_for_previous();
+    constexpr int COLUMNS = BN / 8;  // and as many channels of a thread: those of lane group g are g * COLUMNS and after
+    struct __align__(COLUMNS % 8 ? 8 : 16) Channels { u16 bits[COLUMNS]; };
+    Tile tile(H, rows);
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, channel = blockIdx.y * BN;
+    Patches patches(thin, tile, H, W);
+    __syncthreads();
+
+    int offset[STEPS][2];
+#pragma unroll
+    for (int k = 0; k < STEPS; k++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) offset[k][h] = patches.offset(min(k * 16 + g + 8 * h, DEPTH - 1));
+    float acc[STEPS][COLUMNS][4] = {};
+    int count = tile.rows * W;
+    wide += ((i64)tile.n * H + tile.top) * W * C + channel + g * COLUMNS;
+#pragma unroll 2
+    for (int m = warp * 16 + t * 4; m - t * 4 < count; m += WARPS * 16) {  // a thread's pixels: m and the three after it
+        Channels pixel[4];
+        int corner[4], y = m / W, x = m % W;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            pixel[i] = m + i < count ? *(const Channels*)(wide + (i64)(m + i) * C) : Channels{};
+            corner[i] = min(y, tile.rows - 1) * patches.pitch + x * THIN;
+            if (++x == W) x = 0, y++;
+        }
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+            u32 a[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                int o = offset[k][i % 2], first = i / 2 * 2;
+                a[i] = patches.bits(corner[first] + o, true) | patches.bits(corner[first + 1] + o, true) << 16;
+            }
+#pragma unroll
+            for (int j = 0; j < COLUMNS; j++)
+                mma<T>(acc[k][j], a, pixel[0].bits[j] | (u32)pixel[1].bits[j] << 16, pixel[2].bits[j] | (u32)pixel[3].bits[j] << 16);
+        }
+    }
+    // The lower half of the warps adds what the upper half has, then the lower quarter, ...
+    float* sums = (float*)dynamic;
+    for (int half = WARPS / 2; half > 0; half /= 2) {
+        float* part = sums + warp % half * STEPS * COLUMNS * 128 + lane;
+        __syncthreads();
+        if (warp >= half && warp < 2 * half)
+#pragma unroll
+            for (int e = 0; e < STEPS * COLUMNS * 4; e++) part[e * 32] = acc[e / 4 / COLUMNS][e / 4 % COLUMNS][e % 4];
+        __syncthreads();
+        if (warp < half)
+#pragma unroll
+            for (int e = 0; e < STEPS * COLUMNS * 4; e++) acc[e / 4 / COLUMNS][e / 4 % COLUMNS][e % 4] += part[e * 32];
+    }
+    // Column 2t + i of product j is channel (2t + i) * COLUMNS + j.
+    constexpr int PITCH = BN + 1;
+    __syncthreads();
+    if (warp == 0)
+#pragma unroll
+        for (int k = 0; k < STEPS; k++)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; j++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    int d = k * 16 + g + i / 2 * 8;
+                    if (d < DEPTH) sums[d * PITCH + (2 * t + i % 2) * COLUMNS + j] = acc[k][j][i];
+                }
+    __syncthreads();
+    partials += (i64)blockIdx.x * DEPTH * C;
+    for (int i = threadIdx.x; i < BN * DEPTH; i += THREADS) {
+        int c = at.wide == 1 ? i % BN : i / DEPTH, d = at.wide == 1 ? i / BN : i % DEPTH;
+        partials[at.at(d, channel + c)] = sums[d * PITCH + c];
+    }
+}

@@ -1,0 +1,78 @@
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cudiff import ops
+from cudiff.ops import conv2d_thin
+from cudiff.tensor import Tensor
+from tests.check import relative_error
+
+# (N, H, W, C), K
+SHAPES = [
+    ((2, 64, 64, 3), 64), ((2, 64, 64, 64), 3), ((3, 28, 28, 1), 32), ((3, 28, 28, 32), 1), ((2, 9, 11, 7), 96),
+    ((2, 13, 21, 128), 6), ((1, 1, 1, 2), 64), ((40, 3, 5, 64), 4), ((1, 130, 7, 3), 128), ((300, 4, 4, 32), 5),
+    ((2, 40, 101, 96), 3),
+]
+
+
+def gradients(arrays, device):
+    """out, dx, dweight, dbias of one convolution, and what out carries for a norm."""
+    x, weight, bias, dout = (Tensor(array, device=device) for array in arrays)
+    x, weight, bias = (Tensor(t.data, requires_grad=True) for t in (x, weight, bias))
+    out = ops.conv2d(x, weight, bias, padding=1)
+    out.backward(dout.data)
+    return [out.numpy(), *(Tensor(t.grad).numpy() for t in (x, weight, bias))], out.partials
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("shape, outputs", SHAPES, ids=str)
+def test_against_numpy(device, rng, monkeypatch, shape, outputs, dtype):
+    if device == "cpu":
+        pytest.skip("compares the two backends")
+    taken = []
+    for name in ("fprop", "wgrad"):
+        original = getattr(conv2d_thin, name)
+        monkeypatch.setattr(conv2d_thin, name, lambda *a, f=original, **k: (taken.append(f.__name__), f(*a, **k))[1])
+    shapes = (shape, (outputs, 3, 3, shape[3]), (outputs,), (*shape[:3], outputs))
+    arrays = [rng.standard_normal(s).astype(dtype) for s in shapes]
+    arrays[1:3] = [array.astype(np.float32) for array in arrays[1:3]]
+    expected, _ = gradients([array.astype(np.float64) for array in arrays], "cpu")
+    results, partials = gradients(arrays, "cuda")
+    assert taken == ["fprop", "fprop", "wgrad"]
+    low = 4e-3 if dtype == ml_dtypes.bfloat16 else 6e-4
+    for result, reference, tolerance in zip(results, expected, (low, low, 1e-5, 1e-5), strict=True):
+        assert relative_error(result, reference) < tolerance
+    assert (partials is None) == (outputs < 8)
+    if partials is not None:
+        rounded, sums = results[0].astype(np.float64), Tensor(partials).numpy().astype(np.float64).sum(1)
+        assert np.allclose(sums[..., 0], rounded.sum((1, 2)), rtol=1e-4, atol=1e-3 * np.sqrt(rounded[0, ..., 0].size))
+        assert relative_error(sums[..., 1], (rounded**2).sum((1, 2))) < 1e-5
+    again, _ = gradients(arrays, "cuda")
+    assert all(np.array_equal(a, b) for a, b in zip(results, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape, outputs", SHAPES[:4], ids=str)
+def test_the_weight_gradient_adds_to_what_is_there(device, rng, shape, outputs):
+    if device == "cpu":
+        pytest.skip("calls the kernel")
+    x, dout = (rng.standard_normal((*shape[:3], c)).astype(ml_dtypes.bfloat16) for c in (shape[3], outputs))
+    weight = Tensor(np.zeros((outputs, 3, 3, shape[3])), requires_grad=True)
+    ops.conv2d(Tensor(x.astype(np.float64)), weight, padding=1).backward(dout.astype(np.float64))
+    before = rng.standard_normal(weight.shape).astype(np.float32)
+    dweight = Tensor(before, device="cuda").data
+    conv2d_thin.wgrad(*(Tensor(array, device="cuda").data for array in (x, dout)), dweight, True)
+    assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < 1e-5
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+@pytest.mark.parametrize("shape", [(64, 3, 3, 3), (3, 3, 3, 64)])
+def test_where_the_kernel_finds_the_weight(shape, flipped):
+    """kernels/conv2d_thin.cu's Weight: (tap, thin channel, wide channel) against the array's own indexing."""
+    weight = np.arange(np.prod(shape)).reshape(shape)
+    at = conv2d_thin._weight(shape[3], thin_last=shape[3] == 3, flipped=flipped)
+    turned = weight[:, ::-1, ::-1] if flipped else weight
+    for tap, j, c in ((0, 0, 0), (1, 2, 5), (5, 1, 63), (8, 2, 0)):
+        expected = turned[(c, tap // 3, tap % 3, j) if shape[3] == 3 else (j, tap // 3, tap % 3, c)]
+        assert at["first"] + tap * at["tap"] + j * at["thin"] + c * at["wide"] == expected
