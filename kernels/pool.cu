@@ -1,102 +1,148 @@
 // Sums and maxima over square windows, channels last: `small` (N, h, w, C) has an element for each window of `large`
-// (N, H, W, C), whose corner is (i, j) * stride - padding; what lies outside of `large` counts as nothing. All T;
-// place (N, h, w, C) u8 is the maximum's row * size + column in its window. Sums are in float and in a fixed order.
+// (N, H, W, C), whose corner is (i, j) * STRIDE - PADDING; what lies outside of `large` counts as nothing. All T;
+// place (N, h, w, C) u8 is the maximum's row * WINDOW + column in its window. Sums are in float and in a fixed order.
 // Outputs overwrite; those with `add` accumulate where it is set.
+// sums: null, or float (gridDim.x, C, moments): of what a block stored, for each channel the sum, and with 2 moments the
+// sum of squares.
 // VEC=1: C and every T address are multiples of a 16-byte pack.
-// Launch: a block for each row (n, i) of the output, any number of threads.
-// variants: T=float,bf16,half VEC=0,1
+// Launch: block (lanes, columns), at most 256 threads, a lane for each pack of channels; gridDim.y = ceil(packs / lanes);
+// gridDim.x = N * h rows of windows, or for kernels that write `large` N * ceil((H + PADDING) / STRIDE) bands of STRIDE rows.
+// variants: T=float,bf16,half VEC=0,1 WINDOW=2 STRIDE=2 PADDING=0
+// variants: T=bf16 VEC=1 WINDOW=3 STRIDE=1,2 PADDING=1
+// variants: T=float VEC=1 WINDOW=5 STRIDE=1,5 PADDING=0,2
 #include "vector.cuh"
 
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
+constexpr int MOST = CEIL_DIV(WINDOW, STRIDE);  // windows of a row that hold one position
+constexpr int UNROLL = WINDOW <= 3 && STRIDE <= 3 ? 3 : 1;  // more would spill registers
 struct __align__(V) Places { u8 v[V]; };
 
-#define EXTENT int H, int W, int h, int w, int C, int size, int stride, int padding
+#define EXTENT int H, int W, int h, int w, int C
 
-// The part [begin, end) of the window from `corner` that lies inside `length`.
-struct Inside {
-    int corner, begin, end;
-    __device__ Inside(int index, int stride, int padding, int size, int length) {
-        corner = index * stride - padding;
-        begin = max(corner, 0);
-        end = min(corner + size, length);
+// The sums of what a thread stores, and a block's.
+struct Moments {
+    float sum[V] = {}, square[V] = {};
+
+    __device__ __forceinline__ void add(const float (&values)[V]) {
+#pragma unroll
+        for (int k = 0; k < V; k++) {
+            float stored = to_float(from_float<T>(values[k]));
+            sum[k] += stored, square[k] += stored * stored;
+        }
+    }
+    __device__ __forceinline__ void write(float* sums, int moments, int C) {
+        __shared__ __align__(16) float parts[2][256 * V];
+        int lanes = blockDim.x * V, thread = threadIdx.y * blockDim.x + threadIdx.x, first = blockIdx.y * lanes;
+        store<V>(parts[0] + thread * V, sum);
+        store<V>(parts[1] + thread * V, square);
+        __syncthreads();
+        for (int i = thread; i < min(lanes, C - first) * moments; i += blockDim.x * blockDim.y) {
+            float total = 0.0f;
+#pragma unroll 8
+            for (int y = 0; y < blockDim.y; y++) total += parts[i % moments][y * lanes + i / moments];
+            sums[((i64)blockIdx.x * C + first) * moments + i] = total;
+        }
     }
 };
 
-// The windows [begin, end) that hold position p; `p` becomes the place in window 0's row.
-struct Covering {
-    int p, begin, end;
-    __device__ Covering(int position, int stride, int padding, int size, int count) {
-        p = position + padding;
-        begin = p < size ? 0 : (p - size) / stride + 1;
-        end = min(count, p / stride + 1);
-    }
-};
+// This thread's first channel, and how many columns of `count` it has part in.
+__device__ __forceinline__ int channel() { return (blockIdx.y * blockDim.x + threadIdx.x) * V; }
+__device__ __forceinline__ int columns(int count, int C) { return channel() < C ? count : 0; }
 
 // small = factor * sum of the window.
-extern "C" __global__ void sum_windows(T* small, int add, const T* __restrict__ large, float factor, EXTENT) {
+extern "C" __global__ void __launch_bounds__(256)
+sum_windows(T* __restrict__ small, int add, float* sums, int moments, const T* __restrict__ large, float factor, EXTENT) {
     wait_for_previous();
-    i64 n = blockIdx.x / h;
-    Inside rows(blockIdx.x % h, stride, padding, size, H);
-    for (int item = threadIdx.x; item < w * (C / V); item += blockDim.x) {
-        int j = item / (C / V), c = item % (C / V) * V;
-        Inside columns(j, stride, padding, size, W);
+    int c = channel(), top = (int)(blockIdx.x % h) * STRIDE - PADDING;
+    large += (i64)(blockIdx.x / h) * H * W * C + c, small += (i64)blockIdx.x * w * C + c;
+    Moments stored;
+#pragma unroll 2
+    for (int j = threadIdx.y; j < columns(w, C); j += blockDim.y) {
         float sum[V] = {};
-        for (int r = rows.begin; r < rows.end; r++)
-            for (int s = columns.begin; s < columns.end; s++) {
+#pragma unroll UNROLL
+        for (int r = 0; r < WINDOW; r++)
+#pragma unroll UNROLL
+            for (int s = 0; s < WINDOW; s++) {
+                int row = top + r, column = j * STRIDE - PADDING + s;
+                if (row < 0 || row >= H || column < 0 || column >= W) continue;
                 float v[V];
-                load<V>(large + ((n * H + r) * W + s) * C + c, v);
+                load<V>(large + ((i64)row * W + column) * C, v);
 #pragma unroll
                 for (int k = 0; k < V; k++) sum[k] += v[k];
             }
 #pragma unroll
         for (int k = 0; k < V; k++) sum[k] *= factor;
-        store<V>(small + ((i64)blockIdx.x * w + j) * C + c, sum, add);
+        store<V>(small + (i64)j * C, sum, add);
+        stored.add(sum);
     }
+    if (sums) stored.write(sums, moments, C);
 }
 
+// A thread's elements are STRIDE columns and rows at a time, from the corner of window (i, j) on: window (i - k, j - l)
+// holds those at (a, b) for which k * STRIDE + a and l * STRIDE + b are less than WINDOW.
+
 // large = factor * sum of the windows that hold the element.
-extern "C" __global__ void spread_windows(T* large, int add, const T* __restrict__ small, float factor, EXTENT) {
+extern "C" __global__ void __launch_bounds__(256)
+spread_windows(T* __restrict__ large, int add, float* sums, int moments, const T* __restrict__ small, float factor, EXTENT) {
     wait_for_previous();
-    i64 n = blockIdx.x / H;
-    Covering rows(blockIdx.x % H, stride, padding, size, h);
-    for (int item = threadIdx.x; item < W * (C / V); item += blockDim.x) {
-        int s = item / (C / V), c = item % (C / V) * V;
-        Covering columns(s, stride, padding, size, w);
-        float sum[V] = {};
-        for (int i = rows.begin; i < rows.end; i++)
-            for (int j = columns.begin; j < columns.end; j++) {
-                float v[V];
-                load<V>(small + ((n * h + i) * w + j) * C + c, v);
+    int bands = CEIL_DIV(H + PADDING, STRIDE), i = blockIdx.x % bands, c = channel();
+    i64 n = blockIdx.x / bands;
+    large += n * H * W * C + c, small += n * h * w * C + c;
+    Moments stored;
+    for (int j = threadIdx.y; j < columns(CEIL_DIV(W + PADDING, STRIDE), C); j += blockDim.y)
+#pragma unroll UNROLL
+        for (int a = 0; a < STRIDE; a++) {
+            int row = i * STRIDE - PADDING + a;
+            if (row < 0 || row >= H) continue;
+            float sum[STRIDE][V] = {};
+#pragma unroll UNROLL
+            for (int k = 0; k * STRIDE + a < WINDOW; k++)
+#pragma unroll UNROLL
+                for (int l = 0; l < MOST; l++) {
+                    if (i < k || i - k >= h || j < l || j - l >= w) continue;
+                    float v[V];
+                    load<V>(small + ((i64)(i - k) * w + j - l) * C, v);
 #pragma unroll
-                for (int k = 0; k < V; k++) sum[k] += v[k];
+                    for (int b = 0; b < STRIDE; b++)
+#pragma unroll
+                        for (int e = 0; e < V; e++) sum[b][e] += l * STRIDE + b < WINDOW ? v[e] : 0.0f;
+                }
+#pragma unroll
+            for (int b = 0; b < STRIDE; b++) {
+                int column = j * STRIDE - PADDING + b;
+                if (column < 0 || column >= W) continue;
+#pragma unroll
+                for (int e = 0; e < V; e++) sum[b][e] *= factor;
+                store<V>(large + ((i64)row * W + column) * C, sum[b], add);
+                stored.add(sum[b]);
             }
-#pragma unroll
-        for (int k = 0; k < V; k++) sum[k] *= factor;
-        store<V>(large + ((i64)blockIdx.x * W + s) * C + c, sum, add);
-    }
+        }
+    if (sums) stored.write(sums, moments, C);
 }
 
 // small = maximum of the window, NaN where it holds one; place = that of the first.
-extern "C" __global__ void max_windows(T* small, u8* place, const T* __restrict__ large, EXTENT) {
+extern "C" __global__ void __launch_bounds__(256) max_windows(T* small, u8* place, const T* __restrict__ large, EXTENT) {
     wait_for_previous();
-    i64 n = blockIdx.x / h;
-    Inside rows(blockIdx.x % h, stride, padding, size, H);
-    for (int item = threadIdx.x; item < w * (C / V); item += blockDim.x) {
-        int j = item / (C / V), c = item % (C / V) * V;
-        Inside columns(j, stride, padding, size, W);
+    int c = channel(), top = (int)(blockIdx.x % h) * STRIDE - PADDING;
+    large += (i64)(blockIdx.x / h) * H * W * C + c;
+    for (int j = threadIdx.y; j < columns(w, C); j += blockDim.y) {
         float largest[V];
         Places found = {};
 #pragma unroll
         for (int k = 0; k < V; k++) largest[k] = __int_as_float(0xff800000);
-        for (int r = rows.begin; r < rows.end; r++)
-            for (int s = columns.begin; s < columns.end; s++) {
+#pragma unroll UNROLL
+        for (int r = 0; r < WINDOW; r++)
+#pragma unroll UNROLL
+            for (int s = 0; s < WINDOW; s++) {
+                int row = top + r, column = j * STRIDE - PADDING + s;
+                if (row < 0 || row >= H || column < 0 || column >= W) continue;
                 float v[V];
-                load<V>(large + ((n * H + r) * W + s) * C + c, v);
+                load<V>(large + ((i64)row * W + column) * C, v);
 #pragma unroll
                 for (int k = 0; k < V; k++)
                     if (v[k] > largest[k] || v[k] != v[k]) {
                         largest[k] = v[k];
-                        found.v[k] = (r - rows.corner) * size + s - columns.corner;
+                        found.v[k] = r * WINDOW + s;
                     }
             }
         i64 out = ((i64)blockIdx.x * w + j) * C + c;
@@ -106,24 +152,39 @@ extern "C" __global__ void max_windows(T* small, u8* place, const T* __restrict_
 }
 
 // dlarge = sum of dsmall of the windows whose maximum the element is.
-extern "C" __global__ void max_windows_backward(T* dlarge, int add, const T* __restrict__ dsmall, const u8* __restrict__ place, EXTENT) {
+extern "C" __global__ void __launch_bounds__(256)
+max_windows_backward(T* dlarge, int add, const T* __restrict__ dsmall, const u8* __restrict__ place, EXTENT) {
     wait_for_previous();
-    i64 n = blockIdx.x / H;
-    Covering rows(blockIdx.x % H, stride, padding, size, h);
-    for (int item = threadIdx.x; item < W * (C / V); item += blockDim.x) {
-        int s = item / (C / V), c = item % (C / V) * V;
-        Covering columns(s, stride, padding, size, w);
-        float sum[V] = {};
-        for (int i = rows.begin; i < rows.end; i++)
-            for (int j = columns.begin; j < columns.end; j++) {
-                i64 from = ((n * h + i) * w + j) * C + c;
-                int own = (rows.p - i * stride) * size + columns.p - j * stride;
-                float v[V];
-                load<V>(dsmall + from, v);
-                Places found = *reinterpret_cast<const Places*>(place + from);
+    int bands = CEIL_DIV(H + PADDING, STRIDE), i = blockIdx.x % bands, c = channel();
+    i64 n = blockIdx.x / bands;
+    dlarge += n * H * W * C + c, dsmall += n * h * w * C + c, place += n * h * w * C + c;
+    for (int j = threadIdx.y; j < columns(CEIL_DIV(W + PADDING, STRIDE), C); j += blockDim.y)
+#pragma unroll UNROLL
+        for (int a = 0; a < STRIDE; a++) {
+            int row = i * STRIDE - PADDING + a;
+            if (row < 0 || row >= H) continue;
+            float sum[STRIDE][V] = {};
+#pragma unroll UNROLL
+            for (int k = 0; k * STRIDE + a < WINDOW; k++)
+#pragma unroll UNROLL
+                for (int l = 0; l < MOST; l++) {
+                    if (i < k || i - k >= h || j < l || j - l >= w) continue;
+                    i64 window = ((i64)(i - k) * w + j - l) * C;
+                    float v[V];
+                    load<V>(dsmall + window, v);
+                    Places found = *reinterpret_cast<const Places*>(place + window);
 #pragma unroll
-                for (int k = 0; k < V; k++) sum[k] += found.v[k] == own ? v[k] : 0.0f;
+                    for (int b = 0; b < STRIDE; b++)
+#pragma unroll
+                        for (int e = 0; e < V; e++) {
+                            int own = (k * STRIDE + a) * WINDOW + l * STRIDE + b;
+                            sum[b][e] += l * STRIDE + b < WINDOW && found.v[e] == own ? v[e] : 0.0f;
+                        }
+                }
+#pragma unroll
+            for (int b = 0; b < STRIDE; b++) {
+                int column = j * STRIDE - PADDING + b;
+                if (column >= 0 && column < W) store<V>(dlarge + ((i64)row * W + column) * C, sum[b], add);
             }
-        store<V>(dlarge + ((i64)blockIdx.x * W + s) * C + c, sum, add);
-    }
+        }
 }

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cudiff.backend import Array
+from cudiff.backend import Array, float32
 from cudiff.cuda.module import blocks, empty, gradient_target, launch
 from cudiff.ops.cast import narrow, require_float, widen
 from cudiff.tensor import Function, Tensor
@@ -80,11 +80,13 @@ class AveragePool2d(Function):
     def forward_cuda(ctx, x, window):
         require_float("avg_pool2d", x)
         ctx.size, ctx.window = x.shape[1:3], window
-        return _sum_windows_cuda(x, window, 1 / window[0] ** 2)
+        out, ctx.out_partials = _sum_windows_cuda(x, window, 1 / window[0] ** 2)
+        return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
-        return (_spread_windows_cuda(dout, ctx.size, ctx.window, 1 / ctx.window[0] ** 2, into[0]),)
+        dx, ctx.din_partials[0] = _spread_windows_cuda(dout, ctx.size, ctx.window, 1 / ctx.window[0] ** 2, into[0], 1)
+        return (dx,)
 
 
 class UpsampleNearest(Function):
@@ -105,11 +107,14 @@ class UpsampleNearest(Function):
     def forward_cuda(ctx, x, factor):
         require_float("upsample_nearest", x)
         ctx.window = (factor, factor, 0)
-        return _spread_windows_cuda(x, (x.shape[1] * factor, x.shape[2] * factor), ctx.window, 1.0)
+        size = x.shape[1] * factor, x.shape[2] * factor
+        out, ctx.out_partials = _spread_windows_cuda(x, size, ctx.window, 1.0)
+        return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
-        return (_sum_windows_cuda(dout, ctx.window, 1.0, into[0]),)
+        dx, ctx.din_partials[0] = _sum_windows_cuda(dout, ctx.window, 1.0, into[0], 1)
+        return (dx,)
 
 
 class MaxPool2d(Function):
@@ -143,7 +148,7 @@ class MaxPool2d(Function):
         n, height, width, channels = x.shape
         out = empty((n, *out_size((height, width), window), channels), x.dtype)
         place = empty(out.shape, np.uint8)
-        _launch("max_windows", (out, place, x), x, out, out, window)
+        _launch("max_windows", (out, place), (x,), x, out, out, window)
         ctx.window, ctx.size = window, x.shape[1:3]
         ctx.save(place)
         return out
@@ -152,33 +157,45 @@ class MaxPool2d(Function):
     def backward_cuda(ctx, dout, needs, into):
         (place,) = ctx.saved
         dx, add = gradient_target(into[0], (len(dout), *ctx.size, dout.shape[3]), dout.dtype)
-        _launch("max_windows_backward", (dx, add, dout, place), dx, dout, dx, ctx.window)
+        _launch("max_windows_backward", (dx, add), (dout, place), dx, dout, dx, ctx.window)
         return (dx,)
 
 
-def _sum_windows_cuda(x: Array, window: Window, factor: float, into: Array | None = None) -> Array:
-    """`sum_windows_numpy` on the GPU; added to `into` where that is given."""
+def _sum_windows_cuda(x: Array, window: Window, factor: float, into: Array | None = None,
+                      moments: int = 2) -> tuple[Array, Array | None]:
+    """`sum_windows_numpy` on the GPU, added to `into` where that is given; and its sums: see `_launch`."""
     shape = (x.shape[0], *out_size(x.shape[1:3], window), x.shape[3])
     out, add = gradient_target(into, shape, x.dtype)
-    _launch("sum_windows", (out, add, x, factor), x, out, out, window)
-    return out
+    return out, _launch("sum_windows", (out, add), (x, factor), x, out, out, window, moments)
 
 
-def _spread_windows_cuda(x: Array, size: tuple[int, int], window: Window, factor: float,
-                         into: Array | None = None) -> Array:
-    """`spread_windows_numpy` on the GPU; added to `into` where that is given."""
+def _spread_windows_cuda(x: Array, size: tuple[int, int], window: Window, factor: float, into: Array | None = None,
+                         moments: int = 2) -> tuple[Array, Array | None]:
+    """`spread_windows_numpy` on the GPU, added to `into` where that is given; and its sums: see `_launch`."""
     out, add = gradient_target(into, (x.shape[0], *size, x.shape[3]), x.dtype)
-    _launch("spread_windows", (out, add, x, factor), out, x, out, window)
-    return out
+    return out, _launch("spread_windows", (out, add), (x, factor), out, x, out, window, moments)
 
 
-def _launch(name: str, args: tuple, large: Array, small: Array, out: Array, window: Window) -> None:
-    """One block a row of `out`, which is `large` or `small`."""
-    channels, size = large.shape[3], 16 // large.itemsize
+def _launch(name: str, outputs: tuple, inputs: tuple, large: Array, small: Array, out: Array, window: Window,
+            moments: int = 0) -> Array | None:
+    """One block a row of windows, or where `out` is `large` the rows from one window's corner to the next.
+
+    Returns of what each block stores the sums, and with 2 moments those of squares: float32 (N, blocks, C[, 2]).
+    """
+    n, height, width, channels = large.shape
+    size, (length, stride, padding) = 16 // large.itemsize, window
     packs = channels % size == 0 and large.data.ptr % 16 == 0 and small.data.ptr % 16 == 0
-    items = out.shape[2] * channels // (size if packs else 1)
-    launch("pool", name, out.shape[0] * out.shape[1], 32 * min(8, blocks(items, 32)),
-           (*args, *large.shape[1:3], *small.shape[1:3], channels, *window), T=large.dtype, VEC=int(packs))
+    rows, columns = small.shape[1:3] if out is small else (blocks(e + padding, stride) for e in (height, width))
+    lanes = min(256, channels // (size if packs else 1))
+    sums = empty((n, rows, channels, 2)[: 2 + moments], float32) if moments else None
+    statistics = (sums, moments) if moments else ()
+    launch(
+        "pool", name, (n * rows, blocks(channels, lanes * (size if packs else 1))),
+        (lanes, min(256 // lanes, columns)),
+        (*outputs, *statistics, *inputs, height, width, *small.shape[1:3], channels),
+        T=large.dtype, VEC=int(packs), WINDOW=length, STRIDE=stride, PADDING=padding,
+    )
+    return sums
 
 
 def _window(name: str, x: Tensor, size: int, stride: int | None, padding: int) -> Window:

@@ -76,6 +76,26 @@ def test_gradient_is_added_to_what_is_there(device, rng, op, channels):
     np.testing.assert_allclose(Tensor(x.grad).numpy(), 2 * once, rtol=1e-6)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", [avg_pool2d, upsample_nearest])
+@pytest.mark.parametrize("shape", [(2, 8, 6, 64), (3, 5, 7, 3), (1, 4, 4, 2064)])
+def test_sums_travel_along(device, rng, op, shape):
+    """Forward leaves what a norm of the result needs, backward the sums of dx with what it had before."""
+    if device == "cpu":
+        pytest.skip("only kernels leave sums")
+    x = Tensor(rng.standard_normal(shape), requires_grad=True, dtype=np.float32, device=device)
+    out = op(x)
+    values, sums = out.numpy().astype(np.float64), Tensor(out.partials).numpy().sum(1)
+    np.testing.assert_allclose(sums, np.stack([values.sum((1, 2)), (values**2).sum((1, 2))], -1), rtol=1e-4, atol=1e-4)
+    before = Tensor(rng.standard_normal(shape), dtype=np.float32, device=device).data
+    dout = Tensor(rng.standard_normal(out.shape), dtype=np.float32, device=device).data
+    node, _ = out._source
+    (dx,) = node.function.backward_cuda(node.ctx, dout, needs=(True,), into=[before])
+    assert dx is before
+    sums = Tensor(node.ctx.din_partials[0]).numpy().sum(1)
+    np.testing.assert_allclose(sums, Tensor(dx).numpy().astype(np.float64).sum((1, 2)), rtol=1e-4, atol=1e-4)
+
+
 def test_bad_windows():
     x = Tensor(np.zeros((1, 4, 4, 1)))
     for size, stride, padding in ((17, 1, 8), (2, 0, 0), (2, 1, 2), (5, 1, 0)):
