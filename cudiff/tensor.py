@@ -377,7 +377,9 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
     into: list[Array | Vacant | None] = []
     for target in targets:
         again = any(target is other for other in targets[: len(into)])
-        into.append(target.into() if isinstance(target, _Gradient) else _into_leaf(target, device, again, finish))
+        into.append(target.into() if isinstance(target, _Gradient) else _into_leaf(target, device, again))
+    for array in (*douts, *into):  # what is read now, or may be added to
+        finish(array)
     backward = node.function.backward_cuda if device == "cuda" else node.function.backward_numpy
     results = backward(node.ctx, *douts, needs=node.needs, into=list(into))
     places = [place.array if isinstance(place, Vacant) else place for place in into]
@@ -392,11 +394,12 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
         if result is places[i]:
             if isinstance(target, _Gradient):
                 target.partials = partials
-                finish(result)
             else:
                 target.grad = result
-            continue  # only a leaf's own gradient may be unfinished until the end
-        finish(result)
+            continue
+        if isinstance(target, Tensor) or target.array is not None or id(result) in returned:
+            finish(result)  # which is copied or added now
+            finish(target.array if isinstance(target, _Gradient) else target._grad)
         result = np.asarray(result) if isinstance(result, np.generic) else result  # an in-place sum needs an array
         borrowed = result.base is not None or id(result) in shared
         if id(result) in returned and not borrowed:
@@ -408,13 +411,12 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
             target.add(result, borrowed, partials)
 
 
-def _into_leaf(leaf: Tensor | None, device: str, again: bool, finish: Any) -> Array | Vacant | None:
+def _into_leaf(leaf: Tensor | None, device: str, again: bool) -> Array | Vacant | None:
     """What a backward gets as `into` for a leaf, which may be among its inputs `again`."""
     if leaf is None:
         return None
     if leaf._vacant:
         return None if again or device == "cpu" else Vacant(leaf._grad)
-    finish(leaf.grad)  # a sum may wait that overwrites it
     return leaf.grad
 
 

@@ -9,25 +9,29 @@ extern "C" __global__ void add_into(TOTAL* __restrict__ total, const TERM* __res
         total[i] = from_float<TOTAL>(to_float(total[i]) + to_float(term[i]));
 }
 
-// out (columns) = or, where `add`, += the sum of source (rows, columns, step)[:, :, 0] over its rows, in a fixed order.
+// out (columns / width, width) = or, where `add`, += the sum over the rows of source (columns / width, rows, width, step)
+// [..., 0], in a fixed order.
 struct RowSum {
     const float* source;
     float* out;
-    int rows, columns, step, add;
+    int rows, columns, width, step, add;
+    int first_block;  // of those that do this job, 32 columns each; the largest int where there is no job
 };
 struct RowSums { RowSum jobs[64]; };
 
-// A row of the grid does one job. Launch: (32, 8) threads, grid (CEIL_DIV(most columns, 32), jobs).
+// Launch: (32, 8) threads, a block for each 32 columns of each job.
 extern "C" __global__ __launch_bounds__(256) void sum_rows(const __grid_constant__ RowSums sums) {
     wait_for_previous();
     __shared__ float parts[8][32];
-    const RowSum& job = sums.jobs[blockIdx.y];
-    int column = blockIdx.x * 32 + threadIdx.x;
-    if (blockIdx.x * 32 >= job.columns) return;
+    int found = 0;
+    for (int half = 32; half > 0; half /= 2)
+        if (sums.jobs[found + half].first_block <= blockIdx.x) found += half;
+    const RowSum& job = sums.jobs[found];
+    int column = (blockIdx.x - job.first_block) * 32 + threadIdx.x;
     float sum = 0.0f;
     if (column < job.columns) {
-        i64 pitch = (i64)job.columns * job.step;
-        const float* source = job.source + (i64)column * job.step;
+        i64 pitch = (i64)job.width * job.step;
+        const float* source = job.source + column / job.width * job.rows * pitch + column % job.width * job.step;
 #pragma unroll 4
         for (int row = threadIdx.y; row < job.rows; row += 8) sum += source[row * pitch];
     }

@@ -1,7 +1,7 @@
 """Sums over a few rows that wait for each other and share a launch.
 
 The biases and the norms of a U-Net have two hundred gradients, each the sum of some dozens of rows of partial sums that
-a larger kernel left. During a backward the tape lets those that go to parameters wait until its end.
+a larger kernel left. During a backward the tape lets them wait until something needs them, or until its end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from cudiff.backend import Array, float32
 from cudiff.cuda.module import blocks, launch
 
 JOBS = 64  # in one launch
-_ROW_SUM = np.dtype([("source", "u8"), ("out", "u8"), ("rows", "i4"), ("columns", "i4"), ("step", "i4"), ("add", "i4")])
+_ROW_SUM = np.dtype(
+    [("source", "u8"), ("out", "u8")]
+    + [(name, "i4") for name in ("rows", "columns", "width", "step", "add", "first_block")]
+)
 
 
 _Job = tuple[Array, Array, int, int, bool]  # source, out, step, offset, add
@@ -43,9 +46,9 @@ def waiting() -> Iterator[Callable[[Array], None]]:
 
 
 def add_rows(source: Array, out: Array, add: bool, step: int = 1, offset: int = 0) -> None:
-    """out (C,) = or += the sum of source (..., C·step)[..., offset::step] over all its rows; both float32.
+    """out (N, C) = or += the sums of source (N, ..., C·step)[..., offset::step] over its rows; or (C,), of all rows.
 
-    Nobody may write to `source` before the tape's backward has ended.
+    Both float32. Until the tape's backward has ended nobody may write to `source`, or use `out` without `finish`.
     """
     finish(out)
     job = source, out, step, offset, add
@@ -64,10 +67,12 @@ def finish(out: Array) -> None:
 
 def _launch(jobs: list[_Job]) -> None:
     for start in range(0, len(jobs), JOBS):
-        part = jobs[start : start + JOBS]
         table = np.zeros(1, np.dtype([("jobs", _ROW_SUM, JOBS)]))
-        for i, (source, out, step, offset, add) in enumerate(part):
+        table["jobs"]["first_block"] = np.iinfo(np.int32).max
+        grid = 0
+        for i, (source, out, step, offset, add) in enumerate(jobs[start : start + JOBS]):
             rows = source.size // (out.size * step)
-            table["jobs"][0, i] = (source.data.ptr + 4 * offset, out.data.ptr, rows, out.size, step, add)
-        width = max(out.size for _, out, *_ in part)
-        launch("accumulate", "sum_rows", (blocks(width, 32), len(part)), (32, 8), (table,), TOTAL=float32, TERM=float32)
+            place, width = source.data.ptr + 4 * offset, out.shape[-1]
+            table["jobs"][0, i] = (place, out.data.ptr, rows, out.size, width, step, add, grid)
+            grid += blocks(out.size, 32)
+        launch("accumulate", "sum_rows", grid, (32, 8), (table,), TOTAL=float32, TERM=float32)

@@ -6,6 +6,7 @@ from typing import Any
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.module import empty, gradient_target
+from cudiff.cuda.sums import add_rows
 from cudiff.ops.cast import astype
 from cudiff.ops.conv2d import check_bias, conv2d, dgrad_cuda, fprop_cuda, out_size, pair, wgrad_cuda
 from cudiff.ops.gemm import Epilogue
@@ -88,8 +89,11 @@ class NormSiluConv2d(Function):
             sums = None
         if sums is None and (needs[8] or (needs[3] and needs[12])):
             sums = sum_array(dout, (1, 2), dtype=float32)[:, None]
-        if needs[8]:  # a view where there is one tile: nobody adds to it while the sums below wait
-            grads[8] = sums[:, 0] if sums.shape[1] == 1 else sum_array(sums, 1)
+        if needs[8] and sums.shape[1] == 1:  # a view: nobody adds to it while the sums below wait
+            grads[8] = sums[:, 0]
+        elif needs[8]:
+            grads[8] = empty((sums.shape[0], sums.shape[2]), float32)
+            add_rows(sums, grads[8], False)
         for i in (3, 12):
             grads[i] = sum_rows_cuda(dout, into[i], sums) if needs[i] else None
         if needs[2]:
