@@ -98,7 +98,8 @@ class Trainer:
         share = 1 / self.config.accumulate
         for index in range(self.config.accumulate):
             images, labels = self.loader.batch(self.generator.step, streamed, index)
-            loss = self.loss(self.net, images, labels, self.generator) * share
+            loss = self.loss(self.net, images, labels, self.generator)
+            loss = loss * share if share < 1 else loss
             loss.backward()
             accumulate(self._loss_sum.data, loss.data)
             self.generator.advance()

@@ -39,8 +39,8 @@ class EDMLoss:
     """E[lambda(sigma) (D(y + n; sigma) - y)^2], log sigma ~ N(P_mean, P_std^2): EDM, arXiv 2206.00364, equation 8.
 
     Since lambda(sigma) c_out^2 = 1 (Table 1), it is the mean square difference between the raw network output and
-    (y - c_skip (y + n)) / c_out. With n = sigma z and h = sqrt(sigma^2 + sigma_data^2) this target is
-    (sigma y / sigma_data - sigma_data z) / h, which has unit variance and cancels nothing at small sigma.
+    (y - c_skip (y + n)) / c_out. `ops.edm_mix` gives this target, which has unit variance, and the network's input in
+    forms that cancel nothing at small sigma.
     """
 
     def __init__(
@@ -61,15 +61,9 @@ class EDMLoss:
         labels = drop_labels(labels, self.label_dropout, generator)
         if (self.data_mean, self.data_std) != (0, 1):
             images = (images - self.data_mean) * (1 / self.data_std)
-        log_sigma = generator.normal((images.shape[0],), Streams.SIGMA) * self.P_std + self.P_mean
+        draw = generator.normal((images.shape[0],), Streams.SIGMA)
         noise = generator.normal(images.shape, Streams.NOISE)
-        sigma = ops.exp(log_sigma)
-        c_in = 1 / ops.sqrt(ops.square(sigma) + self.sigma_data**2)
-        # x = c_in (y + sigma z); the shares are the cosine and sine of one angle, scaled
-        image_in, noise_in = per_sample(c_in, images), per_sample(sigma * c_in, images)
-        image_out, noise_out = noise_in * (1 / self.sigma_data), image_in * self.sigma_data
-        x = images * image_in + noise * noise_in
-        target = images * image_out - noise * noise_out
+        x, target, log_sigma = ops.edm_mix(images, noise, draw, self.P_mean, self.P_std, self.sigma_data)
         return mse(net(x, log_sigma * self.c_noise_scale, labels), target)
 
 
