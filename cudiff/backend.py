@@ -104,6 +104,11 @@ def array_module(device: str) -> ModuleType:
     raise CudiffError(f"unknown device '{device}': use 'cpu' or 'cuda'")
 
 
+def is_capturing(device: str) -> bool:
+    """Whether what is done on `device` is only recorded now, for a CUDA graph."""
+    return device == "cuda" and get_cupy().cuda.get_current_stream().is_capturing()
+
+
 def to_device(array: Array, device: str) -> Array:
     """Copy `array` to `device`; the array itself where it is there already."""
     module = array_module(device)
@@ -113,7 +118,7 @@ def to_device(array: Array, device: str) -> Array:
         return array.get()
     if array.dtype == float64:
         raise CudiffError("float64 arrays stay on the CPU: convert with .astype('float32') first")
-    if module.cuda.get_current_stream().is_capturing():
+    if is_capturing(device):
         raise CudiffError("a captured function copied a host array to the GPU: make it before, and hold it as a Tensor")
     return module.asarray(np.asarray(array, order="C"))
 

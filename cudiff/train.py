@@ -84,7 +84,7 @@ class Trainer:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.loader = Loader(self.training, config, self.device, first=int(self.generator.step))
         captured = self.device == "cuda" and config.capture
-        self._step: Any = capture(self.train_step, device=self.device) if captured else self.train_step
+        self._step: Any = capture(self.train_step, device=self.device, rehearse=True) if captured else self.train_step
         self._timed_from, self._timed_steps = time.perf_counter(), 0
         self._saved_at = self._previewed_at = -1
 

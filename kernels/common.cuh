@@ -1,4 +1,4 @@
-// Storage types and conversions, packs of 16 bytes, and small arithmetic. No CUDA toolkit header is needed.
+// Storage types and conversions, packs of 16 bytes, small arithmetic, and the wait that every kernel begins with.
 //
 // bf16 and half are storage: to_float() reads them, from_float<T>() rounds to nearest even. Arithmetic is float.
 #pragma once

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from cudiff import ops
+from cudiff.backend import bfloat16
+from cudiff.cuda import module
 from cudiff.cuda.graph import capture
 from cudiff.errors import CudiffError
 from cudiff.nn import Module, Parameter
 from cudiff.ops.random import Generator, Streams
 from cudiff.optim import EMA, AdamW, Cosine
-from cudiff.tensor import Tensor
+from cudiff.tensor import Tensor, accumulate
 
 STEPS = 20
 
@@ -29,7 +31,7 @@ class Net(Module):
         return ops.tanh(x * self.weight + self.bias)
 
 
-def train(device, captured, steps=STEPS):
+def train(device, captured, rehearse=False, steps=STEPS):
     """Losses, weights and averaged weights after training on noise drawn in the step."""
     model = Net(77)
     model.flatten(device)
@@ -46,7 +48,7 @@ def train(device, captured, steps=STEPS):
         generator.advance()
         return loss
 
-    run = capture(step) if captured else step
+    run = capture(step, rehearse=rehearse) if captured else step
     losses = [run(Tensor(np.array([1 + 0.1 * i], np.float32), device=device)).item() for i in range(steps)]
     assert optimizer.metrics()["updates"] == steps and generator.step.item() == steps
     return losses, model.flat.data, optimizer.ema.model.flat.data
@@ -56,8 +58,11 @@ def as_numpy(array):
     return Tensor(array).numpy()
 
 
-def test_a_captured_step_trains_bit_for_bit_as_the_eager_one(device):
-    eager, captured = train(device, captured=False), train(device, captured=True)
+@pytest.mark.parametrize("rehearse", [False, True])
+def test_a_captured_step_trains_bit_for_bit_as_the_eager_one(device, rehearse, monkeypatch):
+    eager = train(device, captured=False)
+    monkeypatch.setattr(module, "_kernels", {})  # as in a new process
+    captured = train(device, captured=True, rehearse=rehearse)
     assert eager[0] == captured[0]
     assert len(set(captured[0])) == STEPS
     for expected, actual in zip(eager[1:], captured[1:], strict=True):
@@ -114,6 +119,31 @@ def test_the_function_runs_only_until_it_is_recorded():
     results = [function(x) for _ in range(6)]
     assert len(calls) == 3
     assert results[2] is results[3] is results[5]
+
+
+@pytest.mark.gpu
+def test_a_rehearsal_compiles_and_changes_nothing(monkeypatch):
+    import cupy
+
+    monkeypatch.setattr(module, "_kernels", {})
+    compiled, calls, cubin = [], [], module._cubin
+    monkeypatch.setattr(module, "_cubin", lambda *variant: compiled.append(variant) or cubin(*variant))
+    weight = Parameter(cupy.arange(8, dtype=np.float32), low=True)
+    total = Tensor(np.zeros(8, np.float32), device="cuda")
+
+    def step(x):
+        calls.append(len(compiled))
+        accumulate(total.data, (Tensor(weight.operand(bfloat16)) * x).data)
+        total.data *= 2  # by CuPy
+        return total
+
+    step = capture(step, rehearse=True)
+    x = ops.astype(Tensor(np.ones(8, np.float32), device="cuda"), bfloat16)
+    step(x)
+    assert len(calls) == 2 and calls[1] > calls[0]
+    for _ in range(4):
+        step(x)
+    np.testing.assert_array_equal(total.numpy(), np.arange(8) * (2**6 - 2))
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from cudiff.backend import get_cupy
+from cudiff.cuda.module import compiling_ahead
 from cudiff.errors import CudiffError
 from cudiff.tensor import Tensor
 
@@ -19,7 +20,7 @@ _FORBIDDEN = (
 )
 
 
-def capture(fn: Callable, warmup: int = 3, device: str | None = None) -> Captured:
+def capture(fn: Callable, warmup: int = 3, device: str | None = None, rehearse: bool = False) -> Captured:
     """Make `fn` one CUDA graph: the same results for the host's price of one launch.
 
     The first `warmup` calls run `fn` as it is, so that kernels are compiled and memory is there; the next one records
@@ -35,6 +36,10 @@ def capture(fn: Callable, warmup: int = 3, device: str | None = None) -> Capture
     warmup : int, at least 1
     device : {"cpu", "cuda"}, optional
         That of the tensors passed is the default; a function called without tensors needs it.
+    rehearse : bool
+        Run `fn` once more before the first call, with nothing done on the GPU, to have all its kernels compiled at
+        once: those of a training step of the U-Net take 3 s on 16 cores, 19 s on one. Only for an `fn` that keeps
+        nothing in Python from call to call: gradients have to be there already (`Module.flatten`).
 
     Returns
     -------
@@ -44,16 +49,16 @@ def capture(fn: Callable, warmup: int = 3, device: str | None = None) -> Capture
 
     Raises CudiffError where `fn` does what a graph cannot hold, and for a captured function within another.
     """
-    return Captured(fn, warmup, device)
+    return Captured(fn, warmup, device, rehearse)
 
 
 class Captured:
     """A function and its graphs; see `capture`."""
 
-    def __init__(self, fn: Callable, warmup: int = 3, device: str | None = None):
+    def __init__(self, fn: Callable, warmup: int = 3, device: str | None = None, rehearse: bool = False):
         if warmup < 1:
             raise ValueError("capture needs at least 1 warm-up call: kernels are compiled in it")
-        self.fn, self.warmup, self.device = fn, warmup, device
+        self.fn, self.warmup, self.device, self.rehearse = fn, warmup, device, rehearse
         self._recordings: dict[tuple, _Recording] = {}
 
     def __call__(self, *args: Tensor | None) -> Any:
@@ -64,6 +69,8 @@ class Captured:
         signature = tuple(None if arg is None else (arg.shape, arg.dtype) for arg in args)
         if signature not in self._recordings:
             self._recordings[signature] = _Recording(self.fn, self.warmup)
+            if self.rehearse:
+                self._recordings[signature].rehearse(args)
         return self._recordings[signature](args)
 
     @property
@@ -109,6 +116,16 @@ class _Recording:
                 static.data[...] = arg.data
         self.graph.launch()  # on the caller's stream: in order with its other work
         return self.result
+
+    def rehearse(self, args: tuple[Tensor | None, ...]) -> None:
+        """Compile the kernels that a recording asks for, which is thrown away; errors are left to the real call."""
+        with self._private(), contextlib.suppress(Exception):
+            self.stream.begin_capture()
+            try:
+                with compiling_ahead():
+                    self.fn(*args)
+            finally:
+                self.stream.end_capture()
 
     def _record(self, args: tuple[Tensor | None, ...]) -> None:
         cupy = get_cupy()

@@ -6,13 +6,14 @@ file into a cubin once; cubins are kept in a per-user cache under a digest of ev
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import tempfile
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -154,21 +155,45 @@ def _module(stem: str, constants: dict[str, Any]) -> Any:
     return module
 
 
-def precompile(variants: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """Compile many (stem, constants) at once in threads, so that a first step does not wait for them in turn."""
+class _Ahead(threading.local):
+    """Where this thread sends what it finds not compiled; None where it compiles itself. See `compiling_ahead`."""
+
+    compile: Callable[[str, dict[str, Any]], None] | None = None
+
+
+_ahead = _Ahead()
+
+
+@contextlib.contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """Inside the block kernels not loaded yet are not launched but compiled, side by side; its end waits for that."""
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        list(pool.map(lambda variant: _cubin(variant[0], architecture(), variant[1]), variants))
+        begun: dict[tuple, Future] = {}
+
+        def compile(stem: str, constants: dict[str, Any]) -> None:
+            variant = (stem, *constants.items())
+            if variant not in begun:
+                begun[variant] = pool.submit(_cubin, stem, architecture(), constants)
+
+        _ahead.compile = compile
+        try:
+            yield
+        finally:
+            _ahead.compile = None
 
 
 _kernels: dict[tuple, Kernel] = {}
 
 
-def kernel(stem: str, name: str, **constants: Any) -> Kernel:
+def kernel(stem: str, name: str, **constants: Any) -> Callable[..., None]:
     """The compiled function `name` of `kernels/<stem>.cu`, ready to be called; a dtype becomes its C name."""
     key = (get_cupy().cuda.runtime.getDevice(), stem, name, *constants.items())
     found = _kernels.get(key)
     if found is None:
         named = {k: CTYPES.get(v, v) if isinstance(v, np.dtype) else v for k, v in constants.items()}
+        if _ahead.compile is not None:
+            _ahead.compile(stem, named)
+            return lambda *args, **kwargs: None
         found = _kernels[key] = Kernel(_module(stem, named).get_function(name))
     return found
 

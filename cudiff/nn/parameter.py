@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, array_module, device_of, float32, is_low, to_device
+from cudiff.backend import Array, array_module, device_of, float32, is_capturing, is_low, to_device
 from cudiff.tensor import Tensor
 
 BLOCK = 32
@@ -42,7 +42,7 @@ class Parameter(Tensor):
             self.shadow, self._stale = array_module(self.device).empty(self.shape, dtype), True
         if self._stale:
             self.shadow[...] = self.data
-            self._stale = False
+            self._stale = is_capturing(self.device)  # then the copy is not made now, and may never be
         return self.shadow
 
     def assign(self, array: Any) -> None:
