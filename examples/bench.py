@@ -68,7 +68,8 @@ def rows_of(name: str, against: str | None) -> list[Row]:
             os.killpg(process.pid, signal.SIGKILL)  # PyTorch's compiler has children
             process.wait()
         lines = path.read_text().splitlines() if path.exists() else []
-    return [Row(**json.loads(line)) for line in lines]
+    rows = [Row(**json.loads(line)) for line in lines]
+    return list({row.name: row for row in rows}.values())  # of two by one name the later
 
 
 def cells(row: Row, limits: dict[str, float]) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 // variants: T=float,bf16,half
 // All arrays: T, contiguous, n elements, any alignment (16 bytes is fastest). Arithmetic in float.
 // Launch: 256 threads, one pack of 16 bytes each (any shape works: grid-stride).
+// relu_backward_sums: see there.
 #include "map.cuh"
 
 #define UNARY(name, value, saved, gradient)                                                                    \
@@ -35,6 +36,42 @@ UNARY(relu, x < 0.0f ? 0.0f : x, out, out > 0.0f ? dout : 0.0f)
 UNARY(sigmoid, sigmoid(x), x, dout * sigmoid(x) * (1.0f - sigmoid(x)))
 UNARY(silu, x * sigmoid(x), x, dout * silu_slope(x))
 UNARY(gelu, x * normal_cdf(x), x, dout * (normal_cdf(x) + x * normal_pdf(x)))
+
+// relu's backward for images (N, pixels, C): dx = dout where out > 0, and its sums (N, C), float, over each image's pixels.
+// C is a multiple of a pack, every T address one of 16 bytes. Launch: (N, chunks), 256 threads: a thread a pack of 16
+// bytes in each `lanes`-th pixel; a chunk is 256 / lanes packs.
+extern "C" __global__ void relu_backward_sums(const T* dout, const T* kept, T* dx, float* sums, int pixels, int C, int lanes) {
+    constexpr int SIZE = Pack<T>::SIZE;
+    __shared__ float shared[256][SIZE];
+    int across = 256 / lanes, lane = threadIdx.x / across;
+    int c = (blockIdx.y * across + threadIdx.x % across) * SIZE;
+    float total[SIZE] = {};
+    if (c < C) {
+        i64 image = (i64)blockIdx.x * pixels * C + c;
+#pragma unroll 4
+        for (int pixel = lane; pixel < pixels; pixel += lanes) {
+            i64 i = image + (i64)pixel * C;
+            Pack<T> x = load_pack(dout + i), out = load_pack(kept + i);
+#pragma unroll
+            for (int k = 0; k < SIZE; k++) {
+                if (!(to_float(out.v[k]) > 0.0f)) x.v[k] = from_float<T>(0.0f);
+                total[k] += to_float(x.v[k]);
+            }
+            store_pack(dx + i, x);
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < SIZE; k++) shared[threadIdx.x][k] = total[k];
+    for (int half = lanes / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (lane < half)
+#pragma unroll
+            for (int k = 0; k < SIZE; k++) shared[threadIdx.x][k] += shared[threadIdx.x + half * across][k];
+    }
+    if (lane == 0 && c < C)
+#pragma unroll
+        for (int k = 0; k < SIZE; k++) sums[(i64)blockIdx.x * C + c + k] = shared[threadIdx.x][k];
+}
 
 extern "C" __global__ void clip_forward(const T* x, T* out, float low, float high, i64 n) {
     wait_for_previous();

@@ -36,15 +36,13 @@ def test_a_training_steps_loss_and_gradient(name, tmp_path, rng):
     config = CONFIGS[name].replace(device="cpu")
     images = rng.integers(0, 256, (6, config.image_size, config.image_size, config.channels), np.uint8)
     trainer = Trainer(config, Dataset(images), tmp_path)
-    model = opponents.EDM(config, opponents.twin(config, trainer.net))
-    opponents.check_losses(trainer, model)
-    step = opponents.TrainingStep(model, torch.from_numpy(images))
+    step = opponents.training(trainer)
     before = [parameter.detach().clone() for parameter in step.parameters]
     assert np.isfinite(step.step(step.loss, averaged=True).item())
     assert all(not torch.equal(old, new) for old, new in zip(before, step.parameters, strict=True))
     opponents.check_losses(trainer, opponents.EDM(config, opponents.twin(config, trainer.net)))
     with pytest.raises(RuntimeError, match="not timed"):
-        opponents.check_losses(trainer, model)
+        opponents.check_losses(trainer, step.model)
 
 
 def test_the_denoiser(rng):

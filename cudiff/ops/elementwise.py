@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cudiff.backend import Array
+from cudiff.backend import Array, float32
 from cudiff.cuda.module import blocks, empty, gradient_target, launch
 from cudiff.ops.cast import astype, narrow, require_float, result_dtype, widen
+from cudiff.ops.gemm import aligned
 from cudiff.tensor import Function, Tensor
 
 
@@ -166,6 +167,24 @@ class Relu(Unary):
     @staticmethod
     def gradient(dout, out):
         return dout * (out > 0)
+
+    @classmethod
+    def backward_cuda(cls, ctx, dout, needs, into):
+        (out,) = ctx.saved
+        images = dout.ndim == 4 and dout.size > 0 and aligned(dout, dout.shape[3]) and aligned(out)
+        if not images or into[0] is not None:
+            return super().backward_cuda(ctx, dout, needs, into)
+        # With the sums that the gradients of a bias and an embedding need: a convolution stands before most ReLUs.
+        n, height, width, channels = dout.shape
+        dx, sums = empty(dout.shape, dout.dtype), empty((n, 1, channels), float32)
+        packs = channels * dout.itemsize // 16
+        across = min(4, 1 << (packs - 1).bit_length())
+        launch(
+            "elementwise", "relu_backward_sums", (n, blocks(packs, across)), 256,
+            (dout, out, dx, sums, height * width, channels, 256 // across), T=dout.dtype,
+        )
+        ctx.din_partials = {0: sums}
+        return (dx,)
 
 
 def _sigmoid(x):

@@ -158,6 +158,8 @@ class MaxPool2d(Function):
         (place,) = ctx.saved
         dx, add = gradient_target(into[0], (len(dout), *ctx.size, dout.shape[3]), dout.dtype)
         _launch("max_windows_backward", (dx, add), (dout, place), dx, dout, dx, ctx.window)
+        if ctx.dout_partials is not None and not add:  # every dout lands in one place of its image
+            ctx.din_partials = {0: ctx.dout_partials}
         return (dx,)
 
 

@@ -188,22 +188,20 @@ def check_losses(trainer: Trainer, model: EDM) -> None:
     check("gradient's norm", np.linalg.norm(cudiff.Tensor(trainer.net.flat.grad).numpy()), norm, 3 * tolerance)
 
 
-def training(trainer: Trainer) -> dict[str, float]:
-    """Microseconds of the trainer's step in PyTorch, `whole` and `bare` (no EMA, no clipping), and `memory` in MiB."""
-    config = trainer.config
-    model = EDM(config, twin(config, trainer.net))
+def training(trainer: Trainer) -> Training:
+    """The trainer's step in PyTorch, from its weights. Raises RuntimeError where loss or gradient are not the same."""
+    model = EDM(trainer.config, twin(trainer.config, trainer.net))
     check_losses(trainer, model)
-    images = torch.from_numpy(trainer.training.images).to(DEVICE)
-    torch.cuda.reset_peak_memory_stats()
-    return TrainingStep(model, images).times()
+    return Training(model, trainer.training.images)
 
 
-class TrainingStep:
-    """A training step in PyTorch: loss of a drawn batch, backward, clipping, fused Adam or AdamW, moving average."""
+class Training:
+    """A training step: loss of a drawn batch, backward, clipping, fused Adam or AdamW, moving average."""
 
-    def __init__(self, model: EDM, images: Tensor):
-        self.model, self.images, self.config = model, images, model.config
-        self.parameters = list(model.net.parameters())
+    def __init__(self, model: EDM, images: np.ndarray):
+        self.model, self.config = model, model.config
+        self.images = torch.from_numpy(images).to(DEVICE)
+        self.parameters = list(self.model.net.parameters())
         self.average = [parameter.detach().clone() for parameter in self.parameters]
         rule = torch.optim.AdamW if self.config.optimizer == "adamw" else torch.optim.Adam
         self.optimizer = rule(self.parameters, self.config.lr, fused=True, capturable=True)
@@ -212,6 +210,9 @@ class TrainingStep:
         return self.model.loss(*self.model.draw(self.images))
 
     def times(self) -> dict[str, float]:
+        """Microseconds of a step, `whole` and `bare` (no average, no clipping), and its `memory` in MiB."""
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.cuda.reset_peak_memory_stats()
         with_graphs = torch.compile(self.loss, mode="reduce-overhead")
         times = {"whole": step_time(lambda: self.step(with_graphs, True)),
                  "memory": torch.cuda.max_memory_allocated() / 2**20,
@@ -239,8 +240,8 @@ class TrainingStep:
 def first_step() -> None:
     """The first bf16 step of the U-Net in a fresh process."""
     config = networks.unet_config("bf16")
-    step = TrainingStep(EDM(config, unet(config).to(DEVICE).to(**CHANNELS_LAST)),
-                        torch.randint(0, 256, (networks.IMAGES, 64, 64, 3), dtype=torch.uint8, device=DEVICE))
+    images = np.random.default_rng(0).integers(0, 256, (networks.IMAGES, 64, 64, 3), np.uint8)
+    step = Training(EDM(config, unet(config).to(DEVICE).to(**CHANNELS_LAST)), images)
     step.step(torch.compile(step.loss, mode="reduce-overhead"), True).item()
 
 

@@ -50,23 +50,23 @@ def torch_forward(state, x, t):
 
 
 @pytest.mark.parametrize("size, channels", [(28, 1), (12, 3)])
-def test_output_and_gradients_equal_pytorch(size, channels, rng):
+def test_output_and_gradients_equal_pytorch(size, channels, device, rng):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed: no parity test")
     with init.seeded(3):
-        net = CS179UNet(size, channels, model_channels=16)
+        net = CS179UNet(size, channels, model_channels=16).flatten(device)
     x = rng.standard_normal((2, size, size, channels)).astype(np.float32)
     t = np.array([-1.5, 0.7], np.float32)
     weight = rng.standard_normal(x.shape).astype(np.float32)
     x_torch, t_torch = torch.tensor(x.transpose(0, 3, 1, 2)).double(), torch.tensor(t).double()
     expected, state = torch_forward(to_torch(net.state_dict(), net.layouts()), x_torch, t_torch)
     (expected * torch.tensor(weight.transpose(0, 3, 1, 2))).sum().backward()
-    out = net(Tensor(x), Tensor(t))
-    (out * Tensor(weight)).sum().backward()
+    out = net(Tensor(x, device=device), Tensor(t, device=device))
+    (out * Tensor(weight, device=device)).sum().backward()
     assert relative_error(out.numpy(), expected.detach().numpy().transpose(0, 2, 3, 1)) < 1e-4
     gradients = from_torch({name: value.grad.numpy() for name, value in state.items()}, net.layouts())
     everything = math.sqrt(sum(float(np.square(value).sum()) for value in gradients.values()))
     for name, parameter in net.named_parameters():
-        difference = np.linalg.norm(parameter.grad - gradients[name])
+        difference = np.linalg.norm(Tensor(parameter.grad).numpy() - gradients[name])
         assert difference <= 1e-4 * np.linalg.norm(gradients[name]) + 1e-6 * everything, name
 
 

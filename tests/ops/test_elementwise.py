@@ -67,6 +67,33 @@ def test_far_inputs_saturate_without_nan(name, dtype, device):
     assert values[0] == (-1 if name == "tanh" else 0)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("shape", [(2, 5, 7, 24), (3, 1, 1, 8), (2, 28, 28, 64), (1, 9, 2, 136)], ids=str)
+def test_relus_backward_leaves_its_sums_over_the_pixels(shape, dtype, rng):
+    x = Tensor(rng.standard_normal(shape).astype(dtype), requires_grad=True, device="cuda")
+    dout = Tensor(rng.standard_normal(shape).astype(dtype), device="cuda")
+    node, _ = cudiff.relu(x)._source
+    (dx,) = node.function.backward_cuda(node.ctx, dout.data, needs=(True,), into=(None,))
+    expected = np.where(x.numpy() > 0, dout.numpy(), 0).astype(dtype)
+    np.testing.assert_array_equal(Tensor(dx).numpy(), expected)
+    sums = Tensor(node.ctx.din_partials[0]).numpy()
+    assert sums.shape == (shape[0], 1, shape[3])
+    assert relative_error(sums[:, 0], expected.astype(np.float64).sum((1, 2))) < 1e-6
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_the_bias_below_a_relu(pooled, device, rng):
+    """Its gradient is the sum that the ReLU's, or the pooling's, backward leaves."""
+    arrays = [rng.standard_normal(shape) for shape in ((2, 6, 8, 8), (16, 3, 3, 8), (16,))]
+
+    def fn(x, weight, bias):
+        out = cudiff.conv2d(x, weight, bias, padding=1)
+        return cudiff.relu(cudiff.max_pool2d(out, 2) if pooled else out)
+
+    check_op(fn, *arrays, device=device, dtypes=("float32",))
+
+
 def test_nan_passes_through(device):
     x = Tensor(np.float32([np.nan, 1]), device=device)
     for fn in (cudiff.relu, cudiff.abs, lambda x: cudiff.clip(x, 0, 1)):
