@@ -41,6 +41,7 @@ UNARY(gelu, x * normal_cdf(x), x, dout * (normal_cdf(x) + x * normal_pdf(x)))
 // C is a multiple of a pack, every T address one of 16 bytes. Launch: (N, chunks), 256 threads: a thread a pack of 16
 // bytes in each `lanes`-th pixel; a chunk is 256 / lanes packs.
 extern "C" __global__ void relu_backward_sums(const T* dout, const T* kept, T* dx, float* sums, int pixels, int C, int lanes) {
+    wait_for_previous();
     constexpr int SIZE = Pack<T>::SIZE;
     __shared__ float shared[256][SIZE];
     int across = 256 / lanes, lane = threadIdx.x / across;
