@@ -1,16 +1,13 @@
 // Reductions of x seen as [outer][reduce][inner] over the middle axis, in an order that depends on the shape alone.
-// variants: T=float OUT=float,bf16,half VEC=0,1
-// variants: T=bf16 OUT=bf16,float VEC=0,1
-// variants: T=half OUT=half,float VEC=0,1
+// variants: T=float OUT=float,bf16,half
+// variants: T=bf16 OUT=bf16,float
+// variants: T=half OUT=half,float
 // x, dout, dx: T. out: OUT, laid out [outer][gridDim.y][inner]: blocks of row y of the grid take the y-th chunk of the
 // middle axis, and a second launch reduces their results. out = scale * result, or += where `accumulate`.
 // Everything is accumulated in float. NaN wins over every number in maximum and minimum.
-// VEC=1: inner and the address of x are multiples of a 16-byte pack; a thread then reduces a pack of columns.
 // Launch: block (columns, lanes, rows), powers of two, product at most 256; grid.x = CEIL_DIV(outer, rows) *
-// CEIL_DIV(inner or packs, columns). The *_backward kernels: any launch shape (grid-stride).
-#include "vector.cuh"
-
-constexpr int V = VEC ? Pack<T>::SIZE : 1;
+// CEIL_DIV(inner, columns). The *_backward kernels: any launch shape (grid-stride).
+#include "common.cuh"
 
 struct Add {
     static __device__ float identity() { return 0.0f; }
@@ -29,42 +26,30 @@ struct Smaller {
 template <typename Op, typename F>
 __device__ __forceinline__ void reduce_middle(const T* __restrict__ x, OUT* __restrict__ out, float scale, int accumulate,
                                               i64 outer, i64 reduce, i64 inner, i64 chunk, F value) {
-    __shared__ float partial[V][256];
-    i64 column_blocks = CEIL_DIV(inner, (i64)blockDim.x * V);
-    i64 i = (blockIdx.x % column_blocks * blockDim.x + threadIdx.x) * V;
+    __shared__ float partial[256];
+    i64 column_blocks = CEIL_DIV(inner, (i64)blockDim.x);
+    i64 i = blockIdx.x % column_blocks * blockDim.x + threadIdx.x;
     i64 o = blockIdx.x / column_blocks * blockDim.z + threadIdx.z;
     i64 begin = (i64)blockIdx.y * chunk, end = begin + chunk < reduce ? begin + chunk : reduce;
     bool inside = i < inner && o < outer;
-    float total[V];
-#pragma unroll
-    for (int k = 0; k < V; k++) total[k] = Op::identity();
+    float total = Op::identity();
     if (inside) {
         i64 column = o * inner + i;
         const T* p = x + o * reduce * inner + i;
 #pragma unroll 4
-        for (i64 r = begin + threadIdx.y; r < end; r += blockDim.y) {
-            float v[V];
-            load<V>(p + r * inner, v);
-#pragma unroll
-            for (int k = 0; k < V; k++) total[k] = Op::apply(total[k], value(v[k], column + k));
-        }
+        for (i64 r = begin + threadIdx.y; r < end; r += blockDim.y) total = Op::apply(total, value(p[r * inner], column));
     }
     int slot = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
-#pragma unroll
-    for (int k = 0; k < V; k++) partial[k][slot] = total[k];
+    partial[slot] = total;
     __syncthreads();
     for (int half = blockDim.y / 2; half > 0; half /= 2) {
-        if (threadIdx.y < half)
-#pragma unroll
-            for (int k = 0; k < V; k++) partial[k][slot] = Op::apply(partial[k][slot], partial[k][slot + half * blockDim.x]);
+        if (threadIdx.y < half) partial[slot] = Op::apply(partial[slot], partial[slot + half * blockDim.x]);
         __syncthreads();
     }
-    if (!inside || threadIdx.y > 0) return;
-    OUT* target = out + (o * gridDim.y + blockIdx.y) * inner + i;
-#pragma unroll
-    for (int k = 0; k < V; k++) {
-        float result = scale * partial[k][slot];
-        target[k] = from_float<OUT>(accumulate ? to_float(target[k]) + result : result);
+    if (inside && threadIdx.y == 0) {
+        OUT* target = out + (o * gridDim.y + blockIdx.y) * inner + i;
+        float result = scale * partial[slot];
+        *target = from_float<OUT>(accumulate ? to_float(*target) + result : result);
     }
 }
 
@@ -73,26 +58,26 @@ __device__ __forceinline__ void reduce_middle(const T* __restrict__ x, OUT* __re
 
 extern "C" __global__ void sum(const T* x, SHAPE) {
     wait_for_previous();
-    reduce_middle<Add>(x, REST, [](float x, i64) { return x; });
+    reduce_middle<Add>(x, REST, [](T x, i64) { return to_float(x); });
 }
 extern "C" __global__ void maximum(const T* x, SHAPE) {
     wait_for_previous();
-    reduce_middle<Larger>(x, REST, [](float x, i64) { return x; });
+    reduce_middle<Larger>(x, REST, [](T x, i64) { return to_float(x); });
 }
 extern "C" __global__ void minimum(const T* x, SHAPE) {
     wait_for_previous();
-    reduce_middle<Smaller>(x, REST, [](float x, i64) { return x; });
+    reduce_middle<Smaller>(x, REST, [](T x, i64) { return to_float(x); });
 }
 // How often the extreme value (T, [outer][inner]) occurs.
 extern "C" __global__ void count(const T* x, const T* extreme, SHAPE) {
     wait_for_previous();
-    reduce_middle<Add>(x, REST, [=](float x, i64 c) { return x == to_float(extreme[c]) ? 1.0f : 0.0f; });
+    reduce_middle<Add>(x, REST, [=](T x, i64 c) { return to_float(x) == to_float(extreme[c]) ? 1.0f : 0.0f; });
 }
 // Sum of squared distances from mean (float, [outer][inner]).
 extern "C" __global__ void square_deviation(const T* x, const float* mean, SHAPE) {
     wait_for_previous();
-    reduce_middle<Add>(x, REST, [=](float x, i64 c) {
-        float d = x - mean[c];
+    reduce_middle<Add>(x, REST, [=](T x, i64 c) {
+        float d = to_float(x) - mean[c];
         return d * d;
     });
 }

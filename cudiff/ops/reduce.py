@@ -120,20 +120,17 @@ def _reduce_cuda(
 
 def _in_parts(name: str, x: Array, outer: int, count: int, inner: int, operands: tuple = ()) -> tuple[int, Callable]:
     """Into how many parts the middle axis is cut, and the launch: (out [outer][parts][inner], scale, accumulate)."""
-    size = 16 // x.itemsize
-    vec = inner % size == 0 and x.data.ptr % 16 == 0
-    packs = inner // size if vec else inner
-    columns = builtins.min(32, _power_of_two(packs))
+    columns = builtins.min(32, _power_of_two(inner))
     lanes = builtins.min(256 // columns, _power_of_two(count))
     rows = builtins.min(256 // (columns * lanes), _power_of_two(outer), 64)
-    grid = blocks(outer, rows) * blocks(packs, columns)
+    grid = blocks(outer, rows) * blocks(inner, columns)
     chunk = blocks(count, builtins.min(blocks(1024, grid), blocks(count, 16 * lanes), 16 * lanes))
     parts = blocks(count, chunk)
     sizes = tuple(map(np.int64, (outer, count, inner, chunk)))
 
     def run(out: Array, scale: float, accumulate: bool) -> None:
         args = (x, *operands, out, scale, accumulate, *sizes)
-        launch("reduce", name, (grid, parts), (columns, lanes, rows), args, T=x.dtype, OUT=out.dtype, VEC=int(vec))
+        launch("reduce", name, (grid, parts), (columns, lanes, rows), args, T=x.dtype, OUT=out.dtype)
 
     return parts, run
 
@@ -156,8 +153,7 @@ def sum_rows_cuda(x: Array, into: Array | None, sums: Array | None = None) -> Ar
 
 def _spread_cuda(name: str, operands: tuple, dx: Array, numbers: tuple, spans: tuple[int, int, int]) -> Array:
     sizes = tuple(map(np.int64, spans))
-    args = (*operands, dx, *numbers, *sizes)
-    launch("reduce", name, blocks(dx.size, 1024), 256, args, T=dx.dtype, OUT=dx.dtype, VEC=0)
+    launch("reduce", name, blocks(dx.size, 1024), 256, (*operands, dx, *numbers, *sizes), T=dx.dtype, OUT=dx.dtype)
     return dx
 
 
