@@ -70,7 +70,7 @@ class Sampler:
 
     def __init__(self, denoiser: Any, captured: bool = False):
         self.denoiser = denoiser
-        self._step: Any = capture(self.step, warmup=1) if captured else self.step
+        self._step: Any = capture(self.step, warmup=1, rehearse=True) if captured else self.step
 
     def plan(self, sigmas: np.ndarray) -> list[Plan]:
         """Each step's plan. Steps with more numbers, or with noise, have a graph of their own."""
