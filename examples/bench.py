@@ -37,18 +37,18 @@ class Section(NamedTuple):
 
 
 SECTIONS = {
-    "limits": Section(kernels.limits, 0, 40),
-    "first step": Section(networks.first_step, 1, 160),
-    "U-Net bf16": Section(networks.unet_steps("bf16"), 1, 160),
-    "U-Net tf32": Section(networks.unet_steps("tf32"), 1, 160),
-    "forward": Section(networks.forwards, 2, 150),
-    "CS 179": Section(networks.cs179, 2, 100),
-    "CNN": Section(networks.cnn, 2, 70),
-    "convolutions": Section(kernels.convolutions, 2, 60),
+    "limits": Section(kernels.limits, 0, 30),
+    "first step": Section(networks.first_step, 1, 150),
+    "U-Net bf16": Section(networks.unet_steps("bf16"), 1, 180),
+    "U-Net tf32": Section(networks.unet_steps("tf32"), 1, 180),
+    "forward": Section(networks.forwards, 2, 130),
+    "CS 179": Section(networks.cs179, 2, 130),
+    "CNN": Section(networks.cnn, 2, 90),
+    "convolutions": Section(kernels.convolutions, 2, 40),
     "group norm": Section(kernels.group_norms, 2, 40),
-    "attention": Section(kernels.attentions, 2, 30),
-    "AdamW": Section(kernels.optimiser, 2, 20),
-    "memory": Section(networks.memory, 2, 30),
+    "attention": Section(kernels.attentions, 2, 25),
+    "AdamW": Section(kernels.optimiser, 2, 15),
+    "memory": Section(networks.memory, 2, 40),
 }
 LIMITS = {"copy": 4.27, "bf16": 791.0, "tf32": 411.0}  # TB/s and TFLOP/s of an H200, where they are not measured
 

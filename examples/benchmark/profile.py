@@ -27,7 +27,10 @@ class Launch(NamedTuple):
 
 
 def flops_of(stem: str, name: str, grid: tuple, args: tuple, constants: dict[str, Any]) -> float:
-    """Multiplications and additions of a launch of a kernel that computes products; 0 for the others."""
+    """Multiplications and additions of a launch of a kernel that computes products; 0 for the others.
+
+    The numbers are the kernel's own arguments, in the order in which its `launch` in cudiff/ops gives them.
+    """
     numbers = [int(value) for value in args if isinstance(value, int | np.signedinteger)]
     if stem == "conv2d_sm90":
         height, columns, channels, outputs, kernel_columns, rows = numbers[:6]
@@ -39,6 +42,8 @@ def flops_of(stem: str, name: str, grid: tuple, args: tuple, constants: dict[str
     if stem == "conv2d":
         images, _, _, channels, height, width, outputs, rows, columns = numbers[3:12]
         return 2.0 * images * height * width * channels * outputs * rows * columns
+    if stem == "conv2d_thin":
+        return 2.0 * 9 * constants["THIN"] * max(arg.size for arg in args if len(getattr(arg, "shape", ())) == 4)
     if stem == "matmul":
         rows, columns, depth = numbers[3:6]
         return 2.0 * rows * columns * depth * (grid[0] // math.prod(

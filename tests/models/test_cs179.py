@@ -70,6 +70,26 @@ def test_output_and_gradients_equal_pytorch(size, channels, device, rng):
         assert difference <= 1e-4 * np.linalg.norm(gradients[name]) + 1e-6 * everything, name
 
 
+@pytest.mark.gpu
+def test_bf16_stays_near(rng):
+    """The project's own size, a batch as in training: every gradient near that of float32, which equals PyTorch's."""
+    x, t, weight = (
+        Tensor(rng.standard_normal(shape).astype(np.float32), device="cuda")
+        for shape in ((64, 28, 28, 1), (64,), (64, 28, 28, 1))
+    )
+    grads = []
+    for precision in ("fp32", "bf16"):
+        with init.seeded(3):
+            net = CS179UNet()
+        net.precision = precision
+        net.flatten("cuda")
+        (net(x, t) * weight).sum().backward()
+        grads.append({name: Tensor(parameter.grad).numpy() for name, parameter in net.named_parameters()})
+    everything = math.sqrt(sum(float(np.square(value).sum()) for value in grads[0].values()))
+    for name, expected in grads[0].items():
+        assert np.linalg.norm(grads[1][name] - expected) <= 0.05 * np.linalg.norm(expected) + 1e-3 * everything, name
+
+
 @pytest.fixture(scope="module")
 def trained(data_folder, tmp_path_factory):
     """The project's weights as a pipeline."""
