@@ -1,5 +1,7 @@
 """The benchmark's opponents do the same work: from cudiff's weights they give its losses, gradients and outputs."""
 
+from importlib import import_module
+
 import numpy as np
 import pytest
 
@@ -8,14 +10,17 @@ pytest.importorskip("cupy", reason="CuPy is not installed: the benchmark needs i
 
 import torch
 
+from cudiff.backend import bfloat16
 from cudiff.config import PRESETS
 from cudiff.data.dataset import Dataset
 from cudiff.models import build
 from cudiff.models.cnn import CNN
+from cudiff.ops import conv2d_sm90, conv2d_thin, gemm
 from cudiff.pipeline import Pipeline
 from cudiff.tensor import Tensor, no_grad
 from cudiff.train import Trainer
 from examples.benchmark import networks, opponents
+from examples.benchmark.profile import flops_of
 from tests.check import relative_error
 
 CONFIGS = {
@@ -62,3 +67,47 @@ def test_the_classifier():
     x = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
     out = torch.nn.functional.cross_entropy(opponents.cnn_twin(net)(x), torch.from_numpy(labels).long())
     assert relative_error(out.detach().numpy(), expected) < 1e-5
+
+
+conv2d, matmul = (import_module(f"cudiff.ops.{name}") for name in ("conv2d", "matmul"))
+CONVOLUTION = 2 * 4 * 32 * 32 * 64 * 128 * 9  # operations of 4 images of 32 x 32 pixels, 64 channels to 128
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What the operations would launch, given NumPy arrays: (stem, name, grid, args, constants)."""
+    found = []
+
+    def launch(stem, name, grid, block, args, shared=0, **constants):
+        found.append((stem, name, grid if isinstance(grid, tuple) else (grid,), args, constants))
+
+    for module in (conv2d_sm90, conv2d_thin, gemm):
+        monkeypatch.setattr(module, "launch", launch)
+        monkeypatch.setattr(module, "empty", np.empty, raising=False)
+        monkeypatch.setattr(module, "address", lambda array: 0, raising=False)
+    monkeypatch.setattr(conv2d_sm90, "tensor_map", lambda array, box: np.zeros(1))
+    for module in (conv2d, matmul):
+        monkeypatch.setattr(module, "aligned", lambda *args: True)
+        monkeypatch.setattr(module, "empty", np.empty)
+    return found
+
+
+def test_the_profile_counts_the_operations_of_convolutions(launched):
+    def bf16(*shape):
+        return np.zeros(shape, bfloat16)
+
+    x, weight, dout = bf16(4, 32, 32, 64), bf16(128, 3, 3, 64), bf16(4, 32, 32, 128)
+    shapes = (x.shape, weight.shape, dout.shape)
+    conv2d_sm90.fprop(x, weight, dout, gemm.Epilogue())
+    conv2d_sm90.fprop(dout, weight, x, gemm.Epilogue(), transposed=True)
+    conv2d_sm90.wgrad(x, dout, np.zeros(weight.shape, np.float32), add=False)
+    for direction, a, b, out in (("FPROP", x, weight, dout), ("DGRAD", dout, weight, x), ("WGRAD", dout, x, weight)):
+        conv2d._launch(direction, a, b, out, shapes, (1, 1), (1, 1), gemm.Epilogue(), False)
+    counted = [flops_of(stem, name, grid, args, constants) for stem, name, grid, args, constants in launched]
+    assert [count for count in counted if count] == [CONVOLUTION] * 6
+    launched.clear()
+    conv2d_thin.fprop(bf16(2, 16, 16, 3), bf16(64, 3, 3, 3), bf16(2, 16, 16, 64), gemm.Epilogue())
+    conv2d_thin.fprop(bf16(2, 16, 16, 64), bf16(3, 3, 3, 64), bf16(2, 16, 16, 3), gemm.Epilogue())
+    matmul.multiply(bf16(6, 20, 72), bf16(6, 72, 40))
+    assert [flops_of(stem, name, grid, args, constants) for stem, name, grid, args, constants in launched if
+            stem != "gemm"] == [2 * 2 * 256 * 27 * 64] * 2 + [2 * 6 * 20 * 72 * 40]
