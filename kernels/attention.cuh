@@ -2,6 +2,7 @@
 //
 // Constants as in attention.cu. Rows in shared memory have PITCH elements, DP of them filled.
 #pragma once
+#include "flash.cuh"
 #include "mma.cuh"
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS, WM = 16 * MT, BM = WARPS * WM;
@@ -10,26 +11,6 @@ constexpr int PACK = 16 / sizeof(T), STEPS = LOW ? 1 : 2;  // mma instructions i
 constexpr int PITCH = DP + 8;                              // of rows in shared memory: ldmatrix meets no bank twice
 constexpr int CHUNKS = DP / PACK, DT = DP / 16, NT = BN / 16;
 constexpr int BLOCKS = LOW ? 0 : 1;  // a multiprocessor must hold; 1 gives float all registers, 0 leaves it to the compiler
-constexpr float LOG2E = 1.4426950408889634f;
-
-__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-// Two elements in one register, `low` first in memory.
-template <typename U> __device__ u32 pack_pair(float low, float high);
-template <> __device__ __forceinline__ u32 pack_pair<bf16>(float low, float high) {
-    u32 y;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-    return y;
-}
-template <> __device__ __forceinline__ u32 pack_pair<half>(float low, float high) {
-    u32 y;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-    return y;
-}
 
 // A warp's 16 x 16 tile of an operand: r[step] is an A fragment, or the B fragments of two tiles of 8 columns.
 // For float, slots t and t + 4 of the depth hold its elements 2t and 2t + 1, in A and B alike, which leaves the sum as it

@@ -1,8 +1,9 @@
 // Hopper's asynchronous machinery (sm_90a): barriers in shared memory, the bulk tensor copy (TMA), and wgmma.
 //
 // Tiles in shared memory have lines of 128 bytes (64 elements), 16-byte chunks XOR-swizzled by the line's address bits
-// 7 to 9, as TMA writes and wgmma reads them; every tile starts at a multiple of 1024 bytes. A tile is K-major where a
-// line runs along the depth of the product, and MN-major where it runs along its rows or columns.
+// 7 to 9, as TMA writes and wgmma reads them; every tile starts at a multiple of 1024 bytes. Where LINE is 64, lines have
+// 64 bytes (32 elements), swizzled by bits 7 and 8. A tile is K-major where a line runs along the depth of the product,
+// and MN-major where it runs along its rows or columns.
 #pragma once
 #include "mma.cuh"
 
@@ -36,6 +37,12 @@ __device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 b
 __device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 barrier, int i0, int i1, int i2, int i3) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
                  ::"r"(target), "l"((u64)&map), "r"(i0), "r"(i1), "r"(i2), "r"(i3), "r"(barrier) : "memory");
+}
+
+// Copy `bytes`, a multiple of 16, from `source` to `target`; `barrier` counts them.
+__device__ __forceinline__ void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
 
 // Copy a box from shared memory to the map's tensor (what lies outside is left out); the calling thread waits until it
@@ -87,33 +94,37 @@ struct Ring {
     }
 };
 
-// The descriptor of a swizzled tile at `address`. `block`: bytes from 64 columns to the next 64 of an MN-major tile.
-__device__ __forceinline__ u64 tile_descriptor(u32 address, u32 block = 16) {
-    return (u64)((address & 0x3ffff) >> 4) | (u64)(block >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+// Where the 16-byte chunk `chunk` of line `line` lies in a tile, in bytes.
+template <int LINE> __device__ __forceinline__ u32 swizzled(int line, int chunk) {
+    return line * LINE + ((chunk ^ (LINE == 128 ? line % 8 : line / 2 % 4)) << 4);
+}
+// The descriptor of a swizzled tile at `address`. `block`: bytes from one line's columns of an MN-major tile to the next.
+template <int LINE = 128> __device__ __forceinline__ u64 tile_descriptor(u32 address, u32 block = 16) {
+    return (u64)((address & 0x3ffff) >> 4) | (u64)(block >> 4) << 16 | (u64)(8 * LINE >> 4) << 32 | (LINE == 128 ? 1ull : 2ull) << 62;
 }
 // What to add to a descriptor to go 16 deeper.
-template <bool MN_MAJOR> constexpr u64 DEPTH_STEP = (MN_MAJOR ? 16 * 128 : 16 * 2) >> 4;
+template <bool MN_MAJOR, int LINE = 128> constexpr u64 DEPTH_STEP = (MN_MAJOR ? 16 * LINE : 16 * 2) >> 4;
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-
-// c = a·b, or c + a·b where `add`: 64 rows, 16 deep, and as many columns as a warpgroup's c holds (64, 96, 128 or 192);
+// c = a·b, or c + a·b where `add`: 64 rows, 16 deep, and as many columns as a warpgroup's c holds (32, 64, 96, 128 or 192);
 // `S` is the operands' type. No other instruction may touch c from the first product to wgmma_wait, not even to zero it:
 // ptxas would wait after each (C75xx in its log). Lane (g = lane / 4, t = lane % 4) of warp w holds, of row 16 w + g,
 // columns 8 j + 2 t and the next in c[4 j] and c[4 j + 1], and of row 16 w + g + 8 in c[4 j + 2] and c[4 j + 3].
-#define NAMES_32 \
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
-    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define NAMES_32 NAMES_16 \
+    ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define NAMES_48 NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define NAMES_64 NAMES_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define NAMES_96 NAMES_64 \
     ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
     ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define C_8(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
-#define C_32 C_8(0), C_8(8), C_8(16), C_8(24)
+#define C_16 C_8(0), C_8(8)
+#define C_32 C_16, C_8(16), C_8(24)
 #define C_48 C_32, C_8(32), C_8(40)
 #define C_64 C_48, C_8(48), C_8(56)
 #define C_96 C_64, C_8(64), C_8(72), C_8(80), C_8(88)
@@ -125,7 +136,18 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
                      ", add, 1, 1, %" #TRANSPOSE_A ", %" #TRANSPOSE_B ";\n}"                                          \
                      : C_##COUNT : "l"(a), "l"(b), "n"(A_MN_MAJOR), "n"(B_MN_MAJOR), "r"((int)add));                 \
     }
+// The same with A in registers, as `a` of mma.cuh's fragments for the warp's 16 rows: rounded results make the next A.
+#define DEFINE_WGMMA_REGISTERS(S, TYPE, N, COUNT, A0, A1, A2, A3, B, TRANSPOSE_B, ADD)                               \
+    template <bool B_MN_MAJOR> __device__ __forceinline__ void wgmma(const S*, float (&c)[COUNT], const u32 (&a)[4], u64 b, bool add) { \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                           \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES_##COUNT "}, "        \
+                     "{%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", add, 1, 1, %" #TRANSPOSE_B ";\n}"              \
+                     : C_##COUNT : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(B_MN_MAJOR), "r"((int)add)); \
+    }
 #define DEFINE_WGMMAS(S, TYPE)                     \
+    DEFINE_WGMMA_REGISTERS(S, TYPE, 32, 16, 16, 17, 18, 19, 20, 21, 22) \
+    DEFINE_WGMMA_REGISTERS(S, TYPE, 64, 32, 32, 33, 34, 35, 36, 37, 38) \
+    DEFINE_WGMMA(S, TYPE, 32, 16, 16, 17, 18, 19, 20)  \
     DEFINE_WGMMA(S, TYPE, 64, 32, 32, 33, 34, 35, 36)  \
     DEFINE_WGMMA(S, TYPE, 96, 48, 48, 49, 50, 51, 52)  \
     DEFINE_WGMMA(S, TYPE, 128, 64, 64, 65, 66, 67, 68) \

@@ -9,6 +9,7 @@ import numpy as np
 
 from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.module import blocks, empty, launch
+from cudiff.ops import attention_sm90
 from cudiff.ops.matmul import matmul_numpy
 from cudiff.tensor import Function, Tensor
 
@@ -136,7 +137,9 @@ def _forward_cuda(ctx, q, k, v, tf32):
     lse = empty((n, heads, 64 * blocks(rows, 64)), float32)
     ctx.save(q, k, v, out, lse)
     ctx.tf32 = tf32
-    if out.size:
+    if out.size and attention_sm90.suits(q, k, v):
+        attention_sm90.forward(out.reshape(q.shape), lse, q, k, v)
+    elif out.size:
         tile = _tile(q.dtype, dim, rows, False, tf32)
         _launch("forward", q, rows, 1, tile, (out, lse, q, k, v, *_sizes(q, k)))
     return out
@@ -145,6 +148,9 @@ def _forward_cuda(ctx, q, k, v, tf32):
 def _backward_cuda(ctx, dout, dq, dk, dv):
     q, k, v, out, lse = ctx.saved
     if not out.size:
+        return
+    if attention_sm90.suits(q, k, v, dq, dk, dv, dout.reshape(q.shape)):
+        attention_sm90.backward(dq, dk, dv, dout.reshape(q.shape), q, k, v, out, lse)
         return
     delta = empty(lse.shape, float32)
     sizes, rows, dim = _sizes(q, k), q.shape[1], q.shape[3]

@@ -1,0 +1,169 @@
+// The backward pass of attention on Hopper for few tokens of narrow heads: all gradients in one launch, scores once.
+// architectures: sm_90a
+// variants: T=bf16,half DP=32 TILES=1,2,4
+//
+// Layouts, lse and maps as in attention_sm90.cu; out is contiguous; D is at most DP; there are at most 64 TILES
+// queries and 64 TILES keys. A block owns the keys of KEY_TILES tiles and walks over the tiles of queries, all of which lie
+// in its shared memory. The scores are transposed: p and ds, whose rows are keys, are the left sides of
+// dv and dk from registers; ds goes through shared memory to be the left side of dq. A block's part of a tile's dq takes
+// the place of the tile's q and dout. The blocks of a cluster share out the tiles and sum their parts by rank.
+// Launch: 128 threads, (CLUSTER, heads, N) blocks. Shared memory: 8.5 KiB a tile of queries, 16 KiB a tile of the block's
+// keys, 128 bytes of barriers.
+#include "attention_sm90.cuh"
+
+constexpr int KEY_TILES = TILES == 1 ? 1 : 2, CLUSTER = TILES / KEY_TILES;
+#include "cluster.cuh"
+
+constexpr int BLOCKS = KEY_TILES == 1 ? 4 : 3;  // that fit a multiprocessor, by their registers
+constexpr int D_SCORES = 64 * 128;  // bytes of a tile of ds
+
+extern "C" __global__ void __launch_bounds__(128, BLOCKS) __cluster_dims__(CLUSTER, 1, 1)
+backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
+         const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap dq, const __grid_constant__ TensorMap dk,
+         const __grid_constant__ TensorMap dv, const T* out, const float* lse, int Tq, int Tk, int D, float scale) {
+    extern __shared__ __align__(1024) u8 shared[];
+    constexpr u32 K_TILES = TILES * 2 * TILE, V_TILES = K_TILES + KEY_TILES * TILE, DS_TILES = V_TILES + KEY_TILES * TILE;
+    constexpr u32 ROWS = DS_TILES + KEY_TILES * D_SCORES, BARRIERS = ROWS + TILES * 512;
+    u32 base = shared_address(shared), k_tiles = base + K_TILES, v_tiles = base + V_TILES, ds_tiles = base + DS_TILES;
+    float* row_lse = reinterpret_cast<float*>(shared + ROWS);
+    float* row_delta = row_lse + TILES * 64;
+    int heads = gridDim.y, rank = blockIdx.x, h = blockIdx.y, n = blockIdx.z, tiles = CEIL_DIV(Tq, 64);
+    int first = rank * KEY_TILES * 64;
+    float scale2 = scale * LOG2E;
+    Ring queries(base, 2 * TILE, TILES, base + BARRIERS);
+    u32 keys = base + BARRIERS + 16 * TILES;
+    if (threadIdx.x == 0) {
+        barrier_init(keys, 1);
+        queries.init(1);
+        barrier_expect(keys, KEY_TILES * 2 * TILE);
+        for (int m = 0; m < KEY_TILES; m++) {
+            tma_load(k_tiles + m * TILE, k, keys, 0, h, first + m * 64, n);
+            tma_load(v_tiles + m * TILE, v, keys, 0, h, first + m * 64, n);
+        }
+        for (int i = 0; i < tiles; i++) {
+            u32 full = queries.full(i), to = base + i * 2 * TILE;
+            barrier_expect(full, 2 * TILE);
+            tma_load(to, q, full, 0, h, i * 64, n);
+            tma_load(to + TILE, dout, full, 0, h, i * 64, n);
+        }
+    }
+    __syncthreads();
+
+    // delta: the sum over d of dout out, four threads a row
+    constexpr int ROUNDS = TILES * 2;
+    Pack<T> outs[ROUNDS];
+#pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+        int row = i * 32 + threadIdx.x / 4, d = threadIdx.x % 4 * 8;
+        outs[i] = row < Tq && d < D ? load_pack(out + (((i64)n * Tq + row) * heads + h) * D + d) : Pack<T>{};
+    }
+    for (int i = threadIdx.x; i < tiles * 64; i += 128) row_lse[i] = lse[((i64)n * heads + h) * tiles * 64 + i];
+#pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+        if (i / 2 >= tiles) break;
+        barrier_wait(queries.full(i / 2), 0);
+        int row = i % 2 * 32 + threadIdx.x / 4;
+        Pack<T> x = load_pack(reinterpret_cast<const T*>(shared + i / 2 * 2 * TILE + TILE + swizzled<LINE>(row, threadIdx.x % 4)));
+        float sum = 0.0f;
+#pragma unroll
+        for (int e = 0; e < 8; e++) sum += to_float(x.v[e]) * to_float(outs[i].v[e]);
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        if (threadIdx.x % 4 == 0) row_delta[i / 2 * 64 + row] = sum;
+    }
+    __syncthreads();
+
+    float dk_acc[KEY_TILES][DP / 2], dv_acc[KEY_TILES][DP / 2];
+    barrier_wait(keys, 0);
+#pragma unroll 1
+    for (int i = 0; i < tiles; i++) {
+        u32 q_tile = base + i * 2 * TILE, dout_tile = q_tile + TILE;
+#pragma unroll
+        for (int m = 0; m < KEY_TILES; m++) {
+            float p[32], ds[32];
+            u32 weights[4][4], dscores[4][4];
+            wgmma_fence();
+            multiply_tokens(p, k_tiles + m * TILE, q_tile);
+            multiply_tokens(ds, v_tiles + m * TILE, dout_tile);
+            wgmma_commit();
+            wgmma_wait<0>();
+            if (first + m * 64 + 64 > Tk)  // their scores would be 0, not -inf, and reach dq
+#pragma unroll
+                for (int e = 0; e < 32; e++)
+                    if (first + m * 64 + WARP_ROW + e / 2 % 2 * 8 + GROUP >= Tk) p[e] = -infinity();
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                int column = i * 64 + 8 * j + 2 * QUAD;
+                float2 l = *reinterpret_cast<const float2*>(row_lse + column);
+                float2 mean = *reinterpret_cast<const float2*>(row_delta + column);
+#pragma unroll
+                for (int e = 4 * j; e < 4 * j + 4; e++) {
+                    p[e] = exp2_fast(p[e] * scale2 - (e % 2 ? l.y : l.x));
+                    ds[e] = p[e] * (ds[e] - (e % 2 ? mean.y : mean.x));
+                }
+            }
+            round_fragments(p, weights);
+            round_fragments(ds, dscores);
+            wgmma_fence();
+            multiply_weights(dv_acc[m], weights, dout_tile, i > 0);
+            multiply_weights(dk_acc[m], dscores, q_tile, i > 0);
+            wgmma_commit();
+            store_fragments<128>(ds_tiles + m * D_SCORES, dscores);
+            wgmma_wait<0>();  // the next scores need the registers
+        }
+        fence_writes();
+        __syncthreads();
+        float part[DP / 2];
+        wgmma_fence();
+#pragma unroll
+        for (int m = 0; m < KEY_TILES; m++) {
+            u64 a = tile_descriptor(ds_tiles + m * D_SCORES), b = tile_descriptor<LINE>(k_tiles + m * TILE);
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                wgmma<true, true>((T*)nullptr, part, a + j * DEPTH_STEP<true>, b + j * DEPTH_STEP<true, LINE>, m > 0 || j > 0);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        __syncthreads();  // all have read ds, q and dout
+        float2* parts = reinterpret_cast<float2*>(shared + i * 2 * TILE) + threadIdx.x;
+#pragma unroll
+        for (int e = 0; e < DP / 4; e++) parts[e * 128] = make_float2(part[2 * e], part[2 * e + 1]);
+    }
+
+    u32 rounded[DP / 16][4];
+#pragma unroll
+    for (int m = 0; m < KEY_TILES; m++) {  // keys and values give their places to their gradients
+        round_fragments(dk_acc[m], rounded, scale);
+        store_fragments<LINE>(k_tiles + m * TILE, rounded);
+        round_fragments(dv_acc[m], rounded);
+        store_fragments<LINE>(v_tiles + m * TILE, rounded);
+    }
+    fence_writes();
+    cluster_sync();
+    if (threadIdx.x == 0)
+        for (int m = 0; m < KEY_TILES; m++) {
+            tma_store(dk, k_tiles + m * TILE, 0, h, first + m * 64, n);
+            tma_store(dv, v_tiles + m * TILE, 0, h, first + m * 64, n);
+        }
+    __syncwarp();
+    for (int i = rank; i < tiles; i += CLUSTER) {
+        const float2* parts = reinterpret_cast<const float2*>(shared + i * 2 * TILE) + threadIdx.x;
+        float sum[DP / 2] = {};
+#pragma unroll
+        for (int e = 0; e < DP / 4; e++)
+            for (int from = 0; from < CLUSTER; from++) {
+                float2 part = load_cluster(parts + e * 128, from);
+                sum[2 * e] += part.x, sum[2 * e + 1] += part.y;
+            }
+        round_fragments(sum, rounded, scale);
+        __syncthreads();  // all have read this block's part
+        store_fragments<LINE>(base + i * 2 * TILE, rounded);
+        fence_writes();
+        __syncthreads();
+        if (threadIdx.x == 0) tma_store(dq, base + i * 2 * TILE, 0, h, i * 64, n);
+        __syncwarp();
+    }
+    if (threadIdx.x == 0) tma_store_wait();
+    __syncwarp();
+    if (CLUSTER > 1) cluster_sync();  // a block stays until the others have read its parts
+}

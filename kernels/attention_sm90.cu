@@ -1,0 +1,270 @@
+// Flash attention on Hopper: attention.cu's passes by TMA and wgmma. Layouts, lse and delta as there.
+// architectures: sm_90a
+// variants: T=bf16,half DP=32,64 STAGES=3 GROUPS=1,2
+//
+//   forward      writes out, lse.            A warpgroup owns 64 queries and walks over the keys (online softmax).
+//   backward_q   writes dq, delta.           A warpgroup owns 64 queries, recomputes scores from lse.
+//   backward_kv  reads delta; writes dk, dv. A warpgroup owns 64 keys and walks over the queries, on transposed scores.
+// Base, strides and D are multiples of 16 bytes; D is at most DP. Maps: {D, heads, tokens, N}, boxes {DP, 1, 64, 1}.
+// A step is 64 tokens of the other side, in a ring of STAGES. What a product gave is rounded in registers and is the left
+// side of the next. A warpgroup waits for each product: the others of the multiprocessor, 4 or 6 in forward and 3
+// backward, compute meanwhile.
+// Launch: GROUPS warpgroups (1 backward), (ceil(T / 64 / GROUPS), heads, N) blocks. Shared memory: GROUPS tiles (2
+// backward), STAGES of two tiles (and of 1024 bytes in backward_kv), 128 bytes of barriers.
+#include "attention_sm90.cuh"
+
+constexpr int THREADS = GROUPS * 128, BLOCKS = (DP == 32 ? 6 : 4) / GROUPS;  // blocks that fit by their registers
+constexpr float SLACK = 8.0f;  // log2 of the largest weight before rows are scaled down: it is rarely exceeded
+
+__device__ __forceinline__ void mask(float (&s)[32], int columns) {
+#pragma unroll
+    for (int i = 0; i < 32; i++)
+        if (i / 4 * 8 + 2 * QUAD + i % 2 >= columns) s[i] = -infinity();
+}
+__device__ __forceinline__ float sum_quad(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+__device__ __forceinline__ void warpgroup_meets() { asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory"); }
+
+// The warpgroup writes factor * c through `buffer`, a tile of its own that it has read, to tokens `first`... of the map.
+__device__ __forceinline__ void store_tile(const TensorMap& map, const float (&c)[DP / 2], float factor, u32 buffer, int h,
+                                           int first, int n) {
+    u32 a[DP / 16][4];
+    round_fragments(c, a, factor);
+    warpgroup_meets();
+    store_fragments<LINE>(buffer, a);
+    fence_writes();
+    warpgroup_meets();
+    if (threadIdx.x % 128 == 0) {
+        tma_store(map, buffer, 0, h, first, n);
+        tma_store_wait();
+    }
+}
+
+// The stage that held `step` was read: load(step + STAGES) takes it, where there are so many steps.
+template <class Load> __device__ __forceinline__ void reuse_stage(Ring& ring, int step, int steps, Load load) {
+    ring.release();
+    if (threadIdx.x == 0 && step + STAGES < steps) load(step + STAGES);
+    __syncwarp();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
+        const __grid_constant__ TensorMap out, float* lse, int Tq, int Tk, float scale) {
+    extern __shared__ __align__(1024) u8 shared[];
+    u32 base = shared_address(shared), stages = base + GROUPS * TILE, barriers = stages + STAGES * 2 * TILE;
+    u32 q_barrier = barriers + 16 * STAGES;
+    int heads = gridDim.y, h = blockIdx.y, n = blockIdx.z, TP = CEIL_DIV(Tq, 64) * 64, steps = CEIL_DIV(Tk, 64);
+    int group = threadIdx.x / 128, first = (blockIdx.x * GROUPS + group) * 64;
+    u32 own = base + group * TILE;
+    float scale2 = scale * LOG2E;
+    lse += ((i64)n * heads + h) * TP;
+    Ring ring(stages, 2 * TILE, STAGES, barriers), loads = ring;
+    auto load = [&](int step) {
+        u32 full = loads.acquire(2 * TILE);
+        tma_load(loads.buffer(), k, full, 0, h, step * 64, n);
+        tma_load(loads.buffer() + TILE, v, full, 0, h, step * 64, n);
+        loads.advance();
+    };
+    if (threadIdx.x == 0) {
+        barrier_init(q_barrier, 1);
+        ring.init(GROUPS);
+        barrier_expect(q_barrier, GROUPS * TILE);
+        for (int i = 0; i < GROUPS; i++) tma_load(base + i * TILE, q, q_barrier, 0, h, first + i * 64, n);
+        for (int step = 0; step < min(STAGES, steps); step++) load(step);
+    }
+    __syncthreads();
+
+    u32 weights[4][4];
+    barrier_wait(q_barrier, 0);
+    float s[32], acc[DP / 2];
+    float top[2] = {-infinity(), -infinity()}, sum[2] = {};  // of rows GROUP and GROUP + 8: log2 of the weight 1, and
+                                                             // this lane's part of the denominator
+    for (int step = 0; step < steps; step++) {
+        ring.wait();
+        wgmma_fence();
+        multiply_tokens(s, own, ring.buffer());
+        wgmma_commit();
+        wgmma_wait<0>();
+        if ((step + 1) * 64 > Tk) mask(s, Tk - step * 64);
+
+        float high[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            high[r] = s[2 * r];
+#pragma unroll
+            for (int i = 0; i < 32; i += 4) high[r] = fmaxf(high[r], fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
+            high[r] = fmaxf(high[r], __shfl_xor_sync(~0u, high[r], 1));
+            high[r] = fmaxf(high[r], __shfl_xor_sync(~0u, high[r], 2)) * scale2;
+        }
+        if (__any_sync(~0u, high[0] > top[0] + SLACK || high[1] > top[1] + SLACK))
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float raised = fmaxf(top[r], high[r]), shrink = exp2_fast(top[r] - raised);
+                top[r] = raised;
+                sum[r] *= shrink;
+#pragma unroll
+                for (int i = 0; i < DP / 2; i += 4) acc[i + 2 * r] *= shrink, acc[i + 2 * r + 1] *= shrink;
+            }
+#pragma unroll
+        for (int i = 0; i < 32; i++) {
+            s[i] = exp2_fast(s[i] * scale2 - top[i / 2 % 2]);
+            sum[i / 2 % 2] += s[i];
+        }
+        round_fragments(s, weights);
+        wgmma_fence();
+        multiply_weights(acc, weights, ring.buffer() + TILE, step > 0);
+        wgmma_commit();
+        wgmma_wait<0>();
+        reuse_stage(ring, step, steps, load);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float total = sum_quad(sum[r]), factor = 1.0f / total;
+#pragma unroll
+        for (int i = 0; i < DP / 2; i += 4) acc[i + 2 * r] *= factor, acc[i + 2 * r + 1] *= factor;
+        int row = first + WARP_ROW + 8 * r + GROUP;
+        if (QUAD == 0 && row < TP) lse[row] = row < Tq ? top[r] + log2f(total) : infinity();
+    }
+    store_tile(out, acc, 1.0f, own, h, first, n);
+}
+
+extern "C" __global__ void __launch_bounds__(128, 3)
+backward_q(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
+           const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap dq, float* delta, const float* lse,
+           const T* out_rows, const T* dout_rows, int Tq, int Tk, int D, float scale) {
+    extern __shared__ __align__(1024) u8 shared[];
+    u32 base = shared_address(shared), stages = base + 2 * TILE, barriers = stages + STAGES * 2 * TILE;
+    u32 own_barrier = barriers + 16 * STAGES;
+    int heads = gridDim.y, h = blockIdx.y, n = blockIdx.z, TP = CEIL_DIV(Tq, 64) * 64, steps = CEIL_DIV(Tk, 64);
+    int first = blockIdx.x * 64;
+    float scale2 = scale * LOG2E;
+    lse += ((i64)n * heads + h) * TP;
+    delta += ((i64)n * heads + h) * TP;
+    Ring ring(stages, 2 * TILE, STAGES, barriers), loads = ring, reads = ring;
+    auto load = [&](int step) {
+        u32 full = loads.acquire(2 * TILE);
+        tma_load(loads.buffer(), k, full, 0, h, step * 64, n);
+        tma_load(loads.buffer() + TILE, v, full, 0, h, step * 64, n);
+        loads.advance();
+    };
+    if (threadIdx.x == 0) {
+        barrier_init(own_barrier, 1);
+        ring.init(1);
+        barrier_expect(own_barrier, 2 * TILE);
+        tma_load(base, q, own_barrier, 0, h, first, n);
+        tma_load(base + TILE, dout, own_barrier, 0, h, first, n);
+        for (int step = 0; step < min(STAGES, steps); step++) load(step);
+    }
+    __syncthreads();
+
+    float row_lse[2], row_delta[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        int row = first + WARP_ROW + 8 * r + GROUP;
+        float total = 0.0f;
+        if (row < Tq)
+            for (int d = QUAD * 8; d < D; d += 32) {
+                i64 at = (((i64)n * Tq + row) * heads + h) * D + d;
+                Pack<T> x = load_pack(out_rows + at), y = load_pack(dout_rows + at);
+#pragma unroll
+                for (int e = 0; e < 8; e++) total += to_float(x.v[e]) * to_float(y.v[e]);
+            }
+        row_delta[r] = sum_quad(total);
+        row_lse[r] = lse[row];
+        if (QUAD == 0) delta[row] = row_delta[r];
+    }
+
+    u32 weights[4][4];
+    float s[32], dp[32], acc[DP / 2];
+    barrier_wait(own_barrier, 0);
+    for (int step = 0; step < steps; step++, ring.advance()) {
+        ring.wait();
+        wgmma_fence();
+        multiply_tokens(s, base, ring.buffer());
+        multiply_tokens(dp, base + TILE, ring.buffer() + TILE);
+        wgmma_commit();
+        wgmma_wait<0>();
+        if (step > 0) reuse_stage(reads, step - 1, steps, load);
+        if ((step + 1) * 64 > Tk) mask(s, Tk - step * 64);
+#pragma unroll
+        for (int i = 0; i < 32; i++) {
+            int r = i / 2 % 2;
+            s[i] = exp2_fast(s[i] * scale2 - row_lse[r]) * (dp[i] - row_delta[r]);
+        }
+        round_fragments(s, weights);
+        wgmma_fence();
+        multiply_weights(acc, weights, ring.buffer(), step > 0);
+        wgmma_commit();
+    }
+    wgmma_wait<0>();
+    store_tile(dq, acc, scale, base, h, first, n);
+}
+
+// Scores are transposed here: keys are the rows of every product, so that p and ds are A fragments without a transpose.
+extern "C" __global__ void __launch_bounds__(128, 3)
+backward_kv(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
+            const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap dk, const __grid_constant__ TensorMap dv,
+            const float* delta, const float* lse, int Tq, int Tk, float scale) {
+    extern __shared__ __align__(1024) u8 shared[];
+    constexpr u32 STAGE = 2 * TILE + 1024, BYTES = 2 * TILE + 2 * 64 * sizeof(float);
+    u32 base = shared_address(shared), stages = base + 2 * TILE, barriers = stages + STAGES * STAGE;
+    u32 own_barrier = barriers + 16 * STAGES;
+    int heads = gridDim.y, h = blockIdx.y, n = blockIdx.z, TP = CEIL_DIV(Tq, 64) * 64, steps = CEIL_DIV(Tq, 64);
+    int first = blockIdx.x * 64;
+    float scale2 = scale * LOG2E;
+    lse += ((i64)n * heads + h) * TP;
+    delta += ((i64)n * heads + h) * TP;
+    Ring ring(stages, STAGE, STAGES, barriers), loads = ring;
+    auto load = [&](int step) {
+        u32 full = loads.acquire(BYTES), rows = loads.buffer() + 2 * TILE;
+        tma_load(loads.buffer(), q, full, 0, h, step * 64, n);
+        tma_load(loads.buffer() + TILE, dout, full, 0, h, step * 64, n);
+        bulk_load(rows, lse + step * 64, 64 * sizeof(float), full);
+        bulk_load(rows + 64 * sizeof(float), delta + step * 64, 64 * sizeof(float), full);
+        loads.advance();
+    };
+    if (threadIdx.x == 0) {
+        barrier_init(own_barrier, 1);
+        ring.init(1);
+        barrier_expect(own_barrier, 2 * TILE);
+        tma_load(base, k, own_barrier, 0, h, first, n);
+        tma_load(base + TILE, v, own_barrier, 0, h, first, n);
+        for (int step = 0; step < min(STAGES, steps); step++) load(step);
+    }
+    __syncthreads();
+
+    u32 weights[4][4], dscores[4][4];
+    float p[32], ds[32], dk_acc[DP / 2], dv_acc[DP / 2];
+    barrier_wait(own_barrier, 0);
+    for (int step = 0; step < steps; step++) {
+        ring.wait();
+        wgmma_fence();
+        multiply_tokens(p, base, ring.buffer());
+        multiply_tokens(ds, base + TILE, ring.buffer() + TILE);
+        wgmma_commit();
+        wgmma_wait<0>();
+        const float* rows = reinterpret_cast<const float*>(shared + (ring.buffer() - base) + 2 * TILE) + 2 * QUAD;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            float2 row_lse = *reinterpret_cast<const float2*>(rows + 8 * j);
+            float2 row_delta = *reinterpret_cast<const float2*>(rows + 64 + 8 * j);
+#pragma unroll
+            for (int i = 4 * j; i < 4 * j + 4; i++) {
+                p[i] = exp2_fast(p[i] * scale2 - (i % 2 ? row_lse.y : row_lse.x));
+                ds[i] = p[i] * (ds[i] - (i % 2 ? row_delta.y : row_delta.x));
+            }
+        }
+        round_fragments(p, weights);
+        round_fragments(ds, dscores);
+        wgmma_fence();
+        multiply_weights(dv_acc, weights, ring.buffer() + TILE, step > 0);
+        multiply_weights(dk_acc, dscores, ring.buffer(), step > 0);
+        wgmma_commit();
+        wgmma_wait<0>();  // the registers of the next scores are these weights'
+        reuse_stage(ring, step, steps, load);
+    }
+    store_tile(dk, dk_acc, scale, base, h, first, n);
+    store_tile(dv, dv_acc, 1.0f, base + TILE, h, first, n);
+}
