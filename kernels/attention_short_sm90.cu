@@ -33,8 +33,11 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
     Ring queries(base, 2 * TILE, TILES, base + BARRIERS);
     u32 keys = base + BARRIERS + 16 * TILES;
     if (threadIdx.x == 0) {
-        barrier_init(keys, 1);
-        queries.init(1);
+        barrier_init(keys, 1), queries.init(1);
+        prefetch(q), prefetch(k), prefetch(v), prefetch(dout);
+    }
+    wait_for_previous();
+    if (threadIdx.x == 0) {
         barrier_expect(keys, KEY_TILES * 2 * TILE);
         for (int m = 0; m < KEY_TILES; m++) {
             tma_load(k_tiles + m * TILE, k, keys, 0, h, first + m * 64, n);

@@ -68,8 +68,11 @@ forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k
         loads.advance();
     };
     if (threadIdx.x == 0) {
-        barrier_init(q_barrier, 1);
-        ring.init(GROUPS);
+        barrier_init(q_barrier, 1), ring.init(GROUPS);
+        prefetch(q), prefetch(k), prefetch(v);
+    }
+    wait_for_previous();
+    if (threadIdx.x == 0) {
         barrier_expect(q_barrier, GROUPS * TILE);
         for (int i = 0; i < GROUPS; i++) tma_load(base + i * TILE, q, q_barrier, 0, h, first + i * 64, n);
         for (int step = 0; step < min(STAGES, steps); step++) load(step);
@@ -150,8 +153,11 @@ backward_q(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMa
         loads.advance();
     };
     if (threadIdx.x == 0) {
-        barrier_init(own_barrier, 1);
-        ring.init(1);
+        barrier_init(own_barrier, 1), ring.init(1);
+        prefetch(q), prefetch(k), prefetch(v), prefetch(dout);
+    }
+    wait_for_previous();
+    if (threadIdx.x == 0) {
         barrier_expect(own_barrier, 2 * TILE);
         tma_load(base, q, own_barrier, 0, h, first, n);
         tma_load(base + TILE, dout, own_barrier, 0, h, first, n);
@@ -226,8 +232,11 @@ backward_kv(const __grid_constant__ TensorMap q, const __grid_constant__ TensorM
         loads.advance();
     };
     if (threadIdx.x == 0) {
-        barrier_init(own_barrier, 1);
-        ring.init(1);
+        barrier_init(own_barrier, 1), ring.init(1);
+        prefetch(q), prefetch(k), prefetch(v), prefetch(dout);
+    }
+    wait_for_previous();
+    if (threadIdx.x == 0) {
         barrier_expect(own_barrier, 2 * TILE);
         tma_load(base, k, own_barrier, 0, h, first, n);
         tma_load(base + TILE, v, own_barrier, 0, h, first, n);
