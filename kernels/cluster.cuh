@@ -25,3 +25,15 @@ __device__ __forceinline__ float2 load_cluster(const float2* p, int rank) {
     asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
     return v;
 }
+
+// *p = v, where p is an address in this block's shared memory, in that of block `rank`.
+__device__ __forceinline__ void store_cluster(float4* p, int rank, float4 v) {
+    if constexpr (CLUSTER == 1) {
+        *p = v;
+        return;
+    }
+    u32 address = (u32)__cvta_generic_to_shared(p);
+    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};"
+                 ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}

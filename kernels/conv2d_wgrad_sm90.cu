@@ -1,11 +1,10 @@
 // The weight gradient of a convolution of stride 1 that keeps the image's size, on Hopper (TMA, wgmma).
 // architectures: sm_90a
-// variants: T=bf16,half R=3 COLUMNS=1 PIXELS=64,128
-// variants: T=bf16,half R=1 COLUMNS=1,2,3 PIXELS=128
+// variants: T=bf16,half R=3 COLUMNS=1 PIXELS=64,128 CLUSTER=1,2,4,8
+// variants: T=bf16,half R=1 COLUMNS=1,2,3 PIXELS=128 CLUSTER=1,2,4,8
 //
-// x: T (N, H, W, C); dout: T (N, H, W, K); out, addend: float (K, R, S, C), addend null or `out` itself; their rows k lie
-// `pitch` elements apart.
-//   out[k][r,s,c] = sum over pixels of dout[pixel][k] · patch of x[pixel][r,s,c] + addend[k][r,s,c]
+// x: T (N, H, W, C); dout: T (N, H, W, K); out: float (K, R, S, C), whose rows k lie `pitch` elements apart.
+//   out[k][r,s,c] = or, where `add`, += sum over pixels of dout[pixel][k] · patch of x[pixel][r,s,c]
 // S is odd. C and K are those of out; x and dout have as many channels, or zeros beyond, to a multiple of 8.
 //
 // A block computes 64 output channels by 64 · COLUMNS input channels by the R vertical taps of one horizontal tap; R or
@@ -15,17 +14,26 @@
 // The steps of one tile are unrolled (PIXELS is a constant): in a loop the compiler would wait for each product.
 // Maps: x {C, W, H, N}, box {64, width, rows + R - 1, 1}; dout {K, W, H, N}, box {64, width, rows, 1}; rows · width =
 // PIXELS, a multiple of 16.
-// Launch: a warpgroup that consumes and one that produces; grid (ceil(K / 64) · ceil(C / 64 / COLUMNS), S, splits).
-// Split z takes `per_split` steps of the depth and writes to out + z · (size of out), to be summed by gemm.cu.
-// Shared memory: `stages` steps, two at least, and their barriers.
+//
+// The grid's z cuts the depth into parts. A cluster of CLUSTER blocks along z adds its parts up through shared memory:
+// each block gets from all of them some of the columns of the product, in their order. Cluster i writes the sum to out +
+// i · (size of out); where there is more than one, another kernel adds those up.
+// Launch: a warpgroup that consumes and one that produces; grid (ceil(K / 64) · ceil(C / 64 / COLUMNS), S, parts), no
+// more parts than steps. Shared memory: `stages` steps, two at least, and their barriers; 256 · N_TILE bytes at least.
+#include "cluster.cuh"
 #include "wgmma.cuh"
 
 constexpr int CONSUMERS = 128, THREADS = CONSUMERS + 128;
+#if CLUSTER > 1
+#define CLUSTER_DIMS __cluster_dims__(1, 1, CLUSTER)
+#else
+#define CLUSTER_DIMS
+#endif
 constexpr int LINE = 128, N_TILE = 64 * R * COLUMNS;
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-conv2d_wgrad_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dout, const float* addend,
-                  float* out, i64 pitch, int N, int H, int C, int K, int S, int rows, int width, int per_split, int stages) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
+conv2d_wgrad_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dout, float* out,
+                  i64 pitch, int add, int N, int H, int C, int K, int S, int rows, int width, int stages) {
     extern __shared__ __align__(1024) u8 shared[];
     u32 base = shared_address(shared);
     constexpr u32 tile = PIXELS * LINE;
@@ -40,7 +48,8 @@ conv2d_wgrad_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ T
 
     int blocks_k = CEIL_DIV(K, 64), k0 = blockIdx.x % blocks_k * 64, c0 = blockIdx.x / blocks_k * 64 * COLUMNS;
     int s = blockIdx.y, per_image = CEIL_DIV(H, rows);
-    int first = blockIdx.z * per_split, last = min(first + per_split, N * per_image);
+    i64 steps = (i64)N * per_image;
+    int first = steps * blockIdx.z / gridDim.z, last = steps * (blockIdx.z + 1) / gridDim.z;
     if (threadIdx.x >= CONSUMERS) {
         if (threadIdx.x > CONSUMERS) return;
         for (int i = first; i < last; i++, ring.advance()) {
@@ -70,24 +79,60 @@ conv2d_wgrad_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ T
     }
     wgmma_wait<0>();
 
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, k = k0 + warp * 16 + lane / 4;
-    out += blockIdx.z * K * pitch;
+    // The product goes through shared memory, for a cluster's sum and because a loop is short: a multiprocessor fetches
+    // each instruction of a long epilogue once, and waits for it.
+    constexpr int COUNT = N_TILE / 8, PART = CEIL_DIV(COUNT, CLUSTER);  // columns of the product, in eights
+    constexpr int BATCH = PART > 12 ? 8 : PART;
+    int rank = blockIdx.z % CLUSTER, lane = threadIdx.x % 32, k = k0 + threadIdx.x / 32 * 16 + lane / 4;
+    float4* parts = reinterpret_cast<float4*>(shared) + threadIdx.x;  // [from][PART][CONSUMERS]
+    out += blockIdx.z / CLUSTER * K * pitch + k * pitch;
     bool pairs = (C | pitch) % 2 == 0 && (u64)out % 8 == 0;
+    int at[BATCH];  // where columns lie in a row of out, or -1
+    float2 sums[BATCH][2];
+    auto begin = [&](int i) {  // what they are added to: all loads are under way before the first is needed
 #pragma unroll
-    for (int j = 0; j < N_TILE / 8; j++) {
-        int r = COLUMNS > 1 ? 0 : j / 8, c = c0 + (COLUMNS > 1 ? j : j % 8) * 8 + lane % 4 * 2;
-        if (c >= C) continue;
+        for (int u = 0; u < BATCH; u++) {
+            int j = rank * PART + i + u, r = COLUMNS > 1 ? 0 : j / 8, c = c0 + (COLUMNS > 1 ? j : j % 8) * 8 + lane % 4 * 2;
+            at[u] = i + u < PART && j < COUNT && c < C ? (r * S + s) * C + c : -1;
 #pragma unroll
-        for (int half_tile = 0; half_tile < 2; half_tile++) {
-            if (k + half_tile * 8 >= K) continue;
-            i64 at = (k + half_tile * 8) * pitch + (r * S + s) * C + c;
-            float2 sum = make_float2(acc[4 * j + 2 * half_tile], acc[4 * j + 2 * half_tile + 1]);
-            if (pairs) {
-                float2 more = addend ? *reinterpret_cast<const float2*>(addend + at) : make_float2(0.0f, 0.0f);
-                *reinterpret_cast<float2*>(out + at) = make_float2(sum.x + more.x, sum.y + more.y);
-            } else {
-                out[at] = sum.x + (addend ? addend[at] : 0.0f);
-                if (c + 1 < C) out[at + 1] = sum.y + (addend ? addend[at + 1] : 0.0f);
+            for (int h = 0; h < 2; h++) {
+                sums[u][h] = make_float2(0.0f, 0.0f);
+                if (!add || at[u] < 0 || k + 8 * h >= K) continue;
+                const float* from = out + 8 * h * pitch + at[u];
+                if (pairs) sums[u][h] = *reinterpret_cast<const float2*>(from);
+                else sums[u][h] = make_float2(from[0], c + 1 < C ? from[1] : 0.0f);
+            }
+        }
+    };
+    begin(0);
+    if constexpr (CLUSTER > 1) cluster_sync();  // all have read their last tiles; the producers' exit counts as arrival
+    else asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+#pragma unroll
+    for (int j = 0; j < COUNT; j++) {
+        float4 v = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
+        store_cluster(parts + (rank * PART + j % PART) * CONSUMERS, j / PART, v);
+    }
+    if constexpr (CLUSTER > 1) cluster_sync();
+    for (int i = 0; i < PART; i += BATCH) {
+        if (i > 0) begin(i);
+#pragma unroll
+        for (int u = 0; u < BATCH; u++) {
+            if (at[u] < 0) continue;
+#pragma unroll
+            for (int from = 0; from < CLUSTER; from++) {
+                float4 term = parts[(from * PART + i + u) * CONSUMERS];
+                sums[u][0].x += term.x, sums[u][0].y += term.y, sums[u][1].x += term.z, sums[u][1].y += term.w;
+            }
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                if (k + 8 * h >= K) continue;
+                float* to = out + 8 * h * pitch + at[u];
+                if (pairs) {
+                    *reinterpret_cast<float2*>(to) = sums[u][h];
+                } else {
+                    to[0] = sums[u][h].x;
+                    if (at[u] % C + 1 < C) to[1] = sums[u][h].y;
+                }
             }
         }
     }

@@ -1,48 +1,88 @@
 """Sums over a few rows that wait for each other and share a launch.
 
-The biases and the norms of a U-Net have two hundred gradients, each the sum of some dozens of rows of partial sums that
-a larger kernel left. During a backward the tape lets them wait until something needs them, or until its end.
+The weights, biases and norms of a U-Net have three hundred gradients, each the sum of some dozens of rows of partial
+sums that a larger kernel left. During a backward the tape lets them wait until something needs them, until so much
+waits that it would leave the GPU's cache, or until its end.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.module import blocks, launch
+from cudiff.tensor import Vacant
 
 JOBS = 64  # in one launch
+WAITING_BYTES = 24 << 20  # an H200 caches 50 MB
 _ROW_SUM = np.dtype(
     [("source", "u8"), ("out", "u8")]
-    + [(name, "i4") for name in ("rows", "columns", "width", "step", "add", "first_block")]
+    + [(name, "i4") for name in ("rows", "count", "width", "step", "columns", "pitch", "add", "lanes", "pack",
+                                 "first_block")]
 )
 
 
-_Job = tuple[Array, Array, int, int, bool]  # source, out, step, offset, add
+class _Job(NamedTuple):
+    """out = or += the sum over the rows of source (out.size / width, rows, width, step)[..., offset]."""
+
+    source: Array
+    out: Array
+    width: int
+    step: int
+    offset: int
+    add: bool
 
 
-class _Waiting(threading.local):
-    """This thread's sums that no launch has done yet."""
+class _Sums:
+    """Those that no launch has done yet."""
 
-    jobs: dict[int, _Job] | None = None  # by the id of `out`; None where nothing may wait
+    def __init__(self) -> None:
+        self.jobs: list[_Job] = []
+        self.places: list[int] = []  # where their results start, sorted
+
+    def add(self, job: _Job) -> None:
+        self.finish(job.out)
+        self.jobs.append(job)
+        bisect.insort(self.places, job.out.data.ptr)
+        if len(self.jobs) == JOBS or sum(job.source.nbytes for job in self.jobs) > WAITING_BYTES:
+            self.launch()
+
+    def finish(self, array: Array | Vacant | None) -> None:
+        """Do what waits now if a result of it starts in `array`."""
+        if not self.jobs or array is None or isinstance(array, Vacant):
+            return
+        first = bisect.bisect_left(self.places, array.data.ptr)
+        if first < len(self.places) and self.places[first] < array.data.ptr + array.nbytes:
+            self.launch()
+
+    def launch(self) -> None:
+        jobs, self.jobs, self.places = self.jobs, [], []
+        if jobs:
+            _launch(jobs)
 
 
-_waiting = _Waiting()
+class _Thread(threading.local):
+    waiting: _Sums | None = None  # None where nothing may wait
+
+
+_thread = _Thread()
 
 
 @contextlib.contextmanager
-def waiting() -> Iterator[Callable[[Array], None]]:
+def waiting() -> Iterator[Callable[[Array | Vacant | None], None]]:
     """Inside the block sums wait; `finish`, which it gives, does those needed earlier, the block's end the rest."""
-    before, _waiting.jobs = _waiting.jobs, {}
+    before, _thread.waiting = _thread.waiting, _Sums()
     try:
-        yield finish
-        _launch(list(_waiting.jobs.values()))
+        yield _thread.waiting.finish
+        _thread.waiting.launch()
     finally:
-        _waiting.jobs = before
+        _thread.waiting = before
 
 
 def add_rows(source: Array, out: Array, add: bool, step: int = 1, offset: int = 0) -> None:
@@ -50,29 +90,29 @@ def add_rows(source: Array, out: Array, add: bool, step: int = 1, offset: int = 
 
     Both float32. Until the tape's backward has ended nobody may write to `source`, or use `out` without `finish`.
     """
-    finish(out)
-    job = source, out, step, offset, add
-    if _waiting.jobs is None:
+    _add(_Job(source, out, out.shape[-1], step, offset, add))
+
+
+def add_parts(parts: Array, out: Array, add: bool) -> None:
+    """out (K, ...) = or += the sum of parts (P, K, ...), as `add_rows`; out's K rows may be parts of longer ones."""
+    _add(_Job(parts, out, out.size, 1, 0, add))
+
+
+def _add(job: _Job) -> None:
+    if _thread.waiting is None:
         _launch([job])
     else:
-        _waiting.jobs[id(out)] = job
-
-
-def finish(out: Array) -> None:
-    """Do what waits now if `out` is among its results."""
-    if _waiting.jobs and id(out) in _waiting.jobs:
-        _launch(list(_waiting.jobs.values()))
-        _waiting.jobs = {}
+        _thread.waiting.add(job)
 
 
 def _launch(jobs: list[_Job]) -> None:
-    for start in range(0, len(jobs), JOBS):
-        table = np.zeros(1, np.dtype([("jobs", _ROW_SUM, JOBS)]))
-        table["jobs"]["first_block"] = np.iinfo(np.int32).max
-        grid = 0
-        for i, (source, out, step, offset, add) in enumerate(jobs[start : start + JOBS]):
-            rows = source.size // (out.size * step)
-            place, width = source.data.ptr + 4 * offset, out.shape[-1]
-            table["jobs"][0, i] = (place, out.data.ptr, rows, out.size, width, step, add, grid)
-            grid += blocks(out.size, 32)
-        launch("accumulate", "sum_rows", grid, (32, 8), (table,), TOTAL=float32, TERM=float32)
+    table, grid = np.zeros(1, np.dtype([("jobs", _ROW_SUM, JOBS)])), 0
+    table["jobs"]["first_block"] = np.iinfo(np.int32).max
+    for i, (source, out, width, step, offset, add) in enumerate(jobs):
+        rows, places = source.size // (out.size * step), (source.data.ptr + 4 * offset, out.data.ptr)
+        columns, pitch = (out.size, 0) if out.flags.c_contiguous else (out.size // len(out), out.strides[0] // 4)
+        whole = step == 1 and width % 4 == columns % 4 == pitch % 4 == 0 and all(place % 16 == 0 for place in places)
+        pack, lanes = 4 if whole else 1, min(16, 1 << (blocks(rows, 4) - 1).bit_length())
+        table["jobs"][0, i] = (*places, rows, out.size, width, step, columns, pitch, add, lanes, pack, grid)
+        grid += blocks(out.size, 256 // lanes * pack)
+    launch("accumulate", "sum_rows", grid, 256, (table,), TOTAL=float32, TERM=float32)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.module import blocks, empty, hopper, launch
+from cudiff.cuda.sums import add_parts
 from cudiff.cuda.tensor_map import tensor_map
-from cudiff.ops.gemm import MULTIPROCESSORS, Epilogue, address, aligned, sum_splits
+from cudiff.ops.gemm import MULTIPROCESSORS, Epilogue, address, aligned
 from cudiff.ops.shape import pad_cuda
 
 CHUNK = 64  # channels of a line of shared memory
 LINE_BYTES = 128
 SHARED_BYTES = 228 << 10  # of a multiprocessor, of which each block costs 1 KiB more than it asks for
 BARRIER_BYTES = 512
+CLUSTERS = {1: MULTIPROCESSORS, 2: 66, 4: 30, 8: 15}  # of so many blocks with a multiprocessor each that run at once
 COLUMNS = (1, 3, 5, 7)  # of a weight: a slab that serves all taps is wider by as many, and a box has 256 pixels at most
 
 
@@ -162,42 +166,92 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     return partials
 
 
-def wgrad(x: Array, dout: Array, dweight: Array, add: bool, splits: int = 0) -> None:
-    """Gradient of the weight, written or added to dweight (K, R, S, C), float32, whose rows may be parts of longer."""
+class WgradPlan(NamedTuple):
+    """How a weight's gradient is cut: 64-channel columns a block, blocks of a cluster, parts of the depth; and as
+    launched: rows of an image a step, steps in flight, bytes of shared memory."""
+
+    across: int
+    cluster: int
+    parts: int
+    rows: int
+    stages: int
+    shared: int
+
+
+def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: WgradPlan | None = None) -> None:
+    """Gradient of the weight, written or added to dweight (K, R, S, C), float32, whose rows may be parts of longer.
+
+    The last sum may wait for others (see cudiff.cuda.sums).
+    """
     x, dout = _whole(x), _whole(dout)
     n, height, columns, _ = x.shape
     outputs, kernel_rows, kernel_columns, channels = dweight.shape
-    width = width_of(columns)
-    rows, across, stages, shared = fit_wgrad(height, width, channels, kernel_rows)
-    grid = blocks(outputs, 64) * blocks(channels, 64 * across)
-    steps = n * blocks(height, rows)
-    per_split = blocks(steps, splits or max(1, MULTIPROCESSORS // (grid * kernel_columns)))
-    splits = blocks(steps, per_split)
-    pitch = dweight.strides[0] // 4
-    addend = dweight if add else None
-    out = dweight if splits == 1 else empty((splits, outputs, dweight.size // outputs), float32)
+    chosen = chosen or plan_wgrad(x.shape[:3], dweight.shape)
+    across, cluster, parts, rows, stages, shared = chosen
+    width, sums = width_of(columns), parts // cluster
+    out = dweight if sums == 1 else empty((sums, outputs, dweight.size // outputs), float32)
+    pitch = dweight.strides[0] // 4 if sums == 1 else out.shape[2]
     launch(
-        "conv2d_wgrad_sm90", "conv2d_wgrad_sm90", (grid, kernel_columns, splits), 256,
+        "conv2d_wgrad_sm90", "conv2d_wgrad_sm90",
+        (blocks(outputs, 64) * blocks(channels, 64 * across), kernel_columns, parts), 256,
         (
             tensor_map(x, (1, rows + kernel_rows - 1, width, CHUNK)), tensor_map(dout, (1, rows, width, CHUNK)),
-            addend if splits == 1 else None, out, np.int64(pitch if splits == 1 else out.shape[2]), n, height, channels,
-            outputs, kernel_columns, rows, width, per_split, stages,
+            out, np.int64(pitch), add and sums == 1, n, height, channels, outputs, kernel_columns, rows, width, stages,
         ),
-        shared, T=x.dtype, R=kernel_rows, COLUMNS=across, PIXELS=rows * width,
+        shared, T=x.dtype, R=kernel_rows, COLUMNS=across, PIXELS=rows * width, CLUSTER=cluster,
     )
-    if splits > 1:
-        sum_splits(out, dweight, Epilogue(addend=addend), pitch)
+    if sums > 1:
+        add_parts(out, dweight, add)
 
 
-def fit_wgrad(height: int, width: int, channels: int, kernel_rows: int) -> tuple[int, int, int, int]:
-    """Rows of an image a step, columns of 64 channels a block, steps in flight (2 at least), bytes of shared memory."""
+@functools.cache
+def plan_wgrad(images: tuple[int, ...], weight: tuple[int, ...]) -> WgradPlan:
+    """The plan of the least estimated time for x of this (N, H, W) and a weight of this (K, R, S, C)."""
+    return min(wgrad_plans(images, weight), key=lambda plan: time_wgrad(plan, images, weight))
+
+
+def wgrad_plans(images: tuple[int, ...], weight: tuple[int, ...]) -> Iterator[WgradPlan]:
+    """All plans whose blocks run at once, as far as there are any."""
+    n, height, columns = images
+    outputs, kernel_rows, kernel_columns, channels = weight
+    for across, (cluster, room) in itertools.product((1, 2, 3), CLUSTERS.items()):
+        fitted = fit_wgrad(height, width_of(columns), channels, kernel_rows, across)
+        if fitted is None:
+            continue
+        tiles = blocks(outputs, 64) * blocks(channels, 64 * across) * kernel_columns
+        most = min(n * blocks(height, fitted[0]), cluster * max(1, room // tiles))
+        for parts in range(cluster, most + 1, cluster):
+            yield WgradPlan(across, cluster, parts, *fitted)
+
+
+def time_wgrad(plan: WgradPlan, images: tuple[int, ...], weight: tuple[int, ...]) -> float:
+    """Estimated microseconds, as measured on an H200."""
+    n, height, columns = images
+    outputs, kernel_rows, kernel_columns, channels = weight
+    across, cluster, parts, rows = plan[:4]
+    tiles = blocks(outputs, 64) * blocks(channels, 64 * across) * kernel_columns
+    waves = blocks(tiles * parts, CLUSTERS[cluster] * cluster)
+    pixels, product = rows * width_of(columns), 64 * kernel_rows * across
+    slab_bytes = (pixels + across * (rows + kernel_rows - 1) * width_of(columns)) * LINE_BYTES
+    step = max(slab_bytes / 105e3, pixels * product / 59e3)
+    share = product * 256 / cluster  # bytes of the product that a block writes
+    estimate = waves * (3.1 + blocks(n * blocks(height, rows), parts) * step + share / 30e3)
+    if cluster > 1:
+        estimate += 1.0 + share * (cluster - 1) / 17e3
+    if parts > cluster:  # a share of a launch that waits for others
+        estimate += 0.7 + parts // cluster * outputs * kernel_rows * kernel_columns * channels * 4 / 3e6
+    return estimate
+
+
+def fit_wgrad(height: int, width: int, channels: int, kernel_rows: int, across: int) -> tuple[int, int, int] | None:
+    """Rows of an image a step, steps in flight, bytes of shared memory; None where two steps have no room."""
     step = 1 if width % 16 == 0 else 2  # pixels come in 16s
     rows = min(max(1, 128 // width // step), blocks(height, step)) * step
-    tile, room = rows * width * LINE_BYTES, SHARED_BYTES - 1024 - BARRIER_BYTES
-    across = 1 if kernel_rows > 1 else min(3, blocks(channels, 64), room // (2 * tile) - 1)
-    stage = tile + across * (rows + kernel_rows - 1) * width * LINE_BYTES
-    stages = min(6, room // stage)
-    return rows, across, stages, stages * stage + BARRIER_BYTES
+    stage = (rows + across * (rows + kernel_rows - 1)) * width * LINE_BYTES
+    stages = min(6, (SHARED_BYTES - 1024 - BARRIER_BYTES) // stage)
+    if stages < 2 or across > (blocks(channels, CHUNK) if kernel_rows == 1 else 1):
+        return None
+    return rows, stages, max(stages * stage + BARRIER_BYTES, 256 * 64 * kernel_rows * across)
 
 
 def _in_pairs(array: Array | None) -> Array | None:

@@ -9,7 +9,8 @@ import numpy as np
 
 from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.module import blocks, empty, launch
-from cudiff.ops.gemm import MULTIPROCESSORS, Epilogue, aligned, sum_splits
+from cudiff.cuda.sums import add_parts
+from cudiff.ops.gemm import MULTIPROCESSORS, Epilogue, aligned
 
 MOST = 7  # channels of the thin image: nine times as many are the depth of a product
 SHARED_BYTES = 80 << 10  # of a block, so that two fit on a Hopper multiprocessor and one on any other
@@ -103,7 +104,7 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool) -> None:
         (thin, wide, partials, at, height, width, channels, rows), shared,
         T=x.dtype, THIN=thin.shape[3], BN=columns, STATISTICS=0,
     )
-    sum_splits(partials, dweight, Epilogue(addend=dweight if add else None), partials.shape[2])
+    add_parts(partials, dweight, add)
 
 
 def _rows(n: int, height: int) -> int:

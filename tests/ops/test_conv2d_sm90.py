@@ -93,18 +93,20 @@ def test_every_tile(hopper, rng, tile, transposed):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize("cluster, parts", [(1, 1), (1, 5), (2, 2), (2, 6), (4, 4), (8, 8)])
 @pytest.mark.parametrize("outputs, channels", [(136, 200), (64, 3), (3, 64)])
 @pytest.mark.parametrize("kernel", [(3, 3), (1, 1)])
-def test_wgrad_in_parts_adds_to_what_is_there(hopper, rng, outputs, channels, splits, kernel):
-    x, dout = (rng.standard_normal((2, 12, 9, c)).astype(ml_dtypes.bfloat16) for c in (channels, outputs))
+def test_wgrad_in_parts_adds_to_what_is_there(hopper, rng, outputs, channels, cluster, parts, kernel):
+    x, dout = (rng.standard_normal((2, 48, 9, c)).astype(ml_dtypes.bfloat16) for c in (channels, outputs))
     weight = Tensor(np.zeros((outputs, *kernel, channels)), requires_grad=True)
     ops.conv2d(Tensor(x.astype(np.float64)), weight, padding=kernel[0] // 2).backward(dout.astype(np.float64))
     before = rng.standard_normal(weight.shape).astype(np.float32)
-    dweight = Tensor(before, device="cuda").data
     operands = [Tensor(array, device="cuda").data for array in (x, dout)]
-    conv2d_sm90.wgrad(*operands, dweight, True, splits=splits)
-    assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < 1e-5
+    plans = [p for p in conv2d_sm90.wgrad_plans((2, 48, 9), weight.shape) if p.cluster == cluster]
+    for chosen in {p.across: p._replace(parts=parts) for p in plans}.values():
+        dweight = Tensor(before, device="cuda").data
+        conv2d_sm90.wgrad(*operands, dweight, True, chosen)
+        assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < 1e-5
 
 
 @pytest.mark.gpu
@@ -159,10 +161,15 @@ def test_every_wgrad_fits(kernel_rows):
     for height, columns in SIZES:
         width = conv2d_sm90.width_of(columns)
         for channels in (8, 65, 129, 512):
-            rows, across, stages, shared = conv2d_sm90.fit_wgrad(height, width, channels, kernel_rows)
-            assert rows * width % 16 == 0 and rows * width <= 256
-            assert 1 <= across <= (3 if kernel_rows == 1 else 1) and stages >= 2
-            assert shared + 1024 <= conv2d_sm90.SHARED_BYTES
+            images, weight = (2, height, columns), (72, kernel_rows, 3, channels)
+            plans = list(conv2d_sm90.wgrad_plans(images, weight))
+            assert conv2d_sm90.plan_wgrad(images, weight) in plans
+            for plan in plans:
+                assert plan.rows * width % 16 == 0 and plan.rows * width <= 256
+                assert plan.across <= (3 if kernel_rows == 1 else 1) and plan.stages >= 2
+                assert plan.cluster <= plan.parts <= 2 * blocks(height, plan.rows) and plan.parts % plan.cluster == 0
+                assert 256 * 64 * kernel_rows * plan.across <= plan.shared
+                assert plan.shared + 1024 <= conv2d_sm90.SHARED_BYTES
 
 
 @pytest.mark.parametrize("shape, weight", [

@@ -4,7 +4,7 @@ import pytest
 
 import cudiff
 from cudiff import Tensor
-from cudiff.cuda.sums import waiting
+from cudiff.cuda.sums import add_parts, waiting
 from cudiff.ops.reduce import sum_array, sum_rows_cuda, sum_to
 from tests.check import TOLERANCE, check_op, relative_error, torch
 
@@ -162,3 +162,21 @@ def test_sums_of_rows_wait_and_are_made_once(rng, shape, dtype):
     assert relative_error(Tensor(now).numpy(), expected) < 1e-5
     assert Tensor(outs[69]).numpy().tobytes() == Tensor(now).numpy().tobytes()
     assert relative_error(Tensor(outs[1]).numpy(), 3 * expected) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count, rows, columns", [(43, 64, 576), (2, 130, 64), (5, 33, 27), (128, 64, 64), (1, 3, 5)])
+def test_sums_of_parts_go_to_parts_of_rows(rng, count, rows, columns):
+    """Five of the first shape are more than may wait."""
+    parts = rng.standard_normal((count, rows, columns)).astype(np.float32)
+    before = rng.standard_normal((rows, 2 * columns)).astype(np.float32)
+    source, outs = Tensor(parts, device="cuda").data, [Tensor(before, device="cuda").data for _ in range(5)]
+    with waiting() as finish:
+        for out in outs:
+            add_parts(source, out[:, :columns], True)
+            add_parts(source, out[:, columns:], False)
+        finish(outs[4])
+        total = parts.astype(np.float64).sum(0)
+        assert relative_error(Tensor(outs[4]).numpy(), np.hstack([before[:, :columns] + total, total])) < 1e-5
+    for out in outs:
+        assert Tensor(out).numpy().tobytes() == Tensor(outs[4]).numpy().tobytes()
