@@ -1,194 +1,182 @@
 // Convolution of stride 1 that keeps the image's size, on Hopper: TMA brings the operands, wgmma multiplies them.
 // architectures: sm_90a
-// variants: PASS=FPROP,DGRAD T=bf16 BM=256 BN=128,64 GROUPS=2 BLOCKS=1 R=3 WIDE=0,1 STATISTICS=0,1
-// variants: PASS=FPROP,DGRAD T=bf16 BM=256 BN=128,64 GROUPS=2 BLOCKS=1 R=1 WIDE=0 STATISTICS=0,1
-// variants: PASS=FPROP,DGRAD T=bf16,half BM=128 BN=128,96 GROUPS=2 BLOCKS=1 R=3 WIDE=0,1 STATISTICS=0,1
-// variants: PASS=FPROP,DGRAD T=bf16 BM=128 BN=64 GROUPS=1 BLOCKS=2 R=3,1 WIDE=0,1 STATISTICS=0,1
-// variants: PASS=FPROP,DGRAD T=bf16 BM=64 BN=64,96 GROUPS=1 BLOCKS=2 R=3,1 WIDE=0,1 STATISTICS=0,1
-// variants: PASS=FPROP,DGRAD T=bf16 BM=64 BN=128 GROUPS=1 BLOCKS=1 R=3 WIDE=0 STATISTICS=0,1
+// variants: PASS=FPROP T=bf16,half PIXELS=256 R=3,1 ADDS=0,1 STATISTICS=0,1
+// variants: PASS=FPROP T=bf16 PIXELS=128,64 R=3,1 ADDS=0,1 STATISTICS=0,1
+// variants: PASS=DGRAD T=bf16 PIXELS=256,128 R=3,1 ADDS=0,1 STATISTICS=0
+// variants: PASS=DGRAD T=bf16,half PIXELS=64 R=3,1 ADDS=0,1 STATISTICS=0
 //
-// x: T (N, H, W, C); out, addend: T (N, H, W, K), addend null or `out` itself; bias: float (K) or null; emb: float (N, K)
-// or null; partials: float2 (N, tiles, K), receives each tile's sums of the rounded out and of its squares if STATISTICS.
-//   FPROP  out[pixel][k] = patch of x[pixel][r,s,c] · weight[k][r,s,c] + bias[k] + emb[n][k] + addend[pixel][k]
+// x: T (N, H, W, C); out, addend: T (N, H, W, K), addend may be `out` itself; bias: float (K) or null; emb: float (N, K)
+// or null; partials: float2 (N, tiles, K), receives each strip's sums of the rounded out and of its squares if STATISTICS.
+//   FPROP  out[pixel][k] = patch of x[pixel][r,s,c] · weight[k][r,s,c] + bias[k] + emb[n][k] + addend[pixel][k] if ADDS
 //   DGRAD  the same with weight[c][R-1-r][S-1-s][k]: x is dout, out is dx, K the channels of dx
-// R (a constant) and S are odd; C and K are multiples of 8; out has less than 2^32 elements, and no size is 0. bias, emb
-// and addend start where two of their elements can be loaded at once.
+// R (a constant) and S are odd; C and K are multiples of 8, and no size is 0.
 //
-// A block computes BM pixels of one image, `rows` rows of `width` pixels (W, or the next multiple of 8), by BN channels.
-// The depth is walked in chunks of 64 channels. For a chunk and a horizontal tap s, one slab of rows + R - 1 image rows,
-// shifted by s and padded with zeros by TMA, serves all vertical taps: tap r starts r · width lines further down. Slabs
-// and weight tiles (64 channels of one tap) have a ring each. WIDE=1 (width is a multiple of 64): a slab is S - 1 pixels
-// wider and serves all taps, the horizontal ones one line further each.
-// Maps: x {C, W, H, N}, box {64, width (+ S - 1), rows + R - 1, 1}; FPROP weight {C, R·S, K}, box {64, 1, BN}; DGRAD weight
-// {K, R·S, C}, box {64, 1, 64}; out {K, W, H, N}, box {32, width, rows, 1}.
-// BLOCKS share a multiprocessor, so that one multiplies while another reads its first or writes its results.
-// Launch: GROUPS consumer warpgroups and one that produces; grid (N · tiles, ceil(K / BN)), tiles = ceil(H / rows). Shared
-// memory: the two rings and their barriers, and no less than BM · BN results and 4 GROUPS · BN float2 sums; a ring has
-// room for two slabs, the other for the weights of 2 R taps, or for all there are.
+// A strip is 8 pixels wide and `rows` high, PIXELS at most; an image has `tiles` of them. A warpgroup computes 64 channels
+// of a strip as products of 64 rows, the channels, and PIXELS columns: with 256 of them the operands are read from shared
+// memory least often, whose speed bounds the rest (128 columns reach 0.8 of the tensor cores' speed, 64 reach 0.6), and a
+// thread's results belong to two channels. The depth is walked in chunks of 64 channels: a slab of rows + R - 1 by
+// 8 + S - 1 pixels, padded with zeros by TMA, serves all taps of a chunk, which differ in where they start; the weights
+// come for R vertical taps at once.
+// Blocks stay, walk over the strips, and never drain: one warp brings slabs and weights through a ring each, two
+// warpgroups take turns, so that one multiplies while the other adds, rounds, sums and writes. Weights that all fit at
+// once stay. The addend comes where the result goes from, while the warpgroup multiplies.
+// Maps: x {C, W, H, N}, box {64, 8 + S - 1, rows + R - 1, 1}; FPROP weight {C, R·S, K}, DGRAD weight {K, R·S, C}, box
+// {64, 1, 64}; out and addend {K, W, H, N}, box {64, 8, rows, 1}.
+// Launch: 288 threads; grid (any number, ceil(K / 64)); tiles = ceil(W / 8) · ceil(H / rows). Shared memory: 1024 bytes
+// for barriers, the slabs of two chunks or of all turns, the weights of two times R taps or all, and the results of two
+// turns or one.
 #include "wgmma.cuh"
 
 enum Pass { FPROP, DGRAD };
 
-constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;
-constexpr int MI = BM / GROUPS / 64;                   // m64 blocks of a warpgroup
-constexpr int LINE = 128, CHUNK = 64;                  // bytes and channels of a line of shared memory
-constexpr int B_BYTES = (PASS == DGRAD ? CEIL_DIV(BN, 64) * 64 : BN) * LINE;
+constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 32;
+constexpr int LINE = 128, CHUNK = 64;  // bytes and channels of a line of shared memory
+constexpr int TAP_BYTES = 64 * LINE, WEIGHT_BYTES = R * TAP_BYTES, RESULT_BYTES = PIXELS * LINE;
 
-// Two neighbouring products plus offsets and elements, rounded; totals: sum and square of the first, of the second.
-__device__ __forceinline__ u32 add_and_round(const float* products, float2 offset, u32 more, bool counts, float* totals) {
-    T a = from_float<T>(products[0] + offset.x + to_float(T{(u16)more}));
-    T b = from_float<T>(products[1] + offset.y + to_float(T{(u16)(more >> 16)}));
-    if (STATISTICS) {
-        float x = counts ? to_float(a) : 0.0f, y = counts ? to_float(b) : 0.0f;
-        totals[0] += x, totals[1] += x * x, totals[2] += y, totals[3] += y * y;
+struct Strip {
+    int n, h0, w0;
+    __device__ __forceinline__ Strip(int index, int tiles, int across, int rows) : n(index / tiles) {
+        int tile = index % tiles;
+        h0 = tile / across * rows, w0 = tile % across * 8;
     }
-    return a.bits | (u32)b.bits << 16;
-}
+};
 
-// Adds the values of the 8 lanes lane % 4 + 4 g; lane g is left with values 2 g and 2 g + 1 in the first two.
-template <int COUNT = 8> __device__ __forceinline__ void add_rows(float (&values)[16]) {
-    bool upper = threadIdx.x & 2 * COUNT;
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        float sent = upper ? values[i] : values[i + COUNT], kept = upper ? values[i + COUNT] : values[i];
-        values[i] = kept + __shfl_xor_sync(~0u, sent, 2 * COUNT);
-    }
-    if constexpr (COUNT > 2) add_rows<COUNT / 2>(values);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
-            const __grid_constant__ TensorMap out, const float* bias, const float* emb, const T* addend, float2* partials, int H, int W, int C, int K, int S,
-            int rows, int width, int a_stages, int b_stages) {
+            const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap addend, const float* bias,
+            const float* emb, float2* partials, int N, int H, int W, int C, int K, int S, int rows, int a_stages, int b_stages) {
     extern __shared__ __align__(1024) u8 shared[];
-    u32 base = shared_address(shared);
-    int pitch = width + (WIDE ? S - 1 : 0);  // lines from one row of the slab to the next
-    u32 slab_bytes = CEIL_DIV((rows + R - 1) * pitch * LINE, 1024) * 1024, weights = base + a_stages * slab_bytes;
-    u32 barriers = weights + b_stages * B_BYTES;
-    Ring a(base, slab_bytes, a_stages, barriers), b(weights, B_BYTES, b_stages, barriers + 16 * a_stages);
+    int pitch = 8 + S - 1;  // lines from one row of the slab to the next
+    u32 slab_bytes = CEIL_DIV((PIXELS / 8 + R - 1) * pitch * LINE, 1024) * 1024;
+    u32 turns = shared_address(shared), addends = turns + 16, barriers = turns + 32, slabs = turns + 1024;
+    u32 weights = slabs + a_stages * slab_bytes, results = weights + b_stages * WEIGHT_BYTES;
+    Ring a(slabs, slab_bytes, a_stages, barriers), b(weights, WEIGHT_BYTES, b_stages, barriers + 16 * a_stages);
     if (threadIdx.x == 0) {
-        a.init(GROUPS), b.init(GROUPS);
+        for (int i = 0; i < 4; i++) barrier_init(turns + 8 * i, 1);
+        a.init(1), b.init(1);
         prefetch(x), prefetch(weight), prefetch(out);
+        if (ADDS) prefetch(addend);
     }
     wait_for_previous();
     __syncthreads();
 
-    int tiles = CEIL_DIV(H, rows), n = blockIdx.x / tiles, tile = blockIdx.x % tiles;
-    int h0 = tile * rows, k0 = blockIdx.y * BN, chunks = CEIL_DIV(C, CHUNK);
+    int chunks = CEIL_DIV(C, CHUNK), k0 = blockIdx.y * 64, across = CEIL_DIV(W, 8), tiles = across * CEIL_DIV(H, rows);
+    bool resident = b_stages == chunks * S;
     if (threadIdx.x >= CONSUMERS) {
         if (threadIdx.x > CONSUMERS) return;
-        for (int i = 0; i < chunks * S; i++) {
-            int c = i / S * CHUNK, s = i % S;
-            if (!WIDE || s == 0) {
-                tma_load(a.buffer(), x, a.acquire((rows + R - 1) * pitch * LINE), c, WIDE ? -(S / 2) : s - S / 2, h0 - R / 2, n);
-                a.advance();
-            }
-            for (int r = 0; r < R; r++, b.advance()) {
-                u32 full = b.acquire(B_BYTES);
-                if constexpr (PASS == FPROP) {
-                    tma_load(b.buffer(), weight, full, c, r * S + s, k0);
-                } else {
-                    for (int j = 0; j < CEIL_DIV(BN, 64); j++)
-                        tma_load(b.buffer() + j * 64 * LINE, weight, full, k0 + j * 64, (R - 1 - r) * S + S - 1 - s, c);
+        for (int i = blockIdx.x; i < N * tiles; i += gridDim.x) {
+            Strip strip(i, tiles, across, rows);
+            for (int c = 0; c < C; c += CHUNK, a.advance()) {
+                u32 full = a.acquire((rows + R - 1) * pitch * LINE);
+                tma_load(a.buffer(), x, full, c, strip.w0 - S / 2, strip.h0 - R / 2, strip.n);
+                for (int s = 0; s < S && (!resident || i == blockIdx.x); s++, b.advance()) {
+                    u32 full = b.acquire(WEIGHT_BYTES);
+                    for (int r = 0; r < R; r++) {
+                        if (PASS == FPROP) tma_load(b.buffer() + r * TAP_BYTES, weight, full, c, r * S + s, k0);
+                        else tma_load(b.buffer() + r * TAP_BYTES, weight, full, k0, (R - 1 - r) * S + S - 1 - s, c);
+                    }
                 }
             }
         }
         return;
     }
 
-    int group = threadIdx.x / 128;
-    int lines[MI];  // of the slab, where each m64 block starts
-#pragma unroll
-    for (int m = 0; m < MI; m++) {
-        int p = (group * MI + m) * 64;
-        lines[m] = WIDE ? p / width * pitch + p % width : p;
-    }
-    float acc[MI][BN / 2];
-    Ring a_read = a, b_read = b;
-    for (int i = 0, s = 0; i < chunks * S; i++, s = s + 1 < S ? s + 1 : 0) {
-        if (!WIDE || s == 0) a.wait();
-#pragma unroll
-        for (int r = 0; r < R; r++, b.advance()) {
+    int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    bool leads = threadIdx.x % 128 == 0;
+    u32 result = results + group * RESULT_BYTES, own_turn = turns + 8 * group, own_addend = addends + 8 * group;
+    u32 matrix = result + lane % 8 * LINE + lane / 16 * 8 * LINE + ((warp * 2 + lane / 8 % 2 ^ lane % 8) << 4);
+    for (int index = blockIdx.x, turn = 0; index < N * tiles; index += gridDim.x, turn++) {
+        if (turn % 2 != group) {
+            a.skip(chunks);
+            if (!resident) b.skip(chunks * S);
+            continue;
+        }
+        Strip strip(index, tiles, across, rows);
+        u32 phase = turn / 2 & 1;
+        // The warpgroups' products never mix, so that each finds filled what comes before its own buffers.
+        barrier_wait(own_turn, phase ^ (group == 0));
+        float acc[PIXELS / 2];
+        Ring a_read = a, b_read = b;
+        for (int i = 0, s = 0; i < chunks * S; i++, s = s + 1 < S ? s + 1 : 0) {
+            if (s == 0) a.wait();
+            if (ADDS && i == 0 && leads) {  // behind the first slabs
+                tma_store_wait();           // of the last result, which lies there
+                barrier_expect(own_addend, rows * 8 * LINE);
+                tma_load(result, addend, own_addend, k0, strip.w0, strip.h0, strip.n);
+            }
             b.wait();
             wgmma_fence();
-            u64 at_b = tile_descriptor(b.buffer(), 64 * LINE);
 #pragma unroll
-            for (int m = 0; m < MI; m++) {
-                u64 at_a = tile_descriptor(a.buffer() + (lines[m] + r * pitch + (WIDE ? s : 0)) * LINE);
+            for (int r = 0; r < R; r++) {
+                u64 at_weight = tile_descriptor(b.buffer() + r * TAP_BYTES);
+                u64 at_x = tile_descriptor(a.buffer() + (r * pitch + s) * LINE, 16, pitch * LINE);
 #pragma unroll
                 for (int k = 0; k < CHUNK / 16; k++)
-                    wgmma<false, PASS == DGRAD>((T*)nullptr, acc[m], at_a + k * DEPTH_STEP<false>,
-                                                at_b + k * DEPTH_STEP<PASS == DGRAD>, i > 0 || r > 0 || k > 0);
+                    wgmma<PASS == DGRAD, false>((T*)nullptr, acc, at_weight + k * DEPTH_STEP<PASS == DGRAD>,
+                                                at_x + k * DEPTH_STEP<false>, i > 0 || r > 0 || k > 0);
             }
             wgmma_commit();
+            b.advance();
+            if (s == S - 1) a.advance();
+            wgmma_wait<1>();  // all but these R taps' products are done
+            if (i > 0) {
+                if (!resident) b_read.release();
+                if (s == 0) a_read.release();
+            }
         }
-        wgmma_wait<R>();  // all but these R taps' products are done
-        if (i > 0) {
-            if (!WIDE || s == 0) a_read.release();
+        if (leads) barrier_arrive(turns + 8 * (1 - group));
+        float offset[2] = {};  // of this lane's two channels
 #pragma unroll
-            for (int r = 0; r < R; r++) b_read.release();
+        for (int i = 0; i < 2; i++) {
+            int k = k0 + warp * 16 + i * 8 + lane / 4;
+            if (bias && k < K) offset[i] = bias[k];
+            if (emb && k < K) offset[i] += emb[strip.n * K + k];
         }
-        if (!WIDE || s == S - 1) a.advance();
-    }
-    wgmma_wait<0>();
+        wgmma_wait<0>();
+        a_read.release();
+        if (resident) b = b_read;  // from the first tap again
+        else b_read.release();
 
-    // Through shared memory, free now, to whole lines of the result: blocks of 32 channels, chunks swizzled as TMA reads.
-    auto consumers_meet = [] { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); };
-    consumers_meet();
-    float2* sums = reinterpret_cast<float2*>(shared + BM * BN * sizeof(T));  // [warp][BN]
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad_lane = lane % 4;
-    int first_line = group * MI * 64 + warp % 4 * 16;
-    u32 at[MI * 2], inside = 0;  // where each row of this lane lies in the result, and whether it does
+        auto warpgroup_meets = [=] { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); };
+        if (ADDS) {
+            barrier_wait(own_addend, phase);
+        } else {
+            if (leads) tma_store_wait();
+            warpgroup_meets();
+        }
+        int rows_inside = min(rows, H - strip.h0), w = strip.w0 + lane % 4 * 2;
+        u32 inside = (w < W ? 0xffff : 0) | (w + 1 < W ? 0xffff0000 : 0);
+        float2 total[2] = {};
 #pragma unroll
-    for (int m = 0; m < MI * 2; m++) {
-        int p = first_line + m / 2 * 64 + m % 2 * 8 + lane / 4, row = p / width, w = p % width;
-        at[m] = ((n * H + h0 + row) * W + w) * K + k0 + quad_lane * 2;
-        inside |= (row < rows && h0 + row < H && w < W) << m;
-    }
+        for (int row = 0; row < PIXELS / 8; row += 4) {
+            u32 words[8] = {};  // two pixels of one row of 8, in two channels by turns
+            if (ADDS) ldmatrix_transposed(words, matrix + row * 8 * LINE), ldmatrix_transposed(words + 4, matrix + (row + 2) * 8 * LINE);
 #pragma unroll
-    for (int q = 0; q < BN / 32; q++) {
-        float2 offset[4] = {};
-        float total[16] = {};
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            int k = k0 + q * 32 + j * 8 + quad_lane * 2;
-            if (bias && k < K) offset[j] = *reinterpret_cast<const float2*>(bias + k);
-            if (emb && k < K) {
-                float2 more = *reinterpret_cast<const float2*>(emb + n * K + k);
-                offset[j].x += more.x, offset[j].y += more.y;
+            for (int i = 0; i < 8; i++) {
+                float* products = acc + 4 * row + 2 * i;
+                float2 more = ADDS ? unpack_pair<T>(words[i]) : make_float2(0.0f, 0.0f);
+                words[i] = pack_pair<T>(products[0] + offset[i % 2] + more.x, products[1] + offset[i % 2] + more.y);
+                if (STATISTICS) {
+                    float2 v = unpack_pair<T>(row + i / 2 < rows_inside ? words[i] & inside : 0);
+                    total[i % 2].x += v.x, total[i % 2].y += v.x * v.x;
+                    total[i % 2].x += v.y, total[i % 2].y += v.y * v.y;
+                }
             }
+            stmatrix_transposed(matrix + row * 8 * LINE, words), stmatrix_transposed(matrix + (row + 2) * 8 * LINE, words + 4);
         }
+        fence_writes();
+        warpgroup_meets();
+        if (leads) tma_store(out, result, k0, strip.w0, strip.h0, strip.n);
 #pragma unroll
-        for (int m = 0; m < MI; m++) {
-            u32 words[8];
+        for (int i = 0; STATISTICS && i < 2; i++) {
 #pragma unroll
-            for (int i = 0; i < 8; i++) {  // column block i / 2, upper or lower row
-                int j = i / 2, row = 2 * m + i % 2;
-                bool counts = inside >> row & 1;
-                u32 more = 0;
-                if (addend && counts && k0 + q * 32 + j * 8 < K) more = *reinterpret_cast<const u32*>(addend + at[row] + q * 32 + j * 8);
-                words[i] = add_and_round(acc[m] + (4 * q + j) * 4 + i % 2 * 2, offset[j], more, counts, total + 4 * j);
+            for (int other = 1; other < 4; other *= 2) {
+                total[i].x += __shfl_xor_sync(~0u, total[i].x, other);
+                total[i].y += __shfl_xor_sync(~0u, total[i].y, other);
             }
-            int line = first_line + m * 64 + lane % 16, swizzle = line / 2 % 4, chunk = lane / 16;
-            u32 target = base + q * (BM * 64) + line * 64;
-            stmatrix(target + ((chunk ^ swizzle) << 4), words[0], words[1], words[2], words[3]);
-            stmatrix(target + ((chunk + 2 ^ swizzle) << 4), words[4], words[5], words[6], words[7]);
-        }
-        if (STATISTICS) {
-            add_rows(total);
-            sums[warp * BN + q * 32 + lane / 8 * 8 + quad_lane * 2 + lane / 4 % 2] = make_float2(total[0], total[1]);
+            int k = k0 + warp * 16 + i * 8 + lane / 4;
+            if (lane % 4 == 0 && k < K) partials[(i64)index * K + k] = total[i];
         }
     }
-    fence_writes();
-    consumers_meet();
-    if (threadIdx.x == 0) {
-        for (int q = 0; q < BN / 32; q++) tma_store(out, base + q * (BM * 64), k0 + q * 32, 0, h0, n);
-        tma_store_wait();
-    } else if (STATISTICS) {
-        for (int j = threadIdx.x - 1; j < BN && k0 + j < K; j += CONSUMERS - 1) {
-            float2 total = sums[j];
-            for (int i = 1; i < CONSUMERS / 32; i++) total.x += sums[i * BN + j].x, total.y += sums[i * BN + j].y;
-            partials[((i64)n * tiles + tile) * K + k0 + j] = total;
-        }
-    }
+    if (leads) tma_store_wait();
 }

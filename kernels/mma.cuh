@@ -41,9 +41,25 @@ __device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 address) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }
 // The same for 8 × 8 matrices of 16-bit elements, transposed: lane i gets column i / 4 of rows 2 (i % 4) and 2 (i % 4) + 1.
-__device__ __forceinline__ void ldmatrix_transposed(u32 (&r)[4], u32 address) {
+__device__ __forceinline__ void ldmatrix_transposed(u32* r, u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+
+// Two elements in one register, `low` first in memory.
+template <typename U> __device__ u32 pack_pair(float low, float high);
+template <> __device__ __forceinline__ u32 pack_pair<bf16>(float low, float high) {
+    u32 y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+template <> __device__ __forceinline__ u32 pack_pair<half>(float low, float high) {
+    u32 y;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+template <typename U> __device__ __forceinline__ float2 unpack_pair(u32 pair) {
+    return make_float2(to_float(U{(u16)pair}), to_float(U{(u16)(pair >> 16)}));
 }
 
 // float rounded to the 10 bits of mantissa of tf32.

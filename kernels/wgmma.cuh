@@ -61,6 +61,12 @@ __device__ __forceinline__ void stmatrix(u32 address, u32 a, u32 b, u32 c, u32 d
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
+// The same, each matrix transposed: what ldmatrix_transposed gives.
+__device__ __forceinline__ void stmatrix_transposed(u32 address, const u32* r) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+
 // `stages` buffers that one producer thread fills in turn and a number of warpgroups read. Each side walks a Ring of its
 // own over the same shared memory. Barriers: `stages` of them "full", then as many "empty", 8 bytes each.
 struct Ring {
@@ -80,6 +86,10 @@ struct Ring {
     __device__ __forceinline__ void advance() {
         if (++stage == stages) stage = 0, phase ^= 1;
     }
+    // Go on past buffers that others read. Whoever waits for one must know that all before it were filled.
+    __device__ __forceinline__ void skip(int count) {
+        for (stage += count; stage >= stages; stage -= stages) phase ^= 1;
+    }
     // Producer: wait until the next buffer is free and announce the bytes to come; returns the barrier that counts them.
     __device__ __forceinline__ u32 acquire(u32 expected) const {
         barrier_wait(empty(stage), phase ^ 1);
@@ -98,9 +108,10 @@ struct Ring {
 template <int LINE> __device__ __forceinline__ u32 swizzled(int line, int chunk) {
     return line * LINE + ((chunk ^ (LINE == 128 ? line % 8 : line / 2 % 4)) << 4);
 }
-// The descriptor of a swizzled tile at `address`. `block`: bytes from one line's columns of an MN-major tile to the next.
-template <int LINE = 128> __device__ __forceinline__ u64 tile_descriptor(u32 address, u32 block = 16) {
-    return (u64)((address & 0x3ffff) >> 4) | (u64)(block >> 4) << 16 | (u64)(8 * LINE >> 4) << 32 | (LINE == 128 ? 1ull : 2ull) << 62;
+// The descriptor of a swizzled tile at `address`. `block`: bytes from one line's columns of an MN-major tile to the next;
+// `eight`: bytes from eight lines to the next eight.
+template <int LINE = 128> __device__ __forceinline__ u64 tile_descriptor(u32 address, u32 block = 16, u32 eight = 8 * LINE) {
+    return (u64)((address & 0x3ffff) >> 4) | (u64)(block >> 4) << 16 | (u64)(eight >> 4) << 32 | (LINE == 128 ? 1ull : 2ull) << 62;
 }
 // What to add to a descriptor to go 16 deeper.
 template <bool MN_MAJOR, int LINE = 128> constexpr u64 DEPTH_STEP = (MN_MAJOR ? 16 * LINE : 16 * 2) >> 4;
@@ -110,7 +121,7 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// c = a·b, or c + a·b where `add`: 64 rows, 16 deep, and as many columns as a warpgroup's c holds (32, 64, 96, 128 or 192);
+// c = a·b, or c + a·b where `add`: 64 rows, 16 deep, and as many columns as a warpgroup's c holds (32, 64, 128, 192 or 256);
 // `S` is the operands' type. No other instruction may touch c from the first product to wgmma_wait, not even to zero it:
 // ptxas would wait after each (C75xx in its log). Lane (g = lane / 4, t = lane % 4) of warp w holds, of row 16 w + g,
 // columns 8 j + 2 t and the next in c[4 j] and c[4 j + 1], and of row 16 w + g + 8 in c[4 j + 2] and c[4 j + 3].
@@ -122,12 +133,16 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
 #define NAMES_96 NAMES_64 \
     ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
     ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define NAMES_128 NAMES_96 \
+    ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
+    ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define C_8(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
 #define C_16 C_8(0), C_8(8)
 #define C_32 C_16, C_8(16), C_8(24)
 #define C_48 C_32, C_8(32), C_8(40)
 #define C_64 C_48, C_8(48), C_8(56)
 #define C_96 C_64, C_8(64), C_8(72), C_8(80), C_8(88)
+#define C_128 C_96, C_8(96), C_8(104), C_8(112), C_8(120)
 
 #define DEFINE_WGMMA(S, TYPE, N, COUNT, A, B, TRANSPOSE_A, TRANSPOSE_B, ADD)                                         \
     template <bool A_MN_MAJOR, bool B_MN_MAJOR> __device__ __forceinline__ void wgmma(const S*, float (&c)[COUNT], u64 a, u64 b, bool add) { \
@@ -149,8 +164,8 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
     DEFINE_WGMMA_REGISTERS(S, TYPE, 64, 32, 32, 33, 34, 35, 36, 37, 38) \
     DEFINE_WGMMA(S, TYPE, 32, 16, 16, 17, 18, 19, 20)  \
     DEFINE_WGMMA(S, TYPE, 64, 32, 32, 33, 34, 35, 36)  \
-    DEFINE_WGMMA(S, TYPE, 96, 48, 48, 49, 50, 51, 52)  \
     DEFINE_WGMMA(S, TYPE, 128, 64, 64, 65, 66, 67, 68) \
-    DEFINE_WGMMA(S, TYPE, 192, 96, 96, 97, 98, 99, 100)
+    DEFINE_WGMMA(S, TYPE, 192, 96, 96, 97, 98, 99, 100) \
+    DEFINE_WGMMA(S, TYPE, 256, 128, 128, 129, 130, 131, 132)
 DEFINE_WGMMAS(bf16, "bf16")
 DEFINE_WGMMAS(half, "f16")

@@ -16,36 +16,24 @@ from cudiff.cuda.tensor_map import tensor_map
 from cudiff.ops.gemm import MULTIPROCESSORS, Epilogue, address, aligned
 from cudiff.ops.shape import pad_cuda
 
-CHUNK = 64  # channels of a line of shared memory
+CHUNK = 64  # channels of a line of shared memory, and of a tile
 LINE_BYTES = 128
 SHARED_BYTES = 228 << 10  # of a multiprocessor, of which each block costs 1 KiB more than it asks for
-BARRIER_BYTES = 512
+BARRIER_BYTES = 1024
 CLUSTERS = {1: MULTIPROCESSORS, 2: 66, 4: 30, 8: 15}  # of so many blocks with a multiprocessor each that run at once
-COLUMNS = (1, 3, 5, 7)  # of a weight: a slab that serves all taps is wider by as many, and a box has 256 pixels at most
+COLUMNS = (1, 3, 5, 7)  # of a weight
 
 
 class Tile(NamedTuple):
-    """A block's share of the result: pixels of one image, channels; its warpgroups; blocks on a multiprocessor; and
-    the microseconds that it takes on an H200, in any case and for each 64 channels of a tap."""
+    """What a warpgroup computes in a turn, 64 channels of a strip of so many pixels; and the microseconds of an H200
+    for a turn and for 64 channels of each tap in it."""
 
     pixels: int
-    channels: int
-    groups: int
-    blocks: int
-    fixed: float
+    turn: float
     step: float
 
 
-TILES = (
-    Tile(256, 128, 2, 1, 6.0, 0.66),
-    Tile(256, 64, 2, 1, 4.2, 0.385),
-    Tile(128, 128, 2, 1, 4.7, 0.322),
-    Tile(128, 96, 2, 1, 4.8, 0.247),
-    Tile(128, 64, 1, 2, 3.0, 0.5),
-    Tile(64, 128, 1, 1, 4.3, 0.17),
-    Tile(64, 96, 1, 2, 4.1, 0.325),
-    Tile(64, 64, 1, 2, 3.6, 0.19),
-)
+TILES = (Tile(256, 1.1, 0.277), Tile(128, 0.65, 0.15), Tile(64, 0.45, 0.11))
 
 
 def suits(x: Array, weight: Array, out: Array, stride: tuple[int, int] = (1, 1),
@@ -65,7 +53,7 @@ def suits(x: Array, weight: Array, out: Array, stride: tuple[int, int] = (1, 1),
 def suits_wgrad(x: Array, dweight: Array, dout: Array, stride: tuple[int, int] = (1, 1),
                 padding: tuple[int, int] = (0, 0)) -> bool:
     """Whether `wgrad` takes it: of any number of channels."""
-    return _keeps_size(x, dweight, dout, stride, padding) and aligned(x) and aligned(dout)
+    return _keeps_size(x, dweight, dout, stride, padding) and x.shape[2] <= 128 and aligned(x) and aligned(dout)
 
 
 def _keeps_size(x: Array, weight: Array, out: Array, stride: tuple[int, int], padding: tuple[int, int]) -> bool:
@@ -80,61 +68,62 @@ def _keeps_size(x: Array, weight: Array, out: Array, stride: tuple[int, int], pa
         and rows in (1, 3)
         and columns in COLUMNS
         and padding == (rows // 2, columns // 2)
-        and x.shape[2] <= 128
         and min(x.size, out.size) > 0
         and max(x.size, out.size) < 2**31
     )
 
 
 def width_of(columns: int) -> int:
-    """Pixels of a row of an image as it lies in shared memory, where eight make a swizzled block."""
+    """Pixels of a row of an image as `wgrad` lays it in shared memory, where eight make a swizzled block."""
     return blocks(columns, 8) * 8
 
 
 class Plan(NamedTuple):
-    """A tile as launched: rows of the image in it, whether a slab serves all taps, slabs and weight tiles in flight,
-    bytes of shared memory."""
+    """A tile as launched: rows of a strip, blocks for each 64 channels, slabs and R taps' weights in flight, bytes of
+    shared memory."""
 
     tile: Tile
     rows: int
-    wide: bool
+    blocks: int
     slabs: int
     weights: int
     shared: int
 
 
 @functools.cache
-def plan(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], transposed: bool) -> Plan:
+def plan(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int]) -> Plan:
     """The plan of the least estimated time for x of this shape and so many channels of the result."""
-    plans = [fit(tile, shape, kernel, transposed) for tile in TILES]
-    return min((p for p in plans if p is not None), key=lambda p: time(p, shape, outputs, kernel))
+    plans = [fit(tile, shape, outputs, kernel) for tile in TILES]
+    return min((p for p in plans if p is not None), key=lambda p: time(p, shape, kernel))
 
 
-def fit(tile: Tile, shape: tuple[int, ...], kernel: tuple[int, int], transposed: bool) -> Plan | None:
-    """How the tile lies in shared memory; None where two slabs and the weights for them have no room."""
-    width = width_of(shape[2])
-    rows = min(shape[1], tile.pixels // width)
-    wide = width % 64 == 0 and kernel[1] > 1
-    slab = blocks((rows + kernel[0] - 1) * (width + (kernel[1] - 1 if wide else 0)) * LINE_BYTES, 1024) * 1024
-    weight = (blocks(tile.channels, CHUNK) * CHUNK if transposed else tile.channels) * LINE_BYTES
-    room = SHARED_BYTES // tile.blocks - 1024 - BARRIER_BYTES
-    in_all = blocks(shape[3], CHUNK) * (1 if wide else kernel[1])
-    slabs = min(4, in_all, (room - 2 * kernel[0] * weight) // slab)
-    if rows == 0 or slabs < min(2, in_all):
+def tiles_of(shape: tuple[int, ...], rows: int) -> int:
+    """Strips of 8 columns and so many rows of an image of shape (N, H, W, C)."""
+    return blocks(shape[1], rows) * blocks(shape[2], 8)
+
+
+def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int]) -> Plan | None:
+    """How the tile lies in shared memory; None where two chunks' slabs and two times R taps' weights have no room."""
+    rows, chunks = min(shape[1], tile.pixels // 8), blocks(shape[3], CHUNK)
+    count = shape[0] * tiles_of(shape, rows)
+    turns = blocks(count, max(1, MULTIPROCESSORS // blocks(outputs, CHUNK)))
+    slab = blocks((tile.pixels // 8 + kernel[0] - 1) * (8 + kernel[1] - 1) * LINE_BYTES, 1024) * 1024
+    weight = kernel[0] * CHUNK * LINE_BYTES
+    results = min(2, turns) * tile.pixels * LINE_BYTES
+    room = SHARED_BYTES - 1024 - BARRIER_BYTES - results
+    weights = min(kernel[1] * chunks, 16, (room - min(2, chunks * turns) * slab) // weight)
+    if weights < min(kernel[1] * chunks, 2):
         return None
-    weights = min(4 * kernel[0], (room - slabs * slab) // weight)
-    results = tile.pixels * tile.channels * 2 + 4 * tile.groups * tile.channels * 8  # and each warp's sums, afterwards
-    shared = max(slabs * slab + weights * weight + BARRIER_BYTES, results)
-    return Plan(tile, rows, wide, slabs, weights, shared)
+    slabs = min(4, chunks * turns, (room - weights * weight) // slab)
+    shared = results + slabs * slab + weights * weight + BARRIER_BYTES
+    return Plan(tile, rows, blocks(count, turns), slabs, weights, shared)
 
 
-def time(chosen: Plan, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int]) -> float:
-    """Estimated microseconds; a block that has a multiprocessor to itself is faster than one that shares it."""
-    tile = chosen.tile
-    count = shape[0] * blocks(shape[1], chosen.rows) * blocks(outputs, tile.channels)
+def time(chosen: Plan, shape: tuple[int, ...], kernel: tuple[int, int]) -> float:
+    """Estimated microseconds."""
+    turns = blocks(shape[0] * tiles_of(shape, chosen.rows), chosen.blocks)
     steps = kernel[0] * kernel[1] * blocks(shape[3], CHUNK)
-    shared = count > MULTIPROCESSORS or tile.blocks == 1
-    return blocks(count, MULTIPROCESSORS * tile.blocks) * (tile.fixed + steps * tile.step * (1.0 if shared else 0.8))
+    return 3.4 + turns * (chosen.tile.turn + steps * chosen.tile.step)
 
 
 def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: bool = False, statistics: bool = False,
@@ -147,21 +136,20 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     n, height, columns, channels = x.shape
     outputs, kernel = out.shape[3], weight.shape[1:3]
     weight = weight if weight.dtype == x.dtype else weight.astype(x.dtype)
-    tile, rows, wide, slabs, weights, shared = chosen or plan(x.shape, outputs, kernel, transposed)
-    width, tiles = width_of(columns), blocks(height, rows)
-    bias, emb, addend = map(_in_pairs, (epilogue.bias, epilogue.emb, epilogue.addend))
-    partials = empty((n, tiles, outputs, 2), float32) if statistics else None
+    tile, rows, each, slabs, weights, shared = chosen or plan(x.shape, outputs, kernel)
+    addend = None if epilogue.addend is None else _at_16_bytes(epilogue.addend.reshape(out.shape))
+    out_map, addend_map = (tensor_map(array, (1, rows, 8, CHUNK)) for array in (out, out if addend is None else addend))
+    partials = empty((n, tiles_of(x.shape, rows), outputs, 2), float32) if statistics else None
     launch(
-        "conv2d_sm90", "conv2d_sm90", (n * tiles, blocks(outputs, tile.channels)), tile.groups * 128 + 128,
+        "conv2d_sm90", "conv2d_sm90", (each, blocks(outputs, CHUNK)), 288,
         (
-            tensor_map(x, (1, rows + kernel[0] - 1, width + (kernel[1] - 1 if wide else 0), CHUNK)),
-            tensor_map(weight.reshape(len(weight), -1, weight.shape[3]),
-                       (CHUNK if transposed else tile.channels, 1, CHUNK)),
-            tensor_map(out, (1, rows, width, 32)), bias, emb, addend, partials,
-            height, columns, channels, outputs, kernel[1], rows, width, slabs, weights,
+            tensor_map(x, (1, rows + kernel[0] - 1, 8 + kernel[1] - 1, CHUNK)),
+            tensor_map(weight.reshape(len(weight), -1, weight.shape[3]), (CHUNK, 1, CHUNK)),
+            out_map, addend_map, epilogue.bias, epilogue.emb, partials, n, height, columns, channels, outputs,
+            kernel[1], rows, slabs, weights,
         ),
-        shared, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP", BM=tile.pixels, BN=tile.channels,
-        GROUPS=tile.groups, BLOCKS=tile.blocks, WIDE=int(wide), STATISTICS=int(statistics),
+        shared, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP", PIXELS=tile.pixels,
+        ADDS=int(addend is not None), STATISTICS=int(statistics),
     )
     return partials
 
@@ -254,9 +242,9 @@ def fit_wgrad(height: int, width: int, channels: int, kernel_rows: int, across: 
     return rows, stages, max(stages * stage + BARRIER_BYTES, 256 * 64 * kernel_rows * across)
 
 
-def _in_pairs(array: Array | None) -> Array | None:
-    """The array, or a copy of one that does not start where the kernel can load two elements at once."""
-    return array if array is None or address(array) % (2 * array.itemsize) == 0 else array.copy()
+def _at_16_bytes(array: Array) -> Array:
+    """The array, or a copy of one that does not start where TMA can read it."""
+    return array if address(array) % 16 == 0 else array.copy()
 
 
 def _whole(x: Array) -> Array:

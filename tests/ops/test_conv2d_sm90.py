@@ -15,7 +15,7 @@ SHAPES = [
     ((3, 20, 12, 128), (128, 1, 1)), ((2, 28, 28, 64), (128, 3, 3)), ((3, 7, 7, 128), (256, 3, 3)),
     ((1, 13, 100, 24), (72, 1, 3)), ((2, 5, 40, 64), (192, 1, 3)), ((2, 33, 17, 448), (192, 3, 3)),
     ((1, 1, 1, 8), (8, 3, 3)), ((2, 64, 64, 8), (8, 3, 3)), ((1, 4, 128, 16), (24, 3, 5)),
-    ((2, 70, 64, 136), (200, 3, 3)), ((1, 6, 120, 64), (64, 3, 3)),
+    ((2, 70, 64, 136), (200, 3, 3)), ((1, 6, 120, 64), (64, 3, 3)), ((1, 5, 140, 24), (16, 3, 7)),
 ]
 
 
@@ -87,7 +87,7 @@ def test_every_tile(hopper, rng, tile, transposed):
     expected += bias + emb[:, None, None] + addend.astype(np.float64)
     out, *operands = (Tensor(array, device="cuda").data for array in (addend, x, weight, bias, emb))
     epilogue = Epilogue(operands[2], operands[3], out)
-    chosen = conv2d_sm90.fit(tile, shape, (3, 3), transposed)
+    chosen = conv2d_sm90.fit(tile, shape, outputs, (3, 3))
     assert conv2d_sm90.fprop(*operands[:2], out, epilogue, transposed, chosen=chosen) is None
     assert relative_error(cupy.asnumpy(out), expected) < 4e-3
 
@@ -133,27 +133,24 @@ SIZES = [(height, width) for height in (1, 2, 3, 7, 16, 33, 64, 128) for width i
 
 
 @pytest.mark.parametrize("kernel", [(r, s) for r in (1, 3) for s in conv2d_sm90.COLUMNS])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_every_plan_fits(kernel, transposed):
-    """What kernels/conv2d_sm90.cu needs of shared memory, its rings and TMA's boxes; some tile takes each shape."""
+def test_every_plan_fits(kernel):
+    """What kernels/conv2d_sm90.cu needs of shared memory and its rings; some tile takes each shape."""
     for height, width in SIZES:
-        for channels in (8, 72, 256):
+        for channels, outputs in ((8, 136), (72, 64), (1000, 20000)):
             shape = (2, height, width, channels)
-            plans = [conv2d_sm90.fit(tile, shape, kernel, transposed) for tile in conv2d_sm90.TILES]
-            assert conv2d_sm90.plan(shape, 136, kernel, transposed) in plans
-            for tile, rows, wide, slabs, weights, shared in filter(None, plans):
-                extra = kernel[1] - 1 if wide else 0
-                pitch, steps = conv2d_sm90.width_of(width) + extra, blocks(channels, 64) * kernel[1]
-                assert max(pitch, rows + kernel[0] - 1) <= 256
-                assert slabs >= min(2, steps if extra == 0 else blocks(channels, 64))
-                assert weights >= min(2, steps) * kernel[0]
-                assert 16 * (slabs + weights) <= conv2d_sm90.BARRIER_BYTES
-                assert tile.channels * (2 * tile.pixels + 32 * tile.groups) <= shared
-                assert (shared + 1024) * tile.blocks <= conv2d_sm90.SHARED_BYTES
-                block = tile.pixels - 64  # the last m64 block of the last slab, at the last tap
-                first = block // (pitch - extra) * pitch + block % (pitch - extra) if wide else block
-                slab = blocks((rows + kernel[0] - 1) * pitch * 128, 1024) * 1024
-                assert (slabs - 1) * slab + (first + (kernel[0] - 1) * pitch + extra + 64) * 128 <= shared
+            plans = [conv2d_sm90.fit(tile, shape, outputs, kernel) for tile in conv2d_sm90.TILES]
+            assert conv2d_sm90.plan(shape, outputs, kernel) in plans
+            for tile, rows, each, slabs, weights, shared in filter(None, plans):
+                chunks, strips = blocks(channels, 64), 2 * blocks(height, rows) * blocks(width, 8)
+                turns = blocks(strips, each)
+                assert rows <= min(height, tile.pixels // 8)
+                assert slabs >= min(2, chunks * turns)
+                assert weights >= min(chunks * kernel[1], 2)
+                slab = blocks((tile.pixels // 8 + kernel[0] - 1) * (7 + kernel[1]) * 128, 1024) * 1024
+                assert 16 * (slabs + weights) + 32 <= conv2d_sm90.BARRIER_BYTES == 1024
+                results = min(2, turns) * tile.pixels * 128
+                assert 1024 + slabs * slab + weights * kernel[0] * 8192 + results <= shared
+                assert shared + 1024 <= conv2d_sm90.SHARED_BYTES
 
 
 @pytest.mark.parametrize("kernel_rows", [1, 3])
@@ -174,7 +171,7 @@ def test_every_wgrad_fits(kernel_rows):
 
 @pytest.mark.parametrize("shape, weight", [
     ((0, 8, 8, 16), (16, 3, 3, 16)), ((1, 0, 8, 16), (16, 1, 1, 16)), ((1, 8, 8, 16), (16, 3, 9, 16)),
-    ((1, 8, 136, 16), (16, 3, 3, 16)), ((1, 8, 8, 16), (16, 5, 5, 16)),
+    ((1, 8, 8, 16), (16, 5, 5, 16)),
 ], ids=str)
 def test_what_is_left_to_the_portable_kernels(monkeypatch, shape, weight):
     monkeypatch.setattr(conv2d_sm90, "hopper", lambda: True)
