@@ -4,24 +4,26 @@
 // variants: PASS=FPROP T=bf16 PIXELS=128,64 R=3,1 ADDS=0,1 STATISTICS=0,1
 // variants: PASS=DGRAD T=bf16 PIXELS=256,128 R=3,1 ADDS=0,1 STATISTICS=0
 // variants: PASS=DGRAD T=bf16,half PIXELS=64 R=3,1 ADDS=0,1 STATISTICS=0
+// variants: PASS=FPROP T=float PIXELS=256,128,64 R=3,1 ADDS=0,1 STATISTICS=0,1
 //
 // x: T (N, H, W, C); out, addend: T (N, H, W, K), addend may be `out` itself; bias: float (K) or null; emb: float (N, K)
 // or null; partials: float2 (N, tiles, K), receives each strip's sums of the rounded out and of its squares if STATISTICS.
 //   FPROP  out[pixel][k] = patch of x[pixel][r,s,c] · weight[k][r,s,c] + bias[k] + emb[n][k] + addend[pixel][k] if ADDS
 //   DGRAD  the same with weight[c][R-1-r][S-1-s][k]: x is dout, out is dx, K the channels of dx
-// R (a constant) and S are odd; C and K are multiples of 8, and no size is 0.
+// R (a constant) and S are odd; C and K are multiples of 8, or of 4 floats, and no size is 0. Products of floats are of
+// tf32, which wgmma takes only as FPROP has them: their dgrad is given the turned weight.
 //
 // A strip is 8 pixels wide and `rows` high, PIXELS at most; an image has `tiles` of them. A warpgroup computes 64 channels
 // of a strip as products of 64 rows, the channels, and PIXELS columns: with 256 of them the operands are read from shared
 // memory least often, whose speed bounds the rest (128 columns reach 0.8 of the tensor cores' speed, 64 reach 0.6), and a
-// thread's results belong to two channels. The depth is walked in chunks of 64 channels: a slab of rows + R - 1 by
-// 8 + S - 1 pixels, padded with zeros by TMA, serves all taps of a chunk, which differ in where they start; the weights
-// come for R vertical taps at once.
+// thread's results belong to two channels. The depth is walked in chunks of 64 channels, or 32 of floats: a slab of
+// rows + R - 1 by 8 + S - 1 pixels, padded with zeros by TMA, serves all taps of a chunk, which differ in where they
+// start; the weights come for R vertical taps at once.
 // Blocks stay, walk over the strips, and never drain: one warp brings slabs and weights through a ring each, two
 // warpgroups take turns, so that one multiplies while the other adds, rounds, sums and writes. Weights that all fit at
 // once stay. The addend comes where the result goes from, while the warpgroup multiplies.
-// Maps: x {C, W, H, N}, box {64, 8 + S - 1, rows + R - 1, 1}; FPROP weight {C, R·S, K}, DGRAD weight {K, R·S, C}, box
-// {64, 1, 64}; out and addend {K, W, H, N}, box {64, 8, rows, 1}.
+// Maps: x {C, W, H, N}, box {CHUNK, 8 + S - 1, rows + R - 1, 1}; FPROP weight {C, R·S, K}, DGRAD weight {K, R·S, C}, box
+// {CHUNK, 1, 64}; out and addend {K, W, H, N}, box {CHUNK, 8, rows, 1}. Those of float x and weight round to tf32.
 // Launch: 288 threads; grid (any number, ceil(K / 64)); tiles = ceil(W / 8) · ceil(H / rows). Shared memory: 1024 bytes
 // for barriers, the slabs of two chunks or of all turns, the weights of two times R taps or all, and the results of two
 // turns or one.
@@ -30,8 +32,10 @@
 enum Pass { FPROP, DGRAD };
 
 constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 32;
-constexpr int LINE = 128, CHUNK = 64;  // bytes and channels of a line of shared memory
-constexpr int TAP_BYTES = 64 * LINE, WEIGHT_BYTES = R * TAP_BYTES, RESULT_BYTES = PIXELS * LINE;
+constexpr bool LOW = sizeof(T) == 2;
+constexpr int LINE = 128, CHUNK = LINE / sizeof(T);  // bytes and channels of a line of shared memory
+constexpr int TAP_BYTES = 64 * LINE, WEIGHT_BYTES = R * TAP_BYTES;
+constexpr int CHUNK_BYTES = PIXELS * LINE, RESULT_BYTES = 64 / CHUNK * CHUNK_BYTES;
 
 struct Strip {
     int n, h0, w0;
@@ -84,7 +88,13 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     bool leads = threadIdx.x % 128 == 0;
     u32 result = results + group * RESULT_BYTES, own_turn = turns + 8 * group, own_addend = addends + 8 * group;
-    u32 matrix = result + lane % 8 * LINE + lane / 16 * 8 * LINE + ((warp * 2 + lane / 8 % 2 ^ lane % 8) << 4);
+    u32 at_result = result;  // the row of a matrix that this lane names, or the lane's first channel of its first pixel
+    if constexpr (LOW) {
+        at_result += (lane / 16 * 8 + lane % 8) * LINE + ((warp * 2 + lane / 8 % 2 ^ lane % 8) << 4);
+    } else {
+        int pixel = lane % 4 * 2, chunk = warp % 2 * 4 + lane / 16;
+        at_result += warp / 2 * CHUNK_BYTES + pixel * LINE + ((chunk ^ pixel) << 4) + lane / 4 % 4 * 4;
+    }
     for (int index = blockIdx.x, turn = 0; index < N * tiles; index += gridDim.x, turn++) {
         if (turn % 2 != group) {
             a.skip(chunks);
@@ -101,8 +111,9 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             if (s == 0) a.wait();
             if (ADDS && i == 0 && leads) {  // behind the first slabs
                 tma_store_wait();           // of the last result, which lies there
-                barrier_expect(own_addend, rows * 8 * LINE);
-                tma_load(result, addend, own_addend, k0, strip.w0, strip.h0, strip.n);
+                barrier_expect(own_addend, 64 / CHUNK * rows * 8 * LINE);
+                for (int c = 0; c < 64; c += CHUNK)
+                    tma_load(result + c / CHUNK * CHUNK_BYTES, addend, own_addend, k0 + c, strip.w0, strip.h0, strip.n);
             }
             b.wait();
             wgmma_fence();
@@ -111,7 +122,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
                 u64 at_weight = tile_descriptor(b.buffer() + r * TAP_BYTES);
                 u64 at_x = tile_descriptor(a.buffer() + (r * pitch + s) * LINE, 16, pitch * LINE);
 #pragma unroll
-                for (int k = 0; k < CHUNK / 16; k++)
+                for (int k = 0; k < LINE / 32; k++)
                     wgmma<PASS == DGRAD, false>((T*)nullptr, acc, at_weight + k * DEPTH_STEP<PASS == DGRAD>,
                                                 at_x + k * DEPTH_STEP<false>, i > 0 || r > 0 || k > 0);
             }
@@ -145,28 +156,39 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             warpgroup_meets();
         }
         int rows_inside = min(rows, H - strip.h0), w = strip.w0 + lane % 4 * 2;
-        u32 inside = (w < W ? 0xffff : 0) | (w + 1 < W ? 0xffff0000 : 0);
         float2 total[2] = {};
 #pragma unroll
         for (int row = 0; row < PIXELS / 8; row += 4) {
             u32 words[8] = {};  // two pixels of one row of 8, in two channels by turns
-            if (ADDS) ldmatrix_transposed(words, matrix + row * 8 * LINE), ldmatrix_transposed(words + 4, matrix + (row + 2) * 8 * LINE);
+            u32 at_row = at_result + row * 8 * LINE;
+            if constexpr (LOW && ADDS) ldmatrix_transposed(words, at_row), ldmatrix_transposed(words + 4, at_row + 16 * LINE);
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 float* products = acc + 4 * row + 2 * i;
-                float2 more = ADDS ? unpack_pair<T>(words[i]) : make_float2(0.0f, 0.0f);
-                words[i] = pack_pair<T>(products[0] + offset[i % 2] + more.x, products[1] + offset[i % 2] + more.y);
+                float2 v = make_float2(products[0] + offset[i % 2], products[1] + offset[i % 2]);
+                if constexpr (LOW) {
+                    float2 more = ADDS ? unpack_pair<T>(words[i]) : make_float2(0.0f, 0.0f);
+                    words[i] = pack_pair<T>(v.x + more.x, v.y + more.y);
+                    v = unpack_pair<T>(words[i]);
+                } else {
+                    u32 first = (at_row ^ i % 2 * 32) + i / 2 * 8 * LINE, second = (first ^ 16) + LINE;
+                    if (ADDS) v.x += __uint_as_float(load_shared(first)), v.y += __uint_as_float(load_shared(second));
+                    store_shared(first, v.x), store_shared(second, v.y);
+                }
                 if (STATISTICS) {
-                    float2 v = unpack_pair<T>(row + i / 2 < rows_inside ? words[i] & inside : 0);
+                    bool counts = row + i / 2 < rows_inside;
+                    if (!counts || w >= W) v.x = 0.0f;
+                    if (!counts || w + 1 >= W) v.y = 0.0f;
                     total[i % 2].x += v.x, total[i % 2].y += v.x * v.x;
                     total[i % 2].x += v.y, total[i % 2].y += v.y * v.y;
                 }
             }
-            stmatrix_transposed(matrix + row * 8 * LINE, words), stmatrix_transposed(matrix + (row + 2) * 8 * LINE, words + 4);
+            if constexpr (LOW) stmatrix_transposed(at_row, words), stmatrix_transposed(at_row + 16 * LINE, words + 4);
         }
         fence_writes();
         warpgroup_meets();
-        if (leads) tma_store(out, result, k0, strip.w0, strip.h0, strip.n);
+        if (leads)
+            for (int c = 0; c < 64; c += CHUNK) tma_store(out, result + c / CHUNK * CHUNK_BYTES, k0 + c, strip.w0, strip.h0, strip.n);
 #pragma unroll
         for (int i = 0; STATISTICS && i < 2; i++) {
 #pragma unroll

@@ -18,10 +18,16 @@ __device__ __forceinline__ void store_shared(u32 address, bf16 x) {
 __device__ __forceinline__ void store_shared(u32 address, half x) {
     asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(x.bits) : "memory");
 }
+__device__ __forceinline__ void store_shared(u32 address, float x, float y) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
 __device__ __forceinline__ u32 load_shared(u32 address) {
     u32 v;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
     return v;
+}
+__device__ __forceinline__ void load_shared(u32& v, u32& w, u32 address) {
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v), "=r"(w) : "r"(address) : "memory");
 }
 
 // Start copying 16 bytes to shared memory; zeros where not `valid`, and then `source` is not read.

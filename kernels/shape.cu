@@ -3,7 +3,9 @@
 // copy, add: out[view] = x[view], or +=. Strides count units, may be 0 or negative; fewer than 2^32 units. The _packed
 // forms move units of 16 bytes, which both views must be aligned to and consist of. Arithmetic of 16-bit T in float.
 // fill: out[i] = value. take, take_backward: rows of `width` elements; index int32, negative from the end. A row out of range reads as zero.
-// Launch: any shape (grid-stride).
+// turn: out (C, taps, K) = x (K, taps, C) with its ends swapped and its taps reversed; x[k][tap] is at k · pitch + tap ·
+// tap_pitch. Launch: 32 × 8 threads, grid (ceil(C / 32), ceil(K / 32), taps).
+// Launch of all others: any shape (grid-stride).
 #include "common.cuh"
 
 struct Views { int dims, sizes[6]; i64 out[6], x[6]; };
@@ -78,4 +80,15 @@ extern "C" __global__ void take_backward(const T* dout, const int* index, T* dx,
             if (wrap(index[i], rows) == e / width) total += to_float(dout[i * width + e % width]);
         dx[e] = from_float<T>(total);
     }
+}
+
+extern "C" __global__ void turn(T* out, const T* x, i64 pitch, i64 tap_pitch, int K, int taps, int C) {
+    wait_for_previous();
+    __shared__ T tile[32][33];  // a column more, so that neither rows nor columns meet in a bank
+    int k0 = blockIdx.y * 32, c0 = blockIdx.x * 32, tap = blockIdx.z;
+    for (int i = threadIdx.y; i < 32; i += blockDim.y)
+        if (k0 + i < K && c0 + threadIdx.x < C) tile[i][threadIdx.x] = x[(k0 + i) * pitch + tap * tap_pitch + c0 + threadIdx.x];
+    __syncthreads();
+    for (int i = threadIdx.y; i < 32; i += blockDim.y)
+        if (c0 + i < C && k0 + threadIdx.x < K) out[((i64)(c0 + i) * taps + taps - 1 - tap) * K + k0 + threadIdx.x] = tile[threadIdx.x][i];
 }

@@ -1,8 +1,8 @@
 // Hopper's asynchronous machinery (sm_90a): barriers in shared memory, the bulk tensor copy (TMA), and wgmma.
 //
-// Tiles in shared memory have lines of 128 bytes (64 elements), 16-byte chunks XOR-swizzled by the line's address bits
-// 7 to 9, as TMA writes and wgmma reads them; every tile starts at a multiple of 1024 bytes. Where LINE is 64, lines have
-// 64 bytes (32 elements), swizzled by bits 7 and 8. A tile is K-major where a line runs along the depth of the product,
+// Tiles in shared memory have lines of 128 bytes (64 elements of 16 bits, 32 of float), 16-byte chunks XOR-swizzled by the
+// line's address bits 7 to 9, as TMA writes and wgmma reads them; every tile starts at a multiple of 1024 bytes. Where LINE
+// is 64, lines have 64 bytes, swizzled by bits 7 and 8. A tile is K-major where a line runs along the depth of the product,
 // and MN-major where it runs along its rows or columns.
 #pragma once
 #include "mma.cuh"
@@ -67,7 +67,7 @@ __device__ __forceinline__ void stmatrix_transposed(u32 address, const u32* r) {
                  ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
 
-// `stages` buffers that one producer thread fills in turn and a number of warpgroups read. Each side walks a Ring of its
+// `stages` buffers that one producer thread fills in turn and a number of warpgroups (or warps) read. Each side walks a Ring of its
 // own over the same shared memory. Barriers: `stages` of them "full", then as many "empty", 8 bytes each.
 struct Ring {
     u32 buffers, bytes, barriers;
@@ -96,10 +96,10 @@ struct Ring {
         barrier_expect(full(stage), expected);
         return full(stage);
     }
-    // Consumer: wait for the next buffer's data; say that it was read (one thread a warpgroup) and go on.
+    // Consumer: wait for the next buffer's data; say that it was read (one of THREADS that have read together) and go on.
     __device__ __forceinline__ void wait() const { barrier_wait(full(stage), phase); }
-    __device__ __forceinline__ void release() {
-        if (threadIdx.x % 128 == 0) barrier_arrive(empty(stage));
+    template <int THREADS = 128> __device__ __forceinline__ void release() {
+        if (threadIdx.x % THREADS == 0) barrier_arrive(empty(stage));
         advance();
     }
 };
@@ -113,7 +113,7 @@ template <int LINE> __device__ __forceinline__ u32 swizzled(int line, int chunk)
 template <int LINE = 128> __device__ __forceinline__ u64 tile_descriptor(u32 address, u32 block = 16, u32 eight = 8 * LINE) {
     return (u64)((address & 0x3ffff) >> 4) | (u64)(block >> 4) << 16 | (u64)(eight >> 4) << 32 | (LINE == 128 ? 1ull : 2ull) << 62;
 }
-// What to add to a descriptor to go 16 deeper.
+// What to add to a descriptor to go one product deeper: 16 elements of 16 bits, or 8 floats.
 template <bool MN_MAJOR, int LINE = 128> constexpr u64 DEPTH_STEP = (MN_MAJOR ? 16 * LINE : 16 * 2) >> 4;
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -122,7 +122,7 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 // c = a·b, or c + a·b where `add`: 64 rows, 16 deep, and as many columns as a warpgroup's c holds (32, 64, 128, 192 or 256);
-// `S` is the operands' type. No other instruction may touch c from the first product to wgmma_wait, not even to zero it:
+// `S` is the operands' type; float means tf32: 8 deep, K-major only, the low 13 bits count for nothing. No other instruction may touch c from the first product to wgmma_wait, not even to zero it:
 // ptxas would wait after each (C75xx in its log). Lane (g = lane / 4, t = lane % 4) of warp w holds, of row 16 w + g,
 // columns 8 j + 2 t and the next in c[4 j] and c[4 j + 1], and of row 16 w + g + 8 in c[4 j + 2] and c[4 j + 3].
 #define NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
@@ -144,28 +144,35 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
 #define C_96 C_64, C_8(64), C_8(72), C_8(80), C_8(88)
 #define C_128 C_96, C_8(96), C_8(104), C_8(112), C_8(120)
 
-#define DEFINE_WGMMA(S, TYPE, N, COUNT, A, B, TRANSPOSE_A, TRANSPOSE_B, ADD)                                         \
+#define DEFINE_WGMMA(S, KIND, N, COUNT, A, B, MAJORS, ADD)                                                           \
     template <bool A_MN_MAJOR, bool B_MN_MAJOR> __device__ __forceinline__ void wgmma(const S*, float (&c)[COUNT], u64 a, u64 b, bool add) { \
         asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                           \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES_##COUNT "}, %" #A ", %" #B \
-                     ", add, 1, 1, %" #TRANSPOSE_A ", %" #TRANSPOSE_B ";\n}"                                          \
+                     "wgmma.mma_async.sync.aligned.m64n" #N KIND " {" NAMES_##COUNT "}, %" #A ", %" #B ", add, 1, 1" MAJORS ";\n}" \
                      : C_##COUNT : "l"(a), "l"(b), "n"(A_MN_MAJOR), "n"(B_MN_MAJOR), "r"((int)add));                 \
     }
 // The same with A in registers, as `a` of mma.cuh's fragments for the warp's 16 rows: rounded results make the next A.
-#define DEFINE_WGMMA_REGISTERS(S, TYPE, N, COUNT, A0, A1, A2, A3, B, TRANSPOSE_B, ADD)                               \
+#define DEFINE_WGMMA_REGISTERS(S, KIND, N, COUNT, A0, A1, A2, A3, B, TRANSPOSE_B, ADD)                               \
     template <bool B_MN_MAJOR> __device__ __forceinline__ void wgmma(const S*, float (&c)[COUNT], const u32 (&a)[4], u64 b, bool add) { \
         asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                           \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES_##COUNT "}, "        \
+                     "wgmma.mma_async.sync.aligned.m64n" #N KIND " {" NAMES_##COUNT "}, "                             \
                      "{%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", add, 1, 1, %" #TRANSPOSE_B ";\n}"              \
                      : C_##COUNT : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(B_MN_MAJOR), "r"((int)add)); \
     }
-#define DEFINE_WGMMAS(S, TYPE)                     \
-    DEFINE_WGMMA_REGISTERS(S, TYPE, 32, 16, 16, 17, 18, 19, 20, 21, 22) \
-    DEFINE_WGMMA_REGISTERS(S, TYPE, 64, 32, 32, 33, 34, 35, 36, 37, 38) \
-    DEFINE_WGMMA(S, TYPE, 32, 16, 16, 17, 18, 19, 20)  \
-    DEFINE_WGMMA(S, TYPE, 64, 32, 32, 33, 34, 35, 36)  \
-    DEFINE_WGMMA(S, TYPE, 128, 64, 64, 65, 66, 67, 68) \
-    DEFINE_WGMMA(S, TYPE, 192, 96, 96, 97, 98, 99, 100) \
-    DEFINE_WGMMA(S, TYPE, 256, 128, 128, 129, 130, 131, 132)
-DEFINE_WGMMAS(bf16, "bf16")
-DEFINE_WGMMAS(half, "f16")
+#define DEFINE_WGMMAS(S, KIND, MAJORS)                            \
+    DEFINE_WGMMA(S, KIND, 32, 16, 16, 17, MAJORS(18, 19), 20)     \
+    DEFINE_WGMMA(S, KIND, 64, 32, 32, 33, MAJORS(34, 35), 36)     \
+    DEFINE_WGMMA(S, KIND, 128, 64, 64, 65, MAJORS(66, 67), 68)    \
+    DEFINE_WGMMA(S, KIND, 192, 96, 96, 97, MAJORS(98, 99), 100)   \
+    DEFINE_WGMMA(S, KIND, 256, 128, 128, 129, MAJORS(130, 131), 132)
+#define DEFINE_WGMMAS_REGISTERS(S, KIND)                                \
+    DEFINE_WGMMA_REGISTERS(S, KIND, 32, 16, 16, 17, 18, 19, 20, 21, 22) \
+    DEFINE_WGMMA_REGISTERS(S, KIND, 64, 32, 32, 33, 34, 35, 36, 37, 38)
+#define BFLOAT16 "k16.f32.bf16.bf16"
+#define FLOAT16 "k16.f32.f16.f16"
+#define EITHER_MAJOR(A, B) ", %" #A ", %" #B
+#define K_MAJOR_ONLY(A, B)
+DEFINE_WGMMAS(bf16, BFLOAT16, EITHER_MAJOR)
+DEFINE_WGMMAS(half, FLOAT16, EITHER_MAJOR)
+DEFINE_WGMMAS(float, "k8.f32.tf32.tf32", K_MAJOR_ONLY)
+DEFINE_WGMMAS_REGISTERS(bf16, BFLOAT16)
+DEFINE_WGMMAS_REGISTERS(half, FLOAT16)

@@ -71,7 +71,9 @@ def test_diffusion_never_imports_models():
 def test_every_kernel_file_has_its_op_and_its_test():
     engine = {"accumulate"}  # the tape's own kernel, launched by cuda/module.py
     for kernel in (ROOT / "kernels").glob("*.cu"):
-        stem = kernel.stem.removesuffix("_sm90").removesuffix("_wgrad")
+        stem = kernel.stem
+        for suffix in ("_sm90", "_tf32", "_wgrad", "_short"):
+            stem = stem.removesuffix(suffix)
         if stem not in engine:
             assert (PACKAGE / "ops" / f"{stem}.py").is_file(), f"kernels/{kernel.name} has no cudiff/ops/{stem}.py"
     for op in (PACKAGE / "ops").glob("*.py"):

@@ -85,7 +85,8 @@ def launched(monkeypatch):
         monkeypatch.setattr(module, "launch", launch)
         monkeypatch.setattr(module, "empty", np.empty, raising=False)
         monkeypatch.setattr(module, "address", lambda array: 0, raising=False)
-    monkeypatch.setattr(conv2d_sm90, "tensor_map", lambda array, box: np.zeros(1))
+        monkeypatch.setattr(module, "add_parts", lambda *args: None, raising=False)
+    monkeypatch.setattr(conv2d_sm90, "tensor_map", lambda *args, **kwargs: np.zeros(1))
     for module in (conv2d, matmul):
         monkeypatch.setattr(module, "aligned", lambda *args: True)
         monkeypatch.setattr(module, "empty", np.empty)
@@ -101,10 +102,11 @@ def test_the_profile_counts_the_operations_of_convolutions(launched):
     conv2d_sm90.fprop(x, weight, dout, gemm.Epilogue())
     conv2d_sm90.fprop(dout, weight, x, gemm.Epilogue(), transposed=True)
     conv2d_sm90.wgrad(x, dout, np.zeros(weight.shape, np.float32), add=False)
+    conv2d_sm90.wgrad_tf32(x, dout, np.zeros(weight.shape, np.float32), add=False)
     for direction, a, b, out in (("FPROP", x, weight, dout), ("DGRAD", dout, weight, x), ("WGRAD", dout, x, weight)):
         conv2d._launch(direction, a, b, out, shapes, (1, 1), (1, 1), gemm.Epilogue(), False)
     counted = [flops_of(stem, name, grid, args, constants) for stem, name, grid, args, constants in launched]
-    assert [count for count in counted if count] == [CONVOLUTION] * 6
+    assert [count for count in counted if count] == [CONVOLUTION] * 7
     launched.clear()
     conv2d_thin.fprop(bf16(2, 16, 16, 3), bf16(64, 3, 3, 3), bf16(2, 16, 16, 64), gemm.Epilogue())
     conv2d_thin.fprop(bf16(2, 16, 16, 64), bf16(3, 3, 3, 64), bf16(2, 16, 16, 3), gemm.Epilogue())

@@ -8,28 +8,32 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, bfloat16, float16
+from cudiff.backend import Array, bfloat16, float16, float32
 from cudiff.cuda.driver import library
 from cudiff.errors import CudiffError
 
-_TYPES = {float16: 6, bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_FLOAT16 and _BFLOAT16
+_TYPES = {float16: 6, float32: 7, bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_FLOAT16, _FLOAT32 and _BFLOAT16
+_TFLOAT32 = 11
 _MAP = np.dtype([("words", np.uint64, 16)])
-_SWIZZLES = {32: 2, 64: 3}  # CU_TENSOR_MAP_SWIZZLE_64B and _128B
+_SWIZZLES = {64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_64B and _128B
 _PROMOTE_256B = 3
 
 
-def tensor_map(array: Array, box: tuple[int, ...]) -> np.ndarray:
+def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True) -> np.ndarray:
     """The 128 bytes of a CUtensorMap for boxes of `box` elements of a CUDA array, to be passed to a kernel by value.
 
-    float16 or bfloat16, up to 5 axes, the last one contiguous; the box's last axis is 64 or 32 elements, whose 128 or
-    64 bytes are swizzled. Array and strides are multiples of 16 bytes. Raises CudiffError where the driver refuses.
+    float16, bfloat16 or float32, up to 5 axes, the last one contiguous; the box's last axis has 128 or 64 bytes, which
+    are swizzled. An `operand` of float32 is rounded to tf32 on its way. Array and strides are multiples of 16 bytes.
+    Raises CudiffError where the driver refuses.
     """
-    return _encode(array.data.ptr, _TYPES[array.dtype], array.shape, array.strides[:-1], box)
+    kind = _TFLOAT32 if operand and array.dtype == float32 else _TYPES[array.dtype]
+    swizzle = _SWIZZLES[box[-1] * array.dtype.itemsize]
+    return _encode(array.data.ptr, kind, array.shape, array.strides[:-1], box, swizzle)
 
 
 @functools.lru_cache(maxsize=4096)
 def _encode(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int, ...],
-            box: tuple[int, ...]) -> np.ndarray:
+            box: tuple[int, ...], swizzle: int) -> np.ndarray:
     rank = len(shape)
 
     def reversed_array(of: Any, values: tuple[int, ...]) -> ctypes.Array:
@@ -40,7 +44,7 @@ def _encode(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int,
     status = library().cuTensorMapEncodeTiled(
         ctypes.c_void_p(address), kind, rank, ctypes.c_void_p(pointer), reversed_array(ctypes.c_uint64, shape),
         reversed_array(ctypes.c_uint64, strides), reversed_array(ctypes.c_uint32, box),
-        (ctypes.c_uint32 * rank)(*[1] * rank), 0, _SWIZZLES[box[-1]], _PROMOTE_256B, 0,
+        (ctypes.c_uint32 * rank)(*[1] * rank), 0, swizzle, _PROMOTE_256B, 0,
     )
     if status:
         raise CudiffError(f"the driver refuses a tensor map of shape {shape} and box {box} (error {status})")

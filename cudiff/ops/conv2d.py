@@ -140,7 +140,7 @@ def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair,
     epilogue = epilogue._replace(rows_per_image=out.shape[1] * out.shape[2])
     if conv2d_thin.suits(x, weight, out, stride, padding, epilogue):
         return conv2d_thin.fprop(x, weight, out, epilogue, statistics=statistics)
-    if conv2d_sm90.suits(x, weight, out, stride, padding):
+    if conv2d_sm90.suits(x, weight, out, stride, padding, tf32):
         return conv2d_sm90.fprop(x, weight, out, epilogue, statistics=statistics)
     if _is_linear(weight.shape[1:3], stride, padding):
         linear_cuda(x, weight.reshape(weight.shape[0], -1), epilogue, tf32, out.reshape(1, -1, out.shape[3]))
@@ -155,7 +155,7 @@ def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pai
     epilogue = epilogue._replace(rows_per_image=dx.shape[1] * dx.shape[2])
     if conv2d_thin.suits(dout, weight, dx, stride, padding, epilogue):
         conv2d_thin.fprop(dout, weight, dx, epilogue, transposed=True)
-    elif conv2d_sm90.suits(dout, weight, dx, stride, padding):
+    elif conv2d_sm90.suits(dout, weight, dx, stride, padding, tf32):
         conv2d_sm90.fprop(dout, weight, dx, epilogue, transposed=True)
     elif _is_linear(weight.shape[1:3], stride, padding):
         linear_dx_cuda(dout, weight.reshape(weight.shape[0], -1), dx.reshape(1, -1, dx.shape[3]), epilogue, tf32)
@@ -169,7 +169,7 @@ def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pai
     """Gradient of the weight, written or added to dweight (K, R, S, C), float32."""
     if conv2d_thin.suits(x, dweight, dout, stride, padding):
         conv2d_thin.wgrad(x, dout, dweight, add)
-    elif conv2d_sm90.suits_wgrad(x, dweight, dout, stride, padding):
+    elif conv2d_sm90.suits_wgrad(x, dweight, dout, stride, padding, tf32):
         conv2d_sm90.wgrad(x, dout, dweight, add)
     elif _is_linear(dweight.shape[1:3], stride, padding):
         linear_dweight_cuda(x, dout, dweight.reshape(dweight.shape[0], -1), add, tf32)

@@ -14,19 +14,20 @@ from cudiff.cuda.module import blocks, empty, hopper, launch
 from cudiff.cuda.sums import add_parts
 from cudiff.cuda.tensor_map import tensor_map
 from cudiff.ops.gemm import MULTIPROCESSORS, Epilogue, address, aligned
-from cudiff.ops.shape import pad_cuda
+from cudiff.ops.shape import pad_cuda, turned_cuda
 
-CHUNK = 64  # channels of a line of shared memory, and of a tile
-LINE_BYTES = 128
+CHANNELS = 64  # of a tile
+LINE_BYTES = 128  # of shared memory
 SHARED_BYTES = 228 << 10  # of a multiprocessor, of which each block costs 1 KiB more than it asks for
 BARRIER_BYTES = 1024
 CLUSTERS = {1: MULTIPROCESSORS, 2: 66, 4: 30, 8: 15}  # of so many blocks with a multiprocessor each that run at once
 COLUMNS = (1, 3, 5, 7)  # of a weight
+TF32_COLUMNS = 112  # of an image, of which the weight's gradient keeps three steps
 
 
 class Tile(NamedTuple):
     """What a warpgroup computes in a turn, 64 channels of a strip of so many pixels; and the microseconds of an H200
-    for a turn and for 64 channels of each tap in it."""
+    for a turn and for a line of channels of each tap in it."""
 
     pixels: int
     turn: float
@@ -37,13 +38,13 @@ TILES = (Tile(256, 1.1, 0.277), Tile(128, 0.65, 0.15), Tile(64, 0.45, 0.11))
 
 
 def suits(x: Array, weight: Array, out: Array, stride: tuple[int, int] = (1, 1),
-          padding: tuple[int, int] = (0, 0)) -> bool:
+          padding: tuple[int, int] = (0, 0), tf32: bool = False) -> bool:
     """Whether `fprop` takes the convolution of x (N, H, W, C) with weight (K, R, S, C) to out (N, H, W, K); dgrad too.
 
-    weight may be part of longer rows.
+    weight may be part of longer rows. float32 only under `tf32`.
     """
     return (
-        _keeps_size(x, weight, out, stride, padding)
+        _keeps_size(x, weight, out, stride, padding, tf32)
         and aligned(x, x.shape[3])
         and aligned(weight, weight.shape[3], weight.strides[0] // weight.itemsize)
         and aligned(out, out.shape[3])
@@ -51,16 +52,21 @@ def suits(x: Array, weight: Array, out: Array, stride: tuple[int, int] = (1, 1),
 
 
 def suits_wgrad(x: Array, dweight: Array, dout: Array, stride: tuple[int, int] = (1, 1),
-                padding: tuple[int, int] = (0, 0)) -> bool:
+                padding: tuple[int, int] = (0, 0), tf32: bool = False) -> bool:
     """Whether `wgrad` takes it: of any number of channels."""
-    return _keeps_size(x, dweight, dout, stride, padding) and x.shape[2] <= 128 and aligned(x) and aligned(dout)
+    if is_low(x.dtype):
+        has_kernel = x.shape[2] <= 128
+    else:
+        has_kernel = x.shape[2] <= TF32_COLUMNS and dweight.shape[1] == dweight.shape[2]
+    return has_kernel and _keeps_size(x, dweight, dout, stride, padding, tf32) and aligned(x) and aligned(dout)
 
 
-def _keeps_size(x: Array, weight: Array, out: Array, stride: tuple[int, int], padding: tuple[int, int]) -> bool:
+def _keeps_size(x: Array, weight: Array, out: Array, stride: tuple[int, int], padding: tuple[int, int],
+                tf32: bool) -> bool:
     rows, columns = weight.shape[1:3]
     return (
         hopper()
-        and is_low(x.dtype)
+        and (is_low(x.dtype) or (tf32 and x.dtype == float32))
         and x.ndim == out.ndim == 4
         and x.flags.c_contiguous
         and out.flags.c_contiguous
@@ -91,10 +97,10 @@ class Plan(NamedTuple):
 
 
 @functools.cache
-def plan(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int]) -> Plan:
+def plan(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int = 2) -> Plan:
     """The plan of the least estimated time for x of this shape and so many channels of the result."""
-    plans = [fit(tile, shape, outputs, kernel) for tile in TILES]
-    return min((p for p in plans if p is not None), key=lambda p: time(p, shape, kernel))
+    plans = [fit(tile, shape, outputs, kernel, itemsize) for tile in TILES]
+    return min((p for p in plans if p is not None), key=lambda p: time(p, shape, kernel, itemsize))
 
 
 def tiles_of(shape: tuple[int, ...], rows: int) -> int:
@@ -102,14 +108,14 @@ def tiles_of(shape: tuple[int, ...], rows: int) -> int:
     return blocks(shape[1], rows) * blocks(shape[2], 8)
 
 
-def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int]) -> Plan | None:
+def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int = 2) -> Plan | None:
     """How the tile lies in shared memory; None where two chunks' slabs and two times R taps' weights have no room."""
-    rows, chunks = min(shape[1], tile.pixels // 8), blocks(shape[3], CHUNK)
+    rows, chunks = min(shape[1], tile.pixels // 8), blocks(shape[3] * itemsize, LINE_BYTES)
     count = shape[0] * tiles_of(shape, rows)
-    turns = blocks(count, max(1, MULTIPROCESSORS // blocks(outputs, CHUNK)))
+    turns = blocks(count, max(1, MULTIPROCESSORS // blocks(outputs, CHANNELS)))
     slab = blocks((tile.pixels // 8 + kernel[0] - 1) * (8 + kernel[1] - 1) * LINE_BYTES, 1024) * 1024
-    weight = kernel[0] * CHUNK * LINE_BYTES
-    results = min(2, turns) * tile.pixels * LINE_BYTES
+    weight = kernel[0] * CHANNELS * LINE_BYTES
+    results = min(2, turns) * tile.pixels * CHANNELS * itemsize
     room = SHARED_BYTES - 1024 - BARRIER_BYTES - results
     weights = min(kernel[1] * chunks, 16, (room - min(2, chunks * turns) * slab) // weight)
     if weights < min(kernel[1] * chunks, 2):
@@ -119,10 +125,10 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
     return Plan(tile, rows, blocks(count, turns), slabs, weights, shared)
 
 
-def time(chosen: Plan, shape: tuple[int, ...], kernel: tuple[int, int]) -> float:
+def time(chosen: Plan, shape: tuple[int, ...], kernel: tuple[int, int], itemsize: int = 2) -> float:
     """Estimated microseconds."""
     turns = blocks(shape[0] * tiles_of(shape, chosen.rows), chosen.blocks)
-    steps = kernel[0] * kernel[1] * blocks(shape[3], CHUNK)
+    steps = kernel[0] * kernel[1] * blocks(shape[3] * itemsize, LINE_BYTES)
     return 3.4 + turns * (chosen.tile.turn + steps * chosen.tile.step)
 
 
@@ -136,15 +142,20 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     n, height, columns, channels = x.shape
     outputs, kernel = out.shape[3], weight.shape[1:3]
     weight = weight if weight.dtype == x.dtype else weight.astype(x.dtype)
-    tile, rows, each, slabs, weights, shared = chosen or plan(x.shape, outputs, kernel)
+    if transposed and x.dtype == float32:  # wgmma takes tf32 only as fprop has it
+        weight, transposed = turned_cuda(weight), False
+    chunk = LINE_BYTES // x.dtype.itemsize
+    tile, rows, each, slabs, weights, shared = chosen or plan(x.shape, outputs, kernel, x.dtype.itemsize)
     addend = None if epilogue.addend is None else _at_16_bytes(epilogue.addend.reshape(out.shape))
-    out_map, addend_map = (tensor_map(array, (1, rows, 8, CHUNK)) for array in (out, out if addend is None else addend))
+    out_map, addend_map = (
+        tensor_map(array, (1, rows, 8, chunk), operand=False) for array in (out, out if addend is None else addend)
+    )
     partials = empty((n, tiles_of(x.shape, rows), outputs, 2), float32) if statistics else None
     launch(
-        "conv2d_sm90", "conv2d_sm90", (each, blocks(outputs, CHUNK)), 288,
+        "conv2d_sm90", "conv2d_sm90", (each, blocks(outputs, CHANNELS)), 288,
         (
-            tensor_map(x, (1, rows + kernel[0] - 1, 8 + kernel[1] - 1, CHUNK)),
-            tensor_map(weight.reshape(len(weight), -1, weight.shape[3]), (CHUNK, 1, CHUNK)),
+            tensor_map(x, (1, rows + kernel[0] - 1, 8 + kernel[1] - 1, chunk)),
+            tensor_map(weight.reshape(len(weight), -1, weight.shape[3]), (CHANNELS, 1, chunk)),
             out_map, addend_map, epilogue.bias, epilogue.emb, partials, n, height, columns, channels, outputs,
             kernel[1], rows, slabs, weights,
         ),
@@ -171,20 +182,21 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: WgradPlan | 
 
     The last sum may wait for others (see cudiff.cuda.sums).
     """
+    if x.dtype == float32:
+        return wgrad_tf32(x, dout, dweight, add)
     x, dout = _whole(x), _whole(dout)
     n, height, columns, _ = x.shape
     outputs, kernel_rows, kernel_columns, channels = dweight.shape
     chosen = chosen or plan_wgrad(x.shape[:3], dweight.shape)
     across, cluster, parts, rows, stages, shared = chosen
     width, sums = width_of(columns), parts // cluster
-    out = dweight if sums == 1 else empty((sums, outputs, dweight.size // outputs), float32)
-    pitch = dweight.strides[0] // 4 if sums == 1 else out.shape[2]
+    out, pitch = _sums(dweight, sums)
     launch(
         "conv2d_wgrad_sm90", "conv2d_wgrad_sm90",
         (blocks(outputs, 64) * blocks(channels, 64 * across), kernel_columns, parts), 256,
         (
-            tensor_map(x, (1, rows + kernel_rows - 1, width, CHUNK)), tensor_map(dout, (1, rows, width, CHUNK)),
-            out, np.int64(pitch), add and sums == 1, n, height, channels, outputs, kernel_columns, rows, width, stages,
+            tensor_map(x, (1, rows + kernel_rows - 1, width, 64)), tensor_map(dout, (1, rows, width, 64)),
+            out, pitch, add and sums == 1, n, height, channels, outputs, kernel_columns, rows, width, stages,
         ),
         shared, T=x.dtype, R=kernel_rows, COLUMNS=across, PIXELS=rows * width, CLUSTER=cluster,
     )
@@ -237,9 +249,50 @@ def fit_wgrad(height: int, width: int, channels: int, kernel_rows: int, across: 
     rows = min(max(1, 128 // width // step), blocks(height, step)) * step
     stage = (rows + across * (rows + kernel_rows - 1)) * width * LINE_BYTES
     stages = min(6, (SHARED_BYTES - 1024 - BARRIER_BYTES) // stage)
-    if stages < 2 or across > (blocks(channels, CHUNK) if kernel_rows == 1 else 1):
+    if stages < 2 or across > (blocks(channels, 64) if kernel_rows == 1 else 1):
         return None
     return rows, stages, max(stages * stage + BARRIER_BYTES, 256 * 64 * kernel_rows * across)
+
+
+def wgrad_tf32(x: Array, dout: Array, dweight: Array, add: bool, parts: int = 0) -> None:
+    """`wgrad` of float32 images, rounded to tf32, its depth cut into so many parts (0: as many as run at once)."""
+    x, dout = _whole(x), _whole(dout)
+    n, height, columns, _ = x.shape
+    outputs, taps, _, channels = dweight.shape
+    rows, across, stages, shared = fit_wgrad_tf32(height, columns, channels, taps)
+    width, pitch_x = width_of(columns), width_of(columns + taps - 1)
+    grid = blocks(outputs, 64) * blocks(channels, 32 * across)
+    parts = min(n * blocks(height, rows), parts or max(1, MULTIPROCESSORS // grid))
+    out, pitch = _sums(dweight, parts)
+    launch(
+        "conv2d_wgrad_tf32_sm90", "conv2d_wgrad_tf32_sm90", (grid, parts), 256,
+        (
+            tensor_map(x, (1, rows + taps - 1, pitch_x, 32)), tensor_map(dout, (1, rows, width, 32)),
+            out, pitch, add and parts == 1, n, height, channels, outputs, rows, width, pitch_x, stages,
+        ),
+        shared, R=taps, COLUMNS=across, PIXELS=rows * width,
+    )
+    if parts > 1:
+        add_parts(out, dweight, add)
+
+
+def fit_wgrad_tf32(height: int, columns: int, channels: int, taps: int) -> tuple[int, int, int, int]:
+    """Rows of an image a step, 32-channel columns a block, steps in flight (3 at least), bytes of shared memory."""
+    width, pitch_x = width_of(columns), width_of(columns + taps - 1)
+    rows = min(max(1, 64 // width), height)
+    room = SHARED_BYTES - 1024 - BARRIER_BYTES
+    across = 1 if taps > 1 else min(4, blocks(channels, 32), room // (3 * rows * width * LINE_BYTES) - 2)
+    stage = (2 * rows * width + across * (rows + taps - 1) * pitch_x) * LINE_BYTES
+    stages = min(6, room // stage)
+    return rows, across, stages, max(stages * stage + BARRIER_BYTES, taps**2 * across * 16 * 128 * 4)
+
+
+def _sums(dweight: Array, count: int) -> tuple[Array, np.int64]:
+    """Where so many sums over parts of the depth go, a single one to the weight's gradient itself; and their pitch."""
+    if count == 1:
+        return dweight, np.int64(dweight.strides[0] // 4)
+    size = dweight.size // len(dweight)
+    return empty((count, len(dweight), size), float32), np.int64(size)
 
 
 def _at_16_bytes(array: Array) -> Array:

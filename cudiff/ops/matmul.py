@@ -191,7 +191,7 @@ def linear_cuda(x: Array, weight: Array, epilogue: Epilogue, tf32: bool, out: Ar
     if out is None:
         out = empty((1, x.size // x.shape[-1], weight.shape[0]), x.dtype)
     images = conv2d_sm90.as_image(x), weight[:, None, None], conv2d_sm90.as_image(out)
-    if conv2d_sm90.suits(*images):
+    if conv2d_sm90.suits(*images, tf32=tf32):
         conv2d_sm90.fprop(*images, epilogue)
         return out
     return multiply(_rows(x), weight[None], transpose_b=True, out=out, epilogue=epilogue, tf32=tf32)
@@ -200,7 +200,7 @@ def linear_cuda(x: Array, weight: Array, epilogue: Epilogue, tf32: bool, out: Ar
 def linear_dx_cuda(dout: Array, weight: Array, dx: Array, epilogue: Epilogue, tf32: bool) -> None:
     """dx (..., C) = dout (..., K) · weight (K, C), plus the epilogue."""
     images = conv2d_sm90.as_image(dout), weight[:, None, None], conv2d_sm90.as_image(dx)
-    if conv2d_sm90.suits(*images):
+    if conv2d_sm90.suits(*images, tf32=tf32):
         conv2d_sm90.fprop(*images, epilogue, transposed=True)
     else:
         multiply(_rows(dout), weight[None], out=_rows(dx), epilogue=epilogue, tf32=tf32)
@@ -209,7 +209,7 @@ def linear_dx_cuda(dout: Array, weight: Array, dx: Array, epilogue: Epilogue, tf
 def linear_dweight_cuda(x: Array, dout: Array, dweight: Array, add: bool, tf32: bool) -> None:
     """dweight (K, C) float32 = or += dout (..., K) transposed · x (..., C)."""
     images = conv2d_sm90.as_image(x), dweight[:, None, None], conv2d_sm90.as_image(dout)
-    if conv2d_sm90.suits_wgrad(*images):
+    if conv2d_sm90.suits_wgrad(*images, tf32=tf32):
         conv2d_sm90.wgrad(images[0], images[2], images[1], add)
         return
     dweight = dweight[None]

@@ -75,6 +75,19 @@ def contiguous_cuda(view: Array) -> Array:
     return out
 
 
+def turned_cuda(weight: Array) -> Array:
+    """weight (K, R, S, C) as (C, R, S, K) with its taps in reverse order: the gradient of the input of a convolution is
+    the convolution with it."""
+    outputs, rows, columns, channels = weight.shape
+    out = empty((channels, rows, columns, outputs), weight.dtype)
+    pitches = (np.int64(weight.strides[axis] // weight.itemsize) for axis in (0, 2))
+    launch(
+        "shape", "turn", (blocks(channels, 32), blocks(outputs, 32), rows * columns), (32, 8),
+        (out, weight, *pitches, outputs, rows * columns, channels), T=weight.dtype,
+    )
+    return out
+
+
 def _zeros_cuda(shape: tuple[int, ...], dtype: np.dtype) -> Array:
     return array_module("cuda").zeros(shape, dtype)
 

@@ -33,12 +33,14 @@ def flops_of(stem: str, name: str, grid: tuple, args: tuple, constants: dict[str
     """
     numbers = [int(value) for value in args if isinstance(value, int | np.signedinteger)]
     if stem == "conv2d_sm90":
-        height, columns, channels, outputs, kernel_columns, rows = numbers[:6]
-        images = grid[0] // -(-height // rows)
+        images, height, columns, channels, outputs, kernel_columns = numbers[:6]
         return 2.0 * images * height * columns * channels * outputs * constants["R"] * kernel_columns
     if stem == "conv2d_wgrad_sm90":
-        _, images, height, channels, outputs, kernel_columns, _, width = numbers[:8]
+        images, height, channels, outputs, kernel_columns, _, width = numbers[2:9]
         return 2.0 * images * height * width * channels * outputs * constants["R"] * kernel_columns
+    if stem == "conv2d_wgrad_tf32_sm90":
+        images, height, channels, outputs, _, width = numbers[2:8]
+        return 2.0 * images * height * width * channels * outputs * constants["R"] ** 2
     if stem == "conv2d":
         images, _, _, channels, height, width, outputs, rows, columns = numbers[3:12]
         return 2.0 * images * height * width * channels * outputs * rows * columns
@@ -49,9 +51,10 @@ def flops_of(stem: str, name: str, grid: tuple, args: tuple, constants: dict[str
         return 2.0 * rows * columns * depth * (grid[0] // math.prod(
             -(-extent // constants[tile]) for extent, tile in ((rows, "BM"), (columns, "BN"))
         ))
-    if stem == "attention":
-        queries, keys, dim = numbers[:3]
-        products = {"forward": 2, "backward_q": 3, "backward_kv": 4}[name]
+    if stem in ("attention", "attention_sm90", "attention_short_sm90"):
+        queries, keys = numbers[:2]
+        dim = numbers[2] if stem == "attention" else constants["DP"]
+        products = {"forward": 2, "backward_q": 3, "backward_kv": 4, "backward": 5}[name]
         return 2.0 * products * grid[1] * grid[2] * queries * keys * dim
     return 0.0
 

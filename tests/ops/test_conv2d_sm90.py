@@ -32,13 +32,17 @@ def run(arrays, padding):
     """out, its partials, dx, dweight, dbias of one convolution on the GPU."""
     x, weight, bias, dout = (Tensor(array, device="cuda") for array in arrays)
     x, weight, bias = (Tensor(t.data, requires_grad=True) for t in (x, weight, bias))
-    out = ops.conv2d(x, weight, bias, padding=padding)
+    out = ops.conv2d(x, weight, bias, padding=padding, tf32=True)
     out.backward(dout.data)
     return out, out.partials, *(Tensor(t.grad) for t in (x, weight, bias))
 
 
+# ‖error‖ / ‖expected‖ of results in the storage type, and of the float32 gradient of a weight
+TOLERANCES = {ml_dtypes.bfloat16: (4e-3, 1e-5), np.float16: (6e-4, 1e-5), np.float32: (1e-3, 1e-3)}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=["bf16", "fp16", "tf32"])
 @pytest.mark.parametrize("shape, kernel", SHAPES, ids=str)
 def test_against_numpy_and_the_portable_kernels(hopper, monkeypatch, rng, shape, kernel, dtype):
     padding = (kernel[1] // 2, kernel[2] // 2)
@@ -50,11 +54,11 @@ def test_against_numpy_and_the_portable_kernels(hopper, monkeypatch, rng, shape,
     out = ops.conv2d(x, weight, bias, padding=padding)
     out.backward(wide[3])
     expected = (out.numpy(), x.grad, weight.grad, bias.grad)
-    low = 4e-3 if dtype == ml_dtypes.bfloat16 else 6e-4
+    low, exact = TOLERANCES[dtype]
 
     got, partials, *gradients = run(arrays, padding)
     assert partials is not None and partials.shape[0] == shape[0]
-    for result, reference, tolerance in zip((got, *gradients), expected, (low, low, 1e-5, 1e-5), strict=True):
+    for result, reference, tolerance in zip((got, *gradients), expected, (low, low, exact, 1e-5), strict=True):
         assert relative_error(result.numpy(), reference) < tolerance
     rounded, sums = got.numpy().astype(np.float64), Tensor(partials).numpy().astype(np.float64).sum(1)
     assert np.allclose(sums[..., 0], rounded.sum((1, 2)), rtol=1e-4, atol=1e-3 * np.sqrt(rounded[0, ..., 0].size))
@@ -63,33 +67,35 @@ def test_against_numpy_and_the_portable_kernels(hopper, monkeypatch, rng, shape,
     monkeypatch.setenv("CUDIFF_PORTABLE", "1")
     portable, none, *others = run(arrays, padding)
     assert none is None
-    for result, reference, tolerance in zip((portable, *others), expected, (low, low, 1e-5, 1e-5), strict=True):
+    for result, reference, tolerance in zip((portable, *others), expected, (low, low, exact, 1e-5), strict=True):
         assert relative_error(result.numpy(), reference) < tolerance
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", conv2d_sm90.TILES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_every_tile(hopper, rng, tile, transposed):
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32], ids=["bf16", "tf32"])
+def test_every_tile(hopper, rng, tile, transposed, dtype):
     import cupy
 
     from cudiff.ops.gemm import Epilogue
 
     shape, outputs = (2, 11, 19, 136), 200
-    x = rng.standard_normal(shape).astype(ml_dtypes.bfloat16)
+    x = rng.standard_normal(shape).astype(dtype)
     weight = rng.standard_normal((shape[3], 3, 3, outputs) if transposed else (outputs, 3, 3, shape[3]))
-    weight = weight.astype(ml_dtypes.bfloat16)
+    weight = weight.astype(dtype)
     bias, emb = rng.standard_normal(outputs).astype(np.float32), rng.standard_normal((2, outputs)).astype(np.float32)
-    addend = rng.standard_normal((*shape[:3], outputs)).astype(ml_dtypes.bfloat16)
+    addend = rng.standard_normal((*shape[:3], outputs)).astype(dtype)
     wide = weight.astype(np.float64)
     wide = wide[:, ::-1, ::-1].transpose(3, 1, 2, 0).copy() if transposed else wide
     expected = ops.conv2d(Tensor(x.astype(np.float64)), Tensor(wide), padding=1).numpy()
     expected += bias + emb[:, None, None] + addend.astype(np.float64)
     out, *operands = (Tensor(array, device="cuda").data for array in (addend, x, weight, bias, emb))
     epilogue = Epilogue(operands[2], operands[3], out)
-    chosen = conv2d_sm90.fit(tile, shape, outputs, (3, 3))
+    chosen = conv2d_sm90.fit(tile, shape, outputs, (3, 3), x.itemsize)
+    assert chosen is not None
     assert conv2d_sm90.fprop(*operands[:2], out, epilogue, transposed, chosen=chosen) is None
-    assert relative_error(cupy.asnumpy(out), expected) < 4e-3
+    assert relative_error(cupy.asnumpy(out), expected) < TOLERANCES[dtype][0]
 
 
 @pytest.mark.gpu
@@ -107,6 +113,20 @@ def test_wgrad_in_parts_adds_to_what_is_there(hopper, rng, outputs, channels, cl
         dweight = Tensor(before, device="cuda").data
         conv2d_sm90.wgrad(*operands, dweight, True, chosen)
         assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [1, 5])
+@pytest.mark.parametrize("outputs, channels", [(136, 200), (64, 3), (3, 64)])
+@pytest.mark.parametrize("kernel", [(3, 3), (1, 1)])
+def test_wgrad_of_tf32_in_parts_adds_to_what_is_there(hopper, rng, outputs, channels, parts, kernel):
+    x, dout = (rng.standard_normal((2, 48, 9, c)).astype(np.float32) for c in (channels, outputs))
+    weight = Tensor(np.zeros((outputs, *kernel, channels)), requires_grad=True)
+    ops.conv2d(Tensor(x.astype(np.float64)), weight, padding=kernel[0] // 2).backward(dout.astype(np.float64))
+    before = rng.standard_normal(weight.shape).astype(np.float32)
+    dweight = Tensor(before, device="cuda").data
+    conv2d_sm90.wgrad_tf32(*(Tensor(array, device="cuda").data for array in (x, dout)), dweight, True, parts)
+    assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < TOLERANCES[np.float32][1]
 
 
 @pytest.mark.gpu
@@ -133,22 +153,23 @@ SIZES = [(height, width) for height in (1, 2, 3, 7, 16, 33, 64, 128) for width i
 
 
 @pytest.mark.parametrize("kernel", [(r, s) for r in (1, 3) for s in conv2d_sm90.COLUMNS])
-def test_every_plan_fits(kernel):
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_every_plan_fits(kernel, itemsize):
     """What kernels/conv2d_sm90.cu needs of shared memory and its rings; some tile takes each shape."""
     for height, width in SIZES:
         for channels, outputs in ((8, 136), (72, 64), (1000, 20000)):
             shape = (2, height, width, channels)
-            plans = [conv2d_sm90.fit(tile, shape, outputs, kernel) for tile in conv2d_sm90.TILES]
-            assert conv2d_sm90.plan(shape, outputs, kernel) in plans
+            plans = [conv2d_sm90.fit(tile, shape, outputs, kernel, itemsize) for tile in conv2d_sm90.TILES]
+            assert conv2d_sm90.plan(shape, outputs, kernel, itemsize) in plans
             for tile, rows, each, slabs, weights, shared in filter(None, plans):
-                chunks, strips = blocks(channels, 64), 2 * blocks(height, rows) * blocks(width, 8)
+                chunks, strips = blocks(channels * itemsize, 128), 2 * blocks(height, rows) * blocks(width, 8)
                 turns = blocks(strips, each)
                 assert rows <= min(height, tile.pixels // 8)
                 assert slabs >= min(2, chunks * turns)
                 assert weights >= min(chunks * kernel[1], 2)
                 slab = blocks((tile.pixels // 8 + kernel[0] - 1) * (7 + kernel[1]) * 128, 1024) * 1024
                 assert 16 * (slabs + weights) + 32 <= conv2d_sm90.BARRIER_BYTES == 1024
-                results = min(2, turns) * tile.pixels * 128
+                results = min(2, turns) * tile.pixels * 64 * itemsize
                 assert 1024 + slabs * slab + weights * kernel[0] * 8192 + results <= shared
                 assert shared + 1024 <= conv2d_sm90.SHARED_BYTES
 
@@ -167,6 +188,12 @@ def test_every_wgrad_fits(kernel_rows):
                 assert plan.cluster <= plan.parts <= 2 * blocks(height, plan.rows) and plan.parts % plan.cluster == 0
                 assert 256 * 64 * kernel_rows * plan.across <= plan.shared
                 assert plan.shared + 1024 <= conv2d_sm90.SHARED_BYTES
+            if columns > conv2d_sm90.TF32_COLUMNS:
+                continue
+            rows, across, stages, shared = conv2d_sm90.fit_wgrad_tf32(height, columns, channels, kernel_rows)
+            assert rows * width <= 256 and rows <= height and across >= 1 and stages >= 3
+            assert conv2d_sm90.width_of(columns + kernel_rows - 1) <= 256
+            assert kernel_rows**2 * across * 16 * 128 * 4 <= shared <= conv2d_sm90.SHARED_BYTES - 1024
 
 
 @pytest.mark.parametrize("shape, weight", [
@@ -179,3 +206,12 @@ def test_what_is_left_to_the_portable_kernels(monkeypatch, shape, weight):
     padding = (weight[1] // 2, weight[2] // 2)
     assert not conv2d_sm90.suits(x, np.zeros(weight, np.float16), out, padding=padding)
     assert not conv2d_sm90.suits_wgrad(x, np.zeros(weight, np.float32), out, padding=padding)
+
+
+def test_float32_is_left_to_the_portable_kernels_unless_tf32_may_be(monkeypatch):
+    monkeypatch.setattr(conv2d_sm90, "hopper", lambda: True)
+    monkeypatch.setattr(conv2d_sm90, "aligned", lambda *args: True)
+    x, weight = np.zeros((1, 8, 8, 16), np.float32), np.zeros((16, 3, 3, 16), np.float32)
+    for takes in (conv2d_sm90.suits, conv2d_sm90.suits_wgrad):
+        assert not takes(x, weight, x, padding=(1, 1))
+        assert takes(x, weight, x, padding=(1, 1), tf32=True)

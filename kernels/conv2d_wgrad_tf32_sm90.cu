@@ -1,0 +1,137 @@
+// The weight gradient of a convolution of stride 1 that keeps the image's size, of float images in tf32, on Hopper.
+// architectures: sm_90a
+// variants: R=3 COLUMNS=1 PIXELS=64,72
+// variants: R=1 COLUMNS=1,2,4 PIXELS=64
+//
+// x: float (N, H, W, C); dout: float (N, H, W, K); out: float (K, R, R, C), whose rows k lie `pitch` elements apart.
+//   out[k][r,s,c] = or, where `add`, += sum over pixels of dout[pixel][k] · patch of x[pixel][r,s,c]
+// C and K are those of out; x and dout have as many channels, or zeros beyond, to a multiple of 4.
+//
+// The depth of this product is the pixels, and channels are contiguous: wgmma would take tf32 operands only with the
+// depth contiguous, so these are mma.sync's, whose fragments may lie anywhere in shared memory. A block computes 64 output
+// channels by 32 · COLUMNS input channels by all taps; R or COLUMNS is 1. It walks through `rows` image rows of `width` (W,
+// or the next multiple of 8) pixels at a time: a tile of dout, and for each 32 input channels a slab of rows + R - 1 rows
+// of x, padded with zeros by TMA, `pitch_x` pixels from one to the next, a multiple of 8 from width + R - 1 on. One slab
+// serves all taps, one pixel or one row further each.
+// Each of the four warps takes 8 of every 32 input channels. A depth of 8 is the pixels 0, 2, 4, 6, 1, 3, 5, 7 of eight, so
+// that lanes which load together meet no bank of swizzled lines twice, wherever a tap starts.
+// Maps, which round to tf32: x {C, W, H, N}, box {32, pitch_x, rows + R - 1, 1}; dout {K, W, H, N}, box {32, width, rows, 1};
+// rows · width = PIXELS, a multiple of 8.
+// Launch: two groups of 128 threads, which take steps in turn and add up at the end. The first thread also starts the
+// copies: a ninth warp would leave each thread 168 registers, too few. Grid (ceil(K / 64) · ceil(C / 32 / COLUMNS), parts).
+// Part y of the depth writes to out + y · (size of out); where there is more than one, another kernel adds those up.
+// Shared memory: `stages` steps, three at least, and their barriers; no less than a group's sums.
+#include "wgmma.cuh"
+
+constexpr int GROUP = 128, THREADS = 2 * GROUP, LINE = 128;
+constexpr int TILES = R * R * COLUMNS;  // of 8 columns of a warp's product
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+conv2d_wgrad_tf32_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dout, float* out,
+                       i64 pitch, int add, int N, int H, int C, int K, int rows, int width, int pitch_x, int stages) {
+    extern __shared__ __align__(1024) u8 shared[];
+    u32 base = shared_address(shared);
+    constexpr u32 tile = PIXELS * LINE;  // of 32 channels of dout
+    u32 slab = (rows + R - 1) * pitch_x * LINE, bytes = 2 * tile + COLUMNS * slab;
+    Ring ring(base, bytes, stages, base + stages * bytes);
+    if (threadIdx.x == 0) {
+        ring.init(GROUP / 32);
+        prefetch(x), prefetch(dout);
+    }
+    wait_for_previous();
+    __syncthreads();
+
+    int blocks_k = CEIL_DIV(K, 64), k0 = blockIdx.x % blocks_k * 64, c0 = blockIdx.x / blocks_k * 32 * COLUMNS;
+    int per_image = CEIL_DIV(H, rows);
+    i64 steps = (i64)N * per_image;
+    int first = steps * blockIdx.y / gridDim.y, last = steps * (blockIdx.y + 1) / gridDim.y;
+    Ring write = ring;
+    auto copy_step = [&](int i) {
+        int n = i / per_image, h0 = i % per_image * rows;
+        u32 full = write.acquire(bytes), target = write.buffer();
+        for (int j = 0; j < 2; j++) tma_load(target + j * tile, dout, full, k0 + j * 32, 0, h0, n);
+        for (int j = 0; j < COLUMNS; j++) tma_load(target + 2 * tile + j * slab, x, full, c0 + j * 32, -(R / 2), h0 - R / 2, n);
+        write.advance();
+    };
+    if (threadIdx.x == 0)
+        for (int i = first; i < min(first + stages - 3, last); i++) copy_step(i);
+
+    int group = threadIdx.x / GROUP, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    u32 at_a[2], at_b[R][2];  // of pixels 2 t and 2 t + 1: channels 2 g and 2 g + 1 of dout, and 8 warp + g of x, s to the right
+#pragma unroll
+    for (int odd = 0; odd < 2; odd++) {
+        int line = 2 * t + odd;
+        at_a[odd] = line * LINE + ((g / 2 ^ line) << 4) + g % 2 * 8;
+#pragma unroll
+        for (int s = 0; s < R; s++) at_b[s][odd] = (line + s) * LINE + ((2 * warp + g / 4 ^ (line + s) % 8) << 4) + g % 4 * 4;
+    }
+    float acc[4][TILES][4] = {};
+    if (group == 1) ring.advance();
+    for (int i = first + group; i < last; i += 2) {
+        if (threadIdx.x == 0)  // to where steps i - 3 and i - 2 lay
+            for (int next = i + stages - 3; next < min(i + stages - 1, last); next++) copy_step(next);
+        ring.wait();
+        u32 a = ring.buffer(), b = a + 2 * tile;
+        int column = 0;
+#pragma unroll
+        for (int p = 0; p < PIXELS; p += 8) {
+            u32 of_dout[4][4];  // rows g and g + 8 of tile m are neighbouring channels, which one load puts where mma wants them
+#pragma unroll
+            for (int m = 0; m < 4; m++)
+#pragma unroll
+                for (int odd = 0; odd < 2; odd++) {
+                    u32 line = a + m / 2 * tile + p * LINE;
+                    load_shared(of_dout[m][2 * odd], of_dout[m][2 * odd + 1], line + (at_a[odd] ^ m % 2 * 64));
+                }
+#pragma unroll
+            for (int j = 0; j < TILES; j++) {
+                int r = COLUMNS > 1 ? 0 : j / R, s = COLUMNS > 1 ? 0 : j % R;
+                u32 line = b + (COLUMNS > 1 ? j * slab : r * pitch_x * LINE);
+                u32 b0 = load_shared(line + at_b[s][0]), b1 = load_shared(line + at_b[s][1]);
+#pragma unroll
+                for (int m = 0; m < 4; m++) mma<float>(acc[m][j], of_dout[m], b0, b1);
+            }
+            b += 8 * LINE, column += 8;
+            if (column == width) b += (pitch_x - width) * LINE, column = 0;
+        }
+        __syncwarp();
+        Ring read = ring;
+        ring.advance();
+        if (i + 1 < last) ring.wait();  // the other group's step: no barrier may be two fills behind
+        read.release<32>();
+        ring.advance();
+    }
+
+    float* sums = reinterpret_cast<float*>(shared) + threadIdx.x % GROUP;  // one group's, a thread's GROUP apart
+    float(&own)[16 * TILES] = reinterpret_cast<float(&)[16 * TILES]>(acc);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 16 * TILES; i++)
+        if (group == 1) sums[i * GROUP] = own[i];
+    __syncthreads();
+    if (group == 1) return;
+#pragma unroll
+    for (int i = 0; i < 16 * TILES; i++) own[i] += sums[i * GROUP];
+
+    out += blockIdx.y * K * pitch;
+    bool pairs = (C | pitch) % 2 == 0 && (u64)out % 8 == 0;
+#pragma unroll
+    for (int j = 0; j < TILES; j++) {
+        int tap = COLUMNS > 1 ? 0 : j, c = c0 + (COLUMNS > 1 ? j * 32 : 0) + warp * 8 + 2 * t;
+        if (c >= C) continue;
+#pragma unroll
+        for (int m = 0; m < 8; m++) {  // of the lane's channels of dout
+            int k = k0 + m / 2 * 16 + 2 * g + m % 2;
+            if (k >= K) continue;
+            i64 at = k * pitch + tap * C + c;
+            const float* sum = acc[m / 2][j] + m % 2 * 2;
+            if (pairs) {
+                float2 more = add ? *reinterpret_cast<const float2*>(out + at) : make_float2(0.0f, 0.0f);
+                *reinterpret_cast<float2*>(out + at) = make_float2(sum[0] + more.x, sum[1] + more.y);
+            } else {
+                out[at] = sum[0] + (add ? out[at] : 0.0f);
+                if (c + 1 < C) out[at + 1] = sum[1] + (add ? out[at + 1] : 0.0f);
+            }
+        }
+    }
+}

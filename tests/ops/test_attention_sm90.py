@@ -1,0 +1,67 @@
+"""What attention's Hopper kernels are given, and what tests/ops/test_attention.py does not ask of them."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cudiff import Tensor, attention
+from cudiff.ops import attention_sm90
+from tests.check import check_op, relative_error
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 49, 3, 32), (1, 130, 2, 24), (2, 256, 6, 32), (1, 300, 2, 64), (1, 129, 1, 8)])
+def test_portable_kernels(device, rng, monkeypatch, shape):
+    """What other GPUs take, on Hopper too."""
+    monkeypatch.setenv("CUDIFF_PORTABLE", "1")
+    q, k, v = rng.standard_normal((3, *shape))
+    check_op(attention, q, k, v, device=device, dtypes=("bfloat16", "float16"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [32, 64])
+def test_scores_that_grow_along_the_keys(rng, dim):
+    """The maximum rises with each tile of keys, and what was summed before vanishes beside it."""
+    q, k, v = rng.standard_normal((3, 1, 256, 1, dim))
+    q[..., 0], k[..., 0] = 8.0, np.linspace(-20, 20, 256)[None, :, None]
+    q, k, v = (x.astype(ml_dtypes.bfloat16) for x in (q, k, v))
+    expected = attention(*(Tensor(x.astype(np.float64)) for x in (q, k, v)))
+    got = attention(*(Tensor(x, device="cuda") for x in (q, k, v)))
+    assert relative_error(got.numpy(), expected.numpy()) < 1e-2
+
+
+@pytest.mark.parametrize("queries, keys", [(1, 1), (64, 64), (65, 64), (256, 77), (256, 256), (257, 256), (4096, 4096)])
+@pytest.mark.parametrize("dim", [8, 32, 40, 64])
+def test_every_launch_covers_the_tokens_and_fits(monkeypatch, queries, keys, dim):
+    """Blocks times their tokens against each side; shared memory against an H200's 227 KiB a block."""
+    found = {}
+
+    def launch(stem, name, grid, threads, args, shared, **constants):
+        found[name] = grid, threads, shared, constants
+
+    monkeypatch.setattr(attention_sm90, "launch", launch)
+    monkeypatch.setattr(attention_sm90, "empty", np.empty)
+    monkeypatch.setattr(attention_sm90, "tensor_map", lambda *args: None)
+    q, k = (np.zeros((2, tokens, 3, dim), np.float16) for tokens in (queries, keys))
+    lse = np.zeros((2, 3, queries), np.float32)
+    attention_sm90.forward(q, lse, q, k, k)
+    attention_sm90.backward(q, k, k, q, q, k, k, q, lse)
+    assert all(grid[1:] == (3, 2) and shared <= 227 << 10 for grid, _, shared, _ in found.values())
+    grid, threads, _, constants = found["forward"]
+    assert grid[0] * threads // 128 * 64 >= queries and constants["DP"] >= dim
+    if "backward" in found:
+        grid, _, _, constants = found["backward"]
+        tiles = constants["TILES"]
+        assert tiles * 64 >= max(queries, keys) and grid[0] * min(tiles, 2) == tiles and constants["DP"] >= dim
+    else:
+        assert found["backward_q"][0][0] * 64 >= queries and found["backward_kv"][0][0] * 64 >= keys
+
+
+def test_what_is_left_to_the_portable_kernels(monkeypatch):
+    monkeypatch.setattr(attention_sm90, "hopper", lambda: True)
+    monkeypatch.setattr(attention_sm90, "aligned", lambda array, *sizes: all(size % 8 == 0 for size in sizes))
+    row = np.zeros((2, 9, 3, 4, 64), np.float16)  # q, k and v in one
+    assert attention_sm90.suits(row[:, :, 0], row[:, :, 2])
+    assert not attention_sm90.suits(row[..., :63][:, :, 0])
+    assert not attention_sm90.suits(np.zeros((2, 9, 4, 72), np.float16))
+    assert not attention_sm90.suits(np.zeros((2, 9, 4, 64), np.float32))
