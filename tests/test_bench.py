@@ -36,18 +36,34 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(opponents, "DEVICE", "cpu")
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_training_steps_loss_and_gradient(name, tmp_path, rng):
-    config = CONFIGS[name].replace(device="cpu")
+def trainer_of(config, folder, rng):
     images = rng.integers(0, 256, (6, config.image_size, config.image_size, config.channels), np.uint8)
-    trainer = Trainer(config, Dataset(images), tmp_path)
+    return Trainer(config.replace(device="cpu"), Dataset(images), folder)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_training_steps_loss_and_gradient(name, precision, tmp_path, rng):
+    trainer = trainer_of(CONFIGS[name].replace(precision=precision), tmp_path, rng)
     step = opponents.training(trainer)
     before = [parameter.detach().clone() for parameter in step.parameters]
     assert np.isfinite(step.step(step.loss, averaged=True).item())
     assert all(not torch.equal(old, new) for old, new in zip(before, step.parameters, strict=True))
-    opponents.check_losses(trainer, opponents.EDM(config, opponents.twin(config, trainer.net)))
-    with pytest.raises(RuntimeError, match="not timed"):
-        opponents.check_losses(trainer, step.model)
+    opponents.check_losses(trainer, opponents.EDM(trainer.config, opponents.twin(trainer.config, trainer.net)))
+
+
+def test_what_differs_is_not_timed(tmp_path, rng):
+    trainer = trainer_of(CONFIGS["cs179"], tmp_path, rng)
+    model = opponents.EDM(trainer.config, opponents.twin(trainer.config, trainer.net))
+    hook = model.net.out_conv.weight.register_hook(lambda grad: 1.1 * grad)
+    with pytest.raises(RuntimeError, match=r"gradient: .*not timed"):
+        opponents.check_losses(trainer, model)
+    hook.remove()
+    opponents.check_losses(trainer, model)
+    with torch.no_grad():
+        model.net.out_conv.weight *= 1.01
+    with pytest.raises(RuntimeError, match=r"loss: .*not timed"):
+        opponents.check_losses(trainer, model)
 
 
 def test_the_denoiser(rng):
