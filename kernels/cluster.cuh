@@ -1,6 +1,6 @@
-// Thread block clusters (sm_90 and newer): CLUSTER blocks that run at once and read each other's shared memory.
+// Thread block clusters (sm_90 and newer): CLUSTER blocks that run at once and reach each other's shared memory.
 #pragma once
-#include "common.cuh"
+#include "wgmma.cuh"
 
 // Arrive and wait are halves of one barrier of the cluster's threads; what they wrote before it is seen after it. Every
 // thread of a warp takes part. A cluster of one block needs no more than the block's own barrier.
@@ -14,6 +14,10 @@ __device__ __forceinline__ void cluster_wait() {
 __device__ __forceinline__ void cluster_sync() {
     cluster_arrive();
     cluster_wait();
+}
+// Arrive without showing what was written, so without waiting for all that the block has stored in global memory.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+    if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
 // The float2 that lies at `p`, an address in this block's shared memory, in that of block `rank`.
@@ -36,4 +40,29 @@ __device__ __forceinline__ void store_cluster(float4* p, int rank, float4 v) {
     asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};"
                  ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+
+// A block's mailbox is a part of its shared memory and a barrier that counts the bytes that arrive there, once. Thread 0
+// opens each mailbox, then all threads call cluster_arrive_relaxed(), and cluster_wait() before they send to a block.
+__device__ __forceinline__ void open_mailbox(u32 barrier, u32 bytes) {
+    if constexpr (CLUSTER == 1) return;
+    barrier_init(barrier, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barrier_expect(barrier, bytes);
+}
+// Write v in block `rank` where `p` lies in this block's mailbox.
+__device__ __forceinline__ void send(float* p, int rank, float v, u32 barrier) {
+    if constexpr (CLUSTER == 1) {
+        *p = v;
+    } else {
+        u32 target;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(target) : "r"(shared_address(p)), "r"(rank));
+        asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(barrier) : "r"(rank));
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(target), "f"(v), "r"(barrier) : "memory");
+    }
+}
+// All threads wait until all bytes have arrived.
+__device__ __forceinline__ void receive(u32 barrier) {
+    if constexpr (CLUSTER == 1) __syncthreads();
+    else barrier_wait(barrier, 0);
 }

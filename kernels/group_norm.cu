@@ -12,59 +12,24 @@
 // variants: T=float,bf16,half VEC=0,1
 #include "group_norm.cuh"
 
-// V elements as they lie in memory, and rows of them from ARRAYS arrays: the next BATCH rows are on their way while row()
-// uses these, so that enough bytes are in flight. An array may be null; then its elements are not set.
-struct __align__(VEC ? 16 : sizeof(T)) Raw { T v[V]; };
+extern __shared__ float2 channels[];  // C of them
+constexpr int WIDTH = 32 * V;         // channels of a chunk at most
 
-__device__ __forceinline__ Raw load_raw(const T* p) {
-    Raw raw;
-    if constexpr (VEC) *reinterpret_cast<uint4*>(&raw) = *reinterpret_cast<const uint4*>(p);
-    else raw.v[0] = *p;
-    return raw;
+// partials of a block's tile = its sums of a and of b.
+__device__ __forceinline__ void store_partials(float2* partials, const Lane& lane, int C, int tiles, int across, float* scratch,
+                                               const float (&a)[V], const float (&b)[V]) {
+    float2* out = partials + ((i64)lane.n * tiles + lane.tile) * C + lane.c0;
+    block_sums(across, scratch, a, [&](int j, float sum) { if (lane.c0 + j < C) out[j].x = sum; });
+    block_sums(across, scratch, b, [&](int j, float sum) { if (lane.c0 + j < C) out[j].y = sum; });
 }
-
-template <int ARRAYS, int BATCH> struct Rows {
-    const T* start[ARRAYS];
-    i64 pitch[ARRAYS];
-    int count;
-    Raw next[BATCH][ARRAYS];
-
-    __device__ __forceinline__ void fetch(int first) {
-#pragma unroll
-        for (int u = 0; u < BATCH; u++)
-#pragma unroll
-            for (int a = 0; a < ARRAYS; a++)
-                if (first + u < count && start[a]) next[u][a] = load_raw(start[a] + (first + u) * pitch[a]);
-    }
-    template <typename Row> __device__ __forceinline__ void each(Row row) {  // after fetch(0)
-        for (int i = 0; i < count; i += BATCH) {
-            Raw now[BATCH][ARRAYS];
-#pragma unroll
-            for (int u = 0; u < BATCH; u++)
-#pragma unroll
-                for (int a = 0; a < ARRAYS; a++) now[u][a] = next[u][a];
-            fetch(i + BATCH);
-#pragma unroll
-            for (int u = 0; u < BATCH; u++)
-                if (i + u < count) row(i + u, now[u]);
-        }
-    }
-};
-
-__device__ __forceinline__ void to_floats(const Raw& raw, float (&v)[V]) {
-#pragma unroll
-    for (int k = 0; k < V; k++) v[k] = to_float(raw.v[k]);
-}
-
-extern __shared__ float2 channels[];  // C of them, then room for two floats a group
 
 // partials = sums of x - x[n, 0, c] and of its square, of one source: shifted, as E[x^2] - E[x]^2 cancels for a large mean.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void statistics(const T* __restrict__ x, float2* partials, int S, int C, int tiles, int across) {
     wait_for_previous();
-    __shared__ float2 scratch[V * THREADS];
+    __shared__ float scratch[V * THREADS];
     Lane lane(S, C, tiles, across);
     Rows<1, 4> rows;
-    rows.start[0] = first_element(x, x, lane, S, C, 0, rows.pitch[0]);
+    rows.start[0] = first_element(x, x, lane, C, 0, rows.pitch[0]);
     rows.count = lane.count;
     rows.fetch(0);
     float first[V] = {}, sum[V] = {}, square[V] = {};
@@ -79,37 +44,49 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void statistics(const T* __r
             square[k] += d * d;
         }
     });
-    float2* out = partials + ((i64)lane.n * tiles + lane.tile) * C + blockIdx.y * across * V;
-    block_sums(lane, across, C, scratch, sum, square, [&](int j, float2 total) { out[j] = total; });
+    store_partials(partials, lane, C, tiles, across, scratch, sum, square);
 }
 
 // Both sources' partials. Where `shifted` is not null it is the source around whose first pixel they were taken; a
 // producer's epilogue takes them around 0.
 #define PARTIALS const float2* partials, const T* shifted, int tiles1, const float2* partials2, const T* shifted2, int tiles2
 
-// mean and rstd of image n's groups, for every thread of the block.
-__device__ __forceinline__ void image_statistics(int n, PARTIALS, int C1, int C2, int S, int groups, float eps, float* mean, float* rstd) {
-    int C = C1 + C2, size = C / groups;
-    for (int c = threadIdx.x; c < C; c += THREADS) {
+// The moments of image n's channels: mean and sum of squared deviations, in `channels`. Where threads are left over, several
+// share a channel's tiles.
+__device__ __forceinline__ void channel_moments(int n, PARTIALS, int C1, int C2, int S) {
+    __shared__ double2 shares[THREADS];
+    int C = C1 + C2, helpers = max(1, THREADS / C);
+    auto finish = [&](int c, double2 sum) {
         bool second = c >= C1;
-        int own = second ? c - C1 : c, width = second ? C2 : C1, count = second ? tiles2 : tiles1;
-        const float2* p = (second ? partials2 : partials) + (i64)n * count * width + own;
         const T* source = second ? shifted2 : shifted;
-        double sum = 0.0, square = 0.0;
+        float first = source ? to_float(source[second ? (i64)n * S * C2 + c - C1 : (i64)n * S * C1 + c]) : 0.0f;
+        channels[c] = make_float2(first + (float)(sum.x / S), (float)fmax(sum.y - sum.x * sum.x / S, 0.0));
+    };
+    for (int i = threadIdx.x; i < C * helpers; i += THREADS) {
+        int c = i % C;
+        bool second = c >= C1;
+        int width = second ? C2 : C1, count = second ? tiles2 : tiles1;
+        const float2* p = (second ? partials2 : partials) + (i64)n * count * width + (second ? c - C1 : c);
+        double2 sum = {0.0, 0.0};
 #pragma unroll 8
-        for (int t = 0; t < count; t++) {
+        for (int t = i / C; t < count; t += helpers) {
             float2 term = p[(i64)t * width];
-            sum += term.x;
-            square += term.y;
+            sum.x += term.x;
+            sum.y += term.y;
         }
-        float first = source ? to_float(source[(i64)n * S * width + own]) : 0.0f;
-        channels[c] = make_float2(first + (float)(sum / S), (float)fmax(square - sum * sum / S, 0.0));
+        if (helpers == 1) finish(c, sum);
+        else shares[i] = sum;
     }
     __syncthreads();
-    for (int g = threadIdx.x; g < groups; g += THREADS) {
-        float2 found = group_statistics(channels + g * size, size, S, eps);
-        mean[g] = found.x;
-        rstd[g] = found.y;
+    if (helpers == 1) return;
+    int c = threadIdx.x;
+    if (c < C) {
+        double2 sum = shares[c];
+        for (int k = 1; k < helpers; k++) {
+            sum.x += shares[c + k * C].x;
+            sum.y += shares[c + k * C].y;
+        }
+        finish(c, sum);
     }
     __syncthreads();
 }
@@ -118,8 +95,13 @@ __device__ __forceinline__ void image_statistics(int n, PARTIALS, int C1, int C2
 extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_statistics(PARTIALS, int C1, int C2, float* mean, float* rstd, int S,
                                                                            int groups, float eps) {
     wait_for_previous();
-    i64 first = (i64)blockIdx.x * groups;
-    image_statistics(blockIdx.x, partials, shifted, tiles1, partials2, shifted2, tiles2, C1, C2, S, groups, eps, mean + first, rstd + first);
+    channel_moments(blockIdx.x, partials, shifted, tiles1, partials2, shifted2, tiles2, C1, C2, S);
+    int size = (C1 + C2) / groups;
+    for (int g = threadIdx.x; g < groups; g += THREADS) {
+        float2 found = group_statistics(channels + g * size, size, S, eps);
+        mean[(i64)blockIdx.x * groups + g] = found.x;
+        rstd[(i64)blockIdx.x * groups + g] = found.y;
+    }
 }
 
 // y, of one or two sources. Statistics come as mean and rstd, or as partials: then also new_mean and new_rstd are written.
@@ -127,64 +109,74 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void normalize(
     T* y, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT, int silu, PARTIALS, float* new_mean, float* new_rstd,
     float eps) {
     wait_for_previous();
-    int C = C1 + C2;
+    __shared__ __align__(16) float table[3 * WIDTH];
+    int C = C1 + C2, size = C / groups, pitch;
     Lane lane(S, C, tiles, across);
-    i64 pitch, of_image = (i64)lane.n * groups;
-    T* target = first_element(y, y, lane, S, C, 0, pitch);
+    T* target = first_element(y, y, lane, C, 0, pitch);
     Rows<1, 4> rows;
-    rows.start[0] = first_element(x, x2, lane, S, C1, C2, rows.pitch[0]);
+    rows.start[0] = first_element(x, x2, lane, C1, C2, rows.pitch[0]);
     rows.count = lane.count;
     rows.fetch(0);
-    if (partials) {
-        float *own_mean = reinterpret_cast<float*>(channels + C), *own_rstd = own_mean + groups;
-        image_statistics(lane.n, partials, shifted, tiles1, partials2, shifted2, tiles2, C1, C2, S, groups, eps, own_mean, own_rstd);
-        if (lane.tile == 0 && blockIdx.y == 0)
-            for (int g = threadIdx.x; g < groups; g += THREADS) new_mean[of_image + g] = own_mean[g], new_rstd[of_image + g] = own_rstd[g];
-        mean = own_mean, rstd = own_rstd;
-    } else {
-        mean += of_image, rstd += of_image;
+    Channel channel(lane, across * V, C, size, weight, bias, scale, shift);
+    i64 group = (i64)lane.n * groups + channel.group;
+    if (partials) channel_moments(lane.n, partials, shifted, tiles1, partials2, shifted2, tiles2, C1, C2, S);
+    if (channel.here) {
+        float2 found;
+        if (partials) found = group_statistics(channels + channel.group * size, size, S, eps);
+        else found = make_float2(mean[group], rstd[group]);
+        Affine::fill(table, WIDTH, channel, found.x, found.y);
+        if (partials && lane.tile == 0 && channel.c % size == 0) new_mean[group] = found.x, new_rstd[group] = found.y;
     }
-    if (!lane.count) return;
-    Affine affine(lane, C, weight, bias, scale, shift, mean, rstd, groups);
+    __syncthreads();
+    Affine affine(table, WIDTH, lane);
     rows.each([&](int i, const Raw (&raw)[1]) {
         float v[V];
         to_floats(raw[0], v);
-#pragma unroll
-        for (int k = 0; k < V; k++) v[k] = affine.gain[k] * (v[k] - affine.mean[k]) + affine.offset[k];
-        activate(v, silu);
-        store<V>(target + i * pitch, v);
+        apply(affine, v, silu);
+        store<V>(target + (i64)i * pitch, v);
     });
 }
 
-// partials = sums of dz and of dz * (x - mean).
+// From x and dy: v = x - centre, dz = dy times the slope of the output by z.
+template <int ARRAYS>
+__device__ __forceinline__ void differentiate(const Affine& affine, const Raw (&raw)[ARRAYS], float (&v)[V], float (&dz)[V], bool silu) {
+    float y[V], slope[V];
+    to_floats(raw[0], v);
+    to_floats(raw[1], dz);
+    linearize(affine, v, y, slope, silu);
+#pragma unroll
+    for (int k = 0; k < V; k++) dz[k] *= slope[k];
+}
+
+// partials = sums of dz and of dz * (x - centre).
 extern "C" __global__ __launch_bounds__(THREADS, 2) void backward_sums(
     float2* partials, const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT, int silu) {
     wait_for_previous();
-    __shared__ float2 scratch[V * THREADS];
-    int C = C1 + C2;
+    __shared__ float scratch[V * THREADS];
+    __shared__ __align__(16) float table[3 * WIDTH];
+    int C = C1 + C2, size = C / groups;
     Lane lane(S, C, tiles, across);
     Rows<2, 2> rows;
-    rows.start[0] = first_element(x, x2, lane, S, C1, C2, rows.pitch[0]);
-    rows.start[1] = first_element(dy, dy, lane, S, C, 0, rows.pitch[1]);
+    rows.start[0] = first_element(x, x2, lane, C1, C2, rows.pitch[0]);
+    rows.start[1] = first_element(dy, dy, lane, C, 0, rows.pitch[1]);
     rows.count = lane.count;
     rows.fetch(0);
+    Channel channel(lane, across * V, C, size, weight, bias, scale, shift);
+    i64 group = (i64)lane.n * groups + channel.group;
+    if (channel.here) Affine::fill(table, WIDTH, channel, mean[group], rstd[group]);
+    __syncthreads();
+    Affine affine(table, WIDTH, lane);
     float sum[V] = {}, product[V] = {};
-    if (lane.count) {
-        Affine affine(lane, C, weight, bias, scale, shift, mean + (i64)lane.n * groups, rstd + (i64)lane.n * groups, groups);
-        rows.each([&](int, const Raw (&raw)[2]) {
-            float v[V], dz[V];
-            to_floats(raw[0], v);
-            to_floats(raw[1], dz);
-            before_silu(affine, v, dz, silu);
+    rows.each([&](int, const Raw (&raw)[2]) {
+        float v[V], dz[V];
+        differentiate(affine, raw, v, dz, silu);
 #pragma unroll
-            for (int k = 0; k < V; k++) {
-                sum[k] += dz[k];
-                product[k] += dz[k] * v[k];
-            }
-        });
-    }
-    float2* out = partials + ((i64)lane.n * tiles + lane.tile) * C + blockIdx.y * across * V;
-    block_sums(lane, across, C, scratch, sum, product, [&](int j, float2 total) { out[j] = total; });
+        for (int k = 0; k < V; k++) {
+            sum[k] += dz[k];
+            product[k] += dz[k] * v[k];
+        }
+    });
+    store_partials(partials, lane, C, tiles, across, scratch, sum, product);
 }
 
 // What the sums of an image become beside dx: totals (N, C), sums of dz and dz * xhat over an image, times 1 + scale;
@@ -205,7 +197,8 @@ __device__ __forceinline__ void image_sums(int n, const float2* partials, int ti
             total.y += term.y;
         }
         i64 i = (i64)n * C + c;
-        total.y *= rstd[c / size];
+        float average = mean[c / size];
+        total.y = (total.y - (average - centre_of(average)) * total.x) * rstd[c / size];
         float factor = scale ? 1.0f + scale[i] : 1.0f;
         float2 modulated = make_float2(factor * total.x, factor * total.y);
         channels[c] = make_float2(weight[c] * modulated.x, weight[c] * modulated.y);
@@ -243,14 +236,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     T* dx, int add, T* dx2, int add2, float* sums, float* sums2, const float2* means, const float2* partials, TOTALS,
     const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT, int silu) {
     wait_for_previous();
-    __shared__ float2 scratch[V * THREADS];
-    int C = C1 + C2;
+    __shared__ float scratch[V * THREADS];
+    __shared__ __align__(16) float table[5 * WIDTH];
+    int C = C1 + C2, size = C / groups, pitch;
     Lane lane(S, C, tiles, across);
-    i64 pitch;
-    T* target = first_element(dx, dx2, lane, S, C1, C2, pitch);
+    T* target = first_element(dx, dx2, lane, C1, C2, pitch);
     Rows<3, 1> rows;
-    rows.start[0] = first_element(x, x2, lane, S, C1, C2, rows.pitch[0]);
-    rows.start[1] = first_element(dy, dy, lane, S, C, 0, rows.pitch[1]);
+    rows.start[0] = first_element(x, x2, lane, C1, C2, rows.pitch[0]);
+    rows.start[1] = first_element(dy, dy, lane, C, 0, rows.pitch[1]);
     rows.start[2] = (lane.c < C1 ? add : add2) ? target : nullptr;
     rows.pitch[2] = pitch;
     rows.count = target ? lane.count : 0;
@@ -264,36 +257,35 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     } else if (means) {
         means += (i64)lane.n * groups;
     }
-    float sum[V] = {};
-    if (rows.count) {
-        Affine affine(lane, C, weight, bias, scale, shift, mean, rstd, groups);
-        float constant[V] = {}, slope[V] = {};
-        if (means) {
-#pragma unroll
-            for (int k = 0; k < V; k++) {
-                int g = (lane.c + k) / (C / groups);
-                constant[k] = rstd[g] * means[g].x;
-                slope[k] = rstd[g] * rstd[g] * means[g].y;
-            }
-        }
-        rows.each([&](int i, const Raw (&raw)[3]) {
-            float v[V], dz[V];
-            to_floats(raw[0], v);
-            to_floats(raw[1], dz);
-            before_silu(affine, v, dz, silu);
-#pragma unroll
-            for (int k = 0; k < V; k++) {
-                v[k] = affine.gain[k] * dz[k] - constant[k] - slope[k] * v[k];
-                if (rows.start[2]) v[k] += to_float(raw[2].v[k]);
-                sum[k] += v[k];
-            }
-            store<V>(target + i * pitch, v);
-        });
+    Channel channel(lane, across * V, C, size, weight, bias, scale, shift);
+    if (channel.here) {
+        float average = mean[channel.group], r = rstd[channel.group];
+        float2 m = means ? means[channel.group] : make_float2(0.0f, 0.0f);
+        Affine::fill(table, WIDTH, channel, average, r);
+        table[3 * WIDTH + channel.j] = r * m.x - r * r * m.y * (average - centre_of(average));
+        table[4 * WIDTH + channel.j] = r * r * m.y;
     }
+    __syncthreads();
+    Affine affine(table, WIDTH, lane);
+    float constant[V], slope[V], sum[V] = {};
+    load<V>(table + 3 * WIDTH + lane.c - lane.c0, constant);
+    load<V>(table + 4 * WIDTH + lane.c - lane.c0, slope);
+    rows.each([&](int i, const Raw (&raw)[3]) {
+        float v[V], dz[V], term[V];
+        differentiate(affine, raw, v, dz, silu);
+        if (rows.start[2]) to_floats(raw[2], term);
+#pragma unroll
+        for (int k = 0; k < V; k++) {
+            v[k] = affine.gain[k] / SCALE * dz[k] - constant[k] - slope[k] * v[k];
+            if (rows.start[2]) v[k] += term[k];
+            sum[k] += v[k];
+        }
+        store<V>(target + (i64)i * pitch, v);
+    });
     if (!sums && !sums2) return;
-    block_sums(lane, across, C, scratch, sum, sum, [&](int j, float2 total) {
-        int c = blockIdx.y * across * V + j;
+    block_sums(across, scratch, sum, [&](int j, float total) {
+        int c = lane.c0 + j;
         float* out = c < C1 ? sums : sums2;
-        if (out) out[blockIdx.x * (i64)(c < C1 ? C1 : C2) + c - (c < C1 ? 0 : C1)] = total.x;
+        if (c < C && out) out[blockIdx.x * (i64)(c < C1 ? C1 : C2) + c - (c < C1 ? 0 : C1)] = total;
     });
 }

@@ -13,45 +13,125 @@ constexpr int V = VEC ? Pack<T>::SIZE : 1;
 
 // The channels and pixels of one thread.
 struct Lane {
-    int n, tile, c, row, step, count;  // image, tile, first of V channels, pixels row + i * step for i < count
-    bool active;
+    int n, tile, c0, c;     // image, tile, first channel of the block's chunk and of this thread's V
+    int pixel, step, count; // pixels pixel + i * step of all images, for i < count; a thread without any has c = c0
     __device__ __forceinline__ Lane(int S, int C, int tiles, int across) {
         int y = threadIdx.x / across, rows = CEIL_DIV(S, tiles);
         n = blockIdx.x / tiles;
         tile = blockIdx.x % tiles;
-        c = (blockIdx.y * across + threadIdx.x % across) * V;
+        c0 = blockIdx.y * across * V;
+        c = c0 + threadIdx.x % across * V;
         step = THREADS / across;
-        row = tile * rows + y;
-        active = y < step && c < C;
-        count = active ? max(0, CEIL_DIV(min(S, (tile + 1) * rows) - row, step)) : 0;
+        pixel = n * S + tile * rows + y;
+        bool active = y < step && c < C;
+        if (!active) c = c0;
+        count = active ? max(0, CEIL_DIV(n * S + min(S, (tile + 1) * rows) - pixel, step)) : 0;
     }
 };
 
 // Where the lane's first element lies, in x or in x2 (null where that is); `pitch` becomes the elements to the next one.
 template <typename P>
-__device__ __forceinline__ P* first_element(P* x, P* x2, const Lane& lane, int S, int C1, int C2, i64& pitch) {
+__device__ __forceinline__ P* first_element(P* x, P* x2, const Lane& lane, int C1, int C2, int& pitch) {
     bool first = lane.c < C1;
     int width = first ? C1 : C2;
     P* source = first ? x : x2;
-    pitch = (i64)lane.step * width;
-    return source ? source + ((i64)lane.n * S + lane.row) * width + lane.c - (first ? 0 : C1) : nullptr;
+    pitch = lane.step * width;
+    return source ? source + (i64)lane.pixel * width + lane.c - (first ? 0 : C1) : nullptr;
 }
 
-// z = gain * (x - mean) + offset for V channels. x - mean comes first: gain * x + const would lose a large mean's digits.
-// mean and rstd are those of the image's groups.
-struct Affine {
-    float mean[V], gain[V], offset[V];
-    __device__ __forceinline__ Affine(const Lane& lane, int C, AFFINE) {
-        int size = C / groups, g = lane.c / size, left = size - lane.c % size;
+// V elements as they lie in memory.
+struct Single { T v[1]; };
+template <bool> struct Chosen { typedef Pack<T> Raw; };
+template <> struct Chosen<false> { typedef Single Raw; };
+typedef Chosen<VEC>::Raw Raw;
+__device__ __forceinline__ void to_floats(const Single& raw, float* values) { values[0] = to_float(raw.v[0]); }
+template <typename S> __device__ __forceinline__ void to_floats(const Pack<S>& pack, float* values) {
 #pragma unroll
-        for (int k = 0; k < V; k++) {
-            int c = lane.c + k;
-            float factor = scale ? 1.0f + scale[(i64)lane.n * C + c] : 1.0f;
-            this->mean[k] = mean[g];
-            gain[k] = rstd[g] * weight[c] * factor;
-            offset[k] = bias[c] * factor + (shift ? shift[(i64)lane.n * C + c] : 0.0f);
-            if (--left == 0) g++, left = size;
+    for (int k = 0; k < Pack<S>::SIZE; k++) values[k] = to_float(pack.v[k]);
+}
+// One instruction an element: taken one by one, the upper half of a word costs two.
+template <> __device__ __forceinline__ void to_floats<bf16>(const Pack<bf16>& pack, float* values) {
+    uint4 raw = *reinterpret_cast<const uint4*>(&pack);
+    u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        values[2 * k] = __uint_as_float(words[k] << 16);
+        values[2 * k + 1] = __uint_as_float(words[k] & 0xffff0000);
+    }
+}
+
+// Rows of them from ARRAYS arrays: the next BATCH rows are on their way while row() uses these, so that enough bytes are
+// in flight. An array may be null; then its elements are not set.
+template <int ARRAYS, int BATCH> struct Rows {
+    const T* start[ARRAYS];
+    int pitch[ARRAYS], count;
+    Raw next[BATCH][ARRAYS];
+
+    __device__ __forceinline__ void fetch(int first) {
+#pragma unroll
+        for (int u = 0; u < BATCH; u++)
+#pragma unroll
+            for (int a = 0; a < ARRAYS; a++)
+                if (first + u < count && start[a]) next[u][a] = *reinterpret_cast<const Raw*>(start[a] + (i64)(first + u) * pitch[a]);
+    }
+    template <typename Row> __device__ __forceinline__ void each(Row row) {  // after fetch(0)
+        for (int i = 0; i < count; i += BATCH) {
+            Raw now[BATCH][ARRAYS];
+#pragma unroll
+            for (int u = 0; u < BATCH; u++)
+#pragma unroll
+                for (int a = 0; a < ARRAYS; a++) now[u][a] = next[u][a];
+            fetch(i + BATCH);
+#pragma unroll
+            for (int u = 0; u < BATCH; u++)
+                if (i + u < count) row(i + u, now[u]);
         }
+    }
+};
+
+// The channel of the block's chunk that this thread prepares for all of them; `here` where there is one. A thread has V of
+// them, and many threads the same: to read the parameters by each cost as many instructions as a dozen pixels.
+struct Channel {
+    int j, c, group;              // which of the chunk, of all, and its group
+    bool here;
+    float factor, gamma, offset;  // 1 + scale, and those of z = gamma * xhat + offset
+    __device__ __forceinline__ Channel(const Lane& lane, int width, int C, int size, const float* weight, const float* bias,
+                                       const float* scale, const float* shift) {
+        j = threadIdx.x, c = lane.c0 + j, group = c / size;
+        here = j < width && c < C;
+        factor = 1.0f, gamma = offset = 0.0f;
+        if (!here) return;
+        i64 i = (i64)lane.n * C + c;
+        if (scale) factor += scale[i];
+        gamma = weight[c] * factor;
+        offset = bias[c] * factor + (shift ? shift[i] : 0.0f);
+    }
+};
+
+// z = gain * (x - mean) + offset. float32 takes x - mean first, as gain * x + const would lose a large mean's digits, and
+// computes SiLU to its own precision. A 16-bit x has no such digits: there const is one, and SiLU is made of the hardware's
+// tanh, whose error (5e-4) is below their rounding; as sigmoid(z) = (1 + tanh(z / 2)) / 2 the map gives z / 2. Half the
+// instructions are saved: these kernels are bound by them.
+constexpr bool EXACT = sizeof(T) == 4;
+constexpr float SCALE = EXACT ? 1.0f : 0.5f;
+__device__ __forceinline__ float centre_of(float mean) { return EXACT ? mean : 0.0f; }
+
+// SCALE * z = gain * (x - centre) + offset for V channels, from a table in shared memory, three rows of `width` floats that
+// each Channel fills.
+struct Affine {
+    float centre[V], gain[V], offset[V];
+    __device__ __forceinline__ static void fill(float* table, int width, const Channel& channel, float mean, float rstd) {
+        float gain = SCALE * channel.gamma * rstd;
+        table[channel.j] = mean;
+        table[width + channel.j] = gain;
+        table[2 * width + channel.j] = SCALE * channel.offset - gain * (mean - centre_of(mean));
+    }
+    __device__ __forceinline__ Affine(const float* table, int width, const Lane& lane) {
+        load<V>(table + lane.c - lane.c0, centre);
+        load<V>(table + width + lane.c - lane.c0, gain);
+        load<V>(table + 2 * width + lane.c - lane.c0, offset);
+#pragma unroll
+        for (int k = 0; k < V; k++) centre[k] = centre_of(centre[k]);
     }
 };
 
@@ -64,63 +144,55 @@ __device__ __forceinline__ float2 group_statistics(const float2* moments, int si
     return make_float2(average, rsqrtf(squares / ((float)S * size) + eps));
 }
 
-// s = 1 / (1 + exp(-z)): two share a reciprocal, as the special function unit (16 a clock) would else be the limit. The
-// exponential stops at 2^60, where the product of two is finite still and s is 1e-18.
-__device__ __forceinline__ void sigmoids(const float (&z)[V], float (&s)[V]) {
+// y = z or silu(z) and its slope by z, from h = SCALE * z.
+__device__ __forceinline__ void activate(float h, bool silu, float& y, float& slope) {
+    y = h / SCALE, slope = 1.0f;
+    if (!silu) return;
+    if constexpr (EXACT) {
+        float e, s;
+        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(h * -1.44269504f));
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(e + 1.0f));
+        y = h * s;
+        slope = s + y - y * s;
+    } else {
+        float t;
+        asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(h));
+        y = fmaf(h, t, h);
+        slope = fmaf(fmaf(h, fmaf(-t, t, 1.0f), t), 0.5f, 0.5f);
+    }
+}
+
+// y of x in v.
+__device__ __forceinline__ void apply(const Affine& affine, float (&v)[V], bool silu) {
+    float slope;
+#pragma unroll
+    for (int k = 0; k < V; k++) activate(fmaf(affine.gain[k], v[k] - affine.centre[k], affine.offset[k]), silu, v[k], slope);
+}
+
+// From x in v: v = x - centre, y, and the slope of y by z.
+__device__ __forceinline__ void linearize(const Affine& affine, float (&v)[V], float (&y)[V], float (&slope)[V], bool silu) {
 #pragma unroll
     for (int k = 0; k < V; k++) {
-        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(s[k]) : "f"(fminf(z[k] * -1.44269504f, 60.0f)));
-        s[k] += 1.0f;
-    }
-#pragma unroll
-    for (int k = 0; k < V; k += 2) {
-        bool two = k + 1 < V;
-        float inverse, other = two ? s[(k + 1) % V] : 1.0f;
-        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(s[k] * other));
-        if (two) s[(k + 1) % V] = inverse * s[k];
-        s[k] = inverse * other;
+        v[k] -= affine.centre[k];
+        activate(fmaf(affine.gain[k], v[k], affine.offset[k]), silu, y[k], slope[k]);
     }
 }
 
-// y = z, or silu(z).
-__device__ __forceinline__ void activate(float (&z)[V], bool silu) {
-    if (!silu) return;
-    float s[V];
-    sigmoids(z, s);
-#pragma unroll
-    for (int k = 0; k < V; k++) z[k] *= s[k];
-}
-
-// v = x - mean; dz = dy times the slope of SiLU at z, or dy itself.
-__device__ __forceinline__ void before_silu(const Affine& affine, float (&v)[V], float (&dz)[V], bool silu) {
-#pragma unroll
-    for (int k = 0; k < V; k++) v[k] -= affine.mean[k];
-    if (!silu) return;
-    float z[V], s[V];
-#pragma unroll
-    for (int k = 0; k < V; k++) z[k] = affine.gain[k] * v[k] + affine.offset[k];
-    sigmoids(z, s);
-#pragma unroll
-    for (int k = 0; k < V; k++) dz[k] *= s[k] + z[k] * s[k] * (1.0f - s[k]);
-}
-
-// Adds the block's pixels in a fixed order; store(channel within the chunk, both sums). `sums`: shared, V * THREADS.
+// Adds a over the block's pixels in a fixed order; store(channel within the chunk, sum). `scratch`: shared, V * THREADS.
+// A warp takes a channel of every pack: a lane sums every 32 / across-th row, then the lanes of a pack are summed.
 template <typename Store>
-__device__ __forceinline__ void block_sums(const Lane& lane, int across, int C, float2* sums, const float (&a)[V], const float (&b)[V],
-                                           Store store) {
-#pragma unroll
-    for (int k = 0; k < V; k++) sums[k * THREADS + threadIdx.x] = make_float2(a[k], b[k]);
+__device__ __forceinline__ void block_sums(int across, float* scratch, const float (&a)[V], Store store) {
     __syncthreads();
-    for (int j = threadIdx.x; j < across * V; j += THREADS) {
-        int k = j / across, x = j % across;
-        if ((blockIdx.y * across + x) * V >= C) continue;
-        float2 total = sums[k * THREADS + x];
+#pragma unroll
+    for (int k = 0; k < V; k++) scratch[k * THREADS + threadIdx.x] = a[k];
+    __syncthreads();
+    int lane = threadIdx.x % 32, used = 32 / across * across, filled = THREADS / across * across;
+    for (int k = threadIdx.x / 32; k < V; k += THREADS / 32) {
+        float own = 0.0f;
 #pragma unroll 8
-        for (int y = 1; y < lane.step; y++) {
-            float2 term = sums[k * THREADS + y * across + x];
-            total.x += term.x;
-            total.y += term.y;
-        }
-        store(x * V + k, total);
+        for (int i = lane; i < filled; i += used) own += lane < used ? scratch[k * THREADS + i] : 0.0f;
+        float sum = own;
+        for (int i = across; i < used; i += across) sum += __shfl_sync(~0u, own, lane + i);
+        if (lane < across) store(lane * V + k, sum);
     }
 }

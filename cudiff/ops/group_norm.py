@@ -117,12 +117,12 @@ def group_norm_forward_cuda(x: Array, x2: Array | None, weight: Array, bias: Arr
     y = empty((*x.shape[:-1], channels + channels2), x.dtype)
     mean, rstd = empty((n, num_groups), float32), empty((n, num_groups), float32)
     constants = kernel_constants(x, x2, y, parameters=(weight, bias, scale, shift))
-    cut = _clusters(n, pixels, channels + channels2, num_groups, 1, x.dtype.itemsize, constants["VEC"])
+    cut = _clusters(pixels, channels + channels2, num_groups, 1, x.dtype.itemsize, constants["VEC"])
     if cut is not None and any(s is not None and p is None for s, p in zip((x, x2), partials, strict=True)):
         launch("group_norm_sm90", "forward", (n * cut.cluster, cut.chunks), 256,
                (y, mean, rstd, x, x2, weight, bias, scale, shift, num_groups,
-                pixels, channels, channels2, cut.cluster, cut.across, silu, cut.kept, eps),
-               cut.shared, **constants, CLUSTER=cut.cluster)
+                pixels, channels, channels2, silu, cut.rows, eps),
+               cut.shared, **constants, CLUSTER=cut.cluster, ACROSS=cut.across)
         return y, mean, rstd
     sums = _partials_of(x, x2, partials)
     if max(sums[2], sums[5]) > _FEW_TILES or channels + channels2 > _FEW_CHANNELS:
@@ -166,9 +166,11 @@ def _finish_statistics(sums: tuple, x: Array, x2: Array | None, mean: Array, rst
 
 
 def normalize_cuda(x: Array, x2: Array | None, weight: Array, bias: Array, mean: Array, rstd: Array,
-                   silu: bool = False, scale: Array | None = None, shift: Array | None = None) -> Array:
-    """y (N, ..., C1 + C2) of one or two sources under given statistics."""
-    y = empty((*x.shape[:-1], x.shape[-1] + (0 if x2 is None else x2.shape[-1])), x.dtype)
+                   silu: bool = False, scale: Array | None = None, shift: Array | None = None,
+                   y: Array | None = None) -> Array:
+    """y (N, ..., C1 + C2), a new one where none is given, of one or two sources under given statistics."""
+    if y is None:
+        y = empty((*x.shape[:-1], x.shape[-1] + (0 if x2 is None else x2.shape[-1])), x.dtype)
     affine = (weight, bias, scale, shift, mean, rstd, mean.shape[1])
     _normalize(y, x, x2, affine, silu, (None, None, 0, None, None, 0, None, None, 0.0))
     return y
@@ -180,18 +182,19 @@ def _normalize(y: Array, x: Array, x2: Array | None, affine: tuple, silu: bool, 
     tiles, chunks, across = _tiling(n, pixels, channels + channels2, constants)
     launch("group_norm", "normalize", (n * tiles, chunks), 256,
            (y, x, x2, *affine, pixels, channels, channels2, tiles, across, silu, *statistics),
-           shared=0 if statistics[0] is None else 8 * (channels + channels2 + affine[6]), **constants)
+           shared=0 if statistics[0] is None else 8 * (channels + channels2), **constants)
 
 
 def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, mean: Array,
                              rstd: Array, silu: bool = False, scale: Array | None = None, shift: Array | None = None, *,
                              needs: tuple[bool, ...], into: tuple[Array | None, ...],
-                             constant_statistics: bool = False,
+                             constant_statistics: bool = False, y: Array | None = None,
                              sums: dict[int, Array] | None = None) -> tuple[Array | None, ...]:
     """dx, dx2, dweight, dbias, dscale, dshift: None where `needs` says so, added to `into` where that is given.
 
-    y and dz are made again from x. The gradients of parameters, scale and shift are float32. `sums`, where given,
-    receives at 0 and 1 the sums of dx and dx2, with what they had before, over tiles of pixels: float32 (N, tiles, C).
+    The gradients of parameters, scale and shift are float32. `y`, where given, receives the output once more. `sums`,
+    where given, receives at 0 and 1 the sums of dx and dx2, with what they had before, over tiles of pixels: float32
+    (N, tiles, C).
     """
     n, pixels, channels1, channels2 = _extent(x, x2)
     channels, groups = channels1 + channels2, mean.shape[1]
@@ -204,8 +207,8 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
         for i, (need, target, shape) in enumerate(zip(needs, into, shapes, strict=True))
     ]
     dx, dx2, dweight, dbias, dscale, dshift = targets
-    constants = kernel_constants(dy, x, x2, dx[0], dx2[0])
-    cut = _clusters(n, pixels, channels, groups, 2, x.dtype.itemsize, constants["VEC"])
+    constants = kernel_constants(dy, x, x2, dx[0], dx2[0], y)
+    cut = _clusters(pixels, channels, groups, 2, x.dtype.itemsize, constants["VEC"])
     if constant_statistics:
         cut = None
     tiles, chunks, across = (1, 0, 0) if cut else _tiling(n, pixels, channels, constants)
@@ -216,11 +219,13 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
     results = (totals, *dscale, *dshift)
     if cut:
         launch("group_norm_sm90", "backward", (n * cut.cluster, cut.chunks), 256,
-               (*dx, *dx2, *own_sums, *results, dy, x, x2, *affine,
-                pixels, channels1, channels2, cut.cluster, cut.across, silu, cut.kept),
-               cut.shared, **constants, CLUSTER=cut.cluster)
+               (*dx, *dx2, y, *own_sums, *results, dy, x, x2, *affine,
+                pixels, channels1, channels2, silu, cut.rows),
+               cut.shared, **constants, CLUSTER=cut.cluster, ACROSS=cut.across)
         affine_gradients_cuda(totals, dweight, dbias)
         return tuple(target for target, _ in targets)
+    if y is not None:
+        normalize_cuda(x, x2, weight, bias, mean, rstd, silu, scale, shift, y)
     extent = (pixels, channels1, channels2, tiles, across, silu)
     partials = means = None
     few = tiles <= _FEW_TILES and channels <= _FEW_CHANNELS and (needs[0] or needs[1]) and not constant_statistics
@@ -251,43 +256,38 @@ def affine_gradients_cuda(totals: Array, dweight: tuple[Array | None, bool],
 
 
 class _Cut(NamedTuple):
-    """How clusters share a group norm: blocks a cluster, chunks of channels, packs a chunk, rows kept, their bytes."""
+    """How clusters share a group norm: blocks a cluster, chunks of channels, packs a chunk, rows a thread, bytes."""
 
     cluster: int
     chunks: int
     across: int
-    kept: int
+    rows: int
     shared: int
 
 
-_SHARED_BYTES = 113 << 10  # for each of two blocks a multiprocessor
-_BLOCKS = 128  # that fill the multiprocessors
+_SHARED_BYTES = (75 << 10) - 16, (227 << 10) - 16  # for each of three blocks a multiprocessor, or for one; 16: barriers
 
 
 @functools.cache
-def _clusters(n: int, pixels: int, channels: int, groups: int, arrays: int, itemsize: int, vec: int) -> _Cut | None:
+def _clusters(pixels: int, channels: int, groups: int, arrays: int, itemsize: int, vec: int) -> _Cut | None:
     """The launch of group_norm_sm90.cu that reads `arrays` of this shape, or None where it does not suit.
 
-    Chunks of 128 bytes or little more, so that clusters are small; as few blocks a cluster as fill the GPU and keep all
-    rows, 2 at most: 64 clusters of 4 did not run at once, and took 22 µs where 64 of 2 took 15 (192 channels, 32 px).
+    Chunks of 64 bytes or little more, and as few blocks a cluster as let three share a multiprocessor.
     """
     pack = 16 // itemsize
-    chunks = [d for d in range(1, groups + 1) if groups % d == 0 and channels // d % pack == 0]
-    wide = [d for d in chunks if channels // d * itemsize >= 128] or chunks[:1]
-    if not (hopper() and vec and wide):
+    chunks = [d for d in range(1, groups + 1)
+              if groups % d == 0 and channels // d % pack == 0 and channels // d <= 32 * pack]
+    if not (hopper() and vec and chunks):
         return None
-    width = channels // wide[-1]
-    across = width // pack
-    if across > 256:
-        return None
-    fixed = 8 * 256 * pack + 16 * width + 8 * groups
-    pack_bytes = 256 * 16 * arrays
-    room = (_SHARED_BYTES - fixed) // pack_bytes
-    for cluster in (1, 2):
-        rows = blocks(blocks(pixels, cluster), 256 // across)
-        if rows <= room and n * wide[-1] * cluster >= _BLOCKS:
-            break
-    return _Cut(cluster, wide[-1], across, rows, rows * pack_bytes + fixed) if rows <= room else None
+    chosen = max((d for d in chunks if channels // d * itemsize >= 64), default=chunks[0])
+    width = channels // chosen
+    for most in _SHARED_BYTES:
+        for cluster in (1, 2, 4, 8):
+            rows = blocks(blocks(pixels, cluster), 256 // (width // pack))
+            floats = 256 * (4 * rows * arrays + pack) + width * (2 * cluster + 5) + cluster * blocks(width, cluster)
+            if 4 * floats <= most:
+                return _Cut(cluster, chosen, width // pack, rows, 4 * floats)
+    return None
 
 
 def _extent(x: Array, x2: Array | None) -> tuple[int, int, int, int]:
@@ -309,7 +309,7 @@ def kernel_constants(*arrays: Array | None, parameters: tuple[Array | None, ...]
 def _tiling(n: int, pixels: int, channels: int, constants: dict) -> tuple[int, int, int]:
     """Tiles an image, chunks of channels, packs a chunk: all blocks, two a multiprocessor, run at once."""
     packs = channels // (16 // constants["T"].itemsize if constants["VEC"] else 1)
-    chunks = blocks(packs, 256)
+    chunks = blocks(packs, 32)
     across = blocks(packs, chunks)
     return min(blocks(pixels, 256 // across), max(1, 2 * MULTIPROCESSORS // (n * chunks))), chunks, across
 
@@ -369,15 +369,16 @@ class GroupNorm(Function):
         y, mean, rstd = group_norm_forward_cuda(
             x, x2, weight, bias, num_groups, eps, silu, scale, shift, ctx.partials[:2]
         )
-        ctx.silu = silu
+        ctx.silu, ctx.again = silu, False  # a caller may want backward to leave the output once more, in ctx.y
         ctx.save(x, x2, weight, bias, scale, shift, mean, rstd)
         return y
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
         x, x2, weight, bias, scale, shift, mean, rstd = ctx.saved
+        ctx.y = empty(dout.shape, dout.dtype) if ctx.again else None
         return group_norm_backward_cuda(
-            dout, x, x2, weight, bias, mean, rstd, ctx.silu, scale, shift, needs=needs, into=into,
+            dout, x, x2, weight, bias, mean, rstd, ctx.silu, scale, shift, needs=needs, into=into, y=ctx.y,
             sums=ctx.din_partials,
         )
 
