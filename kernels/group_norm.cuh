@@ -104,14 +104,15 @@ struct Channel {
         i64 i = (i64)lane.n * C + c;
         if (scale) factor += scale[i];
         gamma = weight[c] * factor;
-        offset = bias[c] * factor + (shift ? shift[i] : 0.0f);
+        offset = fmaf(bias[c], factor, shift ? shift[i] : 0.0f);
     }
 };
 
 // z = gain * (x - mean) + offset. float32 takes x - mean first, as gain * x + const would lose a large mean's digits, and
 // computes SiLU to its own precision. A 16-bit x has no such digits: there const is one, and SiLU is made of the hardware's
 // tanh, whose error (5e-4) is below their rounding; as sigmoid(z) = (1 + tanh(z / 2)) / 2 the map gives z / 2. Half the
-// instructions are saved: these kernels are bound by them.
+// instructions are saved: these kernels are bound by them. What leads to y has no sum of a product but by fmaf: the compiler
+// would fuse others here and not there, and backward's y would not have the forward's bits.
 constexpr bool EXACT = sizeof(T) == 4;
 constexpr float SCALE = EXACT ? 1.0f : 0.5f;
 __device__ __forceinline__ float centre_of(float mean) { return EXACT ? mean : 0.0f; }
@@ -124,7 +125,7 @@ struct Affine {
         float gain = SCALE * channel.gamma * rstd;
         table[channel.j] = mean;
         table[width + channel.j] = gain;
-        table[2 * width + channel.j] = SCALE * channel.offset - gain * (mean - centre_of(mean));
+        table[2 * width + channel.j] = fmaf(-gain, mean - centre_of(mean), SCALE * channel.offset);
     }
     __device__ __forceinline__ Affine(const float* table, int width, const Lane& lane) {
         load<V>(table + lane.c - lane.c0, centre);
@@ -162,13 +163,6 @@ __device__ __forceinline__ void activate(float h, bool silu, float& y, float& sl
     }
 }
 
-// y of x in v.
-__device__ __forceinline__ void apply(const Affine& affine, float (&v)[V], bool silu) {
-    float slope;
-#pragma unroll
-    for (int k = 0; k < V; k++) activate(fmaf(affine.gain[k], v[k] - affine.centre[k], affine.offset[k]), silu, v[k], slope);
-}
-
 // From x in v: v = x - centre, y, and the slope of y by z.
 __device__ __forceinline__ void linearize(const Affine& affine, float (&v)[V], float (&y)[V], float (&slope)[V], bool silu) {
 #pragma unroll
@@ -176,6 +170,13 @@ __device__ __forceinline__ void linearize(const Affine& affine, float (&v)[V], f
         v[k] -= affine.centre[k];
         activate(fmaf(affine.gain[k], v[k], affine.offset[k]), silu, y[k], slope[k]);
     }
+}
+// y of x in v.
+__device__ __forceinline__ void apply(const Affine& affine, float (&v)[V], bool silu) {
+    float y[V], slope[V];
+    linearize(affine, v, y, slope, silu);
+#pragma unroll
+    for (int k = 0; k < V; k++) v[k] = y[k];
 }
 
 // Adds a over the block's pixels in a fixed order; store(channel within the chunk, sum). `scratch`: shared, V * THREADS.

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from cudiff.backend import bfloat16
 from cudiff.ops.group_norm import group_norm
 from cudiff.tensor import Function, Tensor
 from tests.check import check_op, relative_error, torch
@@ -179,6 +180,23 @@ def test_the_sums_of_a_gradient_travel_with_it(rng, shape, channels2, num_groups
     expected = Seen.dout.reshape(shape[0], -1, shape[-1]).astype(np.float64)
     error = np.abs(Tensor(Seen.sums).numpy().sum(1) - expected.sum(1)) / (1 + np.abs(expected).sum(1))
     assert error.max() < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, bfloat16, np.float16])
+@pytest.mark.parametrize("shape, channels2, num_groups", [*CASES[:2], *CLUSTERS])
+def test_the_backward_writes_the_output_once_more_bit_for_bit(rng, shape, channels2, num_groups, dtype, silu):
+    arrays = [
+        None if a is None else Tensor(a, requires_grad=True, device="cuda", dtype=dtype if i < 2 else np.float32)
+        for i, a in enumerate(inputs(rng, shape, channels2, True))
+    ]
+    x, x2, weight, bias, scale, shift = arrays
+    out = group_norm(x, weight, bias, num_groups, 1e-5, silu, scale, shift, x2)
+    node, _ = out._source
+    node.ctx.again = True
+    node.function.backward_cuda(node.ctx, out.data, needs=node.needs, into=(None,) * 6)
+    assert Tensor(node.ctx.y).numpy().tobytes() == out.numpy().tobytes()
 
 
 @pytest.mark.gpu
