@@ -72,7 +72,10 @@ class NormSiluConv2d(Function):
                 residual_sum = linear_cuda(part, matrix, epilogue, tf32, residual_sum)
         else:
             residual_sum = residual
-        ctx.save(h, weight, residual, residual2, skip_weight)
+        ctx.shape, again = h.shape, norm_weight is not None and any(ctx.needs[i] for i in _NORM_INPUTS)
+        if again:  # then the norm's backward makes h once more for the weight's gradient: nothing is kept till then
+            ctx.steps[0][1].again = ctx.needs[2]
+        ctx.save(None if again else h, weight, residual, residual2, skip_weight)
         epilogue = Epilogue(as_float32(bias), as_float32(emb), residual_sum)
         padding = pair(weight.shape[1] // 2)
         out = empty((*h.shape[:1], *out_size(h.shape[1:3], weight.shape[1:3], (1, 1), padding), len(weight)), h.dtype)
@@ -96,13 +99,10 @@ class NormSiluConv2d(Function):
             add_rows(sums, grads[8], False)
         for i in (3, 12):
             grads[i] = sum_rows_cuda(dout, into[i], sums) if needs[i] else None
-        if needs[2]:
-            grads[2], add = gradient_target(into[2], weight.shape, float32)
-            wgrad_cuda(h, dout, grads[2], (1, 1), padding, add, tf32)
         if any(needs[i] for i in _NORM_INPUTS):
-            dh, add = gradient_target(None if ctx.steps else into[0], h.shape, h.dtype)
-            dgrad_cuda(dout, weight, dh, (1, 1), padding, Epilogue(addend=dh if add else None), tf32)
-            grads[0] = dh
+            grads[0], add = gradient_target(None if ctx.steps else into[0], ctx.shape, dout.dtype)
+            epilogue = Epilogue(addend=grads[0] if add else None)
+            dgrad_cuda(dout, weight, grads[0], (1, 1), padding, epilogue, tf32)
             for position in reversed(range(len(ctx.steps))):
                 function, step, inputs = ctx.steps[position]
                 last = position == 0
@@ -114,6 +114,13 @@ class NormSiluConv2d(Function):
                     grads[i] = result
                 if last:
                     ctx.din_partials = {inputs[i]: sums for i, sums in step.din_partials.items()}
+        if needs[2]:
+            if h is None:
+                h = ctx.steps[0][1].y
+                for function, step, _ in ctx.steps[1:]:
+                    h = function.forward_cuda(step, h, factor=2)
+            grads[2], add = gradient_target(into[2], weight.shape, float32)
+            wgrad_cuda(h, dout, grads[2], (1, 1), padding, add, tf32)
         if skip_weight is None:
             grads[9] = dout if needs[9] else None
             return tuple(grads)
