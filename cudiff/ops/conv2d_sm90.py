@@ -54,11 +54,13 @@ def suits(x: Array, weight: Array, out: Array, stride: tuple[int, int] = (1, 1),
 def suits_wgrad(x: Array, dweight: Array, dout: Array, stride: tuple[int, int] = (1, 1),
                 padding: tuple[int, int] = (0, 0), tf32: bool = False) -> bool:
     """Whether `wgrad` takes it: of any number of channels."""
+    if not _keeps_size(x, dweight, dout, stride, padding, tf32):
+        return False
     if is_low(x.dtype):
         has_kernel = x.shape[2] <= 128
     else:
         has_kernel = x.shape[2] <= TF32_COLUMNS and dweight.shape[1] == dweight.shape[2]
-    return has_kernel and _keeps_size(x, dweight, dout, stride, padding, tf32) and aligned(x) and aligned(dout)
+    return has_kernel and aligned(x) and aligned(dout)
 
 
 def _keeps_size(x: Array, weight: Array, out: Array, stride: tuple[int, int], padding: tuple[int, int],

@@ -208,6 +208,16 @@ def test_what_is_left_to_the_portable_kernels(monkeypatch, shape, weight):
     assert not conv2d_sm90.suits_wgrad(x, np.zeros(weight, np.float32), out, padding=padding)
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("rows", [1, 7, 300])
+def test_matrices_whose_rows_make_no_image_are_left_to_the_portable_kernels(monkeypatch, rows, dtype):
+    monkeypatch.setattr(conv2d_sm90, "hopper", lambda: True)
+    x, weight = conv2d_sm90.as_image(np.zeros((rows, 16), dtype)), np.zeros((16, 1, 1, 16), dtype)
+    for takes in (conv2d_sm90.suits, conv2d_sm90.suits_wgrad):
+        for tf32 in (False, True):
+            assert not takes(x, weight, x, tf32=tf32)
+
+
 def test_float32_is_left_to_the_portable_kernels_unless_tf32_may_be(monkeypatch):
     monkeypatch.setattr(conv2d_sm90, "hopper", lambda: True)
     monkeypatch.setattr(conv2d_sm90, "aligned", lambda *args: True)
