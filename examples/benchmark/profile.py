@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import cupy
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -17,13 +18,15 @@ from examples.benchmark.measure import ours
 
 
 class Launch(NamedTuple):
-    """A launch that was kept: its kernel's class, what tells it from others, how to do it again, and its work."""
+    """A launch that was kept: its kernel's class, what tells it from others, how to do it again, its work, and the
+    memory of its step: a tensor map or a table holds addresses only."""
 
     label: str
     key: tuple
     run: Callable[[], None]
     flops: float
     size: float
+    memory: list[Any]
 
 
 def flops_of(stem: str, name: str, grid: tuple, args: tuple, constants: dict[str, Any]) -> float:
@@ -68,7 +71,12 @@ def size_of(args: tuple) -> float:
 def launches_of(step: Callable[[], object]) -> list[Launch]:
     """Every launch of one call of `step`."""
     kept: list[Launch] = []
-    kernel = module.kernel
+    memory: list[Any] = []
+    kernel, pool = module.kernel, cupy.get_default_memory_pool()
+
+    def allocate(size: int) -> Any:
+        memory.append(pool.malloc(size))
+        return memory[-1]
 
     def keeping(stem: str, name: str, **constants: Any) -> Callable:
         function = kernel(stem, name, **constants)
@@ -80,14 +88,16 @@ def launches_of(step: Callable[[], object]) -> list[Launch]:
             args = tuple(arg.data if isinstance(arg, Tensor) else arg for arg in args)
             values = tuple(arg.shape if getattr(arg, "shape", None) else arg for arg in args)
             flops = flops_of(stem, name, grid, args, constants)
-            kept.append(Launch(label, (label, grid, str(values)), run, flops, 0.0 if flops else size_of(args)))
+            size = 0.0 if flops else size_of(args)
+            kept.append(Launch(label, (label, grid, str(values)), run, flops, size, memory))
             run()
 
         return call
 
     module.kernel = keeping
     try:
-        step()
+        with cupy.cuda.using_allocator(allocate):
+            step()
     finally:
         module.kernel = kernel
     return kept
