@@ -1,6 +1,8 @@
 """The benchmark's opponents do the same work: from cudiff's weights they give its losses, gradients and outputs."""
 
+import json
 from importlib import import_module
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from cudiff.pipeline import Pipeline
 from cudiff.tensor import Tensor, no_grad
 from cudiff.train import Trainer
 from examples.benchmark import networks, opponents
+from examples.benchmark.measure import Report
 from examples.benchmark.profile import flops_of
 from tests.check import relative_error
 
@@ -83,6 +86,28 @@ def test_the_classifier():
     x = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
     out = torch.nn.functional.cross_entropy(opponents.cnn_twin(net)(x), torch.from_numpy(labels).long())
     assert relative_error(out.detach().numpy(), expected) < 1e-5
+
+
+def test_rows_stand_before_pytorch_is_asked(monkeypatch, tmp_path):
+    class Opponent:
+        def times(self):
+            yield {"whole": 9.0, "bare": 8.0}
+            raise TimeoutError
+
+    class Optimizer:
+        def __init__(self, *args):
+            pass
+
+    trainer = SimpleNamespace(optimizer=Optimizer(), net=None, _step=None)
+    monkeypatch.setattr(networks, "trainer_of", lambda config: trainer)
+    monkeypatch.setattr(networks, "step_time", lambda step: 3.0)
+    monkeypatch.setattr(networks, "pool_bytes", lambda *captured: 0)
+    monkeypatch.setattr(opponents, "training", lambda trainer: Opponent())
+    path = tmp_path / "rows"
+    with pytest.raises(TimeoutError):
+        networks.training(Report(path, torch=True), "step", networks.cs179_config())
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["ours"], row["theirs"]) for row in rows] == [(3.0, None), (3.0, None), (3.0, 9.0), (3.0, 8.0)]
 
 
 conv2d, matmul = (import_module(f"cudiff.ops.{name}") for name in ("conv2d", "matmul"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -81,7 +82,7 @@ def training(report: Report, name: str, config: Config, flops: float = 0, memory
     trainer = trainer_of(config)
     trainer.optimizer = type(trainer.optimizer)(trainer.net, config.lr)  # neither clips nor averages
     bare = step_time(trainer._step)
-    for times in ({}, opponent.times()) if opponent else ({},):  # where PyTorch takes too long, ours stand
+    for times in itertools.chain([{}], opponent.times() if opponent else ()):  # ours stand if PyTorch's time is up
         details: dict[str, Any] = dict(flops=flops, limit="tf32" if config.precision == "tf32" else "bf16")
         report.add(name, captured, times.get("whole"), **details)
         report.add(f"{name}, no EMA, no clipping", bare, times.get("bare"), **details)

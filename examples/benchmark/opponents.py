@@ -8,7 +8,7 @@ captured by hand as one CUDA graph, batch, clipping, optimiser and average inclu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -217,20 +217,22 @@ class Training:
     def loss(self) -> Tensor:
         return self.model.loss(*self.model.draw(self.images))
 
-    def times(self) -> dict[str, float]:
-        """Microseconds of a step, `whole` and `bare` (no average, no clipping), and its `memory` in MiB."""
+    def times(self) -> Iterator[dict[str, float]]:
+        """Microseconds of a step, `whole` and `bare` (no average, no clipping), and its `memory` in MiB: compiled with
+        mode="reduce-overhead", then the better of that and what is captured by hand."""
         self.optimizer.zero_grad(set_to_none=True)
         torch.cuda.reset_peak_memory_stats()
         with_graphs = torch.compile(self.loss, mode="reduce-overhead")
         times = {"whole": step_time(lambda: self.step(with_graphs, True)),
                  "memory": torch.cuda.max_memory_allocated() / 2**20,
                  "bare": step_time(lambda: self.step(with_graphs, False))}
+        yield times
         torch._dynamo.reset()
         compiled = torch.compile(self.loss)
         for kind, averaged in (("whole", True), ("bare", False)):
             replay = captured(lambda averaged=averaged: self.step(compiled, averaged))
             times[kind] = min(times[kind], step_time(replay))
-        return times
+        yield times
 
     def step(self, loss: Callable[[], Tensor], averaged: bool) -> Tensor:
         """`averaged`: with the moving average and with clipping."""
