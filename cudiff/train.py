@@ -316,7 +316,7 @@ def check_free(folder: str | Path) -> None:
     """Raise CudiffError where a folder holds checkpoints or metrics of a run, which a new one would mix with."""
     newest = latest(folder)
     if newest is not None or (Path(folder) / "metrics.jsonl").exists():
-        go_on = f"go on with --resume {folder}, or " if newest else ""
+        go_on = f"go on with cudiff train --resume {folder}, or " if newest else ""
         raise CudiffError(f"{folder} already holds a run: {go_on}choose another --folder")
 
 

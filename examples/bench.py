@@ -6,6 +6,7 @@ nine minutes each on an H200, PyTorch's compiler included.
 """
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -17,15 +18,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import cupy
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from examples.benchmark import kernels, networks
-from examples.benchmark.measure import Report, Row, step_time
-from examples.benchmark.profile import profile
+from cudiff.backend import cuda_status
+
+try:
+    import cupy
+
+    from examples.benchmark import kernels, networks
+    from examples.benchmark.measure import Report, Row, step_time
+    from examples.benchmark.profile import profile
+except ModuleNotFoundError as missing:
+    if missing.name != "cupy":
+        raise
+    sys.exit(f"bench.py: {cuda_status()[1]}")
 
 
 class Section(NamedTuple):
@@ -123,6 +132,13 @@ def main() -> None:
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     parser.add_argument("--rows", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    usable, reason = cuda_status()
+    if not usable:
+        sys.exit(f"bench.py needs a GPU: {reason}")
+    if options.against and importlib.util.find_spec("torch") is None:
+        sys.exit("bench.py: --against torch needs PyTorch: pip install torch")
+    if not any(options.only in name for name in SECTIONS):
+        sys.exit(f"bench.py: no section's name holds '{options.only}': use one of {names}")
     if options.profile:
         return profile_of(options.profile)
     if options.section:

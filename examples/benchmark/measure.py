@@ -1,6 +1,6 @@
 """How the benchmark times: medians over CUDA-graph replays on random data, so that both sides are free of launch costs.
 
-`REPORT` collects the rows of a section; the process that started the section reads them from a file.
+A `Report` writes the rows of a section to a file, which the process that started the section reads.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ def unet_steps(precision: str) -> Callable[[Report], None]:
 
 
 def training(report: Report, name: str, config: Config, flops: float = 0, memory: bool = False) -> None:
-    """A training step: batch and noise drawn, forward, backward, clipping, update, average; and one without the last
-    three but the update."""
+    """A training step: batch and noise drawn, forward, backward, clipping, update, average; and one that neither clips
+    nor averages."""
     trainer = trainer_of(config)
     opponent: Any = None
     if report.torch:

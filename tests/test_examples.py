@@ -1,0 +1,54 @@
+"""The examples tell a mistake in one line, and explain themselves."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cudiff import cuda_available
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+
+
+def run(name, *arguments, folder):
+    here = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": here}, capture_output=True, text=True)
+
+
+def mistake(name, *arguments, folder):
+    """The last line on stderr of a run that has to fail without a traceback."""
+    done = run(name, *arguments, folder=folder)
+    assert done.returncode != 0 and "Traceback" not in done.stderr, done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_help(name, tmp_path):
+    if name == "bench":
+        pytest.importorskip("cupy", reason="CuPy is not installed: the benchmark needs it")
+    done = run(name, "--help", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: ")
+
+
+@pytest.mark.parametrize("name, arguments, told", [
+    ("sample", [], "required: checkpoint"),
+    ("sample", ["none"], "sample.py: cannot read none"),
+    ("train_elephants", [], "required: photos"),
+    ("train_elephants", ["none"], "train_elephants.py: no data at 'none'"),
+    ("train_mnist", ["soon"], "invalid float value: 'soon'"),
+    ("compare_precisions", [], "required: photos"),
+    ("compare_precisions", ["none"], "compare_precisions.py: no data at 'none'"),
+    ("compare_precisions", ["none", "300"], "give a multiple of 200, not 300"),
+])
+def test_a_mistake_is_one_line(name, arguments, told, tmp_path):
+    assert told in mistake(name, *arguments, folder=tmp_path)
+
+
+@pytest.mark.skipif(cuda_available(), reason="there is a GPU")
+def test_the_benchmark_says_what_it_needs(tmp_path):
+    assert mistake("bench", folder=tmp_path).startswith("bench.py")
