@@ -15,6 +15,7 @@
 // destination: OUT, rows of ldo elements, overwritten; addend (OUT, null or `destination` itself), bias, emb as in gemm.cuh's Output.
 // gridDim.x: ceil(rows / BM) · ceil(columns / BN), columns fastest; gridDim.y: splits of the depth into `k_tiles` tiles
 // each; split s writes to destination + s · rows · ldo, to be summed by gemm.cu (then OUT=float, without additions).
+// On Hopper conv2d_sm90.cu and conv2d_wgrad*_sm90.cu take what they can: stride 1, the image's size kept, 16 bits or tf32.
 #include "gemm.cuh"
 
 enum Pass { FPROP, DGRAD, WGRAD };

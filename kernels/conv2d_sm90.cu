@@ -1,4 +1,5 @@
-// Convolution of stride 1 that keeps the image's size, on Hopper: TMA brings the operands, wgmma multiplies them.
+// Convolution of stride 1 that keeps the image's size, on Hopper: TMA brings the operands, wgmma multiplies them. These are
+// FPROP and DGRAD of conv2d.cu; conv2d_wgrad_sm90.cu and conv2d_wgrad_tf32_sm90.cu are its WGRAD.
 // architectures: sm_90a
 // variants: PASS=FPROP T=bf16,half PIXELS=256 R=3,1 ADDS=0,1 STATISTICS=0,1
 // variants: PASS=FPROP T=bf16 PIXELS=128,64 R=3,1 ADDS=0,1 STATISTICS=0,1
@@ -14,14 +15,14 @@
 // tf32, which wgmma takes only as FPROP has them: their dgrad is given the turned weight.
 //
 // A strip is 8 pixels wide and `rows` high, PIXELS at most; an image has `tiles` of them. A warpgroup computes 64 channels
-// of a strip as products of 64 rows, the channels, and PIXELS columns: with 256 of them the operands are read from shared
-// memory least often, whose speed bounds the rest (128 columns reach 0.8 of the tensor cores' speed, 64 reach 0.6), and a
-// thread's results belong to two channels. The depth is walked in chunks of 64 channels, or 32 of floats: a slab of
-// rows + R - 1 by 8 + S - 1 pixels, padded with zeros by TMA, serves all taps of a chunk, which differ in where they
-// start; the weights come for R vertical taps at once.
-// Blocks stay, walk over the strips, and never drain: one warp brings slabs and weights through a ring each, two
-// warpgroups take turns, so that one multiplies while the other adds, rounds, sums and writes. Weights that all fit at
-// once stay. The addend comes where the result goes from, while the warpgroup multiplies.
+// of a strip as products of 64 rows, the channels, and PIXELS columns. A thread's results belong to two channels. With 256
+// columns the operands are read from shared memory least often; its speed is the bound with fewer (128 columns reach 0.8 of
+// the tensor cores' speed, 64 reach 0.6). The depth is walked in chunks of 64 channels, or 32 of floats. A slab of
+// rows + R - 1 by 8 + S - 1 pixels, padded with zeros by TMA, serves all taps of a chunk: they differ in where they start.
+// The weights come for R vertical taps at once.
+// A block stays and walks over strips, so that its products hardly pause: one warp brings slabs and weights, through a
+// ring each; of two warpgroups, which take turns, one multiplies while the other adds, rounds, sums and writes. Weights that
+// all fit in shared memory are brought once. The addend is brought, during the products, to where the result will lie.
 // Maps: x {C, W, H, N}, box {CHUNK, 8 + S - 1, rows + R - 1, 1}; FPROP weight {C, R·S, K}, DGRAD weight {K, R·S, C}, box
 // {CHUNK, 1, 64}; out and addend {K, W, H, N}, box {CHUNK, 8, rows, 1}. Those of float x and weight round to tf32.
 // Launch: 288 threads; grid (any number, ceil(K / 64)); tiles = ceil(W / 8) · ceil(H / rows). Shared memory: 1024 bytes

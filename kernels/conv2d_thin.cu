@@ -4,7 +4,7 @@
 //
 // thin: T (N, H, W, THIN); wide: T (N, H, W, C), 16-byte aligned, C a multiple of BN. The patch of a pixel has DEPTH
 // numbers, (r, s, j): thin's 3 x 3 pixels around it. weight holds (tap, j, c) at first + tap * .. + j * .. + c * .. (see
-// Weight), so that the four passes of the two kinds of convolution are three products:
+// Weight), so that the six passes, three of each kind of convolution, are three products:
 //   spread  wide[p][c] = patch[p] · weight[c] + bias[c]; where STATISTICS, partials (N, tiles, C, 2) are float sums and
 //           sums of squares of what was stored. Thin is x of fprop, or dout of dgrad.
 //   gather  thin[p][j] = sum over taps (r, s) of wide[p + (r - 1, s - 1)] · weight[tap][j] + bias[j]. Thin is out, or dx.

@@ -7,6 +7,7 @@
 // runs give the same bits. Where few tiles make an image, `normalize` and `input_gradients` add them up themselves, every
 // block for its image; else `finish_statistics` and `finish_sums` do it once.
 // VEC=1: C1, C2 and every T address are multiples of a 16-byte pack.
+// On Hopper group_norm_sm90.cu takes what fits in a cluster's shared memory.
 // The tiled kernels are launched as group_norm.cuh says. Those that are given partials need 8 bytes of dynamic shared memory
 // for each channel and each group, the finish_ kernels for each channel.
 // variants: T=float,bf16,half VEC=0,1

@@ -1,13 +1,13 @@
-// Group norm by clusters: what group_norm.cu does in two to four launches, in one. The layout, the dtypes and the meaning
-// of the arguments are its; VEC=1 only.
+// Group norm by clusters: what group_norm.cu does in two to four launches, in one. Layout, dtypes and arguments are as
+// there; VEC=1 only.
 //
 // A cluster takes one image's pixels and a chunk of whole groups of its channels. Each block copies its rows to shared
 // memory while it sums what has arrived, the blocks send each other their sums, and the second pass reads the rows from
 // there: one pass over global memory. Every sum has a fixed order. In `backward` the kept dz is rounded to T, dx's
 // operand; the sums are of what was not rounded.
 // Launch: THREADS threads, grid (N * CLUSTER, chunks), chunks * ACROSS packs of V channels = C exactly, ACROSS <= 32;
-// shared memory: `rows` packs of 16 bytes for each thread and each array read, where `rows` pixels a thread make an image,
-// 4 V THREADS, 8 CLUSTER + 20 bytes a channel of a chunk, 4 SHARE CLUSTER.
+// shared memory: `rows` packs of 16 bytes for each thread and each array read, where `rows` packs for each thread of the
+// cluster cover an image's chunk; 4 V THREADS bytes; 8 CLUSTER + 20 bytes for each channel of a chunk; 4 SHARE CLUSTER bytes.
 // architectures: sm_90a
 // variants: T=float,bf16,half ACROSS=8 CLUSTER=1,2,4,8 VEC=1
 // variants: T=bf16 ACROSS=4,6,10 CLUSTER=2,8 VEC=1
