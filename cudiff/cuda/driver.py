@@ -3,8 +3,8 @@
 Programmatic dependent launch (sm_90 and newer): a kernel's blocks take their places and prepare their barriers while
 the last blocks of the kernel before are still at work, and wait in `wait_for_previous` (kernels/common.cuh), which
 every kernel calls. Each waits for the end of the one before, which has waited itself: nothing is read or overwritten
-too early. What CuPy launches, copies and events wait for whole kernels as ever. A captured training step of the U-Net
-takes 7.06 ms instead of 7.47 on an H200, a forward of one image 1.02 instead of 1.16.
+too early. CuPy's own launches, copies and events wait for whole kernels, as ever. At commit 916a6e2 this brought
+a captured training step of the U-Net on an H200 from 7.47 ms to 7.06, a forward of one image from 1.16 to 1.02.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def pack(args: Sequence[Any]) -> tuple[list[str], list[Any]]:
 
 
 class Limits(NamedTuple):
-    """A GPU's multiprocessors, and what each has room for: blocks, threads, bytes of shared memory; and the bytes that
-    a block may ask for, and those it takes besides."""
+    """A GPU's multiprocessors; what each has room for: blocks, threads, bytes of shared memory; the bytes that a block
+    may ask for; and those that it takes besides."""
 
     multiprocessors: int
     blocks: int

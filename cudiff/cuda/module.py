@@ -83,7 +83,7 @@ def architecture() -> str:
 def hopper() -> bool:
     """Whether the kernels of files named _sm90 run on the current device.
 
-    CUDIFF_PORTABLE=1 in the environment forces those for any GPU.
+    CUDIFF_PORTABLE=1 in the environment switches them off: the kernels for any GPU run instead.
     """
     return os.environ.get("CUDIFF_PORTABLE") != "1" and architecture() == "sm_90a"
 
@@ -166,7 +166,7 @@ _ahead = _Ahead()
 
 @contextlib.contextmanager
 def compiling_ahead() -> Iterator[None]:
-    """Inside the block kernels not loaded yet are not launched but compiled, side by side; its end waits for that."""
+    """Inside the block, kernels not loaded yet are compiled side by side, not launched; its end waits for them."""
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         begun: dict[tuple, Future] = {}
 

@@ -1,8 +1,8 @@
 """Sums over a few rows that wait for each other and share a launch.
 
 The weights, biases and norms of a U-Net have three hundred gradients, each the sum of some dozens of rows of partial
-sums that a larger kernel left. During a backward the tape lets them wait until something needs them, until so much
-waits that it would leave the GPU's cache, or until its end.
+sums that a larger kernel left. During a backward the tape lets the sums wait until something needs one, until the
+rows would no longer fit in the GPU's cache, or until the backward ends.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Job(NamedTuple):
 
 
 class _Sums:
-    """Those that no launch has done yet."""
+    """The sums that no launch has done yet."""
 
     def __init__(self) -> None:
         self.jobs: list[_Job] = []
@@ -76,7 +76,7 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def waiting() -> Iterator[Callable[[Array | Vacant | None], None]]:
-    """Inside the block sums wait; `finish`, which it gives, does those needed earlier, the block's end the rest."""
+    """Inside the block, sums wait: `finish`, which it gives, does those needed earlier, the block's end the rest."""
     before, _thread.waiting = _thread.waiting, _Sums()
     try:
         yield _thread.waiting.finish

@@ -272,7 +272,8 @@ _SHARED_BYTES = (75 << 10) - 16, (227 << 10) - 16  # for each of three blocks a 
 def _clusters(pixels: int, channels: int, groups: int, arrays: int, itemsize: int, vec: int) -> _Cut | None:
     """The launch of group_norm_sm90.cu that reads `arrays` of this shape, or None where it does not suit.
 
-    Chunks of 64 bytes or little more, and as few blocks a cluster as let three share a multiprocessor.
+    Chunks of 64 bytes or little more, and as few blocks a cluster as let three share a multiprocessor; where no cluster
+    is large enough for that, as few as let one have a multiprocessor for itself.
     """
     pack = 16 // itemsize
     chunks = [d for d in range(1, groups + 1)
