@@ -55,8 +55,8 @@ template <typename T> __device__ __forceinline__ void store_pack(T* p, const Pac
 }
 
 // Every kernel calls this before a thread touches global memory: from sm_90 on it may have begun while the kernel before it
-// was still running (cudiff/cuda/driver.py). The next one may begin then, too. Let in any earlier, it was slower: its
-// blocks wait where there is room, and not where there soon will be.
+// was still running (cudiff/cuda/driver.py). Here the next kernel is let in, too. Earlier was slower: its blocks took the
+// room that there was and waited in it, crowded, while other multiprocessors were about to become free.
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
