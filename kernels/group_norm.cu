@@ -16,6 +16,8 @@
 extern __shared__ float2 channels[];  // C of them
 constexpr int WIDTH = 32 * V;         // channels of a chunk at most
 
+#define EXTENT int S, int C1, int C2, int tiles, int across
+
 // partials of a block's tile = its sums of a and of b.
 __device__ __forceinline__ void store_partials(float2* partials, const Lane& lane, int C, int tiles, int across, float* scratch,
                                                const float (&a)[V], const float (&b)[V]) {

@@ -7,7 +7,6 @@
 constexpr int THREADS = 256;
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
 
-#define EXTENT int S, int C1, int C2, int tiles, int across
 #define AFFINE const float* __restrict__ weight, const float* __restrict__ bias, const float* __restrict__ scale, \
                const float* __restrict__ shift, const float* __restrict__ mean, const float* __restrict__ rstd, int groups
 

@@ -18,9 +18,6 @@ __device__ __forceinline__ void store_shared(u32 address, bf16 x) {
 __device__ __forceinline__ void store_shared(u32 address, half x) {
     asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(x.bits) : "memory");
 }
-__device__ __forceinline__ void store_shared(u32 address, float x, float y) {
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
-}
 __device__ __forceinline__ u32 load_shared(u32 address) {
     u32 v;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
