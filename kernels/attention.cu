@@ -80,8 +80,7 @@ forward(T* out, float* lse, const T* q, const T* k, const T* v, int Tq, int Tk, 
 #pragma unroll
                 for (int j = 0; j < NT; j++)
                     top = fmaxf(top, fmaxf(fmaxf(s[m][j][0][e], s[m][j][0][e + 1]), fmaxf(s[m][j][1][e], s[m][j][1][e + 1])));
-                top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-                top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+                top = max_quad(top);
                 float shrink = exp2_fast((row_max[m][half_tile] - top) * scale2), sum = 0.0f;
                 row_max[m][half_tile] = top;
 #pragma unroll
@@ -117,9 +116,7 @@ forward(T* out, float* lse, const T* q, const T* k, const T* v, int Tq, int Tk, 
     for (int m = 0; m < MT; m++)
 #pragma unroll
         for (int half_tile = 0; half_tile < 2; half_tile++) {
-            float sum = row_sum[m][half_tile];
-            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+            float sum = sum_quad(row_sum[m][half_tile]);
 #pragma unroll
             for (int d = 0; d < DT; d++)
 #pragma unroll
@@ -173,8 +170,7 @@ backward_q(T* dq, float* delta, const float* lse, const T* q, const T* k, const 
 #pragma unroll
                     for (int e = 0; e < PACK; e++) sum += to_float(x.v[e]) * to_float(dout_rows[r * PITCH + column + e]);
                 }
-            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+            sum = sum_quad(sum);
             row_delta[m][half_tile] = sum;
             row_lse[m][half_tile] = row < TP ? lse[row] : infinity();
             if (QUAD == 0 && row < TP) delta[row] = sum;

@@ -17,10 +17,6 @@ constexpr int BLOCKS = LOW ? 0 : 1;  // a multiprocessor must hold; 1 gives floa
 // is and makes an accumulator's lanes those of an A fragment.
 struct Tile { u32 r[STEPS][4]; };
 
-#define LANE (threadIdx.x & 31)
-#define GROUP (LANE >> 2)
-#define QUAD (LANE & 3)
-
 __device__ __forceinline__ u32 as_bits(float x) { return __float_as_uint(x); }
 
 // A from rows at p: (row m, depth k).

@@ -70,8 +70,7 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
         float sum = 0.0f;
 #pragma unroll
         for (int e = 0; e < 8; e++) sum += to_float(x.v[e]) * to_float(outs[i].v[e]);
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
+        sum = sum_quad(sum);
         if (threadIdx.x % 4 == 0) row_delta[i / 2 * 64 + row] = sum;
     }
     __syncthreads();
@@ -94,17 +93,7 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
 #pragma unroll
                 for (int e = 0; e < 32; e++)
                     if (first + m * 64 + WARP_ROW + e / 2 % 2 * 8 + GROUP >= Tk) p[e] = -infinity();
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
-                int column = i * 64 + 8 * j + 2 * QUAD;
-                float2 l = *reinterpret_cast<const float2*>(row_lse + column);
-                float2 mean = *reinterpret_cast<const float2*>(row_delta + column);
-#pragma unroll
-                for (int e = 4 * j; e < 4 * j + 4; e++) {
-                    p[e] = exp2_fast(p[e] * scale2 - (e % 2 ? l.y : l.x));
-                    ds[e] = p[e] * (ds[e] - (e % 2 ? mean.y : mean.x));
-                }
-            }
+            differentiate(p, ds, row_lse + i * 64, row_delta + i * 64, scale2);
             round_fragments(p, weights);
             round_fragments(ds, dscores);
             wgmma_fence();

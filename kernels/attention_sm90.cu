@@ -21,10 +21,6 @@ __device__ __forceinline__ void mask(float (&s)[32], int columns) {
     for (int i = 0; i < 32; i++)
         if (i / 4 * 8 + 2 * QUAD + i % 2 >= columns) s[i] = -infinity();
 }
-__device__ __forceinline__ float sum_quad(float x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
 __device__ __forceinline__ void warpgroup_meets() { asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory"); }
 
 // The warpgroup writes factor * c through `buffer`, a tile of its own that it has read, to tokens `first`... of the map.
@@ -98,8 +94,7 @@ forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k
             high[r] = s[2 * r];
 #pragma unroll
             for (int i = 0; i < 32; i += 4) high[r] = fmaxf(high[r], fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
-            high[r] = fmaxf(high[r], __shfl_xor_sync(~0u, high[r], 1));
-            high[r] = fmaxf(high[r], __shfl_xor_sync(~0u, high[r], 2)) * scale2;
+            high[r] = max_quad(high[r]) * scale2;
         }
         if (__any_sync(~0u, high[0] > top[0] + SLACK || high[1] > top[1] + SLACK))
 #pragma unroll
@@ -254,17 +249,8 @@ backward_kv(const __grid_constant__ TensorMap q, const __grid_constant__ TensorM
         multiply_tokens(ds, base + TILE, ring.buffer() + TILE);
         wgmma_commit();
         wgmma_wait<0>();
-        const float* rows = reinterpret_cast<const float*>(shared + (ring.buffer() - base) + 2 * TILE) + 2 * QUAD;
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            float2 row_lse = *reinterpret_cast<const float2*>(rows + 8 * j);
-            float2 row_delta = *reinterpret_cast<const float2*>(rows + 64 + 8 * j);
-#pragma unroll
-            for (int i = 4 * j; i < 4 * j + 4; i++) {
-                p[i] = exp2_fast(p[i] * scale2 - (i % 2 ? row_lse.y : row_lse.x));
-                ds[i] = p[i] * (ds[i] - (i % 2 ? row_delta.y : row_delta.x));
-            }
-        }
+        const float* rows = reinterpret_cast<const float*>(shared + (ring.buffer() - base) + 2 * TILE);
+        differentiate(p, ds, rows, rows + 64, scale2);
         round_fragments(p, weights);
         round_fragments(ds, dscores);
         wgmma_fence();

@@ -7,9 +7,6 @@
 
 constexpr int LINE = DP * 2, TILE = 64 * LINE;
 
-#define LANE (threadIdx.x & 31)
-#define GROUP (LANE >> 2)
-#define QUAD (LANE & 3)
 #define WARP_ROW (threadIdx.x / 32 % 4 * 16)  // of a warpgroup's 64 rows, where this warp's 16 start
 
 // A product of a warpgroup, times `factor` and rounded, as A fragments.
@@ -38,4 +35,19 @@ __device__ __forceinline__ void multiply_weights(float (&c)[DP / 2], const u32 (
     u64 at_b = tile_descriptor<LINE>(b);
 #pragma unroll
     for (int k = 0; k < 4; k++) wgmma<true>((T*)nullptr, c, a[k], at_b + k * DEPTH_STEP<true, LINE>, add || k > 0);
+}
+
+// From scores in p and products of dout and v in ds, both transposed: the weights, and the scores' gradients but for the
+// scale. lse and delta: those of the 64 queries, in shared memory.
+__device__ __forceinline__ void differentiate(float (&p)[32], float (&ds)[32], const float* lse, const float* delta, float scale2) {
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        float2 row_lse = *reinterpret_cast<const float2*>(lse + 8 * j + 2 * QUAD);
+        float2 row_delta = *reinterpret_cast<const float2*>(delta + 8 * j + 2 * QUAD);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; i++) {
+            p[i] = exp2_fast(p[i] * scale2 - (i % 2 ? row_lse.y : row_lse.x));
+            ds[i] = p[i] * (ds[i] - (i % 2 ? row_delta.y : row_delta.x));
+        }
+    }
 }

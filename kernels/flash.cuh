@@ -1,12 +1,24 @@
-// Small arithmetic that every attention kernel shares: powers of two.
+// Small arithmetic that every attention kernel shares: powers of two, and what the four lanes of a row do together.
 #pragma once
 #include "common.cuh"
 
 constexpr float LOG2E = 1.4426950408889634f;
+
+#define LANE (threadIdx.x & 31)
+#define GROUP (LANE >> 2)
+#define QUAD (LANE & 3)
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+__device__ __forceinline__ float sum_quad(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+__device__ __forceinline__ float max_quad(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
