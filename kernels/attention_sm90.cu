@@ -21,7 +21,6 @@ __device__ __forceinline__ void mask(float (&s)[32], int columns) {
     for (int i = 0; i < 32; i++)
         if (i / 4 * 8 + 2 * QUAD + i % 2 >= columns) s[i] = -infinity();
 }
-__device__ __forceinline__ void warpgroup_meets() { asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory"); }
 
 // The warpgroup writes factor * c through `buffer`, a tile of its own that it has read, to tokens `first`... of the map.
 __device__ __forceinline__ void store_tile(const TensorMap& map, const float (&c)[DP / 2], float factor, u32 buffer, int h,

@@ -20,13 +20,19 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
     if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
+// Where what lies at `address` of this block's shared memory lies in that of block `rank`.
+__device__ __forceinline__ u32 cluster_address(u32 address, int rank) {
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
 // The float2 that lies at `p`, an address in this block's shared memory, in that of block `rank`.
 __device__ __forceinline__ float2 load_cluster(const float2* p, int rank) {
     if constexpr (CLUSTER == 1) return *p;
-    u32 address = (u32)__cvta_generic_to_shared(p);
     float2 v;
-    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
-    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(v.x), "=f"(v.y) : "r"(cluster_address(shared_address(p), rank)) : "memory");
     return v;
 }
 
@@ -36,10 +42,8 @@ __device__ __forceinline__ void store_cluster(float4* p, int rank, float4 v) {
         *p = v;
         return;
     }
-    u32 address = (u32)__cvta_generic_to_shared(p);
-    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};"
-                 ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+                 ::"r"(cluster_address(shared_address(p), rank)), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
 // A block's mailbox is a part of its shared memory and a barrier that counts the bytes that arrive there, once. Thread 0
@@ -55,10 +59,8 @@ __device__ __forceinline__ void send(float* p, int rank, float v, u32 barrier) {
     if constexpr (CLUSTER == 1) {
         *p = v;
     } else {
-        u32 target;
-        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(target) : "r"(shared_address(p)), "r"(rank));
-        asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(barrier) : "r"(rank));
-        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(target), "f"(v), "r"(barrier) : "memory");
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];"
+                     ::"r"(cluster_address(shared_address(p), rank)), "f"(v), "r"(cluster_address(barrier, rank)) : "memory");
     }
 }
 // All threads wait until all bytes have arrived.

@@ -149,7 +149,6 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         if (resident) b = b_read;  // from the first tap again
         else b_read.release();
 
-        auto warpgroup_meets = [=] { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); };
         if (ADDS) {
             barrier_wait(own_addend, phase);
         } else {

@@ -23,6 +23,9 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
                  ::"r"(barrier), "r"(parity) : "memory");
 }
 
+// A barrier of the threads of one warpgroup.
+__device__ __forceinline__ void warpgroup_meets() { asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory"); }
+
 // Have the map at hand for the copies to come.
 __device__ __forceinline__ void prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"((u64)&map) : "memory");
@@ -67,8 +70,8 @@ __device__ __forceinline__ void stmatrix_transposed(u32 address, const u32* r) {
                  ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
 
-// `stages` buffers that one producer thread fills in turn and a number of warpgroups (or warps) read. Each side walks a Ring of its
-// own over the same shared memory. Barriers: `stages` of them "full", then as many "empty", 8 bytes each.
+// `stages` buffers that one producer thread fills in turn and a number of warpgroups (or warps) read. Each side walks a
+// Ring of its own over the same shared memory. Barriers: `stages` of them "full", then as many "empty", 8 bytes each.
 struct Ring {
     u32 buffers, bytes, barriers;
     int stages, stage = 0;
@@ -121,10 +124,11 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// c = a·b, or c + a·b where `add`: 64 rows, 16 deep, and as many columns as a warpgroup's c holds (32, 64, 128, 192 or 256);
-// `S` is the operands' type; float means tf32: 8 deep, K-major only, the low 13 bits count for nothing. No other instruction may touch c from the first product to wgmma_wait, not even to zero it:
-// ptxas would wait after each (C75xx in its log). Lane (g = lane / 4, t = lane % 4) of warp w holds, of row 16 w + g,
-// columns 8 j + 2 t and the next in c[4 j] and c[4 j + 1], and of row 16 w + g + 8 in c[4 j + 2] and c[4 j + 3].
+// c = a·b, or c + a·b where `add`: 64 rows, 16 deep, and as many columns as a warpgroup's c holds (32, 64, 128, 192 or
+// 256). S is the operands' type; float means tf32: 8 deep, K-major only, the low 13 bits count for nothing. No other
+// instruction may touch c from the first product to wgmma_wait, not even to zero it: ptxas would wait after each (C75xx
+// in its log). Lane (g = lane / 4, t = lane % 4) of warp w holds, of row 16 w + g, columns 8 j + 2 t and the next in
+// c[4 j] and c[4 j + 1], and of row 16 w + g + 8 in c[4 j + 2] and c[4 j + 3].
 #define NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define NAMES_32 NAMES_16 \
     ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
