@@ -99,7 +99,7 @@ class Plan(NamedTuple):
 
 
 @functools.cache
-def plan(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int = 2) -> Plan:
+def plan(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int) -> Plan:
     """The plan of the least estimated time for x of this shape and so many channels of the result."""
     plans = [fit(tile, shape, outputs, kernel, itemsize) for tile in TILES]
     return min((p for p in plans if p is not None), key=lambda p: time(p, shape, kernel, itemsize))
@@ -110,7 +110,7 @@ def tiles_of(shape: tuple[int, ...], rows: int) -> int:
     return blocks(shape[1], rows) * blocks(shape[2], 8)
 
 
-def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int = 2) -> Plan | None:
+def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int) -> Plan | None:
     """How the tile lies in shared memory; None where two chunks' slabs and two times R taps' weights have no room."""
     rows, chunks = min(shape[1], tile.pixels // 8), blocks(shape[3] * itemsize, LINE_BYTES)
     count = shape[0] * tiles_of(shape, rows)
@@ -127,7 +127,7 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
     return Plan(tile, rows, blocks(count, turns), slabs, weights, shared)
 
 
-def time(chosen: Plan, shape: tuple[int, ...], kernel: tuple[int, int], itemsize: int = 2) -> float:
+def time(chosen: Plan, shape: tuple[int, ...], kernel: tuple[int, int], itemsize: int) -> float:
     """Estimated microseconds."""
     turns = blocks(shape[0] * tiles_of(shape, chosen.rows), chosen.blocks)
     steps = kernel[0] * kernel[1] * blocks(shape[3] * itemsize, LINE_BYTES)
