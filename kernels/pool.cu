@@ -8,7 +8,9 @@
 // Launch: block (lanes, columns), at most 256 threads, a lane for each pack of channels; gridDim.y = ceil(packs / lanes);
 // gridDim.x = N * h rows of windows, or for kernels that write `large` N * ceil((H + PADDING) / STRIDE) bands of STRIDE rows.
 // variants: T=float,bf16,half VEC=0,1 WINDOW=2 STRIDE=2 PADDING=0
+// variants: T=bf16 VEC=1 WINDOW=1 STRIDE=1 PADDING=0
 // variants: T=bf16 VEC=1 WINDOW=3 STRIDE=1,2 PADDING=1
+// variants: T=float VEC=1 WINDOW=3 STRIDE=1 PADDING=1
 // variants: T=float VEC=1 WINDOW=5 STRIDE=1,5 PADDING=0,2
 #include "vector.cuh"
 
@@ -82,7 +84,7 @@ sum_windows(T* __restrict__ small, int add, float* sums, int moments, const T* _
 // holds those at (a, b) for which k * STRIDE + a and l * STRIDE + b are less than WINDOW.
 
 // large = factor * sum of the windows that hold the element.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, WINDOW == 1 ? 1 : 0)  // left to itself (0), the compiler spills some for 1
 spread_windows(T* __restrict__ large, int add, float* sums, int moments, const T* __restrict__ small, float factor, EXTENT) {
     wait_for_previous();
     int bands = CEIL_DIV(H + PADDING, STRIDE), i = blockIdx.x % bands, c = channel();
@@ -121,7 +123,8 @@ spread_windows(T* __restrict__ large, int add, float* sums, int moments, const T
 }
 
 // small = maximum of the window, NaN where it holds one; place = that of the first.
-extern "C" __global__ void __launch_bounds__(256) max_windows(T* small, u8* place, const T* __restrict__ large, EXTENT) {
+extern "C" __global__ void __launch_bounds__(256, WINDOW == 3 && STRIDE == 1 && sizeof(T) == 4 ? 1 : 0)  // as above
+max_windows(T* small, u8* place, const T* __restrict__ large, EXTENT) {
     wait_for_previous();
     int c = channel(), top = (int)(blockIdx.x % h) * STRIDE - PADDING;
     large += (i64)(blockIdx.x / h) * H * W * C + c;
