@@ -1,8 +1,9 @@
 // The three passes of a convolution as matrix products on tensor cores (implicit GEMM; nothing is unfolded in memory).
 // variants: PASS=FPROP,DGRAD T=bf16 OUT=bf16 PASSES=1 BM=128 BN=128,64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0
-// variants: PASS=WGRAD T=bf16 OUT=float PASSES=1 BM=128,64 BN=64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0
+// variants: PASS=WGRAD T=bf16 OUT=float PASSES=1 BM=128,64 BN=128,64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0
 // variants: PASS=FPROP,WGRAD T=half OUT=float PASSES=1 BM=64 BN=64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=0 B_VEC=0 DILATED=0
 // variants: PASS=DGRAD T=bf16 OUT=bf16 PASSES=1 BM=128 BN=16 BK=64 WM=4 WN=1 STAGES=3 A_VEC=0 B_VEC=1 DILATED=1
+// variants: PASS=FPROP,DGRAD,WGRAD T=float OUT=float PASSES=1 BM=128 BN=128 BK=32 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0
 // variants: PASS=FPROP,DGRAD,WGRAD T=float OUT=float PASSES=3 BM=128 BN=64 BK=32 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0
 //
 // x, dx: T (N, H, W, C); weight: T (K, R, S, C); out, dout: T (N, Ho, Wo, K); dweight: float (K, R, S, C).

@@ -1,5 +1,6 @@
 // Convolutions 3x3 of stride 1 and padding 1 between an image of few channels ("thin") and one of many ("wide").
-// variants: T=bf16 THIN=3 BN=64,96,128 STATISTICS=0,1
+// variants: T=bf16 THIN=3 BN=32,64 STATISTICS=0,1
+// variants: T=bf16 THIN=3 BN=96,128 STATISTICS=0
 // variants: T=half THIN=1,7 BN=32 STATISTICS=1
 //
 // thin: T (N, H, W, THIN); wide: T (N, H, W, C), 16-byte aligned, C a multiple of BN. The patch of a pixel has DEPTH

@@ -1,6 +1,7 @@
 // The weight gradient of a convolution of stride 1 that keeps the image's size, on Hopper (TMA, wgmma).
 // architectures: sm_90a
 // variants: T=bf16,half R=3 COLUMNS=1 PIXELS=64,128 CLUSTER=1,2,4,8
+// variants: T=bf16 R=3,1 COLUMNS=1 PIXELS=16,240 CLUSTER=1
 // variants: T=bf16,half R=1 COLUMNS=1,2,3 PIXELS=128 CLUSTER=1,2,4,8
 //
 // x: T (N, H, W, C); dout: T (N, H, W, K); out: float (K, R, S, C), whose rows k lie `pitch` elements apart.

@@ -11,6 +11,7 @@
 // architectures: sm_90a
 // variants: T=float,bf16,half ACROSS=8 CLUSTER=1,2,4,8 VEC=1
 // variants: T=bf16 ACROSS=4,6,10 CLUSTER=2,8 VEC=1
+// variants: T=float ACROSS=32 CLUSTER=1 VEC=1
 #include "cluster.cuh"
 #include "group_norm.cuh"
 
