@@ -1,4 +1,4 @@
-// Storage types and conversions, packs of 16 bytes, and the wait that every kernel begins with.
+// Storage types and conversions, packs of 16 bytes, small arithmetic, and the wait that every kernel begins with.
 //
 // bf16 and half are storage: to_float() reads them, from_float<T>() rounds to nearest even. Arithmetic is float.
 #pragma once
@@ -62,3 +62,5 @@ __device__ __forceinline__ void wait_for_previous() {
     asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }

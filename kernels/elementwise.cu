@@ -16,7 +16,6 @@
         map<T>(dx, accumulate, n, dout, kept, [](float dout, float saved) { return gradient; });               \
     }
 
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
 __device__ __forceinline__ float silu_slope(float x) {
     float s = sigmoid(x);
     return s * (1.0f + x * (1.0f - s));
