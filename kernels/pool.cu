@@ -80,17 +80,10 @@ sum_windows(T* __restrict__ small, int add, float* sums, int moments, const T* _
     if (sums) stored.write(sums, moments, C);
 }
 
-// A thread's elements are STRIDE columns and rows at a time, from the corner of window (i, j) on: window (i - k, j - l)
-// holds those at (a, b) for which k * STRIDE + a and l * STRIDE + b are less than WINDOW.
-
-// large = factor * sum of the windows that hold the element.
-extern "C" __global__ void __launch_bounds__(256, WINDOW == 1 ? 1 : 0)  // left to itself (0), the compiler spills some for 1
-spread_windows(T* __restrict__ large, int add, float* sums, int moments, const T* __restrict__ small, float factor, EXTENT) {
-    wait_for_previous();
-    int bands = CEIL_DIV(H + PADDING, STRIDE), i = blockIdx.x % bands, c = channel();
-    i64 n = blockIdx.x / bands;
-    large += n * H * W * C + c, small += n * h * w * C + c;
-    Moments stored;
+// A sum for each element of band `i` that the thread has part in, STRIDE columns and rows at a time, from the corner of window
+// (i, j) on: window (i - k, j - l) holds those at (a, b) for which k * STRIDE + a and l * STRIDE + b are less than WINDOW.
+// gather(sums of STRIDE columns, k * STRIDE + a, l * STRIDE, the window's place); keep(the element's place, its sum).
+template <class Gather, class Keep> __device__ __forceinline__ void sum_over_windows(int i, EXTENT, Gather gather, Keep keep) {
     for (int j = threadIdx.y; j < columns(CEIL_DIV(W + PADDING, STRIDE), C); j += blockDim.y)
 #pragma unroll UNROLL
         for (int a = 0; a < STRIDE; a++) {
@@ -102,23 +95,38 @@ spread_windows(T* __restrict__ large, int add, float* sums, int moments, const T
 #pragma unroll UNROLL
                 for (int l = 0; l < MOST; l++) {
                     if (i < k || i - k >= h || j < l || j - l >= w) continue;
-                    float v[V];
-                    load<V>(small + ((i64)(i - k) * w + j - l) * C, v);
-#pragma unroll
-                    for (int b = 0; b < STRIDE; b++)
-#pragma unroll
-                        for (int e = 0; e < V; e++) sum[b][e] += l * STRIDE + b < WINDOW ? v[e] : 0.0f;
+                    gather(sum, k * STRIDE + a, l * STRIDE, ((i64)(i - k) * w + j - l) * C);
                 }
 #pragma unroll
             for (int b = 0; b < STRIDE; b++) {
                 int column = j * STRIDE - PADDING + b;
-                if (column < 0 || column >= W) continue;
-#pragma unroll
-                for (int e = 0; e < V; e++) sum[b][e] *= factor;
-                store<V>(large + ((i64)row * W + column) * C, sum[b], add);
-                stored.add(sum[b]);
+                if (column >= 0 && column < W) keep(((i64)row * W + column) * C, sum[b]);
             }
         }
+}
+
+// large = factor * sum of the windows that hold the element.
+extern "C" __global__ void __launch_bounds__(256, WINDOW == 1 ? 1 : 0)  // left to itself (0), the compiler spills some for 1
+spread_windows(T* __restrict__ large, int add, float* sums, int moments, const T* __restrict__ small, float factor, EXTENT) {
+    wait_for_previous();
+    int bands = CEIL_DIV(H + PADDING, STRIDE), c = channel();
+    i64 n = blockIdx.x / bands;
+    large += n * H * W * C + c, small += n * h * w * C + c;
+    Moments stored;
+    auto gather = [&](float (&sum)[STRIDE][V], int, int column, i64 window) {
+        float v[V];
+        load<V>(small + window, v);
+#pragma unroll
+        for (int b = 0; b < STRIDE; b++)
+#pragma unroll
+            for (int e = 0; e < V; e++) sum[b][e] += column + b < WINDOW ? v[e] : 0.0f;
+    };
+    sum_over_windows(blockIdx.x % bands, H, W, h, w, C, gather, [&](i64 element, float (&sum)[V]) {
+#pragma unroll
+        for (int e = 0; e < V; e++) sum[e] *= factor;
+        store<V>(large + element, sum, add);
+        stored.add(sum);
+    });
     if (sums) stored.write(sums, moments, C);
 }
 
@@ -158,36 +166,19 @@ max_windows(T* small, u8* place, const T* __restrict__ large, EXTENT) {
 extern "C" __global__ void __launch_bounds__(256)
 max_windows_backward(T* dlarge, int add, const T* __restrict__ dsmall, const u8* __restrict__ place, EXTENT) {
     wait_for_previous();
-    int bands = CEIL_DIV(H + PADDING, STRIDE), i = blockIdx.x % bands, c = channel();
+    int bands = CEIL_DIV(H + PADDING, STRIDE), c = channel();
     i64 n = blockIdx.x / bands;
     dlarge += n * H * W * C + c, dsmall += n * h * w * C + c, place += n * h * w * C + c;
-    for (int j = threadIdx.y; j < columns(CEIL_DIV(W + PADDING, STRIDE), C); j += blockDim.y)
-#pragma unroll UNROLL
-        for (int a = 0; a < STRIDE; a++) {
-            int row = i * STRIDE - PADDING + a;
-            if (row < 0 || row >= H) continue;
-            float sum[STRIDE][V] = {};
-#pragma unroll UNROLL
-            for (int k = 0; k * STRIDE + a < WINDOW; k++)
-#pragma unroll UNROLL
-                for (int l = 0; l < MOST; l++) {
-                    if (i < k || i - k >= h || j < l || j - l >= w) continue;
-                    i64 window = ((i64)(i - k) * w + j - l) * C;
-                    float v[V];
-                    load<V>(dsmall + window, v);
-                    Places found = *reinterpret_cast<const Places*>(place + window);
+    auto gather = [&](float (&sum)[STRIDE][V], int row, int column, i64 window) {
+        float v[V];
+        load<V>(dsmall + window, v);
+        Places found = *reinterpret_cast<const Places*>(place + window);
 #pragma unroll
-                    for (int b = 0; b < STRIDE; b++)
+        for (int b = 0; b < STRIDE; b++)
 #pragma unroll
-                        for (int e = 0; e < V; e++) {
-                            int own = (k * STRIDE + a) * WINDOW + l * STRIDE + b;
-                            sum[b][e] += l * STRIDE + b < WINDOW && found.v[e] == own ? v[e] : 0.0f;
-                        }
-                }
-#pragma unroll
-            for (int b = 0; b < STRIDE; b++) {
-                int column = j * STRIDE - PADDING + b;
-                if (column >= 0 && column < W) store<V>(dlarge + ((i64)row * W + column) * C, sum[b], add);
-            }
-        }
+            for (int e = 0; e < V; e++)
+                sum[b][e] += column + b < WINDOW && found.v[e] == row * WINDOW + column + b ? v[e] : 0.0f;
+    };
+    sum_over_windows(blockIdx.x % bands, H, W, h, w, C, gather,
+                     [&](i64 element, float (&sum)[V]) { store<V>(dlarge + element, sum, add); });
 }
