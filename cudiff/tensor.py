@@ -109,8 +109,8 @@ class Tensor:
         self._grad, self._vacant = array, False
 
     def zero_grad(self) -> None:
-        """Set `grad` to zeros in its place; the next backward overwrites it, which saves writing and adding them."""
-        self._vacant = True
+        """Set a `grad` to zeros in its place; the next backward overwrites it, which saves writing and adding them."""
+        self._vacant = self._grad is not None
 
     @property
     def shape(self) -> tuple[int, ...]:

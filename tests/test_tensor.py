@@ -6,6 +6,7 @@ import pytest
 
 import cudiff
 from cudiff import CudiffError, Function, Tensor, from_dlpack, no_grad
+from cudiff.tensor import _into_leaf
 
 
 def leaf(values, device="cpu", dtype=np.float32):
@@ -323,3 +324,13 @@ def test_zero_grad_keeps_the_place_and_the_next_backward_overwrites_it(device):
     (w * v).sum().backward()
     (w * v).sum().backward()
     assert w.grad is place and grad(w) == [6, 8]
+
+
+def test_zero_grad_leaves_a_tensor_without_a_gradient_as_it_is(device):
+    w = Tensor([1.0, 2.0], requires_grad=True, device=device)
+    w.zero_grad()
+    assert w.grad is None
+    w.zero_grad()
+    assert _into_leaf(w, "cuda", False) is None  # there is no place that a backward could overwrite
+    (w * 3).sum().backward()
+    assert grad(w) == [3, 3]
