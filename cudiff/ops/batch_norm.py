@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from cudiff.backend import float32
@@ -70,13 +68,11 @@ class BatchNorm(Function):
     def backward_cuda(ctx, dout, needs, into):
         x, weight, bias, mean, rstd = ctx.saved
         rows = (1, -1, x.shape[-1])
-        sums: dict[int, Any] = {}
         dx, _, dweight, dbias, _, _ = group_norm_backward_cuda(
             dout.reshape(rows), x.reshape(rows), None, weight, bias, mean, rstd,
             needs=(needs[0], False, *needs[1:3], False, False), into=(None, None, *into[1:3], None, None),
-            constant_statistics=not ctx.training, sums=sums,
+            constant_statistics=not ctx.training, sums=ctx.din_partials,
         )
-        ctx.din_partials = sums
         return None if dx is None else dx.reshape(x.shape), dweight, dbias, None, None
 
 
