@@ -32,7 +32,7 @@ def suits(x: Array, weight: Array, out: Array, stride: tuple[int, int], padding:
         and thin.shape[3] <= MOST
         and wide.shape[3] % 32 == 0
         and wide.shape[3] <= 128
-        and products_bytes(x.shape, thin.shape[3], 1) <= SHARED_BYTES
+        and products_bytes(1, x.shape[2], thin.shape[3]) <= SHARED_BYTES
         and aligned(wide)
         and 0 < wide.size < 2**31
         and weight.flags.c_contiguous
@@ -50,9 +50,9 @@ def rows_bytes(rows: int, width: int, thin: int) -> int:
     return 2 * (rows + 2) * (width + 2) * thin
 
 
-def products_bytes(shape: tuple[int, ...], thin: int, rows: int) -> int:
+def products_bytes(rows: int, width: int, thin: int) -> int:
     """Products of a tile of so many rows, and of the two around it, with all taps."""
-    return 4 * (rows + 2) * shape[2] * (9 * thin | 1)
+    return 4 * (rows + 2) * width * (9 * thin | 1)
 
 
 def sums_bytes(thin: int, columns: int) -> int:
@@ -73,10 +73,10 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, statistics: b
     weight = weight if weight.dtype == x.dtype else weight.astype(x.dtype)
     at = _weight(weight.shape[3], thin_last=(thin == channels) != transposed, flipped=transposed)
     if thin == outputs:
-        rows = max(r for r in range(1, _rows(n, height) + 1) if products_bytes(x.shape, thin, r) <= SHARED_BYTES)
+        rows = max(r for r in range(1, _rows(n, height) + 1) if products_bytes(r, width, thin) <= SHARED_BYTES)
         launch(
             "conv2d_thin", "gather", n * blocks(height, rows), THREADS,
-            (x, weight, epilogue.bias, out, at, height, width, rows), products_bytes(x.shape, thin, rows),
+            (x, weight, epilogue.bias, out, at, height, width, rows), products_bytes(rows, width, thin),
             T=x.dtype, THIN=thin, BN=channels, STATISTICS=0,
         )
         return None
@@ -121,10 +121,6 @@ _WEIGHT = np.dtype([(name, np.int32) for name in ("first", "tap", "thin", "wide"
 
 def _weight(channels: int, thin_last: bool, flipped: bool) -> np.ndarray:
     """Where the kernel finds a weight (K, 3, 3, C), of which C is thin or K; `flipped` turns the taps around."""
-    steps = {"tap": channels, "thin": 1 if thin_last else 9 * channels, "wide": 9 * channels if thin_last else 1}
-    at = np.zeros((), _WEIGHT)
-    for name, step in steps.items():
-        at[name] = step
-    if flipped:
-        at["first"], at["tap"] = 8 * channels, -channels
-    return at
+    first, tap = (8 * channels, -channels) if flipped else (0, channels)
+    thin, wide = (1, 9 * channels) if thin_last else (9 * channels, 1)
+    return np.array((first, tap, thin, wide), _WEIGHT)
