@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from cudiff import ops
 from cudiff.backend import float32
 from cudiff.errors import CudiffError
-from cudiff.nn import Conv2d, ConvTranspose2d, Linear, Module, ModuleList, Sequential, SiLU
+from cudiff.nn import Conv2d, ConvTranspose2d, Linear, Module, ModuleList, Sequential, SiLU, linears
 from cudiff.tensor import Tensor
 
 
@@ -21,13 +19,9 @@ class TimeEmbedding(Module):
 
     def forward(self, t: Tensor) -> Tensor:
         emb = ops.timestep_embedding(t, self.dim, divisor="half-1", order="sin,cos")
-        (hidden,) = together([self.mlp[0]], emb)
-        return together([self.mlp[2]], self.mlp[1](hidden))[0]
-
-
-def together(layers: list[Any], x: Tensor) -> tuple[Tensor, ...]:
-    """Linear layers of one x (N, K) float32, all by one operation: each alone would be too small."""
-    return ops.linears(x, [layer.weight for layer in layers], [layer.bias for layer in layers])
+        first, silu, second = self.mlp
+        (hidden,) = linears(emb, first)
+        return linears(silu(hidden), second)[0]
 
 
 class Block(Module):
@@ -96,7 +90,7 @@ class CS179UNet(Module):
 
     def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
         blocks = [*self.enc_blocks, self.bottleneck, *self.dec_blocks]
-        shifts = iter(together([block.time_proj for block in blocks], self.time_emb(t)))
+        shifts = iter(linears(self.time_emb(t), *(block.time_proj for block in blocks)))
         h = ops.astype(x, self.activation_dtype)
         skips = []
         for block in self.enc_blocks:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from cudiff import ops
 from cudiff.backend import float32
 from cudiff.errors import CudiffError
-from cudiff.nn import Conv2d, Dropout, Embedding, GroupNorm, Linear, Module, ModuleList, Sequential, SiLU
+from cudiff.nn import Conv2d, Dropout, Embedding, GroupNorm, Linear, Module, ModuleList, Sequential, SiLU, linears
 from cudiff.tensor import Tensor
 
 
@@ -112,13 +111,7 @@ class ResBlock(Module):
 
 def embeddings(blocks: list[ResBlock], silu_emb: Tensor) -> dict[ResBlock, Tensor]:
     """Each block's `emb_layers` of silu_emb (N, E) float32, all by one operation: (N, K), or (N, 2K): scale, shift."""
-    return dict(zip(blocks, _linears(silu_emb, *(block.emb_layers[1] for block in blocks)), strict=True))
-
-
-def _linears(x: Tensor, *layers: Any) -> tuple[Tensor, ...]:
-    """Each layer's output for the few rows of x (N, E), float32: a kernel for that, where a tile of a large matrix
-    product would take three times as long."""
-    return ops.linears(x, [layer.weight for layer in layers], [layer.bias for layer in layers])
+    return dict(zip(blocks, linears(silu_emb, *(block.emb_layers[1] for block in blocks)), strict=True))
 
 
 class AttentionBlock(Module):
@@ -231,8 +224,8 @@ class UNet(Module):
 
     def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
         first, _, second = self.time_embed
-        (emb,) = _linears(ops.timestep_embedding(t, self.model_channels, self.max_period), first)
-        (emb,) = _linears(ops.silu(emb), second)
+        (emb,) = linears(ops.timestep_embedding(t, self.model_channels, self.max_period), first)
+        (emb,) = linears(ops.silu(emb), second)
         if self.label_emb is not None and labels is not None:
             emb = emb + self.label_emb(labels)
         embs = embeddings([module for _, module in self.modules() if isinstance(module, ResBlock)], ops.silu(emb))
