@@ -219,7 +219,7 @@ def empty(shape: Any, dtype: Any) -> Array:
 
 
 def gradient_target(into: Array | Vacant | None, shape: Any, dtype: Any) -> tuple[Array, bool]:
-    """Where a backward writes, and whether it adds: `into` if it has this dtype, else a new array."""
+    """Where a backward writes, and whether it adds: `into` (over a `Vacant`) if it has this dtype, else a new array."""
     if isinstance(into, Vacant):
         return (into.array if into.array.dtype == dtype else empty(shape, dtype)), False
     if into is not None and into.dtype == dtype:

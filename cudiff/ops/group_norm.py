@@ -17,7 +17,7 @@ from cudiff.cuda.module import blocks, empty, gradient_target, hopper, launch
 from cudiff.cuda.sums import add_rows
 from cudiff.ops.cast import narrow, require_float, widen
 from cudiff.ops.gemm import MULTIPROCESSORS
-from cudiff.tensor import Function, Tensor
+from cudiff.tensor import Function, Tensor, Vacant
 from cudiff.threads import cut, parallel_map
 
 
@@ -187,10 +187,10 @@ def _normalize(y: Array, x: Array, x2: Array | None, affine: tuple, silu: bool, 
 
 def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, mean: Array,
                              rstd: Array, silu: bool = False, scale: Array | None = None, shift: Array | None = None, *,
-                             needs: tuple[bool, ...], into: tuple[Array | None, ...],
+                             needs: tuple[bool, ...], into: tuple[Array | Vacant | None, ...],
                              constant_statistics: bool = False, y: Array | None = None,
                              sums: dict[int, Array] | None = None) -> tuple[Array | None, ...]:
-    """dx, dx2, dweight, dbias, dscale, dshift: None where `needs` says so, added to `into` where that is given.
+    """dx, dx2, dweight, dbias, dscale, dshift: None where `needs` says so, else where `gradient_target` says.
 
     The gradients of parameters, scale and shift are float32. `y`, where given, receives the output once more. `sums`,
     where given, receives at 0 and 1 the sums of dx and dx2, with what they had before, over tiles of pixels: float32

@@ -14,7 +14,7 @@ from cudiff.backend import Array, compute_dtype, device_of, float32, is_float
 from cudiff.cuda.module import blocks, empty, gradient_target, launch
 from cudiff.cuda.sums import add_rows
 from cudiff.ops.cast import astype, require_float
-from cudiff.tensor import Function, Tensor
+from cudiff.tensor import Function, Tensor, Vacant
 from cudiff.threads import cut, parallel_map
 
 
@@ -135,8 +135,8 @@ def _in_parts(name: str, x: Array, outer: int, count: int, inner: int, operands:
     return parts, run
 
 
-def sum_rows_cuda(x: Array, into: Array | None, sums: Array | None = None) -> Array:
-    """Sum of x (..., C) over all axes but the last, (C,) float32; added to `into` where that is given.
+def sum_rows_cuda(x: Array, into: Array | Vacant | None, sums: Array | None = None) -> Array:
+    """Sum of x (..., C) over all axes but the last, (C,) float32; to where `gradient_target` says.
 
     `sums`, float32 (..., C), where given, add up to the same. The result may wait for others (see cudiff.cuda.sums):
     nobody may write to `sums` until the backward has ended.
