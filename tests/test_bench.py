@@ -88,6 +88,19 @@ def test_the_classifier():
     assert relative_error(out.detach().numpy(), expected) < 1e-5
 
 
+def test_every_size_is_compiled_for_itself():
+    sizes = []
+
+    def backend(graph, inputs):
+        sizes.append([size for tensor in inputs for size in tensor.shape])
+        return graph.forward
+
+    for batch in (1, 16, 64):
+        opponents.compile_alone(lambda x: x * 2, backend=backend)(torch.ones(batch, 3))
+    assert all(isinstance(size, int) for found in sizes for size in found)  # none is symbolic
+    assert sizes == [[1, 3], [16, 3], [64, 3]]
+
+
 def test_rows_stand_before_pytorch_is_asked(monkeypatch, tmp_path):
     class Opponent:
         def times(self):

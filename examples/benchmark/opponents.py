@@ -222,13 +222,12 @@ class Training:
         mode="reduce-overhead", then the better of that and what is captured by hand."""
         self.optimizer.zero_grad(set_to_none=True)
         torch.cuda.reset_peak_memory_stats()
-        with_graphs = torch.compile(self.loss, mode="reduce-overhead")
+        with_graphs = compile_alone(self.loss, mode="reduce-overhead")
         times = {"whole": step_time(lambda: self.step(with_graphs, True)),
                  "memory": torch.cuda.max_memory_allocated() / 2**20,
                  "bare": step_time(lambda: self.step(with_graphs, False))}
         yield times
-        torch._dynamo.reset()
-        compiled = torch.compile(self.loss)
+        compiled = compile_alone(self.loss)
         for kind, averaged in (("whole", True), ("bare", False)):
             replay = captured(lambda averaged=averaged: self.step(compiled, averaged))
             times[kind] = min(times[kind], step_time(replay))
@@ -253,6 +252,12 @@ def first_step() -> None:
     images = np.random.default_rng(0).integers(0, 256, (networks.IMAGES, 64, 64, 3), np.uint8)
     step = Training(EDM(config, unet(config).to(DEVICE).to(**CHANNELS_LAST)), images)
     step.step(torch.compile(step.loss, mode="reduce-overhead"), True).item()
+
+
+def compile_alone(fn: Callable, **options: Any) -> Callable:
+    """`fn` compiled for its own sizes: beside the same code at other sizes, PyTorch would take them for variables."""
+    torch._dynamo.reset()
+    return torch.compile(fn, **options)
 
 
 def captured(fn: Callable[[], Any]) -> Callable[[], Any]:
@@ -283,7 +288,7 @@ def forward(net: Module, x: cudiff.Tensor, t: cudiff.Tensor) -> float:
     tt = torch.from_numpy(t.numpy()).to(DEVICE)
     with torch.no_grad():
         check("output", net(x, t).numpy(), other(tx, tt).permute(0, 2, 3, 1), 3 * TOLERANCE["bf16"])
-        compiled = torch.compile(other)
+        compiled = compile_alone(other)
         return theirs(lambda: compiled(tx, tt), 2)
 
 
@@ -295,10 +300,9 @@ def denoiser(config: Config, net: Module, x: cudiff.Tensor, sigma: cudiff.Tensor
     with torch.no_grad():
         ours = networks.Pipeline(config, net).denoiser()(x, sigma).numpy()
         check("image", ours, model.denoise(tx, ts).permute(0, 2, 3, 1), TOLERANCE["bf16"])
-        with_graphs = torch.compile(model.denoise, mode="reduce-overhead")
+        with_graphs = compile_alone(model.denoise, mode="reduce-overhead")
         time = step_time(lambda: with_graphs(tx, ts))
-        torch._dynamo.reset()
-        compiled = torch.compile(model.denoise)
+        compiled = compile_alone(model.denoise)
         return min(time, step_time(captured(lambda: compiled(tx, ts))))
 
 
@@ -348,10 +352,9 @@ def cnn(net: CNN, batch: int) -> float:
 
         return step
 
-    with_graphs = torch.compile(loss, mode="reduce-overhead")
+    with_graphs = compile_alone(loss, mode="reduce-overhead")
     time = step_time(loading(lambda: update(with_graphs)))
-    torch._dynamo.reset()
-    compiled = torch.compile(loss)
+    compiled = compile_alone(loss)
     return min(time, step_time(loading(captured(lambda: update(compiled)))))
 
 
@@ -381,7 +384,7 @@ def group_norm_silu(c: int, size: int) -> tuple[float, float]:
     x = torch.randn(32, c, size, size, device=DEVICE, dtype=torch.bfloat16).to(**CHANNELS_LAST).requires_grad_()
     weight = torch.ones(c, device=DEVICE, requires_grad=True)
     bias = torch.zeros(c, device=DEVICE, requires_grad=True)
-    norm = torch.compile(lambda x: F.silu(F.group_norm(x, 32, weight, bias)))
+    norm = compile_alone(lambda x: F.silu(F.group_norm(x, 32, weight, bias)))
     with torch.no_grad():
         forward = theirs(lambda: norm(x))
     dout = torch.randn_like(x)
