@@ -109,6 +109,7 @@ def test_wgrad_in_parts_adds_to_what_is_there(hopper, rng, outputs, channels, cl
     before = rng.standard_normal(weight.shape).astype(np.float32)
     operands = [Tensor(array, device="cuda").data for array in (x, dout)]
     plans = [p for p in conv2d_sm90.wgrad_plans((2, 48, 9), weight.shape) if p.cluster == cluster]
+    assert plans
     for chosen in {p.across: p._replace(parts=parts) for p in plans}.values():
         dweight = Tensor(before, device="cuda").data
         conv2d_sm90.wgrad(*operands, dweight, True, chosen)
@@ -184,14 +185,14 @@ def test_every_wgrad_fits(kernel_rows):
             assert conv2d_sm90.plan_wgrad(images, weight) in plans
             for plan in plans:
                 assert plan.rows * width % 16 == 0 and plan.rows * width <= 256
-                assert plan.across <= (3 if kernel_rows == 1 else 1) and plan.stages >= 2
+                assert 1 <= plan.across <= (3 if kernel_rows == 1 else 1) and plan.stages >= 2
                 assert plan.cluster <= plan.parts <= 2 * blocks(height, plan.rows) and plan.parts % plan.cluster == 0
                 assert 256 * 64 * kernel_rows * plan.across <= plan.shared
                 assert plan.shared + 1024 <= conv2d_sm90.SHARED_BYTES
             if columns > conv2d_sm90.TF32_COLUMNS:
                 continue
             rows, across, stages, shared = conv2d_sm90.fit_wgrad_tf32(height, columns, channels, kernel_rows)
-            assert rows * width <= 256 and rows <= height and across >= 1 and stages >= 3
+            assert rows * width <= 256 and 1 <= rows <= height and across >= 1 and stages >= 3
             assert conv2d_sm90.width_of(columns + kernel_rows - 1) <= 256
             assert kernel_rows**2 * across * 16 * 128 * 4 <= shared <= conv2d_sm90.SHARED_BYTES - 1024
 
@@ -206,6 +207,18 @@ def test_what_is_left_to_the_portable_kernels(monkeypatch, shape, weight):
     padding = (weight[1] // 2, weight[2] // 2)
     assert not conv2d_sm90.suits(x, np.zeros(weight, np.float16), out, padding=padding)
     assert not conv2d_sm90.suits_wgrad(x, np.zeros(weight, np.float32), out, padding=padding)
+
+
+@pytest.mark.parametrize("dtype, columns, kernel", [
+    (np.float16, 136, (3, 3)), (np.float32, conv2d_sm90.TF32_COLUMNS + 8, (3, 3)), (np.float32, 8, (1, 3)),
+], ids=str)
+def test_weight_gradients_left_to_the_portable_kernels(monkeypatch, dtype, columns, kernel):
+    """Of wide images, and in tf32 of kernels that are not square: forward takes them."""
+    monkeypatch.setattr(conv2d_sm90, "hopper", lambda: True)
+    monkeypatch.setattr(conv2d_sm90, "aligned", lambda *args: True)
+    x, weight, padding = np.zeros((1, 8, columns, 16), dtype), np.zeros((16, *kernel, 16), dtype), (kernel[0] // 2, 1)
+    assert conv2d_sm90.suits(x, weight, x, padding=padding, tf32=True)
+    assert not conv2d_sm90.suits_wgrad(x, weight, x, padding=padding, tf32=True)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
