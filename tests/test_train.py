@@ -295,7 +295,8 @@ def test_out_of_memory_says_what_fits(digits, tmp_path):
 def test_a_folder_that_holds_a_run_is_refused(train, digits, tmp_path):
     trainer = train(save_every=3)
     before = {path.name: path.read_bytes() for path in trainer.folder.iterdir()}
-    with pytest.raises(CudiffError, match=r"already holds a run: go on with cudiff train --resume .*, or .* --folder"):
+    message = r"already holds a run: go on with cudiff train --resume .*, or choose another --folder"
+    with pytest.raises(CudiffError, match=message):
         train()
     with pytest.raises(CudiffError, match=r"holds a newer checkpoint: resume .*step-00000006"):
         train("run", trainer.folder / "step-00000003.safetensors")
