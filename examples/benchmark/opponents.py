@@ -1,8 +1,9 @@
 """PyTorch at its best, doing the same work: channels-last, bf16 or TF32, fused optimisers, SDPA, torch.compile.
 
 Every opponent of a network starts from cudiff's weights, and is timed only after both gave the same loss and gradient
-(or output) on the same images and noise. A step is timed twice, compiled with mode="reduce-overhead", and compiled and
-captured by hand as one CUDA graph, batch, clipping, optimiser and average included; the better one counts.
+(a forward the same output, the classifier the same loss) on the same images and noise. A step is timed twice, compiled
+with mode="reduce-overhead", and compiled and captured by hand as one CUDA graph, batch, clipping, optimiser and average
+included; the better one counts.
 """
 
 from __future__ import annotations
@@ -293,8 +294,8 @@ def forward(net: Module, x: cudiff.Tensor, t: cudiff.Tensor) -> float:
 
 
 def denoiser(config: Config, net: Module, x: cudiff.Tensor, sigma: cudiff.Tensor) -> float:
-    """Microseconds of a call of the denoiser."""
-    model = EDM(config, twin(config, net).eval())
+    """Microseconds of a call of the denoiser with bf16 weights."""
+    model = EDM(config, twin(config, net).bfloat16().eval())
     tx = torch.from_numpy(x.numpy()).to(DEVICE).permute(0, 3, 1, 2)
     ts = torch.from_numpy(sigma.numpy()).to(DEVICE)
     with torch.no_grad():
