@@ -1,7 +1,7 @@
 """Train elephants in bf16 and in fp32 and compare: python examples/compare_precisions.py PHOTOS [steps]
 
 Both see the same batches and noise; what counts is the loss averaged over the last 200 steps. Exits with 1 where bf16's
-is more than LIMIT above fp32's.
+is more than LIMIT above fp32's, or not finite.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main() -> None:
         print(f"{precision}: loss {loss[precision]:.5f}, {metrics['step_ms']:.1f} ms a step", flush=True)
     difference = loss["bf16"] / loss["fp32"] - 1
     print(f"bf16 against fp32: {difference:+.2%} after {options.steps} steps")
-    sys.exit(difference > LIMIT)
+    sys.exit(not difference <= LIMIT)  # NaN is no success
 
 
 if __name__ == "__main__":
