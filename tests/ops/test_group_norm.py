@@ -129,7 +129,7 @@ def test_partials_stand_in_for_the_statistics_pass(device, rng, given):
     assert relative_error(out, expected) < 2e-5
 
 
-# Shapes for clusters of 1 to 8 blocks on Hopper, chunks of 32 to 160 bytes, and for several rows a thread.
+# Shapes for clusters of 1 to 8 blocks on Hopper, chunks of 64 to 112 bytes, and for several rows a thread.
 CLUSTERS = [
     ((32, 3, 5, 256), 0, 32),
     ((32, 8, 4, 128), 0, 32),
