@@ -26,8 +26,8 @@
 // Maps: x {C, W, H, N}, box {CHUNK, 8 + S - 1, rows + R - 1, 1}; FPROP weight {C, R·S, K}, DGRAD weight {K, R·S, C}, box
 // {CHUNK, 1, 64}; out and addend {K, W, H, N}, box {CHUNK, 8, rows, 1}. Those of float x and weight round to tf32.
 // Launch: 288 threads; grid (any number, ceil(K / 64)); tiles = ceil(W / 8) · ceil(H / rows). Shared memory: 1024 bytes
-// for barriers, the slabs of two chunks or of all turns, the weights of two times R taps or all, and the results of two
-// turns or one.
+// for barriers; `a_stages` slabs, two at least if the turns have so many chunks; `b_stages` times R taps' weights, two at
+// least if there are so many; and the results of two turns or one.
 #include "wgmma.cuh"
 
 enum Pass { FPROP, DGRAD };

@@ -39,7 +39,7 @@ UNARY(gelu, x * normal_cdf(x), x, dout * (normal_cdf(x) + x * normal_pdf(x)))
 
 // relu's backward for images (N, pixels, C): dx = dout where out > 0, and its sums (N, C), float, over each image's pixels.
 // C is a multiple of a pack, every T address one of 16 bytes. Launch: (N, chunks), 256 threads: a thread a pack of 16
-// bytes in each `lanes`-th pixel; a chunk is 256 / lanes packs.
+// bytes in each `lanes`-th pixel; a chunk is 256 / lanes packs. `lanes` is a power of two.
 extern "C" __global__ void relu_backward_sums(const T* dout, const T* kept, T* dx, float* sums, int pixels, int C, int lanes) {
     wait_for_previous();
     constexpr int SIZE = Pack<T>::SIZE;

@@ -8,8 +8,8 @@
 // block for its image; else `finish_statistics` and `finish_sums` do it once.
 // VEC=1: C1, C2 and every T address are multiples of a 16-byte pack.
 // On Hopper group_norm_sm90.cu takes what fits in a cluster's shared memory.
-// The tiled kernels are launched as group_norm.cuh says. Those that are given partials need 8 bytes of dynamic shared memory
-// for each channel and each group, the finish_ kernels for each channel.
+// The tiled kernels are launched as group_norm.cuh says. Dynamic shared memory: 8 bytes for each channel in the finish_
+// kernels and, where they are given partials, in `normalize` and `input_gradients`, which needs 8 for each group too.
 // variants: T=float,bf16,half VEC=0,1
 #include "group_norm.cuh"
 

@@ -13,7 +13,7 @@ constexpr int V = VEC ? Pack<T>::SIZE : 1;
 // The channels and pixels of one thread.
 struct Lane {
     int n, tile, c0, c;     // image, tile, first channel of the block's chunk and of this thread's V
-    int pixel, step, count; // pixels pixel + i * step of all images, for i < count; a thread without any has c = c0
+    int pixel, step, count; // pixels pixel + i * step of all images, for i < count; an idle thread has c = c0
     __device__ __forceinline__ Lane(int S, int C, int tiles, int across) {
         int y = threadIdx.x / across, rows = CEIL_DIV(S, tiles);
         n = blockIdx.x / tiles;

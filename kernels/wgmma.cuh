@@ -48,12 +48,13 @@ __device__ __forceinline__ void bulk_load(u32 target, const void* source, u32 by
                  ::"r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// Copy a box from shared memory to the map's tensor (what lies outside is left out); the calling thread waits until it
-// has been read. Before: every writer of `source` calls fence_writes(), and all meet.
+// Start copying a box from shared memory to the map's tensor (what lies outside is left out). Before: every writer of
+// `source` calls fence_writes(), and all meet. After: tma_store_wait().
 __device__ __forceinline__ void tma_store(const TensorMap& map, u32 source, int i0, int i1, int i2, int i3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];"
                  ::"l"((u64)&map), "r"(i0), "r"(i1), "r"(i2), "r"(i3), "r"(source) : "memory");
 }
+// Wait until all boxes that this thread stores have been read, so that their shared memory may be written again.
 __device__ __forceinline__ void tma_store_wait() {
     asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
 }
