@@ -16,8 +16,8 @@
 //
 // A strip is 8 pixels wide and `rows` high, PIXELS at most; an image has `tiles` of them. A warpgroup computes 64 channels
 // of a strip as products of 64 rows, the channels, and PIXELS columns. A thread's results belong to two channels. With 256
-// columns the operands are read from shared memory least often; its speed is the bound with fewer (128 columns reach 0.8 of
-// the tensor cores' speed, 64 reach 0.6). The depth is walked in chunks of 64 channels, or 32 of floats. A slab of
+// columns the operands are read from shared memory least often; its speed is the bound with fewer (128 columns reach 0.92 of
+// that speed, 64 reach 0.63: TILES in conv2d_sm90.py). The depth is walked in chunks of 64 channels, or 32 of floats. A slab of
 // rows + R - 1 by 8 + S - 1 pixels, padded with zeros by TMA, serves all taps of a chunk: they differ in where they start.
 // The weights come for R vertical taps at once.
 // A block stays and walks over strips, so that its products hardly pause: one warp brings slabs and weights, through a

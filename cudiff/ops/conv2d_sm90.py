@@ -262,7 +262,8 @@ def wgrad_tf32(x: Array, dout: Array, dweight: Array, add: bool, parts: int = 0)
     n, height, columns, _ = x.shape
     outputs, taps, _, channels = dweight.shape
     rows, across, stages, shared = fit_wgrad_tf32(height, columns, channels, taps)
-    width, pitch_x = width_of(columns), width_of(columns + taps - 1)
+    width = width_of(columns)
+    pitch_x = width_of(width + taps - 1)
     grid = blocks(outputs, 64) * blocks(channels, 32 * across)
     parts = min(n * blocks(height, rows), parts or max(1, MULTIPROCESSORS // grid))
     out, pitch = _sums(dweight, parts)
@@ -280,7 +281,8 @@ def wgrad_tf32(x: Array, dout: Array, dweight: Array, add: bool, parts: int = 0)
 
 def fit_wgrad_tf32(height: int, columns: int, channels: int, taps: int) -> tuple[int, int, int, int]:
     """Rows of an image a step, 32-channel columns a block, steps in flight (3 at least), bytes of shared memory."""
-    width, pitch_x = width_of(columns), width_of(columns + taps - 1)
+    width = width_of(columns)
+    pitch_x = width_of(width + taps - 1)
     rows = min(max(1, 64 // width), height)
     room = SHARED_BYTES - 1024 - BARRIER_BYTES
     across = 1 if taps > 1 else min(4, blocks(channels, 32), room // (3 * rows * width * LINE_BYTES) - 2)

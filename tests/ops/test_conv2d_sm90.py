@@ -193,7 +193,7 @@ def test_every_wgrad_fits(kernel_rows):
                 continue
             rows, across, stages, shared = conv2d_sm90.fit_wgrad_tf32(height, columns, channels, kernel_rows)
             assert rows * width <= 256 and 1 <= rows <= height and across >= 1 and stages >= 3
-            assert conv2d_sm90.width_of(columns + kernel_rows - 1) <= 256
+            assert conv2d_sm90.width_of(width + kernel_rows - 1) <= 256
             assert kernel_rows**2 * across * 16 * 128 * 4 <= shared <= conv2d_sm90.SHARED_BYTES - 1024
 
 
