@@ -197,6 +197,21 @@ def test_every_wgrad_fits(kernel_rows):
             assert kernel_rows**2 * across * 16 * 128 * 4 <= shared <= conv2d_sm90.SHARED_BYTES - 1024
 
 
+@pytest.mark.parametrize("columns", range(1, 30))
+def test_every_tap_of_a_tf32_wgrad_lies_in_the_slab(monkeypatch, columns):
+    """The pixels that fill a row up to a multiple of 8 are read too, at each tap."""
+    found = []
+    monkeypatch.setattr(conv2d_sm90, "launch", lambda *args, **constants: found.append(args[4]))
+    monkeypatch.setattr(conv2d_sm90, "empty", np.empty)
+    monkeypatch.setattr(conv2d_sm90, "tensor_map", lambda array, box: box)
+    monkeypatch.setattr(conv2d_sm90, "add_parts", lambda *args: None)
+    x = np.zeros((2, 5, columns, 32), np.float32)
+    conv2d_sm90.wgrad_tf32(x, x, np.zeros((32, 3, 3, 32), np.float32), add=False)
+    ((x_box, dout_box, *_, rows, width, pitch, _),) = found
+    assert x_box == (1, rows + 2, pitch, 32) and dout_box == (1, rows, width, 32)
+    assert columns <= width and width - 1 + 2 < pitch and pitch % 8 == 0
+
+
 @pytest.mark.parametrize("shape, weight", [
     ((0, 8, 8, 16), (16, 3, 3, 16)), ((1, 0, 8, 16), (16, 1, 1, 16)), ((1, 8, 8, 16), (16, 3, 9, 16)),
     ((1, 8, 8, 16), (16, 5, 5, 16)),
