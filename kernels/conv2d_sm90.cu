@@ -1,16 +1,20 @@
 // Convolution of stride 1 that keeps the image's size, on Hopper: TMA brings the operands, wgmma multiplies them. These are
 // FPROP and DGRAD of conv2d.cu; conv2d_wgrad_sm90.cu and conv2d_wgrad_tf32_sm90.cu are its WGRAD.
 // architectures: sm_90a
-// variants: PASS=FPROP T=bf16,half PIXELS=256 R=3,1 ADDS=0,1 STATISTICS=0,1
-// variants: PASS=FPROP T=bf16 PIXELS=128,64 R=3,1 ADDS=0,1 STATISTICS=0,1
-// variants: PASS=DGRAD T=bf16 PIXELS=256,128 R=3,1 ADDS=0,1 STATISTICS=0
-// variants: PASS=DGRAD T=bf16,half PIXELS=64 R=3,1 ADDS=0,1 STATISTICS=0
-// variants: PASS=FPROP T=float PIXELS=256,128,64 R=3,1 ADDS=0,1 STATISTICS=0,1
+// variants: PASS=FPROP T=bf16,half PIXELS=256 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0
+// variants: PASS=FPROP T=bf16 PIXELS=128,64 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0
+// variants: PASS=DGRAD T=bf16 PIXELS=256,128 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0
+// variants: PASS=DGRAD T=bf16,half PIXELS=64 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0
+// variants: PASS=DGRAD T=bf16,half PIXELS=256,128,64 R=3,1 ADDS=0 STATISTICS=0 NORM=1
+// variants: PASS=FPROP T=float PIXELS=256,128,64 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0
 //
 // x: T (N, H, W, C); out, addend: T (N, H, W, K), addend may be `out` itself; bias: float (K) or null; emb: float (N, K)
 // or null; partials: float2 (N, tiles, K), receives each strip's sums of the rounded out and of its squares if STATISTICS.
 //   FPROP  out[pixel][k] = patch of x[pixel][r,s,c] · weight[k][r,s,c] + bias[k] + emb[n][k] + addend[pixel][k] if ADDS
 //   DGRAD  the same with weight[c][R-1-r][S-1-s][k]: x is dout, out is dx, K the channels of dx
+//   NORM   of 16-bit DGRAD where the convolution's input was silu(z), z group norm's map (affine.cuh) of `addend`, and of
+//          `addend2` from channel C1 on (a multiple of 64): out = dz, the result times silu's slope, and partials are each
+//          strip's sums of dz and of dz · addend, before rounding. Then bias and emb are null.
 // R (a constant) and S are odd; C and K are multiples of 8, or of 4 floats, and no size is 0. Products of floats are of
 // tf32, which wgmma takes only as FPROP has them: their dgrad is given the turned weight.
 //
@@ -28,12 +32,14 @@
 // Launch: 288 threads; grid (any number, ceil(K / 64)); tiles = ceil(W / 8) · ceil(H / rows). Shared memory: 1024 bytes
 // for barriers; `a_stages` slabs, two at least if the turns have so many chunks; `b_stages` times R taps' weights, two at
 // least if there are so many; and the results of two turns or one.
+#include "affine.cuh"
 #include "wgmma.cuh"
 
 enum Pass { FPROP, DGRAD };
 
 constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 32;
 constexpr bool LOW = sizeof(T) == 2;
+constexpr bool READS = ADDS || NORM, SUMS = STATISTICS || NORM;
 constexpr int LINE = 128, CHUNK = LINE / sizeof(T);  // bytes and channels of a line of shared memory
 constexpr int TAP_BYTES = 64 * LINE, WEIGHT_BYTES = R * TAP_BYTES;
 constexpr int CHUNK_BYTES = PIXELS * LINE, RESULT_BYTES = 64 / CHUNK * CHUNK_BYTES;
@@ -48,8 +54,11 @@ struct Strip {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
-            const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap addend, const float* bias,
-            const float* emb, float2* partials, int N, int H, int W, int C, int K, int S, int rows, int a_stages, int b_stages) {
+            const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap addend,
+            const __grid_constant__ TensorMap addend2, const float* bias, const float* emb, float2* partials,
+            const float* norm_weight, const float* norm_bias, const float* scale, const float* shift, const float* mean,
+            const float* rstd, int N, int H, int W, int C, int K, int S, int rows, int a_stages, int b_stages, int C1,
+            int groups) {
     extern __shared__ __align__(1024) u8 shared[];
     int pitch = 8 + S - 1;  // lines from one row of the slab to the next
     u32 slab_bytes = CEIL_DIV((PIXELS / 8 + R - 1) * pitch * LINE, 1024) * 1024;
@@ -60,7 +69,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         for (int i = 0; i < 4; i++) barrier_init(turns + 8 * i, 1);
         a.init(1), b.init(1);
         prefetch(x), prefetch(weight), prefetch(out);
-        if (ADDS) prefetch(addend);
+        if (READS) prefetch(addend);
     }
     wait_for_previous();
     __syncthreads();
@@ -96,7 +105,8 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         int pixel = lane % 4 * 2, chunk = warp % 2 * 4 + lane / 16;
         at_result += warp / 2 * CHUNK_BYTES + pixel * LINE + ((chunk ^ pixel) << 4) + lane / 4 % 4 * 4;
     }
-    for (int index = blockIdx.x, turn = 0; index < N * tiles; index += gridDim.x, turn++) {
+    for (int index = blockIdx.x; index / tiles < N; index += gridDim.x) {
+        int turn = index / gridDim.x;
         if (turn % 2 != group) {
             a.skip(chunks);
             if (!resident) b.skip(chunks * S);
@@ -110,11 +120,13 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         Ring a_read = a, b_read = b;
         for (int i = 0, s = 0; i < chunks * S; i++, s = s + 1 < S ? s + 1 : 0) {
             if (s == 0) a.wait();
-            if (ADDS && i == 0 && leads) {  // behind the first slabs
-                tma_store_wait();           // of the last result, which lies there
+            if (READS && i == 0 && leads) {  // behind the first slabs
+                tma_store_wait();            // of the last result, which lies there
                 barrier_expect(own_addend, 64 / CHUNK * rows * 8 * LINE);
+                bool second = NORM && k0 >= C1;
                 for (int c = 0; c < 64; c += CHUNK)
-                    tma_load(result + c / CHUNK * CHUNK_BYTES, addend, own_addend, k0 + c, strip.w0, strip.h0, strip.n);
+                    tma_load(result + c / CHUNK * CHUNK_BYTES, second ? addend2 : addend, own_addend,
+                             k0 + c - (second ? C1 : 0), strip.w0, strip.h0, strip.n);
             }
             b.wait();
             wgmma_fence();
@@ -137,19 +149,26 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             }
         }
         if (leads) barrier_arrive(turns + 8 * (1 - group));
-        float offset[2] = {};  // of this lane's two channels
+        float offset[2] = {}, gain[2] = {};  // of this lane's two channels
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             int k = k0 + warp * 16 + i * 8 + lane / 4;
-            if (bias && k < K) offset[i] = bias[k];
-            if (emb && k < K) offset[i] += emb[strip.n * K + k];
+            if (k >= K) continue;
+            if constexpr (NORM) {
+                int group = strip.n * groups + k / (K / groups);
+                float2 map = affine_of(Modulation(strip.n, k, K, norm_weight, norm_bias, scale, shift), mean[group], rstd[group]);
+                gain[i] = map.x, offset[i] = map.y;
+            } else {
+                if (bias) offset[i] = bias[k];
+                if (emb) offset[i] += emb[strip.n * K + k];
+            }
         }
         wgmma_wait<0>();
         a_read.release();
         if (resident) b = b_read;  // from the first tap again
         else b_read.release();
 
-        if (ADDS) {
+        if (READS) {
             barrier_wait(own_addend, phase);
         } else {
             if (leads) tma_store_wait();
@@ -158,39 +177,48 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         int rows_inside = min(rows, H - strip.h0), w = strip.w0 + lane % 4 * 2;
         float2 total[2] = {};
 #pragma unroll
-        for (int row = 0; row < PIXELS / 8; row += 4) {
-            u32 words[8] = {};  // two pixels of one row of 8, in two channels by turns
+        for (int row = 0; row < PIXELS / 8; row += 2) {
+            u32 words[4] = {};  // two pixels of one row of 8, in two channels by turns
             u32 at_row = at_result + row * 8 * LINE;
-            if constexpr (LOW && ADDS) ldmatrix_transposed(words, at_row), ldmatrix_transposed(words + 4, at_row + 16 * LINE);
+            if constexpr (LOW && READS) ldmatrix_transposed(words, at_row);
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
+            for (int i = 0; i < 4; i++) {
                 float* products = acc + 4 * row + 2 * i;
-                float2 v = make_float2(products[0] + offset[i % 2], products[1] + offset[i % 2]);
-                if constexpr (LOW) {
-                    float2 more = ADDS ? unpack_pair<T>(words[i]) : make_float2(0.0f, 0.0f);
-                    words[i] = pack_pair<T>(v.x + more.x, v.y + more.y);
-                    v = unpack_pair<T>(words[i]);
+                float2 v = make_float2(products[0], products[1]), other;
+                if constexpr (NORM) {
+                    other = unpack_pair<T>(words[i]);
+                    v.x *= silu_slope(fmaf(gain[i % 2], other.x, offset[i % 2]));
+                    v.y *= silu_slope(fmaf(gain[i % 2], other.y, offset[i % 2]));
+                    words[i] = pack_pair<T>(v.x, v.y);
                 } else {
-                    u32 first = (at_row ^ i % 2 * 32) + i / 2 * 8 * LINE, second = (first ^ 16) + LINE;
-                    if (ADDS) v.x += __uint_as_float(load_shared(first)), v.y += __uint_as_float(load_shared(second));
-                    store_shared(first, v.x), store_shared(second, v.y);
+                    v.x += offset[i % 2], v.y += offset[i % 2];
+                    if constexpr (LOW) {
+                        float2 more = ADDS ? unpack_pair<T>(words[i]) : make_float2(0.0f, 0.0f);
+                        words[i] = pack_pair<T>(v.x + more.x, v.y + more.y);
+                        v = unpack_pair<T>(words[i]);
+                    } else {
+                        u32 first = (at_row ^ i % 2 * 32) + i / 2 * 8 * LINE, second = (first ^ 16) + LINE;
+                        if (ADDS) v.x += __uint_as_float(load_shared(first)), v.y += __uint_as_float(load_shared(second));
+                        store_shared(first, v.x), store_shared(second, v.y);
+                    }
+                    other = v;
                 }
-                if (STATISTICS) {
+                if (SUMS) {
                     bool counts = row + i / 2 < rows_inside;
-                    if (!counts || w >= W) v.x = 0.0f;
-                    if (!counts || w + 1 >= W) v.y = 0.0f;
-                    total[i % 2].x += v.x, total[i % 2].y += v.x * v.x;
-                    total[i % 2].x += v.y, total[i % 2].y += v.y * v.y;
+                    if (!counts || w >= W) v.x = other.x = 0.0f;
+                    if (!counts || w + 1 >= W) v.y = other.y = 0.0f;
+                    total[i % 2].x += v.x, total[i % 2].y += v.x * other.x;
+                    total[i % 2].x += v.y, total[i % 2].y += v.y * other.y;
                 }
             }
-            if constexpr (LOW) stmatrix_transposed(at_row, words), stmatrix_transposed(at_row + 16 * LINE, words + 4);
+            if constexpr (LOW) stmatrix_transposed(at_row, words);
         }
         fence_writes();
         warpgroup_meets();
         if (leads)
             for (int c = 0; c < 64; c += CHUNK) tma_store(out, result + c / CHUNK * CHUNK_BYTES, k0 + c, strip.w0, strip.h0, strip.n);
 #pragma unroll
-        for (int i = 0; STATISTICS && i < 2; i++) {
+        for (int i = 0; SUMS && i < 2; i++) {
 #pragma unroll
             for (int other = 1; other < 4; other *= 2) {
                 total[i].x += __shfl_xor_sync(~0u, total[i].x, other);

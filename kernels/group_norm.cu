@@ -140,13 +140,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void normalize(
     });
 }
 
-// From x and dy: v = x - centre, dz = dy times the slope of the output by z.
+// From x and dy: v = x - centre, the output y, and dz = dy times the slope of y by z, but where dy is dz already.
+enum { SILU = 1, SILU_DONE = 2 };
 template <int ARRAYS>
-__device__ __forceinline__ void differentiate(const Affine& affine, const Raw (&raw)[ARRAYS], float (&v)[V], float (&dz)[V], bool silu) {
-    float y[V], slope[V];
+__device__ __forceinline__ void differentiate(const Affine& affine, const Raw (&raw)[ARRAYS], float (&v)[V], float (&y)[V], float (&dz)[V], int silu) {
+    float slope[V];
     to_floats(raw[0], v);
     to_floats(raw[1], dz);
     linearize(affine, v, y, slope, silu);
+    if (silu != SILU) return;
 #pragma unroll
     for (int k = 0; k < V; k++) dz[k] *= slope[k];
 }
@@ -171,8 +173,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void backward_sums(
     Affine affine(table, WIDTH, lane);
     float sum[V] = {}, product[V] = {};
     rows.each([&](int, const Raw (&raw)[2]) {
-        float v[V], dz[V];
-        differentiate(affine, raw, v, dz, silu);
+        float v[V], y[V], dz[V];
+        differentiate(affine, raw, v, y, dz, silu);
 #pragma unroll
         for (int k = 0; k < V; k++) {
             sum[k] += dz[k];
@@ -232,29 +234,32 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_sums(const float
                mean + first, rstd + first, groups, S, C, means + first);
 }
 
-// dx, dx2 (either may be null) = gain * dz - rstd * (means.x + xhat * means.y). The means come as `means`, or as partials:
-// then the totals are written too; neither: the statistics are constants. sums, sums2, float (N, tiles, C1 and C2), or
-// null: dx and dx2, with what they had before, summed over each tile's pixels before rounding.
+// dx, dx2 (either may be null) = gain * dz - rstd * (means.x + xhat * means.y). The means come as `means`, or as partials, of
+// so many tiles: then the totals are written too; neither: the statistics are constants. sums, sums2, float (N, tiles, C1 and
+// C2), or null: dx and dx2, with what they had before, summed over each tile's pixels before rounding. y, or null, receives
+// the output once more. silu: 0, SILU, or SILU_DONE where dy is dz.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
-    T* dx, int add, T* dx2, int add2, float* sums, float* sums2, const float2* means, const float2* partials, TOTALS,
-    const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT, int silu) {
+    T* dx, int add, T* dx2, int add2, T* y, float* sums, float* sums2, const float2* means, const float2* partials,
+    int partial_tiles, TOTALS, const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT,
+    int silu) {
     wait_for_previous();
     __shared__ float scratch[V * THREADS];
     __shared__ __align__(16) float table[5 * WIDTH];
     int C = C1 + C2, size = C / groups, pitch;
     Lane lane(S, C, tiles, across);
-    T* target = first_element(dx, dx2, lane, C1, C2, pitch);
     Rows<3, 1> rows;
+    T* again = first_element(y, y, lane, C, 0, rows.pitch[1]);
+    T* target = first_element(dx, dx2, lane, C1, C2, pitch);
     rows.start[0] = first_element(x, x2, lane, C1, C2, rows.pitch[0]);
     rows.start[1] = first_element(dy, dy, lane, C, 0, rows.pitch[1]);
     rows.start[2] = (lane.c < C1 ? add : add2) ? target : nullptr;
     rows.pitch[2] = pitch;
-    rows.count = target ? lane.count : 0;
+    rows.count = target || again ? lane.count : 0;
     rows.fetch(0);
     mean += (i64)lane.n * groups, rstd += (i64)lane.n * groups;
     if (partials) {
         float2* own = channels + C;
-        image_sums(lane.n, partials, tiles, lane.tile == 0 && blockIdx.y == 0, totals, dscale, add_scale, dshift, add_shift, weight, bias,
+        image_sums(lane.n, partials, partial_tiles, lane.tile == 0 && blockIdx.y == 0, totals, dscale, add_scale, dshift, add_shift, weight, bias,
                    scale, shift, mean, rstd, groups, S, C, own);
         means = own;
     } else if (means) {
@@ -274,8 +279,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     load<V>(table + 3 * WIDTH + lane.c - lane.c0, constant);
     load<V>(table + 4 * WIDTH + lane.c - lane.c0, slope);
     rows.each([&](int i, const Raw (&raw)[3]) {
-        float v[V], dz[V], term[V];
-        differentiate(affine, raw, v, dz, silu);
+        float v[V], output[V], dz[V], term[V];
+        differentiate(affine, raw, v, output, dz, silu);
+        if (again) store<V>(again + (i64)i * rows.pitch[1], output);
+        if (!target) return;
         if (rows.start[2]) to_floats(raw[2], term);
 #pragma unroll
         for (int k = 0; k < V; k++) {

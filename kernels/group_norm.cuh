@@ -2,13 +2,11 @@
 // A launch is of THREADS threads, grid (N * tiles, chunks): a block covers `across` packs of V channels by
 // THREADS / across pixels and walks down its tile of one image; chunks * across packs cover the channels.
 #pragma once
+#include "affine.cuh"
 #include "vector.cuh"
 
 constexpr int THREADS = 256;
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
-
-#define AFFINE const float* __restrict__ weight, const float* __restrict__ bias, const float* __restrict__ scale, \
-               const float* __restrict__ shift, const float* __restrict__ mean, const float* __restrict__ rstd, int groups
 
 // The channels and pixels of one thread.
 struct Lane {
@@ -93,38 +91,24 @@ template <int ARRAYS, int BATCH> struct Rows {
 struct Channel {
     int j, c, group;              // which of the chunk, of all, and its group
     bool here;
-    float factor, gamma, offset;  // 1 + scale, and those of z = gamma * xhat + offset
+    Modulation own;
     __device__ __forceinline__ Channel(const Lane& lane, int width, int C, int size, const float* weight, const float* bias,
                                        const float* scale, const float* shift) {
         j = threadIdx.x, c = lane.c0 + j, group = c / size;
         here = j < width && c < C;
-        factor = 1.0f, gamma = offset = 0.0f;
-        if (!here) return;
-        i64 i = (i64)lane.n * C + c;
-        if (scale) factor += scale[i];
-        gamma = weight[c] * factor;
-        offset = fmaf(bias[c], factor, shift ? shift[i] : 0.0f);
+        if (here) own = Modulation(lane.n, c, C, weight, bias, scale, shift);
     }
 };
-
-// z = gain * (x - mean) + offset. float32 takes x - mean first, as gain * x + const would lose a large mean's digits, and
-// computes SiLU to its own precision. A 16-bit x has no such digits: there const is one, and SiLU is made of the hardware's
-// tanh, whose error (5e-4) is below their rounding; as sigmoid(z) = (1 + tanh(z / 2)) / 2 the map gives z / 2. Half the
-// instructions are saved: these kernels are bound by them. What leads to y has no sum of a product but by fmaf: the compiler
-// would fuse others here and not there, and backward's y would not have the forward's bits.
-constexpr bool EXACT = sizeof(T) == 4;
-constexpr float SCALE = EXACT ? 1.0f : 0.5f;
-__device__ __forceinline__ float centre_of(float mean) { return EXACT ? mean : 0.0f; }
 
 // SCALE * z = gain * (x - centre) + offset for V channels, from a table in shared memory, three rows of `width` floats that
 // each Channel fills.
 struct Affine {
     float centre[V], gain[V], offset[V];
     __device__ __forceinline__ static void fill(float* table, int width, const Channel& channel, float mean, float rstd) {
-        float gain = SCALE * channel.gamma * rstd;
+        float2 map = affine_of(channel.own, mean, rstd);
         table[channel.j] = mean;
-        table[width + channel.j] = gain;
-        table[2 * width + channel.j] = fmaf(-gain, mean - centre_of(mean), SCALE * channel.offset);
+        table[width + channel.j] = map.x;
+        table[2 * width + channel.j] = map.y;
     }
     __device__ __forceinline__ Affine(const float* table, int width, const Lane& lane) {
         load<V>(table + lane.c - lane.c0, centre);
@@ -142,24 +126,6 @@ __device__ __forceinline__ float2 group_statistics(const float2* moments, int si
     float average = centre + shift / size;
     for (int k = 0; k < size; k++) squares += moments[k].y + S * (moments[k].x - average) * (moments[k].x - average);
     return make_float2(average, rsqrtf(squares / ((float)S * size) + eps));
-}
-
-// y = z or silu(z) and its slope by z, from h = SCALE * z.
-__device__ __forceinline__ void activate(float h, bool silu, float& y, float& slope) {
-    y = h / SCALE, slope = 1.0f;
-    if (!silu) return;
-    if constexpr (EXACT) {
-        float e, s;
-        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(h * -1.44269504f));
-        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(e + 1.0f));
-        y = h * s;
-        slope = s + y - y * s;
-    } else {
-        float t;
-        asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(h));
-        y = fmaf(h, t, h);
-        slope = fmaf(fmaf(h, fmaf(-t, t, 1.0f), t), 0.5f, 0.5f);
-    }
 }
 
 // From x in v: v = x - centre, y, and the slope of y by z.

@@ -224,9 +224,9 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) __cluster_dims__(CLUS
         float2 total = shared.total(channel.j);
         float average = mean[channel.group];
         total.y = (total.y - (average - centre_of(average)) * total.x) * rstd[channel.group];
-        shared.channels[channel.j] = make_float2(channel.gamma * total.x, channel.gamma * total.y);
+        shared.channels[channel.j] = make_float2(channel.own.gamma * total.x, channel.own.gamma * total.y);
         if (lane.tile == 0) {
-            totals[i] = make_float2(channel.factor * total.x, channel.factor * total.y);
+            totals[i] = make_float2(channel.own.factor * total.x, channel.own.factor * total.y);
             if (dscale) dscale[i] = (add_scale ? dscale[i] : 0.0f) + weight[c] * total.y + bias[c] * total.x;
             if (dshift) dshift[i] = (add_shift ? dshift[i] : 0.0f) + total.x;
         }
@@ -241,7 +241,7 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) __cluster_dims__(CLUS
         }
         float r = rstd[channel.group], share = r / ((float)S * size), slope = sum.y * share * r;
         shared.table[channel.j] = sum.x * share - slope * mean[channel.group];
-        shared.table[WIDTH + channel.j] = channel.gamma * r;
+        shared.table[WIDTH + channel.j] = channel.own.gamma * r;
         shared.table[2 * WIDTH + channel.j] = slope;
     }
     __syncthreads();

@@ -81,9 +81,35 @@ def _keeps_size(x: Array, weight: Array, out: Array, stride: tuple[int, int], pa
     )
 
 
+def suits_norm(dout: Array, weight: Array, dz: Array, norm: Norm, padding: tuple[int, int]) -> bool:
+    """Whether `dgrad_to_norm` takes it: 16-bit images, of two sources the first of whole tiles of channels."""
+    x, x2 = norm[:2]
+    sources = [source for source in (x, x2) if source is not None]
+    return (
+        is_low(dout.dtype)
+        and suits(dout, weight, dz, padding=padding)
+        and all(source.flags.c_contiguous and aligned(source, source.shape[3]) for source in sources)
+        and (x2 is None or x.shape[3] % CHANNELS == 0)
+    )
+
+
 def width_of(columns: int) -> int:
     """Pixels of a row of an image as `wgrad` lays it in shared memory, where eight make a swizzled block."""
     return blocks(columns, 8) * 8
+
+
+class Norm(NamedTuple):
+    """What group norm had: its input of one or two sources (N, H, W, C1 and C2), its parameters, scale and shift
+    (N, C), and its statistics (N, G)."""
+
+    x: Array
+    x2: Array | None
+    weight: Array
+    bias: Array
+    scale: Array | None
+    shift: Array | None
+    mean: Array
+    rstd: Array
 
 
 class Plan(NamedTuple):
@@ -135,11 +161,12 @@ def time(chosen: Plan, shape: tuple[int, ...], kernel: tuple[int, int], itemsize
 
 
 def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: bool = False, statistics: bool = False,
-          chosen: Plan | None = None) -> Array | None:
+          chosen: Plan | None = None, norm: Norm | None = None) -> Array | None:
     """Convolution of x (N, H, W, C), written to out (N, H, W, K), and what the epilogue adds.
 
     weight (K, R, S, C); or under `transposed` (C, R, S, K): then out is the gradient of the input whose output had the
-    gradient x. Returns the sums and sums of squares of out, float32 (N, tiles, K, 2), where `statistics` asks for them.
+    gradient x; with `norm` the gradient before the norm's SiLU. Returns what `statistics` asks for, the sums and sums
+    of squares of out, or with `norm` those of out and of out times the norm's input: float32 (N, tiles, K, 2).
     """
     n, height, columns, channels = x.shape
     outputs, kernel = out.shape[3], weight.shape[1:3]
@@ -149,21 +176,35 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     chunk = LINE_BYTES // x.dtype.itemsize
     tile, rows, each, slabs, weights, shared = chosen or plan(x.shape, outputs, kernel, x.dtype.itemsize)
     addend = None if epilogue.addend is None else _at_16_bytes(epilogue.addend.reshape(out.shape))
-    out_map, addend_map = (
-        tensor_map(array, (1, rows, 8, chunk), operand=False) for array in (out, out if addend is None else addend)
+    if norm is None:
+        read, affine, first_channels, groups = (addend, None), (None,) * 6, outputs, 1
+    else:
+        read, affine, first_channels, groups = norm[:2], norm[2:], norm.x.shape[3], norm.mean.shape[1]
+    maps = (
+        tensor_map(out if array is None else array, (1, rows, 8, chunk), operand=False) for array in (out, *read)
     )
-    partials = empty((n, tiles_of(x.shape, rows), outputs, 2), float32) if statistics else None
+    partials = empty((n, tiles_of(x.shape, rows), outputs, 2), float32) if statistics or norm is not None else None
     launch(
         "conv2d_sm90", "conv2d_sm90", (each, blocks(outputs, CHANNELS)), 288,
         (
             tensor_map(x, (1, rows + kernel[0] - 1, 8 + kernel[1] - 1, chunk)),
             tensor_map(weight.reshape(len(weight), -1, weight.shape[3]), (CHANNELS, 1, chunk)),
-            out_map, addend_map, epilogue.bias, epilogue.emb, partials, n, height, columns, channels, outputs,
-            kernel[1], rows, slabs, weights,
+            *maps, epilogue.bias, epilogue.emb, partials, *affine, n, height, columns, channels, outputs,
+            kernel[1], rows, slabs, weights, first_channels, groups,
         ),
         shared, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP", PIXELS=tile.pixels,
-        ADDS=int(addend is not None), STATISTICS=int(statistics),
+        ADDS=int(addend is not None), STATISTICS=int(statistics), NORM=int(norm is not None),
     )
+    return partials
+
+
+def dgrad_to_norm(dout: Array, weight: Array, dz: Array, norm: Norm) -> Array:
+    """The gradient dz (N, H, W, C) of z, the convolution's input having been silu(z) and z the output of `norm`.
+
+    Returns its sums and those of dz times the norm's input, float32 (N, tiles, C, 2).
+    """
+    partials = fprop(dout, weight, dz, Epilogue(), transposed=True, norm=norm)
+    assert partials is not None
     return partials
 
 

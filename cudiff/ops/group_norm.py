@@ -189,12 +189,14 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
                              rstd: Array, silu: bool = False, scale: Array | None = None, shift: Array | None = None, *,
                              needs: tuple[bool, ...], into: tuple[Array | Vacant | None, ...],
                              constant_statistics: bool = False, y: Array | None = None,
-                             sums: dict[int, Array] | None = None) -> tuple[Array | None, ...]:
+                             sums: dict[int, Array] | None = None,
+                             partials: Array | None = None) -> tuple[Array | None, ...]:
     """dx, dx2, dweight, dbias, dscale, dshift: None where `needs` says so, else where `gradient_target` says.
 
     The gradients of parameters, scale and shift are float32. `y`, where given, receives the output once more. `sums`,
     where given, receives at 0 and 1 the sums of dx and dx2, with what they had before, over tiles of pixels: float32
-    (N, tiles, C).
+    (N, tiles, C). `partials`, where given, float32 (N, tiles, C, 2): the sums of dz and of dz·x that came with dy,
+    which is then dz, the gradient before SiLU (see `conv2d_sm90.dgrad_to_norm`).
     """
     n, pixels, channels1, channels2 = _extent(x, x2)
     channels, groups = channels1 + channels2, mean.shape[1]
@@ -209,7 +211,7 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
     dx, dx2, dweight, dbias, dscale, dshift = targets
     constants = kernel_constants(dy, x, x2, dx[0], dx2[0], y)
     cut = _clusters(pixels, channels, groups, 2, x.dtype.itemsize, constants["VEC"])
-    if constant_statistics:
+    if constant_statistics or partials is not None:
         cut = None
     tiles, chunks, across = (1, 0, 0) if cut else _tiling(n, pixels, channels, constants)
     if sums is not None:
@@ -224,24 +226,27 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
                cut.shared, **constants, CLUSTER=cut.cluster, ACROSS=cut.across)
         affine_gradients_cuda(totals, dweight, dbias)
         return tuple(target for target, _ in targets)
-    if y is not None:
-        normalize_cuda(x, x2, weight, bias, mean, rstd, silu, scale, shift, y)
-    extent = (pixels, channels1, channels2, tiles, across, silu)
-    partials = means = None
-    few = tiles <= _FEW_TILES and channels <= _FEW_CHANNELS and (needs[0] or needs[1]) and not constant_statistics
-    if any(needs[2:]) or not constant_statistics:
+    extent = (pixels, channels1, channels2, tiles, across)
+    wants_dx = needs[0] or needs[1]
+    activation = int(silu) if partials is None else _SILU_DONE
+    if partials is None and (any(needs[2:]) or not constant_statistics):
         partials = empty((n, tiles, channels, 2), float32)
         launch("group_norm", "backward_sums", (n * tiles, chunks), 256,
-               (partials, dy, x, x2, *affine, *extent), **constants)
-        if not few:
+               (partials, dy, x, x2, *affine, *extent, silu), **constants)
+    sources: tuple = (None, None, 0)  # of the means: as such, or as partials in so many tiles
+    if partials is not None:
+        sources = (None, partials, partials.shape[1])
+        few = sources[2] <= _FEW_TILES and channels <= _FEW_CHANNELS
+        if not (few and wants_dx) or constant_statistics:
             means = empty((n, groups, 2), float32)
             launch("group_norm", "finish_sums", n, 256,
-                   (partials, means, *results, *affine, pixels, channels, tiles), shared=8 * channels, **constants)
-    if needs[0] or needs[1]:
+                   (partials, means, *results, *affine, pixels, channels, sources[2]),
+                   shared=8 * channels, **constants)
+            sources = (None if constant_statistics else means, None, 0)
+    if wants_dx or y is not None:
         launch("group_norm", "input_gradients", (n * tiles, chunks), 256,
-               (*dx, *dx2, *own_sums, None if constant_statistics else means, partials if few else None, *results,
-                dy, x, x2, *affine, *extent),
-               shared=8 * (channels + groups) if few else 0, **constants)
+               (*dx, *dx2, y, *own_sums, *sources, *results, dy, x, x2, *affine, *extent, activation),
+               shared=0 if sources[1] is None else 8 * (channels + groups), **constants)
     if partials is not None:
         affine_gradients_cuda(totals, dweight, dbias)
     return tuple(target for target, _ in targets)
@@ -253,6 +258,9 @@ def affine_gradients_cuda(totals: Array, dweight: tuple[Array | None, bool],
     for offset, (out, add) in enumerate((dbias, dweight)):
         if out is not None:
             add_rows(totals, out, add, step=2, offset=offset)
+
+
+_SILU_DONE = 2  # of input_gradients
 
 
 class _Cut(NamedTuple):
@@ -371,6 +379,7 @@ class GroupNorm(Function):
             x, x2, weight, bias, num_groups, eps, silu, scale, shift, ctx.partials[:2]
         )
         ctx.silu, ctx.again = silu, False  # a caller may want backward to leave the output once more, in ctx.y
+        ctx.dz_partials = None  # or give backward dz for dout, and its sums here
         ctx.save(x, x2, weight, bias, scale, shift, mean, rstd)
         return y
 
@@ -380,7 +389,7 @@ class GroupNorm(Function):
         ctx.y = empty(dout.shape, dout.dtype) if ctx.again else None
         return group_norm_backward_cuda(
             dout, x, x2, weight, bias, mean, rstd, ctx.silu, scale, shift, needs=needs, into=into, y=ctx.y,
-            sums=ctx.din_partials,
+            sums=ctx.din_partials, partials=ctx.dz_partials,
         )
 
 

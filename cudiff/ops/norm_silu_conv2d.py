@@ -9,6 +9,7 @@ from cudiff.cuda.module import empty, gradient_target
 from cudiff.cuda.sums import add_rows
 from cudiff.ops.cast import astype
 from cudiff.ops.conv2d import check_bias, conv2d, dgrad_cuda, fprop_cuda, out_size, pair, wgrad_cuda
+from cudiff.ops.conv2d_sm90 import Norm, dgrad_to_norm, suits_norm
 from cudiff.ops.gemm import Epilogue
 from cudiff.ops.group_norm import GroupNorm, group_norm
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
@@ -101,8 +102,11 @@ class NormSiluConv2d(Function):
             grads[i] = sum_rows_cuda(dout, into[i], sums) if needs[i] else None
         if any(needs[i] for i in _NORM_INPUTS):
             grads[0], add = gradient_target(None if ctx.steps else into[0], ctx.shape, dout.dtype)
-            epilogue = Epilogue(addend=grads[0] if add else None)
-            dgrad_cuda(dout, weight, grads[0], (1, 1), padding, epilogue, tf32)
+            norm = ctx.steps[0][1] if [function for function, _, _ in ctx.steps] == [GroupNorm] else None
+            if norm is not None and suits_norm(dout, weight, grads[0], Norm(*norm.saved), padding):
+                norm.dz_partials = dgrad_to_norm(dout, weight, grads[0], Norm(*norm.saved))
+            else:
+                dgrad_cuda(dout, weight, grads[0], (1, 1), padding, Epilogue(addend=grads[0] if add else None), tf32)
             for position in reversed(range(len(ctx.steps))):
                 function, step, inputs = ctx.steps[position]
                 last = position == 0

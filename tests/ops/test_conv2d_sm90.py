@@ -99,6 +99,47 @@ def test_every_tile(hopper, rng, tile, transposed, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tile", conv2d_sm90.TILES, ids=str)
+@pytest.mark.parametrize("size, sources, scaled, taps", [
+    ((100, 8, 8), (128, 64), True, 3), ((2, 11, 19), (64, 40), False, 3), ((3, 33, 17), (72, 0), True, 1),
+    ((5, 70, 9), (24, 0), False, 3),
+], ids=str)
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
+def test_gradient_to_a_norm(hopper, rng, tile, size, sources, scaled, taps, dtype):
+    """Blocks with many strips and with one, strips beyond the image, tiles of channels beyond the second source."""
+    from cudiff.ops.gemm import Epilogue
+
+    channels, outputs, groups = sum(sources), 48, 4
+    dout = rng.standard_normal((*size, outputs)).astype(dtype)
+    weight = (rng.standard_normal((outputs, taps, taps, channels)) / 20).astype(dtype)
+    x = [rng.standard_normal((*size, c)).astype(dtype) if c else None for c in sources]
+    vectors = [rng.standard_normal(channels).astype(np.float32) for _ in range(2)]
+    vectors += [rng.standard_normal((size[0], channels)).astype(np.float32) if scaled else None for _ in range(2)]
+    vectors += [rng.standard_normal((size[0], groups)).astype(np.float32), rng.random((size[0], groups), np.float32)]
+    gamma, beta, scale, shift, mean, rstd = (None if v is None else v.astype(np.float64) for v in vectors)
+    joined = np.concatenate([part.astype(np.float64) for part in x if part is not None], axis=3)
+    mean, rstd = (np.repeat(v, channels // groups, 1)[:, None, None] for v in (mean, rstd))
+    z = (joined - mean) * rstd * gamma + beta
+    if scaled:
+        z = z * (1 + scale[:, None, None]) + shift[:, None, None]
+    sigmoid = 1 / (1 + np.exp(-z))
+    turned = weight.astype(np.float64)[:, ::-1, ::-1].transpose(3, 1, 2, 0).copy()
+    dz = ops.conv2d(Tensor(dout.astype(np.float64)), Tensor(turned), padding=taps // 2).numpy()
+    dz *= sigmoid * (1 + z * (1 - sigmoid))
+
+    operands = [None if array is None else Tensor(array, device="cuda").data for array in (dout, weight, *x, *vectors)]
+    norm, out = conv2d_sm90.Norm(*operands[2:]), Tensor(np.full(dz.shape, np.nan, dtype), device="cuda")
+    assert conv2d_sm90.suits_norm(*operands[:2], out.data, norm, (taps // 2, taps // 2))
+    chosen = conv2d_sm90.fit(tile, dout.shape, channels, (taps, taps), dout.itemsize)
+    partials = conv2d_sm90.fprop(*operands[:2], out.data, Epilogue(), True, chosen=chosen, norm=norm)
+    assert relative_error(out.numpy(), dz) < TOLERANCES[dtype][0]
+    sums = Tensor(partials).numpy().astype(np.float64).sum(1)
+    size_of_terms = np.sqrt((dz**2).sum((1, 2)))
+    assert np.all(np.abs(sums[..., 0] - dz.sum((1, 2))) < 5e-3 * size_of_terms)  # tanh is exact to 5e-4
+    assert np.all(np.abs(sums[..., 1] - (dz * joined).sum((1, 2))) < 1e-2 * size_of_terms)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("cluster, parts", [(1, 1), (1, 5), (2, 2), (2, 6), (4, 4), (8, 8)])
 @pytest.mark.parametrize("outputs, channels", [(136, 200), (64, 3), (3, 64)])
 @pytest.mark.parametrize("kernel", [(3, 3), (1, 1)])

@@ -11,6 +11,7 @@ UNITS = {  # x, x2 channels; K; kernel; which parts
     "no norm": dict(c1=6, c2=2, k=3, norm=False, emb=True),
     "wide": dict(c1=64, c2=64, k=64, emb=True, residual=(64, 64), skip=True),
     "1x1": dict(c1=8, c2=0, k=5, r=1),
+    "tall": dict(c1=64, c2=32, k=16, scale=True, size=(35, 9)),
 }
 
 
@@ -18,7 +19,8 @@ UNITS = {  # x, x2 channels; K; kernel; which parts
 def test_norm_silu_conv2d(device, rng, unit):
     c1, c2, k, r = unit["c1"], unit["c2"], unit["k"], unit.get("r", 3)
     channels, upsample = c1 + c2, unit.get("upsample", False)
-    size = (2, 10, 12) if upsample else (2, 5, 6)
+    image = unit.get("size", (5, 6))
+    size = (2, 10, 12) if upsample else (2, *image)
     residual = unit.get("residual", (0, 0))
 
     def normal(*shape, wanted=True):
@@ -26,7 +28,7 @@ def test_norm_silu_conv2d(device, rng, unit):
 
     norm, skip = unit.get("norm", True), unit.get("skip", False)
     arrays = dict(
-        x=normal(2, 5, 6, c1), x2=normal(2, 5, 6, c2, wanted=c2), weight=normal(k, r, r, channels), bias=normal(k),
+        x=normal(2, *image, c1), x2=normal(2, *image, c2, wanted=c2), weight=normal(k, r, r, channels), bias=normal(k),
         norm_weight=normal(channels, wanted=norm), norm_bias=normal(channels, wanted=norm),
         scale=normal(2, channels, wanted=unit.get("scale")), shift=normal(2, channels, wanted=unit.get("scale")),
         emb=normal(2, k, wanted=unit.get("emb")), residual=normal(*size, residual[0], wanted=residual[0]),
