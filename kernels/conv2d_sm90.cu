@@ -30,7 +30,7 @@
 // Maps: x {C, W, H, N}, box {CHUNK, 8 + S - 1, rows + R - 1, 1}; FPROP weight {C, R·S, K}, DGRAD weight {K, R·S, C}, box
 // {CHUNK, 1, 64}; out and addend {K, W, H, N}, box {CHUNK, 8, rows, 1}. Those of float x and weight round to tf32.
 // Launch: 288 threads; grid (any number, ceil(K / 64)); tiles = ceil(W / 8) · ceil(H / rows). Shared memory: 1024 bytes
-// for barriers; `a_stages` slabs, two at least if the turns have so many chunks; `b_stages` times R taps' weights, two at
+// for barriers and as many for NORM's maps; `a_stages` slabs, two at least if the turns have so many chunks; `b_stages` times R taps' weights, two at
 // least if there are so many; and the results of two turns or one.
 #include "affine.cuh"
 #include "wgmma.cuh"
@@ -62,7 +62,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     extern __shared__ __align__(1024) u8 shared[];
     int pitch = 8 + S - 1;  // lines from one row of the slab to the next
     u32 slab_bytes = CEIL_DIV((PIXELS / 8 + R - 1) * pitch * LINE, 1024) * 1024;
-    u32 turns = shared_address(shared), addends = turns + 16, barriers = turns + 32, slabs = turns + 1024;
+    u32 turns = shared_address(shared), addends = turns + 16, barriers = turns + 32, slabs = turns + 2048;
     u32 weights = slabs + a_stages * slab_bytes, results = weights + b_stages * WEIGHT_BYTES;
     Ring a(slabs, slab_bytes, a_stages, barriers), b(weights, WEIGHT_BYTES, b_stages, barriers + 16 * a_stages);
     if (threadIdx.x == 0) {
@@ -97,6 +97,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
 
     int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     bool leads = threadIdx.x % 128 == 0;
+    float2* norm_maps = reinterpret_cast<float2*>(shared + 1024) + 64 * group;  // of 64 channels, for the strip in hand
     u32 result = results + group * RESULT_BYTES, own_turn = turns + 8 * group, own_addend = addends + 8 * group;
     u32 at_result = result;  // the row of a matrix that this lane names, or the lane's first channel of its first pixel
     if constexpr (LOW) {
@@ -114,6 +115,12 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         }
         Strip strip(index, tiles, across, rows);
         u32 phase = turn / 2 & 1;
+        int k = k0 + threadIdx.x % 128;
+        if (NORM && k < min(k0 + 64, K)) {
+            int group = strip.n * groups + k / (K / groups);
+            norm_maps[threadIdx.x % 128] =
+                affine_of(Modulation(strip.n, k, K, norm_weight, norm_bias, scale, shift), mean[group], rstd[group]);
+        }
         // The warpgroups' products never mix, so that each finds filled what comes before its own buffers.
         barrier_wait(own_turn, phase ^ (group == 0));
         float acc[PIXELS / 2];
@@ -152,27 +159,22 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         float offset[2] = {}, gain[2] = {};  // of this lane's two channels
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            int k = k0 + warp * 16 + i * 8 + lane / 4;
-            if (k >= K) continue;
-            if constexpr (NORM) {
-                int group = strip.n * groups + k / (K / groups);
-                float2 map = affine_of(Modulation(strip.n, k, K, norm_weight, norm_bias, scale, shift), mean[group], rstd[group]);
-                gain[i] = map.x, offset[i] = map.y;
-            } else {
-                if (bias) offset[i] = bias[k];
-                if (emb) offset[i] += emb[strip.n * K + k];
-            }
+            int j = warp * 16 + i * 8 + lane / 4;
+            if (bias && k0 + j < K) offset[i] = bias[k0 + j];
+            if (emb && k0 + j < K) offset[i] += emb[strip.n * K + k0 + j];
         }
         wgmma_wait<0>();
         a_read.release();
         if (resident) b = b_read;  // from the first tap again
         else b_read.release();
 
-        if (READS) {
-            barrier_wait(own_addend, phase);
-        } else {
-            if (leads) tma_store_wait();
-            warpgroup_meets();
+        if (!READS && leads) tma_store_wait();
+        if (NORM || !READS) warpgroup_meets();
+        if (READS) barrier_wait(own_addend, phase);
+#pragma unroll
+        for (int i = 0; NORM && i < 2; i++) {
+            float2 map = norm_maps[warp * 16 + i * 8 + lane / 4];
+            gain[i] = map.x, offset[i] = map.y;
         }
         int rows_inside = min(rows, H - strip.h0), w = strip.w0 + lane % 4 * 2;
         float2 total[2] = {};
@@ -205,10 +207,8 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
                 }
                 if (SUMS) {
                     bool counts = row + i / 2 < rows_inside;
-                    if (!counts || w >= W) v.x = other.x = 0.0f;
-                    if (!counts || w + 1 >= W) v.y = other.y = 0.0f;
-                    total[i % 2].x += v.x, total[i % 2].y += v.x * other.x;
-                    total[i % 2].x += v.y, total[i % 2].y += v.y * other.y;
+                    if (counts && w < W) total[i % 2].x += v.x, total[i % 2].y += v.x * other.x;
+                    if (counts && w + 1 < W) total[i % 2].x += v.y, total[i % 2].y += v.y * other.y;
                 }
             }
             if constexpr (LOW) stmatrix_transposed(at_row, words);

@@ -12,8 +12,9 @@
 // kernels and, where they are given partials, in `normalize` and `input_gradients`, which needs 8 for each group too.
 // variants: T=float,bf16,half VEC=0,1
 #include "group_norm.cuh"
+#include "mma.cuh"
 
-extern __shared__ float2 channels[];  // C of them
+extern __shared__ __align__(16) float2 channels[];  // C of them
 constexpr int WIDTH = 32 * V;         // channels of a chunk at most
 
 #define EXTENT int S, int C1, int C2, int tiles, int across
@@ -190,7 +191,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void backward_sums(
 
 // means of gamma * dz and of gamma * dz * xhat over each group of image n, for every thread of the block; the totals where `first`.
 // mean, rstd: those of the image.
-__device__ __forceinline__ void image_sums(int n, const float2* partials, int tiles, bool first, TOTALS, AFFINE, int S, int C, float2* means) {
+__device__ __forceinline__ void image_sums(int n, const float2* partials, int tiles, bool first, TOTALS, AFFINE, int S, int C, float2* channels,
+                                           float2* means) {
     int size = C / groups;
     for (int c = threadIdx.x; c < C; c += THREADS) {
         const float2* p = partials + (i64)n * tiles * C + c;
@@ -231,8 +233,44 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_sums(const float
     wait_for_previous();
     i64 first = (i64)blockIdx.x * groups;
     image_sums(blockIdx.x, partials, tiles, true, totals, dscale, add_scale, dshift, add_shift, weight, bias, scale, shift,
-               mean + first, rstd + first, groups, S, C, means + first);
+               mean + first, rstd + first, groups, S, C, channels, means + first);
 }
+
+// As Rows, but by way of shared memory, each thread its own: rows that are under way take no registers, which `input_gradients`
+// needs for its constants (64 by 64 pixels of 64 channels, 32 images: TODO us by Rows<3, 1>).
+template <int ARRAYS, int DEPTH> struct Stream {
+    const T* start[ARRAYS];
+    int pitch[ARRAYS], count;
+    Raw* slots;  // DEPTH * ARRAYS * THREADS
+
+    __device__ __forceinline__ Raw* slot(int i, int a) const { return slots + (i % DEPTH * ARRAYS + a) * THREADS + threadIdx.x; }
+    __device__ __forceinline__ void fetch(int i) {
+#pragma unroll
+        for (int a = 0; a < ARRAYS; a++) {
+            if (i >= count || !start[a]) continue;
+            const T* source = start[a] + (i64)i * pitch[a];
+            if constexpr (VEC) cp_async(shared_address(slot(i, a)), source, true);
+            else *slot(i, a) = *reinterpret_cast<const Raw*>(source);
+        }
+        cp_async_commit();
+    }
+    __device__ __forceinline__ void begin() {
+#pragma unroll
+        for (int i = 0; i < DEPTH; i++) fetch(i);
+    }
+    template <typename Row> __device__ __forceinline__ void each(Row row) {
+#pragma unroll 1
+        for (int i = 0; i < count; i++) {
+            cp_async_wait<DEPTH - 1>();
+            Raw raw[ARRAYS];
+#pragma unroll
+            for (int a = 0; a < ARRAYS; a++) raw[a] = *slot(i, a);
+            row(i, raw);
+            fetch(i + DEPTH);
+        }
+    }
+};
+constexpr int DEPTH = 4;
 
 // dx, dx2 (either may be null) = gain * dz - rstd * (means.x + xhat * means.y). The means come as `means`, or as partials, of
 // so many tiles: then the totals are written too; neither: the statistics are constants. sums, sums2, float (N, tiles, C1 and
@@ -247,7 +285,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     __shared__ __align__(16) float table[5 * WIDTH];
     int C = C1 + C2, size = C / groups, pitch;
     Lane lane(S, C, tiles, across);
-    Rows<3, 1> rows;
+    Stream<3, DEPTH> rows;
+    rows.slots = reinterpret_cast<Raw*>(channels);
     T* again = first_element(y, y, lane, C, 0, rows.pitch[1]);
     T* target = first_element(dx, dx2, lane, C1, C2, pitch);
     rows.start[0] = first_element(x, x2, lane, C1, C2, rows.pitch[0]);
@@ -255,13 +294,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     rows.start[2] = (lane.c < C1 ? add : add2) ? target : nullptr;
     rows.pitch[2] = pitch;
     rows.count = target || again ? lane.count : 0;
-    rows.fetch(0);
+    rows.begin();
     mean += (i64)lane.n * groups, rstd += (i64)lane.n * groups;
     if (partials) {
-        float2* own = channels + C;
+        float2* sums_of_channels = reinterpret_cast<float2*>(rows.slots + 3 * DEPTH * THREADS);
         image_sums(lane.n, partials, partial_tiles, lane.tile == 0 && blockIdx.y == 0, totals, dscale, add_scale, dshift, add_shift, weight, bias,
-                   scale, shift, mean, rstd, groups, S, C, own);
-        means = own;
+                   scale, shift, mean, rstd, groups, S, C, sums_of_channels, sums_of_channels + C);
+        means = sums_of_channels + C;
     } else if (means) {
         means += (i64)lane.n * groups;
     }

@@ -20,6 +20,7 @@ CHANNELS = 64  # of a tile
 LINE_BYTES = 128  # of shared memory
 SHARED_BYTES = 228 << 10  # of a multiprocessor, of which each block costs 1 KiB more than it asks for
 BARRIER_BYTES = 1024
+MAP_BYTES = 1024  # of norms' maps of channels, in fprop
 CLUSTERS = {1: MULTIPROCESSORS, 2: 66, 4: 30, 8: 15}  # of so many blocks with a multiprocessor each that run at once
 COLUMNS = (1, 3, 5, 7)  # of a weight
 TF32_COLUMNS = 112  # of an image, of which the weight's gradient keeps three steps
@@ -144,12 +145,12 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
     slab = blocks((tile.pixels // 8 + kernel[0] - 1) * (8 + kernel[1] - 1) * LINE_BYTES, 1024) * 1024
     weight = kernel[0] * CHANNELS * LINE_BYTES
     results = min(2, turns) * tile.pixels * CHANNELS * itemsize
-    room = SHARED_BYTES - 1024 - BARRIER_BYTES - results
+    room = SHARED_BYTES - 1024 - BARRIER_BYTES - MAP_BYTES - results
     weights = min(kernel[1] * chunks, 16, (room - min(2, chunks * turns) * slab) // weight)
     if weights < min(kernel[1] * chunks, 2):
         return None
     slabs = min(4, chunks * turns, (room - weights * weight) // slab)
-    shared = results + slabs * slab + weights * weight + BARRIER_BYTES
+    shared = results + slabs * slab + weights * weight + BARRIER_BYTES + MAP_BYTES
     return Plan(tile, rows, blocks(count, turns), slabs, weights, shared)
 
 

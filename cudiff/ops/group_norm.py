@@ -246,7 +246,7 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
     if wants_dx or y is not None:
         launch("group_norm", "input_gradients", (n * tiles, chunks), 256,
                (*dx, *dx2, y, *own_sums, *sources, *results, dy, x, x2, *affine, *extent, activation),
-               shared=0 if sources[1] is None else 8 * (channels + groups), **constants)
+               shared=_STREAM_BYTES + (0 if sources[1] is None else 8 * (channels + groups)), **constants)
     if partials is not None:
         affine_gradients_cuda(totals, dweight, dbias)
     return tuple(target for target, _ in targets)
@@ -260,7 +260,7 @@ def affine_gradients_cuda(totals: Array, dweight: tuple[Array | None, bool],
             add_rows(totals, out, add, step=2, offset=offset)
 
 
-_SILU_DONE = 2  # of input_gradients
+_SILU_DONE, _STREAM_BYTES = 2, 12 * 256 * 16  # of input_gradients
 
 
 class _Cut(NamedTuple):
