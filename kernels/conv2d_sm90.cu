@@ -29,7 +29,7 @@
 // all fit in shared memory are brought once. The addend is brought, during the products, to where the result will lie.
 // Maps: x {C, W, H, N}, box {CHUNK, 8 + S - 1, rows + R - 1, 1}; FPROP weight {C, R·S, K}, DGRAD weight {K, R·S, C}, box
 // {CHUNK, 1, 64}; out and addend {K, W, H, N}, box {CHUNK, 8, rows, 1}. Those of float x and weight round to tf32.
-// Launch: 288 threads; grid (any number, ceil(K / 64)); tiles = ceil(W / 8) · ceil(H / rows). Shared memory: 1024 bytes
+// Launch: 384 threads, of which the last 127 only give their registers to others; grid (any number, ceil(K / 64)); tiles = ceil(W / 8) · ceil(H / rows). Shared memory: 1024 bytes
 // for barriers and as many for NORM's maps; `a_stages` slabs, two at least if the turns have so many chunks; `b_stages` times R taps' weights, two at
 // least if there are so many; and the results of two turns or one.
 #include "affine.cuh"
@@ -37,7 +37,7 @@
 
 enum Pass { FPROP, DGRAD };
 
-constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 32;
+constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;
 constexpr bool LOW = sizeof(T) == 2;
 constexpr bool READS = ADDS || NORM, SUMS = STATISTICS || NORM;
 constexpr int LINE = 128, CHUNK = LINE / sizeof(T);  // bytes and channels of a line of shared memory
@@ -77,6 +77,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     int chunks = CEIL_DIV(C, CHUNK), k0 = blockIdx.y * 64, across = CEIL_DIV(W, 8), tiles = across * CEIL_DIV(H, rows);
     bool resident = b_stages == chunks * S;
     if (threadIdx.x >= CONSUMERS) {
+        set_registers<40, false>();
         if (threadIdx.x > CONSUMERS) return;
         for (int i = blockIdx.x; i < N * tiles; i += gridDim.x) {
             Strip strip(i, tiles, across, rows);
@@ -95,6 +96,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         return;
     }
 
+    set_registers<232, true>();
     int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     bool leads = threadIdx.x % 128 == 0;
     float2* norm_maps = reinterpret_cast<float2*>(shared + 1024) + 64 * group;  // of 64 channels, for the strip in hand
@@ -178,11 +180,16 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         }
         int rows_inside = min(rows, H - strip.h0), w = strip.w0 + lane % 4 * 2;
         float2 total[2] = {};
+        u32 ahead[4] = {};  // the next rows' words: a step waits for no read of its own
+        if constexpr (LOW && READS) ldmatrix_transposed(ahead, at_result);
 #pragma unroll
         for (int row = 0; row < PIXELS / 8; row += 2) {
-            u32 words[4] = {};  // two pixels of one row of 8, in two channels by turns
+            u32 words[4];  // two pixels of one row of 8, in two channels by turns
             u32 at_row = at_result + row * 8 * LINE;
-            if constexpr (LOW && READS) ldmatrix_transposed(words, at_row);
+#pragma unroll
+            for (int i = 0; i < 4; i++) words[i] = ahead[i];
+            if constexpr (LOW && READS)
+                if (row + 2 < PIXELS / 8) ldmatrix_transposed(ahead, at_row + 16 * LINE);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 float* products = acc + 4 * row + 2 * i;

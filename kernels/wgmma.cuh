@@ -26,6 +26,12 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 // A barrier of the threads of one warpgroup.
 __device__ __forceinline__ void warpgroup_meets() { asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory"); }
 
+// Every warp of a warpgroup takes COUNT registers a thread from here on: more where `MORE`, once others gave so many back.
+template <int COUNT, bool MORE> __device__ __forceinline__ void set_registers() {
+    if (MORE) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+    else asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
 // Have the map at hand for the copies to come.
 __device__ __forceinline__ void prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"((u64)&map) : "memory");

@@ -186,7 +186,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     )
     partials = empty((n, tiles_of(x.shape, rows), outputs, 2), float32) if statistics or norm is not None else None
     launch(
-        "conv2d_sm90", "conv2d_sm90", (each, blocks(outputs, CHANNELS)), 288,
+        "conv2d_sm90", "conv2d_sm90", (each, blocks(outputs, CHANNELS)), 384,
         (
             tensor_map(x, (1, rows + kernel[0] - 1, 8 + kernel[1] - 1, chunk)),
             tensor_map(weight.reshape(len(weight), -1, weight.shape[3]), (CHANNELS, 1, chunk)),
