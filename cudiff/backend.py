@@ -118,9 +118,24 @@ def to_device(array: Array, device: str) -> Array:
         return array.get()
     if array.dtype == float64:
         raise CudiffError("float64 arrays stay on the CPU: convert with .astype('float32') first")
-    if is_capturing(device):
-        raise CudiffError("a captured function copied a host array to the GPU: make it before, and hold it as a Tensor")
+    _refuse_in_capture()
     return module.asarray(np.asarray(array, order="C"))
+
+
+def copy_into(out: Array, array: Array) -> None:
+    """Write `array`, from either device and of any dtype, into `out` of the same shape, with nothing in between."""
+    if device_of(out) == device_of(array):
+        out[...] = array
+    elif device_of(out) == "cpu":
+        out[...] = array.get()
+    else:
+        _refuse_in_capture()
+        out.set(np.asarray(array, out.dtype, order="C"), stream=get_cupy().cuda.get_current_stream())
+
+
+def _refuse_in_capture() -> None:
+    if is_capturing("cuda"):
+        raise CudiffError("a captured function copied a host array to the GPU: make it before, and hold it as a Tensor")
 
 
 class Staging:

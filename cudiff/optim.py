@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cudiff.backend import Array, array_module, float32, int32, to_device
+from cudiff.backend import Array, array_module, copy_into, float32, int32, to_device
 from cudiff.errors import CudiffError
-from cudiff.nn import FlatParameters, Module
+from cudiff.nn import FlatParameters, Module, Parameter
 from cudiff.nn.module import require_fit
 from cudiff.ops import optim as ops
 from cudiff.tensor import Tensor
@@ -94,7 +94,9 @@ class EMA:
     def __init__(self, model: Module, half_life: float, ramp: float | None = 0.05):
         flat = _flat(model)
         self.half_life, self.ramp = float(half_life), ramp
-        self.model: Module = copy.deepcopy(model, {id(flat): None})  # the twin gets flat buffers of its own
+        # The twin starts on the same arrays: flatten copies their values into buffers of its own.
+        twins = {id(x): Parameter(x.data, x.low, x.decay, x.layout) for x in model.parameters()}
+        self.model: Module = copy.deepcopy(model, {id(flat): None, **twins})
         self.model.eval().flatten(flat.device, trainable=False)
 
 
@@ -187,7 +189,7 @@ class Optimizer:
             targets |= {f"{moment}.{name}": view for name, view in self.flat.views(buffer).items()}
         require_fit(state, targets, "the optimiser's state does not fit")
         for name, target in targets.items():
-            target[...] = to_device(np.asarray(state[name], target.dtype), self.flat.device)
+            copy_into(target, state[name])
 
 
 def _tensor(array: Array | None) -> Tensor | None:

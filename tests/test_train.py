@@ -374,6 +374,16 @@ def test_the_elephants_captured_step_equals_the_eager_one_bit_for_bit(dropout, t
 
 
 @pytest.mark.gpu
+def test_a_new_trainer_leaves_no_memory_idle(digits, tmp_path):
+    import cupy
+
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        trainer = Trainer(BF16, digits, tmp_path)
+    assert pool.total_bytes() - pool.used_bytes() < 4096 < trainer.net.flat.data.nbytes
+
+
+@pytest.mark.gpu
 def test_a_captured_function_cannot_copy_from_the_host():
     captured = cudiff.capture(lambda x: x + Tensor(np.ones(3, np.float32), device="cuda"), warmup=1)
     x = Tensor(array_module("cuda").zeros(3, np.float32))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cudiff.backend import PRECISIONS, Array, is_low, to_device
+from cudiff.backend import PRECISIONS, Array, copy_into, is_low, to_device
 from cudiff.errors import CudiffError
 from cudiff.nn.parameter import FlatParameters, Parameter
 from cudiff.tensor import Tensor
@@ -98,7 +98,7 @@ class Module:
             if isinstance(target, Parameter):
                 target.assign(state[name])
             else:
-                target.data[...] = to_device(np.asarray(state[name], target.dtype), target.device)
+                copy_into(target.data, state[name])
 
     def train(self, mode: bool = True) -> Module:
         """Set training mode (dropout, batch statistics) everywhere below."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, array_module, device_of, float32, is_capturing, is_low, to_device
+from cudiff.backend import Array, array_module, copy_into, device_of, float32, is_capturing, is_low, to_device
 from cudiff.tensor import Tensor
 
 BLOCK = 32
@@ -50,12 +50,12 @@ class Parameter(Tensor):
         array = array.data if isinstance(array, Tensor) else array
         if array.shape != self.shape:
             raise ValueError(f"cannot assign shape {array.shape} to a parameter of shape {self.shape}")
-        self.data[...] = to_device(np.asarray(array, self.dtype) if device_of(array) == "cpu" else array, self.device)
+        copy_into(self.data, array)
         self._stale = True
 
     def bind(self, data: Array, grad: Array | None, shadow: Array | None) -> None:
         """Move the storage into slices of flat buffers; values stay, gradients start at zero."""
-        data[...] = to_device(self.data, device_of(data))
+        copy_into(data, self.data)
         self.data, self.grad, self.shadow, self._stale = data, grad, shadow, True
 
 
