@@ -9,6 +9,7 @@ from cudiff import ops
 from cudiff.backend import bfloat16
 from cudiff.cuda import module
 from cudiff.cuda.graph import capture
+from cudiff.cuda.memory import PAGE
 from cudiff.errors import CudiffError
 from cudiff.nn import Module, Parameter
 from cudiff.ops.random import Generator, Streams
@@ -215,3 +216,53 @@ def test_an_array_outlives_the_graph_it_was_made_in():
     for tensor in kept:
         np.testing.assert_array_equal(tensor.numpy(), 3)
     assert len(others) == 20
+
+
+@pytest.mark.gpu
+def test_small_graphs_hold_little_memory(rng):
+    function = capture(lambda x: ops.exp(ops.sin(x * 2.0) + 1.0), warmup=2)
+    for shape in ((3, 5), (1000,)):
+        x = Tensor(rng.standard_normal(shape).astype(np.float32), device="cuda")
+        for _ in range(4):
+            function(x)
+    assert function.pool_bytes == 2 * PAGE
+
+
+@pytest.mark.gpu
+def test_a_recording_may_end_while_another_is_made():
+    x = Tensor(np.ones(1000, np.float32), device="cuda")
+    held, calls = [capture(lambda x: x + 1.0, warmup=1)], []
+    for _ in range(3):
+        held[0](x)
+
+    def forget(x):
+        calls.append(1)
+        y = x * 2.0
+        if len(calls) == 2:
+            held.clear()
+        return y + 1.0
+
+    function = capture(forget, warmup=1)
+    for _ in range(3):
+        np.testing.assert_array_equal(function(x).numpy(), 3)
+    assert not held
+
+
+@pytest.mark.gpu
+def test_memory_that_runs_out_while_recording_is_told():
+    import cupy
+
+    x = Tensor(np.ones(4, np.float32), device="cuda")
+    calls = []
+
+    def greedy(x):
+        calls.append(1)
+        if len(calls) == 2:
+            cupy.empty(1 << 50, np.uint8)
+        return x + 1.0
+
+    function = capture(greedy, warmup=1)
+    function(x)
+    with pytest.raises(cupy.cuda.memory.OutOfMemoryError):
+        function(x)
+    np.testing.assert_array_equal(function(x).numpy(), 2)

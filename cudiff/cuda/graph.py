@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from cudiff.backend import get_cupy
+from cudiff.cuda.memory import Region
 from cudiff.cuda.module import compiling_ahead
 from cudiff.errors import CudiffError
 from cudiff.tensor import Tensor
@@ -33,6 +33,7 @@ def capture(fn: Callable, warmup: int = 3, device: str | None = None, rehearse: 
         Takes Tensors (or None), positionally. It may change tensors that it holds (parameters, counters), in place.
         It must not read from the device (`.item()`, `.numpy()`), nor copy host arrays there. What Python does in it,
         numbers and branches included, is frozen as recorded: what changes from call to call has to be in tensors.
+        What it makes for a stream of its own it has to hold until that has joined: memory is reused as Python frees it.
     warmup : int, at least 1
     device : {"cpu", "cuda"}, optional
         That of the tensors passed is the default; a function called without tensors needs it.
@@ -76,7 +77,7 @@ class Captured:
     @property
     def pool_bytes(self) -> int:
         """GPU memory that the graphs hold for what is made in them; it does not shrink."""
-        return sum(recording.pool.total_bytes() for recording in self._recordings.values())
+        return sum(recording.region.total_bytes() for recording in self._recordings.values())
 
     def _device(self, args: tuple[Tensor | None, ...]) -> str:
         for arg in args:
@@ -99,7 +100,7 @@ class _Recording:
         # Non-blocking: a capturing stream that synchronises with the default one would forbid all work there.
         self.stream = cuda.Stream(non_blocking=True)
         self.before, self.after = (cuda.Event(disable_timing=True) for _ in range(2))
-        self.pool = cuda.MemoryPool(functools.partial(_driver_memory, stream=self.stream))
+        self.region = Region()
         self.graph: Any = None
         self.inputs: list[Tensor | None] = []
         self.result: Any = None
@@ -147,35 +148,16 @@ class _Recording:
 
     @contextlib.contextmanager
     def _private(self) -> Iterator[None]:
-        """Private stream and pool, in order with the caller's work before and after."""
+        """Private stream and memory, in order with the caller's work before and after."""
         cuda = get_cupy().cuda
         caller = cuda.get_current_stream()
         self.before.record(caller)
         self.stream.wait_event(self.before)
         _mode.busy = True
         try:
-            with self.stream, cuda.using_allocator(self._allocate):
+            with self.stream, cuda.using_allocator(self.region.allocate):
                 yield
         finally:
             _mode.busy = False
             self.after.record(self.stream)
             caller.wait_event(self.after)
-
-    def _allocate(self, size: int) -> Any:
-        """Memory from the pool that keeps the pool alive: a dying CuPy pool frees even what is in use, and an array
-        made in `fn` may outlive the graph."""
-        cuda = get_cupy().cuda
-        pointer = self.pool.malloc(size)
-        return cuda.MemoryPointer(cuda.UnownedMemory(pointer.ptr, size, (pointer, self.pool), pointer.device_id), 0)
-
-
-def _driver_memory(size: int, stream: Any) -> Any:
-    """New memory for the pool of a recording on `stream`."""
-    cuda = get_cupy().cuda
-    try:
-        return cuda.MemoryPointer(cuda.Memory(size), 0)
-    except cuda.runtime.CUDARuntimeError as error:
-        # The pool would answer by freeing its idle blocks, which the graph being recorded already points into.
-        if "cudaErrorMemoryAllocation" in str(error) and stream.is_capturing():
-            raise cuda.memory.OutOfMemoryError(size, -1) from None
-        raise

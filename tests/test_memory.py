@@ -1,0 +1,181 @@
+"""The memory of captured functions: where arrays are put, and that freed places join."""
+
+import gc
+import itertools
+import threading
+
+import numpy as np
+import pytest
+
+from cudiff.cuda import memory
+from cudiff.cuda.memory import ALIGNMENT, PAGE, Places, Region
+
+KB = 1024
+
+
+class Line(Places):
+    """Remembers how far it had to reach, and may end."""
+
+    def __init__(self, end=1 << 40):
+        super().__init__()
+        self.reached, self.end = 0, end
+
+    def _reach(self, end):
+        if end > self.end:
+            raise MemoryError
+        self.reached = max(self.reached, end)
+
+
+def test_places_are_aligned_and_do_not_overlap(rng):
+    line, places = Line(), []
+    for _ in range(2000):
+        if places and rng.random() < 0.5:
+            places.pop(rng.integers(len(places)))
+        places.append(line.take(int(rng.integers(0, 5000))))
+        ends = sorted((place.start, place.start + place.size) for place in places)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
+    assert all(place.start % ALIGNMENT == 0 for place in places)
+    places.clear()
+    assert line.take(line.reached).start == 0
+
+
+def test_the_smallest_free_place_is_taken_and_of_two_the_lower():
+    line = Line()
+    sizes = (8, 1, 4, 1, 2, 1, 4, 1)
+    places = [line.take(size * KB) for size in sizes]
+    starts = [place.start for place in places]
+    assert starts == [KB * sum(sizes[:i]) for i in range(len(sizes))]
+    for i in (0, 6, 2, 4):
+        places[i] = None
+    taken = [line.take(size * KB) for size in (3, 2, 4, 9, 5)]
+    assert [place.start for place in taken] == [starts[2], starts[4], starts[6], KB * sum(sizes), starts[0]]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)])
+def test_freed_neighbours_join(order):
+    line = Line()
+    places, last = [line.take(2 * KB) for _ in range(3)], line.take(KB)
+    for i in order:
+        places[i] = None
+    assert line.take(6 * KB).start == 0
+    assert (last.start, line.reached) == (6 * KB, 7 * KB)
+
+
+def test_a_place_is_free_once_nothing_holds_it():
+    line = Line()
+    place = line.take(KB)
+    other = place
+    del place
+    assert line.take(KB).start == KB
+    del other
+    assert line.take(KB).start == 0
+
+
+def test_places_may_be_given_back_by_any_thread(rng):
+    line = Line()
+
+    def use():
+        held = []
+        for i in range(300):
+            held.append(line.take((i % 7 + 1) * KB))
+            if i % 3:
+                held.pop(i % len(held))
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert line.take(line.reached).start == 0
+
+
+def test_where_memory_ends_nothing_is_lost():
+    line = Line(end=4 * KB)
+    place = line.take(3 * KB)
+    with pytest.raises(MemoryError):
+        line.take(2 * KB)
+    assert line.take(KB).start == 3 * KB
+    del place
+    assert line.take(4 * KB).start == 0
+
+
+def step(line):
+    """What a training step of a U-Net takes: outputs that wait for the backward, gradients and short-lived parts."""
+    live = peak = 0
+    held = {}
+
+    def take(name, size):
+        nonlocal live, peak
+        held[name] = line.take(size)
+        live += held[name].size
+        peak = max(peak, live)
+
+    def free(name):
+        nonlocal live
+        live -= held.pop(name).size
+
+    sizes = [(16 << 20) >> min(level, 8 - level) for level in range(9) for _ in range(6)]
+    for i, size in enumerate(sizes):
+        take(("parts", i), size // 16)
+        take(("out", i), size)
+        take(("statistics", i), 4096)
+        free(("parts", i))
+    for i, size in reversed(list(enumerate(sizes))):
+        take(("gradient", i), size)
+        take(("wgrad", i), 3 << 20)
+        if i + 1 < len(sizes):
+            free(("gradient", i + 1))
+        free(("out", i))
+        free(("statistics", i))
+        if i % 8 == 0:
+            for j in range(i, min(i + 8, len(sizes))):
+                free(("wgrad", j))
+    free(("gradient", 0))
+    assert not held
+    return peak
+
+
+def test_a_step_takes_little_more_than_lives_at_once_and_the_next_one_nothing():
+    line = Line()
+    peak = step(line)
+    reached = line.reached
+    assert peak <= reached <= 1.15 * peak
+    for _ in range(3):
+        assert step(line) == peak
+    assert line.reached == reached
+
+
+@pytest.mark.gpu
+def test_arrays_lie_in_a_region_that_grows_and_keep_it_alive(monkeypatch):
+    import cupy
+
+    calls, call = [], memory._call
+    monkeypatch.setattr(memory, "_call", lambda name, *args, **rest: calls.append(name) or call(name, *args, **rest))
+    region, stream = Region(), cupy.cuda.Stream(non_blocking=True)
+    assert region.total_bytes() == 0
+    with stream, cupy.cuda.using_allocator(region.allocate):
+        small = cupy.full(3, 1, np.float32)
+        assert region.total_bytes() == PAGE
+        large = cupy.full((5, PAGE), 2, np.uint8)  # over pieces of memory of its own
+        assert region.total_bytes() == 6 * PAGE
+        copy = large.copy()
+        empty = cupy.empty(0, np.float32)
+    stream.synchronize()
+    assert empty.size == 0 and large.data.ptr % ALIGNMENT == 0
+    del region, large, empty
+    gc.collect()
+    assert small.get().tolist() == [1, 1, 1] and (copy.get() == 2).all()
+    assert calls.count("cuMemMap") == 3 and "cuMemUnmap" not in calls
+    del small, copy
+    assert calls.count("cuMemUnmap") == 3 and calls[-1] == "cuMemAddressFree"
+
+
+@pytest.mark.gpu
+def test_a_request_beyond_all_memory_is_told():
+    import cupy
+
+    region = Region()
+    held = region.allocate(1)
+    with pytest.raises(cupy.cuda.memory.OutOfMemoryError):
+        region.allocate(1 << 50)
+    assert region.allocate(1).ptr == held.ptr + ALIGNMENT
