@@ -7,6 +7,8 @@
 // in its shared memory. The scores are transposed: p and ds, whose rows are keys, are the left sides of
 // dv and dk from registers; ds goes through shared memory to be the left side of dq. A block's part of a tile's dq takes
 // the place of the tile's q and dout. The blocks of a cluster share out the tiles and sum their parts by rank.
+// Where sums_q is given, each warp leaves the sums over its tokens, before rounding, of dq, dk and dv: float
+// (N, 4 CLUSTER, ...), a row `token` elements long, a head's sums `head` elements after those of the one before.
 // Launch: 128 threads, (CLUSTER, heads, N) blocks. Shared memory: 8.5 KiB a tile of queries, 16 KiB a tile of the block's
 // keys, 128 bytes of barriers.
 #include "attention_sm90.cuh"
@@ -17,10 +19,32 @@ constexpr int KEY_TILES = TILES == 1 ? 1 : 2, CLUSTER = TILES / KEY_TILES;
 constexpr int BLOCKS = KEY_TILES == 1 ? 4 : 3;  // that fit a multiprocessor, by their registers
 constexpr int D_SCORES = 64 * 128;  // bytes of a tile of ds
 
+// Add to sums[2 j + e] the sums over this thread's rows of a product's columns 8 j + 2 QUAD + e.
+template <int COUNT>
+__device__ __forceinline__ void add_columns(float (&sums)[COUNT / 2], const float (&c)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT / 2; i++) sums[i] += c[i / 2 * 4 + i % 2] + c[i / 2 * 4 + 2 + i % 2];
+}
+// From those of all threads of a warp, for 32 columns: its sum of column 8 (GROUP / 2) + 2 QUAD + GROUP % 2. At each step
+// two lanes share what both have left.
+__device__ __forceinline__ float warp_column_sum(float (&sums)[8]) {
+#pragma unroll
+    for (int half = 4; half > 0; half /= 2) {
+        bool upper = GROUP & half;
+#pragma unroll
+        for (int i = 0; i < half; i++) {
+            float given = upper ? sums[i] : sums[i + half];
+            sums[i] = (upper ? sums[i + half] : sums[i]) + __shfl_xor_sync(0xffffffffu, given, 4 * half);
+        }
+    }
+    return sums[0];
+}
+
 extern "C" __global__ void __launch_bounds__(128, BLOCKS) __cluster_dims__(CLUSTER, 1, 1)
 backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
          const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap dq, const __grid_constant__ TensorMap dk,
-         const __grid_constant__ TensorMap dv, const T* out, const float* lse, int Tq, int Tk, int D, float scale) {
+         const __grid_constant__ TensorMap dv, const T* out, const float* lse, int Tq, int Tk, int D, float scale,
+         float* sums_q, float* sums_k, float* sums_v, int token, int head) {
     extern __shared__ __align__(1024) u8 shared[];
     constexpr u32 K_TILES = TILES * 2 * TILE, V_TILES = K_TILES + KEY_TILES * TILE, DS_TILES = V_TILES + KEY_TILES * TILE;
     constexpr u32 ROWS = DS_TILES + KEY_TILES * D_SCORES, BARRIERS = ROWS + TILES * 512;
@@ -122,6 +146,19 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
         for (int e = 0; e < DP / 4; e++) parts[e * 128] = make_float2(part[2 * e], part[2 * e + 1]);
     }
 
+    i64 own_sum = ((i64)(n * CLUSTER + rank) * 4 + threadIdx.x / 32) * token + h * head;
+    auto leave_sums = [&](float* sums, float (&columns)[DP / 4], float factor) {
+        int d = GROUP / 2 * 8 + 2 * QUAD + GROUP % 2;
+        float sum = warp_column_sum(columns);
+        if (d < D) sums[own_sum + d] = factor * sum;
+    };
+    if (sums_q) {
+        float columns_k[DP / 4] = {}, columns_v[DP / 4] = {};
+#pragma unroll
+        for (int m = 0; m < KEY_TILES; m++) add_columns(columns_k, dk_acc[m]), add_columns(columns_v, dv_acc[m]);
+        leave_sums(sums_k, columns_k, scale);
+        leave_sums(sums_v, columns_v, 1.0f);
+    }
     u32 rounded[DP / 16][4];
 #pragma unroll
     for (int m = 0; m < KEY_TILES; m++) {  // keys and values give their places to their gradients
@@ -138,6 +175,7 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
             tma_store(dv, v_tiles + m * TILE, 0, h, first + m * 64, n);
         }
     __syncwarp();
+    float columns_q[DP / 4] = {};
     for (int i = rank; i < tiles; i += CLUSTER) {
         const float2* parts = reinterpret_cast<const float2*>(shared + i * 2 * TILE) + threadIdx.x;
         float sum[DP / 2] = {};
@@ -147,6 +185,7 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
                 float2 part = load_cluster(parts + e * 128, from);
                 sum[2 * e] += part.x, sum[2 * e + 1] += part.y;
             }
+        add_columns(columns_q, sum);
         round_fragments(sum, rounded, scale);
         __syncthreads();  // all have read this block's part
         store_fragments<LINE>(base + i * 2 * TILE, rounded);
@@ -155,6 +194,7 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
         if (threadIdx.x == 0) tma_store(dq, base + i * 2 * TILE, 0, h, i * 64, n);
         __syncwarp();
     }
+    if (sums_q) leave_sums(sums_q, columns_q, scale);
     if (threadIdx.x == 0) tma_store_wait();
     __syncwarp();
     if (CLUSTER > 1) cluster_sync();  // a block stays until the others have read its parts

@@ -61,8 +61,14 @@ class AttentionQKV(Function):
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
-        dqkv = empty((*dout.shape[:2], 3 * dout.shape[2]), dout.dtype)
-        _backward_cuda(ctx, dout, *_split(dqkv, *ctx.attrs))
+        n, tokens, channels = dout.shape
+        dqkv = empty((n, tokens, 3 * channels), dout.dtype)
+
+        def sums(tiles: int) -> tuple[Array, Array, Array]:
+            ctx.din_partials[0] = empty((n, tiles, 3 * channels), float32)
+            return _split(ctx.din_partials[0], *ctx.attrs)
+
+        _backward_cuda(ctx, dout, *_split(dqkv, *ctx.attrs), sums)
         return (dqkv,)
 
 
@@ -145,12 +151,12 @@ def _forward_cuda(ctx, q, k, v, tf32):
     return out
 
 
-def _backward_cuda(ctx, dout, dq, dk, dv):
+def _backward_cuda(ctx, dout, dq, dk, dv, sums=None):
     q, k, v, out, lse = ctx.saved
     if not out.size:
         return
     if attention_sm90.suits(q, k, v, dq, dk, dv, dout.reshape(q.shape)):
-        attention_sm90.backward(dq, dk, dv, dout.reshape(q.shape), q, k, v, out, lse)
+        attention_sm90.backward(dq, dk, dv, dout.reshape(q.shape), q, k, v, out, lse, sums)
         return
     delta = empty(lse.shape, float32)
     sizes, rows, dim = _sizes(q, k), q.shape[1], q.shape[3]

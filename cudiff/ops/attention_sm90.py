@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cudiff.backend import Array, is_low
@@ -39,18 +40,27 @@ def forward(out: Array, lse: Array, q: Array, k: Array, v: Array) -> None:
 
 
 def backward(
-    dq: Array, dk: Array, dv: Array, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array
-) -> None:
-    """The gradients dq, dk and dv; dout and out are contiguous (N, Tq, heads, D)."""
+    dq: Array, dk: Array, dv: Array, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
+    sums: Callable[[int], Sequence[Array]] | None = None,
+) -> None:  # fmt: skip
+    """The gradients dq, dk and dv; dout and out are contiguous (N, Tq, heads, D).
+
+    `sums` tells a kernel that leaves the sums of the gradients over tiles of tokens where: given the number of tiles,
+    three float32 arrays (N, tiles, heads, D), equal parts of one row.
+    """
     n, queries, heads, dim = q.shape
     keys, scale, tile = k.shape[1], 1 / math.sqrt(dim), _tile_bytes(dim)
     maps = tuple(map(_map, (q, k, v, dout)))
     if dim <= 32 and max(queries, keys) <= SHORT:
         tiles = next(tiles for tiles in (1, 2, 4) if max(queries, keys) <= tiles * TOKENS)
         own = min(tiles, 2)  # tiles of keys of a block
+        places: tuple = (None, None, None, 0, 0)
+        if sums is not None:
+            given = sums(4 * tiles // own)
+            places = (*given, *(stride // 4 for stride in given[0].strides[1:3]))
         launch(
             "attention_short_sm90", "backward", (tiles // own, heads, n), 128,
-            (*maps, *map(_map, (dq, dk, dv)), out, lse, queries, keys, dim, scale),
+            (*maps, *map(_map, (dq, dk, dv)), out, lse, queries, keys, dim, scale, *places),
             tiles * (2 * tile + 512) + own * (2 * tile + 8192) + BARRIER_BYTES, T=q.dtype, DP=32, TILES=tiles,
         )  # fmt: skip
         return

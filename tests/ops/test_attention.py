@@ -36,6 +36,21 @@ def test_qkv(device, rng, shape, new_order):
     )
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 49, 3, 32), (3, 64, 2, 24), (2, 77, 2, 8), (2, 256, 6, 32), (1, 130, 1, 16)])
+@pytest.mark.parametrize("new_order", [False, True])
+def test_the_gradient_of_qkv_brings_its_sums(rng, shape, new_order):
+    """Where one launch makes it; a linear layer before takes its bias's gradient from them."""
+    n, t, heads, dim = shape
+    qkv = Tensor(rng.standard_normal((n, t, 3 * heads * dim)), requires_grad=True, dtype="bfloat16", device="cuda")
+    dout = Tensor(rng.standard_normal((n, t, heads * dim)), dtype="bfloat16", device="cuda")
+    node, _ = attention_qkv(qkv, heads, new_order)._source
+    (dqkv,) = node.function.backward_cuda(node.ctx, dout.data, needs=(True,), into=(None,))
+    sums, expected = (Tensor(x).numpy().astype(np.float64).sum(1) for x in (node.ctx.din_partials[0], dqkv))
+    rounding = 0.01 * np.abs(Tensor(dqkv).numpy().astype(np.float64)).max() * np.sqrt(t)
+    assert np.abs(sums - expected).max() < rounding
+
+
 @pytest.mark.parametrize("tq, tk", [(1, 2), (5, 70), (70, 5), (129, 64), (256, 77), (1, 300), (500, 301)])
 @pytest.mark.parametrize("dim", [16, 33, 64])
 def test_separate(device, rng, tq, tk, dim):
