@@ -20,6 +20,8 @@ from cudiff.cuda.module import blocks, launch
 from cudiff.tensor import Vacant
 
 JOBS = 64  # in one launch
+TERMS = 8  # that a thread adds at a time, as kernels/accumulate.cu has it
+LANES = 128  # at most, so that the two threads that share a row read 32 bytes side by side
 WAITING_BYTES = 24 << 20  # an H200 caches 50 MB
 _ROW_SUM = np.dtype(
     [("source", "u8"), ("out", "u8")]
@@ -112,7 +114,7 @@ def _launch(jobs: list[_Job]) -> None:
         rows, places = source.size // (out.size * step), (source.data.ptr + 4 * offset, out.data.ptr)
         columns, pitch = (out.size, 0) if out.flags.c_contiguous else (out.size // len(out), out.strides[0] // 4)
         whole = step == 1 and width % 4 == columns % 4 == pitch % 4 == 0 and all(place % 16 == 0 for place in places)
-        pack, lanes = 4 if whole else 1, min(16, 1 << (blocks(rows, 4) - 1).bit_length())
+        pack, lanes = 4 if whole else 1, min(LANES, 1 << (blocks(rows, TERMS) - 1).bit_length())
         table["jobs"][0, i] = (*places, rows, out.size, width, step, columns, pitch, add, lanes, pack, grid)
         grid += blocks(out.size, 256 // lanes * pack)
     launch("accumulate", "sum_rows", grid, 256, (table,), TOTAL=float32, TERM=float32)

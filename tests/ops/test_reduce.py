@@ -165,7 +165,9 @@ def test_sums_of_rows_wait_and_are_made_once(rng, shape, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("count, rows, columns", [(43, 64, 576), (2, 130, 64), (5, 33, 27), (128, 64, 64), (1, 3, 5)])
+@pytest.mark.parametrize("count, rows, columns", [
+    (43, 64, 576), (2, 130, 64), (5, 33, 27), (128, 64, 64), (1, 3, 5), (1100, 1, 64), (4096, 1, 33),
+])  # fmt: skip
 def test_sums_of_parts_go_to_parts_of_rows(rng, count, rows, columns):
     """Five of the first shape are more than may wait."""
     parts = rng.standard_normal((count, rows, columns)).astype(np.float32)
