@@ -1,23 +1,299 @@
-// Batch norm's own part beside the group norm kernels: the running statistics. All float32 (C); one thread a channel.
-// variants:
-#include "common.cuh"
+// Batch norm: z = weight * xhat + bias, xhat = (x - mean) * rstd, with statistics by channel; and with WINDOW=2 the largest z of
+// each 2x2 window and its ReLU. z is never stored: what the backward needs of it is computed from x once more.
+//
+// x, dx (N, H, W, C) and y, dy (N, H / WINDOW, W / WINDOW, C): T, channels last; the last row or column of an odd size is in no
+// window. With WINDOW=1 H is 1: any rows of C channels. float32 (C): weight, bias, mean, rstd, dweight, dbias, and the running
+// statistics, which are updated in place. Outputs overwrite; gradients with an `add` flag accumulate where it is set.
+// Sums go by tiles of windows into partials, float2 (rows, C), then over the rows, in a fixed order: two runs give the same bits.
+// VEC=1: C and every T address are multiples of a 16-byte pack.
+// Launch of the kernels that read x: block (lanes, a power of two), at most 256 threads, a lane for each pack of channels; grid
+// (tiles, ceil(packs / lanes)). Of the `finish_` kernels: block (4, 256), ceil(C / 4) blocks.
+// variants: T=float,bf16,half VEC=0,1 WINDOW=1,2
+#include "vector.cuh"
 
-// Running mean and variance move by the share `momentum` towards the batch's; `unbias` is n / (n - 1). Updated in place.
-extern "C" __global__ void update_running(float* running_mean, float* running_var, const float* mean, const float* rstd,
-                                          int C, float momentum, float unbias, float eps) {
-    wait_for_previous();
-    int c = blockIdx.x * blockDim.x + threadIdx.x;
-    if (c >= C) return;
-    float var = unbias * (1.0f / (rstd[c] * rstd[c]) - eps);
-    running_mean[c] += momentum * (mean[c] - running_mean[c]);
-    running_var[c] += momentum * (var - running_var[c]);
+constexpr int V = VEC ? Pack<T>::SIZE : 1;
+constexpr int TAPS = WINDOW * WINDOW;
+constexpr int UNROLL = WINDOW > 1 ? 1 : 4;  // windows at a time: their loads are to fill the memory's pipe
+constexpr int THREADS = 256, RESIDENT = 3;  // of a block, and blocks of a multiprocessor
+
+#define AFFINE const float* __restrict__ weight, const float* __restrict__ bias, const float* __restrict__ mean, const float* __restrict__ rstd
+#define EXTENT int N, int H, int W, int C
+
+// A thread's channels, c to c + V, and its share of the windows: first, first + blockDim.y and so on, below end.
+struct Share {
+    int c, first, end;
+    __device__ __forceinline__ Share(int windows, int C) {
+        int each = CEIL_DIV(windows, gridDim.x);
+        c = (blockIdx.y * blockDim.x + threadIdx.x) * V;
+        first = blockIdx.x * each + threadIdx.y;
+        end = c < C ? min(windows, (int)(blockIdx.x + 1) * each) : 0;
+    }
+};
+
+// V elements as they lie in memory.
+struct __align__(V * sizeof(T)) Raw { T v[V]; };
+__device__ __forceinline__ Raw fetch(const T* p) {
+    Raw raw;
+    if constexpr (VEC) *reinterpret_cast<uint4*>(&raw) = *reinterpret_cast<const uint4*>(p);
+    else raw.v[0] = *p;
+    return raw;
+}
+__device__ __forceinline__ void put(T* p, const Raw& raw) {
+    if constexpr (VEC) *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(&raw);
+    else *p = raw.v[0];
 }
 
-// mean, rstd (overwritten) from the running statistics: copies, so that a later update does not reach a saved tape.
+// Window i, of h * w an image: where it begins in x, how much of it lies in the image, and its place in y if that is all.
+struct Window {
+    i64 pixel, out;
+    int rows, columns;
+    __device__ __forceinline__ Window(int i, int h, int w, int H, int W) : pixel(i), out(i), rows(1), columns(1) {
+        if constexpr (WINDOW > 1) {
+            int line = i / w, column = i - line * w, n = line / h, row = line - n * h;
+            pixel = ((i64)n * H + row * WINDOW) * W + column * WINDOW;
+            out = ((i64)n * (H / WINDOW) + row) * (W / WINDOW) + column;
+            rows = min(WINDOW, H - row * WINDOW), columns = min(WINDOW, W - column * WINDOW);
+        }
+    }
+    __device__ __forceinline__ bool whole() const { return rows * columns == TAPS; }
+    __device__ __forceinline__ bool has(int tap) const { return tap / WINDOW < rows && tap % WINDOW < columns; }
+    __device__ __forceinline__ i64 at(int tap, int W) const { return pixel + tap / WINDOW * W + tap % WINDOW; }
+};
+
+// float32 takes x - mean first, as gain * x + const would lose a large mean's digits; a 16-bit x has no such digits.
+__device__ __forceinline__ float centre_of(float mean) { return sizeof(T) == 4 ? mean : 0.0f; }
+
+// What a block's threads share about a channel: z = gain * (x - centre) + offset, dx = gain * dz + slope * (x - centre) + constant.
+// By fmaf, so that the backward finds the largest that the forward found.
+struct __align__(16) Channel {
+    float gain, offset, slope, constant, centre;
+    __device__ __forceinline__ float centred(T x) const { return to_float(x) - centre_of(centre); }
+    __device__ __forceinline__ float z(T x) const { return fmaf(gain, centred(x), offset); }
+};
+
+// The block's channels, prepared by a thread each; returns this thread's. means as in input_gradients.
+__device__ __forceinline__ const Channel* prepare(AFFINE, const float2* means, int C) {
+    __shared__ Channel channels[32 * V];
+    int count = blockDim.x * V, first = blockIdx.y * count;
+    for (int j = threadIdx.y * blockDim.x + threadIdx.x; j < min(count, C - first); j += blockDim.x * blockDim.y) {
+        int c = first + j;
+        float gain = weight[c] * rstd[c], average = mean[c], rest = average - centre_of(average);
+        float2 m = means ? means[c] : make_float2(0.0f, 0.0f);
+        float slope = -gain * rstd[c] * m.y;
+        channels[j] = {gain, fmaf(-gain, rest, bias[c]), slope, -gain * m.x - slope * rest, average};
+    }
+    __syncthreads();
+    return channels + threadIdx.x * V;
+}
+
+// The largest z of a channel in a window, NaN where one is, and the first tap that has it.
+__device__ __forceinline__ float largest(const Channel& channel, const Raw (&x)[TAPS], int k, int& tap) {
+    float z = channel.z(x[0].v[k]);
+    tap = 0;
+#pragma unroll
+    for (int t = 1; t < TAPS; t++) {
+        float other = channel.z(x[t].v[k]);
+        if (other > z || other != other) z = other, tap = t;
+    }
+    return z;
+}
+// Its gradient.
+__device__ __forceinline__ float dz_of(float z, T dy) { return WINDOW == 1 || z > 0.0f ? to_float(dy) : 0.0f; }
+
+// Sums over the block of what each thread has for its channels, in a fixed order; threads with threadIdx.y = 0 get them.
+__device__ __forceinline__ void block_sums(float (&values)[V]) {
+    __shared__ __align__(16) float parts[THREADS * V];
+    float* own = parts + (threadIdx.y * blockDim.x + threadIdx.x) * V;
+    __syncthreads();  // an earlier sum has been read
+    for (int half = blockDim.y / 2; half > 0; half /= 2) {
+        if (threadIdx.y < 2 * half) store<V>(own, values);
+        __syncthreads();
+        if (threadIdx.y < half) {
+            float other[V];
+            load<V>(own + half * blockDim.x * V, other);
+#pragma unroll
+            for (int k = 0; k < V; k++) values[k] += other[k];
+        }
+    }
+}
+// partials[tile, c] = the block's sums of a and of b.
+__device__ __forceinline__ void store_partials(float2* partials, int c, int C, float (&a)[V], float (&b)[V]) {
+    block_sums(a);
+    block_sums(b);
+    if (threadIdx.y || c >= C) return;
+#pragma unroll
+    for (int k = 0; k < V; k++) partials[(i64)blockIdx.x * C + c + k] = make_float2(a[k], b[k]);
+}
+
+// partials = sums of x - x[0, c] and of its square: around the first pixel, as E[x^2] - E[x]^2 cancels for a large mean.
+extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void statistics(float2* partials, const T* __restrict__ x, int pixels, int C) {
+    wait_for_previous();
+    Share share(pixels, C);
+    float first[V] = {}, sum[V] = {}, square[V] = {};
+    if (share.end) load<V>(x + share.c, first);
+#pragma unroll 4
+    for (int i = share.first; i < share.end; i += blockDim.y) {
+        float v[V];
+        load<V>(x + (i64)i * C + share.c, v);
+#pragma unroll
+        for (int k = 0; k < V; k++) {
+            float d = v[k] - first[k];
+            sum[k] += d;
+            square[k] += d * d;
+        }
+    }
+    store_partials(partials, share.c, C, sum, square);
+}
+
+// Sums over the rows of partials, of channel c = blockIdx.x * 4 + threadIdx.x; threads with threadIdx.y = 0 get them.
+__device__ __forceinline__ double2 column_sums(const float2* partials, int rows, int c, int C) {
+    __shared__ double2 parts[256][4];
+    double2 sum = {0.0, 0.0};
+#pragma unroll 8
+    for (int row = threadIdx.y; row < (c < C ? rows : 0); row += 256) {
+        float2 term = partials[(i64)row * C + c];
+        sum.x += term.x;
+        sum.y += term.y;
+    }
+    for (int half = 128; half > 0; half /= 2) {
+        if (threadIdx.y < 2 * half) parts[threadIdx.y][threadIdx.x] = sum;
+        __syncthreads();
+        if (threadIdx.y < half) {
+            sum.x += parts[threadIdx.y + half][threadIdx.x].x;
+            sum.y += parts[threadIdx.y + half][threadIdx.x].y;
+        }
+    }
+    return sum;
+}
+
+// mean, rstd from partials (rows, C) of `pixels` pixels, taken around `first` (C), or around 0 where that is null; and the running
+// statistics, which move towards mean and unbiased variance by the share `momentum`.
+extern "C" __global__ void finish_statistics(float* mean, float* rstd, float* running_mean, float* running_var, const float2* partials,
+                                             const T* first, int rows, int pixels, int C, float momentum, float eps) {
+    wait_for_previous();
+    int c = blockIdx.x * 4 + threadIdx.x;
+    double2 sum = column_sums(partials, rows, c, C);
+    if (threadIdx.y || c >= C) return;
+    float average = (first ? to_float(first[c]) : 0.0f) + (float)(sum.x / pixels);
+    double squares = fmax(sum.y - sum.x * sum.x / pixels, 0.0);  // of the deviations
+    mean[c] = average;
+    rstd[c] = rsqrtf((float)(squares / pixels) + eps);
+    running_mean[c] += momentum * (average - running_mean[c]);
+    running_var[c] += momentum * ((float)(squares / max(pixels - 1, 1)) - running_var[c]);
+}
+
+// mean, rstd from the running statistics: copies, so that a later update does not reach a saved tape. A thread a channel.
 extern "C" __global__ void read_running(float* mean, float* rstd, const float* running_mean, const float* running_var, int C, float eps) {
     wait_for_previous();
     int c = blockIdx.x * blockDim.x + threadIdx.x;
     if (c >= C) return;
     mean[c] = running_mean[c];
     rstd[c] = rsqrtf(running_var[c] + eps);
+}
+
+// y = z, or ReLU of a window's largest.
+extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void normalize(T* __restrict__ y, const T* __restrict__ x, AFFINE, EXTENT) {
+    wait_for_previous();
+    int h = H / WINDOW, w = W / WINDOW;
+    Share share(N * h * w, C);
+    const Channel* channels = prepare(weight, bias, mean, rstd, nullptr, C);
+#pragma unroll UNROLL
+    for (int i = share.first; i < share.end; i += blockDim.y) {
+        Window window(i, h, w, H, W);
+        Raw taps[TAPS];
+#pragma unroll
+        for (int t = 0; t < TAPS; t++) taps[t] = fetch(x + window.at(t, W) * C + share.c);
+        float out[V];
+#pragma unroll
+        for (int k = 0; k < V; k++) {
+            int tap;
+            out[k] = largest(channels[k], taps, k, tap);
+            if (WINDOW > 1 && out[k] < 0.0f) out[k] = 0.0f;
+        }
+        store<V>(y + i * (i64)C + share.c, out);
+    }
+}
+
+// partials = sums of dz and of dz * (x - centre).
+extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void backward_sums(float2* partials, const T* __restrict__ dy,
+                                                                              const T* __restrict__ x, AFFINE, EXTENT) {
+    wait_for_previous();
+    int h = H / WINDOW, w = W / WINDOW;
+    Share share(N * h * w, C);
+    const Channel* channels = prepare(weight, bias, mean, rstd, nullptr, C);
+    float sum[V] = {}, product[V] = {};
+#pragma unroll UNROLL
+    for (int i = share.first; i < share.end; i += blockDim.y) {
+        Window window(i, h, w, H, W);
+        Raw taps[TAPS], dout = fetch(dy + i * (i64)C + share.c);
+#pragma unroll
+        for (int t = 0; t < TAPS; t++) taps[t] = fetch(x + window.at(t, W) * C + share.c);
+#pragma unroll
+        for (int k = 0; k < V; k++) {
+            int chosen;
+            float dz = dz_of(largest(channels[k], taps, k, chosen), dout.v[k]);
+            T source = taps[0].v[k];
+#pragma unroll
+            for (int t = 1; t < TAPS; t++)
+                if (t == chosen) source = taps[t].v[k];
+            sum[k] += dz;
+            product[k] += dz * channels[k].centred(source);
+        }
+    }
+    store_partials(partials, share.c, C, sum, product);
+}
+
+// From partials (rows, C) of backward_sums: means = those of dz and of dz * xhat over so many pixels, and both sums, dbias and
+// dweight, each of which may be null.
+extern "C" __global__ void finish_gradients(float2* means, float* dweight, int add_weight, float* dbias, int add_bias,
+                                            const float2* partials, const float* mean, const float* rstd, int rows, int pixels, int C) {
+    wait_for_previous();
+    int c = blockIdx.x * 4 + threadIdx.x;
+    double2 sum = column_sums(partials, rows, c, C);
+    if (threadIdx.y || c >= C) return;
+    sum.y = (sum.y - (mean[c] - centre_of(mean[c])) * sum.x) * rstd[c];
+    means[c] = make_float2((float)(sum.x / pixels), (float)(sum.y / pixels));
+    if (dweight) dweight[c] = (add_weight ? dweight[c] : 0.0f) + (float)sum.y;
+    if (dbias) dbias[c] = (add_bias ? dbias[c] : 0.0f) + (float)sum.x;
+}
+
+// dx = gain * (dz - means.x - xhat * means.y); where means is null the statistics are constants. sums, float (tiles, C): dx summed
+// over each tile before rounding.
+extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void input_gradients(
+    T* __restrict__ dx, float* sums, const float2* means, const T* __restrict__ dy, const T* __restrict__ x, AFFINE, EXTENT) {
+    wait_for_previous();
+    int h = CEIL_DIV(H, WINDOW), w = CEIL_DIV(W, WINDOW);
+    Share share(N * h * w, C);
+    const Channel* channels = prepare(weight, bias, mean, rstd, means, C);
+    float sum[V] = {};
+#pragma unroll UNROLL
+    for (int i = share.first; i < share.end; i += blockDim.y) {
+        asm volatile("" ::: "memory");  // channels are read where they are needed: all at once they would not fit in registers
+        Window window(i, h, w, H, W);
+        Raw taps[TAPS] = {}, dout = {};
+        if (window.whole()) dout = fetch(dy + window.out * C + share.c);
+#pragma unroll
+        for (int t = 0; t < TAPS; t++)
+            if (window.has(t)) taps[t] = fetch(x + window.at(t, W) * C + share.c);
+#pragma unroll
+        for (int k = 0; k < V; k++) {  // the taps become dx
+            int chosen;
+            const Channel& channel = channels[k];
+            float dz = dz_of(largest(channel, taps, k, chosen), dout.v[k]);
+#pragma unroll
+            for (int t = 0; t < TAPS; t++) {
+                float value = fmaf(channel.slope, channel.centred(taps[t].v[k]), channel.constant);
+                if (t == chosen) value = fmaf(channel.gain, dz, value);
+                taps[t].v[k] = from_float<T>(value);
+                if (window.has(t)) sum[k] += value;
+            }
+        }
+#pragma unroll
+        for (int t = 0; t < TAPS; t++)
+            if (window.has(t)) put(dx + window.at(t, W) * C + share.c, taps[t]);
+    }
+    block_sums(sum);
+    if (threadIdx.y || share.c >= C) return;
+#pragma unroll
+    for (int k = 0; k < V; k++) sums[(i64)blockIdx.x * C + share.c + k] = sum[k];
 }

@@ -30,9 +30,8 @@ class CNN(Module):
 
     def _features(self, x: Tensor) -> Tensor:
         h = ops.astype(x, self.activation_dtype)
-        # ReLU of the largest is the largest of ReLU's: after the pooling it has a quarter to do.
-        h = ops.relu(ops.max_pool2d(self.norm1(self.conv1(h)), 2))
-        h = ops.relu(ops.max_pool2d(self.norm2(self.conv2(h)), 2))
+        h = self.norm1(self.conv1(h), relu_pool=True)
+        h = self.norm2(self.conv2(h), relu_pool=True)
         return ops.relu(self.fc1(ops.flatten(h, 1)))
 
     def features(self, x: Tensor) -> Tensor:

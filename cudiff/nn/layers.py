@@ -95,7 +95,10 @@ class LayerNorm(Module):
 
 
 class BatchNorm2d(Module):
-    """Normalise each channel of x (N, H, W, C) over the batch; running statistics are used in eval mode."""
+    """Normalise each channel of x (N, H, W, C) over the batch; running statistics are used in eval mode.
+
+    With relu_pool, ReLU and 2×2 max-pooling follow in the same operation.
+    """
 
     def __init__(self, num_channels: int, eps: float = 1e-5, momentum: float = 0.1):
         super().__init__()
@@ -105,11 +108,10 @@ class BatchNorm2d(Module):
         self.register_buffer("running_mean", Tensor(init.zeros((num_channels,))))
         self.register_buffer("running_var", Tensor(init.ones((num_channels,))))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, relu_pool: bool = False) -> Tensor:
+        norm = ops.batch_norm_relu_pool if relu_pool else ops.batch_norm
         running_mean, running_var = self._buffers["running_mean"], self._buffers["running_var"]
-        return ops.batch_norm(
-            x, self.weight, self.bias, running_mean, running_var, self.training, self.momentum, self.eps
-        )
+        return norm(x, self.weight, self.bias, running_mean, running_var, self.training, self.momentum, self.eps)
 
 
 class Embedding(Module):

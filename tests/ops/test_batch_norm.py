@@ -1,7 +1,9 @@
 import numpy as np
 import pytest
 
-from cudiff.ops.batch_norm import batch_norm
+from cudiff.backend import bfloat16
+from cudiff.ops.batch_norm import batch_norm, batch_norm_relu_pool
+from cudiff.ops.conv2d import conv2d
 from cudiff.tensor import Tensor
 from tests.check import check_op, relative_error, torch
 
@@ -14,22 +16,86 @@ def inputs(rng, shape):
             rng.standard_normal(channels), rng.standard_normal(channels), 0.5 + rng.random(channels))
 
 
+def running(arrays, like, device):
+    """The running statistics for a function of `like`; new ones, as training updates them."""
+    dtype = np.float64 if like.dtype == np.float64 else np.float32
+    return [Tensor(array.astype(dtype), device=device if like.device == "cuda" else "cpu") for array in arrays]
+
+
+def torch_batch_norm(x, weight, bias, mean, var, training):
+    return torch.nn.functional.batch_norm(
+        x.movedim(-1, 1), torch.tensor(mean), torch.tensor(var), weight, bias, training
+    )
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_batch_norm(device, rng, shape, training):
-    x, weight, bias, mean, var = inputs(rng, shape)
-
-    def running(like):
-        dtype = np.float64 if like.dtype == np.float64 else np.float32
-        return [Tensor(array.astype(dtype), device=device if like.device == "cuda" else "cpu") for array in (mean, var)]
-
+    x, weight, bias, *statistics = inputs(rng, shape)
     check_op(
-        lambda x, w, b: batch_norm(x, w, b, *running(x), training),
+        lambda x, w, b: batch_norm(x, w, b, *running(statistics, x, device), training),
         x, weight, bias, device=device, dtypes=("float32", "bfloat16", "float16"), fp32_inputs=(1, 2),
-        torch_fn=lambda x, w, b: torch.nn.functional.batch_norm(
-            x.movedim(-1, 1), torch.tensor(mean), torch.tensor(var), w, b, training
+        torch_fn=lambda x, w, b: torch_batch_norm(x, w, b, *statistics, training).movedim(1, -1),
+    )
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", [(4, 4, 6, 8), (3, 5, 2, 3), (2, 7, 9, 64), (2, 40, 41, 16), (3, 2, 3, 300)])
+def test_batch_norm_relu_pool(device, rng, shape, training):
+    x, weight, bias, *statistics = inputs(rng, shape)
+    weight[::2] *= -1  # then the smallest x of a window wins
+    check_op(
+        lambda x, w, b: batch_norm_relu_pool(x, w, b, *running(statistics, x, device), training),
+        x, weight, bias, device=device, dtypes=("float32", "bfloat16", "float16"), fp32_inputs=(1, 2),
+        torch_fn=lambda x, w, b: torch.nn.functional.max_pool2d(
+            torch_batch_norm(x, w, b, *statistics, training).relu(), 2
         ).movedim(1, -1),
     )
+
+
+def test_after_a_convolution(device, rng):
+    """Its epilogue's sums serve the norm; dx's sums give its bias a gradient, of 0."""
+    x, weight = rng.standard_normal((3, 14, 14, 32)), rng.standard_normal((64, 3, 3, 32)) / 17
+    bias, norm_weight, mean, var = rng.standard_normal((4, 64))
+    check_op(
+        lambda x, w, b, nw, nb: batch_norm(
+            conv2d(x, w, b, padding=1), nw, nb, *running((mean, np.abs(var)), x, device), True
+        ),
+        x, weight, bias, norm_weight, bias, device=device, dtypes=("float32", "bfloat16", "float16"),
+        fp32_inputs=(1, 2, 3, 4),
+    )
+
+
+@pytest.mark.gpu
+def test_sums_of_the_producer_give_the_same(rng):
+    x, weight = rng.standard_normal((5, 28, 28, 1)), rng.standard_normal((32, 3, 3, 1)).astype(np.float32)
+    images = conv2d(Tensor(x.astype(bfloat16), device="cuda"), Tensor(weight, device="cuda"), padding=1)
+    assert images.partials is not None
+
+    def run(h):
+        arrays = np.ones(32), np.zeros(32), np.zeros(32), np.ones(32)
+        tensors = [Tensor(array.astype(np.float32), device="cuda") for array in arrays]
+        return [y.numpy() for y in (batch_norm_relu_pool(h, *tensors, training=True), *tensors[2:])]
+
+    for with_sums, without in zip(run(images), run(Tensor(images.data)), strict=True):
+        assert relative_error(with_sums, without) < 1e-3
+
+
+def test_the_first_of_equal_elements_gets_the_gradient(device):
+    x = Tensor(np.ones((1, 2, 2, 8), np.float32), requires_grad=True, device=device)
+    one, zero = (Tensor(np.full(8, value, np.float32), device=device) for value in (1, 0))
+    batch_norm_relu_pool(x, one, one, zero, one, training=False).sum().backward()
+    grad = Tensor(x.grad).numpy()
+    assert (grad[0, 0, 0] > 0.9).all() and np.count_nonzero(grad) == 8
+
+
+def test_a_large_mean_costs_no_digits(device, rng):
+    x = (rng.standard_normal((4, 8, 8, 16)) + 4096).astype(np.float32)
+    arrays = x, np.ones(16, np.float32), *np.zeros((2, 16), np.float32), np.ones(16, np.float32)
+    y = batch_norm(*(Tensor(array, device=device) for array in arrays), training=True)
+    rows = x.reshape(-1, 16).astype(np.float64)
+    expected = ((rows - rows.mean(0)) / rows.std(0)).reshape(x.shape)
+    assert relative_error(y.numpy(), expected) < 5e-4  # the rounding of the mean is 2.4e-4
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -50,3 +116,5 @@ def test_shapes_that_do_not_fit():
     vector = Tensor(np.zeros(3))
     with pytest.raises(ValueError, match="running_var has shape"):
         batch_norm(Tensor(np.zeros((2, 3))), vector, vector, vector, Tensor(np.zeros(2)), True)
+    with pytest.raises(ValueError, match="2 pixels a side"):
+        batch_norm_relu_pool(Tensor(np.zeros((2, 1, 4, 3))), vector, vector, vector, vector, True)
