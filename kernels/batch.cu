@@ -1,10 +1,13 @@
-// A training batch: x (batch, height, width, channels) float32 in [-1, 1] and labels, gathered from uint8 images.
+// A training batch: x (batch, height, width, channels) T in [-1, 1] and labels, gathered from uint8 images; or x alone, of
+// images that are a batch already.
 //
-// Sample i has count = *step * batch + i; its image is shuffled_index(count % n, epoch count / n) of cudiff/ops/batch.py,
+// draw_batch: sample i has count = *step * batch + i; its image is shuffled_index(count % n, epoch count / n) of cudiff/ops/batch.py,
 // here bit for bit, and with `flip` it is mirrored where the top bit of Philox counter (0, count, stream) is set.
 // x and out_labels are overwritten; labels and out_labels may be null. Launch (ceil(pixels * channels / 1024), batch), any block.
-// variants:
+// normalize_images: n elements; VEC=1: n, x and images are multiples of a 16-byte pack of T. Any launch shape (grid-stride).
+// variants: T=float,bf16,half VEC=0,1
 #include "philox.cuh"
+#include "vector.cuh"
 
 #define GOLDEN 0x9E3779B9u
 
@@ -31,7 +34,10 @@ __device__ __forceinline__ u32 shuffled_index(u32 index, i64 n, int bits, u32 ke
     return index;
 }
 
-extern "C" __global__ void draw_batch(float* x, int* out_labels, const u8* images, const int* labels, const u32* step, i64 n,
+// A byte in [-1, 1].
+__device__ __forceinline__ float unit(u8 byte) { return (float)byte / 127.5f - 1.0f; }
+
+extern "C" __global__ void draw_batch(T* x, int* out_labels, const u8* images, const int* labels, const u32* step, i64 n,
                                       int height, int width, int channels, int bits, u32 order_key, u64 seed, u32 stream, int flip) {
     wait_for_previous();
     int i = blockIdx.y, size = height * width * channels;
@@ -47,6 +53,19 @@ extern "C" __global__ void draw_batch(float* x, int* out_labels, const u8* image
             int pixel = e / channels, column = pixel % width;
             source = e + (width - 1 - 2 * column) * channels;
         }
-        x[(i64)i * size + e] = (float)image[source] / 127.5f - 1.0f;
+        x[(i64)i * size + e] = from_float<T>(unit(image[source]));
+    }
+}
+
+extern "C" __global__ void normalize_images(T* __restrict__ x, const u8* __restrict__ images, i64 n) {
+    wait_for_previous();
+    constexpr int V = VEC ? Pack<T>::SIZE : 1;
+    struct __align__(V) Bytes { u8 v[V]; };
+    for (i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * V; i < n; i += (i64)gridDim.x * blockDim.x * V) {
+        Bytes bytes = *reinterpret_cast<const Bytes*>(images + i);
+        float values[V];
+#pragma unroll
+        for (int k = 0; k < V; k++) values[k] = unit(bytes.v[k]);
+        store<V>(x + i, values);
     }
 }

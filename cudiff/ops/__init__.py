@@ -7,7 +7,7 @@ from typing import Any
 
 from cudiff.ops.arithmetic import add, divide, maximum, minimum, multiply, power, subtract, where
 from cudiff.ops.attention import attention, attention_qkv
-from cudiff.ops.batch import draw_batch
+from cudiff.ops.batch import draw_batch, normalize_images
 from cudiff.ops.batch_norm import batch_norm, batch_norm_relu_pool
 from cudiff.ops.cast import astype
 from cudiff.ops.conv2d import conv2d, conv_transpose2d
@@ -38,7 +38,7 @@ __all__ = [
     "batch_norm_relu_pool", "broadcast_to", "clip", "concatenate", "conv2d", "conv_transpose2d", "cos", "cross_entropy",
     "divide", "draw_batch", "dropout", "edm_mix", "embedding", "exp", "expand_dims", "flatten", "gelu", "getitem",
     "group_norm", "layer_norm", "linear", "linears", "log", "log_softmax", "matmul", "max", "max_pool2d", "maximum",
-    "mean", "min", "minimum", "mse", "multiply", "negative", "norm_silu_conv2d", "normal", "pad",
+    "mean", "min", "minimum", "mse", "multiply", "negative", "norm_silu_conv2d", "normal", "normalize_images", "pad",
     "power", "randint", "relu", "reshape", "sigmoid", "silu", "sin", "softmax", "split", "sqrt", "square", "squeeze",
     "stack", "std", "subtract", "sum", "tanh", "timestep_embedding", "transpose", "uniform", "upsample_nearest", "var",
     "where",

@@ -1,18 +1,21 @@
-"""Draw a training batch from images that lie on the device as uint8.
+"""Draw a training batch from images that lie on the device as uint8; or make one of images that are a batch already.
 
 The order is a keyed bijection of each epoch's positions, so that no shuffle has to be stored to resume.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cudiff.backend import Array, float32, int32
 from cudiff.cuda.module import blocks, empty, launch
+from cudiff.ops.cast import narrow
 from cudiff.ops.random import Streams, philox
 from cudiff.tensor import Function, Tensor
 
-__all__ = ["draw_batch"]
+__all__ = ["draw_batch", "normalize_images"]
 
 ROUNDS = 8  # 6 leave a bias of a few percent where n is below 10
 GOLDEN = np.uint32(0x9E3779B9)
@@ -79,6 +82,29 @@ def shuffled_index(position: int | np.ndarray, n: int, seed: int, epoch: int | n
     return index.astype(np.int64)
 
 
+def _unit(images: Array) -> Array:
+    """Bytes in [−1, 1]."""
+    return images.astype(float32) / 127.5 - 1
+
+
+class NormalizeImages(Function):
+    """See `normalize_images`."""
+
+    differentiable = False
+
+    @staticmethod
+    def forward_numpy(ctx, images, dtype):
+        return narrow(_unit(images), dtype)
+
+    @staticmethod
+    def forward_cuda(ctx, images, dtype):
+        x, pack = empty(images.shape, dtype), 16 // dtype.itemsize
+        whole = images.size % pack == 0 and images.data.ptr % pack == 0
+        launch("batch", "normalize_images", blocks(x.size, 256 * (pack if whole else 1)), 256,
+               (x, images, np.int64(x.size)), T=dtype, VEC=int(whole))
+        return x
+
+
 class DrawBatch(Function):
     differentiable = False
 
@@ -91,7 +117,7 @@ class DrawBatch(Function):
         if flip:
             flipped = philox(0, count & 0xFFFFFFFF, count >> 32, Streams.FLIP, seed)[:, 0] >= 1 << 31
             x[flipped] = x[flipped][:, :, ::-1]
-        x = x.astype(float32) / 127.5 - 1
+        x = _unit(x)
         return x if labels is None else (x, labels[index])
 
     @staticmethod
@@ -103,6 +129,7 @@ class DrawBatch(Function):
             "batch", "draw_batch", (blocks(height * width * channels, 1024), batch_size), 256,
             (x, out_labels, images, labels, step, np.int64(n), height, width, channels, (n - 1).bit_length(),
              np.uint32(order_key(seed)), np.uint64(seed & 0xFFFFFFFFFFFFFFFF), int(Streams.FLIP), flip),
+            T=float32, VEC=0,
         )
         return x if labels is None else (x, out_labels)
 
@@ -121,3 +148,11 @@ def draw_batch(images: Tensor, labels: Tensor | None, step: Tensor, batch_size: 
         raise ValueError(f"images must be uint8 (N, H, W, C) with N > 0, got {images.dtype} {images.shape}")
     batch = DrawBatch.apply(images, labels, step, batch_size=batch_size, seed=int(seed), flip=bool(flip))
     return batch if labels is not None else (batch, None)
+
+
+def normalize_images(images: Tensor, dtype: Any = float32) -> Tensor:
+    """uint8 images of any shape as numbers in [−1, 1] of a floating dtype: copied to the device as bytes, they are a
+    quarter of float32's."""
+    if images.dtype != np.uint8:
+        raise ValueError(f"normalize_images takes uint8, not {images.dtype}")
+    return NormalizeImages.apply(images, dtype=np.dtype(dtype))

@@ -177,7 +177,7 @@ def cnn_step(batch: int) -> tuple[CNN, Callable[[], Tensor], Callable[[], Tensor
 
 def cnn_loss(net: CNN, images: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy of uint8 images; they become [-1, 1] on the GPU."""
-    return ops.cross_entropy(net(ops.astype(images, float32) * (1 / 127.5) - 1), labels)
+    return ops.cross_entropy(net(ops.normalize_images(images, net.activation_dtype)), labels)
 
 
 def host_batches(batch: int) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from cudiff import Tensor, draw_batch, randint
+from cudiff import Tensor, draw_batch, ops, randint
+from cudiff.backend import bfloat16, float16, float32
 from cudiff.data import shuffled_index
 
 
@@ -40,6 +41,16 @@ def test_range_and_no_labels(device):
     images = np.array([0, 255], np.uint8).reshape(2, 1, 1, 1)
     x, y = draw(images, None, 0, 2, 0, device=device)
     assert y is None and sorted(x.reshape(-1)) == [-1, 1]
+
+
+@pytest.mark.parametrize("dtype", [float32, bfloat16, float16])
+@pytest.mark.parametrize("shape", [(3, 5, 5, 3), (2, 8, 8, 4)])
+def test_images_of_the_host(device, rng, shape, dtype):
+    images = rng.integers(0, 256, shape, np.uint8)
+    x = ops.normalize_images(Tensor(images, device=device), dtype)
+    assert x.dtype == dtype and np.array_equal(x.numpy(), (images.astype(np.float32) / 127.5 - 1).astype(dtype))
+    with pytest.raises(ValueError, match="uint8"):
+        ops.normalize_images(x)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 5, 3), (16, 16, 1), (33, 31, 3)])
