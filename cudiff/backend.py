@@ -139,36 +139,53 @@ def _refuse_in_capture() -> None:
 
 
 class Staging:
-    """Host memory that a GPU copies from while the host goes on: page-locked. On the CPU the arrays themselves."""
+    """A batch on its way to a GPU: in page-locked memory of the host, then copied by a stream of its own while others
+    compute. On the CPU the arrays themselves.
+
+    fill → upload → take → release, and again; the first two may run ahead, in another thread.
+    """
 
     def __init__(self, device: str):
         self.device = device
-        self._arrays: list[np.ndarray] = []
-        self._copied: Any = None
+        self._host: list[np.ndarray] = []
+        self._copies: list[Array] = []
+        if device == "cuda":
+            cuda = get_cupy().cuda
+            self._stream = cuda.Stream(non_blocking=True)
+            self._uploaded, self._released = (cuda.Event(disable_timing=True) for _ in range(2))
 
     def fill(self, arrays: list[np.ndarray]) -> None:
         """Hold `arrays`, of the same shapes and dtypes every time; waits until the last upload has been done."""
         if self.device == "cpu":
-            self._arrays = arrays
+            self._copies = arrays
             return
-        if self._copied is not None:
-            self._copied.synchronize()
-        if not self._arrays:
-            self._arrays = [_page_locked(array) for array in arrays]
-        for held, array in zip(self._arrays, arrays, strict=True):
+        if not self._host:
+            self._host = [_page_locked(array) for array in arrays]
+            self._copies = [get_cupy().empty(array.shape, array.dtype) for array in arrays]
+            self.release()
+        self._uploaded.synchronize()
+        for held, array in zip(self._host, arrays, strict=True):
             held[...] = array
 
-    def upload(self) -> list[Array]:
-        """Copies on the device, in order with what the current stream does next."""
+    def upload(self) -> None:
+        """Begin to copy, once what was released has been done."""
         if self.device == "cpu":
-            return self._arrays
-        cupy = get_cupy()
-        stream = cupy.cuda.get_current_stream()
-        copies = [cupy.empty(array.shape, array.dtype) for array in self._arrays]
-        for copy, array in zip(copies, self._arrays, strict=True):
-            copy.set(array, stream=stream)
-        self._copied = stream.record()
-        return copies
+            return
+        self._stream.wait_event(self._released)
+        for copy, array in zip(self._copies, self._host, strict=True):
+            copy.set(array, stream=self._stream)
+        self._uploaded.record(self._stream)
+
+    def take(self) -> list[Array]:
+        """The copies on the device, for which the current stream waits; the same arrays every time."""
+        if self.device == "cuda":
+            get_cupy().cuda.get_current_stream().wait_event(self._uploaded)
+        return self._copies
+
+    def release(self) -> None:
+        """Let the next upload overwrite the copies, once the current stream has done what it was given."""
+        if self.device == "cuda":
+            self._released.record()
 
 
 def _page_locked(like: np.ndarray) -> np.ndarray:

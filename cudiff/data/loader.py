@@ -20,7 +20,7 @@ RESIDENT_SHARE = 0.25
 class Loader:
     """The batches of a training run; which images a batch holds depends on (seed, batch number) alone.
 
-    Streamed batches are drawn ahead by a thread, into page-locked memory that the GPU copies from on its own.
+    Streamed batches are drawn and copied to the GPU ahead, by a thread and a stream of their own.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ class Loader:
         self._labels = Tensor(dataset.labels, device=home) if conditional else None
         self._number = first
         self._pool = None if self.resident else ThreadPoolExecutor(1)
-        self._stages = (Staging(device), Staging(device))  # one is filled while the device copies from the other
+        self._stages = (Staging(device), Staging(device))  # one holds the batches in use, one gets the next
         self._ahead: Future | None = None
 
     def batch(self, step: Tensor, streamed: Sequence[Tensor], index: int) -> tuple[Tensor, Tensor | None]:
@@ -53,13 +53,15 @@ class Loader:
         return images, labels[0] if labels else None
 
     def next(self) -> tuple[Tensor, ...]:
-        """The next update's batches on the device, the one after it already being drawn; empty for resident data."""
+        """The next update's batches on the device, which hold until the next call; empty for resident data."""
         if self._pool is None:
             return ()
-        stage = (self._ahead or self._pool.submit(self._draw_on_host)).result()
-        batches = tuple(Tensor(array) for array in stage.upload())
-        self._ahead = self._pool.submit(self._draw_on_host)
-        return batches
+        last, stage = self._stages
+        last.release()
+        (self._ahead or self._pool.submit(self._draw_on_host, stage)).result()
+        self._stages = stage, last
+        self._ahead = self._pool.submit(self._draw_on_host, last)
+        return tuple(Tensor(array) for array in stage.take())
 
     def normalised(self, dataset: Dataset, indices: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor | None]:
         """Chosen images of any data set as training sees them, without flips."""
@@ -71,13 +73,11 @@ class Loader:
         config = self.config
         return draw_batch(self._images, self._labels, step, config.batch_size, config.seed, config.flip)
 
-    def _draw_on_host(self) -> Staging:
+    def _draw_on_host(self, stage: Staging) -> None:
         arrays = []
         for _ in range(self.config.accumulate):
             batch = self._draw(Tensor(np.array([self._number], np.int32)))
             arrays += [value.data for value in batch if value is not None]
             self._number += 1
-        stage, other = self._stages
-        self._stages = other, stage
         stage.fill(arrays)
-        return stage
+        stage.upload()

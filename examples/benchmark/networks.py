@@ -149,7 +149,7 @@ def cnn(report: Report) -> None:
 
 
 def cnn_step(batch: int) -> tuple[CNN, Callable[[], Tensor], Callable[[], Tensor]]:
-    """The classifier; its step, which copies the next batch and launches a graph; and what the graph does, eagerly."""
+    """The classifier; its step, which has the next batch copied and launches a graph; and what that does, eagerly."""
     with init.seeded(0):
         net = CNN()
     net.precision = "bf16"
@@ -167,12 +167,19 @@ def cnn_step(batch: int) -> tuple[CNN, Callable[[], Tensor], Callable[[], Tensor
     for images, labels in host_batches(batch):
         stages.append(Staging("cuda"))
         stages[-1].fill([images, labels])
-    run, count = capture(update), iter(range(10**9))
+    run, order = capture(update), itertools.cycle(range(HOST_BATCHES))
+    stages[0].upload()
 
     def step() -> Tensor:
-        return run(*map(Tensor, stages[next(count) % HOST_BATCHES].upload()))
+        number = next(order)
+        stage = stages[number]
+        arrays = stage.take()
+        stages[(number + 1) % HOST_BATCHES].upload()  # the next batch, while this one is computed
+        loss = run(*map(Tensor, arrays))
+        stage.release()
+        return loss
 
-    return net, step, partial(update, *map(Tensor, stages[0].upload()))
+    return net, step, partial(update, *map(Tensor, stages[0].take()))
 
 
 def cnn_loss(net: CNN, images: Tensor, labels: Tensor) -> Tensor:
