@@ -148,8 +148,8 @@ __device__ __forceinline__ void differentiate(const Affine& affine, const Raw (&
     float slope[V];
     to_floats(raw[0], v);
     to_floats(raw[1], dz);
+    if (silu == SILU_DONE) return linearize(affine, v, y, slope, true);
     linearize(affine, v, y, slope, silu);
-    if (silu != SILU) return;
 #pragma unroll
     for (int k = 0; k < V; k++) dz[k] *= slope[k];
 }
@@ -193,15 +193,27 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void backward_sums(
 // mean, rstd: those of the image.
 __device__ __forceinline__ void image_sums(int n, const float2* partials, int tiles, bool first, TOTALS, AFFINE, int S, int C, float2* channels,
                                            float2* means) {
-    int size = C / groups;
-    for (int c = threadIdx.x; c < C; c += THREADS) {
+    __shared__ float2 shares[THREADS];
+    int size = C / groups, helpers = max(1, THREADS / C);  // threads that share a channel's tiles
+    auto sum_of = [&](int c, int first) {
         const float2* p = partials + (i64)n * tiles * C + c;
-        float2 total = make_float2(0.0f, 0.0f);
+        float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll 8
-        for (int t = 0; t < tiles; t++) {
+        for (int t = first; t < tiles; t += helpers) {
             float2 term = p[(i64)t * C];
-            total.x += term.x;
-            total.y += term.y;
+            sum.x += term.x;
+            sum.y += term.y;
+        }
+        return sum;
+    };
+    int own = threadIdx.x;
+    if (helpers > 1 && own < C * helpers) shares[own] = sum_of(own % C, own / C);
+    __syncthreads();
+    for (int c = own; c < C; c += THREADS) {
+        float2 total = helpers > 1 ? shares[c] : sum_of(c, 0);
+        for (int k = 1; k < helpers; k++) {
+            total.x += shares[c + k * C].x;
+            total.y += shares[c + k * C].y;
         }
         i64 i = (i64)n * C + c;
         float average = mean[c / size];
@@ -236,37 +248,38 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_sums(const float
                mean + first, rstd + first, groups, S, C, channels, means + first);
 }
 
-// As Rows, but by way of shared memory, each thread its own: rows that are under way take no registers, which `input_gradients`
-// needs for its constants (64 by 64 pixels of 64 channels, 32 images: TODO us by Rows<3, 1>).
+// As Rows, but by way of shared memory, where each thread finds its own: rows that are under way take no registers, and there
+// are more of them.
 template <int ARRAYS, int DEPTH> struct Stream {
-    const T* start[ARRAYS];
-    int pitch[ARRAYS], count;
-    Raw* slots;  // DEPTH * ARRAYS * THREADS
+    const T* next[ARRAYS];  // row to fetch
+    int pitch[ARRAYS], count[ARRAYS], fetched = 0;
+    Raw* slots;             // this thread's first of DEPTH * ARRAYS, which lie THREADS apart
 
-    __device__ __forceinline__ Raw* slot(int i, int a) const { return slots + (i % DEPTH * ARRAYS + a) * THREADS + threadIdx.x; }
-    __device__ __forceinline__ void fetch(int i) {
+    __device__ __forceinline__ void fetch() {
+        int first = (u32)fetched % DEPTH * ARRAYS * THREADS;
 #pragma unroll
         for (int a = 0; a < ARRAYS; a++) {
-            if (i >= count || !start[a]) continue;
-            const T* source = start[a] + (i64)i * pitch[a];
-            if constexpr (VEC) cp_async(shared_address(slot(i, a)), source, true);
-            else *slot(i, a) = *reinterpret_cast<const Raw*>(source);
+            if (fetched >= count[a]) continue;
+            if constexpr (VEC) cp_async(shared_address(slots) + (first + a * THREADS) * (int)sizeof(Raw), next[a], true);
+            else slots[first + a * THREADS] = *reinterpret_cast<const Raw*>(next[a]);
+            next[a] += pitch[a];
         }
         cp_async_commit();
+        fetched++;
     }
     __device__ __forceinline__ void begin() {
 #pragma unroll
-        for (int i = 0; i < DEPTH; i++) fetch(i);
+        for (int i = 0; i < DEPTH; i++) fetch();
     }
-    template <typename Row> __device__ __forceinline__ void each(Row row) {
+    template <typename Row> __device__ __forceinline__ void each(Row row) {  // as many as array 0 has
 #pragma unroll 1
-        for (int i = 0; i < count; i++) {
+        for (int i = 0; i < count[0]; i++) {
             cp_async_wait<DEPTH - 1>();
             Raw raw[ARRAYS];
 #pragma unroll
-            for (int a = 0; a < ARRAYS; a++) raw[a] = *slot(i, a);
-            row(i, raw);
-            fetch(i + DEPTH);
+            for (int a = 0; a < ARRAYS; a++) raw[a] = slots[((u32)i % DEPTH * ARRAYS + a) * THREADS];
+            row(raw);
+            fetch();
         }
     }
 };
@@ -286,18 +299,20 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     int C = C1 + C2, size = C / groups, pitch;
     Lane lane(S, C, tiles, across);
     Stream<3, DEPTH> rows;
-    rows.slots = reinterpret_cast<Raw*>(channels);
+    rows.slots = reinterpret_cast<Raw*>(channels) + threadIdx.x;
     T* again = first_element(y, y, lane, C, 0, rows.pitch[1]);
     T* target = first_element(dx, dx2, lane, C1, C2, pitch);
-    rows.start[0] = first_element(x, x2, lane, C1, C2, rows.pitch[0]);
-    rows.start[1] = first_element(dy, dy, lane, C, 0, rows.pitch[1]);
-    rows.start[2] = (lane.c < C1 ? add : add2) ? target : nullptr;
+    rows.next[0] = first_element(x, x2, lane, C1, C2, rows.pitch[0]);
+    rows.next[1] = first_element(dy, dy, lane, C, 0, rows.pitch[1]);
+    rows.next[2] = target;
     rows.pitch[2] = pitch;
-    rows.count = target || again ? lane.count : 0;
+    bool wanted = target, wanted_again = again, adds = wanted && (lane.c < C1 ? add : add2);
+    rows.count[0] = rows.count[1] = wanted || wanted_again ? lane.count : 0;
+    rows.count[2] = adds ? lane.count : 0;
     rows.begin();
     mean += (i64)lane.n * groups, rstd += (i64)lane.n * groups;
     if (partials) {
-        float2* sums_of_channels = reinterpret_cast<float2*>(rows.slots + 3 * DEPTH * THREADS);
+        float2* sums_of_channels = channels + 3 * DEPTH * THREADS * sizeof(Raw) / sizeof(float2);
         image_sums(lane.n, partials, partial_tiles, lane.tile == 0 && blockIdx.y == 0, totals, dscale, add_scale, dshift, add_shift, weight, bias,
                    scale, shift, mean, rstd, groups, S, C, sums_of_channels, sums_of_channels + C);
         means = sums_of_channels + C;
@@ -314,22 +329,27 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     }
     __syncthreads();
     Affine affine(table, WIDTH, lane);
-    float constant[V], slope[V], sum[V] = {};
+    float constant[V], slope[V], gain[V], sum[V] = {};
     load<V>(table + 3 * WIDTH + lane.c - lane.c0, constant);
     load<V>(table + 4 * WIDTH + lane.c - lane.c0, slope);
-    rows.each([&](int i, const Raw (&raw)[3]) {
-        float v[V], output[V], dz[V], term[V];
-        differentiate(affine, raw, v, output, dz, silu);
-        if (again) store<V>(again + (i64)i * rows.pitch[1], output);
-        if (!target) return;
-        if (rows.start[2]) to_floats(raw[2], term);
 #pragma unroll
-        for (int k = 0; k < V; k++) {
-            v[k] = affine.gain[k] / SCALE * dz[k] - constant[k] - slope[k] * v[k];
-            if (rows.start[2]) v[k] += term[k];
-            sum[k] += v[k];
+    for (int k = 0; k < V; k++) gain[k] = affine.gain[k] / SCALE;
+    rows.each([&](const Raw (&raw)[3]) {
+        float v[V], output[V], dz[V];
+        differentiate(affine, raw, v, output, dz, silu);
+        if (wanted_again) store<V>(again, output), again += rows.pitch[1];
+        if (!wanted) return;
+#pragma unroll
+        for (int k = 0; k < V; k++) v[k] = fmaf(gain[k], dz[k], -fmaf(slope[k], v[k], constant[k]));
+        if (adds) {
+            float before[V];
+            to_floats(raw[2], before);
+#pragma unroll
+            for (int k = 0; k < V; k++) v[k] += before[k];
         }
-        store<V>(target + (i64)i * pitch, v);
+#pragma unroll
+        for (int k = 0; k < V; k++) sum[k] += v[k];
+        store<V>(target, v), target += pitch;
     });
     if (!sums && !sums2) return;
     block_sums(across, scratch, sum, [&](int j, float total) {
