@@ -252,24 +252,27 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_sums(const float
 // are more of them.
 template <int ARRAYS, int DEPTH> struct Stream {
     const T* next[ARRAYS];  // row to fetch
-    int pitch[ARRAYS], count[ARRAYS], fetched = 0;
+    int pitch[ARRAYS], count[ARRAYS];
     Raw* slots;             // this thread's first of DEPTH * ARRAYS, which lie THREADS apart
 
-    __device__ __forceinline__ void fetch() {
-        int first = (u32)fetched % DEPTH * ARRAYS * THREADS;
-#pragma unroll
-        for (int a = 0; a < ARRAYS; a++) {
-            if (fetched >= count[a]) continue;
-            if constexpr (VEC) cp_async(shared_address(slots) + (first + a * THREADS) * (int)sizeof(Raw), next[a], true);
-            else slots[first + a * THREADS] = *reinterpret_cast<const Raw*>(next[a]);
-            next[a] += pitch[a];
-        }
-        cp_async_commit();
-        fetched++;
+    __device__ __forceinline__ void fetch(int a, int i) {  // row i of array a
+        if (i >= count[a]) return;
+        int slot = ((u32)i % DEPTH * ARRAYS + a) * THREADS;
+        if constexpr (VEC) cp_async(shared_address(slots) + slot * (int)sizeof(Raw), next[a], true);
+        else slots[slot] = *reinterpret_cast<const Raw*>(next[a]);
+        next[a] += pitch[a];
     }
+    // The first rows: first those of array 0, which may be read before the kernel before has ended, then the rest.
     __device__ __forceinline__ void begin() {
 #pragma unroll
-        for (int i = 0; i < DEPTH; i++) fetch();
+        for (int i = 0; i < DEPTH; i++) fetch(0, i);
+        wait_for_previous();
+#pragma unroll
+        for (int i = 0; i < DEPTH; i++) {
+#pragma unroll
+            for (int a = 1; a < ARRAYS; a++) fetch(a, i);
+            cp_async_commit();
+        }
     }
     template <typename Row> __device__ __forceinline__ void each(Row row) {  // as many as array 0 has
 #pragma unroll 1
@@ -279,7 +282,9 @@ template <int ARRAYS, int DEPTH> struct Stream {
 #pragma unroll
             for (int a = 0; a < ARRAYS; a++) raw[a] = slots[((u32)i % DEPTH * ARRAYS + a) * THREADS];
             row(raw);
-            fetch();
+#pragma unroll
+            for (int a = 0; a < ARRAYS; a++) fetch(a, i + DEPTH);
+            cp_async_commit();
         }
     }
 };
@@ -288,12 +293,12 @@ constexpr int DEPTH = 4;
 // dx, dx2 (either may be null) = gain * dz - rstd * (means.x + xhat * means.y). The means come as `means`, or as partials, of
 // so many tiles: then the totals are written too; neither: the statistics are constants. sums, sums2, float (N, tiles, C1 and
 // C2), or null: dx and dx2, with what they had before, summed over each tile's pixels before rounding. y, or null, receives
-// the output once more. silu: 0, SILU, or SILU_DONE where dy is dz.
+// the output once more. silu: 0, SILU, or SILU_DONE where dy is dz. The kernel before has read x and the parameters, so that
+// they may be read here while it ends.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     T* dx, int add, T* dx2, int add2, T* y, float* sums, float* sums2, const float2* means, const float2* partials,
     int partial_tiles, TOTALS, const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT,
     int silu) {
-    wait_for_previous();
     __shared__ float scratch[V * THREADS];
     __shared__ __align__(16) float table[5 * WIDTH];
     int C = C1 + C2, size = C / groups, pitch;
@@ -309,8 +314,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     bool wanted = target, wanted_again = again, adds = wanted && (lane.c < C1 ? add : add2);
     rows.count[0] = rows.count[1] = wanted || wanted_again ? lane.count : 0;
     rows.count[2] = adds ? lane.count : 0;
-    rows.begin();
     mean += (i64)lane.n * groups, rstd += (i64)lane.n * groups;
+    Channel channel(lane, across * V, C, size, weight, bias, scale, shift);
+    if (channel.here) Affine::fill(table, WIDTH, channel, mean[channel.group], rstd[channel.group]);
+    rows.begin();
     if (partials) {
         float2* sums_of_channels = channels + 3 * DEPTH * THREADS * sizeof(Raw) / sizeof(float2);
         image_sums(lane.n, partials, partial_tiles, lane.tile == 0 && blockIdx.y == 0, totals, dscale, add_scale, dshift, add_shift, weight, bias,
@@ -319,11 +326,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     } else if (means) {
         means += (i64)lane.n * groups;
     }
-    Channel channel(lane, across * V, C, size, weight, bias, scale, shift);
     if (channel.here) {
         float average = mean[channel.group], r = rstd[channel.group];
         float2 m = means ? means[channel.group] : make_float2(0.0f, 0.0f);
-        Affine::fill(table, WIDTH, channel, average, r);
         table[3 * WIDTH + channel.j] = r * m.x - r * r * m.y * (average - centre_of(average));
         table[4 * WIDTH + channel.j] = r * r * m.y;
     }
