@@ -6,6 +6,7 @@
 //
 // x: T (N, H, W, C); dout: T (N, H, W, K); out: float (K, R, S, C), whose rows k lie `pitch` elements apart.
 //   out[k][r,s,c] = or, where `add`, += sum over pixels of dout[pixel][k] · patch of x[pixel][r,s,c]
+//   total: T, like dout, += dout where `passes_on`: what the convolution's result was added to has this gradient, too
 // S is odd. C and K are those of out; x and dout have as many channels, or zeros beyond, to a multiple of 8.
 //
 // A block computes 64 output channels by 64 · COLUMNS input channels by the R vertical taps of one horizontal tap; R or
@@ -13,7 +14,7 @@
 // dout, and for each 64 input channels a slab of rows + R - 1 rows of x, shifted by s and padded with zeros by TMA. Both
 // are MN-major; the blocks of 64 columns of the product are the R taps, one image row apart in the slab, or the slabs.
 // The steps of one tile are unrolled (PIXELS is a constant): in a loop the compiler would wait for each product.
-// Maps: x {C, W, H, N}, box {64, width, rows + R - 1, 1}; dout {K, W, H, N}, box {64, width, rows, 1}; rows · width =
+// Maps: x {C, W, H, N}, box {64, width, rows + R - 1, 1}; dout and total {K, W, H, N}, box {64, width, rows, 1}; rows · width =
 // PIXELS, a multiple of 16.
 //
 // The grid's z cuts the depth into parts. A cluster of CLUSTER blocks along z adds its parts up through shared memory:
@@ -33,8 +34,9 @@ constexpr int CONSUMERS = 128, THREADS = CONSUMERS + 128;
 constexpr int LINE = 128, N_TILE = 64 * R * COLUMNS;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
-conv2d_wgrad_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dout, float* out,
-                  i64 pitch, int add, int N, int H, int C, int K, int S, int rows, int width, int stages) {
+conv2d_wgrad_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dout,
+                  const __grid_constant__ TensorMap total, float* out, i64 pitch, int add, int N, int H, int C, int K,
+                  int S, int rows, int width, int stages, int passes_on) {
     extern __shared__ __align__(1024) u8 shared[];
     u32 base = shared_address(shared);
     constexpr u32 tile = PIXELS * LINE;
@@ -63,10 +65,16 @@ conv2d_wgrad_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ T
         return;
     }
 
+    // The blocks that read the same tiles of dout take turns in passing them on.
+    int takers = gridDim.x / blocks_k * S, own_turn = blockIdx.x / blocks_k * S + s;
     Ring read = ring;
     float acc[N_TILE / 2];
     for (int i = first; i < last; i++) {
         ring.wait();
+        if (passes_on && threadIdx.x == 0) {
+            if (i % takers == own_turn) tma_add(total, ring.buffer(), k0, 0, i % per_image * rows, i / per_image);
+            tma_commit();
+        }
         u64 a = tile_descriptor(ring.buffer());
         u64 b = tile_descriptor(ring.buffer() + tile, COLUMNS > 1 ? slab : width * LINE);
         wgmma_fence();
@@ -75,10 +83,14 @@ conv2d_wgrad_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ T
             wgmma<true, true>((T*)nullptr, acc, a + k * DEPTH_STEP<true>, b + k * DEPTH_STEP<true>, i > first || k > 0);
         wgmma_commit();
         wgmma_wait<1>();
-        if (i > first) read.release();
+        if (i > first) {
+            if (passes_on && threadIdx.x == 0) tma_read_wait<1>();
+            read.release();
+        }
         ring.advance();
     }
     wgmma_wait<0>();
+    if (passes_on && threadIdx.x == 0) tma_read_wait<0>();
 
     // The product goes through shared memory, for a cluster's sum and because a loop is short: a multiprocessor fetches
     // each instruction of a long epilogue once, and waits for it.

@@ -165,17 +165,22 @@ def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pai
         _launch("DGRAD", dout, weight, dx, (dx.shape, weight.shape, dout.shape), stride, padding, epilogue, tf32)
 
 
-def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pair, add: bool, tf32: bool) -> None:
-    """Gradient of the weight, written or added to dweight (K, R, S, C), float32."""
+def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pair, add: bool, tf32: bool,
+               total: Array | None = None) -> bool:
+    """Gradient of the weight, written or added to dweight (K, R, S, C), float32.
+
+    Some kernels, as they read dout, add it to `total`, where given; returns whether this one did.
+    """
     if conv2d_thin.suits(x, dweight, dout, stride, padding):
         conv2d_thin.wgrad(x, dout, dweight, add)
     elif conv2d_sm90.suits_wgrad(x, dweight, dout, stride, padding, tf32):
-        conv2d_sm90.wgrad(x, dout, dweight, add)
+        return conv2d_sm90.wgrad(x, dout, dweight, add, total=total)
     elif _is_linear(dweight.shape[1:3], stride, padding):
         linear_dweight_cuda(x, dout, dweight.reshape(dweight.shape[0], -1), add, tf32)
     else:
         epilogue = Epilogue(addend=dweight if add else None)
         _launch("WGRAD", dout, x, dweight, (x.shape, dweight.shape, dout.shape), stride, padding, epilogue, tf32)
+    return False
 
 
 def _is_linear(kernel: Pair, stride: Pair, padding: Pair) -> bool:

@@ -221,13 +221,17 @@ class WgradPlan(NamedTuple):
     shared: int
 
 
-def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: WgradPlan | None = None) -> None:
+def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: WgradPlan | None = None,
+          total: Array | None = None) -> bool:
     """Gradient of the weight, written or added to dweight (K, R, S, C), float32, whose rows may be parts of longer.
 
-    The last sum may wait for others (see cudiff.cuda.sums).
+    The last sum may wait for others (see cudiff.cuda.sums). dout is also added to `total`, an array like it, where that
+    is given and TMA can write to it; returns whether it was.
     """
     if x.dtype == float32:
-        return wgrad_tf32(x, dout, dweight, add)
+        wgrad_tf32(x, dout, dweight, add)
+        return False
+    passes_on = total is not None and aligned(total, total.shape[3])
     x, dout = _whole(x), _whole(dout)
     n, height, columns, _ = x.shape
     outputs, kernel_rows, kernel_columns, channels = dweight.shape
@@ -239,13 +243,15 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: WgradPlan | 
         "conv2d_wgrad_sm90", "conv2d_wgrad_sm90",
         (blocks(outputs, 64) * blocks(channels, 64 * across), kernel_columns, parts), 256,
         (
-            tensor_map(x, (1, rows + kernel_rows - 1, width, 64)), tensor_map(dout, (1, rows, width, 64)),
-            out, pitch, add and sums == 1, n, height, channels, outputs, kernel_columns, rows, width, stages,
+            tensor_map(x, (1, rows + kernel_rows - 1, width, 64)),
+            *(tensor_map(array, (1, rows, width, 64)) for array in (dout, total if passes_on else dout)),
+            out, pitch, add and sums == 1, n, height, channels, outputs, kernel_columns, rows, width, stages, passes_on,
         ),
         shared, T=x.dtype, R=kernel_rows, COLUMNS=across, PIXELS=rows * width, CLUSTER=cluster,
     )
     if sums > 1:
         add_parts(out, dweight, add)
+    return passes_on
 
 
 @functools.cache

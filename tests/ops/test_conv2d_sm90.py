@@ -152,9 +152,11 @@ def test_wgrad_in_parts_adds_to_what_is_there(hopper, rng, outputs, channels, cl
     plans = [p for p in conv2d_sm90.wgrad_plans((2, 48, 9), weight.shape) if p.cluster == cluster]
     assert plans
     for chosen in {p.across: p._replace(parts=parts) for p in plans}.values():
-        dweight = Tensor(before, device="cuda").data
-        conv2d_sm90.wgrad(*operands, dweight, True, chosen)
+        dweight, total = Tensor(before, device="cuda").data, operands[1][::-1].copy()
+        assert conv2d_sm90.wgrad(*operands, dweight, True, chosen, total) == (outputs % 8 == 0)
         assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < 1e-5
+        passed_on = dout[::-1].astype(np.float32) + (dout if outputs % 8 == 0 else 0)
+        assert np.array_equal(Tensor(total).numpy(), passed_on.astype(dout.dtype))
 
 
 @pytest.mark.gpu

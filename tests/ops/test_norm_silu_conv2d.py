@@ -70,6 +70,21 @@ def test_units_in_a_row(device, rng):
     check_op(block, *arrays, device=device, fp32_inputs=(2, 3, 4, 5, 7, 8, 9, 11), tolerance=4)
 
 
+def test_a_residual_whose_gradient_has_begun(device, rng):
+    """The unit that passes its result's gradient on to x adds it to what a later unit left there."""
+    size, c = ((2, 16, 16), 64) if device == "cuda" else ((2, 3, 2), 4)
+    shapes = (*size, c), (c, 3, 3, c), (c, 3, 3, c), (c, 3, 3, 2 * c), (2 * c,), (2 * c,)
+    scales = (1, 0.05, 0.05, 0.05, 1, 1)
+    arrays = [rng.standard_normal(shape) * scale for shape, scale in zip(shapes, scales, strict=True)]
+
+    def block(x, weight, weight2, weight3, norm_weight3, norm_bias3):
+        x = norm_silu_conv2d(x, weight=weight)
+        h = norm_silu_conv2d(x, weight=weight2, residual=x)
+        return norm_silu_conv2d(h, x, weight=weight3, norm_weight=norm_weight3, norm_bias=norm_bias3, num_groups=4)
+
+    check_op(block, *arrays, device=device, fp32_inputs=(4, 5), tolerance=3)
+
+
 def torch_unit(arrays, attrs):
     def apply(*tensors):
         part = dict(zip(arrays, tensors, strict=True))
