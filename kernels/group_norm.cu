@@ -262,11 +262,12 @@ template <int ARRAYS, int DEPTH> struct Stream {
         else slots[slot] = *reinterpret_cast<const Raw*>(next[a]);
         next[a] += pitch[a];
     }
-    // The first rows: first those of array 0, which may be read before the kernel before has ended, then the rest.
-    __device__ __forceinline__ void begin() {
+    // The first rows of array 0, then those of the others.
+    __device__ __forceinline__ void begin_early() {
 #pragma unroll
         for (int i = 0; i < DEPTH; i++) fetch(0, i);
-        wait_for_previous();
+    }
+    __device__ __forceinline__ void begin() {
 #pragma unroll
         for (int i = 0; i < DEPTH; i++) {
 #pragma unroll
@@ -317,6 +318,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     mean += (i64)lane.n * groups, rstd += (i64)lane.n * groups;
     Channel channel(lane, across * V, C, size, weight, bias, scale, shift);
     if (channel.here) Affine::fill(table, WIDTH, channel, mean[channel.group], rstd[channel.group]);
+    rows.begin_early();
+    wait_for_previous();
     rows.begin();
     if (partials) {
         float2* sums_of_channels = channels + 3 * DEPTH * THREADS * sizeof(Raw) / sizeof(float2);
