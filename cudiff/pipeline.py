@@ -27,7 +27,6 @@ from cudiff.diffusion import (
     ImageNoise,
     Sampler,
     Schedule,
-    Standardised,
     karras_sigmas,
 )
 from cudiff.errors import CudiffError
@@ -58,10 +57,7 @@ class Pipeline:
         config = self.config
         if self.schedule is not None:
             return DDPMDenoiser(self.net, self.schedule)
-        denoiser = EDMDenoiser(self.net, config.sigma_data, self._c_noise_scale)
-        if (config.data_mean, config.data_std) == (0, 1):
-            return denoiser
-        return Standardised(denoiser, config.data_mean, config.data_std)
+        return EDMDenoiser(self.net, config.sigma_data, self._c_noise_scale, config.data_mean, config.data_std)
 
     def loss(self, label_dropout: float = 0.0) -> Callable[..., Tensor]:
         """loss(net, images, labels, generator): what training minimises, with a share of the labels dropped."""

@@ -59,12 +59,13 @@ class EDMLoss:
 
     def __call__(self, net: Net, images: Tensor, labels: Tensor | None, generator: Generator) -> Tensor:
         labels = drop_labels(labels, self.label_dropout, generator)
-        if (self.data_mean, self.data_std) != (0, 1):
-            images = (images - self.data_mean) * (1 / self.data_std)
         draw = generator.normal((images.shape[0],), Streams.SIGMA)
         noise = generator.normal(images.shape, Streams.NOISE)
-        x, target, log_sigma = ops.edm_mix(images, noise, draw, self.P_mean, self.P_std, self.sigma_data)
-        return mse(net(x, log_sigma * self.c_noise_scale, labels), target)
+        x, target, c_noise = ops.edm_mix(
+            images, noise, draw, self.P_mean, self.P_std, self.sigma_data, self.c_noise_scale, self.data_mean,
+            self.data_std,
+        )
+        return mse(net(x, c_noise, labels), target)
 
 
 class DDPMLoss:

@@ -33,31 +33,20 @@ class EDMDenoiser:
 
     Parameters
     ----------
-    net : F. sigma_data : standard deviation of the images, 0.5 for natural ones in [-1, 1].
+    net : F. sigma_data : standard deviation of the images that it sees, 0.5 for natural ones in [-1, 1].
     c_noise_scale : c_noise = c_noise_scale * log(sigma); 1/4 in EDM, 1 in the CS 179 trainer.
+    data_mean, data_std : the net sees (images - mean) / std; x and sigma are those of the images themselves.
     """
 
-    def __init__(self, net: Net, sigma_data: float = 0.5, c_noise_scale: float = 0.25):
-        self.net, self.sigma_data, self.c_noise_scale = net, sigma_data, c_noise_scale
+    def __init__(self, net: Net, sigma_data: float = 0.5, c_noise_scale: float = 0.25, data_mean: float = 0.0,
+                 data_std: float = 1.0):
+        self.net, self.c_noise_scale = net, c_noise_scale
+        self.data = sigma_data, data_mean, data_std
 
     def __call__(self, x: Tensor, sigma: Tensor, labels: Tensor | None = None) -> Tensor:
-        variance = ops.square(sigma) + self.sigma_data**2
-        c_in = 1 / ops.sqrt(variance)
-        c_skip = self.sigma_data**2 / variance
-        c_out = sigma * c_in * self.sigma_data
-        c_noise = ops.log(sigma) * self.c_noise_scale
-        out = self.net(x * per_sample(c_in, x), c_noise, labels)
-        return x * per_sample(c_skip, x) + out * per_sample(c_out, x)
-
-
-class Standardised:
-    """A denoiser of images (y - mean) / std as a denoiser of images y: mean + std D((x - mean) / std; sigma / std)."""
-
-    def __init__(self, denoiser: Denoiser, mean: float, std: float):
-        self.denoiser, self.mean, self.std = denoiser, mean, std
-
-    def __call__(self, x: Tensor, sigma: Tensor, labels: Tensor | None = None) -> Tensor:
-        return self.denoiser((x - self.mean) * (1 / self.std), sigma * (1 / self.std), labels) * self.std + self.mean
+        sigma_data, *standard = self.data
+        scaled, c_noise = ops.edm_input(x, sigma, sigma_data, self.c_noise_scale, *standard)
+        return ops.edm_output(x, self.net(scaled, c_noise, labels), sigma, sigma_data, *standard)
 
 
 class DDPMDenoiser:

@@ -12,7 +12,7 @@ from cudiff.ops.batch_norm import batch_norm, batch_norm_relu_pool
 from cudiff.ops.cast import astype
 from cudiff.ops.conv2d import conv2d, conv_transpose2d
 from cudiff.ops.dropout import dropout
-from cudiff.ops.edm import edm_mix
+from cudiff.ops.edm import edm_input, edm_mix, edm_output
 from cudiff.ops.elementwise import (
     abs, clip, cos, exp, gelu, log, negative, relu, sigmoid, silu, sin, sqrt, square, tanh,
 )
@@ -36,12 +36,12 @@ from cudiff.tensor import Tensor
 __all__ = [
     "Generator", "Streams", "abs", "add", "astype", "attention", "attention_qkv", "avg_pool2d", "batch_norm",
     "batch_norm_relu_pool", "broadcast_to", "clip", "concatenate", "conv2d", "conv_transpose2d", "cos", "cross_entropy",
-    "divide", "draw_batch", "dropout", "edm_mix", "embedding", "exp", "expand_dims", "flatten", "gelu", "getitem",
-    "group_norm", "layer_norm", "linear", "linears", "log", "log_softmax", "matmul", "max", "max_pool2d", "maximum",
-    "mean", "min", "minimum", "mse", "multiply", "negative", "norm_silu_conv2d", "normal", "normalize_images", "pad",
-    "power", "randint", "relu", "reshape", "sigmoid", "silu", "sin", "softmax", "split", "sqrt", "square", "squeeze",
-    "stack", "std", "subtract", "sum", "tanh", "timestep_embedding", "transpose", "uniform", "upsample_nearest", "var",
-    "where",
+    "divide", "draw_batch", "dropout", "edm_input", "edm_mix", "edm_output", "embedding", "exp", "expand_dims",
+    "flatten", "gelu", "getitem", "group_norm", "layer_norm", "linear", "linears", "log", "log_softmax", "matmul",
+    "max", "max_pool2d", "maximum", "mean", "min", "minimum", "mse", "multiply", "negative", "norm_silu_conv2d",
+    "normal", "normalize_images", "pad", "power", "randint", "relu", "reshape", "sigmoid", "silu", "sin", "softmax",
+    "split", "sqrt", "square", "squeeze", "stack", "std", "subtract", "sum", "tanh", "timestep_embedding", "transpose",
+    "uniform", "upsample_nearest", "var", "where",
 ]
 
 

@@ -1,13 +1,42 @@
-"""What EDM's loss gives its network and asks of it, in one pass over images and noise."""
+"""EDM's preconditioning (arXiv 2206.00364, Table 1), each in one pass: a network's input and what its output should be,
+in training; its input and what is made of its output, in sampling."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from cudiff.backend import compute_dtype, float32
+from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.module import blocks, empty, launch
 from cudiff.ops.cast import narrow, require_float, widen
+from cudiff.ops.gemm import aligned
 from cudiff.tensor import Function, Tensor
+
+
+class Data(NamedTuple):
+    """What is known of the images: the network sees y = (image - mean) / std, of standard deviation sigma_data."""
+
+    sigma_data: float
+    mean: float
+    std: float
+
+    def standardised(self, images: np.ndarray) -> np.ndarray:
+        return (widen(images) - self.mean) / self.std
+
+    def coefficients(self, sigma: np.ndarray, images: np.ndarray) -> tuple[np.ndarray, ...]:
+        """c_in, c_skip, c_out for y's noise levels (N,), as (N, 1, ..., 1)."""
+        sigma = widen(sigma).reshape((-1,) + (1,) * (images.ndim - 1))
+        c_in = 1 / np.sqrt(np.square(sigma) + self.sigma_data**2)
+        return c_in, np.square(self.sigma_data * c_in), self.sigma_data * sigma * c_in
+
+
+def _launch(name: str, out: Array, arrays: tuple, numbers: tuple[float, ...], data: Data) -> None:
+    """Launch a kernel of edm.cu: images that it writes first, then other arrays, its own numbers, the data's."""
+    n, size = len(out), out.size // len(out)
+    vec = all(aligned(array, size) for array in (out, *arrays) if array is not None and array.ndim > 1)
+    args = (out, *arrays, *numbers, np.array(data, np.float32), np.int64(size))
+    launch("edm", name, (blocks(size, 256 * 16 // out.itemsize), n), 256, args, T=out.dtype, VEC=int(vec))
 
 
 class EDMMix(Function):
@@ -16,40 +45,146 @@ class EDMMix(Function):
     differentiable = False
 
     @staticmethod
-    def forward_numpy(ctx, images, noise, draw, mean, std, sigma_data):
-        log_sigma = (draw * std + mean).astype(compute_dtype(draw.dtype), copy=False)
+    def forward_numpy(ctx, images, noise, draw, P_mean, P_std, c_noise_scale, data):
+        log_sigma = (draw * P_std + P_mean).astype(compute_dtype(draw.dtype), copy=False)
         sigma = np.exp(log_sigma).reshape((-1,) + (1,) * (images.ndim - 1))
-        c_in = 1 / np.sqrt(np.square(sigma) + sigma_data**2)
-        y, z = widen(images), widen(noise)
+        c_in = data.coefficients(sigma, images)[0]
+        y, z = data.standardised(images), widen(noise)
         x = c_in * y + sigma * c_in * z
-        target = sigma * c_in / sigma_data * y - sigma_data * c_in * z
-        return narrow(x, images.dtype), narrow(target, images.dtype), log_sigma
+        target = sigma * c_in / data.sigma_data * y - data.sigma_data * c_in * z
+        return narrow(x, images.dtype), narrow(target, images.dtype), log_sigma * c_noise_scale
 
     @staticmethod
-    def forward_cuda(ctx, images, noise, draw, mean, std, sigma_data):
+    def forward_cuda(ctx, images, noise, draw, P_mean, P_std, c_noise_scale, data):
         require_float("edm_mix", images)
-        n, size = len(images), images.size // len(images)
-        x, target, log_sigma = (empty(a.shape, a.dtype) for a in (images, images, draw))
-        pack = 16 // images.itemsize
-        vec = size % pack == 0 and images.data.ptr % 16 == 0 and noise.data.ptr % 16 == 0
-        launch(
-            "edm", "mix", (blocks(size, 256 * pack), n), 256,
-            (x, target, log_sigma, images, noise, draw, mean, std, sigma_data, np.int64(size)),
-            T=images.dtype, VEC=int(vec),
-        )
-        return x, target, log_sigma
+        x, target, c_noise = (empty(a.shape, a.dtype) for a in (images, images, draw))
+        _launch("mix", x, (target, c_noise, images, noise, draw), (P_mean, P_std, c_noise_scale), data)
+        return x, target, c_noise
 
 
-def edm_mix(images: Tensor, noise: Tensor, draw: Tensor, P_mean: float, P_std: float,
-            sigma_data: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The network's input c_in·(y + sigma·z), its target, and log sigma = P_mean + P_std·draw, float32 (N,).
+class EDMInput(Function):
+    """See `edm_input`."""
 
-    images y and noise z (N, ...) of one shape and dtype, draw float32 (N,); c_in = 1 / sqrt(sigma² + sigma_data²). The
-    target is (y - c_skip·(y + sigma·z)) / c_out = c_in·(sigma·y / sigma_data - sigma_data·z), of unit variance. No
-    gradients. Raises ValueError where shapes do not agree. EDM, arXiv 2206.00364, equation 8 and Table 1.
+    @staticmethod
+    def forward_numpy(ctx, x, sigma, c_noise_scale, data):
+        ctx.data = data
+        ctx.save(sigma)
+        level = widen(sigma) / data.std
+        scaled = data.coefficients(level, x)[0] * data.standardised(x)
+        return narrow(scaled, x.dtype), narrow(np.log(level) * c_noise_scale, sigma.dtype)
+
+    @staticmethod
+    def backward_numpy(ctx, dscaled, dc_noise, needs, into):
+        if dscaled is None:
+            return None, None
+        c_in = ctx.data.coefficients(widen(ctx.saved[0]) / ctx.data.std, dscaled)[0]
+        return narrow(c_in / ctx.data.std * widen(dscaled), dscaled.dtype), None
+
+    @staticmethod
+    def forward_cuda(ctx, x, sigma, c_noise_scale, data):
+        require_float("edm_input", x)
+        ctx.data = data
+        ctx.save(sigma)
+        scaled, c_noise = empty(x.shape, x.dtype), empty(sigma.shape, sigma.dtype)
+        _launch("input", scaled, (c_noise, x, sigma), (c_noise_scale,), data)
+        return scaled, c_noise
+
+    @staticmethod
+    def backward_cuda(ctx, dscaled, dc_noise, needs, into):
+        if dscaled is None:
+            return None, None
+        dx = empty(dscaled.shape, dscaled.dtype)
+        _launch("input", dx, (None, dscaled, ctx.saved[0]), (0.0,), ctx.data._replace(mean=0.0))
+        return dx, None
+
+
+class EDMOutput(Function):
+    """See `edm_output`."""
+
+    @staticmethod
+    def forward_numpy(ctx, x, out, sigma, data):
+        ctx.data = data
+        ctx.save(sigma)
+        _, c_skip, c_out = data.coefficients(widen(sigma) / data.std, x)
+        denoised = data.mean + data.std * (c_skip * data.standardised(x) + c_out * widen(out))
+        return narrow(denoised, x.dtype)
+
+    @staticmethod
+    def backward_numpy(ctx, ddenoised, needs, into):
+        _, c_skip, c_out = ctx.data.coefficients(widen(ctx.saved[0]) / ctx.data.std, ddenoised)
+        factors = c_skip, ctx.data.std * c_out
+        return *(narrow(factor * widen(ddenoised), ddenoised.dtype) for factor in factors), None
+
+    @staticmethod
+    def forward_cuda(ctx, x, out, sigma, data):
+        require_float("edm_output", x)
+        ctx.data = data
+        ctx.save(sigma)
+        denoised = empty(x.shape, x.dtype)
+        _launch("output", denoised, (x, out, sigma), (), data)
+        return denoised
+
+    @staticmethod
+    def backward_cuda(ctx, ddenoised, needs, into):
+        grads: list[Array | None] = [None, None, None]
+        for i, places in enumerate([(ddenoised, None), (None, ddenoised)]):
+            if needs[i]:
+                grads[i] = empty(ddenoised.shape, ddenoised.dtype)
+                _launch("output", grads[i], (*places, ctx.saved[0]), (), ctx.data._replace(mean=0.0))
+        return tuple(grads)
+
+
+def edm_mix(images: Tensor, noise: Tensor, draw: Tensor, P_mean: float, P_std: float, sigma_data: float,
+            c_noise_scale: float = 1.0, data_mean: float = 0.0, data_std: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """The network's input c_in·(y + sigma·z), its target, and c_noise = c_noise_scale·log(sigma), float32 (N,).
+
+    y = (images - data_mean) / data_std; images and noise z (N, ...) of one shape and dtype; log(sigma) = P_mean +
+    P_std·draw, draw float32 (N,). The target is (y - c_skip·(y + sigma·z)) / c_out = c_in·(sigma·y / sigma_data -
+    sigma_data·z), of unit variance. No gradients. Raises ValueError where shapes do not agree. EDM, arXiv 2206.00364,
+    equation 8 and Table 1.
     """
-    if images.shape != noise.shape or images.dtype != noise.dtype or draw.shape != images.shape[:1]:
-        raise ValueError(f"edm_mix: images {images.shape}, noise {noise.shape} and draw {draw.shape} do not agree")
-    if draw.dtype != float32 and images.device == "cuda":
-        raise TypeError("edm_mix on CUDA takes a float32 draw: use .astype('float32')")
-    return EDMMix.apply(images, noise, draw, mean=float(P_mean), std=float(P_std), sigma_data=float(sigma_data))
+    if images.shape != noise.shape or images.dtype != noise.dtype:
+        raise ValueError(f"edm_mix: images {images.shape} {images.dtype} and noise {noise.shape} {noise.dtype} differ")
+    _check_levels("edm_mix", images, draw)
+    data = _data(sigma_data, data_mean, data_std)
+    return EDMMix.apply(
+        images, noise, draw, P_mean=float(P_mean), P_std=float(P_std), c_noise_scale=float(c_noise_scale), data=data
+    )
+
+
+def edm_input(x: Tensor, sigma: Tensor, sigma_data: float, c_noise_scale: float, data_mean: float = 0.0,
+              data_std: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The network's input c_in·(x - data_mean) / data_std, like x (N, ...), and c_noise (N,), like sigma.
+
+    Of the standardised images the noise level is s = sigma / data_std, sigma float32 (N,): c_in = 1 / sqrt(s² +
+    sigma_data²), c_noise = c_noise_scale·log(s). sigma gets no gradient. Raises ValueError where shapes do not agree.
+    EDM, arXiv 2206.00364, Table 1.
+    """
+    _check_levels("edm_input", x, sigma)
+    return EDMInput.apply(x, sigma, c_noise_scale=float(c_noise_scale), data=_data(sigma_data, data_mean, data_std))
+
+
+def edm_output(x: Tensor, out: Tensor, sigma: Tensor, sigma_data: float, data_mean: float = 0.0,
+               data_std: float = 1.0) -> Tensor:
+    """The estimate of the image, from x (N, ...) and the network's output of the same shape and dtype.
+
+    data_mean + data_std·(c_skip·(x - data_mean) / data_std + c_out·out); with s as in `edm_input`, c_skip =
+    sigma_data² / (s² + sigma_data²), c_out = s·sigma_data / sqrt(s² + sigma_data²). Raises ValueError where shapes do
+    not agree. EDM, arXiv 2206.00364, equation 7 and Table 1.
+    """
+    if x.shape != out.shape or x.dtype != out.dtype:
+        raise ValueError(f"edm_output: x {x.shape} {x.dtype} and the network's output {out.shape} {out.dtype} differ")
+    _check_levels("edm_output", x, sigma)
+    return EDMOutput.apply(x, out, sigma, data=_data(sigma_data, data_mean, data_std))
+
+
+def _data(sigma_data: float, mean: float, std: float) -> Data:
+    return Data(float(sigma_data), float(mean), float(std))
+
+
+def _check_levels(name: str, images: Tensor, levels: Tensor) -> None:
+    """One number for each image."""
+    if levels.shape != images.shape[:1]:
+        raise ValueError(f"{name}: images {images.shape} and their noise levels {levels.shape} do not agree")
+    if levels.dtype != float32 and images.device == "cuda":
+        raise TypeError(f"{name} on CUDA takes float32 noise levels: use .astype('float32')")
