@@ -1,16 +1,18 @@
-// Convolutions 3x3 of stride 1 and padding 1 between an image of few channels ("thin") and one of many ("wide").
-// variants: T=bf16 THIN=3 BN=32,64 STATISTICS=0,1
-// variants: T=bf16 THIN=3 BN=96,128 STATISTICS=0
-// variants: T=half THIN=1,7 BN=32 STATISTICS=1
+// Convolutions R x R (3 or 1) that keep the size, between an image of few channels ("thin") and one of many ("wide").
+// variants: T=bf16 R=3 THIN=3 BN=32,64 MOMENTS=0,1,2
+// variants: T=bf16 R=3 THIN=3 BN=96,128 MOMENTS=0
+// variants: T=bf16 R=1 THIN=1,3 BN=64 MOMENTS=0,1
+// variants: T=half R=3 THIN=1,7 BN=32 MOMENTS=2
 //
 // thin: T (N, H, W, THIN); wide: T (N, H, W, C), 16-byte aligned, C a multiple of BN. The patch of a pixel has DEPTH
-// numbers, (r, s, j): thin's 3 x 3 pixels around it. weight holds (tap, j, c) at first + tap * .. + j * .. + c * .. (see
+// numbers, (r, s, j): thin's R x R pixels around it. weight holds (tap, j, c) at first + tap * .. + j * .. + c * .. (see
 // Weight), so that the six passes, three of each kind of convolution, are three products:
-//   spread  wide[p][c] = patch[p] · weight[c] + bias[c]; where STATISTICS, partials (N, tiles, C, 2) are float sums and
-//           sums of squares of what was stored. Thin is x of fprop, or dout of dgrad.
-//   gather  thin[p][j] = sum over taps (r, s) of wide[p + (r - 1, s - 1)] · weight[tap][j] + bias[j]. Thin is out, or dx.
+//   spread  wide[p][c] = patch[p] · weight[c] + bias[c] + emb[n][c], or 0 where that is less and `relu`; partials (N, tiles,
+//           C, MOMENTS) are float sums of what was stored, and with 2 moments of its squares. Thin is x of fprop, or dout of
+//           dgrad.
+//   gather  thin[p][j] = sum over taps (r, s) of wide[p + (r, s) - R / 2] · weight[tap][j] + bias[j]. Thin is out, or dx.
 //   wgrad   partials[blockIdx.x] (a weight each, float) = sum over the tile's pixels of patch[p][tap, j] · wide[p][c]
-// bias: float or null. All outputs are overwritten. Sums are float and in a fixed order.
+// bias: float or null; emb: float (N, C) or null. All outputs are overwritten. Sums are float and in a fixed order.
 //
 // Fragments of mma.sync are filled without ldmatrix: which channel or pixel stands in which column or depth is free, and
 // is chosen so that a thread's are neighbours in memory.
@@ -21,7 +23,8 @@
 #include "vector.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
-constexpr int DEPTH = 9 * THIN, STEPS = CEIL_DIV(DEPTH, 16);
+constexpr int TAPS = R * R, HALO = R / 2;  // pixels around a tile
+constexpr int DEPTH = TAPS * THIN, STEPS = CEIL_DIV(DEPTH, 16);
 constexpr int OWN = BN / 4;  // channels of a thread in spread and gather: a quarter of a pixel's
 
 // Where the weight of (tap, j, c) lies; tap counts backwards where `tap` is negative.
@@ -46,26 +49,27 @@ struct Patches {
     T* lines;
     int pitch, W;
 
-    __device__ __forceinline__ Patches(const T* thin, const Tile& tile, int H, int W) : lines((T*)dynamic), pitch((W + 2) * THIN), W(W) {
+    __device__ __forceinline__ Patches(const T* thin, const Tile& tile, int H, int W) : lines((T*)dynamic), pitch((W + 2 * HALO) * THIN), W(W) {
 #pragma unroll 8
-        for (int i = threadIdx.x; i < (tile.rows + 2) * pitch; i += THREADS) {
-            int row = tile.top + i / pitch - 1, e = i % pitch - THIN;
+        for (int i = threadIdx.x; i < (tile.rows + 2 * HALO) * pitch; i += THREADS) {
+            int row = tile.top + i / pitch - HALO, e = i % pitch - HALO * THIN;
             bool inside = row >= 0 && row < H && e >= 0 && e < W * THIN;
             lines[i] = inside ? thin[((i64)tile.n * H + row) * W * THIN + e] : T{};
         }
     }
     // Number d of the patch of pixel m of the tile lies at corner(m) + offset(d).
     __device__ __forceinline__ int corner(int m) const { return m / W * pitch + m % W * THIN; }
-    __device__ __forceinline__ int offset(int d) const { return d / (3 * THIN) * pitch + d % (3 * THIN); }
+    __device__ __forceinline__ int offset(int d) const { return d / (R * THIN) * pitch + d % (R * THIN); }
     __device__ __forceinline__ u32 bits(int place, bool inside) const { return inside ? lines[place].bits : 0; }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-spread(const T* thin, const T* weight, const float* bias, T* wide, float* partials, Weight at, int H, int W, int C, int rows) {
+spread(const T* thin, const T* weight, const float* bias, const float* emb, int relu, T* wide, float* partials, Weight at,
+       int H, int W, int C, int rows) {
     wait_for_previous();
     constexpr int LINE = STEPS * 16 + 10, COLUMNS = BN / 8;  // so that few of the lines read at one time share a bank
     __shared__ __align__(4) T weights[BN * LINE];
-    __shared__ float sums[STATISTICS ? WARPS * BN * 2 : 1];
+    __shared__ float sums[WARPS * BN * MOMENTS + 1];
     Tile tile(H, rows);
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, channel = blockIdx.y * BN;
 #pragma unroll
@@ -83,7 +87,12 @@ spread(const T* thin, const T* weight, const float* bias, T* wide, float* partia
         for (int i = 0; i < 4; i++) offset[k][i] = patches.offset(k * 16 + 2 * t + i % 2 + i / 2 * 8);
     const u32* b = (const u32*)(weights + ((g >> 1) * OWN + (g & 1)) * LINE + 2 * t);
     float constant[OWN] = {}, sum[OWN] = {}, square[OWN] = {};
-    if (bias) load<OWN>(bias + channel + t * OWN, constant);
+#pragma unroll
+    for (int e = 0; e < OWN; e++) {
+        int c = channel + t * OWN + e;
+        if (bias) constant[e] = bias[c];
+        if (emb) constant[e] += emb[tile.n * C + c];
+    }
 
     int count = tile.rows * W;
     wide += ((i64)tile.n * H + tile.top) * W * C + channel + t * OWN;
@@ -108,9 +117,12 @@ spread(const T* thin, const T* weight, const float* bias, T* wide, float* partia
             if (m + 8 * h >= count) continue;
             float values[OWN];
 #pragma unroll
-            for (int e = 0; e < OWN; e++) values[e] = acc[e / 2][h * 2 + e % 2] + constant[e];
+            for (int e = 0; e < OWN; e++) {
+                values[e] = acc[e / 2][h * 2 + e % 2] + constant[e];
+                if (relu && values[e] < 0.0f) values[e] = 0.0f;
+            }
             store<OWN>(wide + (i64)(m + 8 * h) * C, values);
-            if constexpr (STATISTICS) {
+            if constexpr (MOMENTS > 0) {
 #pragma unroll
                 for (int e = 0; e < OWN; e++) {
                     float rounded = to_float(from_float<T>(values[e]));
@@ -119,7 +131,7 @@ spread(const T* thin, const T* weight, const float* bias, T* wide, float* partia
             }
         }
     }
-    if constexpr (STATISTICS) {
+    if constexpr (MOMENTS > 0) {
 #pragma unroll
         for (int e = 0; e < OWN; e++) {
 #pragma unroll
@@ -128,27 +140,28 @@ spread(const T* thin, const T* weight, const float* bias, T* wide, float* partia
                 square[e] += __shfl_xor_sync(0xffffffffu, square[e], lanes);
             }
             if (g == 0) {
-                float* own = sums + (warp * BN + t * OWN + e) * 2;
-                own[0] = sum[e], own[1] = square[e];
+                float* own = sums + (warp * BN + t * OWN + e) * MOMENTS;
+                own[0] = sum[e];
+                if (MOMENTS == 2) own[1] = square[e];
             }
         }
         __syncthreads();
-        for (int i = threadIdx.x; i < BN * 2; i += THREADS) {
+        for (int i = threadIdx.x; i < BN * MOMENTS; i += THREADS) {
             float total = 0.0f;
-            for (int w = 0; w < WARPS; w++) total += sums[w * BN * 2 + i];
-            partials[((i64)blockIdx.x * C + channel) * 2 + i] = total;
+            for (int w = 0; w < WARPS; w++) total += sums[w * BN * MOMENTS + i];
+            partials[((i64)blockIdx.x * C + channel) * MOMENTS + i] = total;
         }
     }
 }
 
 // Every pixel of the tile's rows and of those around it is multiplied by all DEPTH columns of the weight, once; then the
-// nine products that belong to a pixel of thin are added. Reading wide nine times would cost more.
+// products that belong to a pixel of thin, one a tap, are added. Reading wide nine times would cost more.
 extern "C" __global__ void __launch_bounds__(THREADS)
 gather(const T* wide, const T* weight, const float* bias, T* thin, Weight at, int H, int W, int rows) {
     wait_for_previous();
     constexpr int LINE = BN + 8, COLUMNS = CEIL_DIV(DEPTH, 8), PITCH = DEPTH | 1;
     __shared__ __align__(8) T weights[COLUMNS * 8 * LINE];
-    float* products = (float*)dynamic;  // (rows + 2, W, PITCH)
+    float* products = (float*)dynamic;  // (rows + 2 * HALO, W, PITCH)
     Tile tile(H, rows);
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
 #pragma unroll
@@ -164,7 +177,7 @@ gather(const T* wide, const T* weight, const float* bias, T* thin, Weight at, in
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++) b[k][j] = *(const uint2*)(weights + (j * 8 + g) * LINE + t * OWN + 4 * k);
 
-    int top = max(tile.top - 1, 0), count = (min(tile.top + tile.rows + 1, H) - top) * W;
+    int top = max(tile.top - HALO, 0), count = (min(tile.top + tile.rows + HALO, H) - top) * W;
     wide += ((i64)tile.n * H + top) * W * BN + t * OWN;
 #pragma unroll 2
     for (int m = warp * 16 + g; m - g < count; m += WARPS * 16) {
@@ -196,8 +209,8 @@ gather(const T* wide, const T* weight, const float* bias, T* thin, Weight at, in
         int j = i % THIN, x = i / THIN % W, y = tile.top + i / THIN / W;
         float sum = bias ? bias[j] : 0.0f;
 #pragma unroll
-        for (int tap = 0; tap < 9; tap++) {
-            int row = y + tap / 3 - 1, column = x + tap % 3 - 1;
+        for (int tap = 0; tap < TAPS; tap++) {
+            int row = y + tap / R - HALO, column = x + tap % R - HALO;
             if (row < 0 || row >= H || column < 0 || column >= W) continue;
             sum += products[((row - top) * W + column) * PITCH + tap * THIN + j];
         }

@@ -139,7 +139,7 @@ def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair,
     """
     epilogue = epilogue._replace(rows_per_image=out.shape[1] * out.shape[2])
     if conv2d_thin.suits(x, weight, out, stride, padding, epilogue):
-        return conv2d_thin.fprop(x, weight, out, epilogue, statistics=statistics)
+        return conv2d_thin.fprop(x, weight, out, epilogue, moments=2 * statistics)
     if conv2d_sm90.suits(x, weight, out, stride, padding, tf32):
         return conv2d_sm90.fprop(x, weight, out, epilogue, statistics=statistics)
     if _is_linear(weight.shape[1:3], stride, padding):
@@ -149,13 +149,16 @@ def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair,
     return None
 
 
-def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pair, epilogue: Epilogue,
-               tf32: bool) -> None:
-    """Gradient of the input, written to dx (N, H, W, C), and what the epilogue adds."""
+def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pair, epilogue: Epilogue, tf32: bool,
+               sums: bool = False) -> Array | None:
+    """Gradient of the input, written to dx (N, H, W, C), and what the epilogue adds.
+
+    Returns dx's sums, float32 (N, tiles, C), if `sums` and the kernel makes them.
+    """
     epilogue = epilogue._replace(rows_per_image=dx.shape[1] * dx.shape[2])
     if conv2d_thin.suits(dout, weight, dx, stride, padding, epilogue):
-        conv2d_thin.fprop(dout, weight, dx, epilogue, transposed=True)
-    elif conv2d_sm90.suits(dout, weight, dx, stride, padding, tf32):
+        return conv2d_thin.fprop(dout, weight, dx, epilogue, moments=int(sums), transposed=True)
+    if conv2d_sm90.suits(dout, weight, dx, stride, padding, tf32):
         conv2d_sm90.fprop(dout, weight, dx, epilogue, transposed=True)
     elif _is_linear(weight.shape[1:3], stride, padding):
         linear_dx_cuda(dout, weight.reshape(weight.shape[0], -1), dx.reshape(1, -1, dx.shape[3]), epilogue, tf32)
@@ -163,6 +166,7 @@ def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pai
         _dgrad_of_tiles(dout, weight, dx, epilogue.bias, tf32)
     else:
         _launch("DGRAD", dout, weight, dx, (dx.shape, weight.shape, dout.shape), stride, padding, epilogue, tf32)
+    return None
 
 
 def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pair, add: bool, tf32: bool,
@@ -273,7 +277,9 @@ class Conv2d(Function):
         dx = dweight = dbias = None
         if needs[0]:
             dx, add = gradient_target(into[0], x.shape, x.dtype)
-            dgrad_cuda(dout, weight, dx, ctx.stride, ctx.padding, Epilogue(addend=dx if add else None), ctx.tf32)
+            epilogue = Epilogue(addend=dx if add else None)
+            sums = dgrad_cuda(dout, weight, dx, ctx.stride, ctx.padding, epilogue, ctx.tf32, sums=True)
+            ctx.din_partials = {} if sums is None else {0: sums}
         if needs[1]:
             dweight, add = gradient_target(into[1], weight.shape, float32)
             wgrad_cuda(x, dout, dweight, ctx.stride, ctx.padding, add, ctx.tf32)

@@ -4,6 +4,7 @@ import pytest
 
 from cudiff import ops
 from cudiff.ops import conv2d_thin
+from cudiff.ops.gemm import Epilogue
 from cudiff.tensor import Tensor
 from tests.check import relative_error
 
@@ -19,22 +20,22 @@ def gradients(arrays, device):
     """out, dx, dweight, dbias of one convolution, and what out carries for a norm."""
     x, weight, bias, dout = (Tensor(array, device=device) for array in arrays)
     x, weight, bias = (Tensor(t.data, requires_grad=True) for t in (x, weight, bias))
-    out = ops.conv2d(x, weight, bias, padding=1)
+    out = ops.conv2d(x, weight, bias, padding=weight.shape[1] // 2)
     out.backward(dout.data)
     return [out.numpy(), *(Tensor(t.grad).numpy() for t in (x, weight, bias))], out.partials
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("shape, outputs", SHAPES, ids=str)
-def test_against_numpy(device, rng, monkeypatch, shape, outputs, dtype):
+@pytest.mark.parametrize("shape, outputs, taps", [*((*s, 3) for s in SHAPES), *((*s, 1) for s in SHAPES[2:8])], ids=str)
+def test_against_numpy(device, rng, monkeypatch, shape, outputs, taps, dtype):
     if device == "cpu":
         pytest.skip("compares the two backends")
     taken = []
     for name in ("fprop", "wgrad"):
         original = getattr(conv2d_thin, name)
         monkeypatch.setattr(conv2d_thin, name, lambda *a, f=original, **k: (taken.append(f.__name__), f(*a, **k))[1])
-    shapes = (shape, (outputs, 3, 3, shape[3]), (outputs,), (*shape[:3], outputs))
+    shapes = (shape, (outputs, taps, taps, shape[3]), (outputs,), (*shape[:3], outputs))
     arrays = [rng.standard_normal(s).astype(dtype) for s in shapes]
     arrays[1:3] = [array.astype(np.float32) for array in arrays[1:3]]
     expected, _ = gradients([array.astype(np.float64) for array in arrays], "cpu")
@@ -66,12 +67,30 @@ def test_the_weight_gradient_adds_to_what_is_there(device, rng, shape, outputs):
     assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < 1e-5
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape, outputs", [((3, 28, 28, 1), 64), ((2, 9, 11, 7), 96)], ids=str)
+def test_the_embedding_and_relu_come_with_it(device, rng, shape, outputs):
+    if device == "cpu":
+        pytest.skip("calls the kernel")
+    x, weight, out = (rng.standard_normal(s).astype(ml_dtypes.bfloat16) for s in (
+        shape, (outputs, 3, 3, shape[3]), (*shape[:3], outputs)
+    ))
+    bias, emb = (rng.standard_normal(s).astype(np.float32) for s in ((outputs,), (shape[0], outputs)))
+    wide = [Tensor(a.astype(np.float64)) for a in (x, weight, bias)]
+    expected = np.maximum(ops.conv2d(*wide, padding=1).numpy() + emb[:, None, None], 0)
+    x, weight, out, bias, emb = (Tensor(a, device="cuda").data for a in (x, weight, out, bias, emb))
+    epilogue = Epilogue(bias, emb)
+    assert conv2d_thin.suits(x, weight, out, (1, 1), (1, 1), epilogue)
+    conv2d_thin.fprop(x, weight, out, epilogue, relu=True)
+    assert relative_error(Tensor(out).numpy(), expected) < 4e-3
+
+
 @pytest.mark.parametrize("flipped", [False, True])
 @pytest.mark.parametrize("shape", [(64, 3, 3, 3), (3, 3, 3, 64)])
 def test_where_the_kernel_finds_the_weight(shape, flipped):
     """kernels/conv2d_thin.cu's Weight: (tap, thin channel, wide channel) against the array's own indexing."""
     weight = np.arange(np.prod(shape)).reshape(shape)
-    at = conv2d_thin._weight(shape[3], thin_last=shape[3] == 3, flipped=flipped)
+    at = conv2d_thin._weight(shape[3], 3, thin_last=shape[3] == 3, flipped=flipped)
     turned = weight[:, ::-1, ::-1] if flipped else weight
     for tap, j, c in ((0, 0, 0), (1, 2, 5), (5, 1, 63), (8, 2, 0)):
         expected = turned[(c, tap // 3, tap % 3, j) if shape[3] == 3 else (j, tap // 3, tap % 3, c)]
