@@ -1,16 +1,18 @@
 // Convolution of stride 1 that keeps the image's size, on Hopper: TMA brings the operands, wgmma multiplies them. These are
 // FPROP and DGRAD of conv2d.cu; conv2d_wgrad_sm90.cu and conv2d_wgrad_tf32_sm90.cu are its WGRAD.
 // architectures: sm_90a
-// variants: PASS=FPROP T=bf16,half PIXELS=256 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0
-// variants: PASS=FPROP T=bf16 PIXELS=128,64 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0
-// variants: PASS=DGRAD T=bf16 PIXELS=256,128 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0
-// variants: PASS=DGRAD T=bf16,half PIXELS=64 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0
-// variants: PASS=DGRAD T=bf16,half PIXELS=256,128,64 R=3,1 ADDS=0 STATISTICS=0 NORM=1
-// variants: PASS=FPROP T=float PIXELS=256,128,64 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0
+// variants: PASS=FPROP T=bf16,half PIXELS=256 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0
+// variants: PASS=FPROP T=bf16 PIXELS=128,64 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0
+// variants: PASS=DGRAD T=bf16 PIXELS=256,128 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0 RELU=0
+// variants: PASS=DGRAD T=bf16,half PIXELS=64 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0 RELU=0
+// variants: PASS=DGRAD T=bf16,half PIXELS=256,128,64 R=3,1 ADDS=0 STATISTICS=0 NORM=1 RELU=0
+// variants: PASS=FPROP T=bf16,float PIXELS=256,128,64 R=3 ADDS=0 STATISTICS=0 NORM=0 RELU=1
+// variants: PASS=FPROP T=float PIXELS=256,128,64 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0
 //
 // x: T (N, H, W, C); out, addend: T (N, H, W, K), addend may be `out` itself; bias: float (K) or null; emb: float (N, K)
 // or null; partials: float2 (N, tiles, K), receives each strip's sums of the rounded out and of its squares if STATISTICS.
-//   FPROP  out[pixel][k] = patch of x[pixel][r,s,c] · weight[k][r,s,c] + bias[k] + emb[n][k] + addend[pixel][k] if ADDS
+//   FPROP  out[pixel][k] = patch of x[pixel][r,s,c] · weight[k][r,s,c] + bias[k] + emb[n][k] + addend[pixel][k] if ADDS,
+//                         0 where that is less and RELU
 //   DGRAD  the same with weight[c][R-1-r][S-1-s][k]: x is dout, out is dx, K the channels of dx
 //   NORM   of 16-bit DGRAD where the convolution's input was silu(z), z group norm's map (affine.cuh) of `addend`, and of
 //          `addend2` from channel C1 on (a multiple of 64): out = dz, the result times silu's slope, and partials are each
@@ -51,6 +53,8 @@ struct Strip {
         h0 = tile / across * rows, w0 = tile % across * 8;
     }
 };
+
+__device__ __forceinline__ float2 relu(float2 v) { return make_float2(v.x < 0.0f ? 0.0f : v.x, v.y < 0.0f ? 0.0f : v.y); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
@@ -203,11 +207,14 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
                     v.x += offset[i % 2], v.y += offset[i % 2];
                     if constexpr (LOW) {
                         float2 more = ADDS ? unpack_pair<T>(words[i]) : make_float2(0.0f, 0.0f);
-                        words[i] = pack_pair<T>(v.x + more.x, v.y + more.y);
+                        v.x += more.x, v.y += more.y;
+                        if (RELU) v = relu(v);
+                        words[i] = pack_pair<T>(v.x, v.y);
                         v = unpack_pair<T>(words[i]);
                     } else {
                         u32 first = (at_row ^ i % 2 * 32) + i / 2 * 8 * LINE, second = (first ^ 16) + LINE;
                         if (ADDS) v.x += __uint_as_float(load_shared(first)), v.y += __uint_as_float(load_shared(second));
+                        if (RELU) v = relu(v);
                         store_shared(first, v.x), store_shared(second, v.y);
                     }
                     other = v;

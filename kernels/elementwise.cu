@@ -43,7 +43,7 @@ UNARY(gelu, x * normal_cdf(x), x, dout * (normal_cdf(x) + x * normal_pdf(x)))
 extern "C" __global__ void relu_backward_sums(const T* dout, const T* kept, T* dx, float* sums, int pixels, int C, int lanes) {
     wait_for_previous();
     constexpr int SIZE = Pack<T>::SIZE;
-    __shared__ float shared[256][SIZE];
+    __shared__ float shared[SIZE][256];
     int across = 256 / lanes, lane = threadIdx.x / across;
     int c = (blockIdx.y * across + threadIdx.x % across) * SIZE;
     float total[SIZE] = {};
@@ -62,16 +62,16 @@ extern "C" __global__ void relu_backward_sums(const T* dout, const T* kept, T* d
         }
     }
 #pragma unroll
-    for (int k = 0; k < SIZE; k++) shared[threadIdx.x][k] = total[k];
+    for (int k = 0; k < SIZE; k++) shared[k][threadIdx.x] = total[k];
     for (int half = lanes / 2; half > 0; half /= 2) {
         __syncthreads();
         if (lane < half)
 #pragma unroll
-            for (int k = 0; k < SIZE; k++) shared[threadIdx.x][k] += shared[threadIdx.x + half * across][k];
+            for (int k = 0; k < SIZE; k++) shared[k][threadIdx.x] += shared[k][threadIdx.x + half * across];
     }
     if (lane == 0 && c < C)
 #pragma unroll
-        for (int k = 0; k < SIZE; k++) sums[(i64)blockIdx.x * C + c + k] = shared[threadIdx.x][k];
+        for (int k = 0; k < SIZE; k++) sums[(i64)blockIdx.x * C + c + k] = shared[k][threadIdx.x];
 }
 
 extern "C" __global__ void clip_forward(const T* x, T* out, float low, float high, i64 n) {

@@ -1,6 +1,7 @@
 // Sums and maxima over square windows, channels last: `small` (N, h, w, C) has an element for each window of `large`
 // (N, H, W, C), whose corner is (i, j) * STRIDE - PADDING; what lies outside of `large` counts as nothing. All T;
-// place (N, h, w, C) u8 is the maximum's row * WINDOW + column in its window. Sums are in float and in a fixed order.
+// place (N, h, w, C) u8 is the maximum's row * WINDOW + column in its window, or NOWHERE. Sums are in float and in a fixed
+// order.
 // Outputs overwrite; those with `add` accumulate where it is set.
 // sums: null, or float (gridDim.x, C, moments): of what a block stored, for each channel the sum, and with 2 moments the
 // sum of squares.
@@ -18,6 +19,7 @@ constexpr int V = VEC ? Pack<T>::SIZE : 1;
 constexpr int MOST = CEIL_DIV(WINDOW, STRIDE);  // windows of a row that hold one position
 constexpr int UNROLL = WINDOW <= 3 && STRIDE <= 3 ? 3 : 1;  // more would spill registers
 struct __align__(V) Places { u8 v[V]; };
+constexpr u8 NOWHERE = 255;  // no place of a window of up to 15 x 15
 
 #define EXTENT int H, int W, int h, int w, int C
 
@@ -130,17 +132,21 @@ spread_windows(T* __restrict__ large, int add, float* sums, int moments, const T
     if (sums) stored.write(sums, moments, C);
 }
 
-// small = maximum of the window, NaN where it holds one; place = that of the first.
+// small = maximum of the window, NaN where it holds one; place = that of the first. `relu`: 0, and NOWHERE, where the
+// maximum is no more than 0.
 extern "C" __global__ void __launch_bounds__(256, WINDOW == 3 && STRIDE == 1 && sizeof(T) == 4 ? 1 : 0)  // as above
-max_windows(T* small, u8* place, const T* __restrict__ large, EXTENT) {
+max_windows(T* small, u8* place, int relu, const T* __restrict__ large, EXTENT) {
     wait_for_previous();
     int c = channel(), top = (int)(blockIdx.x % h) * STRIDE - PADDING;
     large += (i64)(blockIdx.x / h) * H * W * C + c;
     for (int j = threadIdx.y; j < columns(w, C); j += blockDim.y) {
         float largest[V];
-        Places found = {};
+        Places found;
 #pragma unroll
-        for (int k = 0; k < V; k++) largest[k] = __int_as_float(0xff800000);
+        for (int k = 0; k < V; k++) {
+            largest[k] = relu ? 0.0f : __int_as_float(0xff800000);  // -infinity
+            found.v[k] = relu ? NOWHERE : 0;
+        }
 #pragma unroll UNROLL
         for (int r = 0; r < WINDOW; r++)
 #pragma unroll UNROLL
@@ -164,11 +170,12 @@ max_windows(T* small, u8* place, const T* __restrict__ large, EXTENT) {
 
 // dlarge = sum of dsmall of the windows whose maximum the element is.
 extern "C" __global__ void __launch_bounds__(256)
-max_windows_backward(T* dlarge, int add, const T* __restrict__ dsmall, const u8* __restrict__ place, EXTENT) {
+max_windows_backward(T* dlarge, int add, float* sums, int moments, const T* __restrict__ dsmall, const u8* __restrict__ place, EXTENT) {
     wait_for_previous();
     int bands = CEIL_DIV(H + PADDING, STRIDE), c = channel();
     i64 n = blockIdx.x / bands;
     dlarge += n * H * W * C + c, dsmall += n * h * w * C + c, place += n * h * w * C + c;
+    Moments stored;
     auto gather = [&](float (&sum)[STRIDE][V], int row, int column, i64 window) {
         float v[V];
         load<V>(dsmall + window, v);
@@ -179,6 +186,9 @@ max_windows_backward(T* dlarge, int add, const T* __restrict__ dsmall, const u8*
             for (int e = 0; e < V; e++)
                 sum[b][e] += column + b < WINDOW && found.v[e] == row * WINDOW + column + b ? v[e] : 0.0f;
     };
-    sum_over_windows(blockIdx.x % bands, H, W, h, w, C, gather,
-                     [&](i64 element, float (&sum)[V]) { store<V>(dlarge + element, sum, add); });
+    sum_over_windows(blockIdx.x % bands, H, W, h, w, C, gather, [&](i64 element, float (&sum)[V]) {
+        store<V>(dlarge + element, sum, add);
+        stored.add(sum);
+    });
+    if (sums) stored.write(sums, moments, C);
 }

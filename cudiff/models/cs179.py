@@ -35,14 +35,14 @@ class Block(Module):
     def forward(self, x: Tensor, shift: Tensor, x2: Tensor | None = None, pool: bool = False) -> Tensor:
         """shift (N, out_channels) is `time_proj` of the embedding; `x2` is joined to x at its end.
 
-        pool: 2×2 max-pooling at the end, done before ReLU, which comes to the same and leaves it a quarter to do.
+        pool: 2×2 max-pooling at the end, which then does the last ReLU.
         """
-        h = ops.relu(self._convolve(self.conv1, x, shift, x2))
-        h = self._convolve(self.conv2, h, shift)
-        return ops.relu(ops.max_pool2d(h, 2) if pool else h)
+        h = self._convolve(self.conv1, x, shift, x2)
+        h = self._convolve(self.conv2, h, shift, relu=not pool)
+        return ops.max_pool2d(h, 2, relu=True) if pool else h
 
-    def _convolve(self, conv: Conv2d, x: Tensor, shift: Tensor, x2: Tensor | None = None) -> Tensor:
-        return ops.norm_silu_conv2d(x, x2, weight=conv.weight, bias=conv.bias, emb=shift, tf32=self.tf32)
+    def _convolve(self, conv: Conv2d, x: Tensor, shift: Tensor, x2: Tensor | None = None, relu: bool = True) -> Tensor:
+        return ops.norm_silu_conv2d(x, x2, weight=conv.weight, bias=conv.bias, emb=shift, relu=relu, tf32=self.tf32)
 
 
 class UpBlock(Block):

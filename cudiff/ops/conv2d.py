@@ -13,6 +13,7 @@ import numpy as np
 from cudiff.backend import Array, array_module, compute_dtype, float32
 from cudiff.cuda.module import empty, gradient_target
 from cudiff.ops import conv2d_sm90, conv2d_thin
+from cudiff.ops.elementwise import relu_cuda
 from cudiff.ops.gemm import Epilogue, aligned, product
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
@@ -132,20 +133,22 @@ def out_size(size: tuple[int, ...], kernel: tuple[int, ...], stride: Pair, paddi
 
 
 def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair, epilogue: Epilogue, tf32: bool,
-               statistics: bool = False) -> Array | None:
-    """Convolution, written to out (N, Ho, Wo, K), and what the epilogue adds.
+               statistics: bool = False, relu: bool = False) -> Array | None:
+    """Convolution, written to out (N, Ho, Wo, K), and what the epilogue adds; then ReLU, if `relu`.
 
     Returns out's sums and sums of squares, float32 (N, tiles, K, 2), if `statistics` and the kernel makes them.
     """
     epilogue = epilogue._replace(rows_per_image=out.shape[1] * out.shape[2])
     if conv2d_thin.suits(x, weight, out, stride, padding, epilogue):
-        return conv2d_thin.fprop(x, weight, out, epilogue, moments=2 * statistics)
+        return conv2d_thin.fprop(x, weight, out, epilogue, moments=2 * statistics, relu=relu)
     if conv2d_sm90.suits(x, weight, out, stride, padding, tf32):
-        return conv2d_sm90.fprop(x, weight, out, epilogue, statistics=statistics)
+        return conv2d_sm90.fprop(x, weight, out, epilogue, statistics=statistics, relu=relu)
     if _is_linear(weight.shape[1:3], stride, padding):
         linear_cuda(x, weight.reshape(weight.shape[0], -1), epilogue, tf32, out.reshape(1, -1, out.shape[3]))
     else:
         _launch("FPROP", x, weight, out, (x.shape, weight.shape, out.shape), stride, padding, epilogue, tf32)
+    if relu:
+        relu_cuda(out, out)
     return None
 
 

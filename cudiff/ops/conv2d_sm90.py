@@ -162,8 +162,8 @@ def time(chosen: Plan, shape: tuple[int, ...], kernel: tuple[int, int], itemsize
 
 
 def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: bool = False, statistics: bool = False,
-          chosen: Plan | None = None, norm: Norm | None = None) -> Array | None:
-    """Convolution of x (N, H, W, C), written to out (N, H, W, K), and what the epilogue adds.
+          relu: bool = False, chosen: Plan | None = None, norm: Norm | None = None) -> Array | None:
+    """Convolution of x (N, H, W, C), written to out (N, H, W, K), and what the epilogue adds; then ReLU, if `relu`.
 
     weight (K, R, S, C); or under `transposed` (C, R, S, K): then out is the gradient of the input whose output had the
     gradient x; with `norm` the gradient before the norm's SiLU. Returns what `statistics` asks for, the sums and sums
@@ -195,6 +195,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
         ),
         shared, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP", PIXELS=tile.pixels,
         ADDS=int(addend is not None), STATISTICS=int(statistics), NORM=int(norm is not None),
+        RELU=int(relu),
     )
     return partials
 

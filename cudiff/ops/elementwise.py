@@ -170,21 +170,36 @@ class Relu(Unary):
 
     @classmethod
     def backward_cuda(cls, ctx, dout, needs, into):
-        (out,) = ctx.saved
-        images = dout.ndim == 4 and dout.size > 0 and aligned(dout, dout.shape[3]) and aligned(out)
-        if not images or into[0] is not None:
+        if into[0] is not None:
             return super().backward_cuda(ctx, dout, needs, into)
-        # With the sums that the gradients of a bias and an embedding need: a convolution stands before most ReLUs.
-        n, height, width, channels = dout.shape
-        dx, sums = empty(dout.shape, dout.dtype), empty((n, 1, channels), float32)
-        packs = channels * dout.itemsize // 16
-        across = min(4, 1 << (packs - 1).bit_length())
-        launch(
-            "elementwise", "relu_backward_sums", (n, blocks(packs, across)), 256,
-            (dout, out, dx, sums, height * width, channels, 256 // across), T=dout.dtype,
-        )
-        ctx.din_partials = {0: sums}
+        dx, sums = relu_backward_cuda(dout, ctx.saved[0])
+        ctx.din_partials = {} if sums is None else {0: sums}
         return (dx,)
+
+
+def relu_cuda(x: Array, out: Array) -> None:
+    """out = max(x, 0); out may be x."""
+    launch("elementwise", "relu_forward", grid(x), 256, (x, out, np.int64(x.size)), T=x.dtype)
+
+
+def relu_backward_cuda(dout: Array, out: Array) -> tuple[Array, Array | None]:
+    """dout where out > 0, else 0; and of images its sums, float32 (N, 1, C): a convolution stands before most ReLUs, whose
+    bias's and embedding's gradients they are."""
+    dx = empty(dout.shape, dout.dtype)
+    if dout.ndim != 4 or dout.size == 0 or not (aligned(dout, dout.shape[3]) and aligned(out)):
+        launch("elementwise", "relu_backward", grid(dx), 256, (dout, out, dx, 0, np.int64(dx.size)), T=dx.dtype)
+        return dx, None
+    n, height, width, channels = dout.shape
+    packs, pixels = channels * dout.itemsize // 16, height * width
+    sums = empty((n, 1, channels), float32)
+    across = 1  # packs of a block; of small images many, so that a thread has more than a pixel to add
+    while across < min(packs, max(4, 512 // pixels), 256):
+        across *= 2
+    launch(
+        "elementwise", "relu_backward_sums", (n, blocks(packs, across)), 256,
+        (dout, out, dx, sums, pixels, channels, 256 // across), T=dout.dtype,
+    )
+    return dx, sums
 
 
 def _sigmoid(x):

@@ -1,4 +1,4 @@
-"""The unit of the U-Net as one operation: norm, SiLU, convolution, and what is added to its result."""
+"""The unit of the U-Net as one operation: norm, SiLU, convolution, what is added to its result, ReLU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from cudiff.backend import Array, float32
 from cudiff.cuda.module import empty, gradient_target
 from cudiff.cuda.sums import add_rows
+from cudiff.ops import elementwise
 from cudiff.ops.cast import astype
 from cudiff.ops.conv2d import check_bias, conv2d, dgrad_cuda, fprop_cuda, out_size, pair, wgrad_cuda
 from cudiff.ops.conv2d_sm90 import Norm, dgrad_to_norm, suits_norm
@@ -20,7 +21,7 @@ from cudiff.tensor import Context, Function, Tensor, Vacant
 
 
 def unfused(x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight, skip_bias,
-            num_groups, eps, upsample, tf32):
+            num_groups, eps, upsample, relu, tf32):
     """What norm_silu_conv2d computes, in plain operations."""
     h = x if x2 is None else concatenate([x, x2], axis=3)
     if norm_weight is not None:
@@ -33,7 +34,8 @@ def unfused(x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, resi
     if skip_weight is not None:
         residual = residual if residual2 is None else concatenate([residual, residual2], axis=3)
         residual = conv2d(residual, skip_weight, skip_bias, tf32=tf32)
-    return out if residual is None else out + residual
+    out = out if residual is None else out + residual
+    return elementwise.relu(out) if relu else out
 
 
 class NormSiluConv2d(Function):
@@ -56,7 +58,7 @@ class NormSiluConv2d(Function):
 
     @staticmethod
     def forward_cuda(ctx, x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2,
-                     skip_weight, skip_bias, num_groups, eps, upsample, tf32):
+                     skip_weight, skip_bias, num_groups, eps, upsample, relu, tf32):
         ctx.tf32, ctx.steps = tf32, []
         h = x
         if norm_weight is not None:
@@ -76,28 +78,29 @@ class NormSiluConv2d(Function):
         ctx.shape, again = h.shape, norm_weight is not None and any(ctx.needs[i] for i in _NORM_INPUTS)
         if again:  # then the norm's backward makes h once more for the weight's gradient: nothing is kept till then
             ctx.steps[0][1].again = ctx.needs[2]
-        ctx.save(None if again else h, weight, residual, residual2, skip_weight)
         epilogue = Epilogue(as_float32(bias), as_float32(emb), residual_sum)
         padding = pair(weight.shape[1] // 2)
         out = empty((*h.shape[:1], *out_size(h.shape[1:3], weight.shape[1:3], (1, 1), padding), len(weight)), h.dtype)
-        ctx.out_partials = fprop_cuda(h, weight, out, (1, 1), padding, epilogue, tf32, statistics=True)
+        # No norm follows ReLU, which would want the statistics.
+        ctx.out_partials = fprop_cuda(h, weight, out, (1, 1), padding, epilogue, tf32, statistics=not relu, relu=relu)
+        ctx.save(None if again else h, weight, residual, residual2, skip_weight, out if relu else None)
         return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
-        h, weight, residual, residual2, skip_weight = ctx.saved
+        h, weight, residual, residual2, skip_weight, out = ctx.saved
         padding, tf32 = pair(weight.shape[1] // 2), ctx.tf32
         grads: list[Array | None] = [None] * len(needs)
         sums = ctx.dout_partials
+        if out is not None:
+            dout, sums = elementwise.relu_backward_cuda(dout, out)
         if sums is not None and len(sums) != len(dout):  # a batch norm's, of all images together
             sums = None
         if sums is None and (needs[8] or (needs[3] and needs[12])):
             sums = sum_array(dout, (1, 2), dtype=float32)[:, None]
-        if needs[8] and sums.shape[1] == 1:  # a view: nobody adds to it while the sums below wait
-            grads[8] = sums[:, 0]
-        elif needs[8]:
-            grads[8] = empty((sums.shape[0], sums.shape[2]), float32)
-            add_rows(sums, grads[8], False)
+        if needs[8]:
+            grads[8], add = gradient_target(into[8], sums.shape[::2], float32)
+            add_rows(sums, grads[8], add)
         for i in (3, 12):
             grads[i] = sum_rows_cuda(dout, into[i], sums) if needs[i] else None
         if any(needs[i] for i in _NORM_INPUTS):
@@ -166,12 +169,12 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
                      shift: Tensor | None = None, emb: Tensor | None = None, residual: Tensor | None = None,
                      residual2: Tensor | None = None, skip_weight: Tensor | None = None,
                      skip_bias: Tensor | None = None, num_groups: int = 32, eps: float = 1e-5, upsample: bool = False,
-                     tf32: bool = False) -> Tensor:
+                     relu: bool = False, tf32: bool = False) -> Tensor:
     """The unit of the U-Net: group norm, SiLU and convolution of concat(x, x2), plus an embedding and a skip path.
 
     h = silu(group_norm(concat(x, x2)) · (1 + scale) + shift) where norm_weight is given, else concat(x, x2); twice as
     high and wide where `upsample`. out = conv2d(h, weight, bias, padding=R // 2) + emb[:, None, None, :], plus
-    residual, or conv2d(concat(residual, residual2), skip_weight, skip_bias) where skip_weight is given.
+    residual, or conv2d(concat(residual, residual2), skip_weight, skip_bias) where skip_weight is given. `relu`: of the sum.
 
     x (N, H, W, C1), x2 (N, H, W, C2), weight (K, R, S, C1 + C2), norm_weight and norm_bias (C1 + C2,), scale and
     shift float32 (N, C1 + C2), emb float32 (N, K), residual like out without skip_weight. Returns x's dtype.
@@ -182,5 +185,5 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
     check_bias("norm_silu_conv2d", bias, weight.shape[0])
     return NormSiluConv2d.apply(
         x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight, skip_bias,
-        num_groups=num_groups, eps=eps, upsample=upsample, tf32=tf32,
+        num_groups=num_groups, eps=eps, upsample=upsample, relu=relu, tf32=tf32,
     )

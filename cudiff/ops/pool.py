@@ -16,6 +16,7 @@ from cudiff.ops.cast import narrow, require_float, widen
 from cudiff.tensor import Function, Tensor, Vacant
 
 Window = tuple[int, int, int]  # size, stride, padding
+NOWHERE = 255  # no place in a window of up to 15 x 15
 
 
 def out_size(size: tuple[int, int], window: Window) -> tuple[int, int]:
@@ -118,10 +119,10 @@ class UpsampleNearest(Function):
 
 
 class MaxPool2d(Function):
-    """See `max_pool2d`. The place of each maximum in its window is kept, one byte an output."""
+    """See `max_pool2d`. The place of each maximum in its window is kept, one byte an output; NOWHERE where ReLU cut it."""
 
     @staticmethod
-    def forward_numpy(ctx, x, window):
+    def forward_numpy(ctx, x, window, relu):
         size = out_size(x.shape[1:3], window)
         taps = _taps(_padded(widen(x), window[2], -np.inf), window, size)
         out = next(taps).copy()
@@ -129,6 +130,9 @@ class MaxPool2d(Function):
         for index, tap in enumerate(taps, 1):
             place[tap > out] = index
             np.maximum(out, tap, out=out)
+        if relu:
+            place[out <= 0] = NOWHERE
+            np.maximum(out, 0, out=out)
         ctx.window, ctx.size = window, x.shape[1:3]
         ctx.save(place)
         return narrow(out, x.dtype)
@@ -143,12 +147,12 @@ class MaxPool2d(Function):
         return (narrow(_cropped(dx, padding), dout.dtype),)
 
     @staticmethod
-    def forward_cuda(ctx, x, window):
+    def forward_cuda(ctx, x, window, relu):
         require_float("max_pool2d", x)
         n, height, width, channels = x.shape
         out = empty((n, *out_size((height, width), window), channels), x.dtype)
         place = empty(out.shape, np.uint8)
-        _launch("max_windows", (out, place), (x,), x, out, out, window)
+        _launch("max_windows", (out, place, relu), (x,), x, out, out, window)
         ctx.window, ctx.size = window, x.shape[1:3]
         ctx.save(place)
         return out
@@ -157,9 +161,8 @@ class MaxPool2d(Function):
     def backward_cuda(ctx, dout, needs, into):
         (place,) = ctx.saved
         dx, add = gradient_target(into[0], (len(dout), *ctx.size, dout.shape[3]), dout.dtype)
-        _launch("max_windows_backward", (dx, add), (dout, place), dx, dout, dx, ctx.window)
-        if ctx.dout_partials is not None and not add:  # every dout lands in one place of its image
-            ctx.din_partials = {0: ctx.dout_partials}
+        sums = _launch("max_windows_backward", (dx, add), (dout, place), dx, dout, dx, ctx.window, 1)
+        ctx.din_partials = {0: sums}
         return (dx,)
 
 
@@ -211,13 +214,16 @@ def _window(name: str, x: Tensor, size: int, stride: int | None, padding: int) -
     return size, stride, padding
 
 
-def max_pool2d(x: Tensor, size: int = 2, stride: int | None = None, padding: int = 0) -> Tensor:
+def max_pool2d(x: Tensor, size: int = 2, stride: int | None = None, padding: int = 0, relu: bool = False) -> Tensor:
     """Maximum over square windows of x (N, H, W, C) → (N, Ho, Wo, C), Ho = (H + 2·padding - size) // stride + 1.
 
     The stride is the size unless given. Padding never wins; of equal elements the first, row by row, gets the
-    gradient. Raises ValueError for a size above 16, a padding above half of it or an x smaller than the window.
+    gradient. `relu`: ReLU before or after, which comes to the same. Raises ValueError for a size above 16 (15 with ReLU),
+    a padding above half of it or an x smaller than the window.
     """
-    return MaxPool2d.apply(x, window=_window("max_pool2d", x, size, stride, padding))
+    if relu and size > 15:
+        raise ValueError(f"max_pool2d: with ReLU windows are of 1 to 15, not {size}")
+    return MaxPool2d.apply(x, window=_window("max_pool2d", x, size, stride, padding), relu=relu)
 
 
 def avg_pool2d(x: Tensor, size: int = 2, stride: int | None = None, padding: int = 0) -> Tensor:

@@ -12,6 +12,9 @@ UNITS = {  # x, x2 channels; K; kernel; which parts
     "wide": dict(c1=64, c2=64, k=64, emb=True, residual=(64, 64), skip=True),
     "1x1": dict(c1=8, c2=0, k=5, r=1),
     "tall": dict(c1=64, c2=32, k=16, scale=True, size=(35, 9)),
+    "relu": dict(c1=8, c2=0, k=8, residual=(8, 0), relu=True),
+    "relu of a pair": dict(c1=64, c2=24, k=72, norm=False, emb=True, relu=True),
+    "thin relu": dict(c1=2, c2=0, k=32, norm=False, emb=True, relu=True),
 }
 
 
@@ -35,7 +38,7 @@ def test_norm_silu_conv2d(device, rng, unit):
         residual2=normal(*size, residual[1], wanted=residual[1]),
         skip_weight=normal(k, 1, 1, sum(residual), wanted=skip), skip_bias=normal(k, wanted=skip),
     )
-    attrs = dict(num_groups=4, upsample=upsample)
+    attrs = dict(num_groups=4, upsample=upsample, relu=unit.get("relu", False))
 
     def fn(*tensors):
         named = dict(zip(arrays, tensors, strict=True))
@@ -110,6 +113,6 @@ def torch_unit(arrays, attrs):
             out = out + functional.conv2d(joined("residual", "residual2"), skip_weight, part["skip_bias"])
         elif part["residual"] is not None:
             out = out + joined("residual")
-        return out.permute(0, 2, 3, 1)
+        return (out.relu() if attrs["relu"] else out).permute(0, 2, 3, 1)
 
     return apply

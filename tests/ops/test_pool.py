@@ -41,6 +41,33 @@ def test_max_pool2d(device, rng, shape, size, stride, padding):
     )
 
 
+@pytest.mark.parametrize("shape, size, stride, padding", [case for case in CASES if case[1] < 16])
+def test_max_pool2d_with_relu(device, rng, shape, size, stride, padding):
+    count = int(np.prod(shape))
+    x = (rng.permutation(count).reshape(shape) - count * 0.7 + 0.5) / 16.0
+    check_op(
+        lambda x: max_pool2d(x, size, stride, padding, relu=True), x, device=device, dtypes=DTYPES,
+        torch_fn=channels_first(lambda x: torch.nn.functional.max_pool2d(x.relu(), size, stride, padding)),
+    )
+    with pytest.raises(ValueError, match="max_pool2d"):
+        max_pool2d(Tensor(np.zeros((1, 16, 16, 1))), 16, relu=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("shape", [(2, 8, 6, 64), (3, 5, 7, 3)])
+def test_max_pooling_leaves_the_sums_of_its_gradient(device, rng, shape, relu):
+    if device == "cpu":
+        pytest.skip("only kernels leave sums")
+    x = Tensor(rng.standard_normal(shape), requires_grad=True, dtype=np.float32, device=device)
+    out = max_pool2d(x, relu=relu)
+    dout = Tensor(rng.standard_normal(out.shape), dtype=np.float32, device=device).data
+    node, _ = out._source
+    (dx,) = node.function.backward_cuda(node.ctx, dout, needs=(True,), into=[None])
+    sums = Tensor(node.ctx.din_partials[0]).numpy().sum(1)
+    np.testing.assert_allclose(sums, Tensor(dx).numpy().astype(np.float64).sum((1, 2)), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("channels", [1, 8])
 def test_the_first_of_equal_maxima_gets_the_gradient(device, channels):
     x = Tensor(np.zeros((1, 4, 4, channels), np.float32), requires_grad=True, device=device)
