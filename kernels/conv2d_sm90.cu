@@ -9,8 +9,9 @@
 // variants: PASS=FPROP T=bf16,float PIXELS=256,128,64 R=3 ADDS=0 STATISTICS=0 NORM=0 RELU=1
 // variants: PASS=FPROP T=float PIXELS=256,128,64 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0
 //
-// x: T (N, H, W, C); out, addend: T (N, H, W, K), addend may be `out` itself; bias: float (K) or null; emb: float (N, K)
-// or null; partials: float2 (N, tiles, K), receives each strip's sums of the rounded out and of its squares if STATISTICS.
+// x: T (N, H, W, C), whose channels from `split` on, a multiple of CHUNK, are x2's; out, addend: T (N, H, W, K), addend may
+// be `out` itself; bias: float (K) or null; emb: float (N, K) or null; partials: float2 (N, tiles, K), receives each strip's
+// sums of the rounded out and of its squares if STATISTICS.
 //   FPROP  out[pixel][k] = patch of x[pixel][r,s,c] · weight[k][r,s,c] + bias[k] + emb[n][k] + addend[pixel][k] if ADDS,
 //                         0 where that is less and RELU
 //   DGRAD  the same with weight[c][R-1-r][S-1-s][k]: x is dout, out is dx, K the channels of dx
@@ -57,12 +58,12 @@ struct Strip {
 __device__ __forceinline__ float2 relu(float2 v) { return make_float2(v.x < 0.0f ? 0.0f : v.x, v.y < 0.0f ? 0.0f : v.y); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
-            const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap addend,
+conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap x2,
+            const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap addend,
             const __grid_constant__ TensorMap addend2, const float* bias, const float* emb, float2* partials,
             const float* norm_weight, const float* norm_bias, const float* scale, const float* shift, const float* mean,
-            const float* rstd, int N, int H, int W, int C, int K, int S, int rows, int a_stages, int b_stages, int C1,
-            int groups) {
+            const float* rstd, int N, int H, int W, int C, int K, int S, int rows, int a_stages, int b_stages, int split,
+            int C1, int groups) {
     extern __shared__ __align__(1024) u8 shared[];
     int pitch = 8 + S - 1;  // lines from one row of the slab to the next
     u32 slab_bytes = CEIL_DIV((PIXELS / 8 + R - 1) * pitch * LINE, 1024) * 1024;
@@ -73,6 +74,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         for (int i = 0; i < 4; i++) barrier_init(turns + 8 * i, 1);
         a.init(1), b.init(1);
         prefetch(x), prefetch(weight), prefetch(out);
+        if (split < C) prefetch(x2);
         if (READS) prefetch(addend);
     }
     wait_for_previous();
@@ -87,7 +89,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             Strip strip(i, tiles, across, rows);
             for (int c = 0; c < C; c += CHUNK, a.advance()) {
                 u32 full = a.acquire((rows + R - 1) * pitch * LINE);
-                tma_load(a.buffer(), x, full, c, strip.w0 - S / 2, strip.h0 - R / 2, strip.n);
+                tma_load(a.buffer(), c < split ? x : x2, full, c < split ? c : c - split, strip.w0 - S / 2, strip.h0 - R / 2, strip.n);
                 for (int s = 0; s < S && (!resident || i == blockIdx.x); s++, b.advance()) {
                     u32 full = b.acquire(WEIGHT_BYTES);
                     for (int r = 0; r < R; r++) {

@@ -4,7 +4,8 @@
 // variants: T=bf16 R=3,1 COLUMNS=1 PIXELS=16,240 CLUSTER=1
 // variants: T=bf16,half R=1 COLUMNS=1,2,3 PIXELS=128 CLUSTER=1,2,4,8
 //
-// x: T (N, H, W, C); dout: T (N, H, W, K); out: float (K, R, S, C), whose rows k lie `pitch` elements apart.
+// x: T (N, H, W, C), whose channels from `split` on, a multiple of 64, are x2's; dout: T (N, H, W, K); out: float (K, R, S, C),
+// whose rows k lie `pitch` elements apart.
 //   out[k][r,s,c] = or, where `add`, += sum over pixels of dout[pixel][k] · patch of x[pixel][r,s,c]
 //   total: T, like dout, += dout where `passes_on`: what the convolution's result was added to has this gradient, too
 // S is odd. C and K are those of out; x and dout have as many channels, or zeros beyond, to a multiple of 8.
@@ -34,9 +35,9 @@ constexpr int CONSUMERS = 128, THREADS = CONSUMERS + 128;
 constexpr int LINE = 128, N_TILE = 64 * R * COLUMNS;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
-conv2d_wgrad_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dout,
-                  const __grid_constant__ TensorMap total, float* out, i64 pitch, int add, int N, int H, int C, int K,
-                  int S, int rows, int width, int stages, int passes_on) {
+conv2d_wgrad_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap x2,
+                  const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap total, float* out, i64 pitch,
+                  int add, int N, int H, int C, int K, int S, int rows, int width, int stages, int split, int passes_on) {
     extern __shared__ __align__(1024) u8 shared[];
     u32 base = shared_address(shared);
     constexpr u32 tile = PIXELS * LINE;
@@ -45,6 +46,7 @@ conv2d_wgrad_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ T
     if (threadIdx.x == 0) {
         ring.init(1);
         prefetch(x), prefetch(dout);
+        if (split < C) prefetch(x2);
     }
     wait_for_previous();
     __syncthreads();
@@ -59,8 +61,8 @@ conv2d_wgrad_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ T
             int n = i / per_image, h0 = i % per_image * rows;
             u32 full = ring.acquire(bytes);
             tma_load(ring.buffer(), dout, full, k0, 0, h0, n);
-            for (int j = 0; j < COLUMNS; j++)
-                tma_load(ring.buffer() + tile + j * slab, x, full, c0 + j * 64, s - S / 2, h0 - R / 2, n);
+            for (int j = 0, c = c0; j < COLUMNS; j++, c += 64)
+                tma_load(ring.buffer() + tile + j * slab, c < split ? x : x2, full, c < split ? c : c - split, s - S / 2, h0 - R / 2, n);
         }
         return;
     }

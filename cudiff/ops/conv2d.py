@@ -133,16 +133,17 @@ def out_size(size: tuple[int, ...], kernel: tuple[int, ...], stride: Pair, paddi
 
 
 def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair, epilogue: Epilogue, tf32: bool,
-               statistics: bool = False, relu: bool = False) -> Array | None:
+               statistics: bool = False, relu: bool = False, x2: Array | None = None) -> Array | None:
     """Convolution, written to out (N, Ho, Wo, K), and what the epilogue adds; then ReLU, if `relu`.
 
-    Returns out's sums and sums of squares, float32 (N, tiles, K, 2), if `statistics` and the kernel makes them.
+    x2 holds the channels after x's, where `conv2d_sm90.suits_pair`. Returns out's sums and sums of squares, float32
+    (N, tiles, K, 2), if `statistics` and the kernel makes them.
     """
     epilogue = epilogue._replace(rows_per_image=out.shape[1] * out.shape[2])
-    if conv2d_thin.suits(x, weight, out, stride, padding, epilogue):
+    if x2 is None and conv2d_thin.suits(x, weight, out, stride, padding, epilogue):
         return conv2d_thin.fprop(x, weight, out, epilogue, moments=2 * statistics, relu=relu)
     if conv2d_sm90.suits(x, weight, out, stride, padding, tf32):
-        return conv2d_sm90.fprop(x, weight, out, epilogue, statistics=statistics, relu=relu)
+        return conv2d_sm90.fprop(x, weight, out, epilogue, statistics=statistics, relu=relu, x2=x2)
     if _is_linear(weight.shape[1:3], stride, padding):
         linear_cuda(x, weight.reshape(weight.shape[0], -1), epilogue, tf32, out.reshape(1, -1, out.shape[3]))
     else:
@@ -173,15 +174,15 @@ def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pai
 
 
 def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pair, add: bool, tf32: bool,
-               total: Array | None = None) -> bool:
-    """Gradient of the weight, written or added to dweight (K, R, S, C), float32.
+               total: Array | None = None, x2: Array | None = None) -> bool:
+    """Gradient of the weight, written or added to dweight (K, R, S, C), float32. x2 as in `fprop_cuda`.
 
     Some kernels, as they read dout, add it to `total`, where given; returns whether this one did.
     """
-    if conv2d_thin.suits(x, dweight, dout, stride, padding):
+    if x2 is None and conv2d_thin.suits(x, dweight, dout, stride, padding):
         conv2d_thin.wgrad(x, dout, dweight, add)
     elif conv2d_sm90.suits_wgrad(x, dweight, dout, stride, padding, tf32):
-        return conv2d_sm90.wgrad(x, dout, dweight, add, total=total)
+        return conv2d_sm90.wgrad(x, dout, dweight, add, total=total, x2=x2)
     elif _is_linear(dweight.shape[1:3], stride, padding):
         linear_dweight_cuda(x, dout, dweight.reshape(dweight.shape[0], -1), add, tf32)
     else:

@@ -64,6 +64,18 @@ def suits_wgrad(x: Array, dweight: Array, dout: Array, stride: tuple[int, int] =
     return has_kernel and aligned(x) and aligned(dout)
 
 
+def suits_pair(x: Array, x2: Array, weight: Array) -> bool:
+    """Whether `fprop` and `wgrad` take x and x2 for their concat, which is never made, and dgrad either's weights."""
+    padding = weight.shape[1] // 2, weight.shape[2] // 2
+    return (
+        is_low(x.dtype)
+        and x.shape[3] % CHANNELS == 0
+        and suits_wgrad(x, weight, x2, (1, 1), padding)
+        and aligned(x2, x2.shape[3], len(weight))
+        and aligned(weight, weight.shape[3])
+    )
+
+
 def _keeps_size(x: Array, weight: Array, out: Array, stride: tuple[int, int], padding: tuple[int, int],
                 tf32: bool) -> bool:
     rows, columns = weight.shape[1:3]
@@ -162,20 +174,25 @@ def time(chosen: Plan, shape: tuple[int, ...], kernel: tuple[int, int], itemsize
 
 
 def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: bool = False, statistics: bool = False,
-          relu: bool = False, chosen: Plan | None = None, norm: Norm | None = None) -> Array | None:
+          relu: bool = False, x2: Array | None = None, chosen: Plan | None = None,
+          norm: Norm | None = None) -> Array | None:
     """Convolution of x (N, H, W, C), written to out (N, H, W, K), and what the epilogue adds; then ReLU, if `relu`.
+
+    x2 holds the channels after x's, where `suits_pair`.
 
     weight (K, R, S, C); or under `transposed` (C, R, S, K): then out is the gradient of the input whose output had the
     gradient x; with `norm` the gradient before the norm's SiLU. Returns what `statistics` asks for, the sums and sums
     of squares of out, or with `norm` those of out and of out times the norm's input: float32 (N, tiles, K, 2).
     """
-    n, height, columns, channels = x.shape
+    n, height, columns, split = x.shape
+    channels = split if x2 is None else split + x2.shape[3]
     outputs, kernel = out.shape[3], weight.shape[1:3]
     weight = weight if weight.dtype == x.dtype else weight.astype(x.dtype)
     if transposed and x.dtype == float32:  # wgmma takes tf32 only as fprop has it
         weight, transposed = turned_cuda(weight), False
     chunk = LINE_BYTES // x.dtype.itemsize
-    tile, rows, each, slabs, weights, shared = chosen or plan(x.shape, outputs, kernel, x.dtype.itemsize)
+    shape = n, height, columns, channels
+    tile, rows, each, slabs, weights, shared = chosen or plan(shape, outputs, kernel, x.dtype.itemsize)
     addend = None if epilogue.addend is None else _at_16_bytes(epilogue.addend.reshape(out.shape))
     if norm is None:
         read, affine, first_channels, groups = (addend, None), (None,) * 6, outputs, 1
@@ -184,14 +201,15 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     maps = (
         tensor_map(out if array is None else array, (1, rows, 8, chunk), operand=False) for array in (out, *read)
     )
-    partials = empty((n, tiles_of(x.shape, rows), outputs, 2), float32) if statistics or norm is not None else None
+    partials = empty((n, tiles_of(shape, rows), outputs, 2), float32) if statistics or norm is not None else None
+    box = (1, rows + kernel[0] - 1, 8 + kernel[1] - 1, chunk)
     launch(
         "conv2d_sm90", "conv2d_sm90", (each, blocks(outputs, CHANNELS)), 384,
         (
-            tensor_map(x, (1, rows + kernel[0] - 1, 8 + kernel[1] - 1, chunk)),
+            tensor_map(x, box), tensor_map(x if x2 is None else x2, box),
             tensor_map(weight.reshape(len(weight), -1, weight.shape[3]), (CHANNELS, 1, chunk)),
             *maps, epilogue.bias, epilogue.emb, partials, *affine, n, height, columns, channels, outputs,
-            kernel[1], rows, slabs, weights, first_channels, groups,
+            kernel[1], rows, slabs, weights, split, first_channels, groups,
         ),
         shared, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP", PIXELS=tile.pixels,
         ADDS=int(addend is not None), STATISTICS=int(statistics), NORM=int(norm is not None),
@@ -223,30 +241,32 @@ class WgradPlan(NamedTuple):
 
 
 def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: WgradPlan | None = None,
-          total: Array | None = None) -> bool:
+          total: Array | None = None, x2: Array | None = None) -> bool:
     """Gradient of the weight, written or added to dweight (K, R, S, C), float32, whose rows may be parts of longer.
 
-    The last sum may wait for others (see cudiff.cuda.sums). dout is also added to `total`, an array like it, where that
-    is given and TMA can write to it; returns whether it was.
+    x2 holds the channels after x's, where `suits_pair`. The last sum may wait for others (see cudiff.cuda.sums). dout
+    is also added to `total`, an array like it, where that is given and TMA can write to it; returns whether it was.
     """
     if x.dtype == float32:
         wgrad_tf32(x, dout, dweight, add)
         return False
     passes_on = total is not None and aligned(total, total.shape[3])
     x, dout = _whole(x), _whole(dout)
-    n, height, columns, _ = x.shape
+    n, height, columns, split = x.shape
     outputs, kernel_rows, kernel_columns, channels = dweight.shape
     chosen = chosen or plan_wgrad(x.shape[:3], dweight.shape)
     across, cluster, parts, rows, stages, shared = chosen
     width, sums = width_of(columns), parts // cluster
     out, pitch = _sums(dweight, sums)
+    box = (1, rows + kernel_rows - 1, width, 64)
     launch(
         "conv2d_wgrad_sm90", "conv2d_wgrad_sm90",
         (blocks(outputs, 64) * blocks(channels, 64 * across), kernel_columns, parts), 256,
         (
-            tensor_map(x, (1, rows + kernel_rows - 1, width, 64)),
+            tensor_map(x, box), tensor_map(x if x2 is None else x2, box),
             *(tensor_map(array, (1, rows, width, 64)) for array in (dout, total if passes_on else dout)),
-            out, pitch, add and sums == 1, n, height, channels, outputs, kernel_columns, rows, width, stages, passes_on,
+            out, pitch, add and sums == 1, n, height, channels, outputs, kernel_columns, rows, width, stages, split,
+            passes_on,
         ),
         shared, T=x.dtype, R=kernel_rows, COLUMNS=across, PIXELS=rows * width, CLUSTER=cluster,
     )

@@ -183,8 +183,10 @@ def relu_cuda(x: Array, out: Array) -> None:
 
 
 def relu_backward_cuda(dout: Array, out: Array) -> tuple[Array, Array | None]:
-    """dout where out > 0, else 0; and of images its sums, float32 (N, 1, C): a convolution stands before most ReLUs, whose
-    bias's and embedding's gradients they are."""
+    """dout where out > 0, else 0; and for images the sums of that, float32 (N, 1, C).
+
+    A convolution stands before most ReLUs: they are what its bias and its embedding need.
+    """
     dx = empty(dout.shape, dout.dtype)
     if dout.ndim != 4 or dout.size == 0 or not (aligned(dout, dout.shape[3]) and aligned(out)):
         launch("elementwise", "relu_backward", grid(dx), 256, (dout, out, dx, 0, np.int64(dx.size)), T=dx.dtype)

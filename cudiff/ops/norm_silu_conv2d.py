@@ -7,7 +7,7 @@ from typing import Any
 from cudiff.backend import Array, float32
 from cudiff.cuda.module import empty, gradient_target
 from cudiff.cuda.sums import add_rows
-from cudiff.ops import elementwise
+from cudiff.ops import conv2d_sm90, elementwise
 from cudiff.ops.cast import astype
 from cudiff.ops.conv2d import check_bias, conv2d, dgrad_cuda, fprop_cuda, out_size, pair, wgrad_cuda
 from cudiff.ops.conv2d_sm90 import Norm, dgrad_to_norm, suits_norm
@@ -60,10 +60,12 @@ class NormSiluConv2d(Function):
     def forward_cuda(ctx, x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2,
                      skip_weight, skip_bias, num_groups, eps, upsample, relu, tf32):
         ctx.tf32, ctx.steps = tf32, []
-        h = x
+        h, h2 = x, None
         if norm_weight is not None:
             h = _step(ctx, GroupNorm, _NORM_INPUTS, x, x2, norm_weight, norm_bias, scale, shift,
                       num_groups=num_groups, eps=eps, silu=True)
+        elif x2 is not None and not upsample and conv2d_sm90.suits_pair(x, x2, weight):
+            h2 = x2  # read from where they are
         elif x2 is not None:
             h = _step(ctx, Concatenate, (0, 1), x, x2, axis=3)
         if upsample:
@@ -82,13 +84,13 @@ class NormSiluConv2d(Function):
         padding = pair(weight.shape[1] // 2)
         out = empty((*h.shape[:1], *out_size(h.shape[1:3], weight.shape[1:3], (1, 1), padding), len(weight)), h.dtype)
         # No norm follows ReLU, which would want the statistics.
-        ctx.out_partials = fprop_cuda(h, weight, out, (1, 1), padding, epilogue, tf32, statistics=not relu, relu=relu)
-        ctx.save(None if again else h, weight, residual, residual2, skip_weight, out if relu else None)
+        ctx.out_partials = fprop_cuda(h, weight, out, (1, 1), padding, epilogue, tf32, not relu, relu, h2)
+        ctx.save(None if again else h, h2, weight, residual, residual2, skip_weight, out if relu else None)
         return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
-        h, weight, residual, residual2, skip_weight, out = ctx.saved
+        h, h2, weight, residual, residual2, skip_weight, out = ctx.saved
         padding, tf32 = pair(weight.shape[1] // 2), ctx.tf32
         grads: list[Array | None] = [None] * len(needs)
         sums = ctx.dout_partials
@@ -103,7 +105,13 @@ class NormSiluConv2d(Function):
             add_rows(sums, grads[8], add)
         for i in (3, 12):
             grads[i] = sum_rows_cuda(dout, into[i], sums) if needs[i] else None
-        if any(needs[i] for i in _NORM_INPUTS):
+        if h2 is not None:
+            for i, part in enumerate((weight[..., : h.shape[3]], weight[..., h.shape[3] :])):
+                if needs[i]:
+                    grads[i], add = gradient_target(into[i], (*dout.shape[:3], part.shape[3]), dout.dtype)
+                    epilogue = Epilogue(addend=grads[i] if add else None)
+                    dgrad_cuda(dout, part, grads[i], (1, 1), padding, epilogue, tf32)
+        elif any(needs[i] for i in _NORM_INPUTS):
             grads[0], add = gradient_target(None if ctx.steps else into[0], ctx.shape, dout.dtype)
             norm = ctx.steps[0][1] if [function for function, _, _ in ctx.steps] == [GroupNorm] else None
             if norm is not None and suits_norm(dout, weight, grads[0], Norm(*norm.saved), padding):
@@ -130,7 +138,7 @@ class NormSiluConv2d(Function):
                 for function, step, _ in ctx.steps[1:]:
                     h = function.forward_cuda(step, h, factor=2)
             grads[2], add = gradient_target(into[2], weight.shape, float32)
-            if wgrad_cuda(h, dout, grads[2], (1, 1), padding, add, tf32, total):
+            if wgrad_cuda(h, dout, grads[2], (1, 1), padding, add, tf32, total, h2):
                 grads[9] = total
         if skip_weight is None:
             return tuple(grads)
@@ -174,7 +182,7 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
 
     h = silu(group_norm(concat(x, x2)) · (1 + scale) + shift) where norm_weight is given, else concat(x, x2); twice as
     high and wide where `upsample`. out = conv2d(h, weight, bias, padding=R // 2) + emb[:, None, None, :], plus
-    residual, or conv2d(concat(residual, residual2), skip_weight, skip_bias) where skip_weight is given. `relu`: of the sum.
+    residual, or conv2d(concat(residual, residual2), skip_weight, skip_bias) where skip_weight is given; ReLU if `relu`.
 
     x (N, H, W, C1), x2 (N, H, W, C2), weight (K, R, S, C1 + C2), norm_weight and norm_bias (C1 + C2,), scale and
     shift float32 (N, C1 + C2), emb float32 (N, K), residual like out without skip_weight. Returns x's dtype.

@@ -119,7 +119,7 @@ class UpsampleNearest(Function):
 
 
 class MaxPool2d(Function):
-    """See `max_pool2d`. The place of each maximum in its window is kept, one byte an output; NOWHERE where ReLU cut it."""
+    """See `max_pool2d`. Each maximum's place in its window is kept, one byte an output; NOWHERE where ReLU cut it."""
 
     @staticmethod
     def forward_numpy(ctx, x, window, relu):
@@ -218,8 +218,8 @@ def max_pool2d(x: Tensor, size: int = 2, stride: int | None = None, padding: int
     """Maximum over square windows of x (N, H, W, C) → (N, Ho, Wo, C), Ho = (H + 2·padding - size) // stride + 1.
 
     The stride is the size unless given. Padding never wins; of equal elements the first, row by row, gets the
-    gradient. `relu`: ReLU before or after, which comes to the same. Raises ValueError for a size above 16 (15 with ReLU),
-    a padding above half of it or an x smaller than the window.
+    gradient. `relu`: ReLU before or after, which comes to the same. Raises ValueError for a size above 16, or 15
+    with ReLU, a padding above half of it or an x smaller than the window.
     """
     if relu and size > 15:
         raise ValueError(f"max_pool2d: with ReLU windows are of 1 to 15, not {size}")
