@@ -17,6 +17,8 @@ from cudiff.ops.cast import astype, require_float
 from cudiff.tensor import Function, Tensor, Vacant
 from cudiff.threads import cut, parallel_map
 
+MOST_ROWS = 1024  # that a sum which waits for others is given: few threads add them up
+
 
 def normalize_axes(axis: int | tuple[int, ...] | None, ndim: int) -> tuple[int, ...]:
     """The axes as sorted non-negative numbers. Raises ValueError for one out of range or named twice."""
@@ -143,8 +145,9 @@ def sum_rows_cuda(x: Array, into: Array | Vacant | None, sums: Array | None = No
     """
     width = x.shape[-1]
     out, add = gradient_target(into, (width,), float32)
-    if sums is None:
-        parts, run = _in_parts("sum", x, 1, x.size // width, width)
+    if sums is None or sums.size > MOST_ROWS * width:
+        terms = x if sums is None else sums
+        parts, run = _in_parts("sum", terms, 1, terms.size // width, width)
         sums = empty((parts, width), float32)
         run(sums, 1.0, False)
     add_rows(sums, out, add)
