@@ -27,6 +27,9 @@ constexpr int TAPS = R * R, HALO = R / 2;  // pixels around a tile
 constexpr int DEPTH = TAPS * THIN, STEPS = CEIL_DIV(DEPTH, 16);
 constexpr int OWN = BN / 4;  // channels of a thread in spread and gather: a quarter of a pixel's
 
+// Which channel is number e of thread t in spread: four threads write 64 bytes of a pixel side by side.
+__device__ __forceinline__ int own(int t, int e) { return e / 8 * 32 + t * 8 + e % 8; }
+
 // Where the weight of (tap, j, c) lies; tap counts backwards where `tap` is negative.
 struct Weight {
     int first, tap, thin, wide;
@@ -85,17 +88,17 @@ spread(const T* thin, const T* weight, const float* bias, const float* emb, int 
     for (int k = 0; k < STEPS; k++)
 #pragma unroll
         for (int i = 0; i < 4; i++) offset[k][i] = patches.offset(k * 16 + 2 * t + i % 2 + i / 2 * 8);
-    const u32* b = (const u32*)(weights + ((g >> 1) * OWN + (g & 1)) * LINE + 2 * t);
+    const u32* b = (const u32*)(weights + own(g >> 1, g & 1) * LINE + 2 * t);
     float constant[OWN] = {}, sum[OWN] = {}, square[OWN] = {};
 #pragma unroll
     for (int e = 0; e < OWN; e++) {
-        int c = channel + t * OWN + e;
+        int c = channel + own(t, e);
         if (bias) constant[e] = bias[c];
         if (emb) constant[e] += emb[tile.n * C + c];
     }
 
     int count = tile.rows * W;
-    wide += ((i64)tile.n * H + tile.top) * W * C + channel + t * OWN;
+    wide += ((i64)tile.n * H + tile.top) * W * C + channel;
     for (int m = warp * 16 + g; m - g < count; m += WARPS * 16) {
         int corner[2] = {patches.corner(min(m, count - 1)), patches.corner(min(m + 8, count - 1))};
         float acc[COLUMNS][4] = {};
@@ -109,25 +112,28 @@ spread(const T* thin, const T* weight, const float* bias, const float* emb, int 
                 a[i] = patches.bits(corner[i % 2] + o[0], d < DEPTH) | patches.bits(corner[i % 2] + o[1], d + 1 < DEPTH) << 16;
             }
 #pragma unroll
-            for (int j = 0; j < COLUMNS; j++)  // column 2t + i of product j is channel t * OWN + 2j + i
-                mma<T>(acc[j], a, b[j * LINE + k * 8], b[j * LINE + k * 8 + 4]);
+            for (int j = 0; j < COLUMNS; j++) {  // column 2t + i of product j is channel own(t, 2j + i)
+                const u32* column = b + own(0, 2 * j) * (LINE / 2) + k * 8;
+                mma<T>(acc[j], a, column[0], column[4]);
+            }
         }
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             if (m + 8 * h >= count) continue;
-            float values[OWN];
 #pragma unroll
-            for (int e = 0; e < OWN; e++) {
-                values[e] = acc[e / 2][h * 2 + e % 2] + constant[e];
-                if (relu && values[e] < 0.0f) values[e] = 0.0f;
-            }
-            store<OWN>(wide + (i64)(m + 8 * h) * C, values);
-            if constexpr (MOMENTS > 0) {
+            for (int first = 0; first < OWN; first += 8) {
+                float values[8];
 #pragma unroll
-                for (int e = 0; e < OWN; e++) {
-                    float rounded = to_float(from_float<T>(values[e]));
-                    sum[e] += rounded, square[e] += rounded * rounded;
+                for (int i = 0; i < 8; i++) {
+                    int e = first + i;
+                    values[i] = acc[e / 2][h * 2 + e % 2] + constant[e];
+                    if (relu && values[i] < 0.0f) values[i] = 0.0f;
+                    if constexpr (MOMENTS > 0) {
+                        float rounded = to_float(from_float<T>(values[i]));
+                        sum[e] += rounded, square[e] += rounded * rounded;
+                    }
                 }
+                store<8>(wide + (i64)(m + 8 * h) * C + own(t, first), values);
             }
         }
     }
@@ -140,9 +146,9 @@ spread(const T* thin, const T* weight, const float* bias, const float* emb, int 
                 square[e] += __shfl_xor_sync(0xffffffffu, square[e], lanes);
             }
             if (g == 0) {
-                float* own = sums + (warp * BN + t * OWN + e) * MOMENTS;
-                own[0] = sum[e];
-                if (MOMENTS == 2) own[1] = square[e];
+                float* to = sums + (warp * BN + own(t, e)) * MOMENTS;
+                to[0] = sum[e];
+                if (MOMENTS == 2) to[1] = square[e];
             }
         }
         __syncthreads();
