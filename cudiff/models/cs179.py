@@ -42,7 +42,9 @@ class Block(Module):
         return ops.max_pool2d(h, 2, relu=True) if pool else h
 
     def _convolve(self, conv: Conv2d, x: Tensor, shift: Tensor, x2: Tensor | None = None, relu: bool = True) -> Tensor:
-        return ops.norm_silu_conv2d(x, x2, weight=conv.weight, bias=conv.bias, emb=shift, relu=relu, tf32=self.tf32)
+        return ops.norm_silu_conv2d(
+            x, x2, weight=conv.weight, bias=conv.bias, emb=shift, relu=relu, statistics=False, tf32=self.tf32
+        )
 
 
 class UpBlock(Block):

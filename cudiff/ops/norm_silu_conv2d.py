@@ -21,7 +21,7 @@ from cudiff.tensor import Context, Function, Tensor, Vacant
 
 
 def unfused(x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight, skip_bias,
-            num_groups, eps, upsample, relu, tf32):
+            num_groups, eps, upsample, relu, statistics, tf32):
     """What norm_silu_conv2d computes, in plain operations."""
     h = x if x2 is None else concatenate([x, x2], axis=3)
     if norm_weight is not None:
@@ -58,7 +58,7 @@ class NormSiluConv2d(Function):
 
     @staticmethod
     def forward_cuda(ctx, x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2,
-                     skip_weight, skip_bias, num_groups, eps, upsample, relu, tf32):
+                     skip_weight, skip_bias, num_groups, eps, upsample, relu, statistics, tf32):
         ctx.tf32, ctx.steps = tf32, []
         h, h2 = x, None
         if norm_weight is not None:
@@ -83,8 +83,7 @@ class NormSiluConv2d(Function):
         epilogue = Epilogue(as_float32(bias), as_float32(emb), residual_sum)
         padding = pair(weight.shape[1] // 2)
         out = empty((*h.shape[:1], *out_size(h.shape[1:3], weight.shape[1:3], (1, 1), padding), len(weight)), h.dtype)
-        # No norm follows ReLU, which would want the statistics.
-        ctx.out_partials = fprop_cuda(h, weight, out, (1, 1), padding, epilogue, tf32, not relu, relu, h2)
+        ctx.out_partials = fprop_cuda(h, weight, out, (1, 1), padding, epilogue, tf32, statistics, relu, h2)
         ctx.save(None if again else h, h2, weight, residual, residual2, skip_weight, out if relu else None)
         return out
 
@@ -177,7 +176,7 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
                      shift: Tensor | None = None, emb: Tensor | None = None, residual: Tensor | None = None,
                      residual2: Tensor | None = None, skip_weight: Tensor | None = None,
                      skip_bias: Tensor | None = None, num_groups: int = 32, eps: float = 1e-5, upsample: bool = False,
-                     relu: bool = False, tf32: bool = False) -> Tensor:
+                     relu: bool = False, statistics: bool = True, tf32: bool = False) -> Tensor:
     """The unit of the U-Net: group norm, SiLU and convolution of concat(x, x2), plus an embedding and a skip path.
 
     h = silu(group_norm(concat(x, x2)) · (1 + scale) + shift) where norm_weight is given, else concat(x, x2); twice as
@@ -186,6 +185,7 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
 
     x (N, H, W, C1), x2 (N, H, W, C2), weight (K, R, S, C1 + C2), norm_weight and norm_bias (C1 + C2,), scale and
     shift float32 (N, C1 + C2), emb float32 (N, K), residual like out without skip_weight. Returns x's dtype.
+    `statistics` says that a norm follows: kernels then leave the sums that it needs.
     """
     channels = x.shape[3] + (0 if x2 is None else x2.shape[3])
     if weight.shape[3] != channels:
@@ -193,5 +193,5 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
     check_bias("norm_silu_conv2d", bias, weight.shape[0])
     return NormSiluConv2d.apply(
         x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight, skip_bias,
-        num_groups=num_groups, eps=eps, upsample=upsample, relu=relu, tf32=tf32,
+        num_groups=num_groups, eps=eps, upsample=upsample, relu=relu, statistics=statistics, tf32=tf32,
     )
