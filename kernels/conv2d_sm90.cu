@@ -32,9 +32,10 @@
 // all fit in shared memory are brought once. The addend is brought, during the products, to where the result will lie.
 // Maps: x {C, W, H, N}, box {CHUNK, 8 + S - 1, rows + R - 1, 1}; FPROP weight {C, R·S, K}, DGRAD weight {K, R·S, C}, box
 // {CHUNK, 1, 64}; out and addend {K, W, H, N}, box {CHUNK, 8, rows, 1}. Those of float x and weight round to tf32.
-// Launch: 384 threads, of which the last 127 only give their registers to others; grid (any number, ceil(K / 64)); tiles = ceil(W / 8) · ceil(H / rows). Shared memory: 1024 bytes
-// for barriers and as many for NORM's maps; `a_stages` slabs, two at least if the turns have so many chunks; `b_stages` times R taps' weights, two at
-// least if there are so many; and the results of two turns or one.
+// Launch: 384 threads, of which the last 127 only give their registers to others; grid (any number, ceil(K / 64)); tiles =
+// ceil(W / 8) · ceil(H / rows). Shared memory: 1024 bytes for barriers and as many for NORM's maps; `a_stages` slabs, two at
+// least if the turns have so many chunks; `b_stages` times R taps' weights, two at least if there are so many; and the results
+// of two turns or one.
 #include "affine.cuh"
 #include "wgmma.cuh"
 
@@ -59,8 +60,8 @@ __device__ __forceinline__ float2 relu(float2 v) { return make_float2(v.x < 0.0f
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap x2,
-            const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap addend,
-            const __grid_constant__ TensorMap addend2, const float* bias, const float* emb, float2* partials,
+            const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap out,
+            const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap addend2, const float* bias, const float* emb, float2* partials,
             const float* norm_weight, const float* norm_bias, const float* scale, const float* shift, const float* mean,
             const float* rstd, int N, int H, int W, int C, int K, int S, int rows, int a_stages, int b_stages, int split,
             int C1, int groups) {
