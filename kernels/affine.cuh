@@ -6,16 +6,21 @@
 #define AFFINE const float* __restrict__ weight, const float* __restrict__ bias, const float* __restrict__ scale, \
                const float* __restrict__ shift, const float* __restrict__ mean, const float* __restrict__ rstd, int groups
 
-// gamma = weight * factor and offset of channel c of image n; factor = 1 + scale.
+// What channel c of image n is modulated by: z = gamma * xhat + offset. What is read is first used in the functions, so that
+// a kernel may ask for more before it has come.
 struct Modulation {
-    float factor = 1.0f, gamma = 0.0f, offset = 0.0f;
+    float weight = 0.0f, bias = 0.0f, scale = 0.0f, shift = 0.0f;
     Modulation() = default;
-    __device__ __forceinline__ Modulation(int n, int c, int C, const float* weight, const float* bias, const float* scale, const float* shift) {
+    __device__ __forceinline__ Modulation(int n, int c, int C, const float* weights, const float* biases, const float* scales,
+                                          const float* shifts) {
         i64 i = (i64)n * C + c;
-        if (scale) factor += scale[i];
-        gamma = weight[c] * factor;
-        offset = fmaf(bias[c], factor, shift ? shift[i] : 0.0f);
+        weight = weights[c], bias = biases[c];
+        if (scales) scale = scales[i];
+        if (shifts) shift = shifts[i];
     }
+    __device__ __forceinline__ float factor() const { return 1.0f + scale; }
+    __device__ __forceinline__ float gamma() const { return weight * factor(); }
+    __device__ __forceinline__ float offset() const { return fmaf(bias, factor(), shift); }
 };
 
 // z = gain * (x - mean) + offset. float32 takes x - mean first, as gain * x + const would lose a large mean's digits, and
@@ -28,8 +33,8 @@ constexpr float SCALE = EXACT ? 1.0f : 0.5f;
 __device__ __forceinline__ float centre_of(float mean) { return EXACT ? mean : 0.0f; }
 // Of SCALE * z = x * (x - centre) + y.
 __device__ __forceinline__ float2 affine_of(const Modulation& own, float mean, float rstd) {
-    float gain = SCALE * own.gamma * rstd;
-    return make_float2(gain, fmaf(-gain, mean - centre_of(mean), SCALE * own.offset));
+    float gain = SCALE * own.gamma() * rstd;
+    return make_float2(gain, fmaf(-gain, mean - centre_of(mean), SCALE * own.offset()));
 }
 
 // y = z or silu(z) and its slope by z, from h = SCALE * z.

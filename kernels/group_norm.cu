@@ -1,4 +1,4 @@
-// Group norm: y = silu(z), z = gamma * xhat + offset, xhat = (x - mean) * rstd; batch norm too (N = 1, G = C).
+// Group norm: y = silu(z), z = gamma * xhat + offset, xhat = (x - mean) * rstd.
 //
 // x (N, S, C1) and x2 (N, S, C2; null where C2 = 0) are read as one array of C = C1 + C2 channels, S pixels an image;
 // y and dy (N, S, C). All T, channels last. float32: weight, bias (C); scale, shift (N, C) or null; mean, rstd (N, G);
@@ -8,14 +8,15 @@
 // block for its image; else `finish_statistics` and `finish_sums` do it once.
 // VEC=1: C1, C2 and every T address are multiples of a 16-byte pack.
 // On Hopper group_norm_sm90.cu takes what fits in a cluster's shared memory.
-// The tiled kernels are launched as group_norm.cuh says. Dynamic shared memory: 8 bytes for each channel in the finish_
-// kernels and, where they are given partials, in `normalize` and `input_gradients`, which needs 8 for each group too.
+// The tiled kernels are launched as group_norm.cuh says. Dynamic shared memory: 16 bytes for each channel, or each thread, in
+// finish_statistics and, where it is given partials, in `normalize`; 8 for each channel in finish_sums and, with 8 for each
+// group, in `input_gradients` where it is given partials.
 // variants: T=float,bf16,half VEC=0,1
 #include "group_norm.cuh"
 #include "mma.cuh"
 
-extern __shared__ __align__(16) float2 channels[];  // C of them
-constexpr int WIDTH = 32 * V;         // channels of a chunk at most
+extern __shared__ __align__(16) float2 channels[];  // one for each of C, or more
+constexpr int WIDTH = 32 * V;                       // channels of a chunk at most
 
 #define EXTENT int S, int C1, int C2, int tiles, int across
 
@@ -54,85 +55,135 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void statistics(const T* __r
 // Both sources' partials. Where `shifted` is not null it is the source around whose first pixel they were taken; a
 // producer's epilogue takes them around 0.
 #define PARTIALS const float2* partials, const T* shifted, int tiles1, const float2* partials2, const T* shifted2, int tiles2
+#define GIVEN partials, shifted, tiles1, partials2, shifted2, tiles2, C1, C2, S
+struct Given {
+    const float2* partials;
+    const T* shifted;
+    int tiles1;
+    const float2* partials2;
+    const T* shifted2;
+    int tiles2, C1, C2, S;
+};
 
-// The moments of image n's channels: mean and sum of squared deviations, in `channels`. Where threads are left over, several
-// share a channel's tiles.
-__device__ __forceinline__ void channel_moments(int n, PARTIALS, int C1, int C2, int S) {
-    __shared__ double2 shares[THREADS];
-    int C = C1 + C2, helpers = max(1, THREADS / C);
-    auto finish = [&](int c, double2 sum) {
-        bool second = c >= C1;
-        const T* source = second ? shifted2 : shifted;
-        float first = source ? to_float(source[second ? (i64)n * S * C2 + c - C1 : (i64)n * S * C1 + c]) : 0.0f;
-        channels[c] = make_float2(first + (float)(sum.x / S), (float)fmax(sum.y - sum.x * sum.x / S, 0.0));
-    };
-    for (int i = threadIdx.x; i < C * helpers; i += THREADS) {
-        int c = i % C;
-        bool second = c >= C1;
-        int width = second ? C2 : C1, count = second ? tiles2 : tiles1;
-        const float2* p = (second ? partials2 : partials) + (i64)n * count * width + (second ? c - C1 : c);
-        double2 sum = {0.0, 0.0};
-#pragma unroll 8
-        for (int t = i / C; t < count; t += helpers) {
-            float2 term = p[(i64)t * width];
-            sum.x += term.x;
-            sum.y += term.y;
-        }
-        if (helpers == 1) finish(c, sum);
-        else shares[i] = sum;
+// One channel's tiles, as one of `helpers` threads adds them up.
+struct Tiles {
+    const float2* p;
+    const T* first;  // the pixel around which the sums were taken, or null
+    int count, pitch;
+    __device__ __forceinline__ Tiles(const Given& given, int n, int c, int helper, int helpers) {
+        bool second = c >= given.C1;
+        int channels = second ? given.C2 : given.C1, tiles = second ? given.tiles2 : given.tiles1;
+        const T* source = second ? given.shifted2 : given.shifted;
+        if (second) c -= given.C1;
+        p = (second ? given.partials2 : given.partials) + (i64)n * (tiles * channels) + (helper * channels + c);
+        first = source ? source + (i64)n * (given.S * channels) + c : nullptr;
+        count = helpers == 1 ? tiles : CEIL_DIV((u32)max(0, tiles - helper), (u32)helpers);
+        pitch = helpers * channels;
     }
-    __syncthreads();
-    if (helpers == 1) return;
-    int c = threadIdx.x;
-    if (c < C) {
-        double2 sum = shares[c];
-        for (int k = 1; k < helpers; k++) {
-            sum.x += shares[c + k * C].x;
-            sum.y += shares[c + k * C].y;
-        }
-        finish(c, sum);
+};
+
+// p[0] + p[pitch] + ... + p[(count - 1) * pitch], of which some are read at once.
+template <typename Sum> __device__ __forceinline__ Sum sum_of(const Sum* p, int count, int pitch) {
+    constexpr int AT_ONCE = 64 / sizeof(Sum);
+    Sum sum = {};
+#pragma unroll 1
+    for (; count > 0; count -= AT_ONCE) {
+        Sum terms[AT_ONCE];
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++, p += pitch) terms[u] = u < count ? *p : Sum{};
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++) sum.x += terms[u].x, sum.y += terms[u].y;
     }
-    __syncthreads();
+    return sum;
 }
 
-// mean, rstd. Launch: N blocks.
+// Sums of x and of its square over an image's pixels, for the channels of some whole groups: what a block needs of them.
+struct Moments {
+    int begin, width, helpers;  // channels begin to begin + width; threads that share the tiles of each
+    double2* sums;              // double, as E[x^2] - E[x]^2 cancels
+    __device__ __forceinline__ Moments(int c0, int c1, int size, int tiles) {
+        begin = c0 / (u32)size * size;
+        width = CEIL_DIV(c1, (u32)size) * size - begin;
+        helpers = tiles > 8 ? max(1, min(THREADS / (u32)width, CEIL_DIV(tiles, 8))) : 1;
+        sums = reinterpret_cast<double2*>(channels);
+    }
+    // What this thread adds up: found before the kernel waits for the one before.
+    __device__ __forceinline__ Tiles own(const Given& given, int n) const {
+        int helper = helpers == 1 ? 0 : threadIdx.x / (u32)width;
+        return Tiles(given, n, begin + threadIdx.x - helper * width, helper, helpers);
+    }
+    __device__ __forceinline__ void find(const Given& given, int n, Tiles own) {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < width * helpers; i += THREADS, own = Tiles(given, n, begin + i, 0, 1)) {
+            float2 sum = sum_of(own.p, own.count, own.pitch);
+            double2 total = make_double2(sum.x, sum.y);
+            if (own.first) {  // from sums around the first pixel to sums around 0, as the two sources of a group have
+                double first = to_float(*own.first), shift = i < width ? given.S * first : 0.0;
+                total.y += first * (2.0 * total.x + shift);
+                total.x += shift;
+            }
+            sums[i] = total;
+        }
+        __syncthreads();
+        if (helpers == 1) return;
+        int i = threadIdx.x;
+        if (i < width) sums[i] = sum_of(sums + i, helpers, width);
+        __syncthreads();
+    }
+    // mean and rstd, after find(); `share` is 1 / elements of a group.
+    __device__ __forceinline__ float2 statistics(int group, int size, double share, float eps) const {
+        double2 sum = sum_of(sums + group * size - begin, size, 1);
+        double mean = sum.x * share;
+        return make_float2((float)mean, rsqrtf((float)fmax(fma(-mean, mean, sum.y * share), 0.0) + eps));
+    }
+};
+
+// mean, rstd. Launch: grid (N, chunks), a chunk of `across` groups each.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_statistics(PARTIALS, int C1, int C2, float* mean, float* rstd, int S,
-                                                                           int groups, float eps) {
+                                                                           int groups, int across, double share, float eps) {
+    int size = (C1 + C2) / (u32)groups, n = blockIdx.x, first = blockIdx.y * across, end = min(groups, first + across);
+    Given given = {GIVEN};
+    Moments moments(first * size, end * size, size, max(tiles1, tiles2));
+    Tiles own = moments.own(given, n);
     wait_for_previous();
-    channel_moments(blockIdx.x, partials, shifted, tiles1, partials2, shifted2, tiles2, C1, C2, S);
-    int size = (C1 + C2) / groups;
-    for (int g = threadIdx.x; g < groups; g += THREADS) {
-        float2 found = group_statistics(channels + g * size, size, S, eps);
-        mean[(i64)blockIdx.x * groups + g] = found.x;
-        rstd[(i64)blockIdx.x * groups + g] = found.y;
+    moments.find(given, n, own);
+    for (int g = first + threadIdx.x; g < end; g += THREADS) {
+        float2 found = moments.statistics(g, size, share, eps);
+        mean[(i64)n * groups + g] = found.x;
+        rstd[(i64)n * groups + g] = found.y;
     }
 }
 
 // y, of one or two sources. Statistics come as mean and rstd, or as partials: then also new_mean and new_rstd are written.
+// What takes time in small launches is the way to the first y: all that can be found before waiting is, and everything
+// that is read is asked for at once.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void normalize(
     T* y, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT, int silu, PARTIALS, float* new_mean, float* new_rstd,
-    float eps) {
-    wait_for_previous();
+    double share, float eps) {
     __shared__ __align__(16) float table[3 * WIDTH];
-    int C = C1 + C2, size = C / groups, pitch;
+    int C = C1 + C2, size = C / (u32)groups, pitch;
     Lane lane(S, C, tiles, across);
-    T* target = first_element(y, y, lane, C, 0, pitch);
+    Given given = {GIVEN};
+    Moments moments(lane.c0, min(C, lane.c0 + across * V), size, max(tiles1, tiles2));
+    Tiles own = moments.own(given, lane.n);
     Rows<1, 4> rows;
     rows.start[0] = first_element(x, x2, lane, C1, C2, rows.pitch[0]);
     rows.count = lane.count;
+    wait_for_previous();
     rows.fetch(0);
     Channel channel(lane, across * V, C, size, weight, bias, scale, shift);
-    i64 group = (i64)lane.n * groups + channel.group;
-    if (partials) channel_moments(lane.n, partials, shifted, tiles1, partials2, shifted2, tiles2, C1, C2, S);
+    if (partials) moments.find(given, lane.n, own);
     if (channel.here) {
+        i64 group = (i64)lane.n * groups + channel.group;
         float2 found;
-        if (partials) found = group_statistics(channels + channel.group * size, size, S, eps);
+        if (partials) found = moments.statistics(channel.group, size, share, eps);
         else found = make_float2(mean[group], rstd[group]);
         Affine::fill(table, WIDTH, channel, found.x, found.y);
-        if (partials && lane.tile == 0 && channel.c % size == 0) new_mean[group] = found.x, new_rstd[group] = found.y;
+        if (partials && lane.tile == 0 && channel.c == channel.group * size) new_mean[group] = found.x, new_rstd[group] = found.y;
     }
     __syncthreads();
     Affine affine(table, WIDTH, lane);
+    T* target = first_element(y, y, lane, C, 0, pitch);
     rows.each([&](int i, const Raw (&raw)[1]) {
         float v[V];
         to_floats(raw[0], v);

@@ -1,6 +1,7 @@
 // What both files of group norm share: which channels and pixels a thread has, the affine map, SiLU, sums by channel.
 // A launch is of THREADS threads, grid (N * tiles, chunks): a block covers `across` packs of V channels by
-// THREADS / across pixels and walks down its tile of one image; chunks * across packs cover the channels.
+// THREADS / across pixels, and walks through one image by strides of `tiles` times as many, so that the image's blocks read
+// what lies side by side at about the same time: its tile. chunks * across packs cover the channels.
 #pragma once
 #include "affine.cuh"
 #include "vector.cuh"
@@ -8,21 +9,22 @@
 constexpr int THREADS = 256;
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
 
-// The channels and pixels of one thread.
+// The channels and pixels of one thread. What is never negative is divided as u32: half the instructions.
 struct Lane {
     int n, tile, c0, c;     // image, tile, first channel of the block's chunk and of this thread's V
     int pixel, step, count; // pixels pixel + i * step of all images, for i < count; an idle thread has c = c0
     __device__ __forceinline__ Lane(int S, int C, int tiles, int across) {
-        int y = threadIdx.x / across, rows = CEIL_DIV(S, tiles);
-        n = blockIdx.x / tiles;
-        tile = blockIdx.x % tiles;
+        int y = threadIdx.x / (u32)across, rows = THREADS / (u32)across;
+        n = blockIdx.x / (u32)tiles;
+        tile = blockIdx.x - n * tiles;
         c0 = blockIdx.y * across * V;
-        c = c0 + threadIdx.x % across * V;
-        step = THREADS / across;
-        pixel = n * S + tile * rows + y;
-        bool active = y < step && c < C;
+        c = c0 + (threadIdx.x - y * across) * V;
+        bool active = y < rows && c < C;
         if (!active) c = c0;
-        count = active ? max(0, CEIL_DIV(n * S + min(S, (tile + 1) * rows) - pixel, step)) : 0;
+        int first = tile * rows + y;
+        pixel = n * S + first;
+        step = tiles * rows;
+        count = active && first < S ? CEIL_DIV((u32)(S - first), (u32)step) : 0;
     }
 };
 
@@ -36,25 +38,28 @@ __device__ __forceinline__ P* first_element(P* x, P* x2, const Lane& lane, int C
     return source ? source + (i64)lane.pixel * width + lane.c - (first ? 0 : C1) : nullptr;
 }
 
-// V elements as they lie in memory.
-struct Single { T v[1]; };
-template <bool> struct Chosen { typedef Pack<T> Raw; };
-template <> struct Chosen<false> { typedef Single Raw; };
+// V elements as they lie in memory: in words, as copies of 16-bit elements would cost an instruction each.
+template <bool> struct Chosen { typedef uint4 Raw; };
+template <> struct Chosen<false> { typedef T Raw; };
 typedef Chosen<VEC>::Raw Raw;
-__device__ __forceinline__ void to_floats(const Single& raw, float* values) { values[0] = to_float(raw.v[0]); }
-template <typename S> __device__ __forceinline__ void to_floats(const Pack<S>& pack, float* values) {
-#pragma unroll
-    for (int k = 0; k < Pack<S>::SIZE; k++) values[k] = to_float(pack.v[k]);
+__device__ __forceinline__ Raw load_raw(const T* p) { return *reinterpret_cast<const Raw*>(p); }
+
+// The elements of a word. Of bf16 by one instruction each: taken as 16 bits, the upper half costs two.
+template <typename S> __device__ void split(u32 word, float* values);
+template <> __device__ __forceinline__ void split<float>(u32 word, float* values) { values[0] = __uint_as_float(word); }
+template <> __device__ __forceinline__ void split<bf16>(u32 word, float* values) {
+    values[0] = __uint_as_float(word << 16);
+    values[1] = __uint_as_float(word & 0xffff0000);
 }
-// One instruction an element: taken one by one, the upper half of a word costs two.
-template <> __device__ __forceinline__ void to_floats<bf16>(const Pack<bf16>& pack, float* values) {
-    uint4 raw = *reinterpret_cast<const uint4*>(&pack);
+template <> __device__ __forceinline__ void split<half>(u32 word, float* values) {
+    values[0] = to_float(half{(u16)word});
+    values[1] = to_float(half{(u16)(word >> 16)});
+}
+__device__ __forceinline__ void to_floats(T raw, float* values) { values[0] = to_float(raw); }
+__device__ __forceinline__ void to_floats(const uint4& raw, float* values) {
     u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-        values[2 * k] = __uint_as_float(words[k] << 16);
-        values[2 * k + 1] = __uint_as_float(words[k] & 0xffff0000);
-    }
+    for (int k = 0; k < 4; k++) split<T>(words[k], values + k * (4 / sizeof(T)));
 }
 
 // Rows of them from ARRAYS arrays: the next BATCH rows are on their way while row() uses these, so that enough bytes are
@@ -69,7 +74,7 @@ template <int ARRAYS, int BATCH> struct Rows {
         for (int u = 0; u < BATCH; u++)
 #pragma unroll
             for (int a = 0; a < ARRAYS; a++)
-                if (first + u < count && start[a]) next[u][a] = *reinterpret_cast<const Raw*>(start[a] + (i64)(first + u) * pitch[a]);
+                if (first + u < count && start[a]) next[u][a] = load_raw(start[a] + (i64)(first + u) * pitch[a]);
     }
     template <typename Row> __device__ __forceinline__ void each(Row row) {  // after fetch(0)
         for (int i = 0; i < count; i += BATCH) {
@@ -89,12 +94,12 @@ template <int ARRAYS, int BATCH> struct Rows {
 // The channel of the block's chunk that this thread prepares for all of them; `here` where there is one. A thread has V of
 // them, and many threads the same: to read the parameters by each cost as many instructions as a dozen pixels.
 struct Channel {
-    int j, c, group;              // which of the chunk, of all, and its group
+    int j, c, group;  // which of the chunk, of all, and its group
     bool here;
     Modulation own;
     __device__ __forceinline__ Channel(const Lane& lane, int width, int C, int size, const float* weight, const float* bias,
                                        const float* scale, const float* shift) {
-        j = threadIdx.x, c = lane.c0 + j, group = c / size;
+        j = threadIdx.x, c = lane.c0 + j, group = c / (u32)size;
         here = j < width && c < C;
         if (here) own = Modulation(lane.n, c, C, weight, bias, scale, shift);
     }

@@ -110,7 +110,7 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) __cluster_dims__(CLUS
         Part::wait_for(p);
 #pragma unroll 2
         for (int i = part.begin; i < part.end; i++) {
-            to_floats(load_pack(shared.pack(i)), v);
+            to_floats(load_raw(shared.pack(i)), v);
 #pragma unroll
             for (int k = 0; k < V; k++) {
                 float d = v[k] - centre[k];
@@ -122,11 +122,12 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) __cluster_dims__(CLUS
     cluster_wait();
     shared.give(lane.tile, sum, square);
     Channel channel(lane, WIDTH, C, size, weight, bias, scale, shift);
+    float first = channel.here ? to_float(*first_pixel(channel.c)) : 0.0f;
     receive(shared.full);
     if (channel.here) {
         float2 total = shared.total(channel.j);
         float average = total.x / S;
-        shared.channels[channel.j] = make_float2(to_float(*first_pixel(channel.c)) + average, fmaxf(total.y - total.x * average, 0.0f));
+        shared.channels[channel.j] = make_float2(first + average, fmaxf(total.y - total.x * average, 0.0f));
     }
     __syncthreads();
     if (channel.here) {
@@ -140,7 +141,7 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) __cluster_dims__(CLUS
     Affine affine(shared.table, WIDTH, lane);
 #pragma unroll 2
     for (int i = 0; i < lane.count; i++) {
-        to_floats(load_pack(shared.pack(i)), v);
+        to_floats(load_raw(shared.pack(i)), v);
         apply(affine, v, silu);
         store<V>(target, v);
         target += out_pitch;
@@ -193,10 +194,10 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) __cluster_dims__(CLUS
             Part::wait_for(p);
 #pragma unroll 1
             for (int i = part.begin; i < part.end; i++) {
-                to_floats(load_pack(shared.pack(2 * i)), v);
+                to_floats(load_raw(shared.pack(2 * i)), v);
                 linearize(affine, v, output, slope, silu);
                 if (again) store<V>(again, output), again += out_pitch;
-                to_floats(load_pack(shared.pack(2 * i + 1)), dz);
+                to_floats(load_raw(shared.pack(2 * i + 1)), dz);
 #pragma unroll
                 for (int k = 0; k < V; k++) {
                     dz[k] *= slope[k];
@@ -224,9 +225,9 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) __cluster_dims__(CLUS
         float2 total = shared.total(channel.j);
         float average = mean[channel.group];
         total.y = (total.y - (average - centre_of(average)) * total.x) * rstd[channel.group];
-        shared.channels[channel.j] = make_float2(channel.own.gamma * total.x, channel.own.gamma * total.y);
+        shared.channels[channel.j] = make_float2(channel.own.gamma() * total.x, channel.own.gamma() * total.y);
         if (lane.tile == 0) {
-            totals[i] = make_float2(channel.own.factor * total.x, channel.own.factor * total.y);
+            totals[i] = make_float2(channel.own.factor() * total.x, channel.own.factor() * total.y);
             if (dscale) dscale[i] = (add_scale ? dscale[i] : 0.0f) + weight[c] * total.y + bias[c] * total.x;
             if (dshift) dshift[i] = (add_shift ? dshift[i] : 0.0f) + total.x;
         }
@@ -241,7 +242,7 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) __cluster_dims__(CLUS
         }
         float r = rstd[channel.group], share = r / ((float)S * size), slope = sum.y * share * r;
         shared.table[channel.j] = sum.x * share - slope * mean[channel.group];
-        shared.table[WIDTH + channel.j] = channel.own.gamma * r;
+        shared.table[WIDTH + channel.j] = channel.own.gamma() * r;
         shared.table[2 * WIDTH + channel.j] = slope;
     }
     __syncthreads();
@@ -252,8 +253,8 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) __cluster_dims__(CLUS
     load<V>(shared.table + 2 * WIDTH + lane.c - lane.c0, slope);
     before.each([&](int i, const Raw (&raw)[1]) {
         float term[V];
-        to_floats(load_pack(shared.pack(2 * i)), v);
-        to_floats(load_pack(shared.pack(2 * i + 1)), dz);
+        to_floats(load_raw(shared.pack(2 * i)), v);
+        to_floats(load_raw(shared.pack(2 * i + 1)), dz);
         to_floats(raw[0], term);
 #pragma unroll
         for (int k = 0; k < V; k++) {

@@ -113,33 +113,34 @@ def group_norm_forward_cuda(x: Array, x2: Array | None, weight: Array, bias: Arr
                             silu: bool = False, scale: Array | None = None, shift: Array | None = None,
                             partials: tuple[Array | None, Array | None] = (None, None)) -> tuple[Array, Array, Array]:
     """y (N, ..., C1 + C2), mean and rstd (N, G). `partials`: the sums that came with x and x2, where they did."""
-    n, pixels, channels, channels2 = _extent(x, x2)
-    y = empty((*x.shape[:-1], channels + channels2), x.dtype)
+    n, pixels, channels1, channels2 = _extent(x, x2)
+    channels = channels1 + channels2
+    y = empty((*x.shape[:-1], channels), x.dtype)
     mean, rstd = empty((n, num_groups), float32), empty((n, num_groups), float32)
     constants = kernel_constants(x, x2, y, parameters=(weight, bias, scale, shift))
-    cut = _clusters(pixels, channels + channels2, num_groups, 1, x.dtype.itemsize, constants["VEC"])
+    cut = _clusters(pixels, channels, num_groups, 1, x.dtype.itemsize, constants["VEC"])
     if cut is not None and any(s is not None and p is None for s, p in zip((x, x2), partials, strict=True)):
         launch("group_norm_sm90", "forward", (n * cut.cluster, cut.chunks), 256,
                (y, mean, rstd, x, x2, weight, bias, scale, shift, num_groups,
-                pixels, channels, channels2, silu, cut.rows, eps),
+                pixels, channels1, channels2, silu, cut.rows, eps),
                cut.shared, **constants, CLUSTER=cut.cluster, ACROSS=cut.across)
         return y, mean, rstd
-    sums = _partials_of(x, x2, partials)
-    if max(sums[2], sums[5]) > _FEW_TILES or channels + channels2 > _FEW_CHANNELS:
-        _finish_statistics(sums, x, x2, mean, rstd, eps)
-        return normalize_cuda(x, x2, weight, bias, mean, rstd, silu, scale, shift), mean, rstd
-    _normalize(y, x, x2, (weight, bias, scale, shift, None, None, num_groups), silu, (*sums, mean, rstd, eps))
+    sums, share = _partials_of(x, x2, partials), np.float64(num_groups / (pixels * channels))
+    shared = 16 * max(256, channels)  # two doubles for each channel, or each thread
+    given, found = (None, None), (mean, rstd)
+    if max(sums[2], sums[5]) > _FEW_TILES or channels > _FEW_CHANNELS:
+        few = max(1, 8 * num_groups // channels)  # groups for a block: of 8 channels, or one
+        launch("group_norm", "finish_statistics", (n, blocks(num_groups, few)), 256,
+               (*sums, channels1, channels2, mean, rstd, pixels, num_groups, few, share, eps), shared, **constants)
+        sums, shared, given, found = (None, None, 0) * 2, 0, (mean, rstd), (None, None)
+    tiles, chunks, across = _tiling(n, pixels, channels, constants, narrow=True)
+    launch("group_norm", "normalize", (n * tiles, chunks), 256,
+           (y, x, x2, weight, bias, scale, shift, *given, num_groups, pixels, channels1, channels2, tiles, across, silu,
+            *sums, *found, share, eps), shared, **constants)
     return y, mean, rstd
 
 
 _FEW_TILES, _FEW_CHANNELS = 64, 2048  # that every block of an image may add up anew
-
-
-def statistics_cuda(x: Array, num_groups: int, eps: float) -> tuple[Array, Array]:
-    """mean and rstd (N, G)."""
-    mean, rstd = empty((len(x), num_groups), float32), empty((len(x), num_groups), float32)
-    _finish_statistics(_partials_of(x, None, (None, None)), x, None, mean, rstd, eps)
-    return mean, rstd
 
 
 def _partials_of(x: Array, x2: Array | None, partials: tuple[Array | None, Array | None]) -> tuple:
@@ -156,33 +157,6 @@ def _partials_of(x: Array, x2: Array | None, partials: tuple[Array | None, Array
                    (source, sums, pixels, width, tiles, across), **constants)
         operands += [sums, shifted, 0 if sums is None else sums.shape[1]]
     return tuple(operands)
-
-
-def _finish_statistics(sums: tuple, x: Array, x2: Array | None, mean: Array, rstd: Array, eps: float) -> None:
-    n, pixels, channels, channels2 = _extent(x, x2)
-    launch("group_norm", "finish_statistics", n, 256,
-           (*sums, channels, channels2, mean, rstd, pixels, mean.shape[1], eps),
-           shared=8 * (channels + channels2), **kernel_constants(x, x2))
-
-
-def normalize_cuda(x: Array, x2: Array | None, weight: Array, bias: Array, mean: Array, rstd: Array,
-                   silu: bool = False, scale: Array | None = None, shift: Array | None = None,
-                   y: Array | None = None) -> Array:
-    """y (N, ..., C1 + C2), a new one where none is given, of one or two sources under given statistics."""
-    if y is None:
-        y = empty((*x.shape[:-1], x.shape[-1] + (0 if x2 is None else x2.shape[-1])), x.dtype)
-    affine = (weight, bias, scale, shift, mean, rstd, mean.shape[1])
-    _normalize(y, x, x2, affine, silu, (None, None, 0, None, None, 0, None, None, 0.0))
-    return y
-
-
-def _normalize(y: Array, x: Array, x2: Array | None, affine: tuple, silu: bool, statistics: tuple) -> None:
-    n, pixels, channels, channels2 = _extent(x, x2)
-    constants = kernel_constants(x, x2, y, parameters=affine[:4])
-    tiles, chunks, across = _tiling(n, pixels, channels + channels2, constants)
-    launch("group_norm", "normalize", (n * tiles, chunks), 256,
-           (y, x, x2, *affine, pixels, channels, channels2, tiles, across, silu, *statistics),
-           shared=0 if statistics[0] is None else 8 * (channels + channels2), **constants)
 
 
 def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, mean: Array,
@@ -315,12 +289,27 @@ def kernel_constants(*arrays: Array | None, parameters: tuple[Array | None, ...]
     return {"T": present[0].dtype, "VEC": int(whole)}
 
 
-def _tiling(n: int, pixels: int, channels: int, constants: dict) -> tuple[int, int, int]:
-    """Tiles an image, chunks of channels, packs a chunk: all blocks, two a multiprocessor, run at once."""
+def _tiling(n: int, pixels: int, channels: int, constants: dict, narrow: bool = False) -> tuple[int, int, int]:
+    """Tiles an image, chunks of channels, packs a chunk: all blocks, two a multiprocessor, run at once.
+
+    `narrow`: chunks of down to 8 packs, each with fewer channels to prepare, if as many blocks run and a thread has few
+    pixels: of many, whole rows are read faster.
+    """
     packs = channels // (16 // constants["T"].itemsize if constants["VEC"] else 1)
-    chunks = blocks(packs, 32)
-    across = blocks(packs, chunks)
-    return min(blocks(pixels, 256 // across), max(1, 2 * MULTIPROCESSORS // (n * chunks))), chunks, across
+    at_once, least = 2 * MULTIPROCESSORS, blocks(packs, 32)
+
+    def cut(chunks: int) -> tuple[int, int]:
+        """Pixels that a block covers at once, and how often it does."""
+        step = 256 // blocks(packs, chunks)
+        return step, blocks(pixels, step * max(1, at_once // (n * chunks)))
+
+    def filled(chunks: int) -> tuple[float, int]:
+        count = n * chunks * max(1, at_once // (n * chunks))
+        return count / blocks(count, at_once), chunks
+
+    most = blocks(packs, 8) if narrow and constants["VEC"] and cut(least)[1] < 32 else least
+    chunks = max(range(least, most + 1), key=filled)
+    return blocks(pixels, math.prod(cut(chunks))), chunks, blocks(packs, chunks)
 
 
 class GroupNorm(Function):

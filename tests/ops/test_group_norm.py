@@ -117,19 +117,24 @@ def partial_sums(x, tiles):
     return np.stack((rows.sum(2), np.square(rows).sum(2)), -1).astype(np.float32)
 
 
+# The second case has groups that straddle two chunks of channels, and so many tiles that threads share them.
+@pytest.mark.parametrize("shape, channels2, num_groups, tiles", [
+    ((2, 4, 6, 16), 8, 4, (4, 3)), ((2, 16, 6, 128), 64, 32, (48, 3)),
+])
 @pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)])
-def test_partials_stand_in_for_the_statistics_pass(device, rng, given):
-    x, x2, weight, bias, _, _ = inputs(rng, (2, 4, 6, 16), 8, False)
+def test_partials_stand_in_for_the_statistics_pass(device, rng, given, shape, channels2, num_groups, tiles):
+    x, x2, weight, bias, _, _ = inputs(rng, shape, channels2, False)
     tensors = [Tensor(a.astype(np.float32), device=device) for a in (x, x2, weight, bias)]
-    expected = group_norm(*(Tensor(a) for a in (x, weight, bias)), 4, x2=Tensor(x2)).numpy()
-    for tensor, tiles, use in zip(tensors, (4, 3), given, strict=False):
+    expected = group_norm(*(Tensor(a) for a in (x, weight, bias)), num_groups, x2=Tensor(x2)).numpy()
+    for tensor, count, use in zip(tensors, tiles, given, strict=False):
         if use:
-            tensor.partials = Tensor(partial_sums(tensor.numpy(), tiles), device=device).data
-    out = group_norm(tensors[0], *tensors[2:], 4, x2=tensors[1]).numpy()
+            tensor.partials = Tensor(partial_sums(tensor.numpy(), count), device=device).data
+    out = group_norm(tensors[0], *tensors[2:], num_groups, x2=tensors[1]).numpy()
     assert relative_error(out, expected) < 2e-5
 
 
-# Shapes for clusters of 1 to 8 blocks on Hopper, chunks of 64 to 112 bytes, and for several rows a thread.
+# Shapes for clusters of 1 to 8 blocks on Hopper, chunks of 64 to 112 bytes, and for several rows a thread; the last one
+# is for no cluster and has so many tiles that a kernel of its own finishes the statistics.
 CLUSTERS = [
     ((32, 3, 5, 256), 0, 32),
     ((32, 8, 4, 128), 0, 32),
@@ -137,6 +142,7 @@ CLUSTERS = [
     ((2, 64, 64, 64), 0, 32),
     ((2, 32, 33, 192), 128, 32),
     ((3, 16, 16, 192), 256, 32),
+    ((1, 96, 96, 10), 0, 5),
 ]
 
 
