@@ -9,8 +9,8 @@
 // VEC=1: C1, C2 and every T address are multiples of a 16-byte pack.
 // On Hopper group_norm_sm90.cu takes what fits in a cluster's shared memory.
 // The tiled kernels are launched as group_norm.cuh says. Dynamic shared memory: 16 bytes for each channel, or each thread, in
-// finish_statistics and, where it is given partials, in `normalize`; 8 for each channel in finish_sums and, with 8 for each
-// group, in `input_gradients` where it is given partials.
+// finish_statistics and, where it is given partials, in `normalize`; 8 for each channel and each thread in finish_sums and, where
+// it is given partials, in `input_gradients`, which takes 12 packs a thread in any case.
 // variants: T=float,bf16,half VEC=0,1
 #include "group_norm.cuh"
 #include "mma.cuh"
@@ -97,14 +97,21 @@ template <typename Sum> __device__ __forceinline__ Sum sum_of(const Sum* p, int 
     return sum;
 }
 
-// Sums of x and of its square over an image's pixels, for the channels of some whole groups: what a block needs of them.
-struct Moments {
-    int begin, width, helpers;  // channels begin to begin + width; threads that share the tiles of each
-    double2* sums;              // double, as E[x^2] - E[x]^2 cancels
-    __device__ __forceinline__ Moments(int c0, int c1, int size, int tiles) {
+// The channels of all groups that have some of channels c0 to c1: begin to begin + width; and how many threads share the
+// tiles of each.
+struct Groups {
+    int begin, width, helpers;
+    __device__ __forceinline__ Groups(int c0, int c1, int size, int tiles) {
         begin = c0 / (u32)size * size;
         width = CEIL_DIV(c1, (u32)size) * size - begin;
         helpers = tiles > 8 ? max(1, min(THREADS / (u32)width, CEIL_DIV(tiles, 8))) : 1;
+    }
+};
+
+// Sums of x and of its square over an image's pixels: what a block needs of them.
+struct Moments : Groups {
+    double2* sums;  // double, as E[x^2] - E[x]^2 cancels
+    __device__ __forceinline__ Moments(int c0, int c1, int size, int tiles) : Groups(c0, c1, size, tiles) {
         sums = reinterpret_cast<double2*>(channels);
     }
     // What this thread adds up: found before the kernel waits for the one before.
@@ -239,64 +246,66 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void backward_sums(
 // What the sums of an image become beside dx: totals (N, C), sums of dz and dz * xhat over an image, times 1 + scale;
 // dscale, dshift (N, C) or null.
 #define TOTALS float2* totals, float* dscale, int add_scale, float* dshift, int add_shift
+#define GIVEN_TOTALS totals, dscale, add_scale, dshift, add_shift
+#define GIVEN_AFFINE weight, bias, scale, shift, mean, rstd, groups
 
-// means of gamma * dz and of gamma * dz * xhat over each group of image n, for every thread of the block; the totals where `first`.
-// mean, rstd: those of the image.
-__device__ __forceinline__ void image_sums(int n, const float2* partials, int tiles, bool first, TOTALS, AFFINE, int S, int C, float2* channels,
-                                           float2* means) {
-    __shared__ float2 shares[THREADS];
-    int size = C / groups, helpers = max(1, THREADS / C);  // threads that share a channel's tiles
-    auto sum_of = [&](int c, int first) {
-        const float2* p = partials + (i64)n * tiles * C + c;
-        float2 sum = make_float2(0.0f, 0.0f);
-#pragma unroll 8
-        for (int t = first; t < tiles; t += helpers) {
-            float2 term = p[(i64)t * C];
-            sum.x += term.x;
-            sum.y += term.y;
-        }
-        return sum;
-    };
-    int own = threadIdx.x;
-    if (helpers > 1 && own < C * helpers) shares[own] = sum_of(own % C, own / C);
-    __syncthreads();
-    for (int c = own; c < C; c += THREADS) {
-        float2 total = helpers > 1 ? shares[c] : sum_of(c, 0);
-        for (int k = 1; k < helpers; k++) {
-            total.x += shares[c + k * C].x;
-            total.y += shares[c + k * C].y;
-        }
-        i64 i = (i64)n * C + c;
-        float average = mean[c / size];
-        total.y = (total.y - (average - centre_of(average)) * total.x) * rstd[c / size];
-        float factor = scale ? 1.0f + scale[i] : 1.0f;
-        float2 modulated = make_float2(factor * total.x, factor * total.y);
-        channels[c] = make_float2(weight[c] * modulated.x, weight[c] * modulated.y);
-        if (!first) continue;
-        totals[i] = modulated;
-        if (dscale) dscale[i] = (add_scale ? dscale[i] : 0.0f) + weight[c] * total.y + bias[c] * total.x;
-        if (dshift) dshift[i] = (add_shift ? dshift[i] : 0.0f) + total.x;
+// What a channel is modulated by, and its group's statistics.
+struct Normed : Modulation {
+    float mean, rstd;
+    __device__ __forceinline__ Normed(int n, int c, int C, int size, const float* weight, const float* bias, const float* scale,
+                                      const float* shift, const float* means, const float* rstds, int groups)
+        : Modulation(n, c, C, weight, bias, scale, shift) {
+        i64 group = (i64)n * groups + c / (u32)size;
+        mean = means[group], rstd = rstds[group];
     }
-    __syncthreads();
-    for (int g = threadIdx.x; g < groups; g += THREADS) {
-        float2 sum = make_float2(0.0f, 0.0f);
-        for (int k = g * size; k < (g + 1) * size; k++) {
-            sum.x += channels[k].x;
-            sum.y += channels[k].y;
+};
+
+// Sums of gamma * dz and of gamma * dz * xhat over an image's pixels; and the totals of channels c0 to c1, where `first`.
+struct Gradients : Groups {
+    float2* sums;  // of each channel from `begin` on; behind THREADS others
+    __device__ __forceinline__ Gradients(int c0, int c1, int size, int tiles, float2* memory) : Groups(c0, c1, size, tiles), sums(memory + THREADS) {}
+    __device__ __forceinline__ void find(int n, const float2* partials, int tiles, int c0, int c1, bool first, TOTALS, AFFINE, int C) {
+        float2* shares = sums - THREADS;
+        int size = C / (u32)groups;
+        auto finish = [&](int c, const Normed& own, float2 total) {
+            i64 i = (i64)n * C + c;
+            total.y = (total.y - (own.mean - centre_of(own.mean)) * total.x) * own.rstd;
+            sums[c - begin] = make_float2(own.gamma() * total.x, own.gamma() * total.y);
+            if (!first || c < c0 || c >= c1) return;
+            totals[i] = make_float2(own.factor() * total.x, own.factor() * total.y);
+            if (dscale) dscale[i] = (add_scale ? dscale[i] : 0.0f) + own.weight * total.y + own.bias * total.x;
+            if (dshift) dshift[i] = (add_shift ? dshift[i] : 0.0f) + total.x;
+        };
+        const float2* p = partials + (i64)n * tiles * C + begin;
+        if (helpers == 1) {
+            for (int j = threadIdx.x; j < width; j += THREADS) {  // all that is read is asked for at once
+                Normed own(n, begin + j, C, size, GIVEN_AFFINE);
+                finish(begin + j, own, sum_of(p + j, tiles, C));
+            }
+        } else {
+            int helper = threadIdx.x / (u32)width, j = threadIdx.x - helper * width;
+            Normed own(n, begin + j, C, size, GIVEN_AFFINE);
+            if (helper < helpers) shares[threadIdx.x] = sum_of(p + helper * C + j, CEIL_DIV((u32)max(0, tiles - helper), (u32)helpers), helpers * C);
+            __syncthreads();
+            if (helper == 0) finish(begin + j, own, sum_of(shares + j, helpers, width));
         }
-        float count = (float)S * size;
-        means[g] = make_float2(sum.x / count, sum.y / count);
+        __syncthreads();
     }
-    __syncthreads();
-}
+    // Their means over a group, after find(); `count` elements.
+    __device__ __forceinline__ float2 means(int group, int size, float count) const {
+        float2 sum = sum_of(sums + group * size - begin, size, 1);
+        return make_float2(sum.x / count, sum.y / count);
+    }
+};
 
 // means (N, G), and the totals. Launch: N blocks.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_sums(const float2* partials, float2* means, TOTALS, AFFINE, int S, int C,
                                                                      int tiles) {
     wait_for_previous();
-    i64 first = (i64)blockIdx.x * groups;
-    image_sums(blockIdx.x, partials, tiles, true, totals, dscale, add_scale, dshift, add_shift, weight, bias, scale, shift,
-               mean + first, rstd + first, groups, S, C, channels, means + first);
+    int n = blockIdx.x, size = C / (u32)groups;
+    Gradients gradients(0, C, size, tiles, channels);
+    gradients.find(n, partials, tiles, 0, C, true, GIVEN_TOTALS, GIVEN_AFFINE, C);
+    for (int g = threadIdx.x; g < groups; g += THREADS) means[(i64)n * groups + g] = gradients.means(g, size, (float)S * size);
 }
 
 // As Rows, but by way of shared memory, where each thread finds its own: rows that are under way take no registers, and there
@@ -343,7 +352,7 @@ template <int ARRAYS, int DEPTH> struct Stream {
 constexpr int DEPTH = 4;
 
 // dx, dx2 (either may be null) = gain * dz - rstd * (means.x + xhat * means.y). The means come as `means`, or as partials, of
-// so many tiles: then the totals are written too; neither: the statistics are constants. sums, sums2, float (N, tiles, C1 and
+// so many tiles: then the totals are written too. sums, sums2, float (N, tiles, C1 and
 // C2), or null: dx and dx2, with what they had before, summed over each tile's pixels before rounding. y, or null, receives
 // the output once more. silu: 0, SILU, or SILU_DONE where dy is dz. The kernel before has read x and the parameters, so that
 // they may be read here while it ends.
@@ -366,23 +375,18 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     bool wanted = target, wanted_again = again, adds = wanted && (lane.c < C1 ? add : add2);
     rows.count[0] = rows.count[1] = wanted || wanted_again ? lane.count : 0;
     rows.count[2] = adds ? lane.count : 0;
-    mean += (i64)lane.n * groups, rstd += (i64)lane.n * groups;
     Channel channel(lane, across * V, C, size, weight, bias, scale, shift);
-    if (channel.here) Affine::fill(table, WIDTH, channel, mean[channel.group], rstd[channel.group]);
+    float average = 0.0f, r = 0.0f;
+    if (channel.here) average = mean[(i64)lane.n * groups + channel.group], r = rstd[(i64)lane.n * groups + channel.group];
     rows.begin_early();
+    int end = min(C, lane.c0 + across * V);
+    Gradients gradients(lane.c0, end, size, partial_tiles, channels + 3 * DEPTH * THREADS * sizeof(Raw) / sizeof(float2));
     wait_for_previous();
     rows.begin();
-    if (partials) {
-        float2* sums_of_channels = channels + 3 * DEPTH * THREADS * sizeof(Raw) / sizeof(float2);
-        image_sums(lane.n, partials, partial_tiles, lane.tile == 0 && blockIdx.y == 0, totals, dscale, add_scale, dshift, add_shift, weight, bias,
-                   scale, shift, mean, rstd, groups, S, C, sums_of_channels, sums_of_channels + C);
-        means = sums_of_channels + C;
-    } else if (means) {
-        means += (i64)lane.n * groups;
-    }
+    if (partials) gradients.find(lane.n, partials, partial_tiles, lane.c0, end, lane.tile == 0, GIVEN_TOTALS, GIVEN_AFFINE, C);
     if (channel.here) {
-        float average = mean[channel.group], r = rstd[channel.group];
-        float2 m = means ? means[channel.group] : make_float2(0.0f, 0.0f);
+        float2 m = partials ? gradients.means(channel.group, size, (float)S * size) : means[(i64)lane.n * groups + channel.group];
+        Affine::fill(table, WIDTH, channel, average, r);
         table[3 * WIDTH + channel.j] = r * m.x - r * r * m.y * (average - centre_of(average));
         table[4 * WIDTH + channel.j] = r * r * m.y;
     }

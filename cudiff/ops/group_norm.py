@@ -162,8 +162,7 @@ def _partials_of(x: Array, x2: Array | None, partials: tuple[Array | None, Array
 def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, mean: Array,
                              rstd: Array, silu: bool = False, scale: Array | None = None, shift: Array | None = None, *,
                              needs: tuple[bool, ...], into: tuple[Array | Vacant | None, ...],
-                             constant_statistics: bool = False, y: Array | None = None,
-                             sums: dict[int, Array] | None = None,
+                             y: Array | None = None, sums: dict[int, Array] | None = None,
                              partials: Array | None = None) -> tuple[Array | None, ...]:
     """dx, dx2, dweight, dbias, dscale, dshift: None where `needs` says so, else where `gradient_target` says.
 
@@ -185,9 +184,9 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
     dx, dx2, dweight, dbias, dscale, dshift = targets
     constants = kernel_constants(dy, x, x2, dx[0], dx2[0], y)
     cut = _clusters(pixels, channels, groups, 2, x.dtype.itemsize, constants["VEC"])
-    if constant_statistics or partials is not None:
+    if partials is not None:
         cut = None
-    tiles, chunks, across = (1, 0, 0) if cut else _tiling(n, pixels, channels, constants)
+    tiles, chunks, across = (1, 0, 0) if cut else _tiling(n, pixels, channels, constants, narrow=True)
     if sums is not None:
         sums |= {i: empty((n, tiles, (channels1, channels2)[i]), float32) for i in (0, 1) if needs[i]}
     own_sums = (None, None) if sums is None else (sums.get(0), sums.get(1))
@@ -201,28 +200,23 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
         affine_gradients_cuda(totals, dweight, dbias)
         return tuple(target for target, _ in targets)
     extent = (pixels, channels1, channels2, tiles, across)
-    wants_dx = needs[0] or needs[1]
     activation = int(silu) if partials is None else _SILU_DONE
-    if partials is None and (any(needs[2:]) or not constant_statistics):
+    if partials is None:
         partials = empty((n, tiles, channels, 2), float32)
         launch("group_norm", "backward_sums", (n * tiles, chunks), 256,
                (partials, dy, x, x2, *affine, *extent, silu), **constants)
-    sources: tuple = (None, None, 0)  # of the means: as such, or as partials in so many tiles
-    if partials is not None:
-        sources = (None, partials, partials.shape[1])
-        few = sources[2] <= _FEW_TILES and channels <= _FEW_CHANNELS
-        if not (few and wants_dx) or constant_statistics:
-            means = empty((n, groups, 2), float32)
-            launch("group_norm", "finish_sums", n, 256,
-                   (partials, means, *results, *affine, pixels, channels, sources[2]),
-                   shared=8 * channels, **constants)
-            sources = (None if constant_statistics else means, None, 0)
-    if wants_dx or y is not None:
+    means, count, shared = None, partials.shape[1], 8 * (256 + channels)
+    applies = needs[0] or needs[1] or y is not None
+    if not applies or count > _FEW_TILES or channels > _FEW_CHANNELS:
+        means = empty((n, groups, 2), float32)
+        launch("group_norm", "finish_sums", n, 256,
+               (partials, means, *results, *affine, pixels, channels, count), shared, **constants)
+        partials, shared = None, 0
+    if applies:
         launch("group_norm", "input_gradients", (n * tiles, chunks), 256,
-               (*dx, *dx2, y, *own_sums, *sources, *results, dy, x, x2, *affine, *extent, activation),
-               shared=_STREAM_BYTES + (0 if sources[1] is None else 8 * (channels + groups)), **constants)
-    if partials is not None:
-        affine_gradients_cuda(totals, dweight, dbias)
+               (*dx, *dx2, y, *own_sums, means, partials, count, *results, dy, x, x2, *affine, *extent, activation),
+               _STREAM_BYTES + shared, **constants)
+    affine_gradients_cuda(totals, dweight, dbias)
     return tuple(target for target, _ in targets)
 
 
