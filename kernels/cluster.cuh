@@ -2,6 +2,13 @@
 #pragma once
 #include "wgmma.cuh"
 
+// Of a kernel whose clusters lie along the grid's z. Even a cluster of one block would be launched otherwise than a block.
+#if CLUSTER > 1
+#define CLUSTER_DIMS __cluster_dims__(1, 1, CLUSTER)
+#else
+#define CLUSTER_DIMS
+#endif
+
 // Arrive and wait are halves of one barrier of the cluster's threads; what they wrote before it is seen after it. Every
 // thread of a warp takes part. A cluster of one block needs no more than the block's own barrier.
 __device__ __forceinline__ void cluster_arrive() {
@@ -55,6 +62,11 @@ __device__ __forceinline__ void open_mailbox(u32 barrier, u32 bytes) {
     barrier_expect(barrier, bytes);
 }
 // Write v in block `rank` where `p` lies in this block's mailbox.
+__device__ __forceinline__ void send(float4* p, int rank, float4 v, u32 barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                 ::"r"(cluster_address(shared_address(p), rank)), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w),
+                 "r"(cluster_address(barrier, rank)) : "memory");
+}
 __device__ __forceinline__ void send(float* p, int rank, float v, u32 barrier) {
     if constexpr (CLUSTER == 1) {
         *p = v;

@@ -1,17 +1,21 @@
 // Convolution of stride 1 that keeps the image's size, on Hopper: TMA brings the operands, wgmma multiplies them. These are
 // FPROP and DGRAD of conv2d.cu; conv2d_wgrad_sm90.cu and conv2d_wgrad_tf32_sm90.cu are its WGRAD.
 // architectures: sm_90a
-// variants: PASS=FPROP T=bf16,half PIXELS=256 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0
-// variants: PASS=FPROP T=bf16 PIXELS=128,64 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0
-// variants: PASS=DGRAD T=bf16 PIXELS=256,128 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0 RELU=0
-// variants: PASS=DGRAD T=bf16,half PIXELS=64 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0 RELU=0
-// variants: PASS=DGRAD T=bf16,half PIXELS=256,128,64 R=3,1 ADDS=0 STATISTICS=0 NORM=1 RELU=0
-// variants: PASS=FPROP T=bf16,float PIXELS=256,128,64 R=3 ADDS=0 STATISTICS=0 NORM=0 RELU=1
-// variants: PASS=FPROP T=float PIXELS=256,128,64 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0
+// variants: PASS=FPROP T=bf16,half PIXELS=256 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0 CLUSTER=1
+// variants: PASS=FPROP T=bf16 PIXELS=128,64 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0 CLUSTER=1
+// variants: PASS=DGRAD T=bf16 PIXELS=256,128 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0 RELU=0 CLUSTER=1
+// variants: PASS=DGRAD T=bf16,half PIXELS=64 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0 RELU=0 CLUSTER=1
+// variants: PASS=DGRAD T=bf16,half PIXELS=256,128,64 R=3,1 ADDS=0 STATISTICS=0 NORM=1 RELU=0 CLUSTER=1
+// variants: PASS=FPROP T=bf16,float PIXELS=256,128,64 R=3 ADDS=0 STATISTICS=0 NORM=0 RELU=1 CLUSTER=1
+// variants: PASS=FPROP T=float PIXELS=256,128,64 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0 CLUSTER=1
+// variants: PASS=FPROP T=bf16,float PIXELS=64 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0 CLUSTER=2,4,8
+// variants: PASS=FPROP T=bf16 PIXELS=64 R=3 ADDS=0 STATISTICS=0 NORM=0 RELU=1 CLUSTER=2,4,8
+// variants: PASS=DGRAD T=bf16 PIXELS=64 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0 RELU=0 CLUSTER=2,4,8
+// variants: PASS=DGRAD T=bf16 PIXELS=64 R=3,1 ADDS=0 STATISTICS=0 NORM=1 RELU=0 CLUSTER=2,4,8
 //
 // x: T (N, H, W, C), whose channels from `split` on, a multiple of CHUNK, are x2's; out, addend: T (N, H, W, K), addend may
-// be `out` itself; bias: float (K) or null; emb: float (N, K) or null; partials: float2 (N, tiles, K), receives each strip's
-// sums of the rounded out and of its squares if STATISTICS.
+// be `out` itself; bias: float (K) or null; emb: float (N, K) or null; partials: float2 (N, tiles · CLUSTER, K), receives the
+// sums of each strip's rounded out and of its squares, or of each block's share of it, if STATISTICS.
 //   FPROP  out[pixel][k] = patch of x[pixel][r,s,c] · weight[k][r,s,c] + bias[k] + emb[n][k] + addend[pixel][k] if ADDS,
 //                         0 where that is less and RELU
 //   DGRAD  the same with weight[c][R-1-r][S-1-s][k]: x is dout, out is dx, K the channels of dx
@@ -30,13 +34,18 @@
 // A block stays and walks over strips, so that its products hardly pause: one warp brings slabs and weights, through a
 // ring each; of two warpgroups, which take turns, one multiplies while the other adds, rounds, sums and writes. Weights that
 // all fit in shared memory are brought once. The addend is brought, during the products, to where the result will lie.
+// Where few strips would leave multiprocessors idle, CLUSTER blocks along the grid's z share one, and each has one turn: it
+// multiplies a part of the depth, steps of R taps of a chunk, and sends each other block the sums of some rows. A block adds
+// what it gets in the order of the blocks, and finishes SHARE = PIXELS / 8 / CLUSTER rows.
 // Maps: x {C, W, H, N}, box {CHUNK, 8 + S - 1, rows + R - 1, 1}; FPROP weight {C, R·S, K}, DGRAD weight {K, R·S, C}, box
-// {CHUNK, 1, 64}; out and addend {K, W, H, N}, box {CHUNK, 8, rows, 1}. Those of float x and weight round to tf32.
-// Launch: 384 threads, of which the last 127 only give their registers to others; grid (any number, ceil(K / 64)); tiles =
-// ceil(W / 8) · ceil(H / rows). Shared memory: 1024 bytes for barriers and as many for NORM's maps; `a_stages` slabs, two at
-// least if the turns have so many chunks; `b_stages` times R taps' weights, two at least if there are so many; and the results
-// of two turns or one.
+// {CHUNK, 1, 64}; out and addend {K, W, H, N}, box {CHUNK, 8, min(rows, SHARE), 1}. Those of float x and weight round to tf32.
+// Launch: 384 threads, of which the last 127 only give their registers to others; grid (any number, or in clusters one
+// for each strip; ceil(K / 64); CLUSTER); tiles = ceil(W / 8) · ceil(H / rows). Shared memory: 1024 bytes for barriers and as
+// many for NORM's maps; `a_stages` slabs, two at least if a block's turns have so many chunks; `b_stages` times R taps'
+// weights, two at least if it has so many; the results of two turns or one, two rows of a strip at least; and in clusters
+// 256 · PIXELS bytes for what blocks send each other. A cluster has no more blocks than there are steps.
 #include "affine.cuh"
+#include "cluster.cuh"
 #include "wgmma.cuh"
 
 enum Pass { FPROP, DGRAD };
@@ -46,7 +55,9 @@ constexpr bool LOW = sizeof(T) == 2;
 constexpr bool READS = ADDS || NORM, SUMS = STATISTICS || NORM;
 constexpr int LINE = 128, CHUNK = LINE / sizeof(T);  // bytes and channels of a line of shared memory
 constexpr int TAP_BYTES = 64 * LINE, WEIGHT_BYTES = R * TAP_BYTES;
-constexpr int CHUNK_BYTES = PIXELS * LINE, RESULT_BYTES = 64 / CHUNK * CHUNK_BYTES;
+constexpr int SHARE = PIXELS / 8 / CLUSTER;  // rows of a strip that a block finishes
+constexpr int CHUNK_BYTES = (SHARE > 1 ? SHARE : 2) * 8 * LINE;  // stmatrix writes two rows
+constexpr int RESULT_BYTES = 64 / CHUNK * CHUNK_BYTES;
 
 struct Strip {
     int n, h0, w0;
@@ -58,46 +69,80 @@ struct Strip {
 
 __device__ __forceinline__ float2 relu(float2 v) { return make_float2(v.x < 0.0f ? 0.0f : v.x, v.y < 0.0f ? 0.0f : v.y); }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+// The first rows of acc become the sums, over the cluster's blocks in their order, of those rows that this block finishes.
+// They come to `mail`, float4 [from][SHARE][128].
+__device__ __forceinline__ void add_up(float (&acc)[PIXELS / 2], float4* mail, u32 mailbox) {
+    mail += threadIdx.x;
+    cluster_wait();
+#pragma unroll
+    for (int row = 0; row < PIXELS / 8; row++) {
+        float4 v = make_float4(acc[4 * row], acc[4 * row + 1], acc[4 * row + 2], acc[4 * row + 3]);
+        send(mail + (blockIdx.z * SHARE + row % SHARE) * 128, row / SHARE, v, mailbox);
+    }
+    receive(mailbox);
+#pragma unroll
+    for (int row = 0; row < SHARE; row++) {
+        float* sum = acc + 4 * row;
+        for (int i = 0; i < 4; i++) sum[i] = 0.0f;
+#pragma unroll
+        for (int from = 0; from < CLUSTER; from++) {
+            float4 term = mail[(from * SHARE + row) * 128];
+            sum[0] += term.x, sum[1] += term.y, sum[2] += term.z, sum[3] += term.w;
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
 conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap x2,
             const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap out,
-            const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap addend2, const float* bias, const float* emb, float2* partials,
+            const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap addend2, const float* bias,
+            const float* emb, float2* partials,
             const float* norm_weight, const float* norm_bias, const float* scale, const float* shift, const float* mean,
             const float* rstd, int N, int H, int W, int C, int K, int S, int rows, int a_stages, int b_stages, int split,
             int C1, int groups) {
     extern __shared__ __align__(1024) u8 shared[];
     int pitch = 8 + S - 1;  // lines from one row of the slab to the next
     u32 slab_bytes = CEIL_DIV((PIXELS / 8 + R - 1) * pitch * LINE, 1024) * 1024;
-    u32 turns = shared_address(shared), addends = turns + 16, barriers = turns + 32, slabs = turns + 2048;
-    u32 weights = slabs + a_stages * slab_bytes, results = weights + b_stages * WEIGHT_BYTES;
+    u32 turns = shared_address(shared), addends = turns + 16, mailbox = turns + 32, barriers = turns + 40;
+    u32 slabs = turns + 2048, weights = slabs + a_stages * slab_bytes, results = weights + b_stages * WEIGHT_BYTES;
     Ring a(slabs, slab_bytes, a_stages, barriers), b(weights, WEIGHT_BYTES, b_stages, barriers + 16 * a_stages);
     if (threadIdx.x == 0) {
         for (int i = 0; i < 4; i++) barrier_init(turns + 8 * i, 1);
         a.init(1), b.init(1);
+        open_mailbox(mailbox, PIXELS * 64 * sizeof(float));
         prefetch(x), prefetch(weight), prefetch(out);
         if (split < C) prefetch(x2);
         if (READS) prefetch(addend);
     }
+    cluster_arrive_relaxed();
     wait_for_previous();
     __syncthreads();
 
     int chunks = CEIL_DIV(C, CHUNK), k0 = blockIdx.y * 64, across = CEIL_DIV(W, 8), tiles = across * CEIL_DIV(H, rows);
-    bool resident = b_stages == chunks * S;
+    int rank = blockIdx.z % CLUSTER, first = chunks * S * rank / CLUSTER, last = chunks * S * (rank + 1) / CLUSTER;
+    bool resident = b_stages == last - first;
     if (threadIdx.x >= CONSUMERS) {
         set_registers<40, false>();
         if (threadIdx.x > CONSUMERS) return;
         for (int i = blockIdx.x; i < N * tiles; i += gridDim.x) {
             Strip strip(i, tiles, across, rows);
-            for (int c = 0; c < C; c += CHUNK, a.advance()) {
-                u32 full = a.acquire((rows + R - 1) * pitch * LINE);
-                tma_load(a.buffer(), c < split ? x : x2, full, c < split ? c : c - split, strip.w0 - S / 2, strip.h0 - R / 2, strip.n);
-                for (int s = 0; s < S && (!resident || i == blockIdx.x); s++, b.advance()) {
+#pragma unroll 1
+            for (int step = first, s = first % S, c = first / S * CHUNK; step < last; step++) {
+                if (s == 0 || step == first) {
+                    u32 full = a.acquire((rows + R - 1) * pitch * LINE);
+                    tma_load(a.buffer(), c < split ? x : x2, full, c < split ? c : c - split, strip.w0 - S / 2,
+                             strip.h0 - R / 2, strip.n);
+                    a.advance();
+                }
+                if (!resident || i == blockIdx.x) {
                     u32 full = b.acquire(WEIGHT_BYTES);
                     for (int r = 0; r < R; r++) {
                         if (PASS == FPROP) tma_load(b.buffer() + r * TAP_BYTES, weight, full, c, r * S + s, k0);
                         else tma_load(b.buffer() + r * TAP_BYTES, weight, full, k0, (R - 1 - r) * S + S - 1 - s, c);
                     }
+                    b.advance();
                 }
+                if (++s == S) s = 0, c += CHUNK;
             }
         }
         return;
@@ -123,6 +168,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             continue;
         }
         Strip strip(index, tiles, across, rows);
+        int h0 = strip.h0 + rank * SHARE;  // of what this block finishes
         u32 phase = turn / 2 & 1;
         int k = k0 + threadIdx.x % 128;
         if (NORM && k < min(k0 + 64, K)) {
@@ -130,19 +176,26 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             norm_maps[threadIdx.x % 128] =
                 affine_of(Modulation(strip.n, k, K, norm_weight, norm_bias, scale, shift), mean[group], rstd[group]);
         }
+        float offset[2] = {}, gain[2] = {};  // of this lane's two channels
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            int j = warp * 16 + i * 8 + lane / 4;
+            if (bias && k0 + j < K) offset[i] = bias[k0 + j];
+            if (emb && k0 + j < K) offset[i] += emb[strip.n * K + k0 + j];
+        }
         // The warpgroups' products never mix, so that each finds filled what comes before its own buffers.
         barrier_wait(own_turn, phase ^ (group == 0));
         float acc[PIXELS / 2];
         Ring a_read = a, b_read = b;
-        for (int i = 0, s = 0; i < chunks * S; i++, s = s + 1 < S ? s + 1 : 0) {
-            if (s == 0) a.wait();
-            if (READS && i == 0 && leads) {  // behind the first slabs
-                tma_store_wait();            // of the last result, which lies there
-                barrier_expect(own_addend, 64 / CHUNK * rows * 8 * LINE);
+        for (int i = first, s = first % S; i < last; i++, s = s + 1 < S ? s + 1 : 0) {
+            if (s == 0 || i == first) a.wait();
+            if (READS && i == first && leads) {  // behind the first slabs
+                tma_store_wait();                // of the last result, which lies there
+                barrier_expect(own_addend, 64 / CHUNK * min(rows, SHARE) * 8 * LINE);
                 bool second = NORM && k0 >= C1;
                 for (int c = 0; c < 64; c += CHUNK)
                     tma_load(result + c / CHUNK * CHUNK_BYTES, second ? addend2 : addend, own_addend,
-                             k0 + c - (second ? C1 : 0), strip.w0, strip.h0, strip.n);
+                             k0 + c - (second ? C1 : 0), strip.w0, h0, strip.n);
             }
             b.wait();
             wgmma_fence();
@@ -153,29 +206,23 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
 #pragma unroll
                 for (int k = 0; k < LINE / 32; k++)
                     wgmma<PASS == DGRAD, false>((T*)nullptr, acc, at_weight + k * DEPTH_STEP<PASS == DGRAD>,
-                                                at_x + k * DEPTH_STEP<false>, i > 0 || r > 0 || k > 0);
+                                                at_x + k * DEPTH_STEP<false>, i > first || r > 0 || k > 0);
             }
             wgmma_commit();
             b.advance();
             if (s == S - 1) a.advance();
             wgmma_wait<1>();  // all but these R taps' products are done
-            if (i > 0) {
+            if (i > first) {
                 if (!resident) b_read.release();
                 if (s == 0) a_read.release();
             }
         }
         if (leads) barrier_arrive(turns + 8 * (1 - group));
-        float offset[2] = {}, gain[2] = {};  // of this lane's two channels
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            int j = warp * 16 + i * 8 + lane / 4;
-            if (bias && k0 + j < K) offset[i] = bias[k0 + j];
-            if (emb && k0 + j < K) offset[i] += emb[strip.n * K + k0 + j];
-        }
         wgmma_wait<0>();
         a_read.release();
         if (resident) b = b_read;  // from the first tap again
         else b_read.release();
+        if constexpr (CLUSTER > 1) add_up(acc, reinterpret_cast<float4*>(shared + (results + RESULT_BYTES - turns)), mailbox);
 
         if (!READS && leads) tma_store_wait();
         if (NORM || !READS) warpgroup_meets();
@@ -185,20 +232,20 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             float2 map = norm_maps[warp * 16 + i * 8 + lane / 4];
             gain[i] = map.x, offset[i] = map.y;
         }
-        int rows_inside = min(rows, H - strip.h0), w = strip.w0 + lane % 4 * 2;
+        int rows_inside = min(rows, H - strip.h0) - rank * SHARE, w = strip.w0 + lane % 4 * 2;
         float2 total[2] = {};
         u32 ahead[4] = {};  // the next rows' words: a step waits for no read of its own
         if constexpr (LOW && READS) ldmatrix_transposed(ahead, at_result);
 #pragma unroll
-        for (int row = 0; row < PIXELS / 8; row += 2) {
+        for (int row = 0; row < SHARE; row += 2) {
             u32 words[4];  // two pixels of one row of 8, in two channels by turns
             u32 at_row = at_result + row * 8 * LINE;
 #pragma unroll
             for (int i = 0; i < 4; i++) words[i] = ahead[i];
             if constexpr (LOW && READS)
-                if (row + 2 < PIXELS / 8) ldmatrix_transposed(ahead, at_row + 16 * LINE);
+                if (row + 2 < SHARE) ldmatrix_transposed(ahead, at_row + 16 * LINE);
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
+            for (int i = 0; i < 4 && row + i / 2 < SHARE; i++) {
                 float* products = acc + 4 * row + 2 * i;
                 float2 v = make_float2(products[0], products[1]), other;
                 if constexpr (NORM) {
@@ -233,7 +280,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         fence_writes();
         warpgroup_meets();
         if (leads)
-            for (int c = 0; c < 64; c += CHUNK) tma_store(out, result + c / CHUNK * CHUNK_BYTES, k0 + c, strip.w0, strip.h0, strip.n);
+            for (int c = 0; c < 64; c += CHUNK) tma_store(out, result + c / CHUNK * CHUNK_BYTES, k0 + c, strip.w0, h0, strip.n);
 #pragma unroll
         for (int i = 0; SUMS && i < 2; i++) {
 #pragma unroll
@@ -242,7 +289,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
                 total[i].y += __shfl_xor_sync(~0u, total[i].y, other);
             }
             int k = k0 + warp * 16 + i * 8 + lane / 4;
-            if (lane % 4 == 0 && k < K) partials[(i64)index * K + k] = total[i];
+            if (lane % 4 == 0 && k < K) partials[((i64)index * CLUSTER + rank) * K + k] = total[i];
         }
     }
     if (leads) tma_store_wait();

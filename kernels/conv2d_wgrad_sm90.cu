@@ -27,11 +27,6 @@
 #include "wgmma.cuh"
 
 constexpr int CONSUMERS = 128, THREADS = CONSUMERS + 128;
-#if CLUSTER > 1
-#define CLUSTER_DIMS __cluster_dims__(1, 1, CLUSTER)
-#else
-#define CLUSTER_DIMS
-#endif
 constexpr int LINE = 128, N_TILE = 64 * R * COLUMNS;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS

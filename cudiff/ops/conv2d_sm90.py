@@ -126,10 +126,11 @@ class Norm(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A tile as launched: rows of a strip, blocks for each 64 channels, slabs and R taps' weights in flight, bytes of
-    shared memory."""
+    """A tile as launched: blocks of a cluster, which share the depth; rows of a strip; clusters for each 64 channels;
+    slabs and R taps' weights in flight; bytes of shared memory."""
 
     tile: Tile
+    cluster: int
     rows: int
     blocks: int
     slabs: int
@@ -140,7 +141,7 @@ class Plan(NamedTuple):
 @functools.cache
 def plan(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int) -> Plan:
     """The plan of the least estimated time for x of this shape and so many channels of the result."""
-    plans = [fit(tile, shape, outputs, kernel, itemsize) for tile in TILES]
+    plans = [fit(tile, shape, outputs, kernel, itemsize, cluster) for tile in TILES for cluster in CLUSTERS]
     return min((p for p in plans if p is not None), key=lambda p: time(p, shape, kernel, itemsize))
 
 
@@ -149,28 +150,38 @@ def tiles_of(shape: tuple[int, ...], rows: int) -> int:
     return blocks(shape[1], rows) * blocks(shape[2], 8)
 
 
-def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int) -> Plan | None:
-    """How the tile lies in shared memory; None where two chunks' slabs and two times R taps' weights have no room."""
+def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int,
+        cluster: int = 1) -> Plan | None:
+    """How the tile lies in shared memory; None where two chunks' slabs and two times R taps' weights have no room, and
+    where blocks do not share the depth: each must have a part of it, all must run at once, and larger tiles gained
+    nothing."""
     rows, chunks = min(shape[1], tile.pixels // 8), blocks(shape[3] * itemsize, LINE_BYTES)
     count = shape[0] * tiles_of(shape, rows)
-    turns = blocks(count, max(1, MULTIPROCESSORS // blocks(outputs, CHANNELS)))
+    turns = blocks(count, max(1, CLUSTERS[cluster] // blocks(outputs, CHANNELS)))
+    steps = kernel[1] * chunks  # of R taps of a chunk each
+    if cluster > 1 and (turns > 1 or cluster > steps or tile is not TILES[-1]):
+        return None
+    steps = blocks(steps, cluster)  # of a block
+    chunks = min(chunks, (steps + kernel[1] - 2) // kernel[1] + 1)  # that they may belong to
     slab = blocks((tile.pixels // 8 + kernel[0] - 1) * (8 + kernel[1] - 1) * LINE_BYTES, 1024) * 1024
     weight = kernel[0] * CHANNELS * LINE_BYTES
-    results = min(2, turns) * tile.pixels * CHANNELS * itemsize
+    results = min(2, turns) * max(2, tile.pixels // 8 // cluster) * 8 * CHANNELS * itemsize
+    if cluster > 1:
+        results += tile.pixels * CHANNELS * 4
     room = SHARED_BYTES - 1024 - BARRIER_BYTES - MAP_BYTES - results
-    weights = min(kernel[1] * chunks, 16, (room - min(2, chunks * turns) * slab) // weight)
-    if weights < min(kernel[1] * chunks, 2):
+    weights = min(steps, 16, (room - min(2, chunks * turns) * slab) // weight)
+    if weights < min(steps, 2):
         return None
     slabs = min(4, chunks * turns, (room - weights * weight) // slab)
     shared = results + slabs * slab + weights * weight + BARRIER_BYTES + MAP_BYTES
-    return Plan(tile, rows, blocks(count, turns), slabs, weights, shared)
+    return Plan(tile, cluster, rows, blocks(count, turns), slabs, weights, shared)
 
 
 def time(chosen: Plan, shape: tuple[int, ...], kernel: tuple[int, int], itemsize: int) -> float:
     """Estimated microseconds."""
     turns = blocks(shape[0] * tiles_of(shape, chosen.rows), chosen.blocks)
-    steps = kernel[0] * kernel[1] * blocks(shape[3] * itemsize, LINE_BYTES)
-    return 3.4 + turns * (chosen.tile.turn + steps * chosen.tile.step)
+    steps = kernel[0] * blocks(kernel[1] * blocks(shape[3] * itemsize, LINE_BYTES), chosen.cluster)
+    return 3.4 + turns * (chosen.tile.turn + steps * chosen.tile.step) + (0.7 if chosen.cluster > 1 else 0.0)
 
 
 def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: bool = False, statistics: bool = False,
@@ -192,19 +203,21 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
         weight, transposed = turned_cuda(weight), False
     chunk = LINE_BYTES // x.dtype.itemsize
     shape = n, height, columns, channels
-    tile, rows, each, slabs, weights, shared = chosen or plan(shape, outputs, kernel, x.dtype.itemsize)
+    tile, cluster, rows, each, slabs, weights, shared = chosen or plan(shape, outputs, kernel, x.dtype.itemsize)
+    share = min(rows, tile.pixels // 8 // cluster)
     addend = None if epilogue.addend is None else _at_16_bytes(epilogue.addend.reshape(out.shape))
     if norm is None:
         read, affine, first_channels, groups = (addend, None), (None,) * 6, outputs, 1
     else:
         read, affine, first_channels, groups = norm[:2], norm[2:], norm.x.shape[3], norm.mean.shape[1]
     maps = (
-        tensor_map(out if array is None else array, (1, rows, 8, chunk), operand=False) for array in (out, *read)
+        tensor_map(out if array is None else array, (1, share, 8, chunk), operand=False) for array in (out, *read)
     )
-    partials = empty((n, tiles_of(shape, rows), outputs, 2), float32) if statistics or norm is not None else None
+    tiles = tiles_of(shape, rows) * cluster
+    partials = empty((n, tiles, outputs, 2), float32) if statistics or norm is not None else None
     box = (1, rows + kernel[0] - 1, 8 + kernel[1] - 1, chunk)
     launch(
-        "conv2d_sm90", "conv2d_sm90", (each, blocks(outputs, CHANNELS)), 384,
+        "conv2d_sm90", "conv2d_sm90", (each, blocks(outputs, CHANNELS), cluster), 384,
         (
             tensor_map(x, box), tensor_map(x if x2 is None else x2, box),
             tensor_map(weight.reshape(len(weight), -1, weight.shape[3]), (CHANNELS, 1, chunk)),
@@ -213,7 +226,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
         ),
         shared, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP", PIXELS=tile.pixels,
         ADDS=int(addend is not None), STATISTICS=int(statistics), NORM=int(norm is not None),
-        RELU=int(relu),
+        RELU=int(relu), CLUSTER=cluster,
     )
     return partials
 

@@ -5,6 +5,7 @@ import pytest
 from cudiff import ops
 from cudiff.cuda.module import blocks
 from cudiff.ops import conv2d_sm90
+from cudiff.ops.gemm import Epilogue
 from cudiff.tensor import Tensor
 from tests.check import relative_error
 
@@ -71,45 +72,76 @@ def test_against_numpy_and_the_portable_kernels(hopper, monkeypatch, rng, shape,
         assert relative_error(result.numpy(), reference) < tolerance
 
 
+def random_convolution(rng, shape, outputs, kernel, dtype, transposed):
+    """x, weight, bias, emb and addend on the GPU, and in float64 what they should give: without, with the addend."""
+    x = rng.standard_normal(shape).astype(dtype)
+    weight = rng.standard_normal((shape[3], *kernel, outputs) if transposed else (outputs, *kernel, shape[3]))
+    weight = weight.astype(dtype)
+    bias, emb = (rng.standard_normal(size).astype(np.float32) for size in (outputs, (len(x), outputs)))
+    addend = rng.standard_normal((*shape[:3], outputs)).astype(dtype)
+    wide = weight.astype(np.float64)
+    wide = wide[:, ::-1, ::-1].transpose(3, 1, 2, 0).copy() if transposed else wide
+    padding = (kernel[0] // 2, kernel[1] // 2)
+    expected = ops.conv2d(Tensor(x.astype(np.float64)), Tensor(wide), padding=padding).numpy()
+    expected += bias + emb[:, None, None]
+    operands = [Tensor(array, device="cuda").data for array in (x, weight, bias, emb, addend)]
+    return operands, (expected, expected + addend.astype(np.float64))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", conv2d_sm90.TILES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32], ids=["bf16", "tf32"])
 def test_every_tile(hopper, rng, tile, transposed, dtype):
-    import cupy
-
-    from cudiff.ops.gemm import Epilogue
-
     shape, outputs = (2, 11, 19, 136), 200
-    x = rng.standard_normal(shape).astype(dtype)
-    weight = rng.standard_normal((shape[3], 3, 3, outputs) if transposed else (outputs, 3, 3, shape[3]))
-    weight = weight.astype(dtype)
-    bias, emb = rng.standard_normal(outputs).astype(np.float32), rng.standard_normal((2, outputs)).astype(np.float32)
-    addend = rng.standard_normal((*shape[:3], outputs)).astype(dtype)
-    wide = weight.astype(np.float64)
-    wide = wide[:, ::-1, ::-1].transpose(3, 1, 2, 0).copy() if transposed else wide
-    expected = ops.conv2d(Tensor(x.astype(np.float64)), Tensor(wide), padding=1).numpy()
-    expected += bias + emb[:, None, None] + addend.astype(np.float64)
-    out, *operands = (Tensor(array, device="cuda").data for array in (addend, x, weight, bias, emb))
-    epilogue = Epilogue(operands[2], operands[3], out)
+    (x, weight, bias, emb, out), (_, expected) = random_convolution(rng, shape, outputs, (3, 3), dtype, transposed)
     chosen = conv2d_sm90.fit(tile, shape, outputs, (3, 3), x.itemsize)
     assert chosen is not None
-    assert conv2d_sm90.fprop(*operands[:2], out, epilogue, transposed, chosen=chosen) is None
-    assert relative_error(cupy.asnumpy(out), expected) < TOLERANCES[dtype][0]
+    assert conv2d_sm90.fprop(x, weight, out, Epilogue(bias, emb, out), transposed, chosen=chosen) is None
+    assert relative_error(Tensor(out).numpy(), expected) < TOLERANCES[dtype][0]
+
+
+# (N, H, W, C), (K, R, S): shares of a strip in and out of the image, parts of the depth in one chunk and across
+CLUSTERED = [
+    ((1, 11, 7, 136), (72, 3, 3)), ((2, 3, 9, 520), (64, 3, 3)), ((3, 8, 8, 256), (64, 3, 3)),
+    ((1, 1, 8, 512), (200, 1, 1)), ((1, 5, 24, 264), (40, 1, 3)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cluster", [2, 4, 8])
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32], ids=["bf16", "tf32"])
+def test_clusters_share_the_depth(hopper, rng, dtype, transposed, adds, cluster):
+    for shape, (outputs, *kernel) in CLUSTERED:
+        operands, results = random_convolution(rng, shape, outputs, kernel, dtype, transposed)
+        x, weight, bias, emb, addend = operands
+        chosen = conv2d_sm90.fit(conv2d_sm90.TILES[-1], shape, outputs, tuple(kernel), x.itemsize, cluster)
+        assert chosen is not None
+        out, again = (Tensor(np.full(addend.shape, np.nan, dtype), device="cuda").data for _ in range(2))
+        epilogue = Epilogue(bias, emb, addend if adds else None)
+        for target in (out, again):
+            partials = conv2d_sm90.fprop(x, weight, target, epilogue, transposed, not transposed, chosen=chosen)
+        got = Tensor(out).numpy()
+        assert relative_error(got, results[adds]) < TOLERANCES[dtype][0]
+        assert np.array_equal(got, Tensor(again).numpy())
+        if not transposed:
+            sums, rounded = Tensor(partials).numpy().astype(np.float64).sum(1), got.astype(np.float64)
+            assert np.allclose(sums[..., 0], rounded.sum((1, 2)), rtol=1e-4, atol=1e-3 * np.sqrt(shape[1] * shape[2]))
+            assert relative_error(sums[..., 1], (rounded**2).sum((1, 2))) < 1e-5
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", conv2d_sm90.TILES, ids=str)
 @pytest.mark.parametrize("size, sources, scaled, taps", [
     ((100, 8, 8), (128, 64), True, 3), ((2, 11, 19), (64, 40), False, 3), ((3, 33, 17), (72, 0), True, 1),
-    ((5, 70, 9), (24, 0), False, 3),
+    ((5, 70, 9), (24, 0), False, 3), ((1, 13, 9), (128, 64), True, 3),
 ], ids=str)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
 def test_gradient_to_a_norm(hopper, rng, tile, size, sources, scaled, taps, dtype):
-    """Blocks with many strips and with one, strips beyond the image, tiles of channels beyond the second source."""
-    from cudiff.ops.gemm import Epilogue
-
-    channels, outputs, groups = sum(sources), 48, 4
+    """Blocks with many strips, one, or part of one; strips beyond the image, channels beyond the second source."""
+    channels, outputs, groups = sum(sources), 200, 4
     dout = rng.standard_normal((*size, outputs)).astype(dtype)
     weight = (rng.standard_normal((outputs, taps, taps, channels)) / 20).astype(dtype)
     x = [rng.standard_normal((*size, c)).astype(dtype) if c else None for c in sources]
@@ -128,15 +160,20 @@ def test_gradient_to_a_norm(hopper, rng, tile, size, sources, scaled, taps, dtyp
     dz = dy * sigmoid * (1 + z * (1 - sigmoid))
 
     operands = [None if array is None else Tensor(array, device="cuda").data for array in (dout, weight, *x, *vectors)]
-    norm, out = conv2d_sm90.Norm(*operands[2:]), Tensor(np.full(dz.shape, np.nan, dtype), device="cuda")
-    assert conv2d_sm90.suits_norm(*operands[:2], out.data, norm, (taps // 2, taps // 2))
-    chosen = conv2d_sm90.fit(tile, dout.shape, channels, (taps, taps), dout.itemsize)
-    partials = conv2d_sm90.fprop(*operands[:2], out.data, Epilogue(), True, chosen=chosen, norm=norm)
-    assert relative_error(out.numpy(), dz) < TOLERANCES[dtype][0]
-    sums = Tensor(partials).numpy().astype(np.float64).sum(1)
-    for got, factor in ((sums[..., 0], 1), (sums[..., 1], joined)):
-        noise = 1e-3 * np.sqrt(((dy * factor) ** 2).sum((1, 2)))  # the slope's error, by the hardware's tanh
-        assert np.all(np.abs(got - (dz * factor).sum((1, 2))) < 3 * noise)
+    norm = conv2d_sm90.Norm(*operands[2:])
+    for cluster in conv2d_sm90.CLUSTERS:
+        chosen = conv2d_sm90.fit(tile, dout.shape, channels, (taps, taps), dout.itemsize, cluster)
+        assert cluster > 1 or chosen is not None
+        if chosen is None:
+            continue
+        out = Tensor(np.full(dz.shape, np.nan, dtype), device="cuda")
+        assert conv2d_sm90.suits_norm(*operands[:2], out.data, norm, (taps // 2, taps // 2))
+        partials = conv2d_sm90.fprop(*operands[:2], out.data, Epilogue(), True, chosen=chosen, norm=norm)
+        assert relative_error(out.numpy(), dz) < TOLERANCES[dtype][0]
+        sums = Tensor(partials).numpy().astype(np.float64).sum(1)
+        for got, factor in ((sums[..., 0], 1), (sums[..., 1], joined)):
+            noise = 1e-3 * np.sqrt(((dy * factor) ** 2).sum((1, 2)))  # the slope's error, by the hardware's tanh
+            assert np.all(np.abs(got - (dz * factor).sum((1, 2))) < 3 * noise)
 
 
 @pytest.mark.gpu
@@ -203,18 +240,26 @@ def test_every_plan_fits(kernel, itemsize):
     for height, width in SIZES:
         for channels, outputs in ((8, 136), (72, 64), (1000, 20000)):
             shape = (2, height, width, channels)
-            plans = [conv2d_sm90.fit(tile, shape, outputs, kernel, itemsize) for tile in conv2d_sm90.TILES]
+            plans = [
+                conv2d_sm90.fit(tile, shape, outputs, kernel, itemsize, cluster)
+                for tile in conv2d_sm90.TILES for cluster in conv2d_sm90.CLUSTERS
+            ]
             assert conv2d_sm90.plan(shape, outputs, kernel, itemsize) in plans
-            for tile, rows, each, slabs, weights, shared in filter(None, plans):
-                chunks, strips = blocks(channels * itemsize, 128), 2 * blocks(height, rows) * blocks(width, 8)
-                turns = blocks(strips, each)
+            for tile, cluster, rows, each, slabs, weights, shared in filter(None, plans):
+                steps = kernel[1] * blocks(channels * itemsize, 128)
+                turns = blocks(2 * blocks(height, rows) * blocks(width, 8), each)
+                assert cluster == 1 or (turns == 1 and each * blocks(outputs, 64) <= conv2d_sm90.CLUSTERS[cluster])
+                parts = [(steps * rank // cluster, steps * (rank + 1) // cluster) for rank in range(cluster)]
+                assert all(first < last for first, last in parts)
+                chunks = max((last - 1) // kernel[1] - first // kernel[1] + 1 for first, last in parts)
                 assert rows <= min(height, tile.pixels // 8)
                 assert slabs >= min(2, chunks * turns)
-                assert weights >= min(chunks * kernel[1], 2)
+                assert weights >= min(2, max(last - first for first, last in parts))
                 slab = blocks((tile.pixels // 8 + kernel[0] - 1) * (7 + kernel[1]) * 128, 1024) * 1024
-                assert 16 * (slabs + weights) + 32 <= conv2d_sm90.BARRIER_BYTES == 1024
-                results = min(2, turns) * tile.pixels * 64 * itemsize
-                assert 1024 + slabs * slab + weights * kernel[0] * 8192 + results <= shared
+                assert 16 * (slabs + weights) + 40 <= conv2d_sm90.BARRIER_BYTES == 1024
+                results = min(2, turns) * max(2, tile.pixels // 8 // cluster) * 8 * 64 * itemsize
+                mail = tile.pixels * 64 * 4 if cluster > 1 else 0
+                assert 2048 + slabs * slab + weights * kernel[0] * 8192 + results + mail <= shared
                 assert shared + 1024 <= conv2d_sm90.SHARED_BYTES
 
 
