@@ -186,13 +186,18 @@ def _rows(x: Array) -> Array:
     return x[None] if x.ndim == 2 else x.reshape(1, -1, x.shape[-1])
 
 
-def linear_cuda(x: Array, weight: Array, epilogue: Epilogue, tf32: bool, out: Array | None = None) -> Array:
-    """x (..., C) · weight (K, C) transposed, plus the epilogue → (1, rows, K)."""
+def linear_cuda(x: Array, weight: Array, epilogue: Epilogue, tf32: bool, out: Array | None = None,
+                x2: Array | None = None) -> Array:
+    """concat(x, x2) (..., C) · weight (K, C) transposed, plus the epilogue → (1, rows, K)."""
     if out is None:
         out = empty((1, x.size // x.shape[-1], weight.shape[0]), x.dtype)
     images = conv2d_sm90.as_image(x), weight[:, None, None], conv2d_sm90.as_image(out)
+    image2 = None if x2 is None else conv2d_sm90.as_image(x2)
+    if image2 is not None and not conv2d_sm90.suits_pair(images[0], image2, images[1]):
+        linear_cuda(x, weight[:, : x.shape[-1]], epilogue, tf32, out)
+        return linear_cuda(x2, weight[:, x.shape[-1] :], Epilogue(addend=out), tf32, out)
     if conv2d_sm90.suits(*images, tf32=tf32):
-        conv2d_sm90.fprop(*images, epilogue)
+        conv2d_sm90.fprop(*images, epilogue, x2=image2)
         return out
     return multiply(_rows(x), weight[None], transpose_b=True, out=out, epilogue=epilogue, tf32=tf32)
 
@@ -206,15 +211,20 @@ def linear_dx_cuda(dout: Array, weight: Array, dx: Array, epilogue: Epilogue, tf
         multiply(_rows(dout), weight[None], out=_rows(dx), epilogue=epilogue, tf32=tf32)
 
 
-def linear_dweight_cuda(x: Array, dout: Array, dweight: Array, add: bool, tf32: bool) -> None:
-    """dweight (K, C) float32 = or += dout (..., K) transposed · x (..., C)."""
+def linear_dweight_cuda(x: Array, dout: Array, dweight: Array, add: bool, tf32: bool, x2: Array | None = None) -> None:
+    """dweight (K, C) float32 = or += dout (..., K) transposed · concat(x, x2) (..., C)."""
     images = conv2d_sm90.as_image(x), dweight[:, None, None], conv2d_sm90.as_image(dout)
+    image2 = None if x2 is None else conv2d_sm90.as_image(x2)
+    if image2 is not None and not conv2d_sm90.suits_pair(images[0], image2, images[1]):
+        linear_dweight_cuda(x, dout, dweight[:, : x.shape[-1]], add, tf32)
+        return linear_dweight_cuda(x2, dout, dweight[:, x.shape[-1] :], add, tf32)
     if conv2d_sm90.suits_wgrad(*images, tf32=tf32):
-        conv2d_sm90.wgrad(images[0], images[2], images[1], add)
-        return
+        conv2d_sm90.wgrad(images[0], images[2], images[1], add, x2=image2)
+        return None
     dweight = dweight[None]
     epilogue = Epilogue(addend=dweight if add else None)
     multiply(_rows(dout), _rows(x), transpose_a=True, out=dweight, epilogue=epilogue, tf32=tf32)
+    return None
 
 
 def matmul(a: Tensor, b: Tensor, tf32: bool = False) -> Tensor:

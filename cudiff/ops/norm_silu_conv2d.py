@@ -70,13 +70,10 @@ class NormSiluConv2d(Function):
             h = _step(ctx, Concatenate, (0, 1), x, x2, axis=3)
         if upsample:
             h = _step(ctx, UpsampleNearest, (0,), h, factor=2)
+        residual_sum = residual
         if skip_weight is not None:
-            residual_sum = None
-            for part, matrix in _skip_parts(residual, residual2, skip_weight):
-                epilogue = Epilogue(as_float32(skip_bias) if residual_sum is None else None, addend=residual_sum)
-                residual_sum = linear_cuda(part, matrix, epilogue, tf32, residual_sum)
-        else:
-            residual_sum = residual
+            epilogue = Epilogue(as_float32(skip_bias))
+            residual_sum = linear_cuda(residual, _matrix(skip_weight), epilogue, tf32, x2=residual2)
         ctx.shape, again = h.shape, norm_weight is not None and any(ctx.needs[i] for i in _NORM_INPUTS)
         if again:  # then the norm's backward makes h once more for the weight's gradient: nothing is kept till then
             ctx.steps[0][1].again = ctx.needs[2]
@@ -143,14 +140,12 @@ class NormSiluConv2d(Function):
             return tuple(grads)
         if needs[11]:
             grads[11], add_weight = gradient_target(into[11], skip_weight.shape, float32)
-            for (part, _), (_, dmatrix) in zip(
-                _skip_parts(residual, residual2, skip_weight), _skip_parts(residual, residual2, grads[11]), strict=True
-            ):
-                linear_dweight_cuda(part, dout, dmatrix, add_weight, tf32)
-        for i, (part, matrix) in enumerate(_skip_parts(residual, residual2, skip_weight), 9):
+            linear_dweight_cuda(residual, dout, _matrix(grads[11]), add_weight, tf32, residual2)
+        matrix, channels = _matrix(skip_weight), residual.shape[3]
+        for i, part, columns in ((9, residual, matrix[:, :channels]), (10, residual2, matrix[:, channels:])):
             if needs[i]:
                 grads[i], add = gradient_target(into[i], part.shape, part.dtype)
-                linear_dx_cuda(dout, matrix, grads[i], Epilogue(addend=grads[i] if add else None), tf32)
+                linear_dx_cuda(dout, columns, grads[i], Epilogue(addend=grads[i] if add else None), tf32)
         return tuple(grads)
 
 
@@ -164,11 +159,9 @@ def _step(ctx, function: Any, inputs: tuple[int, ...], *arrays: Array | None, **
     return function.forward_cuda(step, *arrays, **attrs)
 
 
-def _skip_parts(residual: Array, residual2: Array | None, weight: Array) -> list[tuple[Array, Array]]:
-    """Each source of the skip path with its columns of the weight (K, C): their products add up, no concat is made."""
-    matrix, channels = weight.reshape(weight.shape[0], -1), residual.shape[3]
-    parts = [(residual, matrix[:, :channels])]
-    return parts if residual2 is None else [*parts, (residual2, matrix[:, channels:])]
+def _matrix(weight: Array) -> Array:
+    """A weight (K, 1, 1, C) as (K, C)."""
+    return weight.reshape(len(weight), -1)
 
 
 def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bias: Tensor | None = None,

@@ -11,7 +11,7 @@ UNITS = {  # x, x2 channels; K; kernel; which parts
     "no norm": dict(c1=6, c2=2, k=3, norm=False, emb=True),
     "wide": dict(c1=64, c2=64, k=64, emb=True, residual=(64, 64), skip=True),
     "1x1": dict(c1=8, c2=0, k=5, r=1),
-    "tall": dict(c1=64, c2=32, k=16, scale=True, size=(35, 9)),
+    "tall": dict(c1=64, c2=32, k=16, scale=True, residual=(64, 32), skip=True, size=(35, 9)),
     "relu": dict(c1=8, c2=0, k=8, residual=(8, 0), relu=True),
     "relu of a pair": dict(c1=64, c2=24, k=72, norm=False, emb=True, relu=True),
     "thin relu": dict(c1=2, c2=0, k=32, norm=False, emb=True, relu=True),
