@@ -13,15 +13,16 @@
 // variants: PASS=DGRAD T=bf16 PIXELS=64 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0 RELU=0 CLUSTER=2,4,8
 // variants: PASS=DGRAD T=bf16 PIXELS=64 R=3,1 ADDS=0 STATISTICS=0 NORM=1 RELU=0 CLUSTER=2,4,8
 //
-// x: T (N, H, W, C), whose channels from `split` on, a multiple of CHUNK, are x2's; out, addend: T (N, H, W, K), addend may
-// be `out` itself; bias: float (K) or null; emb: float (N, K) or null; partials: float2 (N, tiles · CLUSTER, K), receives the
-// sums of each strip's rounded out and of its squares, or of each block's share of it, if STATISTICS.
+// x: T (N, H, W, C), whose channels from `split` on, a multiple of CHUNK, are x2's; out: T (N, H, W, K), whose channels from
+// K1 on, a multiple of 64, are out2's; addend: T (N, H, W, K), may be `out` itself; bias: float (K) or null; emb: float (N, K)
+// or null; partials: float2 (N, tiles · CLUSTER, K), receives the sums of each strip's rounded out and of its squares, or of
+// each block's share of it, if STATISTICS.
 //   FPROP  out[pixel][k] = patch of x[pixel][r,s,c] · weight[k][r,s,c] + bias[k] + emb[n][k] + addend[pixel][k] if ADDS,
 //                         0 where that is less and RELU
 //   DGRAD  the same with weight[c][R-1-r][S-1-s][k]: x is dout, out is dx, K the channels of dx
 //   NORM   of 16-bit DGRAD where the convolution's input was silu(z), z group norm's map (affine.cuh) of `addend`, and of
-//          `addend2` from channel C1 on (a multiple of 64): out = dz, the result times silu's slope, and partials are each
-//          strip's sums of dz and of dz · addend, before rounding. Then bias and emb are null.
+//          `addend2` from channel K1 on: out = dz, the result times silu's slope, and partials are each strip's sums of dz and
+//          of dz · addend, before rounding. Then there is no out2, and bias and emb are null.
 // R (a constant) and S are odd; C and K are multiples of 8, or of 4 floats, and no size is 0. Products of floats are of
 // tf32, which wgmma takes only as FPROP has them: their dgrad is given the turned weight.
 //
@@ -95,11 +96,11 @@ __device__ __forceinline__ void add_up(float (&acc)[PIXELS / 2], float4* mail, u
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
 conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap x2,
             const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap out,
-            const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap addend2, const float* bias,
+            const __grid_constant__ TensorMap out2, const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap addend2, const float* bias,
             const float* emb, float2* partials,
             const float* norm_weight, const float* norm_bias, const float* scale, const float* shift, const float* mean,
             const float* rstd, int N, int H, int W, int C, int K, int S, int rows, int a_stages, int b_stages, int split,
-            int C1, int groups) {
+            int K1, int groups) {
     extern __shared__ __align__(1024) u8 shared[];
     int pitch = 8 + S - 1;  // lines from one row of the slab to the next
     u32 slab_bytes = CEIL_DIV((PIXELS / 8 + R - 1) * pitch * LINE, 1024) * 1024;
@@ -192,10 +193,10 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             if (READS && i == first && leads) {  // behind the first slabs
                 tma_store_wait();                // of the last result, which lies there
                 barrier_expect(own_addend, 64 / CHUNK * min(rows, SHARE) * 8 * LINE);
-                bool second = NORM && k0 >= C1;
+                bool second = NORM && k0 >= K1;
                 for (int c = 0; c < 64; c += CHUNK)
                     tma_load(result + c / CHUNK * CHUNK_BYTES, second ? addend2 : addend, own_addend,
-                             k0 + c - (second ? C1 : 0), strip.w0, h0, strip.n);
+                             k0 + c - (second ? K1 : 0), strip.w0, h0, strip.n);
             }
             b.wait();
             wgmma_fence();
@@ -279,8 +280,11 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         }
         fence_writes();
         warpgroup_meets();
-        if (leads)
-            for (int c = 0; c < 64; c += CHUNK) tma_store(out, result + c / CHUNK * CHUNK_BYTES, k0 + c, strip.w0, h0, strip.n);
+        if (leads) {
+            bool second = !NORM && k0 >= K1;
+            for (int c = 0; c < 64; c += CHUNK)
+                tma_store(second ? out2 : out, result + c / CHUNK * CHUNK_BYTES, k0 + c - (second ? K1 : 0), strip.w0, h0, strip.n);
+        }
 #pragma unroll
         for (int i = 0; SUMS && i < 2; i++) {
 #pragma unroll

@@ -65,7 +65,7 @@ def suits_wgrad(x: Array, dweight: Array, dout: Array, stride: tuple[int, int] =
 
 
 def suits_pair(x: Array, x2: Array, weight: Array) -> bool:
-    """Whether `fprop` and `wgrad` take x and x2 for their concat, which is never made, and dgrad either's weights."""
+    """Whether `fprop` and `wgrad` take x and x2 for their concat, which is never made, and dgrad its gradient so."""
     padding = weight.shape[1] // 2, weight.shape[2] // 2
     return (
         is_low(x.dtype)
@@ -186,11 +186,11 @@ def time(chosen: Plan, shape: tuple[int, ...], kernel: tuple[int, int], itemsize
 
 
 def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: bool = False, statistics: bool = False,
-          relu: bool = False, x2: Array | None = None, chosen: Plan | None = None,
+          relu: bool = False, x2: Array | None = None, out2: Array | None = None, chosen: Plan | None = None,
           norm: Norm | None = None) -> Array | None:
     """Convolution of x (N, H, W, C), written to out (N, H, W, K), and what the epilogue adds; then ReLU, if `relu`.
 
-    x2 holds the channels after x's, where `suits_pair`.
+    x2 holds the channels after x's, and out2 receives those after out's, where `suits_pair`.
 
     weight (K, R, S, C); or under `transposed` (C, R, S, K): then out is the gradient of the input whose output had the
     gradient x; with `norm` the gradient before the norm's SiLU. Returns what `statistics` asks for, the sums and sums
@@ -198,7 +198,8 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     """
     n, height, columns, split = x.shape
     channels = split if x2 is None else split + x2.shape[3]
-    outputs, kernel = out.shape[3], weight.shape[1:3]
+    first_outputs, kernel = out.shape[3], weight.shape[1:3]
+    outputs = first_outputs if out2 is None else first_outputs + out2.shape[3]
     weight = weight if weight.dtype == x.dtype else weight.astype(x.dtype)
     if transposed and x.dtype == float32:  # wgmma takes tf32 only as fprop has it
         weight, transposed = turned_cuda(weight), False
@@ -208,11 +209,12 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     share = min(rows, tile.pixels // 8 // cluster)
     addend = None if epilogue.addend is None else _at_16_bytes(epilogue.addend.reshape(out.shape))
     if norm is None:
-        read, affine, first_channels, groups = (addend, None), (None,) * 6, outputs, 1
+        read, affine, groups = (addend, None), (None,) * 6, 1
     else:
-        read, affine, first_channels, groups = norm[:2], norm[2:], norm.x.shape[3], norm.mean.shape[1]
+        read, affine, groups, first_outputs = norm[:2], norm[2:], norm.mean.shape[1], norm.x.shape[3]
     maps = (
-        tensor_map(out if array is None else array, (1, share, 8, chunk), operand=False) for array in (out, *read)
+        tensor_map(out if array is None else array, (1, share, 8, chunk), operand=False)
+        for array in (out, out2, *read)
     )
     tiles = tiles_of(shape, rows) * cluster
     partials = empty((n, tiles, outputs, 2), float32) if statistics or norm is not None else None
@@ -223,7 +225,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
             tensor_map(x, box), tensor_map(x if x2 is None else x2, box),
             tensor_map(weight.reshape(len(weight), -1, weight.shape[3]), (CHANNELS, 1, chunk)),
             *maps, epilogue.bias, epilogue.emb, partials, *affine, n, height, columns, channels, outputs,
-            kernel[1], rows, slabs, weights, split, first_channels, groups,
+            kernel[1], rows, slabs, weights, split, first_outputs, groups,
         ),
         shared, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP", PIXELS=tile.pixels,
         ADDS=int(addend is not None), STATISTICS=int(statistics), NORM=int(norm is not None),

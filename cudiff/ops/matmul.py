@@ -202,11 +202,16 @@ def linear_cuda(x: Array, weight: Array, epilogue: Epilogue, tf32: bool, out: Ar
     return multiply(_rows(x), weight[None], transpose_b=True, out=out, epilogue=epilogue, tf32=tf32)
 
 
-def linear_dx_cuda(dout: Array, weight: Array, dx: Array, epilogue: Epilogue, tf32: bool) -> None:
-    """dx (..., C) = dout (..., K) · weight (K, C), plus the epilogue."""
+def linear_dx_cuda(dout: Array, weight: Array, dx: Array, epilogue: Epilogue, tf32: bool,
+                   dx2: Array | None = None) -> None:
+    """concat(dx, dx2) (..., C) = dout (..., K) · weight (K, C), plus the epilogue."""
     images = conv2d_sm90.as_image(dout), weight[:, None, None], conv2d_sm90.as_image(dx)
-    if conv2d_sm90.suits(*images, tf32=tf32):
-        conv2d_sm90.fprop(*images, epilogue, transposed=True)
+    image2 = None if dx2 is None else conv2d_sm90.as_image(dx2)
+    if image2 is not None and not conv2d_sm90.suits_pair(images[2], image2, images[1]):
+        linear_dx_cuda(dout, weight[:, : dx.shape[-1]], dx, epilogue, tf32)
+        linear_dx_cuda(dout, weight[:, dx.shape[-1] :], dx2, epilogue, tf32)
+    elif conv2d_sm90.suits(*images, tf32=tf32):
+        conv2d_sm90.fprop(*images, epilogue, transposed=True, out2=image2)
     else:
         multiply(_rows(dout), weight[None], out=_rows(dx), epilogue=epilogue, tf32=tf32)
 

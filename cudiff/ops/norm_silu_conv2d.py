@@ -142,10 +142,15 @@ class NormSiluConv2d(Function):
             grads[11], add_weight = gradient_target(into[11], skip_weight.shape, float32)
             linear_dweight_cuda(residual, dout, _matrix(grads[11]), add_weight, tf32, residual2)
         matrix, channels = _matrix(skip_weight), residual.shape[3]
-        for i, part, columns in ((9, residual, matrix[:, :channels]), (10, residual2, matrix[:, channels:])):
-            if needs[i]:
-                grads[i], add = gradient_target(into[i], part.shape, part.dtype)
-                linear_dx_cuda(dout, columns, grads[i], Epilogue(addend=grads[i] if add else None), tf32)
+        sources = {9: residual, 10: residual2}
+        targets = {i: gradient_target(into[i], x.shape, x.dtype) for i, x in sources.items() if needs[i]}
+        grads[9], grads[10] = (targets[i][0] if i in targets else None for i in (9, 10))
+        if len(targets) == 2 and not any(add for _, add in targets.values()):
+            linear_dx_cuda(dout, matrix, grads[9], Epilogue(), tf32, grads[10])
+            return tuple(grads)
+        for i, (target, add) in targets.items():
+            columns = matrix[:, :channels] if i == 9 else matrix[:, channels:]
+            linear_dx_cuda(dout, columns, target, Epilogue(addend=target if add else None), tf32)
         return tuple(grads)
 
 
