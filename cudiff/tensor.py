@@ -279,6 +279,25 @@ class Function:
         return outs if isinstance(results, tuple) else outs[0]
 
 
+class Composite(Function):
+    """A Function whose NumPy side records `compose(*inputs, **attrs)`, the operations that define it, on a tape of its
+    own."""
+
+    @classmethod
+    def forward_numpy(cls, ctx, *arrays, **attrs):
+        ctx.inputs = [
+            None if array is None else Tensor(array, requires_grad=need)
+            for array, need in zip(arrays, ctx.needs, strict=True)
+        ]
+        ctx.out = cls.compose(*ctx.inputs, **attrs)  # type: ignore[attr-defined]
+        return ctx.out.data
+
+    @staticmethod
+    def backward_numpy(ctx, dout, needs, into):
+        ctx.out.backward(dout)
+        return tuple(x.grad if need else None for x, need in zip(ctx.inputs, needs, strict=True))
+
+
 def _common_device(name: str, inputs: Sequence[Tensor | None]) -> str:
     for t in inputs:
         if t is not None and not isinstance(t, Tensor):

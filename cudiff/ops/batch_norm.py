@@ -17,7 +17,7 @@ from cudiff.ops.elementwise import relu
 from cudiff.ops.gemm import MULTIPROCESSORS
 from cudiff.ops.group_norm import group_norm_backward_numpy, kernel_constants, normalize_numpy, statistics_numpy
 from cudiff.ops.pool import max_pool2d
-from cudiff.tensor import Function, Tensor
+from cudiff.tensor import Composite, Function, Tensor
 
 RESIDENT = 3  # blocks that a multiprocessor holds; with 2 or 4 the passes over MNIST's batches of 4096 take 5 % longer
 
@@ -108,22 +108,14 @@ class BatchNorm(Function):
         return dx, dweight, dbias, None, None
 
 
-class BatchNormReluPool(BatchNorm):
-    """See `batch_norm_relu_pool`. NumPy records the composition that defines it, on a tape of its own."""
+class BatchNormReluPool(Composite, BatchNorm):
+    """See `batch_norm_relu_pool`."""
 
     WINDOW = 2
 
     @staticmethod
-    def forward_numpy(ctx, *arrays, **attrs):
-        inputs = [Tensor(array, requires_grad=need) for array, need in zip(arrays, ctx.needs, strict=True)]
-        out = relu(max_pool2d(BatchNorm.apply(*inputs, **attrs), 2))
-        ctx.inputs, ctx.out = inputs, out
-        return out.data
-
-    @staticmethod
-    def backward_numpy(ctx, dout, needs, into):
-        ctx.out.backward(dout)
-        return tuple(x.grad if need else None for x, need in zip(ctx.inputs, needs, strict=True))
+    def compose(*inputs, **attrs):
+        return relu(max_pool2d(BatchNorm.apply(*inputs, **attrs), 2))
 
 
 def _extent(x: Array, window: int) -> tuple[int, int, int]:

@@ -17,7 +17,7 @@ from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, line
 from cudiff.ops.pool import UpsampleNearest, upsample_nearest
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
 from cudiff.ops.shape import Concatenate, concatenate, reshape
-from cudiff.tensor import Context, Function, Tensor, Vacant
+from cudiff.tensor import Composite, Context, Tensor, Vacant
 
 
 def unfused(x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight, skip_bias,
@@ -38,23 +38,10 @@ def unfused(x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, resi
     return elementwise.relu(out) if relu else out
 
 
-class NormSiluConv2d(Function):
-    """See `norm_silu_conv2d`. NumPy records `unfused`, the composition that defines it, on a tape of its own."""
+class NormSiluConv2d(Composite):
+    """See `norm_silu_conv2d`."""
 
-    @staticmethod
-    def forward_numpy(ctx, *arrays, **attrs):
-        inputs = [
-            None if array is None else Tensor(array, requires_grad=need)
-            for array, need in zip(arrays, ctx.needs, strict=True)
-        ]
-        out = unfused(*inputs, **attrs)
-        ctx.inputs, ctx.out = inputs, out
-        return out.data
-
-    @staticmethod
-    def backward_numpy(ctx, dout, needs, into):
-        ctx.out.backward(dout)
-        return tuple(x.grad if need else None for x, need in zip(ctx.inputs, needs, strict=True))
+    compose = staticmethod(unfused)
 
     @staticmethod
     def forward_cuda(ctx, x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2,
