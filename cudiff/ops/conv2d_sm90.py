@@ -207,7 +207,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     shape = n, height, columns, channels
     tile, cluster, rows, each, slabs, weights, shared = chosen or plan(shape, outputs, kernel, x.dtype.itemsize)
     share = min(rows, tile.pixels // 8 // cluster)
-    addend = None if epilogue.addend is None else _at_16_bytes(epilogue.addend.reshape(out.shape))
+    addend = None if epilogue.addend is None else at_16_bytes(epilogue.addend.reshape(out.shape))
     if norm is None:
         read, affine, groups = (addend, None), (None,) * 6, 1
     else:
@@ -384,7 +384,7 @@ def _sums(dweight: Array, count: int) -> tuple[Array, np.int64]:
     return empty((count, len(dweight), size), float32), np.int64(size)
 
 
-def _at_16_bytes(array: Array) -> Array:
+def at_16_bytes(array: Array) -> Array:
     """The array, or a copy of one that does not start where TMA can read it."""
     return array if address(array) % 16 == 0 else array.copy()
 

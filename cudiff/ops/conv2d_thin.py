@@ -10,6 +10,7 @@ import numpy as np
 from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.module import blocks, empty, launch
 from cudiff.cuda.sums import add_parts
+from cudiff.ops.elementwise import relu_cuda
 from cudiff.ops.gemm import MULTIPROCESSORS, Epilogue, aligned
 
 MOST = 7  # channels of the thin image: nine times as many are the depth of a product
@@ -66,9 +67,8 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, moments: int 
           relu: bool = False) -> Array | None:
     """Convolution of x, written to out; or under `transposed`, gradient x of an output, that of the input to out.
 
-    `relu`, of a wide result, is its last step.
-
-    Returns the sums of a wide out, and with 2 moments those of squares, float32 (N, tiles, K[, 2]).
+    Then ReLU, if `relu`. Returns the sums of a wide out, and with 2 moments those of squares: float32
+    (N, tiles, K[, 2]).
     """
     n, height, width, channels = x.shape
     outputs = out.shape[3]
@@ -82,6 +82,8 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, moments: int 
             (x, weight, epilogue.bias, out, at, height, width, rows), products_bytes(rows, width, thin, taps),
             T=x.dtype, R=taps, THIN=thin, BN=channels, MOMENTS=0,
         )
+        if relu:
+            relu_cuda(out, out)
         return None
     rows, columns = _rows(n, height), _columns(outputs)
     partials = empty((n, blocks(height, rows), outputs, 2)[: 2 + moments], float32) if moments else None

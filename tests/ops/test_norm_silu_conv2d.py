@@ -14,6 +14,7 @@ UNITS = {  # x, x2 channels; K; kernel; which parts
     "tall": dict(c1=64, c2=32, k=16, scale=True, residual=(64, 32), skip=True, size=(35, 9)),
     "relu": dict(c1=8, c2=0, k=8, residual=(8, 0), relu=True),
     "relu of a pair": dict(c1=64, c2=24, k=72, norm=False, emb=True, relu=True),
+    "relu of a thin result": dict(c1=64, c2=0, k=3, norm=False, relu=True),
     "thin relu": dict(c1=2, c2=0, k=32, norm=False, emb=True, relu=True),
 }
 
