@@ -101,6 +101,8 @@ def add_parts(parts: Array, out: Array, add: bool) -> None:
 
 
 def _add(job: _Job) -> None:
+    if job.out.size == 0:  # of no images
+        return
     if _thread.waiting is None:
         _launch([job])
     else:

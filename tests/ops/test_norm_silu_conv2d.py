@@ -1,6 +1,8 @@
+import numpy as np
 import pytest
 
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
+from cudiff.tensor import Tensor
 from tests.check import check_op, torch
 
 UNITS = {  # x, x2 channels; K; kernel; which parts
@@ -87,6 +89,14 @@ def test_a_residual_whose_gradient_has_begun(device, rng):
         return norm_silu_conv2d(h, x, weight=weight3, norm_weight=norm_weight3, norm_bias=norm_bias3, num_groups=4)
 
     check_op(block, *arrays, device=device, fp32_inputs=(4, 5), tolerance=3)
+
+
+def test_no_images(device):
+    x, emb, weight = (Tensor(np.zeros(shape, np.float32), device=device, requires_grad=True)
+                      for shape in ((0, 8, 8, 32), (0, 16), (16, 3, 3, 32)))
+    out = norm_silu_conv2d(x, weight=weight, emb=emb)
+    out.backward(np.zeros(out.shape, np.float32))
+    assert out.shape == (0, 8, 8, 16) and emb.grad.shape == (0, 16)
 
 
 def torch_unit(arrays, attrs):
