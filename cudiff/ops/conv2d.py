@@ -219,6 +219,7 @@ def _launch(direction: str, a: Array, b: Array, out: Array, shapes: tuple, strid
     """One pass of kernels/conv2d.cu; shapes = those of x, weight and out."""
     (n, height, width, c), (k, *kernel, _), (_, *size, _) = shapes
     b = b if b.dtype == a.dtype else b.astype(a.dtype)
+    b = b if b.flags.c_contiguous else contiguous_cuda(b)  # a weight of one of two sources
     taps, pixels = kernel[0] * kernel[1], size[0] * size[1]
     rows, columns, depth, chunk_a, chunk_b = {
         "FPROP": (n * pixels, k, taps * c, c, taps * c),

@@ -73,6 +73,7 @@ def suits_pair(x: Array, x2: Array, weight: Array) -> bool:
         and x.shape[3] % CHANNELS == 0
         and suits_wgrad(x, weight, x2, (1, 1), padding)
         and aligned(x2, x2.shape[3], len(weight))
+        and x.size // x.shape[3] * len(weight) < 2**31
         and aligned(weight, weight.shape[3])
     )
 
@@ -261,12 +262,12 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: WgradPlan | 
     """Gradient of the weight, written or added to dweight (K, R, S, C), float32, whose rows may be parts of longer.
 
     x2 holds the channels after x's, where `suits_pair`. The last sum may wait for others (see cudiff.cuda.sums). dout
-    is also added to `total`, an array like it, where that is given and TMA can write to it; returns whether it was.
+    is also added to `total`, of its shape, where that is given and TMA can add to it; returns whether it was.
     """
     if x.dtype == float32:
         wgrad_tf32(x, dout, dweight, add)
         return False
-    passes_on = total is not None and aligned(total, total.shape[3])
+    passes_on = total is not None and total.dtype == dout.dtype and aligned(total, total.shape[3])
     x, dout = _whole(x), _whole(dout)
     n, height, columns, split = x.shape
     outputs, kernel_rows, kernel_columns, channels = dweight.shape

@@ -10,7 +10,7 @@ from cudiff.cuda.sums import add_rows
 from cudiff.ops import conv2d_sm90, elementwise
 from cudiff.ops.cast import astype
 from cudiff.ops.conv2d import check_bias, conv2d, dgrad_cuda, fprop_cuda, out_size, pair, wgrad_cuda
-from cudiff.ops.conv2d_sm90 import Norm, dgrad_to_norm, suits_norm
+from cudiff.ops.conv2d_sm90 import Norm, at_16_bytes, dgrad_to_norm, suits_norm
 from cudiff.ops.gemm import Epilogue
 from cudiff.ops.group_norm import GroupNorm, group_norm
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
@@ -77,6 +77,8 @@ class NormSiluConv2d(Composite):
         padding, tf32 = pair(weight.shape[1] // 2), ctx.tf32
         grads: list[Array | None] = [None] * len(needs)
         sums = ctx.dout_partials
+        if h2 is not None or residual2 is not None:
+            dout = at_16_bytes(dout)  # kernels that take pairs read it by TMA
         if out is not None:
             dout, sums = elementwise.relu_backward_cuda(dout, out)
         if sums is not None and len(sums) != len(dout):  # a batch norm's, of all images together

@@ -1,9 +1,11 @@
 import numpy as np
 import pytest
 
+from cudiff.backend import bfloat16
+from cudiff.nn.parameter import Parameter
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
 from cudiff.tensor import Tensor
-from tests.check import check_op, torch
+from tests.check import check_op, relative_error, torch
 
 UNITS = {  # x, x2 channels; K; kernel; which parts
     "all": dict(c1=8, c2=4, k=8, emb=True, residual=(8, 4), skip=True),
@@ -89,6 +91,56 @@ def test_a_residual_whose_gradient_has_begun(device, rng):
         return norm_silu_conv2d(h, x, weight=weight3, norm_weight=norm_weight3, norm_bias=norm_bias3, num_groups=4)
 
     check_op(block, *arrays, device=device, fp32_inputs=(4, 5), tolerance=3)
+
+
+PAIRS = [  # shapes of x, x2, weight, residual, residual2, skip weight
+    ((2, 16, 16, 64), (2, 16, 16, 32), (64, 3, 3, 96), None, None, None),
+    ((2, 16, 16, 64), None, (64, 3, 3, 64), (2, 16, 16, 64), (2, 16, 16, 32), (64, 1, 1, 96)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("which", ["out", "x"])
+@pytest.mark.parametrize("shapes", PAIRS)
+def test_pairs_and_gradients_that_tma_cannot_read(rng, shapes, which):
+    """A caller's gradient may start anywhere."""
+    x, x2, weight, residual, residual2, skip = (
+        None if shape is None else Tensor(rng.standard_normal(shape) * 0.1, dtype=bfloat16, device="cuda")
+        for shape in shapes
+    )
+    tensors = [t for t in (x, x2, weight, residual, residual2, skip) if t is not None]
+    for tensor in tensors:
+        tensor.requires_grad = True
+    dout = rng.standard_normal((2, 16, 16, 64)).astype(bfloat16)
+
+    def gradients(displaced):
+        for tensor in tensors:
+            tensor.grad = None
+        given = {}
+        for name, array in (("out", dout), ("x", np.zeros(x.shape, bfloat16))):
+            buffer = Tensor(np.zeros(array.size + 8, bfloat16), device="cuda").data
+            start = int(name == displaced)
+            given[name] = buffer[start : start + array.size].reshape(array.shape)
+            given[name][...] = Tensor(array, device="cuda").data
+        x.grad = given["x"]
+        out = norm_silu_conv2d(x, x2, weight=weight, residual=residual, residual2=residual2, skip_weight=skip)
+        out.backward(given["out"])
+        return [Tensor(tensor.grad).numpy().astype(np.float64) for tensor in tensors]
+
+    for got, expected in zip(gradients(which), gradients(None), strict=True):
+        assert relative_error(got, expected) < 1e-2
+
+
+@pytest.mark.gpu
+def test_a_residual_whose_gradient_has_another_dtype(rng):
+    """A parameter that is read in 16 bits: its gradient is float32."""
+    x, dout = (Tensor(rng.standard_normal((2, 16, 16, 64)), dtype=bfloat16, device="cuda") for _ in range(2))
+    weight = Tensor(rng.standard_normal((64, 3, 3, 64)), dtype=bfloat16, device="cuda", requires_grad=True)
+    residual = Parameter(Tensor(rng.standard_normal((2, 16, 16, 64)), dtype="float32", device="cuda").data, low=True)
+    residual.grad = Tensor(np.zeros(residual.shape, np.float32), device="cuda").data
+    for times in (1, 2):
+        norm_silu_conv2d(x, weight=weight, residual=residual).backward(dout.data)
+        np.testing.assert_array_equal(Tensor(residual.grad).numpy(), times * dout.numpy().astype(np.float32))
 
 
 def test_no_images(device):
