@@ -311,7 +311,8 @@ def _tiling(n: int, pixels: int, channels: int, constants: dict, narrow: bool = 
         return count / blocks(count, at_once), chunks
 
     most = blocks(packs, 8) if narrow and constants["VEC"] and cut(least)[1] < 32 else least
-    chunks = max(range(least, most + 1), key=filled)
+    # Rounding up may leave the last of many chunks without a channel: such a cut is none.
+    chunks = max((c for c in range(least, most + 1) if (c - 1) * blocks(packs, c) < packs), key=filled)
     return blocks(pixels, math.prod(cut(chunks))), chunks, blocks(packs, chunks)
 
 

@@ -1,3 +1,6 @@
+import itertools
+from importlib import import_module
+
 import numpy as np
 import pytest
 
@@ -221,3 +224,13 @@ def test_two_runs_are_bit_equal(rng, shape, channels2, num_groups):
 
     for first, second in zip(run(), run(), strict=True):
         assert first.tobytes() == second.tobytes()
+
+
+def test_every_chunk_of_channels_has_some():
+    """A block without a channel would divide by its width, 0, and read parameters beyond the last."""
+    tiling = import_module("cudiff.ops.group_norm")._tiling
+    for dtype, vec in ((np.float32, 1), (np.float16, 1), (np.float16, 0)):
+        pack = 16 // np.dtype(dtype).itemsize if vec else 1
+        for n, pixels, packs in itertools.product((1, 2, 3, 8, 64), (1, 64, 256, 1024), range(1, 513)):
+            _, chunks, across = tiling(n, pixels, packs * pack, {"T": np.dtype(dtype), "VEC": vec}, narrow=True)
+            assert across <= 32 and (chunks - 1) * across < packs <= chunks * across
