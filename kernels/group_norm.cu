@@ -9,8 +9,8 @@
 // VEC=1: C1, C2 and every T address are multiples of a 16-byte pack.
 // On Hopper group_norm_sm90.cu takes what fits in a cluster's shared memory.
 // The tiled kernels are launched as group_norm.cuh says. Dynamic shared memory: 16 bytes for each channel, or each thread, in
-// finish_statistics and, where it is given partials, in `normalize`; 8 for each channel and each thread in finish_sums and, where
-// it is given partials, in `input_gradients`, which takes 12 packs a thread in any case.
+// finish_statistics, of a block's groups, and, where it is given partials, in `normalize`; 8 for each channel and each thread
+// in finish_sums and, where it is given partials, in `input_gradients`, which takes 12 packs a thread in any case.
 // variants: T=float,bf16,half VEC=0,1
 #include "group_norm.cuh"
 #include "mma.cuh"

@@ -131,7 +131,8 @@ def group_norm_forward_cuda(x: Array, x2: Array | None, weight: Array, bias: Arr
     if max(sums[2], sums[5]) > _FEW_TILES or channels > _FEW_CHANNELS:
         few = max(1, 8 * num_groups // channels)  # groups for a block: of 8 channels, or one
         launch("group_norm", "finish_statistics", (n, blocks(num_groups, few)), 256,
-               (*sums, channels1, channels2, mean, rstd, pixels, num_groups, few, share, eps), shared, **constants)
+               (*sums, channels1, channels2, mean, rstd, pixels, num_groups, few, share, eps),
+               16 * max(256, few * channels // num_groups), **constants)
         sums, shared, given, found = (None, None, 0) * 2, 0, (mean, rstd), (None, None)
     tiles, chunks, across = _tiling(n, pixels, channels, constants, narrow=True)
     launch("group_norm", "normalize", (n * tiles, chunks), 256,

@@ -10,7 +10,7 @@ from cudiff.tensor import Function, Tensor
 from tests.check import check_op, relative_error, torch
 
 # (shape of x, channels of x2, groups): groups of 1, 2, 3, 10, 12 and 14 channels, groups that straddle the two
-# sources, one pixel, one image, H != W, more channel packs than threads.
+# sources, one pixel, one image, H != W, more channel packs than threads, more channels than shared memory holds.
 CASES = [
     ((2, 4, 4, 32), 0, 16),
     ((1, 5, 3, 6), 0, 2),
@@ -21,6 +21,7 @@ CASES = [
     ((2, 6, 5, 48), 64, 8),
     ((1, 2, 3, 300), 20, 32),
     ((1, 33, 17, 8), 0, 8),
+    ((2, 1, 2, 16384), 0, 32),
 ]
 
 
