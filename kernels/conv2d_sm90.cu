@@ -96,8 +96,8 @@ __device__ __forceinline__ void add_up(float (&acc)[PIXELS / 2], float4* mail, u
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
 conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap x2,
             const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap out,
-            const __grid_constant__ TensorMap out2, const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap addend2, const float* bias,
-            const float* emb, float2* partials,
+            const __grid_constant__ TensorMap out2, const __grid_constant__ TensorMap addend,
+            const __grid_constant__ TensorMap addend2, const float* bias, const float* emb, float2* partials,
             const float* norm_weight, const float* norm_bias, const float* scale, const float* shift, const float* mean,
             const float* rstd, int N, int H, int W, int C, int K, int S, int rows, int a_stages, int b_stages, int split,
             int K1, int groups) {
@@ -283,7 +283,8 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         if (leads) {
             bool second = !NORM && k0 >= K1;
             for (int c = 0; c < 64; c += CHUNK)
-                tma_store(second ? out2 : out, result + c / CHUNK * CHUNK_BYTES, k0 + c - (second ? K1 : 0), strip.w0, h0, strip.n);
+                tma_store(second ? out2 : out, result + c / CHUNK * CHUNK_BYTES, k0 + c - (second ? K1 : 0), strip.w0, h0,
+                          strip.n);
         }
 #pragma unroll
         for (int i = 0; SUMS && i < 2; i++) {
