@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cudiff.backend import Array, compute_dtype, float32
+from cudiff.backend import Array, compute_dtype, float32, float64
 from cudiff.cuda.module import blocks, empty, launch
-from cudiff.ops.cast import narrow, require_float, widen
+from cudiff.ops.cast import astype, narrow, require_float, result_dtype, widen
 from cudiff.ops.gemm import aligned
 from cudiff.tensor import Function, Tensor
 
@@ -34,7 +34,7 @@ class Data(NamedTuple):
 def _launch(name: str, out: Array, arrays: tuple, numbers: tuple[float, ...], data: Data) -> None:
     """Launch a kernel of edm.cu: images that it writes first, then other arrays, its own numbers, the data's."""
     n, size = len(out), out.size // len(out)
-    vec = all(aligned(array, size) for array in (out, *arrays) if array is not None and array.ndim > 1)
+    vec = all(aligned(array, size) for array in (out, *arrays) if array is not None and array.shape == out.shape)
     args = (out, *arrays, *numbers, np.array(data, np.float32), np.int64(size))
     launch("edm", name, (blocks(size, 256 * 16 // out.itemsize), n), 256, args, T=out.dtype, VEC=int(vec))
 
@@ -145,7 +145,7 @@ def edm_mix(images: Tensor, noise: Tensor, draw: Tensor, P_mean: float, P_std: f
     """
     if images.shape != noise.shape or images.dtype != noise.dtype:
         raise ValueError(f"edm_mix: images {images.shape} {images.dtype} and noise {noise.shape} {noise.dtype} differ")
-    _check_levels("edm_mix", images, draw)
+    draw = _levels("edm_mix", images, draw)
     data = _data(sigma_data, data_mean, data_std)
     return EDMMix.apply(
         images, noise, draw, P_mean=float(P_mean), P_std=float(P_std), c_noise_scale=float(c_noise_scale), data=data
@@ -160,31 +160,31 @@ def edm_input(x: Tensor, sigma: Tensor, sigma_data: float, c_noise_scale: float,
     sigma_data²), c_noise = c_noise_scale·log(s). sigma gets no gradient. Raises ValueError where shapes do not agree.
     EDM, arXiv 2206.00364, Table 1.
     """
-    _check_levels("edm_input", x, sigma)
+    sigma = _levels("edm_input", x, sigma)
     return EDMInput.apply(x, sigma, c_noise_scale=float(c_noise_scale), data=_data(sigma_data, data_mean, data_std))
 
 
 def edm_output(x: Tensor, out: Tensor, sigma: Tensor, sigma_data: float, data_mean: float = 0.0,
                data_std: float = 1.0) -> Tensor:
-    """The estimate of the image, from x (N, ...) and the network's output of the same shape and dtype.
+    """The estimate of the image, from x (N, ...) and the network's output of the same shape, in the wider's dtype.
 
     data_mean + data_std·(c_skip·(x - data_mean) / data_std + c_out·out); with s as in `edm_input`, c_skip =
     sigma_data² / (s² + sigma_data²), c_out = s·sigma_data / sqrt(s² + sigma_data²). Raises ValueError where shapes do
     not agree. EDM, arXiv 2206.00364, equation 7 and Table 1.
     """
-    if x.shape != out.shape or x.dtype != out.dtype:
-        raise ValueError(f"edm_output: x {x.shape} {x.dtype} and the network's output {out.shape} {out.dtype} differ")
-    _check_levels("edm_output", x, sigma)
-    return EDMOutput.apply(x, out, sigma, data=_data(sigma_data, data_mean, data_std))
+    if x.shape != out.shape:
+        raise ValueError(f"edm_output: x {x.shape} and the network's output {out.shape} differ")
+    sigma = _levels("edm_output", x, sigma)
+    dtype = result_dtype(x, out)  # a sampler may keep its images in another than the network's
+    return EDMOutput.apply(astype(x, dtype), astype(out, dtype), sigma, data=_data(sigma_data, data_mean, data_std))
 
 
 def _data(sigma_data: float, mean: float, std: float) -> Data:
     return Data(float(sigma_data), float(mean), float(std))
 
 
-def _check_levels(name: str, images: Tensor, levels: Tensor) -> None:
-    """One number for each image."""
+def _levels(name: str, images: Tensor, levels: Tensor) -> Tensor:
+    """One number for each image; float32 but for float64, as samplers in 16 bits have theirs in 16."""
     if levels.shape != images.shape[:1]:
         raise ValueError(f"{name}: images {images.shape} and their noise levels {levels.shape} do not agree")
-    if levels.dtype != float32 and images.device == "cuda":
-        raise TypeError(f"{name} on CUDA takes float32 noise levels: use .astype('float32')")
+    return levels if levels.dtype == float64 else astype(levels, float32)

@@ -45,6 +45,22 @@ def test_edm_denoiser_passes_labels_and_gradients(rng):
     assert np.allclose(weight.grad, (0.5 * s / (s**2 + 0.25) * x).sum())
 
 
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
+def test_edm_denoiser_of_images_in_another_dtype_than_the_network_s(device, rng, dtype):
+    """A sampler may keep its images in float64, or in 16 bits: networks give float32."""
+    if (device, dtype) == ("cuda", "float64"):
+        pytest.skip("float64 stays on the CPU")
+    image, levels = rng.standard_normal((2, 4, 4, 1)), np.array([0.5, 2.0])  # exact in 16 bits
+    denoiser = EDMDenoiser(lambda x, t, labels: ops.sin(x.astype("float32")))
+    x = Tensor(image, dtype=dtype, device=device, requires_grad=True)
+    denoised = denoiser(x, Tensor(levels, dtype=dtype, device=device))
+    assert denoised.dtype == np.promote_types(x.dtype, np.float32)
+    expected = denoiser(x.detach().astype("float32"), Tensor(levels, dtype="float32", device=device))
+    assert np.allclose(denoised.astype("float32").numpy(), expected.numpy(), atol=1e-6 if dtype == "float64" else 2e-2)
+    denoised.sum().backward()
+    assert x.grad.dtype == x.dtype
+
+
 def exact_noise_net(schedule, mean, deviation):
     """E[noise | x_t] of Gaussian data, by t alone: real-valued timesteps use the interpolated sigma."""
 

@@ -24,12 +24,12 @@ def test_input_and_target(device, rng, shape, dtype):
     assert relative_error(c_noise.numpy(), 0.25 * np.log(sigma).ravel()) < 1e-6
 
 
-@pytest.mark.parametrize("shape", [(3, 4, 6, 2), (2, 3, 5, 1)])
+@pytest.mark.parametrize("shape", [(3, 4, 6, 2), (2, 3, 5, 1), (5,)])
 def test_input_and_output_of_the_network(device, rng, shape):
     """D = mean + std (c_skip y + c_out F(c_in y)), y and its noise level s of standardised images; EDM, Table 1."""
     (x, out), levels = rng.standard_normal((2, *shape)), np.exp(rng.standard_normal(shape[0]))
     sigma_data, scale, mean, std = 0.6, 0.25, -0.7, 0.4
-    y, s = (x - mean) / std, levels.reshape(-1, 1, 1, 1) / std
+    y, s = (x - mean) / std, levels.reshape(-1, *(1,) * (len(shape) - 1)) / std
     total = s**2 + sigma_data**2
     c_in, c_skip, c_out = 1 / np.sqrt(total), sigma_data**2 / total, s * sigma_data / np.sqrt(total)
 
@@ -51,12 +51,22 @@ def test_input_and_output_of_the_network(device, rng, shape):
     check_op(denoised, x, out, device=device, dtypes=("float32", "bfloat16", "float16"))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_levels_of_16_bits_are_taken_as_float32(device, rng, dtype):
+    x = Tensor(rng.standard_normal((2, 3, 5, 1)), dtype="float32", device=device)
+    levels = Tensor([0.5, 8.0], device=device)
+    for few, many in zip(edm_input(x, levels.astype(dtype), 0.5, 1), edm_input(x, levels, 0.5, 1), strict=True):
+        np.testing.assert_array_equal(few.numpy(), many.numpy())
+    few, many = (edm_output(x, x, sigma, 0.5) for sigma in (levels.astype(dtype), levels))
+    np.testing.assert_array_equal(few.numpy(), many.numpy())
+
+
 def test_operands_must_agree():
     x, levels = Tensor(np.zeros((2, 3), np.float32)), Tensor(np.ones(3, np.float32))
     for name, call in (
         ("edm_mix", lambda: edm_mix(x, x, levels, 0, 1, 0.5)),
         ("edm_input", lambda: edm_input(x, levels, 0.5, 1)),
-        ("edm_output", lambda: edm_output(x, x.astype("float64"), levels, 0.5)),
+        ("edm_output", lambda: edm_output(x, x[:, :2], levels, 0.5)),
     ):
         with pytest.raises(ValueError, match=name):
             call()
