@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,6 +25,7 @@ from cudiff.backend import Array, array_module, copy_into, float32, int32, to_de
 from cudiff.errors import CudiffError
 from cudiff.nn import FlatParameters, Module, Parameter
 from cudiff.nn.module import require_fit
+from cudiff.nn.parameter import array_of
 from cudiff.ops import optim as ops
 from cudiff.tensor import Tensor
 
@@ -182,14 +183,14 @@ class Optimizer:
             state |= {f"{moment}.{name}": np.array(view) for name, view in views.items()}
         return state
 
-    def load_state_dict(self, state: dict[str, Array]) -> None:
+    def load_state_dict(self, state: Mapping[str, Array | Tensor]) -> None:
         """Continue from `state_dict()`. Raises CudiffError where names or shapes differ, before anything is changed."""
         targets: dict[str, Array] = {"counters": self.counters.data}
         for moment, buffer in self.buffers.items():
             targets |= {f"{moment}.{name}": view for name, view in self.flat.views(buffer).items()}
         require_fit(state, targets, "the optimiser's state does not fit")
         for name, target in targets.items():
-            copy_into(target, state[name])
+            copy_into(target, array_of(state[name]))
 
 
 def _tensor(array: Array | None) -> Tensor | None:

@@ -159,6 +159,20 @@ def test_state_goes_round_by_name(device, rng, optimizer):
     assert first.metrics() == second.metrics()
 
 
+def test_state_may_be_tensors_of_any_floating_dtype(device, rng):
+    model, optimizer = build(device)
+    set_gradients(model, random_gradients(rng))
+    optimizer.step()
+    model._buffers["running"].data[...] = 3
+    other, second = build(device)
+    other.load_state_dict(dict(model.named_parameters()) | dict(model.named_buffers()))
+    state = {name: Tensor(value) for name, value in optimizer.state_dict().items()}
+    second.load_state_dict(state | {"exp_avg.bias": state["exp_avg.bias"].astype("float64")})
+    for mine, theirs in ((model.state_dict(), other.state_dict()), (optimizer.state_dict(), second.state_dict())):
+        for name, value in mine.items():
+            np.testing.assert_array_equal(value, theirs[name])
+
+
 def test_foreign_state_is_refused_and_changes_nothing(device, rng):
     model, optimizer = build(device)
     set_gradients(model, random_gradients(rng))

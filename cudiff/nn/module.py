@@ -9,14 +9,14 @@ import numpy as np
 
 from cudiff.backend import PRECISIONS, Array, copy_into, is_low, to_device
 from cudiff.errors import CudiffError
-from cudiff.nn.parameter import FlatParameters, Parameter
+from cudiff.nn.parameter import FlatParameters, Parameter, array_of
 from cudiff.tensor import Tensor
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
-def require_fit(state: Mapping[str, Array], targets: Mapping[str, Any], complaint: str) -> None:
+def require_fit(state: Mapping[str, Array | Tensor], targets: Mapping[str, Any], complaint: str) -> None:
     """Raise CudiffError, `complaint` and the first differences, unless `state` has the targets' names and shapes."""
     problems = [f"missing {name}" for name in targets if name not in state]
     problems += [f"unknown {name}" for name in state if name not in targets]
@@ -90,7 +90,7 @@ class Module:
         state = {name: np.array(parameter.numpy()) for name, parameter in self.named_parameters()}
         return state | {name: np.array(value.numpy()) for name, value in self.named_buffers()}
 
-    def load_state_dict(self, state: dict[str, Array]) -> None:
+    def load_state_dict(self, state: Mapping[str, Array | Tensor]) -> None:
         """Copy values in by name. Raises CudiffError, before anything is changed, on missing, unknown or mis-shaped."""
         targets: dict[str, Tensor] = dict(self.named_parameters()) | dict(self.named_buffers())
         require_fit(state, targets, "the weights do not fit the model")
@@ -98,7 +98,7 @@ class Module:
             if isinstance(target, Parameter):
                 target.assign(state[name])
             else:
-                copy_into(target.data, state[name])
+                copy_into(target.data, array_of(state[name]))
 
     def train(self, mode: bool = True) -> Module:
         """Set training mode (dropout, batch statistics) everywhere below."""

@@ -13,6 +13,11 @@ BLOCK = 32
 """Every tensor in a flat buffer is padded to this many float32: 128 bytes."""
 
 
+def array_of(values: Array | Tensor) -> Array:
+    """The array of a tensor, or the array that is given."""
+    return values.data if isinstance(values, Tensor) else values
+
+
 class Parameter(Tensor):
     """A float32 leaf that training changes.
 
@@ -47,7 +52,7 @@ class Parameter(Tensor):
 
     def assign(self, array: Any) -> None:
         """Copy new values in; the shadow is recast before it is read again. Raises ValueError on another shape."""
-        array = array.data if isinstance(array, Tensor) else array
+        array = array_of(array)
         if array.shape != self.shape:
             raise ValueError(f"cannot assign shape {array.shape} to a parameter of shape {self.shape}")
         copy_into(self.data, array)
