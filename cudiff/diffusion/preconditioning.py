@@ -111,7 +111,7 @@ class Guided:
 
     def __init__(self, denoiser: Any, guidance: float):
         self.denoiser, self.guidance = denoiser, guidance
-        self._null: Tensor | None = None
+        self._null: dict[tuple[str, int], Tensor] = {}  # kept for each size: a capture cannot make it
 
     def __call__(self, x: Tensor, sigma: Tensor, labels: Tensor | None = None) -> Tensor:
         if labels is None or self.guidance == 1:
@@ -126,9 +126,10 @@ class Guided:
         return self._guide(denoised), ops.split(fraction, 2, axis=0)[0]
 
     def _doubled(self, x: Tensor, sigma: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self._null is None or self._null.shape != labels.shape or self._null.device != labels.device:
-            self._null = Tensor(np.full(labels.shape, NULL_CLASS, labels.dtype), device=labels.device)
-        return ops.concatenate([x, x]), ops.concatenate([sigma, sigma]), ops.concatenate([labels, self._null])
+        key = labels.device, len(labels)
+        if key not in self._null:
+            self._null[key] = Tensor(np.full(labels.shape, NULL_CLASS, labels.dtype), device=labels.device)
+        return ops.concatenate([x, x]), ops.concatenate([sigma, sigma]), ops.concatenate([labels, self._null[key]])
 
     def _guide(self, denoised: Tensor) -> Tensor:
         conditional, unconditional = ops.split(denoised, 2)

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from cudiff import Tensor
+from cudiff import Tensor, ops
 from cudiff.diffusion.preconditioning import DDPMDenoiser, EDMDenoiser, Guided
 from cudiff.diffusion.samplers import (
     DDIM,
@@ -147,6 +147,22 @@ def test_a_step_is_one_graph_and_gives_the_same_bits(make, device):
             np.testing.assert_array_equal(denoised_seen, denoised)
     if device == "cuda":
         assert captured.denoiser.calls < eager.denoiser.calls / 2
+
+
+@pytest.mark.parametrize("sampler", [Heun, Ancestral])
+def test_captured_guidance_of_batches_of_changing_size(sampler, device):
+    """Their last step has a graph of its own, which is recorded only in the second batch of a size."""
+
+    def denoiser(x, sigma, labels):
+        return gaussian(x, sigma) + ops.astype(labels, x.dtype).reshape(-1, 1, 1, 1)
+
+    eager, captured = (sampler(Guided(denoiser, 2.0), captured=flag) for flag in (False, True))
+    for n in (4, 2, 4, 2, 4):
+        noise, labels = ImageNoise((n, 3, 3, 1), seed=2, device=device), Tensor(np.arange(n, dtype=np.int32)).to(device)
+        images, same = (
+            run(noise.start(80.0), karras_sigmas(5), labels, noise=noise).numpy() for run in (eager, captured)
+        )
+        np.testing.assert_array_equal(same, images)
 
 
 def unclipped(name):
