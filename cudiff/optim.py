@@ -23,7 +23,7 @@ import numpy as np
 
 from cudiff.backend import Array, array_module, copy_into, float32, int32, to_device
 from cudiff.errors import CudiffError
-from cudiff.nn import FlatParameters, Module, Parameter
+from cudiff.nn import FlatParameters, Module
 from cudiff.nn.module import require_fit
 from cudiff.nn.parameter import array_of
 from cudiff.ops import optim as ops
@@ -96,7 +96,7 @@ class EMA:
         flat = _flat(model)
         self.half_life, self.ramp = float(half_life), ramp
         # The twin starts on the same arrays: flatten copies their values into buffers of its own.
-        twins = {id(x): Parameter(x.data, x.low, x.decay, x.layout) for x in model.parameters()}
+        twins = {id(x): copy.copy(x) for x in model.parameters()}
         self.model: Module = copy.deepcopy(model, {id(flat): None, **twins})
         self.model.eval().flatten(flat.device, trainable=False)
 

@@ -114,6 +114,18 @@ def test_ema_is_a_twin_that_training_does_not_touch(device, rng):
         np.testing.assert_array_equal(shadow, Tensor(owner.flat.data).numpy().astype(shadow.dtype))
 
 
+def test_the_twin_has_parameters_of_the_same_class():
+    class Positive(Parameter):
+        def operand(self, dtype):
+            return abs(self.data)
+
+    model = Model()
+    model.scale = Positive(np.float32([-1, 2]))
+    twin = EMA(model, half_life=4.0).model.scale
+    assert type(twin) is Positive and not np.shares_memory(twin.data, model.scale.data)
+    np.testing.assert_array_equal((twin * 3).numpy(), [3, 6])
+
+
 def test_training_is_the_same_with_and_without_ema(device, rng):
     gradients = [random_gradients(rng) for _ in range(3)]
     results = []
