@@ -110,7 +110,6 @@ def forwards(report: Report) -> None:
 def cs179(report: Report) -> None:
     """The CS 179 U-Net on 28x28 images of one channel: a training step, and one call of its denoiser."""
     config = cs179_config()
-    training(report, f"CS 179 U-Net step, batch {config.batch_size}, bf16", config)
     net, denoise, arguments = cs179_denoiser()
     opponent = None
     if report.torch:
@@ -118,6 +117,7 @@ def cs179(report: Report) -> None:
 
         opponent = opponents.denoiser(config, net, *arguments)
     report.add("CS 179 U-Net denoises, batch 16, bf16", step_time(lambda: denoise(*arguments)), opponent)
+    training(report, f"CS 179 U-Net step, batch {config.batch_size}, bf16", config)
 
 
 def cs179_denoiser() -> tuple[Module, Callable[..., Tensor], tuple[Tensor, Tensor]]:
