@@ -49,15 +49,15 @@ SECTIONS = {
     "limits": Section(kernels.limits, 0, 30),
     "first step": Section(networks.first_step, 1, 150),
     "U-Net bf16": Section(networks.unet_steps("bf16"), 1, 330),
-    "forward": Section(networks.forwards, 2, 110),
-    "CS 179": Section(networks.cs179, 2, 80),
-    "CNN": Section(networks.cnn, 2, 50),
-    "convolutions": Section(kernels.convolutions, 2, 30),
-    "group norm": Section(kernels.group_norms, 2, 20),
+    "forward": Section(networks.forwards, 2, 100),
+    "CS 179": Section(networks.cs179, 2, 85),
+    "CNN": Section(networks.cnn, 2, 45),
+    "convolutions": Section(kernels.convolutions, 2, 25),
+    "group norm": Section(kernels.group_norms, 2, 45),
     "attention": Section(kernels.attentions, 2, 20),
     "AdamW": Section(kernels.optimiser, 2, 10),
     "memory": Section(networks.memory, 2, 20),
-    "U-Net tf32": Section(networks.unet_steps("tf32"), 2, 170),
+    "U-Net tf32": Section(networks.unet_steps("tf32"), 2, 160),
 }
 LIMITS = {"copy": 4.27, "bf16": 791.0, "tf32": 411.0}  # TB/s and TFLOP/s of an H200, where they are not measured
 
