@@ -36,6 +36,8 @@ class EDMDenoiser:
     net : F. sigma_data : standard deviation of the images that it sees, 0.5 for natural ones in [-1, 1].
     c_noise_scale : c_noise = c_noise_scale * log(sigma); 1/4 in EDM, 1 in the CS 179 trainer.
     data_mean, data_std : the net sees (images - mean) / std; x and sigma are those of the images themselves.
+
+    No gradient goes to sigma.
     """
 
     def __init__(self, net: Net, sigma_data: float = 0.5, c_noise_scale: float = 0.25, data_mean: float = 0.0,
