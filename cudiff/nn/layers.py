@@ -25,11 +25,8 @@ class Linear(Module):
 
 
 def linears(x: Tensor, *layers: Any) -> tuple[Tensor, ...]:
-    """Each Linear's output for the few rows of x (N, in), float32, all by one operation that is made for them.
-
-    Commit 0372b14 took the two layers of the U-Net's time embedding from `Linear`'s own forward to this: 49 µs of a
-    step became 23.
-    """
+    """Each Linear's output for the few rows of x (N, in), float32, all by one operation that is made for them: for the
+    two layers of the U-Net's time embedding 23 µs of a step instead of 49 by `Linear`'s own forward."""
     return ops.linears(x, [layer.weight for layer in layers], [layer.bias for layer in layers])
 
 

@@ -33,7 +33,9 @@ class Data(NamedTuple):
 
 def _launch(name: str, out: Array, arrays: tuple, numbers: tuple[float, ...], data: Data) -> None:
     """Launch a kernel of edm.cu: images that it writes first, then other arrays, its own numbers, the data's."""
-    n, size = len(out), out.size // max(1, len(out))
+    if not len(out):
+        return
+    n, size = len(out), out.size // len(out)
     vec = all(aligned(array, size) for array in (out, *arrays) if array is not None and array.shape == out.shape)
     args = (out, *arrays, *numbers, np.array(data, np.float32), np.int64(size))
     launch("edm", name, (blocks(size, 256 * 16 // out.itemsize), n), 256, args, T=out.dtype, VEC=int(vec))

@@ -61,6 +61,12 @@ def test_levels_of_16_bits_are_taken_as_float32(device, rng, dtype):
     np.testing.assert_array_equal(few.numpy(), many.numpy())
 
 
+def test_no_images(device):
+    x, sigma = (Tensor(np.empty(shape, np.float32), device=device) for shape in ((0, 4, 4, 1), (0,)))
+    made = (*edm_mix(x, x, sigma, -1.2, 1.2, 0.5), *edm_input(x, sigma, 0.5, 0.25), edm_output(x, x, sigma, 0.5))
+    assert [t.shape for t in made] == [x.shape, x.shape, (0,), x.shape, (0,), x.shape]
+
+
 def test_operands_must_agree():
     x, levels = Tensor(np.zeros((2, 3), np.float32)), Tensor(np.ones(3, np.float32))
     for name, call in (
