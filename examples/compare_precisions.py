@@ -5,6 +5,7 @@ is more than LIMIT above fp32's, or not finite.
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -19,7 +20,7 @@ AVERAGED = 200  # steps
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train elephants in bf16 and in fp32 and compare the losses.")
-    parser.add_argument("photos", help="a folder of more than 20, of any size")
+    parser.add_argument("photos", help="a folder of more than 20 photos, of any size")
     parser.add_argument("steps", type=int, nargs="?", default=2000, help=f"a multiple of {AVERAGED} (default 2000)")
     parser.add_argument("--folder", type=Path, default=Path("runs/precisions"), help="of both runs (runs/precisions)")
     options = parser.parse_args()
@@ -40,7 +41,7 @@ def main() -> None:
         print(f"{precision}: loss {loss[precision]:.5f}, {metrics['step_ms']:.1f} ms a step", flush=True)
     difference = loss["bf16"] / loss["fp32"] - 1
     print(f"bf16 against fp32: {difference:+.2%} after {options.steps} steps")
-    sys.exit(not difference <= LIMIT)  # NaN is no success
+    sys.exit(not (math.isfinite(loss["fp32"]) and difference <= LIMIT))  # NaN is no success
 
 
 if __name__ == "__main__":

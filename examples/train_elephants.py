@@ -18,7 +18,7 @@ from cudiff.train import Trainer
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train unet.cu's U-Net on 64x64 photos.")
-    parser.add_argument("photos", help="a folder of more than 20, of any size")
+    parser.add_argument("photos", help="a folder of more than 20 photos, of any size")
     parser.add_argument("minutes", type=float, nargs="?", default=7.0, help="of training at most (default 7)")
     parser.add_argument("--folder", type=Path, default=Path("runs/elephants"), help="of the run (runs/elephants)")
     options = parser.parse_args()

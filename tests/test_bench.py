@@ -101,7 +101,7 @@ def test_every_size_is_compiled_for_itself():
     assert sizes == [[1, 3], [16, 3], [64, 3]]
 
 
-def test_rows_stand_before_pytorch_is_asked(monkeypatch, tmp_path):
+def test_rows_stand_before_pytorch_is_asked_and_after_each_answer(monkeypatch, tmp_path):
     class Opponent:
         def times(self):
             yield {"whole": 9.0, "bare": 8.0}

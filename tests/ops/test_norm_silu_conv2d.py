@@ -90,6 +90,7 @@ def test_a_residual_whose_gradient_has_begun(device, rng):
         h = norm_silu_conv2d(x, weight=weight2, residual=x)
         return norm_silu_conv2d(h, x, weight=weight3, norm_weight=norm_weight3, norm_bias=norm_bias3, num_groups=4)
 
+    # Three units round in turn.
     check_op(block, *arrays, device=device, fp32_inputs=(4, 5), tolerance=3)
 
 
