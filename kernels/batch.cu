@@ -4,7 +4,8 @@
 // draw_batch: sample i has count = *step * batch + i; its image is shuffled_index(count % n, epoch count / n) of cudiff/ops/batch.py,
 // here bit for bit, and with `flip` it is mirrored where the top bit of Philox counter (0, count, stream) is set.
 // x and out_labels are overwritten; labels and out_labels may be null. Launch (ceil(pixels * channels / 1024), batch), any block.
-// normalize_images: n elements; VEC=1: n, x and images are multiples of a 16-byte pack of T. Any launch shape (grid-stride).
+// normalize_images: n elements; VEC=1: n and the address of images are multiples of a pack's elements, x's address
+// of its 16 bytes. Any launch shape (grid-stride).
 // variants: T=float,bf16,half VEC=0,1
 #include "philox.cuh"
 #include "vector.cuh"

@@ -6,8 +6,8 @@
 // statistics, which are updated in place. Outputs overwrite; gradients with an `add` flag accumulate where it is set.
 // Sums go by tiles of windows into partials, float2 (rows, C), then over the rows, in a fixed order: two runs give the same bits.
 // VEC=1: C and every T address are multiples of a 16-byte pack.
-// Launch of the kernels that read x: block (lanes, a power of two), at most 256 threads, a lane for each pack of channels; grid
-// (tiles, ceil(packs / lanes)). Of the `finish_` kernels: block (4, 256), ceil(C / 4) blocks.
+// Launch of the kernels that read x: block (lanes, at most 32; rows, a power of two), at most 256 threads, a lane for each pack
+// of channels; grid (tiles, ceil(packs / lanes)). Of the `finish_` kernels: block (4, 256), ceil(C / 4) blocks.
 // variants: T=float,bf16,half VEC=0,1 WINDOW=1,2
 #include "vector.cuh"
 

@@ -13,9 +13,9 @@
 // variants: PASS=DGRAD T=bf16 PIXELS=64 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0 RELU=0 CLUSTER=2,4,8
 // variants: PASS=DGRAD T=bf16 PIXELS=64 R=3,1 ADDS=0 STATISTICS=0 NORM=1 RELU=0 CLUSTER=2,4,8
 //
-// x: T (N, H, W, C), whose channels from `split` on, a multiple of CHUNK, are x2's; out: T (N, H, W, K), whose channels from
-// K1 on, a multiple of 64, are out2's; addend: T (N, H, W, K), may be `out` itself; bias: float (K) or null; emb: float (N, K)
-// or null; partials: float2 (N, tiles · CLUSTER, K), receives the sums of each strip's rounded out and of its squares, or of
+// x: T (N, H, W, C), whose channels from `split` (C, or a multiple of CHUNK) on are x2's; out: T (N, H, W, K), whose channels
+// from K1 (K, or a multiple of 64) on are out2's; addend: T (N, H, W, K), may be `out` itself; bias: float (K) or null; emb:
+// float (N, K) or null; partials: float2 (N, tiles · CLUSTER, K), receives the sums of each strip's rounded out and of its squares, or of
 // each block's share of it, if STATISTICS.
 //   FPROP  out[pixel][k] = patch of x[pixel][r,s,c] · weight[k][r,s,c] + bias[k] + emb[n][k] + addend[pixel][k] if ADDS,
 //                         0 where that is less and RELU

@@ -161,7 +161,7 @@ spread(const T* thin, const T* weight, const float* bias, const float* emb, int 
 }
 
 // Every pixel of the tile's rows and of those around it is multiplied by all DEPTH columns of the weight, once; then the
-// products that belong to a pixel of thin, one a tap, are added. Reading wide nine times would cost more.
+// products that belong to a pixel of thin, one a tap, are added. Reading wide once a tap would cost more.
 extern "C" __global__ void __launch_bounds__(THREADS)
 gather(const T* wide, const T* weight, const float* bias, T* thin, Weight at, int H, int W, int rows) {
     wait_for_previous();

@@ -6,7 +6,8 @@
 // log(sigma).
 //   mix     for training: log(sigma[n]) = P_mean + P_std draw[n]; from images and noise z the network's input
 //           x = c_in (y + sigma z), and what its output should be, target = c_in (sigma / sigma_data y - sigma_data z)
-//   input   the network's input `scaled` = c_in x, x standardised as y is
+//   input   the network's input `scaled` = c_in x, x standardised as y is; c_noise may be null: with data_mean = 0 this
+//           is then the gradient of x for that of scaled
 //   output  the estimate of the image, data_mean + data_std (c_skip x + c_out out), x standardised; x or out may be null:
 //           with data_mean = 0 this is then the gradient of out or x for that of the estimate
 // Images, x, noise, out, target, scaled, denoised: T (N, size); draw, sigma, c_noise: float (N); outputs overwrite. `sigma`

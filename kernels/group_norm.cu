@@ -352,10 +352,10 @@ template <int ARRAYS, int DEPTH> struct Stream {
 constexpr int DEPTH = 4;
 
 // dx, dx2 (either may be null) = gain * dz - rstd * (means.x + xhat * means.y). The means come as `means`, or as partials, of
-// so many tiles: then the totals are written too. sums, sums2, float (N, tiles, C1 and
-// C2), or null: dx and dx2, with what they had before, summed over each tile's pixels before rounding. y, or null, receives
-// the output once more. silu: 0, SILU, or SILU_DONE where dy is dz. The kernel before has read x and the parameters, so that
-// they may be read here while it ends.
+// so many tiles: then the totals are written too. sums, sums2, float (N, tiles, C1 and C2), or null: dx and dx2, with what
+// they had before, summed over each tile's pixels before rounding. y, or null, receives the output once more. silu: 0, SILU, or
+// SILU_DONE where dy is dz. The kernel before writes none of x, the parameters, mean and rstd, so that they may be read here
+// while it ends.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     T* dx, int add, T* dx2, int add2, T* y, float* sums, float* sums2, const float2* means, const float2* partials,
     int partial_tiles, TOTALS, const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT,

@@ -13,7 +13,7 @@ from cudiff.cuda.sums import add_parts
 from cudiff.ops.elementwise import relu_cuda
 from cudiff.ops.gemm import MULTIPROCESSORS, Epilogue, aligned
 
-MOST = 7  # channels of the thin image: nine times as many are the depth of a product
+MOST = 7  # channels of the thin image: up to nine times as many are the depth of a product
 SHARED_BYTES = 80 << 10  # of a block: two fit on a multiprocessor of an A100 or of Hopper, one on any
 THREADS = 256
 
