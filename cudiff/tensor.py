@@ -228,6 +228,17 @@ class Vacant(NamedTuple):
     array: Array
 
 
+class Kept:
+    """A gradient so far that somebody still reads: a backward on CUDA may put the sum with its own term elsewhere, and
+    says so here."""
+
+    __slots__ = ("array", "sum")
+
+    def __init__(self, array: Array):
+        self.array = array
+        self.sum: Array | None = None
+
+
 class Context:
     """What a Function's forward leaves for its backward."""
 
@@ -252,11 +263,14 @@ class Function:
     of arrays; `backward_numpy(ctx, *douts, needs, into)`, which returns one gradient (or None) for each input; and the
     same pair with `_cuda`. `needs[i]` says whether input i wants a gradient. `into[i]` is the gradient it has so
     far, or None: a backward that adds to it in place returns it, any other returned array is added by the tape. On CUDA
-    it may also be `Vacant`; `cudiff.cuda.module.gradient_target` knows all three.
-    A dout may be returned but never written to, and not read once backward has returned: its new owner adds to it.
+    it may also be `Vacant`, and for the inputs of which `adds_elsewhere` says so, `Kept`; `gradient_target` and
+    `gradient_sum` of `cudiff.cuda.module` know them all.
+    A dout may be returned but never written to. Its new owner may add to it: what reads it after backward has returned
+    says so (see `cudiff.cuda.waiting`).
     """
 
     differentiable: ClassVar[bool] = True
+    adds_elsewhere: ClassVar[tuple[int, ...]] = ()
 
     @classmethod
     def apply(cls, *inputs: Tensor | None, **attrs: Any) -> Any:
@@ -367,7 +381,7 @@ def _backward(root: Tensor, grad: Array) -> None:
     for node in order:
         pending[node.index] = [_Gradient() for _ in range(node.num_outputs)]
     pending[order[0].index][root._source[1]].add(grad, True, None)
-    with _waiting_sums(device_of(grad)) as finish:
+    with _waiting(device_of(grad)) as waits:
         for node in order:
             slots = pending.pop(node.index)
             if node.ctx is None:
@@ -377,31 +391,44 @@ def _backward(root: Tensor, grad: Array) -> None:
                 _run_backward(node, slots, [
                     pending[source[0].index][source[1]] if isinstance(source, tuple) else source
                     for source in node.inputs
-                ], finish)
+                ], waits)
             node.ctx = None  # frees what forward saved
 
 
-def _waiting_sums(device: str) -> contextlib.AbstractContextManager:
-    """On CUDA small sums wait for each other; what it gives does those that a result needs. See cudiff.cuda.sums."""
+class _NothingWaits:
+    """On the CPU all is done at once."""
+
+    def finish(self, array: Any, written: bool = False) -> None: ...
+    def reads(self, array: Any) -> bool:
+        return False
+
+
+def _waiting(device: str) -> contextlib.AbstractContextManager:
+    """On CUDA some work waits for more of its kind; what this gives does what cannot. See cudiff.cuda.waiting."""
     if device == "cpu":
-        return contextlib.nullcontext(lambda result: None)
-    from cudiff.cuda.sums import waiting
+        return contextlib.nullcontext(_NothingWaits())
+    from cudiff.cuda.waiting import waiting
 
     return waiting()
 
 
-def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gradient | None], finish: Any) -> None:
+def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gradient | None], waits: Any) -> None:
     douts = [slot.array for slot in slots]
     device = next(device_of(dout) for dout in douts if dout is not None)
-    into: list[Array | Vacant | None] = []
-    for target in targets:
-        again = any(target is other for other in targets[: len(into)])
-        into.append(target.into() if isinstance(target, _Gradient) else _into_leaf(target, device, again))
-    for array in (*douts, *into):  # what is read now, or may be added to
-        finish(array)
+    for dout in douts:
+        waits.finish(dout)
+    into: list[Array | Vacant | Kept | None] = []
+    for i, target in enumerate(targets):
+        again = any(target is other for other in targets[:i])
+        place = target.into() if isinstance(target, _Gradient) else _into_leaf(target, device, again)
+        keeps = i in node.function.adds_elsewhere and isinstance(target, _Gradient) and waits.reads(place)
+        waits.finish(place, written=not keeps)  # it may be added to
+        into.append((None if again else Kept(place)) if keeps else place)
     backward = node.function.backward_cuda if device == "cuda" else node.function.backward_numpy
     results = backward(node.ctx, *douts, needs=node.needs, into=list(into))
-    places = [place.array if isinstance(place, Vacant) else place for place in into]
+    places = [
+        place.array if isinstance(place, Vacant) else place.sum if isinstance(place, Kept) else place for place in into
+    ]
     shared = {id(slot.array) for slot in slots if slot.borrowed}
     passed_on = [id(result) for result in results if any(result is dout for dout in douts)]
     shared |= {key for key in passed_on if passed_on.count(key) > 1}
@@ -412,13 +439,13 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
         partials = node.ctx.din_partials.get(i)
         if result is places[i]:
             if isinstance(target, _Gradient):
-                target.partials = partials
+                target.array, target.partials = result, partials
             else:
                 target.grad = result
             continue
         if isinstance(target, Tensor) or target.array is not None or id(result) in returned:
-            finish(result)  # which is copied or added now
-            finish(target.array if isinstance(target, _Gradient) else target._grad)
+            for array in (result, target.array if isinstance(target, _Gradient) else target._grad):
+                waits.finish(array, written=True)  # one is copied, or added to the other
         result = np.asarray(result) if isinstance(result, np.generic) else result  # an in-place sum needs an array
         borrowed = result.base is not None or id(result) in shared
         if id(result) in returned and not borrowed:

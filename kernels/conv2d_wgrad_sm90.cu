@@ -1,13 +1,18 @@
-// The weight gradient of a convolution of stride 1 that keeps the image's size, on Hopper (TMA, wgmma).
+// Weight gradients of convolutions of stride 1 that keep the image's size, on Hopper (TMA, wgmma).
 // architectures: sm_90a
-// variants: T=bf16,half R=3 COLUMNS=1 PIXELS=64,128 CLUSTER=1,2,4,8
-// variants: T=bf16 R=3,1 COLUMNS=1 PIXELS=16,240 CLUSTER=1
-// variants: T=bf16,half R=1 COLUMNS=1,2,3 PIXELS=128 CLUSTER=1,2,4,8
+// variants: T=bf16,half R=3 COLUMNS=1 TAPS=3 PIXELS=64,128 CLUSTER=1,2,4,8 JOBS=1
+// variants: T=bf16 R=3 COLUMNS=1 TAPS=3 PIXELS=64,128 CLUSTER=1,2,4,8 JOBS=8
+// variants: T=bf16 R=3 COLUMNS=1 TAPS=1 PIXELS=64,128 CLUSTER=1,2,4,8 JOBS=1
+// variants: T=bf16 R=3,1 COLUMNS=1 TAPS=1 PIXELS=16,240 CLUSTER=1 JOBS=1,8
+// variants: T=bf16,half R=1 COLUMNS=1,2,3 TAPS=1 PIXELS=128 CLUSTER=1,2,4,8 JOBS=1
+// variants: T=bf16 R=1 COLUMNS=1,2,3 TAPS=1 PIXELS=128 CLUSTER=1,2,4,8 JOBS=8
 //
+// A launch has up to JOBS jobs, of images of one size. Of each,
 // x: T (N, H, W, C), whose channels from `split` on, a multiple of 64, are x2's; dout: T (N, H, W, K); out: float (K, R, S, C),
 // whose rows k lie `pitch` elements apart.
 //   out[k][r,s,c] = or, where `add`, += sum over pixels of dout[pixel][k] · patch of x[pixel][r,s,c]
-//   total: T, like dout, += dout where `passes_on`: what the convolution's result was added to has this gradient, too
+//   total: T, like the only job's dout, += dout where `passes_on`: what the convolution's result was added to has this
+//          gradient, too
 // S is odd. C and K are those of out; x and dout have as many channels, or zeros beyond, to a multiple of 8.
 //
 // A block computes 64 output channels by 64 · COLUMNS input channels by the R vertical taps of one horizontal tap; R or
@@ -21,63 +26,84 @@
 // The grid's z cuts the depth into parts. A cluster of CLUSTER blocks along z adds its parts up through shared memory:
 // each block gets from all of them some of the columns of the product, in their order. Cluster i writes the sum to out +
 // i · (size of out); where there is more than one, another kernel adds those up.
-// Launch: a warpgroup that consumes and one that produces; grid (ceil(K / 64) · ceil(C / 64 / COLUMNS), S, parts), no
-// more parts than steps. Shared memory: `stages` steps, two at least, and their barriers; 256 · N_TILE bytes at least.
+// Launch: a warpgroup that consumes and a warp that produces; grid (all jobs' blocks, 1, parts), no more parts than steps: a job
+// has S · ceil(K / 64) · ceil(C / 64 / COLUMNS) of them, from `first` on, beyond the grid where there is no job. Shared memory:
+// `stages` steps, two at least, and their barriers; 256 · N_TILE bytes at least.
 #include "cluster.cuh"
 #include "wgmma.cuh"
 
-constexpr int CONSUMERS = 128, THREADS = CONSUMERS + 128;
+constexpr int CONSUMERS = 128 * TAPS, THREADS = CONSUMERS + (TAPS == 1 ? 32 : 128);
 constexpr int LINE = 128, N_TILE = 64 * R * COLUMNS;
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
-conv2d_wgrad_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap x2,
-                  const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap total, float* out, i64 pitch,
-                  int add, int N, int H, int C, int K, int S, int rows, int width, int stages, int split, int passes_on) {
+struct Job {
+    TensorMap x, x2, dout;
+    float* out;
+    i64 pitch;
+    int first, add, C, K, split;
+};
+struct Jobs { Job at[JOBS]; };
+
+extern "C" __global__ void __launch_bounds__(THREADS, TAPS == 1 ? 2 : 1) CLUSTER_DIMS
+conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, const __grid_constant__ TensorMap total, int passes_on, int N, int H, int S,
+                  int rows, int width, int stages) {
     extern __shared__ __align__(1024) u8 shared[];
+    int index = 0;
+    while (index + 1 < JOBS && blockIdx.x >= jobs.at[index + 1].first) index++;
+    const Job& job = jobs.at[index];
     u32 base = shared_address(shared);
     constexpr u32 tile = PIXELS * LINE;
-    u32 slab = tile + (R - 1) * width * LINE, bytes = tile + COLUMNS * slab;
+    int pitch_x = width + TAPS - 1;  // lines from one row of the slab to the next
+    u32 filled = (rows + R - 1) * pitch_x * LINE, slab = CEIL_DIV(filled, 1024) * 1024, bytes = tile + COLUMNS * slab;
     Ring ring(base, bytes, stages, base + stages * bytes);
     if (threadIdx.x == 0) {
-        ring.init(1);
-        prefetch(x), prefetch(dout);
-        if (split < C) prefetch(x2);
+        ring.init(TAPS);
+        prefetch(job.x), prefetch(job.dout);
+        if (job.split < job.C) prefetch(job.x2);
     }
     wait_for_previous();
     __syncthreads();
 
-    int blocks_k = CEIL_DIV(K, 64), k0 = blockIdx.x % blocks_k * 64, c0 = blockIdx.x / blocks_k * 64 * COLUMNS;
-    int s = blockIdx.y, per_image = CEIL_DIV(H, rows);
+    int C = job.C, K = job.K, split = job.split, blocks_k = CEIL_DIV(K, 64), item = blockIdx.x - job.first;
+    int column = item / blocks_k, columns = CEIL_DIV(C, 64 * COLUMNS);
+    int k0 = item % blocks_k * 64, c0 = column % columns * 64 * COLUMNS, s = column / columns * TAPS, per_image = CEIL_DIV(H, rows);
     i64 steps = (i64)N * per_image;
     int first = steps * blockIdx.z / gridDim.z, last = steps * (blockIdx.z + 1) / gridDim.z;
     if (threadIdx.x >= CONSUMERS) {
+        if (TAPS > 1) set_registers<40, false>();
         if (threadIdx.x > CONSUMERS) return;
         for (int i = first; i < last; i++, ring.advance()) {
             int n = i / per_image, h0 = i % per_image * rows;
-            u32 full = ring.acquire(bytes);
-            tma_load(ring.buffer(), dout, full, k0, 0, h0, n);
+            u32 full = ring.acquire(tile + COLUMNS * filled);
+            tma_load(ring.buffer(), job.dout, full, k0, 0, h0, n);
             for (int j = 0, c = c0; j < COLUMNS; j++, c += 64)
-                tma_load(ring.buffer() + tile + j * slab, c < split ? x : x2, full, c < split ? c : c - split, s - S / 2, h0 - R / 2, n);
+                tma_load(ring.buffer() + tile + j * slab, c < split ? job.x : job.x2, full, c < split ? c : c - split, s - S / 2, h0 - R / 2, n);
         }
         return;
     }
 
+    if (TAPS > 1) set_registers<152, true>();
     // The blocks that read the same tiles of dout take turns in passing them on.
-    int takers = gridDim.x / blocks_k * S, own_turn = blockIdx.x / blocks_k * S + s;
+    int takers = columns * (S / TAPS), group = threadIdx.x / 128;
+    s += group;
+    u64 depth[PIXELS / 16];  // where the pixels of a product lie in the slab
+#pragma unroll
+    for (int k = 0; k < PIXELS / 16; k++)
+        depth[k] = TAPS == 1 ? k * DEPTH_STEP<true> : (16 * k / width * pitch_x + 16 * k % width) * (LINE / 16);
     Ring read = ring;
     float acc[N_TILE / 2];
     for (int i = first; i < last; i++) {
         ring.wait();
         if (passes_on && threadIdx.x == 0) {
-            if (i % takers == own_turn) tma_add(total, ring.buffer(), k0, 0, i % per_image * rows, i / per_image);
+            if (i % takers == column) tma_add(total, ring.buffer(), k0, 0, i % per_image * rows, i / per_image);
             tma_commit();
         }
         u64 a = tile_descriptor(ring.buffer());
-        u64 b = tile_descriptor(ring.buffer() + tile, COLUMNS > 1 ? slab : width * LINE);
+        u64 b = tile_descriptor(ring.buffer() + tile + group * LINE, COLUMNS > 1 ? slab : pitch_x * LINE,
+                                (width == 8 ? pitch_x : 8) * LINE);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < PIXELS / 16; k++)
-            wgmma<true, true>((T*)nullptr, acc, a + k * DEPTH_STEP<true>, b + k * DEPTH_STEP<true>, i > first || k > 0);
+            wgmma<true, true>((T*)nullptr, acc, a + k * DEPTH_STEP<true>, b + depth[k], i > first || k > 0);
         wgmma_commit();
         wgmma_wait<1>();
         if (i > first) {
@@ -92,10 +118,12 @@ conv2d_wgrad_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ T
     // The product goes through shared memory, for a cluster's sum and because a loop is short: a multiprocessor fetches
     // each instruction of a long epilogue once, and waits for it.
     constexpr int COUNT = N_TILE / 8, PART = CEIL_DIV(COUNT, CLUSTER);  // columns of the product, in eights
-    constexpr int BATCH = PART > 12 ? 8 : PART;
-    int rank = blockIdx.z % CLUSTER, lane = threadIdx.x % 32, k = k0 + threadIdx.x / 32 * 16 + lane / 4;
+    constexpr int BATCH = CEIL_DIV(PART, CEIL_DIV(PART, TAPS == 1 ? 8 : 4));
+    int rank = blockIdx.z % CLUSTER, lane = threadIdx.x % 32, k = k0 + threadIdx.x % 128 / 32 * 16 + lane / 4;
     float4* parts = reinterpret_cast<float4*>(shared) + threadIdx.x;  // [from][PART][CONSUMERS]
-    out += blockIdx.z / CLUSTER * K * pitch + k * pitch;
+    i64 pitch = job.pitch;
+    float* out = job.out + (blockIdx.z / CLUSTER * (i64)K + k) * pitch;
+    bool add = job.add;
     bool pairs = (C | pitch) % 2 == 0 && (u64)out % 8 == 0;
     int at[BATCH];  // where columns lie in a row of out, or -1
     float2 sums[BATCH][2];

@@ -351,13 +351,13 @@ template <int ARRAYS, int DEPTH> struct Stream {
 };
 constexpr int DEPTH = 4;
 
-// dx, dx2 (either may be null) = gain * dz - rstd * (means.x + xhat * means.y). The means come as `means`, or as partials, of
-// so many tiles: then the totals are written too. sums, sums2, float (N, tiles, C1 and C2), or null: dx and dx2, with what
-// they had before, summed over each tile's pixels before rounding. y, or null, receives the output once more. silu: 0, SILU, or
+// dx, dx2 (either may be null) = gain * dz - rstd * (means.x + xhat * means.y), plus addend and addend2 where they are not
+// null: gradients from elsewhere, which may lie where dx and dx2 do. The means come as `means`, or as partials, of
+// so many tiles: then the totals are written too. sums, sums2, float (N, tiles, C1 and C2), or null: dx and dx2 summed over each tile's pixels before rounding. y, or null, receives the output once more. silu: 0, SILU, or
 // SILU_DONE where dy is dz. The kernel before writes none of x, the parameters, mean and rstd, so that they may be read here
 // while it ends.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
-    T* dx, int add, T* dx2, int add2, T* y, float* sums, float* sums2, const float2* means, const float2* partials,
+    T* dx, const T* addend, T* dx2, const T* addend2, T* y, float* sums, float* sums2, const float2* means, const float2* partials,
     int partial_tiles, TOTALS, const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT,
     int silu) {
     __shared__ float scratch[V * THREADS];
@@ -370,9 +370,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     T* target = first_element(dx, dx2, lane, C1, C2, pitch);
     rows.next[0] = first_element(x, x2, lane, C1, C2, rows.pitch[0]);
     rows.next[1] = first_element(dy, dy, lane, C, 0, rows.pitch[1]);
-    rows.next[2] = target;
-    rows.pitch[2] = pitch;
-    bool wanted = target, wanted_again = again, adds = wanted && (lane.c < C1 ? add : add2);
+    rows.next[2] = first_element(addend, addend2, lane, C1, C2, rows.pitch[2]);
+    bool wanted = target, wanted_again = again, adds = wanted && rows.next[2];
     rows.count[0] = rows.count[1] = wanted || wanted_again ? lane.count : 0;
     rows.count[2] = adds ? lane.count : 0;
     Channel channel(lane, across * V, C, size, weight, bias, scale, shift);

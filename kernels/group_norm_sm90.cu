@@ -151,7 +151,7 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) __cluster_dims__(CLUS
 // dx, dx2 (either may be null); y, the forward's output once more, or null; sums, sums2, float (N, C1) and (N, C2), or
 // null, as in input_gradients; totals, float2 (N, C), and dscale, dshift as in finish_sums.
 extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) __cluster_dims__(CLUSTER, 1, 1) void backward(
-    T* dx, int add, T* dx2, int add2, T* y, float* sums, float* sums2, float2* totals, float* dscale, int add_scale, float* dshift,
+    T* dx, const T* addend, T* dx2, const T* addend2, T* y, float* sums, float* sums2, float2* totals, float* dscale, int add_scale, float* dshift,
     int add_shift, const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, int S, int C1, int C2, int silu,
     int rows) {
     int C = C1 + C2, size = C / groups;
@@ -212,8 +212,7 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) __cluster_dims__(CLUS
     }
     T* target = first_element(dx, dx2, lane, C1, C2, pitch);
     Rows<1, 2> before;
-    before.start[0] = (lane.c < C1 ? add : add2) ? target : nullptr;
-    before.pitch[0] = pitch;
+    before.start[0] = first_element(addend, addend2, lane, C1, C2, before.pitch[0]);
     before.count = target ? lane.count : 0;
     before.fetch(0);
 

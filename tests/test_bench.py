@@ -140,7 +140,8 @@ def launched(monkeypatch):
         monkeypatch.setattr(module, "empty", np.empty, raising=False)
         monkeypatch.setattr(module, "address", lambda array: 0, raising=False)
         monkeypatch.setattr(module, "add_parts", lambda *args: None, raising=False)
-    monkeypatch.setattr(conv2d_sm90, "tensor_map", lambda *args, **kwargs: np.zeros(1))
+    maps = np.zeros(1, np.dtype([("words", np.uint64, 16)]))
+    monkeypatch.setattr(conv2d_sm90, "tensor_map", lambda *args, **kwargs: maps)
     for module in (conv2d, matmul):
         monkeypatch.setattr(module, "aligned", lambda *args: True)
         monkeypatch.setattr(module, "empty", np.empty)

@@ -22,7 +22,7 @@ import numpy as np
 from cudiff.backend import Array, bfloat16, cache_folder, float16, float32, get_cupy, int32, int64
 from cudiff.cuda.driver import Kernel
 from cudiff.errors import CudiffError
-from cudiff.tensor import Vacant
+from cudiff.tensor import Kept, Vacant
 
 CTYPES = {
     float32: "float", bfloat16: "bf16", float16: "half", int32: "int", int64: "i64", np.dtype(np.uint8): "u8",
@@ -218,13 +218,22 @@ def empty(shape: Any, dtype: Any) -> Array:
     return get_cupy().empty(shape, dtype)
 
 
-def gradient_target(into: Array | Vacant | None, shape: Any, dtype: Any) -> tuple[Array, bool]:
+def gradient_target(into: Array | Vacant | Kept | None, shape: Any, dtype: Any) -> tuple[Array, bool]:
     """Where a backward writes, and whether it adds: `into` (over a `Vacant`) if it has this dtype, else a new array."""
     if isinstance(into, Vacant):
         return (into.array if into.array.dtype == dtype else empty(shape, dtype)), False
-    if into is not None and into.dtype == dtype:
+    if into is not None and not isinstance(into, Kept) and into.dtype == dtype:
         return into, True
     return empty(shape, dtype), False
+
+
+def gradient_sum(into: Array | Vacant | Kept | None, shape: Any, dtype: Any) -> tuple[Array, Array | None]:
+    """Where a backward that can add what lies elsewhere writes, and what it adds, if anything."""
+    if isinstance(into, Kept) and into.array.dtype == dtype:
+        into.sum = empty(shape, dtype)
+        return into.sum, into.array
+    target, add = gradient_target(into, shape, dtype)
+    return target, target if add else None
 
 
 def add_into(total: Array, term: Array) -> None:

@@ -1,28 +1,23 @@
-"""Sums over a few rows that wait for each other and share a launch.
+"""Sums over a few rows, which wait for each other and share a launch.
 
 The weights, biases and norms of a U-Net have three hundred gradients, each the sum of some dozens of rows of partial
-sums that a larger kernel left. During a backward the tape lets the sums wait until something needs one, until the
-rows would no longer fit in the GPU's cache, or until the backward ends.
+sums that a larger kernel left.
 """
 
 from __future__ import annotations
 
-import bisect
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.module import blocks, launch
-from cudiff.tensor import Vacant
+from cudiff.cuda.waiting import Kind, submit
 
 JOBS = 64  # in one launch
 TERMS = 8  # that a thread adds at a time, as kernels/accumulate.cu has it
 LANES = 128  # at most, so that the two threads that share a row read 32 bytes side by side
-WAITING_BYTES = 24 << 20  # an H200 caches 50 MB
+WAITING_BYTES = 24 << 20  # of rows: an H200 caches 50 MB
 _ROW_SUM = np.dtype(
     [("source", "u8"), ("out", "u8")]
     + [(name, "i4") for name in ("rows", "count", "width", "step", "columns", "pitch", "add", "lanes", "pack",
@@ -41,52 +36,6 @@ class _Job(NamedTuple):
     add: bool
 
 
-class _Sums:
-    """The sums that no launch has done yet."""
-
-    def __init__(self) -> None:
-        self.jobs: list[_Job] = []
-        self.places: list[int] = []  # where their results start, sorted
-
-    def add(self, job: _Job) -> None:
-        self.finish(job.out)
-        self.jobs.append(job)
-        bisect.insort(self.places, job.out.data.ptr)
-        if len(self.jobs) == JOBS or sum(job.source.nbytes for job in self.jobs) > WAITING_BYTES:
-            self.launch()
-
-    def finish(self, array: Array | Vacant | None) -> None:
-        """Do what waits now if a result of it starts in `array`."""
-        if not self.jobs or array is None or isinstance(array, Vacant):
-            return
-        first = bisect.bisect_left(self.places, array.data.ptr)
-        if first < len(self.places) and self.places[first] < array.data.ptr + array.nbytes:
-            self.launch()
-
-    def launch(self) -> None:
-        jobs, self.jobs, self.places = self.jobs, [], []
-        if jobs:
-            _launch(jobs)
-
-
-class _Thread(threading.local):
-    waiting: _Sums | None = None  # None where nothing may wait
-
-
-_thread = _Thread()
-
-
-@contextlib.contextmanager
-def waiting() -> Iterator[Callable[[Array | Vacant | None], None]]:
-    """Inside the block, sums wait: `finish`, which it gives, does those needed earlier, the block's end the rest."""
-    before, _thread.waiting = _thread.waiting, _Sums()
-    try:
-        yield _thread.waiting.finish
-        _thread.waiting.launch()
-    finally:
-        _thread.waiting = before
-
-
 def add_rows(source: Array, out: Array, add: bool, step: int = 1, offset: int = 0) -> None:
     """out (N, C) = or += the sums of source (N, ..., C·step)[..., offset::step] over its rows; or (C,), of all rows.
 
@@ -101,12 +50,8 @@ def add_parts(parts: Array, out: Array, add: bool) -> None:
 
 
 def _add(job: _Job) -> None:
-    if job.out.size == 0:  # of no images
-        return
-    if _thread.waiting is None:
-        _launch([job])
-    else:
-        _thread.waiting.add(job)
+    if job.out.size > 0:  # of no images it is 0
+        submit(_SUMS, job, job.out, held=job.source.nbytes)
 
 
 def _launch(jobs: list[_Job]) -> None:
@@ -120,3 +65,6 @@ def _launch(jobs: list[_Job]) -> None:
         table["jobs"][0, i] = (*places, rows, out.size, width, step, columns, pitch, add, lanes, pack, grid)
         grid += blocks(out.size, 256 // lanes * pack)
     launch("accumulate", "sum_rows", grid, 256, (table,), TOTAL=float32, TERM=float32)
+
+
+_SUMS = Kind(_launch, JOBS, WAITING_BYTES, rank=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.module import blocks, empty, hopper, launch
 from cudiff.cuda.sums import add_parts
 from cudiff.cuda.tensor_map import tensor_map
+from cudiff.cuda.waiting import Kind, submit
 from cudiff.ops.gemm import MULTIPROCESSORS, Epilogue, address, aligned
 from cudiff.ops.shape import pad_cuda, turned_cuda
 
@@ -23,6 +25,7 @@ BARRIER_BYTES = 1024
 MAP_BYTES = 1024  # of norms' maps of channels, in fprop
 CLUSTERS = {1: MULTIPROCESSORS, 2: 66, 4: 30, 8: 15}  # of so many blocks with a multiprocessor each that run at once
 COLUMNS = (1, 3, 5, 7)  # of a weight
+WGRADS = 8  # that a launch takes, whose arguments have 4 KiB
 TF32_COLUMNS = 112  # of an image, of which the weight's gradient keeps three steps
 
 
@@ -246,9 +249,10 @@ def dgrad_to_norm(dout: Array, weight: Array, dz: Array, norm: Norm) -> Array:
 
 
 class WgradPlan(NamedTuple):
-    """How a weight's gradient is cut: 64-channel columns a block, blocks of a cluster, parts of the depth; and as
-    launched: rows of an image a step, steps in flight, bytes of shared memory."""
+    """How weights' gradients are cut: horizontal taps and 64-channel columns a block, blocks of a cluster, parts of the
+    depth; and as launched: rows of an image a step, steps in flight, bytes of shared memory."""
 
+    taps: int
     across: int
     cluster: int
     parts: int
@@ -257,89 +261,142 @@ class WgradPlan(NamedTuple):
     shared: int
 
 
+class _Wgrad(NamedTuple):
+    """dweight (K, R, S, C) = or += the gradient from x (N, H, W, C), or x and x2, and dout (N, H, W, K)."""
+
+    x: Array
+    x2: Array | None
+    dout: Array
+    dweight: Array
+    add: bool
+
+
 def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: WgradPlan | None = None,
           total: Array | None = None, x2: Array | None = None) -> bool:
     """Gradient of the weight, written or added to dweight (K, R, S, C), float32, whose rows may be parts of longer.
 
-    x2 holds the channels after x's, where `suits_pair`. The last sum may wait for others (see cudiff.cuda.sums). dout
-    is also added to `total`, of its shape, where that is given and TMA can add to it; returns whether it was.
+    x2 holds the channels after x's, where `suits_pair`. It may wait for others (see cudiff.cuda.waiting). dout is also
+    added to `total`, of its shape, where that is given and TMA can add to it: now; returns whether it was.
     """
     if x.dtype == float32:
         wgrad_tf32(x, dout, dweight, add)
         return False
     passes_on = total is not None and total.dtype == dout.dtype and aligned(total, total.shape[3])
-    x, dout = _whole(x), _whole(dout)
-    n, height, columns, split = x.shape
-    outputs, kernel_rows, kernel_columns, channels = dweight.shape
-    chosen = chosen or plan_wgrad(x.shape[:3], dweight.shape)
-    across, cluster, parts, rows, stages, shared = chosen
+    job = _Wgrad(_whole(x), x2, _whole(dout), dweight, add)
+    if passes_on or chosen is not None:
+        _launch_wgrads([job], chosen, total if passes_on else None)
+        return passes_on
+    held = sum(array.nbytes for array in job[:3] if array is not None)
+    submit(_WGRADS, job, dweight, job[:3], held, (x.dtype, x.shape[:3], dweight.shape[1:3]))
+    return False
+
+
+def _launch_wgrads(jobs: list[_Wgrad], chosen: WgradPlan | None = None, total: Array | None = None) -> None:
+    """Weights' gradients from images of one size, by one launch; the only job's dout is added to `total`, if given."""
+    x, kernel = jobs[0].x, jobs[0].dweight.shape[1:3]
+    n, height, columns, _ = x.shape
+    chosen = chosen or plan_wgrad(x.shape[:3], tuple(job.dweight.shape for job in jobs))
+    taps, across, cluster, parts, rows, stages, shared = chosen
     width, sums = width_of(columns), parts // cluster
-    out, pitch = _sums(dweight, sums)
-    box = (1, rows + kernel_rows - 1, width, 64)
+    box = (1, rows + kernel[0] - 1, width + taps - 1, CHANNELS)
+    dout_box = (1, rows, width, CHANNELS)
+    count = 1 if len(jobs) == 1 else WGRADS
+    table, first, waiting = np.zeros(1, np.dtype([("jobs", _WGRAD, count)])), 0, []
+    table["jobs"]["first"] = np.iinfo(np.int32).max
+    for i, (x, x2, dout, dweight, add) in enumerate(jobs):
+        out, pitch = _sums(dweight, sums)
+        maps = (tensor_map(x, box), tensor_map(x if x2 is None else x2, box), tensor_map(dout, dout_box))
+        outputs, _, _, channels = dweight.shape
+        table["jobs"][0, i] = (
+            *(found["words"] for found in maps), address(out), pitch, first, add and sums == 1, channels, outputs,
+            x.shape[3],
+        )
+        first += _wgrad_blocks(dweight.shape, taps, across)
+        waiting.append(out)
     launch(
-        "conv2d_wgrad_sm90", "conv2d_wgrad_sm90",
-        (blocks(outputs, 64) * blocks(channels, 64 * across), kernel_columns, parts), 256,
+        "conv2d_wgrad_sm90", "conv2d_wgrad_sm90", (first, 1, parts), 160 if taps == 1 else 512,
         (
-            tensor_map(x, box), tensor_map(x if x2 is None else x2, box),
-            *(tensor_map(array, (1, rows, width, 64)) for array in (dout, total if passes_on else dout)),
-            out, pitch, add and sums == 1, n, height, channels, outputs, kernel_columns, rows, width, stages, split,
-            passes_on,
+            table, tensor_map(jobs[0].dout if total is None else total, dout_box), total is not None,
+            n, height, kernel[1], rows, width, stages,
         ),
-        shared, T=x.dtype, R=kernel_rows, COLUMNS=across, PIXELS=rows * width, CLUSTER=cluster,
+        shared, T=x.dtype, R=kernel[0], TAPS=taps, COLUMNS=across, PIXELS=rows * width, CLUSTER=cluster, JOBS=count,
     )
-    if sums > 1:
-        add_parts(out, dweight, add)
-    return passes_on
+    for job, out in zip(jobs, waiting, strict=True):
+        if sums > 1:
+            add_parts(out, job.dweight, job.add)
+
+
+WAITING_BYTES = 160 << 20  # of images, for them: the U-Net's step at batch 32 takes 32 MiB more for it
+_WGRADS = Kind(_launch_wgrads, WGRADS, WAITING_BYTES, rank=0)
+_WGRAD = np.dtype({
+    "names": ["x", "x2", "dout", "out", "pitch", "first", "add", "channels", "outputs", "split"],
+    "formats": [(np.uint64, 16)] * 3 + ["u8", "i8"] + ["i4"] * 5, "itemsize": 448,
+})
+
+
+def _wgrad_blocks(weight: tuple[int, ...], taps: int, across: int) -> int:
+    """Blocks for each part of the depth."""
+    outputs, _, kernel_columns, channels = weight
+    return blocks(outputs, CHANNELS) * blocks(channels, CHANNELS * across) * (kernel_columns // taps)
 
 
 @functools.cache
-def plan_wgrad(images: tuple[int, ...], weight: tuple[int, ...]) -> WgradPlan:
-    """The plan of the least estimated time for x of this (N, H, W) and a weight of this (K, R, S, C)."""
-    return min(wgrad_plans(images, weight), key=lambda plan: time_wgrad(plan, images, weight))
+def plan_wgrad(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...]) -> WgradPlan:
+    """The plan of the least estimated time for x of this (N, H, W) and weights of these (K, R, S, C)."""
+    return min(wgrad_plans(images, weights), key=lambda plan: time_wgrad(plan, images, weights))
 
 
-def wgrad_plans(images: tuple[int, ...], weight: tuple[int, ...]) -> Iterator[WgradPlan]:
-    """All plans whose blocks run at once, as far as there are any."""
+def wgrad_plans(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...]) -> Iterator[WgradPlan]:
+    """Plans for them: with any number of parts whose blocks run at once, as far as there are any."""
     n, height, columns = images
-    outputs, kernel_rows, kernel_columns, channels = weight
-    for across, (cluster, room) in itertools.product((1, 2, 3), CLUSTERS.items()):
-        fitted = fit_wgrad(height, width_of(columns), channels, kernel_rows, across)
+    kernel, channels = weights[0][1:3], max(weight[3] for weight in weights)
+    for (taps, across), (cluster, room) in itertools.product(((3, 1), (1, 1), (1, 2), (1, 3)), CLUSTERS.items()):
+        fitted = fit_wgrad((height, width_of(columns)), channels, kernel, taps, across)
         if fitted is None:
             continue
-        tiles = blocks(outputs, 64) * blocks(channels, 64 * across) * kernel_columns
+        tiles = sum(_wgrad_blocks(weight, taps, across) for weight in weights)
         most = min(n * blocks(height, fitted[0]), cluster * max(1, room // tiles))
         for parts in range(cluster, most + 1, cluster):
-            yield WgradPlan(across, cluster, parts, *fitted)
+            yield WgradPlan(taps, across, cluster, parts, *fitted)
 
 
-def time_wgrad(plan: WgradPlan, images: tuple[int, ...], weight: tuple[int, ...]) -> float:
+def time_wgrad(plan: WgradPlan, images: tuple[int, ...], weights: tuple[tuple[int, ...], ...]) -> float:
     """Estimated microseconds, as measured on an H200."""
     n, height, columns = images
-    outputs, kernel_rows, kernel_columns, channels = weight
-    across, cluster, parts, rows = plan[:4]
-    tiles = blocks(outputs, 64) * blocks(channels, 64 * across) * kernel_columns
+    kernel_rows = weights[0][1]
+    taps, across, cluster, parts, rows = plan[:5]
+    tiles = sum(_wgrad_blocks(weight, taps, across) for weight in weights)
     waves = blocks(tiles * parts, CLUSTERS[cluster] * cluster)
-    pixels, product = rows * width_of(columns), 64 * kernel_rows * across
-    slab_bytes = (pixels + across * (rows + kernel_rows - 1) * width_of(columns)) * LINE_BYTES
-    step = max(slab_bytes / 105e3, pixels * product / 59e3)
+    width = width_of(columns)
+    pixels, product = rows * width, 64 * kernel_rows * across * taps
+    slab_bytes = (pixels + across * (rows + kernel_rows - 1) * (width + taps - 1)) * LINE_BYTES
+    step = ((slab_bytes / 92e3) ** 4 + (pixels * product / 57e3) ** 4) ** 0.25  # the longer, or more if they are alike
     share = product * 256 / cluster  # bytes of the product that a block writes
-    estimate = waves * (3.1 + blocks(n * blocks(height, rows), parts) * step + share / 30e3)
+    estimate = waves * (2.9 + blocks(n * blocks(height, rows), parts) * step + share / 29e3)
     if cluster > 1:
-        estimate += 1.0 + share * (cluster - 1) / 17e3
+        estimate += 1.1 + share * (cluster - 1) / 20e3
     if parts > cluster:  # a share of a launch that waits for others
-        estimate += 0.7 + parts // cluster * outputs * kernel_rows * kernel_columns * channels * 4 / 3e6
+        estimate += 1.5 + parts // cluster * sum(math.prod(weight) for weight in weights) * 4 / 2.2e6
     return estimate
 
 
-def fit_wgrad(height: int, width: int, channels: int, kernel_rows: int, across: int) -> tuple[int, int, int] | None:
-    """Rows of an image a step, steps in flight, bytes of shared memory; None where two steps have no room."""
+def fit_wgrad(size: tuple[int, int], channels: int, kernel: tuple[int, ...], taps: int,
+              across: int) -> tuple[int, int, int] | None:
+    """Rows of an image a step, steps in flight, bytes of shared memory; None where two steps have no room.
+
+    size: an image's rows, and pixels of one that shared memory has.
+    """
+    height, width = size
     step = 1 if width % 16 == 0 else 2  # pixels come in 16s
     rows = min(max(1, 128 // width // step), blocks(height, step)) * step
-    stage = (rows + across * (rows + kernel_rows - 1)) * width * LINE_BYTES
+    slab = blocks((rows + kernel[0] - 1) * (width + taps - 1) * LINE_BYTES, 1024) * 1024
+    stage = rows * width * LINE_BYTES + across * slab
     stages = min(6, (SHARED_BYTES - 1024 - BARRIER_BYTES) // stage)
-    if stages < 2 or across > (blocks(channels, 64) if kernel_rows == 1 else 1):
+    if stages < 2 or across > (blocks(channels, CHANNELS) if kernel[0] == 1 else 1):
         return None
-    return rows, stages, max(stages * stage + BARRIER_BYTES, 256 * 64 * kernel_rows * across)
+    if taps > 1 and (kernel != (3, taps) or (width % 16 and width != 8)):
+        return None
+    return rows, stages, max(stages * stage + BARRIER_BYTES, 256 * 64 * kernel[0] * across * taps)
 
 
 def wgrad_tf32(x: Array, dout: Array, dweight: Array, add: bool, parts: int = 0) -> None:

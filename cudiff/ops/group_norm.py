@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, float32
-from cudiff.cuda.module import blocks, empty, gradient_target, hopper, launch
+from cudiff.cuda.module import blocks, empty, gradient_sum, gradient_target, hopper, launch
 from cudiff.cuda.sums import add_rows
 from cudiff.ops.cast import narrow, require_float, widen
 from cudiff.ops.gemm import MULTIPROCESSORS
-from cudiff.tensor import Function, Tensor, Vacant
+from cudiff.tensor import Function, Kept, Tensor, Vacant
 from cudiff.threads import cut, parallel_map
 
 
@@ -162,10 +162,11 @@ def _partials_of(x: Array, x2: Array | None, partials: tuple[Array | None, Array
 
 def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, mean: Array,
                              rstd: Array, silu: bool = False, scale: Array | None = None, shift: Array | None = None, *,
-                             needs: tuple[bool, ...], into: tuple[Array | Vacant | None, ...],
+                             needs: tuple[bool, ...], into: tuple[Array | Vacant | Kept | None, ...],
                              y: Array | None = None, sums: dict[int, Array] | None = None,
                              partials: Array | None = None) -> tuple[Array | None, ...]:
-    """dx, dx2, dweight, dbias, dscale, dshift: None where `needs` says so, else where `gradient_target` says.
+    """dx, dx2, dweight, dbias, dscale, dshift: None where `needs` says so, else where `gradient_target` says, or for dx
+    and dx2 `gradient_sum`.
 
     The gradients of parameters, scale and shift are float32. `y`, where given, receives the output once more. `sums`,
     where given, receives at 0 and 1 the sums of dx and dx2, with what they had before, over tiles of pixels: float32
@@ -178,12 +179,12 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
         into = (into[0], None, *into[2:])
     affine = (weight, bias, scale, shift, mean, rstd, groups)
     shapes = (x.shape, x2 is not None and x2.shape, (channels,), (channels,), (n, channels), (n, channels))
-    targets = [
-        gradient_target(target, shape, x.dtype if i < 2 else float32) if need else (None, False)
-        for i, (need, target, shape) in enumerate(zip(needs, into, shapes, strict=True))
-    ]
-    dx, dx2, dweight, dbias, dscale, dshift = targets
-    constants = kernel_constants(dy, x, x2, dx[0], dx2[0], y)
+    dx, dx2 = (gradient_sum(into[i], shapes[i], x.dtype) if needs[i] else (None, None) for i in (0, 1))
+    dweight, dbias, dscale, dshift = (
+        gradient_target(into[i], shapes[i], float32) if needs[i] else (None, False) for i in (2, 3, 4, 5)
+    )
+    results = tuple(target for target, _ in (dx, dx2, dweight, dbias, dscale, dshift))
+    constants = kernel_constants(dy, x, x2, *dx, *dx2, y)
     cut = _clusters(pixels, channels, groups, 2, x.dtype.itemsize, constants["VEC"])
     # Larger clusters are slower than two launches: 64 channels at 64 x 64, by eight blocks 32.1 us, else 26.4.
     if partials is not None or (cut is not None and cut.cluster > 2):
@@ -193,14 +194,14 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
         sums |= {i: empty((n, tiles, (channels1, channels2)[i]), float32) for i in (0, 1) if needs[i]}
     own_sums = (None, None) if sums is None else (sums.get(0), sums.get(1))
     totals = empty((n, channels, 2), float32)
-    results = (totals, *dscale, *dshift)
+    modulation = (totals, *dscale, *dshift)
     if cut:
         launch("group_norm_sm90", "backward", (n * cut.cluster, cut.chunks), 256,
-               (*dx, *dx2, y, *own_sums, *results, dy, x, x2, *affine,
+               (*dx, *dx2, y, *own_sums, *modulation, dy, x, x2, *affine,
                 pixels, channels1, channels2, silu, cut.rows),
                cut.shared, **constants, CLUSTER=cut.cluster, ACROSS=cut.across)
         affine_gradients_cuda(totals, dweight, dbias)
-        return tuple(target for target, _ in targets)
+        return results
     extent = (pixels, channels1, channels2, tiles, across)
     activation = int(silu) if partials is None else _SILU_DONE
     if partials is None:
@@ -212,14 +213,14 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
     if not applies or count > _FEW_TILES or channels > _FEW_CHANNELS:
         means = empty((n, groups, 2), float32)
         launch("group_norm", "finish_sums", n, 256,
-               (partials, means, *results, *affine, pixels, channels, count), shared, **constants)
+               (partials, means, *modulation, *affine, pixels, channels, count), shared, **constants)
         partials, shared = None, 0
     if applies:
         launch("group_norm", "input_gradients", (n * tiles, chunks), 256,
-               (*dx, *dx2, y, *own_sums, means, partials, count, *results, dy, x, x2, *affine, *extent, activation),
+               (*dx, *dx2, y, *own_sums, means, partials, count, *modulation, dy, x, x2, *affine, *extent, activation),
                _STREAM_BYTES + shared, **constants)
     affine_gradients_cuda(totals, dweight, dbias)
-    return tuple(target for target, _ in targets)
+    return results
 
 
 def affine_gradients_cuda(totals: Array, dweight: tuple[Array | None, bool],
@@ -319,6 +320,8 @@ def _tiling(n: int, pixels: int, channels: int, constants: dict, narrow: bool = 
 
 class GroupNorm(Function):
     """See `group_norm`. x2's channels follow those of x; a group may hold channels of both."""
+
+    adds_elsewhere = (0, 1)
 
     @staticmethod
     def forward_numpy(ctx, x, x2, weight, bias, scale, shift, num_groups, eps, silu):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cudiff.backend import Array, float32
-from cudiff.cuda.module import empty, gradient_target
+from cudiff.cuda.module import empty, gradient_sum, gradient_target
 from cudiff.cuda.sums import add_rows
 from cudiff.ops import conv2d_sm90, elementwise
 from cudiff.ops.cast import astype
@@ -42,6 +42,7 @@ class NormSiluConv2d(Composite):
     """See `norm_silu_conv2d`."""
 
     compose = staticmethod(unfused)
+    adds_elsewhere = (0, 1)
 
     @staticmethod
     def forward_cuda(ctx, x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2,
@@ -93,16 +94,15 @@ class NormSiluConv2d(Composite):
         if h2 is not None:
             for i, part in enumerate((weight[..., : h.shape[3]], weight[..., h.shape[3] :])):
                 if needs[i]:
-                    grads[i], add = gradient_target(into[i], (*dout.shape[:3], part.shape[3]), dout.dtype)
-                    epilogue = Epilogue(addend=grads[i] if add else None)
-                    dgrad_cuda(dout, part, grads[i], (1, 1), padding, epilogue, tf32)
+                    grads[i], addend = gradient_sum(into[i], (*dout.shape[:3], part.shape[3]), dout.dtype)
+                    dgrad_cuda(dout, part, grads[i], (1, 1), padding, Epilogue(addend=addend), tf32)
         elif any(needs[i] for i in _NORM_INPUTS):
-            grads[0], add = gradient_target(None if ctx.steps else into[0], ctx.shape, dout.dtype)
+            grads[0], addend = gradient_sum(None if ctx.steps else into[0], ctx.shape, dout.dtype)
             norm = ctx.steps[0][1] if [function for function, _, _ in ctx.steps] == [GroupNorm] else None
             if norm is not None and suits_norm(dout, weight, grads[0], Norm(*norm.saved), padding):
                 norm.dz_partials = dgrad_to_norm(dout, weight, grads[0], Norm(*norm.saved))
             else:
-                dgrad_cuda(dout, weight, grads[0], (1, 1), padding, Epilogue(addend=grads[0] if add else None), tf32)
+                dgrad_cuda(dout, weight, grads[0], (1, 1), padding, Epilogue(addend=addend), tf32)
             for position in reversed(range(len(ctx.steps))):
                 function, step, inputs = ctx.steps[position]
                 last = position == 0

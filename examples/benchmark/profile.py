@@ -39,8 +39,9 @@ def flops_of(stem: str, name: str, grid: tuple, args: tuple, constants: dict[str
         images, height, columns, channels, outputs, kernel_columns = numbers[:6]
         return 2.0 * images * height * columns * channels * outputs * constants["R"] * kernel_columns
     if stem == "conv2d_wgrad_sm90":
-        images, height, channels, outputs, kernel_columns, _, width = numbers[2:9]
-        return 2.0 * images * height * width * channels * outputs * constants["R"] * kernel_columns
+        images, height, kernel_columns, _, width = numbers[1:6]
+        weights = (args[0]["jobs"]["channels"].astype(float) * args[0]["jobs"]["outputs"]).sum()
+        return 2.0 * images * height * width * constants["R"] * kernel_columns * weights
     if stem == "conv2d_wgrad_tf32_sm90":
         images, height, channels, outputs, _, width = numbers[2:8]
         return 2.0 * images * height * width * channels * outputs * constants["R"] ** 2

@@ -4,6 +4,7 @@ import pytest
 
 from cudiff import ops
 from cudiff.cuda.module import blocks
+from cudiff.cuda.waiting import waiting
 from cudiff.ops import conv2d_sm90
 from cudiff.ops.gemm import Epilogue
 from cudiff.tensor import Tensor
@@ -21,7 +22,7 @@ SHAPES = [
 
 
 @pytest.fixture
-def hopper(device):
+def hopper():
     """Skips where the kernels under test are not those that `conv2d` would take."""
     from cudiff.cuda.module import architecture
 
@@ -179,21 +180,62 @@ def test_gradient_to_a_norm(hopper, rng, tile, size, sources, scaled, taps, dtyp
 @pytest.mark.gpu
 @pytest.mark.parametrize("cluster, parts", [(1, 1), (1, 5), (2, 2), (2, 6), (4, 4), (8, 8)])
 @pytest.mark.parametrize("outputs, channels", [(136, 200), (64, 3), (3, 64)])
-@pytest.mark.parametrize("kernel", [(3, 3), (1, 1)])
-def test_wgrad_in_parts_adds_to_what_is_there(hopper, rng, outputs, channels, cluster, parts, kernel):
-    x, dout = (rng.standard_normal((2, 48, 9, c)).astype(ml_dtypes.bfloat16) for c in (channels, outputs))
+@pytest.mark.parametrize("kernel, columns", [((3, 3), 9), ((3, 3), 8), ((3, 3), 30), ((1, 1), 9)])
+def test_wgrad_in_parts_adds_to_what_is_there(hopper, rng, outputs, channels, cluster, parts, kernel, columns):
+    x, dout = (rng.standard_normal((3, 48, columns, c)).astype(ml_dtypes.bfloat16) for c in (channels, outputs))
     weight = Tensor(np.zeros((outputs, *kernel, channels)), requires_grad=True)
     ops.conv2d(Tensor(x.astype(np.float64)), weight, padding=kernel[0] // 2).backward(dout.astype(np.float64))
     before = rng.standard_normal(weight.shape).astype(np.float32)
     operands = [Tensor(array, device="cuda").data for array in (x, dout)]
-    plans = [p for p in conv2d_sm90.wgrad_plans((2, 48, 9), weight.shape) if p.cluster == cluster]
-    assert plans
-    for chosen in {p.across: p._replace(parts=parts) for p in plans}.values():
+    plans = conv2d_sm90.wgrad_plans((3, 48, columns), (weight.shape,))
+    cuts = {plan[:2]: plan._replace(cluster=cluster, parts=parts) for plan in plans}
+    assert cuts
+    for chosen in cuts.values():
         dweight, total = Tensor(before, device="cuda").data, operands[1][::-1].copy()
         assert conv2d_sm90.wgrad(*operands, dweight, True, chosen, total) == (outputs % 8 == 0)
         assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < 1e-5
         passed_on = dout[::-1].astype(np.float32) + (dout if outputs % 8 == 0 else 0)
         assert np.array_equal(Tensor(total).numpy(), passed_on.astype(dout.dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [(3, 8, 8), (2, 5, 24), (1, 40, 8)], ids=str)
+@pytest.mark.parametrize("kernel", [(3, 3), (1, 1)])
+def test_weight_gradients_wait_and_share_launches(hopper, rng, monkeypatch, size, kernel):
+    """More than a launch takes, of different channels, from one and two sources, one of them twice; those whose dout is
+    about to be overwritten are done before."""
+    launched = []
+    monkeypatch.setattr(conv2d_sm90, "_WGRADS", conv2d_sm90._WGRADS._replace(
+        launch=lambda jobs: (launched.append(len(jobs)), conv2d_sm90._launch_wgrads(jobs))))
+    sources = [(64, 40), (64, 0), (8, 0), (3, 0), (72, 0), (128, 24), (200, 0), (16, 0), (64, 64), (24, 0)]
+    douts, results, expected = [], [], []
+    with waiting() as waits:
+        for i, (first, second) in enumerate(sources):
+            outputs = (64, 136, 3, 72)[i % 4]
+            arrays = [rng.standard_normal((*size, c)).astype(ml_dtypes.bfloat16) if c else None
+                      for c in (first, second, outputs)]
+            x, x2, dout = (None if array is None else Tensor(array, device="cuda").data for array in arrays)
+            joined = np.concatenate([array for array in arrays[:2] if array is not None], axis=3).astype(np.float64)
+            weight = Tensor(np.zeros((outputs, *kernel, first + second)), requires_grad=True)
+            ops.conv2d(Tensor(joined), weight, padding=kernel[0] // 2).backward(arrays[2].astype(np.float64))
+            before = rng.standard_normal(weight.shape).astype(np.float32) if i % 3 else np.full(weight.shape, np.nan)
+            results.append(Tensor(before.astype(np.float32), device="cuda").data)
+            douts.append(dout)
+            expected.append((before if i % 3 else 0) + weight.grad)
+            conv2d_sm90.wgrad(x, dout, results[-1], bool(i % 3), x2=x2)
+        assert launched == [8]
+        conv2d_sm90.wgrad(x, dout, results[-1], True, x2=x2)
+        expected[-1] = expected[-1] + weight.grad
+        assert launched == [8, 2]
+        waits.finish(douts[0], written=True), waits.finish(douts[-1])
+        assert launched == [8, 2]
+        assert waits.reads(douts[-1]) and not waits.reads(douts[0])
+        waits.finish(douts[-1], written=True)
+        douts[-1].fill(np.nan)
+        assert launched == [8, 2, 1]
+    assert launched == [8, 2, 1]
+    for result, reference in zip(results, expected, strict=True):
+        assert relative_error(Tensor(result).numpy(), reference) < 1e-5
 
 
 @pytest.mark.gpu
@@ -268,14 +310,15 @@ def test_every_wgrad_fits(kernel_rows):
     for height, columns in SIZES:
         width = conv2d_sm90.width_of(columns)
         for channels in (8, 65, 129, 512):
-            images, weight = (2, height, columns), (72, kernel_rows, 3, channels)
-            plans = list(conv2d_sm90.wgrad_plans(images, weight))
-            assert conv2d_sm90.plan_wgrad(images, weight) in plans
+            images, weights = (2, height, columns), ((72, kernel_rows, 3, channels), (200, kernel_rows, 3, 8))
+            plans = list(conv2d_sm90.wgrad_plans(images, weights))
+            assert conv2d_sm90.plan_wgrad(images, weights) in plans
             for plan in plans:
                 assert plan.rows * width % 16 == 0 and plan.rows * width <= 256
                 assert 1 <= plan.across <= (3 if kernel_rows == 1 else 1) and plan.stages >= 2
+                assert plan.taps == 1 or (kernel_rows == 3 and (width == 8 or width % 16 == 0))
                 assert plan.cluster <= plan.parts <= 2 * blocks(height, plan.rows) and plan.parts % plan.cluster == 0
-                assert 256 * 64 * kernel_rows * plan.across <= plan.shared
+                assert 256 * 64 * kernel_rows * plan.across * plan.taps <= plan.shared
                 assert plan.shared + 1024 <= conv2d_sm90.SHARED_BYTES
             if columns > conv2d_sm90.TF32_COLUMNS:
                 continue

@@ -3,6 +3,7 @@ import pytest
 
 from cudiff.backend import bfloat16
 from cudiff.nn.parameter import Parameter
+from cudiff.ops import conv2d_sm90
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
 from cudiff.tensor import Tensor
 from tests.check import check_op, relative_error, torch
@@ -92,6 +93,27 @@ def test_a_residual_whose_gradient_has_begun(device, rng):
 
     # Three units round in turn.
     check_op(block, *arrays, device=device, fp32_inputs=(4, 5), tolerance=3)
+
+
+def test_a_gradient_that_waiting_work_reads(device, rng, monkeypatch):
+    """A unit's dout is also its residual's gradient, to which the norm's backward adds while dout still waits to be read
+    for the weight's gradient."""
+    launched = []
+    monkeypatch.setattr(conv2d_sm90, "_WGRADS", conv2d_sm90._WGRADS._replace(
+        launch=lambda jobs: (launched.append(len(jobs)), conv2d_sm90._launch_wgrads(jobs))))
+    size, c = ((3, 8, 8), 64) if device == "cuda" else ((2, 3, 2), 4)
+    arrays = [rng.standard_normal((*size, c)), *(rng.standard_normal((c, 3, 3, c)) * 0.05 for _ in range(3)),
+              *(rng.standard_normal(c) for _ in range(6))]
+
+    def blocks(x, *parameters):
+        for weight, norm_weight, norm_bias in zip(parameters[:3], parameters[3:6], parameters[6:], strict=True):
+            x = norm_silu_conv2d(x, weight=weight, norm_weight=norm_weight, norm_bias=norm_bias, residual=x,
+                                 num_groups=4)
+        return x
+
+    # Three units round in turn.
+    check_op(blocks, *arrays, device=device, fp32_inputs=tuple(range(4, 10)), tolerance=3)
+    assert set(launched) == ({3} if device == "cuda" and conv2d_sm90.hopper() else set())
 
 
 PAIRS = [  # shapes of x, x2, weight, residual, residual2, skip weight
