@@ -1,17 +1,20 @@
 // Convolution of stride 1 that keeps the image's size, on Hopper: TMA brings the operands, wgmma multiplies them. These are
 // FPROP and DGRAD of conv2d.cu; conv2d_wgrad_sm90.cu and conv2d_wgrad_tf32_sm90.cu are its WGRAD.
 // architectures: sm_90a
-// variants: PASS=FPROP T=bf16,half PIXELS=256 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0 CLUSTER=1
-// variants: PASS=FPROP T=bf16 PIXELS=128,64 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0 CLUSTER=1
-// variants: PASS=DGRAD T=bf16 PIXELS=256,128 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0 RELU=0 CLUSTER=1
-// variants: PASS=DGRAD T=bf16,half PIXELS=64 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0 RELU=0 CLUSTER=1
-// variants: PASS=DGRAD T=bf16,half PIXELS=256,128,64 R=3,1 ADDS=0 STATISTICS=0 NORM=1 RELU=0 CLUSTER=1
-// variants: PASS=FPROP T=bf16,float PIXELS=256,128,64 R=3 ADDS=0 STATISTICS=0 NORM=0 RELU=1 CLUSTER=1
-// variants: PASS=FPROP T=float PIXELS=256,128,64 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0 CLUSTER=1
-// variants: PASS=FPROP T=bf16,float PIXELS=64 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0 CLUSTER=2,4,8
-// variants: PASS=FPROP T=bf16 PIXELS=64 R=3 ADDS=0 STATISTICS=0 NORM=0 RELU=1 CLUSTER=2,4,8
-// variants: PASS=DGRAD T=bf16 PIXELS=64 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0 RELU=0 CLUSTER=2,4,8
-// variants: PASS=DGRAD T=bf16 PIXELS=64 R=3,1 ADDS=0 STATISTICS=0 NORM=1 RELU=0 CLUSTER=2,4,8
+// variants: PASS=FPROP T=bf16,half PIXELS=256 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0 SKIP=0 CLUSTER=1
+// variants: PASS=FPROP T=bf16 PIXELS=128,64 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0 SKIP=0 CLUSTER=1
+// variants: PASS=DGRAD T=bf16 PIXELS=256,128 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0 RELU=0 SKIP=0 CLUSTER=1
+// variants: PASS=DGRAD T=bf16,half PIXELS=64 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0 RELU=0 SKIP=0 CLUSTER=1
+// variants: PASS=DGRAD T=bf16,half PIXELS=256,128,64 R=3,1 ADDS=0 STATISTICS=0 NORM=1 RELU=0 SKIP=0 CLUSTER=1
+// variants: PASS=FPROP T=bf16,float PIXELS=256,128,64 R=3 ADDS=0 STATISTICS=0 NORM=0 RELU=1 SKIP=0 CLUSTER=1
+// variants: PASS=FPROP T=float PIXELS=256,128,64 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0 SKIP=0 CLUSTER=1
+// variants: PASS=FPROP T=bf16,float PIXELS=64 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0 SKIP=0 CLUSTER=2,4,8
+// variants: PASS=FPROP T=bf16 PIXELS=64 R=3 ADDS=0 STATISTICS=0 NORM=0 RELU=1 SKIP=0 CLUSTER=2,4,8
+// variants: PASS=DGRAD T=bf16 PIXELS=64 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0 RELU=0 SKIP=0 CLUSTER=2,4,8
+// variants: PASS=DGRAD T=bf16 PIXELS=64 R=3,1 ADDS=0 STATISTICS=0 NORM=1 RELU=0 SKIP=0 CLUSTER=2,4,8
+// variants: PASS=FPROP T=bf16,half PIXELS=256 R=3 ADDS=0 STATISTICS=0,1 NORM=0 RELU=0 SKIP=1 CLUSTER=1
+// variants: PASS=FPROP T=bf16 PIXELS=128,64 R=3 ADDS=0 STATISTICS=0,1 NORM=0 RELU=0 SKIP=1 CLUSTER=1
+// variants: PASS=FPROP T=bf16 PIXELS=64 R=3 ADDS=0 STATISTICS=0,1 NORM=0 RELU=0 SKIP=1 CLUSTER=2,4,8
 //
 // x: T (N, H, W, C), whose channels from `split` (C, or a multiple of CHUNK) on are x2's; out: T (N, H, W, K), whose channels
 // from K1 (K, or a multiple of 64) on are out2's; addend: T (N, H, W, K), may be `out` itself; bias: float (K) or null; emb:
@@ -23,6 +26,10 @@
 //   NORM   of 16-bit DGRAD where the convolution's input was silu(z), z group norm's map (affine.cuh) of `addend`, and of
 //          `addend2` from channel K1 on: out = dz, the result times silu's slope, and partials are each strip's sums of dz and
 //          of dz · addend, before rounding. Then there is no out2, and bias and emb are null.
+//   SKIP   of 16-bit FPROP without ADDS and RELU, to which a 1×1 convolution is added: out[pixel][k] also has
+//          addend[pixel] · skip_weight[k] + skip_bias[k] (float (K) or null). Then addend is T (N, H, W, D), whose channels
+//          from D1 (D, or a multiple of CHUNK) on are addend2's, D is a multiple of 8, and emb is null (with both
+//          biases and emb registers spilled).
 // R (a constant) and S are odd; C and K are multiples of 8, or of 4 floats, and no size is 0. Products of floats are of
 // tf32, which wgmma takes only as FPROP has them: their dgrad is given the turned weight.
 //
@@ -31,20 +38,22 @@
 // columns the operands are read from shared memory least often; its speed is the bound with fewer (128 columns reach 0.92 of
 // that speed, 64 reach 0.63: TILES in conv2d_sm90.py). The depth is walked in chunks of 64 channels, or 32 of floats. A slab of
 // rows + R - 1 by 8 + S - 1 pixels, padded with zeros by TMA, serves all taps of a chunk: they differ in where they start.
-// The weights come for R vertical taps at once.
+// The weights come for R vertical taps at once. SKIP's channels are walked after those of x, in chunks of one tap, whose slabs
+// are the strip's own pixels, rows by 8.
 // A block stays and walks over strips, so that its products hardly pause: one warp brings slabs and weights, through a
 // ring each; of two warpgroups, which take turns, one multiplies while the other adds, rounds, sums and writes. Weights that
 // all fit in shared memory are brought once. The addend is brought, during the products, to where the result will lie.
 // Where few strips would leave multiprocessors idle, CLUSTER blocks along the grid's z share one, and each has one turn: it
-// multiplies a part of the depth, steps of R taps of a chunk, and sends each other block the sums of some rows. A block adds
-// what it gets in the order of the blocks, and finishes SHARE = PIXELS / 8 / CLUSTER rows.
+// multiplies a part of the depth, steps of R taps of a chunk or one of SKIP's, and sends each other block the sums of some
+// rows. A block adds what it gets in the order of the blocks, and finishes SHARE = PIXELS / 8 / CLUSTER rows.
 // Maps: x {C, W, H, N}, box {CHUNK, 8 + S - 1, rows + R - 1, 1}; FPROP weight {C, R·S, K}, DGRAD weight {K, R·S, C}, box
-// {CHUNK, 1, 64}; out and addend {K, W, H, N}, box {CHUNK, 8, min(rows, SHARE), 1}. Those of float x and weight round to tf32.
+// {CHUNK, 1, 64}; out and addend {K, W, H, N}, box {CHUNK, 8, min(rows, SHARE), 1}, but SKIP's addend {D, W, H, N}, box
+// {CHUNK, 8, rows, 1}; skip_weight {D, 1, K}, box {CHUNK, 1, 64}. Those of float x and weight round to tf32.
 // Launch: 384 threads, of which the last 127 only give their registers to others; grid (any number, or in clusters one
 // for each strip; ceil(K / 64); CLUSTER); tiles = ceil(W / 8) · ceil(H / rows). Shared memory: 1024 bytes for barriers and as
 // many for NORM's maps; `a_stages` slabs, two at least if a block's turns have so many chunks; `b_stages` times R taps'
-// weights, two at least if it has so many; the results of two turns or one, two rows of a strip at least; and in clusters
-// 256 · PIXELS bytes for what blocks send each other. A cluster has no more blocks than there are steps.
+// weights, two at least if a turn has so many steps; the results of two turns or one, two rows of a strip at least; and in
+// clusters 256 · PIXELS bytes for what blocks send each other. A cluster has no more blocks than there are steps.
 #include "affine.cuh"
 #include "cluster.cuh"
 #include "wgmma.cuh"
@@ -97,10 +106,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
 conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap x2,
             const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap out,
             const __grid_constant__ TensorMap out2, const __grid_constant__ TensorMap addend,
-            const __grid_constant__ TensorMap addend2, const float* bias, const float* emb, float2* partials,
-            const float* norm_weight, const float* norm_bias, const float* scale, const float* shift, const float* mean,
-            const float* rstd, int N, int H, int W, int C, int K, int S, int rows, int a_stages, int b_stages, int split,
-            int K1, int groups) {
+            const __grid_constant__ TensorMap addend2, const __grid_constant__ TensorMap skip_weight, const float* bias,
+            const float* skip_bias, const float* emb, float2* partials, const float* norm_weight, const float* norm_bias,
+            const float* scale, const float* shift, const float* mean, const float* rstd, int N, int H, int W, int C, int K,
+            int S, int D, int rows, int a_stages, int b_stages, int split, int K1, int D1, int groups) {
     extern __shared__ __align__(1024) u8 shared[];
     int pitch = 8 + S - 1;  // lines from one row of the slab to the next
     u32 slab_bytes = CEIL_DIV((PIXELS / 8 + R - 1) * pitch * LINE, 1024) * 1024;
@@ -113,14 +122,17 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         open_mailbox(mailbox, PIXELS * 64 * sizeof(float));
         prefetch(x), prefetch(weight), prefetch(out);
         if (split < C) prefetch(x2);
-        if (READS) prefetch(addend);
+        if (READS || SKIP) prefetch(addend);
+        if (SKIP) prefetch(skip_weight);
     }
     cluster_arrive_relaxed();
     wait_for_previous();
     __syncthreads();
 
     int chunks = CEIL_DIV(C, CHUNK), k0 = blockIdx.y * 64, across = CEIL_DIV(W, 8), tiles = across * CEIL_DIV(H, rows);
-    int rank = blockIdx.z % CLUSTER, first = chunks * S * rank / CLUSTER, last = chunks * S * (rank + 1) / CLUSTER;
+    int own = chunks * S, skips = SKIP ? CEIL_DIV(D, CHUNK) : 0, steps = own + skips;  // x's steps, then SKIP's
+    int rank = blockIdx.z % CLUSTER, first = steps * rank / CLUSTER, last = steps * (rank + 1) / CLUSTER;
+    int middle = SKIP ? min(max(first, own), last) : last;  // the first of SKIP's
     bool resident = b_stages == last - first;
     if (threadIdx.x >= CONSUMERS) {
         set_registers<40, false>();
@@ -128,7 +140,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         for (int i = blockIdx.x; i < N * tiles; i += gridDim.x) {
             Strip strip(i, tiles, across, rows);
 #pragma unroll 1
-            for (int step = first, s = first % S, c = first / S * CHUNK; step < last; step++) {
+            for (int step = first, s = first % S, c = first / S * CHUNK; step < middle; step++) {
                 if (s == 0 || step == first) {
                     u32 full = a.acquire((rows + R - 1) * pitch * LINE);
                     tma_load(a.buffer(), c < split ? x : x2, full, c < split ? c : c - split, strip.w0 - S / 2,
@@ -144,6 +156,18 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
                     b.advance();
                 }
                 if (++s == S) s = 0, c += CHUNK;
+            }
+#pragma unroll 1
+            for (int step = middle; step < last; step++) {
+                int c = (step - own) * CHUNK;
+                u32 full = a.acquire(rows * 8 * LINE);
+                tma_load(a.buffer(), c < D1 ? addend : addend2, full, c < D1 ? c : c - D1, strip.w0, strip.h0, strip.n);
+                a.advance();
+                if (!resident || i == blockIdx.x) {
+                    full = b.acquire(TAP_BYTES);
+                    tma_load(b.buffer(), skip_weight, full, c, 0, k0);
+                    b.advance();
+                }
             }
         }
         return;
@@ -164,8 +188,8 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     for (int index = blockIdx.x; index / tiles < N; index += gridDim.x) {
         int turn = index / gridDim.x;
         if (turn % 2 != group) {
-            a.skip(chunks);
-            if (!resident) b.skip(chunks * S);
+            a.skip(chunks + skips);
+            if (!resident) b.skip(steps);
             continue;
         }
         Strip strip(index, tiles, across, rows);
@@ -182,13 +206,21 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         for (int i = 0; i < 2; i++) {
             int j = warp * 16 + i * 8 + lane / 4;
             if (bias && k0 + j < K) offset[i] = bias[k0 + j];
-            if (emb && k0 + j < K) offset[i] += emb[strip.n * K + k0 + j];
+            if (SKIP && skip_bias && k0 + j < K) offset[i] += skip_bias[k0 + j];
+            if (!SKIP && emb && k0 + j < K) offset[i] += emb[strip.n * K + k0 + j];
         }
         // The warpgroups' products never mix, so that each finds filled what comes before its own buffers.
         barrier_wait(own_turn, phase ^ (group == 0));
         float acc[PIXELS / 2];
         Ring a_read = a, b_read = b;
-        for (int i = first, s = first % S; i < last; i++, s = s + 1 < S ? s + 1 : 0) {
+        auto multiply = [&](u32 tap, u32 pixels, int pitch, bool adds) {  // the products of a tap of a chunk
+            u64 at_weight = tile_descriptor(tap), at_x = tile_descriptor(pixels, 16, pitch * LINE);
+#pragma unroll
+            for (int k = 0; k < LINE / 32; k++)
+                wgmma<PASS == DGRAD, false>((T*)nullptr, acc, at_weight + k * DEPTH_STEP<PASS == DGRAD>,
+                                            at_x + k * DEPTH_STEP<false>, adds || k > 0);
+        };
+        for (int i = first, s = first % S; i < middle; i++, s = s + 1 < S ? s + 1 : 0) {
             if (s == 0 || i == first) a.wait();
             if (READS && i == first && leads) {  // behind the first slabs
                 tma_store_wait();                // of the last result, which lies there
@@ -201,21 +233,29 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             b.wait();
             wgmma_fence();
 #pragma unroll
-            for (int r = 0; r < R; r++) {
-                u64 at_weight = tile_descriptor(b.buffer() + r * TAP_BYTES);
-                u64 at_x = tile_descriptor(a.buffer() + (r * pitch + s) * LINE, 16, pitch * LINE);
-#pragma unroll
-                for (int k = 0; k < LINE / 32; k++)
-                    wgmma<PASS == DGRAD, false>((T*)nullptr, acc, at_weight + k * DEPTH_STEP<PASS == DGRAD>,
-                                                at_x + k * DEPTH_STEP<false>, i > first || r > 0 || k > 0);
-            }
+            for (int r = 0; r < R; r++)
+                multiply(b.buffer() + r * TAP_BYTES, a.buffer() + (r * pitch + s) * LINE, pitch, i > first || r > 0);
             wgmma_commit();
             b.advance();
             if (s == S - 1) a.advance();
-            wgmma_wait<1>();  // all but these R taps' products are done
+            wgmma_wait<1>();  // all but this step's products are done
             if (i > first) {
                 if (!resident) b_read.release();
                 if (s == 0) a_read.release();
+            }
+        }
+#pragma unroll 1  // a loop of its own: behind a branch in the one above, products would wait for each other
+        for (int i = middle; i < last; i++) {
+            a.wait();
+            b.wait();
+            wgmma_fence();
+            multiply(b.buffer(), a.buffer(), 8, i > first);
+            wgmma_commit();
+            a.advance(), b.advance();
+            wgmma_wait<1>();
+            if (i > first) {
+                if (!resident) b_read.release();
+                a_read.release();
             }
         }
         if (leads) barrier_arrive(turns + 8 * (1 - group));

@@ -163,6 +163,11 @@ def test_the_profile_counts_the_operations_of_convolutions(launched):
     counted = [flops_of(stem, name, grid, args, constants) for stem, name, grid, args, constants in launched]
     assert [count for count in counted if count] == [CONVOLUTION] * 7
     launched.clear()
+    skip = conv2d_sm90.Skip(bf16(4, 32, 32, 64), bf16(4, 32, 32, 40), bf16(128, 1, 1, 104), None)
+    conv2d_sm90.fprop(x, weight, dout, gemm.Epilogue(), skip=skip)
+    ((stem, name, grid, args, constants),) = launched
+    assert flops_of(stem, name, grid, args, constants) == CONVOLUTION + 2 * 4 * 32 * 32 * 104 * 128
+    launched.clear()
     conv2d_thin.fprop(bf16(2, 16, 16, 3), bf16(64, 3, 3, 3), bf16(2, 16, 16, 64), gemm.Epilogue())
     conv2d_thin.fprop(bf16(2, 16, 16, 64), bf16(3, 3, 3, 64), bf16(2, 16, 16, 3), gemm.Epilogue())
     matmul.multiply(bf16(6, 20, 72), bf16(6, 72, 40))

@@ -133,17 +133,19 @@ def out_size(size: tuple[int, ...], kernel: tuple[int, ...], stride: Pair, paddi
 
 
 def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair, epilogue: Epilogue, tf32: bool,
-               statistics: bool = False, relu: bool = False, x2: Array | None = None) -> Array | None:
+               statistics: bool = False, relu: bool = False, x2: Array | None = None,
+               skip: conv2d_sm90.Skip | None = None) -> Array | None:
     """Convolution, written to out (N, Ho, Wo, K), and what the epilogue adds; then ReLU, if `relu`.
 
-    x2 holds the channels after x's, where `conv2d_sm90.suits_pair`. Returns out's sums and sums of squares, float32
-    (N, tiles, K, 2), if `statistics` and the kernel makes them.
+    x2 holds the channels after x's, where `conv2d_sm90.suits_pair`. The result of `skip` is added too, where
+    `conv2d_sm90.suits_skip`. Returns out's sums and sums of squares, float32 (N, tiles, K, 2), if `statistics` and the
+    kernel makes them.
     """
     epilogue = epilogue._replace(rows_per_image=out.shape[1] * out.shape[2])
-    if x2 is None and conv2d_thin.suits(x, weight, out, stride, padding, epilogue):
+    if x2 is None and skip is None and conv2d_thin.suits(x, weight, out, stride, padding, epilogue):
         return conv2d_thin.fprop(x, weight, out, epilogue, moments=2 * statistics, relu=relu)
     if conv2d_sm90.suits(x, weight, out, stride, padding, tf32):
-        return conv2d_sm90.fprop(x, weight, out, epilogue, statistics=statistics, relu=relu, x2=x2)
+        return conv2d_sm90.fprop(x, weight, out, epilogue, statistics=statistics, relu=relu, x2=x2, skip=skip)
     if _is_linear(weight.shape[1:3], stride, padding):
         linear_cuda(x, weight.reshape(weight.shape[0], -1), epilogue, tf32, out.reshape(1, -1, out.shape[3]))
     else:

@@ -26,6 +26,7 @@ MAP_BYTES = 1024  # of norms' maps of channels, in fprop
 CLUSTERS = {1: MULTIPROCESSORS, 2: 66, 4: 30, 8: 15}  # of so many blocks with a multiprocessor each that run at once
 COLUMNS = (1, 3, 5, 7)  # of a weight
 WGRADS = 8  # that a launch takes, whose arguments have 4 KiB
+SKIP_TAPS = 2  # that take as long as a chunk of a skip path: its one tap and the wait for its slab, an estimate
 TF32_COLUMNS = 112  # of an image, of which the weight's gradient keeps three steps
 
 
@@ -111,6 +112,27 @@ def suits_norm(dout: Array, weight: Array, dz: Array, norm: Norm, padding: tuple
     )
 
 
+def suits_skip(x: Array, weight: Array, out: Array, skip: Skip) -> bool:
+    """Whether `fprop` takes the skip path beside the convolution of x with weight to out: 16-bit images, of two sources
+    the first of whole tiles of channels. It adds no emb then and takes no ReLU."""
+    sources = [source for source in (skip.x, skip.x2) if source is not None]
+    return (
+        is_low(x.dtype)
+        and weight.shape[1] == 3
+        and suits(x, weight, out, padding=(1, weight.shape[2] // 2))
+        and aligned(skip.weight, skip.weight.shape[3])
+        and all(
+            source.dtype == x.dtype
+            and source.shape[:3] == out.shape[:3]
+            and source.flags.c_contiguous
+            and aligned(source, source.shape[3])
+            and 0 < source.size < 2**31
+            for source in sources
+        )
+        and (skip.x2 is None or skip.x.shape[3] % CHANNELS == 0)
+    )
+
+
 def width_of(columns: int) -> int:
     """Pixels of a row of an image as `wgrad` lays it in shared memory, where eight make a swizzled block."""
     return blocks(columns, 8) * 8
@@ -130,6 +152,16 @@ class Norm(NamedTuple):
     rstd: Array
 
 
+class Skip(NamedTuple):
+    """A skip path: one source or two (N, H, W, C1 and C2) of a 1×1 convolution, its weight (K, 1, 1, C1 + C2), and its
+    bias (K,), float32."""
+
+    x: Array
+    x2: Array | None
+    weight: Array
+    bias: Array | None
+
+
 class Plan(NamedTuple):
     """A tile as launched: blocks of a cluster, which share the depth; rows of a strip; clusters for each 64 channels;
     slabs and R taps' weights in flight; bytes of shared memory."""
@@ -144,10 +176,10 @@ class Plan(NamedTuple):
 
 
 @functools.cache
-def plan(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int) -> Plan:
-    """The plan of the least estimated time for x of this shape and so many channels of the result."""
-    plans = [fit(tile, shape, outputs, kernel, itemsize, cluster) for tile in TILES for cluster in CLUSTERS]
-    return min((p for p in plans if p is not None), key=lambda p: time(p, shape, kernel, itemsize))
+def plan(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int, skip: int = 0) -> Plan:
+    """The plan of the least estimated time for x of this shape, so many channels of the result and of a skip path."""
+    plans = [fit(tile, shape, outputs, kernel, itemsize, cluster, skip) for tile in TILES for cluster in CLUSTERS]
+    return min((p for p in plans if p is not None), key=lambda p: time(p, shape, kernel, itemsize, skip))
 
 
 def tiles_of(shape: tuple[int, ...], rows: int) -> int:
@@ -155,19 +187,35 @@ def tiles_of(shape: tuple[int, ...], rows: int) -> int:
     return blocks(shape[1], rows) * blocks(shape[2], 8)
 
 
+def steps_of(channels: int, kernel: tuple[int, int], itemsize: int, skip: int) -> tuple[int, int]:
+    """Steps of R taps of a chunk of x's channels each, and of a chunk of the skip path's."""
+    own, skips = (-(-count * itemsize // LINE_BYTES) for count in (channels, skip))
+    return kernel[1] * own, skips
+
+
+def parts_of(steps: int, cluster: int) -> list[tuple[int, int]]:
+    """The first step of each block of a cluster, and the first of the next."""
+    return [(steps * rank // cluster, steps * (rank + 1) // cluster) for rank in range(cluster)]
+
+
 def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int,
-        cluster: int = 1) -> Plan | None:
+        cluster: int = 1, skip: int = 0) -> Plan | None:
     """How the tile lies in shared memory; None where two chunks' slabs and two times R taps' weights have no room, and
     where blocks do not share the depth: each must have a part of it, all must run at once, and larger tiles gained
     nothing."""
-    rows, chunks = min(shape[1], tile.pixels // 8), blocks(shape[3] * itemsize, LINE_BYTES)
+    rows = min(shape[1], tile.pixels // 8)
     count = shape[0] * tiles_of(shape, rows)
     turns = blocks(count, max(1, CLUSTERS[cluster] // blocks(outputs, CHANNELS)))
-    steps = kernel[1] * chunks  # of R taps of a chunk each
-    if cluster > 1 and (turns > 1 or cluster > steps or tile is not TILES[-1]):
+    own, skips = steps_of(shape[3], kernel, itemsize, skip)
+    if cluster > 1 and (turns > 1 or cluster > own + skips or tile is not TILES[-1]):
         return None
-    steps = blocks(steps, cluster)  # of a block
-    chunks = min(chunks, (steps + kernel[1] - 2) // kernel[1] + 1)  # that they may belong to
+    parts = parts_of(own + skips, cluster)
+
+    def chunk(step: int) -> int:
+        return min(step, own) // kernel[1] + max(0, step - own)
+
+    chunks = max(chunk(last - 1) - chunk(first) + 1 for first, last in parts)
+    steps = max(last - first for first, last in parts)
     slab = blocks((tile.pixels // 8 + kernel[0] - 1) * (8 + kernel[1] - 1) * LINE_BYTES, 1024) * 1024
     weight = kernel[0] * CHANNELS * LINE_BYTES
     results = min(2, turns) * max(2, tile.pixels // 8 // cluster) * 8 * CHANNELS * itemsize
@@ -182,17 +230,23 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
     return Plan(tile, cluster, rows, blocks(count, turns), slabs, weights, shared)
 
 
-def time(chosen: Plan, shape: tuple[int, ...], kernel: tuple[int, int], itemsize: int) -> float:
+def time(chosen: Plan, shape: tuple[int, ...], kernel: tuple[int, int], itemsize: int, skip: int = 0) -> float:
     """Estimated microseconds."""
     turns = blocks(shape[0] * tiles_of(shape, chosen.rows), chosen.blocks)
-    steps = kernel[0] * blocks(kernel[1] * blocks(shape[3] * itemsize, LINE_BYTES), chosen.cluster)
-    return 3.4 + turns * (chosen.tile.turn + steps * chosen.tile.step) + (0.7 if chosen.cluster > 1 else 0.0)
+    own, skips = steps_of(shape[3], kernel, itemsize, skip)
+    taps = max(
+        kernel[0] * (min(last, own) - min(first, own)) + SKIP_TAPS * (max(last, own) - max(first, own))
+        for first, last in parts_of(own + skips, chosen.cluster)
+    )
+    return 3.4 + turns * (chosen.tile.turn + taps * chosen.tile.step) + (0.7 if chosen.cluster > 1 else 0.0)
 
 
 def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: bool = False, statistics: bool = False,
           relu: bool = False, x2: Array | None = None, out2: Array | None = None, chosen: Plan | None = None,
-          norm: Norm | None = None) -> Array | None:
+          norm: Norm | None = None, skip: Skip | None = None) -> Array | None:
     """Convolution of x (N, H, W, C), written to out (N, H, W, K), and what the epilogue adds; then ReLU, if `relu`.
+
+    The result of `skip` is added too, where `suits_skip`; then the epilogue is a bias alone.
 
     x2 holds the channels after x's, and out2 receives those after out's, where `suits_pair`.
 
@@ -204,36 +258,44 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     channels = split if x2 is None else split + x2.shape[3]
     first_outputs, kernel = out.shape[3], weight.shape[1:3]
     outputs = first_outputs if out2 is None else first_outputs + out2.shape[3]
-    weight = weight if weight.dtype == x.dtype else weight.astype(x.dtype)
+    weight = _as_dtype(weight, x.dtype)
     if transposed and x.dtype == float32:  # wgmma takes tf32 only as fprop has it
         weight, transposed = turned_cuda(weight), False
     chunk = LINE_BYTES // x.dtype.itemsize
     shape = n, height, columns, channels
-    tile, cluster, rows, each, slabs, weights, shared = chosen or plan(shape, outputs, kernel, x.dtype.itemsize)
-    share = min(rows, tile.pixels // 8 // cluster)
-    addend = None if epilogue.addend is None else at_16_bytes(epilogue.addend.reshape(out.shape))
-    if norm is None:
-        read, affine, groups = (addend, None), (None,) * 6, 1
-    else:
-        read, affine, groups, first_outputs = norm[:2], norm[2:], norm.mean.shape[1], norm.x.shape[3]
-    maps = (
-        tensor_map(out if array is None else array, (1, share, 8, chunk), operand=False)
-        for array in (out, out2, *read)
+    skip_bias, skip_channels, skip_split = None, 0, 0
+    if skip is not None:
+        skip = skip._replace(weight=_as_dtype(skip.weight, x.dtype))
+        skip_bias, skip_channels, skip_split = skip.bias, skip.weight.shape[3], skip.x.shape[3]
+    tile, cluster, rows, each, slabs, weights, shared = chosen or plan(
+        shape, outputs, kernel, x.dtype.itemsize, skip_channels
     )
+    share = min(rows, tile.pixels // 8 // cluster)
+    box, result_box = (1, rows + kernel[0] - 1, 8 + kernel[1] - 1, chunk), (1, share, 8, chunk)
+    addend = None if epilogue.addend is None else at_16_bytes(epilogue.addend.reshape(out.shape))
+    read, read_box, affine, groups = (addend, None), result_box, (None,) * 6, 1
+    if norm is not None:
+        read, affine, groups, first_outputs = norm[:2], norm[2:], norm.mean.shape[1], norm.x.shape[3]
+    if skip is not None:
+        read, read_box = skip[:2], (1, rows, 8, chunk)
+    maps = (
+        tensor_map(out if array is None else array, array_box, operand=False)
+        for array, array_box in ((out, result_box), (out2, result_box), (read[0], read_box), (read[1], read_box))
+    )
+    weight_map = _weight_map(weight, chunk)
     tiles = tiles_of(shape, rows) * cluster
     partials = empty((n, tiles, outputs, 2), float32) if statistics or norm is not None else None
-    box = (1, rows + kernel[0] - 1, 8 + kernel[1] - 1, chunk)
     launch(
         "conv2d_sm90", "conv2d_sm90", (each, blocks(outputs, CHANNELS), cluster), 384,
         (
-            tensor_map(x, box), tensor_map(x if x2 is None else x2, box),
-            tensor_map(weight.reshape(len(weight), -1, weight.shape[3]), (CHANNELS, 1, chunk)),
-            *maps, epilogue.bias, epilogue.emb, partials, *affine, n, height, columns, channels, outputs,
-            kernel[1], rows, slabs, weights, split, first_outputs, groups,
+            tensor_map(x, box), tensor_map(x if x2 is None else x2, box), weight_map, *maps,
+            weight_map if skip is None else _weight_map(skip.weight, chunk), epilogue.bias, skip_bias, epilogue.emb,
+            partials, *affine, n, height, columns, channels, outputs, kernel[1], skip_channels, rows, slabs, weights,
+            split, first_outputs, skip_split, groups,
         ),
         shared, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP", PIXELS=tile.pixels,
         ADDS=int(addend is not None), STATISTICS=int(statistics), NORM=int(norm is not None),
-        RELU=int(relu), CLUSTER=cluster,
+        RELU=int(relu), SKIP=int(skip is not None), CLUSTER=cluster,
     )
     return partials
 
@@ -440,6 +502,15 @@ def _sums(dweight: Array, count: int) -> tuple[Array, np.int64]:
         return dweight, np.int64(dweight.strides[0] // 4)
     size = dweight.size // len(dweight)
     return empty((count, len(dweight), size), float32), np.int64(size)
+
+
+def _weight_map(weight: Array, chunk: int) -> np.ndarray:
+    """Of a weight (K, R, S, C): boxes of so many channels of one tap of 64 rows."""
+    return tensor_map(weight.reshape(len(weight), -1, weight.shape[3]), (CHANNELS, 1, chunk))
+
+
+def _as_dtype(array: Array, dtype: np.dtype) -> Array:
+    return array if array.dtype == dtype else array.astype(dtype)
 
 
 def at_16_bytes(array: Array) -> Array:

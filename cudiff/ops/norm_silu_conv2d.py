@@ -10,7 +10,7 @@ from cudiff.cuda.sums import add_rows
 from cudiff.ops import conv2d_sm90, elementwise
 from cudiff.ops.cast import astype
 from cudiff.ops.conv2d import check_bias, conv2d, dgrad_cuda, fprop_cuda, out_size, pair, wgrad_cuda
-from cudiff.ops.conv2d_sm90 import Norm, at_16_bytes, dgrad_to_norm, suits_norm
+from cudiff.ops.conv2d_sm90 import Norm, Skip, at_16_bytes, dgrad_to_norm, suits_norm, suits_skip
 from cudiff.ops.gemm import Epilogue
 from cudiff.ops.group_norm import GroupNorm, group_norm
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
@@ -58,17 +58,19 @@ class NormSiluConv2d(Composite):
             h = _step(ctx, Concatenate, (0, 1), x, x2, axis=3)
         if upsample:
             h = _step(ctx, UpsampleNearest, (0,), h, factor=2)
-        residual_sum = residual
-        if skip_weight is not None:
-            epilogue = Epilogue(as_float32(skip_bias))
-            residual_sum = linear_cuda(residual, _matrix(skip_weight), epilogue, tf32, x2=residual2)
         ctx.shape, again = h.shape, norm_weight is not None and any(ctx.needs[i] for i in _NORM_INPUTS)
         if again:  # then the norm's backward makes h once more for the weight's gradient: nothing is kept till then
             ctx.steps[0][1].again = ctx.needs[2]
-        epilogue = Epilogue(as_float32(bias), as_float32(emb), residual_sum)
         padding = pair(weight.shape[1] // 2)
         out = empty((*h.shape[:1], *out_size(h.shape[1:3], weight.shape[1:3], (1, 1), padding), len(weight)), h.dtype)
-        ctx.out_partials = fprop_cuda(h, weight, out, (1, 1), padding, epilogue, tf32, statistics, relu, h2)
+        skip, addend = None, residual
+        if skip_weight is not None:
+            skip, addend = Skip(residual, residual2, skip_weight, as_float32(skip_bias)), None
+            if relu or emb is not None or not suits_skip(h, weight, out, skip):  # then by a launch of its own
+                addend = linear_cuda(residual, _matrix(skip_weight), Epilogue(skip.bias), tf32, x2=residual2)
+                skip = None
+        epilogue = Epilogue(as_float32(bias), as_float32(emb), addend)
+        ctx.out_partials = fprop_cuda(h, weight, out, (1, 1), padding, epilogue, tf32, statistics, relu, h2, skip)
         ctx.save(None if again else h, h2, weight, residual, residual2, skip_weight, out if relu else None)
         return out
 

@@ -36,8 +36,9 @@ def flops_of(stem: str, name: str, grid: tuple, args: tuple, constants: dict[str
     """
     numbers = [int(value) for value in args if isinstance(value, int | np.signedinteger)]
     if stem == "conv2d_sm90":
-        images, height, columns, channels, outputs, kernel_columns = numbers[:6]
-        return 2.0 * images * height * columns * channels * outputs * constants["R"] * kernel_columns
+        images, height, columns, channels, outputs, kernel_columns, skip_channels = numbers[:7]
+        depth = channels * constants["R"] * kernel_columns + skip_channels
+        return 2.0 * images * height * columns * depth * outputs
     if stem == "conv2d_wgrad_sm90":
         images, height, kernel_columns, _, width = numbers[1:6]
         weights = (args[0]["jobs"]["channels"].astype(float) * args[0]["jobs"]["outputs"]).sum()

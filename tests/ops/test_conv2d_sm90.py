@@ -5,7 +5,7 @@ import pytest
 from cudiff import ops
 from cudiff.cuda.module import blocks
 from cudiff.cuda.waiting import waiting
-from cudiff.ops import conv2d_sm90
+from cudiff.ops import conv2d_sm90, gemm
 from cudiff.ops.gemm import Epilogue
 from cudiff.tensor import Tensor
 from tests.check import relative_error
@@ -177,6 +177,69 @@ def test_gradient_to_a_norm(hopper, rng, tile, size, sources, scaled, taps, dtyp
             assert np.all(np.abs(got - (dz * factor).sum((1, 2))) < 3 * noise)
 
 
+# (N, H, W, C), K, channels of the skip path's sources
+SKIPS = [
+    ((2, 5, 13, 72), 72, (40, 0)), ((1, 11, 19, 40), 200, (64, 40)), ((3, 70, 9, 24), 64, (128, 72)),
+    ((100, 8, 8, 64), 200, (192, 64)), ((1, 1, 1, 8), 8, (520, 0)), ((1, 12, 8, 328), 40, (64, 8)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("statistics", [False, True])
+@pytest.mark.parametrize("tile", conv2d_sm90.TILES, ids=str)
+@pytest.mark.parametrize("shape, outputs, sources", SKIPS, ids=str)
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
+def test_a_skip_path_is_further_depth(hopper, rng, dtype, shape, outputs, sources, tile, statistics):
+    """Also with the fewest slabs and weights in flight, and in clusters of which some blocks have none of it or all."""
+    operands, (expected, _) = random_convolution(rng, shape, outputs, (3, 3), dtype, False)
+    x, weight, bias, emb, _ = operands
+    expected -= Tensor(emb).numpy()[:, None, None]
+    images = [rng.standard_normal((*shape[:3], c)).astype(dtype) if c else None for c in sources]
+    skip_weight = rng.standard_normal((outputs, 1, 1, sum(sources))).astype(dtype)
+    skip_bias = rng.standard_normal(outputs).astype(np.float32)
+    joined = np.concatenate([image.astype(np.float64) for image in images if image is not None], axis=3)
+    expected = expected + joined @ skip_weight[:, 0, 0].astype(np.float64).T + skip_bias
+    skip = conv2d_sm90.Skip(
+        *(None if array is None else Tensor(array, device="cuda").data for array in (*images, skip_weight, skip_bias))
+    )
+    for cluster in conv2d_sm90.CLUSTERS:
+        chosen = conv2d_sm90.fit(tile, shape, outputs, (3, 3), x.itemsize, cluster, sum(sources))
+        assert cluster > 1 or chosen is not None
+        if chosen is None:
+            continue
+        for plan in (chosen, chosen._replace(slabs=min(2, chosen.slabs), weights=min(2, chosen.weights))):
+            out, again = (Tensor(np.full(expected.shape, np.nan, dtype), device="cuda") for _ in range(2))
+            assert conv2d_sm90.suits_skip(x, weight, out.data, skip)
+            for target in (out, again):
+                partials = conv2d_sm90.fprop(x, weight, target.data, Epilogue(bias), statistics=statistics,
+                                             chosen=plan, skip=skip)
+            got = out.numpy()
+            assert relative_error(got, expected) < TOLERANCES[dtype][0]
+            assert np.array_equal(got, again.numpy())
+            assert (partials is not None) == statistics
+            if statistics:
+                sums, rounded = Tensor(partials).numpy().astype(np.float64).sum(1), got.astype(np.float64)
+                noise = 1e-3 * np.sqrt(shape[1] * shape[2])
+                assert np.allclose(sums[..., 0], rounded.sum((1, 2)), rtol=1e-4, atol=noise)
+                assert relative_error(sums[..., 1], (rounded**2).sum((1, 2))) < 1e-5
+
+
+@pytest.mark.gpu
+def test_a_skip_path_without_biases(hopper, rng):
+    """Its weight is float32, and is rounded on the way."""
+    shape = (2, 9, 11, 64)
+    (x, weight, *_), _ = random_convolution(rng, shape, 72, (3, 3), ml_dtypes.bfloat16, False)
+    image = rng.standard_normal((*shape[:3], 136)).astype(ml_dtypes.bfloat16)
+    skip_weight = rng.standard_normal((72, 1, 1, 136)).astype(np.float32)
+    plain, out = (Tensor(np.full((*shape[:3], 72), np.nan, image.dtype), device="cuda").data for _ in range(2))
+    conv2d_sm90.fprop(x, weight, plain, Epilogue())
+    skip = conv2d_sm90.Skip(Tensor(image, device="cuda").data, None, Tensor(skip_weight, device="cuda").data, None)
+    conv2d_sm90.fprop(x, weight, out, Epilogue(), skip=skip)
+    rounded = skip_weight[:, 0, 0].astype(ml_dtypes.bfloat16).astype(np.float64)
+    expected = Tensor(plain).numpy().astype(np.float64) + image.astype(np.float64) @ rounded.T
+    assert relative_error(Tensor(out).numpy(), expected) < TOLERANCES[ml_dtypes.bfloat16][0]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("cluster, parts", [(1, 1), (1, 5), (2, 2), (2, 6), (4, 4), (8, 8)])
 @pytest.mark.parametrize("outputs, channels", [(136, 200), (64, 3), (3, 64)])
@@ -276,24 +339,26 @@ SIZES = [(height, width) for height in (1, 2, 3, 7, 16, 33, 64, 128) for width i
 
 
 @pytest.mark.parametrize("kernel", [(r, s) for r in (1, 3) for s in conv2d_sm90.COLUMNS])
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_every_plan_fits(kernel, itemsize):
+@pytest.mark.parametrize("itemsize, skip", [(2, 0), (4, 0), (2, 72), (2, 1000)])
+def test_every_plan_fits(kernel, itemsize, skip):
     """What kernels/conv2d_sm90.cu needs of shared memory and its rings; some tile takes each shape."""
     for height, width in SIZES:
         for channels, outputs in ((8, 136), (72, 64), (1000, 20000)):
             shape = (2, height, width, channels)
             plans = [
-                conv2d_sm90.fit(tile, shape, outputs, kernel, itemsize, cluster)
+                conv2d_sm90.fit(tile, shape, outputs, kernel, itemsize, cluster, skip)
                 for tile in conv2d_sm90.TILES for cluster in conv2d_sm90.CLUSTERS
             ]
-            assert conv2d_sm90.plan(shape, outputs, kernel, itemsize) in plans
+            assert conv2d_sm90.plan(shape, outputs, kernel, itemsize, skip) in plans
             for tile, cluster, rows, each, slabs, weights, shared in filter(None, plans):
-                steps = kernel[1] * blocks(channels * itemsize, 128)
+                chunk_of = [chunk for chunk in range(blocks(channels * itemsize, 128)) for _ in range(kernel[1])]
+                chunk_of += [chunk_of[-1] + 1 + chunk for chunk in range(-(-skip * itemsize // 128))]
+                steps = len(chunk_of)
                 turns = blocks(2 * blocks(height, rows) * blocks(width, 8), each)
                 assert cluster == 1 or (turns == 1 and each * blocks(outputs, 64) <= conv2d_sm90.CLUSTERS[cluster])
                 parts = [(steps * rank // cluster, steps * (rank + 1) // cluster) for rank in range(cluster)]
                 assert all(first < last for first, last in parts)
-                chunks = max((last - 1) // kernel[1] - first // kernel[1] + 1 for first, last in parts)
+                chunks = max(len(set(chunk_of[first:last])) for first, last in parts)
                 assert rows <= min(height, tile.pixels // 8)
                 assert slabs >= min(2, chunks * turns)
                 assert weights >= min(2, max(last - first for first, last in parts))
@@ -303,6 +368,41 @@ def test_every_plan_fits(kernel, itemsize):
                 mail = tile.pixels * 64 * 4 if cluster > 1 else 0
                 assert 2048 + slabs * slab + weights * kernel[0] * 8192 + results + mail <= shared
                 assert shared + 1024 <= conv2d_sm90.SHARED_BYTES
+
+
+@pytest.mark.parametrize("images", [1, 16, 32, 64])
+@pytest.mark.parametrize("size, skip, outputs", [
+    (64, 128, 64), (64, 192, 64), (32, 64, 128), (32, 192, 128), (32, 256, 128), (32, 320, 128), (16, 128, 192),
+    (16, 320, 192), (16, 384, 192), (16, 448, 192), (8, 192, 256), (8, 448, 256), (8, 512, 256),
+])
+def test_a_skip_path_costs_less_than_a_launch_of_its_own(images, size, skip, outputs):
+    """Of each residual block of the U-Net that is measured."""
+    shape, image, kernel = (images, size, size, outputs), (1, images * size**2 // 8, 8, skip), (3, 3)
+    alone = conv2d_sm90.time(conv2d_sm90.plan(shape, outputs, kernel, 2), shape, kernel, 2)
+    path = conv2d_sm90.time(conv2d_sm90.plan(image, outputs, (1, 1), 2), image, (1, 1), 2)
+    both = conv2d_sm90.time(conv2d_sm90.plan(shape, outputs, kernel, 2, skip), shape, kernel, 2, skip)
+    assert both < alone + path
+
+
+@pytest.mark.parametrize("change", [
+    "nothing", "one source", "float32", "channels", "first source", "size", "taps", "part of an image",
+])
+def test_which_skip_paths_are_further_depth(monkeypatch, change):
+    monkeypatch.setattr(conv2d_sm90, "hopper", lambda: True)
+    monkeypatch.setattr(gemm, "address", lambda array: 0)
+    dtype = np.float32 if change == "float32" else np.float16
+    taps, first, second = 1 if change == "taps" else 3, 72 if change == "first source" else 64, 40
+    second = 36 if change == "channels" else second
+    x, out = np.zeros((2, 6, 8, 24), dtype), np.zeros((2, 6, 8, 16), dtype)
+    size = (2, 8, 6) if change == "size" else (2, 6, 8)
+    sources = [np.zeros((*size, first), dtype), np.zeros((*size, second), dtype)]
+    if change == "one source":
+        sources, first, second = [np.zeros((*size, 72), dtype), None], 72, 0
+    if change == "part of an image":
+        sources[1] = np.zeros((*size, 2 * second), dtype)[..., :second]
+    skip = conv2d_sm90.Skip(*sources, np.zeros((16, 1, 1, first + second), dtype), None)
+    takes = conv2d_sm90.suits_skip(x, np.zeros((16, taps, taps, 24), dtype), out, skip)
+    assert takes == (change in ("nothing", "one source"))
 
 
 @pytest.mark.parametrize("kernel_rows", [1, 3])

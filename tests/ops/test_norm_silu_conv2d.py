@@ -17,6 +17,9 @@ UNITS = {  # x, x2 channels; K; kernel; which parts
     "wide": dict(c1=64, c2=64, k=64, emb=True, residual=(64, 64), skip=True),
     "1x1": dict(c1=8, c2=0, k=5, r=1),
     "tall": dict(c1=64, c2=32, k=16, scale=True, residual=(64, 32), skip=True, size=(35, 9)),
+    "skip": dict(c1=72, c2=0, k=72, residual=(40, 0), skip=True, size=(5, 13)),
+    "skip of a pair": dict(c1=64, c2=24, k=40, norm=False, residual=(64, 24), skip=True, size=(5, 13)),
+    "skip and relu": dict(c1=64, c2=0, k=16, residual=(64, 0), skip=True, relu=True),
     "relu": dict(c1=8, c2=0, k=8, residual=(8, 0), relu=True),
     "relu of a pair": dict(c1=64, c2=24, k=72, norm=False, emb=True, relu=True),
     "relu of a thin result": dict(c1=64, c2=0, k=3, norm=False, relu=True),
@@ -96,8 +99,8 @@ def test_a_residual_whose_gradient_has_begun(device, rng):
 
 
 def test_a_gradient_that_waiting_work_reads(device, rng, monkeypatch):
-    """A unit's dout is also its residual's gradient, to which the norm's backward adds while dout still waits to be read
-    for the weight's gradient."""
+    """A unit's dout is also its residual's gradient, to which the norm's backward adds while dout still waits to be
+    read for the weight's gradient."""
     launched = []
     monkeypatch.setattr(conv2d_sm90, "_WGRADS", conv2d_sm90._WGRADS._replace(
         launch=lambda jobs: (launched.append(len(jobs)), conv2d_sm90._launch_wgrads(jobs))))
