@@ -98,13 +98,12 @@ def _keeps_size(x: Array, weight: Array, out: Array, stride: tuple[int, int], pa
 
 def suits_norm(dout: Array, weight: Array, dz: Array, norm: Norm, padding: tuple[int, int]) -> bool:
     """Whether `dgrad_to_norm` takes it: 16-bit images, of two sources the first of whole tiles of channels."""
-    x, x2 = norm[:2]
-    sources = [source for source in (x, x2) if source is not None]
+    sources = [source for source in (norm.x, norm.x2) if source is not None]
     return (
         is_low(dout.dtype)
         and suits(dout, weight, dz, padding=padding)
         and all(source.flags.c_contiguous and aligned(source, source.shape[3]) for source in sources)
-        and (x2 is None or x.shape[3] % CHANNELS == 0)
+        and (norm.x2 is None or norm.x.shape[3] % CHANNELS == 0)
     )
 
 
@@ -114,9 +113,10 @@ def width_of(columns: int) -> int:
 
 
 class Norm(NamedTuple):
-    """What group norm had: its input of one or two sources (N, H, W, C1 and C2), its parameters, scale and shift
-    (N, C), and its statistics (N, G)."""
+    """Whether SiLU followed group norm, and what that had: its input of one or two sources (N, H, W, C1 and C2), its
+    parameters, scale and shift (N, C), and its statistics (N, G)."""
 
+    silu: bool
     x: Array
     x2: Array | None
     weight: Array
@@ -186,6 +186,15 @@ def time(chosen: Plan, shape: tuple[int, ...], kernel: tuple[int, int], itemsize
     return 3.4 + turns * (chosen.tile.turn + steps * chosen.tile.step) + (0.7 if chosen.cluster > 1 else 0.0)
 
 
+def full_strips(images: tuple[int, ...], apart: bool) -> tuple[int, int, int]:
+    """Images (N, H, W) as a 1×1 convolution takes them, which knows no neighbours: 8 pixels wide where 8 divides an
+    image; and all as one image, unless sums or vectors of each keep them `apart`."""
+    n, height, columns = images
+    if not apart:
+        n, height = 1, n * height
+    return (n, height * columns // 8, 8) if height * columns % 8 == 0 else (n, height, columns)
+
+
 def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: bool = False, statistics: bool = False,
           relu: bool = False, x2: Array | None = None, out2: Array | None = None, chosen: Plan | None = None,
           norm: Norm | None = None) -> Array | None:
@@ -194,12 +203,14 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     x2 holds the channels after x's, and out2 receives those after out's, where `suits_pair`.
 
     weight (K, R, S, C); or under `transposed` (C, R, S, K): then out is the gradient of the input whose output had the
-    gradient x; with `norm` the gradient before the norm's SiLU. Returns what `statistics` asks for, the sums and sums
-    of squares of out, or with `norm` those of out and of out times the norm's input: float32 (N, tiles, K, 2).
+    gradient x; with `norm` the gradient of the norm's output, before SiLU. Returns what `statistics` asks for, the sums
+    and sums of squares of out, or with `norm` those of out and of out times the norm's input: float32 (N, tiles, K, 2).
     """
-    n, height, columns, split = x.shape
+    kernel, (n, height, columns, split) = weight.shape[1:3], x.shape
+    if kernel == (1, 1) and chosen is None:
+        n, height, columns = full_strips(x.shape[:3], statistics or norm is not None or epilogue.emb is not None)
     channels = split if x2 is None else split + x2.shape[3]
-    first_outputs, kernel = out.shape[3], weight.shape[1:3]
+    first_outputs = out.shape[3]
     outputs = first_outputs if out2 is None else first_outputs + out2.shape[3]
     weight = weight if weight.dtype == x.dtype else weight.astype(x.dtype)
     if transposed and x.dtype == float32:  # wgmma takes tf32 only as fprop has it
@@ -208,13 +219,17 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     shape = n, height, columns, channels
     tile, cluster, rows, each, slabs, weights, shared = chosen or plan(shape, outputs, kernel, x.dtype.itemsize)
     share = min(rows, tile.pixels // 8 // cluster)
-    addend = None if epilogue.addend is None else at_16_bytes(epilogue.addend.reshape(out.shape))
+    addend = None if epilogue.addend is None else at_16_bytes(epilogue.addend)
     if norm is None:
         read, affine, groups = (addend, None), (None,) * 6, 1
     else:
-        read, affine, groups, first_outputs = norm[:2], norm[2:], norm.mean.shape[1], norm.x.shape[3]
+        read, affine, groups, first_outputs = norm[1:3], norm[3:], norm.mean.shape[1], norm.x.shape[3]
+
+    def image(array: Array) -> Array:
+        return array.reshape(n, height, columns, array.shape[-1])
+
     maps = (
-        tensor_map(out if array is None else array, (1, share, 8, chunk), operand=False)
+        tensor_map(image(out if array is None else array), (1, share, 8, chunk), operand=False)
         for array in (out, out2, *read)
     )
     tiles = tiles_of(shape, rows) * cluster
@@ -223,20 +238,20 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     launch(
         "conv2d_sm90", "conv2d_sm90", (each, blocks(outputs, CHANNELS), cluster), 384,
         (
-            tensor_map(x, box), tensor_map(x if x2 is None else x2, box),
+            tensor_map(image(x), box), tensor_map(image(x if x2 is None else x2), box),
             tensor_map(weight.reshape(len(weight), -1, weight.shape[3]), (CHANNELS, 1, chunk)),
             *maps, epilogue.bias, epilogue.emb, partials, *affine, n, height, columns, channels, outputs,
             kernel[1], rows, slabs, weights, split, first_outputs, groups,
         ),
         shared, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP", PIXELS=tile.pixels,
-        ADDS=int(addend is not None), STATISTICS=int(statistics), NORM=int(norm is not None),
+        ADDS=int(addend is not None), STATISTICS=int(statistics), NORM=0 if norm is None else 1 if norm.silu else 2,
         RELU=int(relu), CLUSTER=cluster,
     )
     return partials
 
 
 def dgrad_to_norm(dout: Array, weight: Array, dz: Array, norm: Norm) -> Array:
-    """The gradient dz (N, H, W, C) of z, the convolution's input having been silu(z) and z the output of `norm`.
+    """The gradient dz (N, H, W, C) of z, the convolution's input having been silu(z), or z, and z the output of `norm`.
 
     Returns its sums and those of dz times the norm's input, float32 (N, tiles, C, 2).
     """

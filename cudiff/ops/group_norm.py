@@ -202,7 +202,7 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
         affine_gradients_cuda(totals, dweight, dbias)
         return tuple(target for target, _ in targets)
     extent = (pixels, channels1, channels2, tiles, across)
-    activation = int(silu) if partials is None else _SILU_DONE
+    activation = _SILU_DONE if silu and partials is not None else int(silu)
     if partials is None:
         partials = empty((n, tiles, channels, 2), float32)
         launch("group_norm", "backward_sums", (n * tiles, chunks), 256,
