@@ -128,14 +128,12 @@ class AttentionBlock(Module):
             zeroed(self.proj_out)
 
     def forward(self, x: Tensor) -> Tensor:
-        n, height, width, channels = x.shape
         norm, qkv, proj_out = self.norm, self.qkv, self.proj_out
         h = ops.norm_silu_conv2d(
             x, norm_weight=norm.weight, norm_bias=norm.bias, weight=qkv.weight, bias=qkv.bias,
             num_groups=norm.num_groups, eps=norm.eps, silu=False, statistics=False, tf32=self.tf32,
         )
-        h = ops.reshape(h, (n, height * width, 3 * channels))
-        h = ops.reshape(ops.attention_qkv(h, self.num_heads, self.new_order, tf32=self.tf32), x.shape)
+        h = ops.attention_qkv(h, self.num_heads, self.new_order, tf32=self.tf32)
         return ops.norm_silu_conv2d(h, weight=proj_out.weight, bias=proj_out.bias, residual=x, tf32=self.tf32)
 
 

@@ -4,6 +4,7 @@ import pytest
 from cudiff.backend import bfloat16
 from cudiff.cuda.module import hopper
 from cudiff.nn.parameter import Parameter
+from cudiff.ops.attention import attention_qkv
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
 from cudiff.tensor import Tensor
 from tests.check import check_op, relative_error, torch
@@ -85,21 +86,21 @@ def test_units_in_a_row(device, rng):
     check_op(block, *arrays, device=device, fp32_inputs=(2, 3, 4, 5, 7, 8, 9, 11), tolerance=4)
 
 
-def test_linear_layers_between_norms(device, rng):
-    """An attention block without its attention: a norm without SiLU, and what follows takes the last layer's sums."""
+def test_an_attention_block_between_norms(device, rng):
+    """Sums of dqkv come with it, those of the output go to the next norm."""
     size, c = ((2, 16, 16), 64) if device == "cuda" else ((2, 3, 2), 4)
-    shapes = (*size, c), (3 * c, c), (3 * c,), (c,), (c,), (c, 3 * c), (c, 3, 3, c)
+    shapes = (*size, c), (3 * c, c), (3 * c,), (c,), (c,), (c, c), (c, 3, 3, c)
     arrays = [rng.standard_normal(shape) / (8 if len(shape) in (2, 4) else 1) for shape in shapes]
     arrays[0] *= 8
 
     def block(x, weight, bias, norm_weight, norm_bias, weight2, weight3):
         h = norm_silu_conv2d(x, weight=weight, bias=bias, norm_weight=norm_weight, norm_bias=norm_bias, silu=False,
                              statistics=False, num_groups=4)
-        h = norm_silu_conv2d(h, weight=weight2, residual=x)
+        h = norm_silu_conv2d(attention_qkv(h, 2), weight=weight2, residual=x)
         return norm_silu_conv2d(h, weight=weight3, norm_weight=norm_weight, norm_bias=norm_bias, num_groups=4)
 
-    # Three units round in turn.
-    check_op(block, *arrays, device=device, fp32_inputs=(2, 3, 4), tolerance=3)
+    # Three units and attention round in turn.
+    check_op(block, *arrays, device=device, fp32_inputs=(2, 3, 4), tolerance=4)
 
 
 @pytest.mark.gpu
