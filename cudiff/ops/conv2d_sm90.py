@@ -96,12 +96,12 @@ def _keeps_size(x: Array, weight: Array, out: Array, stride: tuple[int, int], pa
     )
 
 
-def suits_norm(dout: Array, weight: Array, dz: Array, norm: Norm, padding: tuple[int, int]) -> bool:
-    """Whether `dgrad_to_norm` takes it: 16-bit images, of two sources the first of whole tiles of channels."""
+def suits_norm(norm: Norm) -> bool:
+    """Whether `fprop`, where it `suits`, makes the gradient of that norm's output: in 16 bits, of two sources the first
+    of whole tiles of channels."""
     sources = [source for source in (norm.x, norm.x2) if source is not None]
     return (
-        is_low(dout.dtype)
-        and suits(dout, weight, dz, padding=padding)
+        is_low(norm.x.dtype)
         and all(source.flags.c_contiguous and aligned(source, source.shape[3]) for source in sources)
         and (norm.x2 is None or norm.x.shape[3] % CHANNELS == 0)
     )
@@ -203,7 +203,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     x2 holds the channels after x's, and out2 receives those after out's, where `suits_pair`.
 
     weight (K, R, S, C); or under `transposed` (C, R, S, K): then out is the gradient of the input whose output had the
-    gradient x; with `norm` the gradient of the norm's output, before SiLU. Returns what `statistics` asks for, the sums
+    gradient x; `norm` is as in `conv2d.dgrad_cuda`. Returns what `statistics` asks for, the sums
     and sums of squares of out, or with `norm` those of out and of out times the norm's input: float32 (N, tiles, K, 2).
     """
     kernel, (n, height, columns, split) = weight.shape[1:3], x.shape
@@ -247,16 +247,6 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
         ADDS=int(addend is not None), STATISTICS=int(statistics), NORM=0 if norm is None else 1 if norm.silu else 2,
         RELU=int(relu), CLUSTER=cluster,
     )
-    return partials
-
-
-def dgrad_to_norm(dout: Array, weight: Array, dz: Array, norm: Norm) -> Array:
-    """The gradient dz (N, H, W, C) of z, the convolution's input having been silu(z), or z, and z the output of `norm`.
-
-    Returns its sums and those of dz times the norm's input, float32 (N, tiles, C, 2).
-    """
-    partials = fprop(dout, weight, dz, Epilogue(), transposed=True, norm=norm)
-    assert partials is not None
     return partials
 
 

@@ -10,7 +10,7 @@ from cudiff.cuda.sums import add_rows
 from cudiff.ops import conv2d_sm90, elementwise
 from cudiff.ops.cast import astype
 from cudiff.ops.conv2d import check_bias, conv2d, dgrad_cuda, fprop_cuda, out_size, pair, wgrad_cuda
-from cudiff.ops.conv2d_sm90 import Norm, at_16_bytes, dgrad_to_norm, suits_norm
+from cudiff.ops.conv2d_sm90 import Norm, at_16_bytes
 from cudiff.ops.gemm import Epilogue
 from cudiff.ops.group_norm import GroupNorm, group_norm
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
@@ -101,13 +101,13 @@ class NormSiluConv2d(Composite):
                     dgrad_cuda(dout, part, grads[i], (1, 1), padding, epilogue, tf32)
         elif any(needs[i] for i in _NORM_INPUTS):
             grads[0], add = gradient_target(None if ctx.steps else into[0], ctx.shape, dout.dtype)
-            norm = None
+            epilogue = Epilogue(addend=grads[0] if add else None)
             if [function for function, _, _ in ctx.steps] == [GroupNorm]:
-                norm = Norm(ctx.steps[0][1].silu, *ctx.steps[0][1].saved)
-            if norm is not None and suits_norm(dout, weight, grads[0], norm, padding):
-                ctx.steps[0][1].dz_partials = dgrad_to_norm(dout, weight, grads[0], norm)
+                step = ctx.steps[0][1]
+                norm = Norm(step.silu, *step.saved)
+                step.dz_partials = dgrad_cuda(dout, weight, grads[0], (1, 1), padding, epilogue, tf32, norm=norm)
             else:
-                dgrad_cuda(dout, weight, grads[0], (1, 1), padding, Epilogue(addend=grads[0] if add else None), tf32)
+                dgrad_cuda(dout, weight, grads[0], (1, 1), padding, epilogue, tf32)
             for position in reversed(range(len(ctx.steps))):
                 function, step, inputs = ctx.steps[position]
                 last = position == 0

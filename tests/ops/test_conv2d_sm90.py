@@ -172,7 +172,8 @@ def test_gradient_to_a_norm(hopper, rng, tile, size, sources, scaled, taps, silu
     assert fitted[0] is not None
     for chosen in (None, *(plan for plan in fitted if plan is not None)):
         out = Tensor(np.full(dz.shape, np.nan, dtype), device="cuda")
-        assert conv2d_sm90.suits_norm(*operands[:2], out.data, norm, (taps // 2, taps // 2))
+        assert conv2d_sm90.suits(*operands[:2], out.data, padding=(taps // 2, taps // 2))
+        assert conv2d_sm90.suits_norm(norm)
         partials = conv2d_sm90.fprop(*operands[:2], out.data, Epilogue(), True, chosen=chosen, norm=norm)
         assert relative_error(out.numpy(), dz) < TOLERANCES[dtype][0]
         sums = Tensor(partials).numpy().astype(np.float64).sum(1)

@@ -21,6 +21,8 @@ UNITS = {  # x, x2 channels; K; kernel; which parts
     "linear of odd images": dict(c1=72, c2=0, k=40, r=0, silu=False, size=(7, 5), scale=True),
     "linear of a pair": dict(c1=64, c2=8, k=24, r=0, silu=False, emb=True, residual=(24, 0)),
     "linear without norm": dict(c1=64, c2=0, k=64, r=0, norm=False, residual=(64, 0), size=(16, 8)),
+    "thin result": dict(c1=64, c2=0, k=3, size=(13, 9)),
+    "thin 1x1 of a scaled norm": dict(c1=96, c2=0, k=5, r=1, scale=True, emb=True),
     "3x3 of a norm": dict(c1=16, c2=0, k=8, silu=False),
     "tall": dict(c1=64, c2=32, k=16, scale=True, residual=(64, 32), skip=True, size=(35, 9)),
     "relu": dict(c1=8, c2=0, k=8, residual=(8, 0), relu=True),
