@@ -203,8 +203,9 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     x2 holds the channels after x's, and out2 receives those after out's, where `suits_pair`.
 
     weight (K, R, S, C); or under `transposed` (C, R, S, K): then out is the gradient of the input whose output had the
-    gradient x; `norm` is as in `conv2d.dgrad_cuda`. Returns what `statistics` asks for, the sums
-    and sums of squares of out, or with `norm` those of out and of out times the norm's input: float32 (N, tiles, K, 2).
+    gradient x; `norm` is as in `conv2d.dgrad_cuda`. `chosen`, where not the best plan, is one for x's shape. Returns
+    what `statistics` asks for, the sums and sums of squares of out, or with `norm` those of out and of out times the
+    norm's input: float32 (N, tiles, K, 2).
     """
     kernel, (n, height, columns, split) = weight.shape[1:3], x.shape
     if kernel == (1, 1) and chosen is None:
