@@ -15,6 +15,8 @@
 // variants: PASS=FPROP T=bf16,half PIXELS=256 R=3 ADDS=0 STATISTICS=0,1 NORM=0 RELU=0 SKIP=1 CLUSTER=1
 // variants: PASS=FPROP T=bf16 PIXELS=128,64 R=3 ADDS=0 STATISTICS=0,1 NORM=0 RELU=0 SKIP=1 CLUSTER=1
 // variants: PASS=FPROP T=bf16 PIXELS=64 R=3 ADDS=0 STATISTICS=0,1 NORM=0 RELU=0 SKIP=1 CLUSTER=2,4,8
+// variants: PASS=DGRAD T=bf16,half PIXELS=256,128,64 R=1 ADDS=0 STATISTICS=0 NORM=2 RELU=0 SKIP=0 CLUSTER=1
+// variants: PASS=DGRAD T=bf16 PIXELS=64 R=1 ADDS=0 STATISTICS=0 NORM=2 RELU=0 SKIP=0 CLUSTER=2,4,8
 //
 // x: T (N, H, W, C), whose channels from `split` (C, or a multiple of CHUNK) on are x2's; out: T (N, H, W, K), whose channels
 // from K1 (K, or a multiple of 64) on are out2's; addend: T (N, H, W, K), may be `out` itself; bias: float (K) or null; emb:
@@ -25,7 +27,8 @@
 //   DGRAD  the same with weight[c][R-1-r][S-1-s][k]: x is dout, out is dx, K the channels of dx
 //   NORM   of 16-bit DGRAD where the convolution's input was silu(z), z group norm's map (affine.cuh) of `addend`, and of
 //          `addend2` from channel K1 on: out = dz, the result times silu's slope, and partials are each strip's sums of dz and
-//          of dz · addend, before rounding. Then there is no out2, and bias and emb are null.
+//          of dz · addend, before rounding. Then there is no out2, and bias and emb are null. NORM=2: the input was z itself,
+//          whose slope is 1.
 //   SKIP   of 16-bit FPROP without ADDS and RELU, to which a 1×1 convolution is added: out[pixel][k] also has
 //          addend[pixel] · skip_weight[k] + skip_bias[k] (float (K) or null). Then addend is T (N, H, W, D), whose channels
 //          from D1 (D, or a multiple of CHUNK) on are addend2's, D is a multiple of 8, and emb is null (with both
@@ -62,7 +65,7 @@ enum Pass { FPROP, DGRAD };
 
 constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;
 constexpr bool LOW = sizeof(T) == 2;
-constexpr bool READS = ADDS || NORM, SUMS = STATISTICS || NORM;
+constexpr bool READS = ADDS || NORM, SUMS = STATISTICS || NORM, SLOPE = NORM == 1;
 constexpr int LINE = 128, CHUNK = LINE / sizeof(T);  // bytes and channels of a line of shared memory
 constexpr int TAP_BYTES = 64 * LINE, WEIGHT_BYTES = R * TAP_BYTES;
 constexpr int SHARE = PIXELS / 8 / CLUSTER;  // rows of a strip that a block finishes
@@ -196,7 +199,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         int h0 = strip.h0 + rank * SHARE;  // of what this block finishes
         u32 phase = turn / 2 & 1;
         int k = k0 + threadIdx.x % 128;
-        if (NORM && k < min(k0 + 64, K)) {
+        if (SLOPE && k < min(k0 + 64, K)) {
             int group = strip.n * groups + k / (K / groups);
             norm_maps[threadIdx.x % 128] =
                 affine_of(Modulation(strip.n, k, K, norm_weight, norm_bias, scale, shift), mean[group], rstd[group]);
@@ -266,10 +269,10 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         if constexpr (CLUSTER > 1) add_up(acc, reinterpret_cast<float4*>(shared + (results + RESULT_BYTES - turns)), mailbox);
 
         if (!READS && leads) tma_store_wait();
-        if (NORM || !READS) warpgroup_meets();
+        if (SLOPE || !READS) warpgroup_meets();
         if (READS) barrier_wait(own_addend, phase);
 #pragma unroll
-        for (int i = 0; NORM && i < 2; i++) {
+        for (int i = 0; SLOPE && i < 2; i++) {
             float2 map = norm_maps[warp * 16 + i * 8 + lane / 4];
             gain[i] = map.x, offset[i] = map.y;
         }
@@ -291,8 +294,8 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
                 float2 v = make_float2(products[0], products[1]), other;
                 if constexpr (NORM) {
                     other = unpack_pair<T>(words[i]);
-                    v.x *= silu_slope(fmaf(gain[i % 2], other.x, offset[i % 2]));
-                    v.y *= silu_slope(fmaf(gain[i % 2], other.y, offset[i % 2]));
+                    if (SLOPE) v.x *= silu_slope(fmaf(gain[i % 2], other.x, offset[i % 2]));
+                    if (SLOPE) v.y *= silu_slope(fmaf(gain[i % 2], other.y, offset[i % 2]));
                     words[i] = pack_pair<T>(v.x, v.y);
                 } else {
                     v.x += offset[i % 2], v.y += offset[i % 2];

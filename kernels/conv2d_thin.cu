@@ -1,15 +1,18 @@
 // Convolutions R x R (3 or 1) that keep the size, between an image of few channels ("thin") and one of many ("wide").
-// variants: T=bf16 R=3 THIN=3 BN=32,64 MOMENTS=0,1,2
-// variants: T=bf16 R=3 THIN=3 BN=96,128 MOMENTS=0
-// variants: T=bf16 R=1 THIN=1,3 BN=64 MOMENTS=0,1
-// variants: T=half R=3 THIN=1,7 BN=32 MOMENTS=2
+// variants: T=bf16 R=3 THIN=3 BN=32,64 MOMENTS=0,1,2 NORM=0
+// variants: T=bf16 R=3 THIN=3 BN=96,128 MOMENTS=0 NORM=0
+// variants: T=bf16 R=1 THIN=1,3 BN=64 MOMENTS=0,1 NORM=0
+// variants: T=half R=3 THIN=1,7 BN=32 MOMENTS=2 NORM=0
+// variants: T=bf16,half R=3 THIN=3,6 BN=64 MOMENTS=2 NORM=1
+// variants: T=bf16 R=1 THIN=1 BN=32 MOMENTS=2 NORM=1
 //
 // thin: T (N, H, W, THIN); wide: T (N, H, W, C), 16-byte aligned, C a multiple of BN. The patch of a pixel has DEPTH
 // numbers, (r, s, j): thin's R x R pixels around it. weight holds (tap, j, c) at first + tap * .. + j * .. + c * .. (see
 // Weight), so that the six passes, three of each kind of convolution, are three products:
 //   spread  wide[p][c] = patch[p] · weight[c] + bias[c] + emb[n][c], or 0 where that is less and `relu`; partials (N, tiles,
 //           C, MOMENTS) are float sums of what was stored, and with 2 moments of its squares. Thin is x of fprop, or dout of
-//           dgrad.
+//           dgrad. NORM, of dgrad where the input was silu(z), z group norm's map (affine.cuh) of x (N, H, W, C): wide = dz,
+//           the product times silu's slope, and partials are sums of dz and of dz * x, before rounding; no bias, emb or relu.
 //   gather  thin[p][j] = sum over taps (r, s) of wide[p + (r, s) - R / 2] · weight[tap][j] + bias[j]. Thin is out, or dx.
 //   wgrad   partials[blockIdx.x] (a weight each, float) = sum over the tile's pixels of patch[p][tap, j] · wide[p][c]
 // bias: float or null; emb: float (N, C) or null. All outputs are overwritten. Sums are float and in a fixed order.
@@ -19,6 +22,7 @@
 // Launch: 256 threads, gridDim.x = N * ceil(H / rows) tiles of `rows` rows of an image; spread and wgrad gridDim.y = C / BN,
 // gather 1, with BN = C. Dynamic shared memory, by conv2d_thin.py: spread `rows_bytes`, gather `products_bytes`, wgrad the
 // larger of `rows_bytes` and `sums_bytes`.
+#include "affine.cuh"
 #include "mma.cuh"
 #include "vector.cuh"
 
@@ -67,18 +71,24 @@ struct Patches {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-spread(const T* thin, const T* weight, const float* bias, const float* emb, int relu, T* wide, float* partials, Weight at,
-       int H, int W, int C, int rows) {
+spread(const T* thin, const T* weight, const float* bias, const float* emb, int relu, T* wide, float* partials, const T* x,
+       const float* norm_weight, const float* norm_bias, const float* scale, const float* shift, const float* mean,
+       const float* rstd, Weight at, int H, int W, int C, int rows, int groups) {
     wait_for_previous();
     constexpr int LINE = STEPS * 16 + 10, COLUMNS = BN / 8;  // so that few of the lines read at one time share a bank
     __shared__ __align__(4) T weights[BN * LINE];
     __shared__ float sums[WARPS * BN * MOMENTS + 1];
+    __shared__ __align__(16) float2 maps[NORM ? BN : 1];
     Tile tile(H, rows);
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, channel = blockIdx.y * BN;
 #pragma unroll
     for (int i = threadIdx.x; i < BN * STEPS * 16; i += THREADS) {  // in the order in which they lie in memory
         int c = at.wide == 1 ? i % BN : i / (STEPS * 16), d = at.wide == 1 ? i / BN : i % (STEPS * 16);
         weights[c * LINE + d] = d < DEPTH ? weight[at.at(d, channel + c)] : T{};
+    }
+    for (int i = threadIdx.x; NORM && i < BN; i += THREADS) {
+        int c = channel + i, group = tile.n * groups + c / (C / groups);
+        maps[i] = affine_of(Modulation(tile.n, c, C, norm_weight, norm_bias, scale, shift), mean[group], rstd[group]);
     }
     Patches patches(thin, tile, H, W);
     __syncthreads();
@@ -93,13 +103,19 @@ spread(const T* thin, const T* weight, const float* bias, const float* emb, int 
 #pragma unroll
     for (int e = 0; e < OWN; e++) {
         int c = channel + own(t, e);
-        if (bias) constant[e] = bias[c];
-        if (emb) constant[e] += emb[tile.n * C + c];
+        if (!NORM && bias) constant[e] = bias[c];
+        if (!NORM && emb) constant[e] += emb[tile.n * C + c];
     }
 
     int count = tile.rows * W;
-    wide += ((i64)tile.n * H + tile.top) * W * C + channel;
+    i64 first_pixel = ((i64)tile.n * H + tile.top) * W * C + channel;
+    wide += first_pixel, x += NORM ? first_pixel : 0;
     for (int m = warp * 16 + g; m - g < count; m += WARPS * 16) {
+        Pack<T> own_x[2][OWN / 8];
+#pragma unroll
+        for (int h = 0; NORM && h < 2; h++)
+#pragma unroll
+            for (int i = 0; i < OWN / 8; i++) own_x[h][i] = load_pack(x + (i64)min(m + 8 * h, count - 1) * C + own(t, 8 * i));
         int corner[2] = {patches.corner(min(m, count - 1)), patches.corner(min(m + 8, count - 1))};
         float acc[COLUMNS][4] = {};
 #pragma unroll
@@ -127,6 +143,13 @@ spread(const T* thin, const T* weight, const float* bias, const float* emb, int 
                 for (int i = 0; i < 8; i++) {
                     int e = first + i;
                     values[i] = acc[e / 2][h * 2 + e % 2] + constant[e];
+                    if constexpr (NORM) {
+                        float2 map = maps[own(t, e)];
+                        float other = to_float(own_x[h][first / 8].v[i]);
+                        values[i] *= silu_slope(fmaf(map.x, other, map.y));
+                        sum[e] += values[i], square[e] += values[i] * other;
+                        continue;
+                    }
                     if (relu && values[i] < 0.0f) values[i] = 0.0f;
                     if constexpr (MOMENTS > 0) {
                         float rounded = to_float(from_float<T>(values[i]));

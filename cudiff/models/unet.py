@@ -123,14 +123,18 @@ class AttentionBlock(Module):
         self.num_heads, self.new_order = num_heads, new_order
         self.norm = GroupNorm(num_groups(channels, norm_group_channels), channels)
         self.qkv = Linear(channels, 3 * channels, layout="conv1d")
-        projection = Linear(channels, channels, layout="conv1d")
-        self.proj_out = zeroed(projection) if zero_init else projection
+        self.proj_out = Linear(channels, channels, layout="conv1d")
+        if zero_init:
+            zeroed(self.proj_out)
 
     def forward(self, x: Tensor) -> Tensor:
-        n, height, width, channels = x.shape
-        qkv = self.qkv(ops.reshape(self.norm(x), (n, height * width, channels)))
-        out = ops.attention_qkv(qkv, self.num_heads, self.new_order, tf32=self.tf32)
-        return self.proj_out(ops.reshape(out, x.shape), residual=x)
+        norm, qkv, proj_out = self.norm, self.qkv, self.proj_out
+        h = ops.norm_silu_conv2d(
+            x, norm_weight=norm.weight, norm_bias=norm.bias, weight=qkv.weight, bias=qkv.bias,
+            num_groups=norm.num_groups, eps=norm.eps, silu=False, statistics=False, tf32=self.tf32,
+        )
+        h = ops.attention_qkv(h, self.num_heads, self.new_order, tf32=self.tf32)
+        return ops.norm_silu_conv2d(h, weight=proj_out.weight, bias=proj_out.bias, residual=x, tf32=self.tf32)
 
 
 class UNet(Module):

@@ -41,31 +41,31 @@ class Attention(Function):
 
 
 class AttentionQKV(Function):
-    """Attention that reads q, k and v, and writes their gradients, where they lie in one array (N, T, 3C)."""
+    """Attention that reads q, k and v, and writes their gradients, where they lie in one array (N, ..., 3C)."""
 
     @staticmethod
     def forward_numpy(ctx, qkv, num_heads, new_order, tf32):
         ctx.attrs = num_heads, new_order
-        return _forward_numpy(ctx, *_split(qkv, num_heads, new_order))
+        return _forward_numpy(ctx, *_split(qkv, num_heads, new_order)).reshape(*qkv.shape[:-1], qkv.shape[-1] // 3)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
-        dqkv = np.empty((*dout.shape[:2], 3 * dout.shape[2]), dout.dtype)
+        dqkv = np.empty((*dout.shape[:-1], 3 * dout.shape[-1]), dout.dtype)
         _backward_numpy(ctx, dout, *_split(dqkv, *ctx.attrs))
         return (dqkv,)
 
     @staticmethod
     def forward_cuda(ctx, qkv, num_heads, new_order, tf32):
         ctx.attrs = num_heads, new_order
-        return _forward_cuda(ctx, *_split(qkv, num_heads, new_order), tf32)
+        return _forward_cuda(ctx, *_split(qkv, num_heads, new_order), tf32).reshape(*qkv.shape[:-1], qkv.shape[-1] // 3)
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
-        n, tokens, channels = dout.shape
-        dqkv = empty((n, tokens, 3 * channels), dout.dtype)
+        *images, channels = dout.shape
+        dqkv = empty((*images, 3 * channels), dout.dtype)
 
         def sums(tiles: int) -> tuple[Array, Array, Array]:
-            ctx.din_partials[0] = empty((n, tiles, 3 * channels), float32)
+            ctx.din_partials[0] = empty((images[0], tiles, 3 * channels), float32)
             return _split(ctx.din_partials[0], *ctx.attrs)
 
         _backward_cuda(ctx, dout, *_split(dqkv, *ctx.attrs), sums)
@@ -74,7 +74,8 @@ class AttentionQKV(Function):
 
 def _split(qkv: Array, num_heads: int, new_order: bool) -> tuple[Array, Array, Array]:
     """Views (N, T, heads, D) of q, k and v."""
-    n, t, channels = qkv.shape
+    n, *tokens, channels = qkv.shape
+    t = math.prod(tokens)
     if new_order:
         qkv = qkv.reshape(n, t, 3, num_heads, channels // (3 * num_heads))
         return qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
@@ -182,14 +183,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, tf32: bool = False) -> Tensor:
 
 
 def attention_qkv(qkv: Tensor, num_heads: int, new_order: bool = False, tf32: bool = False) -> Tensor:
-    """Self-attention of qkv (N, T, 3C), read in place; returns (N, T, C).
+    """Self-attention of all tokens of each image of qkv (N, ..., 3C), read in place; returns (N, ..., C).
 
     The channels are [head][q, k, v][D], guided-diffusion's legacy order, or, with new_order (its
     `use_new_attention_order`), [q, k, v][head][D]. Otherwise as `attention`.
     """
-    if qkv.ndim != 3 or qkv.shape[2] % (3 * num_heads) != 0 or qkv.shape[2] == 0:
-        raise ValueError(f"attention_qkv takes (N, T, 3C) with C a multiple of {num_heads} heads; got {qkv.shape}")
-    _check_head(qkv.shape[2] // (3 * num_heads))
+    if qkv.ndim < 3 or qkv.shape[-1] % (3 * num_heads) != 0 or qkv.shape[-1] == 0:
+        raise ValueError(f"attention_qkv takes (N, ..., 3C) with C a multiple of {num_heads} heads; got {qkv.shape}")
+    _check_head(qkv.shape[-1] // (3 * num_heads))
     return AttentionQKV.apply(qkv, num_heads=num_heads, new_order=new_order, tf32=tf32)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from cudiff.backend import Array, array_module, compute_dtype, float32
 from cudiff.cuda.module import empty, gradient_target
 from cudiff.ops import conv2d_sm90, conv2d_thin
+from cudiff.ops.conv2d_sm90 import Norm
 from cudiff.ops.elementwise import relu_cuda
 from cudiff.ops.gemm import Epilogue, aligned, product
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
@@ -156,17 +157,22 @@ def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair,
 
 
 def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pair, epilogue: Epilogue, tf32: bool,
-               sums: bool = False) -> Array | None:
+               sums: bool = False, norm: Norm | None = None) -> Array | None:
     """Gradient of the input, written to dx (N, H, W, C), and what the epilogue adds.
 
-    Returns dx's sums, float32 (N, tiles, C), if `sums` and the kernel makes them.
+    Returns dx's sums, float32 (N, tiles, C), if `sums` and the kernel makes them. Where the input is what `norm` made,
+    and the epilogue empty, dx may become the gradient dz of its output before SiLU: then this returns dz's sums and
+    those of dz times the norm's input, float32 (N, tiles, C, 2), else None.
     """
     epilogue = epilogue._replace(rows_per_image=dx.shape[1] * dx.shape[2])
     if conv2d_thin.suits(dout, weight, dx, stride, padding, epilogue):
-        return conv2d_thin.fprop(dout, weight, dx, epilogue, moments=int(sums), transposed=True)
+        norm = norm if norm is not None and conv2d_thin.suits_norm(dx, norm) else None
+        moments = int(sums) if norm is None else 2
+        return conv2d_thin.fprop(dout, weight, dx, epilogue, moments, transposed=True, norm=norm)
     if conv2d_sm90.suits(dout, weight, dx, stride, padding, tf32):
-        conv2d_sm90.fprop(dout, weight, dx, epilogue, transposed=True)
-    elif _is_linear(weight.shape[1:3], stride, padding):
+        norm = norm if norm is not None and conv2d_sm90.suits_norm(norm) else None
+        return conv2d_sm90.fprop(dout, weight, dx, epilogue, transposed=True, norm=norm)
+    if _is_linear(weight.shape[1:3], stride, padding):
         linear_dx_cuda(dout, weight.reshape(weight.shape[0], -1), dx.reshape(1, -1, dx.shape[3]), epilogue, tf32)
     elif _tiles(weight.shape[1:3], stride, padding, dout, dx) and epilogue.addend is None and epilogue.emb is None:
         _dgrad_of_tiles(dout, weight, dx, epilogue.bias, tf32)

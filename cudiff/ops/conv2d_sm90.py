@@ -100,15 +100,14 @@ def _keeps_size(x: Array, weight: Array, out: Array, stride: tuple[int, int], pa
     )
 
 
-def suits_norm(dout: Array, weight: Array, dz: Array, norm: Norm, padding: tuple[int, int]) -> bool:
-    """Whether `dgrad_to_norm` takes it: 16-bit images, of two sources the first of whole tiles of channels."""
-    x, x2 = norm[:2]
-    sources = [source for source in (x, x2) if source is not None]
+def suits_norm(norm: Norm) -> bool:
+    """Whether `fprop`, where it `suits`, makes the gradient of that norm's output: in 16 bits, of two sources the first
+    of whole tiles of channels."""
+    sources = [source for source in (norm.x, norm.x2) if source is not None]
     return (
-        is_low(dout.dtype)
-        and suits(dout, weight, dz, padding=padding)
+        is_low(norm.x.dtype)
         and all(source.flags.c_contiguous and aligned(source, source.shape[3]) for source in sources)
-        and (x2 is None or x.shape[3] % CHANNELS == 0)
+        and (norm.x2 is None or norm.x.shape[3] % CHANNELS == 0)
     )
 
 
@@ -139,9 +138,10 @@ def width_of(columns: int) -> int:
 
 
 class Norm(NamedTuple):
-    """What group norm had: its input of one or two sources (N, H, W, C1 and C2), its parameters, scale and shift
-    (N, C), and its statistics (N, G)."""
+    """Whether SiLU followed group norm, and what that had: its input of one or two sources (N, H, W, C1 and C2), its
+    parameters, scale and shift (N, C), and its statistics (N, G)."""
 
+    silu: bool
     x: Array
     x2: Array | None
     weight: Array
@@ -241,6 +241,15 @@ def time(chosen: Plan, shape: tuple[int, ...], kernel: tuple[int, int], itemsize
     return 3.4 + turns * (chosen.tile.turn + taps * chosen.tile.step) + (0.7 if chosen.cluster > 1 else 0.0)
 
 
+def full_strips(images: tuple[int, ...], apart: bool) -> tuple[int, int, int]:
+    """Images (N, H, W) as a 1×1 convolution takes them, which knows no neighbours: 8 pixels wide where 8 divides an
+    image; and all as one image, unless sums or vectors of each keep them `apart`."""
+    n, height, columns = images
+    if not apart:
+        n, height = 1, n * height
+    return (n, height * columns // 8, 8) if height * columns % 8 == 0 else (n, height, columns)
+
+
 def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: bool = False, statistics: bool = False,
           relu: bool = False, x2: Array | None = None, out2: Array | None = None, chosen: Plan | None = None,
           norm: Norm | None = None, skip: Skip | None = None) -> Array | None:
@@ -251,12 +260,15 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     x2 holds the channels after x's, and out2 receives those after out's, where `suits_pair`.
 
     weight (K, R, S, C); or under `transposed` (C, R, S, K): then out is the gradient of the input whose output had the
-    gradient x; with `norm` the gradient before the norm's SiLU. Returns what `statistics` asks for, the sums and sums
-    of squares of out, or with `norm` those of out and of out times the norm's input: float32 (N, tiles, K, 2).
+    gradient x; `norm` is as in `conv2d.dgrad_cuda`. `chosen`, where not the best plan, is one for x's shape. Returns
+    what `statistics` asks for, the sums and sums of squares of out, or with `norm` those of out and of out times the
+    norm's input: float32 (N, tiles, K, 2).
     """
-    n, height, columns, split = x.shape
+    kernel, (n, height, columns, split) = weight.shape[1:3], x.shape
+    if kernel == (1, 1) and chosen is None:
+        n, height, columns = full_strips(x.shape[:3], statistics or norm is not None or epilogue.emb is not None)
     channels = split if x2 is None else split + x2.shape[3]
-    first_outputs, kernel = out.shape[3], weight.shape[1:3]
+    first_outputs = out.shape[3]
     outputs = first_outputs if out2 is None else first_outputs + out2.shape[3]
     weight = _as_dtype(weight, x.dtype)
     if transposed and x.dtype == float32:  # wgmma takes tf32 only as fprop has it
@@ -272,14 +284,18 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     )
     share = min(rows, tile.pixels // 8 // cluster)
     box, result_box = (1, rows + kernel[0] - 1, 8 + kernel[1] - 1, chunk), (1, share, 8, chunk)
-    addend = None if epilogue.addend is None else at_16_bytes(epilogue.addend.reshape(out.shape))
+    addend = None if epilogue.addend is None else at_16_bytes(epilogue.addend)
     read, read_box, affine, groups = (addend, None), result_box, (None,) * 6, 1
     if norm is not None:
-        read, affine, groups, first_outputs = norm[:2], norm[2:], norm.mean.shape[1], norm.x.shape[3]
+        read, affine, groups, first_outputs = norm[1:3], norm[3:], norm.mean.shape[1], norm.x.shape[3]
     if skip is not None:
         read, read_box = skip[:2], (1, rows, 8, chunk)
+
+    def image(array: Array) -> Array:
+        return array.reshape(n, height, columns, array.shape[-1])
+
     maps = (
-        tensor_map(out if array is None else array, array_box, operand=False)
+        tensor_map(image(out if array is None else array), array_box, operand=False)
         for array, array_box in ((out, result_box), (out2, result_box), (read[0], read_box), (read[1], read_box))
     )
     weight_map = _weight_map(weight, chunk)
@@ -288,25 +304,15 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     launch(
         "conv2d_sm90", "conv2d_sm90", (each, blocks(outputs, CHANNELS), cluster), 384,
         (
-            tensor_map(x, box), tensor_map(x if x2 is None else x2, box), weight_map, *maps,
+            tensor_map(image(x), box), tensor_map(image(x if x2 is None else x2), box), weight_map, *maps,
             weight_map if skip is None else _weight_map(skip.weight, chunk), epilogue.bias, skip_bias, epilogue.emb,
             partials, *affine, n, height, columns, channels, outputs, kernel[1], skip_channels, rows, slabs, weights,
             split, first_outputs, skip_split, groups,
         ),
         shared, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP", PIXELS=tile.pixels,
-        ADDS=int(addend is not None), STATISTICS=int(statistics), NORM=int(norm is not None),
+        ADDS=int(addend is not None), STATISTICS=int(statistics), NORM=0 if norm is None else 1 if norm.silu else 2,
         RELU=int(relu), SKIP=int(skip is not None), CLUSTER=cluster,
     )
-    return partials
-
-
-def dgrad_to_norm(dout: Array, weight: Array, dz: Array, norm: Norm) -> Array:
-    """The gradient dz (N, H, W, C) of z, the convolution's input having been silu(z) and z the output of `norm`.
-
-    Returns its sums and those of dz times the norm's input, float32 (N, tiles, C, 2).
-    """
-    partials = fprop(dout, weight, dz, Epilogue(), transposed=True, norm=norm)
-    assert partials is not None
     return partials
 
 
@@ -344,12 +350,16 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: WgradPlan | 
         wgrad_tf32(x, dout, dweight, add)
         return False
     passes_on = total is not None and total.dtype == dout.dtype and aligned(total, total.shape[3])
+    images = x.shape[:3]
+    if dweight.shape[1:3] == (1, 1) and chosen is None:
+        images = full_strips(images, apart=False)
+    x, x2, dout, total = (None if a is None else a.reshape(*images, a.shape[3]) for a in (x, x2, dout, total))
     job = _Wgrad(_whole(x), x2, _whole(dout), dweight, add)
     if passes_on or chosen is not None:
         _launch_wgrads([job], chosen, total if passes_on else None)
         return passes_on
     held = sum(array.nbytes for array in job[:3] if array is not None)
-    submit(_WGRADS, job, dweight, job[:3], held, (x.dtype, x.shape[:3], dweight.shape[1:3]))
+    submit(_WGRADS, job, dweight, job[:3], held, (x.dtype, images, dweight.shape[1:3]))
     return False
 
 

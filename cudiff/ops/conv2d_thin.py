@@ -10,6 +10,7 @@ import numpy as np
 from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.module import blocks, empty, launch
 from cudiff.cuda.sums import add_parts
+from cudiff.ops.conv2d_sm90 import Norm
 from cudiff.ops.elementwise import relu_cuda
 from cudiff.ops.gemm import MULTIPROCESSORS, Epilogue, aligned
 
@@ -43,6 +44,11 @@ def suits(x: Array, weight: Array, out: Array, stride: tuple[int, int], padding:
     )
 
 
+def suits_norm(dz: Array, norm: Norm) -> bool:
+    """Whether `fprop`, where it `suits`, makes the gradient dz of that norm's output: of wide images, of one source."""
+    return dz.shape[3] > MOST and norm.silu and norm.x2 is None and norm.x.flags.c_contiguous and aligned(norm.x)
+
+
 def _sides(x: Array, out: Array) -> tuple[Array, Array]:
     """The thin image and the wide one."""
     return (x, out) if x.shape[3] < out.shape[3] else (out, x)
@@ -64,11 +70,11 @@ def sums_bytes(thin: int, columns: int, taps: int) -> int:
 
 
 def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, moments: int = 0, transposed: bool = False,
-          relu: bool = False) -> Array | None:
+          relu: bool = False, norm: Norm | None = None) -> Array | None:
     """Convolution of x, written to out; or under `transposed`, gradient x of an output, that of the input to out.
 
     Then ReLU, if `relu`. Returns the sums of a wide out, and with 2 moments those of squares: float32
-    (N, tiles, K[, 2]).
+    (N, tiles, K[, 2]). With `norm`, as in `conv2d.dgrad_cuda`, the second moment is of out times the norm's input.
     """
     n, height, width, channels = x.shape
     outputs = out.shape[3]
@@ -80,17 +86,20 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, moments: int 
         launch(
             "conv2d_thin", "gather", n * blocks(height, rows), THREADS,
             (x, weight, epilogue.bias, out, at, height, width, rows), products_bytes(rows, width, thin, taps),
-            T=x.dtype, R=taps, THIN=thin, BN=channels, MOMENTS=0,
+            T=x.dtype, R=taps, THIN=thin, BN=channels, MOMENTS=0, NORM=0,
         )
         if relu:
             relu_cuda(out, out)
         return None
     rows, columns = _rows(n, height), _columns(outputs)
     partials = empty((n, blocks(height, rows), outputs, 2)[: 2 + moments], float32) if moments else None
+    source, affine, groups = (None, (None,) * 6, 1) if norm is None else (norm.x, norm[3:], norm.mean.shape[1])
     launch(
         "conv2d_thin", "spread", (n * blocks(height, rows), outputs // columns), THREADS,
-        (x, weight, epilogue.bias, epilogue.emb, relu, out, partials, at, height, width, outputs, rows),
+        (x, weight, epilogue.bias, epilogue.emb, relu, out, partials, source, *affine, at, height, width, outputs, rows,
+         groups),
         rows_bytes(rows, width, thin, taps), T=x.dtype, R=taps, THIN=thin, BN=columns, MOMENTS=moments,
+        NORM=int(norm is not None),
     )
     return partials
 
@@ -108,7 +117,7 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool) -> None:
     launch(
         "conv2d_thin", "wgrad", (tiles, channels // columns), THREADS,
         (thin, wide, partials, at, height, width, channels, rows), shared,
-        T=x.dtype, R=taps, THIN=thin.shape[3], BN=columns, MOMENTS=0,
+        T=x.dtype, R=taps, THIN=thin.shape[3], BN=columns, MOMENTS=0, NORM=0,
     )
     add_parts(partials, dweight, add)
 

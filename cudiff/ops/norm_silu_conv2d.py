@@ -10,7 +10,7 @@ from cudiff.cuda.sums import add_rows
 from cudiff.ops import conv2d_sm90, elementwise
 from cudiff.ops.cast import astype
 from cudiff.ops.conv2d import check_bias, conv2d, dgrad_cuda, fprop_cuda, out_size, pair, wgrad_cuda
-from cudiff.ops.conv2d_sm90 import Norm, Skip, at_16_bytes, dgrad_to_norm, suits_norm, suits_skip
+from cudiff.ops.conv2d_sm90 import Norm, Skip, at_16_bytes, suits_skip
 from cudiff.ops.gemm import Epilogue
 from cudiff.ops.group_norm import GroupNorm, group_norm
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
@@ -21,13 +21,15 @@ from cudiff.tensor import Composite, Context, Tensor, Vacant
 
 
 def unfused(x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight, skip_bias,
-            num_groups, eps, upsample, relu, statistics, tf32):
+            num_groups, eps, silu, upsample, relu, statistics, tf32):
     """What norm_silu_conv2d computes, in plain operations."""
     h = x if x2 is None else concatenate([x, x2], axis=3)
     if norm_weight is not None:
-        h = group_norm(h, norm_weight, norm_bias, num_groups, eps, silu=True, scale=scale, shift=shift)
+        h = group_norm(h, norm_weight, norm_bias, num_groups, eps, silu, scale, shift)
     if upsample:
         h = upsample_nearest(h, 2)
+    if weight.ndim == 2:
+        weight = reshape(weight, (len(weight), 1, 1, weight.shape[1]))
     out = conv2d(h, weight, bias, padding=weight.shape[1] // 2, tf32=tf32)
     if emb is not None:
         out = out + reshape(astype(emb, out.dtype), (emb.shape[0], 1, 1, emb.shape[1]))
@@ -46,12 +48,13 @@ class NormSiluConv2d(Composite):
 
     @staticmethod
     def forward_cuda(ctx, x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2,
-                     skip_weight, skip_bias, num_groups, eps, upsample, relu, statistics, tf32):
+                     skip_weight, skip_bias, num_groups, eps, silu, upsample, relu, statistics, tf32):
         ctx.tf32, ctx.steps = tf32, []
+        ctx.weight_shape, weight = weight.shape, _taps(weight)
         h, h2 = x, None
         if norm_weight is not None:
             h = _step(ctx, GroupNorm, _NORM_INPUTS, x, x2, norm_weight, norm_bias, scale, shift,
-                      num_groups=num_groups, eps=eps, silu=True)
+                      num_groups=num_groups, eps=eps, silu=silu)
         elif x2 is not None and not upsample and conv2d_sm90.suits_pair(x, x2, weight):
             h2 = x2  # read from where they are
         elif x2 is not None:
@@ -100,11 +103,13 @@ class NormSiluConv2d(Composite):
                     dgrad_cuda(dout, part, grads[i], (1, 1), padding, Epilogue(addend=addend), tf32)
         elif any(needs[i] for i in _NORM_INPUTS):
             grads[0], addend = gradient_sum(None if ctx.steps else into[0], ctx.shape, dout.dtype)
-            norm = ctx.steps[0][1] if [function for function, _, _ in ctx.steps] == [GroupNorm] else None
-            if norm is not None and suits_norm(dout, weight, grads[0], Norm(*norm.saved), padding):
-                norm.dz_partials = dgrad_to_norm(dout, weight, grads[0], Norm(*norm.saved))
+            epilogue = Epilogue(addend=addend)
+            if [function for function, _, _ in ctx.steps] == [GroupNorm]:
+                step = ctx.steps[0][1]
+                norm = Norm(step.silu, *step.saved)
+                step.dz_partials = dgrad_cuda(dout, weight, grads[0], (1, 1), padding, epilogue, tf32, norm=norm)
             else:
-                dgrad_cuda(dout, weight, grads[0], (1, 1), padding, Epilogue(addend=addend), tf32)
+                dgrad_cuda(dout, weight, grads[0], (1, 1), padding, epilogue, tf32)
             for position in reversed(range(len(ctx.steps))):
                 function, step, inputs = ctx.steps[position]
                 last = position == 0
@@ -124,8 +129,8 @@ class NormSiluConv2d(Composite):
                 h = ctx.steps[0][1].y
                 for function, step, _ in ctx.steps[1:]:
                     h = function.forward_cuda(step, h, factor=2)
-            grads[2], add = gradient_target(into[2], weight.shape, float32)
-            if wgrad_cuda(h, dout, grads[2], (1, 1), padding, add, tf32, total, h2):
+            grads[2], add = gradient_target(into[2], ctx.weight_shape, float32)
+            if wgrad_cuda(h, dout, _taps(grads[2]), (1, 1), padding, add, tf32, total, h2):
                 grads[9] = total
         if skip_weight is None:
             return tuple(grads)
@@ -155,6 +160,11 @@ def _step(ctx, function: Any, inputs: tuple[int, ...], *arrays: Array | None, **
     return function.forward_cuda(step, *arrays, **attrs)
 
 
+def _taps(weight: Array) -> Array:
+    """A weight (K, C) as (K, 1, 1, C), any other as it is."""
+    return weight[:, None, None] if weight.ndim == 2 else weight
+
+
 def _matrix(weight: Array) -> Array:
     """A weight (K, 1, 1, C) as (K, C)."""
     return weight.reshape(len(weight), -1)
@@ -164,23 +174,24 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
                      norm_weight: Tensor | None = None, norm_bias: Tensor | None = None, scale: Tensor | None = None,
                      shift: Tensor | None = None, emb: Tensor | None = None, residual: Tensor | None = None,
                      residual2: Tensor | None = None, skip_weight: Tensor | None = None,
-                     skip_bias: Tensor | None = None, num_groups: int = 32, eps: float = 1e-5, upsample: bool = False,
-                     relu: bool = False, statistics: bool = True, tf32: bool = False) -> Tensor:
+                     skip_bias: Tensor | None = None, num_groups: int = 32, eps: float = 1e-5, silu: bool = True,
+                     upsample: bool = False, relu: bool = False, statistics: bool = True, tf32: bool = False) -> Tensor:
     """The unit of the U-Net: group norm, SiLU and convolution of concat(x, x2), plus an embedding and a skip path.
 
-    h = silu(group_norm(concat(x, x2)) · (1 + scale) + shift) where norm_weight is given, else concat(x, x2); twice as
-    high and wide where `upsample`. out = conv2d(h, weight, bias, padding=R // 2) + emb[:, None, None, :], plus
-    residual, or conv2d(concat(residual, residual2), skip_weight, skip_bias) where skip_weight is given; ReLU if `relu`.
+    h = silu(group_norm(concat(x, x2)) · (1 + scale) + shift) where norm_weight is given, without SiLU unless `silu`;
+    else concat(x, x2). Twice as high and wide where `upsample`. out = conv2d(h, weight, bias, padding=R // 2)
+    + emb[:, None, None, :], plus residual, or conv2d(concat(residual, residual2), skip_weight, skip_bias) where
+    skip_weight is given; ReLU if `relu`.
 
-    x (N, H, W, C1), x2 (N, H, W, C2), weight (K, R, S, C1 + C2), norm_weight and norm_bias (C1 + C2,), scale and
-    shift float32 (N, C1 + C2), emb float32 (N, K), residual like out without skip_weight. Returns x's dtype.
+    x (N, H, W, C1), x2 (N, H, W, C2), weight (K, R, S, C1 + C2) or (K, C1 + C2), norm_weight and norm_bias (C1 + C2,),
+    scale and shift float32 (N, C1 + C2), emb float32 (N, K), residual like out without skip_weight. Returns x's dtype.
     `statistics` says that a norm follows: kernels then leave the sums that it needs.
     """
     channels = x.shape[3] + (0 if x2 is None else x2.shape[3])
-    if weight.shape[3] != channels:
-        raise ValueError(f"norm_silu_conv2d: {channels} channels do not fit weight {weight.shape} (K, R, S, C)")
+    if weight.shape[-1] != channels:
+        raise ValueError(f"norm_silu_conv2d: {channels} channels do not fit weight {weight.shape} (K, [R, S,] C)")
     check_bias("norm_silu_conv2d", bias, weight.shape[0])
     return NormSiluConv2d.apply(
         x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight, skip_bias,
-        num_groups=num_groups, eps=eps, upsample=upsample, relu=relu, statistics=statistics, tf32=tf32,
+        num_groups=num_groups, eps=eps, silu=silu, upsample=upsample, relu=relu, statistics=statistics, tf32=tf32,
     )

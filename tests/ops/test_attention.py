@@ -104,6 +104,20 @@ def test_an_image_does_not_depend_on_the_batch(device, rng):
     np.testing.assert_allclose(whole[1:2], alone, rtol=1e-5, atol=1e-6)
 
 
+def test_tokens_of_an_image(device, rng):
+    """They are read row by row, wherever an image's axes are; the gradient and its sums come in the input's shape."""
+    qkv, dout = (rng.standard_normal((2, 6, 8, c)).astype(ml_dtypes.bfloat16) for c in (96, 32))
+    results = []
+    for tokens in ((6, 8), (48,)):
+        x = Tensor(qkv.reshape(2, *tokens, 96), requires_grad=True, device=device)
+        out = attention_qkv(x, 2)
+        assert out.shape == (2, *tokens, 32)
+        out.backward(Tensor(dout.reshape(out.shape), device=device))
+        assert x.grad.shape == x.shape
+        results.append((out.numpy().ravel(), Tensor(x.grad).numpy().ravel()))
+    assert all(np.array_equal(*pair) for pair in zip(*results, strict=True))
+
+
 def test_bad_shapes():
     def zeros(*shape):
         return Tensor(np.zeros(shape, np.float32))

@@ -1,3 +1,5 @@
+import math
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ SHAPES = [
     ((2, 64, 64, 64), (64, 3, 3)), ((2, 32, 32, 128), (128, 3, 3)), ((2, 16, 16, 192), (192, 3, 3)),
     ((3, 8, 8, 256), (256, 3, 3)), ((2, 9, 11, 72), (40, 3, 3)), ((1, 6, 6, 16), (136, 3, 3)),
     ((3, 20, 12, 128), (128, 1, 1)), ((2, 28, 28, 64), (128, 3, 3)), ((3, 7, 7, 128), (256, 3, 3)),
+    ((8, 7, 5, 72), (40, 1, 1)), ((3, 9, 7, 16), (24, 1, 1)),
     ((1, 13, 100, 24), (72, 1, 3)), ((2, 5, 40, 64), (192, 1, 3)), ((2, 33, 17, 448), (192, 3, 3)),
     ((1, 1, 1, 8), (8, 3, 3)), ((2, 64, 64, 8), (8, 3, 3)), ((1, 4, 128, 16), (24, 3, 5)),
     ((2, 70, 64, 136), (200, 3, 3)), ((1, 6, 120, 64), (64, 3, 3)), ((1, 5, 140, 24), (16, 3, 7)),
@@ -137,10 +140,11 @@ def test_clusters_share_the_depth(hopper, rng, dtype, transposed, adds, cluster)
 @pytest.mark.parametrize("tile", conv2d_sm90.TILES, ids=str)
 @pytest.mark.parametrize("size, sources, scaled, taps", [
     ((100, 8, 8), (128, 64), True, 3), ((2, 11, 19), (64, 40), False, 3), ((3, 33, 17), (72, 0), True, 1),
-    ((5, 70, 9), (24, 0), False, 3), ((1, 13, 9), (128, 64), True, 3),
+    ((5, 16, 15), (64, 40), True, 1), ((5, 70, 9), (24, 0), False, 3), ((1, 13, 9), (128, 64), True, 3),
 ], ids=str)
+@pytest.mark.parametrize("silu", [True, False])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
-def test_gradient_to_a_norm(hopper, rng, tile, size, sources, scaled, taps, dtype):
+def test_gradient_to_a_norm(hopper, rng, tile, size, sources, scaled, taps, silu, dtype):
     """Blocks with many strips, one, or part of one; strips beyond the image, channels beyond the second source."""
     channels, outputs, groups = sum(sources), 200, 4
     dout = rng.standard_normal((*size, outputs)).astype(dtype)
@@ -158,17 +162,19 @@ def test_gradient_to_a_norm(hopper, rng, tile, size, sources, scaled, taps, dtyp
     sigmoid = 1 / (1 + np.exp(-z))
     turned = weight.astype(np.float64)[:, ::-1, ::-1].transpose(3, 1, 2, 0).copy()
     dy = ops.conv2d(Tensor(dout.astype(np.float64)), Tensor(turned), padding=taps // 2).numpy()
-    dz = dy * sigmoid * (1 + z * (1 - sigmoid))
+    dz = dy * sigmoid * (1 + z * (1 - sigmoid)) if silu else dy
 
     operands = [None if array is None else Tensor(array, device="cuda").data for array in (dout, weight, *x, *vectors)]
-    norm = conv2d_sm90.Norm(*operands[2:])
-    for cluster in conv2d_sm90.CLUSTERS:
-        chosen = conv2d_sm90.fit(tile, dout.shape, channels, (taps, taps), dout.itemsize, cluster)
-        assert cluster > 1 or chosen is not None
-        if chosen is None:
-            continue
+    norm = conv2d_sm90.Norm(silu, *operands[2:])
+    fitted = [
+        conv2d_sm90.fit(tile, dout.shape, channels, (taps, taps), dout.itemsize, cluster)
+        for cluster in conv2d_sm90.CLUSTERS
+    ]
+    assert fitted[0] is not None
+    for chosen in (None, *(plan for plan in fitted if plan is not None)):
         out = Tensor(np.full(dz.shape, np.nan, dtype), device="cuda")
-        assert conv2d_sm90.suits_norm(*operands[:2], out.data, norm, (taps // 2, taps // 2))
+        assert conv2d_sm90.suits(*operands[:2], out.data, padding=(taps // 2, taps // 2))
+        assert conv2d_sm90.suits_norm(norm)
         partials = conv2d_sm90.fprop(*operands[:2], out.data, Epilogue(), True, chosen=chosen, norm=norm)
         assert relative_error(out.numpy(), dz) < TOLERANCES[dtype][0]
         sums = Tensor(partials).numpy().astype(np.float64).sum(1)
@@ -465,6 +471,20 @@ def test_weight_gradients_left_to_the_portable_kernels(monkeypatch, dtype, colum
     x, weight, padding = np.zeros((1, 8, columns, 16), dtype), np.zeros((16, *kernel, 16), dtype), (kernel[0] // 2, 1)
     assert conv2d_sm90.suits(x, weight, x, padding=padding, tf32=True)
     assert not conv2d_sm90.suits_wgrad(x, weight, x, padding=padding, tf32=True)
+
+
+@pytest.mark.parametrize("images", [(32, 8, 8), (32, 16, 16), (3, 7, 5), (8, 7, 5), (2, 9, 13)])
+def test_full_strips_are_no_slower(images):
+    """Of the same pixels in the same order; images that stay apart keep theirs."""
+    for apart in (False, True):
+        strips = conv2d_sm90.full_strips(images, apart)
+        assert math.prod(strips) == math.prod(images)
+        assert not apart or strips[0] == images[0]
+        seconds = [
+            conv2d_sm90.time(conv2d_sm90.plan((*taken, 192), 576, (1, 1), 2), (*taken, 192), (1, 1), 2)
+            for taken in (strips, images)
+        ]
+        assert seconds[0] <= seconds[1]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])

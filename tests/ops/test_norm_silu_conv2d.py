@@ -2,8 +2,10 @@ import numpy as np
 import pytest
 
 from cudiff.backend import bfloat16
+from cudiff.cuda.module import hopper
 from cudiff.nn.parameter import Parameter
 from cudiff.ops import conv2d_sm90
+from cudiff.ops.attention import attention_qkv
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
 from cudiff.tensor import Tensor
 from tests.check import check_op, relative_error, torch
@@ -16,6 +18,13 @@ UNITS = {  # x, x2 channels; K; kernel; which parts
     "no norm": dict(c1=6, c2=2, k=3, norm=False, emb=True),
     "wide": dict(c1=64, c2=64, k=64, emb=True, residual=(64, 64), skip=True),
     "1x1": dict(c1=8, c2=0, k=5, r=1),
+    "linear": dict(c1=64, c2=0, k=192, r=0, silu=False, size=(16, 8)),
+    "linear of odd images": dict(c1=72, c2=0, k=40, r=0, silu=False, size=(7, 5), scale=True),
+    "linear of a pair": dict(c1=64, c2=8, k=24, r=0, silu=False, emb=True, residual=(24, 0)),
+    "linear without norm": dict(c1=64, c2=0, k=64, r=0, norm=False, residual=(64, 0), size=(16, 8)),
+    "thin result": dict(c1=64, c2=0, k=3, size=(13, 9)),
+    "thin 1x1 of a scaled norm": dict(c1=96, c2=0, k=5, r=1, scale=True, emb=True),
+    "3x3 of a norm": dict(c1=16, c2=0, k=8, silu=False),
     "tall": dict(c1=64, c2=32, k=16, scale=True, residual=(64, 32), skip=True, size=(35, 9)),
     "skip": dict(c1=72, c2=0, k=72, residual=(40, 0), skip=True, size=(5, 13)),
     "skip of a pair": dict(c1=64, c2=24, k=40, norm=False, residual=(64, 24), skip=True, size=(5, 13)),
@@ -40,14 +49,15 @@ def test_norm_silu_conv2d(device, rng, unit):
 
     norm, skip = unit.get("norm", True), unit.get("skip", False)
     arrays = dict(
-        x=normal(2, *image, c1), x2=normal(2, *image, c2, wanted=c2), weight=normal(k, r, r, channels), bias=normal(k),
+        x=normal(2, *image, c1), x2=normal(2, *image, c2, wanted=c2),
+        weight=normal(k, *((r, r) if r else ()), channels), bias=normal(k),
         norm_weight=normal(channels, wanted=norm), norm_bias=normal(channels, wanted=norm),
         scale=normal(2, channels, wanted=unit.get("scale")), shift=normal(2, channels, wanted=unit.get("scale")),
         emb=normal(2, k, wanted=unit.get("emb")), residual=normal(*size, residual[0], wanted=residual[0]),
         residual2=normal(*size, residual[1], wanted=residual[1]),
         skip_weight=normal(k, 1, 1, sum(residual), wanted=skip), skip_bias=normal(k, wanted=skip),
     )
-    attrs = dict(num_groups=4, upsample=upsample, relu=unit.get("relu", False))
+    attrs = dict(num_groups=4, upsample=upsample, relu=unit.get("relu", False), silu=unit.get("silu", True))
 
     def fn(*tensors):
         named = dict(zip(arrays, tensors, strict=True))
@@ -80,6 +90,39 @@ def test_units_in_a_row(device, rng):
 
     # Four units round in turn.
     check_op(block, *arrays, device=device, fp32_inputs=(2, 3, 4, 5, 7, 8, 9, 11), tolerance=4)
+
+
+def test_an_attention_block_between_norms(device, rng):
+    """Sums of dqkv come with it, those of the output go to the next norm."""
+    size, c = ((2, 16, 16), 64) if device == "cuda" else ((2, 3, 2), 4)
+    shapes = (*size, c), (3 * c, c), (3 * c,), (c,), (c,), (c, c), (c, 3, 3, c)
+    arrays = [rng.standard_normal(shape) / (8 if len(shape) in (2, 4) else 1) for shape in shapes]
+    arrays[0] *= 8
+
+    def block(x, weight, bias, norm_weight, norm_bias, weight2, weight3):
+        h = norm_silu_conv2d(x, weight=weight, bias=bias, norm_weight=norm_weight, norm_bias=norm_bias, silu=False,
+                             statistics=False, num_groups=4)
+        h = norm_silu_conv2d(attention_qkv(h, 2), weight=weight2, residual=x)
+        return norm_silu_conv2d(h, weight=weight3, norm_weight=norm_weight, norm_bias=norm_bias, num_groups=4)
+
+    # Three units and attention round in turn.
+    check_op(block, *arrays, device=device, fp32_inputs=(2, 3, 4), tolerance=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("image", [(8, 8), (16, 16), (5, 7)])
+def test_a_linear_layer_leaves_each_images_sums(rng, image):
+    """On Hopper, where its kernel makes them; and its gradient is in the parameter's shape."""
+    x = Tensor(rng.standard_normal((3, *image, 64)), dtype=bfloat16, device="cuda")
+    weight = Parameter(Tensor(rng.standard_normal((72, 64)), dtype="float32", device="cuda").data, low=True)
+    out = norm_silu_conv2d(x, weight=weight)
+    out.backward(np.ones(out.shape, np.float32))
+    assert weight.grad.shape == weight.shape
+    if not hopper():
+        pytest.skip("only kernels for sm_90a leave sums")
+    values, sums = out.numpy().astype(np.float64), Tensor(out.partials).numpy().astype(np.float64).sum(1)
+    expected = np.stack([values.sum((1, 2)), (values**2).sum((1, 2))], -1)
+    assert relative_error(sums, expected) < 1e-5
 
 
 def test_a_residual_whose_gradient_has_begun(device, rng):
@@ -190,10 +233,11 @@ def torch_unit(arrays, attrs):
             h = functional.group_norm(h, attrs["num_groups"], part["norm_weight"], part["norm_bias"], 1e-5)
             if part["scale"] is not None:
                 h = h * (1 + part["scale"][:, :, None, None]) + part["shift"][:, :, None, None]
-            h = functional.silu(h)
+            h = functional.silu(h) if attrs["silu"] else h
         if attrs["upsample"]:
             h = functional.interpolate(h, scale_factor=2)
-        weight = part["weight"].permute(0, 3, 1, 2)
+        weight = part["weight"]
+        weight = weight[:, :, None, None] if weight.ndim == 2 else weight.permute(0, 3, 1, 2)
         out = functional.conv2d(h, weight, part["bias"], padding=weight.shape[2] // 2)
         if part["emb"] is not None:
             out = out + part["emb"][:, :, None, None]

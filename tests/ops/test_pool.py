@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from cudiff.ops.group_norm import group_norm
 from cudiff.ops.pool import avg_pool2d, max_pool2d, upsample_nearest
 from cudiff.tensor import Tensor
 from tests.check import check_op, torch
@@ -119,6 +120,14 @@ def test_sums_travel_along(device, rng, op, shape):
     assert dx is before
     sums = Tensor(node.ctx.din_partials[0]).numpy().sum(1)
     np.testing.assert_allclose(sums, Tensor(dx).numpy().astype(np.float64).sum((1, 2)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("op", [avg_pool2d, upsample_nearest, lambda x: upsample_nearest(avg_pool2d(x))])
+def test_a_norm_takes_the_sums_that_travel_along(device, rng, op):
+    arrays = rng.standard_normal((2, 8, 6, 16)), rng.standard_normal(16), rng.standard_normal(16)
+    # The result of pooling is rounded before the norm.
+    check_op(lambda x, *affine: group_norm(op(x), *affine, num_groups=4), *arrays, device=device, fp32_inputs=(1, 2),
+             tolerance=2)
 
 
 def test_bad_windows():
