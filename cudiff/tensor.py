@@ -443,11 +443,12 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
             else:
                 target.grad = result
             continue
-        if isinstance(target, Tensor) or target.array is not None or id(result) in returned:
-            for array in (result, target.array if isinstance(target, _Gradient) else target._grad):
-                waits.finish(array, written=True)  # one is copied, or added to the other
         result = np.asarray(result) if isinstance(result, np.generic) else result  # an in-place sum needs an array
         borrowed = result.base is not None or id(result) in shared
+        before = target._grad if isinstance(target, Tensor) else target.array
+        if before is not None or id(result) in returned or (borrowed and isinstance(target, Tensor)):
+            for array in (result, before):  # one is copied, or added to the other
+                waits.finish(array, written=True)
         if id(result) in returned and not borrowed:
             result = result.copy()
         returned.add(id(result))

@@ -28,7 +28,7 @@
 // i · (size of out); where there is more than one, another kernel adds those up.
 // Launch: a warpgroup that consumes and a warp that produces; grid (all jobs' blocks, 1, parts), no more parts than steps: a job
 // has S · ceil(K / 64) · ceil(C / 64 / COLUMNS) of them, from `first` on, beyond the grid where there is no job. Shared memory:
-// `stages` steps, two at least, and their barriers; 256 · N_TILE bytes at least.
+// `stages` steps, two at least, or the sums, 256 · N_TILE · TAPS bytes, if that is more; and the steps' barriers.
 #include "cluster.cuh"
 #include "wgmma.cuh"
 
@@ -54,7 +54,8 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, const __grid_constant__ Ten
     constexpr u32 tile = PIXELS * LINE;
     int pitch_x = width + TAPS - 1;  // lines from one row of the slab to the next
     u32 filled = (rows + R - 1) * pitch_x * LINE, slab = CEIL_DIV(filled, 1024) * 1024, bytes = tile + COLUMNS * slab;
-    Ring ring(base, bytes, stages, base + stages * bytes);
+    // Sums may lie where steps did, but never where the barriers are, which are not invalidated: some were then lost.
+    Ring ring(base, bytes, stages, base + max(stages * bytes, 256u * N_TILE * TAPS));
     if (threadIdx.x == 0) {
         ring.init(TAPS);
         prefetch(job.x), prefetch(job.dout);

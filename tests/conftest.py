@@ -16,6 +16,15 @@ def device(request):
 
 
 @pytest.fixture
+def hopper():
+    """Skips where the kernels under test are not those that `conv2d` would take."""
+    from cudiff.cuda.module import architecture
+
+    if architecture() != "sm_90a":
+        pytest.skip("these kernels are for sm_90a")
+
+
+@pytest.fixture
 def rng(request):
     """Fresh random numbers, reproducible for each test by its name."""
     return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))

@@ -17,7 +17,7 @@ from cudiff.config import PRESETS
 from cudiff.data.dataset import Dataset
 from cudiff.models import build
 from cudiff.models.cnn import CNN
-from cudiff.ops import conv2d_sm90, conv2d_thin, gemm
+from cudiff.ops import conv2d_sm90, conv2d_thin, conv2d_wgrad_sm90, gemm
 from cudiff.pipeline import Pipeline
 from cudiff.tensor import Tensor, no_grad
 from cudiff.train import Trainer
@@ -135,13 +135,14 @@ def launched(monkeypatch):
     def launch(stem, name, grid, block, args, shared=0, **constants):
         found.append((stem, name, grid if isinstance(grid, tuple) else (grid,), args, constants))
 
-    for module in (conv2d_sm90, conv2d_thin, gemm):
+    for module in (conv2d_sm90, conv2d_wgrad_sm90, conv2d_thin, gemm):
         monkeypatch.setattr(module, "launch", launch)
         monkeypatch.setattr(module, "empty", np.empty, raising=False)
         monkeypatch.setattr(module, "address", lambda array: 0, raising=False)
         monkeypatch.setattr(module, "add_parts", lambda *args: None, raising=False)
     maps = np.zeros(1, np.dtype([("words", np.uint64, 16)]))
-    monkeypatch.setattr(conv2d_sm90, "tensor_map", lambda *args, **kwargs: maps)
+    for module in (conv2d_sm90, conv2d_wgrad_sm90):
+        monkeypatch.setattr(module, "tensor_map", lambda *args, **kwargs: maps)
     for module in (conv2d, matmul):
         monkeypatch.setattr(module, "aligned", lambda *args: True)
         monkeypatch.setattr(module, "empty", np.empty)
@@ -156,8 +157,8 @@ def test_the_profile_counts_the_operations_of_convolutions(launched):
     shapes = (x.shape, weight.shape, dout.shape)
     conv2d_sm90.fprop(x, weight, dout, gemm.Epilogue())
     conv2d_sm90.fprop(dout, weight, x, gemm.Epilogue(), transposed=True)
-    conv2d_sm90.wgrad(x, dout, np.zeros(weight.shape, np.float32), add=False)
-    conv2d_sm90.wgrad_tf32(x, dout, np.zeros(weight.shape, np.float32), add=False)
+    conv2d_wgrad_sm90.wgrad(x, dout, np.zeros(weight.shape, np.float32), add=False)
+    conv2d_wgrad_sm90.wgrad_tf32(x, dout, np.zeros(weight.shape, np.float32), add=False)
     for direction, a, b, out in (("FPROP", x, weight, dout), ("DGRAD", dout, weight, x), ("WGRAD", dout, x, weight)):
         conv2d._launch(direction, a, b, out, shapes, (1, 1), (1, 1), gemm.Epilogue(), False)
     counted = [flops_of(stem, name, grid, args, constants) for stem, name, grid, args, constants in launched]

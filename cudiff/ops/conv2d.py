@@ -12,7 +12,7 @@ import numpy as np
 
 from cudiff.backend import Array, array_module, compute_dtype, float32
 from cudiff.cuda.module import empty, gradient_target
-from cudiff.ops import conv2d_sm90, conv2d_thin
+from cudiff.ops import conv2d_sm90, conv2d_thin, conv2d_wgrad_sm90
 from cudiff.ops.conv2d_sm90 import Norm
 from cudiff.ops.elementwise import relu_cuda
 from cudiff.ops.gemm import Epilogue, aligned, product
@@ -138,7 +138,7 @@ def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair,
                skip: conv2d_sm90.Skip | None = None) -> Array | None:
     """Convolution, written to out (N, Ho, Wo, K), and what the epilogue adds; then ReLU, if `relu`.
 
-    x2 holds the channels after x's, where `conv2d_sm90.suits_pair`. The result of `skip` is added too, where
+    x2 holds the channels after x's, where `conv2d_wgrad_sm90.suits_pair`. The result of `skip` is added too, where
     `conv2d_sm90.suits_skip`. Returns out's sums and sums of squares, float32 (N, tiles, K, 2), if `statistics` and the
     kernel makes them.
     """
@@ -189,8 +189,8 @@ def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pai
     """
     if x2 is None and conv2d_thin.suits(x, dweight, dout, stride, padding):
         conv2d_thin.wgrad(x, dout, dweight, add)
-    elif conv2d_sm90.suits_wgrad(x, dweight, dout, stride, padding, tf32):
-        return conv2d_sm90.wgrad(x, dout, dweight, add, total=total, x2=x2)
+    elif conv2d_wgrad_sm90.suits(x, dweight, dout, stride, padding, tf32):
+        return conv2d_wgrad_sm90.wgrad(x, dout, dweight, add, total=total, x2=x2)
     elif _is_linear(dweight.shape[1:3], stride, padding):
         linear_dweight_cuda(x, dout, dweight.reshape(dweight.shape[0], -1), add, tf32)
     else:

@@ -8,7 +8,7 @@ import numpy as np
 
 from cudiff.backend import Array, array_module, compute_dtype, float32
 from cudiff.cuda.module import empty, gradient_target
-from cudiff.ops import conv2d_sm90
+from cudiff.ops import conv2d_sm90, conv2d_wgrad_sm90
 from cudiff.ops.gemm import Epilogue, aligned, product
 from cudiff.ops.reduce import sum_rows_cuda, sum_to
 from cudiff.ops.shape import contiguous_cuda, reshape
@@ -193,7 +193,7 @@ def linear_cuda(x: Array, weight: Array, epilogue: Epilogue, tf32: bool, out: Ar
         out = empty((1, x.size // x.shape[-1], weight.shape[0]), x.dtype)
     images = conv2d_sm90.as_image(x), weight[:, None, None], conv2d_sm90.as_image(out)
     image2 = None if x2 is None else conv2d_sm90.as_image(x2)
-    if image2 is not None and not conv2d_sm90.suits_pair(images[0], image2, images[1]):
+    if image2 is not None and not conv2d_wgrad_sm90.suits_pair(images[0], image2, images[1]):
         linear_cuda(x, weight[:, : x.shape[-1]], epilogue, tf32, out)
         return linear_cuda(x2, weight[:, x.shape[-1] :], Epilogue(addend=out), tf32, out)
     if conv2d_sm90.suits(*images, tf32=tf32):
@@ -207,7 +207,7 @@ def linear_dx_cuda(dout: Array, weight: Array, dx: Array, epilogue: Epilogue, tf
     """concat(dx, dx2) (..., C) = dout (..., K) · weight (K, C), plus the epilogue."""
     images = conv2d_sm90.as_image(dout), weight[:, None, None], conv2d_sm90.as_image(dx)
     image2 = None if dx2 is None else conv2d_sm90.as_image(dx2)
-    if image2 is not None and not conv2d_sm90.suits_pair(images[2], image2, images[1]):
+    if image2 is not None and not conv2d_wgrad_sm90.suits_pair(images[2], image2, images[1]):
         linear_dx_cuda(dout, weight[:, : dx.shape[-1]], dx, epilogue, tf32)
         linear_dx_cuda(dout, weight[:, dx.shape[-1] :], dx2, epilogue, tf32)
     elif conv2d_sm90.suits(*images, tf32=tf32):
@@ -220,11 +220,11 @@ def linear_dweight_cuda(x: Array, dout: Array, dweight: Array, add: bool, tf32: 
     """dweight (K, C) float32 = or += dout (..., K) transposed · concat(x, x2) (..., C)."""
     images = conv2d_sm90.as_image(x), dweight[:, None, None], conv2d_sm90.as_image(dout)
     image2 = None if x2 is None else conv2d_sm90.as_image(x2)
-    if image2 is not None and not conv2d_sm90.suits_pair(images[0], image2, images[1]):
+    if image2 is not None and not conv2d_wgrad_sm90.suits_pair(images[0], image2, images[1]):
         linear_dweight_cuda(x, dout, dweight[:, : x.shape[-1]], add, tf32)
         return linear_dweight_cuda(x2, dout, dweight[:, x.shape[-1] :], add, tf32)
-    if conv2d_sm90.suits_wgrad(*images, tf32=tf32):
-        conv2d_sm90.wgrad(images[0], images[2], images[1], add, x2=image2)
+    if conv2d_wgrad_sm90.suits(*images, tf32=tf32):
+        conv2d_wgrad_sm90.wgrad(images[0], images[2], images[1], add, x2=image2)
         return None
     dweight = dweight[None]
     epilogue = Epilogue(addend=dweight if add else None)

@@ -7,7 +7,7 @@ from typing import Any
 from cudiff.backend import Array, float32
 from cudiff.cuda.module import empty, gradient_sum, gradient_target
 from cudiff.cuda.sums import add_rows
-from cudiff.ops import conv2d_sm90, elementwise
+from cudiff.ops import conv2d_wgrad_sm90, elementwise
 from cudiff.ops.cast import astype
 from cudiff.ops.conv2d import check_bias, conv2d, dgrad_cuda, fprop_cuda, out_size, pair, wgrad_cuda
 from cudiff.ops.conv2d_sm90 import Norm, Skip, at_16_bytes, suits_skip
@@ -55,7 +55,7 @@ class NormSiluConv2d(Composite):
         if norm_weight is not None:
             h = _step(ctx, GroupNorm, _NORM_INPUTS, x, x2, norm_weight, norm_bias, scale, shift,
                       num_groups=num_groups, eps=eps, silu=silu)
-        elif x2 is not None and not upsample and conv2d_sm90.suits_pair(x, x2, weight):
+        elif x2 is not None and not upsample and conv2d_wgrad_sm90.suits_pair(x, x2, weight):
             h2 = x2  # read from where they are
         elif x2 is not None:
             h = _step(ctx, Concatenate, (0, 1), x, x2, axis=3)

@@ -4,7 +4,7 @@ import pytest
 from cudiff.backend import bfloat16
 from cudiff.cuda.module import hopper
 from cudiff.nn.parameter import Parameter
-from cudiff.ops import conv2d_sm90
+from cudiff.ops import conv2d_wgrad_sm90
 from cudiff.ops.attention import attention_qkv
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
 from cudiff.tensor import Tensor
@@ -145,8 +145,8 @@ def test_a_gradient_that_waiting_work_reads(device, rng, monkeypatch):
     """A unit's dout is also its residual's gradient, to which the norm's backward adds while dout still waits to be
     read for the weight's gradient."""
     launched = []
-    monkeypatch.setattr(conv2d_sm90, "_WGRADS", conv2d_sm90._WGRADS._replace(
-        launch=lambda jobs: (launched.append(len(jobs)), conv2d_sm90._launch_wgrads(jobs))))
+    monkeypatch.setattr(conv2d_wgrad_sm90, "_KIND", conv2d_wgrad_sm90._KIND._replace(
+        launch=lambda jobs: (launched.append(len(jobs)), conv2d_wgrad_sm90._launch(jobs))))
     size, c = ((3, 8, 8), 64) if device == "cuda" else ((2, 3, 2), 4)
     arrays = [rng.standard_normal((*size, c)), *(rng.standard_normal((c, 3, 3, c)) * 0.05 for _ in range(3)),
               *(rng.standard_normal(c) for _ in range(6))]
@@ -159,7 +159,7 @@ def test_a_gradient_that_waiting_work_reads(device, rng, monkeypatch):
 
     # Three units round in turn.
     check_op(blocks, *arrays, device=device, fp32_inputs=tuple(range(4, 10)), tolerance=3)
-    assert set(launched) == ({3} if device == "cuda" and conv2d_sm90.hopper() else set())
+    assert set(launched) == ({3} if device == "cuda" and hopper() else set())
 
 
 PAIRS = [  # shapes of x, x2, weight, residual, residual2, skip weight

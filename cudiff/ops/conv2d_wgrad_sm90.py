@@ -1,0 +1,259 @@
+"""Gradients of the weights of convolutions of stride 1 that keep the image's size, on Hopper's own instructions;
+`conv2d` chooses them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from cudiff.backend import Array, float32, is_low
+from cudiff.cuda.module import blocks, empty, launch
+from cudiff.cuda.sums import add_parts
+from cudiff.cuda.tensor_map import tensor_map
+from cudiff.cuda.waiting import Kind, submit
+from cudiff.ops.conv2d_sm90 import BARRIER_BYTES, CHANNELS, CLUSTERS, LINE_BYTES, SHARED_BYTES, full_strips, keeps_size
+from cudiff.ops.gemm import MULTIPROCESSORS, address, aligned
+from cudiff.ops.shape import pad_cuda
+
+JOBS = 8  # that a launch takes, whose arguments have 4 KiB
+WAITING_BYTES = 160 << 20  # of images, for them: the U-Net's step at batch 32 takes 32 MiB more for it
+TF32_COLUMNS = 112  # of an image, of which three steps fit in shared memory
+
+
+def suits(x: Array, dweight: Array, dout: Array, stride: tuple[int, int] = (1, 1),
+          padding: tuple[int, int] = (0, 0), tf32: bool = False) -> bool:
+    """Whether `wgrad` takes it: of any number of channels."""
+    if not keeps_size(x, dweight, dout, stride, padding, tf32):
+        return False
+    if is_low(x.dtype):
+        has_kernel = x.shape[2] <= 128
+    else:
+        has_kernel = x.shape[2] <= TF32_COLUMNS and dweight.shape[1] == dweight.shape[2]
+    return has_kernel and aligned(x) and aligned(dout)
+
+
+def suits_pair(x: Array, x2: Array, weight: Array) -> bool:
+    """Whether `fprop` and `wgrad` take x and x2 for their concat, which is never made, and dgrad its gradient so."""
+    padding = weight.shape[1] // 2, weight.shape[2] // 2
+    return (
+        is_low(x.dtype)
+        and x.ndim == 4
+        and x.shape[3] % CHANNELS == 0
+        and suits(x, weight, x2, (1, 1), padding)
+        and aligned(x2, x2.shape[3], len(weight))
+        and x.size // x.shape[3] * len(weight) < 2**31
+        and aligned(weight, weight.shape[3])
+    )
+
+
+def width_of(columns: int) -> int:
+    """Pixels of a row of an image as `wgrad` lays it in shared memory, where eight make a swizzled block."""
+    return blocks(columns, 8) * 8
+
+
+class Plan(NamedTuple):
+    """How weights' gradients are cut: horizontal taps and 64-channel columns a block, blocks of a cluster, parts of the
+    depth; and as launched: rows of an image a step, steps in flight, bytes of shared memory."""
+
+    taps: int
+    across: int
+    cluster: int
+    parts: int
+    rows: int
+    stages: int
+    shared: int
+
+
+class _Job(NamedTuple):
+    """dweight (K, R, S, C) = or += the gradient from x (N, H, W, C), or x and x2, and dout (N, H, W, K)."""
+
+    x: Array
+    x2: Array | None
+    dout: Array
+    dweight: Array
+    add: bool
+
+
+def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: Plan | None = None,
+          total: Array | None = None, x2: Array | None = None) -> bool:
+    """Gradient of the weight, written or added to dweight (K, R, S, C), float32, whose rows may be parts of longer.
+
+    x2 holds the channels after x's, where `suits_pair`. It may wait for others (see cudiff.cuda.waiting). dout is also
+    added to `total`, of its shape, where that is given and TMA can add to it: now; returns whether it was.
+    """
+    if x.dtype == float32:
+        wgrad_tf32(x, dout, dweight, add)
+        return False
+    passes_on = total is not None and total.dtype == dout.dtype and aligned(total, total.shape[3])
+    images = x.shape[:3]
+    if dweight.shape[1:3] == (1, 1) and chosen is None:
+        images = full_strips(images, apart=False)
+    x, x2, dout, total = (None if a is None else a.reshape(*images, a.shape[3]) for a in (x, x2, dout, total))
+    job = _Job(_whole(x), x2, _whole(dout), dweight, add)
+    if passes_on or chosen is not None:
+        _launch([job], chosen, total if passes_on else None)
+        return passes_on
+    held = sum(array.nbytes for array in job[:3] if array is not None)
+    submit(_KIND, job, dweight, job[:3], held, (x.dtype, images, dweight.shape[1:3]))
+    return False
+
+
+def _launch(jobs: list[_Job], chosen: Plan | None = None, total: Array | None = None) -> None:
+    """Weights' gradients from images of one size, by one launch; the only job's dout is added to `total`, if given."""
+    x, kernel = jobs[0].x, jobs[0].dweight.shape[1:3]
+    n, height, columns, _ = x.shape
+    chosen = chosen or plan(x.shape[:3], tuple(job.dweight.shape for job in jobs))
+    taps, across, cluster, parts, rows, stages, shared = chosen
+    width, sums = width_of(columns), parts // cluster
+    box = (1, rows + kernel[0] - 1, width + taps - 1, CHANNELS)
+    dout_box = (1, rows, width, CHANNELS)
+    count = 1 if len(jobs) == 1 else JOBS
+    table, first, waiting = np.zeros(1, np.dtype([("jobs", _ROW, count)])), 0, []
+    table["jobs"]["first"] = np.iinfo(np.int32).max
+    for i, (x, x2, dout, dweight, add) in enumerate(jobs):
+        out, pitch = _sums(dweight, sums)
+        maps = (tensor_map(x, box), tensor_map(x if x2 is None else x2, box), tensor_map(dout, dout_box))
+        outputs, _, _, channels = dweight.shape
+        table["jobs"][0, i] = (
+            *(found["words"] for found in maps), address(out), pitch, first, add and sums == 1, channels, outputs,
+            x.shape[3],
+        )
+        first += _blocks(dweight.shape, taps, across)
+        waiting.append(out)
+    launch(
+        "conv2d_wgrad_sm90", "conv2d_wgrad_sm90", (first, 1, parts), 160 if taps == 1 else 512,
+        (
+            table, tensor_map(jobs[0].dout if total is None else total, dout_box), total is not None,
+            n, height, kernel[1], rows, width, stages,
+        ),
+        shared, T=x.dtype, R=kernel[0], TAPS=taps, COLUMNS=across, PIXELS=rows * width, CLUSTER=cluster, JOBS=count,
+    )
+    for job, out in zip(jobs, waiting, strict=True):
+        if sums > 1:
+            add_parts(out, job.dweight, job.add)
+
+
+_KIND = Kind(_launch, JOBS, WAITING_BYTES, rank=0)
+_ROW = np.dtype({
+    "names": ["x", "x2", "dout", "out", "pitch", "first", "add", "channels", "outputs", "split"],
+    "formats": [(np.uint64, 16)] * 3 + ["u8", "i8"] + ["i4"] * 5, "itemsize": 448,
+})
+
+
+def _blocks(weight: tuple[int, ...], taps: int, across: int) -> int:
+    """Blocks for each part of the depth."""
+    outputs, _, kernel_columns, channels = weight
+    return blocks(outputs, CHANNELS) * blocks(channels, CHANNELS * across) * (kernel_columns // taps)
+
+
+@functools.cache
+def plan(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...]) -> Plan:
+    """The plan of the least estimated time for x of this (N, H, W) and weights of these (K, R, S, C)."""
+    return min(plans(images, weights), key=lambda plan: time(plan, images, weights))
+
+
+def plans(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...]) -> Iterator[Plan]:
+    """Plans for them: with any number of parts whose blocks run at once, as far as there are any."""
+    n, height, columns = images
+    kernel, channels = weights[0][1:3], max(weight[3] for weight in weights)
+    for (taps, across), (cluster, room) in itertools.product(((3, 1), (1, 1), (1, 2), (1, 3)), CLUSTERS.items()):
+        fitted = fit((height, width_of(columns)), channels, kernel, taps, across)
+        if fitted is None:
+            continue
+        tiles = sum(_blocks(weight, taps, across) for weight in weights)
+        most = min(n * blocks(height, fitted[0]), cluster * max(1, room // tiles))
+        for parts in range(cluster, most + 1, cluster):
+            yield Plan(taps, across, cluster, parts, *fitted)
+
+
+def time(plan: Plan, images: tuple[int, ...], weights: tuple[tuple[int, ...], ...]) -> float:
+    """Estimated microseconds, as measured on an H200."""
+    n, height, columns = images
+    kernel_rows = weights[0][1]
+    taps, across, cluster, parts, rows = plan[:5]
+    tiles = sum(_blocks(weight, taps, across) for weight in weights)
+    waves = blocks(tiles * parts, CLUSTERS[cluster] * cluster)
+    width = width_of(columns)
+    pixels, product = rows * width, 64 * kernel_rows * across * taps
+    slab_bytes = (pixels + across * (rows + kernel_rows - 1) * (width + taps - 1)) * LINE_BYTES
+    step = ((slab_bytes / 92e3) ** 4 + (pixels * product / 57e3) ** 4) ** 0.25  # the longer, or more if they are alike
+    share = product * 256 / cluster  # bytes of the product that a block writes
+    estimate = waves * (2.9 + blocks(n * blocks(height, rows), parts) * step + share / 29e3)
+    if cluster > 1:
+        estimate += 1.1 + share * (cluster - 1) / 20e3
+    if parts > cluster:  # a share of a launch that waits for others
+        estimate += 1.5 + parts // cluster * sum(math.prod(weight) for weight in weights) * 4 / 2.2e6
+    return estimate
+
+
+def fit(size: tuple[int, int], channels: int, kernel: tuple[int, ...], taps: int,
+        across: int) -> tuple[int, int, int] | None:
+    """Rows of an image a step, steps in flight, bytes of shared memory; None where two steps have no room.
+
+    size: an image's rows, and pixels of one that shared memory has.
+    """
+    height, width = size
+    step = 1 if width % 16 == 0 else 2  # pixels come in 16s
+    rows = min(max(1, 128 // width // step), blocks(height, step)) * step
+    slab = blocks((rows + kernel[0] - 1) * (width + taps - 1) * LINE_BYTES, 1024) * 1024
+    stage = rows * width * LINE_BYTES + across * slab
+    stages = min(6, (SHARED_BYTES - 1024 - BARRIER_BYTES) // stage)
+    if stages < 2 or across > (blocks(channels, CHANNELS) if kernel[0] == 1 else 1):
+        return None
+    if taps > 1 and (kernel != (3, taps) or (width % 16 and width != 8)):
+        return None
+    return rows, stages, max(stages * stage, 256 * CHANNELS * kernel[0] * across * taps) + BARRIER_BYTES
+
+
+def wgrad_tf32(x: Array, dout: Array, dweight: Array, add: bool, parts: int = 0) -> None:
+    """`wgrad` of float32 images, rounded to tf32, its depth cut into so many parts (0: as many as run at once)."""
+    x, dout = _whole(x), _whole(dout)
+    n, height, columns, _ = x.shape
+    outputs, taps, _, channels = dweight.shape
+    rows, across, stages, shared = fit_tf32(height, columns, channels, taps)
+    width = width_of(columns)
+    pitch_x = width_of(width + taps - 1)
+    grid = blocks(outputs, 64) * blocks(channels, 32 * across)
+    parts = min(n * blocks(height, rows), parts or max(1, MULTIPROCESSORS // grid))
+    out, pitch = _sums(dweight, parts)
+    launch(
+        "conv2d_wgrad_tf32_sm90", "conv2d_wgrad_tf32_sm90", (grid, parts), 256,
+        (
+            tensor_map(x, (1, rows + taps - 1, pitch_x, 32)), tensor_map(dout, (1, rows, width, 32)),
+            out, pitch, add and parts == 1, n, height, channels, outputs, rows, width, pitch_x, stages,
+        ),
+        shared, R=taps, COLUMNS=across, PIXELS=rows * width,
+    )
+    if parts > 1:
+        add_parts(out, dweight, add)
+
+
+def fit_tf32(height: int, columns: int, channels: int, taps: int) -> tuple[int, int, int, int]:
+    """Rows of an image a step, 32-channel columns a block, steps in flight (3 at least), bytes of shared memory."""
+    width = width_of(columns)
+    pitch_x = width_of(width + taps - 1)
+    rows = min(max(1, 64 // width), height)
+    room = SHARED_BYTES - 1024 - BARRIER_BYTES
+    across = 1 if taps > 1 else min(4, blocks(channels, 32), room // (3 * rows * width * LINE_BYTES) - 2)
+    stage = (2 * rows * width + across * (rows + taps - 1) * pitch_x) * LINE_BYTES
+    stages = min(6, room // stage)
+    return rows, across, stages, max(stages * stage + BARRIER_BYTES, taps**2 * across * 16 * 128 * 4)
+
+
+def _sums(dweight: Array, count: int) -> tuple[Array, np.int64]:
+    """Where so many sums over parts of the depth go, a single one to the weight's gradient itself; and their pitch."""
+    if count == 1:
+        return dweight, np.int64(dweight.strides[0] // 4)
+    size = dweight.size // len(dweight)
+    return empty((count, len(dweight), size), float32), np.int64(size)
+
+
+def _whole(x: Array) -> Array:
+    """x with zero channels added to make a multiple of 8, whose rows TMA can read."""
+    rest = -x.shape[3] % 8
+    return pad_cuda(x, ((0, 0), (0, 0), (0, 0), (0, rest))) if rest else x

@@ -1,0 +1,160 @@
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cudiff import ops
+from cudiff.cuda.module import blocks
+from cudiff.cuda.waiting import waiting
+from cudiff.ops import conv2d_sm90, conv2d_wgrad_sm90
+from cudiff.tensor import Tensor
+from tests.check import relative_error
+from tests.ops.test_conv2d_sm90 import SIZES, TOLERANCES
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cluster, parts", [(1, 1), (1, 5), (2, 2), (2, 6), (4, 4), (8, 8)])
+@pytest.mark.parametrize("outputs, channels", [(136, 200), (64, 3), (3, 64)])
+@pytest.mark.parametrize("kernel, columns", [((3, 3), 9), ((3, 3), 8), ((3, 3), 30), ((1, 1), 9)])
+def test_wgrad_in_parts_adds_to_what_is_there(hopper, rng, outputs, channels, cluster, parts, kernel, columns):
+    x, dout = (rng.standard_normal((3, 48, columns, c)).astype(ml_dtypes.bfloat16) for c in (channels, outputs))
+    weight = Tensor(np.zeros((outputs, *kernel, channels)), requires_grad=True)
+    ops.conv2d(Tensor(x.astype(np.float64)), weight, padding=kernel[0] // 2).backward(dout.astype(np.float64))
+    before = rng.standard_normal(weight.shape).astype(np.float32)
+    operands = [Tensor(array, device="cuda").data for array in (x, dout)]
+    plans = conv2d_wgrad_sm90.plans((3, 48, columns), (weight.shape,))
+    cuts = {plan[:2]: plan._replace(cluster=cluster, parts=parts) for plan in plans}
+    assert cuts
+    for chosen in cuts.values():
+        dweight, total = Tensor(before, device="cuda").data, operands[1][::-1].copy()
+        assert conv2d_wgrad_sm90.wgrad(*operands, dweight, True, chosen, total) == (outputs % 8 == 0)
+        assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < 1e-5
+        passed_on = dout[::-1].astype(np.float32) + (dout if outputs % 8 == 0 else 0)
+        assert np.array_equal(Tensor(total).numpy(), passed_on.astype(dout.dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [(3, 8, 8), (2, 5, 24), (1, 40, 8)], ids=str)
+@pytest.mark.parametrize("kernel", [(3, 3), (1, 1)])
+def test_weight_gradients_wait_and_share_launches(hopper, rng, monkeypatch, size, kernel):
+    """More than a launch takes, of different channels, from one and two sources, one of them twice; those whose dout is
+    about to be overwritten are done before."""
+    launched = []
+    monkeypatch.setattr(conv2d_wgrad_sm90, "_KIND", conv2d_wgrad_sm90._KIND._replace(
+        launch=lambda jobs: (launched.append(len(jobs)), conv2d_wgrad_sm90._launch(jobs))))
+    sources = [(64, 40), (64, 0), (8, 0), (3, 0), (72, 0), (128, 24), (200, 0), (16, 0), (64, 64), (24, 0)]
+    douts, results, expected = [], [], []
+    with waiting() as waits:
+        for i, (first, second) in enumerate(sources):
+            outputs = (64, 136, 3, 72)[i % 4]
+            arrays = [rng.standard_normal((*size, c)).astype(ml_dtypes.bfloat16) if c else None
+                      for c in (first, second, outputs)]
+            x, x2, dout = (None if array is None else Tensor(array, device="cuda").data for array in arrays)
+            joined = np.concatenate([array for array in arrays[:2] if array is not None], axis=3).astype(np.float64)
+            weight = Tensor(np.zeros((outputs, *kernel, first + second)), requires_grad=True)
+            ops.conv2d(Tensor(joined), weight, padding=kernel[0] // 2).backward(arrays[2].astype(np.float64))
+            before = rng.standard_normal(weight.shape).astype(np.float32) if i % 3 else np.full(weight.shape, np.nan)
+            results.append(Tensor(before.astype(np.float32), device="cuda").data)
+            douts.append(dout)
+            expected.append((before if i % 3 else 0) + weight.grad)
+            conv2d_wgrad_sm90.wgrad(x, dout, results[-1], bool(i % 3), x2=x2)
+        assert launched == [8]
+        conv2d_wgrad_sm90.wgrad(x, dout, results[-1], True, x2=x2)
+        expected[-1] = expected[-1] + weight.grad
+        assert launched == [8, 2]
+        waits.finish(douts[0], written=True), waits.finish(douts[-1])
+        assert launched == [8, 2]
+        assert waits.reads(douts[-1]) and not waits.reads(douts[0])
+        waits.finish(douts[-1], written=True)
+        douts[-1].fill(np.nan)
+        assert launched == [8, 2, 1]
+    assert launched == [8, 2, 1]
+    for result, reference in zip(results, expected, strict=True):
+        assert relative_error(Tensor(result).numpy(), reference) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
+@pytest.mark.parametrize("taps", [1, 3])
+def test_a_launch_gives_the_same_bits_each_time(hopper, rng, taps, cluster):
+    """Sums were once lost where they lay on barriers, in one of a hundred launches."""
+    images, weights = (32, 8, 8), ((256, 3, 3, 192), *[(256, 3, 3, 256)] * 3)
+    plans = conv2d_wgrad_sm90.plans(images, weights)
+    chosen = next(plan for plan in plans if plan.taps == taps)._replace(cluster=cluster, parts=cluster)
+    jobs, first = [], []
+    for weight in weights:
+        x, dout = (Tensor(rng.standard_normal((*images, c)).astype(ml_dtypes.bfloat16), device="cuda").data
+                   for c in (weight[3], weight[0]))
+        dweight = Tensor(np.zeros(weight, np.float32), device="cuda").data
+        jobs.append(conv2d_wgrad_sm90._Job(x, None, dout, dweight, False))
+    for count in range(300):
+        conv2d_wgrad_sm90._launch(jobs, chosen)
+        if count == 0:
+            first = [job.dweight.copy() for job in jobs]
+            differ = first[0][0, 0, 0, 0] * 0
+        for job, expected in zip(jobs, first, strict=True):
+            differ += (job.dweight.view(np.int32) != expected.view(np.int32)).sum()
+    assert Tensor(differ).item() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [1, 5])
+@pytest.mark.parametrize("outputs, channels", [(136, 200), (64, 3), (3, 64)])
+@pytest.mark.parametrize("kernel", [(3, 3), (1, 1)])
+def test_wgrad_of_tf32_in_parts_adds_to_what_is_there(hopper, rng, outputs, channels, parts, kernel):
+    x, dout = (rng.standard_normal((2, 48, 9, c)).astype(np.float32) for c in (channels, outputs))
+    weight = Tensor(np.zeros((outputs, *kernel, channels)), requires_grad=True)
+    ops.conv2d(Tensor(x.astype(np.float64)), weight, padding=kernel[0] // 2).backward(dout.astype(np.float64))
+    before = rng.standard_normal(weight.shape).astype(np.float32)
+    dweight = Tensor(before, device="cuda").data
+    conv2d_wgrad_sm90.wgrad_tf32(*(Tensor(array, device="cuda").data for array in (x, dout)), dweight, True, parts)
+    assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < TOLERANCES[np.float32][1]
+
+
+@pytest.mark.parametrize("kernel_rows", [1, 3])
+def test_every_wgrad_fits(kernel_rows):
+    for height, columns in SIZES:
+        width = conv2d_wgrad_sm90.width_of(columns)
+        for channels in (8, 65, 129, 512):
+            images, weights = (2, height, columns), ((72, kernel_rows, 3, channels), (200, kernel_rows, 3, 8))
+            plans = list(conv2d_wgrad_sm90.plans(images, weights))
+            assert conv2d_wgrad_sm90.plan(images, weights) in plans
+            for plan in plans:
+                assert plan.rows * width % 16 == 0 and plan.rows * width <= 256
+                assert 1 <= plan.across <= (3 if kernel_rows == 1 else 1) and plan.stages >= 2
+                assert plan.taps == 1 or (kernel_rows == 3 and (width == 8 or width % 16 == 0))
+                assert plan.cluster <= plan.parts <= 2 * blocks(height, plan.rows) and plan.parts % plan.cluster == 0
+                assert 256 * 64 * kernel_rows * plan.across * plan.taps + 16 * plan.stages <= plan.shared
+                assert plan.shared + 1024 <= conv2d_sm90.SHARED_BYTES
+            if columns > conv2d_wgrad_sm90.TF32_COLUMNS:
+                continue
+            rows, across, stages, shared = conv2d_wgrad_sm90.fit_tf32(height, columns, channels, kernel_rows)
+            assert rows * width <= 256 and 1 <= rows <= height and across >= 1 and stages >= 3
+            assert conv2d_wgrad_sm90.width_of(width + kernel_rows - 1) <= 256
+            assert kernel_rows**2 * across * 16 * 128 * 4 <= shared <= conv2d_sm90.SHARED_BYTES - 1024
+
+
+@pytest.mark.parametrize("columns", range(1, 30))
+def test_every_tap_of_a_tf32_wgrad_lies_in_the_slab(monkeypatch, columns):
+    """The pixels that fill a row up to a multiple of 8 are read too, at each tap."""
+    found = []
+    monkeypatch.setattr(conv2d_wgrad_sm90, "launch", lambda *args, **constants: found.append(args[4]))
+    monkeypatch.setattr(conv2d_wgrad_sm90, "empty", np.empty)
+    monkeypatch.setattr(conv2d_wgrad_sm90, "tensor_map", lambda array, box: box)
+    monkeypatch.setattr(conv2d_wgrad_sm90, "add_parts", lambda *args: None)
+    x = np.zeros((2, 5, columns, 32), np.float32)
+    conv2d_wgrad_sm90.wgrad_tf32(x, x, np.zeros((32, 3, 3, 32), np.float32), add=False)
+    ((x_box, dout_box, *_, rows, width, pitch, _),) = found
+    assert x_box == (1, rows + 2, pitch, 32) and dout_box == (1, rows, width, 32)
+    assert columns <= width and width - 1 + 2 < pitch and pitch % 8 == 0
+
+
+@pytest.mark.parametrize("dtype, columns, kernel", [
+    (np.float16, 136, (3, 3)), (np.float32, conv2d_wgrad_sm90.TF32_COLUMNS + 8, (3, 3)), (np.float32, 8, (1, 3)),
+], ids=str)
+def test_weight_gradients_left_to_the_portable_kernels(monkeypatch, dtype, columns, kernel):
+    """Of wide images, and in tf32 of kernels that are not square: forward takes them."""
+    monkeypatch.setattr(conv2d_sm90, "hopper", lambda: True)
+    monkeypatch.setattr(conv2d_sm90, "aligned", lambda *args: True)
+    x, weight, padding = np.zeros((1, 8, columns, 16), dtype), np.zeros((16, *kernel, 16), dtype), (kernel[0] // 2, 1)
+    assert conv2d_sm90.suits(x, weight, x, padding=padding, tf32=True)
+    assert not conv2d_wgrad_sm90.suits(x, weight, x, padding=padding, tf32=True)
