@@ -447,8 +447,9 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
         borrowed = result.base is not None or id(result) in shared
         before = target._grad if isinstance(target, Tensor) else target.array
         if before is not None or id(result) in returned or (borrowed and isinstance(target, Tensor)):
-            for array in (result, before):  # one is copied, or added to the other
-                waits.finish(array, written=True)
+            turned = isinstance(target, _Gradient) and target.borrowed  # then what was there is added to the result
+            waits.finish(result, written=turned)
+            waits.finish(before, written=not turned)
         if id(result) in returned and not borrowed:
             result = result.copy()
         returned.add(id(result))
