@@ -129,14 +129,21 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         if (SKIP) prefetch(skip_weight);
     }
     cluster_arrive_relaxed();
-    wait_for_previous();
-    __syncthreads();
 
     int chunks = CEIL_DIV(C, CHUNK), k0 = blockIdx.y * 64, across = CEIL_DIV(W, 8), tiles = across * CEIL_DIV(H, rows);
     int own = chunks * S, skips = SKIP ? CEIL_DIV(D, CHUNK) : 0, steps = own + skips;  // x's steps, then SKIP's
     int rank = blockIdx.z % CLUSTER, first = steps * rank / CLUSTER, last = steps * (rank + 1) / CLUSTER;
     int middle = SKIP ? min(max(first, own), last) : last;  // the first of SKIP's
     bool resident = b_stages == last - first;
+    // So few blocks run beside the kernel before, which may still write weights: they are only had at hand.
+    if (threadIdx.x == CONSUMERS && gridDim.x * gridDim.y * gridDim.z <= 100)
+        for (int tap = first * R; tap < min(middle, first + b_stages) * R; tap++) {
+            int r = tap % R, s = tap / R % S, c = tap / R / S * CHUNK;
+            if (PASS == FPROP) tma_prefetch(weight, c, r * S + s, k0);
+            else tma_prefetch(weight, k0, (R - 1 - r) * S + S - 1 - s, c);
+        }
+    wait_for_previous();
+    __syncthreads();
     if (threadIdx.x >= CONSUMERS) {
         set_registers<40, false>();
         if (threadIdx.x > CONSUMERS) return;

@@ -117,6 +117,11 @@ def waiting() -> Iterator[Waiting]:
         _thread.waiting = before
 
 
+def together() -> contextlib.AbstractContextManager:
+    """Inside the block, work waits for more of it; or longer, where it would wait anyway."""
+    return waiting() if _thread.waiting is None else contextlib.nullcontext()
+
+
 def submit(kind: Kind, job: Any, out: Array, reads: tuple[Array | None, ...] = (), held: int = 0,
            group: Hashable = None) -> None:
     """Have the job, which writes or adds to `out`, done with others of its kind and group; now where none may wait.

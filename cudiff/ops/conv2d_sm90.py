@@ -20,19 +20,20 @@ BARRIER_BYTES = 1024
 MAP_BYTES = 1024  # of norms' maps of channels, in fprop
 CLUSTERS = {1: MULTIPROCESSORS, 2: 66, 4: 30, 8: 15}  # of so many blocks with a multiprocessor each that run at once
 COLUMNS = (1, 3, 5, 7)  # of a weight
-SKIP_TAPS = 2  # that take as long as a chunk of a skip path: its one tap and the wait for its slab, an estimate
 
 
 class Tile(NamedTuple):
-    """What a warpgroup computes in a turn, 64 channels of a strip of so many pixels; and the microseconds of an H200
-    for a turn and for a line of channels of each tap in it."""
+    """What a warpgroup computes in a turn, 64 channels of a strip of so many pixels; the microseconds of an H200 for a
+    turn and for a line of channels of each tap in it; and the taps that take as long as a line of a skip path: its only
+    one, and the wait for its slab."""
 
     pixels: int
     turn: float
     step: float
+    skip: float
 
 
-TILES = (Tile(256, 1.1, 0.277), Tile(128, 0.65, 0.15), Tile(64, 0.45, 0.11))
+TILES = (Tile(256, 1.1, 0.277, 3.7), Tile(128, 0.65, 0.15, 1.7), Tile(64, 0.45, 0.11, 1.4))
 
 
 def suits(x: Array, weight: Array, out: Array, stride: tuple[int, int] = (1, 1),
@@ -184,7 +185,10 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
     if cluster > 1:
         results += tile.pixels * CHANNELS * 4
     room = SHARED_BYTES - 1024 - BARRIER_BYTES - MAP_BYTES - results
-    weights = min(steps, 16, (room - min(2, chunks * turns) * slab) // weight)
+    for slabs in (4 if skip else 2, 2):  # a skip path has a slab for each tap
+        weights = min(steps, 16, (room - min(slabs, chunks * turns) * slab) // weight)
+        if weights >= min(steps, 4):
+            break
     if weights < min(steps, 2):
         return None
     slabs = min(4, chunks * turns, (room - weights * weight) // slab)
@@ -197,7 +201,7 @@ def time(chosen: Plan, shape: tuple[int, ...], kernel: tuple[int, int], itemsize
     turns = blocks(shape[0] * tiles_of(shape, chosen.rows), chosen.blocks)
     own, skips = steps_of(shape[3], kernel, itemsize, skip)
     taps = max(
-        kernel[0] * (min(last, own) - min(first, own)) + SKIP_TAPS * (max(last, own) - max(first, own))
+        kernel[0] * (min(last, own) - min(first, own)) + chosen.tile.skip * (max(last, own) - max(first, own))
         for first, last in parts_of(own + skips, chosen.cluster)
     )
     return 3.4 + turns * (chosen.tile.turn + taps * chosen.tile.step) + (0.7 if chosen.cluster > 1 else 0.0)

@@ -15,6 +15,7 @@ import numpy as np
 from cudiff.backend import Array, float32
 from cudiff.cuda.module import blocks, empty, gradient_sum, gradient_target, hopper, launch
 from cudiff.cuda.sums import add_rows
+from cudiff.cuda.waiting import together
 from cudiff.ops.cast import narrow, require_float, widen
 from cudiff.ops.gemm import MULTIPROCESSORS
 from cudiff.tensor import Function, Kept, Tensor, Vacant
@@ -226,9 +227,10 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
 def affine_gradients_cuda(totals: Array, dweight: tuple[Array | None, bool],
                           dbias: tuple[Array | None, bool]) -> None:
     """Sum totals (N, C, 2), of dz and of dz·xhat, over N into dbias and dweight: (array or None, whether to add)."""
-    for offset, (out, add) in enumerate((dbias, dweight)):
-        if out is not None:
-            add_rows(totals, out, add, step=2, offset=offset)
+    with together():
+        for offset, (out, add) in enumerate((dbias, dweight)):
+            if out is not None:
+                add_rows(totals, out, add, step=2, offset=offset)
 
 
 _SILU_DONE, _STREAM_BYTES = 2, 12 * 256 * 16  # of input_gradients
