@@ -1,18 +1,18 @@
 // Weight gradients of convolutions of stride 1 that keep the image's size, on Hopper (TMA, wgmma).
 // architectures: sm_90a
 // variants: T=bf16,half R=3 COLUMNS=1 TAPS=3 PIXELS=64,128 CLUSTER=1,2,4,8 JOBS=1
-// variants: T=bf16 R=3 COLUMNS=1 TAPS=3 PIXELS=64,128 CLUSTER=1,2,4,8 JOBS=8
+// variants: T=bf16 R=3 COLUMNS=1 TAPS=3 PIXELS=64,128 CLUSTER=1,2,4,8 JOBS=9
 // variants: T=bf16 R=3 COLUMNS=1 TAPS=1 PIXELS=64,128 CLUSTER=1,2,4,8 JOBS=1
-// variants: T=bf16 R=3,1 COLUMNS=1 TAPS=1 PIXELS=16,240 CLUSTER=1 JOBS=1,8
+// variants: T=bf16 R=3,1 COLUMNS=1 TAPS=1 PIXELS=16,240 CLUSTER=1 JOBS=1,9
 // variants: T=bf16,half R=1 COLUMNS=1,2,3 TAPS=1 PIXELS=128 CLUSTER=1,2,4,8 JOBS=1
-// variants: T=bf16 R=1 COLUMNS=1,2,3 TAPS=1 PIXELS=128 CLUSTER=1,2,4,8 JOBS=8
+// variants: T=bf16 R=1 COLUMNS=1,2,3 TAPS=1 PIXELS=128 CLUSTER=1,2,4,8 JOBS=9
 //
 // A launch has up to JOBS jobs, of images of one size. Of each,
 // x: T (N, H, W, C), whose channels from `split` on, a multiple of 64, are x2's; dout: T (N, H, W, K); out: float (K, R, S, C),
 // whose rows k lie `pitch` elements apart.
 //   out[k][r,s,c] = or, where `add`, += sum over pixels of dout[pixel][k] · patch of x[pixel][r,s,c]
 //   total: T, like the only job's dout, += dout where `passes_on`: what the convolution's result was added to has this
-//          gradient, too
+//          gradient, too. Its map takes the place of x2's, which there is not (split = C).
 // S is odd. C and K are those of out; x and dout have as many channels, or zeros beyond, to a multiple of 8.
 //
 // A block computes 64 output channels by 64 · COLUMNS input channels by the R vertical taps of one horizontal tap; R or
@@ -44,8 +44,7 @@ struct Job {
 struct Jobs { Job at[JOBS]; };
 
 extern "C" __global__ void __launch_bounds__(THREADS, TAPS == 1 ? 2 : 1) CLUSTER_DIMS
-conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, const __grid_constant__ TensorMap total, int passes_on, int N, int H, int S,
-                  int rows, int width, int stages) {
+conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int passes_on, int N, int H, int S, int rows, int width, int stages) {
     extern __shared__ __align__(1024) u8 shared[];
     int index = 0;
     while (index + 1 < JOBS && blockIdx.x >= jobs.at[index + 1].first) index++;
@@ -59,7 +58,7 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, const __grid_constant__ Ten
     if (threadIdx.x == 0) {
         ring.init(TAPS);
         prefetch(job.x), prefetch(job.dout);
-        if (job.split < job.C) prefetch(job.x2);
+        if (passes_on || job.split < job.C) prefetch(job.x2);
     }
     wait_for_previous();
     __syncthreads();
@@ -95,7 +94,7 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, const __grid_constant__ Ten
     for (int i = first; i < last; i++) {
         ring.wait();
         if (passes_on && threadIdx.x == 0) {
-            if (i % takers == column) tma_add(total, ring.buffer(), k0, 0, i % per_image * rows, i / per_image);
+            if (i % takers == column) tma_add(job.x2, ring.buffer(), k0, 0, i % per_image * rows, i / per_image);
             tma_commit();
         }
         u64 a = tile_descriptor(ring.buffer());

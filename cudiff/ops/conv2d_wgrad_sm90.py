@@ -20,7 +20,7 @@ from cudiff.ops.conv2d_sm90 import BARRIER_BYTES, CHANNELS, CLUSTERS, LINE_BYTES
 from cudiff.ops.gemm import MULTIPROCESSORS, address, aligned
 from cudiff.ops.shape import pad_cuda
 
-JOBS = 8  # that a launch takes, whose arguments have 4 KiB
+JOBS = 9  # that a launch takes, whose arguments have 4 KiB
 WAITING_BYTES = 160 << 20  # of images, for them: the U-Net's step at batch 32 takes 32 MiB more for it
 TF32_COLUMNS = 112  # of an image, of which three steps fit in shared memory
 
@@ -89,7 +89,7 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: Plan | None 
     if x.dtype == float32:
         wgrad_tf32(x, dout, dweight, add)
         return False
-    passes_on = total is not None and total.dtype == dout.dtype and aligned(total, total.shape[3])
+    passes_on = total is not None and x2 is None and total.dtype == dout.dtype and aligned(total, total.shape[3])
     images = x.shape[:3]
     if dweight.shape[1:3] == (1, 1) and chosen is None:
         images = full_strips(images, apart=False)
@@ -117,7 +117,8 @@ def _launch(jobs: list[_Job], chosen: Plan | None = None, total: Array | None = 
     table["jobs"]["first"] = np.iinfo(np.int32).max
     for i, (x, x2, dout, dweight, add) in enumerate(jobs):
         out, pitch = _sums(dweight, sums)
-        maps = (tensor_map(x, box), tensor_map(x if x2 is None else x2, box), tensor_map(dout, dout_box))
+        second = tensor_map(x if x2 is None else x2, box) if total is None else tensor_map(total, dout_box)
+        maps = tensor_map(x, box), second, tensor_map(dout, dout_box)
         outputs, _, _, channels = dweight.shape
         table["jobs"][0, i] = (
             *(found["words"] for found in maps), address(out), pitch, first, add and sums == 1, channels, outputs,
@@ -127,10 +128,7 @@ def _launch(jobs: list[_Job], chosen: Plan | None = None, total: Array | None = 
         waiting.append(out)
     launch(
         "conv2d_wgrad_sm90", "conv2d_wgrad_sm90", (first, 1, parts), 160 if taps == 1 else 512,
-        (
-            table, tensor_map(jobs[0].dout if total is None else total, dout_box), total is not None,
-            n, height, kernel[1], rows, width, stages,
-        ),
+        (table, total is not None, n, height, kernel[1], rows, width, stages),
         shared, T=x.dtype, R=kernel[0], TAPS=taps, COLUMNS=across, PIXELS=rows * width, CLUSTER=cluster, JOBS=count,
     )
     for job, out in zip(jobs, waiting, strict=True):
