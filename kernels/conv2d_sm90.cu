@@ -135,7 +135,8 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     int rank = blockIdx.z % CLUSTER, first = steps * rank / CLUSTER, last = steps * (rank + 1) / CLUSTER;
     int middle = SKIP ? min(max(first, own), last) : last;  // the first of SKIP's
     bool resident = b_stages == last - first;
-    // So few blocks run beside the kernel before, which may still write weights: they are only had at hand.
+    // Few blocks start while the kernel before runs. It may still write weights, so that they are only brought to the GPU's
+    // cache. Where all multiprocessors have a block this cost 2 %.
     if (threadIdx.x == CONSUMERS && gridDim.x * gridDim.y * gridDim.z <= 100)
         for (int tap = first * R; tap < min(middle, first + b_stages) * R; tap++) {
             int r = tap % R, s = tap / R % S, c = tap / R / S * CHUNK;

@@ -46,7 +46,9 @@ __device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 b
 __device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 barrier, int i0, int i1, int i2, int i3) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
                  ::"r"(target), "l"((u64)&map), "r"(i0), "r"(i1), "r"(i2), "r"(i3), "r"(barrier) : "memory");
-}// Have the box at hand, in the GPU's cache.
+}
+
+// Have the box at hand, in the GPU's cache.
 __device__ __forceinline__ void tma_prefetch(const TensorMap& map, int i0, int i1, int i2) {
     asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];"
                  ::"l"((u64)&map), "r"(i0), "r"(i1), "r"(i2) : "memory");

@@ -80,13 +80,14 @@ def suits_norm(norm: Norm) -> bool:
 
 
 def suits_skip(x: Array, weight: Array, out: Array, skip: Skip) -> bool:
-    """Whether `fprop` takes the skip path beside the convolution of x with weight to out: 16-bit images, of two sources
-    the first of whole tiles of channels. It adds no emb then and takes no ReLU."""
+    """Whether `fprop` takes the skip path beside the 3×3 convolution of x with weight to out: 16-bit images, of two
+    sources the first of whole tiles of channels, where this is no slower than a launch of its own. It adds no emb then
+    and takes no ReLU."""
     sources = [source for source in (skip.x, skip.x2) if source is not None]
     return (
         is_low(x.dtype)
-        and weight.shape[1] == 3
-        and suits(x, weight, out, padding=(1, weight.shape[2] // 2))
+        and weight.shape[1:3] == (3, 3)
+        and suits(x, weight, out, padding=(1, 1))
         and aligned(skip.weight, skip.weight.shape[3])
         and all(
             source.dtype == x.dtype
@@ -97,7 +98,18 @@ def suits_skip(x: Array, weight: Array, out: Array, skip: Skip) -> bool:
             for source in sources
         )
         and (skip.x2 is None or skip.x.shape[3] % CHANNELS == 0)
+        and _skip_gains(x.shape, len(weight), skip.weight.shape[3], x.dtype.itemsize)
     )
+
+
+@functools.cache
+def _skip_gains(shape: tuple[int, ...], outputs: int, skip: int, itemsize: int) -> bool:
+    """Whether one launch is estimated to take no longer than two."""
+    path = *full_strips(shape[:3], apart=False), skip
+    apart = sum(
+        time(plan(of, outputs, size, itemsize), of, size, itemsize) for of, size in ((shape, (3, 3)), (path, (1, 1)))
+    )
+    return time(plan(shape, outputs, (3, 3), itemsize, skip), shape, (3, 3), itemsize, skip) <= apart
 
 
 class Norm(NamedTuple):

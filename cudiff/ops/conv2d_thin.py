@@ -45,7 +45,8 @@ def suits(x: Array, weight: Array, out: Array, stride: tuple[int, int], padding:
 
 
 def suits_norm(dz: Array, norm: Norm) -> bool:
-    """Whether `fprop`, where it `suits`, makes the gradient dz of that norm's output: of wide images, of one source."""
+    """Whether `fprop`, where it `suits`, makes the gradient dz of that norm's output before SiLU: of wide images and of
+    one source."""
     return dz.shape[3] > MOST and norm.silu and norm.x2 is None and norm.x.flags.c_contiguous and aligned(norm.x)
 
 

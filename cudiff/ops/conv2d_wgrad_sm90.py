@@ -43,6 +43,7 @@ def suits_pair(x: Array, x2: Array, weight: Array) -> bool:
     return (
         is_low(x.dtype)
         and x.ndim == 4
+        and weight.shape[1] == weight.shape[2]
         and x.shape[3] % CHANNELS == 0
         and suits(x, weight, x2, (1, 1), padding)
         and aligned(x2, x2.shape[3], len(weight))

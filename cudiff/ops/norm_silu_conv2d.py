@@ -187,10 +187,21 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
     scale and shift float32 (N, C1 + C2), emb float32 (N, K), residual like out without skip_weight. Returns x's dtype.
     `statistics` says that a norm follows: kernels then leave the sums that it needs.
     """
-    channels = x.shape[3] + (0 if x2 is None else x2.shape[3])
-    if weight.shape[-1] != channels:
-        raise ValueError(f"norm_silu_conv2d: {channels} channels do not fit weight {weight.shape} (K, [R, S,] C)")
+    channels = x.shape[-1] + (0 if x2 is None else x2.shape[-1])
+    if x.ndim != 4 or weight.ndim not in (2, 4) or weight.shape[-1] != channels:
+        raise ValueError(
+            f"norm_silu_conv2d: x {x.shape} (N, H, W, C), {channels} channels in all, does not fit weight "
+            f"{weight.shape} (K, [R, S,] C)"
+        )
     check_bias("norm_silu_conv2d", bias, weight.shape[0])
+    if skip_weight is not None:
+        sources = [source.shape[-1] for source in (residual, residual2) if source is not None]
+        if residual is None or skip_weight.shape != (weight.shape[0], 1, 1, sum(sources)):
+            raise ValueError(
+                f"norm_silu_conv2d: skip_weight {skip_weight.shape} is not (K, 1, 1, C) of weight {weight.shape} and "
+                f"of a residual of {sum(sources)} channels"
+            )
+        check_bias("norm_silu_conv2d", skip_bias, weight.shape[0])
     return NormSiluConv2d.apply(
         x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight, skip_bias,
         num_groups=num_groups, eps=eps, silu=silu, upsample=upsample, relu=relu, statistics=statistics, tf32=tf32,

@@ -249,3 +249,45 @@ def torch_unit(arrays, attrs):
         return (out.relu() if attrs["relu"] else out).permute(0, 2, 3, 1)
 
     return apply
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(x=(2, 5, 8)), "does not fit weight"),
+    (dict(weight=(4, 3, 8)), "does not fit weight"),
+    (dict(weight=(8,)), "does not fit weight"),
+    (dict(weight=(4, 3, 3, 7)), "does not fit weight"),
+    (dict(bias=(3,)), "the bias"),
+    (dict(residual=(2, 5, 6, 7)), "skip_weight"),
+    (dict(residual=None), "skip_weight"),
+    (dict(skip_weight=(1, 1, 1, 8)), "skip_weight"),
+    (dict(skip_weight=(4, 8)), "skip_weight"),
+    (dict(skip_bias=(3,)), "the bias"),
+], ids=str)
+def test_sizes_that_do_not_fit(device, changes, message):
+    shapes = dict(x=(2, 5, 6, 8), weight=(4, 3, 3, 8), bias=(4,), residual=(2, 5, 6, 8), skip_weight=(4, 1, 1, 8),
+                  skip_bias=(4,)) | changes
+    tensors = {
+        name: None if shape is None else Tensor(np.zeros(shape, np.float32), device=device)
+        for name, shape in shapes.items()
+    }
+    with pytest.raises(ValueError, match=message):
+        norm_silu_conv2d(tensors.pop("x"), **tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("r, s", [(3, 5), (3, 1), (1, 3)])
+def test_oblong_kernels(rng, r, s):
+    """Padded by R // 2 on all sides, as on the CPU: from one source or two, with a skip path."""
+    for x2 in (0, 8):
+        shapes = [(2, 6, 8, 64), (2, 6, 8, x2) if x2 else None, (16, r, s, 64 + x2)]
+        size = (6 + 2 * (r // 2) - r + 1, 8 + 2 * (r // 2) - s + 1)
+        shapes += [(2, *size, 8), (16, 1, 1, 8)]
+        arrays = [None if shape is None else rng.standard_normal(shape).astype(bfloat16) for shape in shapes]
+
+        def result(device, dtype, arrays=arrays):
+            x, second, weight, residual, skip = (
+                None if a is None else Tensor(a.astype(dtype), device=device) for a in arrays
+            )
+            return norm_silu_conv2d(x, second, weight=weight, residual=residual, skip_weight=skip).numpy()
+
+        assert relative_error(result("cuda", bfloat16), result("cpu", np.float64)) < 1.6e-2
