@@ -165,7 +165,8 @@ class Tensor:
         """Add d(self)/d(leaf) to `.grad` of every leaf that requires it.
 
         `grad` is d(loss)/d(self), of this tensor's shape; it may be left out for a single element.
-        Raises RuntimeError where nothing was recorded or the tape was used already.
+        Raises RuntimeError where nothing was recorded or the tape was used already. After any other error no `.grad`
+        has a meaning.
         """
         if not self.requires_grad:
             raise RuntimeError("backward() needs a tensor that requires a gradient")
@@ -420,10 +421,14 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
     into: list[Array | Vacant | Kept | None] = []
     for i, target in enumerate(targets):
         again = any(target is other for other in targets[:i])
-        place = target.into() if isinstance(target, _Gradient) else _into_leaf(target, device, again)
+        place: Array | Vacant | None = (
+            target.into() if isinstance(target, _Gradient) else _into_leaf(target, device, again)
+        )
+        if any(isinstance(other, Kept) and other.array is place for other in into):
+            place = None  # the sum will lie elsewhere: the tape adds this term to it
         keeps = i in node.function.adds_elsewhere and isinstance(target, _Gradient) and waits.reads(place)
         waits.finish(place, written=not keeps)  # it may be added to
-        into.append((None if again else Kept(place)) if keeps else place)
+        into.append(Kept(place) if keeps else place)
     backward = node.function.backward_cuda if device == "cuda" else node.function.backward_numpy
     results = backward(node.ctx, *douts, needs=node.needs, into=list(into))
     places = [

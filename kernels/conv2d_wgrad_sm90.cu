@@ -15,19 +15,22 @@
 //          gradient, too. Its map takes the place of x2's, which there is not (split = C).
 // S is odd. C and K are those of out; x and dout have as many channels, or zeros beyond, to a multiple of 8.
 //
-// A block computes 64 output channels by 64 · COLUMNS input channels by the R vertical taps of one horizontal tap; R or
+// A block computes 64 output channels by 64 · COLUMNS input channels by the R vertical taps of TAPS horizontal ones; R or
 // COLUMNS is 1. The depth is the pixels, `rows` image rows of `width` (W, or the next multiple of 8) at a time: a tile of
-// dout, and for each 64 input channels a slab of rows + R - 1 rows of x, shifted by s and padded with zeros by TMA. Both
-// are MN-major; the blocks of 64 columns of the product are the R taps, one image row apart in the slab, or the slabs.
-// The steps of one tile are unrolled (PIXELS is a constant): in a loop the compiler would wait for each product.
-// Maps: x {C, W, H, N}, box {64, width, rows + R - 1, 1}; dout and total {K, W, H, N}, box {64, width, rows, 1}; rows · width =
-// PIXELS, a multiple of 16.
+// dout, and for each 64 input channels a slab of rows + R - 1 rows of x, from the first of its horizontal taps on, padded with
+// zeros by TMA. Both are MN-major; the blocks of 64 columns of the product are the R taps, one image row apart in the slab, or
+// the slabs. The steps of one tile are unrolled (PIXELS is a constant): in a loop the compiler would wait for each product.
+// TAPS is 1, or 3 where R = S = 3 and width is 8 or a multiple of 16: then each of three warpgroups has a horizontal tap, and
+// all read one tile and one slab. Shared memory's speed is the bound otherwise.
+// Maps: x {C, W, H, N}, box {64, width + TAPS - 1, rows + R - 1, 1}; dout and total {K, W, H, N}, box {64, width, rows, 1};
+// rows · width = PIXELS, a multiple of 16.
 //
 // The grid's z cuts the depth into parts. A cluster of CLUSTER blocks along z adds its parts up through shared memory:
 // each block gets from all of them some of the columns of the product, in their order. Cluster i writes the sum to out +
 // i · (size of out); where there is more than one, another kernel adds those up.
-// Launch: a warpgroup that consumes and a warp that produces; grid (all jobs' blocks, 1, parts), no more parts than steps: a job
-// has S · ceil(K / 64) · ceil(C / 64 / COLUMNS) of them, from `first` on, beyond the grid where there is no job. Shared memory:
+// Launch: a warpgroup that consumes and a warp that produces, or for three taps four warpgroups, of which the last gives its
+// registers to the others; grid (all jobs' blocks, 1, parts), no more parts than steps. A job has S / TAPS · ceil(K / 64) ·
+// ceil(C / 64 / COLUMNS) blocks, from `first` on, which lies beyond the grid where there is no job. Shared memory:
 // `stages` steps, two at least, or the sums, 256 · N_TILE · TAPS bytes, if that is more; and the steps' barriers.
 #include "cluster.cuh"
 #include "wgmma.cuh"
@@ -117,7 +120,7 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int passes_on, int N, int H
 
     // The product goes through shared memory, for a cluster's sum and because a loop is short: a multiprocessor fetches
     // each instruction of a long epilogue once, and waits for it.
-    constexpr int COUNT = N_TILE / 8, PART = CEIL_DIV(COUNT, CLUSTER);  // columns of the product, in eights
+    constexpr int COUNT = N_TILE / 8, PART = COUNT / CLUSTER;  // columns of the product, in eights
     constexpr int BATCH = CEIL_DIV(PART, CEIL_DIV(PART, TAPS == 1 ? 8 : 4));
     int rank = blockIdx.z % CLUSTER, lane = threadIdx.x % 32, k = k0 + threadIdx.x % 128 / 32 * 16 + lane / 4;
     float4* parts = reinterpret_cast<float4*>(shared) + threadIdx.x;  // [from][PART][CONSUMERS]
@@ -131,7 +134,7 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int passes_on, int N, int H
 #pragma unroll
         for (int u = 0; u < BATCH; u++) {
             int j = rank * PART + i + u, r = COLUMNS > 1 ? 0 : j / 8, c = c0 + (COLUMNS > 1 ? j : j % 8) * 8 + lane % 4 * 2;
-            at[u] = i + u < PART && j < COUNT && c < C ? (r * S + s) * C + c : -1;
+            at[u] = i + u < PART && c < C ? (r * S + s) * C + c : -1;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 sums[u][h] = make_float2(0.0f, 0.0f);

@@ -1,10 +1,15 @@
 """Work that waits for more of its kind: when it is done, on stand-ins for arrays on a GPU."""
 
+import contextlib
 from types import SimpleNamespace
+from typing import ClassVar
 
+import numpy as np
 import pytest
 
+from cudiff import tensor
 from cudiff.cuda.waiting import Kind, submit, together, waiting
+from cudiff.tensor import Function, Kept, Tensor
 
 
 def array(start, size=8):
@@ -84,3 +89,71 @@ def test_a_launch_may_leave_work_of_a_higher_rank(kind, done):
         submit(parts, "part", array(0))
         waits.finish(array(0))
         assert done == [["part"], ["other", "sum"]]
+
+
+def test_inner_work_follows_outer(kind, done):
+    with waiting():
+        submit(kind, "outer", array(0))
+        with waiting():
+            submit(kind, "inner", array(0))
+            assert done == [["outer"]]
+    assert done == [["outer"], ["inner"]]
+
+
+class Reader:
+    """Stands for what waits during a backward: all gradients are still read, as long as nobody asks to write them."""
+
+    def __init__(self):
+        self.written = []
+
+    def reads(self, array):
+        return array is not None
+
+    def finish(self, array, written=False):
+        if written and array is not None:
+            self.written.append(array.copy())
+
+
+class Sum(Function):
+    """3 x + y + z, whose gradients of x are added elsewhere, and of y and z in place."""
+
+    adds_elsewhere = (0,)
+    kept: ClassVar[list] = []
+
+    @staticmethod
+    def forward_numpy(ctx, x, y, z):
+        return 3 * x + y + z
+
+    @staticmethod
+    def backward_numpy(ctx, dout, needs, into):
+        dx, dy, dz = 3 * dout, into[1], into[2]
+        if isinstance(into[0], Kept):
+            Sum.kept.append(into[0].array)
+            dx = into[0].sum = into[0].array + dx
+        elif into[0] is not None:
+            into[0] += dx
+            dx = into[0]
+        results = [dx]
+        for place in (dy, dz):
+            if place is None:
+                results.append(dout.copy())
+            else:
+                place += dout
+                results.append(place)
+        return tuple(results)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_gradients_that_are_still_read_are_kept(monkeypatch, reads):
+    """x has a gradient already when Sum's backward begins, and stands among its inputs once, twice and three times."""
+    reader = Reader()
+    if reads:
+        monkeypatch.setattr(tensor, "_waiting", lambda device: contextlib.nullcontext(reader))
+    for inputs, expected in ((lambda x, y: (x, y, y), 4), (lambda x, y: (x, x, y), 5), (lambda x, y: (x, x, x), 6)):
+        Sum.kept.clear()
+        leaf, other = (Tensor(np.ones(3, np.float32), requires_grad=True) for _ in range(2))
+        x = leaf * 1.0
+        out = Sum.apply(*inputs(x, other * 1.0)) + x * 1.0
+        out.backward(np.ones(3, np.float32))
+        assert np.array_equal(leaf.grad, np.full(3, expected, np.float32))
+        assert len(Sum.kept) == reads

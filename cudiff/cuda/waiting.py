@@ -110,7 +110,12 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def waiting() -> Iterator[Waiting]:
-    """Inside the block, work waits: `finish` of what it gives does what is needed earlier, the block's end the rest."""
+    """Inside the block, work waits: `finish` of what it gives does what is needed earlier, the block's end the rest.
+
+    Work that waited before is done first: it may add to the same.
+    """
+    if _thread.waiting is not None:
+        _thread.waiting.end()
     before, _thread.waiting = _thread.waiting, Waiting()
     try:
         yield _thread.waiting

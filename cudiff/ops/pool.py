@@ -13,7 +13,7 @@ import numpy as np
 from cudiff.backend import Array, float32
 from cudiff.cuda.module import blocks, empty, gradient_target, launch
 from cudiff.ops.cast import narrow, require_float, widen
-from cudiff.tensor import Function, Tensor, Vacant
+from cudiff.tensor import Function, Kept, Tensor, Vacant
 
 Window = tuple[int, int, int]  # size, stride, padding
 NOWHERE = 255  # no place in a window of up to 15 x 15
@@ -167,7 +167,7 @@ class MaxPool2d(Function):
 
 
 def _sum_windows_cuda(x: Array, window: Window, factor: float,
-                      into: Array | Vacant | None = None, moments: int = 2) -> tuple[Array, Array | None]:
+                      into: Array | Vacant | Kept | None = None, moments: int = 2) -> tuple[Array, Array | None]:
     """`sum_windows_numpy` on the GPU, to where `gradient_target` says; and its sums: see `_launch`."""
     shape = (x.shape[0], *out_size(x.shape[1:3], window), x.shape[3])
     out, add = gradient_target(into, shape, x.dtype)
@@ -175,7 +175,7 @@ def _sum_windows_cuda(x: Array, window: Window, factor: float,
 
 
 def _spread_windows_cuda(x: Array, size: tuple[int, int], window: Window, factor: float,
-                         into: Array | Vacant | None = None, moments: int = 2) -> tuple[Array, Array | None]:
+                         into: Array | Vacant | Kept | None = None, moments: int = 2) -> tuple[Array, Array | None]:
     """`spread_windows_numpy` on the GPU, to where `gradient_target` says; and its sums: see `_launch`."""
     out, add = gradient_target(into, (x.shape[0], *size, x.shape[3]), x.dtype)
     return out, _launch("spread_windows", (out, add), (x, factor), out, x, out, window, moments)
