@@ -150,18 +150,20 @@ def test_a_gradient_that_waiting_work_reads(device, rng, monkeypatch):
     monkeypatch.setattr(Kept, "__init__", lambda self, array: (kept.append(array), init(self, array))[1])
     size, c = ((3, 8, 8), 64) if device == "cuda" else ((2, 3, 2), 4)
     arrays = [rng.standard_normal((*size, c)), *(rng.standard_normal((c, 3, 3, c)) * 0.05 for _ in range(4)),
-              *(rng.standard_normal(c) for _ in range(2))]
+              *(rng.standard_normal(c) for _ in range(8))]
 
-    def blocks(x, weight, weight2, weight3, weight4, norm_weight, norm_bias):
-        norm = dict(norm_weight=norm_weight, norm_bias=norm_bias, num_groups=4)
+    def blocks(x, *parameters):
+        first, second, third, fourth = (
+            dict(weight=weight, norm_weight=norm_weight, norm_bias=norm_bias, num_groups=4)
+            for weight, norm_weight, norm_bias in zip(parameters[:4], parameters[4:8], parameters[8:], strict=True)
+        )
         x = x * 1.0
-        h = norm_silu_conv2d(x, weight=weight, **norm)
-        x = norm_silu_conv2d(h, weight=weight2, residual=x, **norm)
-        x = norm_silu_conv2d(x, weight=weight3, residual=x, **norm)
-        return norm_silu_conv2d(x, weight=weight4, residual=x, **norm)
+        x = norm_silu_conv2d(norm_silu_conv2d(x, **first), residual=x, **second)
+        x = norm_silu_conv2d(x, residual=x, **third)
+        return norm_silu_conv2d(x, residual=x, **fourth)
 
     # Four units round in turn.
-    check_op(blocks, *arrays, device=device, fp32_inputs=(5, 6), tolerance=4)
+    check_op(blocks, *arrays, device=device, fp32_inputs=tuple(range(5, 13)), tolerance=4)
     on_hopper = device == "cuda" and hopper()
     assert bool(kept) == on_hopper and set(launched) == ({4} if on_hopper else set())
 
