@@ -92,7 +92,7 @@ def launches_of(step: Callable[[], object]) -> list[Launch]:
             values = tuple(arg.shape if getattr(arg, "shape", None) else arg for arg in args)
             flops = flops_of(stem, name, grid, args, constants)
             size = 0.0 if flops else size_of(args)
-            kept.append(Launch(label, (label, grid, str(values)), run, flops, size, memory))
+            kept.append(Launch(label, (label, grid, str(values), flops), run, flops, size, memory))
             run()
 
         return call
