@@ -20,7 +20,7 @@
 // Launch: two groups of 128 threads, which take steps in turn and add up at the end. The first thread also starts the
 // copies: a ninth warp would leave each thread 168 registers, too few. Grid (ceil(K / 64) · ceil(C / 32 / COLUMNS), parts).
 // Part y of the depth writes to out + y · (size of out); where there is more than one, another kernel adds those up.
-// Shared memory: `stages` steps, three at least, and their barriers; no less than a group's sums.
+// Shared memory: `stages` steps, three at least, or a group's sums, if they are more; and the steps' barriers.
 #include "wgmma.cuh"
 
 constexpr int GROUP = 128, THREADS = 2 * GROUP, LINE = 128;
@@ -33,7 +33,7 @@ conv2d_wgrad_tf32_sm90(const __grid_constant__ TensorMap x, const __grid_constan
     u32 base = shared_address(shared);
     constexpr u32 tile = PIXELS * LINE;  // of 32 channels of dout
     u32 slab = (rows + R - 1) * pitch_x * LINE, bytes = 2 * tile + COLUMNS * slab;
-    Ring ring(base, bytes, stages, base + stages * bytes);
+    Ring ring(base, bytes, stages, base + max(stages * bytes, (u32)(GROUP * 16 * TILES * sizeof(float))));
     if (threadIdx.x == 0) {
         ring.init(GROUP / 32);
         prefetch(x), prefetch(dout);

@@ -143,7 +143,7 @@ def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair,
     kernel makes them.
     """
     epilogue = epilogue._replace(rows_per_image=out.shape[1] * out.shape[2])
-    if x2 is None and skip is None and conv2d_thin.suits(x, weight, out, stride, padding, epilogue):
+    if x2 is None and conv2d_thin.suits(x, weight, out, stride, padding, epilogue):
         return conv2d_thin.fprop(x, weight, out, epilogue, moments=2 * statistics, relu=relu)
     if conv2d_sm90.suits(x, weight, out, stride, padding, tf32):
         return conv2d_sm90.fprop(x, weight, out, epilogue, statistics=statistics, relu=relu, x2=x2, skip=skip)

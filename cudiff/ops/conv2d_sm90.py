@@ -51,7 +51,8 @@ def suits(x: Array, weight: Array, out: Array, stride: tuple[int, int] = (1, 1),
 
 
 def keeps_size(x: Array, weight: Array, out: Array, stride: tuple[int, int], padding: tuple[int, int],
-                tf32: bool) -> bool:
+               tf32: bool) -> bool:
+    """Whether Hopper's kernels of either file may take it, but for where rows of channels start."""
     rows, columns = weight.shape[1:3]
     return (
         hopper()

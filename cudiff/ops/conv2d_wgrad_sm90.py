@@ -106,15 +106,15 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: Plan | None 
 
 def _launch(jobs: list[_Job], chosen: Plan | None = None, total: Array | None = None) -> None:
     """Weights' gradients from images of one size, by one launch; the only job's dout is added to `total`, if given."""
-    x, kernel = jobs[0].x, jobs[0].dweight.shape[1:3]
-    n, height, columns, _ = x.shape
-    chosen = chosen or plan(x.shape[:3], tuple(job.dweight.shape for job in jobs))
+    images, kernel, dtype = jobs[0].x.shape[:3], jobs[0].dweight.shape[1:3], jobs[0].x.dtype
+    n, height, columns = images
+    chosen = chosen or plan(images, tuple(job.dweight.shape for job in jobs))
     taps, across, cluster, parts, rows, stages, shared = chosen
     width, sums = width_of(columns), parts // cluster
     box = (1, rows + kernel[0] - 1, width + taps - 1, CHANNELS)
     dout_box = (1, rows, width, CHANNELS)
     count = 1 if len(jobs) == 1 else JOBS
-    table, first, waiting = np.zeros(1, np.dtype([("jobs", _ROW, count)])), 0, []
+    table, first, outs = np.zeros(1, np.dtype([("jobs", _ROW, count)])), 0, []
     table["jobs"]["first"] = np.iinfo(np.int32).max
     for i, (x, x2, dout, dweight, add) in enumerate(jobs):
         out, pitch = _sums(dweight, sums)
@@ -126,13 +126,13 @@ def _launch(jobs: list[_Job], chosen: Plan | None = None, total: Array | None = 
             x.shape[3],
         )
         first += _blocks(dweight.shape, taps, across)
-        waiting.append(out)
+        outs.append(out)
     launch(
         "conv2d_wgrad_sm90", "conv2d_wgrad_sm90", (first, 1, parts), 160 if taps == 1 else 512,
         (table, total is not None, n, height, kernel[1], rows, width, stages),
-        shared, T=x.dtype, R=kernel[0], TAPS=taps, COLUMNS=across, PIXELS=rows * width, CLUSTER=cluster, JOBS=count,
+        shared, T=dtype, R=kernel[0], TAPS=taps, COLUMNS=across, PIXELS=rows * width, CLUSTER=cluster, JOBS=count,
     )
-    for job, out in zip(jobs, waiting, strict=True):
+    for job, out in zip(jobs, outs, strict=True):
         if sums > 1:
             add_parts(out, job.dweight, job.add)
 
@@ -153,7 +153,7 @@ def _blocks(weight: tuple[int, ...], taps: int, across: int) -> int:
 @functools.cache
 def plan(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...]) -> Plan:
     """The plan of the least estimated time for x of this (N, H, W) and weights of these (K, R, S, C)."""
-    return min(plans(images, weights), key=lambda plan: time(plan, images, weights))
+    return min(plans(images, weights), key=lambda chosen: time(chosen, images, weights))
 
 
 def plans(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...]) -> Iterator[Plan]:
@@ -170,11 +170,11 @@ def plans(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...]) -> Iter
             yield Plan(taps, across, cluster, parts, *fitted)
 
 
-def time(plan: Plan, images: tuple[int, ...], weights: tuple[tuple[int, ...], ...]) -> float:
+def time(chosen: Plan, images: tuple[int, ...], weights: tuple[tuple[int, ...], ...]) -> float:
     """Estimated microseconds, as measured on an H200."""
     n, height, columns = images
     kernel_rows = weights[0][1]
-    taps, across, cluster, parts, rows = plan[:5]
+    taps, across, cluster, parts, rows = chosen[:5]
     tiles = sum(_blocks(weight, taps, across) for weight in weights)
     waves = blocks(tiles * parts, CLUSTERS[cluster] * cluster)
     width = width_of(columns)
@@ -241,7 +241,7 @@ def fit_tf32(height: int, columns: int, channels: int, taps: int) -> tuple[int, 
     across = 1 if taps > 1 else min(4, blocks(channels, 32), room // (3 * rows * width * LINE_BYTES) - 2)
     stage = (2 * rows * width + across * (rows + taps - 1) * pitch_x) * LINE_BYTES
     stages = min(6, room // stage)
-    return rows, across, stages, max(stages * stage + BARRIER_BYTES, taps**2 * across * 16 * 128 * 4)
+    return rows, across, stages, max(stages * stage, taps**2 * across * 16 * 128 * 4) + BARRIER_BYTES
 
 
 def _sums(dweight: Array, count: int) -> tuple[Array, np.int64]:
