@@ -11,8 +11,6 @@
 // x: T (N, H, W, C), whose channels from `split` on, a multiple of 64, are x2's; dout: T (N, H, W, K); out: float (K, R, S, C),
 // whose rows k lie `pitch` elements apart.
 //   out[k][r,s,c] = or, where `add`, += sum over pixels of dout[pixel][k] · patch of x[pixel][r,s,c]
-//   total: T, like the only job's dout, += dout where `passes_on`: what the convolution's result was added to has this
-//          gradient, too. Its map takes the place of x2's, which there is not (split = C).
 // S is odd. C and K are those of out; x and dout have as many channels, or zeros beyond, to a multiple of 8.
 //
 // A block computes 64 output channels by 64 · COLUMNS input channels by the R vertical taps of TAPS horizontal ones; R or
@@ -22,7 +20,7 @@
 // the slabs. The steps of one tile are unrolled (PIXELS is a constant): in a loop the compiler would wait for each product.
 // TAPS is 1, or 3 where R = S = 3 and width is 8 or a multiple of 16: then each of three warpgroups has a horizontal tap, and
 // all read one tile and one slab. Shared memory's speed is the bound otherwise.
-// Maps: x {C, W, H, N}, box {64, width + TAPS - 1, rows + R - 1, 1}; dout and total {K, W, H, N}, box {64, width, rows, 1};
+// Maps: x {C, W, H, N}, box {64, width + TAPS - 1, rows + R - 1, 1}; dout {K, W, H, N}, box {64, width, rows, 1};
 // rows · width = PIXELS, a multiple of 16.
 //
 // The grid's z cuts the depth into parts. A cluster of CLUSTER blocks along z adds its parts up through shared memory:
@@ -47,7 +45,7 @@ struct Job {
 struct Jobs { Job at[JOBS]; };
 
 extern "C" __global__ void __launch_bounds__(THREADS, TAPS == 1 ? 2 : 1) CLUSTER_DIMS
-conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int passes_on, int N, int H, int S, int rows, int width, int stages) {
+conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int S, int rows, int width, int stages) {
     extern __shared__ __align__(1024) u8 shared[];
     int index = 0;
     while (index + 1 < JOBS && blockIdx.x >= jobs.at[index + 1].first) index++;
@@ -61,7 +59,7 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int passes_on, int N, int H
     if (threadIdx.x == 0) {
         ring.init(TAPS);
         prefetch(job.x), prefetch(job.dout);
-        if (passes_on || job.split < job.C) prefetch(job.x2);
+        if (job.split < job.C) prefetch(job.x2);
     }
     wait_for_previous();
     __syncthreads();
@@ -85,8 +83,7 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int passes_on, int N, int H
     }
 
     if (TAPS > 1) set_registers<152, true>();
-    // The blocks that read the same tiles of dout take turns in passing them on.
-    int takers = columns * (S / TAPS), group = threadIdx.x / 128;
+    int group = threadIdx.x / 128;
     s += group;
     u64 depth[PIXELS / 16];  // where the pixels of a product lie in the slab
 #pragma unroll
@@ -96,10 +93,6 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int passes_on, int N, int H
     float acc[N_TILE / 2];
     for (int i = first; i < last; i++) {
         ring.wait();
-        if (passes_on && threadIdx.x == 0) {
-            if (i % takers == column) tma_add(job.x2, ring.buffer(), k0, 0, i % per_image * rows, i / per_image);
-            tma_commit();
-        }
         u64 a = tile_descriptor(ring.buffer());
         u64 b = tile_descriptor(ring.buffer() + tile + group * LINE, COLUMNS > 1 ? slab : pitch_x * LINE,
                                 (width == 8 ? pitch_x : 8) * LINE);
@@ -109,14 +102,10 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int passes_on, int N, int H
             wgmma<true, true>((T*)nullptr, acc, a + k * DEPTH_STEP<true>, b + depth[k], i > first || k > 0);
         wgmma_commit();
         wgmma_wait<1>();
-        if (i > first) {
-            if (passes_on && threadIdx.x == 0) tma_read_wait<1>();
-            read.release();
-        }
+        if (i > first) read.release();
         ring.advance();
     }
     wgmma_wait<0>();
-    if (passes_on && threadIdx.x == 0) tma_read_wait<0>();
 
     // The product goes through shared memory, for a cluster's sum and because a loop is short: a multiprocessor fetches
     // each instruction of a long epilogue once, and waits for it.

@@ -66,16 +66,6 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, u32 source, int 
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];"
                  ::"l"((u64)&map), "r"(i0), "r"(i1), "r"(i2), "r"(i3), "r"(source) : "memory");
 }
-// The same, but each element is added to what is there, and the sum rounded. After: tma_commit() and tma_read_wait().
-__device__ __forceinline__ void tma_add(const TensorMap& map, u32 source, int i0, int i1, int i2, int i3) {
-    asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];"
-                 ::"l"((u64)&map), "r"(i0), "r"(i1), "r"(i2), "r"(i3), "r"(source) : "memory");
-}
-__device__ __forceinline__ void tma_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Wait until the boxes that this thread stores have been read, but for those of its last PENDING commits.
-template <int PENDING> __device__ __forceinline__ void tma_read_wait() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
-}
 // Wait until all boxes that this thread stores have been read, so that their shared memory may be written again.
 __device__ __forceinline__ void tma_store_wait() {
     asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");

@@ -182,21 +182,17 @@ def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pai
 
 
 def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pair, add: bool, tf32: bool,
-               total: Array | None = None, x2: Array | None = None) -> bool:
-    """Gradient of the weight, written or added to dweight (K, R, S, C), float32. x2 as in `fprop_cuda`.
-
-    Some kernels, as they read dout, add it to `total`, where given; returns whether this one did.
-    """
+               x2: Array | None = None) -> None:
+    """Gradient of the weight, written or added to dweight (K, R, S, C), float32. x2 as in `fprop_cuda`."""
     if x2 is None and conv2d_thin.suits(x, dweight, dout, stride, padding):
         conv2d_thin.wgrad(x, dout, dweight, add)
     elif conv2d_wgrad_sm90.suits(x, dweight, dout, stride, padding, tf32):
-        return conv2d_wgrad_sm90.wgrad(x, dout, dweight, add, total=total, x2=x2)
+        conv2d_wgrad_sm90.wgrad(x, dout, dweight, add, x2=x2)
     elif _is_linear(dweight.shape[1:3], stride, padding):
         linear_dweight_cuda(x, dout, dweight.reshape(dweight.shape[0], -1), add, tf32)
     else:
         epilogue = Epilogue(addend=dweight if add else None)
         _launch("WGRAD", dout, x, dweight, (x.shape, dweight.shape, dout.shape), stride, padding, epilogue, tf32)
-    return False
 
 
 def _is_linear(kernel: Pair, stride: Pair, padding: Pair) -> bool:

@@ -81,31 +81,27 @@ class _Job(NamedTuple):
 
 
 def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: Plan | None = None,
-          total: Array | None = None, x2: Array | None = None) -> bool:
+          x2: Array | None = None) -> None:
     """Gradient of the weight, written or added to dweight (K, R, S, C), float32, whose rows may be parts of longer.
 
-    x2 holds the channels after x's, where `suits_pair`. It may wait for others (see cudiff.cuda.waiting). dout is also
-    added to `total`, of its shape, where that is given and TMA can add to it: now; returns whether it was.
+    x2 holds the channels after x's, where `suits_pair`. It may wait for others (see cudiff.cuda.waiting), but for one
+    with a `chosen` plan.
     """
     if x.dtype == float32:
-        wgrad_tf32(x, dout, dweight, add)
-        return False
-    passes_on = total is not None and x2 is None and total.dtype == dout.dtype and aligned(total, total.shape[3])
+        return wgrad_tf32(x, dout, dweight, add)
     images = x.shape[:3]
     if dweight.shape[1:3] == (1, 1) and chosen is None:
         images = full_strips(images, apart=False)
-    x, x2, dout, total = (None if a is None else a.reshape(*images, a.shape[3]) for a in (x, x2, dout, total))
+    x, x2, dout = (None if array is None else array.reshape(*images, array.shape[3]) for array in (x, x2, dout))
     job = _Job(_whole(x), x2, _whole(dout), dweight, add)
-    if passes_on or chosen is not None:
-        _launch([job], chosen, total if passes_on else None)
-        return passes_on
+    if chosen is not None:
+        return _launch([job], chosen)
     held = sum(array.nbytes for array in job[:3] if array is not None)
-    submit(_KIND, job, dweight, job[:3], held, (x.dtype, images, dweight.shape[1:3]))
-    return False
+    return submit(_KIND, job, dweight, job[:3], held, (x.dtype, images, dweight.shape[1:3]))
 
 
-def _launch(jobs: list[_Job], chosen: Plan | None = None, total: Array | None = None) -> None:
-    """Weights' gradients from images of one size, by one launch; the only job's dout is added to `total`, if given."""
+def _launch(jobs: list[_Job], chosen: Plan | None = None) -> None:
+    """Weights' gradients from images of one size, by one launch."""
     images, kernel, dtype = jobs[0].x.shape[:3], jobs[0].dweight.shape[1:3], jobs[0].x.dtype
     n, height, columns = images
     chosen = chosen or plan(images, tuple(job.dweight.shape for job in jobs))
@@ -118,8 +114,7 @@ def _launch(jobs: list[_Job], chosen: Plan | None = None, total: Array | None = 
     table["jobs"]["first"] = np.iinfo(np.int32).max
     for i, (x, x2, dout, dweight, add) in enumerate(jobs):
         out, pitch = _sums(dweight, sums)
-        second = tensor_map(x if x2 is None else x2, box) if total is None else tensor_map(total, dout_box)
-        maps = tensor_map(x, box), second, tensor_map(dout, dout_box)
+        maps = tensor_map(x, box), tensor_map(x if x2 is None else x2, box), tensor_map(dout, dout_box)
         outputs, _, _, channels = dweight.shape
         table["jobs"][0, i] = (
             *(found["words"] for found in maps), address(out), pitch, first, add and sums == 1, channels, outputs,
@@ -129,7 +124,7 @@ def _launch(jobs: list[_Job], chosen: Plan | None = None, total: Array | None = 
         outs.append(out)
     launch(
         "conv2d_wgrad_sm90", "conv2d_wgrad_sm90", (first, 1, parts), 160 if taps == 1 else 512,
-        (table, total is not None, n, height, kernel[1], rows, width, stages),
+        (table, n, height, kernel[1], rows, width, stages),
         shared, T=dtype, R=kernel[0], TAPS=taps, COLUMNS=across, PIXELS=rows * width, CLUSTER=cluster, JOBS=count,
     )
     for job, out in zip(jobs, outs, strict=True):

@@ -17,7 +17,7 @@ from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, line
 from cudiff.ops.pool import UpsampleNearest, upsample_nearest
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
 from cudiff.ops.shape import Concatenate, concatenate, reshape
-from cudiff.tensor import Composite, Context, Tensor, Vacant
+from cudiff.tensor import Composite, Context, Tensor
 
 
 def unfused(x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight, skip_bias,
@@ -121,17 +121,15 @@ class NormSiluConv2d(Composite):
                     grads[i] = result
                 if last:
                     ctx.din_partials = {inputs[i]: sums for i, sums in step.din_partials.items()}
-        total = None  # the residual's gradient so far
         if skip_weight is None and needs[9]:
-            grads[9], total = dout, None if isinstance(into[9], Vacant) else into[9]
+            grads[9] = dout
         if needs[2]:
             if h is None:
                 h = ctx.steps[0][1].y
                 for function, step, _ in ctx.steps[1:]:
                     h = function.forward_cuda(step, h, factor=2)
             grads[2], add = gradient_target(into[2], ctx.weight_shape, float32)
-            if wgrad_cuda(h, dout, _taps(grads[2]), (1, 1), padding, add, tf32, total, h2):
-                grads[9] = total
+            wgrad_cuda(h, dout, _taps(grads[2]), (1, 1), padding, add, tf32, h2)
         if skip_weight is None:
             return tuple(grads)
         if needs[11]:

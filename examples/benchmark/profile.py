@@ -40,7 +40,7 @@ def flops_of(stem: str, name: str, grid: tuple, args: tuple, constants: dict[str
         depth = channels * constants["R"] * kernel_columns + skip_channels
         return 2.0 * images * height * columns * depth * outputs
     if stem == "conv2d_wgrad_sm90":
-        images, height, kernel_columns, _, width = numbers[1:6]
+        images, height, kernel_columns, _, width = numbers[:5]
         weights = (args[0]["jobs"]["channels"].astype(float) * args[0]["jobs"]["outputs"]).sum()
         return 2.0 * images * height * width * constants["R"] * kernel_columns * weights
     if stem == "conv2d_wgrad_tf32_sm90":

@@ -25,11 +25,9 @@ def test_wgrad_in_parts_adds_to_what_is_there(hopper, rng, outputs, channels, cl
     cuts = {plan[:2]: plan._replace(cluster=cluster, parts=parts) for plan in plans}
     assert cuts
     for chosen in cuts.values():
-        dweight, total = Tensor(before, device="cuda").data, operands[1][::-1].copy()
-        assert conv2d_wgrad_sm90.wgrad(*operands, dweight, True, chosen, total) == (outputs % 8 == 0)
+        dweight = Tensor(before, device="cuda").data
+        conv2d_wgrad_sm90.wgrad(*operands, dweight, True, chosen)
         assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < 1e-5
-        passed_on = dout[::-1].astype(np.float32) + (dout if outputs % 8 == 0 else 0)
-        assert np.array_equal(Tensor(total).numpy(), passed_on.astype(dout.dtype))
 
 
 @pytest.mark.gpu
