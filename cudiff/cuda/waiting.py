@@ -57,11 +57,13 @@ class Waiting:
         for place in entry.reads:
             bisect.insort(self.sources, place)
         kind = group[0]
-        of_kind = [other for other in self.groups if other[0] is kind]
         if len(entries) == kind.jobs:
             self.launch([group])
-        elif sum(waiting.held for other in of_kind for waiting in self.groups[other]) > kind.held:
-            self.launch(of_kind)
+        while True:  # the groups that began first
+            of_kind = [other for other in self.groups if other[0] is kind]
+            if sum(waiting.held for other in of_kind for waiting in self.groups[other]) <= kind.held:
+                break
+            self.launch(of_kind[:1])
 
     def reads(self, array: Array | Vacant | None) -> bool:
         """Whether a job that waits reads `array`."""

@@ -20,8 +20,8 @@ from cudiff.ops.conv2d_sm90 import BARRIER_BYTES, CHANNELS, CLUSTERS, LINE_BYTES
 from cudiff.ops.gemm import MULTIPROCESSORS, address, aligned
 from cudiff.ops.shape import pad_cuda
 
-JOBS = 8  # that a launch takes: 3.5 of the 4 KiB that its arguments may have
-WAITING_BYTES = 160 << 20  # of images, for them: the U-Net's step at batch 32 takes 32 MiB more for it
+JOBS = 16  # that a launch takes: 7 of the 32 KiB that its arguments may have
+WAITING_BYTES = 144 << 20  # of images, for them: the U-Net's step at batch 32 takes 32 MiB more for it
 TF32_COLUMNS = 112  # of an image, of which three steps fit in shared memory
 
 

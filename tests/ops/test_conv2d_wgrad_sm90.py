@@ -39,7 +39,7 @@ def test_weight_gradients_wait_and_share_launches(hopper, rng, monkeypatch, size
     launched = []
     monkeypatch.setattr(conv2d_wgrad_sm90, "_KIND", conv2d_wgrad_sm90._KIND._replace(
         launch=lambda jobs: (launched.append(len(jobs)), conv2d_wgrad_sm90._launch(jobs))))
-    sources = [(64, 40), (64, 0), (8, 0), (3, 0), (72, 0), (128, 24), (200, 0), (16, 0), (64, 64), (24, 0), (72, 0)]
+    sources = [(64, 40), (64, 0), (8, 0), (3, 0), (72, 0), (128, 24), (200, 0), (16, 0), (64, 64), (24, 0), (72, 0), *[(16, 0)] * 8]
     douts, results, expected = [], [], []
     with waiting() as waits:
         for i, (first, second) in enumerate(sources):
@@ -55,17 +55,17 @@ def test_weight_gradients_wait_and_share_launches(hopper, rng, monkeypatch, size
             douts.append(dout)
             expected.append((before if i % 3 else 0) + weight.grad)
             conv2d_wgrad_sm90.wgrad(x, dout, results[-1], bool(i % 3), x2=x2)
-        assert launched == [8]
+        assert launched == [16]
         conv2d_wgrad_sm90.wgrad(x, dout, results[-1], True, x2=x2)
         expected[-1] = expected[-1] + weight.grad
-        assert launched == [8, 3]
+        assert launched == [16, 3]
         waits.finish(douts[0], written=True), waits.finish(douts[-1])
-        assert launched == [8, 3]
+        assert launched == [16, 3]
         assert waits.reads(douts[-1]) and not waits.reads(douts[0])
         waits.finish(douts[-1], written=True)
         douts[-1].fill(np.nan)
-        assert launched == [8, 3, 1]
-    assert launched == [8, 3, 1]
+        assert launched == [16, 3, 1]
+    assert launched == [16, 3, 1]
     for result, reference in zip(results, expected, strict=True):
         assert relative_error(Tensor(result).numpy(), reference) < 1e-5
 
