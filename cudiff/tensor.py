@@ -230,13 +230,13 @@ class Vacant(NamedTuple):
 
 
 class Kept:
-    """A gradient so far that somebody still reads: a backward on CUDA may put the sum with its own term elsewhere, and
-    says so here."""
+    """A gradient so far that somebody still reads, or of two terms not added yet, `array` and `more`: a backward on
+    CUDA may put the sum with its own term elsewhere, and says so here."""
 
-    __slots__ = ("array", "sum")
+    __slots__ = ("array", "more", "sum")
 
-    def __init__(self, array: Array):
-        self.array = array
+    def __init__(self, array: Array, more: Array | None = None):
+        self.array, self.more = array, more
         self.sum: Array | None = None
 
 
@@ -340,15 +340,26 @@ class Node:
 
 
 class _Gradient:
-    """A gradient under construction. A borrowed array is shared with someone else and never written to."""
+    """A gradient under construction. A borrowed array is shared with someone else and never written to; so is `more`,
+    one more term that a backward may add with its own."""
 
-    __slots__ = ("array", "borrowed", "partials")
+    __slots__ = ("array", "borrowed", "more", "partials")
 
-    def __init__(self, array: Array | None = None, borrowed: bool = False, partials: Array | None = None):
-        self.array, self.borrowed, self.partials = array, borrowed, partials
+    def __init__(self) -> None:
+        self.array: Array | None = None
+        self.more: Array | None = None
+        self.borrowed = False
+        self.partials: Array | None = None
 
     def into(self) -> Array | None:
         return None if self.borrowed else self.array
+
+    def settle(self, waits: Any) -> None:
+        """Add the term that still is to be."""
+        if self.more is not None:
+            waits.finish(self.array, written=True)
+            accumulate(self.array, self.more)
+            self.more = None
 
     def add(self, array: Array, borrowed: bool, partials: Array | None) -> None:
         """One more term."""
@@ -385,6 +396,8 @@ def _backward(root: Tensor, grad: Array) -> None:
     with _waiting(device_of(grad)) as waits:
         for node in order:
             slots = pending.pop(node.index)
+            for slot in slots:
+                slot.settle(waits)
             if node.ctx is None:
                 raise RuntimeError("backward() ran through this part of the tape already: run the forward again")
             node.ctx.dout_partials = slots[0].partials
@@ -421,14 +434,18 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
     into: list[Array | Vacant | Kept | None] = []
     for i, target in enumerate(targets):
         again = any(target is other for other in targets[:i])
+        elsewhere = i in node.function.adds_elsewhere and isinstance(target, _Gradient)
+        if isinstance(target, _Gradient) and not (elsewhere and sum(target is other for other in targets) == 1):
+            target.settle(waits)
+        more = target.more if isinstance(target, _Gradient) else None
         place: Array | Vacant | None = (
             target.into() if isinstance(target, _Gradient) else _into_leaf(target, device, again)
         )
         if any(isinstance(other, Kept) and other.array is place for other in into):
             place = None  # the sum will lie elsewhere: the tape adds this term to it
-        keeps = i in node.function.adds_elsewhere and isinstance(target, _Gradient) and waits.reads(place)
+        keeps = elsewhere and (more is not None or waits.reads(place))
         waits.finish(place, written=not keeps)  # it may be added to
-        into.append(Kept(place) if keeps else place)
+        into.append(Kept(place, more) if keeps else place)
     backward = node.function.backward_cuda if device == "cuda" else node.function.backward_numpy
     results = backward(node.ctx, *douts, needs=node.needs, into=list(into))
     places = [
@@ -444,13 +461,19 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
         partials = node.ctx.din_partials.get(i)
         if result is places[i]:
             if isinstance(target, _Gradient):
-                target.array, target.partials = result, partials
+                target.array, target.more, target.partials = result, None, partials
             else:
                 target.grad = result
             continue
         result = np.asarray(result) if isinstance(result, np.generic) else result  # an in-place sum needs an array
         borrowed = result.base is not None or id(result) in shared
         before = target._grad if isinstance(target, Tensor) else target.array
+        if isinstance(target, _Gradient):
+            target.settle(waits)
+            own = target.into()
+            if device == "cuda" and own is not None and id(result) in passed_on and result.dtype == own.dtype:
+                target.more, target.partials = result, None  # a norm's backward may add it with its own term
+                continue
         if before is not None or id(result) in returned or (borrowed and isinstance(target, Tensor)):
             turned = isinstance(target, _Gradient) and target.borrowed  # then what was there is added to the result
             waits.finish(result, written=turned)

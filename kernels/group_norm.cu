@@ -10,7 +10,7 @@
 // On Hopper group_norm_sm90.cu takes what fits in a cluster's shared memory.
 // The tiled kernels are launched as group_norm.cuh says. Dynamic shared memory: 16 bytes for each channel, or each thread, in
 // finish_statistics, of a block's groups, and, where it is given partials, in `normalize`; 8 for each channel and each thread
-// in finish_sums and, where it is given partials, in `input_gradients`, which takes 12 packs a thread in any case.
+// in finish_sums and, where it is given partials, in `input_gradients`, which takes 16 packs a thread in any case.
 // variants: T=float,bf16,half VEC=0,1
 #include "group_norm.cuh"
 #include "mma.cuh"
@@ -352,7 +352,7 @@ template <int ARRAYS, int DEPTH> struct Stream {
 constexpr int DEPTH = 4;
 
 // dx, dx2 (either may be null) = gain * dz - rstd * (means.x + xhat * means.y), plus addend and addend2 where they are not
-// null: gradients from elsewhere, which may lie where dx and dx2 do. The means come as `means`, or as partials, of so many tiles:
+// null: gradients from elsewhere, which may lie where dx and dx2 do; without x2 both are for dx. The means come as `means`, or as partials, of so many tiles:
 // then the totals are written too. sums, sums2, float (N, tiles, C1 and C2), or null: dx and dx2, addends included, summed over
 // each tile's pixels before rounding. y, or null, receives the output once more. silu: 0, SILU, or SILU_DONE where dy is dz. The
 // kernel before writes none of x, the parameters, mean and rstd, so that they may be read here while it ends.
@@ -364,22 +364,24 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     __shared__ __align__(16) float table[5 * WIDTH];
     int C = C1 + C2, size = C / groups, pitch;
     Lane lane(S, C, tiles, across);
-    Stream<3, DEPTH> rows;
+    Stream<4, DEPTH> rows;
     rows.slots = reinterpret_cast<Raw*>(channels) + threadIdx.x;
     T* again = first_element(y, y, lane, C, 0, rows.pitch[1]);
     T* target = first_element(dx, dx2, lane, C1, C2, pitch);
     rows.next[0] = first_element(x, x2, lane, C1, C2, rows.pitch[0]);
     rows.next[1] = first_element(dy, dy, lane, C, 0, rows.pitch[1]);
     rows.next[2] = first_element(addend, addend2, lane, C1, C2, rows.pitch[2]);
-    bool wanted = target, wanted_again = again, adds = wanted && rows.next[2];
+    rows.next[3] = C2 ? nullptr : first_element(addend2, addend2, lane, C1, 0, rows.pitch[3]);
+    bool wanted = target, wanted_again = again, adds = wanted && rows.next[2], adds_more = wanted && rows.next[3];
     rows.count[0] = rows.count[1] = wanted || wanted_again ? lane.count : 0;
     rows.count[2] = adds ? lane.count : 0;
+    rows.count[3] = adds_more ? lane.count : 0;
     Channel channel(lane, across * V, C, size, weight, bias, scale, shift);
     float average = 0.0f, r = 0.0f;
     if (channel.here) average = mean[(i64)lane.n * groups + channel.group], r = rstd[(i64)lane.n * groups + channel.group];
     rows.begin_early();
     int end = min(C, lane.c0 + across * V);
-    Gradients gradients(lane.c0, end, size, partial_tiles, channels + 3 * DEPTH * THREADS * sizeof(Raw) / sizeof(float2));
+    Gradients gradients(lane.c0, end, size, partial_tiles, channels + 4 * DEPTH * THREADS * sizeof(Raw) / sizeof(float2));
     wait_for_previous();
     rows.begin();
     if (partials) gradients.find(lane.n, partials, partial_tiles, lane.c0, end, lane.tile == 0, GIVEN_TOTALS, GIVEN_AFFINE, C);
@@ -396,16 +398,18 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     load<V>(table + 4 * WIDTH + lane.c - lane.c0, slope);
 #pragma unroll
     for (int k = 0; k < V; k++) gain[k] = affine.gain[k] / SCALE;
-    rows.each([&](const Raw (&raw)[3]) {
+    rows.each([&](const Raw (&raw)[4]) {
         float v[V], output[V], dz[V];
         differentiate(affine, raw, v, output, dz, silu);
         if (wanted_again) store<V>(again, output), again += rows.pitch[1];
         if (!wanted) return;
 #pragma unroll
         for (int k = 0; k < V; k++) v[k] = fmaf(gain[k], dz[k], -fmaf(slope[k], v[k], constant[k]));
-        if (adds) {
+#pragma unroll
+        for (int a = 2; a < 4; a++) {
+            if (!(a == 2 ? adds : adds_more)) continue;
             float before[V];
-            to_floats(raw[2], before);
+            to_floats(raw[a], before);
 #pragma unroll
             for (int k = 0; k < V; k++) v[k] += before[k];
         }

@@ -229,11 +229,21 @@ def gradient_target(into: Array | Vacant | Kept | None, shape: Any, dtype: Any) 
 
 def gradient_sum(into: Array | Vacant | Kept | None, shape: Any, dtype: Any) -> tuple[Array, Array | None]:
     """Where a backward that can add what lies elsewhere writes, and what it adds, if anything."""
+    target, addend, more = gradient_sums(into, shape, dtype)
+    if addend is not None and more is not None:
+        addend = addend.copy()
+        add_into(addend, more)
+    return target, addend
+
+
+def gradient_sums(into: Array | Vacant | Kept | None, shape: Any,
+                  dtype: Any) -> tuple[Array, Array | None, Array | None]:
+    """The same for one that adds up to two terms."""
     if isinstance(into, Kept) and into.array.dtype == dtype:
         into.sum = empty(shape, dtype)
-        return into.sum, into.array
+        return into.sum, into.array, into.more
     target, add = gradient_target(into, shape, dtype)
-    return target, target if add else None
+    return target, target if add else None, None
 
 
 def add_into(total: Array, term: Array) -> None:

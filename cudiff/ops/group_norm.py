@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, float32
-from cudiff.cuda.module import blocks, empty, gradient_sum, gradient_target, hopper, launch
+from cudiff.cuda.module import blocks, empty, gradient_sum, gradient_sums, gradient_target, hopper, launch
 from cudiff.cuda.sums import add_rows
 from cudiff.cuda.waiting import together
 from cudiff.ops.cast import narrow, require_float, widen
@@ -180,15 +180,20 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
         into = (into[0], None, *into[2:])
     affine = (weight, bias, scale, shift, mean, rstd, groups)
     shapes = (x.shape, x2 is not None and x2.shape, (channels,), (channels,), (n, channels), (n, channels))
-    dx, dx2 = (gradient_sum(into[i], shapes[i], x.dtype) if needs[i] else (None, None) for i in (0, 1))
+    more = None  # a lone source's gradient so far may be of two terms
+    if x2 is None and needs[0]:
+        *dx, more = gradient_sums(into[0], x.shape, x.dtype)
+        dx2: list[Array | None] = [None, more]
+    else:
+        dx, dx2 = ([*gradient_sum(into[i], shapes[i], x.dtype)] if needs[i] else [None, None] for i in (0, 1))
     dweight, dbias, dscale, dshift = (
         gradient_target(into[i], shapes[i], float32) if needs[i] else (None, False) for i in (2, 3, 4, 5)
     )
-    results = tuple(target for target, _ in (dx, dx2, dweight, dbias, dscale, dshift))
+    results = tuple(target[0] for target in (dx, dx2, dweight, dbias, dscale, dshift))
     constants = kernel_constants(dy, x, x2, *dx, *dx2, y)
     cut = _clusters(pixels, channels, groups, 2, x.dtype.itemsize, constants["VEC"])
     # Larger clusters are slower than two launches: 64 channels at 64 x 64, by eight blocks 32.1 us, else 26.4.
-    if partials is not None or (cut is not None and cut.cluster > 2):
+    if partials is not None or more is not None or (cut is not None and cut.cluster > 2):
         cut = None
     tiles, chunks, across = (1, 0, 0) if cut else _tiling(n, pixels, channels, constants, narrow=True)
     if sums is not None:
@@ -233,7 +238,7 @@ def affine_gradients_cuda(totals: Array, dweight: tuple[Array | None, bool],
                 add_rows(totals, out, add, step=2, offset=offset)
 
 
-_SILU_DONE, _STREAM_BYTES = 2, 12 * 256 * 16  # of input_gradients
+_SILU_DONE, _STREAM_BYTES = 2, 16 * 256 * 16  # of input_gradients
 
 
 class _Cut(NamedTuple):

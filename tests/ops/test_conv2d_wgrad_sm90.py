@@ -39,7 +39,8 @@ def test_weight_gradients_wait_and_share_launches(hopper, rng, monkeypatch, size
     launched = []
     monkeypatch.setattr(conv2d_wgrad_sm90, "_KIND", conv2d_wgrad_sm90._KIND._replace(
         launch=lambda jobs: (launched.append(len(jobs)), conv2d_wgrad_sm90._launch(jobs))))
-    sources = [(64, 40), (64, 0), (8, 0), (3, 0), (72, 0), (128, 24), (200, 0), (16, 0), (64, 64), (24, 0), (72, 0), *[(16, 0)] * 8]
+    sources = [(64, 40), (64, 0), (8, 0), (3, 0), (72, 0), (128, 24), (200, 0), (16, 0), (64, 64), (24, 0), (72, 0)]
+    sources += [(16, 0)] * 8
     douts, results, expected = [], [], []
     with waiting() as waits:
         for i, (first, second) in enumerate(sources):
