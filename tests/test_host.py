@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from cudiff.config import PRESETS
+from cudiff.cuda import module
+from cudiff.cuda.module import gradient_sums
 from cudiff.data import Dataset
+from cudiff.tensor import Function, Tensor
 from cudiff.train import Trainer
-from tests.host import Memory, forget, pretend
+from tests.host import Array, Memory, forget, pretend
 
 
 @pytest.fixture
@@ -53,3 +56,75 @@ def test_the_benchmarks_step(host_of, tmp_path):
     launches = Counter(stem for stem, _ in host.launches)
     assert launches.total() <= 360 and launches["conv2d_wgrad_sm90"] <= 24
     assert host.memory.taken <= 720 << 20
+
+
+def fresh(values):
+    """An array of its own: what NumPy makes of such arrays are views."""
+    array = np.ndarray.__new__(Array, values.shape, values.dtype)
+    array[...] = values
+    return array
+
+
+class Norm(Function):
+    """3 x, whose backward adds what there is of x's gradient."""
+
+    adds_elsewhere = (0,)
+
+    @staticmethod
+    def forward_cuda(ctx, x):
+        return fresh(x * 3)
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        dx, *terms = gradient_sums(into[0], dout.shape, dout.dtype)
+        Norm.terms.append(len([term for term in terms if term is not None]))
+        dx[...] = 3 * dout + sum(term for term in terms if term is not None)
+        return (dx,)
+
+
+class Residual(Function):
+    """a + x, which passes its dout on to x."""
+
+    @staticmethod
+    def forward_cuda(ctx, a, x):
+        return fresh(a + x)
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        return fresh(dout), dout
+
+
+@pytest.mark.parametrize("later, expected, terms", [(0, 4.0, [0]), (1, 6.0, [2]), (2, 8.0, [2])])
+def test_a_gradient_of_two_terms(host_of, monkeypatch, later, expected, terms):
+    """x's gradient begins with `later` uses of the result's; Residual adds dout, and Norm's backward all."""
+    host = host_of(True)
+    kernel = host.kernel
+
+    def adding(stem, name, **constants):
+        if name != "add_into":
+            return kernel(stem, name, **constants)
+        return lambda grid, block, args, shared_mem=0: np.add(args[0], args[1], out=args[0])
+
+    monkeypatch.setattr(module, "kernel", adding)
+    monkeypatch.setattr(Norm, "terms", [], raising=False)
+    leaf = Tensor(host.asarray(np.ones(4, np.float32)), requires_grad=True)
+    x = Residual.apply(leaf, Tensor(host.asarray(np.zeros(4, np.float32))))
+    out = Residual.apply(Norm.apply(x), x)
+    for _ in range(later):
+        doubled = Tensor(host.asarray(np.zeros(4, np.float32)))
+        out = Residual.apply(out, doubled)
+        out = Twice.apply(x, out)
+    out.backward(host.asarray(np.ones(4, np.float32)))
+    assert np.array_equal(leaf.grad, np.full(4, expected, np.float32)) and Norm.terms == terms
+
+
+class Twice(Function):
+    """2 x + out."""
+
+    @staticmethod
+    def forward_cuda(ctx, x, out):
+        return fresh(2 * x + out)
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        return fresh(2 * dout), fresh(dout)
