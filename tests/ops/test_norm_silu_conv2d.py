@@ -147,7 +147,7 @@ def test_a_gradient_that_waiting_work_reads(device, rng, monkeypatch):
     launched, kept, init = [], [], Kept.__init__
     monkeypatch.setattr(conv2d_wgrad_sm90, "_KIND", conv2d_wgrad_sm90._KIND._replace(
         launch=lambda jobs: (launched.append(len(jobs)), conv2d_wgrad_sm90._launch(jobs))))
-    monkeypatch.setattr(Kept, "__init__", lambda self, array: (kept.append(array), init(self, array))[1])
+    monkeypatch.setattr(Kept, "__init__", lambda self, *arrays: (kept.append(arrays), init(self, *arrays))[1])
     size, c = ((3, 8, 8), 64) if device == "cuda" else ((2, 3, 2), 4)
     arrays = [rng.standard_normal((*size, c)), *(rng.standard_normal((c, 3, 3, c)) * 0.05 for _ in range(4)),
               *(rng.standard_normal(c) for _ in range(8))]
