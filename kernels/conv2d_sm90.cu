@@ -43,9 +43,10 @@
 // rows + R - 1 by 8 + S - 1 pixels, padded with zeros by TMA, serves all taps of a chunk: they differ in where they start.
 // The weights come for R vertical taps at once. SKIP's channels are walked after those of x, in chunks of one tap, whose slabs
 // are the strip's own pixels, rows by 8.
-// A block stays and walks over strips, so that its products hardly pause: one warp brings slabs and weights, through a
-// ring each; of two warpgroups, which take turns, one multiplies while the other adds, rounds, sums and writes. Weights that
-// all fit in shared memory are brought once. The addend is brought, during the products, to where the result will lie.
+// A block stays and walks over strips that follow each other, so that its products hardly pause: one warp brings slabs and
+// weights, through a ring each; of two warpgroups, which take turns, one multiplies while the other adds, rounds, sums and
+// writes. Weights that all fit in shared memory are brought once. The addend is brought, during the products, to where the
+// result will lie.
 // Where few strips would leave multiprocessors idle, CLUSTER blocks along the grid's z share one, and each has one turn: it
 // multiplies a part of the depth, steps of R taps of a chunk or one of SKIP's, and sends each other block the sums of some
 // rows. A block adds what it gets in the order of the blocks, and finishes SHARE = PIXELS / 8 / CLUSTER rows.
@@ -135,6 +136,8 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     int rank = blockIdx.z % CLUSTER, first = steps * rank / CLUSTER, last = steps * (rank + 1) / CLUSTER;
     int middle = SKIP ? min(max(first, own), last) : last;  // the first of SKIP's
     bool resident = b_stages == last - first;
+    i64 strips = (i64)N * tiles;
+    int from = strips * blockIdx.x / gridDim.x, to = strips * (blockIdx.x + 1) / gridDim.x;
     // Few blocks start while the kernel before runs. It may still write weights, so that they are only brought to the GPU's
     // cache. Where all multiprocessors have a block this cost 2 %.
     if (threadIdx.x == CONSUMERS && gridDim.x * gridDim.y * gridDim.z <= 100)
@@ -148,7 +151,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     if (threadIdx.x >= CONSUMERS) {
         set_registers<40, false>();
         if (threadIdx.x > CONSUMERS) return;
-        for (int i = blockIdx.x; i < N * tiles; i += gridDim.x) {
+        for (int i = from; i < to; i++) {
             Strip strip(i, tiles, across, rows);
 #pragma unroll 1
             for (int step = first, s = first % S, c = first / S * CHUNK; step < middle; step++) {
@@ -158,7 +161,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
                              strip.h0 - R / 2, strip.n);
                     a.advance();
                 }
-                if (!resident || i == blockIdx.x) {
+                if (!resident || i == from) {
                     u32 full = b.acquire(WEIGHT_BYTES);
                     for (int r = 0; r < R; r++) {
                         if (PASS == FPROP) tma_load(b.buffer() + r * TAP_BYTES, weight, full, c, r * S + s, k0);
@@ -174,7 +177,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
                 u32 full = a.acquire(rows * 8 * LINE);
                 tma_load(a.buffer(), c < D1 ? addend : addend2, full, c < D1 ? c : c - D1, strip.w0, strip.h0, strip.n);
                 a.advance();
-                if (!resident || i == blockIdx.x) {
+                if (!resident || i == from) {
                     full = b.acquire(TAP_BYTES);
                     tma_load(b.buffer(), skip_weight, full, c, 0, k0);
                     b.advance();
@@ -196,8 +199,11 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         int pixel = lane % 4 * 2, chunk = warp % 2 * 4 + lane / 16;
         at_result += warp / 2 * CHUNK_BYTES + pixel * LINE + ((chunk ^ pixel) << 4) + lane / 4 % 4 * 4;
     }
-    for (int index = blockIdx.x; index / tiles < N; index += gridDim.x) {
-        int turn = index / gridDim.x;
+    float biases[2] = {};  // of this lane's two channels
+#pragma unroll
+    for (int i = 0; !SKIP && i < 2; i++)
+        if (int k = k0 + warp * 16 + i * 8 + lane / 4; bias && k < K) biases[i] = bias[k];
+    for (int index = from, turn = 0; index < to; index++, turn++) {
         if (turn % 2 != group) {
             a.skip(chunks + skips);
             if (!resident) b.skip(steps);
@@ -212,11 +218,11 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             norm_maps[threadIdx.x % 128] =
                 affine_of(Modulation(strip.n, k, K, norm_weight, norm_bias, scale, shift), mean[group], rstd[group]);
         }
-        float offset[2] = {}, gain[2] = {};  // of this lane's two channels
+        float offset[2] = {biases[0], biases[1]}, gain[2] = {};
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             int j = warp * 16 + i * 8 + lane / 4;
-            if (bias && k0 + j < K) offset[i] = bias[k0 + j];
+            if (SKIP && bias && k0 + j < K) offset[i] = bias[k0 + j];
             if (SKIP && skip_bias && k0 + j < K) offset[i] += skip_bias[k0 + j];
             if (!SKIP && emb && k0 + j < K) offset[i] += emb[strip.n * K + k0 + j];
         }

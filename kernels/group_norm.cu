@@ -352,10 +352,11 @@ template <int ARRAYS, int DEPTH> struct Stream {
 constexpr int DEPTH = 4;
 
 // dx, dx2 (either may be null) = gain * dz - rstd * (means.x + xhat * means.y), plus addend and addend2 where they are not
-// null: gradients from elsewhere, which may lie where dx and dx2 do; without x2 both are for dx. The means come as `means`, or as partials, of so many tiles:
-// then the totals are written too. sums, sums2, float (N, tiles, C1 and C2), or null: dx and dx2, addends included, summed over
-// each tile's pixels before rounding. y, or null, receives the output once more. silu: 0, SILU, or SILU_DONE where dy is dz. The
-// kernel before writes none of x, the parameters, mean and rstd, so that they may be read here while it ends.
+// null: gradients from elsewhere, which may lie where dx and dx2 do; without x2 both are for dx. The means come as `means`, or
+// as partials, of so many tiles: then the totals are written too. sums, sums2, float (N, tiles, C1 and C2), or null: dx and
+// dx2, addends included, summed over each tile's pixels before rounding. y, or null, receives the output once more. silu: 0,
+// SILU, or SILU_DONE where dy is dz. The kernel before writes none of x, the parameters, mean and rstd, so that they may be
+// read here while it ends.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     T* dx, const T* addend, T* dx2, const T* addend2, T* y, float* sums, float* sums2, const float2* means, const float2* partials,
     int partial_tiles, TOTALS, const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT,
