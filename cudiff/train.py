@@ -29,7 +29,8 @@ from cudiff.ops.random import Generator
 from cudiff.optim import EMA, SGD, Adam, AdamW, Constant, Cosine, Optimizer
 from cudiff.pipeline import Pipeline
 from cudiff.plot import save_grid, save_loss_curve
-from cudiff.tensor import Tensor, accumulate, no_grad
+from cudiff.tape import accumulate
+from cudiff.tensor import Tensor, no_grad
 from cudiff.tensorfile import replacing
 
 VALIDATION_IMAGES = 1024

@@ -20,7 +20,7 @@ LAYERS = [
      "tensorfile", "torchfile"},
     {"nn"},
     {"ops"},
-    {"tensor", "cuda"},
+    {"tensor", "tape", "cuda"},
     {"backend", "threads"},
     {"errors"},
 ]

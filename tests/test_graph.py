@@ -14,7 +14,8 @@ from cudiff.errors import CudiffError
 from cudiff.nn import Module, Parameter
 from cudiff.ops.random import Generator, Streams
 from cudiff.optim import EMA, AdamW, Cosine
-from cudiff.tensor import Tensor, accumulate
+from cudiff.tape import accumulate
+from cudiff.tensor import Tensor
 
 STEPS = 20
 

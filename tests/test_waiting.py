@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from cudiff import tensor
+from cudiff import tape
 from cudiff.cuda.waiting import Kind, submit, together, waiting
 from cudiff.tensor import Function, Kept, Tensor
 
@@ -148,7 +148,7 @@ def test_gradients_that_are_still_read_are_kept(monkeypatch, reads):
     """x has a gradient already when Sum's backward begins, and stands among its inputs once, twice and three times."""
     reader = Reader()
     if reads:
-        monkeypatch.setattr(tensor, "_waiting", lambda device: contextlib.nullcontext(reader))
+        monkeypatch.setattr(tape, "_waiting", lambda device: contextlib.nullcontext(reader))
     for inputs, expected in ((lambda x, y: (x, y, y), 4), (lambda x, y: (x, x, y), 5), (lambda x, y: (x, x, x), 6)):
         Sum.kept.clear()
         leaf, other = (Tensor(np.ones(3, np.float32), requires_grad=True) for _ in range(2))

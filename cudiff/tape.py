@@ -1,0 +1,198 @@
+"""How gradients flow back over the tape."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+
+from cudiff.backend import Array, device_of
+from cudiff.tensor import Kept, Node, Tensor, Vacant
+
+
+def walk_back(root: Tensor, grad: Array) -> None:
+    """Add d(root)/d(leaf), times `grad`, to `.grad` of every leaf below `root`."""
+    if root._source is None:
+        _add_to_leaf(root, grad, True)
+        return
+    pending: dict[int, list[_Gradient]] = {}
+    order = _nodes_below(root._source[0])
+    for node in order:
+        pending[node.index] = [_Gradient() for _ in range(node.num_outputs)]
+    pending[order[0].index][root._source[1]].add(grad, True, None)
+    with _waiting(device_of(grad)) as waits:
+        for node in order:
+            slots = pending.pop(node.index)
+            for slot in slots:
+                slot.settle(waits)
+            if node.ctx is None:
+                raise RuntimeError("backward() ran through this part of the tape already: run the forward again")
+            node.ctx.dout_partials = slots[0].partials
+            if any(slot.array is not None for slot in slots):
+                _run_backward(node, slots, [
+                    pending[source[0].index][source[1]] if isinstance(source, tuple) else source
+                    for source in node.inputs
+                ], waits)
+            node.ctx = None  # frees what forward saved
+
+
+def _nodes_below(root: Node) -> list[Node]:
+    """Every node that `root` depends on, itself first, newest first: a fixed order, so sums are reproducible."""
+    found = {root.index: root}
+    stack = [root]
+    while stack:
+        for source in stack.pop().inputs:
+            if isinstance(source, tuple) and source[0].index not in found:
+                found[source[0].index] = source[0]
+                stack.append(source[0])
+    return [found[index] for index in sorted(found, reverse=True)]
+
+
+class _Gradient:
+    """A gradient under construction. A borrowed array is shared with someone else and never written to; so is `more`,
+    one more term that a backward may add with its own."""
+
+    __slots__ = ("array", "borrowed", "more", "partials")
+
+    def __init__(self) -> None:
+        self.array: Array | None = None
+        self.more: Array | None = None
+        self.borrowed = False
+        self.partials: Array | None = None
+
+    def into(self) -> Array | None:
+        return None if self.borrowed else self.array
+
+    def settle(self, waits: Any) -> None:
+        """Add the term that still is to be."""
+        if self.more is not None:
+            waits.finish(self.array, written=True)
+            accumulate(self.array, self.more)
+            self.more = None
+
+    def add(self, array: Array, borrowed: bool, partials: Array | None) -> None:
+        """One more term."""
+        if self.array is None:
+            self.array, self.borrowed, self.partials = array, borrowed, partials
+            return
+        if self.borrowed and borrowed:
+            self.array, self.borrowed = self.array.copy(), False
+        elif self.borrowed:
+            self.array, array, self.borrowed = array, self.array, False
+        accumulate(self.array, array)
+        self.partials = None
+
+
+def accumulate(total: Array, term: Array) -> None:
+    """total += term, in place, on either backend."""
+    if device_of(total) == "cpu":
+        total += term.astype(total.dtype, copy=False)
+    else:
+        from cudiff.cuda.module import add_into
+
+        add_into(total, term)
+
+
+class _NothingWaits:
+    """On the CPU all is done at once."""
+
+    def finish(self, array: Any, written: bool = False) -> None: ...
+    def reads(self, array: Any) -> bool:
+        return False
+
+
+def _waiting(device: str) -> contextlib.AbstractContextManager:
+    """On CUDA some work waits for more of its kind; what this gives does what cannot. See cudiff.cuda.waiting."""
+    if device == "cpu":
+        return contextlib.nullcontext(_NothingWaits())
+    from cudiff.cuda.waiting import waiting
+
+    return waiting()
+
+
+def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gradient | None], waits: Any) -> None:
+    douts = [slot.array for slot in slots]
+    device = next(device_of(dout) for dout in douts if dout is not None)
+    for dout in douts:
+        waits.finish(dout)
+    into = _places(node, targets, device, waits)
+    backward = node.function.backward_cuda if device == "cuda" else node.function.backward_numpy
+    results = backward(node.ctx, *douts, needs=node.needs, into=list(into))
+    places = [
+        place.array if isinstance(place, Vacant) else place.sum if isinstance(place, Kept) else place for place in into
+    ]
+    shared = {id(slot.array) for slot in slots if slot.borrowed}
+    passed_on = [id(result) for result in results if any(result is dout for dout in douts)]
+    shared |= {key for key in passed_on if passed_on.count(key) > 1}
+    returned: set[int] = set()
+    for i, (result, target) in enumerate(zip(results, targets, strict=True)):
+        if result is None or target is None:
+            continue
+        partials = node.ctx.din_partials.get(i)
+        if result is places[i]:
+            if isinstance(target, _Gradient):
+                target.array, target.more, target.partials = result, None, partials
+            else:
+                target.grad = result
+            continue
+        result = np.asarray(result) if isinstance(result, np.generic) else result  # an in-place sum needs an array
+        borrowed = result.base is not None or id(result) in shared
+        before = target._grad if isinstance(target, Tensor) else target.array
+        if isinstance(target, _Gradient):
+            target.settle(waits)
+            own = target.into()
+            if device == "cuda" and own is not None and id(result) in passed_on and result.dtype == own.dtype:
+                target.more, target.partials = result, None  # a norm's backward may add it with its own term
+                continue
+        if before is not None or id(result) in returned or (borrowed and isinstance(target, Tensor)):
+            turned = isinstance(target, _Gradient) and target.borrowed  # then what was there is added to the result
+            waits.finish(result, written=turned)
+            waits.finish(before, written=not turned)
+        if id(result) in returned and not borrowed:
+            result = result.copy()
+        returned.add(id(result))
+        if isinstance(target, Tensor):
+            _add_to_leaf(target, result, borrowed)
+        else:
+            target.add(result, borrowed, partials)
+
+
+def _places(node: Node, targets: list[Tensor | _Gradient | None], device: str,
+            waits: Any) -> list[Array | Vacant | Kept | None]:
+    """What a backward gets as `into`: where the gradient of each input may go, with what it has so far."""
+    into: list[Array | Vacant | Kept | None] = []
+    for i, target in enumerate(targets):
+        if not isinstance(target, _Gradient):
+            into.append(_into_leaf(target, device, any(target is other for other in targets[:i])))
+            waits.finish(into[-1], written=True)
+            continue
+        elsewhere = i in node.function.adds_elsewhere
+        if not elsewhere or sum(target is other for other in targets) > 1:
+            target.settle(waits)
+        place = target.into()
+        if any(isinstance(other, Kept) and other.array is place for other in into):
+            place = None  # the sum will lie elsewhere: the tape adds this term to it
+        keeps = elsewhere and place is not None and (target.more is not None or waits.reads(place))
+        waits.finish(place, written=not keeps)  # it may be added to
+        into.append(Kept(place, target.more) if keeps else place)
+    return into
+
+
+def _into_leaf(leaf: Tensor | None, device: str, again: bool) -> Array | Vacant | None:
+    """What a backward gets as `into` for a leaf, which may be among its inputs `again`."""
+    if leaf is None:
+        return None
+    if leaf._vacant:
+        return None if again or device == "cpu" else Vacant(leaf._grad)
+    return leaf.grad
+
+
+def _add_to_leaf(leaf: Tensor, grad: Array, borrowed: bool) -> None:
+    if leaf._grad is None:
+        leaf.grad = grad.copy() if borrowed else grad
+    elif leaf._vacant:
+        leaf._grad[...] = grad
+        leaf._vacant = False
+    else:
+        accumulate(leaf.grad, grad)
