@@ -46,7 +46,7 @@ def test_every_path_of_a_training_step_runs(host_of, tmp_path, preset, precision
 
 
 def test_the_benchmarks_step(host_of, tmp_path):
-    """An H200 took 698 MiB for the graph at 6ad84cd, beside 476 for what a step keeps."""
+    """An H200 took 634 MiB for the graph at d9d2fd3, beside 476 for what a step keeps."""
     host = host_of(True)
     step = trainer(PRESETS["elephants"].replace(precision="bf16", dropout=0.0), tmp_path).train_step
     step()
@@ -54,8 +54,8 @@ def test_the_benchmarks_step(host_of, tmp_path):
     host.memory = Memory()
     step()
     launches = Counter(stem for stem, _ in host.launches)
-    assert launches.total() <= 360 and launches["conv2d_wgrad_sm90"] <= 24
-    assert host.memory.taken <= 720 << 20
+    assert launches.total() <= 352 and launches["conv2d_wgrad_sm90"] <= 17
+    assert host.memory.taken <= 650 << 20
 
 
 def fresh(values):

@@ -20,7 +20,7 @@ from cudiff.ops.conv2d_sm90 import BARRIER_BYTES, CHANNELS, CLUSTERS, LINE_BYTES
 from cudiff.ops.gemm import MULTIPROCESSORS, address, aligned
 from cudiff.ops.shape import pad_cuda
 
-JOBS = 16  # that a launch takes: 7 of the 32 KiB that its arguments may have
+JOBS = 16  # that a launch takes: 7 of the 32 KiB that its arguments may have (4 before driver 530)
 WAITING_BYTES = 128 << 20  # of images, for them: with more the graph of the U-Net's step at batch 32 takes 80 MiB more
 TF32_COLUMNS = 112  # of an image, of which three steps fit in shared memory
 
