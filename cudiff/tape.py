@@ -51,7 +51,7 @@ def _nodes_below(root: Node) -> list[Node]:
 
 class _Gradient:
     """A gradient under construction. A borrowed array is shared with someone else and never written to; so is `more`,
-    one more term that a backward may add with its own."""
+    one more term of an array that is not, which a backward may add with its own."""
 
     __slots__ = ("array", "borrowed", "more", "partials")
 
@@ -126,7 +126,9 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
     passed_on = [id(result) for result in results if any(result is dout for dout in douts)]
     shared |= {key for key in passed_on if passed_on.count(key) > 1}
     returned: set[int] = set()
-    for i, (result, target) in enumerate(zip(results, targets, strict=True)):
+    # First what lies in its place: of a tensor that is an input twice, the other result is added to that.
+    for i in sorted(range(len(targets)), key=lambda i: results[i] is not places[i]):
+        result, target = results[i], targets[i]
         if result is None or target is None:
             continue
         partials = node.ctx.din_partials.get(i)

@@ -266,8 +266,8 @@ class Function:
     of arrays; `backward_numpy(ctx, *douts, needs, into)`, which returns one gradient (or None) for each input; and the
     same pair with `_cuda`. `needs[i]` says whether input i wants a gradient. `into[i]` is the gradient it has so
     far, or None: a backward that adds to it in place returns it, any other returned array is added by the tape. On CUDA
-    it may also be `Vacant`, and for the inputs of which `adds_elsewhere` says so, `Kept`; `gradient_target` and
-    `gradient_sum` of `cudiff.cuda.module` know them all.
+    it may also be `Vacant`, and for the inputs of which `adds_elsewhere` says so, `Kept`, all of whose terms it adds;
+    `gradient_target`, `gradient_sum` and `gradient_sums` of `cudiff.cuda.module` know them all.
     A dout may be returned but never written to. Its new owner may add to it: what reads it after backward has returned
     says so (see `cudiff.cuda.waiting`).
     """

@@ -7,7 +7,7 @@ import pytest
 
 from cudiff.config import PRESETS
 from cudiff.cuda import module
-from cudiff.cuda.module import gradient_sums
+from cudiff.cuda.module import gradient_sums, gradient_target
 from cudiff.data import Dataset
 from cudiff.tensor import Function, Tensor
 from cudiff.train import Trainer
@@ -94,9 +94,23 @@ class Residual(Function):
         return fresh(dout), dout
 
 
-@pytest.mark.parametrize("later, expected, terms", [(0, 4.0, [0]), (1, 6.0, [2]), (2, 8.0, [2])])
-def test_a_gradient_of_two_terms(host_of, monkeypatch, later, expected, terms):
-    """x's gradient begins with `later` uses of the result's; Residual adds dout, and Norm's backward all."""
+class Minus(Function):
+    """x - y, which passes its dout on to x and adds to y's gradient in place."""
+
+    @staticmethod
+    def forward_cuda(ctx, x, y):
+        return fresh(x - y)
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        dy, add = gradient_target(into[1], dout.shape, dout.dtype)
+        dy[...] = (dy if add else 0) - dout
+        return dout, dy
+
+
+@pytest.fixture
+def adding_host(host_of, monkeypatch):
+    """The tape's own kernel adds."""
     host = host_of(True)
     kernel = host.kernel
 
@@ -107,12 +121,25 @@ def test_a_gradient_of_two_terms(host_of, monkeypatch, later, expected, terms):
 
     monkeypatch.setattr(module, "kernel", adding)
     monkeypatch.setattr(Norm, "terms", [], raising=False)
+    return host
+
+
+def test_a_tensor_that_is_both_inputs(adding_host):
+    leaf = Tensor(adding_host.asarray(np.ones(4, np.float32)), requires_grad=True)
+    x = Norm.apply(leaf)
+    Twice.apply(x, Minus.apply(x, x)).backward(adding_host.asarray(np.ones(4, np.float32)))
+    assert np.array_equal(leaf.grad, np.full(4, 6.0, np.float32))
+
+
+@pytest.mark.parametrize("later, expected, terms", [(0, 4.0, [0]), (1, 6.0, [2]), (2, 8.0, [2])])
+def test_a_gradient_of_two_terms(adding_host, later, expected, terms):
+    """x's gradient begins with `later` uses of the result's; Residual adds dout, and Norm's backward all."""
+    host = adding_host
     leaf = Tensor(host.asarray(np.ones(4, np.float32)), requires_grad=True)
     x = Residual.apply(leaf, Tensor(host.asarray(np.zeros(4, np.float32))))
     out = Residual.apply(Norm.apply(x), x)
     for _ in range(later):
-        doubled = Tensor(host.asarray(np.zeros(4, np.float32)))
-        out = Residual.apply(out, doubled)
+        out = Residual.apply(out, Tensor(host.asarray(np.zeros(4, np.float32))))
         out = Twice.apply(x, out)
     out.backward(host.asarray(np.ones(4, np.float32)))
     assert np.array_equal(leaf.grad, np.full(4, expected, np.float32)) and Norm.terms == terms

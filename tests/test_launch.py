@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 
+from cudiff.cuda import module
 from cudiff.cuda.driver import Limits, pack, room
 from cudiff.cuda.graph import capture
 from cudiff.cuda.module import add_into, kernel_folder
@@ -23,6 +24,16 @@ def test_an_argument_is_packed_as_its_c_type(value, dtype):
     packed = struct.pack(f"={format}", *values)
     assert len(packed) == 8
     assert np.frombuffer(packed, dtype, 1)[0] == (value or 0)
+
+
+@pytest.mark.parametrize("arch, driver, runs", [
+    ("sm_90a", 13000, True), ("sm_90a", 12000, False), ("sm_89", 13000, False),
+])
+def test_where_hoppers_kernels_run(monkeypatch, arch, driver, runs):
+    monkeypatch.delenv("CUDIFF_PORTABLE", raising=False)
+    monkeypatch.setattr(module, "architecture", lambda: arch)
+    monkeypatch.setattr(module, "_driver", lambda: driver)
+    assert module.hopper() == runs
 
 
 def test_numpy_arrays_are_passed_whole():

@@ -81,11 +81,21 @@ def architecture() -> str:
 
 
 def hopper() -> bool:
-    """Whether the kernels of files named _sm90 run on the current device.
+    """Whether the kernels of files named _sm90 run on the current device; a driver from 530 on gives some of them their
+    more than 4 KiB of arguments.
 
     CUDIFF_PORTABLE=1 in the environment switches them off: the kernels for any GPU run instead.
     """
-    return os.environ.get("CUDIFF_PORTABLE") != "1" and architecture() == "sm_90a"
+    return os.environ.get("CUDIFF_PORTABLE") != "1" and architecture() == "sm_90a" and _driver() >= _CUDA_OF_DRIVER_530
+
+
+_CUDA_OF_DRIVER_530 = 12010
+
+
+@functools.cache
+def _driver() -> int:
+    """The newest CUDA that the driver supports, as 1000 · major + 10 · minor."""
+    return get_cupy().cuda.runtime.driverGetVersion()
 
 
 def compile_source(stem: str, arch: str, constants: dict[str, Any]) -> tuple[bytes, str]:
@@ -262,7 +272,7 @@ def describe() -> dict[str, str]:
     major, minor = _nvrtc_version()
     facts["NVRTC"] = f"{major}.{minor}"
     runtime = cupy.cuda.runtime
-    version = runtime.driverGetVersion()
+    version = _driver()
     facts["driver supports"] = f"CUDA {version // 1000}.{version % 1000 // 10}"
     properties = runtime.getDeviceProperties(runtime.getDevice())
     free, total = runtime.memGetInfo()

@@ -20,7 +20,7 @@ from cudiff.ops.conv2d_sm90 import BARRIER_BYTES, CHANNELS, CLUSTERS, LINE_BYTES
 from cudiff.ops.gemm import MULTIPROCESSORS, address, aligned
 from cudiff.ops.shape import pad_cuda
 
-JOBS = 16  # that a launch takes: 7 of the 32 KiB that its arguments may have (4 before driver 530)
+JOBS = 16  # that a launch takes: 7 of the 32 KiB that its arguments may have
 WAITING_BYTES = 128 << 20  # of images, for them: with more the graph of the U-Net's step at batch 32 takes 80 MiB more
 TF32_COLUMNS = 112  # of an image, of which three steps fit in shared memory
 
@@ -95,9 +95,10 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: Plan | None 
     x, x2, dout = (None if array is None else array.reshape(*images, array.shape[3]) for array in (x, x2, dout))
     job = _Job(_whole(x), x2, _whole(dout), dweight, add)
     if chosen is not None:
-        return _launch([job], chosen)
-    held = sum(array.nbytes for array in job[:3] if array is not None)
-    return submit(_KIND, job, dweight, job[:3], held, (x.dtype, images, dweight.shape[1:3]))
+        _launch([job], chosen)
+    else:
+        held = sum(array.nbytes for array in job[:3] if array is not None)
+        submit(_KIND, job, dweight, job[:3], held, (x.dtype, images, dweight.shape[1:3]))
 
 
 def _launch(jobs: list[_Job], chosen: Plan | None = None) -> None:

@@ -166,8 +166,8 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
                              needs: tuple[bool, ...], into: tuple[Array | Vacant | Kept | None, ...],
                              y: Array | None = None, sums: dict[int, Array] | None = None,
                              partials: Array | None = None) -> tuple[Array | None, ...]:
-    """dx, dx2, dweight, dbias, dscale, dshift: None where `needs` says so, else where `gradient_target` says, or for dx
-    and dx2 `gradient_sum`.
+    """dx, dx2, dweight, dbias, dscale, dshift: None where `needs` says so, else where `gradient_target` says, for dx
+    and dx2 `gradient_sum`, or `gradient_sums` for dx alone.
 
     The gradients of parameters, scale and shift are float32. `y`, where given, receives the output once more. `sums`,
     where given, receives at 0 and 1 the sums of dx and dx2, with what they had before, over tiles of pixels: float32

@@ -6,7 +6,7 @@ import pytest
 
 from cudiff.backend import bfloat16
 from cudiff.ops.group_norm import group_norm
-from cudiff.tensor import Function, Tensor
+from cudiff.tensor import Function, Kept, Tensor
 from tests.check import check_op, relative_error, torch
 
 # (shape of x, channels of x2, groups): groups of 1, 2, 3, 10, 12 and 14 channels, groups that straddle the two
@@ -53,6 +53,22 @@ def test_group_norm(device, rng, shape, channels2, num_groups, silu, modulated):
         dtypes=("float32", "bfloat16", "float16"),
         fp32_inputs=(2, 3, 4, 5),
     )
+
+
+@pytest.mark.parametrize("shape, num_groups", [((2, 6, 5, 48), 8), ((1, 5, 3, 6), 2), ((2, 7), 1)])
+def test_a_gradient_of_two_terms(device, rng, monkeypatch, shape, num_groups):
+    """On CUDA the norm's backward adds both: what the product left, and the dout of the sum that it is a term of."""
+    kept, init = [], Kept.__init__
+    monkeypatch.setattr(Kept, "__init__", lambda self, *terms: (kept.append(len(terms)), init(self, *terms))[1])
+
+    def block(x, weight, bias):
+        x = x * 1.0
+        return group_norm(x, weight, bias, num_groups, silu=True) + x + x * 2.0
+
+    x, _, weight, bias, _, _ = inputs(rng, shape, 0, False)
+    check_op(block, x, weight, bias, device=device, dtypes=("float32", "bfloat16", "float16"), fp32_inputs=(1, 2),
+             tolerance=2)  # three terms
+    assert set(kept) == ({2} if device == "cuda" else set())
 
 
 @pytest.mark.parametrize("scale_only", [True, False])

@@ -126,7 +126,7 @@ def test_a_linear_layer_leaves_each_images_sums(rng, image):
 
 
 def test_a_residual_whose_gradient_has_begun(device, rng):
-    """The unit that passes its result's gradient on to x adds it to what a later unit left there."""
+    """A unit passes its result's gradient on to x, whose gradient has begun: a later unit left it there."""
     size, c = ((2, 16, 16), 64) if device == "cuda" else ((2, 3, 2), 4)
     shapes = (*size, c), (c, 3, 3, c), (c, 3, 3, c), (c, 3, 3, 2 * c), (2 * c,), (2 * c,)
     scales = (1, 0.05, 0.05, 0.05, 1, 1)
