@@ -199,7 +199,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         int pixel = lane % 4 * 2, chunk = warp % 2 * 4 + lane / 16;
         at_result += warp / 2 * CHUNK_BYTES + pixel * LINE + ((chunk ^ pixel) << 4) + lane / 4 % 4 * 4;
     }
-    float biases[2] = {};  // of this lane's two channels
+    float biases[2] = {};  // of this lane's two channels; SKIP, short of registers, reads its own anew each turn
 #pragma unroll
     for (int i = 0; !SKIP && i < 2; i++)
         if (int k = k0 + warp * 16 + i * 8 + lane / 4; bias && k < K) biases[i] = bias[k];

@@ -80,6 +80,9 @@ def architecture() -> str:
     return f"sm_{capability}a" if capability == "90" else f"sm_{capability}"
 
 
+_CUDA_OF_DRIVER_530 = 12010
+
+
 def hopper() -> bool:
     """Whether the kernels of files named _sm90 run on the current device; a driver from 530 on gives some of them their
     more than 4 KiB of arguments.
@@ -87,9 +90,6 @@ def hopper() -> bool:
     CUDIFF_PORTABLE=1 in the environment switches them off: the kernels for any GPU run instead.
     """
     return os.environ.get("CUDIFF_PORTABLE") != "1" and architecture() == "sm_90a" and _driver() >= _CUDA_OF_DRIVER_530
-
-
-_CUDA_OF_DRIVER_530 = 12010
 
 
 @functools.cache

@@ -59,11 +59,11 @@ class Waiting:
         kind = group[0]
         if len(entries) == kind.jobs:
             self.launch([group])
-        while True:  # the groups that began first
-            of_kind = [other for other in self.groups if other[0] is kind]
-            if sum(waiting.held for other in of_kind for waiting in self.groups[other]) <= kind.held:
-                break
-            self.launch(of_kind[:1])
+        while self._held(kind) > kind.held:
+            self.launch([next(oldest for oldest in self.groups if oldest[0] is kind)])
+
+    def _held(self, kind: Kind) -> int:
+        return sum(entry.held for group, entries in self.groups.items() if group[0] is kind for entry in entries)
 
     def reads(self, array: Array | Vacant | None) -> bool:
         """Whether a job that waits reads `array`."""
