@@ -59,7 +59,7 @@ def test_group_norm(device, rng, shape, channels2, num_groups, silu, modulated):
 def test_a_gradient_of_two_terms(device, rng, monkeypatch, shape, num_groups):
     """On CUDA the norm's backward adds both: what the product left, and the dout of the sum that it is a term of."""
     kept, init = [], Kept.__init__
-    monkeypatch.setattr(Kept, "__init__", lambda self, *terms: (kept.append(len(terms)), init(self, *terms))[1])
+    monkeypatch.setattr(Kept, "__init__", lambda self, *terms: (kept.append(terms), init(self, *terms))[1])
 
     def block(x, weight, bias):
         x = x * 1.0
@@ -68,7 +68,7 @@ def test_a_gradient_of_two_terms(device, rng, monkeypatch, shape, num_groups):
     x, _, weight, bias, _, _ = inputs(rng, shape, 0, False)
     check_op(block, x, weight, bias, device=device, dtypes=("float32", "bfloat16", "float16"), fp32_inputs=(1, 2),
              tolerance=2)  # three terms
-    assert set(kept) == ({2} if device == "cuda" else set())
+    assert bool(kept) == (device == "cuda") and all(term is not None for terms in kept for term in terms)
 
 
 @pytest.mark.parametrize("scale_only", [True, False])
