@@ -1,11 +1,12 @@
-// Several linear layers ("groups") of one input: out[g] = x · weight[g] transposed + bias[g], and its gradients.
+// Several linear layers ("groups") of one input, out[g] = z or silu(z) of z = x · weight[g] transposed + bias[g], and the
+// gradients of z.
 // variants: VEC=0,1
 //
-// x (N, E), weight[g] (K[g], E), bias[g] (K[g]), out[g] (N, K[g]): float, row-major. A table passed by value holds the
+// x (N, E), weight[g] (K[g], E), bias[g] (K[g]), out[g] and z[g] (N, K[g]): float, row-major. A table passed by value holds the
 // groups' addresses and sizes, at most 64 a launch.
-//   forward  out[g], overwritten
-//   dx       partials (groups, N, E) = dout[g] · weight[g], overwritten; their sum is dx
-//   dweight  dweight[g] = or += dout[g] transposed · x; dbias[g] = or += the sum of dout[g]'s rows; null where unwanted
+//   forward  out[g], and z[g] unless null, overwritten
+//   dx       partials (groups, N, E) = dz[g] · weight[g], overwritten; their sum is dx
+//   dweight  dweight[g] = or += dz[g] transposed · x; dbias[g] = or += the sum of dz[g]'s rows; null where unwanted
 // VEC=1: E, every K and every address are multiples of 16 bytes.
 //
 // Launch: 256 threads, grid (tiles across, tiles down, groups) for the largest group: a block computes one square tile
@@ -15,9 +16,9 @@
 
 constexpr int V = VEC ? 4 : 1, THREADS = 256;
 
-// In `dx` and `dweight` out is dout, in `dweight` weight and bias are dweight and dbias.
+// In `dx` and `dweight` out is dz, in `dweight` weight and bias are dweight and dbias.
 struct Group {
-    float *weight, *bias, *out;
+    float *weight, *bias, *out, *z;
     int K, add_weight, add_bias;
 };
 struct Table {
@@ -121,10 +122,11 @@ __device__ __forceinline__ const float* product(Matrix a, Matrix b, int row, int
     return sums;
 }
 
-// out (height, width) = or += what `product` left, and bias (width) where it is not null.
+// out (height, width) = or += what `product` left, and bias (width) where it is not null; silu of that where `silu`, and
+// then z receives what it is of, unless null.
 template <int TILE>
 __device__ __forceinline__ void write(float* out, bool add, const float* sums, const float* bias, int row, int column,
-                                      int height, int width) {
+                                      int height, int width, bool silu = false, float* z = nullptr) {
     for (int i = threadIdx.x * V; i < TILE * TILE; i += THREADS * V) {
         int m = row + i / TILE, n = column + i % TILE;
         if (m >= height || n >= width) continue;
@@ -136,19 +138,23 @@ __device__ __forceinline__ void write(float* out, bool add, const float* sums, c
 #pragma unroll
             for (int k = 0; k < V; k++) total[k] += part[k];
         }
-        store<V>(out + (i64)m * width + n, total, add);
+        i64 index = (i64)m * width + n;
+        if (z) store<V>(z + index, total);
+#pragma unroll
+        for (int k = 0; silu && k < V; k++) total[k] *= sigmoid(total[k]);
+        store<V>(out + index, total, add);
     }
 }
 
-// Tiles of 32, across: K.
+// Tiles of 16, across: K.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-forward(const __grid_constant__ Table table, const float* x, int N, int E) {
+forward(const __grid_constant__ Table table, const float* x, int N, int E, int silu) {
     wait_for_previous();
     const Group& group = table.groups[blockIdx.z];
-    int row = blockIdx.y * 32, column = blockIdx.x * 32;
+    int row = blockIdx.y * 16, column = blockIdx.x * 16;
     if (column >= group.K) return;
-    const float* sums = product<32, true, true>({x, N, E}, {group.weight, group.K, E}, row, column, E);
-    write<32>(group.out, false, sums, group.bias, row, column, N, group.K);
+    const float* sums = product<16, true, true>({x, N, E}, {group.weight, group.K, E}, row, column, E);
+    write<16>(group.out, false, sums, group.bias, row, column, N, group.K, silu, group.z);
 }
 
 // Tiles of 32, across: E.
@@ -157,8 +163,8 @@ dx(const __grid_constant__ Table table, float* partials, int N, int E) {
     wait_for_previous();
     const Group& group = table.groups[blockIdx.z];
     int row = blockIdx.y * 32, column = blockIdx.x * 32;
-    Matrix dout = {group.out, N, group.K}, weight = {group.weight, group.K, E};
-    const float* sums = product<32, true, false>(dout, weight, row, column, group.K);
+    Matrix dz = {group.out, N, group.K}, weight = {group.weight, group.K, E};
+    const float* sums = product<32, true, false>(dz, weight, row, column, group.K);
     write<32>(partials + (i64)blockIdx.z * N * E, false, sums, nullptr, row, column, N, E);
 }
 

@@ -19,9 +19,9 @@ class TimeEmbedding(Module):
 
     def forward(self, t: Tensor) -> Tensor:
         emb = ops.timestep_embedding(t, self.dim, divisor="half-1", order="sin,cos")
-        first, silu, second = self.mlp
-        (hidden,) = linears(emb, first)
-        return linears(silu(hidden), second)[0]
+        first, _, second = self.mlp
+        (hidden,) = linears(emb, first, silu=True)
+        return linears(hidden, second)[0]
 
 
 class Block(Module):

@@ -228,11 +228,12 @@ class UNet(Module):
 
     def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
         first, _, second = self.time_embed
-        (emb,) = linears(ops.timestep_embedding(t, self.model_channels, self.max_period), first)
-        (emb,) = linears(ops.silu(emb), second)
-        if self.label_emb is not None and labels is not None:
-            emb = emb + self.label_emb(labels)
-        embs = embeddings([module for _, module in self.modules() if isinstance(module, ResBlock)], ops.silu(emb))
+        (emb,) = linears(ops.timestep_embedding(t, self.model_channels, self.max_period), first, silu=True)
+        label_emb = None if labels is None else self.label_emb
+        (emb,) = linears(emb, second, silu=label_emb is None)
+        if label_emb is not None:
+            emb = ops.silu(emb + label_emb(labels))
+        embs = embeddings([module for _, module in self.modules() if isinstance(module, ResBlock)], emb)
         h = self.input_blocks[0][0](ops.astype(x, self.activation_dtype))
         skips = [h]
         for block in list(self.input_blocks)[1:]:

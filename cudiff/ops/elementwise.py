@@ -234,21 +234,36 @@ class Silu(Unary):
 
     @staticmethod
     def forward_numpy(ctx, x):
-        wide = widen(x)
-        gate = _sigmoid(wide)
-        out = np.asarray(wide * gate)
+        gate, out = silu_numpy(widen(x))
         if ctx.needs[0]:
             ctx.save(gate, out)
         return narrow(out, x.dtype)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
-        gate, out = ctx.saved
-        dx = np.asarray(1 - gate)
-        dx *= out
-        dx += gate
-        dx *= widen(dout)
-        return (narrow(dx, dout.dtype),)
+        return (narrow(silu_backward_numpy(widen(dout), *ctx.saved), dout.dtype),)
+
+
+def silu_numpy(x: Array) -> tuple[Array, Array]:
+    """The sigmoid of x, and its product with x."""
+    gate = _sigmoid(x)
+    return gate, np.asarray(x * gate)
+
+
+def silu_backward_numpy(dout: Array, gate: Array, out: Array) -> Array:
+    """dx of what `silu_numpy` gave."""
+    dx = np.asarray(1 - gate)
+    dx *= out
+    dx += gate
+    dx *= dout
+    return dx
+
+
+def silu_backward_cuda(dout: Array, x: Array) -> Array:
+    """dx (like x) of silu(x)."""
+    dx = empty(x.shape, x.dtype)
+    launch("elementwise", "silu_backward", grid(dx), 256, (dout, x, dx, False, np.int64(dx.size)), T=dx.dtype)
+    return dx
 
 
 @functools.cache

@@ -9,27 +9,28 @@ import numpy as np
 
 from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.ops.elementwise import silu_backward_cuda, silu_backward_numpy, silu_numpy
 from cudiff.ops.gemm import Epilogue, address, aligned, sum_splits
 from cudiff.ops.matmul import matmul_numpy
 from cudiff.tensor import Function, Tensor
 
 GROUPS = 64  # of one launch
-TILE = 32  # rows and columns of out and dx that a block computes
-DWEIGHT_TILE = 64
+TILE, DX_TILE, DWEIGHT_TILE = 16, 32, 64  # rows and columns of out, dx and a dweight that a block computes
 
 
 class Group(NamedTuple):
-    """One layer as a kernel sees it: in backward out is dout, and weight and bias may be their gradients."""
+    """One layer as a kernel sees it: in backward out is dz, and weight and bias may be their gradients."""
 
     weight: Array | None
     bias: Array | None
     out: Array
+    z: Array | None = None
     add_weight: bool = False
     add_bias: bool = False
 
 
 _ROW = np.dtype(
-    [(name, np.uint64) for name in ("weight", "bias", "out")]
+    [(name, np.uint64) for name in ("weight", "bias", "out", "z")]
     + [(name, np.int32) for name in ("outputs", "add_weight", "add_bias")],
     align=True,
 )
@@ -40,31 +41,35 @@ def _batches(groups: list[Group]) -> list[list[Group]]:
     return [groups[first : first + GROUPS] for first in range(0, len(groups), GROUPS)]
 
 
-def _launch(name: str, groups: list[Group], tiles: tuple[int, int], x: Array) -> None:
+def _launch(name: str, groups: list[Group], tiles: tuple[int, int], x: Array, *more: bool) -> None:
     """Launch a kernel of linears.cu over tiles (across, down) of each group; x is (N, E), or partials of that shape."""
     n, features = x.shape[-2:]
     table = np.zeros(1, _TABLE)
     arrays = [x]
     for i, group in enumerate(groups):
-        places = [0 if array is None else address(array) for array in group[:3]]
+        places = [0 if array is None else address(array) for array in group[:4]]
         table["groups"][0, i] = (*places, group.out.shape[1], group.add_weight, group.add_bias)
-        arrays += [array for array in group[:3] if array is not None]
+        arrays += [array for array in group[:4] if array is not None]
     vec = all(aligned(array, array.shape[-1]) for array in arrays)
-    launch("linears", name, (*tiles, len(groups)), 256, (table, x, n, features), VEC=int(vec))
+    launch("linears", name, (*tiles, len(groups)), 256, (table, x, n, features, *more), VEC=int(vec))
 
 
 class Linears(Function):
-    """out[g] = x·weight[g]ᵀ + bias[g]; the inputs are x, all weights, all biases."""
+    """out[g] = z or silu(z) of z = x·weight[g]ᵀ + bias[g]; the inputs are x, all weights, all biases."""
 
     @staticmethod
-    def forward_numpy(ctx, x, *parameters):
+    def forward_numpy(ctx, x, *parameters, silu):
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         ctx.save(x, *weights)
         wide = x.astype(compute_dtype(x.dtype), copy=False)
-        return tuple(
-            (matmul_numpy(wide, weight.astype(wide.dtype, copy=False).T) + bias).astype(x.dtype, copy=False)
+        outs = [
+            matmul_numpy(wide, weight.astype(wide.dtype, copy=False).T) + bias
             for weight, bias in zip(weights, biases, strict=True)
-        )
+        ]
+        ctx.activated = [silu_numpy(z) for z in outs] if silu else [None] * len(outs)
+        if silu:
+            outs = [out for _, out in ctx.activated]
+        return tuple(out.astype(x.dtype, copy=False) for out in outs)
 
     @staticmethod
     def backward_numpy(ctx, *douts, needs, into):
@@ -73,33 +78,41 @@ class Linears(Function):
         dx = np.zeros(x.shape, wide.dtype)
         dweights: list[Array | None] = [None] * len(weights)
         dbiases = list(dweights)
-        for g, (weight, dout) in enumerate(zip(weights, douts, strict=True)):
+        for g, (weight, activated, dout) in enumerate(zip(weights, ctx.activated, douts, strict=True)):
             if dout is not None:
-                dout = dout.astype(wide.dtype, copy=False)
-                dx += matmul_numpy(dout, weight.astype(wide.dtype, copy=False))
-                dweights[g], dbiases[g] = matmul_numpy(dout.T, wide), dout.sum(0)
+                dz = dout.astype(wide.dtype, copy=False)
+                dz = dz if activated is None else silu_backward_numpy(dz, *activated)
+                dx += matmul_numpy(dz, weight.astype(wide.dtype, copy=False))
+                dweights[g], dbiases[g] = matmul_numpy(dz.T, wide), dz.sum(0)
         grads = (dx.astype(x.dtype, copy=False), *dweights, *dbiases)
         return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
 
     @staticmethod
-    def forward_cuda(ctx, x, *parameters):
+    def forward_cuda(ctx, x, *parameters, silu):
         dtypes = {array.dtype for array in (x, *parameters)}
         if dtypes != {float32}:
             raise TypeError(f"linears on CUDA needs float32 tensors, not {', '.join(map(str, dtypes - {float32}))}")
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
-        ctx.save(x, *weights)
+        def out(weight: Array) -> Array:
+            return empty((len(x), len(weight)), float32)
+
         groups = [
-            Group(weight, bias, empty((len(x), len(weight)), float32))
+            Group(weight, bias, out(weight), out(weight) if silu and any(ctx.needs) else None)
             for weight, bias in zip(weights, biases, strict=True)
         ]
+        ctx.save(x, *weights, *(group.z for group in groups))
         tiles = blocks(max(map(len, weights)), TILE), blocks(len(x), TILE)
         for batch in _batches(groups):
-            _launch("forward", batch, tiles, x)
+            _launch("forward", batch, tiles, x, silu)
         return tuple(group.out for group in groups)
 
     @staticmethod
     def backward_cuda(ctx, *douts, needs, into):
-        x, *weights = ctx.saved
+        x, *weights = ctx.saved[: 1 + len(douts)]
+        dzs = [
+            dout if z is None or dout is None else silu_backward_cuda(dout, z)
+            for dout, z in zip(douts, ctx.saved[1 + len(douts) :], strict=True)
+        ]
         grads: list[Array | None] = [None] * len(needs)
 
         def target(i: int, shape: tuple[int, ...]) -> tuple[Array | None, bool]:
@@ -109,27 +122,28 @@ class Linears(Function):
                 grads[i], add = gradient_target(into[i], shape, float32)
             return grads[i], add
 
-        used = [g for g, dout in enumerate(douts) if dout is not None]
+        used = [g for g, dz in enumerate(dzs) if dz is not None]
         dx, add = target(0, x.shape)
         if dx is not None:
             partials = empty((len(used), *x.shape), float32)
-            tiles = blocks(x.shape[1], TILE), blocks(len(x), TILE)
-            for i, batch in enumerate(_batches([Group(weights[g], None, douts[g]) for g in used])):
+            tiles = blocks(x.shape[1], DX_TILE), blocks(len(x), DX_TILE)
+            for i, batch in enumerate(_batches([Group(weights[g], None, dzs[g]) for g in used])):
                 _launch("dx", batch, tiles, partials[i * GROUPS :])
             sum_splits(partials, dx, Epilogue(addend=dx if add else None), x.shape[1])
         groups = []
         for g in used:
             dweight, add_weight = target(1 + g, weights[g].shape)
             dbias, add_bias = target(1 + len(weights) + g, weights[g].shape[:1])
-            groups.append(Group(dweight, dbias, douts[g], add_weight, add_bias))
+            groups.append(Group(dweight, dbias, dzs[g], None, add_weight, add_bias))
         tiles = blocks(x.shape[1], DWEIGHT_TILE) + 1, blocks(max(len(weights[g]) for g in used), DWEIGHT_TILE)
         for batch in _batches(groups) if any(needs[1:]) else []:
             _launch("dweight", batch, tiles, x)
         return tuple(grads)
 
 
-def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """x (N, in) · weights[g] (out[g], in) transposed + biases[g] (out[g],) → a tuple of (N, out[g]), in x's dtype.
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], silu: bool = False) -> tuple[Tensor, ...]:
+    """x (N, in) · weights[g] (out[g], in) transposed + biases[g] (out[g],), and SiLU of that if `silu` → a tuple of
+    (N, out[g]), in x's dtype.
 
     On CUDA all are float32, and so are all sums: meant for small layers, such as a time embedding's. Raises ValueError
     where the sizes do not agree or a parameter stands twice, TypeError on CUDA for another dtype.
@@ -144,4 +158,4 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> t
                 f"linears: x of shape {x.shape}, a weight of shape {weight.shape} (out, in) and its bias of shape "
                 f"{bias.shape} do not agree"
             )
-    return Linears.apply(x, *weights, *biases)
+    return Linears.apply(x, *weights, *biases, silu=silu)

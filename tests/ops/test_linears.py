@@ -1,3 +1,5 @@
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,16 +9,15 @@ from cudiff.tensor import Tensor
 from tests.check import check_op, relative_error, torch
 
 
-def apply(x, *parameters):
+def apply(x, *parameters, silu=False):
     """linears, its inputs in one row: x, all weights, all biases."""
-    return linears(x, parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :])
+    return linears(x, parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :], silu)
 
 
-def torch_linears(x, *parameters):
+def torch_linears(x, *parameters, silu=False):
     groups = len(parameters) // 2
-    return tuple(
-        torch.nn.functional.linear(x, w, b) for w, b in zip(parameters[:groups], parameters[groups:], strict=True)
-    )
+    outs = (torch.nn.functional.linear(x, w, b) for w, b in zip(parameters[:groups], parameters[groups:], strict=True))
+    return tuple(torch.nn.functional.silu(out) if silu else out for out in outs)
 
 
 def random_parameters(rng, features, outputs):
@@ -27,6 +28,7 @@ def tensors(arrays, device):
     return [Tensor(array.astype(np.float32), requires_grad=True, device=device) for array in arrays]
 
 
+@pytest.mark.parametrize("silu", [False, True], ids=["", "silu"])
 @pytest.mark.parametrize("n, features, outputs", [
     (1, 1, (1,)),
     (3, 5, (7, 1, 2)),
@@ -37,9 +39,10 @@ def tensors(arrays, device):
     (1, 256, (64, 128)),
     (5, 12, tuple(1 + g % 9 for g in range(GROUPS + 3))),
 ], ids=str)
-def test_linears(device, rng, n, features, outputs):
+def test_linears(device, rng, n, features, outputs, silu):
     arrays = rng.standard_normal((n, features)), *random_parameters(rng, features, outputs)
-    check_op(apply, *arrays, device=device, torch_fn=torch_linears, dtypes=("float32",))
+    fn, torch_fn = (functools.partial(of, silu=silu) for of in (apply, torch_linears))
+    check_op(fn, *arrays, device=device, torch_fn=torch_fn, dtypes=("float32",))
 
 
 @pytest.mark.parametrize("features", [24, 23])
@@ -55,17 +58,19 @@ def test_gradients_add_to_those_there(device, rng, features):
         assert relative_error(twice, 2 * once) < 1e-6
 
 
+@pytest.mark.parametrize("silu", [False, True], ids=["", "silu"])
 @pytest.mark.parametrize("used", [(0,), (2,), (0, 2)], ids=str)
-def test_unused_outputs_have_no_gradient(device, rng, used):
+def test_unused_outputs_have_no_gradient(device, rng, used, silu):
     inputs = tensors([rng.standard_normal((8, 12)), *random_parameters(rng, 12, (4, 20, 8))], device)
-    outs = apply(*inputs)
+    outs = apply(*inputs, silu=silu)
     sum((outs[g] * outs[g]).sum() for g in used).backward()
-    expected = 0
+    expected, z = 0, apply(*inputs)
     for g in range(3):
         weight, bias = inputs[1 + g], inputs[4 + g]
         assert (weight.grad is not None) == (bias.grad is not None) == (g in used)
         if g in used:
-            dout = 2 * outs[g].numpy()
+            gate = 1 / (1 + np.exp(-z[g].numpy()))
+            dout = 2 * outs[g].numpy() * (gate + outs[g].numpy() * (1 - gate) if silu else 1)
             expected = expected + dout @ weight.numpy()
             assert relative_error(Tensor(weight.grad).numpy(), dout.T @ inputs[0].numpy()) < 1e-5
             assert relative_error(Tensor(bias.grad).numpy(), dout.sum(0)) < 1e-5
