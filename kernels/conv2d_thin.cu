@@ -81,6 +81,13 @@ spread(const T* thin, const T* weight, const float* bias, const float* emb, int 
     __shared__ __align__(16) float2 maps[NORM ? BN : 1];
     Tile tile(H, rows);
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, channel = blockIdx.y * BN;
+    float constant[OWN] = {};
+#pragma unroll
+    for (int e = 0; e < OWN; e++) {
+        int c = channel + own(t, e);
+        if (!NORM && bias) constant[e] = bias[c];
+        if (!NORM && emb) constant[e] += emb[tile.n * C + c];
+    }
 #pragma unroll
     for (int i = threadIdx.x; i < BN * STEPS * 16; i += THREADS) {  // in the order in which they lie in memory
         int c = at.wide == 1 ? i % BN : i / (STEPS * 16), d = at.wide == 1 ? i / BN : i % (STEPS * 16);
@@ -99,13 +106,7 @@ spread(const T* thin, const T* weight, const float* bias, const float* emb, int 
 #pragma unroll
         for (int i = 0; i < 4; i++) offset[k][i] = patches.offset(k * 16 + 2 * t + i % 2 + i / 2 * 8);
     const u32* b = (const u32*)(weights + own(g >> 1, g & 1) * LINE + 2 * t);
-    float constant[OWN] = {}, sum[OWN] = {}, square[OWN] = {};
-#pragma unroll
-    for (int e = 0; e < OWN; e++) {
-        int c = channel + own(t, e);
-        if (!NORM && bias) constant[e] = bias[c];
-        if (!NORM && emb) constant[e] += emb[tile.n * C + c];
-    }
+    float sum[OWN] = {}, square[OWN] = {};
 
     int count = tile.rows * W;
     i64 first_pixel = ((i64)tile.n * H + tile.top) * W * C + channel;

@@ -17,6 +17,7 @@
 
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
 constexpr int MOST = CEIL_DIV(WINDOW, STRIDE);  // windows of a row that hold one position
+constexpr int ROWS = STRIDE <= 3 ? STRIDE : 1;  // of a band at once
 constexpr int UNROLL = WINDOW <= 3 && STRIDE <= 3 ? 3 : 1;  // more would spill registers
 struct __align__(V) Places { u8 v[V]; };
 constexpr u8 NOWHERE = 255;  // no place of a window of up to 15 x 15
@@ -82,46 +83,48 @@ sum_windows(T* __restrict__ small, int add, float* sums, int moments, const T* _
     if (sums) stored.write(sums, moments, C);
 }
 
-// A sum for each element of band `i` that the thread has part in, STRIDE columns and rows at a time, from the corner of window
-// (i, j) on: window (i - k, j - l) holds those at (a, b) for which k * STRIDE + a and l * STRIDE + b are less than WINDOW.
-// gather(sums of STRIDE columns, k * STRIDE + a, l * STRIDE, the window's place); keep(the element's place, its sum).
+// A sum for each element of band `i` that the thread has part in, STRIDE columns by ROWS rows at a time, of those from the
+// corner of window (i, j) on: window (i - k, j - l) holds the ones at (a, b) for which k * STRIDE + a and l * STRIDE + b are
+// less than WINDOW. gather(sums, the first one's k * STRIDE + a, l * STRIDE, the window's place); keep(an element's place, its sum).
 template <class Gather, class Keep> __device__ __forceinline__ void sum_over_windows(int i, EXTENT, Gather gather, Keep keep) {
     for (int j = threadIdx.y; j < columns(CEIL_DIV(W + PADDING, STRIDE), C); j += blockDim.y)
 #pragma unroll UNROLL
-        for (int a = 0; a < STRIDE; a++) {
-            int row = i * STRIDE - PADDING + a;
-            if (row < 0 || row >= H) continue;
-            float sum[STRIDE][V] = {};
+        for (int first = 0; first < STRIDE; first += ROWS) {
+            float sum[ROWS][STRIDE][V] = {};
 #pragma unroll UNROLL
-            for (int k = 0; k * STRIDE + a < WINDOW; k++)
+            for (int k = 0; k * STRIDE + first < WINDOW; k++)
 #pragma unroll UNROLL
                 for (int l = 0; l < MOST; l++) {
                     if (i < k || i - k >= h || j < l || j - l >= w) continue;
-                    gather(sum, k * STRIDE + a, l * STRIDE, ((i64)(i - k) * w + j - l) * C);
+                    gather(sum, k * STRIDE + first, l * STRIDE, ((i64)(i - k) * w + j - l) * C);
                 }
 #pragma unroll
-            for (int b = 0; b < STRIDE; b++) {
-                int column = j * STRIDE - PADDING + b;
-                if (column >= 0 && column < W) keep(((i64)row * W + column) * C, sum[b]);
-            }
+            for (int a = 0; a < ROWS; a++)
+#pragma unroll
+                for (int b = 0; b < STRIDE; b++) {
+                    int row = i * STRIDE - PADDING + first + a, column = j * STRIDE - PADDING + b;
+                    if (row >= 0 && row < H && column >= 0 && column < W) keep(((i64)row * W + column) * C, sum[a][b]);
+                }
         }
 }
 
 // large = factor * sum of the windows that hold the element.
-extern "C" __global__ void __launch_bounds__(256, WINDOW == 1 ? 1 : 0)  // left to itself (0), the compiler spills some for 1
+extern "C" __global__ void __launch_bounds__(256, WINDOW <= 2 ? 1 : 0)  // left to itself (0), the compiler spills some
 spread_windows(T* __restrict__ large, int add, float* sums, int moments, const T* __restrict__ small, float factor, EXTENT) {
     wait_for_previous();
     int bands = CEIL_DIV(H + PADDING, STRIDE), c = channel();
     i64 n = blockIdx.x / bands;
     large += n * H * W * C + c, small += n * h * w * C + c;
     Moments stored;
-    auto gather = [&](float (&sum)[STRIDE][V], int, int column, i64 window) {
+    auto gather = [&](float (&sum)[ROWS][STRIDE][V], int row, int column, i64 window) {
         float v[V];
         load<V>(small + window, v);
 #pragma unroll
-        for (int b = 0; b < STRIDE; b++)
+        for (int a = 0; a < ROWS; a++)
 #pragma unroll
-            for (int e = 0; e < V; e++) sum[b][e] += column + b < WINDOW ? v[e] : 0.0f;
+            for (int b = 0; b < STRIDE; b++)
+#pragma unroll
+                for (int e = 0; e < V; e++) sum[a][b][e] += row + a < WINDOW && column + b < WINDOW ? v[e] : 0.0f;
     };
     sum_over_windows(blockIdx.x % bands, H, W, h, w, C, gather, [&](i64 element, float (&sum)[V]) {
 #pragma unroll
@@ -176,15 +179,17 @@ max_windows_backward(T* dlarge, int add, float* sums, int moments, const T* __re
     i64 n = blockIdx.x / bands;
     dlarge += n * H * W * C + c, dsmall += n * h * w * C + c, place += n * h * w * C + c;
     Moments stored;
-    auto gather = [&](float (&sum)[STRIDE][V], int row, int column, i64 window) {
+    auto gather = [&](float (&sum)[ROWS][STRIDE][V], int row, int column, i64 window) {
         float v[V];
         load<V>(dsmall + window, v);
         Places found = *reinterpret_cast<const Places*>(place + window);
 #pragma unroll
-        for (int b = 0; b < STRIDE; b++)
+        for (int a = 0; a < ROWS; a++)
 #pragma unroll
-            for (int e = 0; e < V; e++)
-                sum[b][e] += column + b < WINDOW && found.v[e] == row * WINDOW + column + b ? v[e] : 0.0f;
+            for (int b = 0; b < STRIDE; b++)
+#pragma unroll
+                for (int e = 0; e < V; e++)
+                    sum[a][b][e] += column + b < WINDOW && found.v[e] == (row + a) * WINDOW + column + b ? v[e] : 0.0f;
     };
     sum_over_windows(blockIdx.x % bands, H, W, h, w, C, gather, [&](i64 element, float (&sum)[V]) {
         store<V>(dlarge + element, sum, add);
