@@ -191,7 +191,7 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
     )
     results = tuple(target[0] for target in (dx, dx2, dweight, dbias, dscale, dshift))
     constants = kernel_constants(dy, x, x2, *dx, *dx2, y)
-    cut = _clusters(pixels, channels, groups, 2, x.dtype.itemsize, constants["VEC"])
+    cut = _clusters(pixels, channels, groups, 2, x.dtype.itemsize, constants["VEC"], n)
     # Larger clusters are slower than two launches: 64 channels at 64 x 64, by eight blocks 32.1 us, else 26.4.
     if partials is not None or more is not None or (cut is not None and cut.cluster > 2):
         cut = None
@@ -256,7 +256,7 @@ _SHARED_BYTES = (75 << 10) - 16, (227 << 10) - 16  # for each of three blocks a 
 
 @functools.cache
 def _clusters(pixels: int, channels: int, groups: int, arrays: int, itemsize: int, vec: int,
-              images: int = 0) -> _Cut | None:
+              images: int) -> _Cut | None:
     """The launch of group_norm_sm90.cu that reads `arrays` of this shape, or None where it does not suit.
 
     Chunks of 64 bytes or little more, and as few blocks a cluster as let three share a multiprocessor; where no cluster
