@@ -84,7 +84,7 @@ struct Tiles {
 
 // p[0] + p[pitch] + ... + p[(count - 1) * pitch], of which some are read at once.
 template <typename Sum> __device__ __forceinline__ Sum sum_of(const Sum* p, int count, int pitch) {
-    constexpr int AT_ONCE = 64 / sizeof(Sum);
+    constexpr int AT_ONCE = 128 / sizeof(Sum);
     Sum sum = {};
 #pragma unroll 1
     for (; count > 0; count -= AT_ONCE) {
@@ -104,7 +104,7 @@ struct Groups {
     __device__ __forceinline__ Groups(int c0, int c1, int size, int tiles) {
         begin = c0 / (u32)size * size;
         width = CEIL_DIV(c1, (u32)size) * size - begin;
-        helpers = tiles > 8 ? max(1, min(THREADS / (u32)width, CEIL_DIV(tiles, 8))) : 1;
+        helpers = tiles > 16 ? max(1, min(THREADS / (u32)width, CEIL_DIV(tiles, 16))) : 1;
     }
 };
 
