@@ -1,15 +1,18 @@
 // The three passes of a convolution as matrix products on tensor cores (implicit GEMM; nothing is unfolded in memory).
-// variants: PASS=FPROP,DGRAD T=bf16 OUT=bf16 PASSES=1 BM=128 BN=128,64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0
-// variants: PASS=WGRAD T=bf16 OUT=float PASSES=1 BM=128,64 BN=128,64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0
-// variants: PASS=FPROP,WGRAD T=half OUT=float PASSES=1 BM=64 BN=64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=0 B_VEC=0 DILATED=0
-// variants: PASS=DGRAD T=bf16 OUT=bf16 PASSES=1 BM=128 BN=16 BK=64 WM=4 WN=1 STAGES=3 A_VEC=0 B_VEC=1 DILATED=1
-// variants: PASS=FPROP,DGRAD,WGRAD T=float OUT=float PASSES=1 BM=128 BN=128 BK=32 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0
-// variants: PASS=FPROP,DGRAD,WGRAD T=float OUT=float PASSES=3 BM=128 BN=64 BK=32 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0
+// variants: PASS=FPROP,DGRAD T=bf16 OUT=bf16 PASSES=1 BM=128 BN=128,64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0
+// variants: PASS=WGRAD T=bf16 OUT=float PASSES=1 BM=128,64 BN=128,64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0
+// variants: PASS=FPROP,WGRAD T=half OUT=float PASSES=1 BM=64 BN=64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=0 B_VEC=0 DILATED=0 UPSAMPLE=0
+// variants: PASS=DGRAD T=bf16 OUT=bf16 PASSES=1 BM=128 BN=16 BK=64 WM=4 WN=1 STAGES=3 A_VEC=0 B_VEC=1 DILATED=1 UPSAMPLE=0
+// variants: PASS=FPROP,DGRAD,WGRAD T=float OUT=float PASSES=1 BM=128 BN=128 BK=32 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0
+// variants: PASS=FPROP,DGRAD,WGRAD T=float OUT=float PASSES=3 BM=128 BN=64 BK=32 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0
+// variants: PASS=FPROP T=bf16 OUT=bf16 PASSES=1 BM=128 BN=128 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=1
+// variants: PASS=WGRAD T=half OUT=float PASSES=1 BM=64 BN=64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=0 B_VEC=0 DILATED=0 UPSAMPLE=1
 //
 // x, dx: T (N, H, W, C); weight: T (K, R, S, C); out, dout: T (N, Ho, Wo, K); dweight: float (K, R, S, C).
 //   FPROP  out[pixel][k]        = patch of x[pixel][r,s,c]  · weight[k][r,s,c]
 //   DGRAD  dx[pixel][c]         = patch of dout[pixel][r,s,k] · weight[k][r,s,c]; DILATED where the stride is not 1
 //   WGRAD  dweight[k][r,s,c]    = dout[pixel][k] · patch of x[pixel][r,s,c]
+// UPSAMPLE: 1 where FPROP and WGRAD take each pixel of x twice in both directions, as of an image 2H by 2W; else 0.
 // a: the operand whose rows are the result's rows (x, dout, dout); b: the other (weight, weight, x). All are C-contiguous.
 // A_VEC, B_VEC: chunks of 16 bytes never straddle: channels of the gathered image (or of dout in WGRAD), and R·S·C or C
 // of weight, are multiples of 16 bytes' elements, arrays 16-byte aligned.
@@ -31,7 +34,7 @@ struct Window {
     int row, column, image;  // of tap (0, 0); image counts pixels
 
     __device__ __forceinline__ bool at(int r, int s, const Shape& shape, int& pixel) const {
-        int y = PASS == DGRAD ? row - r : row + r, x = PASS == DGRAD ? column - s : column + s;
+        int y = (PASS == DGRAD ? row - r : row + r) >> UPSAMPLE, x = (PASS == DGRAD ? column - s : column + s) >> UPSAMPLE;
         int height = PASS == DGRAD ? shape.Ho : shape.H, width = PASS == DGRAD ? shape.Wo : shape.W;
         bool inside = y >= 0 && x >= 0;
         if constexpr (DILATED) {

@@ -5,10 +5,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from cudiff.backend import bfloat16
 from cudiff.config import PRESETS
 from cudiff.cuda import module
 from cudiff.cuda.module import gradient_sums, gradient_target
 from cudiff.data import Dataset
+from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
 from cudiff.tensor import Function, Tensor
 from cudiff.train import Trainer
 from tests.host import Array, Memory, forget, pretend
@@ -56,6 +58,20 @@ def test_the_benchmarks_step(host_of, tmp_path):
     launches = Counter(stem for stem, _ in host.launches)
     assert launches.total() <= 352 and launches["conv2d_wgrad_sm90"] <= 17
     assert host.memory.taken <= 650 << 20
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("dtype", [bfloat16, np.dtype(np.float32)], ids=str)
+def test_an_upsampled_image_is_not_made(host_of, dtype, norm):
+    host = host_of(False)
+    shapes = dict(x=(2, 8, 8, 64), weight=(64, 3, 3, 64), bias=64, norm_weight=64, norm_bias=64)
+    tensors = {
+        name: Tensor(host.zeros(shape, dtype if name in ("x", "weight") else np.float32), requires_grad=True)
+        for name, shape in shapes.items() if norm or not name.startswith("norm")
+    }
+    out = norm_silu_conv2d(tensors.pop("x"), upsample=True, **tensors)
+    out.backward(host.zeros(out.shape, dtype))
+    assert ("pool", "sum_windows") in host.launches and ("pool", "spread_windows") not in host.launches
 
 
 def fresh(values):

@@ -36,8 +36,9 @@ class Upsample(Module):
         self.conv = Conv2d(channels, channels, 3) if use_conv else None
 
     def forward(self, x: Tensor) -> Tensor:
-        x = ops.upsample_nearest(x, 2)
-        return self.conv(x) if self.conv is not None else x
+        if self.conv is None:
+            return ops.upsample_nearest(x, 2)
+        return ops.norm_silu_conv2d(x, weight=self.conv.weight, bias=self.conv.bias, upsample=True, tf32=self.tf32)
 
 
 class Downsample(Module):

@@ -17,6 +17,7 @@ from cudiff.ops.conv2d_sm90 import Norm
 from cudiff.ops.elementwise import relu_cuda
 from cudiff.ops.gemm import Epilogue, aligned, product
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
+from cudiff.ops.pool import TWICE, spread_windows_cuda
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
 from cudiff.ops.shape import contiguous_cuda, move_cuda
 from cudiff.tensor import Function, Tensor
@@ -135,22 +136,24 @@ def out_size(size: tuple[int, ...], kernel: tuple[int, ...], stride: Pair, paddi
 
 def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair, epilogue: Epilogue, tf32: bool,
                statistics: bool = False, relu: bool = False, x2: Array | None = None,
-               skip: conv2d_sm90.Skip | None = None) -> Array | None:
+               skip: conv2d_sm90.Skip | None = None, upsample: bool = False) -> Array | None:
     """Convolution, written to out (N, Ho, Wo, K), and what the epilogue adds; then ReLU, if `relu`.
 
     x2 holds the channels after x's, where `conv2d_wgrad_sm90.suits_pair`. The result of `skip` is added too, where
-    `conv2d_sm90.suits_skip`. Returns out's sums and sums of squares, float32 (N, tiles, K, 2), if `statistics` and the
-    kernel makes them.
+    `conv2d_sm90.suits_skip`. `upsample`: of x twice as high and wide, each pixel four times. Returns out's sums and
+    sums of squares, float32 (N, tiles, K, 2), if `statistics` and the kernel makes them.
     """
     epilogue = epilogue._replace(rows_per_image=out.shape[1] * out.shape[2])
-    if x2 is None and conv2d_thin.suits(x, weight, out, stride, padding, epilogue):
+    if upsample and conv2d_sm90.suits(x, weight, out, stride, padding, tf32):
+        x, upsample = _upsampled(x), False
+    if x2 is None and not upsample and conv2d_thin.suits(x, weight, out, stride, padding, epilogue):
         return conv2d_thin.fprop(x, weight, out, epilogue, moments=2 * statistics, relu=relu)
     if conv2d_sm90.suits(x, weight, out, stride, padding, tf32):
         return conv2d_sm90.fprop(x, weight, out, epilogue, statistics=statistics, relu=relu, x2=x2, skip=skip)
-    if _is_linear(weight.shape[1:3], stride, padding):
+    if _is_linear(weight.shape[1:3], stride, padding) and not upsample:
         linear_cuda(x, weight.reshape(weight.shape[0], -1), epilogue, tf32, out.reshape(1, -1, out.shape[3]))
     else:
-        _launch("FPROP", x, weight, out, (x.shape, weight.shape, out.shape), stride, padding, epilogue, tf32)
+        _launch("FPROP", x, weight, out, (x.shape, weight.shape, out.shape), stride, padding, epilogue, tf32, upsample)
     if relu:
         relu_cuda(out, out)
     return None
@@ -182,17 +185,24 @@ def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pai
 
 
 def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pair, add: bool, tf32: bool,
-               x2: Array | None = None) -> None:
-    """Gradient of the weight, written or added to dweight (K, R, S, C), float32. x2 as in `fprop_cuda`."""
-    if x2 is None and conv2d_thin.suits(x, dweight, dout, stride, padding):
+               x2: Array | None = None, upsample: bool = False) -> None:
+    """Gradient of the weight, written or added to dweight (K, R, S, C), float32; x2 and `upsample` as in `fprop_cuda`.
+    """
+    if upsample and conv2d_wgrad_sm90.suits(x, dweight, dout, stride, padding, tf32):
+        x, upsample = _upsampled(x), False
+    if x2 is None and not upsample and conv2d_thin.suits(x, dweight, dout, stride, padding):
         conv2d_thin.wgrad(x, dout, dweight, add)
     elif conv2d_wgrad_sm90.suits(x, dweight, dout, stride, padding, tf32):
         conv2d_wgrad_sm90.wgrad(x, dout, dweight, add, x2=x2)
-    elif _is_linear(dweight.shape[1:3], stride, padding):
+    elif _is_linear(dweight.shape[1:3], stride, padding) and not upsample:
         linear_dweight_cuda(x, dout, dweight.reshape(dweight.shape[0], -1), add, tf32)
     else:
-        epilogue = Epilogue(addend=dweight if add else None)
-        _launch("WGRAD", dout, x, dweight, (x.shape, dweight.shape, dout.shape), stride, padding, epilogue, tf32)
+        shapes, epilogue = (x.shape, dweight.shape, dout.shape), Epilogue(addend=dweight if add else None)
+        _launch("WGRAD", dout, x, dweight, shapes, stride, padding, epilogue, tf32, upsample)
+
+
+def _upsampled(x: Array) -> Array:
+    return spread_windows_cuda(x, (2 * x.shape[1], 2 * x.shape[2]), TWICE, 1.0)[0]
 
 
 def _is_linear(kernel: Pair, stride: Pair, padding: Pair) -> bool:
@@ -219,7 +229,7 @@ def _dgrad_of_tiles(dout: Array, weight: Array, dx: Array, bias: Array | None, t
 
 
 def _launch(direction: str, a: Array, b: Array, out: Array, shapes: tuple, stride: Pair, padding: Pair,
-            epilogue: Epilogue, tf32: bool) -> None:
+            epilogue: Epilogue, tf32: bool, upsample: bool = False) -> None:
     """One pass of kernels/conv2d.cu; shapes = those of x, weight and out."""
     (n, height, width, c), (k, *kernel, _), (_, *size, _) = shapes
     b = b if b.dtype == a.dtype else b.astype(a.dtype)
@@ -233,7 +243,7 @@ def _launch(direction: str, a: Array, b: Array, out: Array, shapes: tuple, strid
     product(
         "conv2d", a, b, out, columns, (n, height, width, c, *size, k, *kernel, *stride, *padding),
         (rows, columns, depth, 1), epilogue, tf32, PASS=direction, A_VEC=aligned(a, chunk_a),
-        B_VEC=aligned(b, chunk_b), DILATED=direction == "DGRAD" and stride != (1, 1),
+        B_VEC=aligned(b, chunk_b), DILATED=direction == "DGRAD" and stride != (1, 1), UPSAMPLE=upsample,
     )
 
 

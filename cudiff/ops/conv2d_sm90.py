@@ -99,7 +99,7 @@ def suits_skip(x: Array, weight: Array, out: Array, skip: Skip) -> bool:
             for source in sources
         )
         and (skip.x2 is None or skip.x.shape[3] % CHANNELS == 0)
-        and _skip_gains(x.shape, len(weight), skip.weight.shape[3], x.dtype.itemsize)
+        and _skip_gains((*out.shape[:3], x.shape[3]), len(weight), skip.weight.shape[3], x.dtype.itemsize)
     )
 
 

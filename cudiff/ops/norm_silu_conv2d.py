@@ -14,7 +14,7 @@ from cudiff.ops.conv2d_sm90 import Norm, Skip, at_16_bytes, suits_skip
 from cudiff.ops.gemm import Epilogue
 from cudiff.ops.group_norm import GroupNorm, group_norm
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
-from cudiff.ops.pool import UpsampleNearest, upsample_nearest
+from cudiff.ops.pool import TWICE, sum_windows_cuda, upsample_nearest
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
 from cudiff.ops.shape import Concatenate, concatenate, reshape
 from cudiff.tensor import Composite, Context, Tensor
@@ -49,7 +49,7 @@ class NormSiluConv2d(Composite):
     @staticmethod
     def forward_cuda(ctx, x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2,
                      skip_weight, skip_bias, num_groups, eps, silu, upsample, relu, statistics, tf32):
-        ctx.tf32, ctx.steps = tf32, []
+        ctx.tf32, ctx.upsample, ctx.step = tf32, upsample, (None, None, ())
         ctx.weight_shape, weight = weight.shape, _taps(weight)
         h, h2 = x, None
         if norm_weight is not None:
@@ -59,13 +59,13 @@ class NormSiluConv2d(Composite):
             h2 = x2  # read from where they are
         elif x2 is not None:
             h = _step(ctx, Concatenate, (0, 1), x, x2, axis=3)
-        if upsample:
-            h = _step(ctx, UpsampleNearest, (0,), h, factor=2)
-        ctx.shape, again = h.shape, norm_weight is not None and any(ctx.needs[i] for i in _NORM_INPUTS)
+        again = norm_weight is not None and any(ctx.needs[i] for i in _NORM_INPUTS)
         if again:  # then the norm's backward makes h once more for the weight's gradient: nothing is kept till then
-            ctx.steps[0][1].again = ctx.needs[2]
-        padding = pair(weight.shape[1] // 2)
-        out = empty((*h.shape[:1], *out_size(h.shape[1:3], weight.shape[1:3], (1, 1), padding), len(weight)), h.dtype)
+            ctx.step[1].again = ctx.needs[2]
+        padding, times = pair(weight.shape[1] // 2), 2 if upsample else 1
+        n, height, width, channels = h.shape
+        ctx.shape = n, height * times, width * times, channels  # of what the convolution sees
+        out = empty((n, *out_size(ctx.shape[1:3], weight.shape[1:3], (1, 1), padding), len(weight)), h.dtype)
         skip, addend = None, residual
         if skip_weight is not None:
             skip, addend = Skip(residual, residual2, skip_weight, as_float32(skip_bias)), None
@@ -73,7 +73,9 @@ class NormSiluConv2d(Composite):
                 addend = linear_cuda(residual, _matrix(skip_weight), Epilogue(skip.bias), tf32, x2=residual2)
                 skip = None
         epilogue = Epilogue(as_float32(bias), as_float32(emb), addend)
-        ctx.out_partials = fprop_cuda(h, weight, out, (1, 1), padding, epilogue, tf32, statistics, relu, h2, skip)
+        ctx.out_partials = fprop_cuda(
+            h, weight, out, (1, 1), padding, epilogue, tf32, statistics, relu, h2, skip, upsample
+        )
         ctx.save(None if again else h, h2, weight, residual, residual2, skip_weight, out if relu else None)
         return out
 
@@ -102,34 +104,25 @@ class NormSiluConv2d(Composite):
                     grads[i], addend = gradient_sum(into[i], (*dout.shape[:3], part.shape[3]), dout.dtype)
                     dgrad_cuda(dout, part, grads[i], (1, 1), padding, Epilogue(addend=addend), tf32)
         elif any(needs[i] for i in _NORM_INPUTS):
-            grads[0], addend = gradient_sum(None if ctx.steps else into[0], ctx.shape, dout.dtype)
-            epilogue = Epilogue(addend=addend)
-            if [function for function, _, _ in ctx.steps] == [GroupNorm]:
-                step = ctx.steps[0][1]
-                norm = Norm(step.silu, *step.saved)
-                step.dz_partials = dgrad_cuda(dout, weight, grads[0], (1, 1), padding, epilogue, tf32, norm=norm)
-            else:
-                dgrad_cuda(dout, weight, grads[0], (1, 1), padding, epilogue, tf32)
-            for position in reversed(range(len(ctx.steps))):
-                function, step, inputs = ctx.steps[position]
-                last = position == 0
-                wanted = step.needs if last else (True,)
-                results = function.backward_cuda(
-                    step, grads[0], needs=wanted, into=tuple(into[i] if last else None for i in inputs)
-                )
+            function, step, inputs = ctx.step
+            place = into[0] if step is None else None
+            grads[0], addend = gradient_sum(None if ctx.upsample else place, ctx.shape, dout.dtype)
+            norm = Norm(step.silu, *step.saved) if function is GroupNorm and not ctx.upsample else None
+            dz_partials = dgrad_cuda(dout, weight, grads[0], (1, 1), padding, Epilogue(addend=addend), tf32, norm=norm)
+            if ctx.upsample:
+                grads[0], ctx.din_partials[0] = sum_windows_cuda(grads[0], TWICE, 1.0, place, 1)
+            if step is not None:
+                step.dz_partials = dz_partials
+                results = function.backward_cuda(step, grads[0], needs=step.needs, into=tuple(into[i] for i in inputs))
                 for i, result in zip(inputs, results, strict=True):
                     grads[i] = result
-                if last:
-                    ctx.din_partials = {inputs[i]: sums for i, sums in step.din_partials.items()}
+                ctx.din_partials = {inputs[i]: sums for i, sums in step.din_partials.items()}
         if skip_weight is None and needs[9]:
             grads[9] = dout
         if needs[2]:
-            if h is None:
-                h = ctx.steps[0][1].y
-                for function, step, _ in ctx.steps[1:]:
-                    h = function.forward_cuda(step, h, factor=2)
+            h = ctx.step[1].y if h is None else h
             grads[2], add = gradient_target(into[2], ctx.weight_shape, float32)
-            wgrad_cuda(h, dout, _taps(grads[2]), (1, 1), padding, add, tf32, h2)
+            wgrad_cuda(h, dout, _taps(grads[2]), (1, 1), padding, add, tf32, h2, ctx.upsample)
         if skip_weight is None:
             return tuple(grads)
         if needs[11]:
@@ -154,7 +147,7 @@ _NORM_INPUTS = (0, 1, 4, 5, 6, 7)
 def _step(ctx, function: Any, inputs: tuple[int, ...], *arrays: Array | None, **attrs) -> Array:
     """Run another Function's forward inside this one; `inputs` says where its gradients go."""
     step = Context(tuple(ctx.needs[i] for i in inputs), tuple(ctx.partials[i] for i in inputs))
-    ctx.steps.append((function, step, inputs))
+    ctx.step = function, step, inputs
     return function.forward_cuda(step, *arrays, **attrs)
 
 

@@ -16,6 +16,7 @@ from cudiff.ops.cast import narrow, require_float, widen
 from cudiff.tensor import Function, Kept, Tensor, Vacant
 
 Window = tuple[int, int, int]  # size, stride, padding
+TWICE = (2, 2, 0)  # the windows of an image twice as high and wide, one for each pixel
 NOWHERE = 255  # no place in a window of up to 15 x 15
 
 
@@ -81,12 +82,12 @@ class AveragePool2d(Function):
     def forward_cuda(ctx, x, window):
         require_float("avg_pool2d", x)
         ctx.size, ctx.window = x.shape[1:3], window
-        out, ctx.out_partials = _sum_windows_cuda(x, window, 1 / window[0] ** 2)
+        out, ctx.out_partials = sum_windows_cuda(x, window, 1 / window[0] ** 2)
         return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
-        dx, ctx.din_partials[0] = _spread_windows_cuda(dout, ctx.size, ctx.window, 1 / ctx.window[0] ** 2, into[0], 1)
+        dx, ctx.din_partials[0] = spread_windows_cuda(dout, ctx.size, ctx.window, 1 / ctx.window[0] ** 2, into[0], 1)
         return (dx,)
 
 
@@ -109,12 +110,12 @@ class UpsampleNearest(Function):
         require_float("upsample_nearest", x)
         ctx.window = (factor, factor, 0)
         size = x.shape[1] * factor, x.shape[2] * factor
-        out, ctx.out_partials = _spread_windows_cuda(x, size, ctx.window, 1.0)
+        out, ctx.out_partials = spread_windows_cuda(x, size, ctx.window, 1.0)
         return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
-        dx, ctx.din_partials[0] = _sum_windows_cuda(dout, ctx.window, 1.0, into[0], 1)
+        dx, ctx.din_partials[0] = sum_windows_cuda(dout, ctx.window, 1.0, into[0], 1)
         return (dx,)
 
 
@@ -166,16 +167,16 @@ class MaxPool2d(Function):
         return (dx,)
 
 
-def _sum_windows_cuda(x: Array, window: Window, factor: float,
-                      into: Array | Vacant | Kept | None = None, moments: int = 2) -> tuple[Array, Array | None]:
+def sum_windows_cuda(x: Array, window: Window, factor: float,
+                     into: Array | Vacant | Kept | None = None, moments: int = 2) -> tuple[Array, Array | None]:
     """`sum_windows_numpy` on the GPU, to where `gradient_target` says; and its sums: see `_launch`."""
     shape = (x.shape[0], *out_size(x.shape[1:3], window), x.shape[3])
     out, add = gradient_target(into, shape, x.dtype)
     return out, _launch("sum_windows", (out, add), (x, factor), x, out, out, window, moments)
 
 
-def _spread_windows_cuda(x: Array, size: tuple[int, int], window: Window, factor: float,
-                         into: Array | Vacant | Kept | None = None, moments: int = 2) -> tuple[Array, Array | None]:
+def spread_windows_cuda(x: Array, size: tuple[int, int], window: Window, factor: float,
+                        into: Array | Vacant | Kept | None = None, moments: int = 2) -> tuple[Array, Array | None]:
     """`spread_windows_numpy` on the GPU, to where `gradient_target` says; and its sums: see `_launch`."""
     out, add = gradient_target(into, (x.shape[0], *size, x.shape[3]), x.dtype)
     return out, _launch("spread_windows", (out, add), (x, factor), out, x, out, window, moments)

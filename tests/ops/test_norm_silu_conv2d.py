@@ -15,6 +15,12 @@ UNITS = {  # x, x2 channels; K; kernel; which parts
     "identity": dict(c1=8, c2=0, k=8, residual=(8, 0)),
     "scale": dict(c1=16, c2=0, k=8, scale=True, residual=(16, 0), skip=True),
     "upsample": dict(c1=8, c2=0, k=4, emb=True, upsample=True),
+    "upsample of odd images": dict(c1=64, c2=32, k=72, emb=True, upsample=True, size=(5, 7)),
+    "upsample without norm": dict(c1=96, c2=0, k=64, norm=False, residual=(64, 0), upsample=True, size=(7, 4)),
+    "upsample of a pair": dict(c1=64, c2=8, k=16, norm=False, upsample=True, relu=True),
+    "upsample and skip": dict(c1=64, c2=0, k=64, upsample=True, residual=(64, 8), skip=True, size=(9, 5)),
+    "upsample, then 1x1": dict(c1=16, c2=0, k=24, r=1, upsample=True),
+    "upsample to a thin result": dict(c1=64, c2=0, k=3, upsample=True),
     "no norm": dict(c1=6, c2=2, k=3, norm=False, emb=True),
     "wide": dict(c1=64, c2=64, k=64, emb=True, residual=(64, 64), skip=True),
     "1x1": dict(c1=8, c2=0, k=5, r=1),
@@ -41,7 +47,7 @@ def test_norm_silu_conv2d(device, rng, unit):
     c1, c2, k, r = unit["c1"], unit["c2"], unit["k"], unit.get("r", 3)
     channels, upsample = c1 + c2, unit.get("upsample", False)
     image = unit.get("size", (5, 6))
-    size = (2, 10, 12) if upsample else (2, *image)
+    size = (2, *(length * (2 if upsample else 1) for length in image))
     residual = unit.get("residual", (0, 0))
 
     def normal(*shape, wanted=True):
