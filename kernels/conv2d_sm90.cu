@@ -1,22 +1,24 @@
 // Convolution of stride 1 that keeps the image's size, on Hopper: TMA brings the operands, wgmma multiplies them. These are
 // FPROP and DGRAD of conv2d.cu; conv2d_wgrad_sm90.cu and conv2d_wgrad_tf32_sm90.cu are its WGRAD.
 // architectures: sm_90a
-// variants: PASS=FPROP T=bf16,half PIXELS=256 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0 SKIP=0 CLUSTER=1
-// variants: PASS=FPROP T=bf16 PIXELS=128,64 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0 SKIP=0 CLUSTER=1
-// variants: PASS=DGRAD T=bf16 PIXELS=256,128 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0 RELU=0 SKIP=0 CLUSTER=1
-// variants: PASS=DGRAD T=bf16,half PIXELS=64 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0 RELU=0 SKIP=0 CLUSTER=1
-// variants: PASS=DGRAD T=bf16,half PIXELS=256,128,64 R=3,1 ADDS=0 STATISTICS=0 NORM=1 RELU=0 SKIP=0 CLUSTER=1
-// variants: PASS=FPROP T=bf16,float PIXELS=256,128,64 R=3 ADDS=0 STATISTICS=0 NORM=0 RELU=1 SKIP=0 CLUSTER=1
-// variants: PASS=FPROP T=float PIXELS=256,128,64 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0 SKIP=0 CLUSTER=1
-// variants: PASS=FPROP T=bf16,float PIXELS=64 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0 SKIP=0 CLUSTER=2,4,8
-// variants: PASS=FPROP T=bf16 PIXELS=64 R=3 ADDS=0 STATISTICS=0 NORM=0 RELU=1 SKIP=0 CLUSTER=2,4,8
-// variants: PASS=DGRAD T=bf16 PIXELS=64 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0 RELU=0 SKIP=0 CLUSTER=2,4,8
-// variants: PASS=DGRAD T=bf16 PIXELS=64 R=3,1 ADDS=0 STATISTICS=0 NORM=1 RELU=0 SKIP=0 CLUSTER=2,4,8
-// variants: PASS=FPROP T=bf16,half PIXELS=256 R=3 ADDS=0 STATISTICS=0,1 NORM=0 RELU=0 SKIP=1 CLUSTER=1
-// variants: PASS=FPROP T=bf16 PIXELS=128,64 R=3 ADDS=0 STATISTICS=0,1 NORM=0 RELU=0 SKIP=1 CLUSTER=1
-// variants: PASS=FPROP T=bf16 PIXELS=64 R=3 ADDS=0 STATISTICS=0,1 NORM=0 RELU=0 SKIP=1 CLUSTER=2,4,8
-// variants: PASS=DGRAD T=bf16,half PIXELS=256,128,64 R=1 ADDS=0 STATISTICS=0 NORM=2 RELU=0 SKIP=0 CLUSTER=1
-// variants: PASS=DGRAD T=bf16 PIXELS=64 R=1 ADDS=0 STATISTICS=0 NORM=2 RELU=0 SKIP=0 CLUSTER=2,4,8
+// variants: PASS=FPROP T=bf16,half PIXELS=256 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0 SKIP=0 CLUSTER=1 UPSAMPLE=0
+// variants: PASS=FPROP T=bf16 PIXELS=128,64 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0 SKIP=0 CLUSTER=1 UPSAMPLE=0
+// variants: PASS=DGRAD T=bf16 PIXELS=256,128 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0 RELU=0 SKIP=0 CLUSTER=1 UPSAMPLE=0
+// variants: PASS=DGRAD T=bf16,half PIXELS=64 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0 RELU=0 SKIP=0 CLUSTER=1 UPSAMPLE=0
+// variants: PASS=DGRAD T=bf16,half PIXELS=256,128,64 R=3,1 ADDS=0 STATISTICS=0 NORM=1 RELU=0 SKIP=0 CLUSTER=1 UPSAMPLE=0
+// variants: PASS=FPROP T=bf16,float PIXELS=256,128,64 R=3 ADDS=0 STATISTICS=0 NORM=0 RELU=1 SKIP=0 CLUSTER=1 UPSAMPLE=0
+// variants: PASS=FPROP T=float PIXELS=256,128,64 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0 SKIP=0 CLUSTER=1 UPSAMPLE=0
+// variants: PASS=FPROP T=bf16,float PIXELS=64 R=3,1 ADDS=0,1 STATISTICS=0,1 NORM=0 RELU=0 SKIP=0 CLUSTER=2,4,8 UPSAMPLE=0
+// variants: PASS=FPROP T=bf16 PIXELS=64 R=3 ADDS=0 STATISTICS=0 NORM=0 RELU=1 SKIP=0 CLUSTER=2,4,8 UPSAMPLE=0
+// variants: PASS=DGRAD T=bf16 PIXELS=64 R=3,1 ADDS=0,1 STATISTICS=0 NORM=0 RELU=0 SKIP=0 CLUSTER=2,4,8 UPSAMPLE=0
+// variants: PASS=DGRAD T=bf16 PIXELS=64 R=3,1 ADDS=0 STATISTICS=0 NORM=1 RELU=0 SKIP=0 CLUSTER=2,4,8 UPSAMPLE=0
+// variants: PASS=FPROP T=bf16,half PIXELS=256 R=3 ADDS=0 STATISTICS=0,1 NORM=0 RELU=0 SKIP=1 CLUSTER=1 UPSAMPLE=0
+// variants: PASS=FPROP T=bf16 PIXELS=128,64 R=3 ADDS=0 STATISTICS=0,1 NORM=0 RELU=0 SKIP=1 CLUSTER=1 UPSAMPLE=0
+// variants: PASS=FPROP T=bf16 PIXELS=64 R=3 ADDS=0 STATISTICS=0,1 NORM=0 RELU=0 SKIP=1 CLUSTER=2,4,8 UPSAMPLE=0
+// variants: PASS=DGRAD T=bf16,half PIXELS=256,128,64 R=1 ADDS=0 STATISTICS=0 NORM=2 RELU=0 SKIP=0 CLUSTER=1 UPSAMPLE=0
+// variants: PASS=DGRAD T=bf16 PIXELS=64 R=1 ADDS=0 STATISTICS=0 NORM=2 RELU=0 SKIP=0 CLUSTER=2,4,8 UPSAMPLE=0
+// variants: PASS=FPROP T=bf16 PIXELS=256,128,64 R=3 ADDS=0,1 STATISTICS=1 NORM=0 RELU=0 SKIP=0 CLUSTER=1 UPSAMPLE=1
+// variants: PASS=FPROP T=float PIXELS=64 R=3 ADDS=0 STATISTICS=1 NORM=0 RELU=0 SKIP=0 CLUSTER=2,4,8 UPSAMPLE=1
 //
 // x: T (N, H, W, C), whose channels from `split` (C, or a multiple of CHUNK) on are x2's; out: T (N, H, W, K), whose channels
 // from K1 (K, or a multiple of 64) on are out2's; addend: T (N, H, W, K), may be `out` itself; bias: float (K) or null; emb:
@@ -33,6 +35,7 @@
 //          addend[pixel] · skip_weight[k] + skip_bias[k] (float (K) or null). Then addend is T (N, H, W, D), whose channels
 //          from D1 (D, or a multiple of CHUNK) on are addend2's, D is a multiple of 8, and emb is null (with both
 //          biases and emb registers spilled).
+//   UPSAMPLE  of FPROP: x is T (N, H / 2, W / 2, C), and the convolution is of an image in which each of its pixels is four.
 // R (a constant) and S are odd; C and K are multiples of 8, or of 4 floats, and no size is 0. Products of floats are of
 // tf32, which wgmma takes only as FPROP has them: their dgrad is given the turned weight.
 //
@@ -41,6 +44,8 @@
 // columns the operands are read from shared memory least often; its speed is the bound with fewer (128 columns reach 0.92 of
 // that speed, 64 reach 0.63: TILES in conv2d_sm90.py). The depth is walked in chunks of 64 channels, or 32 of floats. A slab of
 // rows + R - 1 by 8 + S - 1 pixels, padded with zeros by TMA, serves all taps of a chunk: they differ in where they start.
+// With UPSAMPLE it comes row by row, and TMA makes two columns of one by an axis of stride 0: a slab that would begin with the
+// second of two has one line more `before`, and at its end.
 // The weights come for R vertical taps at once. SKIP's channels are walked after those of x, in chunks of one tap, whose slabs
 // are the strip's own pixels, rows by 8.
 // A block stays and walks over strips that follow each other, so that its products hardly pause: one warp brings slabs and
@@ -50,9 +55,10 @@
 // Where few strips would leave multiprocessors idle, CLUSTER blocks along the grid's z share one, and each has one turn: it
 // multiplies a part of the depth, steps of R taps of a chunk or one of SKIP's, and sends each other block the sums of some
 // rows. A block adds what it gets in the order of the blocks, and finishes SHARE = PIXELS / 8 / CLUSTER rows.
-// Maps: x {C, W, H, N}, box {CHUNK, 8 + S - 1, rows + R - 1, 1}; FPROP weight {C, R·S, K}, DGRAD weight {K, R·S, C}, box
-// {CHUNK, 1, 64}; out and addend {K, W, H, N}, box {CHUNK, 8, min(rows, SHARE), 1}, but SKIP's addend {D, W, H, N}, box
-// {CHUNK, 8, rows, 1}; skip_weight {D, 1, K}, box {CHUNK, 1, 64}. Those of float x and weight round to tf32.
+// Maps: x {C, W, H, N}, box {CHUNK, 8 + S - 1, rows + R - 1, 1}, but UPSAMPLE's {C, 2, W / 2, H / 2, N}, box
+// {CHUNK, 2, (8 + S - 1) / 2 + before, 1, 1}; FPROP weight {C, R·S, K}, DGRAD weight {K, R·S, C}, box {CHUNK, 1, 64}; out and
+// addend {K, W, H, N}, box {CHUNK, 8, min(rows, SHARE), 1}, but SKIP's addend {D, W, H, N}, box {CHUNK, 8, rows, 1};
+// skip_weight {D, 1, K}, box {CHUNK, 1, 64}. Those of float x and weight round to tf32.
 // Launch: 384 threads, of which the last 127 only give their registers to others; grid (any number, or in clusters one
 // for each strip; ceil(K / 64); CLUSTER); tiles = ceil(W / 8) · ceil(H / rows). Shared memory: 1024 bytes for barriers and as
 // many for NORM's maps; `a_stages` slabs, two at least if a block's turns have so many chunks; `b_stages` times R taps'
@@ -115,7 +121,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             const float* scale, const float* shift, const float* mean, const float* rstd, int N, int H, int W, int C, int K,
             int S, int D, int rows, int a_stages, int b_stages, int split, int K1, int D1, int groups) {
     extern __shared__ __align__(1024) u8 shared[];
-    int pitch = 8 + S - 1;  // lines from one row of the slab to the next
+    int before = UPSAMPLE ? S / 2 % 2 : 0, pitch = 8 + S - 1 + 2 * before;  // lines from one row of the slab to the next
     u32 slab_bytes = CEIL_DIV((PIXELS / 8 + R - 1) * pitch * LINE, 1024) * 1024;
     u32 turns = shared_address(shared), addends = turns + 16, mailbox = turns + 32, barriers = turns + 40;
     u32 slabs = turns + 2048, weights = slabs + a_stages * slab_bytes, results = weights + b_stages * WEIGHT_BYTES;
@@ -157,8 +163,14 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             for (int step = first, s = first % S, c = first / S * CHUNK; step < middle; step++) {
                 if (s == 0 || step == first) {
                     u32 full = a.acquire((rows + R - 1) * pitch * LINE);
-                    tma_load(a.buffer(), c < split ? x : x2, full, c < split ? c : c - split, strip.w0 - S / 2,
-                             strip.h0 - R / 2, strip.n);
+                    const TensorMap& map = c < split ? x : x2;
+                    int channel = c < split ? c : c - split, w = strip.w0 - S / 2, h = strip.h0 - R / 2;
+                    if constexpr (UPSAMPLE) {
+                        for (int row = 0; row < rows + R - 1; row++)
+                            tma_load(a.buffer() + row * pitch * LINE, map, full, channel, 0, w >> 1, h + row >> 1, strip.n);
+                    } else {
+                        tma_load(a.buffer(), map, full, channel, w, h, strip.n);
+                    }
                     a.advance();
                 }
                 if (!resident || i == from) {
@@ -251,7 +263,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             wgmma_fence();
 #pragma unroll
             for (int r = 0; r < R; r++)
-                multiply(b.buffer() + r * TAP_BYTES, a.buffer() + (r * pitch + s) * LINE, pitch, i > first || r > 0);
+                multiply(b.buffer() + r * TAP_BYTES, a.buffer() + (r * pitch + before + s) * LINE, pitch, i > first || r > 0);
             wgmma_commit();
             b.advance();
             if (s == S - 1) a.advance();

@@ -1,9 +1,9 @@
 // Hopper's asynchronous machinery (sm_90a): barriers in shared memory, the bulk tensor copy (TMA), and wgmma.
 //
 // Tiles in shared memory have lines of 128 bytes (64 elements of 16 bits, 32 of float), 16-byte chunks XOR-swizzled by the
-// line's address bits 7 to 9, as TMA writes and wgmma reads them; every tile starts at a multiple of 1024 bytes. Where LINE
-// is 64, lines have 64 bytes, swizzled by bits 7 and 8. A tile is K-major where a line runs along the depth of the product,
-// and MN-major where it runs along its rows or columns.
+// line's address bits 7 to 9, as TMA writes and wgmma reads them; every tile starts at a multiple of 1024 bytes, and what is copied
+// into it or read from it at any line. Where LINE is 64, lines have 64 bytes, swizzled by bits 7 and 8. A tile is K-major
+// where a line runs along the depth of the product, and MN-major where it runs along its rows or columns.
 #pragma once
 #include "mma.cuh"
 
@@ -46,6 +46,10 @@ __device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 b
 __device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 barrier, int i0, int i1, int i2, int i3) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
                  ::"r"(target), "l"((u64)&map), "r"(i0), "r"(i1), "r"(i2), "r"(i3), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 barrier, int i0, int i1, int i2, int i3, int i4) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];"
+                 ::"r"(target), "l"((u64)&map), "r"(i0), "r"(i1), "r"(i2), "r"(i3), "r"(i4), "r"(barrier) : "memory");
 }
 
 // Have the box at hand, in the GPU's cache.

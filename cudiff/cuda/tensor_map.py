@@ -19,16 +19,20 @@ _SWIZZLES = {64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_64B and _128B
 _PROMOTE_256B = 3
 
 
-def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True) -> np.ndarray:
+def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True, twice: bool = False) -> np.ndarray:
     """The 128 bytes of a CUtensorMap for boxes of `box` elements of a CUDA array, to be passed to a kernel by value.
 
     float16, bfloat16 or float32, up to 5 axes, the last one contiguous; the box's last axis has 128 or 64 bytes, which
     are swizzled. An `operand` of float32 is rounded to tf32 on its way. Array and strides are multiples of 16 bytes.
+    `twice`: as if everything before the last axis were there twice in a row, on an axis of its own that the box counts.
     Raises CudiffError where the driver refuses.
     """
     kind = _TFLOAT32 if operand and array.dtype == float32 else _TYPES[array.dtype]
     swizzle = _SWIZZLES[box[-1] * array.dtype.itemsize]
-    return _encode(array.data.ptr, kind, array.shape, array.strides[:-1], box, swizzle)
+    shape, strides = array.shape, array.strides[:-1]
+    if twice:
+        shape, strides = (*shape[:-1], 2, shape[-1]), (*strides, 0)
+    return _encode(array.data.ptr, kind, shape, strides, box, swizzle)
 
 
 @functools.lru_cache(maxsize=4096)

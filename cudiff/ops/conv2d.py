@@ -144,12 +144,12 @@ def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair,
     sums of squares, float32 (N, tiles, K, 2), if `statistics` and the kernel makes them.
     """
     epilogue = epilogue._replace(rows_per_image=out.shape[1] * out.shape[2])
-    if upsample and conv2d_sm90.suits(x, weight, out, stride, padding, tf32):
-        x, upsample = _upsampled(x), False
     if x2 is None and not upsample and conv2d_thin.suits(x, weight, out, stride, padding, epilogue):
         return conv2d_thin.fprop(x, weight, out, epilogue, moments=2 * statistics, relu=relu)
     if conv2d_sm90.suits(x, weight, out, stride, padding, tf32):
-        return conv2d_sm90.fprop(x, weight, out, epilogue, statistics=statistics, relu=relu, x2=x2, skip=skip)
+        return conv2d_sm90.fprop(
+            x, weight, out, epilogue, statistics=statistics, relu=relu, x2=x2, skip=skip, upsample=upsample
+        )
     if _is_linear(weight.shape[1:3], stride, padding) and not upsample:
         linear_cuda(x, weight.reshape(weight.shape[0], -1), epilogue, tf32, out.reshape(1, -1, out.shape[3]))
     else:

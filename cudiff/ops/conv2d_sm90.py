@@ -152,15 +152,24 @@ class Plan(NamedTuple):
 
 
 @functools.cache
-def plan(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int, skip: int = 0) -> Plan:
-    """The plan of the least estimated time for x of this shape, so many channels of the result and of a skip path."""
-    plans = [fit(tile, shape, outputs, kernel, itemsize, cluster, skip) for tile in TILES for cluster in CLUSTERS]
+def plan(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int, skip: int = 0,
+         upsample: bool = False) -> Plan:
+    """The plan of the least estimated time for x of this shape, which is upsampled already, and so many channels of the
+    result and of a skip path."""
+    plans = [
+        fit(tile, shape, outputs, kernel, itemsize, cluster, skip, upsample) for tile in TILES for cluster in CLUSTERS
+    ]
     return min((p for p in plans if p is not None), key=lambda p: time(p, shape, kernel, itemsize, skip))
 
 
 def tiles_of(shape: tuple[int, ...], rows: int) -> int:
     """Strips of 8 columns and so many rows of an image of shape (N, H, W, C)."""
     return blocks(shape[1], rows) * blocks(shape[2], 8)
+
+
+def pitch_of(columns: int, upsample: bool) -> int:
+    """Pixels of a row of a strip's slab, for a weight of so many columns; of an upsampled image whole pairs."""
+    return 8 + columns - 1 + (2 * (columns // 2 % 2) if upsample else 0)
 
 
 def steps_of(channels: int, kernel: tuple[int, int], itemsize: int, skip: int) -> tuple[int, int]:
@@ -175,7 +184,7 @@ def parts_of(steps: int, cluster: int) -> list[tuple[int, int]]:
 
 
 def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int,
-        cluster: int = 1, skip: int = 0) -> Plan | None:
+        cluster: int = 1, skip: int = 0, upsample: bool = False) -> Plan | None:
     """How the tile lies in shared memory; None where two chunks' slabs and two times R taps' weights have no room, and
     where blocks do not share the depth: each must have a part of it, all must run at once, and larger tiles gained
     nothing."""
@@ -192,7 +201,7 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
 
     chunks = max(chunk(last - 1) - chunk(first) + 1 for first, last in parts)
     steps = max(last - first for first, last in parts)
-    slab = blocks((tile.pixels // 8 + kernel[0] - 1) * (8 + kernel[1] - 1) * LINE_BYTES, 1024) * 1024
+    slab = blocks((tile.pixels // 8 + kernel[0] - 1) * pitch_of(kernel[1], upsample) * LINE_BYTES, 1024) * 1024
     weight = kernel[0] * CHANNELS * LINE_BYTES
     results = min(2, turns) * max(2, tile.pixels // 8 // cluster) * 8 * CHANNELS * itemsize
     if cluster > 1:
@@ -231,20 +240,23 @@ def full_strips(images: tuple[int, ...], apart: bool) -> tuple[int, int, int]:
 
 def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: bool = False, statistics: bool = False,
           relu: bool = False, x2: Array | None = None, out2: Array | None = None, chosen: Plan | None = None,
-          norm: Norm | None = None, skip: Skip | None = None) -> Array | None:
+          norm: Norm | None = None, skip: Skip | None = None, upsample: bool = False) -> Array | None:
     """Convolution of x (N, H, W, C), written to out (N, H, W, K), and what the epilogue adds; then ReLU, if `relu`.
 
-    The result of `skip` is added too, where `suits_skip`; then the epilogue is a bias alone.
+    The result of `skip` is added too, where `suits_skip`; then the epilogue is a bias alone. `upsample`: out is
+    (N, 2H, 2W, K), of an image in which each pixel of x is four.
 
     x2 holds the channels after x's, and out2 receives those after out's, where `conv2d_wgrad_sm90.suits_pair`.
 
     weight (K, R, S, C); or under `transposed` (C, R, S, K): then out is the gradient of the input whose output had the
-    gradient x; `norm` is as in `conv2d.dgrad_cuda`. `chosen`, where not the best plan, is one for x's shape. Returns
-    what `statistics` asks for, the sums and sums of squares of out, or with `norm` those of out and of out times the
-    norm's input: float32 (N, tiles, K, 2).
+    gradient x; `norm` is as in `conv2d.dgrad_cuda`. `chosen`, where not the best plan, is one for x's shape, upsampled.
+    Returns what `statistics` asks for, the sums and sums of squares of out, or with `norm` those of out and of out
+    times the norm's input: float32 (N, tiles, K, 2).
     """
     kernel, (n, height, columns, split) = weight.shape[1:3], x.shape
-    if kernel == (1, 1) and chosen is None:
+    if upsample:
+        height, columns = 2 * height, 2 * columns
+    elif kernel == (1, 1) and chosen is None:
         n, height, columns = full_strips(x.shape[:3], statistics or norm is not None or epilogue.emb is not None)
     channels = split if x2 is None else split + x2.shape[3]
     first_outputs = out.shape[3]
@@ -259,10 +271,10 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
         skip = skip._replace(weight=_as_dtype(skip.weight, x.dtype))
         skip_bias, skip_channels, skip_split = skip.bias, skip.weight.shape[3], skip.x.shape[3]
     tile, cluster, rows, each, slabs, weights, shared = chosen or plan(
-        shape, outputs, kernel, x.dtype.itemsize, skip_channels
+        shape, outputs, kernel, x.dtype.itemsize, skip_channels, upsample
     )
     share = min(rows, tile.pixels // 8 // cluster)
-    box, result_box = (1, rows + kernel[0] - 1, 8 + kernel[1] - 1, chunk), (1, share, 8, chunk)
+    pitch, result_box = pitch_of(kernel[1], upsample), (1, share, 8, chunk)
     addend = None if epilogue.addend is None else at_16_bytes(epilogue.addend)
     read, read_box, affine, groups = (addend, None), result_box, (None,) * 6, 1
     if norm is not None:
@@ -272,6 +284,11 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
 
     def image(array: Array) -> Array:
         return array.reshape(n, height, columns, array.shape[-1])
+
+    def source(array: Array) -> np.ndarray:
+        if upsample:
+            return tensor_map(array, (1, 1, pitch // 2, 2, chunk), twice=True)
+        return tensor_map(image(array), (1, rows + kernel[0] - 1, pitch, chunk))
 
     maps = (
         tensor_map(image(out if array is None else array), array_box, operand=False)
@@ -283,14 +300,14 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     launch(
         "conv2d_sm90", "conv2d_sm90", (each, blocks(outputs, CHANNELS), cluster), 384,
         (
-            tensor_map(image(x), box), tensor_map(image(x if x2 is None else x2), box), weight_map, *maps,
+            source(x), source(x if x2 is None else x2), weight_map, *maps,
             weight_map if skip is None else _weight_map(skip.weight, chunk), epilogue.bias, skip_bias, epilogue.emb,
             partials, *affine, n, height, columns, channels, outputs, kernel[1], skip_channels, rows, slabs, weights,
             split, first_outputs, skip_split, groups,
         ),
         shared, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP", PIXELS=tile.pixels,
         ADDS=int(addend is not None), STATISTICS=int(statistics), NORM=0 if norm is None else 1 if norm.silu else 2,
-        RELU=int(relu), SKIP=int(skip is not None), CLUSTER=cluster,
+        RELU=int(relu), SKIP=int(skip is not None), CLUSTER=cluster, UPSAMPLE=int(upsample),
     )
     return partials
 

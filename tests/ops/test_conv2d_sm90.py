@@ -66,17 +66,19 @@ def test_against_numpy_and_the_portable_kernels(hopper, monkeypatch, rng, shape,
         assert relative_error(result.numpy(), reference) < tolerance
 
 
-def random_convolution(rng, shape, outputs, kernel, dtype, transposed):
+def random_convolution(rng, shape, outputs, kernel, dtype, transposed, upsample=False):
     """x, weight, bias, emb and addend on the GPU, and in float64 what they should give: without, with the addend."""
+    times = 2 if upsample else 1
     x = rng.standard_normal(shape).astype(dtype)
     weight = rng.standard_normal((shape[3], *kernel, outputs) if transposed else (outputs, *kernel, shape[3]))
     weight = weight.astype(dtype)
     bias, emb = (rng.standard_normal(size).astype(np.float32) for size in (outputs, (len(x), outputs)))
-    addend = rng.standard_normal((*shape[:3], outputs)).astype(dtype)
+    addend = rng.standard_normal((shape[0], times * shape[1], times * shape[2], outputs)).astype(dtype)
+    seen = x.astype(np.float64).repeat(times, 1).repeat(times, 2)
     wide = weight.astype(np.float64)
     wide = wide[:, ::-1, ::-1].transpose(3, 1, 2, 0).copy() if transposed else wide
     padding = (kernel[0] // 2, kernel[1] // 2)
-    expected = ops.conv2d(Tensor(x.astype(np.float64)), Tensor(wide), padding=padding).numpy()
+    expected = ops.conv2d(Tensor(seen), Tensor(wide), padding=padding).numpy()
     expected += bias + emb[:, None, None]
     operands = [Tensor(array, device="cuda").data for array in (x, weight, bias, emb, addend)]
     return operands, (expected, expected + addend.astype(np.float64))
@@ -124,6 +126,47 @@ def test_clusters_share_the_depth(hopper, rng, dtype, transposed, adds, cluster)
             sums, rounded = Tensor(partials).numpy().astype(np.float64).sum(1), got.astype(np.float64)
             assert np.allclose(sums[..., 0], rounded.sum((1, 2)), rtol=1e-4, atol=1e-3 * np.sqrt(shape[1] * shape[2]))
             assert relative_error(sums[..., 1], (rounded**2).sum((1, 2))) < 1e-5
+
+
+# (N, H, W, C) before it is upsampled, (K, R, S)
+UPSAMPLED = [
+    ((3, 5, 7, 64), (96, 3, 3)), ((1, 1, 1, 8), (8, 3, 3)), ((1, 9, 4, 96), (136, 3, 3)), ((3, 33, 18, 72), (40, 3, 3)),
+    ((140, 8, 8, 72), (64, 3, 3)), ((2, 3, 5, 16), (24, 1, 1)), ((1, 4, 9, 136), (64, 3, 5)),
+    ((2, 5, 6, 8), (72, 1, 7)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape, weight_shape", UPSAMPLED, ids=str)
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=["bf16", "fp16", "tf32"])
+def test_an_input_is_read_upsampled(hopper, rng, dtype, adds, shape, weight_shape):
+    """By every tile and cluster, with statistics and without, and with the fewest slabs and weights in flight."""
+    outputs, kernel = weight_shape[0], weight_shape[1:]
+    operands, results = random_convolution(rng, shape, outputs, kernel, dtype, False, upsample=True)
+    x, weight, bias, emb, addend = operands
+    assert conv2d_sm90.suits(x, weight, addend, padding=(kernel[0] // 2, kernel[1] // 2), tf32=True)
+    seen = (*addend.shape[:3], shape[3])
+    plans = [
+        conv2d_sm90.fit(tile, seen, outputs, kernel, x.itemsize, cluster, upsample=True)
+        for tile in conv2d_sm90.TILES for cluster in conv2d_sm90.CLUSTERS
+    ]
+    for chosen in (None, *filter(None, plans)):
+        least = chosen and chosen._replace(slabs=min(2, chosen.slabs), weights=min(2, chosen.weights))
+        out, again = (Tensor(np.full(addend.shape, np.nan, dtype), device="cuda") for _ in range(2))
+        for target, plan, statistics in ((out, chosen, True), (again, least, False)):
+            partials = conv2d_sm90.fprop(x, weight, target.data, Epilogue(bias, emb, addend if adds else None),
+                                         statistics=statistics, chosen=plan, upsample=True)
+            assert (partials is not None) == statistics
+            if statistics:
+                sums = Tensor(partials).numpy().astype(np.float64).sum(1)
+        got = out.numpy()
+        assert relative_error(got, results[adds]) < TOLERANCES[dtype][0]
+        assert np.array_equal(got, again.numpy())
+        rounded = got.astype(np.float64)
+        noise = 1e-3 * np.sqrt(seen[1] * seen[2])
+        assert np.allclose(sums[..., 0], rounded.sum((1, 2)), rtol=1e-4, atol=noise)
+        assert relative_error(sums[..., 1], (rounded**2).sum((1, 2))) < 1e-5
 
 
 @pytest.mark.gpu
@@ -260,17 +303,19 @@ SIZES = [(height, width) for height in (1, 2, 3, 7, 16, 33, 64, 128) for width i
 
 
 @pytest.mark.parametrize("kernel", [(r, s) for r in (1, 3) for s in conv2d_sm90.COLUMNS])
-@pytest.mark.parametrize("itemsize, skip", [(2, 0), (4, 0), (2, 72), (2, 1000)])
-def test_every_plan_fits(kernel, itemsize, skip):
+@pytest.mark.parametrize("itemsize, skip, upsample", [
+    (2, 0, False), (4, 0, False), (2, 72, False), (2, 1000, False), (2, 72, True), (4, 0, True),
+])
+def test_every_plan_fits(kernel, itemsize, skip, upsample):
     """What kernels/conv2d_sm90.cu needs of shared memory and its rings; some tile takes each shape."""
     for height, width in SIZES:
         for channels, outputs in ((8, 136), (72, 64), (1000, 20000)):
             shape = (2, height, width, channels)
             plans = [
-                conv2d_sm90.fit(tile, shape, outputs, kernel, itemsize, cluster, skip)
+                conv2d_sm90.fit(tile, shape, outputs, kernel, itemsize, cluster, skip, upsample)
                 for tile in conv2d_sm90.TILES for cluster in conv2d_sm90.CLUSTERS
             ]
-            assert conv2d_sm90.plan(shape, outputs, kernel, itemsize, skip) in plans
+            assert conv2d_sm90.plan(shape, outputs, kernel, itemsize, skip, upsample) in plans
             for tile, cluster, rows, each, slabs, weights, shared in filter(None, plans):
                 chunk_of = [chunk for chunk in range(blocks(channels * itemsize, 128)) for _ in range(kernel[1])]
                 chunk_of += [chunk_of[-1] + 1 + chunk for chunk in range(-(-skip * itemsize // 128))]
@@ -283,7 +328,8 @@ def test_every_plan_fits(kernel, itemsize, skip):
                 assert rows <= min(height, tile.pixels // 8)
                 assert slabs >= min(2, chunks * turns)
                 assert weights >= min(2, max(last - first for first, last in parts))
-                slab = blocks((tile.pixels // 8 + kernel[0] - 1) * (7 + kernel[1]) * 128, 1024) * 1024
+                pitch = 7 + kernel[1] + (2 if upsample and kernel[1] in (3, 7) else 0)
+                slab = blocks((tile.pixels // 8 + kernel[0] - 1) * pitch * 128, 1024) * 1024
                 assert 16 * (slabs + weights) + 40 <= conv2d_sm90.BARRIER_BYTES == 1024
                 results = min(2, turns) * max(2, tile.pixels // 8 // cluster) * 8 * 64 * itemsize
                 mail = tile.pixels * 64 * 4 if cluster > 1 else 0
