@@ -1,16 +1,18 @@
 // Weight gradients of convolutions of stride 1 that keep the image's size, on Hopper (TMA, wgmma).
 // architectures: sm_90a
-// variants: T=bf16,half R=3 COLUMNS=1 TAPS=3 PIXELS=64,128 CLUSTER=1,2,4,8 JOBS=1
-// variants: T=bf16 R=3 COLUMNS=1 TAPS=3 PIXELS=64,128 CLUSTER=1,2,4,8 JOBS=16
-// variants: T=bf16 R=3 COLUMNS=1 TAPS=1 PIXELS=64,128 CLUSTER=1,2,4,8 JOBS=1
-// variants: T=bf16 R=3,1 COLUMNS=1 TAPS=1 PIXELS=16,240 CLUSTER=1 JOBS=1,16
-// variants: T=bf16,half R=1 COLUMNS=1,2,3 TAPS=1 PIXELS=128 CLUSTER=1,2,4,8 JOBS=1
-// variants: T=bf16 R=1 COLUMNS=1,2,3 TAPS=1 PIXELS=128 CLUSTER=1,2,4,8 JOBS=16
+// variants: T=bf16,half R=3 COLUMNS=1 TAPS=3 PIXELS=64,128 CLUSTER=1,2,4,8 JOBS=1 UPSAMPLE=0
+// variants: T=bf16 R=3 COLUMNS=1 TAPS=3 PIXELS=64,128 CLUSTER=1,2,4,8 JOBS=16 UPSAMPLE=0
+// variants: T=bf16 R=3 COLUMNS=1 TAPS=1 PIXELS=64,128 CLUSTER=1,2,4,8 JOBS=1 UPSAMPLE=0
+// variants: T=bf16 R=3,1 COLUMNS=1 TAPS=1 PIXELS=16,240 CLUSTER=1 JOBS=1,16 UPSAMPLE=0
+// variants: T=bf16,half R=1 COLUMNS=1,2,3 TAPS=1 PIXELS=128 CLUSTER=1,2,4,8 JOBS=1 UPSAMPLE=0
+// variants: T=bf16 R=1 COLUMNS=1,2,3 TAPS=1 PIXELS=128 CLUSTER=1,2,4,8 JOBS=16 UPSAMPLE=0
+// variants: T=bf16 R=3 COLUMNS=1 TAPS=3 PIXELS=64,128 CLUSTER=1,8 JOBS=16 UPSAMPLE=1
 //
 // A launch has up to JOBS jobs, of images of one size. Of each,
 // x: T (N, H, W, C), whose channels from `split` on, a multiple of 64, are x2's; dout: T (N, H, W, K); out: float (K, R, S, C),
 // whose rows k lie `pitch` elements apart.
 //   out[k][r,s,c] = or, where `add`, += sum over pixels of dout[pixel][k] · patch of x[pixel][r,s,c]
+// UPSAMPLE, of three TAPS: x is T (N, H / 2, W / 2, C), and the convolution was of an image in which each of its pixels is four.
 // S is odd. C and K are those of out; x and dout have as many channels, or zeros beyond, to a multiple of 8.
 //
 // A block computes 64 output channels by 64 · COLUMNS input channels by the R vertical taps of TAPS horizontal ones; R or
@@ -19,9 +21,10 @@
 // zeros by TMA. Both are MN-major; the blocks of 64 columns of the product are the R taps, one image row apart in the slab, or
 // the slabs. The steps of one tile are unrolled (PIXELS is a constant): in a loop the compiler would wait for each product.
 // TAPS is 1, or 3 where R = S = 3 and width is 8 or a multiple of 16: then each of three warpgroups has a horizontal tap, and
-// all read one tile and one slab. Shared memory's speed is the bound otherwise.
-// Maps: x {C, W, H, N}, box {64, width + TAPS - 1, rows + R - 1, 1}; dout {K, W, H, N}, box {64, width, rows, 1};
-// rows · width = PIXELS, a multiple of 16.
+// all read one tile and one slab. Shared memory's speed is the bound otherwise. With UPSAMPLE the slab comes row by row, and TMA
+// makes two columns of one by an axis of stride 0: a row begins and ends with a column that nobody reads.
+// Maps: x {C, W, H, N}, box {64, width + TAPS - 1, rows + R - 1, 1}, but UPSAMPLE's {C, 2, W / 2, H / 2, N}, box
+// {64, 2, width / 2 + 2, 1, 1}; dout {K, W, H, N}, box {64, width, rows, 1}; rows · width = PIXELS, a multiple of 16.
 //
 // The grid's z cuts the depth into parts. A cluster of CLUSTER blocks along z adds its parts up through shared memory:
 // each block gets from all of them some of the columns of the product, in their order. Cluster i writes the sum to out +
@@ -52,7 +55,7 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int S, int ro
     const Job& job = jobs.at[index];
     u32 base = shared_address(shared);
     constexpr u32 tile = PIXELS * LINE;
-    int pitch_x = width + TAPS - 1;  // lines from one row of the slab to the next
+    int pitch_x = width + TAPS - 1 + 2 * UPSAMPLE;  // lines from one row of the slab to the next
     u32 filled = (rows + R - 1) * pitch_x * LINE, slab = CEIL_DIV(filled, 1024) * 1024, bytes = tile + COLUMNS * slab;
     // Sums may lie where steps did, but never where the barriers are, which are not invalidated: some were then lost.
     Ring ring(base, bytes, stages, base + max(stages * bytes, 256u * N_TILE * TAPS));
@@ -76,8 +79,17 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int S, int ro
             int n = i / per_image, h0 = i % per_image * rows;
             u32 full = ring.acquire(tile + COLUMNS * filled);
             tma_load(ring.buffer(), job.dout, full, k0, 0, h0, n);
-            for (int j = 0, c = c0; j < COLUMNS; j++, c += 64)
-                tma_load(ring.buffer() + tile + j * slab, c < split ? job.x : job.x2, full, c < split ? c : c - split, s - S / 2, h0 - R / 2, n);
+            for (int j = 0, c = c0; j < COLUMNS; j++, c += 64) {
+                const TensorMap& map = c < split ? job.x : job.x2;
+                u32 target = ring.buffer() + tile + j * slab;
+                int channel = c < split ? c : c - split, w = s - S / 2, h = h0 - R / 2;
+                if constexpr (UPSAMPLE) {
+                    for (int row = 0; row < rows + R - 1; row++)
+                        tma_load(target + row * pitch_x * LINE, map, full, channel, 0, w >> 1, h + row >> 1, n);
+                } else {
+                    tma_load(target, map, full, channel, w, h, n);
+                }
+            }
         }
         return;
     }
@@ -94,7 +106,7 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int S, int ro
     for (int i = first; i < last; i++) {
         ring.wait();
         u64 a = tile_descriptor(ring.buffer());
-        u64 b = tile_descriptor(ring.buffer() + tile + group * LINE, COLUMNS > 1 ? slab : pitch_x * LINE,
+        u64 b = tile_descriptor(ring.buffer() + tile + (UPSAMPLE + group) * LINE, COLUMNS > 1 ? slab : pitch_x * LINE,
                                 (width == 8 ? pitch_x : 8) * LINE);
         wgmma_fence();
 #pragma unroll

@@ -188,21 +188,18 @@ def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pai
                x2: Array | None = None, upsample: bool = False) -> None:
     """Gradient of the weight, written or added to dweight (K, R, S, C), float32; x2 and `upsample` as in `fprop_cuda`.
     """
-    if upsample and conv2d_wgrad_sm90.suits(x, dweight, dout, stride, padding, tf32):
-        x, upsample = _upsampled(x), False
+    on_hopper = conv2d_wgrad_sm90.suits(x, dweight, dout, stride, padding, tf32)
+    if upsample and on_hopper and not conv2d_wgrad_sm90.suits_upsampled(x, dweight, dout):
+        x, upsample = spread_windows_cuda(x, dout.shape[1:3], TWICE, 1.0)[0], False
     if x2 is None and not upsample and conv2d_thin.suits(x, dweight, dout, stride, padding):
         conv2d_thin.wgrad(x, dout, dweight, add)
-    elif conv2d_wgrad_sm90.suits(x, dweight, dout, stride, padding, tf32):
+    elif on_hopper:
         conv2d_wgrad_sm90.wgrad(x, dout, dweight, add, x2=x2)
     elif _is_linear(dweight.shape[1:3], stride, padding) and not upsample:
         linear_dweight_cuda(x, dout, dweight.reshape(dweight.shape[0], -1), add, tf32)
     else:
         shapes, epilogue = (x.shape, dweight.shape, dout.shape), Epilogue(addend=dweight if add else None)
         _launch("WGRAD", dout, x, dweight, shapes, stride, padding, epilogue, tf32, upsample)
-
-
-def _upsampled(x: Array) -> Array:
-    return spread_windows_cuda(x, (2 * x.shape[1], 2 * x.shape[2]), TWICE, 1.0)[0]
 
 
 def _is_linear(kernel: Pair, stride: Pair, padding: Pair) -> bool:

@@ -31,10 +31,16 @@ def suits(x: Array, dweight: Array, dout: Array, stride: tuple[int, int] = (1, 1
     if not keeps_size(x, dweight, dout, stride, padding, tf32):
         return False
     if is_low(x.dtype):
-        has_kernel = x.shape[2] <= 128
+        has_kernel = dout.shape[2] <= 128
     else:
-        has_kernel = x.shape[2] <= TF32_COLUMNS and dweight.shape[1] == dweight.shape[2]
+        has_kernel = dout.shape[2] <= TF32_COLUMNS and dweight.shape[1] == dweight.shape[2]
     return has_kernel and aligned(x) and aligned(dout)
+
+
+def suits_upsampled(x: Array, dweight: Array, dout: Array) -> bool:
+    """Whether `wgrad`, where it `suits`, takes x that was convolved as an image twice as high and wide."""
+    size = dout.shape[1], width_of(dout.shape[2])
+    return is_low(x.dtype) and fit(size, x.shape[3], dweight.shape[1:3], 3, 1, upsample=True) is not None
 
 
 def suits_pair(x: Array, x2: Array, weight: Array) -> bool:
@@ -84,39 +90,40 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: Plan | None 
           x2: Array | None = None) -> None:
     """Gradient of the weight, written or added to dweight (K, R, S, C), float32, whose rows may be parts of longer.
 
-    x2 holds the channels after x's, where `suits_pair`. It may wait for others (see cudiff.cuda.waiting), but for one
-    with a `chosen` plan.
+    x2 holds the channels after x's, where `suits_pair`. x was upsampled if it is half as high and wide as dout, where
+    `suits_upsampled`. It may wait for others (see cudiff.cuda.waiting), but for one with a `chosen` plan.
     """
     if x.dtype == float32:
         wgrad_tf32(x, dout, dweight, add)
         return
-    images = x.shape[:3]
     if dweight.shape[1:3] == (1, 1) and chosen is None:
-        images = full_strips(images, apart=False)
-    x, x2, dout = (None if array is None else array.reshape(*images, array.shape[3]) for array in (x, x2, dout))
+        images = full_strips(x.shape[:3], apart=False)
+        x, x2, dout = (None if array is None else array.reshape(*images, array.shape[3]) for array in (x, x2, dout))
     job = _Job(_whole(x), x2, _whole(dout), dweight, add)
     if chosen is not None:
         _launch([job], chosen)
     else:
         held = sum(array.nbytes for array in job[:3] if array is not None)
-        submit(_KIND, job, dweight, job[:3], held, (x.dtype, images, dweight.shape[1:3]))
+        submit(_KIND, job, dweight, job[:3], held, (x.dtype, x.shape[:3], dout.shape[:3], dweight.shape[1:3]))
 
 
 def _launch(jobs: list[_Job], chosen: Plan | None = None) -> None:
     """Weights' gradients from images of one size, by one launch."""
-    images, kernel, dtype = jobs[0].x.shape[:3], jobs[0].dweight.shape[1:3], jobs[0].x.dtype
+    images, kernel, dtype = jobs[0].dout.shape[:3], jobs[0].dweight.shape[1:3], jobs[0].x.dtype
     n, height, columns = images
-    chosen = chosen or plan(images, tuple(job.dweight.shape for job in jobs))
+    upsample = jobs[0].x.shape[:3] != images
+    chosen = chosen or plan(images, tuple(job.dweight.shape for job in jobs), upsample)
     taps, across, cluster, parts, rows, stages, shared = chosen
     width, sums = width_of(columns), parts // cluster
-    box = (1, rows + kernel[0] - 1, width + taps - 1, CHANNELS)
+    box = (1, 1, width // 2 + 2, 2, CHANNELS) if upsample else (1, rows + kernel[0] - 1, width + taps - 1, CHANNELS)
     dout_box = (1, rows, width, CHANNELS)
     count = 1 if len(jobs) == 1 else JOBS
     table, first, outs = np.zeros(1, np.dtype([("jobs", _ROW, count)])), 0, []
     table["jobs"]["first"] = np.iinfo(np.int32).max
     for i, (x, x2, dout, dweight, add) in enumerate(jobs):
         out, pitch = _sums(dweight, sums)
-        maps = tensor_map(x, box), tensor_map(x if x2 is None else x2, box), tensor_map(dout, dout_box)
+        sources = (tensor_map(source, box, twice=upsample) for source in (x, x if x2 is None else x2))
+        maps = *sources, tensor_map(dout, dout_box)
         outputs, _, _, channels = dweight.shape
         table["jobs"][0, i] = (
             *(found["words"] for found in maps), address(out), pitch, first, add and sums == 1, channels, outputs,
@@ -128,6 +135,7 @@ def _launch(jobs: list[_Job], chosen: Plan | None = None) -> None:
         "conv2d_wgrad_sm90", "conv2d_wgrad_sm90", (first, 1, parts), 160 if taps == 1 else 512,
         (table, n, height, kernel[1], rows, width, stages),
         shared, T=dtype, R=kernel[0], TAPS=taps, COLUMNS=across, PIXELS=rows * width, CLUSTER=cluster, JOBS=count,
+        UPSAMPLE=int(upsample),
     )
     for job, out in zip(jobs, outs, strict=True):
         if sums > 1:
@@ -148,17 +156,17 @@ def _blocks(weight: tuple[int, ...], taps: int, across: int) -> int:
 
 
 @functools.cache
-def plan(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...]) -> Plan:
-    """The plan of the least estimated time for x of this (N, H, W) and weights of these (K, R, S, C)."""
-    return min(plans(images, weights), key=lambda chosen: time(chosen, images, weights))
+def plan(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...], upsample: bool = False) -> Plan:
+    """The plan of the least estimated time for dout of this (N, H, W) and weights of these (K, R, S, C)."""
+    return min(plans(images, weights, upsample), key=lambda chosen: time(chosen, images, weights))
 
 
-def plans(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...]) -> Iterator[Plan]:
+def plans(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...], upsample: bool = False) -> Iterator[Plan]:
     """Plans for them: with any number of parts whose blocks run at once, as far as there are any."""
     n, height, columns = images
     kernel, channels = weights[0][1:3], max(weight[3] for weight in weights)
     for (taps, across), (cluster, room) in itertools.product(((3, 1), (1, 1), (1, 2), (1, 3)), CLUSTERS.items()):
-        fitted = fit((height, width_of(columns)), channels, kernel, taps, across)
+        fitted = fit((height, width_of(columns)), channels, kernel, taps, across, upsample)
         if fitted is None:
             continue
         tiles = sum(_blocks(weight, taps, across) for weight in weights)
@@ -187,8 +195,8 @@ def time(chosen: Plan, images: tuple[int, ...], weights: tuple[tuple[int, ...], 
     return estimate
 
 
-def fit(size: tuple[int, int], channels: int, kernel: tuple[int, ...], taps: int,
-        across: int) -> tuple[int, int, int] | None:
+def fit(size: tuple[int, int], channels: int, kernel: tuple[int, ...], taps: int, across: int,
+        upsample: bool = False) -> tuple[int, int, int] | None:
     """Rows of an image a step, steps in flight, bytes of shared memory; None where two steps have no room.
 
     size: an image's rows, and pixels of one that shared memory has.
@@ -196,10 +204,13 @@ def fit(size: tuple[int, int], channels: int, kernel: tuple[int, ...], taps: int
     height, width = size
     step = 1 if width % 16 == 0 else 2  # pixels come in 16s
     rows = min(max(1, 128 // width // step), blocks(height, step)) * step
-    slab = blocks((rows + kernel[0] - 1) * (width + taps - 1) * LINE_BYTES, 1024) * 1024
+    pitch = width + taps - 1 + (2 if upsample else 0)
+    slab = blocks((rows + kernel[0] - 1) * pitch * LINE_BYTES, 1024) * 1024
     stage = rows * width * LINE_BYTES + across * slab
     stages = min(6, (SHARED_BYTES - 1024 - BARRIER_BYTES) // stage)
     if stages < 2 or across > (blocks(channels, CHANNELS) if kernel[0] == 1 else 1):
+        return None
+    if upsample and taps == 1:
         return None
     if taps > 1 and (kernel != (3, taps) or (width % 16 and width != 8)):
         return None

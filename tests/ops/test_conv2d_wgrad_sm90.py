@@ -31,6 +31,32 @@ def test_wgrad_in_parts_adds_to_what_is_there(hopper, rng, outputs, channels, cl
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("cluster, parts", [(1, 1), (1, 5), (2, 6), (4, 4), (8, 8)])
+@pytest.mark.parametrize("size, outputs, channels", [
+    ((5, 5, 7), 96, 64), ((1, 70, 4), 64, 8), ((4, 9, 3), 136, 200), ((2, 7, 32), 8, 96), ((1, 4, 64), 64, 64),
+], ids=str)
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
+def test_wgrad_reads_its_input_upsampled(hopper, rng, dtype, size, outputs, channels, cluster, parts):
+    n, height, columns = size
+    x, dout = (rng.standard_normal(shape).astype(dtype)
+               for shape in ((*size, channels), (n, 2 * height, 2 * columns, outputs)))
+    weight = Tensor(np.zeros((outputs, 3, 3, channels)), requires_grad=True)
+    seen = x.astype(np.float64).repeat(2, 1).repeat(2, 2)
+    ops.conv2d(Tensor(seen), weight, padding=1).backward(dout.astype(np.float64))
+    x, dout = (Tensor(array, device="cuda").data for array in (x, dout))
+    assert conv2d_wgrad_sm90.suits_upsampled(x, weight.data, dout)
+    (cut,) = {plan._replace(cluster=cluster, parts=parts)
+              for plan in conv2d_wgrad_sm90.plans(dout.shape[:3], (weight.shape,), upsample=True)}
+    before = rng.standard_normal(weight.shape).astype(np.float32)
+    for chosen in (None, cut):
+        dweight, new = (Tensor(array, device="cuda").data for array in (before, np.full_like(before, np.nan)))
+        conv2d_wgrad_sm90.wgrad(x, dout, dweight, True, chosen)
+        conv2d_wgrad_sm90.wgrad(x, dout, new, False, chosen)
+        assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < 1e-5
+        assert relative_error(Tensor(new).numpy(), weight.grad) < 1e-5
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("size", [(3, 8, 8), (2, 5, 24), (1, 40, 8)], ids=str)
 @pytest.mark.parametrize("kernel", [(3, 3), (1, 1)])
 def test_weight_gradients_wait_and_share_launches(hopper, rng, monkeypatch, size, kernel):
@@ -109,15 +135,21 @@ def test_wgrad_of_tf32_in_parts_adds_to_what_is_there(hopper, rng, outputs, chan
     assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < TOLERANCES[np.float32][1]
 
 
-@pytest.mark.parametrize("kernel_rows", [1, 3])
-def test_every_wgrad_fits(kernel_rows):
+@pytest.mark.parametrize("kernel_rows, upsample", [(1, False), (3, False), (3, True)])
+def test_every_wgrad_fits(kernel_rows, upsample):
     for height, columns in SIZES:
         width = conv2d_wgrad_sm90.width_of(columns)
         for channels in (8, 65, 129, 512):
             images, weights = (2, height, columns), ((72, kernel_rows, 3, channels), (200, kernel_rows, 3, 8))
-            plans = list(conv2d_wgrad_sm90.plans(images, weights))
-            assert conv2d_wgrad_sm90.plan(images, weights) in plans
+            plans = list(conv2d_wgrad_sm90.plans(images, weights, upsample))
+            if upsample:
+                assert bool(plans) == (width == 8 or width % 16 == 0) and all(plan.taps == 3 for plan in plans)
+            if not plans:
+                continue
+            assert conv2d_wgrad_sm90.plan(images, weights, upsample) in plans
             for plan in plans:
+                slab = blocks((plan.rows + kernel_rows - 1) * (width + plan.taps - 1 + 2 * upsample) * 128, 1024) * 1024
+                assert plan.stages * (plan.rows * width * 128 + plan.across * slab) + 16 * plan.stages <= plan.shared
                 assert plan.rows * width % 16 == 0 and plan.rows * width <= 256
                 assert 1 <= plan.across <= (3 if kernel_rows == 1 else 1) and plan.stages >= 2
                 assert plan.taps == 1 or (kernel_rows == 3 and (width == 8 or width % 16 == 0))

@@ -18,7 +18,7 @@ UNITS = {  # x, x2 channels; K; kernel; which parts
     "upsample of odd images": dict(c1=64, c2=32, k=72, emb=True, upsample=True, size=(5, 7)),
     "upsample without norm": dict(c1=96, c2=0, k=64, norm=False, residual=(64, 0), upsample=True, size=(7, 4)),
     "upsample of a pair": dict(c1=64, c2=8, k=16, norm=False, upsample=True, relu=True),
-    "upsample and skip": dict(c1=64, c2=0, k=64, upsample=True, residual=(64, 8), skip=True, size=(9, 5)),
+    "upsample and skip": dict(c1=64, c2=0, k=64, upsample=True, residual=(64, 8), skip=True, size=(9, 12)),
     "upsample, then 1x1": dict(c1=16, c2=0, k=24, r=1, upsample=True),
     "upsample to a thin result": dict(c1=64, c2=0, k=3, upsample=True),
     "no norm": dict(c1=6, c2=2, k=3, norm=False, emb=True),
