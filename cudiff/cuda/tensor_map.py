@@ -24,7 +24,7 @@ def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True, twice: 
 
     float16, bfloat16 or float32, up to 5 axes, the last one contiguous; the box's last axis has 128 or 64 bytes, which
     are swizzled. An `operand` of float32 is rounded to tf32 on its way. Array and strides are multiples of 16 bytes.
-    `twice`: as if everything before the last axis were there twice in a row, on an axis of its own that the box counts.
+    `twice`: as if each line of the last axis were there twice in a row, on an axis before it that the box counts.
     Raises CudiffError where the driver refuses.
     """
     kind = _TFLOAT32 if operand and array.dtype == float32 else _TYPES[array.dtype]
@@ -51,6 +51,9 @@ def _encode(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int,
         (ctypes.c_uint32 * rank)(*[1] * rank), 0, swizzle, _PROMOTE_256B, 0,
     )
     if status:
-        raise CudiffError(f"the driver refuses a tensor map of shape {shape} and box {box} (error {status})")
+        raise CudiffError(
+            f"the driver refuses a tensor map of shape {shape} and box {box} (error {status}): update it, or set "
+            "CUDIFF_PORTABLE=1, which does without"
+        )
     words = (ctypes.c_uint64 * 16).from_address(address)
     return np.array([tuple([list(words)])], _MAP)

@@ -190,7 +190,7 @@ def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pai
     """
     on_hopper = conv2d_wgrad_sm90.suits(x, dweight, dout, stride, padding, tf32)
     if upsample and on_hopper and not conv2d_wgrad_sm90.suits_upsampled(x, dweight, dout):
-        x, upsample = spread_windows_cuda(x, dout.shape[1:3], TWICE, 1.0)[0], False
+        x, upsample = spread_windows_cuda(x, dout.shape[1:3], TWICE, 1.0, moments=0)[0], False
     if x2 is None and not upsample and conv2d_thin.suits(x, dweight, dout, stride, padding):
         conv2d_thin.wgrad(x, dout, dweight, add)
     elif on_hopper:

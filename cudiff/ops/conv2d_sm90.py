@@ -99,18 +99,19 @@ def suits_skip(x: Array, weight: Array, out: Array, skip: Skip) -> bool:
             for source in sources
         )
         and (skip.x2 is None or skip.x.shape[3] % CHANNELS == 0)
-        and _skip_gains((*out.shape[:3], x.shape[3]), len(weight), skip.weight.shape[3], x.dtype.itemsize)
+        and _skip_gains(
+            (*out.shape[:3], x.shape[3]), len(weight), skip.weight.shape[3], x.dtype.itemsize, x.shape[1] < out.shape[1]
+        )
     )
 
 
 @functools.cache
-def _skip_gains(shape: tuple[int, ...], outputs: int, skip: int, itemsize: int) -> bool:
+def _skip_gains(shape: tuple[int, ...], outputs: int, skip: int, itemsize: int, upsample: bool) -> bool:
     """Whether one launch is estimated to take no longer than two."""
-    path = *full_strips(shape[:3], apart=False), skip
-    apart = sum(
-        time(plan(of, outputs, size, itemsize), of, size, itemsize) for of, size in ((shape, (3, 3)), (path, (1, 1)))
-    )
-    return time(plan(shape, outputs, (3, 3), itemsize, skip), shape, (3, 3), itemsize, skip) <= apart
+    path, kernel = (*full_strips(shape[:3], apart=False), skip), (3, 3)
+    apart = time(plan(shape, outputs, kernel, itemsize, 0, upsample), shape, kernel, itemsize)
+    apart += time(plan(path, outputs, (1, 1), itemsize), path, (1, 1), itemsize)
+    return time(plan(shape, outputs, kernel, itemsize, skip, upsample), shape, kernel, itemsize, skip) <= apart
 
 
 class Norm(NamedTuple):

@@ -41,7 +41,7 @@ def _batches(groups: list[Group]) -> list[list[Group]]:
     return [groups[first : first + GROUPS] for first in range(0, len(groups), GROUPS)]
 
 
-def _launch(name: str, groups: list[Group], tiles: tuple[int, int], x: Array, *more: bool) -> None:
+def _launch(name: str, groups: list[Group], tiles: tuple[int, int], x: Array, *silu: bool) -> None:
     """Launch a kernel of linears.cu over tiles (across, down) of each group; x is (N, E), or partials of that shape."""
     n, features = x.shape[-2:]
     table = np.zeros(1, _TABLE)
@@ -51,7 +51,7 @@ def _launch(name: str, groups: list[Group], tiles: tuple[int, int], x: Array, *m
         table["groups"][0, i] = (*places, group.out.shape[1], group.add_weight, group.add_bias)
         arrays += [array for array in group[:4] if array is not None]
     vec = all(aligned(array, array.shape[-1]) for array in arrays)
-    launch("linears", name, (*tiles, len(groups)), 256, (table, x, n, features, *more), VEC=int(vec))
+    launch("linears", name, (*tiles, len(groups)), 256, (table, x, n, features, *silu), VEC=int(vec))
 
 
 class Linears(Function):

@@ -110,7 +110,8 @@ class NormSiluConv2d(Composite):
             norm = Norm(step.silu, *step.saved) if function is GroupNorm and not ctx.upsample else None
             dz_partials = dgrad_cuda(dout, weight, grads[0], (1, 1), padding, Epilogue(addend=addend), tf32, norm=norm)
             if ctx.upsample:
-                grads[0], ctx.din_partials[0] = sum_windows_cuda(grads[0], TWICE, 1.0, place, 1)
+                moments = 1 if step is None else 0
+                grads[0], ctx.din_partials[0] = sum_windows_cuda(grads[0], TWICE, 1.0, place, moments)
             if step is not None:
                 step.dz_partials = dz_partials
                 results = function.backward_cuda(step, grads[0], needs=step.needs, into=tuple(into[i] for i in inputs))

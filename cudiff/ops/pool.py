@@ -183,10 +183,11 @@ def spread_windows_cuda(x: Array, size: tuple[int, int], window: Window, factor:
 
 
 def _launch(name: str, outputs: tuple, inputs: tuple, large: Array, small: Array, out: Array, window: Window,
-            moments: int = 0) -> Array | None:
+            moments: int | None = None) -> Array | None:
     """One block a row of windows, or where `out` is `large` the rows from one window's corner to the next.
 
-    Returns of what each block stores the sums, and with 2 moments those of squares: float32 (N, blocks, C[, 2]).
+    Returns of what each block stores the sums, if one of `moments` is asked for, and with 2 those of squares: float32
+    (N, blocks, C[, 2]); None: the kernel makes no sums.
     """
     n, height, width, channels = large.shape
     size, (length, stride, padding) = 16 // large.itemsize, window
@@ -194,7 +195,7 @@ def _launch(name: str, outputs: tuple, inputs: tuple, large: Array, small: Array
     rows, columns = small.shape[1:3] if out is small else (blocks(e + padding, stride) for e in (height, width))
     lanes = min(256, channels // (size if packs else 1))
     sums = empty((n, rows, channels, 2)[: 2 + moments], float32) if moments else None
-    statistics = (sums, moments) if moments else ()
+    statistics = () if moments is None else (sums, moments)
     launch(
         "pool", name, (n * rows, blocks(channels, lanes * (size if packs else 1))),
         (lanes, min(256 // lanes, columns)),

@@ -304,7 +304,8 @@ SIZES = [(height, width) for height in (1, 2, 3, 7, 16, 33, 64, 128) for width i
 
 @pytest.mark.parametrize("kernel", [(r, s) for r in (1, 3) for s in conv2d_sm90.COLUMNS])
 @pytest.mark.parametrize("itemsize, skip, upsample", [
-    (2, 0, False), (4, 0, False), (2, 72, False), (2, 1000, False), (2, 72, True), (4, 0, True),
+    (2, 0, False), (4, 0, False), (2, 72, False), (2, 1000, False),
+    (2, 0, True), (4, 0, True), (2, 72, True), (2, 1000, True),
 ])
 def test_every_plan_fits(kernel, itemsize, skip, upsample):
     """What kernels/conv2d_sm90.cu needs of shared memory and its rings; some tile takes each shape."""
