@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -38,12 +39,16 @@ class Memory(Places):
 
 
 class Host(ModuleType):
-    """Stands for the module `cupy`: notes (stem, name) of each launch, and gives arrays places in `memory`, if set."""
+    """Stands for the module `cupy`: notes (stem, name) of each launch, and gives arrays places in `memory`, if set.
+
+    A launch or a tensor map that a GPU would refuse fails.
+    """
 
     ndarray = Array
 
-    def __init__(self) -> None:
+    def __init__(self, hopper: bool) -> None:
         super().__init__("cupy")
+        self.shared_bytes = (227 if hopper else 99) << 10  # of a block, at most
         self.launches: list[tuple[str, str]] = []
         self.memory: Memory | None = None
         stream = SimpleNamespace(ptr=0, is_capturing=lambda: False)
@@ -76,7 +81,23 @@ class Host(ModuleType):
         return call if callable(function) and not isinstance(function, type) else function
 
     def kernel(self, stem: str, name: str, **constants: Any) -> Any:
-        return lambda *args, **kwargs: self.launches.append((stem, name))
+        def run(grid: tuple[int, ...], block: tuple[int, ...], args: tuple, shared_mem: int = 0) -> None:
+            sizes = zip(grid, (2**31 - 1, 65535, 65535), strict=False)
+            assert all(1 <= size <= most for size, most in sizes), f"{stem}, {name}: a grid of {grid}"
+            assert 1 <= math.prod(block) <= 1024, f"{stem}, {name}: a block of {block}"
+            assert shared_mem <= self.shared_bytes, f"{stem}, {name}: {shared_mem} bytes of shared memory"
+            self.launches.append((stem, name))
+
+        return run
+
+
+def encode(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
+           swizzle: int) -> np.ndarray:
+    """Stands for the driver's making of a tensor map: what it asks for, and nothing in it."""
+    assert pointer % 16 == 0 and len(shape) == len(box) == len(strides) + 1 <= 5
+    assert all(0 < size < 2**32 for size in shape) and all(stride % 16 == 0 for stride in strides), (shape, strides)
+    assert all(1 <= size <= 256 for size in box), box
+    return np.zeros(1, np.dtype([("words", np.uint64, 16)]))
 
 
 def loaded_modules() -> list[ModuleType]:
@@ -93,7 +114,7 @@ def forget() -> None:
 def pretend(monkeypatch: Any, hopper: bool) -> Host:
     """Have all of cudiff take this host for one with a GPU, of Hopper or older. To be followed by `forget`."""
     forget()
-    host = Host()
+    host = Host(hopper)
     stand_ins = {
         "get_cupy": lambda: host, "cuda_status": lambda: (True, "host"), "hopper": lambda: hopper,
         "device_of": lambda array: "cuda" if isinstance(array, Array) else "cpu",
@@ -104,6 +125,5 @@ def pretend(monkeypatch: Any, hopper: bool) -> Host:
             if hasattr(loaded, attribute):
                 monkeypatch.setattr(loaded, attribute, stand_in)
     monkeypatch.setattr(module, "kernel", host.kernel)
-    words = np.zeros(1, np.dtype([("words", np.uint64, 16)]))
-    monkeypatch.setattr(tensor_map, "_encode", lambda *args: words)
+    monkeypatch.setattr(tensor_map, "_encode", encode)
     return host
