@@ -88,20 +88,16 @@ spread(const T* thin, const T* weight, const float* bias, const float* emb, int 
         if (!NORM && bias) constant[e] = bias[c];
         if (!NORM && emb) constant[e] += emb[tile.n * C + c];
     }
-    T own_weights[BN * STEPS * 16 / THREADS];  // in the order in which they lie in memory, on their way while the patches are
-    auto column_of = [&](int i) { return at.wide == 1 ? i % BN : i / (STEPS * 16); };
-    auto depth_of = [&](int i) { return at.wide == 1 ? i / BN : i % (STEPS * 16); };
 #pragma unroll
-    for (int i = threadIdx.x, u = 0; i < BN * STEPS * 16; i += THREADS, u++)
-        own_weights[u] = depth_of(i) < DEPTH ? weight[at.at(depth_of(i), channel + column_of(i))] : T{};
+    for (int i = threadIdx.x; i < BN * STEPS * 16; i += THREADS) {  // in the order in which they lie in memory
+        int c = at.wide == 1 ? i % BN : i / (STEPS * 16), d = at.wide == 1 ? i / BN : i % (STEPS * 16);
+        weights[c * LINE + d] = d < DEPTH ? weight[at.at(d, channel + c)] : T{};
+    }
     for (int i = threadIdx.x; NORM && i < BN; i += THREADS) {
         int c = channel + i, group = tile.n * groups + c / (C / groups);
         maps[i] = affine_of(Modulation(tile.n, c, C, norm_weight, norm_bias, scale, shift), mean[group], rstd[group]);
     }
     Patches patches(thin, tile, H, W);
-#pragma unroll
-    for (int i = threadIdx.x, u = 0; i < BN * STEPS * 16; i += THREADS, u++)
-        weights[column_of(i) * LINE + depth_of(i)] = own_weights[u];
     __syncthreads();
 
     int offset[STEPS][4];

@@ -85,7 +85,8 @@ sum_windows(T* __restrict__ small, int add, float* sums, int moments, const T* _
 
 // A sum for each element of band `i` that the thread has part in, STRIDE columns by ROWS rows at a time, of those from the
 // corner of window (i, j) on: window (i - k, j - l) holds the ones at (a, b) for which k * STRIDE + a and l * STRIDE + b are
-// less than WINDOW. gather(sums, the first one's k * STRIDE + a, l * STRIDE, the window's place); keep(an element's place, its sum).
+// less than WINDOW. gather(sums, the first one's k * STRIDE + a, l * STRIDE, the window's place); keep(an element's place, its
+// sum).
 template <class Gather, class Keep> __device__ __forceinline__ void sum_over_windows(int i, EXTENT, Gather gather, Keep keep) {
     for (int j = threadIdx.y; j < columns(CEIL_DIV(W + PADDING, STRIDE), C); j += blockDim.y)
 #pragma unroll UNROLL

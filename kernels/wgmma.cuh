@@ -1,9 +1,9 @@
 // Hopper's asynchronous machinery (sm_90a): barriers in shared memory, the bulk tensor copy (TMA), and wgmma.
 //
 // Tiles in shared memory have lines of 128 bytes (64 elements of 16 bits, 32 of float), 16-byte chunks XOR-swizzled by the
-// line's address bits 7 to 9, as TMA writes and wgmma reads them; every tile starts at a multiple of 1024 bytes, and what is copied
-// into it or read from it at any line. Where LINE is 64, lines have 64 bytes, swizzled by bits 7 and 8. A tile is K-major
-// where a line runs along the depth of the product, and MN-major where it runs along its rows or columns.
+// line's address bits 7 to 9, as TMA writes and wgmma reads them; every tile starts at a multiple of 1024 bytes, and what is
+// copied into it or read from it at any line. Where LINE is 64, lines have 64 bytes, swizzled by bits 7 and 8. A tile is
+// K-major where a line runs along the depth of the product, and MN-major where it runs along its rows or columns.
 #pragma once
 #include "mma.cuh"
 

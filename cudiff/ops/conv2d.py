@@ -186,8 +186,7 @@ def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pai
 
 def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pair, add: bool, tf32: bool,
                x2: Array | None = None, upsample: bool = False) -> None:
-    """Gradient of the weight, written or added to dweight (K, R, S, C), float32; x2 and `upsample` as in `fprop_cuda`.
-    """
+    """Gradient of the weight, written or added to dweight (K, R, S, C), float32. The others as in `fprop_cuda`."""
     on_hopper = conv2d_wgrad_sm90.suits(x, dweight, dout, stride, padding, tf32)
     if upsample and on_hopper and not conv2d_wgrad_sm90.suits_upsampled(x, dweight, dout):
         x, upsample = spread_windows_cuda(x, dout.shape[1:3], TWICE, 1.0, moments=0)[0], False

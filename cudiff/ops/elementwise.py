@@ -12,7 +12,7 @@ from cudiff.backend import Array, float32
 from cudiff.cuda.module import blocks, empty, gradient_target, launch
 from cudiff.ops.cast import astype, narrow, require_float, result_dtype, widen
 from cudiff.ops.gemm import aligned
-from cudiff.tensor import Function, Tensor
+from cudiff.tensor import Function, Tensor, Vacant
 
 
 def grid(array: Array) -> int:
@@ -51,10 +51,14 @@ class Unary(Function):
 
     @classmethod
     def backward_cuda(cls, ctx, dout, needs, into):
-        dx, accumulate = gradient_target(into[0], dout.shape, dout.dtype)
-        args = (dout, ctx.saved[0], dx, accumulate, np.int64(dx.size))
+        return (cls.dx_cuda(dout, ctx.saved[0], into[0]),)
+
+    @classmethod
+    def dx_cuda(cls, dout: Array, saved: Array, into: Array | Vacant | None = None) -> Array:
+        dx, accumulate = gradient_target(into, dout.shape, dout.dtype)
+        args = (dout, saved, dx, accumulate, np.int64(dx.size))
         launch("elementwise", f"{cls.__name__.lower()}_backward", grid(dx), 256, args, T=dx.dtype)
-        return (dx,)
+        return dx
 
 
 class Negative(Unary):
@@ -256,13 +260,6 @@ def silu_backward_numpy(dout: Array, gate: Array, out: Array) -> Array:
     dx *= out
     dx += gate
     dx *= dout
-    return dx
-
-
-def silu_backward_cuda(dout: Array, x: Array) -> Array:
-    """dx (like x) of silu(x)."""
-    dx = empty(x.shape, x.dtype)
-    launch("elementwise", "silu_backward", grid(dx), 256, (dout, x, dx, False, np.int64(dx.size)), T=dx.dtype)
     return dx
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.module import blocks, empty, gradient_target, launch
-from cudiff.ops.elementwise import silu_backward_cuda, silu_backward_numpy, silu_numpy
+from cudiff.ops.elementwise import Silu, silu_backward_numpy, silu_numpy
 from cudiff.ops.gemm import Epilogue, address, aligned, sum_splits
 from cudiff.ops.matmul import matmul_numpy
 from cudiff.tensor import Function, Tensor
@@ -110,7 +110,7 @@ class Linears(Function):
     def backward_cuda(ctx, *douts, needs, into):
         x, *weights = ctx.saved[: 1 + len(douts)]
         dzs = [
-            dout if z is None or dout is None else silu_backward_cuda(dout, z)
+            dout if z is None or dout is None else Silu.dx_cuda(dout, z)
             for dout, z in zip(douts, ctx.saved[1 + len(douts) :], strict=True)
         ]
         grads: list[Array | None] = [None] * len(needs)
