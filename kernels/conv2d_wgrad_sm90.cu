@@ -6,13 +6,14 @@
 // variants: T=bf16 R=3,1 COLUMNS=1 TAPS=1 PIXELS=16,240 CLUSTER=1 JOBS=1,16 UPSAMPLE=0
 // variants: T=bf16,half R=1 COLUMNS=1,2,3 TAPS=1 PIXELS=128 CLUSTER=1,2,4,8 JOBS=1 UPSAMPLE=0
 // variants: T=bf16 R=1 COLUMNS=1,2,3 TAPS=1 PIXELS=128 CLUSTER=1,2,4,8 JOBS=16 UPSAMPLE=0
-// variants: T=bf16 R=3 COLUMNS=1 TAPS=3 PIXELS=64,128 CLUSTER=1,8 JOBS=16 UPSAMPLE=1
+// variants: T=bf16 R=3 COLUMNS=1 TAPS=3,1 PIXELS=64,128 CLUSTER=1,8 JOBS=16 UPSAMPLE=1
+// variants: T=bf16 R=1 COLUMNS=1,3 TAPS=1 PIXELS=128 CLUSTER=1 JOBS=1 UPSAMPLE=1
 //
 // A launch has up to JOBS jobs, of images of one size. Of each,
 // x: T (N, H, W, C), whose channels from `split` on, a multiple of 64, are x2's; dout: T (N, H, W, K); out: float (K, R, S, C),
 // whose rows k lie `pitch` elements apart.
 //   out[k][r,s,c] = or, where `add`, += sum over pixels of dout[pixel][k] · patch of x[pixel][r,s,c]
-// UPSAMPLE, of three TAPS: x is T (N, H / 2, W / 2, C), and the convolution was of an image in which each of its pixels is four.
+// UPSAMPLE, where width is 8 or a multiple of 16: x is T (N, H / 2, W / 2, C), and the convolution was of an image in which each of its pixels is four.
 // S is odd. C and K are those of out; x and dout have as many channels, or zeros beyond, to a multiple of 8.
 //
 // A block computes 64 output channels by 64 · COLUMNS input channels by the R vertical taps of TAPS horizontal ones; R or
@@ -22,9 +23,10 @@
 // the slabs. The steps of one tile are unrolled (PIXELS is a constant): in a loop the compiler would wait for each product.
 // TAPS is 1, or 3 where R = S = 3 and width is 8 or a multiple of 16: then each of three warpgroups has a horizontal tap, and
 // all read one tile and one slab. Shared memory's speed is the bound otherwise. With UPSAMPLE the slab comes row by row, and TMA
-// makes two columns of one by an axis of stride 0: a row begins and ends with a column that nobody reads.
+// makes two columns of one by an axis of stride 0: a row has two columns more, of which that before the first pixel's tap is one
+// where the tap is the second of two.
 // Maps: x {C, W, H, N}, box {64, width + TAPS - 1, rows + R - 1, 1}, but UPSAMPLE's {C, 2, W / 2, H / 2, N}, box
-// {64, 2, width / 2 + 2, 1, 1}; dout {K, W, H, N}, box {64, width, rows, 1}; rows · width = PIXELS, a multiple of 16.
+// {64, 2, (width + TAPS + 1) / 2, 1, 1}; dout {K, W, H, N}, box {64, width, rows, 1}; rows · width = PIXELS, a multiple of 16.
 //
 // The grid's z cuts the depth into parts. A cluster of CLUSTER blocks along z adds its parts up through shared memory:
 // each block gets from all of them some of the columns of the product, in their order. Cluster i writes the sum to out +
@@ -95,18 +97,18 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int S, int ro
     }
 
     if (TAPS > 1) set_registers<152, true>();
-    int group = threadIdx.x / 128;
+    int group = threadIdx.x / 128, before = UPSAMPLE ? (s - S / 2) & 1 : 0;
     s += group;
     u64 depth[PIXELS / 16];  // where the pixels of a product lie in the slab
 #pragma unroll
     for (int k = 0; k < PIXELS / 16; k++)
-        depth[k] = TAPS == 1 ? k * DEPTH_STEP<true> : (16 * k / width * pitch_x + 16 * k % width) * (LINE / 16);
+        depth[k] = TAPS == 1 && !UPSAMPLE ? k * DEPTH_STEP<true> : (16 * k / width * pitch_x + 16 * k % width) * (LINE / 16);
     Ring read = ring;
     float acc[N_TILE / 2];
     for (int i = first; i < last; i++) {
         ring.wait();
         u64 a = tile_descriptor(ring.buffer());
-        u64 b = tile_descriptor(ring.buffer() + tile + (UPSAMPLE + group) * LINE, COLUMNS > 1 ? slab : pitch_x * LINE,
+        u64 b = tile_descriptor(ring.buffer() + tile + (before + group) * LINE, COLUMNS > 1 ? slab : pitch_x * LINE,
                                 (width == 8 ? pitch_x : 8) * LINE);
         wgmma_fence();
 #pragma unroll

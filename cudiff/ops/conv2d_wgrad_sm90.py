@@ -40,7 +40,7 @@ def suits(x: Array, dweight: Array, dout: Array, stride: tuple[int, int] = (1, 1
 def suits_upsampled(x: Array, dweight: Array, dout: Array) -> bool:
     """Whether `wgrad`, where it `suits`, takes x that was convolved as an image twice as high and wide."""
     size = dout.shape[1], width_of(dout.shape[2])
-    return is_low(x.dtype) and fit(size, x.shape[3], dweight.shape[1:3], 3, 1, upsample=True) is not None
+    return is_low(x.dtype) and fit(size, x.shape[3], dweight.shape[1:3], 1, 1, upsample=True) is not None
 
 
 def suits_pair(x: Array, x2: Array, weight: Array) -> bool:
@@ -115,7 +115,9 @@ def _launch(jobs: list[_Job], chosen: Plan | None = None) -> None:
     chosen = chosen or plan(images, tuple(job.dweight.shape for job in jobs), upsample)
     taps, across, cluster, parts, rows, stages, shared = chosen
     width, sums = width_of(columns), parts // cluster
-    box = (1, 1, width // 2 + 2, 2, CHANNELS) if upsample else (1, rows + kernel[0] - 1, width + taps - 1, CHANNELS)
+    box: tuple[int, ...] = (1, rows + kernel[0] - 1, width + taps - 1, CHANNELS)
+    if upsample:
+        box = (1, 1, (width + taps + 1) // 2, 2, CHANNELS)
     dout_box = (1, rows, width, CHANNELS)
     count = 1 if len(jobs) == 1 else JOBS
     table, first, outs = np.zeros(1, np.dtype([("jobs", _ROW, count)])), 0, []
@@ -210,9 +212,9 @@ def fit(size: tuple[int, int], channels: int, kernel: tuple[int, ...], taps: int
     stages = min(6, (SHARED_BYTES - 1024 - BARRIER_BYTES) // stage)
     if stages < 2 or across > (blocks(channels, CHANNELS) if kernel[0] == 1 else 1):
         return None
-    if upsample and taps == 1:
+    if taps > 1 and kernel != (3, taps):
         return None
-    if taps > 1 and (kernel != (3, taps) or (width % 16 and width != 8)):
+    if (taps > 1 or upsample) and width % 16 and width != 8:
         return None
     return rows, stages, max(stages * stage, 256 * CHANNELS * kernel[0] * across * taps) + BARRIER_BYTES
 
