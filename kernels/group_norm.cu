@@ -170,6 +170,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void normalize(
     __shared__ __align__(16) float table[3 * WIDTH];
     int C = C1 + C2, size = C / (u32)groups, pitch;
     Lane lane(S, C, tiles, across);
+    lane.turn_back();
     Given given = {GIVEN};
     Moments moments(lane.c0, min(C, lane.c0 + across * V), size, max(tiles1, tiles2));
     Tiles own = moments.own(given, lane.n);
@@ -365,6 +366,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     __shared__ __align__(16) float table[5 * WIDTH];
     int C = C1 + C2, size = C / groups, pitch;
     Lane lane(S, C, tiles, across);
+    lane.turn_back();
     Stream<4, DEPTH> rows;
     rows.slots = reinterpret_cast<Raw*>(channels) + threadIdx.x;
     T* again = first_element(y, y, lane, C, 0, rows.pitch[1]);

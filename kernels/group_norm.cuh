@@ -26,6 +26,11 @@ struct Lane {
         step = tiles * rows;
         count = active && first < S ? CEIL_DIV((u32)(S - first), (u32)step) : 0;
     }
+    // From the last pixel to the first: what was last used before is still in the GPU's cache.
+    __device__ __forceinline__ void turn_back() {
+        pixel += (count - 1) * step;
+        step = -step;
+    }
 };
 
 // Where the lane's first element lies, in x or in x2 (null where that is); `pitch` becomes the elements to the next one.
