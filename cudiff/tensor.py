@@ -276,13 +276,18 @@ class Function:
     adds_elsewhere: ClassVar[tuple[int, ...]] = ()
 
     @classmethod
+    def operand_dtype(cls, inputs: Sequence[Tensor | None], attrs: dict[str, Any]) -> np.dtype:
+        """What it computes in, of which a Parameter may offer a copy: the first input's dtype."""
+        return next(t.dtype for t in inputs if t is not None)
+
+    @classmethod
     def apply(cls, *inputs: Tensor | None, **attrs: Any) -> Any:
         """Run the forward on the inputs' device and record it. Returns a Tensor, or a tuple where forward does."""
         device = _common_device(cls.__name__, inputs)
         recording = cls.differentiable and grad_enabled()
         needs = tuple(recording and t is not None and t.requires_grad for t in inputs)
         ctx = Context(needs, tuple(None if t is None else t.partials for t in inputs))
-        dtype = next(t.dtype for t in inputs if t is not None)
+        dtype = cls.operand_dtype(inputs, attrs)
         arrays = [None if t is None else t.operand(dtype) for t in inputs]
         forward = cls.forward_cuda if device == "cuda" else cls.forward_numpy  # type: ignore[attr-defined]
         results = forward(ctx, *arrays, **attrs)

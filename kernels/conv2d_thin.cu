@@ -1,14 +1,17 @@
 // Convolutions R x R (3 or 1) that keep the size, between an image of few channels ("thin") and one of many ("wide").
-// variants: T=bf16 R=3 THIN=3 BN=32,64 MOMENTS=0,1,2 NORM=0
-// variants: T=bf16 R=3 THIN=3 BN=96,128 MOMENTS=0 NORM=0
-// variants: T=bf16 R=1 THIN=1,3 BN=64 MOMENTS=0,1 NORM=0
-// variants: T=half R=3 THIN=1,7 BN=32 MOMENTS=2 NORM=0
-// variants: T=bf16,half R=3 THIN=3,6 BN=64 MOMENTS=2 NORM=1
-// variants: T=bf16 R=1 THIN=1 BN=32 MOMENTS=2 NORM=1
+// variants: T=bf16 THIN_T=bf16 R=3 THIN=3 BN=32,64 MOMENTS=0,1,2 NORM=0
+// variants: T=bf16 THIN_T=bf16 R=3 THIN=3 BN=96,128 MOMENTS=0 NORM=0
+// variants: T=bf16 THIN_T=bf16 R=1 THIN=1,3 BN=64 MOMENTS=0,1 NORM=0
+// variants: T=half THIN_T=half R=3 THIN=1,7 BN=32 MOMENTS=2 NORM=0
+// variants: T=bf16 THIN_T=bf16 R=3 THIN=3,6 BN=64 MOMENTS=2 NORM=1
+// variants: T=half THIN_T=half R=3 THIN=3,6 BN=64 MOMENTS=2 NORM=1
+// variants: T=bf16 THIN_T=bf16 R=1 THIN=1 BN=32 MOMENTS=2 NORM=1
+// variants: T=bf16 THIN_T=float R=3 THIN=3 BN=64 MOMENTS=2 NORM=0,1
 //
-// thin: T (N, H, W, THIN); wide: T (N, H, W, C), 16-byte aligned, C a multiple of BN. The patch of a pixel has DEPTH
-// numbers, (r, s, j): thin's R x R pixels around it. weight holds (tap, j, c) at first + tap * .. + j * .. + c * .. (see
-// Weight), so that the six passes, three of each kind of convolution, are three products:
+// thin: THIN_T (N, H, W, THIN), T or float; wide: T (N, H, W, C), 16-byte aligned, C a multiple of BN. Products are of T: a
+// float thin is rounded where it is read, and written as summed. The patch of a pixel has DEPTH numbers, (r, s, j): thin's
+// R x R pixels around it. weight, T, holds (tap, j, c) at first + tap * .. + j * .. + c * .. (see Weight), so that the six
+// passes, three of each kind of convolution, are three products:
 //   spread  wide[p][c] = patch[p] · weight[c] + bias[c] + emb[n][c], or 0 where that is less and `relu`; partials (N, tiles,
 //           C, MOMENTS) are float sums of what was stored, and with 2 moments of its squares. Thin is x of fprop, or dout of
 //           dgrad. NORM, of dgrad where the input was silu(z), z group norm's map (affine.cuh) of x (N, H, W, C): wide = dz,
@@ -51,17 +54,21 @@ struct Tile {
 
 extern __shared__ __align__(16) u8 dynamic[];
 
+// A number of thin's as products take it.
+__device__ __forceinline__ T operand(T x) { return x; }
+template <typename U> __device__ __forceinline__ T operand(U x) { return from_float<T>(to_float(x)); }
+
 // Thin's rows under a tile's patches, zeros around the image, in shared memory.
 struct Patches {
     T* lines;
     int pitch, W;
 
-    __device__ __forceinline__ Patches(const T* thin, const Tile& tile, int H, int W) : lines((T*)dynamic), pitch((W + 2 * HALO) * THIN), W(W) {
+    __device__ __forceinline__ Patches(const THIN_T* thin, const Tile& tile, int H, int W) : lines((T*)dynamic), pitch((W + 2 * HALO) * THIN), W(W) {
 #pragma unroll 8
         for (int i = threadIdx.x; i < (tile.rows + 2 * HALO) * pitch; i += THREADS) {
             int row = tile.top + i / pitch - HALO, e = i % pitch - HALO * THIN;
             bool inside = row >= 0 && row < H && e >= 0 && e < W * THIN;
-            lines[i] = inside ? thin[((i64)tile.n * H + row) * W * THIN + e] : T{};
+            lines[i] = inside ? operand(thin[((i64)tile.n * H + row) * W * THIN + e]) : T{};
         }
     }
     // Number d of the patch of pixel m of the tile lies at corner(m) + offset(d).
@@ -71,7 +78,7 @@ struct Patches {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-spread(const T* thin, const T* weight, const float* bias, const float* emb, int relu, T* wide, float* partials, const T* x,
+spread(const THIN_T* thin, const T* weight, const float* bias, const float* emb, int relu, T* wide, float* partials, const T* x,
        const float* norm_weight, const float* norm_bias, const float* scale, const float* shift, const float* mean,
        const float* rstd, Weight at, int H, int W, int C, int rows, int groups) {
     wait_for_previous();
@@ -187,7 +194,7 @@ spread(const T* thin, const T* weight, const float* bias, const float* emb, int 
 // Every pixel of the tile's rows and of those around it is multiplied by all DEPTH columns of the weight, once; then the
 // products that belong to a pixel of thin, one a tap, are added. Reading wide once a tap would cost more.
 extern "C" __global__ void __launch_bounds__(THREADS)
-gather(const T* wide, const T* weight, const float* bias, T* thin, Weight at, int H, int W, int rows) {
+gather(const T* wide, const T* weight, const float* bias, THIN_T* thin, Weight at, int H, int W, int rows) {
     wait_for_previous();
     constexpr int LINE = BN + 8, COLUMNS = CEIL_DIV(DEPTH, 8), PITCH = DEPTH | 1;
     __shared__ __align__(8) T weights[COLUMNS * 8 * LINE];
@@ -244,12 +251,12 @@ gather(const T* wide, const T* weight, const float* bias, T* thin, Weight at, in
             if (row < 0 || row >= H || column < 0 || column >= W) continue;
             sum += products[((row - top) * W + column) * PITCH + tap * THIN + j];
         }
-        thin[i] = from_float<T>(sum);
+        thin[i] = from_float<THIN_T>(sum);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-wgrad(const T* thin, const T* wide, float* partials, Weight at, int H, int W, int C, int rows) {
+wgrad(const THIN_T* thin, const T* wide, float* partials, Weight at, int H, int W, int C, int rows) {
     wait_for_previous();
     constexpr int COLUMNS = BN / 8;  // and as many channels of a thread: those of lane group g are g * COLUMNS and after
     struct __align__(COLUMNS % 8 ? 8 : 16) Channels { u16 bits[COLUMNS]; };

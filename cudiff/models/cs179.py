@@ -43,7 +43,8 @@ class Block(Module):
 
     def _convolve(self, conv: Conv2d, x: Tensor, shift: Tensor, x2: Tensor | None = None, relu: bool = True) -> Tensor:
         return ops.norm_silu_conv2d(
-            x, x2, weight=conv.weight, bias=conv.bias, emb=shift, relu=relu, statistics=False, tf32=self.tf32
+            x, x2, weight=conv.weight, bias=conv.bias, emb=shift, relu=relu, statistics=False, tf32=self.tf32,
+            dtype=self.activation_dtype,
         )
 
 
@@ -93,12 +94,12 @@ class CS179UNet(Module):
     def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
         blocks = [*self.enc_blocks, self.bottleneck, *self.dec_blocks]
         shifts = iter(linears(self.time_emb(t), *(block.time_proj for block in blocks)))
-        h = ops.astype(x, self.activation_dtype)
-        skips = []
+        h, skips = x, []
         for block in self.enc_blocks:
             h = block(h, next(shifts), pool=True)
             skips.append(h)
         h = self.bottleneck(h, next(shifts))
         for block in self.dec_blocks:
             h = block(h, next(shifts), skips.pop())
-        return ops.astype(self.out_conv(h), float32)
+        out = self.out_conv
+        return ops.norm_silu_conv2d(h, weight=out.weight, bias=out.bias, tf32=self.tf32, dtype=float32)

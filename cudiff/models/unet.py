@@ -235,7 +235,8 @@ class UNet(Module):
         if label_emb is not None:
             emb = ops.silu(emb + label_emb(labels))
         embs = embeddings([module for _, module in self.modules() if isinstance(module, ResBlock)], emb)
-        h = self.input_blocks[0][0](ops.astype(x, self.activation_dtype))
+        conv = self.input_blocks[0][0]
+        h = ops.norm_silu_conv2d(x, weight=conv.weight, bias=conv.bias, tf32=self.tf32, dtype=self.activation_dtype)
         skips = [h]
         for block in list(self.input_blocks)[1:]:
             h = _run(block, h, embs)
@@ -244,11 +245,10 @@ class UNet(Module):
         for block in self.output_blocks:
             h = _run(block, h, embs, skips.pop())
         norm, conv = self.out[0], self.out[2]
-        h = ops.norm_silu_conv2d(
+        return ops.norm_silu_conv2d(
             h, norm_weight=norm.weight, norm_bias=norm.bias, weight=conv.weight, bias=conv.bias,
-            num_groups=norm.num_groups, eps=norm.eps, tf32=self.tf32,
+            num_groups=norm.num_groups, eps=norm.eps, tf32=self.tf32, dtype=float32,
         )
-        return ops.astype(h, float32)
 
 
 def _run(block: ModuleList, h: Tensor, embs: dict[ResBlock, Tensor], skip: Tensor | None = None) -> Tensor:

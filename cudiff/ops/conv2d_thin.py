@@ -1,9 +1,13 @@
 """Convolutions 3x3 or 1x1 between an image of few channels and one of many, a U-Net's first and last; `conv2d` chooses.
 
-A tile of the matrix product would be nearly empty along the few channels: here they lie together with all taps.
+A tile of the matrix product would be nearly empty along the few channels: here they lie together with all taps. The
+image of many is of 16 bits; that of few too, or float32, as a U-Net is given and returns it: a cast would be a launch.
 """
 
 from __future__ import annotations
+
+import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,28 +23,42 @@ SHARED_BYTES = 80 << 10  # of a block: two fit on a multiprocessor of an A100 or
 THREADS = 256
 
 
+class Image(NamedTuple):
+    """An image that is not there yet."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
 def suits(x: Array, weight: Array, out: Array, stride: tuple[int, int], padding: tuple[int, int],
           epilogue: Epilogue | None = None) -> bool:
     """Whether the convolution of x (N, H, W, C) with weight (K, R, R, C) to out (N, H, W, K) is one of these.
 
     The same for gradients in the place of x, weight and out.
     """
-    thin, wide = _sides(x, out)
-    taps = weight.shape[1]
+    _, wide = _sides(x, out)
     return (
-        is_low(thin.dtype)
-        and thin.dtype == wide.dtype
-        and weight.shape[1:3] in ((3, 3), (1, 1))
+        suits_images(x, out, weight.shape[1:3])
         and stride == (1, 1)
-        and padding == (taps // 2, taps // 2)
+        and padding == (weight.shape[1] // 2, weight.shape[1] // 2)
+        and aligned(wide)
+        and weight.flags.c_contiguous
+        and (epilogue is None or (epilogue.addend is None and (epilogue.emb is None or wide is out)))
+    )
+
+
+def suits_images(x: Array | Image, out: Array | Image, kernel: tuple[int, ...]) -> bool:
+    """What `suits` asks of the shapes and dtypes of x and out, and of (R, R)."""
+    thin, wide = _sides(x, out)
+    return (
+        is_low(wide.dtype)
+        and thin.dtype in (wide.dtype, float32)
+        and kernel in ((3, 3), (1, 1))
         and thin.shape[3] <= MOST
         and wide.shape[3] % 32 == 0
         and wide.shape[3] <= 128
-        and products_bytes(1, x.shape[2], thin.shape[3], taps) <= SHARED_BYTES
-        and aligned(wide)
-        and 0 < wide.size < 2**31
-        and weight.flags.c_contiguous
-        and (epilogue is None or (epilogue.addend is None and (epilogue.emb is None or wide is out)))
+        and products_bytes(1, wide.shape[2], thin.shape[3], kernel[0]) <= SHARED_BYTES
+        and 0 < math.prod(wide.shape) < 2**31
     )
 
 
@@ -50,13 +68,13 @@ def suits_norm(dz: Array, norm: Norm) -> bool:
     return dz.shape[3] > MOST and norm.silu and norm.x2 is None and norm.x.flags.c_contiguous and aligned(norm.x)
 
 
-def _sides(x: Array, out: Array) -> tuple[Array, Array]:
+def _sides(x: Array | Image, out: Array | Image) -> tuple[Array, Array]:
     """The thin image and the wide one."""
     return (x, out) if x.shape[3] < out.shape[3] else (out, x)
 
 
 def rows_bytes(rows: int, width: int, thin: int, taps: int) -> int:
-    """Thin's rows under a tile of so many; `taps` is R."""
+    """Thin's rows under a tile of so many, in 16 bits; `taps` is R."""
     return 2 * (rows + taps - 1) * (width + taps - 1) * thin
 
 
@@ -80,14 +98,16 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, moments: int 
     n, height, width, channels = x.shape
     outputs = out.shape[3]
     thin, taps = min(channels, outputs), weight.shape[1]
-    weight = weight if weight.dtype == x.dtype else weight.astype(x.dtype)
+    few, many = _sides(x, out)
+    weight = weight if weight.dtype == many.dtype else weight.astype(many.dtype)
+    constants = {"T": many.dtype, "THIN_T": few.dtype, "R": taps, "THIN": thin}
     at = _weight(weight.shape[3], taps, thin_last=(thin == channels) != transposed, flipped=transposed)
     if thin == outputs:
         rows = max(r for r in range(1, _rows(n, height) + 1) if products_bytes(r, width, thin, taps) <= SHARED_BYTES)
         launch(
             "conv2d_thin", "gather", n * blocks(height, rows), THREADS,
             (x, weight, epilogue.bias, out, at, height, width, rows), products_bytes(rows, width, thin, taps),
-            T=x.dtype, R=taps, THIN=thin, BN=channels, MOMENTS=0, NORM=0,
+            **constants, BN=channels, MOMENTS=0, NORM=0,
         )
         if relu:
             relu_cuda(out, out)
@@ -99,8 +119,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, moments: int 
         "conv2d_thin", "spread", (n * blocks(height, rows), outputs // columns), THREADS,
         (x, weight, epilogue.bias, epilogue.emb, relu, out, partials, source, *affine, at, height, width, outputs, rows,
          groups),
-        rows_bytes(rows, width, thin, taps), T=x.dtype, R=taps, THIN=thin, BN=columns, MOMENTS=moments,
-        NORM=int(norm is not None),
+        rows_bytes(rows, width, thin, taps), **constants, BN=columns, MOMENTS=moments, NORM=int(norm is not None),
     )
     return partials
 
@@ -118,7 +137,7 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool) -> None:
     launch(
         "conv2d_thin", "wgrad", (tiles, channels // columns), THREADS,
         (thin, wide, partials, at, height, width, channels, rows), shared,
-        T=x.dtype, R=taps, THIN=thin.shape[3], BN=columns, MOMENTS=0, NORM=0,
+        T=wide.dtype, THIN_T=thin.dtype, R=taps, THIN=thin.shape[3], BN=columns, MOMENTS=0, NORM=0,
     )
     add_parts(partials, dweight, add)
 

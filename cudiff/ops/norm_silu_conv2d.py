@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from cudiff.backend import Array, float32
 from cudiff.cuda.module import empty, gradient_sum, gradient_target
 from cudiff.cuda.sums import add_rows
-from cudiff.ops import conv2d_wgrad_sm90, elementwise
+from cudiff.ops import conv2d_thin, conv2d_wgrad_sm90, elementwise
 from cudiff.ops.cast import astype
 from cudiff.ops.conv2d import check_bias, conv2d, dgrad_cuda, fprop_cuda, out_size, pair, wgrad_cuda
 from cudiff.ops.conv2d_sm90 import Norm, Skip, at_16_bytes, suits_skip
@@ -21,7 +23,7 @@ from cudiff.tensor import Composite, Context, Tensor
 
 
 def unfused(x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight, skip_bias,
-            num_groups, eps, silu, upsample, relu, statistics, tf32):
+            num_groups, eps, silu, upsample, relu, statistics, tf32, dtype):
     """What norm_silu_conv2d computes, in plain operations."""
     h = x if x2 is None else concatenate([x, x2], axis=3)
     if norm_weight is not None:
@@ -41,17 +43,21 @@ def unfused(x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, resi
 
 
 class NormSiluConv2d(Composite):
-    """See `norm_silu_conv2d`."""
+    """See `norm_silu_conv2d`; `dtype` is x's but where `_takes_both`."""
 
     compose = staticmethod(unfused)
     adds_elsewhere = (0, 1)
 
+    @classmethod
+    def operand_dtype(cls, inputs, attrs):
+        return _narrower(inputs[0].dtype, attrs["dtype"])
+
     @staticmethod
     def forward_cuda(ctx, x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2,
-                     skip_weight, skip_bias, num_groups, eps, silu, upsample, relu, statistics, tf32):
-        ctx.tf32, ctx.upsample, ctx.step = tf32, upsample, (None, None, ())
+                     skip_weight, skip_bias, num_groups, eps, silu, upsample, relu, statistics, tf32, dtype):
+        ctx.tf32, ctx.upsample, ctx.dtype, ctx.step = tf32, upsample, x.dtype, (None, None, ())
         ctx.weight_shape, weight = weight.shape, _taps(weight)
-        h, h2 = x, None
+        h, h2 = x if dtype == x.dtype else at_16_bytes(x), None  # only conv2d_thin takes two dtypes
         if norm_weight is not None:
             h = _step(ctx, GroupNorm, _NORM_INPUTS, x, x2, norm_weight, norm_bias, scale, shift,
                       num_groups=num_groups, eps=eps, silu=silu)
@@ -65,7 +71,7 @@ class NormSiluConv2d(Composite):
         padding, times = pair(weight.shape[1] // 2), 2 if upsample else 1
         n, height, width, channels = h.shape
         ctx.shape = n, height * times, width * times, channels  # of what the convolution sees
-        out = empty((n, *out_size(ctx.shape[1:3], weight.shape[1:3], (1, 1), padding), len(weight)), h.dtype)
+        out = empty((n, *out_size(ctx.shape[1:3], weight.shape[1:3], (1, 1), padding), len(weight)), dtype)
         skip, addend = None, residual
         if skip_weight is not None:
             skip, addend = Skip(residual, residual2, skip_weight, as_float32(skip_bias)), None
@@ -84,9 +90,9 @@ class NormSiluConv2d(Composite):
         h, h2, weight, residual, residual2, skip_weight, out = ctx.saved
         padding, tf32 = pair(weight.shape[1] // 2), ctx.tf32
         grads: list[Array | None] = [None] * len(needs)
-        sums = ctx.dout_partials
-        if h2 is not None or residual2 is not None:
-            dout = at_16_bytes(dout)  # kernels that take pairs read it by TMA
+        sums, mixed = ctx.dout_partials, dout.dtype != ctx.dtype
+        if h2 is not None or residual2 is not None or mixed:
+            dout = at_16_bytes(dout)  # pairs are for kernels that read by TMA, two dtypes for conv2d_thin
         if out is not None:
             dout, sums = elementwise.relu_backward_cuda(dout, out)
         if sums is not None and len(sums) != len(dout):  # a batch norm's, of all images together
@@ -106,14 +112,17 @@ class NormSiluConv2d(Composite):
         elif any(needs[i] for i in _NORM_INPUTS):
             function, step, inputs = ctx.step
             place = into[0] if step is None else None
-            grads[0], addend = gradient_sum(None if ctx.upsample else place, ctx.shape, dout.dtype)
+            grads[0], addend = gradient_sum(None if ctx.upsample or mixed else place, ctx.shape, ctx.dtype)
             norm = Norm(step.silu, *step.saved) if function is GroupNorm and not ctx.upsample else None
-            dz_partials = dgrad_cuda(dout, weight, grads[0], (1, 1), padding, Epilogue(addend=addend), tf32, norm=norm)
+            ctx.din_partials[0] = partials = dgrad_cuda(
+                dout, weight, grads[0], (1, 1), padding, Epilogue(addend=addend), tf32,
+                sums=step is None and not ctx.upsample, norm=norm,
+            )
             if ctx.upsample:
                 moments = 1 if step is None else 0
                 grads[0], ctx.din_partials[0] = sum_windows_cuda(grads[0], TWICE, 1.0, place, moments)
             if step is not None:
-                step.dz_partials = dz_partials
+                step.dz_partials = partials
                 results = function.backward_cuda(step, grads[0], needs=step.needs, into=tuple(into[i] for i in inputs))
                 for i, result in zip(inputs, results, strict=True):
                     grads[i] = result
@@ -162,12 +171,27 @@ def _matrix(weight: Array) -> Array:
     return weight.reshape(len(weight), -1)
 
 
+def _narrower(first: np.dtype, second: np.dtype) -> np.dtype:
+    return first if first.itemsize < second.itemsize else second
+
+
+def _takes_both(x: Tensor, weight: Tensor, emb: Tensor | None, dtype: np.dtype) -> bool:
+    """Whether a GPU makes the convolution of x, or of its norm, to an image of another dtype, plus `emb`, by itself."""
+    out = conv2d_thin.Image((*x.shape[:3], len(weight)), dtype)
+    return (
+        x.device == "cuda"
+        and (emb is None or len(weight) > x.shape[3])
+        and conv2d_thin.suits_images(x, out, weight.shape[1:3] if weight.ndim == 4 else (1, 1))
+    )
+
+
 def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bias: Tensor | None = None,
                      norm_weight: Tensor | None = None, norm_bias: Tensor | None = None, scale: Tensor | None = None,
                      shift: Tensor | None = None, emb: Tensor | None = None, residual: Tensor | None = None,
                      residual2: Tensor | None = None, skip_weight: Tensor | None = None,
                      skip_bias: Tensor | None = None, num_groups: int = 32, eps: float = 1e-5, silu: bool = True,
-                     upsample: bool = False, relu: bool = False, statistics: bool = True, tf32: bool = False) -> Tensor:
+                     upsample: bool = False, relu: bool = False, statistics: bool = True, tf32: bool = False,
+                     dtype: Any = None) -> Tensor:
     """The unit of the U-Net: group norm, SiLU and convolution of concat(x, x2), plus an embedding and a skip path.
 
     h = silu(group_norm(concat(x, x2)) · (1 + scale) + shift) where norm_weight is given, without SiLU unless `silu`;
@@ -176,7 +200,8 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
     skip_weight is given; ReLU if `relu`.
 
     x (N, H, W, C1), x2 (N, H, W, C2), weight (K, R, S, C1 + C2) or (K, C1 + C2), norm_weight and norm_bias (C1 + C2,),
-    scale and shift float32 (N, C1 + C2), emb float32 (N, K), residual like out without skip_weight. Returns x's dtype.
+    scale and shift float32 (N, C1 + C2), emb float32 (N, K), residual like out without skip_weight. `dtype` is the
+    result's, x's unless given; the convolution's operands are rounded to the narrower of both.
     `statistics` says that a norm follows: kernels then leave the sums that it needs.
     """
     channels = x.shape[-1] + (0 if x2 is None else x2.shape[-1])
@@ -194,7 +219,15 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
                 f"of a residual of {sum(sources)} channels"
             )
         check_bias("norm_silu_conv2d", skip_bias, weight.shape[0])
-    return NormSiluConv2d.apply(
+    own = dtype = x.dtype if dtype is None else np.dtype(dtype)
+    plain = x2 is None and residual is None and not upsample
+    if dtype != x.dtype and not (plain and _takes_both(x, weight, emb, dtype)):
+        own = _narrower(x.dtype, dtype)
+        x = astype(x, own)
+        x2, residual, residual2 = (None if t is None else astype(t, own) for t in (x2, residual, residual2))
+    out = NormSiluConv2d.apply(
         x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight, skip_bias,
         num_groups=num_groups, eps=eps, silu=silu, upsample=upsample, relu=relu, statistics=statistics, tf32=tf32,
+        dtype=own,
     )
+    return astype(out, dtype)

@@ -4,7 +4,7 @@ import pytest
 
 from cudiff import ops
 from cudiff.ops import conv2d_sm90, conv2d_thin
-from cudiff.ops.conv2d import dgrad_cuda
+from cudiff.ops.conv2d import dgrad_cuda, fprop_cuda, wgrad_cuda
 from cudiff.ops.gemm import Epilogue
 from cudiff.tensor import Tensor
 from tests.check import relative_error
@@ -55,6 +55,38 @@ def test_against_numpy(device, rng, monkeypatch, shape, outputs, taps, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("shape, outputs, taps", [*((*s, 3) for s in SHAPES), *((*s, 1) for s in SHAPES[2:8])], ids=str)
+def test_a_thin_image_of_float32(rng, shape, outputs, taps, dtype):
+    """It is rounded where it is read and written as it is summed, by each pass and whether x or out."""
+    shapes = shape, (*shape[:3], outputs)
+    stored = [np.float32 if s[3] <= conv2d_thin.MOST else dtype for s in shapes]
+    x, dout = (rng.standard_normal(s).astype(d) for s, d in zip(shapes, stored, strict=True))
+    weight = rng.standard_normal((outputs, taps, taps, shape[3])).astype(dtype)
+    bias = rng.standard_normal(outputs).astype(np.float32)
+    leaves = [Tensor(a.astype(dtype).astype(np.float64), requires_grad=True) for a in (x, weight)]
+    expected = ops.conv2d(*leaves, Tensor(bias.astype(np.float64)), padding=taps // 2)
+    expected.backward(dout.astype(dtype).astype(np.float64))
+
+    x, dout, weight, bias = (Tensor(a, device="cuda").data for a in (x, dout, weight, bias))
+    dx, out, dweight = (Tensor(np.full(s, np.nan, d), device="cuda").data for s, d in zip(
+        (*shapes, weight.shape), (*stored, np.float32), strict=True
+    ))
+    place = (1, 1), (taps // 2, taps // 2)
+    assert conv2d_thin.suits(x, weight, out, *place)
+    partials = fprop_cuda(x, weight, out, *place, Epilogue(bias), False, statistics=True)
+    dgrad_cuda(dout, weight, dx, *place, Epilogue(), False)
+    wgrad_cuda(x, dout, dweight, *place, False, False)
+    low = 4e-3 if dtype == ml_dtypes.bfloat16 else 6e-4
+    for result, reference in ((out, expected.data), (dx, leaves[0].grad), (dweight, leaves[1].grad)):
+        assert relative_error(Tensor(result).numpy(), reference) < (1e-5 if result.dtype == np.float32 else low)
+    assert (partials is None) == (outputs <= conv2d_thin.MOST)
+    if partials is not None:
+        sums = Tensor(partials).numpy().astype(np.float64).sum(1)
+        assert relative_error(sums[..., 1], (Tensor(out).numpy().astype(np.float64) ** 2).sum((1, 2))) < 1e-5
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("shape, outputs", SHAPES[:4], ids=str)
 def test_the_weight_gradient_adds_to_what_is_there(device, rng, shape, outputs):
     if device == "cpu":
@@ -89,8 +121,10 @@ def test_the_embedding_and_relu_come_with_it(rng, shape, outputs):
     ((2, 64, 64, 64), 3, 3), ((3, 13, 9, 128), 6, 3), ((40, 3, 5, 96), 1, 1), ((1, 130, 7, 32), 7, 3),
 ], ids=str)
 @pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("wide_dout", [False, True])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
-def test_gradient_to_a_norm(rng, shape, outputs, taps, scaled, dtype):
+def test_gradient_to_a_norm(rng, shape, outputs, taps, scaled, wide_dout, dtype):
+    """From a thin gradient of 16 bits or, `wide_dout`, of float32."""
     (n, *_, channels), groups = shape, 4
     arrays = [rng.standard_normal(s).astype(dtype) for s in (
         (*shape[:3], outputs), (outputs, taps, taps, channels), shape
@@ -109,6 +143,9 @@ def test_gradient_to_a_norm(rng, shape, outputs, taps, scaled, dtype):
     sigmoid = 1 / (1 + np.exp(-z))
     dz = leaf.grad * sigmoid * (1 + z * (1 - sigmoid))
 
+    if wide_dout:  # by less than half of a rounding away
+        arrays[0] = dout.astype(np.float32) * np.float32(1 + 1e-4 if dtype == ml_dtypes.bfloat16 else 1 + 1e-5)
+        assert np.array_equal(arrays[0].astype(dtype), dout.astype(dtype))
     dout, weight, x, *vectors = (None if v is None else Tensor(v, device="cuda").data for v in (*arrays, *vectors))
     norm, out = conv2d_sm90.Norm(True, x, None, *vectors), Tensor(np.full(shape, np.nan, dtype), device="cuda")
     assert conv2d_thin.suits_norm(out.data, norm)

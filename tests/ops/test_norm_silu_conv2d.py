@@ -8,7 +8,7 @@ from cudiff.ops import conv2d_wgrad_sm90
 from cudiff.ops.attention import attention_qkv
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
 from cudiff.tensor import Kept, Tensor
-from tests.check import check_op, relative_error, torch
+from tests.check import TOLERANCE, check_op, relative_error, torch
 
 UNITS = {  # x, x2 channels; K; kernel; which parts
     "all": dict(c1=8, c2=4, k=8, emb=True, residual=(8, 4), skip=True),
@@ -74,6 +74,70 @@ def test_norm_silu_conv2d(device, rng, unit):
     # The gradient passes through two roundings of the storage type more than a single operation's.
     check_op(fn, *arrays.values(), device=device, torch_fn=torch_unit(arrays, attrs), fp32_inputs=fp32_inputs,
              tolerance=2)
+
+
+MIXED = {
+    "first": dict(c1=3, k=64, norm=False),
+    "first with more": dict(c1=1, k=32, norm=False, emb=True, relu=True),
+    "last": dict(c1=64, k=3),
+    "last 1x1": dict(c1=64, k=1, r=1, norm=False),
+    "last, linear": dict(c1=96, k=6, r=0),
+    "last with more": dict(c1=64, k=3, emb=True),
+    "upsampled": dict(c1=64, k=3, upsample=True),
+    "pair": dict(c1=32, c2=32, k=3),
+    "residual": dict(c1=3, k=64, norm=False, residual=64),
+    "skip": dict(c1=64, k=3, residual=8, skip=True),
+    "narrow": dict(c1=8, k=5),
+}
+
+
+@pytest.mark.parametrize("low", [np.dtype(bfloat16), np.dtype(np.float16)], ids=str)
+@pytest.mark.parametrize("widens", [False, True])
+@pytest.mark.parametrize("unit", MIXED.values(), ids=MIXED)
+def test_a_result_of_another_dtype(device, rng, unit, widens, low):
+    """By kernels that take both, or by a cast; twice, so that gradients add up, and the second time a gradient starts
+    where no kernel reads packs."""
+    c1, c2, k, r, residual = (unit.get(name, other) for name, other in (
+        ("c1", 0), ("c2", 0), ("k", 0), ("r", 3), ("residual", 0)
+    ))
+    channels, upsample, dtypes = c1 + c2, unit.get("upsample", False), [low, np.dtype(np.float32)]
+    own, dtype = dtypes if widens else reversed(dtypes)
+    image = (2, 9, 8)
+    size = (2, 18, 16) if upsample else image
+    shapes = dict(x=(*image, c1), weight=(k, *((r, r) if r else ()), channels), bias=(k,))
+    shapes |= dict(x2=(*image, c2)) if c2 else {}
+    shapes |= dict(norm_weight=(channels,), norm_bias=(channels,)) if unit.get("norm", True) else {}
+    shapes |= dict(emb=(2, k)) if "emb" in unit else {}
+    shapes |= dict(residual=(*size, residual)) if residual else {}
+    shapes |= dict(skip_weight=(k, 1, 1, residual)) if "skip" in unit else {}
+    stored = dict.fromkeys(shapes, np.dtype(np.float32)) | dict(x=own, x2=own, residual=dtype)
+    arrays = {name: rng.standard_normal(shape).astype(stored[name]) for name, shape in shapes.items()}
+    attrs = dict(num_groups=4, upsample=upsample, relu=unit.get("relu", False))
+    rounded = ("x", "x2", "weight", "residual", "skip_weight")
+    wide = {
+        name: Tensor((a.astype(low) if name in rounded else a).astype(np.float64), requires_grad=True)
+        for name, a in arrays.items()
+    }
+    expected = norm_silu_conv2d(**wide, **attrs)
+    dout = rng.standard_normal(expected.shape).astype(low)
+    expected.backward(2 * dout.astype(np.float64))
+
+    tensors = {name: Tensor(a, device=device, requires_grad=True) for name, a in arrays.items()}
+    for name in ("weight", "skip_weight"):
+        if name in tensors:
+            tensors[name] = Parameter(tensors[name].data, low=True)
+    tolerance = TOLERANCE[low] * (8 if attrs["relu"] else 2)  # a rounding may take a value past ReLU
+    for start in (0, 1):
+        out = norm_silu_conv2d(**tensors, **attrs, dtype=dtype)
+        assert out.dtype == dtype and relative_error(out.numpy(), expected.numpy()) < tolerance
+        buffer = Tensor(np.zeros(dout.size + 1, dtype), device=device).data
+        given = buffer[start : start + dout.size].reshape(dout.shape)
+        given[...] = Tensor(dout.astype(dtype), device=device).data
+        out.backward(given)
+    assert tensors["weight"].shadow.dtype == low  # not rounded once more by each pass
+    for name, tensor in tensors.items():
+        assert tensor.grad.dtype == tensor.dtype
+        assert relative_error(Tensor(tensor.grad).numpy(), wide[name].grad) < tolerance, name
 
 
 def test_units_in_a_row(device, rng):
