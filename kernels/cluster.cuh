@@ -58,7 +58,7 @@ __device__ __forceinline__ void store_cluster(float4* p, int rank, float4 v) {
 __device__ __forceinline__ void open_mailbox(u32 barrier, u32 bytes) {
     if constexpr (CLUSTER == 1) return;
     barrier_init(barrier, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_barriers();
     barrier_expect(barrier, bytes);
 }
 // Write v in block `rank` where `p` lies in this block's mailbox.

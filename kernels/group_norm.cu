@@ -8,12 +8,12 @@
 // block for its image; else `finish_statistics` and `finish_sums` do it once.
 // VEC=1: C1, C2 and every T address are multiples of a 16-byte pack.
 // On Hopper group_norm_sm90.cu takes what fits in a cluster's shared memory.
-// The tiled kernels are launched as group_norm.cuh says. Dynamic shared memory: 16 bytes for each channel, or each thread, in
+// The tiled kernels are launched as tiles.cuh says. Dynamic shared memory: 16 bytes for each channel, or each thread, in
 // finish_statistics, of a block's groups, and, where it is given partials, in `normalize`; 8 for each channel and each thread
 // in finish_sums and, where it is given partials, in `input_gradients`, which takes 16 packs a thread in any case.
 // variants: T=float,bf16,half VEC=0,1
-#include "group_norm.cuh"
 #include "mma.cuh"
+#include "tiles.cuh"
 
 extern __shared__ __align__(16) float2 channels[];  // one for each of C, or more
 constexpr int WIDTH = 32 * V;                       // channels of a chunk at most
@@ -179,7 +179,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void normalize(
     rows.count = lane.count;
     wait_for_previous();
     rows.fetch(0);
-    Channel channel(lane, across * V, C, size, weight, bias, scale, shift);
+    Channel channel(lane.n, lane.c0, across * V, C, size, weight, bias, scale, shift);
     if (partials) moments.find(given, lane.n, own);
     if (channel.here) {
         i64 group = (i64)lane.n * groups + channel.group;
@@ -190,7 +190,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void normalize(
         if (partials && lane.tile == 0 && channel.c == channel.group * size) new_mean[group] = found.x, new_rstd[group] = found.y;
     }
     __syncthreads();
-    Affine affine(table, WIDTH, lane);
+    Affine affine(table, WIDTH, lane.c - lane.c0);
     T* target = first_element(y, y, lane, C, 0, pitch);
     rows.each([&](int i, const Raw (&raw)[1]) {
         float v[V];
@@ -226,11 +226,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void backward_sums(
     rows.start[1] = first_element(dy, dy, lane, C, 0, rows.pitch[1]);
     rows.count = lane.count;
     rows.fetch(0);
-    Channel channel(lane, across * V, C, size, weight, bias, scale, shift);
+    Channel channel(lane.n, lane.c0, across * V, C, size, weight, bias, scale, shift);
     i64 group = (i64)lane.n * groups + channel.group;
     if (channel.here) Affine::fill(table, WIDTH, channel, mean[group], rstd[group]);
     __syncthreads();
-    Affine affine(table, WIDTH, lane);
+    Affine affine(table, WIDTH, lane.c - lane.c0);
     float sum[V] = {}, product[V] = {};
     rows.each([&](int, const Raw (&raw)[2]) {
         float v[V], y[V], dz[V];
@@ -379,7 +379,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     rows.count[0] = rows.count[1] = wanted || wanted_again ? lane.count : 0;
     rows.count[2] = adds ? lane.count : 0;
     rows.count[3] = adds_more ? lane.count : 0;
-    Channel channel(lane, across * V, C, size, weight, bias, scale, shift);
+    Channel channel(lane.n, lane.c0, across * V, C, size, weight, bias, scale, shift);
     float average = 0.0f, r = 0.0f;
     if (channel.here) average = mean[(i64)lane.n * groups + channel.group], r = rstd[(i64)lane.n * groups + channel.group];
     rows.begin_early();
@@ -395,7 +395,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
         table[4 * WIDTH + channel.j] = r * r * m.y;
     }
     __syncthreads();
-    Affine affine(table, WIDTH, lane);
+    Affine affine(table, WIDTH, lane.c - lane.c0);
     float constant[V], slope[V], gain[V], sum[V] = {};
     load<V>(table + 3 * WIDTH + lane.c - lane.c0, constant);
     load<V>(table + 4 * WIDTH + lane.c - lane.c0, slope);

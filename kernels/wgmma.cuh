@@ -23,6 +23,9 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
                  ::"r"(barrier), "r"(parity) : "memory");
 }
 
+// Barriers that this thread has initialised may be used: by it, by copies, and by those who meet it after this.
+__device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
 // A barrier of the threads of one warpgroup.
 __device__ __forceinline__ void warpgroup_meets() { asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory"); }
 
@@ -98,7 +101,7 @@ struct Ring {
         : buffers(buffers), bytes(bytes), barriers(barriers), stages(stages) {}
     __device__ __forceinline__ void init(int consumers) const {
         for (int i = 0; i < stages; i++) barrier_init(full(i), 1), barrier_init(empty(i), consumers);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        fence_barriers();
     }
     __device__ __forceinline__ u32 full(int i) const { return barriers + 8 * i; }
     __device__ __forceinline__ u32 empty(int i) const { return barriers + 8 * (stages + i); }

@@ -19,16 +19,18 @@ _SWIZZLES = {64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_64B and _128B
 _PROMOTE_256B = 3
 
 
-def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True, twice: bool = False) -> np.ndarray:
+def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True, twice: bool = False,
+               swizzled: bool = True) -> np.ndarray:
     """The 128 bytes of a CUtensorMap for boxes of `box` elements of a CUDA array, to be passed to a kernel by value.
 
-    float16, bfloat16 or float32, up to 5 axes, the last one contiguous; the box's last axis has 128 or 64 bytes, which
-    are swizzled. An `operand` of float32 is rounded to tf32 on its way. Array and strides are multiples of 16 bytes.
+    float16, bfloat16 or float32, up to 5 axes, the last one contiguous; the box's last axis has 128 or 64 bytes where
+    they are to be `swizzled`, else a multiple of 16. An `operand` of float32 is rounded to tf32 on its way. Array and
+    strides are multiples of 16 bytes.
     `twice`: as if each line of the last axis were there twice in a row, on an axis before it that the box counts.
     Raises CudiffError where the driver refuses.
     """
     kind = _TFLOAT32 if operand and array.dtype == float32 else _TYPES[array.dtype]
-    swizzle = _SWIZZLES[box[-1] * array.dtype.itemsize]
+    swizzle = _SWIZZLES[box[-1] * array.dtype.itemsize] if swizzled else 0
     shape, strides = array.shape, array.strides[:-1]
     if twice:
         shape, strides = (*shape[:-1], 2, shape[-1]), (*strides, 0)

@@ -15,6 +15,7 @@ import numpy as np
 from cudiff.backend import Array, float32
 from cudiff.cuda.module import blocks, empty, gradient_sum, gradient_sums, gradient_target, hopper, launch
 from cudiff.cuda.sums import add_rows
+from cudiff.cuda.tensor_map import tensor_map
 from cudiff.cuda.waiting import together
 from cudiff.ops.cast import narrow, require_float, widen
 from cudiff.ops.gemm import MULTIPROCESSORS
@@ -119,12 +120,12 @@ def group_norm_forward_cuda(x: Array, x2: Array | None, weight: Array, bias: Arr
     y = empty((*x.shape[:-1], channels), x.dtype)
     mean, rstd = empty((n, num_groups), float32), empty((n, num_groups), float32)
     constants = kernel_constants(x, x2, y, parameters=(weight, bias, scale, shift))
-    cut = _clusters(pixels, channels, num_groups, 1, x.dtype.itemsize, constants["VEC"], n)
+    cut = _clusters(pixels, channels1, channels2, num_groups, 1, x.dtype.itemsize, n) if constants["VEC"] else None
     if cut is not None and any(s is not None and p is None for s, p in zip((x, x2), partials, strict=True)):
-        launch("group_norm_sm90", "forward", (n * cut.cluster, cut.chunks), 256,
-               (y, mean, rstd, x, x2, weight, bias, scale, shift, num_groups,
-                pixels, channels1, channels2, silu, cut.rows, eps),
-               cut.shared, **constants, CLUSTER=cut.cluster, ACROSS=cut.across)
+        launch("group_norm_sm90", "forward", (n * cut.cluster, cut.chunks), 512,
+               (cut.map(x), cut.map(x if x2 is None else x2), y, mean, rstd, weight, bias, scale, shift,
+                num_groups, pixels, channels1, channels2, silu, cut.boxes, eps),
+               cut.shared, **constants, **cut.constants)
         return y, mean, rstd
     sums, share = _partials_of(x, x2, partials), np.float64(num_groups / (pixels * channels))
     shared = 16 * max(256, channels)  # two doubles for each channel, or each thread
@@ -191,9 +192,8 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
     )
     results = tuple(target[0] for target in (dx, dx2, dweight, dbias, dscale, dshift))
     constants = kernel_constants(dy, x, x2, *dx, *dx2, y)
-    cut = _clusters(pixels, channels, groups, 2, x.dtype.itemsize, constants["VEC"], n)
-    # Larger clusters are slower than two launches: 64 channels at 64 x 64, by eight blocks 32.1 us, else 26.4.
-    if partials is not None or more is not None or (cut is not None and cut.cluster > 2):
+    cut = _clusters(pixels, channels1, channels2, groups, 2, x.dtype.itemsize, n) if constants["VEC"] else None
+    if partials is not None or more is not None:
         cut = None
     tiles, chunks, across = (1, 0, 0) if cut else _tiling(n, pixels, channels, constants, narrow=True)
     if sums is not None:
@@ -202,10 +202,10 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
     totals = empty((n, channels, 2), float32)
     modulation = (totals, *dscale, *dshift)
     if cut:
-        launch("group_norm_sm90", "backward", (n * cut.cluster, cut.chunks), 256,
-               (*dx, *dx2, y, *own_sums, *modulation, dy, x, x2, *affine,
-                pixels, channels1, channels2, silu, cut.rows),
-               cut.shared, **constants, CLUSTER=cut.cluster, ACROSS=cut.across)
+        launch("group_norm_sm90", "backward", (n * cut.cluster, cut.chunks), 512,
+               (*map(cut.map, (x, x if x2 is None else x2, dy)), *dx, *dx2, y, *own_sums, *modulation,
+                *affine, pixels, channels1, channels2, silu, cut.boxes),
+               cut.shared, **constants, **cut.constants)
         affine_gradients_cuda(totals, dweight, dbias)
         return results
     extent = (pixels, channels1, channels2, tiles, across)
@@ -242,47 +242,68 @@ _SILU_DONE, _STREAM_BYTES = 2, 16 * 256 * 16  # of input_gradients
 
 
 class _Cut(NamedTuple):
-    """How clusters share a group norm: blocks a cluster, chunks of channels, packs a chunk, rows a thread, bytes."""
+    """How clusters share a group norm: see group_norm_sm90.cu."""
 
     cluster: int
     chunks: int
-    across: int
-    rows: int
+    width: int  # channels of a chunk
+    across: int  # packs of a chunk
+    step: int  # pixels of a box
+    boxes: int  # of a block
     shared: int
 
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"CLUSTER": self.cluster, "ACROSS": self.across}
 
-_SHARED_BYTES = (75 << 10) - 16, (227 << 10) - 16  # for each of three blocks a multiprocessor, or for one; 16: barriers
+    def map(self, array: Array) -> np.ndarray:
+        images = array.reshape(len(array), -1, array.shape[-1])
+        return tensor_map(images, (1, self.step, self.width), operand=False, swizzled=False)
+
+
+def _cut(cluster: int, chunks: int, pixels: int, channels: int, arrays: int, itemsize: int) -> _Cut | None:
+    """By clusters of so many blocks and so many chunks of channels; None where a block does not hold its part."""
+    width = channels // chunks
+    across = width * itemsize // 16
+    lines = min(32 // across, 32 // itemsize)  # pixels that a warp has at once: a power of two
+    step = 16 << (lines.bit_length() - 1)
+    boxes = blocks(blocks(pixels, step), cluster)
+    shared = arrays * boxes * step * 16 * across + 4 * (width * (37 + 3 * cluster) + cluster * blocks(width, cluster))
+    if step > 256 or boxes > 64 or shared > 226 << 10:  # of 227 KiB; barriers take some
+        return None
+    return _Cut(cluster, chunks, width, across, step, boxes, shared)
 
 
 @functools.cache
-def _clusters(pixels: int, channels: int, groups: int, arrays: int, itemsize: int, vec: int,
+def _clusters(pixels: int, channels1: int, channels2: int, groups: int, arrays: int, itemsize: int,
               images: int) -> _Cut | None:
     """The launch of group_norm_sm90.cu that reads `arrays` of this shape, or None where it does not suit.
 
-    Chunks of 64 bytes or little more, and as few blocks a cluster as let three share a multiprocessor; where no cluster
-    is large enough for that, as few as let one have a multiprocessor for itself. Still fewer where `images` have enough
-    for every multiprocessor, all at once: a cluster's parts wait for each other, and four or more find places together
-    on 120 of 132 multiprocessors only (64 channels at 64 x 64, batch 32: 13.4 us, by four 17.4).
+    The one that takes least time, in microseconds as fitted to an H200: each multiprocessor's blocks one after the
+    other, each by its bytes. Clusters of four and more find places together on 120 of 132 multiprocessors only. Chunks
+    of channels have 64 bytes or more, better 128 where the cache does not hold the arrays, or all channels. Backward may
+    take less by launches of group_norm.cu.
     """
-    pack = 16 // itemsize
-    chunks = [d for d in range(1, groups + 1)
-              if groups % d == 0 and channels // d % pack == 0 and channels // d <= 32 * pack]
-    if not (hopper() and vec and chunks):
+    pack, channels = 16 // itemsize, channels1 + channels2
+    chunks = [d for d in range(1, groups + 1) if groups % d == 0 and channels // d % pack == 0
+              and channels // d <= 32 * pack and channels1 % (channels // d) == 0
+              and (channels // d * itemsize >= 64 or d == 1)]
+    if not hopper():
         return None
-    chosen = max((d for d in chunks if channels // d * itemsize >= 64), default=chunks[0])
-    width = channels // chosen
-    three, one = _SHARED_BYTES
-    fitting = []
-    for cluster in (1, 2, 4, 8):
-        rows = blocks(blocks(pixels, cluster), 256 // (width // pack))
-        floats = 256 * (4 * rows * arrays + pack) + width * (2 * cluster + 5) + cluster * blocks(width, cluster)
-        if 4 * floats <= one:
-            fitting.append(_Cut(cluster, chosen, width // pack, rows, 4 * floats))
-    for found in fitting:
-        reached = MULTIPROCESSORS if found.cluster <= 2 else 120
-        if found.shared <= three or 120 <= images * chosen * found.cluster <= reached * (one // found.shared):
-            return found
-    return fitting[0] if fitting else None
+
+    def time(found: _Cut) -> float:
+        places = MULTIPROCESSORS if found.cluster <= 2 else 120
+        start, speed = (2.1, 16e3) if arrays == 1 else (4.5, 22e3)
+        if size > 24 and found.across < 8:
+            speed /= 1.5
+        return blocks(images * found.chunks * found.cluster, places) * (start + found.shared / speed)
+
+    size = images * pixels * channels * itemsize / 1e6
+    cuts = (_cut(cluster, d, pixels, channels, arrays, itemsize) for d in chunks for cluster in (1, 2, 4, 8))
+    best = min((found for found in cuts if found is not None), key=time, default=None)
+    if arrays == 2 and best is not None and time(best) > 8 + size:
+        return None
+    return best
 
 
 def _extent(x: Array, x2: Array | None) -> tuple[int, int, int, int]:

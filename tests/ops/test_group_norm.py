@@ -153,15 +153,19 @@ def test_partials_stand_in_for_the_statistics_pass(device, rng, given, shape, ch
     assert relative_error(out, expected) < 2e-5
 
 
-# Shapes for clusters of 1 to 8 blocks on Hopper, chunks of 64 to 112 bytes, and for several rows a thread; the last one
-# is for no cluster and has so many tiles that a kernel of its own finishes the statistics.
+# Shapes for clusters of 1, 2, 4 and 8 blocks on Hopper, of one box or several, the last of them cut short, of chunks from
+# 64 to 256 bytes, of two sources too. The last two are for no cluster: a chunk would have channels of both sources, or
+# there are no packs; the very last has so many tiles that a kernel of its own finishes the statistics.
 CLUSTERS = [
     ((32, 3, 5, 256), 0, 32),
     ((32, 8, 4, 128), 0, 32),
     ((32, 5, 7, 64), 0, 32),
     ((2, 64, 64, 64), 0, 32),
+    ((2, 32, 33, 128), 128, 32),
+    ((40, 16, 33, 64), 64, 32),
+    ((1, 33, 31, 320), 0, 32),
+    ((3, 17, 5, 96), 0, 32),
     ((2, 32, 33, 192), 128, 32),
-    ((3, 16, 16, 192), 256, 32),
     ((1, 96, 96, 10), 0, 5),
 ]
 
