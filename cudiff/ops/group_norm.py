@@ -281,8 +281,8 @@ def _clusters(pixels: int, channels1: int, channels2: int, groups: int, arrays: 
 
     The one that takes least time, in microseconds as fitted to an H200: each multiprocessor's blocks one after the
     other, each by its bytes. Clusters of four and more find places together on 120 of 132 multiprocessors only. Chunks
-    of channels have 64 bytes or more, better 128 where the cache does not hold the arrays, or all channels. Backward may
-    take less by launches of group_norm.cu.
+    of channels have 64 bytes or more, better 128 where the cache does not hold the arrays, or all channels. Backward
+    may take less by launches of group_norm.cu.
     """
     pack, channels = 16 // itemsize, channels1 + channels2
     chunks = [d for d in range(1, groups + 1) if groups % d == 0 and channels // d % pack == 0
