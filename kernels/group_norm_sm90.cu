@@ -73,8 +73,11 @@ struct Shared {
 
     // The barriers, of which `full` counts so many numbers of each block and channel. Then all may fetch().
     __device__ __forceinline__ void begin(int numbers) const {
-        if (threadIdx.x < count) barrier_init(arrived(threadIdx.x), 1), fence_barriers();
-        if (threadIdx.x == 0) open_mailbox(full, numbers * 4 * CLUSTER * WIDTH);
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < count; i++) barrier_init(arrived(i), 1);
+            open_mailbox(full, numbers * 4 * CLUSTER * WIDTH);
+            fence_barriers();
+        }
         cluster_arrive_relaxed();
         __syncthreads();
     }
@@ -216,8 +219,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) __cluster_dims__(CLUSTER, 1,
 extern "C" __global__ __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1) void backward(
     const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap map2, const __grid_constant__ TensorMap dy_map, T* dx,
     const T* addend, T* dx2, const T* addend2, T* y, float* sums, float* sums2, float2* totals, float* dscale, int add_scale,
-    float* dshift, int add_shift, AFFINE, int S, int C1,
-    int C2, int silu, int boxes) {
+    float* dshift, int add_shift, AFFINE, int S, int C1, int C2, int silu, int boxes) {
     int C = C1 + C2, size = C / groups, pitch;
     Place place(S);
     Shared shared(place, 2, boxes);

@@ -64,9 +64,10 @@ def test_the_benchmarks_step(host_of, tmp_path):
 @pytest.mark.parametrize("hopper", [True, False], ids=["hopper", "portable"])
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("dtype", [bfloat16, np.dtype(np.float32)], ids=str)
-def test_an_upsampled_image_is_not_made(host_of, dtype, norm, hopper):
+@pytest.mark.parametrize("taps", [3, 1])
+def test_an_upsampled_image_is_not_made(host_of, taps, dtype, norm, hopper):
     host = host_of(hopper)
-    shapes = dict(x=(2, 8, 8, 64), weight=(64, 3, 3, 64), bias=64, norm_weight=64, norm_bias=64)
+    shapes = dict(x=(2, 8, 8, 64), weight=(64, taps, taps, 64), bias=64, norm_weight=64, norm_bias=64)
     tensors = {
         name: Tensor(host.zeros(shape, dtype if name in ("x", "weight") else np.float32), requires_grad=True)
         for name, shape in shapes.items() if norm or not name.startswith("norm")

@@ -96,7 +96,7 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: Plan | None 
     if x.dtype == float32:
         wgrad_tf32(x, dout, dweight, add)
         return
-    if dweight.shape[1:3] == (1, 1) and chosen is None:
+    if dweight.shape[1:3] == (1, 1) and chosen is None and x.shape[:3] == dout.shape[:3]:
         images = full_strips(x.shape[:3], apart=False)
         x, x2, dout = (None if array is None else array.reshape(*images, array.shape[3]) for array in (x, x2, dout))
     job = _Job(_whole(x), x2, _whole(dout), dweight, add)
