@@ -6,13 +6,13 @@
 // the second pass reads the pixels from there: one pass over global memory. TMA copies, as threads that copied would stand in
 // line with their copies instead of summing. Every sum has a fixed order. In `backward` the kept dz is rounded to T, dx's
 // operand; the sums are of what was not rounded.
-// Launch: THREADS threads, grid (N * CLUSTER, chunks), chunks * ACROSS packs of V channels = C exactly, ACROSS <= 32, and C1 a
+// Launch: THREADS threads, grid (N, chunks, CLUSTER), chunks * ACROSS packs of V channels = C exactly, ACROSS <= 32, and C1 a
 // multiple of a chunk. Maps: x {C1, S, N}, x2 {C2, S, N} (or x's), dy {C, S, N}, boxes {WIDTH, STEP, 1}, not swizzled. The blocks
 // of a cluster take an image's boxes in turn, each `boxes` of them, at most BOXES.
 // Dynamic shared memory: boxes, of each array; 4 WIDTH (2 WARPS + 3 CLUSTER + 5) bytes; 4 SHARE CLUSTER bytes.
 // architectures: sm_90a
 // variants: T=float,bf16,half ACROSS=8 CLUSTER=1,2,4,8 VEC=1
-// variants: T=bf16 ACROSS=1,4,5,6,16 CLUSTER=2,8 VEC=1
+// variants: T=bf16 ACROSS=1,4,5,6,16,32 CLUSTER=2,8 VEC=1
 // variants: T=float ACROSS=1,32 CLUSTER=1 VEC=1
 constexpr int THREADS = 512;
 #include "cluster.cuh"
@@ -31,7 +31,7 @@ struct Place {
     int pixel, row, count;    // of the first box: within the image, within the box; of how many of the block's boxes it has one
     __device__ __forceinline__ Place(int S) {
         int lane = threadIdx.x % 32;
-        n = blockIdx.x / CLUSTER, tile = blockIdx.x % CLUSTER, c0 = blockIdx.y * WIDTH;
+        n = blockIdx.x, tile = blockIdx.z, c0 = blockIdx.y * WIDTH;
         offset = lane % ACROSS * V;
         row = threadIdx.x / 32 * LINES + lane / ACROSS;
         pixel = tile * STEP + row;
@@ -49,17 +49,17 @@ struct Place {
 
 struct Shared {
     T* boxes;                 // of the arrays, one behind the other
-    int own;                  // where in a box this thread's channels of its pixel lie
+    int at;                   // where in a box this thread's channels of its pixel lie
     float* sums;              // two of each warp and channel
     float *received, *last;   // what the blocks of the cluster have sent: up to three numbers a channel each, and later one
     float2* channels;         // two numbers of each channel of the chunk
     float* table;             // three more
-    int count;                // boxes of an array
+    int each;                 // boxes of an array
     u32 full, last_full;      // barriers of `received` and `last`; behind them those of the boxes
-    __device__ __forceinline__ Shared(const Place& place, int arrays, int count) : count(count) {
+    __device__ __forceinline__ Shared(const Place& place, int arrays, int each) : each(each) {
         extern __shared__ __align__(128) T memory[];
-        boxes = memory, own = place.row * WIDTH + place.offset;
-        sums = reinterpret_cast<float*>(boxes + arrays * count * STEP * WIDTH);
+        boxes = memory, at = place.row * WIDTH + place.offset;
+        sums = reinterpret_cast<float*>(boxes + arrays * each * STEP * WIDTH);
         received = sums + 2 * WARPS * WIDTH;
         channels = reinterpret_cast<float2*>(received + 3 * CLUSTER * WIDTH);
         table = reinterpret_cast<float*>(channels + WIDTH);
@@ -68,13 +68,13 @@ struct Shared {
         full = shared_address(barriers), last_full = full + 8;
     }
     __device__ __forceinline__ u32 arrived(int box) const { return full + 16 + 8 * box; }
-    __device__ __forceinline__ T* box(int a, int i) const { return boxes + (a * count + i) * (STEP * WIDTH); }
-    __device__ __forceinline__ T* pack(int a, int i) const { return box(a, i) + own; }
+    __device__ __forceinline__ T* box(int a, int i) const { return boxes + (a * each + i) * (STEP * WIDTH); }
+    __device__ __forceinline__ T* pack(int a, int i) const { return box(a, i) + at; }
 
     // The barriers, of which `full` counts so many numbers of each block and channel. Then all may fetch().
     __device__ __forceinline__ void begin(int numbers) const {
         if (threadIdx.x == 0) {
-            for (int i = 0; i < count; i++) barrier_init(arrived(i), 1);
+            for (int i = 0; i < each; i++) barrier_init(arrived(i), 1);
             open_mailbox(full, numbers * 4 * CLUSTER * WIDTH);
             fence_barriers();
         }
@@ -83,10 +83,11 @@ struct Shared {
     }
     // The boxes of all arrays are on their way, from channels c on. One thread sends for them, one after the other: where many
     // did, all boxes came late.
-    template <int ARRAYS> __device__ __forceinline__ void fetch(const TensorMap* const (&maps)[ARRAYS], const int (&c)[ARRAYS], const Place& place) const {
+    template <int ARRAYS>
+    __device__ __forceinline__ void fetch(const TensorMap* const (&maps)[ARRAYS], const int (&c)[ARRAYS], const Place& place) const {
         if (threadIdx.x) return;
 #pragma unroll 1
-        for (int i = 0; i < count; i++) {
+        for (int i = 0; i < each; i++) {
             barrier_expect(arrived(i), ARRAYS * STEP * WIDTH * sizeof(T));
 #pragma unroll
             for (int a = 0; a < ARRAYS; a++)
@@ -102,14 +103,14 @@ struct Shared {
         for (int k = 0; k < V; k++) mine[k] = a[k], mine[V + k] = b[k];
         int lane = threadIdx.x % 32, line = lane / ACROSS;
 #pragma unroll
-        for (int half = LINES / 2, count = V; half; half /= 2, count /= 2) {
+        for (int half = LINES / 2, left = V; half; half /= 2, left /= 2) {
             bool upper = line & half;
             int other = upper ? lane - half * ACROSS : lane + half * ACROSS;
 #pragma unroll
             for (int k = 0; k < V; k++) {
-                if (k >= count) break;
-                float given = __shfl_sync(~0u, upper ? mine[k] : mine[k + count], other);
-                mine[k] = (upper ? mine[k + count] : mine[k]) + given;
+                if (k >= left) break;
+                float given = __shfl_sync(~0u, upper ? mine[k] : mine[k + left], other);
+                mine[k] = (upper ? mine[k + left] : mine[k]) + given;
             }
         }
         if (line >= LINES) return;
@@ -145,11 +146,11 @@ __device__ __forceinline__ int pixels_of(int rank, int S) {
     return own * STEP - ((boxes - 1) % CLUSTER == rank ? boxes * STEP - S : 0);
 }
 
-// y, mean and rstd.
-extern "C" __global__ __launch_bounds__(THREADS, 2) __cluster_dims__(CLUSTER, 1, 1) void forward(
+// y, mean and rstd; `share` is 1 / elements of a group.
+extern "C" __global__ __launch_bounds__(THREADS, 2) CLUSTER_DIMS void forward(
     const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap map2, T* __restrict__ y, float* mean, float* rstd,
     const float* __restrict__ weight, const float* __restrict__ bias, const float* __restrict__ scale, const float* __restrict__ shift,
-    int groups, int S, int C1, int C2, int silu, int boxes, float eps) {
+    int groups, int S, int C1, int C2, int silu, int boxes, double share, float eps) {
     int C = C1 + C2, size = C / (u32)groups, pitch;
     Place place(S);
     Shared shared(place, 1, boxes);
@@ -163,7 +164,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) __cluster_dims__(CLUSTER, 1,
     T* target = place.element(y, y, S, C, 0, pitch);
     cluster_wait();
 
-    float centre[V], sum[V] = {}, square[V] = {}, v[V];  // sums around the block's first pixel: group_norm.cu, statistics
+    float centre[V], sum[V] = {}, square[V] = {}, v[V];  // sums around the block's first pixel: see group_norm.cu, statistics
     barrier_wait(shared.arrived(0), 0);
     to_floats(load_raw(shared.boxes + place.offset), centre);
     if (channel.here) shared.give_all(place, 2 * WIDTH + channel.j, to_float(shared.boxes[channel.j]));
@@ -183,23 +184,21 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) __cluster_dims__(CLUSTER, 1,
     receive(shared.full);
     if (channel.here) {
         int leader = channel.j / (u32)size * size;
-        float around = *shared.number(0, 2 * WIDTH + leader), average = 0.0f, rest = 0.0f;
+        double sum = 0.0, square = 0.0;  // around 0: double, as what is left of them cancels
 #pragma unroll
         for (int rank = 0; rank < CLUSTER; rank++) {
-            float count = pixels_of(rank, S);
+            double pixels = pixels_of(rank, S);
 #pragma unroll 2
             for (int j = leader; j < leader + size; j++) {
                 const float* number = shared.number(rank, j);
-                float off = number[2 * WIDTH] - around;
-                average += number[0] + count * off;
-                rest += number[WIDTH] + off * (2.0f * number[0] + count * off);
+                double around = number[2 * WIDTH], shift = pixels * around;
+                square += number[WIDTH] + around * (2.0 * number[0] + shift);
+                sum += number[0] + shift;
             }
         }
-        float share = 1.0f / ((float)S * size);
-        average *= share;
-        float r = rsqrtf(fmaxf(rest * share - average * average, 0.0f) + eps);
-        average += around;
-        Affine::fill(shared.table, WIDTH, channel, average, r);
+        double average = sum * share;
+        float r = rsqrtf((float)fmax(fma(-average, average, square * share), 0.0) + eps);
+        Affine::fill(shared.table, WIDTH, channel, (float)average, r);
         i64 group = (i64)place.n * groups + channel.group;
         if (place.tile == 0 && channel.j == leader) mean[group] = average, rstd[group] = r;
     }
@@ -216,7 +215,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) __cluster_dims__(CLUSTER, 1,
 
 // dx, dx2 (either may be null); y, the forward's output once more, or null; sums, sums2, float (N, C1) and (N, C2), or
 // null, as in input_gradients; totals, float2 (N, C), and dscale, dshift as in finish_sums.
-extern "C" __global__ __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1) void backward(
+extern "C" __global__ __launch_bounds__(THREADS, 1) CLUSTER_DIMS void backward(
     const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap map2, const __grid_constant__ TensorMap dy_map, T* dx,
     const T* addend, T* dx2, const T* addend2, T* y, float* sums, float* sums2, float2* totals, float* dscale, int add_scale,
     float* dshift, int add_shift, AFFINE, int S, int C1, int C2, int silu, int boxes) {
@@ -318,7 +317,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1,
         store<V>(target, v), target += pitch;
     }
     if (!sums && !sums2) return;
-    shared.add_warp(place, sum, sum);
+    shared.add_warp(place, sum, sum);  // it adds two; one is wanted
     __syncthreads();
     int j = threadIdx.x;
     if (j < WIDTH) send(shared.last + place.tile * SHARE + j % SHARE, j / SHARE, shared.sum_of_warps(j), shared.last_full);

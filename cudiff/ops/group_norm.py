@@ -120,14 +120,15 @@ def group_norm_forward_cuda(x: Array, x2: Array | None, weight: Array, bias: Arr
     y = empty((*x.shape[:-1], channels), x.dtype)
     mean, rstd = empty((n, num_groups), float32), empty((n, num_groups), float32)
     constants = kernel_constants(x, x2, y, parameters=(weight, bias, scale, shift))
+    share = np.float64(num_groups / (pixels * channels))
     cut = _clusters(pixels, channels1, channels2, num_groups, 1, x.dtype.itemsize, n) if constants["VEC"] else None
     if cut is not None and any(s is not None and p is None for s, p in zip((x, x2), partials, strict=True)):
-        launch("group_norm_sm90", "forward", (n * cut.cluster, cut.chunks), 512,
+        launch("group_norm_sm90", "forward", (n, cut.chunks, cut.cluster), _THREADS,
                (cut.map(x), cut.map(x if x2 is None else x2), y, mean, rstd, weight, bias, scale, shift,
-                num_groups, pixels, channels1, channels2, silu, cut.boxes, eps),
+                num_groups, pixels, channels1, channels2, silu, cut.boxes, share, eps),
                cut.shared, **constants, **cut.constants)
         return y, mean, rstd
-    sums, share = _partials_of(x, x2, partials), np.float64(num_groups / (pixels * channels))
+    sums = _partials_of(x, x2, partials)
     shared = 16 * max(256, channels)  # two doubles for each channel, or each thread
     given, found = (None, None), (mean, rstd)
     if max(sums[2], sums[5]) > _FEW_TILES or channels > _FEW_CHANNELS:
@@ -202,7 +203,7 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
     totals = empty((n, channels, 2), float32)
     modulation = (totals, *dscale, *dshift)
     if cut:
-        launch("group_norm_sm90", "backward", (n * cut.cluster, cut.chunks), 512,
+        launch("group_norm_sm90", "backward", (n, cut.chunks, cut.cluster), _THREADS,
                (*map(cut.map, (x, x if x2 is None else x2, dy)), *dx, *dx2, y, *own_sums, *modulation,
                 *affine, pixels, channels1, channels2, silu, cut.boxes),
                cut.shared, **constants, **cut.constants)
@@ -241,6 +242,9 @@ def affine_gradients_cuda(totals: Array, dweight: tuple[Array | None, bool],
 _SILU_DONE, _STREAM_BYTES = 2, 16 * 256 * 16  # of input_gradients
 
 
+_THREADS, _BOXES, _SHARED_BYTES = 512, 64, 226 << 10  # of a cluster's block; the last two at most: barriers take 1 KiB
+
+
 class _Cut(NamedTuple):
     """How clusters share a group norm: see group_norm_sm90.cu."""
 
@@ -250,60 +254,66 @@ class _Cut(NamedTuple):
     across: int  # packs of a chunk
     step: int  # pixels of a box
     boxes: int  # of a block
-    shared: int
+    data: int  # bytes of a block's boxes
 
     @property
     def constants(self) -> dict[str, int]:
         return {"CLUSTER": self.cluster, "ACROSS": self.across}
 
+    @property
+    def shared(self) -> int:
+        own = blocks(self.width, self.cluster)
+        return self.data + 4 * (self.width * (37 + 3 * self.cluster) + self.cluster * own)
+
     def map(self, array: Array) -> np.ndarray:
         images = array.reshape(len(array), -1, array.shape[-1])
         return tensor_map(images, (1, self.step, self.width), operand=False, swizzled=False)
+
+    def microseconds(self, images: int, megabytes: float, arrays: int) -> float:
+        """As fitted to an H200, of arrays of so many megabytes each.
+
+        Clusters of four and more find places together on 120 of 132 multiprocessors only. Blocks of which two have room
+        on one take turns. Rows of less than 128 bytes are slow where the cache does not hold the arrays.
+        """
+        start, block, speed = (0.9, 1.0, 16e3) if arrays == 1 else (2.0, 2.4, 22e3)
+        if arrays * megabytes > 24 and self.across < 8 and self.chunks > 1:
+            speed /= 1.5
+        rounds = images * self.chunks * self.cluster / (MULTIPROCESSORS if self.cluster <= 2 else 120)
+        if arrays == 2 or self.cluster > 2 or 2 * self.shared > _SHARED_BYTES:
+            rounds = math.ceil(rounds)
+        meeting = 0.15 * self.cluster.bit_length()
+        return start + max(1, rounds) * (block + meeting + self.data / speed)
 
 
 def _cut(cluster: int, chunks: int, pixels: int, channels: int, arrays: int, itemsize: int) -> _Cut | None:
     """By clusters of so many blocks and so many chunks of channels; None where a block does not hold its part."""
     width = channels // chunks
     across = width * itemsize // 16
-    lines = min(32 // across, 32 // itemsize)  # pixels that a warp has at once: a power of two
-    step = 16 << (lines.bit_length() - 1)
+    lines = 1 << (min(32 // across, 32 // itemsize).bit_length() - 1)  # pixels that a warp has at once
+    step = _THREADS // 32 * lines
     boxes = blocks(blocks(pixels, step), cluster)
-    shared = arrays * boxes * step * 16 * across + 4 * (width * (37 + 3 * cluster) + cluster * blocks(width, cluster))
-    if step > 256 or boxes > 64 or shared > 226 << 10:  # of 227 KiB; barriers take some
-        return None
-    return _Cut(cluster, chunks, width, across, step, boxes, shared)
+    found = _Cut(cluster, chunks, width, across, step, boxes, arrays * boxes * step * 16 * across)
+    return found if boxes <= _BOXES and found.shared <= _SHARED_BYTES else None
 
 
 @functools.cache
 def _clusters(pixels: int, channels1: int, channels2: int, groups: int, arrays: int, itemsize: int,
               images: int) -> _Cut | None:
-    """The launch of group_norm_sm90.cu that reads `arrays` of this shape, or None where it does not suit.
+    """The launch of group_norm_sm90.cu that reads `arrays` of this shape in least time; None where group_norm.cu's do.
 
-    The one that takes least time, in microseconds as fitted to an H200: each multiprocessor's blocks one after the
-    other, each by its bytes. Clusters of four and more find places together on 120 of 132 multiprocessors only. Chunks
-    of channels have 64 bytes or more, better 128 where the cache does not hold the arrays, or all channels. Backward
-    may take less by launches of group_norm.cu.
+    Chunks of channels have 64 bytes or more, or are all channels, and lie within one source.
     """
     pack, channels = 16 // itemsize, channels1 + channels2
+    megabytes = images * pixels * channels * itemsize / 1e6
     chunks = [d for d in range(1, groups + 1) if groups % d == 0 and channels // d % pack == 0
               and channels // d <= 32 * pack and channels1 % (channels // d) == 0
               and (channels // d * itemsize >= 64 or d == 1)]
-    if not hopper():
-        return None
-
-    def time(found: _Cut) -> float:
-        places = MULTIPROCESSORS if found.cluster <= 2 else 120
-        start, speed = (2.1, 16e3) if arrays == 1 else (4.5, 22e3)
-        if size > 24 and found.across < 8:
-            speed /= 1.5
-        return blocks(images * found.chunks * found.cluster, places) * (start + found.shared / speed)
-
-    size = images * pixels * channels * itemsize / 1e6
     cuts = (_cut(cluster, d, pixels, channels, arrays, itemsize) for d in chunks for cluster in (1, 2, 4, 8))
-    best = min((found for found in cuts if found is not None), key=time, default=None)
-    if arrays == 2 and best is not None and time(best) > 8 + size:
-        return None
-    return best
+    timed = {cut: cut.microseconds(images, megabytes, arrays) for cut in cuts if cut is not None}
+    best = min(timed, key=timed.__getitem__, default=None)
+    # What group_norm.cu takes forward is never less; backward about this.
+    launches = math.inf if arrays == 1 else 8 + megabytes + images * channels / 3500
+    return best if best is not None and hopper() and timed[best] < launches else None
 
 
 def _extent(x: Array, x2: Array | None) -> tuple[int, int, int, int]:
