@@ -13,7 +13,8 @@
 // x: T (N, H, W, C), whose channels from `split` on, a multiple of 64, are x2's; dout: T (N, H, W, K); out: float (K, R, S, C),
 // whose rows k lie `pitch` elements apart.
 //   out[k][r,s,c] = or, where `add`, += sum over pixels of dout[pixel][k] · patch of x[pixel][r,s,c]
-// UPSAMPLE, where width is 8 or a multiple of 16: x is T (N, H / 2, W / 2, C), and the convolution was of an image in which each of its pixels is four.
+// UPSAMPLE, where width is 8 or a multiple of 16: x is T (N, H / 2, W / 2, C), and the convolution was of an image in which each
+// of its pixels is four.
 // S is odd. C and K are those of out; x and dout have as many channels, or zeros beyond, to a multiple of 8.
 //
 // A block computes 64 output channels by 64 · COLUMNS input channels by the R vertical taps of TAPS horizontal ones; R or
@@ -23,8 +24,8 @@
 // the slabs. The steps of one tile are unrolled (PIXELS is a constant): in a loop the compiler would wait for each product.
 // TAPS is 1, or 3 where R = S = 3 and width is 8 or a multiple of 16: then each of three warpgroups has a horizontal tap, and
 // all read one tile and one slab. Shared memory's speed is the bound otherwise. With UPSAMPLE the slab comes row by row, and TMA
-// makes two columns of one by an axis of stride 0: a row has two columns more, of which that before the first pixel's tap is one
-// where the tap is the second of two.
+// makes two columns of one by an axis of stride 0: a row has two columns more, one of them before the first pixel's where that
+// is the right one of a pair.
 // Maps: x {C, W, H, N}, box {64, width + TAPS - 1, rows + R - 1, 1}, but UPSAMPLE's {C, 2, W / 2, H / 2, N}, box
 // {64, 2, (width + TAPS + 1) / 2, 1, 1}; dout {K, W, H, N}, box {64, width, rows, 1}; rows · width = PIXELS, a multiple of 16.
 //

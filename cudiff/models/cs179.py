@@ -94,7 +94,7 @@ class CS179UNet(Module):
     def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
         blocks = [*self.enc_blocks, self.bottleneck, *self.dec_blocks]
         shifts = iter(linears(self.time_emb(t), *(block.time_proj for block in blocks)))
-        h, skips = x, []
+        h, skips = ops.astype(x, float32), []
         for block in self.enc_blocks:
             h = block(h, next(shifts), pool=True)
             skips.append(h)

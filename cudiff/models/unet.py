@@ -236,7 +236,9 @@ class UNet(Module):
             emb = ops.silu(emb + label_emb(labels))
         embs = embeddings([module for _, module in self.modules() if isinstance(module, ResBlock)], emb)
         conv = self.input_blocks[0][0]
-        h = ops.norm_silu_conv2d(x, weight=conv.weight, bias=conv.bias, tf32=self.tf32, dtype=self.activation_dtype)
+        h = ops.norm_silu_conv2d(
+            ops.astype(x, float32), weight=conv.weight, bias=conv.bias, tf32=self.tf32, dtype=self.activation_dtype
+        )
         skips = [h]
         for block in list(self.input_blocks)[1:]:
             h = _run(block, h, embs)

@@ -24,7 +24,7 @@ THREADS = 256
 
 
 class Image(NamedTuple):
-    """An image that is not there yet."""
+    """Of an image still to be made: what `suits_images` asks."""
 
     shape: tuple[int, ...]
     dtype: np.dtype

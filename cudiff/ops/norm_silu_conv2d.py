@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, float32
+from cudiff.backend import Array, float32, is_float, is_low
 from cudiff.cuda.module import empty, gradient_sum, gradient_target
 from cudiff.cuda.sums import add_rows
 from cudiff.ops import conv2d_thin, conv2d_wgrad_sm90, elementwise
@@ -57,7 +57,7 @@ class NormSiluConv2d(Composite):
                      skip_weight, skip_bias, num_groups, eps, silu, upsample, relu, statistics, tf32, dtype):
         ctx.tf32, ctx.upsample, ctx.dtype, ctx.step = tf32, upsample, x.dtype, (None, None, ())
         ctx.weight_shape, weight = weight.shape, _taps(weight)
-        h, h2 = x if dtype == x.dtype else at_16_bytes(x), None  # only conv2d_thin takes two dtypes
+        h, h2 = x, None
         if norm_weight is not None:
             h = _step(ctx, GroupNorm, _NORM_INPUTS, x, x2, norm_weight, norm_bias, scale, shift,
                       num_groups=num_groups, eps=eps, silu=silu)
@@ -65,6 +65,8 @@ class NormSiluConv2d(Composite):
             h2 = x2  # read from where they are
         elif x2 is not None:
             h = _step(ctx, Concatenate, (0, 1), x, x2, axis=3)
+        elif dtype != x.dtype and is_low(x.dtype):
+            h = at_16_bytes(x)  # conv2d_thin reads packs of many channels
         again = norm_weight is not None and any(ctx.needs[i] for i in _NORM_INPUTS)
         if again:  # then the norm's backward makes h once more for the weight's gradient: nothing is kept till then
             ctx.step[1].again = ctx.needs[2]
@@ -91,8 +93,8 @@ class NormSiluConv2d(Composite):
         padding, tf32 = pair(weight.shape[1] // 2), ctx.tf32
         grads: list[Array | None] = [None] * len(needs)
         sums, mixed = ctx.dout_partials, dout.dtype != ctx.dtype
-        if h2 is not None or residual2 is not None or mixed:
-            dout = at_16_bytes(dout)  # pairs are for kernels that read by TMA, two dtypes for conv2d_thin
+        if h2 is not None or residual2 is not None or (mixed and is_low(dout.dtype)):
+            dout = at_16_bytes(dout)  # pairs are read by TMA, many channels by conv2d_thin in packs
         if out is not None:
             dout, sums = elementwise.relu_backward_cuda(dout, out)
         if sums is not None and len(sums) != len(dout):  # a batch norm's, of all images together
@@ -175,12 +177,13 @@ def _narrower(first: np.dtype, second: np.dtype) -> np.dtype:
     return first if first.itemsize < second.itemsize else second
 
 
-def _takes_both(x: Tensor, weight: Tensor, emb: Tensor | None, dtype: np.dtype) -> bool:
+def _takes_both(x: Tensor, weight: Tensor, normed: bool, emb: Tensor | None, dtype: np.dtype) -> bool:
     """Whether a GPU makes the convolution of x, or of its norm, to an image of another dtype, plus `emb`, by itself."""
     out = conv2d_thin.Image((*x.shape[:3], len(weight)), dtype)
     return (
         x.device == "cuda"
         and (emb is None or len(weight) > x.shape[3])
+        and (not normed or is_low(x.dtype))
         and conv2d_thin.suits_images(x, out, weight.shape[1:3] if weight.ndim == 4 else (1, 1))
     )
 
@@ -201,8 +204,10 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
 
     x (N, H, W, C1), x2 (N, H, W, C2), weight (K, R, S, C1 + C2) or (K, C1 + C2), norm_weight and norm_bias (C1 + C2,),
     scale and shift float32 (N, C1 + C2), emb float32 (N, K), residual like out without skip_weight. `dtype` is the
-    result's, x's unless given; the convolution's operands are rounded to the narrower of both.
-    `statistics` says that a norm follows: kernels then leave the sums that it needs.
+    result's, x's unless given. The narrower of both is that of the computation, but that a GPU's convolution between
+    few channels and many writes a float32 result as it was summed. `statistics` says that a norm follows: kernels then
+    leave the sums that it needs. Raises ValueError where shapes do not agree, TypeError for a conversion that is not
+    between floating dtypes.
     """
     channels = x.shape[-1] + (0 if x2 is None else x2.shape[-1])
     if x.ndim != 4 or weight.ndim not in (2, 4) or weight.shape[-1] != channels:
@@ -220,8 +225,10 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
             )
         check_bias("norm_silu_conv2d", skip_bias, weight.shape[0])
     own = dtype = x.dtype if dtype is None else np.dtype(dtype)
+    if dtype != x.dtype and not (is_float(x.dtype) and is_float(dtype)):
+        raise TypeError(f"norm_silu_conv2d: from {x.dtype} to {dtype}: both must be floating; use .astype('float32')")
     plain = x2 is None and residual is None and not upsample
-    if dtype != x.dtype and not (plain and _takes_both(x, weight, emb, dtype)):
+    if dtype != x.dtype and not (plain and _takes_both(x, weight, norm_weight is not None, emb, dtype)):
         own = _narrower(x.dtype, dtype)
         x = astype(x, own)
         x2, residual, residual2 = (None if t is None else astype(t, own) for t in (x2, residual, residual2))

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 import cudiff
+from cudiff.backend import bfloat16
 from cudiff.config import PRESETS
 from cudiff.convert import from_torch, read_weights, to_torch
 from cudiff.data import mnist
 from cudiff.errors import CudiffError
-from cudiff.models import CS179UNet, build
+from cudiff.models import CS179UNet, UNet, build
 from cudiff.nn import init
 from cudiff.ops.mse import mse
 from cudiff.pipeline import import_torch
@@ -129,6 +130,24 @@ def test_its_samples_look_like_digits(trained, data_folder):
     shuffled = np.random.default_rng(0).permuted(images.reshape(8, -1), axis=1).reshape(images.shape)
     far = np.sqrt(((shuffled[:, None] / 255.0 - real[None, ::5] / 255.0) ** 2).sum(axis=(2, 3, 4)).min(axis=1))
     assert distance.mean() < 0.8 * far.mean()
+
+
+@pytest.mark.parametrize("name", ["cs179", "unet"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [np.uint8, bfloat16], ids=str)
+def test_the_images_dtype_does_not_matter(name, precision, dtype, device, rng):
+    """To this U-Net and to the other: it is the model's precision that its weights are read in."""
+    with init.seeded(3):
+        net = CS179UNet() if name == "cs179" else UNet(8, 1, 32, channel_mult=(1, 2), zero_init=False)
+    net.precision = precision
+    net.flatten(device)
+    x, t = rng.integers(0, 2, (2, 8, 8, 1)), Tensor(np.full(2, 0.5, np.float32), device=device)
+    outs = []
+    for own in (np.float32, dtype):
+        out = net(Tensor(x.astype(own), device=device), t)
+        out.backward(Tensor(np.ones(out.shape, np.float32), device=device).data)
+        outs.append(out.numpy())
+    assert np.array_equal(*outs)
 
 
 def test_what_it_cannot_be():

@@ -121,10 +121,10 @@ def test_the_embedding_and_relu_come_with_it(rng, shape, outputs):
     ((2, 64, 64, 64), 3, 3), ((3, 13, 9, 128), 6, 3), ((40, 3, 5, 96), 1, 1), ((1, 130, 7, 32), 7, 3),
 ], ids=str)
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("wide_dout", [False, True])
+@pytest.mark.parametrize("float32_dout", [False, True])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
-def test_gradient_to_a_norm(rng, shape, outputs, taps, scaled, wide_dout, dtype):
-    """From a thin gradient of 16 bits or, `wide_dout`, of float32."""
+def test_gradient_to_a_norm(rng, shape, outputs, taps, scaled, float32_dout, dtype):
+    """From a thin gradient of 16 bits or, `float32_dout`, of float32."""
     (n, *_, channels), groups = shape, 4
     arrays = [rng.standard_normal(s).astype(dtype) for s in (
         (*shape[:3], outputs), (outputs, taps, taps, channels), shape
@@ -143,7 +143,7 @@ def test_gradient_to_a_norm(rng, shape, outputs, taps, scaled, wide_dout, dtype)
     sigmoid = 1 / (1 + np.exp(-z))
     dz = leaf.grad * sigmoid * (1 + z * (1 - sigmoid))
 
-    if wide_dout:  # by less than half of a rounding away
+    if float32_dout:  # by less than half of a rounding away
         arrays[0] = dout.astype(np.float32) * np.float32(1 + 1e-4 if dtype == ml_dtypes.bfloat16 else 1 + 1e-5)
         assert np.array_equal(arrays[0].astype(dtype), dout.astype(dtype))
     dout, weight, x, *vectors = (None if v is None else Tensor(v, device="cuda").data for v in (*arrays, *vectors))

@@ -35,19 +35,20 @@ def test_wgrad_in_parts_adds_to_what_is_there(hopper, rng, outputs, channels, cl
 @pytest.mark.parametrize("size, outputs, channels", [
     ((5, 5, 7), 96, 64), ((1, 70, 4), 64, 8), ((4, 9, 3), 136, 200), ((2, 7, 32), 8, 96), ((1, 4, 64), 64, 64),
 ], ids=str)
+@pytest.mark.parametrize("taps", [3, 1])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
-def test_wgrad_reads_its_input_upsampled(hopper, rng, dtype, size, outputs, channels, cluster, parts):
+def test_wgrad_reads_its_input_upsampled(hopper, rng, dtype, taps, size, outputs, channels, cluster, parts):
     n, height, columns = size
     x, dout = (rng.standard_normal(shape).astype(dtype)
                for shape in ((*size, channels), (n, 2 * height, 2 * columns, outputs)))
-    weight = Tensor(np.zeros((outputs, 3, 3, channels)), requires_grad=True)
+    weight = Tensor(np.zeros((outputs, taps, taps, channels)), requires_grad=True)
     seen = x.astype(np.float64).repeat(2, 1).repeat(2, 2)
-    ops.conv2d(Tensor(seen), weight, padding=1).backward(dout.astype(np.float64))
+    ops.conv2d(Tensor(seen), weight, padding=taps // 2).backward(dout.astype(np.float64))
     x, dout = (Tensor(array, device="cuda").data for array in (x, dout))
     assert conv2d_wgrad_sm90.suits_upsampled(x, weight.data, dout)
     cuts = {plan._replace(cluster=cluster, parts=parts)
             for plan in conv2d_wgrad_sm90.plans(dout.shape[:3], (weight.shape,), upsample=True)}
-    assert {plan.taps for plan in cuts} == {1, 3}
+    assert {plan.taps for plan in cuts} == {1, taps}
     before = rng.standard_normal(weight.shape).astype(np.float32)
     for chosen in (None, *cuts):
         dweight, new = (Tensor(array, device="cuda").data for array in (before, np.full_like(before, np.nan)))

@@ -350,6 +350,13 @@ def test_sizes_that_do_not_fit(device, changes, message):
         norm_silu_conv2d(tensors.pop("x"), **tensors)
 
 
+@pytest.mark.parametrize("own, dtype", [(np.uint8, np.float32), (np.float32, np.int32), (np.float32, bool)])
+def test_only_floats_are_converted(device, own, dtype):
+    weight = Tensor(np.ones((4, 3, 3, 8), np.float32), device=device)
+    with pytest.raises(TypeError, match="both must be floating; use"):
+        norm_silu_conv2d(Tensor(np.ones((1, 2, 2, 8), own), device=device), weight=weight, dtype=dtype)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("r, s", [(3, 5), (3, 1), (1, 3)])
 def test_oblong_kernels(rng, r, s):
