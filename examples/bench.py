@@ -1,8 +1,8 @@
 """Time cudiff on a GPU: python examples/bench.py [--against torch] [--part 1/2] [--only NAME] [--profile]
 
-Every section runs in a process of its own under a time limit: what takes too long is stopped and says so, the rest goes
-on. With `--against torch` PyTorch does the same work beside it. The two halves that `--part` chooses take less than
-nine minutes each on an H200, PyTorch's compiler included.
+Every section runs in a process of its own under a time limit, to which is added what those before left of theirs: what
+takes too long is stopped and says so, the rest goes on. With `--against torch` PyTorch does the same work beside it. The
+two halves that `--part` chooses take less than nine minutes each on an H200, PyTorch's compiler included.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -49,31 +50,31 @@ SECTIONS = {
     "limits": Section(kernels.limits, 0, 30),
     "first step": Section(networks.first_step, 1, 150),
     "U-Net bf16": Section(networks.unet_steps("bf16"), 1, 330),
-    "forward": Section(networks.forwards, 2, 100),
-    "CS 179": Section(networks.cs179, 2, 85),
-    "CNN": Section(networks.cnn, 2, 45),
     "convolutions": Section(kernels.convolutions, 2, 25),
-    "group norm": Section(kernels.group_norms, 2, 45),
     "attention": Section(kernels.attentions, 2, 20),
     "AdamW": Section(kernels.optimiser, 2, 10),
     "memory": Section(networks.memory, 2, 20),
+    "group norm": Section(kernels.group_norms, 2, 45),
+    "CNN": Section(networks.cnn, 2, 45),
+    "CS 179": Section(networks.cs179, 2, 85),
+    "forward": Section(networks.forwards, 2, 100),
     "U-Net tf32": Section(networks.unet_steps("tf32"), 2, 160),
 }
 LIMITS = {"copy": 4.27, "bf16": 791.0, "tf32": 411.0}  # TB/s and TFLOP/s of an H200, where they are not measured
 
 
-def rows_of(name: str, against: str | None) -> list[Row]:
-    """Run one section in a process of its own."""
+def rows_of(name: str, against: str | None, seconds: float) -> list[Row]:
+    """Run one section in a process of its own, for so long at most."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows"
         command = [sys.executable, __file__, "--section", name, "--rows", str(path)]
         command += ["--against", against] if against else []
         process = subprocess.Popen(command, start_new_session=True)
         try:
-            if process.wait(SECTIONS[name].seconds):
+            if process.wait(seconds):
                 print(f"{name}: failed, see above", flush=True)
         except subprocess.TimeoutExpired:
-            print(f"{name}: stopped after its {SECTIONS[name].seconds} s", flush=True)
+            print(f"{name}: stopped after its {seconds:.0f} s", flush=True)
             os.killpg(process.pid, signal.SIGKILL)  # PyTorch's compiler has children
             process.wait()
         lines = path.read_text().splitlines() if path.exists() else []
@@ -143,12 +144,15 @@ def main() -> None:
         return profile_of(options.profile)
     if options.section:
         return SECTIONS[options.section].run(Report(options.rows, options.against == "torch"))
-    limits, rows = dict(LIMITS), []
+    limits, rows, spare = dict(LIMITS), [], 0.0
     for name, section in SECTIONS.items():
         part = section.part == 0 or options.part in (None, f"{section.part}/2")
         if not part or (section.part and options.only not in name):
             continue
-        for row in rows_of(name, options.against):
+        seconds, start = section.seconds + spare, time.monotonic()
+        found = rows_of(name, options.against, seconds)
+        spare = max(0.0, seconds - (time.monotonic() - start))
+        for row in found:
             rows.append(row)
             if row.name.startswith("limit: "):
                 limits[row.limit if row.flops else "copy"] = row.rate

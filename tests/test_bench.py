@@ -21,6 +21,7 @@ from cudiff.ops import conv2d_sm90, conv2d_thin, conv2d_wgrad_sm90, gemm
 from cudiff.pipeline import Pipeline
 from cudiff.tensor import Tensor, no_grad
 from cudiff.train import Trainer
+from examples import bench
 from examples.benchmark import networks, opponents
 from examples.benchmark.measure import Report
 from examples.benchmark.profile import flops_of
@@ -53,6 +54,29 @@ def test_a_training_steps_loss_and_gradient(name, precision, tmp_path, rng):
     assert np.isfinite(step.step(step.loss, averaged=True).item())
     assert all(not torch.equal(old, new) for old, new in zip(before, step.parameters, strict=True))
     opponents.check_losses(trainer, opponents.EDM(trainer.config, opponents.twin(trainer.config, trainer.net)))
+
+
+def test_a_section_may_take_what_those_before_left(monkeypatch):
+    """And together they keep within nine minutes."""
+    clock, given = [0.0], {}
+
+    def rows_of(name, against, seconds):
+        given[name] = seconds
+        clock[0] += 10
+        return []
+
+    monkeypatch.setattr(bench, "rows_of", rows_of)
+    monkeypatch.setattr(bench.time, "monotonic", lambda: clock[0])
+    for name, value in (("cuda_status", lambda: (True, "")), ("summary", lambda *rows: None)):
+        monkeypatch.setattr(bench, name, value)
+    for part in ("1/2", "2/2"):
+        clock[0] = 0.0
+        given.clear()
+        monkeypatch.setattr("sys.argv", ["bench.py", "--part", part])
+        bench.main()
+        own = [bench.SECTIONS[name].seconds for name in given]
+        assert list(given.values()) == [sum(own[: i + 1]) - 10 * i for i in range(len(own))]
+        assert sum(own) <= 540
 
 
 def test_what_differs_is_not_timed(tmp_path, rng):
