@@ -160,7 +160,7 @@ def _blocks(weight: tuple[int, ...], taps: int, across: int) -> int:
 @functools.cache
 def plan(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...], upsample: bool = False) -> Plan:
     """The plan of the least estimated time for dout of this (N, H, W) and weights of these (K, R, S, C)."""
-    return min(plans(images, weights, upsample), key=lambda chosen: time(chosen, images, weights))
+    return min(plans(images, weights, upsample), key=lambda chosen: time(chosen, images, weights, upsample))
 
 
 def plans(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...], upsample: bool = False) -> Iterator[Plan]:
@@ -177,7 +177,8 @@ def plans(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...], upsampl
             yield Plan(taps, across, cluster, parts, *fitted)
 
 
-def time(chosen: Plan, images: tuple[int, ...], weights: tuple[tuple[int, ...], ...]) -> float:
+def time(chosen: Plan, images: tuple[int, ...], weights: tuple[tuple[int, ...], ...],
+         upsample: bool = False) -> float:
     """Estimated microseconds, as measured on an H200."""
     n, height, columns = images
     kernel_rows = weights[0][1]
@@ -188,6 +189,8 @@ def time(chosen: Plan, images: tuple[int, ...], weights: tuple[tuple[int, ...], 
     pixels, product = rows * width, 64 * kernel_rows * across * taps
     slab_bytes = (pixels + across * (rows + kernel_rows - 1) * (width + taps - 1)) * LINE_BYTES
     step = ((slab_bytes / 92e3) ** 4 + (pixels * product / 57e3) ** 4) ** 0.25  # the longer, or more if they are alike
+    if upsample and taps == 1:  # the slab comes row by row, and three taps have time for that
+        step = max(1.15 * step, 0.067 * (rows + kernel_rows))
     share = product * 256 / cluster  # bytes of the product that a block writes
     estimate = waves * (2.9 + blocks(n * blocks(height, rows), parts) * step + share / 29e3)
     if cluster > 1:
