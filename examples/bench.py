@@ -1,8 +1,8 @@
 """Time cudiff on a GPU: python examples/bench.py [--against torch] [--part 1/2] [--only NAME] [--profile]
 
 Every section runs in a process of its own under a time limit, to which is added what those before left of theirs: what
-takes too long is stopped and says so, the rest goes on. With `--against torch` PyTorch does the same work beside it. The
-two halves that `--part` chooses take less than nine minutes each on an H200, PyTorch's compiler included.
+takes too long is stopped and says so, the rest goes on. With `--against torch` PyTorch does the same work beside it.
+The two halves that `--part` chooses take less than nine minutes each on an H200, PyTorch's compiler included.
 """
 
 import argparse
