@@ -146,6 +146,7 @@ def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair,
     epilogue = epilogue._replace(rows_per_image=out.shape[1] * out.shape[2])
     if x2 is None and not upsample and conv2d_thin.suits(x, weight, out, stride, padding, epilogue):
         return conv2d_thin.fprop(x, weight, out, epilogue, moments=2 * statistics, relu=relu)
+    assert x.dtype == out.dtype
     if conv2d_sm90.suits(x, weight, out, stride, padding, tf32):
         return conv2d_sm90.fprop(
             x, weight, out, epilogue, statistics=statistics, relu=relu, x2=x2, skip=skip, upsample=upsample
@@ -172,6 +173,7 @@ def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pai
         norm = norm if norm is not None and conv2d_thin.suits_norm(dx, norm) else None
         moments = int(sums) if norm is None else 2
         return conv2d_thin.fprop(dout, weight, dx, epilogue, moments, transposed=True, norm=norm)
+    assert dout.dtype == dx.dtype
     if conv2d_sm90.suits(dout, weight, dx, stride, padding, tf32):
         norm = norm if norm is not None and conv2d_sm90.suits_norm(norm) else None
         return conv2d_sm90.fprop(dout, weight, dx, epilogue, transposed=True, norm=norm)
@@ -191,8 +193,9 @@ def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pai
     if upsample and on_hopper and not conv2d_wgrad_sm90.suits_upsampled(x, dweight, dout):
         x, upsample = spread_windows_cuda(x, dout.shape[1:3], TWICE, 1.0, moments=0)[0], False
     if x2 is None and not upsample and conv2d_thin.suits(x, dweight, dout, stride, padding):
-        conv2d_thin.wgrad(x, dout, dweight, add)
-    elif on_hopper:
+        return conv2d_thin.wgrad(x, dout, dweight, add)
+    assert x.dtype == dout.dtype
+    if on_hopper:
         conv2d_wgrad_sm90.wgrad(x, dout, dweight, add, x2=x2)
     elif _is_linear(dweight.shape[1:3], stride, padding) and not upsample:
         linear_dweight_cuda(x, dout, dweight.reshape(dweight.shape[0], -1), add, tf32)
