@@ -242,7 +242,7 @@ def affine_gradients_cuda(totals: Array, dweight: tuple[Array | None, bool],
 _SILU_DONE, _STREAM_BYTES = 2, 16 * 256 * 16  # of input_gradients
 
 
-_THREADS, _BOXES, _SHARED_BYTES = 512, 64, 226 << 10  # of a cluster's block; the last two at most: barriers take 1 KiB
+_THREADS, _BOXES, _SHARED_BYTES = 512, 64, 226 << 10  # of a cluster's block, the last two at most: 1 KiB for barriers
 
 
 class _Cut(NamedTuple):
@@ -311,7 +311,7 @@ def _clusters(pixels: int, channels1: int, channels2: int, groups: int, arrays: 
     cuts = (_cut(cluster, d, pixels, channels, arrays, itemsize) for d in chunks for cluster in (1, 2, 4, 8))
     timed = {cut: cut.microseconds(images, megabytes, arrays) for cut in cuts if cut is not None}
     best = min(timed, key=timed.__getitem__, default=None)
-    # What group_norm.cu takes forward is never less; backward about this.
+    # What group_norm.cu took forward was not less for any of 15 shapes; backward about this.
     launches = math.inf if arrays == 1 else 8 + megabytes + images * channels / 3500
     return best if best is not None and hopper() and timed[best] < launches else None
 

@@ -225,13 +225,16 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
             )
         check_bias("norm_silu_conv2d", skip_bias, weight.shape[0])
     own = dtype = x.dtype if dtype is None else np.dtype(dtype)
-    if dtype != x.dtype and not (is_float(x.dtype) and is_float(dtype)):
-        raise TypeError(f"norm_silu_conv2d: from {x.dtype} to {dtype}: both must be floating; use .astype('float32')")
-    plain = x2 is None and residual is None and not upsample
-    if dtype != x.dtype and not (plain and _takes_both(x, weight, norm_weight is not None, emb, dtype)):
-        own = _narrower(x.dtype, dtype)
-        x = astype(x, own)
-        x2, residual, residual2 = (None if t is None else astype(t, own) for t in (x2, residual, residual2))
+    if dtype != x.dtype:
+        if not (is_float(x.dtype) and is_float(dtype)):
+            raise TypeError(
+                f"norm_silu_conv2d: from {x.dtype} to {dtype}: both must be floating; use .astype('float32')"
+            )
+        plain = x2 is None and residual is None and not upsample
+        if not (plain and _takes_both(x, weight, norm_weight is not None, emb, dtype)):
+            own = _narrower(x.dtype, dtype)
+            x = astype(x, own)
+            x2, residual, residual2 = (None if t is None else astype(t, own) for t in (x2, residual, residual2))
     out = NormSiluConv2d.apply(
         x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight, skip_bias,
         num_groups=num_groups, eps=eps, silu=silu, upsample=upsample, relu=relu, statistics=statistics, tf32=tf32,

@@ -157,7 +157,7 @@ def test_partials_stand_in_for_the_statistics_pass(device, rng, given, shape, ch
 
 
 # Shapes for clusters of 1, 2, 4 and 8 blocks on Hopper, of one box or several, the last cut short, of chunks of 64 to
-# 512 bytes, of two sources too. The last two are for no cluster: a chunk would have channels of both sources, or
+# 512 bytes, of two sources too. The last three are for no cluster: a chunk would have channels of both sources, or
 # there are no packs; the very last has so many tiles that a kernel of its own finishes the statistics.
 CLUSTERS = [
     ((32, 3, 5, 256), 0, 32),
@@ -170,6 +170,7 @@ CLUSTERS = [
     ((1, 33, 31, 320), 0, 32),
     ((3, 17, 5, 96), 0, 32),
     ((2, 32, 33, 192), 128, 32),
+    ((3, 16, 16, 192), 256, 32),
     ((1, 96, 96, 10), 0, 5),
 ]
 
