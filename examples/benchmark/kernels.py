@@ -8,6 +8,7 @@ from cudiff import ops
 from cudiff.backend import float32
 from cudiff.config import PRESETS
 from cudiff.models import build
+from cudiff.ops.group_norm import group_norm_backward_cuda, group_norm_forward_cuda
 from cudiff.optim import EMA, AdamW
 from cudiff.tensor import Tensor, no_grad
 from examples.benchmark.measure import Report, backward_of, ours, random_tensor
@@ -53,6 +54,7 @@ def convolutions(report: Report) -> None:
 
 
 def group_norms(report: Report) -> None:
+    """Norms that find their sums themselves, and those of a U-Net, whose sums come with the input and the gradient."""
     for c, size in GROUP_NORMS:
         x = random_tensor(32, size, size, c, grad=True)
         weight, bias = random_tensor(c, dtype=float32, grad=True), random_tensor(c, dtype=float32, grad=True)
@@ -68,6 +70,26 @@ def group_norms(report: Report) -> None:
         name = f"group norm + SiLU {c}@{size}"
         report.add(f"{name} forward", forward, opponent[0], size=2 * x.data.nbytes, limit="copy")
         report.add(f"{name} backward", backward, opponent[1], size=3 * x.data.nbytes, limit="copy")
+        forward, backward = _group_norm_with_sums(x, weight, bias)
+        report.add(f"{name} forward, sums given", forward, size=2 * x.data.nbytes, limit="copy")
+        report.add(f"{name} backward, sums given", backward, size=4 * x.data.nbytes, limit="copy")
+
+
+def _group_norm_with_sums(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[float, float]:
+    """Forward and backward between convolutions: these give the sums, and want the output and the sums of dx."""
+    dz = random_tensor(*x.shape, dtype=x.dtype)
+    tile = min(256, x.shape[1] * x.shape[2])  # pixels that a convolution sums
+    wide, wide_dz = (array.data.astype(float32).reshape(len(x.data), -1, tile, x.shape[-1]) for array in (x, dz))
+    sums = cupy.stack((wide.sum(2), (wide * wide).sum(2)), -1)
+    dz_sums = cupy.stack((wide_dz.sum(2), (wide_dz * wide).sum(2)), -1)
+    parameters = weight.data, bias.data
+    _, mean, rstd = group_norm_forward_cuda(x.data, None, *parameters, 32, 1e-5, True, partials=(sums, None))
+    needs, into, y = (True, False, True, True, False, False), (None,) * 6, cupy.empty_like(x.data)
+    return (
+        ours(lambda: group_norm_forward_cuda(x.data, None, *parameters, 32, 1e-5, True, partials=(sums, None))),
+        ours(lambda: group_norm_backward_cuda(dz.data, x.data, None, *parameters, mean, rstd, True, needs=needs,
+                                              into=into, y=y, sums={}, partials=dz_sums)),
+    )
 
 
 def attentions(report: Report) -> None:
