@@ -6,7 +6,6 @@ The two halves that `--part` chooses take less than nine minutes each on an H200
 """
 
 import argparse
-import importlib.util
 import json
 import math
 import os
@@ -32,8 +31,8 @@ try:
     from examples.benchmark import kernels, networks
     from examples.benchmark.measure import Report, Row, step_time
     from examples.benchmark.profile import profile
-except ModuleNotFoundError as missing:
-    if missing.name != "cupy":
+except ImportError:
+    if cuda_status()[0]:
         raise
     sys.exit(f"bench.py: {cuda_status()[1]}")
 
@@ -63,23 +62,26 @@ SECTIONS = {
 LIMITS = {"copy": 4.27, "bf16": 791.0, "tf32": 411.0}  # TB/s and TFLOP/s of an H200, where they are not measured
 
 
-def rows_of(name: str, against: str | None, seconds: float) -> list[Row]:
-    """Run one section in a process of its own, for so long at most."""
+def rows_of(name: str, against: str | None, seconds: float) -> tuple[list[Row], bool]:
+    """Run one section in a process of its own, for so long at most. Returns its rows and whether it came to its end."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows"
         command = [sys.executable, __file__, "--section", name, "--rows", str(path)]
         command += ["--against", against] if against else []
-        process = subprocess.Popen(command, start_new_session=True)
+        process, done = subprocess.Popen(command, start_new_session=True), False
         try:
-            if process.wait(seconds):
+            done = process.wait(seconds) == 0
+            if not done:
                 print(f"{name}: failed, see above", flush=True)
         except subprocess.TimeoutExpired:
             print(f"{name}: stopped after its {seconds:.0f} s", flush=True)
-            os.killpg(process.pid, signal.SIGKILL)  # PyTorch's compiler has children
-            process.wait()
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # PyTorch's compiler has children
+                process.wait()
         lines = path.read_text().splitlines() if path.exists() else []
     rows = [Row(**json.loads(line)) for line in lines]
-    return list({row.name: row for row in rows}.values())  # of two by one name the later
+    return list({row.name: row for row in rows}.values()), done  # of two by one name the later
 
 
 def cells(row: Row, limits: dict[str, float]) -> tuple[str, ...]:
@@ -133,32 +135,47 @@ def main() -> None:
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     parser.add_argument("--rows", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.profile and (options.against or options.only or options.part):
+        parser.error("--profile is for cudiff's own step, by itself: leave out --against, --only and --part")
+    offered = {name: section for name, section in SECTIONS.items() if options.part in (None, f"{section.part}/2")}
+    chosen = {name: section for name, section in offered.items() if options.only.casefold() in name.casefold()}
+    if not chosen:
+        sys.exit(f"bench.py: no section's name holds '{options.only}': use one of {', '.join(offered)}")
     usable, reason = cuda_status()
     if not usable:
         sys.exit(f"bench.py needs a GPU: {reason}")
-    if options.against and importlib.util.find_spec("torch") is None:
-        sys.exit("bench.py: --against torch needs PyTorch: pip install torch")
-    if not any(options.only in name for name in SECTIONS):
-        sys.exit(f"bench.py: no section's name holds '{options.only}': use one of {names}")
     if options.profile:
         return profile_of(options.profile)
     if options.section:
         return SECTIONS[options.section].run(Report(options.rows, options.against == "torch"))
-    limits, rows, spare = dict(LIMITS), [], 0.0
-    for name, section in SECTIONS.items():
-        part = section.part == 0 or options.part in (None, f"{section.part}/2")
-        if not part or (section.part and options.only not in name):
-            continue
+    if options.against and not _torch_has_cuda():
+        sys.exit("bench.py: --against torch needs PyTorch with CUDA: see https://pytorch.org/get-started/locally")
+    limits, rows, cut, spare = dict(LIMITS), [], [], 0.0
+    for name, section in {"limits": SECTIONS["limits"], **chosen}.items():
         seconds, start = section.seconds + spare, time.monotonic()
-        found = rows_of(name, options.against, seconds)
+        found, done = rows_of(name, options.against, seconds)
         spare = max(0.0, seconds - (time.monotonic() - start))
+        cut += [] if done else [name]
         for row in found:
             rows.append(row)
             if row.name.startswith("limit: "):
                 limits[row.limit if row.flops else "copy"] = row.rate
             print(*cells(row, limits), sep="  ", flush=True)
     summary(rows, limits)
+    if cut:
+        sys.exit(f"bench.py: not measured to the end: {', '.join(cut)}")
+
+
+def _torch_has_cuda() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("bench.py: interrupted")

@@ -1,6 +1,8 @@
 """The benchmark's opponents do the same work: from cudiff's weights they give its losses, gradients and outputs."""
 
 import json
+import signal
+import subprocess
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -23,7 +25,7 @@ from cudiff.tensor import Tensor, no_grad
 from cudiff.train import Trainer
 from examples import bench
 from examples.benchmark import networks, opponents
-from examples.benchmark.measure import Report
+from examples.benchmark.measure import Report, Row
 from examples.benchmark.profile import flops_of
 from tests.check import relative_error
 
@@ -63,7 +65,7 @@ def test_a_section_may_take_what_those_before_left(monkeypatch):
     def rows_of(name, against, seconds):
         given[name] = seconds
         clock[0] += 10
-        return []
+        return [], True
 
     monkeypatch.setattr(bench, "rows_of", rows_of)
     monkeypatch.setattr(bench.time, "monotonic", lambda: clock[0])
@@ -77,6 +79,63 @@ def test_a_section_may_take_what_those_before_left(monkeypatch):
         own = [bench.SECTIONS[name].seconds for name in given]
         assert list(given.values()) == [sum(own[: i + 1]) - 10 * i for i in range(len(own))]
         assert sum(own) <= 540
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--only", "nothing"], "no section's name holds 'nothing': use one of limits, first step"),
+    (["--part", "1/2", "--only", "CNN"], "no section's name holds 'CNN': use one of first step, U-Net bf16"),
+])
+def test_a_section_that_is_none(monkeypatch, arguments, message):
+    monkeypatch.setattr("sys.argv", ["bench.py", *arguments])
+    with pytest.raises(SystemExit, match=message):
+        bench.main()
+
+
+def test_a_profile_takes_no_other_option(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench.py", "--profile", "--against", "torch"])
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert "leave out --against" in capsys.readouterr().err
+
+
+def test_what_was_cut_is_said_at_the_end(monkeypatch, capsys):
+    def rows_of(name, against, seconds):
+        return [Row(name, 1.0)], name == "limits"
+
+    for name, value in (("rows_of", rows_of), ("cuda_status", lambda: (True, "")), ("summary", lambda *rows: None)):
+        monkeypatch.setattr(bench, name, value)
+    monkeypatch.setattr("sys.argv", ["bench.py", "--only", "cnn"])
+    with pytest.raises(SystemExit, match=r"not measured to the end: CNN$"):
+        bench.main()
+    assert "CNN  1.0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_no_section_outlives_its_time_or_the_benchmark(monkeypatch, tmp_path, interrupted):
+    """What it had written by then is kept."""
+    script = tmp_path / "section.py"
+    script.write_text(
+        "import sys, time\nopen(sys.argv[-1], 'w').write('{\"name\": \"found\", \"ours\": 1.0}\\n')\ntime.sleep(60)\n"
+    )
+    processes, wait = [], subprocess.Popen.wait
+
+    def waiting(process, timeout=None):
+        processes.append(process)
+        try:
+            return wait(process, timeout)
+        except subprocess.TimeoutExpired:
+            if interrupted:
+                raise KeyboardInterrupt from None
+            raise
+
+    monkeypatch.setattr(bench, "__file__", str(script))
+    monkeypatch.setattr(bench.subprocess.Popen, "wait", waiting)
+    if interrupted:
+        with pytest.raises(KeyboardInterrupt):
+            bench.rows_of("CNN", None, 2)
+    else:
+        assert bench.rows_of("CNN", None, 2) == ([Row("found", 1.0)], False)
+    assert processes[0].returncode == -signal.SIGKILL
 
 
 def test_what_differs_is_not_timed(tmp_path, rng):

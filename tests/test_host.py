@@ -61,6 +61,29 @@ def test_the_benchmarks_step(host_of, tmp_path):
     assert host.memory.taken <= 650 << 20
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what no kernel wrote is undefined
+def test_the_benchmarks_norms(host_of, monkeypatch, tmp_path):
+    """Between convolutions each is one launch; by themselves a backward sums its weight's gradients, too."""
+    pytest.importorskip("cupy", reason="CuPy is not installed: the benchmark needs it")
+    from examples.benchmark import kernels
+    from examples.benchmark.measure import Report
+
+    host, timed = host_of(True), []
+
+    def ours(fn):
+        host.launches.clear()
+        fn()
+        timed.append([name for _, name in host.launches])
+        return 1.0
+
+    monkeypatch.setattr(kernels, "cupy", host)
+    monkeypatch.setattr(kernels, "ours", ours)
+    monkeypatch.setattr(kernels, "GROUP_NORMS", [(64, 64), (256, 8)])
+    kernels.group_norms(Report(tmp_path / "rows", torch=False))
+    given, large = [["normalize"], ["input_gradients"]], ["backward_sums", "input_gradients", "sum_rows"]
+    assert timed == [["forward"], large, *given, ["forward"], ["backward", "sum_rows"], *given]
+
+
 @pytest.mark.parametrize("hopper", [True, False], ids=["hopper", "portable"])
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("dtype", [bfloat16, np.dtype(np.float32)], ids=str)

@@ -8,6 +8,7 @@ from cudiff import ops
 from cudiff.backend import float32
 from cudiff.config import PRESETS
 from cudiff.models import build
+from cudiff.ops import conv2d_sm90
 from cudiff.ops.group_norm import group_norm_backward_cuda, group_norm_forward_cuda
 from cudiff.optim import EMA, AdamW
 from cudiff.tensor import Tensor, no_grad
@@ -54,7 +55,7 @@ def convolutions(report: Report) -> None:
 
 
 def group_norms(report: Report) -> None:
-    """Norms that find their sums themselves, and those of a U-Net, whose sums come with the input and the gradient."""
+    """Norms that find their sums themselves, and those whose sums come with the input and the gradient."""
     for c, size in GROUP_NORMS:
         x = random_tensor(32, size, size, c, grad=True)
         weight, bias = random_tensor(c, dtype=float32, grad=True), random_tensor(c, dtype=float32, grad=True)
@@ -76,20 +77,30 @@ def group_norms(report: Report) -> None:
 
 
 def _group_norm_with_sums(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[float, float]:
-    """Forward and backward between convolutions: these give the sums, and want the output and the sums of dx."""
-    dz = random_tensor(*x.shape, dtype=x.dtype)
-    tile = min(256, x.shape[1] * x.shape[2])  # pixels that a convolution sums
-    wide, wide_dz = (array.data.astype(float32).reshape(len(x.data), -1, tile, x.shape[-1]) for array in (x, dz))
-    sums = cupy.stack((wide.sum(2), (wide * wide).sum(2)), -1)
-    dz_sums = cupy.stack((wide_dz.sum(2), (wide_dz * wide).sum(2)), -1)
-    parameters = weight.data, bias.data
-    _, mean, rstd = group_norm_forward_cuda(x.data, None, *parameters, 32, 1e-5, True, partials=(sums, None))
-    needs, into, y = (True, False, True, True, False, False), (None,) * 6, cupy.empty_like(x.data)
-    return (
-        ours(lambda: group_norm_forward_cuda(x.data, None, *parameters, 32, 1e-5, True, partials=(sums, None))),
-        ours(lambda: group_norm_backward_cuda(dz.data, x.data, None, *parameters, mean, rstd, True, needs=needs,
-                                              into=into, y=y, sums={}, partials=dz_sums)),
-    )
+    """Forward and backward between two convolutions: these give the sums, and want the output, once more in backward,
+    and dx's sums. The weight's and bias's gradients, which all norms of a step add up in one launch, are left out."""
+    parameters, dz = (weight.data, bias.data), random_tensor(*x.shape, dtype=x.dtype)
+    plan = conv2d_sm90.plan(x.shape, x.shape[-1], (3, 3), x.dtype.itemsize)
+    tiles = conv2d_sm90.tiles_of(x.shape, plan.rows) * plan.cluster
+
+    def sums(a: Tensor, b: Tensor) -> cupy.ndarray:
+        wide, other = (t.data.astype(float32).reshape(len(t.data), tiles, -1, t.shape[-1]) for t in (a, b))
+        return cupy.stack((wide.sum(2), (wide * other).sum(2)), -1)
+
+    given, given_dz = sums(x, x), sums(dz, x)
+    _, mean, rstd = group_norm_forward_cuda(x.data, None, *parameters, 32, 1e-5, True, partials=(given, None))
+
+    def forward() -> object:
+        return group_norm_forward_cuda(x.data, None, *parameters, 32, 1e-5, True, partials=(given, None))
+
+    def backward() -> object:
+        y = cupy.empty_like(x.data)
+        return y, group_norm_backward_cuda(
+            dz.data, x.data, None, *parameters, mean, rstd, True, needs=(True, *(False,) * 5), into=(None,) * 6, y=y,
+            sums={}, partials=given_dz,
+        )
+
+    return ours(forward), ours(backward)
 
 
 def attentions(report: Report) -> None:
