@@ -2,7 +2,7 @@
 
 Every section runs in a process of its own under a time limit, to which is added what those before left of theirs: what
 takes too long is stopped and says so, the rest goes on. With `--against torch` PyTorch does the same work beside it.
-The two halves that `--part` chooses take less than nine minutes each on an H200, PyTorch's compiler included.
+The two halves that `--part` chooses take at most nine minutes each on an H200, PyTorch's compiler included.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Section(NamedTuple):
 
 
 SECTIONS = {
-    "limits": Section(kernels.limits, 0, 30),
+    "limits": Section(kernels.limits, 0, 25),
     "first step": Section(networks.first_step, 1, 150),
     "U-Net bf16": Section(networks.unet_steps("bf16"), 1, 330),
     "convolutions": Section(kernels.convolutions, 2, 25),
@@ -122,6 +122,14 @@ def profile_of(name: str) -> None:
     profile(name, eager, step_time(captured), LIMITS)
 
 
+def torch_has_cuda() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
+
+
 PROFILES = ("unet", "cs179", "denoise", "cnn256", "cnn4096")
 
 
@@ -148,7 +156,7 @@ def main() -> None:
         return profile_of(options.profile)
     if options.section:
         return SECTIONS[options.section].run(Report(options.rows, options.against == "torch"))
-    if options.against and not _torch_has_cuda():
+    if options.against and not torch_has_cuda():
         sys.exit("bench.py: --against torch needs PyTorch with CUDA: see https://pytorch.org/get-started/locally")
     limits, rows, cut, spare = dict(LIMITS), [], [], 0.0
     for name, section in {"limits": SECTIONS["limits"], **chosen}.items():
@@ -164,14 +172,6 @@ def main() -> None:
     summary(rows, limits)
     if cut:
         sys.exit(f"bench.py: not measured to the end: {', '.join(cut)}")
-
-
-def _torch_has_cuda() -> bool:
-    try:
-        import torch
-    except ImportError:
-        return False
-    return torch.cuda.is_available()
 
 
 if __name__ == "__main__":

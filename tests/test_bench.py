@@ -1,4 +1,4 @@
-"""The benchmark's opponents do the same work: from cudiff's weights they give its losses, gradients and outputs."""
+"""The benchmark: its opponents give cudiff's losses, gradients and outputs from its weights; its time and options."""
 
 import json
 import signal
@@ -59,7 +59,7 @@ def test_a_training_steps_loss_and_gradient(name, precision, tmp_path, rng):
 
 
 def test_a_section_may_take_what_those_before_left(monkeypatch):
-    """And together they keep within nine minutes."""
+    """And together they keep within nine minutes, of which PyTorch's import has five seconds."""
     clock, given = [0.0], {}
 
     def rows_of(name, against, seconds):
@@ -78,7 +78,7 @@ def test_a_section_may_take_what_those_before_left(monkeypatch):
         bench.main()
         own = [bench.SECTIONS[name].seconds for name in given]
         assert list(given.values()) == [sum(own[: i + 1]) - 10 * i for i in range(len(own))]
-        assert sum(own) <= 540
+        assert sum(own) <= 535
 
 
 @pytest.mark.parametrize("arguments, message", [

@@ -88,10 +88,11 @@ def _group_norm_with_sums(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[floa
         return cupy.stack((wide.sum(2), (wide * other).sum(2)), -1)
 
     given, given_dz = sums(x, x), sums(dz, x)
-    _, mean, rstd = group_norm_forward_cuda(x.data, None, *parameters, 32, 1e-5, True, partials=(given, None))
 
-    def forward() -> object:
+    def forward() -> tuple:
         return group_norm_forward_cuda(x.data, None, *parameters, 32, 1e-5, True, partials=(given, None))
+
+    _, mean, rstd = forward()
 
     def backward() -> object:
         y = cupy.empty_like(x.data)
