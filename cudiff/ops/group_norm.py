@@ -6,19 +6,18 @@ silu(centred·gain + offset). Batch norm is the same with all pixels as one imag
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import NamedTuple
 
 import numpy as np
 
 from cudiff.backend import Array, float32
-from cudiff.cuda.module import blocks, empty, gradient_sum, gradient_sums, gradient_target, hopper, launch
+from cudiff.cuda.mail import mail
+from cudiff.cuda.module import blocks, empty, gradient_sum, gradient_sums, gradient_target, launch
 from cudiff.cuda.sums import add_rows
-from cudiff.cuda.tensor_map import tensor_map
 from cudiff.cuda.waiting import together
 from cudiff.ops.cast import narrow, require_float, widen
 from cudiff.ops.gemm import MULTIPROCESSORS
+from cudiff.ops.group_norm_sm90 import THREADS, clusters, sharing
 from cudiff.tensor import Function, Kept, Tensor, Vacant
 from cudiff.threads import cut, parallel_map
 
@@ -121,12 +120,12 @@ def group_norm_forward_cuda(x: Array, x2: Array | None, weight: Array, bias: Arr
     mean, rstd = empty((n, num_groups), float32), empty((n, num_groups), float32)
     constants = kernel_constants(x, x2, y, parameters=(weight, bias, scale, shift))
     share = np.float64(num_groups / (pixels * channels))
-    cut = _clusters(pixels, channels1, channels2, num_groups, 1, x.dtype.itemsize, n) if constants["VEC"] else None
+    cut = clusters(pixels, channels1, channels2, num_groups, x.dtype.itemsize, n) if constants["VEC"] else None
     if cut is not None and any(s is not None and p is None for s, p in zip((x, x2), partials, strict=True)):
-        launch("group_norm_sm90", "forward", (n, cut.chunks, cut.cluster), _THREADS,
-               (cut.map(x), cut.map(x if x2 is None else x2), y, mean, rstd, weight, bias, scale, shift,
-                num_groups, pixels, channels1, channels2, silu, cut.boxes, share, eps),
-               cut.shared, **constants, **cut.constants)
+        launch("group_norm_sm90", "forward", (n, cut.boxes.chunks, cut.cluster), THREADS,
+               (cut.boxes.map(x), cut.boxes.map(x if x2 is None else x2), y, mean, rstd, weight, bias, scale, shift,
+                num_groups, pixels, channels1, channels2, silu, cut.kept, share, eps),
+               cut.bytes, **constants, **cut.constants)
         return y, mean, rstd
     sums = _partials_of(x, x2, partials)
     shared = 16 * max(256, channels)  # two doubles for each channel, or each thread
@@ -193,22 +192,27 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
     )
     results = tuple(target[0] for target in (dx, dx2, dweight, dbias, dscale, dshift))
     constants = kernel_constants(dy, x, x2, *dx, *dx2, y)
-    cut = _clusters(pixels, channels1, channels2, groups, 2, x.dtype.itemsize, n) if constants["VEC"] else None
-    if partials is not None or more is not None:
-        cut = None
-    tiles, chunks, across = (1, 0, 0) if cut else _tiling(n, pixels, channels, constants, narrow=True)
+    share = None
+    if constants["VEC"] and partials is None and more is None:
+        share = sharing(pixels, channels1, channels2, groups, x.dtype.itemsize, n)
+    tiles, chunks, across = (share.parts, 0, 0) if share else _tiling(n, pixels, channels, constants, narrow=True)
     if sums is not None:
         sums |= {i: empty((n, tiles, (channels1, channels2)[i]), float32) for i in (0, 1) if needs[i]}
     own_sums = (None, None) if sums is None else (sums.get(0), sums.get(1))
+    if share:
+        adding = share.adding(n, channels) if needs[2] or needs[3] else 0
+        totals = None if adding else empty((n, channels, 2), float32)
+        post = mail() if adding or share.parts > 1 else None
+        launch("group_norm_backward_sm90", "backward", share.blocks(n) + adding, THREADS,
+               (*map(share.boxes.map, (x, x if x2 is None else x2, dy)), x, x2, dy, *dx, *dx2, y, *own_sums, totals,
+                *dscale, *dshift, *dweight, *dbias, *affine, post, n, pixels, channels1, channels2, silu, share.parts,
+                share.kept),
+               share.bytes, **constants, **share.constants)
+        if totals is not None:
+            affine_gradients_cuda(totals, dweight, dbias)
+        return results
     totals = empty((n, channels, 2), float32)
     modulation = (totals, *dscale, *dshift)
-    if cut:
-        launch("group_norm_sm90", "backward", (n, cut.chunks, cut.cluster), _THREADS,
-               (*map(cut.map, (x, x if x2 is None else x2, dy)), *dx, *dx2, y, *own_sums, *modulation,
-                *affine, pixels, channels1, channels2, silu, cut.boxes),
-               cut.shared, **constants, **cut.constants)
-        affine_gradients_cuda(totals, dweight, dbias)
-        return results
     extent = (pixels, channels1, channels2, tiles, across)
     activation = _SILU_DONE if silu and partials is not None else int(silu)
     if partials is None:
@@ -240,80 +244,6 @@ def affine_gradients_cuda(totals: Array, dweight: tuple[Array | None, bool],
 
 
 _SILU_DONE, _STREAM_BYTES = 2, 16 * 256 * 16  # of input_gradients
-
-
-_THREADS, _BOXES, _SHARED_BYTES = 512, 64, 226 << 10  # of a cluster's block, the last two at most: 1 KiB for barriers
-
-
-class _Cut(NamedTuple):
-    """How clusters share a group norm: see group_norm_sm90.cu."""
-
-    cluster: int
-    chunks: int
-    width: int  # channels of a chunk
-    across: int  # packs of a chunk
-    step: int  # pixels of a box
-    boxes: int  # of a block
-    data: int  # bytes of a block's boxes
-
-    @property
-    def constants(self) -> dict[str, int]:
-        return {"CLUSTER": self.cluster, "ACROSS": self.across}
-
-    @property
-    def shared(self) -> int:
-        own = blocks(self.width, self.cluster)
-        return self.data + 4 * (self.width * (37 + 3 * self.cluster) + self.cluster * own)
-
-    def map(self, array: Array) -> np.ndarray:
-        images = array.reshape(len(array), -1, array.shape[-1])
-        return tensor_map(images, (1, self.step, self.width), operand=False, swizzled=False)
-
-    def microseconds(self, images: int, megabytes: float, arrays: int) -> float:
-        """As fitted to an H200, of arrays of so many megabytes each.
-
-        Clusters of four and more find places together on 120 of 132 multiprocessors only. Blocks of which two have room
-        on one take turns. Rows of less than 128 bytes are slow where the cache does not hold the arrays.
-        """
-        start, block, speed = (0.9, 1.0, 16e3) if arrays == 1 else (2.0, 2.4, 22e3)
-        if arrays * megabytes > 24 and self.across < 8 and self.chunks > 1:
-            speed /= 1.5
-        rounds = images * self.chunks * self.cluster / (MULTIPROCESSORS if self.cluster <= 2 else 120)
-        if arrays == 2 or self.cluster > 2 or 2 * self.shared > _SHARED_BYTES:
-            rounds = math.ceil(rounds)
-        meeting = 0.15 * self.cluster.bit_length()
-        return start + max(1, rounds) * (block + meeting + self.data / speed)
-
-
-def _cut(cluster: int, chunks: int, pixels: int, channels: int, arrays: int, itemsize: int) -> _Cut | None:
-    """By clusters of so many blocks and so many chunks of channels; None where a block does not hold its part."""
-    width = channels // chunks
-    across = width * itemsize // 16
-    lines = 1 << (min(32 // across, 32 // itemsize).bit_length() - 1)  # pixels that a warp has at once
-    step = _THREADS // 32 * lines
-    boxes = blocks(blocks(pixels, step), cluster)
-    found = _Cut(cluster, chunks, width, across, step, boxes, arrays * boxes * step * 16 * across)
-    return found if boxes <= _BOXES and found.shared <= _SHARED_BYTES else None
-
-
-@functools.cache
-def _clusters(pixels: int, channels1: int, channels2: int, groups: int, arrays: int, itemsize: int,
-              images: int) -> _Cut | None:
-    """The launch of group_norm_sm90.cu that reads `arrays` of this shape in least time; None where group_norm.cu's do.
-
-    Chunks of channels have 64 bytes or more, or are all channels, and lie within one source.
-    """
-    pack, channels = 16 // itemsize, channels1 + channels2
-    megabytes = images * pixels * channels * itemsize / 1e6
-    chunks = [d for d in range(1, groups + 1) if groups % d == 0 and channels // d % pack == 0
-              and channels // d <= 32 * pack and channels1 % (channels // d) == 0
-              and (channels // d * itemsize >= 64 or d == 1)]
-    cuts = (_cut(cluster, d, pixels, channels, arrays, itemsize) for d in chunks for cluster in (1, 2, 4, 8))
-    timed = {cut: cut.microseconds(images, megabytes, arrays) for cut in cuts if cut is not None}
-    best = min(timed, key=timed.__getitem__, default=None)
-    # What group_norm.cu took forward was not less for any of 15 shapes; backward about this.
-    launches = math.inf if arrays == 1 else 8 + megabytes + images * channels / 3500
-    return best if best is not None and hopper() and timed[best] < launches else None
 
 
 def _extent(x: Array, x2: Array | None) -> tuple[int, int, int, int]:

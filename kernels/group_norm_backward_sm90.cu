@@ -1,0 +1,297 @@
+// Group norm's backward in one pass over global memory: what group_norm.cu does in two launches and a sum over images.
+// Layout, dtypes and arguments are as there; VEC=1 only.
+//
+// `parts` blocks share an image's pixels and a chunk of whole groups of its channels. Each has its pixels copied to shared
+// memory (what it lacks, HELD boxes, to registers), box after box, and sums what has arrived while more is on its way. Then
+// they meet: each leaves its sums in global memory and takes those of the others; and the second pass reads the pixels from
+// where they are kept. The kept dz is rounded to T, dx's operand; the sums are of what was not rounded. Every sum has a
+// fixed order.
+//
+// A letter is a channel's two sums, each in one word of 64 bits with the number of the launch: whoever finds the number
+// has the sum, so no fence and no counter stand between. That number, mail->launches, is raised by the last block to have
+// read it. Blocks that wait for each other must all be there at once: no more than the GPU's multiprocessors, but for
+// parts=1. The blocks behind those, if any, add up the letters of all images: dweight, dbias.
+// Launch: THREADS threads, grid N * chunks * parts blocks and the adding ones; chunks * ACROSS packs of V channels = C
+// exactly, ACROSS <= 32, and C1 a multiple of a chunk. Maps: x {C1, S, N}, x2 {C2, S, N} (or x's), dy {C, S, N}, boxes
+// {WIDTH, STEP, 1}, not swizzled. A block has `boxes` boxes in shared memory and HELD behind them, all of an image together.
+// mail: zeroed once, a letter for each block and channel of a chunk; the launches that share it follow each other. Null where
+// parts=1 and no blocks add.
+// Dynamic shared memory: boxes, of x and dy; 4 WIDTH (2 WARPS + 8) bytes.
+// architectures: sm_90a
+// variants: T=float,bf16,half ACROSS=8 HELD=0,3 VEC=1
+// variants: T=bf16 ACROSS=1,4,5,6,16,32 HELD=0,3 VEC=1
+// variants: T=float ACROSS=1,32 HELD=0,3 VEC=1
+constexpr int THREADS = 512;
+#include "group_norm_boxes.cuh"
+
+constexpr int DEPTH = 5;  // boxes that are on their way at once: all at once would arrive together, and late
+
+struct Letter {
+    ulonglong2 sums;
+    __device__ __forceinline__ static u64 seal(float sum, u32 launch) { return (u64)launch << 32 | __float_as_uint(sum); }
+    __device__ __forceinline__ void post(float a, float b, u32 launch) {
+        asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(this), "l"(seal(a, launch)), "l"(seal(b, launch)) : "memory");
+    }
+    // 0 where it is of this launch: then also the sums.
+    __device__ __forceinline__ u32 read(float2& found, u32 launch) const {
+        u64 a, b;
+        asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(this) : "memory");
+        found = make_float2(__uint_as_float((u32)a), __uint_as_float((u32)b));
+        return ((u32)(a >> 32) ^ launch) | ((u32)(b >> 32) ^ launch);
+    }
+};
+
+struct Mail {
+    u32 launches, arrived, unused[2];
+    Letter letters[1];
+    __device__ __forceinline__ u32 launch() const {
+        u32 before;
+        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before) : "l"(&launches) : "memory");
+        return before + 1;
+    }
+    // By one thread of each block, once all have used what they read of `launches`.
+    __device__ __forceinline__ void arrive() {
+        if (atomicAdd(&arrived, 1) == gridDim.x - 1) arrived = 0, launches++;
+    }
+    // The sums of a channel over an image, of whose parts letters[0] is the first.
+    __device__ __forceinline__ static float2 receive(const Letter* letters, int parts, int pitch, u32 launch) {
+        constexpr int AT_ONCE = 4;
+        float2 total = make_float2(0.0f, 0.0f);
+#pragma unroll 1
+        for (; parts > 0; parts -= AT_ONCE, letters += AT_ONCE * pitch) {
+            float2 sums[AT_ONCE];
+            u32 missing;
+            do {
+                missing = 0;
+#pragma unroll
+                for (int u = 0; u < AT_ONCE; u++) missing |= letters[min(u, parts - 1) * pitch].read(sums[u], launch);
+            } while (missing);
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; u++)
+                if (u < parts) total.x += sums[u].x, total.y += sums[u].y;
+        }
+        return total;
+    }
+};
+
+// dweight, dbias: a lane has a channel, a warp every so many-th letter of it. `sums`: shared, one for each thread.
+__device__ __forceinline__ void add_images(const Mail* mail, int block, int blocks, float2* sums, float* dweight, int add_weight,
+                                           float* dbias, int add_bias, AFFINE, int N, int C, int parts) {
+    constexpr int AT_ONCE = 8;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, size = C / (u32)groups, letters = N * parts;
+    u32 launch = mail->launch();
+    for (int first = block * 32; first < C; first += blocks * 32) {
+        int c = first + lane;
+        float2 sum = make_float2(0.0f, 0.0f);
+        for (int begin = warp; begin < letters && c < C; begin += AT_ONCE * WARPS) {
+            float2 found[AT_ONCE], statistics[AT_ONCE];
+            float factor[AT_ONCE];
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; u++) {
+                int n = min(begin + u * WARPS, letters - 1) / (u32)parts;
+                i64 group = (i64)n * groups + c / (u32)size;
+                statistics[u] = make_float2(mean[group], rstd[group]);
+                factor[u] = scale ? 1.0f + scale[(i64)n * C + c] : 1.0f;
+            }
+            for (u32 missing = 1; missing;) {
+                missing = 0;
+#pragma unroll
+                for (int u = 0; u < AT_ONCE; u++)
+                    missing |= mail->letters[(i64)min(begin + u * WARPS, letters - 1) * C + c].read(found[u], launch);
+                if (missing) __nanosleep(200);
+            }
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; u++) {
+                if (begin + u * WARPS >= letters) break;
+                sum.x += factor[u] * found[u].x;
+                float average = statistics[u].x;
+                sum.y += factor[u] * (found[u].y - (average - centre_of(average)) * found[u].x) * statistics[u].y;
+            }
+        }
+        __syncthreads();
+        sums[threadIdx.x] = sum;
+        __syncthreads();
+        if (warp || c >= C) continue;
+        for (int w = 1; w < WARPS; w++) sum.x += sums[w * 32 + lane].x, sum.y += sums[w * 32 + lane].y;
+        if (dweight) dweight[c] = (add_weight ? dweight[c] : 0.0f) + sum.y;
+        if (dbias) dbias[c] = (add_bias ? dbias[c] : 0.0f) + sum.x;
+    }
+}
+
+// dx, dx2 (either may be null); y, the forward's output once more, or null; sums, sums2, float (N, parts, C1) and (N, parts,
+// C2), or null, as in input_gradients; totals, float2 (N, C) or null, and dscale, dshift as in finish_sums; dweight, dbias, (C)
+// or null, where blocks add.
+extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
+    const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap map2, const __grid_constant__ TensorMap dy_map,
+    const T* __restrict__ x, const T* __restrict__ x2, const T* __restrict__ dy, T* dx, const T* addend, T* dx2, const T* addend2, T* y,
+    float* sums, float* sums2, float2* totals, float* dscale, int add_scale, float* dshift, int add_shift, float* dweight,
+    int add_weight, float* dbias, int add_bias, AFFINE, Mail* mail, int N, int S, int C1, int C2, int silu, int parts, int boxes) {
+    extern __shared__ __align__(128) T memory[];
+    __shared__ u64 barriers[BOXES];
+    int C = C1 + C2, size = C / (u32)groups, chunks = C / WIDTH, warp = threadIdx.x / 32, pitch, again_pitch, dy_pitch;
+    int image = blockIdx.x / (u32)parts, n = image / (u32)chunks, part = blockIdx.x - image * parts;
+    if (n >= N) {
+        wait_for_previous();
+        int first = N * chunks * parts;
+        add_images(mail, blockIdx.x - first, gridDim.x - first, reinterpret_cast<float2*>(memory), dweight, add_weight, dbias,
+                   add_bias, weight, bias, scale, shift, mean, rstd, groups, N, C, parts);
+        __syncthreads();
+        if (threadIdx.x == 0) mail->arrive();
+        return;
+    }
+    Place place(n, part, parts, image - n * chunks, S);
+    Boxes<2> kept = {memory, boxes, shared_address(barriers)};
+    float* warp_sums = reinterpret_cast<float*>(kept.end());
+    float* table = warp_sums + 2 * WARPS * WIDTH;  // 6 of WIDTH
+    float2* channels = reinterpret_cast<float2*>(table + 6 * WIDTH);
+    bool second = place.c0 >= C1;
+    const TensorMap* const maps[2] = {second ? &map2 : &map, &dy_map};
+    const int first_channel[2] = {place.c0 - (second ? C1 : 0), place.c0};
+    constexpr int SENDER = WARPS - 1;  // the first warps have the channels to prepare
+    if (warp == SENDER) kept.init();
+    if (threadIdx.x == THREADS - 1) prefetch(*maps[0]), prefetch(dy_map);
+    wait_for_previous();
+    u32 launch = 0;
+    int j = min((int)threadIdx.x, WIDTH - 1);  // in the warps that take the channels; in the last one some are taken twice
+    bool meets = warp < CEIL_DIV(WIDTH, 32);
+    if (mail && meets) launch = mail->launch();
+    // What is asked for behind the boxes would come behind them.
+    Channel channel(n, place.c0, WIDTH, C, size, weight, bias, scale, shift);
+    float average = 0.0f, r = 0.0f;
+    if (channel.here) average = mean[(i64)n * groups + channel.group], r = rstd[(i64)n * groups + channel.group];
+    Raw held_x[HELD + 1], held_dz[HELD + 1];
+    if constexpr (HELD > 0) {
+        const T* from = place.element(x, x2, S, C1, C2, pitch);
+        const T* from_dy = place.element(dy, dy, S, C, 0, dy_pitch);
+#pragma unroll
+        for (int h = 0; h < HELD; h++) {
+            held_x[h] = held_dz[h] = Raw{};
+            if (boxes + h < place.count)
+                held_x[h] = load_raw(from + (i64)(boxes + h) * pitch), held_dz[h] = load_raw(from_dy + (i64)(boxes + h) * dy_pitch);
+        }
+    }
+    if (threadIdx.x == 32 * SENDER)
+        for (int i = 0; i < min(boxes, DEPTH); i++) kept.send(maps, first_channel, place, i);
+    if (channel.here) {
+        Affine::fill(table, WIDTH, channel, average, r);
+        table[3 * WIDTH + channel.j] = r;
+        table[4 * WIDTH + channel.j] = channel.own.gamma();
+    }
+    __syncthreads();
+
+    int at = place.row * WIDTH + place.offset;
+    float v[V], dz[V], centre[V];
+    {
+        T* again = place.element(y, y, S, C, 0, again_pitch);
+        float sum[V] = {}, product[V] = {}, output[V], slope[V];
+        Affine affine(table, WIDTH, place.offset);
+#pragma unroll
+        for (int k = 0; k < V; k++) centre[k] = affine.centre[k];
+        auto add = [&](int i, const Raw& raw, const Raw& dy_raw, bool writes) {  // returns dz
+            to_floats(raw, v);
+            to_floats(dy_raw, dz);
+            linearize(affine, v, output, slope, silu);
+            if (writes) store<V>(again + (i64)i * again_pitch, output);
+#pragma unroll
+            for (int k = 0; k < V; k++) {
+                dz[k] *= slope[k];
+                sum[k] += dz[k];
+                product[k] += dz[k] * v[k];
+            }
+            Raw packed;
+            store<V>(reinterpret_cast<T*>(&packed), dz);
+            return packed;
+        };
+        auto add_all = [&](bool writes) {
+#pragma unroll 1
+            for (int i = 0; i < boxes; i++) {
+                if (HELD > 0 && i == boxes / 2) {
+#pragma unroll
+                    for (int h = 0; h < HELD; h++)
+                        if (boxes + h < place.count) held_dz[h] = add(boxes + h, held_x[h], held_dz[h], writes);
+                }
+                kept.wait(i);
+                if (threadIdx.x == i % WARPS * 32 && i + DEPTH < boxes) kept.send(maps, first_channel, place, i + DEPTH);
+                if (i >= place.count) continue;
+                T* kept_dz = kept.box(1, i) + at;
+                *reinterpret_cast<Raw*>(kept_dz) = add(i, load_raw(kept.box(0, i) + at), load_raw(kept_dz), writes);
+            }
+        };
+        if (again) add_all(true);
+        else add_all(false);
+        add_warp(warp_sums, place, sum, product);
+    }
+    __syncthreads();
+
+    float2 total = make_float2(0.0f, 0.0f);
+    if (meets) {
+        total = make_float2(sum_of_warps(warp_sums, j), sum_of_warps(warp_sums, WIDTH + j));
+        Letter* letters = mail ? mail->letters + (i64)n * parts * C + place.c0 + j : nullptr;
+        if (mail) letters[part * C].post(total.x, total.y, launch);
+        if (parts > 1) total = Mail::receive(letters, parts, C, launch);
+        total.y = (total.y - (table[j] - centre_of(table[j])) * total.x) * table[3 * WIDTH + j];
+        channels[j] = make_float2(table[4 * WIDTH + j] * total.x, table[4 * WIDTH + j] * total.y);
+    }
+    __syncthreads();
+    if (meets) {
+        const float2* group = channels + j / (u32)size * size;
+        float2 sum = make_float2(0.0f, 0.0f);
+        for (int k = 0; k < size; k++) sum.x += group[k].x, sum.y += group[k].y;
+        float average = table[j], r = table[3 * WIDTH + j], share = r / ((float)S * size);
+        float slope = sum.y * share * r;  // dx = gain * dz - (constant + slope * (x - centre))
+        table[5 * WIDTH + j] = sum.x * share - slope * (average - centre_of(average));
+        table[WIDTH + j] = table[4 * WIDTH + j] * r;
+        table[2 * WIDTH + j] = slope;
+        if (part == 0 && threadIdx.x < WIDTH && (totals || dscale || dshift)) {
+            Modulation own(n, place.c0 + j, C, weight, bias, scale, shift);
+            i64 i = (i64)n * C + place.c0 + j;
+            if (totals) totals[i] = make_float2(own.factor() * total.x, own.factor() * total.y);
+            if (dscale) dscale[i] = (add_scale ? dscale[i] : 0.0f) + own.weight * total.y + own.bias * total.x;
+            if (dshift) dshift[i] = (add_shift ? dshift[i] : 0.0f) + total.x;
+        }
+    }
+    __syncthreads();
+    if (mail && threadIdx.x == THREADS - 1) mail->arrive();
+    T* target = place.element(dx, dx2, S, C1, C2, pitch);
+    if (!target && !sums && !sums2) return;
+    const T* before = place.element(addend, addend2, S, C1, C2, pitch);
+    float constant[V], gain[V], slope[V], sum[V] = {};
+    load<V>(table + 5 * WIDTH + place.offset, constant);
+    load<V>(table + WIDTH + place.offset, gain);
+    load<V>(table + 2 * WIDTH + place.offset, slope);
+    float* out = second ? sums2 : sums;
+    auto apply = [&](T* target, int i, const Raw& raw, const Raw& dz_raw, bool plain) {
+        to_floats(raw, v);
+        to_floats(dz_raw, dz);
+        float term[V] = {};
+        if (!plain && before) load<V>(before + (i64)i * pitch, term);
+#pragma unroll
+        for (int k = 0; k < V; k++) {
+            v[k] = gain[k] * dz[k] - (constant[k] + slope[k] * (v[k] - centre[k]));
+            if (!plain) sum[k] += v[k] += term[k];
+        }
+        store<V>(target, v);
+    };
+    int count = target ? place.count : 0;
+    auto apply_held = [&](bool plain) {
+#pragma unroll
+        for (int h = 0; h < HELD; h++)
+            if (boxes + h < count) apply(target + (i64)(boxes + h) * pitch, boxes + h, held_x[h], held_dz[h], plain);
+    };
+    T* next = target;
+    if (before || out) {
+        apply_held(false);
+#pragma unroll 2
+        for (int i = 0; i < min(boxes, count); i++, next += pitch)
+            apply(next, i, load_raw(kept.box(0, i) + at), load_raw(kept.box(1, i) + at), false);
+    } else {
+        apply_held(true);
+#pragma unroll 13  // all that there are beside HELD of bf16: by fours they take 0.15 us more
+        for (int i = 0; i < min(boxes, count); i++, next += pitch)
+            apply(next, i, load_raw(kept.box(0, i) + at), load_raw(kept.box(1, i) + at), true);
+    }
+    if (!out) return;
+    add_warp(warp_sums, place, sum, sum);  // it adds two; one is wanted
+    __syncthreads();
+    if (threadIdx.x < WIDTH) out[((i64)n * parts + part) * (second ? C2 : C1) + first_channel[0] + j] = sum_of_warps(warp_sums, j);
+}
