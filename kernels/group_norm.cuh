@@ -1,4 +1,4 @@
-// What both files of group norm share: elements as floats, the affine map of a chunk's channels, SiLU.
+// What the files of group norm share: elements as floats, the affine map of a chunk's channels, SiLU.
 #pragma once
 #include "affine.cuh"
 #include "vector.cuh"

@@ -2,20 +2,19 @@
 // Layout, dtypes and arguments are as there; VEC=1 only.
 //
 // `parts` blocks share an image's pixels and a chunk of whole groups of its channels. Each has its pixels copied to shared
-// memory (what it lacks, HELD boxes, to registers), box after box, and sums what has arrived while more is on its way. Then
-// they meet: each leaves its sums in global memory and takes those of the others; and the second pass reads the pixels from
-// where they are kept. The kept dz is rounded to T, dx's operand; the sums are of what was not rounded. Every sum has a
-// fixed order.
+// memory (what does not fit there, HELD boxes, to registers), box after box, and sums what has arrived while more is on its
+// way. Then they meet: each leaves its sums in global memory and takes those of the others; and the second pass reads the
+// pixels from where they are kept. The kept dz is rounded to T, dx's operand; the sums are of what was not rounded. Every sum
+// has a fixed order.
 //
 // A letter is a channel's two sums, each in one word of 64 bits with the number of the launch: whoever finds the number
 // has the sum, so no fence and no counter stand between. That number, mail->launches, is raised by the last block to have
 // read it. Blocks that wait for each other must all be there at once: no more than the GPU's multiprocessors, but for
-// parts=1. The blocks behind those, if any, add up the letters of all images: dweight, dbias.
+// parts=1. Where these leave some, blocks behind them add up the letters of all images: dweight, dbias.
 // Launch: THREADS threads, grid N * chunks * parts blocks and the adding ones; chunks * ACROSS packs of V channels = C
 // exactly, ACROSS <= 32, and C1 a multiple of a chunk. Maps: x {C1, S, N}, x2 {C2, S, N} (or x's), dy {C, S, N}, boxes
 // {WIDTH, STEP, 1}, not swizzled. A block has `boxes` boxes in shared memory and HELD behind them, all of an image together.
-// mail: zeroed once, a letter for each block and channel of a chunk; the launches that share it follow each other. Null where
-// parts=1 and no blocks add.
+// mail: zeroed once, letters (N, parts, C); the launches that share it follow each other. Null where parts=1 and no blocks add.
 // Dynamic shared memory: boxes, of x and dy; 4 WIDTH (2 WARPS + 8) bytes.
 // architectures: sm_90a
 // variants: T=float,bf16,half ACROSS=8 HELD=0,3 VEC=1
@@ -30,7 +29,8 @@ struct Letter {
     ulonglong2 sums;
     __device__ __forceinline__ static u64 seal(float sum, u32 launch) { return (u64)launch << 32 | __float_as_uint(sum); }
     __device__ __forceinline__ void post(float a, float b, u32 launch) {
-        asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(this), "l"(seal(a, launch)), "l"(seal(b, launch)) : "memory");
+        asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};"
+                     ::"l"(this), "l"(seal(a, launch)), "l"(seal(b, launch)) : "memory");
     }
     // 0 where it is of this launch: then also the sums.
     __device__ __forceinline__ u32 read(float2& found, u32 launch) const {
@@ -123,9 +123,10 @@ __device__ __forceinline__ void add_images(const Mail* mail, int block, int bloc
 // or null, where blocks add.
 extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap map2, const __grid_constant__ TensorMap dy_map,
-    const T* __restrict__ x, const T* __restrict__ x2, const T* __restrict__ dy, T* dx, const T* addend, T* dx2, const T* addend2, T* y,
-    float* sums, float* sums2, float2* totals, float* dscale, int add_scale, float* dshift, int add_shift, float* dweight,
-    int add_weight, float* dbias, int add_bias, AFFINE, Mail* mail, int N, int S, int C1, int C2, int silu, int parts, int boxes) {
+    const T* __restrict__ x, const T* __restrict__ x2, const T* __restrict__ dy, T* dx, const T* addend, T* dx2,
+    const T* addend2, T* y, float* sums, float* sums2, float2* totals, float* dscale, int add_scale, float* dshift, int add_shift,
+    float* dweight, int add_weight, float* dbias, int add_bias, AFFINE, Mail* mail, int N, int S, int C1, int C2, int silu,
+    int parts, int boxes) {
     extern __shared__ __align__(128) T memory[];
     __shared__ u64 barriers[BOXES];
     int C = C1 + C2, size = C / (u32)groups, chunks = C / WIDTH, warp = threadIdx.x / 32, pitch, again_pitch, dy_pitch;
@@ -150,6 +151,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     constexpr int SENDER = WARPS - 1;  // the first warps have the channels to prepare
     if (warp == SENDER) kept.init();
     if (threadIdx.x == THREADS - 1) prefetch(*maps[0]), prefetch(dy_map);
+    const T* from = place.element(x, x2, S, C1, C2, pitch);
+    const T* from_dy = place.element(dy, dy, S, C, 0, dy_pitch);
     wait_for_previous();
     u32 launch = 0;
     int j = min((int)threadIdx.x, WIDTH - 1);  // in the warps that take the channels; in the last one some are taken twice
@@ -161,8 +164,6 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     if (channel.here) average = mean[(i64)n * groups + channel.group], r = rstd[(i64)n * groups + channel.group];
     Raw held_x[HELD + 1], held_dz[HELD + 1];
     if constexpr (HELD > 0) {
-        const T* from = place.element(x, x2, S, C1, C2, pitch);
-        const T* from_dy = place.element(dy, dy, S, C, 0, dy_pitch);
 #pragma unroll
         for (int h = 0; h < HELD; h++) {
             held_x[h] = held_dz[h] = Raw{};
@@ -224,24 +225,26 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     __syncthreads();
 
     float2 total = make_float2(0.0f, 0.0f);
+    float share = 0.0f, off_centre = 0.0f, gamma = 0.0f, rstd_j = 0.0f;  // all that can be known before the letters come
     if (meets) {
         total = make_float2(sum_of_warps(warp_sums, j), sum_of_warps(warp_sums, WIDTH + j));
         Letter* letters = mail ? mail->letters + (i64)n * parts * C + place.c0 + j : nullptr;
         if (mail) letters[part * C].post(total.x, total.y, launch);
+        off_centre = table[j] - centre_of(table[j]), rstd_j = table[3 * WIDTH + j], gamma = table[4 * WIDTH + j];
+        share = rstd_j / ((float)S * size);
+        table[WIDTH + j] = gamma * rstd_j;
         if (parts > 1) total = Mail::receive(letters, parts, C, launch);
-        total.y = (total.y - (table[j] - centre_of(table[j])) * total.x) * table[3 * WIDTH + j];
-        channels[j] = make_float2(table[4 * WIDTH + j] * total.x, table[4 * WIDTH + j] * total.y);
+        total.y = (total.y - off_centre * total.x) * rstd_j;
+        channels[j] = make_float2(gamma * total.x, gamma * total.y);
     }
     __syncthreads();
     if (meets) {
         const float2* group = channels + j / (u32)size * size;
         float2 sum = make_float2(0.0f, 0.0f);
         for (int k = 0; k < size; k++) sum.x += group[k].x, sum.y += group[k].y;
-        float average = table[j], r = table[3 * WIDTH + j], share = r / ((float)S * size);
-        float slope = sum.y * share * r;  // dx = gain * dz - (constant + slope * (x - centre))
-        table[5 * WIDTH + j] = sum.x * share - slope * (average - centre_of(average));
-        table[WIDTH + j] = table[4 * WIDTH + j] * r;
+        float slope = sum.y * share * rstd_j;  // dx = gain * dz - (constant + slope * (x - centre))
         table[2 * WIDTH + j] = slope;
+        table[5 * WIDTH + j] = sum.x * share - slope * off_centre;
         if (part == 0 && threadIdx.x < WIDTH && (totals || dscale || dshift)) {
             Modulation own(n, place.c0 + j, C, weight, bias, scale, shift);
             i64 i = (i64)n * C + place.c0 + j;
@@ -272,24 +275,18 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
         }
         store<V>(target, v);
     };
-    int count = target ? place.count : 0;
-    auto apply_held = [&](bool plain) {
+    auto apply_all = [&](bool plain) {  // with no addend and no sums
+        int count = target ? place.count : 0;
 #pragma unroll
         for (int h = 0; h < HELD; h++)
             if (boxes + h < count) apply(target + (i64)(boxes + h) * pitch, boxes + h, held_x[h], held_dz[h], plain);
+        T* next = target;
+#pragma unroll 4
+        for (int i = 0; i < min(boxes, count); i++, next += pitch)
+            apply(next, i, load_raw(kept.box(0, i) + at), load_raw(kept.box(1, i) + at), plain);
     };
-    T* next = target;
-    if (before || out) {
-        apply_held(false);
-#pragma unroll 2
-        for (int i = 0; i < min(boxes, count); i++, next += pitch)
-            apply(next, i, load_raw(kept.box(0, i) + at), load_raw(kept.box(1, i) + at), false);
-    } else {
-        apply_held(true);
-#pragma unroll 13  // all that there are beside HELD of bf16: by fours they take 0.15 us more
-        for (int i = 0; i < min(boxes, count); i++, next += pitch)
-            apply(next, i, load_raw(kept.box(0, i) + at), load_raw(kept.box(1, i) + at), true);
-    }
+    if (before || out) apply_all(false);
+    else apply_all(true);
     if (!out) return;
     add_warp(warp_sums, place, sum, sum);  // it adds two; one is wanted
     __syncthreads();

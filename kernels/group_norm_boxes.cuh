@@ -1,6 +1,7 @@
 // Group norm with an image's pixels kept in shared memory: how blocks share them, and sums over them. TMA copies them there
 // in boxes of STEP pixels by a chunk of channels, ACROSS packs of V (at most 32); the `parts` blocks of an image take its
-// boxes in turn. TMA copies, as threads that copied would stand in line with their copies instead of summing.
+// boxes in turn. TMA copies, as threads that copied would stand in line with their copies instead of summing. Whoever includes
+// this has THREADS.
 #pragma once
 #include "group_norm.cuh"
 #include "wgmma.cuh"
@@ -14,8 +15,9 @@ constexpr int BOXES = 64;  // of a block at most
 // A thread's channels, and its pixel of every box.
 struct Place {
     int n, part, parts, c0, offset;  // image; block among those that share it; first channel of the chunk; this thread's within it
-    int pixel, row, count;           // of the first box: within the image, within the box; of how many of the block's boxes it has one
-    __device__ __forceinline__ Place(int n, int part, int parts, int chunk, int S) : n(n), part(part), parts(parts), c0(chunk * WIDTH) {
+    int pixel, row, count;           // of the first box: within the image, within the box; how many of the block's boxes have one
+    __device__ __forceinline__ Place(int n, int part, int parts, int chunk, int S)
+        : n(n), part(part), parts(parts), c0(chunk * WIDTH) {
         int lane = threadIdx.x % 32;
         offset = lane % ACROSS * V;
         row = threadIdx.x / 32 * LINES + lane / ACROSS;
@@ -46,7 +48,8 @@ template <int ARRAYS> struct Boxes {
         __syncwarp();
     }
     // Have box i of all arrays copied, from channels c on. One thread does: where many did, all came late.
-    __device__ __forceinline__ void send(const TensorMap* const (&maps)[ARRAYS], const int (&c)[ARRAYS], const Place& place, int i) const {
+    __device__ __forceinline__ void send(const TensorMap* const (&maps)[ARRAYS], const int (&c)[ARRAYS], const Place& place,
+                                         int i) const {
         barrier_expect(barriers + 8 * i, ARRAYS * BOX * sizeof(T));
 #pragma unroll
         for (int a = 0; a < ARRAYS; a++)

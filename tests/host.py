@@ -38,6 +38,13 @@ class Memory(Places):
         self.taken = max(self.taken, end)
 
 
+H200 = {
+    "MultiProcessorCount": 132, "MaxBlocksPerMultiprocessor": 32, "MaxThreadsPerMultiProcessor": 2048,
+    "MaxSharedMemoryPerMultiprocessor": 233472, "MaxSharedMemoryPerBlockOptin": 232448,
+    "ReservedSharedMemoryPerBlock": 1024,
+}
+
+
 class Host(ModuleType):
     """Stands for the module `cupy`: notes (stem, name) of each launch, and gives arrays places in `memory`, if set.
 
@@ -54,7 +61,7 @@ class Host(ModuleType):
         stream = SimpleNamespace(ptr=0, is_capturing=lambda: False)
         self.cuda = SimpleNamespace(
             get_current_stream=lambda: stream, Stream=lambda **options: stream, Event=lambda **options: None,
-            Device=lambda: SimpleNamespace(id=0, compute_capability="90"),
+            Device=lambda device=0: SimpleNamespace(id=device, compute_capability="90", attributes=H200),
             runtime=SimpleNamespace(getDevice=lambda: 0, memGetInfo=lambda: (1 << 36, 1 << 36)),
         )
 
@@ -117,6 +124,7 @@ def pretend(monkeypatch: Any, hopper: bool) -> Host:
     host = Host(hopper)
     stand_ins = {
         "get_cupy": lambda: host, "cuda_status": lambda: (True, "host"), "hopper": lambda: hopper,
+        "stream_mail": lambda: host.empty(16, np.uint8),
         "device_of": lambda array: "cuda" if isinstance(array, Array) else "cpu",
         "array_module": lambda device: host if device == "cuda" else np,
     }

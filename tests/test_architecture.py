@@ -72,7 +72,7 @@ def test_every_kernel_file_has_its_op_and_its_test():
     engine = {"accumulate"}  # the tape's own kernels, launched by cuda/module.py and cuda/sums.py
     for kernel in (ROOT / "kernels").glob("*.cu"):
         stem = kernel.stem
-        for suffix in ("_sm90", "_tf32", "_wgrad", "_short"):
+        for suffix in ("_sm90", "_tf32", "_wgrad", "_short", "_backward"):
             stem = stem.removesuffix(suffix)
         if stem not in engine:
             assert (PACKAGE / "ops" / f"{stem}.py").is_file(), f"kernels/{kernel.name} has no cudiff/ops/{stem}.py"

@@ -33,7 +33,8 @@ def capture(fn: Callable, warmup: int = 3, device: str | None = None, rehearse: 
         Takes Tensors (or None), positionally. It may change tensors that it holds (parameters, counters), in place.
         It must not read from the device (`.item()`, `.numpy()`), nor copy host arrays there. What Python does in it,
         numbers and branches included, is frozen as recorded: what changes from call to call has to be in tensors.
-        What it makes for a stream of its own it has to hold until that has joined: memory is reused as Python frees it.
+        What it makes for a stream of its own it has to hold until that has joined, and the stream until it returns:
+        memory and streams are reused as Python frees them.
     warmup : int, at least 1
     device : {"cpu", "cuda"}, optional
         That of the tensors passed is the default; a function called without tensors needs it.

@@ -11,8 +11,9 @@ import math
 import numpy as np
 
 from cudiff.backend import Array, float32
-from cudiff.cuda.mail import mail
-from cudiff.cuda.module import blocks, empty, gradient_sum, gradient_sums, gradient_target, launch
+from cudiff.cuda.driver import multiprocessors
+from cudiff.cuda.mail import stream_mail
+from cudiff.cuda.module import blocks, empty, gradient_sum, gradient_sums, gradient_target, hopper, launch
 from cudiff.cuda.sums import add_rows
 from cudiff.cuda.waiting import together
 from cudiff.ops.cast import narrow, require_float, widen
@@ -120,7 +121,9 @@ def group_norm_forward_cuda(x: Array, x2: Array | None, weight: Array, bias: Arr
     mean, rstd = empty((n, num_groups), float32), empty((n, num_groups), float32)
     constants = kernel_constants(x, x2, y, parameters=(weight, bias, scale, shift))
     share = np.float64(num_groups / (pixels * channels))
-    cut = clusters(pixels, channels1, channels2, num_groups, x.dtype.itemsize, n) if constants["VEC"] else None
+    cut = None
+    if constants["VEC"] and hopper():
+        cut = clusters(pixels, channels1, channels2, num_groups, x.dtype.itemsize, n)
     if cut is not None and any(s is not None and p is None for s, p in zip((x, x2), partials, strict=True)):
         launch("group_norm_sm90", "forward", (n, cut.boxes.chunks, cut.cluster), THREADS,
                (cut.boxes.map(x), cut.boxes.map(x if x2 is None else x2), y, mean, rstd, weight, bias, scale, shift,
@@ -193,19 +196,20 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
     results = tuple(target[0] for target in (dx, dx2, dweight, dbias, dscale, dshift))
     constants = kernel_constants(dy, x, x2, *dx, *dx2, y)
     share = None
-    if constants["VEC"] and partials is None and more is None:
-        share = sharing(pixels, channels1, channels2, groups, x.dtype.itemsize, n)
+    if constants["VEC"] and partials is None and more is None and hopper():
+        share = sharing(pixels, channels1, channels2, groups, x.dtype.itemsize, n, multiprocessors())
     tiles, chunks, across = (share.parts, 0, 0) if share else _tiling(n, pixels, channels, constants, narrow=True)
     if sums is not None:
         sums |= {i: empty((n, tiles, (channels1, channels2)[i]), float32) for i in (0, 1) if needs[i]}
     own_sums = (None, None) if sums is None else (sums.get(0), sums.get(1))
     if share:
-        adding = share.adding(n, channels) if needs[2] or needs[3] else 0
-        totals = None if adding else empty((n, channels, 2), float32)
-        post = mail() if adding or share.parts > 1 else None
+        weights = needs[2] or needs[3]
+        adding = share.adding(n, channels) if weights else 0
+        totals = empty((n, channels, 2), float32) if weights and not adding else None
+        mail = stream_mail() if adding or share.parts > 1 else None
         launch("group_norm_backward_sm90", "backward", share.blocks(n) + adding, THREADS,
                (*map(share.boxes.map, (x, x if x2 is None else x2, dy)), x, x2, dy, *dx, *dx2, y, *own_sums, totals,
-                *dscale, *dshift, *dweight, *dbias, *affine, post, n, pixels, channels1, channels2, silu, share.parts,
+                *dscale, *dshift, *dweight, *dbias, *affine, mail, n, pixels, channels1, channels2, silu, share.parts,
                 share.kept),
                share.bytes, **constants, **share.constants)
         if totals is not None:

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cudiff.backend import Array
-from cudiff.cuda.driver import multiprocessors
-from cudiff.cuda.module import blocks, hopper
+from cudiff.cuda.module import blocks
 from cudiff.cuda.tensor_map import tensor_map
 from cudiff.ops.gemm import MULTIPROCESSORS
 
@@ -91,7 +90,7 @@ def clusters(pixels: int, channels1: int, channels2: int, groups: int, itemsize:
     cuts = (Cut(boxes, cluster, blocks(blocks(pixels, boxes.step), cluster))
             for boxes in _boxes(channels1, channels2, groups, itemsize) for cluster in (1, 2, 4, 8))
     timed = {cut: cut.microseconds(images, megabytes) for cut in cuts if cut.fits()}
-    return min(timed, key=timed.__getitem__, default=None) if hopper() else None
+    return min(timed, key=timed.__getitem__, default=None)
 
 
 class Shared(NamedTuple):
@@ -101,6 +100,7 @@ class Shared(NamedTuple):
     parts: int  # blocks of an image and chunk
     kept: int  # boxes of a block in shared memory
     held: int  # and in registers
+    multiprocessors: int
 
     @property
     def constants(self) -> dict[str, int]:
@@ -115,10 +115,10 @@ class Shared(NamedTuple):
 
     def adding(self, images: int, channels: int) -> int:
         """Blocks that add up the images' sums, on multiprocessors that the others leave."""
-        return max(0, min(blocks(channels, 32), multiprocessors() - self.blocks(images)))
+        return max(0, min(blocks(channels, 32), self.multiprocessors - self.blocks(images)))
 
     def fits(self, images: int) -> bool:
-        there = self.parts == 1 or self.blocks(images) <= multiprocessors()
+        there = self.parts == 1 or self.blocks(images) <= self.multiprocessors
         return 0 < self.kept <= _BOXES and self.bytes <= _SHARED_BYTES and there
 
     def microseconds(self, images: int, pixels: int, channels: int, itemsize: int) -> float:
@@ -131,7 +131,7 @@ class Shared(NamedTuple):
         slow = 0.1 * megabytes if megabytes > 24 and self.boxes.across < 8 and self.boxes.chunks > 1 else 0
         meeting = 0.1 * (self.parts + 1) if self.parts > 1 else 0
         own = 33e-6 * (self.kept + self.held) * 2 * self.boxes.bytes + self.boxes.width / 300
-        rounds, adding = blocks(self.blocks(images), multiprocessors()), self.adding(images, channels)
+        rounds, adding = blocks(self.blocks(images), self.multiprocessors), self.adding(images, channels)
         weights = 1.1 * (blocks(blocks(channels, 32), adding) - 1) if adding else 2
         return 0.2 + rounds * (2.6 + meeting + own) + 0.124 * megabytes + slow + weights
 
@@ -141,16 +141,15 @@ _PARTS = 32  # at most: more were never faster
 
 
 @functools.cache
-def sharing(pixels: int, channels1: int, channels2: int, groups: int, itemsize: int, images: int) -> Shared | None:
-    """The launch of group_norm_backward_sm90.cu that takes least time; None where group_norm.cu's do."""
-    if not hopper():
-        return None
+def sharing(pixels: int, channels1: int, channels2: int, groups: int, itemsize: int, images: int,
+            multiprocessors: int) -> Shared | None:
+    """The launch of group_norm_backward_sm90.cu that takes least time; None where group_norm.cu's two and a sum do."""
     timed, channels = {}, channels1 + channels2
     for boxes in _boxes(channels1, channels2, groups, itemsize):
         most = blocks(pixels, boxes.step)
-        for parts in range(1, min(most, _PARTS, max(1, multiprocessors() // (images * boxes.chunks))) + 1):
+        for parts in range(1, min(most, _PARTS, max(1, multiprocessors // (images * boxes.chunks))) + 1):
             for held in (0, _HELD):
-                shared = Shared(boxes, parts, blocks(most, parts) - held, held)
+                shared = Shared(boxes, parts, blocks(most, parts) - held, held, multiprocessors)
                 if shared.fits(images):
                     timed[shared] = shared.microseconds(images, pixels, channels, itemsize)
     best = min(timed, key=timed.__getitem__, default=None)

@@ -156,8 +156,8 @@ def test_partials_stand_in_for_the_statistics_pass(device, rng, given, shape, ch
     assert relative_error(out, expected) < 2e-5
 
 
-# Shapes for clusters of 1, 2, 4 and 8 blocks on Hopper, of one box or several, the last cut short, of chunks of 64 to
-# 512 bytes, of two sources too. The last three are for no cluster: a chunk would have channels of both sources, or
+# Shapes for clusters of 1, 2, 4 and 8 blocks on Hopper forward, of one box or several, the last cut short, of chunks of
+# 64 to 512 bytes, of two sources too. The last three are for streams: a chunk would have channels of both sources, or
 # there are no packs; the very last has so many tiles that a kernel of its own finishes the statistics.
 CLUSTERS = [
     ((32, 3, 5, 256), 0, 32),
