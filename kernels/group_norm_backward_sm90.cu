@@ -13,7 +13,8 @@
 // parts=1. Where these leave some, blocks behind them add up the letters of all images: dweight, dbias.
 // Launch: THREADS threads, grid N * chunks * parts blocks and the adding ones; chunks * ACROSS packs of V channels = C
 // exactly, ACROSS <= 32, and C1 a multiple of a chunk. Maps: x {C1, S, N}, x2 {C2, S, N} (or x's), dy {C, S, N}, boxes
-// {WIDTH, STEP, 1}, not swizzled. A block has `boxes` boxes in shared memory and HELD behind them, all of an image together.
+// {WIDTH, STEP, 1}, not swizzled. A block has `boxes` boxes in shared memory and HELD behind them; an image's blocks have all
+// of its boxes.
 // mail: zeroed once, letters (N, parts, C); the launches that share it follow each other. Null where parts=1 and no blocks add.
 // Dynamic shared memory: boxes, of x and dy; 4 WIDTH (2 WARPS + 8) bytes.
 // architectures: sm_90a
@@ -143,7 +144,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     Place place(n, part, parts, image - n * chunks, S);
     Boxes<2> kept = {memory, boxes, shared_address(barriers)};
     float* warp_sums = reinterpret_cast<float*>(kept.end());
-    float* table = warp_sums + 2 * WARPS * WIDTH;  // 6 of WIDTH
+    // 6 of WIDTH: Affine's; rstd, gamma; what dx takes: constant, and in place of Affine's last two gain and slope
+    float* table = warp_sums + 2 * WARPS * WIDTH;
     float2* channels = reinterpret_cast<float2*>(table + 6 * WIDTH);
     bool second = place.c0 >= C1;
     const TensorMap* const maps[2] = {second ? &map2 : &map, &dy_map};
@@ -275,7 +277,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
         }
         store<V>(target, v);
     };
-    auto apply_all = [&](bool plain) {  // with no addend and no sums
+    auto apply_all = [&](bool plain) {  // plain: with no addend and no sums
         int count = target ? place.count : 0;
 #pragma unroll
         for (int h = 0; h < HELD; h++)

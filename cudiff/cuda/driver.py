@@ -106,7 +106,7 @@ class Limits(NamedTuple):
 
 
 @functools.cache
-def limits(device: int) -> Limits:
+def _limits(device: int) -> Limits:
     facts = get_cupy().cuda.Device(device).attributes
     return Limits(
         facts["MultiProcessorCount"], facts["MaxBlocksPerMultiprocessor"], facts["MaxThreadsPerMultiProcessor"],
@@ -117,7 +117,7 @@ def limits(device: int) -> Limits:
 
 def multiprocessors() -> int:
     """Of the current device."""
-    return limits(get_cupy().cuda.runtime.getDevice()).multiprocessors
+    return _limits(get_cupy().cuda.runtime.getDevice()).multiprocessors
 
 
 def room(blocks: int, threads: int, limits: Limits) -> int:
@@ -136,7 +136,7 @@ class Kernel:
 
     def __init__(self, function: Any):
         device = get_cupy().cuda.Device()
-        self._limits = limits(device.id)
+        self._limits = _limits(device.id)
         self._static = function.shared_size_bytes
         # All that there is, once: raised launch by launch, threads could lower it for each other.
         function.max_dynamic_shared_size_bytes = self._limits.of_block - self._static

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, get_cupy
+from cudiff.backend import Array, free_memory, get_cupy
 from cudiff.cuda.driver import multiprocessors
 
 _LETTERS, _BYTES = 256, 16  # of a block, one for each channel that it may have; of a letter, and of the head
@@ -19,22 +21,37 @@ def stream_mail() -> Array:
     """The current stream's: letters for as many blocks as the device has multiprocessors, zeroed when it was made.
 
     Launches on one stream follow each other, and each knows its own letters from those of before by their number. A
-    graph holds the mail of the stream that it was recorded on: launched on another, it may not run beside work there.
+    graph holds the mail of the stream that it was recorded on: launched on another stream, it may not run at the same
+    time as work on that one. Nor may a new stream run beside the last work of one that was let go: it may be given the
+    same name.
 
-    Blocks that wait for each other hold their places. On streams of one priority a GPU places all blocks of a launch
-    before any of the next (Amert et al., GPU Scheduling on the NVIDIA TX2, RTSS 2017), so of two such launches one has
-    all of its own. Of streams of different priorities that is not known: such launches may not run side by side.
+    Blocks that wait for each other hold their places. It is taken for granted that on streams of one priority a GPU
+    places all blocks of a launch before any of the next (as Amert et al. found, GPU Scheduling on the NVIDIA TX2, RTSS
+    2017; a test tries it), so that of two such launches one has all of its own. Of streams of different priorities that
+    is not known: such launches may not run side by side.
     """
     cupy = get_cupy()
     device, stream = cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr
-    # All threads' own default streams have one number.
+    # All threads' own default streams have one name.
     key = device, stream, threading.get_ident() if stream == cupy.cuda.runtime.streamPerThread else 0
     with _making:
         if key not in _mails:
-            # Not from a graph's memory, which may end with it, nor zeroed on this stream, which may be recording.
-            memory = cupy.get_default_memory_pool().malloc(_BYTES * (1 + _LETTERS * multiprocessors()))
-            own = cupy.cuda.Stream(non_blocking=True)
-            memory.memset_async(0, memory.mem.size, own)
+            memory, own = _allocate(_BYTES * (1 + _LETTERS * multiprocessors())), cupy.cuda.Stream(non_blocking=True)
+            memory.memset_async(0, memory.mem.size, own)  # the current stream may be recording
             own.synchronize()
             _mails[key] = cupy.ndarray(memory.mem.size, np.uint8, memory)
     return _mails[key]
+
+
+def _allocate(size: int) -> Any:
+    """Memory that nobody has used: of what a pool takes back, kernels that are still to run may write to."""
+    try:
+        return _pool().malloc(size)
+    except get_cupy().cuda.memory.OutOfMemoryError:  # but CuPy's own pool may have some
+        free_memory()
+        return _pool().malloc(size)
+
+
+@functools.cache
+def _pool() -> Any:
+    return get_cupy().cuda.MemoryPool()

@@ -195,23 +195,23 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
     )
     results = tuple(target[0] for target in (dx, dx2, dweight, dbias, dscale, dshift))
     constants = kernel_constants(dy, x, x2, *dx, *dx2, y)
-    share = None
+    plan = None
     if constants["VEC"] and partials is None and more is None and hopper():
-        share = sharing(pixels, channels1, channels2, groups, x.dtype.itemsize, n, multiprocessors())
-    tiles, chunks, across = (share.parts, 0, 0) if share else _tiling(n, pixels, channels, constants, narrow=True)
+        plan = sharing(pixels, channels1, channels2, groups, x.dtype.itemsize, n, multiprocessors())
+    tiles, chunks, across = (plan.parts, 0, 0) if plan else _tiling(n, pixels, channels, constants, narrow=True)
     if sums is not None:
         sums |= {i: empty((n, tiles, (channels1, channels2)[i]), float32) for i in (0, 1) if needs[i]}
     own_sums = (None, None) if sums is None else (sums.get(0), sums.get(1))
-    if share:
+    if plan:
         weights = needs[2] or needs[3]
-        adding = share.adding(n, channels) if weights else 0
+        adding = plan.adding(n, channels) if weights else 0
         totals = empty((n, channels, 2), float32) if weights and not adding else None
-        mail = stream_mail() if adding or share.parts > 1 else None
-        launch("group_norm_backward_sm90", "backward", share.blocks(n) + adding, THREADS,
-               (*map(share.boxes.map, (x, x if x2 is None else x2, dy)), x, x2, dy, *dx, *dx2, y, *own_sums, totals,
-                *dscale, *dshift, *dweight, *dbias, *affine, mail, n, pixels, channels1, channels2, silu, share.parts,
-                share.kept),
-               share.bytes, **constants, **share.constants)
+        mail = stream_mail() if adding or plan.parts > 1 else None
+        launch("group_norm_backward_sm90", "backward", plan.blocks(n) + adding, THREADS,
+               (*map(plan.boxes.map, (x, x if x2 is None else x2, dy)), x, x2, dy, *dx, *dx2, y, *own_sums, totals,
+                *dscale, *dshift, *dweight, *dbias, *affine, mail, n, pixels, channels1, channels2, silu, plan.parts,
+                plan.kept),
+               plan.bytes, **constants, **plan.constants)
         if totals is not None:
             affine_gradients_cuda(totals, dweight, dbias)
         return results
