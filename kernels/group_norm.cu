@@ -7,7 +7,7 @@
 // runs give the same bits. Where few tiles make an image, `normalize` and `input_gradients` add them up themselves, every
 // block for its image; else `finish_statistics` and `finish_sums` do it once.
 // VEC=1: C1, C2 and every T address are multiples of a 16-byte pack.
-// On Hopper group_norm_sm90.cu takes what fits in shared memory, and group_norm_backward_sm90.cu where it is estimated to be faster.
+// On Hopper group_norm_sm90.cu takes what fits in shared memory, group_norm_backward_sm90.cu where it is estimated to be faster.
 // The tiled kernels are launched as tiles.cuh says. Dynamic shared memory: 16 bytes for each channel, or each thread, in
 // finish_statistics, of a block's groups, and, where it is given partials, in `normalize`; 8 for each channel and each thread
 // in finish_sums and, where it is given partials, in `input_gradients`, which takes 16 packs a thread in any case.

@@ -156,10 +156,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     const T* from = place.element(x, x2, S, C1, C2, pitch);
     const T* from_dy = place.element(dy, dy, S, C, 0, dy_pitch);
     wait_for_previous();
-    u32 launch = 0;
-    int j = min((int)threadIdx.x, WIDTH - 1);  // in the warps that take the channels; in the last one some are taken twice
-    bool meets = warp < CEIL_DIV(WIDTH, 32);
-    if (mail && meets) launch = mail->launch();
+    int j = threadIdx.x;  // channel of the chunk, of the threads that take one
+    u32 launch = mail && j < WIDTH ? mail->launch() : 0;
     // What is asked for behind the boxes would come behind them.
     Channel channel(n, place.c0, WIDTH, C, size, weight, bias, scale, shift);
     float average = 0.0f, r = 0.0f;
@@ -177,8 +175,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
         for (int i = 0; i < min(boxes, DEPTH); i++) kept.send(maps, first_channel, place, i);
     if (channel.here) {
         Affine::fill(table, WIDTH, channel, average, r);
-        table[3 * WIDTH + channel.j] = r;
-        table[4 * WIDTH + channel.j] = channel.own.gamma();
+        table[3 * WIDTH + j] = r;
+        table[4 * WIDTH + j] = channel.own.gamma();
     }
     __syncthreads();
 
@@ -228,7 +226,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
 
     float2 total = make_float2(0.0f, 0.0f);
     float share = 0.0f, off_centre = 0.0f, gamma = 0.0f, rstd_j = 0.0f;  // all that can be known before the letters come
-    if (meets) {
+    if (channel.here) {
         total = make_float2(sum_of_warps(warp_sums, j), sum_of_warps(warp_sums, WIDTH + j));
         Letter* letters = mail ? mail->letters + (i64)n * parts * C + place.c0 + j : nullptr;
         if (mail) letters[part * C].post(total.x, total.y, launch);
@@ -240,14 +238,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
         channels[j] = make_float2(gamma * total.x, gamma * total.y);
     }
     __syncthreads();
-    if (meets) {
+    if (channel.here) {
         const float2* group = channels + j / (u32)size * size;
         float2 sum = make_float2(0.0f, 0.0f);
         for (int k = 0; k < size; k++) sum.x += group[k].x, sum.y += group[k].y;
         float slope = sum.y * share * rstd_j;  // dx = gain * dz - (constant + slope * (x - centre))
         table[2 * WIDTH + j] = slope;
         table[5 * WIDTH + j] = sum.x * share - slope * off_centre;
-        if (part == 0 && threadIdx.x < WIDTH && (totals || dscale || dshift)) {
+        if (part == 0 && (totals || dscale || dshift)) {
             Modulation own(n, place.c0 + j, C, weight, bias, scale, shift);
             i64 i = (i64)n * C + place.c0 + j;
             if (totals) totals[i] = make_float2(own.factor() * total.x, own.factor() * total.y);
@@ -292,5 +290,5 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     if (!out) return;
     add_warp(warp_sums, place, sum, sum);  // it adds two; one is wanted
     __syncthreads();
-    if (threadIdx.x < WIDTH) out[((i64)n * parts + part) * (second ? C2 : C1) + first_channel[0] + j] = sum_of_warps(warp_sums, j);
+    if (channel.here) out[((i64)n * parts + part) * (second ? C2 : C1) + first_channel[0] + j] = sum_of_warps(warp_sums, j);
 }
