@@ -26,7 +26,7 @@ from cudiff.train import Trainer
 from examples import bench
 from examples.benchmark import networks, opponents
 from examples.benchmark.measure import Report, Row
-from examples.benchmark.profile import flops_of
+from examples.benchmark.profile import flops_of, size_of
 from tests.check import relative_error
 
 CONFIGS = {
@@ -257,3 +257,15 @@ def test_the_profile_counts_the_operations_of_convolutions(launched):
     matmul.multiply(bf16(6, 20, 72), bf16(6, 72, 40))
     assert [flops_of(stem, name, grid, args, constants) for stem, name, grid, args, constants in launched if
             stem != "gemm"] == [2 * 2 * 256 * 27 * 64] * 2 + [2 * 6 * 20 * 72 * 40]
+
+
+def test_the_profile_counts_the_bytes_of_an_update():
+    def on_gpu(address, dtype):
+        values = np.zeros(64, dtype)
+        return SimpleNamespace(data=SimpleNamespace(ptr=address), dtype=values.dtype, nbytes=values.nbytes)
+
+    data, grad, first, second, ema = (on_gpu(address, np.float32) for address in range(5))
+    shadow = on_gpu(5, bfloat16)
+    args = (data, grad, first, second, shadow, ema, None, np.int64(64), 0.1)
+    assert size_of("optim", "adam", args) == 64 * (4 * 4 * 2 + 4 + 2)
+    assert size_of("elementwise", "add", (data, grad, data, 64)) == 64 * 4 * 2

@@ -65,10 +65,14 @@ def flops_of(stem: str, name: str, grid: tuple, args: tuple, constants: dict[str
     return 0.0
 
 
-def size_of(args: tuple) -> float:
-    """Bytes of the arrays on the GPU that a launch is given: what it moves where it reads or writes each once."""
-    arrays = {arg.data.ptr: arg.nbytes for arg in args if hasattr(getattr(arg, "data", None), "ptr")}
-    return float(sum(arrays.values()))
+def size_of(stem: str, name: str, args: tuple) -> float:
+    """Bytes that a launch moves where it reads or writes each of its arrays on the GPU once, but for an optimiser's
+    update: what it changes in place, all float32 buffers but the gradient, its second argument, it reads and writes."""
+    arrays = {arg.data.ptr: arg for arg in args if hasattr(getattr(arg, "data", None), "ptr")}
+    size = sum(array.nbytes for array in arrays.values())
+    if stem == "optim" and name in ("adam", "sgd"):
+        size += sum(array.nbytes for array in arrays.values() if array.dtype == np.float32 and array is not args[1])
+    return float(size)
 
 
 def launches_of(step: Callable[[], object]) -> list[Launch]:
@@ -91,7 +95,7 @@ def launches_of(step: Callable[[], object]) -> list[Launch]:
             args = tuple(arg.data if isinstance(arg, Tensor) else arg for arg in args)
             values = tuple(arg.shape if getattr(arg, "shape", None) else arg for arg in args)
             flops = flops_of(stem, name, grid, args, constants)
-            size = 0.0 if flops else size_of(args)
+            size = 0.0 if flops else size_of(stem, name, args)
             kept.append(Launch(label, (label, grid, str(values), flops), run, flops, size, memory))
             run()
 
