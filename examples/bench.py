@@ -89,7 +89,7 @@ def cells(row: Row, limits: dict[str, float]) -> tuple[str, ...]:
     ours, theirs = (f"{value:,.1f}" if value else "" for value in (row.ours, row.theirs))
     ratio = f"{row.theirs / row.ours:.2f}" if row.ours and row.theirs else ""
     rate = f"{row.rate:.0f} TFLOP/s" if row.flops else f"{row.rate:.2f} TB/s" if row.size else ""
-    share = f"{row.rate / limits['copy' if row.size else row.limit]:.0%}" if rate else ""
+    share = f"{row.rate / limits['copy' if row.size else row.limit]:.1%}" if rate else ""
     return row.name, ours, theirs, row.unit, ratio, rate, share
 
 

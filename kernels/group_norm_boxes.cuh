@@ -47,7 +47,7 @@ template <int ARRAYS> struct Boxes {
         fence_barriers();
         __syncwarp();
     }
-    // Have box i of all arrays copied, from channels c on. By one thread: where many sent at once, all boxes came late.
+    // Have box i of all arrays copied, from channels c on. By one thread at a time: where many sent at once, all boxes came late.
     __device__ __forceinline__ void send(const TensorMap* const (&maps)[ARRAYS], const int (&c)[ARRAYS], const Place& place,
                                          int i) const {
         barrier_expect(barriers + 8 * i, ARRAYS * BOX * sizeof(T));

@@ -359,18 +359,20 @@ def test_two_runs_of_200_steps_are_equal_bit_for_bit(digits, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_the_elephants_captured_step_equals_the_eager_one_bit_for_bit(dropout, tmp_path, rng):
-    """The U-Net of the benchmark in bf16: every kernel and fusion of its training step."""
+@pytest.mark.parametrize("steps, dropout, captured", [
+    (7, 0.0, (True, False)), (7, 0.2, (True, False)), (200, 0.0, (True, True)), (200, 0.2, (True, True)),
+])
+def test_two_runs_of_the_elephants_are_equal_bit_for_bit(steps, dropout, captured, tmp_path, rng):
+    """The U-Net of the benchmark in bf16, captured or eager: every kernel and fusion of its training step."""
     config = PRESETS["elephants"].replace(device="cuda", validation=0, dropout=dropout)
     data, states = Dataset(rng.integers(0, 256, (40, 64, 64, 3), np.uint8)), []
-    for captured in (True, False):
-        trainer = Trainer(config.replace(capture=captured), data, tmp_path / str(captured))
-        losses = [trainer._step().item() for _ in range(7)]
+    for name, capture in enumerate(captured):
+        trainer = Trainer(config.replace(capture=capture), data, tmp_path / str(name))
+        losses = [trainer._step().item() for _ in range(steps)]
         states.append([losses, *(Tensor(m.flat.data).numpy() for m in (trainer.net, trainer.ema.model))])
-    assert np.isfinite(states[0][0]).all() and len(set(states[0][0])) == 7
-    for captured_state, eager_state in zip(*states, strict=True):
-        np.testing.assert_array_equal(captured_state, eager_state)
+    assert np.isfinite(states[0][0]).all() and len(set(states[0][0])) > 0.9 * steps
+    for one, other in zip(*states, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.gpu

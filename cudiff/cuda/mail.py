@@ -27,8 +27,8 @@ def stream_mail() -> Array:
 
     Blocks that wait for each other hold their places. It is taken for granted that on streams of one priority a GPU
     places all blocks of a launch before any of the next (as Amert et al. found, GPU Scheduling on the NVIDIA TX2, RTSS
-    2017; a test tries it), so that of two such launches one has all of its own. Of streams of different priorities that
-    is not known: such launches may not run side by side.
+    2017; a test tries it), so that of two such launches one has all of its own. Of streams of different priorities, and
+    of processes that share a GPU by MPS, that is not known: such launches may not run side by side.
     """
     cupy = get_cupy()
     device, stream = cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr

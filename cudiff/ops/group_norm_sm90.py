@@ -82,7 +82,7 @@ class Cut(NamedTuple):
 
 @functools.cache
 def clusters(pixels: int, channels1: int, channels2: int, groups: int, itemsize: int, images: int) -> Cut | None:
-    """The launch of group_norm_sm90.cu that takes least time; None where group_norm.cu's do.
+    """The launch of group_norm_sm90.cu that takes least time; None where no cluster has room.
 
     What group_norm.cu took was not less for any of 15 shapes.
     """

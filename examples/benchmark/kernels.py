@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import cupy
 
 from cudiff import ops
@@ -9,6 +11,8 @@ from cudiff.backend import float32
 from cudiff.config import PRESETS
 from cudiff.models import build
 from cudiff.ops import conv2d_sm90
+from cudiff.ops.conv2d import dgrad_cuda
+from cudiff.ops.gemm import Epilogue
 from cudiff.ops.group_norm import group_norm_backward_cuda, group_norm_forward_cuda
 from cudiff.optim import EMA, AdamW
 from cudiff.tensor import Tensor, no_grad
@@ -37,7 +41,8 @@ def limits(report: Report) -> None:
 
 
 def convolutions(report: Report) -> None:
-    """The nine shapes, ours with bias, norm sums and fixed-order sums of splits, cuDNN bare."""
+    """The nine shapes, ours with bias, norm sums and fixed-order sums of splits, cuDNN bare; and the gradient of the
+    input as most of a U-Net's are, with SiLU's slope and the sums that group norm's backward takes."""
     for c, k, size in CONVOLUTIONS:
         x, weight = random_tensor(32, size, size, c, grad=True), random_tensor(k, 3, 3, c, grad=True)
         bias = random_tensor(k, dtype=float32, grad=True)
@@ -52,6 +57,21 @@ def convolutions(report: Report) -> None:
             opponent = opponents.convolution(c, k, size)
         for kind, time, other in zip(("fprop", "dgrad", "wgrad"), times, opponent, strict=True):
             report.add(f"conv3x3 {c}->{k}@{size} {kind}", time, other, flops=2 * 32 * size * size * c * k * 9)
+        time = ours(_dgrad_of_a_norm(x, weight, random_tensor(*out.shape)))
+        report.add(f"conv3x3 {c}->{k}@{size} dgrad of a norm", time, flops=2 * 32 * size * size * c * k * 9)
+
+
+def _dgrad_of_a_norm(x: Tensor, weight: Tensor, dout: Tensor) -> Callable[[], object]:
+    """The gradient of the convolution's input where that is the group norm and SiLU of `x`."""
+    parameters = [random_tensor(x.shape[-1], dtype=float32).data for _ in range(2)]
+    _, mean, rstd = group_norm_forward_cuda(x.data, None, *parameters, 32, 1e-5, True)
+    norm = conv2d_sm90.Norm(True, x.data, None, *parameters, None, None, mean, rstd)
+
+    def run() -> object:
+        dz = cupy.empty_like(x.data)
+        return dz, dgrad_cuda(dout.data, weight.data, dz, (1, 1), (1, 1), Epilogue(), False, norm=norm)
+
+    return run
 
 
 def group_norms(report: Report) -> None:
