@@ -1,22 +1,26 @@
 // The three passes of a convolution as matrix products on tensor cores (implicit GEMM; nothing is unfolded in memory).
-// variants: PASS=FPROP,DGRAD T=bf16 OUT=bf16 PASSES=1 BM=128 BN=128,64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0
-// variants: PASS=WGRAD T=bf16 OUT=float PASSES=1 BM=128,64 BN=128,64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0
-// variants: PASS=FPROP,WGRAD T=half OUT=float PASSES=1 BM=64 BN=64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=0 B_VEC=0 DILATED=0 UPSAMPLE=0
-// variants: PASS=DGRAD T=bf16 OUT=bf16 PASSES=1 BM=128 BN=16 BK=64 WM=4 WN=1 STAGES=3 A_VEC=0 B_VEC=1 DILATED=1 UPSAMPLE=0
-// variants: PASS=FPROP,DGRAD,WGRAD T=float OUT=float PASSES=1 BM=128 BN=128 BK=32 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0
-// variants: PASS=FPROP,DGRAD,WGRAD T=float OUT=float PASSES=3 BM=128 BN=64 BK=32 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0
-// variants: PASS=FPROP T=bf16 OUT=bf16 PASSES=1 BM=128 BN=128 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=1
-// variants: PASS=WGRAD T=half OUT=float PASSES=1 BM=64 BN=64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=0 B_VEC=0 DILATED=0 UPSAMPLE=1
+// variants: PASS=FPROP,DGRAD T=bf16 OUT=bf16 PASSES=1 BM=128 BN=128,64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0 PAIR=0
+// variants: PASS=WGRAD T=bf16 OUT=float PASSES=1 BM=128,64 BN=128,64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0 PAIR=0
+// variants: PASS=FPROP,WGRAD T=half OUT=float PASSES=1 BM=64 BN=64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=0 B_VEC=0 DILATED=0 UPSAMPLE=0,1 PAIR=0
+// variants: PASS=DGRAD T=bf16 OUT=bf16 PASSES=1 BM=128 BN=16 BK=64 WM=4 WN=1 STAGES=3 A_VEC=0 B_VEC=1 DILATED=1 UPSAMPLE=0 PAIR=0
+// variants: PASS=FPROP,DGRAD,WGRAD T=float OUT=float PASSES=1 BM=128 BN=128 BK=32 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0 PAIR=0
+// variants: PASS=FPROP,DGRAD,WGRAD T=float OUT=float PASSES=3 BM=128 BN=64 BK=32 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0 PAIR=0
+// variants: PASS=FPROP T=bf16 OUT=bf16 PASSES=1 BM=128 BN=128 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=1 PAIR=0,1
+// variants: PASS=WGRAD T=bf16 OUT=float PASSES=1 BM=128 BN=128 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=1 PAIR=1
+// variants: PASS=FPROP,WGRAD T=float OUT=float PASSES=3 BM=128 BN=64 BK=32 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0 PAIR=1
+// variants: PASS=FPROP,WGRAD T=half OUT=float PASSES=1 BM=64 BN=64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=0 B_VEC=0 DILATED=0 UPSAMPLE=0 PAIR=1
 //
 // x, dx: T (N, H, W, C); weight: T (K, R, S, C); out, dout: T (N, Ho, Wo, K); dweight: float (K, R, S, C).
 //   FPROP  out[pixel][k]        = patch of x[pixel][r,s,c]  · weight[k][r,s,c]
 //   DGRAD  dx[pixel][c]         = patch of dout[pixel][r,s,k] · weight[k][r,s,c]; DILATED where the stride is not 1
 //   WGRAD  dweight[k][r,s,c]    = dout[pixel][k] · patch of x[pixel][r,s,c]
 // UPSAMPLE: 1 where FPROP and WGRAD take each pixel of x twice in both directions, as of an image 2H by 2W; else 0.
+// PAIR: 1 where FPROP's and WGRAD's x is two, of channels 0 to C1 and, as x2 (N, H, W, C - C1), the rest; else 0.
 // a: the operand whose rows are the result's rows (x, dout, dout); b: the other (weight, weight, x). All are C-contiguous.
-// A_VEC, B_VEC: chunks of 16 bytes never straddle: channels of the gathered image (or of dout in WGRAD), and R·S·C or C
+// A_VEC, B_VEC: chunks of 16 bytes never straddle: channels of the gathered image (or of dout in WGRAD), C1, and R·S·C or C
 // of weight, are multiples of 16 bytes' elements, arrays 16-byte aligned.
-// destination: OUT, rows of ldo elements, overwritten; addend (OUT, null or `destination` itself), bias, emb as in gemm.cuh's Output.
+// destination: OUT, rows of ldo elements, overwritten; addend (OUT, null or `destination` itself), bias, emb as in gemm.cuh's Output,
+// and so is sums, of FPROP in 16 bits.
 // gridDim.x: ceil(rows / BM) · ceil(columns / BN), columns fastest; gridDim.y: splits of the depth into `k_tiles` tiles
 // each; split s writes to destination + s · rows · ldo, to be summed by gemm.cu (then OUT=float, without additions).
 // On Hopper conv2d_sm90.cu and conv2d_wgrad*_sm90.cu take what they can: stride 1, the image's size kept, 16 bits or tf32.
@@ -27,6 +31,16 @@ enum Pass { FPROP, DGRAD, WGRAD };
 
 struct Shape {
     int N, H, W, C, Ho, Wo, K, R, S, stride_h, stride_w, pad_h, pad_w;
+};
+
+// x, of one source or two.
+struct Sources {
+    const T *x, *x2;
+    int C, C1;
+    __device__ __forceinline__ const T* at(int pixel, int c) const {
+        if (PAIR && c >= C1) return x2 + (i64)pixel * (C - C1) + c - C1;
+        return x + (i64)pixel * (PAIR ? C1 : C) + c;
+    }
 };
 
 // The pixels of an image (N, H, W, C) that the kernel's taps see from one place.
@@ -49,15 +63,14 @@ struct Window {
 // K-major operand A of FPROP and DGRAD: line = a pixel of the result, depth = (r, s, channel).
 template <bool VEC> struct PatchLoader {
     using Tile = ::Tile<true, BM>;
-    const T* image;
+    const Sources image;
     const Shape& shape;
-    int channels;
     Odometer tap;
     u32 corner[Tile::COPIES];  // row << 16 | column, as 16-bit signed numbers
     int start[Tile::COPIES];
 
-    __device__ __forceinline__ PatchLoader(const T* image, const Shape& shape, int first, int k)
-        : image(image), shape(shape), channels(PASS == DGRAD ? shape.K : shape.C), tap(k + Tile::chunk() * PACK, shape.S, channels, BK) {
+    __device__ __forceinline__ PatchLoader(const Sources& image, const Shape& shape, int first, int k)
+        : image(image), shape(shape), tap(k + Tile::chunk() * PACK, shape.S, image.C, BK) {
         int height = PASS == DGRAD ? shape.H : shape.Ho, width = PASS == DGRAD ? shape.W : shape.Wo;
         int pixels = PASS == DGRAD ? shape.Ho * shape.Wo : shape.H * shape.W;
 #pragma unroll
@@ -79,7 +92,7 @@ template <bool VEC> struct PatchLoader {
                 Window window = {(int)corner[i] >> 16, (short)corner[i], start[i]};
                 int pixel;
                 bool inside = window.at(at.high, at.middle, shape, pixel) && at.high < shape.R;
-                copy<VEC>(Tile::target(tile, i), e, image + (i64)pixel * channels + at.low, inside);
+                copy<VEC>(Tile::target(tile, i), e, image.at(pixel, at.low), inside);
             }
         tap.advance();
     }
@@ -116,11 +129,11 @@ template <bool VEC> struct WeightLoader {
 // Operand B of WGRAD: line = depth (n, ho, wo), contiguous = (r, s, c).
 template <bool VEC> struct PixelLoader {
     using Tile = ::Tile<false, BN>;
-    const T* x;
+    const Sources x;
     const Shape& shape;
     Odometer tap, pixel;
 
-    __device__ __forceinline__ PixelLoader(const T* x, const Shape& shape, int first, int k)
+    __device__ __forceinline__ PixelLoader(const Sources& x, const Shape& shape, int first, int k)
         : x(x), shape(shape), tap(first + Tile::chunk() * PACK, shape.S, shape.C, 0), pixel(k + Tile::first_line(), shape.Ho, shape.Wo, Tile::LINE_STEP) {}
     __device__ __forceinline__ void load(u32 tile) {
         Odometer from = tap, at = pixel;
@@ -132,7 +145,7 @@ template <bool VEC> struct PixelLoader {
                 Window window = {at.middle * shape.stride_h - shape.pad_h, at.low * shape.stride_w - shape.pad_w, at.high * shape.H * shape.W};
                 int place;
                 bool inside = window.at(from.high, from.middle, shape, place) && from.high < shape.R && at.high < shape.N;
-                copy<VEC>(Tile::target(tile, i), e, x + (i64)place * shape.C + from.low, inside);
+                copy<VEC>(Tile::target(tile, i), e, x.at(place, from.low), inside);
             }
         }
         pixel = at;
@@ -142,7 +155,7 @@ template <bool VEC> struct PixelLoader {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 conv2d(const T* a, const T* b, const float* bias, const float* emb, const OUT* addend, OUT* destination, i64 ldo,
        int rows_per_image, int k_tiles, int N, int H, int W, int C, int Ho, int Wo, int K, int R, int S, int stride_h,
-       int stride_w, int pad_h, int pad_w) {
+       int stride_w, int pad_h, int pad_w, const T* x2, int C1, float2* sums) {
     wait_for_previous();
     const Shape shape = {N, H, W, C, Ho, Wo, K, R, S, stride_h, stride_w, pad_h, pad_w};
     int taps = R * S, pixels = PASS == DGRAD ? H * W : Ho * Wo;
@@ -154,19 +167,19 @@ conv2d(const T* a, const T* b, const float* bias, const float* emb, const OUT* a
     k_tiles = min(k_tiles, CEIL_DIV(depth - k0, BK));
     Accumulators acc = {};
     if constexpr (PASS == FPROP) {
-        PatchLoader<A_VEC> load_a(a, shape, m0, k0);
+        PatchLoader<A_VEC> load_a({a, x2, C, C1}, shape, m0, k0);
         MatrixLoader<true, BN, B_VEC> load_b(b, depth, n0, K, k0, depth);
         multiply(acc, load_a, load_b, k_tiles);
     } else if constexpr (PASS == DGRAD) {
-        PatchLoader<A_VEC> load_a(a, shape, m0, k0);
+        PatchLoader<A_VEC> load_a({a, nullptr, K, K}, shape, m0, k0);
         WeightLoader<B_VEC> load_b(b, shape, n0, k0);
         multiply(acc, load_a, load_b, k_tiles);
     } else {
         MatrixLoader<false, BM, A_VEC> load_a(a, K, m0, K, k0, depth);
-        PixelLoader<B_VEC> load_b(b, shape, n0, k0);
+        PixelLoader<B_VEC> load_b({b, x2, C, C1}, shape, n0, k0);
         multiply(acc, load_a, load_b, k_tiles);
     }
     destination += (i64)blockIdx.y * rows * ldo;
-    Output output = {destination, bias, emb, addend, rows, columns, ldo, rows_per_image};
-    output.store(acc, m0, n0);
+    Output output = {destination, bias, emb, addend, rows, columns, ldo, rows_per_image, sums};
+    output.store<PASS == FPROP && sizeof(OUT) == 2>(acc, m0, n0);
 }

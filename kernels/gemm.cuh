@@ -201,24 +201,29 @@ template <class LoaderA, class LoaderB> __device__ __forceinline__ void multiply
 }
 
 // out[row][column] = product + bias[column] + emb[row / rows_per_image][column] + addend[row][column], rounded once;
-// bias, emb (float) and addend (OUT, may be `out` itself: a gradient that collects) may be null.
+// bias, emb (float) and addend (OUT, may be `out` itself: a gradient that collects) may be null. sums, of store<true>,
+// (rows / ROWS, columns) or null: of each strip of ROWS rows, a warp's, the sum of the rounded out and that of its squares.
+// There are whole strips only.
 struct Output {
+    static constexpr int ROWS = BM / WM;
     OUT* out;
     const float *bias, *emb;
     const OUT* addend;
     int rows, columns;
     i64 ld;
     int rows_per_image;
+    float2* sums;
 
     __device__ __forceinline__ float plus(float x, int row, int column) const {
         if (bias) x += bias[column];
         if (emb) x += emb[(i64)(row / rows_per_image) * columns + column];
         return addend ? x + to_float(addend[row * ld + column]) : x;
     }
-    __device__ __forceinline__ void store(const Accumulators& acc, int m, int n) const {
+    template <bool SUMS = false> __device__ __forceinline__ void store(Accumulators& acc, int m, int n) const {  // SUMS: acc becomes out
         struct __align__(2 * sizeof(OUT)) Pair { OUT first, second; };
         int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-        m += warp / WN * (BM / WM) + (lane >> 2), n += warp % WN * (BN / WN) + (lane & 3) * 2;
+        int strip = m / ROWS + warp / WN;
+        m = strip * ROWS + (lane >> 2), n += warp % WN * (BN / WN) + (lane & 3) * 2;
         bool pairs = (ld | columns) % 2 == 0 && (u64)out % sizeof(Pair) == 0;
 #pragma unroll
         for (int i = 0; i < MI; i++)
@@ -231,14 +236,32 @@ struct Output {
                     int column = n + j * 8;
                     if (column >= columns) continue;
                     OUT* p = out + row * ld + column;
-                    OUT first = from_float<OUT>(plus(acc[i][j][h * 2], row, column));
-                    if (pairs) {
-                        *reinterpret_cast<Pair*>(p) = {first, from_float<OUT>(plus(acc[i][j][h * 2 + 1], row, column + 1))};
-                    } else {
-                        *p = first;
-                        if (column + 1 < columns) p[1] = from_float<OUT>(plus(acc[i][j][h * 2 + 1], row, column + 1));
-                    }
+                    float(&own)[2] = reinterpret_cast<float(&)[2]>(acc[i][j][h * 2]);
+                    Pair both = {from_float<OUT>(plus(own[0], row, column)), OUT{}};
+                    bool more = pairs || column + 1 < columns;
+                    if (more) both.second = from_float<OUT>(plus(own[1], row, column + 1));
+                    if (pairs) *reinterpret_cast<Pair*>(p) = both;
+                    else p[0] = both.first;
+                    if (!pairs && more) p[1] = both.second;
+                    if (SUMS) own[0] = to_float(both.first), own[1] = to_float(both.second);
                 }
+            }
+        if (!SUMS || !sums || strip * ROWS >= rows) return;
+#pragma unroll
+        for (int j = 0; j < NI; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float2 total = make_float2(0.0f, 0.0f);
+#pragma unroll
+                for (int i = 0; i < 2 * MI; i++) {
+                    float v = acc[i / 2][j][i % 2 * 2 + e];
+                    total.x += v, total.y += v * v;
+                }
+#pragma unroll
+                for (int mask = 4; mask < 32; mask *= 2)
+                    total.x += __shfl_xor_sync(~0u, total.x, mask), total.y += __shfl_xor_sync(~0u, total.y, mask);
+                int column = n + j * 8 + e;
+                if (lane < 4 && column < columns) sums[(i64)strip * columns + column] = total;
             }
     }
 };

@@ -29,6 +29,6 @@ matmul(const T* a, const T* b, const float* bias, const float* emb, const OUT* a
     multiply(acc, load_a, load_b, min(k_tiles, CEIL_DIV(k - k0, BK)));
     out += ((i64)blockIdx.y * batches + batch) * m * ldo;
     if (addend) addend += (i64)batch * m * ldo;
-    Output output = {out, bias, emb, addend, m, n, ldo, rows_per_image};
+    Output output = {out, bias, emb, addend, m, n, ldo, rows_per_image, nullptr};
     output.store(acc, m0, n0);
 }

@@ -10,12 +10,12 @@ import threading
 
 import numpy as np
 
-from cudiff.backend import Array, array_module, compute_dtype, float32
+from cudiff.backend import Array, array_module, compute_dtype, float32, is_low
 from cudiff.cuda.module import empty, gradient_target
 from cudiff.ops import conv2d_sm90, conv2d_thin, conv2d_wgrad_sm90
 from cudiff.ops.conv2d_sm90 import Norm
 from cudiff.ops.elementwise import relu_cuda
-from cudiff.ops.gemm import Epilogue, aligned, product
+from cudiff.ops.gemm import Epilogue, aligned, plan, product
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
 from cudiff.ops.pool import TWICE, spread_windows_cuda
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
@@ -139,25 +139,28 @@ def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair,
                skip: conv2d_sm90.Skip | None = None, upsample: bool = False) -> Array | None:
     """Convolution, written to out (N, Ho, Wo, K), and what the epilogue adds; then ReLU, if `relu`.
 
-    x2 holds the channels after x's, where `conv2d_wgrad_sm90.suits_pair`. The result of `skip` is added too, where
-    `conv2d_sm90.suits_skip`. `upsample`: of x twice as high and wide, each pixel four times. Returns out's sums and
-    sums of squares, float32 (N, tiles, K, 2), if `statistics` and the kernel makes them.
+    x2 holds the channels after x's. The result of `skip` is added too, where `conv2d_sm90.suits_skip`. `upsample`: of x
+    twice as high and wide, each pixel four times. Returns out's sums and sums of squares, float32 (N, tiles, K, 2), if
+    `statistics` and the kernel makes them.
     """
     epilogue = epilogue._replace(rows_per_image=out.shape[1] * out.shape[2])
     if x2 is None and not upsample and conv2d_thin.suits(x, weight, out, stride, padding, epilogue):
         return conv2d_thin.fprop(x, weight, out, epilogue, moments=2 * statistics, relu=relu)
     assert x.dtype == out.dtype
-    if conv2d_sm90.suits(x, weight, out, stride, padding, tf32):
+    apart = x2 is None or (not upsample and conv2d_wgrad_sm90.suits_pair(x, x2, weight))
+    if apart and conv2d_sm90.suits(x, weight, out, stride, padding, tf32):
         return conv2d_sm90.fprop(
             x, weight, out, epilogue, statistics=statistics, relu=relu, x2=x2, skip=skip, upsample=upsample
         )
-    if _is_linear(weight.shape[1:3], stride, padding) and not upsample:
+    if _is_linear(weight.shape[1:3], stride, padding) and not (upsample or statistics or x2 is not None):
         linear_cuda(x, weight.reshape(weight.shape[0], -1), epilogue, tf32, out.reshape(1, -1, out.shape[3]))
+        sums = None
     else:
-        _launch("FPROP", x, weight, out, (x.shape, weight.shape, out.shape), stride, padding, epilogue, tf32, upsample)
+        sums = _launch("FPROP", x, weight, out, (x.shape, weight.shape, out.shape), stride, padding, epilogue, tf32,
+                       upsample, x2, statistics and not relu)
     if relu:
         relu_cuda(out, out)
-    return None
+    return sums
 
 
 def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pair, epilogue: Epilogue, tf32: bool,
@@ -190,6 +193,8 @@ def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pai
                x2: Array | None = None, upsample: bool = False) -> None:
     """Gradient of the weight, written or added to dweight (K, R, S, C), float32. The others as in `fprop_cuda`."""
     on_hopper = conv2d_wgrad_sm90.suits(x, dweight, dout, stride, padding, tf32)
+    if x2 is not None:
+        on_hopper = on_hopper and not upsample and conv2d_wgrad_sm90.suits_pair(x, x2, dweight)
     if upsample and on_hopper and not conv2d_wgrad_sm90.suits_upsampled(x, dweight, dout):
         x, upsample = spread_windows_cuda(x, dout.shape[1:3], TWICE, 1.0, moments=0)[0], False
     if x2 is None and not upsample and conv2d_thin.suits(x, dweight, dout, stride, padding):
@@ -197,11 +202,11 @@ def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pai
     assert x.dtype == dout.dtype
     if on_hopper:
         conv2d_wgrad_sm90.wgrad(x, dout, dweight, add, x2=x2)
-    elif _is_linear(dweight.shape[1:3], stride, padding) and not upsample:
+    elif _is_linear(dweight.shape[1:3], stride, padding) and not upsample and x2 is None:
         linear_dweight_cuda(x, dout, dweight.reshape(dweight.shape[0], -1), add, tf32)
     else:
         shapes, epilogue = (x.shape, dweight.shape, dout.shape), Epilogue(addend=dweight if add else None)
-        _launch("WGRAD", dout, x, dweight, shapes, stride, padding, epilogue, tf32, upsample)
+        _launch("WGRAD", dout, x, dweight, shapes, stride, padding, epilogue, tf32, upsample, x2)
 
 
 def _is_linear(kernel: Pair, stride: Pair, padding: Pair) -> bool:
@@ -228,22 +233,33 @@ def _dgrad_of_tiles(dout: Array, weight: Array, dx: Array, bias: Array | None, t
 
 
 def _launch(direction: str, a: Array, b: Array, out: Array, shapes: tuple, stride: Pair, padding: Pair,
-            epilogue: Epilogue, tf32: bool, upsample: bool = False) -> None:
-    """One pass of kernels/conv2d.cu; shapes = those of x, weight and out."""
-    (n, height, width, c), (k, *kernel, _), (_, *size, _) = shapes
+            epilogue: Epilogue, tf32: bool, upsample: bool = False, x2: Array | None = None,
+            statistics: bool = False) -> Array | None:
+    """One pass of kernels/conv2d.cu; shapes = those of x, weight and out. Returns what `fprop_cuda` does."""
+    (n, height, width, c1), (k, *kernel, c), (_, *size, _) = shapes
     b = b if b.dtype == a.dtype else b.astype(a.dtype)
     b = b if b.flags.c_contiguous else contiguous_cuda(b)  # a weight of one of two sources
     taps, pixels = kernel[0] * kernel[1], size[0] * size[1]
     rows, columns, depth, chunk_a, chunk_b = {
-        "FPROP": (n * pixels, k, taps * c, c, taps * c),
+        "FPROP": (n * pixels, k, taps * c, c1, taps * c),
         "DGRAD": (n * height * width, c, taps * k, k, c),
-        "WGRAD": (k, taps * c, n * pixels, k, c),
+        "WGRAD": (k, taps * c, n * pixels, k, c1),
     }[direction]
+    a_vec, b_vec = aligned(a, chunk_a), aligned(b, chunk_b)
+    if x2 is not None and not aligned(x2, c - c1):
+        a_vec, b_vec = a_vec and direction != "FPROP", b_vec and direction != "WGRAD"
+    sums = None
+    if statistics and is_low(out.dtype):
+        tile, splits, _ = plan(rows, columns, depth, 1, a.itemsize, 1, a_vec and b_vec)
+        strip = tile.rows // tile.warps_m
+        if splits == 1 and pixels % strip == 0:
+            sums = empty((n, pixels // strip, columns, 2), float32)
     product(
-        "conv2d", a, b, out, columns, (n, height, width, c, *size, k, *kernel, *stride, *padding),
-        (rows, columns, depth, 1), epilogue, tf32, PASS=direction, A_VEC=aligned(a, chunk_a),
-        B_VEC=aligned(b, chunk_b), DILATED=direction == "DGRAD" and stride != (1, 1), UPSAMPLE=upsample,
+        "conv2d", a, b, out, columns, (n, height, width, c, *size, k, *kernel, *stride, *padding, x2, c1, sums),
+        (rows, columns, depth, 1), epilogue, tf32, PASS=direction, A_VEC=a_vec, B_VEC=b_vec,
+        DILATED=direction == "DGRAD" and stride != (1, 1), UPSAMPLE=upsample, PAIR=x2 is not None,
     )
+    return sums
 
 
 def _wide(*arrays: np.ndarray) -> list[np.ndarray]:

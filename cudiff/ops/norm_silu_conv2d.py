@@ -9,7 +9,7 @@ import numpy as np
 from cudiff.backend import Array, float32, is_float, is_low
 from cudiff.cuda.module import empty, gradient_sum, gradient_target
 from cudiff.cuda.sums import add_rows
-from cudiff.ops import conv2d_thin, conv2d_wgrad_sm90, elementwise
+from cudiff.ops import conv2d_thin, elementwise
 from cudiff.ops.cast import astype
 from cudiff.ops.conv2d import check_bias, conv2d, dgrad_cuda, fprop_cuda, out_size, pair, wgrad_cuda
 from cudiff.ops.conv2d_sm90 import Norm, Skip, at_16_bytes, suits_skip
@@ -18,7 +18,7 @@ from cudiff.ops.group_norm import GroupNorm, group_norm
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
 from cudiff.ops.pool import TWICE, sum_windows_cuda, upsample_nearest
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
-from cudiff.ops.shape import Concatenate, concatenate, reshape
+from cudiff.ops.shape import concatenate, reshape
 from cudiff.tensor import Composite, Context, Tensor
 
 
@@ -61,10 +61,8 @@ class NormSiluConv2d(Composite):
         if norm_weight is not None:
             h = _step(ctx, GroupNorm, _NORM_INPUTS, x, x2, norm_weight, norm_bias, scale, shift,
                       num_groups=num_groups, eps=eps, silu=silu)
-        elif x2 is not None and not upsample and conv2d_wgrad_sm90.suits_pair(x, x2, weight):
-            h2 = x2  # read from where they are
         elif x2 is not None:
-            h = _step(ctx, Concatenate, (0, 1), x, x2, axis=3)
+            h2 = x2  # read from where they are
         elif dtype != x.dtype and is_low(x.dtype):
             h = at_16_bytes(x)  # conv2d_thin reads packs of many channels
         again = norm_weight is not None and any(ctx.needs[i] for i in _NORM_INPUTS)
@@ -109,8 +107,11 @@ class NormSiluConv2d(Composite):
         if h2 is not None:
             for i, part in enumerate((weight[..., : h.shape[3]], weight[..., h.shape[3] :])):
                 if needs[i]:
-                    grads[i], addend = gradient_sum(into[i], (*dout.shape[:3], part.shape[3]), dout.dtype)
+                    place = None if ctx.upsample else into[i]
+                    grads[i], addend = gradient_sum(place, (*dout.shape[:3], part.shape[3]), dout.dtype)
                     dgrad_cuda(dout, part, grads[i], (1, 1), padding, Epilogue(addend=addend), tf32)
+                    if ctx.upsample:
+                        grads[i], _ = sum_windows_cuda(grads[i], TWICE, 1.0, into[i], moments=0)
         elif any(needs[i] for i in _NORM_INPUTS):
             function, step, inputs = ctx.step
             place = into[0] if step is None else None
