@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -27,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     debug = "--debug" in arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # names of files may hold what a terminal's encoding does not
     try:
         options = _parser().parse_args([argument for argument in arguments if argument != "--debug"])
         options.run(options)
@@ -65,6 +70,7 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any):
         super().__init__(allow_abbrev=False, formatter_class=_Formatter, **settings)
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # a value, of a list such as -1,2 too
 
     def error(self, message: str) -> NoReturn:
         raise CudiffError(f"{message}: see {self.prog} --help")

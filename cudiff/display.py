@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from rich.console import Console, Group
@@ -13,9 +14,14 @@ from rich.text import Text
 from cudiff.config import Config
 
 
+def _unless_closed() -> AbstractContextManager:
+    return suppress(OSError, SystemExit)  # rich ends the process where a pipe is closed
+
+
 class TrainingDisplay:
     """Shows loss, images/s, step time, memory and the time left; a context manager.
 
+    Where the output is gone, a closed pipe or terminal, it shows nothing: a run does not end for it.
     The bar runs over `steps`, or over `minutes` where they are given: whichever of both is nearer to its end.
     """
 
@@ -37,8 +43,9 @@ class TrainingDisplay:
 
     def __exit__(self, *details: Any) -> None:
         if self.console.is_terminal:
-            self.live.update(self._picture(), refresh=True)
-            self.live.stop()
+            with _unless_closed():
+                self.live.update(self._picture(), refresh=True)
+                self.live.stop()
 
     def update(self, metrics: dict[str, Any]) -> None:
         """Show the metrics that are there; others keep their last value."""
@@ -52,7 +59,8 @@ class TrainingDisplay:
 
     def message(self, text: str) -> None:
         """One line, above the bar where there is one."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        with _unless_closed():
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _share(self) -> float:
         """How much of the run is done, in [0, 1]."""

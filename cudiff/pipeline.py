@@ -112,7 +112,7 @@ class Pipeline:
                 raise CudiffError(f"{name} must be at least 1, not {value}")
         labels = self.labels(n, classes)
         denoiser = Guided(self.denoiser(), guidance) if labels is not None else self.denoiser()
-        sigmas = self._sigmas(sampler, steps)
+        sigmas = self.sigmas(sampler, steps)
         run = self._sampler(sampler, denoiser, captured=config.capture)
         images = []
 
@@ -165,7 +165,8 @@ class Pipeline:
         churn = config.S_churn, config.S_min, config.S_max, config.S_noise
         return (Euler if name == "euler" else Heun)(denoiser, *churn, captured=captured)
 
-    def _sigmas(self, sampler: str, steps: int) -> np.ndarray:
+    def sigmas(self, sampler: str, steps: int) -> np.ndarray:
+        """The noise levels that a sampler passes through, float64 (steps + 1,), from the highest to 0."""
         if sampler not in ("heun", "euler", "ddim", "ancestral"):
             raise CudiffError(f"unknown sampler '{sampler}': use heun, euler, ddim or ancestral")
         config = self.config

@@ -22,6 +22,7 @@ from cudiff.config import Config
 from cudiff.cuda.graph import capture
 from cudiff.data import Dataset
 from cudiff.data.loader import Loader
+from cudiff.diffusion.samplers import falling
 from cudiff.errors import CudiffError
 from cudiff.models import build
 from cudiff.nn import Module, set_generator
@@ -74,6 +75,8 @@ class Trainer:
         self.ema = EMA(self.net, config.ema_half_life)
         self.optimizer = _optimizer(config, self.net, self.ema)
         self.pipeline, self.preview = Pipeline(config, self.net), Pipeline(config, self.ema.model)
+        if config.sample_every:
+            self._check_preview()
         self.loss = self.pipeline.loss(config.label_dropout)
         self.generator = Generator(config.seed, self.device)
         set_generator(self.net, self.generator)
@@ -108,7 +111,7 @@ class Trainer:
         return self._loss_sum
 
     def run(self, display: Any = None) -> dict[str, Any]:
-        """Train until `steps`, `minutes`, Ctrl-C or SIGTERM; log, preview and save on the way and at the end.
+        """Train until `steps`, `minutes`, Ctrl-C, SIGTERM or SIGHUP; log, preview and save on the way and at the end.
 
         display: told by `update(metrics)` and `message(text)`. Returns the last metrics.
         Raises CudiffError where nothing is left to do, where another process trains in the folder, where memory runs
@@ -122,6 +125,8 @@ class Trainer:
         # What is not finite is dealt with below.
         with _alone_in(self.folder), _interruptible() as interrupted, np.errstate(all="ignore"):
             self._drop_metrics_after(self.step)
+            for leftover in self.folder.glob(".step-*.tmp"):  # of a kill while a checkpoint was written
+                leftover.unlink()
             while not interrupted and not self._finished():
                 self._step_or_explain()
                 self.step += 1
@@ -208,6 +213,16 @@ class Trainer:
         self.step, self.seconds = counters["step"], counters["seconds"]
         self._loss_sum.data[...], self._loss_steps = counters["loss_sum"], counters["loss_steps"]
 
+    def _check_preview(self) -> None:
+        config = self.config
+        try:
+            falling(self.preview.sigmas(config.sampler, config.sample_steps))
+        except (CudiffError, ArithmeticError) as error:
+            raise CudiffError(
+                f"no preview can be drawn ({error}): change --sample-steps, --sigma-min, --sigma-max or --rho, or "
+                "leave previews out with --sample-every 0"
+            ) from None
+
     def _finished(self) -> bool:
         steps, seconds = self.config.steps or math.inf, 60 * self.config.minutes or math.inf
         return self.step >= steps or self.seconds >= seconds
@@ -275,7 +290,13 @@ class Trainer:
                 }
                 self._record(metrics, display)
             if self.config.sample_every:
-                self.save_preview()
+                try:
+                    self.save_preview()
+                except CudiffError as error:
+                    if not all(np.isfinite(array).all() for array in self.ema.model.state_dict().values()):
+                        raise CudiffError(f"the EMA is not finite at step {self.step}: {self._advice()}") from None
+                    if display is not None:
+                        display.message(f"no preview of step {self.step}: {error}")
             self._previewed_at = self.step
         return metrics
 
@@ -291,14 +312,16 @@ class Trainer:
         return self.folder / "metrics.jsonl"
 
     def _metrics(self) -> list[dict[str, Any]]:
-        """The lines written so far; a last one that a kill cut short is left out."""
+        """The lines written so far; what is none, as a last one that a kill cut short, is left out."""
         lines = []
         if self._metrics_file.exists():
             for line in self._metrics_file.read_text(encoding="utf-8", errors="replace").splitlines():
                 try:
-                    lines.append(json.loads(line))
+                    values = json.loads(line)
                 except ValueError:
                     continue
+                if isinstance(values, dict) and isinstance(values.get("step"), int):
+                    lines.append(values)
         return lines
 
     def _drop_metrics_after(self, step: int) -> None:
@@ -317,8 +340,8 @@ def check_free(folder: str | Path) -> None:
     """Raise CudiffError where a folder holds checkpoints or metrics of a run, which a new one would mix with."""
     newest = latest(folder)
     if newest is not None or (Path(folder) / "metrics.jsonl").exists():
-        go_on = f"go on with cudiff train --resume {folder}, or " if newest else ""
-        raise CudiffError(f"{folder} already holds a run: {go_on}choose another --folder")
+        advice = f"go on with cudiff train --resume {folder}" if newest else "delete it"
+        raise CudiffError(f"{folder} already holds a run: {advice}, or choose another --folder")
 
 
 def _check_folder(folder: Path, config: Config, resume: Checkpoint | None) -> None:
@@ -328,7 +351,10 @@ def _check_folder(folder: Path, config: Config, resume: Checkpoint | None) -> No
         return
     newest = latest(folder)
     if newest is not None and newest.name > checkpoint_path("", resume.counters.get("step", 0)).name:
-        raise CudiffError(f"{folder} holds a newer checkpoint: resume {newest}, or choose another --folder")
+        raise CudiffError(
+            f"{folder} holds a newer checkpoint: resume {newest}, delete it where it is damaged, or choose another "
+            "--folder"
+        )
     for option in dataclasses.fields(Config):
         name, section = option.name, option.metadata["section"]
         was, now = getattr(resume.config, name), getattr(config, name)
@@ -371,7 +397,8 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _interruptible() -> Iterator[list[int]]:
-    """Ctrl-C or SIGTERM appends to the list instead of ending the process; a second one ends it as usual."""
+    """Ctrl-C, SIGTERM or the terminal's end appends to the list instead of ending the process; a second one ends it as
+    usual."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -385,7 +412,11 @@ def _interruptible() -> Iterator[list[int]]:
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    hangup = getattr(signal, "SIGHUP", None)  # not on Windows
+    if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:  # as under nohup
+        numbers.append(hangup)
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield received
     finally:

@@ -120,9 +120,14 @@ def test_a_toml_file_and_flags_over_it(cli, tmp_path):
         (["sample"], "the following arguments are required: CHECKPOINT: see cudiff sample --help"),
         (["sample", "none.safetensors"], "none.safetensors"),
         (["sample", "x", "--classes", "1,b"], "argument --classes: '1,b' is not a number or a list such as 0,1,2"),
+        (["sample", "none.safetensors", "--classes", "-1,2"], "none.safetensors"),
         (["sample", "x", "--out", "a.jpg"], "cannot write 'a.jpg': use .png, .npz, .gif or a folder's name"),
         (["sample", "x", "--out", ""], "cannot write '': use .png"),
         (["train", "--data", ""], "data is empty: give digits, mnist"),
+        (["train", *TINY, "--sample-every", "9", "--rho", "1e-300"], "no preview can be drawn"),
+        (["train", *TINY, "--sample-every", "9", "--diffusion", "ddpm", "--diffusion-steps", "30", "--sample-steps",
+          "31", "--sampler", "ddim"],
+         "no preview can be drawn (31 steps of a schedule that has 30: use 1 to 30): change --sample-steps"),
         (["eval", "none.safetensors"], "none.safetensors"),
         (["info", "none.safetensors"], "none.safetensors"),
         (["convert", "none", "out.pt", "--to-torch"], "cannot write out.pt: name it .safetensors"),
@@ -349,7 +354,7 @@ def start(*words, cwd):
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_saves_and_exits(tmp_path, number):
     process = start("train", *TINY, "--steps", "100000", "--save-every", "0", "--folder", "run", cwd=tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -363,6 +368,14 @@ def test_ctrl_c_saves_and_exits(tmp_path, number):
     assert f"stopped at step {step} and saved: go on with cudiff train --resume run" in out
     assert json.loads(metrics.read_text().splitlines()[-1])["step"] == step
     assert main(["train", "--resume", str(tmp_path / "run"), "--steps", str(step + 1)]) == 0
+
+
+def test_a_run_goes_on_where_its_output_is_closed(tmp_path):
+    process = start("train", *TINY, "--steps", "30", "--log-every", "1", "--folder", "run", cwd=tmp_path)
+    assert any(line.startswith("step ") for line in process.stdout)
+    process.stdout.close()
+    process.wait(timeout=60)
+    assert load_checkpoint(latest(tmp_path / "run")).counters["step"] == 30
 
 
 def test_python_m_cudiff_and_mistakes_on_stderr(tmp_path):

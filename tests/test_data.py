@@ -360,7 +360,10 @@ def test_folder_with_linked_classes(tmp_path):
     (tmp_path / "some").mkdir()
     Image.fromarray(picture(8, 8, 3)).save(tmp_path / "all" / "n02504013" / "a.png")
     (tmp_path / "some" / "elephant").symlink_to(tmp_path / "all" / "n02504013")
-    assert load_dataset(tmp_path / "some").class_names == ("elephant",)
+    (tmp_path / "some" / "elephant" / "again").symlink_to(tmp_path / "some")  # and round and round
+    (tmp_path / "some" / "elephant" / "too").symlink_to(tmp_path)
+    data = load_dataset(tmp_path / "some")
+    assert data.class_names == ("elephant",) and len(data) == 1
 
 
 def test_folder_keeps_pixels_and_gray(tmp_path):

@@ -331,6 +331,30 @@ def test_bad_data_is_told_before_anything_is_made(digits, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_preview_that_fails_does_not_end_the_run_unless_the_ema_is_lost(digits, tmp_path, monkeypatch):
+    class Display(list):
+        update, message = (lambda self, metrics: None), list.append
+
+    trainer, display = Trainer(TINY.replace(sample_every=2, guidance=1e38), digits, tmp_path / "guided"), Display()
+    trainer.run(display)
+    assert trainer.step == TINY.steps
+    assert [text.partition(":")[0] for text in display] == [f"no preview of step {step}" for step in (2, 4, 6)]
+    trainer = Trainer(TINY.replace(sample_every=2), digits, tmp_path / "lost")
+    trainer.ema.model.flat.data[...] = np.inf
+    with pytest.raises(CudiffError, match=r"the EMA is not finite at step 2: lower --lr or set --clip, and start"):
+        trainer.run()
+
+
+def test_lines_of_metrics_that_are_none_are_left_out(digits, tmp_path):
+    Trainer(TINY, digits, tmp_path).run()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + 'null\n[1]\n{"a": 1}\n{"step": 2')
+    (tmp_path / ".step-00000006.safetensors.tmp").touch()
+    Trainer(TINY.replace(steps=8), digits, tmp_path, load_checkpoint(latest(tmp_path))).run()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()][-1] == 8
+    assert not list(tmp_path.glob(".step-*"))
+
+
 @pytest.mark.gpu
 def test_captured_and_eager_training_agree_on_the_gpu(digits, tmp_path):
     states = []

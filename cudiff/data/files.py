@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import glob
+import os
 import zipfile
 import zlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,20 @@ UNETCU_MAGIC = 20240620
 UNETCU_HEADER = 256  # int32 words
 
 
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Relative to `folder`, hidden ones left out. Linked folders are entered, but for one that leads back to itself."""
+    for name, folders, files in os.walk(folder, followlinks=True):
+        place = Path(name)
+        above = place.relative_to(folder).parents
+        if any(os.path.samefile(place, folder / parent) for parent in above):
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for file in files:
+            if not file.startswith(".") and (place / file).is_file():
+                yield (place / file).relative_to(folder)
+
+
 def image_folder(
     folder: Path, image_size: int | None = None, channels: int | None = None, skip_bad: bool = False
 ) -> Dataset:
@@ -31,9 +46,7 @@ def image_folder(
     Raises CudiffError for an empty folder, for sizes that differ, and, unless skip_bad, for the first picture that
     does not decode; with skip_bad their names are in the data set's `skipped`.
     """
-    # glob leaves hidden files out and, unlike Path.rglob, enters linked folders.
-    names = (Path(name) for name in glob.iglob("**/*", root_dir=folder, recursive=True))
-    files = sorted(name for name in names if name.suffix.lower() in SUFFIXES and (folder / name).is_file())
+    files = sorted(name for name in _files_below(folder) if name.suffix.lower() in SUFFIXES)
     if not files:
         raise CudiffError(f"{folder} holds no images ({', '.join(sorted(SUFFIXES))}): name another folder")
     images = None

@@ -83,7 +83,7 @@ class Sampler:
     @no_grad()
     def __call__(self, x: Tensor, sigmas: Sequence[float] | np.ndarray, labels: Tensor | None = None, *,
                  noise: Noise | None = None, callback: Callback | None = None) -> Tensor:
-        plans = self.plan(_falling(sigmas))
+        plans = self.plan(falling(sigmas))
         for index, (numbers, plan) in enumerate(zip(_on_device(plans, x), plans, strict=True)):
             drawn = _draw(noise, index) if plan.noisy else None
             x, denoised = self._step(x, numbers, drawn, labels)
@@ -282,7 +282,8 @@ def _posterior_variance(sigma: float, sigma_next: float) -> float:
     return sigma_next**2 * (sigma**2 - sigma_next**2) / sigma**2
 
 
-def _falling(sigmas: Sequence[float] | np.ndarray) -> np.ndarray:
+def falling(sigmas: Sequence[float] | np.ndarray) -> np.ndarray:
+    """`sigmas` as float64. Raises CudiffError where a sampler cannot go along them."""
     sigmas = np.asarray(sigmas, np.float64)
     if sigmas.ndim != 1 or len(sigmas) < 2 or sigmas[-1] < 0 or not (np.diff(sigmas) < 0).all():
         raise CudiffError("a sampler needs two or more falling sigmas that end at 0 or above")

@@ -72,7 +72,10 @@ def astype(x: Tensor, dtype: Any) -> Tensor:
 
 
 def result_dtype(*operands: Any, floating: bool = False) -> np.dtype:
-    """The dtype that tensors and Python numbers compute in together; float32 for integers if `floating`."""
+    """The dtype that tensors and Python numbers compute in together; float32 for integers if `floating`.
+
+    Booleans and a number that is an integer make int64, as in NumPy.
+    """
     dtypes = [x.dtype for x in operands if isinstance(x, Tensor)]
     floats = [dtype for dtype in dtypes if is_float(dtype)]
     if floats:
@@ -80,4 +83,6 @@ def result_dtype(*operands: Any, floating: bool = False) -> np.dtype:
         return functools.reduce(np.promote_types, floats, float32) if mixed else np.result_type(*floats)
     if floating or any(isinstance(x, float | np.floating) for x in operands):
         return float32
+    if {dtype.kind for dtype in dtypes} == {"b"} and any(type(x) is int or isinstance(x, np.integer) for x in operands):
+        return np.dtype(np.int64)
     return np.result_type(*dtypes)

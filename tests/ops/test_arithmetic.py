@@ -149,3 +149,10 @@ def test_unaligned_operands(rng):
     memory = Tensor(a, device="cuda").data
     left, right = Tensor(memory[1:]), Tensor(memory[:-1])
     assert np.array_equal((left + right).numpy(), a[1:] + a[:-1])
+
+
+def test_booleans_and_integers_are_integers():
+    x = Tensor(np.array([True, False]))
+    np.testing.assert_array_equal((x * 3).numpy(), [3, 0])
+    np.testing.assert_array_equal((1 + x).numpy(), [2, 1])
+    assert (x * 3).dtype == np.int64
