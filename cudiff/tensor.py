@@ -190,6 +190,13 @@ class Tensor:
     def __bool__(self) -> bool:
         return bool(self.item())
 
+    def __eq__(self, other: object) -> bool:
+        if other is self or not (isinstance(other, int | float) or hasattr(other, "dtype")):
+            return other is self
+        raise TypeError("a tensor is not compared with ==: compare arrays, x.numpy() == y.numpy()")
+
+    __hash__ = object.__hash__
+
     def __float__(self) -> float:
         return float(self.item())
 

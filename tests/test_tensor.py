@@ -44,6 +44,14 @@ def test_numbers():
         float(Tensor([1.0, 2.0]))
 
 
+def test_equality_is_not_silently_that_of_the_object():
+    x = Tensor([1.0])
+    assert x == x and x != None and x in (None, x) and {x: 1}[x] == 1  # noqa: E711
+    for other in (Tensor([1.0]), x.numpy(), 1):
+        with pytest.raises(TypeError, match="compare arrays"):
+            x == other  # noqa: B015
+
+
 def test_same_input_twice(device):
     for fn, slope in ((lambda x: x + x, 2), (lambda x: x * x, 6), (lambda x: x - x, 0), (lambda x: x / x, 0)):
         x = leaf([3], device)
