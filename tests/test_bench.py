@@ -201,7 +201,7 @@ def test_rows_stand_before_pytorch_is_asked_and_after_each_answer(monkeypatch, t
     monkeypatch.setattr(opponents, "training", lambda trainer: Opponent())
     path = tmp_path / "rows"
     with pytest.raises(TimeoutError):
-        networks.training(Report(path, torch=True), "step", networks.cs179_config())
+        networks.training(Report(path, torch=True), "step", networks.cs179_config(), networks.CS179_FLOPS)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["ours"], row["theirs"]) for row in rows] == [(3.0, None), (3.0, None), (3.0, 9.0), (3.0, 8.0)]
 

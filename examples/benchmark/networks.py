@@ -34,7 +34,9 @@ from examples.benchmark.measure import Report, ours, random_tensor, step_time
 IMAGES = 512  # on the GPU, to draw batches from
 HOST_BATCHES = 4  # page-locked, copied to the GPU in turn
 FORWARD_FLOPS = 4.13e11 / 32  # of the U-Net, an image
-STEP_FLOPS = 1.24e12  # of the U-Net, 32 images
+CS179_FLOPS = 2.88e8  # of CS 179's U-Net's forward, an image
+CNN_FLOPS = 8.48e6  # of the classifier's forward, an image
+STEP = 3  # forwards that a step's products are worth
 
 
 def unet_config(precision: str, **changes: Any) -> Config:
@@ -64,14 +66,14 @@ def pool_bytes(*captured: Any) -> int:
 
 def unet_steps(precision: str) -> Callable[[Report], None]:
     def section(report: Report) -> None:
-        training(report, f"U-Net 64x64 step, batch 32, {precision}", unet_config(precision), STEP_FLOPS, memory=True)
+        training(report, f"U-Net 64x64 step, batch 32, {precision}", unet_config(precision), FORWARD_FLOPS, memory=True)
 
     return section
 
 
-def training(report: Report, name: str, config: Config, flops: float = 0, memory: bool = False) -> None:
+def training(report: Report, name: str, config: Config, flops: float, memory: bool = False) -> None:
     """A training step: batch and noise drawn, forward, backward, clipping, update, average; and one that neither clips
-    nor averages."""
+    nor averages. flops: of an image's forward."""
     trainer = trainer_of(config)
     opponent: Any = None
     if report.torch:
@@ -83,7 +85,8 @@ def training(report: Report, name: str, config: Config, flops: float = 0, memory
     trainer.optimizer = type(trainer.optimizer)(trainer.net, config.lr)  # neither clips nor averages
     bare = step_time(trainer._step)
     for times in itertools.chain([{}], opponent.times() if opponent else ()):  # ours stand if PyTorch's time is up
-        details: dict[str, Any] = dict(flops=flops, limit="tf32" if config.precision == "tf32" else "bf16")
+        work, limit = STEP * flops * config.batch_size, "tf32" if config.precision == "tf32" else "bf16"
+        details: dict[str, Any] = dict(flops=work, limit=limit)
         report.add(name, captured, times.get("whole"), **details)
         report.add(f"{name}, no EMA, no clipping", bare, times.get("bare"), **details)
         if memory:
@@ -116,8 +119,9 @@ def cs179(report: Report) -> None:
         from examples.benchmark import opponents
 
         opponent = opponents.denoiser(config, net, *arguments)
-    report.add("CS 179 U-Net denoises, batch 16, bf16", step_time(lambda: denoise(*arguments)), opponent)
-    training(report, f"CS 179 U-Net step, batch {config.batch_size}, bf16", config)
+    name, images = "CS 179 U-Net denoises, batch 16, bf16", len(arguments[0])
+    report.add(name, step_time(lambda: denoise(*arguments)), opponent, flops=images * CS179_FLOPS)
+    training(report, f"CS 179 U-Net step, batch {config.batch_size}, bf16", config, CS179_FLOPS)
 
 
 def cs179_denoiser() -> tuple[Module, Callable[..., Tensor], tuple[Tensor, Tensor]]:
@@ -145,7 +149,8 @@ def cnn(report: Report) -> None:
             from examples.benchmark import opponents
 
             opponent = opponents.cnn(net, batch)
-        report.add(f"MNIST CNN step with its load, batch {batch}, bf16", step_time(step), opponent)
+        name = f"MNIST CNN step with its load, batch {batch}, bf16"
+        report.add(name, step_time(step), opponent, flops=STEP * batch * CNN_FLOPS)
 
 
 def cnn_step(batch: int) -> tuple[CNN, Callable[[], Tensor], Callable[[], Tensor]]:
