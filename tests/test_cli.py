@@ -351,6 +351,7 @@ def start(*words, cwd):
     return subprocess.Popen(
         [sys.executable, "-m", "cudiff", *words], cwd=cwd, env=env, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
     )
 
 
