@@ -236,14 +236,15 @@ struct Output {
                     int column = n + j * 8;
                     if (column >= columns) continue;
                     OUT* p = out + row * ld + column;
-                    float(&own)[2] = reinterpret_cast<float(&)[2]>(acc[i][j][h * 2]);
-                    Pair both = {from_float<OUT>(plus(own[0], row, column)), OUT{}};
-                    bool more = pairs || column + 1 < columns;
-                    if (more) both.second = from_float<OUT>(plus(own[1], row, column + 1));
-                    if (pairs) *reinterpret_cast<Pair*>(p) = both;
-                    else p[0] = both.first;
-                    if (!pairs && more) p[1] = both.second;
-                    if (SUMS) own[0] = to_float(both.first), own[1] = to_float(both.second);
+                    OUT first = from_float<OUT>(plus(acc[i][j][h * 2], row, column)), second = {};
+                    if (pairs) {
+                        second = from_float<OUT>(plus(acc[i][j][h * 2 + 1], row, column + 1));
+                        *reinterpret_cast<Pair*>(p) = {first, second};
+                    } else {
+                        *p = first;
+                        if (column + 1 < columns) p[1] = second = from_float<OUT>(plus(acc[i][j][h * 2 + 1], row, column + 1));
+                    }
+                    if (SUMS) acc[i][j][h * 2] = to_float(first), acc[i][j][h * 2 + 1] = to_float(second);
                 }
             }
         if (!SUMS || !sums || strip * ROWS >= rows) return;
