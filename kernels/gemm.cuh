@@ -219,7 +219,8 @@ struct Output {
         if (emb) x += emb[(i64)(row / rows_per_image) * columns + column];
         return addend ? x + to_float(addend[row * ld + column]) : x;
     }
-    template <bool SUMS = false> __device__ __forceinline__ void store(Accumulators& acc, int m, int n) const {  // SUMS: acc becomes out
+    // With SUMS acc becomes out.
+    template <bool SUMS = false> __device__ __forceinline__ void store(Accumulators& acc, int m, int n) const {
         struct __align__(2 * sizeof(OUT)) Pair { OUT first, second; };
         int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
         int strip = m / ROWS + warp / WN;

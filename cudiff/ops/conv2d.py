@@ -147,17 +147,18 @@ def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair,
     if x2 is None and not upsample and conv2d_thin.suits(x, weight, out, stride, padding, epilogue):
         return conv2d_thin.fprop(x, weight, out, epilogue, moments=2 * statistics, relu=relu)
     assert x.dtype == out.dtype
-    apart = x2 is None or (not upsample and conv2d_wgrad_sm90.suits_pair(x, x2, weight))
-    if apart and conv2d_sm90.suits(x, weight, out, stride, padding, tf32):
+    takes_sources = x2 is None or (not upsample and conv2d_wgrad_sm90.suits_pair(x, x2, weight))
+    if takes_sources and conv2d_sm90.suits(x, weight, out, stride, padding, tf32):
         return conv2d_sm90.fprop(
             x, weight, out, epilogue, statistics=statistics, relu=relu, x2=x2, skip=skip, upsample=upsample
         )
-    if _is_linear(weight.shape[1:3], stride, padding) and not (upsample or statistics or x2 is not None):
+    wants_sums = statistics and not relu and is_low(out.dtype)
+    if _is_linear(weight.shape[1:3], stride, padding) and not (upsample or wants_sums or x2 is not None):
         linear_cuda(x, weight.reshape(weight.shape[0], -1), epilogue, tf32, out.reshape(1, -1, out.shape[3]))
         sums = None
     else:
         sums = _launch("FPROP", x, weight, out, (x.shape, weight.shape, out.shape), stride, padding, epilogue, tf32,
-                       upsample, x2, statistics and not relu)
+                       upsample, x2, wants_sums)
     if relu:
         relu_cuda(out, out)
     return sums
@@ -235,7 +236,8 @@ def _dgrad_of_tiles(dout: Array, weight: Array, dx: Array, bias: Array | None, t
 def _launch(direction: str, a: Array, b: Array, out: Array, shapes: tuple, stride: Pair, padding: Pair,
             epilogue: Epilogue, tf32: bool, upsample: bool = False, x2: Array | None = None,
             statistics: bool = False) -> Array | None:
-    """One pass of kernels/conv2d.cu; shapes = those of x, weight and out. Returns what `fprop_cuda` does."""
+    """One pass of kernels/conv2d.cu; shapes = those of x, weight and out. `statistics`, in 16 bits: returns what
+    `fprop_cuda` does."""
     (n, height, width, c1), (k, *kernel, c), (_, *size, _) = shapes
     b = b if b.dtype == a.dtype else b.astype(a.dtype)
     b = b if b.flags.c_contiguous else contiguous_cuda(b)  # a weight of one of two sources
@@ -249,7 +251,7 @@ def _launch(direction: str, a: Array, b: Array, out: Array, shapes: tuple, strid
     if x2 is not None and not aligned(x2, c - c1):
         a_vec, b_vec = a_vec and direction != "FPROP", b_vec and direction != "WGRAD"
     sums = None
-    if statistics and is_low(out.dtype):
+    if statistics:
         tile, splits, _ = plan(rows, columns, depth, 1, a.itemsize, 1, a_vec and b_vec)
         strip = tile.rows // tile.warps_m
         if splits == 1 and pixels % strip == 0:
