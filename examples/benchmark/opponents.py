@@ -38,6 +38,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHANNELS_LAST: Any = dict(memory_format=torch.channels_last)
 
 torch.backends.cudnn.benchmark = True
+torch.backends.cudnn.benchmark_limit = 0  # all of cuDNN's candidates are tried
 torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 torch.set_float32_matmul_precision("high")
 
@@ -257,6 +258,7 @@ class Training:
 
 def first_step() -> None:
     """The first bf16 step of the U-Net in a fresh process."""
+    torch.backends.cudnn.benchmark_limit = 10  # PyTorch's default: to try all would take longer
     config = networks.unet_config("bf16")
     images = np.random.default_rng(0).integers(0, 256, (networks.IMAGES, 64, 64, 3), np.uint8)
     step = Training(EDM(config, unet(config).to(DEVICE).to(**CHANNELS_LAST)), torch.from_numpy(images))

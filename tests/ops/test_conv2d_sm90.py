@@ -51,19 +51,20 @@ def test_against_numpy_and_the_portable_kernels(hopper, monkeypatch, rng, shape,
     expected = (out.numpy(), x.grad, weight.grad, bias.grad)
     low, exact = TOLERANCES[dtype]
 
-    got, partials, *gradients = run(arrays, padding)
-    assert partials is not None and partials.shape[0] == shape[0]
-    for result, reference, tolerance in zip((got, *gradients), expected, (low, low, exact, 1e-5), strict=True):
-        assert relative_error(result.numpy(), reference) < tolerance
-    rounded, sums = got.numpy().astype(np.float64), Tensor(partials).numpy().astype(np.float64).sum(1)
-    assert np.allclose(sums[..., 0], rounded.sum((1, 2)), rtol=1e-4, atol=1e-3 * np.sqrt(rounded[0, ..., 0].size))
-    assert relative_error(sums[..., 1], (rounded**2).sum((1, 2))) < 1e-5
+    def leaves_sums():
+        got, partials, *gradients = run(arrays, padding)
+        for result, reference, tolerance in zip((got, *gradients), expected, (low, low, exact, 1e-5), strict=True):
+            assert relative_error(result.numpy(), reference) < tolerance
+        if partials is None:
+            return False
+        rounded, sums = got.numpy().astype(np.float64), Tensor(partials).numpy().astype(np.float64).sum(1)
+        assert np.allclose(sums[..., 0], rounded.sum((1, 2)), rtol=1e-4, atol=1e-3 * np.sqrt(rounded[0, ..., 0].size))
+        assert relative_error(sums[..., 1], (rounded**2).sum((1, 2))) < 1e-5
+        return True
 
+    assert leaves_sums()
     monkeypatch.setenv("CUDIFF_PORTABLE", "1")
-    portable, none, *others = run(arrays, padding)
-    assert none is None
-    for result, reference, tolerance in zip((portable, *others), expected, (low, low, exact, 1e-5), strict=True):
-        assert relative_error(result.numpy(), reference) < tolerance
+    assert not (leaves_sums() and dtype == np.float32)
 
 
 def random_convolution(rng, shape, outputs, kernel, dtype, transposed, upsample=False):
