@@ -122,6 +122,17 @@ def profile_of(name: str) -> None:
     profile(name, eager, step_time(captured), LIMITS)
 
 
+def stop_on_signals() -> None:
+    """Have SIGTERM, and a hangup that is not ignored, end the benchmark as Ctrl-C does: its section with it."""
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, stop)
+
+
 def torch_has_cuda() -> bool:
     try:
         import torch
@@ -158,6 +169,7 @@ def main() -> None:
         return SECTIONS[options.section].run(Report(options.rows, options.against == "torch"))
     if options.against and not torch_has_cuda():
         sys.exit("bench.py: --against torch needs PyTorch with CUDA: see https://pytorch.org/get-started/locally")
+    stop_on_signals()
     limits, rows, cut, spare = dict(LIMITS), [], [], 0.0
     for name, section in {"limits": SECTIONS["limits"], **chosen}.items():
         seconds, start = section.seconds + spare, time.monotonic()

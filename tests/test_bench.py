@@ -1,6 +1,7 @@
 """The benchmark: its opponents give cudiff's losses, gradients and outputs from its weights; its time and options."""
 
 import json
+import os
 import signal
 import subprocess
 from importlib import import_module
@@ -69,7 +70,8 @@ def test_a_section_may_take_what_those_before_left(monkeypatch):
 
     monkeypatch.setattr(bench, "rows_of", rows_of)
     monkeypatch.setattr(bench.time, "monotonic", lambda: clock[0])
-    for name, value in (("cuda_status", lambda: (True, "")), ("summary", lambda *rows: None)):
+    for name, value in (("cuda_status", lambda: (True, "")), ("summary", lambda *rows: None),
+                        ("stop_on_signals", lambda: None)):
         monkeypatch.setattr(bench, name, value)
     for part in ("1/2", "2/2"):
         clock[0] = 0.0
@@ -102,7 +104,8 @@ def test_what_was_cut_is_said_at_the_end(monkeypatch, capsys):
     def rows_of(name, against, seconds):
         return [Row(name, 1.0)], name == "limits"
 
-    for name, value in (("rows_of", rows_of), ("cuda_status", lambda: (True, "")), ("summary", lambda *rows: None)):
+    for name, value in (("rows_of", rows_of), ("cuda_status", lambda: (True, "")), ("summary", lambda *rows: None),
+                        ("stop_on_signals", lambda: None)):
         monkeypatch.setattr(bench, name, value)
     monkeypatch.setattr("sys.argv", ["bench.py", "--only", "cnn"])
     with pytest.raises(SystemExit, match=r"not measured to the end: CNN$"):
@@ -110,7 +113,7 @@ def test_what_was_cut_is_said_at_the_end(monkeypatch, capsys):
     assert "CNN  1.0" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("interrupted", [True, False])
+@pytest.mark.parametrize("interrupted", [None, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_no_section_outlives_its_time_or_the_benchmark(monkeypatch, tmp_path, interrupted):
     """What it had written by then is kept."""
     script = tmp_path / "section.py"
@@ -125,14 +128,20 @@ def test_no_section_outlives_its_time_or_the_benchmark(monkeypatch, tmp_path, in
             return wait(process, timeout)
         except subprocess.TimeoutExpired:
             if interrupted:
-                raise KeyboardInterrupt from None
+                os.kill(os.getpid(), interrupted)
             raise
 
     monkeypatch.setattr(bench, "__file__", str(script))
     monkeypatch.setattr(bench.subprocess.Popen, "wait", waiting)
     if interrupted:
-        with pytest.raises(KeyboardInterrupt):
-            bench.rows_of("CNN", None, 2)
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+        bench.stop_on_signals()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                bench.rows_of("CNN", None, 2)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
     else:
         assert bench.rows_of("CNN", None, 2) == ([Row("found", 1.0)], False)
     assert processes[0].returncode == -signal.SIGKILL

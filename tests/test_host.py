@@ -100,6 +100,33 @@ def test_an_upsampled_image_is_not_made(host_of, taps, dtype, norm, hopper):
     assert ("pool", "sum_windows") in host.launches and ("pool", "spread_windows") not in host.launches
 
 
+@pytest.mark.parametrize("hopper", [True, False], ids=["hopper", "portable"])
+@pytest.mark.parametrize("channels, image, kernel, upsample", [
+    ((72, 8), (16, 16), (3, 3), False), ((32, 32), (8, 8), (3, 3), False), ((64, 64), (8, 8), (3, 3), True),
+    ((64, 8), (6, 8), (3, 5), False), ((64, 8), (6, 8), (1, 3), False), ((64, 8), (6, 8), (2, 2), False),
+])
+def test_a_skip_path_beside_a_pair(host_of, channels, image, kernel, upsample, hopper):
+    """Of pairs that no kernel of Hopper's takes, and of sizes that are not kept."""
+    host, times = host_of(hopper), 2 if upsample else 1
+    size = tuple(times * e + 2 * (kernel[0] // 2) - r + 1 for e, r in zip(image, kernel, strict=True))
+    shapes = [*((2, *image, c) for c in channels), (64, *kernel, sum(channels)), (2, *size, 64), (64, 1, 1, 64)]
+    tensors = [Tensor(host.zeros(shape, bfloat16), requires_grad=True) for shape in shapes]
+    x, x2, weight, residual, skip = tensors
+    out = norm_silu_conv2d(x, x2, weight=weight, residual=residual, skip_weight=skip, upsample=upsample)
+    assert sum(stem in ("matmul", "conv2d", "conv2d_sm90") for stem, _ in host.launches) == 2
+    out.backward(host.zeros(out.shape, bfloat16))
+    assert [t.grad.shape for t in tensors] == shapes
+
+
+def test_an_image_too_long_for_16_bits(host_of):
+    host = host_of(False)
+    x, weight = (Tensor(host.zeros(shape, bfloat16)) for shape in ((1, 2, 40000, 64), (64, 3, 3, 64)))
+    with pytest.raises(ValueError, match="cut it into parts of at most 32767"):
+        norm_silu_conv2d(x, weight=weight)
+    norm_silu_conv2d(x, weight=Tensor(host.zeros((64, 1, 1, 64), bfloat16)))
+    assert host.launches == [("matmul", "matmul")]
+
+
 @pytest.mark.parametrize("channels, outputs, taps, norm", [
     (3, 64, 3, False), (64, 3, 3, True), (64, 3, 3, False), (32, 1, 1, True)
 ])

@@ -62,9 +62,9 @@ class Plan(NamedTuple):
 class Sampler:
     """sampler(x, sigmas, labels, noise=, callback=) -> images. A subclass says what the host plans and the device does.
 
-    captured: each step is one CUDA graph, recorded in the second step of a shape and launched from then on. The
-    denoiser must then not read from the device (see `cudiff.capture`), and what is returned, or shown to `callback`,
-    is overwritten by the next step.
+    captured: each step is one CUDA graph, recorded in the second step of a shape and launched from then on; noise is
+    drawn before it, as `noise` may be any function, and copied in. The denoiser must then not read from the device (see
+    `cudiff.capture`), and what is returned, or shown to `callback`, is overwritten by the next step.
     Raises CudiffError for sigmas that do not fall, and where a step adds noise and `noise` is missing.
     """
 

@@ -15,7 +15,7 @@ from cudiff.cuda.module import empty, gradient_target
 from cudiff.ops import conv2d_sm90, conv2d_thin, conv2d_wgrad_sm90
 from cudiff.ops.conv2d_sm90 import Norm
 from cudiff.ops.elementwise import relu_cuda
-from cudiff.ops.gemm import Epilogue, aligned, plan, product
+from cudiff.ops.gemm import Epilogue, aligned, plan_for, product
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
 from cudiff.ops.pool import TWICE, spread_windows_cuda
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
@@ -25,6 +25,7 @@ from cudiff.threads import cut, parallel_map
 
 Pair = tuple[int, int]
 
+_LONGEST = 2**15 - 1  # side of an image for conv2d.cu, which has two coordinates in a word
 _PARTIAL_SUMS = 8  # of the weight's gradient: more would be more to add, fewer would leave cores without work
 _thread = threading.local()
 
@@ -152,7 +153,8 @@ def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair,
         return conv2d_sm90.fprop(
             x, weight, out, epilogue, statistics=statistics, relu=relu, x2=x2, skip=skip, upsample=upsample
         )
-    wants_sums = statistics and not relu and is_low(out.dtype)
+    assert skip is None
+    wants_sums = statistics and not relu and is_low(out.dtype) and max(out.shape[1:3]) <= _LONGEST
     if _is_linear(weight.shape[1:3], stride, padding) and not (upsample or wants_sums or x2 is not None):
         linear_cuda(x, weight.reshape(weight.shape[0], -1), epilogue, tf32, out.reshape(1, -1, out.shape[3]))
         sums = None
@@ -241,24 +243,30 @@ def _launch(direction: str, a: Array, b: Array, out: Array, shapes: tuple, strid
     (n, height, width, c1), (k, *kernel, c), (_, *size, _) = shapes
     b = b if b.dtype == a.dtype else b.astype(a.dtype)
     b = b if b.flags.c_contiguous else contiguous_cuda(b)  # a weight of one of two sources
+    if max(height * (1 + upsample), width * (1 + upsample), *size) > _LONGEST:
+        raise ValueError(
+            f"conv2d on CUDA: an image of {height} x {width} pixels to {size[0]} x {size[1]}: cut it into parts of at "
+            f"most {_LONGEST} a side"
+        )
     taps, pixels = kernel[0] * kernel[1], size[0] * size[1]
     rows, columns, depth, chunk_a, chunk_b = {
         "FPROP": (n * pixels, k, taps * c, c1, taps * c),
         "DGRAD": (n * height * width, c, taps * k, k, c),
         "WGRAD": (k, taps * c, n * pixels, k, c1),
     }[direction]
+    extent = rows, columns, depth, 1
     a_vec, b_vec = aligned(a, chunk_a), aligned(b, chunk_b)
     if x2 is not None and not aligned(x2, c - c1):
         a_vec, b_vec = a_vec and direction != "FPROP", b_vec and direction != "WGRAD"
     sums = None
     if statistics:
-        tile, splits, _ = plan(rows, columns, depth, 1, a.itemsize, 1, a_vec and b_vec)
+        tile, splits, _ = plan_for(a.dtype, extent, tf32, a_vec and b_vec)
         strip = tile.rows // tile.warps_m
         if splits == 1 and pixels % strip == 0:
             sums = empty((n, pixels // strip, columns, 2), float32)
     product(
         "conv2d", a, b, out, columns, (n, height, width, c, *size, k, *kernel, *stride, *padding, x2, c1, sums),
-        (rows, columns, depth, 1), epilogue, tf32, PASS=direction, A_VEC=a_vec, B_VEC=b_vec,
+        extent, epilogue, tf32, PASS=direction, A_VEC=a_vec, B_VEC=b_vec,
         DILATED=direction == "DGRAD" and stride != (1, 1), UPSAMPLE=upsample, PAIR=x2 is not None,
     )
     return sums

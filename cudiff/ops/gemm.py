@@ -73,6 +73,16 @@ def plan(rows: int, columns: int, depth: int, batches: int, itemsize: int, passe
     return best
 
 
+def plan_for(dtype: np.dtype, size: tuple[int, int, int, int], tf32: bool, aligned: bool) -> Plan:
+    """The plan that `product` takes for operands of this dtype and of this size."""
+    return plan(*size, dtype.itemsize, _passes(dtype, tf32), aligned)
+
+
+def _passes(dtype: np.dtype, tf32: bool) -> int:
+    """Products that one takes: three tf32 ones make one of float32."""
+    return 1 if tf32 or is_low(dtype) else 3
+
+
 def aligned(array: Array, *lengths: int) -> bool:
     """Whether 16-byte copies may be used: `array` starts at a multiple, and `lengths` elements make multiples."""
     return address(array) % 16 == 0 and all(length * array.itemsize % 16 == 0 for length in lengths)
@@ -100,15 +110,15 @@ def product(stem: str, a: Array, b: Array, out: Array, pitch: int, dims: tuple, 
     a and b have one dtype; out has rows of `pitch` elements; size = (rows, columns, depth, batches); `dims` are the
     kernel's own arguments, `flags` its own constants.
     """
-    rows, columns, depth, batches = size
-    passes = 1 if tf32 or is_low(a.dtype) else 3
-    chosen = plan(rows, columns, depth, batches, a.itemsize, passes, flags["A_VEC"] and flags["B_VEC"])
+    rows, columns, _, batches = size
+    chosen = plan_for(a.dtype, size, tf32, flags["A_VEC"] and flags["B_VEC"])
     tile = chosen.tile
     grid = (batches * blocks(rows, tile.rows) * blocks(columns, tile.columns), chosen.splits)
     shared = STAGES * (tile.rows + tile.columns) * LINE_BYTES
     constants = dict(
-        T=a.dtype, PASSES=passes, BM=tile.rows, BN=tile.columns, BK=LINE_BYTES // a.itemsize, WM=tile.warps_m,
-        WN=tile.warps_n, STAGES=STAGES, **{name: int(v) if isinstance(v, bool) else v for name, v in flags.items()},
+        T=a.dtype, PASSES=_passes(a.dtype, tf32), BM=tile.rows, BN=tile.columns, BK=LINE_BYTES // a.itemsize,
+        WM=tile.warps_m, WN=tile.warps_n, STAGES=STAGES,
+        **{name: int(v) if isinstance(v, bool) else v for name, v in flags.items()},
     )
     threads = tile.warps_m * tile.warps_n * 32
     extra = (epilogue.bias, epilogue.emb, epilogue.addend)

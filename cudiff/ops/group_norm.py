@@ -373,13 +373,19 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int = 32, ep
     shift (N, C), float32 where x is float32 or shorter. Raises ValueError where shapes do not agree.
     Source: Wu and He, Group Normalization, 2018.
     """
-    channels = x.shape[-1] + (0 if x2 is None else x2.shape[-1])
     if x2 is not None and (x2.shape[:-1] != x.shape[:-1] or x2.dtype != x.dtype):
         raise ValueError(f"group_norm: x {x.shape} {x.dtype} and x2 {x2.shape} {x2.dtype} differ before the channels")
-    if channels % num_groups:
-        raise ValueError(f"group_norm: {channels} channels do not divide into {num_groups} groups")
-    for name, operand, shape in (("weight", weight, (channels,)), ("bias", bias, (channels,)),
-                                 ("scale", scale, (x.shape[0], channels)), ("shift", shift, (x.shape[0], channels))):
-        if operand is not None and operand.shape != shape:
-            raise ValueError(f"group_norm: {name} has shape {operand.shape}, not {shape}")
+    channels = x.shape[-1] + (0 if x2 is None else x2.shape[-1])
+    check_norm("group_norm", x.shape[0], channels, num_groups, weight, bias, scale, shift)
     return GroupNorm.apply(x, x2, weight, bias, scale, shift, num_groups=num_groups, eps=eps, silu=silu)
+
+
+def check_norm(name: str, images: int, channels: int, num_groups: int, weight: Tensor | None, bias: Tensor | None,
+               scale: Tensor | None, shift: Tensor | None) -> None:
+    """Raise ValueError where what modulates a norm does not fit its (images, ..., channels)."""
+    if channels % num_groups:
+        raise ValueError(f"{name}: {channels} channels do not divide into {num_groups} groups")
+    for which, operand, shape in (("weight", weight, (channels,)), ("bias", bias, (channels,)),
+                                  ("scale", scale, (images, channels)), ("shift", shift, (images, channels))):
+        if operand is not None and operand.shape != shape:
+            raise ValueError(f"{name}: the norm's {which} has shape {operand.shape}, not {shape}")

@@ -14,7 +14,7 @@ from cudiff.ops.cast import astype
 from cudiff.ops.conv2d import check_bias, conv2d, dgrad_cuda, fprop_cuda, out_size, pair, wgrad_cuda
 from cudiff.ops.conv2d_sm90 import Norm, Skip, at_16_bytes, suits_skip
 from cudiff.ops.gemm import Epilogue
-from cudiff.ops.group_norm import GroupNorm, group_norm
+from cudiff.ops.group_norm import GroupNorm, check_norm, group_norm
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
 from cudiff.ops.pool import TWICE, sum_windows_cuda, upsample_nearest
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
@@ -75,7 +75,8 @@ class NormSiluConv2d(Composite):
         skip, addend = None, residual
         if skip_weight is not None:
             skip, addend = Skip(residual, residual2, skip_weight, as_float32(skip_bias)), None
-            if relu or emb is not None or not suits_skip(h, weight, out, skip):  # then by a launch of its own
+            fused = h2 is None and emb is None and not relu and suits_skip(h, weight, out, skip)
+            if not fused:  # then by a launch of its own
                 addend = linear_cuda(residual, _matrix(skip_weight), Epilogue(skip.bias), tf32, x2=residual2)
                 skip = None
         epilogue = Epilogue(as_float32(bias), as_float32(emb), addend)
@@ -108,7 +109,7 @@ class NormSiluConv2d(Composite):
             for i, part in enumerate((weight[..., : h.shape[3]], weight[..., h.shape[3] :])):
                 if needs[i]:
                     place = None if ctx.upsample else into[i]
-                    grads[i], addend = gradient_sum(place, (*dout.shape[:3], part.shape[3]), dout.dtype)
+                    grads[i], addend = gradient_sum(place, (*ctx.shape[:3], part.shape[3]), dout.dtype)
                     dgrad_cuda(dout, part, grads[i], (1, 1), padding, Epilogue(addend=addend), tf32)
                     if ctx.upsample:
                         grads[i], _ = sum_windows_cuda(grads[i], TWICE, 1.0, into[i], moments=0)
@@ -210,21 +211,10 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
     leave the sums that it needs. Raises ValueError where shapes do not agree, TypeError for a conversion that is not
     between floating dtypes.
     """
-    channels = x.shape[-1] + (0 if x2 is None else x2.shape[-1])
-    if x.ndim != 4 or weight.ndim not in (2, 4) or weight.shape[-1] != channels:
-        raise ValueError(
-            f"norm_silu_conv2d: x {x.shape} (N, H, W, C), {channels} channels in all, does not fit weight "
-            f"{weight.shape} (K, [R, S,] C)"
-        )
-    check_bias("norm_silu_conv2d", bias, weight.shape[0])
-    if skip_weight is not None:
-        sources = [source.shape[-1] for source in (residual, residual2) if source is not None]
-        if residual is None or skip_weight.shape != (weight.shape[0], 1, 1, sum(sources)):
-            raise ValueError(
-                f"norm_silu_conv2d: skip_weight {skip_weight.shape} is not (K, 1, 1, C) of weight {weight.shape} and "
-                f"of a residual of {sum(sources)} channels"
-            )
-        check_bias("norm_silu_conv2d", skip_bias, weight.shape[0])
+    _check(x, x2, weight, bias, emb, residual, residual2, skip_weight, skip_bias, upsample)
+    if norm_weight is not None:
+        norm = norm_weight, norm_bias, scale, shift
+        check_norm("norm_silu_conv2d", x.shape[0], weight.shape[-1], num_groups, *norm)
     own = dtype = x.dtype if dtype is None else np.dtype(dtype)
     if dtype != x.dtype:
         if not (is_float(x.dtype) and is_float(dtype)):
@@ -235,10 +225,50 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
         if not (plain and _takes_both(x, weight, norm_weight is not None, emb, dtype)):
             own = _narrower(x.dtype, dtype)
             x = astype(x, own)
-            x2, residual, residual2 = (None if t is None else astype(t, own) for t in (x2, residual, residual2))
+    x2, residual, residual2 = (_converted(t, own) for t in (x2, residual, residual2))
     out = NormSiluConv2d.apply(
         x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight, skip_bias,
         num_groups=num_groups, eps=eps, silu=silu, upsample=upsample, relu=relu, statistics=statistics, tf32=tf32,
         dtype=own,
     )
     return astype(out, dtype)
+
+
+def _check(x: Tensor, x2: Tensor | None, weight: Tensor, bias: Tensor | None, emb: Tensor | None,
+           residual: Tensor | None, residual2: Tensor | None, skip_weight: Tensor | None, skip_bias: Tensor | None,
+           upsample: bool) -> None:
+    """Raise ValueError where shapes do not agree, but for those of the norm."""
+    channels = x.shape[-1] + (0 if x2 is None else x2.shape[-1])
+    if x.ndim != 4 or weight.ndim not in (2, 4) or weight.shape[-1] != channels:
+        raise ValueError(
+            f"norm_silu_conv2d: x {x.shape} (N, H, W, C), {channels} channels in all, does not fit weight "
+            f"{weight.shape} (K, [R, S,] C)"
+        )
+    check_bias("norm_silu_conv2d", bias, weight.shape[0])
+    sources = [source.shape[-1] for source in (residual, residual2) if source is not None]
+    if skip_weight is not None:
+        if residual is None or skip_weight.shape != (weight.shape[0], 1, 1, sum(sources)):
+            raise ValueError(
+                f"norm_silu_conv2d: skip_weight {skip_weight.shape} is not (K, 1, 1, C) of weight {weight.shape} and "
+                f"of a residual of {sum(sources)} channels"
+            )
+        check_bias("norm_silu_conv2d", skip_bias, weight.shape[0])
+    elif residual2 is not None:
+        raise ValueError("norm_silu_conv2d: residual2 needs a skip_weight; add it to residual without one")
+    else:
+        sources = [weight.shape[0]]
+    times, kernel = 2 if upsample else 1, weight.shape[1:3] if weight.ndim == 4 else (1, 1)
+    size = out_size((x.shape[1] * times, x.shape[2] * times), kernel, (1, 1), pair(kernel[0] // 2))
+    for name, operand, shape in (
+        ("x2", x2, (*x.shape[:3], channels - x.shape[3])),
+        ("emb", emb, (x.shape[0], weight.shape[0])),
+        ("residual", residual, (x.shape[0], *size, sources[0])),
+        ("residual2", residual2, (x.shape[0], *size, sources[-1])),
+    ):
+        if operand is not None and operand.shape != shape:
+            raise ValueError(f"norm_silu_conv2d: {name} has shape {operand.shape}, not {shape}")
+
+
+def _converted(x: Tensor | None, dtype: np.dtype) -> Tensor | None:
+    """x in this dtype, itself where it offers a copy."""
+    return x if x is None or x.operand(dtype).dtype == dtype else astype(x, dtype)

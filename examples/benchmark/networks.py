@@ -189,7 +189,11 @@ def cnn_step(batch: int) -> tuple[CNN, Callable[[], Tensor], Callable[[], Tensor
 
 def cnn_loss(net: CNN, images: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy of uint8 images; they become [-1, 1] on the GPU."""
-    return ops.cross_entropy(net(ops.normalize_images(images, net.activation_dtype)), labels)
+    return ops.cross_entropy(cnn_output(net, images), labels)
+
+
+def cnn_output(net: CNN, images: Tensor) -> Tensor:
+    return net(ops.normalize_images(images, net.activation_dtype))
 
 
 def host_batches(batch: int) -> list[tuple[np.ndarray, np.ndarray]]:

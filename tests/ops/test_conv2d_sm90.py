@@ -64,7 +64,10 @@ def test_against_numpy_and_the_portable_kernels(hopper, monkeypatch, rng, shape,
 
     assert leaves_sums()
     monkeypatch.setenv("CUDIFF_PORTABLE", "1")
-    assert not (leaves_sums() and dtype == np.float32)
+    size = math.prod(shape[:3]), kernel[0], math.prod(kernel[1:]) * shape[3], 1
+    split = gemm.plan_for(arrays[0].dtype, size, tf32=True, aligned=True).splits > 1
+    left = leaves_sums()
+    assert not left if dtype == np.float32 else left or split or math.prod(shape[1:3]) % 64 > 0
 
 
 def random_convolution(rng, shape, outputs, kernel, dtype, transposed, upsample=False):

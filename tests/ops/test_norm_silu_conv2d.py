@@ -34,6 +34,9 @@ UNITS = {  # x, x2 channels; K; kernel; which parts
     "tall": dict(c1=64, c2=32, k=16, scale=True, residual=(64, 32), skip=True, size=(35, 9)),
     "skip": dict(c1=72, c2=0, k=72, residual=(40, 0), skip=True, size=(5, 13)),
     "skip of a pair": dict(c1=64, c2=24, k=40, norm=False, residual=(64, 24), skip=True, size=(5, 13)),
+    "skip beside a pair": dict(c1=72, c2=8, k=64, norm=False, residual=(64, 0), skip=True, size=(16, 16)),
+    "skip beside an upsampled pair": dict(c1=64, c2=64, k=64, norm=False, residual=(64, 0), skip=True, upsample=True,
+                                          size=(8, 8)),
     "skip and relu": dict(c1=64, c2=0, k=16, residual=(64, 0), skip=True, relu=True),
     "relu": dict(c1=8, c2=0, k=8, residual=(8, 0), relu=True),
     "relu of a pair": dict(c1=64, c2=24, k=72, norm=False, emb=True, relu=True),
@@ -347,6 +350,15 @@ def torch_unit(arrays, attrs):
     (dict(skip_weight=(1, 1, 1, 8)), "skip_weight"),
     (dict(skip_weight=(4, 8)), "skip_weight"),
     (dict(skip_bias=(3,)), "the bias"),
+    (dict(x2=(2, 5, 5, 4), weight=(4, 3, 3, 12)), "x2 has shape"),
+    (dict(x2=(1, 5, 6, 4), weight=(4, 3, 3, 12)), "x2 has shape"),
+    (dict(emb=(1, 4)), "emb has shape"),
+    (dict(residual=(2, 5, 5, 8)), "residual has shape"),
+    (dict(residual=(2, 5, 6, 4), residual2=(2, 6, 5, 4)), "residual2 has shape"),
+    (dict(skip_weight=None, skip_bias=None), "residual has shape"),
+    (dict(skip_weight=None, skip_bias=None, residual=(2, 5, 6, 4), residual2=(2, 5, 6, 4)), "residual2 needs"),
+    (dict(norm_weight=(4,), norm_bias=(8,)), "the norm's weight"),
+    (dict(norm_weight=(8,), norm_bias=(8,), scale=(1, 8)), "the norm's scale"),
 ], ids=str)
 def test_sizes_that_do_not_fit(device, changes, message):
     shapes = dict(x=(2, 5, 6, 8), weight=(4, 3, 3, 8), bias=(4,), residual=(2, 5, 6, 8), skip_weight=(4, 1, 1, 8),
@@ -356,7 +368,30 @@ def test_sizes_that_do_not_fit(device, changes, message):
         for name, shape in shapes.items()
     }
     with pytest.raises(ValueError, match=message):
-        norm_silu_conv2d(tensors.pop("x"), **tensors)
+        norm_silu_conv2d(tensors.pop("x"), **tensors, num_groups=4)
+
+
+def test_groups_that_do_not_divide(device):
+    x, weight, vector = (Tensor(np.ones(shape, np.float32), device=device) for shape in ((1, 2, 2, 8), (4, 8), (8,)))
+    with pytest.raises(ValueError, match="8 channels do not divide into 3 groups"):
+        norm_silu_conv2d(x, weight=weight, norm_weight=vector, norm_bias=vector, num_groups=3)
+
+
+@pytest.mark.parametrize("low", [bfloat16, np.float16], ids=["bf16", "fp16"])
+def test_sources_of_another_dtype_are_rounded_to_that_of_x(device, rng, low):
+    shapes = dict(x=(2, 4, 4, 8), x2=(2, 4, 4, 8), weight=(8, 3, 3, 16), residual=(2, 4, 4, 8))
+    arrays = {name: rng.standard_normal(shape).astype(low) for name, shape in shapes.items()}
+    results = []
+    for dtype in (low, np.float32):
+        tensors = {name: Tensor(a.astype(dtype if name in ("x2", "residual") else low), device=device,
+                                requires_grad=True) for name, a in arrays.items()}
+        out = norm_silu_conv2d(**tensors)
+        out.backward(np.ones(out.shape, low))
+        assert out.dtype == low
+        assert all(tensors[name].grad.dtype == tensors[name].dtype for name in ("x", "x2", "residual"))
+        results.append([out.numpy(), *(Tensor(t.grad).numpy().astype(np.float32) for t in tensors.values())])
+    for same, expected in zip(*results, strict=True):
+        np.testing.assert_array_equal(same, expected)
 
 
 @pytest.mark.parametrize("own, dtype", [(np.uint8, np.float32), (np.float32, np.int32), (np.float32, bool)])
@@ -367,19 +402,21 @@ def test_only_floats_are_converted(device, own, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("r, s", [(3, 5), (3, 1), (1, 3)])
-def test_oblong_kernels(rng, r, s):
+@pytest.mark.parametrize("r, s", [(3, 5), (3, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize("x2", [0, 8])
+def test_oblong_kernels(rng, x2, r, s):
     """Padded by R // 2 on all sides, as on the CPU: from one source or two, with a skip path."""
-    for x2 in (0, 8):
-        shapes = [(2, 6, 8, 64), (2, 6, 8, x2) if x2 else None, (16, r, s, 64 + x2)]
-        size = (6 + 2 * (r // 2) - r + 1, 8 + 2 * (r // 2) - s + 1)
-        shapes += [(2, *size, 8), (16, 1, 1, 8)]
-        arrays = [None if shape is None else rng.standard_normal(shape).astype(bfloat16) for shape in shapes]
+    size = (6 + 2 * (r // 2) - r + 1, 8 + 2 * (r // 2) - s + 1)
+    shapes = [(2, 6, 8, 64), (2, 6, 8, x2) if x2 else None, (16, r, s, 64 + x2), (2, *size, 8), (16, 1, 1, 8)]
+    arrays = [None if shape is None else rng.standard_normal(shape).astype(bfloat16) for shape in shapes]
+    dout = rng.standard_normal((2, *size, 16)).astype(bfloat16)
 
-        def result(device, dtype, arrays=arrays):
-            x, second, weight, residual, skip = (
-                None if a is None else Tensor(a.astype(dtype), device=device) for a in arrays
-            )
-            return norm_silu_conv2d(x, second, weight=weight, residual=residual, skip_weight=skip).numpy()
+    def results(device, dtype):
+        tensors = [None if a is None else Tensor(a.astype(dtype), device=device, requires_grad=True) for a in arrays]
+        x, second, weight, residual, skip = tensors
+        out = norm_silu_conv2d(x, second, weight=weight, residual=residual, skip_weight=skip)
+        out.backward(dout.astype(dtype))
+        return [out.numpy(), *(Tensor(t.grad).numpy() for t in tensors if t is not None)]
 
-        assert relative_error(result("cuda", bfloat16), result("cpu", np.float64)) < 1.6e-2
+    for got, expected in zip(results("cuda", bfloat16), results("cpu", np.float64), strict=True):
+        assert got.shape == expected.shape and relative_error(got, expected) < 1.6e-2
