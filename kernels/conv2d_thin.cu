@@ -32,10 +32,12 @@
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int TAPS = R * R, HALO = R / 2;  // pixels around a tile
 constexpr int DEPTH = TAPS * THIN, STEPS = CEIL_DIV(DEPTH, 16);
-constexpr int OWN = BN / 4;  // channels of a thread in spread and gather: a quarter of a pixel's
+constexpr int OWN = BN / 4;  // channels of a thread in gather: a quarter of a pixel's
 
-// Which channel is number e of thread t in spread: four threads write 64 bytes of a pixel side by side.
-__device__ __forceinline__ int own(int t, int e) { return e / 8 * 32 + t * 8 + e % 8; }
+// In spread the depth are pairs of a row of the patch, each one word; a last one alone has a number beside it that counts
+// nothing. So that all are aligned there are two copies of thin's rows where THIN is odd, the second of which begins one later.
+constexpr int ROW_PAIRS = CEIL_DIV(R * THIN, 2), SPREAD_STEPS = CEIL_DIV(R * ROW_PAIRS, 8), COPIES = 1 + THIN % 2;
+constexpr int PARTS = BN / 32, STRIPS = WARPS / PARTS;  // in spread and wgrad a warp has 32 channels of every STRIPS * 16 pixels
 
 // Where the weight of (tap, j, c) lies; tap counts backwards where `tap` is negative.
 struct Weight {
@@ -58,23 +60,36 @@ extern __shared__ __align__(16) u8 dynamic[];
 __device__ __forceinline__ T operand(T x) { return x; }
 template <typename U> __device__ __forceinline__ T operand(U x) { return from_float<T>(to_float(x)); }
 
-// Thin's rows under a tile's patches, zeros around the image, in shared memory.
+// Thin's rows under a tile's patches, zeros around the image, in shared memory: `copies` times.
 struct Patches {
     T* lines;
-    int pitch, W;
+    int pitch, size;
 
-    __device__ __forceinline__ Patches(const THIN_T* thin, const Tile& tile, int H, int W) : lines((T*)dynamic), pitch((W + 2 * HALO) * THIN), W(W) {
+    __device__ __forceinline__ Patches(const THIN_T* thin, const Tile& tile, int H, int W, int copies)
+        : lines((T*)dynamic), pitch(CEIL_DIV((W + 2 * HALO) * THIN, 2) * 2), size((tile.rows + 2 * HALO) * pitch) {
 #pragma unroll 8
-        for (int i = threadIdx.x; i < (tile.rows + 2 * HALO) * pitch; i += THREADS) {
+        for (int i = threadIdx.x; i < size; i += THREADS) {
             int row = tile.top + i / pitch - HALO, e = i % pitch - HALO * THIN;
             bool inside = row >= 0 && row < H && e >= 0 && e < W * THIN;
-            lines[i] = inside ? operand(thin[((i64)tile.n * H + row) * W * THIN + e]) : T{};
+            T x = inside ? operand(thin[((i64)tile.n * H + row) * W * THIN + e]) : T{};
+            lines[i] = x;
+            if (copies > 1 && i > 0) lines[size + i - 1] = x;
         }
     }
-    // Number d of the patch of pixel m of the tile lies at corner(m) + offset(d).
-    __device__ __forceinline__ int corner(int m) const { return m / W * pitch + m % W * THIN; }
+    // Number d of the patch of pixel (y, x) of the tile lies at corner(y, x) + offset(d).
+    __device__ __forceinline__ int corner(int y, int x) const { return y * pitch + x * THIN; }
     __device__ __forceinline__ int offset(int d) const { return d / (R * THIN) * pitch + d % (R * THIN); }
-    __device__ __forceinline__ u32 bits(int place, bool inside) const { return inside ? lines[place].bits : 0; }
+    __device__ __forceinline__ u32 bits(int place) const { return lines[place].bits; }
+};
+
+// A pixel of a tile, and those that follow at a fixed distance, without a division each.
+struct Walk {
+    int y, x, down, across, W;
+    __device__ __forceinline__ Walk(int m, int distance, int W) : y(m / W), x(m % W), down(distance / W), across(distance % W), W(W) {}
+    __device__ __forceinline__ void advance() {
+        y += down, x += across;
+        if (x >= W) x -= W, y++;
+    }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -82,102 +97,115 @@ spread(const THIN_T* thin, const T* weight, const float* bias, const float* emb,
        const float* norm_weight, const float* norm_bias, const float* scale, const float* shift, const float* mean,
        const float* rstd, Weight at, int H, int W, int C, int rows, int groups) {
     wait_for_previous();
-    constexpr int LINE = STEPS * 16 + 10, COLUMNS = BN / 8;  // so that few of the lines read at one time share a bank
+    constexpr int LINE = SPREAD_STEPS * 16 + 10;  // so that few of the lines read at one time share a bank
     __shared__ __align__(4) T weights[BN * LINE];
-    __shared__ float sums[WARPS * BN * MOMENTS + 1];
+    __shared__ float sums[STRIPS * BN * MOMENTS + 1];
     __shared__ __align__(16) float2 maps[NORM ? BN : 1];
     Tile tile(H, rows);
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, channel = blockIdx.y * BN;
-    float constant[OWN] = {};
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    int channel = blockIdx.y * BN, own = warp % PARTS * 32 + t * 8;  // the first of this thread's eight
 #pragma unroll
-    for (int e = 0; e < OWN; e++) {
-        int c = channel + own(t, e);
-        if (!NORM && bias) constant[e] = bias[c];
-        if (!NORM && emb) constant[e] += emb[tile.n * C + c];
-    }
-#pragma unroll
-    for (int i = threadIdx.x; i < BN * STEPS * 16; i += THREADS) {  // in the order in which they lie in memory
-        int c = at.wide == 1 ? i % BN : i / (STEPS * 16), d = at.wide == 1 ? i / BN : i % (STEPS * 16);
-        weights[c * LINE + d] = d < DEPTH ? weight[at.at(d, channel + c)] : T{};
+    for (int i = threadIdx.x; i < BN * SPREAD_STEPS * 16; i += THREADS) {  // in the order in which they lie in memory
+        int c = at.wide == 1 ? i % BN : i / (SPREAD_STEPS * 16), d = at.wide == 1 ? i / BN : i % (SPREAD_STEPS * 16);
+        int row = d / (2 * ROW_PAIRS), e = d % (2 * ROW_PAIRS);
+        weights[c * LINE + d] = row < R && e < R * THIN ? weight[at.at(row * R * THIN + e, channel + c)] : T{};
     }
     for (int i = threadIdx.x; NORM && i < BN; i += THREADS) {
         int c = channel + i, group = tile.n * groups + c / (C / groups);
         maps[i] = affine_of(Modulation(tile.n, c, C, norm_weight, norm_bias, scale, shift), mean[group], rstd[group]);
     }
-    Patches patches(thin, tile, H, W);
+    float constant[8] = {};
+#pragma unroll
+    for (int e = 0; !NORM && e < 8; e++) {
+        int c = channel + own + e;
+        if (bias) constant[e] = bias[c];
+        if (emb) constant[e] += emb[tile.n * C + c];
+    }
+    int count = tile.rows * W, first = warp / PARTS * 16 + g, step = STRIPS * 16;
+    i64 place = (((i64)tile.n * H + tile.top) * W + first) * C + channel + own;
+    wide += place, x += NORM ? place : 0;
+    Pack<T> others[2];
+    auto fetch = [&](int h, int m) {  // the norm's input for pixel m, long before it is needed
+        if (NORM && m < count) others[h] = load_pack(x + 8 * h * C);
+    };
+    fetch(0, first), fetch(1, first + 8);
+    Patches patches(thin, tile, H, W, COPIES);
     __syncthreads();
 
-    int offset[STEPS][4];
+    int offset[SPREAD_STEPS][2];  // in words
+    u32 keep[SPREAD_STEPS][2];
 #pragma unroll
-    for (int k = 0; k < STEPS; k++)
+    for (int k = 0; k < SPREAD_STEPS; k++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) offset[k][i] = patches.offset(k * 16 + 2 * t + i % 2 + i / 2 * 8);
-    const u32* b = (const u32*)(weights + own(g >> 1, g & 1) * LINE + 2 * t);
-    float sum[OWN] = {}, square[OWN] = {};
+        for (int i = 0; i < 2; i++) {
+            int pair = k * 8 + t + 4 * i, row = pair / ROW_PAIRS, e = pair % ROW_PAIRS;
+            offset[k][i] = min(row, R - 1) * patches.pitch / 2 + e;
+            bool whole = COPIES == 1 && (k + 1) * 8 <= R * ROW_PAIRS;  // known while compiling
+            keep[k][i] = whole || (row < R && 2 * e + 1 < R * THIN) ? ~0u : row < R ? 0xffff : 0;
+        }
+    // Column 2t + i of product j is channel 2j + i of thread t.
+    const u32* column = (const u32*)(weights + (warp % PARTS * 32 + g / 2 * 8 + g % 2) * LINE) + t;
+    float sum[8] = {}, square[8] = {};
 
-    int count = tile.rows * W;
-    i64 first_pixel = ((i64)tile.n * H + tile.top) * W * C + channel;
-    wide += first_pixel, x += NORM ? first_pixel : 0;
-    for (int m = warp * 16 + g; m - g < count; m += WARPS * 16) {
-        Pack<T> own_x[2][OWN / 8];
+    Walk walks[2] = {{first, step, W}, {first + 8, step, W}};
+    for (int m = first; m - g < count; m += step, wide += step * C) {
+        const u32* corner[2];
 #pragma unroll
-        for (int h = 0; NORM && h < 2; h++)
+        for (int h = 0; h < 2; h++) {
+            int place = patches.corner(min(walks[h].y, tile.rows - 1), walks[h].x), odd = COPIES > 1 ? place % 2 : 0;
+            corner[h] = (const u32*)(patches.lines + place - odd + odd * patches.size);
+            walks[h].advance();
+        }
+        x += step * C;
+        float acc[4][4];
 #pragma unroll
-            for (int i = 0; i < OWN / 8; i++) own_x[h][i] = load_pack(x + (i64)min(m + 8 * h, count - 1) * C + own(t, 8 * i));
-        int corner[2] = {patches.corner(min(m, count - 1)), patches.corner(min(m + 8, count - 1))};
-        float acc[COLUMNS][4] = {};
+        for (int j = 0; j < 4; j++)
 #pragma unroll
-        for (int k = 0; k < STEPS; k++) {
+            for (int i = 0; i < 4; i++) acc[j][i] = constant[2 * j + i % 2];
+#pragma unroll
+        for (int k = 0; k < SPREAD_STEPS; k++) {
             u32 a[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                int d = k * 16 + 2 * t + i / 2 * 8;
-                const int* o = offset[k] + i / 2 * 2;
-                a[i] = patches.bits(corner[i % 2] + o[0], d < DEPTH) | patches.bits(corner[i % 2] + o[1], d + 1 < DEPTH) << 16;
-            }
+            for (int i = 0; i < 4; i++) a[i] = corner[i % 2][offset[k][i / 2]] & keep[k][i / 2];
 #pragma unroll
-            for (int j = 0; j < COLUMNS; j++) {  // column 2t + i of product j is channel own(t, 2j + i)
-                const u32* column = b + own(0, 2 * j) * (LINE / 2) + k * 8;
-                mma<T>(acc[j], a, column[0], column[4]);
-            }
+            for (int j = 0; j < 4; j++) mma<T>(acc[j], a, column[j * LINE + k * 8], column[j * LINE + k * 8 + 4]);
         }
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             if (m + 8 * h >= count) continue;
+            u32 words[4];
 #pragma unroll
-            for (int first = 0; first < OWN; first += 8) {
-                float values[8];
-#pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    int e = first + i;
-                    values[i] = acc[e / 2][h * 2 + e % 2] + constant[e];
-                    if constexpr (NORM) {
-                        float2 map = maps[own(t, e)];
-                        float other = to_float(own_x[h][first / 8].v[i]);
-                        values[i] *= silu_slope(fmaf(map.x, other, map.y));
-                        sum[e] += values[i], square[e] += values[i] * other;
-                        continue;
-                    }
-                    if (relu && values[i] < 0.0f) values[i] = 0.0f;
-                    if constexpr (MOMENTS > 0) {
-                        float rounded = to_float(from_float<T>(values[i]));
-                        sum[e] += rounded, square[e] += rounded * rounded;
-                    }
+            for (int j = 0; j < 4; j++) {
+                float2 v = make_float2(acc[j][2 * h], acc[j][2 * h + 1]), other;
+                if constexpr (NORM) {
+                    other = make_float2(to_float(others[h].v[2 * j]), to_float(others[h].v[2 * j + 1]));
+                    float4 map = *(const float4*)(maps + own + 2 * j);
+                    v.x *= silu_slope(fmaf(map.x, other.x, map.y)), v.y *= silu_slope(fmaf(map.z, other.y, map.w));
+                    words[j] = pack_pair<T>(v.x, v.y);
+                } else {
+                    if (relu) v = make_float2(v.x < 0.0f ? 0.0f : v.x, v.y < 0.0f ? 0.0f : v.y);
+                    words[j] = pack_pair<T>(v.x, v.y);
+                    other = v = unpack_pair<T>(words[j]);
                 }
-                store<8>(wide + (i64)(m + 8 * h) * C + own(t, first), values);
+                if constexpr (MOMENTS > 0) {
+                    sum[2 * j] += v.x, sum[2 * j + 1] += v.y;
+                    square[2 * j] += v.x * other.x, square[2 * j + 1] += v.y * other.y;
+                }
             }
+            *(uint4*)(wide + 8 * h * C) = make_uint4(words[0], words[1], words[2], words[3]);
+            fetch(h, m + step + 8 * h);
         }
     }
     if constexpr (MOMENTS > 0) {
 #pragma unroll
-        for (int e = 0; e < OWN; e++) {
+        for (int e = 0; e < 8; e++) {
 #pragma unroll
             for (int lanes = 4; lanes < 32; lanes *= 2) {
                 sum[e] += __shfl_xor_sync(0xffffffffu, sum[e], lanes);
                 square[e] += __shfl_xor_sync(0xffffffffu, square[e], lanes);
             }
             if (g == 0) {
-                float* to = sums + (warp * BN + own(t, e)) * MOMENTS;
+                float* to = sums + (warp / PARTS * BN + own + e) * MOMENTS;
                 to[0] = sum[e];
                 if (MOMENTS == 2) to[1] = square[e];
             }
@@ -185,7 +213,7 @@ spread(const THIN_T* thin, const T* weight, const float* bias, const float* emb,
         __syncthreads();
         for (int i = threadIdx.x; i < BN * MOMENTS; i += THREADS) {
             float total = 0.0f;
-            for (int w = 0; w < WARPS; w++) total += sums[w * BN * MOMENTS + i];
+            for (int strip = 0; strip < STRIPS; strip++) total += sums[strip * BN * MOMENTS + i];
             partials[((i64)blockIdx.x * C + channel) * MOMENTS + i] = total;
         }
     }
@@ -258,11 +286,21 @@ gather(const T* wide, const T* weight, const float* bias, THIN_T* thin, Weight a
 extern "C" __global__ void __launch_bounds__(THREADS)
 wgrad(const THIN_T* thin, const T* wide, float* partials, Weight at, int H, int W, int C, int rows) {
     wait_for_previous();
-    constexpr int COLUMNS = BN / 8;  // and as many channels of a thread: those of lane group g are g * COLUMNS and after
-    struct __align__(COLUMNS % 8 ? 8 : 16) Channels { u16 bits[COLUMNS]; };
+    constexpr int COLUMNS = 4;  // and as many channels of a thread: those of lane group g are g * COLUMNS and after
+    struct __align__(8) Channels { u16 bits[COLUMNS]; };
     Tile tile(H, rows);
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, channel = blockIdx.y * BN;
-    Patches patches(thin, tile, H, W);
+    int strip = warp / PARTS, part = warp % PARTS, count = tile.rows * W, step = STRIPS * 16;
+    int first = strip * 16 + t * 4;  // of this thread's pixels: so many, and the three after it
+    wide += (((i64)tile.n * H + tile.top) * W + first) * C + channel + part * 32 + g * COLUMNS;
+    Channels pixels[2][4];
+    auto fetch = [&](Channels(&four)[4], int m) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) four[i] = m + i < count ? *(const Channels*)(wide + i * C) : Channels{};
+        wide += step * C;
+    };
+    fetch(pixels[0], first), fetch(pixels[1], first + step);
+    Patches patches(thin, tile, H, W, 1);
     __syncthreads();
 
     int offset[STEPS][2];
@@ -271,48 +309,48 @@ wgrad(const THIN_T* thin, const T* wide, float* partials, Weight at, int H, int 
 #pragma unroll
         for (int h = 0; h < 2; h++) offset[k][h] = patches.offset(min(k * 16 + g + 8 * h, DEPTH - 1));
     float acc[STEPS][COLUMNS][4] = {};
-    int count = tile.rows * W;
-    wide += ((i64)tile.n * H + tile.top) * W * C + channel + g * COLUMNS;
+    Walk walk(first, step, W);
 #pragma unroll 2
-    for (int m = warp * 16 + t * 4; m - t * 4 < count; m += WARPS * 16) {  // a thread's pixels: m and the three after it
-        Channels pixel[4];
-        int corner[4], y = m / W, x = m % W;
+    for (int m = first, turn = 0; m - t * 4 < count; m += step, turn ^= 1) {
+        Channels(&pixel)[4] = pixels[turn];
+        int corner[4], y = walk.y, x = walk.x;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            pixel[i] = m + i < count ? *(const Channels*)(wide + (i64)(m + i) * C) : Channels{};
-            corner[i] = min(y, tile.rows - 1) * patches.pitch + x * THIN;
+            corner[i] = patches.corner(min(y, tile.rows - 1), x);
             if (++x == W) x = 0, y++;
         }
+        walk.advance();
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
             u32 a[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 int o = offset[k][i % 2], first = i / 2 * 2;
-                a[i] = patches.bits(corner[first] + o, true) | patches.bits(corner[first + 1] + o, true) << 16;
+                a[i] = patches.bits(corner[first] + o) | patches.bits(corner[first + 1] + o) << 16;
             }
 #pragma unroll
             for (int j = 0; j < COLUMNS; j++)
                 mma<T>(acc[k][j], a, pixel[0].bits[j] | (u32)pixel[1].bits[j] << 16, pixel[2].bits[j] | (u32)pixel[3].bits[j] << 16);
         }
+        fetch(pixel, m + 2 * step);
     }
-    // The lower half of the warps adds what the upper half has, then the lower quarter, ...
+    // The lower half of the strips adds what the upper half has, then the lower quarter, ...
     float* sums = (float*)dynamic;
-    for (int half = WARPS / 2; half > 0; half /= 2) {
-        float* part = sums + warp % half * STEPS * COLUMNS * 128 + lane;
+    for (int half = STRIPS / 2; half > 0; half /= 2) {
+        float* of_pair = sums + (strip % half * PARTS + part) * STEPS * COLUMNS * 128 + lane;
         __syncthreads();
-        if (warp >= half && warp < 2 * half)
+        if (strip >= half && strip < 2 * half)
 #pragma unroll
-            for (int e = 0; e < STEPS * COLUMNS * 4; e++) part[e * 32] = acc[e / 4 / COLUMNS][e / 4 % COLUMNS][e % 4];
+            for (int e = 0; e < STEPS * COLUMNS * 4; e++) of_pair[e * 32] = acc[e / 4 / COLUMNS][e / 4 % COLUMNS][e % 4];
         __syncthreads();
-        if (warp < half)
+        if (strip < half)
 #pragma unroll
-            for (int e = 0; e < STEPS * COLUMNS * 4; e++) acc[e / 4 / COLUMNS][e / 4 % COLUMNS][e % 4] += part[e * 32];
+            for (int e = 0; e < STEPS * COLUMNS * 4; e++) acc[e / 4 / COLUMNS][e / 4 % COLUMNS][e % 4] += of_pair[e * 32];
     }
     // Column 2t + i of product j is channel (2t + i) * COLUMNS + j.
     constexpr int PITCH = BN + 1;
     __syncthreads();
-    if (warp == 0)
+    if (strip == 0)
 #pragma unroll
         for (int k = 0; k < STEPS; k++)
 #pragma unroll
@@ -320,7 +358,7 @@ wgrad(const THIN_T* thin, const T* wide, float* partials, Weight at, int H, int 
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     int d = k * 16 + g + i / 2 * 8;
-                    if (d < DEPTH) sums[d * PITCH + (2 * t + i % 2) * COLUMNS + j] = acc[k][j][i];
+                    if (d < DEPTH) sums[d * PITCH + part * 32 + (2 * t + i % 2) * COLUMNS + j] = acc[k][j][i];
                 }
     __syncthreads();
     partials += (i64)blockIdx.x * DEPTH * C;

@@ -7,6 +7,7 @@ image of many is of 16 bits; that of few too, or float32, as a U-Net is given an
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -54,7 +55,7 @@ def suits_images(x: Array | Image, out: Array | Image, kernel: tuple[int, ...]) 
         is_low(wide.dtype)
         and thin.dtype in (wide.dtype, float32)
         and kernel in ((3, 3), (1, 1))
-        and thin.shape[3] <= MOST
+        and 0 < thin.shape[3] <= MOST
         and wide.shape[3] % 32 == 0
         and wide.shape[3] <= 128
         and products_bytes(1, wide.shape[2], thin.shape[3], kernel[0]) <= SHARED_BYTES
@@ -74,8 +75,13 @@ def _sides(x: Array | Image, out: Array | Image) -> tuple[Array, Array]:
 
 
 def rows_bytes(rows: int, width: int, thin: int, taps: int) -> int:
-    """Thin's rows under a tile of so many, in 16 bits; `taps` is R."""
-    return 2 * (rows + taps - 1) * (width + taps - 1) * thin
+    """Thin's rows under a tile of so many, in pairs of 16 bits; `taps` is R."""
+    return 4 * (rows + taps - 1) * blocks((width + taps - 1) * thin, 2)
+
+
+def copies_bytes(rows: int, width: int, thin: int, taps: int) -> int:
+    """Those rows as often as spread has them."""
+    return rows_bytes(rows, width, thin, taps) * (1 + thin % 2)
 
 
 def products_bytes(rows: int, width: int, thin: int, taps: int) -> int:
@@ -84,8 +90,9 @@ def products_bytes(rows: int, width: int, thin: int, taps: int) -> int:
 
 
 def sums_bytes(thin: int, columns: int, taps: int) -> int:
-    """Sums of the weight's gradient, those of half of the warps."""
-    return THREADS // 64 * blocks(taps**2 * thin, 16) * 16 * columns * 4
+    """Sums of the weight's gradient: those of half of the warps, or one in all."""
+    depth = taps**2 * thin
+    return 4 * max(THREADS // 64 * blocks(depth, 16) * 16 * 32, depth * (columns + 1))
 
 
 def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, moments: int = 0, transposed: bool = False,
@@ -103,23 +110,24 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, moments: int 
     constants = {"T": many.dtype, "THIN_T": few.dtype, "R": taps, "THIN": thin}
     at = _weight(weight.shape[3], taps, thin_last=(thin == channels) != transposed, flipped=transposed)
     if thin == outputs:
-        rows = max(r for r in range(1, _rows(n, height) + 1) if products_bytes(r, width, thin, taps) <= SHARED_BYTES)
+        rows, shared = _rows(n, height, lambda rows: products_bytes(rows, width, thin, taps))
         launch(
             "conv2d_thin", "gather", n * blocks(height, rows), THREADS,
-            (x, weight, epilogue.bias, out, at, height, width, rows), products_bytes(rows, width, thin, taps),
+            (x, weight, epilogue.bias, out, at, height, width, rows), shared,
             **constants, BN=channels, MOMENTS=0, NORM=0,
         )
         if relu:
             relu_cuda(out, out)
         return None
-    rows, columns = _rows(n, height), _columns(outputs)
+    rows, shared = _rows(n, height, lambda rows: copies_bytes(rows, width, thin, taps))
+    columns = _columns(outputs)
     partials = empty((n, blocks(height, rows), outputs, 2)[: 2 + moments], float32) if moments else None
     source, affine, groups = (None, (None,) * 6, 1) if norm is None else (norm.x, norm[3:], norm.mean.shape[1])
     launch(
         "conv2d_thin", "spread", (n * blocks(height, rows), outputs // columns), THREADS,
         (x, weight, epilogue.bias, epilogue.emb, relu, out, partials, source, *affine, at, height, width, outputs, rows,
          groups),
-        rows_bytes(rows, width, thin, taps), **constants, BN=columns, MOMENTS=moments, NORM=int(norm is not None),
+        shared, **constants, BN=columns, MOMENTS=moments, NORM=int(norm is not None),
     )
     return partials
 
@@ -129,10 +137,11 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool) -> None:
     thin, wide = _sides(x, dout)
     taps = dweight.shape[1]
     n, height, width, channels = wide.shape
-    rows, columns = _rows(n, height), _columns(channels)
+    rows, shared = _rows(n, height, lambda rows: rows_bytes(rows, width, thin.shape[3], taps))
+    columns = _columns(channels)
     tiles = n * blocks(height, rows)
     partials = empty((tiles, dweight.shape[0], dweight.size // dweight.shape[0]), float32)
-    shared = max(rows_bytes(rows, width, thin.shape[3], taps), sums_bytes(thin.shape[3], columns, taps))
+    shared = max(shared, sums_bytes(thin.shape[3], columns, taps))
     at = _weight(dweight.shape[3], taps, thin_last=thin is x, flipped=thin is dout)
     launch(
         "conv2d_thin", "wgrad", (tiles, channels // columns), THREADS,
@@ -142,9 +151,12 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool) -> None:
     add_parts(partials, dweight, add)
 
 
-def _rows(n: int, height: int) -> int:
-    """Rows of an image that a block takes: two blocks come to a multiprocessor, which all run at once."""
-    return blocks(height, max(1, 2 * MULTIPROCESSORS // n))
+def _rows(n: int, height: int, bytes_of: Callable[[int], int]) -> tuple[int, int]:
+    """Rows of an image that a block takes, and their bytes of shared memory: two blocks come to a multiprocessor, which
+    all run at once, but where that would be more rows than memory has room for."""
+    most = blocks(height, max(1, 2 * MULTIPROCESSORS // n))
+    rows = next(rows for rows in range(most, 0, -1) if rows == 1 or bytes_of(rows) <= SHARED_BYTES)
+    return rows, bytes_of(rows)
 
 
 def _columns(channels: int) -> int:

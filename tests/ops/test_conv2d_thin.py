@@ -167,3 +167,10 @@ def test_where_the_kernel_finds_the_weight(shape, flipped):
     for tap, j, c in ((0, 0, 0), (1, 2, 5), (5, 1, 63), (8, 2, 0)):
         expected = turned[(c, tap // 3, tap % 3, j) if shape[3] == 3 else (j, tap // 3, tap % 3, c)]
         assert at["first"] + tap * at["tap"] + j * at["thin"] + c * at["wide"] == expected
+
+
+@pytest.mark.parametrize("n, size, thin", [(1, 64, 3), (32, 64, 3), (264, 64, 7), (400, 224, 3)])
+def test_a_tile_fits_in_shared_memory(n, size, thin):
+    for bytes_of in (conv2d_thin.rows_bytes, conv2d_thin.copies_bytes, conv2d_thin.products_bytes):
+        rows, shared = conv2d_thin._rows(n, size, lambda rows, of=bytes_of: of(rows, size, thin, 3))
+        assert 0 < rows <= size and shared == bytes_of(rows, size, thin, 3) <= conv2d_thin.SHARED_BYTES
