@@ -23,21 +23,20 @@
 // Fragments of mma.sync are filled without ldmatrix: which channel or pixel stands in which column or depth is free, and
 // is chosen so that a thread's are neighbours in memory.
 // Launch: 256 threads, gridDim.x = N * ceil(H / rows) tiles of `rows` rows of an image; spread and wgrad gridDim.y = C / BN,
-// gather 1, with BN = C. Dynamic shared memory, by conv2d_thin.py: spread `rows_bytes`, gather `products_bytes`, wgrad the
+// gather 1, with BN = C. Dynamic shared memory, by conv2d_thin.py: spread `copies_bytes`, gather `products_bytes`, wgrad the
 // larger of `rows_bytes` and `sums_bytes`.
 #include "affine.cuh"
 #include "mma.cuh"
-#include "vector.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int TAPS = R * R, HALO = R / 2;  // pixels around a tile
 constexpr int DEPTH = TAPS * THIN, STEPS = CEIL_DIV(DEPTH, 16);
 constexpr int OWN = BN / 4;  // channels of a thread in gather: a quarter of a pixel's
 
-// In spread the depth are pairs of a row of the patch, each one word; a last one alone has a number beside it that counts
-// nothing. So that all are aligned there are two copies of thin's rows where THIN is odd, the second of which begins one later.
+// In spread a thread reads two numbers of a patch's row as one word; the last of an odd row has a neighbour that does not count.
+// Where THIN is odd, half of the words would not be aligned: these come from a second copy of thin's rows, one number further on.
 constexpr int ROW_PAIRS = CEIL_DIV(R * THIN, 2), SPREAD_STEPS = CEIL_DIV(R * ROW_PAIRS, 8), COPIES = 1 + THIN % 2;
-constexpr int PARTS = BN / 32, STRIPS = WARPS / PARTS;  // in spread and wgrad a warp has 32 channels of every STRIPS * 16 pixels
+constexpr int PARTS = BN / 32, STRIPS = WARPS / PARTS;  // in spread and wgrad: a warp has 32 channels of 16 pixels at a time
 
 // Where the weight of (tap, j, c) lies; tap counts backwards where `tap` is negative.
 struct Weight {

@@ -134,7 +134,7 @@ def test_no_section_outlives_its_time_or_the_benchmark(monkeypatch, tmp_path, in
     monkeypatch.setattr(bench, "__file__", str(script))
     monkeypatch.setattr(bench.subprocess.Popen, "wait", waiting)
     if interrupted:
-        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+        before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
         bench.stop_on_signals()
         try:
             with pytest.raises(KeyboardInterrupt):

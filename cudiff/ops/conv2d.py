@@ -386,9 +386,10 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | 
     """Convolution of x (N, H, W, C) with weight (K, R, S, C), plus bias (K,) → (N, Ho, Wo, K), in x's dtype.
 
     Ho = (H + 2·padding − R) // stride + 1. Sums are in float32 (float64 for float64); dweight and dbias too. `tf32`
-    lets float32 operands be rounded to 10 bits of mantissa on a GPU. Raises ValueError where shapes do not agree.
+    lets float32 operands be rounded to 10 bits of mantissa on a GPU. Raises ValueError where shapes do not agree, and
+    for a stride below 1 or a padding below 0.
     """
-    stride, padding = pair(stride), pair(padding)
+    stride, padding = _steps("conv2d", stride, padding)
     if x.ndim != 4 or weight.ndim != 4 or x.shape[3] != weight.shape[3]:
         raise ValueError(f"conv2d: x of shape {x.shape} (N, H, W, C) does not fit weight {weight.shape} (K, R, S, C)")
     if min(out_size(x.shape[1:3], weight.shape[1:3], stride, padding)) < 1:
@@ -404,7 +405,7 @@ def conv_transpose2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stri
     Ho = (H − 1)·stride − 2·padding + R. The weight is that of the convolution from K to C channels whose input
     gradient this is. Otherwise as `conv2d`.
     """
-    stride, padding = pair(stride), pair(padding)
+    stride, padding = _steps("conv_transpose2d", stride, padding)
     if x.ndim != 4 or weight.ndim != 4 or x.shape[3] != weight.shape[0]:
         raise ValueError(f"conv_transpose2d: x of shape {x.shape} does not fit weight {weight.shape} (C, R, S, K)")
     size = tuple(
@@ -419,6 +420,15 @@ def conv_transpose2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stri
 
 def pair(value: int | Pair) -> Pair:
     return (value, value) if isinstance(value, int) else value
+
+
+def _steps(name: str, stride: int | Pair, padding: int | Pair) -> tuple[Pair, Pair]:
+    """Both as pairs. Raises ValueError for what is none."""
+    pairs = pair(stride), pair(padding)
+    for what, value, least in zip(("stride", "padding"), pairs, (1, 0), strict=True):
+        if not (isinstance(value, tuple) and len(value) == 2 and all(isinstance(e, int) and e >= least for e in value)):
+            raise ValueError(f"{name}: {what} {value} must be a whole number of at least {least}, or a tuple of two")
+    return pairs
 
 
 def check_bias(name: str, bias: Tensor | None, channels: int) -> None:

@@ -383,7 +383,7 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int = 32, ep
 def check_norm(name: str, images: int, channels: int, num_groups: int, weight: Tensor | None, bias: Tensor | None,
                scale: Tensor | None, shift: Tensor | None) -> None:
     """Raise ValueError where what modulates a norm does not fit its (images, ..., channels)."""
-    if channels % num_groups:
+    if num_groups < 1 or channels % num_groups:
         raise ValueError(f"{name}: {channels} channels do not divide into {num_groups} groups")
     for which, operand, shape in (("weight", weight, (channels,)), ("bias", bias, (channels,)),
                                   ("scale", scale, (images, channels)), ("shift", shift, (images, channels))):

@@ -6,7 +6,7 @@ import numpy as np
 
 from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.module import blocks, empty, gradient_target, launch
-from cudiff.ops.cast import narrow, require_float, widen
+from cudiff.ops.cast import astype, narrow, require_float, result_dtype, widen
 from cudiff.ops.shape import transpose
 from cudiff.tensor import Function, Tensor
 
@@ -106,12 +106,12 @@ def _threads(size: int) -> int:
 
 
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
-    """exp(x) / sum(exp(x)) over `axis`, in x's shape and dtype."""
+    """exp(x) / sum(exp(x)) over `axis`, in x's shape and dtype, float32 for integers."""
     return _over_axis(x, axis, log=False)
 
 
 def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
-    """x - log(sum(exp(x))) over `axis`, in x's shape and dtype."""
+    """x - log(sum(exp(x))) over `axis`, in x's shape and dtype, float32 for integers."""
     return _over_axis(x, axis, log=True)
 
 
@@ -119,6 +119,7 @@ def _over_axis(x: Tensor, axis: int, log: bool) -> Tensor:
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"softmax: axis {axis} is out of range for a tensor of {x.ndim} dimensions")
     axis %= x.ndim
+    x = astype(x, result_dtype(x, floating=True))
     if axis == x.ndim - 1:
         return Softmax.apply(x, log=log)
     order = list(range(x.ndim))

@@ -102,6 +102,18 @@ def test_parameters_have_float32_gradients(device, rng):
     assert out.dtype == x.dtype == x.grad.dtype and weight.grad.dtype == np.float32
 
 
+@pytest.mark.parametrize("function", [conv2d, conv_transpose2d])
+@pytest.mark.parametrize("steps, message", [
+    (dict(stride=0), r"stride \(0, 0\) must be"), (dict(stride=(1, -1)), r"stride \(1, -1\) must be"),
+    (dict(padding=-1), r"padding \(-1, -1\) must be"), (dict(padding=(1, 1, 1)), r"padding \(1, 1, 1\) must be"),
+    (dict(stride=1.5), "stride 1.5 must be a whole number of at least 1, or a tuple of two"),
+])
+def test_steps_that_are_none(device, function, steps, message):
+    x, weight = (Tensor(np.ones(shape, np.float32), device=device) for shape in ((1, 4, 4, 2), (2, 3, 3, 2)))
+    with pytest.raises(ValueError, match=message):
+        function(x, weight, **steps)
+
+
 def test_shapes_that_do_not_agree_are_refused(rng):
     x, weight = Tensor(rng.standard_normal((1, 4, 4, 3))), Tensor(rng.standard_normal((2, 3, 3, 4)))
     with pytest.raises(ValueError, match="does not fit weight"):

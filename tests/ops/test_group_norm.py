@@ -128,6 +128,8 @@ def test_one_tensor_as_both_sources(device, rng):
 
 def test_shapes_that_do_not_fit():
     x, vector = Tensor(np.zeros((1, 2, 2, 6))), Tensor(np.zeros(6))
+    with pytest.raises(ValueError, match="6 channels do not divide into 0 groups"):
+        group_norm(x, vector, vector, 0)
     with pytest.raises(ValueError, match="6 channels do not divide into 4 groups"):
         group_norm(x, vector, vector, 4)
     with pytest.raises(ValueError, match="scale has shape"):

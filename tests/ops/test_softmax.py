@@ -62,3 +62,11 @@ def test_shapes_that_do_not_fit():
         cross_entropy(Tensor(np.zeros((2, 3))), Tensor(np.zeros(3, np.int32)))
     with pytest.raises(ValueError, match="must be int32"):
         cross_entropy(Tensor(np.zeros((2, 3))), Tensor(np.zeros(2, np.int64)))
+
+
+def test_integers_become_float32(device):
+    x = np.array([[0, 1], [3, 2]], np.int32)
+    for function in (softmax, log_softmax):
+        out, expected = (function(Tensor(values, device=device)) for values in (x, x.astype(np.float32)))
+        assert out.dtype == np.float32
+        np.testing.assert_array_equal(out.numpy(), expected.numpy())
