@@ -122,7 +122,8 @@ def profile(name: str, step: Callable[[], object], captured: float, limits: dict
     for launch in launches:
         classes.setdefault(launch.label, []).append(launch)
     total = sum(spent[launch.key] for launch in launches)
-    table = Table(title=f"{name}: {captured:,.0f} µs captured; {len(launches)} launches, {total:,.0f} µs one by one")
+    title = f"{name}: {captured:,.0f} µs captured; {len(launches)} launches, {total:,.0f} µs one by one"
+    table = Table(title=title, caption=f"limits, an H200's: {limits['bf16']:.0f} TFLOP/s and {limits['copy']} TB/s")
     for column in ("kernel", "count", "µs in all", "share", "µs each", "rate", "of limit"):
         table.add_column(column, justify="left" if column == "kernel" else "right")
     for label, own in sorted(classes.items(), key=lambda item: -sum(spent[launch.key] for launch in item[1])):
