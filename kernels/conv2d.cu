@@ -20,7 +20,7 @@
 // A_VEC, B_VEC: chunks of 16 bytes never straddle: channels of the gathered image (or of dout in WGRAD), C1, and R·S·C or C
 // of weight, are multiples of 16 bytes' elements, arrays 16-byte aligned.
 // destination: OUT, rows of ldo elements, overwritten; addend (OUT, null or `destination` itself), bias, emb as in gemm.cuh's
-// Output, and so is sums, of FPROP in 16 bits. An image's sides, upsampled, are at most 32,767.
+// Output, and so is sums, of FPROP in 16 bits. An image's sides, upsampled, and a padding are at most 32,767.
 // gridDim.x: ceil(rows / BM) · ceil(columns / BN), columns fastest; gridDim.y: splits of the depth into `k_tiles` tiles
 // each; split s writes to destination + s · rows · ldo, to be summed by gemm.cu (then OUT=float, without additions).
 // On Hopper conv2d_sm90.cu and conv2d_wgrad*_sm90.cu take what they can: stride 1, the image's size kept, 16 bits or tf32.

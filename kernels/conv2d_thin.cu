@@ -23,8 +23,8 @@
 // Fragments of mma.sync are filled without ldmatrix: which channel or pixel stands in which column or depth is free, and
 // is chosen so that a thread's are neighbours in memory.
 // Launch: 256 threads, gridDim.x = N * ceil(H / rows) tiles of `rows` rows of an image; spread and wgrad gridDim.y = C / BN,
-// gather 1, with BN = C. Dynamic shared memory, by conv2d_thin.py: spread `copies_bytes`, gather `products_bytes`, wgrad the
-// larger of `rows_bytes` and `sums_bytes`.
+// BN = 32 or 64, gather 1, with BN = C. Dynamic shared memory, by conv2d_thin.py: spread `copies_bytes`, gather
+// `products_bytes`, wgrad the larger of `rows_bytes` and `sums_bytes`.
 #include "affine.cuh"
 #include "mma.cuh"
 

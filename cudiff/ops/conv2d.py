@@ -25,7 +25,7 @@ from cudiff.threads import cut, parallel_map
 
 Pair = tuple[int, int]
 
-_LONGEST = 2**15 - 1  # side of an image for conv2d.cu, which has two coordinates in a word
+_LONGEST = 2**15 - 1  # side of an image and its padding for conv2d.cu, which has two coordinates in a word
 _PARTIAL_SUMS = 8  # of the weight's gradient: more would be more to add, fewer would leave cores without work
 _thread = threading.local()
 
@@ -140,9 +140,9 @@ def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair,
                skip: conv2d_sm90.Skip | None = None, upsample: bool = False) -> Array | None:
     """Convolution, written to out (N, Ho, Wo, K), and what the epilogue adds; then ReLU, if `relu`.
 
-    x2 holds the channels after x's. The result of `skip` is added too, where `conv2d_sm90.suits_skip`. `upsample`: of x
-    twice as high and wide, each pixel four times. Returns out's sums and sums of squares, float32 (N, tiles, K, 2), if
-    `statistics` and the kernel makes them.
+    x2 holds the channels after x's. The result of `skip` is added too, where `conv2d_sm90.suits_skip` and there is no
+    x2. `upsample`: of x twice as high and wide, each pixel four times. Returns out's sums and sums of squares, float32
+    (N, tiles, K, 2), if `statistics` and the kernel makes them.
     """
     epilogue = epilogue._replace(rows_per_image=out.shape[1] * out.shape[2])
     if x2 is None and not upsample and conv2d_thin.suits(x, weight, out, stride, padding, epilogue):
@@ -243,10 +243,11 @@ def _launch(direction: str, a: Array, b: Array, out: Array, shapes: tuple, strid
     (n, height, width, c1), (k, *kernel, c), (_, *size, _) = shapes
     b = b if b.dtype == a.dtype else b.astype(a.dtype)
     b = b if b.flags.c_contiguous else contiguous_cuda(b)  # a weight of one of two sources
-    if max(height * (1 + upsample), width * (1 + upsample), *size) > _LONGEST:
+    longest = _LONGEST - max(padding)
+    if max(height * (1 + upsample), width * (1 + upsample), *size) > longest:
         raise ValueError(
             f"conv2d on CUDA: an image of {height} x {width} pixels to {size[0]} x {size[1]}: cut it into parts of at "
-            f"most {_LONGEST} a side"
+            f"most {longest} a side"
         )
     taps, pixels = kernel[0] * kernel[1], size[0] * size[1]
     rows, columns, depth, chunk_a, chunk_b = {
@@ -386,8 +387,9 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | 
     """Convolution of x (N, H, W, C) with weight (K, R, S, C), plus bias (K,) → (N, Ho, Wo, K), in x's dtype.
 
     Ho = (H + 2·padding − R) // stride + 1. Sums are in float32 (float64 for float64); dweight and dbias too. `tf32`
-    lets float32 operands be rounded to 10 bits of mantissa on a GPU. Raises ValueError where shapes do not agree, and
-    for a stride below 1 or a padding below 0.
+    lets float32 operands be rounded to 10 bits of mantissa on a GPU. Raises ValueError where shapes do not agree, for a
+    stride below 1 or a padding below 0, and on a GPU for an image of more than 32,000 pixels a side that its fastest
+    kernels do not take.
     """
     stride, padding = _steps("conv2d", stride, padding)
     if x.ndim != 4 or weight.ndim != 4 or x.shape[3] != weight.shape[3]:

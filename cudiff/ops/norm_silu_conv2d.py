@@ -205,11 +205,11 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
     skip_weight is given; ReLU if `relu`.
 
     x (N, H, W, C1), x2 (N, H, W, C2), weight (K, R, S, C1 + C2) or (K, C1 + C2), norm_weight and norm_bias (C1 + C2,),
-    scale and shift float32 (N, C1 + C2), emb float32 (N, K), residual like out without skip_weight. `dtype` is the
-    result's, x's unless given. The narrower of both is that of the computation, but that a GPU's convolution between
-    few channels and many writes a float32 result as it was summed. `statistics` says that a norm follows: kernels then
-    leave the sums that it needs. Raises ValueError where shapes do not agree, TypeError for a conversion that is not
-    between floating dtypes.
+    scale and shift float32 (N, C1 + C2), emb float32 (N, K), residual like out without skip_weight; x2 and residuals of
+    another dtype are converted. `dtype` is the result's, x's unless given. The narrower of both is that of the
+    computation, but that a GPU's convolution between few channels and many writes a float32 result as it was summed.
+    `statistics` says that a norm follows: kernels then leave the sums that it needs. Raises ValueError where shapes do
+    not agree, TypeError for a conversion that is not between floating dtypes.
     """
     _check(x, x2, weight, bias, emb, residual, residual2, skip_weight, skip_bias, upsample)
     if norm_weight is not None:
