@@ -1,15 +1,18 @@
 // Random fills: out (rows, size), row-major, overwritten. normal and uniform write float32, randint int32.
 //
-// Element e of row n is lane e % 4 of Philox counter (e / 4, first + n, step, stream) under the key `seed`. The step is
-// read from `step_pointer` where that is not null (a captured graph then sees it move), else it is `step`.
+// Element e of row n is lane e % 4 of Philox counter (e / 4, first + n, step, stream) under the key `seed`. seed (low
+// word, high word), step and first are read from their pointers where these are not null: a captured graph sees them move.
 // One thread makes 4 elements: launch at least rows * ceil(size / 4) threads, one-dimensional.
 // variants:
 #include "philox.cuh"
 
 struct Group { i64 row; int start, count; uint4 bits; };
 
+#define COUNTER u64 seed, const u32* seed_pointer, u32 stream, u32 step, const u32* step_pointer, u32 first, const u32* first_pointer
+#define COUNTED seed, seed_pointer, stream, step, step_pointer, first, first_pointer
+
 // The four random words this thread turns into elements [start, start + count) of `row`; count is 0 past the end.
-__device__ __forceinline__ Group draw(int rows, int size, u64 seed, u32 stream, const u32* step_pointer, u32 step, u32 first) {
+__device__ __forceinline__ Group draw(int rows, int size, COUNTER) {
     int groups = CEIL_DIV(size, 4);
     i64 index = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     Group group;
@@ -17,7 +20,10 @@ __device__ __forceinline__ Group draw(int rows, int size, u64 seed, u32 stream, 
     int c0 = (int)(index - group.row * groups);
     group.start = 4 * c0;
     group.count = group.row < rows ? min(4, size - group.start) : 0;
-    group.bits = philox(c0, first + (u32)group.row, step_pointer ? *step_pointer : step, stream, seed);
+    if (seed_pointer) seed = seed_pointer[0] | (u64)seed_pointer[1] << 32;
+    if (step_pointer) step = *step_pointer;
+    if (first_pointer) first = *first_pointer;
+    group.bits = philox(c0, first + (u32)group.row, step, stream, seed);
     return group;
 }
 
@@ -30,16 +36,16 @@ __device__ __forceinline__ void store(T* out, int size, const Group& group, T x0
     if (group.count > 3) p[3] = x3;
 }
 
-extern "C" __global__ void normal(float* out, int rows, int size, u64 seed, u32 stream, const u32* step_pointer, u32 step, u32 first) {
+extern "C" __global__ void normal(float* out, int rows, int size, COUNTER) {
     wait_for_previous();
-    Group group = draw(rows, size, seed, stream, step_pointer, step, first);
+    Group group = draw(rows, size, COUNTED);
     float2 a = to_normal(group.bits.x, group.bits.y), b = to_normal(group.bits.z, group.bits.w);
     store(out, size, group, a.x, a.y, b.x, b.y);
 }
 
-extern "C" __global__ void uniform(float* out, int rows, int size, u64 seed, u32 stream, const u32* step_pointer, u32 step, u32 first) {
+extern "C" __global__ void uniform(float* out, int rows, int size, COUNTER) {
     wait_for_previous();
-    Group group = draw(rows, size, seed, stream, step_pointer, step, first);
+    Group group = draw(rows, size, COUNTED);
     uint4 bits = group.bits;
     store(out, size, group, to_uniform(bits.x), to_uniform(bits.y), to_uniform(bits.z), to_uniform(bits.w));
 }
@@ -47,10 +53,9 @@ extern "C" __global__ void uniform(float* out, int rows, int size, u64 seed, u32
 // low + (bits * width >> 32), width at most 2^32.
 __device__ __forceinline__ int to_integer(u32 bits, int low, u64 width) { return (int)((u32)low + (u32)((bits * width) >> 32)); }
 
-extern "C" __global__ void randint(int* out, int rows, int size, u64 seed, u32 stream, const u32* step_pointer, u32 step, u32 first,
-                                   int low, u64 width) {
+extern "C" __global__ void randint(int* out, int rows, int size, COUNTER, int low, u64 width) {
     wait_for_previous();
-    Group group = draw(rows, size, seed, stream, step_pointer, step, first);
+    Group group = draw(rows, size, COUNTED);
     uint4 bits = group.bits;
     store(out, size, group, to_integer(bits.x, low, width), to_integer(bits.y, low, width), to_integer(bits.z, low, width),
           to_integer(bits.w, low, width));

@@ -35,7 +35,7 @@ class ImageNoise:
     """Standard normal noise for images `first`, `first + 1`, ...: each has its own stream (seed, image number).
 
     An image therefore does not depend on the batch that it is sampled in. Called with a step it gives the noise that a
-    stochastic sampler adds there.
+    stochastic sampler adds there; a captured sampler draws the same inside the step's graph, from `counters`.
     """
 
     def __init__(self, shape: Sequence[int], seed: int, first: int = 0, device: str = "cpu", dtype: Any = float32):
@@ -51,6 +51,24 @@ class ImageNoise:
     def _normal(self, stream: int, step: int) -> Tensor:
         return normal(self.shape, self.seed, stream, step, self.first, self.device, self.dtype)
 
+    def counters(self, steps: int) -> Tensor:
+        """uint32 (steps, 4): what `drawn` needs for each step, on the device."""
+        words = np.empty((steps, 4), np.uint32)
+        words[:] = self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF, 0, self.first & 0xFFFFFFFF
+        words[:, 2] = range(steps)
+        return Tensor(words, device=self.device)
+
+    @staticmethod
+    def drawn(counter: Tensor, x: Tensor) -> Tensor:
+        """The noise of one row of `counters`, like x."""
+        seed, step, first = (Tensor(counter.data[part]) for part in (slice(0, 2), slice(2, 3), slice(3, 4)))
+        return normal(x.shape, seed, Streams.CHURN, step, first, x.device, x.dtype)
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether `drawn` gives what this gives: not for a subclass, nor for noise that is not like x."""
+        like = self.shape == x.shape and self.device == x.device and np.dtype(self.dtype) == x.dtype
+        return like and type(self) is ImageNoise
+
 
 class Plan(NamedTuple):
     """What the host knows of a step: numbers that the device needs, and whether the step adds noise."""
@@ -62,15 +80,15 @@ class Plan(NamedTuple):
 class Sampler:
     """sampler(x, sigmas, labels, noise=, callback=) -> images. A subclass says what the host plans and the device does.
 
-    captured: each step is one CUDA graph, recorded in the second step of a shape and launched from then on; noise is
-    drawn before it, as `noise` may be any function, and copied in. The denoiser must then not read from the device (see
-    `cudiff.capture`), and what is returned, or shown to `callback`, is overwritten by the next step.
+    captured: each step is one CUDA graph, recorded in the second step of a shape and launched from then on. An
+    `ImageNoise` is drawn in it; what another `noise` returns is copied in. The denoiser must then not read from the
+    device (see `cudiff.capture`), and what is returned, or shown to `callback`, is overwritten by the next step.
     Raises CudiffError for sigmas that do not fall, and where a step adds noise and `noise` is missing.
     """
 
     def __init__(self, denoiser: Any, captured: bool = False):
         self.denoiser = denoiser
-        self._step: Any = capture(self.step, warmup=1, rehearse=True) if captured else self.step
+        self._step: Any = capture(self._drawn_step, warmup=1, rehearse=True) if captured else self._drawn_step
 
     def plan(self, sigmas: np.ndarray) -> list[Plan]:
         """Each step's plan. Steps with more numbers, or with noise, have a graph of their own."""
@@ -84,12 +102,22 @@ class Sampler:
     def __call__(self, x: Tensor, sigmas: Sequence[float] | np.ndarray, labels: Tensor | None = None, *,
                  noise: Noise | None = None, callback: Callback | None = None) -> Tensor:
         plans = self.plan(falling(sigmas))
+        noisy = any(plan.noisy for plan in plans)
+        counters = noise.counters(len(plans)) if noisy and isinstance(noise, ImageNoise) and noise.fits(x) else None
         for index, (numbers, plan) in enumerate(zip(_on_device(plans, x), plans, strict=True)):
-            drawn = _draw(noise, index) if plan.noisy else None
-            x, denoised = self._step(x, numbers, drawn, labels)
+            drawn = counter = None
+            if plan.noisy and counters is not None:
+                counter = Tensor(counters.data[index])
+            elif plan.noisy:
+                drawn = _draw(noise, index)
+            x, denoised = self._step(x, numbers, drawn, counter, labels)
             if callback is not None:
                 callback(index, x, denoised)
         return x
+
+    def _drawn_step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, counter: Tensor | None,
+                 labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self.step(x, numbers, noise if counter is None else ImageNoise.drawn(counter, x), labels)
 
 
 class Euler(Sampler):

@@ -77,12 +77,15 @@ class Fill(Function):
     differentiable = False
 
     @staticmethod
-    def forward_numpy(ctx, out, step_array, *, kind, seed, stream, step, first, low, width):
+    def forward_numpy(ctx, out, *words, kind, seed, stream, step, first, low, width):
         rows = out.shape[0] if out.ndim else 1
         size = out.size // max(rows, 1)
         if out.size == 0:
             return out
-        step = step if step_array is None else int(step_array[0])
+        seed, step, first = (
+            number if array is None else sum(int(word) << 32 * i for i, word in enumerate(array.view(np.uint32)))
+            for number, array in zip((seed, step, first), words, strict=True)
+        )
         bits = random_bits(rows, size, seed, stream, step, first)
         if kind == "randint":
             values = ((bits.astype(np.uint64) * np.uint64(width)) >> np.uint64(32)).astype(np.int64) + low
@@ -92,54 +95,60 @@ class Fill(Function):
         return out
 
     @staticmethod
-    def forward_cuda(ctx, out, step_array, *, kind, seed, stream, step, first, low, width):
+    def forward_cuda(ctx, out, *words, kind, seed, stream, step, first, low, width):
         rows = out.shape[0] if out.ndim else 1
         size = out.size // max(rows, 1)
         if out.size == 0:
             return out
-        args = [out, rows, size, np.uint64(seed & 0xFFFFFFFFFFFFFFFF), np.uint32(stream), step_array]
-        args += [np.uint32(step & 0xFFFFFFFF), np.uint32(first & 0xFFFFFFFF)]
+        seed_words, step_word, first_word = words
+        args = [out, rows, size, np.uint64(seed & 0xFFFFFFFFFFFFFFFF), seed_words, np.uint32(stream)]
+        args += [np.uint32(step & 0xFFFFFFFF), step_word, np.uint32(first & 0xFFFFFFFF), first_word]
         if kind == "randint":
             args += [low, np.uint64(width)]
         launch("random", kind, blocks(rows * blocks(size, 4), 256), 256, args)
         return out
 
 
-def _fill(kind: str, shape: Any, seed: int, stream: int, step: int | Tensor, first: int, device: str, dtype: Any,
+Number = int | Tensor
+
+
+def _fill(kind: str, shape: Any, seed: Number, stream: int, step: Number, first: Number, device: str, dtype: Any,
           low: int = 0, width: int = 0) -> Tensor:
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     dtype = np.dtype(dtype)
     if dtype != float32 and kind != "randint" and (device != "cpu" or dtype != np.float64):
         raise TypeError(f"{kind}() makes float32 (on the CPU also float64), not {dtype}")
-    step_tensor = step if isinstance(step, Tensor) else None
-    if step_tensor is not None and (step_tensor.size != 1 or step_tensor.dtype not in (int32, np.uint32)):
-        raise TypeError("a step tensor holds one int32 or uint32")
+    numbers, words = {}, []
+    for name, number, size in (("seed", seed, 2), ("step", step, 1), ("first", first, 1)):
+        tensor = number if isinstance(number, Tensor) else None
+        if tensor is not None and (tensor.shape != (size,) or tensor.dtype not in (int32, np.uint32)):
+            raise TypeError(f"a {name} tensor has shape ({size},) and dtype int32 or uint32")
+        numbers[name] = int(number) if tensor is None else 0
+        words.append(tensor)
     out = Tensor(array_module(device).empty(shape, dtype))
-    return Fill.apply(
-        out, step_tensor, kind=kind, seed=int(seed), stream=int(stream), first=int(first), low=low, width=width,
-        step=int(step) if step_tensor is None else 0,
-    )
+    return Fill.apply(out, *words, kind=kind, stream=int(stream), low=low, width=width, **numbers)
 
 
-def normal(shape: int | Sequence[int], seed: int, stream: int = Streams.NOISE, step: int | Tensor = 0, first: int = 0,
+def normal(shape: int | Sequence[int], seed: Number, stream: int = Streams.NOISE, step: Number = 0, first: Number = 0,
            device: str = "cpu", dtype: Any = float32) -> Tensor:
     """Standard normal numbers (Box-Muller); the backends agree to 1e-6.
 
     Row n of `shape[0]` is sample `first + n`: its numbers depend on (seed, stream, step, sample) alone, not on the
-    batch it is drawn in. seed: 64 bits; step: an int, or a one-element int32 Tensor on `device`, which the kernel
-    reads, so that a captured graph sees it move. dtype: float32; float64 too on the CPU.
+    batch it is drawn in. seed has 64 bits, step and first 32; each is an int, or an int32 or uint32 Tensor on `device`,
+    seed's (2,) with the low word first, the others' (1,), which the kernel reads: a captured graph sees it move.
+    dtype: float32; float64 too on the CPU.
     """
     return _fill("normal", shape, seed, stream, step, first, device, dtype)
 
 
-def uniform(shape: int | Sequence[int], seed: int, stream: int = Streams.NOISE, step: int | Tensor = 0, first: int = 0,
+def uniform(shape: int | Sequence[int], seed: Number, stream: int = Streams.NOISE, step: Number = 0, first: Number = 0,
             device: str = "cpu", dtype: Any = float32) -> Tensor:
     """Multiples of 2^-24 in [0, 1), bit-equal on both backends; arguments as for `normal`."""
     return _fill("uniform", shape, seed, stream, step, first, device, dtype)
 
 
-def randint(low: int, high: int, shape: int | Sequence[int], seed: int, stream: int = Streams.NOISE,
-            step: int | Tensor = 0, first: int = 0, device: str = "cpu") -> Tensor:
+def randint(low: int, high: int, shape: int | Sequence[int], seed: Number, stream: int = Streams.NOISE,
+            step: Number = 0, first: Number = 0, device: str = "cpu") -> Tensor:
     """int32 in [low, high), bit-equal on both backends; other arguments as for `normal`.
 
     low + (bits * (high - low) >> 32): for ranges below 2^16 the bias is under 2^-16 of each probability.

@@ -21,6 +21,7 @@ from cudiff.diffusion.samplers import (
 )
 from cudiff.diffusion.schedule import Schedule, karras_sigmas
 from cudiff.errors import CudiffError
+from cudiff.ops.random import normal
 from cudiff.tensor import grad_enabled
 
 MEAN, DEVIATION = 0.3, 0.5
@@ -147,6 +148,37 @@ def test_a_step_is_one_graph_and_gives_the_same_bits(make, device):
             np.testing.assert_array_equal(denoised_seen, denoised)
     if device == "cuda":
         assert captured.denoiser.calls < eager.denoiser.calls / 2
+
+
+def test_noise_is_drawn_in_the_graph(device, monkeypatch):
+    """Of images and seeds that change; what is no plain ImageNoise is called and copied in."""
+    drawn = []
+
+    def counting(*args):
+        drawn.append(args)
+        return normal(*args)
+
+    monkeypatch.setattr("cudiff.diffusion.samplers.normal", counting)
+
+    class Negative(ImageNoise):
+        def __call__(self, step):
+            return -super().__call__(step)
+
+    eager, captured = (Ancestral(gaussian, captured=flag) for flag in (False, True))
+    shape, sigmas = (4, 3, 3, 1), karras_sigmas(9)
+    images = []
+    for seed, first in ((2, 0), (2**63 + 7, 4), (2, 8)):
+        noise = ImageNoise(shape, seed, first, device)
+        images.append(captured(noise.start(80.0), sigmas, noise=noise).numpy())
+        assert np.array_equal(eager(noise.start(80.0), sigmas, noise=noise).numpy(), images[-1])
+    assert not np.allclose(images[0], images[2])
+    x = noise.start(80.0)
+    drawn.clear()
+    captured(x, sigmas, noise=noise)
+    assert len(drawn) == (0 if device == "cuda" else 8)
+    for other in (Negative(shape, 2, 8, device), lambda step: -noise(step)):
+        out = captured(x, sigmas, noise=other).numpy()
+        assert np.array_equal(eager(x, sigmas, noise=other).numpy(), out) and not np.allclose(out, images[2])
 
 
 @pytest.mark.parametrize("sampler", [Heun, Ancestral])

@@ -84,13 +84,20 @@ def test_seeds_steps_and_streams_differ(device):
     assert len(set(draws)) == len(draws)
 
 
-def test_step_tensor(device):
+def test_numbers_on_the_device(device):
+    """seed, step and first read by the kernel are as those given to it, in each kind of number."""
+    seed, step, first = 0x8BCDEF0123456789, 2**31 + 6, 2**32 - 1
+    words = np.array([seed & 0xFFFFFFFF, seed >> 32, step, first], np.uint32)
     for dtype in (np.int32, np.uint32):
-        step = Tensor(np.array([6], dtype), device=device)
-        a, b = normal((2, 3), 0, step=step, device=device), normal((2, 3), 0, step=6, device=device)
-        assert np.array_equal(a.numpy(), b.numpy())
-    with pytest.raises(TypeError, match="one int32"):
-        normal((2, 3), 0, step=Tensor(np.zeros(2, np.int32), device=device), device=device)
+        table = Tensor(words.view(dtype), device=device)
+        low_high, at, image = (Tensor(table.data[part]) for part in (slice(0, 2), slice(2, 3), slice(3, 4)))
+        for fill in (normal, uniform, lambda *args, **kwargs: randint(-9, 1000, *args, **kwargs)):
+            expected = fill((2, 3), seed, 5, step, first, device=device).numpy()
+            for read in ((low_high, at, image), (seed, at, first), (low_high, step, first), (seed, step, image)):
+                assert np.array_equal(fill((2, 3), read[0], 5, *read[1:], device=device).numpy(), expected)
+    for name, size in (("seed", 1), ("step", 2), ("first", 2)):
+        with pytest.raises(TypeError, match=f"a {name} tensor has shape"):
+            normal((2, 3), **{"seed": 0, name: Tensor(np.zeros(size, np.int32), device=device)}, device=device)
 
 
 def test_generator(device):
