@@ -9,8 +9,8 @@ import cudiff
 from cudiff.cuda.module import kernel_folder
 
 tree = Path(sys.argv[1])
-in_wheel = {path.name: path.read_bytes() for path in kernel_folder().glob("*.cu*")}
-in_tree = {path.name: path.read_bytes() for path in tree.glob("*.cu*")}
+in_wheel = {path.name: path.read_bytes() for path in kernel_folder().glob("*.[ct]*")}
+in_tree = {path.name: path.read_bytes() for path in tree.glob("*.[ct]*")}
 assert "site-packages" in str(kernel_folder()), f"the kernels come from {kernel_folder()}, not from the wheel"
 assert in_wheel == in_tree, f"the wheel's kernels differ from the tree's: {set(in_wheel) ^ set(in_tree)}"
 

@@ -1,4 +1,4 @@
-"""The command line: `cudiff demo | train | sample | eval | info | convert`, thin shells over the Python calls."""
+"""The command line: `cudiff demo | train | sample | eval | info | tune | convert`, thin shells over Python calls."""
 
 from __future__ import annotations
 
@@ -151,6 +151,13 @@ def _parser() -> argparse.ArgumentParser:
     info = command("info", _info, "say what hardware, versions and kernels are in use", "[CHECKPOINT]")
     info.add_argument("checkpoint", metavar="CHECKPOINT", nargs="?", help="also describe this one")
 
+    tune = command("tune", _tune, "measure which tiles of the kernels are the fastest for a model on this GPU",
+                   "[--preset NAME | --config FILE] [options]")
+    tune.epilog = "Defaults are those of cudiff train. Training and sampling take what was found from then on."
+    tune.add_argument("--images", type=_integers, default=[64], metavar="N,N,..",
+                      help="sampled at once, besides training's batches (default 64)")
+    add_arguments(tune)
+
     convert = command("convert", _convert, "bring weights from or to PyTorch's layout", "SOURCE TARGET [options]")
     convert.add_argument("source", metavar="SOURCE",
                          help=".pt or .safetensors in PyTorch's layout, unet.cu's .bin, or a checkpoint")
@@ -199,7 +206,6 @@ def _demo(options: argparse.Namespace) -> None:
 
 def _train(options: argparse.Namespace) -> None:
     from cudiff.checkpoint import find_checkpoint, load_checkpoint
-    from cudiff.data import load_dataset
     from cudiff.display import TrainingDisplay
     from cudiff.train import Trainer, check_free
 
@@ -217,11 +223,7 @@ def _train(options: argparse.Namespace) -> None:
     if resume is None or folder.resolve() != path.parent.resolve():
         check_free(folder)
     _check_device(config.device)
-    dataset = load_dataset(
-        config.data, image_size=config.image_size or None, channels=config.channels or None, skip_bad=config.skip_bad
-    )
-    if dataset.skipped:
-        _say(f"images that do not decode and are left out: {len(dataset.skipped)}, first {dataset.skipped[0]}")
+    dataset = _dataset(config)
     trainer = Trainer(config, dataset, folder, resume)
     place = {"cpu": "CPU", "cuda": "GPU"}[trainer.device]
     _say(
@@ -286,6 +288,20 @@ def _info(options: argparse.Namespace) -> None:
     console.print(table)
 
 
+def _tune(options: argparse.Namespace) -> None:
+    from cudiff.tune import table, tune
+
+    _check_device("cuda")
+    config = from_arguments(options)
+    dataset = _dataset(config)
+    with console.status("compiling") as status:
+        tuned = tune(
+            config, dataset, options.images,
+            lambda kernel, launches: status.update(f"measuring {kernel}: launch {launches:,}"),
+        )
+    console.print(table(tuned))
+
+
 def _convert(options: argparse.Namespace) -> None:
     from cudiff.pipeline import export_torch, import_torch
 
@@ -294,6 +310,17 @@ def _convert(options: argparse.Namespace) -> None:
     else:
         import_torch(options.source, options.target, from_arguments(options), options.key)
     _say(f"wrote {options.target}")
+
+
+def _dataset(config: Any) -> Any:
+    from cudiff.data import load_dataset
+
+    dataset = load_dataset(
+        config.data, image_size=config.image_size or None, channels=config.channels or None, skip_bad=config.skip_bad
+    )
+    if dataset.skipped:
+        _say(f"images that do not decode and are left out: {len(dataset.skipped)}, first {dataset.skipped[0]}")
+    return dataset
 
 
 def _load(options: argparse.Namespace) -> Any:

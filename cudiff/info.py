@@ -15,6 +15,7 @@ from cudiff.backend import cuda_status
 from cudiff.checkpoint import find_checkpoint, load_checkpoint
 from cudiff.config import Config
 from cudiff.cuda.module import cubin_folder, describe, kernel_folder
+from cudiff.cuda.tiles import listed
 
 
 def system_table() -> Table:
@@ -27,7 +28,7 @@ def system_table() -> Table:
         "CPU": f"{os.cpu_count()} cores",
         **{package: _version(package) for package in ("numpy", "ml_dtypes", "matplotlib")},
         "CUDA": "usable" if usable else f"not usable: {message}",
-        **(describe() if usable else {}),
+        **(describe() | {"tiles": listed()} if usable else {}),
         "kernels": f"{len(list(folder.glob('*.cu')))} files in {folder}",
         "compiled kernels": f"{len(list(cache.glob('*.cubin')))} in {cache}",
         "default device": "cuda" if usable else "cpu",

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.cuda import module, tensor_map
+from cudiff.cuda import module, tensor_map, tiles
 from cudiff.cuda.memory import Places
 
 
@@ -62,7 +62,10 @@ class Host(ModuleType):
         self.cuda = SimpleNamespace(
             get_current_stream=lambda: stream, Stream=lambda **options: stream, Event=lambda **options: None,
             Device=lambda device=0: SimpleNamespace(id=device, compute_capability="90", attributes=H200),
-            runtime=SimpleNamespace(getDevice=lambda: 0, memGetInfo=lambda: (1 << 36, 1 << 36)),
+            runtime=SimpleNamespace(
+                getDevice=lambda: 0, memGetInfo=lambda: (1 << 36, 1 << 36),
+                getDeviceProperties=lambda device: {"name": b"NVIDIA H200"},
+            ),
         )
 
     def empty(self, shape: Any, dtype: Any = np.float64) -> Array:
@@ -116,6 +119,7 @@ def forget() -> None:
     for loaded in loaded_modules():
         for value in vars(loaded).values():
             getattr(value, "cache_clear", lambda: None)()
+    tiles.forget()
 
 
 def pretend(monkeypatch: Any, hopper: bool) -> Host:

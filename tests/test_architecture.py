@@ -14,6 +14,7 @@ PACKAGE = ROOT / "cudiff"
 LAYERS = [
     {"cli", "__main__"},
     {"demo"},
+    {"tune"},
     {"train", "evaluate", "display", "info"},
     {"pipeline"},
     {"models", "diffusion", "optim", "data", "checkpoint", "convert", "config", "plot",

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import Array, bfloat16, cache_folder, float16, float32, get_cupy, int32, int64
-from cudiff.cuda.driver import Kernel
+from cudiff.cuda.driver import Kernel, multiprocessors
 from cudiff.errors import CudiffError
 from cudiff.tensor import Kept, Vacant
 
@@ -78,6 +78,13 @@ def architecture() -> str:
     """NVRTC's name for the current device's architecture; Hopper's own instructions need the `a`."""
     capability = get_cupy().cuda.Device().compute_capability
     return f"sm_{capability}a" if capability == "90" else f"sm_{capability}"
+
+
+@functools.cache
+def gpu_name() -> str:
+    """The current device's, such as "NVIDIA H200"."""
+    runtime = get_cupy().cuda.runtime
+    return runtime.getDeviceProperties(runtime.getDevice())["name"].decode()
 
 
 _CUDA_OF_DRIVER_530 = 12010
@@ -192,6 +199,11 @@ def compiling_ahead() -> Iterator[None]:
             _ahead.compile = None
 
 
+def compiles_ahead() -> bool:
+    """Whether this is inside such a block."""
+    return _ahead.compile is not None
+
+
 _kernels: dict[tuple, Kernel] = {}
 
 
@@ -271,12 +283,10 @@ def describe() -> dict[str, str]:
     facts = {"CuPy": cupy.__version__}
     major, minor = _nvrtc_version()
     facts["NVRTC"] = f"{major}.{minor}"
-    runtime = cupy.cuda.runtime
     version = _driver()
     facts["driver supports"] = f"CUDA {version // 1000}.{version % 1000 // 10}"
-    properties = runtime.getDeviceProperties(runtime.getDevice())
-    free, total = runtime.memGetInfo()
-    facts["GPU"] = f"{properties['name'].decode()}, {properties['multiProcessorCount']} multiprocessors"
+    free, total = cupy.cuda.runtime.memGetInfo()
+    facts["GPU"] = f"{gpu_name()}, {multiprocessors()} multiprocessors"
     facts["GPU memory"] = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
     facts["kernels compiled for"] = architecture()
     return facts

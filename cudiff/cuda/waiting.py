@@ -129,6 +129,16 @@ def together() -> contextlib.AbstractContextManager:
     return waiting() if _thread.waiting is None else contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Inside the block, nothing waits, and what waited before is left alone."""
+    before, _thread.waiting = _thread.waiting, None
+    try:
+        yield
+    finally:
+        _thread.waiting = before
+
+
 def submit(kind: Kind, job: Any, out: Array, reads: tuple[Array | None, ...] = (), held: int = 0,
            group: Hashable = None) -> None:
     """Have the job, which writes or adds to `out`, done with others of its kind and group; now where none may wait.

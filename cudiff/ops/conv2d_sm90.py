@@ -10,6 +10,7 @@ import numpy as np
 from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.module import blocks, empty, hopper, launch
 from cudiff.cuda.tensor_map import tensor_map
+from cudiff.cuda.tiles import Planner
 from cudiff.ops.gemm import MULTIPROCESSORS, Epilogue, address, aligned
 from cudiff.ops.shape import turned_cuda
 
@@ -108,10 +109,10 @@ def suits_skip(x: Array, weight: Array, out: Array, skip: Skip) -> bool:
 @functools.cache
 def _skip_gains(shape: tuple[int, ...], outputs: int, skip: int, itemsize: int, upsample: bool) -> bool:
     """Whether one launch is estimated to take no longer than two."""
-    path, kernel = (*full_strips(shape[:3], apart=False), skip), (3, 3)
-    apart = time(plan(shape, outputs, kernel, itemsize, 0, upsample), shape, kernel, itemsize)
-    apart += time(plan(path, outputs, (1, 1), itemsize), path, (1, 1), itemsize)
-    return time(plan(shape, outputs, kernel, itemsize, skip, upsample), shape, kernel, itemsize, skip) <= apart
+    path = (*full_strips(shape[:3], apart=False), skip)
+    apart = plan.estimate(shape, outputs, (3, 3), itemsize, 0, upsample)
+    apart += plan.estimate(path, outputs, (1, 1), itemsize, 0, False)
+    return plan.estimate(shape, outputs, (3, 3), itemsize, skip, upsample) <= apart
 
 
 class Norm(NamedTuple):
@@ -152,15 +153,18 @@ class Plan(NamedTuple):
     shared: int
 
 
-@functools.cache
-def plan(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int, skip: int = 0,
-         upsample: bool = False) -> Plan:
-    """The plan of the least estimated time for x of this shape, which is upsampled already, and so many channels of the
-    result and of a skip path."""
-    plans = [
+    @property
+    def choice(self) -> list[int]:
+        return [self.tile.pixels, self.cluster]
+
+
+def plans(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int, skip: int,
+          upsample: bool) -> list[Plan]:
+    """All for x of this shape, which is upsampled already, and so many channels of the result and of a skip path."""
+    fitted = (
         fit(tile, shape, outputs, kernel, itemsize, cluster, skip, upsample) for tile in TILES for cluster in CLUSTERS
-    ]
-    return min((p for p in plans if p is not None), key=lambda p: time(p, shape, kernel, itemsize, skip))
+    )
+    return [plan for plan in fitted if plan is not None]
 
 
 def tiles_of(shape: tuple[int, ...], rows: int) -> int:
@@ -220,8 +224,9 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
     return Plan(tile, cluster, rows, blocks(count, turns), slabs, weights, shared)
 
 
-def time(chosen: Plan, shape: tuple[int, ...], kernel: tuple[int, int], itemsize: int, skip: int = 0) -> float:
-    """Estimated microseconds."""
+def time(chosen: Plan, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int, skip: int,
+         upsample: bool) -> float:
+    """Estimated microseconds, as measured on an H200."""
     turns = blocks(shape[0] * tiles_of(shape, chosen.rows), chosen.blocks)
     own, skips = steps_of(shape[3], kernel, itemsize, skip)
     taps = max(
@@ -229,6 +234,9 @@ def time(chosen: Plan, shape: tuple[int, ...], kernel: tuple[int, int], itemsize
         for first, last in parts_of(own + skips, chosen.cluster)
     )
     return 3.4 + turns * (chosen.tile.turn + taps * chosen.tile.step) + (0.7 if chosen.cluster > 1 else 0.0)
+
+
+plan = Planner("conv2d_sm90", plans, time)
 
 
 def full_strips(images: tuple[int, ...], apart: bool) -> tuple[int, int, int]:
@@ -272,46 +280,49 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     if skip is not None:
         skip = skip._replace(weight=_as_dtype(skip.weight, x.dtype))
         skip_bias, skip_channels, skip_split = skip.bias, skip.weight.shape[3], skip.x.shape[3]
-    tile, cluster, rows, each, slabs, weights, shared = chosen or plan(
-        shape, outputs, kernel, x.dtype.itemsize, skip_channels, upsample
-    )
-    share = min(rows, tile.pixels // 8 // cluster)
-    pitch, result_box = pitch_of(kernel[1], upsample), (1, share, 8, chunk)
     addend = None if epilogue.addend is None else at_16_bytes(epilogue.addend)
-    read, read_box, affine, groups = (addend, None), result_box, (None,) * 6, 1
+    added, affine, groups = (addend, None), (None,) * 6, 1
     if norm is not None:
-        read, affine, groups, first_outputs = norm[1:3], norm[3:], norm.mean.shape[1], norm.x.shape[3]
-    if skip is not None:
-        read, read_box = skip[:2], (1, rows, 8, chunk)
+        added, affine, groups, first_outputs = norm[1:3], norm[3:], norm.mean.shape[1], norm.x.shape[3]
 
     def image(array: Array) -> Array:
         return array.reshape(n, height, columns, array.shape[-1])
 
-    def source(array: Array) -> np.ndarray:
-        if upsample:
-            return tensor_map(array, (1, 1, pitch // 2, 2, chunk), twice=True)
-        return tensor_map(image(array), (1, rows + kernel[0] - 1, pitch, chunk))
+    def run(chosen: Plan) -> Array | None:
+        tile, cluster, rows, each, slabs, weights, shared = chosen
+        pitch, result_box = pitch_of(kernel[1], upsample), (1, min(rows, tile.pixels // 8 // cluster), 8, chunk)
+        read, read_box = (added, result_box) if skip is None else (skip[:2], (1, rows, 8, chunk))
 
-    maps = (
-        tensor_map(image(out if array is None else array), array_box, operand=False)
-        for array, array_box in ((out, result_box), (out2, result_box), (read[0], read_box), (read[1], read_box))
-    )
-    weight_map = _weight_map(weight, chunk)
-    tiles = tiles_of(shape, rows) * cluster
-    partials = empty((n, tiles, outputs, 2), float32) if statistics or norm is not None else None
-    launch(
-        "conv2d_sm90", "conv2d_sm90", (each, blocks(outputs, CHANNELS), cluster), 384,
-        (
-            source(x), source(x if x2 is None else x2), weight_map, *maps,
-            weight_map if skip is None else _weight_map(skip.weight, chunk), epilogue.bias, skip_bias, epilogue.emb,
-            partials, *affine, n, height, columns, channels, outputs, kernel[1], skip_channels, rows, slabs, weights,
-            split, first_outputs, skip_split, groups,
-        ),
-        shared, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP", PIXELS=tile.pixels,
-        ADDS=int(addend is not None), STATISTICS=int(statistics), NORM=0 if norm is None else 1 if norm.silu else 2,
-        RELU=int(relu), SKIP=int(skip is not None), CLUSTER=cluster, UPSAMPLE=int(upsample),
-    )
-    return partials
+        def source(array: Array) -> np.ndarray:
+            if upsample:
+                return tensor_map(array, (1, 1, pitch // 2, 2, chunk), twice=True)
+            return tensor_map(image(array), (1, rows + kernel[0] - 1, pitch, chunk))
+
+        maps = (
+            tensor_map(image(out if array is None else array), array_box, operand=False)
+            for array, array_box in ((out, result_box), (out2, result_box), (read[0], read_box), (read[1], read_box))
+        )
+        weight_map = _weight_map(weight, chunk)
+        tiles = tiles_of(shape, rows) * cluster
+        partials = empty((n, tiles, outputs, 2), float32) if statistics or norm is not None else None
+        launch(
+            "conv2d_sm90", "conv2d_sm90", (each, blocks(outputs, CHANNELS), cluster), 384,
+            (
+                source(x), source(x if x2 is None else x2), weight_map, *maps,
+                weight_map if skip is None else _weight_map(skip.weight, chunk), epilogue.bias, skip_bias, epilogue.emb,
+                partials, *affine, n, height, columns, channels, outputs, kernel[1], skip_channels, rows, slabs,
+                weights, split, first_outputs, skip_split, groups,
+            ),
+            shared, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP", PIXELS=tile.pixels,
+            ADDS=int(addend is not None), STATISTICS=int(statistics), NORM=0 if norm is None else 1 if norm.silu else 2,
+            RELU=int(relu), SKIP=int(skip is not None), CLUSTER=cluster, UPSAMPLE=int(upsample),
+        )
+        return partials
+
+    if chosen is not None:
+        return run(chosen)
+    problem = shape, outputs, kernel, x.dtype.itemsize, skip_channels, upsample
+    return plan.run(problem, run, out if addend is out else None)
 
 
 def _weight_map(weight: Array, chunk: int) -> np.ndarray:

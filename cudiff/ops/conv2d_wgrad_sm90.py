@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.module import blocks, empty, launch
 from cudiff.cuda.sums import add_parts
 from cudiff.cuda.tensor_map import tensor_map
+from cudiff.cuda.tiles import Planner
 from cudiff.cuda.waiting import Kind, submit
 from cudiff.ops.conv2d_sm90 import BARRIER_BYTES, CHANNELS, CLUSTERS, LINE_BYTES, SHARED_BYTES, full_strips, keeps_size
 from cudiff.ops.gemm import MULTIPROCESSORS, address, aligned
@@ -75,6 +75,10 @@ class Plan(NamedTuple):
     stages: int
     shared: int
 
+    @property
+    def choice(self) -> list[int]:
+        return [self.taps, self.across, self.cluster, self.parts]
+
 
 class _Job(NamedTuple):
     """dweight (K, R, S, C) = or += the gradient from x (N, H, W, C), or x and x2, and dout (N, H, W, K)."""
@@ -101,18 +105,23 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: Plan | None 
         x, x2, dout = (None if array is None else array.reshape(*images, array.shape[3]) for array in (x, x2, dout))
     job = _Job(_whole(x), x2, _whole(dout), dweight, add)
     if chosen is not None:
-        _launch([job], chosen)
+        _launch_as(chosen, [job])
     else:
         held = sum(array.nbytes for array in job[:3] if array is not None)
         submit(_KIND, job, dweight, job[:3], held, (x.dtype, x.shape[:3], dout.shape[:3], dweight.shape[1:3]))
 
 
-def _launch(jobs: list[_Job], chosen: Plan | None = None) -> None:
+def _launch(jobs: list[_Job]) -> None:
     """Weights' gradients from images of one size, by one launch."""
+    images = jobs[0].dout.shape[:3]
+    problem = images, tuple(job.dweight.shape for job in jobs), jobs[0].x.shape[:3] != images
+    plan.run(problem, lambda chosen: _launch_as(chosen, jobs))
+
+
+def _launch_as(chosen: Plan, jobs: list[_Job]) -> None:
     images, kernel, dtype = jobs[0].dout.shape[:3], jobs[0].dweight.shape[1:3], jobs[0].x.dtype
     n, height, columns = images
     upsample = jobs[0].x.shape[:3] != images
-    chosen = chosen or plan(images, tuple(job.dweight.shape for job in jobs), upsample)
     taps, across, cluster, parts, rows, stages, shared = chosen
     width, sums = width_of(columns), parts // cluster
     box: tuple[int, ...] = (1, rows + kernel[0] - 1, width + taps - 1, CHANNELS)
@@ -157,14 +166,9 @@ def _blocks(weight: tuple[int, ...], taps: int, across: int) -> int:
     return blocks(outputs, CHANNELS) * blocks(channels, CHANNELS * across) * (kernel_columns // taps)
 
 
-@functools.cache
-def plan(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...], upsample: bool = False) -> Plan:
-    """The plan of the least estimated time for dout of this (N, H, W) and weights of these (K, R, S, C)."""
-    return min(plans(images, weights, upsample), key=lambda chosen: time(chosen, images, weights, upsample))
-
-
-def plans(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...], upsample: bool = False) -> Iterator[Plan]:
-    """Plans for them: with any number of parts whose blocks run at once, as far as there are any."""
+def plans(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...], upsample: bool) -> Iterator[Plan]:
+    """All for dout of this (N, H, W) and weights of these (K, R, S, C): with any number of parts whose blocks run at
+    once, as far as there are any."""
     n, height, columns = images
     kernel, channels = weights[0][1:3], max(weight[3] for weight in weights)
     for (taps, across), (cluster, room) in itertools.product(((3, 1), (1, 1), (1, 2), (1, 3)), CLUSTERS.items()):
@@ -177,8 +181,7 @@ def plans(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...], upsampl
             yield Plan(taps, across, cluster, parts, *fitted)
 
 
-def time(chosen: Plan, images: tuple[int, ...], weights: tuple[tuple[int, ...], ...],
-         upsample: bool = False) -> float:
+def time(chosen: Plan, images: tuple[int, ...], weights: tuple[tuple[int, ...], ...], upsample: bool) -> float:
     """Estimated microseconds, as measured on an H200."""
     n, height, columns = images
     kernel_rows = weights[0][1]
@@ -198,6 +201,9 @@ def time(chosen: Plan, images: tuple[int, ...], weights: tuple[tuple[int, ...], 
     if parts > cluster:  # a share of a launch that waits for others
         estimate += 1.5 + parts // cluster * sum(math.prod(weight) for weight in weights) * 4 / 2.2e6
     return estimate
+
+
+plan = Planner("conv2d_wgrad_sm90", plans, time)
 
 
 def fit(size: tuple[int, int], channels: int, kernel: tuple[int, ...], taps: int, across: int,

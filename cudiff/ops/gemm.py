@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.module import blocks, empty, launch
+from cudiff.cuda.tiles import Planner
 
 STAGES = 3
 LINE_BYTES = 128  # a tile's extent along k
@@ -42,40 +42,52 @@ class Plan(NamedTuple):
     splits: int
     k_tiles: int
 
+    @property
+    def choice(self) -> list[int]:
+        return [self.tile.rows, self.tile.columns, self.splits]
 
-@functools.cache
-def plan(rows: int, columns: int, depth: int, batches: int, itemsize: int, passes: int, aligned: bool) -> Plan:
-    """The tile and split of the least estimated time.
 
-    A multiprocessor does 1024/efficiency multiply-adds a clock and holds two blocks at least, so that a lone one
-    wastes a third; a split costs a launch (4000 clocks) and the traffic of its float32 partials (2400 bytes a clock).
+def plans(rows: int, columns: int, depth: int, batches: int, itemsize: int, passes: int,
+          aligned: bool) -> Iterator[Plan]:
+    """All for a product of (rows, depth) and (depth, columns).
+
     The largest tile spills registers where operands are split in two or read one by one.
     """
-    best, least = None, math.inf
     k_total = blocks(depth, LINE_BYTES // itemsize)
     for tile in TILES:
         large = tile.rows * tile.columns
         if (large > 128 * 64 and passes == 3) or (large > 64 * 64 and not aligned):
             continue
-        tiles = batches * blocks(rows, tile.rows) * blocks(columns, tile.columns)
         for target in (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32):
             k_tiles = blocks(k_total, target)
             splits = blocks(k_total, k_tiles)
             if splits > 1 and k_tiles < 4:
                 break
-            waves = max(1.5, blocks(tiles * splits, MULTIPROCESSORS))
-            time = waves * k_tiles * (LINE_BYTES // itemsize) * large / (1024 * tile.efficiency)
-            if splits > 1:
-                time += 4000 + 8 * splits * batches * rows * columns / 2400
-            if time < least:
-                best, least = Plan(tile, splits, k_tiles), time
-    assert best is not None
-    return best
+            yield Plan(tile, splits, k_tiles)
 
 
-def plan_for(dtype: np.dtype, size: tuple[int, int, int, int], tf32: bool, aligned: bool) -> Plan:
-    """The plan that `product` takes for operands of this dtype and of this size."""
-    return plan(*size, dtype.itemsize, _passes(dtype, tf32), aligned)
+def time(chosen: Plan, rows: int, columns: int, depth: int, batches: int, itemsize: int, passes: int,
+         aligned: bool) -> float:
+    """Estimated microseconds, at 1755 clocks each.
+
+    A multiprocessor does 1024/efficiency multiply-adds a clock and holds two blocks at least, so that a lone one
+    wastes a third; a split costs a launch (4000 clocks) and the traffic of its float32 partials (2400 bytes a clock).
+    """
+    tile, splits, k_tiles = chosen
+    tiles = batches * blocks(rows, tile.rows) * blocks(columns, tile.columns)
+    waves = max(1.5, blocks(tiles * splits, MULTIPROCESSORS))
+    clocks = waves * k_tiles * (LINE_BYTES // itemsize) * tile.rows * tile.columns / (1024 * tile.efficiency)
+    if splits > 1:
+        clocks += 4000 + 8 * splits * batches * rows * columns / 2400
+    return clocks / 1755
+
+
+plan = Planner("gemm", plans, time)
+
+
+def problem_of(dtype: np.dtype, size: tuple[int, int, int, int], tf32: bool, aligned: bool) -> tuple:
+    """What `plan` is asked for operands of this dtype, and (rows, columns, depth, batches)."""
+    return *size, dtype.itemsize, _passes(dtype, tf32), aligned
 
 
 def _passes(dtype: np.dtype, tf32: bool) -> int:
@@ -104,14 +116,20 @@ class Epilogue(NamedTuple):
 
 
 def product(stem: str, a: Array, b: Array, out: Array, pitch: int, dims: tuple, size: tuple[int, int, int, int],
-            epilogue: Epilogue, tf32: bool, **flags: Any) -> Array:
+            epilogue: Epilogue, tf32: bool, chosen: Plan | None = None, **flags: Any) -> Array:
     """Launch `kernels/<stem>.cu`, and the sum of its splits where the plan has any. Returns `out`.
 
     a and b have one dtype; out has rows of `pitch` elements; size = (rows, columns, depth, batches); `dims` are the
-    kernel's own arguments, `flags` its own constants.
+    kernel's own arguments, `flags` its own constants; `chosen` is the plan, where `plan` is not asked.
     """
+    if chosen is None:
+        problem = problem_of(a.dtype, size, tf32, flags["A_VEC"] and flags["B_VEC"])
+
+        def run(chosen: Plan) -> Array:
+            return product(stem, a, b, out, pitch, dims, size, epilogue, tf32, chosen, **flags)
+
+        return plan.run(problem, run, out if epilogue.addend is out else None)
     rows, columns, _, batches = size
-    chosen = plan_for(a.dtype, size, tf32, flags["A_VEC"] and flags["B_VEC"])
     tile = chosen.tile
     grid = (batches * blocks(rows, tile.rows) * blocks(columns, tile.columns), chosen.splits)
     shared = STAGES * (tile.rows + tile.columns) * LINE_BYTES

@@ -9,6 +9,7 @@ import cupy
 from cudiff import ops
 from cudiff.backend import float32
 from cudiff.config import PRESETS
+from cudiff.cuda.timing import graph_time
 from cudiff.models import build
 from cudiff.ops import conv2d_sm90
 from cudiff.ops.conv2d import dgrad_cuda
@@ -16,7 +17,7 @@ from cudiff.ops.gemm import Epilogue
 from cudiff.ops.group_norm import group_norm_backward_cuda, group_norm_forward_cuda
 from cudiff.optim import EMA, AdamW
 from cudiff.tensor import Tensor, no_grad
-from examples.benchmark.measure import Report, backward_of, ours, random_tensor
+from examples.benchmark.measure import Report, backward_of, random_tensor
 
 CONVOLUTIONS = [
     (64, 64, 64), (128, 64, 64), (192, 64, 64), (128, 128, 32), (320, 128, 32),
@@ -30,7 +31,7 @@ def limits(report: Report) -> None:
     """What this GPU can do: a copy of 1 GiB, and with PyTorch a product of 8192 x 8192 matrices by cuBLAS."""
     source = Tensor(cupy.random.random(1 << 28, dtype=cupy.float32))
     with no_grad():
-        time = ours(lambda: ops.negative(source), 4)
+        time = graph_time(lambda: ops.negative(source), 4)
     report.add("limit: copy", time, size=2 * source.data.nbytes, limit="copy")
     if report.torch:
         from examples.benchmark import opponents
@@ -47,9 +48,10 @@ def convolutions(report: Report) -> None:
         x, weight = random_tensor(32, size, size, c, grad=True), random_tensor(k, 3, 3, c, grad=True)
         bias = random_tensor(k, dtype=float32, grad=True)
         with no_grad():
-            forward = ours(lambda x=x, weight=weight, bias=bias: ops.conv2d(x, weight, bias, padding=1))
+            forward = graph_time(lambda x=x, weight=weight, bias=bias: ops.conv2d(x, weight, bias, padding=1))
         out = ops.conv2d(x, weight, bias, padding=1)
-        times = [forward, *(ours(backward_of(out, needs)) for needs in ((True, False, False), (False, True, False)))]
+        gradients = (True, False, False), (False, True, False)
+        times = [forward, *(graph_time(backward_of(out, needs)) for needs in gradients)]
         opponent: tuple = (None, None, None)
         if report.torch:
             from examples.benchmark import opponents
@@ -57,7 +59,7 @@ def convolutions(report: Report) -> None:
             opponent = opponents.convolution(c, k, size)
         for kind, time, other in zip(("fprop", "dgrad", "wgrad"), times, opponent, strict=True):
             report.add(f"conv3x3 {c}->{k}@{size} {kind}", time, other, flops=2 * 32 * size * size * c * k * 9)
-        time = ours(_dgrad_of_a_norm(x, weight, random_tensor(*out.shape)))
+        time = graph_time(_dgrad_of_a_norm(x, weight, random_tensor(*out.shape)))
         report.add(f"conv3x3 {c}->{k}@{size} dgrad of a norm", time, flops=2 * 32 * size * size * c * k * 9)
 
 
@@ -80,9 +82,9 @@ def group_norms(report: Report) -> None:
         x = random_tensor(32, size, size, c, grad=True)
         weight, bias = random_tensor(c, dtype=float32, grad=True), random_tensor(c, dtype=float32, grad=True)
         with no_grad():
-            forward = ours(lambda x=x, w=weight, b=bias: ops.group_norm(x, w, b, 32, silu=True))
+            forward = graph_time(lambda x=x, w=weight, b=bias: ops.group_norm(x, w, b, 32, silu=True))
         out = ops.group_norm(x, weight, bias, 32, silu=True)
-        backward = ours(backward_of(out, out._source[0].needs))
+        backward = graph_time(backward_of(out, out._source[0].needs))
         opponent: tuple = (None, None)
         if report.torch:
             from examples.benchmark import opponents
@@ -100,7 +102,7 @@ def _group_norm_with_sums(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[floa
     """Forward and backward between two convolutions: these give the sums, and want the output, once more in backward,
     and dx's sums. The weight's and bias's gradients, which all norms of a step add up in one launch, are left out."""
     parameters, dz = (weight.data, bias.data), random_tensor(*x.shape, dtype=x.dtype)
-    plan = conv2d_sm90.plan(x.shape, x.shape[-1], (3, 3), x.dtype.itemsize)
+    plan = conv2d_sm90.plan(x.shape, x.shape[-1], (3, 3), x.dtype.itemsize, 0, False)
     tiles = conv2d_sm90.tiles_of(x.shape, plan.rows) * plan.cluster
 
     def sums(a: Tensor, b: Tensor) -> cupy.ndarray:
@@ -121,7 +123,7 @@ def _group_norm_with_sums(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[floa
             sums={}, partials=given_dz,
         )
 
-    return ours(forward), ours(backward)
+    return graph_time(forward), graph_time(backward)
 
 
 def attentions(report: Report) -> None:
@@ -129,9 +131,9 @@ def attentions(report: Report) -> None:
         q, k, v = (random_tensor(n, tokens, heads, dim, grad=True) for _ in range(3))
         flops = 4 * n * heads * tokens * tokens * dim
         with no_grad():
-            forward = ours(lambda q=q, k=k, v=v: ops.attention(q, k, v), 10)
+            forward = graph_time(lambda q=q, k=k, v=v: ops.attention(q, k, v), 10)
         out = ops.attention(q, k, v)
-        backward = ours(backward_of(out, (True, True, True)), 10)
+        backward = graph_time(backward_of(out, (True, True, True)), 10)
         opponent: tuple = (None, None)
         if report.torch:
             from examples.benchmark import opponents
@@ -150,4 +152,4 @@ def optimiser(report: Report) -> None:
     net.flat.grad[...] = cupy.random.standard_normal(net.flat.size, dtype=cupy.float32)
     # The gradient's norm reads 4 bytes; AdamW reads p, g, m, v, ema and writes p, m, v, ema and two 16-bit copies.
     size = net.flat.size * (4 + 20 + 16 + 4)
-    report.add("AdamW + EMA + bf16 copies + norm", ours(optimizer.step, 5), size=size, limit="copy")
+    report.add("AdamW + EMA + bf16 copies + norm", graph_time(optimizer.step, 5), size=size, limit="copy")

@@ -6,7 +6,6 @@ A `Report` writes the rows of a section to a file, which the process that starte
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 
 from cudiff import ops
 from cudiff.backend import bfloat16
+from cudiff.cuda.timing import median_time
 from cudiff.tensor import Tensor
 
 
@@ -56,41 +56,12 @@ class Report:
                 file.write(line + "\n")
 
 
-def median_time(run: Callable[[], object], copies: int, repeats: int = 15) -> float:
-    """Median microseconds of one of the `copies` that `run` puts on the current stream."""
-    times = []
-    for _ in range(repeats):
-        start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-        start.record()
-        run()
-        stop.record()
-        stop.synchronize()
-        times.append(cupy.cuda.get_elapsed_time(start, stop) * 1000 / copies)
-    return statistics.median(times)
-
-
 def step_time(step: Callable[[], object], copies: int = 10, warmup: int = 5) -> float:
     """Microseconds of a step among others, as in training: the host prepares the next while the GPU runs one."""
     for _ in range(warmup):
         step()
     cupy.cuda.Device().synchronize()
     return median_time(lambda: [step() for _ in range(copies)], copies, 7)
-
-
-def ours(fn: Callable[[], object], copies: int = 20) -> float:
-    """Microseconds of `fn` inside a CUDA graph."""
-    stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
-    with cupy.cuda.using_allocator(pool.malloc), stream:
-        for _ in range(2):
-            results = [fn() for _ in range(copies)]
-        stream.synchronize()
-        stream.begin_capture()
-        results = [fn() for _ in range(copies)]
-        graph = stream.end_capture()
-        graph.launch(stream)
-        stream.synchronize()
-        assert len(results) == copies  # alive, so that no two calls share an output
-        return median_time(lambda: graph.launch(stream), copies)
 
 
 _rng = np.random.default_rng(0)

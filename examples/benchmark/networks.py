@@ -21,6 +21,7 @@ from cudiff import ops
 from cudiff.backend import Staging, float32
 from cudiff.config import PRESETS, Config
 from cudiff.cuda.graph import capture
+from cudiff.cuda.timing import graph_time
 from cudiff.data.dataset import Dataset
 from cudiff.models import build
 from cudiff.models.cnn import CNN
@@ -29,7 +30,7 @@ from cudiff.optim import SGD
 from cudiff.pipeline import Pipeline
 from cudiff.tensor import Tensor, no_grad
 from cudiff.train import Trainer
-from examples.benchmark.measure import Report, ours, random_tensor, step_time
+from examples.benchmark.measure import Report, random_tensor, step_time
 
 IMAGES = 512  # on the GPU, to draw batches from
 HOST_BATCHES = 4  # page-locked, copied to the GPU in turn
@@ -101,7 +102,7 @@ def forwards(report: Report) -> None:
         net.eval().flatten("cuda", trainable=False)
         x, t = random_tensor(batch, 64, 64, 3, dtype=float32), random_tensor(batch, dtype=float32)
         with no_grad():
-            time = ours(lambda net=net, x=x, t=t: net(x, t).data, 2)
+            time = graph_time(lambda net=net, x=x, t=t: net(x, t).data, 2)
         opponent = None
         if report.torch:
             from examples.benchmark import opponents

@@ -25,12 +25,13 @@ import cudiff
 from cudiff.backend import free_memory
 from cudiff.config import Config
 from cudiff.convert import to_torch
+from cudiff.cuda.timing import median_time
 from cudiff.models.cnn import CNN
 from cudiff.nn import Module
 from cudiff.ops.random import Streams
 from cudiff.train import Trainer
 from examples.benchmark import networks
-from examples.benchmark.measure import median_time, step_time
+from examples.benchmark.measure import step_time
 from tests.models import torch_unet
 
 TOLERANCE = {"bf16": 1e-2, "tf32": 2e-3, "fp32": 1e-4}  # of losses and of the norms of outputs, relative

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cudiff.cuda import module
+from cudiff.cuda.timing import graph_time
 from cudiff.tensor import Tensor
-from examples.benchmark.measure import ours
 
 
 class Launch(NamedTuple):
@@ -117,7 +117,7 @@ def profile(name: str, step: Callable[[], object], captured: float, limits: dict
     """
     launches = launches_of(step)
     times = {launch.key: launch for launch in launches}
-    spent = {key: ours(launch.run, 10) for key, launch in times.items()}
+    spent = {key: graph_time(launch.run, 10) for key, launch in times.items()}
     classes: dict[str, list[Launch]] = {}
     for launch in launches:
         classes.setdefault(launch.label, []).append(launch)

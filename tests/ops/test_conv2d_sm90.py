@@ -65,7 +65,7 @@ def test_against_numpy_and_the_portable_kernels(hopper, monkeypatch, rng, shape,
     assert leaves_sums()
     monkeypatch.setenv("CUDIFF_PORTABLE", "1")
     size = math.prod(shape[:3]), kernel[0], math.prod(kernel[1:]) * shape[3], 1
-    split = gemm.plan_for(arrays[0].dtype, size, tf32=True, aligned=True).splits > 1
+    split = gemm.plan(*gemm.problem_of(arrays[0].dtype, size, tf32=True, aligned=True)).splits > 1
     left = leaves_sums()
     assert not left if dtype == np.float32 else left or split or math.prod(shape[1:3]) % 64 > 0
 
@@ -316,12 +316,10 @@ def test_every_plan_fits(kernel, itemsize, skip, upsample):
     for height, width in SIZES:
         for channels, outputs in ((8, 136), (72, 64), (1000, 20000)):
             shape = (2, height, width, channels)
-            plans = [
-                conv2d_sm90.fit(tile, shape, outputs, kernel, itemsize, cluster, skip, upsample)
-                for tile in conv2d_sm90.TILES for cluster in conv2d_sm90.CLUSTERS
-            ]
-            assert conv2d_sm90.plan(shape, outputs, kernel, itemsize, skip, upsample) in plans
-            for tile, cluster, rows, each, slabs, weights, shared in filter(None, plans):
+            problem = shape, outputs, kernel, itemsize, skip, upsample
+            plans = conv2d_sm90.plans(*problem)
+            assert conv2d_sm90.plan(*problem) in plans
+            for tile, cluster, rows, each, slabs, weights, shared in plans:
                 chunk_of = [chunk for chunk in range(blocks(channels * itemsize, 128)) for _ in range(kernel[1])]
                 chunk_of += [chunk_of[-1] + 1 + chunk for chunk in range(-(-skip * itemsize // 128))]
                 steps = len(chunk_of)
@@ -350,9 +348,9 @@ def test_every_plan_fits(kernel, itemsize, skip, upsample):
 def test_a_skip_path_costs_less_than_a_launch_of_its_own(images, size, skip, outputs):
     """Of each residual block of the U-Net that is measured."""
     shape, image, kernel = (images, size, size, outputs), (1, images * size**2 // 8, 8, skip), (3, 3)
-    alone = conv2d_sm90.time(conv2d_sm90.plan(shape, outputs, kernel, 2), shape, kernel, 2)
-    path = conv2d_sm90.time(conv2d_sm90.plan(image, outputs, (1, 1), 2), image, (1, 1), 2)
-    both = conv2d_sm90.time(conv2d_sm90.plan(shape, outputs, kernel, 2, skip), shape, kernel, 2, skip)
+    alone = conv2d_sm90.plan.estimate(shape, outputs, kernel, 2, 0, False)
+    path = conv2d_sm90.plan.estimate(image, outputs, (1, 1), 2, 0, False)
+    both = conv2d_sm90.plan.estimate(shape, outputs, kernel, 2, skip, False)
     assert both < alone + path
 
 
@@ -397,8 +395,7 @@ def test_full_strips_are_no_slower(images):
         assert math.prod(strips) == math.prod(images)
         assert not apart or strips[0] == images[0]
         seconds = [
-            conv2d_sm90.time(conv2d_sm90.plan((*taken, 192), 576, (1, 1), 2), (*taken, 192), (1, 1), 2)
-            for taken in (strips, images)
+            conv2d_sm90.plan.estimate((*taken, 192), 576, (1, 1), 2, 0, False) for taken in (strips, images)
         ]
         assert seconds[0] <= seconds[1]
 

@@ -21,7 +21,7 @@ def test_wgrad_in_parts_adds_to_what_is_there(hopper, rng, outputs, channels, cl
     ops.conv2d(Tensor(x.astype(np.float64)), weight, padding=kernel[0] // 2).backward(dout.astype(np.float64))
     before = rng.standard_normal(weight.shape).astype(np.float32)
     operands = [Tensor(array, device="cuda").data for array in (x, dout)]
-    plans = conv2d_wgrad_sm90.plans((3, 48, columns), (weight.shape,))
+    plans = conv2d_wgrad_sm90.plans((3, 48, columns), (weight.shape,), upsample=False)
     cuts = {plan[:2]: plan._replace(cluster=cluster, parts=parts) for plan in plans}
     assert cuts
     for chosen in cuts.values():
@@ -105,7 +105,7 @@ def test_weight_gradients_wait_and_share_launches(hopper, rng, monkeypatch, size
 def test_a_launch_gives_the_same_bits_each_time(hopper, rng, taps, cluster):
     """Sums were once lost where they lay on barriers, in one of a hundred launches."""
     images, weights = (32, 8, 8), ((256, 3, 3, 192), *[(256, 3, 3, 256)] * 3)
-    plans = conv2d_wgrad_sm90.plans(images, weights)
+    plans = conv2d_wgrad_sm90.plans(images, weights, upsample=False)
     chosen = next(plan for plan in plans if plan.taps == taps)._replace(cluster=cluster, parts=cluster)
     jobs, first = [], []
     for weight in weights:

@@ -1,0 +1,40 @@
+"""How long work on the GPU takes, free of the host's time for its launches."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+from cudiff.backend import get_cupy
+from cudiff.cuda.waiting import apart
+
+
+def median_time(run: Callable[[], object], copies: int, repeats: int = 15) -> float:
+    """Median microseconds of one of the `copies` that `run` puts on the current stream."""
+    cuda, times = get_cupy().cuda, []
+    for _ in range(repeats):
+        start, stop = cuda.Event(), cuda.Event()
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        times.append(cuda.get_elapsed_time(start, stop) * 1000 / copies)
+    return statistics.median(times)
+
+
+def graph_time(fn: Callable[[], object], copies: int = 20, repeats: int = 15) -> float:
+    """Median microseconds of `fn` inside a CUDA graph of so many copies, whose results all have memory of their own."""
+    cuda = get_cupy().cuda
+    stream, pool = cuda.Stream(non_blocking=True), cuda.MemoryPool()
+    cuda.Device().synchronize()
+    with apart(), cuda.using_allocator(pool.malloc), stream:
+        for _ in range(2):
+            results = [fn() for _ in range(copies)]
+        stream.synchronize()
+        stream.begin_capture()
+        results = [fn() for _ in range(copies)]
+        graph = stream.end_capture()
+        graph.launch(stream)
+        stream.synchronize()
+        assert len(results) == copies  # alive, so that no two share an output
+        return median_time(lambda: graph.launch(stream), copies, repeats)

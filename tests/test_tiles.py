@@ -1,0 +1,200 @@
+"""Which plan a problem takes: lists, the rule, and what `cudiff tune` measures and writes."""
+
+import ast
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from cudiff import tune
+from cudiff.config import PRESETS
+from cudiff.cuda import tiles
+from cudiff.cuda.module import gpu_name, kernel_folder
+from cudiff.cuda.tiles import Planner, named, read, user_file
+from cudiff.data import Dataset
+from cudiff.errors import CudiffError
+from cudiff.ops import conv2d_sm90, conv2d_wgrad_sm90, gemm
+from tests.host import forget, pretend
+
+PLANNERS = {planner.kernel: planner for planner in (conv2d_sm90.plan, conv2d_wgrad_sm90.plan, gemm.plan)}
+
+
+class Cut(NamedTuple):
+    parts: int
+
+    @property
+    def choice(self):
+        return [self.parts]
+
+
+@pytest.fixture
+def planner(monkeypatch):
+    """Of a kernel that no list knows: by the rule 3 parts take least time, 1 twice as long, 7 four times."""
+    monkeypatch.setattr(tiles, "_planners", [])
+    cuts = [Cut(1), Cut(3), Cut(7)]
+    return Planner("kernel", lambda size, flag: cuts, lambda cut, size, flag: abs(cut.parts - 3) or 1)
+
+
+@pytest.fixture
+def listing(monkeypatch, tmp_path):
+    """Has cudiff take this machine for one with a GPU of that name, for which the user's file says this."""
+    monkeypatch.setenv("CUDIFF_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tiles, "cuda_status", lambda: (True, ""))
+    monkeypatch.setattr(tiles, "gpu_name", lambda: "Some GPU")
+
+    def write(text):
+        user_file().write_text(text)
+        tiles.forget()
+
+    tiles.forget()
+    yield write
+    monkeypatch.undo()
+    tiles.forget()
+
+
+def test_the_rule(planner):
+    assert planner(5, True) == Cut(3) and planner.estimate(5, True) == 1
+    assert planner.by_rule((5, True), count=9, margin=2) == [Cut(3), Cut(1)]
+    assert planner.by_rule((5, True), count=9, margin=4) == [Cut(3), Cut(1), Cut(7)]
+    assert planner.by_rule((5, True), count=2, margin=4) == [Cut(3), Cut(1)]
+
+
+def test_a_list_goes_before_the_rule(planner, listing):
+    listing('["Some GPU".kernel]\n"5, True" = [7]\n"6, True" = [8]\n\n["Another GPU".kernel]\n"7, True" = [1]\n')
+    assert planner(5, True) == Cut(7)
+    assert planner(6, True) == Cut(3), "there is no such plan"
+    assert planner(7, True) == Cut(3), "that is another GPU"
+    assert planner.estimate(5, True) == 1
+
+
+def test_the_users_file_goes_before_that_of_cudiff(planner, listing, monkeypatch, tmp_path):
+    monkeypatch.setattr(tiles, "kernel_folder", lambda: tmp_path / "kernels")
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "tiles.toml").write_text('["Some GPU".kernel]\n"5, True" = [7]\n"6, True" = [7]\n')
+    listing('["Some GPU".kernel]\n"5, True" = [1]\n')
+    assert planner(5, True) == Cut(1) and planner(6, True) == Cut(7)
+
+
+@pytest.mark.parametrize("text", [
+    "[", "a = 1", '["Some GPU"]\nkernel = 3', '["Some GPU".kernel]\n"5, True" = 7', "\udcff",
+])
+def test_a_damaged_file(planner, listing, text):
+    user_file().write_bytes(text.encode(errors="surrogateescape"))
+    tiles.forget()
+    with pytest.raises(CudiffError, match=r"tiles.toml.*delete it"):
+        planner(5, True)
+
+
+def test_without_a_gpu_nothing_is_listed(planner, listing, monkeypatch):
+    listing('["Some GPU".kernel]\n"5, True" = [7]\n')
+    monkeypatch.setattr(tiles, "cuda_status", lambda: (False, "none"))
+    assert planner(5, True) == Cut(3)
+
+
+def test_each_line_that_comes_with_cudiff_names_a_plan():
+    tables = read(kernel_folder() / "tiles.toml")
+    assert "NVIDIA H200" in tables
+    for kernels in tables.values():
+        for kernel, lines in kernels.items():
+            for name, choice in lines.items():
+                problem = ast.literal_eval(name)
+                assert named(problem) == name
+                assert choice in [plan.choice for plan in PLANNERS[kernel].plans(*problem)], f"{kernel}: {name}"
+
+
+@pytest.mark.parametrize("problem", [
+    ((32, 64, 64, 64), 64, (3, 3), 2, 0, False), ((8, 8, 8, 512), 256, (3, 3), 4, 72, True),
+])
+def test_plans_of_convolutions_differ_by_their_choice(problem):
+    plans = conv2d_sm90.plans(*problem)
+    assert len({tuple(plan.choice) for plan in plans}) == len(plans)
+
+
+def test_plans_of_products_differ_by_their_choice():
+    plans = set(gemm.plans(131072, 64, 576, 1, 2, 1, True))
+    assert len({tuple(plan.choice) for plan in plans}) == len(plans)
+
+
+def test_plans_of_weights_gradients_differ_by_their_choice():
+    plans = list(conv2d_wgrad_sm90.plans((32, 64, 64), ((64, 3, 3, 64), (64, 3, 3, 128)), False))
+    assert len({tuple(plan.choice) for plan in plans}) == len(plans)
+
+
+@pytest.fixture
+def host(monkeypatch, tmp_path):
+    """A stand-in for a GPU, on which the most channels of a tile, and the most parts, are the fastest."""
+    monkeypatch.setenv("CUDIFF_CACHE_DIR", str(tmp_path))
+    host = pretend(monkeypatch, hopper=True)
+    monkeypatch.setattr(tiles, "cuda_status", lambda: (True, ""))
+    monkeypatch.setattr(tune, "capture", lambda fn, **options: fn)
+
+    def graph_time(launch, **options):
+        before = len(host.launches)
+        launch()
+        assert len(host.launches) > before
+        return 1000 - sum(launch.args[0].choice)
+
+    monkeypatch.setattr(tune, "graph_time", graph_time)
+    yield host
+    monkeypatch.undo()
+    forget()
+
+
+def digits(config):
+    size = config.image_size
+    return Dataset(np.zeros((64, size, size, config.channels), np.uint8), np.arange(64) % config.num_classes, 10)
+
+
+def test_tune_writes_what_is_fastest_and_the_next_step_takes_it(host):
+    config = PRESETS["digits"].replace(precision="bf16", image_size=16, channels=1)
+    user_file().write_text('["Another GPU".gemm]\n"1" = [2]\n\n["NVIDIA H200".gemm]\n"3" = [4]\n')
+    told = []
+    tuned = tune.tune(config, digits(config), images=(), progress=lambda kernel, launches: told.append(launches))
+    lines = read(user_file())
+    assert lines.pop("Another GPU") == {"gemm": {"1": [2]}}
+    assert lines["NVIDIA H200"]["gemm"].pop("3") == [4]
+    kernels = lines.pop("NVIDIA H200")
+    assert not lines and {"conv2d_sm90", "conv2d_wgrad_sm90"} <= set(kernels)
+    assert sum(map(len, kernels.values())) == len(tuned)
+    assert told == list(range(1, sum(row.launches for row in tuned) + 1))
+    assert any(row.fastest[1] != row.before[1] for row in tuned)
+    for row in tuned:
+        plan = PLANNERS[row.kernel](*ast.literal_eval(row.problem))
+        assert plan.choice == row.fastest[1] == kernels[row.kernel][row.problem]
+        assert row.fastest[0] <= row.before[0]
+    again = tune.tune(config, digits(config), images=())
+    assert all(row.fastest[1] == row.before[1] for row in again)
+    shown = tune.table(tuned)
+    assert shown.row_count == 1 + sum(row.fastest[1] != row.before[1] for row in tuned)
+
+
+def test_a_gain_below_two_percent_is_none(host, monkeypatch):
+    monkeypatch.setattr(tune, "graph_time", lambda launch, **options: 100 - sum(launch.args[0].choice) / 1000)
+    config = PRESETS["digits"].replace(precision="bf16", image_size=16, channels=1)
+    assert all(row.fastest == row.before for row in tune.tune(config, digits(config), images=()))
+
+
+def test_bad_requests(host, monkeypatch):
+    config = PRESETS["digits"].replace(image_size=16, channels=1)
+    with pytest.raises(CudiffError, match="at least 1"):
+        tune.tune(config, digits(config), images=(4, 0))
+    user_file().write_text("[")
+    with pytest.raises(CudiffError, match="delete it"):
+        tune.tune(config, digits(config))
+
+
+@pytest.mark.gpu
+def test_tuning_a_small_model_on_a_gpu(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDIFF_CACHE_DIR", str(tmp_path))
+    config = PRESETS["digits"].replace(precision="bf16", image_size=16, channels=1, batch_size=8)
+    images = np.random.default_rng(0).integers(0, 256, (64, 16, 16, 1), dtype=np.uint8)
+    try:
+        tuned = tune.tune(config, Dataset(images, np.arange(64) % 10, 10), images=(4,))
+        lines = read(user_file())[gpu_name()]
+        assert tuned and sum(map(len, lines.values())) == len(tuned)
+        for row in tuned:
+            assert 1 < row.fastest[0] <= row.before[0]
+            assert PLANNERS[row.kernel](*ast.literal_eval(row.problem)).choice == lines[row.kernel][row.problem]
+    finally:
+        monkeypatch.undo()
+        tiles.forget()
