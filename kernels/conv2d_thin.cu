@@ -24,7 +24,7 @@
 // is chosen so that a thread's are neighbours in memory.
 // Launch: 256 threads, gridDim.x = N * ceil(H / rows) tiles of `rows` rows of an image; spread and wgrad gridDim.y = C / BN,
 // BN = 32 or 64, gather 1, with BN = C. Dynamic shared memory, by conv2d_thin.py: spread `copies_bytes`, gather
-// `products_bytes`, wgrad the larger of `rows_bytes` and `sums_bytes`.
+// `products_bytes`, wgrad the larger of `lines_bytes` and `sums_bytes`, with a `pitch` of lines as `line_pitch` says.
 #include "affine.cuh"
 #include "mma.cuh"
 
@@ -59,28 +59,6 @@ extern __shared__ __align__(16) u8 dynamic[];
 __device__ __forceinline__ T operand(T x) { return x; }
 template <typename U> __device__ __forceinline__ T operand(U x) { return from_float<T>(to_float(x)); }
 
-// Thin's rows under a tile's patches, zeros around the image, in shared memory: `copies` times.
-struct Patches {
-    T* lines;
-    int pitch, size;
-
-    __device__ __forceinline__ Patches(const THIN_T* thin, const Tile& tile, int H, int W, int copies)
-        : lines((T*)dynamic), pitch(CEIL_DIV((W + 2 * HALO) * THIN, 2) * 2), size((tile.rows + 2 * HALO) * pitch) {
-#pragma unroll 8
-        for (int i = threadIdx.x; i < size; i += THREADS) {
-            int row = tile.top + i / pitch - HALO, e = i % pitch - HALO * THIN;
-            bool inside = row >= 0 && row < H && e >= 0 && e < W * THIN;
-            T x = inside ? operand(thin[((i64)tile.n * H + row) * W * THIN + e]) : T{};
-            lines[i] = x;
-            if (copies > 1 && i > 0) lines[size + i - 1] = x;
-        }
-    }
-    // Number d of the patch of pixel (y, x) of the tile lies at corner(y, x) + offset(d).
-    __device__ __forceinline__ int corner(int y, int x) const { return y * pitch + x * THIN; }
-    __device__ __forceinline__ int offset(int d) const { return d / (R * THIN) * pitch + d % (R * THIN); }
-    __device__ __forceinline__ u32 bits(int place) const { return lines[place].bits; }
-};
-
 // A pixel of a tile, and those that follow at a fixed distance, without a division each.
 struct Walk {
     int y, x, down, across, W;
@@ -89,6 +67,56 @@ struct Walk {
         y += down, x += across;
         if (x >= W) x -= W, y++;
     }
+};
+
+// A number of thin's row `y` of the image, or zero around it: e = x * THIN + j.
+__device__ __forceinline__ T around(const THIN_T* image, int y, int e, int H, int W) {
+    return y >= 0 && y < H && e >= 0 && e < W * THIN ? operand(image[(i64)y * W * THIN + e]) : T{};
+}
+
+// Thin's rows under a tile's patches, zeros around the image, in shared memory: COPIES times.
+struct Patches {
+    T* lines;
+    int pitch, size;
+
+    __device__ __forceinline__ Patches(const THIN_T* thin, const Tile& tile, int H, int W)
+        : lines((T*)dynamic), pitch(CEIL_DIV((W + 2 * HALO) * THIN, 2) * 2), size((tile.rows + 2 * HALO) * pitch) {
+        thin += (i64)tile.n * H * W * THIN;
+        Walk walk(threadIdx.x, THREADS, pitch);
+#pragma unroll 8
+        for (int i = threadIdx.x; i < size; i += THREADS, walk.advance()) {
+            T x = around(thin, tile.top + walk.y - HALO, walk.x - HALO * THIN, H, W);
+            lines[i] = x;
+            if (COPIES > 1 && i > 0) lines[size + i - 1] = x;
+        }
+    }
+    // The patch of pixel (y, x) of the tile begins there; its numbers of row r a pitch further on.
+    __device__ __forceinline__ int corner(int y, int x) const { return y * pitch + x * THIN; }
+};
+
+// The same for wgrad: number d of the patches of the tile's row y, of one pixel after the other, as a line.
+struct Lines {
+    static constexpr int COUNT = R * THIN;  // of each row of thin: one for each column of the kernel and channel
+    T* lines;
+    int pitch;
+
+    __device__ __forceinline__ Lines(const THIN_T* thin, const Tile& tile, int H, int W, int width, int pitch)
+        : lines((T*)dynamic), pitch(pitch) {
+        thin += (i64)tile.n * H * W * THIN;
+        int across = (width + 2 * HALO) * THIN;
+        Walk walk(threadIdx.x, THREADS, across);
+#pragma unroll 4
+        for (int i = threadIdx.x; i < (tile.rows + 2 * HALO) * across; i += THREADS, walk.advance()) {
+            T number = around(thin, tile.top + walk.y - HALO, walk.x - HALO * THIN, H, W);
+            T* line = lines + (walk.y * COUNT + walk.x % THIN) * pitch;
+#pragma unroll
+            for (int s = 0; s < R; s++) {
+                int x = walk.x / THIN - s;
+                if (x >= 0 && x < width) line[s * THIN * pitch + x] = number;
+            }
+        }
+    }
+    __device__ __forceinline__ const T* line(int y, int d) const { return lines + (y * COUNT + d) * pitch; }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -111,7 +139,8 @@ spread(const THIN_T* thin, const T* weight, const float* bias, const float* emb,
     }
     for (int i = threadIdx.x; NORM && i < BN; i += THREADS) {
         int c = channel + i, group = tile.n * groups + c / (C / groups);
-        maps[i] = affine_of(Modulation(tile.n, c, C, norm_weight, norm_bias, scale, shift), mean[group], rstd[group]);
+        int of_pair = ((i / 32 * 4 + i % 8 / 2) * 4 + i % 32 / 8) * 2;  // side by side what a warp reads at one time
+        maps[of_pair + i % 2] = affine_of(Modulation(tile.n, c, C, norm_weight, norm_bias, scale, shift), mean[group], rstd[group]);
     }
     float constant[8] = {};
 #pragma unroll
@@ -128,7 +157,7 @@ spread(const THIN_T* thin, const T* weight, const float* bias, const float* emb,
         if (NORM && m < count) others[h] = load_pack(x + 8 * h * C);
     };
     fetch(0, first), fetch(1, first + 8);
-    Patches patches(thin, tile, H, W, COPIES);
+    Patches patches(thin, tile, H, W);
     __syncthreads();
 
     int offset[SPREAD_STEPS][2];  // in words
@@ -178,7 +207,7 @@ spread(const THIN_T* thin, const T* weight, const float* bias, const float* emb,
                 float2 v = make_float2(acc[j][2 * h], acc[j][2 * h + 1]), other;
                 if constexpr (NORM) {
                     other = make_float2(to_float(others[h].v[2 * j]), to_float(others[h].v[2 * j + 1]));
-                    float4 map = *(const float4*)(maps + own + 2 * j);
+                    float4 map = ((const float4*)maps)[(warp % PARTS * 4 + j) * 4 + t];
                     v.x *= silu_slope(fmaf(map.x, other.x, map.y)), v.y *= silu_slope(fmaf(map.z, other.y, map.w));
                     words[j] = pack_pair<T>(v.x, v.y);
                 } else {
@@ -282,55 +311,43 @@ gather(const T* wide, const T* weight, const float* bias, THIN_T* thin, Weight a
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-wgrad(const THIN_T* thin, const T* wide, float* partials, Weight at, int H, int W, int C, int rows) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1)  // with one block ptxas spills nothing for 7 channels
+wgrad(const THIN_T* thin, const T* wide, float* partials, Weight at, int H, int W, int C, int rows, int pitch) {
     wait_for_previous();
     constexpr int COLUMNS = 4;  // and as many channels of a thread: those of lane group g are g * COLUMNS and after
     struct __align__(8) Channels { u16 bits[COLUMNS]; };
     Tile tile(H, rows);
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, channel = blockIdx.y * BN;
-    int strip = warp / PARTS, part = warp % PARTS, count = tile.rows * W, step = STRIPS * 16;
-    int first = strip * 16 + t * 4;  // of this thread's pixels: so many, and the three after it
-    wide += (((i64)tile.n * H + tile.top) * W + first) * C + channel + part * 32 + g * COLUMNS;
+    int strip = warp / PARTS, part = warp % PARTS, width = CEIL_DIV(W, 4) * 4, count = tile.rows * width, step = STRIPS * 16;
+    int first = strip * 16 + t * 4;  // of this thread's pixels: so many, and the three after it in its row
+    wide += ((i64)tile.n * H + tile.top) * W * C + channel + part * 32 + g * COLUMNS;
     Channels pixels[2][4];
+    Walk ahead(first, step, width), walk = ahead;
     auto fetch = [&](Channels(&four)[4], int m) {
+        const T* pixel = wide + (ahead.y * W + ahead.x) * C;
 #pragma unroll
-        for (int i = 0; i < 4; i++) four[i] = m + i < count ? *(const Channels*)(wide + i * C) : Channels{};
-        wide += step * C;
+        for (int i = 0; i < 4; i++) four[i] = m < count && ahead.x + i < W ? *(const Channels*)(pixel + i * C) : Channels{};
+        ahead.advance();
     };
     fetch(pixels[0], first), fetch(pixels[1], first + step);
-    Patches patches(thin, tile, H, W, 1);
+    Lines lines(thin, tile, H, W, width, pitch);
     __syncthreads();
 
-    int offset[STEPS][2];
-#pragma unroll
-    for (int k = 0; k < STEPS; k++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) offset[k][h] = patches.offset(min(k * 16 + g + 8 * h, DEPTH - 1));
     float acc[STEPS][COLUMNS][4] = {};
-    Walk walk(first, step, W);
 #pragma unroll 2
     for (int m = first, turn = 0; m - t * 4 < count; m += step, turn ^= 1) {
         Channels(&pixel)[4] = pixels[turn];
-        int corner[4], y = walk.y, x = walk.x;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            corner[i] = patches.corner(min(y, tile.rows - 1), x);
-            if (++x == W) x = 0, y++;
-        }
-        walk.advance();
+        int y = min(walk.y, tile.rows - 1);
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
-            u32 a[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                int o = offset[k][i % 2], first = i / 2 * 2;
-                a[i] = patches.bits(corner[first] + o) | patches.bits(corner[first + 1] + o) << 16;
-            }
+            uint2 upper = *(const uint2*)(lines.line(y, min(k * 16 + g, DEPTH - 1)) + walk.x);
+            uint2 lower = *(const uint2*)(lines.line(y, min(k * 16 + g + 8, DEPTH - 1)) + walk.x);
+            u32 a[4] = {upper.x, lower.x, upper.y, lower.y};
 #pragma unroll
             for (int j = 0; j < COLUMNS; j++)
                 mma<T>(acc[k][j], a, pixel[0].bits[j] | (u32)pixel[1].bits[j] << 16, pixel[2].bits[j] | (u32)pixel[3].bits[j] << 16);
         }
+        walk.advance();
         fetch(pixel, m + 2 * step);
     }
     // The lower half of the strips adds what the upper half has, then the lower quarter, ...

@@ -74,14 +74,19 @@ def _sides(x: Array | Image, out: Array | Image) -> tuple[Array, Array]:
     return (x, out) if x.shape[3] < out.shape[3] else (out, x)
 
 
-def rows_bytes(rows: int, width: int, thin: int, taps: int) -> int:
-    """Thin's rows under a tile of so many, in pairs of 16 bits; `taps` is R."""
-    return 4 * (rows + taps - 1) * blocks((width + taps - 1) * thin, 2)
-
-
 def copies_bytes(rows: int, width: int, thin: int, taps: int) -> int:
-    """Those rows as often as spread has them."""
-    return rows_bytes(rows, width, thin, taps) * (1 + thin % 2)
+    """Thin's rows under a tile of so many, in pairs of 16 bits, as often as spread has them; `taps` is R."""
+    return 4 * (rows + taps - 1) * blocks((width + taps - 1) * thin, 2) * (1 + thin % 2)
+
+
+def line_pitch(width: int) -> int:
+    """Numbers from one of wgrad's lines to the next, which begin 8 of the 32 banks apart."""
+    return 2 * (32 * (blocks(blocks(width, 4) * 2 + 24, 32) - 1) + 8)
+
+
+def lines_bytes(rows: int, width: int, thin: int, taps: int) -> int:
+    """Lines of all numbers of the patches of a tile of so many rows."""
+    return 2 * (rows + taps - 1) * taps * thin * line_pitch(width)
 
 
 def products_bytes(rows: int, width: int, thin: int, taps: int) -> int:
@@ -137,7 +142,7 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool) -> None:
     thin, wide = _sides(x, dout)
     taps = dweight.shape[1]
     n, height, width, channels = wide.shape
-    rows, shared = _rows(n, height, lambda rows: rows_bytes(rows, width, thin.shape[3], taps))
+    rows, shared = _rows(n, height, lambda rows: lines_bytes(rows, width, thin.shape[3], taps))
     columns = _columns(channels)
     tiles = n * blocks(height, rows)
     partials = empty((tiles, dweight.shape[0], dweight.size // dweight.shape[0]), float32)
@@ -145,7 +150,7 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool) -> None:
     at = _weight(dweight.shape[3], taps, thin_last=thin is x, flipped=thin is dout)
     launch(
         "conv2d_thin", "wgrad", (tiles, channels // columns), THREADS,
-        (thin, wide, partials, at, height, width, channels, rows), shared,
+        (thin, wide, partials, at, height, width, channels, rows, line_pitch(width)), shared,
         T=wide.dtype, THIN_T=thin.dtype, R=taps, THIN=thin.shape[3], BN=columns, MOMENTS=0, NORM=0,
     )
     add_parts(partials, dweight, add)

@@ -171,6 +171,12 @@ def test_where_the_kernel_finds_the_weight(shape, flipped):
 
 @pytest.mark.parametrize("n, size, thin", [(1, 64, 3), (32, 64, 3), (264, 64, 7), (400, 224, 3)])
 def test_a_tile_fits_in_shared_memory(n, size, thin):
-    for bytes_of in (conv2d_thin.rows_bytes, conv2d_thin.copies_bytes, conv2d_thin.products_bytes):
+    for bytes_of in (conv2d_thin.lines_bytes, conv2d_thin.copies_bytes, conv2d_thin.products_bytes):
         rows, shared = conv2d_thin._rows(n, size, lambda rows, of=bytes_of: of(rows, size, thin, 3))
         assert 0 < rows <= size and shared == bytes_of(rows, size, thin, 3) <= conv2d_thin.SHARED_BYTES
+
+
+@pytest.mark.parametrize("width", [1, 4, 15, 16, 17, 28, 64, 65, 80, 81, 252])
+def test_lines_begin_in_other_banks(width):
+    words = conv2d_thin.line_pitch(width) // 2
+    assert words % 32 == 8 and 0 <= 2 * words - 4 * -(-width // 4) < 64
