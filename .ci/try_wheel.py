@@ -9,6 +9,7 @@ import cudiff
 from cudiff.cuda.module import kernel_folder
 
 tree = Path(sys.argv[1])
+# .cu, .cuh, .toml
 in_wheel = {path.name: path.read_bytes() for path in kernel_folder().glob("*.[ct]*")}
 in_tree = {path.name: path.read_bytes() for path in tree.glob("*.[ct]*")}
 assert "site-packages" in str(kernel_folder()), f"the kernels come from {kernel_folder()}, not from the wheel"

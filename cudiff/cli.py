@@ -153,8 +153,11 @@ def _parser() -> argparse.ArgumentParser:
 
     tune = command("tune", _tune, "measure which tiles of the kernels are the fastest for a model on this GPU",
                    "[--preset NAME | --config FILE] [options]")
-    tune.epilog = "Defaults are those of cudiff train. Training and sampling take what was found from then on."
-    tune.add_argument("--images", type=_integers, default=[64], metavar="N,N,..",
+    tune.epilog = (
+        "Defaults are those of cudiff train; --device, --capture and --validation change nothing here. What is found "
+        "is kept in the user's cache, and training and sampling take it from then on."
+    )
+    tune.add_argument("--images", type=_counts, default=[64], metavar="N,N,..",
                       help="sampled at once, besides training's batches (default 64)")
     add_arguments(tune)
 
@@ -196,6 +199,13 @@ def _integers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number or a list such as 0,1,2") from None
+
+
+def _counts(text: str) -> list[int]:
+    counts = _integers(text)
+    if min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of 1 or more, or a list such as 1,16,64")
+    return counts
 
 
 def _demo(options: argparse.Namespace) -> None:

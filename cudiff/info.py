@@ -15,7 +15,8 @@ from cudiff.backend import cuda_status
 from cudiff.checkpoint import find_checkpoint, load_checkpoint
 from cudiff.config import Config
 from cudiff.cuda.module import cubin_folder, describe, kernel_folder
-from cudiff.cuda.tiles import listed
+from cudiff.cuda.tiles import summary
+from cudiff.errors import CudiffError
 
 
 def system_table() -> Table:
@@ -28,7 +29,7 @@ def system_table() -> Table:
         "CPU": f"{os.cpu_count()} cores",
         **{package: _version(package) for package in ("numpy", "ml_dtypes", "matplotlib")},
         "CUDA": "usable" if usable else f"not usable: {message}",
-        **(describe() | {"tiles": listed()} if usable else {}),
+        **(describe() | {"tiles": _tiles()} if usable else {}),
         "kernels": f"{len(list(folder.glob('*.cu')))} files in {folder}",
         "compiled kernels": f"{len(list(cache.glob('*.cubin')))} in {cache}",
         "default device": "cuda" if usable else "cpu",
@@ -37,6 +38,13 @@ def system_table() -> Table:
     for name, fact in facts.items():
         table.add_row(name, Text(fact, style="yellow" if fact.startswith("not ") else ""))
     return table
+
+
+def _tiles() -> str:
+    try:
+        return summary()
+    except CudiffError as error:
+        return f"not usable: {error}"
 
 
 def checkpoint_table(path: str | os.PathLike) -> Table:

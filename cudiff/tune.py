@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from cudiff.backend import Array, get_cupy
 from cudiff.config import Config
 from cudiff.cuda.graph import capture
 from cudiff.cuda.module import compiles_ahead, gpu_name
-from cudiff.cuda.tiles import Planner, forget, named, read, user_file, watched
+from cudiff.cuda.tiles import Lines, Planner, forget, name_of, read, user_file, watched
 from cudiff.cuda.timing import graph_time
 from cudiff.data import Dataset
 from cudiff.errors import CudiffError
@@ -24,7 +25,7 @@ from cudiff.train import Trainer
 
 STEPS = 20  # of training before anything is measured: at first most gradients are 0, on which a GPU is faster
 PLANS, MARGIN = 12, 1.5  # of a problem that are measured: so many, and estimates up to so many times the least
-GAIN = 0.98  # of the time that the plan takes which was used before: less makes another plan the choice
+GAIN = 0.98  # another plan is listed only if it takes less than this share of the time of the one used before
 
 Progress = Callable[[str, int], None]
 
@@ -48,28 +49,32 @@ class _Watch:
         self.progress = progress
         self.times: dict[tuple[Planner, tuple], list[dict[Any, float]]] = {}
 
-    def __call__(self, planner: Planner, problem: tuple, launch: Callable[[Any], Any], added_to: Array | None) -> None:
-        plans = dict.fromkeys([planner(*problem), *planner.by_rule(problem, PLANS, MARGIN)])
+    def __call__(self, planner: Planner, problem: tuple, launch: Callable[[Any], Any], added_to: Sequence[Array],
+                 leaves: Callable[[Any], Any]) -> None:
+        current = planner(*problem)
+        near = planner.by_rule(*problem, count=PLANS, margin=MARGIN)
+        plans = [current, *(plan for plan in near if plan != current and leaves(plan) == leaves(current))]
         if compiles_ahead():
             for plan in plans:
                 launch(plan)
             return
-        before = None if added_to is None else added_to.copy()
+        before = [array.copy() for array in added_to]
         times = {plan: graph_time(functools.partial(launch, plan), copies=10, repeats=5) for plan in plans}
-        if added_to is not None:
-            added_to[...] = before
+        for array, values in zip(added_to, before, strict=True):
+            array[...] = values
         self.times.setdefault((planner, problem), []).append(times)
         self.progress(planner.kernel, sum(map(len, self.times.values())))
 
     def tuned(self) -> list[Tuned]:
         found = []
         for (planner, problem), launches in self.times.items():
-            totals = {plan: sum(times[plan] for times in launches) for plan in launches[0]}
+            of_all = [plan for plan in launches[0] if all(plan in times for times in launches)]
+            totals = {plan: sum(times[plan] for times in launches) for plan in of_all}
             before = planner(*problem)
             least = min(totals, key=totals.__getitem__)
             best = least if totals[least] < GAIN * totals[before] else before
             found.append(Tuned(
-                planner.kernel, named(problem), len(launches), (totals[before], before.choice),
+                planner.kernel, name_of(problem), len(launches), (totals[before], before.choice),
                 (totals[best], best.choice),
             ))
         return found
@@ -81,12 +86,13 @@ def tune(config: Config, dataset: Dataset, images: Sequence[int] = (64,),
 
     The choices go to `user_file()`, beside what it says of other problems and GPUs; this process takes them too. They
     change the order in which sums are made, so that results differ in their last bits. `progress(kernel, launches)` is
-    told of each launch. Raises CudiffError where there is no GPU and where the file cannot be read or written.
+    told of each launch. Raises CudiffError where there is no GPU, for images that are no whole numbers from 1 on, and
+    where the file cannot be read or written.
     """
     get_cupy()
-    if min(images, default=1) < 1:
-        raise CudiffError("images to be sampled at once are at least 1")
-    tables = read(user_file())
+    if any(not isinstance(count, int) or count < 1 for count in images):
+        raise CudiffError(f"images are sampled 1 or more at once: give whole numbers, not {list(images)}")
+    _write(read(user_file()))  # whatever stands in the way is said before anything is measured
     watch = _Watch(progress)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(config.replace(device="cuda", validation=0, capture=True), dataset, Path(folder) / "run")
@@ -99,27 +105,33 @@ def tune(config: Config, dataset: Dataset, images: Sequence[int] = (64,),
             for count in images:
                 trainer.preview.sample(count, steps=1, batch_size=count)
     tuned = watch.tuned()
+    tables = read(user_file())
     for row in tuned:
         tables.setdefault(gpu_name(), {}).setdefault(row.kernel, {})[row.problem] = row.fastest[1]
-    with replacing(user_file()) as file:
-        file.write(_as_toml(tables).encode())
+    _write(tables)
     forget()
     return tuned
 
 
-def _as_toml(tables: dict[str, dict[str, dict[str, list[int]]]]) -> str:
+def _write(tables: dict[str, dict[str, Lines]]) -> None:
     text = "# Which plan a kernel takes for a problem (see cudiff/cuda/tiles.py), as cudiff tune has measured it.\n"
     for gpu in sorted(tables):
         for kernel, lines in sorted(tables[gpu].items()):
-            text += f'\n["{gpu}".{kernel}]\n' + "".join(f'"{name}" = {lines[name]}\n' for name in sorted(lines))
-    return text
+            text += f"\n[{json.dumps(gpu)}.{kernel}]\n"
+            text += "".join(f"{json.dumps(name)} = {lines[name]}\n" for name in sorted(lines))
+    try:
+        with replacing(user_file()) as file:
+            file.write(text.encode())
+    except CudiffError as error:
+        raise CudiffError(f"{error} by the environment's CUDIFF_CACHE_DIR") from None
 
 
 def table(tuned: Sequence[Tuned]) -> Table:
     """A rich table of the problems that have a faster plan now, and of the time of all."""
     shown = Table(caption=f"µs of all launches together, each alone in a graph; choices in {user_file()}")
     for column in ("kernel", "problem", "launches", "before", "µs", "now", "µs"):
-        shown.add_column(column, justify="right" if column in ("launches", "µs") else "left")
+        number = column in ("launches", "µs")
+        shown.add_column(column, justify="right" if number else "left", no_wrap=number or column == "kernel")
     for row in tuned:
         (before, old), (now, new) = row.before, row.fastest
         if new != old:

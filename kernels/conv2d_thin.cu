@@ -94,7 +94,7 @@ struct Patches {
     __device__ __forceinline__ int corner(int y, int x) const { return y * pitch + x * THIN; }
 };
 
-// The same for wgrad: number d of the patches of the tile's row y, of one pixel after the other, as a line.
+// The same for wgrad: a line holds number d of the patches of the pixels of a row y of the tile, one after the other.
 struct Lines {
     static constexpr int COUNT = R * THIN;  // of each row of thin: one for each column of the kernel and channel
     T* lines;
@@ -311,7 +311,7 @@ gather(const T* wide, const T* weight, const float* bias, THIN_T* thin, Weight a
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)  // with one block ptxas spills nothing for 7 channels
+extern "C" __global__ void __launch_bounds__(THREADS, THIN < 6 ? 2 : 1)  // for two blocks, 7 channels spill on sm_90a
 wgrad(const THIN_T* thin, const T* wide, float* partials, Weight at, int H, int W, int C, int rows, int pitch) {
     wait_for_previous();
     constexpr int COLUMNS = 4;  // and as many channels of a thread: those of lane group g are g * COLUMNS and after

@@ -1,19 +1,22 @@
 """Which plan a problem takes: lists, the rule, and what `cudiff tune` measures and writes."""
 
 import ast
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from cudiff import tune
+from cudiff import info, tune
+from cudiff.cli import main
 from cudiff.config import PRESETS
 from cudiff.cuda import tiles
 from cudiff.cuda.module import gpu_name, kernel_folder
-from cudiff.cuda.tiles import Planner, named, read, user_file
+from cudiff.cuda.tiles import Planner, name_of, read, user_file
 from cudiff.data import Dataset
 from cudiff.errors import CudiffError
 from cudiff.ops import conv2d_sm90, conv2d_wgrad_sm90, gemm
+from cudiff.train import Trainer
 from tests.host import forget, pretend
 
 PLANNERS = {planner.kernel: planner for planner in (conv2d_sm90.plan, conv2d_wgrad_sm90.plan, gemm.plan)}
@@ -54,9 +57,9 @@ def listing(monkeypatch, tmp_path):
 
 def test_the_rule(planner):
     assert planner(5, True) == Cut(3) and planner.estimate(5, True) == 1
-    assert planner.by_rule((5, True), count=9, margin=2) == [Cut(3), Cut(1)]
-    assert planner.by_rule((5, True), count=9, margin=4) == [Cut(3), Cut(1), Cut(7)]
-    assert planner.by_rule((5, True), count=2, margin=4) == [Cut(3), Cut(1)]
+    assert planner.by_rule(5, True, count=9, margin=2) == [Cut(3), Cut(1)]
+    assert planner.by_rule(5, True, count=9, margin=4) == [Cut(3), Cut(1), Cut(7)]
+    assert planner.by_rule(5, True, count=2, margin=4) == [Cut(3), Cut(1)]
 
 
 def test_a_list_goes_before_the_rule(planner, listing):
@@ -76,13 +79,29 @@ def test_the_users_file_goes_before_that_of_cudiff(planner, listing, monkeypatch
 
 
 @pytest.mark.parametrize("text", [
-    "[", "a = 1", '["Some GPU"]\nkernel = 3', '["Some GPU".kernel]\n"5, True" = 7', "\udcff",
+    "[", "a = 1", '["Some GPU"]\nkernel = 3', '["Some GPU".kernel]\n"5, True" = 7', "\udcff", "a = " + 3000 * "[",
+    *(f'["Some GPU".kernel]\n"5, True" = [{choice}]' for choice in ('"7"', "7.0", "true", "[7]")),
 ])
 def test_a_damaged_file(planner, listing, text):
     user_file().write_bytes(text.encode(errors="surrogateescape"))
     tiles.forget()
     with pytest.raises(CudiffError, match=r"tiles.toml.*delete it"):
         planner(5, True)
+    assert info._tiles().startswith("not usable: cannot use")
+
+
+def test_a_file_with_a_byte_order_mark(planner, listing):
+    listing('\ufeff["Some GPU".kernel]\n"5, True" = [7]\n')
+    assert planner(5, True) == Cut(7) and info._tiles() == "1 measured for this GPU"
+
+
+@pytest.mark.parametrize("error", [PermissionError, NotADirectoryError, FileNotFoundError])
+def test_what_cannot_be_reached_lists_nothing(planner, listing, monkeypatch, error):
+    def refuse(path, **options):
+        raise error(13, "refused", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert planner(5, True) == Cut(3)
 
 
 def test_without_a_gpu_nothing_is_listed(planner, listing, monkeypatch):
@@ -98,7 +117,7 @@ def test_each_line_that_comes_with_cudiff_names_a_plan():
         for kernel, lines in kernels.items():
             for name, choice in lines.items():
                 problem = ast.literal_eval(name)
-                assert named(problem) == name
+                assert name_of(problem) == name
                 assert choice in [plan.choice for plan in PLANNERS[kernel].plans(*problem)], f"{kernel}: {name}"
 
 
@@ -174,13 +193,90 @@ def test_a_gain_below_two_percent_is_none(host, monkeypatch):
     assert all(row.fastest == row.before for row in tune.tune(config, digits(config), images=()))
 
 
+def test_what_is_added_to_is_as_before(planner, monkeypatch):
+    total = np.array([1.0, np.inf])
+    monkeypatch.setattr(tune, "graph_time", lambda launch, **options: launch() or 1.0)
+
+    def add(cut):
+        total[...] += cut.parts
+
+    watch = tune._Watch(lambda kernel, launches: None)
+    with tiles.watched(watch):
+        planner.run((5, True), add, [total])
+    assert total[0] == 1 + 3 and np.isinf(total[1])
+    assert watch.times == {(planner, (5, True)): [{Cut(3): 1.0}]}, "the others are estimated to take twice as long"
+
+
+def test_weights_gradients_say_what_they_add_to(host, tmp_path):
+    added = []
+    config = PRESETS["digits"].replace(
+        precision="bf16", image_size=16, channels=1, accumulate=2, device="cuda", validation=0, capture=False
+    )
+    step = Trainer(config, digits(config), tmp_path / "run").train_step
+    with tiles.watched(lambda planner, problem, launch, to, leaves: added.append((planner.kernel, len(to)))):
+        step()
+    counts = [count for kernel, count in added if kernel == "conv2d_wgrad_sm90"]
+    half = len(counts) // 2
+    assert counts[:half] == [0] * half and sum(counts[half:]) > 20
+
+
+def test_plans_that_leave_no_sums_for_a_norm_are_not_compared_with_those_that_do(monkeypatch, tmp_path):
+    """Of the portable convolutions: where the depth is cut, group norm would need a pass of its own."""
+    monkeypatch.setenv("CUDIFF_CACHE_DIR", str(tmp_path))
+    pretend(monkeypatch, hopper=False)
+    monkeypatch.setattr(tiles, "cuda_status", lambda: (True, ""))
+    monkeypatch.setattr(tune, "capture", lambda fn, **options: fn)
+    monkeypatch.setattr(tune, "graph_time", lambda launch, **options: 1000 - sum(launch.args[0].choice))
+    compared = []
+    original = tune._Watch.__call__
+
+    def call(watch, planner, problem, launch, added_to, leaves):
+        original(watch, planner, problem, launch, added_to, leaves)
+        compared.append({leaves(plan) for plan in watch.times[planner, problem][-1]})
+
+    monkeypatch.setattr(tune._Watch, "__call__", call)
+    try:
+        config = PRESETS["digits"].replace(precision="bf16", image_size=16, channels=1)
+        tune.tune(config, digits(config), images=())
+    finally:
+        monkeypatch.undo()
+        forget()
+    assert all(len(left) == 1 for left in compared) and {True} in compared and {False} in compared
+
+
+def test_lines_written_meanwhile_stay(host):
+    config = PRESETS["digits"].replace(precision="bf16", image_size=16, channels=1)
+    text = '["A \\"GPU\\"".gemm]\n"1" = [2]\n'
+    tune.tune(config, digits(config), images=(), progress=lambda kernel, launches: user_file().write_text(text))
+    assert read(user_file())['A "GPU"'] == {"gemm": {"1": [2]}}
+
+
 def test_bad_requests(host, monkeypatch):
     config = PRESETS["digits"].replace(image_size=16, channels=1)
-    with pytest.raises(CudiffError, match="at least 1"):
-        tune.tune(config, digits(config), images=(4, 0))
+    for images in ((4, 0), ("4",), (1.5,)):
+        with pytest.raises(CudiffError, match="1 or more"):
+            tune.tune(config, digits(config), images=images)
     user_file().write_text("[")
     with pytest.raises(CudiffError, match="delete it"):
         tune.tune(config, digits(config))
+    user_file().unlink()
+    monkeypatch.setattr(tune, "Trainer", None)  # nothing is measured where nothing can be kept
+    monkeypatch.setattr("os.replace", refused)
+    with pytest.raises(CudiffError, match="choose another folder by the environment's CUDIFF_CACHE_DIR"):
+        tune.tune(config, digits(config))
+
+
+def refused(*paths):
+    raise PermissionError(13, "refused")
+
+
+def test_the_command_says_what_is_wrong_before_it_reads_data(monkeypatch, capsys):
+    monkeypatch.setattr("cudiff.data.load_dataset", None)
+    assert main(["tune", "--images", "4,0"]) == 2
+    assert "1 or more" in capsys.readouterr().err
+    if not tiles.cuda_status()[0]:
+        assert main(["tune"]) == 2
+        assert "no CUDA" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -33,7 +32,7 @@ class Plan(Protocol):
 P = TypeVar("P", bound=Plan)
 R = TypeVar("R")
 Lines = dict[str, list[int]]
-Watch = Callable[["Planner", tuple, Callable[[Any], Any], Array | None], None]
+Watch = Callable[["Planner", tuple, Callable[[Any], Any], Sequence[Array], Callable[[Any], Any]], None]
 
 _watch: Watch | None = None
 _planners: list[Planner] = []
@@ -53,12 +52,12 @@ class Planner(Generic[P]):
     def __call__(self, *problem: Any) -> P:
         chosen = self._chosen.get(problem)
         if chosen is None:
-            line = _listed().get(self.kernel, {}).get(named(problem))
+            line = _listed().get(self.kernel, {}).get(name_of(problem))
             matching = [plan for plan in self.plans(*problem) if plan.choice == line] if line else []
-            chosen = self._chosen[problem] = matching[0] if matching else self.by_rule(problem)[0]
+            chosen = self._chosen[problem] = matching[0] if matching else self.by_rule(*problem)[0]
         return chosen
 
-    def by_rule(self, problem: tuple, count: int = 1, margin: float = 1.0) -> list[P]:
+    def by_rule(self, *problem: Any, count: int = 1, margin: float = 1.0) -> list[P]:
         """At most so many plans, the least estimate first, none longer than that by more than this factor."""
         times = {plan: self.time(plan, *problem) for plan in self.plans(*problem)}
         order = sorted(times, key=times.__getitem__)[:count]
@@ -66,12 +65,17 @@ class Planner(Generic[P]):
 
     def estimate(self, *problem: Any) -> float:
         """Microseconds of the plan that the rule takes."""
-        return self.time(self.by_rule(problem)[0], *problem)
+        return self.time(self.by_rule(*problem)[0], *problem)
 
-    def run(self, problem: tuple, launch: Callable[[P], R], added_to: Array | None = None) -> R:
-        """launch(plan) with the problem's plan. added_to: what it does not overwrite, but adds to."""
+    def run(self, problem: tuple, launch: Callable[[P], R], added_to: Sequence[Array] = (),
+            leaves: Callable[[P], Any] = lambda plan: None) -> R:
+        """launch(plan) with the problem's plan.
+
+        added_to: arrays that the launch adds to, instead of overwriting them. leaves(plan): what a plan leaves beside
+        the result, for which others would need another launch: only plans that leave the same are compared.
+        """
         if _watch is not None:
-            _watch(self, problem, launch, added_to)
+            _watch(self, problem, launch, added_to, leaves)
         return launch(self(*problem))
 
     def forget(self) -> None:
@@ -79,20 +83,20 @@ class Planner(Generic[P]):
 
 
 def forget() -> None:
-    """Have files read anew."""
+    """Have the files read anew."""
     _listed.cache_clear()
     for planner in _planners:
         planner.forget()
 
 
-def named(problem: tuple) -> str:
+def name_of(problem: tuple) -> str:
     """A problem as tiles.toml has it."""
     return repr(problem)[1:-1]
 
 
 @contextlib.contextmanager
 def watched(watch: Watch) -> Iterator[None]:
-    """Inside the block, watch(planner, problem, launch, added_to) is called before each planned launch."""
+    """Inside the block, watch(planner, problem, launch, added_to, leaves) is called before each planned launch."""
     global _watch
     _watch = watch
     try:
@@ -118,22 +122,32 @@ def _listed() -> dict[str, Lines]:
     return found
 
 
-def listed() -> str:
-    """What the lists say of the current GPU, for `cudiff info`."""
+def summary() -> str:
+    """How much the lists say of the current GPU, for `cudiff info`. Raises CudiffError where one is damaged."""
     count = sum(map(len, _listed().values()))
     return f"{count} measured for this GPU" if count else "none measured for this GPU: cudiff tune does it"
 
 
 def read(path: Path) -> dict[str, dict[str, Lines]]:
-    """A file's lines, by GPU and kernel; none where there is no file. Raises CudiffError where it is damaged."""
+    """A file's lines, by GPU and kernel; none where no file can be read. Raises CudiffError where it is damaged."""
+    import tomllib  # here, as it is not needed without a GPU
+
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-        for kernels in tables.values():
-            for lines in kernels.values():
-                if not all(isinstance(choice, list) for choice in lines.values()):
-                    raise ValueError("a choice is a list of numbers")
-        return tables
-    except FileNotFoundError:
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return {}
-    except (OSError, ValueError, AttributeError) as error:
-        raise CudiffError(f"cannot read {path} ({error}): delete it, and run cudiff tune again") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(path, str(error)) from None
+    for gpu, kernels in tables.items():
+        for kernel, lines in kernels.items() if isinstance(kernels, dict) else [("", None)]:
+            if not isinstance(lines, dict):
+                raise _damaged(path, f"under '{gpu}' there are no tables of kernels")
+            for name, choice in lines.items():
+                if not isinstance(choice, list) or any(type(number) is not int for number in choice):
+                    raise _damaged(path, f"{kernel}, '{name}': {choice} is no list of whole numbers")
+    return tables
+
+
+def _damaged(path: Path, what: str) -> CudiffError:
+    advice = "delete it, and run cudiff tune again" if path == user_file() else "reinstall cudiff"
+    return CudiffError(f"cannot use {path} ({what}): {advice}")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -35,11 +35,13 @@ class ImageNoise:
     """Standard normal noise for images `first`, `first + 1`, ...: each has its own stream (seed, image number).
 
     An image therefore does not depend on the batch that it is sampled in. Called with a step it gives the noise that a
-    stochastic sampler adds there; a captured sampler draws the same inside the step's graph, from `counters`.
+    stochastic sampler adds there. A sampler that finds it to be like its images does not call it, but draws the same in
+    its step, from `counters`: if captured, inside the step's graph.
     """
 
     def __init__(self, shape: Sequence[int], seed: int, first: int = 0, device: str = "cpu", dtype: Any = float32):
-        self.shape, self.seed, self.first, self.device, self.dtype = tuple(shape), seed, first, device, dtype
+        self.shape, self.seed, self.first = tuple(shape), int(seed), int(first)
+        self.device, self.dtype = device, np.dtype(dtype)
 
     def start(self, sigma: float) -> Tensor:
         """Noise of standard deviation `sigma` for a sampler to begin with."""
@@ -64,11 +66,6 @@ class ImageNoise:
         seed, step, first = (Tensor(counter.data[part]) for part in (slice(0, 2), slice(2, 3), slice(3, 4)))
         return normal(x.shape, seed, Streams.CHURN, step, first, x.device, x.dtype)
 
-    def fits(self, x: Tensor) -> bool:
-        """Whether `drawn` gives what this gives: not for a subclass, nor for noise that is not like x."""
-        like = self.shape == x.shape and self.device == x.device and np.dtype(self.dtype) == x.dtype
-        return like and type(self) is ImageNoise
-
 
 class Plan(NamedTuple):
     """What the host knows of a step: numbers that the device needs, and whether the step adds noise."""
@@ -81,8 +78,8 @@ class Sampler:
     """sampler(x, sigmas, labels, noise=, callback=) -> images. A subclass says what the host plans and the device does.
 
     captured: each step is one CUDA graph, recorded in the second step of a shape and launched from then on. An
-    `ImageNoise` is drawn in it; what another `noise` returns is copied in. The denoiser must then not read from the
-    device (see `cudiff.capture`), and what is returned, or shown to `callback`, is overwritten by the next step.
+    `ImageNoise` like x is drawn in it; what another `noise` returns is copied in. The denoiser must then not read from
+    the device (see `cudiff.capture`), and what is returned, or shown to `callback`, is overwritten by the next step.
     Raises CudiffError for sigmas that do not fall, and where a step adds noise and `noise` is missing.
     """
 
@@ -102,8 +99,7 @@ class Sampler:
     def __call__(self, x: Tensor, sigmas: Sequence[float] | np.ndarray, labels: Tensor | None = None, *,
                  noise: Noise | None = None, callback: Callback | None = None) -> Tensor:
         plans = self.plan(falling(sigmas))
-        noisy = any(plan.noisy for plan in plans)
-        counters = noise.counters(len(plans)) if noisy and isinstance(noise, ImageNoise) and noise.fits(x) else None
+        counters = noise.counters(len(plans)) if _is_like(noise, x) else None
         for index, (numbers, plan) in enumerate(zip(_on_device(plans, x), plans, strict=True)):
             drawn = counter = None
             if plan.noisy and counters is not None:
@@ -328,6 +324,11 @@ def _on_device(plans: list[Plan], x: Tensor) -> list[Tensor]:
 
 def _rows(numbers: Tensor) -> list[Tensor]:
     return [Tensor(row) for row in numbers.data]
+
+
+def _is_like(noise: Noise | None, x: Tensor) -> TypeGuard[ImageNoise]:
+    """Whether `ImageNoise.drawn` gives what noise would: a subclass's may be other numbers."""
+    return type(noise) is ImageNoise and (noise.shape, noise.dtype, noise.device) == (x.shape, x.dtype, x.device)
 
 
 def _draw(noise: Noise | None, step: int) -> Tensor:

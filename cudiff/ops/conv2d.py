@@ -15,7 +15,7 @@ from cudiff.cuda.module import empty, gradient_target
 from cudiff.ops import conv2d_sm90, conv2d_thin, conv2d_wgrad_sm90
 from cudiff.ops.conv2d_sm90 import Norm
 from cudiff.ops.elementwise import relu_cuda
-from cudiff.ops.gemm import Epilogue, Plan, aligned, plan, problem_of, product
+from cudiff.ops.gemm import Epilogue, Plan, aligned, plan, problem_of, product_as
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
 from cudiff.ops.pool import TWICE, spread_windows_cuda
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
@@ -260,19 +260,23 @@ def _launch(direction: str, a: Array, b: Array, out: Array, shapes: tuple, strid
     if x2 is not None and not aligned(x2, c - c1):
         a_vec, b_vec = a_vec and direction != "FPROP", b_vec and direction != "WGRAD"
 
+    def makes_sums(chosen: Plan) -> bool:
+        return chosen.splits == 1 and pixels % (chosen.tile.rows // chosen.tile.warps_m) == 0
+
     def run(chosen: Plan) -> Array | None:
-        sums, strip = None, chosen.tile.rows // chosen.tile.warps_m
-        if statistics and chosen.splits == 1 and pixels % strip == 0:
-            sums = empty((n, pixels // strip, columns, 2), float32)
-        product(
-            "conv2d", a, b, out, columns, (n, height, width, c, *size, k, *kernel, *stride, *padding, x2, c1, sums),
-            extent, epilogue, tf32, chosen, PASS=direction, A_VEC=a_vec, B_VEC=b_vec,
-            DILATED=direction == "DGRAD" and stride != (1, 1), UPSAMPLE=upsample, PAIR=x2 is not None,
+        sums = None
+        if statistics and makes_sums(chosen):
+            sums = empty((n, pixels * chosen.tile.warps_m // chosen.tile.rows, columns, 2), float32)
+        product_as(
+            chosen, "conv2d", a, b, out, columns,
+            (n, height, width, c, *size, k, *kernel, *stride, *padding, x2, c1, sums), extent, epilogue, tf32,
+            PASS=direction, A_VEC=a_vec, B_VEC=b_vec, DILATED=direction == "DGRAD" and stride != (1, 1),
+            UPSAMPLE=upsample, PAIR=x2 is not None,
         )
         return sums
 
     problem = problem_of(a.dtype, extent, tf32, a_vec and b_vec)
-    return plan.run(problem, run, out if epilogue.addend is out else None)
+    return plan.run(problem, run, [out] if epilogue.addend is out else [], makes_sums)
 
 
 def _wide(*arrays: np.ndarray) -> list[np.ndarray]:

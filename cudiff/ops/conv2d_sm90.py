@@ -259,7 +259,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     x2 holds the channels after x's, and out2 receives those after out's, where `conv2d_wgrad_sm90.suits_pair`.
 
     weight (K, R, S, C); or under `transposed` (C, R, S, K): then out is the gradient of the input whose output had the
-    gradient x; `norm` is as in `conv2d.dgrad_cuda`. `chosen`, where not the best plan, is one for x's shape, upsampled.
+    gradient x; `norm` is as in `conv2d.dgrad_cuda`. `chosen`, taken instead of `plan`'s, is for x's shape, upsampled.
     Returns what `statistics` asks for, the sums and sums of squares of out, or with `norm` those of out and of out
     times the norm's input: float32 (N, tiles, K, 2).
     """
@@ -322,7 +322,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     if chosen is not None:
         return run(chosen)
     problem = shape, outputs, kernel, x.dtype.itemsize, skip_channels, upsample
-    return plan.run(problem, run, out if addend is out else None)
+    return plan.run(problem, run, [out] if addend is out else [])
 
 
 def _weight_map(weight: Array, chunk: int) -> np.ndarray:

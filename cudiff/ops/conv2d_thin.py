@@ -158,7 +158,8 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool) -> None:
 
 def _rows(n: int, height: int, bytes_of: Callable[[int], int]) -> tuple[int, int]:
     """Rows of an image that a block takes, and their bytes of shared memory: two blocks come to a multiprocessor, which
-    all run at once, but where that would be more rows than memory has room for."""
+    all run at once (wgrad's of 6 and 7 channels one after the other), but where that would be more rows than memory has
+    room for."""
     most = blocks(height, max(1, 2 * MULTIPROCESSORS // n))
     rows = next(rows for rows in range(most, 0, -1) if rows == 1 or bytes_of(rows) <= SHARED_BYTES)
     return rows, bytes_of(rows)

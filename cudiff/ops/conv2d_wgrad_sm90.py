@@ -115,7 +115,7 @@ def _launch(jobs: list[_Job]) -> None:
     """Weights' gradients from images of one size, by one launch."""
     images = jobs[0].dout.shape[:3]
     problem = images, tuple(job.dweight.shape for job in jobs), jobs[0].x.shape[:3] != images
-    plan.run(problem, lambda chosen: _launch_as(chosen, jobs))
+    plan.run(problem, lambda chosen: _launch_as(chosen, jobs), [job.dweight for job in jobs if job.add])
 
 
 def _launch_as(chosen: Plan, jobs: list[_Job]) -> None:

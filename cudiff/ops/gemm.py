@@ -116,19 +116,23 @@ class Epilogue(NamedTuple):
 
 
 def product(stem: str, a: Array, b: Array, out: Array, pitch: int, dims: tuple, size: tuple[int, int, int, int],
-            epilogue: Epilogue, tf32: bool, chosen: Plan | None = None, **flags: Any) -> Array:
-    """Launch `kernels/<stem>.cu`, and the sum of its splits where the plan has any. Returns `out`.
+            epilogue: Epilogue, tf32: bool, **flags: Any) -> Array:
+    """Launch `kernels/<stem>.cu` with the plan for its problem, and the sum of its splits where that has any. Returns
+    `out`.
 
     a and b have one dtype; out has rows of `pitch` elements; size = (rows, columns, depth, batches); `dims` are the
-    kernel's own arguments, `flags` its own constants; `chosen` is the plan, where `plan` is not asked.
+    kernel's own arguments, `flags` its own constants.
     """
-    if chosen is None:
-        problem = problem_of(a.dtype, size, tf32, flags["A_VEC"] and flags["B_VEC"])
+    def run(chosen: Plan) -> Array:
+        return product_as(chosen, stem, a, b, out, pitch, dims, size, epilogue, tf32, **flags)
 
-        def run(chosen: Plan) -> Array:
-            return product(stem, a, b, out, pitch, dims, size, epilogue, tf32, chosen, **flags)
+    problem = problem_of(a.dtype, size, tf32, flags["A_VEC"] and flags["B_VEC"])
+    return plan.run(problem, run, [out] if epilogue.addend is out else [])
 
-        return plan.run(problem, run, out if epilogue.addend is out else None)
+
+def product_as(chosen: Plan, stem: str, a: Array, b: Array, out: Array, pitch: int, dims: tuple,
+               size: tuple[int, int, int, int], epilogue: Epilogue, tf32: bool, **flags: Any) -> Array:
+    """`product` with a chosen plan."""
     rows, columns, _, batches = size
     tile = chosen.tile
     grid = (batches * blocks(rows, tile.rows) * blocks(columns, tile.columns), chosen.splits)

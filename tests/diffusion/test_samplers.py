@@ -181,6 +181,17 @@ def test_noise_is_drawn_in_the_graph(device, monkeypatch):
         assert np.array_equal(eager(x, sigmas, noise=other).numpy(), out) and not np.allclose(out, images[2])
 
 
+@pytest.mark.parametrize("seed, first", [
+    (np.int32(5), np.int32(3)), (-1, 0), (2**70 + 5, 2**32 + 1), (np.uint64(2**64 - 1), np.int8(4)),
+])
+def test_seeds_and_images_of_any_integer(seed, first):
+    noise, sigmas = ImageNoise((2, 3, 3, 1), seed, first), karras_sigmas(4)
+    x = noise.start(80.0)
+    drawn = Ancestral(gaussian)(x, sigmas, noise=noise)
+    given = Ancestral(gaussian)(x, sigmas, noise=lambda step: noise(step))
+    assert np.array_equal(drawn.numpy(), given.numpy())
+
+
 @pytest.mark.parametrize("sampler", [Heun, Ancestral])
 def test_captured_guidance_of_batches_of_changing_size(sampler, device):
     """Their last step has a graph of its own, which is recorded only in the second batch of a size."""
