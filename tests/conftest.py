@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cudiff.backend import cuda_available, cuda_status
+from tests.host import forget, pretend
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -22,6 +23,14 @@ def hopper():
 
     if architecture() != "sm_90a":
         pytest.skip("these kernels are for sm_90a")
+
+
+@pytest.fixture
+def host_of(monkeypatch):
+    """host_of(hopper): a stand-in for a GPU, of Hopper or older, until the test ends."""
+    yield lambda hopper: pretend(monkeypatch, hopper)
+    monkeypatch.undo()
+    forget()
 
 
 @pytest.fixture

@@ -14,14 +14,7 @@ from cudiff.nn.parameter import Parameter
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
 from cudiff.tensor import Function, Tensor
 from cudiff.train import Trainer
-from tests.host import Array, Memory, forget, pretend
-
-
-@pytest.fixture
-def host_of(monkeypatch):
-    yield lambda hopper: pretend(monkeypatch, hopper)
-    monkeypatch.undo()
-    forget()
+from tests.host import Array, Memory
 
 
 def trainer(config, folder):

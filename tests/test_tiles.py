@@ -17,7 +17,6 @@ from cudiff.data import Dataset
 from cudiff.errors import CudiffError
 from cudiff.ops import conv2d_sm90, conv2d_wgrad_sm90, gemm
 from cudiff.train import Trainer
-from tests.host import forget, pretend
 
 PLANNERS = {planner.kernel: planner for planner in (conv2d_sm90.plan, conv2d_wgrad_sm90.plan, gemm.plan)}
 
@@ -140,23 +139,29 @@ def test_plans_of_weights_gradients_differ_by_their_choice():
 
 
 @pytest.fixture
-def host(monkeypatch, tmp_path):
+def tuned_host_of(host_of, monkeypatch, tmp_path):
     """A stand-in for a GPU, on which the most channels of a tile, and the most parts, are the fastest."""
-    monkeypatch.setenv("CUDIFF_CACHE_DIR", str(tmp_path))
-    host = pretend(monkeypatch, hopper=True)
-    monkeypatch.setattr(tiles, "cuda_status", lambda: (True, ""))
-    monkeypatch.setattr(tune, "capture", lambda fn, **options: fn)
 
-    def graph_time(launch, **options):
-        before = len(host.launches)
-        launch()
-        assert len(host.launches) > before
-        return 1000 - sum(launch.args[0].choice)
+    def make(hopper):
+        host = host_of(hopper)
 
-    monkeypatch.setattr(tune, "graph_time", graph_time)
-    yield host
-    monkeypatch.undo()
-    forget()
+        def graph_time(launch, **options):
+            before = len(host.launches)
+            launch()
+            assert len(host.launches) > before
+            return 1000 - sum(launch.args[0].choice)
+
+        monkeypatch.setenv("CUDIFF_CACHE_DIR", str(tmp_path))
+        monkeypatch.setattr(tune, "capture", lambda fn, **options: fn)
+        monkeypatch.setattr(tune, "graph_time", graph_time)
+        return host
+
+    return make
+
+
+@pytest.fixture
+def host(tuned_host_of):
+    return tuned_host_of(hopper=True)
 
 
 def digits(config):
@@ -220,13 +225,9 @@ def test_weights_gradients_say_what_they_add_to(host, tmp_path):
     assert counts[:half] == [0] * half and sum(counts[half:]) > 20
 
 
-def test_plans_that_leave_no_sums_for_a_norm_are_not_compared_with_those_that_do(monkeypatch, tmp_path):
+def test_plans_that_leave_no_sums_for_a_norm_are_not_compared_with_those_that_do(tuned_host_of, monkeypatch):
     """Of the portable convolutions: where the depth is cut, group norm would need a pass of its own."""
-    monkeypatch.setenv("CUDIFF_CACHE_DIR", str(tmp_path))
-    pretend(monkeypatch, hopper=False)
-    monkeypatch.setattr(tiles, "cuda_status", lambda: (True, ""))
-    monkeypatch.setattr(tune, "capture", lambda fn, **options: fn)
-    monkeypatch.setattr(tune, "graph_time", lambda launch, **options: 1000 - sum(launch.args[0].choice))
+    tuned_host_of(hopper=False)
     compared = []
     original = tune._Watch.__call__
 
@@ -235,12 +236,8 @@ def test_plans_that_leave_no_sums_for_a_norm_are_not_compared_with_those_that_do
         compared.append({leaves(plan) for plan in watch.times[planner, problem][-1]})
 
     monkeypatch.setattr(tune._Watch, "__call__", call)
-    try:
-        config = PRESETS["digits"].replace(precision="bf16", image_size=16, channels=1)
-        tune.tune(config, digits(config), images=())
-    finally:
-        monkeypatch.undo()
-        forget()
+    config = PRESETS["digits"].replace(precision="bf16", image_size=16, channels=1)
+    tune.tune(config, digits(config), images=())
     assert all(len(left) == 1 for left in compared) and {True} in compared and {False} in compared
 
 

@@ -112,7 +112,8 @@ class Sampler:
         return x
 
     def _drawn_step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, counter: Tensor | None,
-                 labels: Tensor | None) -> tuple[Tensor, Tensor]:
+                    labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`step`, with noise drawn from a counter where there is one."""
         return self.step(x, numbers, noise if counter is None else ImageNoise.drawn(counter, x), labels)
 
 

@@ -261,11 +261,11 @@ def _launch(direction: str, a: Array, b: Array, out: Array, shapes: tuple, strid
         a_vec, b_vec = a_vec and direction != "FPROP", b_vec and direction != "WGRAD"
 
     def makes_sums(chosen: Plan) -> bool:
-        return chosen.splits == 1 and pixels % (chosen.tile.rows // chosen.tile.warps_m) == 0
+        return statistics and chosen.splits == 1 and pixels % (chosen.tile.rows // chosen.tile.warps_m) == 0
 
     def run(chosen: Plan) -> Array | None:
         sums = None
-        if statistics and makes_sums(chosen):
+        if makes_sums(chosen):
             sums = empty((n, pixels * chosen.tile.warps_m // chosen.tile.rows, columns, 2), float32)
         product_as(
             chosen, "conv2d", a, b, out, columns,

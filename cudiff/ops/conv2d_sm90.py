@@ -152,7 +152,6 @@ class Plan(NamedTuple):
     weights: int
     shared: int
 
-
     @property
     def choice(self) -> list[int]:
         return [self.tile.pixels, self.cluster]

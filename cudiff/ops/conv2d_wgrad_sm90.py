@@ -119,6 +119,7 @@ def _launch(jobs: list[_Job]) -> None:
 
 
 def _launch_as(chosen: Plan, jobs: list[_Job]) -> None:
+    """`_launch` with a chosen plan."""
     images, kernel, dtype = jobs[0].dout.shape[:3], jobs[0].dweight.shape[1:3], jobs[0].x.dtype
     n, height, columns = images
     upsample = jobs[0].x.shape[:3] != images
