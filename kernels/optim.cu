@@ -1,20 +1,27 @@
-// The optimiser: global gradient norm, the scalars of one step, and AdamW, Adam and SGD over flat buffers.
+// The optimiser: the gradient's norm and the scalars of a step, and AdamW, Adam and SGD over flat buffers.
 // variants: T=bf16,half
 //
 // Flat buffers (data, grad, moments, ema) are float, shadows are T; all have n elements, n a multiple of 32, and start
 // on a multiple of 16 bytes. decay: one u8 per 32 elements, 1 where weight decay applies. shadow, ema and ema_shadow
 // may be null. data, the moments and ema are updated in place, shadows overwritten, grad only read.
 // scalars (8 floats, the order below) are written by `schedule` and read by the updates, so that nothing which changes
-// from step to step is a launch argument. Where scalars[APPLY] is 0 an update changes nothing.
-// Launch: norm_partials any grid, 256 threads; norm_total one block of 256; schedule one thread; the updates 4 elements
-// a thread, any block, grid = ceil(n / 4 / block). All sums have a fixed order.
+// from step to step is a launch argument. Where scalars[APPLY] is 0 an update changes nothing. scalars[TICKET] has the bits
+// of an integer, 0 before the first step and after each.
+// Launch: schedule any grid, THREADS threads; the updates 4 elements a thread, any block, grid = ceil(n / 4 / block). All
+// sums have a fixed order.
 #include "reduce.cuh"
 
-enum Scalar { LR, GRAD_SCALE, STEP_SIZE, RSQRT_BIAS2, EMA_WEIGHT, NORM, APPLY };
+constexpr int THREADS = 256;  // of schedule
+enum Scalar { LR, GRAD_SCALE, STEP_SIZE, RSQRT_BIAS2, EMA_WEIGHT, NORM, APPLY, TICKET };
 enum Counter { UPDATES, SKIPPED, SKIPPED_IN_A_ROW };
 
-// partials[block] = sum of squares of every gridDim.x-th group of 1024 elements.
-extern "C" __global__ void norm_partials(const float* __restrict__ grad, float* __restrict__ partials, i64 n) {
+// The scalars and counters of a step. A block sums the squares of every gridDim.x-th group of 1024 elements; the last to
+// have left its sum in partials (gridDim.x) adds them all up and does the rest, as double because 1 - beta^t cancels.
+// log_beta may be -infinity. ramp < 0: the half-life is constant.
+extern "C" __global__ void schedule(const float* __restrict__ grad, float* __restrict__ partials, float* __restrict__ scalars,
+                                    int* __restrict__ counters, i64 n, double lr, int warmup, int total_steps, double final,
+                                    double log_beta1, double log_beta2, double scale, double clip, double half_life,
+                                    double ramp) {
     wait_for_previous();
     float sum = 0.0f;
     i64 stride = (i64)gridDim.x * blockDim.x * 4;
@@ -25,30 +32,26 @@ extern "C" __global__ void norm_partials(const float* __restrict__ grad, float* 
         for (int k = 0; k < 4; k++) sum += g.v[k] * g.v[k];
     }
     sum = block_reduce<Sum>(sum);
-    if (threadIdx.x == 0) partials[blockIdx.x] = sum;
-}
-
-extern "C" __global__ void norm_total(const float* __restrict__ partials, float* __restrict__ norm, int count) {
-    wait_for_previous();
-    __shared__ double sums[256];
-    double sum = 0.0;
-    for (int i = threadIdx.x; i < count; i += 256) sum += (double)partials[i];
-    sums[threadIdx.x] = sum;
-    for (int half_width = 128; half_width > 0; half_width >>= 1) {
+    __shared__ bool last;
+    if (threadIdx.x == 0) {
+        partials[blockIdx.x] = sum;
+        __threadfence();
+        last = atomicInc(reinterpret_cast<u32*>(scalars + TICKET), gridDim.x - 1) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    __shared__ double sums[THREADS];
+    double total = 0.0;
+    for (int i = threadIdx.x; i < gridDim.x; i += THREADS) total += (double)__ldcg(partials + i);
+    sums[threadIdx.x] = total;
+    for (int half_width = THREADS / 2; half_width > 0; half_width >>= 1) {
         __syncthreads();
         if (threadIdx.x < half_width) sums[threadIdx.x] += sums[threadIdx.x + half_width];
     }
-    if (threadIdx.x == 0) norm[0] = (float)sqrt(sums[0]);
-}
+    if (threadIdx.x > 0) return;
 
-// The step's scalars and counters; the arithmetic is double, because 1 - beta^t cancels. log_beta may be -infinity.
-// ramp < 0: the half-life is constant.
-extern "C" __global__ void schedule(int* __restrict__ counters, const float* __restrict__ norm,
-                                    float* __restrict__ scalars, double lr, int warmup, int total_steps, double final,
-                                    double log_beta1, double log_beta2, double scale, double clip, double half_life,
-                                    double ramp) {
-    wait_for_previous();
-    double grad_norm = scale * (double)norm[0];
+    double grad_norm = scale * sqrt(sums[0]);
     double step = (double)counters[UPDATES] + counters[SKIPPED];
     bool apply = isfinite(grad_norm);
     counters[UPDATES] += apply;

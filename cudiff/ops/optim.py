@@ -1,4 +1,4 @@
-"""The optimiser's work on flat float32 buffers, in place: gradient norm, the scalars of a step, Adam(W), SGD, EMA.
+"""The optimiser's work on flat float32 buffers, in place: the scalars of a step, Adam(W), SGD, EMA.
 
 Everything that changes from step to step lies in two small device buffers, so that a captured step need not bake it
 in: `counters`, int32 (3,), ordered as `Counter`, and `scalars`, float32 (8,), ordered as `Scalar`.
@@ -38,6 +38,7 @@ class Scalar(IntEnum):
     EMA_WEIGHT = 4  # of the new parameters in the moving average
     NORM = 5  # of the scaled gradient, before clipping
     APPLY = 6  # 0 where the update is skipped
+    TICKET = 7  # of the GPU's blocks, 0 between steps
 
 
 def lr_factor(step: int, warmup: int, total_steps: int, final: float) -> float:
@@ -50,40 +51,17 @@ def lr_factor(step: int, warmup: int, total_steps: int, final: float) -> float:
     return rise * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-class GlobalNorm(Function):
-    """The Euclidean norm of a flat buffer."""
+class Schedule(Function):
+    """Find the gradient's norm, count the step and write its scalars."""
 
     differentiable = False
 
     @staticmethod
-    def forward_numpy(ctx: Context, grad):
+    def forward_numpy(ctx: Context, scalars, counters, grad, *, lr, warmup, total_steps, final, betas, scale, clip,
+                      half_life, ramp):
         chunks = np.array_split(grad, blocks(grad.size, CHUNK))
         (square,) = parallel_map(lambda parts: sum(float(np.dot(part, part)) for part in parts), [chunks])
-        return np.array([math.sqrt(square)], float32)
-
-    @staticmethod
-    def forward_cuda(ctx: Context, grad):
-        count = min(512, blocks(grad.size, 1024))
-        partials, norm = empty(count, float32), empty(1, float32)
-        launch("optim", "norm_partials", count, 256, (grad, partials, np.int64(grad.size)), T=bfloat16)
-        launch("optim", "norm_total", 1, 256, (partials, norm, count), T=bfloat16)
-        return norm
-
-
-def global_norm(grad: Tensor) -> Tensor:
-    """‖grad‖, float32 (1,), of a flat float32 buffer whose size is a multiple of 32; summed in a fixed order."""
-    return GlobalNorm.apply(grad)
-
-
-class Schedule(Function):
-    """Count the step and write its scalars."""
-
-    differentiable = False
-
-    @staticmethod
-    def forward_numpy(ctx: Context, scalars, counters, norm, *, lr, warmup, total_steps, final, betas, scale, clip,
-                      half_life, ramp):
-        grad_norm = scale * float(norm[0])
+        grad_norm = scale * math.sqrt(square)
         step = int(counters[Counter.UPDATES]) + int(counters[Counter.SKIPPED])
         apply = math.isfinite(grad_norm)
         counters[Counter.UPDATES if apply else Counter.SKIPPED] += 1
@@ -102,27 +80,30 @@ class Schedule(Function):
         return scalars
 
     @staticmethod
-    def forward_cuda(ctx: Context, scalars, counters, norm, *, lr, warmup, total_steps, final, betas, scale, clip,
+    def forward_cuda(ctx: Context, scalars, counters, grad, *, lr, warmup, total_steps, final, betas, scale, clip,
                      half_life, ramp):
+        count = min(512, blocks(grad.size, 1024))
         logs = [math.log(beta) if beta > 0 else -math.inf for beta in betas]
         numbers = (*logs, scale, clip, half_life, -1.0 if ramp is None else ramp)
-        args = (counters, norm, scalars, np.float64(lr), warmup, total_steps, np.float64(final))
-        launch("optim", "schedule", 1, 1, (*args, *map(np.float64, numbers)), T=bfloat16)
+        args = (grad, empty(count, float32), scalars, counters, np.int64(grad.size), np.float64(lr), warmup,
+                total_steps, np.float64(final))
+        launch("optim", "schedule", count, 256, (*args, *map(np.float64, numbers)), T=bfloat16)
         return scalars
 
 
-def schedule(scalars: Tensor, counters: Tensor, norm: Tensor, *, lr: float, warmup: int = 0, total_steps: int = 0,
+def schedule(scalars: Tensor, counters: Tensor, grad: Tensor, *, lr: float, warmup: int = 0, total_steps: int = 0,
              final: float = 1.0, betas: tuple[float, float] = (0.0, 0.0), scale: float = 1.0, clip: float = math.inf,
              half_life: float = 1.0, ramp: float | None = None) -> Tensor:
-    """Count one step in `counters` and write its `scalars`, both in place; returns `scalars`.
+    """Count one step in `counters` and write its `scalars`, both zero before the first, in place; returns `scalars`.
 
-    norm: of the gradient before `scale`. Where scale·norm is not finite, APPLY is 0 and the step is counted as skipped.
-    The gradient's factor is scale·min(1, clip / (scale·norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. Bias
-    corrections count updates, learning rate and EMA count steps, skipped ones too. The EMA's half-life is
-    min(half_life, ramp·step) steps, step from 0 (Karras et al. 2022, training code), so that the first step copies.
+    grad: float32 (n,), n a multiple of 32, the gradient before `scale`. Its norm is scale·‖grad‖, summed in a fixed
+    order. Where that is not finite, APPLY is 0 and the step is counted as skipped. The gradient's factor is
+    scale·min(1, clip / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. Bias corrections count updates, learning
+    rate and EMA count steps, skipped ones too. The EMA's half-life is min(half_life, ramp·step) steps, step from 0
+    (Karras et al. 2022, training code), so that the first step copies.
     """
     return Schedule.apply(
-        scalars, counters, norm, lr=float(lr), warmup=int(warmup), total_steps=int(total_steps), final=float(final),
+        scalars, counters, grad, lr=float(lr), warmup=int(warmup), total_steps=int(total_steps), final=float(final),
         betas=betas, scale=float(scale), clip=float(clip), half_life=float(half_life), ramp=ramp,
     )
 
