@@ -1,14 +1,18 @@
 // The three passes of a convolution as matrix products on tensor cores (implicit GEMM; nothing is unfolded in memory).
-// variants: PASS=FPROP,DGRAD T=bf16 OUT=bf16 PASSES=1 BM=128 BN=128,64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0 PAIR=0
-// variants: PASS=WGRAD T=bf16 OUT=float PASSES=1 BM=128,64 BN=128,64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0 PAIR=0
-// variants: PASS=FPROP,WGRAD T=half OUT=float PASSES=1 BM=64 BN=64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=0 B_VEC=0 DILATED=0 UPSAMPLE=0,1 PAIR=0
-// variants: PASS=DGRAD T=bf16 OUT=bf16 PASSES=1 BM=128 BN=16 BK=64 WM=4 WN=1 STAGES=3 A_VEC=0 B_VEC=1 DILATED=1 UPSAMPLE=0 PAIR=0
-// variants: PASS=FPROP,DGRAD,WGRAD T=float OUT=float PASSES=1 BM=128 BN=128 BK=32 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0 PAIR=0
-// variants: PASS=FPROP,DGRAD,WGRAD T=float OUT=float PASSES=3 BM=128 BN=64 BK=32 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0 PAIR=0
-// variants: PASS=FPROP T=bf16 OUT=bf16 PASSES=1 BM=128 BN=128 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=1 PAIR=0,1
-// variants: PASS=WGRAD T=bf16 OUT=float PASSES=1 BM=128 BN=128 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=1 PAIR=1
-// variants: PASS=FPROP,WGRAD T=float OUT=float PASSES=3 BM=128 BN=64 BK=32 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0 PAIR=1
-// variants: PASS=FPROP,WGRAD T=half OUT=float PASSES=1 BM=64 BN=64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=0 B_VEC=0 DILATED=0 UPSAMPLE=0 PAIR=1
+// variants: PASS=FPROP,DGRAD T=bf16 OUT=bf16 PASSES=1 BM=128 BN=128,64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0 PAIR=0 NORM=0
+// variants: PASS=WGRAD T=bf16 OUT=float PASSES=1 BM=128,64 BN=128,64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0 PAIR=0 NORM=0
+// variants: PASS=FPROP,WGRAD T=half OUT=float PASSES=1 BM=64 BN=64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=0 B_VEC=0 DILATED=0 UPSAMPLE=0,1 PAIR=0 NORM=0
+// variants: PASS=DGRAD T=bf16 OUT=bf16 PASSES=1 BM=128 BN=16 BK=64 WM=4 WN=1 STAGES=3 A_VEC=0 B_VEC=1 DILATED=1 UPSAMPLE=0 PAIR=0 NORM=0
+// variants: PASS=FPROP,DGRAD,WGRAD T=float OUT=float PASSES=1 BM=128 BN=128 BK=32 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0 PAIR=0 NORM=0
+// variants: PASS=FPROP,DGRAD,WGRAD T=float OUT=float PASSES=3 BM=128 BN=64 BK=32 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0 PAIR=0 NORM=0
+// variants: PASS=FPROP T=bf16 OUT=bf16 PASSES=1 BM=128 BN=128 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=1 PAIR=0,1 NORM=0
+// variants: PASS=WGRAD T=bf16 OUT=float PASSES=1 BM=128 BN=128 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=1 PAIR=1 NORM=0
+// variants: PASS=FPROP,WGRAD T=float OUT=float PASSES=3 BM=128 BN=64 BK=32 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0 PAIR=1 NORM=0
+// variants: PASS=FPROP,WGRAD T=half OUT=float PASSES=1 BM=64 BN=64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=0 B_VEC=0 DILATED=0 UPSAMPLE=0 PAIR=1 NORM=0
+// variants: PASS=DGRAD T=bf16 OUT=bf16 PASSES=1 BM=128,64 BN=128,64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0 PAIR=0 NORM=1
+// variants: PASS=DGRAD T=half OUT=half PASSES=1 BM=128 BN=16 BK=64 WM=4 WN=1 STAGES=3 A_VEC=0 B_VEC=0 DILATED=1 UPSAMPLE=0 PAIR=0 NORM=1
+// variants: PASS=DGRAD T=float OUT=float PASSES=1 BM=128 BN=128 BK=32 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0 PAIR=0 NORM=1,2
+// variants: PASS=DGRAD T=float OUT=float PASSES=3 BM=128 BN=64 BK=32 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0 PAIR=0 NORM=1
 //
 // x, dx: T (N, H, W, C); weight: T (K, R, S, C); out, dout: T (N, Ho, Wo, K); dweight: float (K, R, S, C).
 //   FPROP  out[pixel][k]        = patch of x[pixel][r,s,c]  · weight[k][r,s,c]
@@ -20,11 +24,17 @@
 // A_VEC, B_VEC: chunks of 16 bytes never straddle: channels of the gathered image (or of dout in WGRAD), C1, and R·S·C or C
 // of weight, are multiples of 16 bytes' elements, arrays 16-byte aligned.
 // destination: OUT, rows of ldo elements, overwritten; addend (OUT, null or `destination` itself), bias, emb as in gemm.cuh's
-// Output, and so is sums, of FPROP in 16 bits. An image's sides, upsampled, and a padding are at most 32,767.
+// Output, and so is sums, of FPROP but with PASSES=3, whose digits sums around 0 may lose. An image's sides, upsampled, and a
+// padding are at most 32,767.
+// NORM: 1 for DGRAD where the convolution's input was silu(z), z group norm's map (affine.cuh) of `normed`, OUT
+// (N, H, W, C1), and of x2, (N, H, W, C - C1), behind it: then destination = dz, the result times silu's slope, and sums are
+// those of dz and of dz * (x - centre), before rounding; no bias, emb or addend. 2: the input was z itself. 0: neither. With
+// NORM, C and C1 are even, and a strip is of one image.
 // gridDim.x: ceil(rows / BM) · ceil(columns / BN), columns fastest; gridDim.y: splits of the depth into `k_tiles` tiles
 // each; split s writes to destination + s · rows · ldo, to be summed by gemm.cu (then OUT=float, without additions).
 // On Hopper conv2d_sm90.cu and conv2d_wgrad*_sm90.cu take what they can: stride 1, the image's size kept, 16 bits or tf32.
 // Everywhere conv2d_thin.cu takes 3x3 and 1x1 ones of 16 bits from or to a few channels, but not upsampled.
+#include "affine.cuh"
 #include "gemm.cuh"
 
 enum Pass { FPROP, DGRAD, WGRAD };
@@ -152,10 +162,57 @@ template <bool VEC> struct PixelLoader {
     }
 };
 
+// NORM's dz, which it writes, and its sums. The tiles in shared memory are no longer needed.
+__device__ __forceinline__ void store_dz(const Accumulators& acc, const Output& output, int m, int n, const T* x, const T* x2,
+                                         int C1, AFFINE) {
+    extern __shared__ __align__(1024) u8 shared[];
+    struct Maps { float centre[WM * BN], gain[WM * BN], offset[WM * BN]; };  // of each strip's channels
+    Maps& maps = *reinterpret_cast<Maps*>(shared);
+    int strips = output.rows / Output::ROWS, first = m / Output::ROWS, C = output.columns;
+    cp_async_wait<0>();
+    __syncthreads();
+    for (int i = threadIdx.x; i < WM * BN; i += THREADS) {
+        int strip = first + i / BN, image = strip * Output::ROWS / output.rows_per_image, c = n + i % BN;
+        if (strip >= strips || c >= C) continue;
+        int group = image * groups + c / (C / groups);
+        float2 map = affine_of(Modulation(image, c, C, weight, bias, scale, shift), mean[group], rstd[group]);
+        maps.centre[i] = centre_of(mean[group]), maps.gain[i] = map.x, maps.offset[i] = map.y;
+    }
+    __syncthreads();
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, strip = first + warp / WN;
+    if (strip >= strips) return;
+    m = strip * Output::ROWS + (lane >> 2);
+#pragma unroll
+    for (int j = 0; j < NI; j++) {
+        int in_tile = warp % WN * (BN / WN) + j * 8 + (lane & 3) * 2, c = n + in_tile, place = warp / WN * BN + in_tile;
+        bool inside = c < C;
+        const T* source = c < C1 ? x + c : x2 + c - C1;
+        int pitch = c < C1 ? C1 : C - C1;
+        float2 centre = *(const float2*)&maps.centre[place], gain = *(const float2*)&maps.gain[place],
+               offset = *(const float2*)&maps.offset[place], total[2] = {};
+        Output::Pair read[2 * MI];
+#pragma unroll
+        for (int i = 0; i < 2 * MI; i++)
+            read[i] = inside ? *reinterpret_cast<const Output::Pair*>(source + (i64)(m + i * 8) * pitch) : Output::Pair{};
+#pragma unroll
+        for (int i = 0; i < 2 * MI; i++) {
+            float2 dz = make_float2(acc[i / 2][j][i % 2 * 2], acc[i / 2][j][i % 2 * 2 + 1]);
+            float2 other = make_float2(to_float(read[i].first) - centre.x, to_float(read[i].second) - centre.y);
+            if (NORM == 1) dz.x *= silu_slope(fmaf(gain.x, other.x, offset.x)), dz.y *= silu_slope(fmaf(gain.y, other.y, offset.y));
+            total[0].x += dz.x, total[0].y += dz.x * other.x;
+            total[1].x += dz.y, total[1].y += dz.y * other.y;
+            Output::Pair rounded = {from_float<OUT>(dz.x), from_float<OUT>(dz.y)};
+            if (inside) *reinterpret_cast<Output::Pair*>(output.out + (m + i * 8) * output.ld + c) = rounded;
+        }
+        output.leave(total, strip, c);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 conv2d(const T* a, const T* b, const float* bias, const float* emb, const OUT* addend, OUT* destination, i64 ldo,
        int rows_per_image, int k_tiles, int N, int H, int W, int C, int Ho, int Wo, int K, int R, int S, int stride_h,
-       int stride_w, int pad_h, int pad_w, const T* x2, int C1, float2* sums) {
+       int stride_w, int pad_h, int pad_w, const T* x2, int C1, float2* sums, const T* normed, const float* norm_weight,
+       const float* norm_bias, const float* scale, const float* shift, const float* mean, const float* rstd, int groups) {
     wait_for_previous();
     const Shape shape = {N, H, W, C, Ho, Wo, K, R, S, stride_h, stride_w, pad_h, pad_w};
     int taps = R * S, pixels = PASS == DGRAD ? H * W : Ho * Wo;
@@ -181,5 +238,6 @@ conv2d(const T* a, const T* b, const float* bias, const float* emb, const OUT* a
     }
     destination += (i64)blockIdx.y * rows * ldo;
     Output output = {destination, bias, emb, addend, rows, columns, ldo, rows_per_image, sums};
-    output.store<PASS == FPROP && sizeof(OUT) == 2>(acc, m0, n0);
+    if constexpr (NORM) store_dz(acc, output, m0, n0, normed, x2, C1, norm_weight, norm_bias, scale, shift, mean, rstd, groups);
+    else output.store<PASS == FPROP && PASSES == 1 && sizeof(OUT) == sizeof(T)>(acc, m0, n0);
 }

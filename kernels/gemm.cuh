@@ -206,6 +206,7 @@ template <class LoaderA, class LoaderB> __device__ __forceinline__ void multiply
 // There are whole strips only.
 struct Output {
     static constexpr int ROWS = BM / WM;
+    struct __align__(2 * sizeof(OUT)) Pair { OUT first, second; };
     OUT* out;
     const float *bias, *emb;
     const OUT* addend;
@@ -221,7 +222,6 @@ struct Output {
     }
     // With SUMS acc becomes out.
     template <bool SUMS = false> __device__ __forceinline__ void store(Accumulators& acc, int m, int n) const {
-        struct __align__(2 * sizeof(OUT)) Pair { OUT first, second; };
         int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
         int strip = m / ROWS + warp / WN;
         m = strip * ROWS + (lane >> 2), n += warp % WN * (BN / WN) + (lane & 3) * 2;
@@ -250,20 +250,26 @@ struct Output {
             }
         if (!SUMS || !sums || strip * ROWS >= rows) return;
 #pragma unroll
-        for (int j = 0; j < NI; j++)
+        for (int j = 0; j < NI; j++) {
+            float2 total[2] = {};
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                float2 total = make_float2(0.0f, 0.0f);
-#pragma unroll
-                for (int i = 0; i < 2 * MI; i++) {
-                    float v = acc[i / 2][j][i % 2 * 2 + e];
-                    total.x += v, total.y += v * v;
-                }
-#pragma unroll
-                for (int mask = 4; mask < 32; mask *= 2)
-                    total.x += __shfl_xor_sync(~0u, total.x, mask), total.y += __shfl_xor_sync(~0u, total.y, mask);
-                int column = n + j * 8 + e;
-                if (lane < 4 && column < columns) sums[(i64)strip * columns + column] = total;
+            for (int i = 0; i < 4 * MI; i++) {
+                float v = acc[i / 4][j][i % 4];
+                total[i % 2].x += v, total[i % 2].y += v * v;
             }
+            leave(total, strip, n + j * 8);
+        }
+    }
+    // The sums of a strip's columns `column` and `column` + 1, of which each lane of a warp has a part.
+    __device__ __forceinline__ void leave(float2 (&total)[2], int strip, int column) const {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+#pragma unroll
+            for (int mask = 4; mask < 32; mask *= 2) {
+                total[e].x += __shfl_xor_sync(~0u, total[e].x, mask);
+                total[e].y += __shfl_xor_sync(~0u, total[e].y, mask);
+            }
+            if (threadIdx.x % 32 < 4 && column + e < columns) sums[(i64)strip * columns + column + e] = total[e];
+        }
     }
 };

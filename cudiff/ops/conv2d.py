@@ -154,7 +154,7 @@ def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair,
             x, weight, out, epilogue, statistics=statistics, relu=relu, x2=x2, skip=skip, upsample=upsample
         )
     assert skip is None
-    wants_sums = statistics and not relu and is_low(out.dtype) and max(out.shape[1:3]) <= _LONGEST
+    wants_sums = statistics and not relu and (tf32 or is_low(out.dtype)) and max(out.shape[1:3]) <= _LONGEST
     if _is_linear(weight.shape[1:3], stride, padding) and not (upsample or wants_sums or x2 is not None):
         linear_cuda(x, weight.reshape(weight.shape[0], -1), epilogue, tf32, out.reshape(1, -1, out.shape[3]))
         sums = None
@@ -183,13 +183,16 @@ def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pai
     if conv2d_sm90.suits(dout, weight, dx, stride, padding, tf32):
         norm = norm if norm is not None and conv2d_sm90.suits_norm(norm) else None
         return conv2d_sm90.fprop(dout, weight, dx, epilogue, transposed=True, norm=norm)
-    if _is_linear(weight.shape[1:3], stride, padding):
+    makes_dz = norm is not None and _suits_norm(norm, dx)
+    if _is_linear(weight.shape[1:3], stride, padding) and not makes_dz:
         linear_dx_cuda(dout, weight.reshape(weight.shape[0], -1), dx.reshape(1, -1, dx.shape[3]), epilogue, tf32)
-    elif _tiles(weight.shape[1:3], stride, padding, dout, dx) and epilogue.addend is None and epilogue.emb is None:
+        return None
+    plain = epilogue.addend is None and epilogue.emb is None and not makes_dz
+    if plain and _tiles(weight.shape[1:3], stride, padding, dout, dx):
         _dgrad_of_tiles(dout, weight, dx, epilogue.bias, tf32)
-    else:
-        _launch("DGRAD", dout, weight, dx, (dx.shape, weight.shape, dout.shape), stride, padding, epilogue, tf32)
-    return None
+        return None
+    return _launch("DGRAD", dout, weight, dx, (dx.shape, weight.shape, dout.shape), stride, padding, epilogue, tf32,
+                   norm=norm if makes_dz else None)
 
 
 def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pair, add: bool, tf32: bool,
@@ -216,6 +219,14 @@ def _is_linear(kernel: Pair, stride: Pair, padding: Pair) -> bool:
     return kernel == stride == (1, 1) and padding == (0, 0)
 
 
+def _suits_norm(norm: Norm, dx: Array) -> bool:
+    """Whether conv2d.cu may make dx the gradient of that norm's output before SiLU."""
+    arrays = [array for array in (norm.x, norm.x2, dx) if array is not None]
+    return max(dx.shape[1:3]) <= _LONGEST and all(
+        array.dtype == dx.dtype and array.flags.c_contiguous and aligned(array, array.shape[3]) for array in arrays
+    )
+
+
 def _tiles(kernel: Pair, stride: Pair, padding: Pair, dout: Array, dx: Array) -> bool:
     """Whether the windows of dx lie side by side and cover it."""
     covered = dout.shape[1] * kernel[0], dout.shape[2] * kernel[1]
@@ -237,9 +248,9 @@ def _dgrad_of_tiles(dout: Array, weight: Array, dx: Array, bias: Array | None, t
 
 def _launch(direction: str, a: Array, b: Array, out: Array, shapes: tuple, stride: Pair, padding: Pair,
             epilogue: Epilogue, tf32: bool, upsample: bool = False, x2: Array | None = None,
-            statistics: bool = False) -> Array | None:
-    """One pass of kernels/conv2d.cu; shapes = those of x, weight and out. `statistics`, in 16 bits: returns what
-    `fprop_cuda` does."""
+            statistics: bool = False, norm: Norm | None = None) -> Array | None:
+    """One pass of kernels/conv2d.cu; shapes = those of x, weight and out. Returns what `fprop_cuda` does under
+    `statistics` and `dgrad_cuda` with a `norm`."""
     (n, height, width, c1), (k, *kernel, c), (_, *size, _) = shapes
     b = b if b.dtype == a.dtype else b.astype(a.dtype)
     b = b if b.flags.c_contiguous else contiguous_cuda(b)  # a weight of one of two sources
@@ -249,11 +260,12 @@ def _launch(direction: str, a: Array, b: Array, out: Array, shapes: tuple, strid
             f"conv2d on CUDA: an image of {height} x {width} pixels to {size[0]} x {size[1]}: cut it into parts of at "
             f"most {longest} a side"
         )
-    taps, pixels = kernel[0] * kernel[1], size[0] * size[1]
+    taps, outputs = kernel[0] * kernel[1], size[0] * size[1]
+    pixels = height * width if direction == "DGRAD" else outputs
     rows, columns, depth, chunk_a, chunk_b = {
         "FPROP": (n * pixels, k, taps * c, c1, taps * c),
-        "DGRAD": (n * height * width, c, taps * k, k, c),
-        "WGRAD": (k, taps * c, n * pixels, k, c1),
+        "DGRAD": (n * pixels, c, taps * k, k, c),
+        "WGRAD": (k, taps * c, n * outputs, k, c1),
     }[direction]
     extent = rows, columns, depth, 1
     a_vec, b_vec = aligned(a, chunk_a), aligned(b, chunk_b)
@@ -261,17 +273,21 @@ def _launch(direction: str, a: Array, b: Array, out: Array, shapes: tuple, strid
         a_vec, b_vec = a_vec and direction != "FPROP", b_vec and direction != "WGRAD"
 
     def makes_sums(chosen: Plan) -> bool:
-        return statistics and chosen.splits == 1 and pixels % (chosen.tile.rows // chosen.tile.warps_m) == 0
+        strip = chosen.tile.rows // chosen.tile.warps_m
+        return (statistics or norm is not None) and chosen.splits == 1 and pixels % strip == 0
 
     def run(chosen: Plan) -> Array | None:
-        sums = None
+        sums, sources, normed, mode = None, (x2, c1), (None,) * 7 + (1,), 0
         if makes_sums(chosen):
             sums = empty((n, pixels * chosen.tile.warps_m // chosen.tile.rows, columns, 2), float32)
+            if norm is not None:
+                sources = norm.x2, norm.x.shape[3]
+                normed, mode = (norm.x, *norm[3:], norm.mean.shape[1]), 1 if norm.silu else 2
         product_as(
             chosen, "conv2d", a, b, out, columns,
-            (n, height, width, c, *size, k, *kernel, *stride, *padding, x2, c1, sums), extent, epilogue, tf32,
-            PASS=direction, A_VEC=a_vec, B_VEC=b_vec, DILATED=direction == "DGRAD" and stride != (1, 1),
-            UPSAMPLE=upsample, PAIR=x2 is not None,
+            (n, height, width, c, *size, k, *kernel, *stride, *padding, *sources, sums, *normed), extent, epilogue,
+            tf32, PASS=direction, A_VEC=a_vec, B_VEC=b_vec, DILATED=direction == "DGRAD" and stride != (1, 1),
+            UPSAMPLE=upsample, PAIR=x2 is not None, NORM=mode,
         )
         return sums
 

@@ -2,9 +2,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cudiff.ops.conv2d import conv2d, conv_transpose2d
+from cudiff.ops.conv2d import conv2d, conv_transpose2d, dgrad_cuda
+from cudiff.ops.gemm import TILES, Epilogue, plan
 from cudiff.tensor import Tensor
 from tests.check import check_op, relative_error, torch
+from tests.normed import NormedConvolution
 
 # (N, H, W, C), (K, R, S), stride, padding
 SHAPES = [
@@ -146,3 +148,55 @@ def test_tf32_rounds_and_float32_does_not(rng):
     expected = conv2d(*(Tensor(t.numpy().astype(float)) for t in tensors), padding=1).numpy()
     assert relative_error(conv2d(*tensors, padding=1).numpy(), expected) < 1e-6
     assert relative_error(conv2d(*tensors, padding=1, tf32=True).numpy(), expected) < 1e-3
+
+
+@pytest.fixture
+def only(monkeypatch):
+    """only(tile): all products are of that tile and of their whole depth, by the kernels for any GPU."""
+
+    def choose(tile):
+        plans = plan.plans
+        monkeypatch.setenv("CUDIFF_PORTABLE", "1")
+        monkeypatch.setattr(plan, "plans", lambda *problem: [p for p in plans(*problem) if p[:2] == (tile, 1)])
+        plan.forget()
+
+    yield choose
+    plan.forget()
+
+
+# dtype, tf32, and of what the result's relative error stays below
+PRECISIONS = [
+    (np.float32, False, 2e-6), (np.float32, True, 1e-3), (ml_dtypes.bfloat16, False, 4e-3), (np.float16, False, 6e-4)
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("size, sources, scaled, taps", [
+    ((9, 8, 8), (128, 64), True, 3), ((2, 32, 6), (64, 40), False, 3), ((3, 16, 16), (72, 0), True, 1),
+    ((5, 8, 24), (24, 0), False, 3),
+], ids=str)
+@pytest.mark.parametrize("silu", [True, False])
+@pytest.mark.parametrize("dtype, tf32, tolerance", PRECISIONS)
+def test_gradient_to_a_norm(only, rng, tile, size, sources, scaled, taps, silu, dtype, tf32, tolerance):
+    """Strips that fill an image, or a part; tiles that end beyond the channels or the last image."""
+    if tile.rows * tile.columns > 128 * 64 and dtype == np.float32 and not tf32:
+        pytest.skip("this tile spills where operands are split")
+    only(tile)
+    convolution = NormedConvolution(rng, size, sources, 40, taps, dtype, scaled, silu)
+    dout, weight, norm, out = convolution.on_gpu()
+    partials = dgrad_cuda(dout, weight, out.data, (1, 1), convolution.padding, Epilogue(), tf32, norm=norm)
+    strips = size[1] * size[2] // (tile.rows // tile.warps_m)
+    assert partials.shape == (size[0], strips, sum(sources), 2)
+    convolution.check(out, partials, tolerance, noise=1e-5 if dtype == np.float32 and not tf32 else 3e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size, channels", [((2, 5, 7), (24, 0)), ((2, 8, 8), (20, 0)), ((2, 8, 8), (28, 4))], ids=str)
+def test_what_makes_no_gradient_to_a_norm(only, rng, size, channels):
+    """Strips of more than one image, channels of which 16 bytes hold parts: then this is the input's gradient."""
+    only(TILES[3])
+    convolution = NormedConvolution(rng, size, channels, 40, 3, ml_dtypes.bfloat16, False)
+    dout, weight, norm, out = convolution.on_gpu()
+    assert dgrad_cuda(dout, weight, out.data, (1, 1), (1, 1), Epilogue(), False, norm=norm) is None
+    assert relative_error(out.numpy(), convolution.dy) < 4e-3

@@ -3,11 +3,12 @@ import numpy as np
 import pytest
 
 from cudiff import ops
-from cudiff.ops import conv2d_sm90, conv2d_thin
+from cudiff.ops import conv2d_thin
 from cudiff.ops.conv2d import dgrad_cuda, fprop_cuda, wgrad_cuda
 from cudiff.ops.gemm import Epilogue
 from cudiff.tensor import Tensor
 from tests.check import relative_error
+from tests.normed import NormedConvolution
 
 # (N, H, W, C), K
 SHAPES = [
@@ -125,36 +126,17 @@ def test_the_embedding_and_relu_come_with_it(rng, shape, outputs):
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
 def test_gradient_to_a_norm(rng, shape, outputs, taps, scaled, float32_dout, dtype):
     """From a thin gradient of 16 bits or, `float32_dout`, of float32."""
-    (n, *_, channels), groups = shape, 4
-    arrays = [rng.standard_normal(s).astype(dtype) for s in (
-        (*shape[:3], outputs), (outputs, taps, taps, channels), shape
-    )]
-    vectors = [rng.standard_normal(channels).astype(np.float32) for _ in range(2)]
-    vectors += [rng.standard_normal((n, channels)).astype(np.float32) if scaled else None for _ in range(2)]
-    vectors += [rng.standard_normal((n, groups)).astype(np.float32), rng.random((n, groups), np.float32)]
-    dout, weight, x = (array.astype(np.float64) for array in arrays)
-    leaf = Tensor(x, requires_grad=True)
-    ops.conv2d(leaf, Tensor(weight), padding=taps // 2).backward(dout)
-    gamma, beta, scale, shift, mean, rstd = (None if v is None else v.astype(np.float64) for v in vectors)
-    mean, rstd = (np.repeat(v, channels // groups, 1)[:, None, None] for v in (mean, rstd))
-    z = (x - mean) * rstd * gamma + beta
-    if scaled:
-        z = z * (1 + scale[:, None, None]) + shift[:, None, None]
-    sigmoid = 1 / (1 + np.exp(-z))
-    dz = leaf.grad * sigmoid * (1 + z * (1 - sigmoid))
-
+    *size, channels = shape
+    convolution = NormedConvolution(rng, tuple(size), (channels, 0), outputs, taps, dtype, scaled)
     if float32_dout:  # by less than half of a rounding away
-        arrays[0] = dout.astype(np.float32) * np.float32(1 + 1e-4 if dtype == ml_dtypes.bfloat16 else 1 + 1e-5)
-        assert np.array_equal(arrays[0].astype(dtype), dout.astype(dtype))
-    dout, weight, x, *vectors = (None if v is None else Tensor(v, device="cuda").data for v in (*arrays, *vectors))
-    norm, out = conv2d_sm90.Norm(True, x, None, *vectors), Tensor(np.full(shape, np.nan, dtype), device="cuda")
+        rounded = convolution.dout
+        away = 1 + 1e-4 if dtype == ml_dtypes.bfloat16 else 1 + 1e-5
+        convolution.dout = rounded.astype(np.float32) * np.float32(away)
+        assert np.array_equal(convolution.dout.astype(dtype), rounded)
+    dout, weight, norm, out = convolution.on_gpu()
     assert conv2d_thin.suits_norm(out.data, norm)
-    partials = dgrad_cuda(dout, weight, out.data, (1, 1), (taps // 2, taps // 2), Epilogue(), False, norm=norm)
-    assert relative_error(out.numpy(), dz) < (4e-3 if dtype == ml_dtypes.bfloat16 else 6e-4)
-    sums = Tensor(partials).numpy().astype(np.float64).sum(1)
-    for got, factor in ((sums[..., 0], 1), (sums[..., 1], arrays[2].astype(np.float64))):
-        noise = 1e-3 * np.sqrt(((leaf.grad * factor) ** 2).sum((1, 2)))  # the slope's error, by the hardware's tanh
-        assert np.all(np.abs(got - (dz * factor).sum((1, 2))) < 3 * noise)
+    partials = dgrad_cuda(dout, weight, out.data, (1, 1), convolution.padding, Epilogue(), False, norm=norm)
+    convolution.check(out, partials)
 
 
 @pytest.mark.parametrize("flipped", [False, True])

@@ -186,20 +186,25 @@ def test_an_attention_block_between_norms(device, rng):
 @pytest.mark.parametrize("image", [(8, 8), (16, 16), (5, 7)])
 @pytest.mark.parametrize("channels", [64, 20])
 @pytest.mark.parametrize("kernel", [(), (1, 1), (3, 3)])
-def test_a_convolution_leaves_each_images_sums(rng, kernel, channels, image):
-    """In 16 bits, unless a tile holds rows of two images; and the gradient of a linear layer's weight is in its shape.
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("dtype, tf32", [(bfloat16, False), (np.dtype("float32"), True), (np.dtype("float32"), False)])
+def test_a_convolution_leaves_each_images_sums(monkeypatch, rng, dtype, tf32, portable, kernel, channels, image):
+    """But in float32, and where a tile holds rows of two images; a linear layer's gradient is in its weight's shape.
 
-    TMA reads 64 channels, not 20, for which conv2d.cu is taken on every GPU.
+    TMA reads 64 channels, and 20 of float32, but not 20 of 16 bits, for which conv2d.cu is taken on every GPU.
     """
-    x = Tensor(rng.standard_normal((3, *image, channels)), dtype=bfloat16, device="cuda")
+    if portable:
+        monkeypatch.setenv("CUDIFF_PORTABLE", "1")
+    x = Tensor(rng.standard_normal((3, *image, channels)), dtype=dtype, device="cuda")
     weight = rng.standard_normal((72, *kernel, channels)) / np.sqrt(channels)
     weight = Parameter(Tensor(weight, dtype="float32", device="cuda").data, low=True)
     emb = Tensor(rng.standard_normal((3, 72)), dtype="float32", device="cuda")
-    residual = Tensor(rng.standard_normal((3, *image, 72)), dtype=bfloat16, device="cuda")
-    out = norm_silu_conv2d(x, weight=weight, emb=emb, residual=residual)
+    residual = Tensor(rng.standard_normal((3, *image, 72)), dtype=dtype, device="cuda")
+    out = norm_silu_conv2d(x, weight=weight, emb=emb, residual=residual, tf32=tf32)
     out.backward(np.ones(out.shape, np.float32))
     assert weight.grad.shape == weight.shape
-    if image == (5, 7) and not (hopper() and channels == 64):
+    by_tma = hopper() and (tf32 or channels == 64)
+    if (dtype != bfloat16 and not tf32) or (image == (5, 7) and not by_tma):
         assert out.partials is None
         return
     values, sums = out.numpy().astype(np.float64), Tensor(out.partials).numpy().astype(np.float64).sum(1)
