@@ -215,49 +215,43 @@ struct Output {
     int rows_per_image;
     float2* sums;
 
-    __device__ __forceinline__ float plus(float x, int row, int column) const {
-        if (bias) x += bias[column];
-        if (emb) x += emb[(i64)(row / rows_per_image) * columns + column];
-        return addend ? x + to_float(addend[row * ld + column]) : x;
+    __device__ __forceinline__ static Pair load(const OUT* p, bool pairs, bool both) {
+        return pairs ? *reinterpret_cast<const Pair*>(p) : Pair{p[0], both ? p[1] : OUT{}};
     }
-    // With SUMS acc becomes out.
-    template <bool SUMS = false> __device__ __forceinline__ void store(Accumulators& acc, int m, int n) const {
-        int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-        int strip = m / ROWS + warp / WN;
+    __device__ __forceinline__ static void save(OUT* p, Pair v, bool pairs, bool both) {
+        if (pairs) *reinterpret_cast<Pair*>(p) = v;
+        else if (p[0] = v.first; both) p[1] = v.second;
+    }
+    template <bool SUMS = false> __device__ __forceinline__ void store(const Accumulators& acc, int m, int n) const {
+        int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, strip = m / ROWS + warp / WN;
         m = strip * ROWS + (lane >> 2), n += warp % WN * (BN / WN) + (lane & 3) * 2;
-        bool pairs = (ld | columns) % 2 == 0 && (u64)out % sizeof(Pair) == 0;
-#pragma unroll
-        for (int i = 0; i < MI; i++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                int row = m + i * 16 + h * 8;
-                if (row >= rows) continue;
-#pragma unroll
-                for (int j = 0; j < NI; j++) {
-                    int column = n + j * 8;
-                    if (column >= columns) continue;
-                    OUT* p = out + row * ld + column;
-                    OUT first = from_float<OUT>(plus(acc[i][j][h * 2], row, column)), second = {};
-                    if (pairs) {
-                        second = from_float<OUT>(plus(acc[i][j][h * 2 + 1], row, column + 1));
-                        *reinterpret_cast<Pair*>(p) = {first, second};
-                    } else {
-                        *p = first;
-                        if (column + 1 < columns) p[1] = second = from_float<OUT>(plus(acc[i][j][h * 2 + 1], row, column + 1));
-                    }
-                    if (SUMS) acc[i][j][h * 2] = to_float(first), acc[i][j][h * 2 + 1] = to_float(second);
-                }
-            }
-        if (!SUMS || !sums || strip * ROWS >= rows) return;
+        bool pairs = (ld | columns) % 2 == 0 && ((u64)out | (u64)addend) % sizeof(Pair) == 0;
 #pragma unroll
         for (int j = 0; j < NI; j++) {
-            float2 total[2] = {};
+            int column = n + j * 8;
+            bool inside = column < columns, both = column + 1 < columns;
+            float2 constant = make_float2(bias && inside ? bias[column] : 0.0f, bias && both ? bias[column + 1] : 0.0f), total[2] = {};
+            Pair more[2 * MI] = {};
 #pragma unroll
-            for (int i = 0; i < 4 * MI; i++) {
-                float v = acc[i / 4][j][i % 4];
-                total[i % 2].x += v, total[i % 2].y += v * v;
+            for (int i = 0; addend && i < 2 * MI; i++)
+                if (inside && m + i * 8 < rows) more[i] = load(addend + (m + i * 8) * ld + column, pairs, both);
+#pragma unroll
+            for (int i = 0; i < 2 * MI; i++) {
+                int row = m + i * 8;
+                if (!inside || row >= rows) continue;
+                float2 v = make_float2(acc[i / 2][j][i % 2 * 2] + constant.x, acc[i / 2][j][i % 2 * 2 + 1] + constant.y);
+                if (emb) {
+                    const float* shift = emb + (i64)(row / rows_per_image) * columns + column;
+                    v.x += shift[0], v.y += both ? shift[1] : 0.0f;
+                }
+                Pair rounded = {from_float<OUT>(v.x + to_float(more[i].first)), from_float<OUT>(v.y + to_float(more[i].second))};
+                save(out + row * ld + column, rounded, pairs, both);
+                if (!SUMS) continue;
+                float2 w = make_float2(to_float(rounded.first), to_float(rounded.second));
+                total[0].x += w.x, total[0].y += w.x * w.x;
+                total[1].x += w.y, total[1].y += w.y * w.y;
             }
-            leave(total, strip, n + j * 8);
+            if (SUMS && sums && strip * ROWS < rows) leave(total, strip, column);
         }
     }
     // The sums of a strip's columns `column` and `column` + 1, of which each lane of a warp has a part.
