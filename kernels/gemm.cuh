@@ -219,8 +219,12 @@ struct Output {
         return pairs ? *reinterpret_cast<const Pair*>(p) : Pair{p[0], both ? p[1] : OUT{}};
     }
     __device__ __forceinline__ static void save(OUT* p, Pair v, bool pairs, bool both) {
-        if (pairs) *reinterpret_cast<Pair*>(p) = v;
-        else if (p[0] = v.first; both) p[1] = v.second;
+        if (pairs) {
+            *reinterpret_cast<Pair*>(p) = v;
+        } else {
+            p[0] = v.first;
+            if (both) p[1] = v.second;
+        }
     }
     template <bool SUMS = false> __device__ __forceinline__ void store(const Accumulators& acc, int m, int n) const {
         int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, strip = m / ROWS + warp / WN;
