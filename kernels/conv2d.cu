@@ -10,7 +10,8 @@
 // variants: PASS=FPROP,WGRAD T=float OUT=float PASSES=3 BM=128 BN=64 BK=32 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0 PAIR=1 NORM=0
 // variants: PASS=FPROP,WGRAD T=half OUT=float PASSES=1 BM=64 BN=64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=0 B_VEC=0 DILATED=0 UPSAMPLE=0 PAIR=1 NORM=0
 // variants: PASS=DGRAD T=bf16 OUT=bf16 PASSES=1 BM=128,64 BN=128,64 BK=64 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0 PAIR=0 NORM=1
-// variants: PASS=DGRAD T=half OUT=half PASSES=1 BM=128 BN=16 BK=64 WM=4 WN=1 STAGES=3 A_VEC=0 B_VEC=0 DILATED=1 UPSAMPLE=0 PAIR=0 NORM=1
+// variants: PASS=DGRAD T=half OUT=half PASSES=1 BM=128 BN=16 BK=64 WM=4 WN=1 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0 PAIR=0 NORM=1
+// variants: PASS=DGRAD T=float OUT=float PASSES=1,3 BM=64 BN=64 BK=32 WM=2 WN=2 STAGES=3 A_VEC=0 B_VEC=1 DILATED=0 UPSAMPLE=0 PAIR=0 NORM=1
 // variants: PASS=DGRAD T=float OUT=float PASSES=1 BM=128 BN=128 BK=32 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0 PAIR=0 NORM=1,2
 // variants: PASS=DGRAD T=float OUT=float PASSES=3 BM=128 BN=64 BK=32 WM=2 WN=2 STAGES=3 A_VEC=1 B_VEC=1 DILATED=0 UPSAMPLE=0 PAIR=0 NORM=1
 //
@@ -23,13 +24,13 @@
 // a: the operand whose rows are the result's rows (x, dout, dout); b: the other (weight, weight, x). All are C-contiguous.
 // A_VEC, B_VEC: chunks of 16 bytes never straddle: channels of the gathered image (or of dout in WGRAD), C1, and R·S·C or C
 // of weight, are multiples of 16 bytes' elements, arrays 16-byte aligned.
-// destination: OUT, rows of ldo elements, overwritten; addend (OUT, null or `destination` itself), bias, emb as in gemm.cuh's
-// Output, and so is sums, of FPROP but with PASSES=3, whose digits sums around 0 may lose. An image's sides, upsampled, and a
-// padding are at most 32,767.
-// NORM: 1 for DGRAD where the convolution's input was silu(z), z group norm's map (affine.cuh) of `normed`, OUT
+// destination: OUT, rows of ldo elements, overwritten; bias, emb, addend as in gemm.cuh's Output, and so is sums, of FPROP but
+// with PASSES=3, whose digits sums around 0 may lose. An image's sides, upsampled, and a padding are at most 32,767.
+// NORM: 1 for DGRAD where the convolution's input was silu(z), z group norm's map (affine.cuh) of `normed`, T
 // (N, H, W, C1), and of x2, (N, H, W, C - C1), behind it: then destination = dz, the result times silu's slope, and sums are
 // those of dz and of dz * (x - centre), before rounding; no bias, emb or addend. 2: the input was z itself. 0: neither. With
-// NORM, C and C1 are even, and a strip is of one image.
+// NORM, OUT is T, C and C1 are even, images aligned to two elements, a strip is of one image, sums are not null, and the
+// depth is not split.
 // gridDim.x: ceil(rows / BM) · ceil(columns / BN), columns fastest; gridDim.y: splits of the depth into `k_tiles` tiles
 // each; split s writes to destination + s · rows · ldo, to be summed by gemm.cu (then OUT=float, without additions).
 // On Hopper conv2d_sm90.cu and conv2d_wgrad*_sm90.cu take what they can: stride 1, the image's size kept, 16 bits or tf32.
@@ -165,6 +166,7 @@ template <bool VEC> struct PixelLoader {
 // NORM's dz, which it writes, and its sums. The tiles in shared memory are no longer needed.
 __device__ __forceinline__ void store_dz(const Accumulators& acc, const Output& output, int m, int n, const T* x, const T* x2,
                                          int C1, AFFINE) {
+    static_assert(!NORM || sizeof(OUT) == sizeof(T), "dz is stored as the norm's input is");
     extern __shared__ __align__(1024) u8 shared[];
     struct Maps { float centre[WM * BN], gain[WM * BN], offset[WM * BN]; };  // of each strip's channels
     Maps& maps = *reinterpret_cast<Maps*>(shared);

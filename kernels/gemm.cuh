@@ -201,7 +201,7 @@ template <class LoaderA, class LoaderB> __device__ __forceinline__ void multiply
 }
 
 // out[row][column] = product + bias[column] + emb[row / rows_per_image][column] + addend[row][column], rounded once;
-// bias, emb (float) and addend (OUT, may be `out` itself: a gradient that collects) may be null. sums, of store<true>,
+// bias, emb (float) and addend (OUT, like out, may be `out` itself: a gradient that collects) may be null. sums, of store<true>,
 // (rows / ROWS, columns) or null: of each strip of ROWS rows, a warp's, the sum of the rounded out and that of its squares.
 // There are whole strips only.
 struct Output {

@@ -155,7 +155,8 @@ def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair,
         )
     assert skip is None
     wants_sums = statistics and not relu and (tf32 or is_low(out.dtype)) and max(out.shape[1:3]) <= _LONGEST
-    if _is_linear(weight.shape[1:3], stride, padding) and not (upsample or wants_sums or x2 is not None):
+    linear = _is_linear(weight.shape[1:3], stride, padding) and not upsample and x2 is None
+    if linear and not (wants_sums and _linear_makes_sums(x, weight, out, tf32)):
         linear_cuda(x, weight.reshape(weight.shape[0], -1), epilogue, tf32, out.reshape(1, -1, out.shape[3]))
         sums = None
     else:
@@ -172,8 +173,9 @@ def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pai
 
     Returns dx's sums, float32 (N, tiles, C), if `sums` and the kernel makes them. Where the input is what `norm` made,
     and the epilogue empty, dx may become the gradient dz of its output before SiLU: then this returns dz's sums and
-    those of dz times the norm's input, float32 (N, tiles, C, 2), else None.
+    those of dz times the norm's input, which in float32 has lost its group's mean, float32 (N, tiles, C, 2), else None.
     """
+    norm = norm if all(term is None for term in epilogue[:3]) else None
     epilogue = epilogue._replace(rows_per_image=dx.shape[1] * dx.shape[2])
     if conv2d_thin.suits(dout, weight, dx, stride, padding, epilogue):
         norm = norm if norm is not None and conv2d_thin.suits_norm(dx, norm) else None
@@ -184,7 +186,7 @@ def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pai
         norm = norm if norm is not None and conv2d_sm90.suits_norm(norm) else None
         return conv2d_sm90.fprop(dout, weight, dx, epilogue, transposed=True, norm=norm)
     makes_dz = norm is not None and _suits_norm(norm, dx)
-    if _is_linear(weight.shape[1:3], stride, padding) and not makes_dz:
+    if _is_linear(weight.shape[1:3], stride, padding) and not (makes_dz and _linear_makes_sums(dout, weight, dx, tf32)):
         linear_dx_cuda(dout, weight.reshape(weight.shape[0], -1), dx.reshape(1, -1, dx.shape[3]), epilogue, tf32)
         return None
     plain = epilogue.addend is None and epilogue.emb is None and not makes_dz
@@ -217,6 +219,18 @@ def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pai
 
 def _is_linear(kernel: Pair, stride: Pair, padding: Pair) -> bool:
     return kernel == stride == (1, 1) and padding == (0, 0)
+
+
+def _makes_sums(chosen: Plan, pixels: int) -> bool:
+    """Whether conv2d.cu leaves sums, of strips of one image of so many pixels each."""
+    return chosen.splits == 1 and pixels % (chosen.tile.rows // chosen.tile.warps_m) == 0
+
+
+def _linear_makes_sums(a: Array, weight: Array, out: Array, tf32: bool) -> bool:
+    """The same of a 1×1 convolution from a to out, forward or backward: without sums matmul.cu is faster."""
+    size = out.size // out.shape[3], out.shape[3], a.shape[3], 1
+    chosen = plan(*problem_of(a.dtype, size, tf32, aligned(a, a.shape[3], weight.shape[3])))
+    return _makes_sums(chosen, out.shape[1] * out.shape[2])
 
 
 def _suits_norm(norm: Norm, dx: Array) -> bool:
@@ -273,8 +287,7 @@ def _launch(direction: str, a: Array, b: Array, out: Array, shapes: tuple, strid
         a_vec, b_vec = a_vec and direction != "FPROP", b_vec and direction != "WGRAD"
 
     def makes_sums(chosen: Plan) -> bool:
-        strip = chosen.tile.rows // chosen.tile.warps_m
-        return (statistics or norm is not None) and chosen.splits == 1 and pixels % strip == 0
+        return (statistics or norm is not None) and _makes_sums(chosen, pixels)
 
     def run(chosen: Plan) -> Array | None:
         sums, sources, normed, mode = None, (x2, c1), (None,) * 7 + (1,), 0

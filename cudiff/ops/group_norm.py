@@ -175,8 +175,8 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
 
     The gradients of parameters, scale and shift are float32. `y`, where given, receives the output once more. `sums`,
     where given, receives at 0 and 1 the sums of dx and dx2, with what they had before, over tiles of pixels: float32
-    (N, tiles, C). `partials`, where given, float32 (N, tiles, C, 2): the sums of dz and of dz·x that came with dy,
-    which is then dz, the gradient before SiLU (see `conv2d.dgrad_cuda`).
+    (N, tiles, C). `partials`, where given, float32 (N, tiles, C, 2): the sums of dz and of dz·x, in float32 of
+    dz·(x - mean), that came with dy, which is then dz, the gradient before SiLU (see `conv2d.dgrad_cuda`).
     """
     n, pixels, channels1, channels2 = _extent(x, x2)
     channels, groups = channels1 + channels2, mean.shape[1]

@@ -94,7 +94,8 @@ class Schedule(Function):
 def schedule(scalars: Tensor, counters: Tensor, grad: Tensor, *, lr: float, warmup: int = 0, total_steps: int = 0,
              final: float = 1.0, betas: tuple[float, float] = (0.0, 0.0), scale: float = 1.0, clip: float = math.inf,
              half_life: float = 1.0, ramp: float | None = None) -> Tensor:
-    """Count one step in `counters` and write its `scalars`, both zero before the first, in place; returns `scalars`.
+    """Count one step in `counters` and write its `scalars`, in place; returns `scalars`. Both are zero before the
+    first: TICKET is how a GPU's last block knows that it is.
 
     grad: float32 (n,), n a multiple of 32, the gradient before `scale`. Its norm is scale·‖grad‖, summed in a fixed
     order. Where that is not finite, APPLY is 0 and the step is counted as skipped. The gradient's factor is

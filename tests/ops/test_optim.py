@@ -28,8 +28,9 @@ def schedule(device, norm=1.0, steps=1, **attrs):
     """The scalars and counters after `steps` steps as NumPy arrays."""
     scalars, counters = scalars_and_counters(device)
     attrs = {"lr": 0.1, "betas": (0.9, 0.999), "half_life": 100.0} | attrs
+    grad = gradient(device, norm)
     for _ in range(steps):
-        ops.schedule(scalars, counters, gradient(device, norm), **attrs)
+        ops.schedule(scalars, counters, grad, **attrs)
     return scalars.numpy(), counters.numpy()
 
 
@@ -44,6 +45,15 @@ def test_norm_of_the_gradient(device, rng, size):
     assert abs(norms[0] / (0.5 * np.linalg.norm(grad.astype(np.float64))) - 1) < 1e-6
     assert len(set(norms)) == 1
     assert scalars.numpy()[ops.Scalar.TICKET] == 0 and counters.numpy().tolist() == [5, 0, 0]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_one_bad_element_is_seen(device, rng, bad):
+    grad = rng.standard_normal(32 * 40000).astype(np.float32)
+    grad[1_100_777] = bad
+    scalars, counters = scalars_and_counters(device)
+    ops.schedule(scalars, counters, Tensor(grad, device=device), lr=0.1)
+    assert scalars.numpy()[ops.Scalar.APPLY] == 0 and counters.numpy().tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 20, 1000])
