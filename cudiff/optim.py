@@ -155,7 +155,7 @@ class Optimizer:
             raise CudiffError("the model was flattened again: build the optimiser after flatten()")
         grad = Tensor(self.flat.grad)
         average = (1.0, None) if self.ema is None else (self.ema.half_life, self.ema.ramp)
-        ops.schedule(
+        ops.step_scalars(
             self.scalars, self.counters, grad, lr=self.lr, warmup=self.schedule.warmup,
             total_steps=self.schedule.total_steps, final=self.schedule.final, betas=self.betas, scale=scale,
             clip=self.clip, half_life=average[0], ramp=average[1],

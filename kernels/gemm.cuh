@@ -234,7 +234,8 @@ struct Output {
         for (int j = 0; j < NI; j++) {
             int column = n + j * 8;
             bool inside = column < columns, both = column + 1 < columns;
-            float2 constant = make_float2(bias && inside ? bias[column] : 0.0f, bias && both ? bias[column + 1] : 0.0f), total[2] = {};
+            float2 constant = make_float2(bias && inside ? bias[column] : 0.0f, bias && both ? bias[column + 1] : 0.0f);
+            float2 total[2] = {};
             Pair more[2 * MI] = {};
 #pragma unroll
             for (int i = 0; addend && i < 2 * MI; i++)

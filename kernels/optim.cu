@@ -4,24 +4,24 @@
 // Flat buffers (data, grad, moments, ema) are float, shadows are T; all have n elements, n a multiple of 32, and start
 // on a multiple of 16 bytes. decay: one u8 per 32 elements, 1 where weight decay applies. shadow, ema and ema_shadow
 // may be null. data, the moments and ema are updated in place, shadows overwritten, grad only read.
-// scalars (8 floats, the order below) are written by `schedule` and read by the updates, so that nothing which changes
+// scalars (8 floats, the order below) are written by `step_scalars` and read by the updates, so that nothing which changes
 // from step to step is a launch argument. Where scalars[APPLY] is 0 an update changes nothing. scalars[TICKET] has the bits
 // of an integer, 0 before the first step and after each.
-// Launch: schedule any grid, THREADS threads; the updates 4 elements a thread, any block, grid = ceil(n / 4 / block). All
+// Launch: step_scalars any grid, THREADS threads; the updates 4 elements a thread, any block, grid = ceil(n / 4 / block). All
 // sums have a fixed order.
 #include "reduce.cuh"
 
-constexpr int THREADS = 256;  // of schedule
+constexpr int THREADS = 256;  // of step_scalars
 enum Scalar { LR, GRAD_SCALE, STEP_SIZE, RSQRT_BIAS2, EMA_WEIGHT, NORM, APPLY, TICKET };
 enum Counter { UPDATES, SKIPPED, SKIPPED_IN_A_ROW };
 
 // The scalars and counters of a step. A block sums the squares of every gridDim.x-th group of 1024 elements; the last to
 // have left its sum in partials (gridDim.x) adds them all up and does the rest, as double because 1 - beta^t cancels.
 // log_beta may be -infinity. ramp < 0: the half-life is constant.
-extern "C" __global__ void schedule(const float* __restrict__ grad, float* __restrict__ partials, float* __restrict__ scalars,
-                                    int* __restrict__ counters, i64 n, double lr, int warmup, int total_steps, double final,
-                                    double log_beta1, double log_beta2, double scale, double clip, double half_life,
-                                    double ramp) {
+extern "C" __global__ void step_scalars(const float* __restrict__ grad, float* __restrict__ partials, float* __restrict__ scalars,
+                                        int* __restrict__ counters, i64 n, double lr, int warmup, int total_steps, double final,
+                                        double log_beta1, double log_beta2, double scale, double clip, double half_life,
+                                        double ramp) {
     wait_for_previous();
     float sum = 0.0f;
     i64 stride = (i64)gridDim.x * blockDim.x * 4;

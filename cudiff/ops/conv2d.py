@@ -173,7 +173,7 @@ def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pai
 
     Returns dx's sums, float32 (N, tiles, C), if `sums` and the kernel makes them. Where the input is what `norm` made,
     and the epilogue empty, dx may become the gradient dz of its output before SiLU: then this returns dz's sums and
-    those of dz times the norm's input, which in float32 has lost its group's mean, float32 (N, tiles, C, 2), else None.
+    those of dz·x, x the norm's input, in float32 of dz·(x - mean): float32 (N, tiles, C, 2), else None.
     """
     norm = norm if all(term is None for term in epilogue[:3]) else None
     epilogue = epilogue._replace(rows_per_image=dx.shape[1] * dx.shape[2])
@@ -185,16 +185,17 @@ def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pai
     if conv2d_sm90.suits(dout, weight, dx, stride, padding, tf32):
         norm = norm if norm is not None and conv2d_sm90.suits_norm(norm) else None
         return conv2d_sm90.fprop(dout, weight, dx, epilogue, transposed=True, norm=norm)
-    makes_dz = norm is not None and _suits_norm(norm, dx)
-    if _is_linear(weight.shape[1:3], stride, padding) and not (makes_dz and _linear_makes_sums(dout, weight, dx, tf32)):
-        linear_dx_cuda(dout, weight.reshape(weight.shape[0], -1), dx.reshape(1, -1, dx.shape[3]), epilogue, tf32)
-        return None
-    plain = epilogue.addend is None and epilogue.emb is None and not makes_dz
-    if plain and _tiles(weight.shape[1:3], stride, padding, dout, dx):
+    norm = norm if norm is not None and _suits_norm(norm, dx) else None
+    if _is_linear(weight.shape[1:3], stride, padding):
+        norm = norm if _linear_makes_sums(dout, weight, dx, tf32) else None
+        if norm is None:
+            linear_dx_cuda(dout, weight.reshape(weight.shape[0], -1), dx.reshape(1, -1, dx.shape[3]), epilogue, tf32)
+            return None
+    elif _tiles(weight.shape[1:3], stride, padding, dout, dx) and epilogue.addend is None and epilogue.emb is None:
         _dgrad_of_tiles(dout, weight, dx, epilogue.bias, tf32)
         return None
-    return _launch("DGRAD", dout, weight, dx, (dx.shape, weight.shape, dout.shape), stride, padding, epilogue, tf32,
-                   norm=norm if makes_dz else None)
+    shapes = dx.shape, weight.shape, dout.shape
+    return _launch("DGRAD", dout, weight, dx, shapes, stride, padding, epilogue, tf32, norm=norm)
 
 
 def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pair, add: bool, tf32: bool,
@@ -274,12 +275,12 @@ def _launch(direction: str, a: Array, b: Array, out: Array, shapes: tuple, strid
             f"conv2d on CUDA: an image of {height} x {width} pixels to {size[0]} x {size[1]}: cut it into parts of at "
             f"most {longest} a side"
         )
-    taps, outputs = kernel[0] * kernel[1], size[0] * size[1]
-    pixels = height * width if direction == "DGRAD" else outputs
+    taps, out_pixels = kernel[0] * kernel[1], size[0] * size[1]
+    pixels = height * width if direction == "DGRAD" else out_pixels
     rows, columns, depth, chunk_a, chunk_b = {
         "FPROP": (n * pixels, k, taps * c, c1, taps * c),
         "DGRAD": (n * pixels, c, taps * k, k, c),
-        "WGRAD": (k, taps * c, n * outputs, k, c1),
+        "WGRAD": (k, taps * c, n * out_pixels, k, c1),
     }[direction]
     extent = rows, columns, depth, 1
     a_vec, b_vec = aligned(a, chunk_a), aligned(b, chunk_b)

@@ -51,7 +51,7 @@ def lr_factor(step: int, warmup: int, total_steps: int, final: float) -> float:
     return rise * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-class Schedule(Function):
+class StepScalars(Function):
     """Find the gradient's norm, count the step and write its scalars."""
 
     differentiable = False
@@ -87,11 +87,11 @@ class Schedule(Function):
         numbers = (*logs, scale, clip, half_life, -1.0 if ramp is None else ramp)
         args = (grad, empty(count, float32), scalars, counters, np.int64(grad.size), np.float64(lr), warmup,
                 total_steps, np.float64(final))
-        launch("optim", "schedule", count, 256, (*args, *map(np.float64, numbers)), T=bfloat16)
+        launch("optim", "step_scalars", count, 256, (*args, *map(np.float64, numbers)), T=bfloat16)
         return scalars
 
 
-def schedule(scalars: Tensor, counters: Tensor, grad: Tensor, *, lr: float, warmup: int = 0, total_steps: int = 0,
+def step_scalars(scalars: Tensor, counters: Tensor, grad: Tensor, *, lr: float, warmup: int = 0, total_steps: int = 0,
              final: float = 1.0, betas: tuple[float, float] = (0.0, 0.0), scale: float = 1.0, clip: float = math.inf,
              half_life: float = 1.0, ramp: float | None = None) -> Tensor:
     """Count one step in `counters` and write its `scalars`, in place; returns `scalars`. Both are zero before the
@@ -103,7 +103,7 @@ def schedule(scalars: Tensor, counters: Tensor, grad: Tensor, *, lr: float, warm
     rate and EMA count steps, skipped ones too. The EMA's half-life is min(half_life, ramp·step) steps, step from 0
     (Karras et al. 2022, training code), so that the first step copies.
     """
-    return Schedule.apply(
+    return StepScalars.apply(
         scalars, counters, grad, lr=float(lr), warmup=int(warmup), total_steps=int(total_steps), final=float(final),
         betas=betas, scale=float(scale), clip=float(clip), half_life=float(half_life), ramp=ramp,
     )

@@ -30,7 +30,7 @@ def schedule(device, norm=1.0, steps=1, **attrs):
     attrs = {"lr": 0.1, "betas": (0.9, 0.999), "half_life": 100.0} | attrs
     grad = gradient(device, norm)
     for _ in range(steps):
-        ops.schedule(scalars, counters, grad, **attrs)
+        ops.step_scalars(scalars, counters, grad, **attrs)
     return scalars.numpy(), counters.numpy()
 
 
@@ -39,7 +39,7 @@ def test_norm_of_the_gradient(device, rng, size):
     grad = rng.standard_normal(size).astype(np.float32)
     scalars, counters = scalars_and_counters(device)
     norms = [
-        ops.schedule(scalars, counters, Tensor(grad, device=device), lr=0.1, scale=0.5).numpy()[ops.Scalar.NORM]
+        ops.step_scalars(scalars, counters, Tensor(grad, device=device), lr=0.1, scale=0.5).numpy()[ops.Scalar.NORM]
         for _ in range(5)
     ]
     assert abs(norms[0] / (0.5 * np.linalg.norm(grad.astype(np.float64))) - 1) < 1e-6
@@ -52,7 +52,7 @@ def test_one_bad_element_is_seen(device, rng, bad):
     grad = rng.standard_normal(32 * 40000).astype(np.float32)
     grad[1_100_777] = bad
     scalars, counters = scalars_and_counters(device)
-    ops.schedule(scalars, counters, Tensor(grad, device=device), lr=0.1)
+    ops.step_scalars(scalars, counters, Tensor(grad, device=device), lr=0.1)
     assert scalars.numpy()[ops.Scalar.APPLY] == 0 and counters.numpy().tolist() == [0, 1, 1]
 
 
@@ -100,7 +100,7 @@ def test_counters_of_skipped_steps(device):
     scalars, counters = scalars_and_counters(device)
     seen = []
     for norm in (1.0, np.nan, np.inf, 2.0, np.nan):
-        ops.schedule(scalars, counters, gradient(device, norm), lr=0.1, betas=(0.9, 0.99))
+        ops.step_scalars(scalars, counters, gradient(device, norm), lr=0.1, betas=(0.9, 0.99))
         seen.append((*counters.numpy().tolist(), float(scalars.numpy()[ops.Scalar.APPLY])))
     assert seen == [(1, 0, 0, 1), (1, 1, 1, 0), (1, 2, 2, 0), (2, 2, 0, 1), (2, 3, 1, 0)]
     # Adam's time counts updates.
@@ -159,7 +159,7 @@ class Problem:
 
     def step(self, update, gradient, betas=(0.0, 0.0), **attrs):
         grad = Tensor(gradient, device=self.device)
-        ops.schedule(self.scalars, self.counters, grad, lr=1e-2, betas=betas, half_life=3.0, ramp=0.5)
+        ops.step_scalars(self.scalars, self.counters, grad, lr=1e-2, betas=betas, half_life=3.0, ramp=0.5)
         if self.moments[1:]:
             attrs["betas"] = betas
         update(
