@@ -48,8 +48,9 @@ class Tensor:
     Attributes
     ----------
     data : the array. grad : array of the same backend and shape, or None; reading it writes zeros that are still due.
-    partials : float32 array (N, tiles, C, 2) or None
-        Sums and sums of squares of each image's tiles of pixels, which the producer left for a following norm.
+    partials : float32 array (N, tiles, C, 2) or (N, tiles, C, 4), or None
+        What the producer left of each image's tiles of pixels for a following norm: sums and sums of squares, or
+        pixels, a centre, and the sums of differences from it and of their squares.
     """
 
     __slots__ = ("__weakref__", "_grad", "_source", "_vacant", "data", "partials", "requires_grad")

@@ -4,11 +4,13 @@
 // x, dx (N, H, W, C) and y, dy (N, H / WINDOW, W / WINDOW, C): T, channels last; the last row or column of an odd size is in no
 // window. With WINDOW=1 H is 1: any rows of C channels. float32 (C): weight, bias, mean, rstd, dweight, dbias, and the running
 // statistics, which are updated in place. Outputs overwrite; gradients with an `add` flag accumulate where it is set.
-// Sums go by tiles of windows into partials, float2 (rows, C), then over the rows, in a fixed order: two runs give the same bits.
+// Sums go by tiles of windows into partials (rows, C), moments.cuh's of x, float2 of dz, then over the rows, in a fixed order: two
+// runs give the same bits.
 // VEC=1: C and every T address are multiples of a 16-byte pack.
 // Launch of the kernels that read x: block (lanes, at most 32; rows, a power of two), at most 256 threads, a lane for each pack
 // of channels; grid (tiles, ceil(packs / lanes)). Of the `finish_` kernels: block (4, 256), ceil(C / 4) blocks.
 // variants: T=float,bf16,half VEC=0,1 WINDOW=1,2
+#include "moments.cuh"
 #include "vector.cuh"
 
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
@@ -125,8 +127,9 @@ __device__ __forceinline__ void store_partials(float2* partials, int c, int C, f
     for (int k = 0; k < V; k++) partials[(i64)blockIdx.x * C + c + k] = make_float2(a[k], b[k]);
 }
 
-// partials = sums of x - x[0, c] and of its square: around the first pixel, as E[x^2] - E[x]^2 cancels for a large mean.
-extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void statistics(float2* partials, const T* __restrict__ x, int pixels, int C) {
+// partials of x, centred on its first pixel.
+extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void statistics(CentredMoments* partials, const T* __restrict__ x, int pixels,
+                                                                           int C) {
     wait_for_previous();
     Share share(pixels, C);
     float first[V] = {}, sum[V] = {}, square[V] = {};
@@ -142,16 +145,24 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void statistics(float
             square[k] += d * d;
         }
     }
-    store_partials(partials, share.c, C, sum, square);
+    block_sums(sum);
+    block_sums(square);
+    if (threadIdx.y || share.c >= C) return;
+    float count = max(0, share.end - share.first);
+#pragma unroll
+    for (int k = 0; k < V; k++) partials[(i64)blockIdx.x * C + share.c + k] = {count, first[k], sum[k], square[k]};
 }
 
+__device__ __forceinline__ double2 terms_of(float2 row) { return make_double2(row.x, row.y); }
+template <typename Moments> __device__ __forceinline__ double2 terms_of(const Moments& row) { return row.raw(); }
+
 // Sums over the rows of partials, of channel c = blockIdx.x * 4 + threadIdx.x; threads with threadIdx.y = 0 get them.
-__device__ __forceinline__ double2 column_sums(const float2* partials, int rows, int c, int C) {
+template <typename Row> __device__ __forceinline__ double2 column_sums(const Row* partials, int rows, int c, int C) {
     __shared__ double2 parts[256][4];
     double2 sum = {0.0, 0.0};
 #pragma unroll 8
     for (int row = threadIdx.y; row < (c < C ? rows : 0); row += 256) {
-        float2 term = partials[(i64)row * C + c];
+        double2 term = terms_of(partials[(i64)row * C + c]);
         sum.x += term.x;
         sum.y += term.y;
     }
@@ -166,15 +177,15 @@ __device__ __forceinline__ double2 column_sums(const float2* partials, int rows,
     return sum;
 }
 
-// mean, rstd from partials (rows, C) of `pixels` pixels, taken around `first` (C), or around 0 where that is null; and the running
+// mean, rstd from partials (rows, C), CentredMoments where `centred`, else RawMoments, of `pixels` pixels; and the running
 // statistics, which move towards mean and unbiased variance by the share `momentum`.
-extern "C" __global__ void finish_statistics(float* mean, float* rstd, float* running_mean, float* running_var, const float2* partials,
-                                             const T* first, int rows, int pixels, int C, float momentum, float eps) {
+extern "C" __global__ void finish_statistics(float* mean, float* rstd, float* running_mean, float* running_var, const void* partials,
+                                             int centred, int rows, int pixels, int C, float momentum, float eps) {
     wait_for_previous();
     int c = blockIdx.x * 4 + threadIdx.x;
-    double2 sum = column_sums(partials, rows, c, C);
+    double2 sum = centred ? column_sums((const CentredMoments*)partials, rows, c, C) : column_sums((const RawMoments*)partials, rows, c, C);
     if (threadIdx.y || c >= C) return;
-    float average = (first ? to_float(first[c]) : 0.0f) + (float)(sum.x / pixels);
+    float average = (float)(sum.x / pixels);
     double squares = fmax(sum.y - sum.x * sum.x / pixels, 0.0);  // of the deviations
     mean[c] = average;
     rstd[c] = rsqrtf((float)(squares / pixels) + eps);

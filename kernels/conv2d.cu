@@ -24,10 +24,10 @@
 // a: the operand whose rows are the result's rows (x, dout, dout); b: the other (weight, weight, x). All are C-contiguous.
 // A_VEC, B_VEC: chunks of 16 bytes never straddle: channels of the gathered image (or of dout in WGRAD), C1, and R·S·C or C
 // of weight, are multiples of 16 bytes' elements, arrays 16-byte aligned.
-// destination: OUT, rows of ldo elements, overwritten; bias, emb, addend as in gemm.cuh's Output, and so is sums, of FPROP but
-// with PASSES=3, whose digits sums around 0 may lose. An image's sides, upsampled, and a padding are at most 32,767.
+// destination: OUT, rows of ldo elements, overwritten; bias, emb, addend as in gemm.cuh's Output, and so is sums, of FPROP. An
+// image's sides, upsampled, and a padding are at most 32,767.
 // NORM: 1 for DGRAD where the convolution's input was silu(z), z group norm's map (affine.cuh) of `normed`, T
-// (N, H, W, C1), and of x2, (N, H, W, C - C1), behind it: then destination = dz, the result times silu's slope, and sums are
+// (N, H, W, C1), and of x2, (N, H, W, C - C1), behind it: then destination = dz, the result times silu's slope, and sums, float2,
 // those of dz and of dz * (x - centre), before rounding; no bias, emb or addend. 2: the input was z itself. 0: neither. With
 // NORM, OUT is T, C and C1 are even, images aligned to two elements, a strip is of one image, sums are not null, and the
 // depth is not split.
@@ -206,14 +206,15 @@ __device__ __forceinline__ void store_dz(const Accumulators& acc, const Output& 
             Output::Pair rounded = {from_float<OUT>(dz.x), from_float<OUT>(dz.y)};
             if (inside) *reinterpret_cast<Output::Pair*>(output.out + (m + i * 8) * output.ld + c) = rounded;
         }
-        output.leave(total, strip, c);
+#pragma unroll
+        for (int e = 0; e < 2; e++) output.leave<false>(total[e], 0.0f, strip, c + e);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 conv2d(const T* a, const T* b, const float* bias, const float* emb, const OUT* addend, OUT* destination, i64 ldo,
        int rows_per_image, int k_tiles, int N, int H, int W, int C, int Ho, int Wo, int K, int R, int S, int stride_h,
-       int stride_w, int pad_h, int pad_w, const T* x2, int C1, float2* sums, const T* normed, const float* norm_weight,
+       int stride_w, int pad_h, int pad_w, const T* x2, int C1, void* sums, const T* normed, const float* norm_weight,
        const float* norm_bias, const float* scale, const float* shift, const float* mean, const float* rstd, int groups) {
     wait_for_previous();
     const Shape shape = {N, H, W, C, Ho, Wo, K, R, S, stride_h, stride_w, pad_h, pad_w};
@@ -241,5 +242,5 @@ conv2d(const T* a, const T* b, const float* bias, const float* emb, const OUT* a
     destination += (i64)blockIdx.y * rows * ldo;
     Output output = {destination, bias, emb, addend, rows, columns, ldo, rows_per_image, sums};
     if constexpr (NORM) store_dz(acc, output, m0, n0, normed, x2, C1, norm_weight, norm_bias, scale, shift, mean, rstd, groups);
-    else output.store<PASS == FPROP && PASSES == 1 && sizeof(OUT) == sizeof(T)>(acc, m0, n0);
+    else output.store<PASS == FPROP && sizeof(OUT) == sizeof(T)>(acc, m0, n0);
 }

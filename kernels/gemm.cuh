@@ -10,6 +10,7 @@
 // Launch: WM·WN·32 threads, STAGES·(BM + BN)·BK·sizeof(T) bytes of dynamic shared memory.
 #pragma once
 #include "mma.cuh"
+#include "moments.cuh"
 
 constexpr int THREADS = WM * WN * 32;
 constexpr int PACK = 16 / sizeof(T);       // elements of a chunk
@@ -202,8 +203,8 @@ template <class LoaderA, class LoaderB> __device__ __forceinline__ void multiply
 
 // out[row][column] = product + bias[column] + emb[row / rows_per_image][column] + addend[row][column], rounded once;
 // bias, emb (float) and addend (OUT, like out, may be `out` itself: a gradient that collects) may be null. sums, of store<true>,
-// (rows / ROWS, columns) or null: of each strip of ROWS rows, a warp's, the sum of the rounded out and that of its squares.
-// There are whole strips only.
+// (rows / ROWS, columns) or null: of each strip of ROWS rows, a warp's, the rounded out's CentredMoments with PASSES=3, else its
+// RawMoments. There are whole strips only.
 struct Output {
     static constexpr int ROWS = BM / WM;
     struct __align__(2 * sizeof(OUT)) Pair { OUT first, second; };
@@ -213,7 +214,7 @@ struct Output {
     int rows, columns;
     i64 ld;
     int rows_per_image;
-    float2* sums;
+    void* sums;
 
     __device__ __forceinline__ static Pair load(const OUT* p, bool pairs, bool both) {
         return pairs ? *reinterpret_cast<const Pair*>(p) : Pair{p[0], both ? p[1] : OUT{}};
@@ -235,11 +236,10 @@ struct Output {
             int column = n + j * 8;
             bool inside = column < columns, both = column + 1 < columns;
             float2 constant = make_float2(bias && inside ? bias[column] : 0.0f, bias && both ? bias[column + 1] : 0.0f);
-            float2 total[2] = {};
-            Pair more[2 * MI] = {};
+            Pair pair[2 * MI] = {};  // of the addend, then of out
 #pragma unroll
             for (int i = 0; addend && i < 2 * MI; i++)
-                if (inside && m + i * 8 < rows) more[i] = load(addend + (m + i * 8) * ld + column, pairs, both);
+                if (inside && m + i * 8 < rows) pair[i] = load(addend + (m + i * 8) * ld + column, pairs, both);
 #pragma unroll
             for (int i = 0; i < 2 * MI; i++) {
                 int row = m + i * 8;
@@ -249,26 +249,33 @@ struct Output {
                     const float* shift = emb + (i64)(row / rows_per_image) * columns + column;
                     v.x += shift[0], v.y += both ? shift[1] : 0.0f;
                 }
-                Pair rounded = {from_float<OUT>(v.x + to_float(more[i].first)), from_float<OUT>(v.y + to_float(more[i].second))};
-                save(out + row * ld + column, rounded, pairs, both);
-                if (!SUMS) continue;
-                float2 w = make_float2(to_float(rounded.first), to_float(rounded.second));
-                total[0].x += w.x, total[0].y += w.x * w.x;
-                total[1].x += w.y, total[1].y += w.y * w.y;
+                pair[i] = {from_float<OUT>(v.x + to_float(pair[i].first)), from_float<OUT>(v.y + to_float(pair[i].second))};
+                save(out + row * ld + column, pair[i], pairs, both);
             }
-            if (SUMS && sums && strip * ROWS < rows) leave(total, strip, column);
+            if (!SUMS || !sums || strip * ROWS >= rows) continue;
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float centre = PASSES == 3 ? __shfl_sync(~0u, to_float(e ? pair[0].second : pair[0].first), lane & 3) : 0.0f;
+                float2 total = {};
+#pragma unroll
+                for (int i = 0; i < 2 * MI; i++) {
+                    float gap = to_float(e ? pair[i].second : pair[i].first) - centre;
+                    total.x += gap, total.y += gap * gap;
+                }
+                leave<PASSES == 3>(total, centre, strip, column + e);
+            }
         }
     }
-    // The sums of a strip's columns `column` and `column` + 1, of which each lane of a warp has a part.
-    __device__ __forceinline__ void leave(float2 (&total)[2], int strip, int column) const {
+    // The sums around `centre` of a strip's column, of which each lane of a warp has a part; around 0 if not CENTRED.
+    template <bool CENTRED> __device__ __forceinline__ void leave(float2 total, float centre, int strip, int column) const {
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-#pragma unroll
-            for (int mask = 4; mask < 32; mask *= 2) {
-                total[e].x += __shfl_xor_sync(~0u, total[e].x, mask);
-                total[e].y += __shfl_xor_sync(~0u, total[e].y, mask);
-            }
-            if (threadIdx.x % 32 < 4 && column + e < columns) sums[(i64)strip * columns + column + e] = total[e];
+        for (int mask = 4; mask < 32; mask *= 2) {
+            total.x += __shfl_xor_sync(~0u, total.x, mask);
+            total.y += __shfl_xor_sync(~0u, total.y, mask);
         }
+        if (threadIdx.x % 32 >= 4 || column >= columns) return;
+        i64 place = (i64)strip * columns + column;
+        if constexpr (CENTRED) ((CentredMoments*)sums)[place] = {ROWS, centre, total.x, total.y};
+        else ((RawMoments*)sums)[place] = {total.x, total.y};
     }
 };

@@ -3,8 +3,8 @@
 // x (N, S, C1) and x2 (N, S, C2; null where C2 = 0) are read as one array of C = C1 + C2 channels, S pixels an image;
 // y and dy (N, S, C). All T, channels last. float32: weight, bias (C); scale, shift (N, C) or null; mean, rstd (N, G);
 // gamma = weight * (1 + scale), offset = bias * (1 + scale) + shift. Outputs overwrite; gradients with an `add` flag
-// accumulate where it is set. Sums go by tiles of pixels into partials, float2 (N, tiles, C), then in tile order: two
-// runs give the same bits. Where few tiles make an image, `normalize` and `input_gradients` add them up themselves, every
+// accumulate where it is set. Sums go by tiles of pixels into partials (N, tiles, C), moments.cuh's of x, float2 of dz, then in
+// tile order: two runs give the same bits. Where few tiles make an image, `normalize` and `input_gradients` add them up themselves, every
 // block for its image; else `finish_statistics` and `finish_sums` do it once.
 // VEC=1: C1, C2 and every T address are multiples of a 16-byte pack.
 // On Hopper group_norm_sm90.cu takes what fits in shared memory, group_norm_backward_sm90.cu where it is estimated to be faster.
@@ -13,6 +13,7 @@
 // in finish_sums and, where it is given partials, in `input_gradients`, which takes 16 packs a thread in any case.
 // variants: T=float,bf16,half VEC=0,1
 #include "mma.cuh"
+#include "moments.cuh"
 #include "tiles.cuh"
 
 extern __shared__ __align__(16) float2 channels[];  // one for each of C, or more
@@ -28,8 +29,9 @@ __device__ __forceinline__ void store_partials(float2* partials, const Lane& lan
     block_sums(across, scratch, b, [&](int j, float sum) { if (lane.c0 + j < C) out[j].y = sum; });
 }
 
-// partials = sums of x - x[n, 0, c] and of its square, of one source: shifted, as E[x^2] - E[x]^2 cancels for a large mean.
-extern "C" __global__ __launch_bounds__(THREADS, 2) void statistics(const T* __restrict__ x, float2* partials, int S, int C, int tiles, int across) {
+// partials of one source, centred on its image's first pixel.
+extern "C" __global__ __launch_bounds__(THREADS, 2) void statistics(const T* __restrict__ x, CentredMoments* partials, int S, int C, int tiles,
+                                                                    int across) {
     wait_for_previous();
     __shared__ float scratch[V * THREADS];
     Lane lane(S, C, tiles, across);
@@ -37,8 +39,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void statistics(const T* __r
     rows.start[0] = first_element(x, x, lane, C, 0, rows.pitch[0]);
     rows.count = lane.count;
     rows.fetch(0);
+    const T* centre = x + (i64)lane.n * S * C;
     float first[V] = {}, sum[V] = {}, square[V] = {};
-    if (lane.count) load<V>(x + (i64)lane.n * S * C + lane.c, first);
+    if (lane.count) load<V>(centre + lane.c, first);
     rows.each([&](int, const Raw (&raw)[1]) {
         float v[V];
         to_floats(raw[0], v);
@@ -49,38 +52,44 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void statistics(const T* __r
             square[k] += d * d;
         }
     });
-    store_partials(partials, lane, C, tiles, across, scratch, sum, square);
+    int at_once = THREADS / (u32)across, rest = S % lane.step - lane.tile * at_once;
+    float count = S / lane.step * at_once + max(0, min(at_once, rest));
+    CentredMoments* out = partials + ((i64)lane.n * tiles + lane.tile) * C + lane.c0;
+    centre += lane.c0;
+    block_sums(across, scratch, sum, [&](int j, float sum) { if (lane.c0 + j < C) out[j] = {count, to_float(centre[j]), sum, 0.0f}; });
+    block_sums(across, scratch, square, [&](int j, float square) { if (lane.c0 + j < C) out[j].square = square; });
 }
 
-// Both sources' partials. Where `shifted` is not null it is the source around whose first pixel they were taken; a
-// producer's epilogue takes them around 0.
-#define PARTIALS const float2* partials, const T* shifted, int tiles1, const float2* partials2, const T* shifted2, int tiles2
-#define GIVEN partials, shifted, tiles1, partials2, shifted2, tiles2, C1, C2, S
+// Both sources' partials: CentredMoments where `centred`, else RawMoments.
+#define PARTIALS const void* partials, int centred, int tiles1, const void* partials2, int centred2, int tiles2
+#define GIVEN partials, centred, tiles1, partials2, centred2, tiles2, C1, C2
 struct Given {
-    const float2* partials;
-    const T* shifted;
-    int tiles1;
-    const float2* partials2;
-    const T* shifted2;
-    int tiles2, C1, C2, S;
+    const void* partials;
+    int centred, tiles1;
+    const void* partials2;
+    int centred2, tiles2, C1, C2;
 };
 
 // One channel's tiles, as one of `helpers` threads adds them up.
 struct Tiles {
-    const float2* p;
-    const T* first;  // the pixel around which the sums were taken, or null
+    const void* p;
+    bool centred;
     int count, pitch;
     __device__ __forceinline__ Tiles(const Given& given, int n, int c, int helper, int helpers) {
         bool second = c >= given.C1;
         int channels = second ? given.C2 : given.C1, tiles = second ? given.tiles2 : given.tiles1;
-        const T* source = second ? given.shifted2 : given.shifted;
+        centred = second ? given.centred2 : given.centred;
         if (second) c -= given.C1;
-        p = (second ? given.partials2 : given.partials) + (i64)n * (tiles * channels) + (helper * channels + c);
-        first = source ? source + (i64)n * (given.S * channels) + c : nullptr;
+        i64 first = (i64)n * (tiles * channels) + (helper * channels + c);
+        p = (const u8*)(second ? given.partials2 : given.partials) + first * (centred ? sizeof(CentredMoments) : sizeof(RawMoments));
         count = helpers == 1 ? tiles : CEIL_DIV((u32)max(0, tiles - helper), (u32)helpers);
         pitch = helpers * channels;
     }
 };
+
+__device__ __forceinline__ void add(float2& sum, float2 term) { sum.x += term.x, sum.y += term.y; }
+__device__ __forceinline__ void add(double2& sum, double2 term) { sum.x += term.x, sum.y += term.y; }
+template <typename Moments> __device__ __forceinline__ void add(Moments& sum, const Moments& term) { sum.add(term); }
 
 // p[0] + p[pitch] + ... + p[(count - 1) * pitch], of which some are read at once.
 template <typename Sum> __device__ __forceinline__ Sum sum_of(const Sum* p, int count, int pitch) {
@@ -92,7 +101,7 @@ template <typename Sum> __device__ __forceinline__ Sum sum_of(const Sum* p, int 
 #pragma unroll
         for (int u = 0; u < AT_ONCE; u++, p += pitch) terms[u] = u < count ? *p : Sum{};
 #pragma unroll
-        for (int u = 0; u < AT_ONCE; u++) sum.x += terms[u].x, sum.y += terms[u].y;
+        for (int u = 0; u < AT_ONCE; u++) add(sum, terms[u]);
     }
     return sum;
 }
@@ -122,14 +131,8 @@ struct Moments : Groups {
     __device__ __forceinline__ void find(const Given& given, int n, Tiles own) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < width * helpers; i += THREADS, own = Tiles(given, n, begin + i, 0, 1)) {
-            float2 sum = sum_of(own.p, own.count, own.pitch);
-            double2 total = make_double2(sum.x, sum.y);
-            if (own.first) {  // from sums around the first pixel to sums around 0, as the two sources of a group have
-                double first = to_float(*own.first), shift = i < width ? given.S * first : 0.0;
-                total.y += first * (2.0 * total.x + shift);
-                total.x += shift;
-            }
-            sums[i] = total;
+            if (own.centred) sums[i] = sum_of((const CentredMoments*)own.p, own.count, own.pitch).raw();
+            else sums[i] = sum_of((const RawMoments*)own.p, own.count, own.pitch).raw();
         }
         __syncthreads();
         if (helpers == 1) return;
@@ -146,7 +149,7 @@ struct Moments : Groups {
 };
 
 // mean, rstd. Launch: grid (N, chunks), a chunk of `across` groups each.
-extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_statistics(PARTIALS, int C1, int C2, float* mean, float* rstd, int S,
+extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_statistics(PARTIALS, int C1, int C2, float* mean, float* rstd,
                                                                            int groups, int across, double share, float eps) {
     int size = (C1 + C2) / (u32)groups, n = blockIdx.x, first = blockIdx.y * across, end = min(groups, first + across);
     Given given = {GIVEN};

@@ -98,13 +98,16 @@ __device__ __forceinline__ void finish(i64 i, const Pack<float>& p, float* data,
     store_shadow(ema_shadow, i, e);
 }
 
+// This thread's elements: the last first, which the norm of the gradient has left in the GPU's cache.
+__device__ __forceinline__ i64 own_elements() { return ((i64)(gridDim.x - 1 - blockIdx.x) * blockDim.x + threadIdx.x) * 4; }
+
 extern "C" __global__ void adam(float* __restrict__ data, const float* __restrict__ grad, float* __restrict__ exp_avg,
                                 float* __restrict__ exp_avg_sq, const float* __restrict__ scalars,
                                 const u8* __restrict__ decay, T* __restrict__ shadow, float* __restrict__ ema,
                                 T* __restrict__ ema_shadow, i64 n, float one_minus_beta1, float one_minus_beta2,
                                 float eps, float weight_decay, int decoupled) {
     wait_for_previous();
-    i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * 4;
+    i64 i = own_elements();
     if (i >= n || scalars[APPLY] == 0.0f) return;
     float grad_scale = scalars[GRAD_SCALE], step_size = scalars[STEP_SIZE], rsqrt_bias2 = scalars[RSQRT_BIAS2];
     float wd = decay[i / 32] ? weight_decay : 0.0f;
@@ -127,7 +130,7 @@ extern "C" __global__ void sgd(float* __restrict__ data, const float* __restrict
                                const u8* __restrict__ decay, T* __restrict__ shadow, float* __restrict__ ema,
                                T* __restrict__ ema_shadow, i64 n, float momentum, float weight_decay, int nesterov) {
     wait_for_previous();
-    i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * 4;
+    i64 i = own_elements();
     if (i >= n || scalars[APPLY] == 0.0f) return;
     float grad_scale = scalars[GRAD_SCALE], lr = scalars[LR];
     float wd = decay[i / 32] ? weight_decay : 0.0f;

@@ -3,8 +3,7 @@
 // place (N, h, w, C) u8 is the maximum's row * WINDOW + column in its window, or NOWHERE. Sums are in float and in a fixed
 // order.
 // Outputs overwrite; those with `add` accumulate where it is set.
-// sums: null, or float (gridDim.x, C, moments): of what a block stored, for each channel the sum, and with 2 moments the
-// sum of squares.
+// sums: null, or of what a block stored, for each channel: float (gridDim.x, C), with moments=1; else Moments (gridDim.x, C).
 // VEC=1: C and every T address are multiples of a 16-byte pack.
 // Launch: block (lanes, columns), at most 256 threads, a lane for each pack of channels; gridDim.y = ceil(packs / lanes);
 // gridDim.x = N * h rows of windows, or for kernels that write `large` N * ceil((H + PADDING) / STRIDE) bands of STRIDE rows.
@@ -13,6 +12,7 @@
 // variants: T=bf16 VEC=1 WINDOW=3 STRIDE=1,2 PADDING=1
 // variants: T=float VEC=1 WINDOW=3 STRIDE=1 PADDING=1
 // variants: T=float VEC=1 WINDOW=5 STRIDE=1,5 PADDING=0,2
+#include "moments.cuh"
 #include "vector.cuh"
 
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
@@ -24,28 +24,31 @@ constexpr u8 NOWHERE = 255;  // no place of a window of up to 15 x 15
 
 #define EXTENT int H, int W, int h, int w, int C
 
+template <typename S> struct MomentsOf { typedef RawMoments Type; };
+template <> struct MomentsOf<float> { typedef CentredMoments Type; };
+typedef MomentsOf<T>::Type Moments;
+
 // The sums of what a thread stores, and a block's.
-struct Moments {
-    float sum[V] = {}, square[V] = {};
+struct Stored {
+    Moments moments[V] = {};
 
     __device__ __forceinline__ void add(const float (&values)[V]) {
 #pragma unroll
-        for (int k = 0; k < V; k++) {
-            float stored = to_float(from_float<T>(values[k]));
-            sum[k] += stored, square[k] += stored * stored;
-        }
+        for (int k = 0; k < V; k++) moments[k].add(to_float(from_float<T>(values[k])));
     }
-    __device__ __forceinline__ void write(float* sums, int moments, int C) {
-        __shared__ __align__(16) float parts[2][256 * V];
+    __device__ __forceinline__ void write(void* sums, int count, int C) {
+        __shared__ Moments parts[256 * V];
         int lanes = blockDim.x * V, thread = threadIdx.y * blockDim.x + threadIdx.x, first = blockIdx.y * lanes;
-        store<V>(parts[0] + thread * V, sum);
-        store<V>(parts[1] + thread * V, square);
+#pragma unroll
+        for (int k = 0; k < V; k++) parts[thread * V + k] = moments[k];
         __syncthreads();
-        for (int i = thread; i < min(lanes, C - first) * moments; i += blockDim.x * blockDim.y) {
-            float total = 0.0f;
+        for (int i = thread; i < min(lanes, C - first); i += blockDim.x * blockDim.y) {
+            Moments total = {};
 #pragma unroll 8
-            for (int y = 0; y < blockDim.y; y++) total += parts[i % moments][y * lanes + i / moments];
-            sums[((i64)blockIdx.x * C + first) * moments + i] = total;
+            for (int y = 0; y < blockDim.y; y++) total.add(parts[y * lanes + i]);
+            i64 place = (i64)blockIdx.x * C + first + i;
+            if (count == 1) ((float*)sums)[place] = (float)total.raw().x;
+            else ((Moments*)sums)[place] = total;
         }
     }
 };
@@ -55,12 +58,12 @@ __device__ __forceinline__ int channel() { return (blockIdx.y * blockDim.x + thr
 __device__ __forceinline__ int columns(int count, int C) { return channel() < C ? count : 0; }
 
 // small = factor * sum of the window.
-extern "C" __global__ void __launch_bounds__(256)
-sum_windows(T* __restrict__ small, int add, float* sums, int moments, const T* __restrict__ large, float factor, EXTENT) {
+extern "C" __global__ void __launch_bounds__(256, WINDOW > 3 && sizeof(T) == 4 ? 1 : 0)  // left to itself (0), the compiler spills
+sum_windows(T* __restrict__ small, int add, void* sums, int moments, const T* __restrict__ large, float factor, EXTENT) {
     wait_for_previous();
     int c = channel(), top = (int)(blockIdx.x % h) * STRIDE - PADDING;
     large += (i64)(blockIdx.x / h) * H * W * C + c, small += (i64)blockIdx.x * w * C + c;
-    Moments stored;
+    Stored stored;
 #pragma unroll 2
     for (int j = threadIdx.y; j < columns(w, C); j += blockDim.y) {
         float sum[V] = {};
@@ -110,13 +113,13 @@ template <class Gather, class Keep> __device__ __forceinline__ void sum_over_win
 }
 
 // large = factor * sum of the windows that hold the element.
-extern "C" __global__ void __launch_bounds__(256, WINDOW <= 2 ? 1 : 0)  // left to itself (0), the compiler spills some
-spread_windows(T* __restrict__ large, int add, float* sums, int moments, const T* __restrict__ small, float factor, EXTENT) {
+extern "C" __global__ void __launch_bounds__(256, WINDOW <= 2 ? 1 : 0)  // as above
+spread_windows(T* __restrict__ large, int add, void* sums, int moments, const T* __restrict__ small, float factor, EXTENT) {
     wait_for_previous();
     int bands = CEIL_DIV(H + PADDING, STRIDE), c = channel();
     i64 n = blockIdx.x / bands;
     large += n * H * W * C + c, small += n * h * w * C + c;
-    Moments stored;
+    Stored stored;
     auto gather = [&](float (&sum)[ROWS][STRIDE][V], int row, int column, i64 window) {
         float v[V];
         load<V>(small + window, v);
@@ -174,12 +177,12 @@ max_windows(T* small, u8* place, int relu, const T* __restrict__ large, EXTENT) 
 
 // dlarge = sum of dsmall of the windows whose maximum the element is.
 extern "C" __global__ void __launch_bounds__(256)
-max_windows_backward(T* dlarge, int add, float* sums, int moments, const T* __restrict__ dsmall, const u8* __restrict__ place, EXTENT) {
+max_windows_backward(T* dlarge, int add, void* sums, int moments, const T* __restrict__ dsmall, const u8* __restrict__ place, EXTENT) {
     wait_for_previous();
     int bands = CEIL_DIV(H + PADDING, STRIDE), c = channel();
     i64 n = blockIdx.x / bands;
     dlarge += n * H * W * C + c, dsmall += n * h * w * C + c, place += n * h * w * C + c;
-    Moments stored;
+    Stored stored;
     auto gather = [&](float (&sum)[ROWS][STRIDE][V], int row, int column, i64 window) {
         float v[V];
         load<V>(dsmall + window, v);

@@ -30,6 +30,15 @@ def relative_error(actual, expected) -> float:
     return float(np.linalg.norm(actual - expected) / scale) if scale > 0 else float(np.linalg.norm(actual))
 
 
+def sums_of(partials):
+    """Sums and sums of squares over an image, float64 (N, C, 2), of `Tensor.partials`."""
+    tiles = Tensor(partials).numpy().astype(np.float64)
+    if tiles.shape[-1] == 4:  # around a centre
+        count, centre, total, square = np.moveaxis(tiles, -1, 0)
+        tiles = np.stack((total + count * centre, square + centre * (2 * total + count * centre)), -1)
+    return tiles.sum(1)
+
+
 def check_op(fn, *arrays, device, torch_fn=None, dtypes=("float32", "bfloat16"), fp32_inputs=(), tolerance=1.0):
     """Check `fn(*tensors) -> Tensor or tuple of Tensors` forward and backward.
 

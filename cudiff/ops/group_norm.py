@@ -136,9 +136,9 @@ def group_norm_forward_cuda(x: Array, x2: Array | None, weight: Array, bias: Arr
     if max(sums[2], sums[5]) > _FEW_TILES or channels > _FEW_CHANNELS:
         few = max(1, 8 * num_groups // channels)  # groups for a block: of 8 channels, or one
         launch("group_norm", "finish_statistics", (n, blocks(num_groups, few)), 256,
-               (*sums, channels1, channels2, mean, rstd, pixels, num_groups, few, share, eps),
+               (*sums, channels1, channels2, mean, rstd, num_groups, few, share, eps),
                16 * max(256, few * channels // num_groups), **constants)
-        sums, shared, given, found = (None, None, 0) * 2, 0, (mean, rstd), (None, None)
+        sums, shared, given, found = (None, False, 0) * 2, 0, (mean, rstd), (None, None)
     tiles, chunks, across = _tiling(n, pixels, channels, constants, narrow=True)
     launch("group_norm", "normalize", (n * tiles, chunks), 256,
            (y, x, x2, weight, bias, scale, shift, *given, num_groups, pixels, channels1, channels2, tiles, across, silu,
@@ -149,19 +149,23 @@ def group_norm_forward_cuda(x: Array, x2: Array | None, weight: Array, bias: Arr
 _FEW_TILES, _FEW_CHANNELS = 64, 2048  # that every block of an image may add up anew
 
 
+def are_centred(partials: Array) -> bool:
+    """Which of the two kinds of kernels/moments.cuh these are."""
+    return partials.shape[-1] == 4
+
+
 def _partials_of(x: Array, x2: Array | None, partials: tuple[Array | None, Array | None]) -> tuple:
-    """For both sources: partials (N, tiles, C, 2), made by a pass where none came; around what; tiles."""
+    """For both sources: partials, made by a pass where none came; whether they are centred; tiles."""
     n, pixels, _, _ = _extent(x, x2)
     operands: list = []
     for source, sums in zip((x, x2), partials, strict=True):
-        shifted = None
         if source is not None and sums is None:
-            constants, width, shifted = kernel_constants(source), source.shape[-1], source
+            constants, width = kernel_constants(source), source.shape[-1]
             tiles, chunks, across = _tiling(n, pixels, width, constants)
-            sums = empty((n, tiles, width, 2), float32)
+            sums = empty((n, tiles, width, 4), float32)
             launch("group_norm", "statistics", (n * tiles, chunks), 256,
                    (source, sums, pixels, width, tiles, across), **constants)
-        operands += [sums, shifted, 0 if sums is None else sums.shape[1]]
+        operands += [None, False, 0] if sums is None else [sums, are_centred(sums), sums.shape[1]]
     return tuple(operands)
 
 

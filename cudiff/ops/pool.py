@@ -186,15 +186,15 @@ def _launch(name: str, outputs: tuple, inputs: tuple, large: Array, small: Array
             moments: int | None = None) -> Array | None:
     """One block a row of windows, or where `out` is `large` the rows from one window's corner to the next.
 
-    Returns of what each block stores the sums, if one of `moments` is asked for, and with 2 those of squares: float32
-    (N, blocks, C[, 2]); None: the kernel makes no sums.
+    Returns of what each block stores the sums, float32 (N, blocks, C), if one of `moments` is asked for, or with 2 what
+    `Tensor.partials` is; None: the kernel makes no sums.
     """
     n, height, width, channels = large.shape
     size, (length, stride, padding) = 16 // large.itemsize, window
     packs = channels % size == 0 and large.data.ptr % 16 == 0 and small.data.ptr % 16 == 0
     rows, columns = small.shape[1:3] if out is small else (blocks(e + padding, stride) for e in (height, width))
     lanes = min(256, channels // (size if packs else 1))
-    sums = empty((n, rows, channels, 2)[: 2 + moments], float32) if moments else None
+    sums = empty((n, rows, channels, 4 if large.dtype == float32 else 2)[: 2 + moments], float32) if moments else None
     statistics = () if moments is None else (sums, moments)
     launch(
         "pool", name, (n * rows, blocks(channels, lanes * (size if packs else 1))),

@@ -9,7 +9,7 @@ from cudiff.cuda.module import blocks
 from cudiff.ops import conv2d_sm90, conv2d_wgrad_sm90, gemm
 from cudiff.ops.gemm import Epilogue
 from cudiff.tensor import Tensor
-from tests.check import relative_error
+from tests.check import relative_error, sums_of
 from tests.normed import NormedConvolution
 
 # (N, H, W, C), (K, R, S)
@@ -58,7 +58,7 @@ def test_against_numpy_and_the_portable_kernels(hopper, monkeypatch, rng, shape,
             assert relative_error(result.numpy(), reference) < tolerance
         if partials is None:
             return False
-        rounded, sums = got.numpy().astype(np.float64), Tensor(partials).numpy().astype(np.float64).sum(1)
+        rounded, sums = got.numpy().astype(np.float64), sums_of(partials)
         assert np.allclose(sums[..., 0], rounded.sum((1, 2)), rtol=1e-4, atol=1e-3 * np.sqrt(rounded[0, ..., 0].size))
         assert relative_error(sums[..., 1], (rounded**2).sum((1, 2))) < 1e-5
         return True
@@ -127,7 +127,7 @@ def test_clusters_share_the_depth(hopper, rng, dtype, transposed, adds, cluster)
         assert relative_error(got, results[adds]) < TOLERANCES[dtype][0]
         assert np.array_equal(got, Tensor(again).numpy())
         if not transposed:
-            sums, rounded = Tensor(partials).numpy().astype(np.float64).sum(1), got.astype(np.float64)
+            sums, rounded = sums_of(partials), got.astype(np.float64)
             assert np.allclose(sums[..., 0], rounded.sum((1, 2)), rtol=1e-4, atol=1e-3 * np.sqrt(shape[1] * shape[2]))
             assert relative_error(sums[..., 1], (rounded**2).sum((1, 2))) < 1e-5
 
@@ -163,7 +163,7 @@ def test_an_input_is_read_upsampled(hopper, rng, dtype, adds, shape, weight_shap
                                          statistics=statistics, chosen=plan, upsample=True)
             assert (partials is not None) == statistics
             if statistics:
-                sums = Tensor(partials).numpy().astype(np.float64).sum(1)
+                sums = sums_of(partials)
         got = out.numpy()
         assert relative_error(got, results[adds]) < TOLERANCES[dtype][0]
         assert np.array_equal(got, again.numpy())
@@ -238,7 +238,7 @@ def test_a_skip_path_is_further_depth(hopper, rng, dtype, shape, outputs, source
             assert np.array_equal(got, again.numpy())
             assert (partials is not None) == statistics
             if statistics:
-                sums, rounded = Tensor(partials).numpy().astype(np.float64).sum(1), got.astype(np.float64)
+                sums, rounded = sums_of(partials), got.astype(np.float64)
                 noise = 1e-3 * np.sqrt(shape[1] * shape[2])
                 assert np.allclose(sums[..., 0], rounded.sum((1, 2)), rtol=1e-4, atol=noise)
                 assert relative_error(sums[..., 1], (rounded**2).sum((1, 2))) < 1e-5

@@ -7,7 +7,7 @@ from cudiff.ops import conv2d_thin
 from cudiff.ops.conv2d import dgrad_cuda, fprop_cuda, wgrad_cuda
 from cudiff.ops.gemm import Epilogue
 from cudiff.tensor import Tensor
-from tests.check import relative_error
+from tests.check import relative_error, sums_of
 from tests.normed import NormedConvolution
 
 # (N, H, W, C), K
@@ -48,7 +48,7 @@ def test_against_numpy(device, rng, monkeypatch, shape, outputs, taps, dtype):
         assert relative_error(result, reference) < tolerance
     assert (partials is None) == (outputs < 8)
     if partials is not None:
-        rounded, sums = results[0].astype(np.float64), Tensor(partials).numpy().astype(np.float64).sum(1)
+        rounded, sums = results[0].astype(np.float64), sums_of(partials)
         assert np.allclose(sums[..., 0], rounded.sum((1, 2)), rtol=1e-4, atol=1e-3 * np.sqrt(rounded[0, ..., 0].size))
         assert relative_error(sums[..., 1], (rounded**2).sum((1, 2))) < 1e-5
     again, _ = gradients(arrays, "cuda")
@@ -83,7 +83,7 @@ def test_a_thin_image_of_float32(rng, shape, outputs, taps, dtype):
         assert relative_error(Tensor(result).numpy(), reference) < (1e-5 if result.dtype == np.float32 else low)
     assert (partials is None) == (outputs <= conv2d_thin.MOST)
     if partials is not None:
-        sums = Tensor(partials).numpy().astype(np.float64).sum(1)
+        sums = sums_of(partials)
         assert relative_error(sums[..., 1], (Tensor(out).numpy().astype(np.float64) ** 2).sum((1, 2))) < 1e-5
 
 

@@ -5,7 +5,10 @@ import numpy as np
 import pytest
 
 from cudiff.backend import bfloat16
+from cudiff.ops.batch_norm import batch_norm
+from cudiff.ops.conv2d import conv2d
 from cudiff.ops.group_norm import group_norm
+from cudiff.ops.pool import avg_pool2d, upsample_nearest
 from cudiff.tensor import Function, Kept, Tensor
 from tests.check import check_op, relative_error, torch
 
@@ -136,10 +139,13 @@ def test_shapes_that_do_not_fit():
         group_norm(x, vector, vector, 3, scale=Tensor(np.zeros((2, 6))))
 
 
-def partial_sums(x, tiles):
-    """What a producer's epilogue leaves: sums and sums of squares of each tile of pixels, (N, tiles, C, 2)."""
-    rows = x.reshape(len(x), tiles, -1, x.shape[-1])
-    return np.stack((rows.sum(2), np.square(rows).sum(2)), -1).astype(np.float32)
+def partial_sums(x, tiles, centred):
+    """What a producer's epilogue leaves of each tile of pixels: see `Tensor.partials`."""
+    rows = x.reshape(len(x), tiles, -1, x.shape[-1]).astype(np.float64)
+    centre = rows[:, :, 0] if centred else np.zeros((len(x), tiles, x.shape[-1]))
+    gap = rows - centre[:, :, None]
+    kinds = gap.sum(2), np.square(gap).sum(2)
+    return np.stack((np.full_like(centre, rows.shape[2]), centre, *kinds) if centred else kinds, -1).astype(np.float32)
 
 
 # The second case has groups that straddle two chunks of channels, and so many tiles that threads share them.
@@ -147,15 +153,38 @@ def partial_sums(x, tiles):
     ((2, 4, 6, 16), 8, 4, (4, 3)), ((2, 16, 6, 128), 64, 32, (48, 3)),
 ])
 @pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)])
-def test_partials_stand_in_for_the_statistics_pass(device, rng, given, shape, channels2, num_groups, tiles):
+@pytest.mark.parametrize("centred", [(False, False), (False, True), (True, False)])
+def test_partials_stand_in_for_the_statistics_pass(device, rng, given, centred, shape, channels2, num_groups, tiles):
     x, x2, weight, bias, _, _ = inputs(rng, shape, channels2, False)
     tensors = [Tensor(a.astype(np.float32), device=device) for a in (x, x2, weight, bias)]
     expected = group_norm(*(Tensor(a) for a in (x, weight, bias)), num_groups, x2=Tensor(x2)).numpy()
-    for tensor, count, use in zip(tensors, tiles, given, strict=False):
+    for tensor, use, *how in zip(tensors, given, tiles, centred, strict=False):
         if use:
-            tensor.partials = Tensor(partial_sums(tensor.numpy(), count), device=device).data
+            tensor.partials = Tensor(partial_sums(tensor.numpy(), *how), device=device).data
     out = group_norm(tensors[0], *tensors[2:], num_groups, x2=tensors[1]).numpy()
     assert relative_error(out, expected) < 2e-5
+
+
+def batch_norm_of(x, weight, bias):
+    running = (Tensor(np.zeros(x.shape[-1]), dtype=x.dtype, device=x.device) for _ in range(2))
+    return batch_norm(x, weight, bias, *running, training=True)
+
+
+# The convolution leaves sums of many tiles, of few, and none.
+@pytest.mark.parametrize("image", [(64, 64), (8, 8), (5, 7)])
+@pytest.mark.parametrize("norm", [lambda x, *affine: group_norm(x, *affine, 8), batch_norm_of])
+@pytest.mark.parametrize("producer", [
+    lambda x, weight, bias: conv2d(x, weight, bias, padding=1), lambda x, weight, bias: avg_pool2d(x + bias, 2),
+    lambda x, weight, bias: upsample_nearest(x + bias),
+])
+def test_a_large_mean_behind_a_producer_costs_no_digits(device, rng, producer, norm, image):
+    """Its sums are not around 0, where the variance would be off by 1 %."""
+    arrays = rng.standard_normal((2, *image, 16)), rng.standard_normal((16, 3, 3, 16)) / 12, np.full(16, 1000.0)
+    x = producer(*(Tensor(a.astype(np.float32), device=device) for a in arrays))
+    affine = np.ones(16), np.zeros(16)
+    expected = norm(Tensor(x.numpy().astype(np.float64)), *map(Tensor, affine)).numpy()
+    got = norm(x, *(Tensor(a.astype(np.float32), device=device) for a in affine)).numpy()
+    assert relative_error(got, expected) < 2e-4
 
 
 # Shapes for clusters of 1, 2, 4 and 8 blocks on Hopper forward, of one box or several, the last cut short, of chunks of

@@ -1,0 +1,33 @@
+// The sums of x and of its square by which a norm finds mean and variance, as a producer leaves them: partials (N, tiles, C) of
+// either struct, one for each channel of a tile of an image's pixels. Raw ones lose digits where the mean is many deviations, as
+// the variance is a difference of theirs: they serve x of 16 bits or of a product in tf32, which has no such digits.
+#pragma once
+#include "common.cuh"
+
+struct __align__(8) RawMoments {
+    float sum, square;
+    __device__ __forceinline__ void add(float x) { sum += x, square += x * x; }
+    __device__ __forceinline__ void add(const RawMoments& other) { sum += other.sum, square += other.square; }
+    __device__ __forceinline__ double2 raw() const { return make_double2(sum, square); }
+};
+
+// Sums of x - centre and of its square over `count` pixels; the centre is one of them.
+struct __align__(16) CentredMoments {
+    float count, centre, sum, square;
+    __device__ __forceinline__ void add(float x) {
+        if (count == 0.0f) centre = x;
+        float gap = x - centre;
+        count += 1.0f, sum += gap, square += gap * gap;
+    }
+    __device__ __forceinline__ void add(const CentredMoments& other) {
+        if (count == 0.0f) centre = other.centre;
+        float gap = other.centre - centre, moved = other.count * gap;
+        square += other.square + gap * (2.0f * other.sum + moved);
+        sum += other.sum + moved;
+        count += other.count;
+    }
+    __device__ __forceinline__ double2 raw() const {
+        double c = centre, moved = count * c;
+        return make_double2(sum + moved, square + c * (2.0 * sum + moved));
+    }
+};
