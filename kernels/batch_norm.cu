@@ -153,16 +153,15 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void statistics(Centr
     for (int k = 0; k < V; k++) partials[(i64)blockIdx.x * C + share.c + k] = {count, first[k], sum[k], square[k]};
 }
 
-__device__ __forceinline__ double2 terms_of(float2 row) { return make_double2(row.x, row.y); }
-template <typename Moments> __device__ __forceinline__ double2 terms_of(const Moments& row) { return row.raw(); }
-
-// Sums over the rows of partials, of channel c = blockIdx.x * 4 + threadIdx.x; threads with threadIdx.y = 0 get them.
-template <typename Row> __device__ __forceinline__ double2 column_sums(const Row* partials, int rows, int c, int C) {
+// Sums over the rows of partials, CentredMoments or pairs of sums, of channel c = blockIdx.x * 4 + threadIdx.x; threads with
+// threadIdx.y = 0 get them.
+__device__ __forceinline__ double2 column_sums(const void* partials, bool centred, int rows, int c, int C) {
     __shared__ double2 parts[256][4];
     double2 sum = {0.0, 0.0};
 #pragma unroll 8
     for (int row = threadIdx.y; row < (c < C ? rows : 0); row += 256) {
-        double2 term = terms_of(partials[(i64)row * C + c]);
+        i64 i = (i64)row * C + c;
+        double2 term = centred ? ((const CentredMoments*)partials)[i].raw() : ((const RawMoments*)partials)[i].raw();
         sum.x += term.x;
         sum.y += term.y;
     }
@@ -183,7 +182,7 @@ extern "C" __global__ void finish_statistics(float* mean, float* rstd, float* ru
                                              int centred, int rows, int pixels, int C, float momentum, float eps) {
     wait_for_previous();
     int c = blockIdx.x * 4 + threadIdx.x;
-    double2 sum = centred ? column_sums((const CentredMoments*)partials, rows, c, C) : column_sums((const RawMoments*)partials, rows, c, C);
+    double2 sum = column_sums(partials, centred, rows, c, C);
     if (threadIdx.y || c >= C) return;
     float average = (float)(sum.x / pixels);
     double squares = fmax(sum.y - sum.x * sum.x / pixels, 0.0);  // of the deviations
@@ -260,7 +259,7 @@ extern "C" __global__ void finish_gradients(float2* means, float* dweight, int a
                                             const float2* partials, const float* mean, const float* rstd, int rows, int pixels, int C) {
     wait_for_previous();
     int c = blockIdx.x * 4 + threadIdx.x;
-    double2 sum = column_sums(partials, rows, c, C);
+    double2 sum = column_sums(partials, false, rows, c, C);
     if (threadIdx.y || c >= C) return;
     sum.y = (sum.y - (mean[c] - centre_of(mean[c])) * sum.x) * rstd[c];
     means[c] = make_float2((float)(sum.x / pixels), (float)(sum.y / pixels));

@@ -22,14 +22,14 @@
 //
 // x: T (N, H, W, C), whose channels from `split` (C, or a multiple of CHUNK) on are x2's; out: T (N, H, W, K), whose channels
 // from K1 (K, or a multiple of 64) on are out2's; addend: T (N, H, W, K), may be `out` itself; bias: float (K) or null; emb:
-// float (N, K) or null; partials: float2 (N, tiles · CLUSTER, K), receives the sums of each strip's rounded out and of its squares, or of
-// each block's share of it, if STATISTICS.
+// float (N, K) or null; partials (N, tiles · CLUSTER, K) receives moments.cuh's of each strip's rounded out, or of each block's share
+// of it, if STATISTICS: CentredMoments of float, else RawMoments.
 //   FPROP  out[pixel][k] = patch of x[pixel][r,s,c] · weight[k][r,s,c] + bias[k] + emb[n][k] + addend[pixel][k] if ADDS,
 //                         0 where that is less and RELU
 //   DGRAD  the same with weight[c][R-1-r][S-1-s][k]: x is dout, out is dx, K the channels of dx
 //   NORM   of 16-bit DGRAD where the convolution's input was silu(z), z group norm's map (affine.cuh) of `addend`, and of
-//          `addend2` from channel K1 on: out = dz, the result times silu's slope, and partials are each strip's sums of dz and
-//          of dz · addend, before rounding. Then there is no out2, and bias and emb are null. NORM=2: the input was z itself,
+//          `addend2` from channel K1 on: out = dz, the result times silu's slope, and partials, float2, are each strip's sums of
+//          dz and of dz · addend, before rounding. Then there is no out2, and bias and emb are null. NORM=2: the input was z itself,
 //          whose slope is 1.
 //   SKIP   of 16-bit FPROP without ADDS and RELU, to which a 1×1 convolution is added: out[pixel][k] also has
 //          addend[pixel] · skip_weight[k] + skip_bias[k] (float (K) or null). Then addend is T (N, H, W, D), whose channels
@@ -66,6 +66,7 @@
 // clusters 256 · PIXELS bytes for what blocks send each other. A cluster has no more blocks than there are steps.
 #include "affine.cuh"
 #include "cluster.cuh"
+#include "moments.cuh"
 #include "wgmma.cuh"
 
 enum Pass { FPROP, DGRAD };
@@ -78,6 +79,9 @@ constexpr int TAP_BYTES = 64 * LINE, WEIGHT_BYTES = R * TAP_BYTES;
 constexpr int SHARE = PIXELS / 8 / CLUSTER;  // rows of a strip that a block finishes
 constexpr int CHUNK_BYTES = (SHARE > 1 ? SHARE : 2) * 8 * LINE;  // stmatrix writes two rows
 constexpr int RESULT_BYTES = 64 / CHUNK * CHUNK_BYTES;
+template <bool> struct Chosen { typedef RawMoments Moments; };
+template <> struct Chosen<false> { typedef CentredMoments Moments; };
+typedef Chosen<LOW>::Moments Moments;
 
 struct Strip {
     int n, h0, w0;
@@ -88,6 +92,18 @@ struct Strip {
 };
 
 __device__ __forceinline__ float2 relu(float2 v) { return make_float2(v.x < 0.0f ? 0.0f : v.x, v.y < 0.0f ? 0.0f : v.y); }
+
+// Of a value and the norm's input beside it, or of a value and itself.
+__device__ __forceinline__ void add(RawMoments& total, float v, float other) { total.sum += v, total.square += v * other; }
+__device__ __forceinline__ void add(CentredMoments& total, float v, float) { total.add(v); }
+// What lane ^ mask has.
+__device__ __forceinline__ RawMoments shuffle(const RawMoments& own, int mask) {
+    return {__shfl_xor_sync(~0u, own.sum, mask), __shfl_xor_sync(~0u, own.square, mask)};
+}
+__device__ __forceinline__ CentredMoments shuffle(const CentredMoments& own, int mask) {
+    return {__shfl_xor_sync(~0u, own.count, mask), __shfl_xor_sync(~0u, own.centre, mask), __shfl_xor_sync(~0u, own.sum, mask),
+            __shfl_xor_sync(~0u, own.square, mask)};
+}
 
 // The first rows of acc become the sums, over the cluster's blocks in their order, of those rows that this block finishes.
 // They come to `mail`, float4 [from][SHARE][128].
@@ -117,7 +133,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap out,
             const __grid_constant__ TensorMap out2, const __grid_constant__ TensorMap addend,
             const __grid_constant__ TensorMap addend2, const __grid_constant__ TensorMap skip_weight, const float* bias,
-            const float* skip_bias, const float* emb, float2* partials, const float* norm_weight, const float* norm_bias,
+            const float* skip_bias, const float* emb, Moments* partials, const float* norm_weight, const float* norm_bias,
             const float* scale, const float* shift, const float* mean, const float* rstd, int N, int H, int W, int C, int K,
             int S, int D, int rows, int a_stages, int b_stages, int split, int K1, int D1, int groups) {
     extern __shared__ __align__(1024) u8 shared[];
@@ -303,7 +319,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             gain[i] = map.x, offset[i] = map.y;
         }
         int rows_inside = min(rows, H - strip.h0) - rank * SHARE, w = strip.w0 + lane % 4 * 2;
-        float2 total[2] = {};
+        Moments total[2] = {};
         u32 ahead[4] = {};  // the next rows' words: a step waits for no read of its own
         if constexpr (LOW && READS) ldmatrix_transposed(ahead, at_result);
 #pragma unroll
@@ -339,11 +355,9 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
                     }
                     other = v;
                 }
-                if (SUMS) {
-                    bool counts = row + i / 2 < rows_inside;
-                    if (counts && w < W) total[i % 2].x += v.x, total[i % 2].y += v.x * other.x;
-                    if (counts && w + 1 < W) total[i % 2].x += v.y, total[i % 2].y += v.y * other.y;
-                }
+                bool counts = SUMS && row + i / 2 < rows_inside;
+                if (counts && w < W) add(total[i % 2], v.x, other.x);
+                if (counts && w + 1 < W) add(total[i % 2], v.y, other.y);
             }
             if constexpr (LOW) stmatrix_transposed(at_row, words);
         }
@@ -358,10 +372,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
 #pragma unroll
         for (int i = 0; SUMS && i < 2; i++) {
 #pragma unroll
-            for (int other = 1; other < 4; other *= 2) {
-                total[i].x += __shfl_xor_sync(~0u, total[i].x, other);
-                total[i].y += __shfl_xor_sync(~0u, total[i].y, other);
-            }
+            for (int other = 1; other < 4; other *= 2) total[i].add(shuffle(total[i], other));
             int k = k0 + warp * 16 + i * 8 + lane / 4;
             if (lane % 4 == 0 && k < K) partials[((i64)index * CLUSTER + rank) * K + k] = total[i];
         }

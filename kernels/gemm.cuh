@@ -203,10 +203,11 @@ template <class LoaderA, class LoaderB> __device__ __forceinline__ void multiply
 
 // out[row][column] = product + bias[column] + emb[row / rows_per_image][column] + addend[row][column], rounded once;
 // bias, emb (float) and addend (OUT, like out, may be `out` itself: a gradient that collects) may be null. sums, of store<true>,
-// (rows / ROWS, columns) or null: of each strip of ROWS rows, a warp's, the rounded out's CentredMoments with PASSES=3, else its
-// RawMoments. There are whole strips only.
+// (rows / ROWS, columns) or null: of each strip of ROWS rows, a warp's, CentredMoments of float out, RawMoments of a shorter one,
+// as it is rounded. There are whole strips only.
 struct Output {
     static constexpr int ROWS = BM / WM;
+    static constexpr bool CENTRED = sizeof(OUT) == 4;
     struct __align__(2 * sizeof(OUT)) Pair { OUT first, second; };
     OUT* out;
     const float *bias, *emb;
@@ -236,10 +237,10 @@ struct Output {
             int column = n + j * 8;
             bool inside = column < columns, both = column + 1 < columns;
             float2 constant = make_float2(bias && inside ? bias[column] : 0.0f, bias && both ? bias[column + 1] : 0.0f);
-            Pair pair[2 * MI] = {};  // of the addend, then of out
+            Pair stored[2 * MI] = {};  // at first the addend
 #pragma unroll
             for (int i = 0; addend && i < 2 * MI; i++)
-                if (inside && m + i * 8 < rows) pair[i] = load(addend + (m + i * 8) * ld + column, pairs, both);
+                if (inside && m + i * 8 < rows) stored[i] = load(addend + (m + i * 8) * ld + column, pairs, both);
 #pragma unroll
             for (int i = 0; i < 2 * MI; i++) {
                 int row = m + i * 8;
@@ -249,25 +250,25 @@ struct Output {
                     const float* shift = emb + (i64)(row / rows_per_image) * columns + column;
                     v.x += shift[0], v.y += both ? shift[1] : 0.0f;
                 }
-                pair[i] = {from_float<OUT>(v.x + to_float(pair[i].first)), from_float<OUT>(v.y + to_float(pair[i].second))};
-                save(out + row * ld + column, pair[i], pairs, both);
+                stored[i] = {from_float<OUT>(v.x + to_float(stored[i].first)), from_float<OUT>(v.y + to_float(stored[i].second))};
+                save(out + row * ld + column, stored[i], pairs, both);
             }
             if (!SUMS || !sums || strip * ROWS >= rows) continue;
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                float centre = PASSES == 3 ? __shfl_sync(~0u, to_float(e ? pair[0].second : pair[0].first), lane & 3) : 0.0f;
+                float centre = CENTRED ? __shfl_sync(~0u, to_float(e ? stored[0].second : stored[0].first), lane & 3) : 0.0f;
                 float2 total = {};
 #pragma unroll
                 for (int i = 0; i < 2 * MI; i++) {
-                    float gap = to_float(e ? pair[i].second : pair[i].first) - centre;
+                    float gap = to_float(e ? stored[i].second : stored[i].first) - centre;
                     total.x += gap, total.y += gap * gap;
                 }
-                leave<PASSES == 3>(total, centre, strip, column + e);
+                leave<CENTRED>(total, centre, strip, column + e);
             }
         }
     }
-    // The sums around `centre` of a strip's column, of which each lane of a warp has a part; around 0 if not CENTRED.
-    template <bool CENTRED> __device__ __forceinline__ void leave(float2 total, float centre, int strip, int column) const {
+    // The sums around `centre` of a strip's column, of which each lane of a warp has a part; RawMoments if not AROUND it.
+    template <bool AROUND> __device__ __forceinline__ void leave(float2 total, float centre, int strip, int column) const {
 #pragma unroll
         for (int mask = 4; mask < 32; mask *= 2) {
             total.x += __shfl_xor_sync(~0u, total.x, mask);
@@ -275,7 +276,7 @@ struct Output {
         }
         if (threadIdx.x % 32 >= 4 || column >= columns) return;
         i64 place = (i64)strip * columns + column;
-        if constexpr (CENTRED) ((CentredMoments*)sums)[place] = {ROWS, centre, total.x, total.y};
+        if constexpr (AROUND) ((CentredMoments*)sums)[place] = {ROWS, centre, total.x, total.y};
         else ((RawMoments*)sums)[place] = {total.x, total.y};
     }
 };

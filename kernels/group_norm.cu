@@ -89,17 +89,18 @@ struct Tiles {
 
 __device__ __forceinline__ void add(float2& sum, float2 term) { sum.x += term.x, sum.y += term.y; }
 __device__ __forceinline__ void add(double2& sum, double2 term) { sum.x += term.x, sum.y += term.y; }
-template <typename Moments> __device__ __forceinline__ void add(Moments& sum, const Moments& term) { sum.add(term); }
+__device__ __forceinline__ void add(RawMoments& sum, const RawMoments& term) { sum.add(term); }
+__device__ __forceinline__ void add(double2& sum, const CentredMoments& term) { add(sum, term.raw()); }
 
 // p[0] + p[pitch] + ... + p[(count - 1) * pitch], of which some are read at once.
-template <typename Sum> __device__ __forceinline__ Sum sum_of(const Sum* p, int count, int pitch) {
-    constexpr int AT_ONCE = 128 / sizeof(Sum);
+template <typename Sum, typename Term> __device__ __forceinline__ Sum sum_of(const Term* p, int count, int pitch) {
+    constexpr int AT_ONCE = 128 / sizeof(Term);
     Sum sum = {};
 #pragma unroll 1
     for (; count > 0; count -= AT_ONCE) {
-        Sum terms[AT_ONCE];
+        Term terms[AT_ONCE];
 #pragma unroll
-        for (int u = 0; u < AT_ONCE; u++, p += pitch) terms[u] = u < count ? *p : Sum{};
+        for (int u = 0; u < AT_ONCE; u++, p += pitch) terms[u] = u < count ? *p : Term{};
 #pragma unroll
         for (int u = 0; u < AT_ONCE; u++) add(sum, terms[u]);
     }
@@ -131,18 +132,18 @@ struct Moments : Groups {
     __device__ __forceinline__ void find(const Given& given, int n, Tiles own) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < width * helpers; i += THREADS, own = Tiles(given, n, begin + i, 0, 1)) {
-            if (own.centred) sums[i] = sum_of((const CentredMoments*)own.p, own.count, own.pitch).raw();
-            else sums[i] = sum_of((const RawMoments*)own.p, own.count, own.pitch).raw();
+            if (own.centred) sums[i] = sum_of<double2>((const CentredMoments*)own.p, own.count, own.pitch);
+            else sums[i] = sum_of<RawMoments>((const RawMoments*)own.p, own.count, own.pitch).raw();
         }
         __syncthreads();
         if (helpers == 1) return;
         int i = threadIdx.x;
-        if (i < width) sums[i] = sum_of(sums + i, helpers, width);
+        if (i < width) sums[i] = sum_of<double2>(sums + i, helpers, width);
         __syncthreads();
     }
     // mean and rstd, after find(); `share` is 1 / elements of a group.
     __device__ __forceinline__ float2 statistics(int group, int size, double share, float eps) const {
-        double2 sum = sum_of(sums + group * size - begin, size, 1);
+        double2 sum = sum_of<double2>(sums + group * size - begin, size, 1);
         double mean = sum.x * share;
         return make_float2((float)mean, rsqrtf((float)fmax(fma(-mean, mean, sum.y * share), 0.0) + eps));
     }
@@ -284,20 +285,20 @@ struct Gradients : Groups {
         if (helpers == 1) {
             for (int j = threadIdx.x; j < width; j += THREADS) {  // all that is read is asked for at once
                 Normed own(n, begin + j, C, size, GIVEN_AFFINE);
-                finish(begin + j, own, sum_of(p + j, tiles, C));
+                finish(begin + j, own, sum_of<float2>(p + j, tiles, C));
             }
         } else {
             int helper = threadIdx.x / (u32)width, j = threadIdx.x - helper * width;
             Normed own(n, begin + j, C, size, GIVEN_AFFINE);
-            if (helper < helpers) shares[threadIdx.x] = sum_of(p + helper * C + j, CEIL_DIV((u32)max(0, tiles - helper), (u32)helpers), helpers * C);
+            if (helper < helpers) shares[threadIdx.x] = sum_of<float2>(p + helper * C + j, CEIL_DIV((u32)max(0, tiles - helper), (u32)helpers), helpers * C);
             __syncthreads();
-            if (helper == 0) finish(begin + j, own, sum_of(shares + j, helpers, width));
+            if (helper == 0) finish(begin + j, own, sum_of<float2>(shares + j, helpers, width));
         }
         __syncthreads();
     }
     // Their means over a group, after find(); `count` elements.
     __device__ __forceinline__ float2 means(int group, int size, float count) const {
-        float2 sum = sum_of(sums + group * size - begin, size, 1);
+        float2 sum = sum_of<float2>(sums + group * size - begin, size, 1);
         return make_float2(sum.x / count, sum.y / count);
     }
 };

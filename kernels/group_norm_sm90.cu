@@ -15,6 +15,7 @@
 constexpr int THREADS = 512;
 #include "cluster.cuh"
 #include "group_norm_boxes.cuh"
+#include "moments.cuh"
 
 // Pixels of S that block `rank` of a cluster has.
 __device__ __forceinline__ int pixels_of(int rank, int S) {
@@ -53,7 +54,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) CLUSTER_DIMS void forward(
     };
 
     int at = place.row * WIDTH + place.offset;
-    float centre[V], sum[V] = {}, square[V] = {}, v[V];  // sums around the block's first pixel: see group_norm.cu, statistics
+    float centre[V], sum[V] = {}, square[V] = {}, v[V];  // sums around the block's first pixel: see moments.cuh
     kept.wait(0);
     to_floats(load_raw(memory + place.offset), centre);
     if (channel.here) give(2 * WIDTH + channel.j, to_float(memory[channel.j]));
@@ -78,13 +79,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) CLUSTER_DIMS void forward(
         double sum = 0.0, square = 0.0;  // around 0: double, as what is left of them cancels
 #pragma unroll
         for (int rank = 0; rank < CLUSTER; rank++) {
-            double pixels = pixels_of(rank, S);
+            float pixels = pixels_of(rank, S);
 #pragma unroll 2
             for (int j = leader; j < leader + size; j++) {
                 const float* number = received + 3 * rank * WIDTH + j;
-                double around = number[2 * WIDTH], shift = pixels * around;
-                square += number[WIDTH] + around * (2.0 * number[0] + shift);
-                sum += number[0] + shift;
+                double2 raw = CentredMoments{pixels, number[2 * WIDTH], number[0], number[WIDTH]}.raw();
+                sum += raw.x, square += raw.y;
             }
         }
         double average = sum * share;

@@ -1,6 +1,6 @@
 // The sums of x and of its square by which a norm finds mean and variance, as a producer leaves them: partials (N, tiles, C) of
 // either struct, one for each channel of a tile of an image's pixels. Raw ones lose digits where the mean is many deviations, as
-// the variance is a difference of theirs: they serve x of 16 bits or of a product in tf32, which has no such digits.
+// the variance is a difference of theirs: they are left of 16-bit x, which has few to lose, and centred ones of float x.
 #pragma once
 #include "common.cuh"
 
@@ -11,7 +11,7 @@ struct __align__(8) RawMoments {
     __device__ __forceinline__ double2 raw() const { return make_double2(sum, square); }
 };
 
-// Sums of x - centre and of its square over `count` pixels; the centre is one of them.
+// Sums of x - centre and of its square over `count` pixels; the centre is some pixel's x.
 struct __align__(16) CentredMoments {
     float count, centre, sum, square;
     __device__ __forceinline__ void add(float x) {

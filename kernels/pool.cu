@@ -3,15 +3,17 @@
 // place (N, h, w, C) u8 is the maximum's row * WINDOW + column in its window, or NOWHERE. Sums are in float and in a fixed
 // order.
 // Outputs overwrite; those with `add` accumulate where it is set.
-// sums: null, or of what a block stored, for each channel: float (gridDim.x, C), with moments=1; else Moments (gridDim.x, C).
+// sums (gridDim.x, C): of what a block stored, for each channel, with MOMENTS=1 the sum, float, with 2 one of moments.cuh's
+// structs; with 0 null.
 // VEC=1: C and every T address are multiples of a 16-byte pack.
 // Launch: block (lanes, columns), at most 256 threads, a lane for each pack of channels; gridDim.y = ceil(packs / lanes);
 // gridDim.x = N * h rows of windows, or for kernels that write `large` N * ceil((H + PADDING) / STRIDE) bands of STRIDE rows.
-// variants: T=float,bf16,half VEC=0,1 WINDOW=2 STRIDE=2 PADDING=0
-// variants: T=bf16 VEC=1 WINDOW=1 STRIDE=1 PADDING=0
-// variants: T=bf16 VEC=1 WINDOW=3 STRIDE=1,2 PADDING=1
-// variants: T=float VEC=1 WINDOW=3 STRIDE=1 PADDING=1
-// variants: T=float VEC=1 WINDOW=5 STRIDE=1,5 PADDING=0,2
+// With bounds of one block a multiprocessor the compiler spills no registers.
+// variants: T=float,bf16,half VEC=0,1 MOMENTS=0,1,2 WINDOW=2 STRIDE=2 PADDING=0
+// variants: T=bf16 VEC=1 MOMENTS=1 WINDOW=1 STRIDE=1 PADDING=0
+// variants: T=bf16 VEC=1 MOMENTS=1 WINDOW=3 STRIDE=1,2 PADDING=1
+// variants: T=float VEC=1 MOMENTS=1,2 WINDOW=3 STRIDE=1 PADDING=1
+// variants: T=float VEC=1 MOMENTS=1,2 WINDOW=5 STRIDE=1,5 PADDING=0,2
 #include "moments.cuh"
 #include "vector.cuh"
 
@@ -24,31 +26,36 @@ constexpr u8 NOWHERE = 255;  // no place of a window of up to 15 x 15
 
 #define EXTENT int H, int W, int h, int w, int C
 
-template <typename S> struct MomentsOf { typedef RawMoments Type; };
-template <> struct MomentsOf<float> { typedef CentredMoments Type; };
-typedef MomentsOf<T>::Type Moments;
+struct Total {
+    float sum;
+    __device__ __forceinline__ void add(float x) { sum += x; }
+    __device__ __forceinline__ void add(const Total& other) { sum += other.sum; }
+};
+template <int, typename> struct Kind { typedef RawMoments Type; };
+template <> struct Kind<2, float> { typedef CentredMoments Type; };
+template <typename S> struct Kind<1, S> { typedef Total Type; };
+typedef Kind<MOMENTS, T>::Type Sums;
 
 // The sums of what a thread stores, and a block's.
 struct Stored {
-    Moments moments[V] = {};
+    Sums sums[V] = {};
 
     __device__ __forceinline__ void add(const float (&values)[V]) {
 #pragma unroll
-        for (int k = 0; k < V; k++) moments[k].add(to_float(from_float<T>(values[k])));
+        for (int k = 0; MOMENTS > 0 && k < V; k++) sums[k].add(to_float(from_float<T>(values[k])));
     }
-    __device__ __forceinline__ void write(void* sums, int count, int C) {
-        __shared__ Moments parts[256 * V];
+    __device__ __forceinline__ void write(Sums* out, int C) {
+        if constexpr (MOMENTS == 0) return;
+        __shared__ Sums parts[256 * V];
         int lanes = blockDim.x * V, thread = threadIdx.y * blockDim.x + threadIdx.x, first = blockIdx.y * lanes;
 #pragma unroll
-        for (int k = 0; k < V; k++) parts[thread * V + k] = moments[k];
+        for (int k = 0; k < V; k++) parts[thread * V + k] = sums[k];
         __syncthreads();
         for (int i = thread; i < min(lanes, C - first); i += blockDim.x * blockDim.y) {
-            Moments total = {};
+            Sums total = {};
 #pragma unroll 8
             for (int y = 0; y < blockDim.y; y++) total.add(parts[y * lanes + i]);
-            i64 place = (i64)blockIdx.x * C + first + i;
-            if (count == 1) ((float*)sums)[place] = (float)total.raw().x;
-            else ((Moments*)sums)[place] = total;
+            out[(i64)blockIdx.x * C + first + i] = total;
         }
     }
 };
@@ -58,8 +65,8 @@ __device__ __forceinline__ int channel() { return (blockIdx.y * blockDim.x + thr
 __device__ __forceinline__ int columns(int count, int C) { return channel() < C ? count : 0; }
 
 // small = factor * sum of the window.
-extern "C" __global__ void __launch_bounds__(256, WINDOW > 3 && sizeof(T) == 4 ? 1 : 0)  // left to itself (0), the compiler spills
-sum_windows(T* __restrict__ small, int add, void* sums, int moments, const T* __restrict__ large, float factor, EXTENT) {
+extern "C" __global__ void __launch_bounds__(256, 1)
+sum_windows(T* __restrict__ small, int add, Sums* sums, const T* __restrict__ large, float factor, EXTENT) {
     wait_for_previous();
     int c = channel(), top = (int)(blockIdx.x % h) * STRIDE - PADDING;
     large += (i64)(blockIdx.x / h) * H * W * C + c, small += (i64)blockIdx.x * w * C + c;
@@ -83,7 +90,7 @@ sum_windows(T* __restrict__ small, int add, void* sums, int moments, const T* __
         store<V>(small + (i64)j * C, sum, add);
         stored.add(sum);
     }
-    if (sums) stored.write(sums, moments, C);
+    stored.write(sums, C);
 }
 
 // A sum for each element of band `i` that the thread has part in, STRIDE columns by ROWS rows at a time, of those from the
@@ -113,8 +120,8 @@ template <class Gather, class Keep> __device__ __forceinline__ void sum_over_win
 }
 
 // large = factor * sum of the windows that hold the element.
-extern "C" __global__ void __launch_bounds__(256, WINDOW <= 2 ? 1 : 0)  // as above
-spread_windows(T* __restrict__ large, int add, void* sums, int moments, const T* __restrict__ small, float factor, EXTENT) {
+extern "C" __global__ void __launch_bounds__(256, 1)
+spread_windows(T* __restrict__ large, int add, Sums* sums, const T* __restrict__ small, float factor, EXTENT) {
     wait_for_previous();
     int bands = CEIL_DIV(H + PADDING, STRIDE), c = channel();
     i64 n = blockIdx.x / bands;
@@ -136,12 +143,12 @@ spread_windows(T* __restrict__ large, int add, void* sums, int moments, const T*
         store<V>(large + element, sum, add);
         stored.add(sum);
     });
-    if (sums) stored.write(sums, moments, C);
+    stored.write(sums, C);
 }
 
 // small = maximum of the window, NaN where it holds one; place = that of the first. `relu`: 0, and NOWHERE, where the
 // maximum is no more than 0.
-extern "C" __global__ void __launch_bounds__(256, WINDOW == 3 && STRIDE == 1 && sizeof(T) == 4 ? 1 : 0)  // as above
+extern "C" __global__ void __launch_bounds__(256, 1)
 max_windows(T* small, u8* place, int relu, const T* __restrict__ large, EXTENT) {
     wait_for_previous();
     int c = channel(), top = (int)(blockIdx.x % h) * STRIDE - PADDING;
@@ -176,8 +183,8 @@ max_windows(T* small, u8* place, int relu, const T* __restrict__ large, EXTENT) 
 }
 
 // dlarge = sum of dsmall of the windows whose maximum the element is.
-extern "C" __global__ void __launch_bounds__(256)
-max_windows_backward(T* dlarge, int add, void* sums, int moments, const T* __restrict__ dsmall, const u8* __restrict__ place, EXTENT) {
+extern "C" __global__ void __launch_bounds__(256, 1)
+max_windows_backward(T* dlarge, int add, Sums* sums, const T* __restrict__ dsmall, const u8* __restrict__ place, EXTENT) {
     wait_for_previous();
     int bands = CEIL_DIV(H + PADDING, STRIDE), c = channel();
     i64 n = blockIdx.x / bands;
@@ -199,5 +206,5 @@ max_windows_backward(T* dlarge, int add, void* sums, int moments, const T* __res
         store<V>(dlarge + element, sum, add);
         stored.add(sum);
     });
-    if (sums) stored.write(sums, moments, C);
+    stored.write(sums, C);
 }

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, float32
-from cudiff.cuda.module import blocks, launch
+from cudiff.cuda.module import blocks, empty, launch
 from cudiff.cuda.waiting import Kind, submit
 
 JOBS = 64  # in one launch
@@ -23,6 +23,16 @@ _ROW_SUM = np.dtype(
     + [(name, "i4") for name in ("rows", "count", "width", "step", "columns", "pitch", "add", "lanes", "pack",
                                  "first_block")]
 )
+
+
+def empty_partials(images: int, tiles: int, channels: int, dtype: np.dtype) -> Array:
+    """What is to become `Tensor.partials` of images of this dtype: of kernels/moments.cuh's structs the one that has a
+    centre for float32."""
+    return empty((images, tiles, channels, 4 if dtype == float32 else 2), float32)
+
+
+def are_centred(partials: Array) -> bool:
+    return partials.shape[3] == 4
 
 
 class _Job(NamedTuple):

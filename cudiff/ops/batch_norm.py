@@ -12,16 +12,11 @@ import numpy as np
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.cuda.sums import are_centred, empty_partials
 from cudiff.ops.cast import narrow, require_float, widen
 from cudiff.ops.elementwise import relu
 from cudiff.ops.gemm import MULTIPROCESSORS
-from cudiff.ops.group_norm import (
-    are_centred,
-    group_norm_backward_numpy,
-    kernel_constants,
-    normalize_numpy,
-    statistics_numpy,
-)
+from cudiff.ops.group_norm import group_norm_backward_numpy, kernel_constants, normalize_numpy, statistics_numpy
 from cudiff.ops.pool import max_pool2d
 from cudiff.tensor import Composite, Function, Tensor
 
@@ -68,11 +63,11 @@ class BatchNorm(Function):
             partials = ctx.partials[0]
             if partials is None:
                 grid, block = _tiles(pixels, channels, constants)
-                partials = empty((grid[0], channels, 4), float32)
+                partials = empty_partials(1, grid[0], channels, float32)
                 launch("batch_norm", "statistics", grid, block, (partials, x, pixels, channels), **constants)
             launch("batch_norm", "finish_statistics", blocks(channels, 4), (4, 256),
                    (mean, rstd, running_mean, running_var, partials, are_centred(partials),
-                    partials.size // (partials.shape[-1] * channels), pixels, channels, momentum, eps), **constants)
+                    math.prod(partials.shape[:2]), pixels, channels, momentum, eps), **constants)
         else:
             launch("batch_norm", "read_running", blocks(channels, 128), 128,
                    (mean, rstd, running_mean, running_var, channels, eps), **constants)

@@ -11,11 +11,12 @@ import threading
 import numpy as np
 
 from cudiff.backend import Array, array_module, compute_dtype, float32
-from cudiff.cuda.module import empty, gradient_target
+from cudiff.cuda.module import empty, gradient_target, hopper
+from cudiff.cuda.sums import empty_partials
 from cudiff.ops import conv2d_sm90, conv2d_thin, conv2d_wgrad_sm90
 from cudiff.ops.conv2d_sm90 import Norm
 from cudiff.ops.elementwise import relu_cuda
-from cudiff.ops.gemm import Epilogue, Plan, aligned, passes, plan, problem_of, product_as
+from cudiff.ops.gemm import Epilogue, Plan, aligned, plan, problem_of, product_as
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
 from cudiff.ops.pool import TWICE, spread_windows_cuda
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
@@ -154,7 +155,8 @@ def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair,
             x, weight, out, epilogue, statistics=statistics, relu=relu, x2=x2, skip=skip, upsample=upsample
         )
     assert skip is None
-    wants_sums = statistics and not relu and max(out.shape[1:3]) <= _LONGEST
+    without = hopper() and out.dtype == float32 and not tf32  # then group norm's one pass is a little faster
+    wants_sums = statistics and not relu and not without and max(out.shape[1:3]) <= _LONGEST
     linear = _is_linear(weight.shape[1:3], stride, padding) and not upsample and x2 is None
     if linear and not (wants_sums and _linear_makes_sums(x, weight, out, tf32)):
         linear_cuda(x, weight.reshape(weight.shape[0], -1), epilogue, tf32, out.reshape(1, -1, out.shape[3]))
@@ -293,9 +295,11 @@ def _launch(direction: str, a: Array, b: Array, out: Array, shapes: tuple, strid
     def run(chosen: Plan) -> Array | None:
         sums, sources, normed, mode = None, (x2, c1), (None,) * 7 + (1,), 0
         if makes_sums(chosen):
-            centred = statistics and passes(a.dtype, tf32) == 3
-            sums = empty((n, pixels * chosen.tile.warps_m // chosen.tile.rows, columns, 4 if centred else 2), float32)
-            if norm is not None:
+            strips = pixels * chosen.tile.warps_m // chosen.tile.rows
+            if norm is None:
+                sums = empty_partials(n, strips, columns, out.dtype)
+            else:
+                sums = empty((n, strips, columns, 2), float32)
                 sources = norm.x2, norm.x.shape[3]
                 normed, mode = (norm.x, *norm[3:], norm.mean.shape[1]), 1 if norm.silu else 2
         product_as(

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, float32, is_low
-from cudiff.cuda.module import blocks, empty, hopper, launch
+from cudiff.cuda.module import blocks, hopper, launch
+from cudiff.cuda.sums import empty_partials
 from cudiff.cuda.tensor_map import tensor_map
 from cudiff.cuda.tiles import Planner
 from cudiff.ops.gemm import MULTIPROCESSORS, Epilogue, address, aligned
@@ -259,8 +260,8 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
 
     weight (K, R, S, C); or under `transposed` (C, R, S, K): then out is the gradient of the input whose output had the
     gradient x; `norm` is as in `conv2d.dgrad_cuda`. `chosen`, taken instead of `plan`'s, is for x's shape, upsampled.
-    Returns what `statistics` asks for, the sums and sums of squares of out, or with `norm` those of out and of out
-    times the norm's input: float32 (N, tiles, K, 2).
+    Returns out's `Tensor.partials`, if `statistics`, or with `norm` the sums of out and of out times the norm's input:
+    float32 (N, tiles, K, 2).
     """
     kernel, (n, height, columns, split) = weight.shape[1:3], x.shape
     if upsample:
@@ -303,7 +304,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
         )
         weight_map = _weight_map(weight, chunk)
         tiles = tiles_of(shape, rows) * cluster
-        partials = empty((n, tiles, outputs, 2), float32) if statistics or norm is not None else None
+        partials = empty_partials(n, tiles, outputs, x.dtype) if statistics or norm is not None else None
         launch(
             "conv2d_sm90", "conv2d_sm90", (each, blocks(outputs, CHANNELS), cluster), 384,
             (

@@ -87,10 +87,10 @@ plan = Planner("gemm", plans, time)
 
 def problem_of(dtype: np.dtype, size: tuple[int, int, int, int], tf32: bool, aligned: bool) -> tuple:
     """What `plan` is asked for operands of this dtype, and (rows, columns, depth, batches)."""
-    return *size, dtype.itemsize, passes(dtype, tf32), aligned
+    return *size, dtype.itemsize, _passes(dtype, tf32), aligned
 
 
-def passes(dtype: np.dtype, tf32: bool) -> int:
+def _passes(dtype: np.dtype, tf32: bool) -> int:
     """Products that one takes: three tf32 ones make one of float32."""
     return 1 if tf32 or is_low(dtype) else 3
 
@@ -138,7 +138,7 @@ def product_as(chosen: Plan, stem: str, a: Array, b: Array, out: Array, pitch: i
     grid = (batches * blocks(rows, tile.rows) * blocks(columns, tile.columns), chosen.splits)
     shared = STAGES * (tile.rows + tile.columns) * LINE_BYTES
     constants = dict(
-        T=a.dtype, PASSES=passes(a.dtype, tf32), BM=tile.rows, BN=tile.columns, BK=LINE_BYTES // a.itemsize,
+        T=a.dtype, PASSES=_passes(a.dtype, tf32), BM=tile.rows, BN=tile.columns, BK=LINE_BYTES // a.itemsize,
         WM=tile.warps_m, WN=tile.warps_n, STAGES=STAGES,
         **{name: int(v) if isinstance(v, bool) else v for name, v in flags.items()},
     )

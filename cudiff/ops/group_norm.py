@@ -14,7 +14,7 @@ from cudiff.backend import Array, float32
 from cudiff.cuda.driver import multiprocessors
 from cudiff.cuda.mail import stream_mail
 from cudiff.cuda.module import blocks, empty, gradient_sum, gradient_sums, gradient_target, hopper, launch
-from cudiff.cuda.sums import add_rows
+from cudiff.cuda.sums import add_rows, are_centred, empty_partials
 from cudiff.cuda.waiting import together
 from cudiff.ops.cast import narrow, require_float, widen
 from cudiff.ops.gemm import MULTIPROCESSORS
@@ -149,11 +149,6 @@ def group_norm_forward_cuda(x: Array, x2: Array | None, weight: Array, bias: Arr
 _FEW_TILES, _FEW_CHANNELS = 64, 2048  # that every block of an image may add up anew
 
 
-def are_centred(partials: Array) -> bool:
-    """Which of the two kinds of kernels/moments.cuh these are."""
-    return partials.shape[-1] == 4
-
-
 def _partials_of(x: Array, x2: Array | None, partials: tuple[Array | None, Array | None]) -> tuple:
     """For both sources: partials, made by a pass where none came; whether they are centred; tiles."""
     n, pixels, _, _ = _extent(x, x2)
@@ -162,7 +157,7 @@ def _partials_of(x: Array, x2: Array | None, partials: tuple[Array | None, Array
         if source is not None and sums is None:
             constants, width = kernel_constants(source), source.shape[-1]
             tiles, chunks, across = _tiling(n, pixels, width, constants)
-            sums = empty((n, tiles, width, 4), float32)
+            sums = empty_partials(n, tiles, width, float32)
             launch("group_norm", "statistics", (n * tiles, chunks), 256,
                    (source, sums, pixels, width, tiles, across), **constants)
         operands += [None, False, 0] if sums is None else [sums, are_centred(sums), sums.shape[1]]

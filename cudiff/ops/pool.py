@@ -12,6 +12,7 @@ import numpy as np
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.cuda.sums import empty_partials
 from cudiff.ops.cast import narrow, require_float, widen
 from cudiff.tensor import Function, Kept, Tensor, Vacant
 
@@ -194,13 +195,17 @@ def _launch(name: str, outputs: tuple, inputs: tuple, large: Array, small: Array
     packs = channels % size == 0 and large.data.ptr % 16 == 0 and small.data.ptr % 16 == 0
     rows, columns = small.shape[1:3] if out is small else (blocks(e + padding, stride) for e in (height, width))
     lanes = min(256, channels // (size if packs else 1))
-    sums = empty((n, rows, channels, 4 if large.dtype == float32 else 2)[: 2 + moments], float32) if moments else None
-    statistics = () if moments is None else (sums, moments)
+    sums = None
+    if moments == 2:
+        sums = empty_partials(n, rows, channels, large.dtype)
+    elif moments == 1:
+        sums = empty((n, rows, channels), float32)
+    statistics = () if moments is None else (sums,)
     launch(
         "pool", name, (n * rows, blocks(channels, lanes * (size if packs else 1))),
         (lanes, min(256 // lanes, columns)),
         (*outputs, *statistics, *inputs, height, width, *small.shape[1:3], channels),
-        T=large.dtype, VEC=int(packs), WINDOW=length, STRIDE=stride, PADDING=padding,
+        T=large.dtype, VEC=int(packs), MOMENTS=moments or 0, WINDOW=length, STRIDE=stride, PADDING=padding,
     )
     return sums
 
