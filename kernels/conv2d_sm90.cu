@@ -22,8 +22,8 @@
 //
 // x: T (N, H, W, C), whose channels from `split` (C, or a multiple of CHUNK) on are x2's; out: T (N, H, W, K), whose channels
 // from K1 (K, or a multiple of 64) on are out2's; addend: T (N, H, W, K), may be `out` itself; bias: float (K) or null; emb:
-// float (N, K) or null; partials (N, tiles · CLUSTER, K) receives moments.cuh's of each strip's rounded out, or of each block's share
-// of it, if STATISTICS: CentredMoments of float, else RawMoments.
+// float (N, K) or null; partials (N, tiles · CLUSTER, K) receives MomentsOf<T> of each strip's rounded out, or of each block's share
+// of it, if STATISTICS.
 //   FPROP  out[pixel][k] = patch of x[pixel][r,s,c] · weight[k][r,s,c] + bias[k] + emb[n][k] + addend[pixel][k] if ADDS,
 //                         0 where that is less and RELU
 //   DGRAD  the same with weight[c][R-1-r][S-1-s][k]: x is dout, out is dx, K the channels of dx
@@ -79,9 +79,7 @@ constexpr int TAP_BYTES = 64 * LINE, WEIGHT_BYTES = R * TAP_BYTES;
 constexpr int SHARE = PIXELS / 8 / CLUSTER;  // rows of a strip that a block finishes
 constexpr int CHUNK_BYTES = (SHARE > 1 ? SHARE : 2) * 8 * LINE;  // stmatrix writes two rows
 constexpr int RESULT_BYTES = 64 / CHUNK * CHUNK_BYTES;
-template <bool> struct Chosen { typedef RawMoments Moments; };
-template <> struct Chosen<false> { typedef CentredMoments Moments; };
-typedef Chosen<LOW>::Moments Moments;
+typedef MomentsOf<T>::Type Moments;
 
 struct Strip {
     int n, h0, w0;

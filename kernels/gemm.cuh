@@ -203,11 +203,11 @@ template <class LoaderA, class LoaderB> __device__ __forceinline__ void multiply
 
 // out[row][column] = product + bias[column] + emb[row / rows_per_image][column] + addend[row][column], rounded once;
 // bias, emb (float) and addend (OUT, like out, may be `out` itself: a gradient that collects) may be null. sums, of store<true>,
-// (rows / ROWS, columns) or null: of each strip of ROWS rows, a warp's, CentredMoments of float out, RawMoments of a shorter one,
-// as it is rounded. There are whole strips only.
+// (rows / ROWS, columns) or null: MomentsOf<OUT> of each strip of ROWS rows, a warp's, of out as it is rounded. There are whole
+// strips only.
 struct Output {
     static constexpr int ROWS = BM / WM;
-    static constexpr bool CENTRED = sizeof(OUT) == 4;
+    static constexpr bool CENTRED = MomentsOf<OUT>::CENTRED;
     struct __align__(2 * sizeof(OUT)) Pair { OUT first, second; };
     OUT* out;
     const float *bias, *emb;

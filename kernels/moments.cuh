@@ -1,6 +1,7 @@
 // The sums of x and of its square by which a norm finds mean and variance, as a producer leaves them: partials (N, tiles, C) of
 // either struct, one for each channel of a tile of an image's pixels. Raw ones lose digits where the mean is many deviations, as
-// the variance is a difference of theirs: they are left of 16-bit x, which has few to lose, and centred ones of float x.
+// the variance is a difference of theirs: they are left of 16-bit x, which has few to lose, and centred ones of float x and by the
+// norms' own passes.
 #pragma once
 #include "common.cuh"
 
@@ -30,4 +31,14 @@ struct __align__(16) CentredMoments {
         double c = centre, moved = count * c;
         return make_double2(sum + moved, square + c * (2.0 * sum + moved));
     }
+};
+
+// What is left of x of type S; empty_partials() in cudiff/cuda/sums.py has the same rule.
+template <typename S> struct MomentsOf {
+    typedef RawMoments Type;
+    static constexpr bool CENTRED = false;
+};
+template <> struct MomentsOf<float> {
+    typedef CentredMoments Type;
+    static constexpr bool CENTRED = true;
 };

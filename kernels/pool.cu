@@ -3,8 +3,8 @@
 // place (N, h, w, C) u8 is the maximum's row * WINDOW + column in its window, or NOWHERE. Sums are in float and in a fixed
 // order.
 // Outputs overwrite; those with `add` accumulate where it is set.
-// sums (gridDim.x, C): of what a block stored, for each channel, with MOMENTS=1 the sum, float, with 2 one of moments.cuh's
-// structs; with 0 null.
+// sums (gridDim.x, C): of what a block stored, for each channel, with MOMENTS=1 the sum, float, with 2 MomentsOf<T>;
+// with 0 null.
 // VEC=1: C and every T address are multiples of a 16-byte pack.
 // Launch: block (lanes, columns), at most 256 threads, a lane for each pack of channels; gridDim.y = ceil(packs / lanes);
 // gridDim.x = N * h rows of windows, or for kernels that write `large` N * ceil((H + PADDING) / STRIDE) bands of STRIDE rows.
@@ -31,10 +31,9 @@ struct Total {
     __device__ __forceinline__ void add(float x) { sum += x; }
     __device__ __forceinline__ void add(const Total& other) { sum += other.sum; }
 };
-template <int, typename> struct Kind { typedef RawMoments Type; };
-template <> struct Kind<2, float> { typedef CentredMoments Type; };
-template <typename S> struct Kind<1, S> { typedef Total Type; };
-typedef Kind<MOMENTS, T>::Type Sums;
+template <int, typename S> struct SumsOf { typedef Total Type; };
+template <typename S> struct SumsOf<2, S> { typedef typename MomentsOf<S>::Type Type; };
+typedef SumsOf<MOMENTS, T>::Type Sums;
 
 // The sums of what a thread stores, and a block's.
 struct Stored {

@@ -11,7 +11,9 @@ from cudiff.cuda import module
 from cudiff.cuda.module import gradient_sums, gradient_target
 from cudiff.data import Dataset
 from cudiff.nn.parameter import Parameter
+from cudiff.ops.conv2d import conv2d
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
+from cudiff.ops.pool import avg_pool2d, upsample_nearest
 from cudiff.tensor import Function, Tensor
 from cudiff.train import Trainer
 from tests.host import Array, Memory
@@ -118,6 +120,25 @@ def test_an_image_too_long_for_16_bits(host_of):
         norm_silu_conv2d(x, weight=weight)
     norm_silu_conv2d(x, weight=Tensor(host.zeros((64, 1, 1, 64), bfloat16)))
     assert host.launches == [("matmul", "matmul")]
+
+
+@pytest.mark.parametrize("hopper", [True, False], ids=["hopper", "portable"])
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("dtype, tf32", [
+    (bfloat16, False), (np.dtype(np.float32), True), (np.dtype(np.float32), False),
+])
+def test_the_sums_that_a_result_leaves(host_of, dtype, tf32, kernel, hopper):
+    """Of float32 around a centre, which takes two numbers more."""
+    host = host_of(hopper)
+    x, weight = (Tensor(host.zeros(shape, dtype)) for shape in ((2, 16, 16, 64), (64, kernel, kernel, 64)))
+    out = conv2d(x, weight, padding=kernel // 2, tf32=tf32)
+    numbers = 2 if dtype == bfloat16 else 4
+    for result in (avg_pool2d(out), upsample_nearest(out)):
+        assert result.partials.shape[3] == numbers
+    if hopper and dtype != bfloat16 and not tf32:
+        assert out.partials is None
+    else:
+        assert out.partials.shape[::2] == (2, 64) and out.partials.shape[3] == numbers
 
 
 @pytest.mark.parametrize("channels, outputs, taps, norm", [
