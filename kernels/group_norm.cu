@@ -150,8 +150,8 @@ struct Moments : Groups {
 };
 
 // mean, rstd. Launch: grid (N, chunks), a chunk of `across` groups each.
-extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_statistics(PARTIALS, int C1, int C2, float* mean, float* rstd,
-                                                                           int groups, int across, double share, float eps) {
+extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_statistics(PARTIALS, int C1, int C2, float* mean, float* rstd, int groups,
+                                                                           int across, double share, float eps) {
     int size = (C1 + C2) / (u32)groups, n = blockIdx.x, first = blockIdx.y * across, end = min(groups, first + across);
     Given given = {GIVEN};
     Moments moments(first * size, end * size, size, max(tiles1, tiles2));

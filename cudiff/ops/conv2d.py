@@ -155,8 +155,8 @@ def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair,
             x, weight, out, epilogue, statistics=statistics, relu=relu, x2=x2, skip=skip, upsample=upsample
         )
     assert skip is None
-    without = hopper() and out.dtype == float32 and not tf32  # then group norm's one pass is a little faster
-    wants_sums = statistics and not relu and not without and max(out.shape[1:3]) <= _LONGEST
+    needless = hopper() and out.dtype == float32 and not tf32  # group norm's one pass is a little faster without
+    wants_sums = statistics and not relu and not needless and max(out.shape[1:3]) <= _LONGEST
     linear = _is_linear(weight.shape[1:3], stride, padding) and not upsample and x2 is None
     if linear and not (wants_sums and _linear_makes_sums(x, weight, out, tf32)):
         linear_cuda(x, weight.reshape(weight.shape[0], -1), epilogue, tf32, out.reshape(1, -1, out.shape[3]))

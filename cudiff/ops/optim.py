@@ -92,8 +92,8 @@ class StepScalars(Function):
 
 
 def step_scalars(scalars: Tensor, counters: Tensor, grad: Tensor, *, lr: float, warmup: int = 0, total_steps: int = 0,
-             final: float = 1.0, betas: tuple[float, float] = (0.0, 0.0), scale: float = 1.0, clip: float = math.inf,
-             half_life: float = 1.0, ramp: float | None = None) -> Tensor:
+                 final: float = 1.0, betas: tuple[float, float] = (0.0, 0.0), scale: float = 1.0,
+                 clip: float = math.inf, half_life: float = 1.0, ramp: float | None = None) -> Tensor:
     """Count one step in `counters` and write its `scalars`, in place; returns `scalars`. Both are zero before the
     first: TICKET is how a GPU's last block knows that it is.
 
