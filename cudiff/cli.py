@@ -330,6 +330,8 @@ def _dataset(config: Any) -> Any:
     )
     if dataset.skipped:
         _say(f"images that do not decode and are left out: {len(dataset.skipped)}, first {dataset.skipped[0]}")
+    for note in dataset.notes:
+        _say(note)
     return dataset
 
 

@@ -206,6 +206,7 @@ class Report:
     found_by_class: share of the samples that the classifier sees in each class.
     frechet: of `samples` samples to the test images; frechet_real: of `real` training images to the same.
     variance: within-class variance of the samples' features over that of as many training images.
+    notes: what to know before the numbers are believed, one line each.
     """
 
     data: str
@@ -223,6 +224,7 @@ class Report:
     frechet_real: float
     variance: float | None
     variance_by_class: list[float | None]
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """All fields by name, for JSON."""
@@ -245,7 +247,7 @@ class Report:
         table.caption = (
             f"Fréchet distance to {self.test:,} test images: {self.frechet:.3f}; of {self.real:,} training images: "
             f"{self.frechet_real:.3f}\nthe classifier is right on {self.classifier_accuracy:.2%} of the test images"
-        )
+        ) + "".join(f"\n{note}" for note in self.notes)
         return table
 
 
@@ -307,6 +309,7 @@ def evaluate(
         frechet=frechet_distance(features, test_features), frechet_real=frechet_distance(real_features, test_features),
         variance=_listed([variance_ratio(variance, real_variance)])[0],
         variance_by_class=_listed(list(map(variance_ratio, variance[:, None], real_variance[:, None]))),
+        notes=train.notes,
     )
 
 

@@ -1,5 +1,6 @@
 """The command line: every command, every kind of mistake, and Ctrl-C, as a user meets them."""
 
+import dataclasses
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from cudiff.backend import cuda_available
 from cudiff.checkpoint import latest, load_checkpoint
 from cudiff.cli import main
 from cudiff.config import PRESETS
+from cudiff.data import load_dataset
 from cudiff.errors import CudiffError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -245,6 +247,13 @@ def test_skipped_images_are_counted(cli, tmp_path):
     code, out, _ = cli("train", "--data", "photos", *TINY, "--num-classes", "0", "--skip-bad")
     assert code == 0 and re.search(r"do not decode and are left out: 1, first .*broken.png", out), out
     assert (tmp_path / "runs" / "photos" / "metrics.jsonl").exists()
+
+
+def test_train_prints_what_a_loader_noted(cli, monkeypatch):
+    digits = dataclasses.replace(load_dataset("digits", image_size=8, count=20), notes=("two [strays]", "one more"))
+    monkeypatch.setattr("cudiff.data.load_dataset", lambda *args, **options: digits)
+    out = cli("train", *TINY, "--folder", "run")[1]
+    assert "two [strays]\none more\n" in out and out.count("one more") == 1
 
 
 def test_truncated_checkpoints_are_told(mistake, run_folder, tmp_path):

@@ -1,5 +1,6 @@
 """The judge of samples: its distances against closed forms, its classifier, and reports on samples of known quality."""
 
+import dataclasses
 import io
 import json
 import math
@@ -264,6 +265,12 @@ def test_the_table_says_it_all(classifier, parts, conditional):
     assert f"{classifier.test_accuracy:.2%}" in text and f"{report.variance:.2f}" in text
     assert ("guidance 1.5" in text) == conditional and ("as asked" in text) == conditional
     assert not conditional or f"{report.as_asked:.1%}" in text
+
+
+def test_the_table_tells_what_a_loader_noted(classifier, parts):
+    train = dataclasses.replace(parts[0], notes=("3 pictures lie beside the classes",))
+    assert "3 pictures lie beside the classes" in table_text(evaluate(drawn_again, train, parts[1], 100,
+                                                                      classifier=classifier))
 
 
 # --- a loaded model --------------------------------------------------------------------------------------------------

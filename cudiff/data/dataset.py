@@ -17,7 +17,8 @@ class Dataset:
 
     images: uint8 (N, H, W, C), C-contiguous, C is 1 or 3. labels: int32 (N,) in [0, num_classes), or None, and then
     num_classes is 0. class_names: one for each class, or None. skipped: the files that did not decode and were left
-    out. Raises CudiffError where these do not agree.
+    out. notes: what a user should know of how the data was read, one line each. Raises CudiffError where these do not
+    agree.
     """
 
     images: np.ndarray
@@ -26,6 +27,7 @@ class Dataset:
     name: str = "data"
     class_names: tuple[str, ...] | None = None
     skipped: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.images.dtype != np.uint8 or self.images.ndim != 4 or self.images.shape[3] not in (1, 3):
