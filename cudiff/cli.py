@@ -313,13 +313,18 @@ def _tune(options: argparse.Namespace) -> None:
 
 
 def _convert(options: argparse.Namespace) -> None:
+    from cudiff.config import Config
     from cudiff.pipeline import export_torch, import_torch
 
     if options.to_torch:
         export_torch(options.source, options.target, options.weights)
-    else:
-        import_torch(options.source, options.target, from_arguments(options), options.key)
-    _say(f"wrote {options.target}")
+        _say(f"wrote {options.target}")
+        return
+    config = import_torch(options.source, options.target, from_arguments(options, Config()), options.key)
+    _say(
+        f"wrote {options.target}: a model of {config.diffusion}, sampled by {config.sampler} in {config.sample_steps} "
+        f"steps; cudiff info {options.target} says the rest"
+    )
 
 
 def _dataset(config: Any) -> Any:

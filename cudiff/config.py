@@ -114,6 +114,8 @@ class Config:
     # Sampling
     sampler: str = _sampling("heun", "how noise becomes an image", ("heun", "euler", "ddim", "ancestral"))
     sample_steps: int = _sampling(18, "noise levels a sample passes through", least=1)
+    sample_spacing: str = _sampling("even", "DDPM: timesteps that ddim and ancestral visit; ddim = by a whole stride",
+                                    ("even", "ddim"))
     guidance: float = _sampling(1.0, "classifier-free guidance; 1 = the plain conditional model", least=0)
     samples: int = _sampling(64, "images in a grid", least=1)
     eta: float = _sampling(0.0, "DDIM: share of the ancestral noise", least=0, most=1)
@@ -210,6 +212,18 @@ def from_arguments(arguments: argparse.Namespace, base: Config | None = None) ->
     elif base is None:
         base = PRESETS.get(str(values.get("data", "digits")), Config())
     return base.replace(**values)
+
+
+def as_flags(values: Mapping[str, Any]) -> str:
+    """Options as they are given on a command line."""
+    words = []
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words.append(f"--{flag} {_as_text(value) if value != () else repr('')}")
+    return " ".join(words)
 
 
 @cache

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -124,6 +124,47 @@ def rename(state: Mapping[str, np.ndarray]) -> Weights:
             _unetcu_config(),
         )
     return Weights(dict(state), None)
+
+
+def other_options(state: Mapping[str, np.ndarray], config: Config) -> dict[str, Any]:
+    """The options that guided-diffusion's U-Net of these weights has otherwise than `config`, as their values there.
+
+    state: in PyTorch's layout; only names and shapes are looked at. Heads, the image size and the order of q, k and v
+    are told by none. Empty for the weights of something else.
+    """
+
+    def size(name: str, axis: int = 0) -> int:
+        shape = state[name].shape if name in state else ()
+        return shape[axis] if len(shape) > axis else 0
+
+    def blocks(pattern: str) -> list[int]:
+        return sorted({int(found[1]) for name in state if (found := re.match(pattern, name))})
+
+    channels, model_channels = size("input_blocks.0.0.weight", 1), size("time_embed.0.weight", 1)
+    ins, outs = blocks(r"input_blocks\.(\d{1,4})\."), blocks(r"output_blocks\.(\d{1,4})\.")
+    if not (channels and model_channels and len(ins) > 1 and outs):
+        return {}
+    updown = blocks(r"output_blocks\.(\d{1,4})\.[12]\.in_layers\.")
+    convs = blocks(r"output_blocks\.(\d{1,4})\.[12]\.conv\.")
+    gaps = sorted(set(range(max(ins))) - set(ins))  # downsampling without weights
+    period = (updown or convs or [gap - 1 for gap in gaps] or [len(outs) - 1])[0] + 1  # blocks a level, with resampling
+    firsts = [f"input_blocks.{index}" for index in range(1, max(ins) + 1, period)]  # of each level
+    scales = size("input_blocks.1.0.emb_layers.1.weight") == 2 * size("input_blocks.1.0.out_layers.0.weight")
+    options: dict[str, Any] = {
+        "channels": channels, "model_channels": model_channels,
+        "channel_mult": tuple(size(f"{first}.0.out_layers.0.weight") // model_channels for first in firsts),
+        "num_res_blocks": period - 1, "use_scale_shift_norm": scales, "resblock_updown": bool(updown),
+        "num_classes": size("label_emb.weight"), "learn_sigma": size("out.2.weight") == 2 * channels,
+    }  # fmt: skip
+    if len(firsts) > 1 and not updown:
+        options["conv_resample"] = bool(convs)
+    if options["learn_sigma"]:
+        options["diffusion"] = "ddpm"
+    options = {name: value for name, value in options.items() if value != getattr(config, name)}
+    attended = [config.image_size >> level for level, name in enumerate(firsts) if f"{name}.1.qkv.weight" in state]
+    if config.image_size and set(attended) != set(config.attention_resolutions):
+        options["attention_resolutions"] = tuple(attended)
+    return options
 
 
 def read_unet_cu(path: str | os.PathLike) -> Weights:

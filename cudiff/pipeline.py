@@ -12,8 +12,8 @@ import numpy as np
 
 from cudiff.backend import default_device, out_of_memory, out_of_memory_errors
 from cudiff.checkpoint import load_checkpoint, part, prefixed, save_checkpoint
-from cudiff.config import Config
-from cudiff.convert import from_torch, read_weights, to_torch, write_weights
+from cudiff.config import Config, as_flags
+from cudiff.convert import from_torch, other_options, read_weights, to_torch, write_weights
 from cudiff.diffusion import (
     DDIM,
     Ancestral,
@@ -173,7 +173,7 @@ class Pipeline:
         if self.schedule is None:
             return karras_sigmas(steps, config.sigma_min, config.sigma_max, config.rho) * config.data_std
         if sampler in ("ddim", "ancestral"):
-            return self.schedule.sampling_sigmas(steps)
+            return self.schedule.sampling_sigmas(steps, config.sample_spacing)
         low, high = max(config.sigma_min, self.schedule.sigmas[0]), min(config.sigma_max, self.schedule.sigmas[-1])
         return karras_sigmas(steps, low, high, config.rho)
 
@@ -229,16 +229,21 @@ def load(
 
 def import_torch(
     source: str | os.PathLike, target: str | os.PathLike, config: Config, key: str | None = None
-) -> None:
+) -> Config:
     """Make a checkpoint of weights in PyTorch's layout and guided-diffusion's, unet.cu's or CS 179's names.
 
     config: the model they belong to; where the names tell the model, theirs is used. Its norms are grouped as in
-    guided-diffusion. key: which part of a .pt that holds several state_dicts. The weights serve as EMA too.
-    Raises CudiffError where the file cannot be read, its weights do not fit the model, or `target` exists.
+    guided-diffusion. key: which part of a .pt that holds several. The weights serve as EMA too. Returns the
+    configuration in the checkpoint. Raises CudiffError where the file cannot be read, its weights do not fit the model
+    (naming the options that would), or `target` exists.
     """
     if os.path.exists(target):
         raise CudiffError(f"{target} exists already: choose another name, or delete it first")
     weights = read_weights(source, key)
+    other = {} if weights.config else other_options(weights.state, config)
+    if other:
+        flags = ("" if config.image_size else "--image-size N ") + as_flags(other)
+        raise CudiffError(f"{source} holds the weights of another model than the options say: give {flags}")
     config = (weights.config or config).replace(norm_group_channels=1)
     net = build(config)
     try:
@@ -246,6 +251,7 @@ def import_torch(
     except CudiffError as error:
         raise CudiffError(f"{error}: describe the weights' model by --preset, --config or options") from None
     Pipeline(config, net).save(target)
+    return config
 
 
 def export_torch(source: str | os.PathLike, target: str | os.PathLike, weights: str = "ema") -> None:

@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import cudiff
 from cudiff.backend import cuda_available
 from cudiff.checkpoint import latest, load_checkpoint
 from cudiff.cli import main
-from cudiff.config import PRESETS
+from cudiff.config import PRESETS, Config
 from cudiff.data import load_dataset
 from cudiff.errors import CudiffError
+from cudiff.tensor import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = [
@@ -335,13 +337,40 @@ def test_convert_both_ways(cli, mistake, run_folder, tmp_path):
         np.testing.assert_array_equal(ours["images"], theirs["images"])
     assert "model.safetensors exists already" in mistake("convert", "weights.pt", "model.safetensors", *sizes)
     message = mistake("convert", "weights.pt", "new.safetensors", "--preset", "mnist")
-    assert "do not fit the model" in message and "by --preset, --config or options" in message
+    assert "give --model-channels 8 --channel-mult 1,2 --num-res-blocks 1" in message
     torch.save({"net": torch.load("weights.pt"), "epoch": 3}, tmp_path / "parts.pt")
     assert "choose from its parts 'net' with key (--key)" in mistake("convert", "parts.pt", "new.safetensors")
     assert cli("convert", "parts.pt", "new.safetensors", "--key", "net", "--preset", "digits", *sizes)[0] == 0
     # converted weights can be trained further, in a folder of their own
     assert cli("train", "--resume", "model.safetensors", *TINY, "--norm-group-channels", "1")[0] == 0
     assert (tmp_path / "runs" / "model" / "step-00000004.safetensors").exists()
+
+
+def test_convert_starts_from_the_defaults_that_its_help_prints(cli, mistake, tmp_path):
+    """Plain guided-diffusion weights: 4 heads where the digits preset has 32 channels a head."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: no .pt file can be made")
+    from tests.models.torch_unet import TorchUNet
+
+    torch.manual_seed(0)
+    twin = TorchUNet(16, 3, 64, (1, 2), 1, (8,), num_heads=4, num_head_channels=0).eval()
+    torch.save(twin.state_dict(), tmp_path / "w.pt")
+    assert "give --channel-mult 1,2 --num-res-blocks 1 --attention-resolutions 8" in mistake(
+        "convert", "w.pt", "model.safetensors", "--image-size", "16", "--channels", "3"
+    )
+    options = ["--image-size", "16", "--channels", "3", "--channel-mult", "1,2", "--num-res-blocks", "1",
+               "--attention-resolutions", "8", "--diffusion", "ddpm", "--data", "mnist"]
+    code, out, _ = cli("convert", "w.pt", "model.safetensors", *options)
+    assert code == 0 and "a model of ddpm, sampled by heun in 18 steps" in out
+    model = cudiff.load(tmp_path / "model.safetensors", "cpu")
+    assert model.config == Config(
+        image_size=16, channels=3, channel_mult=(1, 2), num_res_blocks=1, attention_resolutions=(8,), diffusion="ddpm",
+        data="mnist",
+    )
+    x, t = torch.randn(2, 3, 16, 16), torch.tensor([3.0, 700.0])
+    with torch.no_grad():
+        expected = twin(x, t).permute(0, 2, 3, 1).numpy()
+    ours = model.net(Tensor(x.permute(0, 2, 3, 1).numpy()), Tensor(t.numpy())).numpy()
+    assert np.abs(ours - expected).max() < 1e-4 * np.abs(expected).max()
 
 
 def test_help_names_every_command_and_fits(capsys):

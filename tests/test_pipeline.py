@@ -8,8 +8,8 @@ import pytest
 
 import cudiff
 from cudiff.checkpoint import load_checkpoint, prefixed, save_checkpoint
-from cudiff.config import PRESETS, Config
-from cudiff.convert import to_torch
+from cudiff.config import PRESETS, Config, as_flags
+from cudiff.convert import other_options, to_torch, write_weights
 from cudiff.errors import CudiffError
 from cudiff.models import build
 from cudiff.ops.random import Generator
@@ -169,6 +169,16 @@ def test_out_of_memory_says_what_fits(monkeypatch):
         model.sample(20, batch_size=16)
 
 
+def test_sample_spacing_chooses_the_timesteps():
+    even, ddim = (pipeline(diffusion="ddpm", sample_spacing=name) for name in ("even", "ddim"))
+    for sampler in ("ddim", "ancestral"):
+        np.testing.assert_array_equal(even.sigmas(sampler, 25)[:-1], even.schedule.sigmas[even.schedule.timesteps(25)])
+        np.testing.assert_array_equal(ddim.sigmas(sampler, 25)[:-1], ddim.schedule.sigmas[960::-40])
+    np.testing.assert_array_equal(even.sigmas("heun", 25), ddim.sigmas("heun", 25))
+    with pytest.raises(CudiffError, match="gives 300 steps"):
+        ddim.sample(1, steps=300, sampler="ddim")
+
+
 def test_load_takes_the_ema_unless_told(checkpoint, device):
     model = cudiff.load(checkpoint, device)
     assert (model.device, model.config, model.net.training) == (device, TINY, False)
@@ -239,9 +249,34 @@ def test_weights_move_from_pytorch_and_back(tmp_path):
         import_torch(tmp_path / "back.safetensors", tmp_path / "again.safetensors", TINY)
     with pytest.raises(CudiffError, match=r"back.* exists already"):
         export_torch(tmp_path / "again.safetensors", tmp_path / "back.safetensors")
-    with pytest.raises(CudiffError, match="do not fit the model"):
+    with pytest.raises(CudiffError, match=r"give --model-channels 8$"):
         import_torch(tmp_path / "back.safetensors", tmp_path / "other.safetensors", TINY.replace(model_channels=16))
     assert not (tmp_path / "other.safetensors").exists()
+
+
+GUIDED = [
+    dict(model_channels=8, attention_resolutions=(16, 8), use_scale_shift_norm=True),
+    dict(model_channels=8, channel_mult=(2, 1, 4), num_res_blocks=1, num_classes=7, attention_resolutions=(32,)),
+    dict(model_channels=8, resblock_updown=True, num_res_blocks=3, learn_sigma=True, diffusion="ddpm"),
+    dict(model_channels=8, channels=1, conv_resample=False, channel_mult=(1, 2)),
+    dict(model_channels=8, channel_mult=(2,)),
+]
+
+
+@pytest.mark.parametrize("options", GUIDED, ids=lambda options: " ".join(options))
+def test_weights_of_another_model_say_which_options_theirs_has(options, tmp_path):
+    config = Config(image_size=32, channels=3).replace(**options)
+    net = build(config)
+    write_weights(tmp_path / "w.safetensors", to_torch(net.state_dict(), net.layouts()))
+    import_torch(tmp_path / "w.safetensors", tmp_path / "right.safetensors", config)
+    told = {name: value for name, value in options.items() if value != getattr(Config(channels=3), name)}
+    other = other_options(to_torch(net.state_dict(), net.layouts()), Config(image_size=32, channels=3))
+    assert other == told
+    with pytest.raises(CudiffError) as error:
+        import_torch(tmp_path / "w.safetensors", tmp_path / "wrong.safetensors", Config(image_size=32, channels=3))
+    assert str(error.value).endswith(f"give {as_flags(other)}")
+    with pytest.raises(CudiffError, match="give --image-size N --"):
+        import_torch(tmp_path / "w.safetensors", tmp_path / "wrong.safetensors", Config())
 
 
 def test_standardised_pixels_are_the_same_diffusion():

@@ -77,21 +77,41 @@ class Schedule:
         """The inverse of `sigma_to_t`: sigma at a real-valued timestep in [0, T - 1]."""
         return np.exp(np.interp(t, np.arange(self.num_timesteps), np.log(self.sigmas)))
 
-    def timesteps(self, num_steps: int) -> np.ndarray:
-        """`num_steps` evenly spaced timesteps of the table, int64, falling from T - 1 to 0; one step is T - 1 alone.
+    def timesteps(self, num_steps: int, spacing: str = "even") -> np.ndarray:
+        """`num_steps` timesteps of the table, int64, falling: those of guided-diffusion's `space_timesteps`.
 
-        Raises CudiffError where `num_steps` is not in [1, T].
+        spacing: "even" goes from T - 1 to 0, each timestep the nearest whole number; "ddim" goes down to 0 by the
+        smallest whole stride that gives exactly `num_steps` (guided-diffusion's "ddimN", DDIM's own spacing). One even
+        step is T - 1, where guided-diffusion's would be 0, at which no noise is left to start from.
+        Raises CudiffError where `num_steps` is not in [1, T] and where no stride gives that many.
         """
-        if not 1 <= num_steps <= self.num_timesteps:
-            raise CudiffError(
-                f"{num_steps} steps of a schedule that has {self.num_timesteps}: use 1 to {self.num_timesteps}"
-            )
-        last, gaps = self.num_timesteps - 1, max(num_steps - 1, 1)
-        return last - (np.arange(num_steps) * last + gaps // 2) // gaps
+        total = self.num_timesteps
+        if not 1 <= num_steps <= total:
+            raise CudiffError(f"{num_steps} steps of a schedule that has {total}: use 1 to {total}")
+        if spacing == "ddim":
+            return np.arange(0, total, self._stride(num_steps))[::-1]
+        if spacing != "even":
+            raise CudiffError(f"unknown spacing '{spacing}' of timesteps: use even or ddim")
+        if num_steps == 1:
+            return np.array([total - 1])
+        strides = np.full(num_steps, (total - 1) / (num_steps - 1))
+        strides[0] = 0
+        return np.rint(np.cumsum(strides)).astype(np.int64)[::-1]  # a running sum, rounded half to even, as theirs
 
-    def sampling_sigmas(self, num_steps: int) -> np.ndarray:
-        """The sigmas of `timesteps(num_steps)` and a final 0, float64 (num_steps + 1,): what a DDPM sampler visits."""
-        return np.append(self.sigmas[self.timesteps(num_steps)], 0.0)
+    def _stride(self, num_steps: int) -> int:
+        counts = {-(-self.num_timesteps // stride): stride for stride in range(self.num_timesteps - 1, 0, -1)}
+        if num_steps not in counts:
+            fewer = [count for count in counts if count < num_steps]
+            more = min(count for count in counts if count > num_steps)
+            raise CudiffError(
+                f"no whole stride through {self.num_timesteps} timesteps gives {num_steps} steps: use "
+                f"{f'{max(fewer)} or ' if fewer else ''}{more}, or even spacing"
+            )
+        return counts[num_steps]
+
+    def sampling_sigmas(self, num_steps: int, spacing: str = "even") -> np.ndarray:
+        """The sigmas of `timesteps(num_steps, spacing)` and a final 0, float64 (num_steps + 1,): a DDPM sampler's."""
+        return np.append(self.sigmas[self.timesteps(num_steps, spacing)], 0.0)
 
 
 def karras_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 80.0, rho: float = 7.0) -> np.ndarray:

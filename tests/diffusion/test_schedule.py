@@ -72,10 +72,49 @@ def test_timesteps_out_of_range():
             Schedule("linear").timesteps(num_steps)
 
 
+def spaced(total, count):
+    """guided-diffusion's rule for one section: a running sum of the fractional stride, each entry rounded."""
+    taken, position = [], 0.0
+    for _ in range(count):
+        taken.append(round(position))
+        position += (total - 1) / (count - 1)
+    return taken
+
+
+@pytest.mark.parametrize("total", [21, 100, 250, 1000])
+def test_even_timesteps_are_those_of_guided_diffusion(total):
+    schedule = Schedule("linear", total)
+    for count in range(2, total + 1):
+        assert schedule.timesteps(count).tolist() == spaced(total, count)[::-1], count
+
+
+def test_even_timesteps_by_hand():
+    """Where a rounding of exact quotients, or one half up, gives others."""
+    assert Schedule("linear").timesteps(3).tolist() == [999, 500, 0]  # 499.5
+    assert Schedule("linear", 22).timesteps(15).tolist() == [21, 20, 18, 16, 15, 14, 12, 10, 9, 8, 6, 4, 3, 2, 0]
+    assert Schedule("linear").timesteps(25)[:4].tolist() == [999, 957, 916, 874]
+
+
+def test_ddim_spacing_takes_the_smallest_stride_that_gives_so_many():
+    schedule = Schedule("linear")
+    for stride in range(1, 1000):
+        visited = list(range(0, 1000, stride))
+        if len(range(0, 1000, stride - 1 or 10**9)) != len(visited):
+            assert schedule.timesteps(len(visited), "ddim").tolist() == visited[::-1]
+    assert schedule.timesteps(25, "ddim")[[0, 1, -1]].tolist() == [960, 920, 0]
+    assert np.array_equal(schedule.sampling_sigmas(2, "ddim"), [schedule.sigmas[500], schedule.sigmas[0], 0])
+    with pytest.raises(CudiffError, match="gives 300 steps: use 250 or 334"):
+        schedule.timesteps(300, "ddim")
+    with pytest.raises(CudiffError, match="gives 1 steps: use 2, or even"):
+        schedule.timesteps(1, "ddim")
+    with pytest.raises(CudiffError, match="use even or ddim"):
+        schedule.timesteps(10, "cosine")
+
+
 def test_sampling_sigmas_are_looked_up_in_the_table():
     schedule = Schedule("linear")
     table = schedule.sigmas
-    assert np.array_equal(schedule.sampling_sigmas(3), [table[999], table[499], table[0], 0])
+    assert np.array_equal(schedule.sampling_sigmas(3), [table[999], table[500], table[0], 0])
     assert np.array_equal(schedule.sampling_sigmas(1000), [*table[::-1], 0])
 
 
