@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import io
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,17 +17,28 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
+from cudiff import signals
 from cudiff.backend import out_of_memory_errors
 from cudiff.config import add_arguments, from_arguments
 from cudiff.errors import CudiffError
 
-console, errors = Console(), Console(stderr=True)
+
+class _Console(Console):
+    """A console that lets a closed pipe be seen, where rich's would end the process with exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise
+
+
+console, errors = _Console(), Console(stderr=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 2 for a mistake the user can mend, 130 for Ctrl-C.
+    """Run one command; returns the exit code.
 
-    A mistake is one line on stderr; `--debug` raises it, with its traceback.
+    0; 2 for a mistake the user can mend; 128 + n where signal n ended the command: 130 for Ctrl-C, 143 for SIGTERM, 129
+    for the terminal's end, 141 for a pipe that its reader closed. A mistake is one line on stderr; `--debug` raises it,
+    with its traceback.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     debug = "--debug" in arguments
@@ -33,18 +46,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # names of files may hold what a terminal's encoding does not
     try:
-        options = _parser().parse_args([argument for argument in arguments if argument != "--debug"])
-        options.run(options)
+        with signals.raising():
+            options = _parser().parse_args([argument for argument in arguments if argument != "--debug"])
+            options.run(options)
+            if sys.stdout is not None:  # closed from the start
+                sys.stdout.flush()
         return 0
-    except (KeyboardInterrupt, BrokenPipeError):
+    except signals.Stopped as stopped:
+        return signals.EXIT + stopped.number
+    except BrokenPipeError:
+        _discard_output()
+        return signals.EXIT + 13  # SIGPIPE
+    except KeyboardInterrupt:
         if debug:
             raise
-        return 130
+        print(signals.INTERRUPTED, file=sys.stderr)
+        return signals.EXIT + signal.SIGINT
     except Exception as error:
         if debug:
             raise
         errors.print(f"cudiff: {_explain(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
+
+
+def _discard_output() -> None:
+    """Nobody reads stdout any more: what Python still flushes at its end goes nowhere."""
+    with contextlib.suppress(OSError, ValueError):  # a stdout that is no file
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _explain(error: Exception) -> str:
@@ -246,6 +276,8 @@ def _train(options: argparse.Namespace) -> None:
         _say("bf16 is emulated on the CPU, which is slow: --precision fp32 is faster")
     with TrainingDisplay(trainer.config, console, trainer.step) as display:
         trainer.run(display)
+    if trainer.stopped_by is not None:
+        raise signals.Stopped(trainer.stopped_by)
     _say(f"saved {trainer.save_path}")
 
 

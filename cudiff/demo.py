@@ -14,6 +14,7 @@ from cudiff.data import load_dataset
 from cudiff.display import TrainingDisplay
 from cudiff.evaluate import train_classifier
 from cudiff.plot import save_gif, save_grid
+from cudiff.signals import Stopped
 from cudiff.train import Trainer
 
 SAMPLES = 256
@@ -30,11 +31,11 @@ class DemoResult:
     seconds: float
 
 
-def demo(folder: Path, seed: int = 0, device: str = "auto", console: Console | None = None) -> DemoResult | None:
+def demo(folder: Path, seed: int = 0, device: str = "auto", console: Console | None = None) -> DemoResult:
     """Train a class-conditional U-Net on drawn 16x16 digits, sample it and judge the samples.
 
     Leaves samples.png (8x8, counting up from 0 row by row), denoising.gif, loss.png and a checkpoint in `folder`, or
-    where that holds a run already, in a new folder beside it. None where Ctrl-C stopped the training.
+    where that holds a run already, in a new folder beside it. Raises Stopped where a signal ended the training.
     """
     console = console or Console()
 
@@ -49,8 +50,8 @@ def demo(folder: Path, seed: int = 0, device: str = "auto", console: Console | N
     say(f"{len(training):,} drawn digits; a U-Net of {trainer.net.num_parameters():,} parameters on {trainer.device}")
     with TrainingDisplay(trainer.config, console) as display:
         trainer.run(display)
-    if trainer.step < config.steps:
-        return None
+    if trainer.stopped_by is not None:
+        raise Stopped(trainer.stopped_by)
     classes = np.arange(SAMPLES) % config.num_classes
     frames: list[np.ndarray] = []
     with console.status("training the classifier") as status:

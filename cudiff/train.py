@@ -6,8 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +28,7 @@ from cudiff.ops.random import Generator
 from cudiff.optim import EMA, SGD, Adam, AdamW, Constant, Cosine, Optimizer
 from cudiff.pipeline import Pipeline
 from cudiff.plot import save_grid, save_loss_curve
+from cudiff.signals import noted
 from cudiff.tape import accumulate
 from cudiff.tensor import Tensor, no_grad
 from cudiff.tensorfile import replacing
@@ -55,7 +54,8 @@ class Trainer:
     folder : for checkpoints, metrics.jsonl, loss.png and sample grids; made if it is not there
     resume : a loaded checkpoint to continue; on the CPU the run goes on bit for bit
 
-    Attributes: pipeline (the raw weights), preview (the EMA's), training, held_out (data), step (updates done).
+    Attributes: pipeline (the raw weights), preview (the EMA's), training, held_out (data), step (updates done),
+    stopped_by (the number of the signal that ended `run`, or None).
     Raises CudiffError where data, configuration and checkpoint do not fit each other, and where `folder` holds a run
     that would be lost.
     """
@@ -81,6 +81,7 @@ class Trainer:
         self.generator = Generator(config.seed, self.device)
         set_generator(self.net, self.generator)
         self.step, self.seconds = 0, 0.0
+        self.stopped_by: int | None = None
         self._loss_sum = Tensor(np.zeros((), np.float32), device=self.device)
         self._loss_steps = 0
         if resume is not None:
@@ -123,7 +124,7 @@ class Trainer:
         start = time.perf_counter() - self.seconds
         self._timed_from, self._timed_steps = time.perf_counter(), 0
         # What is not finite is dealt with below.
-        with _alone_in(self.folder), _interruptible() as interrupted, np.errstate(all="ignore"):
+        with _alone_in(self.folder), noted() as interrupted, np.errstate(all="ignore"):
             self._drop_metrics_after(self.step)
             for leftover in self.folder.glob(".step-*.tmp"):  # of a kill while a checkpoint was written
                 leftover.unlink()
@@ -149,6 +150,7 @@ class Trainer:
             if not interrupted and self._previewed_at != self.step:
                 metrics |= self._look(display)
         self._save_curve(display)
+        self.stopped_by = interrupted[0] if interrupted else None
         if interrupted and display is not None:
             display.message(f"stopped at step {self.step} and saved: go on with cudiff train --resume {self.folder}")
         return metrics
@@ -393,31 +395,3 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def _interruptible() -> Iterator[list[int]]:
-    """Ctrl-C, SIGTERM or the terminal's end appends to the list instead of ending the process; a second one ends it as
-    usual."""
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-
-    def note(number: int, frame: Any) -> None:
-        received.append(number)
-        restore()
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    hangup = getattr(signal, "SIGHUP", None)  # not on Windows
-    if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:  # as under nohup
-        numbers.append(hangup)
-    before = {number: signal.signal(number, note) for number in numbers}
-    try:
-        yield received
-    finally:
-        restore()

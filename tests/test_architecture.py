@@ -23,7 +23,7 @@ LAYERS = [
     {"ops"},
     {"tensor", "tape", "cuda"},
     {"backend", "threads"},
-    {"errors"},
+    {"errors", "signals"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MAY_IMPORT_CUPY = {"backend", "cuda"}

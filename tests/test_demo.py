@@ -10,6 +10,7 @@ from cudiff import demo
 from cudiff.checkpoint import latest
 from cudiff.config import PRESETS
 from cudiff.data import load_dataset
+from cudiff.signals import Stopped
 
 
 @pytest.fixture
@@ -44,7 +45,9 @@ def test_a_demo_stopped_by_ctrl_c_ends_there(small, tmp_path, monkeypatch, capsy
         return train_step(trainer)
 
     monkeypatch.setattr(demo.Trainer, "train_step", interrupted)
-    assert demo.demo(tmp_path / "demo", device="cpu", console=Console()) is None
+    with pytest.raises(Stopped) as stopped:
+        demo.demo(tmp_path / "demo", device="cpu", console=Console())
+    assert stopped.value.number == signal.SIGINT
     assert "stopped at step 1 and saved" in capsys.readouterr().out
     assert latest(tmp_path / "demo") is not None and not (tmp_path / "demo" / "denoising.gif").exists()
 
