@@ -1,6 +1,8 @@
 """cudiff: a NumPy-style deep learning framework with hand-written CUDA kernels, for diffusion models."""
 
-from cudiff import signals  # first, as it guards the command line while the rest is imported  # isort: split
+import cudiff.signals  # noqa: F401  first, as it guards the command line while the rest is imported
+
+# isort: split
 
 from importlib import import_module
 from typing import Any
