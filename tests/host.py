@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import struct
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from cudiff.cuda import module, tensor_map, tiles
+from cudiff.cuda import driver, module, tensor_map, tiles
 from cudiff.cuda.memory import Places
+from tests.compile_kernels import variants
 
 
 class Array(np.ndarray):
@@ -45,10 +48,26 @@ H200 = {
 }
 
 
+# Kernels that take views, whose strides are further arguments.
+STRIDED = {
+    *(("attention", name) for name in ("forward", "backward_q", "backward_kv")), ("attention_short_sm90", "backward"),
+    *(("shape", name) for name in ("copy", "add", "copy_packed", "add_packed", "turn")),
+    ("matmul", "matmul"), ("gemm", "sum_splits"),
+}
+
+
+@functools.cache
+def declared(stem: str) -> list[set[str]]:
+    """The sets of constants that a kernel file's variants name."""
+    text = (module.kernel_folder() / f"{stem}.cu").read_text()
+    return [set(chosen) for chosen in variants(text, "sm_90a")]
+
+
 class Host(ModuleType):
     """Stands for the module `cupy`: notes (stem, name) of each launch, and gives arrays places in `memory`, if set.
 
-    A launch or a tensor map that a GPU would refuse fails.
+    A launch or a tensor map that a GPU would refuse fails, and so does a launch with constants that the file does not
+    declare, with arguments that the kernel does not take, or with a view where it takes whole arrays.
     """
 
     ndarray = Array
@@ -91,11 +110,23 @@ class Host(ModuleType):
         return call if callable(function) and not isinstance(function, type) else function
 
     def kernel(self, stem: str, name: str, **constants: Any) -> Any:
+        assert constants.keys() in declared(stem), f"{stem} has not the constants {list(constants)}: {declared(stem)}"
+        takes = module.signature(stem, name, module.c_names(stem, constants))
+
         def run(grid: tuple[int, ...], block: tuple[int, ...], args: tuple, shared_mem: int = 0) -> None:
             sizes = zip(grid, (2**31 - 1, 65535, 65535), strict=False)
             assert all(1 <= size <= most for size, most in sizes), f"{stem}, {name}: a grid of {grid}"
             assert 1 <= math.prod(block) <= 1024, f"{stem}, {name}: a block of {block}"
             assert shared_mem <= self.shared_bytes, f"{stem}, {name}: {shared_mem} bytes of shared memory"
+            kinds, values = driver.pack(args)
+            takes.check(kinds)
+            try:
+                struct.pack("=" + "".join(driver.formats(kinds)), *values)
+            except struct.error:
+                raise takes.out_of_range(values) from None
+            for parameter, arg in zip(takes.parameters, args, strict=True):
+                whole = not isinstance(arg, Array) or arg.flags.c_contiguous or (stem, name) in STRIDED
+                assert whole, f"{takes} got a view for '{parameter.name}': strides {arg.strides}, shape {arg.shape}"
             self.launches.append((stem, name))
 
         return run

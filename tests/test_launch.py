@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 
 from cudiff.cuda import module
-from cudiff.cuda.driver import Limits, pack, room
+from cudiff.cuda.driver import Limits, formats, pack, room
 from cudiff.cuda.graph import capture
 from cudiff.cuda.module import add_into, kernel_folder
 from cudiff.tensor import Tensor
+
+
+def packed_as(args):
+    kinds, values = pack(args)
+    return struct.pack("=" + "".join(formats(kinds)), *values)
 
 
 @pytest.mark.parametrize("value, dtype", [
@@ -20,8 +25,7 @@ from cudiff.tensor import Tensor
     (np.uint64(3), np.uint64),
 ])
 def test_an_argument_is_packed_as_its_c_type(value, dtype):
-    (format,), values = pack([value])
-    packed = struct.pack(f"={format}", *values)
+    packed = packed_as([value])
     assert len(packed) == 8
     assert np.frombuffer(packed, dtype, 1)[0] == (value or 0)
 
@@ -38,8 +42,7 @@ def test_where_hoppers_kernels_run(monkeypatch, arch, driver, runs):
 
 def test_numpy_arrays_are_passed_whole():
     table = np.arange(3, dtype=np.int32)
-    (format,), values = pack([table])
-    assert struct.pack(f"={format}", *values) == table.tobytes() + bytes(4)
+    assert packed_as([table]) == table.tobytes() + bytes(4)
 
 
 class FakeArray:
@@ -52,7 +55,8 @@ class FakeArray:
 
 def test_arrays_and_tensors_pass_their_address():
     array = FakeArray(1 << 40)
-    assert pack([array, Tensor(array)]) == (["Q", "Q"], [1 << 40, 1 << 40])
+    assert pack([array, Tensor(array)]) == ([np.float32] * 2, [1 << 40, 1 << 40])
+    assert np.frombuffer(packed_as([array]), np.uint64) == 1 << 40
 
 
 @pytest.mark.parametrize("path", sorted(kernel_folder().glob("*.cu")), ids=lambda path: path.stem)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cudiff.backend import get_cupy
+from cudiff.cuda.signature import Kind, Signature
 from cudiff.tensor import Tensor
 
 _CONFIG = struct.Struct("7IPPI4x")  # CUlaunchConfig: grid, block, shared memory, stream, attributes, their number
@@ -52,15 +53,18 @@ class _Places(threading.local):
         self.overlap = ctypes.create_string_buffer(_OVERLAP, len(_OVERLAP))
         self.arguments = ctypes.create_string_buffer(_PARAMETER_BYTES)
         self.config_at, self.overlap_at = ctypes.addressof(self.config), ctypes.addressof(self.overlap)
-        self.layouts: dict[str, tuple[struct.Struct, ctypes.Array]] = {}
+        self.layouts: dict[tuple, tuple[struct.Struct, ctypes.Array]] = {}  # of a kernel and its arguments' kinds
 
-    def layout(self, formats: list[str]) -> tuple[struct.Struct, ctypes.Array]:
-        """How arguments of these formats are packed, and the address of each."""
-        packed, at, addresses = "".join(formats), ctypes.addressof(self.arguments), []
-        for format in formats:
+    def layout(self, kernel: Kernel, kinds: list[Kind]) -> tuple[struct.Struct, ctypes.Array]:
+        """How a kernel's arguments of these kinds are packed, and the address of each. Raises TypeError for others than
+        it takes."""
+        kernel.signature.check(kinds)
+        at, addresses = ctypes.addressof(self.arguments), []
+        for format in formats(kinds):
             addresses.append(at)
             at += struct.calcsize(f"={format}")
-        found = self.layouts[packed] = struct.Struct(f"={packed}"), (ctypes.c_void_p * len(formats))(*addresses)
+        packed = struct.Struct("=" + "".join(formats(kinds)))
+        found = self.layouts[kernel, *kinds] = packed, (ctypes.c_void_p * len(kinds))(*addresses)
         return found
 
 
@@ -69,28 +73,33 @@ def _places() -> _Places:
     return _Places()
 
 
-def pack(args: Sequence[Any]) -> tuple[list[str], list[Any]]:
-    """The format and the value that a kernel gets for each argument.
+def pack(args: Sequence[Any]) -> tuple[list[Kind], list[Any]]:
+    """The kind and the value that a kernel gets for each argument.
 
     Python ints are int32, floats float32, None a null pointer, NumPy scalars what they are; CuPy arrays and Tensors
     pass their address, NumPy arrays (tables, tensor maps) all their bytes.
     """
-    formats, values = [], []
+    kinds, values = [], []
     for arg in args:
-        format = _PACKED.get(type(arg))
-        if format is None:
+        kind: Kind = type(arg)
+        if kind not in _PACKED:
             if isinstance(arg, Tensor):
                 arg = arg.data
-            if isinstance(arg, np.ndarray):
+            if type(arg) is np.ndarray:
                 arg = arg.tobytes()
-                format = f"{len(arg)}s{-len(arg) % 8}x"
+                kind = len(arg)
             else:
-                arg, format = arg.data.ptr, "Q"
+                kind, arg = arg.dtype, arg.data.ptr
         elif arg is None:
             arg = 0
-        formats.append(format)
+        kinds.append(kind)
         values.append(arg)
-    return formats, values
+    return kinds, values
+
+
+def formats(kinds: Sequence[Kind]) -> list[str]:
+    """How `struct` packs arguments of these kinds."""
+    return [f"{kind}s{-kind % 8}x" if type(kind) is int else _PACKED.get(kind, "Q") for kind in kinds]
 
 
 class Limits(NamedTuple):
@@ -132,9 +141,13 @@ def room(blocks: int, threads: int, limits: Limits) -> int:
 
 
 class Kernel:
-    """A function of a loaded cubin, called as kernel(grid, block, args, shared_mem=bytes); see `pack` for `args`."""
+    """A function of a loaded cubin, called as kernel(grid, block, args, shared_mem=bytes); see `pack` for `args`.
 
-    def __init__(self, function: Any):
+    Of the first launch with arguments of other types, these are checked against the signature.
+    """
+
+    def __init__(self, function: Any, signature: Signature):
+        self.signature = signature
         device = get_cupy().cuda.Device()
         self._limits = _limits(device.id)
         self._static = function.shared_size_bytes
@@ -147,10 +160,12 @@ class Kernel:
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0) -> None:
         places = _places()
-        formats, values = pack(args)
-        packed = "".join(formats)
-        layout, addresses = places.layouts.get(packed) or places.layout(formats)
-        layout.pack_into(places.arguments, 0, *values)
+        kinds, values = pack(args)
+        layout, addresses = places.layouts.get((self, *kinds)) or places.layout(self, kinds)
+        try:
+            layout.pack_into(places.arguments, 0, *values)
+        except struct.error:
+            raise self.signature.out_of_range(values) from None
         shape = self._shapes.get((grid, block, shared_mem))
         if shape is None:
             shape = self._shapes[grid, block, shared_mem] = self._shape(grid, block, shared_mem)

@@ -21,6 +21,7 @@ import numpy as np
 
 from cudiff.backend import Array, bfloat16, cache_folder, float16, float32, get_cupy, int32, int64
 from cudiff.cuda.driver import Kernel, multiprocessors
+from cudiff.cuda.signature import Signature, Source
 from cudiff.errors import CudiffError
 from cudiff.tensor import Kept, Vacant
 
@@ -71,6 +72,21 @@ def _expanded(stem: str) -> tuple[str, str]:
         return "\n".join(lines) + "\n"
 
     return expand("common.cuh"), expand(f"{stem}.cu")
+
+
+@functools.cache
+def _declarations(stem: str) -> Source:
+    return Source(stem, "".join(_expanded(stem)))
+
+
+def kernels(stem: str) -> list[str]:
+    """The names of the kernels of `kernels/<stem>.cu`."""
+    return _declarations(stem).kernels
+
+
+def signature(stem: str, name: str, constants: dict[str, Any]) -> Signature:
+    """What a kernel takes that is compiled with `constants`, dtypes by their C names."""
+    return _declarations(stem).signature(name, constants)
 
 
 @functools.cache
@@ -204,6 +220,14 @@ def compiles_ahead() -> bool:
     return _ahead.compile is not None
 
 
+def c_names(stem: str, constants: dict[str, Any]) -> dict[str, Any]:
+    """The constants with dtypes by their C names. Raises TypeError for a dtype that has none."""
+    for value in constants.values():
+        if isinstance(value, np.dtype) and value not in CTYPES:
+            raise TypeError(f"kernels/{stem}.cu takes {', '.join(map(str, CTYPES))}, not {value}: convert it first")
+    return {name: CTYPES[value] if isinstance(value, np.dtype) else value for name, value in constants.items()}
+
+
 _kernels: dict[tuple, Kernel] = {}
 
 
@@ -212,11 +236,11 @@ def kernel(stem: str, name: str, **constants: Any) -> Callable[..., None]:
     key = (get_cupy().cuda.runtime.getDevice(), stem, name, *constants.items())
     found = _kernels.get(key)
     if found is None:
-        named = {k: CTYPES.get(v, v) if isinstance(v, np.dtype) else v for k, v in constants.items()}
+        named = c_names(stem, constants)
         if _ahead.compile is not None:
             _ahead.compile(stem, named)
             return lambda *args, **kwargs: None
-        found = _kernels[key] = Kernel(_module(stem, named).get_function(name))
+        found = _kernels[key] = Kernel(_module(stem, named).get_function(name), signature(stem, name, named))
     return found
 
 

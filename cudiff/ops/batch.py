@@ -128,7 +128,7 @@ class DrawBatch(Function):
         launch(
             "batch", "draw_batch", (blocks(height * width * channels, 1024), batch_size), 256,
             (x, out_labels, images, labels, step, np.int64(n), height, width, channels, (n - 1).bit_length(),
-             np.uint32(order_key(seed)), np.uint64(seed & 0xFFFFFFFFFFFFFFFF), int(Streams.FLIP), flip),
+             np.uint32(order_key(seed)), np.uint64(seed & 0xFFFFFFFFFFFFFFFF), np.uint32(Streams.FLIP), flip),
             T=float32, VEC=0,
         )
         return x if labels is None else (x, out_labels)

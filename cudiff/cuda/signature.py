@@ -1,0 +1,159 @@
+"""What each kernel takes, read from its own source, and the check of a launch's arguments against it.
+
+A launch passes addresses and words: an array of another dtype would be read as if it had the kernel's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cudiff.backend import bfloat16, float16, float32, int32, int64
+
+Kind = Any
+"""What is known of an argument's type: of a GPU array its dtype, of a struct its bytes, of all others the type."""
+
+_ELEMENTS: dict[str, tuple[np.dtype, ...]] = {
+    "float": (float32,), "float2": (float32,), "bf16": (bfloat16,), "half": (float16,), "int": (int32,),
+    "u32": (np.dtype(np.uint32), int32), "i64": (int64,), "u8": (np.dtype(np.uint8), np.dtype(np.bool_)),
+}
+"""The dtypes of arrays that a pointer to a C type takes; of a pointer to any other, an array of any dtype."""
+
+_VALUES: dict[str, tuple[type, ...]] = {
+    "int": (int, bool, np.int32), "u32": (np.uint32,), "i64": (np.int64,), "u64": (np.uint64,),
+    "float": (float, np.float32), "double": (np.float64,),
+}
+_SIZES = {"int": 4, "u32": 4, "i64": 8, "u64": 8, "float": 4, "double": 8, "u8": 1, "bf16": 2, "half": 2}
+
+
+class Parameter(NamedTuple):
+    """One of a kernel's: a value, or a pointer to values, of the C type `type`; a struct has `size` bytes, others 0."""
+
+    name: str
+    type: str
+    pointer: bool
+    size: int
+
+    def accepts(self, kind: Kind) -> bool:
+        if self.pointer:
+            takes = _ELEMENTS.get(self.type)
+            return kind is type(None) or (isinstance(kind, np.dtype) and (takes is None or kind in takes))
+        if self.size:
+            return type(kind) is int and kind == self.size
+        return isinstance(kind, type) and kind in _VALUES[self.type]
+
+    def __str__(self) -> str:
+        if self.pointer:
+            takes = " or ".join(map(str, _ELEMENTS.get(self.type, ())))
+            return f"an array of {takes}" if takes else "an array"
+        return f"a struct of {self.size} bytes" if self.size else " or ".join(_named(t) for t in _VALUES[self.type])
+
+
+def _named(kind: Kind) -> str:
+    if isinstance(kind, np.dtype):
+        return f"an array of {kind}"
+    if type(kind) is int:
+        return f"{kind} bytes of the host"
+    if kind is type(None):
+        return "None"
+    return f"np.{kind.__name__}" if issubclass(kind, np.generic) else f"a Python {kind.__name__}"
+
+
+class Signature(NamedTuple):
+    """A kernel's file, name and parameters."""
+
+    stem: str
+    name: str
+    parameters: tuple[Parameter, ...]
+
+    def check(self, kinds: Sequence[Kind]) -> None:
+        """Raises TypeError where arguments of these kinds are not what the kernel takes."""
+        if len(kinds) != len(self.parameters):
+            raise TypeError(f"{self} takes {len(self.parameters)} arguments, not {len(kinds)}")
+        for parameter, kind in zip(self.parameters, kinds, strict=True):
+            if not parameter.accepts(kind):
+                raise TypeError(f"{self} takes {parameter} for '{parameter.name}', not {_named(kind)}")
+
+    def out_of_range(self, values: Sequence[Any]) -> OverflowError:
+        """What to raise where arguments of the right kinds do not fit."""
+        for parameter, value in zip(self.parameters, values, strict=True):
+            if parameter.type == "int" and not parameter.pointer and not -(2**31) <= value < 2**31:
+                return OverflowError(f"{self} takes 32 bits for '{parameter.name}': {value} does not fit")
+        return OverflowError(f"{self} got a number that does not fit: {values}")
+
+    def __str__(self) -> str:
+        return f"kernels/{self.stem}.cu: {self.name}"
+
+
+class Source:
+    """The kernels of a file whose own headers are expanded. Types may stand for others by the constants' values."""
+
+    def __init__(self, stem: str, text: str):
+        text = re.sub(r"//.*", "", text).replace("\\\n", " ")
+        self._stem = stem
+        self._macros = dict(re.findall(r"^#define (\w+) (.*)", text, re.MULTILINE))
+        self._structs = {name: (int(align or 1), fields) for align, name, fields in re.findall(_STRUCT, text)}
+        text = re.sub(_MACRO, lambda macro: _calls(text, *macro.groups()), text)
+        self._heads = dict(re.findall(_KERNEL, text))
+
+    @property
+    def kernels(self) -> list[str]:
+        """Their names."""
+        return list(self._heads)
+
+    def signature(self, name: str, constants: dict[str, Any]) -> Signature:
+        """Of the kernel `name` compiled with these constants. Raises ValueError where the file has none."""
+        if name not in self._heads:
+            raise ValueError(f"kernels/{self._stem}.cu has no kernel '{name}' but {', '.join(self._heads)}")
+        head, expanded = self._heads[name], ""
+        while head != expanded:
+            head, expanded = re.sub(r"\w+", lambda word: self._macros.get(word[0], word[0]), head), head
+        parameters = (self._parameter(words, constants) for words in head.split(","))
+        return Signature(self._stem, name, tuple(parameters))
+
+    def _parameter(self, text: str, constants: dict[str, Any]) -> Parameter:
+        type, pointer, name = _declared(text)
+        type = str(constants.get(type, type))
+        struct = not pointer and type not in _VALUES
+        return Parameter(name, type, pointer, self._layout(type, constants)[0] if struct else 0)
+
+    def _layout(self, type: str, constants: dict[str, Any]) -> tuple[int, int]:
+        """The size and the alignment in bytes of a value of a C type."""
+        if type in _SIZES:
+            return _SIZES[type], _SIZES[type]
+        align, fields = self._structs[type]
+        end = 0
+        for field in filter(str.strip, fields.split(";")):
+            first, *more = field.split(",")
+            type, _, _ = _declared(first)
+            for text in (first, *(f"{type} {name}" for name in more)):
+                _, pointer, name = _declared(text)
+                size, unit = (8, 8) if pointer else self._layout(type, constants)
+                _, *count = name.rstrip("]").split("[")
+                end = -(-end // unit) * unit + size * (int(constants.get(count[0], count[0])) if count else 1)
+                align = max(align, unit)
+        return -(-end // align) * align, align
+
+
+# A struct's data come before its functions.
+_STRUCT = re.compile(r"struct (?:__align__\((\d+)\) )?(\w+) \{([^{}]*?)(?:__device__|\})")
+_MACRO = re.compile(r"^#define (\w+)\((\w+).*?\) +(.*__global__.*)", re.MULTILINE)
+_KERNEL = re.compile(r"__global__[^{;]*?(\w+)\(([^()]*)\)\s*\{")
+
+
+def _calls(text: str, macro: str, name: str, body: str) -> str:
+    """What the calls of a macro stand for that defines kernels after its first argument."""
+    return "\n".join(
+        re.sub(rf"\b{name}(##|\b)", called, body)
+        for called in re.findall(rf"^{macro}\((\w+)", text, re.MULTILINE)
+    )
+
+
+def _declared(text: str) -> tuple[str, bool, str]:
+    """The type, whether it is a pointer to it, and the name."""
+    words = re.sub(r"\b(const|__restrict__|__grid_constant__)\b", " ", text)
+    type, name = words.replace("*", " ").rsplit(maxsplit=1)
+    return type.strip(), "*" in words, name
