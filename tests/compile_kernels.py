@@ -2,15 +2,17 @@
 
 Each `.cu` file names its `-D` constants in lines `// variants: T=float,bf16 FLAG=0,1`: the product of each line is
 compiled, of which an architecture that runs what another runs takes the first only. `// architectures: sm_90a` limits a
-file. A kernel fails that spills registers, or whose asynchronous products the compiler makes wait for each other.
+file. A kernel fails that spills registers, whose asynchronous products the compiler makes wait for each other, or whose
+parameters are not those that a launch is checked against.
 """
 
 import itertools
 import re
+import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from cudiff.cuda.module import compile_source, kernel_folder
+from cudiff.cuda.module import compile_source, kernel_folder, kernels, signature
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 ALIKE = ("sm_86", "sm_89", "sm_120")  # the first two to sm_80, the last to sm_100
@@ -40,17 +42,45 @@ def jobs(stems: list[str]) -> list[tuple[str, str, dict[str, str]]]:
     return found
 
 
+def compiled_parameters(cubin: bytes) -> dict[str, list[int]]:
+    """The bytes of each parameter of each kernel of a cubin: an ELF file, in whose sections .nv.info.KERNEL an entry
+    (format, attribute, size) of format 4 and attribute 0x17 holds (index, ordinal, offset, flags and size << 18)."""
+    (start,), (count, names) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<HH", cubin, 60)
+    sections = [struct.unpack_from("<I20xQQ", cubin, start + 64 * i) for i in range(count)]
+    found = {}
+    for name, offset, size in sections:
+        first = sections[names][1] + name
+        section = cubin[first : cubin.index(b"\0", first)].decode()
+        if section.startswith(".nv.info."):
+            at, sizes = offset, {}
+            while at < offset + size:
+                format, attribute, length = struct.unpack_from("<BBH", cubin, at)
+                if (format, attribute) == (4, 0x17):
+                    ordinal, packed = struct.unpack_from("<4xH2xI", cubin, at + 4)
+                    sizes[ordinal] = packed >> 18
+                at += 4 + (length if format == 4 else 0)
+            found[section.removeprefix(".nv.info.")] = [sizes[i] for i in range(len(sizes))]
+    return found
+
+
+def declared_parameters(stem: str, constants: dict[str, str]) -> dict[str, list[int]]:
+    """The same as a launch is checked against."""
+    return {name: [p.bytes for p in signature(stem, name, constants).parameters] for name in kernels(stem)}
+
+
 def main() -> int:
     verbose = "-v" in sys.argv
     stems = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
 
     def compile_job(job):
         try:
-            _, log = compile_source(*job)
+            cubin, log = compile_source(*job)
         except Exception as error:
             return job, str(error), ""
         spills = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
         problem = "spills registers" if any(spills) else "waits after each wgmma" if "C75" in log else ""
+        if compiled_parameters(cubin) != declared_parameters(job[0], job[2]):
+            problem = f"has the parameters {compiled_parameters(cubin)}, not {declared_parameters(job[0], job[2])}"
         return job, problem, log
 
     failures = 0

@@ -10,7 +10,7 @@ from cudiff.backend import bfloat16
 from cudiff.cuda import driver, module
 from cudiff.cuda.module import kernel_folder, launch
 from cudiff.cuda.signature import Source
-from tests.compile_kernels import variants
+from tests.compile_kernels import compiled_parameters, declared_parameters, variants
 from tests.host import H200
 
 STEMS = [path.stem for path in sorted(kernel_folder().glob("*.cu"))]
@@ -18,7 +18,7 @@ STEMS = [path.stem for path in sorted(kernel_folder().glob("*.cu"))]
 
 def parameters(text, constants=None):
     source = Source("file", text)
-    return [(p.name, p.type, p.pointer, p.size) for p in source.signature("f", constants or {}).parameters]
+    return [(p.name, p.type, p.pointer, p.bytes) for p in source.signature("f", constants or {}).parameters]
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -29,6 +29,15 @@ def test_every_kernel_is_read_for_every_variant(stem):
         for name in module.kernels(stem):
             signature = module.signature(stem, name, constants)
             assert signature.parameters and all(p.type not in constants for p in signature.parameters)
+
+
+@pytest.mark.parametrize("stem", ["arithmetic", "linears", "pool", "random"])
+def test_the_compiler_has_the_same_parameters(stem):
+    """Of all files this is seen where they are compiled, by tests/compile_kernels.py."""
+    pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="CuPy is not installed: it brings NVRTC")
+    constants = variants((kernel_folder() / f"{stem}.cu").read_text(), "sm_80")[0]
+    cubin, _ = module.compile_source(stem, "sm_80", constants)
+    assert compiled_parameters(cubin) == declared_parameters(stem, constants)
 
 
 def test_parameters_of_every_form():
@@ -44,8 +53,8 @@ def test_parameters_of_every_form():
     job = 128 + 2 * 8 + 8 + 4 + 3 * 4
     size = 2 * -(-job // 64) * 64
     assert parameters(text, {"T": "bf16", "COUNT": 3}) == [
-        ("jobs", "Jobs", False, size), ("out", "bf16", True, 0), ("any", "void", True, 0), ("n", "int", False, 0),
-        ("mask", "u8", True, 0), ("share", "double", False, 0),
+        ("jobs", "Jobs", False, size), ("out", "bf16", True, 8), ("any", "void", True, 8), ("n", "int", False, 4),
+        ("mask", "u8", True, 8), ("share", "double", False, 8),
     ]
 
 

@@ -30,26 +30,27 @@ _SIZES = {"int": 4, "u32": 4, "i64": 8, "u64": 8, "float": 4, "double": 8, "u8":
 
 
 class Parameter(NamedTuple):
-    """One of a kernel's: a value, or a pointer to values, of the C type `type`; a struct has `size` bytes, others 0."""
+    """One of a kernel's: a value, or a pointer to values, of the C type `type`; in all so many bytes."""
 
     name: str
     type: str
     pointer: bool
-    size: int
+    bytes: int
 
     def accepts(self, kind: Kind) -> bool:
         if self.pointer:
             takes = _ELEMENTS.get(self.type)
             return kind is type(None) or (isinstance(kind, np.dtype) and (takes is None or kind in takes))
-        if self.size:
-            return type(kind) is int and kind == self.size
-        return isinstance(kind, type) and kind in _VALUES[self.type]
+        if self.type in _VALUES:
+            return isinstance(kind, type) and kind in _VALUES[self.type]
+        return type(kind) is int and kind == self.bytes
 
     def __str__(self) -> str:
         if self.pointer:
             takes = " or ".join(map(str, _ELEMENTS.get(self.type, ())))
             return f"an array of {takes}" if takes else "an array"
-        return f"a struct of {self.size} bytes" if self.size else " or ".join(_named(t) for t in _VALUES[self.type])
+        values = " or ".join(_named(t) for t in _VALUES.get(self.type, ()))
+        return values or f"a struct of {self.bytes} bytes"
 
 
 def _named(kind: Kind) -> str:
@@ -117,8 +118,7 @@ class Source:
     def _parameter(self, text: str, constants: dict[str, Any]) -> Parameter:
         type, pointer, name = _declared(text)
         type = str(constants.get(type, type))
-        struct = not pointer and type not in _VALUES
-        return Parameter(name, type, pointer, self._layout(type, constants)[0] if struct else 0)
+        return Parameter(name, type, pointer, 8 if pointer else self._layout(type, constants)[0])
 
     def _layout(self, type: str, constants: dict[str, Any]) -> tuple[int, int]:
         """The size and the alignment in bytes of a value of a C type."""
