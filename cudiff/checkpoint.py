@@ -92,7 +92,7 @@ def checkpoint_path(folder: str | os.PathLike, step: int) -> Path:
 
 def latest(folder: str | os.PathLike) -> Path | None:
     """The checkpoint of the highest step in `folder`, or None."""
-    found = _checkpoints(folder)
+    found = checkpoints(folder)
     return found[-1] if found else None
 
 
@@ -107,13 +107,13 @@ def find_checkpoint(path: str | os.PathLike) -> Path:
 
 def prune(folder: str | os.PathLike, keep: int) -> list[Path]:
     """Delete all but the `keep` newest checkpoints in `folder` (none where keep is 0); returns the deleted ones."""
-    old = _checkpoints(folder)[:-keep] if keep > 0 else []
+    old = checkpoints(folder)[:-keep] if keep > 0 else []
     for path in old:
         path.unlink(missing_ok=True)
     return old
 
 
-def _checkpoints(folder: str | os.PathLike) -> list[Path]:
+def checkpoints(folder: str | os.PathLike) -> list[Path]:
     """The checkpoints in `folder`, oldest first; other files are not looked at."""
     found = [(re.fullmatch(r"step-(\d+)\.safetensors", path.name), path) for path in Path(folder).glob("*.safetensors")]
     return [path for _, path in sorted((int(name[1]), path) for name, path in found if name)]

@@ -155,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--folder", metavar="PATH", help="of the run (default runs/ and the data's name)")
     train.add_argument("--resume", metavar="PATH", help="go on with a run's folder or a checkpoint")
+    train.add_argument("--data-changed", action="store_true", help="resume though the data is not that of the run")
     add_arguments(train)
 
     sample = command("sample", _sample, "draw images from a checkpoint", "CHECKPOINT [options]")
@@ -245,26 +246,28 @@ def _demo(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
-    from cudiff.checkpoint import find_checkpoint, load_checkpoint
+    from cudiff.checkpoint import find_checkpoint
     from cudiff.display import TrainingDisplay
-    from cudiff.train import Trainer, check_free
+    from cudiff.folder import check_free, check_unused, read_checkpoint
+    from cudiff.train import Trainer
 
-    resume = None
+    resume, path = None, None
     if options.resume is not None:
         path = find_checkpoint(options.resume)
-        resume = load_checkpoint(path)
-        config = from_arguments(options, resume.config)
         of_run = Path(options.resume).is_dir() or (path.parent / "metrics.jsonl").exists()
-        home = path.parent if of_run else Path("runs") / path.stem
+        folder = Path(options.folder or (path.parent if of_run else Path("runs") / path.stem))
+        check_unused(folder)
+        resume = read_checkpoint(path, option="go on with --resume ")[1]
+        config = from_arguments(options, resume.config)
     else:
         config = from_arguments(options)
-        home = Path("runs") / Path(os.path.abspath(config.data)).stem  # "." has a name too
-    folder = Path(options.folder or home)
-    if resume is None or folder.resolve() != path.parent.resolve():
+        home = Path("runs") / Path(os.path.abspath(os.path.expanduser(config.data))).stem  # "." has a name too
+        folder = Path(options.folder or home)
+    if path is None or folder.resolve() != path.parent.resolve():
         check_free(folder)
     _check_device(config.device)
     dataset = _dataset(config)
-    trainer = Trainer(config, dataset, folder, resume)
+    trainer = Trainer(config, dataset, folder, resume, data_changed=options.data_changed)
     place = {"cpu": "CPU", "cuda": "GPU"}[trainer.device]
     _say(
         f"{dataset!r}\n{len(trainer.training):,} images to train on, {len(trainer.held_out):,} held out\n"

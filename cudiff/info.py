@@ -12,11 +12,11 @@ from rich.text import Text
 
 from cudiff import __version__
 from cudiff.backend import cuda_status
-from cudiff.checkpoint import find_checkpoint, load_checkpoint
 from cudiff.config import Config
 from cudiff.cuda.module import cubin_folder, describe, kernel_folder
 from cudiff.cuda.tiles import summary
 from cudiff.errors import CudiffError
+from cudiff.folder import read_checkpoint
 
 
 def system_table() -> Table:
@@ -49,8 +49,7 @@ def _tiles() -> str:
 
 def checkpoint_table(path: str | os.PathLike) -> Table:
     """A rich table of what a checkpoint, or a run's newest one, holds. Raises CudiffError where it cannot be read."""
-    path = find_checkpoint(path)
-    checkpoint = load_checkpoint(path, parts=("model",))
+    path, checkpoint = read_checkpoint(path, parts=("model",))
     config, defaults = checkpoint.config, Config()
     parameters = sum(array.size for array in checkpoint.tensors.values())
     steps = checkpoint.counters.get("step", 0)

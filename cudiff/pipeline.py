@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import default_device, out_of_memory, out_of_memory_errors
-from cudiff.checkpoint import load_checkpoint, part, prefixed, save_checkpoint
+from cudiff.checkpoint import part, prefixed, save_checkpoint
 from cudiff.config import Config, as_flags
 from cudiff.convert import from_torch, other_options, read_weights, to_torch, write_weights
 from cudiff.diffusion import (
@@ -30,6 +30,7 @@ from cudiff.diffusion import (
     karras_sigmas,
 )
 from cudiff.errors import CudiffError
+from cudiff.folder import read_checkpoint
 from cudiff.models import build
 from cudiff.nn import GroupNorm, Module
 from cudiff.plot import to_uint8
@@ -216,7 +217,7 @@ def load(
     """
     if weights not in ("ema", "model"):
         raise CudiffError(f"unknown weights '{weights}': use ema or model")
-    checkpoint = load_checkpoint(path, parts=(weights,))
+    _, checkpoint = read_checkpoint(path, parts=(weights,))
     config = checkpoint.config
     device = default_device() if device in (None, "auto") else device
     net = build(config)
@@ -238,7 +239,7 @@ def import_torch(
     (naming the options that would), or `target` exists.
     """
     if os.path.exists(target):
-        raise CudiffError(f"{target} exists already: choose another name, or delete it first")
+        raise CudiffError(f"{target} exists already: choose another name")
     weights = read_weights(source, key)
     other = {} if weights.config else other_options(weights.state, config)
     if other:
@@ -263,7 +264,7 @@ def export_torch(source: str | os.PathLike, target: str | os.PathLike, weights: 
     if Path(target).suffix.lower() != ".safetensors":
         raise CudiffError(f"cannot write {target}: name it .safetensors, and safetensors.torch.load_file reads it")
     if os.path.exists(target):
-        raise CudiffError(f"{target} exists already: choose another name, or delete it first")
+        raise CudiffError(f"{target} exists already: choose another name")
     net = load(source, "cpu", weights).net
     if any(isinstance(m, GroupNorm) and m.weight.size == 32 and m.num_groups < 32 for _, m in net.modules()):
         raise CudiffError(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,11 @@ from cudiff.checkpoint import Checkpoint, checkpoint_path, latest, part, prefixe
 from cudiff.config import Config
 from cudiff.cuda.graph import capture
 from cudiff.data import Dataset
+from cudiff.data.dataset import differences
 from cudiff.data.loader import Loader
 from cudiff.diffusion.samplers import falling
 from cudiff.errors import CudiffError
+from cudiff.folder import Metrics, alone_in, check_free, check_newest, quoted, set_aside
 from cudiff.models import build
 from cudiff.nn import Module, set_generator
 from cudiff.ops.random import Generator
@@ -31,7 +31,6 @@ from cudiff.plot import save_grid, save_loss_curve
 from cudiff.signals import noted
 from cudiff.tape import accumulate
 from cudiff.tensor import Tensor, no_grad
-from cudiff.tensorfile import replacing
 
 VALIDATION_IMAGES = 1024
 VALIDATION_DRAWS = 8
@@ -53,6 +52,7 @@ class Trainer:
     dataset : the training data; `config.validation` of its images are held out
     folder : for checkpoints, metrics.jsonl, loss.png and sample grids; made if it is not there
     resume : a loaded checkpoint to continue; on the CPU the run goes on bit for bit
+    data_changed : a resumed run goes on though `dataset` is not what its checkpoint was trained on
 
     Attributes: pipeline (the raw weights), preview (the EMA's), training, held_out (data), step (updates done),
     stopped_by (the number of the signal that ended `run`, or None).
@@ -60,12 +60,23 @@ class Trainer:
     that would be lost.
     """
 
-    def __init__(self, config: Config, dataset: Dataset, folder: str | Path, resume: Checkpoint | None = None):
+    def __init__(
+        self, config: Config, dataset: Dataset, folder: str | Path, resume: Checkpoint | None = None, *,
+        data_changed: bool = False,
+    ):
         self.device = default_device() if config.device == "auto" else config.device
         array_module(self.device)  # says what is missing before anything else is done
+        self.folder, self.metrics, self.data = Path(folder), Metrics(Path(folder)), dataset.fingerprint()
+        self._damaged: list[Path] = []
+        if resume is None:
+            check_free(self.folder)
+        else:
+            self._damaged = check_newest(self.folder, resume.counters.get("step", 0))
+        notice = None if resume is None else self._check_data(resume, data_changed)
+        self._notices = [] if notice is None else [notice]
         self.config = config = config.for_data(dataset.images.shape, dataset.num_classes)
-        self.folder = Path(folder)
-        _check_folder(self.folder, config, resume)
+        if resume is not None:
+            _check_resumed(config, resume.config)
         self.training, self.held_out = dataset.split(config.validation, config.seed)
         if len(self.training) == 0:
             raise CudiffError(f"no image is left to train on: {config.validation} of {len(dataset)} are held out")
@@ -124,10 +135,8 @@ class Trainer:
         start = time.perf_counter() - self.seconds
         self._timed_from, self._timed_steps = time.perf_counter(), 0
         # What is not finite is dealt with below.
-        with _alone_in(self.folder), noted() as interrupted, np.errstate(all="ignore"):
-            self._drop_metrics_after(self.step)
-            for leftover in self.folder.glob(".step-*.tmp"):  # of a kill while a checkpoint was written
-                leftover.unlink()
+        with alone_in(self.folder), noted() as interrupted, np.errstate(all="ignore"):
+            self._prepare_folder(display)
             while not interrupted and not self._finished():
                 self._step_or_explain()
                 self.step += 1
@@ -142,7 +151,8 @@ class Trainer:
                     with self._untimed():
                         self.save()
                 if config.sample_every and self.step % config.sample_every == 0:
-                    metrics |= self._look(display)
+                    with self._saving_first():
+                        metrics |= self._look(display)
             if self.step % config.log_every:
                 metrics |= self._log(display)
             if self._saved_at != self.step:
@@ -152,8 +162,22 @@ class Trainer:
         self._save_curve(display)
         self.stopped_by = interrupted[0] if interrupted else None
         if interrupted and display is not None:
-            display.message(f"stopped at step {self.step} and saved: go on with cudiff train --resume {self.folder}")
+            again = f"cudiff train --resume {quoted(self.folder)}"
+            display.message(f"stopped at step {self.step} and saved: go on with {again}")
         return metrics
+
+    def _prepare_folder(self, display: Any) -> None:
+        """Drop what the run does again, and rename damaged checkpoints that `latest` would find before its own."""
+        notices, self._notices = self._notices, []
+        for path in self._damaged:
+            if path.exists():
+                notices.append(f"{path.name} is damaged and named {set_aside(path).name} from now on")
+        self.metrics.drop_after(self.step)
+        for leftover in self.folder.glob(".step-*.tmp"):  # of a kill while a checkpoint was written
+            leftover.unlink()
+        if display is not None:
+            for notice in notices:
+                display.message(notice)
 
     def validation_loss(self, dataset: Dataset) -> float:
         """The EMA's mean loss over the first images of `dataset`, with random numbers of its own, always the same."""
@@ -177,7 +201,7 @@ class Trainer:
         tensors = prefixed("model", self.net.state_dict()) | prefixed("ema", self.ema.model.state_dict())
         tensors |= self.optimizer.state_dict()
         counters: dict[str, Any] = {"optimizer": tensors.pop("counters").tolist(), "step": self.step}
-        counters |= {"seconds": self.seconds, "generator": self.generator.state()}
+        counters |= {"seconds": self.seconds, "generator": self.generator.state(), "data": self.data}
         counters |= {"loss_sum": self._loss_sum.item(), "loss_steps": self._loss_steps}
         if not math.isfinite(counters["loss_sum"]):  # of a skipped update
             counters |= {"loss_sum": 0.0, "loss_steps": 0}
@@ -256,6 +280,17 @@ class Trainer:
         yield
         self._timed_from += time.perf_counter() - begin
 
+    @contextmanager
+    def _saving_first(self) -> Iterator[None]:
+        """What the block raises, as where metrics cannot be written, ends the run after a checkpoint of this step."""
+        try:
+            yield
+        except Exception:
+            if self._saved_at != self.step:
+                with suppress(CudiffError):  # not finite, or no room for it either: the block's own error is told
+                    self.save()
+            raise
+
     def _log(self, display: Any) -> dict[str, Any]:
         config, steps = self.config, max(1, self._timed_steps)
         loss = self._loss_sum.item() / max(1, self._loss_steps)  # waits for the device
@@ -278,7 +313,7 @@ class Trainer:
 
     def _advice(self) -> str:
         last = latest(self.folder)
-        return f"lower --lr or set --clip, and {f'go on with --resume {last}' if last else 'start again'}"
+        return f"lower --lr or set --clip, and {f'go on with --resume {quoted(last)}' if last else 'start again'}"
 
     def _look(self, display: Any) -> dict[str, Any]:
         """A preview, and the EMA's loss on held-out images and on as many training images, to be compared."""
@@ -303,65 +338,44 @@ class Trainer:
         return metrics
 
     def _record(self, metrics: dict[str, Any], display: Any) -> None:
-        line = {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # JSON has no NaN
-        with open(self._metrics_file, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        with self._saving_first():
+            self.metrics.append(metrics)
         if display is not None:
             display.update(metrics)
 
-    @property
-    def _metrics_file(self) -> Path:
-        return self.folder / "metrics.jsonl"
-
-    def _metrics(self) -> list[dict[str, Any]]:
-        """The lines written so far; what is none, as a last one that a kill cut short, is left out."""
-        lines = []
-        if self._metrics_file.exists():
-            for line in self._metrics_file.read_text(encoding="utf-8", errors="replace").splitlines():
-                try:
-                    values = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(values, dict) and isinstance(values.get("step"), int):
-                    lines.append(values)
-        return lines
-
-    def _drop_metrics_after(self, step: int) -> None:
-        """Remove what was logged beyond the checkpoint: these steps are done again."""
-        if self._metrics_file.exists():
-            kept = [json.dumps(line) + "\n" for line in self._metrics() if line["step"] <= step]
-            with replacing(self._metrics_file) as file:
-                file.write("".join(kept).encode())
+    def _check_data(self, checkpoint: Checkpoint, accepted: bool) -> str | None:
+        """What to tell of the data of a resumed run. Raises CudiffError where it is another and that is not accepted."""
+        if "optimizer" not in checkpoint.counters:  # weights alone: training begins with them
+            return None
+        before = checkpoint.counters.get("data")
+        if not isinstance(before, dict):
+            return "the checkpoint does not say which data it was trained on: whether this is the same is not checked"
+        found = "; ".join(differences(before, self.data))
+        if found and not accepted:
+            raise CudiffError(
+                f"this is not the data that the run was trained on ({found}): name that with --data, or resume in "
+                "Python with its Dataset; --data-changed (data_changed=True) accepts this"
+            )
+        return f"the data has changed: {found}" if found else None
 
     def _save_curve(self, display: Any) -> None:
-        if not save_loss_curve(self.folder / "loss.png", self._metrics()) and display is not None:
-            display.message("no loss curve was drawn: pip install 'cudiff[plots]'")
+        problem = None
+        try:
+            if not save_loss_curve(self.folder / "loss.png", self.metrics.lines()):
+                problem = "pip install 'cudiff[plots]'"
+        except Exception as error:  # whatever a picture fails by, the run is saved
+            problem = str(error)
+        if problem is not None and display is not None:
+            display.message(f"no loss curve was drawn: {problem}")
 
 
-def check_free(folder: str | Path) -> None:
-    """Raise CudiffError where a folder holds checkpoints or metrics of a run, which a new one would mix with."""
-    newest = latest(folder)
-    if newest is not None or (Path(folder) / "metrics.jsonl").exists():
-        advice = f"go on with cudiff train --resume {folder}" if newest else "delete it"
-        raise CudiffError(f"{folder} already holds a run: {advice}, or choose another --folder")
-
-
-def _check_folder(folder: Path, config: Config, resume: Checkpoint | None) -> None:
-    """Raise CudiffError where a run in `folder` would be lost, or where `resume` is of another kind of run."""
-    if resume is None:
-        check_free(folder)
-        return
-    newest = latest(folder)
-    if newest is not None and newest.name > checkpoint_path("", resume.counters.get("step", 0)).name:
-        raise CudiffError(
-            f"{folder} holds a newer checkpoint: resume {newest}, delete it where it is damaged, or choose another "
-            "--folder"
-        )
+def _check_resumed(config: Config, was: Config) -> None:
+    """Raise CudiffError where a resumed run would be of another kind than it was."""
     for option in dataclasses.fields(Config):
         name, section = option.name, option.metadata["section"]
-        was, now = getattr(resume.config, name), getattr(config, name)
-        if was != now and (section == "model" or name in _FIXED):
-            raise CudiffError(f"a resumed run cannot change {name} from {was} to {now}: leave it out, or start anew")
+        before, now = getattr(was, name), getattr(config, name)
+        if before != now and (section == "model" or name in _FIXED):
+            raise CudiffError(f"a resumed run cannot change {name} from {before} to {now}: leave it out, or start anew")
 
 
 def _optimizer(config: Config, net: Module, ema: EMA) -> Optimizer:
@@ -373,25 +387,3 @@ def _optimizer(config: Config, net: Module, ema: EMA) -> Optimizer:
         return SGD(net, config.lr, config.momentum, **common)
     betas = (config.betas[0], config.betas[1])
     return (AdamW if config.optimizer == "adamw" else Adam)(net, config.lr, betas, config.eps, **common)
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Lock `folder`, as far as the system can, until the block or the process ends."""
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise CudiffError(f"another process trains in {folder}: choose another --folder, or wait for its end") from None
-    except OSError:  # some network file systems cannot lock a folder
-        pass
-    try:
-        yield
-    finally:
-        os.close(descriptor)

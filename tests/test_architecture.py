@@ -17,6 +17,7 @@ LAYERS = [
     {"tune"},
     {"train", "evaluate", "display", "info"},
     {"pipeline"},
+    {"folder"},
     {"models", "diffusion", "optim", "data", "checkpoint", "convert", "config", "plot",
      "tensorfile", "torchfile"},
     {"nn"},

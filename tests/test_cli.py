@@ -179,7 +179,8 @@ def test_no_cuda_says_why_and_what_to_install(mistake, run_folder, words, tmp_pa
 
 def test_a_folder_with_a_run_is_left_alone(mistake, run_folder):
     before = {path.name: path.read_bytes() for path in run_folder.iterdir()}
-    assert "already holds a run: go on with cudiff train --resume" in mistake("train", *TINY, "--folder", run_folder)
+    message = mistake("train", *TINY, "--folder", run_folder)
+    assert "already holds a run, with step-00000004.safetensors: go on with cudiff train --resume" in message
     assert "holds a newer checkpoint" in mistake("train", "--resume", run_folder / "step-00000002.safetensors")
     assert "at its end after 4 steps" in mistake("train", "--resume", run_folder)
     assert "cannot change model_channels" in mistake("train", "--resume", run_folder, "--model-channels", "16")

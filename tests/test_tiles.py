@@ -84,7 +84,7 @@ def test_the_users_file_goes_before_that_of_cudiff(planner, listing, monkeypatch
 def test_a_damaged_file(planner, listing, text):
     user_file().write_bytes(text.encode(errors="surrogateescape"))
     tiles.forget()
-    with pytest.raises(CudiffError, match=r"tiles.toml.*delete it"):
+    with pytest.raises(CudiffError, match=r"tiles.toml.*move it away"):
         planner(5, True)
     assert info._tiles().startswith("not usable: cannot use")
 
@@ -254,7 +254,7 @@ def test_bad_requests(host, monkeypatch):
         with pytest.raises(CudiffError, match="1 or more"):
             tune.tune(config, digits(config), images=images)
     user_file().write_text("[")
-    with pytest.raises(CudiffError, match="delete it"):
+    with pytest.raises(CudiffError, match="move it away"):
         tune.tune(config, digits(config))
     user_file().unlink()
     monkeypatch.setattr(tune, "Trainer", None)  # nothing is measured where nothing can be kept

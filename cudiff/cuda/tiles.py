@@ -149,5 +149,5 @@ def read(path: Path) -> dict[str, dict[str, Lines]]:
 
 
 def _damaged(path: Path, what: str) -> CudiffError:
-    advice = "delete it, and run cudiff tune again" if path == user_file() else "reinstall cudiff"
+    advice = "move it away, and run cudiff tune again" if path == user_file() else "reinstall cudiff"
     return CudiffError(f"cannot use {path} ({what}): {advice}")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from cudiff.errors import CudiffError
 from cudiff.ops.batch import mix32, order_key
+
+DIGESTED = 2**29
+"""Bytes of images that a fingerprint's digest reads at most."""
 
 
 @dataclass(repr=False)
@@ -64,6 +69,22 @@ class Dataset:
         classes = f"{self.num_classes} classes" if self.labels is not None else "no labels"
         return f"Dataset({self.name}: {len(self):,} images {height}x{width}x{channels}, {classes})"
 
+    def fingerprint(self) -> dict[str, Any]:
+        """What tells this data set from another, as JSON holds it: name, number, size, classes and SHA-256 digests.
+
+        labels: of all of them, None without. pixels: of all images up to 512 MiB together, which takes about a second,
+        else of as many as that is, evenly spaced.
+        """
+        count = max(1, min(len(self), DIGESTED // max(1, self.images[:1].nbytes)))
+        pixels = hashlib.sha256()
+        for index in np.linspace(0, len(self) - 1, count).round().astype(int) if len(self) else ():
+            pixels.update(self.images[index].data)
+        return {
+            "name": self.name, "number": len(self), "size": list(self.images.shape[1:]), "classes": self.num_classes,
+            "labels": None if self.labels is None else hashlib.sha256(self.labels.data).hexdigest(),
+            "pixels": pixels.hexdigest(),
+        }
+
     def subset(self, indices: Sequence[int] | np.ndarray) -> Dataset:
         """A data set of copies of the images at `indices`, in that order."""
         indices = np.asarray(indices, dtype=np.int64)
@@ -86,3 +107,29 @@ class Dataset:
         held_out = np.zeros(len(self), dtype=bool)
         held_out[np.argsort(rank, kind="stable")[:count]] = True
         return self.subset(np.flatnonzero(~held_out)), self.subset(np.flatnonzero(held_out))
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """In which ways two fingerprints are those of different data, in words; none where only the name differs."""
+    found = []
+    if before.get("number") != now["number"]:
+        found.append(f"{_count(before.get('number'))} images are now {now['number']:,}")
+    if before.get("size") != now["size"]:
+        found.append(f"their size {_size(before.get('size'))} is now {_size(now['size'])}")
+    if before.get("classes") != now["classes"]:
+        found.append(f"{_count(before.get('classes'))} classes are now {now['classes']:,}")
+    elif before.get("number") == now["number"] and before.get("labels") != now["labels"]:
+        found.append("the labels differ")
+    if not found and before.get("pixels") != now["pixels"]:
+        found.append("the pixels differ")
+    if found and before.get("name") != now["name"]:
+        found.insert(0, f"{before.get('name')} is now {now['name']}")
+    return found
+
+
+def _count(number: Any) -> str:
+    return f"{number:,}" if isinstance(number, int) else "?"
+
+
+def _size(size: Any) -> str:
+    return "x".join(map(str, size)) if isinstance(size, list) else "?"

@@ -55,7 +55,7 @@ def mnist(part: str = "train", folder: str | os.PathLike | None = None) -> Datas
     for name, file, content in zip(names, files, contents, strict=True):
         if hashlib.sha256(content).hexdigest() != SHA256[name]:
             raise CudiffError(
-                f"{file} is not the published MNIST file (its SHA-256 differs): delete it, it is then downloaded "
+                f"{file} is not the published MNIST file (its SHA-256 differs): move it away, it is then downloaded "
                 "anew; or name its folder as the data set, which takes any IDX files"
             )
     images, labels = (_parse_idx(content, file) for content, file in zip(contents, files, strict=True))

@@ -1,0 +1,193 @@
+"""A run's folder: which process trains in it, which of its checkpoints are whole, and its metrics.jsonl."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shlex
+import socket
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cudiff.checkpoint import (
+    PARTS,
+    Checkpoint,
+    checkpoint_path,
+    checkpoints,
+    find_checkpoint,
+    latest,
+    load_checkpoint,
+)
+from cudiff.errors import CudiffError
+from cudiff.tensorfile import replacing
+
+LOCK = ".lock"
+"""A file in the folder that the training process holds locked; it names the process, and stays there unlocked."""
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Lock `folder`, as far as the system can, until the block or the process ends.
+
+    The lock is one on a file opened for writing, which network file systems can lock where they cannot lock a folder.
+    Raises CudiffError where another process holds it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        yield
+        return
+    with open(folder / LOCK, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _used(folder, file.name) from None
+        except OSError:  # some network file systems cannot lock at all
+            pass
+        file.truncate(0)
+        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+        file.flush()
+        yield
+
+
+def check_unused(folder: str | os.PathLike) -> None:
+    """Raise CudiffError where a process trains in `folder`, naming it; nothing is changed there."""
+    try:
+        import fcntl
+
+        with open(Path(folder) / LOCK, "rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _used(folder, Path(folder) / LOCK) from None
+    except (ImportError, OSError):  # no lock, or a system without locks
+        pass
+
+
+def _used(folder: str | os.PathLike, lock: str | os.PathLike) -> CudiffError:
+    process = ""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        holder = json.loads(Path(lock).read_text(encoding="utf-8"))
+        process = f" (process {int(holder['pid'])} on {holder['host']})"
+    return CudiffError(f"another process trains in {folder}{process}: wait for its end, or choose another --folder")
+
+
+def check_free(folder: str | os.PathLike) -> None:
+    """Raise CudiffError where a process trains in a folder, or where it holds a run, which a new one would mix with."""
+    check_unused(folder)
+    newest = latest(folder)
+    if newest is not None:
+        raise CudiffError(
+            f"{folder} already holds a run, with {newest.name}: go on with cudiff train --resume {quoted(folder)}, or "
+            "choose another --folder"
+        )
+    if (Path(folder) / "metrics.jsonl").exists():
+        raise CudiffError(
+            f"{folder} already holds the metrics.jsonl of a run that left no checkpoint: choose another --folder"
+        )
+
+
+def check_newest(folder: Path, step: int) -> list[Path]:
+    """The checkpoints in `folder` beyond `step`, none of which can be read: a run that goes on from `step` redoes them.
+
+    Raises CudiffError where a process trains there, and where one of them is whole: it would be lost.
+    """
+    check_unused(folder)
+    newer = [path for path in checkpoints(folder) if path.name > checkpoint_path("", step).name]
+    for path in reversed(newer):
+        if _is_whole(path, PARTS):
+            raise CudiffError(
+                f"{folder} holds a newer checkpoint: go on with cudiff train --resume {quoted(path)}, or choose "
+                "another --folder"
+            )
+    return newer
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint to a name that no run looks for, and that nothing has; returns it."""
+    target, number = path.with_name(f"{path.name}.damaged"), 1
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{path.name}.damaged-{number}")
+    path.rename(target)
+    return target
+
+
+def read_checkpoint(
+    path: str | os.PathLike, parts: Collection[str] = PARTS, option: str = "give "
+) -> tuple[Path, Checkpoint]:
+    """The checkpoint at `path`, or the newest in a run's folder, with the file's path.
+
+    Raises CudiffError where it cannot be read; where an older one in its folder can, the line names the newest of them,
+    after `option`.
+    """
+    found = find_checkpoint(path)
+    try:
+        return found, load_checkpoint(found, parts)
+    except CudiffError as error:
+        known = checkpoints(found.parent)
+        older = known[: known.index(found)] if found in known else []
+        whole = next((path for path in reversed(older) if _is_whole(path, parts)), None)
+        if whole is None:
+            raise
+        raise CudiffError(f"{error}; {whole.name} before it is whole: {option}{quoted(whole)}") from None
+
+
+def _is_whole(path: Path, parts: Collection[str]) -> bool:
+    try:
+        load_checkpoint(path, parts)
+    except CudiffError:
+        return False
+    return True
+
+
+def quoted(path: str | os.PathLike) -> str:
+    """`path` as a shell takes it."""
+    return shlex.quote(os.fspath(path))
+
+
+class Metrics:
+    """A run's metrics.jsonl. Raises CudiffError, naming the file, where the system refuses to read or write it."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / "metrics.jsonl"
+
+    def append(self, metrics: Mapping[str, Any]) -> None:
+        """Add a line; what is not finite is null, as JSON has no NaN."""
+        line = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        with self._naming(), open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines written so far; what is none, as a last one that a kill cut short, is left out."""
+        with self._naming():
+            text = self.path.read_text(encoding="utf-8", errors="replace") if self.path.exists() else ""
+        lines = []
+        for line in text.splitlines():
+            try:
+                values = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(values, dict) and isinstance(values.get("step"), int):
+                lines.append(values)
+        return lines
+
+    def drop_after(self, step: int) -> None:
+        """Remove what was logged beyond a checkpoint's step: these steps are done again."""
+        if self.path.exists():
+            kept = [json.dumps(line) + "\n" for line in self.lines() if line["step"] <= step]
+            with replacing(self.path) as file:
+                file.write("".join(kept).encode())
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CudiffError(
+                f"cannot use {self.path} ({error.strerror or error}): make room or mend its permissions, then go on "
+                f"with cudiff train --resume {quoted(self.path.parent)}"
+            ) from error

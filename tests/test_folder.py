@@ -1,0 +1,319 @@
+"""A run's folder: one process at a time, whole checkpoints found beside damaged ones, its data known, nothing lost."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cudiff
+from cudiff import folder as module
+from cudiff.checkpoint import latest, load_checkpoint
+from cudiff.cli import main
+from cudiff.config import Config
+from cudiff.data import Dataset, dataset, load_dataset
+from cudiff.errors import CudiffError
+from cudiff.folder import Metrics, alone_in, check_free, check_unused, read_checkpoint
+from cudiff.plot import save_npz
+from cudiff.train import Trainer
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = Config(
+    image_size=8, channels=1, model_channels=8, channel_mult=(1, 2), num_res_blocks=1, num_heads=2, num_classes=10,
+    batch_size=8, steps=4, log_every=2, sample_every=0, save_every=2, sample_steps=2, sampler="euler", device="cpu",
+)
+FIRST, SECOND = "step-00000002.safetensors", "step-00000004.safetensors"
+
+
+@pytest.fixture
+def digits():
+    return load_dataset("digits", image_size=8, count=40)
+
+
+@pytest.fixture
+def run(digits, tmp_path):
+    """The folder of a finished run of 4 steps, with checkpoints of two of them."""
+    Trainer(TINY, digits, tmp_path / "my run").run()
+    return tmp_path / "my run"
+
+
+class Display(list):
+    update, message = (lambda self, metrics: None), list.append
+
+
+def refused(*arguments, **options):
+    with pytest.raises(CudiffError) as error:
+        Trainer(*arguments, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# --- one process -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def live(tmp_path):
+    """A process that trains in live/, and its folder."""
+    words = ["--image-size", "8", "--model-channels", "8", "--num-head-channels", "8", "--batch-size", "8", "--steps",
+             "1000000", "--log-every", "2", "--sample-every", "0", "--save-every", "3", "--device", "cpu"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cudiff", "train", *words, "--folder", str(tmp_path / "live")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while latest(tmp_path / "live") is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    yield process, tmp_path / "live"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def test_in_a_live_run_s_folder_every_way_in_names_its_process(live, digits, capsys, tmp_path):
+    pytest.importorskip("fcntl")
+    process, folder = live
+    for words in (["--folder", folder], ["--resume", folder], ["--resume", latest(folder)]):
+        assert main(["train", *map(str, words), "--image-size", "8", "--num-head-channels", "8"]) == 2
+        line = capsys.readouterr().err
+        assert f"another process trains in {folder} (process {process.pid} on " in line and "wait for its end" in line
+        assert "delete" not in line and "damaged" not in line
+    assert f"process {process.pid}" in refused(TINY, digits, folder)
+    process.kill()
+    process.wait()
+    check_unused(folder)  # the lock ends with the process, though its file stays
+    with pytest.raises(CudiffError, match=r"already holds a run, with step-\d+\.safetensors: go on with"):
+        check_free(folder)
+
+
+def test_a_second_run_that_starts_at_the_same_time_stops(digits, tmp_path):
+    pytest.importorskip("fcntl")
+    trainer = Trainer(TINY, digits, tmp_path / "run")
+    with alone_in(trainer.folder), pytest.raises(CudiffError, match=rf"another process .* \(process {os.getpid()} on"):
+        trainer.run()
+    trainer.run()
+    assert trainer.save_path.exists()
+
+
+def test_a_lock_that_does_not_say_whose_it_is_still_locks(tmp_path):
+    pytest.importorskip("fcntl")
+    with alone_in(tmp_path):
+        for text in ("", "[]", '{"pid": "x", "host": 3}'):
+            (tmp_path / module.LOCK).write_text(text)
+            with pytest.raises(CudiffError, match=r"another process trains in [^(]*: wait"):
+                check_unused(tmp_path)
+
+
+def test_a_system_without_locks_trains(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(fcntl, "flock", lambda *args: (_ for _ in ()).throw(OSError("no locks")))
+    with alone_in(tmp_path):
+        check_unused(tmp_path)
+
+
+def test_metrics_without_a_checkpoint_are_not_to_be_deleted(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(CudiffError, match=r"the metrics.jsonl of a run that left no checkpoint: choose another --fold"):
+        check_free(tmp_path)
+
+
+# --- damaged checkpoints ---------------------------------------------------------------------------------------------
+
+
+DAMAGE = {
+    "empty": lambda content: b"",
+    "cut": lambda content: content[: len(content) // 2],
+    "zeros": lambda content: bytes(len(content)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_the_newest_is_damaged_and_the_one_before_goes_on(damage, run, digits, capsys, tmp_path):
+    (run / SECOND).write_bytes(DAMAGE[damage]((run / SECOND).read_bytes()))
+    before = content(run)
+    for words in (["train", "--resume"], ["sample"], ["eval"], ["info"]):
+        assert main([*words, str(run)]) == 2
+        line = capsys.readouterr().err
+        assert f"{run / SECOND} is " in line and line.count("\n") == 1
+        assert line.endswith(f"; {FIRST} before it is whole: {'go on with --resume' if 'train' in words else 'give'} "
+                             f"'{run / FIRST}'\n")
+    with pytest.raises(CudiffError, match="before it is whole"):
+        cudiff.load(run)
+    assert content(run) == before
+
+    whole, display = (run / FIRST).read_bytes(), Display()
+    Trainer(TINY.replace(save_every=1, keep=2), digits, run, load_checkpoint(run / FIRST)).run(display)
+    assert display[0] == f"{SECOND} is damaged and named {SECOND}.damaged from now on"
+    assert (run / f"{SECOND}.damaged").read_bytes() == before[SECOND] and whole == before[FIRST]
+    assert load_checkpoint(run).counters["step"] == 4 and latest(run).name == SECOND
+    assert [line["step"] for line in Metrics(run).lines()] == [2, 4]
+
+
+def test_a_damaged_file_never_takes_the_name_of_another(tmp_path):
+    for index in range(3):
+        (tmp_path / FIRST).write_bytes(bytes([index]))
+        module.set_aside(tmp_path / FIRST)
+    assert [(tmp_path / f"{FIRST}.damaged{end}").read_bytes()[0] for end in ("", "-2", "-3")] == [0, 1, 2]
+
+
+def test_only_damage_is_gone_back_behind(run, digits):
+    before = content(run)
+    message = refused(TINY.replace(steps=9), digits, run, load_checkpoint(run / FIRST))
+    assert f"holds a newer checkpoint: go on with cudiff train --resume '{run / SECOND}', or choose another" in message
+    assert content(run) == before
+
+
+def test_where_none_is_whole_the_newest_is_named_alone(run):
+    for name in (FIRST, SECOND):
+        (run / name).write_bytes(b"")
+    with pytest.raises(CudiffError, match=f"{SECOND} is not a safetensors file$"):
+        read_checkpoint(run)
+
+
+# --- what cannot be written ------------------------------------------------------------------------------------------
+
+
+def test_metrics_that_cannot_be_written_end_the_run_after_a_save(digits, tmp_path, monkeypatch):
+    trainer = Trainer(TINY.replace(steps=9, save_every=0), digits, tmp_path / "my run")
+    step = trainer.train_step
+
+    def in_the_way():
+        if trainer.step == 3:
+            trainer.metrics.path.unlink()
+            trainer.metrics.path.mkdir()
+        return step()
+
+    trainer._step = in_the_way
+    line = rf"cannot use {trainer.metrics.path} \(Is a directory\): .* cudiff train --resume '{trainer.folder}'"
+    with pytest.raises(CudiffError, match=line):
+        trainer.run()
+    assert load_checkpoint(trainer.folder).counters["step"] == 4
+    with pytest.raises(CudiffError, match=r"metrics.jsonl \(Is a directory\)"):
+        Trainer(TINY.replace(steps=9), digits, trainer.folder, load_checkpoint(trainer.folder)).run()
+    trainer.metrics.path.rmdir()
+    Trainer(TINY.replace(steps=6), digits, trainer.folder, load_checkpoint(trainer.folder)).run()
+    assert load_checkpoint(trainer.folder).counters["step"] == 6
+
+
+@pytest.mark.parametrize("name", ["loss.png", "samples-00000002.png"])
+def test_pictures_that_cannot_be_written_end_no_run(name, digits, tmp_path):
+    (tmp_path / "run" / name).mkdir(parents=True)
+    pytest.importorskip("matplotlib" if name == "loss.png" else "PIL")
+    display = Display()
+    Trainer(TINY.replace(sample_every=2, samples=4), digits, tmp_path / "run").run(display)
+    assert load_checkpoint(tmp_path / "run").counters["step"] == 4
+    assert any(name in text for text in display)
+
+
+# --- the data --------------------------------------------------------------------------------------------------------
+
+
+def changed(data, how):
+    images, labels = data.images.copy(), data.labels.copy()
+    if how == "replaced":
+        images[-1] = 255 - images[-1]
+    if how == "halved":
+        return data.subset(range(20))
+    if how == "added":
+        return data.subset([*range(40), 0])
+    if how == "relabelled":
+        labels[3] = (labels[3] + 1) % 10
+    if how == "classes":
+        return Dataset(images, np.minimum(labels, 4), 5, "digits")
+    if how == "unlabelled":
+        return Dataset(images, name="digits")
+    return Dataset(images, labels, 10, data.name)
+
+
+@pytest.mark.parametrize("how, words", [
+    ("replaced", "the pixels differ"), ("halved", "40 images are now 20"), ("added", "40 images are now 41"),
+    ("relabelled", "the labels differ"), ("classes", "10 classes are now 5"), ("unlabelled", "10 classes are now 0"),
+])
+def test_changed_data_is_told(how, words, run, digits):
+    other, more = changed(digits, how), TINY.replace(steps=6)
+    message = refused(more, other, run, load_checkpoint(run))
+    assert f"not the data that the run was trained on ({words}): name that with --data" in message
+    assert "--data-changed (data_changed=True) accepts this" in message
+    if other.labels is None:
+        return
+    display = Display()
+    Trainer(more, other, run, load_checkpoint(run), data_changed=True).run(display)
+    assert display[0] == f"the data has changed: {words}"
+    Trainer(more.replace(steps=7), other, run, load_checkpoint(run)).run()  # it is the run's data from now on
+
+
+def test_larger_images_are_told(run):
+    larger = load_dataset("digits", image_size=16, count=40)
+    message = refused(TINY.replace(image_size=0, steps=6), larger, run, load_checkpoint(run))
+    assert "their size 8x8x1 is now 16x16x1" in message
+
+
+def test_the_same_data_by_another_name_goes_on(run, digits, tmp_path):
+    Trainer(TINY.replace(steps=6), dataclasses.replace(digits, name="moved"), run, load_checkpoint(run)).run()
+    assert load_checkpoint(run).counters["step"] == 6
+
+
+def test_another_data_set_is_named(run, digits):
+    other = Dataset(digits.images[:30], digits.labels[:30], 10, "others")
+    message = refused(TINY.replace(steps=6), other, run, load_checkpoint(run))
+    assert "(digits is now others; 40 images are now 30)" in message
+
+
+def test_a_checkpoint_that_does_not_know_its_data_goes_on_with_a_notice(run, digits):
+    old = load_checkpoint(run)
+    del old.counters["data"]
+    display = Display()
+    Trainer(TINY.replace(steps=6), changed(digits, "replaced"), run, old).run(display)
+    assert "does not say which data it was trained on" in display[0]
+
+
+def test_weights_alone_train_on_any_data_without_a_word(run, digits, tmp_path):
+    cudiff.load(run, "cpu").save(tmp_path / "weights.safetensors")
+    display, start = Display(), load_checkpoint(tmp_path / "weights.safetensors")
+    Trainer(TINY, changed(digits, "replaced"), tmp_path / "tuned", start).run(display)
+    assert not any("data" in text for text in display)
+
+
+def test_the_command_line_never_draws_digits_for_a_run_of_other_data(tmp_path, capsys, rng):
+    data = Dataset(rng.integers(0, 256, (40, 8, 8, 1), np.uint8), np.arange(40) % 10, 10, "mine")
+    Trainer(TINY, data, tmp_path / "run").run()
+    before = content(tmp_path / "run")
+    assert main(["train", "--resume", str(tmp_path / "run"), "--steps", "6"]) == 2
+    line = capsys.readouterr().err
+    assert "(mine is now digits; 40 images are now 4,000): name that with --data, or resume in Python with" in line
+    assert content(tmp_path / "run") == before
+    save_npz(tmp_path / "moved.npz", data.images, data.labels)
+    words = ["train", "--resume", str(tmp_path / "run")]
+    assert main([*words, "--steps", "6", "--data", str(tmp_path / "moved.npz")]) == 0
+    assert main([*words, "--steps", "8", "--data", "digits", "--data-changed"]) == 0
+    assert "the data has changed: moved is now digits; 40 images are now 4,000" in capsys.readouterr().out
+
+
+def test_a_fingerprint_reads_all_images_or_as_many_as_it_may(monkeypatch, rng):
+    data = Dataset(rng.integers(0, 256, (50, 4, 4, 1), np.uint8), np.zeros(50, int), 1)
+    print_ = data.fingerprint()
+    assert json.loads(json.dumps(print_)) == print_
+    assert (print_["number"], print_["size"], print_["classes"]) == (50, [4, 4, 1], 1)
+
+    def notices():
+        """Images whose change is seen."""
+        before, seen = data.fingerprint()["pixels"], []
+        for index in range(50):
+            data.images[index, 0, 0, 0] ^= 1
+            seen += [index] if data.fingerprint()["pixels"] != before else []
+            data.images[index, 0, 0, 0] ^= 1
+        return seen
+
+    assert notices() == list(range(50))
+    monkeypatch.setattr(dataset, "DIGESTED", 5 * 16)
+    assert notices() == [0, 12, 24, 37, 49]
+    data.labels[7] = 0
+    assert data.fingerprint()["labels"] == print_["labels"]
