@@ -1,0 +1,293 @@
+"""Mutants by rule: every place of a source file where one small change makes another program.
+
+Python files are read by `ast`, kernels by their tokens. What is left out is named in LEFT_OUT and nowhere else.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+LEFT_OUT = {
+    "plans and time estimates": "cuda/tiles.py, cuda/timing.py, tune.py, ops/gemm.py, ops/conv2d_thin.py and *_sm90.py",
+    "texts": "strings, docstrings, and what a raise says",
+    "looks": "display.py, plot.py, info.py, demo.py",
+    "annotations": "type annotations, TYPE_CHECKING, __slots__, __all__, `from __future__`",
+    "what runs on a GPU only": "cuda/ but for memory.py, module.py and waiting.py; functions that launch a kernel, "
+    "take CuPy or a stream, or are named *_cuda, functions that only those call, and branches of `device == \"cuda\"`",
+    "the same by construction": "`strict=` of zip, `copy=` of astype, `exist_ok=`, decorators that only remember, the "
+    "sizes of the parts that work is cut into (PART_BYTES, CHUNK, _PARTIAL_SUMS, 16384)",
+}
+_FILES = {
+    "cuda/tiles.py", "cuda/timing.py", "tune.py", "ops/gemm.py", "ops/conv2d_thin.py", "display.py",
+    "plot.py", "info.py", "demo.py", "__main__.py", "cuda/driver.py",
+    "cuda/graph.py", "cuda/mail.py", "cuda/sums.py", "cuda/tensor_map.py",
+}
+_PARTS = {"PART_BYTES", "CHUNK", "_PARTIAL_SUMS"}
+_KEYWORDS = {"strict", "copy", "exist_ok", "maxsize"}
+_ON_A_GPU = {"launch", "get_cupy", "kernel", "is_capturing", "gradient_target", "compile_source"}
+
+_COMPARE = {
+    ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
+}
+_ARITHMETIC = {
+    ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"), ast.FloorDiv: ("//", "*"),
+    ast.Mod: ("%", "*"), ast.Pow: ("**", "*"), ast.LShift: ("<<", ">>"), ast.RShift: (">>", "<<"),
+    ast.BitAnd: ("&", "|"), ast.BitOr: ("|", "&"), ast.BitXor: ("^", "&"),
+}
+
+
+class Mutant(NamedTuple):
+    """`path` with the text from `start` to `stop` replaced; `where` is the function it lies in."""
+
+    path: str
+    where: str
+    rule: str
+    start: int
+    stop: int
+    new: str
+    line: int
+    old: str
+
+    @property
+    def key(self) -> str:
+        """What a later run knows it by, wherever it then stands."""
+        return f"{self.path} {self.where} {self.rule}: {self.change}"
+
+    @property
+    def change(self) -> str:
+        return f"`{shorten(self.old)}` → `{shorten(self.new)}`"
+
+    def apply(self, source: str) -> str:
+        return source[: self.start] + self.new + source[self.stop :]
+
+
+def shorten(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def sample(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
+    """`count` of them, as even over the files as these have mutants.
+
+    Each file's are put in an order by a digest of the seed and of what they change, so that a change elsewhere in the
+    sources leaves the sample as it was.
+    """
+    by_file: dict[str, list[Mutant]] = {}
+    for mutant in mutants:
+        by_file.setdefault(mutant.path, []).append(mutant)
+    for found in by_file.values():
+        found.sort(key=lambda mutant: hashlib.sha256(f"{seed} {mutant.key}".encode()).digest())
+    chosen: list[Mutant] = []
+    for turn in range(max(map(len, by_file.values()), default=0)):
+        ready = [found[turn] for _, found in sorted(by_file.items()) if turn < len(found)]
+        chosen += ready[: count - len(chosen)]
+    return sorted(chosen, key=lambda mutant: (mutant.path, mutant.start))
+
+
+def python_mutants(root: Path = ROOT) -> list[Mutant]:
+    """All of `cudiff/` but for LEFT_OUT."""
+    paths = sorted((root / "cudiff").rglob("*.py"))
+    trees = {path.relative_to(root / "cudiff").as_posix(): ast.parse(path.read_text()) for path in paths}
+    gpu = _gpu_functions(trees)
+    found: list[Mutant] = []
+    for name, tree in trees.items():
+        if name not in _FILES and not name.endswith("_sm90.py"):
+            own = {function for path, function in gpu if path == name}
+            found += _Python(f"cudiff/{name}", (root / "cudiff" / name).read_text(), own).visit(tree, "")
+    return found
+
+
+def _gpu_functions(trees: dict[str, ast.Module]) -> set[tuple[str, str]]:
+    """(file, name) of functions that run on a GPU only: by their name or what they call; then private ones that only
+    those call."""
+    gpu, private, users = set(), set(), {}
+    for path, tree in trees.items():
+        for function in ast.walk(tree):
+            if isinstance(function, ast.FunctionDef):
+                calls = [n.func for n in ast.walk(function) if isinstance(n, ast.Call)]
+                called = {func.id for func in calls if isinstance(func, ast.Name)}
+                if function.name.endswith("_cuda") or called & _ON_A_GPU:
+                    gpu.add((path, function.name))
+        private |= {(path, f.name) for f in tree.body if isinstance(f, ast.FunctionDef) and f.name.startswith("_")}
+        for name, user in _uses(tree, ""):
+            users.setdefault((path, name), set()).add((path, user))
+    while more := {f for f in private - gpu if users.get(f) and users[f] <= gpu}:
+        gpu |= more
+    return gpu
+
+
+def _uses(node: ast.AST, inside: str) -> Iterator[tuple[str, str]]:
+    """(name used, the innermost function that uses it) of all names below `node`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Name):
+            yield child.id, inside
+        yield from _uses(child, child.name if isinstance(child, ast.FunctionDef) else inside)
+
+
+class _Python:
+    """The mutants of one file."""
+
+    def __init__(self, path: str, source: str, gpu: set[str]) -> None:
+        self.path, self.source, self.gpu = path, source, gpu
+        lines = source.splitlines(keepends=True)
+        self.starts = [0]
+        for line in lines:
+            self.starts.append(self.starts[-1] + len(line))
+        self.lines = lines
+
+    def at(self, line: int, column: int) -> int:
+        """Characters before this place; `ast` counts a line's columns in bytes."""
+        return self.starts[line - 1] + len(self.lines[line - 1].encode()[:column].decode())
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        return self.at(node.lineno, node.col_offset), self.at(node.end_lineno, node.end_col_offset)  # type: ignore
+
+    def replaced(self, rule: str, where: str, start: int, stop: int, new: str) -> Mutant:
+        line = self.source.count("\n", 0, start) + 1
+        return Mutant(self.path, where, rule, start, stop, new, line, self.source[start:stop])
+
+    def between(self, left: ast.AST, right: ast.AST, old: str) -> tuple[int, int]:
+        """Where the operator `old` stands between two operands."""
+        start, stop = self.span(left)[1], self.span(right)[0]
+        pattern = old.replace(" ", r"\s+") if old[0].isalpha() else re.escape(old)
+        match = re.search(pattern, self.source[start:stop])
+        assert match, (self.path, left, old)
+        return start + match.start(), start + match.end()
+
+    def visit(self, node: ast.AST, where: str) -> Iterator[Mutant]:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            where = f"{where}.{node.name}".lstrip(".")
+            if isinstance(node, ast.FunctionDef) and node.name in self.gpu:
+                return
+        if self.is_left_out(node):
+            return
+        yield from self.of(node, where)
+        for child in self.children(node):
+            yield from self.visit(child, where)
+
+    def is_left_out(self, node: ast.AST) -> bool:
+        if isinstance(node, ast.ImportFrom | ast.Import | ast.JoinedStr):
+            return True
+        if isinstance(node, ast.Assign):
+            names = {target.id for target in node.targets if isinstance(target, ast.Name)}
+            return bool(names & (_PARTS | {"__slots__", "__all__"}))
+        if isinstance(node, ast.If):
+            text = ast.unparse(node.test)
+            return text == "TYPE_CHECKING" or (text.endswith("== 'cuda'") and not node.orelse)
+        return isinstance(node, ast.keyword) and node.arg in _KEYWORDS
+
+    def children(self, node: ast.AST) -> Iterator[ast.AST]:
+        skipped = {"annotation", "returns", "decorator_list", "exc", "type_comment", "bases"}
+        for field, value in ast.iter_fields(node):
+            if field in skipped:
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield child
+
+    def of(self, node: ast.AST, where: str) -> Iterator[Mutant]:
+        """The mutants of this node itself."""
+        match node:
+            case ast.Compare():
+                operands = [node.left, *node.comparators]
+                for i, operator in enumerate(node.ops):
+                    old, new = _COMPARE[type(operator)]
+                    yield self.replaced("comparison", where, *self.between(operands[i], operands[i + 1], old), new)
+            case ast.BinOp(op=operator) if type(operator) in _ARITHMETIC and not self.is_text(node):
+                old, new = _ARITHMETIC[type(operator)]
+                yield self.replaced("arithmetic", where, *self.between(node.left, node.right, old), new)
+            case ast.AugAssign(op=operator) if type(operator) in _ARITHMETIC:
+                old, new = _ARITHMETIC[type(operator)]
+                place = self.between(node.target, node.value, old + "=")
+                yield self.replaced("arithmetic", where, *place, new + "=")
+                yield self.replaced("assignment", where, *place, "=")
+            case ast.BoolOp():
+                old, new = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
+                for left, right in zip(node.values, node.values[1:], strict=False):
+                    yield self.replaced("boolean", where, *self.between(left, right, old), new)
+            case ast.UnaryOp(op=ast.Not()):
+                start, _ = self.span(node)
+                yield self.replaced("not removed", where, start, start + 4, "")
+            case ast.UnaryOp(op=ast.USub()) if not isinstance(node.operand, ast.Constant):
+                start, _ = self.span(node)
+                yield self.replaced("sign removed", where, start, start + 1, "")
+            case ast.Constant(value=bool(value)):
+                yield self.replaced("constant", where, *self.span(node), str(not value))
+            case ast.Constant(value=int(value)) if value != 16384:
+                yield self.replaced("constant", where, *self.span(node), str(value + 1))
+                if value > 0:
+                    yield self.replaced("constant", where, *self.span(node), str(value - 1))
+            case ast.Constant(value=float(value)):
+                yield self.replaced("constant", where, *self.span(node), repr(2 * value if value else 1.0))
+            case ast.If() | ast.IfExp() | ast.While():
+                start, stop = self.span(node.test)
+                yield self.replaced("condition", where, start, stop, f"(not ({self.source[start:stop]}))")
+            case ast.Return(value=value) if value is not None and not _is_none(value):
+                yield self.replaced("return", where, *self.span(value), "None")
+            case ast.Raise():
+                yield self.replaced("raise removed", where, *self.span(node), "pass")
+            case ast.Expr(value=ast.Call()):
+                yield self.replaced("call removed", where, *self.span(node), "pass")
+            case ast.Slice():
+                for bound in (node.lower, node.upper, node.step):
+                    if bound is not None:
+                        yield self.replaced("slice", where, *self.span(bound), "")
+
+    def is_text(self, node: ast.BinOp) -> bool:
+        return any(isinstance(side, ast.JoinedStr) or (isinstance(side, ast.Constant) and isinstance(side.value, str))
+                   for side in (node.left, node.right))
+
+
+def _is_none(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+_TOKENS = (
+    ("comparison", r"(?<=[\w)\]] )(<=|>=|==|!=|<|>)(?= [\w(-])",
+     {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}),
+    ("boolean", r"&&|\|\|", {"&&": "||", "||": "&&"}),
+    ("assignment", r"(?<= )([+*|&-])=(?= )", {"+=": "=", "-=": "+=", "*=": "=", "|=": "=", "&=": "="}),
+    ("arithmetic", r"(?<=[\w)\]] )[+*/%-](?= [\w(])", {"+": "-", "-": "+", "*": "+", "/": "*", "%": "/"}),
+    ("constant", r"(?<![\w.])\d+(?![\w.])", None),
+    ("constant", r"(?<![\w.])\d+\.\d*(?:e-?\d+)?f?", None),
+    ("synchronisation removed", r"__syncthreads\(\);|__syncwarp\(\);", {"__syncthreads();": ";", "__syncwarp();": ";"}),
+)
+
+
+_HIDDEN = re.compile(
+    r"//[^\n]*|/\*.*?\*/|^\s*#[^\n]*|\basm\b[^;]*;|static_assert[^;]*;|template <[^>]*>|\"[^\"\n]*\"",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def kernel_mutants(root: Path = ROOT) -> list[Mutant]:
+    """All of `kernels/*.cu*`, but for comments, preprocessor lines, `asm` and static assertions."""
+    found = []
+    for path in sorted((root / "kernels").glob("*.cu*")):
+        source = path.read_text()
+        hidden = _HIDDEN.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), source)
+        for rule, pattern, table in _TOKENS:
+            for match in re.finditer(pattern, hidden):
+                old = match.group()
+                line = source.count("\n", 0, match.start()) + 1
+                for new in _numbers(old) if table is None else (table[old],):
+                    where = source.splitlines()[line - 1].strip()
+                    name, place = f"kernels/{path.name}", match.span()
+                    found.append(Mutant(name, where, rule, *place, new, line, old))
+    return found
+
+
+def _numbers(old: str) -> tuple[str, ...]:
+    if "." in old:
+        value = float(old.rstrip("f"))
+        return (f"{2 * value if value else 1.0!r}{'f' if old.endswith('f') else ''}",)
+    return (str(int(old) + 1),)

@@ -1,0 +1,228 @@
+"""How many small faults the suite sees: `python -m tests.mutate [--count 220] [--seed 1] [--workers 1] [--kernels]`.
+
+Each mutant of tests/mutants.py is made in a copy of the tree, where its stem's tests run without PyTorch: first those
+that are not slow, and where they pass, the slow ones. A failure or a time-out catches it. The result is written to
+tests/MUTANTS.md, where explanations of survivors are kept from run to run. `--kernels` mutates kernels/ instead of
+cudiff/, which needs a GPU; `--only PATH` takes the files whose path begins so and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from cudiff.backend import cuda_status
+from tests.mutants import LEFT_OUT, ROOT, Mutant, kernel_mutants, python_mutants, sample
+
+REPORT = ROOT / "tests" / "MUTANTS.md"
+TIMEOUT = 120  # seconds; a run that takes longer is a mutant that hangs
+BLOCKED = ["torch"]
+
+# Beside tests/**/test_<stem>*.py, and for files that have none.
+TESTS = {
+    "cudiff/backend.py": ["tests/test_tensor.py", "tests/ops/test_cast.py", "tests/test_checkpoint.py",
+                          "tests/test_train.py"],
+    "cudiff/tape.py": ["tests/test_tensor.py", "tests/ops/test_norm_silu_conv2d.py"],
+    "cudiff/tensorfile.py": ["tests/test_checkpoint.py"],
+    "cudiff/torchfile.py": ["tests/test_convert.py"],
+    "cudiff/cuda/module.py": ["tests/test_launch.py", "tests/test_host.py"],
+    "cudiff/data/": ["tests/test_data.py", "tests/test_train.py"],
+    "cudiff/models/__init__.py": ["tests/models/", "tests/test_config.py"],
+    "cudiff/nn/": ["tests/test_tensor.py", "tests/test_optim.py", "tests/models/test_cnn.py",
+                   "tests/models/test_unet.py"],
+    "cudiff/ops/__init__.py": ["tests/test_tensor.py", "tests/ops/test_arithmetic.py"],
+    "cudiff/ops/cast.py": ["tests/ops/test_arithmetic.py"],
+    "cudiff/ops/group_norm.py": ["tests/ops/test_batch_norm.py"],
+    "cudiff/__init__.py": ["tests/test_architecture.py", "tests/test_pipeline.py"],
+    "cudiff/pipeline.py": ["tests/test_convert.py"],
+    "cudiff/config.py": ["tests/test_cli.py", "tests/test_train.py"],
+    "cudiff/diffusion/schedule.py": ["tests/diffusion/test_loss.py", "tests/diffusion/test_samplers.py"],
+    "cudiff/diffusion/preconditioning.py": ["tests/diffusion/test_loss.py", "tests/diffusion/test_samplers.py"],
+    "cudiff/optim.py": ["tests/test_train.py"],
+    "kernels/accumulate.cu": ["tests/test_graph.py", "tests/ops/test_reduce.py", "tests/ops/test_norm_silu_conv2d.py"],
+}
+STEMS_OF = {  # headers, by the kernels that include them; other kernels by their own stem and that of their operation
+    "affine": ["group_norm", "layer_norm", "batch_norm"], "attention": ["attention", "attention_sm90"],
+    "attention_sm90": ["attention", "attention_sm90"], "attention_short_sm90": ["attention", "attention_sm90"],
+    "cluster": ["conv2d_wgrad_sm90", "group_norm_sm90"], "common": ["elementwise", "shape"],
+    "conv2d_wgrad_tf32_sm90": ["conv2d_wgrad_sm90"], "flash": ["attention"], "gemm": ["matmul", "conv2d"],
+    "group_norm_backward_sm90": ["group_norm_sm90", "group_norm"], "group_norm_boxes": ["group_norm_sm90"],
+    "map": ["elementwise", "arithmetic"], "mma": ["matmul", "attention", "conv2d"],
+    "moments": ["group_norm", "pool", "conv2d_thin"], "philox": ["random", "dropout"],
+    "reduce": ["softmax", "layer_norm", "mse"], "tiles": ["matmul", "conv2d"], "vector": ["elementwise", "shape"],
+    "wgmma": ["conv2d_sm90", "attention_sm90"],
+}
+
+
+def tests_of(path: str) -> list[str]:
+    """What runs on a mutant of this file: paths below the root, the fastest first."""
+    file, folder = Path(path), ROOT / "tests"
+    stems = STEMS_OF.get(file.stem, [file.stem]) if path.startswith("kernels/") else [file.stem]
+    own = []
+    for stem in stems:
+        own += sorted(folder.rglob(f"test_{stem}.py")) + sorted(folder.rglob(f"test_{stem}_*.py"))
+    found = [test.relative_to(ROOT).as_posix() for test in own]
+    if path.startswith(("cudiff/ops/", "kernels/")) and (folder / "ops" / "test_table.py").is_file():
+        found.append("tests/ops/test_table.py")
+    for prefix, more in TESTS.items():
+        if path.startswith(prefix):
+            found += [test for test in more if (ROOT / test).exists()]
+    return list(dict.fromkeys(found))
+
+
+def copy_of_the_tree(folder: Path) -> Path:
+    """cudiff/, kernels/, tests/ and what tests read of the rest, as they stand, in `folder`."""
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True,
+                            check=True).stdout.split("\n")
+    for name in filter(None, listed):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def run_tests(tree: Path, tests: list[str], marks: str, stem: str, limit: float = TIMEOUT) -> int:
+    """pytest's exit status; 5 where nothing was selected, -1 where it ran out of time."""
+    arguments = ["-x", "-q", "-m", marks, "-p", "no:cacheprovider"]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1",
+        "CUDIFF_CACHE_DIR": str(tree / ".cache"), "PYTHONPATH": str(tree), "CUDIFF_TABLE": stem,
+    }
+    code = (f"import sys; sys.modules.update(dict.fromkeys({BLOCKED})); import pytest; "
+            f"sys.exit(pytest.main({[*arguments, *tests]!r}))")
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=tree, env=environment, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return -1
+
+
+def is_caught(tree: Path, mutant: Mutant) -> str:
+    """What caught it: "failed", "timeout", or "" of a survivor."""
+    file = tree / mutant.path
+    source = file.read_text()
+    file.write_text(mutant.apply(source))
+    gpu = mutant.path.startswith("kernels/")
+    try:
+        for marks in ("gpu and not slow", "gpu and slow") if gpu else ("not gpu and not slow", "not gpu and slow"):
+            status = run_tests(tree, tests_of(mutant.path), marks, file.stem)
+            if status not in (0, 5):
+                return "timeout" if status == -1 else "failed"
+        return ""
+    finally:
+        file.write_text(source)
+
+
+def check(mutants: list[Mutant], workers: int) -> list[tuple[Mutant, str]]:
+    """Each mutant with what caught it, in their order; a line each as they end."""
+    with tempfile.TemporaryDirectory() as folder:
+        trees = [copy_of_the_tree(Path(folder) / str(i)) for i in range(workers)]
+        paths = sorted({mutant.path for mutant in mutants})
+        for path in paths:
+            if not tests_of(path):
+                sys.exit(f"no test is named for {path}: add it to TESTS in tests/mutate.py")
+        marks = "gpu" if paths[0].startswith("kernels/") else "not gpu"
+        everything = sorted({test for path in paths for test in tests_of(path)})
+        if run_tests(trees[0], everything, marks, "", 1200) not in (0, 5):
+            sys.exit("the tests fail without a mutant: mend that first")
+
+        def one(mutant: Mutant) -> tuple[Mutant, str]:
+            tree, start = trees.pop(), time.monotonic()
+            try:
+                how = is_caught(tree, mutant)
+            finally:
+                trees.append(tree)
+            seconds = time.monotonic() - start
+            print(f"{how or 'SURVIVED':8} {seconds:5.1f} s  {mutant.path}:{mutant.line} {mutant.where} {mutant.rule}: "
+                  f"{mutant.change}", flush=True)
+            return mutant, how
+
+        with ThreadPoolExecutor(workers) as pool:
+            return list(pool.map(one, mutants))
+
+
+def explanations(report: str) -> dict[str, str]:
+    """What an earlier report says of its survivors, by file and change."""
+    found = re.findall(r"^- (\S+?):\d+ (.*? → `.*?`): (.*)$", report, re.MULTILINE)
+    return {f"{path} {change}": text for path, change, text in found}
+
+
+def section(title: str, results: list[tuple[Mutant, str]], command: str, known: dict[str, str]) -> str:
+    """One half of the report."""
+    asked = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    caught = sum(bool(how) for _, how in results)
+    lines = [
+        f"## {title}", "",
+        f"{datetime.date.today()}, commit {commit}, `{command}`: **{caught} of {len(results)} caught, "
+        f"{100 * caught / max(1, len(results)):.1f} %**.", "", "| folder | mutants | caught | of these by time-out |",
+        "|---|---|---|---|",
+    ]
+    folders = sorted({str(Path(mutant.path).parent) for mutant, _ in results})
+    for folder in folders:
+        hows = [how for mutant, how in results if str(Path(mutant.path).parent) == folder]
+        lines.append(f"| {folder} | {len(hows)} | {sum(map(bool, hows))} | {hows.count('timeout')} |")
+    lines += ["", "Survivors:", ""]
+    for mutant, how in results:
+        if not how:
+            what = f"{mutant.where}, {mutant.rule}: {mutant.change}"
+            lines.append(f"- {mutant.path}:{mutant.line} {what}: {known.get(f'{mutant.path} {what}', 'not explained')}")
+    return "\n".join(lines) + "\n"
+
+
+def write_report(title: str, text: str) -> None:
+    """Replace one half of the report; the other stays."""
+    halves = {"cudiff": "## cudiff\n\nNot run.\n", "kernels": "## kernels\n\nNot run: no GPU.\n"}
+    if REPORT.is_file():
+        for half in re.split(r"^(?=## )", REPORT.read_text(), flags=re.MULTILINE):
+            for name in halves:
+                if half.startswith(f"## {name}\n"):
+                    halves[name] = half.rstrip() + "\n"
+    halves[title] = text
+    head = ["# Mutants", "", (sys.modules[__name__].__doc__ or "").split("\n\n", 1)[1].replace("\n", " ").strip(), "",
+            "Left out, by the rules of tests/mutants.py:", ""]
+    head += [f"- {name}: {what}" for name, what in LEFT_OUT.items()]
+    REPORT.write_text("\n".join(head) + "\n\n" + halves["cudiff"] + "\n" + halves["kernels"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutate")
+    parser.add_argument("--count", type=int, default=220)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--only", default="")
+    options = parser.parse_args()
+    usable, why = cuda_status()
+    if options.kernels and not usable:
+        print(f"skipped: no GPU ({why})")
+        return 0
+    mutants = kernel_mutants() if options.kernels else python_mutants()
+    chosen = sample(mutants, options.count, options.seed)
+    results = check([mutant for mutant in chosen if mutant.path.startswith(options.only)], options.workers)
+    caught = sum(bool(how) for _, how in results)
+    print(f"{caught} of {len(results)} caught")
+    if not options.only:
+        title = "kernels" if options.kernels else "cudiff"
+        command = f"python -m tests.mutate --count {options.count} --seed {options.seed}"
+        command += " --kernels" * options.kernels
+        known = explanations(REPORT.read_text()) if REPORT.is_file() else {}
+        write_report(title, section(title, results, command, known))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
