@@ -15,6 +15,7 @@ from cudiff import ops
 from cudiff.backend import float32
 from cudiff.diffusion.preconditioning import NULL_CLASS, Net, per_sample, split_learned_variance
 from cudiff.diffusion.schedule import Schedule
+from cudiff.ops.cast import as_index
 from cudiff.ops.mse import mse
 from cudiff.ops.random import Generator, Streams
 from cudiff.tensor import Tensor
@@ -22,13 +23,14 @@ from cudiff.tensor import Tensor
 COLUMNS = 6  # of DDPMLoss's table: signal, spread, mean_scale, log_small, log_large, is_later
 
 
-def drop_labels(labels: Tensor | None, probability: float, generator: Generator) -> Tensor | None:
-    """Labels int32 (N,), each replaced by the null class -1 with this probability.
+def drop_labels(labels: Any, probability: float, generator: Generator) -> Tensor | None:
+    """Labels (N,), integers, each replaced by the null class -1 with this probability.
 
     Classifier-free guidance, arXiv 2207.12598, Algorithm 1, line 3.
     """
     if labels is None or probability == 0:
         return labels
+    labels = as_index("drop_labels", labels, generator.device)
     draws = generator.uniform(labels.shape, Streams.LABEL_DROP)
     kept = ops.astype(draws + (1 - probability), "uint8")  # not 0 where the draw is at least the probability
     # in float32, exact up to 2^24 classes: device arithmetic is for floats

@@ -10,6 +10,7 @@ import numpy as np
 from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.module import blocks, empty, launch
 from cudiff.ops import attention_sm90
+from cudiff.ops.cast import astype, result_dtype
 from cudiff.ops.matmul import matmul_numpy
 from cudiff.tensor import Function, Tensor
 
@@ -170,8 +171,8 @@ def _backward_cuda(ctx, dout, dq, dk, dv, sums=None):
 def attention(q: Tensor, k: Tensor, v: Tensor, tf32: bool = False) -> Tensor:
     """softmax(q·kᵀ/√D)·v for each image and head.
 
-    q (N, Tq, heads, D), k and v (N, Tk, heads, D), one dtype; D up to 128, best a multiple of 8. Returns
-    (N, Tq, heads·D). float32 on the GPU is exact to about 1e-6, or, with tf32, to 1e-3 and faster.
+    q (N, Tq, heads, D), k and v (N, Tk, heads, D), taken to their common dtype; D up to 128, best a multiple of 8.
+    Returns (N, Tq, heads·D). float32 on the GPU is exact to about 1e-6, or, with tf32, to 1e-3 and faster.
     Raises ValueError where shapes do not agree. Vaswani et al. 2017; Dao 2023, "FlashAttention-2".
     """
     if k.shape != v.shape or q.ndim != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]) or k.shape[1] == 0:
@@ -179,7 +180,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, tf32: bool = False) -> Tensor:
             f"attention takes q (N, Tq, heads, D), k and v (N, Tk, heads, D); got {q.shape}, {k.shape}, {v.shape}"
         )
     _check_head(q.shape[3])
-    return Attention.apply(q, k, v, tf32=tf32)
+    dtype = result_dtype(q, k, v, floating=True)
+    return Attention.apply(*(astype(x, dtype) for x in (q, k, v)), tf32=tf32)
 
 
 def attention_qkv(qkv: Tensor, num_heads: int, new_order: bool = False, tf32: bool = False) -> Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 
 from cudiff.backend import Array, float32, int32
 from cudiff.cuda.module import blocks, empty, launch
-from cudiff.ops.cast import narrow
+from cudiff.ops.cast import as_index, narrow
 from cudiff.ops.random import Streams, philox
 from cudiff.tensor import Function, Tensor
 
@@ -134,18 +134,24 @@ class DrawBatch(Function):
         return x if labels is None else (x, out_labels)
 
 
-def draw_batch(images: Tensor, labels: Tensor | None, step: Tensor, batch_size: int, seed: int,
+def draw_batch(images: Tensor, labels: Any, step: Tensor, batch_size: int, seed: int,
                flip: bool = False) -> tuple[Tensor, Tensor | None]:
     """The batch of training step `step`: images as float32 in [-1, 1], and their labels.
 
-    images uint8 (N, H, W, C), labels int32 (N,) or None, step int32 or uint32 (1,) on the device (the kernel reads it,
-    so that a captured graph moves on). Sample i has position step · batch_size + i; position mod N of epoch
+    images uint8 (N, H, W, C), labels integers (N,) or None, step int32 or uint32 (1,) on the device (the kernel reads
+    it, so that a captured graph moves on). Sample i has position step · batch_size + i; position mod N of epoch
     position // N is image `shuffled_index(...)`. flip: mirror left to right by the top bit of Philox word
     0 of counter (0, position, position >> 32, Streams.FLIP).
     Returns x (batch_size, H, W, C), labels int32 (batch_size,) or None.
     """
     if images.dtype != np.uint8 or images.ndim != 4 or len(images) == 0:
         raise ValueError(f"images must be uint8 (N, H, W, C) with N > 0, got {images.dtype} {images.shape}")
+    if step.shape != (1,) or step.dtype not in (int32, np.uint32):
+        raise ValueError(f"draw_batch: step must be int32 or uint32 (1,), got {step.dtype} {step.shape}")
+    if labels is not None:
+        labels = as_index("draw_batch", labels, images.device)
+        if labels.shape != images.shape[:1]:
+            raise ValueError(f"draw_batch: {len(images)} images have labels of shape {labels.shape}")
     batch = DrawBatch.apply(images, labels, step, batch_size=batch_size, seed=int(seed), flip=bool(flip))
     return batch if labels is not None else (batch, None)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, bfloat16, compute_dtype, float16, float32, int32, int64, is_float, is_low
+from cudiff.backend import Array, bfloat16, compute_dtype, device_of, float16, float32, int32, int64, is_float, is_low
 from cudiff.cuda.module import add_into, blocks, empty, gradient_target, launch
 from cudiff.tensor import Function, Tensor
 
@@ -69,6 +69,25 @@ def astype(x: Tensor, dtype: Any) -> Tensor:
     """x in another dtype; x itself where it has it already. Floating to floating is differentiable."""
     dtype = np.dtype(dtype)
     return x if x.dtype == dtype else Cast.apply(x, dtype=dtype)
+
+
+def as_index(name: str, index: Any, device: str) -> Tensor:
+    """Class labels or rows, a tensor of any integer dtype, an array or a list, as the int32 tensor that kernels read.
+
+    What lies on the host is copied to `device`; a tensor stays where it is. Raises TypeError where these are not
+    integers, and IndexError for one of the host that 32 bits do not hold.
+    """
+    array = index.data if isinstance(index, Tensor) else np.asarray(index, None if np.size(index) else int32)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name}: labels and indices are integers, not {array.dtype}: use .astype('int32')")
+    if device_of(array) == "cpu" and array.size and not _INT32.min <= array.min() <= array.max() <= _INT32.max:
+        raise IndexError(f"{name}: an index lies outside 32 bits: {array.min()} to {array.max()}")
+    if not isinstance(index, Tensor):
+        return Tensor(array.astype(int32, copy=False), device=device)
+    return astype(index, int32) if array.dtype in CUDA_DTYPES else Tensor(array.astype(int32))
+
+
+_INT32 = np.iinfo(int32)
 
 
 def result_dtype(*operands: Any, floating: bool = False) -> np.dtype:

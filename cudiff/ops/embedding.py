@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.ops.cast import as_index
 from cudiff.tensor import Function, Tensor
 
 __all__ = ["embedding"]
@@ -52,10 +55,10 @@ class Embedding(Function):
         return None, dweight
 
 
-def embedding(indices: Tensor, weight: Tensor) -> Tensor:
+def embedding(indices: Any, weight: Tensor) -> Tensor:
     """out[n] = weight[indices[n]]; index -1, the null class of classifier-free guidance, gives a row of zeros.
 
-    indices int32 of any shape, weight (num, dim); returns (*indices.shape, dim). Raises IndexError on the CPU for
-    another index outside [0, num); on the GPU such a row is NaN.
+    indices integers of any shape, weight (num, dim); returns (*indices.shape, dim). Raises IndexError on the CPU for
+    another index outside [0, num), on the GPU such a row is NaN; TypeError for an index that is no integer.
     """
-    return Embedding.apply(indices, weight)
+    return Embedding.apply(as_index("embedding", indices, weight.device), weight)

@@ -12,7 +12,7 @@ import numpy as np
 
 from cudiff.backend import Array, array_module, bfloat16, compute_dtype, float16, float32, int32, int64
 from cudiff.cuda.module import blocks, empty, gradient_target, launch
-from cudiff.ops.cast import astype, narrow, result_dtype, widen
+from cudiff.ops.cast import as_index, astype, narrow, result_dtype, widen
 from cudiff.ops.reduce import normalize_axes, sum_to
 from cudiff.tensor import Function, Tensor
 
@@ -390,10 +390,10 @@ def getitem(x: Tensor, index: Any) -> Tensor:
     are not checked: one that is out of range gives a row of zeros and gets no gradient.
     """
     if isinstance(index, list | np.ndarray | Tensor):
-        index = index if isinstance(index, Tensor) else Tensor(np.asarray(index), device=x.device)
-        if not np.issubdtype(index.dtype, np.integer):
-            raise TypeError(f"an index array holds integers, not {index.dtype}: for a mask use where()")
-        return Take.apply(x, astype(index, int32))
+        dtype = index.dtype if isinstance(index, Tensor) else np.asarray(index).dtype
+        if dtype.kind == "b":
+            raise TypeError("an index array holds integers, not bool: for a mask use where()")
+        return Take.apply(x, as_index("getitem", index, x.device))
     index = index if isinstance(index, tuple) else (index,)
     for item in index:
         basic = item is None or item is Ellipsis or isinstance(item, int | np.integer | slice)

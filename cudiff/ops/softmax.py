@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.module import blocks, empty, gradient_target, launch
-from cudiff.ops.cast import astype, narrow, require_float, result_dtype, widen
+from cudiff.ops.cast import as_index, astype, narrow, require_float, result_dtype, widen
 from cudiff.ops.shape import transpose
 from cudiff.tensor import Function, Tensor
 
@@ -127,14 +129,14 @@ def _over_axis(x: Tensor, axis: int, log: bool) -> Tensor:
     return transpose(Softmax.apply(transpose(x, order), log=log), order)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Any) -> Tensor:
     """Mean over the batch of -log softmax(logits)[label]: a float32 scalar (float64 for float64 logits).
 
-    logits (N, K), labels int32 (N,) in 0 to K - 1. A label outside raises ValueError on the CPU and makes the loss
-    NaN on a GPU, which is not waited for. Raises ValueError where shapes do not agree.
+    logits (N, K), labels integers (N,) in 0 to K - 1. A label outside raises ValueError on the CPU and makes the loss
+    NaN on a GPU, which is not waited for. Raises ValueError where shapes do not agree, TypeError for labels that are
+    no integers.
     """
+    labels = as_index("cross_entropy", labels, logits.device)
     if logits.ndim != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(f"cross_entropy: logits {logits.shape} must be (N, K) and labels {labels.shape} (N,)")
-    if labels.dtype != np.int32:
-        raise ValueError(f"cross_entropy: labels must be int32, not {labels.dtype}")
     return CrossEntropy.apply(logits, labels)

@@ -8,6 +8,7 @@ import numpy as np
 
 from cudiff.backend import float32, float64
 from cudiff.cuda.module import blocks, empty, launch
+from cudiff.ops.cast import astype, result_dtype
 from cudiff.tensor import Function, Tensor
 
 __all__ = ["timestep_embedding"]
@@ -58,7 +59,8 @@ class TimestepEmbedding(Function):
 
 def timestep_embedding(t: Tensor, dim: int, max_period: float = 10000.0, divisor: str = "half",
                        order: str = "cos,sin") -> Tensor:
-    """cos and sin of t · max_period^(−i / divisor), i = 0 .. dim/2 − 1: t (N,) to (N, dim) float32.
+    """cos and sin of t · max_period^(−i / divisor), i = 0 .. dim/2 − 1: t (N,), numbers of any
+    dtype, to (N, dim) float32.
 
     The networks of the field differ: guided-diffusion and EDM's DhariwalUNet use the defaults, unet.cu
     max_period=1000, EDM's SongUNet and denoising-diffusion-pytorch divisor="half-1", order="sin,cos". An odd dim ends
@@ -70,4 +72,5 @@ def timestep_embedding(t: Tensor, dim: int, max_period: float = 10000.0, divisor
     steps = dim // 2 - (divisor == "half-1")
     if steps < 1:
         raise ValueError(f"dim {dim} is too small for divisor {divisor!r}")
+    t = astype(t, result_dtype(t, floating=True))
     return TimestepEmbedding.apply(t, dim=dim, decay=math.log(max_period) / steps, sin_first=order == "sin,cos")

@@ -1,0 +1,108 @@
+"""Operands of other dtypes than an op computes in: right, or one clear error, and on a GPU as on the CPU."""
+
+import numpy as np
+import pytest
+
+from cudiff import Tensor, ops
+from cudiff.diffusion.loss import drop_labels
+from cudiff.models import UNet
+
+INTEGERS = [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64]
+
+
+def devices(host_of):
+    """The CPU, and what stands for a GPU older than Hopper and for one of Hopper."""
+    yield "cpu", lambda array: Tensor(array)
+    for hopper in (False, True):
+        host = host_of(hopper)
+        yield "cuda", lambda array, host=host: Tensor(host.asarray(array))
+
+
+def lookups(labels, tensor):
+    """The result of every op that takes labels."""
+    table = tensor(np.arange(24, dtype=np.float32).reshape(8, 3))
+    images = tensor(np.zeros((2, 2, 2, 1), np.uint8))
+    step = tensor(np.zeros(1, np.int32))
+    return {
+        "embedding": ops.embedding(labels, table),
+        "getitem": table[labels],
+        "cross_entropy": ops.cross_entropy(logits(tensor), labels),
+        "draw_batch": ops.draw_batch(images, labels, step, 2, 0)[1],
+    }
+
+
+def logits(tensor):
+    return tensor(np.linspace(0, 1, 16, dtype=np.float32).reshape(2, 8))
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_labels_of_any_integer_dtype(host_of, dtype):
+    expected = {name: out.numpy() for name, out in lookups(Tensor(np.array([1, 7], np.int32)), Tensor).items()}
+    for device, tensor in devices(host_of):
+        for labels in (tensor(np.array([1, 7], dtype)), np.array([1, 7], dtype), [1, 7]):
+            for name, out in lookups(labels, tensor).items():
+                assert out.device == device and out.dtype == expected[name].dtype, name
+                if device == "cpu":
+                    np.testing.assert_array_equal(out.numpy(), expected[name], err_msg=name)
+
+
+def test_a_kernel_gets_the_labels_as_32_bits(host_of):
+    """The stand-in refuses a launch with others; a cast comes before it."""
+    for hopper in (False, True):
+        host = host_of(hopper)
+        labels = Tensor(host.asarray(np.array([1, 7])))
+        ops.embedding(labels, Tensor(host.zeros((8, 3), np.float32)))
+        assert host.launches == [("cast", "cast"), ("embedding", "gather")]
+
+
+@pytest.mark.parametrize("labels", [np.array([1.0, 7.0]), np.array([True, False]), [1.0, 7.0]])
+def test_labels_that_are_no_integers(host_of, labels):
+    for _, tensor in devices(host_of):
+        table = tensor(np.zeros((8, 3), np.float32))
+        for given in (labels, tensor(np.asarray(labels))):
+            for call in (lambda g=given, t=table: ops.embedding(g, t), lambda g=given, t=table: t[g],
+                         lambda g=given, f=tensor: ops.cross_entropy(logits(f), g)):
+                with pytest.raises(TypeError, match=r"integers, not (float|bool)"):
+                    call()
+
+
+def test_labels_beyond_32_bits_do_not_wrap(host_of):
+    for device, tensor in devices(host_of):
+        table = tensor(np.zeros((8, 3), np.float32))
+        labels = np.array([1, 2**32 + 7])
+        for given in (labels, Tensor(labels)) if device == "cpu" else (labels,):
+            with pytest.raises(IndexError, match="outside 32 bits: 1 to 4294967303"):
+                ops.embedding(given, table)
+
+
+def test_no_labels_at_all(host_of):
+    for _, tensor in devices(host_of):
+        assert ops.embedding([], tensor(np.zeros((8, 3), np.float32))).shape == (0, 3)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint8])
+def test_labels_of_a_loss(host_of, dtype):
+    expected = drop_labels(Tensor(np.arange(64, dtype=np.int32)), 0.5, ops.Generator(0)).numpy()
+    assert {-1} < set(expected)
+    for device, tensor in devices(host_of):
+        dropped = drop_labels(tensor(np.arange(64, dtype=dtype)), 0.5, ops.Generator(0, device))
+        assert dropped.device == device and dropped.dtype == np.int32
+        if device == "cpu":
+            np.testing.assert_array_equal(dropped.numpy(), expected)
+
+
+@pytest.mark.parametrize("labels", [[1, 7], np.array([1, 7]), Tensor(np.array([1, 7], np.uint8))])
+def test_labels_of_a_network(labels):
+    net = UNet(8, in_channels=1, model_channels=32, channel_mult=(1,), num_res_blocks=1, attention_resolutions=(),
+               num_classes=8, zero_init=False)
+    x, t = Tensor(np.zeros((2, 8, 8, 1), np.float32)), Tensor(np.zeros(2, np.float32))
+    expected = net(x, t, Tensor(np.array([1, 7], np.int32)))
+    np.testing.assert_array_equal(net(x, t, labels).numpy(), expected.numpy())
+
+
+@pytest.mark.parametrize("step", [np.zeros(1, np.int64), np.zeros(1, np.float32), np.zeros(2, np.int32)])
+def test_the_step_of_a_batch(host_of, step):
+    for _, tensor in devices(host_of):
+        images = tensor(np.zeros((2, 2, 2, 1), np.uint8))
+        with pytest.raises(ValueError, match="step must be int32 or uint32"):
+            ops.draw_batch(images, None, tensor(step), 2, 0)
