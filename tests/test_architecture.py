@@ -23,7 +23,7 @@ LAYERS = [
     {"nn"},
     {"ops"},
     {"tensor", "tape", "cuda"},
-    {"backend", "threads"},
+    {"backend", "threads", "memory"},
     {"errors", "signals"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

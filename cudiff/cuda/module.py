@@ -135,7 +135,7 @@ def compile_source(stem: str, arch: str, constants: dict[str, Any]) -> tuple[byt
         nvrtc.compileProgram(program, tuple(options))
         return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
-        log = nvrtc.getProgramLog(program).strip()
+        log = " ".join(nvrtc.getProgramLog(program).split())
         raise CudiffError(f"kernels/{stem}.cu does not compile for {arch}: {log[:2000] or error}") from None
     finally:
         nvrtc.destroyProgram(program)
