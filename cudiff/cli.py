@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -144,7 +145,8 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     demo = command("demo", _demo, "train on drawn digits and sample them, in two minutes on a laptop", "[options]")
-    demo.add_argument("--folder", metavar="PATH", default="runs/demo", help="where the pictures go (default runs/demo)")
+    demo.add_argument("--folder", type=expanduser, metavar="PATH", default="runs/demo",
+                      help="where the pictures go (default runs/demo)")
     demo.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, noise and samples (default 0)")
     demo.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), metavar="auto|cpu|cuda")
 
@@ -153,16 +155,18 @@ def _parser() -> argparse.ArgumentParser:
         "Defaults are those without a preset. Without --preset the one named like the data is taken, or, without "
         "--data either, digits. What is given here goes before the file, and the file before the preset."
     )
-    train.add_argument("--folder", metavar="PATH", help="of the run (default runs/ and the data's name)")
-    train.add_argument("--resume", metavar="PATH", help="go on with a run's folder or a checkpoint")
+    train.add_argument("--folder", type=expanduser, metavar="PATH",
+                       help="of the run (default runs/ and the data's name)")
+    train.add_argument("--resume", type=expanduser, metavar="PATH", help="go on with a run's folder or a checkpoint")
     train.add_argument("--data-changed", action="store_true", help="resume though the data is not that of the run")
     add_arguments(train)
 
     sample = command("sample", _sample, "draw images from a checkpoint", "CHECKPOINT [options]")
-    sample.add_argument("checkpoint", metavar="CHECKPOINT", help="a file, or a run's folder for its newest one")
+    sample.add_argument("checkpoint", type=expanduser, metavar="CHECKPOINT",
+                        help="a file, or a run's folder for its newest one")
     sample.add_argument("-n", type=int, default=64, metavar="N", help="how many images (default 64)")
     sample.add_argument(
-        "--out", default="samples.png", metavar="PATH",
+        "--out", type=expanduser, default="samples.png", metavar="PATH",
         help="a .png grid, an .npz, a .gif of the denoising, or a folder for single PNGs (default samples.png)",
     )
     sample.add_argument("--classes", type=_integers, metavar="N,N,..",
@@ -174,13 +178,14 @@ def _parser() -> argparse.ArgumentParser:
     evaluate = command(
         "eval", _eval, "judge a checkpoint's samples with a classifier that cudiff trains", "CHECKPOINT [options]"
     )
-    evaluate.add_argument("checkpoint", metavar="CHECKPOINT", help="a file, or a run's folder for its newest one")
+    evaluate.add_argument("checkpoint", type=expanduser, metavar="CHECKPOINT",
+                          help="a file, or a run's folder for its newest one")
     evaluate.add_argument("-n", type=int, default=2000, metavar="N", help="samples (default 2000)")
     evaluate.add_argument("--data", metavar="DATA", help="what to compare with (default: the data of training)")
     _sampling_arguments(evaluate, 256)
 
     info = command("info", _info, "say what hardware, versions and kernels are in use", "[CHECKPOINT]")
-    info.add_argument("checkpoint", metavar="CHECKPOINT", nargs="?", help="also describe this one")
+    info.add_argument("checkpoint", type=expanduser, metavar="CHECKPOINT", nargs="?", help="also describe this one")
 
     tune = command("tune", _tune, "measure which tiles of the kernels are the fastest for a model on this GPU",
                    "[--preset NAME | --config FILE] [options]")
@@ -193,9 +198,9 @@ def _parser() -> argparse.ArgumentParser:
     add_arguments(tune)
 
     convert = command("convert", _convert, "bring weights from or to PyTorch's layout", "SOURCE TARGET [options]")
-    convert.add_argument("source", metavar="SOURCE",
+    convert.add_argument("source", type=expanduser, metavar="SOURCE",
                          help=".pt or .safetensors in PyTorch's layout, unet.cu's .bin, or a checkpoint")
-    convert.add_argument("target", metavar="TARGET",
+    convert.add_argument("target", type=expanduser, metavar="TARGET",
                          help="a cudiff checkpoint, or with --to-torch a .safetensors in PyTorch's layout")
     convert.add_argument("--to-torch", action="store_true", help="write the weights with PyTorch's layout")
     convert.add_argument("--key", metavar="NAME", help="which state_dict of a .pt that holds several")
@@ -261,7 +266,7 @@ def _train(options: argparse.Namespace) -> None:
         config = from_arguments(options, resume.config)
     else:
         config = from_arguments(options)
-        home = Path("runs") / Path(os.path.abspath(os.path.expanduser(config.data))).stem  # "." has a name too
+        home = Path("runs") / Path(os.path.abspath(expanduser(config.data))).stem  # "." has a name too
         folder = Path(options.folder or home)
     if path is None or folder.resolve() != path.parent.resolve():
         check_free(folder)

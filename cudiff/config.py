@@ -179,7 +179,8 @@ def load_toml(path: str | os.PathLike, base: Config | None = None) -> Config:
 def add_arguments(parser: argparse.ArgumentParser, sections: Collection[str] = SECTIONS) -> None:
     """Add --preset, --config and a flag for every field of `sections`; `from_arguments` reads them."""
     parser.add_argument("--preset", metavar="NAME", help=f"start from {', '.join(PRESETS)}")
-    parser.add_argument("--config", metavar="FILE", help="start from a TOML file; its keys are the flags' names")
+    parser.add_argument("--config", type=os.path.expanduser, metavar="FILE",
+                        help="start from a TOML file; its keys are the flags' names")
     groups = {section: parser.add_argument_group(section) for section in sections}
     for option in dataclasses.fields(Config):
         if option.metadata["section"] not in groups:

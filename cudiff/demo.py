@@ -12,7 +12,9 @@ from rich.console import Console
 from cudiff.config import PRESETS
 from cudiff.data import load_dataset
 from cudiff.display import TrainingDisplay
+from cudiff.errors import CudiffError
 from cudiff.evaluate import train_classifier
+from cudiff.folder import check_free
 from cudiff.plot import save_gif, save_grid
 from cudiff.signals import Stopped
 from cudiff.train import Trainer
@@ -34,8 +36,9 @@ class DemoResult:
 def demo(folder: Path, seed: int = 0, device: str = "auto", console: Console | None = None) -> DemoResult:
     """Train a class-conditional U-Net on drawn 16x16 digits, sample it and judge the samples.
 
-    Leaves samples.png (8x8, counting up from 0 row by row), denoising.gif, loss.png and a checkpoint in `folder`, or
-    where that holds a run already, in a new folder beside it. Raises Stopped where a signal ended the training.
+    Leaves samples.png (8x8, counting up from 0 row by row), denoising.gif, a checkpoint and, where matplotlib is
+    installed, loss.png in `folder`, or where that holds a run already, in a new folder beside it. Raises Stopped where
+    a signal ended the training.
     """
     console = console or Console()
 
@@ -65,18 +68,22 @@ def demo(folder: Path, seed: int = 0, device: str = "auto", console: Console | N
     save_gif(folder / "denoising.gif", frames)
     seconds = time.perf_counter() - start
     accuracy = classifier.test_accuracy
+    pictures = [name for name in ("samples.png", "denoising.gif", "loss.png") if (folder / name).exists()]
     say(
         f"{share:.1%} of {SAMPLES} samples are taken for the class asked for, at guidance {config.guidance:g}, by a "
         f"classifier that is right on {accuracy:.1%} of fresh digits\n"
-        f"pictures in {folder}: samples.png, denoising.gif, loss.png; {seconds:.0f} s in all"
+        f"pictures in {folder}: {', '.join(pictures)}; {seconds:.0f} s in all"
     )
     return DemoResult(share, config.guidance, accuracy, seconds)
 
 
 def free_folder(folder: Path) -> Path:
-    """`folder`, or the first of folder-2, folder-3, … that holds no run: what an earlier demo made is kept."""
+    """`folder`, or the first of folder-2, folder-3, … that no run has: what an earlier demo made is kept."""
     candidate, number = folder, 1
-    while (candidate / "metrics.jsonl").exists():
-        number += 1
-        candidate = folder.with_name(f"{folder.name}-{number}")
-    return candidate
+    while True:
+        try:
+            check_free(candidate)
+            return candidate
+        except CudiffError:
+            number += 1
+            candidate = folder.with_name(f"{folder.name}-{number}")

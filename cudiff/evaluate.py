@@ -37,6 +37,11 @@ EPOCHS = 3
 LEAST_STEPS = 160  # a small data set is gone through more often
 VERSION = 1  # of how the classifier is built and trained: a part of its name in the cache
 
+ENOUGH = 10 * CNN.FEATURES
+"""Images from which on a Fréchet distance is shown without a warning: ten for each feature of the covariance."""
+
+MEANINGLESS = "not meaningful"
+
 Progress = Callable[[int, int], None]
 
 
@@ -166,6 +171,27 @@ def frechet_distance(features_a: np.ndarray, features_b: np.ndarray) -> float:
     return float(difference @ difference + np.trace(covariance_a) + np.trace(covariance_b) - 2 * common)
 
 
+def frechet_or_none(features_a: np.ndarray, features_b: np.ndarray) -> float | None:
+    """`frechet_distance`, or None where one set (N, D) has no more than D: its covariance is singular then, and the
+    distance says how many there are rather than how good they are."""
+    if min(len(features_a), len(features_b)) <= features_a.shape[1]:
+        return None
+    return frechet_distance(features_a, features_b)
+
+
+def _few(counts: dict[str, int]) -> tuple[str, ...]:
+    """A line for each kind of image of which there are too few for a Fréchet distance, or for a good one."""
+    lines = []
+    for kind, count in counts.items():
+        if count <= CNN.FEATURES:
+            lines.append(f"{count:,} {kind} are too few for a Fréchet distance in {CNN.FEATURES} features: "
+                         f"{ENOUGH:,} or more make it meaningful")
+        elif count < ENOUGH:
+            lines.append(f"{count:,} {kind} are few for a Fréchet distance, which is too large then: "
+                         f"{ENOUGH:,} or more make it meaningful")
+    return tuple(lines)
+
+
 def _square_root(matrix: np.ndarray) -> np.ndarray:
     """The symmetric root of a positive semi-definite matrix; eigenvalues that rounding made negative count as 0."""
     values, vectors = np.linalg.eigh(matrix)
@@ -204,7 +230,8 @@ class Report:
 
     as_asked: samples classified as the class asked for, None for an unconditional model; `as_asked_by_class` alike.
     found_by_class: share of the samples that the classifier sees in each class.
-    frechet: of `samples` samples to the test images; frechet_real: of `real` training images to the same.
+    frechet: of `samples` samples to the test images; frechet_real: of `real` training images to the same; None where
+    one side has too few for a covariance, see `frechet_or_none`.
     variance: within-class variance of the samples' features over that of as many training images.
     notes: what to know before the numbers are believed, one line each.
     """
@@ -220,8 +247,8 @@ class Report:
     as_asked: float | None
     as_asked_by_class: list[float | None] | None
     found_by_class: list[float | None]
-    frechet: float
-    frechet_real: float
+    frechet: float | None
+    frechet_real: float | None
     variance: float | None
     variance_by_class: list[float | None]
     notes: tuple[str, ...] = ()
@@ -245,14 +272,15 @@ class Report:
         for name, share, variance in zip(self.class_names, shares, self.variance_by_class, strict=True):
             table.add_row(name, _cell(share, ".1%"), _cell(variance, ".2f"))
         table.caption = (
-            f"Fréchet distance to {self.test:,} test images: {self.frechet:.3f}; of {self.real:,} training images: "
-            f"{self.frechet_real:.3f}\nthe classifier is right on {self.classifier_accuracy:.2%} of the test images"
+            f"Fréchet distance to {self.test:,} test images: {_cell(self.frechet, '.3f', MEANINGLESS)}; of "
+            f"{self.real:,} training images: {_cell(self.frechet_real, '.3f', MEANINGLESS)}\n"
+            f"the classifier is right on {self.classifier_accuracy:.2%} of the test images"
         ) + "".join(f"\n{note}" for note in self.notes)
         return table
 
 
-def _cell(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+def _cell(value: float | None, form: str, missing: str = "–") -> str:
+    return missing if value is None else format(value, form)
 
 
 def _listed(values: np.ndarray | list[float]) -> list[float | None]:
@@ -306,10 +334,10 @@ def evaluate(
         as_asked=None if asked is None else float((predicted == asked).mean()),
         as_asked_by_class=None if asked is None else _listed(class_accuracy(predicted, asked, classes)),
         found_by_class=_listed(np.bincount(predicted, minlength=classes) / n),
-        frechet=frechet_distance(features, test_features), frechet_real=frechet_distance(real_features, test_features),
+        frechet=frechet_or_none(features, test_features), frechet_real=frechet_or_none(real_features, test_features),
         variance=_listed([variance_ratio(variance, real_variance)])[0],
         variance_by_class=_listed(list(map(variance_ratio, variance[:, None], real_variance[:, None]))),
-        notes=train.notes,
+        notes=(*train.notes, *_few({"samples": n, "training images": len(real), "test images": len(test)})),
     )
 
 
@@ -330,7 +358,7 @@ def evaluate_pipeline(
     The test images are the data's own, or, where it has none, those that the model's training held out.
     """
     config = pipeline.config
-    spec = data or config.data
+    spec = os.path.expanduser(data or config.data)
     form = dict(image_size=config.image_size, channels=config.channels, skip_bad=config.skip_bad)
     train = load_dataset(spec, **form)  # type: ignore[arg-type]
     if spec in ("digits", "mnist") or (Path(spec).is_dir() and has_idx(Path(spec))):

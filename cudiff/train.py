@@ -32,6 +32,9 @@ from cudiff.signals import noted
 from cudiff.tape import accumulate
 from cudiff.tensor import Tensor, no_grad
 
+TELL_EVERY = 60
+"""Seconds after which a run says how far it is, where no line of metrics came meanwhile."""
+
 VALIDATION_IMAGES = 1024
 VALIDATION_DRAWS = 8
 """How many noise draws each validation image is judged by: its loss at one noise level says little."""
@@ -133,6 +136,7 @@ class Trainer:
         metrics: dict[str, Any] = {}
         self._check_unfinished()
         start = time.perf_counter() - self.seconds
+        first, before, told = self.step, self.seconds, -math.inf
         self._timed_from, self._timed_steps = time.perf_counter(), 0
         # What is not finite is dealt with below.
         with alone_in(self.folder), noted() as interrupted, np.errstate(all="ignore"):
@@ -142,9 +146,15 @@ class Trainer:
                 self.step += 1
                 self._loss_steps += 1
                 self._timed_steps += 1
+                if self.step == first + 1:
+                    self._loss_sum.item()  # waits for the device
                 self.seconds = time.perf_counter() - start
+                if display is not None and time.perf_counter() - told > TELL_EVERY:
+                    display.message(self._pace(self.step - first, self.seconds - before))
+                    told = time.perf_counter()
                 if self.step % config.log_every == 0:
                     metrics |= self._log(display)
+                    told = time.perf_counter()
                     self._loss_sum.data[...] = 0
                     self._loss_steps = 0
                 if config.save_every and self.step % config.save_every == 0:
@@ -280,6 +290,16 @@ class Trainer:
         yield
         self._timed_from += time.perf_counter() - begin
 
+    def _pace(self, steps: int, seconds: float) -> str:
+        """How long a step took, of so many in so many seconds, and about how long all that are left will take."""
+        each = seconds / steps
+        what = "first step" if steps == 1 else f"step {self.step:,}, each"
+        if steps == 1 and self.device == "cuda":
+            return f"{what} {duration(each)}, with the compiling of its kernels"
+        left = each * (self.config.steps - self.step) if self.config.steps else math.inf
+        left = min(left, 60 * self.config.minutes - self.seconds if self.config.minutes else math.inf)
+        return f"{what} {duration(each)}; about {duration(max(0.0, left))} left"
+
     @contextmanager
     def _saving_first(self) -> Iterator[None]:
         """What the block raises, as where metrics cannot be written, ends the run after a checkpoint of this step."""
@@ -344,7 +364,7 @@ class Trainer:
             display.update(metrics)
 
     def _check_data(self, checkpoint: Checkpoint, accepted: bool) -> str | None:
-        """What to tell of the data of a resumed run. Raises CudiffError where it is another and that is not accepted."""
+        """What to tell of a resumed run's data. Raises CudiffError where it is another and that is not accepted."""
         if "optimizer" not in checkpoint.counters:  # weights alone: training begins with them
             return None
         before = checkpoint.counters.get("data")
@@ -387,3 +407,11 @@ def _optimizer(config: Config, net: Module, ema: EMA) -> Optimizer:
         return SGD(net, config.lr, config.momentum, **common)
     betas = (config.betas[0], config.betas[1])
     return (AdamW if config.optimizer == "adamw" else Adam)(net, config.lr, betas, config.eps, **common)
+
+
+def duration(seconds: float) -> str:
+    """A time as people say it: 4.1 ms, 29 s, 3.5 min, 4.0 h."""
+    for unit, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if seconds >= 1.5 * size or (unit == "s" and seconds >= 1):
+            return f"{seconds / size:.{0 if unit == 's' and seconds >= 10 else 1}f} {unit}"
+    return f"{1000 * seconds:.1f} ms"

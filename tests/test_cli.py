@@ -19,6 +19,7 @@ from cudiff.cli import main
 from cudiff.config import PRESETS, Config
 from cudiff.data import load_dataset
 from cudiff.errors import CudiffError
+from cudiff.plot import save_npz
 from cudiff.tensor import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -305,6 +306,39 @@ def test_sample_writes_every_kind_of_file(cli, run_folder, tmp_path):
 )
 def test_mistakes_in_sampling(mistake, run_folder, words, message):
     assert message in mistake("sample", run_folder, "-n", "2", "--steps", "1", *words)
+
+
+def test_eval_computes_in_the_precision_asked_for(cli, run_folder, monkeypatch):
+    from cudiff.evaluate import Report
+
+    seen = []
+    report = Report("digits", 2, 2, 2, 0, None, (), 0.9, None, None, [], None, None, None, [])
+    monkeypatch.setattr("cudiff.evaluate.evaluate_pipeline", lambda pipeline, *args, **options: (
+        seen.append(pipeline.net.precision) or report))
+    for words in ([], ["--precision", "bf16"], ["--precision", "tf32"]):
+        assert cli("eval", run_folder, "--device", "cpu", *words)[0] == 0
+    assert seen == ["fp32", "bf16", "tf32"]
+
+
+def test_home_is_expanded_in_every_path(cli, run_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    data = load_dataset("digits", image_size=8, count=30)
+    (tmp_path / "home").mkdir()
+    save_npz(tmp_path / "home" / "few.npz", data.images, data.labels)
+    (tmp_path / "home" / "run.toml").write_text('preset = "digits"\ndata = "~/few.npz"\n')
+    assert cli("train", "--config", "~/run.toml", *TINY, "--folder", "~/run", "--norm-group-channels", "1")[0] == 0
+    assert cli("train", "--resume", "~/run", "--steps", "5")[0] == 0
+    assert cli("sample", "~/run", "-n", "2", "--steps", "1", "--device", "cpu", "--out", "~/grid.png")[0] == 0
+    assert cli("info", "~/run")[0] == 0
+    assert cli("convert", "~/run", "~/weights.safetensors", "--to-torch")[0] == 0
+    names = {path.name for path in (tmp_path / "home").glob("[!.]*")}
+    assert names == {"few.npz", "run.toml", "run", "grid.png", "weights.safetensors"}
+    assert not (tmp_path / "~").exists()
+
+
+def test_advice_holds_quoted_paths(mistake, cli, tmp_path):
+    assert cli("train", *TINY, "--folder", "my run")[0] == 0
+    assert "cudiff train --resume 'my run'" in mistake("train", *TINY, "--folder", "my run")
 
 
 def test_info_with_and_without_checkpoint(cli, run_folder, monkeypatch):

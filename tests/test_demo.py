@@ -1,6 +1,7 @@
 """The demo in miniature: what it leaves behind and what it says."""
 
 import signal
+import sys
 
 import pytest
 from PIL import Image
@@ -10,6 +11,7 @@ from cudiff import demo
 from cudiff.checkpoint import latest
 from cudiff.config import PRESETS
 from cudiff.data import load_dataset
+from cudiff.folder import alone_in
 from cudiff.signals import Stopped
 
 
@@ -35,6 +37,14 @@ def test_the_demo_leaves_its_pictures(small, tmp_path, capsys):
     with Image.open(tmp_path / "demo" / "denoising.gif") as picture:
         assert picture.n_frames == 3
     assert latest(tmp_path / "demo") is not None
+    assert not any(name in out and not (tmp_path / "demo" / name).exists() for name in ("loss.png", "denoising.gif"))
+
+
+def test_without_matplotlib_only_what_was_written_is_announced(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    demo.demo(tmp_path / "demo", device="cpu", console=Console())
+    out = capsys.readouterr().out
+    assert "samples.png, denoising.gif; " in out and "loss.png" not in out and "cudiff[plots]" in out
 
 
 def test_a_demo_stopped_by_ctrl_c_ends_there(small, tmp_path, monkeypatch, capsys):
@@ -58,3 +68,6 @@ def test_an_earlier_demo_is_kept(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").touch()
     assert demo.free_folder(tmp_path / "demo") == tmp_path / "demo-3"
+    (tmp_path / "demo-3").mkdir()
+    with alone_in(tmp_path / "demo-3"):
+        assert demo.free_folder(tmp_path / "demo") == tmp_path / "demo-4"

@@ -259,12 +259,29 @@ def table_text(report):
 @pytest.mark.parametrize("conditional", [True, False])
 def test_the_table_says_it_all(classifier, parts, conditional):
     guidance = 1.5 if conditional else None
-    report = evaluate(drawn_again, *parts, 100, conditional=conditional, guidance=guidance, classifier=classifier)
+    report = evaluate(drawn_again, *parts, 200, conditional=conditional, guidance=guidance, classifier=classifier)
     text = table_text(report)
     assert f"{report.frechet:.3f}" in text and f"{report.frechet_real:.3f}" in text
     assert f"{classifier.test_accuracy:.2%}" in text and f"{report.variance:.2f}" in text
     assert ("guidance 1.5" in text) == conditional and ("as asked" in text) == conditional
     assert not conditional or f"{report.as_asked:.1%}" in text
+
+
+@pytest.mark.parametrize("n, test, meaningful, warned", [
+    (5, 500, False, ["5 samples are too few", "5 training images are too few", "500 test images are few"]),
+    (128, 500, False, ["128 samples are too few", "128 training", "500 test images are few"]),
+    (129, 500, True, ["129 samples are few", "129 training images are few", "500 test images are few"]),
+    (200, 20, False, ["200 samples are few", "200 training images are few", "20 test images are too few"]),
+    (1279, 500, True, ["1,279 samples are few", "1,279 training images are few", "500 test images are few"]),
+    (1280, 500, True, ["500 test images are few"]),
+])
+def test_too_few_images_for_a_frechet_distance(n, test, meaningful, warned, classifier, parts):
+    report = evaluate(drawn_again, parts[0], parts[1].subset(range(test)), n, classifier=classifier)
+    assert (report.frechet is not None) == (report.frechet_real is not None) == meaningful
+    assert len(report.notes) == len(warned)
+    assert all(note.startswith(begin) for note, begin in zip(report.notes, warned, strict=True))
+    text = " ".join(table_text(report).split())
+    assert ("not meaningful" in text) != meaningful and "1,280 or more make it meaningful" in text
 
 
 def test_the_table_tells_what_a_loader_noted(classifier, parts):

@@ -15,7 +15,7 @@ from cudiff.data import Dataset, load_dataset
 from cudiff.data.loader import Loader
 from cudiff.errors import CudiffError
 from cudiff.tensor import Tensor
-from cudiff.train import Trainer
+from cudiff.train import Trainer, duration
 
 TINY = Config(
     data="digits", image_size=8, channels=1, model_channels=8, channel_mult=(1, 2), num_res_blocks=1, num_heads=2,
@@ -333,11 +333,46 @@ def test_a_preview_that_fails_does_not_end_the_run_unless_the_ema_is_lost(digits
     trainer, display = Trainer(TINY.replace(sample_every=2, guidance=1e38), digits, tmp_path / "guided"), Display()
     trainer.run(display)
     assert trainer.step == TINY.steps
-    assert [text.partition(":")[0] for text in display] == [f"no preview of step {step}" for step in (2, 4, 6)]
+    told = [text.partition(":")[0] for text in display if text.startswith("no preview")]
+    assert told == [f"no preview of step {step}" for step in (2, 4, 6)]
     trainer = Trainer(TINY.replace(sample_every=2), digits, tmp_path / "lost")
     trainer.ema.model.flat.data[...] = np.inf
     with pytest.raises(CudiffError, match=r"the EMA is not finite at step 2: lower --lr or set --clip, and start"):
         trainer.run()
+
+
+def test_the_first_step_is_told_with_an_estimate_and_then_a_line_a_minute(digits, tmp_path, monkeypatch):
+    class Display(list):
+        update, message = (lambda self, metrics: self.append(metrics["step"])), list.append
+
+    display = Display()
+    trainer = Trainer(TINY.replace(steps=5000, log_every=2500), digits, tmp_path / "run")
+    now, step = [1000.0], trainer.train_step
+    monkeypatch.setattr("cudiff.train.time.perf_counter", lambda: now[0])
+
+    def slow():
+        now[0] += 29
+        trainer.step = 4995 if trainer.step == 4 else trainer.step
+        return step()
+
+    trainer._step = slow
+    trainer.run(display)
+    assert display[:2] == ["first step 29 s; about 40.3 h left", "step 4, each 29 s; about 40.2 h left"]
+    assert display[-1] == 5000 or "no loss curve" in display[-1]
+
+
+@pytest.mark.parametrize("seconds, text", [
+    (0.00412, "4.1 ms"), (0.9996, "999.6 ms"), (1.04, "1.0 s"), (29.4, "29 s"), (89.0, "89 s"), (90.0, "1.5 min"),
+    (5400, "1.5 h"), (0, "0.0 ms"),
+])
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_a_limit_of_minutes_is_what_is_left(digits, tmp_path):
+    trainer = Trainer(TINY.replace(steps=0, minutes=2.0), digits, tmp_path / "run")
+    trainer.seconds = 20.0
+    assert trainer._pace(1, 20.0) == "first step 20 s; about 1.7 min left"
 
 
 def test_lines_of_metrics_that_are_none_are_left_out(digits, tmp_path):
