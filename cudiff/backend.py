@@ -23,6 +23,9 @@ float64 = np.dtype(np.float64)
 int32 = np.dtype(np.int32)
 int64 = np.dtype(np.int64)
 
+DTYPES = frozenset(map(np.dtype, "?bhilqBHILQefd")) | {bfloat16}
+"""What a Tensor holds: bool, integers, and floats of up to 64 bits."""
+
 PRECISIONS = {"fp32": float32, "tf32": float32, "bf16": bfloat16, "fp16": float16}
 """The storage type of activations for each `precision`; tf32 stores float32 and rounds inside matrix products."""
 
@@ -93,6 +96,11 @@ def default_device() -> str:
 def device_of(array: Array) -> str:
     """`"cpu"` for a NumPy array, `"cuda"` for a CuPy array."""
     return "cpu" if isinstance(array, np.ndarray | np.generic) else "cuda"
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` is an array of NumPy's or CuPy's, or one of NumPy's scalars."""
+    return isinstance(x, np.ndarray | np.generic) or (hasattr(x, "flags") and hasattr(x, "dtype"))
 
 
 def array_module(device: str) -> ModuleType:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, device_of
-from cudiff.tensor import Kept, Node, Tensor, Vacant
+from cudiff.backend import Array, device_of, float32, is_array, is_low
+from cudiff.tensor import Kept, Node, Tensor, Vacant, described
 
 
 def walk_back(root: Tensor, grad: Array) -> None:
@@ -119,13 +120,13 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
     into = _places(node, targets, device, waits)
     backward = node.function.backward_cuda if device == "cuda" else node.function.backward_numpy
     results = backward(node.ctx, *douts, needs=node.needs, into=list(into))
+    _require_gradients(node, results, next(type(dout) for dout in douts if dout is not None), device)
     places = [
         place.array if isinstance(place, Vacant) else place.sum if isinstance(place, Kept) else place for place in into
     ]
-    shared = {id(slot.array) for slot in slots if slot.borrowed}
-    passed_on = [id(result) for result in results if any(result is dout for dout in douts)]
-    shared |= {key for key in passed_on if passed_on.count(key) > 1}
-    returned: set[int] = set()
+    shared = {id(slot.array) for slot in slots if slot.borrowed} | {id(array) for array in node.ctx.saved}
+    passed_on = {id(result) for result in results if any(result is dout for dout in douts)}
+    owners = [None if x is None or like is None else _owner(x) for x, like in zip(results, node.likes, strict=True)]
     # First what lies in its place: of a tensor that is an input twice, the other result is added to that.
     for i in sorted(range(len(targets)), key=lambda i: results[i] is not places[i]):
         result, target = results[i], targets[i]
@@ -139,7 +140,7 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
                 target.grad = result
             continue
         result = np.asarray(result) if isinstance(result, np.generic) else result  # an in-place sum needs an array
-        borrowed = result.base is not None or id(result) in shared
+        borrowed = result.base is not None or id(result) in shared or owners.count(owners[i]) > 1
         before = target._grad if isinstance(target, Tensor) else target.array
         if isinstance(target, _Gradient):
             target.settle(waits)
@@ -147,17 +148,58 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
             if device == "cuda" and own is not None and id(result) in passed_on and result.dtype == own.dtype:
                 target.more, target.partials = result, None  # a norm's backward may add it with its own term
                 continue
-        if before is not None or id(result) in returned or (borrowed and isinstance(target, Tensor)):
+        if before is not None or (borrowed and isinstance(target, Tensor)):
             turned = isinstance(target, _Gradient) and target.borrowed  # then what was there is added to the result
             waits.finish(result, written=turned)
             waits.finish(before, written=not turned)
-        if id(result) in returned and not borrowed:
-            result = result.copy()
-        returned.add(id(result))
         if isinstance(target, Tensor):
             _add_to_leaf(target, result, borrowed)
         else:
             target.add(result, borrowed, partials)
+
+
+def _owner(array: Array) -> int:
+    """Which memory an array lies in: two of one owner may overlap."""
+    return id(array if array.base is None else array.base)
+
+
+def _require_gradients(node: Node, results: Any, kind: type, device: str) -> None:
+    """Refuse what a backward must not return; arrays on `device` are mostly of this `kind`."""
+    name = node.function.__name__
+    if not isinstance(results, tuple):
+        raise TypeError(
+            f"{name}'s backward returned {described(results)}: return a tuple, with a gradient (or None) for each input"
+        )
+    if len(results) != len(node.likes):
+        raise ValueError(f"{name}'s backward returned {len(results)} gradients for {len(node.likes)} inputs")
+    for i, (result, like) in enumerate(zip(results, node.likes, strict=True)):
+        if result is None or like is None:
+            continue
+        shape, dtype = like
+        if type(result) is not kind and not (is_array(result) and device_of(result) == device):
+            raise TypeError(
+                f"{name}'s backward returned {described(result)} for {_input(node, i)}: return an array on {device}"
+            )
+        if result.shape != shape:
+            raise ValueError(
+                f"{name}'s backward returned a gradient of shape {result.shape} for {_input(node, i)}, "
+                f"which has {shape}"
+            )
+        if result.dtype != dtype and not (result.dtype == float32 and is_low(dtype)):
+            raise TypeError(
+                f"{name}'s backward returned a gradient of {result.dtype} for {_input(node, i)}, which has {dtype}"
+            )
+
+
+def _input(node: Node, i: int) -> str:
+    """Input i of a Function with the name that its forward gives it, if it does."""
+    function = node.function
+    forward = getattr(function, "forward_numpy", None) or function.forward_cuda
+    names = [
+        parameter.name for parameter in inspect.signature(forward).parameters.values()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ][1:]  # the first is ctx
+    return f"input {i} ({names[i]})" if i < len(names) else f"input {i}"
 
 
 def _places(node: Node, targets: list[Tensor | _Gradient | None], device: str,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from cudiff.backend import Array, array_module, device_of, float32, is_float, to_device
+from cudiff.backend import DTYPES, Array, array_module, device_of, float32, is_array, is_float, to_device
 
 _mode = threading.local()
 _node_index = itertools.count()
@@ -38,7 +38,8 @@ class Tensor:
     Parameters
     ----------
     data : array, Tensor or nested sequence of numbers
-        NumPy or CuPy; made C-contiguous. Python floats become float32.
+        NumPy or CuPy; made C-contiguous. Python floats become float32. Of bools, integers or floats of up to 64 bits,
+        bfloat16 among them: TypeError for anything else, ValueError for rows of different lengths.
     requires_grad : bool
         Whether `backward` shall fill `.grad`. Only floating tensors can.
     dtype : dtype, optional
@@ -77,15 +78,15 @@ class Tensor:
     def __init__(self, data: Any, requires_grad: bool = False, dtype: Any = None, device: str | None = None):
         if isinstance(data, Tensor):
             data = data.data
-        if not hasattr(data, "dtype"):
-            data = np.asarray(data)
-            if not is_float(data.dtype) and data.dtype.kind not in "biu":
-                raise TypeError(f"a tensor holds real numbers, not {data.dtype}")
-            if data.dtype == np.float64 and dtype is None:
-                data = data.astype(float32)
+        if not is_array(data):
+            data = _from_sequence(data, dtype)
+        if data.dtype not in DTYPES:
+            data = _in_native_order(data)
         if isinstance(data, np.generic):
             data = np.asarray(data)
         if dtype is not None and data.dtype != np.dtype(dtype):
+            if np.dtype(dtype) not in DTYPES:
+                raise TypeError(_holds(dtype))
             data = data.astype(dtype)
         if device is not None:
             data = to_device(data, device)
@@ -227,6 +228,28 @@ class Tensor:
         return f"Tensor({body}, shape={self.shape}, dtype={self.dtype}, device={self.device}{extra})"
 
 
+def _holds(dtype: Any) -> str:
+    return f"a tensor holds real numbers (bool, integers, float16, bfloat16, float32, float64), not {dtype}"
+
+
+def _from_sequence(data: Any, dtype: Any) -> np.ndarray:
+    """What is no array yet as one; Python's floats as float32 unless another `dtype` is wanted."""
+    try:
+        array = np.asarray(data)
+    except ValueError:
+        raise ValueError("a tensor's rows must be of equal lengths, and this nested sequence's are not") from None
+    return array.astype(float32) if array.dtype == np.float64 and dtype is None else array
+
+
+def _in_native_order(array: Array) -> Array:
+    """An array from a file of the other byte order as one of this machine. Raises TypeError where it holds no numbers
+    that a Tensor takes."""
+    native = array.dtype.newbyteorder("=")
+    if native not in DTYPES:
+        raise TypeError(_holds(array.dtype))
+    return array.astype(native)
+
+
 def from_dlpack(source: Any) -> Tensor:
     """A tensor that shares memory with any object that speaks DLPack (NumPy, CuPy, PyTorch, JAX)."""
     device_type, _ = source.__dlpack_device__()
@@ -276,8 +299,11 @@ class Function:
     far, or None: a backward that adds to it in place returns it, any other returned array is added by the tape. On CUDA
     it may also be `Vacant`, and for the inputs of which `adds_elsewhere` says so, `Kept`, all of whose terms it adds;
     `gradient_target`, `gradient_sum` and `gradient_sums` of `cudiff.cuda.module` know them all.
-    A dout may be returned but never written to. Its new owner may add to it: what reads it after backward has returned
-    says so (see `cudiff.cuda.waiting`).
+    A gradient has its input's shape and dtype; that of a 16-bit input may be float32 too. TypeError or ValueError names
+    the Function and the input otherwise.
+    A forward writes to none of its inputs, where it is differentiable. A dout may be returned but never written to. Its
+    new owner may add to it, as to any array returned: what reads it after backward has returned says so (see
+    `cudiff.cuda.waiting`), and an array kept outside `ctx.saved` is returned as a copy.
     """
 
     differentiable: ClassVar[bool] = True
@@ -299,14 +325,21 @@ class Function:
         arrays = [None if t is None else t.operand(dtype) for t in inputs]
         forward = cls.forward_cuda if device == "cuda" else cls.forward_numpy  # type: ignore[attr-defined]
         results = forward(ctx, *arrays, **attrs)
-        outs = tuple(Tensor(result) for result in (results if isinstance(results, tuple) else (results,)))
+        several = isinstance(results, tuple)
+        for result in results or (None,) if several else (results,):
+            if not is_array(result) or device_of(result) != device:
+                raise TypeError(
+                    f"{cls.__name__}'s forward returned {described(result)}: return an array on {device}, or a tuple "
+                    f"of arrays"
+                )
+        outs = tuple(Tensor(result) for result in (results if several else (results,)))
         outs[0].partials = ctx.out_partials
         if any(needs):
             node = Node(cls, ctx, inputs, needs, len(outs))
             for i, out in enumerate(outs):
                 if is_float(out.dtype):
                     out.requires_grad, out._source = True, (node, i)
-        return outs if isinstance(results, tuple) else outs[0]
+        return outs if several else outs[0]
 
 
 class Composite(Function):
@@ -328,6 +361,13 @@ class Composite(Function):
         return tuple(x.grad if need else None for x, need in zip(ctx.inputs, needs, strict=True))
 
 
+def described(result: Any) -> str:
+    """What a Function returned, for a complaint."""
+    if not is_array(result):
+        return "None" if result is None else f"a {type(result).__name__}"
+    return f"an array of {result.dtype} on {device_of(result)}"
+
+
 def _common_device(name: str, inputs: Sequence[Tensor | None]) -> str:
     for t in inputs:
         if t is not None and not isinstance(t, Tensor):
@@ -341,12 +381,15 @@ def _common_device(name: str, inputs: Sequence[Tensor | None]) -> str:
 class Node:
     """One recorded operation: how to run its backward and where its inputs' gradients go."""
 
-    __slots__ = ("ctx", "function", "index", "inputs", "needs", "num_outputs")
+    __slots__ = ("ctx", "function", "index", "inputs", "likes", "needs", "num_outputs")
 
     def __init__(self, function: Any, ctx: Context, inputs: Sequence[Tensor | None], needs: tuple, num_outputs: int):
         self.function, self.needs, self.num_outputs = function, needs, num_outputs
         self.ctx: Any = ctx  # a Context, None once backward has run
         self.index = next(_node_index)
+        # What each wanted gradient must be like: the inputs' arrays themselves can be freed.
+        self.likes = [(t.shape, t.dtype) if need and t is not None else None
+                      for t, need in zip(inputs, needs, strict=True)]
         # An input made by another node is kept as that node's output slot, so that its array can be freed.
         self.inputs = [
             (t if t._source is None else t._source) if need and t is not None else None

@@ -1,0 +1,127 @@
+"""What a user's Function may return, and what is done with it."""
+
+import numpy as np
+import pytest
+
+from cudiff import Function, Tensor
+
+
+def leaf(values, dtype=np.float32):
+    return Tensor(np.asarray(values, dtype), requires_grad=True)
+
+
+def function(backward, forward=lambda x, y: x * y):
+    """A Function of x and y with this backward(dout, x, y)."""
+
+    class Product(Function):
+        @staticmethod
+        def forward_numpy(ctx, x, y):
+            ctx.save(x, y)
+            return forward(x, y)
+
+        @staticmethod
+        def backward_numpy(ctx, dout, needs, into):
+            return backward(dout, *ctx.saved)
+
+    return Product
+
+
+@pytest.mark.parametrize("backward, error, message", [
+    (lambda d, x, y: d * y, TypeError, "backward returned an array of float32 on cpu: return a tuple"),
+    (lambda d, x, y: [d * y, d * x], TypeError, "backward returned a list: return a tuple"),
+    (lambda d, x, y: None, TypeError, "backward returned None: return a tuple"),
+    (lambda d, x, y: (d * y,), ValueError, "backward returned 1 gradients for 2 inputs"),
+    (lambda d, x, y: (d * y, d * x, None), ValueError, "backward returned 3 gradients for 2 inputs"),
+    (lambda d, x, y: (d * y, (d * x)[:, :1]), ValueError, r"of shape \(3, 1\) for input 1 \(y\), which has \(3, 4\)"),
+    (lambda d, x, y: ((d * y).sum(), d * x), ValueError, r"of shape \(\) for input 0 \(x\), which has \(3, 4\)"),
+    (lambda d, x, y: (d * y, (d * x).T), ValueError, r"of shape \(4, 3\) for input 1"),
+    (lambda d, x, y: (d * y.astype(float), d * x), TypeError, r"of float64 for input 0 \(x\), which has float32"),
+    (lambda d, x, y: (d * y, (d * x).astype(int)), TypeError, "of int64 for input 1"),
+    (lambda d, x, y: (d * y, (d * x).astype(np.float16)), TypeError, "of float16 for input 1"),
+    (lambda d, x, y: (2.0, d * x), TypeError, r"returned a float for input 0 \(x\): return an array on cpu"),
+    (lambda d, x, y: (Tensor(d) * Tensor(y), d * x), TypeError, "returned a Tensor for input 0"),
+    (lambda d, x, y: (d * y, (d * x).tolist()), TypeError, "returned a list for input 1"),
+], ids=str)
+def test_a_wrong_gradient_is_refused(backward, error, message):
+    x, y = leaf(np.ones((3, 4))), leaf(np.ones((3, 4)))
+    out = function(backward).apply(x * 1.0, y).sum()
+    with pytest.raises(error, match=f"^Product's.*{message}"):
+        out.backward()
+
+
+@pytest.mark.parametrize("result, message", [
+    (None, "returned None"), ((), "returned None"), ([1.0], "returned a list"), (1.0, "returned a float"),
+    ("text", "returned a str"), ((np.ones(3), None), "returned None"), (Tensor([1.0]), "returned a Tensor"),
+], ids=str)
+def test_a_forward_returns_arrays(result, message):
+    with pytest.raises(TypeError, match=f"^Product's forward {message}: return an array on cpu, or a tuple of arrays$"):
+        function(None, lambda x, y: result).apply(leaf([1.0]), leaf([1.0]))
+
+
+def test_a_forward_returns_numbers():
+    with pytest.raises(TypeError, match="real numbers"):
+        function(None, lambda x, y: x * 1j).apply(leaf([1.0]), leaf([1.0]))
+
+
+def test_a_gradient_that_nobody_wants_is_not_looked_at():
+    x = leaf([2.0, 3.0])
+    function(lambda d, x, y: (d * y, "nothing")).apply(x, Tensor([4.0, 5.0])).sum().backward()
+    assert x.grad.tolist() == [4, 5]
+
+
+def test_a_16_bit_input_takes_a_float32_gradient():
+    x, y = leaf([2.0, 3.0], np.float16), leaf([4.0, 5.0], np.float16)
+    function(lambda d, x, y: (np.float32(d * y), d * x)).apply(x, y).sum().backward()
+    assert x.grad.tolist() == [4, 5] and y.grad.tolist() == [2, 3]
+
+
+SAME = {
+    "an array": lambda d, x, y: (g := d * 2, g),
+    "a view": lambda d, x, y: (g := d * 2, g[:]),
+    "two views": lambda d, x, y: ((g := d * 2).reshape(2), g[::1]),
+    "dout": lambda d, x, y: (d, d),
+    "dout and a view": lambda d, x, y: (d, d[:]),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_result_returned_twice(name):
+    """Neither input's further terms reach the other, nor leaf the other leaf."""
+    scale = 2 if "dout" not in name else 1
+    sum_of = function(SAME[name], lambda x, y: scale * (x + y))
+    a, b = leaf([1.0, 2.0]), leaf([3.0, 4.0])
+    sum_of.apply(a, b).sum().backward()
+    a.grad *= 5
+    assert b.grad.tolist() == [scale] * 2
+    for first in (0, 1):  # a further term for one of them, which the tape adds after or before
+        a, b = leaf([1.0, 2.0]), leaf([3.0, 4.0])
+        p, q = a * 1.0, b * 1.0
+        more = (p, q)[first] * 10.0
+        before = (p.exp() * 0.0 + p) if first == 0 else p
+        out = sum_of.apply(before, q)
+        (out * 1.0 + more).sum().backward()
+        extra = [10, 0] if first == 0 else [0, 10]
+        assert a.grad.tolist() == [scale + extra[0]] * 2 and b.grad.tolist() == [scale + extra[1]] * 2
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_result_returned_twice_and_added_to(name):
+    """p has a second, older consumer: its gradient is added to what the pair shares before q's producer reads it."""
+    scale = 2 if "dout" not in name else 1
+    a, b = leaf([1.0, 2.0]), leaf([3.0, 4.0])
+    q = b * 1.0  # the oldest node: its backward runs last
+    p = a * 1.0
+    older = p * 10.0
+    out = function(SAME[name], lambda x, y: scale * (x + y)).apply(p, q) * 1.0
+    (out + older).sum().backward()
+    assert a.grad.tolist() == [scale + 10] * 2 and b.grad.tolist() == [scale] * 2
+
+
+def test_a_saved_array_may_be_the_gradient():
+    """d(x·y) for a dout of ones: the inputs themselves, which later terms must not change."""
+    x, y = leaf([2.0, 3.0]), leaf([4.0, 5.0])
+    product = function(lambda d, x, y: (y, x))
+    for _ in range(2):
+        product.apply(x, y).sum().backward()
+    assert x.data.tolist() == [2, 3] and y.data.tolist() == [4, 5]
+    assert x.grad.tolist() == [8, 10] and y.grad.tolist() == [4, 6]
