@@ -23,9 +23,9 @@ import numpy as np
 
 from cudiff.backend import Array, array_module, copy_into, float32, int32, to_device
 from cudiff.errors import CudiffError
-from cudiff.nn import FlatParameters, Module
+from cudiff.nn import Module
 from cudiff.nn.module import require_fit
-from cudiff.nn.parameter import array_of
+from cudiff.nn.parameter import NOT_TRAINABLE, array_of
 from cudiff.ops import optim as ops
 from cudiff.tensor import Tensor
 
@@ -37,6 +37,9 @@ class Constant:
     warmup: int = 0
     total_steps: ClassVar[int] = 0
     final: ClassVar[float] = 1.0
+
+    def __post_init__(self) -> None:
+        _number("warmup", self.warmup, least=0)
 
     def factor(self, step: int) -> float:
         """What the learning rate is multiplied by at `step`, counted from 0."""
@@ -55,6 +58,8 @@ class Cosine:
     warmup: int = 0
 
     def __post_init__(self) -> None:
+        _number("warmup", self.warmup, least=0)
+        _number("final", self.final, least=0)
         if self.total_steps <= self.warmup:
             raise CudiffError(f"a cosine schedule needs total_steps ({self.total_steps}) beyond warmup ({self.warmup})")
 
@@ -63,15 +68,16 @@ class Cosine:
         return ops.lr_factor(step, self.warmup, self.total_steps, self.final)
 
 
-def _flat(model: Module) -> FlatParameters:
-    """The model's flat buffers, made now where it has none."""
-    if model.flat is None:
-        parameters = model.parameters()
-        if not parameters:
-            raise CudiffError("the model has no parameters to optimise")
-        model.flatten(parameters[0].device)
-    assert model.flat is not None
-    return model.flat
+def _number(name: str, value: float, least: float | None = None, above: float | None = None,
+            below: float | None = None) -> float:
+    """`value` as a float. Raises CudiffError where it is no finite number in these bounds."""
+    bounds = [f"{word} {bound:g}" for word, bound in (("at least", least), ("above", above), ("below", below))
+              if bound is not None]
+    fits = isinstance(value, int | float | np.integer | np.floating) and math.isfinite(value)
+    if not fits or (least is not None and value < least) or (above is not None and value <= above) or (
+            below is not None and value >= below):
+        raise CudiffError(f"{name} must be a number {' and '.join(bounds)}, not {value!r}")
+    return float(value)
 
 
 class EMA:
@@ -93,11 +99,12 @@ class EMA:
     """
 
     def __init__(self, model: Module, half_life: float, ramp: float | None = 0.05):
-        flat = _flat(model)
-        self.half_life, self.ramp = float(half_life), ramp
+        flat = model.flat_parameters()
+        self.half_life = _number("half_life", half_life, above=0)
+        self.ramp = None if ramp is None else _number("ramp", ramp, above=0)
         # The twin starts on the same arrays: flatten copies their values into buffers of its own.
         twins = {id(x): copy.copy(x) for x in model.parameters()}
-        self.model: Module = copy.deepcopy(model, {id(flat): None, **twins})
+        self.model: Module = copy.deepcopy(model, twins)
         self.model.eval().flatten(flat.device, trainable=False)
 
 
@@ -107,7 +114,8 @@ class Optimizer:
     Parameters
     ----------
     model : Module
-        Flattened, or flattened now where its parameters lie.
+        Flattened, or flattened now where its parameters lie. A part of a flat model is trained in its range of the
+        model's buffers, so that both may have optimisers; make that of the whole first.
     lr : float
         The schedule multiplies it. It is frozen into a captured step.
     weight_decay : float
@@ -117,7 +125,9 @@ class Optimizer:
     schedule : Constant or Cosine
     ema : EMA of the same model, or None
 
-    A step whose gradient holds a NaN or an infinity changes nothing but the counters: see `metrics`.
+    A step whose gradient holds a NaN or an infinity changes nothing but the counters: see `metrics`. A frozen parameter
+    (`requires_grad = False`) is left as it is, with its moments and its average. Raises CudiffError for options out of
+    range, and `step` for a model whose parameters have been replaced since.
     """
 
     moments: ClassVar[tuple[str, ...]] = ()
@@ -125,11 +135,13 @@ class Optimizer:
 
     def __init__(self, model: Module, lr: float, weight_decay: float, clip: float | None,
                  schedule: Constant | Cosine | None, ema: EMA | None):
-        flat = _flat(model)
-        if flat.grad is None:
-            raise CudiffError("the model is not trainable: it was flattened with trainable=False")
+        self.lr = _number("lr", lr, least=0)
+        self.weight_decay = _number("weight_decay", weight_decay, least=0)
+        self.clip = (_number("clip", clip, least=0) if clip is not None else 0) or math.inf
+        flat = model.flat_parameters()
+        if not flat.trainable:
+            raise CudiffError(NOT_TRAINABLE)
         self.model, self.flat, self.ema = model, flat, ema
-        self.lr, self.weight_decay, self.clip = float(lr), float(weight_decay), float(clip or math.inf)
         self.schedule = schedule or Constant()
         module = array_module(flat.device)
         self.buffers = {name: module.zeros(flat.size, float32) for name in self.moments}
@@ -138,7 +150,7 @@ class Optimizer:
         self._buffer_pairs: list[tuple[Tensor, Tensor]] = []
         self._targets: tuple[Tensor | None, ...] = (_tensor(flat.shadow), None, None)
         if ema is not None:
-            average = _flat(ema.model)
+            average = ema.model.flat_parameters()
             if average.slots != flat.slots or average.device != flat.device:
                 raise CudiffError("the EMA was made of another model: use EMA(model, ...) on the optimiser's model")
             self._targets = (_tensor(flat.shadow), _tensor(average.data), _tensor(average.shadow))
@@ -151,8 +163,11 @@ class Optimizer:
 
     def step(self, scale: float = 1.0) -> None:
         """Update the parameters from `scale` times the gradients, and the EMA. Reads nothing back from the device."""
-        if self.model.flat is not self.flat:
-            raise CudiffError("the model was flattened again: build the optimiser after flatten()")
+        if not self.flat.holds(self.model.parameters()):
+            raise CudiffError(
+                "the optimiser was made for other parameters (the model was flattened again, a layer was replaced, or "
+                "an optimiser of a larger model took them over): make it anew"
+            )
         grad = Tensor(self.flat.grad)
         average = (1.0, None) if self.ema is None else (self.ema.half_life, self.ema.ramp)
         ops.step_scalars(
@@ -161,7 +176,7 @@ class Optimizer:
             clip=self.clip, half_life=average[0], ramp=average[1],
         )
         buffers = [Tensor(buffer) for buffer in self.buffers.values()]
-        self._update(Tensor(self.flat.data), grad, *buffers, self.scalars, Tensor(self.flat.decay), *self._targets)
+        self._update(Tensor(self.flat.data), grad, *buffers, self.scalars, Tensor(self.flat.flags), *self._targets)
         for value, twin in self._buffer_pairs:
             twin.data[...] = value.data
 
@@ -207,7 +222,10 @@ class Adam(Optimizer):
                  weight_decay: float = 0.0, clip: float | None = None, schedule: Constant | Cosine | None = None,
                  ema: EMA | None = None):
         super().__init__(model, lr, weight_decay, clip, schedule, ema)
-        self.betas, self.eps = (float(betas[0]), float(betas[1])), float(eps)
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise CudiffError(f"betas must be two numbers such as (0.9, 0.999), not {betas!r}")
+        first, second = (_number("betas", beta, least=0, below=1) for beta in betas)
+        self.betas, self.eps = (first, second), _number("eps", eps, above=0)
 
     def _update(self, *buffers: Any) -> None:
         self._kernel(*buffers, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
@@ -233,7 +251,7 @@ class SGD(Optimizer):
                  weight_decay: float = 0.0, clip: float | None = None, schedule: Constant | Cosine | None = None,
                  ema: EMA | None = None):
         super().__init__(model, lr, weight_decay, clip, schedule, ema)
-        self.momentum, self.nesterov = float(momentum), nesterov
+        self.momentum, self.nesterov = _number("momentum", momentum, least=0, below=1), bool(nesterov)
 
     def _update(self, *buffers: Any) -> None:
         ops.sgd(*buffers, momentum=self.momentum, weight_decay=self.weight_decay, nesterov=self.nesterov)

@@ -207,12 +207,14 @@ def _recorder(frames: list[np.ndarray]) -> Callable[[int, Tensor, Tensor], None]
 
 
 def load(
-    path: str | os.PathLike, device: str | None = None, weights: str = "ema", precision: str | None = None
+    path: str | os.PathLike, device: str | None = None, weights: str = "ema", precision: str | None = None,
+    trainable: bool = False,
 ) -> Pipeline:
     """The model in a checkpoint, or in the newest of a run's folder, ready to sample. Nothing else is needed.
 
     weights: "ema", the moving average, or "model", the raw weights. device: the GPU where there is one.
-    precision: that of training on the GPU, fp32 on the CPU.
+    precision: that of training on the GPU, fp32 on the CPU. trainable: with gradients and in training mode, for an
+    optimiser to go on with; otherwise the net takes only the memory that sampling needs.
     Raises CudiffError where the file is missing, damaged, of another version or lacks tensors.
     """
     if weights not in ("ema", "model"):
@@ -224,7 +226,7 @@ def load(
     shapes = {name: value.shape for name, value in net.state_dict().items()}
     net.load_state_dict(part(checkpoint.tensors, weights, shapes))
     net.precision = precision or (config.precision if device == "cuda" else "fp32")
-    net.eval().flatten(device, trainable=False)
+    net.train(trainable).flatten(device, trainable=trainable)
     return Pipeline(config, net)
 
 

@@ -171,7 +171,10 @@ class Tensor:
         has a meaning.
         """
         if not self.requires_grad:
-            raise RuntimeError("backward() needs a tensor that requires a gradient")
+            raise RuntimeError(
+                "backward() needs a tensor that requires a gradient: nothing that it was made of does "
+                "(cudiff.load(path, trainable=True) loads a net to be trained)"
+            )
         if grad is None:
             if self.size != 1:
                 raise RuntimeError(f"backward() of a tensor of shape {self.shape} needs the gradient to start from")

@@ -2,8 +2,8 @@
 // variants: T=bf16,half
 //
 // Flat buffers (data, grad, moments, ema) are float, shadows are T; all have n elements, n a multiple of 32, and start
-// on a multiple of 16 bytes. decay: one u8 per 32 elements, 1 where weight decay applies. shadow, ema and ema_shadow
-// may be null. data, the moments and ema are updated in place, shadows overwritten, grad only read.
+// on a multiple of 16 bytes. flags: one u8 per 32 elements, DECAY where weight decay applies, FROZEN where nothing changes,
+// the moving average included. shadow, ema and ema_shadow may be null. data, the moments and ema are updated in place, shadows overwritten, grad only read.
 // scalars (8 floats, the order below) are written by `step_scalars` and read by the updates, so that nothing which changes
 // from step to step is a launch argument. Where scalars[APPLY] is 0 an update changes nothing. scalars[TICKET] has the bits
 // of an integer, 0 before the first step and after each.
@@ -13,6 +13,7 @@
 
 constexpr int THREADS = 256;  // of step_scalars
 enum Scalar { LR, GRAD_SCALE, STEP_SIZE, RSQRT_BIAS2, EMA_WEIGHT, NORM, APPLY, TICKET };
+enum Flag { DECAY = 1, FROZEN = 2 };
 enum Counter { UPDATES, SKIPPED, SKIPPED_IN_A_ROW };
 
 // The scalars and counters of a step. A block sums the squares of every gridDim.x-th group of 1024 elements; the last to
@@ -103,14 +104,16 @@ __device__ __forceinline__ i64 own_elements() { return ((i64)(gridDim.x - 1 - bl
 
 extern "C" __global__ void adam(float* __restrict__ data, const float* __restrict__ grad, float* __restrict__ exp_avg,
                                 float* __restrict__ exp_avg_sq, const float* __restrict__ scalars,
-                                const u8* __restrict__ decay, T* __restrict__ shadow, float* __restrict__ ema,
+                                const u8* __restrict__ flags, T* __restrict__ shadow, float* __restrict__ ema,
                                 T* __restrict__ ema_shadow, i64 n, float one_minus_beta1, float one_minus_beta2,
                                 float eps, float weight_decay, int decoupled) {
     wait_for_previous();
     i64 i = own_elements();
     if (i >= n || scalars[APPLY] == 0.0f) return;
+    int flag = flags[i / 32];
+    if (flag & FROZEN) return;
     float grad_scale = scalars[GRAD_SCALE], step_size = scalars[STEP_SIZE], rsqrt_bias2 = scalars[RSQRT_BIAS2];
-    float wd = decay[i / 32] ? weight_decay : 0.0f;
+    float wd = flag & DECAY ? weight_decay : 0.0f;
     float shrink = decoupled ? 1.0f - scalars[LR] * wd : 1.0f, l2 = decoupled ? 0.0f : wd;
     Pack<float> p = load_pack(data + i), g = load_pack(grad + i), m = load_pack(exp_avg + i), v = load_pack(exp_avg_sq + i);
 #pragma unroll
@@ -127,13 +130,15 @@ extern "C" __global__ void adam(float* __restrict__ data, const float* __restric
 
 extern "C" __global__ void sgd(float* __restrict__ data, const float* __restrict__ grad,
                                float* __restrict__ momentum_buffer, const float* __restrict__ scalars,
-                               const u8* __restrict__ decay, T* __restrict__ shadow, float* __restrict__ ema,
+                               const u8* __restrict__ flags, T* __restrict__ shadow, float* __restrict__ ema,
                                T* __restrict__ ema_shadow, i64 n, float momentum, float weight_decay, int nesterov) {
     wait_for_previous();
     i64 i = own_elements();
     if (i >= n || scalars[APPLY] == 0.0f) return;
+    int flag = flags[i / 32];
+    if (flag & FROZEN) return;
     float grad_scale = scalars[GRAD_SCALE], lr = scalars[LR];
-    float wd = decay[i / 32] ? weight_decay : 0.0f;
+    float wd = flag & DECAY ? weight_decay : 0.0f;
     Pack<float> p = load_pack(data + i), g = load_pack(grad + i), b = load_pack(momentum_buffer + i);
 #pragma unroll
     for (int k = 0; k < 4; k++) {

@@ -14,6 +14,14 @@ from cudiff.errors import CudiffError
 from cudiff.tensor import Tensor
 
 _mode = threading.local()
+_state = 0  # counts what recordings cannot follow: a recording of another state is made anew
+
+
+def record_again() -> None:
+    """Have every captured function recorded anew at its next call: what Python decided in it has changed."""
+    global _state
+    _state += 1
+
 _FORBIDDEN = (
     "the function cannot be captured: in it nothing may be read from the GPU (.item(), .numpy(), if on a tensor), "
     "copied to it, or waited for"
@@ -69,7 +77,7 @@ class Captured:
         if getattr(_mode, "busy", False):
             raise CudiffError("a captured function was called within another: capture the outer one only")
         signature = tuple(None if arg is None else (arg.shape, arg.dtype) for arg in args)
-        if signature not in self._recordings:
+        if signature not in self._recordings or self._recordings[signature].state != _state:
             self._recordings[signature] = _Recording(self.fn, self.warmup)
             if self.rehearse:
                 self._recordings[signature].rehearse(args)
@@ -97,7 +105,7 @@ class _Recording:
 
     def __init__(self, fn: Callable, warmup: int):
         cuda = get_cupy().cuda
-        self.fn, self.eager_calls = fn, warmup
+        self.fn, self.eager_calls, self.state = fn, warmup, _state
         # Non-blocking: a capturing stream that synchronises with the default one would forbid all work there.
         self.stream = cuda.Stream(non_blocking=True)
         self.before, self.after = (cuda.Event(disable_timing=True) for _ in range(2))

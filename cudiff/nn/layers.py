@@ -116,7 +116,7 @@ class Embedding(Module):
 
     def __init__(self, num_embeddings: int, dim: int):
         super().__init__()
-        self.weight = Parameter(init.normal((num_embeddings, dim)), layout="embedding")
+        self.weight = Parameter(init.normal((num_embeddings, dim)), decay=False, layout="embedding")
 
     def forward(self, indices: Tensor) -> Tensor:
         return ops.embedding(indices, self.weight)

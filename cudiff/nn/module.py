@@ -139,22 +139,46 @@ class Module:
         for _, module in self.modules():
             for value in module._buffers.values():
                 value.data = to_device(value.data, device)
-        if not trainable:
-            for parameter in self.parameters():
-                parameter.requires_grad = False
         return self
+
+    def flat_parameters(self) -> FlatParameters:
+        """The flat buffers of exactly the parameters that the model has now.
+
+        A part of a flat model gets its range of the model's buffers; otherwise the model is flattened now, where its
+        parameters lie. Raises CudiffError where there are none, or on different devices.
+        """
+        parameters = dict(self.named_parameters())
+        if not parameters:
+            raise CudiffError("the model has no parameters to optimise")
+        if self.flat is None or not self.flat.holds(list(parameters.values())):
+            whole = next(iter(parameters.values())).flat
+            self.flat = None if whole is None else whole.part(parameters)
+        if self.flat is None:
+            devices = sorted({parameter.device for parameter in parameters.values()})
+            if len(devices) > 1:
+                raise CudiffError("the model's parameters lie on different devices: call flatten(device) first")
+            self.flatten(devices[0])
+        assert self.flat is not None
+        return self.flat
+
+    def requires_grad_(self, requires_grad: bool = True) -> Module:
+        """Freeze all parameters below with False, or have them trained again; see `Parameter`."""
+        for parameter in self.parameters():
+            parameter.requires_grad = requires_grad
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes over, a pickled one too: all but the flat buffers, which hold other parameters."""
+        return vars(self) | {"flat": None}
 
     def zero_grad(self) -> None:
         """Set all gradients to zero where the model is flat, or drop them."""
-        if self.flat is not None:
-            self.flat.zero_grad()
-            return
         for parameter in self.parameters():
             parameter.grad = None
 
     def num_parameters(self) -> int:
         """How many numbers are trained."""
-        return sum(parameter.size for parameter in self.parameters())
+        return sum(parameter.size for parameter in {id(value): value for value in self.parameters()}.values())
 
     def summary(self) -> Table:
         """A rich table: every layer that has parameters, its parameters' shapes and counts. Print it with rich."""

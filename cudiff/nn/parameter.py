@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from cudiff.backend import Array, array_module, copy_into, device_of, float32, is_capturing, is_low, to_device
+from cudiff.cuda.graph import record_again
+from cudiff.errors import CudiffError
+from cudiff.ops.optim import Flag
 from cudiff.tensor import Tensor
 
 BLOCK = 32
@@ -26,19 +32,90 @@ class Parameter(Tensor):
     data : float array
     low : bool
         Whether matrix products in a 16-bit precision read a 16-bit copy of it, the shadow (weights of conv and linear).
-    decay : bool
-        Whether weight decay applies: it leaves out norms, biases and embeddings.
+    decay : bool or None
+        Whether weight decay applies. None: where there are two or more dimensions. Norms, biases and embeddings do not
+        decay.
     layout : {"vector", "linear", "conv2d", "conv_transpose2d", "conv1d", "embedding"}
         How PyTorch's file layout differs: see `cudiff.convert`.
+
+    Attributes
+    ----------
+    flat : FlatParameters or None
+        The buffers that hold it, once its model is flattened. A copy of it, a pickled one too, is in none.
+    data : the array. In flat buffers, setting it copies the values there; elsewhere it becomes the new array. Writing
+        into the array itself leaves the 16-bit copy as it was until the next update: use `assign`.
+    grad : the gradient. In flat buffers, setting it copies the values there, and None stands for zeros.
+    requires_grad : False freezes it: no gradient, no update, no weight decay, no momentum, no moving average, and where
+        a captured step holds it, that step is recorded again.
     """
 
-    __slots__ = ("_stale", "decay", "layout", "low", "shadow")
+    __slots__ = ("_stale", "decay", "flat", "layout", "low", "shadow")
+    _copied = ("data", "requires_grad", "decay", "layout", "low")
 
-    def __init__(self, data: Any, low: bool = False, decay: bool = False, layout: str = "vector"):
-        super().__init__(np.asarray(data, float32) if not hasattr(data, "dtype") else data, requires_grad=True)
-        self.low, self.decay, self.layout = low, decay, layout
+    def __init__(self, data: Any, low: bool = False, decay: bool | None = None, layout: str = "vector"):
+        self.flat: FlatParameters | None = None
         self.shadow: Array | None = None
-        self._stale = True
+        super().__init__(np.asarray(data, float32) if not hasattr(data, "dtype") else data, requires_grad=True)
+        self.low, self.layout = low, layout
+        self.decay = self.ndim >= 2 if decay is None else bool(decay)
+
+    @property
+    def data(self) -> Array:  # type: ignore[override]
+        return _data.__get__(self)
+
+    @data.setter
+    def data(self, array: Any) -> None:
+        if self.flat is None:
+            _data.__set__(self, Tensor(array).data)
+            self._stale = True
+        else:
+            self.assign(Tensor(array))
+
+    @property
+    def grad(self) -> Array | None:  # type: ignore[override]
+        return _grad.fget(self)
+
+    @grad.setter
+    def grad(self, array: Array | None) -> None:
+        if self.flat is None or array is self._grad or self._grad is None:
+            _grad.fset(self, array)
+        elif array is None:
+            self.zero_grad()
+        elif not self.requires_grad:
+            raise ValueError("a frozen parameter takes no gradient: set requires_grad = True first")
+        elif array_of(array).shape != self.shape:
+            raise ValueError(f"a gradient of shape {array_of(array).shape} for a parameter of shape {self.shape}")
+        else:
+            copy_into(self._grad, array_of(array))
+            self._vacant = False
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return _requires_grad.__get__(self) and (self.flat is None or self.flat.trainable)
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        wanted, flat = bool(wanted), self.flat
+        if wanted and flat is not None and not flat.trainable:
+            raise CudiffError(NOT_TRAINABLE)
+        changes = flat is not None and flat.trainable and wanted != self.requires_grad
+        _requires_grad.__set__(self, wanted)
+        if changes:
+            flat.set_frozen(self, not wanted)  # type: ignore[union-attr]
+            self._grad.fill(0)  # type: ignore[union-attr]
+            self.zero_grad()
+            record_again()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes over: it owns its array, and has no gradient and no place in flat buffers."""
+        own = vars(self) if hasattr(self, "__dict__") else {}  # of a subclass
+        state = {name: getattr(self, name) for name in self._copied}
+        return own | state | {"requires_grad": _requires_grad.__get__(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Parameter.__init__(self, state["data"])
+        for name, value in state.items():
+            setattr(self, name, value)
 
     def operand(self, dtype: np.dtype) -> Array:
         if not self.low or not is_low(dtype):
@@ -58,10 +135,23 @@ class Parameter(Tensor):
         copy_into(self.data, array)
         self._stale = True
 
-    def bind(self, data: Array, grad: Array | None, shadow: Array | None) -> None:
+    def bind(self, flat: FlatParameters, data: Array, grad: Array | None, shadow: Array | None) -> None:
         """Move the storage into slices of flat buffers; values stay, gradients start at zero."""
-        copy_into(data, self.data)
-        self.data, self.grad, self.shadow, self._stale = data, grad, shadow, True
+        if self.data is not data:
+            copy_into(data, self.data)
+        _data.__set__(self, data)
+        _grad.fset(self, grad)
+        self.flat, self.shadow, self._stale = flat, shadow, True
+
+
+_data: Any = Tensor.__dict__["data"]
+_grad: Any = Tensor.__dict__["grad"]
+_requires_grad: Any = Tensor.__dict__["requires_grad"]
+
+NOT_TRAINABLE = (
+    "the model is not trainable, as it was flattened with trainable=False: load it with cudiff.load(path, "
+    "trainable=True), or call flatten(device) once more"
+)
 
 
 class FlatParameters:
@@ -71,41 +161,77 @@ class FlatParameters:
     ----------
     data, grad : float32 (size,). grad is None for a model that is not trained.
     shadow : 16-bit (size,) or None
-    slots : dict from parameter name to (start, stop, shape), in state_dict order
-    decay : uint8 (size / 32,), 1 where weight decay applies; on the same device
+    slots : dict from parameter name to (start, stop, shape), in state_dict order. Two names of one parameter share one.
+    flags : uint8 (size / 32,) of `Flag`; on the same device
+    trainable : bool
     """
 
-    def __init__(self, parameters: dict[str, Parameter], device: str, low: np.dtype | None, trainable: bool = True):
+    def __init__(self, parameters: Mapping[str, Parameter], device: str, low: np.dtype | None, trainable: bool = True):
         module = array_module(device)
-        self.device, self.slots = device, {}
+        self.device, self.trainable = device, trainable
+        self._parameters = list(parameters.values())
+        self._owner = self  # whose buffers these are a range of
+        self._ranges: dict[int, tuple[int, int]] = {}
         start = 0
-        for name, parameter in parameters.items():
-            self.slots[name] = (start, start + parameter.size, parameter.shape)
-            start += -(-parameter.size // BLOCK) * BLOCK
+        for parameter in self._parameters:
+            if id(parameter) not in self._ranges:
+                self._ranges[id(parameter)] = start, start + parameter.size
+                start += -(-parameter.size // BLOCK) * BLOCK
         self.size = start
+        self.slots = {name: (*self._ranges[id(value)], value.shape) for name, value in parameters.items()}
         self.data: Array = module.zeros(start, float32)
         self._grad: Array | None = module.zeros(start, float32) if trainable else None
-        self._parameters = list(parameters.values())
         self.shadow: Array | None = module.zeros(start, low) if low is not None else None
-        decay = np.zeros(start // BLOCK, np.uint8)
-        for name, parameter in parameters.items():
-            first, last, shape = self.slots[name]
-            decay[first // BLOCK : -(-last // BLOCK)] = parameter.decay
-            grad = self._grad[first:last].reshape(shape) if self._grad is not None else None
-            shadow = self.shadow[first:last].reshape(shape) if self.shadow is not None and parameter.low else None
-            parameter.bind(self.data[first:last].reshape(shape), grad, shadow)
-        self.decay: Array = to_device(decay, device)
+        flags = np.zeros(start // BLOCK, np.uint8)
+        for parameter in self._parameters:
+            first, last = self._ranges[id(parameter)]
+            frozen = not _requires_grad.__get__(parameter)
+            flags[first // BLOCK : -(-last // BLOCK)] = parameter.decay * Flag.DECAY | frozen * Flag.FROZEN
+            data, grad, shadow = (
+                None if flat is None else flat[first:last].reshape(parameter.shape)
+                for flat in (self.data, self._grad, self.shadow if parameter.low else None)
+            )
+            parameter.bind(self, parameter.data if parameter.flat is self else data, grad, shadow)
+        self.flags: Array = to_device(flags, device)
+
+    def holds(self, parameters: list[Parameter]) -> bool:
+        """Whether these are the parameters that lie here, no more and no fewer, and still do."""
+        return len(parameters) == len(self._parameters) and all(
+            mine is theirs and mine.flat is self._owner
+            for mine, theirs in zip(self._parameters, parameters, strict=True)
+        )
+
+    def part(self, parameters: Mapping[str, Parameter]) -> FlatParameters | None:
+        """The range of these buffers in which exactly these parameters lie, one after the other; None where none is."""
+        if not all(value.flat is self for value in parameters.values()):
+            return None
+        ranges = [self._ranges[id(value)] for value in parameters.values()]
+        padded = sorted({(start, start + -(-(stop - start) // BLOCK) * BLOCK) for start, stop in ranges})
+        if any(stop != start for (_, stop), (start, _) in pairwise(padded)):
+            return None
+        first, last = padded[0][0], padded[-1][1]
+        part = copy.copy(self)
+        part._parameters, part.size = list(parameters.values()), last - first
+        part.slots = {
+            name: (start - first, stop - first, parameters[name].shape)
+            for name, (start, stop) in zip(parameters, ranges, strict=True)
+        }
+        part.data, part.flags = self.data[first:last], self.flags[first // BLOCK : last // BLOCK]
+        part._grad = None if self._grad is None else self._grad[first:last]
+        part.shadow = None if self.shadow is None else self.shadow[first:last]
+        return part
+
+    def set_frozen(self, parameter: Parameter, frozen: bool) -> None:
+        """Have updates leave `parameter` as it is, or change it again."""
+        first, last = self._ranges[id(parameter)]
+        kept = Flag.DECAY if parameter.decay else 0
+        self.flags[first // BLOCK : -(-last // BLOCK)] = kept | (Flag.FROZEN if frozen else 0)
 
     @property
     def grad(self) -> Array | None:
         for parameter in self._parameters:
             _ = parameter.grad  # writes zeros where no backward wrote
         return self._grad
-
-    def zero_grad(self) -> None:
-        """Set the gradients to zero."""
-        for parameter in self._parameters:
-            parameter.zero_grad()
 
     def views(self, flat: Array) -> dict[str, Array]:
         """Each parameter's slice of any flat buffer of this size, by name and in its shape."""

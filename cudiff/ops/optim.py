@@ -7,7 +7,8 @@ in: `counters`, int32 (3,), ordered as `Counter`, and `scalars`, float32 (8,), o
 from __future__ import annotations
 
 import math
-from enum import IntEnum
+from collections.abc import Iterator
+from enum import IntEnum, IntFlag
 
 import numpy as np
 
@@ -26,6 +27,13 @@ class Counter(IntEnum):
     UPDATES = 0
     SKIPPED = 1
     SKIPPED_IN_A_ROW = 2
+
+
+class Flag(IntFlag):
+    """What holds for 32 parameters that lie side by side; kernels/optim.cu has the same list."""
+
+    DECAY = 1  # weight decay applies
+    FROZEN = 2  # nothing changes: neither the parameters, nor their moments, nor their moving average
 
 
 class Scalar(IntEnum):
@@ -128,18 +136,25 @@ def _finish(part: slice, data: Array, shadow: Array, ema: Array, ema_shadow: Arr
         ema_shadow[part] = ema[part]
 
 
-def _scratch(size: int) -> list[tuple[slice, Array, Array]]:
-    """The chunks of a buffer, each with two scratch arrays of its length."""
+def _chunks(flags: Array) -> Iterator[tuple[slice, slice, Array, Array]]:
+    """The elements that are not frozen, CHUNK at a time; where their flags lie; two scratch arrays of their length."""
     a, b = np.empty(CHUNK, float32), np.empty(CHUNK, float32)
-    starts = range(0, size, CHUNK)
-    return [(slice(start, min(start + CHUNK, size)), a[: size - start], b[: size - start]) for start in starts]
+    changes = np.diff(np.concatenate(([0], flags & Flag.FROZEN == 0, [0])).astype(np.int8))
+    for first, last in zip(np.flatnonzero(changes == 1) * 32, np.flatnonzero(changes == -1) * 32, strict=True):
+        for start in range(int(first), int(last), CHUNK):
+            stop = min(start + CHUNK, int(last))
+            yield slice(start, stop), slice(start // 32, stop // 32), a[: stop - start], b[: stop - start]
 
 
-def _add_l2(part: slice, g: Array, data: Array, decay: Array, weight_decay: float, scratch: Array) -> None:
-    """g += weight_decay · data where the mask says so; data is read in blocks of 32."""
-    mask = weight_decay * decay[part.start // 32 : part.stop // 32, None].astype(float32)
-    np.multiply(data[part].reshape(-1, 32), mask, out=scratch.reshape(-1, 32))
+def _add_l2(g: Array, data: Array, decay: Array, scratch: Array) -> None:
+    """g += decay · data, where decay has a factor for each 32 elements."""
+    np.multiply(data.reshape(-1, 32), decay[:, None], out=scratch.reshape(-1, 32))
     g += scratch
+
+
+def _decay(flags: Array, weight_decay: float) -> Array:
+    """The weight decay of each 32 parameters, float32."""
+    return np.where(flags & Flag.DECAY, float32.type(weight_decay), float32.type(0))
 
 
 class AdamUpdate(Function):
@@ -148,19 +163,19 @@ class AdamUpdate(Function):
     differentiable = False
 
     @staticmethod
-    def forward_numpy(ctx: Context, data, grad, exp_avg, exp_avg_sq, scalars, decay, shadow, ema, ema_shadow, *, betas,
+    def forward_numpy(ctx: Context, data, grad, exp_avg, exp_avg_sq, scalars, flags, shadow, ema, ema_shadow, *, betas,
                       eps, weight_decay, decoupled):
         values = [float(value) for value in scalars]
         if not values[Scalar.APPLY]:
             return data
-        shrink = 1 - values[Scalar.LR] * weight_decay * decay[:, None].astype(float32)
-        for part, g, scratch in _scratch(data.size):
+        decay = _decay(flags, weight_decay * values[Scalar.LR] if decoupled else weight_decay)
+        for part, block, g, scratch in _chunks(flags):
             p, m, v = data[part], exp_avg[part], exp_avg_sq[part]
             np.multiply(grad[part], values[Scalar.GRAD_SCALE], out=g)
             if weight_decay and decoupled:
-                p.reshape(-1, 32)[...] *= shrink[part.start // 32 : part.stop // 32]
+                p.reshape(-1, 32)[...] *= 1 - decay[block, None]
             elif weight_decay:
-                _add_l2(part, g, data, decay, weight_decay, scratch)
+                _add_l2(g, p, decay[block], scratch)
             m *= betas[0]
             np.multiply(g, 1 - betas[0], out=scratch)
             m += scratch
@@ -178,9 +193,9 @@ class AdamUpdate(Function):
         return data
 
     @staticmethod
-    def forward_cuda(ctx: Context, data, grad, exp_avg, exp_avg_sq, scalars, decay, shadow, ema, ema_shadow, *, betas,
+    def forward_cuda(ctx: Context, data, grad, exp_avg, exp_avg_sq, scalars, flags, shadow, ema, ema_shadow, *, betas,
                      eps, weight_decay, decoupled):
-        args = (data, grad, exp_avg, exp_avg_sq, scalars, decay, shadow, ema, ema_shadow, np.int64(data.size))
+        args = (data, grad, exp_avg, exp_avg_sq, scalars, flags, shadow, ema, ema_shadow, np.int64(data.size))
         numbers = (1.0 - betas[0], 1.0 - betas[1], float(eps), float(weight_decay), decoupled)
         launch("optim", "adam", blocks(data.size, 1024), 256, args + numbers, T=_shadow_dtype(shadow, ema_shadow))
         return data
@@ -190,17 +205,17 @@ def _shadow_dtype(*shadows: Array | None) -> np.dtype:
     return next((shadow.dtype for shadow in shadows if shadow is not None), bfloat16)
 
 
-def adam(data: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Tensor, decay: Tensor,
+def adam(data: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Tensor, flags: Tensor,
          shadow: Tensor | None = None, ema: Tensor | None = None, ema_shadow: Tensor | None = None, *,
          betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
          decoupled: bool = False) -> Tensor:
     """Adam (Kingma and Ba, 2015), in place: moments, `data`, its 16-bit `shadow`, `ema` and its shadow.
 
-    All flat, float32 (n,), n a multiple of 32; decay uint8 (n / 32,): 1 where weight decay applies, which is added to
-    the gradient, or with `decoupled` shrinks the parameter (AdamW, Loshchilov and Hutter, 2019). Returns `data`.
+    All flat, float32 (n,), n a multiple of 32; flags uint8 (n / 32,) of `Flag`. Weight decay is added to the gradient,
+    or with `decoupled` shrinks the parameter (AdamW, Loshchilov and Hutter, 2019). Returns `data`.
     """
     return AdamUpdate.apply(
-        data, grad, exp_avg, exp_avg_sq, scalars, decay, shadow, ema, ema_shadow,
+        data, grad, exp_avg, exp_avg_sq, scalars, flags, shadow, ema, ema_shadow,
         betas=betas, eps=eps, weight_decay=weight_decay, decoupled=decoupled,
     )
 
@@ -216,40 +231,41 @@ class SGDUpdate(Function):
     differentiable = False
 
     @staticmethod
-    def forward_numpy(ctx: Context, data, grad, momentum_buffer, scalars, decay, shadow, ema, ema_shadow, *, momentum,
+    def forward_numpy(ctx: Context, data, grad, momentum_buffer, scalars, flags, shadow, ema, ema_shadow, *, momentum,
                       weight_decay, nesterov):
         values = [float(value) for value in scalars]
         if not values[Scalar.APPLY]:
             return data
-        for part, g, scratch in _scratch(data.size):
-            b = momentum_buffer[part]
+        decay = _decay(flags, weight_decay)
+        for part, block, g, scratch in _chunks(flags):
+            p, b = data[part], momentum_buffer[part]
             np.multiply(grad[part], values[Scalar.GRAD_SCALE], out=g)
             if weight_decay:
-                _add_l2(part, g, data, decay, weight_decay, scratch)
+                _add_l2(g, p, decay[block], scratch)
             b *= momentum
             b += g
             np.multiply(b, momentum if nesterov else 1, out=scratch)
             if nesterov:
                 scratch += g
             scratch *= values[Scalar.LR]
-            data[part] -= scratch
+            p -= scratch
             _finish(part, data, shadow, ema, ema_shadow, values[Scalar.EMA_WEIGHT], scratch)
         return data
 
     @staticmethod
-    def forward_cuda(ctx: Context, data, grad, momentum_buffer, scalars, decay, shadow, ema, ema_shadow, *, momentum,
+    def forward_cuda(ctx: Context, data, grad, momentum_buffer, scalars, flags, shadow, ema, ema_shadow, *, momentum,
                      weight_decay, nesterov):
-        args = (data, grad, momentum_buffer, scalars, decay, shadow, ema, ema_shadow, np.int64(data.size))
+        args = (data, grad, momentum_buffer, scalars, flags, shadow, ema, ema_shadow, np.int64(data.size))
         numbers = (float(momentum), float(weight_decay), nesterov)
         launch("optim", "sgd", blocks(data.size, 1024), 256, args + numbers, T=_shadow_dtype(shadow, ema_shadow))
         return data
 
 
-def sgd(data: Tensor, grad: Tensor, momentum_buffer: Tensor, scalars: Tensor, decay: Tensor,
+def sgd(data: Tensor, grad: Tensor, momentum_buffer: Tensor, scalars: Tensor, flags: Tensor,
         shadow: Tensor | None = None, ema: Tensor | None = None, ema_shadow: Tensor | None = None, *,
         momentum: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False) -> Tensor:
     """Gradient descent with momentum, optionally Nesterov's, in place; buffers as for `adam`. Returns `data`."""
     return SGDUpdate.apply(
-        data, grad, momentum_buffer, scalars, decay, shadow, ema, ema_shadow,
+        data, grad, momentum_buffer, scalars, flags, shadow, ema, ema_shadow,
         momentum=momentum, weight_decay=weight_decay, nesterov=nesterov,
     )

@@ -147,8 +147,9 @@ class Problem:
         sizes = 10.0 ** rng.integers(-3, 2, (20, 1))
         self.gradients = (sizes * rng.standard_normal((20, SIZE))).astype(np.float32)
         decay = rng.integers(0, 2, SIZE // 32).astype(np.uint8)
+        decay[[0, -1]] = 1
         self.mask = np.repeat(decay, 32).astype(np.float64)
-        self.decay = Tensor(decay, device=device)
+        self.flags = Tensor(decay, device=device)
         self.data, self.ema = Tensor(self.start.copy(), device=device), self.zeros(SIZE)
         self.moments = [self.zeros(SIZE) for _ in range(moments)]
         self.shadow, self.ema_shadow = (None if shadow is None else self.zeros(SIZE, shadow) for _ in range(2))
@@ -163,7 +164,7 @@ class Problem:
         if self.moments[1:]:
             attrs["betas"] = betas
         update(
-            self.data, grad, *self.moments, self.scalars, self.decay, self.shadow, self.ema, self.ema_shadow, **attrs
+            self.data, grad, *self.moments, self.scalars, self.flags, self.shadow, self.ema, self.ema_shadow, **attrs
         )
 
     def check(self, path, moments):
@@ -203,6 +204,29 @@ def test_sgd(device, rng, momentum, nesterov, shadow):
         problem.start.astype(np.float64), problem.gradients.astype(np.float64), problem.mask, 1e-2, momentum, 0.3,
         nesterov,
     ))
+
+
+@pytest.mark.parametrize("update, moments", [(ops.adamw, 2), (ops.adam, 2), (ops.sgd, 1)])
+def test_frozen_blocks_stay_and_the_others_move_as_without_them(device, rng, update, moments):
+    problem, free = (Problem(np.random.default_rng(3), device, moments, ml_dtypes.bfloat16) for _ in range(2))
+    frozen = rng.integers(0, 2, SIZE // 32).astype(bool)
+    frozen[:3] = True, False, True
+    flags = problem.flags.numpy() | np.where(frozen, ops.Flag.FROZEN, 0).astype(np.uint8)
+    problem.flags = Tensor(flags, device=device)
+    kept = [[t.numpy().copy() for t in (p.data, p.ema, p.shadow, p.ema_shadow)] for p in (problem, free)]
+    for gradient in problem.gradients:
+        for each in (problem, free):
+            each.step(update, gradient, weight_decay=0.3)
+    elements = np.repeat(frozen, 32)
+    for tensor, other, before in zip(
+        (problem.data, problem.ema, problem.shadow, problem.ema_shadow),
+        (free.data, free.ema, free.shadow, free.ema_shadow), kept[0], strict=True,
+    ):
+        np.testing.assert_array_equal(tensor.numpy()[elements], before[elements])
+        np.testing.assert_array_equal(tensor.numpy()[~elements], other.numpy()[~elements])
+    for moment, other in zip(problem.moments, free.moments, strict=True):
+        assert not moment.numpy()[elements].any()
+        np.testing.assert_array_equal(moment.numpy()[~elements], other.numpy()[~elements])
 
 
 @pytest.mark.parametrize("update, moments", [(ops.adamw, 2), (ops.sgd, 1)])
