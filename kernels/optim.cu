@@ -109,9 +109,9 @@ extern "C" __global__ void adam(float* __restrict__ data, const float* __restric
                                 float eps, float weight_decay, int decoupled) {
     wait_for_previous();
     i64 i = own_elements();
-    if (i >= n || scalars[APPLY] == 0.0f) return;
-    int flag = flags[i / 32];
-    if (flag & FROZEN) return;
+    if (i >= n) return;
+    int flag = flags[i / 32];  // on its way together with scalars[APPLY]
+    if (scalars[APPLY] == 0.0f || flag & FROZEN) return;
     float grad_scale = scalars[GRAD_SCALE], step_size = scalars[STEP_SIZE], rsqrt_bias2 = scalars[RSQRT_BIAS2];
     float wd = flag & DECAY ? weight_decay : 0.0f;
     float shrink = decoupled ? 1.0f - scalars[LR] * wd : 1.0f, l2 = decoupled ? 0.0f : wd;
@@ -134,9 +134,9 @@ extern "C" __global__ void sgd(float* __restrict__ data, const float* __restrict
                                T* __restrict__ ema_shadow, i64 n, float momentum, float weight_decay, int nesterov) {
     wait_for_previous();
     i64 i = own_elements();
-    if (i >= n || scalars[APPLY] == 0.0f) return;
-    int flag = flags[i / 32];
-    if (flag & FROZEN) return;
+    if (i >= n) return;
+    int flag = flags[i / 32];  // on its way together with scalars[APPLY]
+    if (scalars[APPLY] == 0.0f || flag & FROZEN) return;
     float grad_scale = scalars[GRAD_SCALE], lr = scalars[LR];
     float wd = flag & DECAY ? weight_decay : 0.0f;
     Pack<float> p = load_pack(data + i), g = load_pack(grad + i), b = load_pack(momentum_buffer + i);
