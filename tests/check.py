@@ -1,11 +1,13 @@
-"""check_op: one call that holds an operation to its reference on every backend.
+"""check_op and check_case: one call that holds an operation to its reference on every backend.
 
 On the CPU: NumPy's backward against finite differences in float64, and forward and backward against PyTorch where it
 is installed. On the GPU: the CUDA kernels in float32, bfloat16 and float16 against NumPy in float64 on the same
-(rounded) inputs.
+(rounded) inputs. Arrays are compared as a whole and element by element, as one norm of many hides a wrong one.
 """
 
 from __future__ import annotations
+
+import math
 
 import ml_dtypes
 import numpy as np
@@ -28,6 +30,34 @@ def relative_error(actual, expected) -> float:
         return np.inf
     scale = np.linalg.norm(expected)
     return float(np.linalg.norm(actual - expected) / scale) if scale > 0 else float(np.linalg.norm(actual))
+
+
+ELEMENT = 8  # times an array's root mean square: what an element's rounding may have been part of
+
+
+def assert_close(actual, expected, tolerance, beside=0.0, what="the result"):
+    """Hold an array as a whole to `tolerance` of its norm, and each element to that of its own size and of the array's
+    root mean square. `beside`: a norm added to the array's, of what cancels in it."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert actual.shape == expected.shape, f"{what} has shape {actual.shape}, not {expected.shape}"
+    assert np.isfinite(actual).all(), f"{what} has elements that are not finite, or were never written"
+    norm = np.linalg.norm(expected) + beside
+    error = np.abs(actual - expected)
+    assert np.linalg.norm(error) <= tolerance * norm, (
+        f"{what} differs by {np.linalg.norm(error):.1e}, allowed {tolerance * norm:.1e}"
+    )
+    allowed = tolerance * (np.abs(expected) + ELEMENT * norm / np.sqrt(max(expected.size, 1)))
+    _assert_elements(error, allowed, actual, expected, what)
+
+
+def _assert_elements(error, allowed, actual, expected, what):
+    over = np.argwhere(error > allowed)
+    if len(over):
+        at = tuple(over[0])
+        raise AssertionError(
+            f"{what} differs at {len(over)} of {error.size} elements, first at {[int(i) for i in at]}: "
+            f"{actual[at]:.9g}, not {expected[at]:.9g}, allowed {allowed[at]:.1e}"
+        )
 
 
 def sums_of(partials):
@@ -139,13 +169,88 @@ def _check_cuda(fn, arrays, dtype, fp32_inputs, tolerance):
     douts = [d.astype(o.dtype).astype(np.float64) if _is_float(d) else d for o, d in zip(outs, douts, strict=True)]
     expected, expected_grads, _ = _run(fn, reference, "cpu", douts)
     for out, reference_out in zip(outs, expected, strict=True):
-        error = relative_error(out, reference_out)
-        assert error <= tolerance, f"{dtype} forward differs from NumPy by {error:.1e}, allowed {tolerance:.1e}"
-    known = [grad for grad in expected_grads if grad is not None]
-    everything = np.sqrt(sum(np.sum(np.square(grad)) for grad in known))
+        assert_close(out, reference_out, tolerance, what=f"{dtype} forward")
+    everything = np.sqrt(sum(np.sum(np.square(grad)) for grad in expected_grads if grad is not None))
     for i, (grad, expected_grad) in enumerate(zip(grads, expected_grads, strict=True)):
         if expected_grad is not None:
             # A gradient that cancels (a norm over two values) is held to the size of all gradients together.
-            allowed = tolerance * (np.linalg.norm(expected_grad) + 0.05 * everything)
-            error = relative_error(grad, expected_grad) * (np.linalg.norm(expected_grad) or 1.0)
-            assert error <= allowed, f"{dtype} gradient {i} differs by {error:.1e}, allowed {allowed:.1e}"
+            assert_close(grad, expected_grad, tolerance, 0.05 * everything, f"{dtype} gradient {i}")
+
+
+def check_case(case, device, dtypes=("float32", "bfloat16"), smooth=True):
+    """Hold a row of tests/ops/table.py to its meaning in float64, its gradient to differences, and each dtype on
+    `device` to float64 of the same rounded numbers, all element by element.
+
+    smooth: whether the numbers are ordinary ones, of which differences can be taken.
+    """
+    outs, _, douts = _run(case.fn, case.arrays, "cpu")
+    expected = _tuple(case.meaning(*case.arrays))
+    for out, reference, size in zip(outs, expected, _sizes(case, case.arrays, expected), strict=True):
+        share = 8 * (16 + math.sqrt(case.terms)) * np.finfo(out.dtype).eps  # float32 where bytes went in
+        _hold(out, reference, out.dtype, case.steps, share, size, "float64 against its meaning")
+    if smooth and any(_is_float(array) for array in case.arrays):
+        _check_along_a_line(case, douts)
+    for dtype in dtypes:
+        _check_rounded(case, device, np.dtype(getattr(ml_dtypes, dtype, None) or dtype))
+
+
+def _tuple(values):
+    return values if isinstance(values, tuple) else (values,)
+
+
+def _sizes(case, arrays, expected):
+    """What each element's terms add up to without their signs; of what is not linear the largest result, where it sums
+    at all."""
+    if case.linear:
+        return _tuple(case.meaning(*[np.abs(array) for array in arrays]))
+    return [0.0 if case.terms == 1 or not np.size(e) else np.abs(e).max() for e in expected]
+
+
+def _hold(actual, expected, dtype, steps, share, size, what):
+    """Within 2 units of the last place for each of `steps` roundings, and `share` of what was summed."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, not {expected.shape}"
+    assert np.isfinite(actual).all(), f"{what}: elements that are not finite, or were never written"
+    unit = ml_dtypes.finfo(dtype)
+    allowed = 2 * steps * float(unit.eps) * np.abs(expected) + share * np.abs(size) + 2 * float(unit.smallest_subnormal)
+    _assert_elements(np.abs(actual - expected), np.broadcast_to(allowed, expected.shape), actual, expected, what)
+
+
+def _check_along_a_line(case, douts, step=1e-6):
+    """All elements of all gradients at once: the slope along a random line, which one wrong element changes."""
+    _, grads, _ = _run(case.fn, case.arrays, "cpu", douts)
+    if all(grad is None for grad in grads):
+        return  # not differentiable
+    rng = np.random.default_rng(13)
+    line = [rng.choice([-1.0, 1.0], np.shape(a)) if g is not None else None
+            for a, g in zip(case.arrays, grads, strict=True)]
+    values = []
+    for sign in (1, -1):
+        moved = [a if v is None else a + sign * step * v for a, v in zip(case.arrays, line, strict=True)]
+        values.append(math.fsum(np.sum(o * d) for o, d in zip(_forward(case.fn, moved), douts, strict=True)))
+    numeric = (values[0] - values[1]) / (2 * step)
+    terms = [grad * v for grad, v in zip(grads, line, strict=True) if v is not None]
+    analytic = math.fsum(term.sum() for term in terms)
+    size = max(np.abs(term).max() for term in terms if term.size)
+    noise = 1e-14 * (abs(values[0]) + sum(np.abs(d).sum() for d in douts)) / step  # of the forward's own sums
+    assert abs(numeric - analytic) <= 1e-4 * size + noise, f"slope along a line {numeric}, by the gradients {analytic}"
+
+
+def _check_rounded(case, device, dtype):
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    rounded = [
+        a if not _is_float(a) else a.astype(np.float32 if i in case.fp32 else dtype) for i, a in enumerate(case.arrays)
+    ]
+    wide = [r.astype(np.float64) if _is_float(a) else r for a, r in zip(case.arrays, rounded, strict=True)]
+    outs, grads, douts = _run(case.fn, rounded, device)
+    douts = [d.astype(o.dtype).astype(np.float64) for o, d in zip(outs, douts, strict=True)]
+    expected, wide_grads, _ = _run(case.fn, wide, "cpu", douts)
+    share = 8 * (2 + math.sqrt(case.terms)) * float(np.finfo(np.float32).eps)
+    between = share + (2 * case.steps * eps if case.steps > 1 else 0.0)
+    for out, reference, size in zip(outs, expected, _sizes(case, wide, expected), strict=True):
+        _hold(out, reference, out.dtype, case.steps, between, size, f"{dtype} on {device}")
+    for i, (grad, reference) in enumerate(zip(grads, wide_grads, strict=True)):
+        if reference is not None and reference.size:
+            # What a backward reads may have been rounded once: of each term two units.
+            size = np.abs(reference).max()
+            _hold(grad, reference, dtype, 2 * case.steps, between + 2 * eps, size, f"{dtype} gradient {i} on {device}")
