@@ -11,7 +11,8 @@ import pytest
 from cudiff import ops
 from cudiff.tensor import Function
 from tests.check import TOLERANCE, assert_close, check_case, relative_error
-from tests.ops.table import ELSEWHERE, ROWS, Case, Numbers
+from tests.ops.cases import Case, Numbers
+from tests.ops.table import ELSEWHERE, ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
 
