@@ -10,8 +10,10 @@ import numpy as np
 
 from cudiff.data.dataset import Dataset
 from cudiff.data.draw import digits
-from cudiff.data.files import fit, image_folder, npz_file, unetcu_file
 from cudiff.data.idx import has_idx, idx_folder, mnist
+from cudiff.data.npz import npz_file
+from cudiff.data.pictures import fit, image_folder
+from cudiff.data.unetcu import unetcu_file
 from cudiff.errors import CudiffError
 from cudiff.ops.batch import shuffled_index
 
@@ -53,7 +55,10 @@ def load_dataset(
     if spec == "mnist":
         return fit(_pad_mnist(mnist(part), image_size), image_size, channels)
 
-    path = Path(spec).expanduser()
+    try:
+        path = Path(spec).expanduser()
+    except RuntimeError:
+        raise CudiffError(f"'{spec}' begins with ~ and names no user: give the whole path") from None
     try:
         return _load_path(path, part, image_size, channels, skip_bad)
     except OSError as error:
@@ -69,6 +74,8 @@ def _load_path(path: Path, part: str, image_size: int | None, channels: int | No
         raise CudiffError(f"{path} has no test part: hold some of it out, or name a second data set")
     if path.is_dir():
         return image_folder(path, image_size, channels, skip_bad)
+    if not path.is_file():
+        raise CudiffError(f"{path} is no regular file: give digits, mnist, a folder of images, an .npz or a .bin")
     readers = {".npz": npz_file, ".bin": unetcu_file}
     if path.suffix.lower() not in readers:
         raise CudiffError(f"{path} is not a data set: give digits, mnist, a folder of images, an .npz or a .bin")

@@ -9,6 +9,7 @@ from PIL import Image, ImageDraw, ImageFont, features
 
 from cudiff.data.dataset import Dataset
 from cudiff.errors import CudiffError
+from cudiff.memory import check_memory
 
 PARTS = ("train", "test")
 STROKES = 8  # thicknesses, from the font's own stroke to the thickest that leaves the holes of 4, 6, 8 and 9 open
@@ -18,6 +19,7 @@ MAX_ROTATION = 0.22  # radians
 MAX_SHEAR = 0.35
 SCALE = (0.78, 1.12)
 MAX_SHIFT = 0.07  # of the image's side
+MOST_PIXELS = 1024  # a side; each glyph is first drawn eight times as large
 INTENSITY = (0.8, 1.0)
 
 
@@ -47,6 +49,9 @@ def digits(n: int = 4000, image_size: int = 16, seed: int = 0, part: str = "trai
         raise CudiffError(f"cannot draw {n} digits: ask for 1 or more")
     if image_size < 8:
         raise CudiffError(f"digits of {image_size} pixels cannot be read: use an image size of 8 or more")
+    if image_size > MOST_PIXELS:
+        raise CudiffError(f"digits of {image_size} pixels are not drawn: use an image size of {MOST_PIXELS} or less")
+    check_memory(f"{n:,} digits of {image_size}x{image_size}", n * (image_size**2 + 256), "draw fewer")
     if not features.check("freetype2"):
         raise CudiffError(
             "this Pillow has no FreeType, which draws the digits: reinstall it (pip install --force-reinstall pillow) "

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
+import math
 import os
 import struct
 import tempfile
@@ -18,13 +20,16 @@ import numpy as np
 
 from cudiff.backend import cache_folder
 from cudiff.data.dataset import Dataset
-from cudiff.errors import CudiffError
+from cudiff.data.npz import fill, inflates
+from cudiff.errors import CudiffError, printable
+from cudiff.memory import check_memory
 
 MIRRORS = (
     "https://storage.googleapis.com/cvdf-datasets/mnist/",
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
 )
 PREFIXES = {"train": "train", "test": "t10k"}
+LARGEST = 47_040_016  # bytes of the largest of the four files
 SHA256 = {  # of the uncompressed files
     "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
     "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
@@ -53,7 +58,7 @@ def mnist(part: str = "train", folder: str | os.PathLike | None = None) -> Datas
         files = [cache_folder("mnist") / f"{name}.gz" for name in names]
         contents = [_download(name, file) for name, file in zip(names, files, strict=True)]
     for name, file, content in zip(names, files, contents, strict=True):
-        if hashlib.sha256(content).hexdigest() != SHA256[name]:
+        if hashlib.sha256(content.data).hexdigest() != SHA256[name]:
             raise CudiffError(
                 f"{file} is not the published MNIST file (its SHA-256 differs): move it away, it is then downloaded "
                 "anew; or name its folder as the data set, which takes any IDX files"
@@ -83,11 +88,13 @@ def idx_folder(folder: Path, part: str = "train") -> Dataset:
         raise CudiffError(
             f"{folder}: images have {images.ndim} dimensions and labels {labels.ndim}, not 3 and 1: check the files"
         )
+    if 0 in images.shape[1:]:
+        raise CudiffError(f"{folder}: images of {images.shape[1]}x{images.shape[2]} pixels: get the files anew")
     if len(images) == 0 or len(images) != len(labels):
         raise CudiffError(
             f"{folder}: {len(images)} images and {len(labels)} labels: the files do not belong together, get both anew"
         )
-    return Dataset(images[..., None], labels, int(labels.max()) + 1, folder.resolve().name)
+    return Dataset(images[..., None], labels, int(labels.max()) + 1, printable(folder.resolve().name))
 
 
 def _names(part: str) -> tuple[str, str]:
@@ -105,37 +112,66 @@ def _find(folder: Path, name: str) -> Path | None:
     return None
 
 
-def _read(file: Path) -> bytes:
+def _read(file: Path) -> np.ndarray:
+    """All bytes of an IDX file, unpacked: as many as its own header announces, and nothing may follow."""
     try:
-        content = file.read_bytes()
-        return gzip.decompress(content) if file.suffix == ".gz" else content
+        with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as stream:  # type: ignore[operator]
+            start = stream.read(16)
+            offset, shape = _header(start, file)
+            size = offset + math.prod(shape)
+            stored = file.stat().st_size
+            if not inflates(size, stored) or (file.suffix != ".gz" and size != stored):
+                raise CudiffError(
+                    f"{file} is truncated or damaged: {stored:,} bytes where {'x'.join(map(str, shape))} are "
+                    "announced: get the file anew"
+                )
+            check_memory(str(file), size, "use fewer images")
+            content = np.empty(size, np.uint8)
+            begun = min(len(start), size)
+            content[:begun] = np.frombuffer(start, np.uint8, begun)
+            try:
+                fill(stream, content[begun:])
+                short = False
+            except EOFError as error:
+                if "end-of-stream" in str(error):
+                    raise
+                short = True
+            if short or len(start) > size or stream.read(1):
+                raise CudiffError(
+                    f"{file} is truncated or damaged: it holds {'fewer' if short else 'more'} bytes than the "
+                    f"{'x'.join(map(str, shape))} announced: get the file anew"
+                )
+            return content
     except (OSError, EOFError, zlib.error) as error:
         raise CudiffError(f"cannot read {file} ({error}): get the file anew") from None
 
 
-def _parse_idx(content: bytes, file: Path) -> np.ndarray:
-    dimensions = content[3] if len(content) >= 4 and content[:3] == b"\x00\x00\x08" else 0
-    header = 4 + 4 * dimensions
-    if not 1 <= dimensions <= 3 or len(content) < header:
+def _header(start: bytes | np.ndarray, file: Path) -> tuple[int, tuple[int, ...]]:
+    """The header's length and the array's shape, from the first 16 bytes of an IDX file."""
+    start = bytes(start[:16])
+    dimensions = start[3] if len(start) >= 4 and start[:3] == b"\x00\x00\x08" else 0
+    offset = 4 + 4 * dimensions
+    if not 1 <= dimensions <= 3 or len(start) < offset:
         raise CudiffError(f"{file} is not an IDX file of bytes: get the file anew")
-    shape = struct.unpack_from(f">{dimensions}i", content, 4)
-    size = int(np.prod(shape, dtype=np.int64))
-    if min(shape) < 0 or len(content) - header != size:
-        raise CudiffError(
-            f"{file} is truncated or damaged: {len(content) - header:,} bytes where {'x'.join(map(str, shape))} "
-            "are announced: get the file anew"
-        )
-    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+    shape = struct.unpack_from(f">{dimensions}i", start, 4)
+    if min(shape) < 0:
+        raise CudiffError(f"{file} is damaged: {'x'.join(map(str, shape))} are announced: get the file anew")
+    return offset, shape
+
+
+def _parse_idx(content: np.ndarray, file: Path) -> np.ndarray:
+    offset, shape = _header(content, file)
+    return content[offset:].reshape(shape)
 
 
 def _fetch(url: str) -> bytes:
     import urllib.request  # slow to import and rarely needed
 
     with urllib.request.urlopen(url, timeout=60) as response:
-        return response.read()
+        return response.read(LARGEST)
 
 
-def _download(name: str, file: Path) -> bytes:
+def _download(name: str, file: Path) -> np.ndarray:
     """Fetch, unpack and check one file, and only then move it, compressed, to its place in the cache."""
     from http.client import HTTPException
 
@@ -144,13 +180,14 @@ def _download(name: str, file: Path) -> bytes:
         url = f"{mirror}{name}.gz"
         try:
             compressed = _fetch(url)
-            content = gzip.decompress(compressed)
+            with gzip.open(io.BytesIO(compressed)) as stream:
+                content = stream.read(LARGEST + 1)
         except (OSError, HTTPException, EOFError, zlib.error) as error:
             failures.append(f"{url}: {error or type(error).__name__}")
             continue
         if hashlib.sha256(content).hexdigest() == SHA256[name]:
             _write_whole(file, compressed)
-            return content
+            return np.frombuffer(content, np.uint8)
         failures.append(f"{url}: wrong SHA-256")
     raise CudiffError(
         f"cannot download MNIST ({'; '.join(failures)}): put its four files into $CUDIFF_DATA/mnist, "

@@ -1,0 +1,126 @@
+"""Which pictures lie below a folder, whatever else lies there."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+
+from cudiff.errors import CudiffError, printable
+
+SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+UNREAD = {
+    ".apng", ".arw", ".avif", ".cr2", ".cr3", ".dds", ".dng", ".eps", ".exr", ".hdr", ".heic", ".heif", ".ico", ".j2k",
+    ".jfif", ".jp2", ".jpe", ".jxl", ".nef", ".pbm", ".pdf", ".pnm", ".psd", ".raw", ".svg", ".tga",
+}  # fmt: skip
+"""Other pictures' suffixes: such files are left out, and counted."""
+MOST_FILES = 10_000_000
+SYSTEM = ("/proc", "/sys")
+"""File systems whose files are the kernel's: some never end, some wait for ever."""
+
+
+@dataclass
+class Listing:
+    """What lies below a folder, by paths relative to it.
+
+    pictures: by their suffix, sorted. unread: pictures of other formats. folders: those right in the folder.
+    repeated: links to folders that are read under another path. closed: folders that the system does not open.
+    """
+
+    pictures: list[Path] = field(default_factory=list)
+    unread: list[Path] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)
+    repeated: list[str] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
+
+    def notes(self) -> list[str]:
+        """What is left out, one line for each reason."""
+        notes = []
+        if self.unread:
+            kinds = Counter(path.suffix.lower() for path in self.unread)
+            counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+            notes.append(
+                f"pictures of formats that are not read are left out: {counts}, first {self.unread[0]}; "
+                "convert them to PNG or JPEG"
+            )
+        if self.repeated:
+            notes.append(f"links to folders that are read already are left out: {some(self.repeated)}")
+        if self.closed:
+            notes.append(f"folders that cannot be opened are left out: {some(self.closed)}; check their permissions")
+        return [printable(note) for note in notes]
+
+
+def some(names: Sequence[str | PurePath]) -> str:
+    """How many names there are, and the first three."""
+    return f"{len(names):,} ({', '.join(map(str, names[:3]))}{', ...' if len(names) > 3 else ''})"
+
+
+def list_folder(folder: Path) -> Listing:
+    """The files below `folder` that are pictures by their suffix; hidden files and folders are left out.
+
+    Linked folders are entered. Every folder is read once, however many links lead to it: under its shortest path, and
+    of equally long ones the first, a folder itself before links to it. Only regular files count, and none of the
+    kernel's (`SYSTEM`). Raises CudiffError for more than `MOST_FILES`, OSError where `folder` itself does not open.
+    """
+    found, count = Listing(), 0
+    system = {os.stat(path).st_dev for path in SYSTEM if os.path.ismount(path)}
+    status = os.stat(folder)
+    seen = {(status.st_dev, status.st_ino)}
+    level = [""] if status.st_dev not in system else []
+    while level:
+        below = []
+        for place in level:
+            try:
+                with os.scandir(folder / place) as entries:
+                    inside = [entry for entry in entries if not entry.name.startswith(".")]
+            except OSError:
+                if not place:
+                    raise
+                found.closed.append(place)
+                continue
+            count += len(inside)
+            if count > MOST_FILES:
+                raise CudiffError(f"{folder} holds more than {MOST_FILES:,} files: name a smaller folder, or one "
+                                  "without links that lead far away")  # fmt: skip
+            for entry in inside:
+                path = os.path.join(place, entry.name)
+                if identity := _folder(entry, system):
+                    below.append((entry.is_symlink(), path, identity))
+                elif _regular(entry, system):
+                    suffix = os.path.splitext(entry.name)[1].lower()
+                    if suffix in SUFFIXES:
+                        found.pictures.append(Path(path))
+                    elif suffix in UNREAD:
+                        found.unread.append(Path(path))
+        level = []
+        for _, path, identity in sorted(below):
+            if identity in seen:
+                found.repeated.append(path)
+            else:
+                seen.add(identity)
+                level.append(path)
+        if not found.folders:
+            found.folders = sorted(level)
+    found.pictures.sort()
+    found.unread.sort()
+    return found
+
+
+def _folder(entry: os.DirEntry, system: set[int]) -> tuple[int, int] | None:
+    """The device and inode where `entry` is a folder, or a link to one, that may be entered."""
+    try:
+        if entry.is_dir():
+            status = entry.stat()
+            return (status.st_dev, status.st_ino) if status.st_dev not in system else None
+    except OSError:  # a link that leads nowhere
+        pass
+    return None
+
+
+def _regular(entry: os.DirEntry, system: set[int]) -> bool:
+    try:
+        return entry.is_file() and not (entry.is_symlink() and entry.stat().st_dev in system)
+    except OSError:
+        return False
