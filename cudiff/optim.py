@@ -23,7 +23,7 @@ import numpy as np
 
 from cudiff.backend import Array, array_module, copy_into, float32, int32, to_device
 from cudiff.errors import CudiffError
-from cudiff.nn import Module
+from cudiff.nn import FlatParameters, Module
 from cudiff.nn.module import require_fit
 from cudiff.nn.parameter import NOT_TRAINABLE, array_of
 from cudiff.ops import optim as ops
@@ -80,6 +80,12 @@ def _number(name: str, value: float, least: float | None = None, above: float | 
     return float(value)
 
 
+def _flat(model: Any) -> FlatParameters:
+    if not isinstance(model, Module):
+        raise CudiffError(f"an optimiser takes a Module, not a {type(model).__name__}: AdamW(model)")
+    return model.flat_parameters()
+
+
 class EMA:
     """An exponential moving average of a model's weights, held by a twin model; the optimiser's kernel updates it.
 
@@ -99,7 +105,7 @@ class EMA:
     """
 
     def __init__(self, model: Module, half_life: float, ramp: float | None = 0.05):
-        flat = model.flat_parameters()
+        flat = _flat(model)
         self.half_life = _number("half_life", half_life, above=0)
         self.ramp = None if ramp is None else _number("ramp", ramp, above=0)
         # The twin starts on the same arrays: flatten copies their values into buffers of its own.
@@ -138,7 +144,7 @@ class Optimizer:
         self.lr = _number("lr", lr, least=0)
         self.weight_decay = _number("weight_decay", weight_decay, least=0)
         self.clip = (_number("clip", clip, least=0) if clip is not None else 0) or math.inf
-        flat = model.flat_parameters()
+        flat = _flat(model)
         if not flat.trainable:
             raise CudiffError(NOT_TRAINABLE)
         self.model, self.flat, self.ema = model, flat, ema
@@ -150,7 +156,7 @@ class Optimizer:
         self._buffer_pairs: list[tuple[Tensor, Tensor]] = []
         self._targets: tuple[Tensor | None, ...] = (_tensor(flat.shadow), None, None)
         if ema is not None:
-            average = ema.model.flat_parameters()
+            average = _flat(ema.model)
             if average.slots != flat.slots or average.device != flat.device:
                 raise CudiffError("the EMA was made of another model: use EMA(model, ...) on the optimiser's model")
             self._targets = (_tensor(flat.shadow), _tensor(average.data), _tensor(average.shadow))

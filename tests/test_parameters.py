@@ -94,6 +94,42 @@ def test_new_data_of_a_parameter_that_is_not_flat_replaces_it():
     assert weight.data is values and weight.dtype == np.float32
 
 
+def test_a_parameter_changes_in_place_within_no_grad(device):
+    model = network()
+    model.precision = "bf16"
+    model.flatten(device)
+    weight, before = model[0].weight, model[0].weight.numpy().copy()
+    weight.operand(bfloat16)
+    with pytest.raises(RuntimeError, match="no_grad"):
+        weight -= 1.0
+    with cudiff.no_grad():
+        for parameter in [weight]:
+            parameter -= Tensor(before, device=device).data
+            parameter += 3
+            parameter *= 2
+            parameter /= 4
+    assert model[0].weight is weight and weight.requires_grad
+    for values in (weight.numpy(), Tensor(weight.operand(bfloat16)).numpy(), Tensor(model.flat.data).numpy()[:15]):
+        np.testing.assert_array_equal(values, np.full_like(values, 1.5))
+
+
+def test_what_would_not_be_trained_is_refused():
+    class Late(nn.Module):
+        def __init__(self):
+            self.layer = nn.Linear(2, 2)
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match=r"super\(\)\.__init__\(\) before 'layer'"):
+        Late()
+    with pytest.raises(TypeError, match=r"weight is a Parameter: set weight\.data"):
+        model[0].weight = Tensor(np.zeros((2, 2), np.float32))
+    for parts in ([nn.Linear(2, 2)], {"a": nn.Linear(2, 2)}, (nn.Parameter(np.zeros(2)),)):
+        with pytest.raises(TypeError, match="ModuleList"):
+            model.layers = parts
+    with pytest.raises(CudiffError, match=r"takes a Module, not a list: AdamW\(model\)"):
+        SGD(model.parameters())
+
+
 @pytest.mark.parametrize("load", ["load_state_dict", "assign", "data"])
 def test_the_16_bit_copy_follows_new_weights(device, load):
     model = network()

@@ -42,6 +42,17 @@ class Module:
         self._precision = "fp32"
         self.flat: FlatParameters | None = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises TypeError for what would silently not be trained, RuntimeError before `Module.__init__` was called."""
+        if name != "_buffers" and "_buffers" not in vars(self):
+            raise RuntimeError(f"{type(self).__name__}: call super().__init__() before '{name}' is set")
+        if isinstance(vars(self).get(name), Parameter) and not isinstance(value, Parameter | None):
+            raise TypeError(f"{name} is a Parameter: set {name}.data to new values, or {name} to a Parameter or None")
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        if not name.startswith("_") and any(isinstance(part, Module | Parameter) for part in parts):
+            raise TypeError(f"{name}: modules in a {type(value).__name__} have no names: use nn.ModuleList")
+        super().__setattr__(name, value)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no forward")
 

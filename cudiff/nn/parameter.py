@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from cudiff import ops
 from cudiff.backend import Array, array_module, copy_into, device_of, float32, is_capturing, is_low, to_device
 from cudiff.cuda.graph import record_again
 from cudiff.errors import CudiffError
 from cudiff.ops.optim import Flag
-from cudiff.tensor import Tensor
+from cudiff.tensor import Tensor, grad_enabled
 
 BLOCK = 32
 """Every tensor in a flat buffer is padded to this many float32: 128 bytes."""
@@ -143,6 +144,19 @@ class Parameter(Tensor):
         _grad.fset(self, grad)
         self.flat, self.shadow, self._stale = flat, shadow, True
 
+
+def _in_place(operation: Callable[[Tensor, Any], Tensor]) -> Callable[[Parameter, Any], Parameter]:
+    def change(self: Parameter, other: Any) -> Parameter:
+        if grad_enabled() and self.requires_grad:
+            raise RuntimeError("a parameter that requires a gradient changes in place only within cudiff.no_grad()")
+        self.assign(operation(self, other))
+        return self
+
+    return change
+
+
+for _name, _operation in (("add", ops.add), ("sub", ops.subtract), ("mul", ops.multiply), ("truediv", ops.divide)):
+    setattr(Parameter, f"__i{_name}__", _in_place(_operation))  # `p -= lr * p.grad`, which would else name a new tensor
 
 _data: Any = Tensor.__dict__["data"]
 _grad: Any = Tensor.__dict__["grad"]
