@@ -1,11 +1,12 @@
 // Functions of two broadcast operands. NAME_forward writes out; NAME_da and NAME_db write or add (`accumulate`) the
 // gradient of one operand in the shape of out, before the sum over broadcast axes.
-// variants: T=float,bf16,half
+// variants: T=float,bf16,half,int,u8,i64
 // out, dout, da, db: T, contiguous, n elements. Where `wide` is not null the gradient goes there instead, in float: a sum
 // over broadcast axes follows, which may cancel. a, b: T; null stands for the number `scalar`. Layout.dims = 0: a and b
 // are contiguous in out's shape. Otherwise element strides over out's merged axes (0 where broadcast; n < 2^32), and
 // `packed` says that packs of 16 bytes never cross a row and start aligned wherever the arrays do.
-// where_*: mask u8, same shape as out. Launch: 256 threads, one pack each (any shape works: grid-stride).
+// where_*: mask u8, same shape as out; of T that is no floating type only where_forward is launched.
+// Launch: 256 threads, one pack each (any shape works: grid-stride).
 #include "common.cuh"
 
 struct Layout { int dims, packed, sizes[6], a[6], b[6]; };

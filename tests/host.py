@@ -57,10 +57,13 @@ STRIDED = {
 
 
 @functools.cache
-def declared(stem: str) -> list[set[str]]:
-    """The sets of constants that a kernel file's variants name."""
-    text = (module.kernel_folder() / f"{stem}.cu").read_text()
-    return [set(chosen) for chosen in variants(text, "sm_90a")]
+def declared(stem: str) -> dict[str, set[str]]:
+    """The constants that a kernel file's variants name, with their values."""
+    found: dict[str, set[str]] = {}
+    for chosen in variants((module.kernel_folder() / f"{stem}.cu").read_text(), "sm_90a"):
+        for name, value in chosen.items():
+            found.setdefault(name, set()).add(value)
+    return found
 
 
 class Host(ModuleType):
@@ -110,8 +113,11 @@ class Host(ModuleType):
         return call if callable(function) and not isinstance(function, type) else function
 
     def kernel(self, stem: str, name: str, **constants: Any) -> Any:
-        assert constants.keys() in declared(stem), f"{stem} has not the constants {list(constants)}: {declared(stem)}"
-        takes = module.signature(stem, name, module.c_names(stem, constants))
+        known, named = declared(stem), module.c_names(stem, constants)
+        assert named.keys() == known.keys(), f"{stem} has not the constants {list(named)} but {list(known)}"
+        for constant, value in named.items():
+            assert isinstance(value, int) or value in known[constant], f"{stem} has no {constant}={value}: {known}"
+        takes = module.signature(stem, name, named)
 
         def run(grid: tuple[int, ...], block: tuple[int, ...], args: tuple, shared_mem: int = 0) -> None:
             sizes = zip(grid, (2**31 - 1, 65535, 65535), strict=False)

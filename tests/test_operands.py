@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from cudiff import Tensor, ops
+from cudiff.backend import bfloat16
 from cudiff.diffusion.loss import drop_labels
 from cudiff.models import UNet
 
@@ -106,3 +107,83 @@ def test_the_step_of_a_batch(host_of, step):
         images = tensor(np.zeros((2, 2, 2, 1), np.uint8))
         with pytest.raises(ValueError, match="step must be int32 or uint32"):
             ops.draw_batch(images, None, tensor(step), 2, 0)
+
+
+C = 16
+# Of each op: the shapes of its floating operands and how it is called.
+OPS = {
+    "add": (((2, C), (2, C)), ops.add),
+    "multiply": (((2, C), (C,)), ops.multiply),
+    "divide": (((2, C), (2, C)), ops.divide),
+    "power": (((2, C), (2, C)), ops.power),
+    "maximum": (((2, C), (2, C)), ops.maximum),
+    "where": (((2, C), (2, C)), lambda a, b: ops.where(Tensor(a.data != 0), a, b)),
+    "concatenate": (((2, C), (2, C)), lambda *all: ops.concatenate(all)),
+    "matmul": (((4, C), (C, 8)), ops.matmul),
+    "linear": (((4, C), (8, C), (8,)), ops.linear),
+    "linear residual": (((4, C), (8, C), (8,), (4, 8)), lambda x, w, b, r: ops.linear(x, w, b, residual=r)),
+    "linears": (((4, C), (8, C), (8,)), lambda x, w, b: ops.linears(x, [w], [b])[0]),
+    "conv2d": (((2, 4, 4, C), (8, 3, 3, C), (8,)), lambda x, w, b: ops.conv2d(x, w, b, padding=1)),
+    "conv_transpose2d": (((2, 4, 4, C), (C, 3, 3, 8), (8,)), ops.conv_transpose2d),
+    "group_norm": (((2, 4, C), (C,), (C,)), lambda x, w, b: ops.group_norm(x, w, b, num_groups=4)),
+    "group_norm x2": (
+        ((2, 4, C), (2, 4, C), (2 * C,), (2 * C,)),
+        lambda x, x2, w, b: ops.group_norm(x, w, b, num_groups=4, x2=x2),
+    ),
+    "group_norm scale": (
+        ((2, 4, C), (C,), (C,), (2, C), (2, C)),
+        lambda x, w, b, scale, shift: ops.group_norm(x, w, b, num_groups=4, scale=scale, shift=shift),
+    ),
+    "layer_norm": (((4, C), (C,), (C,)), ops.layer_norm),
+    "batch_norm": (
+        ((2, 4, 4, C), (C,), (C,), (C,), (C,)), lambda *all: ops.batch_norm(*all, training=True),
+    ),
+    "attention": (((2, 4, 2, 8), (2, 5, 2, 8), (2, 5, 2, 8)), ops.attention),
+    "mse": (((2, C), (2, C)), ops.mse),
+    "mse weight": (((2, C), (2, C), (2,)), ops.mse),
+    "norm_silu_conv2d": (
+        ((2, 4, 4, 32), (8, 3, 3, 32), (8,), (32,), (32,), (2, 8)),
+        lambda x, w, b, nw, nb, emb: ops.norm_silu_conv2d(x, weight=w, bias=b, norm_weight=nw, norm_bias=nb, emb=emb),
+    ),
+    "edm_mix": (
+        ((2, 4, 4, 3), (2, 4, 4, 3), (2,)), lambda i, n, d: ops.edm_mix(i, n, d, -1.2, 1.2, 0.5, 0.25)[0],
+    ),
+    "edm_input": (((2, 4, 4, 3), (2,)), lambda x, s: ops.edm_input(x, s, 0.5, 0.25)[0]),
+    "edm_output": (((2, 4, 4, 3), (2, 4, 4, 3), (2,)), lambda x, o, s: ops.edm_output(x, o, s, 0.5)),
+    "embedding": (((8, C),), lambda w: ops.embedding([1, 7], w)),
+    "timestep_embedding": (((4,),), lambda t: ops.timestep_embedding(t, C)),
+}
+DTYPES = [np.dtype(np.float32), bfloat16, np.dtype(np.float16), np.dtype(np.int32)]
+MIXES = [
+    (name, first, other, position)
+    for name, (sizes, _) in OPS.items() for first in DTYPES for other in DTYPES for position in range(len(sizes))
+    if (first == other) == (position == 0)
+]
+
+
+def outcome(name, dtypes, tensor):
+    """The dtypes of the result and of the gradients, or None where the op refuses these operands."""
+    sizes, call = OPS[name]
+    operands = [tensor(np.ones(size, dtype)) for size, dtype in zip(sizes, dtypes, strict=True)]
+    for operand in operands:
+        operand.requires_grad = operand.dtype.kind != "i"
+    try:
+        out = call(*operands)
+        if out.requires_grad:
+            out.backward(tensor(np.ones(out.shape, out.dtype)))
+        return out.dtype, *(None if operand.grad is None else operand.grad.dtype for operand in operands)
+    except (TypeError, ValueError) as error:
+        assert "kernels/" not in str(error), f"{name} reached a launch: {error}"
+        return None
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what no kernel wrote is undefined
+@pytest.mark.parametrize("name, first, other, position", MIXES, ids=str)
+def test_mixed_dtypes(host_of, name, first, other, position):
+    """One operand of another dtype than the rest, which are what the op is documented to take."""
+    sizes, _ = OPS[name]
+    dtypes = [first if index != position else other for index in range(len(sizes))]
+    expected, *others = (outcome(name, dtypes, tensor) for _, tensor in devices(host_of))
+    integers = {dtype.kind for dtype in dtypes} == {"i"}  # NumPy computes with them, CUDA does not: both say so
+    for found in others:
+        assert found == expected or (found is None and integers)

@@ -10,10 +10,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from cudiff.backend import Array, float32
+from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.module import blocks, empty, gradient_target, launch
 from cudiff.cuda.sums import are_centred, empty_partials
-from cudiff.ops.cast import narrow, require_float, widen
+from cudiff.ops.cast import as_wide, narrow, require_floats, widen
 from cudiff.ops.elementwise import relu
 from cudiff.ops.gemm import MULTIPROCESSORS
 from cudiff.ops.group_norm import group_norm_backward_numpy, kernel_constants, normalize_numpy, statistics_numpy
@@ -55,7 +55,6 @@ class BatchNorm(Function):
 
     @classmethod
     def forward_cuda(cls, ctx, x, weight, bias, running_mean, running_var, training, momentum, eps):
-        require_float("batch_norm", x)
         channels, pixels = x.shape[-1], x.size // x.shape[-1]
         mean, rstd = empty(channels, float32), empty(channels, float32)
         constants = kernel_constants(x, parameters=(weight, bias, running_mean, running_var)) | {"WINDOW": cls.WINDOW}
@@ -140,7 +139,8 @@ def batch_norm(x: Tensor, weight: Tensor, bias: Tensor, running_mean: Tensor, ru
     In training the batch's mean and (biased) variance are used, and running_mean and running_var move towards the
     batch's mean and unbiased variance by the share `momentum`, in place on the device; otherwise those two are used.
     weight, bias, running_mean and running_var (C,), float32 where x is float32 or shorter. Raises ValueError where
-    shapes do not agree. Source: Ioffe and Szegedy, Batch Normalization, 2015, algorithms 1 and 2.
+    shapes do not agree, TypeError for integers and for 16-bit running values.
+    Source: Ioffe and Szegedy, Batch Normalization, 2015, algorithms 1 and 2.
     """
     operands = _checked("batch_norm", x, weight, bias, running_mean, running_var)
     return BatchNorm.apply(*operands, training=training, momentum=momentum, eps=eps)
@@ -163,4 +163,8 @@ def _checked(name: str, x: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
     for what, operand in zip(("weight", "bias", "running_mean", "running_var"), operands, strict=True):
         if operand.shape != x.shape[-1:]:
             raise ValueError(f"{name}: {what} has shape {operand.shape}, not {x.shape[-1:]}")
-    return x, *operands
+    require_floats(name, x, *operands)
+    weight, bias, *running = operands
+    if any(is_low(moment.dtype) for moment in running):
+        raise TypeError(f"{name} moves running_mean and running_var in place: float32, not {running[0].dtype}")
+    return x, as_wide(weight), as_wide(bias), *running

@@ -7,7 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, bfloat16, compute_dtype, device_of, float16, float32, int32, int64, is_float, is_low
+from cudiff.backend import (
+    Array,
+    bfloat16,
+    compute_dtype,
+    device_of,
+    float16,
+    float32,
+    float64,
+    int32,
+    int64,
+    is_float,
+    is_low,
+)
 from cudiff.cuda.module import add_into, blocks, empty, gradient_target, launch
 from cudiff.tensor import Function, Tensor
 
@@ -26,6 +38,18 @@ def require_float(name: str, array: Array) -> None:
     """The CUDA kernels do arithmetic in floats. Raises TypeError for integers."""
     if not is_float(array.dtype):
         raise TypeError(f"{name.lower()} on CUDA needs a floating tensor, not {array.dtype}: use .astype('float32')")
+
+
+def require_floats(name: str, *operands: Tensor | None) -> None:
+    """Raises TypeError for integers, on both backends."""
+    for x in operands:
+        if x is not None and not is_float(x.dtype):
+            raise TypeError(f"{name} needs floating tensors, not {x.dtype}: use .astype('float32')")
+
+
+def as_wide(x: Any) -> Any:
+    """x as kernels read a norm's parameters: float32, or float64 where it is that already; None stays None."""
+    return x if x is None or x.dtype in (float32, float64) else astype(x, float32)
 
 
 def _cast_cuda(x: Array, dtype: np.dtype) -> Array:

@@ -14,6 +14,7 @@ from cudiff.backend import Array, array_module, compute_dtype, float32
 from cudiff.cuda.module import empty, gradient_target, hopper
 from cudiff.cuda.sums import empty_partials
 from cudiff.ops import conv2d_sm90, conv2d_thin, conv2d_wgrad_sm90
+from cudiff.ops.cast import require_floats
 from cudiff.ops.conv2d_sm90 import Norm
 from cudiff.ops.elementwise import relu_cuda
 from cudiff.ops.gemm import Epilogue, Plan, aligned, plan, problem_of, product_as
@@ -438,6 +439,7 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | 
     if min(out_size(x.shape[1:3], weight.shape[1:3], stride, padding)) < 1:
         raise ValueError(f"conv2d: x of shape {x.shape} padded by {padding} is smaller than the kernel {weight.shape}")
     check_bias("conv2d", bias, weight.shape[0])
+    require_floats("conv2d", x, weight, bias)
     return Conv2d.apply(x, weight, bias, stride=stride, padding=padding, tf32=tf32)
 
 
@@ -458,6 +460,7 @@ def conv_transpose2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stri
     if min(size) < 1:
         raise ValueError(f"conv_transpose2d: x of shape {x.shape} leaves nothing inside the padding {padding}")
     check_bias("conv_transpose2d", bias, weight.shape[3])
+    require_floats("conv_transpose2d", x, weight, bias)
     return ConvTranspose2d.apply(x, weight, bias, size=size, stride=stride, padding=padding, tf32=tf32)
 
 

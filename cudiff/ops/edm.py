@@ -9,7 +9,7 @@ import numpy as np
 
 from cudiff.backend import Array, compute_dtype, float32, float64
 from cudiff.cuda.module import blocks, empty, launch
-from cudiff.ops.cast import astype, narrow, require_float, result_dtype, widen
+from cudiff.ops.cast import astype, narrow, require_floats, result_dtype, widen
 from cudiff.ops.gemm import aligned
 from cudiff.tensor import Function, Tensor
 
@@ -58,7 +58,6 @@ class EDMMix(Function):
 
     @staticmethod
     def forward_cuda(ctx, images, noise, draw, P_mean, P_std, c_noise_scale, data):
-        require_float("edm_mix", images)
         x, target, c_noise = (empty(a.shape, a.dtype) for a in (images, images, draw))
         _launch("mix", x, (target, c_noise, images, noise, draw), (P_mean, P_std, c_noise_scale), data)
         return x, target, c_noise
@@ -84,7 +83,6 @@ class EDMInput(Function):
 
     @staticmethod
     def forward_cuda(ctx, x, sigma, c_noise_scale, data):
-        require_float("edm_input", x)
         ctx.data = data
         ctx.save(sigma)
         scaled, c_noise = empty(x.shape, x.dtype), empty(sigma.shape, sigma.dtype)
@@ -119,7 +117,6 @@ class EDMOutput(Function):
 
     @staticmethod
     def forward_cuda(ctx, x, out, sigma, data):
-        require_float("edm_output", x)
         ctx.data = data
         ctx.save(sigma)
         denoised = empty(x.shape, x.dtype)
@@ -147,6 +144,7 @@ def edm_mix(images: Tensor, noise: Tensor, draw: Tensor, P_mean: float, P_std: f
     """
     if images.shape != noise.shape or images.dtype != noise.dtype:
         raise ValueError(f"edm_mix: images {images.shape} {images.dtype} and noise {noise.shape} {noise.dtype} differ")
+    require_floats("edm_mix", images, noise)
     draw = _levels("edm_mix", images, draw)
     data = _data(sigma_data, data_mean, data_std)
     return EDMMix.apply(
@@ -162,6 +160,7 @@ def edm_input(x: Tensor, sigma: Tensor, sigma_data: float, c_noise_scale: float,
     sigma_data²), c_noise = c_noise_scale·log(s). sigma gets no gradient. Raises ValueError where shapes do not agree.
     EDM, arXiv 2206.00364, Table 1.
     """
+    require_floats("edm_input", x)
     sigma = _levels("edm_input", x, sigma)
     return EDMInput.apply(x, sigma, c_noise_scale=float(c_noise_scale), data=_data(sigma_data, data_mean, data_std))
 
@@ -176,6 +175,7 @@ def edm_output(x: Tensor, out: Tensor, sigma: Tensor, sigma_data: float, data_me
     """
     if x.shape != out.shape:
         raise ValueError(f"edm_output: x {x.shape} and the network's output {out.shape} differ")
+    require_floats("edm_output", x, out)
     sigma = _levels("edm_output", x, sigma)
     dtype = result_dtype(x, out)  # a sampler may keep its images in another than the network's
     return EDMOutput.apply(astype(x, dtype), astype(out, dtype), sigma, data=_data(sigma_data, data_mean, data_std))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cudiff.cuda.module import blocks, empty, gradient_target, launch
-from cudiff.ops.cast import as_index
+from cudiff.ops.cast import as_index, require_float
 from cudiff.tensor import Function, Tensor
 
 __all__ = ["embedding"]
@@ -33,6 +33,7 @@ class Embedding(Function):
 
     @staticmethod
     def forward_cuda(ctx, indices, weight):
+        require_float("embedding", weight)
         ctx.save(indices)
         ctx.num, dim = weight.shape
         out = empty((*indices.shape, dim), weight.dtype)

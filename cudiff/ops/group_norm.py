@@ -16,7 +16,7 @@ from cudiff.cuda.mail import stream_mail
 from cudiff.cuda.module import blocks, empty, gradient_sum, gradient_sums, gradient_target, hopper, launch
 from cudiff.cuda.sums import add_rows, are_centred, empty_partials
 from cudiff.cuda.waiting import together
-from cudiff.ops.cast import narrow, require_float, widen
+from cudiff.ops.cast import as_wide, narrow, require_floats, widen
 from cudiff.ops.gemm import MULTIPROCESSORS
 from cudiff.ops.group_norm_sm90 import THREADS, clusters, sharing
 from cudiff.tensor import Function, Kept, Tensor, Vacant
@@ -342,7 +342,6 @@ class GroupNorm(Function):
 
     @staticmethod
     def forward_cuda(ctx, x, x2, weight, bias, scale, shift, num_groups, eps, silu):
-        require_float("group_norm", x)
         y, mean, rstd = group_norm_forward_cuda(
             x, x2, weight, bias, num_groups, eps, silu, scale, shift, ctx.partials[:2]
         )
@@ -369,14 +368,16 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int = 32, ep
     (N, ..., C) in x's dtype; the concatenation is never made on a GPU.
 
     x (N, ..., C1), x2 (N, ..., C2) or None, C = C1 + C2 a multiple of num_groups; weight and bias (C,), scale and
-    shift (N, C), float32 where x is float32 or shorter. Raises ValueError where shapes do not agree.
-    Source: Wu and He, Group Normalization, 2018.
+    shift (N, C), read as float32 where x is float32 or shorter. Raises ValueError where shapes do not agree, TypeError
+    for integers. Source: Wu and He, Group Normalization, 2018.
     """
     if x2 is not None and (x2.shape[:-1] != x.shape[:-1] or x2.dtype != x.dtype):
         raise ValueError(f"group_norm: x {x.shape} {x.dtype} and x2 {x2.shape} {x2.dtype} differ before the channels")
     channels = x.shape[-1] + (0 if x2 is None else x2.shape[-1])
-    check_norm("group_norm", x.shape[0], channels, num_groups, weight, bias, scale, shift)
-    return GroupNorm.apply(x, x2, weight, bias, scale, shift, num_groups=num_groups, eps=eps, silu=silu)
+    norm = weight, bias, scale, shift
+    check_norm("group_norm", x.shape[0], channels, num_groups, *norm)
+    require_floats("group_norm", x, *norm)
+    return GroupNorm.apply(x, x2, *map(as_wide, norm), num_groups=num_groups, eps=eps, silu=silu)
 
 
 def check_norm(name: str, images: int, channels: int, num_groups: int, weight: Tensor | None, bias: Tensor | None,

@@ -6,7 +6,7 @@ import numpy as np
 
 from cudiff.backend import float32
 from cudiff.cuda.module import blocks, empty, gradient_target, launch
-from cudiff.ops.cast import narrow, require_float, widen
+from cudiff.ops.cast import as_wide, narrow, require_floats, widen
 from cudiff.ops.group_norm import affine_gradients_cuda, kernel_constants
 from cudiff.tensor import Function, Tensor
 
@@ -40,7 +40,6 @@ class LayerNorm(Function):
 
     @staticmethod
     def forward_cuda(ctx, x, weight, bias, eps):
-        require_float("layer_norm", x)
         rows, channels = x.size // x.shape[-1], x.shape[-1]
         y, mean, rstd = empty(x.shape, x.dtype), empty(rows, float32), empty(rows, float32)
         constants = kernel_constants(x, y, parameters=(weight, bias))
@@ -81,9 +80,10 @@ def _threads(channels: int, constants: dict) -> int:
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
     """(x - mean) / sqrt(var + eps)·weight + bias over the last axis of x (..., C), in x's dtype.
 
-    weight and bias (C,), float32 where x is float32 or shorter. Raises ValueError where shapes do not agree.
-    Source: Ba, Kiros and Hinton, Layer Normalization, 2016, eq. 4.
+    weight and bias (C,), read as float32 where x is float32 or shorter. Raises ValueError where shapes do not agree,
+    TypeError for integers. Source: Ba, Kiros and Hinton, Layer Normalization, 2016, eq. 4.
     """
     if weight.shape != x.shape[-1:] or bias.shape != x.shape[-1:]:
         raise ValueError(f"layer_norm: weight {weight.shape} and bias {bias.shape} do not fit x {x.shape}")
-    return LayerNorm.apply(x, weight, bias, eps=eps)
+    require_floats("layer_norm", x, weight, bias)
+    return LayerNorm.apply(x, as_wide(weight), as_wide(bias), eps=eps)

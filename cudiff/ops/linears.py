@@ -9,6 +9,7 @@ import numpy as np
 
 from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.ops.cast import as_wide, astype, require_floats
 from cudiff.ops.elementwise import Silu, silu_backward_numpy, silu_numpy
 from cudiff.ops.gemm import Epilogue, address, aligned, sum_splits
 from cudiff.ops.matmul import matmul_numpy
@@ -89,9 +90,6 @@ class Linears(Function):
 
     @staticmethod
     def forward_cuda(ctx, x, *parameters, silu):
-        dtypes = {array.dtype for array in (x, *parameters)}
-        if dtypes != {float32}:
-            raise TypeError(f"linears on CUDA needs float32 tensors, not {', '.join(map(str, dtypes - {float32}))}")
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         def out(weight: Array) -> Array:
             return empty((len(x), len(weight)), float32)
@@ -145,8 +143,8 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], silu
     """x (N, in) · weights[g] (out[g], in) transposed + biases[g] (out[g],), and SiLU of that if `silu` → a tuple of
     (N, out[g]), in x's dtype.
 
-    On CUDA all are float32, and so are all sums: meant for small layers, such as a time embedding's. Raises ValueError
-    where the sizes do not agree or a parameter stands twice, TypeError on CUDA for another dtype.
+    16-bit operands are taken to float32, and sums are in it: meant for small layers, such as a time embedding's. Raises
+    ValueError where the sizes do not agree or a parameter stands twice, TypeError for integers.
     """
     if not weights or len(weights) != len(biases):
         raise ValueError(f"linears: {len(weights)} weights and {len(biases)} biases do not make pairs")
@@ -158,4 +156,6 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], silu
                 f"linears: x of shape {x.shape}, a weight of shape {weight.shape} (out, in) and its bias of shape "
                 f"{bias.shape} do not agree"
             )
-    return Linears.apply(x, *weights, *biases, silu=silu)
+    require_floats("linears", x, *weights, *biases)
+    outs = Linears.apply(*map(as_wide, (x, *weights, *biases)), silu=silu)
+    return tuple(astype(out, x.dtype) for out in outs)

@@ -6,9 +6,10 @@ import math
 
 import numpy as np
 
-from cudiff.backend import Array, array_module, compute_dtype, float32
+from cudiff.backend import Array, array_module, compute_dtype, float32, is_float
 from cudiff.cuda.module import empty, gradient_target
 from cudiff.ops import conv2d_sm90, conv2d_wgrad_sm90
+from cudiff.ops.cast import astype, require_float, require_floats
 from cudiff.ops.gemm import Epilogue, aligned, product
 from cudiff.ops.reduce import sum_rows_cuda, sum_to
 from cudiff.ops.shape import contiguous_cuda, reshape
@@ -94,6 +95,7 @@ class MatMul(Function):
 
     @staticmethod
     def forward_cuda(ctx, a, b, tf32):
+        require_float("matmul", a)
         ctx.save(a, b)
         ctx.tf32, ctx.batch = tf32, np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         left, right = _folded(a, b, a, ctx.batch)[:2]
@@ -235,8 +237,9 @@ def linear_dweight_cuda(x: Array, dout: Array, dweight: Array, add: bool, tf32: 
 def matmul(a: Tensor, b: Tensor, tf32: bool = False) -> Tensor:
     """Matrix product as in NumPy: a (..., M, K), b (..., K, N) → (..., M, N); batch axes broadcast, 1-D joins.
 
-    The result has a's dtype; sums are in float32 (float64 for float64). `tf32` lets float32 operands be rounded to
-    10 bits of mantissa on a GPU; otherwise they keep all. Raises ValueError where the shapes do not agree.
+    The result has a's dtype, b's where only that is floating; sums are in float32 (float64 for float64). `tf32` lets
+    float32 operands be rounded to 10 bits of mantissa on a GPU; otherwise they keep all. Raises ValueError where the
+    shapes do not agree.
     """
     if a.ndim == 0 or b.ndim == 0 or a.shape[-1] != b.shape[max(b.ndim - 2, 0)]:
         raise ValueError(f"matmul: the shapes {a.shape} and {b.shape} do not agree")
@@ -246,6 +249,8 @@ def matmul(a: Tensor, b: Tensor, tf32: bool = False) -> Tensor:
     if b.ndim == 1:
         out = matmul(a, reshape(b, (b.size, 1)), tf32)
         return reshape(out, out.shape[:-1])
+    if is_float(b.dtype) and not is_float(a.dtype):
+        a = astype(a, b.dtype)
     return MatMul.apply(a, b, tf32=tf32)
 
 
@@ -261,4 +266,5 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tf32: bool = F
         raise ValueError(f"linear: the bias has shape {bias.shape}, not {weight.shape[:1]}")
     if residual is not None and (residual.shape, residual.dtype) != ((*x.shape[:-1], weight.shape[0]), x.dtype):
         raise ValueError(f"linear: the residual {residual.shape} {residual.dtype} is not like the result")
+    require_floats("linear", x, weight, bias)
     return Linear.apply(x, weight, bias, residual, tf32=tf32)

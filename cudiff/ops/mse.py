@@ -6,7 +6,7 @@ import numpy as np
 
 from cudiff.backend import compute_dtype, float32
 from cudiff.cuda.module import blocks, empty, gradient_target, launch
-from cudiff.ops.cast import astype, narrow, require_float, result_dtype, widen
+from cudiff.ops.cast import as_wide, astype, narrow, result_dtype, widen
 from cudiff.tensor import Function, Tensor
 
 
@@ -31,9 +31,6 @@ class MSE(Function):
 
     @staticmethod
     def forward_cuda(ctx, pred, target, weight):
-        require_float("mse", pred)
-        if weight is not None and weight.dtype != float32:
-            raise TypeError("mse on CUDA takes a float32 weight: use .astype('float32')")
         n, size = len(pred), pred.size // len(pred)
         chunk = 4096 * blocks(size, 4096 * 1024)
         tiles = blocks(size, chunk)
@@ -66,12 +63,12 @@ class MSE(Function):
 def mse(pred: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
     """Mean over all elements of weight·(pred - target)²: a float32 scalar (float64 for float64 inputs).
 
-    pred and target (N, ...) of one shape, weight float32 (N,) or None for ones. Sums run in float32 and in a fixed
-    order. Raises ValueError where shapes do not agree.
+    pred and target (N, ...) of one shape, weight (N,), read as float32, or None for ones. Sums run in float32 and in a
+    fixed order. Raises ValueError where shapes do not agree.
     """
     if pred.shape != target.shape or pred.ndim == 0:
         raise ValueError(f"mse: pred of shape {pred.shape} and target of shape {target.shape} must be equal, (N, ...)")
     if weight is not None and weight.shape != pred.shape[:1]:
         raise ValueError(f"mse: the weight has shape {weight.shape}, not {pred.shape[:1]}")
-    dtype = result_dtype(pred, target)
-    return MSE.apply(astype(pred, dtype), astype(target, dtype), weight)
+    dtype = result_dtype(pred, target, floating=True)
+    return MSE.apply(astype(pred, dtype), astype(target, dtype), as_wide(weight))

@@ -10,7 +10,7 @@ from cudiff.backend import Array, float32, is_float, is_low
 from cudiff.cuda.module import empty, gradient_sum, gradient_target
 from cudiff.cuda.sums import add_rows
 from cudiff.ops import conv2d_thin, elementwise
-from cudiff.ops.cast import astype
+from cudiff.ops.cast import as_wide, astype, require_floats
 from cudiff.ops.conv2d import check_bias, conv2d, dgrad_cuda, fprop_cuda, out_size, pair, wgrad_cuda
 from cudiff.ops.conv2d_sm90 import Norm, Skip, at_16_bytes, suits_skip
 from cudiff.ops.gemm import Epilogue
@@ -205,8 +205,8 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
     skip_weight is given; ReLU if `relu`.
 
     x (N, H, W, C1), x2 (N, H, W, C2), weight (K, R, S, C1 + C2) or (K, C1 + C2), norm_weight and norm_bias (C1 + C2,),
-    scale and shift float32 (N, C1 + C2), emb float32 (N, K), residual like out without skip_weight; x2 and residuals of
-    another dtype are converted. `dtype` is the result's, x's unless given. The narrower of both is that of the
+    scale and shift (N, C1 + C2) and emb (N, K) read as float32, residual like out without skip_weight; x2 and residuals
+    of another dtype are converted. `dtype` is the result's, x's unless given. The narrower of both is that of the
     computation, but that a GPU's convolution between few channels and many writes a float32 result as it was summed.
     `statistics` says that a norm follows: kernels then leave the sums that it needs. Raises ValueError where shapes do
     not agree, TypeError for a conversion that is not between floating dtypes.
@@ -215,6 +215,8 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
     if norm_weight is not None:
         norm = norm_weight, norm_bias, scale, shift
         check_norm("norm_silu_conv2d", x.shape[0], weight.shape[-1], num_groups, *norm)
+    require_floats("norm_silu_conv2d", x, weight, bias, norm_weight, norm_bias, scale, shift, emb)
+    norm_weight, norm_bias, scale, shift, emb = map(as_wide, (norm_weight, norm_bias, scale, shift, emb))
     own = dtype = x.dtype if dtype is None else np.dtype(dtype)
     if dtype != x.dtype:
         if not (is_float(x.dtype) and is_float(dtype)):
