@@ -1,0 +1,69 @@
+"""Both U-Nets with random weights against plain NumPy in float64: every option, without PyTorch."""
+
+import numpy as np
+import pytest
+
+from cudiff.models import CS179UNet, UNet
+from cudiff.models.unet import num_groups
+from cudiff.tensor import Tensor, no_grad
+from tests.check import assert_close
+from tests.models import numpy_nets
+
+TINY = dict(image_size=8, model_channels=16, channel_mult=(1, 2), num_res_blocks=1, attention_resolutions=(4,),
+            num_heads=2, num_head_channels=-1)
+OPTIONS = {
+    "default": {},
+    "pooling, short period": dict(conv_resample=False, max_period=1000.0),
+    "scale and shift": dict(use_scale_shift_norm=True, num_head_channels=8),
+    "classes, twice the output": dict(num_classes=5, in_channels=1, learn_sigma=True),
+    "new order": dict(use_new_attention_order=True, attention_resolutions=(8, 4)),
+    "residual resampling": dict(resblock_updown=True, use_scale_shift_norm=True),
+    "groups of four": dict(norm_group_channels=4, model_channels=24),
+    "three levels": dict(channel_mult=(1, 2, 4), num_res_blocks=2, attention_resolutions=(2,)),
+}
+
+
+def randomised(model, rng):
+    """Every parameter drawn anew, also those that start at zero; and all as float64."""
+    state = {}
+    for name, parameter in model.named_parameters():
+        scale = 1 / np.sqrt(max(1, np.prod(parameter.shape[1:])))
+        values = rng.standard_normal(parameter.shape) * scale + (parameter.ndim == 1 and name.endswith("weight"))
+        parameter.assign(values.astype(np.float32))
+        state[name] = values.astype(np.float32).astype(np.float64)
+    return state
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_unet(name, rng):
+    options = TINY | OPTIONS[name]
+    model = UNet(**options)
+    state = randomised(model, rng)
+    x = rng.standard_normal((2, 8, 8, options.get("in_channels", 3))).astype(np.float32)
+    t = np.array([0.7, 412.0], np.float32)
+    labels = np.array([1, 4], np.int32) if options.get("num_classes") else None
+    with no_grad():
+        out = model(Tensor(x), Tensor(t), None if labels is None else Tensor(labels)).numpy()
+    expected = numpy_nets.unet(state, options, x.astype(np.float64), t.astype(np.float64), labels)
+    assert out.dtype == np.float32
+    assert_close(out, expected, 1e-4)
+
+
+@pytest.mark.parametrize("sizes", [(8, (1, 2)), (16, (1, 2, 3))], ids=str)
+def test_cs179(sizes, rng):
+    size, mult = sizes
+    model = CS179UNet(size, 2, 8, mult)
+    state = randomised(model, rng)
+    x, t = rng.standard_normal((2, size, size, 2)).astype(np.float32), np.float32([0.3, -1.2])
+    with no_grad():
+        out = model(Tensor(x), Tensor(t)).numpy()
+    assert_close(out, numpy_nets.cs179(state, x.astype(np.float64), t.astype(np.float64)), 1e-4)
+
+
+@pytest.mark.parametrize("channels, least, groups", [
+    (32, 1, 32), (64, 1, 32), (64, 2, 32), (32, 2, 16), (96, 4, 16), (48, 1, 16), (16, 1, 8), (24, 1, 8), (8, 1, 4),
+    (24, 4, 4), (6, 1, 2), (3, 1, 1), (2, 1, 1), (2, 2, 1),
+])
+def test_groups_of_narrow_norms(channels, least, groups):
+    """Two channels a group at least where there are no 32: of one channel a group erases what was added to it."""
+    assert num_groups(channels, least) == groups
