@@ -30,15 +30,19 @@ BLOCKED = ["torch"]
 
 # Beside tests/**/test_<stem>*.py, and for files that have none.
 TESTS = {
-    "cudiff/backend.py": ["tests/test_tensor.py", "tests/ops/test_cast.py", "tests/test_checkpoint.py",
+    "cudiff/backend.py": ["tests/test_operands.py", "tests/test_tensor.py", "tests/ops/test_cast.py",
+                          "tests/test_checkpoint.py",
                           "tests/test_train.py"],
-    "cudiff/tape.py": ["tests/test_tensor.py", "tests/ops/test_norm_silu_conv2d.py"],
+    "cudiff/tape.py": ["tests/test_function.py", "tests/test_tensor.py", "tests/ops/test_norm_silu_conv2d.py"],
+    "cudiff/tensor.py": ["tests/test_function.py", "tests/test_operands.py", "tests/ops/test_arithmetic.py"],
+    "cudiff/memory.py": ["tests/test_pipeline.py", "tests/test_evaluate.py", "tests/test_train.py"],
     "cudiff/tensorfile.py": ["tests/test_checkpoint.py"],
-    "cudiff/torchfile.py": ["tests/test_convert.py"],
+    "cudiff/torchfile.py": ["tests/test_readers.py", "tests/test_convert.py"],
     "cudiff/cuda/module.py": ["tests/test_launch.py", "tests/test_host.py"],
-    "cudiff/data/": ["tests/test_data.py", "tests/test_train.py"],
-    "cudiff/models/__init__.py": ["tests/models/", "tests/test_config.py"],
-    "cudiff/nn/": ["tests/test_tensor.py", "tests/test_optim.py", "tests/models/test_cnn.py",
+    "cudiff/data/": ["tests/test_readers.py", "tests/test_data.py", "tests/test_train.py"],
+    "cudiff/models/": ["tests/models/test_unet_numpy.py", "tests/test_config.py", "tests/models/"],
+    "cudiff/nn/": ["tests/test_nn.py", "tests/test_parameters.py", "tests/test_tensor.py", "tests/test_optim.py",
+                   "tests/models/test_cnn.py",
                    "tests/models/test_unet.py"],
     "cudiff/ops/__init__.py": ["tests/test_tensor.py", "tests/ops/test_arithmetic.py"],
     "cudiff/ops/cast.py": ["tests/ops/test_arithmetic.py"],
@@ -48,7 +52,7 @@ TESTS = {
     "cudiff/config.py": ["tests/test_cli.py", "tests/test_train.py"],
     "cudiff/diffusion/schedule.py": ["tests/diffusion/test_loss.py", "tests/diffusion/test_samplers.py"],
     "cudiff/diffusion/preconditioning.py": ["tests/diffusion/test_loss.py", "tests/diffusion/test_samplers.py"],
-    "cudiff/optim.py": ["tests/test_train.py"],
+    "cudiff/optim.py": ["tests/test_parameters.py", "tests/test_train.py"],
     "kernels/accumulate.cu": ["tests/test_graph.py", "tests/ops/test_reduce.py", "tests/ops/test_norm_silu_conv2d.py"],
 }
 STEMS_OF = {  # headers, by the kernels that include them; other kernels by their own stem and that of their operation

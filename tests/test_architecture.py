@@ -101,3 +101,11 @@ def test_import_is_fast_and_needs_no_cupy():
     )
     times = [float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)) for _ in range(7)]
     assert min(times) < 0.3, f"import cudiff takes {min(times):.2f} s"
+
+
+def test_public_names_are_there():
+    import cudiff
+
+    assert set(cudiff.__all__) <= set(dir(cudiff)) and all(getattr(cudiff, name) is not None for name in cudiff.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        cudiff.nothing  # noqa: B018

@@ -72,3 +72,10 @@ def test_results_do_not_depend_on_the_cores(monkeypatch):
 
     for one, three in zip(gradients(1), gradients(3), strict=True):
         np.testing.assert_array_equal(one, three)
+
+
+def test_parts_run_at_one_time_on_so_many_cores(monkeypatch):
+    """Each of two parts waits for the other."""
+    monkeypatch.setattr(threads, "CORES", 2)
+    meeting = threading.Barrier(2)
+    assert sorted(threads.parallel_map(lambda _: meeting.wait(20), [0, 1])) == [0, 1]

@@ -128,3 +128,26 @@ def test_bad_shapes():
         attention_qkv(zeros(1, 2, 30), 4)
     with pytest.raises(ValueError, match="1 to 128"):
         attention_qkv(zeros(1, 2, 3 * 256), 1)
+
+
+@pytest.mark.parametrize("keys", [2, 17, 33, 65, 129, 193, 257])
+@pytest.mark.parametrize("dim", [16, 64, 128])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_one_key_beyond_a_whole_tile(device, rng, keys, dim, dtype):
+    """The last key alone matters: every query is to return its value, and its gradient is the sum of all dout."""
+    q, k = np.full((2, 3, 2, dim), 4.0), np.zeros((2, keys, 2, dim))
+    k[:, -1] = 4.0
+    v = rng.integers(-8, 8, k.shape) / 8
+    q, k, v = (Tensor(x, requires_grad=True, dtype=dtype, device=device) for x in (q, k, v))
+    out = attention(q, k, v)
+    expected = np.repeat(v.numpy()[:, -1:], 3, 1).reshape(out.shape)
+    np.testing.assert_allclose(out.numpy().astype(float), expected.astype(float), atol=1e-2)
+    out.backward(Tensor(np.ones(out.shape), dtype=dtype, device=device).data)
+    dv = Tensor(v.grad).numpy().astype(float)
+    np.testing.assert_allclose(dv[:, -1], 3, rtol=1e-2)
+    np.testing.assert_allclose(dv[:, :-1], 0, atol=1e-2)
+
+
+def test_no_channels_are_refused():
+    with pytest.raises(ValueError, match="multiple of 2 heads"):
+        attention_qkv(Tensor(np.zeros((1, 2, 0), np.float32)), 2)

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+import cudiff
 from cudiff.backend import bfloat16
 from cudiff.ops.batch_norm import batch_norm, batch_norm_relu_pool
 from cudiff.ops.conv2d import conv2d
@@ -118,3 +119,19 @@ def test_shapes_that_do_not_fit():
         batch_norm(Tensor(np.zeros((2, 3))), vector, vector, vector, Tensor(np.zeros(2)), True)
     with pytest.raises(ValueError, match="2 pixels a side"):
         batch_norm_relu_pool(Tensor(np.zeros((2, 1, 4, 3))), vector, vector, vector, vector, True)
+
+
+@pytest.mark.parametrize("function", [cudiff.batch_norm, cudiff.batch_norm_relu_pool])
+def test_a_tenth_of_the_batch_goes_into_the_running_statistics(function, rng):
+    x = rng.standard_normal((4, 2, 2, 3)) * 2 + 1
+    operands = [Tensor(np.full(3, value), dtype=np.float64) for value in (1, 0, 5, 7)]
+    function(Tensor(x), *operands, training=True)
+    rows = x.reshape(-1, 3)
+    np.testing.assert_allclose(operands[2].numpy(), 0.9 * 5 + 0.1 * rows.mean(0))
+    np.testing.assert_allclose(operands[3].numpy(), 0.9 * 7 + 0.1 * rows.var(0, ddof=1))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2, 3), (1, 2, 1, 3), (2, 2, 3)], ids=str)
+def test_windows_need_two_pixels_a_side(shape):
+    with pytest.raises(ValueError, match="2 pixels a side"):
+        cudiff.batch_norm_relu_pool(Tensor(np.ones(shape)), *(Tensor(np.ones(3)) for _ in range(4)), training=True)

@@ -2,6 +2,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import cudiff
 from cudiff import Tensor
 from cudiff.ops.cast import result_dtype
 
@@ -50,3 +51,9 @@ def test_mixed_dtypes():
     assert result_dtype(tensor(np.int32), 2) == np.int32
     assert result_dtype(tensor(np.int32), 2.5) == np.float32
     assert result_dtype(tensor(np.int32), tensor(np.int64)) == np.int64
+
+
+def test_booleans_stay_booleans_beside_booleans():
+    flags = Tensor(np.array([True, False]))
+    assert cudiff.where(flags, flags, flags).dtype == np.bool_
+    assert cudiff.where(flags, flags, 2).dtype == np.int64

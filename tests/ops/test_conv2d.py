@@ -2,6 +2,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import cudiff
 from cudiff.ops.conv2d import conv2d, conv_transpose2d, dgrad_cuda
 from cudiff.ops.gemm import TILES, Epilogue, plan
 from cudiff.tensor import Tensor
@@ -206,3 +207,10 @@ def test_what_makes_no_gradient_to_a_norm(only, rng, size, channels, splits, tap
     dout, weight, norm, out = convolution.on_gpu()
     assert dgrad_cuda(dout, weight, out.data, (1, 1), convolution.padding, Epilogue(), False, norm=norm) is None
     assert relative_error(out.numpy(), convolution.dy) < 4e-3
+
+
+def test_a_bias_of_another_length():
+    x, weight, bias = (Tensor(np.ones(shape, np.float32)) for shape in ((1, 3, 3, 2), (2, 3, 3, 2), (3,)))
+    for name in ("conv2d", "conv_transpose2d"):
+        with pytest.raises(ValueError, match=f"{name}: the bias"):
+            getattr(cudiff, name)(x, weight, bias)

@@ -428,3 +428,12 @@ def test_oblong_kernels(rng, x2, r, s):
 
     for got, expected in zip(results("cuda", bfloat16), results("cpu", np.float64), strict=True):
         assert got.shape == expected.shape and relative_error(got, expected) < 1.6e-2
+
+
+def test_silu_follows_the_norm_unless_told(rng):
+    x, weight, ones = (Tensor(rng.standard_normal(shape)) for shape in ((1, 3, 3, 4), (2, 3, 3, 4), (4,)))
+    options = dict(weight=weight, norm_weight=ones, norm_bias=ones, num_groups=2)
+    more = {}, {"silu": True}, {"silu": False}
+    default, with_it, without = (norm_silu_conv2d(x, **options, **given).numpy() for given in more)
+    np.testing.assert_array_equal(default, with_it)
+    assert not np.allclose(default, without)

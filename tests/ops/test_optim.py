@@ -263,3 +263,53 @@ def test_against_torch(rng, name):
         chosen = problem.mask == on
         moved = group.detach().numpy() - problem.start[chosen]
         assert relative_error(problem.data.numpy()[chosen] - problem.start[chosen], moved) < 1e-5
+
+
+def test_the_rate_stays_where_there_is_nothing_to_fall_to():
+    """`final` counts from the end of the warm-up on, and only where steps are left then."""
+    assert [ops.lr_factor(step, 0, 0, 0.1) for step in (0, 5)] == [1.0, 1.0]
+    assert ops.lr_factor(1, 4, 4, 0.1) == pytest.approx(0.5)
+    assert ops.lr_factor(10, 2, 10, 0.1) == pytest.approx(0.1)
+    assert ops.lr_factor(6, 2, 10, 0.1) == pytest.approx(0.55)
+
+
+def _plain(kind, data, grads, decay, lr, weight_decay, ema_weight):
+    """Adam, AdamW and SGD with momentum as their papers have them, in float64: parameters and their average."""
+    p, average = data.astype(np.float64), data.astype(np.float64)
+    m, v = np.zeros_like(p), np.zeros_like(p)
+    for t, grad in enumerate(grads.astype(np.float64), 1):
+        g = grad if kind == "adamw" else grad + weight_decay * decay * p
+        if kind == "adamw":
+            p = p - lr * weight_decay * decay * p
+        if kind in ("adam", "adamw"):
+            m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+            p = p - lr * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.95**t)) + 1e-6)
+        else:
+            m = 0.8 * m + g
+            p = p - lr * (g + 0.8 * m if kind == "nesterov" else m)
+        average = average + ema_weight * (p - average)
+    return p, average
+
+
+@pytest.mark.parametrize("size", [32, 96, ops.CHUNK + 64])
+@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd", "nesterov"])
+def test_updates_are_the_papers(kind, size, device, rng):
+    """Decay reaches the blocks that ask for it, the last too, coupled for Adam and SGD and decoupled for AdamW."""
+    start, grads = rng.standard_normal(size).astype(np.float32), rng.standard_normal((4, size)).astype(np.float32)
+    decay = np.zeros(size // 32, np.uint8)
+    decay[[0, -1]] = 1
+    data, m, v, ema = (Tensor(x.copy(), device=device) for x in (start, 0 * start, 0 * start, start))
+    scalars, counters = Tensor(np.zeros(8, np.float32), device=device), Tensor(np.zeros(3, np.int32), device=device)
+    mask = Tensor(decay, device=device)
+    for grad in grads:
+        grad = Tensor(grad, device=device)
+        ops.step_scalars(scalars, counters, grad, lr=0.05, betas=(0.9, 0.95), half_life=3.0)
+        if kind.startswith("adam"):
+            function = ops.adamw if kind == "adamw" else ops.adam
+            function(data, grad, m, v, scalars, mask, None, ema, None, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.3)
+        else:
+            ops.sgd(data, grad, m, scalars, mask, None, ema, None, momentum=0.8, weight_decay=0.3,
+                    nesterov=kind == "nesterov")
+    expected, average = _plain(kind, start, grads, np.repeat(decay, 32), 0.05, 0.3, 1 - 2 ** (-1 / 3))
+    np.testing.assert_allclose(data.numpy(), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(ema.numpy(), average, rtol=1e-4, atol=1e-5)

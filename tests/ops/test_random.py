@@ -125,3 +125,8 @@ def test_bad_arguments():
         randint(3, 3, (1,), 0)
     with pytest.raises(TypeError, match="float32"):
         normal((1,), 0, dtype=np.float16)
+
+
+def test_no_two_uses_share_a_stream():
+    names = list(Streams.__members__)
+    assert len({Streams[name].value for name in names}) == len(names)

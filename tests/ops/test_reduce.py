@@ -183,3 +183,10 @@ def test_sums_of_parts_go_to_parts_of_rows(rng, count, rows, columns):
         assert relative_error(Tensor(outs[4]).numpy(), np.hstack([before[:, :columns] + total, total])) < 1e-5
     for out in outs:
         assert Tensor(out).numpy().tobytes() == Tensor(outs[4]).numpy().tobytes()
+
+
+def test_a_broadcast_operands_gradient_is_summed_in_float32():
+    narrow = Tensor(np.zeros((1, 3), ml_dtypes.bfloat16), requires_grad=True)
+    out = narrow + Tensor(np.zeros((5000, 3), ml_dtypes.bfloat16))
+    out.backward(np.ones(out.shape, ml_dtypes.bfloat16))
+    np.testing.assert_array_equal(narrow.grad, np.full((1, 3), 5000).astype(ml_dtypes.bfloat16))

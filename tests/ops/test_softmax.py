@@ -70,3 +70,25 @@ def test_integers_become_float32(device):
         out, expected = (function(Tensor(values, device=device)) for values in (x, x.astype(np.float32)))
         assert out.dtype == np.float32
         np.testing.assert_array_equal(out.numpy(), expected.numpy())
+
+
+@pytest.mark.parametrize("size", [3, 33, 257, 1031])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_all_logits_very_negative(device, rng, size, dtype):
+    """A maximum that starts at 0 instead of -inf leaves only zeros to divide."""
+    near = rng.integers(-20, 1, (3, size)) * 64.0  # steps that bfloat16 has at -8192
+    for function in (softmax, log_softmax):
+        far, expected = (function(Tensor(x, dtype=dtype, device=device)).numpy() for x in (near - 8192, near))
+        assert np.isfinite(far.astype(np.float64)).all()
+        np.testing.assert_array_equal(far, expected)
+    labels = Tensor(np.zeros(3, np.int32), device=device)
+    far, expected = (cross_entropy(Tensor(x, dtype=dtype, device=device), labels).item() for x in (near - 8192, near))
+    assert far == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_axes_are_counted_from_either_end():
+    x = Tensor(np.float32([[0, 1], [2, 4]]))
+    np.testing.assert_array_equal(softmax(x, -2).numpy(), softmax(x, 0).numpy())
+    for axis in (2, -3):
+        with pytest.raises(ValueError, match="out of range"):
+            softmax(x, axis)

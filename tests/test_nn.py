@@ -1,0 +1,89 @@
+"""Layers and modules: initial values, precision, what is read where, and the layers' own checks."""
+
+import numpy as np
+import pytest
+
+from cudiff import nn, ops
+from cudiff.backend import bfloat16
+from cudiff.errors import CudiffError
+from cudiff.nn import init
+from cudiff.tensor import Tensor
+
+
+def test_uniform_fan_in_fills_its_range():
+    with init.seeded(3):
+        values = init.uniform_fan_in((300, 200), 16)
+    assert values.dtype == np.float32 and values.shape == (300, 200)
+    assert values.max() <= 0.25 < values.max() + 1e-3 and values.min() >= -0.25 > values.min() - 1e-3
+    assert abs(values.mean()) < 0.003
+
+
+def test_seeds_make_parameters_and_end_with_their_block():
+    with init.seeded(5):
+        first, (with_inner, second) = nn.Linear(3, 4), (None, None)
+        with init.seeded(6):
+            with_inner = nn.Linear(3, 4)
+        second = nn.Linear(3, 4)
+    with init.seeded(5):
+        again, after = nn.Linear(3, 4), nn.Linear(3, 4)
+    np.testing.assert_array_equal(first.weight.data, again.weight.data)
+    np.testing.assert_array_equal(second.weight.data, after.weight.data)
+    assert not np.array_equal(first.weight.data, with_inner.weight.data)
+
+
+def test_normal_has_its_deviation():
+    with init.seeded(1):
+        values = init.normal((400, 300), 0.5)
+    assert abs(values.std() - 0.5) < 0.01 and abs(values.mean()) < 0.01 and values.dtype == np.float32
+
+
+def test_precision_reaches_every_layer_and_no_other_name_does():
+    model = nn.Sequential(nn.Linear(3, 4), nn.SiLU(), nn.Linear(4, 2))
+    for name, tf32 in (("fp32", False), ("tf32", True), ("bf16", False), ("fp16", False)):
+        model.precision = name
+        assert [layer.precision for layer in model] == [name] * 3
+        assert [layer.tf32 for layer in model] == [tf32] * 3
+    with pytest.raises(CudiffError, match="unknown precision 'int8': use one of fp32"):
+        model.precision = "int8"
+    assert model.precision == "fp16"
+
+
+def test_linears_are_each_layers_own_output(rng):
+    layers = [nn.Linear(5, width) for width in (3, 7)]
+    x = Tensor(rng.standard_normal((4, 5)).astype(np.float32))
+    for silu in (False, True):
+        outs = nn.linears(x, *layers, silu=silu)
+        for out, layer in zip(outs, layers, strict=True):
+            expected = ops.silu(layer(x)) if silu else layer(x)
+            np.testing.assert_allclose(out.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_weights_in_16_bits_are_those_of_float32_after_every_change(rng):
+    model = nn.Linear(6, 4, bias=False)
+    model.precision = "bf16"
+    x = Tensor(np.eye(6), dtype=bfloat16)
+
+    def seen():
+        return model(x).numpy().T
+
+    model.flatten("cpu")
+    np.testing.assert_array_equal(seen(), model.weight.data.astype(bfloat16))
+    model.load_state_dict({"weight": rng.standard_normal((4, 6)).astype(np.float32)})
+    np.testing.assert_array_equal(seen(), model.weight.data.astype(bfloat16))
+    model.weight.assign(rng.standard_normal((4, 6)).astype(np.float32))
+    np.testing.assert_array_equal(seen(), model.weight.data.astype(bfloat16))
+
+
+def test_dropout_of_nothing_needs_no_numbers():
+    x, layer = Tensor(np.ones(3, np.float32)), nn.Dropout(0.0)
+    assert layer.train()(x) is x
+    with pytest.raises(RuntimeError, match="set_generator"):
+        nn.Dropout(0.5).train()(x)
+    assert nn.Dropout(0.5).eval()(x) is x
+
+
+def test_convolutions_keep_the_size_by_default():
+    x = Tensor(np.zeros((1, 5, 4, 2), np.float32))
+    assert nn.Conv2d(2, 3, 3)(x).shape == (1, 5, 4, 3)
+    assert nn.Conv2d(2, 3, 3, padding=0)(x).shape == (1, 3, 2, 3)
+    assert nn.Conv2d(2, 3, 3, stride=2)(x).shape == (1, 3, 2, 3)
