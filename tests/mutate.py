@@ -31,19 +31,18 @@ BLOCKED = ["torch"]
 # Beside tests/**/test_<stem>*.py, and for files that have none.
 TESTS = {
     "cudiff/backend.py": ["tests/test_operands.py", "tests/test_tensor.py", "tests/ops/test_cast.py",
-                          "tests/test_checkpoint.py",
-                          "tests/test_train.py"],
+                          "tests/test_checkpoint.py", "tests/test_train.py"],
     "cudiff/tape.py": ["tests/test_function.py", "tests/test_tensor.py", "tests/ops/test_norm_silu_conv2d.py"],
     "cudiff/tensor.py": ["tests/test_function.py", "tests/test_operands.py", "tests/ops/test_arithmetic.py"],
     "cudiff/memory.py": ["tests/test_pipeline.py", "tests/test_evaluate.py", "tests/test_train.py"],
     "cudiff/tensorfile.py": ["tests/test_checkpoint.py"],
     "cudiff/torchfile.py": ["tests/test_readers.py", "tests/test_convert.py"],
+    "cudiff/cuda/signature.py": ["tests/test_signatures.py", "tests/test_launch.py"],
     "cudiff/cuda/module.py": ["tests/test_launch.py", "tests/test_host.py"],
     "cudiff/data/": ["tests/test_readers.py", "tests/test_data.py", "tests/test_train.py"],
     "cudiff/models/": ["tests/models/test_unet_numpy.py", "tests/test_config.py", "tests/models/"],
     "cudiff/nn/": ["tests/test_nn.py", "tests/test_parameters.py", "tests/test_tensor.py", "tests/test_optim.py",
-                   "tests/models/test_cnn.py",
-                   "tests/models/test_unet.py"],
+                   "tests/models/test_cnn.py", "tests/models/test_unet.py"],
     "cudiff/ops/__init__.py": ["tests/test_tensor.py", "tests/ops/test_arithmetic.py"],
     "cudiff/ops/cast.py": ["tests/ops/test_arithmetic.py"],
     "cudiff/ops/group_norm.py": ["tests/ops/test_batch_norm.py"],
@@ -164,14 +163,18 @@ def explanations(report: str) -> dict[str, str]:
     return {f"{path} {change}": text for path, change, text in found}
 
 
-def section(title: str, results: list[tuple[Mutant, str]], command: str, known: dict[str, str]) -> str:
-    """One half of the report."""
+def commit() -> str:
+    """What git calls the sources as they stand."""
     asked = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def section(title: str, results: list[tuple[Mutant, str]], run: str, known: dict[str, str]) -> str:
+    """One half of the report; `run` says of which commit and by which command."""
     caught = sum(bool(how) for _, how in results)
     lines = [
         f"## {title}", "",
-        f"{datetime.date.today()}, commit {commit}, `{command}`: **{caught} of {len(results)} caught, "
+        f"{datetime.date.today()}, {run}: **{caught} of {len(results)} caught, "
         f"{100 * caught / max(1, len(results)):.1f} %**.", "", "| folder | mutants | caught | of these by time-out |",
         "|---|---|---|---|",
     ]
@@ -214,7 +217,7 @@ def main() -> int:
     if options.kernels and not usable:
         print(f"skipped: no GPU ({why})")
         return 0
-    mutants = kernel_mutants() if options.kernels else python_mutants()
+    mutants, at = kernel_mutants() if options.kernels else python_mutants(), commit()
     chosen = sample(mutants, options.count, options.seed)
     results = check([mutant for mutant in chosen if mutant.path.startswith(options.only)], options.workers)
     caught = sum(bool(how) for _, how in results)
@@ -224,7 +227,7 @@ def main() -> int:
         command = f"python -m tests.mutate --count {options.count} --seed {options.seed}"
         command += " --kernels" * options.kernels
         known = explanations(REPORT.read_text()) if REPORT.is_file() else {}
-        write_report(title, section(title, results, command, known))
+        write_report(title, section(title, results, f"commit {at}, `{command}`", known))
     return 0
 
 
