@@ -278,6 +278,11 @@ def _train(options: argparse.Namespace) -> None:
         f"{dataset!r}\n{len(trainer.training):,} images to train on, {len(trainer.held_out):,} held out\n"
         f"{trainer.net.num_parameters():,} parameters, {config.precision}, on the {place}; run in {folder}"
     )
+    classes = trainer.config.num_classes
+    if classes and config.num_classes < 0:
+        _say(f"the model is conditioned on the data's {classes:,} classes: --num-classes 0 trains without them")
+    elif dataset.num_classes and not classes:
+        _say(f"the data's {dataset.num_classes:,} classes are not used: the model is unconditional")
     if trainer.step:
         _say(f"going on at step {trainer.step:,}")
     if trainer.device == "cpu" and config.precision == "bf16":

@@ -65,7 +65,8 @@ class Config:
     resblock_updown: bool = _model(False, "down- and upsample inside residual blocks")
     conv_resample: bool = _model(True, "down- and upsample with a convolution")
     dropout: float = _model(0.0, "dropout probability in residual blocks", least=0, below=1)
-    num_classes: int = _model(0, "classes the model is conditioned on; 0 = unconditional", least=0)
+    num_classes: int = _model(-1, "classes the model is conditioned on; 0 = unconditional, -1 = those of the data",
+                              least=-1)
     learn_sigma: bool = _model(False, "DDPM: also predict the variance (Improved DDPM)")
     use_new_attention_order: bool = _model(False, "q, k and v are split before the heads are")
     max_period: float = _model(10000.0, "longest period of the timestep sinusoids", above=1)
@@ -160,11 +161,14 @@ class Config:
                 f"the images have {height} pixels a side and {channels} channels, "
                 f"but image_size is {self.image_size} and channels {self.channels}: load them with these"
             )
-        if self.num_classes and num_classes == 0:
+        classes = self.num_classes
+        if classes < 0:
+            classes = 0 if self.model == "cs179" else num_classes
+        if classes and num_classes == 0:
             raise CudiffError("the data has no labels: sort the images into sub-folders, or set num_classes to 0")
-        if self.num_classes and num_classes > self.num_classes:
-            raise CudiffError(f"the data has {num_classes} classes: num_classes {self.num_classes} is too small")
-        return self.replace(image_size=height, channels=channels)
+        if classes and num_classes > classes:
+            raise CudiffError(f"the data has {num_classes} classes: num_classes {classes} is too small")
+        return self.replace(image_size=height, channels=channels, num_classes=classes)
 
 
 def load_toml(path: str | os.PathLike, base: Config | None = None) -> Config:
@@ -288,7 +292,7 @@ def _check_model(config: Config) -> None:
             f"such as {f'{low} or ' if low else ''}{low + step}, or fewer entries in channel_mult"
         )
     if config.model == "cs179":
-        if config.num_classes or config.learn_sigma:
+        if config.num_classes > 0 or config.learn_sigma:
             raise CudiffError("model cs179 has no classes and learns no variance: drop num_classes and learn_sigma")
         return
     sizes = [config.image_size >> level for level in range(halvings + 1)]
@@ -403,7 +407,7 @@ PRESETS = {
     # What the CS 179 project trained (github.com/Austinwang22/cs179-diffusion); its published weights fit. It shifts
     # and scales pixels in [0, 1] by MNIST's mean 0.1307 and deviation 0.3081: in [-1, 1] twice that, the mean less 1.
     "cs179": Config(
-        data="mnist", image_size=28, channels=1, model="cs179", channel_mult=(1, 2), data_mean=-0.7386,
+        data="mnist", image_size=28, channels=1, model="cs179", channel_mult=(1, 2), num_classes=0, data_mean=-0.7386,
         data_std=0.6162, batch_size=256, lr=1e-3, optimizer="adam", sampler="euler",
     ),
     # Exactly unet.cu's U-Net (github.com/clu0/unet.cu). Without dropout it learns a few hundred photos by heart.

@@ -140,6 +140,7 @@ def other_options(state: Mapping[str, np.ndarray], config: Config) -> dict[str, 
     def blocks(pattern: str) -> list[int]:
         return sorted({int(found[1]) for name in state if (found := re.match(pattern, name))})
 
+    config = config.replace(num_classes=max(0, config.num_classes))  # no data is there to have any
     channels, model_channels = size("input_blocks.0.0.weight", 1), size("time_embed.0.weight", 1)
     ins, outs = blocks(r"input_blocks\.(\d{1,4})\."), blocks(r"output_blocks\.(\d{1,4})\.")
     if not (channels and model_channels and len(ins) > 1 and outs):

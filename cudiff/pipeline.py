@@ -46,7 +46,8 @@ class Pipeline:
     """
 
     def __init__(self, config: Config, net: Module):
-        self.config, self.net = config, net
+        self.config = config.replace(num_classes=max(0, config.num_classes))  # none where no data has said
+        self.net = net
         self.schedule = Schedule(config.noise_schedule, config.diffusion_steps) if config.diffusion == "ddpm" else None
 
     @property

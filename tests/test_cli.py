@@ -251,6 +251,25 @@ def test_skipped_images_are_counted(cli, tmp_path):
     assert (tmp_path / "runs" / "photos" / "metrics.jsonl").exists()
 
 
+def test_class_folders_are_classes_unless_told_otherwise(cli, tmp_path):
+    for name in ("cats", "dogs", "owls"):
+        for index in range(4):
+            path = tmp_path / "photos" / name / f"{index}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("L", (8, 8), 20 * index).save(path)
+    words = ["train", "--preset", "guided64", "--data", "photos", *TINY, "--precision", "fp32", "--channels", "1",
+             "--channel-mult", "1,2", "--sampler", "ddim"]
+    code, out, error = cli(*words, "--folder", "with")
+    assert code == 0 and "conditioned on the data's 3 classes: --num-classes 0 trains without them" in out, error
+    assert load_checkpoint(tmp_path / "with").config.num_classes == 3
+    assert "conditioned" not in cli("train", "--resume", "with", "--steps", "5")[1]
+    code, out, error = cli(*words, "--folder", "without", "--num-classes", "0")
+    assert code == 0 and "the data's 3 classes are not used: the model is unconditional" in out, error
+    assert load_checkpoint(tmp_path / "without").config.num_classes == 0
+    (tmp_path / "run.toml").write_text("num_classes = 0\n")
+    assert "are not used" in cli(*words, "--config", "run.toml", "--folder", "toml")[1]
+
+
 def test_train_prints_what_a_loader_noted(cli, monkeypatch):
     digits = dataclasses.replace(load_dataset("digits", image_size=8, count=20), notes=("two [strays]", "one more"))
     monkeypatch.setattr("cudiff.data.load_dataset", lambda *args, **options: digits)
@@ -396,8 +415,8 @@ def test_convert_starts_from_the_defaults_that_its_help_prints(cli, mistake, tmp
     assert code == 0 and "a model of ddpm, sampled by heun in 18 steps" in out
     model = cudiff.load(tmp_path / "model.safetensors", "cpu")
     assert model.config == Config(
-        image_size=16, channels=3, channel_mult=(1, 2), num_res_blocks=1, attention_resolutions=(8,), diffusion="ddpm",
-        data="mnist",
+        image_size=16, channels=3, channel_mult=(1, 2), num_res_blocks=1, num_classes=0, attention_resolutions=(8,),
+        diffusion="ddpm", data="mnist",
     )
     x, t = torch.randn(2, 3, 16, 16), torch.tensor([3.0, 700.0])
     with torch.no_grad():

@@ -200,6 +200,15 @@ def test_for_data_fills_in_and_checks():
         Config(channels=1).for_data((5, 28, 28, 3), 0)
 
 
+@pytest.mark.parametrize("config, of_data, expected", [
+    (Config(), 3, 3), (Config(), 0, 0), (Config(num_classes=0), 3, 0), (Config(num_classes=5), 3, 5),
+    (PRESETS["elephants"], 2, 2), (PRESETS["mnist-ddpm"], 10, 0), (PRESETS["cs179"], 10, 0),
+])
+def test_the_data_s_classes_are_the_model_s_unless_it_has_its_own(config, of_data, expected):
+    size, channels = config.image_size or 28, config.channels or 1
+    assert config.for_data((5, size, size, channels), of_data).num_classes == expected
+
+
 def test_a_config_cannot_be_changed_by_accident():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().lr = 1.0

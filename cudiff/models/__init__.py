@@ -28,7 +28,7 @@ def build(config: Config) -> Module:
         return UNet(
             config.image_size, config.channels, config.model_channels, config.channel_mult, config.num_res_blocks,
             config.attention_resolutions, config.num_heads, config.num_head_channels, config.use_scale_shift_norm,
-            config.resblock_updown, config.conv_resample, config.dropout, config.num_classes, config.learn_sigma,
-            config.use_new_attention_order, config.max_period, config.zero_init,
+            config.resblock_updown, config.conv_resample, config.dropout, max(0, config.num_classes),
+            config.learn_sigma, config.use_new_attention_order, config.max_period, config.zero_init,
             config.norm_group_channels,
         )
