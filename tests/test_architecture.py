@@ -24,7 +24,7 @@ LAYERS = [
     {"ops"},
     {"tensor", "tape", "cuda"},
     {"backend", "threads", "memory"},
-    {"errors", "signals"},
+    {"errors", "signals", "values"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MAY_IMPORT_CUPY = {"backend", "cuda"}

@@ -12,6 +12,7 @@ import numpy as np
 from cudiff.backend import Array, array_module, float32, int32
 from cudiff.cuda.module import blocks, launch
 from cudiff.tensor import Function, Tensor
+from cudiff.values import whole
 
 __all__ = ["Generator", "Streams", "normal", "randint", "uniform"]
 
@@ -29,6 +30,7 @@ class Streams(IntEnum):
     SAMPLE = 7
     CHURN = 8
     VALIDATION = 9
+    USER = 11
     DROPOUT = 1000  # plus the layer's number
 
 
@@ -176,40 +178,54 @@ class Advance(Function):
 
 
 class Generator:
-    """A seed and a step counter that lives on the device, so that a captured training step can move it.
+    """A seed and counters that live on the device, so that a captured training step can move them.
+
+    A draw that names no stream is new each time: the generator counts them. One that names its stream is a function of
+    (seed, stream, step): the same numbers until `advance()`. The two share none. Row n is sample `first + n` of either.
 
     Attributes
     ----------
     seed : int, 64 bits. device : "cpu" or "cuda".
-    step : Tensor (1,) int32. Two draws with the same stream between two `advance()` give the same numbers.
+    step : Tensor (1,) int32, moved by `advance()`. draws : Tensor (1,) int32, moved by each draw without a stream.
+
+    Raises TypeError for a seed that is no whole number and ValueError for one outside 64 bits.
     """
 
     def __init__(self, seed: int = 0, device: str = "cpu"):
-        self.seed, self.device = int(seed), device
+        self.seed, self.device = whole("seed", seed, 0, 2**64 - 1), device
         self.step = Tensor(np.zeros(1, int32), device=device)
+        self.draws = Tensor(np.zeros(1, int32), device=device)
 
-    def normal(self, shape: int | Sequence[int], stream: int = Streams.NOISE, first: int = 0) -> Tensor:
-        """Standard normal float32 of this step; see `normal`."""
-        return normal(shape, self.seed, stream, self.step, first, self.device)
+    def normal(self, shape: int | Sequence[int], stream: int | None = None, first: int = 0) -> Tensor:
+        """Standard normal float32; see `normal`."""
+        return self._draw(normal, shape, stream=stream, first=first)
 
-    def uniform(self, shape: int | Sequence[int], stream: int = Streams.NOISE, first: int = 0) -> Tensor:
-        """float32 in [0, 1) of this step; see `uniform`."""
-        return uniform(shape, self.seed, stream, self.step, first, self.device)
+    def uniform(self, shape: int | Sequence[int], stream: int | None = None, first: int = 0) -> Tensor:
+        """float32 in [0, 1); see `uniform`."""
+        return self._draw(uniform, shape, stream=stream, first=first)
 
-    def randint(self, low: int, high: int, shape: int | Sequence[int], stream: int = Streams.NOISE,
+    def randint(self, low: int, high: int, shape: int | Sequence[int], stream: int | None = None,
                 first: int = 0) -> Tensor:
-        """int32 in [low, high) of this step; see `randint`."""
-        return randint(low, high, shape, self.seed, stream, self.step, first, self.device)
+        """int32 in [low, high); see `randint`."""
+        return self._draw(randint, low, high, shape, stream=stream, first=first)
+
+    def _draw(self, draw: Any, *args: Any, stream: int | None, first: int) -> Tensor:
+        if stream is not None:
+            return draw(*args, self.seed, stream, self.step, first, self.device)
+        out = draw(*args, self.seed, Streams.USER, self.draws, first, self.device)
+        Advance.apply(self.draws)
+        return out
 
     def advance(self) -> None:
         """Go on to the next step's numbers."""
         Advance.apply(self.step)
 
     def state(self) -> dict[str, int]:
-        """What a checkpoint keeps: the seed and the step."""
-        return {"seed": self.seed, "step": int(self.step.item())}
+        """What a checkpoint keeps: the seed, the step and the number of draws without a stream."""
+        return {"seed": self.seed, "step": int(self.step.item()), "draws": int(self.draws.item())}
 
     def load_state(self, state: dict[str, int]) -> None:
-        """Continue from `state()`; the step tensor stays the same array."""
+        """Continue from `state()`, of which an old one has no draws; the counters stay the same arrays."""
         self.seed = int(state["seed"])
         self.step.data[...] = int(state["step"])
+        self.draws.data[...] = int(state.get("draws", 0))

@@ -405,7 +405,7 @@ def test_sources_of_another_dtype_are_rounded_to_that_of_x(device, rng, low):
 @pytest.mark.parametrize("own, dtype", [(np.uint8, np.float32), (np.float32, np.int32), (np.float32, bool)])
 def test_only_floats_are_converted(device, own, dtype):
     weight = Tensor(np.ones((4, 3, 3, 8), np.float32), device=device)
-    with pytest.raises(TypeError, match="floating.*use"):
+    with pytest.raises(TypeError, match=r"floating.*use"):
         norm_silu_conv2d(Tensor(np.ones((1, 2, 2, 8), own), device=device), weight=weight, dtype=dtype)
 
 

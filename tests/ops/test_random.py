@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cudiff.ops.random import Generator, Streams, normal, philox, randint, uniform
+from cudiff.ops.random import Generator, Streams, _to_normal, normal, philox, randint, uniform
 from cudiff.tensor import Tensor
 
 SHAPES = [(), (1,), (7,), (3, 5), (2, 4, 4, 3), (0, 3), (33, 17)]
@@ -107,7 +107,7 @@ def test_generator(device):
     assert np.array_equal(first[1:], generator.normal((1, 3), Streams.NOISE, first=1).numpy())
     array = generator.step.data
     generator.advance()
-    assert generator.step.data is array and generator.state() == {"seed": 11, "step": 1}
+    assert generator.step.data is array and generator.state() == {"seed": 11, "step": 1, "draws": 0}
     assert np.array_equal(generator.uniform(4, 1).numpy(), uniform(4, 11, 1, step=1).numpy())
     assert np.array_equal(generator.randint(0, 9, 4, 2).numpy(), randint(0, 9, 4, 11, 2, step=1).numpy())
     generator.load_state({"seed": 11, "step": 0})
@@ -130,3 +130,72 @@ def test_bad_arguments():
 def test_no_two_uses_share_a_stream():
     names = list(Streams.__members__)
     assert len({Streams[name].value for name in names}) == len(names)
+
+
+DRAWS = {
+    "normal": lambda g, **which: g.normal((3, 5), **which),
+    "uniform": lambda g, **which: g.uniform((3, 5), **which),
+    "randint": lambda g, **which: g.randint(0, 1 << 30, (3, 5), **which),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_two_draws_differ(kind, device):
+    draw, g = DRAWS[kind], Generator(3, device)
+    first, second = draw(g).numpy(), draw(g).numpy()
+    assert not (first == second).any()
+    g.advance()  # is of no concern to them
+    assert not np.isin(draw(g).numpy(), [first, second]).any()
+    again = Generator(3, device)
+    assert (draw(again).numpy() == first).all() and (draw(again).numpy() == second).all()
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_a_draw_of_a_stream_is_a_function_of_the_step(kind, device):
+    draw, g = DRAWS[kind], Generator(3, device)
+    before = draw(g, stream=Streams.NOISE).numpy()
+    mine = draw(g).numpy()
+    assert (draw(g, stream=Streams.NOISE).numpy() == before).all()  # draws without a stream do not move it
+    for stream in Streams:
+        assert stream is Streams.USER or not (draw(g, stream=stream).numpy() == mine).any(), stream
+
+
+def test_rows_of_a_draw_are_samples(device):
+    whole = Generator(3, device).normal((6, 5)).numpy()
+    assert (Generator(3, device).normal((2, 5), first=4).numpy() == whole[4:]).all()
+
+
+def test_draws_are_resumed(device):
+    g = Generator(3, device)
+    g.normal(4)
+    g.advance()
+    state = g.state()
+    assert state == {"seed": 3, "step": 1, "draws": 1}
+    expected = g.normal(4).numpy()
+    g = Generator(0, device)
+    counter = g.draws.data
+    g.load_state(state)
+    assert g.draws.data is counter and (g.normal(4).numpy() == expected).all()
+    g.load_state({"seed": 3, "step": 1})  # saved before draws were counted
+    assert g.state()["draws"] == 0
+
+
+@pytest.mark.parametrize("seed, error", [
+    (1.5, TypeError), (True, TypeError), ("1", TypeError), (float("nan"), TypeError), (-1, ValueError),
+    (2**64, ValueError),
+])
+def test_a_seed_is_a_whole_number_of_64_bits(seed, error):
+    with pytest.raises(error, match=r"^seed must be"):
+        Generator(seed)
+    assert Generator(np.uint64(2**64 - 1)).seed == 2**64 - 1
+
+
+def test_no_bits_make_infinite_noise():
+    """u1 = 0 would: the corners of both words, and their neighbours."""
+    corners = np.array([0, 1, 255, 256, 2**32 - 257, 2**32 - 256, 2**32 - 1], np.uint32)
+    bits = np.stack(np.meshgrid(corners, corners), -1).reshape(-1, 2)
+    numbers = _to_normal(bits)
+    assert np.isfinite(numbers).all()
+    assert np.allclose(np.abs(numbers).max(), np.sqrt(48 * np.log(2)))  # the largest radius: u1 = 2^-24
+    full = bits[bits[:, 0] == 2**32 - 1]
+    assert (_to_normal(full) == 0).all()  # u1 = 1
