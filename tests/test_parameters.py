@@ -146,6 +146,68 @@ def test_the_16_bit_copy_follows_new_weights(device, load):
     np.testing.assert_array_equal(Tensor(weight.operand(bfloat16)).numpy(), values.astype(bfloat16))
 
 
+@pytest.mark.parametrize("changes", [("bf16",), ("bf16", "fp16"), ("bf16", "fp16", "bf16")])
+def test_a_precision_chosen_after_the_optimiser_sees_its_updates(device, changes):
+    model = network()
+    model.precision = "bf16"
+    model.flatten(device)
+    for precision in changes:
+        model.precision = precision
+        optimizer, dtype, weight = SGD(model, lr=1.0), model.activation_dtype, model[0].weight
+        for _ in range(2):
+            before = Tensor(weight.operand(dtype)).numpy().copy()
+            weight.grad = Tensor(np.ones((5, 3), np.float32), device=device).data
+            optimizer.step()
+            after = Tensor(weight.operand(dtype)).numpy()
+            np.testing.assert_array_equal(after, weight.numpy().astype(dtype))
+            assert np.abs(after.astype(float) - before.astype(float) + 1).max() < 0.02
+
+
+def test_a_precision_chosen_after_flatten_sees_updates(device):
+    model = network(device)
+    optimizer = SGD(model, lr=1.0)
+    model.precision = "bf16"
+    weight = model[0].weight
+    weight.operand(bfloat16)
+    weight.grad = Tensor(np.ones((5, 3), np.float32), device=device).data
+    optimizer.step()
+    np.testing.assert_array_equal(Tensor(weight.operand(bfloat16)).numpy(), weight.numpy().astype(bfloat16))
+
+
+def test_a_step_casts_no_weight_again():
+    model = network()
+    model.precision = "bf16"
+    model.flatten("cpu")
+    optimizer = SGD(model, lr=0.1)
+    model[0].weight.operand(bfloat16)
+    optimizer.step()
+    model.flat.shadow[...] = 7
+    assert np.all(model[0].weight.operand(bfloat16) == 7)
+
+
+def test_a_gradient_from_before_the_optimiser_counts(device):
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    model[1].requires_grad_(False)
+    before = model[0].bias.numpy().copy()
+    model[0].bias.grad = np.arange(5, dtype=np.float32)
+    model.flatten(device)
+    SGD(model, lr=1.0).step()
+    np.testing.assert_array_equal(model[0].bias.numpy(), before - np.arange(5, dtype=np.float32))
+    model.zero_grad()
+    model[0].bias.grad = None
+    assert not Tensor(model.flatten(device).flat.grad).numpy().any()
+
+
+def test_decay_may_be_chosen_after_the_optimiser(device):
+    model = start(device)
+    optimizer, before = AdamW(model, lr=0.5, weight_decay=0.2), model.state_dict()
+    model[0].weight.decay, model[0].bias.decay = False, True
+    optimizer.step()
+    for name, value in model.state_dict().items():
+        factor = 0.9 if name in ("0.bias", "2.weight", "4.weight") else 1
+        np.testing.assert_allclose(value, factor * before[name], rtol=1e-6, err_msg=name)
+
+
 def test_an_optimiser_of_a_part_leaves_the_whole_whole(device, expected):
     model = start(device)
     whole = SGD(model, lr=0.01, momentum=0.9)
@@ -287,6 +349,15 @@ def test_a_captured_step_is_recorded_again_where_parameters_are_frozen(monkeypat
     assert [step(), step()] == [1, 1]
     model[0].weight.requires_grad = True
     assert step() == 2
+    model.load_state_dict(model.state_dict())  # no 16-bit copy was read
+    assert step() == 2
+    model[0].weight.operand(bfloat16)
+    model.load_state_dict(model.state_dict())
+    assert [step(), step()] == [3, 3]
+    monkeypatch.setattr(graph._mode, "busy", True, raising=False)
+    model[0].weight.requires_grad = False  # within a captured function: recorded with it
+    monkeypatch.setattr(graph._mode, "busy", False)
+    assert step() == 3
 
 
 @pytest.mark.gpu

@@ -18,9 +18,14 @@ _state = 0  # counts what recordings cannot follow: a recording of another state
 
 
 def record_again() -> None:
-    """Have every captured function recorded anew at its next call: what Python decided in it has changed."""
+    """Have every captured function recorded anew at its next call: what Python decided in it has changed.
+
+    Within a captured function nothing: what changes there is recorded, and replayed.
+    """
     global _state
-    _state += 1
+    if not getattr(_mode, "busy", False):
+        _state += 1
+
 
 _FORBIDDEN = (
     "the function cannot be captured: in it nothing may be read from the GPU (.item(), .numpy(), if on a tensor), "

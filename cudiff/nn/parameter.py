@@ -50,7 +50,7 @@ class Parameter(Tensor):
         a captured step holds it, that step is recorded again.
     """
 
-    __slots__ = ("_stale", "decay", "flat", "layout", "low", "shadow")
+    __slots__ = ("_decay", "_stale", "flat", "layout", "low", "shadow")
     _copied = ("data", "requires_grad", "decay", "layout", "low")
 
     def __init__(self, data: Any, low: bool = False, decay: bool | None = None, layout: str = "vector"):
@@ -58,7 +58,7 @@ class Parameter(Tensor):
         self.shadow: Array | None = None
         super().__init__(np.asarray(data, float32) if not hasattr(data, "dtype") else data, requires_grad=True)
         self.low, self.layout = low, layout
-        self.decay = self.ndim >= 2 if decay is None else bool(decay)
+        self._decay = self.ndim >= 2 if decay is None else bool(decay)
 
     @property
     def data(self) -> Array:  # type: ignore[override]
@@ -102,10 +102,20 @@ class Parameter(Tensor):
         changes = flat is not None and flat.trainable and wanted != self.requires_grad
         _requires_grad.__set__(self, wanted)
         if changes:
-            flat.set_frozen(self, not wanted)  # type: ignore[union-attr]
+            flat.set_flags(self)  # type: ignore[union-attr]
             self._grad.fill(0)  # type: ignore[union-attr]
             self.zero_grad()
             record_again()
+
+    @property
+    def decay(self) -> bool:
+        return self._decay
+
+    @decay.setter
+    def decay(self, wanted: bool) -> None:
+        self._decay = bool(wanted)
+        if self.flat is not None:
+            self.flat.set_flags(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy takes over: it owns its array, and has no gradient and no place in flat buffers."""
@@ -122,8 +132,11 @@ class Parameter(Tensor):
         if not self.low or not is_low(dtype):
             return self.data
         if self.shadow is None or self.shadow.dtype != dtype or device_of(self.shadow) != self.device:
-            self.shadow, self._stale = array_module(self.device).empty(self.shape, dtype), True
-        if self._stale:
+            own = None if self.flat is None else self.flat.shadow_of(self, dtype)
+            self.shadow = array_module(self.device).empty(self.shape, dtype) if own is None else own
+            self._stale = True
+        # Where the precision was chosen after flatten, no optimiser writes this shadow.
+        if self._stale or (self.flat is not None and not self.flat.keeps_shadows(dtype)):
             self.shadow[...] = self.data
             self._stale = is_capturing(self.device)  # then the copy is not made now, and may never be
         return self.shadow
@@ -134,12 +147,16 @@ class Parameter(Tensor):
         if array.shape != self.shape:
             raise ValueError(f"cannot assign shape {array.shape} to a parameter of shape {self.shape}")
         copy_into(self.data, array)
+        if self.shadow is not None and not self._stale:
+            record_again()  # a captured function may read the shadow without casting it anew
         self._stale = True
 
     def bind(self, flat: FlatParameters, data: Array, grad: Array | None, shadow: Array | None) -> None:
-        """Move the storage into slices of flat buffers; values stay, gradients start at zero."""
+        """Move the storage into slices of flat buffers; values stay, and so does a gradient where it is to be used."""
         if self.data is not data:
             copy_into(data, self.data)
+        if grad is not None and self._grad is not None and not self._vacant and _requires_grad.__get__(self):
+            copy_into(grad, self._grad)
         _data.__set__(self, data)
         _grad.fset(self, grad)
         self.flat, self.shadow, self._stale = flat, shadow, True
@@ -235,11 +252,22 @@ class FlatParameters:
         part.shadow = None if self.shadow is None else self.shadow[first:last]
         return part
 
-    def set_frozen(self, parameter: Parameter, frozen: bool) -> None:
-        """Have updates leave `parameter` as it is, or change it again."""
+    def set_flags(self, parameter: Parameter) -> None:
+        """Have updates leave `parameter` as it is, change it or decay it, as it says now."""
         first, last = self._ranges[id(parameter)]
-        kept = Flag.DECAY if parameter.decay else 0
-        self.flags[first // BLOCK : -(-last // BLOCK)] = kept | (Flag.FROZEN if frozen else 0)
+        frozen = not _requires_grad.__get__(parameter)
+        self.flags[first // BLOCK : -(-last // BLOCK)] = parameter.decay * Flag.DECAY | frozen * Flag.FROZEN
+
+    def keeps_shadows(self, dtype: np.dtype) -> bool:
+        """Whether optimisers write 16-bit copies of this dtype."""
+        return self.shadow is not None and self.shadow.dtype == dtype
+
+    def shadow_of(self, parameter: Parameter, dtype: np.dtype) -> Array | None:
+        """The slice that holds its 16-bit copy of this dtype, if there is one."""
+        if self.shadow is None or not self.keeps_shadows(dtype):
+            return None
+        first, last = self._ranges[id(parameter)]
+        return self.shadow[first:last].reshape(parameter.shape)
 
     @property
     def grad(self) -> Array | None:
