@@ -156,7 +156,7 @@ _moves("flatten", lambda x: ops.flatten(x, 1), lambda x: x.reshape(len(x), -1))
 _moves("expand_dims", lambda x: ops.expand_dims(x, (0, -1)), lambda x: x[None, ..., None])
 _moves("squeeze", lambda x: ops.squeeze(x[:, :1], 1), lambda x: x[:, 0])
 _moves("transpose", lambda x: ops.transpose(x, (2, 0, 1)), lambda x: np.moveaxis(x, 2, 0))
-_moves("getitem", lambda x: x[::-1, ..., -1] + x[0, 0, 0], lambda x: x[::-1, ..., -1] + x[0, 0, 0])
+_moves("getitem", lambda x: x[::-1, ..., -1] + x[0, 0, :1], lambda x: x[::-1, ..., -1] + x[0, 0, :1])
 _moves("broadcast_to", lambda x: ops.broadcast_to(x, (3, *x.shape)), lambda x: np.stack([x, x, x]))
 _moves("split", lambda x: ops.split(x, [1], 2), lambda x: (x[..., :1], x[..., 1:]))
 _moves("pad", lambda x: ops.pad(x, ((1, 0), (0, 2), (1, 1)), 0.5),

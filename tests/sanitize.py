@@ -1,0 +1,269 @@
+"""compute-sanitizer's four tools over every kernel: `python -m tests.sanitize [--tools memcheck] [--rows NAME]`.
+
+Each tool runs the operations of tests/ops/table.py and of MORE at small shapes, without CuPy's pool, which hides what
+is written beside an array. A line for each kernel and tool says how many launches it saw and what it found; kernels
+that no row launches are listed. What NVIDIA's tools are known to report falsely stands in FALSE. Leaves with 1 where
+anything else is found, and where a run or a kernel is missing. Needs a GPU and compute-sanitizer (CUDA toolkit).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+import cudiff
+from cudiff import Tensor, ops
+from cudiff.backend import cuda_status
+from cudiff.cuda import module
+from cudiff.ops import optim
+from tests.ops.cases import Case, Numbers
+from tests.ops.table import ROWS
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+Kernel = tuple[str, str]  # stem, function
+
+
+class False_(NamedTuple):
+    """Reports of `tool` that match `pattern`, in kernels of files whose stem does, and why they are false."""
+
+    tool: str
+    stem: str
+    pattern: str
+    reason: str
+
+
+BULK = r".*_sm90"
+FALSE = [
+    False_("initcheck", BULK, r"Uninitialized .*(shared|__global__) memory read",
+           "the tool does not see what a bulk copy (cp.async.bulk, TMA) writes: what it brought is new to it"),
+    False_("racecheck", BULK, r"(Error|Warning): (Race|Potential) .*hazard",
+           "the tool does not know an mbarrier that a bulk copy completes: its write and the read behind seem a race"),
+]
+MARK = re.compile(r"^@@ launch (\S+) (\S+)$")
+REPORT = re.compile(r"^=+ (?!COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY|\s)(\S.*)$")
+
+
+def more() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What the table does not launch: kernels for Hopper's widths, the optimisers, random numbers, batches."""
+    rng = np.random.default_rng(5)
+
+    def tensor(*shape: int, dtype: str = "float32", grad: bool = True) -> Tensor:
+        return Tensor(rng.standard_normal(shape), dtype=dtype, device="cuda", requires_grad=grad)
+
+    for dtype in ("bfloat16", "float32"):
+        for side in (8, 16):
+            yield f"conv2d {dtype} {side}", lambda d=dtype, s=side: _back(ops.conv2d(
+                tensor(2, s, s, 64, dtype=d), tensor(64, 3, 3, 64), tensor(64), padding=1, tf32=True))
+        yield f"norm_silu_conv2d {dtype}", lambda d=dtype: _back(ops.norm_silu_conv2d(
+            tensor(2, 8, 8, 64, dtype=d), tensor(2, 8, 8, 64, dtype=d), weight=tensor(64, 3, 3, 128),
+            norm_weight=tensor(128), norm_bias=tensor(128), emb=tensor(2, 64), residual=tensor(2, 8, 8, 64, dtype=d),
+            tf32=True))
+        yield f"group_norm {dtype}", lambda d=dtype: _back(ops.group_norm(
+            tensor(2, 16, 16, 64, dtype=d), tensor(64), tensor(64), silu=True))
+        yield f"many groups {dtype}", lambda d=dtype: _back(ops.group_norm(
+            tensor(1, 2, 2, 4096, dtype=d), tensor(4096), tensor(4096), 32))
+        yield f"thin conv2d {dtype}", lambda d=dtype: _thin(tensor, d)
+        yield f"transpose {dtype}", lambda d=dtype: _back(ops.transpose(tensor(3, 5, 64, dtype=d), (1, 0, 2)))
+        yield f"twice {dtype}", lambda d=dtype: _twice(tensor(6, 5, 64, dtype=d))
+        for tokens in (64, 130, 300):
+            yield f"attention {dtype} {tokens}", lambda d=dtype, t=tokens: _back(
+                ops.attention_qkv(tensor(1, t, 3 * 64, dtype=d), 2))
+    yield "cast", lambda: _back(ops.astype(tensor(3, 33), "bfloat16"))
+    yield "relu of an image", lambda: _back(ops.relu(tensor(2, 4, 4, 64)))
+    yield "full", lambda: _back(ops.pad(tensor(2, 3, 8), 1, 0.5))
+    yield "batch_norm, evaluation", lambda: _back(ops.batch_norm(
+        tensor(4, 5, 8), tensor(8), tensor(8), tensor(8, grad=False), ops.abs(tensor(8, grad=False)), False))
+    yield "random", _random
+    yield "dropout", lambda: _back(ops.dropout(tensor(4, 33), 0.3, cudiff.Generator(3, "cuda"), 1000))
+    yield "batches", _batches
+    yield "optim", _optimisers
+
+
+def _back(out: Tensor) -> None:
+    out.backward(Tensor(np.ones(out.shape), dtype=out.dtype, device="cuda").data)
+
+
+def _thin(tensor: Callable[..., Tensor], dtype: str) -> None:
+    _back(ops.conv2d(tensor(2, 8, 8, 3, dtype=dtype), tensor(64, 3, 3, 3), tensor(64), padding=1))
+    _back(ops.conv2d(tensor(2, 8, 8, 64, dtype=dtype), tensor(3, 3, 3, 64), tensor(3), padding=1))
+
+
+def _twice(x: Tensor) -> None:
+    index = Tensor(np.int32([1, 0, 1]), device="cuda")
+    _back(x[:3] + x[2:5] + x[index] + ops.clip(x[:3] * 1.0, -1, 1) + ops.relu(x[1:4] * 1.0) + ops.square(x[::2]))
+
+
+def _random() -> None:
+    generator = cudiff.Generator(3, "cuda")
+    generator.normal((4, 33))
+    generator.uniform((4, 33))
+    generator.randint(0, 10, (4, 33))
+    generator.advance()
+
+
+def _batches() -> None:
+    images = Tensor(np.zeros((5, 4, 4, 3), np.uint8), device="cuda")
+    labels, step = (Tensor(np.zeros(n, np.int32), device="cuda") for n in (5, 1))
+    ops.draw_batch(images, labels, step, 7, 0, flip=True)
+    ops.normalize_images(images)
+
+
+def _optimisers() -> None:
+    buffers = [Tensor(np.ones(96, np.float32), device="cuda") for _ in range(4)]
+    scalars, counters = Tensor(np.zeros(8, np.float32), device="cuda"), Tensor(np.zeros(3, np.int32), device="cuda")
+    decay = Tensor(np.ones(3, np.uint8), device="cuda")
+    shadow = Tensor(np.ones(96, ml_dtypes.bfloat16), device="cuda")
+    optim.step_scalars(scalars, counters, buffers[1], lr=0.1, betas=(0.9, 0.99))
+    optim.adam(*buffers, scalars, decay, shadow, weight_decay=0.1)
+    optim.sgd(*buffers[:3], scalars, decay, shadow, momentum=0.9)
+
+
+def run_case(case: Case, dtype: str) -> None:
+    """Forward and backward on the GPU, as a training step would."""
+    tensors = []
+    for i, array in enumerate(case.arrays):
+        floating = np.issubdtype(np.asarray(array).dtype, np.floating)
+        own = np.asarray(array).dtype if not floating else "float32" if i in case.fp32 else dtype
+        tensors.append(Tensor(array, dtype=own, device="cuda", requires_grad=floating))
+    outs = case.fn(*tensors)
+    outs = [out for out in (outs if isinstance(outs, tuple) else (outs,)) if out.requires_grad]
+    if len(outs) == 1:
+        _back(outs[0])
+    elif outs:
+        functools.reduce(ops.add, [out.sum() for out in outs]).backward()
+
+
+def jobs() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """(name, call) of all that is launched."""
+    for name, (draw, _) in ROWS.items():
+        rng = np.random.default_rng(zlib.crc32(name.encode()))
+        for dtype in ("float32", "bfloat16") if name != "linears" else ("float32",):
+            case = draw(Numbers(rng, "ordinary"))
+            yield f"{name} {dtype}", lambda case=case, dtype=dtype: run_case(case, dtype)
+    yield from more()
+
+
+def watched(note: Callable[[str, str], None]) -> Callable[..., Any]:
+    """Stands for `module.kernel`: notes each launch before it is made, and waits for its end after it, so that what a
+    tool prints in between is of this kernel."""
+    kernel = module.kernel
+
+    def find(stem: str, name: str, **constants: Any) -> Any:
+        found = kernel(stem, name, **constants)
+
+        def run(*args: Any, **kwargs: Any) -> None:
+            note(stem, name)
+            found(*args, **kwargs)
+            synchronize = getattr(module.get_cupy().cuda.runtime, "deviceSynchronize", None)
+            if synchronize is not None:
+                synchronize()
+
+        return run
+
+    return find
+
+
+def run_all(only: str) -> int:
+    """What a tool watches: every job, with a line before each launch."""
+    import cupy
+
+    cupy.cuda.set_allocator(None)
+    module.kernel = watched(lambda stem, name: print(f"@@ launch {stem} {name}", flush=True))
+    for portable in ("0", "1"):  # Hopper's own kernels, then those for any GPU
+        os.environ["CUDIFF_PORTABLE"] = portable
+        for name, job in jobs():
+            if only in name:
+                job()
+    print("@@ done", flush=True)
+    return 0
+
+
+def kernels() -> set[Kernel]:
+    """Every function of kernels/*.cu."""
+    stems = sorted(path.stem for path in module.kernel_folder().glob("*.cu"))
+    return {(stem, name) for stem in stems for name in module._declarations(stem).kernels}
+
+
+def read(output: str) -> tuple[Counter[Kernel], list[tuple[Kernel, str]], bool]:
+    """Launches, reports with the kernel whose launch they follow, and whether the run came to its end."""
+    launches: Counter[Kernel] = Counter()
+    reports: list[tuple[Kernel, str]] = []
+    last: Kernel = ("", "")
+    for line in output.splitlines():
+        if mark := MARK.match(line):
+            last = mark.group(1), mark.group(2)
+            launches[last] += 1
+        elif report := REPORT.match(line):
+            reports.append((last, report.group(1)))
+    return launches, reports, "@@ done" in output.splitlines()
+
+
+def false_reason(tool: str, kernel: Kernel, report: str) -> str:
+    """Why a report is known to be false, or ""."""
+    for known in FALSE:
+        if known.tool == tool and re.fullmatch(known.stem, kernel[0]) and re.search(known.pattern, report):
+            return known.reason
+    return ""
+
+
+def table(tool: str, launches: Counter[Kernel], reports: list[tuple[Kernel, str]]) -> tuple[list[str], int]:
+    """A line for each kernel, and how many true reports there are."""
+    lines, errors = [], 0
+    for kernel in sorted(kernels() | {kernel for kernel, _ in reports}):
+        own = [report for where, report in reports if where == kernel]
+        true = [report for report in own if not false_reason(tool, kernel, report)]
+        errors += len(true)
+        found = "not run" if not launches[kernel] and not own else f"{len(true)} reports" if true else "clean"
+        if len(own) > len(true):
+            found += f" ({len(own) - len(true)} known to be false)"
+        lines.append(f"{tool:9} {'.'.join(kernel):45} {launches[kernel]:5} launches  {found}")
+        lines += [f"          {report}" for report in sorted(set(true))]
+    return lines, errors
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.sanitize")
+    parser.add_argument("--tools", default=",".join(TOOLS))
+    parser.add_argument("--rows", default="", help="only jobs whose name holds this")
+    parser.add_argument("--watched", action="store_true", help="be what a tool watches")
+    options = parser.parse_args()
+    usable, why = cuda_status()
+    if not usable:
+        print(f"skipped: no GPU ({why})")
+        return 0
+    if options.watched:
+        return run_all(options.rows)
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        print("compute-sanitizer is not on PATH: it comes with the CUDA toolkit")
+        return 1
+    failed = 0
+    for tool in options.tools.split(","):
+        command = [program, "--tool", tool, "--print-limit", "10000", "--launch-timeout", "0", sys.executable, "-m",
+                   "tests.sanitize", "--watched", "--rows", options.rows]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        launches, reports, ended = read(done.stdout)
+        lines, errors = table(tool, launches, reports)
+        print("\n".join(lines))
+        missing = len(kernels() - set(launches)) if not options.rows else 0
+        if not ended:
+            print(f"{tool}: the run did not come to its end:\n" + "\n".join(done.stdout.splitlines()[-15:]))
+        print(f"{tool}: {sum(launches.values())} launches, {errors} reports, {missing} kernels not run", flush=True)
+        failed += bool(errors or missing or not ended)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

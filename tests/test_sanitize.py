@@ -1,0 +1,58 @@
+"""The sanitizer's script: what it launches, by the stand-in for a GPU, and how it reads the tools' output."""
+
+from collections import Counter
+
+import pytest
+
+from cudiff.cuda import module
+from tests import sanitize
+
+OUTPUT = """\
+========= COMPUTE-SANITIZER
+@@ launch cast cast
+@@ launch attention forward
+========= Invalid __global__ write of size 4 bytes
+=========     at forward+0x1d0
+=========     by thread (0,0,0) in block (3,0,0)
+=========     Address 0x7f1f0a000204 is out of bounds
+@@ launch conv2d_sm90 conv2d_sm90
+========= Uninitialized __global__ memory read of size 2 bytes
+=========     at conv2d_sm90+0x40
+@@ done
+========= ERROR SUMMARY: 2 errors
+"""
+
+
+def test_reports_belong_to_the_launch_before_them():
+    launches, reports, ended = sanitize.read(OUTPUT)
+    assert launches == {("cast", "cast"): 1, ("attention", "forward"): 1, ("conv2d_sm90", "conv2d_sm90"): 1} and ended
+    assert reports == [
+        (("attention", "forward"), "Invalid __global__ write of size 4 bytes"),
+        (("conv2d_sm90", "conv2d_sm90"), "Uninitialized __global__ memory read of size 2 bytes"),
+    ]
+    assert not sanitize.read(OUTPUT.replace("@@ done\n", ""))[2]
+
+
+def test_only_named_reports_are_false():
+    launches, reports, _ = sanitize.read(OUTPUT)
+    lines, errors = sanitize.table("initcheck", launches, reports)
+    assert errors == 1
+    text = "\n".join(lines)
+    assert "conv2d_sm90.conv2d_sm90" in text and "clean (1 known to be false)" in text
+    assert sum("not run" in line for line in lines) == len(sanitize.kernels()) - 3
+    assert sanitize.table("memcheck", launches, reports)[1] == 2  # there it is not known
+    other = [(("conv2d", "conv2d"), "Uninitialized __global__ memory read of size 2 bytes")]
+    assert sanitize.table("initcheck", Counter(), other)[1] == 1  # nor of a kernel without bulk copies
+
+
+@pytest.mark.slow
+def test_every_kernel_is_launched(host_of, monkeypatch):
+    """On Hopper and on older GPUs together."""
+    found = set()
+    for hopper in (True, False):
+        host = host_of(hopper)
+        monkeypatch.setattr(module, "kernel", sanitize.watched(lambda stem, name: found.add((stem, name))))
+        for _, job in sanitize.jobs():
+            job()
+        assert len(host.launches) > 200
+    assert not sanitize.kernels() - found
