@@ -196,21 +196,22 @@ class Divide(Binary):
 
 
 class Power(Binary):
-    """a ** b; at b = 0 the slope along a is 0, at a = 0 the slope along b is 0, as in PyTorch."""
+    """a ** b. At b = 0 the slope along a is 0, at a = 0 and b >= 0 the slope along b is 0, as in PyTorch."""
 
     @staticmethod
     def value(a, b):
-        return np.power(a, b)
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            return np.power(a, b)
 
     @staticmethod
     def gradient_a(dout, a, b):
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             return np.where(np.equal(b, 0), 0, dout * (b * np.power(a, b - 1)))
 
     @staticmethod
     def gradient_b(dout, a, b):
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(np.equal(a, 0), 0, dout * np.power(a, b) * np.log(a))
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            return np.where(np.equal(a, 0) & np.greater_equal(b, 0), 0, dout * (np.power(a, b) * np.log(a)))
 
 
 class Maximum(Binary):

@@ -156,3 +156,30 @@ def test_booleans_and_integers_are_integers():
     np.testing.assert_array_equal((x * 3).numpy(), [3, 0])
     np.testing.assert_array_equal((1 + x).numpy(), [2, 1])
     assert (x * 3).dtype == np.int64
+
+
+def test_power_at_zero_of_negative_exponents(device):
+    """x^c and its slopes where PyTorch's are: by hand, in the order of c = -1, -0.5, 0, 0.5, 1, 2."""
+    inf = np.inf
+    c = Tensor(np.float32([-1, -0.5, 0, 0.5, 1, 2]), requires_grad=True, device=device)
+    x = Tensor(np.zeros(6, np.float32), requires_grad=True, device=device)
+    out = cudiff.power(x, c)
+    out.sum().backward()
+    assert out.numpy().tolist() == [inf, inf, 1, 0, 0, 0]
+    assert Tensor(x.grad).numpy().tolist() == [-inf, -inf, 0, inf, 1, 0]
+    assert Tensor(c.grad).numpy().tolist() == [-inf, -inf, 0, 0, 0, 0]
+
+
+def test_power_as_in_torch():
+    torch = pytest.importorskip("torch")
+    values, exponents = np.float64([-2, -0.0, 0, 0.5, 2]), np.float64([-2, -1, -0.5, 0, 0.5, 1, 2, 3])
+    a, b = (grid.reshape(-1) for grid in np.meshgrid(values, exponents))
+    x, c = Tensor(a, requires_grad=True), Tensor(b, requires_grad=True)
+    out = cudiff.power(x, c)
+    out.backward(np.ones(a.shape))
+    y, d = torch.tensor(a, requires_grad=True), torch.tensor(b, requires_grad=True)
+    expected = y**d
+    expected.backward(torch.ones(a.shape, dtype=torch.float64))
+    np.testing.assert_allclose(out.numpy(), expected.detach().numpy(), rtol=1e-14)
+    np.testing.assert_allclose(x.grad, y.grad.numpy(), rtol=1e-14)
+    np.testing.assert_allclose(c.grad, d.grad.numpy(), rtol=1e-14)
