@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,10 +14,15 @@ import numpy as np
 
 from cudiff.config import Config
 from cudiff.errors import CudiffError
-from cudiff.tensorfile import Entry, read_header, read_tensors, write_tensors
+from cudiff.models import outline
+from cudiff.tensorfile import Entry, digest, read_header, read_tensors, write_tensors
 
 FORMAT_VERSION = 1
+"""Written into every checkpoint, and the only one that is read. Digests came later and leave it: who does not know them
+reads the file without, and a file without them is read as before."""
 LAYOUT = "native KRSC"
+ABOUT = "about"
+"""The name, among the tensors' digests, of the digest over everything else that cudiff writes into the header."""
 PARTS = ("model", "ema", "exp_avg", "exp_avg_sq", "momentum_buffer")
 """What a tensor's name begins with: the weights, their moving average, the moments of Adam or the momentum of SGD."""
 
@@ -41,24 +47,27 @@ def save_checkpoint(
     if strays:
         raise ValueError(f"tensor names must begin with one of {PARTS}: {strays[:3]}")
     about = {"format_version": FORMAT_VERSION, "layout": LAYOUT, "config": config.to_dict(), "counters": dict(counters)}
-    write_tensors(path, tensors, {"cudiff": json.dumps(about)})
+    digests = {ABOUT: _digest_of(about)} | {name: digest(array) for name, array in tensors.items()}
+    write_tensors(path, tensors, {"cudiff": json.dumps(about | {"sha256": digests})})
 
 
 def load_checkpoint(path: str | os.PathLike, parts: Collection[str] = PARTS) -> Checkpoint:
     """Read a checkpoint, or the newest in a run's folder; or only some of its `parts`: sampling needs no moments.
 
-    Raises CudiffError where the file is missing, truncated, no checkpoint, of another version, or where the names or
-    shapes of its parts do not agree.
+    What is read is compared with its digests, and names and shapes with the configuration's before anything large is
+    read. Raises CudiffError where the file is missing, truncated, damaged, no checkpoint, of another version, or where
+    the names or shapes of its parts are not those of its model.
     """
     path = find_checkpoint(path)
     entries, metadata = read_header(path)
     about = _about(path, metadata)
+    _check_counters(path, about["counters"])
     try:
         config = Config.from_dict(about["config"])
     except CudiffError as error:
         raise CudiffError(f"{path} needs the cudiff that wrote it, as this one cannot build it: {error}") from None
-    _check_parts(path, entries)
-    tensors, _ = read_tensors(path, lambda name: name.partition(".")[0] in parts)
+    _check_parts(path, entries, config)
+    tensors, _ = read_tensors(path, lambda name: name.partition(".")[0] in parts, about.get("sha256"))
     return Checkpoint(config, tensors, about["counters"])
 
 
@@ -67,21 +76,14 @@ def prefixed(name: str, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray
     return {f"{name}.{key}": array for key, array in state.items()}
 
 
-def part(
-    tensors: Mapping[str, np.ndarray], name: str, shapes: Mapping[str, tuple[int, ...]] | None = None
-) -> dict[str, np.ndarray]:
+def part(tensors: Mapping[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
     """One part of a checkpoint's tensors, without the prefix.
 
-    shapes: what is expected, by name. Raises CudiffError where the part is absent (a missing average is never replaced
-    by the weights) and where it lacks, or has in excess, or in another shape, any tensor.
+    Raises CudiffError where it is absent: a missing average is never replaced by the weights.
     """
     state = {key.removeprefix(f"{name}."): array for key, array in tensors.items() if key.startswith(f"{name}.")}
     if not state:
         raise CudiffError(f"the checkpoint holds no '{name}' tensors: use one that cudiff train wrote")
-    if shapes is not None:
-        problems = _differences({key: array.shape for key, array in state.items()}, shapes)
-        if problems:
-            raise CudiffError(f"the checkpoint's '{name}' does not fit the model: {_first_few(problems)}")
     return state
 
 
@@ -125,38 +127,90 @@ def _about(path: str | os.PathLike, metadata: Mapping[str, str]) -> dict[str, An
         raise CudiffError(f"{path} holds weights but is no cudiff checkpoint: convert it first with cudiff convert")
     try:
         about = json.loads(metadata["cudiff"])
-        if about["format_version"] != FORMAT_VERSION:
+        version = about["format_version"]
+        if version != FORMAT_VERSION:
             raise CudiffError(
-                f"{path} has checkpoint format {about['format_version']}, this cudiff reads {FORMAT_VERSION}: "
+                f"{path} has checkpoint format {str(version)[:20]}, this cudiff reads {FORMAT_VERSION}: "
                 "use the version of cudiff that wrote it"
             )
+        texts = {key: value for key, value in about.items() if key != "sha256"}
+        if "sha256" in about and about["sha256"][ABOUT] != _digest_of(texts):
+            raise ValueError
         if about["layout"] != LAYOUT or not all(isinstance(about[name], dict) for name in ("config", "counters")):
             raise ValueError
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise CudiffError(f"{path} is damaged: its cudiff metadata makes no sense; use another checkpoint") from None
     return about
 
 
-def _check_parts(path: str | os.PathLike, entries: Mapping[str, Entry]) -> None:
-    """Raise CudiffError unless there are weights and all other parts have their names and shapes."""
+def _digest_of(about: Mapping[str, Any]) -> str:
+    """SHA-256 of the configuration and the counters, as JSON with sorted keys."""
+    return digest(np.frombuffer(json.dumps(about, sort_keys=True).encode(), np.uint8))
+
+
+def _check_counters(path: str | os.PathLike, counters: Mapping[str, Any]) -> None:
+    """Raise CudiffError unless every counter that resuming needs is there, of its type and in its range."""
+    needed = _COUNTERS if "optimizer" in counters else {"step": _COUNTERS["step"]}  # converted weights have no more
+    for name, is_right in needed.items():
+        if not is_right(counters.get(name)):
+            raise CudiffError(f"{path} is damaged: its counter '{name}' is missing or no such number; use another")
+
+
+def _whole(value: Any, below: int) -> bool:
+    return type(value) is int and 0 <= value < below
+
+
+def _finite(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e300  # False for NaN
+
+
+def _is_generator(state: Any) -> bool:
+    return (
+        isinstance(state, dict)
+        and _whole(state.get("seed"), 2**63)
+        and _whole(state.get("step"), 2**31)
+        and all(_whole(value, 2**63) for value in state.values())
+    )
+
+
+_COUNTERS: dict[str, Callable[[Any], bool]] = {
+    "step": lambda value: _whole(value, 2**31),
+    "seconds": lambda value: _finite(value) and value >= 0,
+    "loss_sum": _finite,
+    "loss_steps": lambda value: _whole(value, 2**31),
+    "optimizer": lambda value: isinstance(value, list) and all(_whole(number, 2**31) for number in value),
+    "generator": _is_generator,
+}
+
+
+def _check_parts(path: str | os.PathLike, entries: Mapping[str, Entry], config: Config) -> None:
+    """Raise CudiffError unless there are weights, and all parts have the names and shapes of the configuration's model.
+
+    No model is built, and its outline stops where it is far larger than the file.
+    """
     shapes: dict[str, dict[str, tuple[int, ...]]] = {name: {} for name in PARTS}
     for name, entry in entries.items():
         prefix, _, rest = name.partition(".")
         if prefix not in PARTS:
-            raise CudiffError(f"{path} holds an unexpected tensor {name}: use a checkpoint that cudiff wrote")
+            raise CudiffError(f"{path} holds an unexpected tensor {name[:80]}: use a checkpoint that cudiff wrote")
         shapes[prefix][rest] = entry.shape
     if not shapes["model"]:
         raise CudiffError(f"{path} holds no model weights: use another checkpoint")
-    for name in PARTS[1:]:
-        known = {key: shape for key, shape in shapes["model"].items() if key in shapes[name]}
-        problems = _differences(shapes[name], known)
+    try:
+        net = outline(config, len(shapes["model"]), sum(map(math.prod, shapes["model"].values())))
+    except CudiffError as error:
+        raise CudiffError(f"{path}: its weights do not fit its configuration's model ({error})") from None
+    parameters = {name: value.shape for name, value in net.named_parameters()}
+    state = parameters | {name: value.shape for name, value in net.named_buffers()}
+    for name, found in shapes.items():
+        problems = _differences(found, state if name in ("model", "ema") else parameters) if found else []
         if problems:
-            raise CudiffError(f"{path}: its '{name}' does not fit its weights: {_first_few(problems)}")
+            raise CudiffError(f"{path}: its '{name}' does not fit its configuration's model: {_first_few(problems)}")
 
 
 def _differences(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
     problems = [f"missing {name}" for name in expected if name not in found]
-    problems += [f"unexpected {name}" for name in found if name not in expected]
+    problems += [f"unexpected {name[:80]}" for name in found if name not in expected]
     return problems + [
         f"{name} has shape {found[name]}, not {shape}"
         for name, shape in expected.items()

@@ -11,10 +11,10 @@ import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from cudiff.errors import CudiffError
+from cudiff.files import opened
 
 SECTIONS = ("data", "model", "diffusion", "training", "sampling")
 
@@ -46,7 +46,7 @@ class Config:
 
     # Data
     data: str = _data("digits", "digits, mnist, a folder of images, an .npz or unet.cu's .bin")
-    image_size: int = _data(0, "pixels a side; 0 = that of the data", least=0)
+    image_size: int = _data(0, "pixels a side; 0 = that of the data", least=0, most=2**16)
     channels: int = _data(0, "1 (gray), 3 (RGB), 0 = that of the data", least=0, most=3)
     validation: int = _data(0, "images held out of the training data for the validation loss", least=0)
     flip: bool = _data(False, "mirror each image with probability 1/2")
@@ -55,18 +55,19 @@ class Config:
 
     # Model
     model: str = _model("unet", "unet (guided-diffusion's) or cs179 (a small one for MNIST)", ("unet", "cs179"))
-    model_channels: int = _model(64, "channels at the first level", least=1)
-    channel_mult: tuple[int, ...] = _model((1, 2, 2), "channels at each level, in units of model_channels", least=1)
-    num_res_blocks: int = _model(2, "residual blocks a level", least=1)
+    model_channels: int = _model(64, "channels at the first level", least=1, most=2**16)
+    channel_mult: tuple[int, ...] = _model((1, 2, 2), "channels at each level, in units of model_channels", least=1,
+                                         most=2**10)
+    num_res_blocks: int = _model(2, "residual blocks a level", least=1, most=1000)
     attention_resolutions: tuple[int, ...] = _model((), "image sizes in pixels at which attention is used", least=1)
-    num_heads: int = _model(4, "attention heads, where num_head_channels is 0", least=1)
-    num_head_channels: int = _model(0, "channels of each attention head; 0 = see num_heads", least=0)
+    num_heads: int = _model(4, "attention heads, where num_head_channels is 0", least=1, most=2**16)
+    num_head_channels: int = _model(0, "channels of each attention head; 0 = see num_heads", least=0, most=2**16)
     use_scale_shift_norm: bool = _model(False, "the embedding scales and shifts the norm instead of being added")
     resblock_updown: bool = _model(False, "down- and upsample inside residual blocks")
     conv_resample: bool = _model(True, "down- and upsample with a convolution")
     dropout: float = _model(0.0, "dropout probability in residual blocks", least=0, below=1)
     num_classes: int = _model(-1, "classes the model is conditioned on; 0 = unconditional, -1 = those of the data",
-                              least=-1)
+                              least=-1, below=2**31)
     learn_sigma: bool = _model(False, "DDPM: also predict the variance (Improved DDPM)")
     use_new_attention_order: bool = _model(False, "q, k and v are split before the heads are")
     max_period: float = _model(10000.0, "longest period of the timestep sinusoids", above=1)
@@ -76,7 +77,7 @@ class Config:
     # Diffusion
     diffusion: str = _diffusion("edm", "edm (Karras et al. 2022) or ddpm (Ho et al. 2020)", ("edm", "ddpm"))
     noise_schedule: str = _diffusion("linear", "DDPM: how betas grow", ("linear", "cosine"))
-    diffusion_steps: int = _diffusion(1000, "DDPM: noise levels", least=1)
+    diffusion_steps: int = _diffusion(1000, "DDPM: noise levels", least=1, most=10**6)
     sigma_data: float = _diffusion(0.5, "EDM: standard deviation of the data", above=0)
     data_mean: float = _diffusion(0.0, "EDM: subtracted from pixels in [-1, 1]; the noise levels are those after it")
     data_std: float = _diffusion(1.0, "EDM: pixels less data_mean are divided by it", above=0)
@@ -114,11 +115,11 @@ class Config:
 
     # Sampling
     sampler: str = _sampling("heun", "how noise becomes an image", ("heun", "euler", "ddim", "ancestral"))
-    sample_steps: int = _sampling(18, "noise levels a sample passes through", least=1)
+    sample_steps: int = _sampling(18, "noise levels a sample passes through", least=1, most=10**6)
     sample_spacing: str = _sampling("even", "DDPM: timesteps that ddim and ancestral visit; ddim = by a whole stride",
                                     ("even", "ddim"))
     guidance: float = _sampling(1.0, "classifier-free guidance; 1 = the plain conditional model", least=0)
-    samples: int = _sampling(64, "images in a grid", least=1)
+    samples: int = _sampling(64, "images in a grid", least=1, most=10**6)
     eta: float = _sampling(0.0, "DDIM: share of the ancestral noise", least=0, most=1)
     S_churn: float = _sampling(0.0, "heun and euler: noise added anew, over all steps", least=0)
     S_min: float = _sampling(0.0, "lowest noise level that is churned", least=0)
@@ -145,7 +146,7 @@ class Config:
         """A copy with some fields changed, checked again. Raises CudiffError for an unknown field."""
         for name in changes:
             if name not in _types():
-                raise CudiffError(f"unknown option '{name}': {_nearest(name, _types())}")
+                raise CudiffError(f"unknown option '{name[:80]}': {_nearest(name[:80], _types())}")
         return dataclasses.replace(self, **changes)
 
     def for_data(self, shape: tuple[int, ...], num_classes: int) -> Config:
@@ -237,6 +238,8 @@ def _types() -> dict[str, Any]:
     return get_type_hints(Config)
 
 
+_LONGEST_LIST = 16
+_LONGEST_FILE, _LONGEST_LINE = 2**16, 1000  # bytes; one line of 16 kB can keep tomllib busy for a second, of 64 for 18
 _METAVARS = {int: "N", float: "X", str: "TEXT", tuple[int, ...]: "N,N,..", tuple[float, ...]: "X,X,.."}
 _NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -247,21 +250,32 @@ def _checked(option: dataclasses.Field, value: Any) -> Any:
     if get_origin(kind) is tuple:
         of = get_args(kind)[0]
         if not isinstance(value, list | tuple):
-            raise CudiffError(f"{option.name} must be a list, each entry {_NOUNS[of]}, not {value!r}")
+            raise CudiffError(f"{option.name} must be a list, each entry {_NOUNS[of]}, not {_shown(value)}")
+        if len(value) > _LONGEST_LIST:
+            raise CudiffError(f"{option.name} has {len(value):,} entries: give {_LONGEST_LIST} at most")
         return tuple(_in_range(option.name, rules, _typed(option.name, of, entry)) for entry in value)
     value = _typed(option.name, kind, value)
     if rules["choices"] and value not in rules["choices"]:
-        raise CudiffError(f"unknown {option.name} '{value}': use {' or '.join(rules['choices'])}")
+        raise CudiffError(f"unknown {option.name} '{value[:80]}': use {' or '.join(rules['choices'])}")
     return value if kind in (str, bool) else _in_range(option.name, rules, value)
 
 
 def _typed(name: str, kind: type, value: Any) -> Any:
     wanted: Any = (int, float) if kind is float else kind
     if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
-        raise CudiffError(f"{name} must be {_NOUNS[kind]}, not {value!r}")
+        raise CudiffError(f"{name} must be {_NOUNS[kind]}, not {_shown(value)}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise CudiffError(f"{name} must be {_NOUNS[kind]} between -2^63 and 2^63, and is beyond")
     if kind is float and not math.isfinite(value):
         raise CudiffError(f"{name} must be a finite number, not {value}")
     return kind(value)
+
+
+def _shown(value: Any) -> str:
+    """A value that may be large, or nested without end, in a few words."""
+    if isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 2**63):
+        return repr(value[:80] if isinstance(value, str) else value)
+    return f"a {type(value).__name__}"
 
 
 def _in_range(name: str, rules: Mapping[str, Any], value: float) -> float:
@@ -360,21 +374,28 @@ def _nearest(name: str, known: Collection[str]) -> str:
 
 
 def _preset(name: Any) -> Config:
-    if str(name) not in PRESETS:
-        raise CudiffError(f"unknown preset '{name}': use {' or '.join(PRESETS)}")
-    return PRESETS[str(name)]
+    if not isinstance(name, str) or name not in PRESETS:
+        shown = name[:80] if isinstance(name, str) else _shown(name)
+        raise CudiffError(f"unknown preset '{shown}': use {' or '.join(PRESETS)}")
+    return PRESETS[name]
 
 
 def _read_toml(path: str | os.PathLike) -> dict[str, Any]:
+    with opened(path) as file:
+        content = file.read(_LONGEST_FILE + 1)
+    if len(content) > _LONGEST_FILE:
+        raise CudiffError(f"{path} is over {_LONGEST_FILE >> 10} KiB: a configuration is some lines 'name = value'")
+    if max(map(len, content.splitlines()), default=0) > _LONGEST_LINE:
+        raise CudiffError(f"{path} has a line of over {_LONGEST_LINE} characters: write one 'name = value' a line")
     try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise CudiffError(f"cannot read {path} ({error.strerror or error}): check the path") from None
+        values = tomllib.loads(content.decode("utf-8-sig"))
+    except RecursionError:
+        raise CudiffError(f"{path} is nested too deeply: write one 'name = value' a line") from None
     except ValueError as error:
-        raise CudiffError(f"{path} is not TOML ({error}): write one 'name = value' a line") from None
+        raise CudiffError(f"{path} is not TOML ({str(error)[:200]}): write one 'name = value' a line") from None
     for name, value in values.items():
         if isinstance(value, dict):
-            raise CudiffError(f"{path}: options have no sections; remove the line [{name}]")
+            raise CudiffError(f"{path}: options have no sections; remove the line [{name[:80]}]")
     return values
 
 

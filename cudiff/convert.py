@@ -17,7 +17,8 @@ import numpy as np
 
 from cudiff.config import PRESETS, Config
 from cudiff.errors import CudiffError
-from cudiff.models import build
+from cudiff.files import opened
+from cudiff.models import outline
 from cudiff.tensorfile import read_tensors, write_tensors
 from cudiff.torchfile import read_torch
 
@@ -61,15 +62,14 @@ def from_torch(state: Mapping[str, np.ndarray], layouts: Mapping[str, str]) -> d
 
 def to_torch(state: Mapping[str, np.ndarray], layouts: Mapping[str, str]) -> dict[str, np.ndarray]:
     """The inverse of `from_torch`."""
-    result = {}
-    for name, array in state.items():
-        kind = layouts.get(name, "vector")
-        if kind in ("conv2d", "conv_transpose2d"):
-            array = _with_axes(name, array, 4).transpose(0, 3, 1, 2)
-        elif kind == "conv1d":
-            array = _with_axes(name, array, 2)[:, :, None]
-        result[name] = _contiguous(array)
-    return result
+    return {name: _contiguous(_in_torch(name, array, layouts.get(name, "vector"))) for name, array in state.items()}
+
+
+def _in_torch(name: str, array: np.ndarray, kind: str) -> np.ndarray:
+    """A view of a native array in PyTorch's layout."""
+    if kind in ("conv2d", "conv_transpose2d"):
+        return _with_axes(name, array, 4).transpose(0, 3, 1, 2)
+    return _with_axes(name, array, 2)[:, :, None] if kind == "conv1d" else array
 
 
 def read_weights(path: str | os.PathLike, key: str | None = None) -> Weights:
@@ -78,11 +78,8 @@ def read_weights(path: str | os.PathLike, key: str | None = None) -> Weights:
     key: which part of a .pt that holds several state_dicts. Names are made those of cudiff's models. Raises CudiffError
     where the file is missing, damaged, or of a kind that would run code; a file's kind is told by its content.
     """
-    try:
-        with open(path, "rb") as file:
-            start = file.read(4)
-    except OSError as error:
-        raise CudiffError(f"cannot read {path} ({error.strerror or error}): check the path") from None
+    with opened(path) as file:
+        start = file.read(4)
     suffix = Path(path).suffix.lower()
     if suffix == ".pkl" or start[:1] == b"\x80":
         # A .pt that is one was saved by PyTorch before 1.6.
@@ -175,8 +172,9 @@ def read_unet_cu(path: str | os.PathLike) -> Weights:
     whether random states follow; then float32 parameters in the order of PyTorch's named_parameters(), each in its
     layout; then what was announced, which is not read. Raises CudiffError where the file is something else.
     """
-    size = os.path.getsize(path)
-    header = [int(number) for number in np.fromfile(path, "<i4", UNETCU_HEADER)]
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        header = [int(number) for number in np.fromfile(file, "<i4", UNETCU_HEADER)]
     if len(header) < UNETCU_HEADER or header[0] != UNETCU_MAGIC:
         raise CudiffError(f"{path} holds no weights of unet.cu: name another file")
     _, _, channels, model_channels, out_channels, height, width, max_period, moments, _ = header[:10]
@@ -186,16 +184,23 @@ def read_unet_cu(path: str | os.PathLike) -> Weights:
             "cudiff reads those for square images with as many channels out as in"
         )
     config = _unetcu_config(height, channels, model_channels, max_period)
-    model = build(config)
-    shapes = {name: array.shape for name, array in to_torch(model.state_dict(), model.layouts()).items()}
-    count = sum(math.prod(shape) for shape in shapes.values())
-    expected = 4 * UNETCU_HEADER + 4 * count * (3 if moments else 1)
-    if size < expected:
-        raise CudiffError(f"{path} is truncated: {size:,} bytes, but its weights take {expected:,}; copy it again")
+    shapes = _unetcu_shapes(config, (size - 4 * UNETCU_HEADER) // 4)
+    count = sum(map(math.prod, shapes.values()))
+    if not shapes or size < 4 * UNETCU_HEADER + 4 * count * (3 if moments else 1):
+        raise CudiffError(f"{path} is truncated: its {size:,} bytes are not all weights of its model; copy it again")
     values = np.fromfile(path, "<f4", count, offset=4 * UNETCU_HEADER)
     ends = np.cumsum([math.prod(shape) for shape in shapes.values()])[:-1]
     pieces = np.split(values, ends)
     return Weights({name: piece.reshape(shapes[name]) for name, piece in zip(shapes, pieces, strict=True)}, config)
+
+
+def _unetcu_shapes(config: Config, numbers: int) -> dict[str, tuple[int, ...]]:
+    """The parameters' shapes in PyTorch's layout, in their order; empty for a far larger model than of so many."""
+    try:
+        model = outline(config, numbers, numbers)
+    except CudiffError:
+        return {}
+    return {name: _in_torch(name, value.data, value.layout).shape for name, value in model.named_parameters()}
 
 
 def _unetcu_config(

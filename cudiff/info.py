@@ -52,7 +52,7 @@ def checkpoint_table(path: str | os.PathLike) -> Table:
     path, checkpoint = read_checkpoint(path, parts=("model",))
     config, defaults = checkpoint.config, Config()
     parameters = sum(array.size for array in checkpoint.tensors.values())
-    steps = checkpoint.counters.get("step", 0)
+    steps = checkpoint.counters["step"]
     table = Table(title="checkpoint", show_header=False, caption="all other options are at their defaults")
     table.add_row("file", Text(str(path)))
     table.add_row("trained", f"{parameters:,} parameters, {steps:,} steps")

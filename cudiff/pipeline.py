@@ -224,8 +224,7 @@ def load(
     config = checkpoint.config
     device = default_device() if device in (None, "auto") else device
     net = build(config)
-    shapes = {name: value.shape for name, value in net.state_dict().items()}
-    net.load_state_dict(part(checkpoint.tensors, weights, shapes))
+    net.load_state_dict(part(checkpoint.tensors, weights))
     net.precision = precision or (config.precision if device == "cuda" else "fp32")
     net.train(trainable).flatten(device, trainable=trainable)
     return Pipeline(config, net)

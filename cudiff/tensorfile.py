@@ -1,23 +1,26 @@
-"""The safetensors format: 8 bytes with the header's length, a JSON header, then all values, little-endian.
+"""The safetensors format (github.com/huggingface/safetensors), by its own library: tensors by name, text beside them.
 
-Read and written here because bfloat16 has to pass, because a reader of a part should not load the whole, and because
-a file must be replaced whole or not at all. Format: github.com/huggingface/safetensors.
+What the library does not do is done here: a file is replaced whole or not at all, a header's size is limited before it
+is read, a name that occurs twice is refused, and what goes wrong is one line.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from cudiff.backend import bfloat16
 from cudiff.errors import CudiffError
+from cudiff.files import opened
 
 DTYPES = {
     "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": bfloat16,
@@ -25,22 +28,20 @@ DTYPES = {
     "U64": np.dtype("<u8"), "U32": np.dtype("<u4"), "U16": np.dtype("<u2"), "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_LONGEST_HEADER = 100_000_000  # bytes; the limit of the format's reference implementation
+LONGEST_HEADER = 2**22
+"""Bytes: some 13,000 tensors. A header takes up to 20 times its size in memory while it is read."""
 
 
 class Entry(NamedTuple):
-    """Where a tensor lies: its dtype and shape, and its bytes [start, stop) in the file."""
+    """A tensor's dtype and shape."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
-    start: int
-    stop: int
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """A file to write that takes the place of `path` at the end of the block, or not at all.
+def replacing_path(path: str | os.PathLike) -> Iterator[Path]:
+    """Where to write a file that takes the place of `path` at the end of the block, or not at all.
 
     A full disk, an exception or a kill at any moment leaves what was at `path` as it was. Folders are made as needed.
     Raises CudiffError where the system refuses.
@@ -49,18 +50,17 @@ def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
+        yield temporary
+        with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError | SafetensorError):
+            reason = getattr(error, "strerror", None) or error
             raise CudiffError(
-                f"cannot write {path} ({error.strerror or error}), and nothing there was changed: "
-                "make room or choose another folder"
+                f"cannot write {path} ({reason}), and nothing there was changed: make room or choose another folder"
             ) from error
         raise
     with contextlib.suppress(OSError):  # some systems cannot open or sync a folder
@@ -71,110 +71,99 @@ def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
             os.close(folder)
 
 
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike) -> Iterator[BinaryIO]:
+    """`replacing_path`, as a file that is open."""
+    with replacing_path(path) as temporary, open(temporary, "wb") as file:
+        yield file
+
+
 def write_tensors(path: str | os.PathLike, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
     """Write arrays by name, in place of what is at `path`, whole or not at all.
 
-    Raises CudiffError for a dtype that the format lacks and where the system refuses to write.
+    The arrays' own memory is written: no second copy is made of those that are contiguous. Raises CudiffError for a
+    dtype that the format lacks, for more tensors than `read_header` takes and where the system refuses to write.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     for name, array in tensors.items():
-        if array.dtype not in _NAMES:
+        if array.dtype not in DTYPES.values():
             raise CudiffError(f"cannot write {name}: {path} cannot hold {array.dtype}; convert it first")
-        header[name] = {"dtype": _NAMES[array.dtype], "shape": list(array.shape)}
-    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # every tensor aligned to its own items
-    stop = 0
-    for name in order:
-        start, stop = stop, stop + tensors[name].nbytes
-        header[name]["data_offsets"] = [start, stop]
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with replacing(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
-            file.write(np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data)
+    # The library takes every array's memory as if it were contiguous.
+    whole = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in tensors.items()}
+    with replacing_path(path) as temporary:
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        save_file(whole, temporary, dict(metadata))  # puts a file of its own there, which only its owner may read
+        temporary.chmod(mode)
+        with opened(temporary) as file:
+            if int.from_bytes(file.read(8), "little") > LONGEST_HEADER:
+                raise CudiffError(f"cannot write {path}: {len(tensors):,} tensors are too many for one file")
 
 
 def read_header(path: str | os.PathLike) -> tuple[dict[str, Entry], dict[str, str]]:
     """The entries by name, and the metadata, of a safetensors file, every size and offset checked.
 
-    Raises CudiffError where the file is missing, truncated, damaged or something else.
+    Raises CudiffError where the file is missing, truncated, damaged or something else, or holds a dtype NumPy lacks.
     """
-    with _reading(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if size < 10 or length > _LONGEST_HEADER or file.read(1) != b"{":
-            raise CudiffError(f"{path} is not a safetensors file")
-        if 8 + length > size:
-            raise CudiffError(f"{path} is truncated: it ends inside its header; copy it again")
-        file.seek(8)
-        text = file.read(length)
-    try:
-        header = dict(json.loads(text, object_pairs_hook=_unique))
-        metadata = header.pop("__metadata__", {})
-        entries = {name: _entry(value, 8 + length) for name, value in header.items()}
-        if not all(isinstance(value, str) for value in metadata.values()):
-            raise ValueError("metadata is not text")
-    except _UnknownType as error:
-        raise CudiffError(f"{path} holds values of type {error}, which cudiff does not read") from None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CudiffError(f"{path} is damaged: its header makes no sense ({reason}); copy it again") from None
-    stop = 8 + length
-    for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.stop)):
-        if entry.start != stop:
-            raise CudiffError(f"{path} is damaged: its tensors overlap or leave gaps; copy it again")
-        stop = entry.stop
-    if stop > size:
-        raise CudiffError(f"{path} is truncated: it has {size:,} of {stop:,} bytes; copy it again")
-    if stop < size:
-        raise CudiffError(f"{path} is damaged: {size - stop:,} bytes follow its last tensor; copy it again")
-    return entries, metadata
+    with _library(path) as file:
+        return _entries(path, file), file.metadata() or {}
 
 
 def read_tensors(
-    path: str | os.PathLike, wanted: Callable[[str], bool] = lambda name: True
+    path: str | os.PathLike, wanted: Callable[[str], bool] = lambda name: True,
+    digests: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """The arrays whose name is `wanted`, and the metadata; raises CudiffError as `read_header` does."""
-    entries, metadata = read_header(path)
+    """The arrays whose name is `wanted`, and the metadata; nothing else is read.
+
+    digests: each tensor's `digest`, compared with what is read. Raises CudiffError as `read_header` does, and where a
+    digest is missing or another, naming the tensor.
+    """
     tensors = {}
-    with _reading(path) as file:
-        for name, entry in entries.items():
-            if wanted(name):
-                file.seek(entry.start)
-                values = np.fromfile(file, np.uint8, entry.stop - entry.start)
-                if values.size != entry.stop - entry.start:
-                    raise CudiffError(f"{path} became shorter while it was read; copy it again")
-                tensors[name] = values.view(entry.dtype).reshape(entry.shape)
-    return tensors, metadata
+    with _library(path) as file:
+        for name in filter(wanted, _entries(path, file)):
+            tensors[name] = file.get_tensor(name)
+            if digests is not None and digest(tensors[name]) != digests.get(name):
+                raise CudiffError(f"{path} is damaged: the values of {name} are not those that were saved; use another")
+        return tensors, file.metadata() or {}
 
 
-class _UnknownType(Exception):
-    """A dtype that NumPy lacks."""
-
-
-def _entry(value: dict[str, Any], first: int) -> Entry:
-    """A checked entry of the header; `first` is where the values begin in the file."""
-    if value["dtype"] not in DTYPES:
-        raise _UnknownType(value["dtype"])
-    dtype, shape, (start, stop) = DTYPES[value["dtype"]], tuple(value["shape"]), value["data_offsets"]
-    if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
-        raise ValueError(f"sizes {shape}, offsets {start}, {stop}")
-    if stop - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{stop - start} bytes for {dtype} of shape {shape}")
-    return Entry(dtype, shape, first + start, first + stop)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return result
+def digest(array: np.ndarray) -> str:
+    """SHA-256 of an array's bytes in hexadecimal; 1.3 s for 1 GB with a CPU's instructions for it."""
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
 @contextlib.contextmanager
-def _reading(path: str | os.PathLike) -> Iterator[BinaryIO]:
+def _library(path: str | os.PathLike) -> Iterator[Any]:
+    """The library's view of a file, its header checked."""
+    with opened(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > LONGEST_HEADER:
+            raise CudiffError(f"{path} is not a safetensors file, or its header is over {LONGEST_HEADER >> 20} MiB")
+        text = file.read(length)
     try:
-        with open(path, "rb") as file:
-            yield file
+        with safe_open(path, "np", backend="pread") as view:  # by mmap what is read would lie in memory twice
+            json.loads(text, object_pairs_hook=_refuse_repeated)
+            yield view
     except OSError as error:
         raise CudiffError(f"cannot read {path} ({error.strerror or error}): check the path") from None
+    except (SafetensorError, ValueError, RecursionError) as error:
+        raise CudiffError(
+            f"{path} is no safetensors file, or is truncated or damaged ({str(error)[:200]}): copy it again"
+        ) from None
+
+
+def _entries(path: str | os.PathLike, file: Any) -> dict[str, Entry]:
+    entries = {}
+    for name in file.keys():  # noqa: SIM118
+        view = file.get_slice(name)
+        kind, shape = view.get_dtype(), view.get_shape()
+        if kind not in DTYPES:
+            raise CudiffError(f"{path} holds values of type {kind}, which cudiff does not read")
+        if len(shape) > 32:
+            raise CudiffError(f"{path} is damaged: {name[:80]} has {len(shape):,} axes; copy it again")
+        entries[name] = Entry(DTYPES[kind], tuple(shape))
+    return entries
+
+
+def _refuse_repeated(pairs: list[tuple[str, Any]]) -> None:
+    if len({name for name, _ in pairs}) != len(pairs):
+        raise ValueError("a name occurs twice")

@@ -183,7 +183,8 @@ class Trainer:
             if path.exists():
                 notices.append(f"{path.name} is damaged and named {set_aside(path).name} from now on")
         self.metrics.drop_after(self.step)
-        for leftover in self.folder.glob(".step-*.tmp"):  # of a kill while a checkpoint was written
+        # Of a kill while a checkpoint was written; the second is safetensors' own.
+        for leftover in (*self.folder.glob(".step-*.tmp"), *self.folder.glob(".tmp??????")):
             leftover.unlink()
         if display is not None:
             for notice in notices:
@@ -237,9 +238,8 @@ class Trainer:
         return path
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        shapes = {name: value.shape for name, value in self.net.state_dict().items()}
-        self.net.load_state_dict(part(checkpoint.tensors, "model", shapes))
-        self.ema.model.load_state_dict(part(checkpoint.tensors, "ema", shapes))
+        self.net.load_state_dict(part(checkpoint.tensors, "model"))
+        self.ema.model.load_state_dict(part(checkpoint.tensors, "ema"))
         counters = checkpoint.counters
         if "optimizer" not in counters:  # converted weights: training begins with them
             return

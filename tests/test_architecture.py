@@ -19,7 +19,7 @@ LAYERS = [
     {"pipeline"},
     {"folder"},
     {"models", "diffusion", "optim", "data", "checkpoint", "convert", "config", "plot",
-     "tensorfile", "torchfile"},
+     "tensorfile", "torchfile", "files"},
     {"nn"},
     {"ops"},
     {"tensor", "tape", "cuda"},

@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import json
+import os
+import time
 
 import pytest
 
@@ -182,6 +184,58 @@ def test_toml_with_a_byte_order_mark(tmp_path):
 def test_missing_toml(tmp_path):
     with pytest.raises(CudiffError, match=r"cannot read .*none\.toml"):
         load_toml(tmp_path / "none.toml")
+
+
+def deep(depth):
+    return [deep(depth - 1)] * 2 if depth else []
+
+
+HUGE = {
+    "lr": 10**400, "steps": 10**400, "batch_size": 2**63, "seed": 10**5000, "channel_mult": [1] * 100_000,
+    "attention_resolutions": [64] * 17, "num_res_blocks": 10**6, "model_channels": 2**20, "num_classes": 2**31,
+    "image_size": 10**9, "num_head_channels": 10**9, "diffusion_steps": 10**12, "sample_steps": 10**12,
+    "data": deep(40), "sampler": "x" * 10**6, "y" * 10**6: 1, "betas": {"a": deep(40)}, "flip": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HUGE, ids=lambda name: name[:30])
+def test_huge_values_get_one_short_line_at_once(name):
+    start = time.perf_counter()
+    with pytest.raises(CudiffError) as error:
+        Config.from_dict({name: HUGE[name]})
+    assert time.perf_counter() - start < 0.5
+    assert len(one_line(error)) < 300 and name[:80] in one_line(error)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"a = " + b"[" * 990, b"a = " + b"[" * 60_000, b"a" + b".a" * 30_000 + b" = 1",
+        b"".join(b"a.b%d = 1\n" % number for number in range(100_000)), b"lr = " + b"1" * 400,
+        b"lr = " + b"1" * 990, b"lr = 1e400", b"seed = 9223372036854775808", b"seed = 1\xff", b"data = '\0'",
+        b"\0" * 100,
+        b"data = 1979-05-27T07:32:00Z", b"preset = 1979-05-27", b"preset = [[1]]", b"data = [[1]]", b"data = {a = 1}",
+        b"x" * 10**7, b"[[lr]]", b"lr = nan", b"lr = inf", b"# \r", b"'\n' = 3",
+        b"\n".join(b"a" + b".a" * 480 + b"%d = 1" % number for number in range(60)),
+    ],
+    ids=lambda content: repr(content[:20]),
+)  # fmt: skip
+def test_files_from_strangers_get_one_short_line_at_once(content, tmp_path):
+    (tmp_path / "run.toml").write_bytes(content)
+    start = time.perf_counter()
+    with pytest.raises(CudiffError) as error:
+        load_toml(tmp_path / "run.toml")
+    assert time.perf_counter() - start < 1
+    assert len(one_line(error)) < 400
+    with pytest.raises(CudiffError):
+        parse("--config", str(tmp_path / "run.toml"))
+
+
+def test_a_pipe_is_no_configuration(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path, message in [(tmp_path / "pipe", "is not a file"), (tmp_path, "is not a file"), ("a\0b", "cannot read")]:
+        with pytest.raises(CudiffError, match=message):
+            load_toml(path)
 
 
 def test_for_data_fills_in_and_checks():

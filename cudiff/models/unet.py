@@ -7,7 +7,7 @@ import math
 from cudiff import ops
 from cudiff.backend import float32
 from cudiff.errors import CudiffError
-from cudiff.nn import Conv2d, Dropout, Embedding, GroupNorm, Linear, Module, ModuleList, Sequential, SiLU, linears
+from cudiff.nn import Conv2d, Dropout, Embedding, GroupNorm, Linear, Module, ModuleList, Sequential, SiLU, init, linears
 from cudiff.tensor import Tensor
 
 
@@ -24,7 +24,7 @@ def num_groups(channels: int, group_channels: int) -> int:
 def zeroed(layer: Module) -> Module:
     """Start `layer` at zero, so that the block it ends starts as the identity."""
     for parameter in layer.parameters():
-        parameter.data[...] = 0
+        parameter.data = init.zeros(parameter.shape)
     return layer
 
 

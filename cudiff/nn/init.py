@@ -9,35 +9,80 @@ from collections.abc import Iterator
 import numpy as np
 
 from cudiff.backend import float32
+from cudiff.errors import CudiffError
 
-_rng = np.random.default_rng(0)
+
+class _Drawn:
+    """Arrays of their values."""
+
+    def __init__(self, seed: int):
+        self.rng = np.random.default_rng(seed)
+
+    def uniform(self, shape: tuple[int, ...], bound: float) -> np.ndarray:
+        return self.rng.uniform(-bound, bound, shape).astype(float32)
+
+    def normal(self, shape: tuple[int, ...], std: float) -> np.ndarray:
+        return (self.rng.standard_normal(shape) * std).astype(float32)
+
+    def full(self, shape: tuple[int, ...], value: float) -> np.ndarray:
+        return np.full(shape, value, float32)
+
+
+class _Outlined:
+    """Arrays without values, whose memory is never touched: at most `arrays` of them, of `numbers` in all."""
+
+    def __init__(self, arrays: int, numbers: int):
+        self.arrays, self.numbers = arrays, numbers
+
+    def full(self, shape: tuple[int, ...], value: float) -> np.ndarray:
+        self.arrays -= 1
+        self.numbers -= math.prod(shape)
+        if self.arrays < 0 or self.numbers < 0:
+            raise CudiffError("the model is larger")
+        return np.empty(shape, float32)
+
+    uniform = normal = full
+
+
+_source: _Drawn | _Outlined = _Drawn(0)
 
 
 @contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Draw the parameters of models built inside the block from `seed`."""
-    global _rng
-    before, _rng = _rng, np.random.default_rng(seed)
+def _from(source: _Drawn | _Outlined) -> Iterator[None]:
+    global _source
+    before, _source = _source, source
     try:
         yield
     finally:
-        _rng = before
+        _source = before
+
+
+def seeded(seed: int) -> contextlib.AbstractContextManager[None]:
+    """Draw the parameters of models built inside the block from `seed`."""
+    return _from(_Drawn(seed))
+
+
+def outlined(arrays: int, numbers: int) -> contextlib.AbstractContextManager[None]:
+    """Models built inside the block have names and shapes, but no values.
+
+    Raises CudiffError in the block once a model asks for more than so many arrays, or numbers in them.
+    """
+    return _from(_Outlined(arrays, numbers))
 
 
 def uniform_fan_in(shape: tuple[int, ...], fan_in: int) -> np.ndarray:
     """U(−1/√fan_in, 1/√fan_in): PyTorch's default for weights and biases of linear and convolution layers."""
-    bound = 1 / math.sqrt(fan_in)
-    return _rng.uniform(-bound, bound, shape).astype(float32)
+    return _source.uniform(shape, 1 / math.sqrt(fan_in))
 
 
 def normal(shape: tuple[int, ...], std: float = 1.0) -> np.ndarray:
     """N(0, std²)."""
-    return (_rng.standard_normal(shape) * std).astype(float32)
+    return _source.normal(shape, std)
 
 
 def zeros(shape: tuple[int, ...]) -> np.ndarray:
-    return np.zeros(shape, float32)
+    return _source.full(shape, 0)
 
 
 def ones(shape: tuple[int, ...]) -> np.ndarray:
-    return np.ones(shape, float32)
+    return _source.full(shape, 1)
