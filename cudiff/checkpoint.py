@@ -168,8 +168,8 @@ def _is_generator(state: Any) -> bool:
     return (
         isinstance(state, dict)
         and _whole(state.get("seed"), 2**63)
-        and _whole(state.get("step"), 2**31)
-        and all(_whole(value, 2**63) for value in state.values())
+        and "step" in state
+        and all(_whole(value, 2**31) for name, value in state.items() if name != "seed")
     )
 
 
