@@ -78,6 +78,17 @@ def test_a_copy_of_a_net_for_sampling_trains(device, expected):
     assert_equal(train(other, SGD(other, lr=0.01, momentum=0.9)), expected)
 
 
+def test_a_copy_with_dropout_asks_for_its_random_numbers(device):
+    model = nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5)).flatten(device)
+    generator = cudiff.Generator(1, device)
+    nn.set_generator(model, generator)
+    other = copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match="set_generator"):
+        other(inputs(device))
+    assert model[1].generator is generator
+    EMA(model, half_life=2).model(inputs(device))  # which drops nothing
+
+
 def test_new_data_is_what_trains(device, expected):
     model = network(device)
     optimizer = SGD(model, lr=0.01, momentum=0.9)

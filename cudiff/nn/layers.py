@@ -140,6 +140,11 @@ class Dropout(Module):
             raise RuntimeError("dropout has no random numbers: call nn.set_generator(model, generator) before training")
         return ops.dropout(x, self.p, self.generator, self.stream)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no random numbers until it is given some: nobody would advance a copy of the generator, and every
+        step would have the same mask."""
+        return super().__getstate__() | {"generator": None}
+
 
 class SiLU(Module):
     """x·sigmoid(x)."""
