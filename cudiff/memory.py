@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from cudiff.errors import CudiffError
@@ -40,6 +41,29 @@ def check_memory(what: str, size: int, advice: str) -> None:
         raise CudiffError(
             f"{what} would take {size / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} GiB are free: {advice}"
         )
+
+
+def resident() -> int | None:
+    """Bytes of memory that the process has now; None where the system does not tell."""
+    return _status("VmRSS:")
+
+
+def peak_of(run: Callable[[], object]) -> int | None:
+    """Call `run`; returns the most bytes of memory that the process had meanwhile, None where the system does not
+    tell."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (proc(5))
+        run()
+        return _status("VmHWM:")
+    return None
+
+
+def _status(name: str) -> int | None:
+    with contextlib.suppress(OSError):
+        for line in _lines("/proc/self/status"):
+            if line.startswith(name):
+                return 1024 * int(line.split()[1])
+    return None
 
 
 def _left_in(path: str, root: Path, limit: str, used: str, cached: str) -> int:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from cudiff.data.loader import Loader
 from cudiff.diffusion.samplers import falling
 from cudiff.errors import CudiffError
 from cudiff.folder import Metrics, alone_in, check_free, check_newest, quoted, set_aside
+from cudiff.memory import memory_available, peak_of, resident
 from cudiff.models import build
 from cudiff.nn import Module, set_generator
 from cudiff.ops.random import Generator
@@ -34,6 +36,9 @@ from cudiff.tensor import Tensor, no_grad
 
 TELL_EVERY = 60
 """Seconds after which a run says how far it is, where no line of metrics came meanwhile."""
+
+ACTIVATIONS = 200
+"""Arrays of a level's size that a step keeps for each image, more than any model has: a batch that fits then fits."""
 
 VALIDATION_IMAGES = 1024
 VALIDATION_DRAWS = 8
@@ -141,6 +146,7 @@ class Trainer:
         # What is not finite is dealt with below.
         with alone_in(self.folder), noted() as interrupted, np.errstate(all="ignore"):
             self._prepare_folder(display)
+            self._check_fits()
             while not interrupted and not self._finished():
                 self._step_or_explain()
                 self.step += 1
@@ -268,6 +274,46 @@ class Trainer:
             done = f"{self.step} steps in {self.seconds / 60:.1f} minutes"
             raise CudiffError(f"the run is at its end after {done}: give more --steps or --minutes")
 
+    def _check_fits(self) -> None:
+        """Raise CudiffError where a batch would take more of the CPU's memory than is free: the system kills for that.
+
+        Where a batch may be large, steps of 1, 2, 4, … images show what one image takes; nothing is updated by them.
+        """
+        config, free = self.config, memory_available()
+        attended = 64 * max(config.attention_resolutions, default=0) ** 4  # bytes of 4 heads' scores, kept four times
+        rough = config.image_size**2 * config.model_channels * 4 * ACTIVATIONS + attended
+        start = resident()
+        if self.device != "cpu" or config.batch_size < 4 or config.batch_size * rough < free / 8 or start is None:
+            return
+        state, size, peaks = self.generator.state(), 1, [0]
+        while True:
+            try:
+                peak = peak_of(partial(self._try, size))
+            except out_of_memory_errors():
+                return  # the step itself will say what fits
+            if peak is None:
+                return
+            peaks.append(peak - start)
+            if peaks[-1] * config.batch_size < free * size:
+                break
+            if size > config.batch_size // 4 or (size >= 8 and peaks[-1] > free / 16):
+                each = (peaks[-1] - peaks[-2]) / (size - size // 2)
+                need = peaks[-1] + each * (config.batch_size - size)
+                if need > free:
+                    fits = max(1, int(config.batch_size - (need - free) / each))
+                    raise CudiffError(
+                        f"batch size {config.batch_size} would take about {need / 2**30:.1f} GiB of memory, and "
+                        f"{free / 2**30:.1f} GiB are free: --batch-size {2 ** (fits.bit_length() - 1)} fits"
+                    )
+                break
+            size *= 2
+        self.generator.load_state(state)
+
+    def _try(self, size: int) -> None:
+        """Loss and backward of so many images, without an update."""
+        images, labels = self.loader.normalised(self.training, np.arange(size) % len(self.training))
+        self.loss(self.net, images, labels, self.generator).backward()
+
     def _step_or_explain(self) -> None:
         try:
             self._step(*self.loader.next())
@@ -275,12 +321,7 @@ class Trainer:
         except out_of_memory_errors():
             pass  # the exception holds the memory of the step: it has to be gone before anything smaller is tried
         self._step = None
-
-        def attempt(size: int) -> None:
-            images, labels = self.loader.normalised(self.training, np.arange(size) % len(self.training))
-            self.loss(self.net, images, labels, self.generator).backward()
-
-        raise out_of_memory(self.config.batch_size, attempt, self.device)
+        raise out_of_memory(self.config.batch_size, self._try, self.device)
 
     @contextmanager
     def _untimed(self) -> Iterator[None]:

@@ -1,0 +1,61 @@
+"""A batch that a CPU's memory cannot hold is told before the system ends the process for it, without a word."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cudiff.data import load_dataset
+from cudiff.train import Trainer
+from tests.test_train import TINY, assert_same_state
+
+LARGE = TINY.replace(image_size=32, model_channels=16, batch_size=64, steps=2, num_classes=0)
+
+
+@pytest.fixture(scope="module")
+def large():
+    return load_dataset("digits", image_size=32, count=70)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a peak of memory")
+@pytest.mark.parametrize("free, fits", [(120, "16"), (60, "8"), (600, None)])
+def test_a_batch_that_the_system_would_kill_for_is_told_before_the_first_step(free, fits, tmp_path):
+    """64 images take 330 MiB. In a process of its own: what tests before have freed would hide what is taken."""
+    code = f"""
+import pathlib
+from cudiff import train
+from cudiff.data import load_dataset
+from tests.test_fits import LARGE
+train.memory_available = lambda: {free} * 2**20
+trainer = train.Trainer(LARGE, load_dataset("digits", image_size=32, count=70), pathlib.Path({str(tmp_path)!r}) / "run")
+attempt, tried = trainer._try, []
+trainer._try = lambda size: (tried.append(size), attempt(size))
+try:
+    trainer._check_fits()
+except train.CudiffError as error:
+    print(error)
+print(max(tried))
+"""
+    out = subprocess.check_output([sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[1], text=True)
+    *told, largest = out.splitlines()
+    assert int(largest) <= 16
+    if fits is None:
+        assert told == []
+    else:
+        line = r"batch size 64 would take about 0\.3 GiB of memory, and 0\.1 GiB are free: --batch-size (\d+) fits"
+        assert re.fullmatch(line, told[0])[1] == fits
+
+
+def test_a_check_of_memory_leaves_the_run_as_it_is(large, tmp_path, monkeypatch):
+    small = LARGE.replace(dropout=0.2, batch_size=8)
+    plain = Trainer(small, large, tmp_path / "plain")
+    plain.run()
+    checked, tried = Trainer(small, large, tmp_path / "checked"), []
+    monkeypatch.setattr("cudiff.train.ACTIVATIONS", 10**9)
+    attempt = checked._try
+    checked._try = lambda size: (tried.append(size), attempt(size))
+    checked.run()
+    assert_same_state(plain, checked)
+    assert tried == [1] or not Path("/proc/self/clear_refs").exists()
