@@ -1,0 +1,180 @@
+"""What `tests.fuzz` damages: for every format a few small whole files, and the function that reads them."""
+
+import gzip
+import io
+import struct
+import tempfile
+import zlib
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from cudiff.checkpoint import save_checkpoint
+from cudiff.config import PRESETS, load_toml
+from cudiff.convert import UNETCU_MAGIC, read_weights, write_weights
+from cudiff.data import load_dataset
+from cudiff.data.pictures import MOST_PIXELS
+from cudiff.models import build
+from cudiff.pipeline import load
+from tests.test_convert import archive, tensor_program
+from tests.test_data import idx_bytes, unetcu_bytes
+
+
+class Format(NamedTuple):
+    """seeds: whole files. file: the name to write them under. reader: takes its path. decoded: bytes that a file's
+    data take once decoded, or where it lies, the most that its reader lets them take."""
+
+    seeds: Callable[[], list[bytes]]
+    file: str
+    reader: Callable[[Path], object]
+    decoded: Callable[[bytes], int] = len
+
+
+def _pixels(*shape: int) -> np.ndarray:
+    return np.random.default_rng(7).integers(0, 256, shape, dtype=np.uint8)
+
+
+def _written(write: Callable[[Path], object], name: str) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder) / name)
+        return (Path(folder) / name).read_bytes()
+
+
+TINY = PRESETS["digits"].replace(
+    image_size=8, channels=1, model_channels=8, channel_mult=(1,), num_res_blocks=1, num_heads=1, num_head_channels=0,
+    num_classes=2,
+)  # fmt: skip
+
+
+@cache
+def _checkpoints() -> list[bytes]:
+    state = {f"{part}.{name}": a for name, a in build(TINY).state_dict().items() for part in ("model", "ema")}
+    counters = {"step": 3, "seed": 0}
+    return [_written(lambda path: save_checkpoint(path, TINY, state, counters), "a.safetensors")]
+
+
+@cache
+def _torch_files() -> list[bytes]:
+    values = np.arange(6, dtype=np.float32).tobytes()
+    return [_written(lambda path: archive(path, tensor_program(), {"0": values}), "a.pt")]
+
+
+@cache
+def _safetensors() -> list[bytes]:
+    state = {"a.weight": np.ones((2, 3), np.float32), "b": np.arange(4)}
+    return [_written(lambda path: write_weights(path, state), "a.safetensors")]
+
+
+@cache
+def _weights_bins() -> list[bytes]:
+    header = np.zeros(256, "<i4")
+    header[:8] = UNETCU_MAGIC, 1, 1, 32, 1, 8, 8, 1000
+    return [header.tobytes() + bytes(4 * 5000), header.tobytes()]
+
+
+@cache
+def _npz() -> list[bytes]:
+    images, labels = _pixels(4, 8, 8, 3), np.array([0, 2, 1, 1])
+    return [
+        _written(lambda path: np.savez(path, images=images, labels=labels), "a.npz"),
+        _written(lambda path: np.savez_compressed(path, arr_0=images, arr_1=labels), "a.npz"),
+        _written(lambda path: np.savez_compressed(path, images=np.asfortranarray(images[..., 0])), "a.npz"),
+        _written(lambda path: np.savez(path, images=images / 255), "a.npz"),
+    ]
+
+
+@cache
+def _idx() -> list[bytes]:
+    return [idx_bytes(_pixels(4, 8, 8)), idx_bytes(_pixels(4, 28, 28))]
+
+
+def _read_idx(path: Path) -> None:
+    labels = path.with_name("train-labels-idx1-ubyte")
+    if not labels.exists():
+        labels.write_bytes(idx_bytes(np.arange(4, dtype=np.uint8)))
+    load_dataset(path.parent)
+
+
+@cache
+def _pictures(kind: str) -> list[bytes]:
+    """Gray, colour, palette or transparency, as far as the format has them, and with metadata."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    options: dict = {"JPEG": {"exif": exif}, "PNG": {"exif": exif}, "TIFF": {"compression": "tiff_lzw"}}.get(kind, {})
+    seeds = []
+    colour = Image.fromarray(_pixels(12, 16, 4))
+    for mode in ("L", "RGB", "RGBA", "P", "CMYK", "1"):
+        image = colour.convert("RGB").convert(mode) if mode != "RGBA" else colour
+        stream = io.BytesIO()
+        try:
+            image.save(stream, kind, **options)
+        except (OSError, KeyError, ValueError):  # not a mode of this format
+            continue
+        seeds.append(stream.getvalue())
+    stream = io.BytesIO()
+    frames = [Image.fromarray(_pixels(8, 8)) for _ in range(3)]
+    if kind in ("GIF", "TIFF", "WEBP", "PNG"):
+        frames[0].save(stream, kind, save_all=True, append_images=frames[1:])
+        seeds.append(stream.getvalue())
+    if kind == "JPEG":
+        colour.convert("RGB").save(stream, kind, progressive=True, icc_profile=bytes(300))
+        seeds.append(stream.getvalue())
+    return seeds
+
+
+def _picture(kind: str, suffix: str) -> Format:
+    # RGBA, of which libwebp's decoder of animations holds four.
+    most = 4 * MOST_PIXELS * (4 if kind == "WEBP" else 1)
+    return Format(
+        partial(_pictures, kind), f"pictures/a{suffix}", lambda path: load_dataset(path.parent, image_size=8),
+        lambda content: most,
+    )  # fmt: skip
+
+
+def _toml() -> list[bytes]:
+    return [
+        b'preset = "digits"\nlr = 1e-3\nchannel_mult = [1, 2]\nflip = true\ndata = "caf\xc3\xa9"\n',
+        b"seed = 12\nbetas = [0.9, 0.99]\nsteps = 1_000\n[model]\nx.y.z = 1\n",
+        b"lr = " + b"9" * 400 + b"\n",
+        b"channel_mult = " + b"[" * 1000 + b"]" * 1000 + b"\n",
+        b"steps = " + b"9" * 5000 + b"\n",
+    ]
+
+
+def _inflated(content: bytes) -> int:
+    """What the header in a gzip announces, as far as there is one."""
+    try:
+        with gzip.open(io.BytesIO(content)) as stream:
+            start = stream.read(16)
+        numbers = struct.unpack_from(f">{min(start[3], 3)}i", start, 4)
+    except (OSError, EOFError, IndexError, struct.error, zlib.error):
+        return len(content)
+    return max(len(content), min(int(np.prod(np.array(numbers, object))), 2**26))
+
+
+FORMATS = {
+    "npz": Format(_npz, "a.npz", load_dataset),
+    "idx": Format(_idx, "train-images-idx3-ubyte", _read_idx),
+    "idx.gz": Format(
+        lambda: [gzip.compress(seed, mtime=0) for seed in _idx()], "train-images-idx3-ubyte.gz",
+        _read_idx, _inflated,
+    ),
+    "data.bin": Format(
+        lambda: [unetcu_bytes(_pixels(4, 8, 8, 3)), unetcu_bytes(_pixels(3, 4, 4, 1))], "a.bin", load_dataset
+    ),
+    **{
+        kind.lower(): _picture(kind, suffix)
+        for kind, suffix in {
+            "BMP": ".bmp", "GIF": ".gif", "JPEG": ".jpg", "PNG": ".png", "PPM": ".ppm", "TIFF": ".tif", "WEBP": ".webp"
+        }.items()
+    },
+    "checkpoint": Format(_checkpoints, "a.safetensors", partial(load, device="cpu")),
+    "safetensors": Format(_safetensors, "a.safetensors", read_weights),
+    "pt": Format(_torch_files, "a.pt", read_weights),
+    "weights.bin": Format(_weights_bins, "a.bin", read_weights),
+    "toml": Format(_toml, "a.toml", load_toml),
+}  # fmt: skip
