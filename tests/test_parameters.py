@@ -243,7 +243,7 @@ def test_an_optimiser_of_the_whole_after_that_of_a_part(device, expected):
 def test_a_replaced_layer_trains(device, expected):
     model = network(device)
     old = SGD(model, lr=0.01)
-    model._items[2] = nn.Linear(5, 5)
+    model[2] = nn.Linear(5, 5)
     model.load_state_dict(start().state_dict())
     with pytest.raises(CudiffError, match="made for other parameters"):
         old.step()
@@ -258,7 +258,7 @@ def test_tied_weights_train_as_one(device):
     model = start(device)
     model[2].weight = model[0].weight = nn.Parameter(np.eye(3, dtype=np.float32) + 0.1)
     model[0].bias = model[2].bias = None
-    model._items[4] = nn.Linear(3, 2)
+    model[4] = nn.Linear(3, 2)
     model.flatten(device)
     x = Tensor(np.eye(3, dtype=np.float32), device=device)
     cudiff.sum(model[2](model[0](x))).backward()
@@ -369,6 +369,15 @@ def test_a_captured_step_is_recorded_again_where_parameters_are_frozen(monkeypat
     model[0].weight.requires_grad = False  # within a captured function: recorded with it
     monkeypatch.setattr(graph._mode, "busy", False)
     assert step() == 3
+    model[0].bias = nn.Parameter(np.zeros(5))
+    assert [step(), step()] == [4, 4]
+    model[0] = nn.Linear(3, 5)
+    assert [step(), step()] == [5, 5]
+    model.flatten("cpu")
+    assert [step(), step()] == [6, 6]
+    EMA(model, half_life=2)
+    network()
+    assert step() == 6
 
 
 @pytest.mark.gpu

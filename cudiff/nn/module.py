@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cudiff.backend import PRECISIONS, Array, copy_into, is_low, to_device
+from cudiff.cuda.graph import record_again
 from cudiff.errors import CudiffError
 from cudiff.nn.parameter import FlatParameters, Parameter, array_of
 from cudiff.tensor import Tensor
@@ -51,6 +52,8 @@ class Module:
         parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
         if not name.startswith("_") and any(isinstance(part, Module | Parameter) for part in parts):
             raise TypeError(f"{name}: modules in a {type(value).__name__} have no names: use nn.ModuleList")
+        if isinstance(vars(self).get(name), Module | Parameter):
+            record_again()  # a captured function holds the old one
         super().__setattr__(name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -223,6 +226,10 @@ class ModuleList(Module):
 
     def append(self, item: Module) -> None:
         self._items.append(item)
+
+    def __setitem__(self, index: int, item: Module | None) -> None:
+        self._items[index] = item
+        record_again()
 
     def __getitem__(self, index: int) -> Any:
         return self._items[index]

@@ -157,6 +157,8 @@ class Parameter(Tensor):
             copy_into(data, self.data)
         if grad is not None and self._grad is not None and not self._vacant and _requires_grad.__get__(self):
             copy_into(grad, self._grad)
+        if self.flat is not None and self.flat is not flat:
+            record_again()  # a captured function holds the old buffers
         _data.__set__(self, data)
         _grad.fset(self, grad)
         self.flat, self.shadow, self._stale = flat, shadow, True
