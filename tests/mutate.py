@@ -9,7 +9,10 @@ cudiff/, which needs a GPU; `--only PATH` takes the files whose path begins so a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import importlib
+import itertools
 import os
 import re
 import shutil
@@ -18,10 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
-from cudiff.backend import cuda_status
+import pytest
+
 from tests.mutants import LEFT_OUT, ROOT, Mutant, kernel_mutants, python_mutants, sample
 
 REPORT = ROOT / "tests" / "MUTANTS.md"
@@ -31,7 +36,7 @@ BLOCKED = ["torch"]
 # Beside tests/**/test_<stem>*.py, and for files that have none.
 TESTS = {
     "cudiff/backend.py": ["tests/test_operands.py", "tests/test_tensor.py", "tests/ops/test_cast.py",
-                          "tests/test_checkpoint.py", "tests/test_train.py"],
+                          "tests/test_checkpoint.py"],
     "cudiff/tape.py": ["tests/test_function.py", "tests/test_tensor.py", "tests/ops/test_norm_silu_conv2d.py"],
     "cudiff/tensor.py": ["tests/test_function.py", "tests/test_operands.py", "tests/ops/test_arithmetic.py"],
     "cudiff/memory.py": ["tests/test_pipeline.py", "tests/test_evaluate.py", "tests/test_train.py"],
@@ -39,8 +44,8 @@ TESTS = {
     "cudiff/torchfile.py": ["tests/test_readers.py", "tests/test_convert.py"],
     "cudiff/cuda/signature.py": ["tests/test_signatures.py", "tests/test_launch.py"],
     "cudiff/cuda/module.py": ["tests/test_launch.py", "tests/test_host.py"],
-    "cudiff/data/": ["tests/test_readers.py", "tests/test_data.py", "tests/test_train.py"],
-    "cudiff/models/": ["tests/models/test_unet_numpy.py", "tests/test_config.py", "tests/models/"],
+    "cudiff/data/": ["tests/test_readers.py", "tests/test_data.py"],
+    "cudiff/models/": ["tests/models/test_unet_numpy.py", "tests/test_config.py"],
     "cudiff/nn/": ["tests/test_nn.py", "tests/test_parameters.py", "tests/test_tensor.py", "tests/test_optim.py",
                    "tests/models/test_cnn.py", "tests/models/test_unet.py"],
     "cudiff/ops/__init__.py": ["tests/test_tensor.py", "tests/ops/test_arithmetic.py"],
@@ -48,10 +53,10 @@ TESTS = {
     "cudiff/ops/group_norm.py": ["tests/ops/test_batch_norm.py"],
     "cudiff/__init__.py": ["tests/test_architecture.py", "tests/test_pipeline.py"],
     "cudiff/pipeline.py": ["tests/test_convert.py"],
-    "cudiff/config.py": ["tests/test_cli.py", "tests/test_train.py"],
+    "cudiff/config.py": ["tests/test_cli.py"],
     "cudiff/diffusion/schedule.py": ["tests/diffusion/test_loss.py", "tests/diffusion/test_samplers.py"],
     "cudiff/diffusion/preconditioning.py": ["tests/diffusion/test_loss.py", "tests/diffusion/test_samplers.py"],
-    "cudiff/optim.py": ["tests/test_parameters.py", "tests/test_train.py"],
+    "cudiff/optim.py": ["tests/test_parameters.py"],
     "kernels/accumulate.cu": ["tests/test_graph.py", "tests/ops/test_reduce.py", "tests/ops/test_norm_silu_conv2d.py"],
 }
 STEMS_OF = {  # headers, by the kernels that include them; other kernels by their own stem and that of their operation
@@ -94,67 +99,103 @@ def copy_of_the_tree(folder: Path) -> Path:
     return folder
 
 
-def run_tests(tree: Path, tests: list[str], marks: str, stem: str, limit: float = TIMEOUT) -> int:
-    """pytest's exit status; 5 where nothing was selected, -1 where it ran out of time."""
-    arguments = ["-x", "-q", "-m", marks, "-p", "no:cacheprovider"]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1",
-        "CUDIFF_CACHE_DIR": str(tree / ".cache"), "PYTHONPATH": str(tree), "CUDIFF_TABLE": stem,
-    }
-    code = (f"import sys; sys.modules.update(dict.fromkeys({BLOCKED})); import pytest; "
-            f"sys.exit(pytest.main({[*arguments, *tests]!r}))")
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=tree, env=environment, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, start_new_session=True)
-    try:
-        return process.wait(limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        return -1
+class _First:
+    """A pytest plugin: writes which test failed first."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and not self.file.exists():
+            self.file.write_text(report.nodeid)
 
 
-def is_caught(tree: Path, mutant: Mutant) -> str:
-    """What caught it: "failed", "timeout", or "" of a survivor."""
+def run_tests(tree: Path, tests: list[str], marks: str, stem: str) -> tuple[int, str]:
+    """pytest's exit status, 5 where nothing was selected and -1 where it ran out of time; and the first failed test.
+
+    In a process forked from this one, in which what tests import but cudiff is loaded: that would take longer than
+    most mutants live.
+    """
+    file = tree / ".failed"
+    file.unlink(missing_ok=True)
+    process = os.fork()
+    if process == 0:
+        os.setsid()
+        status = 3
+        try:
+            os.chdir(tree)
+            with open(os.devnull, "r+") as null:
+                for stream in range(3):
+                    os.dup2(null.fileno(), stream)
+            os.environ.update(PYTHONPATH=str(tree), CUDIFF_TABLE=stem, CUDIFF_CACHE_DIR=str(tree / ".cache"))
+            for name in [name for name in sys.modules if name.split(".")[0] in ("cudiff", "tests")]:
+                del sys.modules[name]
+            sys.modules.update(dict.fromkeys(BLOCKED))
+            sys.path[0], sys.dont_write_bytecode = str(tree), True
+            status = int(pytest.main(["-x", "-q", "-m", marks, "-p", "no:cacheprovider", *tests], [_First(file)]))
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + TIMEOUT
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(process, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status), file.read_text() if file.exists() else ""
+        time.sleep(0.02)
+    os.killpg(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    return -1, ""
+
+
+def is_caught(tree: Path, mutant: Mutant, sound: dict[str, bool]) -> str:
+    """What caught it: "failed", "timeout", or "" of a survivor. A test catches only if it passes without the mutant,
+    which `sound` remembers."""
     file = tree / mutant.path
     source = file.read_text()
-    file.write_text(mutant.apply(source))
-    gpu = mutant.path.startswith("kernels/")
-    try:
-        for marks in ("gpu and not slow", "gpu and slow") if gpu else ("not gpu and not slow", "not gpu and slow"):
-            status = run_tests(tree, tests_of(mutant.path), marks, file.stem)
-            if status not in (0, 5):
-                return "timeout" if status == -1 else "failed"
-        return ""
-    finally:
-        file.write_text(source)
+    gpu = "gpu" if mutant.path.startswith("kernels/") else "not gpu"
+    marks = [f"{gpu} and not slow", f"{gpu} and slow"]
+    tests = tests_of(mutant.path)
+    while marks:
+        file.write_text(mutant.apply(source))
+        try:
+            status, first = run_tests(tree, tests, marks[0], file.stem)
+        finally:
+            file.write_text(source)
+        if status in (0, 5):
+            marks.pop(0)
+            continue
+        if first and first not in sound:
+            sound[first] = run_tests(tree, [first], gpu, "")[0] == 0
+        if sound.get(first, True):
+            return "timeout" if status == -1 else "failed"
+        print(f"{first} fails without a mutant too: left out", flush=True)
+        tests = [*tests, "--deselect", first]
+    return ""
+
+
+def _worker(mutants: list[Mutant], place: tuple[int, int]) -> list[tuple[int, str]]:
+    """The mutants place[0], place[0] + place[1], ...: number and what caught each; a line each as they end."""
+    found, sound = [], dict[str, bool]()
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copy_of_the_tree(Path(folder))
+        for number in range(place[0], len(mutants), place[1]):
+            mutant, start = mutants[number], time.monotonic()
+            how = is_caught(tree, mutant, sound)
+            seconds = time.monotonic() - start
+            print(f"{how or 'SURVIVED':8} {seconds:5.1f} s  {mutant.path}:{mutant.line} {mutant.where} "
+                  f"{mutant.rule}: {mutant.change}", flush=True)
+            found.append((number, how))
+    return found
 
 
 def check(mutants: list[Mutant], workers: int) -> list[tuple[Mutant, str]]:
-    """Each mutant with what caught it, in their order; a line each as they end."""
-    with tempfile.TemporaryDirectory() as folder:
-        trees = [copy_of_the_tree(Path(folder) / str(i)) for i in range(workers)]
-        paths = sorted({mutant.path for mutant in mutants})
-        for path in paths:
-            if not tests_of(path):
-                sys.exit(f"no test is named for {path}: add it to TESTS in tests/mutate.py")
-        marks = "gpu" if paths[0].startswith("kernels/") else "not gpu"
-        everything = sorted({test for path in paths for test in tests_of(path)})
-        if run_tests(trees[0], everything, marks, "", 1200) not in (0, 5):
-            sys.exit("the tests fail without a mutant: mend that first")
-
-        def one(mutant: Mutant) -> tuple[Mutant, str]:
-            tree, start = trees.pop(), time.monotonic()
-            try:
-                how = is_caught(tree, mutant)
-            finally:
-                trees.append(tree)
-            seconds = time.monotonic() - start
-            print(f"{how or 'SURVIVED':8} {seconds:5.1f} s  {mutant.path}:{mutant.line} {mutant.where} {mutant.rule}: "
-                  f"{mutant.change}", flush=True)
-            return mutant, how
-
-        with ThreadPoolExecutor(workers) as pool:
-            return list(pool.map(one, mutants))
+    """Each mutant with what caught it, in their order."""
+    for path in sorted({mutant.path for mutant in mutants}):
+        if not tests_of(path):
+            sys.exit(f"no test is named for {path}: add it to TESTS in tests/mutate.py")
+    with ProcessPoolExecutor(workers, get_context("fork")) as pool:
+        parts = pool.map(_worker, itertools.repeat(mutants), [(i, workers) for i in range(workers)])
+        found = dict(itertools.chain.from_iterable(parts))
+    return [(mutant, found[number]) for number, mutant in enumerate(mutants)]
 
 
 def explanations(report: str) -> dict[str, str]:
@@ -205,6 +246,15 @@ def write_report(title: str, text: str) -> None:
     REPORT.write_text("\n".join(head) + "\n\n" + halves["cudiff"] + "\n" + halves["kernels"])
 
 
+def preload() -> None:
+    """Import what tests import, but for cudiff, and for CuPy where there is a GPU: a fork cannot use its driver."""
+    for name in (*([] if shutil.which("nvidia-smi") else ["cupy"]),
+                 "hypothesis", "PIL.Image", "PIL.ImageFont", "rich.progress", "rich.table", "safetensors.numpy",
+                 "threadpoolctl", "ml_dtypes", "numpy", "matplotlib.pyplot"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutate")
     parser.add_argument("--count", type=int, default=220)
@@ -213,10 +263,10 @@ def main() -> int:
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--only", default="")
     options = parser.parse_args()
-    usable, why = cuda_status()
-    if options.kernels and not usable:
-        print(f"skipped: no GPU ({why})")
+    if options.kernels and not shutil.which("nvidia-smi"):
+        print("skipped: no GPU")
         return 0
+    preload()
     mutants, at = kernel_mutants() if options.kernels else python_mutants(), commit()
     chosen = sample(mutants, options.count, options.seed)
     results = check([mutant for mutant in chosen if mutant.path.startswith(options.only)], options.workers)
