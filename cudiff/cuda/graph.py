@@ -61,6 +61,8 @@ def capture(fn: Callable, warmup: int = 3, device: str | None = None, rehearse: 
     Captured
         Callable as `fn`, with one graph for each combination of argument shapes and dtypes, warmed up anew. Arguments
         are copied in. Once recorded, the result is always the same object, overwritten by the next call.
+        After a parameter was frozen, thawed, moved or replaced, or 16-bit weights were assigned, outside a captured
+        function, each is warmed up and recorded anew.
 
     Raises CudiffError where `fn` does what a graph cannot hold, and for a captured function within another.
     """
