@@ -18,6 +18,7 @@ import numpy as np
 
 from cudiff.backend import bfloat16
 from cudiff.errors import CudiffError
+from cudiff.files import opened
 
 STORAGES = {
     "torch.DoubleStorage": np.dtype("<f8"), "torch.FloatStorage": np.dtype("<f4"),
@@ -51,7 +52,8 @@ class _Tensor(NamedTuple):
     strides: tuple[int, ...]
 
 
-_MARK = object()
+# A state_dict takes some 40 opcodes and 300 bytes a tensor.
+_MOST_OPCODES, _LONGEST_PICKLE, _MOST_AXES = 200_000, 2**24, 32
 # What zipfile raises over damaged bytes, besides its own error.
 _ZIP_ERRORS = (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError, struct.error)
 
@@ -63,13 +65,11 @@ def read_torch(path: str | os.PathLike, key: str | None = None) -> dict[str, np.
     file is missing, truncated or damaged, holds anything but tensors, or refers to any code.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        with opened(path) as file, zipfile.ZipFile(file) as archive:
             return _read_archive(path, archive, key)
-    except OSError as error:
-        raise CudiffError(f"cannot read {path} ({error.strerror or error}): check the path") from None
     except _ZIP_ERRORS as error:
         raise CudiffError(
-            f"{path} is truncated, or was written by PyTorch before 1.6 ({error}): "
+            f"{path} is truncated, or was written by PyTorch before 1.6 ({str(error)[:200]}): "
             "copy it again, or load it with PyTorch and save it again"
         ) from None
 
@@ -86,14 +86,19 @@ def _read_archive(path: str | os.PathLike, archive: zipfile.ZipFile, key: str | 
     folder = pickles[0].removesuffix("data.pkl")
     if f"{folder}byteorder" in files and archive.read(f"{folder}byteorder") != b"little":
         raise CudiffError(f"{path} was written on a big-endian machine: save it again on a little-endian one")
+    if files[pickles[0]].file_size > _LONGEST_PICKLE:
+        raise CudiffError(f"{path} describes its tensors in over {_LONGEST_PICKLE >> 20} MiB: save a plain state_dict")
     state = _choose(path, _interpret(path, archive.read(pickles[0])), key)
+    sizes = (math.prod(tensor.shape) * tensor.storage.dtype.itemsize for tensor in state.values())
+    if sum(sizes) > 2 * os.path.getsize(path):  # views of one storage that are not contiguous become copies
+        raise CudiffError(f"{path} is damaged: its tensors are larger than the file; copy it again")
     storages: dict[_Storage, np.ndarray] = {}
     for name, tensor in state.items():
         storage = tensor.storage
         if storage not in storages:
             info = files.get(f"{folder}data/{storage.key}")
             if info is None or info.file_size != storage.numel * storage.dtype.itemsize:
-                raise CudiffError(f"{path} is damaged: the values of {name} are missing or of another size")
+                raise CudiffError(f"{path} is damaged: the values of {name[:80]} are missing or of another size")
             storages[storage] = np.frombuffer(archive.read(info), storage.dtype)
     return {name: _view(path, name, tensor, storages[tensor.storage]) for name, tensor in state.items()}
 
@@ -103,7 +108,7 @@ def _view(path: str | os.PathLike, name: str, tensor: _Tensor, values: np.ndarra
     size = math.prod(tensor.shape)
     reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.strides, strict=True))
     if size > values.size or (size and tensor.offset + reach >= values.size):
-        raise CudiffError(f"{path} is damaged: {name} of shape {tensor.shape} reaches beyond its values")
+        raise CudiffError(f"{path} is damaged: {name[:80]} of shape {tensor.shape} reaches beyond its values")
     if not size:
         return np.empty(tensor.shape, values.dtype)
     strides = [stride * values.itemsize for stride in tensor.strides]
@@ -131,7 +136,8 @@ def _is_state(value: Any) -> bool:
 
 def _offer(parts: dict[str, Any]) -> str:
     if parts:
-        return f"choose from its parts {', '.join(map(repr, parts))} with key (--key)"
+        names = [repr(name if isinstance(name, int) else name[:40]) for name in list(parts)[:10]]
+        return f"choose from its parts {', '.join(names)} with key (--key)"
     return "write one with torch.save(model.state_dict(), path)"
 
 
@@ -140,7 +146,7 @@ def _interpret(path: str | os.PathLike, program: bytes) -> Any:
     try:
         return _Machine(path).run(program)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, UnicodeError, OverflowError) as error:
-        raise CudiffError(f"{path} is damaged: its pickle makes no sense ({error}); copy it again") from None
+        raise CudiffError(f"{path} is damaged: its pickle makes no sense ({str(error)[:200]}); copy it again") from None
 
 
 class _Machine:
@@ -149,10 +155,13 @@ class _Machine:
     def __init__(self, path: str | os.PathLike):
         self.path = path
         self.stack: list[Any] = []
+        self.marks: list[int] = []  # how high the stack was at each
         self.memo: dict[int, Any] = {}
 
     def run(self, program: bytes) -> Any:
-        for opcode, argument, _ in pickletools.genops(program):
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(program)):
+            if count == _MOST_OPCODES:
+                raise CudiffError(f"{self.path} holds more than a state_dict would: save only the weights")
             if opcode.name == "STOP":
                 return self.stack.pop()
             if opcode.name in _CONSTANTS:
@@ -171,7 +180,7 @@ class _Machine:
     def op_frame(self, length: int) -> None: ...
 
     def op_mark(self, _: None) -> None:
-        self.stack.append(_MARK)
+        self.marks.append(len(self.stack))
 
     def op_empty_dict(self, _: None) -> None:
         self.stack.append({})
@@ -222,6 +231,8 @@ class _Machine:
 
     def op_stack_global(self, _: None) -> None:
         name, module = self.stack.pop(), self.stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise ValueError("a name that is no text")
         self.find(f"{module}.{name}")
 
     def op_binpersid(self, _: None) -> None:
@@ -237,13 +248,13 @@ class _Machine:
             self.stack.append({})
         elif function.name == _REBUILD_TENSOR:
             storage, offset, shape, strides = arguments[:4]
-            if type(storage) is not _Storage or len(shape) != len(strides):
+            if type(storage) is not _Storage or not len(shape) == len(strides) <= _MOST_AXES:
                 raise ValueError("a tensor without a storage or with strides that do not fit")
             self.stack.append(_Tensor(storage, _sizes(offset)[0], _sizes(*shape), _sizes(*strides)))
         elif function.name == _REBUILD_PARAMETER and type(arguments[0]) is _Tensor:
             self.stack.append(arguments[0])
         else:
-            raise ValueError(f"a call of {function.name} with other arguments than usual")
+            raise ValueError("a call with other arguments than usual")
 
     def op_build(self, _: None) -> None:
         """Attributes of an object; the only ones expected are the version numbers that state_dict() adds."""
@@ -260,8 +271,10 @@ class _Machine:
         self.stack.append(_Global(name))
 
     def pop_to_mark(self) -> list[Any]:
-        start = max(i for i, value in enumerate(self.stack) if value is _MARK)
-        items = self.stack[start + 1 :]
+        start = self.marks.pop()
+        if start > len(self.stack):
+            raise ValueError("a mark that is gone")
+        items = self.stack[start:]
         del self.stack[start:]
         return items
 
@@ -285,5 +298,5 @@ _LITERALS = {
 
 def _sizes(*numbers: Any) -> tuple[int, ...]:
     if not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
-        raise ValueError(f"sizes {numbers}")
+        raise ValueError("sizes that are none")
     return numbers

@@ -5,6 +5,8 @@ import io
 import os
 import pickle
 import subprocess
+import time
+import tracemalloc
 import zipfile
 
 import numpy as np
@@ -293,6 +295,59 @@ def test_flipped_pickle_bytes(tmp_path, rng):
             read_torch(path)
         except CudiffError as error:
             assert "\n" not in str(error)
+
+
+# 40 nested pairs, each of twice the last: 2^40 numbers where somebody prints them.
+LAUGHS = b"\x80\x04K\x01" + b"".join(b"\x94h" + bytes([index]) + b"\x86" for index in range(40))
+HOSTILE = {
+    "nested tuples for a name": LAUGHS + b"\x8c\x01a\x93.",
+    "nested tuples alone": LAUGHS + b".",
+    "nested tuples as a reference": LAUGHS + b"Q.",
+    "nested tuples as a key": b"\x80\x04}" + LAUGHS[2:] + b"K\x01s.",
+    "nested tuples called": LAUGHS + b")R.",
+    "nested tuples built": b"}" + LAUGHS[2:] + b"b.",
+    "marks": b"\x80\x02" + b"K\x01" * 150_000 + b"(t" * 3000 + b".",
+    "marks within marks": b"\x80\x02" + b"(" * 99_000 + b"t" * 99_000 + b".",
+    "opcodes": b"\x80\x02" + b"K\x010" * 3_000_000 + b".",
+    "a long number": b"\x80\x02\x8b" + (2**22).to_bytes(4, "little") + b"\x11" * 2**22 + b".",
+    "digits": b"L" + b"9" * 1_000_000 + b"L\n.",
+    "a long name": b"c" + b"x" * 1_000_000 + b"\ny\n.",
+    "a frame": b"\x80\x04\x95" + b"\xff" * 8 + b"}.",
+    "a long pickle": b"\x80\x02" + bytes(2**25),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", HOSTILE)
+def test_pickles_without_end_get_one_short_line_at_once(name, tmp_path):
+    path = archive(tmp_path / "w.pt", HOSTILE[name], {"0": bytes(24)})
+    start = time.perf_counter()
+    message = message_of(read_torch, path)
+    assert len(message) < 500 and time.perf_counter() - start < 3  # a second on a machine of its own
+
+
+def test_nested_tuples_for_a_size(tmp_path):
+    program = tensor_program(numel=((1,),)).replace(pickle.dumps(((1,),), 2)[2:-1], LAUGHS[2:])
+    message_of(read_torch, archive(tmp_path / "w.pt", program, {"0": bytes(24)}))
+
+
+def test_many_views_of_one_storage(tmp_path):
+    one = tensor_program(numel=60_000, shape=(200, 300), strides=(1, 200))
+    entry = one[one.index(b"ctorch._utils") : -2]
+    program = b"\x80\x02}" + b"".join(b"X\x03\x00\x00\x00%03d" % i + entry + b"s" for i in range(999)) + b"."
+    path = archive(tmp_path / "w.pt", program, {"0": bytes(240_000)})
+    assert "its tensors are larger than the file" in message_of(read_torch, path)
+
+
+def test_a_header_that_asks_for_a_huge_model(tmp_path, rng):
+    path = tmp_path / "unet.bin"
+    unet_cu_file(path, rng, C_model=4096)
+    start = time.perf_counter()
+    tracemalloc.start()
+    assert "truncated" in message_of(read_weights, path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert time.perf_counter() - start < 1 and most < 2 * path.stat().st_size + 2**26
 
 
 # Which kind of file
