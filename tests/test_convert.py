@@ -302,18 +302,15 @@ LAUGHS = b"\x80\x04K\x01" + b"".join(b"\x94h" + bytes([index]) + b"\x86" for ind
 HOSTILE = {
     "nested tuples for a name": LAUGHS + b"\x8c\x01a\x93.",
     "nested tuples alone": LAUGHS + b".",
-    "nested tuples as a reference": LAUGHS + b"Q.",
-    "nested tuples as a key": b"\x80\x04}" + LAUGHS[2:] + b"K\x01s.",
+    "nested tuples as a reference": LAUGHS + b"Q.", "nested tuples as a key": b"\x80\x04}" + LAUGHS[2:] + b"K\x01s.",
     "nested tuples called": LAUGHS + b")R.",
     "nested tuples built": b"}" + LAUGHS[2:] + b"b.",
     "marks": b"\x80\x02" + b"K\x01" * 150_000 + b"(t" * 3000 + b".",
     "marks within marks": b"\x80\x02" + b"(" * 99_000 + b"t" * 99_000 + b".",
     "opcodes": b"\x80\x02" + b"K\x010" * 3_000_000 + b".",
     "a long number": b"\x80\x02\x8b" + (2**22).to_bytes(4, "little") + b"\x11" * 2**22 + b".",
-    "digits": b"L" + b"9" * 1_000_000 + b"L\n.",
-    "a long name": b"c" + b"x" * 1_000_000 + b"\ny\n.",
-    "a frame": b"\x80\x04\x95" + b"\xff" * 8 + b"}.",
-    "a long pickle": b"\x80\x02" + bytes(2**25),
+    "digits": b"L" + b"9" * 1_000_000 + b"L\n.", "a long name": b"c" + b"x" * 1_000_000 + b"\ny\n.",
+    "a frame": b"\x80\x04\x95" + b"\xff" * 8 + b"}.", "a long pickle": b"\x80\x02" + bytes(2**25),
 }
 
 
