@@ -79,6 +79,16 @@ def test_pixels_announced_take_no_memory(tmp_path, side):
     assert peak() - before < 64
 
 
+def test_a_jpeg_of_thousands_of_scans(tmp_path):
+    """Its last scan again and again: 5 kB more are minutes for a large picture."""
+    save(tmp_path / "a.jpg", 64, 64, 3, progressive=True)
+    content = (tmp_path / "a.jpg").read_bytes()
+    assert len(load_dataset(tmp_path)) == 1
+    scan = content[content.rindex(b"\xff\xda") : -2]
+    (tmp_path / "a.jpg").write_bytes(content[:-2] + 100 * scan + b"\xff\xd9")
+    refused("progressive JPEG of more than 100 scans", tmp_path)
+
+
 def test_all_pictures_together_must_fit(tmp_path, monkeypatch):
     """The array for them is measured before it is made, by the image size or the first picture's."""
     save(tmp_path / "a.png", 100, 100, 3)
@@ -343,6 +353,13 @@ def test_crafted_npz(tmp_path):
     for shape, message in [((), r"shape \(\)"), ((3,), "shape"), ((1, 2, 2, 3, 1), "shape"), ((4, 0, 8), "no images")]:
         np.savez(file, images=np.zeros(shape, np.uint8))
         refused(message, file)
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("x" * 60000, b"")
+        archive.writestr("y" * 60000, b"")
+    refused("^.{,500}$", file)
+    content = file.read_bytes().replace(b"x" * 60000, b"images".ljust(60000, b"x"), 1)
+    file.write_bytes(content.replace(b"y" * 60000, b"images.npy".ljust(60000, b"\0")))
+    refused("^.{,600}$", file)  # its names disagree
     with zipfile.ZipFile(file, "w") as archive:
         for i in range(20000):
             archive.writestr(f"{i}.npy", b"")

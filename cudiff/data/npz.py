@@ -90,7 +90,7 @@ def _read(file: Path, archive: zipfile.ZipFile) -> Dataset:
         members[name] = info
     images_name = next((name for name in ("images", "arr_0") if name in members), None)
     if images_name is None:
-        found = ", ".join(list(members)[:10]) or "nothing"
+        found = ", ".join(list(members)[:10])[:200] or "nothing"
         raise CudiffError(f"{file} has no array 'images' or 'arr_0' (it holds {found}): rename the array")
     labels_name = "labels" if images_name == "images" else "arr_1"
     images = _Array(file, archive, members[images_name])

@@ -21,6 +21,8 @@ MOST_PIXELS = 2**26
 """Of one picture, 8,192 x 8,192: what a few bytes can announce takes a quarter GiB at most."""
 GRAY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N"}
 STRIP = 2**20  # pixels converted at once
+MOST_SCANS = 100  # of a progressive JPEG, which encoders write in ten: each one passes over all pixels
+LONGEST_REASON = 300  # characters; zipfile repeats names of any length
 SMALLER = "give a smaller image size (image_size=64, --image-size 64) or fewer images"
 
 
@@ -143,6 +145,8 @@ def _read_picture(file: Path, image_size: int | None) -> tuple[Image.Image, bool
         width, height = picture.size
         if width * height > MOST_PIXELS:
             raise ValueError(f"{width}x{height} pixels are more than {MOST_PIXELS:,}: make it smaller")
+        if "progressive" in picture.info and file.read_bytes().count(b"\xff\xda") > MOST_SCANS:
+            raise ValueError(f"a progressive JPEG of more than {MOST_SCANS} scans")
         if image_size is not None:
             picture.draft(None, (2 * image_size, 2 * image_size))  # JPEG decodes at a fraction where that suffices
         ImageOps.exif_transpose(picture, in_place=True)
@@ -189,4 +193,4 @@ def reason(error: Exception) -> str:
         return "not an image"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return (str(error).splitlines() or [type(error).__name__])[0][:LONGEST_REASON]
