@@ -6,7 +6,9 @@ Python files are read by `ast`, kernels by their tokens. What is left out is nam
 from __future__ import annotations
 
 import ast
+import bisect
 import hashlib
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,7 +154,7 @@ class _Python:
         return self.at(node.lineno, node.col_offset), self.at(node.end_lineno, node.end_col_offset)  # type: ignore
 
     def replaced(self, rule: str, where: str, start: int, stop: int, new: str) -> Mutant:
-        line = self.source.count("\n", 0, start) + 1
+        line = bisect.bisect_right(self.starts, start)
         return Mutant(self.path, where, rule, start, stop, new, line, self.source[start:stop])
 
     def between(self, left: ast.AST, right: ast.AST, old: str) -> tuple[int, int]:
@@ -275,12 +277,14 @@ def kernel_mutants(root: Path = ROOT) -> list[Mutant]:
     for path in sorted((root / "kernels").glob("*.cu*")):
         source = path.read_text()
         hidden = _HIDDEN.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), source)
+        lines = source.splitlines(keepends=True)
+        starts = list(itertools.accumulate(map(len, lines), initial=0))
         for rule, pattern, table in _TOKENS:
             for match in re.finditer(pattern, hidden):
                 old = match.group()
-                line = source.count("\n", 0, match.start()) + 1
+                line = bisect.bisect_right(starts, match.start())
                 for new in _numbers(old) if table is None else (table[old],):
-                    where = source.splitlines()[line - 1].strip()
+                    where = lines[line - 1].strip()
                     name, place = f"kernels/{path.name}", match.span()
                     found.append(Mutant(name, where, rule, *place, new, line, old))
     return found

@@ -41,7 +41,7 @@ TESTS = {
     "cudiff/tensor.py": ["tests/test_function.py", "tests/test_operands.py", "tests/ops/test_arithmetic.py"],
     "cudiff/memory.py": ["tests/test_pipeline.py", "tests/test_evaluate.py", "tests/test_train.py"],
     "cudiff/files.py": ["tests/test_readers.py", "tests/test_config.py", "tests/test_checkpoint.py"],
-    "cudiff/values.py": ["tests/test_parameters.py", "tests/test_optim.py", "tests/test_nn.py"],
+    "cudiff/values.py": ["tests/ops/test_random.py", "tests/ops/test_dropout.py", "tests/test_tensor.py"],
     "cudiff/tensorfile.py": ["tests/test_checkpoint.py"],
     "cudiff/torchfile.py": ["tests/test_readers.py", "tests/test_convert.py"],
     "cudiff/cuda/signature.py": ["tests/test_signatures.py", "tests/test_launch.py"],

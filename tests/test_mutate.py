@@ -1,0 +1,64 @@
+"""The mutation script's own rules: what is mutated, what is left out, and that reports keep their explanations."""
+
+import ast
+
+import pytest
+
+from tests import mutate
+from tests.mutants import ROOT, Mutant, _Python, kernel_mutants, python_mutants, sample
+
+
+def changes(source):
+    found = _Python("cudiff/x.py", source, set()).visit(ast.parse(source), "")
+    return {mutant.apply(source) for mutant in found}
+
+
+@pytest.mark.parametrize("source, expected", [
+    ("a < b", ["a <= b"]), ("a is not b", ["a is b"]), ("a + b", ["a - b"]), ("a += b", ["a -= b", "a = b"]),
+    ("a and b or c", ["a or b or c", "a and b and c"]), ("not a", ["a"]), ("x = 3", ["x = 4", "x = 2"]),
+    ("x = 1e-5", ["x = 2e-05"]), ("x = True", ["x = False"]), ("x[a:b]", ["x[:b]", "x[a:]"]), ("f(x)", ["pass"]),
+    ("def f():\n    return x", ["def f():\n    return None"]),
+    ("def f(a=2): ...", ["def f(a=3): ...", "def f(a=1): ..."]),
+    ("raise E(f'{a + b}')", ["pass"]), ("'a' + b", []), ("x: a | b", []), ("zip(a, b, strict=True)", ["pass"]),
+    ("if TYPE_CHECKING:\n    a < b", []), ("if d == 'cuda':\n    a < b", []), ("'''a < b'''", []),
+])
+def test_rules(source, expected):
+    assert changes(source) == set(expected)
+
+
+def test_every_mutant_is_another_program_and_has_tests():
+    everything = python_mutants()
+    mutants = sample(everything, 150, 7)
+    sources = {path: (ROOT / path).read_text() for path in {mutant.path for mutant in mutants}}
+    for mutant in mutants:
+        source = sources[mutant.path]
+        assert ast.dump(ast.parse(mutant.apply(source))) != ast.dump(ast.parse(source)), mutant
+    for mutant in kernel_mutants():
+        assert mutant.old != mutant.new
+    for path in sorted({mutant.path for mutant in [*everything, *kernel_mutants()]}):
+        assert mutate.tests_of(path), f"{path} has no tests: name them in tests/mutate.py"
+
+
+def test_a_sample_takes_turns_and_stays_as_it_was():
+    mutants = python_mutants()
+    chosen = sample(mutants, 100, 1)
+    others = [mutant for mutant in mutants if mutant.path != "cudiff/cli.py"]
+    assert {m.key for m in sample(others, 90, 1)} >= {m.key for m in chosen if m.path == "cudiff/tape.py"}
+    counts = [sum(m.path == path for m in chosen) for path in {m.path for m in chosen}]
+    assert len(chosen) == 100 and max(counts) - min(counts) <= 1
+    assert sample(mutants, 100, 2) != chosen
+
+
+def test_a_report_keeps_its_explanations_and_its_other_half(tmp_path, monkeypatch):
+    monkeypatch.setattr(mutate, "REPORT", tmp_path / "MUTANTS.md")
+    survivor = Mutant("cudiff/a.py", "f", "constant", 0, 1, "2", 9, "1")
+    caught = Mutant("kernels/b.cu", "a < b", "comparison", 0, 1, "<=", 3, "<")
+    mutate.write_report("cudiff", mutate.section("cudiff", [(survivor, "")], "now", {}))
+    text = mutate.REPORT.read_text()
+    assert "**0 of 1 caught, 0.0 %**" in text and "Not run: no GPU." in text
+    mutate.REPORT.write_text(text.replace("not explained", "the same for all x"))
+    mutate.write_report("kernels", mutate.section("kernels", [(caught, "timeout")], "later", {}))
+    known = mutate.explanations(mutate.REPORT.read_text())
+    later = mutate.section("cudiff", [(survivor._replace(line=40), "")], "", known)
+    assert "cudiff/a.py:40 f, constant: `1` → `2`: the same for all x" in later
+    assert "| kernels | 1 | 1 | 1 |" in mutate.REPORT.read_text()
