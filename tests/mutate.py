@@ -45,7 +45,7 @@ TESTS = {
     "cudiff/tensorfile.py": ["tests/test_checkpoint.py"],
     "cudiff/torchfile.py": ["tests/test_readers.py", "tests/test_convert.py"],
     "cudiff/cuda/signature.py": ["tests/test_signatures.py", "tests/test_launch.py"],
-    "cudiff/cuda/module.py": ["tests/test_launch.py", "tests/test_host.py"],
+    "cudiff/cuda/module.py": ["tests/test_backend.py", "tests/test_launch.py", "tests/test_host.py"],
     "cudiff/data/": ["tests/test_readers.py", "tests/test_data.py"],
     "cudiff/models/": ["tests/models/test_unet_numpy.py", "tests/test_config.py"],
     "cudiff/nn/": ["tests/test_nn.py", "tests/test_parameters.py", "tests/test_tensor.py", "tests/test_optim.py",
