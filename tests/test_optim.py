@@ -239,3 +239,14 @@ class SmallModel(Module):
     def __init__(self):
         super().__init__()
         self.weight = Parameter(np.zeros((2, 2), np.float32))
+
+
+def test_adamw_shrinks_by_a_hundredth_of_the_rate_unless_told():
+    """PyTorch's default too; of a gradient that is zero nothing else moves a weight."""
+    for options, share in (({}, 0.01), ({"weight_decay": 0.3}, 0.3)):
+        model = Module()
+        model.weight = Parameter(np.full((2, 3), 4.0, np.float32), decay=True)
+        optimizer = AdamW(model, lr=0.5, **options)
+        model.weight.grad[...] = 0
+        optimizer.step()
+        np.testing.assert_allclose(model.weight.numpy(), 4 * (1 - 0.5 * share), rtol=1e-6)

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from cudiff.models import CS179UNet, UNet
+from cudiff.config import Config
+from cudiff.errors import CudiffError
+from cudiff.models import CS179UNet, UNet, build
 from cudiff.models.unet import num_groups
 from cudiff.tensor import Tensor, no_grad
 from tests.check import assert_close
@@ -67,3 +69,9 @@ def test_cs179(sizes, rng):
 def test_groups_of_narrow_norms(channels, least, groups):
     """Two channels a group at least where there are no 32: of one channel a group erases what was added to it."""
     assert num_groups(channels, least) == groups
+
+
+@pytest.mark.parametrize("missing", ["image_size", "channels"])
+def test_a_model_needs_a_size_and_channels(missing):
+    with pytest.raises(CudiffError, match="needs image_size and channels"):
+        build(Config(**{"image_size": 16, "channels": 1, missing: 0}))
