@@ -7,6 +7,8 @@ from cudiff.config import Config
 from cudiff.errors import CudiffError
 from cudiff.models import CS179UNet, UNet, build
 from cudiff.models.unet import num_groups
+from cudiff.nn import set_generator
+from cudiff.ops import Generator
 from cudiff.tensor import Tensor, no_grad
 from tests.check import assert_close
 from tests.models import numpy_nets
@@ -75,3 +77,23 @@ def test_groups_of_narrow_norms(channels, least, groups):
 def test_a_model_needs_a_size_and_channels(missing):
     with pytest.raises(CudiffError, match="needs image_size and channels"):
         build(Config(**{"image_size": 16, "channels": 1, missing: 0}))
+
+
+def test_dropout_acts_in_training_only(rng):
+    model = UNet(**TINY, dropout=0.3)
+    randomised(model, rng)
+    x, t = Tensor(rng.standard_normal((2, 8, 8, 3)).astype(np.float32)), Tensor(np.float32([1, 2]))
+    set_generator(model, Generator(1))
+    trained, again = model.train()(x, t).numpy(), model.train()(x, t).numpy()
+    plain = model.eval()(x, t).numpy()
+    np.testing.assert_array_equal(trained, again)  # of one step
+    assert np.abs(trained - plain).max() > 0.01
+    reference = UNet(**TINY)
+    reference.load_state_dict(model.state_dict())
+    np.testing.assert_array_equal(reference.train()(x, t).numpy(), plain)
+
+
+def test_the_projects_own_net_is_the_default():
+    shapes = {name: parameter.shape for name, parameter in CS179UNet().named_parameters()}
+    assert shapes["enc_blocks.0.conv1.weight"] == (64, 3, 3, 1) and shapes["out_conv.weight"] == (1, 1, 1, 64)
+    assert shapes["bottleneck.conv2.weight"] == (128, 3, 3, 128) and shapes["time_emb.mlp.0.weight"] == (512, 128)
