@@ -266,3 +266,9 @@ def test_the_data_s_classes_are_the_model_s_unless_it_has_its_own(config, of_dat
 def test_a_config_cannot_be_changed_by_accident():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().lr = 1.0
+
+
+def test_gray_or_rgb_and_three_checkpoints():
+    with pytest.raises(CudiffError, match="channels must be at most 3, not 4"):
+        Config(channels=4)
+    assert (Config().keep, Config().save_every, Config().sample_every) == (3, 1000, 1000)
