@@ -25,7 +25,7 @@ from cudiff.backend import Array, array_module, copy_into, float32, int32, to_de
 from cudiff.errors import CudiffError
 from cudiff.nn import FlatParameters, Module
 from cudiff.nn.module import require_fit
-from cudiff.nn.parameter import NOT_TRAINABLE, array_of
+from cudiff.nn.parameter import NOT_TRAINABLE, array_of, structure
 from cudiff.ops import optim as ops
 from cudiff.tensor import Tensor
 
@@ -102,6 +102,8 @@ class EMA:
     ----------
     model : Module
         The twin: averaged weights (with their own 16-bit shadow), evaluation mode, no gradients. Sample from it.
+
+    What is frozen keeps the average that it has: load weights before the average is made.
     """
 
     def __init__(self, model: Module, half_life: float, ramp: float | None = 0.05):
@@ -148,6 +150,7 @@ class Optimizer:
         if not flat.trainable:
             raise CudiffError(NOT_TRAINABLE)
         self.model, self.flat, self.ema = model, flat, ema
+        self._structure = -1  # at which the parameters were last looked at
         self.schedule = schedule or Constant()
         module = array_module(flat.device)
         self.buffers = {name: module.zeros(flat.size, float32) for name in self.moments}
@@ -156,7 +159,7 @@ class Optimizer:
         self._buffer_pairs: list[tuple[Tensor, Tensor]] = []
         self._targets: tuple[Tensor | None, ...] = (_tensor(flat.shadow), None, None)
         if ema is not None:
-            average = _flat(ema.model)
+            self._average = average = _flat(ema.model)
             if average.slots != flat.slots or average.device != flat.device:
                 raise CudiffError("the EMA was made of another model: use EMA(model, ...) on the optimiser's model")
             self._targets = (_tensor(flat.shadow), _tensor(average.data), _tensor(average.shadow))
@@ -165,15 +168,13 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Set the gradients to zero: one fill of the flat buffer."""
-        self.model.zero_grad()
+        self.flat.zero_grad()
 
     def step(self, scale: float = 1.0) -> None:
         """Update the parameters from `scale` times the gradients, and the EMA. Reads nothing back from the device."""
-        if not self.flat.holds(self.model.parameters()):
-            raise CudiffError(
-                "the optimiser was made for other parameters (the model was flattened again, a layer was replaced, or "
-                "an optimiser of a larger model took them over): make it anew"
-            )
+        if self._structure != structure():
+            self._require_parameters()
+            self._structure = structure()
         grad = Tensor(self.flat.grad)
         average = (1.0, None) if self.ema is None else (self.ema.half_life, self.ema.ramp)
         ops.step_scalars(
@@ -183,8 +184,26 @@ class Optimizer:
         )
         buffers = [Tensor(buffer) for buffer in self.buffers.values()]
         self._update(Tensor(self.flat.data), grad, *buffers, self.scalars, Tensor(self.flat.flags), *self._targets)
+        self.flat.updated()
         for value, twin in self._buffer_pairs:
             twin.data[...] = value.data
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes over: its parameters are to be looked at."""
+        return vars(self) | {"_structure": -1}
+
+    def _require_parameters(self) -> None:
+        """Raise CudiffError unless the model and its EMA still have the parameters that they had."""
+        if not self.flat.holds(self.model.parameters()):
+            raise CudiffError(
+                "the optimiser was made for other parameters (the model was flattened again, a layer was replaced, an "
+                "optimiser of a larger model took them over, or this is a copy): make it anew"
+            )
+        if self.ema is not None and not self._average.holds(self.ema.model.parameters()):
+            raise CudiffError(
+                "the EMA's model was flattened again, or a layer of it replaced: make the optimiser anew, or train a "
+                "copy.deepcopy of that model"
+            )
 
     def _update(self, *buffers: Any) -> None:
         raise NotImplementedError

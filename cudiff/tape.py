@@ -32,7 +32,8 @@ def walk_back(root: Tensor, grad: Array) -> None:
             node.ctx.dout_partials = slots[0].partials
             if any(slot.array is not None for slot in slots):
                 _run_backward(node, slots, [
-                    pending[source[0].index][source[1]] if isinstance(source, tuple) else source
+                    pending[source[0].index][source[1]] if isinstance(source, tuple)
+                    else source if source is not None and source.wants_gradient(node.index) else None
                     for source in node.inputs
                 ], waits)
             node.ctx = None  # frees what forward saved

@@ -21,6 +21,11 @@ def grad_enabled() -> bool:
     return getattr(_mode, "grad", True)
 
 
+def now() -> int:
+    """A number above those of all operations recorded so far, and below those of later ones."""
+    return next(_node_index)
+
+
 @contextlib.contextmanager
 def no_grad() -> Iterator[None]:
     """Record nothing on the tape inside the block; also usable as a decorator."""
@@ -156,6 +161,10 @@ class Tensor:
     def to(self, device: str) -> Tensor:
         """The same values on `device`, cut from the tape; the tensor itself where it is there already."""
         return self if self.device == device else Tensor(to_device(self.data, device), self.requires_grad)
+
+    def wants_gradient(self, recorded: int) -> bool:
+        """Whether backward, at an operation that was `recorded` as number so and so, fills this leaf's `.grad`."""
+        return self.requires_grad
 
     def detach(self) -> Tensor:
         """The same array, cut from the tape."""

@@ -10,7 +10,7 @@ import numpy as np
 from cudiff.backend import PRECISIONS, Array, copy_into, is_low, to_device
 from cudiff.cuda.graph import record_again
 from cudiff.errors import CudiffError
-from cudiff.nn.parameter import FlatParameters, Parameter, array_of
+from cudiff.nn.parameter import FlatParameters, Parameter, array_of, structure_changes
 from cudiff.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -31,6 +31,17 @@ def require_fit(state: Mapping[str, Array | Tensor], targets: Mapping[str, Any],
         raise CudiffError(f"{complaint}: {'; '.join(problems[:3])}{more}")
 
 
+def _nameless(value: Any) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return any(isinstance(part, Module | Parameter) or _nameless(part) for part in parts)
+
+
+def _require_names(name: str, value: Any) -> None:
+    """Raise TypeError for modules in containers, which would not be found; a name that starts with _ may hold some."""
+    if not name.startswith("_") and _nameless(value):
+        raise TypeError(f"{name}: modules in a {type(value).__name__} have no names: use nn.ModuleList")
+
+
 class Module:
     """A part of a model. Attributes that are Parameters, Modules or (registered) buffers get names.
 
@@ -49,12 +60,31 @@ class Module:
             raise RuntimeError(f"{type(self).__name__}: call super().__init__() before '{name}' is set")
         if isinstance(vars(self).get(name), Parameter) and not isinstance(value, Parameter | None):
             raise TypeError(f"{name} is a Parameter: set {name}.data to new values, or {name} to a Parameter or None")
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-        if not name.startswith("_") and any(isinstance(part, Module | Parameter) for part in parts):
-            raise TypeError(f"{name}: modules in a {type(value).__name__} have no names: use nn.ModuleList")
-        if isinstance(vars(self).get(name), Module | Parameter):
+        _require_names(name, value)
+        if name in vars(self).get("_buffers", ()):
+            value, buffer = Tensor(value), self._buffers[name]
+            if value.shape != buffer.shape:
+                raise ValueError(f"{name} is a buffer of shape {buffer.shape}, not {value.shape}")
+            copy_into(buffer.data, value.data)
+            return
+        before = vars(self).get(name)
+        if isinstance(before, Module | Parameter) and value is not before:
             record_again()  # a captured function holds the old one
         super().__setattr__(name, value)
+        if isinstance(value, Module | Parameter) or isinstance(before, Module | Parameter):
+            structure_changes()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        structure_changes()
+        record_again()
+
+    def __getattr__(self, name: str) -> Any:
+        """A registered buffer by its name."""
+        try:
+            return vars(self)["_buffers"][name]
+        except KeyError:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'") from None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no forward")
@@ -106,13 +136,14 @@ class Module:
 
     def load_state_dict(self, state: Mapping[str, Array | Tensor]) -> None:
         """Copy values in by name. Raises CudiffError, before anything is changed, on missing, unknown or mis-shaped."""
+        state = {name: array_of(values) for name, values in state.items()}
         targets: dict[str, Tensor] = dict(self.named_parameters()) | dict(self.named_buffers())
         require_fit(state, targets, "the weights do not fit the model")
         for name, target in targets.items():
             if isinstance(target, Parameter):
                 target.assign(state[name])
             else:
-                copy_into(target.data, array_of(state[name]))
+                copy_into(target.data, state[name])
 
     def train(self, mode: bool = True) -> Module:
         """Set training mode (dropout, batch statistics) everywhere below."""
@@ -134,7 +165,9 @@ class Module:
         if name not in PRECISIONS:
             raise CudiffError(f"unknown precision '{name}': use one of {', '.join(PRECISIONS)}")
         for _, module in self.modules():
-            module._precision = name
+            if module._precision != name:
+                module._precision = name
+                record_again()
 
     @property
     def activation_dtype(self) -> np.dtype:
@@ -148,6 +181,9 @@ class Module:
 
     def flatten(self, device: str, trainable: bool = True) -> Module:
         """Move all parameters into flat buffers on `device` (once, after construction and choice of precision)."""
+        for _, module in self.modules():
+            for name, value in vars(module).items():
+                _require_names(name, value)  # a list may have grown since it was set
         low = self.activation_dtype if is_low(self.activation_dtype) else None
         self.flat = FlatParameters(dict(self.named_parameters()), device, low, trainable)
         for _, module in self.modules():
@@ -213,22 +249,38 @@ class Module:
 
 
 class ModuleList(Module):
-    """A list of modules; names are their indices. `None` entries keep PyTorch's numbering where a layer has nothing."""
+    """A list of modules; names are their indices, before those of attributes.
+
+    `None` entries keep PyTorch's numbering where a layer has nothing.
+    """
 
     def __init__(self, items: Iterable[Module | None] = ()):
         super().__init__()
-        self._items: list[Module | None] = list(items)
+        self._items: list[Module | None] = []
+        for item in items:
+            self.append(item)
 
     def children(self) -> Iterator[tuple[str, Module]]:
         for index, item in enumerate(self._items):
             if item is not None:
                 yield str(index), item
+        yield from super().children()
 
-    def append(self, item: Module) -> None:
+    def _require_module(self, item: Any) -> None:
+        if not isinstance(item, Module | None):
+            kind = type(item).__name__
+            raise TypeError(f"a {type(self).__name__} holds modules, not a {kind}: give it a class of its own")
+
+    def append(self, item: Module | None) -> None:
+        """Raises TypeError for what is no module."""
+        self._require_module(item)
         self._items.append(item)
+        structure_changes()
 
     def __setitem__(self, index: int, item: Module | None) -> None:
+        self._require_module(item)
         self._items[index] = item
+        structure_changes()
         record_again()
 
     def __getitem__(self, index: int) -> Any:

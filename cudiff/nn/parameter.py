@@ -10,18 +10,47 @@ from typing import Any
 import numpy as np
 
 from cudiff import ops
-from cudiff.backend import Array, array_module, copy_into, device_of, float32, is_capturing, is_low, to_device
+from cudiff.backend import (
+    Array,
+    array_module,
+    copy_into,
+    device_of,
+    float32,
+    is_array,
+    is_capturing,
+    is_low,
+    to_device,
+)
 from cudiff.cuda.graph import record_again
 from cudiff.errors import CudiffError
 from cudiff.ops.optim import Flag
-from cudiff.tensor import Tensor, grad_enabled
+from cudiff.tensor import Tensor, grad_enabled, now
 
 BLOCK = 32
 """Every tensor in a flat buffer is padded to this many float32: 128 bytes."""
 
 
+_structure = 0
+
+
+def structure() -> int:
+    """Another number after any model got, lost or exchanged a part, or a parameter moved to other buffers."""
+    return _structure
+
+
+def structure_changes() -> None:
+    """Have `structure` differ from now on."""
+    global _structure
+    _structure += 1
+
+
 def array_of(values: Array | Tensor) -> Array:
-    """The array of a tensor, or the array that is given."""
+    """The array of a tensor, or the array that is given. Raises TypeError for anything else."""
+    if not isinstance(values, Tensor) and not is_array(values):
+        kind = type(values)
+        torch = kind.__module__.startswith("torch")  # whose layout differs
+        advice = "cudiff.convert.from_torch takes PyTorch's" if torch else "use np.asarray"
+        raise TypeError(f"these are arrays or Tensors, not a {kind.__qualname__}: {advice}")
     return values.data if isinstance(values, Tensor) else values
 
 
@@ -48,14 +77,17 @@ class Parameter(Tensor):
     grad : the gradient. In flat buffers, setting it copies the values there, and None stands for zeros.
     requires_grad : False freezes it: no gradient, no update, no weight decay, no momentum, no moving average, and where
         a captured step holds it, that step is recorded again.
+
+    A backward through what was computed before an update raises RuntimeError: its gradients would mix old and new.
     """
 
-    __slots__ = ("_decay", "_stale", "flat", "layout", "low", "shadow")
+    __slots__ = ("_decay", "_stale", "_updated", "flat", "layout", "low", "shadow")
     _copied = ("data", "requires_grad", "decay", "layout", "low")
 
     def __init__(self, data: Any, low: bool = False, decay: bool | None = None, layout: str = "vector"):
         self.flat: FlatParameters | None = None
         self.shadow: Array | None = None
+        self._updated = -1
         super().__init__(np.asarray(data, float32) if not hasattr(data, "dtype") else data, requires_grad=True)
         self.low, self.layout = low, layout
         self._decay = self.ndim >= 2 if decay is None else bool(decay)
@@ -67,6 +99,9 @@ class Parameter(Tensor):
     @data.setter
     def data(self, array: Any) -> None:
         if self.flat is None:
+            before = getattr(self, "data", None)
+            if before is not None and device_of(before) == "cuda":
+                record_again()
             _data.__set__(self, Tensor(array).data)
             self._stale = True
         else:
@@ -78,14 +113,14 @@ class Parameter(Tensor):
 
     @grad.setter
     def grad(self, array: Array | None) -> None:
+        if array is not None and array_of(array).shape != self.shape:
+            raise ValueError(f"a gradient of shape {array_of(array).shape} for a parameter of shape {self.shape}")
         if self.flat is None or array is self._grad or self._grad is None:
-            _grad.fset(self, array)
+            _grad.fset(self, None if array is None else array_of(array))
         elif array is None:
             self.zero_grad()
         elif not self.requires_grad:
             raise ValueError("a frozen parameter takes no gradient: set requires_grad = True first")
-        elif array_of(array).shape != self.shape:
-            raise ValueError(f"a gradient of shape {array_of(array).shape} for a parameter of shape {self.shape}")
         else:
             copy_into(self._grad, array_of(array))
             self._vacant = False
@@ -142,14 +177,27 @@ class Parameter(Tensor):
         return self.shadow
 
     def assign(self, array: Any) -> None:
-        """Copy new values in; the shadow is recast before it is read again. Raises ValueError on another shape."""
-        array = array_of(array)
+        """Copy new values in; the shadow is recast before it is read again.
+
+        Raises ValueError on another shape, TypeError for what are no numbers.
+        """
+        array = Tensor(array_of(array)).data
         if array.shape != self.shape:
             raise ValueError(f"cannot assign shape {array.shape} to a parameter of shape {self.shape}")
         copy_into(self.data, array)
         if self.shadow is not None and not self._stale:
             record_again()  # a captured function may read the shadow without casting it anew
         self._stale = True
+        self._updated = now()
+
+    def wants_gradient(self, recorded: int) -> bool:
+        wanted = self.requires_grad
+        if wanted and self._updated > recorded:
+            raise RuntimeError(
+                "a parameter has been updated between forward and backward, whose gradients would mix old and new: run "
+                "the forward again after an optimiser's step"
+            )
+        return wanted
 
     def bind(self, flat: FlatParameters, data: Array, grad: Array | None, shadow: Array | None) -> None:
         """Move the storage into slices of flat buffers; values stay, and so does a gradient where it is to be used."""
@@ -211,6 +259,7 @@ class FlatParameters:
                 self._ranges[id(parameter)] = start, start + parameter.size
                 start += -(-parameter.size // BLOCK) * BLOCK
         self.size = start
+        structure_changes()
         self.slots = {name: (*self._ranges[id(value)], value.shape) for name, value in parameters.items()}
         self.data: Array = module.zeros(start, float32)
         self._grad: Array | None = module.zeros(start, float32) if trainable else None
@@ -271,11 +320,23 @@ class FlatParameters:
         first, last = self._ranges[id(parameter)]
         return self.shadow[first:last].reshape(parameter.shape)
 
+    def updated(self) -> None:
+        """Note that a kernel has changed all parameters and their shadows."""
+        at = now()
+        for parameter in self._parameters:
+            parameter._updated = at
+
     @property
     def grad(self) -> Array | None:
         for parameter in self._parameters:
-            _ = parameter.grad  # writes zeros where no backward wrote
+            if parameter._vacant:
+                _ = parameter.grad  # writes zeros where no backward wrote
         return self._grad
+
+    def zero_grad(self) -> None:
+        """Set the gradients to zero; the next backward overwrites them."""
+        for parameter in self._parameters:
+            parameter._vacant = parameter._grad is not None
 
     def views(self, flat: Array) -> dict[str, Array]:
         """Each parameter's slice of any flat buffer of this size, by name and in its shape."""

@@ -1,0 +1,227 @@
+"""Habits of PyTorch's users: each does what it says, or is refused by one clear line."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+
+import cudiff
+from cudiff import nn
+from cudiff.cuda import graph
+from cudiff.errors import CudiffError
+from cudiff.optim import EMA, SGD, AdamW
+from cudiff.tensor import Tensor
+
+X = np.random.default_rng(2).standard_normal((6, 3)).astype(np.float32)
+
+
+def network():
+    return nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2))
+
+
+def loss(model):
+    return cudiff.square(model(Tensor(X, device=model.parameters()[0].device))).sum()
+
+
+def gradient_norm(model):
+    return np.sqrt(sum(np.square(parameter.grad).sum(dtype=np.float64) for parameter in model.parameters()))
+
+
+def test_frozen_between_forward_and_backward():
+    """What is frozen gets no gradient, which would count in the norm that is clipped."""
+    model = network()
+    optimizer = SGD(model, clip=1.0)
+    out = loss(model)
+    model[0].requires_grad_(False)
+    out.backward()
+    optimizer.step()
+    assert not model[0].weight.grad.any() and model[2].weight.grad.any()
+    assert optimizer.metrics()["grad_norm"] == pytest.approx(gradient_norm(model[2]), rel=1e-6)
+
+
+def test_a_step_between_forward_and_backward():
+    model = network()
+    optimizer = SGD(model)
+    first, second = loss(model), loss(model)
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="updated between forward and backward"):
+        second.backward()
+    loss(model).backward()
+    out = loss(model)
+    with cudiff.no_grad():
+        model[0].weight *= 0.5
+    with pytest.raises(RuntimeError, match="updated between forward and backward"):
+        out.backward()
+
+
+def test_two_optimisers_take_turns():
+    """A step of one part leaves what another part's backward goes through."""
+    model = network()
+    model.flatten("cpu")
+    features = model[0](Tensor(X))
+    head = SGD(model[2])
+    cudiff.square(model[2](features.detach())).sum().backward()
+    head.step()
+    before = model.state_dict()
+    cudiff.square(model[2](features)).sum().backward()
+    SGD(model[0]).step()
+    changed = [name for name, value in model.state_dict().items() if (value != before[name]).any()]
+    assert changed == ["0.weight", "0.bias"]
+
+
+def test_backward_before_the_optimiser_is_made(device):
+    model, expected = network(), {}
+    model.flatten(device)
+    loss(model).backward()
+    expected = {name: value.grad.copy() for name, value in model.named_parameters()}
+    for part in (model, nn.Sequential(model[0], model[2]), copy.copy(model)):
+        part.flatten(device)
+        for (name, parameter), grad in zip(model.named_parameters(), expected.values(), strict=True):
+            np.testing.assert_array_equal(Tensor(parameter.grad).numpy(), Tensor(grad).numpy(), err_msg=name)
+    before = model.state_dict()
+    SGD(model, lr=1.0).step()
+    for name, value in model.state_dict().items():
+        np.testing.assert_allclose(value, before[name] - Tensor(expected[name]).numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("before", ["fp32", "fp16"])
+def test_precision_chosen_after_the_optimiser(device, before):
+    """The weights that matrix products read are the trained ones, whatever precision the buffers were made for."""
+    models = [network(), network()]
+    models[1].load_state_dict(models[0].state_dict())
+    models[0].precision, models[1].precision = "bf16", before
+    losses = []
+    for model in models:
+        optimizer = SGD(model.flatten(device), lr=0.01)
+        model.precision = "bf16"
+        losses.append([])
+        for _ in range(3):
+            optimizer.zero_grad()
+            out = loss(model)
+            out.backward()
+            optimizer.step()
+            losses[-1].append(out.item())
+    assert losses[0] == losses[1] and len(set(losses[0])) == 3
+
+
+@pytest.mark.parametrize("change", [
+    lambda model: model.flatten("cpu"),
+    lambda model: SGD(nn.Sequential(model[0], model.head)),
+    lambda model: setattr(model, "head", nn.Linear(3, 3)),
+    lambda model: setattr(model[2], "bias", None),
+    lambda model: delattr(model, "head"),
+    lambda model: setattr(model, "precision", "bf16"),
+])
+def test_a_captured_step_is_recorded_again_where_its_arrays_are_others(change):
+    model = network()
+    model.head = nn.Linear(2, 2)
+    SGD(model)
+    before = graph._state
+    network().flatten("cpu")
+    copy.deepcopy(model)
+    loss(model).backward()
+    model.eval()
+    assert graph._state == before
+    change(model)
+    assert graph._state > before
+
+
+@pytest.mark.parametrize("change", [
+    lambda model: model.flatten("cpu"),
+    lambda model: setattr(model[0], "weight", nn.Parameter(np.ones((5, 3)))),
+    lambda model: setattr(model[0], "bias", None),
+    lambda model: delattr(model[0], "bias"),
+    lambda model: model.append(nn.Linear(2, 2)),
+    lambda model: model.__setitem__(0, nn.Linear(3, 5)),
+    lambda model: setattr(model, "extra", nn.Linear(2, 2)),
+])
+def test_a_step_looks_at_the_parameters_after_any_change(change):
+    model = network()
+    ema = EMA(model, 2)
+    optimizer = SGD(model, ema=ema)
+    optimizer.step()
+    change(ema.model)
+    with pytest.raises(CudiffError, match="EMA's model was flattened again, or a layer"):
+        optimizer.step()
+    optimizer = SGD(model)
+    optimizer.step()
+    change(model)
+    with pytest.raises(CudiffError, match="make it anew"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_a_copied_optimiser(duplicate):
+    model = network()
+    optimizer = AdamW(model, ema=EMA(model, 2))
+    optimizer.step()
+    if duplicate is copy.copy:
+        duplicate(optimizer).step()  # it has the model itself
+        return
+    with pytest.raises(CudiffError, match="or this is a copy"):
+        duplicate(optimizer).step()
+    optimizer.step()
+
+
+def test_a_list_that_grows_after_it_was_set():
+    class Grows(nn.Module):
+        def __init__(self, layers):
+            super().__init__()
+            self.out, self.layers = nn.Linear(2, 2), layers
+            layers.append(nn.Linear(2, 2))
+
+    with pytest.raises(TypeError, match="layers: modules in a list have no names: use nn"):
+        SGD(Grows([]))
+    with pytest.raises(TypeError, match="layers: modules in a list"):
+        Grows([[nn.Linear(2, 2)]])
+    assert len(SGD(Grows(nn.ModuleList())).model.parameters()) == 4
+
+
+def test_attributes_of_a_sequential_train():
+    model = network()
+    model.head = nn.Linear(2, 4)
+    assert [name for name, _ in model.named_parameters()][-2:] == ["head.weight", "head.bias"]
+
+
+@pytest.mark.parametrize("item", [nn.Parameter(np.ones(3)), abs, [nn.ReLU()]])
+def test_a_list_of_modules_holds_nothing_else(item):
+    for make in (lambda: nn.ModuleList([item]), lambda: nn.Sequential(item), lambda: nn.ModuleList().append(item),
+                 lambda: network().__setitem__(0, item)):
+        with pytest.raises(TypeError, match="holds modules, not a"):
+            make()
+
+
+def test_a_buffer_is_an_attribute():
+    norm = nn.BatchNorm2d(3)
+    held = norm.running_mean
+    norm.running_mean = np.array([1, 2, 3])
+    assert norm.running_mean is held and norm.state_dict()["running_mean"].tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match=r"running_mean is a buffer of shape \(3,\), not \(2,\)"):
+        norm.running_mean = np.ones(2)
+    with pytest.raises(AttributeError, match="'BatchNorm2d' object has no attribute 'running'"):
+        norm.running  # noqa: B018
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_what_is_no_array_of_numbers(flat):
+    model = network()
+    if flat:
+        model.flatten("cpu")
+    weight, state = model[0].weight, model.state_dict()
+    for write in (lambda x: setattr(weight, "grad", x), weight.assign,
+                  lambda x: model.load_state_dict(state | {"0.weight": x})):
+        with pytest.raises(TypeError, match="arrays or Tensors, not a list"):
+            write([1.0])
+    with pytest.raises(ValueError, match=r"a gradient of shape \(3,\) for a parameter of shape \(5, 3\)"):
+        weight.grad = np.ones(3)
+    for write in (weight.assign, lambda x: model.load_state_dict(state | {"0.weight": x})):
+        with pytest.raises(TypeError, match=r"real numbers .* not complex128"):
+            write(np.ones((5, 3), complex))
+
+
+def test_pytorchs_tensors_are_not_taken_for_arrays():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TypeError, match=r"not a Tensor: cudiff.convert.from_torch takes PyTorch's"):
+        nn.Conv2d(3, 4, 3).load_state_dict(torch.nn.Conv2d(3, 4, 3).state_dict())
