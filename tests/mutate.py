@@ -228,7 +228,7 @@ def section(title: str, results: list[tuple[Mutant, str]], run: str, known: dict
     lines += ["", "Survivors:", ""]
     for mutant, how in results:
         if not how:
-            what = f"{mutant.where}, {mutant.rule}: {mutant.change}"
+            what = f"{mutant.where or '(module)'}, {mutant.rule}: {mutant.change}"
             lines.append(f"- {mutant.path}:{mutant.line} {what}: {known.get(f'{mutant.path} {what}', 'not explained')}")
     return "\n".join(lines) + "\n"
 
