@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cudiff.backend import array_module, copy_into, to_device
-from cudiff.cuda.module import compiles_ahead, compiling_ahead
+from cudiff.cuda.module import blocks, compiles_ahead, compiling_ahead
 from cudiff.errors import CudiffError
 
 
@@ -31,3 +31,7 @@ def test_kernels_are_compiled_ahead_inside_the_block_only():
     with compiling_ahead():
         assert compiles_ahead()
     assert not compiles_ahead()
+
+
+def test_blocks_cover_all_and_are_one_at_least():
+    assert [blocks(count, 4) for count in (0, 1, 4, 5, 8, 9)] == [1, 1, 1, 2, 2, 3]
