@@ -2,8 +2,10 @@
 
 import gzip
 import io
+import json
 import struct
 import tempfile
+import warnings
 import zlib
 from collections.abc import Callable
 from functools import cache, partial
@@ -17,21 +19,27 @@ from cudiff.checkpoint import save_checkpoint
 from cudiff.config import PRESETS, load_toml
 from cudiff.convert import UNETCU_MAGIC, read_weights, write_weights
 from cudiff.data import load_dataset
+from cudiff.data.pictures import FORMATS as PICTURES
 from cudiff.data.pictures import MOST_PIXELS
 from cudiff.models import build
 from cudiff.pipeline import load
+from cudiff.tensorfile import read_tensors, write_tensors
+from tests.fuzz_damage import in_gzip, in_png, in_zip
 from tests.test_convert import archive, tensor_program
 from tests.test_data import idx_bytes, unetcu_bytes
 
 
 class Format(NamedTuple):
     """seeds: whole files. file: the name to write them under. reader: takes its path. decoded: bytes that a file's
-    data take once decoded, or where it lies, the most that its reader lets them take."""
+    data take once decoded, or where it lies, the most that its reader lets them take. below: damages a whole file
+    below its checksums, which half of the inputs are for. zeros: bytes that follow every input, a hole in its file."""
 
     seeds: Callable[[], list[bytes]]
     file: str
     reader: Callable[[Path], object]
     decoded: Callable[[bytes], int] = len
+    below: Callable[[bytes, np.random.Generator], bytes] | None = None
+    zeros: int = 0
 
 
 def _pixels(*shape: int) -> np.ndarray:
@@ -54,7 +62,16 @@ TINY = PRESETS["digits"].replace(
 def _checkpoints() -> list[bytes]:
     state = {f"{part}.{name}": a for name, a in build(TINY).state_dict().items() for part in ("model", "ema")}
     counters = {"step": 3, "seed": 0}
-    return [_written(lambda path: save_checkpoint(path, TINY, state, counters), "a.safetensors")]
+    whole = _written(lambda path: save_checkpoint(path, TINY, state, counters), "a.safetensors")
+
+    def without_digests(path: Path) -> None:
+        path.write_bytes(whole)
+        tensors, metadata = read_tensors(path)
+        about = json.loads(metadata["cudiff"])
+        del about["sha256"]
+        write_tensors(path, tensors, {"cudiff": json.dumps(about)})
+
+    return [whole, _written(without_digests, "a.safetensors")]
 
 
 @cache
@@ -69,11 +86,12 @@ def _safetensors() -> list[bytes]:
     return [_written(lambda path: write_weights(path, state), "a.safetensors")]
 
 
-@cache
+UNETCU_NUMBERS = 5_135_169  # parameters of the smallest model that unet.cu's kernels take, of 32 channels
+
+
 def _weights_bins() -> list[bytes]:
-    header = np.zeros(256, "<i4")
-    header[:8] = UNETCU_MAGIC, 1, 1, 32, 1, 8, 8, 1000
-    return [header.tobytes() + bytes(4 * 5000), header.tobytes()]
+    """With AdamW's moments and without; the rest of the header and the values are zeros."""
+    return [struct.pack("<10i", UNETCU_MAGIC, 1, 1, 32, 1, 8, 8, 1000, moments, 0) for moments in (1, 0)]
 
 
 @cache
@@ -126,12 +144,22 @@ def _pictures(kind: str) -> list[bytes]:
     return seeds
 
 
+def _declared(content: bytes) -> int:
+    """What a picture's pixels take as RGBA, by its header; only its length where that is refused."""
+    try:
+        with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(content), formats=PICTURES) as picture:
+            width, height = picture.size
+    except Exception:
+        return len(content)
+    return 4 * width * height if width * height <= MOST_PIXELS else len(content)
+
+
 def _picture(kind: str, suffix: str) -> Format:
-    # RGBA, of which libwebp's decoder of animations holds four.
-    most = 4 * MOST_PIXELS * (4 if kind == "WEBP" else 1)
+    # Pillow reads every WebP by libwebp's decoder of animations, which holds two pictures.
+    pictures = 2 if kind == "WEBP" else 1
     return Format(
         partial(_pictures, kind), f"pictures/a{suffix}", lambda path: load_dataset(path.parent, image_size=8),
-        lambda content: most,
+        lambda content: pictures * _declared(content), in_png if kind == "PNG" else None,
     )  # fmt: skip
 
 
@@ -157,11 +185,11 @@ def _inflated(content: bytes) -> int:
 
 
 FORMATS = {
-    "npz": Format(_npz, "a.npz", load_dataset),
+    "npz": Format(_npz, "a.npz", load_dataset, below=in_zip),
     "idx": Format(_idx, "train-images-idx3-ubyte", _read_idx),
     "idx.gz": Format(
         lambda: [gzip.compress(seed, mtime=0) for seed in _idx()], "train-images-idx3-ubyte.gz",
-        _read_idx, _inflated,
+        _read_idx, _inflated, in_gzip,
     ),
     "data.bin": Format(
         lambda: [unetcu_bytes(_pixels(4, 8, 8, 3)), unetcu_bytes(_pixels(3, 4, 4, 1))], "a.bin", load_dataset
@@ -174,7 +202,10 @@ FORMATS = {
     },
     "checkpoint": Format(_checkpoints, "a.safetensors", partial(load, device="cpu")),
     "safetensors": Format(_safetensors, "a.safetensors", read_weights),
-    "pt": Format(_torch_files, "a.pt", read_weights),
-    "weights.bin": Format(_weights_bins, "a.bin", read_weights),
+    "pt": Format(_torch_files, "a.pt", read_weights, below=in_zip),
+    "weights.bin": Format(
+        _weights_bins, "a.bin", read_weights, lambda content: 4 * UNETCU_NUMBERS,
+        zeros=1024 - 40 + 3 * 4 * UNETCU_NUMBERS,
+    ),
     "toml": Format(_toml, "a.toml", load_toml),
 }  # fmt: skip

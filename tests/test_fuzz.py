@@ -1,20 +1,30 @@
 """Readers of files against 200 damaged ones a format; `python -m tests.fuzz` is the long form."""
 
+import os
+import signal
+import socket
 import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 
+from cudiff.checkpoint import load_checkpoint
+from cudiff.config import load_toml
+from cudiff.convert import read_unet_cu, read_weights
+from cudiff.data import load_dataset
 from cudiff.errors import CudiffError
+from cudiff.pipeline import load
+from cudiff.tensorfile import read_header
+from cudiff.torchfile import read_torch
 from tests.fuzz import attempt, run, sample
 from tests.fuzz_formats import FORMATS
 
-HELD = (  # formats whose readers keep to the rule
-    "npz", "idx", "idx.gz", "data.bin", "bmp", "gif", "jpeg", "png", "ppm", "tiff", "webp",
-)  # fmt: skip
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the memory's peak is read in /proc")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the memory's peak is read in /proc")
-@pytest.mark.parametrize("name", HELD)
+@linux
+@pytest.mark.parametrize("name", FORMATS)
 def test_damaged_files_are_read_or_refused(name):
     result = run(name, 200)
     assert not result.failures
@@ -23,7 +33,27 @@ def test_damaged_files_are_read_or_refused(name):
 
 
 def test_inputs_repeat_and_differ():
-    assert sample("npz", 77) == sample("npz", 77) != sample("npz", 78)
+    for name, form in FORMATS.items():
+        assert sample(name, form, 77) == sample(name, form, 77) != sample(name, form, 78)
+
+
+@linux
+@pytest.mark.parametrize("name, message", [
+    ("sleeps", "ends the process (-14)"), ("works", "takes 1."), ("allocates", "MiB, allowed are 64"),
+    ("asks for all", "raises MemoryError"), ("starts", "does ['subprocess.Popen"),
+    ("starts unseen", "does start a process"), ("dies", "ends the process (-9)"),
+])  # fmt: skip
+def test_what_breaks_the_rule_is_a_failure(name, message):
+    result = run(name, 6, formats="tests.fuzz_cases", patience=2 if name == "sleeps" else 60)
+    assert list(result.failures) == [4] and message in result.failures[4]
+    assert result.read + result.refused >= 5
+
+
+@linux
+@pytest.mark.parametrize("kind", ["bmp", "gif", "jpeg", "png", "ppm", "tiff", "webp"])
+def test_large_pictures_keep_to_the_rule(kind):
+    result = run(f"large {kind}", 1, formats="tests.fuzz_cases")
+    assert not result.failures and result.read == 1
 
 
 def test_the_rule_sees_what_breaks_it(tmp_path):
@@ -37,3 +67,27 @@ def test_the_rule_sees_what_breaks_it(tmp_path):
     assert attempt(lambda path: 1, tmp_path) == ("read", None)
     for error in (ValueError("no"), MemoryError(), CudiffError(""), CudiffError("x" * 5000)):
         assert attempt(raising(error), tmp_path)[1]
+
+
+@pytest.mark.parametrize("reader", [
+    partial(load, device="cpu"), load_checkpoint, read_header, read_torch, read_unet_cu, read_weights, load_toml,
+    load_dataset,
+])  # fmt: skip
+def test_pipes_and_devices_are_refused_at_once(reader, tmp_path):
+    def late(*_):
+        raise TimeoutError
+
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+        paths = [tmp_path / "pipe", tmp_path / "link", tmp_path / "socket", *map(Path, ("/dev/zero", "/dev/null"))]
+        kept = signal.signal(signal.SIGALRM, late)
+        try:
+            for path in paths:
+                signal.setitimer(signal.ITIMER_REAL, 5)
+                with pytest.raises(CudiffError, match=r"is not a file|no regular file"):
+                    reader(path)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, kept)
