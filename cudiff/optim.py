@@ -28,6 +28,7 @@ from cudiff.nn.module import require_fit
 from cudiff.nn.parameter import NOT_TRAINABLE, array_of, structure
 from cudiff.ops import optim as ops
 from cudiff.tensor import Tensor
+from cudiff.values import real
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Constant:
     final: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
-        _number("warmup", self.warmup, least=0)
+        real("warmup", self.warmup, least=0)
 
     def factor(self, step: int) -> float:
         """What the learning rate is multiplied by at `step`, counted from 0."""
@@ -58,26 +59,14 @@ class Cosine:
     warmup: int = 0
 
     def __post_init__(self) -> None:
-        _number("warmup", self.warmup, least=0)
-        _number("final", self.final, least=0)
+        real("warmup", self.warmup, least=0)
+        real("final", self.final, least=0)
         if self.total_steps <= self.warmup:
             raise CudiffError(f"a cosine schedule needs total_steps ({self.total_steps}) beyond warmup ({self.warmup})")
 
     def factor(self, step: int) -> float:
         """What the learning rate is multiplied by at `step`, counted from 0."""
         return ops.lr_factor(step, self.warmup, self.total_steps, self.final)
-
-
-def _number(name: str, value: float, least: float | None = None, above: float | None = None,
-            below: float | None = None) -> float:
-    """`value` as a float. Raises CudiffError where it is no finite number in these bounds."""
-    bounds = [f"{word} {bound:g}" for word, bound in (("at least", least), ("above", above), ("below", below))
-              if bound is not None]
-    fits = isinstance(value, int | float | np.integer | np.floating) and math.isfinite(value)
-    if not fits or (least is not None and value < least) or (above is not None and value <= above) or (
-            below is not None and value >= below):
-        raise CudiffError(f"{name} must be a number {' and '.join(bounds)}, not {value!r}")
-    return float(value)
 
 
 def _flat(model: Any) -> FlatParameters:
@@ -108,8 +97,8 @@ class EMA:
 
     def __init__(self, model: Module, half_life: float, ramp: float | None = 0.05):
         flat = _flat(model)
-        self.half_life = _number("half_life", half_life, above=0)
-        self.ramp = None if ramp is None else _number("ramp", ramp, above=0)
+        self.half_life = real("half_life", half_life, above=0)
+        self.ramp = None if ramp is None else real("ramp", ramp, above=0)
         # The twin starts on the same arrays: flatten copies their values into buffers of its own.
         twins = {id(x): copy.copy(x) for x in model.parameters()}
         self.model: Module = copy.deepcopy(model, twins)
@@ -143,9 +132,9 @@ class Optimizer:
 
     def __init__(self, model: Module, lr: float, weight_decay: float, clip: float | None,
                  schedule: Constant | Cosine | None, ema: EMA | None):
-        self.lr = _number("lr", lr, least=0)
-        self.weight_decay = _number("weight_decay", weight_decay, least=0)
-        self.clip = (_number("clip", clip, least=0) if clip is not None else 0) or math.inf
+        self.lr = real("lr", lr, least=0)
+        self.weight_decay = real("weight_decay", weight_decay, least=0)
+        self.clip = (real("clip", clip, least=0) if clip is not None else 0) or math.inf
         flat = _flat(model)
         if not flat.trainable:
             raise CudiffError(NOT_TRAINABLE)
@@ -249,8 +238,8 @@ class Adam(Optimizer):
         super().__init__(model, lr, weight_decay, clip, schedule, ema)
         if not isinstance(betas, tuple | list) or len(betas) != 2:
             raise CudiffError(f"betas must be two numbers such as (0.9, 0.999), not {betas!r}")
-        first, second = (_number("betas", beta, least=0, below=1) for beta in betas)
-        self.betas, self.eps = (first, second), _number("eps", eps, above=0)
+        first, second = (real("betas", beta, least=0, below=1) for beta in betas)
+        self.betas, self.eps = (first, second), real("eps", eps, above=0)
 
     def _update(self, *buffers: Any) -> None:
         self._kernel(*buffers, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
@@ -276,7 +265,7 @@ class SGD(Optimizer):
                  weight_decay: float = 0.0, clip: float | None = None, schedule: Constant | Cosine | None = None,
                  ema: EMA | None = None):
         super().__init__(model, lr, weight_decay, clip, schedule, ema)
-        self.momentum, self.nesterov = _number("momentum", momentum, least=0, below=1), bool(nesterov)
+        self.momentum, self.nesterov = real("momentum", momentum, least=0, below=1), bool(nesterov)
 
     def _update(self, *buffers: Any) -> None:
         ops.sgd(*buffers, momentum=self.momentum, weight_decay=self.weight_decay, nesterov=self.nesterov)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,6 +34,7 @@ from cudiff.models import build
 from cudiff.nn import GroupNorm, Module
 from cudiff.plot import to_uint8
 from cudiff.tensor import Tensor
+from cudiff.values import real, whole
 
 Progress = Callable[[int, int], None]
 
@@ -98,8 +98,8 @@ class Pipeline:
         progress : called with (images done, n) after each batch.
         frames : a list that receives the first batch after each step, uint8, for an animation.
 
-        Raises CudiffError for classes the model does not have, for guidance where it has none, and for a number of
-        steps its schedule does not have.
+        Raises CudiffError for classes the model does not have, for guidance where it has none, for a number of steps
+        its schedule does not have, and for numbers out of range: seed is a whole one below 2^64.
         """
         config = self.config
         steps = config.sample_steps if steps is None else steps
@@ -107,11 +107,10 @@ class Pipeline:
         if guidance not in (None, 1) and not config.num_classes:
             raise CudiffError("this model has no classes to guide to: leave guidance out")
         guidance = config.guidance if guidance is None else guidance
-        if not math.isfinite(guidance):
-            raise CudiffError(f"guidance must be a finite number, not {guidance}")
+        real("guidance", guidance)
+        whole("seed", seed, 0, 2**64 - 1)
         for name, value in (("n", n), ("steps", steps), ("batch_size", batch_size)):
-            if value < 1:
-                raise CudiffError(f"{name} must be at least 1, not {value}")
+            whole(name, value)
         labels = self.labels(n, classes)
         denoiser = Guided(self.denoiser(), guidance) if labels is not None else self.denoiser()
         sigmas = self.sigmas(sampler, steps)

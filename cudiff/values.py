@@ -7,16 +7,19 @@ from typing import Any
 
 import numpy as np
 
+from cudiff.errors import CudiffError
 
-def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
+
+def whole(name: str, value: Any, least: int | None = 1, most: int | None = None) -> int:
     """`value` as an int; NumPy's integers pass.
 
-    Raises TypeError where it is no whole number (a bool is none) and ValueError outside `least` to `most`.
+    Raises CudiffError where it is no whole number (a bool is none) and outside `least` to `most`.
     """
     if not isinstance(value, int | np.integer) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a whole number, not {value!r}")
-    if value < least or (most is not None and value > most):
-        raise ValueError(f"{name} must be {f'at least {least}' if most is None else f'{least} to {most}'}, not {value}")
+        raise CudiffError(f"{name} must be a whole number, not {value!r}")
+    if (least is not None and value < least) or (most is not None and value > most):
+        bounds = f"at least {least}" if most is None else f"{least} to {most}"
+        raise CudiffError(f"{name} must be {bounds}, not {value}")
     return int(value)
 
 
@@ -24,15 +27,15 @@ def real(name: str, value: Any, least: float | None = None, most: float | None =
          below: float | None = None) -> float:
     """`value`, a finite number in the range; its ends are in it (`least`, `most`) or not (`above`, `below`).
 
-    Raises TypeError where it is no number (a bool is none) and ValueError outside the range, NaN and infinity among it.
+    Raises CudiffError where it is no number (a bool is none) and outside the range, as NaN and infinity are.
     """
     if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, not {value!r}")
+        raise CudiffError(f"{name} must be a number, not {value!r}")
     bounds = [
         ("at least", least, least is None or value >= least), ("at most", most, most is None or value <= most),
         ("above", above, above is None or value > above), ("below", below, below is None or value < below),
     ]
     if not math.isfinite(value) or not all(holds for _, _, holds in bounds):
         range_ = " and ".join(f"{word} {bound:g}" for word, bound, _ in bounds if bound is not None)
-        raise ValueError(f"{name} must be {range_ or 'finite'}, not {value}")
+        raise CudiffError(f"{name} must be {range_ or 'a finite number'}, not {value}")
     return float(value)

@@ -24,7 +24,8 @@ LAYERS = [
     {"ops"},
     {"tensor", "tape", "cuda"},
     {"backend", "threads", "memory"},
-    {"errors", "signals", "values"},
+    {"values"},
+    {"errors", "signals"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MAY_IMPORT_CUPY = {"backend", "cuda"}

@@ -19,6 +19,7 @@ from cudiff.ops.cast import as_index
 from cudiff.ops.mse import mse
 from cudiff.ops.random import Generator, Streams
 from cudiff.tensor import Tensor
+from cudiff.values import real
 
 COLUMNS = 6  # of DDPMLoss's table: signal, spread, mean_scale, log_small, log_large, is_later
 
@@ -55,9 +56,11 @@ class EDMLoss:
         data_mean: float = 0.0,
         data_std: float = 1.0,
     ):
-        self.data_mean, self.data_std = data_mean, data_std  # the net sees (images - mean) / std
-        self.sigma_data, self.P_mean, self.P_std = sigma_data, P_mean, P_std
-        self.c_noise_scale, self.label_dropout = c_noise_scale, label_dropout
+        self.data_mean = real("data_mean", data_mean)  # the net sees (images - data_mean) / data_std
+        self.data_std, self.sigma_data = real("data_std", data_std, above=0), real("sigma_data", sigma_data, above=0)
+        self.P_mean, self.P_std = real("P_mean", P_mean), real("P_std", P_std, above=0)
+        self.c_noise_scale = real("c_noise_scale", c_noise_scale)
+        self.label_dropout = real("label_dropout", label_dropout, least=0, most=1)
 
     def __call__(self, net: Net, images: Tensor, labels: Tensor | None, generator: Generator) -> Tensor:
         labels = drop_labels(labels, self.label_dropout, generator)
@@ -79,7 +82,8 @@ class DDPMLoss:
     """
 
     def __init__(self, schedule: Schedule, label_dropout: float = 0.0, vlb_weight: float = 0.001):
-        self.schedule, self.label_dropout, self.vlb_weight = schedule, label_dropout, vlb_weight
+        self.schedule, self.label_dropout = schedule, real("label_dropout", label_dropout, least=0, most=1)
+        self.vlb_weight = real("vlb_weight", vlb_weight, least=0)
         self._tables: dict[tuple[str, Any], Tensor] = {}
 
     def __call__(self, net: Net, images: Tensor, labels: Tensor | None, generator: Generator) -> Tensor:

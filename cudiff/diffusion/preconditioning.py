@@ -15,6 +15,7 @@ from cudiff import ops
 from cudiff.diffusion.schedule import Schedule
 from cudiff.errors import CudiffError
 from cudiff.tensor import Tensor
+from cudiff.values import real
 
 Denoiser = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Net = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -42,8 +43,9 @@ class EDMDenoiser:
 
     def __init__(self, net: Net, sigma_data: float = 0.5, c_noise_scale: float = 0.25, data_mean: float = 0.0,
                  data_std: float = 1.0):
-        self.net, self.c_noise_scale = net, c_noise_scale
-        self.data = sigma_data, data_mean, data_std
+        self.net, self.c_noise_scale = net, real("c_noise_scale", c_noise_scale)
+        self.data = (real("sigma_data", sigma_data, above=0), real("data_mean", data_mean),
+                     real("data_std", data_std, above=0))
 
     def __call__(self, x: Tensor, sigma: Tensor, labels: Tensor | None = None) -> Tensor:
         sigma_data, *standard = self.data
@@ -112,7 +114,7 @@ class Guided:
     """
 
     def __init__(self, denoiser: Any, guidance: float):
-        self.denoiser, self.guidance = denoiser, guidance
+        self.denoiser, self.guidance = denoiser, real("guidance", guidance)
         self._null: dict[tuple[str, int], Tensor] = {}  # kept for each size: a capture cannot make it
 
     def __call__(self, x: Tensor, sigma: Tensor, labels: Tensor | None = None) -> Tensor:

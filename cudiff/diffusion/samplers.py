@@ -26,6 +26,7 @@ from cudiff.diffusion.preconditioning import Denoiser, per_sample
 from cudiff.errors import CudiffError
 from cudiff.ops.random import Streams, normal
 from cudiff.tensor import Tensor, no_grad
+from cudiff.values import real, whole
 
 Noise = Callable[[int], Tensor]
 Callback = Callable[[int, Tensor, Tensor], None]
@@ -40,7 +41,7 @@ class ImageNoise:
     """
 
     def __init__(self, shape: Sequence[int], seed: int, first: int = 0, device: str = "cpu", dtype: Any = float32):
-        self.shape, self.seed, self.first = tuple(shape), int(seed), int(first)
+        self.shape, self.seed, self.first = tuple(shape), whole("seed", seed, None), whole("first", first, None)
         self.device, self.dtype = device, np.dtype(dtype)
 
     def start(self, sigma: float) -> Tensor:
@@ -128,7 +129,10 @@ class Euler(Sampler):
     def __init__(self, denoiser: Denoiser, S_churn: float = 0.0, S_min: float = 0.0, S_max: float = math.inf,
                  S_noise: float = 1.0, captured: bool = False):
         super().__init__(denoiser, captured)
-        self.S_churn, self.S_min, self.S_max, self.S_noise = S_churn, S_min, S_max, S_noise
+        self.S_churn, self.S_noise = real("S_churn", S_churn, least=0), real("S_noise", S_noise, least=0)
+        self.S_min, self.S_max = real("S_min", S_min, least=0), S_max
+        if not S_max >= 0:
+            raise CudiffError(f"S_max must be at least 0, not {S_max}")
 
     def plan(self, sigmas: np.ndarray) -> list[Plan]:
         gamma = min(self.S_churn / (len(sigmas) - 1), math.sqrt(2) - 1)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from cudiff import ops
+from cudiff.errors import CudiffError
 from cudiff.nn import init
 from cudiff.nn.module import Module
 from cudiff.nn.parameter import Parameter
 from cudiff.tensor import Tensor
+from cudiff.values import real, whole
 
 
 class Linear(Module):
@@ -16,7 +18,7 @@ class Linear(Module):
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, layout: str = "linear"):
         super().__init__()
-        shape = (out_features, in_features)
+        shape = (whole("out_features", out_features), whole("in_features", in_features))
         self.weight = Parameter(init.uniform_fan_in(shape, in_features), low=True, decay=True, layout=layout)
         self.bias = Parameter(init.uniform_fan_in((out_features,), in_features)) if bias else None
 
@@ -30,12 +32,20 @@ def linears(x: Tensor, *layers: Any, silu: bool = False) -> tuple[Tensor, ...]:
     return ops.linears(x, [layer.weight for layer in layers], [layer.bias for layer in layers], silu)
 
 
+def _check_convolution(in_channels: int, out_channels: int, kernel_size: int, stride: int, padding: int) -> None:
+    sizes = {"in_channels": in_channels, "out_channels": out_channels, "kernel_size": kernel_size, "stride": stride}
+    for name, size in sizes.items():
+        whole(name, size)
+    whole("padding", padding, least=0)
+
+
 class Conv2d(Module):
     """x (N, H, W, C) → (N, Ho, Wo, K). weight (K, R, S, C), square kernel; padding defaults to kernel // 2."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1,
                  padding: int | None = None, bias: bool = True):
         super().__init__()
+        _check_convolution(in_channels, out_channels, kernel_size, stride, 0 if padding is None else padding)
         self.stride, self.padding = stride, kernel_size // 2 if padding is None else padding
         shape = (out_channels, kernel_size, kernel_size, in_channels)
         fan_in = kernel_size * kernel_size * in_channels
@@ -51,6 +61,7 @@ class ConvTranspose2d(Module):
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, padding: int = 0):
         super().__init__()
+        _check_convolution(in_channels, out_channels, kernel_size, stride, padding)
         self.stride, self.padding = stride, padding
         shape = (in_channels, kernel_size, kernel_size, out_channels)
         fan_in = kernel_size * kernel_size * out_channels
@@ -68,7 +79,9 @@ class GroupNorm(Module):
 
     def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5):
         super().__init__()
-        self.num_groups, self.eps = num_groups, eps
+        if whole("num_channels", num_channels) % whole("num_groups", num_groups):
+            raise CudiffError(f"num_channels {num_channels} is no multiple of num_groups {num_groups}")
+        self.num_groups, self.eps = num_groups, real("eps", eps, above=0)
         self.weight = Parameter(init.ones((num_channels,)))
         self.bias = Parameter(init.zeros((num_channels,)))
 
@@ -83,7 +96,8 @@ class LayerNorm(Module):
 
     def __init__(self, num_channels: int, eps: float = 1e-5):
         super().__init__()
-        self.eps = eps
+        whole("num_channels", num_channels)
+        self.eps = real("eps", eps, above=0)
         self.weight = Parameter(init.ones((num_channels,)))
         self.bias = Parameter(init.zeros((num_channels,)))
 
@@ -99,7 +113,8 @@ class BatchNorm2d(Module):
 
     def __init__(self, num_channels: int, eps: float = 1e-5, momentum: float = 0.1):
         super().__init__()
-        self.eps, self.momentum = eps, momentum
+        whole("num_channels", num_channels)
+        self.eps, self.momentum = real("eps", eps, above=0), real("momentum", momentum, least=0, most=1)
         self.weight = Parameter(init.ones((num_channels,)))
         self.bias = Parameter(init.zeros((num_channels,)))
         self.register_buffer("running_mean", Tensor(init.zeros((num_channels,))))
@@ -116,6 +131,7 @@ class Embedding(Module):
 
     def __init__(self, num_embeddings: int, dim: int):
         super().__init__()
+        whole("num_embeddings", num_embeddings), whole("dim", dim)
         self.weight = Parameter(init.normal((num_embeddings, dim)), decay=False, layout="embedding")
 
     def forward(self, indices: Tensor) -> Tensor:
@@ -130,7 +146,7 @@ class Dropout(Module):
 
     def __init__(self, p: float):
         super().__init__()
-        self.p, self.stream = p, 0
+        self.p, self.stream = real("p", p, least=0, below=1), 0
         self.generator: ops.Generator | None = None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -188,7 +188,7 @@ class Generator:
     seed : int, 64 bits. device : "cpu" or "cuda".
     step : Tensor (1,) int32, moved by `advance()`. draws : Tensor (1,) int32, moved by each draw without a stream.
 
-    Raises TypeError for a seed that is no whole number and ValueError for one outside 64 bits.
+    Raises CudiffError for a seed that is no whole number of 64 bits.
     """
 
     def __init__(self, seed: int = 0, device: str = "cpu"):

@@ -335,5 +335,5 @@ def var(x: Tensor, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> 
 
 
 def std(x: Tensor, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> Tensor:
-    """Square root of `var`; its gradient is infinite where the variance is 0."""
+    """Square root of `var`; its gradient is NaN where the variance is 0."""
     return var(x, axis, keepdims, ddof) ** 0.5

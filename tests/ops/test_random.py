@@ -1,8 +1,11 @@
 """Philox: published vectors, the meaning of its counters, the distributions, and one backend against the other."""
 
+import math
+
 import numpy as np
 import pytest
 
+from cudiff.errors import CudiffError
 from cudiff.ops.random import Generator, Streams, _to_normal, normal, philox, randint, uniform
 from cudiff.tensor import Tensor
 
@@ -180,12 +183,9 @@ def test_draws_are_resumed(device):
     assert g.state()["draws"] == 0
 
 
-@pytest.mark.parametrize("seed, error", [
-    (1.5, TypeError), (True, TypeError), ("1", TypeError), (float("nan"), TypeError), (-1, ValueError),
-    (2**64, ValueError),
-])
-def test_a_seed_is_a_whole_number_of_64_bits(seed, error):
-    with pytest.raises(error, match=r"^seed must be"):
+@pytest.mark.parametrize("seed", [1.5, True, "1", math.nan, -1, 2**64])
+def test_a_seed_is_a_whole_number_of_64_bits(seed):
+    with pytest.raises(CudiffError, match=r"^seed must be"):
         Generator(seed)
     assert Generator(np.uint64(2**64 - 1)).seed == 2**64 - 1
 
