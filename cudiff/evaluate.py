@@ -111,13 +111,13 @@ def train_classifier(
     with contextlib.suppress(CudiffError, ValueError, KeyError):  # whatever is wrong with it, it is trained again
         tensors, metadata = read_tensors(path)
         net.load_state_dict(tensors)
-        return Classifier(net, float(metadata["test_accuracy"]))
+        return Classifier(net, float(json.loads(metadata["cudiff"])["test_accuracy"]))
     _train(net, train, device, max(1, steps), seed, progress)
     classifier = Classifier(net)
     classifier.test_accuracy = classifier.accuracy(test)
     with contextlib.suppress(CudiffError):  # a home that is full or read-only costs only time
-        metadata = {"test_accuracy": repr(classifier.test_accuracy), "recipe": json.dumps(recipe)}
-        write_tensors(path, net.state_dict(), metadata)
+        about = json.dumps({"test_accuracy": classifier.test_accuracy, "recipe": recipe})
+        write_tensors(path, net.state_dict(), {"cudiff": about})  # one key: several come in no fixed order
     return classifier
 
 
