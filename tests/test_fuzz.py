@@ -1,12 +1,18 @@
 """Readers of files against 200 damaged ones a format; `python -m tests.fuzz` is the long form."""
 
+import gzip
+import io
 import os
 import signal
 import socket
+import struct
 import sys
+import zipfile
+import zlib
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cudiff.checkpoint import load_checkpoint
@@ -18,6 +24,7 @@ from cudiff.pipeline import load
 from cudiff.tensorfile import read_header
 from cudiff.torchfile import read_torch
 from tests.fuzz import attempt, run, sample
+from tests.fuzz_damage import in_gzip, in_png, in_zip
 from tests.fuzz_formats import FORMATS
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the memory's peak is read in /proc")
@@ -35,6 +42,39 @@ def test_damaged_files_are_read_or_refused(name):
 def test_inputs_repeat_and_differ():
     for name, form in FORMATS.items():
         assert sample(name, form, 77) == sample(name, form, 77) != sample(name, form, 78)
+
+
+def test_damage_below_checksums_leaves_them_right():
+    def chunks(png):
+        at = 8
+        while at < len(png):
+            (size,) = struct.unpack_from(">I", png, at)
+            yield png[at + 4 : at + 8 + size], png[at + 8 + size : at + 12 + size]
+            at += 12 + size
+
+    plain, damaged = FORMATS["png"].seeds()[0], set()
+    for number in range(60):
+        rng = np.random.default_rng(number)
+        for name in ("npz", "pt"):
+            content = in_zip(FORMATS[name].seeds()[0], rng)
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                assert archive.testzip() is None
+            damaged.add(content)
+        content = in_gzip(FORMATS["idx.gz"].seeds()[0], rng)
+        damaged |= {content, gzip.decompress(content)}
+        content = in_png(plain, rng)
+        assert all(struct.pack(">I", zlib.crc32(body)) == checksum for body, checksum in chunks(content))
+        damaged.add(content)
+    assert len(damaged) > 200
+
+
+def test_a_picture_may_take_what_its_own_header_says():
+    for name, pictures in {"png": 1, "gif": 1, "webp": 2}.items():
+        assert FORMATS[name].decoded(FORMATS[name].seeds()[0]) == pictures * 4 * 16 * 12
+    for side, expected in [(8192, 4 * 8192**2), (8193, None)]:
+        header = b"P5 %d %d 255\n" % (side, side)
+        assert FORMATS["ppm"].decoded(header) == (expected or len(header))
+    assert FORMATS["ppm"].decoded(b"P5 4") == 4
 
 
 @linux
