@@ -44,7 +44,8 @@ def jobs(stems: list[str]) -> list[tuple[str, str, dict[str, str]]]:
 
 def compiled_parameters(cubin: bytes) -> dict[str, list[int]]:
     """The bytes of each parameter of each kernel of a cubin: an ELF file, in whose sections .nv.info.KERNEL an entry
-    (format, attribute, size) of format 4 and attribute 0x17 holds (index, ordinal, offset, flags and size << 18)."""
+    (format, attribute, size) of format 4 and attribute 0x17 holds (index, ordinal, offset, flags and size << 18); where
+    there are more than 4 KiB of them, attribute 0x45 holds (index, ordinal, offset, size)."""
     (start,), (count, names) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<HH", cubin, 60)
     sections = [struct.unpack_from("<I20xQQ", cubin, start + 64 * i) for i in range(count)]
     found = {}
@@ -55,9 +56,9 @@ def compiled_parameters(cubin: bytes) -> dict[str, list[int]]:
             at, sizes = offset, {}
             while at < offset + size:
                 format, attribute, length = struct.unpack_from("<BBH", cubin, at)
-                if (format, attribute) == (4, 0x17):
+                if format == 4 and attribute in (0x17, 0x45):
                     ordinal, packed = struct.unpack_from("<4xH2xI", cubin, at + 4)
-                    sizes[ordinal] = packed >> 18
+                    sizes[ordinal] = packed >> 18 if attribute == 0x17 else packed
                 at += 4 + (length if format == 4 else 0)
             found[section.removeprefix(".nv.info.")] = [sizes[i] for i in range(len(sizes))]
     return found
