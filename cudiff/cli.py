@@ -283,6 +283,9 @@ def _train(options: argparse.Namespace) -> None:
         _say(f"the model is conditioned on the data's {classes:,} classes: --num-classes 0 trains without them")
     elif dataset.num_classes and not classes:
         _say(f"the data's {dataset.num_classes:,} classes are not used: the model is unconditional")
+    elif classes > dataset.num_classes:
+        _say(f"the model has {classes:,} classes and the data {dataset.num_classes:,}: the others are not trained "
+             "(--num-classes -1 takes those of the data)")
     if trainer.step:
         _say(f"going on at step {trainer.step:,}")
     if trainer.device == "cpu" and config.precision == "bf16":
@@ -359,6 +362,7 @@ def _tune(options: argparse.Namespace) -> None:
 
 def _convert(options: argparse.Namespace) -> None:
     from cudiff.config import Config
+    from cudiff.folder import quoted
     from cudiff.pipeline import export_torch, import_torch
 
     if options.to_torch:
@@ -368,7 +372,7 @@ def _convert(options: argparse.Namespace) -> None:
     config = import_torch(options.source, options.target, from_arguments(options, Config()), options.key)
     _say(
         f"wrote {options.target}: a model of {config.diffusion}, sampled by {config.sampler} in {config.sample_steps} "
-        f"steps; cudiff info {options.target} says the rest"
+        f"steps; cudiff info {quoted(options.target)} says the rest"
     )
 
 

@@ -34,24 +34,39 @@ def alone_in(folder: Path) -> Iterator[None]:
     """Lock `folder`, as far as the system can, until the block or the process ends.
 
     The lock is one on a file opened for writing, which network file systems can lock where they cannot lock a folder.
-    Raises CudiffError where another process holds it.
+    Raises CudiffError where another process holds it, and where the folder cannot be written to.
     """
     try:
         import fcntl
     except ImportError:  # not on Windows
         yield
         return
-    with open(folder / LOCK, "a+", encoding="utf-8") as file:
+    path = folder / LOCK
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise _cannot_write(folder, error) from None
+    try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _used(folder, file.name) from None
+            raise _used(folder, path) from None
         except OSError:  # some network file systems cannot lock at all
             pass
-        file.truncate(0)
-        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
-        file.flush()
+        try:
+            os.ftruncate(file, 0)
+            os.write(file, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+        except OSError as error:
+            raise _cannot_write(folder, error) from None
         yield
+    finally:
+        os.close(file)
+
+
+def _cannot_write(folder: Path, error: OSError) -> CudiffError:
+    return CudiffError(
+        f"cannot write in {folder} ({error.strerror or error}): make it writable, with room, or choose another --folder"
+    )
 
 
 def check_unused(folder: str | os.PathLike) -> None:
@@ -188,6 +203,6 @@ class Metrics:
             yield
         except OSError as error:
             raise CudiffError(
-                f"cannot use {self.path} ({error.strerror or error}): make room or mend its permissions, then go on "
+                f"cannot use {self.path} ({error.strerror or error}): make it a file that can be written, then go on "
                 f"with cudiff train --resume {quoted(self.path.parent)}"
             ) from error

@@ -286,28 +286,29 @@ class Trainer:
         if self.device != "cpu" or config.batch_size < 4 or config.batch_size * rough < free / 8 or start is None:
             return
         state, size, peaks = self.generator.state(), 1, [0]
-        while True:
-            try:
-                peak = peak_of(partial(self._try, size))
-            except out_of_memory_errors():
-                return  # the step itself will say what fits
-            if peak is None:
-                return
-            peaks.append(peak - start)
-            if peaks[-1] * config.batch_size < free * size:
-                break
-            if size > config.batch_size // 4 or (size >= 8 and peaks[-1] > free / 16):
+        try:
+            while (peak := peak_of(partial(self._try, size))) is not None:
+                peaks.append(peak - start)
+                if peaks[-1] * config.batch_size < free * size:
+                    return
                 each = (peaks[-1] - peaks[-2]) / (size - size // 2)
                 need = peaks[-1] + each * (config.batch_size - size)
-                if need > free:
-                    fits = max(1, int(config.batch_size - (need - free) / each))
-                    raise CudiffError(
-                        f"batch size {config.batch_size} would take about {need / 2**30:.1f} GiB of memory, and "
-                        f"{free / 2**30:.1f} GiB are free: --batch-size {2 ** (fits.bit_length() - 1)} fits"
-                    )
-                break
-            size *= 2
-        self.generator.load_state(state)
+                hopeless = size >= 32 and need > 4 * free  # an error of the measurement does not explain that
+                if size > config.batch_size // 4 or (size >= 8 and (hopeless or peaks[-1] > free / 16)):
+                    break
+                size *= 2
+            else:
+                return
+        except out_of_memory_errors():
+            return  # the step itself will say what fits
+        finally:
+            self.generator.load_state(state)
+        if need > free:
+            fits = max(1, int(config.batch_size - (need - free) / each))
+            raise CudiffError(
+                f"batch size {config.batch_size} would take about {need / 2**30:.1f} GiB of memory, and "
+                f"{free / 2**30:.1f} GiB are free: --batch-size {2 ** (fits.bit_length() - 1)} fits"
+            )
 
     def _try(self, size: int) -> None:
         """Loss and backward of so many images, without an update."""
@@ -338,6 +339,8 @@ class Trainer:
         if steps == 1 and self.device == "cuda":
             return f"{what} {duration(each)}, with the compiling of its kernels"
         left = each * (self.config.steps - self.step) if self.config.steps else math.inf
+        if not left:
+            return f"{what} {duration(each)}"
         left = min(left, 60 * self.config.minutes - self.seconds if self.config.minutes else math.inf)
         return f"{what} {duration(each)}; about {duration(max(0.0, left))} left"
 

@@ -268,6 +268,9 @@ def test_class_folders_are_classes_unless_told_otherwise(cli, tmp_path):
     assert load_checkpoint(tmp_path / "without").config.num_classes == 0
     (tmp_path / "run.toml").write_text("num_classes = 0\n")
     assert "are not used" in cli(*words, "--config", "run.toml", "--folder", "toml")[1]
+    out = cli(*words, "--num-classes", "5", "--folder", "five")[1]
+    assert "the model has 5 classes and the data 3: the others are not trained (--num-classes -1 takes" in out
+    assert "not trained" not in cli(*words, "--num-classes", "-1", "--folder", "own")[1]
 
 
 def test_train_prints_what_a_loader_noted(cli, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cudiff.data import load_dataset
+from cudiff.errors import CudiffError
 from cudiff.train import Trainer
 from tests.test_train import TINY, assert_same_state
 
@@ -27,6 +28,7 @@ def test_a_batch_that_the_system_would_kill_for_is_told_before_the_first_step(fr
 import pathlib
 from cudiff import train
 from cudiff.data import load_dataset
+from cudiff.errors import CudiffError
 from tests.test_fits import LARGE
 train.memory_available = lambda: {free} * 2**20
 trainer = train.Trainer(LARGE, load_dataset("digits", image_size=32, count=70), pathlib.Path({str(tmp_path)!r}) / "run")
@@ -59,3 +61,35 @@ def test_a_check_of_memory_leaves_the_run_as_it_is(large, tmp_path, monkeypatch)
     checked.run()
     assert_same_state(plain, checked)
     assert tried == [1] or not Path("/proc/self/clear_refs").exists()
+
+
+def test_a_batch_far_too_large_is_refused_after_a_few_images(large, tmp_path, monkeypatch):
+    """By 32 images it is clear; to go on until a sixteenth of the memory is taken would last minutes."""
+    trainer = Trainer(LARGE.replace(batch_size=100_000), large, tmp_path / "run")
+    tried: list[int] = []
+    monkeypatch.setattr("cudiff.train.memory_available", lambda: 2**34)
+    monkeypatch.setattr("cudiff.train.resident", lambda: 2**27)
+
+    def peak_of(run):
+        run()
+        return 2**27 + 2**21 * tried[-1]
+
+    monkeypatch.setattr("cudiff.train.peak_of", peak_of)
+    trainer._try = tried.append
+    with pytest.raises(CudiffError, match=r"batch size 100000 would take about 195\.3 GiB .* --batch-size 8192 fits"):
+        trainer._check_fits()
+    assert tried == [1, 2, 4, 8, 16, 32]
+
+
+def test_a_check_that_ran_out_of_memory_leaves_the_generator_as_it_was(large, tmp_path, monkeypatch):
+    trainer = Trainer(LARGE, large, tmp_path / "run")
+    monkeypatch.setattr("cudiff.train.ACTIVATIONS", 10**9)
+    before = trainer.generator.state()
+
+    def attempt(size):
+        trainer.generator.advance()
+        raise MemoryError
+
+    trainer._try = attempt
+    trainer._check_fits()
+    assert trainer.generator.state() == before

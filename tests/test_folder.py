@@ -196,7 +196,7 @@ def test_metrics_that_cannot_be_written_end_the_run_after_a_save(digits, tmp_pat
     with pytest.raises(CudiffError, match=line):
         trainer.run()
     assert load_checkpoint(trainer.folder).counters["step"] == 4
-    with pytest.raises(CudiffError, match=r"metrics.jsonl \(Is a directory\)"):
+    with pytest.raises(CudiffError, match=r"metrics.jsonl \(Is a directory\): make it a file that can be written"):
         Trainer(TINY.replace(steps=9), digits, trainer.folder, load_checkpoint(trainer.folder)).run()
     trainer.metrics.path.rmdir()
     Trainer(TINY.replace(steps=6), digits, trainer.folder, load_checkpoint(trainer.folder)).run()
@@ -317,3 +317,21 @@ def test_a_fingerprint_reads_all_images_or_as_many_as_it_may(monkeypatch, rng):
     assert notices() == [0, 12, 24, 37, 49]
     data.labels[7] = 0
     assert data.fingerprint()["labels"] == print_["labels"]
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
+    line = rf"cannot write in {tmp_path} \(.+\): make it writable, with room, or choose another --folder"
+
+    def full(file, data):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.os, "write", full)
+        with pytest.raises(CudiffError, match=line), alone_in(tmp_path):
+            pass
+    with alone_in(tmp_path):  # the first has let go of it
+        pass
+    (tmp_path / module.LOCK).unlink()
+    (tmp_path / module.LOCK).mkdir()  # no file can be opened there, as in a read-only folder
+    with pytest.raises(CudiffError, match=line), alone_in(tmp_path):
+        pass

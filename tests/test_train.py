@@ -375,6 +375,12 @@ def test_a_limit_of_minutes_is_what_is_left(digits, tmp_path):
     assert trainer._pace(1, 20.0) == "first step 20 s; about 1.7 min left"
 
 
+def test_after_the_last_step_nothing_is_said_to_be_left(digits, tmp_path):
+    trainer = Trainer(TINY.replace(steps=1), digits, tmp_path / "run")
+    trainer.step = 1
+    assert trainer._pace(1, 20.0) == "first step 20 s"
+
+
 def test_lines_of_metrics_that_are_none_are_left_out(digits, tmp_path):
     Trainer(TINY, digits, tmp_path).run()
     path = tmp_path / "metrics.jsonl"
