@@ -4,7 +4,8 @@
 
 Input number i of a format is a function of i alone: `--first i --count 1` repeats it. The rule: the reader returns or
 raises CudiffError of one line, within a second of processor time, takes at most twice the size that its data have once
-decoded and 64 MiB, and starts no process, nor finds a class for a pickle.
+decoded and 64 MiB, and starts no process, nor finds a class for a pickle. Every input counts as a failure that its
+process does not survive, or that is not done after `--patience` seconds by the clock.
 """
 
 import argparse
@@ -157,6 +158,8 @@ def main() -> int:
     parser.add_argument("--patience", type=int, default=PATIENCE, help="seconds after which an input is given up")
     options = parser.parse_args()
     formats = importlib.import_module(options.formats).FORMATS
+    if options.format not in (None, *formats):
+        parser.error(f"no format {options.format}: use one of {', '.join(formats)}")
     if options.child:
         child(options.format, formats[options.format], options.first, options.count, options.patience)
         return 0
