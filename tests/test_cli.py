@@ -391,6 +391,8 @@ def test_convert_both_ways(cli, mistake, run_folder, tmp_path):
     with np.load("model.npz") as ours, np.load(f"{latest(run_folder).stem}.npz") as theirs:
         np.testing.assert_array_equal(ours["images"], theirs["images"])
     assert "model.safetensors exists already" in mistake("convert", "weights.pt", "model.safetensors", *sizes)
+    out = cli("convert", "weights.pt", "a model.safetensors", "--preset", "digits", *sizes)[1]
+    assert "cudiff info 'a model.safetensors' says the rest" in out
     message = mistake("convert", "weights.pt", "new.safetensors", "--preset", "mnist")
     assert "give --model-channels 8 --channel-mult 1,2 --num-res-blocks 1" in message
     torch.save({"net": torch.load("weights.pt"), "epoch": 3}, tmp_path / "parts.pt")
