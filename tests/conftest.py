@@ -1,6 +1,7 @@
 """Devices under test: `cpu` always; `cuda` is the same test on the other backend, marked `gpu`."""
 
 import os
+import signal
 import zlib
 from pathlib import Path
 
@@ -54,6 +55,13 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_works():
+    """A script's shell has what it starts in the background ignore Ctrl-C, which tests raise."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
