@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, device_of, float32, is_array, is_low
+from cudiff.backend import Array, array_module, device_of, float32, is_array, is_low
 from cudiff.tensor import Kept, Node, Tensor, Vacant, described
 
 
@@ -234,7 +234,10 @@ def _into_leaf(leaf: Tensor | None, device: str, again: bool) -> Array | Vacant 
 
 
 def _add_to_leaf(leaf: Tensor, grad: Array, borrowed: bool) -> None:
-    if leaf._grad is None:
+    if leaf._grad is None and is_low(grad.dtype) and not is_low(leaf.dtype):  # of a parameter that was read in 16 bits
+        leaf.grad = array_module(leaf.device).zeros(leaf.shape, leaf.dtype)
+        accumulate(leaf.grad, grad)
+    elif leaf._grad is None:
         leaf.grad = grad.copy() if borrowed else grad
     elif leaf._vacant:
         leaf._grad[...] = grad

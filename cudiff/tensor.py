@@ -311,8 +311,8 @@ class Function:
     far, or None: a backward that adds to it in place returns it, any other returned array is added by the tape. On CUDA
     it may also be `Vacant`, and for the inputs of which `adds_elsewhere` says so, `Kept`, all of whose terms it adds;
     `gradient_target`, `gradient_sum` and `gradient_sums` of `cudiff.cuda.module` know them all.
-    A gradient has its input's shape and dtype; that of a 16-bit input may be float32 too. TypeError or ValueError names
-    the Function and the input otherwise.
+    A gradient has the shape and dtype of what forward got; that of 16 bits may be float32 too. TypeError or ValueError
+    names the Function and the input otherwise.
     A forward writes to none of its inputs, where it is differentiable. A dout may be returned but never written to. Its
     new owner may add to it, as to any array returned: what reads it after backward has returned says so (see
     `cudiff.cuda.waiting`), and an array kept outside `ctx.saved` is returned as a copy.
@@ -347,7 +347,7 @@ class Function:
         outs = tuple(Tensor(result) for result in (results if several else (results,)))
         outs[0].partials = ctx.out_partials
         if any(needs):
-            node = Node(cls, ctx, inputs, needs, len(outs))
+            node = Node(cls, ctx, inputs, arrays, needs, len(outs))
             for i, out in enumerate(outs):
                 if is_float(out.dtype):
                     out.requires_grad, out._source = True, (node, i)
@@ -395,13 +395,14 @@ class Node:
 
     __slots__ = ("ctx", "function", "index", "inputs", "likes", "needs", "num_outputs")
 
-    def __init__(self, function: Any, ctx: Context, inputs: Sequence[Tensor | None], needs: tuple, num_outputs: int):
+    def __init__(self, function: Any, ctx: Context, inputs: Sequence[Tensor | None], arrays: Sequence[Array | None],
+                 needs: tuple, num_outputs: int):
         self.function, self.needs, self.num_outputs = function, needs, num_outputs
         self.ctx: Any = ctx  # a Context, None once backward has run
         self.index = next(_node_index)
-        # What each wanted gradient must be like: the inputs' arrays themselves can be freed.
-        self.likes = [(t.shape, t.dtype) if need and t is not None else None
-                      for t, need in zip(inputs, needs, strict=True)]
+        # What each wanted gradient must be like: the arrays that the forward got can be freed.
+        self.likes = [(a.shape, a.dtype) if need and a is not None else None
+                      for a, need in zip(arrays, needs, strict=True)]
         # An input made by another node is kept as that node's output slot, so that its array can be freed.
         self.inputs = [
             (t if t._source is None else t._source) if need and t is not None else None

@@ -119,11 +119,13 @@ class Host(ModuleType):
             assert isinstance(value, int) or value in known[constant], f"{stem} has no {constant}={value}: {known}"
         takes = module.signature(stem, name, named)
 
-        def run(grid: tuple[int, ...], block: tuple[int, ...], args: tuple, shared_mem: int = 0) -> None:
+        def run(grid: tuple[int, ...], block: tuple[int, ...], args: tuple, shared_mem: int = 0,
+                cooperative: bool = False) -> None:
             sizes = zip(grid, (2**31 - 1, 65535, 65535), strict=False)
             assert all(1 <= size <= most for size, most in sizes), f"{stem}, {name}: a grid of {grid}"
             assert 1 <= math.prod(block) <= 1024, f"{stem}, {name}: a block of {block}"
             assert shared_mem <= self.shared_bytes, f"{stem}, {name}: {shared_mem} bytes of shared memory"
+            assert not cooperative or math.prod(grid) <= H200["MultiProcessorCount"], f"{stem}, {name}: {grid} at once"
             kinds, values = driver.pack(args)
             takes.check(kinds)
             try:

@@ -25,8 +25,10 @@ from cudiff.cuda.signature import Kind, Signature
 from cudiff.tensor import Tensor
 
 _CONFIG = struct.Struct("7IPPI4x")  # CUlaunchConfig: grid, block, shared memory, stream, attributes, their number
-# CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 1, in a union of 64 bytes
-_OVERLAP = struct.pack("I4xI60x", 6, 1)
+# CUlaunchAttribute, its value in a union of 64 bytes: CU_LAUNCH_ATTRIBUTE_COOPERATIVE = 1, and
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 1
+_ATTRIBUTE = struct.Struct("I4xI60x")
+_COOPERATIVE, _OVERLAP = _ATTRIBUTE.pack(2, 1), _ATTRIBUTE.pack(6, 1)
 _PARAMETER_BYTES = 1 << 15  # no kernel takes more
 
 # How `struct` packs each type; None is a null pointer. Every argument fills whole words of 8 bytes.
@@ -45,14 +47,15 @@ def library() -> ctypes.CDLL:
 
 
 class _Places(threading.local):
-    """Where the driver finds this thread's launch: configuration, attribute, arguments and their addresses."""
+    """Where the driver finds this thread's launch: configuration, attributes, arguments and their addresses."""
 
     def __init__(self) -> None:
         get_cupy().cuda.runtime.free(0)  # the driver needs the thread to have a context; the runtime makes it one
         self.config = ctypes.create_string_buffer(_CONFIG.size)
-        self.overlap = ctypes.create_string_buffer(_OVERLAP, len(_OVERLAP))
+        self.attributes = ctypes.create_string_buffer(_COOPERATIVE + _OVERLAP, 2 * _ATTRIBUTE.size)
         self.arguments = ctypes.create_string_buffer(_PARAMETER_BYTES)
-        self.config_at, self.overlap_at = ctypes.addressof(self.config), ctypes.addressof(self.overlap)
+        self.config_at, self.cooperative_at = ctypes.addressof(self.config), ctypes.addressof(self.attributes)
+        self.overlap_at = self.cooperative_at + _ATTRIBUTE.size
         self.layouts: dict[tuple, tuple[struct.Struct, ctypes.Array]] = {}  # of a kernel and its arguments' kinds
 
     def layout(self, kernel: Kernel, kinds: list[Kind]) -> tuple[struct.Struct, ctypes.Array]:
@@ -143,6 +146,8 @@ def room(blocks: int, threads: int, limits: Limits) -> int:
 class Kernel:
     """A function of a loaded cubin, called as kernel(grid, block, args, shared_mem=bytes); see `pack` for `args`.
 
+    `cooperative`: the launch begins only where all of its blocks have places at once, so that they may wait for each
+    other; one of more blocks than the GPU has places for raises CUDADriverError.
     Of the first launch with arguments of other types, these are checked against the signature.
     """
 
@@ -158,7 +163,8 @@ class Kernel:
         self._overlaps = int(int(device.compute_capability) >= 90)
         self._shapes: dict[tuple, tuple[int, ...]] = {}
 
-    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0) -> None:
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0,
+                 cooperative: bool = False) -> None:
         places = _places()
         kinds, values = pack(args)
         layout, addresses = places.layouts.get((self, *kinds)) or places.layout(self, kinds)
@@ -170,7 +176,8 @@ class Kernel:
         if shape is None:
             shape = self._shapes[grid, block, shared_mem] = self._shape(grid, block, shared_mem)
         stream = get_cupy().cuda.get_current_stream().ptr
-        _CONFIG.pack_into(places.config, 0, *shape, stream, places.overlap_at, self._overlaps)
+        first = places.cooperative_at if cooperative else places.overlap_at
+        _CONFIG.pack_into(places.config, 0, *shape, stream, first, cooperative + self._overlaps)
         status = library().cuLaunchKernelEx(places.config_at, self._address, addresses, None)
         if status:
             raise get_cupy().cuda.driver.CUDADriverError(status)

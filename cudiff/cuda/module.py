@@ -244,14 +244,16 @@ def kernel(stem: str, name: str, **constants: Any) -> Callable[..., None]:
     return found
 
 
-def launch(stem: str, name: str, grid: Any, block: Any, args: Sequence[Any], shared: int = 0, **constants: Any) -> None:
+def launch(stem: str, name: str, grid: Any, block: Any, args: Sequence[Any], shared: int = 0, cooperative: bool = False,
+           **constants: Any) -> None:
     """Launch `name` of `kernels/<stem>.cu` on the current stream, with `args` as `driver.pack` says.
 
-    grid, block: a number or a tuple; shared: bytes of dynamic shared memory; `constants` are `-D` macros.
+    grid, block: a number or a tuple; shared: bytes of dynamic shared memory; cooperative: its blocks wait for each
+    other, so that all must run at once; `constants` are `-D` macros.
     """
     grid = grid if isinstance(grid, tuple) else (grid,)
     block = block if isinstance(block, tuple) else (block,)
-    kernel(stem, name, **constants)(grid, block, args, shared_mem=shared)
+    kernel(stem, name, **constants)(grid, block, args, shared_mem=shared, cooperative=cooperative)
 
 
 def blocks(count: int, per_block: int) -> int:

@@ -210,7 +210,7 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
                (*map(plan.boxes.map, (x, x if x2 is None else x2, dy)), x, x2, dy, *dx, *dx2, y, *own_sums, totals,
                 *dscale, *dshift, *dweight, *dbias, *affine, mail, n, pixels, channels1, channels2, silu, plan.parts,
                 plan.kept),
-               plan.bytes, **constants, **plan.constants)
+               plan.bytes, cooperative=mail is not None, **constants, **plan.constants)
         if totals is not None:
             affine_gradients_cuda(totals, dweight, dbias)
         return results

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -56,7 +56,7 @@ class Cut(NamedTuple):
     kept: int  # boxes of a block
 
     @property
-    def constants(self) -> dict[str, int]:
+    def constants(self) -> dict[str, Any]:
         return {"CLUSTER": self.cluster, "ACROSS": self.boxes.across}
 
     @property
@@ -103,7 +103,7 @@ class Shared(NamedTuple):
     multiprocessors: int
 
     @property
-    def constants(self) -> dict[str, int]:
+    def constants(self) -> dict[str, Any]:
         return {"ACROSS": self.boxes.across, "HELD": self.held}
 
     @property

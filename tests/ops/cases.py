@@ -15,7 +15,8 @@ class Case(NamedTuple):
     """A call of `fn` on tensors of `arrays` (floating ones are float64 and get a gradient), and its meaning in NumPy.
 
     terms: of the longest sum; linear: in each array by itself, so that `meaning` of absolute values bounds the terms;
-    steps: results that are rounded to the storage type on the way; fp32: arrays that stay float32.
+    steps: results that are rounded to the storage type on the way; fp32: arrays that stay float32; low: those of them
+    that a GPU reads in the storage type, so that they hold its numbers.
     """
 
     fn: Callable[..., Any]
@@ -25,6 +26,7 @@ class Case(NamedTuple):
     linear: bool = False
     steps: int = 1
     fp32: tuple[int, ...] = ()
+    low: tuple[int, ...] = ()
 
 
 class Numbers:

@@ -98,7 +98,7 @@ def _linear(n: Numbers) -> Case:
     rows, k, c = n.size(1, 2, 33, 130), n.size(1, 7, 64, 130), n.size(1, 5, 16, 67)
     arrays = n.values(rows, k), n.values(c, k), n.values(c), n.values(rows, c)
     return Case(lambda x, w, b, r: ops.linear(x, w, b, residual=r), arrays, lambda x, w, b, r: x @ w.T + b + r,
-                terms=max(k, rows, c), linear=True, fp32=(1, 2))
+                terms=max(k, rows, c), linear=True, fp32=(1, 2), low=(1,))
 
 
 @row("linears")
@@ -252,7 +252,7 @@ def _conv2d(n: Numbers) -> Case:
     arrays = n.values(2, side, side + 1, c), n.values(k, r, r, c), n.values(k)
     return Case(lambda x, w, b: ops.conv2d(x, w, b, stride, padding), arrays,
                 lambda x, w, b: _conv(x, w, stride, padding) + b, terms=c * k * r * r * side * side, linear=True,
-                fp32=(1, 2))
+                fp32=(1, 2), low=(1,))
 
 
 @row("conv_transpose2d")
@@ -269,7 +269,7 @@ def _conv_transpose2d(n: Numbers) -> Case:
 
     arrays = n.values(2, side, side, c), n.values(c, r, r, k), n.values(k)
     return Case(lambda x, w, b: ops.conv_transpose2d(x, w, b, stride), arrays, meaning,
-                terms=c * k * r * r * side * side, linear=True, fp32=(1, 2))
+                terms=c * k * r * r * side * side, linear=True, fp32=(1, 2), low=(1,))
 
 
 def _windows(x: np.ndarray, size: int) -> np.ndarray:

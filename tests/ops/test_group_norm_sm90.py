@@ -1,5 +1,8 @@
 import itertools
+import subprocess
+import sys
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from cudiff.tensor import Kept, Tensor
 from tests.check import check_op
 from tests.ops.test_group_norm import inputs
 
+ROOT = Path(__file__).resolve().parents[2]
 norm, planning = (import_module(f"cudiff.ops.{name}") for name in ("group_norm", "group_norm_sm90"))
 
 # (shape of x, channels of x2, groups; chunks of channels, blocks of an image, boxes in registers): one box and several,
@@ -161,6 +165,14 @@ def test_two_streams_share_images_at_the_same_time(hopper, rng):
         for found in results:
             for a, b in zip(found, alone, strict=True):
                 assert a is None or a.tobytes() == b.tobytes()
+
+
+@pytest.mark.gpu
+def test_beside_a_stream_of_higher_priority_and_a_full_gpu(hopper):
+    """Launches that take places as they come free would each hold some and wait for the rest for ever."""
+    command = [sys.executable, "-m", "tests.ops.crowded"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert found.stdout == "equal\n", found.stderr
 
 
 @pytest.mark.gpu

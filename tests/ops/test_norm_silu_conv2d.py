@@ -297,14 +297,17 @@ def test_pairs_and_gradients_that_tma_cannot_read(rng, shapes, which):
 
 
 @pytest.mark.gpu
-def test_a_residual_whose_gradient_has_another_dtype(rng):
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_residual_whose_gradient_has_another_dtype(rng, begun):
     """A parameter that is read in 16 bits: its gradient is float32."""
     x, dout = (Tensor(rng.standard_normal((2, 16, 16, 64)), dtype=bfloat16, device="cuda") for _ in range(2))
     weight = Tensor(rng.standard_normal((64, 3, 3, 64)), dtype=bfloat16, device="cuda", requires_grad=True)
     residual = Parameter(Tensor(rng.standard_normal((2, 16, 16, 64)), dtype="float32", device="cuda").data, low=True)
-    residual.grad = Tensor(np.zeros(residual.shape, np.float32), device="cuda").data
+    if begun:
+        residual.grad = Tensor(np.zeros(residual.shape, np.float32), device="cuda").data
     for times in (1, 2):
         norm_silu_conv2d(x, weight=weight, residual=residual).backward(dout.data)
+        assert residual.grad.dtype == np.float32
         np.testing.assert_array_equal(Tensor(residual.grad).numpy(), times * dout.numpy().astype(np.float32))
 
 

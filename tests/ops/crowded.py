@@ -1,0 +1,70 @@
+"""Group norm's backward on a GPU whose places others hold: `python -m tests.ops.crowded`, in a process of its own.
+
+Two streams, of lower and of higher priority, run backwards whose blocks wait for each other, each of nearly as many
+blocks as there are multiprocessors. Before them a kernel fills the GPU; its blocks end one after the other, so that
+launches which take places as they come free would each hold some and wait for the rest. Prints "equal" where all
+results are those of a backward that was alone; where blocks wait for ever, so does the process.
+"""
+
+from importlib import import_module
+
+import cupy
+import numpy as np
+
+from cudiff.backend import bfloat16, float32
+from cudiff.cuda.driver import multiprocessors
+from cudiff.ops.group_norm import group_norm
+from cudiff.tensor import Tensor
+from tests.ops.test_group_norm_sm90 import forced
+
+ROUNDS, LAUNCHES = 30, 4
+NEEDS = (True, False, True, True, False, False)
+FILLER = cupy.RawKernel(r"""
+extern "C" __global__ void fill(long long first, long long step) {
+    extern __shared__ char held[];
+    long long from, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(from));
+    do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - from < first + blockIdx.x * step);
+}""", "fill")
+
+
+def main() -> None:
+    rng = np.random.default_rng(0)
+    norm, parts = import_module("cudiff.ops.group_norm"), multiprocessors() // 2 - 2
+    norm.sharing = forced(1, parts, 0)  # of two images
+    x, dy = (Tensor(rng.standard_normal((2, 64, 64, 64)), device="cuda", dtype=bfloat16, requires_grad=True)
+             for _ in range(2))
+    weight, bias = (Tensor(rng.standard_normal(64), device="cuda", dtype=float32, requires_grad=True) for _ in range(2))
+    node, _ = group_norm(x, weight, bias, silu=True)._source
+
+    def backward() -> tuple:
+        return node.function.backward_cuda(node.ctx, dy.data, needs=NEEDS, into=(None,) * 6)
+
+    alone = [a.tobytes() for a in backward() if a is not None]
+    FILLER.max_dynamic_shared_size_bytes = 160 << 10  # beside which nothing of group norm's backward has room
+    low, high, filling = (cupy.cuda.Stream(non_blocking=True, priority=p) for p in (0, -5, -5))
+    recordings = []
+    for stream in (low, high):
+        pool = cupy.cuda.MemoryPool()
+        with cupy.cuda.using_allocator(pool.malloc), stream:
+            backward()
+            stream.synchronize()
+            stream.begin_capture()
+            results = [backward() for _ in range(LAUNCHES)]
+            recordings.append((stream, stream.end_capture(), results, pool))
+    cupy.cuda.Device().synchronize()
+    for i in range(ROUNDS):
+        with filling:
+            FILLER((multiprocessors(),), (64,), (np.int64(300_000), np.int64(2_000)), shared_mem=160 << 10)
+        for stream, graph, *_ in recordings if i % 2 else reversed(recordings):
+            graph.launch(stream)
+        with low:  # eagerly too, behind the graph
+            results = backward()
+        cupy.cuda.Device().synchronize()
+        for found in [results, *(found for *_, all_found, _ in recordings for found in all_found)]:
+            assert [a.tobytes() for a in found if a is not None] == alone
+    print("equal")
+
+
+if __name__ == "__main__":
+    main()
