@@ -37,9 +37,10 @@ __device__ __forceinline__ void store_tile(const TensorMap& map, const float (&c
     }
 }
 
-// The stage that held `step` was read: load(step + STAGES) takes it, where there are so many steps.
-template <class Load> __device__ __forceinline__ void reuse_stage(Ring& ring, int step, int steps, Load load) {
-    ring.release();
+// The stage that held `step` was read, by THREADS that read together: load(step + STAGES) takes it, where there are so many
+// steps.
+template <int THREADS, class Load> __device__ __forceinline__ void reuse_stage(Ring& ring, int step, int steps, Load load) {
+    ring.release<THREADS>();
     if (threadIdx.x == 0 && step + STAGES < steps) load(step + STAGES);
     __syncwarp();
 }
@@ -114,7 +115,7 @@ forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k
         multiply_weights(acc, weights, ring.buffer() + TILE, step > 0);
         wgmma_commit();
         wgmma_wait<0>();
-        reuse_stage(ring, step, steps, load);
+        reuse_stage<128>(ring, step, steps, load);
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -186,7 +187,7 @@ backward_q(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMa
         multiply_tokens(dp, base + TILE, ring.buffer() + TILE);
         wgmma_commit();
         wgmma_wait<0>();
-        if (step > 0) reuse_stage(reads, step - 1, steps, load);
+        if (step > 0) reuse_stage<128>(reads, step - 1, steps, load);
         if ((step + 1) * 64 > Tk) mask(s, Tk - step * 64);
 #pragma unroll
         for (int i = 0; i < 32; i++) {
@@ -226,7 +227,7 @@ backward_kv(const __grid_constant__ TensorMap q, const __grid_constant__ TensorM
         loads.advance();
     };
     if (threadIdx.x == 0) {
-        barrier_init(own_barrier, 1), ring.init(1);
+        barrier_init(own_barrier, 1), ring.init(4);
         prefetch(q), prefetch(k), prefetch(v), prefetch(dout);
     }
     wait_for_previous();
@@ -257,7 +258,7 @@ backward_kv(const __grid_constant__ TensorMap q, const __grid_constant__ TensorM
         multiply_weights(dk_acc, dscores, ring.buffer(), step > 0);
         wgmma_commit();
         wgmma_wait<0>();  // the registers of the next scores are these weights'
-        reuse_stage(ring, step, steps, load);
+        reuse_stage<32>(ring, step, steps, load);  // rows are read by each warp alone, products by all together
     }
     store_tile(dk, dk_acc, scale, base, h, first, n);
     store_tile(dv, dv_acc, 1.0f, base + TILE, h, first, n);

@@ -9,8 +9,8 @@
 //
 // A letter is a channel's two sums, each in one word of 64 bits with the number of the launch: whoever finds the number
 // has the sum, so no fence and no counter stand between. That number is one more than mail->launches, which the last block to
-// have read it raises. Blocks that wait for each other must all be there at once: no more than the GPU's multiprocessors, but for
-// parts=1. Where these leave some, blocks behind them add up the letters of all images: dweight, dbias.
+// have read it raises. Blocks that wait for each other must all be there at once: the launch is cooperative, of no more than the
+// GPU's multiprocessors, but for parts=1. Where these leave some, blocks behind them add up the letters of all images: dweight, dbias.
 // Launch: THREADS threads, grid N * chunks * parts blocks and the adding ones; chunks * ACROSS packs of V channels = C
 // exactly, ACROSS <= 32, and C1 a multiple of a chunk. Maps: x {C1, S, N}, x2 {C2, S, N} (or x's), dy {C, S, N}, boxes
 // {WIDTH, STEP, 1}, not swizzled. A block has `boxes` boxes in shared memory and HELD behind them; an image's blocks have all

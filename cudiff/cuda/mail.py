@@ -25,10 +25,9 @@ def stream_mail() -> Array:
     time as work on that one. Nor may a new stream run beside the last work of one that was let go: it may be given the
     same name.
 
-    Blocks that wait for each other hold their places. It is taken for granted that on streams of one priority a GPU
-    places all blocks of a launch before any of the next (as Amert et al. found, GPU Scheduling on the NVIDIA TX2, RTSS
-    2017; a test tries it), so that of two such launches one has all of its own. Of streams of different priorities, and
-    of processes that share a GPU by MPS, that is not known: such launches may not run side by side.
+    Blocks that wait for each other hold their places: they are launched cooperatively (`module.launch`), which begins
+    only where all of them have one. So no other launch, stream or process that shares the GPU can hold a place that one
+    of them waits for.
     """
     cupy = get_cupy()
     device, stream = cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr

@@ -1,11 +1,13 @@
 """Group norm's backward on a GPU whose places others hold: `python -m tests.ops.crowded`, in a process of its own.
 
 Two streams, of lower and of higher priority, run backwards whose blocks wait for each other, each of nearly as many
-blocks as there are multiprocessors. Before them a kernel fills the GPU; its blocks end one after the other, so that
-launches which take places as they come free would each hold some and wait for the rest. Prints "equal" where all
-results are those of a backward that was alone; where blocks wait for ever, so does the process.
+blocks as there are multiprocessors. Before them a kernel fills the GPU; its blocks end one after the other. The lower
+stream's backward is launched before the first of them ends, the higher one's while they end: launches that take places
+as they come free would each hold some and wait for the rest. Prints "equal" where all results are those of a backward
+that was alone; where blocks wait for ever, so does the process.
 """
 
+import time
 from importlib import import_module
 
 import cupy
@@ -17,7 +19,8 @@ from cudiff.ops.group_norm import group_norm
 from cudiff.tensor import Tensor
 from tests.ops.test_group_norm_sm90 import forced
 
-ROUNDS, LAUNCHES = 30, 4
+ROUNDS, LAUNCHES = 20, 4
+FIRST, STEP = 3_000_000, 20_000  # nanoseconds after which blocks of the filling kernel end
 NEEDS = (True, False, True, True, False, False)
 FILLER = cupy.RawKernel(r"""
 extern "C" __global__ void fill(long long first, long long step) {
@@ -43,25 +46,28 @@ def main() -> None:
     alone = [a.tobytes() for a in backward() if a is not None]
     FILLER.max_dynamic_shared_size_bytes = 160 << 10  # beside which nothing of group norm's backward has room
     low, high, filling = (cupy.cuda.Stream(non_blocking=True, priority=p) for p in (0, -5, -5))
-    recordings = []
+    graphs, recorded, pools = {}, [], []
     for stream in (low, high):
-        pool = cupy.cuda.MemoryPool()
+        pools.append(pool := cupy.cuda.MemoryPool())
         with cupy.cuda.using_allocator(pool.malloc), stream:
             backward()
             stream.synchronize()
             stream.begin_capture()
-            results = [backward() for _ in range(LAUNCHES)]
-            recordings.append((stream, stream.end_capture(), results, pool))
+            recorded += [backward() for _ in range(LAUNCHES)]
+            graphs[stream] = stream.end_capture()
+    results = backward()
     cupy.cuda.Device().synchronize()
     for i in range(ROUNDS):
         with filling:
-            FILLER((multiprocessors(),), (64,), (np.int64(300_000), np.int64(2_000)), shared_mem=160 << 10)
-        for stream, graph, *_ in recordings if i % 2 else reversed(recordings):
-            graph.launch(stream)
-        with low:  # eagerly too, behind the graph
-            results = backward()
+            FILLER((multiprocessors(),), (64,), (np.int64(FIRST), np.int64(STEP)), shared_mem=160 << 10)
+        if i % 2:
+            with low:  # eagerly too
+                results = backward()
+        graphs[low].launch(low)
+        time.sleep(1e-9 * (FIRST + multiprocessors() // 2 * STEP))
+        graphs[high].launch(high)
         cupy.cuda.Device().synchronize()
-        for found in [results, *(found for *_, all_found, _ in recordings for found in all_found)]:
+        for found in (results, *recorded):
             assert [a.tobytes() for a in found if a is not None] == alone
     print("equal")
 

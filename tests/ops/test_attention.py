@@ -39,7 +39,7 @@ def test_qkv(device, rng, shape, new_order):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(2, 49, 3, 32), (3, 64, 2, 24), (2, 77, 2, 8), (2, 256, 6, 32), (1, 130, 1, 16)])
 @pytest.mark.parametrize("new_order", [False, True])
-def test_the_gradient_of_qkv_brings_its_sums(rng, shape, new_order):
+def test_the_gradient_of_qkv_brings_its_sums(hopper, rng, shape, new_order):
     """Where one launch makes it; a linear layer before takes its bias's gradient from them."""
     n, t, heads, dim = shape
     qkv = Tensor(rng.standard_normal((n, t, 3 * heads * dim)), requires_grad=True, dtype="bfloat16", device="cuda")
