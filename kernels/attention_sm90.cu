@@ -40,6 +40,7 @@ __device__ __forceinline__ void store_tile(const TensorMap& map, const float (&c
 // The stage that held `step` was read, by THREADS that read together: load(step + STAGES) takes it, where there are so many
 // steps.
 template <int THREADS, class Load> __device__ __forceinline__ void reuse_stage(Ring& ring, int step, int steps, Load load) {
+    if constexpr (THREADS == 32) __syncwarp();  // its first lane speaks for what all have read
     ring.release<THREADS>();
     if (threadIdx.x == 0 && step + STAGES < steps) load(step + STAGES);
     __syncwarp();

@@ -1,7 +1,7 @@
 """Group norm's backward on a GPU whose places others hold: `python -m tests.ops.crowded`, in a process of its own.
 
-Two streams, of lower and of higher priority, run backwards whose blocks wait for each other, each of nearly as many
-blocks as there are multiprocessors. Before them a kernel fills the GPU; its blocks end one after the other. The lower
+Two streams, of lower and of higher priority, run backwards of one image, whose blocks, nearly as many as there are
+multiprocessors, all wait for each other. Before them a kernel fills the GPU; its blocks end one after the other. The lower
 stream's backward is launched before the first of them ends, the higher one's while they end: launches that take places
 as they come free would each hold some and wait for the rest. Prints "equal" where all results are those of a backward
 that was alone; where blocks wait for ever, so does the process.
@@ -33,9 +33,9 @@ extern "C" __global__ void fill(long long first, long long step) {
 
 def main() -> None:
     rng = np.random.default_rng(0)
-    norm, parts = import_module("cudiff.ops.group_norm"), multiprocessors() // 2 - 2
-    norm.sharing = forced(1, parts, 0)  # of two images
-    x, dy = (Tensor(rng.standard_normal((2, 64, 64, 64)), device="cuda", dtype=bfloat16, requires_grad=True)
+    norm, parts = import_module("cudiff.ops.group_norm"), multiprocessors() - 4
+    norm.sharing = forced(1, parts, 0)
+    x, dy = (Tensor(rng.standard_normal((1, parts, 64, 64)), device="cuda", dtype=bfloat16, requires_grad=True)
              for _ in range(2))
     weight, bias = (Tensor(rng.standard_normal(64), device="cuda", dtype=float32, requires_grad=True) for _ in range(2))
     node, _ = group_norm(x, weight, bias, silu=True)._source
