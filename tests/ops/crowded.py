@@ -1,10 +1,10 @@
 """Group norm's backward on a GPU whose places others hold: `python -m tests.ops.crowded`, in a process of its own.
 
-Two streams, of lower and of higher priority, run backwards of one image, whose blocks, nearly as many as there are
-multiprocessors, all wait for each other. Before them a kernel fills the GPU; its blocks end one after the other. The lower
-stream's backward is launched before the first of them ends, the higher one's while they end: launches that take places
-as they come free would each hold some and wait for the rest. Prints "equal" where all results are those of a backward
-that was alone; where blocks wait for ever, so does the process.
+Two streams, of lower and of higher priority, run backwards of one image. All blocks of such a launch wait for each
+other, and they are nearly as many as the multiprocessors. Before them a kernel fills the GPU; its blocks end one after
+the other. The lower stream's backward is launched before the first of them ends, the higher one's while they end:
+launches that take places as they come free would each hold some and wait for the rest. Prints "equal" where all results
+are those of a backward that was alone; where blocks wait for ever, so does the process.
 """
 
 import time
