@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import struct
 import sys
+import weakref
+from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,15 +18,31 @@ from cudiff.cuda import driver, module, tensor_map, tiles
 from cudiff.cuda.memory import Places
 from tests.compile_kernels import variants
 
+ADDRESS, MAP = 0x5A, 0x3A  # the upper 8 bits of an address, and of a tensor map's first word
+_numbers = itertools.count(1)
+owners: weakref.WeakValueDictionary[int, Array] = weakref.WeakValueDictionary()
+"""The arrays that own their memory, by the number in their addresses."""
+
 
 class Array(np.ndarray):
-    """Stands for CuPy's array. What a kernel would have written is undefined."""
+    """Stands for CuPy's array. What a kernel would have written is undefined.
+
+    Its address is of no real memory: 8 bits say that it is one, 24 whose memory it is, 32 how far in.
+    """
 
     place: Any = None
+    number = 0
 
     @property
     def data(self) -> Any:  # type: ignore[override]
-        return SimpleNamespace(ptr=self.__array_interface__["data"][0])
+        owner = self
+        while isinstance(owner.base, Array):
+            owner = owner.base
+        if not owner.number:
+            owner.number = next(_numbers)
+            owners[owner.number] = owner
+        start, own = (array.__array_interface__["data"][0] for array in (owner, self))
+        return SimpleNamespace(ptr=ADDRESS << 56 | owner.number << 32 | own - start)
 
     def get(self) -> np.ndarray:
         return np.array(self)
@@ -52,7 +71,7 @@ H200 = {
 STRIDED = {
     *(("attention", name) for name in ("forward", "backward_q", "backward_kv")), ("attention_short_sm90", "backward"),
     *(("shape", name) for name in ("copy", "add", "copy_packed", "add_packed", "turn")),
-    ("matmul", "matmul"), ("gemm", "sum_splits"),
+    ("matmul", "matmul"), ("gemm", "sum_splits"), ("conv2d_wgrad_tf32_sm90", "conv2d_wgrad_tf32_sm90"),
 }
 
 
@@ -66,8 +85,22 @@ def declared(stem: str) -> dict[str, set[str]]:
     return found
 
 
+class Launch(NamedTuple):
+    """What a kernel gets; constants by their C names, `args` as `driver.pack` takes them."""
+
+    stem: str
+    name: str
+    constants: dict[str, Any]
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    args: Sequence[Any]
+    shared: int
+    cooperative: bool
+
+
 class Host(ModuleType):
     """Stands for the module `cupy`: notes (stem, name) of each launch, and gives arrays places in `memory`, if set.
+    `watch` is told all of each launch.
 
     A launch or a tensor map that a GPU would refuse fails, and so does a launch with constants that the file does not
     declare, with arguments that the kernel does not take, or with a view where it takes whole arrays.
@@ -79,6 +112,7 @@ class Host(ModuleType):
         super().__init__("cupy")
         self.shared_bytes = (227 if hopper else 99) << 10  # of a block, at most
         self.launches: list[tuple[str, str]] = []
+        self.watch: Callable[[Launch], None] = lambda launch: None
         self.memory: Memory | None = None
         stream = SimpleNamespace(ptr=0, is_capturing=lambda: False)
         self.cuda = SimpleNamespace(
@@ -90,11 +124,16 @@ class Host(ModuleType):
             ),
         )
 
-    def empty(self, shape: Any, dtype: Any = np.float64) -> Array:
-        array = np.ndarray.__new__(Array, shape, dtype)
+    def empty(self, shape: Any, dtype: Any = np.float64, buffer: Any = None) -> Array:
+        array = np.ndarray.__new__(Array, shape, dtype, buffer)
         if self.memory is not None:
             array.place = self.memory.take(array.nbytes)
         return array
+
+    def zeros(self, shape: Any, dtype: Any = np.float64) -> Array:
+        """Takes no memory until it is written to."""
+        size = math.prod(shape) if isinstance(shape, tuple) else shape
+        return self.empty(shape, dtype, np.zeros(size * np.dtype(dtype).itemsize, np.uint8))
 
     def empty_like(self, array: Any) -> Array:
         return self.empty(array.shape, array.dtype)
@@ -136,17 +175,42 @@ class Host(ModuleType):
                 whole = not isinstance(arg, Array) or arg.flags.c_contiguous or (stem, name) in STRIDED
                 assert whole, f"{takes} got a view for '{parameter.name}': strides {arg.strides}, shape {arg.shape}"
             self.launches.append((stem, name))
+            self.watch(Launch(stem, name, named, grid, block, args, shared_mem, cooperative))
 
         return run
 
 
+_MAP = np.dtype([("words", np.uint64, 16)])
+
+
 def encode(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
            swizzle: int) -> np.ndarray:
-    """Stands for the driver's making of a tensor map: what it asks for, and nothing in it."""
+    """Stands for the driver's making of a tensor map: in its words is what it was asked for, see `decode`."""
     assert pointer % 16 == 0 and len(shape) == len(box) == len(strides) + 1 <= 5
     assert all(0 < size < 2**32 for size in shape) and all(stride % 16 == 0 for stride in strides), (shape, strides)
     assert all(1 <= size <= 256 for size in box), box
-    return np.zeros(1, np.dtype([("words", np.uint64, 16)]))
+    words = [MAP << 56 | len(shape) << 16 | kind << 8 | swizzle, pointer, *shape, *strides]
+    words += [sum(size << 10 * axis for axis, size in enumerate(box))]
+    return np.array([(words + [0] * (16 - len(words)),)], _MAP)
+
+
+class Map(NamedTuple):
+    """What `encode` was asked for."""
+
+    pointer: int
+    kind: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+
+
+def decode(words: Sequence[int]) -> Map:
+    """The tensor map in 16 words."""
+    rank = words[0] >> 16 & 15
+    shape, strides, box = words[2 : 2 + rank], words[2 + rank : 1 + 2 * rank], words[1 + 2 * rank]
+    sizes = tuple(box >> 10 * axis & 1023 for axis in range(rank))
+    return Map(words[1], words[0] >> 8 & 255, tuple(shape), tuple(strides), sizes, words[0] & 255)
 
 
 def loaded_modules() -> list[ModuleType]:
