@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import cudiff.tape  # noqa: F401 - else loaded by the first backward: `pretend` changes what is loaded
 from cudiff.cuda import driver, module, tensor_map, tiles
 from cudiff.cuda.memory import Places
 from tests.compile_kernels import variants
