@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,8 @@ class Array(np.ndarray):
 
     place: Any = None
     number = 0
+    watch: ClassVar[Callable[..., None]] = staticmethod(lambda *what: None)
+    """Told what CuPy would do by itself, and with which arrays."""
 
     @property
     def data(self) -> Any:  # type: ignore[override]
@@ -44,6 +46,25 @@ class Array(np.ndarray):
             owners[owner.number] = owner
         start, own = (array.__array_interface__["data"][0] for array in (owner, self))
         return SimpleNamespace(ptr=ADDRESS << 56 | owner.number << 32 | own - start)
+
+    def copy(self, order: Any = "C") -> Array:
+        result = super().copy(order)
+        self.watch("copy", result, self)
+        return result
+
+    def astype(self, dtype: Any, *args: Any, **options: Any) -> Array:  # type: ignore[override]
+        result = super().astype(dtype, *args, **options)
+        if result is not self:
+            self.watch("astype", result, self)
+        return result
+
+    def fill(self, value: Any) -> None:
+        self.watch("fill", self)
+        super().fill(value)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.watch("set", self, value)
+        super().__setitem__(index, value)
 
     def get(self) -> np.ndarray:
         return np.array(self)
@@ -134,7 +155,9 @@ class Host(ModuleType):
     def zeros(self, shape: Any, dtype: Any = np.float64) -> Array:
         """Takes no memory until it is written to."""
         size = math.prod(shape) if isinstance(shape, tuple) else shape
-        return self.empty(shape, dtype, np.zeros(size * np.dtype(dtype).itemsize, np.uint8))
+        array = self.empty(shape, dtype, np.zeros(size * np.dtype(dtype).itemsize, np.uint8))
+        array.watch("zeros", array)
+        return array
 
     def empty_like(self, array: Any) -> Array:
         return self.empty(array.shape, array.dtype)

@@ -10,6 +10,7 @@ import pytest
 
 from cudiff.cuda.module import launch
 from cudiff.cuda.tensor_map import tensor_map
+from tests.host import Array
 from tests.traces import CASES, FOLDER, NO_NAMES, Trace, difference, old_names, record, stored
 
 FAST = ("digits", "mnist", "cs179", "elephants")
@@ -40,6 +41,19 @@ def test_a_trace_tells_everything_but_addresses(host):
     cast(x[1:], y[2:], count=3)
     assert host.watch.lines == [
         "cast 1 x256 FROM=int TO=float: 1=i32[2,3] 2=f32[4,3] 6", "cast 1 x256 FROM=int TO=float: 1+12 2+24 3",
+    ]
+
+
+def test_what_cupy_does_by_itself_is_told(host, monkeypatch):
+    x = host.zeros((2, 3), np.int32)
+    monkeypatch.setattr(Array, "watch", staticmethod(host.watch.by_cupy))
+    y = x.astype(np.float32)
+    y.copy(), y.fill(0), x.astype(np.int32, copy=False)
+    x[:1] = y[:1]
+    host.asarray(np.ones(2)), host.zeros(3)
+    assert host.watch.lines == [
+        "cupy.astype: 1=f32[2,3] 2=i32[2,3]", "cupy.copy: 3=f32[2,3] 1", "cupy.fill: 1", "cupy.set: 2 1",
+        "cupy.set: 4=float64[2]", "cupy.zeros: 5=float64[3]",
     ]
 
 

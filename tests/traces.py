@@ -5,7 +5,7 @@ tests/traces/ holds, on the stand-in for a GPU of tests/host.py: no kernel runs.
 and image size, there are one training step (`Trainer.train_step`: batch, forward, backward, clipping, update, moving
 average) and a sampling of 64 images in two steps by its own sampler and guidance (`Pipeline.sample`, not captured).
 
-    python -m tests.traces                   record, and tell where each trace differs first (a minute, 5 GB of memory)
+    python -m tests.traces                   record, and tell where traces differ (2 minutes, 7 GB of memory)
     python -m tests.traces --update          write tests/traces/ anew
     python -m tests.traces --write FOLDER    write every trace in full: for a diff between two commits
 
@@ -18,8 +18,8 @@ the seventeenth array of the trace by first appearance, of which the first time 
 allocated; 17+64 starts 64 bytes into it; - is a null pointer. {17 shape/strides box kind.swizzle} is a tensor map, with
 the driver's numbers for the last two, without strides where the array is whole, and with nothing but the array where
 the rest is as in the map before. (3 4+8 #digest) is a table: its arrays and tensor maps in order, and a digest of the
-rest. 8*3 is three times 8. No address is in a trace, nor a number that a kernel computes. What CuPy does by itself
-(copies, fills, casts of whole arrays) is not seen but by the arrays that it makes.
+rest. 8*3 is three times 8. What CuPy does by itself has lines too: `cupy.copy: 18 17`, the result first. No address is
+in a trace, nor a number that a kernel computes. Both phases have run once before, which casts weights to 16 bits.
 
 tests/traces/others.txt has of every other trace the number of launches, a digest of its text, the launches of each
 kernel, and two letters for each launch, 60 launches a line: enough to tell where a trace differs first.
@@ -121,6 +121,12 @@ class Trace:
         self.lines.append(f"{' '.join(words)}: {' '.join(f'{arg}*{n}' if n > 1 else arg for arg, n in runs)}")
         self.kernels[kernel] += 1
 
+    def by_cupy(self, work: str, *arrays: Any) -> None:
+        """A line for what CuPy does by itself."""
+        names = " ".join(self._argument(array) for array in arrays if isinstance(array, Array))
+        self.lines.append(f"cupy.{work}: {names}")
+        self.kernels[f"cupy.{work}"] += 1
+
     @property
     def text(self) -> str:
         return "".join(f"{line}\n" for line in self.lines)
@@ -205,7 +211,9 @@ def record(case: Case, names: Names) -> Trace:
         patch.setattr(tiles, "user_file", lambda: FOLDER / "none")  # plans measured on this machine
         try:
             run = _training(case, patch, folder) if case.phase == "training" else _sampling(case, patch)
+            run()
             host.watch = trace
+            patch.setattr(Array, "watch", staticmethod(trace.by_cupy))
             run()
         finally:
             patch.undo()
