@@ -13,11 +13,13 @@ from cudiff.cuda.tensor_map import tensor_map
 from tests.host import Array
 from tests.traces import CASES, FOLDER, NO_NAMES, Trace, difference, old_names, record, stored
 
-FAST = ("digits", "mnist", "cs179", "elephants")
+
+def is_fast(case):
+    return case.preset in ("digits", "mnist", "cs179") or (case.preset, case.precision) == ("elephants", "bf16")
 
 
 @pytest.mark.parametrize("case", [
-    case if case.preset in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES
+    case if is_fast(case) else pytest.param(case, marks=pytest.mark.slow) for case in CASES
 ], ids=str)
 def test_what_is_launched_is_what_was(case):
     told = difference(case, record(case, old_names()), stored(case))
