@@ -7,11 +7,12 @@ import cudiff.signals  # noqa: F401  first, as it guards the command line while 
 from importlib import import_module
 from typing import Any
 
-from cudiff import nn, ops
+from cudiff import autograd, nn, ops  # noqa: F401  autograd gives tensors their `backward`
 from cudiff.backend import bfloat16, cuda_available, default_device, float16, float32, float64, int32, int64
 from cudiff.errors import CudiffError
+from cudiff.function import Function
 from cudiff.ops import *  # noqa: F403
-from cudiff.tensor import Function, Tensor, from_dlpack, no_grad
+from cudiff.tensor import Tensor, from_dlpack, no_grad
 
 __version__ = "0.1.0"
 

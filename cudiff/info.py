@@ -13,7 +13,8 @@ from rich.text import Text
 from cudiff import __version__
 from cudiff.backend import cuda_status
 from cudiff.config import Config
-from cudiff.cuda.module import cubin_folder, describe, kernel_folder
+from cudiff.cuda.compiler import cubin_folder, kernel_folder, nvrtc_version
+from cudiff.cuda.device import describe
 from cudiff.cuda.tiles import summary
 from cudiff.errors import CudiffError
 from cudiff.folder import read_checkpoint
@@ -29,7 +30,7 @@ def system_table() -> Table:
         "CPU": f"{os.cpu_count()} cores",
         **{package: _version(package) for package in ("numpy", "ml_dtypes", "matplotlib")},
         "CUDA": "usable" if usable else f"not usable: {message}",
-        **(describe() | {"tiles": _tiles()} if usable else {}),
+        **({**describe(), "NVRTC": nvrtc_version(), "tiles": _tiles()} if usable else {}),
         "kernels": f"{len(list(folder.glob('*.cu')))} files in {folder}",
         "compiled kernels": f"{len(list(cache.glob('*.cubin')))} in {cache}",
         "default device": "cuda" if usable else "cpu",

@@ -1,12 +1,12 @@
-"""Tensors and the tape: what an operation is and how it is recorded. `tape.py` walks back."""
+"""Tensors. Operations are in `function.py`; `autograd.py` walks back over what was recorded."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -62,7 +62,8 @@ class Tensor:
     __slots__ = ("__weakref__", "_grad", "_source", "_vacant", "data", "partials", "requires_grad")
     __array_ufunc__ = None  # `ndarray + Tensor` is handed to Tensor.__radd__
 
-    if TYPE_CHECKING:  # given by cudiff.ops
+    if TYPE_CHECKING:  # given by cudiff.ops, and by cudiff.autograd
+        backward: Any
         __add__: Any
         __radd__: Any
         __sub__: Any
@@ -102,7 +103,7 @@ class Tensor:
         self._grad: Array | None = None
         self._vacant = False  # whether `_grad` stands for zeros, whatever it holds
         self.partials: Array | None = None
-        self._source: tuple[Node, int] | None = None
+        self._source: tuple[Any, int] | None = None  # the Node that made it, and which of its outputs
 
     @property
     def grad(self) -> Array | None:
@@ -171,30 +172,6 @@ class Tensor:
         out = Tensor(self.data)
         out.partials = self.partials
         return out
-
-    def backward(self, grad: Any = None) -> None:
-        """Add d(self)/d(leaf) to `.grad` of every leaf that requires it.
-
-        `grad` is d(loss)/d(self), of this tensor's shape; it may be left out for a single element.
-        Raises RuntimeError where nothing was recorded or the tape was used already. After any other error no `.grad`
-        has a meaning.
-        """
-        if not self.requires_grad:
-            raise RuntimeError(
-                "backward() needs a tensor that requires a gradient: nothing that it was made of does "
-                "(cudiff.load(path, trainable=True) loads a net to be trained)"
-            )
-        if grad is None:
-            if self.size != 1:
-                raise RuntimeError(f"backward() of a tensor of shape {self.shape} needs the gradient to start from")
-            grad = array_module(self.device).ones_like(self.data)
-        else:
-            grad = Tensor(grad, dtype=self.dtype, device=self.device).data
-        if grad.shape != self.shape:
-            raise ValueError(f"the gradient has shape {grad.shape}, the tensor {self.shape}")
-        from cudiff.tape import walk_back
-
-        walk_back(self, grad)
 
     def __len__(self) -> int:
         if not self.shape:
@@ -266,145 +243,3 @@ def from_dlpack(source: Any) -> Tensor:
     """A tensor that shares memory with any object that speaks DLPack (NumPy, CuPy, PyTorch, JAX)."""
     device_type, _ = source.__dlpack_device__()
     return Tensor(array_module("cuda" if device_type == 2 else "cpu").from_dlpack(source))
-
-
-class Vacant(NamedTuple):
-    """Where a backward on CUDA may put a gradient of this shape that starts from zero: it overwrites the array."""
-
-    array: Array
-
-
-class Kept:
-    """A gradient so far that somebody still reads, or of two terms not added yet, `array` and `more`: a backward on
-    CUDA may put the sum with its own term elsewhere, and says so here."""
-
-    __slots__ = ("array", "more", "sum")
-
-    def __init__(self, array: Array, more: Array | None = None):
-        self.array, self.more = array, more
-        self.sum: Array | None = None
-
-
-class Context:
-    """What a Function's forward leaves for its backward."""
-
-    def __init__(self, needs: tuple[bool, ...], partials: tuple[Array | None, ...]):
-        self.needs = needs  # which inputs want a gradient; all False while nothing is recorded
-        self.partials = partials  # of the inputs
-        self.out_partials: Array | None = None  # set by forward: statistics of its first output
-        # In backward: the first dout's sums over tiles of pixels, float32 (N or 1, tiles, C), if a backward left them.
-        self.dout_partials: Array | None = None
-        self.din_partials: dict[int, Array] = {}  # set by backward: the same of input i's gradient, with what it had
-        self.saved: tuple[Array | None, ...] = ()
-
-    def save(self, *arrays: Array | None) -> None:
-        """Hold `arrays` until backward has run."""
-        self.saved = arrays
-
-
-class Function:
-    """A differentiable operation on both backends; see `apply` for the signatures.
-
-    A subclass defines four static methods: `forward_numpy(ctx, *arrays, **attrs)`, which returns an array or a tuple
-    of arrays; `backward_numpy(ctx, *douts, needs, into)`, which returns one gradient (or None) for each input; and the
-    same pair with `_cuda`. `needs[i]` says whether input i wants a gradient. `into[i]` is the gradient it has so
-    far, or None: a backward that adds to it in place returns it, any other returned array is added by the tape. On CUDA
-    it may also be `Vacant`, and for the inputs of which `adds_elsewhere` says so, `Kept`, all of whose terms it adds;
-    `gradient_target`, `gradient_sum` and `gradient_sums` of `cudiff.cuda.module` know them all.
-    A gradient has the shape and dtype of what forward got; that of 16 bits may be float32 too. TypeError or ValueError
-    names the Function and the input otherwise.
-    A forward writes to none of its inputs, where it is differentiable. A dout may be returned but never written to. Its
-    new owner may add to it, as to any array returned: what reads it after backward has returned says so (see
-    `cudiff.cuda.waiting`), and an array kept outside `ctx.saved` is returned as a copy.
-    """
-
-    differentiable: ClassVar[bool] = True
-    adds_elsewhere: ClassVar[tuple[int, ...]] = ()
-
-    @classmethod
-    def operand_dtype(cls, inputs: Sequence[Tensor | None], attrs: dict[str, Any]) -> np.dtype:
-        """What it computes in, of which a Parameter may offer a copy: the first input's dtype."""
-        return next(t.dtype for t in inputs if t is not None)
-
-    @classmethod
-    def apply(cls, *inputs: Tensor | None, **attrs: Any) -> Any:
-        """Run the forward on the inputs' device and record it. Returns a Tensor, or a tuple where forward does."""
-        device = _common_device(cls.__name__, inputs)
-        recording = cls.differentiable and grad_enabled()
-        needs = tuple(recording and t is not None and t.requires_grad for t in inputs)
-        ctx = Context(needs, tuple(None if t is None else t.partials for t in inputs))
-        dtype = cls.operand_dtype(inputs, attrs)
-        arrays = [None if t is None else t.operand(dtype) for t in inputs]
-        forward = cls.forward_cuda if device == "cuda" else cls.forward_numpy  # type: ignore[attr-defined]
-        results = forward(ctx, *arrays, **attrs)
-        several = isinstance(results, tuple)
-        for result in results or (None,) if several else (results,):
-            if not is_array(result) or device_of(result) != device:
-                raise TypeError(
-                    f"{cls.__name__}'s forward returned {described(result)}: return an array on {device}, or a tuple "
-                    f"of arrays"
-                )
-        outs = tuple(Tensor(result) for result in (results if several else (results,)))
-        outs[0].partials = ctx.out_partials
-        if any(needs):
-            node = Node(cls, ctx, inputs, arrays, needs, len(outs))
-            for i, out in enumerate(outs):
-                if is_float(out.dtype):
-                    out.requires_grad, out._source = True, (node, i)
-        return outs if several else outs[0]
-
-
-class Composite(Function):
-    """A Function whose NumPy side records `compose(*inputs, **attrs)`, the operations that define it, on a tape of its
-    own."""
-
-    @classmethod
-    def forward_numpy(cls, ctx, *arrays, **attrs):
-        ctx.inputs = [
-            None if array is None else Tensor(array, requires_grad=need)
-            for array, need in zip(arrays, ctx.needs, strict=True)
-        ]
-        ctx.out = cls.compose(*ctx.inputs, **attrs)  # type: ignore[attr-defined]
-        return ctx.out.data
-
-    @staticmethod
-    def backward_numpy(ctx, dout, needs, into):
-        ctx.out.backward(dout)
-        return tuple(x.grad if need else None for x, need in zip(ctx.inputs, needs, strict=True))
-
-
-def described(result: Any) -> str:
-    """What a Function returned, for a complaint."""
-    if not is_array(result):
-        return "None" if result is None else f"a {type(result).__name__}"
-    return f"an array of {result.dtype} on {device_of(result)}"
-
-
-def _common_device(name: str, inputs: Sequence[Tensor | None]) -> str:
-    for t in inputs:
-        if t is not None and not isinstance(t, Tensor):
-            raise TypeError(f"{name} takes tensors, not {type(t).__name__}: wrap it in cudiff.Tensor(...)")
-    devices = {t.device for t in inputs if t is not None}
-    if len(devices) > 1:
-        raise ValueError(f"{name} got tensors on different devices: move them with .to('cuda') or .to('cpu')")
-    return devices.pop()
-
-
-class Node:
-    """One recorded operation: how to run its backward and where its inputs' gradients go."""
-
-    __slots__ = ("ctx", "function", "index", "inputs", "likes", "needs", "num_outputs")
-
-    def __init__(self, function: Any, ctx: Context, inputs: Sequence[Tensor | None], arrays: Sequence[Array | None],
-                 needs: tuple, num_outputs: int):
-        self.function, self.needs, self.num_outputs = function, needs, num_outputs
-        self.ctx: Any = ctx  # a Context, None once backward has run
-        self.index = next(_node_index)
-        # What each wanted gradient must be like: the arrays that the forward got can be freed.
-        self.likes = [(a.shape, a.dtype) if need and a is not None else None
-                      for a, need in zip(arrays, needs, strict=True)]
-        # An input made by another node is kept as that node's output slot, so that its array can be freed.
-        self.inputs = [
-            (t if t._source is None else t._source) if need and t is not None else None
-            for t, need in zip(inputs, needs, strict=True)
-        ]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from cudiff.autograd import accumulate
 from cudiff.backend import array_module, default_device, memory_in_use, out_of_memory, out_of_memory_errors
 from cudiff.checkpoint import Checkpoint, checkpoint_path, latest, part, prefixed, prune, save_checkpoint
 from cudiff.config import Config
@@ -31,7 +32,6 @@ from cudiff.optim import EMA, SGD, Adam, AdamW, Constant, Cosine, Optimizer
 from cudiff.pipeline import Pipeline
 from cudiff.plot import save_grid, save_loss_curve
 from cudiff.signals import noted
-from cudiff.tape import accumulate
 from cudiff.tensor import Tensor, no_grad
 
 TELL_EVERY = 60

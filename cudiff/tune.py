@@ -14,8 +14,9 @@ from rich.table import Table
 
 from cudiff.backend import Array, get_cupy
 from cudiff.config import Config
+from cudiff.cuda.compiler import compiles_ahead
+from cudiff.cuda.device import current_device
 from cudiff.cuda.graph import capture
-from cudiff.cuda.module import compiles_ahead, gpu_name
 from cudiff.cuda.tiles import Lines, Planner, forget, name_of, read, user_file, watched
 from cudiff.cuda.timing import graph_time
 from cudiff.data import Dataset
@@ -107,7 +108,7 @@ def tune(config: Config, dataset: Dataset, images: Sequence[int] = (64,),
     tuned = watch.tuned()
     tables = read(user_file())
     for row in tuned:
-        tables.setdefault(gpu_name(), {}).setdefault(row.kernel, {})[row.problem] = row.fastest[1]
+        tables.setdefault(current_device().name, {}).setdefault(row.kernel, {})[row.problem] = row.fastest[1]
     _write(tables)
     forget()
     return tuned

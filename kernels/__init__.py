@@ -1,1 +1,1 @@
-"""The CUDA C sources; a package so that they travel inside the wheel (see `cudiff.cuda.module`)."""
+"""The CUDA C sources; a package so that they travel inside the wheel (see `cudiff.cuda.compiler`)."""

@@ -12,7 +12,7 @@ import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from cudiff.cuda.module import compile_source, kernel_folder, kernels, signature
+from cudiff.cuda.compiler import compile_source, kernel_folder, kernels, signature
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 ALIKE = ("sm_86", "sm_89", "sm_120")  # the first two to sm_80, the last to sm_100

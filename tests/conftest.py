@@ -20,9 +20,9 @@ def device(request):
 @pytest.fixture
 def hopper():
     """Skips where Hopper's own kernels do not run."""
-    from cudiff.cuda import module
+    from cudiff.cuda import device
 
-    if not module.hopper():
+    if not device.hopper():
         pytest.skip("these kernels are for sm_90a, without CUDIFF_PORTABLE=1")
 
 

@@ -171,7 +171,7 @@ def circles_of_cudiff(inside: bool, types: bool) -> list[list[str]]:
 
 def main() -> None:
     inner = sources("ops", "cuda")
-    engine = {PACKAGE / name: (PACKAGE / name).read_text() for name in ("tensor.py", "tape.py")}
+    engine = {PACKAGE / name: (PACKAGE / name).read_text() for name in ("tensor.py", "function.py", "autograd.py")}
     trees = [ast.parse(text) for text in (inner | engine).values()]
     named = [
         path for path, text in sources("ops").items() if re.search("sm90|hopper", path.name + text, re.IGNORECASE)
@@ -183,7 +183,7 @@ def main() -> None:
         ("places that choose a kernel", sum(map(choices, trees))),
         ("files of ops that name an architecture", len(named)),
         ("lines of ops and cuda", sum(len(text.splitlines()) for text in inner.values())),
-        (f"functions of ops, cuda, tensor and tape over {LONG} lines", sum(map(long_functions, trees))),
+        (f"functions of ops, cuda and the engine over {LONG} lines", sum(map(long_functions, trees))),
         ("lines of cudiff with tf32", sum("tf32" in line for text in sources().values() for line in text.splitlines())),
         ("circles among imports at the top level", len(circles_of_cudiff(inside=False, types=False))),
         ("  with those inside functions", len(circles_of_cudiff(inside=True, types=False))),

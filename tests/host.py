@@ -14,8 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-import cudiff.tape  # noqa: F401 - else loaded by the first backward: `pretend` changes what is loaded
-from cudiff.cuda import driver, module, tensor_map, tiles
+from cudiff.cuda import compiler, launch, tensor_map, tiles
 from cudiff.cuda.memory import Places
 from tests.compile_kernels import variants
 
@@ -101,14 +100,14 @@ STRIDED = {
 def declared(stem: str) -> dict[str, set[str]]:
     """The constants that a kernel file's variants name, with their values."""
     found: dict[str, set[str]] = {}
-    for chosen in variants((module.kernel_folder() / f"{stem}.cu").read_text(), "sm_90a"):
+    for chosen in variants((compiler.kernel_folder() / f"{stem}.cu").read_text(), "sm_90a"):
         for name, value in chosen.items():
             found.setdefault(name, set()).add(value)
     return found
 
 
 class Launch(NamedTuple):
-    """What a kernel gets; constants by their C names, `args` as `driver.pack` takes them."""
+    """What a kernel gets; constants by their C names, `args` as `launch.pack` takes them."""
 
     stem: str
     name: str
@@ -176,11 +175,11 @@ class Host(ModuleType):
         return call if callable(function) and not isinstance(function, type) else function
 
     def kernel(self, stem: str, name: str, **constants: Any) -> Any:
-        known, named = declared(stem), module.c_names(stem, constants)
+        known, named = declared(stem), compiler.c_names(stem, constants)
         assert named.keys() == known.keys(), f"{stem} has not the constants {list(named)} but {list(known)}"
         for constant, value in named.items():
             assert isinstance(value, int) or value in known[constant], f"{stem} has no {constant}={value}: {known}"
-        takes = module.signature(stem, name, named)
+        takes = compiler.signature(stem, name, named)
 
         def run(grid: tuple[int, ...], block: tuple[int, ...], args: tuple, shared_mem: int = 0,
                 cooperative: bool = False) -> None:
@@ -189,10 +188,10 @@ class Host(ModuleType):
             assert 1 <= math.prod(block) <= 1024, f"{stem}, {name}: a block of {block}"
             assert shared_mem <= self.shared_bytes, f"{stem}, {name}: {shared_mem} bytes of shared memory"
             assert not cooperative or math.prod(grid) <= H200["MultiProcessorCount"], f"{stem}, {name}: {grid} at once"
-            kinds, values = driver.pack(args)
+            kinds, values = launch.pack(args)
             takes.check(kinds)
             try:
-                struct.pack("=" + "".join(driver.formats(kinds)), *values)
+                struct.pack("=" + "".join(launch.formats(kinds)), *values)
             except struct.error:
                 raise takes.out_of_range(values) from None
             for parameter, arg in zip(takes.parameters, args, strict=True):
@@ -263,6 +262,6 @@ def pretend(monkeypatch: Any, hopper: bool) -> Host:
         for attribute, stand_in in stand_ins.items():
             if hasattr(loaded, attribute):
                 monkeypatch.setattr(loaded, attribute, stand_in)
-    monkeypatch.setattr(module, "kernel", host.kernel)
+    monkeypatch.setattr(launch, "kernel", host.kernel)
     monkeypatch.setattr(tensor_map, "_encode", encode)
     return host

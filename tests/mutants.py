@@ -21,14 +21,14 @@ LEFT_OUT = {
     "texts": "strings, docstrings, and what a raise says",
     "looks": "display.py, plot.py, info.py, demo.py",
     "annotations": "type annotations, TYPE_CHECKING, __slots__, __all__, `from __future__`",
-    "what runs on a GPU only": "cuda/ but for memory.py, module.py and waiting.py; functions that launch a kernel, "
+    "what runs on a GPU only": "cuda/ but for memory.py, compiler.py and waiting.py; functions that launch a kernel, "
     "take CuPy or a stream, or are named *_cuda, functions that only those call, and branches of `device == \"cuda\"`",
     "the same by construction": "`strict=` of zip, `copy=` of astype, `exist_ok=`, decorators that only remember, the "
     "sizes of the parts that work is cut into (PART_BYTES, CHUNK, _PARTIAL_SUMS, 16384)",
 }
 _FILES = {
     "cuda/tiles.py", "cuda/timing.py", "tune.py", "ops/gemm.py", "ops/conv2d_thin.py", "display.py",
-    "plot.py", "info.py", "demo.py", "__main__.py", "cuda/driver.py",
+    "plot.py", "info.py", "demo.py", "__main__.py", "cuda/launch.py", "cuda/device.py",
     "cuda/graph.py", "cuda/mail.py", "cuda/sums.py", "cuda/tensor_map.py",
 }
 _PARTS = {"PART_BYTES", "CHUNK", "_PARTIAL_SUMS"}

@@ -26,7 +26,7 @@ import numpy as np
 import cudiff
 from cudiff import Tensor, ops
 from cudiff.backend import cuda_status
-from cudiff.cuda import module
+from cudiff.cuda import compiler, launch
 from cudiff.ops import optim
 from tests.ops.cases import Case, Numbers
 from tests.ops.table import ROWS
@@ -162,9 +162,9 @@ def jobs() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def watched(note: Callable[[str, str], None]) -> Callable[..., Any]:
-    """Stands for `module.kernel`: notes each launch before it is made, and waits for its end after it, so that what a
+    """Stands for `launch.kernel`: notes each launch before it is made, and waits for its end after it, so that what a
     tool prints in between is of this kernel."""
-    kernel = module.kernel
+    kernel = launch.kernel
 
     def find(stem: str, name: str, **constants: Any) -> Any:
         found = kernel(stem, name, **constants)
@@ -172,7 +172,7 @@ def watched(note: Callable[[str, str], None]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> None:
             note(stem, name)
             found(*args, **kwargs)
-            synchronize = getattr(module.get_cupy().cuda.runtime, "deviceSynchronize", None)
+            synchronize = getattr(launch.get_cupy().cuda.runtime, "deviceSynchronize", None)
             if synchronize is not None:
                 synchronize()
 
@@ -186,7 +186,7 @@ def run_all(only: str) -> int:
     import cupy
 
     cupy.cuda.set_allocator(None)
-    module.kernel = watched(lambda stem, name: print(f"@@ launch {stem} {name}", flush=True))
+    launch.kernel = watched(lambda stem, name: print(f"@@ launch {stem} {name}", flush=True))
     for portable in ("0", "1"):  # Hopper's own kernels, then those for any GPU
         os.environ["CUDIFF_PORTABLE"] = portable
         for name, job in jobs():
@@ -199,8 +199,8 @@ def run_all(only: str) -> int:
 
 def kernels() -> set[Kernel]:
     """Every function of kernels/*.cu."""
-    stems = sorted(path.stem for path in module.kernel_folder().glob("*.cu"))
-    return {(stem, name) for stem in stems for name in module._declarations(stem).kernels}
+    stems = sorted(path.stem for path in compiler.kernel_folder().glob("*.cu"))
+    return {(stem, name) for stem in stems for name in compiler._declarations(stem).kernels}
 
 
 class Report(NamedTuple):

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from cudiff.backend import array_module, copy_into, to_device
-from cudiff.cuda.module import blocks, compiles_ahead, compiling_ahead
+from cudiff.cuda.compiler import compiles_ahead, compiling_ahead
+from cudiff.cuda.launch import blocks
 from cudiff.errors import CudiffError
 
 

@@ -5,8 +5,8 @@ import pytest
 
 from cudiff import Tensor, nn, ops
 from cudiff.backend import bfloat16
-from cudiff.cuda import module
-from cudiff.cuda.module import kernel_folder
+from cudiff.cuda import compiler
+from cudiff.cuda.compiler import kernel_folder
 from cudiff.optim import SGD, AdamW
 from tests.test_operands import OPS
 
@@ -57,7 +57,7 @@ def test_every_kernel_is_launched(host_of):
         for optimizer in (AdamW, SGD):
             optimizer(nn.Linear(3, 2).flatten("cuda")).step()
         launched |= set(host.launches)
-    every = {(path.stem, name) for path in kernel_folder().glob("*.cu") for name in module.kernels(path.stem)}
+    every = {(path.stem, name) for path in kernel_folder().glob("*.cu") for name in compiler.kernels(path.stem)}
     missing = every - launched
     assert not missing, " ".join(map(".".join, sorted(missing)))
 

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from cudiff import ops
+from cudiff.autograd import accumulate
 from cudiff.backend import bfloat16
-from cudiff.cuda import module
+from cudiff.cuda import compiler, launch
 from cudiff.cuda.graph import capture
 from cudiff.cuda.memory import PAGE
 from cudiff.errors import CudiffError
 from cudiff.nn import Module, Parameter
 from cudiff.ops.random import Generator, Streams
 from cudiff.optim import EMA, AdamW, Cosine
-from cudiff.tape import accumulate
 from cudiff.tensor import Tensor
 
 STEPS = 20
@@ -63,7 +63,7 @@ def as_numpy(array):
 @pytest.mark.parametrize("rehearse", [False, True])
 def test_a_captured_step_trains_bit_for_bit_as_the_eager_one(device, rehearse, monkeypatch):
     eager = train(device, captured=False)
-    monkeypatch.setattr(module, "_kernels", {})  # as in a new process
+    monkeypatch.setattr(launch, "_kernels", {})  # as in a new process
     captured = train(device, captured=True, rehearse=rehearse)
     assert eager[0] == captured[0]
     assert len(set(captured[0])) == STEPS
@@ -127,9 +127,9 @@ def test_the_function_runs_only_until_it_is_recorded():
 def test_a_rehearsal_compiles_and_changes_nothing(monkeypatch):
     import cupy
 
-    monkeypatch.setattr(module, "_kernels", {})
-    compiled, calls, cubin = [], [], module._cubin
-    monkeypatch.setattr(module, "_cubin", lambda *variant: compiled.append(variant) or cubin(*variant))
+    monkeypatch.setattr(launch, "_kernels", {})
+    compiled, calls, cubin = [], [], compiler._cubin
+    monkeypatch.setattr(compiler, "_cubin", lambda *variant: compiled.append(variant) or cubin(*variant))
     weight = Parameter(cupy.arange(8, dtype=np.float32), low=True)
     total = Tensor(np.zeros(8, np.float32), device="cuda")
 

@@ -7,14 +7,15 @@ import pytest
 
 from cudiff.backend import bfloat16
 from cudiff.config import PRESETS
-from cudiff.cuda import module
-from cudiff.cuda.module import gradient_sums, gradient_target
+from cudiff.cuda import launch
+from cudiff.cuda.accumulate import gradient_sums, gradient_target
 from cudiff.data import Dataset
+from cudiff.function import Function
 from cudiff.nn.parameter import Parameter
 from cudiff.ops.conv2d import conv2d
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
 from cudiff.ops.pool import avg_pool2d, upsample_nearest
-from cudiff.tensor import Function, Tensor
+from cudiff.tensor import Tensor
 from cudiff.train import Trainer
 from tests.host import Array, Memory
 
@@ -221,7 +222,7 @@ def adding_host(host_of, monkeypatch):
             return kernel(stem, name, **constants)
         return lambda grid, block, args, **options: np.add(args[0], args[1], out=args[0])
 
-    monkeypatch.setattr(module, "kernel", adding)
+    monkeypatch.setattr(launch, "kernel", adding)
     monkeypatch.setattr(Norm, "terms", [], raising=False)
     return host
 

@@ -7,10 +7,11 @@ import threading
 import numpy as np
 import pytest
 
-from cudiff.cuda import module
-from cudiff.cuda.driver import Limits, formats, pack, room
+from cudiff.cuda import device as devices
+from cudiff.cuda.accumulate import add_into
+from cudiff.cuda.compiler import kernel_folder
 from cudiff.cuda.graph import capture
-from cudiff.cuda.module import add_into, kernel_folder
+from cudiff.cuda.launch import formats, pack, room
 from cudiff.tensor import Tensor
 
 
@@ -30,14 +31,12 @@ def test_an_argument_is_packed_as_its_c_type(value, dtype):
     assert np.frombuffer(packed, dtype, 1)[0] == (value or 0)
 
 
-@pytest.mark.parametrize("arch, driver, runs", [
-    ("sm_90a", 13000, True), ("sm_90a", 12000, False), ("sm_89", 13000, False),
-])
-def test_where_hoppers_kernels_run(monkeypatch, arch, driver, runs):
+@pytest.mark.parametrize("capability, driver, runs", [(90, 13000, True), (90, 12000, False), (89, 13000, False)])
+def test_where_hoppers_kernels_run(monkeypatch, capability, driver, runs):
     monkeypatch.delenv("CUDIFF_PORTABLE", raising=False)
-    monkeypatch.setattr(module, "architecture", lambda: arch)
-    monkeypatch.setattr(module, "_driver", lambda: driver)
-    assert module.hopper() == runs
+    monkeypatch.setattr(devices, "current_device", lambda: H200._replace(capability=capability))
+    monkeypatch.setattr(devices, "driver_version", lambda: driver)
+    assert devices.hopper() == runs
 
 
 def test_numpy_arrays_are_passed_whole():
@@ -53,9 +52,9 @@ class FakeArray:
         self.ptr, self.c_contiguous = address, True
 
 
-def test_arrays_and_tensors_pass_their_address():
+def test_arrays_pass_their_address():
     array = FakeArray(1 << 40)
-    assert pack([array, Tensor(array)]) == ([np.float32] * 2, [1 << 40, 1 << 40])
+    assert pack([array]) == ([np.float32], [1 << 40])
     assert np.frombuffer(packed_as([array]), np.uint64) == 1 << 40
 
 
@@ -67,7 +66,8 @@ def test_every_kernel_waits_for_the_one_before(path):
         assert "wait_for_previous();" in body, f"kernels/{path.name}: {body[:100]}"
 
 
-H200 = Limits(multiprocessors=132, blocks=32, threads=2048, shared=233472, of_block=232448, reserved=1024)
+H200 = devices.Device("NVIDIA H200", 90, multiprocessors=132, blocks=32, threads=2048, shared=233472, of_block=232448,
+                      reserved=1024)
 
 
 @pytest.mark.parametrize("blocks, threads, each", [

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from cudiff.cuda import module
+from cudiff.cuda import launch
 from tests import sanitize
 
 OUTPUT = """\
@@ -55,7 +55,7 @@ def test_every_kernel_is_launched(host_of, monkeypatch):
     found = set()
     for hopper in (True, False):
         host = host_of(hopper)
-        monkeypatch.setattr(module, "kernel", sanitize.watched(lambda stem, name: found.add((stem, name))))
+        monkeypatch.setattr(launch, "kernel", sanitize.watched(lambda stem, name: found.add((stem, name))))
         for _, job in sanitize.jobs():
             job()
         assert len(host.launches) > 200

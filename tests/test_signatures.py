@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from cudiff.backend import bfloat16
-from cudiff.cuda import driver, module
-from cudiff.cuda.module import kernel_folder, launch
+from cudiff.cuda import compiler, device, launch
+from cudiff.cuda.compiler import kernel_folder
 from cudiff.cuda.signature import Source
 from tests.compile_kernels import compiled_parameters, declared_parameters, variants
 from tests.host import H200
@@ -24,10 +24,10 @@ def parameters(text, constants=None):
 @pytest.mark.parametrize("stem", STEMS)
 def test_every_kernel_is_read_for_every_variant(stem):
     text = (kernel_folder() / f"{stem}.cu").read_text()
-    assert module.kernels(stem)
+    assert compiler.kernels(stem)
     for constants in variants(text, "sm_90a"):
-        for name in module.kernels(stem):
-            signature = module.signature(stem, name, constants)
+        for name in compiler.kernels(stem):
+            signature = compiler.signature(stem, name, constants)
             assert signature.parameters and all(p.type not in constants for p in signature.parameters)
 
 
@@ -36,7 +36,7 @@ def test_the_compiler_has_the_same_parameters(stem):
     """Of all files this is seen where they are compiled, by tests/compile_kernels.py."""
     pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="CuPy is not installed: it brings NVRTC")
     constants = variants((kernel_folder() / f"{stem}.cu").read_text(), "sm_80")[0]
-    cubin, _ = module.compile_source(stem, "sm_80", constants)
+    cubin, _ = compiler.compile_source(stem, "sm_80", constants)
     assert compiled_parameters(cubin) == declared_parameters(stem, constants)
 
 
@@ -82,8 +82,8 @@ VIEWS = np.zeros(128, np.uint8)
 
 def check(kernel, args):
     constants = dict(kernel)
-    kinds, _ = driver.pack(args)
-    module.signature(constants.pop("stem"), constants.pop("name"), constants).check(kinds)
+    kinds, _ = launch.pack(args)
+    compiler.signature(constants.pop("stem"), constants.pop("name"), constants).check(kinds)
 
 
 @pytest.mark.parametrize("kernel, args", [
@@ -132,12 +132,16 @@ class Driver:
     def __init__(self, monkeypatch):
         self.launched = []
         cupy = SimpleNamespace(cuda=SimpleNamespace(
-            runtime=SimpleNamespace(free=lambda address: None), get_current_stream=lambda: SimpleNamespace(ptr=0),
+            runtime=SimpleNamespace(
+                free=lambda address: None, getDevice=lambda: 0, getDeviceProperties=lambda device: {"name": b"GPU"},
+            ),
+            get_current_stream=lambda: SimpleNamespace(ptr=0),
             Device=lambda device=0: SimpleNamespace(id=device, compute_capability="80", attributes=H200),
         ))
-        monkeypatch.setattr(driver, "get_cupy", lambda: cupy)
-        monkeypatch.setattr(driver, "library", lambda: SimpleNamespace(cuLaunchKernelEx=self.launch))
-        driver._places.cache_clear(), driver._limits.cache_clear()
+        for loaded in (device, launch):
+            monkeypatch.setattr(loaded, "get_cupy", lambda: cupy)
+        monkeypatch.setattr(launch, "library", lambda: SimpleNamespace(cuLaunchKernelEx=self.launch))
+        launch._places.cache_clear(), device.device.cache_clear()
 
     def launch(self, config, function, addresses, extra):
         self.launched.append(len(addresses))
@@ -147,12 +151,12 @@ class Driver:
 @pytest.fixture
 def fake_driver(monkeypatch):
     yield Driver(monkeypatch)
-    driver._places.cache_clear(), driver._limits.cache_clear()
+    launch._places.cache_clear(), device.device.cache_clear()
 
 
 def fill_kernel():
     function = SimpleNamespace(shared_size_bytes=0, kernel=SimpleNamespace(ptr=0))
-    return driver.Kernel(function, module.signature("shape", "fill", {"T": "int"}))
+    return launch.Kernel(function, compiler.signature("shape", "fill", {"T": "int"}))
 
 
 def test_a_launch_is_checked_for_each_kernel_and_combination(fake_driver):
@@ -161,7 +165,7 @@ def test_a_launch_is_checked_for_each_kernel_and_combination(fake_driver):
         fill((1,), (1,), (I32, 1.0, count))
         with pytest.raises(TypeError, match="an array of int32 for 'out', not an array of int64"):
             fill((1,), (1,), (I64, 1.0, count))
-    other = driver.Kernel(fill._function, module.signature("shape", "fill", {"T": "i64"}))
+    other = launch.Kernel(fill._function, compiler.signature("shape", "fill", {"T": "i64"}))
     other((1,), (1,), (I64, 1.0, count))
     with pytest.raises(TypeError, match="an array of int64 for 'out', not an array of int32"):
         other((1,), (1,), (I32, 1.0, count))
@@ -179,7 +183,7 @@ def test_a_launch_is_checked_once(fake_driver, monkeypatch):
 @pytest.mark.parametrize("columns", [2**31, -(2**31) - 1])
 def test_a_python_int_beyond_32_bits_is_refused(fake_driver, columns):
     function = SimpleNamespace(shared_size_bytes=0, kernel=SimpleNamespace(ptr=0))
-    cross_entropy = driver.Kernel(function, module.signature("softmax", "cross_entropy", {"T": "float"}))
+    cross_entropy = launch.Kernel(function, compiler.signature("softmax", "cross_entropy", {"T": "float"}))
     with pytest.raises(OverflowError, match=f"cross_entropy takes 32 bits for 'K': {columns} does not fit"):
         cross_entropy((1,), (1,), (F32, F32, F32, I32, columns))
     assert not fake_driver.launched
@@ -201,7 +205,7 @@ def test_the_stand_in_refuses_what_a_gpu_would_get_wrong(host_of, error, stem, n
     given = {"FROM": np.dtype(np.int32), "TO": np.dtype(np.float32), **constants}
     given = {key: value for key, value in given.items() if value is not None}
     with pytest.raises(error, match=message):
-        launch(stem, name, 1, 256, args(x, y) if args else (x, y, np.int64(6)), **given)
+        launch.launch(stem, name, 1, 256, args(x, y) if args else (x, y, np.int64(6)), **given)
     assert not host.launches
-    launch("cast", "cast", 1, 256, (x, y, np.int64(6)), FROM=np.dtype(np.int32), TO=np.dtype(np.float32))
+    launch.launch("cast", "cast", 1, 256, (x, y, np.int64(6)), FROM=np.dtype(np.int32), TO=np.dtype(np.float32))
     assert host.launches == [("cast", "cast")]

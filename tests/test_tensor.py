@@ -6,7 +6,7 @@ import pytest
 
 import cudiff
 from cudiff import CudiffError, Function, Tensor, from_dlpack, no_grad
-from cudiff.tape import _into_leaf
+from cudiff.autograd import _into_leaf
 
 
 def leaf(values, device="cpu", dtype=np.float32):

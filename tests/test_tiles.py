@@ -2,6 +2,7 @@
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,8 @@ from cudiff import info, tune
 from cudiff.cli import main
 from cudiff.config import PRESETS
 from cudiff.cuda import tiles
-from cudiff.cuda.module import gpu_name, kernel_folder
+from cudiff.cuda.compiler import kernel_folder
+from cudiff.cuda.device import current_device
 from cudiff.cuda.tiles import Planner, name_of, read, user_file
 from cudiff.data import Dataset
 from cudiff.errors import CudiffError
@@ -42,7 +44,7 @@ def listing(monkeypatch, tmp_path):
     """Has cudiff take this machine for one with a GPU of that name, for which the user's file says this."""
     monkeypatch.setenv("CUDIFF_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tiles, "cuda_status", lambda: (True, ""))
-    monkeypatch.setattr(tiles, "gpu_name", lambda: "Some GPU")
+    monkeypatch.setattr(tiles, "current_device", lambda: SimpleNamespace(name="Some GPU"))
 
     def write(text):
         user_file().write_text(text)
@@ -283,7 +285,7 @@ def test_tuning_a_small_model_on_a_gpu(monkeypatch, tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (64, 16, 16, 1), dtype=np.uint8)
     try:
         tuned = tune.tune(config, Dataset(images, np.arange(64) % 10, 10), images=(4,))
-        lines = read(user_file())[gpu_name()]
+        lines = read(user_file())[current_device().name]
         assert tuned and sum(map(len, lines.values())) == len(tuned)
         for row in tuned:
             assert 1 < row.fastest[0] <= row.before[0]

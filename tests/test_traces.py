@@ -8,7 +8,7 @@ tests/traces/renames.toml instead.
 import numpy as np
 import pytest
 
-from cudiff.cuda.module import launch
+from cudiff.cuda.launch import launch
 from cudiff.cuda.tensor_map import tensor_map
 from tests.host import Array
 from tests.traces import CASES, FOLDER, NO_NAMES, Trace, difference, old_names, record, stored

@@ -7,9 +7,11 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from cudiff import tape
+from cudiff import autograd
 from cudiff.cuda.waiting import Kind, submit, together, waiting
-from cudiff.tensor import Function, Kept, Tensor
+from cudiff.function import Function
+from cudiff.gradient import Kept
+from cudiff.tensor import Tensor
 
 
 def array(start, size=8):
@@ -142,7 +144,7 @@ class Sum(Function):
 def test_gradients_that_are_still_read_are_kept(monkeypatch, reads):
     """x has a gradient already when Sum's backward begins, and stands among its inputs once, twice and three times."""
     if reads:
-        monkeypatch.setattr(tape, "_waiting", lambda device: contextlib.nullcontext(Reader()))
+        monkeypatch.setattr(autograd, "_waiting", lambda device: contextlib.nullcontext(Reader()))
     for inputs, expected in ((lambda x, y: (x, y, y), 4), (lambda x, y: (x, x, y), 5), (lambda x, y: (x, x, x), 6)):
         Sum.kept.clear()
         leaf, other = (Tensor(np.ones(3, np.float32), requires_grad=True) for _ in range(2))

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from cudiff.backend import get_cupy
+from cudiff.cuda.compiler import compiling_ahead
 from cudiff.cuda.memory import Region
-from cudiff.cuda.module import compiling_ahead
 from cudiff.errors import CudiffError
 from cudiff.tensor import Tensor
 

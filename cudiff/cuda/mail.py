@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import Array, free_memory, get_cupy
-from cudiff.cuda.driver import multiprocessors
+from cudiff.cuda.device import current_device
 
 _LETTERS, _BYTES = 256, 16  # of a block, one for each channel that it may have; of a letter, and of the head
 
@@ -25,7 +25,7 @@ def stream_mail() -> Array:
     time as work on that one. Nor may a new stream run beside the last work of one that was let go: it may be given the
     same name.
 
-    Blocks that wait for each other hold their places: they are launched cooperatively (`module.launch`), which begins
+    Blocks that wait for each other hold their places: they are launched cooperatively (`launch.launch`), which begins
     only where all of them have one. So no other launch, stream or process that shares the GPU can hold a place that one
     of them waits for.
     """
@@ -35,7 +35,8 @@ def stream_mail() -> Array:
     key = device, stream, threading.get_ident() if stream == cupy.cuda.runtime.streamPerThread else 0
     with _making:
         if key not in _mails:
-            memory, own = _allocate(_BYTES * (1 + _LETTERS * multiprocessors())), cupy.cuda.Stream(non_blocking=True)
+            memory = _allocate(_BYTES * (1 + _LETTERS * current_device().multiprocessors))
+            own = cupy.cuda.Stream(non_blocking=True)
             memory.memset_async(0, memory.mem.size, own)  # the current stream may be recording
             own.synchronize()
             _mails[key] = cupy.ndarray(memory.mem.size, np.uint8, memory)

@@ -16,7 +16,7 @@ import weakref
 from typing import Any
 
 from cudiff.backend import free_memory, get_cupy, memory_total
-from cudiff.cuda.driver import library
+from cudiff.cuda.device import library
 
 ALIGNMENT = 512  # of every array, as CuPy's
 PAGE = 2 << 20  # what the driver backs addresses with

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, float32
-from cudiff.cuda.module import blocks, empty, launch
+from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.waiting import Kind, submit
 
 JOBS = 64  # in one launch

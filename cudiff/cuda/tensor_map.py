@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import Array, bfloat16, float16, float32
-from cudiff.cuda.driver import library
+from cudiff.cuda.device import library
 from cudiff.errors import CudiffError
 
 _TYPES = {float16: 6, float32: 7, bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_FLOAT16, _FLOAT32 and _BFLOAT16

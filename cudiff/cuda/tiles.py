@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from cudiff.backend import Array, cache_folder, cuda_status
-from cudiff.cuda.module import gpu_name, kernel_folder
+from cudiff.cuda.compiler import kernel_folder
+from cudiff.cuda.device import current_device
 from cudiff.errors import CudiffError
 
 
@@ -117,7 +118,7 @@ def _listed() -> dict[str, Lines]:
         return {}
     found: dict[str, Lines] = {}
     for path in (kernel_folder() / "tiles.toml", user_file()):
-        for kernel, lines in read(path).get(gpu_name(), {}).items():
+        for kernel, lines in read(path).get(current_device().name, {}).items():
             found.setdefault(kernel, {}).update(lines)
     return found
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from cudiff.backend import Array
-from cudiff.tensor import Vacant
+from cudiff.gradient import Vacant
 
 
 class Kind(NamedTuple):

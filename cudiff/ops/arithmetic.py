@@ -12,12 +12,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cudiff.backend import Array, float32
-from cudiff.cuda.module import empty, gradient_target, launch
+from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.launch import empty, launch
+from cudiff.function import Function
 from cudiff.ops.cast import astype, narrow, require_float, result_dtype, widen
 from cudiff.ops.elementwise import grid, square
 from cudiff.ops.reduce import sum_to
 from cudiff.ops.shape import broadcast_to, merge_axes
-from cudiff.tensor import Function, Tensor
+from cudiff.tensor import Tensor
 
 
 class Binary(Function):

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import Array, compute_dtype, float32
-from cudiff.cuda.module import blocks, empty, launch
+from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.function import Function
 from cudiff.ops import attention_sm90
 from cudiff.ops.cast import astype, result_dtype
 from cudiff.ops.matmul import matmul_numpy
-from cudiff.tensor import Function, Tensor
+from cudiff.tensor import Tensor
 
 __all__ = ["attention", "attention_qkv"]
 

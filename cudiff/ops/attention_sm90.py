@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cudiff.backend import Array, is_low
-from cudiff.cuda.module import blocks, empty, hopper, launch
+from cudiff.cuda.device import hopper
+from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.tensor_map import tensor_map
 from cudiff.ops.gemm import aligned
 

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import Array, float32, int32
-from cudiff.cuda.module import blocks, empty, launch
+from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.function import Function
 from cudiff.ops.cast import as_index, narrow
 from cudiff.ops.random import Streams, philox
-from cudiff.tensor import Function, Tensor
+from cudiff.tensor import Tensor
 
 __all__ = ["draw_batch", "normalize_images"]
 

@@ -20,8 +20,10 @@ from cudiff.backend import (
     is_float,
     is_low,
 )
-from cudiff.cuda.module import add_into, blocks, empty, gradient_target, launch
-from cudiff.tensor import Function, Tensor
+from cudiff.cuda.accumulate import add_into, gradient_target
+from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.function import Function
+from cudiff.tensor import Tensor
 
 
 def widen(array: Array) -> Array:

@@ -11,8 +11,11 @@ import threading
 import numpy as np
 
 from cudiff.backend import Array, array_module, compute_dtype, float32
-from cudiff.cuda.module import empty, gradient_target, hopper
+from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.device import hopper
+from cudiff.cuda.launch import empty
 from cudiff.cuda.sums import empty_partials
+from cudiff.function import Function
 from cudiff.ops import conv2d_sm90, conv2d_thin, conv2d_wgrad_sm90
 from cudiff.ops.cast import require_floats
 from cudiff.ops.conv2d_sm90 import Norm
@@ -22,7 +25,7 @@ from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, line
 from cudiff.ops.pool import TWICE, spread_windows_cuda
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
 from cudiff.ops.shape import contiguous_cuda, move_cuda
-from cudiff.tensor import Function, Tensor
+from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map
 
 Pair = tuple[int, int]

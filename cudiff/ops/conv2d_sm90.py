@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, float32, is_low
-from cudiff.cuda.module import blocks, hopper, launch
+from cudiff.cuda.device import hopper
+from cudiff.cuda.launch import blocks, launch
 from cudiff.cuda.sums import empty_partials
 from cudiff.cuda.tensor_map import tensor_map
 from cudiff.cuda.tiles import Planner

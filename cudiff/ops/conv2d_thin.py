@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, float32, is_low
-from cudiff.cuda.module import blocks, empty, launch
+from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.sums import add_parts
 from cudiff.ops.conv2d_sm90 import Norm
 from cudiff.ops.elementwise import relu_cuda

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, float32, is_low
-from cudiff.cuda.module import blocks, empty, launch
+from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.sums import add_parts
 from cudiff.cuda.tensor_map import tensor_map
 from cudiff.cuda.tiles import Planner

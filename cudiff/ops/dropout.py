@@ -7,9 +7,11 @@ import math
 import numpy as np
 
 from cudiff.backend import compute_dtype
-from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.function import Function
 from cudiff.ops.random import Generator, random_bits
-from cudiff.tensor import Function, Tensor
+from cudiff.tensor import Tensor
 
 __all__ = ["dropout"]
 

@@ -9,10 +9,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cudiff.backend import Array, float32
-from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.function import Function
+from cudiff.gradient import Vacant
 from cudiff.ops.cast import astype, narrow, require_float, result_dtype, widen
 from cudiff.ops.gemm import aligned
-from cudiff.tensor import Function, Tensor, Vacant
+from cudiff.tensor import Tensor
 
 
 def grid(array: Array) -> int:

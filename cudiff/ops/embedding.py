@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.function import Function
 from cudiff.ops.cast import as_index, require_float
-from cudiff.tensor import Function, Tensor
+from cudiff.tensor import Tensor
 
 __all__ = ["embedding"]
 

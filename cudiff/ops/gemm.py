@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, float32, is_low
-from cudiff.cuda.module import blocks, empty, launch
+from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.tiles import Planner
 
 STAGES = 3

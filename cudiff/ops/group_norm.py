@@ -11,15 +11,18 @@ import math
 import numpy as np
 
 from cudiff.backend import Array, float32
-from cudiff.cuda.driver import multiprocessors
+from cudiff.cuda.accumulate import gradient_sum, gradient_sums, gradient_target
+from cudiff.cuda.device import current_device, hopper
+from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.mail import stream_mail
-from cudiff.cuda.module import blocks, empty, gradient_sum, gradient_sums, gradient_target, hopper, launch
 from cudiff.cuda.sums import add_rows, are_centred, empty_partials
 from cudiff.cuda.waiting import together
+from cudiff.function import Function
+from cudiff.gradient import Kept, Vacant
 from cudiff.ops.cast import as_wide, narrow, require_floats, widen
 from cudiff.ops.gemm import MULTIPROCESSORS
 from cudiff.ops.group_norm_sm90 import THREADS, clusters, sharing
-from cudiff.tensor import Function, Kept, Tensor, Vacant
+from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map
 
 
@@ -196,7 +199,7 @@ def group_norm_backward_cuda(dy: Array, x: Array, x2: Array | None, weight: Arra
     constants = kernel_constants(dy, x, x2, *dx, *dx2, y)
     plan = None
     if constants["VEC"] and partials is None and more is None and hopper():
-        plan = sharing(pixels, channels1, channels2, groups, x.dtype.itemsize, n, multiprocessors())
+        plan = sharing(pixels, channels1, channels2, groups, x.dtype.itemsize, n, current_device().multiprocessors)
     tiles, chunks, across = (plan.parts, 0, 0) if plan else _tiling(n, pixels, channels, constants, narrow=True)
     if sums is not None:
         sums |= {i: empty((n, tiles, (channels1, channels2)[i]), float32) for i in (0, 1) if needs[i]}

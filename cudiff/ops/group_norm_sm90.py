@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cudiff.backend import Array
-from cudiff.cuda.module import blocks
+from cudiff.cuda.launch import blocks
 from cudiff.cuda.tensor_map import tensor_map
 from cudiff.ops.gemm import MULTIPROCESSORS
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from cudiff.backend import float32
-from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.function import Function
 from cudiff.ops.cast import as_wide, narrow, require_floats, widen
 from cudiff.ops.group_norm import affine_gradients_cuda, kernel_constants
-from cudiff.tensor import Function, Tensor
+from cudiff.tensor import Tensor
 
 
 class LayerNorm(Function):

@@ -8,12 +8,14 @@ from typing import NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, compute_dtype, float32
-from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.function import Function
 from cudiff.ops.cast import as_wide, astype, require_floats
 from cudiff.ops.elementwise import Silu, silu_backward_numpy, silu_numpy
 from cudiff.ops.gemm import Epilogue, address, aligned, sum_splits
 from cudiff.ops.matmul import matmul_numpy
-from cudiff.tensor import Function, Tensor
+from cudiff.tensor import Tensor
 
 GROUPS = 64  # of one launch
 TILE, DX_TILE, DWEIGHT_TILE = 16, 32, 64  # rows and columns of out, dx and a dweight that a block computes

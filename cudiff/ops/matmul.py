@@ -7,13 +7,15 @@ import math
 import numpy as np
 
 from cudiff.backend import Array, array_module, compute_dtype, float32, is_float
-from cudiff.cuda.module import empty, gradient_target
+from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.launch import empty
+from cudiff.function import Function
 from cudiff.ops import conv2d_sm90, conv2d_wgrad_sm90
 from cudiff.ops.cast import astype, require_float, require_floats
 from cudiff.ops.gemm import Epilogue, aligned, product
 from cudiff.ops.reduce import sum_rows_cuda, sum_to
 from cudiff.ops.shape import contiguous_cuda, reshape
-from cudiff.tensor import Function, Tensor
+from cudiff.tensor import Tensor
 from cudiff.threads import PART_BYTES, cut, parallel_map
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from cudiff.backend import compute_dtype, float32
-from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.function import Function
 from cudiff.ops.cast import as_wide, astype, narrow, result_dtype, widen
-from cudiff.tensor import Function, Tensor
+from cudiff.tensor import Tensor
 
 
 class MSE(Function):

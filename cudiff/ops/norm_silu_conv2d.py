@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import Array, float32, is_float, is_low
-from cudiff.cuda.module import empty, gradient_sum, gradient_target
+from cudiff.cuda.accumulate import gradient_sum, gradient_target
+from cudiff.cuda.launch import empty
 from cudiff.cuda.sums import add_rows
+from cudiff.function import Composite, Context
 from cudiff.ops import conv2d_thin, elementwise
 from cudiff.ops.cast import as_wide, astype, require_floats
 from cudiff.ops.conv2d import check_bias, conv2d, dgrad_cuda, fprop_cuda, out_size, pair, wgrad_cuda
@@ -19,7 +21,7 @@ from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, line
 from cudiff.ops.pool import TWICE, sum_windows_cuda, upsample_nearest
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
 from cudiff.ops.shape import concatenate, reshape
-from cudiff.tensor import Composite, Context, Tensor
+from cudiff.tensor import Tensor
 
 
 def unfused(x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight, skip_bias,

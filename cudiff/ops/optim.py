@@ -13,8 +13,9 @@ from enum import IntEnum, IntFlag
 import numpy as np
 
 from cudiff.backend import Array, bfloat16, float32
-from cudiff.cuda.module import blocks, empty, launch
-from cudiff.tensor import Context, Function, Tensor
+from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.function import Context, Function
+from cudiff.tensor import Tensor
 from cudiff.threads import parallel_map
 
 CHUNK = 32768

@@ -11,10 +11,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from cudiff.backend import Array, float32
-from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.sums import empty_partials
+from cudiff.function import Function
+from cudiff.gradient import Kept, Vacant
 from cudiff.ops.cast import narrow, require_float, widen
-from cudiff.tensor import Function, Kept, Tensor, Vacant
+from cudiff.tensor import Tensor
 
 Window = tuple[int, int, int]  # size, stride, padding
 TWICE = (2, 2, 0)  # the windows of an image twice as high and wide, one for each pixel

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import Array, array_module, float32, int32
-from cudiff.cuda.module import blocks, launch
-from cudiff.tensor import Function, Tensor
+from cudiff.cuda.launch import blocks, launch
+from cudiff.function import Function
+from cudiff.tensor import Tensor
 from cudiff.values import whole
 
 __all__ = ["Generator", "Streams", "normal", "randint", "uniform"]

@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import Array, compute_dtype, device_of, float32, is_float
-from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.sums import add_rows
+from cudiff.function import Function
+from cudiff.gradient import Vacant
 from cudiff.ops.cast import astype, require_float
-from cudiff.tensor import Function, Tensor, Vacant
+from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map
 
 MOST_ROWS = 1024  # that a sum which waits for others is given: few threads add them up

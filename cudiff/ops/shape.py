@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import Array, array_module, bfloat16, compute_dtype, float16, float32, int32, int64
-from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.function import Function
 from cudiff.ops.cast import as_index, astype, narrow, result_dtype, widen
 from cudiff.ops.reduce import normalize_axes, sum_to
-from cudiff.tensor import Function, Tensor
+from cudiff.tensor import Tensor
 
 
 def merge_axes(

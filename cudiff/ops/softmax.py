@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import Array, compute_dtype, float32
-from cudiff.cuda.module import blocks, empty, gradient_target, launch
+from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.function import Function
 from cudiff.ops.cast import as_index, astype, narrow, require_float, result_dtype, widen
 from cudiff.ops.shape import transpose
-from cudiff.tensor import Function, Tensor
+from cudiff.tensor import Tensor
 
 
 def log_softmax_numpy(x: np.ndarray) -> np.ndarray:

@@ -7,9 +7,10 @@ import math
 import numpy as np
 
 from cudiff.backend import float32, float64
-from cudiff.cuda.module import blocks, empty, launch
+from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.function import Function
 from cudiff.ops.cast import astype, result_dtype
-from cudiff.tensor import Function, Tensor
+from cudiff.tensor import Tensor
 
 __all__ = ["timestep_embedding"]
 

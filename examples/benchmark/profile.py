@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from cudiff.cuda import module
+from cudiff.cuda import launch as launching
 from cudiff.cuda.timing import graph_time
 from cudiff.tensor import Tensor
 
@@ -79,7 +79,7 @@ def launches_of(step: Callable[[], object]) -> list[Launch]:
     """Every launch of one call of `step`."""
     kept: list[Launch] = []
     memory: list[Any] = []
-    kernel, pool = module.kernel, cupy.get_default_memory_pool()
+    kernel, pool = launching.kernel, cupy.get_default_memory_pool()
 
     def allocate(size: int) -> Any:
         memory.append(pool.malloc(size))
@@ -101,12 +101,12 @@ def launches_of(step: Callable[[], object]) -> list[Launch]:
 
         return call
 
-    module.kernel = keeping
+    launching.kernel = keeping
     try:
         with cupy.cuda.using_allocator(allocate):
             step()
     finally:
-        module.kernel = kernel
+        launching.kernel = kernel
     return kept
 
 

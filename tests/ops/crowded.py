@@ -14,7 +14,7 @@ import cupy
 import numpy as np
 
 from cudiff.backend import bfloat16, float32
-from cudiff.cuda.driver import multiprocessors
+from cudiff.cuda.device import current_device
 from cudiff.ops.group_norm import group_norm
 from cudiff.tensor import Tensor
 from tests.ops.test_group_norm_sm90 import forced
@@ -33,7 +33,7 @@ extern "C" __global__ void fill(long long first, long long step) {
 
 def main() -> None:
     rng = np.random.default_rng(0)
-    norm, parts = import_module("cudiff.ops.group_norm"), multiprocessors() - 4
+    norm, parts = import_module("cudiff.ops.group_norm"), current_device().multiprocessors - 4
     norm.sharing = forced(1, parts, 0)
     x, dy = (Tensor(rng.standard_normal((1, parts, 64, 64)), device="cuda", dtype=bfloat16, requires_grad=True)
              for _ in range(2))
@@ -59,12 +59,12 @@ def main() -> None:
     cupy.cuda.Device().synchronize()
     for i in range(ROUNDS):
         with filling:
-            FILLER((multiprocessors(),), (64,), (np.int64(FIRST), np.int64(STEP)), shared_mem=160 << 10)
+            FILLER((current_device().multiprocessors,), (64,), (np.int64(FIRST), np.int64(STEP)), shared_mem=160 << 10)
         if i % 2:
             with low:  # eagerly too
                 results = backward()
         graphs[low].launch(low)
-        time.sleep(1e-9 * (FIRST + multiprocessors() // 2 * STEP))
+        time.sleep(1e-9 * (FIRST + current_device().multiprocessors // 2 * STEP))
         graphs[high].launch(high)
         cupy.cuda.Device().synchronize()
         for found in (results, *recorded):

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from cudiff import ops
-from cudiff.cuda.module import blocks
+from cudiff.cuda.launch import blocks
 from cudiff.cuda.waiting import waiting
 from cudiff.ops import conv2d_sm90, conv2d_wgrad_sm90
 from cudiff.tensor import Tensor

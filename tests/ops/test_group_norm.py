@@ -5,12 +5,14 @@ import numpy as np
 import pytest
 
 from cudiff.backend import bfloat16
-from cudiff.cuda.module import hopper
+from cudiff.cuda.device import hopper
+from cudiff.function import Function
+from cudiff.gradient import Kept
 from cudiff.ops.batch_norm import batch_norm
 from cudiff.ops.conv2d import conv2d
 from cudiff.ops.group_norm import group_norm
 from cudiff.ops.pool import avg_pool2d, upsample_nearest
-from cudiff.tensor import Function, Kept, Tensor
+from cudiff.tensor import Tensor
 from tests.check import check_op, relative_error, torch
 
 # (shape of x, channels of x2, groups): groups of 1, 2, 3, 10, 12 and 14 channels, groups that straddle the two

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from cudiff.backend import bfloat16
-from cudiff.cuda.driver import multiprocessors
-from cudiff.cuda.module import blocks
+from cudiff.cuda.device import current_device
+from cudiff.cuda.launch import blocks
+from cudiff.gradient import Kept
 from cudiff.ops.group_norm import group_norm
-from cudiff.tensor import Kept, Tensor
+from cudiff.tensor import Tensor
 from tests.check import check_op
 from tests.ops.test_group_norm import inputs
 
@@ -41,7 +42,7 @@ SHARED = [
 def room(hopper):
     """Skips what needs more blocks at once than the GPU has multiprocessors."""
     def check(shape, chunks, parts):
-        if parts > 1 and shape[0] * chunks * parts > multiprocessors():
+        if parts > 1 and shape[0] * chunks * parts > current_device().multiprocessors:
             pytest.skip("more blocks wait for each other than this GPU has multiprocessors")
 
     return check
@@ -135,7 +136,7 @@ def test_two_streams_share_images_at_the_same_time(hopper, rng):
     def random(shape, dtype):
         return Tensor(rng.standard_normal(shape), device="cuda", dtype=dtype, requires_grad=True)
 
-    plan = norm.sharing(4096, 64, 0, 32, 2, 32, multiprocessors())
+    plan = norm.sharing(4096, 64, 0, 32, 2, 32, current_device().multiprocessors)
     if plan is None or plan.parts == 1:
         pytest.skip("on this GPU no blocks share these images")
     x, dout = (random((32, 64, 64, 64), bfloat16) for _ in range(2))

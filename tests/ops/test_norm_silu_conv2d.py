@@ -2,12 +2,13 @@ import numpy as np
 import pytest
 
 from cudiff.backend import bfloat16
-from cudiff.cuda.module import hopper
+from cudiff.cuda.device import hopper
+from cudiff.gradient import Kept
 from cudiff.nn.parameter import Parameter
 from cudiff.ops import conv2d_wgrad_sm90
 from cudiff.ops.attention import attention_qkv
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
-from cudiff.tensor import Kept, Tensor
+from cudiff.tensor import Tensor
 from tests.check import TOLERANCE, check_op, relative_error, sums_of, torch
 
 UNITS = {  # x, x2 channels; K; kernel; which parts

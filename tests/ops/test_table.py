@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cudiff import ops
-from cudiff.tensor import Function
+from cudiff.function import Function
 from tests.check import TOLERANCE, assert_close, check_case, relative_error
 from tests.ops.cases import Case, Numbers
 from tests.ops.table import ELSEWHERE, ROWS

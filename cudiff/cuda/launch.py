@@ -1,4 +1,5 @@
-"""Launches through the CUDA driver itself: CuPy's cannot say that a kernel may start before the one ahead of it ends.
+"""Launch kernels through the CUDA driver itself: CuPy's launches cannot say that a kernel may start before the one
+ahead of it ends.
 
 Programmatic dependent launch (sm_90 and newer): a kernel's blocks take their places and prepare their barriers while
 the last blocks of the kernel before are still at work, and wait in `wait_for_previous` (kernels/common.cuh), which
@@ -12,17 +13,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import os
 import struct
 import threading
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from cudiff.backend import get_cupy
+from cudiff.backend import Array, get_cupy
+from cudiff.cuda import compiler
+from cudiff.cuda.device import Device, device, library
 from cudiff.cuda.signature import Kind, Signature
-from cudiff.tensor import Tensor
 
 _CONFIG = struct.Struct("7IPPI4x")  # CUlaunchConfig: grid, block, shared memory, stream, attributes, their number
 # CUlaunchAttribute, its value in a union of 64 bytes: CU_LAUNCH_ATTRIBUTE_COOPERATIVE = 1, and
@@ -36,14 +37,6 @@ _PACKED: dict[type, str] = {
     type(None): "Q", bool: "i4x", int: "i4x", float: "f4x", np.int32: "i4x", np.uint32: "I4x", np.int64: "q",
     np.uint64: "Q", np.float32: "f4x", np.float64: "d",
 }
-
-
-@functools.cache
-def library() -> ctypes.CDLL:
-    """The driver's own functions."""
-    driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
-    return driver
 
 
 class _Places(threading.local):
@@ -79,15 +72,13 @@ def _places() -> _Places:
 def pack(args: Sequence[Any]) -> tuple[list[Kind], list[Any]]:
     """The kind and the value that a kernel gets for each argument.
 
-    Python ints are int32, floats float32, None a null pointer, NumPy scalars what they are; CuPy arrays and Tensors
-    pass their address, NumPy arrays (tables, tensor maps) all their bytes.
+    Python ints are int32, floats float32, None a null pointer, NumPy scalars what they are; CuPy arrays pass their
+    address, NumPy arrays (tables, tensor maps) all their bytes.
     """
     kinds, values = [], []
     for arg in args:
         kind: Kind = type(arg)
         if kind not in _PACKED:
-            if isinstance(arg, Tensor):
-                arg = arg.data
             if type(arg) is np.ndarray:
                 arg = arg.tobytes()
                 kind = len(arg)
@@ -105,34 +96,7 @@ def formats(kinds: Sequence[Kind]) -> list[str]:
     return [f"{kind}s{-kind % 8}x" if type(kind) is int else _PACKED.get(kind, "Q") for kind in kinds]
 
 
-class Limits(NamedTuple):
-    """A GPU's multiprocessors; what each has room for: blocks, threads, bytes of shared memory; the bytes that a block
-    may ask for; and those that it takes besides."""
-
-    multiprocessors: int
-    blocks: int
-    threads: int
-    shared: int
-    of_block: int
-    reserved: int
-
-
-@functools.cache
-def _limits(device: int) -> Limits:
-    facts = get_cupy().cuda.Device(device).attributes
-    return Limits(
-        facts["MultiProcessorCount"], facts["MaxBlocksPerMultiprocessor"], facts["MaxThreadsPerMultiProcessor"],
-        facts["MaxSharedMemoryPerMultiprocessor"], facts["MaxSharedMemoryPerBlockOptin"],
-        facts["ReservedSharedMemoryPerBlock"],
-    )
-
-
-def multiprocessors() -> int:
-    """Of the current device."""
-    return _limits(get_cupy().cuda.runtime.getDevice()).multiprocessors
-
-
-def room(blocks: int, threads: int, limits: Limits) -> int:
+def room(blocks: int, threads: int, limits: Device) -> int:
     """Bytes of shared memory for each of `blocks` that could all run at once, so that they spread evenly.
 
     With more room, those that start early crowd where the kernel before leaves some. 0 for blocks that take turns.
@@ -153,14 +117,13 @@ class Kernel:
 
     def __init__(self, function: Any, signature: Signature):
         self.signature = signature
-        device = get_cupy().cuda.Device()
-        self._limits = _limits(device.id)
+        self._limits = device(get_cupy().cuda.runtime.getDevice())
         self._static = function.shared_size_bytes
         # All that there is, once: raised launch by launch, threads could lower it for each other.
         function.max_dynamic_shared_size_bytes = self._limits.of_block - self._static
         self._function = function  # keeps the cubin loaded
         self._address = function.kernel.ptr
-        self._overlaps = int(int(device.compute_capability) >= 90)
+        self._overlaps = int(self._limits.capability >= 90)
         self._shapes: dict[tuple, tuple[int, ...]] = {}
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0,
@@ -188,3 +151,42 @@ class Kernel:
         if self._overlaps:
             shared = max(shared, room(math.prod(blocks), math.prod(threads), self._limits) - self._static)
         return (*blocks, *threads, shared)
+
+
+_kernels: dict[tuple, Kernel] = {}
+
+
+def kernel(stem: str, name: str, **constants: Any) -> Callable[..., None]:
+    """The compiled function `name` of `kernels/<stem>.cu`, ready to be called; a dtype becomes its C name."""
+    key = (get_cupy().cuda.runtime.getDevice(), stem, name, *constants.items())
+    found = _kernels.get(key)
+    if found is None:
+        named = compiler.c_names(stem, constants)
+        if compiler.compiles_ahead():
+            compiler.compile_ahead(stem, named)
+            return lambda *args, **kwargs: None
+        function = compiler.load(stem, named).get_function(name)
+        found = _kernels[key] = Kernel(function, compiler.signature(stem, name, named))
+    return found
+
+
+def launch(stem: str, name: str, grid: Any, block: Any, args: Sequence[Any], shared: int = 0, cooperative: bool = False,
+           **constants: Any) -> None:
+    """Launch `name` of `kernels/<stem>.cu` on the current stream, with `args` as `pack` says.
+
+    grid, block: a number or a tuple; shared: bytes of dynamic shared memory; cooperative: its blocks wait for each
+    other, so that all must run at once; `constants` are `-D` macros.
+    """
+    grid = grid if isinstance(grid, tuple) else (grid,)
+    block = block if isinstance(block, tuple) else (block,)
+    kernel(stem, name, **constants)(grid, block, args, shared_mem=shared, cooperative=cooperative)
+
+
+def blocks(count: int, per_block: int) -> int:
+    """How many blocks cover `count` items: the ceiling of the quotient, at least 1."""
+    return max(1, -(-count // per_block))
+
+
+def empty(shape: Any, dtype: Any) -> Array:
+    """An uninitialised CuPy array."""
+    return get_cupy().empty(shape, dtype)

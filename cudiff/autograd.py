@@ -3,16 +3,43 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, array_module, device_of, float32, is_array, is_low
-from cudiff.tensor import Kept, Node, Tensor, Vacant, described
+from cudiff.backend import Array, array_module, device_of, is_low
+from cudiff.function import Node, require_gradients
+from cudiff.gradient import Kept, Vacant
+from cudiff.tensor import Tensor
 
 
-def walk_back(root: Tensor, grad: Array) -> None:
+def backward(tensor: Tensor, grad: Any = None) -> None:
+    """Add d(self)/d(leaf) to `.grad` of every leaf that requires it.
+
+    `grad` is d(loss)/d(self), of this tensor's shape; it may be left out for a single element.
+    Raises RuntimeError where nothing was recorded or the tape was used already. After any other error no `.grad`
+    has a meaning.
+    """
+    if not tensor.requires_grad:
+        raise RuntimeError(
+            "backward() needs a tensor that requires a gradient: nothing that it was made of does "
+            "(cudiff.load(path, trainable=True) loads a net to be trained)"
+        )
+    if grad is None:
+        if tensor.size != 1:
+            raise RuntimeError(f"backward() of a tensor of shape {tensor.shape} needs the gradient to start from")
+        grad = array_module(tensor.device).ones_like(tensor.data)
+    else:
+        grad = Tensor(grad, dtype=tensor.dtype, device=tensor.device).data
+    if grad.shape != tensor.shape:
+        raise ValueError(f"the gradient has shape {grad.shape}, the tensor {tensor.shape}")
+    _walk_back(tensor, grad)
+
+
+Tensor.backward = backward  # type: ignore[method-assign]
+
+
+def _walk_back(root: Tensor, grad: Array) -> None:
     """Add d(root)/d(leaf), times `grad`, to `.grad` of every leaf below `root`."""
     if root._source is None:
         _add_to_leaf(root, grad, True)
@@ -91,7 +118,7 @@ def accumulate(total: Array, term: Array) -> None:
     if device_of(total) == "cpu":
         total += term.astype(total.dtype, copy=False)
     else:
-        from cudiff.cuda.module import add_into
+        from cudiff.cuda.accumulate import add_into
 
         add_into(total, term)
 
@@ -121,7 +148,7 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
     into = _places(node, targets, device, waits)
     backward = node.function.backward_cuda if device == "cuda" else node.function.backward_numpy
     results = backward(node.ctx, *douts, needs=node.needs, into=list(into))
-    _require_gradients(node, results, next(type(dout) for dout in douts if dout is not None), device)
+    require_gradients(node, results, next(type(dout) for dout in douts if dout is not None), device)
     places = [
         place.array if isinstance(place, Vacant) else place.sum if isinstance(place, Kept) else place for place in into
     ]
@@ -162,45 +189,6 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
 def _owner(array: Array) -> int:
     """Which memory an array lies in: two of one owner may overlap."""
     return id(array if array.base is None else array.base)
-
-
-def _require_gradients(node: Node, results: Any, kind: type, device: str) -> None:
-    """Refuse what a backward must not return; arrays on `device` are mostly of this `kind`."""
-    name = node.function.__name__
-    if not isinstance(results, tuple):
-        raise TypeError(
-            f"{name}'s backward returned {described(results)}: return a tuple, with a gradient (or None) for each input"
-        )
-    if len(results) != len(node.likes):
-        raise ValueError(f"{name}'s backward returned {len(results)} gradients for {len(node.likes)} inputs")
-    for i, (result, like) in enumerate(zip(results, node.likes, strict=True)):
-        if result is None or like is None:
-            continue
-        shape, dtype = like
-        if type(result) is not kind and not (is_array(result) and device_of(result) == device):
-            raise TypeError(
-                f"{name}'s backward returned {described(result)} for {_input(node, i)}: return an array on {device}"
-            )
-        if result.shape != shape:
-            raise ValueError(
-                f"{name}'s backward returned a gradient of shape {result.shape} for {_input(node, i)}, "
-                f"which has {shape}"
-            )
-        if result.dtype != dtype and not (result.dtype == float32 and is_low(dtype)):
-            raise TypeError(
-                f"{name}'s backward returned a gradient of {result.dtype} for {_input(node, i)}, which has {dtype}"
-            )
-
-
-def _input(node: Node, i: int) -> str:
-    """Input i of a Function with the name that its forward gives it, if it does."""
-    function = node.function
-    forward = getattr(function, "forward_numpy", None) or function.forward_cuda
-    names = [
-        parameter.name for parameter in inspect.signature(forward).parameters.values()
-        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    ][1:]  # the first is ctx
-    return f"input {i} ({names[i]})" if i < len(names) else f"input {i}"
 
 
 def _places(node: Node, targets: list[Tensor | _Gradient | None], device: str,

@@ -1,0 +1,89 @@
+"""What the driver says of each GPU. Nothing else asks it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from typing import NamedTuple
+
+from cudiff.backend import get_cupy
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The driver's own functions."""
+    driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+    return driver
+
+
+@functools.cache
+def driver_version() -> int:
+    """The newest CUDA that the driver supports, as 1000 · major + 10 · minor."""
+    return get_cupy().cuda.runtime.driverGetVersion()
+
+
+class Device(NamedTuple):
+    """A GPU's name, such as "NVIDIA H200", and its compute capability, 10 · major + minor; its multiprocessors; what
+    each has room for: blocks, threads, bytes of shared memory; the bytes that a block may ask for; and those that it
+    takes besides."""
+
+    name: str
+    capability: int
+    multiprocessors: int
+    blocks: int
+    threads: int
+    shared: int
+    of_block: int
+    reserved: int
+
+    @property
+    def architecture(self) -> str:
+        """NVRTC's name for it; Hopper's own instructions need the `a`."""
+        return f"sm_{self.capability}a" if self.capability == 90 else f"sm_{self.capability}"
+
+
+@functools.cache
+def device(ordinal: int) -> Device:
+    """The GPU of this number."""
+    cuda = get_cupy().cuda
+    found = cuda.Device(ordinal)
+    facts = found.attributes
+    return Device(
+        cuda.runtime.getDeviceProperties(ordinal)["name"].decode(), int(found.compute_capability),
+        facts["MultiProcessorCount"], facts["MaxBlocksPerMultiprocessor"], facts["MaxThreadsPerMultiProcessor"],
+        facts["MaxSharedMemoryPerMultiprocessor"], facts["MaxSharedMemoryPerBlockOptin"],
+        facts["ReservedSharedMemoryPerBlock"],
+    )
+
+
+def current_device() -> Device:
+    """The one that the current thread launches on."""
+    return device(get_cupy().cuda.runtime.getDevice())
+
+
+_CUDA_OF_DRIVER_530 = 12010
+
+
+def hopper() -> bool:
+    """Whether the kernels of files named _sm90 run on the current device; a driver from 530 on gives some of them their
+    more than 4 KiB of arguments.
+
+    CUDIFF_PORTABLE=1 in the environment switches them off: the kernels for any GPU run instead.
+    """
+    wanted = os.environ.get("CUDIFF_PORTABLE") != "1"
+    return wanted and current_device().architecture == "sm_90a" and driver_version() >= _CUDA_OF_DRIVER_530
+
+
+def describe() -> dict[str, str]:
+    """Versions and the current device, for `cudiff info`."""
+    cupy, gpu, newest = get_cupy(), current_device(), driver_version()
+    free, total = cupy.cuda.runtime.memGetInfo()
+    return {
+        "CuPy": cupy.__version__,
+        "driver supports": f"CUDA {newest // 1000}.{newest % 1000 // 10}",
+        "GPU": f"{gpu.name}, {gpu.multiprocessors} multiprocessors",
+        "GPU memory": f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free",
+        "kernels compiled for": gpu.architecture,
+    }

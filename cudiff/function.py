@@ -1,0 +1,176 @@
+"""Operations: what a Function is, how it is recorded, and what its backward may return."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from cudiff.backend import Array, device_of, float32, is_array, is_float, is_low
+from cudiff.tensor import Tensor, grad_enabled, now
+
+
+class Context:
+    """What a Function's forward leaves for its backward."""
+
+    def __init__(self, needs: tuple[bool, ...], partials: tuple[Array | None, ...]):
+        self.needs = needs  # which inputs want a gradient; all False while nothing is recorded
+        self.partials = partials  # of the inputs
+        self.out_partials: Array | None = None  # set by forward: statistics of its first output
+        # In backward: the first dout's sums over tiles of pixels, float32 (N or 1, tiles, C), if a backward left them.
+        self.dout_partials: Array | None = None
+        self.din_partials: dict[int, Array] = {}  # set by backward: the same of input i's gradient, with what it had
+        self.saved: tuple[Array | None, ...] = ()
+
+    def save(self, *arrays: Array | None) -> None:
+        """Hold `arrays` until backward has run."""
+        self.saved = arrays
+
+
+class Function:
+    """A differentiable operation on both backends; see `apply` for the signatures.
+
+    A subclass defines four static methods: `forward_numpy(ctx, *arrays, **attrs)`, which returns an array or a tuple
+    of arrays; `backward_numpy(ctx, *douts, needs, into)`, which returns one gradient (or None) for each input; and the
+    same pair with `_cuda`. `needs[i]` says whether input i wants a gradient. `into[i]` is the gradient it has so
+    far, or None: a backward that adds to it in place returns it, any other returned array is added by the tape. On CUDA
+    it may also be `Vacant`, and for the inputs of which `adds_elsewhere` says so, `Kept`, all of whose terms it adds;
+    `gradient_target`, `gradient_sum` and `gradient_sums` of `cudiff.cuda.accumulate` know them all.
+    A gradient has the shape and dtype of what forward got; that of 16 bits may be float32 too. TypeError or ValueError
+    names the Function and the input otherwise.
+    A forward writes to none of its inputs, where it is differentiable. A dout may be returned but never written to. Its
+    new owner may add to it, as to any array returned: what reads it after backward has returned says so (see
+    `cudiff.cuda.waiting`), and an array kept outside `ctx.saved` is returned as a copy.
+    """
+
+    differentiable: ClassVar[bool] = True
+    adds_elsewhere: ClassVar[tuple[int, ...]] = ()
+
+    @classmethod
+    def operand_dtype(cls, inputs: Sequence[Tensor | None], attrs: dict[str, Any]) -> np.dtype:
+        """What it computes in, of which a Parameter may offer a copy: the first input's dtype."""
+        return next(t.dtype for t in inputs if t is not None)
+
+    @classmethod
+    def apply(cls, *inputs: Tensor | None, **attrs: Any) -> Any:
+        """Run the forward on the inputs' device and record it. Returns a Tensor, or a tuple where forward does."""
+        device = _common_device(cls.__name__, inputs)
+        recording = cls.differentiable and grad_enabled()
+        needs = tuple(recording and t is not None and t.requires_grad for t in inputs)
+        ctx = Context(needs, tuple(None if t is None else t.partials for t in inputs))
+        dtype = cls.operand_dtype(inputs, attrs)
+        arrays = [None if t is None else t.operand(dtype) for t in inputs]
+        forward = cls.forward_cuda if device == "cuda" else cls.forward_numpy  # type: ignore[attr-defined]
+        results = forward(ctx, *arrays, **attrs)
+        several = isinstance(results, tuple)
+        for result in results or (None,) if several else (results,):
+            if not is_array(result) or device_of(result) != device:
+                raise TypeError(
+                    f"{cls.__name__}'s forward returned {described(result)}: return an array on {device}, or a tuple "
+                    f"of arrays"
+                )
+        outs = tuple(Tensor(result) for result in (results if several else (results,)))
+        outs[0].partials = ctx.out_partials
+        if any(needs):
+            node = Node(cls, ctx, inputs, arrays, needs, len(outs))
+            for i, out in enumerate(outs):
+                if is_float(out.dtype):
+                    out.requires_grad, out._source = True, (node, i)
+        return outs if several else outs[0]
+
+
+class Composite(Function):
+    """A Function whose NumPy side records `compose(*inputs, **attrs)`, the operations that define it, on a tape of its
+    own."""
+
+    @classmethod
+    def forward_numpy(cls, ctx, *arrays, **attrs):
+        ctx.inputs = [
+            None if array is None else Tensor(array, requires_grad=need)
+            for array, need in zip(arrays, ctx.needs, strict=True)
+        ]
+        ctx.out = cls.compose(*ctx.inputs, **attrs)  # type: ignore[attr-defined]
+        return ctx.out.data
+
+    @staticmethod
+    def backward_numpy(ctx, dout, needs, into):
+        ctx.out.backward(dout)
+        return tuple(x.grad if need else None for x, need in zip(ctx.inputs, needs, strict=True))
+
+
+def described(result: Any) -> str:
+    """What a Function returned, for a complaint."""
+    if not is_array(result):
+        return "None" if result is None else f"a {type(result).__name__}"
+    return f"an array of {result.dtype} on {device_of(result)}"
+
+
+def _common_device(name: str, inputs: Sequence[Tensor | None]) -> str:
+    for t in inputs:
+        if t is not None and not isinstance(t, Tensor):
+            raise TypeError(f"{name} takes tensors, not {type(t).__name__}: wrap it in cudiff.Tensor(...)")
+    devices = {t.device for t in inputs if t is not None}
+    if len(devices) > 1:
+        raise ValueError(f"{name} got tensors on different devices: move them with .to('cuda') or .to('cpu')")
+    return devices.pop()
+
+
+class Node:
+    """One recorded operation: how to run its backward and where its inputs' gradients go."""
+
+    __slots__ = ("ctx", "function", "index", "inputs", "likes", "needs", "num_outputs")
+
+    def __init__(self, function: Any, ctx: Context, inputs: Sequence[Tensor | None], arrays: Sequence[Array | None],
+                 needs: tuple, num_outputs: int):
+        self.function, self.needs, self.num_outputs = function, needs, num_outputs
+        self.ctx: Any = ctx  # a Context, None once backward has run
+        self.index = now()
+        # What each wanted gradient must be like: the arrays that the forward got can be freed.
+        self.likes = [(a.shape, a.dtype) if need and a is not None else None
+                      for a, need in zip(arrays, needs, strict=True)]
+        # An input made by another node is kept as that node's output slot, so that its array can be freed.
+        self.inputs = [
+            (t if t._source is None else t._source) if need and t is not None else None
+            for t, need in zip(inputs, needs, strict=True)
+        ]
+
+
+def require_gradients(node: Node, results: Any, kind: type, device: str) -> None:
+    """Refuse what a backward must not return; arrays on `device` are mostly of this `kind`."""
+    name = node.function.__name__
+    if not isinstance(results, tuple):
+        raise TypeError(
+            f"{name}'s backward returned {described(results)}: return a tuple, with a gradient (or None) for each input"
+        )
+    if len(results) != len(node.likes):
+        raise ValueError(f"{name}'s backward returned {len(results)} gradients for {len(node.likes)} inputs")
+    for i, (result, like) in enumerate(zip(results, node.likes, strict=True)):
+        if result is None or like is None:
+            continue
+        shape, dtype = like
+        if type(result) is not kind and not (is_array(result) and device_of(result) == device):
+            raise TypeError(
+                f"{name}'s backward returned {described(result)} for {_input(node, i)}: return an array on {device}"
+            )
+        if result.shape != shape:
+            raise ValueError(
+                f"{name}'s backward returned a gradient of shape {result.shape} for {_input(node, i)}, "
+                f"which has {shape}"
+            )
+        if result.dtype != dtype and not (result.dtype == float32 and is_low(dtype)):
+            raise TypeError(
+                f"{name}'s backward returned a gradient of {result.dtype} for {_input(node, i)}, which has {dtype}"
+            )
+
+
+def _input(node: Node, i: int) -> str:
+    """Input i of a Function with the name that its forward gives it, if it does."""
+    function = node.function
+    forward = getattr(function, "forward_numpy", None) or function.forward_cuda
+    names = [
+        parameter.name for parameter in inspect.signature(forward).parameters.values()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ][1:]  # the first is ctx
+    return f"input {i} ({names[i]})" if i < len(names) else f"input {i}"
