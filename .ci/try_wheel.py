@@ -5,8 +5,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import cudiff
 from cudiff.cuda.module import kernel_folder
+
+import cudiff
 
 tree = Path(sys.argv[1])
 # .cu, .cuh, .toml

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from cudiff.cuda import compiler, launch, tensor_map, tiles
+from cudiff.cuda import compiler, launch, select, tensor_map, tiles
 from cudiff.cuda.memory import Places
 from tests.compile_kernels import variants
 
@@ -246,6 +246,8 @@ def forget() -> None:
         for value in vars(loaded).values():
             getattr(value, "cache_clear", lambda: None)()
     tiles.forget()
+    for table in select.TABLES.values():
+        table.forget()
 
 
 def pretend(monkeypatch: Any, hopper: bool) -> Host:
@@ -254,6 +256,7 @@ def pretend(monkeypatch: Any, hopper: bool) -> Host:
     host = Host(hopper)
     stand_ins = {
         "get_cupy": lambda: host, "cuda_status": lambda: (True, "host"), "hopper": lambda: hopper,
+        "kernel_architecture": lambda: "sm_90a" if hopper else "sm_90",
         "stream_mail": lambda: host.empty(16, np.uint8),
         "device_of": lambda array: "cuda" if isinstance(array, Array) else "cpu",
         "array_module": lambda device: host if device == "cuda" else np,

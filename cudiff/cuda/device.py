@@ -66,14 +66,19 @@ def current_device() -> Device:
 _CUDA_OF_DRIVER_530 = 12010
 
 
-def hopper() -> bool:
-    """Whether the kernels of files named _sm90 run on the current device; a driver from 530 on gives some of them their
-    more than 4 KiB of arguments.
+def kernel_architecture() -> str:
+    """The current device's architecture as kernels are chosen for it: "sm_90a" where those in files named _sm90 run.
 
-    CUDIFF_PORTABLE=1 in the environment switches them off: the kernels for any GPU run instead.
+    CUDIFF_PORTABLE=1 in the environment switches these off: the kernels for any GPU run instead. So does a driver older
+    than 530, which does not give some of them their more than 4 KiB of arguments.
     """
-    wanted = os.environ.get("CUDIFF_PORTABLE") != "1"
-    return wanted and current_device().architecture == "sm_90a" and driver_version() >= _CUDA_OF_DRIVER_530
+    portable = os.environ.get("CUDIFF_PORTABLE") == "1" or driver_version() < _CUDA_OF_DRIVER_530
+    return current_device().architecture.removesuffix("a" if portable else "")
+
+
+def hopper() -> bool:
+    """Whether the kernels of files named _sm90 run on the current device."""
+    return kernel_architecture() == "sm_90a"
 
 
 def describe() -> dict[str, str]:

@@ -190,3 +190,13 @@ def blocks(count: int, per_block: int) -> int:
 def empty(shape: Any, dtype: Any) -> Array:
     """An uninitialised CuPy array."""
     return get_cupy().empty(shape, dtype)
+
+
+def aligned(array: Array, *lengths: int) -> bool:
+    """Whether 16-byte copies may be used: `array` starts at a multiple, and `lengths` elements make multiples."""
+    return address(array) % 16 == 0 and all(length * array.itemsize % 16 == 0 for length in lengths)
+
+
+def address(array: Array) -> int:
+    """Where a CUDA array starts."""
+    return array.data.ptr

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
 from cudiff.backend import Array, compute_dtype, float32
-from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.cuda.kernels.attention import table
+from cudiff.cuda.launch import blocks, empty
 from cudiff.function import Function
-from cudiff.ops import attention_sm90
 from cudiff.ops.cast import astype, result_dtype
 from cudiff.ops.matmul import matmul_numpy
 from cudiff.tensor import Tensor
@@ -110,63 +109,21 @@ def _backward_numpy(ctx, dout, dq, dk, dv):
     dv[:] = matmul_numpy(weights.swapaxes(-1, -2), dout).transpose(0, 2, 1, 3)
 
 
-WARPS = 4
-
-
-def _tile(dtype: np.dtype, dim: int, rows: int, backward: bool, tf32: bool) -> dict[str, Any]:
-    """The kernels' constants for heads of `dim` channels and `rows` tokens on the side that blocks divide."""
-    wide = dtype == float32
-    padded = 16 * blocks(dim, 16)
-    two_tiles = not wide and rows >= 128 and padded <= (32 if backward else 64)  # more would spill registers
-    if wide:
-        columns, stages = (32, 2) if padded <= 64 else (16, 1)  # 99 KB of shared memory hold it
-    else:
-        columns, stages = (64, 2) if padded <= 64 else (32, 2)
-    passes = 3 if wide and not tf32 else 1
-    return {"T": dtype, "DP": padded, "MT": 2 if two_tiles else 1, "BN": columns, "STAGES": stages, "PASSES": passes}
-
-
-def _launch(name: str, x: Array, rows: int, row_operands: int, tile: dict[str, Any], args: tuple) -> None:
-    n, _, heads, _ = x.shape
-    own = 16 * WARPS * tile["MT"]
-    line = (tile["DP"] + 8) * x.dtype.itemsize
-    shared = row_operands * own * line + tile["STAGES"] * tile["BN"] * (2 * line + 8)
-    launch("attention", name, (blocks(rows, own), heads, n), 32 * WARPS, args, shared=shared, **tile)
-
-
-def _sizes(q, k):
-    """What every kernel takes after its arrays: tokens, channels, strides in elements, and the scale."""
-    token, head = (stride // q.dtype.itemsize for stride in q.strides[1:3])
-    return q.shape[1], k.shape[1], q.shape[3], token, head, 1 / math.sqrt(q.shape[3])
-
-
 def _forward_cuda(ctx, q, k, v, tf32):
     n, rows, heads, dim = q.shape
     out = empty((n, rows, heads * dim), q.dtype)
     lse = empty((n, heads, 64 * blocks(rows, 64)), float32)
     ctx.save(q, k, v, out, lse)
     ctx.tf32 = tf32
-    if out.size and attention_sm90.suits(q, k, v):
-        attention_sm90.forward(out.reshape(q.shape), lse, q, k, v)
-    elif out.size:
-        tile = _tile(q.dtype, dim, rows, False, tf32)
-        _launch("forward", q, rows, 1, tile, (out, lse, q, k, v, *_sizes(q, k)))
+    if out.size:
+        table.forward(out.reshape(q.shape), lse, q, k, v, tf32)
     return out
 
 
 def _backward_cuda(ctx, dout, dq, dk, dv, sums=None):
     q, k, v, out, lse = ctx.saved
-    if not out.size:
-        return
-    if attention_sm90.suits(q, k, v, dq, dk, dv, dout.reshape(q.shape)):
-        attention_sm90.backward(dq, dk, dv, dout.reshape(q.shape), q, k, v, out, lse, sums)
-        return
-    delta = empty(lse.shape, float32)
-    sizes, rows, dim = _sizes(q, k), q.shape[1], q.shape[3]
-    tile = _tile(q.dtype, dim, rows, True, ctx.tf32)
-    _launch("backward_q", q, rows, 2, tile, (dq, delta, lse, q, k, v, out, dout, *sizes))
-    tile = _tile(q.dtype, dim, k.shape[1], True, ctx.tf32)
-    _launch("backward_kv", q, k.shape[1], 2, tile, (dk, dv, delta, lse, q, k, v, dout, *sizes))
+    if out.size:
+        table.backward(dq, dk, dv, dout.reshape(q.shape), q, k, v, out, lse, ctx.tf32, sums)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, tf32: bool = False) -> Tensor:

@@ -13,14 +13,14 @@ import numpy as np
 from cudiff.backend import Array, array_module, compute_dtype, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.device import hopper
-from cudiff.cuda.launch import empty
+from cudiff.cuda.launch import aligned, empty
 from cudiff.cuda.sums import empty_partials
 from cudiff.function import Function
 from cudiff.ops import conv2d_sm90, conv2d_thin, conv2d_wgrad_sm90
 from cudiff.ops.cast import require_floats
 from cudiff.ops.conv2d_sm90 import Norm
 from cudiff.ops.elementwise import relu_cuda
-from cudiff.ops.gemm import Epilogue, Plan, aligned, plan, problem_of, product_as
+from cudiff.ops.gemm import Epilogue, Plan, plan, problem_of, product_as
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
 from cudiff.ops.pool import TWICE, spread_windows_cuda
 from cudiff.ops.reduce import sum_array, sum_rows_cuda

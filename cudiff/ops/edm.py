@@ -8,10 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, compute_dtype, float32, float64
-from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.function import Function
 from cudiff.ops.cast import astype, narrow, require_floats, result_dtype, widen
-from cudiff.ops.gemm import aligned
 from cudiff.tensor import Tensor
 
 

@@ -10,11 +10,10 @@ import numpy as np
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_target
-from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.function import Function
 from cudiff.gradient import Vacant
 from cudiff.ops.cast import astype, narrow, require_float, result_dtype, widen
-from cudiff.ops.gemm import aligned
 from cudiff.tensor import Tensor
 
 

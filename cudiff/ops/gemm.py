@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, float32, is_low
-from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.cuda.launch import address, blocks, empty, launch
 from cudiff.cuda.tiles import Planner
 
 STAGES = 3
@@ -93,16 +93,6 @@ def problem_of(dtype: np.dtype, size: tuple[int, int, int, int], tf32: bool, ali
 def _passes(dtype: np.dtype, tf32: bool) -> int:
     """Products that one takes: three tf32 ones make one of float32."""
     return 1 if tf32 or is_low(dtype) else 3
-
-
-def aligned(array: Array, *lengths: int) -> bool:
-    """Whether 16-byte copies may be used: `array` starts at a multiple, and `lengths` elements make multiples."""
-    return address(array) % 16 == 0 and all(length * array.itemsize % 16 == 0 for length in lengths)
-
-
-def address(array: Array) -> int:
-    """Where a CUDA array starts."""
-    return array.data.ptr
 
 
 class Epilogue(NamedTuple):

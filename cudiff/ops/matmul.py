@@ -8,11 +8,11 @@ import numpy as np
 
 from cudiff.backend import Array, array_module, compute_dtype, float32, is_float
 from cudiff.cuda.accumulate import gradient_target
-from cudiff.cuda.launch import empty
+from cudiff.cuda.launch import aligned, empty
 from cudiff.function import Function
 from cudiff.ops import conv2d_sm90, conv2d_wgrad_sm90
 from cudiff.ops.cast import astype, require_float, require_floats
-from cudiff.ops.gemm import Epilogue, aligned, product
+from cudiff.ops.gemm import Epilogue, product
 from cudiff.ops.reduce import sum_rows_cuda, sum_to
 from cudiff.ops.shape import contiguous_cuda, reshape
 from cudiff.tensor import Tensor

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from cudiff import Tensor, attention
-from cudiff.ops import attention_sm90
+from cudiff.cuda.kernels.attention import problem, sm90, table
 from tests.check import check_op, relative_error
 
 
@@ -39,13 +39,15 @@ def test_every_launch_covers_the_tokens_and_fits(monkeypatch, queries, keys, dim
     def launch(stem, name, grid, threads, args, shared, **constants):
         found[name] = grid, threads, shared, constants
 
-    monkeypatch.setattr(attention_sm90, "launch", launch)
-    monkeypatch.setattr(attention_sm90, "empty", np.empty)
-    monkeypatch.setattr(attention_sm90, "tensor_map", lambda *args: None)
+    monkeypatch.setattr(sm90, "launch", launch)
+    monkeypatch.setattr(sm90, "empty", np.empty)
+    monkeypatch.setattr(sm90, "tensor_map", lambda *args: None)
     q, k = (np.zeros((2, tokens, 3, dim), np.float16) for tokens in (queries, keys))
     lse = np.zeros((2, 3, queries), np.float32)
-    attention_sm90.forward(q, lse, q, k, k)
-    attention_sm90.backward(q, k, k, q, q, k, k, q, lse)
+    for given in (problem.Forward(q, lse, q, k, k), problem.Backward(q, k, k, q, q, k, k, q, lse, None)):
+        asked = problem.Problem(len(given) > 5, q.dtype, 2, queries, keys, 3, dim, aligned=True, tf32=False)
+        chosen = table.ATTENTION.select(asked, "sm_90a")
+        chosen.row.run(given, chosen.offer.plan, asked)
     assert all(grid[1:] == (3, 2) and shared <= 227 << 10 for grid, _, shared, _ in found.values())
     grid, threads, _, constants = found["forward"]
     assert grid[0] * threads // 128 * 64 >= queries and constants["DP"] >= dim
@@ -57,11 +59,30 @@ def test_every_launch_covers_the_tokens_and_fits(monkeypatch, queries, keys, dim
         assert found["backward_q"][0][0] * 64 >= queries and found["backward_kv"][0][0] * 64 >= keys
 
 
-def test_what_is_left_to_the_portable_kernels(monkeypatch):
-    monkeypatch.setattr(attention_sm90, "hopper", lambda: True)
-    monkeypatch.setattr(attention_sm90, "aligned", lambda array, *sizes: all(size % 8 == 0 for size in sizes))
-    row = np.zeros((2, 9, 3, 4, 64), np.float16)  # q, k and v in one
-    assert attention_sm90.suits(row[:, :, 0], row[:, :, 2])
-    assert not attention_sm90.suits(row[..., :63][:, :, 0])
-    assert not attention_sm90.suits(np.zeros((2, 9, 4, 72), np.float16))
-    assert not attention_sm90.suits(np.zeros((2, 9, 4, 64), np.float32))
+ASKED = problem.Problem(True, np.dtype(np.float16), 2, 256, 256, 4, 32, aligned=True, tf32=False,
+                        wanted=frozenset({problem.SUMS}))
+
+
+@pytest.mark.parametrize("changes, architecture, kernel, left", [
+    ({}, "sm_90a", "attention_short_sm90.backward", 0), ({}, "sm_80", "attention.backward_q, backward_kv", 1),
+    ({"keys": 257}, "sm_90a", "attention_sm90.backward_q, backward_kv", 1),
+    ({"dim": 40}, "sm_90a", "attention_sm90.backward_q, backward_kv", 1),
+    ({"dim": 72}, "sm_90a", "attention.backward_q, backward_kv", 1),
+    ({"aligned": False}, "sm_90a", "attention.backward_q, backward_kv", 1),
+    ({"dtype": np.dtype(np.float32)}, "sm_90a", "attention.backward_q, backward_kv", 1),
+    ({"backward": False}, "sm_90a", "attention_sm90.forward", 1),
+    ({"backward": False}, "sm_90", "attention.forward", 1),
+])
+def test_which_kernel_runs(changes, architecture, kernel, left):
+    chosen = table.ATTENTION.select(ASKED._replace(**changes), architecture)
+    assert chosen.row.name == kernel and len(chosen.left) == left
+
+
+def test_rows_that_start_anywhere_are_seen(host_of):
+    """Of q, k and v in one array."""
+    host = host_of(True)
+    row = host.zeros((2, 9, 3, 4, 64), np.float16)
+    for q in (row[:, :, 0], row[..., :63][:, :, 0]):
+        host.launches.clear()
+        table.forward(host.empty(q.shape, q.dtype), host.empty((2, 4, 64), np.float32), q, q, q, False)
+        assert host.launches == [("attention_sm90" if q.shape[3] == 64 else "attention", "forward")]

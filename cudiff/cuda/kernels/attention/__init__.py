@@ -1,0 +1,1 @@
+"""Attention: host code of kernels/attention*.cu; `table.py` says which runs."""

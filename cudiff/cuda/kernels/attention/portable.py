@@ -1,0 +1,67 @@
+"""Attention by mma.sync, on every GPU: heads of up to 128 channels, 16-bit or float32."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from cudiff.backend import Array, float32
+from cudiff.cuda.kernels.attention.problem import Backward, Forward, Problem
+from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.cuda.select import Offer
+
+WARPS = 4
+
+Tile = dict[str, Any]
+"""A kernel's constants."""
+
+
+def offer_forward(p: Problem) -> Offer | None:
+    """Its plan is the tile of queries."""
+    return None if p.backward else Offer(plan=tile_of(p.dtype, p.dim, p.queries, False, p.tf32))
+
+
+def forward(given: Forward, tile: Tile, p: Problem) -> None:
+    _launch("forward", p, p.queries, 1, tile, (*given, *_sizes(given.q, p)))
+
+
+def offer_backward(p: Problem) -> Offer | None:
+    """Its plan is the tiles of queries and of keys."""
+    if not p.backward:
+        return None
+    return Offer(plan=tuple(tile_of(p.dtype, p.dim, rows, True, p.tf32) for rows in (p.queries, p.keys)))
+
+
+def backward(given: Backward, tiles: tuple[Tile, Tile], p: Problem) -> None:
+    dq, dk, dv, dout, q, k, v, out, lse, _ = given
+    delta, sizes = empty(lse.shape, float32), _sizes(q, p)
+    _launch("backward_q", p, p.queries, 2, tiles[0], (dq, delta, lse, q, k, v, out, dout, *sizes))
+    _launch("backward_kv", p, p.keys, 2, tiles[1], (dk, dv, delta, lse, q, k, v, dout, *sizes))
+
+
+def tile_of(dtype: np.dtype, dim: int, rows: int, backward: bool, tf32: bool) -> Tile:
+    """For heads of `dim` channels and `rows` tokens on the side that blocks divide."""
+    wide = dtype == float32
+    padded = 16 * blocks(dim, 16)
+    two_tiles = not wide and rows >= 128 and padded <= (32 if backward else 64)  # more would spill registers
+    if wide:
+        columns, stages = (32, 2) if padded <= 64 else (16, 1)  # 99 KB of shared memory hold it
+    else:
+        columns, stages = (64, 2) if padded <= 64 else (32, 2)
+    passes = 3 if wide and not tf32 else 1
+    return {"T": dtype, "DP": padded, "MT": 2 if two_tiles else 1, "BN": columns, "STAGES": stages, "PASSES": passes}
+
+
+def _launch(name: str, p: Problem, rows: int, row_operands: int, tile: Tile, args: tuple) -> None:
+    own = 16 * WARPS * tile["MT"]
+    line = (tile["DP"] + 8) * p.dtype.itemsize
+    shared = row_operands * own * line + tile["STAGES"] * tile["BN"] * (2 * line + 8)
+    launch("attention", name, (blocks(rows, own), p.heads, p.images), 32 * WARPS, args, shared=shared, **tile)
+
+
+def _sizes(q: Array, p: Problem) -> tuple[int, int, int, int, int, float]:
+    """What every kernel takes after its arrays: tokens, channels, strides in elements, and the scale."""
+    token, head = (stride // p.dtype.itemsize for stride in q.strides[1:3])
+    return p.queries, p.keys, p.dim, token, head, 1 / math.sqrt(p.dim)

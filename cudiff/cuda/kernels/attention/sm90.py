@@ -1,0 +1,91 @@
+"""Attention on Hopper's own instructions: 16-bit heads of up to 64 channels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from cudiff.backend import Array, is_low
+from cudiff.cuda.kernels.attention.problem import SUMS, Backward, Forward, Problem
+from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.cuda.select import Offer
+from cudiff.cuda.tensor_map import tensor_map
+
+TOKENS = 64  # of a tile
+STAGES = 3
+BARRIER_BYTES = 128
+SHORT = 256  # tokens of heads of up to 32 channels up to which one launch computes all gradients
+
+
+def offer_forward(p: Problem) -> Offer | None:
+    """Its plan is the number of warpgroups of a block."""
+    return Offer(plan=1 if p.queries <= TOKENS else 2) if _supports(p, backward=False) else None
+
+
+def forward(given: Forward, groups: int, p: Problem) -> None:
+    maps = map(_map, (given.q, given.k, given.v, given.out))
+    launch(
+        "attention_sm90", "forward", (blocks(p.queries, groups * TOKENS), p.heads, p.images), groups * 128,
+        (*maps, given.lse, p.queries, p.keys, 1 / math.sqrt(p.dim)),
+        (groups + 2 * STAGES) * _tile_bytes(p.dim) + BARRIER_BYTES,
+        T=p.dtype, DP=_padded(p.dim), STAGES=STAGES, GROUPS=groups,
+    )
+
+
+def offer_short_backward(p: Problem) -> Offer | None:
+    """Its plan is the number of tiles of 64 tokens."""
+    tokens = max(p.queries, p.keys)
+    if not _supports(p, backward=True) or p.dim > 32 or tokens > SHORT:
+        return None
+    return Offer(p.wanted & {SUMS}, next(tiles for tiles in (1, 2, 4) if tokens <= tiles * TOKENS))
+
+
+def short_backward(given: Backward, tiles: int, p: Problem) -> None:
+    own, tile = min(tiles, 2), _tile_bytes(p.dim)  # tiles of keys of a block
+    places: tuple = (None, None, None, 0, 0)
+    if given.sums is not None:
+        sums = given.sums(4 * tiles // own)
+        places = (*sums, *(stride // 4 for stride in sums[0].strides[1:3]))
+    maps = map(_map, (given.q, given.k, given.v, given.dout, given.dq, given.dk, given.dv))
+    launch(
+        "attention_short_sm90", "backward", (tiles // own, p.heads, p.images), 128,
+        (*maps, given.out, given.lse, p.queries, p.keys, p.dim, 1 / math.sqrt(p.dim), *places),
+        tiles * (2 * tile + 512) + own * (2 * tile + 8192) + BARRIER_BYTES, T=p.dtype, DP=32, TILES=tiles,
+    )
+
+
+def offer_backward(p: Problem) -> Offer | None:
+    return Offer() if _supports(p, backward=True) else None
+
+
+def backward(given: Backward, plan: None, p: Problem) -> None:
+    scale, maps = 1 / math.sqrt(p.dim), tuple(map(_map, (given.q, given.k, given.v, given.dout)))
+    delta = empty(given.lse.shape, given.lse.dtype)
+    constants: dict[str, Any] = {"T": p.dtype, "DP": _padded(p.dim), "STAGES": STAGES, "GROUPS": 1}
+    shared = (2 + 2 * STAGES) * _tile_bytes(p.dim) + BARRIER_BYTES
+    launch(
+        "attention_sm90", "backward_q", (blocks(p.queries, TOKENS), p.heads, p.images), 128,
+        (*maps, _map(given.dq), delta, given.lse, given.out, given.dout, p.queries, p.keys, p.dim, scale), shared,
+        **constants,
+    )
+    launch(
+        "attention_sm90", "backward_kv", (blocks(p.keys, TOKENS), p.heads, p.images), 128,
+        (*maps, _map(given.dk), _map(given.dv), delta, given.lse, p.queries, p.keys, scale), shared + STAGES * 1024,
+        **constants,
+    )
+
+
+def _supports(p: Problem, backward: bool) -> bool:
+    return p.backward == backward and is_low(p.dtype) and p.dim <= 64 and p.aligned
+
+
+def _padded(dim: int) -> int:
+    return 32 if dim <= 32 else 64
+
+
+def _tile_bytes(dim: int) -> int:
+    return TOKENS * _padded(dim) * 2
+
+
+def _map(array: Array) -> Any:
+    return tensor_map(array, (1, TOKENS, 1, _padded(array.shape[3])))

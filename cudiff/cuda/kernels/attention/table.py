@@ -1,0 +1,46 @@
+"""Which kernels attention runs by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from cudiff.backend import Array
+from cudiff.cuda.kernels.attention import portable, sm90
+from cudiff.cuda.kernels.attention.problem import SUMS, Backward, Forward, Problem
+from cudiff.cuda.launch import aligned
+from cudiff.cuda.select import ANY, SM90, Row, Table
+
+ATTENTION = Table(
+    "attention",
+    Row("attention_sm90.forward", SM90, sm90.offer_forward, sm90.forward,
+        "forward of 16-bit heads of up to 64 channels whose rows start at multiples of 16 bytes"),
+    Row("attention_short_sm90.backward", SM90, sm90.offer_short_backward, sm90.short_backward,
+        "backward, in one launch, of the same of up to 32 channels and 256 tokens; leaves the gradients' sums"),
+    Row("attention_sm90.backward_q, backward_kv", SM90, sm90.offer_backward, sm90.backward,
+        "backward of 16-bit heads of up to 64 channels whose rows start at multiples of 16 bytes"),
+    Row("attention.forward", ANY, portable.offer_forward, portable.forward, "forward of all heads"),
+    Row("attention.backward_q, backward_kv", ANY, portable.offer_backward, portable.backward, "backward of all heads"),
+)
+
+
+def forward(out: Array, lse: Array, q: Array, k: Array, v: Array, tf32: bool) -> None:
+    """softmax(q·kᵀ/√D)·v, and the logarithms of its denominators; see `Forward`."""
+    problem = _problem(q, k, (q, k, v), False, tf32)
+    chosen = ATTENTION.select(problem)
+    chosen.row.run(Forward(out, lse, q, k, v), chosen.offer.plan, problem)
+
+
+def backward(dq: Array, dk: Array, dv: Array, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
+             tf32: bool, sums: Callable[[int], Sequence[Array]] | None = None) -> None:
+    """The gradients dq, dk and dv; see `Backward`. `sums` is called where the kernel leaves them."""
+    wanted = frozenset() if sums is None else frozenset({SUMS})
+    problem = _problem(q, k, (q, k, v, dq, dk, dv, dout), True, tf32, wanted)
+    chosen = ATTENTION.select(problem)
+    chosen.row.run(Backward(dq, dk, dv, dout, q, k, v, out, lse, sums), chosen.offer.plan, problem)
+
+
+def _problem(q: Array, k: Array, arrays: Sequence[Array], backward: bool, tf32: bool,
+             wanted: frozenset[str] = frozenset()) -> Problem:
+    images, queries, heads, dim = q.shape
+    rows_aligned = all(aligned(a, dim, *(stride // a.itemsize for stride in a.strides[:3])) for a in arrays)
+    return Problem(backward, q.dtype, images, queries, k.shape[1], heads, dim, rows_aligned, tf32, wanted)

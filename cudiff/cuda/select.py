@@ -1,0 +1,84 @@
+"""Which kernel serves a problem: the first row of its family's table that makes an offer for it.
+
+A family is what several kernels could do: convolution, products of matrices, attention, norms. Its problem is a named
+tuple that says everything a choice depends on: the pass, shapes, dtypes, where rows start, precision, and the fusions
+that are wanted. No other place asks for an architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from cudiff.cuda.device import kernel_architecture
+
+ANY = None  # every architecture
+SM90 = frozenset({"sm_90a"})
+
+
+class Offer(NamedTuple):
+    """What a row does for one problem: of the wanted fusions those that it does together, how its launches are cut, and
+    the microseconds that it is estimated to take, None where only its place in the table counts."""
+
+    fused: frozenset[str] = frozenset()
+    plan: Any = None
+    microseconds: float | None = None
+
+
+class Row(NamedTuple):
+    """One way to serve a family's problems: a function of the host, which launches one kernel or several.
+
+    name: of the kernels, as in `kernels/`. architectures: those that have the instructions; ANY for all.
+    offer(problem): None where the row does not serve it. takes: the same in words, what it declines by its estimate
+    included. run: what launches; each family says with which arguments.
+    """
+
+    name: str
+    architectures: frozenset[str] | None
+    offer: Callable[[Any], Offer | None]
+    run: Callable[..., Any]
+    takes: str
+
+
+class Choice(NamedTuple):
+    """The row that serves a problem, its offer, and the wanted fusions that it leaves to the family's host code."""
+
+    row: Row
+    offer: Offer
+    left: frozenset[str]
+
+
+TABLES: dict[str, Table] = {}
+
+
+class Table:
+    """A family's rows, the best first. The last one takes every problem."""
+
+    def __init__(self, family: str, *rows: Row) -> None:
+        self.family, self.rows = family, rows
+        self._chosen: dict[tuple[Any, str], Choice] = {}
+        TABLES[family] = self
+
+    def select(self, problem: Any, architecture: str | None = None) -> Choice:
+        """The first row that makes an offer, on the current device or on an architecture such as "sm_80".
+
+        `problem` has the field `wanted`, a frozenset of fusions by name. Raises LookupError where no row serves it.
+        """
+        if architecture is None:
+            architecture = kernel_architecture()
+        found = self._chosen.get((problem, architecture))
+        if found is None:
+            found = self._chosen[problem, architecture] = self._first(problem, architecture)
+        return found
+
+    def _first(self, problem: Any, architecture: str) -> Choice:
+        for row in self.rows:
+            if row.architectures is None or architecture in row.architectures:
+                offer = row.offer(problem)
+                if offer is not None:
+                    return Choice(row, offer, problem.wanted - offer.fused)
+        raise LookupError(f"no kernel of the family {self.family} serves {problem}")
+
+    def forget(self) -> None:
+        """Select anew, as after other plans were tuned."""
+        self._chosen.clear()
