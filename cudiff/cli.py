@@ -22,6 +22,7 @@ from cudiff import signals
 from cudiff.backend import out_of_memory_errors
 from cudiff.config import add_arguments, from_arguments
 from cudiff.errors import CudiffError
+from cudiff.threads import keep_freed_memory
 
 
 class _Console(Console):
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with signals.raising():
             options = _parser().parse_args([argument for argument in arguments if argument != "--debug"])
+            keep_freed_memory()
             options.run(options)
             if sys.stdout is not None:  # closed from the start
                 sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Opening files that others wrote."""
+"""Opening files that others wrote, and replacing files whole."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 from typing import BinaryIO
 
 from cudiff.errors import CudiffError
@@ -26,3 +27,30 @@ def opened(path: str | os.PathLike) -> Iterator[BinaryIO]:
         if "null" not in str(error):
             raise
         raise CudiffError(f"cannot read {path} ({error}): check the path") from None
+
+
+@contextlib.contextmanager
+def replaced(path: str | os.PathLike, writer: str = "") -> Iterator[Path]:
+    """Where to write a file that takes the place of `path` at the end of the block, or not at all.
+
+    A full disk, an exception or a kill at any moment leaves what was at `path` as it was. Several that may replace it
+    at the same time each need a name as `writer`. Folders are made as needed. Raises OSError where the system refuses.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}{writer}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    with contextlib.suppress(OSError):  # some systems cannot open or sync a folder
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from cudiff.backend import bfloat16
 from cudiff.errors import CudiffError
-from cudiff.files import opened
+from cudiff.files import opened, replaced
 
 DTYPES = {
     "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": bfloat16,
@@ -41,34 +41,15 @@ class Entry(NamedTuple):
 
 @contextlib.contextmanager
 def replacing_path(path: str | os.PathLike) -> Iterator[Path]:
-    """Where to write a file that takes the place of `path` at the end of the block, or not at all.
-
-    A full disk, an exception or a kill at any moment leaves what was at `path` as it was. Folders are made as needed.
-    Raises CudiffError where the system refuses.
-    """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp")
+    """`files.replaced`. Raises CudiffError where the system refuses."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError | SafetensorError):
-            reason = getattr(error, "strerror", None) or error
-            raise CudiffError(
-                f"cannot write {path} ({reason}), and nothing there was changed: make room or choose another folder"
-            ) from error
-        raise
-    with contextlib.suppress(OSError):  # some systems cannot open or sync a folder
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        with replaced(path) as temporary:
+            yield temporary
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CudiffError(
+            f"cannot write {path} ({reason}), and nothing there was changed: make room or choose another folder"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -75,12 +75,13 @@ def _pool(process: int) -> ThreadPoolExecutor:
 def _blas() -> Any:
     from threadpoolctl import ThreadpoolController
 
-    _keep_freed_memory()
     return ThreadpoolController()
 
 
-def _keep_freed_memory() -> None:
-    """Have glibc reuse freed arrays, not return them: a fresh page costs more than writing it, a fifth of a step."""
+def keep_freed_memory() -> None:
+    """Have glibc keep freed arrays of this process for its next ones: a fresh page costs more than writing it, a fifth
+    of a training step on the CPU. It holds for all code in the process; the command line asks for it, `import cudiff`
+    does not."""
     trim_threshold, mmap_threshold = -1, -3  # of mallopt(3)
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt

@@ -49,6 +49,8 @@ TESTS = {
     "cudiff/function.py": ["tests/test_function.py", "tests/test_operands.py", "tests/ops/test_arithmetic.py"],
     "cudiff/gradient.py": ["tests/test_host.py", "tests/test_waiting.py"],
     "cudiff/cuda/compiler.py": ["tests/test_backend.py", "tests/test_launch.py", "tests/test_host.py"],
+    "cudiff/cuda/select.py": ["tests/ops/test_attention_sm90.py", "tests/test_cli.py"],
+    "cudiff/cuda/kernels/attention/": ["tests/ops/test_attention_sm90.py", "tests/test_traces.py"],
     "cudiff/data/": ["tests/test_readers.py", "tests/test_data.py"],
     "cudiff/models/": ["tests/models/test_unet_numpy.py", "tests/test_config.py"],
     "cudiff/nn/": ["tests/test_nn.py", "tests/test_parameters.py", "tests/test_tensor.py", "tests/test_optim.py",

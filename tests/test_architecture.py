@@ -19,7 +19,7 @@ LAYERS = [
     {"pipeline"},
     {"folder"},
     {"models", "diffusion", "optim", "data", "checkpoint", "convert", "config", "plot",
-     "tensorfile", "torchfile", "files"},
+     "tensorfile", "torchfile"},
     {"nn"},
     {"ops"},
     {"autograd"},
@@ -27,7 +27,7 @@ LAYERS = [
     {"tensor"},
     {"gradient"},
     {"backend", "threads", "memory"},
-    {"values"},
+    {"values", "files"},
     {"errors", "signals"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

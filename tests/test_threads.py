@@ -53,7 +53,7 @@ def test_a_c_library_that_takes_32_mb_at_most_gets_them(monkeypatch):
         return int(accepted and taken.setdefault(parameter, value) == value)
 
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
-    threads._keep_freed_memory()
+    threads.keep_freed_memory()
     assert taken == {-1: 1 << 30, -3: 32 << 20}
 
 

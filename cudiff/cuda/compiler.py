@@ -23,6 +23,7 @@ from cudiff.backend import bfloat16, cache_folder, float16, float32, get_cupy, i
 from cudiff.cuda.device import current_device
 from cudiff.cuda.signature import Signature, Source
 from cudiff.errors import CudiffError
+from cudiff.files import replaced
 
 CTYPES = {
     float32: "float", bfloat16: "bf16", float16: "half", int32: "int", int64: "i64", np.dtype(np.uint8): "u8",
@@ -135,10 +136,8 @@ def _cubin(stem: str, arch: str, constants: dict[str, Any]) -> Path:
     path = cubin_folder() / f"{stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
     if not path.is_file():
         cubin, _ = compile_source(stem, arch, constants)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "wb") as file:
-            file.write(cubin)
-        os.replace(temporary, path)
+        with replaced(path, f"-{os.getpid()}-{threading.get_ident()}") as temporary:
+            temporary.write_bytes(cubin)
     return path
 
 

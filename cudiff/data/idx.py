@@ -12,7 +12,6 @@ import io
 import math
 import os
 import struct
-import tempfile
 import zlib
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from cudiff.backend import cache_folder
 from cudiff.data.dataset import Dataset
 from cudiff.data.npz import fill, inflates
 from cudiff.errors import CudiffError, printable
+from cudiff.files import replaced
 from cudiff.memory import check_memory
 
 MIRRORS = (
@@ -196,19 +196,10 @@ def _download(name: str, file: Path) -> np.ndarray:
 
 
 def _write_whole(file: Path, content: bytes) -> None:
-    """Write through a temporary neighbour, so that `file` is there whole or not at all."""
+    """Write it so that `file` is there whole or not at all."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-        try:
-            with os.fdopen(handle, "wb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(temporary, file)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with replaced(file) as temporary:
+            temporary.write_bytes(content)
     except OSError as error:
         raise CudiffError(
             f"cannot keep MNIST in {file.parent} ({error.strerror or error}): make room there, "
