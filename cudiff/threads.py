@@ -67,8 +67,8 @@ def parallel_map(function: Callable[[Part], Result], parts: Sequence[Part]) -> l
 
 @functools.cache
 def _pool(process: int) -> ThreadPoolExecutor:
-    """The threads beside the calling one; after a fork there are none."""
-    return ThreadPoolExecutor(max(1, CORES - 1), "cudiff")
+    """The threads beside the calling one, of two cores or more; after a fork there are none."""
+    return ThreadPoolExecutor(CORES - 1, "cudiff")
 
 
 @functools.cache

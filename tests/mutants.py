@@ -22,7 +22,8 @@ LEFT_OUT = {
     "looks": "display.py, plot.py, info.py, demo.py",
     "annotations": "type annotations, TYPE_CHECKING, __slots__, __all__, `from __future__`",
     "what runs on a GPU only": "cuda/ but for memory.py, compiler.py and waiting.py; functions that launch a kernel, "
-    "take CuPy or a stream, or are named *_cuda, functions that only those call, and branches of `device == \"cuda\"`",
+    "take CuPy or a stream, or are named *_cuda, functions that only those call, constants of a module "
+    "that only those read, and branches of `device == \"cuda\"`",
     "the same by construction": "`strict=` of zip, `copy=` of astype, `exist_ok=`, decorators that only remember, the "
     "sizes of the parts that work is cut into (PART_BYTES, CHUNK, _PARTIAL_SUMS, 16384)",
 }
@@ -99,47 +100,94 @@ def python_mutants(root: Path = ROOT) -> list[Mutant]:
     """All of `cudiff/` but for LEFT_OUT."""
     paths = sorted((root / "cudiff").rglob("*.py"))
     trees = {path.relative_to(root / "cudiff").as_posix(): ast.parse(path.read_text()) for path in paths}
-    gpu = _gpu_functions(trees)
+    gpu, named = _gpu_functions(trees), {path: _named(tree) for path, tree in trees.items()}
     found: list[Mutant] = []
     for name, tree in trees.items():
         if name not in _FILES and not name.endswith("_sm90.py"):
-            own = {function for path, function in gpu if path == name}
-            found += _Python(f"cudiff/{name}", (root / "cudiff" / name).read_text(), own).visit(tree, "")
+            own = {line for path, line in gpu if path == name}
+            elsewhere = set().union(*(names for path, names in named.items() if path != name))
+            source, constants = (root / "cudiff" / name).read_text(), _gpu_constants(tree, own, elsewhere)
+            found += _Python(f"cudiff/{name}", source, own, constants).visit(tree, "")
     return found
 
 
-def _gpu_functions(trees: dict[str, ast.Module]) -> set[tuple[str, str]]:
-    """(file, name) of functions that run on a GPU only: by their name or what they call; then private ones that only
+def _gpu_functions(trees: dict[str, ast.Module]) -> set[tuple[str, int]]:
+    """(file, line) of functions that run on a GPU only: by their name or what they call; then private ones that only
     those call."""
-    gpu, private, users = set(), set(), {}
+    gpu, private = set(), {}
+    users: dict[tuple[str, str], set[tuple[str, int]]] = {}
     for path, tree in trees.items():
         for function in ast.walk(tree):
             if isinstance(function, ast.FunctionDef):
                 calls = [n.func for n in ast.walk(function) if isinstance(n, ast.Call)]
                 called = {func.id for func in calls if isinstance(func, ast.Name)}
                 if function.name.endswith("_cuda") or called & _ON_A_GPU:
-                    gpu.add((path, function.name))
-        private |= {(path, f.name) for f in tree.body if isinstance(f, ast.FunctionDef) and f.name.startswith("_")}
-        for name, user in _uses(tree, ""):
-            users.setdefault((path, name), set()).add((path, user))
-    while more := {f for f in private - gpu if users.get(f) and users[f] <= gpu}:
+                    gpu.add((path, function.lineno))
+        private |= {(path, f.lineno): f.name for f in tree.body
+                    if isinstance(f, ast.FunctionDef) and f.name.startswith("_")}
+        for name, line in _uses(tree, 0):
+            users.setdefault((path, name), set()).add((path, line))
+    while more := {
+        place for place, name in private.items()
+        if place not in gpu and (callers := users.get((place[0], name))) and callers <= gpu
+    }:
         gpu |= more
     return gpu
 
 
-def _uses(node: ast.AST, inside: str) -> Iterator[tuple[str, str]]:
-    """(name used, the innermost function that uses it) of all names below `node`."""
+def _uses(node: ast.AST, inside: int) -> Iterator[tuple[str, int]]:
+    """(name used, line of the innermost function that uses it, or 0) of all names below `node`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Name):
             yield child.id, inside
-        yield from _uses(child, child.name if isinstance(child, ast.FunctionDef) else inside)
+        yield from _uses(child, child.lineno if isinstance(child, ast.FunctionDef) else inside)
+
+
+def _named(tree: ast.Module) -> set[str]:
+    """What a file may read of others: what it imports, and the names behind a dot."""
+    nodes = list(ast.walk(tree))
+    imported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return imported | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+
+
+def _gpu_constants(tree: ast.Module, gpu: set[int], elsewhere: set[str]) -> set[str]:
+    """The constants of a module that its functions on a GPU read, and neither other code of its own nor other files."""
+    readers: dict[str, set[str]] = {}
+    constants = set[str]()
+    for statement in tree.body:
+        made = _made(statement)
+        constants |= made
+        for name, reader in _readers(statement, min(made, default=""), gpu):
+            readers.setdefault(name, set()).add(reader)
+    found = {"on a GPU"}
+    while more := {
+        name for name in constants - found - elsewhere if readers.get(name) and readers[name] <= found
+    }:
+        found |= more
+    return found - {"on a GPU"}
+
+
+def _made(statement: ast.AST) -> set[str]:
+    """The names that a statement assigns."""
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+
+
+def _readers(node: ast.AST, reader: str, gpu: set[int]) -> Iterator[tuple[str, str]]:
+    """(name read, "on a GPU", the constant that is made of it, or "") of all names below `node`."""
+    if isinstance(node, ast.FunctionDef) and reader != "on a GPU":
+        reader = "on a GPU" if node.lineno in gpu else ""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+        yield node.id, reader
+    for child in ast.iter_child_nodes(node):
+        yield from _readers(child, reader, gpu)
 
 
 class _Python:
     """The mutants of one file."""
 
-    def __init__(self, path: str, source: str, gpu: set[str]) -> None:
-        self.path, self.source, self.gpu = path, source, gpu
+    def __init__(self, path: str, source: str, gpu: set[int], constants: set[str]) -> None:
+        self.path, self.source, self.gpu, self.constants = path, source, gpu, constants
         lines = source.splitlines(keepends=True)
         self.starts = [0]
         for line in lines:
@@ -168,9 +216,9 @@ class _Python:
     def visit(self, node: ast.AST, where: str) -> Iterator[Mutant]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             where = f"{where}.{node.name}".lstrip(".")
-            if isinstance(node, ast.FunctionDef) and node.name in self.gpu:
+            if isinstance(node, ast.FunctionDef) and node.lineno in self.gpu:
                 return
-        if self.is_left_out(node):
+        if self.is_left_out(node) or (not where and (made := _made(node)) and made <= self.constants):
             return
         yield from self.of(node, where)
         for child in self.children(node):

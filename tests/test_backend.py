@@ -1,10 +1,15 @@
 """What backend.py refuses, and how it moves arrays; with a stand-in for a GPU."""
 
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from cudiff import backend
 from cudiff.backend import array_module, copy_into, to_device
-from cudiff.cuda.compiler import compiles_ahead, compiling_ahead
+from cudiff.cuda.compiler import compile_source, compiles_ahead, compiling_ahead, cubin_folder
 from cudiff.cuda.launch import blocks
 from cudiff.errors import CudiffError
 
@@ -36,3 +41,127 @@ def test_kernels_are_compiled_ahead_inside_the_block_only():
 
 def test_blocks_cover_all_and_are_one_at_least():
     assert [blocks(count, 4) for count in (0, 1, 4, 5, 8, 9)] == [1, 1, 1, 2, 2, 3]
+
+
+def driver(count=1, capability="90", error=None):
+    """CuPy as far as `cuda_status` asks it."""
+
+    def devices():
+        if error:
+            raise RuntimeError(error)
+        return count
+
+    runtime = SimpleNamespace(getDeviceCount=devices, getDeviceProperties=lambda device: {"name": b"H%d" % device})
+    return SimpleNamespace(cuda=SimpleNamespace(
+        runtime=runtime, Device=lambda: SimpleNamespace(compute_capability=capability)))
+
+
+@pytest.mark.parametrize("cupy, usable, text", [
+    (driver(), True, "H0"), (driver(capability="80"), True, "H0"), (driver(capability="120"), True, "H0"),
+    (driver(capability="75"), False, "the GPU has compute capability 7.5: cudiff needs 8.0 (Ampere) or newer"),
+    (driver(count=0), False, "the driver reports no NVIDIA GPU"),
+    (driver(error="no driver\nat all"), False, "CuPy finds no usable NVIDIA driver (no driver): install or update"),
+    (None, False, "CuPy is not installed: pip install 'cudiff[cuda13]'"),
+])
+def test_why_there_is_no_gpu_is_said(monkeypatch, cupy, usable, text):
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    if cupy is None:
+        monkeypatch.delitem(sys.modules, "cupy")
+        monkeypatch.setattr(sys, "path", [])
+    found = backend.cuda_status.__wrapped__()
+    assert found[0] is usable and found[1].startswith(text)
+
+
+def test_a_broken_cupy_is_told_from_a_missing_one(monkeypatch, tmp_path):
+    (tmp_path / "cupy.py").write_text("raise ImportError('libnvrtc.so: cannot open\\nmore', name='cupy')")
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert backend.cuda_status.__wrapped__() == (
+        False, "CuPy does not import (libnvrtc.so: cannot open): reinstall it with pip")
+
+
+def test_caches_lie_where_the_environment_says(monkeypatch):
+    for name in ("CUDIFF_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert backend.cache_folder("kernels") == Path.home() / ".cache" / "cudiff" / "kernels"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert backend.cache_folder("kernels") == Path("/x/cudiff/kernels")
+    monkeypatch.setenv("CUDIFF_CACHE_DIR", "/c")
+    assert backend.cache_folder("kernels") == Path("/c/kernels")
+
+
+def test_a_cpu_takes_what_was_staged():
+    stage = backend.Staging("cpu")
+    for value in (1, 2):
+        stage.fill([np.full(3, value)])
+        stage.upload()
+        assert stage.take()[0].tolist() == [value] * 3
+        stage.release()
+
+
+@pytest.mark.parametrize("fits, sizes, advice", [
+    (64, [50], "--batch-size 50 fits"), (12, [50, 25, 12], "--batch-size 12 fits"),
+    (0, [50, 25, 12, 6, 3, 1], "even one image does not fit: use a smaller model"),
+])
+def test_the_largest_halving_that_fits_is_told(fits, sizes, advice):
+    def attempt(size):
+        tried.append(size)
+        if size > fits:
+            raise MemoryError
+
+    tried = []
+    error = backend.out_of_memory(101, attempt, "cpu")
+    assert (str(error), tried) == (f"batch size 101 does not fit into memory: {advice}", sizes)
+
+
+def test_cubins_are_kept_in_the_cache_or_in_a_folder_of_their_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDIFF_CACHE_DIR", str(tmp_path / "a" / "b"))
+    for _ in range(2):  # made, then found
+        assert cubin_folder.__wrapped__() == tmp_path / "a" / "b" / "kernels"
+    assert (tmp_path / "a" / "b" / "kernels").is_dir()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUDIFF_CACHE_DIR", str(tmp_path / "file"))
+    own = cubin_folder.__wrapped__()
+    assert own.is_dir() and own.name.startswith("cudiff-kernels-")
+    own.rmdir()
+
+
+class Compiler:
+    """NVRTC as far as `compile_source` asks it."""
+
+    class NVRTCError(Exception):
+        pass
+
+    def __init__(self, log=""):
+        self.log, self.programs, self.options = log, [], ()
+
+    def createProgram(self, source, name, headers, includes):
+        self.programs.append(source)
+        return len(self.programs)
+
+    def compileProgram(self, program, options):
+        self.options = options
+        if self.log:
+            raise self.NVRTCError("it failed")
+
+    def getCUBIN(self, program):
+        return b"cubin of %d" % program
+
+    def getProgramLog(self, program):
+        return self.log or "0 bytes spilled"
+
+    def destroyProgram(self, program):
+        self.programs.pop()
+
+
+def test_a_source_is_compiled_or_its_log_told(monkeypatch):
+    compiler = Compiler()
+    monkeypatch.setitem(sys.modules, "cupy_backends", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", SimpleNamespace(nvrtc=compiler))
+    assert compile_source("cast", "sm_80", {"N": 3, "FROM": "float"}) == (b"cubin of 1", "0 bytes spilled")
+    assert {"-arch=sm_80", "-DN=3"} <= set(compiler.options) and not compiler.programs
+    compiler.log = "cast.cu(3):\n  error:   no such type"
+    with pytest.raises(CudiffError, match=r"^kernels/cast\.cu does not compile for sm_80: cast\.cu.3.: error: no such"):
+        compile_source("cast", "sm_80", {})
+    assert not compiler.programs

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -272,3 +273,18 @@ def test_gray_or_rgb_and_three_checkpoints():
     with pytest.raises(CudiffError, match="channels must be at most 3, not 4"):
         Config(channels=4)
     assert (Config().keep, Config().save_every, Config().sample_every) == (3, 1000, 1000)
+
+
+def test_options_and_presets_are_those_on_record():
+    """tests/options.txt: each option unless told, the values it takes, and what a preset sets. Saved runs and TOML
+    files that leave options out rely on them: change the record only with a reason."""
+    lines = []
+    for option in dataclasses.fields(Config):
+        rules = [f"{word} {option.metadata[word]}" for word in ("least", "most", "above", "below")
+                 if option.metadata[word] is not None]
+        lines.append(", ".join([f"{option.name} = {option.default!r}", *rules, *option.metadata["choices"]]))
+    for name, config in PRESETS.items():
+        values = {key: value for key, value in vars(config).items() if value != getattr(Config(), key)}
+        lines += ["", f"[{name}]", *(f"{key} = {value!r}" for key, value in values.items())]
+    record = Path(__file__).with_name("options.txt").read_text()
+    assert "\n".join(lines) + "\n" == record

@@ -14,6 +14,7 @@ from PIL import Image, features
 import cudiff.data.idx as idx
 from cudiff.backend import cache_folder
 from cudiff.data import Dataset, digits, load_dataset, mnist, shuffled_index
+from cudiff.data.dataset import differences
 from cudiff.errors import CudiffError
 
 rng = np.random.default_rng(0)
@@ -136,6 +137,27 @@ def test_subset_copies_in_the_order_asked():
     assert part.images.ravel().tolist() == [4, 1] and part.labels.tolist() == [0, 1]
     part.images[:] = 9
     assert data.images.ravel().tolist() == [0, 1, 2, 3, 4]
+
+
+PRINT = {"name": "a", "number": 1200, "size": [4, 6, 3], "classes": 2, "labels": "x", "pixels": "y"}
+
+
+@pytest.mark.parametrize("changes, found", [
+    ({}, []), ({"name": "b"}, []), ({"pixels": "z"}, ["the pixels differ"]), ({"labels": "z"}, ["the labels differ"]),
+    ({"number": 1300, "labels": "z", "pixels": "z"}, ["1,200 images are now 1,300"]),
+    ({"size": [4, 6, 1]}, ["their size 4x6x3 is now 4x6x1"]),
+    ({"classes": 1001, "labels": "z"}, ["2 classes are now 1,001"]),
+    ({"labels": "z", "pixels": "z", "name": "b"}, ["a is now b", "the labels differ"]),
+    ({"number": 3, "size": [1], "classes": 0, "name": "b"},
+     ["a is now b", "1,200 images are now 3", "their size 4x6x3 is now 1", "2 classes are now 0"]),
+], ids=str)
+def test_what_differs_between_two_data_sets_is_said(changes, found):
+    assert differences(PRINT, PRINT | changes) == found
+
+
+def test_what_a_strangers_checkpoint_lacks_differs():
+    assert differences({}, PRINT) == ["None is now a", "? images are now 1,200", "their size ? is now 4x6x3",
+                                      "? classes are now 2"]
 
 
 # --- digits --------------------------------------------------------------------------------------------------------
@@ -458,7 +480,7 @@ def unetcu_bytes(images, magic=20240620):
     return header.tobytes() + (images.astype("<f4") / 127.5 - 1).transpose(0, 3, 1, 2).tobytes()
 
 
-def test_unetcu_bin(tmp_path):
+def test_unetcu_bin(tmp_path, monkeypatch):
     file = tmp_path / "elephants.bin"
     images = np.arange(256, dtype=np.uint8).repeat(3).reshape(4, 8, 8, 3)
     content = unetcu_bytes(images)
@@ -466,6 +488,9 @@ def test_unetcu_bin(tmp_path):
     data = load_dataset(file)
     np.testing.assert_array_equal(data.images, images)
     assert data.labels is None
+    for images_at_once in (1, 3):
+        monkeypatch.setattr("cudiff.data.unetcu.CHUNK", images_at_once * 192)
+        np.testing.assert_array_equal(load_dataset(file).images, images)
     nan = content[:-4] + np.float32(np.nan).tobytes()
     for damaged, message in [
         (content[:-1], "truncated.*4x3x8x8"),

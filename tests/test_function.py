@@ -41,7 +41,7 @@ def function(backward, forward=lambda x, y: x * y):
     (lambda d, x, y: (2.0, d * x), TypeError, r"returned a float for input 0 \(x\): return an array on cpu"),
     (lambda d, x, y: (Tensor(d) * Tensor(y), d * x), TypeError, "returned a Tensor for input 0"),
     (lambda d, x, y: (d * y, (d * x).tolist()), TypeError, "returned a list for input 1"),
-], ids=str)
+])
 def test_a_wrong_gradient_is_refused(backward, error, message):
     x, y = leaf(np.ones((3, 4))), leaf(np.ones((3, 4)))
     out = function(backward).apply(x * 1.0, y).sum()

@@ -1,14 +1,17 @@
-"""The memory of captured functions: where arrays are put, and that freed places join."""
+"""The memory of captured functions: where arrays are put, and that freed places join. And how much the host has."""
 
 import gc
 import itertools
+import sys
 import threading
 
 import numpy as np
 import pytest
 
+from cudiff import memory as host
 from cudiff.cuda import memory
 from cudiff.cuda.memory import ALIGNMENT, PAGE, Places, Region
+from cudiff.errors import CudiffError
 
 KB = 1024
 
@@ -184,3 +187,51 @@ def test_a_request_beyond_all_memory_is_told():
     with pytest.raises(cupy.cuda.memory.OutOfMemoryError):
         region.allocate(1 << 50)
     assert region.allocate(1).ptr == held.ptr + ALIGNMENT
+
+
+@pytest.fixture
+def system(monkeypatch, tmp_path):
+    """Files that stand for Linux's: system({name: text}) writes them and returns `memory_available()`."""
+    own, lines = host._FILES, host._lines
+    monkeypatch.setattr(host, "_FILES", {
+        name: (tmp_path / (name or "unified"), *files) for name, (_, *files) in own.items()})
+    monkeypatch.setattr(host, "_lines", lambda path: lines(f"{tmp_path}{path}" if str(path).startswith("/proc")
+                                                           else path))
+
+    def write(files):
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        return host.memory_available()
+
+    return write
+
+
+def test_the_memory_left_is_the_least_of_what_the_system_says(system):
+    assert system({}) == sys.maxsize
+    assert system({"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 7 kB\n"}) == 7 * KB
+    assert system({"proc/self/cgroup": "4:cpu:/job\n0::/job\n"}) == 7 * KB
+    group = {"memory.max": "6000", "memory.current": "5000", "memory.stat": "file 8\ninactive_file 300"}
+    files = {f"unified/job/{name}": text for name, text in group.items()}
+    assert system(files) == 1300
+    assert system({"unified/job/memory.max": "max"}) == 7 * KB
+    assert system({f"unified/{name}": text for name, text in group.items()}) == 1300  # as a container sees its own
+    assert system({"unified/memory.current": "9000"}) == 0
+    one = {"limit_in_bytes": "900", "usage_in_bytes": "850", "stat": "inactive_file 1\ntotal_inactive_file 40"}
+    assert system({"proc/self/cgroup": "4:memory:/old\n"} | {
+        f"memory/old/memory.{name}": text for name, text in one.items()}) == 90
+
+
+def test_what_needs_all_that_is_left_is_made(monkeypatch):
+    monkeypatch.setattr(host, "memory_available", lambda: 3 << 29)
+    host.check_memory("this", 3 << 29, "draw fewer")
+    with pytest.raises(CudiffError, match=r"^this would take 1\.5 GiB of memory, and 1\.5 GiB are free: draw fewer$"):
+        host.check_memory("this", (3 << 29) + 1, "draw fewer")
+
+
+@pytest.mark.skipif(not host.resident(), reason="the system does not tell")
+def test_memory_that_was_given_back_counts_in_the_peak():
+    before = host.resident()
+    peak = host.peak_of(lambda: bytearray(b"1") * (96 << 20))
+    assert 90 << 20 <= peak - before <= 400 << 20
+    assert host.resident() - before < 48 << 20

@@ -5,11 +5,11 @@ import ast
 import pytest
 
 from tests import mutate
-from tests.mutants import ROOT, Mutant, _Python, kernel_mutants, python_mutants, sample
+from tests.mutants import ROOT, Mutant, _gpu_constants, _gpu_functions, _Python, kernel_mutants, python_mutants, sample
 
 
 def changes(source):
-    found = _Python("cudiff/x.py", source, set()).visit(ast.parse(source), "")
+    found = _Python("cudiff/x.py", source, set(), set()).visit(ast.parse(source), "")
     return {mutant.apply(source) for mutant in found}
 
 
@@ -24,6 +24,40 @@ def changes(source):
 ])
 def test_rules(source, expected):
     assert changes(source) == set(expected)
+
+
+def test_constants_that_only_functions_on_a_gpu_read_are_left_out():
+    tree = ast.parse("""
+A, B = 1, 2
+C = A + 3
+D = 4
+E = 5
+F = 6
+def run_cuda(x, n=F):
+    def inside():
+        return C + B + D + E
+    return launch(inside())
+def run(x):
+    return D
+""")
+    lines = {node.name: node.lineno for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert _gpu_constants(tree, {lines["run_cuda"]}, {"E"}) == {"A", "B", "C", "F"}
+    assert _gpu_constants(tree, {lines["run_cuda"]}, {"B", "C"}) == {"E", "F"}
+    assert _gpu_constants(tree, set(lines.values()), set()) == {"A", "B", "C", "D", "E", "F"}
+    found = _Python("cudiff/x.py", "A = 1\nB = 2\n", set(), {"A"}).visit(ast.parse("A = 1\nB = 2\n"), "")
+    assert {mutant.old for mutant in found} == {"2"}
+
+
+def test_of_two_functions_of_one_name_only_that_on_a_gpu_is_left_out():
+    tree = ast.parse("""
+class A:
+    def __init__(self): get_cupy(), _only(1), _both(1)
+class B:
+    def __init__(self): _both(2)
+def _only(x): return x
+def _both(x): return x
+""")
+    assert {line for _, line in _gpu_functions({"x.py": tree})} == {3, 6}
 
 
 def test_every_mutant_is_another_program_and_has_tests():

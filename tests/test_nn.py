@@ -87,3 +87,56 @@ def test_convolutions_keep_the_size_by_default():
     assert nn.Conv2d(2, 3, 3)(x).shape == (1, 5, 4, 3)
     assert nn.Conv2d(2, 3, 3, padding=0)(x).shape == (1, 3, 2, 3)
     assert nn.Conv2d(2, 3, 3, stride=2)(x).shape == (1, 3, 2, 3)
+
+
+def test_an_outline_has_as_many_arrays_and_numbers_as_it_may():
+    with init.outlined(2, 7):
+        assert init.zeros((2, 2)).shape == (2, 2) and init.normal((3,)).dtype == np.float32
+        with pytest.raises(CudiffError, match="larger"):
+            init.ones(())
+    with init.outlined(3, 7), pytest.raises(CudiffError, match="larger"):
+        init.zeros((2, 4))
+    assert init.zeros((2,)).tolist() == [0, 0] and init.ones((2,)).tolist() == [1, 1]  # values again
+
+
+def test_norms_begin_as_nothing_but_the_norm():
+    for norm in (nn.GroupNorm(2, 4), nn.LayerNorm(4), nn.BatchNorm2d(4)):
+        assert norm.weight.numpy().tolist() == [1] * 4 and norm.bias.numpy().tolist() == [0] * 4
+        assert norm.eps == 1e-5
+    buffers = norm.state_dict()
+    assert buffers["running_mean"].tolist() == [0] * 4 and buffers["running_var"].tolist() == [1] * 4
+    assert norm.momentum == 0.1
+
+
+def test_weights_begin_within_one_over_the_root_of_their_inputs():
+    for layer, fan_in in ((nn.Linear(64, 500), 64), (nn.Conv2d(8, 200, 3), 72), (nn.ConvTranspose2d(90, 5, 6), 180)):
+        for parameter, close in ((layer.weight, 0.01), (layer.bias, 0.5)):
+            largest = np.abs(parameter.numpy()).max() * fan_in**0.5
+            assert 1 - close < largest <= 1
+    assert abs(nn.Embedding(500, 60).weight.numpy().std() - 1) < 0.02
+
+
+def test_which_parameters_decay_and_are_read_in_16_bits():
+    layers = [nn.Linear(2, 3), nn.Conv2d(2, 3, 3), nn.ConvTranspose2d(2, 3, 3), nn.GroupNorm(1, 2), nn.Embedding(2, 3)]
+    assert [(layer.weight.decay, layer.weight.low) for layer in layers] == [(True, True)] * 3 + [(False, False)] * 2
+    assert not any(layer.bias.decay or layer.bias.low for layer in layers[:4])
+    assert nn.Linear(2, 3, bias=False).bias is None and nn.Conv2d(2, 3, 1, bias=False).bias is None
+
+
+@pytest.mark.parametrize("make", [
+    lambda: nn.Linear(0, 2), lambda: nn.Linear(2, 0), lambda: nn.Conv2d(0, 1, 1), lambda: nn.Conv2d(1, 0, 1),
+    lambda: nn.Conv2d(1, 1, 0), lambda: nn.Conv2d(1, 1, 1, stride=0), lambda: nn.Conv2d(1, 1, 1, padding=-1),
+    lambda: nn.ConvTranspose2d(1, 0, 1), lambda: nn.GroupNorm(0, 2), lambda: nn.GroupNorm(1, 0),
+    lambda: nn.GroupNorm(2, 3), lambda: nn.GroupNorm(1, 2, eps=0), lambda: nn.LayerNorm(0),
+    lambda: nn.LayerNorm(2, eps=0), lambda: nn.BatchNorm2d(0), lambda: nn.BatchNorm2d(2, eps=0),
+    lambda: nn.BatchNorm2d(2, momentum=-0.1), lambda: nn.BatchNorm2d(2, momentum=1.1), lambda: nn.Embedding(0, 1),
+    lambda: nn.Embedding(1, 0), lambda: nn.Dropout(1), lambda: nn.Dropout(-0.1),
+])
+def test_sizes_that_make_no_layer_are_refused(make):
+    with pytest.raises(CudiffError):
+        make()
+
+
+def test_the_least_sizes_make_layers():
+    nn.Linear(1, 1), nn.Conv2d(1, 1, 1, stride=1, padding=0), nn.ConvTranspose2d(1, 1, 1), nn.GroupNorm(1, 1)
+    nn.LayerNorm(1), nn.BatchNorm2d(1, momentum=0), nn.BatchNorm2d(1, momentum=1), nn.Embedding(1, 1), nn.Dropout(0)

@@ -474,3 +474,23 @@ def test_options_out_of_range_are_told_at_once(make, complaint):
 
 def test_no_clipping_is_none_or_zero():
     assert SGD(network(), clip=0).clip == SGD(network(), clip=None).clip == np.inf
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_what_the_parameter_was(duplicate):
+    parameter = nn.Parameter(np.ones((2, 3), np.float32), low=True, decay=False, layout="linear")
+    parameter.requires_grad = False
+    other = duplicate(parameter)
+    assert type(other) is nn.Parameter and other.flat is None and other.grad is None
+    assert (other.low, other.decay, other.layout, other.requires_grad) == (True, False, "linear", False)
+    other.data[...] = 5
+    assert parameter.numpy().tolist() == [[1] * 3] * 2
+
+
+def test_an_optimiser_whose_model_was_flattened_again_says_so():
+    model = start()
+    optimizer = SGD(model, lr=0.01)
+    optimizer.step()
+    model.flatten("cpu")
+    with pytest.raises(CudiffError, match="the model was flattened again"):
+        optimizer.step()

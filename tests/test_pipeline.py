@@ -323,3 +323,24 @@ def test_norms_that_guided_diffusion_does_not_have_are_not_exported(tmp_path):
     with pytest.raises(CudiffError, match="norm-group-channels 1"):
         export_torch(tmp_path / "digits.safetensors", tmp_path / "torch.safetensors")
     assert not (tmp_path / "torch.safetensors").exists()
+
+
+def test_sixty_four_images_at_once_unless_told():
+    model, calls = pipeline(sample_steps=1, sampler="euler"), []
+    images = model.sample(progress=lambda *counts: calls.append(counts))
+    assert images.shape == (64, 8, 8, 1) and calls == [(64, 64)]
+    np.testing.assert_array_equal(images, model.sample(64, seed=0))
+    model.sample(65, progress=lambda *counts: calls.append(counts))
+    assert calls[1:] == [(64, 65), (65, 65)]
+
+
+def test_seeds_are_whole_numbers_below_two_to_the_64th():
+    model = pipeline(sample_steps=1, sampler="euler")
+    first, last = (model.sample(1, seed=seed) for seed in (0, 2**64 - 1))
+    assert not np.array_equal(first, last)
+    for seed in (-1, 2**64):
+        with pytest.raises(CudiffError, match="seed must be 0 to 18446744073709551615"):
+            model.sample(1, seed=seed)
+    for name in ("n", "steps", "batch_size"):
+        with pytest.raises(CudiffError, match=f"{name} must be at least 1, not 0"):
+            model.sample(**({"n": 1} | {name: 0}))

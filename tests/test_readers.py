@@ -15,6 +15,8 @@ import cudiff.data.folder as folder_module
 import cudiff.data.pictures as pictures
 import cudiff.memory
 from cudiff.data import load_dataset
+from cudiff.errors import CudiffError
+from cudiff.files import opened
 from tests.test_data import idx_bytes, picture, refused, unetcu_bytes
 
 
@@ -412,3 +414,19 @@ def test_crafted_bin(tmp_path):
         content[1024 + 4 * 192 : 1024 + 4 * 193] = np.float32(value).tobytes()
         file.write_bytes(content)
         refused("image 1 leaves", file)
+
+
+def test_only_a_nul_in_a_name_is_a_path_that_cannot_be_read(tmp_path):
+    with pytest.raises(CudiffError, match=r"cannot read a\\x00b \(.*null.*\): check the path"), opened("a\0b"):
+        pass
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"^what its reader says$"), opened(tmp_path / "file"):
+        raise ValueError("what its reader says")
+    with pytest.raises(CudiffError, match="is not a file: check the path"), opened(tmp_path):
+        pass
+    with pytest.raises(CudiffError, match=r"cannot read .*none \(No such file"), opened(tmp_path / "none"):
+        pass
+
+
+def test_ten_million_files_are_as_many_as_are_listed():
+    assert folder_module.MOST_FILES == 10_000_000

@@ -137,3 +137,7 @@ def test_a_command_whose_output_was_read_in_part_ends_quietly(tmp_path):
         capture_output=True, timeout=60,
     )
     assert process.stderr == "" and "cudiff" in process.stdout
+
+
+def test_what_stopped_it_is_said():
+    assert str(signals.Stopped(15)) == "stopped by signal 15" and signals.Stopped(15).number == 15

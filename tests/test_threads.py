@@ -1,6 +1,7 @@
 """Work on all cores: nothing is lost, nothing depends on how many there are, and errors come through."""
 
 import ctypes
+import os
 import threading
 from types import SimpleNamespace
 
@@ -79,3 +80,39 @@ def test_parts_run_at_one_time_on_so_many_cores(monkeypatch):
     monkeypatch.setattr(threads, "CORES", 2)
     meeting = threading.Barrier(2)
     assert sorted(threads.parallel_map(lambda _: meeting.wait(20), [0, 1])) == [0, 1]
+
+
+def test_how_many_parts_there_are(monkeypatch):
+    """One of less than PART_BYTES in all, else an even number, of at most as much each; no part without an item."""
+    monkeypatch.setattr(threads, "PART_BYTES", 100)
+    bytes_in_all = (0, 99, 100, 101, 200, 201, 400, 401, 1000)
+    assert [len(threads.cut(count, 1)) for count in bytes_in_all] == [1, 1, 2, 2, 2, 4, 4, 6, 10]
+    assert [len(threads.cut(count, 1000)) for count in (0, 1, 3)] == [1, 1, 3]
+
+
+@pytest.mark.parametrize("cores, parts", [(1, 4), (2, 5), (3, 2), (3, 3)])
+def test_no_more_threads_than_cores_or_parts_each_with_one_of_blas(monkeypatch, cores, parts):
+    def blas_threads():
+        return max(info["num_threads"] for info in ThreadpoolController().info() if info["user_api"] == "blas")
+
+    seen, at_once, most = [], [], min(cores, parts)
+    meeting = threading.Barrier(most)
+
+    def work(part):
+        at_once.append(part)
+        if part < most:  # all threads have begun
+            meeting.wait(20)
+        seen.append((threading.get_ident(), blas_threads()))
+        at_once.remove(part)
+        return len(at_once)
+
+    monkeypatch.setattr(threads, "CORES", cores)
+    threads._pool.cache_clear()
+    with ThreadpoolController().limit(limits=2, user_api="blas"):
+        assert max(threads.parallel_map(work, range(parts))) < most
+    assert len({thread for thread, _ in seen}) == most and {limit for _, limit in seen} == {1}
+    threads._pool.cache_clear()
+
+
+def test_the_cores_are_those_that_the_process_may_use():
+    assert len(os.sched_getaffinity(0)) == threads.CORES

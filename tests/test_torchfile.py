@@ -46,3 +46,30 @@ def test_other_calls_are_refused(tmp_path, program):
 def test_a_parameter_is_not_taken_where_another_function_is_called(tmp_path):
     with pytest.raises(CudiffError):
         read(tmp_path / "a.pt", state(b"ctorch\nFloatStorage\n(" + TENSOR + b"tR"))
+
+
+def test_lists_are_read_where_a_state_dict_stands_among_them(tmp_path):
+    """As in a checkpoint of a whole run: {"betas": [1, 2], "empty": [], "model": ...}."""
+    def entry(name, value):
+        return b"X" + len(name).to_bytes(4, "little") + name.encode() + value + b"s"
+
+    model = ORDERED + EMPTY + b"R" + entry("w", TENSOR)
+    program = (b"\x80\x02}" + entry("betas", b"](K\x01K\x02e") + entry("one", b"]K\x01a") + entry("empty", b"]")
+               + entry("model", model) + b".")
+    with pytest.raises(CudiffError, match="choose from its parts 'model' with key"):
+        read(tmp_path / "a.pt", program)
+    assert read_torch(tmp_path / "a.pt", "model")["w"].tolist() == [1.5, -2]
+
+
+def test_views_of_one_storage_are_at_most_twice_the_file(tmp_path):
+    """Else a small file takes any memory: views that are not contiguous become copies."""
+    tensor = TENSOR.replace(b"K\x02tQ", b"M\xe8\x03tQ").replace(b"(K\x02t", b"(M\xe8\x03t")
+    for count in (2, 3):
+        views = b"".join(b"X\x01\x00\x00\x00" + name + tensor + b"s" for name in (b"u", b"v", b"w")[:count])
+        with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+            archive.writestr("a/data.pkl", b"\x80\x02}" + views + b".")
+            archive.writestr("a/data/0", np.arange(1000, dtype=np.float32).tobytes())
+        if count == 2:
+            assert all(view.tolist() == list(range(1000)) for view in read_torch(tmp_path / "a.pt").values())
+    with pytest.raises(CudiffError, match="its tensors are larger than the file"):
+        read_torch(tmp_path / "a.pt")

@@ -452,3 +452,23 @@ def test_a_captured_function_cannot_copy_from_the_host():
     captured(x)
     with pytest.raises(CudiffError, match="copied a host array to the GPU"):
         captured(x)
+
+
+@pytest.mark.parametrize("drawn, told", [
+    (True, []), (False, ["no loss curve was drawn: pip install 'cudiff[plots]'"]),
+    (OSError("disk full"), ["no loss curve was drawn: disk full"]),
+], ids=["drawn", "no matplotlib", "disk full"])
+def test_a_loss_curve_that_is_not_drawn_is_told(digits, tmp_path, monkeypatch, drawn, told):
+    class Display(list):
+        update, message = (lambda self, metrics: None), list.append
+
+    def save_loss_curve(path, lines):
+        assert path == tmp_path / "run" / "loss.png" and lines
+        if isinstance(drawn, Exception):
+            raise drawn
+        return drawn
+
+    monkeypatch.setattr("cudiff.train.save_loss_curve", save_loss_curve)
+    display = Display()
+    Trainer(TINY.replace(steps=2, log_every=1), digits, tmp_path / "run").run(display)
+    assert [text for text in display if "loss curve" in text] == told

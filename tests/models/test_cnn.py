@@ -111,3 +111,12 @@ def test_bf16_stays_near(rng):
     model.precision = "bf16"
     out = model.flatten("cuda")(Tensor(x, device="cuda"))
     assert out.dtype == np.float32 and relative_error(out.numpy(), expected) < 0.03
+
+
+def test_mnist_unless_told():
+    shapes = {name: parameter.shape for name, parameter in CNN().named_parameters() if name.endswith("weight")}
+    assert shapes == {
+        "conv1.weight": (32, 3, 3, 1), "norm1.weight": (32,), "conv2.weight": (64, 3, 3, 32), "norm2.weight": (64,),
+        "fc1.weight": (128, 7 * 7 * 64), "fc2.weight": (10, 128),
+    }
+    assert CNN(4)(Tensor(np.zeros((2, 4, 4, 1), np.float32))).shape == (2, 10)

@@ -5,9 +5,9 @@ import pytest
 
 from cudiff.config import Config
 from cudiff.errors import CudiffError
-from cudiff.models import CS179UNet, UNet, build
+from cudiff.models import CS179UNet, UNet, build, outline
 from cudiff.models.unet import num_groups
-from cudiff.nn import set_generator
+from cudiff.nn import init, set_generator
 from cudiff.ops import Generator
 from cudiff.tensor import Tensor, no_grad
 from tests.check import assert_close
@@ -97,3 +97,67 @@ def test_the_projects_own_net_is_the_default():
     shapes = {name: parameter.shape for name, parameter in CS179UNet().named_parameters()}
     assert shapes["enc_blocks.0.conv1.weight"] == (64, 3, 3, 1) and shapes["out_conv.weight"] == (1, 1, 1, 64)
     assert shapes["bottleneck.conv2.weight"] == (128, 3, 3, 128) and shapes["time_emb.mlp.0.weight"] == (512, 128)
+
+
+def shapes(model):
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def test_the_sizes_unless_told():
+    """Those of the class's own words; attention heads have no shape, but a number."""
+    with init.outlined(10**4, 10**9):
+        plain, told = UNet(64), UNet(64, 3, 64, (1, 2, 3, 4), 2, (16, 8), num_head_channels=32)
+        heads = UNet(64, num_head_channels=0)
+        assert shapes(CS179UNet()) == shapes(CS179UNet(28, 1, 64, (1, 2)))
+    assert shapes(plain) == shapes(told) and plain.label_emb is None
+    assert plain.max_period == 10000 and not plain.learn_sigma
+    assert plain.input_blocks[0][0].weight.shape == (64, 3, 3, 3) and plain.out[2].weight.shape == (3, 3, 3, 64)
+    assert plain.middle_block[1].num_heads == 256 // 32 and heads.middle_block[1].num_heads == 4
+    assert plain.time_embed[0].weight.shape == (256, 64) and not plain.middle_block[1].new_order
+
+
+OPTION_VALUES = {
+    "in_channels": 3, "model_channels": 8, "channel_mult": (2, 3), "num_res_blocks": 3, "attention_resolutions": (4,),
+    "num_heads": 8, "num_head_channels": 8, "use_scale_shift_norm": True, "resblock_updown": True,
+    "conv_resample": False, "dropout": 0.25, "num_classes": 3, "learn_sigma": True, "use_new_attention_order": True,
+    "max_period": 7.0, "zero_init": False, "norm_group_channels": 4,
+}
+
+
+@pytest.mark.parametrize("name", OPTION_VALUES)
+def test_build_passes_every_option_on(name):
+    """The net of a configuration is the one that the constructor makes of its options, drawn from its seed."""
+    base = dict(in_channels=1, model_channels=16, channel_mult=(1, 2), num_res_blocks=1, attention_resolutions=(),
+                num_heads=4, num_head_channels=0)
+    wanted = base | {name: OPTION_VALUES[name]}
+    options = {key: value for key, value in wanted.items() if key != "in_channels"}
+    config = Config(diffusion="ddpm", image_size=8, channels=wanted["in_channels"], seed=4, **options)
+    built = build(config)
+    with init.seeded(4):
+        expected = UNet(8, **wanted)
+    state = expected.state_dict()
+    assert built.state_dict().keys() == state.keys()
+    for key, value in built.state_dict().items():
+        np.testing.assert_array_equal(value, state[key])
+    assert (built.label_emb is None) == (name != "num_classes")
+    for net in (built, expected):
+        set_generator(net.eval(), Generator(0))
+    x = Tensor(np.random.default_rng(0).standard_normal((2, 8, 8, wanted["in_channels"])).astype(np.float32))
+    t = Tensor(np.float32([1, 9]))
+    np.testing.assert_array_equal(built(x, t).numpy(), expected(x, t).numpy())
+
+
+def test_an_outline_is_compared_with_what_a_file_has():
+    config = Config(image_size=8, channels=1, model_channels=8, channel_mult=(1,), num_res_blocks=1, num_heads=1)
+    state = build(config).state_dict()
+    tensors, numbers = len(state), sum(value.size for value in state.values())
+    assert shapes(outline(config, tensors, numbers)) == shapes(build(config))
+    for arguments in ((tensors // 3, numbers), (tensors, numbers // 3)):
+        with pytest.raises(CudiffError, match="the model is larger"):
+            outline(config, *arguments)
+    assert isinstance(outline(Config(model="cs179", image_size=8, channels=1, num_classes=0), 1000, 10**7), CS179UNet)
+
+
+@pytest.mark.parametrize("classes", [-1, 0])
+def test_a_net_without_classes_has_no_embedding_of_labels(classes):
+    assert build(Config(image_size=8, channels=1, model_channels=8, num_classes=classes)).label_emb is None

@@ -135,3 +135,12 @@ def test_a_tenth_of_the_batch_goes_into_the_running_statistics(function, rng):
 def test_windows_need_two_pixels_a_side(shape):
     with pytest.raises(ValueError, match="2 pixels a side"):
         cudiff.batch_norm_relu_pool(Tensor(np.ones(shape)), *(Tensor(np.ones(3)) for _ in range(4)), training=True)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_running_variance_of_few_is_that_without_bias(count, rng):
+    x = rng.standard_normal((count, 4))
+    operands = [Tensor(np.full(4, value), dtype=np.float64) for value in (1, 0, 0, 0)]
+    batch_norm(Tensor(x), *operands, training=True, momentum=0.5, eps=1e-12)
+    expected = 0.5 * x.var(0, ddof=1) if count > 1 else np.zeros(4)
+    np.testing.assert_allclose(operands[3].numpy(), expected, rtol=1e-6, atol=1e-9)

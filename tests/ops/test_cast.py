@@ -4,7 +4,7 @@ import pytest
 
 import cudiff
 from cudiff import Tensor
-from cudiff.ops.cast import result_dtype
+from cudiff.ops.cast import as_wide, require_float, require_floats, result_dtype
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -57,3 +57,19 @@ def test_booleans_stay_booleans_beside_booleans():
     flags = Tensor(np.array([True, False]))
     assert cudiff.where(flags, flags, flags).dtype == np.bool_
     assert cudiff.where(flags, flags, 2).dtype == np.int64
+
+
+def test_a_norms_parameters_are_read_in_32_bits_or_more():
+    assert as_wide(None) is None
+    for dtype, wide in ((BF16, np.float32), (np.float16, np.float32), (np.float32, np.float32), (float, np.float64)):
+        assert as_wide(Tensor(np.ones(2, dtype))).dtype == wide
+
+
+def test_integers_are_refused_by_name():
+    whole, real = Tensor(np.ones(2, np.int32)), Tensor(np.ones(2, np.float32))
+    require_floats("norm", real, None)
+    with pytest.raises(TypeError, match=r"norm needs floating tensors, not int32: use .astype\('float32'\)"):
+        require_floats("norm", real, None, whole)
+    require_float("Exp", real.data)
+    with pytest.raises(TypeError, match="exp on CUDA needs a floating tensor, not int32"):
+        require_float("Exp", whole.data)

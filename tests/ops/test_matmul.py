@@ -110,3 +110,13 @@ def test_precision_of_float32_and_tf32(rng):
     expected = x.astype(np.float32).astype(float) @ weight.astype(np.float32).astype(float).T
     assert relative_error(linear(*tensors).numpy(), expected) < 1e-6
     assert relative_error(linear(*tensors, tf32=True).numpy(), expected) < 1e-3
+
+
+@pytest.mark.parametrize("first, second", [("float32", "float64"), ("float64", "float32")])
+def test_each_operand_has_a_gradient_of_its_own_dtype(rng, first, second):
+    a = Tensor(rng.standard_normal((2, 3)).astype(first), requires_grad=True)
+    b = Tensor(rng.standard_normal((3, 4)).astype(second), requires_grad=True)
+    matmul(a, b).sum().backward()
+    assert (a.grad.dtype, b.grad.dtype) == (first, second)
+    np.testing.assert_allclose(a.grad, np.broadcast_to(b.numpy().sum(1), (2, 3)), rtol=1e-5)
+    np.testing.assert_allclose(b.grad, np.broadcast_to(a.numpy().sum(0)[:, None], (3, 4)), rtol=1e-5)
