@@ -60,6 +60,7 @@ TESTS = {
     "cudiff/ops/group_norm.py": ["tests/ops/test_batch_norm.py"],
     "cudiff/__init__.py": ["tests/test_architecture.py", "tests/test_pipeline.py"],
     "cudiff/pipeline.py": ["tests/test_convert.py"],
+    "cudiff/convert.py": ["tests/test_pipeline.py"],
     "cudiff/config.py": ["tests/test_cli.py"],
     "cudiff/diffusion/schedule.py": ["tests/diffusion/test_loss.py", "tests/diffusion/test_samplers.py"],
     "cudiff/diffusion/preconditioning.py": ["tests/diffusion/test_loss.py", "tests/diffusion/test_samplers.py"],

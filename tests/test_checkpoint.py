@@ -353,6 +353,18 @@ def test_states_of_a_generator_that_are_none(state, tmp_path, rng):
     assert load_checkpoint(path).counters == TRAINED
 
 
+def test_the_largest_counters_are_read(tmp_path, rng):
+    most = 2**31 - 1
+    largest = {"step": most, "seconds": 0, "loss_sum": -1.0, "loss_steps": most, "optimizer": [most, 0, most],
+               "generator": {"seed": 2**63 - 1, "step": most, "draws": most}}
+    found = load_checkpoint(saved(tmp_path / "a.safetensors", rng, counters=TRAINED | largest)).counters
+    assert found == TRAINED | largest
+    for name, value in [("step", most + 1), ("loss_steps", most + 1), ("optimizer", [most + 1]), ("seconds", -0.1),
+                        ("generator", {"seed": 2**63, "step": 0})]:
+        path = saved(tmp_path / "b.safetensors", rng, counters=TRAINED | {name: value})
+        assert f"its counter '{name}' is missing or no such number" in error_of(path)
+
+
 def test_a_flipped_bit_names_the_tensor(tmp_path, rng):
     tensors = {name: array * (1 + (name[:3] == "ema")) for name, array in some_tensors(rng).items()}
     path = saved(tmp_path / "a.safetensors", rng, tensors=tensors)

@@ -497,11 +497,3 @@ def test_the_unet_takes_unet_cu_weights(tmp_path, rng):
     model.load_state_dict(from_torch(state, model.layouts()))
     back = to_torch(model.state_dict(), model.layouts())
     assert all(np.array_equal(back[name], state[name]) for name in state)
-
-
-def test_unet_cus_names_bring_its_configuration():
-    """That of its trainer: 64 pixels, RGB, 1,000 linear betas, attention at a quarter and an eighth."""
-    config = rename({"input_blocks.1.0.cv3_1.weight": np.zeros(1, np.float32)}).config
-    assert (config.image_size, config.channels, config.model_channels, config.max_period) == (64, 3, 64, 1000.0)
-    assert (config.diffusion, config.noise_schedule, config.diffusion_steps) == ("ddpm", "linear", 1000)
-    assert (config.attention_resolutions, config.sampler, config.sample_steps) == ((16, 8), "ancestral", 1000)

@@ -14,7 +14,6 @@ from PIL import Image, features
 import cudiff.data.idx as idx
 from cudiff.backend import cache_folder
 from cudiff.data import Dataset, digits, load_dataset, mnist, shuffled_index
-from cudiff.data.dataset import differences
 from cudiff.errors import CudiffError
 
 rng = np.random.default_rng(0)
@@ -137,27 +136,6 @@ def test_subset_copies_in_the_order_asked():
     assert part.images.ravel().tolist() == [4, 1] and part.labels.tolist() == [0, 1]
     part.images[:] = 9
     assert data.images.ravel().tolist() == [0, 1, 2, 3, 4]
-
-
-PRINT = {"name": "a", "number": 1200, "size": [4, 6, 3], "classes": 2, "labels": "x", "pixels": "y"}
-
-
-@pytest.mark.parametrize("changes, found", [
-    ({}, []), ({"name": "b"}, []), ({"pixels": "z"}, ["the pixels differ"]), ({"labels": "z"}, ["the labels differ"]),
-    ({"number": 1300, "labels": "z", "pixels": "z"}, ["1,200 images are now 1,300"]),
-    ({"size": [4, 6, 1]}, ["their size 4x6x3 is now 4x6x1"]),
-    ({"classes": 1001, "labels": "z"}, ["2 classes are now 1,001"]),
-    ({"labels": "z", "pixels": "z", "name": "b"}, ["a is now b", "the labels differ"]),
-    ({"number": 3, "size": [1], "classes": 0, "name": "b"},
-     ["a is now b", "1,200 images are now 3", "their size 4x6x3 is now 1", "2 classes are now 0"]),
-], ids=str)
-def test_what_differs_between_two_data_sets_is_said(changes, found):
-    assert differences(PRINT, PRINT | changes) == found
-
-
-def test_what_a_strangers_checkpoint_lacks_differs():
-    assert differences({}, PRINT) == ["None is now a", "? images are now 1,200", "their size ? is now 4x6x3",
-                                      "? classes are now 2"]
 
 
 # --- digits --------------------------------------------------------------------------------------------------------

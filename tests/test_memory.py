@@ -4,6 +4,7 @@ import gc
 import itertools
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -187,6 +188,54 @@ def test_a_request_beyond_all_memory_is_told():
     with pytest.raises(cupy.cuda.memory.OutOfMemoryError):
         region.allocate(1 << 50)
     assert region.allocate(1).ptr == held.ptr + ALIGNMENT
+
+
+def test_a_region_grows_by_pages_until_the_gpu_has_no_more(monkeypatch):
+    """With a stand-in for the driver, which refuses what `refused` says."""
+    calls, refused, freed, structures = [], [], [], set()
+
+    def call(name, *args, expected=0):
+        calls.append((name, *(arg for arg in args if isinstance(arg, int))))
+        structures.update(arg for arg in args if isinstance(arg, bytes))
+        assert expected == 2 * (name == "cuMemCreate")  # CUDA_ERROR_OUT_OF_MEMORY
+        return expected if name == "cuMemCreate" and refused and refused.pop(0) else 0
+
+    cuda = SimpleNamespace(
+        runtime=SimpleNamespace(getDevice=lambda: 3, malloc=lambda size: 7, free=lambda address: None),
+        memory=SimpleNamespace(OutOfMemoryError=MemoryError), UnownedMemory=lambda *details: details,
+        MemoryPointer=lambda memory, offset: (*memory, offset),
+    )
+    monkeypatch.setattr(memory, "get_cupy", lambda: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(memory, "memory_total", lambda device: 5 * PAGE - 1)
+    monkeypatch.setattr(memory, "free_memory", lambda: freed.append(True))
+    monkeypatch.setattr(memory, "_call", call)
+    region = Region()
+    assert calls == [("cuMemAddressReserve", 5 * PAGE, 0, 0, 0)] and region.total_bytes() == 0
+    calls.clear()
+    first = region.allocate(3)
+    assert first[:2] == (0, 3) and first[3:] == (3, 0)
+    assert calls == [("cuMemCreate", PAGE, 0), ("cuMemMap", 0, PAGE, 0, 0), ("cuMemRelease",),
+                     ("cuMemSetAccess", 0, PAGE, 1)]
+    second = region.allocate(PAGE - ALIGNMENT)
+    assert second[0] == ALIGNMENT and region.total_bytes() == PAGE and len(calls) == 4 and not freed
+    refused[:] = [True]  # once: garbage held the memory
+    third = region.allocate(PAGE + 1)
+    assert third[0] == PAGE and region.total_bytes() == 3 * PAGE and len(freed) == 1
+    refused[:] = [True, True]
+    with pytest.raises(MemoryError):
+        region.allocate(PAGE)
+    assert len(freed) == 2 and region.total_bytes() == 3 * PAGE
+    with pytest.raises(MemoryError):  # more than there are addresses: the driver is not asked
+        region.allocate(4 * PAGE)
+    assert len(freed) == 2
+    fourth = region.allocate(3 * PAGE - ALIGNMENT)
+    assert fourth[0] == 2 * PAGE + ALIGNMENT and region.total_bytes() == 5 * PAGE
+    assert structures == {np.int32([1, 0, 1, 3, 0, 0, 0, 0]).tobytes(), np.int32([1, 3, 3]).tobytes()}  # of device 3
+    calls.clear()
+    del region, first, second, third, fourth
+    gc.collect()
+    assert calls == [("cuMemUnmap", 0, PAGE), ("cuMemUnmap", PAGE, 2 * PAGE), ("cuMemUnmap", 3 * PAGE, 2 * PAGE),
+                     ("cuMemAddressFree", 0, 5 * PAGE)]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import cudiff
 from cudiff.checkpoint import load_checkpoint, prefixed, save_checkpoint
 from cudiff.config import PRESETS, Config, as_flags
-from cudiff.convert import other_options, to_torch, write_weights
+from cudiff.convert import other_options, rename, to_torch, write_weights
 from cudiff.errors import CudiffError
 from cudiff.models import build
 from cudiff.ops.random import Generator
@@ -344,3 +344,11 @@ def test_seeds_are_whole_numbers_below_two_to_the_64th():
     for name in ("n", "steps", "batch_size"):
         with pytest.raises(CudiffError, match=f"{name} must be at least 1, not 0"):
             model.sample(**({"n": 1} | {name: 0}))
+
+
+def test_unet_cus_names_bring_its_configuration():
+    """That of its trainer: 64 pixels, RGB, 1,000 linear betas, attention at a quarter and an eighth."""
+    config = rename({"input_blocks.1.0.cv3_1.weight": np.zeros(1, np.float32)}).config
+    assert (config.image_size, config.channels, config.model_channels, config.max_period) == (64, 3, 64, 1000.0)
+    assert (config.diffusion, config.noise_schedule, config.diffusion_steps) == ("ddpm", "linear", 1000)
+    assert (config.attention_resolutions, config.sampler, config.sample_steps) == ((16, 8), "ancestral", 1000)

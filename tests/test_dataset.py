@@ -1,0 +1,25 @@
+"""What tells one data set from another: the words for each difference."""
+
+import pytest
+
+from cudiff.data.dataset import differences
+
+PRINT = {"name": "a", "number": 1200, "size": [4, 6, 3], "classes": 2, "labels": "x", "pixels": "y"}
+
+
+@pytest.mark.parametrize("changes, found", [
+    ({}, []), ({"name": "b"}, []), ({"pixels": "z"}, ["the pixels differ"]), ({"labels": "z"}, ["the labels differ"]),
+    ({"number": 1300, "labels": "z", "pixels": "z"}, ["1,200 images are now 1,300"]),
+    ({"size": [4, 6, 1]}, ["their size 4x6x3 is now 4x6x1"]),
+    ({"classes": 1001, "labels": "z"}, ["2 classes are now 1,001"]),
+    ({"labels": "z", "pixels": "z", "name": "b"}, ["a is now b", "the labels differ"]),
+    ({"number": 3, "size": [1], "classes": 0, "name": "b"},
+     ["a is now b", "1,200 images are now 3", "their size 4x6x3 is now 1", "2 classes are now 0"]),
+], ids=str)
+def test_what_differs_between_two_data_sets_is_said(changes, found):
+    assert differences(PRINT, PRINT | changes) == found
+
+
+def test_what_a_strangers_checkpoint_lacks_differs():
+    assert differences({}, PRINT) == ["None is now a", "? images are now 1,200", "their size ? is now 4x6x3",
+                                      "? classes are now 2"]
