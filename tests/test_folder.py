@@ -335,3 +335,13 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
     (tmp_path / module.LOCK).mkdir()  # no file can be opened there, as in a read-only folder
     with pytest.raises(CudiffError, match=line), alone_in(tmp_path):
         pass
+
+
+def test_the_lock_may_be_taken_by_whom_the_umask_lets(tmp_path):
+    before = os.umask(0)
+    try:
+        with alone_in(tmp_path):
+            (lock,) = tmp_path.iterdir()
+            assert lock.stat().st_mode & 0o777 == 0o666
+    finally:
+        os.umask(before)

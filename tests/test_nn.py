@@ -140,3 +140,12 @@ def test_sizes_that_make_no_layer_are_refused(make):
 def test_the_least_sizes_make_layers():
     nn.Linear(1, 1), nn.Conv2d(1, 1, 1, stride=1, padding=0), nn.ConvTranspose2d(1, 1, 1), nn.GroupNorm(1, 1)
     nn.LayerNorm(1), nn.BatchNorm2d(1, momentum=0), nn.BatchNorm2d(1, momentum=1), nn.Embedding(1, 1), nn.Dropout(0)
+
+
+def test_lists_of_modules_hold_modules():
+    for make in (nn.ModuleList, lambda items: nn.Sequential(*items)):
+        with pytest.raises(TypeError, match=r"holds modules, not a (list|int)"):
+            make([nn.SiLU(), [nn.SiLU()]])
+    layers = nn.ModuleList([nn.SiLU(), None])
+    with pytest.raises(TypeError, match="a ModuleList holds modules, not a int"):
+        layers.append(3)

@@ -75,3 +75,13 @@ def test_samples_do_not_depend_on_the_batch_size(device, rng):
 def test_bad_images():
     with pytest.raises(ValueError, match="uint8"):
         draw_batch(Tensor(np.zeros((2, 3, 3, 1), np.float32)), None, Tensor(np.zeros(1, np.int32)), 1, 0)
+
+
+def test_the_order_of_a_seed_stays_what_it_was():
+    """Runs are resumed by it, and kernels give the same."""
+    for arguments, expected in [
+        ((np.arange(12), 12, 0, 0), [5, 7, 10, 4, 0, 9, 2, 6, 1, 8, 3, 11]),
+        ((np.arange(12), 12, 2**40 + 3, 5), [2, 10, 4, 7, 3, 1, 0, 6, 9, 5, 11, 8]),
+        ((np.arange(5) * 1000, 60000, 7, 1), [50455, 3301, 25837, 40513, 21236]),
+    ]:
+        assert shuffled_index(*arguments).tolist() == expected

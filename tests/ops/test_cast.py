@@ -4,7 +4,7 @@ import pytest
 
 import cudiff
 from cudiff import Tensor
-from cudiff.ops.cast import as_wide, require_float, require_floats, result_dtype
+from cudiff.ops.cast import as_index, as_wide, require_float, require_floats, result_dtype
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -73,3 +73,18 @@ def test_integers_are_refused_by_name():
     require_float("Exp", real.data)
     with pytest.raises(TypeError, match="exp on CUDA needs a floating tensor, not int32"):
         require_float("Exp", whole.data)
+
+
+def test_indices_are_integers_that_32_bits_hold():
+    least, most = -(2**31), 2**31 - 1
+    for index in ([least, most], np.array([least]), Tensor(np.array([most])), np.uint8([3]), 5):
+        found = as_index("rows", index, "cpu")
+        assert found.dtype == np.int32
+        np.testing.assert_array_equal(found.numpy(), index.numpy() if isinstance(index, Tensor) else index)
+    assert as_index("rows", [], "cpu").shape == (0,)
+    for index in ([least - 1], [most + 1], Tensor(np.array([0, most + 1]))):
+        with pytest.raises(IndexError, match="rows: an index lies outside 32 bits"):
+            as_index("rows", index, "cpu")
+    for index in ([0.5], np.array([True]), Tensor(np.ones(2, np.float32))):
+        with pytest.raises(TypeError, match="rows: labels and indices are integers, not"):
+            as_index("rows", index, "cpu")

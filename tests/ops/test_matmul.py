@@ -120,3 +120,13 @@ def test_each_operand_has_a_gradient_of_its_own_dtype(rng, first, second):
     assert (a.grad.dtype, b.grad.dtype) == (first, second)
     np.testing.assert_allclose(a.grad, np.broadcast_to(b.numpy().sum(1), (2, 3)), rtol=1e-5)
     np.testing.assert_allclose(b.grad, np.broadcast_to(a.numpy().sum(0)[:, None], (3, 4)), rtol=1e-5)
+
+
+def test_each_operand_alone_has_its_gradient(rng):
+    arrays = rng.standard_normal((2, 3, 3))
+    for wanted in (0, 1):
+        a, b = (Tensor(array, requires_grad=i == wanted) for i, array in enumerate(arrays))
+        matmul(a, b).sum().backward()
+        expected = np.broadcast_to(arrays[1].sum(1), (3, 3)) if wanted == 0 else arrays[0].sum(0)[:, None] * np.ones(3)
+        np.testing.assert_allclose((a, b)[wanted].grad, expected)
+        assert (a, b)[1 - wanted].grad is None
