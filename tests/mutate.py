@@ -45,7 +45,6 @@ TESTS = {
     "cudiff/tensorfile.py": ["tests/test_checkpoint.py"],
     "cudiff/torchfile.py": ["tests/test_readers.py", "tests/test_convert.py"],
     "cudiff/cuda/signature.py": ["tests/test_signatures.py", "tests/test_launch.py"],
-    "cudiff/cuda/select.py": ["tests/test_traces.py"],
     "cudiff/cuda/accumulate.py": ["tests/test_host.py", "tests/test_waiting.py"],
     "cudiff/function.py": ["tests/test_function.py", "tests/test_operands.py", "tests/ops/test_arithmetic.py"],
     "cudiff/gradient.py": ["tests/test_host.py", "tests/test_waiting.py"],
