@@ -1,8 +1,9 @@
 """What tells one data set from another: the words for each difference."""
 
+import numpy as np
 import pytest
 
-from cudiff.data.dataset import differences
+from cudiff.data.dataset import Dataset, differences
 
 PRINT = {"name": "a", "number": 1200, "size": [4, 6, 3], "classes": 2, "labels": "x", "pixels": "y"}
 
@@ -23,3 +24,9 @@ def test_what_differs_between_two_data_sets_is_said(changes, found):
 def test_what_a_strangers_checkpoint_lacks_differs():
     assert differences({}, PRINT) == ["None is now a", "? images are now 1,200", "their size ? is now 4x6x3",
                                       "? classes are now 2"]
+
+
+def test_images_alone_are_a_data_set_without_classes():
+    data = Dataset(np.zeros((2, 3, 3, 1), np.uint8))
+    assert (data.labels, data.num_classes, data.name, data.class_names) == (None, 0, "data", None)
+    assert data.skipped == data.notes == ()

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from cudiff.data.draw import _glyph, digits
+from cudiff.errors import CudiffError
 
 
 def test_four_thousand_unless_told():
@@ -52,3 +53,9 @@ def test_digits_are_scaled_sheared_turned_and_moved_as_is_said(size, canvas):
         np.testing.assert_allclose(spread, matrix @ covariance @ matrix.T, atol=3e-4)
         if label in (0, 8):
             assert image.max() == pytest.approx(255 * (0.8 + 0.2 * draw[7]), abs=1)
+
+
+def test_digits_have_up_to_1024_pixels_a_side():
+    assert digits(1, image_size=1024).images.shape == (1, 1024, 1024, 1)
+    with pytest.raises(CudiffError, match="digits of 1025 pixels are not drawn: use an image size of 1024 or less"):
+        digits(1, image_size=1025)

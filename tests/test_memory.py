@@ -39,6 +39,7 @@ def test_places_are_aligned_and_do_not_overlap(rng):
         ends = sorted((place.start, place.start + place.size) for place in places)
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
     assert all(place.start % ALIGNMENT == 0 for place in places)
+    assert [line.take(size).size // ALIGNMENT for size in (0, 1, ALIGNMENT, ALIGNMENT + 1)] == [1, 1, 1, 2]
     places.clear()
     assert line.take(line.reached).start == 0
 

@@ -73,3 +73,21 @@ def test_views_of_one_storage_are_at_most_twice_the_file(tmp_path):
             assert all(view.tolist() == list(range(1000)) for view in read_torch(tmp_path / "a.pt").values())
     with pytest.raises(CudiffError, match="its tensors are larger than the file"):
         read_torch(tmp_path / "a.pt")
+
+
+METADATA, OTHER = (b"X" + bytes([len(name), 0, 0, 0]) + name for name in (b"_metadata", b"other"))
+
+
+@pytest.mark.parametrize("attributes, taken", [
+    (b"}" + METADATA + b"}s", True), (b"}" + OTHER + b"}s", False), (b"}" + METADATA + b"}s" + OTHER + b"}s", False),
+    (b"}", False), (METADATA, False),
+], ids=["_metadata", "other", "both", "none", "text"])
+def test_of_a_state_dicts_attributes_only_its_versions_are_expected(tmp_path, attributes, taken):
+    whole = state(TENSOR)[:-1] + attributes + b"b."
+    if taken:
+        assert read(tmp_path / "a.pt", whole)["w"].tolist() == [1.5, -2]
+    else:
+        with pytest.raises(CudiffError, match="attributes of something other than a state_dict"):
+            read(tmp_path / "a.pt", whole)
+    with pytest.raises(CudiffError, match="attributes of something other"):  # of a tensor
+        read(tmp_path / "a.pt", state(TENSOR + b"}" + METADATA + b"}sb"))

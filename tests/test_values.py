@@ -94,3 +94,9 @@ def test_sample_takes_numpy_integers():
 def small_pipeline():
     config = PRESETS["digits"].replace(image_size=8, model_channels=8, num_head_channels=8)
     return Pipeline(config, build(config))
+
+
+def test_the_bounds_of_a_whole_number_are_said():
+    for bounds, text in (((1, None), "at least 1"), ((0, 5), "0 to 5")):
+        with pytest.raises(CudiffError, match=f"^n must be {text}, not -1$"):
+            whole("n", -1, *bounds)

@@ -76,3 +76,23 @@ def test_operands_must_agree():
     ):
         with pytest.raises(ValueError, match=name):
             call()
+
+
+def test_pixels_are_standardised_only_where_it_is_asked(rng):
+    x, z, draw = (Tensor(rng.standard_normal(shape)) for shape in ((3, 2, 2, 1), (3, 2, 2, 1), (3,)))
+    sigma = Tensor(np.exp(draw.numpy()))
+    pairs = [
+        (edm_mix(x, z, draw, -1.2, 1.2, 0.5), edm_mix(x, z, draw, -1.2, 1.2, 0.5, 1.0, 0.0, 1.0)),
+        (edm_input(x, sigma, 0.5, 0.25), edm_input(x, sigma, 0.5, 0.25, 0.0, 1.0)),
+        ((edm_output(x, z, sigma, 0.5),), (edm_output(x, z, sigma, 0.5, 0.0, 1.0),)),
+    ]
+    for plain, told in pairs:
+        for one, other in zip(plain, told, strict=True):
+            np.testing.assert_array_equal(one.numpy(), other.numpy())
+
+
+def test_images_and_noise_are_of_one_shape_and_dtype(rng):
+    images, draw = Tensor(rng.standard_normal((3, 2, 2, 1)).astype(np.float32)), Tensor(np.zeros(3, np.float32))
+    for noise in (np.zeros((3, 2, 2, 2), np.float32), np.zeros((3, 2, 2, 1), np.float64)):
+        with pytest.raises(ValueError, match=r"edm_mix: images \(3, 2, 2, 1\) float32 and noise .* differ"):
+            edm_mix(images, Tensor(noise), draw, 0, 1, 0.5)

@@ -441,3 +441,12 @@ def test_silu_follows_the_norm_unless_told(rng):
     default, with_it, without = (norm_silu_conv2d(x, **options, **given).numpy() for given in more)
     np.testing.assert_array_equal(default, with_it)
     assert not np.allclose(default, without)
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "bias", "norm_weight", "norm_bias", "scale", "shift", "emb"])
+def test_integers_are_refused(name):
+    shapes = {"x": (2, 3, 3, 4), "weight": (5, 3, 3, 4), "bias": (5,), "norm_weight": (4,), "norm_bias": (4,),
+              "scale": (2, 4), "shift": (2, 4), "emb": (2, 5)}
+    tensors = {key: Tensor(np.ones(shape, np.int32 if key == name else np.float32)) for key, shape in shapes.items()}
+    with pytest.raises(TypeError, match="needs floating tensors, not int32"):
+        norm_silu_conv2d(**tensors, num_groups=2)

@@ -62,3 +62,10 @@ def test_bad_arguments():
         timestep_embedding(t, 8, order="cos, sin")
     with pytest.raises(ValueError, match="too small"):
         timestep_embedding(t, 2, divisor="half-1")
+
+
+def test_whole_timesteps_are_read_as_numbers(device):
+    t = np.array([0, 1, 500, 999])
+    whole, real = (timestep_embedding(Tensor(t.astype(dtype), device=device), 16) for dtype in (np.int32, np.float32))
+    assert whole.dtype == np.float32
+    np.testing.assert_array_equal(whole.numpy(), real.numpy())
