@@ -15,6 +15,8 @@ import numpy as np
 from cudiff.config import Config
 from cudiff.errors import CudiffError
 from cudiff.models import outline
+from cudiff.nn.module import require_fit
+from cudiff.registry import TABLES
 from cudiff.tensorfile import Entry, digest, read_header, read_tensors, write_tensors
 
 FORMAT_VERSION = 1
@@ -62,8 +64,15 @@ def load_checkpoint(path: str | os.PathLike, parts: Collection[str] = PARTS) -> 
     entries, metadata = read_header(path)
     about = _about(path, metadata)
     _check_counters(path, about["counters"])
+    for kind, table in TABLES.items():
+        name = about["config"].get(kind)
+        if isinstance(name, str) and name not in table:
+            raise CudiffError(
+                f"{path}: its {kind} '{name[:80]}' is not registered here: first import what registers it "
+                f"(cudiff.register_{'objective' if kind == 'diffusion' else kind}), then load it from Python"
+            )
     try:
-        config = Config.from_dict(about["config"])
+        config = Config.stored(about["config"])
     except CudiffError as error:
         raise CudiffError(f"{path} needs the cudiff that wrote it, as this one cannot build it: {error}") from None
     _check_parts(path, entries, config)
@@ -188,35 +197,21 @@ def _check_parts(path: str | os.PathLike, entries: Mapping[str, Entry], config: 
 
     No model is built, and its outline stops where it is far larger than the file.
     """
-    shapes: dict[str, dict[str, tuple[int, ...]]] = {name: {} for name in PARTS}
+    parts: dict[str, dict[str, Entry]] = {name: {} for name in PARTS}
     for name, entry in entries.items():
         prefix, _, rest = name.partition(".")
         if prefix not in PARTS:
             raise CudiffError(f"{path} holds an unexpected tensor {name[:80]}: use a checkpoint that cudiff wrote")
-        shapes[prefix][rest] = entry.shape
-    if not shapes["model"]:
+        parts[prefix][rest] = entry
+    if not parts["model"]:
         raise CudiffError(f"{path} holds no model weights: use another checkpoint")
     try:
-        net = outline(config, len(shapes["model"]), sum(map(math.prod, shapes["model"].values())))
+        net = outline(config, len(parts["model"]), sum(math.prod(entry.shape) for entry in parts["model"].values()))
     except CudiffError as error:
         raise CudiffError(f"{path}: its weights do not fit its configuration's model ({error})") from None
-    parameters = {name: value.shape for name, value in net.named_parameters()}
-    state = parameters | {name: value.shape for name, value in net.named_buffers()}
-    for name, found in shapes.items():
-        problems = _differences(found, state if name in ("model", "ema") else parameters) if found else []
-        if problems:
-            raise CudiffError(f"{path}: its '{name}' does not fit its configuration's model: {_first_few(problems)}")
-
-
-def _differences(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
-    problems = [f"missing {name}" for name in expected if name not in found]
-    problems += [f"unexpected {name[:80]}" for name in found if name not in expected]
-    return problems + [
-        f"{name} has shape {found[name]}, not {shape}"
-        for name, shape in expected.items()
-        if name in found and found[name] != shape
-    ]
-
-
-def _first_few(problems: list[str]) -> str:
-    return "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
+    parameters = dict(net.named_parameters())
+    state = parameters | dict(net.named_buffers())
+    for name, found in parts.items():
+        if found:
+            expected = state if name in ("model", "ema") else parameters
+            require_fit(found, expected, f"{path}: its '{name}' does not fit its configuration's model")

@@ -22,6 +22,7 @@ from cudiff import signals
 from cudiff.backend import out_of_memory_errors
 from cudiff.config import add_arguments, from_arguments
 from cudiff.errors import CudiffError
+from cudiff.registry import SAMPLERS
 from cudiff.threads import keep_freed_memory
 
 
@@ -222,8 +223,8 @@ def _sampling_arguments(parser: argparse.ArgumentParser, batch_size: int) -> Non
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the noise (default 0)")
     parser.add_argument("--steps", type=int, metavar="N", help="noise levels to pass through (default: the model's)")
     parser.add_argument("--guidance", type=float, metavar="X", help="1 = none (default: the model's)")
-    samplers = ("heun", "euler", "ddim", "ancestral")
-    parser.add_argument("--sampler", choices=samplers, metavar="|".join(samplers), help="(default: the model's)")
+    parser.add_argument("--sampler", choices=tuple(SAMPLERS), metavar="|".join(SAMPLERS),
+                        help="(default: the model's)")
     parser.add_argument("--batch-size", type=int, default=batch_size, metavar="N",
                         help=f"images at once (default {batch_size})")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), metavar="auto|cpu|cuda",

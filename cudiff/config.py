@@ -5,84 +5,60 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import math
 import os
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
+import cudiff.diffusion
+import cudiff.models  # noqa: F401  both register what they have
 from cudiff.errors import CudiffError
 from cudiff.files import opened
+from cudiff.options import Option, as_text, shown
+from cudiff.registry import MODELS, OBJECTIVES, SAMPLERS, TABLES, options_named
 
 SECTIONS = ("data", "model", "diffusion", "training", "sampling")
+CHOSEN_IN = {"model": "model", "diffusion": "diffusion", "sampling": "sampler"}
+"""The section that holds the options of a table's entries."""
 
 
-def _option(
-    section: str,
-    default: Any,
-    text: str,
-    choices: tuple[str, ...] = (),
-    least: float | None = None,
-    most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-) -> Any:
-    """A field with its help text and the values it takes; bounds of a tuple hold for each of its entries."""
-    limits = {"least": least, "most": most, "above": above, "below": below}
-    return field(default=default, metadata={"section": section, "help": text, "choices": choices, **limits})
+def _option(section: str, default: Any, text: str, *choices: Any, **rules: Any) -> Any:
+    """A field that is an `Option` of a section."""
+    return field(default=default, metadata={"section": section, "option": Option(default, text, *choices, **rules)})
 
 
 _data, _model, _diffusion, _training, _sampling = (partial(_option, section) for section in SECTIONS)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Config:
     """Everything a run depends on, and nothing nested. `PRESETS` holds named ones; checkpoints hold theirs.
 
-    Raises CudiffError, one line, for a value of the wrong type or out of range and for values that contradict.
+    Besides the fields it has the options of its model, its objective (`diffusion`) and its sampler, by name like fields
+    (`config.num_res_blocks`), and what was given to samplers that it may change to.
+    Raises CudiffError, one line, for a value of the wrong type or out of range, for values that contradict, and for an
+    option that its model or objective does not have.
     """
 
     # Data
     data: str = _data("digits", "digits, mnist, a folder of images, an .npz or unet.cu's .bin")
-    image_size: int = _data(0, "pixels a side; 0 = that of the data", least=0, most=2**16)
-    channels: int = _data(0, "1 (gray), 3 (RGB), 0 = that of the data", least=0, most=3)
-    validation: int = _data(0, "images held out of the training data for the validation loss", least=0)
+    image_size: int = _data(0, "pixels a side; 0 = that of the data", least=0, most=2**16, fixed=True)
+    channels: int = _data(0, "1 (gray), 3 (RGB), 0 = that of the data", least=0, most=3, fixed=True)
+    validation: int = _data(0, "images held out of the training data for the validation loss", least=0, fixed=True)
     flip: bool = _data(False, "mirror each image with probability 1/2")
     skip_bad: bool = _data(False, "leave out images that do not decode, instead of stopping")
     residency: str = _data("auto", "where training images lie", ("auto", "device", "host"))
 
     # Model
-    model: str = _model("unet", "unet (guided-diffusion's) or cs179 (a small one for MNIST)", ("unet", "cs179"))
-    model_channels: int = _model(64, "channels at the first level", least=1, most=2**16)
-    channel_mult: tuple[int, ...] = _model((1, 2, 2), "channels at each level, in units of model_channels", least=1,
-                                         most=2**10)
-    num_res_blocks: int = _model(2, "residual blocks a level", least=1, most=1000)
-    attention_resolutions: tuple[int, ...] = _model((), "image sizes in pixels at which attention is used", least=1)
-    num_heads: int = _model(4, "attention heads, where num_head_channels is 0", least=1, most=2**16)
-    num_head_channels: int = _model(0, "channels of each attention head; 0 = see num_heads", least=0, most=2**16)
-    use_scale_shift_norm: bool = _model(False, "the embedding scales and shifts the norm instead of being added")
-    resblock_updown: bool = _model(False, "down- and upsample inside residual blocks")
-    conv_resample: bool = _model(True, "down- and upsample with a convolution")
-    dropout: float = _model(0.0, "dropout probability in residual blocks", least=0, below=1)
+    model: str = _model("unet", "the network", MODELS, fixed=True)
     num_classes: int = _model(-1, "classes the model is conditioned on; 0 = unconditional, -1 = those of the data",
-                              least=-1, below=2**31)
-    learn_sigma: bool = _model(False, "DDPM: also predict the variance (Improved DDPM)")
-    use_new_attention_order: bool = _model(False, "q, k and v are split before the heads are")
-    max_period: float = _model(10000.0, "longest period of the timestep sinusoids", above=1)
-    zero_init: bool = _model(True, "start the last convolution of each block at zero")
-    norm_group_channels: int = _model(1, "fewest channels in a norm's group; 1 is guided-diffusion", least=1)
+                              least=-1, below=2**31, fixed=True)
+    learn_sigma: bool = _model(False, "DDPM: also predict the variance (Improved DDPM)", fixed=True)
 
     # Diffusion
-    diffusion: str = _diffusion("edm", "edm (Karras et al. 2022) or ddpm (Ho et al. 2020)", ("edm", "ddpm"))
-    noise_schedule: str = _diffusion("linear", "DDPM: how betas grow", ("linear", "cosine"))
-    diffusion_steps: int = _diffusion(1000, "DDPM: noise levels", least=1, most=10**6)
-    sigma_data: float = _diffusion(0.5, "EDM: standard deviation of the data", above=0)
-    data_mean: float = _diffusion(0.0, "EDM: subtracted from pixels in [-1, 1]; the noise levels are those after it")
-    data_std: float = _diffusion(1.0, "EDM: pixels less data_mean are divided by it", above=0)
-    P_mean: float = _diffusion(-1.2, "EDM: mean of log(sigma) in training")
-    P_std: float = _diffusion(1.2, "EDM: standard deviation of log(sigma) in training", above=0)
+    diffusion: str = _diffusion("edm", "what is learned", OBJECTIVES, fixed=True)
     sigma_min: float = _diffusion(0.002, "lowest noise level of the EDM samplers", above=0)
     sigma_max: float = _diffusion(80.0, "highest noise level of the EDM samplers", above=0)
     rho: float = _diffusion(7.0, "how much the noise levels crowd near sigma_min", above=0)
@@ -92,7 +68,7 @@ class Config:
     batch_size: int = _training(128, "images a forward pass", least=1)
     accumulate: int = _training(1, "forward passes whose gradients are averaged for one update", least=1)
     lr: float = _training(2e-4, "learning rate", above=0)
-    optimizer: str = _training("adamw", "update rule", ("adamw", "adam", "sgd"))
+    optimizer: str = _training("adamw", "update rule", ("adamw", "adam", "sgd"), fixed=True)
     betas: tuple[float, ...] = _training((0.9, 0.999), "Adam: decay of the two moments", least=0, below=1)
     eps: float = _training(1e-8, "Adam: added to the root of the second moment", above=0)
     momentum: float = _training(0.9, "SGD momentum", least=0, below=1)
@@ -104,7 +80,7 @@ class Config:
     precision: str = _training("fp32", "of activations and matrix products", ("fp32", "tf32", "bf16"))
     steps: int = _training(10000, "updates; 0 = as many as fit into minutes", least=0)
     minutes: float = _training(0.0, "stop after this long; 0 = no limit", least=0)
-    seed: int = _training(0, "of weights, data order and noise", least=0, below=2**63)
+    seed: int = _training(0, "of weights, data order and noise", least=0, below=2**63, fixed=True)
     device: str = _training("auto", "auto takes the GPU where there is one", ("auto", "cpu", "cuda"))
     capture: bool = _training(True, "GPU: replay a step of training or sampling as one CUDA graph")
     max_bad_steps: int = _training(10, "stop after this many updates in a row with a loss that is not finite", least=1)
@@ -114,40 +90,79 @@ class Config:
     keep: int = _training(3, "newest checkpoints to keep; 0 = all", least=0)
 
     # Sampling
-    sampler: str = _sampling("heun", "how noise becomes an image", ("heun", "euler", "ddim", "ancestral"))
+    sampler: str = _sampling("heun", "how noise becomes an image", SAMPLERS)
     sample_steps: int = _sampling(18, "noise levels a sample passes through", least=1, most=10**6)
-    sample_spacing: str = _sampling("even", "DDPM: timesteps that ddim and ancestral visit; ddim = by a whole stride",
-                                    ("even", "ddim"))
     guidance: float = _sampling(1.0, "classifier-free guidance; 1 = the plain conditional model", least=0)
     samples: int = _sampling(64, "images in a grid", least=1, most=10**6)
-    eta: float = _sampling(0.0, "DDIM: share of the ancestral noise", least=0, most=1)
-    S_churn: float = _sampling(0.0, "heun and euler: noise added anew, over all steps", least=0)
-    S_min: float = _sampling(0.0, "lowest noise level that is churned", least=0)
-    S_max: float = _sampling(1e9, "highest noise level that is churned", least=0)
-    S_noise: float = _sampling(1.0, "scale of the noise that churning adds", least=0)
 
-    def __post_init__(self) -> None:
-        for option in dataclasses.fields(self):
-            value = _checked(option, getattr(self, option.name))
-            object.__setattr__(self, option.name, value)
-        _check_model(self)
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Those of the model, the objective and the sampler, and what else was given to samplers."""
+
+    def __init__(self, /, **values: Any):
+        core = _core()
+        _require_known(values)
+        for name, option in core.items():
+            object.__setattr__(self, name, option.checked(name, values.get(name, option.default)))
+        own, defaults = _own_options(values), {}
+        for kind, table in TABLES.items():
+            entry = table[getattr(self, kind)]
+            for name, option in entry.options.items():
+                if name in core or name == "options":
+                    raise CudiffError(f"{kind} {entry.name} calls an option {name}, which every run has: rename it")
+                defaults[name] = option.default
+        for name in values:
+            if name not in core and name not in own:
+                others = " or ".join(f"{kind} {entry.name}" for kind, entry, _ in options_named(name))
+                raise CudiffError(
+                    f"{name} is an option of {others}, not of model {self.model} with diffusion {self.diffusion}: "
+                    "leave it out"
+                )
+        given = {name: own[name].checked(name, value) for name, value in values.items() if name not in core}
+        object.__setattr__(self, "options", defaults | given)
+        object.__setattr__(self, "_given", given)
         _check_run(self)
+        for kind, table in TABLES.items():
+            table[getattr(self, kind)].check(self)
+
+    def __getattr__(self, name: str) -> Any:
+        options = vars(self).get("options", {})
+        if name in options:
+            return options[name]
+        raise AttributeError(f"this configuration has no '{name}': its model, objective and sampler do not know it")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], base: Config | None = None) -> Config:
         """`base` (or the defaults) with `values` in place of its own. Raises CudiffError for an unknown key."""
         return (base or cls()).replace(**values)
 
-    def to_dict(self) -> dict[str, Any]:
-        """All fields by name; JSON and TOML can hold every value."""
-        return dataclasses.asdict(self)
+    @classmethod
+    def stored(cls, values: Mapping[str, Any]) -> Config:
+        """The configuration in a checkpoint; what an old one says of models and objectives other than its own is
+        left out."""
+        own = _own_options(values)
+        return cls(**{
+            name: value for name, value in values.items()
+            if name in own or name in _core() or next(options_named(name), None) is None
+        })
 
-    def replace(self, **changes: Any) -> Config:
-        """A copy with some fields changed, checked again. Raises CudiffError for an unknown field."""
-        for name in changes:
-            if name not in _types():
-                raise CudiffError(f"unknown option '{name[:80]}': {_nearest(name[:80], _types())}")
-        return dataclasses.replace(self, **changes)
+    def to_dict(self) -> dict[str, Any]:
+        """All fields and options by name; JSON and TOML can hold every value."""
+        return {name: getattr(self, name) for name in _core()} | self.options
+
+    def replace(self, /, **changes: Any) -> Config:
+        """A copy with some values changed, checked again. Raises CudiffError for an unknown name.
+
+        With another model, objective or sampler go the options that only the one before has.
+        """
+        _require_known(changes)
+        core = {name: getattr(self, name) for name in _core()} | changes
+        own = _own_options(core)
+        return Config(**{name: value for name, value in self._given.items() if name in own} | core)
+
+    def fixed(self) -> dict[str, Any]:
+        """What a resumed run cannot change: what its weights, its data and its loss depend on."""
+        names = [name for name, option in (_core() | dict(OBJECTIVES[self.diffusion].options)).items() if option.fixed]
+        return {name: getattr(self, name) for name in (*names, *MODELS[self.model].options)}
 
     def for_data(self, shape: tuple[int, ...], num_classes: int) -> Config:
         """The configuration with the data's size and channels where its own are 0, checked against the data.
@@ -164,7 +179,7 @@ class Config:
             )
         classes = self.num_classes
         if classes < 0:
-            classes = 0 if self.model == "cs179" else num_classes
+            classes = num_classes if MODELS[self.model].classes else 0
         if classes and num_classes == 0:
             raise CudiffError("the data has no labels: sort the images into sub-folders, or set num_classes to 0")
         if classes and num_classes > classes:
@@ -182,25 +197,21 @@ def load_toml(path: str | os.PathLike, base: Config | None = None) -> Config:
 
 
 def add_arguments(parser: argparse.ArgumentParser, sections: Collection[str] = SECTIONS) -> None:
-    """Add --preset, --config and a flag for every field of `sections`; `from_arguments` reads them."""
+    """Add --preset, --config and a flag for every option of `sections`; `from_arguments` reads them."""
     parser.add_argument("--preset", metavar="NAME", help=f"start from {', '.join(PRESETS)}")
     parser.add_argument("--config", type=os.path.expanduser, metavar="FILE",
                         help="start from a TOML file; its keys are the flags' names")
-    groups = {section: parser.add_argument_group(section) for section in sections}
-    for option in dataclasses.fields(Config):
-        if option.metadata["section"] not in groups:
-            continue
-        group = groups[option.metadata["section"]]
-        kind = _types()[option.name]
-        text = f"{option.metadata['help']} (default {_as_text(option.default)})"
-        settings: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": text}
-        if kind is bool:
-            settings["action"] = argparse.BooleanOptionalAction
-        elif option.metadata["choices"]:
-            settings |= {"choices": option.metadata["choices"], "metavar": "|".join(option.metadata["choices"])}
-        else:
-            settings |= {"type": partial(_parse, option.name), "metavar": _METAVARS[kind]}
-        group.add_argument(f"--{option.name.replace('_', '-')}", **settings)
+    for section in sections:
+        group = parser.add_argument_group(section)
+        for name, option in _options_in(section).items():
+            settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(name, option)}
+            if option.kind is bool:
+                settings["action"] = argparse.BooleanOptionalAction
+            elif option.choices:
+                settings |= {"choices": tuple(option.choices), "metavar": option.metavar}
+            else:
+                settings |= {"type": option.parsed, "metavar": option.metavar}
+            group.add_argument(f"--{name.replace('_', '-')}", **settings)
 
 
 def from_arguments(arguments: argparse.Namespace, base: Config | None = None) -> Config:
@@ -212,7 +223,7 @@ def from_arguments(arguments: argparse.Namespace, base: Config | None = None) ->
     values = _read_toml(given["config"]) if given.get("config") else {}
     name = given.get("preset") or values.get("preset")
     values = {key: value for key, value in values.items() if key != "preset"}
-    values |= {key: value for key, value in given.items() if key in _types()}
+    values |= {key: value for key, value in given.items() if _is_known(key)}
     if name is not None:
         base = _preset(name)
     elif base is None:
@@ -228,118 +239,82 @@ def as_flags(values: Mapping[str, Any]) -> str:
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            words.append(f"--{flag} {_as_text(value) if value != () else repr('')}")
+            words.append(f"--{flag} {as_text(value) if value != () else repr('')}")
     return " ".join(words)
 
 
 @cache
-def _types() -> dict[str, Any]:
-    """The type of every field, by name."""
-    return get_type_hints(Config)
+def _core() -> dict[str, Option]:
+    """The options that every run has, by name."""
+    return {field.name: field.metadata["option"] for field in dataclasses.fields(Config) if field.metadata}
 
 
-_LONGEST_LIST = 16
+def _options_in(section: str) -> dict[str, Option]:
+    """The options of a section by name: its fields, then those of what is chosen in it."""
+    found = {field.name: field.metadata["option"] for field in dataclasses.fields(Config)
+             if field.metadata.get("section") == section}
+    for entry in TABLES[CHOSEN_IN[section]].values() if section in CHOSEN_IN else ():
+        found = found | {name: option for name, option in entry.options.items() if name not in found}
+    return found
+
+
+def _help(name: str, option: Option) -> str:
+    """An option's help: what it may be, where it chooses from a table, and its default, or each model's."""
+    text = option.help
+    if name in TABLES:
+        text += ": " + " or ".join(f"{entry.name} ({entry.help})" for entry in TABLES[name].values())
+    defaults = {entry.name: as_text(one.default) for _, entry, one in options_named(name)}
+    if len(set(defaults.values())) > 1:
+        return f"{text} (default {', '.join(f'{default} in {entry}' for entry, default in defaults.items())})"
+    return f"{text} (default {as_text(option.default)})"
+
+
+def _own_options(values: Mapping[str, Any]) -> dict[str, Option]:
+    """The options besides the fields that a configuration of such values takes: those of its model, of its objective
+    and of all samplers, as an image can be sampled by another one; the chosen one's go first."""
+    own: dict[str, Option] = {}
+    for entry in SAMPLERS.values():
+        own |= entry.options
+    for kind, table in TABLES.items():
+        name = values.get(kind, _core()[kind].default)
+        own |= table[name].options if isinstance(name, str) and name in table else {}
+    return own
+
+
+def _is_known(name: str) -> bool:
+    return name in _core() or next(options_named(name), None) is not None
+
+
+def _require_known(names: Collection[str]) -> None:
+    """Raise CudiffError for an option that nothing has."""
+    for name in names:
+        if not _is_known(name):
+            known = [*_core(), *(one for table in TABLES.values() for entry in table.values() for one in entry.options)]
+            near = difflib.get_close_matches(name[:80], known, 1)
+            advice = f"did you mean {near[0]}?" if near else "see cudiff train --help"
+            raise CudiffError(f"unknown option '{name[:80]}': {advice}")
+
+
 _LONGEST_FILE, _LONGEST_LINE = 2**16, 1000  # bytes; one line of 16 kB can keep tomllib busy for a second, of 64 for 18
-_METAVARS = {int: "N", float: "X", str: "TEXT", tuple[int, ...]: "N,N,..", tuple[float, ...]: "X,X,.."}
-_NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-
-
-def _checked(option: dataclasses.Field, value: Any) -> Any:
-    """`value` as the field's type. Raises CudiffError where it is of another type or out of range."""
-    kind, rules = _types()[option.name], option.metadata
-    if get_origin(kind) is tuple:
-        of = get_args(kind)[0]
-        if not isinstance(value, list | tuple):
-            raise CudiffError(f"{option.name} must be a list, each entry {_NOUNS[of]}, not {_shown(value)}")
-        if len(value) > _LONGEST_LIST:
-            raise CudiffError(f"{option.name} has {len(value):,} entries: give {_LONGEST_LIST} at most")
-        return tuple(_in_range(option.name, rules, _typed(option.name, of, entry)) for entry in value)
-    value = _typed(option.name, kind, value)
-    if rules["choices"] and value not in rules["choices"]:
-        raise CudiffError(f"unknown {option.name} '{value[:80]}': use {' or '.join(rules['choices'])}")
-    return value if kind in (str, bool) else _in_range(option.name, rules, value)
-
-
-def _typed(name: str, kind: type, value: Any) -> Any:
-    wanted: Any = (int, float) if kind is float else kind
-    if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
-        raise CudiffError(f"{name} must be {_NOUNS[kind]}, not {_shown(value)}")
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise CudiffError(f"{name} must be {_NOUNS[kind]} between -2^63 and 2^63, and is beyond")
-    if kind is float and not math.isfinite(value):
-        raise CudiffError(f"{name} must be a finite number, not {value}")
-    return kind(value)
-
-
-def _shown(value: Any) -> str:
-    """A value that may be large, or nested without end, in a few words."""
-    if isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 2**63):
-        return repr(value[:80] if isinstance(value, str) else value)
-    return f"a {type(value).__name__}"
-
-
-def _in_range(name: str, rules: Mapping[str, Any], value: float) -> float:
-    least, most, above, below = (rules[key] for key in ("least", "most", "above", "below"))
-    if least is not None and value < least:
-        raise CudiffError(f"{name} must be at least {least}, not {value}")
-    if most is not None and value > most:
-        raise CudiffError(f"{name} must be at most {most}, not {value}")
-    if above is not None and value <= above:
-        raise CudiffError(f"{name} must be above {above}, not {value}")
-    if below is not None and value >= below:
-        raise CudiffError(f"{name} must be below {below}, not {value}")
-    return value
-
-
-def _check_model(config: Config) -> None:
-    """Raise CudiffError where no U-Net of these sizes can be built, saying which can."""
-    if config.channels == 2:
-        raise CudiffError("channels must be 1 (gray) or 3 (RGB), not 2")
-    if not config.channel_mult:
-        raise CudiffError("channel_mult is empty: give one number a level, such as 1,2,2")
-    halvings = len(config.channel_mult) - (config.model == "unet")  # cs179 has its bottleneck below the last level
-    if config.image_size % 2**halvings:
-        step = 2**halvings
-        low = config.image_size // step * step
-        raise CudiffError(
-            f"image size {config.image_size} does not halve {halvings} times: use a multiple of {step}, "
-            f"such as {f'{low} or ' if low else ''}{low + step}, or fewer entries in channel_mult"
-        )
-    if config.model == "cs179":
-        if config.num_classes > 0 or config.learn_sigma:
-            raise CudiffError("model cs179 has no classes and learns no variance: drop num_classes and learn_sigma")
-        return
-    sizes = [config.image_size >> level for level in range(halvings + 1)]
-    for size in config.attention_resolutions if config.image_size else ():
-        if size not in sizes:
-            raise CudiffError(
-                f"attention_resolutions: no level has {size} pixels; choose from {', '.join(map(str, sizes))}"
-            )
-    attended = {config.channel_mult[-1]}  # the middle block always attends
-    attended |= {
-        mult for mult, size in zip(config.channel_mult, sizes, strict=True) if size in config.attention_resolutions
-    }
-    name = "num_head_channels" if config.num_head_channels else "num_heads"
-    for mult in sorted(attended):
-        channels = mult * config.model_channels
-        if channels % getattr(config, name):
-            divisors = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if channels % n == 0]
-            raise CudiffError(
-                f"{name} {getattr(config, name)} does not divide the {channels} channels where attention is used: "
-                f"use {', '.join(map(str, divisors))}"
-            )
 
 
 def _check_run(config: Config) -> None:
     """Raise CudiffError where training or sampling with these options cannot mean anything."""
+    if config.channels == 2:
+        raise CudiffError("channels must be 1 (gray) or 3 (RGB), not 2")
+    model, objective = MODELS[config.model], OBJECTIVES[config.diffusion]
+    lacking = [] if model.classes else [("has no classes", "num_classes", config.num_classes > 0)]
+    lacking += [] if model.learns_variance else [("learns no variance", "learn_sigma", config.learn_sigma)]
+    if any(asked for _, _, asked in lacking):
+        what, names = (" and ".join(words) for words in list(zip(*lacking, strict=True))[:2])
+        raise CudiffError(f"model {model.name} {what}: drop {names}")
+    if config.learn_sigma and not objective.learns_variance:
+        able = " or ".join(one.name for one in OBJECTIVES.values() if one.learns_variance)
+        raise CudiffError(f"learn_sigma needs diffusion = {able}: {objective.name.upper()} has no variance to learn")
     if not config.data:
         raise CudiffError("data is empty: give digits, mnist, a folder of images, an .npz or a .bin")
     if len(config.betas) != 2:
         raise CudiffError(f"betas must be two numbers such as 0.9,0.999, not {len(config.betas)}")
-    if config.learn_sigma and config.diffusion != "ddpm":
-        raise CudiffError("learn_sigma needs diffusion = ddpm: EDM has no variance to learn")
-    if (config.data_mean, config.data_std) != (0, 1) and config.diffusion != "edm":
-        raise CudiffError("data_mean and data_std need diffusion = edm: DDPM takes pixels in [-1, 1]")
     if config.sigma_min >= config.sigma_max:
         raise CudiffError(f"sigma_min {config.sigma_min} must be below sigma_max {config.sigma_max}")
     if config.steps == 0 and config.minutes == 0:
@@ -348,35 +323,10 @@ def _check_run(config: Config) -> None:
         raise CudiffError("the cosine schedule needs an end: give steps, or lr_schedule = constant")
 
 
-def _parse(name: str, text: str) -> Any:
-    """The value of a flag. Raises argparse's error, which names the flag, where `text` is none of its type."""
-    kind = _types()[name]
-    try:
-        if get_origin(kind) is tuple:
-            return tuple(get_args(kind)[0](part) for part in text.split(",") if part.strip())
-        return kind(text)
-    except ValueError:
-        wanted = "numbers such as 1,2,3,4" if get_origin(kind) is tuple else _NOUNS[kind]
-        raise argparse.ArgumentTypeError(f"'{text}' is not {wanted}") from None
-
-
-def _as_text(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(str, value)) or "none"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _nearest(name: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {near[0]}?" if near else "see cudiff train --help"
-
-
 def _preset(name: Any) -> Config:
     if not isinstance(name, str) or name not in PRESETS:
-        shown = name[:80] if isinstance(name, str) else _shown(name)
-        raise CudiffError(f"unknown preset '{shown}': use {' or '.join(PRESETS)}")
+        what = name[:80] if isinstance(name, str) else shown(name)
+        raise CudiffError(f"unknown preset '{what}': use {' or '.join(PRESETS)}")
     return PRESETS[name]
 
 

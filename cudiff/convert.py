@@ -149,7 +149,7 @@ def other_options(state: Mapping[str, np.ndarray], config: Config) -> dict[str, 
     firsts = [f"input_blocks.{index}" for index in range(1, max(ins) + 1, period)]  # of each level
     scales = size("input_blocks.1.0.emb_layers.1.weight") == 2 * size("input_blocks.1.0.out_layers.0.weight")
     options: dict[str, Any] = {
-        "channels": channels, "model_channels": model_channels,
+        "model": "unet", "channels": channels, "model_channels": model_channels,
         "channel_mult": tuple(size(f"{first}.0.out_layers.0.weight") // model_channels for first in firsts),
         "num_res_blocks": period - 1, "use_scale_shift_norm": scales, "resblock_updown": bool(updown),
         "num_classes": size("label_emb.weight"), "learn_sigma": size("out.2.weight") == 2 * channels,
@@ -158,9 +158,10 @@ def other_options(state: Mapping[str, np.ndarray], config: Config) -> dict[str, 
         options["conv_resample"] = bool(convs)
     if options["learn_sigma"]:
         options["diffusion"] = "ddpm"
-    options = {name: value for name, value in options.items() if value != getattr(config, name)}
+    known = config.to_dict()
+    options = {name: value for name, value in options.items() if value != known.get(name)}
     attended = [config.image_size >> level for level, name in enumerate(firsts) if f"{name}.1.qkv.weight" in state]
-    if config.image_size and set(attended) != set(config.attention_resolutions):
+    if config.image_size and set(attended) != set(known.get("attention_resolutions", ())):
         options["attention_resolutions"] = tuple(attended)
     return options
 

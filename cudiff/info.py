@@ -18,6 +18,7 @@ from cudiff.cuda.device import describe
 from cudiff.cuda.tiles import summary
 from cudiff.errors import CudiffError
 from cudiff.folder import read_checkpoint
+from cudiff.registry import TABLES
 
 
 def system_table() -> Table:
@@ -51,7 +52,8 @@ def _tiles() -> str:
 def checkpoint_table(path: str | os.PathLike) -> Table:
     """A rich table of what a checkpoint, or a run's newest one, holds. Raises CudiffError where it cannot be read."""
     path, checkpoint = read_checkpoint(path, parts=("model",))
-    config, defaults = checkpoint.config, Config()
+    config = checkpoint.config
+    defaults = Config(**{kind: getattr(config, kind) for kind in TABLES}).to_dict()
     parameters = sum(array.size for array in checkpoint.tensors.values())
     steps = checkpoint.counters["step"]
     table = Table(title="checkpoint", show_header=False, caption="all other options are at their defaults")
@@ -59,7 +61,7 @@ def checkpoint_table(path: str | os.PathLike) -> Table:
     table.add_row("trained", f"{parameters:,} parameters, {steps:,} steps")
     table.add_section()
     for name, value in config.to_dict().items():
-        if value != getattr(defaults, name) or name in ("model", "diffusion", "data"):
+        if value != defaults.get(name) or name in ("model", "diffusion", "data"):
             table.add_row(name, Text(str(value)))
     return table
 

@@ -13,26 +13,13 @@ from cudiff.backend import default_device, out_of_memory, out_of_memory_errors
 from cudiff.checkpoint import part, prefixed, save_checkpoint
 from cudiff.config import Config, as_flags
 from cudiff.convert import from_torch, other_options, read_weights, to_torch, write_weights
-from cudiff.diffusion import (
-    DDIM,
-    Ancestral,
-    DDPMDenoiser,
-    DDPMLoss,
-    EDMDenoiser,
-    EDMLoss,
-    Euler,
-    Guided,
-    Heun,
-    ImageNoise,
-    Sampler,
-    Schedule,
-    karras_sigmas,
-)
+from cudiff.diffusion import Guided, ImageNoise
 from cudiff.errors import CudiffError
 from cudiff.folder import read_checkpoint
 from cudiff.models import build
 from cudiff.nn import GroupNorm, Module
 from cudiff.plot import to_uint8
+from cudiff.registry import MODELS, OBJECTIVES, SAMPLERS
 from cudiff.tensor import Tensor
 from cudiff.values import real, whole
 
@@ -42,13 +29,13 @@ Progress = Callable[[int, int], None]
 class Pipeline:
     """A net and the configuration that says how it was trained; `load` makes one from a checkpoint.
 
-    Attributes: config, net (on its device, in its precision).
+    Attributes: config, net (on its device, in its precision), objective (see `cudiff.registry.Objective`).
     """
 
     def __init__(self, config: Config, net: Module):
         self.config = config.replace(num_classes=max(0, config.num_classes))  # none where no data has said
         self.net = net
-        self.schedule = Schedule(config.noise_schedule, config.diffusion_steps) if config.diffusion == "ddpm" else None
+        self.objective = OBJECTIVES[config.diffusion].build(self.config, MODELS[config.model].c_noise_scale)
 
     @property
     def device(self) -> str:
@@ -56,24 +43,11 @@ class Pipeline:
 
     def denoiser(self) -> Any:
         """D(x, sigma, labels) for every sampler of `cudiff.diffusion`."""
-        config = self.config
-        if self.schedule is not None:
-            return DDPMDenoiser(self.net, self.schedule)
-        return EDMDenoiser(self.net, config.sigma_data, self._c_noise_scale, config.data_mean, config.data_std)
+        return self.objective.denoiser(self.net)
 
     def loss(self, label_dropout: float = 0.0) -> Callable[..., Tensor]:
         """loss(net, images, labels, generator): what training minimises, with a share of the labels dropped."""
-        config = self.config
-        if self.schedule is not None:
-            return DDPMLoss(self.schedule, label_dropout)
-        return EDMLoss(
-            config.sigma_data, config.P_mean, config.P_std, self._c_noise_scale, label_dropout, config.data_mean,
-            config.data_std,
-        )
-
-    @property
-    def _c_noise_scale(self) -> float:
-        return 1.0 if self.config.model == "cs179" else 0.25
+        return self.objective.loss(label_dropout)
 
     def sample(
         self,
@@ -93,7 +67,8 @@ class Pipeline:
         ----------
         classes : one class for all, one for each image, or None: class i mod num_classes for image i.
             −1 is no class. Unconditional models take None.
-        steps, guidance, sampler : the configuration's where None. sampler: heun, euler, ddim or ancestral.
+        steps, guidance, sampler : the configuration's where None. sampler: heun, euler, ddim, ancestral or one of
+            `cudiff.register_sampler`.
         batch_size : images denoised at once; smaller needs less memory.
         progress : called with (images done, n) after each batch.
         frames : a list that receives the first batch after each step, uint8, for an animation.
@@ -157,26 +132,13 @@ class Pipeline:
         """(H, W, C) of an image."""
         return self.config.image_size, self.config.image_size, self.config.channels
 
-    def _sampler(self, name: str, denoiser: Any, captured: bool) -> Sampler:
-        config = self.config
-        if name == "ancestral":
-            return Ancestral(denoiser, "learned" if config.learn_sigma else "small", captured=captured)
-        if name == "ddim":
-            return DDIM(denoiser, config.eta, captured=captured)
-        churn = config.S_churn, config.S_min, config.S_max, config.S_noise
-        return (Euler if name == "euler" else Heun)(denoiser, *churn, captured=captured)
-
     def sigmas(self, sampler: str, steps: int) -> np.ndarray:
         """The noise levels that a sampler passes through, float64 (steps + 1,), from the highest to 0."""
-        if sampler not in ("heun", "euler", "ddim", "ancestral"):
-            raise CudiffError(f"unknown sampler '{sampler}': use heun, euler, ddim or ancestral")
-        config = self.config
-        if self.schedule is None:
-            return karras_sigmas(steps, config.sigma_min, config.sigma_max, config.rho) * config.data_std
-        if sampler in ("ddim", "ancestral"):
-            return self.schedule.sampling_sigmas(steps, config.sample_spacing)
-        low, high = max(config.sigma_min, self.schedule.sigmas[0]), min(config.sigma_max, self.schedule.sigmas[-1])
-        return karras_sigmas(steps, low, high, config.rho)
+        chosen = self.config.replace(sampler=sampler).sampler  # says what there is where there is none of that name
+        return self.objective.sigmas(steps, SAMPLERS[chosen].discrete)
+
+    def _sampler(self, name: str, denoiser: Any, captured: bool) -> Callable[..., Tensor]:
+        return SAMPLERS[name].build(denoiser, self.config.replace(sampler=name), captured)
 
     def labels(self, n: int, classes: int | Sequence[int] | np.ndarray | None = None) -> np.ndarray | None:
         """The class of each of n images, int32 (n,), as `sample` takes them; None for an unconditional model."""
@@ -246,7 +208,9 @@ def import_torch(
     if other:
         flags = ("" if config.image_size else "--image-size N ") + as_flags(other)
         raise CudiffError(f"{source} holds the weights of another model than the options say: give {flags}")
-    config = (weights.config or config).replace(norm_group_channels=1)
+    config = weights.config or config
+    if "norm_group_channels" in config.options:
+        config = config.replace(norm_group_channels=1)
     net = build(config)
     try:
         net.load_state_dict(from_torch(weights.state, net.layouts()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Iterator
@@ -37,18 +36,9 @@ from cudiff.tensor import Tensor, no_grad
 TELL_EVERY = 60
 """Seconds after which a run says how far it is, where no line of metrics came meanwhile."""
 
-ACTIVATIONS = 200
-"""Arrays of a level's size that a step keeps for each image, more than any model has: a batch that fits then fits."""
-
 VALIDATION_IMAGES = 1024
 VALIDATION_DRAWS = 8
 """How many noise draws each validation image is judged by: its loss at one noise level says little."""
-
-_FIXED = (
-    "image_size", "channels", "validation", "seed", "optimizer", "diffusion", "noise_schedule", "diffusion_steps",
-    "sigma_data", "data_mean", "data_std",
-)
-"""What a resumed run cannot change, besides the model."""
 
 
 class Trainer:
@@ -277,15 +267,13 @@ class Trainer:
     def _check_fits(self) -> None:
         """Raise CudiffError where a batch would take more of the CPU's memory than is free: the system kills for that.
 
-        Where a batch may be large, steps of 1, 2, 4, … images show what one image takes; nothing is updated by them.
+        Steps of 1, 2, 4, … images show what one image takes; nothing is updated by them.
         """
-        config, free = self.config, memory_available()
-        attended = 64 * max(config.attention_resolutions, default=0) ** 4  # bytes of 4 heads' scores, kept four times
-        rough = config.image_size**2 * config.model_channels * 4 * ACTIVATIONS + attended
-        start = resident()
-        if self.device != "cpu" or config.batch_size < 4 or config.batch_size * rough < free / 8 or start is None:
+        config, free, start = self.config, memory_available(), resident()
+        if self.device != "cpu" or config.batch_size < 4 or start is None:
             return
         state, size, peaks = self.generator.state(), 1, [0]
+        statistics = [(buffer, buffer.data.copy()) for _, buffer in self.net.named_buffers()]
         try:
             while (peak := peak_of(partial(self._try, size))) is not None:
                 peaks.append(peak - start)
@@ -303,6 +291,8 @@ class Trainer:
             return  # the step itself will say what fits
         finally:
             self.generator.load_state(state)
+            for buffer, values in statistics:  # running means of batch norms
+                buffer.data[...] = values
         if need > free:
             fits = max(1, int(config.batch_size - (need - free) / each))
             raise CudiffError(
@@ -435,11 +425,12 @@ class Trainer:
 
 def _check_resumed(config: Config, was: Config) -> None:
     """Raise CudiffError where a resumed run would be of another kind than it was."""
-    for option in dataclasses.fields(Config):
-        name, section = option.name, option.metadata["section"]
-        before, now = getattr(was, name), getattr(config, name)
-        if before != now and (section == "model" or name in _FIXED):
-            raise CudiffError(f"a resumed run cannot change {name} from {before} to {now}: leave it out, or start anew")
+    values = config.to_dict()
+    for name, before in was.fixed().items():
+        if before != values.get(name):
+            raise CudiffError(
+                f"a resumed run cannot change {name} from {before} to {values.get(name)}: leave it out, or start anew"
+            )
 
 
 def _optimizer(config: Config, net: Module, ema: EMA) -> Optimizer:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cudiff.config import PRESETS, SECTIONS, Config, add_arguments, from_arguments, load_toml
+from cudiff.config import PRESETS, Config, add_arguments, from_arguments, load_toml
 from cudiff.errors import CudiffError
 
 
@@ -50,14 +50,16 @@ def test_elephants_is_the_model_of_unet_cu():
     assert (config.max_period, config.zero_init, config.use_new_attention_order) == (1000, False, True)
 
 
-def test_every_field_has_help_and_a_flag_of_its_name():
+def test_every_option_has_help_and_a_flag_of_its_name():
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     flags = {action.dest: action for action in parser._actions}
-    for option in dataclasses.fields(Config):
-        assert option.metadata["section"] in SECTIONS
-        assert option.metadata["help"]
-        assert f"--{option.name.replace('_', '-')}" in flags[option.name].option_strings
+    names = {name for preset in PRESETS.values() for sampler in ("heun", "ddim")
+             for name in preset.replace(sampler=sampler).to_dict()}
+    assert {"lr", "num_res_blocks", "P_mean", "diffusion_steps", "eta", "S_churn"} <= names
+    for name in names:
+        assert flags[name].help[0] != " "
+        assert f"--{name.replace('_', '-')}" in flags[name].option_strings
     parser.format_help()
 
 

@@ -55,7 +55,6 @@ def test_a_check_of_memory_leaves_the_run_as_it_is(large, tmp_path, monkeypatch)
     plain = Trainer(small, large, tmp_path / "plain")
     plain.run()
     checked, tried = Trainer(small, large, tmp_path / "checked"), []
-    monkeypatch.setattr("cudiff.train.ACTIVATIONS", 10**9)
     attempt = checked._try
     checked._try = lambda size: (tried.append(size), attempt(size))
     checked.run()
@@ -83,7 +82,6 @@ def test_a_batch_far_too_large_is_refused_after_a_few_images(large, tmp_path, mo
 
 def test_a_check_that_ran_out_of_memory_leaves_the_generator_as_it_was(large, tmp_path, monkeypatch):
     trainer = Trainer(LARGE, large, tmp_path / "run")
-    monkeypatch.setattr("cudiff.train.ACTIVATIONS", 10**9)
     before = trainer.generator.state()
 
     def attempt(size):

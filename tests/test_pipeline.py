@@ -113,7 +113,7 @@ def test_guidance_moves_away_from_the_unconditional():
         ({"n": 0}, "n must be at least 1, not 0"),
         ({"steps": 0}, "steps must be at least 1"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"sampler": "plms"}, "unknown sampler 'plms': use heun, euler, ddim or ancestral"),
+        ({"sampler": "plms"}, "unknown sampler 'plms': use heun or euler or ddim or ancestral"),
     ],
 )
 def test_what_cannot_be_sampled(arguments, message):
@@ -171,9 +171,10 @@ def test_out_of_memory_says_what_fits(monkeypatch):
 
 def test_sample_spacing_chooses_the_timesteps():
     even, ddim = (pipeline(diffusion="ddpm", sample_spacing=name) for name in ("even", "ddim"))
+    schedule = even.objective.schedule
     for sampler in ("ddim", "ancestral"):
-        np.testing.assert_array_equal(even.sigmas(sampler, 25)[:-1], even.schedule.sigmas[even.schedule.timesteps(25)])
-        np.testing.assert_array_equal(ddim.sigmas(sampler, 25)[:-1], ddim.schedule.sigmas[960::-40])
+        np.testing.assert_array_equal(even.sigmas(sampler, 25)[:-1], schedule.sigmas[schedule.timesteps(25)])
+        np.testing.assert_array_equal(ddim.sigmas(sampler, 25)[:-1], schedule.sigmas[960::-40])
     np.testing.assert_array_equal(even.sigmas("heun", 25), ddim.sigmas("heun", 25))
     with pytest.raises(CudiffError, match="gives 300 steps"):
         ddim.sample(1, steps=300, sampler="ddim")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -25,8 +25,13 @@ from cudiff.cuda.graph import capture
 from cudiff.diffusion.preconditioning import Denoiser, per_sample
 from cudiff.errors import CudiffError
 from cudiff.ops.random import Streams, normal
+from cudiff.options import Option
+from cudiff.registry import register_sampler
 from cudiff.tensor import Tensor, no_grad
 from cudiff.values import real, whole
+
+if TYPE_CHECKING:
+    from cudiff.config import Config
 
 Noise = Callable[[int], Tensor]
 Callback = Callable[[int, Tensor, Tensor], None]
@@ -344,3 +349,32 @@ def _draw(noise: Noise | None, step: int) -> Tensor:
 
 def _clipped(denoised: Tensor, clip_denoised: bool) -> Tensor:
     return ops.clip(denoised, -1, 1) if clip_denoised else denoised
+
+
+_CHURN = {
+    "S_churn": Option(0.0, "heun and euler: noise added anew, over all steps", least=0),
+    "S_min": Option(0.0, "lowest noise level that is churned", least=0),
+    "S_max": Option(1e9, "highest noise level that is churned", least=0),
+    "S_noise": Option(1.0, "scale of the noise that churning adds", least=0),
+}
+
+
+@register_sampler("heun", "EDM's, of second order", options=_CHURN)
+def _heun(denoiser: Denoiser, config: Config, captured: bool) -> Sampler:
+    return Heun(denoiser, config.S_churn, config.S_min, config.S_max, config.S_noise, captured)
+
+
+@register_sampler("euler", "one evaluation a step", options=_CHURN)
+def _euler(denoiser: Denoiser, config: Config, captured: bool) -> Sampler:
+    return Euler(denoiser, config.S_churn, config.S_min, config.S_max, config.S_noise, captured)
+
+
+@register_sampler("ddim", "Song et al. 2021", discrete=True,
+                  options={"eta": Option(0.0, "DDIM: share of the ancestral noise", least=0, most=1)})
+def _ddim(denoiser: Denoiser, config: Config, captured: bool) -> Sampler:
+    return DDIM(denoiser, config.eta, captured=captured)
+
+
+@register_sampler("ancestral", "DDPM's", discrete=True)
+def _ancestral(denoiser: Any, config: Config, captured: bool) -> Sampler:
+    return Ancestral(denoiser, "learned" if config.learn_sigma else "small", captured=captured)

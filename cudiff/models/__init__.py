@@ -1,18 +1,22 @@
-"""The models, one file each, and how a configuration names them."""
+"""The models, one file each: importing it registers it for configurations to name (docs/adding-a-model.md)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cudiff.models.unet import UNet  # first, as it is the default: help and messages name it first
+
+# isort: split
+
 from cudiff.errors import CudiffError
 from cudiff.models.cs179 import CS179UNet
-from cudiff.models.unet import UNet
 from cudiff.nn import Module, init
+from cudiff.registry import MODELS, register_model
 
 if TYPE_CHECKING:
     from cudiff.config import Config
 
-__all__ = ["CS179UNet", "UNet", "build", "outline"]
+__all__ = ["CS179UNet", "UNet", "build", "outline", "register_model"]
 
 
 def build(config: Config) -> Module:
@@ -37,12 +41,7 @@ def outline(config: Config, tensors: int, numbers: int) -> Module:
 def _net(config: Config) -> Module:
     if not config.image_size or not config.channels:
         raise CudiffError("a model needs image_size and channels: give both, or take them from the data")
-    if config.model == "cs179":
-        return CS179UNet(config.image_size, config.channels, config.model_channels, config.channel_mult)
-    return UNet(
-        config.image_size, config.channels, config.model_channels, config.channel_mult, config.num_res_blocks,
-        config.attention_resolutions, config.num_heads, config.num_head_channels, config.use_scale_shift_norm,
-        config.resblock_updown, config.conv_resample, config.dropout, max(0, config.num_classes),
-        config.learn_sigma, config.use_new_attention_order, config.max_period, config.zero_init,
-        config.norm_group_channels,
-    )
+    net = MODELS[config.model].build(config)
+    if not isinstance(net, Module):
+        raise CudiffError(f"model {config.model} was built as a {type(net).__name__}: return a cudiff.nn.Module")
+    return net

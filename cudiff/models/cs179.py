@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from cudiff import ops
 from cudiff.backend import float32
-from cudiff.errors import CudiffError
+from cudiff.models.levels import WIDTHS, check_levels
 from cudiff.nn import Conv2d, ConvTranspose2d, Linear, Module, ModuleList, Sequential, SiLU, linears
+from cudiff.registry import register_model
 from cudiff.tensor import Tensor
+
+if TYPE_CHECKING:
+    from cudiff.config import Config
 
 
 class TimeEmbedding(Module):
@@ -74,10 +80,7 @@ class CS179UNet(Module):
     def __init__(self, image_size: int = 28, in_channels: int = 1, model_channels: int = 64,
                  channel_mult: tuple[int, ...] = (1, 2)):
         super().__init__()
-        step = 2 ** len(channel_mult)
-        if image_size % step:
-            halvings = len(channel_mult)
-            raise CudiffError(f"image size {image_size} does not halve {halvings} times: use a multiple of {step}")
+        check_levels(image_size, channel_mult, len(channel_mult))  # the bottleneck lies below the last level
         widths = [model_channels * mult for mult in channel_mult]
         emb_channels = 2 * model_channels
         self.time_emb = TimeEmbedding(emb_channels)
@@ -103,3 +106,14 @@ class CS179UNet(Module):
             h = block(h, next(shifts), skips.pop())
         out = self.out_conv
         return ops.norm_silu_conv2d(h, weight=out.weight, bias=out.bias, tf32=self.tf32, dtype=float32)
+
+
+def _check(config: Config) -> None:
+    check_levels(config.image_size, config.channel_mult, len(config.channel_mult))
+
+
+@register_model(
+    "cs179", "a small one for MNIST", options=WIDTHS, check=_check, c_noise_scale=1.0, classes=False
+)
+def _build(config: Config) -> CS179UNet:
+    return CS179UNet(config.image_size, config.channels, config.model_channels, config.channel_mult)

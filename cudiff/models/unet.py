@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from cudiff import ops
 from cudiff.backend import float32
 from cudiff.errors import CudiffError
+from cudiff.models.levels import WIDTHS, check_levels
 from cudiff.nn import Conv2d, Dropout, Embedding, GroupNorm, Linear, Module, ModuleList, Sequential, SiLU, init, linears
+from cudiff.options import Option
+from cudiff.registry import register_model
 from cudiff.tensor import Tensor
+
+if TYPE_CHECKING:
+    from cudiff.config import Config
+
+OPTIONS = WIDTHS | {
+    "num_res_blocks": Option(2, "residual blocks a level", least=1, most=1000),
+    "attention_resolutions": Option((), "image sizes in pixels at which attention is used", least=1),
+    "num_heads": Option(4, "attention heads, where num_head_channels is 0", least=1, most=2**16),
+    "num_head_channels": Option(0, "channels of each attention head; 0 = see num_heads", least=0, most=2**16),
+    "use_scale_shift_norm": Option(False, "the embedding scales and shifts the norm instead of being added"),
+    "resblock_updown": Option(False, "down- and upsample inside residual blocks"),
+    "conv_resample": Option(True, "down- and upsample with a convolution"),
+    "dropout": Option(0.0, "dropout probability in residual blocks", least=0, below=1),
+    "use_new_attention_order": Option(False, "q, k and v are split before the heads are"),
+    "max_period": Option(10000.0, "longest period of the timestep sinusoids", above=1),
+    "zero_init": Option(True, "start the last convolution of each block at zero"),
+    "norm_group_channels": Option(1, "fewest channels in a norm's group; 1 is guided-diffusion", least=1),
+}
 
 
 def num_groups(channels: int, group_channels: int) -> int:
@@ -138,6 +160,18 @@ class AttentionBlock(Module):
         return ops.norm_silu_conv2d(h, weight=proj_out.weight, bias=proj_out.bias, residual=x, tf32=self.tf32)
 
 
+def heads_of(channels: int, num_heads: int, num_head_channels: int) -> int:
+    """How many heads attend over so many channels. Raises CudiffError where they do not divide, saying what does."""
+    name, value = ("num_head_channels", num_head_channels) if num_head_channels > 0 else ("num_heads", num_heads)
+    if value < 1 or channels % value:
+        divisors = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if channels % n == 0]
+        raise CudiffError(
+            f"{name} {value} does not divide the {channels} channels where attention is used: "
+            f"use {', '.join(map(str, divisors))}"
+        )
+    return channels // value if num_head_channels > 0 else value
+
+
 class UNet(Module):
     """net(x, t, labels): x (N, H, W, in_channels) float32, t (N,) float32, labels int32 (N,) or None → float32.
 
@@ -163,13 +197,7 @@ class UNet(Module):
                  use_new_attention_order: bool = False, max_period: float = 10000.0, zero_init: bool = True,
                  norm_group_channels: int = 1):
         super().__init__()
-        step = 2 ** (len(channel_mult) - 1)
-        if image_size % step:
-            low = image_size // step * step
-            raise CudiffError(
-                f"image size {image_size} does not halve {len(channel_mult) - 1} times: "
-                f"use a multiple of {step}, such as {low or step} or {low + step}, or fewer entries in channel_mult"
-            )
+        check_levels(image_size, channel_mult, len(channel_mult) - 1)
         self.image_size, self.in_channels, self.model_channels = image_size, in_channels, model_channels
         self.num_classes, self.learn_sigma, self.max_period = num_classes, learn_sigma, max_period
         emb_channels = model_channels * 4
@@ -179,10 +207,7 @@ class UNet(Module):
                             norm_group_channels)
 
         def attention(channels: int) -> AttentionBlock:
-            heads = num_heads if num_head_channels <= 0 else channels // num_head_channels
-            if heads == 0 or channels % heads or (num_head_channels > 0 and channels % num_head_channels):
-                what = f"num_head_channels {num_head_channels}" if num_head_channels > 0 else f"num_heads {num_heads}"
-                raise CudiffError(f"{channels} channels do not divide by {what}: choose a divisor")
+            heads = heads_of(channels, num_heads, num_head_channels)
             return AttentionBlock(channels, heads, use_new_attention_order, zero_init, norm_group_channels)
 
         def resample(channels: int, direction: str) -> Module:
@@ -261,3 +286,27 @@ def _run(block: ModuleList, h: Tensor, embs: dict[ResBlock, Tensor], skip: Tenso
         else:
             h = layer(h)
     return h
+
+
+def _check(config: Config) -> None:
+    check_levels(config.image_size, config.channel_mult, len(config.channel_mult) - 1)
+    sizes = [config.image_size >> level for level in range(len(config.channel_mult))]
+    for size in config.attention_resolutions if config.image_size else ():
+        if size not in sizes:
+            raise CudiffError(
+                f"attention_resolutions: no level has {size} pixels; choose from {', '.join(map(str, sizes))}"
+            )
+    attended = {config.channel_mult[-1]}  # the middle block always attends
+    attended |= {
+        mult for mult, size in zip(config.channel_mult, sizes, strict=True) if size in config.attention_resolutions
+    }
+    for mult in sorted(attended):
+        heads_of(mult * config.model_channels, config.num_heads, config.num_head_channels)
+
+
+@register_model("unet", "guided-diffusion's", options=OPTIONS, check=_check, learns_variance=True)
+def _build(config: Config) -> UNet:
+    return UNet(
+        config.image_size, config.channels, num_classes=max(0, config.num_classes), learn_sigma=config.learn_sigma,
+        **{name: config.options[name] for name in OPTIONS},
+    )

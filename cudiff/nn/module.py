@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -17,10 +17,17 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def require_fit(state: Mapping[str, Array | Tensor], targets: Mapping[str, Any], complaint: str) -> None:
+class Shaped(Protocol):
+    """An array, a Tensor, or an entry of a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def require_fit(state: Mapping[str, Shaped], targets: Mapping[str, Any], complaint: str) -> None:
     """Raise CudiffError, `complaint` and the first differences, unless `state` has the targets' names and shapes."""
     problems = [f"missing {name}" for name in targets if name not in state]
-    problems += [f"unknown {name}" for name in state if name not in targets]
+    problems += [f"unexpected {name[:80]}" for name in state if name not in targets]
     problems += [
         f"{name} has shape {tuple(state[name].shape)}, not {target.shape}"
         for name, target in targets.items()

@@ -1,0 +1,113 @@
+"""An option of a configuration: its default, which gives its type, its help and the values that it takes."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from cudiff.errors import CudiffError
+
+
+@dataclass(frozen=True)
+class Option:
+    """default: its type, int, float, bool, str or a tuple of them, is the option's. help: one line, for `--help`.
+
+    choices: the texts that it takes. least, most, above, below: bounds of a number, or of each entry of a tuple.
+    entries: the type of a tuple's entries, where the default has none. fixed: a resumed run cannot change it.
+    """
+
+    default: Any
+    help: str
+    choices: Collection[str] = ()
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    entries: type = int
+    fixed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in _NOUNS and self.kind not in _METAVARS:
+            raise CudiffError(f"an option's default is a number, true or false, text or a tuple, not {self.default!r}")
+
+    @property
+    def kind(self) -> Any:
+        """int, float, bool or str; of a tuple (tuple, the kind of its entries)."""
+        if isinstance(self.default, tuple):
+            return tuple, type(self.default[0]) if self.default else self.entries
+        return type(self.default)
+
+    @property
+    def metavar(self) -> str:
+        """What stands for the value in `--help`."""
+        return "|".join(self.choices) if self.choices else _METAVARS[self.kind]
+
+    def checked(self, name: str, value: Any) -> Any:
+        """`value` in the option's type. Raises CudiffError where it is of another type or out of range."""
+        if isinstance(self.default, tuple):
+            of = self.kind[1]
+            if not isinstance(value, list | tuple):
+                raise CudiffError(f"{name} must be a list, each entry {_NOUNS[of]}, not {shown(value)}")
+            if len(value) > _LONGEST_LIST:
+                raise CudiffError(f"{name} has {len(value):,} entries: give {_LONGEST_LIST} at most")
+            return tuple(self._in_range(name, _typed(name, of, entry)) for entry in value)
+        value = _typed(name, self.kind, value)
+        if self.choices and value not in self.choices:
+            raise CudiffError(f"unknown {name} '{value[:80]}': use {' or '.join(self.choices)}")
+        return value if isinstance(value, str | bool) else self._in_range(name, value)
+
+    def parsed(self, text: str) -> Any:
+        """The value of a flag. Raises argparse's error, which names the flag, where `text` is none of its type."""
+        try:
+            if isinstance(self.default, tuple):
+                return tuple(self.kind[1](part) for part in text.split(",") if part.strip())
+            return self.kind(text)
+        except ValueError:
+            wanted = "numbers such as 1,2,3,4" if isinstance(self.default, tuple) else _NOUNS[self.kind]
+            raise argparse.ArgumentTypeError(f"'{text}' is not {wanted}") from None
+
+    def _in_range(self, name: str, value: float) -> float:
+        if self.least is not None and value < self.least:
+            raise CudiffError(f"{name} must be at least {self.least}, not {value}")
+        if self.most is not None and value > self.most:
+            raise CudiffError(f"{name} must be at most {self.most}, not {value}")
+        if self.above is not None and value <= self.above:
+            raise CudiffError(f"{name} must be above {self.above}, not {value}")
+        if self.below is not None and value >= self.below:
+            raise CudiffError(f"{name} must be below {self.below}, not {value}")
+        return value
+
+
+_LONGEST_LIST = 16
+_METAVARS = {int: "N", float: "X", str: "TEXT", (tuple, int): "N,N,..", (tuple, float): "X,X,.."}
+_NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def _typed(name: str, kind: type, value: Any) -> Any:
+    wanted: Any = (int, float) if kind is float else kind
+    if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
+        raise CudiffError(f"{name} must be {_NOUNS[kind]}, not {shown(value)}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise CudiffError(f"{name} must be {_NOUNS[kind]} between -2^63 and 2^63, and is beyond")
+    if kind is float and not math.isfinite(value):
+        raise CudiffError(f"{name} must be a finite number, not {value}")
+    return kind(value)
+
+
+def shown(value: Any) -> str:
+    """A value that may be large, or nested without end, in a few words."""
+    if isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 2**63):
+        return repr(value[:80] if isinstance(value, str) else value)
+    return f"a {type(value).__name__}"
+
+
+def as_text(value: Any) -> str:
+    """A value as `--help` shows it and a flag takes it."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)

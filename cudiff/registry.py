@@ -1,0 +1,138 @@
+"""What a configuration chooses by name: models, objectives and samplers, each with its options. A user's own too.
+
+A file that defines one registers it; nothing else has to know of it. A checkpoint holds names and values of options,
+never code: where it is loaded, what it names has to be registered.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from cudiff.errors import CudiffError
+from cudiff.options import Option
+
+if TYPE_CHECKING:
+    from cudiff.config import Config
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def nothing_to_check(config: Config) -> None:
+    """For options that need no check beyond their own bounds."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """name: in configurations. help: a few words. build: see below. options: by name; one name has one type everywhere.
+
+    check(config) raises CudiffError where the options contradict each other; config.image_size and config.channels are
+    0 as long as no data has said them.
+    """
+
+    name: str
+    help: str
+    build: Callable[..., Any]
+    options: Mapping[str, Option] = field(default_factory=dict)
+    check: Callable[[Config], None] = nothing_to_check
+
+
+@dataclass(frozen=True)
+class Model(Entry):
+    """build(config) -> Module, called as net(x, t, labels): x (N, H, W, channels) float32, t (N,) float32, labels int32
+    (N,), -1 for none, or None -> (N, H, W, channels) float32, twice the channels where it learns the variance.
+
+    c_noise_scale: EDM hands it t = c_noise_scale * log(sigma). classes, learns_variance: whether its builder minds
+    config.num_classes and config.learn_sigma.
+    """
+
+    c_noise_scale: float = 0.25
+    classes: bool = True
+    learns_variance: bool = False
+
+
+@dataclass(frozen=True)
+class Objective(Entry):
+    """build(config, c_noise_scale) -> what is learned and how it is turned into images, an object with
+
+    loss(label_dropout) -> loss(net, images, labels, generator) -> scalar Tensor,
+    denoiser(net) -> D(x, sigma, labels), the image in x = image + sigma * noise,
+    sigmas(steps, discrete) -> float64 (steps + 1,), falling to 0: the levels that a sampler visits.
+
+    learns_variance: whether config.learn_sigma means something to it.
+    """
+
+    learns_variance: bool = False
+
+
+@dataclass(frozen=True)
+class SamplerEntry(Entry):
+    """build(denoiser, config, captured) -> sampler(x, sigmas, labels, noise=, callback=) -> images, such as a
+    `cudiff.diffusion.Sampler`; captured: its steps may be recorded as CUDA graphs.
+
+    discrete: it visits an objective's own timesteps, where that has some, instead of levels in between.
+    """
+
+    discrete: bool = False
+
+
+MODELS: dict[str, Model] = {}
+OBJECTIVES: dict[str, Objective] = {}
+SAMPLERS: dict[str, SamplerEntry] = {}
+TABLES: dict[str, Mapping[str, Entry]] = {"model": MODELS, "diffusion": OBJECTIVES, "sampler": SAMPLERS}
+"""Each table by the name of the option that chooses from it."""
+
+
+def register_model(name: str, help: str, **settings: Any) -> Callable[[T], T]:
+    """Decorate what builds a model, `build(config)`: a function, or a Module whose constructor takes a Config.
+
+    settings: the other fields of `Model`. Raises CudiffError for a name that is taken, and for an option whose name has
+    another type elsewhere.
+    """
+    return partial(_register, "model", MODELS, partial(Model, name, help, **settings))
+
+
+def register_objective(name: str, help: str, **settings: Any) -> Callable[[T], T]:
+    """Decorate what builds an objective, `build(config, c_noise_scale)`. settings, errors: see `Objective`,
+    `register_model`."""
+    return partial(_register, "diffusion", OBJECTIVES, partial(Objective, name, help, **settings))
+
+
+def register_sampler(name: str, help: str, **settings: Any) -> Callable[[T], T]:
+    """Decorate what builds a sampler, `build(denoiser, config, captured)`. settings, errors: see `SamplerEntry`,
+    `register_model`."""
+    return partial(_register, "sampler", SAMPLERS, partial(SamplerEntry, name, help, **settings))
+
+
+def options_named(name: str) -> Iterator[tuple[str, Entry, Option]]:
+    """(table, entry, option) for every entry that has an option of this name."""
+    for kind, table in TABLES.items():
+        for entry in table.values():
+            if name in entry.options:
+                yield kind, entry, entry.options[name]
+
+
+def _register(kind: str, table: dict[str, Any], make: Callable[..., Entry], build: T) -> T:
+    entry = make(build)
+    what = f"{kind} '{entry.name}'"
+    if not re.fullmatch(r"[A-Za-z][\w.-]{0,79}", entry.name):
+        raise CudiffError(f"{what}: begin its name with a letter; letters, digits, '_', '-' and '.' may follow")
+    if entry.name in table and not _same(table[entry.name].build, build):
+        raise CudiffError(f"{what} is registered already: choose another name")
+    for name, option in entry.options.items():
+        if not name.isidentifier() or not isinstance(option, Option):
+            raise CudiffError(f"{what}: give its options as {{'a_name': cudiff.Option(default, help)}}, not '{name}'")
+        option.checked(name, option.default)
+        for _, other, known in options_named(name):
+            if known.kind != option.kind and not _same(other.build, build):
+                raise CudiffError(f"{what}: its option '{name}' has another type in {other.name}: choose another name")
+    table[entry.name] = entry
+    return build
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether a notebook's cell that defines it has only run again."""
+    return all(getattr(one, name, one) == getattr(other, name, other) for name in ("__module__", "__qualname__"))
