@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from cudiff import cuda_available
+import cudiff
+from cudiff import CudiffError, cuda_available
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
@@ -40,6 +42,7 @@ def test_help(name, tmp_path):
     ("sample", ["none"], "sample.py: cannot read none"),
     ("train_elephants", [], "required: photos"),
     ("train_elephants", ["none"], "train_elephants.py: no data at 'none'"),
+    ("own_model", ["0"], "own_model.py: training would never end"),
     ("train_mnist", ["soon"], "invalid float value: 'soon'"),
     ("compare_precisions", [], "required: photos"),
     ("compare_precisions", ["none"], "compare_precisions.py: no data at 'none'"),
@@ -47,6 +50,15 @@ def test_help(name, tmp_path):
 ])
 def test_a_mistake_is_one_line(name, arguments, told, tmp_path):
     assert told in mistake(name, *arguments, folder=tmp_path)
+
+
+def test_a_model_and_a_sampler_of_ones_own(tmp_path):
+    """Trained, saved, loaded and drawn; the checkpoint names the model, and says so where it is not registered."""
+    done = run("own_model", 20, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert Image.open(tmp_path / "own-model.png").size == (530, 530)  # 8 x 8 images, which a grid enlarges
+    with pytest.raises(CudiffError, match=r"its model 'mlp' is not registered here: .*cudiff\.register_model"):
+        cudiff.load(tmp_path / "runs" / "own-model")
 
 
 @pytest.mark.skipif(cuda_available(), reason="there is a GPU")

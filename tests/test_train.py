@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -280,7 +281,8 @@ def test_out_of_memory_says_what_fits(digits, tmp_path):
     trainer.loss = loss
     with pytest.raises(CudiffError, match="batch size 32 does not fit into memory: --batch-size 8 fits"):
         trainer.run()
-    assert tried in ([32, 16, 8], [1, 32, 16, 8])  # first one image, where the system tells what it takes
+    first = [1] if Path("/proc/self/clear_refs").exists() else []  # shows what an image takes
+    assert tried == [*first, 32, 16, 8]
     trainer.loss = lambda *args: (_ for _ in ()).throw(MemoryError())
     trainer._step = trainer.train_step
     with pytest.raises(CudiffError, match="even one image does not fit: use a smaller model"):

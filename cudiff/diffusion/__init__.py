@@ -9,14 +9,16 @@ from cudiff.diffusion.edm import EDM  # first, as it is the default: help and me
 
 from cudiff.diffusion.ddpm import DDPM
 from cudiff.diffusion.loss import DDPMLoss, EDMLoss, drop_labels
-from cudiff.diffusion.preconditioning import DDPMDenoiser, EDMDenoiser, Guided
+from cudiff.diffusion.preconditioning import DDPMDenoiser, EDMDenoiser, Guided, per_sample
 from cudiff.diffusion.samplers import (
     DDIM,
     Ancestral,
     Euler,
     Heun,
     ImageNoise,
+    Plan,
     Sampler,
+    rows,
     sample_ddim,
     sample_ddpm,
     sample_euler,
@@ -27,7 +29,7 @@ from cudiff.registry import register_objective, register_sampler
 
 __all__ = [
     "DDIM", "DDPM", "EDM", "Ancestral", "DDPMDenoiser", "DDPMLoss", "EDMDenoiser", "EDMLoss", "Euler", "Guided", "Heun",
-    "ImageNoise", "Sampler", "Schedule",
-    "cosine_betas", "drop_labels", "karras_sigmas", "linear_betas", "register_objective", "register_sampler",
-    "sample_ddim", "sample_ddpm", "sample_euler", "sample_heun",
+    "ImageNoise", "Plan", "Sampler", "Schedule",
+    "cosine_betas", "drop_labels", "karras_sigmas", "linear_betas", "per_sample", "register_objective",
+    "register_sampler", "rows", "sample_ddim", "sample_ddpm", "sample_euler", "sample_heun",
 ]  # fmt: skip

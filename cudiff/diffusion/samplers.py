@@ -152,7 +152,7 @@ class Euler(Sampler):
         return plans
 
     def step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        sigma_hat, ratio, added, *correction = _rows(numbers)
+        sigma_hat, ratio, added, *correction = rows(numbers)
         if noise is not None:
             x = x + noise * per_sample(added, x)
         denoised = self.denoiser(x, sigma_hat, labels)
@@ -196,7 +196,7 @@ class DDIM(Sampler):
         return plans
 
     def step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        sigma, ratio, added = _rows(numbers)
+        sigma, ratio, added = rows(numbers)
         denoised = _clipped(self.denoiser(x, sigma, labels), self.clip_denoised)
         x = denoised + (x - denoised) * per_sample(ratio, x)
         return x if noise is None else x + noise * per_sample(added, x), denoised
@@ -232,7 +232,7 @@ class Ancestral(Sampler):
         return plans
 
     def step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        sigma, ratio, *spread = _rows(numbers)
+        sigma, ratio, *spread = rows(numbers)
         if self.variance == "learned":
             denoised, fraction = self.denoiser.with_variance(x, sigma, labels)
         else:
@@ -332,7 +332,8 @@ def _on_device(plans: list[Plan], x: Tensor) -> list[Tensor]:
     return [Tensor(table[end - len(plan.numbers) : end]) for plan, end in zip(plans, ends, strict=True)]
 
 
-def _rows(numbers: Tensor) -> list[Tensor]:
+def rows(numbers: Tensor) -> list[Tensor]:
+    """A step's numbers (K, N) one by one, each (N,): `per_sample` makes them fit images."""
     return [Tensor(row) for row in numbers.data]
 
 

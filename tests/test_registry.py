@@ -1,0 +1,268 @@
+"""A user's own model, objective and sampler are trained, saved, loaded and sampled like those of the library."""
+
+import argparse
+import json
+
+import numpy as np
+import pytest
+
+import cudiff
+from cudiff import nn, registry
+from cudiff.checkpoint import load_checkpoint
+from cudiff.config import PRESETS, Config, add_arguments, from_arguments
+from cudiff.data import load_dataset
+from cudiff.diffusion import EDM, Euler, sample_euler
+from cudiff.errors import CudiffError
+from cudiff.folder import read_checkpoint
+from cudiff.models import build
+from cudiff.registry import MODELS, TABLES
+from cudiff.tensorfile import read_header, read_tensors, write_tensors
+from cudiff.train import Trainer
+
+
+class Small(nn.Module):
+    """A convolution with a shift by the time, and a batch norm, which has running means."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.first = nn.Conv2d(config.channels, config.hidden, 3)
+        self.last = nn.Conv2d(config.hidden, config.channels, 3)
+        self.norm, self.times = nn.BatchNorm2d(config.hidden), []
+
+    def forward(self, x, t, labels=None):
+        self.times.append(t.numpy())
+        shift = cudiff.reshape(t, (x.shape[0], 1, 1, 1))
+        return self.last(cudiff.silu(self.norm(self.first(x)) + shift))
+
+
+class Scaled(EDM):
+    """EDM with its loss scaled by an option."""
+
+    def loss(self, label_dropout):
+        plain, scale = super().loss(label_dropout), self.config.loss_scale
+        return lambda *args: plain(*args) * scale
+
+
+def check(config):
+    if config.hidden % config.groups:
+        raise CudiffError(f"hidden {config.hidden} does not divide by groups {config.groups}: use a multiple")
+
+
+@pytest.fixture
+def own():
+    """A model "small", an objective "scaled" and a sampler "brief"; all registered ones go with the test."""
+    before = {kind: dict(table) for kind, table in TABLES.items()}
+    cudiff.register_model("small", "a convolution", check=check, classes=False, c_noise_scale=2.0, options={
+        "hidden": cudiff.Option(8, "channels inside", least=1), "groups": cudiff.Option(2, "a divisor", least=1),
+    })(Small)
+    edm = registry.OBJECTIVES["edm"]
+    cudiff.register_objective("scaled", "EDM, scaled", options={
+        **edm.options, "loss_scale": cudiff.Option(3.0, "factor of the loss", above=0, fixed=True)})(Scaled)
+
+    @cudiff.register_sampler("brief", "Euler's last steps", options={"skipped": cudiff.Option(1, "levels", least=0)})
+    def brief(denoiser, config, captured):
+        def sampler(x, sigmas, labels=None, *, noise=None, callback=None):
+            x = x * float(sigmas[config.skipped] / sigmas[0])
+            return sample_euler(denoiser, x, sigmas[config.skipped :], labels, callback=callback)
+
+        return sampler
+
+    yield
+    for kind, table in TABLES.items():
+        table.clear()
+        table.update(before[kind])
+
+
+def tiny(**changes):
+    return Config(**{
+        "model": "small", "diffusion": "scaled", "sampler": "brief", "hidden": 4, "batch_size": 8, "steps": 4,
+        "sample_every": 0, "save_every": 2, "log_every": 1, "sample_steps": 3, "keep": 0, "device": "cpu", "lr": 0.01,
+        "ema_half_life": 1.0, "data": "digits",
+    } | changes)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load_dataset("digits", image_size=8, count=40)
+
+
+def losses(trainer):
+    return [line["loss"] for line in trainer.metrics.lines()]
+
+
+def test_it_trains_resumes_loads_and_samples(own, digits, tmp_path):
+    whole = Trainer(tiny(), digits, tmp_path / "whole")
+    whole.run()
+    half = Trainer(tiny(steps=2), digits, tmp_path / "half")
+    half.run()
+    again = Trainer(tiny(), digits, tmp_path / "half", load_checkpoint(tmp_path / "half"))
+    again.run()
+    assert losses(again) == losses(whole) and len(losses(whole)) == 4
+    for one, other in zip(whole.net.state_dict().values(), again.net.state_dict().values(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    model = cudiff.load(tmp_path / "half")
+    assert (model.config.model, model.config.hidden, model.config.skipped, model.config.groups) == ("small", 4, 1, 2)
+    images = model.sample(5, seed=3)
+    np.testing.assert_array_equal(images, whole.preview.sample(5, seed=3))
+    assert not np.array_equal(images, model.sample(5, seed=3, sampler="euler"))
+    np.testing.assert_array_equal(
+        cudiff.load(tmp_path / "half").sample(5, seed=3, sampler="euler"),
+        cudiff.Pipeline(model.config.replace(skipped=0), model.net).sample(5, seed=3),
+    )
+    model.save(tmp_path / "copy.safetensors")
+    np.testing.assert_array_equal(images, cudiff.load(tmp_path / "copy.safetensors").sample(5, seed=3))
+
+
+def test_the_objective_and_the_times_are_the_user_s(own, digits, tmp_path):
+    by_scale = {}
+    for name in ("scaled", "edm"):
+        trainer = Trainer(tiny(diffusion=name, steps=1), digits, tmp_path / name)
+        trainer.run()
+        by_scale[name] = losses(trainer)[0]
+    assert by_scale["scaled"] == pytest.approx(3 * by_scale["edm"], rel=1e-6)
+    model = cudiff.load(tmp_path / "edm")
+    model.net.times.clear()
+    model.sample(1, sampler="euler", steps=2)
+    np.testing.assert_allclose(model.net.times[0], 2 * np.log(80), rtol=1e-6)  # c_noise_scale is 2
+
+
+def test_the_check_of_memory_leaves_running_means_alone(own, digits, tmp_path, monkeypatch):
+    checked = Trainer(tiny(steps=1), digits, tmp_path / "checked")
+    tried, attempt = [], checked._try
+    checked._try = lambda size: (tried.append(size), attempt(size))
+    checked.run()
+    plain = Trainer(tiny(steps=1), digits, tmp_path / "plain")
+    monkeypatch.setattr(plain, "_check_fits", lambda: None)
+    plain.run()
+    for one, other in zip(checked.net.state_dict().values(), plain.net.state_dict().values(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert tried
+
+
+def test_a_checkpoint_holds_data_and_says_what_is_not_registered(own, digits, tmp_path):
+    trainer = Trainer(tiny(steps=1), digits, tmp_path / "run")
+    trainer.run()
+    path = trainer.save_path
+    config = json.loads(read_header(path)[1]["cudiff"])["config"]
+    assert (config["model"], config["hidden"], config["loss_scale"], config["skipped"]) == ("small", 4, 3.0, 1)
+    assert all(isinstance(value, str | int | float | list) for value in config.values())
+    assert not any("Small" in str(value) or "tests" in str(value) for value in config.values())
+    for kind, name, function in [
+        ("model", "small", "model"), ("diffusion", "scaled", "objective"), ("sampler", "brief", "sampler"),
+    ]:
+        entry = TABLES[kind].pop(name)
+        for read in (cudiff.load, load_checkpoint, read_checkpoint):
+            with pytest.raises(CudiffError) as error:
+                read(path)
+            assert f"its {kind} '{name}' is not registered here" in str(error.value)
+            assert f"cudiff.register_{function}" in str(error.value) and "\n" not in str(error.value)
+        TABLES[kind][name] = entry
+    cudiff.load(path)
+
+
+@pytest.mark.parametrize("values, message", [
+    ({"hidden": 0}, "hidden must be at least 1, not 0"),
+    ({"hidden": "4"}, "hidden must be a whole number, not '4'"),
+    ({"hidden": 3}, "hidden 3 does not divide by groups 2: use a multiple"),
+    ({"hiden": 3}, "unknown option 'hiden': did you mean hidden?"),
+    ({"num_res_blocks": 3},
+     "num_res_blocks is an option of model unet, not of model small with diffusion scaled: leave it out"),
+    ({"model_channels": 8}, "model_channels is an option of model unet or model cs179, not of model small with "
+                            "diffusion scaled: leave it out"),
+    ({"diffusion_steps": 3},
+     "diffusion_steps is an option of diffusion ddpm, not of model small with diffusion scaled: leave it out"),
+    ({"num_classes": 3}, "model small has no classes and learns no variance: drop num_classes and learn_sigma"),
+    ({"model": "unet", "hidden": 4},
+     "hidden is an option of model small, not of model unet with diffusion scaled: leave it out"),
+    ({"model": "unet", "learn_sigma": True},
+     "learn_sigma needs diffusion = ddpm: SCALED has no variance to learn"),
+])
+def test_mistakes_get_one_clear_line(own, values, message):
+    with pytest.raises(CudiffError) as error:
+        tiny().replace(**values)
+    assert str(error.value) == message
+
+
+def test_options_come_and_go_with_what_has_them(own):
+    config = tiny(skipped=2, groups=4)
+    assert config.replace(model="unet").num_res_blocks == 2
+    assert "hidden" not in config.replace(model="unet").to_dict()
+    assert config.replace(sampler="heun").replace(sampler="brief").skipped == 2
+    assert config.replace(eta=0.5).replace(sampler="ddim").eta == 0.5
+    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert config.fixed().items() >= {"hidden": 4, "groups": 4, "loss_scale": 3.0, "model": "small"}.items()
+    assert not {"skipped", "P_mean", "lr"} & set(config.fixed())
+    with pytest.raises(AttributeError, match="no 'hidden'"):
+        Config().hidden  # noqa: B018
+    assert PRESETS["digits"].replace(diffusion="ddpm").replace(diffusion="edm").P_mean == -1.2
+
+
+def test_flags_and_toml_know_it(own, tmp_path):
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_arguments(parser)
+    (tmp_path / "run.toml").write_text('model = "small"\nhidden = 6\ndata = "folder"\n')
+    config = from_arguments(parser.parse_args(["--config", str(tmp_path / "run.toml"), "--groups", "3"]))
+    assert (config.model, config.hidden, config.groups) == ("small", 6, 3)
+    text = " ".join(parser.format_help().split())
+    assert "small (a convolution)" in text and "channels inside (default 8)" in text
+
+
+def test_options_that_several_have_are_one_flag_with_each_one_s_default(own):
+    cudiff.register_model("other", "as it", options={"hidden": cudiff.Option(5, "channels inside")})(lambda config: 0)
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_arguments(parser)
+    assert "channels inside (default 8 in small, 5 in other)" in " ".join(parser.format_help().split())
+    assert (Config(model="other").hidden, Config(model="small").hidden) == (5, 8)
+    assert Config(model="small", hidden=6).replace(model="other").hidden == 6
+
+
+@pytest.mark.parametrize("name, options, message", [
+    ("unet", {}, "model 'unet' is registered already: choose another name"),
+    ("1st", {}, "model '1st': begin its name with a letter"),
+    ("new", {"dropout": cudiff.Option(1, "x")}, "model 'new': its option 'dropout' has another type in unet"),
+    ("new", {"a-b": cudiff.Option(1, "x")}, "model 'new': give its options as"),
+    ("new", {"depth": 3}, "model 'new': give its options as"),
+    ("new", {"depth": cudiff.Option(0, "x", least=1)}, "depth must be at least 1, not 0"),
+])
+def test_what_cannot_be_registered(own, name, options, message):
+    before = dict(MODELS)
+    with pytest.raises(CudiffError) as error:
+        cudiff.register_model(name, "x", options=options)(lambda config: None)
+    assert message in str(error.value) and before == MODELS
+
+
+def test_an_option_cannot_hide_what_every_run_has(own):
+    cudiff.register_model("greedy", "x", options={"lr": cudiff.Option(1.0, "x")})(lambda config: None)
+    with pytest.raises(CudiffError, match="model greedy calls an option lr, which every run has: rename it"):
+        Config(model="greedy")
+
+
+def test_a_cell_that_defines_it_may_run_again(own):
+    cudiff.register_model("small", "now with more", options={"hidden": cudiff.Option(2.0, "x")})(Small)
+    assert Config(model="small").hidden == 2.0
+
+
+def test_what_is_built_has_to_be_a_module(own):
+    cudiff.register_model("none", "x")(lambda config: None)
+    with pytest.raises(CudiffError, match=r"model none was built as a NoneType: return a cudiff\.nn\.Module"):
+        build(Config(model="none", image_size=8, channels=1))
+
+
+@pytest.mark.parametrize("default", [None, b"x", {}, (None,)])
+def test_an_option_has_a_type(default):
+    with pytest.raises(CudiffError, match="an option's default is"):
+        cudiff.Option(default, "x")
+
+
+def test_old_checkpoints_hold_the_options_of_every_model(tmp_path):
+    """What cudiff wrote before models had options of their own: all of them, for every model."""
+    config = PRESETS["cs179"].replace(model_channels=8, image_size=8)
+    cudiff.Pipeline(config, build(config)).save(tmp_path / "new.safetensors")
+    tensors, metadata = read_tensors(tmp_path / "new.safetensors")
+    about = json.loads(metadata["cudiff"])
+    del about["sha256"]
+    about["config"] |= {"num_res_blocks": 2, "dropout": 0.1, "noise_schedule": "cosine", "eta": 0.25, "S_churn": 1.0}
+    write_tensors(tmp_path / "old.safetensors", tensors, {"cudiff": json.dumps(about)})
+    loaded = cudiff.load(tmp_path / "old.safetensors", "cpu").config
+    assert loaded == config.replace(eta=0.25, S_churn=1.0)
+    assert isinstance(registry.SAMPLERS["euler"].build(None, loaded, False), Euler)
