@@ -90,12 +90,16 @@ def _is_float(array) -> bool:
     return array is not None and np.issubdtype(np.asarray(array).dtype, np.floating)
 
 
-def _run(fn, arrays, device, douts=None):
-    """Outputs and gradients as NumPy arrays; random output gradients are drawn (or given), to weigh every element."""
+def _run(fn, arrays, device, douts=None, before=None):
+    """Outputs and gradients as NumPy arrays; random output gradients are drawn (or given), to weigh every element.
+    `before`: the gradients that the inputs have already."""
     tensors = [
         None if a is None else Tensor(a, requires_grad=_is_float(a) or a.dtype == ml_dtypes.bfloat16, device=device)
         for a in arrays
     ]
+    for tensor, grad in zip(tensors, before or (), strict=False):
+        if grad is not None:
+            tensor.grad = Tensor(grad.copy(), device=device).data
     outs = fn(*tensors)
     outs = outs if isinstance(outs, tuple) else (outs,)
     if douts is None:
@@ -236,13 +240,33 @@ def _check_along_a_line(case, douts, step=1e-6):
     assert abs(numeric - analytic) <= 1e-4 * size + noise, f"slope along a line {numeric}, by the gradients {analytic}"
 
 
-def _check_rounded(case, device, dtype):
-    eps = float(ml_dtypes.finfo(dtype).eps)
+def check_adding(case, device, dtype):
+    """Hold a row's gradients to be added to those that the inputs have, each element to within two roundings of the
+    largest: an input that is used several times gets its terms one by one."""
+    rounded = _rounded(case, np.dtype(getattr(ml_dtypes, dtype, None) or dtype))
+    _, alone, douts = _run(case.fn, rounded, device)
+    rng = np.random.default_rng(17)
+    before = [None if g is None else rng.uniform(-2, 2, g.shape).astype(g.dtype) for g in alone]
+    _, sums, _ = _run(case.fn, rounded, device, douts, before)
+    for i, (own, first, total) in enumerate(zip(alone, before, sums, strict=True)):
+        if own is not None:
+            unit, own, first, total = ml_dtypes.finfo(own.dtype), *(a.astype(np.float64) for a in (own, first, total))
+            allowed = np.full(own.shape, 2 * float(unit.eps) * (np.abs(own) + np.abs(first)).max(initial=0.0))
+            _assert_elements(np.abs(total - own - first), allowed, total, own + first, f"{dtype} gradient {i}, added")
+
+
+def _rounded(case, dtype):
+    """A row's arrays as a GPU gets them where floats are stored in `dtype`."""
     rounded = list(case.arrays)
     for i, a in enumerate(rounded):
         if _is_float(a):
             numbers = a if i in case.fp32 and i not in case.low else a.astype(dtype)
             rounded[i] = numbers.astype(np.float32 if i in case.fp32 else dtype)
+    return rounded
+
+
+def _check_rounded(case, device, dtype):
+    eps, rounded = float(ml_dtypes.finfo(dtype).eps), _rounded(case, dtype)
     wide = [r.astype(np.float64) if _is_float(a) else r for a, r in zip(case.arrays, rounded, strict=True)]
     outs, grads, douts = _run(case.fn, rounded, device)
     douts = [d.astype(o.dtype).astype(np.float64) for o, d in zip(outs, douts, strict=True)]

@@ -11,7 +11,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", ml_dtypes.bfloat16, "int32", "int64", "uint8"])
 @pytest.mark.parametrize("source", ["float32", "float16", ml_dtypes.bfloat16, "int32", "int64", "uint8"])
-@pytest.mark.parametrize("shape", [(), (1,), (13, 7)], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (13, 7), (5, 1031)], ids=str)  # the last: several blocks of threads
 def test_values(source, dtype, shape, device, rng):
     x = rng.uniform(0, 100, shape).astype(source)
     out = Tensor(x, device=device).astype(dtype)

@@ -84,6 +84,22 @@ def test_blocks_that_share_an_image(room, rng, monkeypatch, shape, channels2, gr
 
 
 @pytest.mark.gpu
+def test_more_boxes_than_a_warp_has_threads(hopper, monkeypatch, rng):
+    def clusters(pixels, channels1, channels2, groups, itemsize, images):
+        boxes, = planning._boxes(channels1, channels2, groups, itemsize)
+        cut = planning.Cut(boxes, 1, blocks(pixels, boxes.step))
+        assert cut.fits() and cut.kept > 32
+        return cut
+
+    monkeypatch.setattr(norm, "clusters", clusters)
+    check_op(
+        lambda x, x2, w, b, scale, shift: group_norm(x, w, b, 1, 1e-5, True, scale, shift, x2),
+        *inputs(rng, (2, 100, 100, 8), 0, True), device="cuda", dtypes=("bfloat16", "float16"),
+        fp32_inputs=(2, 3, 4, 5),
+    )
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("needs", [
     (1, 1, 1, 1, 1, 1), (0, 0, 1, 1, 0, 0), (0, 1, 0, 0, 0, 0), (1, 0, 0, 1, 0, 1), (0, 0, 1, 0, 1, 0)
 ])

@@ -10,7 +10,7 @@ import pytest
 
 from cudiff import ops
 from cudiff.function import Function
-from tests.check import TOLERANCE, assert_close, check_case, relative_error
+from tests.check import TOLERANCE, assert_close, check_adding, check_case, relative_error
 from tests.ops.cases import Case, Numbers
 from tests.ops.table import ELSEWHERE, ROWS
 
@@ -59,6 +59,13 @@ def test_row(name, magnitude, device, poisoned_empty):
     for _ in range(3):
         dtypes = ("float32", "bfloat16", "float16") if magnitude == "ordinary" else ("float32", "bfloat16")
         check_case(draw(Numbers(rng, magnitude)), device, dtypes, smooth=magnitude == "ordinary")
+
+
+@pytest.mark.parametrize("name", [name for name, magnitude in CASES if magnitude == "ordinary"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_are_added_to_those_there(name, dtype, device, poisoned_empty):
+    draw, _ = ROWS[name]
+    check_adding(draw(Numbers(np.random.default_rng(zlib.crc32(name.encode())), "ordinary")), device, dtype)
 
 
 def test_one_wrong_element_of_many_is_seen(rng):

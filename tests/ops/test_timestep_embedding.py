@@ -32,7 +32,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("dim", [4, 10, 64])
+@pytest.mark.parametrize("dim", [4, 10, 64, 600])  # the last has more frequencies than a block has threads
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants(device, rng, name, dim):
     options, reference = VARIANTS[name]
