@@ -1,6 +1,7 @@
 """The examples tell a mistake in one line, and explain themselves."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,19 @@ def test_a_model_and_a_sampler_of_ones_own(tmp_path):
     assert Image.open(tmp_path / "own-model.png").size == (530, 530)  # 8 x 8 images, which a grid enlarges
     with pytest.raises(CudiffError, match=r"its model 'mlp' is not registered here: .*cudiff\.register_model"):
         cudiff.load(tmp_path / "runs" / "own-model")
+
+
+@pytest.mark.parametrize("page", ["adding-a-model", "adding-a-sampler"])
+def test_the_code_of_a_page_runs(page, tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)
+    checks = "assert images.shape == (4, 8, 8, 1) and images.dtype == 'uint8'\n"
+    if page == "adding-a-sampler":
+        checks += "assert abs(pipeline.sample(4, 1, steps=3, sampler='euler') - 1.0 * images).max() <= 1\n"
+        checks += "assert more.shape == images.shape and (more != images).any()\n"
+    (tmp_path / "page.py").write_text("\n".join([*blocks, checks]))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(cuda_available(), reason="there is a GPU")

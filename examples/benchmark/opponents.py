@@ -29,6 +29,7 @@ from cudiff.cuda.timing import median_time
 from cudiff.models.cnn import CNN
 from cudiff.nn import Module
 from cudiff.ops.random import Streams
+from cudiff.registry import MODELS
 from cudiff.train import Trainer
 from examples.benchmark import networks
 from examples.benchmark.measure import step_time
@@ -121,12 +122,14 @@ class CS179(nn.Module):
         return self.out_conv(x)
 
 
+def cs179(config: Config) -> nn.Module:
+    """CS 179's network in PyTorch."""
+    return CS179(config.channels, [config.model_channels * mult for mult in config.channel_mult])
+
+
 def twin(config: Config, net: Module) -> nn.Module:
     """PyTorch's network of `config` with the weights of `net`, on the GPU, channels last."""
-    if config.model == "cs179":
-        other: nn.Module = CS179(config.channels, [config.model_channels * mult for mult in config.channel_mult])
-    else:
-        other = unet(config)
+    other = {"cs179": cs179, "unet": unet}[config.model](config)
     state = to_torch(net.state_dict(), net.layouts())
     other.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
     return other.to(DEVICE).to(**CHANNELS_LAST)
@@ -137,7 +140,7 @@ class EDM:
 
     def __init__(self, config: Config, net: nn.Module):
         self.config, self.net = config, net
-        self.c_noise_scale = 1.0 if config.model == "cs179" else 0.25
+        self.c_noise_scale = MODELS[config.model].c_noise_scale
 
     def draw(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A batch of uint8 (N, H, W, C) images, flipped at random, in [-1, 1]; log sigma; noise."""
