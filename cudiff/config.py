@@ -203,7 +203,7 @@ def add_arguments(parser: argparse.ArgumentParser, sections: Collection[str] = S
                         help="start from a TOML file; its keys are the flags' names")
     for section in sections:
         group = parser.add_argument_group(section)
-        for name, option in _options_in(section).items():
+        for name, option in options_in(section).items():
             settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(name, option)}
             if option.kind is bool:
                 settings["action"] = argparse.BooleanOptionalAction
@@ -249,7 +249,7 @@ def _core() -> dict[str, Option]:
     return {field.name: field.metadata["option"] for field in dataclasses.fields(Config) if field.metadata}
 
 
-def _options_in(section: str) -> dict[str, Option]:
+def options_in(section: str) -> dict[str, Option]:
     """The options of a section by name: its fields, then those of what is chosen in it."""
     found = {field.name: field.metadata["option"] for field in dataclasses.fields(Config)
              if field.metadata.get("section") == section}

@@ -63,10 +63,8 @@ TESTS = {
     "cudiff/convert.py": ["tests/test_pipeline.py"],
     "cudiff/config.py": ["tests/test_cli.py"],
     "cudiff/options.py": ["tests/test_config.py"],
-    "cudiff/diffusion/ddpm.py": ["tests/test_pipeline.py", "tests/test_train.py"],
-    "cudiff/diffusion/edm.py": ["tests/test_pipeline.py", "tests/test_train.py"],
-    "cudiff/diffusion/schedule.py": ["tests/diffusion/test_loss.py", "tests/diffusion/test_samplers.py"],
-    "cudiff/diffusion/preconditioning.py": ["tests/diffusion/test_loss.py", "tests/diffusion/test_samplers.py"],
+    "cudiff/diffusion/": ["tests/diffusion/test_loss.py", "tests/diffusion/test_preconditioning.py",
+                          "tests/diffusion/test_samplers.py", "tests/test_pipeline.py"],
     "cudiff/optim.py": ["tests/test_parameters.py"],
     "kernels/accumulate.cu": ["tests/test_graph.py", "tests/ops/test_reduce.py", "tests/ops/test_norm_silu_conv2d.py"],
 }

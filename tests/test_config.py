@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cudiff.config import PRESETS, Config, add_arguments, from_arguments, load_toml
+from cudiff.config import PRESETS, SECTIONS, Config, add_arguments, from_arguments, load_toml, options_in
 from cudiff.errors import CudiffError
 
 
@@ -280,13 +280,14 @@ def test_gray_or_rgb_and_three_checkpoints():
 def test_options_and_presets_are_those_on_record():
     """tests/options.txt: each option unless told, the values it takes, and what a preset sets. Saved runs and TOML
     files that leave options out rely on them: change the record only with a reason."""
+    options = {name: option for section in SECTIONS for name, option in options_in(section).items()}
     lines = []
-    for option in dataclasses.fields(Config):
-        rules = [f"{word} {option.metadata[word]}" for word in ("least", "most", "above", "below")
-                 if option.metadata[word] is not None]
-        lines.append(", ".join([f"{option.name} = {option.default!r}", *rules, *option.metadata["choices"]]))
+    for name, option in options.items():
+        rules = [f"{word} {getattr(option, word)}" for word in ("least", "most", "above", "below")
+                 if getattr(option, word) is not None]
+        lines.append(", ".join([f"{name} = {option.default!r}", *rules, *option.choices]))
     for name, config in PRESETS.items():
-        values = {key: value for key, value in vars(config).items() if value != getattr(Config(), key)}
+        values = {key: value for key, value in config.to_dict().items() if value != options[key].default}
         lines += ["", f"[{name}]", *(f"{key} = {value!r}" for key, value in values.items())]
     record = Path(__file__).with_name("options.txt").read_text()
     assert "\n".join(lines) + "\n" == record

@@ -5,7 +5,7 @@ import pytest
 
 from cudiff import Tensor, ops
 from cudiff.backend import bfloat16
-from cudiff.diffusion.loss import drop_labels
+from cudiff.diffusion import drop_labels
 from cudiff.models import UNet
 
 INTEGERS = [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64]

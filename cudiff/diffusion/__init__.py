@@ -1,29 +1,23 @@
-"""Noise schedules, preconditioning, losses and samplers. They are handed a `net` and never import one.
+"""Noise schedules, objectives and samplers. They are handed a `net` and never import one.
 
 Importing a file here registers its objective or its samplers (docs/adding-a-sampler.md).
 """
 
-from cudiff.diffusion.edm import EDM  # first, as it is the default: help and messages name it first
+# The defaults first: help and messages name them first.
+from cudiff.diffusion.edm import EDM, EDMDenoiser, EDMLoss
+from cudiff.diffusion.euler import Euler, Heun, sample_euler, sample_heun
 
 # isort: split
 
-from cudiff.diffusion.ddpm import DDPM
-from cudiff.diffusion.loss import DDPMLoss, EDMLoss, drop_labels
-from cudiff.diffusion.preconditioning import DDPMDenoiser, EDMDenoiser, Guided, per_sample
-from cudiff.diffusion.samplers import (
-    DDIM,
-    Ancestral,
-    Euler,
-    Heun,
-    ImageNoise,
-    Plan,
-    Sampler,
-    rows,
-    sample_ddim,
-    sample_ddpm,
-    sample_euler,
-    sample_heun,
-)
+from cudiff.diffusion.ddim import DDIM, sample_ddim
+from cudiff.diffusion.ddpm import DDPM, DDPMDenoiser, DDPMLoss
+
+# isort: split
+
+from cudiff.diffusion.ancestral import Ancestral, sample_ddpm
+from cudiff.diffusion.denoiser import per_sample
+from cudiff.diffusion.guidance import Guided, drop_labels
+from cudiff.diffusion.samplers import ImageNoise, Plan, Sampler, rows
 from cudiff.diffusion.schedule import Schedule, cosine_betas, karras_sigmas, linear_betas
 from cudiff.registry import register_objective, register_sampler
 

@@ -1,19 +1,172 @@
-"""The objective "ddpm": Ho et al. 2020 (arXiv 2006.11239), Improved DDPM's learned variance (arXiv 2102.09672)."""
+"""The objective "ddpm", Ho et al. 2020 (arXiv 2006.11239), with Improved DDPM's learned variance (arXiv 2102.09672).
+
+Losses are called as loss(net, images, labels, generator) -> scalar Tensor: images (N, H, W, C) float32 in [-1, 1],
+labels int32 (N,) or None. Every random number is drawn on the device from the generator, by stream and sample, and
+nothing is read by the host, so that a captured training step can contain them.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cudiff.diffusion.loss import DDPMLoss
-from cudiff.diffusion.preconditioning import DDPMDenoiser, Net
+from cudiff import ops
+from cudiff.diffusion.denoiser import Net, per_sample
+from cudiff.diffusion.guidance import drop_labels
 from cudiff.diffusion.schedule import BETAS, Schedule, karras_sigmas
+from cudiff.errors import CudiffError
+from cudiff.ops.mse import mse
+from cudiff.ops.random import Generator, Streams
 from cudiff.options import Option
 from cudiff.registry import register_objective
+from cudiff.tensor import Tensor
+from cudiff.values import real
 
 if TYPE_CHECKING:
     from cudiff.config import Config
+
+COLUMNS = 6  # of DDPMLoss's table: signal, spread, mean_scale, log_small, log_large, is_later
+
+
+class DDPMLoss:
+    """DDPM's L_simple on the predicted noise, plus Improved DDPM's L_vlb where the network predicts the variance too.
+
+    L_simple: arXiv 2006.11239, equation 14. L_hybrid = L_simple + `vlb_weight` * L_vlb, arXiv 2102.09672, equation 16,
+    whose L_vlb trains only the variance: the mean inside it is held fixed (stop-gradient). As in that paper's code,
+    L_vlb = T E_t[L_t] is measured in bits per dimension; t is uniform.
+    """
+
+    def __init__(self, schedule: Schedule, label_dropout: float = 0.0, vlb_weight: float = 0.001):
+        self.schedule, self.label_dropout = schedule, real("label_dropout", label_dropout, least=0, most=1)
+        self.vlb_weight = real("vlb_weight", vlb_weight, least=0)
+        self._tables: dict[tuple[str, Any], Tensor] = {}
+
+    def __call__(self, net: Net, images: Tensor, labels: Tensor | None, generator: Generator) -> Tensor:
+        labels = drop_labels(labels, self.label_dropout, generator)
+        t = generator.randint(0, self.schedule.num_timesteps, (images.shape[0],), Streams.TIMESTEP)
+        noise = generator.normal(images.shape, Streams.NOISE)
+        out = net(self.q_sample(images, t, noise), ops.astype(t, images.dtype), labels)
+        eps, fraction = split_learned_variance(out, images)
+        simple = mse(eps, noise)
+        if fraction is None:
+            return simple
+        bits = ops.mean(self.variational_bound(images, t, noise, eps.detach(), fraction))
+        return simple + bits * (self.vlb_weight * self.schedule.num_timesteps)
+
+    def q_sample(self, images: Tensor, t: Tensor, noise: Tensor) -> Tensor:
+        """x_t (N, H, W, C) for timesteps t int32 (N,): DDPM, arXiv 2006.11239, equation 4."""
+        coefficients = self._coefficients(images)[t]
+        signal, spread = (per_sample(c, images) for c in ops.split(coefficients, COLUMNS, axis=1)[:2])
+        return images * signal + noise * spread
+
+    def variational_bound(self, images: Tensor, t: Tensor, noise: Tensor, eps: Tensor, fraction: Tensor) -> Tensor:
+        """L_t of each element in bits: DDPM equation 5; -log2 p(x_0 | x_1) at t = 0, KL(q || p) elsewhere.
+
+        `eps` is the predicted noise; `fraction` places the log-variance between log beta-tilde (0) and log beta (1).
+        The images are 8-bit levels scaled to [-1, 1].
+        """
+        columns = ops.split(self._coefficients(images)[t], COLUMNS, axis=1)
+        mean_scale, log_small, log_large, is_later = (per_sample(c, images) for c in columns[2:])
+        difference = (eps - noise) * mean_scale  # true posterior mean - predicted mean
+        log_variance = fraction * (log_large - log_small) + log_small
+        divergence = normal_kl(difference, log_small, log_variance)
+        likelihood = discretised_log_likelihood(images, difference, log_variance)
+        return ops.where(ops.astype(is_later, "uint8"), divergence, -likelihood) * (1 / math.log(2))
+
+    def _coefficients(self, images: Tensor) -> Tensor:
+        """(T, COLUMNS) on the images' device: what each timestep needs, looked up in one gather."""
+        key = images.device, images.dtype
+        if key not in self._tables:
+            s = self.schedule
+            # beta-tilde is 0 at t = 0: its logarithm there is that of t = 1, as in Improved DDPM's code
+            log_small = np.log(np.append(s.posterior_variance[1:2], s.posterior_variance[1:]))
+            mean_scale = s.betas / np.sqrt((1 - s.betas) * (1 - s.alphas_cumprod))  # DDPM equation 11
+            is_later = np.arange(s.num_timesteps) > 0
+            signal, spread = np.sqrt(s.alphas_cumprod), np.sqrt(1 - s.alphas_cumprod)
+            table = np.stack([signal, spread, mean_scale, log_small, np.log(s.betas), is_later], axis=1)
+            self._tables[key] = Tensor(table, dtype=images.dtype, device=images.device)
+        return self._tables[key]
+
+
+def normal_kl(difference: Tensor, log_variance_q: Tensor, log_variance_p: Tensor) -> Tensor:
+    """KL(N(m + difference, exp(log_variance_q)) || N(m, exp(log_variance_p))) of each element, in nats."""
+    gap = log_variance_q - log_variance_p
+    return (ops.exp(gap) + ops.square(difference) * ops.exp(-log_variance_p) - gap - 1) * 0.5
+
+
+def discretised_log_likelihood(images: Tensor, difference: Tensor, log_variance: Tensor) -> Tensor:
+    """log probability, in nats, of 8-bit levels in [-1, 1] under N(images - difference, exp(log_variance)).
+
+    A level owns 1/255 to both sides of it, the first and the last everything beyond: DDPM, arXiv 2006.11239, equation
+    13. The normal distribution function is 0.5 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), as in that paper's code.
+    """
+    rstd = ops.exp(log_variance * -0.5)
+    upper = _normal_cdf((difference + 1 / 255) * rstd)
+    lower = _normal_cdf((difference - 1 / 255) * rstd)
+    is_last = ops.astype(images + 0.001, "uint8")
+    is_first = ops.astype(0.001 - images, "uint8")
+    probability = ops.where(is_last, 1.0, upper) - ops.where(is_first, 0.0, lower)
+    return ops.log(ops.maximum(probability, 1e-12))
+
+
+def _normal_cdf(x: Tensor) -> Tensor:
+    # sigmoid(2 a) = 0.5 (1 + tanh(a))
+    return ops.sigmoid((x + x * ops.square(x) * 0.044715) * math.sqrt(8 / math.pi))
+
+
+class DDPMDenoiser:
+    """A DDPM noise predictor as a denoiser: D(x; sigma) = x - sigma eps(x / sqrt(1 + sigma^2), t(sigma)).
+
+    EDM, arXiv 2206.00364, Table 1, column VP, with the discrete schedule: t is interpolated in log sigma between the
+    schedule's entries and stops at its ends. A network with 2C output channels (learn_sigma) is recognised.
+    """
+
+    def __init__(self, net: Net, schedule: Schedule):
+        self.net, self.schedule = net, schedule
+        self._ramps: dict[tuple[str, Any], Tensor] = {}
+
+    def __call__(self, x: Tensor, sigma: Tensor, labels: Tensor | None = None) -> Tensor:
+        return self._denoise(x, sigma, labels)[0]
+
+    def with_variance(self, x: Tensor, sigma: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """D(x; sigma), and how far the log-variance lies from its lower (0) to its upper bound (1), learned.
+
+        Improved DDPM, arXiv 2102.09672, equation 15 (its v). Raises CudiffError where the network has no such output.
+        """
+        denoised, fraction = self._denoise(x, sigma, labels)
+        if fraction is None:
+            raise CudiffError("this model learned no variance (learn_sigma): use variance='small' or 'large'")
+        return denoised, fraction
+
+    def _denoise(self, x: Tensor, sigma: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        scale = per_sample(sigma, x)
+        out = self.net(x / ops.sqrt(ops.square(scale) + 1), self.timestep(sigma), labels)
+        eps, fraction = split_learned_variance(out, x)
+        return x - eps * scale, fraction
+
+    def timestep(self, sigma: Tensor) -> Tensor:
+        """Real-valued t (N,) in [0, T - 1] of sigma (N,): `Schedule.sigma_to_t` on the device.
+
+        The piecewise linear map is a sum of T - 1 ramps, one an interval, so that the host reads no value.
+        """
+        key = sigma.device, sigma.dtype
+        if key not in self._ramps:
+            logs = np.log(self.schedule.sigmas)
+            ramps = np.stack([logs[:-1], 1 / np.diff(logs)])
+            self._ramps[key] = Tensor(ramps, dtype=sigma.dtype, device=sigma.device)
+        starts, slopes = ops.split(self._ramps[key], 2)  # (1, T - 1) each
+        log_sigma = ops.reshape(ops.log(sigma), (sigma.shape[0], 1))
+        return ops.sum(ops.clip((log_sigma - starts) * slopes, 0, 1), axis=1)
+
+
+def split_learned_variance(out: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A DDPM network's output as (eps, v of Improved DDPM equation 15, in about [0, 1]); no v with C channels."""
+    if out.shape[-1] == x.shape[-1]:
+        return out, None
+    eps, v = ops.split(out, 2, axis=-1)
+    return eps, (v + 1) * 0.5
 
 
 @register_objective("ddpm", "Ho et al. 2020", learns_variance=True, options={

@@ -1,4 +1,9 @@
-"""The objective "edm": Karras et al. 2022 (arXiv 2206.00364)."""
+"""The objective "edm", Karras et al. 2022 (arXiv 2206.00364): its loss, its denoiser and its noise levels.
+
+Losses are called as loss(net, images, labels, generator) -> scalar Tensor: images (N, H, W, C) float32 in [-1, 1],
+labels int32 (N,) or None. Every random number is drawn on the device from the generator, by stream and sample, and
+nothing is read by the host, so that a captured training step can contain them.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +11,78 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cudiff.diffusion.loss import EDMLoss
-from cudiff.diffusion.preconditioning import EDMDenoiser, Net
+from cudiff import ops
+from cudiff.diffusion.denoiser import Net
+from cudiff.diffusion.guidance import drop_labels
 from cudiff.diffusion.schedule import karras_sigmas
+from cudiff.ops.mse import mse
+from cudiff.ops.random import Generator, Streams
 from cudiff.options import Option
 from cudiff.registry import register_objective
+from cudiff.tensor import Tensor
+from cudiff.values import real
 
 if TYPE_CHECKING:
     from cudiff.config import Config
+
+
+class EDMLoss:
+    """E[lambda(sigma) (D(y + n; sigma) - y)^2], log sigma ~ N(P_mean, P_std^2): EDM, arXiv 2206.00364, equation 8.
+
+    Since lambda(sigma) c_out^2 = 1 (Table 1), it is the mean square difference between the raw network output and
+    (y - c_skip (y + n)) / c_out. `ops.edm_mix` gives this target, which has unit variance, and the network's input in
+    forms that cancel nothing at small sigma.
+    """
+
+    def __init__(
+        self,
+        sigma_data: float = 0.5,
+        P_mean: float = -1.2,
+        P_std: float = 1.2,
+        c_noise_scale: float = 0.25,
+        label_dropout: float = 0.0,
+        data_mean: float = 0.0,
+        data_std: float = 1.0,
+    ):
+        self.data_mean = real("data_mean", data_mean)  # the net sees (images - data_mean) / data_std
+        self.data_std, self.sigma_data = real("data_std", data_std, above=0), real("sigma_data", sigma_data, above=0)
+        self.P_mean, self.P_std = real("P_mean", P_mean), real("P_std", P_std, above=0)
+        self.c_noise_scale = real("c_noise_scale", c_noise_scale)
+        self.label_dropout = real("label_dropout", label_dropout, least=0, most=1)
+
+    def __call__(self, net: Net, images: Tensor, labels: Tensor | None, generator: Generator) -> Tensor:
+        labels = drop_labels(labels, self.label_dropout, generator)
+        draw = generator.normal((images.shape[0],), Streams.SIGMA)
+        noise = generator.normal(images.shape, Streams.NOISE)
+        x, target, c_noise = ops.edm_mix(
+            images, noise, draw, self.P_mean, self.P_std, self.sigma_data, self.c_noise_scale, self.data_mean,
+            self.data_std,
+        )
+        return mse(net(x, c_noise, labels), target)
+
+
+class EDMDenoiser:
+    """D(x; sigma) = c_skip x + c_out F(c_in x, c_noise): EDM, arXiv 2206.00364, equation 7 and Table 1.
+
+    Parameters
+    ----------
+    net : F. sigma_data : standard deviation of the images that it sees, 0.5 for natural ones in [-1, 1].
+    c_noise_scale : c_noise = c_noise_scale * log(sigma); 1/4 in EDM, 1 in the CS 179 trainer.
+    data_mean, data_std : the net sees (images - mean) / std; x and sigma are those of the images themselves.
+
+    No gradient goes to sigma.
+    """
+
+    def __init__(self, net: Net, sigma_data: float = 0.5, c_noise_scale: float = 0.25, data_mean: float = 0.0,
+                 data_std: float = 1.0):
+        self.net, self.c_noise_scale = net, real("c_noise_scale", c_noise_scale)
+        self.data = (real("sigma_data", sigma_data, above=0), real("data_mean", data_mean),
+                     real("data_std", data_std, above=0))
+
+    def __call__(self, x: Tensor, sigma: Tensor, labels: Tensor | None = None) -> Tensor:
+        sigma_data, *standard = self.data
+        scaled, c_noise = ops.edm_input(x, sigma, sigma_data, self.c_noise_scale, *standard)
+        return ops.edm_output(x, self.net(scaled, c_noise, labels), sigma, sigma_data, *standard)
 
 
 @register_objective("edm", "Karras et al. 2022", options={

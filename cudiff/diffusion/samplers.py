@@ -1,4 +1,4 @@
-"""Samplers: from noise to images along falling sigmas, with any denoiser D(x; sigma) -> (N, H, W, C).
+"""What samplers share: from noise to images along falling sigmas, with any denoiser D(x; sigma) -> (N, H, W, C).
 
 Every sampler takes x (N, H, W, C) at noise level `sigmas[0]`, such as `ImageNoise.start(sigmas[0])`, and `sigmas`,
 float64 numbers on the host that fall, usually to 0: `karras_sigmas(n)` or `Schedule.sampling_sigmas(n)`. States are
@@ -12,26 +12,18 @@ captured, each one CUDA graph, and serves any number of batches.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
 from cudiff import ops
 from cudiff.backend import float32
 from cudiff.cuda.graph import capture
-from cudiff.diffusion.preconditioning import Denoiser, per_sample
 from cudiff.errors import CudiffError
 from cudiff.ops.random import Streams, normal
-from cudiff.options import Option
-from cudiff.registry import register_sampler
 from cudiff.tensor import Tensor, no_grad
-from cudiff.values import real, whole
-
-if TYPE_CHECKING:
-    from cudiff.config import Config
+from cudiff.values import whole
 
 Noise = Callable[[int], Tensor]
 Callback = Callable[[int, Tensor, Tensor], None]
@@ -123,195 +115,7 @@ class Sampler:
         return self.step(x, numbers, noise if counter is None else ImageNoise.drawn(counter, x), labels)
 
 
-class Euler(Sampler):
-    """Euler's method on the probability flow ODE: EDM, arXiv 2206.00364, Algorithm 2 without lines 9 to 11.
-
-    One evaluation a step. With `S_churn` > 0 noise of scale `S_noise` is added in steps that begin in [S_min, S_max].
-    """
-
-    second_order = False
-
-    def __init__(self, denoiser: Denoiser, S_churn: float = 0.0, S_min: float = 0.0, S_max: float = math.inf,
-                 S_noise: float = 1.0, captured: bool = False):
-        super().__init__(denoiser, captured)
-        self.S_churn, self.S_noise = real("S_churn", S_churn, least=0), real("S_noise", S_noise, least=0)
-        self.S_min, self.S_max = real("S_min", S_min, least=0), S_max
-        if not S_max >= 0:
-            raise CudiffError(f"S_max must be at least 0, not {S_max}")
-
-    def plan(self, sigmas: np.ndarray) -> list[Plan]:
-        gamma = min(self.S_churn / (len(sigmas) - 1), math.sqrt(2) - 1)
-        plans = []
-        for sigma, sigma_next in pairwise(map(float, sigmas)):
-            sigma_hat = sigma * (1 + gamma) if self.S_min <= sigma <= self.S_max else sigma
-            added = self.S_noise * math.sqrt(sigma_hat**2 - sigma**2)
-            numbers = [sigma_hat, sigma_next / sigma_hat, added]
-            if self.second_order and sigma_next > 0:
-                numbers += [sigma_next, 1 / sigma_hat, 1 / sigma_next, 0.5 * (sigma_next - sigma_hat)]
-            plans.append(Plan(numbers, sigma_hat > sigma))
-        return plans
-
-    def step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        sigma_hat, ratio, added, *correction = rows(numbers)
-        if noise is not None:
-            x = x + noise * per_sample(added, x)
-        denoised = self.denoiser(x, sigma_hat, labels)
-        # x + (sigma_next - sigma_hat) * (x - D) / sigma_hat, which ends in D itself at sigma_next = 0
-        x_next = denoised + (x - denoised) * per_sample(ratio, x)
-        if correction:
-            sigma_next, rate, rate_next, width = correction
-            slope = (x - denoised) * per_sample(rate, x)
-            slope_next = (x_next - self.denoiser(x_next, sigma_next, labels)) * per_sample(rate_next, x)
-            x_next = x + (slope + slope_next) * per_sample(width, x)
-        return x_next, denoised
-
-
-class Heun(Euler):
-    """EDM's sampler, Heun's second-order method with churn: arXiv 2206.00364, Algorithm 2 (Algorithm 1 without churn).
-
-    Two evaluations a step, one where the step ends at 0.
-    """
-
-    second_order = True
-
-
-class DDIM(Sampler):
-    """DDIM, arXiv 2010.02502, equations 12 and 16: eta 0 is deterministic (and Euler's method), 1 is ancestral.
-
-    `clip_denoised` keeps every estimate of the image in [-1, 1], as DDPM's own code does. eta > 0 needs `noise`.
-    Raises CudiffError where eta is not in [0, 1].
-    """
-
-    def __init__(self, denoiser: Denoiser, eta: float = 0.0, clip_denoised: bool = True, captured: bool = False):
-        super().__init__(denoiser, captured)
-        if not 0 <= eta <= 1:
-            raise CudiffError(f"eta {eta}: use a number between 0 and 1")
-        self.eta, self.clip_denoised = eta, clip_denoised
-
-    def plan(self, sigmas: np.ndarray) -> list[Plan]:
-        plans = []
-        for sigma, sigma_next in pairwise(map(float, sigmas)):
-            added = self.eta * math.sqrt(_posterior_variance(sigma, sigma_next))
-            plans.append(Plan([sigma, math.sqrt(sigma_next**2 - added**2) / sigma, added], added > 0))
-        return plans
-
-    def step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        sigma, ratio, added = rows(numbers)
-        denoised = _clipped(self.denoiser(x, sigma, labels), self.clip_denoised)
-        x = denoised + (x - denoised) * per_sample(ratio, x)
-        return x if noise is None else x + noise * per_sample(added, x), denoised
-
-
-class Ancestral(Sampler):
-    """Ancestral sampling: DDPM, arXiv 2006.11239, Algorithm 2 with the mean of equation 7; any number of steps.
-
-    `variance`: "small" is beta-tilde, "large" is beta (section 3.2), both of the process that visits only these
-    sigmas; "learned" lies between them in the logarithm as the model says (Improved DDPM, arXiv 2102.09672, equation
-    15) and needs a denoiser with `with_variance`. `clip_denoised` as in `DDIM`. No noise is added at the end.
-    Raises CudiffError for another variance.
-    """
-
-    def __init__(self, denoiser: Any, variance: str = "small", clip_denoised: bool = True, captured: bool = False):
-        super().__init__(denoiser, captured)
-        if variance not in ("small", "large", "learned"):
-            raise CudiffError(f"unknown variance '{variance}': use small, large or learned")
-        self.variance, self.clip_denoised = variance, clip_denoised
-
-    def plan(self, sigmas: np.ndarray) -> list[Plan]:
-        plans = []
-        for sigma, sigma_next in pairwise(map(float, sigmas)):
-            numbers = [sigma, (sigma_next / sigma) ** 2]
-            if sigma_next > 0:
-                small = _posterior_variance(sigma, sigma_next)
-                large = (sigma**2 - sigma_next**2) * (1 + sigma_next**2) / (1 + sigma**2)
-                if self.variance == "learned":
-                    numbers += [0.5 * math.log(small), 0.5 * math.log(large / small)]
-                else:
-                    numbers.append(math.sqrt(large if self.variance == "large" else small))
-            plans.append(Plan(numbers, sigma_next > 0))
-        return plans
-
-    def step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        sigma, ratio, *spread = rows(numbers)
-        if self.variance == "learned":
-            denoised, fraction = self.denoiser.with_variance(x, sigma, labels)
-        else:
-            denoised, fraction = self.denoiser(x, sigma, labels), None
-        denoised = _clipped(denoised, self.clip_denoised)
-        x = denoised + (x - denoised) * per_sample(ratio, x)
-        if noise is not None:
-            scale = per_sample(spread[0], x)
-            x = x + noise * (scale if fraction is None else ops.exp(fraction * per_sample(spread[1], x) + scale))
-        return x, denoised
-
-
-def sample_euler(
-    denoiser: Denoiser,
-    x: Tensor,
-    sigmas: Sequence[float] | np.ndarray,
-    labels: Tensor | None = None,
-    *,
-    S_churn: float = 0.0,
-    S_min: float = 0.0,
-    S_max: float = math.inf,
-    S_noise: float = 1.0,
-    noise: Noise | None = None,
-    callback: Callback | None = None,
-) -> Tensor:
-    """`Euler`'s images from x."""
-    sampler = Euler(denoiser, S_churn, S_min, S_max, S_noise)
-    return sampler(x, sigmas, labels, noise=noise, callback=callback)
-
-
-def sample_heun(
-    denoiser: Denoiser,
-    x: Tensor,
-    sigmas: Sequence[float] | np.ndarray,
-    labels: Tensor | None = None,
-    *,
-    S_churn: float = 0.0,
-    S_min: float = 0.0,
-    S_max: float = math.inf,
-    S_noise: float = 1.0,
-    noise: Noise | None = None,
-    callback: Callback | None = None,
-) -> Tensor:
-    """`Heun`'s images from x."""
-    sampler = Heun(denoiser, S_churn, S_min, S_max, S_noise)
-    return sampler(x, sigmas, labels, noise=noise, callback=callback)
-
-
-def sample_ddim(
-    denoiser: Denoiser,
-    x: Tensor,
-    sigmas: Sequence[float] | np.ndarray,
-    labels: Tensor | None = None,
-    *,
-    eta: float = 0.0,
-    noise: Noise | None = None,
-    clip_denoised: bool = True,
-    callback: Callback | None = None,
-) -> Tensor:
-    """`DDIM`'s images from x."""
-    return DDIM(denoiser, eta, clip_denoised)(x, sigmas, labels, noise=noise, callback=callback)
-
-
-def sample_ddpm(
-    denoiser: Any,
-    x: Tensor,
-    sigmas: Sequence[float] | np.ndarray,
-    labels: Tensor | None = None,
-    *,
-    noise: Noise | None,
-    variance: str = "small",
-    clip_denoised: bool = True,
-    callback: Callback | None = None,
-) -> Tensor:
-    """`Ancestral`'s images from x."""
-    return Ancestral(denoiser, variance, clip_denoised)(x, sigmas, labels, noise=noise, callback=callback)
-
-
-def _posterior_variance(sigma: float, sigma_next: float) -> float:
+def posterior_variance(sigma: float, sigma_next: float) -> float:
     """beta-tilde of DDPM equation 7 for a step from sigma to sigma_next, in units of x = y + sigma * noise."""
     return sigma_next**2 * (sigma**2 - sigma_next**2) / sigma**2
 
@@ -348,34 +152,6 @@ def _draw(noise: Noise | None, step: int) -> Tensor:
     return noise(step)
 
 
-def _clipped(denoised: Tensor, clip_denoised: bool) -> Tensor:
+def clipped(denoised: Tensor, clip_denoised: bool) -> Tensor:
+    """An estimate of the image kept in [-1, 1], where that is wanted."""
     return ops.clip(denoised, -1, 1) if clip_denoised else denoised
-
-
-_CHURN = {
-    "S_churn": Option(0.0, "heun and euler: noise added anew, over all steps", least=0),
-    "S_min": Option(0.0, "lowest noise level that is churned", least=0),
-    "S_max": Option(1e9, "highest noise level that is churned", least=0),
-    "S_noise": Option(1.0, "scale of the noise that churning adds", least=0),
-}
-
-
-@register_sampler("heun", "EDM's, of second order", options=_CHURN)
-def _heun(denoiser: Denoiser, config: Config, captured: bool) -> Sampler:
-    return Heun(denoiser, config.S_churn, config.S_min, config.S_max, config.S_noise, captured)
-
-
-@register_sampler("euler", "one evaluation a step", options=_CHURN)
-def _euler(denoiser: Denoiser, config: Config, captured: bool) -> Sampler:
-    return Euler(denoiser, config.S_churn, config.S_min, config.S_max, config.S_noise, captured)
-
-
-@register_sampler("ddim", "Song et al. 2021", discrete=True,
-                  options={"eta": Option(0.0, "DDIM: share of the ancestral noise", least=0, most=1)})
-def _ddim(denoiser: Denoiser, config: Config, captured: bool) -> Sampler:
-    return DDIM(denoiser, config.eta, captured=captured)
-
-
-@register_sampler("ancestral", "DDPM's", discrete=True)
-def _ancestral(denoiser: Any, config: Config, captured: bool) -> Sampler:
-    return Ancestral(denoiser, "learned" if config.learn_sigma else "small", captured=captured)

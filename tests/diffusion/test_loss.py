@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cudiff import Tensor, ops
-from cudiff.diffusion.loss import DDPMLoss, EDMLoss, discretised_log_likelihood, drop_labels, normal_kl
-from cudiff.diffusion.preconditioning import EDMDenoiser
+from cudiff.diffusion import DDPMLoss, EDMDenoiser, EDMLoss, drop_labels
+from cudiff.diffusion.ddpm import discretised_log_likelihood, normal_kl
 from cudiff.diffusion.schedule import Schedule
 from cudiff.ops.random import Generator, Streams
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cudiff import Tensor, ops
-from cudiff.diffusion.preconditioning import DDPMDenoiser, EDMDenoiser, Guided
+from cudiff.diffusion import DDPMDenoiser, EDMDenoiser, Guided
 from cudiff.diffusion.schedule import Schedule
 from cudiff.errors import CudiffError
 

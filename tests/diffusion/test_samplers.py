@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from cudiff import Tensor, ops
-from cudiff.diffusion.preconditioning import DDPMDenoiser, EDMDenoiser, Guided
-from cudiff.diffusion.samplers import (
+from cudiff.diffusion import (
     DDIM,
     Ancestral,
+    DDPMDenoiser,
+    EDMDenoiser,
     Euler,
+    Guided,
     Heun,
     ImageNoise,
     sample_ddim,
