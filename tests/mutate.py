@@ -50,6 +50,7 @@ TESTS = {
     "cudiff/gradient.py": ["tests/test_host.py", "tests/test_waiting.py"],
     "cudiff/cuda/compiler.py": ["tests/test_backend.py", "tests/test_launch.py", "tests/test_host.py"],
     "cudiff/cuda/select.py": ["tests/ops/test_attention_sm90.py", "tests/test_cli.py"],
+    "cudiff/cuda/kernels/norm/": ["tests/ops/test_group_norm_sm90.py", "tests/test_traces.py"],
     "cudiff/cuda/kernels/attention/": ["tests/ops/test_attention_sm90.py", "tests/test_traces.py"],
     "cudiff/data/": ["tests/test_readers.py", "tests/test_data.py"],
     "cudiff/models/": ["tests/models/test_unet_numpy.py", "tests/test_config.py"],

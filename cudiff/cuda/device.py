@@ -44,6 +44,11 @@ class Device(NamedTuple):
         return f"sm_{self.capability}a" if self.capability == 90 else f"sm_{self.capability}"
 
 
+MULTIPROCESSORS = 132
+"""An H200's, to which estimated times are fitted: launches are planned for as many on every GPU. Blocks that must all
+run at once ask `current_device`."""
+
+
 @functools.cache
 def device(ordinal: int) -> Device:
     """The GPU of this number."""

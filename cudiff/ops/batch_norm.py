@@ -12,13 +12,14 @@ import numpy as np
 
 from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.device import MULTIPROCESSORS
+from cudiff.cuda.kernels.norm.problem import kernel_constants
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.sums import are_centred, empty_partials
 from cudiff.function import Composite, Function
 from cudiff.ops.cast import as_wide, narrow, require_floats, widen
 from cudiff.ops.elementwise import relu
-from cudiff.ops.gemm import MULTIPROCESSORS
-from cudiff.ops.group_norm import group_norm_backward_numpy, kernel_constants, normalize_numpy, statistics_numpy
+from cudiff.ops.group_norm import group_norm_backward_numpy, normalize_numpy, statistics_numpy
 from cudiff.ops.pool import max_pool2d
 from cudiff.tensor import Tensor
 

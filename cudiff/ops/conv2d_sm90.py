@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, float32, is_low
-from cudiff.cuda.device import hopper
+from cudiff.cuda.device import MULTIPROCESSORS, hopper
 from cudiff.cuda.launch import address, aligned, blocks, launch
 from cudiff.cuda.sums import empty_partials
 from cudiff.cuda.tensor_map import tensor_map
 from cudiff.cuda.tiles import Planner
-from cudiff.ops.gemm import MULTIPROCESSORS, Epilogue
+from cudiff.ops.gemm import Epilogue
 from cudiff.ops.shape import turned_cuda
 
 CHANNELS = 64  # of a tile

@@ -13,11 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, float32, is_low
+from cudiff.cuda.device import MULTIPROCESSORS
 from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.cuda.sums import add_parts
 from cudiff.ops.conv2d_sm90 import Norm
 from cudiff.ops.elementwise import relu_cuda
-from cudiff.ops.gemm import MULTIPROCESSORS, Epilogue
+from cudiff.ops.gemm import Epilogue
 
 MOST = 7  # channels of the thin image: up to nine times as many are the depth of a product
 SHARED_BYTES = 80 << 10  # of a block: two fit on a multiprocessor of an A100 or of Hopper, one on any

@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, float32, is_low
+from cudiff.cuda.device import MULTIPROCESSORS
 from cudiff.cuda.launch import address, aligned, blocks, empty, launch
 from cudiff.cuda.sums import add_parts
 from cudiff.cuda.tensor_map import tensor_map
 from cudiff.cuda.tiles import Planner
 from cudiff.cuda.waiting import Kind, submit
 from cudiff.ops.conv2d_sm90 import BARRIER_BYTES, CHANNELS, CLUSTERS, LINE_BYTES, SHARED_BYTES, full_strips, keeps_size
-from cudiff.ops.gemm import MULTIPROCESSORS
 from cudiff.ops.shape import pad_cuda
 
 JOBS = 16  # that a launch takes: 7 of the 32 KiB that its arguments may have

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, float32, is_low
+from cudiff.cuda.device import MULTIPROCESSORS
 from cudiff.cuda.launch import address, blocks, empty, launch
 from cudiff.cuda.tiles import Planner
 
 STAGES = 3
 LINE_BYTES = 128  # a tile's extent along k
-MULTIPROCESSORS = 132
 
 
 class Tile(NamedTuple):

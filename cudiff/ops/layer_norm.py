@@ -6,10 +6,11 @@ import numpy as np
 
 from cudiff.backend import float32
 from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.kernels.norm.portable import affine_gradients
+from cudiff.cuda.kernels.norm.problem import kernel_constants
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
 from cudiff.ops.cast import as_wide, narrow, require_floats, widen
-from cudiff.ops.group_norm import affine_gradients_cuda, kernel_constants
 from cudiff.tensor import Tensor
 
 
@@ -69,7 +70,7 @@ class LayerNorm(Function):
                 gradient_target(target, (channels,), float32) if need else (None, False)
                 for need, target in zip(needs[1:], into[1:], strict=True)
             )
-            affine_gradients_cuda(totals, dweight, dbias)
+            affine_gradients(totals, dweight, dbias)
         return dx[0], dweight[0], dbias[0]
 
 

@@ -9,12 +9,12 @@ import cupy
 from cudiff import ops
 from cudiff.backend import float32
 from cudiff.config import PRESETS
+from cudiff.cuda.kernels.norm import table as norms
 from cudiff.cuda.timing import graph_time
 from cudiff.models import build
 from cudiff.ops import conv2d_sm90
 from cudiff.ops.conv2d import dgrad_cuda
 from cudiff.ops.gemm import Epilogue
-from cudiff.ops.group_norm import group_norm_backward_cuda, group_norm_forward_cuda
 from cudiff.optim import EMA, AdamW
 from cudiff.tensor import Tensor, no_grad
 from examples.benchmark.measure import Report, backward_of, random_tensor
@@ -66,7 +66,7 @@ def convolutions(report: Report) -> None:
 def _dgrad_of_a_norm(x: Tensor, weight: Tensor, dout: Tensor) -> Callable[[], object]:
     """The gradient of the convolution's input where that is the group norm and SiLU of `x`."""
     parameters = [random_tensor(x.shape[-1], dtype=float32).data for _ in range(2)]
-    _, mean, rstd = group_norm_forward_cuda(x.data, None, *parameters, 32, 1e-5, True)
+    _, mean, rstd = norms.forward(x.data, None, *parameters, 32, 1e-5, True)
     norm = conv2d_sm90.Norm(True, x.data, None, *parameters, None, None, mean, rstd)
 
     def run() -> object:
@@ -112,13 +112,13 @@ def _group_norm_with_sums(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[floa
     given, given_dz = sums(x, x), sums(dz, x)
 
     def forward() -> tuple:
-        return group_norm_forward_cuda(x.data, None, *parameters, 32, 1e-5, True, partials=(given, None))
+        return norms.forward(x.data, None, *parameters, 32, 1e-5, True, partials=(given, None))
 
     _, mean, rstd = forward()
 
     def backward() -> object:
         y = cupy.empty_like(x.data)
-        return y, group_norm_backward_cuda(
+        return y, norms.backward(
             dz.data, x.data, None, *parameters, mean, rstd, True, needs=(True, *(False,) * 5), into=(None,) * 6, y=y,
             sums={}, partials=given_dz,
         )

@@ -1,7 +1,6 @@
 import itertools
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +8,8 @@ import pytest
 
 from cudiff.backend import bfloat16
 from cudiff.cuda.device import current_device
+from cudiff.cuda.kernels.norm import sm90, table
+from cudiff.cuda.kernels.norm.problem import Problem
 from cudiff.cuda.launch import blocks
 from cudiff.gradient import Kept
 from cudiff.ops.group_norm import group_norm
@@ -17,7 +18,6 @@ from tests.check import check_op
 from tests.ops.test_group_norm import inputs
 
 ROOT = Path(__file__).resolve().parents[2]
-norm, planning = (import_module(f"cudiff.ops.{name}") for name in ("group_norm", "group_norm_sm90"))
 
 # (shape of x, channels of x2, groups; chunks of channels, blocks of an image, boxes in registers): one box and several,
 # the last of them cut short or missing, images of one block, odd numbers of blocks, lanes without a channel; of 132
@@ -48,15 +48,27 @@ def room(hopper):
     return check
 
 
+@pytest.fixture
+def force(monkeypatch):
+    """force(name, stand-in): have a plan chosen by it, until the test ends."""
+    def choose(name, stand_in):
+        monkeypatch.setattr(sm90, name, stand_in)
+        table.NORM.forget()
+
+    yield choose
+    monkeypatch.undo()
+    table.NORM.forget()
+
+
 def forced(chunks, parts, held):
     """A stand-in for `sharing`: None where float32 cannot be cut so, or does not fit."""
     def sharing(pixels, channels1, channels2, groups, itemsize, images, multiprocessors):
-        boxes = next((b for b in planning._boxes(channels1, channels2, groups, itemsize) if b.chunks == chunks), None)
+        boxes = next((b for b in sm90._boxes(channels1, channels2, groups, itemsize) if b.chunks == chunks), None)
         if boxes is None:
             return None
         own = blocks(blocks(pixels, boxes.step), parts)
         in_registers = held if own > held else 0
-        shared = planning.Shared(boxes, parts, own - in_registers, in_registers, multiprocessors)
+        shared = sm90.SharedPlan(boxes, parts, own - in_registers, in_registers, multiprocessors)
         return shared if shared.fits(images) else None
 
     return sharing
@@ -65,7 +77,7 @@ def forced(chunks, parts, held):
 @pytest.mark.gpu
 @pytest.mark.parametrize("silu, modulated", [(True, False), (True, True), (False, True)])
 @pytest.mark.parametrize("shape, channels2, groups, chunks, parts, held", SHARED)
-def test_blocks_that_share_an_image(room, rng, monkeypatch, shape, channels2, groups, chunks, parts, held, silu,
+def test_blocks_that_share_an_image(room, rng, force, shape, channels2, groups, chunks, parts, held, silu,
                                     modulated):
     room(shape, chunks, parts)
     sharing, found = forced(chunks, parts, held), {}
@@ -74,7 +86,7 @@ def test_blocks_that_share_an_image(room, rng, monkeypatch, shape, channels2, gr
         plan = found[args[4]] = sharing(*args)  # by the bytes of an element
         return plan
 
-    monkeypatch.setattr(norm, "sharing", noted)
+    force("sharing", noted)
     check_op(
         lambda x, x2, w, b, scale, shift: group_norm(x, w, b, groups, 1e-5, silu, scale, shift, x2),
         *inputs(rng, shape, channels2, modulated),
@@ -84,14 +96,14 @@ def test_blocks_that_share_an_image(room, rng, monkeypatch, shape, channels2, gr
 
 
 @pytest.mark.gpu
-def test_more_boxes_than_a_warp_has_threads(hopper, monkeypatch, rng):
+def test_more_boxes_than_a_warp_has_threads(hopper, force, rng):
     def clusters(pixels, channels1, channels2, groups, itemsize, images):
-        boxes, = planning._boxes(channels1, channels2, groups, itemsize)
-        cut = planning.Cut(boxes, 1, blocks(pixels, boxes.step))
+        boxes, = sm90._boxes(channels1, channels2, groups, itemsize)
+        cut = sm90.ClusterPlan(boxes, 1, blocks(pixels, boxes.step))
         assert cut.fits() and cut.kept > 32
         return cut
 
-    monkeypatch.setattr(norm, "clusters", clusters)
+    force("clusters", clusters)
     check_op(
         lambda x, x2, w, b, scale, shift: group_norm(x, w, b, 1, 1e-5, True, scale, shift, x2),
         *inputs(rng, (2, 100, 100, 8), 0, True), device="cuda", dtypes=("bfloat16", "float16"),
@@ -105,7 +117,7 @@ def test_more_boxes_than_a_warp_has_threads(hopper, monkeypatch, rng):
 ])
 @pytest.mark.parametrize("adds", [None, Kept, lambda array: array], ids=["new", "elsewhere", "in place"])
 @pytest.mark.parametrize("shape, channels2, groups, chunks, parts, held", [SHARED[i] for i in (1, 3, 4, 10)])
-def test_all_that_may_be_asked_of_a_backward(room, rng, monkeypatch, shape, channels2, groups, chunks, parts, held,
+def test_all_that_may_be_asked_of_a_backward(room, rng, force, shape, channels2, groups, chunks, parts, held,
                                              adds, needs):
     """Beside group_norm.cu: gradients that are wanted or not, new or added to, y once more, and the sums of dx."""
     room(shape, chunks, parts)
@@ -113,7 +125,7 @@ def test_all_that_may_be_asked_of_a_backward(room, rng, monkeypatch, shape, chan
                           for i, a in enumerate(inputs(rng, shape, channels2, True)))
     weight, bias, scale, shift = (tensor.data for tensor in parameters)
     sources = x.data, None if x2 is None else x2.data
-    y, mean, rstd = norm.group_norm_forward_cuda(*sources, weight, bias, groups, 1e-5, True, scale, shift)
+    y, mean, rstd = table.forward(*sources, weight, bias, groups, 1e-5, True, scale, shift)
     dy = Tensor(rng.standard_normal(y.shape), device="cuda", dtype=bfloat16).data
     operands = (*sources, weight, bias, scale, shift)
     before = [None if a is None else Tensor(rng.standard_normal(a.shape), device="cuda", dtype=a.dtype).data
@@ -121,11 +133,11 @@ def test_all_that_may_be_asked_of_a_backward(room, rng, monkeypatch, shape, chan
     wanted = tuple(bool(need) and a is not None for need, a in zip(needs, operands, strict=True))
 
     def run(sharing):
-        monkeypatch.setattr(norm, "sharing", sharing)
+        force("sharing", sharing)
         into = [None if a is None or adds is None else a.copy() for a in before]
         into[:2] = [None if a is None else adds(a) for a in into[:2]]
         again, sums = y * 0, {}
-        results = norm.group_norm_backward_cuda(
+        results = table.backward(
             dy, *sources, weight, bias, mean, rstd, True, scale, shift, needs=wanted, into=tuple(into), y=again,
             sums=sums
         )
@@ -152,7 +164,7 @@ def test_two_streams_share_images_at_the_same_time(hopper, rng):
     def random(shape, dtype):
         return Tensor(rng.standard_normal(shape), device="cuda", dtype=dtype, requires_grad=True)
 
-    plan = norm.sharing(4096, 64, 0, 32, 2, 32, current_device().multiprocessors)
+    plan = sm90.sharing(4096, 64, 0, 32, 2, 32, current_device().multiprocessors)
     if plan is None or plan.parts == 1:
         pytest.skip("on this GPU no blocks share these images")
     x, dout = (random((32, 64, 64, 64), bfloat16) for _ in range(2))
@@ -211,7 +223,7 @@ def test_blocks_that_wait_for_each_other_are_there_at_once(there):
     plans = 0
     for images, pixels, channels1, channels2, itemsize in sizes:
         channels = channels1 + channels2
-        shared = planning.sharing(pixels, channels1, channels2, 8, itemsize, images, there)
+        shared = sm90.sharing(pixels, channels1, channels2, 8, itemsize, images, there)
         if shared is None:
             continue
         plans += 1
@@ -222,5 +234,22 @@ def test_blocks_that_wait_for_each_other_are_there_at_once(there):
             assert images * shared.parts * channels <= 256 * there  # letters
         assert boxes.chunks * boxes.width == channels and channels1 % boxes.width == 0
         assert (shared.parts - 1) * boxes.step < pixels <= shared.parts * (shared.kept + shared.held) * boxes.step
-        assert shared.bytes <= planning._SHARED_BYTES
+        assert shared.bytes <= sm90._SHARED_BYTES
     assert plans > 50
+
+
+ASKED = Problem(True, bfloat16, 32, 4096, 64, 0, 32, packs=True, summed=False, two_terms=False, multiprocessors=132)
+HOPPER, ANY = "group_norm_backward_sm90.backward", "group_norm.backward_sums, finish_sums, input_gradients"
+FORWARD, PASSES = "group_norm_sm90.forward", "group_norm.statistics, finish_statistics, normalize"
+
+
+@pytest.mark.parametrize("changes, architecture, kernels", [
+    ({}, "sm_90a", HOPPER), ({}, "sm_80", ANY), ({"packs": False}, "sm_90a", ANY), ({"summed": True}, "sm_90a", ANY),
+    ({"two_terms": True}, "sm_90a", ANY), ({"multiprocessors": 16}, "sm_90a", ANY),
+    ({"pixels": 2**20}, "sm_90a", ANY), ({"channels1": 72}, "sm_90a", ANY),
+    ({"backward": False}, "sm_90a", FORWARD), ({"backward": False}, "sm_120", PASSES),
+    ({"backward": False, "packs": False}, "sm_90a", PASSES), ({"backward": False, "summed": True}, "sm_90a", PASSES),
+    ({"backward": False, "pixels": 2**20}, "sm_90a", PASSES),
+])
+def test_which_kernels_run(changes, architecture, kernels):
+    assert table.NORM.select(ASKED._replace(**changes), architecture).row.name == kernels

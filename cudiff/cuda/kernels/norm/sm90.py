@@ -1,4 +1,5 @@
-"""How blocks share a group norm whose pixels stay in shared memory: the launches of group_norm{,_backward}_sm90.cu."""
+"""Group norm on Hopper: an image's pixels are read once and stay in shared memory, of clusters of blocks forward
+(group_norm_sm90.cu), of blocks that wait for each other backward (group_norm_backward_sm90.cu)."""
 
 from __future__ import annotations
 
@@ -8,10 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cudiff.backend import Array
-from cudiff.cuda.launch import blocks
+from cudiff.backend import Array, float32
+from cudiff.cuda.device import MULTIPROCESSORS
+from cudiff.cuda.kernels.norm.portable import affine_gradients
+from cudiff.cuda.kernels.norm.problem import Backward, Forward, Problem
+from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.cuda.mail import stream_mail
+from cudiff.cuda.select import Offer
 from cudiff.cuda.tensor_map import tensor_map
-from cudiff.ops.gemm import MULTIPROCESSORS
 
 THREADS, _BOXES, _SHARED_BYTES = 512, 64, 226 << 10  # of a block, the last two at most: 1 KiB for barriers
 
@@ -48,7 +53,7 @@ def _boxes(channels1: int, channels2: int, groups: int, itemsize: int) -> list[B
     return found
 
 
-class Cut(NamedTuple):
+class ClusterPlan(NamedTuple):
     """How clusters share a group norm: see group_norm_sm90.cu."""
 
     boxes: Boxes
@@ -81,19 +86,20 @@ class Cut(NamedTuple):
 
 
 @functools.cache
-def clusters(pixels: int, channels1: int, channels2: int, groups: int, itemsize: int, images: int) -> Cut | None:
+def clusters(pixels: int, channels1: int, channels2: int, groups: int, itemsize: int,
+             images: int) -> ClusterPlan | None:
     """The launch of group_norm_sm90.cu that takes least time; None where no cluster has room.
 
     What group_norm.cu took was not less for any of 15 shapes.
     """
     megabytes = images * pixels * (channels1 + channels2) * itemsize / 1e6
-    cuts = (Cut(boxes, cluster, blocks(blocks(pixels, boxes.step), cluster))
+    cuts = (ClusterPlan(boxes, cluster, blocks(blocks(pixels, boxes.step), cluster))
             for boxes in _boxes(channels1, channels2, groups, itemsize) for cluster in (1, 2, 4, 8))
     timed = {cut: cut.microseconds(images, megabytes) for cut in cuts if cut.fits()}
     return min(timed, key=timed.__getitem__, default=None)
 
 
-class Shared(NamedTuple):
+class SharedPlan(NamedTuple):
     """How blocks share a group norm's backward: see group_norm_backward_sm90.cu."""
 
     boxes: Boxes
@@ -142,16 +148,58 @@ _PARTS = 32  # at most: more were never faster
 
 @functools.cache
 def sharing(pixels: int, channels1: int, channels2: int, groups: int, itemsize: int, images: int,
-            multiprocessors: int) -> Shared | None:
+            multiprocessors: int) -> SharedPlan | None:
     """The launch of group_norm_backward_sm90.cu that takes least time; None where group_norm.cu's two and a sum do."""
     timed, channels = {}, channels1 + channels2
     for boxes in _boxes(channels1, channels2, groups, itemsize):
         most = blocks(pixels, boxes.step)
         for parts in range(1, min(most, _PARTS, max(1, multiprocessors // (images * boxes.chunks))) + 1):
             for held in (0, _HELD):
-                shared = Shared(boxes, parts, blocks(most, parts) - held, held, multiprocessors)
+                shared = SharedPlan(boxes, parts, blocks(most, parts) - held, held, multiprocessors)
                 if shared.fits(images):
                     timed[shared] = shared.microseconds(images, pixels, channels, itemsize)
     best = min(timed, key=timed.__getitem__, default=None)
     launches = 6.5 + 1e-6 * images * pixels * channels * itemsize + images * channels / 4500
     return best if best is not None and timed[best] < launches else None
+
+
+def offer_forward(p: Problem) -> Offer | None:
+    """Where statistics came with every source, one pass is left, which the portable kernel does."""
+    if p.backward or not p.packs or p.summed:
+        return None
+    plan = clusters(p.pixels, p.channels1, p.channels2, p.groups, p.dtype.itemsize, p.images)
+    return None if plan is None else Offer(plan=plan)
+
+
+def forward(given: Forward, plan: ClusterPlan, p: Problem) -> None:
+    y, mean, rstd, x, x2, weight, bias, scale, shift, *_ = given
+    launch("group_norm_sm90", "forward", (p.images, plan.boxes.chunks, plan.cluster), THREADS,
+           (plan.boxes.map(x), plan.boxes.map(x if x2 is None else x2), y, mean, rstd, weight, bias, scale, shift,
+            p.groups, p.pixels, p.channels1, p.channels2, given.silu, plan.kept,
+            np.float64(p.groups / (p.pixels * p.channels)), given.eps),
+           plan.bytes, **p.constants, **plan.constants)
+
+
+def offer_backward(p: Problem) -> Offer | None:
+    if not p.backward or not p.packs or p.summed or p.two_terms:
+        return None
+    plan = sharing(p.pixels, p.channels1, p.channels2, p.groups, p.dtype.itemsize, p.images, p.multiprocessors)
+    if plan is None:
+        return None
+    return Offer(plan=plan, microseconds=plan.microseconds(p.images, p.pixels, p.channels, p.dtype.itemsize))
+
+
+def backward(given: Backward, plan: SharedPlan, p: Problem) -> None:
+    own_sums = given.make_sums(p, plan.parts)
+    weights = given.needs[2] or given.needs[3]
+    adding = plan.adding(p.images, p.channels) if weights else 0
+    totals = empty((p.images, p.channels, 2), float32) if weights and not adding else None
+    mail = stream_mail() if adding or plan.parts > 1 else None
+    x2 = given.x if given.x2 is None else given.x2
+    launch("group_norm_backward_sm90", "backward", plan.blocks(p.images) + adding, THREADS,
+           (*map(plan.boxes.map, (given.x, x2, given.dy)), given.x, given.x2, given.dy, *given.dx, *given.dx2, given.y,
+            *own_sums, totals, *given.dscale, *given.dshift, *given.dweight, *given.dbias, *given.affine, mail,
+            p.images, p.pixels, p.channels1, p.channels2, given.silu, plan.parts, plan.kept),
+           plan.bytes, cooperative=mail is not None, **p.constants, **plan.constants)
+    if totals is not None:
+        affine_gradients(totals, given.dweight, given.dbias)

@@ -1,0 +1,121 @@
+"""Group norm on every GPU: passes over the images by kernels/group_norm.cu, between which sums are finished."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from cudiff.backend import Array, float32
+from cudiff.cuda.device import MULTIPROCESSORS
+from cudiff.cuda.kernels.norm.problem import Backward, Forward, Problem, kernel_constants
+from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.cuda.select import Offer
+from cudiff.cuda.sums import add_rows, are_centred, empty_partials
+from cudiff.cuda.waiting import together
+
+_FEW_TILES, _FEW_CHANNELS = 64, 2048  # that every block of an image may add up anew
+_SILU_DONE, _STREAM_BYTES = 2, 16 * 256 * 16  # of input_gradients
+
+
+def offer_forward(p: Problem) -> Offer | None:
+    return None if p.backward else Offer()
+
+
+def forward(given: Forward, plan: None, p: Problem) -> None:
+    y, mean, rstd, x, x2, weight, bias, scale, shift, *_ = given
+    share = np.float64(p.groups / (p.pixels * p.channels))
+    sums = _partials_of(given, p)
+    shared = 16 * max(256, p.channels)  # two doubles for each channel, or each thread
+    statistics: tuple = (None, None)
+    found: tuple = (mean, rstd)
+    if max(sums[2], sums[5]) > _FEW_TILES or p.channels > _FEW_CHANNELS:
+        few = max(1, 8 * p.groups // p.channels)  # groups for a block: of 8 channels, or one
+        launch("group_norm", "finish_statistics", (p.images, blocks(p.groups, few)), 256,
+               (*sums, p.channels1, p.channels2, mean, rstd, p.groups, few, share, given.eps),
+               16 * max(256, few * p.channels // p.groups), **p.constants)
+        sums, shared, statistics, found = (None, False, 0) * 2, 0, (mean, rstd), (None, None)
+    tiles, chunks, across = tiling(p.images, p.pixels, p.channels, p.constants, narrow=True)
+    launch("group_norm", "normalize", (p.images * tiles, chunks), 256,
+           (y, x, x2, weight, bias, scale, shift, *statistics, p.groups, p.pixels, p.channels1, p.channels2, tiles,
+            across, given.silu, *sums, *found, share, given.eps), shared, **p.constants)
+
+
+def _partials_of(given: Forward, p: Problem) -> tuple:
+    """For both sources: partials, made by a pass where none came; whether they are centred; tiles."""
+    operands: list = []
+    for source, sums in zip((given.x, given.x2), given.partials, strict=True):
+        if source is not None and sums is None:
+            width = source.shape[-1]
+            constants = kernel_constants(source)
+            tiles, chunks, across = tiling(p.images, p.pixels, width, constants)
+            sums = empty_partials(p.images, tiles, width, float32)
+            launch("group_norm", "statistics", (p.images * tiles, chunks), 256,
+                   (source, sums, p.pixels, width, tiles, across), **constants)
+        operands += [None, False, 0] if sums is None else [sums, are_centred(sums), sums.shape[1]]
+    return tuple(operands)
+
+
+def offer_backward(p: Problem) -> Offer | None:
+    return Offer() if p.backward else None
+
+
+def backward(given: Backward, plan: None, p: Problem) -> None:
+    tiles, chunks, across = tiling(p.images, p.pixels, p.channels, p.constants, narrow=True)
+    own_sums = given.make_sums(p, tiles)
+    totals = empty((p.images, p.channels, 2), float32)
+    modulation = (totals, *given.dscale, *given.dshift)
+    sizes = (p.pixels, p.channels1, p.channels2, tiles, across)
+    activation = _SILU_DONE if given.silu and given.partials is not None else int(given.silu)
+    partials = given.partials
+    if partials is None:
+        partials = empty((p.images, tiles, p.channels, 2), float32)
+        launch("group_norm", "backward_sums", (p.images * tiles, chunks), 256,
+               (partials, given.dy, given.x, given.x2, *given.affine, *sizes, given.silu), **p.constants)
+    means, count, shared = None, partials.shape[1], 8 * (256 + p.channels)
+    applies = given.needs[0] or given.needs[1] or given.y is not None
+    if not applies or count > _FEW_TILES or p.channels > _FEW_CHANNELS:
+        means = empty((p.images, p.groups, 2), float32)
+        launch("group_norm", "finish_sums", p.images, 256,
+               (partials, means, *modulation, *given.affine, p.pixels, p.channels, count), shared, **p.constants)
+        partials, shared = None, 0
+    if applies:
+        launch("group_norm", "input_gradients", (p.images * tiles, chunks), 256,
+               (*given.dx, *given.dx2, given.y, *own_sums, means, partials, count, *modulation, given.dy, given.x,
+                given.x2, *given.affine, *sizes, activation),
+               _STREAM_BYTES + shared, **p.constants)
+    affine_gradients(totals, given.dweight, given.dbias)
+
+
+def affine_gradients(totals: Array, dweight: Any, dbias: Any) -> None:
+    """Sum totals (N, C, 2), of dz and of dz·xhat, over N into dbias and dweight: (array or None, whether to add)."""
+    with together():
+        for offset, (out, add) in enumerate((dbias, dweight)):
+            if out is not None:
+                add_rows(totals, out, add, step=2, offset=offset)
+
+
+def tiling(n: int, pixels: int, channels: int, constants: dict[str, Any],
+           narrow: bool = False) -> tuple[int, int, int]:
+    """Tiles an image, chunks of channels, packs a chunk: all blocks, two a multiprocessor, run at once.
+
+    `narrow`: chunks of down to 8 packs, each with fewer channels to prepare, if as many blocks run and a thread has few
+    pixels: of many, whole rows are read faster.
+    """
+    packs = channels // (16 // constants["T"].itemsize if constants["VEC"] else 1)
+    at_once, least = 2 * MULTIPROCESSORS, blocks(packs, 32)
+
+    def cut(chunks: int) -> tuple[int, int]:
+        """Pixels that a block covers at once, and how often it does."""
+        step = 256 // blocks(packs, chunks)
+        return step, blocks(pixels, step * max(1, at_once // (n * chunks)))
+
+    def filled(chunks: int) -> tuple[float, int]:
+        count = n * chunks * max(1, at_once // (n * chunks))
+        return count / blocks(count, at_once), chunks
+
+    most = blocks(packs, 8) if narrow and constants["VEC"] and cut(least)[1] < 32 else least
+    # Rounding up may leave the last of many chunks without a channel: such a cut is none.
+    chunks = max((c for c in range(least, most + 1) if (c - 1) * blocks(packs, c) < packs), key=filled)
+    return blocks(pixels, math.prod(cut(chunks))), chunks, blocks(packs, chunks)

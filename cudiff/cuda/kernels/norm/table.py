@@ -1,0 +1,80 @@
+"""Which kernels group norm runs by."""
+
+from __future__ import annotations
+
+from cudiff.backend import Array, float32
+from cudiff.cuda.accumulate import gradient_sum, gradient_sums, gradient_target
+from cudiff.cuda.device import current_device
+from cudiff.cuda.kernels.norm import portable, sm90
+from cudiff.cuda.kernels.norm.problem import Backward, Forward, Problem, Target, extent, kernel_constants
+from cudiff.cuda.launch import empty
+from cudiff.cuda.select import ANY, SM90, Row, Table
+from cudiff.gradient import Kept, Vacant
+
+NORM = Table(
+    "group norm",
+    Row("group_norm_sm90.forward", SM90, sm90.offer_forward, sm90.forward,
+        "forward of rows of whole 16 bytes where a cluster of up to 8 blocks has room for an image in shared memory; "
+        "not where statistics came with it"),
+    Row("group_norm_backward_sm90.backward", SM90, sm90.offer_backward, sm90.backward,
+        "backward of rows of whole 16 bytes where blocks that run at once have room for all images in shared memory; "
+        "not where sums came with the gradient; declines where it is estimated to take longer than group_norm.cu"),
+    Row("group_norm.statistics, finish_statistics, normalize", ANY, portable.offer_forward, portable.forward,
+        "forward of all images; only passes whose results did not come with them"),
+    Row("group_norm.backward_sums, finish_sums, input_gradients", ANY, portable.offer_backward, portable.backward,
+        "backward of all images; only passes whose results are wanted and did not come with them"),
+)
+
+
+def forward(x: Array, x2: Array | None, weight: Array, bias: Array, num_groups: int, eps: float, silu: bool = False,
+            scale: Array | None = None, shift: Array | None = None,
+            partials: tuple[Array | None, Array | None] = (None, None)) -> tuple[Array, Array, Array]:
+    """y (N, ..., C1 + C2), mean and rstd (N, G). `partials`: the sums that came with x and x2, where they did."""
+    n, pixels, channels1, channels2 = extent(x, x2)
+    y = empty((*x.shape[:-1], channels1 + channels2), x.dtype)
+    mean, rstd = empty((n, num_groups), float32), empty((n, num_groups), float32)
+    constants = kernel_constants(x, x2, y, parameters=(weight, bias, scale, shift))
+    summed = all(source is None or sums is not None for source, sums in zip((x, x2), partials, strict=True))
+    problem = Problem(False, x.dtype, n, pixels, channels1, channels2, num_groups, packs=bool(constants["VEC"]),
+                      summed=summed, two_terms=False, multiprocessors=current_device().multiprocessors)
+    chosen = NORM.select(problem)
+    given = Forward(y, mean, rstd, x, x2, weight, bias, scale, shift, partials, eps, silu)
+    chosen.row.run(given, chosen.offer.plan, problem)
+    return y, mean, rstd
+
+
+def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, mean: Array, rstd: Array,
+             silu: bool = False, scale: Array | None = None, shift: Array | None = None, *, needs: tuple[bool, ...],
+             into: tuple[Array | Vacant | Kept | None, ...], y: Array | None = None,
+             sums: dict[int, Array] | None = None, partials: Array | None = None) -> tuple[Array | None, ...]:
+    """dx, dx2, dweight, dbias, dscale, dshift: None where `needs` says so, else where `gradient_target` says, for dx
+    and dx2 `gradient_sum`, or `gradient_sums` for dx alone.
+
+    The gradients of parameters, scale and shift are float32. `y`, where given, receives the output once more. `sums`,
+    where given, receives at 0 and 1 the sums of dx and dx2, with what they had before, over tiles of pixels: float32
+    (N, tiles, C). `partials`, where given, float32 (N, tiles, C, 2): the sums of dz and of dz·x, in float32 of
+    dz·(x - mean), that came with dy, which is then dz, the gradient before SiLU (see `conv2d.dgrad_cuda`).
+    """
+    n, pixels, channels1, channels2 = extent(x, x2)
+    channels, groups = channels1 + channels2, mean.shape[1]
+    if into[0] is into[1]:  # one tensor is both sources: two threads would add to an element at one time
+        into = (into[0], None, *into[2:])
+    shapes = (x.shape, x2 is not None and x2.shape, (channels,), (channels,), (n, channels), (n, channels))
+    more = None  # a lone source's gradient so far may be of two terms
+    if x2 is None and needs[0]:
+        *dx, more = gradient_sums(into[0], x.shape, x.dtype)
+        dx2: Target = [None, more]
+    else:
+        dx, dx2 = ([*gradient_sum(into[i], shapes[i], x.dtype)] if needs[i] else [None, None] for i in (0, 1))
+    dweight, dbias, dscale, dshift = (
+        [*gradient_target(into[i], shapes[i], float32)] if needs[i] else [None, False] for i in (2, 3, 4, 5)
+    )
+    constants = kernel_constants(dy, x, x2, *dx, *dx2, y)
+    problem = Problem(True, x.dtype, n, pixels, channels1, channels2, groups, packs=bool(constants["VEC"]),
+                      summed=partials is not None, two_terms=more is not None,
+                      multiprocessors=current_device().multiprocessors)
+    chosen = NORM.select(problem)
+    given = Backward(dy, x, x2, (weight, bias, scale, shift, mean, rstd, groups), silu, dx, dx2, dweight, dbias, dscale,
+                     dshift, y, partials, sums, needs)
+    chosen.row.run(given, chosen.offer.plan, problem)
+    return tuple(target[0] for target in (dx, dx2, dweight, dbias, dscale, dshift))
