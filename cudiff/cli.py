@@ -187,8 +187,11 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--data", metavar="DATA", help="what to compare with (default: the data of training)")
     _sampling_arguments(evaluate, 256)
 
-    info = command("info", _info, "say what hardware, versions and kernels are in use", "[CHECKPOINT]")
+    info = command("info", _info, "say what hardware, versions and kernels are in use",
+                   "[CHECKPOINT] [--kernels [--arch NAME]]")
     info.add_argument("checkpoint", type=expanduser, metavar="CHECKPOINT", nargs="?", help="also describe this one")
+    info.add_argument("--kernels", action="store_true", help="list what each kernel takes, and which run here")
+    info.add_argument("--arch", metavar="NAME", help="with --kernels: which run on another GPU, such as sm_80")
 
     tune = command("tune", _tune, "measure which tiles of the kernels are the fastest for a model on this GPU",
                    "[--preset NAME | --config FILE] [options]")
@@ -339,8 +342,12 @@ def _eval(options: argparse.Namespace) -> None:
 
 
 def _info(options: argparse.Namespace) -> None:
-    from cudiff.info import checkpoint_table, system_table
+    from cudiff.info import checkpoint_table, kernel_tables, system_table
 
+    if options.kernels or options.arch is not None:
+        for kernels in kernel_tables(options.arch):
+            console.print(kernels)
+        return
     if options.checkpoint is None:
         console.print(system_table())
         return

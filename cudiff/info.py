@@ -14,7 +14,8 @@ from cudiff import __version__
 from cudiff.backend import cuda_status
 from cudiff.config import Config
 from cudiff.cuda.compiler import cubin_folder, kernel_folder, nvrtc_version
-from cudiff.cuda.device import describe
+from cudiff.cuda.device import describe, kernel_architecture
+from cudiff.cuda.select import FAMILIES
 from cudiff.cuda.tiles import summary
 from cudiff.errors import CudiffError
 from cudiff.folder import read_checkpoint
@@ -47,6 +48,35 @@ def _tiles() -> str:
         return summary()
     except CudiffError as error:
         return f"not usable: {error}"
+
+
+ARCHITECTURES = {"sm_80": "sm_80", "sm_86": "sm_86", "sm_89": "sm_89", "sm_90": "sm_90a", "sm_90a": "sm_90a",
+                 "sm_100": "sm_100", "sm_120": "sm_120"}
+"""Those that the kernels are compiled for, by the names that users give them."""
+
+
+def kernel_tables(architecture: str | None = None) -> list[Table]:
+    """A rich table for each family of kernels: what each takes, in the order in which they are asked, and whether it
+    runs on the current GPU or on an `architecture` such as "sm_80". Raises CudiffError for an unknown one."""
+    if architecture is not None and architecture not in ARCHITECTURES:
+        raise CudiffError(f"unknown architecture '{architecture}': choose one of {', '.join(ARCHITECTURES)}")
+    here = None
+    if architecture is not None:
+        here = ARCHITECTURES[architecture]
+    elif cuda_status()[0]:
+        here = kernel_architecture()
+    found = []
+    for table in FAMILIES.values():
+        shown = Table("kernels", "takes", "made for", title=table.family, title_justify="left",
+                      caption="the first that runs and takes a problem does it", caption_justify="left")
+        if here is not None:
+            shown.add_column(f"runs on {here}")
+        for row in table.rows:
+            runs = row.architectures is None or here in row.architectures
+            made_for = "every GPU" if row.architectures is None else ", ".join(sorted(row.architectures))
+            shown.add_row(row.name, row.takes, made_for, *([] if here is None else ["yes" if runs else "no"]))
+        found.append(shown)
+    return found
 
 
 def checkpoint_table(path: str | os.PathLike) -> Table:

@@ -246,7 +246,7 @@ def forget() -> None:
         for value in vars(loaded).values():
             getattr(value, "cache_clear", lambda: None)()
     tiles.forget()
-    for table in select.TABLES.values():
+    for table in select.FAMILIES.values():
         table.forget()
 
 

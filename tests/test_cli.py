@@ -363,6 +363,17 @@ def test_advice_holds_quoted_paths(mistake, cli, tmp_path):
     assert "cudiff train --resume 'my run'" in mistake("train", *TINY, "--folder", "my run")
 
 
+def test_info_says_which_kernels_run(cli):
+    code, out, _ = cli("info", "--kernels")
+    assert code == 0 and "attention_sm90.forward" in out and "attention.forward" in out
+    for architecture, there, runs in ("sm_80", "sm_80", "no"), ("sm_90", "sm_90a", "yes"):
+        out = cli("info", "--kernels", "--arch", architecture)[1]
+        lines = [line.split("│")[-2].strip() for line in out.splitlines() if line.startswith("│ attention")]
+        assert f"runs on {there}" in out.replace("\n", " ") and lines == [runs, runs, runs, "yes", "yes"]
+    code, _, error = cli("info", "--arch", "sm_75")
+    assert code == 2 and error.count("\n") == 1 and "choose one of sm_80, " in error
+
+
 def test_info_with_and_without_checkpoint(cli, run_folder, monkeypatch):
     code, out, error = cli("info")
     assert (code, error) == (0, "")

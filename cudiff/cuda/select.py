@@ -48,7 +48,7 @@ class Choice(NamedTuple):
     left: frozenset[str]
 
 
-TABLES: dict[str, Table] = {}
+FAMILIES: dict[str, Table] = {}
 
 
 class Table:
@@ -57,7 +57,7 @@ class Table:
     def __init__(self, family: str, *rows: Row) -> None:
         self.family, self.rows = family, rows
         self._chosen: dict[tuple[Any, str], Choice] = {}
-        TABLES[family] = self
+        FAMILIES[family] = self
 
     def select(self, problem: Any, architecture: str | None = None) -> Choice:
         """The first row that makes an offer, on the current device or on an architecture such as "sm_80".
