@@ -1,7 +1,9 @@
 """A user's own model, objective and sampler are trained, saved, loaded and sampled like those of the library."""
 
 import argparse
+import copy
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -195,6 +197,12 @@ def test_options_come_and_go_with_what_has_them(own):
     with pytest.raises(AttributeError, match="no 'hidden'"):
         Config().hidden  # noqa: B018
     assert PRESETS["digits"].replace(diffusion="ddpm").replace(diffusion="edm").P_mean == -1.2
+
+
+def test_copies_and_pickles_hold_the_options(own):
+    config = tiny(skipped=2)
+    for same in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert same == config and same.skipped == 2 and same.replace(lr=1.0) == config.replace(lr=1.0)
 
 
 def test_flags_and_toml_know_it(own, tmp_path):
