@@ -3,19 +3,20 @@
 //
 // `parts` blocks share an image's pixels and a chunk of whole groups of its channels. Each has its pixels copied to shared
 // memory (what does not fit there, HELD boxes, to registers), box after box, and sums what has arrived while more is on its
-// way. Then they meet: each leaves its sums in global memory and takes those of the others; and the second pass reads the
+// way. Then they meet: each publishes its sums in global memory and takes those of the others; and the second pass reads the
 // pixels from where they are kept. The kept dz is rounded to T, dx's operand; the sums are of what was not rounded. Every sum
 // has a fixed order.
 //
-// A letter is a channel's two sums, each in one word of 64 bits with the number of the launch: whoever finds the number
-// has the sum, so no fence and no counter stand between. That number is one more than mail->launches, which the last block to
-// have read it raises. Blocks that wait for each other must all be there at once: the launch is cooperative, of no more than the
-// GPU's multiprocessors, but for parts=1. Where these leave some, blocks behind them add up the letters of all images: dweight, dbias.
+// A slot is a channel's two sums, each in one word of 64 bits with the number of the launch: whoever finds the number
+// has the sum, so no fence and no counter stand between. That number is one more than exchange->launches, which the last block
+// to have read it raises. Blocks that wait for each other must all be there at once: the launch is cooperative, of no more than
+// the GPU's multiprocessors, but for parts=1. Where these leave some, blocks behind them add up the slots of all images:
+// dweight, dbias.
 // Launch: THREADS threads, grid N * chunks * parts blocks and the adding ones; chunks * ACROSS packs of V channels = C
 // exactly, ACROSS <= 32, and C1 a multiple of a chunk. Maps: x {C1, S, N}, x2 {C2, S, N} (or x's), dy {C, S, N}, boxes
 // {WIDTH, STEP, 1}, not swizzled. A block has `boxes` boxes in shared memory and HELD behind them; an image's blocks have all
 // of its boxes.
-// mail: zeroed once, letters (N, parts, C); the launches that share it follow each other. Null where parts=1 and no blocks add.
+// exchange: zeroed once, slots (N, parts, C); the launches that share it follow each other. Null where parts=1 and no blocks add.
 // Dynamic shared memory: boxes, of x and dy; 4 WIDTH (2 WARPS + 8) bytes.
 // architectures: sm_90a
 // variants: T=float,bf16,half ACROSS=8 HELD=0,3 VEC=1
@@ -26,10 +27,10 @@ constexpr int THREADS = 512;
 
 constexpr int DEPTH = 5;  // boxes that are on their way at once: all at once would arrive together, and late
 
-struct Letter {
+struct Slot {
     ulonglong2 sums;
     __device__ __forceinline__ static u64 seal(float sum, u32 launch) { return (u64)launch << 32 | __float_as_uint(sum); }
-    __device__ __forceinline__ void post(float a, float b, u32 launch) {
+    __device__ __forceinline__ void publish(float a, float b, u32 launch) {
         asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};"
                      ::"l"(this), "l"(seal(a, launch)), "l"(seal(b, launch)) : "memory");
     }
@@ -42,9 +43,9 @@ struct Letter {
     }
 };
 
-struct Mail {
+struct Exchange {
     u32 launches, arrived, unused[2];
-    Letter letters[1];
+    Slot slots[1];
     __device__ __forceinline__ u32 launch() const {
         u32 before;
         asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before) : "l"(&launches) : "memory");
@@ -54,18 +55,18 @@ struct Mail {
     __device__ __forceinline__ void arrive() {
         if (atomicAdd(&arrived, 1) == gridDim.x - 1) arrived = 0, launches++;
     }
-    // The sums of a channel over an image, of whose parts letters[0] is the first.
-    __device__ __forceinline__ static float2 receive(const Letter* letters, int parts, int pitch, u32 launch) {
+    // The sums of a channel over an image, of whose parts slots[0] is the first.
+    __device__ __forceinline__ static float2 receive(const Slot* slots, int parts, int pitch, u32 launch) {
         constexpr int AT_ONCE = 4;
         float2 total = make_float2(0.0f, 0.0f);
 #pragma unroll 1
-        for (; parts > 0; parts -= AT_ONCE, letters += AT_ONCE * pitch) {
+        for (; parts > 0; parts -= AT_ONCE, slots += AT_ONCE * pitch) {
             float2 sums[AT_ONCE];
             u32 missing;
             do {
                 missing = 0;
 #pragma unroll
-                for (int u = 0; u < AT_ONCE; u++) missing |= letters[min(u, parts - 1) * pitch].read(sums[u], launch);
+                for (int u = 0; u < AT_ONCE; u++) missing |= slots[min(u, parts - 1) * pitch].read(sums[u], launch);
             } while (missing);
 #pragma unroll
             for (int u = 0; u < AT_ONCE; u++)
@@ -75,21 +76,21 @@ struct Mail {
     }
 };
 
-// dweight, dbias: a lane has a channel, a warp every so many-th letter of it. `sums`: shared, one for each thread.
-__device__ __forceinline__ void add_images(const Mail* mail, int block, int blocks, float2* sums, float* dweight, int add_weight,
-                                           float* dbias, int add_bias, AFFINE, int N, int C, int parts) {
+// dweight, dbias: a lane has a channel, a warp every so many-th slot of it. `sums`: shared, one for each thread.
+__device__ __forceinline__ void add_images(const Exchange* exchange, int block, int blocks, float2* sums, float* dweight,
+                                           int add_weight, float* dbias, int add_bias, AFFINE, int N, int C, int parts) {
     constexpr int AT_ONCE = 8;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, size = C / (u32)groups, letters = N * parts;
-    u32 launch = mail->launch();
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, size = C / (u32)groups, slots = N * parts;
+    u32 launch = exchange->launch();
     for (int first = block * 32; first < C; first += blocks * 32) {
         int c = first + lane;
         float2 sum = make_float2(0.0f, 0.0f);
-        for (int begin = warp; begin < letters && c < C; begin += AT_ONCE * WARPS) {
+        for (int begin = warp; begin < slots && c < C; begin += AT_ONCE * WARPS) {
             float2 found[AT_ONCE], statistics[AT_ONCE];
             float factor[AT_ONCE];
 #pragma unroll
             for (int u = 0; u < AT_ONCE; u++) {
-                int n = min(begin + u * WARPS, letters - 1) / (u32)parts;
+                int n = min(begin + u * WARPS, slots - 1) / (u32)parts;
                 i64 group = (i64)n * groups + c / (u32)size;
                 statistics[u] = make_float2(mean[group], rstd[group]);
                 factor[u] = scale ? 1.0f + scale[(i64)n * C + c] : 1.0f;
@@ -98,12 +99,12 @@ __device__ __forceinline__ void add_images(const Mail* mail, int block, int bloc
                 missing = 0;
 #pragma unroll
                 for (int u = 0; u < AT_ONCE; u++)
-                    missing |= mail->letters[(i64)min(begin + u * WARPS, letters - 1) * C + c].read(found[u], launch);
+                    missing |= exchange->slots[(i64)min(begin + u * WARPS, slots - 1) * C + c].read(found[u], launch);
                 if (missing) __nanosleep(200);
             }
 #pragma unroll
             for (int u = 0; u < AT_ONCE; u++) {
-                if (begin + u * WARPS >= letters) break;
+                if (begin + u * WARPS >= slots) break;
                 sum.x += factor[u] * found[u].x;
                 float average = statistics[u].x;
                 sum.y += factor[u] * (found[u].y - (average - centre_of(average)) * found[u].x) * statistics[u].y;
@@ -126,7 +127,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap map2, const __grid_constant__ TensorMap dy_map,
     const T* __restrict__ x, const T* __restrict__ x2, const T* __restrict__ dy, T* dx, const T* addend, T* dx2,
     const T* addend2, T* y, float* sums, float* sums2, float2* totals, float* dscale, int add_scale, float* dshift, int add_shift,
-    float* dweight, int add_weight, float* dbias, int add_bias, AFFINE, Mail* mail, int N, int S, int C1, int C2, int silu,
+    float* dweight, int add_weight, float* dbias, int add_bias, AFFINE, Exchange* exchange, int N, int S, int C1, int C2, int silu,
     int parts, int boxes) {
     extern __shared__ __align__(128) T memory[];
     __shared__ u64 barriers[BOXES];
@@ -135,10 +136,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     if (n >= N) {
         wait_for_previous();
         int first = N * chunks * parts;
-        add_images(mail, blockIdx.x - first, gridDim.x - first, reinterpret_cast<float2*>(memory), dweight, add_weight, dbias,
+        add_images(exchange, blockIdx.x - first, gridDim.x - first, reinterpret_cast<float2*>(memory), dweight, add_weight, dbias,
                    add_bias, weight, bias, scale, shift, mean, rstd, groups, N, C, parts);
         __syncthreads();
-        if (threadIdx.x == 0) mail->arrive();
+        if (threadIdx.x == 0) exchange->arrive();
         return;
     }
     Place place(n, part, parts, image - n * chunks, S);
@@ -157,7 +158,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     const T* from_dy = place.element(dy, dy, S, C, 0, dy_pitch);
     wait_for_previous();
     int j = threadIdx.x;  // channel of the chunk, of the threads that take one
-    u32 launch = mail && j < WIDTH ? mail->launch() : 0;
+    u32 launch = exchange && j < WIDTH ? exchange->launch() : 0;
     // What is asked for behind the boxes would come behind them.
     Channel channel(n, place.c0, WIDTH, C, size, weight, bias, scale, shift);
     float average = 0.0f, r = 0.0f;
@@ -225,15 +226,15 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     __syncthreads();
 
     float2 total = make_float2(0.0f, 0.0f);
-    float share = 0.0f, off_centre = 0.0f, gamma = 0.0f, rstd_j = 0.0f;  // all that can be known before the letters come
+    float share = 0.0f, off_centre = 0.0f, gamma = 0.0f, rstd_j = 0.0f;  // all that can be known before the slots come
     if (channel.here) {
         total = make_float2(sum_of_warps(warp_sums, j), sum_of_warps(warp_sums, WIDTH + j));
-        Letter* letters = mail ? mail->letters + (i64)n * parts * C + place.c0 + j : nullptr;
-        if (mail) letters[part * C].post(total.x, total.y, launch);
+        Slot* slots = exchange ? exchange->slots + (i64)n * parts * C + place.c0 + j : nullptr;
+        if (exchange) slots[part * C].publish(total.x, total.y, launch);
         off_centre = table[j] - centre_of(table[j]), rstd_j = table[3 * WIDTH + j], gamma = table[4 * WIDTH + j];
         share = rstd_j / ((float)S * size);
         table[WIDTH + j] = gamma * rstd_j;
-        if (parts > 1) total = Mail::receive(letters, parts, C, launch);
+        if (parts > 1) total = Exchange::receive(slots, parts, C, launch);
         total.y = (total.y - off_centre * total.x) * rstd_j;
         channels[j] = make_float2(gamma * total.x, gamma * total.y);
     }
@@ -254,7 +255,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
         }
     }
     __syncthreads();
-    if (mail && threadIdx.x == THREADS - 1) mail->arrive();
+    if (exchange && threadIdx.x == THREADS - 1) exchange->arrive();
     T* target = place.element(dx, dx2, S, C1, C2, pitch);
     if (!target && !sums && !sums2) return;
     const T* before = place.element(addend, addend2, S, C1, C2, pitch);

@@ -257,7 +257,7 @@ def pretend(monkeypatch: Any, hopper: bool) -> Host:
     stand_ins = {
         "get_cupy": lambda: host, "cuda_status": lambda: (True, "host"), "hopper": lambda: hopper,
         "kernel_architecture": lambda: "sm_90a" if hopper else "sm_90",
-        "stream_mail": lambda: host.empty(16, np.uint8),
+        "exchange_workspace": lambda: host.empty(16, np.uint8),
         "device_of": lambda array: "cuda" if isinstance(array, Array) else "cpu",
         "array_module": lambda device: host if device == "cuda" else np,
     }

@@ -30,7 +30,7 @@ LEFT_OUT = {
 _FILES = {
     "cuda/tiles.py", "cuda/timing.py", "tune.py", "ops/gemm.py", "ops/conv2d_thin.py", "display.py",
     "plot.py", "info.py", "demo.py", "__main__.py", "cuda/launch.py", "cuda/device.py",
-    "cuda/graph.py", "cuda/mail.py", "cuda/sums.py", "cuda/tensor_map.py",
+    "cuda/graph.py", "cuda/exchange.py", "cuda/sums.py", "cuda/tensor_map.py",
 }
 _PARTS = {"PART_BYTES", "CHUNK", "_PARTIAL_SUMS"}
 _KEYWORDS = {"strict", "copy", "exist_ok", "maxsize"}

@@ -205,16 +205,16 @@ def test_beside_a_stream_of_higher_priority_and_a_full_gpu(hopper):
 
 
 @pytest.mark.gpu
-def test_every_stream_has_its_own_mail():
+def test_every_stream_has_its_own_workspace():
     import cupy
 
-    from cudiff.cuda.mail import stream_mail
+    from cudiff.cuda.exchange import exchange_workspace
 
-    own = stream_mail()
-    assert stream_mail() is own and own.data.ptr % 16 == 0
+    own = exchange_workspace()
+    assert exchange_workspace() is own and own.data.ptr % 16 == 0
     with cupy.cuda.Stream(non_blocking=True):
-        other = stream_mail()
-        assert other is not own and stream_mail() is other
+        other = exchange_workspace()
+        assert other is not own and exchange_workspace() is other
 
 
 @pytest.mark.parametrize("there", [132, 114, 78, 16])

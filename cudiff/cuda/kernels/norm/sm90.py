@@ -11,10 +11,10 @@ import numpy as np
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.device import MULTIPROCESSORS
+from cudiff.cuda.exchange import exchange_workspace
 from cudiff.cuda.kernels.norm.portable import affine_gradients
 from cudiff.cuda.kernels.norm.problem import Backward, Forward, Problem
 from cudiff.cuda.launch import blocks, empty, launch
-from cudiff.cuda.mail import stream_mail
 from cudiff.cuda.select import Offer
 from cudiff.cuda.tensor_map import tensor_map
 
@@ -194,12 +194,12 @@ def backward(given: Backward, plan: SharedPlan, p: Problem) -> None:
     weights = given.needs[2] or given.needs[3]
     adding = plan.adding(p.images, p.channels) if weights else 0
     totals = empty((p.images, p.channels, 2), float32) if weights and not adding else None
-    mail = stream_mail() if adding or plan.parts > 1 else None
+    workspace = exchange_workspace() if adding or plan.parts > 1 else None
     x2 = given.x if given.x2 is None else given.x2
     launch("group_norm_backward_sm90", "backward", plan.blocks(p.images) + adding, THREADS,
            (*map(plan.boxes.map, (given.x, x2, given.dy)), given.x, given.x2, given.dy, *given.dx, *given.dx2, given.y,
-            *own_sums, totals, *given.dscale, *given.dshift, *given.dweight, *given.dbias, *given.affine, mail,
+            *own_sums, totals, *given.dscale, *given.dshift, *given.dweight, *given.dbias, *given.affine, workspace,
             p.images, p.pixels, p.channels1, p.channels2, given.silu, plan.parts, plan.kept),
-           plan.bytes, cooperative=mail is not None, **p.constants, **plan.constants)
+           plan.bytes, cooperative=workspace is not None, **p.constants, **plan.constants)
     if totals is not None:
         affine_gradients(totals, given.dweight, given.dbias)
