@@ -105,6 +105,13 @@ def test_what_cannot_be_reached_lists_nothing(planner, listing, monkeypatch, err
     assert planner(5, True) == Cut(3)
 
 
+def test_each_gpu_has_its_own_plans(planner, listing, monkeypatch):
+    listing('["Some GPU".kernel]\n"5, True" = [7]\n["Another".kernel]\n"5, True" = [1]')
+    for name, parts in ("Some GPU", 7), ("Another", 1), ("Some GPU", 7), ("A third", 3):
+        monkeypatch.setattr(tiles, "current_device", lambda name=name: SimpleNamespace(name=name))
+        assert planner(5, True) == Cut(parts)
+
+
 def test_without_a_gpu_nothing_is_listed(planner, listing, monkeypatch):
     listing('["Some GPU".kernel]\n"5, True" = [7]\n')
     monkeypatch.setattr(tiles, "cuda_status", lambda: (False, "none"))

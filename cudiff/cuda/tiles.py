@@ -47,15 +47,16 @@ class Planner(Generic[P]):
 
     def __init__(self, kernel: str, plans: Callable[..., Iterable[P]], time: Callable[..., float]):
         self.kernel, self.plans, self.time = kernel, plans, time
-        self._chosen: dict[tuple, P] = {}
+        self._chosen: dict[tuple, P] = {}  # by the GPU's name and the problem
         _planners.append(self)
 
     def __call__(self, *problem: Any) -> P:
-        chosen = self._chosen.get(problem)
+        gpu = _gpu()
+        chosen = self._chosen.get((gpu, problem))
         if chosen is None:
-            line = _listed().get(self.kernel, {}).get(name_of(problem))
+            line = _listed(gpu).get(self.kernel, {}).get(name_of(problem))
             matching = [plan for plan in self.plans(*problem) if plan.choice == line] if line else []
-            chosen = self._chosen[problem] = matching[0] if matching else self.by_rule(*problem)[0]
+            chosen = self._chosen[gpu, problem] = matching[0] if matching else self.by_rule(*problem)[0]
         return chosen
 
     def by_rule(self, *problem: Any, count: int = 1, margin: float = 1.0) -> list[P]:
@@ -111,21 +112,24 @@ def user_file() -> Path:
     return cache_folder("tiles.toml")
 
 
+def _gpu() -> str:
+    """The current device's name; "" where there is none."""
+    return current_device().name if cuda_status()[0] else ""
+
+
 @functools.cache
-def _listed() -> dict[str, Lines]:
-    """The lines of the current GPU, by kernel."""
-    if not cuda_status()[0]:
-        return {}
+def _listed(gpu: str) -> dict[str, Lines]:
+    """The lines of a GPU, by kernel."""
     found: dict[str, Lines] = {}
     for path in (kernel_folder() / "tiles.toml", user_file()):
-        for kernel, lines in read(path).get(current_device().name, {}).items():
+        for kernel, lines in read(path).get(gpu, {}).items():
             found.setdefault(kernel, {}).update(lines)
     return found
 
 
 def summary() -> str:
     """How much the lists say of the current GPU, for `cudiff info`. Raises CudiffError where one is damaged."""
-    count = sum(map(len, _listed().values()))
+    count = sum(map(len, _listed(_gpu()).values()))
     return f"{count} measured for this GPU" if count else "none measured for this GPU: cudiff tune does it"
 
 
