@@ -99,12 +99,15 @@ def test_files_stay_small():
 
 
 def test_import_is_fast_and_needs_no_cupy():
+    """0.22 s, three times NumPy's own, on a quiet machine; how fast this one is now, NumPy tells."""
     code = (
-        "import sys, time; start = time.process_time(); import cudiff; print(time.process_time() - start);"
-        "assert not {'cupy', 'torch', 'matplotlib'} & set(sys.modules)"
+        "import sys, time; start = time.process_time(); import numpy; middle = time.process_time(); import cudiff;"
+        "assert not {'cupy', 'torch', 'matplotlib'} & set(sys.modules);"
+        "print(middle - start, time.process_time() - middle)"
     )
-    times = [float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)) for _ in range(7)]
-    assert min(times) < 0.3, f"import cudiff takes {min(times):.2f} s"
+    times = [subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).split() for _ in range(7)]
+    numpy, own = (min(map(float, column)) for column in zip(*times, strict=True))
+    assert own < max(0.3, 4.5 * numpy), f"import cudiff takes {own:.2f} s more than NumPy's {numpy:.2f}"
 
 
 def test_public_names_are_there():
