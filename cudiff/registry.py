@@ -10,18 +10,21 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from cudiff.errors import CudiffError
 from cudiff.options import Option
 
-if TYPE_CHECKING:
-    from cudiff.config import Config
-
 T = TypeVar("T", bound=Callable[..., Any])
 
 
-def nothing_to_check(config: Config) -> None:
+class Settings(Protocol):
+    """What a run is asked, as attributes: a `cudiff.config.Config`, which lies above."""
+
+    def __getattr__(self, name: str) -> Any: ...
+
+
+def nothing_to_check(config: Settings) -> None:
     """For options that need no check beyond their own bounds."""
 
 
@@ -37,7 +40,7 @@ class Entry:
     help: str
     build: Callable[..., Any]
     options: Mapping[str, Option] = field(default_factory=dict)
-    check: Callable[[Config], None] = nothing_to_check
+    check: Callable[[Settings], None] = nothing_to_check
 
 
 @dataclass(frozen=True)

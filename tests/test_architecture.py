@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import circles_of_cudiff
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "cudiff"
 
@@ -67,6 +69,10 @@ def test_imports_point_downward(path, own):
         if parts[0] in ("cupy", "cupyx", "cupy_backends"):
             assert own in MAY_IMPORT_CUPY, f"{path.name} imports {name}: only cuda/ and backend.py may"
             assert not top, f"{path.name} imports {name} at its top: import it where it is used"
+
+
+def test_nothing_imports_in_a_circle():
+    assert not circles_of_cudiff(inside=True, types=True)
 
 
 def test_diffusion_never_imports_models():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,11 +13,8 @@ from cudiff import ops
 from cudiff.diffusion.denoiser import per_sample
 from cudiff.diffusion.samplers import Callback, Noise, Plan, Sampler, clipped, posterior_variance, rows
 from cudiff.errors import CudiffError
-from cudiff.registry import register_sampler
+from cudiff.registry import Settings, register_sampler
 from cudiff.tensor import Tensor
-
-if TYPE_CHECKING:
-    from cudiff.config import Config
 
 
 class Ancestral(Sampler):
@@ -79,5 +76,5 @@ def sample_ddpm(
 
 
 @register_sampler("ancestral", "DDPM's", discrete=True)
-def _ancestral(denoiser: Any, config: Config, captured: bool) -> Sampler:
+def _ancestral(denoiser: Any, config: Settings, captured: bool) -> Sampler:
     return Ancestral(denoiser, "learned" if config.learn_sigma else "small", captured=captured)

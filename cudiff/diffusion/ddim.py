@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,11 +12,8 @@ from cudiff.diffusion.denoiser import Denoiser, per_sample
 from cudiff.diffusion.samplers import Callback, Noise, Plan, Sampler, clipped, posterior_variance, rows
 from cudiff.errors import CudiffError
 from cudiff.options import Option
-from cudiff.registry import register_sampler
+from cudiff.registry import Settings, register_sampler
 from cudiff.tensor import Tensor
-
-if TYPE_CHECKING:
-    from cudiff.config import Config
 
 
 class DDIM(Sampler):
@@ -64,5 +60,5 @@ def sample_ddim(
 
 @register_sampler("ddim", "Song et al. 2021", discrete=True,
                   options={"eta": Option(0.0, "DDIM: share of the ancestral noise", least=0, most=1)})
-def _ddim(denoiser: Denoiser, config: Config, captured: bool) -> Sampler:
+def _ddim(denoiser: Denoiser, config: Settings, captured: bool) -> Sampler:
     return DDIM(denoiser, config.eta, captured=captured)

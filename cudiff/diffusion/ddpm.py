@@ -8,7 +8,7 @@ nothing is read by the host, so that a captured training step can contain them.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,12 +20,9 @@ from cudiff.errors import CudiffError
 from cudiff.ops.mse import mse
 from cudiff.ops.random import Generator, Streams
 from cudiff.options import Option
-from cudiff.registry import register_objective
+from cudiff.registry import Settings, register_objective
 from cudiff.tensor import Tensor
 from cudiff.values import real
-
-if TYPE_CHECKING:
-    from cudiff.config import Config
 
 COLUMNS = 6  # of DDPMLoss's table: signal, spread, mean_scale, log_small, log_large, is_later
 
@@ -178,7 +175,7 @@ def split_learned_variance(out: Tensor, x: Tensor) -> tuple[Tensor, Tensor | Non
 class DDPM:
     """`DDPMLoss`, `DDPMDenoiser` and the levels of a `Schedule`; see `cudiff.registry.Objective`."""
 
-    def __init__(self, config: Config, c_noise_scale: float):
+    def __init__(self, config: Settings, c_noise_scale: float):
         self.config, self.schedule = config, Schedule(config.noise_schedule, config.diffusion_steps)
 
     def loss(self, label_dropout: float) -> DDPMLoss:

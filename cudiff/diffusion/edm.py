@@ -7,8 +7,6 @@ nothing is read by the host, so that a captured training step can contain them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from cudiff import ops
@@ -18,12 +16,9 @@ from cudiff.diffusion.schedule import karras_sigmas
 from cudiff.ops.mse import mse
 from cudiff.ops.random import Generator, Streams
 from cudiff.options import Option
-from cudiff.registry import register_objective
+from cudiff.registry import Settings, register_objective
 from cudiff.tensor import Tensor
 from cudiff.values import real
-
-if TYPE_CHECKING:
-    from cudiff.config import Config
 
 
 class EDMLoss:
@@ -95,7 +90,7 @@ class EDMDenoiser:
 class EDM:
     """`EDMLoss`, `EDMDenoiser` and Karras' levels for a configuration's options; see `cudiff.registry.Objective`."""
 
-    def __init__(self, config: Config, c_noise_scale: float):
+    def __init__(self, config: Settings, c_noise_scale: float):
         self.config, self.c_noise_scale = config, c_noise_scale
 
     def loss(self, label_dropout: float) -> EDMLoss:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,12 +12,9 @@ from cudiff.diffusion.denoiser import Denoiser, per_sample
 from cudiff.diffusion.samplers import Callback, Noise, Plan, Sampler, rows
 from cudiff.errors import CudiffError
 from cudiff.options import Option
-from cudiff.registry import register_sampler
+from cudiff.registry import Settings, register_sampler
 from cudiff.tensor import Tensor
 from cudiff.values import real
-
-if TYPE_CHECKING:
-    from cudiff.config import Config
 
 
 class Euler(Sampler):
@@ -118,10 +114,10 @@ _CHURN = {
 
 
 @register_sampler("heun", "EDM's, of second order", options=_CHURN)
-def _heun(denoiser: Denoiser, config: Config, captured: bool) -> Sampler:
+def _heun(denoiser: Denoiser, config: Settings, captured: bool) -> Sampler:
     return Heun(denoiser, config.S_churn, config.S_min, config.S_max, config.S_noise, captured)
 
 
 @register_sampler("euler", "one evaluation a step", options=_CHURN)
-def _euler(denoiser: Denoiser, config: Config, captured: bool) -> Sampler:
+def _euler(denoiser: Denoiser, config: Settings, captured: bool) -> Sampler:
     return Euler(denoiser, config.S_churn, config.S_min, config.S_max, config.S_noise, captured)

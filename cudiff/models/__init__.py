@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from cudiff.models.unet import UNet  # first, as it is the default: help and messages name it first
 
 # isort: split
@@ -11,15 +9,12 @@ from cudiff.models.unet import UNet  # first, as it is the default: help and mes
 from cudiff.errors import CudiffError
 from cudiff.models.cs179 import CS179UNet
 from cudiff.nn import Module, init
-from cudiff.registry import MODELS, register_model
-
-if TYPE_CHECKING:
-    from cudiff.config import Config
+from cudiff.registry import MODELS, Settings, register_model
 
 __all__ = ["CS179UNet", "UNet", "build", "outline", "register_model"]
 
 
-def build(config: Config) -> Module:
+def build(config: Settings) -> Module:
     """The net that `config` describes, its parameters drawn from `config.seed`.
 
     Raises CudiffError for sizes that do not divide (see `UNet`) and for a configuration without image size or channels.
@@ -28,7 +23,7 @@ def build(config: Config) -> Module:
         return _net(config)
 
 
-def outline(config: Config, tensors: int, numbers: int) -> Module:
+def outline(config: Settings, tensors: int, numbers: int) -> Module:
     """What `build` returns, but for the values: names, shapes and layouts, and no memory used.
 
     tensors, numbers: how many a file has, which the model is to be compared with. Raises CudiffError as `build` does,
@@ -38,7 +33,7 @@ def outline(config: Config, tensors: int, numbers: int) -> Module:
         return _net(config)
 
 
-def _net(config: Config) -> Module:
+def _net(config: Settings) -> Module:
     if not config.image_size or not config.channels:
         raise CudiffError("a model needs image_size and channels: give both, or take them from the data")
     net = MODELS[config.model].build(config)

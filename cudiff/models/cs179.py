@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from cudiff import ops
 from cudiff.backend import float32
 from cudiff.models.levels import WIDTHS, check_levels
 from cudiff.nn import Conv2d, ConvTranspose2d, Linear, Module, ModuleList, Sequential, SiLU, linears
-from cudiff.registry import register_model
+from cudiff.registry import Settings, register_model
 from cudiff.tensor import Tensor
-
-if TYPE_CHECKING:
-    from cudiff.config import Config
 
 
 class TimeEmbedding(Module):
@@ -108,12 +103,12 @@ class CS179UNet(Module):
         return ops.norm_silu_conv2d(h, weight=out.weight, bias=out.bias, tf32=self.tf32, dtype=float32)
 
 
-def _check(config: Config) -> None:
+def _check(config: Settings) -> None:
     check_levels(config.image_size, config.channel_mult, len(config.channel_mult))
 
 
 @register_model(
     "cs179", "a small one for MNIST", options=WIDTHS, check=_check, c_noise_scale=1.0, classes=False
 )
-def _build(config: Config) -> CS179UNet:
+def _build(config: Settings) -> CS179UNet:
     return CS179UNet(config.image_size, config.channels, config.model_channels, config.channel_mult)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from cudiff import ops
 from cudiff.backend import float32
@@ -11,11 +10,8 @@ from cudiff.errors import CudiffError
 from cudiff.models.levels import WIDTHS, check_levels
 from cudiff.nn import Conv2d, Dropout, Embedding, GroupNorm, Linear, Module, ModuleList, Sequential, SiLU, init, linears
 from cudiff.options import Option
-from cudiff.registry import register_model
+from cudiff.registry import Settings, register_model
 from cudiff.tensor import Tensor
-
-if TYPE_CHECKING:
-    from cudiff.config import Config
 
 OPTIONS = WIDTHS | {
     "num_res_blocks": Option(2, "residual blocks a level", least=1, most=1000),
@@ -288,7 +284,7 @@ def _run(block: ModuleList, h: Tensor, embs: dict[ResBlock, Tensor], skip: Tenso
     return h
 
 
-def _check(config: Config) -> None:
+def _check(config: Settings) -> None:
     check_levels(config.image_size, config.channel_mult, len(config.channel_mult) - 1)
     sizes = [config.image_size >> level for level in range(len(config.channel_mult))]
     for size in config.attention_resolutions if config.image_size else ():
@@ -305,7 +301,7 @@ def _check(config: Config) -> None:
 
 
 @register_model("unet", "guided-diffusion's", options=OPTIONS, check=_check, learns_variance=True)
-def _build(config: Config) -> UNet:
+def _build(config: Settings) -> UNet:
     return UNet(
         config.image_size, config.channels, num_classes=max(0, config.num_classes), learn_sigma=config.learn_sigma,
         **{name: config.options[name] for name in OPTIONS},
