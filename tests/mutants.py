@@ -17,7 +17,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 
 LEFT_OUT = {
-    "plans and time estimates": "cuda/tiles.py, cuda/timing.py, tune.py, ops/gemm.py, ops/conv2d_thin.py and *_sm90.py",
+    "plans and time estimates": "cuda/tiles.py, cuda/timing.py, tune.py, gemm/product.py, convolution/few_channels.py, "
+    "convolution/sm90.py and *_sm90.py",
     "texts": "strings, docstrings, and what a raise says",
     "looks": "display.py, plot.py, info.py, demo.py",
     "annotations": "type annotations, TYPE_CHECKING, __slots__, __all__, `from __future__`",
@@ -28,7 +29,8 @@ LEFT_OUT = {
     "sizes of the parts that work is cut into (PART_BYTES, CHUNK, _PARTIAL_SUMS, 16384)",
 }
 _FILES = {
-    "cuda/tiles.py", "cuda/timing.py", "tune.py", "ops/gemm.py", "ops/conv2d_thin.py", "display.py",
+    "cuda/tiles.py", "cuda/timing.py", "tune.py", "cuda/kernels/gemm/product.py",
+    "cuda/kernels/convolution/few_channels.py", "cuda/kernels/convolution/sm90.py", "display.py",
     "plot.py", "info.py", "demo.py", "__main__.py", "cuda/launch.py", "cuda/device.py",
     "cuda/graph.py", "cuda/exchange.py", "cuda/sums.py", "cuda/tensor_map.py",
 }

@@ -17,10 +17,11 @@ import torch
 
 from cudiff.backend import bfloat16
 from cudiff.config import PRESETS
+from cudiff.cuda.kernels.convolution import few_channels, sm90, wgrad_sm90
+from cudiff.cuda.kernels.gemm import product
 from cudiff.data.dataset import Dataset
 from cudiff.models import build
 from cudiff.models.cnn import CNN
-from cudiff.ops import conv2d_sm90, conv2d_thin, conv2d_wgrad_sm90, gemm
 from cudiff.pipeline import Pipeline
 from cudiff.tensor import Tensor, no_grad
 from cudiff.train import Trainer
@@ -227,13 +228,13 @@ def launched(monkeypatch):
     def launch(stem, name, grid, block, args, shared=0, **constants):
         found.append((stem, name, grid if isinstance(grid, tuple) else (grid,), args, constants))
 
-    for module in (conv2d_sm90, conv2d_wgrad_sm90, conv2d_thin, gemm):
+    for module in (sm90, wgrad_sm90, few_channels, product):
         monkeypatch.setattr(module, "launch", launch)
         monkeypatch.setattr(module, "empty", np.empty, raising=False)
         monkeypatch.setattr(module, "address", lambda array: 0, raising=False)
         monkeypatch.setattr(module, "add_parts", lambda *args: None, raising=False)
     maps = np.zeros(1, np.dtype([("words", np.uint64, 16)]))
-    for module in (conv2d_sm90, conv2d_wgrad_sm90):
+    for module in (sm90, wgrad_sm90):
         monkeypatch.setattr(module, "tensor_map", lambda *args, **kwargs: maps)
     for module in (conv2d, matmul):
         monkeypatch.setattr(module, "aligned", lambda *args: True)
@@ -247,22 +248,22 @@ def test_the_profile_counts_the_operations_of_convolutions(launched):
 
     x, weight, dout = bf16(4, 32, 32, 64), bf16(128, 3, 3, 64), bf16(4, 32, 32, 128)
     shapes = (x.shape, weight.shape, dout.shape)
-    conv2d_sm90.fprop(x, weight, dout, gemm.Epilogue())
-    conv2d_sm90.fprop(dout, weight, x, gemm.Epilogue(), transposed=True)
-    conv2d_wgrad_sm90.wgrad(x, dout, np.zeros(weight.shape, np.float32), add=False)
-    conv2d_wgrad_sm90.wgrad_tf32(x, dout, np.zeros(weight.shape, np.float32), add=False)
+    sm90.fprop(x, weight, dout, product.Epilogue())
+    sm90.fprop(dout, weight, x, product.Epilogue(), transposed=True)
+    wgrad_sm90.wgrad(x, dout, np.zeros(weight.shape, np.float32), add=False)
+    wgrad_sm90.wgrad_tf32(x, dout, np.zeros(weight.shape, np.float32), add=False)
     for direction, a, b, out in (("FPROP", x, weight, dout), ("DGRAD", dout, weight, x), ("WGRAD", dout, x, weight)):
-        conv2d._launch(direction, a, b, out, shapes, (1, 1), (1, 1), gemm.Epilogue(), False)
+        conv2d._launch(direction, a, b, out, shapes, (1, 1), (1, 1), product.Epilogue(), False)
     counted = [flops_of(stem, name, grid, args, constants) for stem, name, grid, args, constants in launched]
     assert [count for count in counted if count] == [CONVOLUTION] * 7
     launched.clear()
-    skip = conv2d_sm90.Skip(bf16(4, 32, 32, 64), bf16(4, 32, 32, 40), bf16(128, 1, 1, 104), None)
-    conv2d_sm90.fprop(x, weight, dout, gemm.Epilogue(), skip=skip)
+    skip = sm90.Skip(bf16(4, 32, 32, 64), bf16(4, 32, 32, 40), bf16(128, 1, 1, 104), None)
+    sm90.fprop(x, weight, dout, product.Epilogue(), skip=skip)
     ((stem, name, grid, args, constants),) = launched
     assert flops_of(stem, name, grid, args, constants) == CONVOLUTION + 2 * 4 * 32 * 32 * 104 * 128
     launched.clear()
-    conv2d_thin.fprop(bf16(2, 16, 16, 3), bf16(64, 3, 3, 3), bf16(2, 16, 16, 64), gemm.Epilogue())
-    conv2d_thin.fprop(bf16(2, 16, 16, 64), bf16(3, 3, 3, 64), bf16(2, 16, 16, 3), gemm.Epilogue())
+    few_channels.fprop(bf16(2, 16, 16, 3), bf16(64, 3, 3, 3), bf16(2, 16, 16, 64), product.Epilogue())
+    few_channels.fprop(bf16(2, 16, 16, 64), bf16(3, 3, 3, 64), bf16(2, 16, 16, 3), product.Epilogue())
     matmul.multiply(bf16(6, 20, 72), bf16(6, 72, 40))
     assert [flops_of(stem, name, grid, args, constants) for stem, name, grid, args, constants in launched if
             stem != "gemm"] == [2 * 2 * 256 * 27 * 64] * 2 + [2 * 6 * 20 * 72 * 40]

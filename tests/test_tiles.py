@@ -14,13 +14,14 @@ from cudiff.config import PRESETS
 from cudiff.cuda import tiles
 from cudiff.cuda.compiler import kernel_folder
 from cudiff.cuda.device import current_device
+from cudiff.cuda.kernels.convolution import sm90, wgrad_sm90
+from cudiff.cuda.kernels.gemm import product
 from cudiff.cuda.tiles import Planner, name_of, read, user_file
 from cudiff.data import Dataset
 from cudiff.errors import CudiffError
-from cudiff.ops import conv2d_sm90, conv2d_wgrad_sm90, gemm
 from cudiff.train import Trainer
 
-PLANNERS = {planner.kernel: planner for planner in (conv2d_sm90.plan, conv2d_wgrad_sm90.plan, gemm.plan)}
+PLANNERS = {planner.kernel: planner for planner in (sm90.plan, wgrad_sm90.plan, product.plan)}
 
 
 class Cut(NamedTuple):
@@ -133,17 +134,17 @@ def test_each_line_that_comes_with_cudiff_names_a_plan():
     ((32, 64, 64, 64), 64, (3, 3), 2, 0, False), ((8, 8, 8, 512), 256, (3, 3), 4, 72, True),
 ])
 def test_plans_of_convolutions_differ_by_their_choice(problem):
-    plans = conv2d_sm90.plans(*problem)
+    plans = sm90.plans(*problem)
     assert len({tuple(plan.choice) for plan in plans}) == len(plans)
 
 
 def test_plans_of_products_differ_by_their_choice():
-    plans = set(gemm.plans(131072, 64, 576, 1, 2, 1, True))
+    plans = set(product.plans(131072, 64, 576, 1, 2, 1, True))
     assert len({tuple(plan.choice) for plan in plans}) == len(plans)
 
 
 def test_plans_of_weights_gradients_differ_by_their_choice():
-    plans = list(conv2d_wgrad_sm90.plans((32, 64, 64), ((64, 3, 3, 64), (64, 3, 3, 128)), False))
+    plans = list(wgrad_sm90.plans((32, 64, 64), ((64, 3, 3, 64), (64, 3, 3, 128)), False))
     assert len({tuple(plan.choice) for plan in plans}) == len(plans)
 
 

@@ -13,12 +13,14 @@ import numpy as np
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.kernels.elementwise import grid
+from cudiff.cuda.kernels.shape import merge_axes
 from cudiff.cuda.launch import empty, launch
 from cudiff.function import Function
 from cudiff.ops.cast import astype, narrow, require_float, result_dtype, widen
-from cudiff.ops.elementwise import grid, square
+from cudiff.ops.elementwise import square
 from cudiff.ops.reduce import sum_to
-from cudiff.ops.shape import broadcast_to, merge_axes
+from cudiff.ops.shape import broadcast_to
 from cudiff.tensor import Tensor
 
 

@@ -13,18 +13,18 @@ import numpy as np
 from cudiff.backend import Array, array_module, compute_dtype, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.device import hopper
+from cudiff.cuda.kernels.convolution import few_channels, sm90, wgrad_sm90
+from cudiff.cuda.kernels.convolution.sm90 import Norm
+from cudiff.cuda.kernels.elementwise import relu_forward
+from cudiff.cuda.kernels.gemm.product import Epilogue, Plan, plan, problem_of, product_as
+from cudiff.cuda.kernels.pool import TWICE, spread_windows
+from cudiff.cuda.kernels.shape import contiguous, move
 from cudiff.cuda.launch import aligned, empty
 from cudiff.cuda.sums import empty_partials
 from cudiff.function import Function
-from cudiff.ops import conv2d_sm90, conv2d_thin, conv2d_wgrad_sm90
 from cudiff.ops.cast import require_floats
-from cudiff.ops.conv2d_sm90 import Norm
-from cudiff.ops.elementwise import relu_cuda
-from cudiff.ops.gemm import Epilogue, Plan, plan, problem_of, product_as
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
-from cudiff.ops.pool import TWICE, spread_windows_cuda
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
-from cudiff.ops.shape import contiguous_cuda, move_cuda
 from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map
 
@@ -142,20 +142,20 @@ def out_size(size: tuple[int, ...], kernel: tuple[int, ...], stride: Pair, paddi
 
 def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair, epilogue: Epilogue, tf32: bool,
                statistics: bool = False, relu: bool = False, x2: Array | None = None,
-               skip: conv2d_sm90.Skip | None = None, upsample: bool = False) -> Array | None:
+               skip: sm90.Skip | None = None, upsample: bool = False) -> Array | None:
     """Convolution, written to out (N, Ho, Wo, K), and what the epilogue adds; then ReLU, if `relu`.
 
-    x2 holds the channels after x's. The result of `skip` is added too, where `conv2d_sm90.suits_skip` and there is no
+    x2 holds the channels after x's. The result of `skip` is added too, where `sm90.suits_skip` and there is no
     x2. `upsample`: of x twice as high and wide, each pixel four times. Returns out's `Tensor.partials`, if `statistics`
     and the kernel makes them.
     """
     epilogue = epilogue._replace(rows_per_image=out.shape[1] * out.shape[2])
-    if x2 is None and not upsample and conv2d_thin.suits(x, weight, out, stride, padding, epilogue):
-        return conv2d_thin.fprop(x, weight, out, epilogue, moments=2 * statistics, relu=relu)
+    if x2 is None and not upsample and few_channels.suits(x, weight, out, stride, padding, epilogue):
+        return few_channels.fprop(x, weight, out, epilogue, moments=2 * statistics, relu=relu)
     assert x.dtype == out.dtype
-    takes_sources = x2 is None or (not upsample and conv2d_wgrad_sm90.suits_pair(x, x2, weight))
-    if takes_sources and conv2d_sm90.suits(x, weight, out, stride, padding, tf32):
-        return conv2d_sm90.fprop(
+    takes_sources = x2 is None or (not upsample and wgrad_sm90.suits_pair(x, x2, weight))
+    if takes_sources and sm90.suits(x, weight, out, stride, padding, tf32):
+        return sm90.fprop(
             x, weight, out, epilogue, statistics=statistics, relu=relu, x2=x2, skip=skip, upsample=upsample
         )
     assert skip is None
@@ -169,7 +169,7 @@ def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair,
         sums = _launch("FPROP", x, weight, out, (x.shape, weight.shape, out.shape), stride, padding, epilogue, tf32,
                        upsample, x2, wants_sums)
     if relu:
-        relu_cuda(out, out)
+        relu_forward(out, out)
     return sums
 
 
@@ -183,14 +183,14 @@ def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pai
     """
     norm = norm if all(term is None for term in epilogue[:3]) else None
     epilogue = epilogue._replace(rows_per_image=dx.shape[1] * dx.shape[2])
-    if conv2d_thin.suits(dout, weight, dx, stride, padding, epilogue):
-        norm = norm if norm is not None and conv2d_thin.suits_norm(dx, norm) else None
+    if few_channels.suits(dout, weight, dx, stride, padding, epilogue):
+        norm = norm if norm is not None and few_channels.suits_norm(dx, norm) else None
         moments = int(sums) if norm is None else 2
-        return conv2d_thin.fprop(dout, weight, dx, epilogue, moments, transposed=True, norm=norm)
+        return few_channels.fprop(dout, weight, dx, epilogue, moments, transposed=True, norm=norm)
     assert dout.dtype == dx.dtype
-    if conv2d_sm90.suits(dout, weight, dx, stride, padding, tf32):
-        norm = norm if norm is not None and conv2d_sm90.suits_norm(norm) else None
-        return conv2d_sm90.fprop(dout, weight, dx, epilogue, transposed=True, norm=norm)
+    if sm90.suits(dout, weight, dx, stride, padding, tf32):
+        norm = norm if norm is not None and sm90.suits_norm(norm) else None
+        return sm90.fprop(dout, weight, dx, epilogue, transposed=True, norm=norm)
     norm = norm if norm is not None and _suits_norm(norm, dx) else None
     if _is_linear(weight.shape[1:3], stride, padding):
         norm = norm if _linear_makes_sums(dout, weight, dx, tf32) else None
@@ -207,16 +207,16 @@ def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pai
 def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pair, add: bool, tf32: bool,
                x2: Array | None = None, upsample: bool = False) -> None:
     """Gradient of the weight, written or added to dweight (K, R, S, C), float32. The others as in `fprop_cuda`."""
-    on_hopper = conv2d_wgrad_sm90.suits(x, dweight, dout, stride, padding, tf32)
+    on_hopper = wgrad_sm90.suits(x, dweight, dout, stride, padding, tf32)
     if x2 is not None:
-        on_hopper = on_hopper and not upsample and conv2d_wgrad_sm90.suits_pair(x, x2, dweight)
-    if upsample and on_hopper and not conv2d_wgrad_sm90.suits_upsampled(x, dweight, dout):
-        x, upsample = spread_windows_cuda(x, dout.shape[1:3], TWICE, 1.0, moments=0)[0], False
-    if x2 is None and not upsample and conv2d_thin.suits(x, dweight, dout, stride, padding):
-        return conv2d_thin.wgrad(x, dout, dweight, add)
+        on_hopper = on_hopper and not upsample and wgrad_sm90.suits_pair(x, x2, dweight)
+    if upsample and on_hopper and not wgrad_sm90.suits_upsampled(x, dweight, dout):
+        x, upsample = spread_windows(x, dout.shape[1:3], TWICE, 1.0, moments=0)[0], False
+    if x2 is None and not upsample and few_channels.suits(x, dweight, dout, stride, padding):
+        return few_channels.wgrad(x, dout, dweight, add)
     assert x.dtype == dout.dtype
     if on_hopper:
-        conv2d_wgrad_sm90.wgrad(x, dout, dweight, add, x2=x2)
+        wgrad_sm90.wgrad(x, dout, dweight, add, x2=x2)
     elif _is_linear(dweight.shape[1:3], stride, padding) and not upsample and x2 is None:
         linear_dweight_cuda(x, dout, dweight.reshape(dweight.shape[0], -1), add, tf32)
     else:
@@ -259,9 +259,9 @@ def _dgrad_of_tiles(dout: Array, weight: Array, dx: Array, bias: Array | None, t
     (n, height, width, _), (k, rows, columns, c) = dout.shape, weight.shape
     windows = empty((n, height, width, rows * columns * c), dx.dtype)
     if bias is not None:
-        bias = contiguous_cuda(array_module("cuda").broadcast_to(bias, (rows * columns, c)))
+        bias = contiguous(array_module("cuda").broadcast_to(bias, (rows * columns, c)))
     linear_dx_cuda(dout, weight.reshape(k, -1), windows, Epilogue(bias), tf32)
-    move_cuda(
+    move(
         dx.reshape(n, height, rows, width, columns, c),
         windows.reshape(n, height, width, rows, columns, c).transpose(0, 1, 3, 2, 4, 5),
     )
@@ -274,7 +274,7 @@ def _launch(direction: str, a: Array, b: Array, out: Array, shapes: tuple, strid
     `statistics` and `dgrad_cuda` with a `norm`."""
     (n, height, width, c1), (k, *kernel, c), (_, *size, _) = shapes
     b = b if b.dtype == a.dtype else b.astype(a.dtype)
-    b = b if b.flags.c_contiguous else contiguous_cuda(b)  # a weight of one of two sources
+    b = b if b.flags.c_contiguous else contiguous(b)  # a weight of one of two sources
     longest = _LONGEST - max(padding)
     if max(height * (1 + upsample), width * (1 + upsample), *size) > longest:
         raise ValueError(

@@ -10,16 +10,12 @@ import numpy as np
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.kernels.elementwise import grid
 from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.function import Function
 from cudiff.gradient import Vacant
 from cudiff.ops.cast import astype, narrow, require_float, result_dtype, widen
 from cudiff.tensor import Tensor
-
-
-def grid(array: Array) -> int:
-    """Blocks of 256 threads, one pack of 16 bytes a thread."""
-    return blocks(array.size * array.itemsize, 256 * 16)
 
 
 class Unary(Function):
@@ -181,11 +177,6 @@ class Relu(Unary):
         dx, sums = relu_backward_cuda(dout, ctx.saved[0])
         ctx.din_partials = {} if sums is None else {0: sums}
         return (dx,)
-
-
-def relu_cuda(x: Array, out: Array) -> None:
-    """out = max(x, 0); out may be x."""
-    launch("elementwise", "relu_forward", grid(x), 256, (x, out, np.int64(x.size)), T=x.dtype)
 
 
 def relu_backward_cuda(dout: Array, out: Array) -> tuple[Array, Array | None]:

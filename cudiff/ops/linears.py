@@ -9,11 +9,11 @@ import numpy as np
 
 from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.kernels.gemm.product import Epilogue, sum_splits
 from cudiff.cuda.launch import address, aligned, blocks, empty, launch
 from cudiff.function import Function
 from cudiff.ops.cast import as_wide, astype, require_floats
 from cudiff.ops.elementwise import Silu, silu_backward_numpy, silu_numpy
-from cudiff.ops.gemm import Epilogue, sum_splits
 from cudiff.ops.matmul import matmul_numpy
 from cudiff.tensor import Tensor
 

@@ -8,13 +8,14 @@ import numpy as np
 
 from cudiff.backend import Array, array_module, compute_dtype, float32, is_float
 from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.kernels.convolution import sm90, wgrad_sm90
+from cudiff.cuda.kernels.gemm.product import Epilogue, product
+from cudiff.cuda.kernels.shape import contiguous
 from cudiff.cuda.launch import aligned, empty
 from cudiff.function import Function
-from cudiff.ops import conv2d_sm90, conv2d_wgrad_sm90
 from cudiff.ops.cast import astype, require_float, require_floats
-from cudiff.ops.gemm import Epilogue, product
 from cudiff.ops.reduce import sum_rows_cuda, sum_to
-from cudiff.ops.shape import contiguous_cuda, reshape
+from cudiff.ops.shape import reshape
 from cudiff.tensor import Tensor
 from cudiff.threads import PART_BYTES, cut, parallel_map
 
@@ -49,7 +50,7 @@ def _matrices(x: Array, batch: tuple[int, ...]) -> Array:
     if math.prod(x.shape[:-2]) == 1:
         return x.reshape(1, *x.shape[-2:])
     if x.shape[:-2] != batch:
-        x = contiguous_cuda(array_module("cuda").broadcast_to(x, batch + x.shape[-2:]))
+        x = contiguous(array_module("cuda").broadcast_to(x, batch + x.shape[-2:]))
     return x.reshape(-1, *x.shape[-2:])
 
 
@@ -195,13 +196,13 @@ def linear_cuda(x: Array, weight: Array, epilogue: Epilogue, tf32: bool, out: Ar
     """concat(x, x2) (..., C) · weight (K, C) transposed, plus the epilogue → (1, rows, K)."""
     if out is None:
         out = empty((1, x.size // x.shape[-1], weight.shape[0]), x.dtype)
-    images = conv2d_sm90.as_image(x), weight[:, None, None], conv2d_sm90.as_image(out)
-    image2 = None if x2 is None else conv2d_sm90.as_image(x2)
-    if image2 is not None and not conv2d_wgrad_sm90.suits_pair(images[0], image2, images[1]):
+    images = sm90.as_image(x), weight[:, None, None], sm90.as_image(out)
+    image2 = None if x2 is None else sm90.as_image(x2)
+    if image2 is not None and not wgrad_sm90.suits_pair(images[0], image2, images[1]):
         linear_cuda(x, weight[:, : x.shape[-1]], epilogue, tf32, out)
         return linear_cuda(x2, weight[:, x.shape[-1] :], Epilogue(addend=out), tf32, out)
-    if conv2d_sm90.suits(*images, tf32=tf32):
-        conv2d_sm90.fprop(*images, epilogue, x2=image2)
+    if sm90.suits(*images, tf32=tf32):
+        sm90.fprop(*images, epilogue, x2=image2)
         return out
     return multiply(_rows(x), weight[None], transpose_b=True, out=out, epilogue=epilogue, tf32=tf32)
 
@@ -209,26 +210,26 @@ def linear_cuda(x: Array, weight: Array, epilogue: Epilogue, tf32: bool, out: Ar
 def linear_dx_cuda(dout: Array, weight: Array, dx: Array, epilogue: Epilogue, tf32: bool,
                    dx2: Array | None = None) -> None:
     """concat(dx, dx2) (..., C) = dout (..., K) · weight (K, C), plus the epilogue."""
-    images = conv2d_sm90.as_image(dout), weight[:, None, None], conv2d_sm90.as_image(dx)
-    image2 = None if dx2 is None else conv2d_sm90.as_image(dx2)
-    if image2 is not None and not conv2d_wgrad_sm90.suits_pair(images[2], image2, images[1]):
+    images = sm90.as_image(dout), weight[:, None, None], sm90.as_image(dx)
+    image2 = None if dx2 is None else sm90.as_image(dx2)
+    if image2 is not None and not wgrad_sm90.suits_pair(images[2], image2, images[1]):
         linear_dx_cuda(dout, weight[:, : dx.shape[-1]], dx, epilogue, tf32)
         linear_dx_cuda(dout, weight[:, dx.shape[-1] :], dx2, epilogue, tf32)
-    elif conv2d_sm90.suits(*images, tf32=tf32):
-        conv2d_sm90.fprop(*images, epilogue, transposed=True, out2=image2)
+    elif sm90.suits(*images, tf32=tf32):
+        sm90.fprop(*images, epilogue, transposed=True, out2=image2)
     else:
         multiply(_rows(dout), weight[None], out=_rows(dx), epilogue=epilogue, tf32=tf32)
 
 
 def linear_dweight_cuda(x: Array, dout: Array, dweight: Array, add: bool, tf32: bool, x2: Array | None = None) -> None:
     """dweight (K, C) float32 = or += dout (..., K) transposed · concat(x, x2) (..., C)."""
-    images = conv2d_sm90.as_image(x), dweight[:, None, None], conv2d_sm90.as_image(dout)
-    image2 = None if x2 is None else conv2d_sm90.as_image(x2)
-    if image2 is not None and not conv2d_wgrad_sm90.suits_pair(images[0], image2, images[1]):
+    images = sm90.as_image(x), dweight[:, None, None], sm90.as_image(dout)
+    image2 = None if x2 is None else sm90.as_image(x2)
+    if image2 is not None and not wgrad_sm90.suits_pair(images[0], image2, images[1]):
         linear_dweight_cuda(x, dout, dweight[:, : x.shape[-1]], add, tf32)
         return linear_dweight_cuda(x2, dout, dweight[:, x.shape[-1] :], add, tf32)
-    if conv2d_wgrad_sm90.suits(*images, tf32=tf32):
-        conv2d_wgrad_sm90.wgrad(images[0], images[2], images[1], add, x2=image2)
+    if wgrad_sm90.suits(*images, tf32=tf32):
+        wgrad_sm90.wgrad(images[0], images[2], images[1], add, x2=image2)
         return None
     dweight = dweight[None]
     epilogue = Epilogue(addend=dweight if add else None)

@@ -8,17 +8,19 @@ import numpy as np
 
 from cudiff.backend import Array, float32, is_float, is_low
 from cudiff.cuda.accumulate import gradient_sum, gradient_target
+from cudiff.cuda.kernels.convolution import few_channels
+from cudiff.cuda.kernels.convolution.sm90 import Norm, Skip, at_16_bytes, suits_skip
+from cudiff.cuda.kernels.gemm.product import Epilogue
+from cudiff.cuda.kernels.pool import TWICE, sum_windows
 from cudiff.cuda.launch import empty
 from cudiff.cuda.sums import add_rows
 from cudiff.function import Composite, Context
-from cudiff.ops import conv2d_thin, elementwise
+from cudiff.ops import elementwise
 from cudiff.ops.cast import as_wide, astype, require_floats
 from cudiff.ops.conv2d import check_bias, conv2d, dgrad_cuda, fprop_cuda, out_size, pair, wgrad_cuda
-from cudiff.ops.conv2d_sm90 import Norm, Skip, at_16_bytes, suits_skip
-from cudiff.ops.gemm import Epilogue
 from cudiff.ops.group_norm import GroupNorm, check_norm, group_norm
 from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
-from cudiff.ops.pool import TWICE, sum_windows_cuda, upsample_nearest
+from cudiff.ops.pool import upsample_nearest
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
 from cudiff.ops.shape import concatenate, reshape
 from cudiff.tensor import Tensor
@@ -114,7 +116,7 @@ class NormSiluConv2d(Composite):
                     grads[i], addend = gradient_sum(place, (*ctx.shape[:3], part.shape[3]), dout.dtype)
                     dgrad_cuda(dout, part, grads[i], (1, 1), padding, Epilogue(addend=addend), tf32)
                     if ctx.upsample:
-                        grads[i], _ = sum_windows_cuda(grads[i], TWICE, 1.0, into[i], moments=0)
+                        grads[i], _ = sum_windows(grads[i], TWICE, 1.0, into[i], moments=0)
         elif any(needs[i] for i in _NORM_INPUTS):
             function, step, inputs = ctx.step
             place = into[0] if step is None else None
@@ -126,7 +128,7 @@ class NormSiluConv2d(Composite):
             )
             if ctx.upsample:
                 moments = 1 if step is None else 0
-                grads[0], ctx.din_partials[0] = sum_windows_cuda(grads[0], TWICE, 1.0, place, moments)
+                grads[0], ctx.din_partials[0] = sum_windows(grads[0], TWICE, 1.0, place, moments)
             if step is not None:
                 step.dz_partials = partials
                 results = function.backward_cuda(step, grads[0], needs=step.needs, into=tuple(into[i] for i in inputs))
@@ -183,12 +185,12 @@ def _narrower(first: np.dtype, second: np.dtype) -> np.dtype:
 
 def _takes_both(x: Tensor, weight: Tensor, normed: bool, emb: Tensor | None, dtype: np.dtype) -> bool:
     """Whether a GPU makes the convolution of x, or of its norm, to an image of another dtype, plus `emb`, by itself."""
-    out = conv2d_thin.Image((*x.shape[:3], len(weight)), dtype)
+    out = few_channels.Image((*x.shape[:3], len(weight)), dtype)
     return (
         x.device == "cuda"
         and (emb is None or len(weight) > x.shape[3])
         and (not normed or is_low(x.dtype))
-        and conv2d_thin.suits_images(x, out, weight.shape[1:3] if weight.ndim == 4 else (1, 1))
+        and few_channels.suits_images(x, out, weight.shape[1:3] if weight.ndim == 4 else (1, 1))
     )
 
 

@@ -10,24 +10,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cudiff.backend import Array, float32
+from cudiff.backend import Array
 from cudiff.cuda.accumulate import gradient_target
-from cudiff.cuda.launch import blocks, empty, launch
-from cudiff.cuda.sums import empty_partials
+from cudiff.cuda.kernels.pool import Window, launch_windows, out_size, spread_windows, sum_windows
+from cudiff.cuda.launch import empty
 from cudiff.function import Function
-from cudiff.gradient import Kept, Vacant
 from cudiff.ops.cast import narrow, require_float, widen
 from cudiff.tensor import Tensor
 
-Window = tuple[int, int, int]  # size, stride, padding
-TWICE = (2, 2, 0)  # the windows of an image twice as high and wide, one for each pixel
 NOWHERE = 255  # no place in a window of up to 15 x 15
-
-
-def out_size(size: tuple[int, int], window: Window) -> tuple[int, int]:
-    """Height and width after pooling: (H + 2·padding - size) // stride + 1."""
-    length, stride, padding = window
-    return tuple((extent + 2 * padding - length) // stride + 1 for extent in size)  # type: ignore[return-value]
 
 
 def _taps(padded: Array, window: Window, size: tuple[int, int]) -> Iterator[Array]:
@@ -86,12 +77,12 @@ class AveragePool2d(Function):
     def forward_cuda(ctx, x, window):
         require_float("avg_pool2d", x)
         ctx.size, ctx.window = x.shape[1:3], window
-        out, ctx.out_partials = sum_windows_cuda(x, window, 1 / window[0] ** 2)
+        out, ctx.out_partials = sum_windows(x, window, 1 / window[0] ** 2)
         return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
-        dx, ctx.din_partials[0] = spread_windows_cuda(dout, ctx.size, ctx.window, 1 / ctx.window[0] ** 2, into[0], 1)
+        dx, ctx.din_partials[0] = spread_windows(dout, ctx.size, ctx.window, 1 / ctx.window[0] ** 2, into[0], 1)
         return (dx,)
 
 
@@ -114,12 +105,12 @@ class UpsampleNearest(Function):
         require_float("upsample_nearest", x)
         ctx.window = (factor, factor, 0)
         size = x.shape[1] * factor, x.shape[2] * factor
-        out, ctx.out_partials = spread_windows_cuda(x, size, ctx.window, 1.0)
+        out, ctx.out_partials = spread_windows(x, size, ctx.window, 1.0)
         return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
-        dx, ctx.din_partials[0] = sum_windows_cuda(dout, ctx.window, 1.0, into[0], 1)
+        dx, ctx.din_partials[0] = sum_windows(dout, ctx.window, 1.0, into[0], 1)
         return (dx,)
 
 
@@ -157,7 +148,7 @@ class MaxPool2d(Function):
         n, height, width, channels = x.shape
         out = empty((n, *out_size((height, width), window), channels), x.dtype)
         place = empty(out.shape, np.uint8)
-        _launch("max_windows", (out, place, relu), (x,), x, out, out, window)
+        launch_windows("max_windows", (out, place, relu), (x,), x, out, out, window)
         ctx.window, ctx.size = window, x.shape[1:3]
         ctx.save(place)
         return out
@@ -166,51 +157,9 @@ class MaxPool2d(Function):
     def backward_cuda(ctx, dout, needs, into):
         (place,) = ctx.saved
         dx, add = gradient_target(into[0], (len(dout), *ctx.size, dout.shape[3]), dout.dtype)
-        sums = _launch("max_windows_backward", (dx, add), (dout, place), dx, dout, dx, ctx.window, 1)
+        sums = launch_windows("max_windows_backward", (dx, add), (dout, place), dx, dout, dx, ctx.window, 1)
         ctx.din_partials = {0: sums}
         return (dx,)
-
-
-def sum_windows_cuda(x: Array, window: Window, factor: float,
-                     into: Array | Vacant | Kept | None = None, moments: int = 2) -> tuple[Array, Array | None]:
-    """`sum_windows_numpy` on the GPU, to where `gradient_target` says; and its sums: see `_launch`."""
-    shape = (x.shape[0], *out_size(x.shape[1:3], window), x.shape[3])
-    out, add = gradient_target(into, shape, x.dtype)
-    return out, _launch("sum_windows", (out, add), (x, factor), x, out, out, window, moments)
-
-
-def spread_windows_cuda(x: Array, size: tuple[int, int], window: Window, factor: float,
-                        into: Array | Vacant | Kept | None = None, moments: int = 2) -> tuple[Array, Array | None]:
-    """`spread_windows_numpy` on the GPU, to where `gradient_target` says; and its sums: see `_launch`."""
-    out, add = gradient_target(into, (x.shape[0], *size, x.shape[3]), x.dtype)
-    return out, _launch("spread_windows", (out, add), (x, factor), out, x, out, window, moments)
-
-
-def _launch(name: str, outputs: tuple, inputs: tuple, large: Array, small: Array, out: Array, window: Window,
-            moments: int | None = None) -> Array | None:
-    """One block a row of windows, or where `out` is `large` the rows from one window's corner to the next.
-
-    Returns of what each block stores the sums, float32 (N, blocks, C), if one of `moments` is asked for, or with 2 what
-    `Tensor.partials` is; None: the kernel makes no sums.
-    """
-    n, height, width, channels = large.shape
-    size, (length, stride, padding) = 16 // large.itemsize, window
-    packs = channels % size == 0 and large.data.ptr % 16 == 0 and small.data.ptr % 16 == 0
-    rows, columns = small.shape[1:3] if out is small else (blocks(e + padding, stride) for e in (height, width))
-    lanes = min(256, channels // (size if packs else 1))
-    sums = None
-    if moments == 2:
-        sums = empty_partials(n, rows, channels, large.dtype)
-    elif moments == 1:
-        sums = empty((n, rows, channels), float32)
-    statistics = () if moments is None else (sums,)
-    launch(
-        "pool", name, (n * rows, blocks(channels, lanes * (size if packs else 1))),
-        (lanes, min(256 // lanes, columns)),
-        (*outputs, *statistics, *inputs, height, width, *small.shape[1:3], channels),
-        T=large.dtype, VEC=int(packs), MOMENTS=moments or 0, WINDOW=length, STRIDE=stride, PADDING=padding,
-    )
-    return sums
 
 
 def _window(name: str, x: Tensor, size: int, stride: int | None, padding: int) -> Window:

@@ -10,88 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, array_module, bfloat16, compute_dtype, float16, float32, int32, int64
+from cudiff.backend import Array, array_module, compute_dtype
 from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.kernels.shape import contiguous, move, padded, region, zeros
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
 from cudiff.ops.cast import as_index, astype, narrow, result_dtype, widen
 from cudiff.ops.reduce import normalize_axes, sum_to
 from cudiff.tensor import Tensor
-
-
-def merge_axes(
-    sizes: Sequence[int], strides: Sequence[Sequence[int]]
-) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """The fewest axes that visit the same elements in the same order: sizes, and strides of each view."""
-    kept = [i for i, size in enumerate(sizes) if size != 1] or list(range(len(sizes)))[:1]
-    merged = [[1, *(0 for _ in strides)]]
-    for i in kept:
-        axis = [sizes[i], *(view[i] for view in strides)]
-        if all(outer == inner * sizes[i] for outer, inner in zip(merged[-1][1:], axis[1:], strict=True)):
-            axis[0] *= merged[-1][0]
-            merged[-1] = axis
-        else:
-            merged.append(axis)
-    merged = [axis for axis in merged if axis[0] != 1] or merged[-1:]
-    columns = tuple(zip(*merged, strict=True))
-    return columns[0], columns[1:]
-
-
-_VIEWS = np.dtype([("dims", "i4"), ("sizes", "i4", 6), ("out", "i8", 6), ("x", "i8", 6)], align=True)
-_UNITS = {1: np.dtype(np.uint8), 2: float16, 4: int32, 8: int64}
-
-
-def move_cuda(out: Array, x: Array, accumulate: bool = False) -> None:
-    """out[...] = x, or += x, between CuPy views of one shape and any strides. Raises ValueError over 6 merged axes."""
-    if out.size == 0:
-        return
-    dtype = out.dtype if out.dtype in (float32, bfloat16, float16) else _UNITS[out.itemsize]
-    sizes, strides = merge_axes(out.shape, (out.strides, x.strides))
-    unit = 16 if _in_packs(sizes, strides, out, x) else out.itemsize
-    sizes = (*sizes[:-1], sizes[-1] * out.itemsize // unit)
-    count = math.prod(sizes)
-    if len(sizes) > 6 or count >= 2**32:
-        raise ValueError(f"moving shape {out.shape} on CUDA takes at most 6 axes and 2**32 elements")
-    views = np.zeros((), _VIEWS)
-    views["dims"] = dims = len(sizes)
-    views["sizes"][:dims] = sizes
-    for name, view in zip(("out", "x"), strides, strict=True):
-        views[name][:dims] = [stride // unit for stride in view[:-1]] + [view[-1] // out.itemsize]
-    name = ("add" if accumulate else "copy") + ("_packed" if unit != out.itemsize else "")
-    launch("shape", name, blocks(count, 1024), 256, (out, x, np.uint32(count), views), T=dtype)
-
-
-def _in_packs(sizes: tuple[int, ...], strides: Sequence[tuple[int, ...]], out: Array, x: Array) -> bool:
-    """Whether both views (strides in bytes) consist of whole, aligned packs of 16 bytes."""
-    whole = sizes[-1] * out.itemsize % 16 == 0 and out.itemsize < 16
-    return whole and all(
-        view[-1] == out.itemsize and array.data.ptr % 16 == 0 and all(stride % 16 == 0 for stride in view[:-1])
-        for view, array in zip(strides, (out, x), strict=True)
-    )
-
-
-def contiguous_cuda(view: Array) -> Array:
-    """A strided CuPy view as an array of its own."""
-    out = empty(view.shape, view.dtype)
-    move_cuda(out, view)
-    return out
-
-
-def turned_cuda(weight: Array) -> Array:
-    """weight (K, R, S, C) as (C, R, S, K) with its taps in reverse order: the gradient of the input of a convolution is
-    the convolution with it."""
-    outputs, rows, columns, channels = weight.shape
-    out = empty((channels, rows, columns, outputs), weight.dtype)
-    pitches = (np.int64(weight.strides[axis] // weight.itemsize) for axis in (0, 2))
-    launch(
-        "shape", "turn", (blocks(channels, 32), blocks(outputs, 32), rows * columns), (32, 8),
-        (out, weight, *pitches, outputs, rows * columns, channels), T=weight.dtype,
-    )
-    return out
-
-
-def _zeros_cuda(shape: tuple[int, ...], dtype: np.dtype) -> Array:
-    return array_module("cuda").zeros(shape, dtype)
 
 
 class Reshape(Function):
@@ -122,13 +48,13 @@ class Transpose(Function):
     @staticmethod
     def forward_cuda(ctx, x, axes):
         ctx.axes = axes
-        return contiguous_cuda(x.transpose(axes))
+        return contiguous(x.transpose(axes))
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
         view = dout.transpose([ctx.axes.index(i) for i in range(dout.ndim)])
         dx, accumulate = gradient_target(into[0], view.shape, dout.dtype)
-        move_cuda(dx, view, accumulate)
+        move(dx, view, accumulate)
         return (dx,)
 
 
@@ -147,7 +73,7 @@ class BroadcastTo(Function):
     @staticmethod
     def forward_cuda(ctx, x, shape):
         ctx.shape = x.shape
-        return contiguous_cuda(array_module("cuda").broadcast_to(x, shape))
+        return contiguous(array_module("cuda").broadcast_to(x, shape))
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
@@ -175,14 +101,14 @@ class Slice(Function):
         ctx.shape, ctx.index = x.shape, index
         view = x[index]
         whole = view.flags.c_contiguous and view.data.ptr % 16 == 0  # kernels expect aligned arrays
-        return view if whole else contiguous_cuda(view)
+        return view if whole else contiguous(view)
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
         dx, accumulate = gradient_target(into[0], ctx.shape, dout.dtype)
         if not accumulate:
-            dx = _zeros_cuda(ctx.shape, dout.dtype)
-        move_cuda(dx[ctx.index], dout, accumulate)
+            dx = zeros(ctx.shape, dout.dtype)
+        move(dx[ctx.index], dout, accumulate)
         return (dx,)
 
 
@@ -237,7 +163,7 @@ class Concatenate(Function):
         shape[axis] = sum(x.shape[axis] for x in arrays)
         out = empty(tuple(shape), arrays[0].dtype)
         for view, x in zip(_parts(out, [x.shape[axis] for x in arrays], axis), arrays, strict=True):
-            move_cuda(view, x)
+            move(view, x)
         return out
 
     @staticmethod
@@ -247,7 +173,7 @@ class Concatenate(Function):
         for view, needed, total in zip(views, needs, into, strict=True):
             dx, accumulate = gradient_target(total, view.shape, dout.dtype) if needed else (None, False)
             if needed:
-                move_cuda(dx, view, accumulate)
+                move(dx, view, accumulate)
             grads.append(dx)
         return tuple(grads)
 
@@ -272,32 +198,18 @@ class Split(Function):
     @staticmethod
     def forward_cuda(ctx, x, sizes, axis):
         ctx.shape, ctx.axis, ctx.sizes = x.shape, axis, sizes
-        return tuple(contiguous_cuda(view) for view in _parts(x, sizes, axis))
+        return tuple(contiguous(view) for view in _parts(x, sizes, axis))
 
     @staticmethod
     def backward_cuda(ctx, *douts, needs, into):
         dtype = next(dout.dtype for dout in douts if dout is not None)
         dx, accumulate = gradient_target(into[0], ctx.shape, dtype)
         if not accumulate and any(dout is None for dout in douts):
-            dx = _zeros_cuda(ctx.shape, dtype)
+            dx = zeros(ctx.shape, dtype)
         for view, dout in zip(_parts(dx, ctx.sizes, ctx.axis), douts, strict=True):
             if dout is not None:
-                move_cuda(view, dout, accumulate)
+                move(view, dout, accumulate)
         return (dx,)
-
-
-def _region(shape: tuple[int, ...], widths: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
-    """Where an array of this shape lies in one padded by `widths`."""
-    return tuple(slice(before, before + size) for (before, _), size in zip(widths, shape, strict=True))
-
-
-def pad_cuda(x: Array, widths: Sequence[tuple[int, int]], value: float = 0.0) -> Array:
-    """A border of `value` around x."""
-    out = _zeros_cuda(tuple(sum(w) + size for w, size in zip(widths, x.shape, strict=True)), x.dtype)
-    if value:
-        launch("shape", "fill", blocks(out.size, 1024), 256, (out, float(value), np.int64(out.size)), T=out.dtype)
-    move_cuda(out[_region(x.shape, widths)], x)
-    return out
 
 
 class Pad(Function):
@@ -305,7 +217,7 @@ class Pad(Function):
 
     @staticmethod
     def forward_numpy(ctx, x, widths, value):
-        ctx.region = _region(x.shape, widths)
+        ctx.region = region(x.shape, widths)
         return np.pad(x, widths, constant_values=value)
 
     @staticmethod
@@ -314,14 +226,14 @@ class Pad(Function):
 
     @staticmethod
     def forward_cuda(ctx, x, widths, value):
-        ctx.region = _region(x.shape, widths)
-        return pad_cuda(x, widths, value)
+        ctx.region = region(x.shape, widths)
+        return padded(x, widths, value)
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
         view = dout[ctx.region]
         dx, accumulate = gradient_target(into[0], view.shape, dout.dtype)
-        move_cuda(dx, view, accumulate)
+        move(dx, view, accumulate)
         return (dx,)
 
 

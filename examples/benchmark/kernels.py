@@ -9,12 +9,12 @@ import cupy
 from cudiff import ops
 from cudiff.backend import float32
 from cudiff.config import PRESETS
+from cudiff.cuda.kernels.convolution import sm90
+from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.cuda.kernels.norm import table as norms
 from cudiff.cuda.timing import graph_time
 from cudiff.models import build
-from cudiff.ops import conv2d_sm90
 from cudiff.ops.conv2d import dgrad_cuda
-from cudiff.ops.gemm import Epilogue
 from cudiff.optim import EMA, AdamW
 from cudiff.tensor import Tensor, no_grad
 from examples.benchmark.measure import Report, backward_of, random_tensor
@@ -67,7 +67,7 @@ def _dgrad_of_a_norm(x: Tensor, weight: Tensor, dout: Tensor) -> Callable[[], ob
     """The gradient of the convolution's input where that is the group norm and SiLU of `x`."""
     parameters = [random_tensor(x.shape[-1], dtype=float32).data for _ in range(2)]
     _, mean, rstd = norms.forward(x.data, None, *parameters, 32, 1e-5, True)
-    norm = conv2d_sm90.Norm(True, x.data, None, *parameters, None, None, mean, rstd)
+    norm = sm90.Norm(True, x.data, None, *parameters, None, None, mean, rstd)
 
     def run() -> object:
         dz = cupy.empty_like(x.data)
@@ -102,8 +102,8 @@ def _group_norm_with_sums(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[floa
     """Forward and backward between two convolutions: these give the sums, and want the output, once more in backward,
     and dx's sums. The weight's and bias's gradients, which all norms of a step add up in one launch, are left out."""
     parameters, dz = (weight.data, bias.data), random_tensor(*x.shape, dtype=x.dtype)
-    plan = conv2d_sm90.plan(x.shape, x.shape[-1], (3, 3), x.dtype.itemsize, 0, False)
-    tiles = conv2d_sm90.tiles_of(x.shape, plan.rows) * plan.cluster
+    plan = sm90.plan(x.shape, x.shape[-1], (3, 3), x.dtype.itemsize, 0, False)
+    tiles = sm90.tiles_of(x.shape, plan.rows) * plan.cluster
 
     def sums(a: Tensor, b: Tensor) -> cupy.ndarray:
         wide, other = (t.data.astype(float32).reshape(len(t.data), tiles, -1, t.shape[-1]) for t in (a, b))

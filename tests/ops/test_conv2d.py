@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 
 import cudiff
+from cudiff.cuda.kernels.gemm.product import TILES, Epilogue, plan
 from cudiff.ops.conv2d import conv2d, conv_transpose2d, dgrad_cuda
-from cudiff.ops.gemm import TILES, Epilogue, plan
 from cudiff.tensor import Tensor
 from tests.check import check_op, relative_error, torch
 from tests.normed import NormedConvolution

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 from cudiff import ops
+from cudiff.cuda.kernels.convolution import sm90, wgrad_sm90
+from cudiff.cuda.kernels.gemm import product
+from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.cuda.launch import blocks
-from cudiff.ops import conv2d_sm90, conv2d_wgrad_sm90, gemm
-from cudiff.ops.gemm import Epilogue
 from cudiff.tensor import Tensor
 from tests.check import relative_error, sums_of
 from tests.normed import NormedConvolution
@@ -66,7 +67,7 @@ def test_against_numpy_and_the_portable_kernels(hopper, monkeypatch, rng, shape,
     assert leaves_sums()
     monkeypatch.setenv("CUDIFF_PORTABLE", "1")
     size = math.prod(shape[:3]), kernel[0], math.prod(kernel[1:]) * shape[3], 1
-    split = gemm.plan(*gemm.problem_of(arrays[0].dtype, size, tf32=True, aligned=True)).splits > 1
+    split = product.plan(*product.problem_of(arrays[0].dtype, size, tf32=True, aligned=True)).splits > 1
     assert leaves_sums() or split or math.prod(shape[1:3]) % 64 > 0
 
 
@@ -89,15 +90,15 @@ def random_convolution(rng, shape, outputs, kernel, dtype, transposed, upsample=
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", conv2d_sm90.TILES, ids=str)
+@pytest.mark.parametrize("tile", sm90.TILES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32], ids=["bf16", "tf32"])
 def test_every_tile(hopper, rng, tile, transposed, dtype):
     shape, outputs = (2, 11, 19, 136), 200
     (x, weight, bias, emb, out), (_, expected) = random_convolution(rng, shape, outputs, (3, 3), dtype, transposed)
-    chosen = conv2d_sm90.fit(tile, shape, outputs, (3, 3), x.itemsize)
+    chosen = sm90.fit(tile, shape, outputs, (3, 3), x.itemsize)
     assert chosen is not None
-    assert conv2d_sm90.fprop(x, weight, out, Epilogue(bias, emb, out), transposed, chosen=chosen) is None
+    assert sm90.fprop(x, weight, out, Epilogue(bias, emb, out), transposed, chosen=chosen) is None
     assert relative_error(Tensor(out).numpy(), expected) < TOLERANCES[dtype][0]
 
 
@@ -117,12 +118,12 @@ def test_clusters_share_the_depth(hopper, rng, dtype, transposed, adds, cluster)
     for shape, (outputs, *kernel) in CLUSTERED:
         operands, results = random_convolution(rng, shape, outputs, kernel, dtype, transposed)
         x, weight, bias, emb, addend = operands
-        chosen = conv2d_sm90.fit(conv2d_sm90.TILES[-1], shape, outputs, tuple(kernel), x.itemsize, cluster)
+        chosen = sm90.fit(sm90.TILES[-1], shape, outputs, tuple(kernel), x.itemsize, cluster)
         assert chosen is not None
         out, again = (Tensor(np.full(addend.shape, np.nan, dtype), device="cuda").data for _ in range(2))
         epilogue = Epilogue(bias, emb, addend if adds else None)
         for target in (out, again):
-            partials = conv2d_sm90.fprop(x, weight, target, epilogue, transposed, not transposed, chosen=chosen)
+            partials = sm90.fprop(x, weight, target, epilogue, transposed, not transposed, chosen=chosen)
         got = Tensor(out).numpy()
         assert relative_error(got, results[adds]) < TOLERANCES[dtype][0]
         assert np.array_equal(got, Tensor(again).numpy())
@@ -149,17 +150,17 @@ def test_an_input_is_read_upsampled(hopper, rng, dtype, adds, shape, weight_shap
     outputs, kernel = weight_shape[0], weight_shape[1:]
     operands, results = random_convolution(rng, shape, outputs, kernel, dtype, False, upsample=True)
     x, weight, bias, emb, addend = operands
-    assert conv2d_sm90.suits(x, weight, addend, padding=(kernel[0] // 2, kernel[1] // 2), tf32=True)
+    assert sm90.suits(x, weight, addend, padding=(kernel[0] // 2, kernel[1] // 2), tf32=True)
     seen = (*addend.shape[:3], shape[3])
     plans = [
-        conv2d_sm90.fit(tile, seen, outputs, kernel, x.itemsize, cluster, upsample=True)
-        for tile in conv2d_sm90.TILES for cluster in conv2d_sm90.CLUSTERS
+        sm90.fit(tile, seen, outputs, kernel, x.itemsize, cluster, upsample=True)
+        for tile in sm90.TILES for cluster in sm90.CLUSTERS
     ]
     for chosen in (None, *filter(None, plans)):
         least = chosen and chosen._replace(slabs=min(2, chosen.slabs), weights=min(2, chosen.weights))
         out, again = (Tensor(np.full(addend.shape, np.nan, dtype), device="cuda") for _ in range(2))
         for target, plan, statistics in ((out, chosen, True), (again, least, False)):
-            partials = conv2d_sm90.fprop(x, weight, target.data, Epilogue(bias, emb, addend if adds else None),
+            partials = sm90.fprop(x, weight, target.data, Epilogue(bias, emb, addend if adds else None),
                                          statistics=statistics, chosen=plan, upsample=True)
             assert (partials is not None) == statistics
             if statistics:
@@ -174,7 +175,7 @@ def test_an_input_is_read_upsampled(hopper, rng, dtype, adds, shape, weight_shap
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", conv2d_sm90.TILES, ids=str)
+@pytest.mark.parametrize("tile", sm90.TILES, ids=str)
 @pytest.mark.parametrize("size, sources, scaled, taps", [
     ((100, 8, 8), (128, 64), True, 3), ((2, 11, 19), (64, 40), False, 3), ((3, 33, 17), (72, 0), True, 1),
     ((5, 16, 15), (64, 40), True, 1), ((5, 70, 9), (24, 0), False, 3), ((1, 13, 9), (128, 64), True, 3),
@@ -186,14 +187,14 @@ def test_gradient_to_a_norm(hopper, rng, tile, size, sources, scaled, taps, silu
     convolution = NormedConvolution(rng, size, sources, 200, taps, dtype, scaled, silu)
     dout, weight, norm, out = convolution.on_gpu()
     fitted = [
-        conv2d_sm90.fit(tile, dout.shape, sum(sources), (taps, taps), dout.itemsize, cluster)
-        for cluster in conv2d_sm90.CLUSTERS
+        sm90.fit(tile, dout.shape, sum(sources), (taps, taps), dout.itemsize, cluster)
+        for cluster in sm90.CLUSTERS
     ]
     assert fitted[0] is not None
-    assert conv2d_sm90.suits(dout, weight, out.data, padding=convolution.padding) and conv2d_sm90.suits_norm(norm)
+    assert sm90.suits(dout, weight, out.data, padding=convolution.padding) and sm90.suits_norm(norm)
     for chosen in (None, *(plan for plan in fitted if plan is not None)):
         out.data.fill(np.nan)
-        partials = conv2d_sm90.fprop(dout, weight, out.data, Epilogue(), True, chosen=chosen, norm=norm)
+        partials = sm90.fprop(dout, weight, out.data, Epilogue(), True, chosen=chosen, norm=norm)
         convolution.check(out, partials)
 
 
@@ -206,7 +207,7 @@ SKIPS = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("statistics", [False, True])
-@pytest.mark.parametrize("tile", conv2d_sm90.TILES, ids=str)
+@pytest.mark.parametrize("tile", sm90.TILES, ids=str)
 @pytest.mark.parametrize("shape, outputs, sources", SKIPS, ids=str)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
 def test_a_skip_path_is_further_depth(hopper, rng, dtype, shape, outputs, sources, tile, statistics):
@@ -219,19 +220,19 @@ def test_a_skip_path_is_further_depth(hopper, rng, dtype, shape, outputs, source
     skip_bias = rng.standard_normal(outputs).astype(np.float32)
     joined = np.concatenate([image.astype(np.float64) for image in images if image is not None], axis=3)
     expected = expected + joined @ skip_weight[:, 0, 0].astype(np.float64).T + skip_bias
-    skip = conv2d_sm90.Skip(
+    skip = sm90.Skip(
         *(None if array is None else Tensor(array, device="cuda").data for array in (*images, skip_weight, skip_bias))
     )
-    for cluster in conv2d_sm90.CLUSTERS:
-        chosen = conv2d_sm90.fit(tile, shape, outputs, (3, 3), x.itemsize, cluster, sum(sources))
+    for cluster in sm90.CLUSTERS:
+        chosen = sm90.fit(tile, shape, outputs, (3, 3), x.itemsize, cluster, sum(sources))
         assert cluster > 1 or chosen is not None
         if chosen is None:
             continue
         for plan in (chosen, chosen._replace(slabs=min(2, chosen.slabs), weights=min(2, chosen.weights))):
             out, again = (Tensor(np.full(expected.shape, np.nan, dtype), device="cuda") for _ in range(2))
-            assert conv2d_sm90.suits_skip(x, weight, out.data, skip)
+            assert sm90.suits_skip(x, weight, out.data, skip)
             for target in (out, again):
-                partials = conv2d_sm90.fprop(x, weight, target.data, Epilogue(bias), statistics=statistics,
+                partials = sm90.fprop(x, weight, target.data, Epilogue(bias), statistics=statistics,
                                              chosen=plan, skip=skip)
             got = out.numpy()
             assert relative_error(got, expected) < TOLERANCES[dtype][0]
@@ -252,9 +253,9 @@ def test_a_skip_path_without_biases(hopper, rng):
     image = rng.standard_normal((*shape[:3], 136)).astype(ml_dtypes.bfloat16)
     skip_weight = rng.standard_normal((72, 1, 1, 136)).astype(np.float32)
     plain, out = (Tensor(np.full((*shape[:3], 72), np.nan, image.dtype), device="cuda").data for _ in range(2))
-    conv2d_sm90.fprop(x, weight, plain, Epilogue())
-    skip = conv2d_sm90.Skip(Tensor(image, device="cuda").data, None, Tensor(skip_weight, device="cuda").data, None)
-    conv2d_sm90.fprop(x, weight, out, Epilogue(), skip=skip)
+    sm90.fprop(x, weight, plain, Epilogue())
+    skip = sm90.Skip(Tensor(image, device="cuda").data, None, Tensor(skip_weight, device="cuda").data, None)
+    sm90.fprop(x, weight, out, Epilogue(), skip=skip)
     rounded = skip_weight[:, 0, 0].astype(ml_dtypes.bfloat16).astype(np.float64)
     expected = Tensor(plain).numpy().astype(np.float64) + image.astype(np.float64) @ rounded.T
     assert relative_error(Tensor(out).numpy(), expected) < TOLERANCES[ml_dtypes.bfloat16][0]
@@ -283,7 +284,7 @@ WIDTHS = (*range(1, 129, 7), 64, 104, 112, 120, 128)
 SIZES = [(height, width) for height in (1, 2, 3, 7, 16, 33, 64, 128) for width in WIDTHS]
 
 
-@pytest.mark.parametrize("kernel", [(r, s) for r in (1, 3) for s in conv2d_sm90.COLUMNS])
+@pytest.mark.parametrize("kernel", [(r, s) for r in (1, 3) for s in sm90.COLUMNS])
 @pytest.mark.parametrize("itemsize, skip, upsample", [
     (2, 0, False), (4, 0, False), (2, 72, False), (2, 1000, False),
     (2, 0, True), (4, 0, True), (2, 72, True), (2, 1000, True),
@@ -294,14 +295,14 @@ def test_every_plan_fits(kernel, itemsize, skip, upsample):
         for channels, outputs in ((8, 136), (72, 64), (1000, 20000)):
             shape = (2, height, width, channels)
             problem = shape, outputs, kernel, itemsize, skip, upsample
-            plans = conv2d_sm90.plans(*problem)
-            assert conv2d_sm90.plan(*problem) in plans
+            plans = sm90.plans(*problem)
+            assert sm90.plan(*problem) in plans
             for tile, cluster, rows, each, slabs, weights, shared in plans:
                 chunk_of = [chunk for chunk in range(blocks(channels * itemsize, 128)) for _ in range(kernel[1])]
                 chunk_of += [chunk_of[-1] + 1 + chunk for chunk in range(-(-skip * itemsize // 128))]
                 steps = len(chunk_of)
                 turns = blocks(2 * blocks(height, rows) * blocks(width, 8), each)
-                assert cluster == 1 or (turns == 1 and each * blocks(outputs, 64) <= conv2d_sm90.CLUSTERS[cluster])
+                assert cluster == 1 or (turns == 1 and each * blocks(outputs, 64) <= sm90.CLUSTERS[cluster])
                 parts = [(steps * rank // cluster, steps * (rank + 1) // cluster) for rank in range(cluster)]
                 assert all(first < last for first, last in parts)
                 chunks = max(len(set(chunk_of[first:last])) for first, last in parts)
@@ -310,11 +311,11 @@ def test_every_plan_fits(kernel, itemsize, skip, upsample):
                 assert weights >= min(2, max(last - first for first, last in parts))
                 pitch = 7 + kernel[1] + (2 if upsample and kernel[1] in (3, 7) else 0)
                 slab = blocks((tile.pixels // 8 + kernel[0] - 1) * pitch * 128, 1024) * 1024
-                assert 16 * (slabs + weights) + 40 <= conv2d_sm90.BARRIER_BYTES == 1024
+                assert 16 * (slabs + weights) + 40 <= sm90.BARRIER_BYTES == 1024
                 results = min(2, turns) * max(2, tile.pixels // 8 // cluster) * 8 * 64 * itemsize
                 mail = tile.pixels * 64 * 4 if cluster > 1 else 0
                 assert 2048 + slabs * slab + weights * kernel[0] * 8192 + results + mail <= shared
-                assert shared + 1024 <= conv2d_sm90.SHARED_BYTES
+                assert shared + 1024 <= sm90.SHARED_BYTES
 
 
 @pytest.mark.parametrize("images", [1, 16, 32, 64])
@@ -325,9 +326,9 @@ def test_every_plan_fits(kernel, itemsize, skip, upsample):
 def test_a_skip_path_costs_less_than_a_launch_of_its_own(images, size, skip, outputs):
     """Of each residual block of the U-Net that is measured."""
     shape, image, kernel = (images, size, size, outputs), (1, images * size**2 // 8, 8, skip), (3, 3)
-    alone = conv2d_sm90.plan.estimate(shape, outputs, kernel, 2, 0, False)
-    path = conv2d_sm90.plan.estimate(image, outputs, (1, 1), 2, 0, False)
-    both = conv2d_sm90.plan.estimate(shape, outputs, kernel, 2, skip, False)
+    alone = sm90.plan.estimate(shape, outputs, kernel, 2, 0, False)
+    path = sm90.plan.estimate(image, outputs, (1, 1), 2, 0, False)
+    both = sm90.plan.estimate(shape, outputs, kernel, 2, skip, False)
     assert both < alone + path
 
 
@@ -335,8 +336,8 @@ def test_a_skip_path_costs_less_than_a_launch_of_its_own(images, size, skip, out
     "nothing", "one source", "float32", "channels", "first source", "size", "taps", "part of an image",
 ])
 def test_which_skip_paths_are_further_depth(monkeypatch, change):
-    monkeypatch.setattr(conv2d_sm90, "hopper", lambda: True)
-    monkeypatch.setattr(gemm, "address", lambda array: 0)
+    monkeypatch.setattr(sm90, "hopper", lambda: True)
+    monkeypatch.setattr(product, "address", lambda array: 0)
     dtype = np.float32 if change == "float32" else np.float16
     taps, first, second = 1 if change == "taps" else 3, 72 if change == "first source" else 64, 40
     second = 36 if change == "channels" else second
@@ -347,8 +348,8 @@ def test_which_skip_paths_are_further_depth(monkeypatch, change):
         sources, first, second = [np.zeros((*size, 72), dtype), None], 72, 0
     if change == "part of an image":
         sources[1] = np.zeros((*size, 2 * second), dtype)[..., :second]
-    skip = conv2d_sm90.Skip(*sources, np.zeros((16, 1, 1, first + second), dtype), None)
-    takes = conv2d_sm90.suits_skip(x, np.zeros((16, taps, taps, 24), dtype), out, skip)
+    skip = sm90.Skip(*sources, np.zeros((16, 1, 1, first + second), dtype), None)
+    takes = sm90.suits_skip(x, np.zeros((16, taps, taps, 24), dtype), out, skip)
     assert takes == (change in ("nothing", "one source"))
 
 
@@ -357,22 +358,22 @@ def test_which_skip_paths_are_further_depth(monkeypatch, change):
     ((1, 8, 8, 16), (16, 5, 5, 16)),
 ], ids=str)
 def test_what_is_left_to_the_portable_kernels(monkeypatch, shape, weight):
-    monkeypatch.setattr(conv2d_sm90, "hopper", lambda: True)
+    monkeypatch.setattr(sm90, "hopper", lambda: True)
     x, out = np.zeros(shape, np.float16), np.zeros((*shape[:3], weight[0]), np.float16)
     padding = (weight[1] // 2, weight[2] // 2)
-    assert not conv2d_sm90.suits(x, np.zeros(weight, np.float16), out, padding=padding)
-    assert not conv2d_wgrad_sm90.suits(x, np.zeros(weight, np.float32), out, padding=padding)
+    assert not sm90.suits(x, np.zeros(weight, np.float16), out, padding=padding)
+    assert not wgrad_sm90.suits(x, np.zeros(weight, np.float32), out, padding=padding)
 
 
 @pytest.mark.parametrize("images", [(32, 8, 8), (32, 16, 16), (3, 7, 5), (8, 7, 5), (2, 9, 13)])
 def test_full_strips_are_no_slower(images):
     """Of the same pixels in the same order; images that stay apart keep theirs."""
     for apart in (False, True):
-        strips = conv2d_sm90.full_strips(images, apart)
+        strips = sm90.full_strips(images, apart)
         assert math.prod(strips) == math.prod(images)
         assert not apart or strips[0] == images[0]
         seconds = [
-            conv2d_sm90.plan.estimate((*taken, 192), 576, (1, 1), 2, 0, False) for taken in (strips, images)
+            sm90.plan.estimate((*taken, 192), 576, (1, 1), 2, 0, False) for taken in (strips, images)
         ]
         assert seconds[0] <= seconds[1]
 
@@ -380,18 +381,18 @@ def test_full_strips_are_no_slower(images):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 @pytest.mark.parametrize("rows", [1, 7, 300])
 def test_matrices_whose_rows_make_no_image_are_left_to_the_portable_kernels(monkeypatch, rows, dtype):
-    monkeypatch.setattr(conv2d_sm90, "hopper", lambda: True)
-    x, weight = conv2d_sm90.as_image(np.zeros((rows, 16), dtype)), np.zeros((16, 1, 1, 16), dtype)
-    for takes in (conv2d_sm90.suits, conv2d_wgrad_sm90.suits):
+    monkeypatch.setattr(sm90, "hopper", lambda: True)
+    x, weight = sm90.as_image(np.zeros((rows, 16), dtype)), np.zeros((16, 1, 1, 16), dtype)
+    for takes in (sm90.suits, wgrad_sm90.suits):
         for tf32 in (False, True):
             assert not takes(x, weight, x, tf32=tf32)
 
 
 def test_float32_is_left_to_the_portable_kernels_unless_tf32_may_be(monkeypatch):
-    monkeypatch.setattr(conv2d_sm90, "hopper", lambda: True)
-    for module in (conv2d_sm90, conv2d_wgrad_sm90):
+    monkeypatch.setattr(sm90, "hopper", lambda: True)
+    for module in (sm90, wgrad_sm90):
         monkeypatch.setattr(module, "aligned", lambda *args: True)
     x, weight = np.zeros((1, 8, 8, 16), np.float32), np.zeros((16, 3, 3, 16), np.float32)
-    for takes in (conv2d_sm90.suits, conv2d_wgrad_sm90.suits):
+    for takes in (sm90.suits, wgrad_sm90.suits):
         assert not takes(x, weight, x, padding=(1, 1))
         assert takes(x, weight, x, padding=(1, 1), tf32=True)

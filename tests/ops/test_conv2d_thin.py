@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 
 from cudiff import ops
-from cudiff.ops import conv2d_thin
+from cudiff.cuda.kernels.convolution import few_channels
+from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.ops.conv2d import dgrad_cuda, fprop_cuda, wgrad_cuda
-from cudiff.ops.gemm import Epilogue
 from cudiff.tensor import Tensor
 from tests.check import relative_error, sums_of
 from tests.normed import NormedConvolution
@@ -35,8 +35,8 @@ def test_against_numpy(device, rng, monkeypatch, shape, outputs, taps, dtype):
         pytest.skip("compares the two backends")
     taken = []
     for name in ("fprop", "wgrad"):
-        original = getattr(conv2d_thin, name)
-        monkeypatch.setattr(conv2d_thin, name, lambda *a, f=original, **k: (taken.append(f.__name__), f(*a, **k))[1])
+        original = getattr(few_channels, name)
+        monkeypatch.setattr(few_channels, name, lambda *a, f=original, **k: (taken.append(f.__name__), f(*a, **k))[1])
     shapes = (shape, (outputs, taps, taps, shape[3]), (outputs,), (*shape[:3], outputs))
     arrays = [rng.standard_normal(s).astype(dtype) for s in shapes]
     arrays[1:3] = [array.astype(np.float32) for array in arrays[1:3]]
@@ -61,7 +61,7 @@ def test_against_numpy(device, rng, monkeypatch, shape, outputs, taps, dtype):
 def test_a_thin_image_of_float32(rng, shape, outputs, taps, dtype):
     """It is rounded where it is read and written as it is summed, by each pass and whether x or out."""
     shapes = shape, (*shape[:3], outputs)
-    stored = [np.float32 if s[3] <= conv2d_thin.MOST else dtype for s in shapes]
+    stored = [np.float32 if s[3] <= few_channels.MOST else dtype for s in shapes]
     x, dout = (rng.standard_normal(s).astype(d) for s, d in zip(shapes, stored, strict=True))
     weight = rng.standard_normal((outputs, taps, taps, shape[3])).astype(dtype)
     bias = rng.standard_normal(outputs).astype(np.float32)
@@ -74,14 +74,14 @@ def test_a_thin_image_of_float32(rng, shape, outputs, taps, dtype):
         (*shapes, weight.shape), (*stored, np.float32), strict=True
     ))
     place = (1, 1), (taps // 2, taps // 2)
-    assert conv2d_thin.suits(x, weight, out, *place)
+    assert few_channels.suits(x, weight, out, *place)
     partials = fprop_cuda(x, weight, out, *place, Epilogue(bias), False, statistics=True)
     dgrad_cuda(dout, weight, dx, *place, Epilogue(), False)
     wgrad_cuda(x, dout, dweight, *place, False, False)
     low = 4e-3 if dtype == ml_dtypes.bfloat16 else 6e-4
     for result, reference in ((out, expected.data), (dx, leaves[0].grad), (dweight, leaves[1].grad)):
         assert relative_error(Tensor(result).numpy(), reference) < (1e-5 if result.dtype == np.float32 else low)
-    assert (partials is None) == (outputs <= conv2d_thin.MOST)
+    assert (partials is None) == (outputs <= few_channels.MOST)
     if partials is not None:
         sums = sums_of(partials)
         assert relative_error(sums[..., 1], (Tensor(out).numpy().astype(np.float64) ** 2).sum((1, 2))) < 1e-5
@@ -97,7 +97,7 @@ def test_the_weight_gradient_adds_to_what_is_there(device, rng, shape, outputs):
     ops.conv2d(Tensor(x.astype(np.float64)), weight, padding=1).backward(dout.astype(np.float64))
     before = rng.standard_normal(weight.shape).astype(np.float32)
     dweight = Tensor(before, device="cuda").data
-    conv2d_thin.wgrad(*(Tensor(array, device="cuda").data for array in (x, dout)), dweight, True)
+    few_channels.wgrad(*(Tensor(array, device="cuda").data for array in (x, dout)), dweight, True)
     assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < 1e-5
 
 
@@ -112,8 +112,8 @@ def test_the_embedding_and_relu_come_with_it(rng, shape, outputs):
     expected = np.maximum(ops.conv2d(*wide, padding=1).numpy() + emb[:, None, None], 0)
     x, weight, out, bias, emb = (Tensor(a, device="cuda").data for a in (x, weight, out, bias, emb))
     epilogue = Epilogue(bias, emb)
-    assert conv2d_thin.suits(x, weight, out, (1, 1), (1, 1), epilogue)
-    conv2d_thin.fprop(x, weight, out, epilogue, relu=True)
+    assert few_channels.suits(x, weight, out, (1, 1), (1, 1), epilogue)
+    few_channels.fprop(x, weight, out, epilogue, relu=True)
     assert relative_error(Tensor(out).numpy(), expected) < 4e-3
 
 
@@ -134,7 +134,7 @@ def test_gradient_to_a_norm(rng, shape, outputs, taps, scaled, float32_dout, dty
         convolution.dout = rounded.astype(np.float32) * np.float32(away)
         assert np.array_equal(convolution.dout.astype(dtype), rounded)
     dout, weight, norm, out = convolution.on_gpu()
-    assert conv2d_thin.suits_norm(out.data, norm)
+    assert few_channels.suits_norm(out.data, norm)
     partials = dgrad_cuda(dout, weight, out.data, (1, 1), convolution.padding, Epilogue(), False, norm=norm)
     convolution.check(out, partials)
 
@@ -144,7 +144,7 @@ def test_gradient_to_a_norm(rng, shape, outputs, taps, scaled, float32_dout, dty
 def test_where_the_kernel_finds_the_weight(shape, flipped):
     """kernels/conv2d_thin.cu's Weight: (tap, thin channel, wide channel) against the array's own indexing."""
     weight = np.arange(np.prod(shape)).reshape(shape)
-    at = conv2d_thin._weight(shape[3], 3, thin_last=shape[3] == 3, flipped=flipped)
+    at = few_channels._weight(shape[3], 3, thin_last=shape[3] == 3, flipped=flipped)
     turned = weight[:, ::-1, ::-1] if flipped else weight
     for tap, j, c in ((0, 0, 0), (1, 2, 5), (5, 1, 63), (8, 2, 0)):
         expected = turned[(c, tap // 3, tap % 3, j) if shape[3] == 3 else (j, tap // 3, tap % 3, c)]
@@ -153,12 +153,12 @@ def test_where_the_kernel_finds_the_weight(shape, flipped):
 
 @pytest.mark.parametrize("n, size, thin", [(1, 64, 3), (32, 64, 3), (264, 64, 7), (400, 224, 3)])
 def test_a_tile_fits_in_shared_memory(n, size, thin):
-    for bytes_of in (conv2d_thin.lines_bytes, conv2d_thin.copies_bytes, conv2d_thin.products_bytes):
-        rows, shared = conv2d_thin._rows(n, size, lambda rows, of=bytes_of: of(rows, size, thin, 3))
-        assert 0 < rows <= size and shared == bytes_of(rows, size, thin, 3) <= conv2d_thin.SHARED_BYTES
+    for bytes_of in (few_channels.lines_bytes, few_channels.copies_bytes, few_channels.products_bytes):
+        rows, shared = few_channels._rows(n, size, lambda rows, of=bytes_of: of(rows, size, thin, 3))
+        assert 0 < rows <= size and shared == bytes_of(rows, size, thin, 3) <= few_channels.SHARED_BYTES
 
 
 @pytest.mark.parametrize("width", [1, 4, 15, 16, 17, 28, 64, 65, 80, 81, 252])
 def test_lines_begin_in_other_banks(width):
-    words = conv2d_thin.line_pitch(width) // 2
+    words = few_channels.line_pitch(width) // 2
     assert words % 32 == 8 and 0 <= 2 * words - 4 * -(-width // 4) < 64

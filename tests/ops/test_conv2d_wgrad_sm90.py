@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 
 from cudiff import ops
+from cudiff.cuda.kernels.convolution import sm90, wgrad_sm90
 from cudiff.cuda.launch import blocks
 from cudiff.cuda.waiting import waiting
-from cudiff.ops import conv2d_sm90, conv2d_wgrad_sm90
 from cudiff.tensor import Tensor
 from tests.check import relative_error
 from tests.ops.test_conv2d_sm90 import SIZES, TOLERANCES
@@ -21,12 +21,12 @@ def test_wgrad_in_parts_adds_to_what_is_there(hopper, rng, outputs, channels, cl
     ops.conv2d(Tensor(x.astype(np.float64)), weight, padding=kernel[0] // 2).backward(dout.astype(np.float64))
     before = rng.standard_normal(weight.shape).astype(np.float32)
     operands = [Tensor(array, device="cuda").data for array in (x, dout)]
-    plans = conv2d_wgrad_sm90.plans((3, 48, columns), (weight.shape,), upsample=False)
+    plans = wgrad_sm90.plans((3, 48, columns), (weight.shape,), upsample=False)
     cuts = {plan[:2]: plan._replace(cluster=cluster, parts=parts) for plan in plans}
     assert cuts
     for chosen in cuts.values():
         dweight = Tensor(before, device="cuda").data
-        conv2d_wgrad_sm90.wgrad(*operands, dweight, True, chosen)
+        wgrad_sm90.wgrad(*operands, dweight, True, chosen)
         assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < 1e-5
 
 
@@ -45,15 +45,15 @@ def test_wgrad_reads_its_input_upsampled(hopper, rng, dtype, taps, size, outputs
     seen = x.astype(np.float64).repeat(2, 1).repeat(2, 2)
     ops.conv2d(Tensor(seen), weight, padding=taps // 2).backward(dout.astype(np.float64))
     x, dout = (Tensor(array, device="cuda").data for array in (x, dout))
-    assert conv2d_wgrad_sm90.suits_upsampled(x, weight.data, dout)
+    assert wgrad_sm90.suits_upsampled(x, weight.data, dout)
     cuts = {plan._replace(cluster=cluster, parts=parts)
-            for plan in conv2d_wgrad_sm90.plans(dout.shape[:3], (weight.shape,), upsample=True)}
+            for plan in wgrad_sm90.plans(dout.shape[:3], (weight.shape,), upsample=True)}
     assert {plan.taps for plan in cuts} == {1, taps}
     before = rng.standard_normal(weight.shape).astype(np.float32)
     for chosen in (None, *cuts):
         dweight, new = (Tensor(array, device="cuda").data for array in (before, np.full_like(before, np.nan)))
-        conv2d_wgrad_sm90.wgrad(x, dout, dweight, True, chosen)
-        conv2d_wgrad_sm90.wgrad(x, dout, new, False, chosen)
+        wgrad_sm90.wgrad(x, dout, dweight, True, chosen)
+        wgrad_sm90.wgrad(x, dout, new, False, chosen)
         assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < 1e-5
         assert relative_error(Tensor(new).numpy(), weight.grad) < 1e-5
 
@@ -65,8 +65,8 @@ def test_weight_gradients_wait_and_share_launches(hopper, rng, monkeypatch, size
     """More than a launch takes, of different channels, from one and two sources, one of them twice; those whose dout is
     about to be overwritten are done before."""
     launched = []
-    monkeypatch.setattr(conv2d_wgrad_sm90, "_KIND", conv2d_wgrad_sm90._KIND._replace(
-        launch=lambda jobs: (launched.append(len(jobs)), conv2d_wgrad_sm90._launch(jobs))))
+    monkeypatch.setattr(wgrad_sm90, "_KIND", wgrad_sm90._KIND._replace(
+        launch=lambda jobs: (launched.append(len(jobs)), wgrad_sm90._launch(jobs))))
     sources = [(64, 40), (64, 0), (8, 0), (3, 0), (72, 0), (128, 24), (200, 0), (16, 0), (64, 64), (24, 0), (72, 0)]
     sources += [(16, 0)] * 8
     douts, results, expected = [], [], []
@@ -83,9 +83,9 @@ def test_weight_gradients_wait_and_share_launches(hopper, rng, monkeypatch, size
             results.append(Tensor(before.astype(np.float32), device="cuda").data)
             douts.append(dout)
             expected.append((before if i % 3 else 0) + weight.grad)
-            conv2d_wgrad_sm90.wgrad(x, dout, results[-1], bool(i % 3), x2=x2)
+            wgrad_sm90.wgrad(x, dout, results[-1], bool(i % 3), x2=x2)
         assert launched == [16]
-        conv2d_wgrad_sm90.wgrad(x, dout, results[-1], True, x2=x2)
+        wgrad_sm90.wgrad(x, dout, results[-1], True, x2=x2)
         expected[-1] = expected[-1] + weight.grad
         assert launched == [16, 3]
         waits.finish(douts[0], written=True), waits.finish(douts[-1])
@@ -105,16 +105,16 @@ def test_weight_gradients_wait_and_share_launches(hopper, rng, monkeypatch, size
 def test_a_launch_gives_the_same_bits_each_time(hopper, rng, taps, cluster):
     """Sums were once lost where they lay on barriers, in one of a hundred launches."""
     images, weights = (32, 8, 8), ((256, 3, 3, 192), *[(256, 3, 3, 256)] * 3)
-    plans = conv2d_wgrad_sm90.plans(images, weights, upsample=False)
+    plans = wgrad_sm90.plans(images, weights, upsample=False)
     chosen = next(plan for plan in plans if plan.taps == taps)._replace(cluster=cluster, parts=cluster)
     jobs, first = [], []
     for weight in weights:
         x, dout = (Tensor(rng.standard_normal((*images, c)).astype(ml_dtypes.bfloat16), device="cuda").data
                    for c in (weight[3], weight[0]))
         dweight = Tensor(np.zeros(weight, np.float32), device="cuda").data
-        jobs.append(conv2d_wgrad_sm90._Job(x, None, dout, dweight, False))
+        jobs.append(wgrad_sm90._Job(x, None, dout, dweight, False))
     for count in range(300):
-        conv2d_wgrad_sm90._launch_as(chosen, jobs)
+        wgrad_sm90._launch_as(chosen, jobs)
         if count == 0:
             first = [job.dweight.copy() for job in jobs]
             differ = first[0][0, 0, 0, 0] * 0
@@ -133,22 +133,22 @@ def test_wgrad_of_tf32_in_parts_adds_to_what_is_there(hopper, rng, outputs, chan
     ops.conv2d(Tensor(x.astype(np.float64)), weight, padding=kernel[0] // 2).backward(dout.astype(np.float64))
     before = rng.standard_normal(weight.shape).astype(np.float32)
     dweight = Tensor(before, device="cuda").data
-    conv2d_wgrad_sm90.wgrad_tf32(*(Tensor(array, device="cuda").data for array in (x, dout)), dweight, True, parts)
+    wgrad_sm90.wgrad_tf32(*(Tensor(array, device="cuda").data for array in (x, dout)), dweight, True, parts)
     assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < TOLERANCES[np.float32][1]
 
 
 @pytest.mark.parametrize("kernel_rows, upsample", [(1, False), (3, False), (1, True), (3, True)])
 def test_every_wgrad_fits(kernel_rows, upsample):
     for height, columns in SIZES:
-        width = conv2d_wgrad_sm90.width_of(columns)
+        width = wgrad_sm90.width_of(columns)
         for channels in (8, 65, 129, 512):
             images, weights = (2, height, columns), ((72, kernel_rows, 3, channels), (200, kernel_rows, 3, 8))
-            plans = list(conv2d_wgrad_sm90.plans(images, weights, upsample))
+            plans = list(wgrad_sm90.plans(images, weights, upsample))
             if upsample:
                 assert bool(plans) == (width == 8 or width % 16 == 0)
             if not plans:
                 continue
-            assert conv2d_wgrad_sm90.plan(images, weights, upsample) in plans
+            assert wgrad_sm90.plan(images, weights, upsample) in plans
             for plan in plans:
                 slab = blocks((plan.rows + kernel_rows - 1) * (width + plan.taps - 1 + 2 * upsample) * 128, 1024) * 1024
                 assert plan.stages * (plan.rows * width * 128 + plan.across * slab) + 16 * plan.stages <= plan.shared
@@ -157,38 +157,38 @@ def test_every_wgrad_fits(kernel_rows, upsample):
                 assert plan.taps == 1 or (kernel_rows == 3 and (width == 8 or width % 16 == 0))
                 assert plan.cluster <= plan.parts <= 2 * blocks(height, plan.rows) and plan.parts % plan.cluster == 0
                 assert 256 * 64 * kernel_rows * plan.across * plan.taps + 16 * plan.stages <= plan.shared
-                assert plan.shared + 1024 <= conv2d_sm90.SHARED_BYTES
-            if columns > conv2d_wgrad_sm90.TF32_COLUMNS:
+                assert plan.shared + 1024 <= sm90.SHARED_BYTES
+            if columns > wgrad_sm90.TF32_COLUMNS:
                 continue
-            rows, across, stages, shared = conv2d_wgrad_sm90.fit_tf32(height, columns, channels, kernel_rows)
+            rows, across, stages, shared = wgrad_sm90.fit_tf32(height, columns, channels, kernel_rows)
             assert rows * width <= 256 and 1 <= rows <= height and across >= 1 and stages >= 3
-            assert conv2d_wgrad_sm90.width_of(width + kernel_rows - 1) <= 256
+            assert wgrad_sm90.width_of(width + kernel_rows - 1) <= 256
             sums = kernel_rows**2 * across * 16 * 128 * 4
-            assert sums + 16 * stages <= shared <= conv2d_sm90.SHARED_BYTES - 1024
+            assert sums + 16 * stages <= shared <= sm90.SHARED_BYTES - 1024
 
 
 @pytest.mark.parametrize("columns", range(1, 30))
 def test_every_tap_of_a_tf32_wgrad_lies_in_the_slab(monkeypatch, columns):
     """The pixels that fill a row up to a multiple of 8 are read too, at each tap."""
     found = []
-    monkeypatch.setattr(conv2d_wgrad_sm90, "launch", lambda *args, **constants: found.append(args[4]))
-    monkeypatch.setattr(conv2d_wgrad_sm90, "empty", np.empty)
-    monkeypatch.setattr(conv2d_wgrad_sm90, "tensor_map", lambda array, box: box)
-    monkeypatch.setattr(conv2d_wgrad_sm90, "add_parts", lambda *args: None)
+    monkeypatch.setattr(wgrad_sm90, "launch", lambda *args, **constants: found.append(args[4]))
+    monkeypatch.setattr(wgrad_sm90, "empty", np.empty)
+    monkeypatch.setattr(wgrad_sm90, "tensor_map", lambda array, box: box)
+    monkeypatch.setattr(wgrad_sm90, "add_parts", lambda *args: None)
     x = np.zeros((2, 5, columns, 32), np.float32)
-    conv2d_wgrad_sm90.wgrad_tf32(x, x, np.zeros((32, 3, 3, 32), np.float32), add=False)
+    wgrad_sm90.wgrad_tf32(x, x, np.zeros((32, 3, 3, 32), np.float32), add=False)
     ((x_box, dout_box, *_, rows, width, pitch, _),) = found
     assert x_box == (1, rows + 2, pitch, 32) and dout_box == (1, rows, width, 32)
     assert columns <= width and width - 1 + 2 < pitch and pitch % 8 == 0
 
 
 @pytest.mark.parametrize("dtype, columns, kernel", [
-    (np.float16, 136, (3, 3)), (np.float32, conv2d_wgrad_sm90.TF32_COLUMNS + 8, (3, 3)), (np.float32, 8, (1, 3)),
+    (np.float16, 136, (3, 3)), (np.float32, wgrad_sm90.TF32_COLUMNS + 8, (3, 3)), (np.float32, 8, (1, 3)),
 ], ids=str)
 def test_weight_gradients_left_to_the_portable_kernels(monkeypatch, dtype, columns, kernel):
     """Of wide images, and in tf32 of kernels that are not square: forward takes them."""
-    monkeypatch.setattr(conv2d_sm90, "hopper", lambda: True)
-    monkeypatch.setattr(conv2d_sm90, "aligned", lambda *args: True)
+    monkeypatch.setattr(sm90, "hopper", lambda: True)
+    monkeypatch.setattr(sm90, "aligned", lambda *args: True)
     x, weight, padding = np.zeros((1, 8, columns, 16), dtype), np.zeros((16, *kernel, 16), dtype), (kernel[0] // 2, 1)
-    assert conv2d_sm90.suits(x, weight, x, padding=padding, tf32=True)
-    assert not conv2d_wgrad_sm90.suits(x, weight, x, padding=padding, tf32=True)
+    assert sm90.suits(x, weight, x, padding=padding, tf32=True)
+    assert not wgrad_sm90.suits(x, weight, x, padding=padding, tf32=True)

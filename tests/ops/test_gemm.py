@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from cudiff.ops.gemm import LINE_BYTES, STAGES, TILES, plan
+from cudiff.cuda.kernels.gemm.product import LINE_BYTES, STAGES, TILES, plan
 from cudiff.ops.matmul import linear, matmul
 from cudiff.tensor import Tensor
 from tests.check import relative_error
@@ -41,7 +41,7 @@ def test_every_tile_in_every_layout(monkeypatch, rng, tile, dtype, tf32):
     if tile.rows * tile.columns > 128 * 64 and dtype == "float32" and not tf32:
         pytest.skip("this tile spills where operands are split")
     dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    monkeypatch.setattr("cudiff.ops.gemm.TILES", (tile,))
+    monkeypatch.setattr("cudiff.cuda.kernels.gemm.product.TILES", (tile,))
     plan.forget()
     a, b = (rng.standard_normal(shape).astype(dtype) for shape in ((200, 136), (168, 136)))
     x, weight = (Tensor(array, requires_grad=True, device="cuda") for array in (a, b))

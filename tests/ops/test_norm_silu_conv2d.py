@@ -3,9 +3,9 @@ import pytest
 
 from cudiff.backend import bfloat16
 from cudiff.cuda.device import hopper
+from cudiff.cuda.kernels.convolution import wgrad_sm90
 from cudiff.gradient import Kept
 from cudiff.nn.parameter import Parameter
-from cudiff.ops import conv2d_wgrad_sm90
 from cudiff.ops.attention import attention_qkv
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
 from cudiff.tensor import Tensor
@@ -236,8 +236,8 @@ def test_a_gradient_that_waiting_work_reads(device, rng, monkeypatch):
     """A block's dout is also its residual's gradient, to which the first norm's backward adds while dout still waits to
     be read for the weight's gradient. The last units have one tensor for input and residual."""
     launched, kept, init = [], [], Kept.__init__
-    monkeypatch.setattr(conv2d_wgrad_sm90, "_KIND", conv2d_wgrad_sm90._KIND._replace(
-        launch=lambda jobs: (launched.append(len(jobs)), conv2d_wgrad_sm90._launch(jobs))))
+    monkeypatch.setattr(wgrad_sm90, "_KIND", wgrad_sm90._KIND._replace(
+        launch=lambda jobs: (launched.append(len(jobs)), wgrad_sm90._launch(jobs))))
     monkeypatch.setattr(Kept, "__init__", lambda self, *arrays: (kept.append(arrays), init(self, *arrays))[1])
     size, c = ((3, 8, 8), 64) if device == "cuda" else ((2, 3, 2), 4)
     arrays = [rng.standard_normal((*size, c)), *(rng.standard_normal((c, 3, 3, c)) * 0.05 for _ in range(4)),

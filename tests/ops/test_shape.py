@@ -4,7 +4,7 @@ import pytest
 
 import cudiff
 from cudiff import Tensor
-from cudiff.ops.shape import merge_axes
+from cudiff.cuda.kernels.shape import merge_axes
 from tests.check import check_op, torch
 
 INTEGERS = [np.uint8, np.int32, np.int64, np.bool_]

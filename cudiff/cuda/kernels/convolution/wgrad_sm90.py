@@ -12,13 +12,21 @@ import numpy as np
 
 from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.device import MULTIPROCESSORS
+from cudiff.cuda.kernels.convolution.sm90 import (
+    BARRIER_BYTES,
+    CHANNELS,
+    CLUSTERS,
+    LINE_BYTES,
+    SHARED_BYTES,
+    full_strips,
+    keeps_size,
+)
+from cudiff.cuda.kernels.shape import padded
 from cudiff.cuda.launch import address, aligned, blocks, empty, launch
 from cudiff.cuda.sums import add_parts
 from cudiff.cuda.tensor_map import tensor_map
 from cudiff.cuda.tiles import Planner
 from cudiff.cuda.waiting import Kind, submit
-from cudiff.ops.conv2d_sm90 import BARRIER_BYTES, CHANNELS, CLUSTERS, LINE_BYTES, SHARED_BYTES, full_strips, keeps_size
-from cudiff.ops.shape import pad_cuda
 
 JOBS = 16  # that a launch takes: 7 of the 32 KiB that its arguments may have
 WAITING_BYTES = 128 << 20  # of images, for them: with 144 the U-Net's step at batch 32 takes 96 MiB more
@@ -275,4 +283,4 @@ def _sums(dweight: Array, count: int) -> tuple[Array, np.int64]:
 def _whole(x: Array) -> Array:
     """x with zero channels added to make a multiple of 8, whose rows TMA can read."""
     rest = -x.shape[3] % 8
-    return pad_cuda(x, ((0, 0), (0, 0), (0, 0), (0, rest))) if rest else x
+    return padded(x, ((0, 0), (0, 0), (0, 0), (0, rest))) if rest else x

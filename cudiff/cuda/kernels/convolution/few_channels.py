@@ -14,11 +14,11 @@ import numpy as np
 
 from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.device import MULTIPROCESSORS
+from cudiff.cuda.kernels.convolution.sm90 import Norm
+from cudiff.cuda.kernels.elementwise import relu_forward
+from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.cuda.sums import add_parts
-from cudiff.ops.conv2d_sm90 import Norm
-from cudiff.ops.elementwise import relu_cuda
-from cudiff.ops.gemm import Epilogue
 
 MOST = 7  # channels of the thin image: up to nine times as many are the depth of a product
 SHARED_BYTES = 80 << 10  # of a block: two fit on a multiprocessor of an A100 or of Hopper, one on any
@@ -123,7 +123,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, moments: int 
             **constants, BN=channels, MOMENTS=0, NORM=0,
         )
         if relu:
-            relu_cuda(out, out)
+            relu_forward(out, out)
         return None
     rows, shared = _rows(n, height, lambda rows: copies_bytes(rows, width, thin, taps))
     columns = _columns(outputs)

@@ -9,12 +9,12 @@ import numpy as np
 
 from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.device import MULTIPROCESSORS, hopper
+from cudiff.cuda.kernels.gemm.product import Epilogue
+from cudiff.cuda.kernels.shape import turned
 from cudiff.cuda.launch import address, aligned, blocks, launch
 from cudiff.cuda.sums import empty_partials
 from cudiff.cuda.tensor_map import tensor_map
 from cudiff.cuda.tiles import Planner
-from cudiff.ops.gemm import Epilogue
-from cudiff.ops.shape import turned_cuda
 
 CHANNELS = 64  # of a tile
 LINE_BYTES = 128  # of shared memory
@@ -274,7 +274,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     outputs = first_outputs if out2 is None else first_outputs + out2.shape[3]
     weight = _as_dtype(weight, x.dtype)
     if transposed and x.dtype == float32:  # wgmma takes tf32 only as fprop has it
-        weight, transposed = turned_cuda(weight), False
+        weight, transposed = turned(weight), False
     chunk = LINE_BYTES // x.dtype.itemsize
     shape = n, height, columns, channels
     skip_bias, skip_channels, skip_split = None, 0, 0

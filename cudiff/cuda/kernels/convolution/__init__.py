@@ -1,0 +1,1 @@
+"""Convolutions over channels-last images."""

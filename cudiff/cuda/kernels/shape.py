@@ -1,0 +1,100 @@
+"""Copies between views: joins, slices, transposes, borders."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from cudiff.backend import Array, array_module, bfloat16, float16, float32, int32, int64
+from cudiff.cuda.launch import blocks, empty, launch
+
+
+def merge_axes(
+    sizes: Sequence[int], strides: Sequence[Sequence[int]]
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """The fewest axes that visit the same elements in the same order: sizes, and strides of each view."""
+    kept = [i for i, size in enumerate(sizes) if size != 1] or list(range(len(sizes)))[:1]
+    merged = [[1, *(0 for _ in strides)]]
+    for i in kept:
+        axis = [sizes[i], *(view[i] for view in strides)]
+        if all(outer == inner * sizes[i] for outer, inner in zip(merged[-1][1:], axis[1:], strict=True)):
+            axis[0] *= merged[-1][0]
+            merged[-1] = axis
+        else:
+            merged.append(axis)
+    merged = [axis for axis in merged if axis[0] != 1] or merged[-1:]
+    columns = tuple(zip(*merged, strict=True))
+    return columns[0], columns[1:]
+
+
+_VIEWS = np.dtype([("dims", "i4"), ("sizes", "i4", 6), ("out", "i8", 6), ("x", "i8", 6)], align=True)
+_UNITS = {1: np.dtype(np.uint8), 2: float16, 4: int32, 8: int64}
+
+
+def move(out: Array, x: Array, accumulate: bool = False) -> None:
+    """out[...] = x, or += x, between CuPy views of one shape and any strides. Raises ValueError over 6 merged axes."""
+    if out.size == 0:
+        return
+    dtype = out.dtype if out.dtype in (float32, bfloat16, float16) else _UNITS[out.itemsize]
+    sizes, strides = merge_axes(out.shape, (out.strides, x.strides))
+    unit = 16 if _in_packs(sizes, strides, out, x) else out.itemsize
+    sizes = (*sizes[:-1], sizes[-1] * out.itemsize // unit)
+    count = math.prod(sizes)
+    if len(sizes) > 6 or count >= 2**32:
+        raise ValueError(f"moving shape {out.shape} on CUDA takes at most 6 axes and 2**32 elements")
+    views = np.zeros((), _VIEWS)
+    views["dims"] = dims = len(sizes)
+    views["sizes"][:dims] = sizes
+    for name, view in zip(("out", "x"), strides, strict=True):
+        views[name][:dims] = [stride // unit for stride in view[:-1]] + [view[-1] // out.itemsize]
+    name = ("add" if accumulate else "copy") + ("_packed" if unit != out.itemsize else "")
+    launch("shape", name, blocks(count, 1024), 256, (out, x, np.uint32(count), views), T=dtype)
+
+
+def _in_packs(sizes: tuple[int, ...], strides: Sequence[tuple[int, ...]], out: Array, x: Array) -> bool:
+    """Whether both views (strides in bytes) consist of whole, aligned packs of 16 bytes."""
+    whole = sizes[-1] * out.itemsize % 16 == 0 and out.itemsize < 16
+    return whole and all(
+        view[-1] == out.itemsize and array.data.ptr % 16 == 0 and all(stride % 16 == 0 for stride in view[:-1])
+        for view, array in zip(strides, (out, x), strict=True)
+    )
+
+
+def contiguous(view: Array) -> Array:
+    """A strided CuPy view as an array of its own."""
+    out = empty(view.shape, view.dtype)
+    move(out, view)
+    return out
+
+
+def turned(weight: Array) -> Array:
+    """weight (K, R, S, C) as (C, R, S, K) with its taps in reverse order: the gradient of the input of a convolution is
+    the convolution with it."""
+    outputs, rows, columns, channels = weight.shape
+    out = empty((channels, rows, columns, outputs), weight.dtype)
+    pitches = (np.int64(weight.strides[axis] // weight.itemsize) for axis in (0, 2))
+    launch(
+        "shape", "turn", (blocks(channels, 32), blocks(outputs, 32), rows * columns), (32, 8),
+        (out, weight, *pitches, outputs, rows * columns, channels), T=weight.dtype,
+    )
+    return out
+
+
+def zeros(shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    return array_module("cuda").zeros(shape, dtype)
+
+
+def region(shape: tuple[int, ...], widths: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
+    """Where an array of this shape lies in one padded by `widths`."""
+    return tuple(slice(before, before + size) for (before, _), size in zip(widths, shape, strict=True))
+
+
+def padded(x: Array, widths: Sequence[tuple[int, int]], value: float = 0.0) -> Array:
+    """A border of `value` around x."""
+    out = zeros(tuple(sum(w) + size for w, size in zip(widths, x.shape, strict=True)), x.dtype)
+    if value:
+        launch("shape", "fill", blocks(out.size, 1024), 256, (out, float(value), np.int64(out.size)), T=out.dtype)
+    move(out[region(x.shape, widths)], x)
+    return out
