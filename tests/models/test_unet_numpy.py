@@ -163,7 +163,7 @@ def test_a_net_without_classes_has_no_embedding_of_labels(classes):
     assert build(Config(image_size=8, channels=1, model_channels=8, num_classes=classes)).label_emb is None
 
 
-@pytest.mark.parametrize("size, advice", [(30, "such as 24 or 32"), (4, "such as 8 or 8"), (33, "such as 32 or 40")])
+@pytest.mark.parametrize("size, advice", [(30, "such as 24 or 32"), (4, "such as 8"), (33, "such as 32 or 40")])
 def test_a_size_that_does_not_halve_is_told_with_one_that_does(size, advice):
     with pytest.raises(CudiffError, match=f"image size {size} does not halve 3 times: use a multiple of 8, {advice},"):
         UNet(size)
