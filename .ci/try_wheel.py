@@ -5,7 +5,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from cudiff.cuda.module import kernel_folder
+from cudiff.cuda.compiler import kernel_folder
 
 import cudiff
 

@@ -73,15 +73,15 @@ TESTS = {
     "kernels/accumulate.cu": ["tests/test_graph.py", "tests/ops/test_reduce.py", "tests/ops/test_norm_silu_conv2d.py"],
 }
 STEMS_OF = {  # headers, by the kernels that include them; other kernels by their own stem and that of their operation
-    "affine": ["group_norm", "layer_norm", "batch_norm"], "attention": ["attention", "attention_sm90"],
+    "affine": ["group_norm", "conv2d_thin"], "attention": ["attention", "attention_sm90"],
     "attention_sm90": ["attention", "attention_sm90"], "attention_short_sm90": ["attention", "attention_sm90"],
     "cluster": ["conv2d_wgrad_sm90", "group_norm_sm90"], "common": ["elementwise", "shape"],
     "conv2d_wgrad_tf32_sm90": ["conv2d_wgrad_sm90"], "flash": ["attention"],
     "gemm": ["matmul", "conv2d", "norm_silu_conv2d"],
     "group_norm_backward_sm90": ["group_norm_sm90", "group_norm"], "group_norm_boxes": ["group_norm_sm90"],
-    "map": ["elementwise", "arithmetic"], "mma": ["matmul", "attention", "conv2d"],
-    "moments": ["group_norm", "pool", "conv2d_thin"], "philox": ["random", "dropout"],
-    "reduce": ["softmax", "layer_norm", "mse"], "tiles": ["matmul", "conv2d"], "vector": ["elementwise", "shape"],
+    "map": ["elementwise"], "mma": ["matmul", "linears", "attention", "conv2d"],
+    "moments": ["group_norm", "pool", "batch_norm"], "philox": ["random", "dropout"],
+    "reduce": ["softmax", "layer_norm", "mse"], "tiles": ["group_norm"], "vector": ["layer_norm", "mse", "edm"],
     "wgmma": ["conv2d_sm90", "attention_sm90"],
 }
 
