@@ -5,9 +5,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from cudiff.cuda.compiler import kernel_folder
-
 import cudiff
+from cudiff.cuda.compiler import kernel_folder
 
 tree = Path(sys.argv[1])
 # .cu, .cuh, .toml
