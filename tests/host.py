@@ -255,7 +255,7 @@ def pretend(monkeypatch: Any, hopper: bool) -> Host:
     forget()
     host = Host(hopper)
     stand_ins = {
-        "get_cupy": lambda: host, "cuda_status": lambda: (True, "host"), "hopper": lambda: hopper,
+        "get_cupy": lambda: host, "cuda_status": lambda: (True, "host"),
         "kernel_architecture": lambda: "sm_90a" if hopper else "sm_90",
         "exchange_workspace": lambda: host.empty(16, np.uint8),
         "device_of": lambda array: "cuda" if isinstance(array, Array) else "cpu",

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from cudiff import ops
-from cudiff.cuda.kernels.convolution.sm90 import Norm
+from cudiff.cuda.kernels.convolution.problem import Norm
 from cudiff.tensor import Tensor
 from tests.check import relative_error
 

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-from importlib import import_module
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,8 +16,9 @@ import torch
 
 from cudiff.backend import bfloat16
 from cudiff.config import PRESETS
-from cudiff.cuda.kernels.convolution import few_channels, sm90, wgrad_sm90
-from cudiff.cuda.kernels.gemm import product
+from cudiff.cuda.kernels.convolution import few_channels, portable, sm90, wgrad_sm90
+from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Image, Operands, Problem, Skip, Weight
+from cudiff.cuda.kernels.gemm import matmul, product
 from cudiff.data.dataset import Dataset
 from cudiff.models import build
 from cudiff.models.cnn import CNN
@@ -216,7 +216,6 @@ def test_rows_stand_before_pytorch_is_asked_and_after_each_answer(monkeypatch, t
     assert [(row["ours"], row["theirs"]) for row in rows] == [(3.0, None), (3.0, None), (3.0, 9.0), (3.0, 8.0)]
 
 
-conv2d, matmul = (import_module(f"cudiff.ops.{name}") for name in ("conv2d", "matmul"))
 CONVOLUTION = 2 * 4 * 32 * 32 * 64 * 128 * 9  # operations of 4 images of 32 x 32 pixels, 64 channels to 128
 
 
@@ -236,7 +235,7 @@ def launched(monkeypatch):
     maps = np.zeros(1, np.dtype([("words", np.uint64, 16)]))
     for module in (sm90, wgrad_sm90):
         monkeypatch.setattr(module, "tensor_map", lambda *args, **kwargs: maps)
-    for module in (conv2d, matmul):
+    for module in (portable, matmul):
         monkeypatch.setattr(module, "aligned", lambda *args: True)
         monkeypatch.setattr(module, "empty", np.empty)
     return found
@@ -247,17 +246,18 @@ def test_the_profile_counts_the_operations_of_convolutions(launched):
         return np.zeros(shape, bfloat16)
 
     x, weight, dout = bf16(4, 32, 32, 64), bf16(128, 3, 3, 64), bf16(4, 32, 32, 128)
-    shapes = (x.shape, weight.shape, dout.shape)
     sm90.fprop(x, weight, dout, product.Epilogue())
     sm90.fprop(dout, weight, x, product.Epilogue(), transposed=True)
     wgrad_sm90.wgrad(x, dout, np.zeros(weight.shape, np.float32), add=False)
     wgrad_sm90.wgrad_tf32(x, dout, np.zeros(weight.shape, np.float32), add=False)
-    for direction, a, b, out in (("FPROP", x, weight, dout), ("DGRAD", dout, weight, x), ("WGRAD", dout, x, weight)):
-        conv2d._launch(direction, a, b, out, shapes, (1, 1), (1, 1), product.Epilogue(), False)
+    for direction, a, out in ((FPROP, x, dout), (DGRAD, dout, x), (WGRAD, x, dout)):
+        image, result = (Image(array.shape, array.dtype) for array in (a, out))
+        problem = Problem(direction, image, Weight(weight.shape), result, padding=(1, 1))
+        portable.run(Operands(a, weight, out), portable.offer(problem), problem)
     counted = [flops_of(stem, name, grid, args, constants) for stem, name, grid, args, constants in launched]
     assert [count for count in counted if count] == [CONVOLUTION] * 7
     launched.clear()
-    skip = sm90.Skip(bf16(4, 32, 32, 64), bf16(4, 32, 32, 40), bf16(128, 1, 1, 104), None)
+    skip = Skip(bf16(4, 32, 32, 64), bf16(4, 32, 32, 40), bf16(128, 1, 1, 104), None)
     sm90.fprop(x, weight, dout, product.Epilogue(), skip=skip)
     ((stem, name, grid, args, constants),) = launched
     assert flops_of(stem, name, grid, args, constants) == CONVOLUTION + 2 * 4 * 32 * 32 * 104 * 128

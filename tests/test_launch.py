@@ -36,7 +36,7 @@ def test_where_hoppers_kernels_run(monkeypatch, capability, driver, runs):
     monkeypatch.delenv("CUDIFF_PORTABLE", raising=False)
     monkeypatch.setattr(devices, "current_device", lambda: H200._replace(capability=capability))
     monkeypatch.setattr(devices, "driver_version", lambda: driver)
-    assert devices.hopper() == runs
+    assert (devices.kernel_architecture() == "sm_90a") == runs
 
 
 def test_numpy_arrays_are_passed_whole():

@@ -81,11 +81,6 @@ def kernel_architecture() -> str:
     return current_device().architecture.removesuffix("a" if portable else "")
 
 
-def hopper() -> bool:
-    """Whether the kernels of files named _sm90 run on the current device."""
-    return kernel_architecture() == "sm_90a"
-
-
 def describe() -> dict[str, str]:
     """Versions and the current device, for `cudiff info`."""
     cupy, gpu, newest = get_cupy(), current_device(), driver_version()

@@ -21,6 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from cudiff.backend import Array, cache_folder, cuda_status
 from cudiff.cuda.compiler import kernel_folder
 from cudiff.cuda.device import current_device
+from cudiff.cuda.select import FAMILIES
 from cudiff.errors import CudiffError
 
 
@@ -81,7 +82,10 @@ class Planner(Generic[P]):
         return launch(self(*problem))
 
     def forget(self) -> None:
+        """Choose anew, and which kernels run too: that may depend on what a plan leaves."""
         self._chosen.clear()
+        for table in FAMILIES.values():
+            table.forget()
 
 
 def forget() -> None:

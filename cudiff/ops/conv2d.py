@@ -10,27 +10,18 @@ import threading
 
 import numpy as np
 
-from cudiff.backend import Array, array_module, compute_dtype, float32
+from cudiff.backend import compute_dtype, float32
 from cudiff.cuda.accumulate import gradient_target
-from cudiff.cuda.device import hopper
-from cudiff.cuda.kernels.convolution import few_channels, sm90, wgrad_sm90
-from cudiff.cuda.kernels.convolution.sm90 import Norm
-from cudiff.cuda.kernels.elementwise import relu_forward
-from cudiff.cuda.kernels.gemm.product import Epilogue, Plan, plan, problem_of, product_as
-from cudiff.cuda.kernels.pool import TWICE, spread_windows
-from cudiff.cuda.kernels.shape import contiguous, move
-from cudiff.cuda.launch import aligned, empty
-from cudiff.cuda.sums import empty_partials
+from cudiff.cuda.kernels.convolution import table
+from cudiff.cuda.kernels.convolution.problem import Pair
+from cudiff.cuda.kernels.gemm.product import Epilogue, as_float32
+from cudiff.cuda.launch import empty
 from cudiff.function import Function
 from cudiff.ops.cast import require_floats
-from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
 from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map
 
-Pair = tuple[int, int]
-
-_LONGEST = 2**15 - 1  # side of an image and its padding for conv2d.cu, which has two coordinates in a word
 _PARTIAL_SUMS = 8  # of the weight's gradient: more would be more to add, fewer would leave cores without work
 _thread = threading.local()
 
@@ -140,184 +131,6 @@ def out_size(size: tuple[int, ...], kernel: tuple[int, ...], stride: Pair, paddi
     return height, width
 
 
-def fprop_cuda(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair, epilogue: Epilogue, tf32: bool,
-               statistics: bool = False, relu: bool = False, x2: Array | None = None,
-               skip: sm90.Skip | None = None, upsample: bool = False) -> Array | None:
-    """Convolution, written to out (N, Ho, Wo, K), and what the epilogue adds; then ReLU, if `relu`.
-
-    x2 holds the channels after x's. The result of `skip` is added too, where `sm90.suits_skip` and there is no
-    x2. `upsample`: of x twice as high and wide, each pixel four times. Returns out's `Tensor.partials`, if `statistics`
-    and the kernel makes them.
-    """
-    epilogue = epilogue._replace(rows_per_image=out.shape[1] * out.shape[2])
-    if x2 is None and not upsample and few_channels.suits(x, weight, out, stride, padding, epilogue):
-        return few_channels.fprop(x, weight, out, epilogue, moments=2 * statistics, relu=relu)
-    assert x.dtype == out.dtype
-    takes_sources = x2 is None or (not upsample and wgrad_sm90.suits_pair(x, x2, weight))
-    if takes_sources and sm90.suits(x, weight, out, stride, padding, tf32):
-        return sm90.fprop(
-            x, weight, out, epilogue, statistics=statistics, relu=relu, x2=x2, skip=skip, upsample=upsample
-        )
-    assert skip is None
-    needless = hopper() and out.dtype == float32 and not tf32  # group norm's one pass is a little faster without
-    wants_sums = statistics and not relu and not needless and max(out.shape[1:3]) <= _LONGEST
-    linear = _is_linear(weight.shape[1:3], stride, padding) and not upsample and x2 is None
-    if linear and not (wants_sums and _linear_makes_sums(x, weight, out, tf32)):
-        linear_cuda(x, weight.reshape(weight.shape[0], -1), epilogue, tf32, out.reshape(1, -1, out.shape[3]))
-        sums = None
-    else:
-        sums = _launch("FPROP", x, weight, out, (x.shape, weight.shape, out.shape), stride, padding, epilogue, tf32,
-                       upsample, x2, wants_sums)
-    if relu:
-        relu_forward(out, out)
-    return sums
-
-
-def dgrad_cuda(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pair, epilogue: Epilogue, tf32: bool,
-               sums: bool = False, norm: Norm | None = None) -> Array | None:
-    """Gradient of the input, written to dx (N, H, W, C), and what the epilogue adds.
-
-    Returns dx's sums, float32 (N, tiles, C), if `sums` and the kernel makes them. Where the input is what `norm` made,
-    and the epilogue empty, dx may become the gradient dz of its output before SiLU: then this returns dz's sums and
-    those of dz·x, x the norm's input, in float32 of dz·(x - mean): float32 (N, tiles, C, 2), else None.
-    """
-    norm = norm if all(term is None for term in epilogue[:3]) else None
-    epilogue = epilogue._replace(rows_per_image=dx.shape[1] * dx.shape[2])
-    if few_channels.suits(dout, weight, dx, stride, padding, epilogue):
-        norm = norm if norm is not None and few_channels.suits_norm(dx, norm) else None
-        moments = int(sums) if norm is None else 2
-        return few_channels.fprop(dout, weight, dx, epilogue, moments, transposed=True, norm=norm)
-    assert dout.dtype == dx.dtype
-    if sm90.suits(dout, weight, dx, stride, padding, tf32):
-        norm = norm if norm is not None and sm90.suits_norm(norm) else None
-        return sm90.fprop(dout, weight, dx, epilogue, transposed=True, norm=norm)
-    norm = norm if norm is not None and _suits_norm(norm, dx) else None
-    if _is_linear(weight.shape[1:3], stride, padding):
-        norm = norm if _linear_makes_sums(dout, weight, dx, tf32) else None
-        if norm is None:
-            linear_dx_cuda(dout, weight.reshape(weight.shape[0], -1), dx.reshape(1, -1, dx.shape[3]), epilogue, tf32)
-            return None
-    elif _tiles(weight.shape[1:3], stride, padding, dout, dx) and epilogue.addend is None and epilogue.emb is None:
-        _dgrad_of_tiles(dout, weight, dx, epilogue.bias, tf32)
-        return None
-    shapes = dx.shape, weight.shape, dout.shape
-    return _launch("DGRAD", dout, weight, dx, shapes, stride, padding, epilogue, tf32, norm=norm)
-
-
-def wgrad_cuda(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pair, add: bool, tf32: bool,
-               x2: Array | None = None, upsample: bool = False) -> None:
-    """Gradient of the weight, written or added to dweight (K, R, S, C), float32. The others as in `fprop_cuda`."""
-    on_hopper = wgrad_sm90.suits(x, dweight, dout, stride, padding, tf32)
-    if x2 is not None:
-        on_hopper = on_hopper and not upsample and wgrad_sm90.suits_pair(x, x2, dweight)
-    if upsample and on_hopper and not wgrad_sm90.suits_upsampled(x, dweight, dout):
-        x, upsample = spread_windows(x, dout.shape[1:3], TWICE, 1.0, moments=0)[0], False
-    if x2 is None and not upsample and few_channels.suits(x, dweight, dout, stride, padding):
-        return few_channels.wgrad(x, dout, dweight, add)
-    assert x.dtype == dout.dtype
-    if on_hopper:
-        wgrad_sm90.wgrad(x, dout, dweight, add, x2=x2)
-    elif _is_linear(dweight.shape[1:3], stride, padding) and not upsample and x2 is None:
-        linear_dweight_cuda(x, dout, dweight.reshape(dweight.shape[0], -1), add, tf32)
-    else:
-        shapes, epilogue = (x.shape, dweight.shape, dout.shape), Epilogue(addend=dweight if add else None)
-        _launch("WGRAD", dout, x, dweight, shapes, stride, padding, epilogue, tf32, upsample, x2)
-
-
-def _is_linear(kernel: Pair, stride: Pair, padding: Pair) -> bool:
-    return kernel == stride == (1, 1) and padding == (0, 0)
-
-
-def _makes_sums(chosen: Plan, pixels: int) -> bool:
-    """Whether conv2d.cu leaves sums, of strips of one image of so many pixels each."""
-    return chosen.splits == 1 and pixels % (chosen.tile.rows // chosen.tile.warps_m) == 0
-
-
-def _linear_makes_sums(a: Array, weight: Array, out: Array, tf32: bool) -> bool:
-    """The same of a 1×1 convolution from a to out, forward or backward: without sums matmul.cu is faster."""
-    size = out.size // out.shape[3], out.shape[3], a.shape[3], 1
-    chosen = plan(*problem_of(a.dtype, size, tf32, aligned(a, a.shape[3], weight.shape[3])))
-    return _makes_sums(chosen, out.shape[1] * out.shape[2])
-
-
-def _suits_norm(norm: Norm, dx: Array) -> bool:
-    """Whether conv2d.cu may make dx the gradient of that norm's output before SiLU."""
-    arrays = [array for array in (norm.x, norm.x2, dx) if array is not None]
-    return max(dx.shape[1:3]) <= _LONGEST and all(
-        array.dtype == dx.dtype and array.flags.c_contiguous and aligned(array, array.shape[3]) for array in arrays
-    )
-
-
-def _tiles(kernel: Pair, stride: Pair, padding: Pair, dout: Array, dx: Array) -> bool:
-    """Whether the windows of dx lie side by side and cover it."""
-    covered = dout.shape[1] * kernel[0], dout.shape[2] * kernel[1]
-    return kernel == stride and padding == (0, 0) and dx.shape[1:3] == covered
-
-
-def _dgrad_of_tiles(dout: Array, weight: Array, dx: Array, bias: Array | None, tf32: bool) -> None:
-    """dx where each of its pixels is in one window: a product whose rows are windows, then their pixels' places."""
-    (n, height, width, _), (k, rows, columns, c) = dout.shape, weight.shape
-    windows = empty((n, height, width, rows * columns * c), dx.dtype)
-    if bias is not None:
-        bias = contiguous(array_module("cuda").broadcast_to(bias, (rows * columns, c)))
-    linear_dx_cuda(dout, weight.reshape(k, -1), windows, Epilogue(bias), tf32)
-    move(
-        dx.reshape(n, height, rows, width, columns, c),
-        windows.reshape(n, height, width, rows, columns, c).transpose(0, 1, 3, 2, 4, 5),
-    )
-
-
-def _launch(direction: str, a: Array, b: Array, out: Array, shapes: tuple, stride: Pair, padding: Pair,
-            epilogue: Epilogue, tf32: bool, upsample: bool = False, x2: Array | None = None,
-            statistics: bool = False, norm: Norm | None = None) -> Array | None:
-    """One pass of kernels/conv2d.cu; shapes = those of x, weight and out. Returns what `fprop_cuda` does under
-    `statistics` and `dgrad_cuda` with a `norm`."""
-    (n, height, width, c1), (k, *kernel, c), (_, *size, _) = shapes
-    b = b if b.dtype == a.dtype else b.astype(a.dtype)
-    b = b if b.flags.c_contiguous else contiguous(b)  # a weight of one of two sources
-    longest = _LONGEST - max(padding)
-    if max(height * (1 + upsample), width * (1 + upsample), *size) > longest:
-        raise ValueError(
-            f"conv2d on CUDA: an image of {height} x {width} pixels to {size[0]} x {size[1]}: cut it into parts of at "
-            f"most {longest} a side"
-        )
-    taps, out_pixels = kernel[0] * kernel[1], size[0] * size[1]
-    pixels = height * width if direction == "DGRAD" else out_pixels
-    rows, columns, depth, chunk_a, chunk_b = {
-        "FPROP": (n * pixels, k, taps * c, c1, taps * c),
-        "DGRAD": (n * pixels, c, taps * k, k, c),
-        "WGRAD": (k, taps * c, n * out_pixels, k, c1),
-    }[direction]
-    extent = rows, columns, depth, 1
-    a_vec, b_vec = aligned(a, chunk_a), aligned(b, chunk_b)
-    if x2 is not None and not aligned(x2, c - c1):
-        a_vec, b_vec = a_vec and direction != "FPROP", b_vec and direction != "WGRAD"
-
-    def makes_sums(chosen: Plan) -> bool:
-        return (statistics or norm is not None) and _makes_sums(chosen, pixels)
-
-    def run(chosen: Plan) -> Array | None:
-        sums, sources, normed, mode = None, (x2, c1), (None,) * 7 + (1,), 0
-        if makes_sums(chosen):
-            strips = pixels * chosen.tile.warps_m // chosen.tile.rows
-            if norm is None:
-                sums = empty_partials(n, strips, columns, out.dtype)
-            else:
-                sums = empty((n, strips, columns, 2), float32)
-                sources = norm.x2, norm.x.shape[3]
-                normed, mode = (norm.x, *norm[3:], norm.mean.shape[1]), 1 if norm.silu else 2
-        product_as(
-            chosen, "conv2d", a, b, out, columns,
-            (n, height, width, c, *size, k, *kernel, *stride, *padding, *sources, sums, *normed), extent, epilogue,
-            tf32, PASS=direction, A_VEC=a_vec, B_VEC=b_vec, DILATED=direction == "DGRAD" and stride != (1, 1),
-            UPSAMPLE=upsample, PAIR=x2 is not None, NORM=mode,
-        )
-        return sums
-
-    problem = problem_of(a.dtype, extent, tf32, a_vec and b_vec)
-    return plan.run(problem, run, [out] if epilogue.addend is out else [], makes_sums)
-
-
 def _wide(*arrays: np.ndarray) -> list[np.ndarray]:
     """The arrays in the dtype that NumPy computes in, which the first one decides."""
     dtype = compute_dtype(arrays[0].dtype)
@@ -356,7 +169,7 @@ class Conv2d(Function):
         ctx.stride, ctx.padding, ctx.tf32 = stride, padding, tf32
         size = out_size(x.shape[1:3], weight.shape[1:3], stride, padding)
         out = empty((x.shape[0], *size, weight.shape[0]), x.dtype)
-        ctx.out_partials = fprop_cuda(
+        ctx.out_partials = table.fprop(
             x, weight, out, stride, padding, Epilogue(bias=as_float32(bias)), tf32, statistics=True
         )
         return out
@@ -368,11 +181,11 @@ class Conv2d(Function):
         if needs[0]:
             dx, add = gradient_target(into[0], x.shape, x.dtype)
             epilogue = Epilogue(addend=dx if add else None)
-            sums = dgrad_cuda(dout, weight, dx, ctx.stride, ctx.padding, epilogue, ctx.tf32, sums=True)
+            sums = table.dgrad(dout, weight, dx, ctx.stride, ctx.padding, epilogue, ctx.tf32, sums=True)
             ctx.din_partials = {} if sums is None else {0: sums}
         if needs[1]:
             dweight, add = gradient_target(into[1], weight.shape, float32)
-            wgrad_cuda(x, dout, dweight, ctx.stride, ctx.padding, add, ctx.tf32)
+            table.wgrad(x, dout, dweight, ctx.stride, ctx.padding, add, ctx.tf32)
         if needs[2]:
             dbias = sum_rows_cuda(dout, into[2], ctx.dout_partials)
         return dx, dweight, dbias
@@ -409,7 +222,7 @@ class ConvTranspose2d(Function):
         ctx.save(x, weight)
         ctx.stride, ctx.padding, ctx.tf32 = stride, padding, tf32
         out = empty((x.shape[0], *size, weight.shape[3]), x.dtype)
-        dgrad_cuda(x, weight, out, stride, padding, Epilogue(bias=as_float32(bias)), tf32)
+        table.dgrad(x, weight, out, stride, padding, Epilogue(bias=as_float32(bias)), tf32)
         return out
 
     @staticmethod
@@ -418,10 +231,10 @@ class ConvTranspose2d(Function):
         dx = dweight = dbias = None
         if needs[0]:
             dx, add = gradient_target(into[0], x.shape, x.dtype)
-            fprop_cuda(dout, weight, dx, ctx.stride, ctx.padding, Epilogue(addend=dx if add else None), ctx.tf32)
+            table.fprop(dout, weight, dx, ctx.stride, ctx.padding, Epilogue(addend=dx if add else None), ctx.tf32)
         if needs[1]:
             dweight, add = gradient_target(into[1], weight.shape, float32)
-            wgrad_cuda(dout, x, dweight, ctx.stride, ctx.padding, add, ctx.tf32)
+            table.wgrad(dout, x, dweight, ctx.stride, ctx.padding, add, ctx.tf32)
         if needs[2]:
             dbias = sum_rows_cuda(dout, into[2], ctx.dout_partials)
         return dx, dweight, dbias

@@ -8,41 +8,16 @@ import numpy as np
 
 from cudiff.backend import Array, array_module, compute_dtype, float32, is_float
 from cudiff.cuda.accumulate import gradient_target
-from cudiff.cuda.kernels.convolution import sm90, wgrad_sm90
-from cudiff.cuda.kernels.gemm.product import Epilogue, product
+from cudiff.cuda.kernels.gemm import table
+from cudiff.cuda.kernels.gemm.matmul import multiply, rows_of
+from cudiff.cuda.kernels.gemm.product import Epilogue, as_float32
 from cudiff.cuda.kernels.shape import contiguous
-from cudiff.cuda.launch import aligned, empty
 from cudiff.function import Function
 from cudiff.ops.cast import astype, require_float, require_floats
 from cudiff.ops.reduce import sum_rows_cuda, sum_to
 from cudiff.ops.shape import reshape
 from cudiff.tensor import Tensor
 from cudiff.threads import PART_BYTES, cut, parallel_map
-
-
-def multiply(a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False, out: Array | None = None,
-             epilogue: Epilogue | None = None, tf32: bool = False) -> Array:
-    """a·b of CUDA matrices, or batches of them, with the epilogue's additions. Returns `out`, new in a's dtype if None.
-
-    a (B, m, k), or (B, k, m) under transpose_a; b (B, k, n), or (B, n, k) under transpose_b; a batch of one serves
-    all. Rows may be a part of longer ones. b is rounded to a's dtype.
-    """
-    b = b if b.dtype == a.dtype else b.astype(a.dtype)
-    batches = max(a.shape[0], b.shape[0])
-    rows, depth = a.shape[:0:-1] if transpose_a else a.shape[1:]
-    columns = b.shape[1] if transpose_b else b.shape[2]
-    if out is None:
-        out = empty((batches, rows, columns), a.dtype)
-    if out.size == 0:
-        return out
-    pitch_a, pitch_b, pitch = (x.strides[1] // x.itemsize for x in (a, b, out))
-    batch_a, batch_b = (x.strides[0] // x.itemsize if x.shape[0] > 1 else 0 for x in (a, b))
-    dims = (rows, columns, depth, np.int64(pitch_a), np.int64(pitch_b), np.int64(batch_a), np.int64(batch_b))
-    return product(
-        "matmul", a, b, out, pitch, dims, (rows, columns, depth, batches), epilogue or Epilogue(), tf32,
-        A_K_MAJOR=not transpose_a, B_K_MAJOR=transpose_b,
-        A_VEC=aligned(a, pitch_a, batch_a, a.shape[2]), B_VEC=aligned(b, pitch_b, batch_b, b.shape[2]),
-    )
 
 
 def _matrices(x: Array, batch: tuple[int, ...]) -> Array:
@@ -52,10 +27,6 @@ def _matrices(x: Array, batch: tuple[int, ...]) -> Array:
     if x.shape[:-2] != batch:
         x = contiguous(array_module("cuda").broadcast_to(x, batch + x.shape[-2:]))
     return x.reshape(-1, *x.shape[-2:])
-
-
-def as_float32(bias: Array | None) -> Array | None:
-    return bias if bias is None or bias.dtype == float32 else bias.astype(float32)
 
 
 def matmul_numpy(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -164,8 +135,8 @@ class Linear(Function):
     def forward_cuda(ctx, x, weight, bias, residual, tf32):
         ctx.save(x, weight)
         ctx.tf32 = tf32
-        addend = None if residual is None else _rows(residual)
-        out = linear_cuda(x, weight, Epilogue(as_float32(bias), addend=addend), tf32)
+        addend = None if residual is None else rows_of(residual)
+        out = table.linear(x, weight, Epilogue(as_float32(bias), addend=addend), tf32)
         return out.reshape(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -174,67 +145,16 @@ class Linear(Function):
         dx = dweight = dbias = None
         if needs[0]:
             dx, add = gradient_target(into[0], x.shape, x.dtype)
-            linear_dx_cuda(dout, weight, dx, Epilogue(addend=dx if add else None), ctx.tf32)
+            table.linear_dx(dout, weight, dx, Epilogue(addend=dx if add else None), ctx.tf32)
         if needs[1]:
             dweight, add = gradient_target(into[1], weight.shape, float32)
-            linear_dweight_cuda(x, dout, dweight, add, ctx.tf32)
+            table.linear_dweight(x, dout, dweight, add, ctx.tf32)
         if needs[2]:
             sums = ctx.dout_partials
             if sums is None and dout.dtype == float32 and len(dout) == dout.size // len(weight) <= 128 and not needs[3]:
                 sums = dout  # so few rows that the last kernel adds them up as fast; none but this backward has them
             dbias = sum_rows_cuda(dout, into[2], sums)
         return dx, dweight, dbias, dout if needs[3] else None
-
-
-def _rows(x: Array) -> Array:
-    """x (..., C) as a batch of one matrix (1, rows, C); a part of longer rows stays one."""
-    return x[None] if x.ndim == 2 else x.reshape(1, -1, x.shape[-1])
-
-
-def linear_cuda(x: Array, weight: Array, epilogue: Epilogue, tf32: bool, out: Array | None = None,
-                x2: Array | None = None) -> Array:
-    """concat(x, x2) (..., C) · weight (K, C) transposed, plus the epilogue → (1, rows, K)."""
-    if out is None:
-        out = empty((1, x.size // x.shape[-1], weight.shape[0]), x.dtype)
-    images = sm90.as_image(x), weight[:, None, None], sm90.as_image(out)
-    image2 = None if x2 is None else sm90.as_image(x2)
-    if image2 is not None and not wgrad_sm90.suits_pair(images[0], image2, images[1]):
-        linear_cuda(x, weight[:, : x.shape[-1]], epilogue, tf32, out)
-        return linear_cuda(x2, weight[:, x.shape[-1] :], Epilogue(addend=out), tf32, out)
-    if sm90.suits(*images, tf32=tf32):
-        sm90.fprop(*images, epilogue, x2=image2)
-        return out
-    return multiply(_rows(x), weight[None], transpose_b=True, out=out, epilogue=epilogue, tf32=tf32)
-
-
-def linear_dx_cuda(dout: Array, weight: Array, dx: Array, epilogue: Epilogue, tf32: bool,
-                   dx2: Array | None = None) -> None:
-    """concat(dx, dx2) (..., C) = dout (..., K) · weight (K, C), plus the epilogue."""
-    images = sm90.as_image(dout), weight[:, None, None], sm90.as_image(dx)
-    image2 = None if dx2 is None else sm90.as_image(dx2)
-    if image2 is not None and not wgrad_sm90.suits_pair(images[2], image2, images[1]):
-        linear_dx_cuda(dout, weight[:, : dx.shape[-1]], dx, epilogue, tf32)
-        linear_dx_cuda(dout, weight[:, dx.shape[-1] :], dx2, epilogue, tf32)
-    elif sm90.suits(*images, tf32=tf32):
-        sm90.fprop(*images, epilogue, transposed=True, out2=image2)
-    else:
-        multiply(_rows(dout), weight[None], out=_rows(dx), epilogue=epilogue, tf32=tf32)
-
-
-def linear_dweight_cuda(x: Array, dout: Array, dweight: Array, add: bool, tf32: bool, x2: Array | None = None) -> None:
-    """dweight (K, C) float32 = or += dout (..., K) transposed · concat(x, x2) (..., C)."""
-    images = sm90.as_image(x), dweight[:, None, None], sm90.as_image(dout)
-    image2 = None if x2 is None else sm90.as_image(x2)
-    if image2 is not None and not wgrad_sm90.suits_pair(images[0], image2, images[1]):
-        linear_dweight_cuda(x, dout, dweight[:, : x.shape[-1]], add, tf32)
-        return linear_dweight_cuda(x2, dout, dweight[:, x.shape[-1] :], add, tf32)
-    if wgrad_sm90.suits(*images, tf32=tf32):
-        wgrad_sm90.wgrad(images[0], images[2], images[1], add, x2=image2)
-        return None
-    dweight = dweight[None]
-    epilogue = Epilogue(addend=dweight if add else None)
-    multiply(_rows(dout), _rows(x), transpose_a=True, out=dweight, epilogue=epilogue, tf32=tf32)
-    return None
 
 
 def matmul(a: Tensor, b: Tensor, tf32: bool = False) -> Tensor:

@@ -8,18 +8,19 @@ import numpy as np
 
 from cudiff.backend import Array, float32, is_float, is_low
 from cudiff.cuda.accumulate import gradient_sum, gradient_target
-from cudiff.cuda.kernels.convolution import few_channels
-from cudiff.cuda.kernels.convolution.sm90 import Norm, Skip, at_16_bytes, suits_skip
-from cudiff.cuda.kernels.gemm.product import Epilogue
+from cudiff.cuda.kernels.convolution import table
+from cudiff.cuda.kernels.convolution.problem import Norm, Skip
+from cudiff.cuda.kernels.gemm.product import Epilogue, as_float32
+from cudiff.cuda.kernels.gemm.table import linear_dweight, linear_dx
 from cudiff.cuda.kernels.pool import TWICE, sum_windows
+from cudiff.cuda.kernels.shape import at_16_bytes
 from cudiff.cuda.launch import empty
 from cudiff.cuda.sums import add_rows
 from cudiff.function import Composite, Context
 from cudiff.ops import elementwise
 from cudiff.ops.cast import as_wide, astype, require_floats
-from cudiff.ops.conv2d import check_bias, conv2d, dgrad_cuda, fprop_cuda, out_size, pair, wgrad_cuda
+from cudiff.ops.conv2d import check_bias, conv2d, out_size, pair
 from cudiff.ops.group_norm import GroupNorm, check_norm, group_norm
-from cudiff.ops.matmul import as_float32, linear_cuda, linear_dweight_cuda, linear_dx_cuda
 from cudiff.ops.pool import upsample_nearest
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
 from cudiff.ops.shape import concatenate, reshape
@@ -47,7 +48,7 @@ def unfused(x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, resi
 
 
 class NormSiluConv2d(Composite):
-    """See `norm_silu_conv2d`; `dtype` is x's but where `_takes_both`."""
+    """See `norm_silu_conv2d`; `dtype` is x's but where `table.casts`."""
 
     compose = staticmethod(unfused)
     adds_elsewhere = (0, 1)
@@ -79,12 +80,8 @@ class NormSiluConv2d(Composite):
         skip, addend = None, residual
         if skip_weight is not None:
             skip, addend = Skip(residual, residual2, skip_weight, as_float32(skip_bias)), None
-            fused = h2 is None and emb is None and not relu and suits_skip(h, weight, out, skip)
-            if not fused:  # then by a launch of its own
-                addend = linear_cuda(residual, _matrix(skip_weight), Epilogue(skip.bias), tf32, x2=residual2)
-                skip = None
         epilogue = Epilogue(as_float32(bias), as_float32(emb), addend)
-        ctx.out_partials = fprop_cuda(
+        ctx.out_partials = table.fprop(
             h, weight, out, (1, 1), padding, epilogue, tf32, statistics, relu, h2, skip, upsample
         )
         ctx.save(None if again else h, h2, weight, residual, residual2, skip_weight, out if relu else None)
@@ -114,7 +111,7 @@ class NormSiluConv2d(Composite):
                 if needs[i]:
                     place = None if ctx.upsample else into[i]
                     grads[i], addend = gradient_sum(place, (*ctx.shape[:3], part.shape[3]), dout.dtype)
-                    dgrad_cuda(dout, part, grads[i], (1, 1), padding, Epilogue(addend=addend), tf32)
+                    table.dgrad(dout, part, grads[i], (1, 1), padding, Epilogue(addend=addend), tf32)
                     if ctx.upsample:
                         grads[i], _ = sum_windows(grads[i], TWICE, 1.0, into[i], moments=0)
         elif any(needs[i] for i in _NORM_INPUTS):
@@ -122,7 +119,7 @@ class NormSiluConv2d(Composite):
             place = into[0] if step is None else None
             grads[0], addend = gradient_sum(None if ctx.upsample or mixed else place, ctx.shape, ctx.dtype)
             norm = Norm(step.silu, *step.saved) if function is GroupNorm and not ctx.upsample else None
-            ctx.din_partials[0] = partials = dgrad_cuda(
+            ctx.din_partials[0] = partials = table.dgrad(
                 dout, weight, grads[0], (1, 1), padding, Epilogue(addend=addend), tf32,
                 sums=step is None and not ctx.upsample, norm=norm,
             )
@@ -140,22 +137,22 @@ class NormSiluConv2d(Composite):
         if needs[2]:
             h = ctx.step[1].y if h is None else h
             grads[2], add = gradient_target(into[2], ctx.weight_shape, float32)
-            wgrad_cuda(h, dout, _taps(grads[2]), (1, 1), padding, add, tf32, h2, ctx.upsample)
+            table.wgrad(h, dout, _taps(grads[2]), (1, 1), padding, add, tf32, h2, ctx.upsample)
         if skip_weight is None:
             return tuple(grads)
         if needs[11]:
             grads[11], add_weight = gradient_target(into[11], skip_weight.shape, float32)
-            linear_dweight_cuda(residual, dout, _matrix(grads[11]), add_weight, tf32, residual2)
+            linear_dweight(residual, dout, _matrix(grads[11]), add_weight, tf32, residual2)
         matrix, channels = _matrix(skip_weight), residual.shape[3]
         sources = {9: residual, 10: residual2}
         targets = {i: gradient_target(into[i], x.shape, x.dtype) for i, x in sources.items() if needs[i]}
         grads[9], grads[10] = (targets[i][0] if i in targets else None for i in (9, 10))
         if len(targets) == 2 and not any(add for _, add in targets.values()):
-            linear_dx_cuda(dout, matrix, grads[9], Epilogue(), tf32, grads[10])
+            linear_dx(dout, matrix, grads[9], Epilogue(), tf32, grads[10])
             return tuple(grads)
         for i, (target, add) in targets.items():
             columns = matrix[:, :channels] if i == 9 else matrix[:, channels:]
-            linear_dx_cuda(dout, columns, target, Epilogue(addend=target if add else None), tf32)
+            linear_dx(dout, columns, target, Epilogue(addend=target if add else None), tf32)
         return tuple(grads)
 
 
@@ -181,17 +178,6 @@ def _matrix(weight: Array) -> Array:
 
 def _narrower(first: np.dtype, second: np.dtype) -> np.dtype:
     return first if first.itemsize < second.itemsize else second
-
-
-def _takes_both(x: Tensor, weight: Tensor, normed: bool, emb: Tensor | None, dtype: np.dtype) -> bool:
-    """Whether a GPU makes the convolution of x, or of its norm, to an image of another dtype, plus `emb`, by itself."""
-    out = few_channels.Image((*x.shape[:3], len(weight)), dtype)
-    return (
-        x.device == "cuda"
-        and (emb is None or len(weight) > x.shape[3])
-        and (not normed or is_low(x.dtype))
-        and few_channels.suits_images(x, out, weight.shape[1:3] if weight.ndim == 4 else (1, 1))
-    )
 
 
 def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bias: Tensor | None = None,
@@ -227,8 +213,9 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
             raise TypeError(
                 f"norm_silu_conv2d: from {x.dtype} to {dtype}: both must be floating; use .astype('float32')"
             )
-        plain = x2 is None and residual is None and not upsample
-        if not (plain and _takes_both(x, weight, norm_weight is not None, emb, dtype)):
+        plain = x2 is None and residual is None and not upsample and (norm_weight is None or is_low(x.dtype))
+        taps = weight.shape if weight.ndim == 4 else (weight.shape[0], 1, 1, weight.shape[1])
+        if not (x.device == "cuda" and plain and table.casts(x.shape, x.dtype, taps, dtype, emb is not None)):
             own = _narrower(x.dtype, dtype)
             x = astype(x, own)
     x2, residual, residual2 = (_converted(t, own) for t in (x2, residual, residual2))

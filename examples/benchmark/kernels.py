@@ -9,12 +9,12 @@ import cupy
 from cudiff import ops
 from cudiff.backend import float32
 from cudiff.config import PRESETS
-from cudiff.cuda.kernels.convolution import sm90
+from cudiff.cuda.kernels.convolution import sm90, table
+from cudiff.cuda.kernels.convolution.problem import Norm
 from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.cuda.kernels.norm import table as norms
 from cudiff.cuda.timing import graph_time
 from cudiff.models import build
-from cudiff.ops.conv2d import dgrad_cuda
 from cudiff.optim import EMA, AdamW
 from cudiff.tensor import Tensor, no_grad
 from examples.benchmark.measure import Report, backward_of, random_tensor
@@ -67,11 +67,11 @@ def _dgrad_of_a_norm(x: Tensor, weight: Tensor, dout: Tensor) -> Callable[[], ob
     """The gradient of the convolution's input where that is the group norm and SiLU of `x`."""
     parameters = [random_tensor(x.shape[-1], dtype=float32).data for _ in range(2)]
     _, mean, rstd = norms.forward(x.data, None, *parameters, 32, 1e-5, True)
-    norm = sm90.Norm(True, x.data, None, *parameters, None, None, mean, rstd)
+    norm = Norm(True, x.data, None, *parameters, None, None, mean, rstd)
 
     def run() -> object:
         dz = cupy.empty_like(x.data)
-        return dz, dgrad_cuda(dout.data, weight.data, dz, (1, 1), (1, 1), Epilogue(), False, norm=norm)
+        return dz, table.dgrad(dout.data, weight.data, dz, (1, 1), (1, 1), Epilogue(), False, norm=norm)
 
     return run
 

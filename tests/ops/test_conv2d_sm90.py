@@ -6,8 +6,22 @@ import pytest
 
 from cudiff import ops
 from cudiff.cuda.kernels.convolution import sm90, wgrad_sm90
+from cudiff.cuda.kernels.convolution.problem import (
+    DGRAD,
+    FPROP,
+    WGRAD,
+    Fusion,
+    Image,
+    Operands,
+    Problem,
+    Skip,
+    Weight,
+    problem_of,
+)
+from cudiff.cuda.kernels.convolution.table import CONVOLUTION
 from cudiff.cuda.kernels.gemm import product
 from cudiff.cuda.kernels.gemm.product import Epilogue
+from cudiff.cuda.kernels.gemm.table import LINEAR, as_image
 from cudiff.cuda.launch import blocks
 from cudiff.tensor import Tensor
 from tests.check import relative_error, sums_of
@@ -150,7 +164,9 @@ def test_an_input_is_read_upsampled(hopper, rng, dtype, adds, shape, weight_shap
     outputs, kernel = weight_shape[0], weight_shape[1:]
     operands, results = random_convolution(rng, shape, outputs, kernel, dtype, False, upsample=True)
     x, weight, bias, emb, addend = operands
-    assert sm90.suits(x, weight, addend, padding=(kernel[0] // 2, kernel[1] // 2), tf32=True)
+    padding = kernel[0] // 2, kernel[1] // 2
+    problem = problem_of(FPROP, Operands(x, weight, addend), (1, 1), padding, True, Fusion.UPSAMPLE)
+    assert Fusion.UPSAMPLE in sm90.offer(problem).fused
     seen = (*addend.shape[:3], shape[3])
     plans = [
         sm90.fit(tile, seen, outputs, kernel, x.itemsize, cluster, upsample=True)
@@ -191,7 +207,8 @@ def test_gradient_to_a_norm(hopper, rng, tile, size, sources, scaled, taps, silu
         for cluster in sm90.CLUSTERS
     ]
     assert fitted[0] is not None
-    assert sm90.suits(dout, weight, out.data, padding=convolution.padding) and sm90.suits_norm(norm)
+    problem = problem_of(DGRAD, Operands(dout, weight, out.data, norm=norm), (1, 1), convolution.padding, False)
+    assert Fusion.NORM_BACKWARD in sm90.offer(problem).fused
     for chosen in (None, *(plan for plan in fitted if plan is not None)):
         out.data.fill(np.nan)
         partials = sm90.fprop(dout, weight, out.data, Epilogue(), True, chosen=chosen, norm=norm)
@@ -220,7 +237,7 @@ def test_a_skip_path_is_further_depth(hopper, rng, dtype, shape, outputs, source
     skip_bias = rng.standard_normal(outputs).astype(np.float32)
     joined = np.concatenate([image.astype(np.float64) for image in images if image is not None], axis=3)
     expected = expected + joined @ skip_weight[:, 0, 0].astype(np.float64).T + skip_bias
-    skip = sm90.Skip(
+    skip = Skip(
         *(None if array is None else Tensor(array, device="cuda").data for array in (*images, skip_weight, skip_bias))
     )
     for cluster in sm90.CLUSTERS:
@@ -230,7 +247,8 @@ def test_a_skip_path_is_further_depth(hopper, rng, dtype, shape, outputs, source
             continue
         for plan in (chosen, chosen._replace(slabs=min(2, chosen.slabs), weights=min(2, chosen.weights))):
             out, again = (Tensor(np.full(expected.shape, np.nan, dtype), device="cuda") for _ in range(2))
-            assert sm90.suits_skip(x, weight, out.data, skip)
+            given = Operands(x, weight, out.data, Epilogue(bias), skip=skip)
+            assert Fusion.SKIP in sm90.offer(problem_of(FPROP, given, (1, 1), (1, 1), False)).fused
             for target in (out, again):
                 partials = sm90.fprop(x, weight, target.data, Epilogue(bias), statistics=statistics,
                                              chosen=plan, skip=skip)
@@ -254,7 +272,7 @@ def test_a_skip_path_without_biases(hopper, rng):
     skip_weight = rng.standard_normal((72, 1, 1, 136)).astype(np.float32)
     plain, out = (Tensor(np.full((*shape[:3], 72), np.nan, image.dtype), device="cuda").data for _ in range(2))
     sm90.fprop(x, weight, plain, Epilogue())
-    skip = sm90.Skip(Tensor(image, device="cuda").data, None, Tensor(skip_weight, device="cuda").data, None)
+    skip = Skip(Tensor(image, device="cuda").data, None, Tensor(skip_weight, device="cuda").data, None)
     sm90.fprop(x, weight, out, Epilogue(), skip=skip)
     rounded = skip_weight[:, 0, 0].astype(ml_dtypes.bfloat16).astype(np.float64)
     expected = Tensor(plain).numpy().astype(np.float64) + image.astype(np.float64) @ rounded.T
@@ -332,37 +350,43 @@ def test_a_skip_path_costs_less_than_a_launch_of_its_own(images, size, skip, out
     assert both < alone + path
 
 
+HALF, SINGLE = np.dtype(np.float16), np.dtype(np.float32)
+
+
 @pytest.mark.parametrize("change", [
-    "nothing", "one source", "float32", "channels", "first source", "size", "taps", "part of an image",
+    "nothing", "one source", "float32", "channels", "first source", "size", "taps", "part of an image", "emb", "addend",
+    "relu", "second source",
 ])
-def test_which_skip_paths_are_further_depth(monkeypatch, change):
-    monkeypatch.setattr(sm90, "hopper", lambda: True)
-    monkeypatch.setattr(product, "address", lambda array: 0)
-    dtype = np.float32 if change == "float32" else np.float16
+def test_which_skip_paths_are_further_depth(change):
+    dtype = SINGLE if change == "float32" else HALF
     taps, first, second = 1 if change == "taps" else 3, 72 if change == "first source" else 64, 40
     second = 36 if change == "channels" else second
-    x, out = np.zeros((2, 6, 8, 24), dtype), np.zeros((2, 6, 8, 16), dtype)
     size = (2, 8, 6) if change == "size" else (2, 6, 8)
-    sources = [np.zeros((*size, first), dtype), np.zeros((*size, second), dtype)]
+    sources = [Image((*size, first), dtype), Image((*size, second), dtype, change != "part of an image")]
     if change == "one source":
-        sources, first, second = [np.zeros((*size, 72), dtype), None], 72, 0
-    if change == "part of an image":
-        sources[1] = np.zeros((*size, 2 * second), dtype)[..., :second]
-    skip = sm90.Skip(*sources, np.zeros((16, 1, 1, first + second), dtype), None)
-    takes = sm90.suits_skip(x, np.zeros((16, taps, taps, 24), dtype), out, skip)
-    assert takes == (change in ("nothing", "one source"))
+        sources = [Image((*size, 72), dtype)]
+    problem = Problem(
+        FPROP, Image((2, 6, 8, 64), dtype), Weight((16, taps, taps, 64)), Image((2, 6, 8, 16), dtype), (1, 1),
+        (taps // 2, taps // 2), True, frozenset({Fusion.SKIP, Fusion.BIAS, Fusion.STATISTICS}), skip=tuple(sources),
+        skip_weight=Weight((16, 1, 1, sum(source.shape[3] for source in sources))),
+    )
+    more = {change} & {"emb", "addend", "relu", "second source"}
+    problem = problem._replace(wanted=problem.wanted | more, x2=problem.x if change == "second source" else None)
+    left = problem.wanted - sm90.offer(problem).fused
+    assert left == (set() if change in ("nothing", "one source") else {Fusion.SKIP})
 
 
 @pytest.mark.parametrize("shape, weight", [
     ((0, 8, 8, 16), (16, 3, 3, 16)), ((1, 0, 8, 16), (16, 1, 1, 16)), ((1, 8, 8, 16), (16, 3, 9, 16)),
-    ((1, 8, 8, 16), (16, 5, 5, 16)),
+    ((1, 8, 8, 16), (16, 5, 5, 16)), ((1, 8, 8, 16), (16, 3, 3, 16)),
 ], ids=str)
-def test_what_is_left_to_the_portable_kernels(monkeypatch, shape, weight):
-    monkeypatch.setattr(sm90, "hopper", lambda: True)
-    x, out = np.zeros(shape, np.float16), np.zeros((*shape[:3], weight[0]), np.float16)
-    padding = (weight[1] // 2, weight[2] // 2)
-    assert not sm90.suits(x, np.zeros(weight, np.float16), out, padding=padding)
-    assert not wgrad_sm90.suits(x, np.zeros(weight, np.float32), out, padding=padding)
+def test_what_is_left_to_the_portable_kernels(shape, weight):
+    """All but the last."""
+    problem = Problem(FPROP, Image(shape, HALF), Weight(weight), Image((*shape[:3], weight[0]), HALF),
+                      padding=(weight[1] // 2, weight[2] // 2))
+    taken = shape == (1, 8, 8, 16) and weight == (16, 3, 3, 16)
+    for offer in (sm90.offer(problem), wgrad_sm90.offer(problem._replace(direction=WGRAD))):
+        assert (offer is not None) == taken
 
 
 @pytest.mark.parametrize("images", [(32, 8, 8), (32, 16, 16), (3, 7, 5), (8, 7, 5), (2, 9, 13)])
@@ -378,21 +402,79 @@ def test_full_strips_are_no_slower(images):
         assert seconds[0] <= seconds[1]
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32])
-@pytest.mark.parametrize("rows", [1, 7, 300])
-def test_matrices_whose_rows_make_no_image_are_left_to_the_portable_kernels(monkeypatch, rows, dtype):
-    monkeypatch.setattr(sm90, "hopper", lambda: True)
-    x, weight = sm90.as_image(np.zeros((rows, 16), dtype)), np.zeros((16, 1, 1, 16), dtype)
-    for takes in (sm90.suits, wgrad_sm90.suits):
-        for tf32 in (False, True):
-            assert not takes(x, weight, x, tf32=tf32)
+@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+@pytest.mark.parametrize("rows", [1, 7, 300, 8])
+def test_matrices_whose_rows_make_no_image_are_left_to_the_portable_kernels(rows, dtype):
+    image = Image(as_image(np.zeros((rows, 16), dtype)).shape, dtype)
+    for direction in (FPROP, DGRAD, WGRAD):
+        problem = Problem(direction, image, Weight((16, 1, 1, 16)), image, tf32=True)
+        assert (LINEAR.select(problem, "sm_90a").row.name == "matmul") == (rows % 8 > 0)
 
 
-def test_float32_is_left_to_the_portable_kernels_unless_tf32_may_be(monkeypatch):
-    monkeypatch.setattr(sm90, "hopper", lambda: True)
-    for module in (sm90, wgrad_sm90):
-        monkeypatch.setattr(module, "aligned", lambda *args: True)
-    x, weight = np.zeros((1, 8, 8, 16), np.float32), np.zeros((16, 3, 3, 16), np.float32)
-    for takes in (sm90.suits, wgrad_sm90.suits):
-        assert not takes(x, weight, x, padding=(1, 1))
-        assert takes(x, weight, x, padding=(1, 1), tf32=True)
+def test_float32_is_left_to_the_portable_kernels_unless_tf32_may_be():
+    image = Image((1, 8, 8, 16), SINGLE)
+    for direction, offer in ((FPROP, sm90.offer), (DGRAD, sm90.offer), (WGRAD, wgrad_sm90.offer)):
+        problem = Problem(direction, image, Weight((16, 3, 3, 16)), image, padding=(1, 1))
+        assert offer(problem) is None and offer(problem._replace(tf32=True)) is not None
+
+
+def image(channels, dtype=HALF, size=(2, 32, 32), aligned=True):
+    return Image((*size, channels), dtype, aligned)
+
+
+FUSIONS = frozenset({Fusion.BIAS, Fusion.EMB, Fusion.ADDEND, Fusion.STATISTICS, Fusion.RELU})
+ASKED = Problem(FPROP, image(64), Weight((64, 3, 3, 64)), image(64), padding=(1, 1), wanted=FUSIONS)
+ONE = dict(weight=Weight((64, 1, 1, 64)), padding=(0, 0))
+PAIR = dict(weight=Weight((64, 3, 3, 128)), x2=image(64), wanted=frozenset({Fusion.SECOND_SOURCE}))
+NORM = dict(direction=DGRAD, norm=(image(64),), wanted=frozenset({Fusion.NORM_BACKWARD, Fusion.SUMS}))
+FEW = dict(x=image(3), weight=Weight((64, 3, 3, 3)), wanted=FUSIONS - {Fusion.ADDEND})
+EXACT = dict(x=image(64, SINGLE), out=image(64, SINGLE), wanted=frozenset({Fusion.STATISTICS}))
+
+
+@pytest.mark.parametrize("changes, on_hopper, elsewhere", [
+    ({}, ("conv2d_sm90", ""), ("conv2d", "relu statistics")),
+    ({"wanted": frozenset({Fusion.STATISTICS})}, ("conv2d_sm90", ""), ("conv2d", "")),
+    ({"x": image(64, aligned=False)}, ("conv2d", "relu statistics"), ("conv2d", "relu statistics")),
+    ({"weight": Weight((64, 3, 3, 64), rows_aligned=False)}, ("conv2d", "relu statistics"),
+     ("conv2d", "relu statistics")),
+    ({"stride": (2, 2), "out": image(64, size=(2, 16, 16))}, ("conv2d", "relu statistics"),
+     ("conv2d", "relu statistics")),
+    (ONE, ("conv2d_sm90", ""), ("matmul", "relu statistics")),
+    ({**ONE, "wanted": frozenset({Fusion.STATISTICS})}, ("conv2d_sm90", ""), ("conv2d", "")),
+    ({**ONE, "direction": WGRAD, "wanted": frozenset()}, ("conv2d_wgrad_sm90, conv2d_wgrad_tf32_sm90", ""),
+     ("matmul", "")),
+    (EXACT, ("conv2d, exact", "statistics"), ("conv2d", "")),
+    ({**EXACT, "tf32": True}, ("conv2d_sm90", ""), ("conv2d", "")),
+    ({**EXACT, **ONE}, ("matmul, exact", "statistics"), ("conv2d", "")),
+    (PAIR, ("conv2d_sm90", ""), ("conv2d", "")),
+    ({**PAIR, "direction": WGRAD}, ("conv2d_wgrad_sm90, conv2d_wgrad_tf32_sm90", ""), ("conv2d", "")),
+    ({**PAIR, "x": image(72), "weight": Weight((64, 3, 3, 136))}, ("conv2d", ""), ("conv2d", "")),
+    ({**PAIR, "wanted": frozenset({Fusion.SECOND_SOURCE, Fusion.UPSAMPLE}), "x": image(64, size=(2, 16, 16)),
+      "x2": image(64, size=(2, 16, 16))}, ("conv2d", ""), ("conv2d", "")),
+    (NORM, ("conv2d_sm90", "sums"), ("conv2d", "sums")),
+    ({**NORM, "wanted": NORM["wanted"] | {Fusion.ADDEND}}, ("conv2d_sm90", "norm backward sums"),
+     ("conv2d", "norm backward sums")),
+    ({**NORM, "norm": (image(32, aligned=False), image(32))}, ("conv2d_sm90", "norm backward sums"),
+     ("conv2d", "norm backward sums")),
+    ({"direction": DGRAD, "stride": (2, 2), "padding": (0, 0), "weight": Weight((64, 2, 2, 64)),
+      "x": image(64, size=(2, 16, 16)), "wanted": frozenset({Fusion.BIAS})}, ("matmul, shape.copy", ""),
+     ("matmul, shape.copy", "")),
+    (FEW, ("conv2d_thin", ""), ("conv2d_thin", "")),
+    ({**FEW, "x": image(3, SINGLE), "wanted": frozenset({Fusion.CAST})}, ("conv2d_thin", ""), ("conv2d_thin", "")),
+    ({**FEW, "wanted": FUSIONS}, ("conv2d", "relu statistics"), ("conv2d", "relu statistics")),
+    ({"out": image(3), "weight": Weight((3, 3, 3, 64)), "wanted": FUSIONS - {Fusion.ADDEND, Fusion.EMB}},
+     ("conv2d_thin", "relu statistics"), ("conv2d_thin", "relu statistics")),
+    ({**FEW, "direction": DGRAD, "x": image(64), "out": image(3), "wanted": frozenset({Fusion.SUMS})},
+     ("conv2d_thin", "sums"), ("conv2d_thin", "sums")),
+    ({"direction": DGRAD, "x": image(3), "weight": Weight((3, 3, 3, 64)), "norm": (image(64),),
+      "wanted": frozenset({Fusion.NORM_BACKWARD})}, ("conv2d_thin", ""), ("conv2d_thin", "")),
+    ({**FEW, "direction": WGRAD, "x": image(3, size=(2, 12, 12)), "out": image(64, size=(2, 24, 24)),
+      "wanted": frozenset({Fusion.UPSAMPLE})}, ("conv2d_wgrad_sm90, conv2d_wgrad_tf32_sm90", "upsample"),
+     ("conv2d", "")),
+    ({"direction": WGRAD, "x": image(64, size=(2, 16, 16)), "wanted": frozenset({Fusion.UPSAMPLE})},
+     ("conv2d_wgrad_sm90, conv2d_wgrad_tf32_sm90", ""), ("conv2d", "")),
+])
+def test_which_kernel_runs_and_what_it_leaves(changes, on_hopper, elsewhere):
+    for architecture, expected in (("sm_90a", on_hopper), ("sm_80", elsewhere)):
+        chosen = CONVOLUTION.select(ASKED._replace(**changes), architecture)
+        assert (chosen.row.name, " ".join(sorted(chosen.left))) == expected, architecture

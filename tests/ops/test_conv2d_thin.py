@@ -3,9 +3,9 @@ import numpy as np
 import pytest
 
 from cudiff import ops
-from cudiff.cuda.kernels.convolution import few_channels
+from cudiff.cuda.kernels.convolution import few_channels, table
+from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, Fusion, Operands, problem_of
 from cudiff.cuda.kernels.gemm.product import Epilogue
-from cudiff.ops.conv2d import dgrad_cuda, fprop_cuda, wgrad_cuda
 from cudiff.tensor import Tensor
 from tests.check import relative_error, sums_of
 from tests.normed import NormedConvolution
@@ -74,10 +74,11 @@ def test_a_thin_image_of_float32(rng, shape, outputs, taps, dtype):
         (*shapes, weight.shape), (*stored, np.float32), strict=True
     ))
     place = (1, 1), (taps // 2, taps // 2)
-    assert few_channels.suits(x, weight, out, *place)
-    partials = fprop_cuda(x, weight, out, *place, Epilogue(bias), False, statistics=True)
-    dgrad_cuda(dout, weight, dx, *place, Epilogue(), False)
-    wgrad_cuda(x, dout, dweight, *place, False, False)
+    problem = problem_of(FPROP, Operands(x, weight, out), *place, False)
+    assert few_channels.offer(problem).fused >= problem.wanted
+    partials = table.fprop(x, weight, out, *place, Epilogue(bias), False, statistics=True)
+    table.dgrad(dout, weight, dx, *place, Epilogue(), False)
+    table.wgrad(x, dout, dweight, *place, False, False)
     low = 4e-3 if dtype == ml_dtypes.bfloat16 else 6e-4
     for result, reference in ((out, expected.data), (dx, leaves[0].grad), (dweight, leaves[1].grad)):
         assert relative_error(Tensor(result).numpy(), reference) < (1e-5 if result.dtype == np.float32 else low)
@@ -112,7 +113,8 @@ def test_the_embedding_and_relu_come_with_it(rng, shape, outputs):
     expected = np.maximum(ops.conv2d(*wide, padding=1).numpy() + emb[:, None, None], 0)
     x, weight, out, bias, emb = (Tensor(a, device="cuda").data for a in (x, weight, out, bias, emb))
     epilogue = Epilogue(bias, emb)
-    assert few_channels.suits(x, weight, out, (1, 1), (1, 1), epilogue)
+    problem = problem_of(FPROP, Operands(x, weight, out, epilogue), (1, 1), (1, 1), False, Fusion.RELU)
+    assert few_channels.offer(problem).fused == problem.wanted
     few_channels.fprop(x, weight, out, epilogue, relu=True)
     assert relative_error(Tensor(out).numpy(), expected) < 4e-3
 
@@ -134,8 +136,10 @@ def test_gradient_to_a_norm(rng, shape, outputs, taps, scaled, float32_dout, dty
         convolution.dout = rounded.astype(np.float32) * np.float32(away)
         assert np.array_equal(convolution.dout.astype(dtype), rounded)
     dout, weight, norm, out = convolution.on_gpu()
-    assert few_channels.suits_norm(out.data, norm)
-    partials = dgrad_cuda(dout, weight, out.data, (1, 1), convolution.padding, Epilogue(), False, norm=norm)
+    given = Operands(dout, weight, out.data, norm=norm)
+    problem = problem_of(DGRAD, given, (1, 1), convolution.padding, False)
+    assert Fusion.NORM_BACKWARD in few_channels.offer(problem).fused
+    partials = table.dgrad(dout, weight, out.data, (1, 1), convolution.padding, Epilogue(), False, norm=norm)
     convolution.check(out, partials)
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from cudiff import ops
 from cudiff.cuda.kernels.convolution import sm90, wgrad_sm90
+from cudiff.cuda.kernels.convolution.problem import FPROP, WGRAD, Fusion, Image, Operands, Problem, Weight, problem_of
 from cudiff.cuda.launch import blocks
 from cudiff.cuda.waiting import waiting
 from cudiff.tensor import Tensor
@@ -45,7 +46,10 @@ def test_wgrad_reads_its_input_upsampled(hopper, rng, dtype, taps, size, outputs
     seen = x.astype(np.float64).repeat(2, 1).repeat(2, 2)
     ops.conv2d(Tensor(seen), weight, padding=taps // 2).backward(dout.astype(np.float64))
     x, dout = (Tensor(array, device="cuda").data for array in (x, dout))
-    assert wgrad_sm90.suits_upsampled(x, weight.data, dout)
+    dweight = Tensor(np.zeros(weight.shape, np.float32), device="cuda").data
+    given = Operands(x, dweight, dout)
+    problem = problem_of(WGRAD, given, (1, 1), (taps // 2, taps // 2), False, Fusion.UPSAMPLE)
+    assert Fusion.UPSAMPLE in wgrad_sm90.offer(problem).fused
     cuts = {plan._replace(cluster=cluster, parts=parts)
             for plan in wgrad_sm90.plans(dout.shape[:3], (weight.shape,), upsample=True)}
     assert {plan.taps for plan in cuts} == {1, taps}
@@ -185,10 +189,9 @@ def test_every_tap_of_a_tf32_wgrad_lies_in_the_slab(monkeypatch, columns):
 @pytest.mark.parametrize("dtype, columns, kernel", [
     (np.float16, 136, (3, 3)), (np.float32, wgrad_sm90.TF32_COLUMNS + 8, (3, 3)), (np.float32, 8, (1, 3)),
 ], ids=str)
-def test_weight_gradients_left_to_the_portable_kernels(monkeypatch, dtype, columns, kernel):
+def test_weight_gradients_left_to_the_portable_kernels(dtype, columns, kernel):
     """Of wide images, and in tf32 of kernels that are not square: forward takes them."""
-    monkeypatch.setattr(sm90, "hopper", lambda: True)
-    monkeypatch.setattr(sm90, "aligned", lambda *args: True)
-    x, weight, padding = np.zeros((1, 8, columns, 16), dtype), np.zeros((16, *kernel, 16), dtype), (kernel[0] // 2, 1)
-    assert sm90.suits(x, weight, x, padding=padding, tf32=True)
-    assert not wgrad_sm90.suits(x, weight, x, padding=padding, tf32=True)
+    image = Image((1, 8, columns, 16), np.dtype(dtype))
+    problem = Problem(FPROP, image, Weight((16, *kernel, 16)), image, padding=(kernel[0] // 2, 1), tf32=True)
+    assert sm90.offer(problem) is not None
+    assert wgrad_sm90.offer(problem._replace(direction=WGRAD)) is None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cudiff.backend import Array, array_module, bfloat16, float16, float32, int32, int64
-from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.cuda.launch import address, blocks, empty, launch
 
 
 def merge_axes(
@@ -98,3 +98,8 @@ def padded(x: Array, widths: Sequence[tuple[int, int]], value: float = 0.0) -> A
         launch("shape", "fill", blocks(out.size, 1024), 256, (out, float(value), np.int64(out.size)), T=out.dtype)
     move(out[region(x.shape, widths)], x)
     return out
+
+
+def at_16_bytes(array: Array) -> Array:
+    """The array, or a copy of one that does not start where TMA can read it."""
+    return array if address(array) % 16 == 0 else array.copy()

@@ -1,4 +1,4 @@
-"""Convolutions 3x3 or 1x1 between an image of few channels and one of many, a U-Net's first and last; `conv2d` chooses.
+"""Convolutions 3x3 or 1x1 between an image of few channels and one of many, a U-Net's first and last.
 
 A tile of the matrix product would be nearly empty along the few channels: here they lie together with all taps. The
 image of many is of 16 bits; that of few too, or float32, as a U-Net is given and returns it: a cast would be a launch.
@@ -6,72 +6,72 @@ image of many is of 16 bits; that of few too, or float32, as a U-Net is given an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TypeVar
 
 import numpy as np
 
 from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.device import MULTIPROCESSORS
-from cudiff.cuda.kernels.convolution.sm90 import Norm
-from cudiff.cuda.kernels.elementwise import relu_forward
+from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, WGRAD, Fusion, Image, Norm, Operands, Problem
 from cudiff.cuda.kernels.gemm.product import Epilogue
-from cudiff.cuda.launch import aligned, blocks, empty, launch
+from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.cuda.select import Offer
 from cudiff.cuda.sums import add_parts
 
-MOST = 7  # channels of the thin image: up to nine times as many are the depth of a product
+AnyImage = TypeVar("AnyImage", Array, Image)
+
+MOST = 7  # channels of the image of few: up to nine times as many are the depth of a product
 SHARED_BYTES = 80 << 10  # of a block: two fit on a multiprocessor of an A100 or of Hopper, one on any
 THREADS = 256
 
 
-class Image(NamedTuple):
-    """Of an image still to be made: what `suits_images` asks."""
+def offer(p: Problem) -> Offer | None:
+    if not _supports(p):
+        return None
+    if p.direction == WGRAD:
+        return Offer(p.wanted & {Fusion.CAST})
+    fused = {Fusion.BIAS, Fusion.CAST}
+    if p.out.shape[3] > MOST:
+        fused |= {Fusion.EMB, Fusion.RELU, Fusion.STATISTICS, Fusion.SUMS}
+        if p.silu and len(p.norm) == 1 and p.norm[0].aligned and not p.wanted & EPILOGUE:
+            fused.add(Fusion.NORM_BACKWARD)
+    return Offer(p.wanted & fused)
 
-    shape: tuple[int, ...]
-    dtype: np.dtype
+
+def run(given: Operands, offer: Offer, p: Problem) -> Array | None:
+    x, weight, out, fused = given.x, given.weight, given.out, offer.fused
+    if p.direction == WGRAD:
+        wgrad(x, out, weight, given.add)
+        return None
+    norm = given.norm if Fusion.NORM_BACKWARD in fused else None
+    moments = 2 if fused & {Fusion.STATISTICS, Fusion.NORM_BACKWARD} else int(Fusion.SUMS in fused)
+    return fprop(x, weight, out, given.epilogue, moments, p.direction == DGRAD, Fusion.RELU in fused, norm)
 
 
-def suits(x: Array, weight: Array, out: Array, stride: tuple[int, int], padding: tuple[int, int],
-          epilogue: Epilogue | None = None) -> bool:
-    """Whether the convolution of x (N, H, W, C) with weight (K, R, R, C) to out (N, H, W, K) is one of these.
-
-    The same for gradients in the place of x, weight and out.
-    """
-    _, wide = _sides(x, out)
+def _supports(p: Problem) -> bool:
+    few, many = sides(p.x, p.out)
+    kernel = p.kernel
     return (
-        suits_images(x, out, weight.shape[1:3])
-        and stride == (1, 1)
-        and padding == (weight.shape[1] // 2, weight.shape[1] // 2)
-        and aligned(wide)
-        and weight.flags.c_contiguous
-        and (epilogue is None or (epilogue.addend is None and (epilogue.emb is None or wide is out)))
-    )
-
-
-def suits_images(x: Array | Image, out: Array | Image, kernel: tuple[int, ...]) -> bool:
-    """What `suits` asks of the shapes and dtypes of x and out, and of (R, R)."""
-    thin, wide = _sides(x, out)
-    return (
-        is_low(wide.dtype)
-        and thin.dtype in (wide.dtype, float32)
+        is_low(many.dtype)
+        and few.dtype in (many.dtype, float32)
         and kernel in ((3, 3), (1, 1))
-        and 0 < thin.shape[3] <= MOST
-        and wide.shape[3] % 32 == 0
-        and wide.shape[3] <= 128
-        and products_bytes(1, wide.shape[2], thin.shape[3], kernel[0]) <= SHARED_BYTES
-        and 0 < math.prod(wide.shape) < 2**31
+        and p.stride == (1, 1)
+        and p.padding == (kernel[0] // 2, kernel[0] // 2)
+        and not p.wanted & {Fusion.ADDEND, Fusion.SKIP, Fusion.SECOND_SOURCE, Fusion.UPSAMPLE}
+        and (Fusion.EMB not in p.wanted or many is p.out)
+        and 0 < few.shape[3] <= MOST
+        and many.shape[3] % 32 == 0
+        and many.shape[3] <= 128
+        and many.aligned
+        and p.weight.contiguous
+        and products_bytes(1, many.shape[2], few.shape[3], kernel[0]) <= SHARED_BYTES
+        and 0 < many.size < 2**31
     )
 
 
-def suits_norm(dz: Array, norm: Norm) -> bool:
-    """Whether `fprop`, where it `suits`, makes the gradient dz of that norm's output before SiLU: of wide images and of
-    one source."""
-    return dz.shape[3] > MOST and norm.silu and norm.x2 is None and norm.x.flags.c_contiguous and aligned(norm.x)
-
-
-def _sides(x: Array | Image, out: Array | Image) -> tuple[Array, Array]:
-    """The thin image and the wide one."""
+def sides(x: AnyImage, out: AnyImage) -> tuple[AnyImage, AnyImage]:
+    """The image of few channels and that of many."""
     return (x, out) if x.shape[3] < out.shape[3] else (out, x)
 
 
@@ -105,13 +105,14 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, moments: int 
           relu: bool = False, norm: Norm | None = None) -> Array | None:
     """Convolution of x, written to out; or under `transposed`, gradient x of an output, that of the input to out.
 
-    Then ReLU, if `relu`. Returns the sums of a wide out, and with 2 moments those of squares: float32
-    (N, tiles, K[, 2]). With `norm`, as in `conv2d.dgrad_cuda`, the second moment is of out times the norm's input.
+    Then ReLU, if `relu`, which an out of few channels does not take. Returns the sums of an out of many, and with 2
+    moments those of squares: float32 (N, tiles, K[, 2]). With `norm`, as in `table.dgrad`, the second moment is of out
+    times the norm's input.
     """
     n, height, width, channels = x.shape
     outputs = out.shape[3]
     thin, taps = min(channels, outputs), weight.shape[1]
-    few, many = _sides(x, out)
+    few, many = sides(x, out)
     weight = weight if weight.dtype == many.dtype else weight.astype(many.dtype)
     constants = {"T": many.dtype, "THIN_T": few.dtype, "R": taps, "THIN": thin}
     at = _weight(weight.shape[3], taps, thin_last=(thin == channels) != transposed, flipped=transposed)
@@ -122,8 +123,6 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, moments: int 
             (x, weight, epilogue.bias, out, at, height, width, rows), shared,
             **constants, BN=channels, MOMENTS=0, NORM=0,
         )
-        if relu:
-            relu_forward(out, out)
         return None
     rows, shared = _rows(n, height, lambda rows: copies_bytes(rows, width, thin, taps))
     columns = _columns(outputs)
@@ -140,7 +139,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, moments: int 
 
 def wgrad(x: Array, dout: Array, dweight: Array, add: bool) -> None:
     """Gradient of the weight, written or added to dweight (K, R, R, C), float32."""
-    thin, wide = _sides(x, dout)
+    thin, wide = sides(x, dout)
     taps = dweight.shape[1]
     n, height, width, channels = wide.shape
     rows, shared = _rows(n, height, lambda rows: lines_bytes(rows, width, thin.shape[3], taps))

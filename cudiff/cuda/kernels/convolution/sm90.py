@@ -1,17 +1,18 @@
-"""Convolutions of stride 1 that keep the image's size, on Hopper's own instructions; `conv2d` chooses them."""
+"""Convolutions of stride 1 that keep the image's size, on Hopper's own instructions."""
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import numpy as np
 
 from cudiff.backend import Array, float32, is_low
-from cudiff.cuda.device import MULTIPROCESSORS, hopper
+from cudiff.cuda.device import MULTIPROCESSORS
+from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, WGRAD, Fusion, Norm, Operands, Problem, Skip
 from cudiff.cuda.kernels.gemm.product import Epilogue
-from cudiff.cuda.kernels.shape import turned
-from cudiff.cuda.launch import address, aligned, blocks, launch
+from cudiff.cuda.kernels.shape import at_16_bytes, turned
+from cudiff.cuda.launch import blocks, launch
+from cudiff.cuda.select import Offer
 from cudiff.cuda.sums import empty_partials
 from cudiff.cuda.tensor_map import tensor_map
 from cudiff.cuda.tiles import Planner
@@ -39,107 +40,107 @@ class Tile(NamedTuple):
 TILES = (Tile(256, 1.1, 0.277, 3.7), Tile(128, 0.65, 0.15, 1.7), Tile(64, 0.45, 0.11, 1.4))
 
 
-def suits(x: Array, weight: Array, out: Array, stride: tuple[int, int] = (1, 1),
-          padding: tuple[int, int] = (0, 0), tf32: bool = False) -> bool:
-    """Whether `fprop` takes the convolution of x (N, H, W, C) with weight (K, R, S, C) to out (N, H, W, K); dgrad too.
+def supports(p: Problem) -> bool:
+    """Whether `fprop` takes it, but for what may be fused. The weight may be part of longer rows."""
+    return of_one_size(p) and p.x.rows_aligned and p.weight.rows_aligned and p.out.rows_aligned
 
-    weight may be part of longer rows. float32 only under `tf32`.
-    """
+
+def of_one_size(p: Problem) -> bool:
+    """What Hopper's kernels of either file ask, but for where rows of channels start: float32 only as tf32."""
+    rows, columns = p.kernel
+    x, out = p.x, p.out
     return (
-        keeps_size(x, weight, out, stride, padding, tf32)
-        and aligned(x, x.shape[3])
-        and aligned(weight, weight.shape[3], weight.strides[0] // weight.itemsize)
-        and aligned(out, out.shape[3])
-    )
-
-
-def keeps_size(x: Array, weight: Array, out: Array, stride: tuple[int, int], padding: tuple[int, int],
-               tf32: bool) -> bool:
-    """Whether Hopper's kernels of either file may take it, but for where rows of channels start."""
-    rows, columns = weight.shape[1:3]
-    return (
-        hopper()
-        and (is_low(x.dtype) or (tf32 and x.dtype == float32))
-        and x.ndim == out.ndim == 4
-        and x.flags.c_contiguous
-        and out.flags.c_contiguous
-        and stride == (1, 1)
+        (is_low(x.dtype) or (p.tf32 and x.dtype == float32))
+        and len(x.shape) == len(out.shape) == 4
+        and x.aligned
+        and out.aligned
+        and p.stride == (1, 1)
         and rows in (1, 3)
         and columns in COLUMNS
-        and padding == (rows // 2, columns // 2)
+        and p.padding == (rows // 2, columns // 2)
         and min(x.size, out.size) > 0
         and max(x.size, out.size) < 2**31
     )
 
 
-def suits_norm(norm: Norm) -> bool:
-    """Whether `fprop`, where it `suits`, makes the gradient of that norm's output: in 16 bits, of two sources the first
-    of whole tiles of channels."""
-    sources = [source for source in (norm.x, norm.x2) if source is not None]
+def takes_second_source(p: Problem) -> bool:
+    """Whether both kernels read, or in dgrad write, two images in place of their concat, which is never made: of 16
+    bits, the first of whole tiles of channels."""
+    first, other = (p.out, p.x) if p.direction == DGRAD else (p.x, p.out)
     return (
-        is_low(norm.x.dtype)
-        and all(source.flags.c_contiguous and aligned(source, source.shape[3]) for source in sources)
-        and (norm.x2 is None or norm.x.shape[3] % CHANNELS == 0)
+        p.x2 is not None
+        and is_low(first.dtype)
+        and len(p.x2.shape) == 4
+        and p.kernel[0] == p.kernel[1]
+        and first.shape[3] % CHANNELS == 0
+        and p.x2.rows_aligned
+        and other.rows_aligned
+        and p.weight.rows_aligned
+        and 0 < p.x2.size < 2**31
     )
 
 
-def suits_skip(x: Array, weight: Array, out: Array, skip: Skip) -> bool:
-    """Whether `fprop` takes the skip path beside the 3×3 convolution of x with weight to out: 16-bit images, of two
-    sources the first of whole tiles of channels, where this is no slower than a launch of its own. It adds no emb then
-    and takes no ReLU."""
-    sources = [source for source in (skip.x, skip.x2) if source is not None]
+def offer(p: Problem) -> Offer | None:
+    """All that is wanted but for a skip path or a norm that it does not take, or does not gain by."""
+    if p.direction == WGRAD or not supports(p):
+        return None
+    if Fusion.SECOND_SOURCE in p.wanted and (Fusion.UPSAMPLE in p.wanted or not takes_second_source(p)):
+        return None
+    left = {Fusion.CAST, Fusion.SUMS}
+    if Fusion.SKIP in p.wanted and not _takes_skip(p):
+        left.add(Fusion.SKIP)
+    if Fusion.NORM_BACKWARD in p.wanted and not _takes_norm(p):
+        left.add(Fusion.NORM_BACKWARD)
+    return Offer(p.wanted - left)
+
+
+def run(given: Operands, offer: Offer, p: Problem) -> Array | None:
+    backward, fused = p.direction == DGRAD, offer.fused
+    return fprop(
+        given.x, given.weight, given.out, given.epilogue, backward, Fusion.STATISTICS in fused, Fusion.RELU in fused,
+        x2=None if backward else given.x2, out2=given.x2 if backward else None,
+        norm=given.norm if Fusion.NORM_BACKWARD in fused else None, skip=given.skip, upsample=Fusion.UPSAMPLE in fused,
+    )
+
+
+def _takes_norm(p: Problem) -> bool:
+    """In 16 bits, of two sources the first of whole tiles of channels; beside nothing else that is added."""
     return (
-        is_low(x.dtype)
-        and weight.shape[1:3] == (3, 3)
-        and suits(x, weight, out, padding=(1, 1))
-        and aligned(skip.weight, skip.weight.shape[3])
+        not p.wanted & EPILOGUE
+        and is_low(p.norm[0].dtype)
+        and all(source.rows_aligned for source in p.norm)
+        and (len(p.norm) == 1 or p.norm[0].shape[3] % CHANNELS == 0)
+    )
+
+
+def _takes_skip(p: Problem) -> bool:
+    """Beside a 3×3 convolution: 16-bit images, of two sources the first of whole tiles of channels, where this is no
+    slower than a launch of its own. It adds nothing but biases then, and takes no ReLU and no second source."""
+    return (
+        not p.wanted & {Fusion.EMB, Fusion.ADDEND, Fusion.RELU, Fusion.SECOND_SOURCE}
+        and is_low(p.x.dtype)
+        and p.kernel == (3, 3)
+        and p.skip_weight is not None
+        and p.skip_weight.rows_aligned
         and all(
-            source.dtype == x.dtype
-            and source.shape[:3] == out.shape[:3]
-            and source.flags.c_contiguous
-            and aligned(source, source.shape[3])
+            source.dtype == p.x.dtype
+            and source.shape[:3] == p.out.shape[:3]
+            and source.rows_aligned
             and 0 < source.size < 2**31
-            for source in sources
+            for source in p.skip
         )
-        and (skip.x2 is None or skip.x.shape[3] % CHANNELS == 0)
-        and _skip_gains(
-            (*out.shape[:3], x.shape[3]), len(weight), skip.weight.shape[3], x.dtype.itemsize, x.shape[1] < out.shape[1]
-        )
+        and (len(p.skip) == 1 or p.skip[0].shape[3] % CHANNELS == 0)
+        and _skip_gains(p, p.skip_weight.shape[3])
     )
 
 
-@functools.cache
-def _skip_gains(shape: tuple[int, ...], outputs: int, skip: int, itemsize: int, upsample: bool) -> bool:
+def _skip_gains(p: Problem, skip: int) -> bool:
     """Whether one launch is estimated to take no longer than two."""
-    path = (*full_strips(shape[:3], apart=False), skip)
-    apart = plan.estimate(shape, outputs, (3, 3), itemsize, 0, upsample)
+    shape, path = (*p.out.shape[:3], p.x.shape[3]), (*full_strips(p.out.shape[:3], apart=False), skip)
+    outputs, itemsize, upsample = p.out.shape[3], p.x.dtype.itemsize, Fusion.UPSAMPLE in p.wanted
+    apart = plan.estimate(shape, outputs, p.kernel, itemsize, 0, upsample)
     apart += plan.estimate(path, outputs, (1, 1), itemsize, 0, False)
-    return plan.estimate(shape, outputs, (3, 3), itemsize, skip, upsample) <= apart
-
-
-class Norm(NamedTuple):
-    """Whether SiLU followed group norm, and what that had: its input of one or two sources (N, H, W, C1 and C2), its
-    parameters, scale and shift (N, C), and its statistics (N, G)."""
-
-    silu: bool
-    x: Array
-    x2: Array | None
-    weight: Array
-    bias: Array
-    scale: Array | None
-    shift: Array | None
-    mean: Array
-    rstd: Array
-
-
-class Skip(NamedTuple):
-    """A skip path: one source or two (N, H, W, C1 and C2) of a 1×1 convolution, its weight (K, 1, 1, C1 + C2), and its
-    bias (K,), float32."""
-
-    x: Array
-    x2: Array | None
-    weight: Array
-    bias: Array | None
+    return plan.estimate(shape, outputs, p.kernel, itemsize, skip, upsample) <= apart
 
 
 class Plan(NamedTuple):
@@ -254,13 +255,13 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
           norm: Norm | None = None, skip: Skip | None = None, upsample: bool = False) -> Array | None:
     """Convolution of x (N, H, W, C), written to out (N, H, W, K), and what the epilogue adds; then ReLU, if `relu`.
 
-    The result of `skip` is added too, where `suits_skip`; then the epilogue is a bias alone. `upsample`: out is
+    The result of `skip` is added too, where `offer` says so; then the epilogue is a bias alone. `upsample`: out is
     (N, 2H, 2W, K), of an image in which each pixel of x is four.
 
-    x2 holds the channels after x's, and out2 receives those after out's, where `conv2d_wgrad_sm90.suits_pair`.
+    x2 holds the channels after x's, and out2 receives those after out's, where `takes_second_source`.
 
     weight (K, R, S, C); or under `transposed` (C, R, S, K): then out is the gradient of the input whose output had the
-    gradient x; `norm` is as in `conv2d.dgrad_cuda`. `chosen`, taken instead of `plan`'s, is for x's shape, upsampled.
+    gradient x; `norm` is as in `table.dgrad`. `chosen`, taken instead of `plan`'s, is for x's shape, upsampled.
     Returns out's `Tensor.partials`, if `statistics`, or with `norm` the sums of out and of out times the norm's input:
     float32 (N, tiles, K, 2).
     """
@@ -333,15 +334,3 @@ def _weight_map(weight: Array, chunk: int) -> np.ndarray:
 
 def _as_dtype(array: Array, dtype: np.dtype) -> Array:
     return array if array.dtype == dtype else array.astype(dtype)
-
-
-def at_16_bytes(array: Array) -> Array:
-    """The array, or a copy of one that does not start where TMA can read it."""
-    return array if address(array) % 16 == 0 else array.copy()
-
-
-def as_image(matrix: Array) -> Array:
-    """(..., C) as an image (1, H, 8, C), for which a 1×1 convolution is a matrix product; or (rows, C) where 8 does not
-    divide the rows."""
-    rows = matrix.size // matrix.shape[-1]
-    return matrix.reshape(*((1, rows // 8, 8) if rows % 8 == 0 else (rows,)), matrix.shape[-1])

@@ -1,5 +1,4 @@
-"""Gradients of the weights of convolutions of stride 1 that keep the image's size, on Hopper's own instructions;
-`conv2d` chooses them."""
+"""Gradients of weights, of convolutions of stride 1 that keep the image's size, on Hopper's own instructions."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.device import MULTIPROCESSORS
+from cudiff.cuda.kernels.convolution.problem import WGRAD, Fusion, Operands, Problem
 from cudiff.cuda.kernels.convolution.sm90 import (
     BARRIER_BYTES,
     CHANNELS,
@@ -19,10 +19,12 @@ from cudiff.cuda.kernels.convolution.sm90 import (
     LINE_BYTES,
     SHARED_BYTES,
     full_strips,
-    keeps_size,
+    of_one_size,
+    takes_second_source,
 )
 from cudiff.cuda.kernels.shape import padded
-from cudiff.cuda.launch import address, aligned, blocks, empty, launch
+from cudiff.cuda.launch import address, blocks, empty, launch
+from cudiff.cuda.select import Offer
 from cudiff.cuda.sums import add_parts
 from cudiff.cuda.tensor_map import tensor_map
 from cudiff.cuda.tiles import Planner
@@ -30,40 +32,35 @@ from cudiff.cuda.waiting import Kind, submit
 
 JOBS = 16  # that a launch takes: 7 of the 32 KiB that its arguments may have
 WAITING_BYTES = 128 << 20  # of images, for them: with 144 the U-Net's step at batch 32 takes 96 MiB more
+COLUMNS = 128  # of an image, at most
 TF32_COLUMNS = 112  # of an image, of which three steps fit in shared memory
 
 
-def suits(x: Array, dweight: Array, dout: Array, stride: tuple[int, int] = (1, 1),
-          padding: tuple[int, int] = (0, 0), tf32: bool = False) -> bool:
-    """Whether `wgrad` takes it: of any number of channels."""
-    if not keeps_size(x, dweight, dout, stride, padding, tf32):
+def supports(p: Problem) -> bool:
+    """Whether `wgrad` takes it, of any number of channels, but for what may be fused."""
+    if p.direction != WGRAD or not of_one_size(p):
         return False
-    if is_low(x.dtype):
-        has_kernel = dout.shape[2] <= 128
-    else:
-        has_kernel = dout.shape[2] <= TF32_COLUMNS and dweight.shape[1] == dweight.shape[2]
-    return has_kernel and aligned(x) and aligned(dout)
+    columns = p.out.shape[2]
+    return columns <= COLUMNS if is_low(p.x.dtype) else columns <= TF32_COLUMNS and p.kernel[0] == p.kernel[1]
 
 
-def suits_upsampled(x: Array, dweight: Array, dout: Array) -> bool:
-    """Whether `wgrad`, where it `suits`, takes x that was convolved as an image twice as high and wide."""
-    size = dout.shape[1], width_of(dout.shape[2])
-    return is_low(x.dtype) and fit(size, x.shape[3], dweight.shape[1:3], 1, 1, upsample=True) is not None
+def offer(p: Problem) -> Offer | None:
+    if not supports(p):
+        return None
+    if Fusion.SECOND_SOURCE in p.wanted and (Fusion.UPSAMPLE in p.wanted or not takes_second_source(p)):
+        return None
+    upsampled = Fusion.UPSAMPLE in p.wanted and _takes_upsampled(p)
+    return Offer(p.wanted & ({Fusion.SECOND_SOURCE, Fusion.UPSAMPLE} if upsampled else {Fusion.SECOND_SOURCE}))
 
 
-def suits_pair(x: Array, x2: Array, weight: Array) -> bool:
-    """Whether `fprop` and `wgrad` take x and x2 for their concat, which is never made, and dgrad its gradient so."""
-    padding = weight.shape[1] // 2, weight.shape[2] // 2
-    return (
-        is_low(x.dtype)
-        and x.ndim == 4
-        and weight.shape[1] == weight.shape[2]
-        and x.shape[3] % CHANNELS == 0
-        and suits(x, weight, x2, (1, 1), padding)
-        and aligned(x2, x2.shape[3], len(weight))
-        and x.size // x.shape[3] * len(weight) < 2**31
-        and aligned(weight, weight.shape[3])
-    )
+def run(given: Operands, offer: Offer, p: Problem) -> None:
+    wgrad(given.x, given.out, given.weight, given.add, x2=given.x2)
+
+
+def _takes_upsampled(p: Problem) -> bool:
+    """Whether it takes x that was convolved as an image twice as high and wide."""
+    size = p.out.shape[1], width_of(p.out.shape[2])
+    return is_low(p.x.dtype) and fit(size, p.x.shape[3], p.kernel, 1, 1, upsample=True) is not None
 
 
 def width_of(columns: int) -> int:
@@ -102,8 +99,8 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: Plan | None 
           x2: Array | None = None) -> None:
     """Gradient of the weight, written or added to dweight (K, R, S, C), float32, whose rows may be parts of longer.
 
-    x2 holds the channels after x's, where `suits_pair`. x was upsampled if it is half as high and wide as dout, where
-    `suits_upsampled`. It may wait for others (see cudiff.cuda.waiting), but for one with a `chosen` plan.
+    x2 holds the channels after x's, where `takes_second_source`. x was upsampled if it is half as high and wide as
+    dout, where `_takes_upsampled`. It may wait for others (see cudiff.cuda.waiting), but for one with a `chosen` plan.
     """
     if x.dtype == float32:
         wgrad_tf32(x, dout, dweight, add)

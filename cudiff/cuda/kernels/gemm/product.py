@@ -105,6 +105,10 @@ class Epilogue(NamedTuple):
     rows_per_image: int = 1
 
 
+def as_float32(bias: Array | None) -> Array | None:
+    return bias if bias is None or bias.dtype == float32 else bias.astype(float32)
+
+
 def product(stem: str, a: Array, b: Array, out: Array, pitch: int, dims: tuple, size: tuple[int, int, int, int],
             epilogue: Epilogue, tf32: bool, **flags: Any) -> Array:
     """Launch `kernels/<stem>.cu` with the plan for its problem, and the sum of its splits where that has any. Returns

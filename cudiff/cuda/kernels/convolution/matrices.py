@@ -1,0 +1,56 @@
+"""Convolutions whose patches are rows of the input as it lies: products of matrices, which linear layers run by."""
+
+from __future__ import annotations
+
+from cudiff.backend import array_module
+from cudiff.cuda.kernels.convolution import portable
+from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, FPROP, Fusion, Operands, Problem
+from cudiff.cuda.kernels.gemm.product import Epilogue
+from cudiff.cuda.kernels.gemm.table import linear, linear_dweight, linear_dx
+from cudiff.cuda.kernels.shape import contiguous, move
+from cudiff.cuda.launch import empty
+from cudiff.cuda.select import Offer
+
+
+def offer_pixels(p: Problem) -> Offer | None:
+    """1×1 convolutions of one source, but where sums are wanted that conv2d.cu leaves."""
+    if p.kernel != (1, 1) or p.stride != (1, 1) or p.padding != (0, 0):
+        return None
+    if p.wanted & {Fusion.UPSAMPLE, Fusion.SECOND_SOURCE}:
+        return None
+    leaves_sums = portable.offer(p).fused & {Fusion.STATISTICS, Fusion.NORM_BACKWARD}
+    return None if leaves_sums else Offer(p.wanted & EPILOGUE)
+
+
+def run_pixels(given: Operands, offer: Offer, p: Problem) -> None:
+    x, out, weight = given.x, given.out, given.weight
+    matrix = weight.reshape(len(weight), -1)
+    if p.direction == FPROP:
+        linear(x, matrix, given.epilogue, p.tf32, out.reshape(1, -1, out.shape[3]))
+    elif p.direction == DGRAD:
+        linear_dx(x, matrix, out.reshape(1, -1, out.shape[3]), given.epilogue, p.tf32)
+    else:
+        linear_dweight(x, out, matrix, given.add, p.tf32)
+
+
+def offer_windows(p: Problem) -> Offer | None:
+    """dgrad where the windows of its result lie side by side and cover it."""
+    if p.direction != DGRAD or p.stride != p.kernel or p.stride == (1, 1) or p.padding != (0, 0):
+        return None
+    covered = p.x.shape[1] * p.kernel[0], p.x.shape[2] * p.kernel[1]
+    if p.out.shape[1:3] != covered or p.wanted & {Fusion.ADDEND, Fusion.EMB}:
+        return None
+    return Offer(p.wanted & {Fusion.BIAS})
+
+
+def run_windows(given: Operands, offer: Offer, p: Problem) -> None:
+    """A product whose rows are windows, then their pixels' places."""
+    (n, height, width, _), (k, rows, columns, c) = p.x.shape, p.weight.shape
+    windows, bias = empty((n, height, width, rows * columns * c), given.out.dtype), given.epilogue.bias
+    if bias is not None:
+        bias = contiguous(array_module("cuda").broadcast_to(bias, (rows * columns, c)))
+    linear_dx(given.x, given.weight.reshape(k, -1), windows, Epilogue(bias), p.tf32)
+    move(
+        given.out.reshape(n, height, rows, width, columns, c),
+        windows.reshape(n, height, width, rows, columns, c).transpose(0, 1, 3, 2, 4, 5),
+    )

@@ -1,0 +1,112 @@
+"""Convolutions of every stride and padding by conv2d.cu, on every GPU."""
+
+from __future__ import annotations
+
+from cudiff.backend import Array, float32
+from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, FPROP, WGRAD, Fusion, Operands, Problem
+from cudiff.cuda.kernels.gemm.product import Epilogue, Plan, plan, problem_of, product_as
+from cudiff.cuda.kernels.shape import contiguous
+from cudiff.cuda.launch import aligned, empty
+from cudiff.cuda.select import Offer
+from cudiff.cuda.sums import empty_partials
+
+LONGEST = 2**15 - 1  # side of an image and its padding, of which two coordinates are in a word
+
+
+def offer(p: Problem) -> Offer:
+    """Its plan says whether sums are wanted that it can make: by tiles that leave them."""
+    sums = _wants_statistics(p) or _takes_norm(p)
+    fused = {Fusion.BIAS, Fusion.EMB, Fusion.ADDEND, Fusion.SECOND_SOURCE, Fusion.UPSAMPLE}
+    if sums and _makes_sums(_plan_of(p), p.out.shape[1] * p.out.shape[2]):
+        fused |= {Fusion.STATISTICS, Fusion.NORM_BACKWARD}
+    return Offer(p.wanted & fused, plan=sums)
+
+
+def run(given: Operands, offer: Offer, p: Problem) -> Array | None:
+    """What `table.fprop` and `table.dgrad` return. Raises ValueError for an image that is too long."""
+    a, b, out, epilogue = given.x, given.weight, given.out, given.epilogue
+    x, result = p.x.shape, p.out.shape
+    if p.direction == DGRAD:
+        x, result = result, x
+    elif p.direction == WGRAD:
+        a, b, out, epilogue = given.out, given.x, given.weight, Epilogue(addend=given.weight if given.add else None)
+    (n, height, width, c1), (k, *kernel, c), size = x, p.weight.shape, result[1:3]
+    b = b if b.dtype == a.dtype else b.astype(a.dtype)
+    b = b if b.flags.c_contiguous else contiguous(b)  # a weight of one of two sources
+    upsample = Fusion.UPSAMPLE in p.wanted
+    longest = LONGEST - max(p.padding)
+    if max(height * (1 + upsample), width * (1 + upsample), *size) > longest:
+        raise ValueError(
+            f"conv2d on CUDA: an image of {height} x {width} pixels to {size[0]} x {size[1]}: cut it into parts of at "
+            f"most {longest} a side"
+        )
+    pixels = p.out.shape[1] * p.out.shape[2]
+    extent, chunk_a, chunk_b = _extent(p)
+    a_vec, b_vec = aligned(a, chunk_a), aligned(b, chunk_b)
+    if given.x2 is not None and not aligned(given.x2, c - c1):
+        a_vec, b_vec = a_vec and p.direction != FPROP, b_vec and p.direction != WGRAD
+
+    def makes_sums(chosen: Plan) -> bool:
+        return offer.plan and _makes_sums(chosen, pixels)
+
+    def launch_as(chosen: Plan) -> Array | None:
+        sums, sources, normed, mode = None, (given.x2, c1), (None,) * 7 + (1,), 0
+        if makes_sums(chosen):
+            tiles = pixels * chosen.tile.warps_m // chosen.tile.rows
+            if p.direction == FPROP:
+                sums = empty_partials(n, tiles, extent[1], out.dtype)
+            elif given.norm is not None:
+                norm = given.norm
+                sums = empty((n, tiles, extent[1], 2), float32)
+                sources = norm.x2, norm.x.shape[3]
+                normed, mode = (norm.x, *norm[3:], norm.mean.shape[1]), 1 if norm.silu else 2
+        product_as(
+            chosen, "conv2d", a, b, out, extent[1],
+            (n, height, width, c, *size, k, *kernel, *p.stride, *p.padding, *sources, sums, *normed), extent, epilogue,
+            p.tf32, PASS=p.direction, A_VEC=a_vec, B_VEC=b_vec, DILATED=p.direction == DGRAD and p.stride != (1, 1),
+            UPSAMPLE=upsample, PAIR=given.x2 is not None, NORM=mode,
+        )
+        return sums
+
+    problem = problem_of(a.dtype, extent, p.tf32, a_vec and b_vec)
+    return plan.run(problem, launch_as, [out] if epilogue.addend is out else [], makes_sums)
+
+
+def _wants_statistics(p: Problem) -> bool:
+    """Not of what ReLU follows, which it leaves."""
+    return Fusion.STATISTICS in p.wanted and Fusion.RELU not in p.wanted and max(p.out.shape[1:3]) <= LONGEST
+
+
+def _takes_norm(p: Problem) -> bool:
+    """Beside nothing else that is added."""
+    return (
+        Fusion.NORM_BACKWARD in p.wanted
+        and not p.wanted & EPILOGUE
+        and max(p.out.shape[1:3]) <= LONGEST
+        and all(image.dtype == p.out.dtype and image.rows_aligned for image in (*p.norm, p.out))
+    )
+
+
+def _makes_sums(chosen: Plan, pixels: int) -> bool:
+    """Whether it leaves sums, of tiles of one image of so many pixels each."""
+    return chosen.splits == 1 and pixels % (chosen.tile.rows // chosen.tile.warps_m) == 0
+
+
+def _plan_of(p: Problem) -> Plan:
+    """For a weight that starts at a multiple of 16 bytes."""
+    extent, *chunks = _extent(p)
+    whole = all(chunk * p.x.dtype.itemsize % 16 == 0 for chunk in chunks)
+    vectors = p.x.aligned and whole and (p.x2 is None or p.x2.rows_aligned)
+    return plan(*problem_of(p.x.dtype, extent, p.tf32, vectors))
+
+
+def _extent(p: Problem) -> tuple[tuple[int, int, int, int], int, int]:
+    """(rows, columns, depth, 1) of the product of matrices that it is, and the elements of each operand that lie side
+    by side."""
+    k, rows, columns, c = p.weight.shape
+    taps, pixels = rows * columns, p.out.size // p.out.shape[3]
+    if p.direction == FPROP:
+        return (pixels, k, taps * c, 1), p.x.shape[3], taps * c
+    if p.direction == DGRAD:
+        return (pixels, c, taps * k, 1), k, c
+    return (k, taps * c, pixels, 1), k, p.x.shape[3]

@@ -1,0 +1,163 @@
+"""What the kernels of convolutions, and of linear layers, are asked, and what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from cudiff.backend import Array
+from cudiff.cuda.kernels.gemm.product import Epilogue
+from cudiff.cuda.launch import aligned
+
+Pair = tuple[int, int]
+
+FPROP, DGRAD, WGRAD = "FPROP", "DGRAD", "WGRAD"  # also the kernels' PASS
+
+
+class Fusion:
+    """What may be wanted together with a pass."""
+
+    BIAS, EMB, ADDEND = "bias", "emb", "addend"  # the epilogue's
+    RELU = "relu"  # after all that is added
+    STATISTICS = "statistics"  # of fprop's result, for a norm: see `Tensor.partials`
+    SKIP = "skip"  # the result of a skip path is added to fprop's
+    SECOND_SOURCE = "second source"  # the input's channels lie in two images
+    UPSAMPLE = "upsample"  # the input is seen twice as high and wide
+    CAST = "cast"  # input and result are of two dtypes
+    SUMS = "sums"  # of dgrad's result, for the bias of what made the input
+    NORM_BACKWARD = "norm backward"  # dgrad's result is taken back through SiLU and leaves the sums for a norm
+
+
+EPILOGUE = frozenset({Fusion.BIAS, Fusion.EMB, Fusion.ADDEND})
+
+
+class Image(NamedTuple):
+    """shape (N, H, W, C). aligned: whether it is contiguous and starts at a multiple of 16 bytes."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    aligned: bool = True
+
+    @property
+    def rows_aligned(self) -> bool:
+        """Whether every pixel starts at a multiple of 16 bytes."""
+        return self.aligned and self.shape[-1] * self.dtype.itemsize % 16 == 0
+
+    @property
+    def size(self) -> int:
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+
+class Weight(NamedTuple):
+    """shape (K, R, S, C), of the weight or of its gradient. rows_aligned: whether its channels start at multiples of 16
+    bytes for each tap."""
+
+    shape: tuple[int, ...]
+    rows_aligned: bool = True
+    contiguous: bool = True
+
+
+class Problem(NamedTuple):
+    """All that a choice depends on.
+
+    direction: FPROP, DGRAD or WGRAD. x and out: what the pass reads under the weight and what it writes, in dgrad the
+    gradients of output and input; in wgrad the input and the gradient of the output. x2: the channels after x's, in
+    dgrad after out's. skip, skip_weight: the one or two sources of a skip path. norm: those of the norm before the
+    input, and silu: whether SiLU followed it. tf32: whether float32 may be rounded to it.
+    """
+
+    direction: str
+    x: Image
+    weight: Weight
+    out: Image
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    tf32: bool = False
+    wanted: frozenset[str] = frozenset()
+    x2: Image | None = None
+    skip: tuple[Image, ...] = ()
+    skip_weight: Weight | None = None
+    norm: tuple[Image, ...] = ()
+    silu: bool = True
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        return self.weight.shape[1:3]
+
+
+class Norm(NamedTuple):
+    """Whether SiLU followed group norm, and what that had: its input of one or two sources (N, H, W, C1 and C2), its
+    parameters, scale and shift (N, C), and its statistics (N, G)."""
+
+    silu: bool
+    x: Array
+    x2: Array | None
+    weight: Array
+    bias: Array
+    scale: Array | None
+    shift: Array | None
+    mean: Array
+    rstd: Array
+
+
+class Skip(NamedTuple):
+    """A skip path: one source or two (N, H, W, C1 and C2) of a 1×1 convolution, its weight (K, 1, 1, C1 + C2), and its
+    bias (K,), float32."""
+
+    x: Array
+    x2: Array | None
+    weight: Array
+    bias: Array | None
+
+
+class Operands(NamedTuple):
+    """The arrays of a problem, as it names them; wgrad writes `weight`, or, with `add`, adds to it."""
+
+    x: Array
+    weight: Array
+    out: Array
+    epilogue: Epilogue = Epilogue()
+    x2: Array | None = None
+    skip: Skip | None = None
+    norm: Norm | None = None
+    add: bool = False
+
+
+def problem_of(direction: str, given: Operands, stride: Pair, padding: Pair, tf32: bool, *wanted: str) -> Problem:
+    """The problem of these operands, where more is wanted than they show."""
+    skip, norm = given.skip, given.norm
+    return Problem(
+        direction, image_of(given.x), weight_of(given.weight), image_of(given.out), stride, padding, tf32,
+        frozenset((*wanted_by(given), *wanted)), None if given.x2 is None else image_of(given.x2),
+        () if skip is None else _images(skip[:2]), None if skip is None else weight_of(skip.weight),
+        () if norm is None else _images(norm[1:3]), norm is None or norm.silu,
+    )
+
+
+def wanted_by(given: Operands) -> list[str]:
+    """The fusions that operands show."""
+    bias, emb, addend, _ = given.epilogue
+    terms = {
+        Fusion.BIAS: bias, Fusion.EMB: emb, Fusion.ADDEND: addend, Fusion.SECOND_SOURCE: given.x2,
+        Fusion.SKIP: given.skip, Fusion.NORM_BACKWARD: given.norm,
+    }
+    found = [fusion for fusion, term in terms.items() if term is not None]
+    return found if given.x.dtype == given.out.dtype else [*found, Fusion.CAST]
+
+
+def image_of(array: Array) -> Image:
+    return Image(array.shape, array.dtype, array.flags.c_contiguous and array.data.ptr % 16 == 0)
+
+
+def weight_of(array: Array) -> Weight:
+    channels, pitch = array.shape[-1], array.strides[0] // array.itemsize
+    return Weight(array.shape, aligned(array, channels, pitch), array.flags.c_contiguous)
+
+
+def _images(arrays: Sequence[Array | None]) -> tuple[Image, ...]:
+    return tuple(image_of(array) for array in arrays if array is not None)

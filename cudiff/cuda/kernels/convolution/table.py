@@ -1,0 +1,131 @@
+"""Which kernels convolutions run by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from cudiff.backend import Array, float32
+from cudiff.cuda.kernels.convolution import few_channels, matrices, portable, sm90, wgrad_sm90
+from cudiff.cuda.kernels.convolution.problem import (
+    DGRAD,
+    FPROP,
+    WGRAD,
+    Fusion,
+    Image,
+    Norm,
+    Operands,
+    Pair,
+    Problem,
+    Skip,
+    Weight,
+    problem_of,
+)
+from cudiff.cuda.kernels.elementwise import relu_forward
+from cudiff.cuda.kernels.gemm.product import Epilogue
+from cudiff.cuda.kernels.gemm.table import linear
+from cudiff.cuda.kernels.pool import TWICE, spread_windows
+from cudiff.cuda.select import ANY, SM90, Offer, Row, Table
+
+
+def _without_statistics(offer: Callable[[Problem], Offer | None]) -> Callable[[Problem], Offer | None]:
+    """The offer for fprop of float32 that is not rounded to tf32."""
+    def offer_exact(p: Problem) -> Offer | None:
+        exact = p.direction == FPROP and p.x.dtype == float32 and not p.tf32
+        return offer(p._replace(wanted=p.wanted - {Fusion.STATISTICS})) if exact else None
+
+    return offer_exact
+
+
+CONVOLUTION = Table(
+    "convolution",
+    Row("conv2d_thin", ANY, few_channels.offer, few_channels.run,
+        "3x3 or 1x1 that keep the size, between an image of up to 7 channels, 16-bit or float32, and a 16-bit one of "
+        "32 to 128; adds a bias, and to a result of many channels emb and ReLU, and leaves its sums; dgrad to a norm "
+        "of one source; not with an addend, a skip path, two sources, an upsampled input"),
+    Row("conv2d_sm90", SM90, sm90.offer, sm90.run,
+        "fprop and dgrad of stride 1 that keep the size, 16-bit or tf32, 1 or 3 rows of taps, pixels at multiples of "
+        "16 bytes; adds all, leaves sums; 16-bit also two sources, dgrad to a norm, a skip path beside 3x3 and biases; "
+        "declines a skip path where two launches are estimated to take less time"),
+    Row("conv2d_wgrad_sm90, conv2d_wgrad_tf32_sm90", SM90, wgrad_sm90.offer, wgrad_sm90.run,
+        "wgrad of the same, any number of channels, images of up to 128 columns, 112 in tf32; 16-bit also two sources, "
+        "and an upsampled input where shared memory has room"),
+    Row("matmul, exact", SM90, _without_statistics(matrices.offer_pixels), matrices.run_pixels,
+        "1x1 fprop of float32; leaves statistics to the norm, whose one pass is a little faster without"),
+    Row("conv2d, exact", SM90, _without_statistics(portable.offer), portable.run, "fprop of float32, likewise"),
+    Row("matmul", ANY, matrices.offer_pixels, matrices.run_pixels,
+        "1x1 of stride 1 and one source, as a linear layer; not where conv2d leaves sums that are wanted"),
+    Row("matmul, shape.copy", ANY, matrices.offer_windows, matrices.run_windows,
+        "dgrad where the windows of its result lie side by side and cover it; adds a bias alone"),
+    Row("conv2d", ANY, portable.offer, portable.run,
+        "all; leaves the sums of what no ReLU follows, and dgrad to a norm, where tiles are of one image and the depth "
+        "is not cut"),
+)
+
+
+def fprop(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair, epilogue: Epilogue, tf32: bool,
+          statistics: bool = False, relu: bool = False, x2: Array | None = None, skip: Skip | None = None,
+          upsample: bool = False) -> Array | None:
+    """Convolution, written to out (N, Ho, Wo, K), and what the epilogue adds, and the result of `skip`; then ReLU, if
+    `relu`.
+
+    x2 holds the channels after x's. `upsample`: of x twice as high and wide, each pixel four times. Returns out's
+    `Tensor.partials`, if `statistics` and the kernel makes them.
+    """
+    given = Operands(x, weight, out, _of_images(epilogue, out), x2, skip)
+    asked = {Fusion.STATISTICS: statistics, Fusion.RELU: relu, Fusion.UPSAMPLE: upsample}
+    wanted = [fusion for fusion, on in asked.items() if on]
+    problem = problem_of(FPROP, given, stride, padding, tf32, *wanted)
+    chosen = CONVOLUTION.select(problem)
+    if skip is not None and Fusion.SKIP in chosen.left:
+        addend = linear(skip.x, skip.weight.reshape(len(skip.weight), -1), Epilogue(skip.bias), tf32, x2=skip.x2)
+        return fprop(x, weight, out, stride, padding, epilogue._replace(addend=addend), tf32, statistics, relu, x2,
+                     None, upsample)
+    assert Fusion.CAST not in chosen.left
+    sums = chosen.row.run(given, chosen.offer, problem)
+    if Fusion.RELU in chosen.left:
+        relu_forward(out, out)
+    return sums
+
+
+def dgrad(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pair, epilogue: Epilogue, tf32: bool,
+          sums: bool = False, norm: Norm | None = None) -> Array | None:
+    """Gradient of the input, written to dx (N, H, W, C), and what the epilogue adds.
+
+    Returns dx's sums, float32 (N, tiles, C), if `sums` and the kernel makes them. Where the input is what `norm` made,
+    and the epilogue empty, dx may become the gradient dz of its output before SiLU: then this returns dz's sums and
+    those of dz·x, x the norm's input, in float32 of dz·(x - mean): float32 (N, tiles, C, 2), else None.
+    """
+    given = Operands(dout, weight, dx, _of_images(epilogue, dx), norm=norm)
+    problem = problem_of(DGRAD, given, stride, padding, tf32, *((Fusion.SUMS,) if sums else ()))
+    chosen = CONVOLUTION.select(problem)
+    assert Fusion.CAST not in chosen.left
+    return chosen.row.run(given, chosen.offer, problem)
+
+
+def wgrad(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pair, add: bool, tf32: bool,
+          x2: Array | None = None, upsample: bool = False) -> None:
+    """Gradient of the weight, written or added to dweight (K, R, S, C), float32. The others as in `fprop`."""
+    given = Operands(x, dweight, dout, x2=x2, add=add)
+    problem = problem_of(WGRAD, given, stride, padding, tf32, *((Fusion.UPSAMPLE,) if upsample else ()))
+    chosen = CONVOLUTION.select(problem)
+    if Fusion.UPSAMPLE in chosen.left:
+        x, _ = spread_windows(x, dout.shape[1:3], TWICE, 1.0, moments=0)
+        return wgrad(x, dout, dweight, stride, padding, add, tf32, x2)
+    assert Fusion.CAST not in chosen.left
+    return chosen.row.run(given, chosen.offer, problem)
+
+
+def casts(x: tuple[int, ...], dtype: np.dtype, weight: tuple[int, ...], out_dtype: np.dtype, emb: bool) -> bool:
+    """Whether a kernel itself makes the convolution, of stride 1 and the input's size, of an image of shape x and this
+    dtype with a weight (K, R, S, C) an image of another dtype, plus an embedding."""
+    padding = weight[1] // 2, weight[1] // 2
+    out = Image((*x[:3], weight[0]), out_dtype)
+    wanted = frozenset({Fusion.CAST, Fusion.EMB} if emb else {Fusion.CAST})
+    problem = Problem(FPROP, Image(x, dtype), Weight(weight), out, padding=padding, wanted=wanted)
+    return Fusion.CAST not in CONVOLUTION.select(problem).left
+
+
+def _of_images(epilogue: Epilogue, out: Array) -> Epilogue:
+    return epilogue._replace(rows_per_image=out.shape[1] * out.shape[2])
