@@ -1,7 +1,18 @@
 import numpy as np
 import pytest
 
+from cudiff.cuda.kernels.convolution.problem import (
+    DGRAD,
+    FPROP,
+    WGRAD,
+    Fusion,
+    Image,
+    Problem,
+    Weight,
+)
+from cudiff.cuda.kernels.convolution.table import CONVOLUTION
 from cudiff.cuda.kernels.gemm.product import LINE_BYTES, STAGES, TILES, plan
+from cudiff.cuda.kernels.gemm.table import LINEAR
 from cudiff.ops.matmul import linear, matmul
 from cudiff.tensor import Tensor
 from tests.check import relative_error
@@ -30,6 +41,47 @@ def test_the_grid_fills_the_gpu():
 
 def test_few_columns_take_a_narrow_tile():
     assert plan(131072, 3, 576, 1, 2, 1, True).tile.columns == 16
+
+
+ROWS = Image((1, 32, 8, 64), np.dtype(np.float16))
+LAYER = Problem(FPROP, ROWS, Weight((64, 1, 1, 64)), ROWS, wanted=frozenset({Fusion.BIAS, Fusion.ADDEND}))
+PAIR = LAYER._replace(weight=Weight((64, 1, 1, 128)), x2=ROWS, wanted=frozenset({Fusion.SECOND_SOURCE}))
+BY_WGRAD = "conv2d_wgrad_sm90, conv2d_wgrad_tf32_sm90"
+
+
+@pytest.mark.parametrize("problem, kernel, left", [
+    (LAYER, "conv2d_sm90", 0), (LAYER._replace(direction=DGRAD), "conv2d_sm90", 0),
+    (LAYER._replace(direction=WGRAD, wanted=frozenset()), BY_WGRAD, 0),
+    (LAYER._replace(x=ROWS._replace(aligned=False)), "matmul", 0),
+    (LAYER._replace(weight=Weight((64, 1, 1, 64), rows_aligned=False)), "matmul", 0),
+    (LAYER._replace(x=ROWS._replace(shape=(250, 64)), out=ROWS._replace(shape=(250, 64))), "matmul", 0),
+    (PAIR, "conv2d_sm90", 0), (PAIR._replace(direction=DGRAD), "conv2d_sm90", 0),
+    (PAIR._replace(direction=WGRAD), BY_WGRAD, 0),
+    (PAIR._replace(x2=ROWS._replace(aligned=False)), "matmul", 1),
+    (PAIR._replace(x=ROWS._replace(shape=(1, 32, 8, 32))), "matmul", 1),
+    (PAIR._replace(direction=DGRAD, x=ROWS._replace(shape=(1, 32, 8, 32))), "conv2d_sm90", 0),
+    (PAIR._replace(direction=DGRAD, out=ROWS._replace(shape=(1, 32, 8, 32))), "matmul", 1),
+])
+def test_which_kernel_a_linear_layer_runs_by(problem, kernel, left):
+    """On GPUs but Hopper matmul.cu, which does two sources in two products."""
+    chosen = LINEAR.select(problem, "sm_90a")
+    assert (chosen.row.name, len(chosen.left)) == (kernel, left)
+    chosen = LINEAR.select(problem, "sm_80")
+    assert (chosen.row.name, chosen.left) == ("matmul", problem.wanted & {Fusion.SECOND_SOURCE})
+
+
+def test_choices_are_made_anew_after_other_plans(monkeypatch):
+    """Where the depth is cut, conv2d.cu leaves no sums, and matmul.cu is faster."""
+    problem = LAYER._replace(wanted=frozenset({Fusion.STATISTICS}))
+    plans, kernels = plan.plans, []
+    for splits in (1, 2):
+        monkeypatch.setattr(plan, "plans", lambda *p, n=splits: [found for found in plans(*p) if found.splits == n])
+        plan.forget()
+        kernels.append(CONVOLUTION.select(problem._replace(weight=Weight((64, 1, 1, 1024)), x=ROWS._replace(
+            shape=(1, 32, 8, 1024))), "sm_80").row.name)
+    monkeypatch.undo()
+    plan.forget()
+    assert kernels == ["conv2d", "matmul"]
 
 
 @pytest.mark.gpu

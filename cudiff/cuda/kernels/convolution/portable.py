@@ -104,7 +104,8 @@ def _extent(p: Problem) -> tuple[tuple[int, int, int, int], int, int]:
     """(rows, columns, depth, 1) of the product of matrices that it is, and the elements of each operand that lie side
     by side."""
     k, rows, columns, c = p.weight.shape
-    taps, pixels = rows * columns, p.out.size // p.out.shape[3]
+    n, height, width, _ = p.out.shape
+    taps, pixels = rows * columns, n * height * width
     if p.direction == FPROP:
         return (pixels, k, taps * c, 1), p.x.shape[3], taps * c
     if p.direction == DGRAD:

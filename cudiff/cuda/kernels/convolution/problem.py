@@ -9,7 +9,6 @@ import numpy as np
 
 from cudiff.backend import Array
 from cudiff.cuda.kernels.gemm.product import Epilogue
-from cudiff.cuda.launch import aligned
 
 Pair = tuple[int, int]
 
@@ -155,8 +154,8 @@ def image_of(array: Array) -> Image:
 
 
 def weight_of(array: Array) -> Weight:
-    channels, pitch = array.shape[-1], array.strides[0] // array.itemsize
-    return Weight(array.shape, aligned(array, channels, pitch), array.flags.c_contiguous)
+    places = array.data.ptr, array.shape[-1] * array.itemsize, array.strides[0]
+    return Weight(array.shape, all(place % 16 == 0 for place in places), array.flags.c_contiguous)
 
 
 def _images(arrays: Sequence[Array | None]) -> tuple[Image, ...]:
