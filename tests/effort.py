@@ -33,8 +33,8 @@ HOST = str(Path(__file__).with_name("host.py"))
 NOT_CALLED = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 LONG = 40
 Files = dict[CodeType, str]
-CHOOSERS = re.compile(r"_?suits\w*|keeps_size|hopper|_takes_both|_skip_gains|sharing|clusters")
-"""Functions that are asked whether, or how, a kernel takes a problem; and `plan.run`, by which tile."""
+CHOOSERS = re.compile(r"select|hopper|_?suits\w*")
+"""What chooses a kernel: a table's `select`, or questions beside the tables; and `plan.run`, a tile."""
 
 
 def calls(stand_ins: Files, run: Callable[[], Any], to_last_launch: bool = False) -> list[str]:
@@ -115,7 +115,7 @@ def sources(*folders: str) -> dict[Path, str]:
 
 
 def choices(tree: ast.AST) -> int:
-    """Places that choose a kernel, or ask which was chosen: calls of CHOOSERS, and of a Planner's `run`."""
+    """Places that choose a kernel or its tile: calls of CHOOSERS, and of a Planner's `run`."""
     names = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
     return sum(
         bool(CHOOSERS.fullmatch(getattr(name, "attr", getattr(name, "id", "")))) or ast.unparse(name) == "plan.run"

@@ -116,7 +116,7 @@ def test_every_tile(hopper, rng, tile, transposed, dtype):
     assert relative_error(Tensor(out).numpy(), expected) < TOLERANCES[dtype][0]
 
 
-# (N, H, W, C), (K, R, S): shares of a strip in and out of the image, parts of the depth in one chunk and across
+# (N, H, W, C), (K, R, S): shares of an output tile in and out of the image, parts of the depth in one chunk and across
 CLUSTERED = [
     ((1, 11, 7, 136), (72, 3, 3)), ((2, 3, 9, 520), (64, 3, 3)), ((3, 8, 8, 256), (64, 3, 3)),
     ((1, 1, 8, 512), (200, 1, 1)), ((1, 5, 24, 264), (40, 1, 3)),
@@ -160,7 +160,7 @@ UPSAMPLED = [
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=["bf16", "fp16", "tf32"])
 def test_an_input_is_read_upsampled(hopper, rng, dtype, adds, shape, weight_shape):
-    """By every tile and cluster, with statistics and without, and with the fewest slabs and weights in flight."""
+    """By every tile and cluster, with statistics and without, and with the fewest halo tiles and weights in flight."""
     outputs, kernel = weight_shape[0], weight_shape[1:]
     operands, results = random_convolution(rng, shape, outputs, kernel, dtype, False, upsample=True)
     x, weight, bias, emb, addend = operands
@@ -173,7 +173,7 @@ def test_an_input_is_read_upsampled(hopper, rng, dtype, adds, shape, weight_shap
         for tile in sm90.TILES for cluster in sm90.CLUSTERS
     ]
     for chosen in (None, *filter(None, plans)):
-        least = chosen and chosen._replace(slabs=min(2, chosen.slabs), weights=min(2, chosen.weights))
+        least = chosen and chosen._replace(halos=min(2, chosen.halos), weights=min(2, chosen.weights))
         out, again = (Tensor(np.full(addend.shape, np.nan, dtype), device="cuda") for _ in range(2))
         for target, plan, statistics in ((out, chosen, True), (again, least, False)):
             partials = sm90.fprop(x, weight, target.data, Epilogue(bias, emb, addend if adds else None),
@@ -199,7 +199,7 @@ def test_an_input_is_read_upsampled(hopper, rng, dtype, adds, shape, weight_shap
 @pytest.mark.parametrize("silu", [True, False])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
 def test_gradient_to_a_norm(hopper, rng, tile, size, sources, scaled, taps, silu, dtype):
-    """Blocks with many strips, one, or part of one; strips beyond the image, channels beyond the second source."""
+    """Blocks with many tiles, one, or part of one; tiles beyond the image, channels beyond the second source."""
     convolution = NormedConvolution(rng, size, sources, 200, taps, dtype, scaled, silu)
     dout, weight, norm, out = convolution.on_gpu()
     fitted = [
@@ -228,7 +228,8 @@ SKIPS = [
 @pytest.mark.parametrize("shape, outputs, sources", SKIPS, ids=str)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
 def test_a_skip_path_is_further_depth(hopper, rng, dtype, shape, outputs, sources, tile, statistics):
-    """Also with the fewest slabs and weights in flight, and in clusters of which some blocks have none of it or all."""
+    """Also with the fewest halo tiles and weights in flight, and in clusters of which some blocks have none of it or
+    all."""
     operands, (expected, _) = random_convolution(rng, shape, outputs, (3, 3), dtype, False)
     x, weight, bias, emb, _ = operands
     expected -= Tensor(emb).numpy()[:, None, None]
@@ -245,7 +246,7 @@ def test_a_skip_path_is_further_depth(hopper, rng, dtype, shape, outputs, source
         assert cluster > 1 or chosen is not None
         if chosen is None:
             continue
-        for plan in (chosen, chosen._replace(slabs=min(2, chosen.slabs), weights=min(2, chosen.weights))):
+        for plan in (chosen, chosen._replace(halos=min(2, chosen.halos), weights=min(2, chosen.weights))):
             out, again = (Tensor(np.full(expected.shape, np.nan, dtype), device="cuda") for _ in range(2))
             given = Operands(x, weight, out.data, Epilogue(bias), skip=skip)
             assert Fusion.SKIP in sm90.offer(problem_of(FPROP, given, (1, 1), (1, 1), False)).fused
@@ -315,24 +316,24 @@ def test_every_plan_fits(kernel, itemsize, skip, upsample):
             problem = shape, outputs, kernel, itemsize, skip, upsample
             plans = sm90.plans(*problem)
             assert sm90.plan(*problem) in plans
-            for tile, cluster, rows, each, slabs, weights, shared in plans:
+            for tile, cluster, rows, each, halos, weights, shared in plans:
                 chunk_of = [chunk for chunk in range(blocks(channels * itemsize, 128)) for _ in range(kernel[1])]
                 chunk_of += [chunk_of[-1] + 1 + chunk for chunk in range(-(-skip * itemsize // 128))]
                 steps = len(chunk_of)
-                turns = blocks(2 * blocks(height, rows) * blocks(width, 8), each)
-                assert cluster == 1 or (turns == 1 and each * blocks(outputs, 64) <= sm90.CLUSTERS[cluster])
+                iterations = blocks(2 * blocks(height, rows) * blocks(width, 8), each)
+                assert cluster == 1 or (iterations == 1 and each * blocks(outputs, 64) <= sm90.CLUSTERS[cluster])
                 parts = [(steps * rank // cluster, steps * (rank + 1) // cluster) for rank in range(cluster)]
                 assert all(first < last for first, last in parts)
                 chunks = max(len(set(chunk_of[first:last])) for first, last in parts)
                 assert rows <= min(height, tile.pixels // 8)
-                assert slabs >= min(2, chunks * turns)
+                assert halos >= min(2, chunks * iterations)
                 assert weights >= min(2, max(last - first for first, last in parts))
                 pitch = 7 + kernel[1] + (2 if upsample and kernel[1] in (3, 7) else 0)
-                slab = blocks((tile.pixels // 8 + kernel[0] - 1) * pitch * 128, 1024) * 1024
-                assert 16 * (slabs + weights) + 40 <= sm90.BARRIER_BYTES == 1024
-                results = min(2, turns) * max(2, tile.pixels // 8 // cluster) * 8 * 64 * itemsize
+                halo = blocks((tile.pixels // 8 + kernel[0] - 1) * pitch * 128, 1024) * 1024
+                assert 16 * (halos + weights) + 40 <= sm90.BARRIER_BYTES == 1024
+                results = min(2, iterations) * max(2, tile.pixels // 8 // cluster) * 8 * 64 * itemsize
                 mail = tile.pixels * 64 * 4 if cluster > 1 else 0
-                assert 2048 + slabs * slab + weights * kernel[0] * 8192 + results + mail <= shared
+                assert 2048 + halos * halo + weights * kernel[0] * 8192 + results + mail <= shared
                 assert shared + 1024 <= sm90.SHARED_BYTES
 
 
@@ -390,14 +391,14 @@ def test_what_is_left_to_the_portable_kernels(shape, weight):
 
 
 @pytest.mark.parametrize("images", [(32, 8, 8), (32, 16, 16), (3, 7, 5), (8, 7, 5), (2, 9, 13)])
-def test_full_strips_are_no_slower(images):
+def test_full_tiles_are_no_slower(images):
     """Of the same pixels in the same order; images that stay apart keep theirs."""
     for apart in (False, True):
-        strips = sm90.full_strips(images, apart)
-        assert math.prod(strips) == math.prod(images)
-        assert not apart or strips[0] == images[0]
+        tiles = sm90.full_tiles(images, apart)
+        assert math.prod(tiles) == math.prod(images)
+        assert not apart or tiles[0] == images[0]
         seconds = [
-            sm90.plan.estimate((*taken, 192), 576, (1, 1), 2, 0, False) for taken in (strips, images)
+            sm90.plan.estimate((*taken, 192), 576, (1, 1), 2, 0, False) for taken in (tiles, images)
         ]
         assert seconds[0] <= seconds[1]
 

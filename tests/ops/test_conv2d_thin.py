@@ -148,11 +148,11 @@ def test_gradient_to_a_norm(rng, shape, outputs, taps, scaled, float32_dout, dty
 def test_where_the_kernel_finds_the_weight(shape, flipped):
     """kernels/conv2d_thin.cu's Weight: (tap, thin channel, wide channel) against the array's own indexing."""
     weight = np.arange(np.prod(shape)).reshape(shape)
-    at = few_channels._weight(shape[3], 3, thin_last=shape[3] == 3, flipped=flipped)
+    at = few_channels._weight(shape[3], 3, few_last=shape[3] == 3, flipped=flipped)
     turned = weight[:, ::-1, ::-1] if flipped else weight
     for tap, j, c in ((0, 0, 0), (1, 2, 5), (5, 1, 63), (8, 2, 0)):
         expected = turned[(c, tap // 3, tap % 3, j) if shape[3] == 3 else (j, tap // 3, tap % 3, c)]
-        assert at["first"] + tap * at["tap"] + j * at["thin"] + c * at["wide"] == expected
+        assert at["first"] + tap * at["tap"] + j * at["few"] + c * at["many"] == expected
 
 
 @pytest.mark.parametrize("n, size, thin", [(1, 64, 3), (32, 64, 3), (264, 64, 7), (400, 224, 3)])

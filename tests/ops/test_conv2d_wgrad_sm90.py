@@ -13,17 +13,17 @@ from tests.ops.test_conv2d_sm90 import SIZES, TOLERANCES
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cluster, parts", [(1, 1), (1, 5), (2, 2), (2, 6), (4, 4), (8, 8)])
+@pytest.mark.parametrize("cluster, splits", [(1, 1), (1, 5), (2, 2), (2, 6), (4, 4), (8, 8)])
 @pytest.mark.parametrize("outputs, channels", [(136, 200), (64, 3), (3, 64)])
 @pytest.mark.parametrize("kernel, columns", [((3, 3), 9), ((3, 3), 8), ((3, 3), 30), ((1, 1), 9)])
-def test_wgrad_in_parts_adds_to_what_is_there(hopper, rng, outputs, channels, cluster, parts, kernel, columns):
+def test_wgrad_in_splits_adds_to_what_is_there(hopper, rng, outputs, channels, cluster, splits, kernel, columns):
     x, dout = (rng.standard_normal((3, 48, columns, c)).astype(ml_dtypes.bfloat16) for c in (channels, outputs))
     weight = Tensor(np.zeros((outputs, *kernel, channels)), requires_grad=True)
     ops.conv2d(Tensor(x.astype(np.float64)), weight, padding=kernel[0] // 2).backward(dout.astype(np.float64))
     before = rng.standard_normal(weight.shape).astype(np.float32)
     operands = [Tensor(array, device="cuda").data for array in (x, dout)]
     plans = wgrad_sm90.plans((3, 48, columns), (weight.shape,), upsample=False)
-    cuts = {plan[:2]: plan._replace(cluster=cluster, parts=parts) for plan in plans}
+    cuts = {plan[:2]: plan._replace(cluster=cluster, splits=splits) for plan in plans}
     assert cuts
     for chosen in cuts.values():
         dweight = Tensor(before, device="cuda").data
@@ -32,13 +32,13 @@ def test_wgrad_in_parts_adds_to_what_is_there(hopper, rng, outputs, channels, cl
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cluster, parts", [(1, 1), (1, 5), (2, 6), (4, 4), (8, 8)])
+@pytest.mark.parametrize("cluster, splits", [(1, 1), (1, 5), (2, 6), (4, 4), (8, 8)])
 @pytest.mark.parametrize("size, outputs, channels", [
     ((5, 5, 7), 96, 64), ((1, 70, 4), 64, 8), ((4, 9, 3), 136, 200), ((2, 7, 32), 8, 96), ((1, 4, 64), 64, 64),
 ], ids=str)
 @pytest.mark.parametrize("taps", [3, 1])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
-def test_wgrad_reads_its_input_upsampled(hopper, rng, dtype, taps, size, outputs, channels, cluster, parts):
+def test_wgrad_reads_its_input_upsampled(hopper, rng, dtype, taps, size, outputs, channels, cluster, splits):
     n, height, columns = size
     x, dout = (rng.standard_normal(shape).astype(dtype)
                for shape in ((*size, channels), (n, 2 * height, 2 * columns, outputs)))
@@ -50,7 +50,7 @@ def test_wgrad_reads_its_input_upsampled(hopper, rng, dtype, taps, size, outputs
     given = Operands(x, dweight, dout)
     problem = problem_of(WGRAD, given, (1, 1), (taps // 2, taps // 2), False, Fusion.UPSAMPLE)
     assert Fusion.UPSAMPLE in wgrad_sm90.offer(problem).fused
-    cuts = {plan._replace(cluster=cluster, parts=parts)
+    cuts = {plan._replace(cluster=cluster, splits=splits)
             for plan in wgrad_sm90.plans(dout.shape[:3], (weight.shape,), upsample=True)}
     assert {plan.taps for plan in cuts} == {1, taps}
     before = rng.standard_normal(weight.shape).astype(np.float32)
@@ -110,7 +110,7 @@ def test_a_launch_gives_the_same_bits_each_time(hopper, rng, taps, cluster):
     """Sums were once lost where they lay on barriers, in one of a hundred launches."""
     images, weights = (32, 8, 8), ((256, 3, 3, 192), *[(256, 3, 3, 256)] * 3)
     plans = wgrad_sm90.plans(images, weights, upsample=False)
-    chosen = next(plan for plan in plans if plan.taps == taps)._replace(cluster=cluster, parts=cluster)
+    chosen = next(plan for plan in plans if plan.taps == taps)._replace(cluster=cluster, splits=cluster)
     jobs, first = [], []
     for weight in weights:
         x, dout = (Tensor(rng.standard_normal((*images, c)).astype(ml_dtypes.bfloat16), device="cuda").data
@@ -128,16 +128,16 @@ def test_a_launch_gives_the_same_bits_each_time(hopper, rng, taps, cluster):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("parts", [1, 5])
+@pytest.mark.parametrize("splits", [1, 5])
 @pytest.mark.parametrize("outputs, channels", [(136, 200), (64, 3), (3, 64)])
 @pytest.mark.parametrize("kernel", [(3, 3), (1, 1)])
-def test_wgrad_of_tf32_in_parts_adds_to_what_is_there(hopper, rng, outputs, channels, parts, kernel):
+def test_wgrad_of_tf32_in_splits_adds_to_what_is_there(hopper, rng, outputs, channels, splits, kernel):
     x, dout = (rng.standard_normal((2, 48, 9, c)).astype(np.float32) for c in (channels, outputs))
     weight = Tensor(np.zeros((outputs, *kernel, channels)), requires_grad=True)
     ops.conv2d(Tensor(x.astype(np.float64)), weight, padding=kernel[0] // 2).backward(dout.astype(np.float64))
     before = rng.standard_normal(weight.shape).astype(np.float32)
     dweight = Tensor(before, device="cuda").data
-    wgrad_sm90.wgrad_tf32(*(Tensor(array, device="cuda").data for array in (x, dout)), dweight, True, parts)
+    wgrad_sm90.wgrad_tf32(*(Tensor(array, device="cuda").data for array in (x, dout)), dweight, True, splits)
     assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < TOLERANCES[np.float32][1]
 
 
@@ -154,12 +154,12 @@ def test_every_wgrad_fits(kernel_rows, upsample):
                 continue
             assert wgrad_sm90.plan(images, weights, upsample) in plans
             for plan in plans:
-                slab = blocks((plan.rows + kernel_rows - 1) * (width + plan.taps - 1 + 2 * upsample) * 128, 1024) * 1024
-                assert plan.stages * (plan.rows * width * 128 + plan.across * slab) + 16 * plan.stages <= plan.shared
+                halo = blocks((plan.rows + kernel_rows - 1) * (width + plan.taps - 1 + 2 * upsample) * 128, 1024) * 1024
+                assert plan.stages * (plan.rows * width * 128 + plan.across * halo) + 16 * plan.stages <= plan.shared
                 assert plan.rows * width % 16 == 0 and plan.rows * width <= 256
                 assert 1 <= plan.across <= (3 if kernel_rows == 1 else 1) and plan.stages >= 2
                 assert plan.taps == 1 or (kernel_rows == 3 and (width == 8 or width % 16 == 0))
-                assert plan.cluster <= plan.parts <= 2 * blocks(height, plan.rows) and plan.parts % plan.cluster == 0
+                assert plan.cluster <= plan.splits <= 2 * blocks(height, plan.rows) and plan.splits % plan.cluster == 0
                 assert 256 * 64 * kernel_rows * plan.across * plan.taps + 16 * plan.stages <= plan.shared
                 assert plan.shared + 1024 <= sm90.SHARED_BYTES
             if columns > wgrad_sm90.TF32_COLUMNS:

@@ -75,9 +75,10 @@ def sides(x: AnyImage, out: AnyImage) -> tuple[AnyImage, AnyImage]:
     return (x, out) if x.shape[3] < out.shape[3] else (out, x)
 
 
-def copies_bytes(rows: int, width: int, thin: int, taps: int) -> int:
-    """Thin's rows under a tile of so many, in pairs of 16 bits, as often as spread has them; `taps` is R."""
-    return 4 * (rows + taps - 1) * blocks((width + taps - 1) * thin, 2) * (1 + thin % 2)
+def copies_bytes(rows: int, width: int, few: int, taps: int) -> int:
+    """The rows of the image of few channels under a tile of so many, in pairs of 16 bits, as often as spread has them;
+    `taps` is R."""
+    return 4 * (rows + taps - 1) * blocks((width + taps - 1) * few, 2) * (1 + few % 2)
 
 
 def line_pitch(width: int) -> int:
@@ -85,19 +86,19 @@ def line_pitch(width: int) -> int:
     return 2 * (32 * (blocks(blocks(width, 4) * 2 + 24, 32) - 1) + 8)
 
 
-def lines_bytes(rows: int, width: int, thin: int, taps: int) -> int:
+def lines_bytes(rows: int, width: int, few: int, taps: int) -> int:
     """Lines of all numbers of the patches of a tile of so many rows."""
-    return 2 * (rows + taps - 1) * taps * thin * line_pitch(width)
+    return 2 * (rows + taps - 1) * taps * few * line_pitch(width)
 
 
-def products_bytes(rows: int, width: int, thin: int, taps: int) -> int:
+def products_bytes(rows: int, width: int, few: int, taps: int) -> int:
     """Products of a tile of so many rows, and of those around it, with all taps."""
-    return 4 * (rows + taps - 1) * width * (taps**2 * thin | 1)
+    return 4 * (rows + taps - 1) * width * (taps**2 * few | 1)
 
 
-def sums_bytes(thin: int, columns: int, taps: int) -> int:
+def sums_bytes(few: int, columns: int, taps: int) -> int:
     """Sums of the weight's gradient: those of half of the warps, or one in all."""
-    depth = taps**2 * thin
+    depth = taps**2 * few
     return 4 * max(THREADS // 64 * blocks(depth, 16) * 16 * 32, depth * (columns + 1))
 
 
@@ -111,20 +112,20 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, moments: int 
     """
     n, height, width, channels = x.shape
     outputs = out.shape[3]
-    thin, taps = min(channels, outputs), weight.shape[1]
+    fewer, taps = min(channels, outputs), weight.shape[1]
     few, many = sides(x, out)
     weight = weight if weight.dtype == many.dtype else weight.astype(many.dtype)
-    constants = {"T": many.dtype, "THIN_T": few.dtype, "R": taps, "THIN": thin}
-    at = _weight(weight.shape[3], taps, thin_last=(thin == channels) != transposed, flipped=transposed)
-    if thin == outputs:
-        rows, shared = _rows(n, height, lambda rows: products_bytes(rows, width, thin, taps))
+    constants = {"T": many.dtype, "THIN_T": few.dtype, "R": taps, "THIN": fewer}
+    at = _weight(weight.shape[3], taps, few_last=(fewer == channels) != transposed, flipped=transposed)
+    if fewer == outputs:
+        rows, shared = _rows(n, height, lambda rows: products_bytes(rows, width, fewer, taps))
         launch(
             "conv2d_thin", "gather", n * blocks(height, rows), THREADS,
             (x, weight, epilogue.bias, out, at, height, width, rows), shared,
             **constants, BN=channels, MOMENTS=0, NORM=0,
         )
         return None
-    rows, shared = _rows(n, height, lambda rows: copies_bytes(rows, width, thin, taps))
+    rows, shared = _rows(n, height, lambda rows: copies_bytes(rows, width, fewer, taps))
     columns = _columns(outputs)
     partials = empty((n, blocks(height, rows), outputs, 2)[: 2 + moments], float32) if moments else None
     source, affine, groups = (None, (None,) * 6, 1) if norm is None else (norm.x, norm[3:], norm.mean.shape[1])
@@ -139,19 +140,19 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, moments: int 
 
 def wgrad(x: Array, dout: Array, dweight: Array, add: bool) -> None:
     """Gradient of the weight, written or added to dweight (K, R, R, C), float32."""
-    thin, wide = sides(x, dout)
+    few, many = sides(x, dout)
     taps = dweight.shape[1]
-    n, height, width, channels = wide.shape
-    rows, shared = _rows(n, height, lambda rows: lines_bytes(rows, width, thin.shape[3], taps))
+    n, height, width, channels = many.shape
+    rows, shared = _rows(n, height, lambda rows: lines_bytes(rows, width, few.shape[3], taps))
     columns = _columns(channels)
     tiles = n * blocks(height, rows)
     partials = empty((tiles, dweight.shape[0], dweight.size // dweight.shape[0]), float32)
-    shared = max(shared, sums_bytes(thin.shape[3], columns, taps))
-    at = _weight(dweight.shape[3], taps, thin_last=thin is x, flipped=thin is dout)
+    shared = max(shared, sums_bytes(few.shape[3], columns, taps))
+    at = _weight(dweight.shape[3], taps, few_last=few is x, flipped=few is dout)
     launch(
         "conv2d_thin", "wgrad", (tiles, channels // columns), THREADS,
-        (thin, wide, partials, at, height, width, channels, rows, line_pitch(width)), shared,
-        T=wide.dtype, THIN_T=thin.dtype, R=taps, THIN=thin.shape[3], BN=columns, MOMENTS=0, NORM=0,
+        (few, many, partials, at, height, width, channels, rows, line_pitch(width)), shared,
+        T=many.dtype, THIN_T=few.dtype, R=taps, THIN=few.shape[3], BN=columns, MOMENTS=0, NORM=0,
     )
     add_parts(partials, dweight, add)
 
@@ -169,11 +170,12 @@ def _columns(channels: int) -> int:
     return 64 if channels % 64 == 0 else 32
 
 
-_WEIGHT = np.dtype([(name, np.int32) for name in ("first", "tap", "thin", "wide")])
+_WEIGHT = np.dtype([(name, np.int32) for name in ("first", "tap", "few", "many")])
 
 
-def _weight(channels: int, taps: int, thin_last: bool, flipped: bool) -> np.ndarray:
-    """Where the kernel finds a weight (K, R, R, C), of which C is thin or K; `flipped` turns the taps around."""
+def _weight(channels: int, taps: int, few_last: bool, flipped: bool) -> np.ndarray:
+    """Where the kernel finds a weight (K, R, R, C), of which C or K is the few channels; `flipped`: its taps come in
+    reverse order."""
     first, tap = ((taps**2 - 1) * channels, -channels) if flipped else (0, channels)
-    thin, wide = (1, taps**2 * channels) if thin_last else (taps**2 * channels, 1)
-    return np.array((first, tap, thin, wide), _WEIGHT)
+    few, many = (1, taps**2 * channels) if few_last else (taps**2 * channels, 1)
+    return np.array((first, tap, few, many), _WEIGHT)

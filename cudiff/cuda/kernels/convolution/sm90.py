@@ -18,7 +18,7 @@ from cudiff.cuda.tensor_map import tensor_map
 from cudiff.cuda.tiles import Planner
 
 CHANNELS = 64  # of a tile
-LINE_BYTES = 128  # of shared memory
+ROW_BYTES = 128  # of shared memory
 SHARED_BYTES = 228 << 10  # of a multiprocessor, of which each block costs 1 KiB more than it asks for
 BARRIER_BYTES = 1024
 MAP_BYTES = 1024  # of norms' maps of channels, in fprop
@@ -27,12 +27,12 @@ COLUMNS = (1, 3, 5, 7)  # of a weight
 
 
 class Tile(NamedTuple):
-    """What a warpgroup computes in a turn, 64 channels of a strip of so many pixels; the microseconds of an H200 for a
-    turn and for a line of channels of each tap in it; and the taps that take as long as a line of a skip path: its only
-    one, and the wait for its slab."""
+    """What a warpgroup computes in an iteration, 64 channels of an output tile of so many pixels; the microseconds of
+    an H200 for an iteration and for a 128-byte row of channels of each tap in it; and the taps that take as long as
+    such a row of a skip path: its only one, and the wait for its halo tile."""
 
     pixels: int
-    turn: float
+    iteration: float
     step: float
     skip: float
 
@@ -136,7 +136,7 @@ def _takes_skip(p: Problem) -> bool:
 
 def _skip_gains(p: Problem, skip: int) -> bool:
     """Whether one launch is estimated to take no longer than two."""
-    shape, path = (*p.out.shape[:3], p.x.shape[3]), (*full_strips(p.out.shape[:3], apart=False), skip)
+    shape, path = (*p.out.shape[:3], p.x.shape[3]), (*full_tiles(p.out.shape[:3], apart=False), skip)
     outputs, itemsize, upsample = p.out.shape[3], p.x.dtype.itemsize, Fusion.UPSAMPLE in p.wanted
     apart = plan.estimate(shape, outputs, p.kernel, itemsize, 0, upsample)
     apart += plan.estimate(path, outputs, (1, 1), itemsize, 0, False)
@@ -144,14 +144,14 @@ def _skip_gains(p: Problem, skip: int) -> bool:
 
 
 class Plan(NamedTuple):
-    """A tile as launched: blocks of a cluster, which share the depth; rows of a strip; clusters for each 64 channels;
-    slabs and R taps' weights in flight; bytes of shared memory."""
+    """A tile as launched: blocks of a cluster, which share the depth; rows of an output tile; clusters for each 64
+    channels; halo tiles and R taps' weights in flight; bytes of shared memory."""
 
     tile: Tile
     cluster: int
     rows: int
     blocks: int
-    slabs: int
+    halos: int
     weights: int
     shared: int
 
@@ -170,78 +170,78 @@ def plans(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsiz
 
 
 def tiles_of(shape: tuple[int, ...], rows: int) -> int:
-    """Strips of 8 columns and so many rows of an image of shape (N, H, W, C)."""
+    """Output tiles of 8 columns and so many rows of an image of shape (N, H, W, C)."""
     return blocks(shape[1], rows) * blocks(shape[2], 8)
 
 
 def pitch_of(columns: int, upsample: bool) -> int:
-    """Pixels of a row of a strip's slab, for a weight of so many columns; of an upsampled image whole pairs."""
+    """Pixels of a row of a halo tile, for a weight of so many columns; of an upsampled image whole pairs."""
     return 8 + columns - 1 + (2 * (columns // 2 % 2) if upsample else 0)
 
 
 def steps_of(channels: int, kernel: tuple[int, int], itemsize: int, skip: int) -> tuple[int, int]:
     """Steps of R taps of a chunk of x's channels each, and of a chunk of the skip path's."""
-    own, skips = (-(-count * itemsize // LINE_BYTES) for count in (channels, skip))
+    own, skips = (-(-count * itemsize // ROW_BYTES) for count in (channels, skip))
     return kernel[1] * own, skips
 
 
-def parts_of(steps: int, cluster: int) -> list[tuple[int, int]]:
+def splits_of(steps: int, cluster: int) -> list[tuple[int, int]]:
     """The first step of each block of a cluster, and the first of the next."""
     return [(steps * rank // cluster, steps * (rank + 1) // cluster) for rank in range(cluster)]
 
 
 def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int,
         cluster: int = 1, skip: int = 0, upsample: bool = False) -> Plan | None:
-    """How the tile lies in shared memory; None where two chunks' slabs and two times R taps' weights have no room, and
-    where blocks do not share the depth: each must have a part of it, all must run at once, and larger tiles gained
-    nothing. Beside an upsampled image's slabs, which come row by row, three times R taps' weights are needed: with two,
-    128 channels at 64 x 64 take 69 µs, by a smaller tile 64."""
+    """How the tile lies in shared memory; None where two chunks' halo tiles and two times R taps' weights have no room,
+    and where blocks do not share the depth: each must have a part of it, all must run at once, and larger tiles gained
+    nothing. Beside an upsampled image's halo tiles, which come row by row, three times R taps' weights are needed: with
+    two, 128 channels at 64 x 64 take 69 µs, by a smaller tile 64."""
     rows = min(shape[1], tile.pixels // 8)
     count = shape[0] * tiles_of(shape, rows)
-    turns = blocks(count, max(1, CLUSTERS[cluster] // blocks(outputs, CHANNELS)))
+    iterations = blocks(count, max(1, CLUSTERS[cluster] // blocks(outputs, CHANNELS)))
     own, skips = steps_of(shape[3], kernel, itemsize, skip)
-    if cluster > 1 and (turns > 1 or cluster > own + skips or tile is not TILES[-1]):
+    if cluster > 1 and (iterations > 1 or cluster > own + skips or tile is not TILES[-1]):
         return None
-    parts = parts_of(own + skips, cluster)
+    splits = splits_of(own + skips, cluster)
 
     def chunk(step: int) -> int:
         return min(step, own) // kernel[1] + max(0, step - own)
 
-    chunks = max(chunk(last - 1) - chunk(first) + 1 for first, last in parts)
-    steps = max(last - first for first, last in parts)
-    slab = blocks((tile.pixels // 8 + kernel[0] - 1) * pitch_of(kernel[1], upsample) * LINE_BYTES, 1024) * 1024
-    weight = kernel[0] * CHANNELS * LINE_BYTES
-    results = min(2, turns) * max(2, tile.pixels // 8 // cluster) * 8 * CHANNELS * itemsize
+    chunks = max(chunk(last - 1) - chunk(first) + 1 for first, last in splits)
+    steps = max(last - first for first, last in splits)
+    halo = blocks((tile.pixels // 8 + kernel[0] - 1) * pitch_of(kernel[1], upsample) * ROW_BYTES, 1024) * 1024
+    weight = kernel[0] * CHANNELS * ROW_BYTES
+    results = min(2, iterations) * max(2, tile.pixels // 8 // cluster) * 8 * CHANNELS * itemsize
     if cluster > 1:
         results += tile.pixels * CHANNELS * 4
     room = SHARED_BYTES - 1024 - BARRIER_BYTES - MAP_BYTES - results
-    for slabs in (4 if skip else 2, 2):  # a skip path has a slab for each tap
-        weights = min(steps, 16, (room - min(slabs, chunks * turns) * slab) // weight)
+    for halos in (4 if skip else 2, 2):  # a skip path has a halo tile for each tap
+        weights = min(steps, 16, (room - min(halos, chunks * iterations) * halo) // weight)
         if weights >= min(steps, 4):
             break
     if weights < min(steps, 3 if upsample else 2):
         return None
-    slabs = min(4, chunks * turns, (room - weights * weight) // slab)
-    shared = results + slabs * slab + weights * weight + BARRIER_BYTES + MAP_BYTES
-    return Plan(tile, cluster, rows, blocks(count, turns), slabs, weights, shared)
+    halos = min(4, chunks * iterations, (room - weights * weight) // halo)
+    shared = results + halos * halo + weights * weight + BARRIER_BYTES + MAP_BYTES
+    return Plan(tile, cluster, rows, blocks(count, iterations), halos, weights, shared)
 
 
 def time(chosen: Plan, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int, skip: int,
          upsample: bool) -> float:
     """Estimated microseconds, as measured on an H200."""
-    turns = blocks(shape[0] * tiles_of(shape, chosen.rows), chosen.blocks)
+    iterations = blocks(shape[0] * tiles_of(shape, chosen.rows), chosen.blocks)
     own, skips = steps_of(shape[3], kernel, itemsize, skip)
     taps = max(
         kernel[0] * (min(last, own) - min(first, own)) + chosen.tile.skip * (max(last, own) - max(first, own))
-        for first, last in parts_of(own + skips, chosen.cluster)
+        for first, last in splits_of(own + skips, chosen.cluster)
     )
-    return 3.4 + turns * (chosen.tile.turn + taps * chosen.tile.step) + (0.7 if chosen.cluster > 1 else 0.0)
+    return 3.4 + iterations * (chosen.tile.iteration + taps * chosen.tile.step) + (0.7 if chosen.cluster > 1 else 0.0)
 
 
 plan = Planner("conv2d_sm90", plans, time)
 
 
-def full_strips(images: tuple[int, ...], apart: bool) -> tuple[int, int, int]:
+def full_tiles(images: tuple[int, ...], apart: bool) -> tuple[int, int, int]:
     """Images (N, H, W) as a 1×1 convolution takes them, which knows no neighbours: 8 pixels wide where 8 divides an
     image; and all as one image, unless sums or vectors of each keep them `apart`."""
     n, height, columns = images
@@ -269,14 +269,14 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     if upsample:
         height, columns = 2 * height, 2 * columns
     elif kernel == (1, 1) and chosen is None:
-        n, height, columns = full_strips(x.shape[:3], statistics or norm is not None or epilogue.emb is not None)
+        n, height, columns = full_tiles(x.shape[:3], statistics or norm is not None or epilogue.emb is not None)
     channels = split if x2 is None else split + x2.shape[3]
     first_outputs = out.shape[3]
     outputs = first_outputs if out2 is None else first_outputs + out2.shape[3]
     weight = _as_dtype(weight, x.dtype)
     if transposed and x.dtype == float32:  # wgmma takes tf32 only as fprop has it
         weight, transposed = turned(weight), False
-    chunk = LINE_BYTES // x.dtype.itemsize
+    chunk = ROW_BYTES // x.dtype.itemsize
     shape = n, height, columns, channels
     skip_bias, skip_channels, skip_split = None, 0, 0
     if skip is not None:
@@ -291,7 +291,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
         return array.reshape(n, height, columns, array.shape[-1])
 
     def run(chosen: Plan) -> Array | None:
-        tile, cluster, rows, each, slabs, weights, shared = chosen
+        tile, cluster, rows, each, halos, weights, shared = chosen
         pitch, result_box = pitch_of(kernel[1], upsample), (1, min(rows, tile.pixels // 8 // cluster), 8, chunk)
         read, read_box = (added, result_box) if skip is None else (skip[:2], (1, rows, 8, chunk))
 
@@ -312,7 +312,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
             (
                 source(x), source(x if x2 is None else x2), weight_map, *maps,
                 weight_map if skip is None else _weight_map(skip.weight, chunk), epilogue.bias, skip_bias, epilogue.emb,
-                partials, *affine, n, height, columns, channels, outputs, kernel[1], skip_channels, rows, slabs,
+                partials, *affine, n, height, columns, channels, outputs, kernel[1], skip_channels, rows, halos,
                 weights, split, first_outputs, skip_split, groups,
             ),
             shared, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP", PIXELS=tile.pixels,

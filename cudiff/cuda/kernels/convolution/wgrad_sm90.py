@@ -16,9 +16,9 @@ from cudiff.cuda.kernels.convolution.sm90 import (
     BARRIER_BYTES,
     CHANNELS,
     CLUSTERS,
-    LINE_BYTES,
+    ROW_BYTES,
     SHARED_BYTES,
-    full_strips,
+    full_tiles,
     of_one_size,
     takes_second_source,
 )
@@ -69,20 +69,20 @@ def width_of(columns: int) -> int:
 
 
 class Plan(NamedTuple):
-    """How weights' gradients are cut: horizontal taps and 64-channel columns a block, blocks of a cluster, parts of the
-    depth; and as launched: rows of an image a step, steps in flight, bytes of shared memory."""
+    """How weights' gradients are cut: horizontal taps and 64-channel columns a block, blocks of a cluster, splits of
+    the depth; and as launched: rows of an image a step, steps in flight, bytes of shared memory."""
 
     taps: int
     across: int
     cluster: int
-    parts: int
+    splits: int
     rows: int
     stages: int
     shared: int
 
     @property
     def choice(self) -> list[int]:
-        return [self.taps, self.across, self.cluster, self.parts]
+        return [self.taps, self.across, self.cluster, self.splits]
 
 
 class _Job(NamedTuple):
@@ -106,7 +106,7 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: Plan | None 
         wgrad_tf32(x, dout, dweight, add)
         return
     if dweight.shape[1:3] == (1, 1) and chosen is None and x.shape[:3] == dout.shape[:3]:
-        images = full_strips(x.shape[:3], apart=False)
+        images = full_tiles(x.shape[:3], apart=False)
         x, x2, dout = (None if array is None else array.reshape(*images, array.shape[3]) for array in (x, x2, dout))
     job = _Job(_whole(x), x2, _whole(dout), dweight, add)
     if chosen is not None:
@@ -128,8 +128,8 @@ def _launch_as(chosen: Plan, jobs: list[_Job]) -> None:
     images, kernel, dtype = jobs[0].dout.shape[:3], jobs[0].dweight.shape[1:3], jobs[0].x.dtype
     n, height, columns = images
     upsample = jobs[0].x.shape[:3] != images
-    taps, across, cluster, parts, rows, stages, shared = chosen
-    width, sums = width_of(columns), parts // cluster
+    taps, across, cluster, splits, rows, stages, shared = chosen
+    width, sums = width_of(columns), splits // cluster
     box: tuple[int, ...] = (1, rows + kernel[0] - 1, width + taps - 1, CHANNELS)
     if upsample:
         box = (1, 1, (width + taps + 1) // 2, 2, CHANNELS)
@@ -149,7 +149,7 @@ def _launch_as(chosen: Plan, jobs: list[_Job]) -> None:
         first += _blocks(dweight.shape, taps, across)
         outs.append(out)
     launch(
-        "conv2d_wgrad_sm90", "conv2d_wgrad_sm90", (first, 1, parts), 160 if taps == 1 else 512,
+        "conv2d_wgrad_sm90", "conv2d_wgrad_sm90", (first, 1, splits), 160 if taps == 1 else 512,
         (table, n, height, kernel[1], rows, width, stages),
         shared, T=dtype, R=kernel[0], TAPS=taps, COLUMNS=across, PIXELS=rows * width, CLUSTER=cluster, JOBS=count,
         UPSAMPLE=int(upsample),
@@ -173,7 +173,7 @@ def _blocks(weight: tuple[int, ...], taps: int, across: int) -> int:
 
 
 def plans(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...], upsample: bool) -> Iterator[Plan]:
-    """All for dout of this (N, H, W) and weights of these (K, R, S, C): with any number of parts whose blocks run at
+    """All for dout of this (N, H, W) and weights of these (K, R, S, C): with any number of splits whose blocks run at
     once, as far as there are any."""
     n, height, columns = images
     kernel, channels = weights[0][1:3], max(weight[3] for weight in weights)
@@ -183,29 +183,29 @@ def plans(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...], upsampl
             continue
         tiles = sum(_blocks(weight, taps, across) for weight in weights)
         most = min(n * blocks(height, fitted[0]), cluster * max(1, room // tiles))
-        for parts in range(cluster, most + 1, cluster):
-            yield Plan(taps, across, cluster, parts, *fitted)
+        for splits in range(cluster, most + 1, cluster):
+            yield Plan(taps, across, cluster, splits, *fitted)
 
 
 def time(chosen: Plan, images: tuple[int, ...], weights: tuple[tuple[int, ...], ...], upsample: bool) -> float:
     """Estimated microseconds, as measured on an H200."""
     n, height, columns = images
     kernel_rows = weights[0][1]
-    taps, across, cluster, parts, rows = chosen[:5]
+    taps, across, cluster, splits, rows = chosen[:5]
     tiles = sum(_blocks(weight, taps, across) for weight in weights)
-    waves = blocks(tiles * parts, CLUSTERS[cluster] * cluster)
+    waves = blocks(tiles * splits, CLUSTERS[cluster] * cluster)
     width = width_of(columns)
     pixels, product = rows * width, 64 * kernel_rows * across * taps
-    slab_bytes = (pixels + across * (rows + kernel_rows - 1) * (width + taps - 1)) * LINE_BYTES
-    step = ((slab_bytes / 92e3) ** 4 + (pixels * product / 57e3) ** 4) ** 0.25  # the longer, or more if they are alike
-    if upsample and taps == 1:  # the slab comes row by row, and three taps have time for that
+    halo_bytes = (pixels + across * (rows + kernel_rows - 1) * (width + taps - 1)) * ROW_BYTES
+    step = ((halo_bytes / 92e3) ** 4 + (pixels * product / 57e3) ** 4) ** 0.25  # the longer, or more if they are alike
+    if upsample and taps == 1:  # the halo tile comes row by row, and three taps have time for that
         step = max(1.15 * step, 0.067 * (rows + kernel_rows))
     share = product * 256 / cluster  # bytes of the product that a block writes
-    estimate = waves * (2.9 + blocks(n * blocks(height, rows), parts) * step + share / 29e3)
+    estimate = waves * (2.9 + blocks(n * blocks(height, rows), splits) * step + share / 29e3)
     if cluster > 1:
         estimate += 1.1 + share * (cluster - 1) / 20e3
-    if parts > cluster:  # a share of a launch that waits for others
-        estimate += 1.5 + parts // cluster * sum(math.prod(weight) for weight in weights) * 4 / 2.2e6
+    if splits > cluster:  # a share of a launch that waits for others
+        estimate += 1.5 + splits // cluster * sum(math.prod(weight) for weight in weights) * 4 / 2.2e6
     return estimate
 
 
@@ -222,8 +222,8 @@ def fit(size: tuple[int, int], channels: int, kernel: tuple[int, ...], taps: int
     step = 1 if width % 16 == 0 else 2  # pixels come in 16s
     rows = min(max(1, 128 // width // step), blocks(height, step)) * step
     pitch = width + taps - 1 + (2 if upsample else 0)
-    slab = blocks((rows + kernel[0] - 1) * pitch * LINE_BYTES, 1024) * 1024
-    stage = rows * width * LINE_BYTES + across * slab
+    halo = blocks((rows + kernel[0] - 1) * pitch * ROW_BYTES, 1024) * 1024
+    stage = rows * width * ROW_BYTES + across * halo
     stages = min(6, (SHARED_BYTES - 1024 - BARRIER_BYTES) // stage)
     if stages < 2 or across > (blocks(channels, CHANNELS) if kernel[0] == 1 else 1):
         return None
@@ -234,8 +234,8 @@ def fit(size: tuple[int, int], channels: int, kernel: tuple[int, ...], taps: int
     return rows, stages, max(stages * stage, 256 * CHANNELS * kernel[0] * across * taps) + BARRIER_BYTES
 
 
-def wgrad_tf32(x: Array, dout: Array, dweight: Array, add: bool, parts: int = 0) -> None:
-    """`wgrad` of float32 images, rounded to tf32, its depth cut into so many parts (0: as many as run at once)."""
+def wgrad_tf32(x: Array, dout: Array, dweight: Array, add: bool, splits: int = 0) -> None:
+    """`wgrad` of float32 images, rounded to tf32, its depth cut into so many splits (0: as many as run at once)."""
     x, dout = _whole(x), _whole(dout)
     n, height, columns, _ = x.shape
     outputs, taps, _, channels = dweight.shape
@@ -243,17 +243,17 @@ def wgrad_tf32(x: Array, dout: Array, dweight: Array, add: bool, parts: int = 0)
     width = width_of(columns)
     pitch_x = width_of(width + taps - 1)
     grid = blocks(outputs, 64) * blocks(channels, 32 * across)
-    parts = min(n * blocks(height, rows), parts or max(1, MULTIPROCESSORS // grid))
-    out, pitch = _sums(dweight, parts)
+    splits = min(n * blocks(height, rows), splits or max(1, MULTIPROCESSORS // grid))
+    out, pitch = _sums(dweight, splits)
     launch(
-        "conv2d_wgrad_tf32_sm90", "conv2d_wgrad_tf32_sm90", (grid, parts), 256,
+        "conv2d_wgrad_tf32_sm90", "conv2d_wgrad_tf32_sm90", (grid, splits), 256,
         (
             tensor_map(x, (1, rows + taps - 1, pitch_x, 32)), tensor_map(dout, (1, rows, width, 32)),
-            out, pitch, add and parts == 1, n, height, channels, outputs, rows, width, pitch_x, stages,
+            out, pitch, add and splits == 1, n, height, channels, outputs, rows, width, pitch_x, stages,
         ),
         shared, R=taps, COLUMNS=across, PIXELS=rows * width,
     )
-    if parts > 1:
+    if splits > 1:
         add_parts(out, dweight, add)
 
 
@@ -263,14 +263,14 @@ def fit_tf32(height: int, columns: int, channels: int, taps: int) -> tuple[int, 
     pitch_x = width_of(width + taps - 1)
     rows = min(max(1, 64 // width), height)
     room = SHARED_BYTES - 1024 - BARRIER_BYTES
-    across = 1 if taps > 1 else min(4, blocks(channels, 32), room // (3 * rows * width * LINE_BYTES) - 2)
-    stage = (2 * rows * width + across * (rows + taps - 1) * pitch_x) * LINE_BYTES
+    across = 1 if taps > 1 else min(4, blocks(channels, 32), room // (3 * rows * width * ROW_BYTES) - 2)
+    stage = (2 * rows * width + across * (rows + taps - 1) * pitch_x) * ROW_BYTES
     stages = min(6, room // stage)
     return rows, across, stages, max(stages * stage, taps**2 * across * 16 * 128 * 4) + BARRIER_BYTES
 
 
 def _sums(dweight: Array, count: int) -> tuple[Array, np.int64]:
-    """Where so many sums over parts of the depth go, a single one to the weight's gradient itself; and their pitch."""
+    """Where so many sums over splits of the depth go, a single one to the weight's gradient itself; and their pitch."""
     if count == 1:
         return dweight, np.int64(dweight.strides[0] // 4)
     size = dweight.size // len(dweight)

@@ -13,7 +13,7 @@ from cudiff.cuda.launch import address, blocks, empty, launch
 from cudiff.cuda.tiles import Planner
 
 STAGES = 3
-LINE_BYTES = 128  # a tile's extent along k
+ROW_BYTES = 128  # a tile's extent along k
 
 
 class Tile(NamedTuple):
@@ -47,16 +47,16 @@ class Plan(NamedTuple):
         return [self.tile.rows, self.tile.columns, self.splits]
 
 
-def plans(rows: int, columns: int, depth: int, batches: int, itemsize: int, passes: int,
+def plans(rows: int, columns: int, depth: int, batches: int, itemsize: int, products: int,
           aligned: bool) -> Iterator[Plan]:
     """All for a product of (rows, depth) and (depth, columns).
 
     The largest tile spills registers where operands are split in two or read one by one.
     """
-    k_total = blocks(depth, LINE_BYTES // itemsize)
+    k_total = blocks(depth, ROW_BYTES // itemsize)
     for tile in TILES:
         large = tile.rows * tile.columns
-        if (large > 128 * 64 and passes == 3) or (large > 64 * 64 and not aligned):
+        if (large > 128 * 64 and products == 3) or (large > 64 * 64 and not aligned):
             continue
         for target in (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32):
             k_tiles = blocks(k_total, target)
@@ -66,7 +66,7 @@ def plans(rows: int, columns: int, depth: int, batches: int, itemsize: int, pass
             yield Plan(tile, splits, k_tiles)
 
 
-def time(chosen: Plan, rows: int, columns: int, depth: int, batches: int, itemsize: int, passes: int,
+def time(chosen: Plan, rows: int, columns: int, depth: int, batches: int, itemsize: int, products: int,
          aligned: bool) -> float:
     """Estimated microseconds, at 1755 clocks each.
 
@@ -76,7 +76,7 @@ def time(chosen: Plan, rows: int, columns: int, depth: int, batches: int, itemsi
     tile, splits, k_tiles = chosen
     tiles = batches * blocks(rows, tile.rows) * blocks(columns, tile.columns)
     waves = max(1.5, blocks(tiles * splits, MULTIPROCESSORS))
-    clocks = waves * k_tiles * (LINE_BYTES // itemsize) * tile.rows * tile.columns / (1024 * tile.efficiency)
+    clocks = waves * k_tiles * (ROW_BYTES // itemsize) * tile.rows * tile.columns / (1024 * tile.efficiency)
     if splits > 1:
         clocks += 4000 + 8 * splits * batches * rows * columns / 2400
     return clocks / 1755
@@ -87,10 +87,10 @@ plan = Planner("gemm", plans, time)
 
 def problem_of(dtype: np.dtype, size: tuple[int, int, int, int], tf32: bool, aligned: bool) -> tuple:
     """What `plan` is asked for operands of this dtype, and (rows, columns, depth, batches)."""
-    return *size, dtype.itemsize, _passes(dtype, tf32), aligned
+    return *size, dtype.itemsize, _products(dtype, tf32), aligned
 
 
-def _passes(dtype: np.dtype, tf32: bool) -> int:
+def _products(dtype: np.dtype, tf32: bool) -> int:
     """Products that one takes: three tf32 ones make one of float32."""
     return 1 if tf32 or is_low(dtype) else 3
 
@@ -130,9 +130,9 @@ def product_as(chosen: Plan, stem: str, a: Array, b: Array, out: Array, pitch: i
     rows, columns, _, batches = size
     tile = chosen.tile
     grid = (batches * blocks(rows, tile.rows) * blocks(columns, tile.columns), chosen.splits)
-    shared = STAGES * (tile.rows + tile.columns) * LINE_BYTES
+    shared = STAGES * (tile.rows + tile.columns) * ROW_BYTES
     constants = dict(
-        T=a.dtype, PASSES=_passes(a.dtype, tf32), BM=tile.rows, BN=tile.columns, BK=LINE_BYTES // a.itemsize,
+        T=a.dtype, PASSES=_products(a.dtype, tf32), BM=tile.rows, BN=tile.columns, BK=ROW_BYTES // a.itemsize,
         WM=tile.warps_m, WN=tile.warps_n, STAGES=STAGES,
         **{name: int(v) if isinstance(v, bool) else v for name, v in flags.items()},
     )
