@@ -9,9 +9,14 @@ import cudiff
 from cudiff.cuda.compiler import kernel_folder
 
 tree = Path(sys.argv[1])
-# .cu, .cuh, .toml
-in_wheel = {path.name: path.read_bytes() for path in kernel_folder().glob("*.[ct]*")}
-in_tree = {path.name: path.read_bytes() for path in tree.glob("*.[ct]*")}
+
+
+def sources(folder: Path) -> dict[str, bytes]:
+    files = [path for path in folder.rglob("*") if path.suffix in (".cu", ".cuh", ".toml")]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+in_wheel, in_tree = sources(kernel_folder()), sources(tree)
 assert "site-packages" in str(kernel_folder()), f"the kernels come from {kernel_folder()}, not from the wheel"
 assert in_wheel == in_tree, f"the wheel's kernels differ from the tree's: {set(in_wheel) ^ set(in_tree)}"
 

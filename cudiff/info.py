@@ -33,7 +33,7 @@ def system_table() -> Table:
         **{package: _version(package) for package in ("numpy", "ml_dtypes", "matplotlib")},
         "CUDA": "usable" if usable else f"not usable: {message}",
         **({**describe(), "NVRTC": nvrtc_version(), "tiles": _tiles()} if usable else {}),
-        "kernels": f"{len(list(folder.glob('*.cu')))} files in {folder}",
+        "kernels": f"{len(list(folder.glob('*/*.cu')))} files in {folder}",
         "compiled kernels": f"{len(list(cache.glob('*.cubin')))} in {cache}",
         "default device": "cuda" if usable else "cpu",
     }

@@ -35,7 +35,7 @@ def architectures(text: str) -> tuple[str, ...]:
 
 def jobs(stems: list[str]) -> list[tuple[str, str, dict[str, str]]]:
     found = []
-    for path in sorted(kernel_folder().glob("*.cu")):
+    for path in sorted(kernel_folder().glob("*/*.cu")):
         if not stems or path.stem in stems:
             text = path.read_text()
             found += [(path.stem, arch, chosen) for arch in architectures(text) for chosen in variants(text, arch)]

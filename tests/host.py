@@ -100,7 +100,7 @@ STRIDED = {
 def declared(stem: str) -> dict[str, set[str]]:
     """The constants that a kernel file's variants name, with their values."""
     found: dict[str, set[str]] = {}
-    for chosen in variants((compiler.kernel_folder() / f"{stem}.cu").read_text(), "sm_90a"):
+    for chosen in variants(compiler.kernel_file(f"{stem}.cu").read_text(), "sm_90a"):
         for name, value in chosen.items():
             found.setdefault(name, set()).add(value)
     return found

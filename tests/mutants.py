@@ -322,9 +322,9 @@ _HIDDEN = re.compile(
 
 
 def kernel_mutants(root: Path = ROOT) -> list[Mutant]:
-    """All of `kernels/*.cu*`, but for comments, preprocessor lines, `asm` and static assertions."""
+    """All of `kernels/*/*.cu*`, but for comments, preprocessor lines, `asm` and static assertions."""
     found = []
-    for path in sorted((root / "kernels").glob("*.cu*")):
+    for path in sorted((root / "kernels").glob("*/*.cu*")):
         source = path.read_text()
         hidden = _HIDDEN.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), source)
         lines = source.splitlines(keepends=True)
@@ -335,7 +335,7 @@ def kernel_mutants(root: Path = ROOT) -> list[Mutant]:
                 line = bisect.bisect_right(starts, match.start())
                 for new in _numbers(old) if table is None else (table[old],):
                     where = lines[line - 1].strip()
-                    name, place = f"kernels/{path.name}", match.span()
+                    name, place = path.relative_to(root).as_posix(), match.span()
                     found.append(Mutant(name, where, rule, *place, new, line, old))
     return found
 

@@ -70,7 +70,8 @@ TESTS = {
     "cudiff/diffusion/": ["tests/diffusion/test_loss.py", "tests/diffusion/test_preconditioning.py",
                           "tests/diffusion/test_samplers.py", "tests/test_pipeline.py"],
     "cudiff/optim.py": ["tests/test_parameters.py"],
-    "kernels/accumulate.cu": ["tests/test_graph.py", "tests/ops/test_reduce.py", "tests/ops/test_norm_silu_conv2d.py"],
+    "kernels/portable/accumulate.cu": ["tests/test_graph.py", "tests/ops/test_reduce.py",
+                                       "tests/ops/test_norm_silu_conv2d.py"],
 }
 STEMS_OF = {  # headers, by the kernels that include them; other kernels by their own stem and that of their operation
     "affine": ["group_norm", "conv2d_thin"], "attention": ["attention", "attention_sm90"],

@@ -198,8 +198,8 @@ def run_all(only: str) -> int:
 
 
 def kernels() -> set[Kernel]:
-    """Every function of kernels/*.cu."""
-    stems = sorted(path.stem for path in compiler.kernel_folder().glob("*.cu"))
+    """Every function of kernels/*/*.cu."""
+    stems = sorted(path.stem for path in compiler.kernel_folder().glob("*/*.cu"))
     return {(stem, name) for stem in stems for name in compiler._declarations(stem).kernels}
 
 

@@ -1,6 +1,7 @@
 """The rules that keep the project readable: imports point downward, stems pair up, files stay small."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -82,20 +83,27 @@ def test_diffusion_never_imports_models():
 
 def test_every_kernel_file_is_launched_and_every_op_has_its_test():
     host = "".join(path.read_text() for folder in ("ops", "cuda") for path in (PACKAGE / folder).rglob("*.py"))
-    for kernel in (ROOT / "kernels").glob("*.cu"):
-        assert f'"{kernel.stem}"' in host, f"no file of cudiff launches kernels/{kernel.name}"
+    for kernel in (ROOT / "kernels").glob("*/*.cu"):
+        assert f'"{kernel.stem}"' in host, f"no file of cudiff launches {kernel}"
     for op in (PACKAGE / "ops").glob("*.py"):
         if op.stem != "__init__":
             assert (ROOT / "tests" / "ops" / f"test_{op.stem}.py").is_file(), f"ops/{op.name} has no test"
 
 
 def test_every_kernel_file_opens_with_its_contract():
-    for kernel in (ROOT / "kernels").glob("*.cu*"):
+    for kernel in (ROOT / "kernels").glob("*/*.cu*"):
         assert kernel.read_text().startswith("//"), f"{kernel.name} does not open with its contract"
 
 
+def test_kernels_for_every_architecture_include_no_header_of_hoppers():
+    hopper = {path.name for path in (ROOT / "kernels" / "sm90").glob("*.cuh")}
+    for folder in ("common", "portable"):
+        for path in (ROOT / "kernels" / folder).glob("*.cu*"):
+            assert not hopper & set(re.findall(r'#include "(.+)"', path.read_text())), path
+
+
 def test_files_stay_small():
-    files = [*PACKAGE.rglob("*.py"), *(ROOT / "kernels").glob("*.cu*"), *(ROOT / "tests").rglob("*.py")]
+    files = [*PACKAGE.rglob("*.py"), *(ROOT / "kernels").glob("*/*.cu*"), *(ROOT / "tests").rglob("*.py")]
     long = {path.name: lines for path in files if (lines := len(path.read_text().splitlines())) > 500}
     assert not long, f"over 500 lines: {long}"
 

@@ -9,6 +9,7 @@ import pytest
 
 from cudiff import backend
 from cudiff.backend import array_module, copy_into, to_device
+from cudiff.cuda import compiler
 from cudiff.cuda.compiler import compile_source, compiles_ahead, compiling_ahead, cubin_folder
 from cudiff.cuda.launch import blocks
 from cudiff.errors import CudiffError
@@ -154,6 +155,18 @@ class Compiler:
         self.programs.pop()
 
 
+def test_a_kernel_file_is_the_only_one_of_its_name(monkeypatch, tmp_path):
+    monkeypatch.setattr(compiler, "kernel_folder", lambda: tmp_path)
+    for name in ("portable/a.cu", "sm90/a.cu", "sm90/b.cu"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    find = compiler.kernel_file.__wrapped__
+    assert find("b.cu") == tmp_path / "sm90" / "b.cu"
+    for name, count in ("a.cu", 2), ("c.cu", 0):
+        with pytest.raises(CudiffError, match=f"^{count} files in .* are named {name}"):
+            find(name)
+
+
 def test_a_source_is_compiled_or_its_log_told(monkeypatch):
     compiler = Compiler()
     monkeypatch.setitem(sys.modules, "cupy_backends", SimpleNamespace())
@@ -162,6 +175,7 @@ def test_a_source_is_compiled_or_its_log_told(monkeypatch):
     assert compile_source("cast", "sm_80", {"N": 3, "FROM": "float"}) == (b"cubin of 1", "0 bytes spilled")
     assert {"-arch=sm_80", "-DN=3"} <= set(compiler.options) and not compiler.programs
     compiler.log = "cast.cu(3):\n  error:   no such type"
-    with pytest.raises(CudiffError, match=r"^kernels/cast\.cu does not compile for sm_80: cast\.cu.3.: error: no such"):
+    told = r"^kernels/portable/cast\.cu does not compile for sm_80: cast\.cu.3.: error: no such"
+    with pytest.raises(CudiffError, match=told):
         compile_source("cast", "sm_80", {})
     assert not compiler.programs

@@ -57,7 +57,7 @@ def test_every_kernel_is_launched(host_of):
         for optimizer in (AdamW, SGD):
             optimizer(nn.Linear(3, 2).flatten("cuda")).step()
         launched |= set(host.launches)
-    every = {(path.stem, name) for path in kernel_folder().glob("*.cu") for name in compiler.kernels(path.stem)}
+    every = {(path.stem, name) for path in kernel_folder().glob("*/*.cu") for name in compiler.kernels(path.stem)}
     missing = every - launched
     assert not missing, " ".join(map(".".join, sorted(missing)))
 

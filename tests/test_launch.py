@@ -58,12 +58,12 @@ def test_arrays_pass_their_address():
     assert np.frombuffer(packed_as([array]), np.uint64) == 1 << 40
 
 
-@pytest.mark.parametrize("path", sorted(kernel_folder().glob("*.cu")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(kernel_folder().glob("*/*.cu")), ids=lambda path: path.stem)
 def test_every_kernel_waits_for_the_one_before(path):
     text = path.read_text()
     for start in (match.start() for match in re.finditer("__global__", text)):
         body = text[start : text.find("__global__", start + 1)]
-        assert "wait_for_previous();" in body, f"kernels/{path.name}: {body[:100]}"
+        assert "wait_for_previous();" in body, f"{path}: {body[:100]}"
 
 
 H200 = devices.Device("NVIDIA H200", 90, multiprocessors=132, blocks=32, threads=2048, shared=233472, of_block=232448,

@@ -86,7 +86,7 @@ def test_a_sample_takes_turns_and_stays_as_it_was():
 def test_a_report_keeps_its_explanations_and_its_other_half(tmp_path, monkeypatch):
     monkeypatch.setattr(mutate, "REPORT", tmp_path / "MUTANTS.md")
     survivor = Mutant("cudiff/a.py", "f", "constant", 0, 1, "2", 9, "1")
-    caught = Mutant("kernels/b.cu", "a < b", "comparison", 0, 1, "<=", 3, "<")
+    caught = Mutant("kernels/portable/b.cu", "a < b", "comparison", 0, 1, "<=", 3, "<")
     mutate.write_report("cudiff", mutate.section("cudiff", [(survivor, "")], "now", {}))
     text = mutate.REPORT.read_text()
     assert "**0 of 1 caught, 0.0 %**" in text and "Not run: no GPU." in text
@@ -95,4 +95,4 @@ def test_a_report_keeps_its_explanations_and_its_other_half(tmp_path, monkeypatc
     known = mutate.explanations(mutate.REPORT.read_text())
     later = mutate.section("cudiff", [(survivor._replace(line=40), "")], "", known)
     assert "cudiff/a.py:40 f, constant: `1` → `2`: the same for all x" in later
-    assert "| kernels | 1 | 1 | 1 |" in mutate.REPORT.read_text()
+    assert "| kernels/portable | 1 | 1 | 1 |" in mutate.REPORT.read_text()

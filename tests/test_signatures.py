@@ -8,12 +8,12 @@ import pytest
 
 from cudiff.backend import bfloat16
 from cudiff.cuda import compiler, device, launch
-from cudiff.cuda.compiler import kernel_folder
+from cudiff.cuda.compiler import kernel_file, kernel_folder
 from cudiff.cuda.signature import Source
 from tests.compile_kernels import compiled_parameters, declared_parameters, variants
 from tests.host import H200
 
-STEMS = [path.stem for path in sorted(kernel_folder().glob("*.cu"))]
+STEMS = [path.stem for path in sorted(kernel_folder().glob("*/*.cu"))]
 
 
 def parameters(text, constants=None):
@@ -23,7 +23,7 @@ def parameters(text, constants=None):
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_every_kernel_is_read_for_every_variant(stem):
-    text = (kernel_folder() / f"{stem}.cu").read_text()
+    text = kernel_file(f"{stem}.cu").read_text()
     assert compiler.kernels(stem)
     for constants in variants(text, "sm_90a"):
         for name in compiler.kernels(stem):
@@ -35,7 +35,7 @@ def test_every_kernel_is_read_for_every_variant(stem):
 def test_the_compiler_has_the_same_parameters(stem):
     """Of all files this is seen where they are compiled, by tests/compile_kernels.py."""
     pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="CuPy is not installed: it brings NVRTC")
-    constants = variants((kernel_folder() / f"{stem}.cu").read_text(), "sm_80")[0]
+    constants = variants(kernel_file(f"{stem}.cu").read_text(), "sm_80")[0]
     cubin, _ = compiler.compile_source(stem, "sm_80", constants)
     assert compiled_parameters(cubin) == declared_parameters(stem, constants)
 
@@ -103,7 +103,7 @@ def test_what_a_kernel_takes(kernel, args):
 
 @pytest.mark.parametrize("kernel, args, message", [
     (CROSS_ENTROPY, (F32, F32, gpu_array(bfloat16), I64, 10),
-     "kernels/softmax.cu: cross_entropy takes an array of int32 for 'labels', not an array of int64"),
+     "kernels/portable/softmax.cu: cross_entropy takes an array of int32 for 'labels', not an array of int64"),
     (CROSS_ENTROPY, (F32, F32, F32, I32, 10), "takes an array of bfloat16 for 'x', not an array of float32"),
     (CROSS_ENTROPY, (F32, I32, gpu_array(bfloat16), I32, 10), "an array of float32 for 'stats', not an array of int32"),
     (CROSS_ENTROPY, (F32, F32, gpu_array(bfloat16), I32), "takes 5 arguments, not 4"),

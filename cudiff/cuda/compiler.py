@@ -36,12 +36,26 @@ _compiling = threading.Lock()
 
 @functools.cache
 def kernel_folder() -> Path:
-    """Where the `.cu` files are: the installed package `cudiff.kernels`, or `kernels/` beside `cudiff/`."""
+    """Where the folders of kernels are: the installed package `cudiff.kernels`, or `kernels/` beside `cudiff/`."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "kernels", package.parent / "kernels"):
-        if (folder / "common.cuh").is_file():
+        if (folder / "common" / "common.cuh").is_file():
             return folder
     raise CudiffError(f"the CUDA kernels are missing beside {package}: reinstall cudiff")
+
+
+@functools.cache
+def kernel_file(name: str) -> Path:
+    """The `.cu` file or the header of this name, in whichever folder. Raises CudiffError unless there is just one."""
+    found = list(kernel_folder().glob(f"*/{name}"))
+    if len(found) != 1:
+        raise CudiffError(f"{len(found)} files in the folders of {kernel_folder()} are named {name}: there must be one")
+    return found[0]
+
+
+def kernel_path(stem: str) -> str:
+    """As messages name a kernel file: kernels/portable/cast.cu."""
+    return kernel_file(f"{stem}.cu").relative_to(kernel_folder().parent).as_posix()
 
 
 def _source(stem: str, constants: dict[str, Any]) -> str:
@@ -61,7 +75,7 @@ def _expanded(stem: str) -> tuple[str, str]:
 
     def expand(name: str) -> str:
         lines = []
-        for line in (kernel_folder() / name).read_text().splitlines():
+        for line in kernel_file(name).read_text().splitlines():
             if line.startswith('#include "'):
                 header = line.split('"')[1]
                 if header not in seen:
@@ -76,11 +90,11 @@ def _expanded(stem: str) -> tuple[str, str]:
 
 @functools.cache
 def _declarations(stem: str) -> Source:
-    return Source(stem, "".join(_expanded(stem)))
+    return Source(kernel_path(stem), "".join(_expanded(stem)))
 
 
 def kernels(stem: str) -> list[str]:
-    """The names of the kernels of `kernels/<stem>.cu`."""
+    """The names of the kernels of `<stem>.cu`."""
     return _declarations(stem).kernels
 
 
@@ -104,7 +118,7 @@ def compile_source(stem: str, arch: str, constants: dict[str, Any]) -> tuple[byt
         return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
         log = " ".join(nvrtc.getProgramLog(program).split())
-        raise CudiffError(f"kernels/{stem}.cu does not compile for {arch}: {log[:2000] or error}") from None
+        raise CudiffError(f"{kernel_path(stem)} does not compile for {arch}: {log[:2000] or error}") from None
     finally:
         nvrtc.destroyProgram(program)
 
@@ -198,5 +212,5 @@ def c_names(stem: str, constants: dict[str, Any]) -> dict[str, Any]:
     """The constants with dtypes by their C names. Raises TypeError for a dtype that has none."""
     for value in constants.values():
         if isinstance(value, np.dtype) and value not in CTYPES:
-            raise TypeError(f"kernels/{stem}.cu takes {', '.join(map(str, CTYPES))}, not {value}: convert it first")
+            raise TypeError(f"{kernel_path(stem)} takes {', '.join(map(str, CTYPES))}, not {value}: convert it first")
     return {name: CTYPES[value] if isinstance(value, np.dtype) else value for name, value in constants.items()}

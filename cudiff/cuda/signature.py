@@ -66,7 +66,7 @@ def _named(kind: Kind) -> str:
 class Signature(NamedTuple):
     """A kernel's file, name and parameters."""
 
-    stem: str
+    file: str
     name: str
     parameters: tuple[Parameter, ...]
 
@@ -86,15 +86,15 @@ class Signature(NamedTuple):
         return OverflowError(f"{self} got a number that does not fit: {values}")
 
     def __str__(self) -> str:
-        return f"kernels/{self.stem}.cu: {self.name}"
+        return f"{self.file}: {self.name}"
 
 
 class Source:
     """The kernels of a file whose own headers are expanded. Types may stand for others by the constants' values."""
 
-    def __init__(self, stem: str, text: str):
+    def __init__(self, file: str, text: str):
         text = re.sub(r"//.*", "", text).replace("\\\n", " ")
-        self._stem = stem
+        self._file = file
         self._macros = dict(re.findall(r"^#define (\w+) (.*)", text, re.MULTILINE))
         self._structs = {name: (int(align or 1), fields) for align, name, fields in re.findall(_STRUCT, text)}
         text = re.sub(_MACRO, lambda macro: _calls(text, *macro.groups()), text)
@@ -108,12 +108,12 @@ class Source:
     def signature(self, name: str, constants: dict[str, Any]) -> Signature:
         """Of the kernel `name` compiled with these constants. Raises ValueError where the file has none."""
         if name not in self._heads:
-            raise ValueError(f"kernels/{self._stem}.cu has no kernel '{name}' but {', '.join(self._heads)}")
+            raise ValueError(f"{self._file} has no kernel '{name}' but {', '.join(self._heads)}")
         head, expanded = self._heads[name], ""
         while head != expanded:
             head, expanded = re.sub(r"\w+", lambda word: self._macros.get(word[0], word[0]), head), head
         parameters = (self._parameter(words, constants) for words in head.split(","))
-        return Signature(self._stem, name, tuple(parameters))
+        return Signature(self._file, name, tuple(parameters))
 
     def _parameter(self, text: str, constants: dict[str, Any]) -> Parameter:
         type, pointer, name = _declared(text)

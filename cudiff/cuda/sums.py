@@ -15,7 +15,7 @@ from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.waiting import Kind, submit
 
 JOBS = 64  # in one launch
-TERMS = 8  # that a thread adds at a time, as kernels/accumulate.cu has it
+TERMS = 8  # that a thread adds at a time, as kernels/portable/accumulate.cu has it
 LANES = 128  # at most, so that the two threads that share a row read 32 bytes side by side
 WAITING_BYTES = 24 << 20  # of rows: an H200 caches 50 MB
 _ROW_SUM = np.dtype(
@@ -26,7 +26,7 @@ _ROW_SUM = np.dtype(
 
 
 def empty_partials(images: int, tiles: int, channels: int, dtype: np.dtype) -> Array:
-    """What is to become `Tensor.partials` of images of this dtype: of kernels/moments.cuh's structs the one that has a
+    """What is to become `Tensor.partials` of images of this dtype: of moments.cuh's structs the one that has a
     centre for float32. A norm's own pass leaves that of images of any dtype."""
     return empty((images, tiles, channels, 4 if dtype == float32 else 2), float32)
 

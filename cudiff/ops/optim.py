@@ -31,14 +31,14 @@ class Counter(IntEnum):
 
 
 class Flag(IntFlag):
-    """What holds for 32 parameters that lie side by side; kernels/optim.cu has the same list."""
+    """What holds for 32 parameters that lie side by side; kernels/portable/optim.cu has the same list."""
 
     DECAY = 1  # weight decay applies
     FROZEN = 2  # nothing changes: neither the parameters, nor their moments, nor their moving average
 
 
 class Scalar(IntEnum):
-    """What `scalars` holds; kernels/optim.cu has the same list."""
+    """What `scalars` holds; kernels/portable/optim.cu has the same list."""
 
     LR = 0
     GRAD_SCALE = 1  # times the clip coefficient

@@ -309,7 +309,7 @@ SIZES = [(height, width) for height in (1, 2, 3, 7, 16, 33, 64, 128) for width i
     (2, 0, True), (4, 0, True), (2, 72, True), (2, 1000, True),
 ])
 def test_every_plan_fits(kernel, itemsize, skip, upsample):
-    """What kernels/conv2d_sm90.cu needs of shared memory and its rings; some tile takes each shape."""
+    """What kernels/sm90/conv2d_sm90.cu needs of shared memory and its rings; some tile takes each shape."""
     for height, width in SIZES:
         for channels, outputs in ((8, 136), (72, 64), (1000, 20000)):
             shape = (2, height, width, channels)

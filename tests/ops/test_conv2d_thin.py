@@ -146,7 +146,7 @@ def test_gradient_to_a_norm(rng, shape, outputs, taps, scaled, float32_dout, dty
 @pytest.mark.parametrize("flipped", [False, True])
 @pytest.mark.parametrize("shape", [(64, 3, 3, 3), (3, 3, 3, 64)])
 def test_where_the_kernel_finds_the_weight(shape, flipped):
-    """kernels/conv2d_thin.cu's Weight: (tap, thin channel, wide channel) against the array's own indexing."""
+    """kernels/portable/conv2d_thin.cu's Weight: (tap, thin channel, wide channel) against the array's own indexing."""
     weight = np.arange(np.prod(shape)).reshape(shape)
     at = few_channels._weight(shape[3], 3, few_last=shape[3] == 3, flipped=flipped)
     turned = weight[:, ::-1, ::-1] if flipped else weight

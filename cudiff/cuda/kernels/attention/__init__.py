@@ -1,1 +1,1 @@
-"""Attention: host code of kernels/attention*.cu; `table.py` says which runs."""
+"""Attention: host code of kernels/*/attention*.cu; `table.py` says which runs."""

@@ -111,7 +111,7 @@ def as_float32(bias: Array | None) -> Array | None:
 
 def product(stem: str, a: Array, b: Array, out: Array, pitch: int, dims: tuple, size: tuple[int, int, int, int],
             epilogue: Epilogue, tf32: bool, **flags: Any) -> Array:
-    """Launch `kernels/<stem>.cu` with the plan for its problem, and the sum of its splits where that has any. Returns
+    """Launch `<stem>.cu` with the plan for its problem, and the sum of its splits where that has any. Returns
     `out`.
 
     a and b have one dtype; out has rows of `pitch` elements; size = (rows, columns, depth, batches); `dims` are the

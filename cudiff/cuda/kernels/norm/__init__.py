@@ -1,1 +1,1 @@
-"""Group norm: host code of kernels/group_norm*.cu; `table.py` says which runs."""
+"""Group norm: host code of kernels/*/group_norm*.cu; `table.py` says which runs."""

@@ -1,4 +1,4 @@
-"""Group norm on every GPU: passes over the images by kernels/group_norm.cu, between which sums are finished."""
+"""Group norm on every GPU: passes over the images by group_norm.cu, between which sums are finished."""
 
 from __future__ import annotations
 

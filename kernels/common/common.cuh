@@ -55,7 +55,7 @@ template <typename T> __device__ __forceinline__ void store_pack(T* p, const Pac
 }
 
 // Every kernel calls this before a thread touches global memory that the kernel before may write or still read: from sm_90
-// on it may have begun while that one was still running (cudiff/cuda/driver.py). Only group_norm.cu's input_gradients reads
+// on it may have begun while that one was still running (cudiff/cuda/launch.py). Only group_norm.cu's input_gradients reads
 // other memory earlier, and conv2d_sm90.cu has weights brought to the GPU's cache, where a write still reaches them. Here the
 // next kernel is let in, too. Earlier was slower: its blocks took the room that there was and waited in it, crowded, while
 // other multiprocessors were about to become free.
