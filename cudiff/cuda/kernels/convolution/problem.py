@@ -149,13 +149,15 @@ def wanted_by(given: Operands) -> list[str]:
     return found if given.x.dtype == given.out.dtype else [*found, Fusion.CAST]
 
 
-def image_of(array: Array) -> Image:
-    return Image(array.shape, array.dtype, array.flags.c_contiguous and array.data.ptr % 16 == 0)
+def image_of(array: Array, shape: tuple[int, ...] | None = None) -> Image:
+    """Of an array, seen in this shape where one is given."""
+    return Image(shape or array.shape, array.dtype, array.flags.c_contiguous and array.data.ptr % 16 == 0)
 
 
-def weight_of(array: Array) -> Weight:
+def weight_of(array: Array, shape: tuple[int, ...] | None = None) -> Weight:
+    """Likewise."""
     places = array.data.ptr, array.shape[-1] * array.itemsize, array.strides[0]
-    return Weight(array.shape, all(place % 16 == 0 for place in places), array.flags.c_contiguous)
+    return Weight(shape or array.shape, all(place % 16 == 0 for place in places), array.flags.c_contiguous)
 
 
 def _images(arrays: Sequence[Array | None]) -> tuple[Image, ...]:

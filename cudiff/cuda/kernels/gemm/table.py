@@ -78,17 +78,16 @@ def linear_dweight(x: Array, dout: Array, dweight: Array, add: bool, tf32: bool,
 
 
 def _select(direction: str, given: Operands, tf32: bool) -> tuple[Problem, Choice]:
-    weight = weight_of(given.weight)
-    outputs, channels = weight.shape
+    outputs, channels = given.weight.shape
     problem = Problem(
-        direction, _image(given.x), weight._replace(shape=(outputs, 1, 1, channels)), _image(given.out), tf32=tf32,
+        direction, _image(given.x), weight_of(given.weight, (outputs, 1, 1, channels)), _image(given.out), tf32=tf32,
         wanted=frozenset(wanted_by(given)), x2=None if given.x2 is None else _image(given.x2),
     )
     return problem, LINEAR.select(problem)
 
 
 def _image(matrix: Array) -> Image:
-    return image_of(matrix)._replace(shape=_image_shape(matrix))
+    return image_of(matrix, _image_shape(matrix))
 
 
 def as_image(matrix: Array) -> Array:
