@@ -1,9 +1,8 @@
 """Compile every kernel by NVRTC for every architecture, without a GPU: `python -m tests.compile_kernels [stem ...]`.
 
-Each `.cu` file names its `-D` constants in lines `// variants: T=float,bf16 FLAG=0,1`: the product of each line is
-compiled, of which an architecture that runs what another runs takes the first only. `// architectures: sm_90a` limits a
-file. A kernel fails that spills registers, whose asynchronous products the compiler makes wait for each other, or whose
-parameters are not those that a launch is checked against.
+With the constants of tests/variants.txt: the product of each row is compiled, of which an architecture that runs what
+another runs takes the first only. A kernel fails that spills registers, whose asynchronous products the compiler makes
+wait for each other, or whose parameters are not those that a launch is checked against.
 """
 
 import itertools
@@ -11,34 +10,46 @@ import re
 import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from cudiff.cuda.compiler import compile_source, kernel_folder, kernels, signature
 
-ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+ARCHITECTURES = {  # by the folder
+    "portable": ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"),
+    "sm90": ("sm_90a",),
+}
 ALIKE = ("sm_86", "sm_89", "sm_120")  # the first two to sm_80, the last to sm_100
 
 
-def variants(text: str, arch: str) -> list[dict[str, str]]:
-    """The `-D` sets that a file's `// variants:` lines name, for an architecture."""
+def _table() -> dict[str, list[dict[str, list[str]]]]:
+    """tests/variants.txt: by the file's stem, of each row the constants with their values."""
+    _, *blocks = Path(__file__).with_name("variants.txt").read_text().split("\n\n")
+    found = {}
+    for block in blocks:
+        (stem,), *lines = (line.split() for line in block.strip().split("\n"))
+        names, *rows = lines or [[], []]  # without constants there is one variant
+        found[stem] = [dict(zip(names, (values.split(",") for values in row), strict=True)) for row in rows]
+    return found
+
+
+VARIANTS = _table()
+
+
+def variants(stem: str, arch: str) -> list[dict[str, str]]:
+    """The `-D` sets that a file is compiled with for an architecture."""
     sets = []
-    for line in re.findall(r"^// variants:(.*)$", text, re.MULTILINE):
-        names, values = zip(*(item.split("=") for item in line.split()), strict=True) if line.strip() else ((), ())
-        choices = list(itertools.product(*(v.split(",") for v in values)))[: 1 if arch in ALIKE else None]
-        sets += [dict(zip(names, choice, strict=True)) for choice in choices]
-    return sets or [{}]
-
-
-def architectures(text: str) -> tuple[str, ...]:
-    limited = re.search(r"^// architectures:(.*)$", text, re.MULTILINE)
-    return tuple(limited.group(1).split()) if limited else ARCHITECTURES
+    for row in VARIANTS[stem]:
+        choices = list(itertools.product(*row.values()))[: 1 if arch in ALIKE else None]
+        sets += [dict(zip(row, choice, strict=True)) for choice in choices]
+    return sets
 
 
 def jobs(stems: list[str]) -> list[tuple[str, str, dict[str, str]]]:
     found = []
     for path in sorted(kernel_folder().glob("*/*.cu")):
         if not stems or path.stem in stems:
-            text = path.read_text()
-            found += [(path.stem, arch, chosen) for arch in architectures(text) for chosen in variants(text, arch)]
+            for arch in ARCHITECTURES[path.parent.name]:
+                found += [(path.stem, arch, chosen) for chosen in variants(path.stem, arch)]
     return found
 
 

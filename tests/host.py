@@ -16,7 +16,7 @@ import numpy as np
 
 from cudiff.cuda import compiler, launch, select, tensor_map, tiles
 from cudiff.cuda.memory import Places
-from tests.compile_kernels import variants
+from tests.compile_kernels import VARIANTS
 
 ADDRESS, MAP = 0x5A, 0x3A  # the upper 8 bits of an address, and of a tensor map's first word
 _numbers = itertools.count(1)
@@ -98,11 +98,11 @@ STRIDED = {
 
 @functools.cache
 def declared(stem: str) -> dict[str, set[str]]:
-    """The constants that a kernel file's variants name, with their values."""
+    """The constants of a kernel file in tests/variants.txt, with their values."""
     found: dict[str, set[str]] = {}
-    for chosen in variants(compiler.kernel_file(f"{stem}.cu").read_text(), "sm_90a"):
-        for name, value in chosen.items():
-            found.setdefault(name, set()).add(value)
+    for row in VARIANTS[stem]:
+        for name, values in row.items():
+            found.setdefault(name, set()).update(values)
     return found
 
 
@@ -123,8 +123,8 @@ class Host(ModuleType):
     """Stands for the module `cupy`: notes (stem, name) of each launch, and gives arrays places in `memory`, if set.
     `watch` is told all of each launch.
 
-    A launch or a tensor map that a GPU would refuse fails, and so does a launch with constants that the file does not
-    declare, with arguments that the kernel does not take, or with a view where it takes whole arrays.
+    A launch or a tensor map that a GPU would refuse fails, and so does a launch with constants that tests/variants.txt
+    does not have, with arguments that the kernel does not take, or with a view where it takes whole arrays.
     """
 
     ndarray = Array

@@ -1,5 +1,6 @@
 """What kernels take is read from their sources, and a launch that does not fit is refused: here without a GPU."""
 
+import re
 from textwrap import dedent
 from types import SimpleNamespace
 
@@ -8,12 +9,20 @@ import pytest
 
 from cudiff.backend import bfloat16
 from cudiff.cuda import compiler, device, launch
-from cudiff.cuda.compiler import kernel_file, kernel_folder
+from cudiff.cuda.compiler import kernel_folder
 from cudiff.cuda.signature import Source
-from tests.compile_kernels import compiled_parameters, declared_parameters, variants
+from tests.compile_kernels import VARIANTS, compiled_parameters, declared_parameters, variants
 from tests.host import H200
 
 STEMS = [path.stem for path in sorted(kernel_folder().glob("*/*.cu"))]
+
+
+def test_the_table_of_variants_has_the_files_and_their_constants():
+    assert list(VARIANTS) == STEMS
+    for stem, rows in VARIANTS.items():
+        source = re.sub(r"//.*", "", "".join(compiler._expanded(stem)))
+        for name in {name for row in rows for name in row}:
+            assert re.search(rf"\b{name}\b", source), f"{stem} has no constant {name}"
 
 
 def parameters(text, constants=None):
@@ -23,9 +32,8 @@ def parameters(text, constants=None):
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_every_kernel_is_read_for_every_variant(stem):
-    text = kernel_file(f"{stem}.cu").read_text()
     assert compiler.kernels(stem)
-    for constants in variants(text, "sm_90a"):
+    for constants in variants(stem, "sm_90a"):
         for name in compiler.kernels(stem):
             signature = compiler.signature(stem, name, constants)
             assert signature.parameters and all(p.type not in constants for p in signature.parameters)
@@ -35,7 +43,7 @@ def test_every_kernel_is_read_for_every_variant(stem):
 def test_the_compiler_has_the_same_parameters(stem):
     """Of all files this is seen where they are compiled, by tests/compile_kernels.py."""
     pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="CuPy is not installed: it brings NVRTC")
-    constants = variants(kernel_file(f"{stem}.cu").read_text(), "sm_80")[0]
+    constants = variants(stem, "sm_80")[0]
     cubin, _ = compiler.compile_source(stem, "sm_80", constants)
     assert compiled_parameters(cubin) == declared_parameters(stem, constants)
 

@@ -1,5 +1,4 @@
 // How the tape adds up what no operation did: gradients of one tensor, and rows of partial sums.
-// variants: TOTAL=float,bf16,half TERM=float,bf16,half
 // total: TOTAL, accumulated in place; term: TERM; n elements. Any launch shape (grid-stride).
 #include "common.cuh"
 

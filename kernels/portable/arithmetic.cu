@@ -1,6 +1,5 @@
 // Functions of two broadcast operands. NAME_forward writes out; NAME_da and NAME_db write or add (`accumulate`) the
 // gradient of one operand in the shape of out, before the sum over broadcast axes.
-// variants: T=float,bf16,half,int,u8,i64
 // out, dout, da, db: T, contiguous, n elements. Where `wide` is not null the gradient goes there instead, in float: a sum
 // over broadcast axes follows, which may cancel. a, b: T; null stands for the number `scalar`. Layout.dims = 0: a and b
 // are contiguous in out's shape. Otherwise element strides over out's merged axes (0 where broadcast; n < 2^32), and

@@ -10,14 +10,8 @@
 // Constants: T; DP = D rounded up to 16; MT 16-row tiles a warp owns, BM = 64 MT; BN rows per step; STAGES of cp.async;
 // PASSES for float: 3 splits operands into two tf32 numbers each, 1 rounds them to tf32.
 // On Hopper attention_sm90.cu and attention_short_sm90.cu take what they can: heads of up to 64 channels in 16 bits, aligned.
-// Launch: 128 threads, (ceil(T / BM), heads, N) blocks, dynamic shared memory as cudiff/ops/attention.py computes it.
-//
-// variants: T=bf16 DP=16,32 MT=1,2 BN=64 STAGES=2 PASSES=1
-// variants: T=half DP=64 MT=1 BN=64 STAGES=2 PASSES=1
-// variants: T=bf16 DP=64 MT=2 BN=64 STAGES=2 PASSES=1
-// variants: T=bf16 DP=128 MT=1 BN=32 STAGES=2 PASSES=1
-// variants: T=float DP=32,64 MT=1 BN=32 STAGES=2 PASSES=1,3
-// variants: T=float DP=128 MT=1 BN=16 STAGES=1 PASSES=1
+// Launch: 128 threads, (ceil(T / BM), heads, N) blocks, dynamic shared memory as cudiff/cuda/kernels/attention/portable.py
+// computes it.
 #include "attention.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)

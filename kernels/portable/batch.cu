@@ -6,7 +6,6 @@
 // x and out_labels are overwritten; labels and out_labels may be null. Launch (ceil(pixels * channels / 1024), batch), any block.
 // normalize_images: n elements; VEC=1: n and the address of images are multiples of a pack's elements, x's address
 // of its 16 bytes. Any launch shape (grid-stride).
-// variants: T=float,bf16,half VEC=0,1
 #include "philox.cuh"
 #include "vector.cuh"
 

@@ -9,7 +9,6 @@
 // VEC=1: C and every T address are multiples of a 16-byte pack.
 // Launch of the kernels that read x: block (lanes, at most 32; rows, a power of two), at most 256 threads, a lane for each pack
 // of channels; grid (tiles, ceil(packs / lanes)). Of the `finish_` kernels: block (4, 256), ceil(C / 4) blocks.
-// variants: T=float,bf16,half VEC=0,1 WINDOW=1,2
 #include "moments.cuh"
 #include "vector.cuh"
 

@@ -1,5 +1,4 @@
 // out[i] = x[i] in another type: to nearest even for floats, toward zero for integers.
-// variants: FROM=float,bf16,half,int,u8,i64 TO=float,bf16,half,int,u8,i64
 // x: FROM, out: TO, contiguous, n elements, overwritten. Any launch shape (grid-stride).
 #include "common.cuh"
 

@@ -1,12 +1,4 @@
 // Convolutions R x R (3 or 1) that keep the size, between an image of few channels ("thin") and one of many ("wide").
-// variants: T=bf16 THIN_T=bf16 R=3 THIN=3 BN=32,64 MOMENTS=0,1,2 NORM=0
-// variants: T=bf16 THIN_T=bf16 R=3 THIN=3 BN=96,128 MOMENTS=0 NORM=0
-// variants: T=bf16 THIN_T=bf16 R=1 THIN=1,3 BN=64 MOMENTS=0,1 NORM=0
-// variants: T=half THIN_T=half R=3 THIN=1,7 BN=32 MOMENTS=2 NORM=0
-// variants: T=bf16 THIN_T=bf16 R=3 THIN=3,6 BN=64 MOMENTS=2 NORM=1
-// variants: T=half THIN_T=half R=3 THIN=3,6 BN=64 MOMENTS=2 NORM=1
-// variants: T=bf16 THIN_T=bf16 R=1 THIN=1 BN=32 MOMENTS=2 NORM=1
-// variants: T=bf16 THIN_T=float R=3 THIN=3 BN=64 MOMENTS=2 NORM=0,1
 //
 // thin: THIN_T (N, H, W, THIN), T or float; wide: T (N, H, W, C), 16-byte aligned, C a multiple of BN. Products are of T: a
 // float thin is rounded where it is read, and written as summed. The patch of a pixel has DEPTH numbers, (r, s, j): thin's

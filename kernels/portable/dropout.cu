@@ -3,7 +3,6 @@
 // Element e of row n is kept where lane e % 4 of Philox counter (e / 4, n, *step, stream), >> 8, is at least `threshold`.
 // Overwrites out or, with `accumulate`, adds to it. The step is copied to used_step where that is not null.
 // One thread makes 4 elements: launch (ceil(size / (4 * blockDim.x)), up to 65535 rows; the rest are looped over).
-// variants: T=float,bf16,half
 #include "philox.cuh"
 
 struct __align__(4 * sizeof(T)) Four { T v[4]; };

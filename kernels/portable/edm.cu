@@ -1,6 +1,5 @@
 // EDM's preconditioning (arXiv 2206.00364, Table 1) for each image's noise level sigma[n], on images of any mean and
 // standard deviation `data_std`: y below is (image - data_mean) / data_std, sigma that of y.
-// variants: T=float,bf16,half VEC=0,1
 //
 // c_in = 1 / sqrt(sigma^2 + sigma_data^2), c_skip = (sigma_data c_in)^2, c_out = sigma_data sigma c_in, c_noise = c_noise_scale
 // log(sigma).

@@ -1,6 +1,5 @@
 // Functions of one tensor: NAME_forward writes out[i] = value(x[i]); NAME_backward writes or adds (`accumulate`)
 // dx[i] = gradient(dout[i], saved[i]), where saved is x or out, as the third argument of UNARY says.
-// variants: T=float,bf16,half
 // All arrays: T, contiguous, n elements, any alignment (16 bytes is fastest). Arithmetic in float.
 // Launch: 256 threads, one pack of 16 bytes each (any shape works: grid-stride).
 // relu_backward_sums: see there.

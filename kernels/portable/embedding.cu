@@ -1,6 +1,5 @@
 // Embedding: out (count, dim) = rows of weight (num, dim) by indices (count) int32; -1 gives zeros, other strays NaN.
 // All of type T, row-major. gather overwrites out; scatter_add overwrites dweight or, with `accumulate`, adds to it.
-// variants: T=float,bf16,half
 #include "common.cuh"
 
 // One thread an element of out.

@@ -1,5 +1,4 @@
 // The sum of the parts of a product whose depth was split, in a fixed order, and what its epilogue adds.
-// variants: OUT=float,bf16,half VEC=0,1
 //
 // out[row][column] = sum over splits of partials[split][row][column], + bias[column] + emb[row / rows_per_image][column]
 // + addend[row][column]. partials: float (splits, rows, columns); out: OUT with rows of ldo elements, overwritten; addend:

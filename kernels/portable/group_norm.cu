@@ -11,7 +11,6 @@
 // The tiled kernels are launched as tiles.cuh says. Dynamic shared memory: 16 bytes for each channel, or each thread, in
 // finish_statistics, of a block's groups, and, where it is given partials, in `normalize`; 8 for each channel and each thread
 // in finish_sums and, where it is given partials, in `input_gradients`, which takes 16 packs a thread in any case.
-// variants: T=float,bf16,half VEC=0,1
 #include "mma.cuh"
 #include "moments.cuh"
 #include "tiles.cuh"

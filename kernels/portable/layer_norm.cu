@@ -3,7 +3,6 @@
 // weight, bias (C), mean, rstd (M) float32. y, mean, rstd overwritten; dx overwritten, or accumulated where `add`.
 // VEC=1: C and every T address are multiples of a 16-byte pack.
 // Launch: normalize and input_gradients: M blocks, threads a multiple of 32; column_sums: (32, 8) threads.
-// variants: T=float,bf16,half VEC=0,1
 #include "reduce.cuh"
 #include "vector.cuh"
 

@@ -1,6 +1,5 @@
 // Several linear layers ("groups") of one input, out[g] = z or silu(z) of z = x · weight[g] transposed + bias[g], and the
 // gradients of z.
-// variants: VEC=0,1
 //
 // x (N, E), weight[g] (K[g], E), bias[g] (K[g]), out[g] and z[g] (N, K[g]): float, row-major. A table passed by value holds the
 // groups' addresses and sizes, at most 64 a launch.

@@ -1,11 +1,4 @@
 // out[batch] = A[batch] · B[batch] + bias + addend on tensor cores.
-// variants: T=bf16 OUT=bf16 PASSES=1 BM=128 BN=128 BK=64 WM=2 WN=2 STAGES=3 A_K_MAJOR=1 B_K_MAJOR=0,1 A_VEC=1 B_VEC=1
-// variants: T=bf16 OUT=bf16,float PASSES=1 BM=128 BN=128 BK=64 WM=2 WN=2 STAGES=3 A_K_MAJOR=0 B_K_MAJOR=0 A_VEC=1 B_VEC=1
-// variants: T=half OUT=half,float PASSES=1 BM=64 BN=64 BK=64 WM=2 WN=2 STAGES=3 A_K_MAJOR=0 B_K_MAJOR=0 A_VEC=0 B_VEC=0
-// variants: T=bf16 OUT=bf16 PASSES=1 BM=128 BN=16 BK=64 WM=4 WN=1 STAGES=3 A_K_MAJOR=1 B_K_MAJOR=0 A_VEC=0 B_VEC=1
-// variants: T=float OUT=float PASSES=1 BM=128 BN=128 BK=32 WM=2 WN=2 STAGES=3 A_K_MAJOR=1 B_K_MAJOR=0,1 A_VEC=1 B_VEC=1
-// variants: T=float OUT=float PASSES=3 BM=128 BN=64 BK=32 WM=2 WN=2 STAGES=3 A_K_MAJOR=1 B_K_MAJOR=0,1 A_VEC=1 B_VEC=1
-// variants: T=float OUT=float PASSES=1,3 BM=64 BN=128 BK=32 WM=2 WN=2 STAGES=3 A_K_MAJOR=0 B_K_MAJOR=0 A_VEC=1 B_VEC=1
 //
 // a: T (m, k) where A_K_MAJOR, else (k, m); b: T (n, k) where B_K_MAJOR, else (k, n); rows of lda and ldb elements,
 // batches batch_a and batch_b elements apart (0: one for all). A_VEC, B_VEC: rows and batches start at multiples of 16

@@ -4,7 +4,6 @@
 // added in the same order; loss and dloss, scalars; inverse = 1 / (N * size). Outputs overwrite; gradients accumulate
 // where their `add` is set. VEC=1: size, chunk and every T address are multiples of a 16-byte pack.
 // Launch: squares and gradients N * tiles blocks of a multiple of 32 threads.
-// variants: T=float,bf16,half VEC=0,1
 #include "reduce.cuh"
 #include "vector.cuh"
 

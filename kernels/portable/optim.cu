@@ -1,5 +1,4 @@
 // The optimiser: the gradient's norm and the scalars of a step, and AdamW, Adam and SGD over flat buffers.
-// variants: T=bf16,half
 //
 // Flat buffers (data, grad, moments, ema) are float, shadows are T; all have n elements, n a multiple of 32, and start
 // on a multiple of 16 bytes. flags: one u8 per 32 elements, DECAY where weight decay applies, FROZEN where nothing changes,

@@ -9,11 +9,6 @@
 // Launch: block (lanes, columns), at most 256 threads, a lane for each pack of channels; gridDim.y = ceil(packs / lanes);
 // gridDim.x = N * h rows of windows, or for kernels that write `large` N * ceil((H + PADDING) / STRIDE) bands of STRIDE rows.
 // With bounds of one block a multiprocessor the compiler spills no registers.
-// variants: T=float,bf16,half VEC=0,1 MOMENTS=0,1,2 WINDOW=2 STRIDE=2 PADDING=0
-// variants: T=bf16 VEC=1 MOMENTS=1 WINDOW=1 STRIDE=1 PADDING=0
-// variants: T=bf16 VEC=1 MOMENTS=1 WINDOW=3 STRIDE=1,2 PADDING=1
-// variants: T=float VEC=1 MOMENTS=1,2 WINDOW=3 STRIDE=1 PADDING=1
-// variants: T=float VEC=1 MOMENTS=1,2 WINDOW=5 STRIDE=1,5 PADDING=0,2
 #include "moments.cuh"
 #include "vector.cuh"
 

@@ -3,7 +3,6 @@
 // Element e of row n is lane e % 4 of Philox counter (e / 4, first + n, step, stream) under the key `seed`. seed (low
 // word, high word), step and first are read from their pointers where these are not null: a captured graph sees them move.
 // One thread makes 4 elements: launch at least rows * ceil(size / 4) threads, one-dimensional.
-// variants:
 #include "philox.cuh"
 
 struct Group { i64 row; int start, count; uint4 bits; };

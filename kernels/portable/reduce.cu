@@ -1,7 +1,4 @@
 // Reductions of x seen as [outer][reduce][inner] over the middle axis, in an order that depends on the shape alone.
-// variants: T=float OUT=float,bf16,half
-// variants: T=bf16 OUT=bf16,float
-// variants: T=half OUT=half,float
 // x, dout, dx: T. out: OUT, laid out [outer][gridDim.y][inner]: blocks of row y of the grid take the y-th chunk of the
 // middle axis, and a second launch reduces their results. out = scale * result, or += where `accumulate`.
 // Everything is accumulated in float. NaN wins over every number in maximum and minimum.

@@ -1,5 +1,4 @@
 // Moving elements: copies between strided views of one shape, and rows taken by an index.
-// variants: T=float,bf16,half,int,u8,i64
 // copy, add: out[view] = x[view], or +=. Strides count units, may be 0 or negative; fewer than 2^32 units. The _packed
 // forms move units of 16 bytes, which both views must be aligned to and consist of. Arithmetic of 16-bit T in float.
 // fill: out[i] = value. take, take_backward: rows of `width` elements; index int32, negative from the end. A row out of range reads as zero.

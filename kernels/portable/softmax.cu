@@ -2,7 +2,6 @@
 // maximum and its sum of exp(x - maximum), which the backward reads; losses, loss, dloss float32; labels int32 (M).
 // Outputs overwrite; dx accumulates where `add`. NaN comes out of a row whose label lies outside 0 to K - 1.
 // Launch, unless said otherwise: M blocks of a multiple of 32 threads.
-// variants: T=float,bf16,half
 #include "reduce.cuh"
 
 __device__ __forceinline__ float2 row_stats(const T* row, int K) {

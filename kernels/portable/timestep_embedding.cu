@@ -1,7 +1,6 @@
 // Sinusoidal embedding: out (rows, dim) float32 from t (rows) of type T; frequency i is exp(-decay * i), i < dim / 2.
 // The first dim/2 columns are cosines and the next sines, or the other way round with sin_first; an odd last column is 0.
 // Angles are double, as in NumPy: a float frequency would be off by 6e-5 at t = 1000. Outputs are overwritten.
-// variants: T=float,bf16,half
 #include "reduce.cuh"
 
 // One thread an element of out.

@@ -1,6 +1,4 @@
 // The backward pass of attention on Hopper for few tokens of narrow heads: all gradients in one launch, scores once.
-// architectures: sm_90a
-// variants: T=bf16,half DP=32 TILES=1,2,4
 //
 // Layouts, lse and maps as in attention_sm90.cu; out is contiguous; D is at most DP; there are at most 64 TILES
 // queries and 64 TILES keys. A block owns the keys of KEY_TILES tiles and walks over the tiles of queries, all of which lie

@@ -1,6 +1,4 @@
 // Flash attention on Hopper: attention.cu's passes by TMA and wgmma. Layouts, lse and delta as there.
-// architectures: sm_90a
-// variants: T=bf16,half DP=32,64 STAGES=3 GROUPS=1,2
 //
 //   forward      writes out, lse.            A warpgroup owns 64 queries and walks over the keys (online softmax).
 //   backward_q   writes dq, delta.           A warpgroup owns 64 queries, recomputes scores from lse.

@@ -1,13 +1,4 @@
 // Weight gradients of convolutions of stride 1 that keep the image's size, on Hopper (TMA, wgmma).
-// architectures: sm_90a
-// variants: T=bf16,half R=3 COLUMNS=1 TAPS=3 PIXELS=64,128 CLUSTER=1,2,4,8 JOBS=1 UPSAMPLE=0
-// variants: T=bf16 R=3 COLUMNS=1 TAPS=3 PIXELS=64,128 CLUSTER=1,2,4,8 JOBS=16 UPSAMPLE=0
-// variants: T=bf16 R=3 COLUMNS=1 TAPS=1 PIXELS=64,128 CLUSTER=1,2,4,8 JOBS=1 UPSAMPLE=0
-// variants: T=bf16 R=3,1 COLUMNS=1 TAPS=1 PIXELS=16,240 CLUSTER=1 JOBS=1,16 UPSAMPLE=0
-// variants: T=bf16,half R=1 COLUMNS=1,2,3 TAPS=1 PIXELS=128 CLUSTER=1,2,4,8 JOBS=1 UPSAMPLE=0
-// variants: T=bf16 R=1 COLUMNS=1,2,3 TAPS=1 PIXELS=128 CLUSTER=1,2,4,8 JOBS=16 UPSAMPLE=0
-// variants: T=bf16 R=3 COLUMNS=1 TAPS=3,1 PIXELS=64,128 CLUSTER=1,8 JOBS=16 UPSAMPLE=1
-// variants: T=bf16 R=1 COLUMNS=1,3 TAPS=1 PIXELS=128 CLUSTER=1 JOBS=1 UPSAMPLE=1
 //
 // A launch has up to JOBS jobs, of images of one size. Of each,
 // x: T (N, H, W, C), whose channels from `split` on, a multiple of 64, are x2's; dout: T (N, H, W, K); out: float (K, R, S, C),

@@ -1,7 +1,4 @@
 // The weight gradient of a convolution of stride 1 that keeps the image's size, of float images in tf32, on Hopper.
-// architectures: sm_90a
-// variants: R=3 COLUMNS=1 PIXELS=64,72
-// variants: R=1 COLUMNS=1,2,3,4 PIXELS=64
 //
 // x: float (N, H, W, C); dout: float (N, H, W, K); out: float (K, R, R, C), whose rows k lie `pitch` elements apart.
 //   out[k][r,s,c] = or, where `add`, += sum over pixels of dout[pixel][k] · patch of x[pixel][r,s,c]

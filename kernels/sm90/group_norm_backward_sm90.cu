@@ -18,10 +18,6 @@
 // of its boxes.
 // exchange: zeroed once, slots (N, parts, C); the launches that share it follow each other. Null where parts=1 and no blocks add.
 // Dynamic shared memory: boxes, of x and dy; 4 WIDTH (2 WARPS + 8) bytes.
-// architectures: sm_90a
-// variants: T=float,bf16,half ACROSS=8 HELD=0,3 VEC=1
-// variants: T=bf16 ACROSS=1,4,5,6,16,32 HELD=0,3 VEC=1
-// variants: T=float ACROSS=1,32 HELD=0,3 VEC=1
 constexpr int THREADS = 512;
 #include "group_norm_boxes.cuh"
 

@@ -8,10 +8,6 @@
 // multiple of a chunk. Maps: x {C1, S, N}, x2 {C2, S, N} (or x's), boxes {WIDTH, STEP, 1}, not swizzled. The blocks of a
 // cluster take an image's boxes in turn, each `boxes` of them, at most BOXES.
 // Dynamic shared memory: boxes; 4 WIDTH (2 WARPS + 3 CLUSTER + 3) bytes.
-// architectures: sm_90a
-// variants: T=float,bf16,half ACROSS=8 CLUSTER=1,2,4,8 VEC=1
-// variants: T=bf16 ACROSS=1,4,5,6,16,32 CLUSTER=2,8 VEC=1
-// variants: T=float ACROSS=1,32 CLUSTER=1 VEC=1
 constexpr int THREADS = 512;
 #include "cluster.cuh"
 #include "group_norm_boxes.cuh"
