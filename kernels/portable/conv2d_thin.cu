@@ -15,7 +15,7 @@
 // Fragments of mma.sync are filled without ldmatrix: which channel or pixel stands in which column or depth is free, and
 // is chosen so that a thread's are neighbours in memory.
 // Launch: 256 threads, gridDim.x = N * ceil(H / rows) tiles of `rows` rows of an image; spread and wgrad gridDim.y = C / BN,
-// BN = 32 or 64, gather 1, with BN = C. Dynamic shared memory, by conv2d_thin.py: spread `copies_bytes`, gather
+// BN = 32 or 64, gather 1, with BN = C. Dynamic shared memory, by few_channels.py: spread `copies_bytes`, gather
 // `products_bytes`, wgrad the larger of `lines_bytes` and `sums_bytes`, with a `pitch` of lines as `line_pitch` says.
 #include "affine.cuh"
 #include "mma.cuh"

@@ -23,7 +23,7 @@
 // A strip is 8 pixels wide and `rows` high, PIXELS at most; an image has `tiles` of them. A warpgroup computes 64 channels
 // of a strip as products of 64 rows, the channels, and PIXELS columns. A thread's results belong to two channels. With 256
 // columns the operands are read from shared memory least often; its speed is the bound with fewer (128 columns reach 0.92 of
-// that speed, 64 reach 0.63: TILES in conv2d_sm90.py). The depth is walked in chunks of 64 channels, or 32 of floats. A slab of
+// that speed, 64 reach 0.63: TILES in convolution/sm90.py). The depth is walked in chunks of 64 channels, or 32 of floats. A slab of
 // rows + R - 1 by 8 + S - 1 pixels, padded with zeros by TMA, serves all taps of a chunk: they differ in where they start.
 // With UPSAMPLE it comes row by row, and TMA makes two columns of one by an axis of stride 0: a slab that would begin with the
 // second of two has one line more `before`, and at its end.

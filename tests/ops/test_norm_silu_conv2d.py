@@ -299,6 +299,22 @@ def test_pairs_and_gradients_that_tma_cannot_read(rng, shapes, which):
 
 
 @pytest.mark.gpu
+def test_two_sources_of_more_columns_than_their_weights_gradient_takes(rng):
+    """Hopper's forward reads both in place, and conv2d.cu makes that gradient."""
+    shapes = (1, 3, 136, 64), (1, 3, 136, 40), (48, 3, 3, 104), (1, 3, 136, 48)
+    arrays = [rng.standard_normal(shape).astype(bfloat16) for shape in shapes]
+
+    def results(device, dtype):
+        x, x2, weight = (Tensor(a.astype(dtype), device=device, requires_grad=True) for a in arrays[:3])
+        out = norm_silu_conv2d(x, x2, weight=weight)
+        out.backward(arrays[3].astype(dtype))
+        return [out.numpy(), *(Tensor(tensor.grad).numpy() for tensor in (x, x2, weight))]
+
+    for got, expected in zip(results("cuda", bfloat16), results("cpu", np.float64), strict=True):
+        assert relative_error(got.astype(np.float64), expected) < 1e-2
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_residual_whose_gradient_has_another_dtype(rng, begun):
     """A parameter that is read in 16 bits: its gradient is float32."""
