@@ -52,3 +52,13 @@ def test_identity_and_bad_p(device):
     for p in (-0.1, 1.0):
         with pytest.raises(ValueError, match="p must"):
             dropout(x, p, Generator(0, device), 1000)
+
+
+def test_a_gradient_is_added_to_the_one_there(device, rng):
+    dout = Tensor(rng.standard_normal((3, 1001)), dtype="float32", device=device).data
+    x = Tensor(rng.standard_normal((3, 1001)), dtype="float32", device=device, requires_grad=True)
+    dropout(x, 0.4, Generator(5, device), 1000).backward(dout)
+    alone, before = Tensor(x.grad).numpy().copy(), rng.standard_normal((3, 1001)).astype(np.float32)
+    x.grad = Tensor(before.copy(), device=device).data
+    dropout(x, 0.4, Generator(5, device), 1000).backward(dout)
+    np.testing.assert_allclose(Tensor(x.grad).numpy(), before + alone, rtol=1e-6, atol=1e-6)
