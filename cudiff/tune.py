@@ -34,7 +34,7 @@ Progress = Callable[[str, int], None]
 @dataclass
 class Tuned:
     """A problem's launches in a training step and in the sampling; the plan used before and the fastest: microseconds
-    of all launches together, and what tiles.toml says."""
+    of all launches together, and what the file says."""
 
     kernel: str
     problem: str

@@ -74,8 +74,10 @@ def test_a_list_goes_before_the_rule(planner, listing):
 
 def test_the_users_file_goes_before_that_of_cudiff(planner, listing, monkeypatch, tmp_path):
     monkeypatch.setattr(tiles, "kernel_folder", lambda: tmp_path / "kernels")
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "tiles.toml").write_text('["Some GPU".kernel]\n"5, True" = [7]\n"6, True" = [7]\n')
+    (tmp_path / "kernels" / "tuned").mkdir(parents=True)
+    for name in ("Another-GPU", "Some-GPU", "Third-GPU"):
+        text = f'["{name.replace("-", " ")}".kernel]\n"5, True" = [7]\n"6, True" = [7]\n'
+        (tmp_path / "kernels" / "tuned" / f"{name}.toml").write_text(text)
     listing('["Some GPU".kernel]\n"5, True" = [1]\n')
     assert planner(5, True) == Cut(1) and planner(6, True) == Cut(7)
 
@@ -120,9 +122,11 @@ def test_without_a_gpu_nothing_is_listed(planner, listing, monkeypatch):
 
 
 def test_each_line_that_comes_with_cudiff_names_a_plan():
-    tables = read(kernel_folder() / "tiles.toml")
-    assert "NVIDIA H200" in tables
-    for kernels in tables.values():
+    files = sorted((kernel_folder() / "tuned").iterdir())
+    assert "NVIDIA-H200.toml" in [path.name for path in files]
+    for path in files:
+        ((gpu, kernels),) = read(path).items()
+        assert path.name == f"{gpu.replace(' ', '-')}.toml"
         for kernel, lines in kernels.items():
             for name, choice in lines.items():
                 problem = ast.literal_eval(name)

@@ -1,8 +1,8 @@
 """Which of a kernel's plans a problem takes: the one listed for this GPU, else that of the least estimated time.
 
-A problem is the sizes that a kernel is launched for, a plan a tile and how blocks share the work. `kernels/tiles.toml`
-comes with cudiff; `cudiff tune` writes the user's own file, which goes before it. Both hold lines for a GPU, by its
-name, and a kernel:
+A problem is the sizes that a kernel is launched for, a plan a tile and how blocks share the work. Those in
+`kernels/tuned/` come with cudiff, a file for each GPU; `cudiff tune` writes the user's own file, which goes before
+them. All hold lines for a GPU, by its name, and a kernel:
 
     ["NVIDIA H200".conv2d_sm90]
     "(32, 64, 64, 64), 64, (3, 3), 2, 0, False" = [256, 1]
@@ -96,7 +96,7 @@ def forget() -> None:
 
 
 def name_of(problem: tuple) -> str:
-    """A problem as tiles.toml has it."""
+    """A problem as the files have it."""
     return repr(problem)[1:-1]
 
 
@@ -125,7 +125,7 @@ def _gpu() -> str:
 def _listed(gpu: str) -> dict[str, Lines]:
     """The lines of a GPU, by kernel."""
     found: dict[str, Lines] = {}
-    for path in (kernel_folder() / "tiles.toml", user_file()):
+    for path in (*sorted((kernel_folder() / "tuned").glob("*.toml")), user_file()):
         for kernel, lines in read(path).get(gpu, {}).items():
             found.setdefault(kernel, {}).update(lines)
     return found
