@@ -11,8 +11,9 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", ml_dtypes.bfloat16, "int32", "int64", "uint8"])
 @pytest.mark.parametrize("source", ["float32", "float16", ml_dtypes.bfloat16, "int32", "int64", "uint8"])
-@pytest.mark.parametrize("shape", [(), (1,), (13, 7), (5, 1031)], ids=str)  # the last: several blocks of threads
+@pytest.mark.parametrize("shape", [(), (1,), (13, 7), (3, 257), (5, 1031)], ids=str)
 def test_values(source, dtype, shape, device, rng):
+    """Of the last two shapes a thread on CUDA has several elements: of one block, and of several."""
     x = rng.uniform(0, 100, shape).astype(source)
     out = Tensor(x, device=device).astype(dtype)
     assert out.dtype == dtype and np.array_equal(out.numpy(), x.astype(dtype))

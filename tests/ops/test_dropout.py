@@ -7,7 +7,7 @@ from cudiff import Generator, Tensor, dropout, uniform
 from tests.check import check_op
 
 
-@pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 4, 4, 8), (33, 7, 3), (2, 1030)])
+@pytest.mark.parametrize("shape", [(1,), (5, 3), (3, 5), (2, 4, 4, 8), (33, 7, 3), (2, 1030)])
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_gradient_and_backends(device, rng, shape, p):
     generators = {d: Generator(3, d) for d in ("cpu", device)}

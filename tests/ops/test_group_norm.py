@@ -61,6 +61,17 @@ def test_group_norm(device, rng, shape, channels2, num_groups, silu, modulated):
     )
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape, channels2, num_groups", [*CASES, ((2, 9, 7, 132), 0, 4)])
+def test_group_norm_by_the_kernels_for_every_gpu(monkeypatch, rng, shape, channels2, num_groups):
+    """Packs of channels that do not divide a warp; of the last shape a chunk that ends beyond the last channel."""
+    monkeypatch.setenv("CUDIFF_PORTABLE", "1")
+    check_op(
+        lambda x, x2, w, b, scale, shift: group_norm(x, w, b, num_groups, 1e-5, True, scale, shift, x2),
+        *inputs(rng, shape, channels2, True), device="cuda", dtypes=("float32", "bfloat16"), fp32_inputs=(2, 3, 4, 5),
+    )
+
+
 @pytest.mark.parametrize("shape, num_groups", [((2, 6, 5, 48), 8), ((1, 5, 3, 6), 2), ((2, 7), 1)])
 def test_a_gradient_of_two_terms(device, rng, monkeypatch, shape, num_groups):
     """On CUDA the norm's backward adds both: what the product left, and the dout of the sum that it is a term of."""
