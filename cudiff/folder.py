@@ -91,8 +91,13 @@ def _used(folder: str | os.PathLike, lock: str | os.PathLike) -> CudiffError:
 
 
 def check_free(folder: str | os.PathLike) -> None:
-    """Raise CudiffError where a process trains in a folder, or where it holds a run, which a new one would mix with."""
+    """Raise CudiffError where a process trains in a folder, or where it holds a run."""
     check_unused(folder)
+    check_no_run(folder)
+
+
+def check_no_run(folder: str | os.PathLike) -> None:
+    """Raise CudiffError where a folder holds a run, which a new one would mix with."""
     newest = latest(folder)
     if newest is not None:
         raise CudiffError(
@@ -108,9 +113,8 @@ def check_free(folder: str | os.PathLike) -> None:
 def check_newest(folder: Path, step: int) -> list[Path]:
     """The checkpoints in `folder` beyond `step`, none of which can be read: a run that goes on from `step` redoes them.
 
-    Raises CudiffError where a process trains there, and where one of them is whole: it would be lost.
+    Raises CudiffError where one of them is whole: it would be lost.
     """
-    check_unused(folder)
     newer = [path for path in checkpoints(folder) if path.name > checkpoint_path("", step).name]
     for path in reversed(newer):
         if _is_whole(path, PARTS):

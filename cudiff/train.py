@@ -22,7 +22,7 @@ from cudiff.data.dataset import differences
 from cudiff.data.loader import Loader
 from cudiff.diffusion.samplers import falling
 from cudiff.errors import CudiffError
-from cudiff.folder import Metrics, alone_in, check_free, check_newest, quoted, set_aside
+from cudiff.folder import Metrics, alone_in, check_newest, check_no_run, check_unused, quoted, set_aside
 from cudiff.memory import memory_available, peak_of, resident
 from cudiff.models import build
 from cudiff.nn import Module, set_generator
@@ -65,11 +65,11 @@ class Trainer:
         self.device = default_device() if config.device == "auto" else config.device
         array_module(self.device)  # says what is missing before anything else is done
         self.folder, self.metrics, self.data = Path(folder), Metrics(Path(folder)), dataset.fingerprint()
-        self._damaged: list[Path] = []
-        if resume is None:
-            check_free(self.folder)
-        else:
-            self._damaged = check_newest(self.folder, resume.counters.get("step", 0))
+        self.step, self.seconds, self._is_new = 0, 0.0, resume is None
+        if resume is not None and "optimizer" in resume.counters:  # converted weights: training begins with them
+            self.step, self.seconds = resume.counters["step"], resume.counters["seconds"]
+        check_unused(self.folder)
+        self._check_folder()
         notice = None if resume is None else self._check_data(resume, data_changed)
         self._notices = [] if notice is None else [notice]
         self.config = config = config.for_data(dataset.images.shape, dataset.num_classes)
@@ -89,7 +89,6 @@ class Trainer:
         self.loss = self.pipeline.loss(config.label_dropout)
         self.generator = Generator(config.seed, self.device)
         set_generator(self.net, self.generator)
-        self.step, self.seconds = 0, 0.0
         self.stopped_by: int | None = None
         self._loss_sum = Tensor(np.zeros((), np.float32), device=self.device)
         self._loss_steps = 0
@@ -124,8 +123,8 @@ class Trainer:
         """Train until `steps`, `minutes`, Ctrl-C, SIGTERM or SIGHUP; log, preview and save on the way and at the end.
 
         display: told by `update(metrics)` and `message(text)`. Returns the last metrics.
-        Raises CudiffError where nothing is left to do, where another process trains in the folder, where memory runs
-        out (saying what fits) and where the gradient or the weights stop being finite.
+        Raises CudiffError where nothing is left to do, where another process trains in the folder or another Trainer
+        has, where memory runs out (saying what fits) and where the gradient or the weights stop being finite.
         """
         config = self.config
         metrics: dict[str, Any] = {}
@@ -135,7 +134,7 @@ class Trainer:
         self._timed_from, self._timed_steps = time.perf_counter(), 0
         # What is not finite is dealt with below.
         with alone_in(self.folder), noted() as interrupted, np.errstate(all="ignore"):
-            self._prepare_folder(display)
+            self._prepare_folder(self._check_folder(), display)
             self._check_fits()
             while not interrupted and not self._finished():
                 self._step_or_explain()
@@ -172,12 +171,22 @@ class Trainer:
             display.message(f"stopped at step {self.step} and saved: go on with {again}")
         return metrics
 
-    def _prepare_folder(self, display: Any) -> None:
-        """Drop what the run does again, and rename damaged checkpoints that `latest` would find before its own."""
+    def _check_folder(self) -> list[Path]:
+        """What of the folder `latest` would find before this run's own. Raises CudiffError where a run would be lost.
+
+        `run` asks again, as another Trainer may have run there since this one was made.
+        """
+        if self._is_new:
+            check_no_run(self.folder)
+            return []
+        return check_newest(self.folder, self.step)
+
+    def _prepare_folder(self, damaged: list[Path], display: Any) -> None:
+        """Take the folder for this run: drop what it does again, and rename damaged checkpoints."""
+        self._is_new = False
         notices, self._notices = self._notices, []
-        for path in self._damaged:
-            if path.exists():
-                notices.append(f"{path.name} is damaged and named {set_aside(path).name} from now on")
+        for path in damaged:
+            notices.append(f"{path.name} is damaged and named {set_aside(path).name} from now on")
         self.metrics.drop_after(self.step)
         # Of a kill while a checkpoint was written; the second is safetensors' own.
         for leftover in (*self.folder.glob(".step-*.tmp"), *self.folder.glob(".tmp??????")):
@@ -237,12 +246,11 @@ class Trainer:
         self.net.load_state_dict(part(checkpoint.tensors, "model"))
         self.ema.model.load_state_dict(part(checkpoint.tensors, "ema"))
         counters = checkpoint.counters
-        if "optimizer" not in counters:  # converted weights: training begins with them
+        if "optimizer" not in counters:
             return
         moments = {key: value for key, value in checkpoint.tensors.items() if not key.startswith(("model.", "ema."))}
         self.optimizer.load_state_dict(moments | {"counters": np.array(counters["optimizer"])})
         self.generator.load_state(counters["generator"])
-        self.step, self.seconds = counters["step"], counters["seconds"]
         self._loss_sum.data[...], self._loss_steps = counters["loss_sum"], counters["loss_steps"]
 
     def _check_preview(self) -> None:

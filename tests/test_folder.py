@@ -47,6 +47,20 @@ class Display(list):
     update, message = (lambda self, metrics: None), list.append
 
 
+class Fails:
+    """A display that ends the run."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def message(self, text):
+        pass
+
+    def update(self, metrics):
+        if metrics["step"] == self.at:
+            raise ZeroDivisionError
+
+
 def refused(*arguments, **options):
     with pytest.raises(CudiffError) as error:
         Trainer(*arguments, **options)
@@ -101,6 +115,32 @@ def test_a_second_run_that_starts_at_the_same_time_stops(digits, tmp_path):
         trainer.run()
     trainer.run()
     assert trainer.save_path.exists()
+
+
+def test_a_trainer_made_before_another_ran_in_its_folder_loses_nothing(digits, tmp_path):
+    first, second = (Trainer(TINY.replace(seed=seed), digits, tmp_path / "run") for seed in (0, 1))
+    first.run()
+    before = content(tmp_path / "run")
+    with pytest.raises(CudiffError, match=rf"already holds a run, with {SECOND}: go on with .* or choose another --fo"):
+        second.run()
+    more = TINY.replace(steps=8)
+    first, second = (Trainer(more, digits, tmp_path / "run", load_checkpoint(tmp_path / "run")) for _ in range(2))
+    assert content(tmp_path / "run") == before
+    first.run()
+    before = content(tmp_path / "run")
+    with pytest.raises(CudiffError, match=r"holds a newer checkpoint: go on with .*step-00000008\.safetensors, or ch"):
+        second.run()
+    assert content(tmp_path / "run") == before
+
+
+def test_a_stopped_trainer_runs_on_in_its_folder(digits, tmp_path):
+    trainer = Trainer(TINY, digits, tmp_path / "run")
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(Fails(at=2))
+    assert trainer.step == 2
+    trainer.run()
+    assert load_checkpoint(trainer.folder).counters["step"] == 4
+    assert [line["step"] for line in trainer.metrics.lines()] == [2, 4]
 
 
 def test_a_lock_that_does_not_say_whose_it_is_still_locks(tmp_path):
