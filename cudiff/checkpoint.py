@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,8 +125,13 @@ def prune(folder: str | os.PathLike, keep: int) -> list[Path]:
 
 def checkpoints(folder: str | os.PathLike) -> list[Path]:
     """The checkpoints in `folder`, oldest first; other files are not looked at."""
-    found = [(re.fullmatch(r"step-(\d+)\.safetensors", path.name), path) for path in Path(folder).glob("*.safetensors")]
-    return [path for _, path in sorted((int(name[1]), path) for name, path in found if name)]
+    found = sorted(Path(folder).glob("step-*.safetensors"))
+    return sorted((path for path in found if path.stem.removeprefix("step-").isdecimal()), key=named_step)
+
+
+def named_step(path: Path) -> int:
+    """The step in the name of one of a run's checkpoints."""
+    return int(path.stem.removeprefix("step-"))
 
 
 def _about(path: str | os.PathLike, metadata: Mapping[str, str]) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from typing import Any
 from cudiff.checkpoint import (
     PARTS,
     Checkpoint,
-    checkpoint_path,
     checkpoints,
     find_checkpoint,
     latest,
     load_checkpoint,
+    named_step,
 )
 from cudiff.errors import CudiffError
 from cudiff.tensorfile import replacing
@@ -110,27 +110,37 @@ def check_no_run(folder: str | os.PathLike) -> None:
         )
 
 
-def check_newest(folder: Path, step: int) -> list[Path]:
-    """The checkpoints in `folder` beyond `step`, none of which can be read: a run that goes on from `step` redoes them.
+def check_newest(folder: Path, step: int) -> list[tuple[Path, str]]:
+    """The checkpoints in `folder` named beyond `step` that hold nothing beyond it, and why, newest first.
 
-    Raises CudiffError where one of them is whole: it would be lost.
+    Why: "damaged", or "of step 10" for a copy over another's name. Raises CudiffError for one that holds a later step:
+    it would be lost.
     """
-    newer = [path for path in checkpoints(folder) if path.name > checkpoint_path("", step).name]
-    for path in reversed(newer):
-        if _is_whole(path, PARTS):
+    found = []
+    for path in reversed(checkpoints(folder)):
+        if named_step(path) <= step:
+            continue
+        try:
+            held = load_checkpoint(path).counters["step"]
+        except CudiffError:
+            found.append((path, "damaged"))
+            continue
+        if held > step:
             raise CudiffError(
                 f"{folder} holds a newer checkpoint: go on with cudiff train --resume {quoted(path)}, or choose "
                 "another --folder"
             )
-    return newer
+        found.append((path, f"of step {held}"))
+    return found
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint to a name that no run looks for, and that nothing has; returns it."""
-    target, number = path.with_name(f"{path.name}.damaged"), 1
+def set_aside(path: Path, why: str) -> Path:
+    """Rename a checkpoint to a name that no run looks for, and that nothing has; returns it."""
+    name, number = f"{path.name}.{why.replace(' ', '-')}", 1
+    target = path.with_name(name)
     while target.exists():
         number += 1
-        target = path.with_name(f"{path.name}.damaged-{number}")
+        target = path.with_name(f"{name}-{number}")
     path.rename(target)
     return target
 

@@ -171,8 +171,8 @@ class Trainer:
             display.message(f"stopped at step {self.step} and saved: go on with {again}")
         return metrics
 
-    def _check_folder(self) -> list[Path]:
-        """What of the folder `latest` would find before this run's own. Raises CudiffError where a run would be lost.
+    def _check_folder(self) -> list[tuple[Path, str]]:
+        """What `latest` would find before this run's own, and why. Raises CudiffError where a run would be lost.
 
         `run` asks again, as another Trainer may have run there since this one was made.
         """
@@ -181,12 +181,12 @@ class Trainer:
             return []
         return check_newest(self.folder, self.step)
 
-    def _prepare_folder(self, damaged: list[Path], display: Any) -> None:
-        """Take the folder for this run: drop what it does again, and rename damaged checkpoints."""
+    def _prepare_folder(self, useless: list[tuple[Path, str]], display: Any) -> None:
+        """Take the folder for this run: drop what it does again, and rename checkpoints of no use."""
         self._is_new = False
         notices, self._notices = self._notices, []
-        for path in damaged:
-            notices.append(f"{path.name} is damaged and named {set_aside(path).name} from now on")
+        for path, why in useless:
+            notices.append(f"{path.name} is {why} and named {set_aside(path, why).name} from now on")
         self.metrics.drop_after(self.step)
         # Of a kill while a checkpoint was written; the second is safetensors' own.
         for leftover in (*self.folder.glob(".step-*.tmp"), *self.folder.glob(".tmp??????")):

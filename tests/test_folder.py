@@ -200,8 +200,23 @@ def test_the_newest_is_damaged_and_the_one_before_goes_on(damage, run, digits, c
 def test_a_damaged_file_never_takes_the_name_of_another(tmp_path):
     for index in range(3):
         (tmp_path / FIRST).write_bytes(bytes([index]))
-        module.set_aside(tmp_path / FIRST)
+        module.set_aside(tmp_path / FIRST, "damaged")
     assert [(tmp_path / f"{FIRST}.damaged{end}").read_bytes()[0] for end in ("", "-2", "-3")] == [0, 1, 2]
+
+
+def test_a_copy_under_a_newer_name_makes_way_for_its_own_step(run, digits):
+    """It was copied over the newest, or named so by hand: a run goes on from what it holds, and it is kept."""
+    copy = (run / FIRST).read_bytes()
+    (run / "step-20.safetensors").write_bytes(copy)
+    message = refused(TINY.replace(steps=9), digits, run, load_checkpoint(run))
+    assert f"holds a newer checkpoint: go on with cudiff train --resume '{run / SECOND}', or choose another" in message
+    (run / SECOND).write_bytes(copy)
+    display = Display()
+    Trainer(TINY.replace(save_every=1, keep=1), digits, run, load_checkpoint(run)).run(display)
+    assert display[:2] == [f"{name} is of step 2 and named {name}.of-step-2 from now on"
+                           for name in ("step-20.safetensors", SECOND)]
+    assert (run / f"{SECOND}.of-step-2").read_bytes() == (run / "step-20.safetensors.of-step-2").read_bytes() == copy
+    assert latest(run).name == SECOND and load_checkpoint(run).counters["step"] == 4
 
 
 def test_only_damage_is_gone_back_behind(run, digits):
