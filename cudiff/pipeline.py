@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import default_device, out_of_memory, out_of_memory_errors
+from cudiff.backend import default_device, is_float, out_of_memory, out_of_memory_errors
 from cudiff.checkpoint import part, prefixed, save_checkpoint
 from cudiff.config import Config, as_flags
 from cudiff.convert import from_torch, other_options, read_weights, to_torch, write_weights
@@ -74,7 +74,8 @@ class Pipeline:
         frames : a list that receives the first batch after each step, uint8, for an animation.
 
         Raises CudiffError for classes the model does not have, for guidance where it has none, for a number of steps
-        its schedule does not have, and for numbers out of range: seed is a whole one below 2^64.
+        its schedule does not have, for numbers out of range (seed is a whole one below 2^64), and for a sampler that
+        returns something else than images, by name.
         """
         config = self.config
         steps = config.sample_steps if steps is None else steps
@@ -92,22 +93,30 @@ class Pipeline:
         run = self._sampler(sampler, denoiser, captured=config.capture)
         images = []
 
-        def batch(start: int, count: int, record: Any = None) -> np.ndarray:
+        def batch(start: int, count: int, frames: list[np.ndarray] | None = None) -> np.ndarray:
             noise = ImageNoise((count, *self.shape), seed, start, self.device)
             chosen = None if labels is None else Tensor(labels[start : start + count], device=self.device)
-            with np.errstate(all="ignore"):  # to_uint8 says what is not finite
-                return to_uint8(run(noise.start(sigmas[0]), sigmas, chosen, noise=noise, callback=record))
+            seen: list[np.ndarray] = []
+
+            def record(step: int, x: Tensor, denoised: Tensor) -> None:
+                seen.append(self._bytes(sampler, denoised, count))
+
+            with np.errstate(all="ignore"):  # `_bytes` says what is not finite
+                callback = None if frames is None else record
+                drawn = run(noise.start(sigmas[0]), sigmas, chosen, noise=noise, callback=callback)
+            if frames is not None and not seen:
+                raise CudiffError(f"sampler {sampler} shows no frames: call its callback(step, x, denoised) each step")
+            if frames is not None:
+                frames += [to_uint8(noise.start(1.0)), *seen]
+            return self._bytes(sampler, drawn, count)
 
         was_training = self.net.training
         self.net.eval()
         try:
             for start in range(0, n, batch_size):
-                count, record = min(batch_size, n - start), None
-                if frames is not None and start == 0:
-                    frames.append(to_uint8(ImageNoise((count, *self.shape), seed, 0, self.device).start(1.0)))
-                    record = _recorder(frames)
+                count = min(batch_size, n - start)
                 try:
-                    images.append(batch(start, count, record))
+                    images.append(batch(start, count, None if start else frames))
                 except out_of_memory_errors():
                     break
                 if progress is not None:
@@ -137,8 +146,25 @@ class Pipeline:
         chosen = self.config.replace(sampler=sampler).sampler  # says what there is where there is none of that name
         return self.objective.sigmas(steps, SAMPLERS[chosen].discrete)
 
-    def _sampler(self, name: str, denoiser: Any, captured: bool) -> Callable[..., Tensor]:
-        return SAMPLERS[name].build(denoiser, self.config.replace(sampler=name), captured)
+    def _sampler(self, name: str, denoiser: Any, captured: bool) -> Callable[..., Any]:
+        sampler = SAMPLERS[name].build(denoiser, self.config.replace(sampler=name), captured)
+        if not callable(sampler):
+            raise CudiffError(
+                f"sampler {name} was built as a {type(sampler).__name__}: return a function, "
+                "sampler(x, sigmas, labels, noise=, callback=)"
+            )
+        return sampler
+
+    def _bytes(self, sampler: str, images: Any, n: int) -> np.ndarray:
+        """What a sampler returned, as uint8 (n, H, W, C). Raises CudiffError, naming it, where these are no images."""
+        wanted, dtype = (n, *self.shape), getattr(images, "dtype", None)
+        if getattr(images, "shape", None) != wanted or not is_float(dtype):
+            what = f"a {type(images).__name__}" if dtype is None else f"{dtype} of shape {images.shape}"
+            raise CudiffError(f"sampler {sampler} returned {what}: return a Tensor of floats of shape {wanted}")
+        try:
+            return to_uint8(images)
+        except CudiffError as error:
+            raise CudiffError(f"sampler {sampler}: {error}") from None
 
     def labels(self, n: int, classes: int | Sequence[int] | np.ndarray | None = None) -> np.ndarray | None:
         """The class of each of n images, int32 (n,), as `sample` takes them; None for an unconditional model."""
@@ -159,13 +185,6 @@ class Pipeline:
         if strangers.size:
             raise CudiffError(f"the model has classes 0 to {known - 1}, and -1 for none; {strangers[0]} is not one")
         return np.ascontiguousarray(labels, np.int32)
-
-
-def _recorder(frames: list[np.ndarray]) -> Callable[[int, Tensor, Tensor], None]:
-    def record(step: int, x: Tensor, denoised: Tensor) -> None:
-        frames.append(to_uint8(denoised))
-
-    return record
 
 
 def load(

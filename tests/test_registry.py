@@ -13,7 +13,7 @@ from cudiff import nn, registry
 from cudiff.checkpoint import load_checkpoint
 from cudiff.config import PRESETS, Config, add_arguments, from_arguments
 from cudiff.data import load_dataset
-from cudiff.diffusion import EDM, Euler, sample_euler
+from cudiff.diffusion import EDM, Euler, Plan, Sampler, sample_euler
 from cudiff.errors import CudiffError
 from cudiff.folder import read_checkpoint
 from cudiff.models import build
@@ -254,6 +254,80 @@ def test_what_is_built_has_to_be_a_module(own):
     cudiff.register_model("none", "x")(lambda config: None)
     with pytest.raises(CudiffError, match=r"model none was built as a NoneType: return a cudiff\.nn\.Module"):
         build(Config(model="none", image_size=8, channels=1))
+
+
+WRONG = {
+    "none": (lambda x: None, "returned a NoneType: return a Tensor of floats of shape (2, 8, 8, 1)"),
+    "pair": (lambda x: (x, x), "returned a tuple: return a Tensor"),
+    "fewer": (lambda x: cudiff.Tensor(x.data[:1]), "returned float32 of shape (1, 8, 8, 1): return a Tensor of floats"),
+    "smaller": (lambda x: cudiff.Tensor(x.data[:, :4]), "returned float32 of shape (2, 4, 8, 1): return a Tensor"),
+    "bytes": (lambda x: cudiff.Tensor(x.data.astype(np.uint8)), "returned uint8 of shape (2, 8, 8, 1): return a Ten"),
+    "nan": (lambda x: x * float("nan"), "the images hold values that are not finite"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_sampler_that_returns_no_images_is_named(own, name):
+    finish, message = WRONG[name]
+
+    @cudiff.register_sampler("wrong", "x")
+    def wrong(denoiser, config, captured):
+        def sampler(x, sigmas, labels=None, *, noise=None, callback=None):
+            if callback is not None:
+                callback(0, x, finish(x))
+            return x if callback is not None else finish(x)
+
+        return sampler
+
+    model = cudiff.Pipeline(tiny(image_size=8, channels=1), build(tiny(image_size=8, channels=1)))
+    for frames in (None, []):
+        with pytest.raises(CudiffError) as error:
+            model.sample(2, sampler="wrong", frames=frames)
+        assert message in str(error.value) and str(error.value).startswith("sampler wrong")
+
+
+class Halves(Sampler):
+    """Each step halves the noise."""
+
+    def __init__(self, denoiser, config, captured):
+        super().__init__(denoiser)
+
+    def plan(self, sigmas):
+        return [Plan([sigma], False) for sigma in sigmas[1:]]
+
+    def step(self, x, numbers, noise, labels):
+        return x * 0.5, x
+
+
+@pytest.mark.parametrize("method, result, message", [
+    ("plan", lambda self, sigmas: [Plan([1.0], False)] * 2, "plan returned 2 plans for 4 sigmas; return a list of 3"),
+    ("plan", lambda self, sigmas: [Plan([1.0], False)] * 4, "plan returned 4 plans for 4 sigmas; return a list of 3"),
+    ("plan", lambda self, sigmas: None, "plan returned a NoneType for 4 sigmas"),
+    ("step", lambda self, x, *rest: x, "return two Tensors from step, the next state and the image, both of shape (2,"),
+    ("step", lambda self, x, *rest: (x, None), "return two Tensors from step"),
+    ("step", lambda self, x, *rest: (cudiff.Tensor(x.data[:1]), x), "return two Tensors from step"),
+])
+def test_a_captured_sampler_s_plans_and_steps_are_checked(own, method, result, message):
+    config = tiny(image_size=8, channels=1, sample_steps=3)
+    model = cudiff.Pipeline(config, build(config))
+    cudiff.register_sampler("halves", "x")(Halves)
+    assert model.sample(2, sampler="halves").shape == (2, 8, 8, 1)
+    wrong = type("Wrong", (Halves,), {method: result})
+    cudiff.register_sampler("wrong", "x")(wrong)
+    with pytest.raises(CudiffError) as error:
+        model.sample(2, sampler="wrong")
+    assert str(error.value).startswith(f"sampler Wrong: {message}")
+
+
+def test_what_builds_a_sampler_returns_one_and_it_shows_its_steps(own):
+    model = cudiff.Pipeline(tiny(image_size=8, channels=1), build(tiny(image_size=8, channels=1)))
+    cudiff.register_sampler("nothing", "x")(lambda denoiser, config, captured: None)
+    with pytest.raises(CudiffError, match="sampler nothing was built as a NoneType: return a function, sampler"):
+        model.sample(2, sampler="nothing")
+    cudiff.register_sampler("silent", "x")(lambda *build: lambda x, sigmas, labels=None, noise=None, callback=None: x)
+    assert model.sample(2, sampler="silent").shape == (2, 8, 8, 1)
+    with pytest.raises(CudiffError, match="sampler silent shows no frames: call its callback"):
+        model.sample(2, sampler="silent", frames=[])
 
 
 @pytest.mark.parametrize("default", [None, b"x", {}, (None,)])

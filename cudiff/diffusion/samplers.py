@@ -78,7 +78,8 @@ class Sampler:
     captured: each step is one CUDA graph, recorded in the second step of a shape and launched from then on. An
     `ImageNoise` like x is drawn in it; what another `noise` returns is copied in. The denoiser must then not read from
     the device (see `cudiff.capture`), and what is returned, or shown to `callback`, is overwritten by the next step.
-    Raises CudiffError for sigmas that do not fall, and where a step adds noise and `noise` is missing.
+    Raises CudiffError for sigmas that do not fall, where a step adds noise and `noise` is missing, and for plans of
+    another number and states of another shape than they have to be.
     """
 
     def __init__(self, denoiser: Any, captured: bool = False):
@@ -86,7 +87,7 @@ class Sampler:
         self._step: Any = capture(self._drawn_step, warmup=1, rehearse=True) if captured else self._drawn_step
 
     def plan(self, sigmas: np.ndarray) -> list[Plan]:
-        """Each step's plan. Steps with more numbers, or with noise, have a graph of their own."""
+        """A plan for each step from a sigma to the next. Steps with more numbers, or noise, have their own graph."""
         raise NotImplementedError
 
     def step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, labels: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -96,7 +97,14 @@ class Sampler:
     @no_grad()
     def __call__(self, x: Tensor, sigmas: Sequence[float] | np.ndarray, labels: Tensor | None = None, *,
                  noise: Noise | None = None, callback: Callback | None = None) -> Tensor:
-        plans = self.plan(falling(sigmas))
+        sigmas = falling(sigmas)
+        plans = self.plan(sigmas)
+        if not isinstance(plans, list | tuple) or len(plans) != len(sigmas) - 1:
+            what = f"{len(plans)} plans" if isinstance(plans, list | tuple) else f"a {type(plans).__name__}"
+            raise CudiffError(
+                f"sampler {type(self).__name__}: plan returned {what} for {len(sigmas)} sigmas; return a list of "
+                f"{len(sigmas) - 1}, one Plan for each step"
+            )
         counters = noise.counters(len(plans)) if _is_like(noise, x) else None
         for index, (numbers, plan) in enumerate(zip(_on_device(plans, x), plans, strict=True)):
             drawn = counter = None
@@ -112,7 +120,13 @@ class Sampler:
     def _drawn_step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, counter: Tensor | None,
                     labels: Tensor | None) -> tuple[Tensor, Tensor]:
         """`step`, with noise drawn from a counter where there is one."""
-        return self.step(x, numbers, noise if counter is None else ImageNoise.drawn(counter, x), labels)
+        made = self.step(x, numbers, noise if counter is None else ImageNoise.drawn(counter, x), labels)
+        if not isinstance(made, tuple) or [getattr(one, "shape", None) for one in made] != [x.shape, x.shape]:
+            raise CudiffError(
+                f"sampler {type(self).__name__}: return two Tensors from step, the next state and the image, both of "
+                f"shape {x.shape}"
+            )
+        return made
 
 
 def posterior_variance(sigma: float, sigma_next: float) -> float:
