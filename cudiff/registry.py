@@ -7,6 +7,7 @@ never code: where it is loaded, what it names has to be registered.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,8 +93,9 @@ TABLES: dict[str, Mapping[str, Entry]] = {"model": MODELS, "diffusion": OBJECTIV
 def register_model(name: str, help: str, **settings: Any) -> Callable[[T], T]:
     """Decorate what builds a model, `build(config)`: a function, or a Module whose constructor takes a Config.
 
-    settings: the other fields of `Model`. Raises CudiffError for a name that is taken, and for an option whose name has
-    another type elsewhere.
+    settings: the other fields of `Model`. What has the same name in the same module takes the place of the one before,
+    with a warning: a notebook's cell may run again. Raises CudiffError for a name that another has taken, and for an
+    option whose name has another type elsewhere.
     """
     return partial(_register, "model", MODELS, partial(Model, name, help, **settings))
 
@@ -123,19 +125,22 @@ def _register(kind: str, table: dict[str, Any], make: Callable[..., Entry], buil
     what = f"{kind} '{entry.name}'"
     if not re.fullmatch(r"[A-Za-z][\w.-]{0,79}", entry.name):
         raise CudiffError(f"{what}: begin its name with a letter; letters, digits, '_', '-' and '.' may follow")
-    if entry.name in table and not _same(table[entry.name].build, build):
+    again = entry.name in table
+    if again and not _same(table[entry.name].build, build):
         raise CudiffError(f"{what} is registered already: choose another name")
     for name, option in entry.options.items():
         if not name.isidentifier() or not isinstance(option, Option):
             raise CudiffError(f"{what}: give its options as {{'a_name': cudiff.Option(default, help)}}, not '{name}'")
         option.checked(name, option.default)
-        for _, other, known in options_named(name):
-            if known.kind != option.kind and not _same(other.build, build):
+        for where, other, known in options_named(name):
+            if known.kind != option.kind and (where, other.name) != (kind, entry.name):
                 raise CudiffError(f"{what}: its option '{name}' has another type in {other.name}: choose another name")
+    if again:  # a lambda, or what a factory makes, may be another of the same name
+        warnings.warn(f"{what} was registered before: this one takes its place", stacklevel=2)
     table[entry.name] = entry
     return build
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether a notebook's cell that defines it has only run again."""
+    """Whether these have one name in one module, as where a notebook's cell runs again."""
     return all(getattr(one, name, one) == getattr(other, name, other) for name in ("__module__", "__qualname__"))

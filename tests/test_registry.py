@@ -4,6 +4,7 @@ import argparse
 import copy
 import json
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -245,9 +246,25 @@ def test_an_option_cannot_hide_what_every_run_has(own):
         Config(model="greedy")
 
 
-def test_a_cell_that_defines_it_may_run_again(own):
-    cudiff.register_model("small", "now with more", options={"hidden": cudiff.Option(2.0, "x")})(Small)
+def test_a_cell_that_defines_it_may_run_again_and_says_so(own):
+    with pytest.warns(UserWarning, match="^model 'small' was registered before: this one takes its place$"):
+        cudiff.register_model("small", "now with more", options={"hidden": cudiff.Option(2.0, "x")})(Small)
     assert Config(model="small").hidden == 2.0
+
+
+def test_functions_of_one_name_take_no_place_in_silence(own):
+    def made(build):
+        return lambda config: build
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cudiff.register_model("one", "x", options={"depth": cudiff.Option(1, "x")})(made(1))
+        with pytest.raises(UserWarning, match="model 'one' was registered before"):
+            cudiff.register_model("one", "x")(made(2))
+        assert MODELS["one"].build(None) == 1
+        with pytest.raises(CudiffError, match="model 'two': its option 'depth' has another type in one: choose ano"):
+            cudiff.register_model("two", "x", options={"depth": cudiff.Option(1.0, "x")})(made(2))
+        assert "two" not in MODELS
 
 
 def test_what_is_built_has_to_be_a_module(own):
