@@ -399,7 +399,7 @@ def test_bad_images_are_named_or_skipped(tmp_path):
     Image.fromarray(picture(32, 32, 3)).save(tmp_path / "good.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "good.png").read_bytes()[:900])
     (tmp_path / "text.jpg").write_text("not an image")
-    refused("cannot read image .*cut.png.*--skip-bad", tmp_path)
+    refused("cannot read image .*cut.png.*: repair it, move it elsewhere.*--skip-bad", tmp_path)
     data = load_dataset(tmp_path, skip_bad=True)
     assert len(data) == 1 and [Path(name).name for name in data.skipped] == ["cut.png", "text.jpg"]
     (tmp_path / "good.png").unlink()

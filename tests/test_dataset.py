@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from cudiff.data.dataset import Dataset, differences
+from cudiff.errors import CudiffError
 
 PRINT = {"name": "a", "number": 1200, "size": [4, 6, 3], "classes": 2, "labels": "x", "pixels": "y"}
 
@@ -30,3 +31,10 @@ def test_images_alone_are_a_data_set_without_classes():
     data = Dataset(np.zeros((2, 3, 3, 1), np.uint8))
     assert (data.labels, data.num_classes, data.name, data.class_names) == (None, 0, "data", None)
     assert data.skipped == data.notes == ()
+
+
+def test_labels_without_a_number_of_classes_ask_for_it():
+    with pytest.raises(CudiffError, match=r"^mine: labels need num_classes; give it, one more than the highest label$"):
+        Dataset(np.zeros((2, 3, 3, 1), np.uint8), np.array([0, 4]), name="mine")
+    with pytest.raises(CudiffError, match="labels run from 0 to 4; number the 4 classes from 0 to 3"):
+        Dataset(np.zeros((2, 3, 3, 1), np.uint8), np.array([0, 4]), 4)

@@ -187,7 +187,7 @@ def test_what_is_left_out_is_said(tmp_path):
         "pictures of formats that are not read are left out: 1 .avif, 2 .heic, first cat/b.HEIC; "
         "convert them to PNG or JPEG",
         "folders without a picture are no classes: 1 (empty)",
-        "classes of which no picture can be read: 1 (bad); repair the pictures or remove the folders",
+        "classes of which no picture can be read: 1 (bad); repair the pictures, or move the folders elsewhere",
     )
     assert data.class_names == ("bad", "cat", "dog") and data.labels.tolist() == [1, 1, 2]
     for i in range(4):

@@ -50,6 +50,8 @@ class Dataset:
                 f"{self.name}: labels are {labels.dtype} {labels.shape}; "
                 f"give one integer for each of the {len(self.images)} images"
             )
+        if labels.size and not self.num_classes:
+            raise CudiffError(f"{self.name}: labels need num_classes; give it, one more than the highest label")
         if labels.size and (labels.min() < 0 or labels.max() >= self.num_classes):
             raise CudiffError(
                 f"{self.name}: labels run from {labels.min()} to {labels.max()}; "

@@ -56,8 +56,8 @@ def image_folder(
         except Exception as error:  # Pillow's decoders raise many types for damaged files
             if not skip_bad:
                 raise CudiffError(
-                    f"cannot read image {folder / file} ({reason(error)}): repair or remove it, or leave such "
-                    "files out with skip_bad (--skip-bad)"
+                    f"cannot read image {folder / file} ({reason(error)}): repair it, move it elsewhere, or "
+                    "leave such files out with skip_bad (--skip-bad)"
                 ) from None
             skipped.append(str(folder / file))
             continue
@@ -108,7 +108,8 @@ def _notes_on_classes(listing: Listing, kept: Sequence[Path]) -> list[str]:
     unreadable = sorted(classes - {file.parts[0] for file in kept})
     if unreadable:
         notes.append(
-            f"classes of which no picture can be read: {some(unreadable)}; repair the pictures or remove the folders"
+            f"classes of which no picture can be read: {some(unreadable)}; repair the pictures, or move the folders "
+            "elsewhere"
         )
     return notes
 
