@@ -73,7 +73,9 @@ def load_checkpoint(path: str | os.PathLike, parts: Collection[str] = PARTS) -> 
     try:
         config = Config.stored(about["config"])
     except CudiffError as error:
-        raise CudiffError(f"{path} needs the cudiff that wrote it, as this one cannot build it: {error}") from None
+        raise CudiffError(
+            f"{path} needs the cudiff that wrote it, and what was registered there, as it cannot be built here: {error}"
+        ) from None
     _check_parts(path, entries, config)
     tensors, _ = read_tensors(path, lambda name: name.partition(".")[0] in parts, about.get("sha256"))
     return Checkpoint(config, tensors, about["counters"])

@@ -137,13 +137,14 @@ class Config:
 
     @classmethod
     def stored(cls, values: Mapping[str, Any]) -> Config:
-        """The configuration in a checkpoint; what an old one says of models and objectives other than its own is
-        left out."""
-        own = _own_options(values)
-        return cls(**{
-            name: value for name, value in values.items()
-            if name in own or name in _core() or next(options_named(name), None) is None
-        })
+        """The configuration in a checkpoint. An old one has all options of the library's models and objectives: those
+        that are not its own are left out."""
+        chosen = [table.get(str(values.get(kind, _core()[kind].default))) for kind, table in TABLES.items()]
+        if all(entry is not None and entry.of_library for entry in chosen):  # no old one has a user's
+            own = _core() | _own_options(values)
+            others = {name for name in values if any(entry.of_library for _, entry, _ in options_named(name))}
+            values = {name: value for name, value in values.items() if name in own or name not in others}
+        return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and options by name; JSON and TOML can hold every value."""

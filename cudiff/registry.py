@@ -43,6 +43,11 @@ class Entry:
     options: Mapping[str, Option] = field(default_factory=dict)
     check: Callable[[Settings], None] = nothing_to_check
 
+    @property
+    def of_library(self) -> bool:
+        """Whether cudiff has it, not a user."""
+        return getattr(self.build, "__module__", "").startswith("cudiff.")
+
 
 @dataclass(frozen=True)
 class Model(Entry):

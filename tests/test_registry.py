@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import dataclasses
 import json
 import pickle
 import warnings
@@ -161,6 +162,22 @@ def test_a_checkpoint_holds_data_and_says_what_is_not_registered(own, digits, tm
             assert f"cudiff.register_{function}" in str(error.value) and "\n" not in str(error.value)
         TABLES[kind][name] = entry
     cudiff.load(path)
+
+
+@pytest.mark.parametrize("kind, name", [("model", "small"), ("diffusion", "scaled"), ("sampler", "brief")])
+def test_an_option_that_its_own_has_no_more_is_not_left_out(own, kind, name, tmp_path):
+    """Though another model has one of that name, a user's or the library's."""
+    entry = TABLES[kind][name]
+    for option in ("width", "num_heads"):
+        options = {option: cudiff.Option(1, "x")}
+        TABLES[kind][name] = dataclasses.replace(entry, options=entry.options | options)
+        MODELS["other"] = dataclasses.replace(MODELS["unet"], name="other", options=options)
+        config = tiny(image_size=8, channels=1, **{option: 3})
+        cudiff.Pipeline(config, build(config)).save(tmp_path / "model.safetensors")
+        assert cudiff.load(tmp_path / "model.safetensors").config.options[option] == 3
+        TABLES[kind][name] = entry
+        with pytest.raises(CudiffError, match=rf"what was registered there, .*: {option} is an option of model"):
+            cudiff.load(tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize("values, message", [
