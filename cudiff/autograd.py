@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import Array, array_module, device_of, is_low
-from cudiff.function import Node, require_gradients
+from cudiff.function import Node, fitting_gradients
 from cudiff.gradient import Kept, Vacant
 from cudiff.tensor import Tensor
 
@@ -148,7 +148,7 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
     into = _places(node, targets, device, waits)
     backward = node.function.backward_cuda if device == "cuda" else node.function.backward_numpy
     results = backward(node.ctx, *douts, needs=node.needs, into=list(into))
-    require_gradients(node, results, next(type(dout) for dout in douts if dout is not None), device)
+    results = fitting_gradients(node, results, next(type(dout) for dout in douts if dout is not None), device)
     places = [
         place.array if isinstance(place, Vacant) else place.sum if isinstance(place, Kept) else place for place in into
     ]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cudiff.backend import Array, device_of, float32, is_array, is_float, is_low
+from cudiff.backend import Array, compute_dtype, device_of, float32, float64, is_array, is_float
 from cudiff.tensor import Tensor, grad_enabled, now
 
 
@@ -38,8 +38,8 @@ class Function:
     far, or None: a backward that adds to it in place returns it, any other returned array is added by the tape. On CUDA
     it may also be `Vacant`, and for the inputs of which `adds_elsewhere` says so, `Kept`, all of whose terms it adds;
     `gradient_target`, `gradient_sum` and `gradient_sums` of `cudiff.cuda.accumulate` know them all.
-    A gradient has the shape and dtype of what forward got; that of 16 bits may be float32 too. TypeError or ValueError
-    names the Function and the input otherwise.
+    A gradient has the shape and dtype of what forward got. One of float32 or float64 is taken to that dtype; that of
+    16 bits may stay float32. TypeError or ValueError names the Function and the input otherwise.
     A forward writes to none of its inputs, where it is differentiable. A dout may be returned but never written to. Its
     new owner may add to it, as to any array returned: what reads it after backward has returned says so (see
     `cudiff.cuda.waiting`), and an array kept outside `ctx.saved` is returned as a copy.
@@ -137,8 +137,11 @@ class Node:
         ]
 
 
-def require_gradients(node: Node, results: Any, kind: type, device: str) -> None:
-    """Refuse what a backward must not return; arrays on `device` are mostly of this `kind`."""
+def fitting_gradients(node: Node, results: Any, kind: type, device: str) -> tuple:
+    """What a backward returned, in the dtypes of its inputs; arrays on `device` are mostly of this `kind`.
+
+    Raises TypeError or ValueError for what a backward must not return.
+    """
     name = node.function.__name__
     if not isinstance(results, tuple):
         raise TypeError(
@@ -159,10 +162,13 @@ def require_gradients(node: Node, results: Any, kind: type, device: str) -> None
                 f"{name}'s backward returned a gradient of shape {result.shape} for {_input(node, i)}, "
                 f"which has {shape}"
             )
-        if result.dtype != dtype and not (result.dtype == float32 and is_low(dtype)):
-            raise TypeError(
-                f"{name}'s backward returned a gradient of {result.dtype} for {_input(node, i)}, which has {dtype}"
-            )
+        if result.dtype != dtype and result.dtype != compute_dtype(dtype):
+            if result.dtype not in (float32, float64):
+                raise TypeError(
+                    f"{name}'s backward returned a gradient of {result.dtype} for {_input(node, i)}, which has {dtype}"
+                )
+            results = *results[:i], result.astype(compute_dtype(dtype)), *results[i + 1 :]
+    return results
 
 
 def _input(node: Node, i: int) -> str:

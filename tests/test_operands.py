@@ -1,9 +1,11 @@
 """Operands of other dtypes than an op computes in: right, or one clear error, and on a GPU as on the CPU."""
 
+import itertools
+
 import numpy as np
 import pytest
 
-from cudiff import Tensor, ops
+from cudiff import Tensor, nn, ops
 from cudiff.backend import bfloat16
 from cudiff.diffusion import drop_labels
 from cudiff.models import UNet
@@ -187,3 +189,30 @@ def test_mixed_dtypes(host_of, name, first, other, position):
     integers = {dtype.kind for dtype in dtypes} == {"i"}  # NumPy computes with them, CUDA does not: both say so
     for found in others:
         assert found == expected or (found is None and integers)
+
+
+TWO = ["add", "multiply", "divide", "power", "maximum", "where", "concatenate", "matmul", "attention", "mse"]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_float64_beside_float32(name):
+    """What forward takes can be trained: each gradient has its operand's dtype. Two operands meet as in NumPy."""
+    sizes, _ = OPS[name]
+    for given in itertools.product((np.dtype(np.float32), np.dtype(np.float64)), repeat=len(sizes)):
+        found = outcome(name, given, Tensor)
+        if found is None:
+            assert len(set(given)) == 2
+            continue
+        assert all(grad in (None, dtype) for grad, dtype in zip(found[1:], given, strict=True))
+        if name in TWO:
+            assert found[0] == max(given, key=lambda dtype: dtype.itemsize)
+
+
+def test_a_product_of_integers_is_as_wide_as_the_wider():
+    a, b = Tensor(np.full((1, 2), 100, np.int8)), Tensor(np.full((2, 1), 100, np.int32))
+    assert (a @ b).numpy().tolist() == (b.reshape(1, 2) @ a.reshape(2, 1)).numpy().tolist() == [[20000]]
+
+
+def test_a_product_in_16_bits_reads_the_weights_own_copy():
+    x, weight = Tensor(np.ones((1, 2), bfloat16)), nn.Parameter(np.float32([[1.001], [2.0]]), low=True)
+    assert (x @ weight).dtype == bfloat16 and (x @ Tensor(weight.data)).dtype == np.float32

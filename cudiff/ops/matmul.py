@@ -6,14 +6,14 @@ import math
 
 import numpy as np
 
-from cudiff.backend import Array, array_module, compute_dtype, float32, is_float
+from cudiff.backend import Array, array_module, compute_dtype, float32, is_low
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.gemm import table
 from cudiff.cuda.kernels.gemm.matmul import multiply, rows_of
 from cudiff.cuda.kernels.gemm.product import Epilogue, as_float32
 from cudiff.cuda.kernels.shape import contiguous
 from cudiff.function import Function
-from cudiff.ops.cast import astype, require_float, require_floats
+from cudiff.ops.cast import astype, require_float, require_floats, result_dtype
 from cudiff.ops.reduce import sum_rows_cuda, sum_to
 from cudiff.ops.shape import reshape
 from cudiff.tensor import Tensor
@@ -160,9 +160,9 @@ class Linear(Function):
 def matmul(a: Tensor, b: Tensor, tf32: bool = False) -> Tensor:
     """Matrix product as in NumPy: a (..., M, K), b (..., K, N) → (..., M, N); batch axes broadcast, 1-D joins.
 
-    The result has a's dtype, b's where only that is floating; sums are in float32 (float64 for float64). `tf32` lets
-    float32 operands be rounded to 10 bits of mantissa on a GPU; otherwise they keep all. Raises ValueError where the
-    shapes do not agree.
+    Different dtypes meet as in `a + b`; of a weight that has a 16-bit copy (`Parameter.low`), an `a` of 16 bits reads
+    that. Sums are in float32 (float64 for float64). `tf32` lets float32 operands be rounded to 10 bits of mantissa on a
+    GPU; otherwise they keep all. Raises ValueError where the shapes do not agree.
     """
     if a.ndim == 0 or b.ndim == 0 or a.shape[-1] != b.shape[max(b.ndim - 2, 0)]:
         raise ValueError(f"matmul: the shapes {a.shape} and {b.shape} do not agree")
@@ -172,8 +172,9 @@ def matmul(a: Tensor, b: Tensor, tf32: bool = False) -> Tensor:
     if b.ndim == 1:
         out = matmul(a, reshape(b, (b.size, 1)), tf32)
         return reshape(out, out.shape[:-1])
-    if is_float(b.dtype) and not is_float(a.dtype):
-        a = astype(a, b.dtype)
+    if a.dtype != b.dtype and not (is_low(a.dtype) and getattr(b, "low", False)):
+        dtype = result_dtype(a, b)
+        a, b = astype(a, dtype), astype(b, dtype)
     return MatMul.apply(a, b, tf32=tf32)
 
 
