@@ -25,7 +25,7 @@ from cudiff.backend import Array, array_module, copy_into, float32, int32, to_de
 from cudiff.errors import CudiffError
 from cudiff.nn import FlatParameters, Module
 from cudiff.nn.module import require_fit
-from cudiff.nn.parameter import NOT_TRAINABLE, array_of, structure
+from cudiff.nn.parameter import NOT_TRAINABLE, fitting, structure
 from cudiff.ops import optim as ops
 from cudiff.tensor import Tensor
 from cudiff.values import real
@@ -213,13 +213,15 @@ class Optimizer:
         return state
 
     def load_state_dict(self, state: Mapping[str, Array | Tensor]) -> None:
-        """Continue from `state_dict()`. Raises CudiffError where names or shapes differ, before anything is changed."""
+        """Continue from `state_dict()`. Raises CudiffError where names or shapes differ or numbers are out of range,
+        TypeError for what are no numbers, both before anything is changed."""
         targets: dict[str, Array] = {"counters": self.counters.data}
         for moment, buffer in self.buffers.items():
             targets |= {f"{moment}.{name}": view for name, view in self.flat.views(buffer).items()}
         require_fit(state, targets, "the optimiser's state does not fit")
+        fitted = {name: fitting(name, state[name], target) for name, target in targets.items()}
         for name, target in targets.items():
-            copy_into(target, array_of(state[name]))
+            copy_into(target, fitted[name])
 
 
 def _tensor(array: Array | None) -> Tensor | None:

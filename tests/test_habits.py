@@ -225,3 +225,44 @@ def test_pytorchs_tensors_are_not_taken_for_arrays():
     torch = pytest.importorskip("torch")
     with pytest.raises(TypeError, match=r"not a Tensor: cudiff.convert.from_torch takes PyTorch's"):
         nn.Conv2d(3, 4, 3).load_state_dict(torch.nn.Conv2d(3, 4, 3).state_dict())
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_parameter_owns_its_values(flat):
+    given, later = np.ones((2, 3), np.float32), np.full((2, 3), 2.0)
+    model = nn.Module()
+    model.weight = nn.Parameter(given)
+    if flat:
+        model.flatten("cpu")
+    given[...] = 5
+    assert (model.weight.numpy() == 1).all()
+    model.weight.data = later
+    later[...] = 5
+    assert (model.weight.numpy() == 2).all() and model.weight.dtype == np.float32
+    with pytest.raises(ValueError, match=r"shape \(4, 1\) to a parameter of shape \(2, 3\)"):
+        model.weight.data = np.ones((4, 1), np.float32)
+
+
+def test_weights_out_of_range_change_nothing():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm2d(2))
+    model.register_buffer("count", Tensor(np.int32([3])))
+    before = model.state_dict()
+    many = {name: np.full(value.shape, 7.0) for name, value in before.items()}
+    for name in before:
+        for bad, error in ((1e300, CudiffError), (1j, TypeError), ("a", TypeError)):
+            with pytest.raises(error, match=f"{name} is .*, which does not hold" if error is CudiffError else "real"):
+                model.load_state_dict(many | {name: np.full(before[name].shape, bad)})
+            np.testing.assert_equal(model.state_dict(), before)
+    with pytest.raises(CudiffError, match="count is int32, which does not hold every float64 given"):
+        model.load_state_dict(many | {"count": np.array([1.5])})
+    with pytest.raises(CudiffError, match="a parameter is float32, which does not hold"):
+        model[0].weight.data = np.full((2, 2), -1e300)
+    many["0.weight"][0] = np.inf, np.nan  # as they were saved
+    model.load_state_dict(many)
+    np.testing.assert_equal(model.state_dict(), many)
+    optimizer = AdamW(model)
+    state = optimizer.state_dict()
+    with pytest.raises(CudiffError, match=r"exp_avg_sq.0.bias is float32"):
+        optimizer.load_state_dict({name: value + 1 for name, value in state.items()}
+                                  | {"exp_avg_sq.0.bias": np.full(2, 1e300)})
+    np.testing.assert_equal(optimizer.state_dict(), state)

@@ -99,12 +99,6 @@ def test_new_data_is_what_trains(device, expected):
         model[0].weight.data = np.zeros((2, 2), np.float32)
 
 
-def test_new_data_of_a_parameter_that_is_not_flat_replaces_it():
-    weight, values = nn.Parameter(np.zeros((2, 3), np.float32)), np.ones((4, 1), np.float32)
-    weight.data = values
-    assert weight.data is values and weight.dtype == np.float32
-
-
 def test_a_parameter_changes_in_place_within_no_grad(device):
     model = network()
     model.precision = "bf16"

@@ -27,7 +27,7 @@ def outline(config: Settings, tensors: int, numbers: int) -> Module:
     """What `build` returns, but for the values: names, shapes and layouts, and no memory used.
 
     tensors, numbers: how many a file has, which the model is to be compared with. Raises CudiffError as `build` does,
-    and where the model is larger; one twice as large may pass, as a weight that starts at zero is asked for twice.
+    and where the model is larger; one twice as large may pass, so that a comparison names what is missing.
     """
     with init.outlined(2 * tensors, 2 * numbers):
         return _net(config)

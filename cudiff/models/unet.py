@@ -42,7 +42,7 @@ def num_groups(channels: int, group_channels: int) -> int:
 def zeroed(layer: Module) -> Module:
     """Start `layer` at zero, so that the block it ends starts as the identity."""
     for parameter in layer.parameters():
-        parameter.data = init.zeros(parameter.shape)
+        init.zero(parameter.data)
     return layer
 
 

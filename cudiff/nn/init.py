@@ -27,6 +27,9 @@ class _Drawn:
     def full(self, shape: tuple[int, ...], value: float) -> np.ndarray:
         return np.full(shape, value, float32)
 
+    def zero(self, array: np.ndarray) -> None:
+        array.fill(0)
+
 
 class _Outlined:
     """Arrays without values, whose memory is never touched: at most `arrays` of them, of `numbers` in all."""
@@ -42,6 +45,8 @@ class _Outlined:
         return np.empty(shape, float32)
 
     uniform = normal = full
+
+    def zero(self, array: np.ndarray) -> None: ...
 
 
 _source: _Drawn | _Outlined = _Drawn(0)
@@ -86,3 +91,8 @@ def zeros(shape: tuple[int, ...]) -> np.ndarray:
 
 def ones(shape: tuple[int, ...]) -> np.ndarray:
     return _source.full(shape, 1)
+
+
+def zero(array: np.ndarray) -> None:
+    """Set to zeros in place what was drawn before."""
+    _source.zero(array)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from cudiff import ops
 from cudiff.errors import CudiffError
 from cudiff.nn import init
@@ -13,14 +15,19 @@ from cudiff.tensor import Tensor
 from cudiff.values import real, whole
 
 
+def _own(array: np.ndarray, **attrs: Any) -> Parameter:
+    """A parameter of an array that was just made for it."""
+    return Parameter(array, copy=False, **attrs)
+
+
 class Linear(Module):
     """x (..., in) → (..., out): x·weightᵀ + bias + residual. weight (out, in); `layout` is that of PyTorch's file."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, layout: str = "linear"):
         super().__init__()
         shape = (whole("out_features", out_features), whole("in_features", in_features))
-        self.weight = Parameter(init.uniform_fan_in(shape, in_features), low=True, decay=True, layout=layout)
-        self.bias = Parameter(init.uniform_fan_in((out_features,), in_features)) if bias else None
+        self.weight = _own(init.uniform_fan_in(shape, in_features), low=True, decay=True, layout=layout)
+        self.bias = _own(init.uniform_fan_in((out_features,), in_features)) if bias else None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return ops.linear(x, self.weight, self.bias, tf32=self.tf32, residual=residual)
@@ -49,8 +56,8 @@ class Conv2d(Module):
         self.stride, self.padding = stride, kernel_size // 2 if padding is None else padding
         shape = (out_channels, kernel_size, kernel_size, in_channels)
         fan_in = kernel_size * kernel_size * in_channels
-        self.weight = Parameter(init.uniform_fan_in(shape, fan_in), low=True, decay=True, layout="conv2d")
-        self.bias = Parameter(init.uniform_fan_in((out_channels,), fan_in)) if bias else None
+        self.weight = _own(init.uniform_fan_in(shape, fan_in), low=True, decay=True, layout="conv2d")
+        self.bias = _own(init.uniform_fan_in((out_channels,), fan_in)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.conv2d(x, self.weight, self.bias, stride=self.stride, padding=self.padding, tf32=self.tf32)
@@ -65,8 +72,8 @@ class ConvTranspose2d(Module):
         self.stride, self.padding = stride, padding
         shape = (in_channels, kernel_size, kernel_size, out_channels)
         fan_in = kernel_size * kernel_size * out_channels
-        self.weight = Parameter(init.uniform_fan_in(shape, fan_in), low=True, decay=True, layout="conv_transpose2d")
-        self.bias = Parameter(init.uniform_fan_in((out_channels,), fan_in))
+        self.weight = _own(init.uniform_fan_in(shape, fan_in), low=True, decay=True, layout="conv_transpose2d")
+        self.bias = _own(init.uniform_fan_in((out_channels,), fan_in))
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.conv_transpose2d(
@@ -82,8 +89,8 @@ class GroupNorm(Module):
         if whole("num_channels", num_channels) % whole("num_groups", num_groups):
             raise CudiffError(f"num_channels {num_channels} is no multiple of num_groups {num_groups}")
         self.num_groups, self.eps = num_groups, real("eps", eps, above=0)
-        self.weight = Parameter(init.ones((num_channels,)))
-        self.bias = Parameter(init.zeros((num_channels,)))
+        self.weight = _own(init.ones((num_channels,)))
+        self.bias = _own(init.zeros((num_channels,)))
 
     def forward(
         self, x: Tensor, silu: bool = False, scale: Tensor | None = None, shift: Tensor | None = None
@@ -98,8 +105,8 @@ class LayerNorm(Module):
         super().__init__()
         whole("num_channels", num_channels)
         self.eps = real("eps", eps, above=0)
-        self.weight = Parameter(init.ones((num_channels,)))
-        self.bias = Parameter(init.zeros((num_channels,)))
+        self.weight = _own(init.ones((num_channels,)))
+        self.bias = _own(init.zeros((num_channels,)))
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
@@ -115,8 +122,8 @@ class BatchNorm2d(Module):
         super().__init__()
         whole("num_channels", num_channels)
         self.eps, self.momentum = real("eps", eps, above=0), real("momentum", momentum, least=0, most=1)
-        self.weight = Parameter(init.ones((num_channels,)))
-        self.bias = Parameter(init.zeros((num_channels,)))
+        self.weight = _own(init.ones((num_channels,)))
+        self.bias = _own(init.zeros((num_channels,)))
         self.register_buffer("running_mean", Tensor(init.zeros((num_channels,))))
         self.register_buffer("running_var", Tensor(init.ones((num_channels,))))
 
@@ -132,7 +139,7 @@ class Embedding(Module):
     def __init__(self, num_embeddings: int, dim: int):
         super().__init__()
         whole("num_embeddings", num_embeddings), whole("dim", dim)
-        self.weight = Parameter(init.normal((num_embeddings, dim)), decay=False, layout="embedding")
+        self.weight = _own(init.normal((num_embeddings, dim)), decay=False, layout="embedding")
 
     def forward(self, indices: Tensor) -> Tensor:
         return ops.embedding(indices, self.weight)

@@ -10,7 +10,7 @@ import numpy as np
 from cudiff.backend import PRECISIONS, Array, copy_into, is_low, to_device
 from cudiff.cuda.graph import record_again
 from cudiff.errors import CudiffError
-from cudiff.nn.parameter import FlatParameters, Parameter, array_of, structure_changes
+from cudiff.nn.parameter import FlatParameters, Parameter, array_of, fitting, structure_changes
 from cudiff.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -142,15 +142,17 @@ class Module:
         return state | {name: np.array(value.numpy()) for name, value in self.named_buffers()}
 
     def load_state_dict(self, state: Mapping[str, Array | Tensor]) -> None:
-        """Copy values in by name. Raises CudiffError, before anything is changed, on missing, unknown or mis-shaped."""
+        """Copy values in by name. Raises CudiffError on missing, unknown or mis-shaped ones and numbers out of range,
+        TypeError for what are no numbers, both before anything is changed."""
         state = {name: array_of(values) for name, values in state.items()}
         targets: dict[str, Tensor] = dict(self.named_parameters()) | dict(self.named_buffers())
         require_fit(state, targets, "the weights do not fit the model")
+        fitted = {name: fitting(name, state[name], target) for name, target in targets.items()}
         for name, target in targets.items():
             if isinstance(target, Parameter):
-                target.assign(state[name])
+                target.assign(fitted[name])
             else:
-                copy_into(target.data, state[name])
+                copy_into(target.data, fitted[name])
 
     def train(self, mode: bool = True) -> Module:
         """Set training mode (dropout, batch statistics) everywhere below."""

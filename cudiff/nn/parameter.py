@@ -18,6 +18,7 @@ from cudiff.backend import (
     float32,
     is_array,
     is_capturing,
+    is_float,
     is_low,
     to_device,
 )
@@ -54,12 +55,28 @@ def array_of(values: Array | Tensor) -> Array:
     return values.data if isinstance(values, Tensor) else values
 
 
+def fitting(name: str, values: Array | Tensor, target: Array | Tensor) -> Array:
+    """The array of `values`, which `name`, of the dtype of `target`, is to take.
+
+    Raises TypeError for what are no numbers, CudiffError where that dtype does not hold them.
+    """
+    array, dtype = Tensor(array_of(values)).data, target.dtype
+    if not np.can_cast(array.dtype, dtype):
+        module = array_module(device_of(array))
+        with np.errstate(over="ignore", invalid="ignore"):
+            cast = array.astype(dtype)
+        held = module.isfinite(cast) == module.isfinite(array) if is_float(dtype) else cast == array
+        if not held.all():
+            raise CudiffError(f"{name} is {dtype}, which does not hold every {array.dtype} given: scale or clip them")
+    return array
+
+
 class Parameter(Tensor):
     """A float32 leaf that training changes.
 
     Parameters
     ----------
-    data : float array
+    data : float array, whose values are copied
     low : bool
         Whether matrix products in a 16-bit precision read a 16-bit copy of it, the shadow (weights of conv and linear).
     decay : bool or None
@@ -67,13 +84,15 @@ class Parameter(Tensor):
         decay.
     layout : {"vector", "linear", "conv2d", "conv_transpose2d", "conv1d", "embedding"}
         How PyTorch's file layout differs: see `cudiff.convert`.
+    copy : bool
+        False where nobody else holds `data`, which then becomes the parameter's own array.
 
     Attributes
     ----------
     flat : FlatParameters or None
         The buffers that hold it, once its model is flattened. A copy of it, a pickled one too, is in none.
-    data : the array. In flat buffers, setting it copies the values there; elsewhere it becomes the new array. Writing
-        into the array itself leaves the 16-bit copy as it was until the next update: use `assign`.
+    data : the array. Setting it is `assign`. Writing into the array itself leaves the 16-bit copy as it was until the
+        next update.
     grad : the gradient. In flat buffers, setting it copies the values there, and None stands for zeros.
     requires_grad : False freezes it: no gradient, no update, no weight decay, no momentum, no moving average, and where
         a captured step holds it, that step is recorded again.
@@ -84,11 +103,13 @@ class Parameter(Tensor):
     __slots__ = ("_decay", "_stale", "_updated", "flat", "layout", "low", "shadow")
     _copied = ("data", "requires_grad", "decay", "layout", "low")
 
-    def __init__(self, data: Any, low: bool = False, decay: bool | None = None, layout: str = "vector"):
+    def __init__(self, data: Any, low: bool = False, decay: bool | None = None, layout: str = "vector",
+                 copy: bool = True):
         self.flat: FlatParameters | None = None
         self.shadow: Array | None = None
         self._updated = -1
-        super().__init__(np.asarray(data, float32) if not hasattr(data, "dtype") else data, requires_grad=True)
+        array = Tensor(data if hasattr(data, "dtype") else np.asarray(data, float32)).data
+        super().__init__(array.copy() if copy else array, requires_grad=True)
         self.low, self.layout = low, layout
         self._decay = self.ndim >= 2 if decay is None else bool(decay)
 
@@ -98,14 +119,11 @@ class Parameter(Tensor):
 
     @data.setter
     def data(self, array: Any) -> None:
-        if self.flat is None:
-            before = getattr(self, "data", None)
-            if before is not None and device_of(before) == "cuda":
-                record_again()
-            _data.__set__(self, Tensor(array).data)
-            self._stale = True
-        else:
+        if hasattr(self, "_stale"):
             self.assign(Tensor(array))
+        else:  # the first
+            _data.__set__(self, array)
+            self._stale = True
 
     @property
     def grad(self) -> Array | None:  # type: ignore[override]
@@ -159,9 +177,10 @@ class Parameter(Tensor):
         return own | state | {"requires_grad": _requires_grad.__get__(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Parameter.__init__(self, state["data"])
+        Parameter.__init__(self, state["data"], copy=False)
         for name, value in state.items():
-            setattr(self, name, value)
+            if name != "data":
+                setattr(self, name, value)
 
     def operand(self, dtype: np.dtype) -> Array:
         if not self.low or not is_low(dtype):
@@ -179,9 +198,9 @@ class Parameter(Tensor):
     def assign(self, array: Any) -> None:
         """Copy new values in; the shadow is recast before it is read again.
 
-        Raises ValueError on another shape, TypeError for what are no numbers.
+        Raises ValueError on another shape, TypeError for what are no numbers, CudiffError for numbers out of range.
         """
-        array = Tensor(array_of(array)).data
+        array = fitting("a parameter", array, self)
         if array.shape != self.shape:
             raise ValueError(f"cannot assign shape {array.shape} to a parameter of shape {self.shape}")
         copy_into(self.data, array)
