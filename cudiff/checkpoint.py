@@ -52,9 +52,12 @@ def save_checkpoint(
     write_tensors(path, tensors, {"cudiff": json.dumps(about | {"sha256": digests})})
 
 
-def load_checkpoint(path: str | os.PathLike, parts: Collection[str] = PARTS) -> Checkpoint:
+def load_checkpoint(
+    path: str | os.PathLike, parts: Collection[str] = PARTS, sampler: str | None = None
+) -> Checkpoint:
     """Read a checkpoint, or the newest in a run's folder; or only some of its `parts`: sampling needs no moments.
 
+    sampler: in place of the checkpoint's, which then need not be registered.
     What is read is compared with its digests, and names and shapes with the configuration's before anything large is
     read. Raises CudiffError where the file is missing, truncated, damaged, no checkpoint, of another version, or where
     the names or shapes of its parts are not those of its model.
@@ -65,10 +68,11 @@ def load_checkpoint(path: str | os.PathLike, parts: Collection[str] = PARTS) -> 
     _check_counters(path, about["counters"])
     for kind, table in TABLES.items():
         name = about["config"].get(kind)
-        if isinstance(name, str) and name not in table:
+        if isinstance(name, str) and name not in table and (kind != "sampler" or sampler is None):
             raise CudiffError(
                 f"{path}: its {kind} '{name[:80]}' is not registered here: first import what registers it "
                 f"(cudiff.register_{'objective' if kind == 'diffusion' else kind}), then load it from Python"
+                + (", or choose another one with --sampler (sampler=)" if kind == "sampler" else "")
             )
     try:
         config = Config.stored(about["config"])
@@ -76,6 +80,7 @@ def load_checkpoint(path: str | os.PathLike, parts: Collection[str] = PARTS) -> 
         raise CudiffError(
             f"{path} needs the cudiff that wrote it, and what was registered there, as it cannot be built here: {error}"
         ) from None
+    config = config if sampler is None else config.replace(sampler=sampler)
     _check_parts(path, entries, config)
     tensors, _ = read_tensors(path, lambda name: name.partition(".")[0] in parts, about.get("sha256"))
     return Checkpoint(config, tensors, about["counters"])

@@ -268,7 +268,7 @@ def _train(options: argparse.Namespace) -> None:
         of_run = Path(options.resume).is_dir() or (path.parent / "metrics.jsonl").exists()
         folder = Path(options.folder or (path.parent if of_run else Path("runs") / path.stem))
         check_unused(folder)
-        resume = read_checkpoint(path, option="go on with --resume ")[1]
+        resume = read_checkpoint(path, option="go on with --resume ", sampler=getattr(options, "sampler", None))[1]
         config = from_arguments(options, resume.config)
     else:
         config = from_arguments(options)
@@ -403,7 +403,8 @@ def _load(options: argparse.Namespace) -> Any:
     from cudiff.pipeline import load
 
     _check_device(options.device)
-    return load(options.checkpoint, options.device, getattr(options, "weights", "ema"), options.precision)
+    weights = getattr(options, "weights", "ema")
+    return load(options.checkpoint, options.device, weights, options.precision, sampler=options.sampler)
 
 
 def _with_progress(title: str, run: Callable[[Callable[[int, int], None]], Any]) -> Any:

@@ -138,11 +138,13 @@ class Config:
     @classmethod
     def stored(cls, values: Mapping[str, Any]) -> Config:
         """The configuration in a checkpoint. An old one has all options of the library's models and objectives: those
-        that are not its own are left out."""
+        that are not its own are left out. So is a sampler that is not registered, with what can only be its options."""
+        lost = isinstance(values.get("sampler"), str) and values["sampler"] not in SAMPLERS
+        values = {name: value for name, value in values.items() if not lost or name != "sampler"}
         chosen = [table.get(str(values.get(kind, _core()[kind].default))) for kind, table in TABLES.items()]
         if all(entry is not None and entry.of_library for entry in chosen):  # no old one has a user's
             own = _core() | _own_options(values)
-            others = {name for name in values if any(entry.of_library for _, entry, _ in options_named(name))}
+            others = {name for name in values if lost or any(entry.of_library for _, entry, _ in options_named(name))}
             values = {name: value for name, value in values.items() if name in own or name not in others}
         return cls(**values)
 

@@ -110,7 +110,7 @@ def check_no_run(folder: str | os.PathLike) -> None:
         )
 
 
-def check_newest(folder: Path, step: int) -> list[tuple[Path, str]]:
+def check_newest(folder: Path, step: int, sampler: str | None = None) -> list[tuple[Path, str]]:
     """The checkpoints in `folder` named beyond `step` that hold nothing beyond it, and why, newest first.
 
     Why: "damaged", or "of step 10" for a copy over another's name. Raises CudiffError for one that holds a later step:
@@ -121,7 +121,7 @@ def check_newest(folder: Path, step: int) -> list[tuple[Path, str]]:
         if named_step(path) <= step:
             continue
         try:
-            held = load_checkpoint(path).counters["step"]
+            held = load_checkpoint(path, sampler=sampler).counters["step"]
         except CudiffError:
             found.append((path, "damaged"))
             continue
@@ -146,28 +146,28 @@ def set_aside(path: Path, why: str) -> Path:
 
 
 def read_checkpoint(
-    path: str | os.PathLike, parts: Collection[str] = PARTS, option: str = "give "
+    path: str | os.PathLike, parts: Collection[str] = PARTS, option: str = "give ", sampler: str | None = None
 ) -> tuple[Path, Checkpoint]:
-    """The checkpoint at `path`, or the newest in a run's folder, with the file's path.
+    """The checkpoint at `path`, or the newest in a run's folder, as `load_checkpoint` reads it, with the file's path.
 
     Raises CudiffError where it cannot be read; where an older one in its folder can, the line names the newest of them,
     after `option`.
     """
     found = find_checkpoint(path)
     try:
-        return found, load_checkpoint(found, parts)
+        return found, load_checkpoint(found, parts, sampler)
     except CudiffError as error:
         known = checkpoints(found.parent)
         older = known[: known.index(found)] if found in known else []
-        whole = next((path for path in reversed(older) if _is_whole(path, parts)), None)
+        whole = next((path for path in reversed(older) if _is_whole(path, parts, sampler)), None)
         if whole is None:
             raise
         raise CudiffError(f"{error}; {whole.name} before it is whole: {option}{quoted(whole)}") from None
 
 
-def _is_whole(path: Path, parts: Collection[str]) -> bool:
+def _is_whole(path: Path, parts: Collection[str], sampler: str | None) -> bool:
     try:
-        load_checkpoint(path, parts)
+        load_checkpoint(path, parts, sampler)
     except CudiffError:
         return False
     return True

@@ -189,18 +189,19 @@ class Pipeline:
 
 def load(
     path: str | os.PathLike, device: str | None = None, weights: str = "ema", precision: str | None = None,
-    trainable: bool = False,
+    trainable: bool = False, sampler: str | None = None,
 ) -> Pipeline:
     """The model in a checkpoint, or in the newest of a run's folder, ready to sample. Nothing else is needed.
 
     weights: "ema", the moving average, or "model", the raw weights. device: the GPU where there is one.
     precision: that of training on the GPU, fp32 on the CPU. trainable: with gradients and in training mode, for an
-    optimiser to go on with; otherwise the net takes only the memory that sampling needs.
+    optimiser to go on with; otherwise the net takes only the memory that sampling needs. sampler: in place of the
+    checkpoint's, which then need not be registered.
     Raises CudiffError where the file is missing, damaged, of another version or lacks tensors.
     """
     if weights not in ("ema", "model"):
         raise CudiffError(f"unknown weights '{weights}': use ema or model")
-    _, checkpoint = read_checkpoint(path, parts=(weights,))
+    _, checkpoint = read_checkpoint(path, parts=(weights,), sampler=sampler)
     config = checkpoint.config
     device = default_device() if device in (None, "auto") else device
     net = build(config)
@@ -249,7 +250,7 @@ def export_torch(source: str | os.PathLike, target: str | os.PathLike, weights: 
         raise CudiffError(f"cannot write {target}: name it .safetensors, and safetensors.torch.load_file reads it")
     if os.path.exists(target):
         raise CudiffError(f"{target} exists already: choose another name")
-    net = load(source, "cpu", weights).net
+    net = load(source, "cpu", weights, sampler=Config().sampler).net  # any: its own need not be registered for this
     if any(isinstance(m, GroupNorm) and m.weight.size == 32 and m.num_groups < 32 for _, m in net.modules()):
         raise CudiffError(
             f"{source} has norms over 32 channels in groups of two or more, which guided-diffusion takes one by "

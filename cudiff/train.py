@@ -62,7 +62,7 @@ class Trainer:
         self, config: Config, dataset: Dataset, folder: str | Path, resume: Checkpoint | None = None, *,
         data_changed: bool = False,
     ):
-        self.device = default_device() if config.device == "auto" else config.device
+        self.config, self.device = config, default_device() if config.device == "auto" else config.device
         array_module(self.device)  # says what is missing before anything else is done
         self.folder, self.metrics, self.data = Path(folder), Metrics(Path(folder)), dataset.fingerprint()
         self.step, self.seconds, self._is_new = 0, 0.0, resume is None
@@ -179,7 +179,7 @@ class Trainer:
         if self._is_new:
             check_no_run(self.folder)
             return []
-        return check_newest(self.folder, self.step)
+        return check_newest(self.folder, self.step, self.config.sampler)
 
     def _prepare_folder(self, useless: list[tuple[Path, str]], display: Any) -> None:
         """Take the folder for this run: drop what it does again, and rename checkpoints of no use."""

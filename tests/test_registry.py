@@ -13,12 +13,14 @@ import pytest
 import cudiff
 from cudiff import nn, registry
 from cudiff.checkpoint import load_checkpoint
+from cudiff.cli import main
 from cudiff.config import PRESETS, Config, add_arguments, from_arguments
 from cudiff.data import load_dataset
 from cudiff.diffusion import EDM, Euler, Plan, Sampler, sample_euler
 from cudiff.errors import CudiffError
 from cudiff.folder import read_checkpoint
 from cudiff.models import build
+from cudiff.pipeline import export_torch
 from cudiff.registry import MODELS, TABLES
 from cudiff.tensorfile import read_header, read_tensors, write_tensors
 from cudiff.train import Trainer
@@ -162,6 +164,41 @@ def test_a_checkpoint_holds_data_and_says_what_is_not_registered(own, digits, tm
             assert f"cudiff.register_{function}" in str(error.value) and "\n" not in str(error.value)
         TABLES[kind][name] = entry
     cudiff.load(path)
+
+
+UNET = {"model": "unet", "diffusion": "edm", "model_channels": 8, "channel_mult": (1,), "num_res_blocks": 1,
+        "num_head_channels": 8, "norm_group_channels": 1}
+
+
+def test_a_sampler_that_is_not_registered_is_replaced_by_one_that_is_named(own, digits, tmp_path, capsys):
+    config = Config(**{name: value for name, value in tiny().to_dict().items() if name in vars(Config())} | UNET)
+    config = config.replace(sampler="brief", skipped=2, eta=0.5)
+    trainer = Trainer(config.replace(keep=0), digits, tmp_path / "run")
+    trainer.run()
+    expected = trainer.preview.sample(3, sampler="euler")
+    cudiff.register_model("other", "x", options={"skipped": cudiff.Option(1, "as the sampler's")})(Small)
+    del TABLES["sampler"]["brief"]
+    path = trainer.save_path
+    for read in (cudiff.load, load_checkpoint, read_checkpoint):
+        with pytest.raises(CudiffError, match=r"'brief' is not registered here.*or choose another one with --sampler"):
+            read(path)
+        with pytest.raises(CudiffError, match=r"^unknown sampler 'plms': use heun or"):
+            read(path, sampler="plms")
+    model = cudiff.load(path, sampler="euler")
+    assert (model.config.sampler, model.config.eta, "skipped" in model.config.options) == ("euler", 0.5, False)
+    np.testing.assert_array_equal(model.sample(3), expected)
+    words = ["sample", str(path), "-n", "3", "--device", "cpu", "--out", str(tmp_path / "images.npz")]
+    assert main(words) == 2 and "--sampler" in capsys.readouterr().err
+    assert main([*words, "--sampler", "euler"]) == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "images.npz")["images"], expected)
+    export_torch(path, tmp_path / "torch.safetensors")
+    first = tmp_path / "run" / "step-00000002.safetensors"
+    more = load_checkpoint(first, sampler="euler")
+    with pytest.raises(CudiffError, match=r"holds a newer checkpoint: go on with .*step-00000004"):
+        Trainer(more.config, digits, tmp_path / "run", more)
+    path.write_bytes(b"")
+    with pytest.raises(CudiffError, match=f"{first.name} before it is whole"):
+        read_checkpoint(tmp_path / "run", sampler="euler")
 
 
 @pytest.mark.parametrize("kind, name", [("model", "small"), ("diffusion", "scaled"), ("sampler", "brief")])
