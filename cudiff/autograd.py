@@ -93,6 +93,10 @@ class _Gradient:
     def into(self) -> Array | None:
         return None if self.borrowed else self.array
 
+    def own(self) -> Array | None:
+        """The array, or a copy of one that is borrowed."""
+        return self.array.copy() if self.borrowed and self.array is not None else self.array
+
     def settle(self, waits: Any) -> None:
         """Add the term that still is to be."""
         if self.more is not None:
@@ -141,10 +145,11 @@ def _waiting(device: str) -> contextlib.AbstractContextManager:
 
 
 def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gradient | None], waits: Any) -> None:
-    douts = [slot.array for slot in slots]
+    fresh = node.function.fresh
+    douts = [slot.array if fresh else slot.own() for slot in slots]
     device = next(device_of(dout) for dout in douts if dout is not None)
     for dout in douts:
-        waits.finish(dout)
+        waits.finish(dout, written=not fresh)
     into = _places(node, targets, device, waits)
     backward = node.function.backward_cuda if device == "cuda" else node.function.backward_numpy
     results = backward(node.ctx, *douts, needs=node.needs, into=list(into))
@@ -168,7 +173,9 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
                 target.grad = result
             continue
         result = np.asarray(result) if isinstance(result, np.generic) else result  # an in-place sum needs an array
-        borrowed = result.base is not None or id(result) in shared or owners.count(owners[i]) > 1
+        borrowed = (
+            not fresh or result.base is not None or id(result) in shared or owners.count(owners[i]) > 1
+        )
         before = target._grad if isinstance(target, Tensor) else target.array
         if isinstance(target, _Gradient):
             target.settle(waits)

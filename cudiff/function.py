@@ -40,13 +40,19 @@ class Function:
     `gradient_target`, `gradient_sum` and `gradient_sums` of `cudiff.cuda.accumulate` know them all.
     A gradient has the shape and dtype of what forward got. One of float32 or float64 is taken to that dtype; that of
     16 bits may stay float32. TypeError or ValueError names the Function and the input otherwise.
-    A forward writes to none of its inputs, where it is differentiable. A dout may be returned but never written to. Its
-    new owner may add to it, as to any array returned: what reads it after backward has returned says so (see
-    `cudiff.cuda.waiting`), and an array kept outside `ctx.saved` is returned as a copy.
+    A forward writes to none of its inputs, where it is differentiable.
+
+    `fresh` promises, as cudiff's own do, that backward writes to no dout and that nobody keeps what it returns, but for
+    douts and `ctx.saved`: the new owner may add to it in place. What reads it after backward has returned says so (see
+    `cudiff.cuda.waiting`). Of all others the tape adds to copies.
     """
 
     differentiable: ClassVar[bool] = True
     adds_elsewhere: ClassVar[tuple[int, ...]] = ()
+    fresh: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        cls.fresh = vars(cls).get("fresh", cls.__module__.startswith("cudiff."))
 
     @classmethod
     def operand_dtype(cls, inputs: Sequence[Tensor | None], attrs: dict[str, Any]) -> np.dtype:

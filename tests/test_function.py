@@ -10,10 +10,12 @@ def leaf(values, dtype=np.float32):
     return Tensor(np.asarray(values, dtype), requires_grad=True)
 
 
-def function(backward, forward=lambda x, y: x * y):
-    """A Function of x and y with this backward(dout, x, y)."""
+def function(backward, forward=lambda x, y: x * y, promises=False):
+    """A Function of x and y with this backward(dout, x, y), which promises to be fresh or nothing."""
 
     class Product(Function):
+        fresh = promises
+
         @staticmethod
         def forward_numpy(ctx, x, y):
             ctx.save(x, y)
@@ -91,11 +93,12 @@ SAME = {
 }
 
 
+@pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("name", SAME)
-def test_a_result_returned_twice(name):
+def test_a_result_returned_twice(name, fresh):
     """Neither input's further terms reach the other, nor leaf the other leaf."""
     scale = 2 if "dout" not in name else 1
-    sum_of = function(SAME[name], lambda x, y: scale * (x + y))
+    sum_of = function(SAME[name], lambda x, y: scale * (x + y), fresh)
     a, b = leaf([1.0, 2.0]), leaf([3.0, 4.0])
     sum_of.apply(a, b).sum().backward()
     a.grad *= 5
@@ -111,24 +114,55 @@ def test_a_result_returned_twice(name):
         assert a.grad.tolist() == [scale + extra[0]] * 2 and b.grad.tolist() == [scale + extra[1]] * 2
 
 
+@pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("name", SAME)
-def test_a_result_returned_twice_and_added_to(name):
+def test_a_result_returned_twice_and_added_to(name, fresh):
     """p has a second, older consumer: its gradient is added to what the pair shares before q's producer reads it."""
     scale = 2 if "dout" not in name else 1
     a, b = leaf([1.0, 2.0]), leaf([3.0, 4.0])
     q = b * 1.0  # the oldest node: its backward runs last
     p = a * 1.0
     older = p * 10.0
-    out = function(SAME[name], lambda x, y: scale * (x + y)).apply(p, q) * 1.0
+    out = function(SAME[name], lambda x, y: scale * (x + y), fresh).apply(p, q) * 1.0
     (out + older).sum().backward()
     assert a.grad.tolist() == [scale + 10] * 2 and b.grad.tolist() == [scale] * 2
 
 
-def test_a_saved_array_may_be_the_gradient():
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_saved_array_may_be_the_gradient(fresh):
     """d(x·y) for a dout of ones: the inputs themselves, which later terms must not change."""
     x, y = leaf([2.0, 3.0]), leaf([4.0, 5.0])
-    product = function(lambda d, x, y: (y, x))
+    product = function(lambda d, x, y: (y, x), promises=fresh)
     for _ in range(2):
         product.apply(x, y).sum().backward()
     assert x.data.tolist() == [2, 3] and y.data.tolist() == [4, 5]
     assert x.grad.tolist() == [8, 10] and y.grad.tolist() == [4, 6]
+
+
+def test_an_array_that_backward_keeps():
+    """It is the gradient of two inputs on several calls, and stays what it is."""
+    one = np.ones(2, np.float32)
+    add = function(lambda d, x, y: (one, one), lambda x, y: x + y)
+    x, y = leaf([2.0, 3.0]), leaf([4.0, 5.0])
+    for a, b in ((x, y), (x, y), (x * 1.0, y * 1.0), (x, x)):
+        add.apply(a, b).sum().backward()
+    assert x.grad.tolist() == [5, 5] and y.grad.tolist() == [3, 3] and one.tolist() == [1, 1]
+    h = x * 1.0
+    (add.apply(h, h) + add.apply(h, y) + h).sum().backward()  # further terms are added to h's
+    assert x.grad.tolist() == [9, 9] and y.grad.tolist() == [4, 4] and one.tolist() == [1, 1]
+
+
+def doubling(d, x, y):
+    d *= 2
+    return d, d
+
+
+def test_a_backward_that_writes_to_its_dout():
+    """What others have of it stays: the other operand of a sum, a leaf's gradient, what the caller gave."""
+    double = function(doubling, lambda x, y: 2 * (x + y))
+    x, y, z = leaf([2.0, 3.0]), leaf([4.0, 5.0]), leaf([6.0, 7.0])
+    start = np.ones(2, np.float32)
+    (double.apply(x, y) + z).backward(start)
+    (z + double.apply(double.apply(x, y), y)).backward(start)
+    assert x.grad.tolist() == [6, 6] and y.grad.tolist() == [8, 8] and z.grad.tolist() == [2, 2]
+    assert start.tolist() == [1, 1]

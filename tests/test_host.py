@@ -171,7 +171,7 @@ def fresh(values):
 class Norm(Function):
     """3 x, whose backward adds what there is of x's gradient."""
 
-    adds_elsewhere = (0,)
+    adds_elsewhere, fresh = (0,), True
 
     @staticmethod
     def forward_cuda(ctx, x):
@@ -188,6 +188,8 @@ class Norm(Function):
 class Residual(Function):
     """a + x, which passes its dout on to x."""
 
+    fresh = True
+
     @staticmethod
     def forward_cuda(ctx, a, x):
         return fresh(a + x)
@@ -199,6 +201,8 @@ class Residual(Function):
 
 class Minus(Function):
     """x - y, which passes its dout on to x and adds to y's gradient in place."""
+
+    fresh = True
 
     @staticmethod
     def forward_cuda(ctx, x, y):
@@ -250,6 +254,8 @@ def test_a_gradient_of_two_terms(adding_host, later, expected, terms):
 
 class Twice(Function):
     """2 x + out."""
+
+    fresh = True
 
     @staticmethod
     def forward_cuda(ctx, x, out):

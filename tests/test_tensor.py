@@ -312,6 +312,7 @@ def test_operators_and_methods(device):
 class Counted(Function):
     """out = 2 x, which records what its backward was given."""
 
+    fresh = True
     given: list = []  # noqa: RUF012
 
     @staticmethod

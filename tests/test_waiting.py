@@ -114,7 +114,7 @@ class Reader:
 class Sum(Function):
     """3 x + y + z, whose gradients of x are added elsewhere, and of y and z in place."""
 
-    adds_elsewhere = (0,)
+    adds_elsewhere, fresh = (0,), True
     kept: ClassVar[list] = []
 
     @staticmethod
