@@ -118,6 +118,8 @@ def _common_device(name: str, inputs: Sequence[Tensor | None]) -> str:
         if t is not None and not isinstance(t, Tensor):
             raise TypeError(f"{name} takes tensors, not {type(t).__name__}: wrap it in cudiff.Tensor(...)")
     devices = {t.device for t in inputs if t is not None}
+    if not devices:
+        raise TypeError(f"{name} got no tensor: give it one at least")
     if len(devices) > 1:
         raise ValueError(f"{name} got tensors on different devices: move them with .to('cuda') or .to('cpu')")
     return devices.pop()

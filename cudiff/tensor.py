@@ -44,7 +44,8 @@ class Tensor:
     ----------
     data : array, Tensor or nested sequence of numbers
         NumPy or CuPy; made C-contiguous. Python floats become float32. Of bools, integers or floats of up to 64 bits,
-        bfloat16 among them: TypeError for anything else, ValueError for rows of different lengths.
+        bfloat16 among them: TypeError for anything else and for masked arrays, ValueError for rows of different
+        lengths.
     requires_grad : bool
         Whether `backward` shall fill `.grad`. Only floating tensors can.
     dtype : dtype, optional
@@ -88,8 +89,8 @@ class Tensor:
             data = _from_sequence(data, dtype)
         if data.dtype not in DTYPES:
             data = _in_native_order(data)
-        if isinstance(data, np.generic):
-            data = np.asarray(data)
+        if type(data) is not np.ndarray and isinstance(data, np.ndarray | np.generic):
+            data = _plain(data)
         if dtype is not None and data.dtype != np.dtype(dtype):
             if np.dtype(dtype) not in DTYPES:
                 raise TypeError(_holds(dtype))
@@ -182,7 +183,7 @@ class Tensor:
         return bool(self.item())
 
     def __eq__(self, other: object) -> bool:
-        if other is self or not (isinstance(other, int | float) or hasattr(other, "dtype")):
+        if other is self or not (isinstance(other, int | float | list | tuple) or hasattr(other, "dtype")):
             return other is self
         raise TypeError("a tensor is not compared with ==: compare arrays, x.numpy() == y.numpy()")
 
@@ -228,6 +229,14 @@ def _from_sequence(data: Any, dtype: Any) -> np.ndarray:
     except ValueError:
         raise ValueError("a tensor's rows must be of equal lengths, and this nested sequence's are not") from None
     return array.astype(float32) if array.dtype == np.float64 and dtype is None else array
+
+
+def _plain(data: np.ndarray | np.generic) -> np.ndarray:
+    """A NumPy scalar as an array, and a subclass (np.matrix, np.memmap) as what it derives from. Raises TypeError for
+    a masked array, whose mask would be lost."""
+    if isinstance(data, np.ma.MaskedArray):
+        raise TypeError("a tensor has no mask: give it array.filled(value)")
+    return np.asarray(data)
 
 
 def _in_native_order(array: Array) -> Array:

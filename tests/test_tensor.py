@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import cudiff
-from cudiff import CudiffError, Function, Tensor, from_dlpack, no_grad
+from cudiff import CudiffError, Function, Tensor, from_dlpack, nn, no_grad
 from cudiff.autograd import _into_leaf
 
 
@@ -60,6 +60,16 @@ def test_a_tensor_is_not_made_of_another_dtype(dtype):
             Tensor(data, dtype=dtype)
 
 
+@pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")
+def test_masks_and_matrices():
+    masked = np.ma.masked_array([1.0, 2.0], mask=[False, True])
+    for use in (Tensor, lambda x: Tensor([1.0, 2.0]) + x, lambda x: setattr(nn.Linear(2, 1).bias, "data", x[:1])):
+        with pytest.raises(TypeError, match=r"a tensor has no mask: give it array\.filled\(value\)"):
+            use(masked)
+    square = Tensor(np.matrix([[1.0, 2.0], [3.0, 4.0]]))
+    assert type(square.data) is np.ndarray and (square * square).numpy().tolist() == [[1, 4], [9, 16]]
+
+
 def test_rows_of_different_lengths():
     with pytest.raises(ValueError, match=r"^a tensor's rows must be of equal lengths[^\n]*$"):
         Tensor([[1.0, 2.0], [3.0]])
@@ -84,7 +94,7 @@ def test_numbers():
 def test_equality_is_not_silently_that_of_the_object():
     x = Tensor([1.0])
     assert x == x and x != None and x in (None, x) and {x: 1}[x] == 1  # noqa: E711
-    for other in (Tensor([1.0]), x.numpy(), 1):
+    for other in (Tensor([1.0]), x.numpy(), 1, [1.0], (1.0,)):
         with pytest.raises(TypeError, match="compare arrays"):
             x == other  # noqa: B015
 
@@ -355,6 +365,12 @@ def test_a_function_without_gradient():
             return np.zeros_like(x)
 
     assert not Fill.apply(leaf([1.0])).requires_grad
+
+
+@pytest.mark.parametrize("inputs", [(), (None, None)])
+def test_no_input_at_all(inputs):
+    with pytest.raises(TypeError, match=r"^Counted got no tensor: give it one at least$"):
+        Counted.apply(*inputs)
 
 
 def test_an_absent_input():
