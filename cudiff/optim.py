@@ -152,8 +152,7 @@ class Optimizer:
             if average.slots != flat.slots or average.device != flat.device:
                 raise CudiffError("the EMA was made of another model: use EMA(model, ...) on the optimiser's model")
             self._targets = (_tensor(flat.shadow), _tensor(average.data), _tensor(average.shadow))
-            pairs = zip(model.named_buffers(), ema.model.named_buffers(), strict=True)
-            self._buffer_pairs = [(value, twin) for (_, value), (_, twin) in pairs]
+            self._pair_buffers()
 
     def zero_grad(self) -> None:
         """Set the gradients to zero: one fill of the flat buffer."""
@@ -188,11 +187,21 @@ class Optimizer:
                 "the optimiser was made for other parameters (the model was flattened again, a layer was replaced, an "
                 "optimiser of a larger model took them over, or this is a copy): make it anew"
             )
-        if self.ema is not None and not self._average.holds(self.ema.model.parameters()):
+        if self.ema is None:
+            return
+        if not self._average.holds(self.ema.model.parameters()):
             raise CudiffError(
                 "the EMA's model was flattened again, or a layer of it replaced: make the optimiser anew, or train a "
                 "copy.deepcopy of that model"
             )
+        self._pair_buffers()
+
+    def _pair_buffers(self) -> None:
+        """Have each step copy the model's buffers to the EMA's. Raises CudiffError where they are not the same."""
+        assert self.ema is not None
+        own, twins = dict(self.model.named_buffers()), dict(self.ema.model.named_buffers())
+        require_fit(own, twins, "the buffers were registered after the EMA was made, make it and the optimiser anew")
+        self._buffer_pairs = [(value, twins[name]) for name, value in own.items()]
 
     def _update(self, *buffers: Any) -> None:
         raise NotImplementedError

@@ -172,9 +172,9 @@ def test_a_list_that_grows_after_it_was_set():
             self.out, self.layers = nn.Linear(2, 2), layers
             layers.append(nn.Linear(2, 2))
 
-    with pytest.raises(TypeError, match="layers: modules in a list have no names: use nn"):
+    with pytest.raises(TypeError, match="layers: layers in a list have no names: use nn"):
         SGD(Grows([]))
-    with pytest.raises(TypeError, match="layers: modules in a list"):
+    with pytest.raises(TypeError, match="layers: layers in a list"):
         Grows([[nn.Linear(2, 2)]])
     assert len(SGD(Grows(nn.ModuleList())).model.parameters()) == 4
 
@@ -193,15 +193,63 @@ def test_a_list_of_modules_holds_nothing_else(item):
             make()
 
 
+def test_what_would_not_be_trained_is_no_attribute():
+    model, wanted = network(), Tensor([1.0], requires_grad=True)
+    for value in (wanted, [wanted], {"a": (wanted,)}, {nn.ReLU()}, frozenset([nn.Parameter([1.0])]), (nn.ReLU(),)):
+        advice = "a tensor .*an nn.Parameter" if value is wanted else "layers in a .* use nn.ModuleList"
+        with pytest.raises(TypeError, match=f"head: {advice}"):
+            model.head = value
+    model.seen, model._hidden, model.fixed = wanted * 2.0, wanted, Tensor([1.0])  # a result, hidden, a constant
+    assert len(model.parameters()) == 4
+
+
+def test_a_module_is_frozen_by_its_method():
+    model = network()
+    for module in (model, model[0]):
+        with pytest.raises(TypeError, match=r"requires_grad_\(False\)"):
+            module.requires_grad = False
+
+
+@pytest.mark.parametrize("late", ["registered", "replaced"])
+def test_a_buffer_after_the_ema(late):
+    """The average has the buffers of its model, or the optimiser says so."""
+    model = network()
+    model.register_buffer("seen", Tensor([1.0]))
+    ema = EMA(model, 2)
+    optimizer = SGD(model, ema=ema)
+    optimizer.step()
+    if late == "replaced":
+        before = graph._state
+        model.register_buffer("seen", Tensor([3.0]))
+        optimizer.step()
+        assert graph._state > before and ema.model.seen.numpy().tolist() == [3]
+        return
+    model[0].register_buffer("count", Tensor([2.0]))
+    for step in (optimizer.step, lambda: SGD(model, ema=ema)):
+        with pytest.raises(CudiffError, match=r"after the EMA was made.*unexpected 0.count"):
+            step()
+    ema = EMA(model, 2)
+    SGD(model, ema=ema).step()
+    assert ema.model[0].count.numpy().tolist() == [2]
+
+
 def test_a_buffer_is_an_attribute():
     norm = nn.BatchNorm2d(3)
     held = norm.running_mean
     norm.running_mean = np.array([1, 2, 3])
     assert norm.running_mean is held and norm.state_dict()["running_mean"].tolist() == [1, 2, 3]
+    with pytest.raises(TypeError, match="running_mean is a buffer: give the Parameter another name"):
+        norm.running_mean = nn.Parameter(np.ones(3))
+    for name, kind in (("weight", "Parameter"), ("eps", "float"), ("forward", "method")):
+        with pytest.raises(TypeError, match=f"{name} is a {kind} already: give the buffer another name"):
+            norm.register_buffer(name, Tensor([1.0]))
     with pytest.raises(ValueError, match=r"running_mean is a buffer of shape \(3,\), not \(2,\)"):
         norm.running_mean = np.ones(2)
     with pytest.raises(AttributeError, match="'BatchNorm2d' object has no attribute 'running'"):
         norm.running  # noqa: B018
+    norm.register_buffer("running_mean", np.array([4.0]))
+    assert norm.running_mean.numpy().tolist() == [4]
+    assert sorted(norm.state_dict()) == ["bias", "running_mean", "running_var", "weight"]
 
 
 @pytest.mark.parametrize("flat", [False, True])

@@ -38,15 +38,27 @@ def require_fit(state: Mapping[str, Shaped], targets: Mapping[str, Any], complai
         raise CudiffError(f"{complaint}: {'; '.join(problems[:3])}{more}")
 
 
+def _untrained(value: Any) -> bool:
+    """Whether `value` is a tensor that wants a gradient, of nothing that was recorded, and yet no Parameter."""
+    return isinstance(value, Tensor) and not isinstance(value, Parameter) and value.requires_grad and value.is_leaf
+
+
 def _nameless(value: Any) -> bool:
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return any(isinstance(part, Module | Parameter) or _nameless(part) for part in parts)
+    containers = list | tuple | set | frozenset
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, containers) else ()
+    return any(isinstance(part, Module | Parameter) or _untrained(part) or _nameless(part) for part in parts)
 
 
 def _require_names(name: str, value: Any) -> None:
-    """Raise TypeError for modules in containers, which would not be found; a name that starts with _ may hold some."""
-    if not name.startswith("_") and _nameless(value):
-        raise TypeError(f"{name}: modules in a {type(value).__name__} have no names: use nn.ModuleList")
+    """Raise TypeError for what would not be found, and not be trained: modules in containers, tensors that are no
+    Parameters. A name that starts with _ may hold some."""
+    if name.startswith("_"):
+        return
+    if _untrained(value):
+        raise TypeError(f"{name}: a tensor that requires a gradient is not trained: make it an nn.Parameter")
+    if _nameless(value):
+        kind = type(value).__name__
+        raise TypeError(f"{name}: layers in a {kind} have no names: use nn.ModuleList, or an attribute for each")
 
 
 class Module:
@@ -67,8 +79,12 @@ class Module:
             raise RuntimeError(f"{type(self).__name__}: call super().__init__() before '{name}' is set")
         if isinstance(vars(self).get(name), Parameter) and not isinstance(value, Parameter | None):
             raise TypeError(f"{name} is a Parameter: set {name}.data to new values, or {name} to a Parameter or None")
+        if name == "requires_grad":
+            raise TypeError("a Module is frozen by requires_grad_(False), and trained again by requires_grad_()")
         _require_names(name, value)
         if name in vars(self).get("_buffers", ()):
+            if isinstance(value, Module | Parameter):
+                raise TypeError(f"{name} is a buffer: give the {type(value).__name__} another name")
             value, buffer = Tensor(value), self._buffers[name]
             if value.shape != buffer.shape:
                 raise ValueError(f"{name} is a buffer of shape {buffer.shape}, not {value.shape}")
@@ -123,8 +139,14 @@ class Module:
         return [parameter for _, parameter in self.named_parameters()]
 
     def register_buffer(self, name: str, value: Tensor) -> None:
-        """Keep a tensor that is saved with the model but not trained (running statistics)."""
-        self._buffers[name] = value
+        """Keep a tensor that is saved with the model but not trained (running statistics), in the place of another
+        buffer of this name. Raises TypeError where the name is that of something else."""
+        if name not in self._buffers and hasattr(self, name):
+            raise TypeError(f"{name} is a {type(getattr(self, name)).__name__} already: give the buffer another name")
+        if name in self._buffers:
+            record_again()  # a captured function holds the old one
+        self._buffers[name] = value if isinstance(value, Tensor) else Tensor(value)
+        structure_changes()
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of all registered buffers."""
