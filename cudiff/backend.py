@@ -103,6 +103,14 @@ def is_array(x: Any) -> bool:
     return isinstance(x, np.ndarray | np.generic) or (hasattr(x, "flags") and hasattr(x, "dtype"))
 
 
+def plain(array: np.ndarray | np.generic) -> np.ndarray:
+    """A NumPy scalar as an array, and a subclass (np.matrix, np.memmap) as what it derives from. Raises TypeError for
+    a masked array, whose mask would be lost."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError("a masked array's mask would be lost: give array.filled(value)")
+    return np.asarray(array)
+
+
 def array_module(device: str) -> ModuleType:
     """`numpy` or `cupy` for `"cpu"` or `"cuda"`. Raises CudiffError for another name or where CUDA cannot be used."""
     if device == "cpu":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cudiff.backend import DTYPES, Array, array_module, device_of, float32, is_array, is_float, to_device
+from cudiff.backend import DTYPES, Array, array_module, device_of, float32, is_array, is_float, plain, to_device
 
 _mode = threading.local()
 _node_index = itertools.count()
@@ -76,6 +76,7 @@ class Tensor:
         __pow__: Any
         __rpow__: Any
         __matmul__: Any
+        __rmatmul__: Any
         __neg__: Any
         __abs__: Any
         __getitem__: Any
@@ -90,7 +91,7 @@ class Tensor:
         if data.dtype not in DTYPES:
             data = _in_native_order(data)
         if type(data) is not np.ndarray and isinstance(data, np.ndarray | np.generic):
-            data = _plain(data)
+            data = plain(data)
         if dtype is not None and data.dtype != np.dtype(dtype):
             if np.dtype(dtype) not in DTYPES:
                 raise TypeError(_holds(dtype))
@@ -229,14 +230,6 @@ def _from_sequence(data: Any, dtype: Any) -> np.ndarray:
     except ValueError:
         raise ValueError("a tensor's rows must be of equal lengths, and this nested sequence's are not") from None
     return array.astype(float32) if array.dtype == np.float64 and dtype is None else array
-
-
-def _plain(data: np.ndarray | np.generic) -> np.ndarray:
-    """A NumPy scalar as an array, and a subclass (np.matrix, np.memmap) as what it derives from. Raises TypeError for
-    a masked array, whose mask would be lost."""
-    if isinstance(data, np.ma.MaskedArray):
-        raise TypeError("a tensor has no mask: give it array.filled(value)")
-    return np.asarray(data)
 
 
 def _in_native_order(array: Array) -> Array:

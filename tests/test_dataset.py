@@ -38,3 +38,10 @@ def test_labels_without_a_number_of_classes_ask_for_it():
         Dataset(np.zeros((2, 3, 3, 1), np.uint8), np.array([0, 4]), name="mine")
     with pytest.raises(CudiffError, match="labels run from 0 to 4; number the 4 classes from 0 to 3"):
         Dataset(np.zeros((2, 3, 3, 1), np.uint8), np.array([0, 4]), 4)
+
+
+def test_masks_are_not_dropped():
+    images, labels = np.zeros((2, 4, 4, 1), np.uint8), np.array([0, 1])
+    for given in ((np.ma.array(images), labels), (images, np.ma.array(labels))):
+        with pytest.raises(TypeError, match=r"give array\.filled\(value\)"):
+            Dataset(*given, num_classes=2)

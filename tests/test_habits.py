@@ -243,6 +243,8 @@ def test_a_buffer_is_an_attribute():
     for name, kind in (("weight", "Parameter"), ("eps", "float"), ("forward", "method")):
         with pytest.raises(TypeError, match=f"{name} is a {kind} already: give the buffer another name"):
             norm.register_buffer(name, Tensor([1.0]))
+    with pytest.raises(CudiffError, match="running_mean is float32, which does not hold every float64 given"):
+        norm.running_mean = np.full(3, 1e300)
     with pytest.raises(ValueError, match=r"running_mean is a buffer of shape \(3,\), not \(2,\)"):
         norm.running_mean = np.ones(2)
     with pytest.raises(AttributeError, match="'BatchNorm2d' object has no attribute 'running'"):

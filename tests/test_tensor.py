@@ -63,8 +63,9 @@ def test_a_tensor_is_not_made_of_another_dtype(dtype):
 @pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")
 def test_masks_and_matrices():
     masked = np.ma.masked_array([1.0, 2.0], mask=[False, True])
-    for use in (Tensor, lambda x: Tensor([1.0, 2.0]) + x, lambda x: setattr(nn.Linear(2, 1).bias, "data", x[:1])):
-        with pytest.raises(TypeError, match=r"a tensor has no mask: give it array\.filled\(value\)"):
+    for use in (Tensor, lambda x: Tensor([1.0, 2.0]) + x, lambda x: setattr(nn.Linear(1, 2).bias, "data", x),
+                lambda x: setattr(nn.Linear(1, 2).bias, "grad", x)):
+        with pytest.raises(TypeError, match=r"mask would be lost: give array\.filled\(value\)"):
             use(masked)
     square = Tensor(np.matrix([[1.0, 2.0], [3.0, 4.0]]))
     assert type(square.data) is np.ndarray and (square * square).numpy().tolist() == [[1, 4], [9, 16]]
@@ -317,6 +318,11 @@ def test_operators_and_methods(device):
     assert x.max(axis=1, keepdims=True).shape == (2, 1) and x.var(1).shape == x.std(1).shape == x.min(1).shape == (2,)
     assert x[0, 1:].shape == (2,) and x.astype("float16").dtype == np.float16
     assert (x @ x.T).shape == (2, 2)
+    row = [1.0, 2.0]  # is copied to no other device
+    if device == "cpu":
+        assert (row @ x).numpy().tolist() == (np.array(row) @ x).numpy().tolist() == (x.T @ row).numpy().tolist()
+    with pytest.raises(ValueError, match=r"matmul: the shapes \(2, 3\) and \(\) do not agree"):
+        x @ 2.0
 
 
 class Counted(Function):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from cudiff.backend import plain
 from cudiff.errors import CudiffError
 from cudiff.ops.batch import mix32, order_key
 
@@ -40,11 +41,11 @@ class Dataset:
                 f"{self.name}: images are {self.images.dtype} {self.images.shape}; "
                 "give uint8 (N, H, W, C) with 1 or 3 channels"
             )
-        self.images = np.ascontiguousarray(self.images)
+        self.images = np.ascontiguousarray(plain(self.images))
         if self.labels is None:
             self.num_classes = 0
             return
-        labels = np.asarray(self.labels)
+        labels = plain(self.labels)
         if labels.shape != (len(self.images),) or not np.issubdtype(labels.dtype, np.integer):
             raise CudiffError(
                 f"{self.name}: labels are {labels.dtype} {labels.shape}; "

@@ -85,10 +85,11 @@ class Module:
         if name in vars(self).get("_buffers", ()):
             if isinstance(value, Module | Parameter):
                 raise TypeError(f"{name} is a buffer: give the {type(value).__name__} another name")
-            value, buffer = Tensor(value), self._buffers[name]
-            if value.shape != buffer.shape:
-                raise ValueError(f"{name} is a buffer of shape {buffer.shape}, not {value.shape}")
-            copy_into(buffer.data, value.data)
+            buffer = self._buffers[name]
+            array = fitting(name, Tensor(value), buffer)
+            if array.shape != buffer.shape:
+                raise ValueError(f"{name} is a buffer of shape {buffer.shape}, not {array.shape}")
+            copy_into(buffer.data, array)
             return
         before = vars(self).get(name)
         if isinstance(before, Module | Parameter) and value is not before:

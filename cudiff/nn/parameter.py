@@ -20,6 +20,7 @@ from cudiff.backend import (
     is_capturing,
     is_float,
     is_low,
+    plain,
     to_device,
 )
 from cudiff.cuda.graph import record_again
@@ -52,7 +53,9 @@ def array_of(values: Array | Tensor) -> Array:
         torch = kind.__module__.startswith("torch")  # whose layout differs
         advice = "cudiff.convert.from_torch takes PyTorch's" if torch else "use np.asarray"
         raise TypeError(f"these are arrays or Tensors, not a {kind.__qualname__}: {advice}")
-    return values.data if isinstance(values, Tensor) else values
+    if isinstance(values, Tensor):
+        return values.data
+    return plain(values) if isinstance(values, np.ndarray | np.generic) else values
 
 
 def fitting(name: str, values: Array | Tensor, target: Array | Tensor) -> Array:

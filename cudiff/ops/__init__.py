@@ -62,6 +62,7 @@ _METHODS: dict[str, Any] = {
     "__pow__": power,
     "__rpow__": lambda x, other: power(other, x),
     "__matmul__": matmul,
+    "__rmatmul__": lambda x, other: matmul(other, x),
     "__neg__": negative,
     "__abs__": abs,
     "__getitem__": getitem,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -157,13 +158,14 @@ class Linear(Function):
         return dx, dweight, dbias, dout if needs[3] else None
 
 
-def matmul(a: Tensor, b: Tensor, tf32: bool = False) -> Tensor:
+def matmul(a: Any, b: Any, tf32: bool = False) -> Tensor:
     """Matrix product as in NumPy: a (..., M, K), b (..., K, N) → (..., M, N); batch axes broadcast, 1-D joins.
 
     Different dtypes meet as in `a + b`; of a weight that has a 16-bit copy (`Parameter.low`), an `a` of 16 bits reads
     that. Sums are in float32 (float64 for float64). `tf32` lets float32 operands be rounded to 10 bits of mantissa on a
     GPU; otherwise they keep all. Raises ValueError where the shapes do not agree.
     """
+    a, b = (x if isinstance(x, Tensor) else Tensor(x) for x in (a, b))
     if a.ndim == 0 or b.ndim == 0 or a.shape[-1] != b.shape[max(b.ndim - 2, 0)]:
         raise ValueError(f"matmul: the shapes {a.shape} and {b.shape} do not agree")
     if a.ndim == 1:
