@@ -210,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
                          help="a cudiff checkpoint, or with --to-torch a .safetensors in PyTorch's layout")
     convert.add_argument("--to-torch", action="store_true", help="write the weights with PyTorch's layout")
     convert.add_argument("--key", metavar="NAME", help="which state_dict of a .pt that holds several")
-    convert.add_argument("--weights", choices=("ema", "model"), default="ema", metavar="ema|model",
+    convert.add_argument("--weights", choices=("ema", "model"), metavar="ema|model",
                          help="which to write with --to-torch (default ema)")
     add_arguments(convert, sections=("data", "model", "diffusion", "sampling"))
     return parser
@@ -263,6 +263,8 @@ def _train(options: argparse.Namespace) -> None:
     from cudiff.train import Trainer
 
     resume, path = None, None
+    if options.data_changed and options.resume is None:
+        raise CudiffError("--data-changed is for a run that goes on: give --resume, or leave it out")
     if options.resume is not None:
         path = find_checkpoint(options.resume)
         of_run = Path(options.resume).is_dir() or (path.parent / "metrics.jsonl").exists()
@@ -311,6 +313,13 @@ def _sample(options: argparse.Namespace) -> None:
     suffix = Path(options.out).suffix.lower()
     if not options.out or suffix not in (".png", ".npz", ".gif", ""):
         raise CudiffError(f"cannot write '{options.out}': use .png, .npz, .gif or a folder's name")
+    if options.classes is not None and len(options.classes) > options.n:
+        raise CudiffError(
+            f"{len(options.classes)} classes were given for {options.n} images: give fewer, or more images with -n"
+        )
+    old = next(Path(options.out).glob("*.png"), None) if not suffix else None
+    if old is not None:
+        raise CudiffError(f"{options.out} holds pictures already, such as {old.name}: name another folder with --out")
     pipeline = _load(options)
     classes = None if options.classes is None else np.resize(options.classes, options.n)
     frames: list[np.ndarray] | None = [] if suffix == ".gif" else None
@@ -345,6 +354,8 @@ def _info(options: argparse.Namespace) -> None:
     from cudiff.info import checkpoint_table, kernel_tables, system_table
 
     if options.kernels or options.arch is not None:
+        if options.checkpoint is not None:
+            raise CudiffError("--kernels and --arch say nothing of a checkpoint: leave them out, or the checkpoint")
         for kernels in kernel_tables(options.arch):
             console.print(kernels)
         return
@@ -376,9 +387,17 @@ def _convert(options: argparse.Namespace) -> None:
     from cudiff.pipeline import export_torch, import_torch
 
     if options.to_torch:
-        export_torch(options.source, options.target, options.weights)
+        known = ("command", "run", "source", "target", "to_torch", "weights")
+        for name, value in vars(options).items():
+            if name not in known and value is not None:
+                raise CudiffError(
+                    f"--{name.replace('_', '-')} is for weights that come from PyTorch: with --to-torch leave it out"
+                )
+        export_torch(options.source, options.target, options.weights or "ema")
         _say(f"wrote {options.target}")
         return
+    if options.weights is not None:
+        raise CudiffError("--weights chooses what --to-torch writes: give that too, or leave it out")
     config = import_torch(options.source, options.target, from_arguments(options, Config()), options.key)
     _say(
         f"wrote {options.target}: a model of {config.diffusion}, sampled by {config.sampler} in {config.sample_steps} "

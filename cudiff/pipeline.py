@@ -67,8 +67,8 @@ class Pipeline:
         ----------
         classes : one class for all, one for each image, or None: class i mod num_classes for image i.
             −1 is no class. Unconditional models take None.
-        steps, guidance, sampler : the configuration's where None. sampler: heun, euler, ddim, ancestral or one of
-            `cudiff.register_sampler`.
+        steps, guidance, sampler : the configuration's where None. guidance: 0 or more. sampler: heun, euler, ddim,
+            ancestral or one of `cudiff.register_sampler`.
         batch_size : images denoised at once; smaller needs less memory.
         progress : called with (images done, n) after each batch.
         frames : a list that receives the first batch after each step, uint8, for an animation.
@@ -83,7 +83,7 @@ class Pipeline:
         if guidance not in (None, 1) and not config.num_classes:
             raise CudiffError("this model has no classes to guide to: leave guidance out")
         guidance = config.guidance if guidance is None else guidance
-        real("guidance", guidance)
+        real("guidance", guidance, 0)
         whole("seed", seed, 0, 2**64 - 1)
         for name, value in (("n", n), ("steps", steps), ("batch_size", batch_size)):
             whole(name, value)

@@ -1,11 +1,8 @@
-"""The command line: every command, every kind of mistake, and Ctrl-C, as a user meets them."""
+"""The command line: every command and every kind of mistake, as a user meets them."""
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +19,6 @@ from cudiff.errors import CudiffError
 from cudiff.plot import save_npz
 from cudiff.tensor import Tensor
 
-ROOT = Path(__file__).resolve().parents[1]
 TINY = [
     "--image-size", "8", "--model-channels", "8", "--attention-resolutions", "", "--num-head-channels", "0",
     "--num-heads", "2", "--batch-size", "8", "--steps", "4", "--log-every", "2", "--sample-every", "0", "--save-every",
@@ -135,6 +131,15 @@ def test_a_toml_file_and_flags_over_it(cli, tmp_path):
         (["info", "none.safetensors"], "none.safetensors"),
         (["convert", "none", "out.pt", "--to-torch"], "cannot write out.pt: name it .safetensors"),
         (["convert", "none.pt", "out.safetensors"], "cannot read none.pt (No such file or directory): check the path"),
+        (["train", "--data-changed"], "--data-changed is for a run that goes on: give --resume, or leave it out"),
+        (["sample", "x", "-n", "2", "--classes", "1,2,3"], "3 classes were given for 2 images: give fewer, or more"),
+        (["sample", "x", "-n", "-1", "--classes", "1"], "1 classes were given for -1 images"),
+        (["info", "x", "--kernels"], "--kernels and --arch say nothing of a checkpoint: leave them out, or the check"),
+        (["info", "x", "--arch", "sm_80"], "--kernels and --arch say nothing of a checkpoint"),
+        (["convert", "x", "y.safetensors", "--weights", "ema"], "--weights chooses what --to-torch writes: give that"),
+        *((["convert", "x", "y.safetensors", "--to-torch", *words],
+           f"{words[0]} is for weights that come from PyTorch: with --to-torch leave it out")
+          for words in (["--key", "net"], ["--preset", "mnist"], ["--config", "x"], ["--image-size", "8"])),
         (["dance"], "invalid choice: 'dance'"),
         ([], "the following arguments are required: COMMAND: see cudiff --help"),
     ],
@@ -319,7 +324,8 @@ def test_sample_writes_every_kind_of_file(cli, run_folder, tmp_path):
     [
         (["--classes", "11"], "the model has classes 0 to 9, and -1 for none; 11 is not one"),
         (["--classes", "9" * 30], "classes are object of shape (2,): give one whole number, or one for each image"),
-        (["--guidance", "nan"], "guidance must be a finite number, not nan"),
+        (["--guidance", "nan"], "guidance must be at least 0, not nan"),
+        (["--guidance", "-1"], "guidance must be at least 0, not -1"),
         (["--steps", "3", "--guidance", "1e30"], "the images hold values that are not finite: use less guidance"),
         (["-n", "0"], "n must be at least 1, not 0"),
         (["--steps", "0"], "steps must be at least 1, not 0"),
@@ -328,6 +334,17 @@ def test_sample_writes_every_kind_of_file(cli, run_folder, tmp_path):
 )
 def test_mistakes_in_sampling(mistake, run_folder, words, message):
     assert message in mistake("sample", run_folder, "-n", "2", "--steps", "1", *words)
+
+
+def test_single_pictures_of_two_runs_are_never_mixed(mistake, cli, run_folder, tmp_path):
+    words = ["sample", run_folder, "--steps", "1", "--device", "cpu", "--out", "single"]
+    (tmp_path / "single").mkdir()
+    (tmp_path / "single" / "notes.txt").touch()
+    assert cli(*words, "-n", "3")[0] == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "single").iterdir()}
+    message = mistake(*words, "-n", "2", "--seed", "1")
+    assert re.search(r"single holds pictures already, such as 00000\d.png: name another folder with --out", message)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "single").iterdir()} == before
 
 
 def test_eval_computes_in_the_precision_asked_for(cli, run_folder, monkeypatch):
@@ -458,26 +475,3 @@ def test_help_is_as_wide_as_the_terminal_up_to_110(monkeypatch, capsys, columns,
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     assert width - 8 <= max(map(len, capsys.readouterr().out.splitlines())) <= width
-
-
-def start(*words, cwd):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "cudiff", *words], cwd=cwd, env=env, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def test_a_run_goes_on_where_its_output_is_closed(tmp_path):
-    process = start("train", *TINY, "--steps", "30", "--log-every", "1", "--folder", "run", cwd=tmp_path)
-    assert any(line.startswith("step ") for line in process.stdout)
-    process.stdout.close()
-    process.wait(timeout=60)
-    assert load_checkpoint(latest(tmp_path / "run")).counters["step"] == 30
-
-
-def test_python_m_cudiff_and_mistakes_on_stderr(tmp_path):
-    process = start("train", "--data", "none", cwd=tmp_path)
-    out, error = process.communicate(timeout=60)
-    assert (process.returncode, out) == (2, "")
-    assert error == "cudiff: no data at 'none': give digits, mnist, a folder of images, an .npz or a .bin\n"

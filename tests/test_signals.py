@@ -1,4 +1,4 @@
-"""Signals: while the command line starts, runs, samples and trains; and a reader that closes the pipe."""
+"""The command line as a process: signals while it starts, runs, samples and trains; a reader that closes the pipe."""
 
 import os
 import signal
@@ -141,3 +141,18 @@ def test_a_command_whose_output_was_read_in_part_ends_quietly(tmp_path):
 
 def test_what_stopped_it_is_said():
     assert str(signals.Stopped(15)) == "stopped by signal 15" and signals.Stopped(15).number == 15
+
+
+def test_a_run_goes_on_where_its_output_is_closed(tmp_path):
+    process = start("train", *TINY, "--steps", "30", "--log-every", "1", cwd=tmp_path)
+    assert any(line.startswith("step ") for line in process.stdout)
+    process.stdout.close()
+    process.wait(timeout=60)
+    assert load_checkpoint(latest(tmp_path / "run")).counters["step"] == 30
+
+
+def test_python_m_cudiff_and_mistakes_on_stderr(tmp_path):
+    process = start("train", "--data", "none", cwd=tmp_path)
+    out, error = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, "")
+    assert error == "cudiff: no data at 'none': give digits, mnist, a folder of images, an .npz or a .bin\n"
