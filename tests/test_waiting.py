@@ -153,3 +153,46 @@ def test_gradients_that_are_still_read_are_kept(monkeypatch, reads):
         out.backward(np.ones(3, np.float32))
         assert np.array_equal(leaf.grad, np.full(3, expected, np.float32))
         assert len(Sum.kept) == reads
+
+
+class Residual(Function):
+    """x + y, which passes its dout on to y and reads it later."""
+
+    fresh = True
+    read: ClassVar[list] = []
+
+    @staticmethod
+    def forward_numpy(ctx, x, y):
+        return x + y
+
+    @staticmethod
+    def backward_numpy(ctx, dout, needs, into):
+        Residual.read.append(dout)
+        return dout.copy(), dout
+
+
+class Doubling(Function):
+    """2 x, by a user: it writes to its dout."""
+
+    @staticmethod
+    def forward_numpy(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward_numpy(ctx, dout, needs, into):
+        dout *= 2
+        return (dout,)
+
+
+def test_what_is_read_later_is_read_before_a_users_backward_writes_to_it(monkeypatch):
+    found = []
+
+    class Late(Reader):
+        def finish(self, array, written=False):
+            if written and any(array is waits for waits in Residual.read):
+                found.append(array.tolist())
+
+    monkeypatch.setattr(autograd, "_waiting", lambda device: contextlib.nullcontext(Late()))
+    x, y = (Tensor(np.ones(2, np.float32), requires_grad=True) for _ in range(2))
+    (Residual.apply(x * 1.0, Doubling.apply(y)) * 3.0).backward(np.ones(2, np.float32))
+    assert found == [[3, 3]] and x.grad.tolist() == [3, 3] and y.grad.tolist() == [6, 6]
