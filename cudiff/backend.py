@@ -103,12 +103,12 @@ def is_array(x: Any) -> bool:
     return isinstance(x, np.ndarray | np.generic) or (hasattr(x, "flags") and hasattr(x, "dtype"))
 
 
-def plain(array: np.ndarray | np.generic) -> np.ndarray:
-    """A NumPy scalar as an array, and a subclass (np.matrix, np.memmap) as what it derives from. Raises TypeError for
-    a masked array, whose mask would be lost."""
+def plain(array: Array) -> Array:
+    """A NumPy scalar or matrix, whose `*` is another, as an array; arrays as they are. Raises TypeError for a masked
+    array, whose mask would be lost."""
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError("a masked array's mask would be lost: give array.filled(value)")
-    return np.asarray(array)
+    return np.asarray(array) if isinstance(array, np.generic | np.matrix) else array
 
 
 def array_module(device: str) -> ModuleType:

@@ -45,7 +45,7 @@ class Dataset:
         if self.labels is None:
             self.num_classes = 0
             return
-        labels = plain(self.labels)
+        labels = np.asarray(plain(self.labels))
         if labels.shape != (len(self.images),) or not np.issubdtype(labels.dtype, np.integer):
             raise CudiffError(
                 f"{self.name}: labels are {labels.dtype} {labels.shape}; "

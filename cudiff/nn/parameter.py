@@ -53,9 +53,7 @@ def array_of(values: Array | Tensor) -> Array:
         torch = kind.__module__.startswith("torch")  # whose layout differs
         advice = "cudiff.convert.from_torch takes PyTorch's" if torch else "use np.asarray"
         raise TypeError(f"these are arrays or Tensors, not a {kind.__qualname__}: {advice}")
-    if isinstance(values, Tensor):
-        return values.data
-    return plain(values) if isinstance(values, np.ndarray | np.generic) else values
+    return values.data if isinstance(values, Tensor) else plain(values)
 
 
 def fitting(name: str, values: Array | Tensor, target: Array | Tensor) -> Array:
