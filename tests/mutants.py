@@ -26,7 +26,8 @@ LEFT_OUT = {
     "take CuPy or a stream, or are named *_cuda, functions that only those call, constants of a module "
     "that only those read, and branches of `device == \"cuda\"`",
     "the same by construction": "`strict=` of zip, `copy=` of astype, `exist_ok=`, decorators that only remember, the "
-    "sizes of the parts that work is cut into (PART_BYTES, CHUNK, _PARTIAL_SUMS, 16384)",
+    "sizes of the parts that work is cut into (PART_BYTES, CHUNK, _PARTIAL_SUMS, 16384), the size of an array that a "
+    "kernel declares (one larger holds the same)",
 }
 _FILES = {
     "cuda/tiles.py", "cuda/timing.py", "tune.py", "cuda/kernels/gemm/product.py",
@@ -320,18 +321,25 @@ _HIDDEN = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 
+# An array that is declared, with its size: one larger holds the same. Not of a struct, which may be an argument.
+_DECLARED = re.compile(r"^(?!.*\bstruct\b)\s*(?:__shared__ )?(?:__align__\(\d+\) )?(?:const )?(?!return\b)[A-Za-z_][\w:<>]* "
+                       r"\w+(?P<sizes>(?:\[[^]\n]*\])+)", re.MULTILINE)
+
 
 def kernel_mutants(root: Path = ROOT) -> list[Mutant]:
-    """All of `kernels/*/*.cu*`, but for comments, preprocessor lines, `asm` and static assertions."""
+    """All of `kernels/*/*.cu*`, but for comments, preprocessor lines, `asm`, static assertions and arrays' sizes."""
     found = []
     for path in sorted((root / "kernels").glob("*/*.cu*")):
         source = path.read_text()
         hidden = _HIDDEN.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), source)
+        sizes = [match.span("sizes") for match in _DECLARED.finditer(hidden)]
         lines = source.splitlines(keepends=True)
         starts = list(itertools.accumulate(map(len, lines), initial=0))
         for rule, pattern, table in _TOKENS:
             for match in re.finditer(pattern, hidden):
                 old = match.group()
+                if rule == "constant" and any(start < match.start() < stop for start, stop in sizes):
+                    continue
                 line = bisect.bisect_right(starts, match.start())
                 for new in _numbers(old) if table is None else (table[old],):
                     where = lines[line - 1].strip()

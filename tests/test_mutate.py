@@ -73,6 +73,14 @@ def test_every_mutant_is_another_program_and_has_tests():
         assert mutate.tests_of(path), f"{path} has no tests: name them in tests/mutate.py"
 
 
+def test_an_arrays_size_in_a_kernel_makes_no_mutant_but_other_numbers_do(tmp_path):
+    (tmp_path / "kernels" / "portable").mkdir(parents=True)
+    (tmp_path / "kernels" / "portable" / "x.cu").write_text(
+        "    __shared__ float2 sums[8][32];\n    float acc[2 * V] = {3};\n    return words[4];\nstruct Job { int at[5]; };\n"
+    )
+    assert {m.old for m in kernel_mutants(tmp_path) if m.rule == "constant"} == {"3", "4", "5"}
+
+
 def test_a_sample_takes_turns_and_stays_as_it_was():
     mutants = python_mutants()
     chosen = sample(mutants, 100, 1)
