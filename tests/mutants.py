@@ -322,8 +322,10 @@ _HIDDEN = re.compile(
 )
 
 # An array that is declared, with its size: one larger holds the same. Not of a struct, which may be an argument.
-_DECLARED = re.compile(r"^(?!.*\bstruct\b)\s*(?:__shared__ )?(?:__align__\(\d+\) )?(?:const )?(?!return\b)[A-Za-z_][\w:<>]* "
-                       r"\w+(?P<sizes>(?:\[[^]\n]*\])+)", re.MULTILINE)
+_DECLARED = re.compile(
+    r"^(?!.*\bstruct\b)\s*(?:__shared__ )?(?:__align__\(\d+\) )?(?:const )?(?!return\b)[A-Za-z_][\w:<>]* \w+"
+    r"(?P<sizes>(?:\[[^]\n]*\])+)", re.MULTILINE,
+)
 
 
 def kernel_mutants(root: Path = ROOT) -> list[Mutant]:

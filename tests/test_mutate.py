@@ -75,9 +75,12 @@ def test_every_mutant_is_another_program_and_has_tests():
 
 def test_an_arrays_size_in_a_kernel_makes_no_mutant_but_other_numbers_do(tmp_path):
     (tmp_path / "kernels" / "portable").mkdir(parents=True)
-    (tmp_path / "kernels" / "portable" / "x.cu").write_text(
-        "    __shared__ float2 sums[8][32];\n    float acc[2 * V] = {3};\n    return words[4];\nstruct Job { int at[5]; };\n"
-    )
+    (tmp_path / "kernels" / "portable" / "x.cu").write_text("""
+    __shared__ float2 sums[8][32];
+    float acc[2 * V] = {3};
+    return words[4];
+struct Job { int at[5]; };
+""")
     assert {m.old for m in kernel_mutants(tmp_path) if m.rule == "constant"} == {"3", "4", "5"}
 
 
