@@ -252,6 +252,8 @@ def test_a_buffer_is_an_attribute():
     norm.register_buffer("running_mean", np.array([4.0]))
     assert norm.running_mean.numpy().tolist() == [4]
     assert sorted(norm.state_dict()) == ["bias", "running_mean", "running_var", "weight"]
+    del norm.running_mean
+    assert sorted(norm.state_dict()) == ["bias", "running_var", "weight"]
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -280,6 +282,7 @@ def test_pytorchs_tensors_are_not_taken_for_arrays():
 @pytest.mark.parametrize("flat", [False, True])
 def test_a_parameter_owns_its_values(flat):
     given, later = np.ones((2, 3), np.float32), np.full((2, 3), 2.0)
+    assert all(nn.Parameter(given.astype(dtype)).dtype == np.float32 for dtype in (np.float16, np.float64))
     model = nn.Module()
     model.weight = nn.Parameter(given)
     if flat:

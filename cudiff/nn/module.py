@@ -99,7 +99,10 @@ class Module:
             structure_changes()
 
     def __delattr__(self, name: str) -> None:
-        super().__delattr__(name)
+        if name in self._buffers:
+            del self._buffers[name]
+        else:
+            super().__delattr__(name)
         structure_changes()
         record_again()
 

@@ -77,7 +77,7 @@ class Parameter(Tensor):
 
     Parameters
     ----------
-    data : float array, whose values are copied
+    data : array of any floating dtype, whose values are copied
     low : bool
         Whether matrix products in a 16-bit precision read a 16-bit copy of it, the shadow (weights of conv and linear).
     decay : bool or None
@@ -109,8 +109,8 @@ class Parameter(Tensor):
         self.flat: FlatParameters | None = None
         self.shadow: Array | None = None
         self._updated = -1
-        array = Tensor(data if hasattr(data, "dtype") else np.asarray(data, float32)).data
-        super().__init__(array.copy() if copy else array, requires_grad=True)
+        given = Tensor(data if hasattr(data, "dtype") else np.asarray(data, float32), requires_grad=True).data
+        super().__init__(given.astype(float32, copy=copy), requires_grad=True)
         self.low, self.layout = low, layout
         self._decay = self.ndim >= 2 if decay is None else bool(decay)
 
