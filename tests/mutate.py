@@ -52,7 +52,7 @@ TESTS = {
     "cudiff/cuda/select.py": ["tests/ops/test_attention_sm90.py", "tests/test_cli.py"],
     "cudiff/cuda/kernels/norm/": ["tests/ops/test_group_norm_sm90.py", "tests/test_traces.py"],
     "cudiff/cuda/kernels/convolution/": ["tests/ops/test_conv2d_sm90.py", "tests/ops/test_conv2d_wgrad_sm90.py",
-                                         "tests/ops/test_conv2d_thin.py", "tests/test_traces.py"],
+                                         "tests/ops/test_conv2d_few_channels.py", "tests/test_traces.py"],
     "cudiff/cuda/kernels/gemm/": ["tests/ops/test_gemm.py", "tests/ops/test_matmul.py", "tests/test_traces.py"],
     "cudiff/cuda/kernels/attention/": ["tests/ops/test_attention_sm90.py", "tests/test_traces.py"],
     "cudiff/data/": ["tests/test_readers.py", "tests/test_data.py"],
@@ -74,7 +74,7 @@ TESTS = {
                                        "tests/ops/test_norm_silu_conv2d.py"],
 }
 STEMS_OF = {  # headers, by the kernels that include them; other kernels by their own stem and that of their operation
-    "affine": ["group_norm", "conv2d_thin"], "attention": ["attention", "attention_sm90"],
+    "affine": ["group_norm", "conv2d_few_channels"], "attention": ["attention", "attention_sm90"],
     "attention_sm90": ["attention", "attention_sm90"], "attention_short_sm90": ["attention", "attention_sm90"],
     "cluster": ["conv2d_wgrad_sm90", "group_norm_sm90"], "common": ["elementwise", "shape"],
     "conv2d_wgrad_tf32_sm90": ["conv2d_wgrad_sm90"], "flash": ["attention"],

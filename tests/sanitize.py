@@ -84,7 +84,7 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
             tensor(2, 16, 16, 64, dtype=d), tensor(64), tensor(64), silu=True))
         yield f"many groups {dtype}", lambda d=dtype: _back(ops.group_norm(
             tensor(1, 2, 2, 4096, dtype=d), tensor(4096), tensor(4096), 32))
-        yield f"thin conv2d {dtype}", lambda d=dtype: _thin(tensor, d)
+        yield f"conv2d of few channels {dtype}", lambda d=dtype: _few_channels(tensor, d)
         yield f"transpose {dtype}", lambda d=dtype: _back(ops.transpose(tensor(3, 5, 64, dtype=d), (1, 0, 2)))
         yield f"twice {dtype}", lambda d=dtype: _twice(tensor(6, 5, 64, dtype=d))
         for tokens in (64, 130, 300):
@@ -105,7 +105,7 @@ def _back(out: Tensor) -> None:
     out.backward(Tensor(np.ones(out.shape), dtype=out.dtype, device="cuda").data)
 
 
-def _thin(tensor: Callable[..., Tensor], dtype: str) -> None:
+def _few_channels(tensor: Callable[..., Tensor], dtype: str) -> None:
     _back(ops.conv2d(tensor(2, 8, 8, 3, dtype=dtype), tensor(64, 3, 3, 3), tensor(64), padding=1))
     _back(ops.conv2d(tensor(2, 8, 8, 64, dtype=dtype), tensor(3, 3, 3, 64), tensor(3), padding=1))
 

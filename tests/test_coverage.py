@@ -25,14 +25,14 @@ UNARY |= {
 }
 IMAGE = {
     "avg_pool2d": ops.avg_pool2d, "max_pool2d": ops.max_pool2d, "upsample_nearest": ops.upsample_nearest,
-    "thin": lambda x: ops.conv2d(x, Tensor(np.ones((3, 3, 3, 64), x.dtype), device="cuda"), padding=1),
+    "few channels": lambda x: ops.conv2d(x, Tensor(np.ones((3, 3, 3, 64), x.dtype), device="cuda"), padding=1),
     "qkv": lambda x: ops.attention_qkv(ops.concatenate((x, x, x), 3), 2),
 }
 CHOSEN = {  # for kernels that the others do not need: shapes of operands, and the call
     "add_packed": (((4, 8, 64),), lambda x: x[1:] * x[:-1]),
     "fill": (((4, 16),), lambda x: ops.pad(x, 1, 1.0)),
-    "thin out": (((2, 8, 8, 64), (3, 3, 3, 64)), lambda x, w: ops.conv2d(x, w, padding=1)),
-    "thin in": (((2, 8, 8, 3), (64, 3, 3, 3)), lambda x, w: ops.conv2d(x, w, padding=1)),
+    "few out": (((2, 8, 8, 64), (3, 3, 3, 64)), lambda x, w: ops.conv2d(x, w, padding=1)),
+    "few in": (((2, 8, 8, 3), (64, 3, 3, 3)), lambda x, w: ops.conv2d(x, w, padding=1)),
     "relu": (((2, 8, 8, 64),), lambda x: ops.relu(ops.relu(x))),
     "tf32": (((2, 8, 8, 64), (64, 3, 3, 64)), lambda x, w: ops.conv2d(x, w, padding=1, tf32=True)),
     "wide norm": (((2, 4, 4096), (4096,), (4096,)), lambda x, w, b: ops.group_norm(x, w, b, num_groups=4)),

@@ -69,7 +69,7 @@ class NormSiluConv2d(Composite):
         elif x2 is not None:
             h2 = x2  # read from where they are
         elif dtype != x.dtype and is_low(x.dtype):
-            h = at_16_bytes(x)  # conv2d_thin reads packs of many channels
+            h = at_16_bytes(x)  # conv2d_few_channels reads packs of many channels
         again = norm_weight is not None and any(ctx.needs[i] for i in _NORM_INPUTS)
         if again:  # then the norm's backward makes h once more for the weight's gradient: nothing is kept till then
             ctx.step[1].again = ctx.needs[2]
@@ -94,7 +94,7 @@ class NormSiluConv2d(Composite):
         grads: list[Array | None] = [None] * len(needs)
         sums, mixed = ctx.dout_partials, dout.dtype != ctx.dtype
         if h2 is not None or residual2 is not None or (mixed and is_low(dout.dtype)):
-            dout = at_16_bytes(dout)  # pairs are read by TMA, many channels by conv2d_thin in packs
+            dout = at_16_bytes(dout)  # pairs are read by TMA, many channels by conv2d_few_channels in packs
         if out is not None:
             dout, sums = elementwise.relu_backward_cuda(dout, out)
         if sums is not None and len(sums) != len(dout):  # a batch norm's, of all images together

@@ -49,9 +49,9 @@ def flops_of(stem: str, name: str, grid: tuple, args: tuple, constants: dict[str
     if stem == "conv2d":
         images, _, _, channels, height, width, outputs, rows, columns = numbers[3:12]
         return 2.0 * images * height * width * channels * outputs * rows * columns
-    if stem == "conv2d_thin":
-        wide = max(arg.size for arg in args if len(getattr(arg, "shape", ())) == 4)
-        return 2.0 * constants["R"] ** 2 * constants["THIN"] * wide
+    if stem == "conv2d_few_channels":
+        many = max(arg.size for arg in args if len(getattr(arg, "shape", ())) == 4)
+        return 2.0 * constants["R"] ** 2 * constants["FEW"] * many
     if stem == "matmul":
         rows, columns, depth = numbers[3:6]
         return 2.0 * rows * columns * depth * (grid[0] // math.prod(

@@ -3,7 +3,7 @@
 // place (N, h, w, C) u8 is the maximum's row * WINDOW + column in its window, or NOWHERE. Sums are in float and in a fixed
 // order.
 // Outputs overwrite; those with `add` accumulate where it is set.
-// sums (gridDim.x, C): of what a block stored, for each channel, with MOMENTS=1 the sum, float, with 2 MomentsOf<T>;
+// sums (gridDim.x, C): of what a block stored, for each channel, with SUMS=1 the sum, float, with SUMS=2 MomentsOf<T>;
 // with 0 null.
 // VEC=1: C and every T address are multiples of a 16-byte pack.
 // Launch: block (lanes, columns), at most 256 threads, a lane for each pack of channels; gridDim.y = ceil(packs / lanes);
@@ -28,7 +28,7 @@ struct Total {
 };
 template <int, typename S> struct SumsOf { typedef Total Type; };
 template <typename S> struct SumsOf<2, S> { typedef typename MomentsOf<S>::Type Type; };
-typedef SumsOf<MOMENTS, T>::Type Sums;
+typedef SumsOf<SUMS, T>::Type Sums;
 
 // The sums of what a thread stores, and a block's.
 struct Stored {
@@ -36,19 +36,19 @@ struct Stored {
 
     __device__ __forceinline__ void add(const float (&values)[V]) {
 #pragma unroll
-        for (int k = 0; MOMENTS > 0 && k < V; k++) sums[k].add(to_float(from_float<T>(values[k])));
+        for (int k = 0; SUMS > 0 && k < V; k++) sums[k].add(to_float(from_float<T>(values[k])));
     }
     __device__ __forceinline__ void write(Sums* out, int C) {
-        if constexpr (MOMENTS == 0) return;
-        __shared__ Sums parts[256 * V];
+        if constexpr (SUMS == 0) return;
+        __shared__ Sums of_threads[256 * V];
         int lanes = blockDim.x * V, thread = threadIdx.y * blockDim.x + threadIdx.x, first = blockIdx.y * lanes;
 #pragma unroll
-        for (int k = 0; k < V; k++) parts[thread * V + k] = sums[k];
+        for (int k = 0; k < V; k++) of_threads[thread * V + k] = sums[k];
         __syncthreads();
         for (int i = thread; i < min(lanes, C - first); i += blockDim.x * blockDim.y) {
             Sums total = {};
 #pragma unroll 8
-            for (int y = 0; y < blockDim.y; y++) total.add(parts[y * lanes + i]);
+            for (int y = 0; y < blockDim.y; y++) total.add(of_threads[y * lanes + i]);
             out[(i64)blockIdx.x * C + first + i] = total;
         }
     }

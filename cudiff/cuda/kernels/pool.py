@@ -55,6 +55,6 @@ def launch_windows(name: str, outputs: tuple, inputs: tuple, large: Array, small
         "pool", name, (n * rows, blocks(channels, lanes * (size if packs else 1))),
         (lanes, min(256 // lanes, columns)),
         (*outputs, *statistics, *inputs, height, width, *small.shape[1:3], channels),
-        T=large.dtype, VEC=int(packs), MOMENTS=moments or 0, WINDOW=length, STRIDE=stride, PADDING=padding,
+        T=large.dtype, VEC=int(packs), SUMS=moments or 0, WINDOW=length, STRIDE=stride, PADDING=padding,
     )
     return sums

@@ -45,8 +45,8 @@ def run(given: Operands, offer: Offer, p: Problem) -> Array | None:
         wgrad(x, out, weight, given.add)
         return None
     norm = given.norm if Fusion.NORM_BACKWARD in fused else None
-    moments = 2 if fused & {Fusion.STATISTICS, Fusion.NORM_BACKWARD} else int(Fusion.SUMS in fused)
-    return fprop(x, weight, out, given.epilogue, moments, p.direction == DGRAD, Fusion.RELU in fused, norm)
+    sums = 2 if fused & {Fusion.STATISTICS, Fusion.NORM_BACKWARD} else int(Fusion.SUMS in fused)
+    return fprop(x, weight, out, given.epilogue, sums, p.direction == DGRAD, Fusion.RELU in fused, norm)
 
 
 def _supports(p: Problem) -> bool:
@@ -76,19 +76,19 @@ def sides(x: AnyImage, out: AnyImage) -> tuple[AnyImage, AnyImage]:
 
 
 def copies_bytes(rows: int, width: int, few: int, taps: int) -> int:
-    """The rows of the image of few channels under a tile of so many, in pairs of 16 bits, as often as spread has them;
+    """The rows of the image of few channels under a tile of so many, in pairs of 16 bits, as often as expand has them;
     `taps` is R."""
     return 4 * (rows + taps - 1) * blocks((width + taps - 1) * few, 2) * (1 + few % 2)
 
 
-def line_pitch(width: int) -> int:
-    """Numbers from one of wgrad's lines to the next, which begin 8 of the 32 banks apart."""
+def patches_pitch(width: int) -> int:
+    """Numbers from one row of wgrad's transposed patches to the next, which begin 8 of the 32 banks apart."""
     return 2 * (32 * (blocks(blocks(width, 4) * 2 + 24, 32) - 1) + 8)
 
 
-def lines_bytes(rows: int, width: int, few: int, taps: int) -> int:
-    """Lines of all numbers of the patches of a tile of so many rows."""
-    return 2 * (rows + taps - 1) * taps * few * line_pitch(width)
+def patches_bytes(rows: int, width: int, few: int, taps: int) -> int:
+    """wgrad's transposed patches of a tile of so many rows."""
+    return 2 * (rows + taps - 1) * taps * few * patches_pitch(width)
 
 
 def products_bytes(rows: int, width: int, few: int, taps: int) -> int:
@@ -102,38 +102,38 @@ def sums_bytes(few: int, columns: int, taps: int) -> int:
     return 4 * max(THREADS // 64 * blocks(depth, 16) * 16 * 32, depth * (columns + 1))
 
 
-def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, moments: int = 0, transposed: bool = False,
+def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, sums: int = 0, transposed: bool = False,
           relu: bool = False, norm: Norm | None = None) -> Array | None:
     """Convolution of x, written to out; or under `transposed`, gradient x of an output, that of the input to out.
 
-    Then ReLU, if `relu`, which an out of few channels does not take. Returns the sums of an out of many, and with 2
-    moments those of squares: float32 (N, tiles, K[, 2]). With `norm`, as in `table.dgrad`, the second moment is of out
-    times the norm's input.
+    Then ReLU, if `relu`, which an out of few channels does not take. Returns, of an out of many, so many `sums` for
+    each channel of a tile, float32 (N, tiles, K[, 2]): with 1 that of out, with 2 also that of its square. With `norm`,
+    as in `table.dgrad`, the second is of out times the norm's input.
     """
     n, height, width, channels = x.shape
     outputs = out.shape[3]
     fewer, taps = min(channels, outputs), weight.shape[1]
     few, many = sides(x, out)
     weight = weight if weight.dtype == many.dtype else weight.astype(many.dtype)
-    constants = {"T": many.dtype, "THIN_T": few.dtype, "R": taps, "THIN": fewer}
+    constants = {"T": many.dtype, "FEW_T": few.dtype, "R": taps, "FEW": fewer}
     at = _weight(weight.shape[3], taps, few_last=(fewer == channels) != transposed, flipped=transposed)
     if fewer == outputs:
         rows, shared = _rows(n, height, lambda rows: products_bytes(rows, width, fewer, taps))
         launch(
-            "conv2d_thin", "gather", n * blocks(height, rows), THREADS,
+            "conv2d_few_channels", "contract", n * blocks(height, rows), THREADS,
             (x, weight, epilogue.bias, out, at, height, width, rows), shared,
-            **constants, BN=channels, MOMENTS=0, NORM=0,
+            **constants, BN=channels, SUMS=0, NORM=0,
         )
         return None
     rows, shared = _rows(n, height, lambda rows: copies_bytes(rows, width, fewer, taps))
     columns = _columns(outputs)
-    partials = empty((n, blocks(height, rows), outputs, 2)[: 2 + moments], float32) if moments else None
+    partials = empty((n, blocks(height, rows), outputs, 2)[: 2 + sums], float32) if sums else None
     source, affine, groups = (None, (None,) * 6, 1) if norm is None else (norm.x, norm[3:], norm.mean.shape[1])
     launch(
-        "conv2d_thin", "spread", (n * blocks(height, rows), outputs // columns), THREADS,
+        "conv2d_few_channels", "expand", (n * blocks(height, rows), outputs // columns), THREADS,
         (x, weight, epilogue.bias, epilogue.emb, relu, out, partials, source, *affine, at, height, width, outputs, rows,
          groups),
-        shared, **constants, BN=columns, MOMENTS=moments, NORM=int(norm is not None),
+        shared, **constants, BN=columns, SUMS=sums, NORM=int(norm is not None),
     )
     return partials
 
@@ -143,16 +143,16 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool) -> None:
     few, many = sides(x, dout)
     taps = dweight.shape[1]
     n, height, width, channels = many.shape
-    rows, shared = _rows(n, height, lambda rows: lines_bytes(rows, width, few.shape[3], taps))
+    rows, shared = _rows(n, height, lambda rows: patches_bytes(rows, width, few.shape[3], taps))
     columns = _columns(channels)
     tiles = n * blocks(height, rows)
     partials = empty((tiles, dweight.shape[0], dweight.size // dweight.shape[0]), float32)
     shared = max(shared, sums_bytes(few.shape[3], columns, taps))
     at = _weight(dweight.shape[3], taps, few_last=few is x, flipped=few is dout)
     launch(
-        "conv2d_thin", "wgrad", (tiles, channels // columns), THREADS,
-        (few, many, partials, at, height, width, channels, rows, line_pitch(width)), shared,
-        T=many.dtype, THIN_T=few.dtype, R=taps, THIN=few.shape[3], BN=columns, MOMENTS=0, NORM=0,
+        "conv2d_few_channels", "wgrad", (tiles, channels // columns), THREADS,
+        (few, many, partials, at, height, width, channels, rows, patches_pitch(width)), shared,
+        T=many.dtype, FEW_T=few.dtype, R=taps, FEW=few.shape[3], BN=columns, SUMS=0, NORM=0,
     )
     add_parts(partials, dweight, add)
 

@@ -40,7 +40,7 @@ def _without_statistics(offer: Callable[[Problem], Offer | None]) -> Callable[[P
 
 CONVOLUTION = Table(
     "convolution",
-    Row("conv2d_thin", ANY, few_channels.offer, few_channels.run,
+    Row("conv2d_few_channels", ANY, few_channels.offer, few_channels.run,
         "3x3 or 1x1 that keep the size, between an image of up to 7 channels, 16-bit or float32, and a 16-bit one of "
         "32 to 128; adds a bias, and to a result of many channels emb and ReLU, and leaves its sums; dgrad to a norm "
         "of one source; not with an addend, a skip path, two sources, an upsampled input"),

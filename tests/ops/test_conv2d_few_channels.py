@@ -146,7 +146,7 @@ def test_gradient_to_a_norm(rng, shape, outputs, taps, scaled, float32_dout, dty
 @pytest.mark.parametrize("flipped", [False, True])
 @pytest.mark.parametrize("shape", [(64, 3, 3, 3), (3, 3, 3, 64)])
 def test_where_the_kernel_finds_the_weight(shape, flipped):
-    """kernels/portable/conv2d_thin.cu's Weight: (tap, thin channel, wide channel) against the array's own indexing."""
+    """conv2d_few_channels.cu's Weight: (tap, channel of few, of many) against the array's own indexing."""
     weight = np.arange(np.prod(shape)).reshape(shape)
     at = few_channels._weight(shape[3], 3, few_last=shape[3] == 3, flipped=flipped)
     turned = weight[:, ::-1, ::-1] if flipped else weight
@@ -155,14 +155,14 @@ def test_where_the_kernel_finds_the_weight(shape, flipped):
         assert at["first"] + tap * at["tap"] + j * at["few"] + c * at["many"] == expected
 
 
-@pytest.mark.parametrize("n, size, thin", [(1, 64, 3), (32, 64, 3), (264, 64, 7), (400, 224, 3)])
-def test_a_tile_fits_in_shared_memory(n, size, thin):
-    for bytes_of in (few_channels.lines_bytes, few_channels.copies_bytes, few_channels.products_bytes):
-        rows, shared = few_channels._rows(n, size, lambda rows, of=bytes_of: of(rows, size, thin, 3))
-        assert 0 < rows <= size and shared == bytes_of(rows, size, thin, 3) <= few_channels.SHARED_BYTES
+@pytest.mark.parametrize("n, size, few", [(1, 64, 3), (32, 64, 3), (264, 64, 7), (400, 224, 3)])
+def test_a_tile_fits_in_shared_memory(n, size, few):
+    for bytes_of in (few_channels.patches_bytes, few_channels.copies_bytes, few_channels.products_bytes):
+        rows, shared = few_channels._rows(n, size, lambda rows, of=bytes_of: of(rows, size, few, 3))
+        assert 0 < rows <= size and shared == bytes_of(rows, size, few, 3) <= few_channels.SHARED_BYTES
 
 
 @pytest.mark.parametrize("width", [1, 4, 15, 16, 17, 28, 64, 65, 80, 81, 252])
-def test_lines_begin_in_other_banks(width):
-    words = few_channels.line_pitch(width) // 2
+def test_rows_of_patches_begin_in_other_banks(width):
+    words = few_channels.patches_pitch(width) // 2
     assert words % 32 == 8 and 0 <= 2 * words - 4 * -(-width // 4) < 64

@@ -1,39 +1,43 @@
-// Convolutions R x R (3 or 1) that keep the size, between an image of few channels ("thin") and one of many ("wide").
+// Convolutions R x R (3 or 1) that keep the size, between an image of few channels and one of many.
 //
-// thin: THIN_T (N, H, W, THIN), T or float; wide: T (N, H, W, C), 16-byte aligned, C a multiple of BN. Products are of T: a
-// float thin is rounded where it is read, and written as summed. The patch of a pixel has DEPTH numbers, (r, s, j): thin's
-// R x R pixels around it. weight, T, holds (tap, j, c) at first + tap * .. + j * .. + c * .. (see Weight), so that the six
-// passes, three of each kind of convolution, are three products:
-//   spread  wide[p][c] = patch[p] · weight[c] + bias[c] + emb[n][c], or 0 where that is less and `relu`; partials (N, tiles,
-//           C, MOMENTS) are float sums of what was stored, and with 2 moments of its squares. Thin is x of fprop, or dout of
-//           dgrad. NORM, of dgrad where the input was silu(z), z group norm's map (affine.cuh) of x (N, H, W, C): wide = dz,
-//           the product times silu's slope, and partials are sums of dz and of dz * x, before rounding; no bias, emb or relu.
-//   gather  thin[p][j] = sum over taps (r, s) of wide[p + (r, s) - R / 2] · weight[tap][j] + bias[j]. Thin is out, or dx.
-//   wgrad   partials[blockIdx.x] (a weight each, float) = sum over the tile's pixels of patch[p][tap, j] · wide[p][c]
+// few: FEW_T (N, H, W, FEW), T or float. many: T (N, H, W, C), 16-byte aligned, C a multiple of BN. Products are of T: a
+// float `few` is rounded where it is read, and written as summed. The patch of a pixel has DEPTH numbers, (r, s, j): the
+// R x R pixels of few around it. weight, T, holds (tap, j, c) at first + tap * .. + j * .. + c * .. (see Weight). So three
+// kernels do six convolutions: fprop, dgrad and wgrad from few channels to many, and from many to few.
+//   expand    many[p][c] = patch[p] · weight[c] + bias[c] + emb[n][c], or 0 where that is less and `relu`. few is x of
+//             fprop, or dout of dgrad. sums (N, tiles, C, SUMS) are float: of each channel of a tile the sum of what was
+//             stored, and with SUMS=2 that of its squares (RawStatistics).
+//             NORM is of dgrad where the input was silu(z), z group norm's map (affine.cuh) of x (N, H, W, C). Then many
+//             is the gradient of z, the product times silu's slope. sums are those of it and of it * x, before rounding.
+//             There is no bias, emb or relu.
+//   contract  few[p][j] = sum over taps (r, s) of many[p + (r, s) - R / 2] · weight[tap][j] + bias[j]. few is out, or dx.
+//   wgrad     partials[blockIdx.x] (a weight each, float) = sum over the tile's pixels of patch[p][tap, j] · many[p][c]
 // bias: float or null; emb: float (N, C) or null. All outputs are overwritten. Sums are float and in a fixed order.
 //
 // Fragments of mma.sync are filled without ldmatrix: which channel or pixel stands in which column or depth is free, and
 // is chosen so that a thread's are neighbours in memory.
-// Launch: 256 threads, gridDim.x = N * ceil(H / rows) tiles of `rows` rows of an image; spread and wgrad gridDim.y = C / BN,
-// BN = 32 or 64, gather 1, with BN = C. Dynamic shared memory, by few_channels.py: spread `copies_bytes`, gather
-// `products_bytes`, wgrad the larger of `lines_bytes` and `sums_bytes`, with a `pitch` of lines as `line_pitch` says.
+// Launch: 256 threads. gridDim.x = N * ceil(H / rows) tiles of `rows` rows of an image. gridDim.y = C / BN with BN = 32 or
+// 64 in expand and wgrad, 1 with BN = C in contract. Dynamic shared memory, by few_channels.py: expand `copies_bytes`,
+// contract `products_bytes`, wgrad the larger of `patches_bytes` and `sums_bytes`, where `patches_pitch` is its pitch.
 #include "affine.cuh"
 #include "mma.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int TAPS = R * R, HALO = R / 2;  // pixels around a tile
-constexpr int DEPTH = TAPS * THIN, STEPS = CEIL_DIV(DEPTH, 16);
-constexpr int OWN = BN / 4;  // channels of a thread in gather: a quarter of a pixel's
+constexpr int DEPTH = TAPS * FEW, STEPS = CEIL_DIV(DEPTH, 16);
+constexpr int OWN = BN / 4;  // channels of a thread in contract: a quarter of a pixel's
 
-// In spread a thread reads two numbers of a patch's row as one word; the last of an odd row has a neighbour that does not count.
-// Where THIN is odd, half of the words would not be aligned: these come from a second copy of thin's rows, one number further on.
-constexpr int ROW_PAIRS = CEIL_DIV(R * THIN, 2), SPREAD_STEPS = CEIL_DIV(R * ROW_PAIRS, 8), COPIES = 1 + THIN % 2;
-constexpr int PARTS = BN / 32, STRIPS = WARPS / PARTS;  // in spread and wgrad: a warp has 32 channels of 16 pixels at a time
+// In expand a thread reads two numbers of a patch's row as one word. The last word of an odd row also holds a neighbour, which
+// is masked. Where FEW is odd, half of the words would not be aligned: a second copy of few's rows, one number further on, has
+// these.
+constexpr int ROW_PAIRS = CEIL_DIV(R * FEW, 2), EXPAND_STEPS = CEIL_DIV(R * ROW_PAIRS, 8), COPIES = 1 + FEW % 2;
+// In expand and wgrad a warp has 32 channels of 16 pixels at a time.
+constexpr int CHANNEL_WARPS = BN / 32, PIXEL_WARPS = WARPS / CHANNEL_WARPS;
 
 // Where the weight of (tap, j, c) lies; tap counts backwards where `tap` is negative.
 struct Weight {
-    int first, tap, thin, wide;
-    __device__ __forceinline__ int at(int d, int c) const { return first + d / THIN * tap + d % THIN * thin + c * wide; }
+    int first, tap, few, many;
+    __device__ __forceinline__ int at(int d, int c) const { return first + d / FEW * tap + d % FEW * few + c * many; }
 };
 
 // A block's rows of one image.
@@ -47,11 +51,11 @@ struct Tile {
 
 extern __shared__ __align__(16) u8 dynamic[];
 
-// A number of thin's as products take it.
+// A number of few as products take it.
 __device__ __forceinline__ T operand(T x) { return x; }
 template <typename U> __device__ __forceinline__ T operand(U x) { return from_float<T>(to_float(x)); }
 
-// A pixel of a tile, and those that follow at a fixed distance, without a division each.
+// Steps from a pixel of a tile to those that follow at a fixed distance, without a division each.
 struct Walk {
     int y, x, down, across, W;
     __device__ __forceinline__ Walk(int m, int distance, int W) : y(m / W), x(m % W), down(distance / W), across(distance % W), W(W) {}
@@ -61,73 +65,73 @@ struct Walk {
     }
 };
 
-// A number of thin's row `y` of the image, or zero around it: e = x * THIN + j.
-__device__ __forceinline__ T around(const THIN_T* image, int y, int e, int H, int W) {
-    return y >= 0 && y < H && e >= 0 && e < W * THIN ? operand(image[(i64)y * W * THIN + e]) : T{};
+// Number e = x * FEW + j of row `y` of few, or zero outside the image.
+__device__ __forceinline__ T around(const FEW_T* image, int y, int e, int H, int W) {
+    return y >= 0 && y < H && e >= 0 && e < W * FEW ? operand(image[(i64)y * W * FEW + e]) : T{};
 }
 
-// Thin's rows under a tile's patches, zeros around the image, in shared memory: COPIES times.
+// few's rows under a tile's patches, zeros around the image, in shared memory: COPIES times. For expand.
 struct Patches {
-    T* lines;
+    T* values;
     int pitch, size;
 
-    __device__ __forceinline__ Patches(const THIN_T* thin, const Tile& tile, int H, int W)
-        : lines((T*)dynamic), pitch(CEIL_DIV((W + 2 * HALO) * THIN, 2) * 2), size((tile.rows + 2 * HALO) * pitch) {
-        thin += (i64)tile.n * H * W * THIN;
+    __device__ __forceinline__ Patches(const FEW_T* few, const Tile& tile, int H, int W)
+        : values((T*)dynamic), pitch(CEIL_DIV((W + 2 * HALO) * FEW, 2) * 2), size((tile.rows + 2 * HALO) * pitch) {
+        few += (i64)tile.n * H * W * FEW;
         Walk walk(threadIdx.x, THREADS, pitch);
 #pragma unroll 8
         for (int i = threadIdx.x; i < size; i += THREADS, walk.advance()) {
-            T x = around(thin, tile.top + walk.y - HALO, walk.x - HALO * THIN, H, W);
-            lines[i] = x;
-            if (COPIES > 1 && i > 0) lines[size + i - 1] = x;
+            T x = around(few, tile.top + walk.y - HALO, walk.x - HALO * FEW, H, W);
+            values[i] = x;
+            if (COPIES > 1 && i > 0) values[size + i - 1] = x;
         }
     }
     // The patch of pixel (y, x) of the tile begins there; its numbers of row r a pitch further on.
-    __device__ __forceinline__ int corner(int y, int x) const { return y * pitch + x * THIN; }
+    __device__ __forceinline__ int corner(int y, int x) const { return y * pitch + x * FEW; }
 };
 
-// The same for wgrad: a line holds number d of the patches of the pixels of a row y of the tile, one after the other.
-struct Lines {
-    static constexpr int COUNT = R * THIN;  // of each row of thin: one for each column of the kernel and channel
-    T* lines;
+// The same transposed, for wgrad: number d of the patches of all pixels of row y of the tile lie one after the other.
+struct TransposedPatches {
+    static constexpr int COUNT = R * FEW;  // that start in a row of few: one for each column of the kernel and channel
+    T* values;
     int pitch;
 
-    __device__ __forceinline__ Lines(const THIN_T* thin, const Tile& tile, int H, int W, int width, int pitch)
-        : lines((T*)dynamic), pitch(pitch) {
-        thin += (i64)tile.n * H * W * THIN;
-        int across = (width + 2 * HALO) * THIN;
+    __device__ __forceinline__ TransposedPatches(const FEW_T* few, const Tile& tile, int H, int W, int width, int pitch)
+        : values((T*)dynamic), pitch(pitch) {
+        few += (i64)tile.n * H * W * FEW;
+        int across = (width + 2 * HALO) * FEW;
         Walk walk(threadIdx.x, THREADS, across);
 #pragma unroll 4
         for (int i = threadIdx.x; i < (tile.rows + 2 * HALO) * across; i += THREADS, walk.advance()) {
-            T number = around(thin, tile.top + walk.y - HALO, walk.x - HALO * THIN, H, W);
-            T* line = lines + (walk.y * COUNT + walk.x % THIN) * pitch;
+            T number = around(few, tile.top + walk.y - HALO, walk.x - HALO * FEW, H, W);
+            T* target = values + (walk.y * COUNT + walk.x % FEW) * pitch;
 #pragma unroll
             for (int s = 0; s < R; s++) {
-                int x = walk.x / THIN - s;
-                if (x >= 0 && x < width) line[s * THIN * pitch + x] = number;
+                int x = walk.x / FEW - s;
+                if (x >= 0 && x < width) target[s * FEW * pitch + x] = number;
             }
         }
     }
-    __device__ __forceinline__ const T* line(int y, int d) const { return lines + (y * COUNT + d) * pitch; }
+    __device__ __forceinline__ const T* at(int y, int d) const { return values + (y * COUNT + d) * pitch; }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-spread(const THIN_T* thin, const T* weight, const float* bias, const float* emb, int relu, T* wide, float* partials, const T* x,
+expand(const FEW_T* few, const T* weight, const float* bias, const float* emb, int relu, T* many, float* sums, const T* x,
        const float* norm_weight, const float* norm_bias, const float* scale, const float* shift, const float* mean,
        const float* rstd, Weight at, int H, int W, int C, int rows, int groups) {
     wait_for_previous();
-    constexpr int LINE = SPREAD_STEPS * 16 + 10;  // so that few of the lines read at one time share a bank
-    __shared__ __align__(4) T weights[BN * LINE];
-    __shared__ float sums[STRIPS * BN * MOMENTS + 1];
+    constexpr int WEIGHT_PITCH = EXPAND_STEPS * 16 + 10;  // few of the rows that are read at one time share a bank
+    __shared__ __align__(4) T weights[BN * WEIGHT_PITCH];
+    __shared__ float warp_sums[PIXEL_WARPS * BN * SUMS + 1];
     __shared__ __align__(16) float2 maps[NORM ? BN : 1];
     Tile tile(H, rows);
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-    int channel = blockIdx.y * BN, own = warp % PARTS * 32 + t * 8;  // the first of this thread's eight
+    int channel = blockIdx.y * BN, own = warp % CHANNEL_WARPS * 32 + t * 8;  // the first of this thread's eight
 #pragma unroll
-    for (int i = threadIdx.x; i < BN * SPREAD_STEPS * 16; i += THREADS) {  // in the order in which they lie in memory
-        int c = at.wide == 1 ? i % BN : i / (SPREAD_STEPS * 16), d = at.wide == 1 ? i / BN : i % (SPREAD_STEPS * 16);
+    for (int i = threadIdx.x; i < BN * EXPAND_STEPS * 16; i += THREADS) {  // in the order in which they lie in memory
+        int c = at.many == 1 ? i % BN : i / (EXPAND_STEPS * 16), d = at.many == 1 ? i / BN : i % (EXPAND_STEPS * 16);
         int row = d / (2 * ROW_PAIRS), e = d % (2 * ROW_PAIRS);
-        weights[c * LINE + d] = row < R && e < R * THIN ? weight[at.at(row * R * THIN + e, channel + c)] : T{};
+        weights[c * WEIGHT_PITCH + d] = row < R && e < R * FEW ? weight[at.at(row * R * FEW + e, channel + c)] : T{};
     }
     for (int i = threadIdx.x; NORM && i < BN; i += THREADS) {
         int c = channel + i, group = tile.n * groups + c / (C / groups);
@@ -141,39 +145,39 @@ spread(const THIN_T* thin, const T* weight, const float* bias, const float* emb,
         if (bias) constant[e] = bias[c];
         if (emb) constant[e] += emb[tile.n * C + c];
     }
-    int count = tile.rows * W, first = warp / PARTS * 16 + g, step = STRIPS * 16;
+    int count = tile.rows * W, first = warp / CHANNEL_WARPS * 16 + g, step = PIXEL_WARPS * 16;
     i64 place = (((i64)tile.n * H + tile.top) * W + first) * C + channel + own;
-    wide += place, x += NORM ? place : 0;
+    many += place, x += NORM ? place : 0;
     Pack<T> others[2];
     auto fetch = [&](int h, int m) {  // the norm's input for pixel m, long before it is needed
         if (NORM && m < count) others[h] = load_pack(x + 8 * h * C);
     };
     fetch(0, first), fetch(1, first + 8);
-    Patches patches(thin, tile, H, W);
+    Patches patches(few, tile, H, W);
     __syncthreads();
 
-    int offset[SPREAD_STEPS][2];  // in words
-    u32 keep[SPREAD_STEPS][2];
+    int offset[EXPAND_STEPS][2];  // in words
+    u32 keep[EXPAND_STEPS][2];
 #pragma unroll
-    for (int k = 0; k < SPREAD_STEPS; k++)
+    for (int k = 0; k < EXPAND_STEPS; k++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             int pair = k * 8 + t + 4 * i, row = pair / ROW_PAIRS, e = pair % ROW_PAIRS;
             offset[k][i] = min(row, R - 1) * patches.pitch / 2 + e;
             bool whole = COPIES == 1 && (k + 1) * 8 <= R * ROW_PAIRS;  // known while compiling
-            keep[k][i] = whole || (row < R && 2 * e + 1 < R * THIN) ? ~0u : row < R ? 0xffff : 0;
+            keep[k][i] = whole || (row < R && 2 * e + 1 < R * FEW) ? ~0u : row < R ? 0xffff : 0;
         }
     // Column 2t + i of product j is channel 2j + i of thread t.
-    const u32* column = (const u32*)(weights + (warp % PARTS * 32 + g / 2 * 8 + g % 2) * LINE) + t;
+    const u32* column = (const u32*)(weights + (warp % CHANNEL_WARPS * 32 + g / 2 * 8 + g % 2) * WEIGHT_PITCH) + t;
     float sum[8] = {}, square[8] = {};
 
     Walk walks[2] = {{first, step, W}, {first + 8, step, W}};
-    for (int m = first; m - g < count; m += step, wide += step * C) {
+    for (int m = first; m - g < count; m += step, many += step * C) {
         const u32* corner[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             int place = patches.corner(min(walks[h].y, tile.rows - 1), walks[h].x), odd = COPIES > 1 ? place % 2 : 0;
-            corner[h] = (const u32*)(patches.lines + place - odd + odd * patches.size);
+            corner[h] = (const u32*)(patches.values + place - odd + odd * patches.size);
             walks[h].advance();
         }
         x += step * C;
@@ -183,12 +187,12 @@ spread(const THIN_T* thin, const T* weight, const float* bias, const float* emb,
 #pragma unroll
             for (int i = 0; i < 4; i++) acc[j][i] = constant[2 * j + i % 2];
 #pragma unroll
-        for (int k = 0; k < SPREAD_STEPS; k++) {
+        for (int k = 0; k < EXPAND_STEPS; k++) {
             u32 a[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) a[i] = corner[i % 2][offset[k][i / 2]] & keep[k][i / 2];
 #pragma unroll
-            for (int j = 0; j < 4; j++) mma<T>(acc[j], a, column[j * LINE + k * 8], column[j * LINE + k * 8 + 4]);
+            for (int j = 0; j < 4; j++) mma<T>(acc[j], a, column[j * WEIGHT_PITCH + k * 8], column[j * WEIGHT_PITCH + k * 8 + 4]);
         }
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -199,7 +203,7 @@ spread(const THIN_T* thin, const T* weight, const float* bias, const float* emb,
                 float2 v = make_float2(acc[j][2 * h], acc[j][2 * h + 1]), other;
                 if constexpr (NORM) {
                     other = make_float2(to_float(others[h].v[2 * j]), to_float(others[h].v[2 * j + 1]));
-                    float4 map = ((const float4*)maps)[(warp % PARTS * 4 + j) * 4 + t];
+                    float4 map = ((const float4*)maps)[(warp % CHANNEL_WARPS * 4 + j) * 4 + t];
                     v.x *= silu_slope(fmaf(map.x, other.x, map.y)), v.y *= silu_slope(fmaf(map.z, other.y, map.w));
                     words[j] = pack_pair<T>(v.x, v.y);
                 } else {
@@ -207,16 +211,16 @@ spread(const THIN_T* thin, const T* weight, const float* bias, const float* emb,
                     words[j] = pack_pair<T>(v.x, v.y);
                     other = v = unpack_pair<T>(words[j]);
                 }
-                if constexpr (MOMENTS > 0) {
+                if constexpr (SUMS > 0) {
                     sum[2 * j] += v.x, sum[2 * j + 1] += v.y;
                     square[2 * j] += v.x * other.x, square[2 * j + 1] += v.y * other.y;
                 }
             }
-            *(uint4*)(wide + 8 * h * C) = make_uint4(words[0], words[1], words[2], words[3]);
+            *(uint4*)(many + 8 * h * C) = make_uint4(words[0], words[1], words[2], words[3]);
             fetch(h, m + step + 8 * h);
         }
     }
-    if constexpr (MOMENTS > 0) {
+    if constexpr (SUMS > 0) {
 #pragma unroll
         for (int e = 0; e < 8; e++) {
 #pragma unroll
@@ -225,34 +229,34 @@ spread(const THIN_T* thin, const T* weight, const float* bias, const float* emb,
                 square[e] += __shfl_xor_sync(0xffffffffu, square[e], lanes);
             }
             if (g == 0) {
-                float* to = sums + (warp / PARTS * BN + own + e) * MOMENTS;
+                float* to = warp_sums + (warp / CHANNEL_WARPS * BN + own + e) * SUMS;
                 to[0] = sum[e];
-                if (MOMENTS == 2) to[1] = square[e];
+                if (SUMS == 2) to[1] = square[e];
             }
         }
         __syncthreads();
-        for (int i = threadIdx.x; i < BN * MOMENTS; i += THREADS) {
+        for (int i = threadIdx.x; i < BN * SUMS; i += THREADS) {
             float total = 0.0f;
-            for (int strip = 0; strip < STRIPS; strip++) total += sums[strip * BN * MOMENTS + i];
-            partials[((i64)blockIdx.x * C + channel) * MOMENTS + i] = total;
+            for (int w = 0; w < PIXEL_WARPS; w++) total += warp_sums[w * BN * SUMS + i];
+            sums[((i64)blockIdx.x * C + channel) * SUMS + i] = total;
         }
     }
 }
 
-// Every pixel of the tile's rows and of those around it is multiplied by all DEPTH columns of the weight, once; then the
-// products that belong to a pixel of thin, one a tap, are added. Reading wide once a tap would cost more.
+// Every pixel of the tile's rows and of those around it is multiplied by all DEPTH columns of the weight, once. Then the
+// products that belong to a pixel of few, one a tap, are added. Reading `many` once a tap would cost more.
 extern "C" __global__ void __launch_bounds__(THREADS)
-gather(const T* wide, const T* weight, const float* bias, THIN_T* thin, Weight at, int H, int W, int rows) {
+contract(const T* many, const T* weight, const float* bias, FEW_T* few, Weight at, int H, int W, int rows) {
     wait_for_previous();
-    constexpr int LINE = BN + 8, COLUMNS = CEIL_DIV(DEPTH, 8), PITCH = DEPTH | 1;
-    __shared__ __align__(8) T weights[COLUMNS * 8 * LINE];
+    constexpr int WEIGHT_PITCH = BN + 8, COLUMNS = CEIL_DIV(DEPTH, 8), PITCH = DEPTH | 1;
+    __shared__ __align__(8) T weights[COLUMNS * 8 * WEIGHT_PITCH];
     float* products = (float*)dynamic;  // (rows + 2 * HALO, W, PITCH)
     Tile tile(H, rows);
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
 #pragma unroll
     for (int i = threadIdx.x; i < BN * COLUMNS * 8; i += THREADS) {
-        int c = at.wide == 1 ? i % BN : i / (COLUMNS * 8), d = at.wide == 1 ? i / BN : i % (COLUMNS * 8);
-        weights[d * LINE + c] = d < DEPTH ? weight[at.at(d, c)] : T{};
+        int c = at.many == 1 ? i % BN : i / (COLUMNS * 8), d = at.many == 1 ? i / BN : i % (COLUMNS * 8);
+        weights[d * WEIGHT_PITCH + c] = d < DEPTH ? weight[at.at(d, c)] : T{};
     }
     __syncthreads();
 
@@ -260,17 +264,17 @@ gather(const T* wide, const T* weight, const float* bias, THIN_T* thin, Weight a
 #pragma unroll
     for (int k = 0; k < BN / 16; k++)
 #pragma unroll
-        for (int j = 0; j < COLUMNS; j++) b[k][j] = *(const uint2*)(weights + (j * 8 + g) * LINE + t * OWN + 4 * k);
+        for (int j = 0; j < COLUMNS; j++) b[k][j] = *(const uint2*)(weights + (j * 8 + g) * WEIGHT_PITCH + t * OWN + 4 * k);
 
     int top = max(tile.top - HALO, 0), count = (min(tile.top + tile.rows + HALO, H) - top) * W;
-    wide += ((i64)tile.n * H + top) * W * BN + t * OWN;
+    many += ((i64)tile.n * H + top) * W * BN + t * OWN;
 #pragma unroll 2
     for (int m = warp * 16 + g; m - g < count; m += WARPS * 16) {
         uint4 pixel[2][OWN / 8];
 #pragma unroll
         for (int h = 0; h < 2; h++)
 #pragma unroll
-            for (int i = 0; i < OWN / 8; i++) pixel[h][i] = ((const uint4*)(wide + (i64)min(m + 8 * h, count - 1) * BN))[i];
+            for (int i = 0; i < OWN / 8; i++) pixel[h][i] = ((const uint4*)(many + (i64)min(m + 8 * h, count - 1) * BN))[i];
         float acc[COLUMNS][4] = {};
 #pragma unroll
         for (int k = 0; k < BN / 16; k++) {
@@ -289,51 +293,52 @@ gather(const T* wide, const T* weight, const float* bias, THIN_T* thin, Weight a
     }
     __syncthreads();
 
-    thin += ((i64)tile.n * H + tile.top) * W * THIN;
-    for (int i = threadIdx.x; i < tile.rows * W * THIN; i += THREADS) {
-        int j = i % THIN, x = i / THIN % W, y = tile.top + i / THIN / W;
+    few += ((i64)tile.n * H + tile.top) * W * FEW;
+    for (int i = threadIdx.x; i < tile.rows * W * FEW; i += THREADS) {
+        int j = i % FEW, x = i / FEW % W, y = tile.top + i / FEW / W;
         float sum = bias ? bias[j] : 0.0f;
 #pragma unroll
         for (int tap = 0; tap < TAPS; tap++) {
             int row = y + tap / R - HALO, column = x + tap % R - HALO;
             if (row < 0 || row >= H || column < 0 || column >= W) continue;
-            sum += products[((row - top) * W + column) * PITCH + tap * THIN + j];
+            sum += products[((row - top) * W + column) * PITCH + tap * FEW + j];
         }
-        thin[i] = from_float<THIN_T>(sum);
+        few[i] = from_float<FEW_T>(sum);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, THIN < 6 ? 2 : 1)  // for two blocks, 7 channels spill on sm_90a
-wgrad(const THIN_T* thin, const T* wide, float* partials, Weight at, int H, int W, int C, int rows, int pitch) {
+extern "C" __global__ void __launch_bounds__(THREADS, FEW < 6 ? 2 : 1)  // for two blocks, 7 channels spill on sm_90a
+wgrad(const FEW_T* few, const T* many, float* partials, Weight at, int H, int W, int C, int rows, int pitch) {
     wait_for_previous();
     constexpr int COLUMNS = 4;  // and as many channels of a thread: those of lane group g are g * COLUMNS and after
     struct __align__(8) Channels { u16 bits[COLUMNS]; };
     Tile tile(H, rows);
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, channel = blockIdx.y * BN;
-    int strip = warp / PARTS, part = warp % PARTS, width = CEIL_DIV(W, 4) * 4, count = tile.rows * width, step = STRIPS * 16;
-    int first = strip * 16 + t * 4;  // of this thread's pixels: so many, and the three after it in its row
-    wide += ((i64)tile.n * H + tile.top) * W * C + channel + part * 32 + g * COLUMNS;
+    int pixel_warp = warp / CHANNEL_WARPS, channel_warp = warp % CHANNEL_WARPS;
+    int width = CEIL_DIV(W, 4) * 4, count = tile.rows * width, step = PIXEL_WARPS * 16;
+    int first = pixel_warp * 16 + t * 4;  // of this thread's pixels: so many, and the three after it in its row
+    many += ((i64)tile.n * H + tile.top) * W * C + channel + channel_warp * 32 + g * COLUMNS;
     Channels pixels[2][4];
     Walk ahead(first, step, width), walk = ahead;
     auto fetch = [&](Channels(&four)[4], int m) {
-        const T* pixel = wide + (ahead.y * W + ahead.x) * C;
+        const T* pixel = many + (ahead.y * W + ahead.x) * C;
 #pragma unroll
         for (int i = 0; i < 4; i++) four[i] = m < count && ahead.x + i < W ? *(const Channels*)(pixel + i * C) : Channels{};
         ahead.advance();
     };
     fetch(pixels[0], first), fetch(pixels[1], first + step);
-    Lines lines(thin, tile, H, W, width, pitch);
+    TransposedPatches patches(few, tile, H, W, width, pitch);
     __syncthreads();
 
     float acc[STEPS][COLUMNS][4] = {};
 #pragma unroll 2
-    for (int m = first, turn = 0; m - t * 4 < count; m += step, turn ^= 1) {
-        Channels(&pixel)[4] = pixels[turn];
+    for (int m = first, stage = 0; m - t * 4 < count; m += step, stage ^= 1) {
+        Channels(&pixel)[4] = pixels[stage];
         int y = min(walk.y, tile.rows - 1);
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
-            uint2 upper = *(const uint2*)(lines.line(y, min(k * 16 + g, DEPTH - 1)) + walk.x);
-            uint2 lower = *(const uint2*)(lines.line(y, min(k * 16 + g + 8, DEPTH - 1)) + walk.x);
+            uint2 upper = *(const uint2*)(patches.at(y, min(k * 16 + g, DEPTH - 1)) + walk.x);
+            uint2 lower = *(const uint2*)(patches.at(y, min(k * 16 + g + 8, DEPTH - 1)) + walk.x);
             u32 a[4] = {upper.x, lower.x, upper.y, lower.y};
 #pragma unroll
             for (int j = 0; j < COLUMNS; j++)
@@ -342,23 +347,23 @@ wgrad(const THIN_T* thin, const T* wide, float* partials, Weight at, int H, int 
         walk.advance();
         fetch(pixel, m + 2 * step);
     }
-    // The lower half of the strips adds what the upper half has, then the lower quarter, ...
+    // The lower half of the pixels' warps adds what the upper half has, then the lower quarter, ...
     float* sums = (float*)dynamic;
-    for (int half = STRIPS / 2; half > 0; half /= 2) {
-        float* of_pair = sums + (strip % half * PARTS + part) * STEPS * COLUMNS * 128 + lane;
+    for (int half = PIXEL_WARPS / 2; half > 0; half /= 2) {
+        float* of_pair = sums + (pixel_warp % half * CHANNEL_WARPS + channel_warp) * STEPS * COLUMNS * 128 + lane;
         __syncthreads();
-        if (strip >= half && strip < 2 * half)
+        if (pixel_warp >= half && pixel_warp < 2 * half)
 #pragma unroll
             for (int e = 0; e < STEPS * COLUMNS * 4; e++) of_pair[e * 32] = acc[e / 4 / COLUMNS][e / 4 % COLUMNS][e % 4];
         __syncthreads();
-        if (strip < half)
+        if (pixel_warp < half)
 #pragma unroll
             for (int e = 0; e < STEPS * COLUMNS * 4; e++) acc[e / 4 / COLUMNS][e / 4 % COLUMNS][e % 4] += of_pair[e * 32];
     }
     // Column 2t + i of product j is channel (2t + i) * COLUMNS + j.
     constexpr int PITCH = BN + 1;
     __syncthreads();
-    if (strip == 0)
+    if (pixel_warp == 0)
 #pragma unroll
         for (int k = 0; k < STEPS; k++)
 #pragma unroll
@@ -366,12 +371,12 @@ wgrad(const THIN_T* thin, const T* wide, float* partials, Weight at, int H, int 
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     int d = k * 16 + g + i / 2 * 8;
-                    if (d < DEPTH) sums[d * PITCH + part * 32 + (2 * t + i % 2) * COLUMNS + j] = acc[k][j][i];
+                    if (d < DEPTH) sums[d * PITCH + channel_warp * 32 + (2 * t + i % 2) * COLUMNS + j] = acc[k][j][i];
                 }
     __syncthreads();
     partials += (i64)blockIdx.x * DEPTH * C;
     for (int i = threadIdx.x; i < BN * DEPTH; i += THREADS) {
-        int c = at.wide == 1 ? i % BN : i / DEPTH, d = at.wide == 1 ? i / BN : i % DEPTH;
+        int c = at.many == 1 ? i % BN : i / DEPTH, d = at.many == 1 ? i / BN : i % DEPTH;
         partials[at.at(d, channel + c)] = sums[d * PITCH + c];
     }
 }
