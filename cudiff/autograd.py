@@ -49,11 +49,11 @@ def _walk_back(root: Tensor, grad: Array) -> None:
     for node in order:
         pending[node.index] = [_Gradient() for _ in range(node.num_outputs)]
     pending[order[0].index][root._source[1]].add(grad, True, None)
-    with _waiting(device_of(grad)) as waits:
+    with _deferred(device_of(grad)) as queue:
         for node in order:
             slots = pending.pop(node.index)
             for slot in slots:
-                slot.settle(waits)
+                slot.settle(queue)
             if node.ctx is None:
                 raise RuntimeError("backward() ran through this part of the tape already: run the forward again")
             node.ctx.dout_partials = slots[0].partials
@@ -62,7 +62,7 @@ def _walk_back(root: Tensor, grad: Array) -> None:
                     pending[source[0].index][source[1]] if isinstance(source, tuple)
                     else source if source is not None and source.wants_gradient(node.index) else None
                     for source in node.inputs
-                ], waits)
+                ], queue)
             node.ctx = None  # frees what forward saved
 
 
@@ -97,10 +97,10 @@ class _Gradient:
         """The array, or a copy of one that is borrowed."""
         return self.array.copy() if self.borrowed and self.array is not None else self.array
 
-    def settle(self, waits: Any) -> None:
+    def settle(self, queue: Any) -> None:
         """Add the term that still is to be."""
         if self.more is not None:
-            waits.finish(self.array, written=True)
+            queue.before_write(self.array)
             accumulate(self.array, self.more)
             self.more = None
 
@@ -127,30 +127,31 @@ def accumulate(total: Array, term: Array) -> None:
         add_into(total, term)
 
 
-class _NothingWaits:
-    """On the CPU all is done at once."""
+class _EmptyQueue:
+    """On the CPU nothing is deferred."""
 
-    def finish(self, array: Any, written: bool = False) -> None: ...
-    def reads(self, array: Any) -> bool:
+    def before_read(self, array: Any) -> None: ...
+    def before_write(self, array: Any) -> None: ...
+    def is_read(self, array: Any) -> bool:
         return False
 
 
-def _waiting(device: str) -> contextlib.AbstractContextManager:
-    """On CUDA some work waits for more of its kind; what this gives does what cannot. See cudiff.cuda.waiting."""
+def _deferred(device: str) -> contextlib.AbstractContextManager:
+    """On CUDA some launches are deferred; the queue that this gives runs those that cannot be any longer."""
     if device == "cpu":
-        return contextlib.nullcontext(_NothingWaits())
-    from cudiff.cuda.waiting import waiting
+        return contextlib.nullcontext(_EmptyQueue())
+    from cudiff.cuda.deferred import deferred
 
-    return waiting()
+    return deferred()
 
 
-def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gradient | None], waits: Any) -> None:
+def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gradient | None], queue: Any) -> None:
     fresh = node.function.fresh
     douts = [slot.array if fresh else slot.own() for slot in slots]
     device = next(device_of(dout) for dout in douts if dout is not None)
     for dout in douts:
-        waits.finish(dout, written=not fresh)
-    into = _places(node, targets, device, waits)
+        queue.before_read(dout) if fresh else queue.before_write(dout)
+    into = _places(node, targets, device, queue)
     backward = node.function.backward_cuda if device == "cuda" else node.function.backward_numpy
     results = backward(node.ctx, *douts, needs=node.needs, into=list(into))
     results = fitting_gradients(node, results, next(type(dout) for dout in douts if dout is not None), device)
@@ -178,15 +179,16 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
         )
         before = target._grad if isinstance(target, Tensor) else target.array
         if isinstance(target, _Gradient):
-            target.settle(waits)
+            target.settle(queue)
             own = target.into()
             if device == "cuda" and own is not None and id(result) in passed_on and result.dtype == own.dtype:
                 target.more, target.partials = result, None  # a norm's backward may add it with its own term
                 continue
         if before is not None or (borrowed and isinstance(target, Tensor)):
             turned = isinstance(target, _Gradient) and target.borrowed  # then what was there is added to the result
-            waits.finish(result, written=turned)
-            waits.finish(before, written=not turned)
+            total, term = (result, before) if turned else (before, result)
+            queue.before_read(term)
+            queue.before_write(total)
         if isinstance(target, Tensor):
             _add_to_leaf(target, result, borrowed)
         else:
@@ -199,22 +201,22 @@ def _owner(array: Array) -> int:
 
 
 def _places(node: Node, targets: list[Tensor | _Gradient | None], device: str,
-            waits: Any) -> list[Array | Vacant | Kept | None]:
+            queue: Any) -> list[Array | Vacant | Kept | None]:
     """What a backward gets as `into`: where the gradient of each input may go, with what it has so far."""
     into: list[Array | Vacant | Kept | None] = []
     for i, target in enumerate(targets):
         if not isinstance(target, _Gradient):
             into.append(_into_leaf(target, device, any(target is other for other in targets[:i])))
-            waits.finish(into[-1], written=True)
+            queue.before_write(into[-1])
             continue
         elsewhere = i in node.function.adds_elsewhere
         if not elsewhere or sum(target is other for other in targets) > 1:
-            target.settle(waits)
+            target.settle(queue)
         place = target.into()
         if any(isinstance(other, Kept) and other.array is place for other in into):
             place = None  # the sum will lie elsewhere: the tape adds this term to it
-        keeps = elsewhere and place is not None and (target.more is not None or waits.reads(place))
-        waits.finish(place, written=not keeps)  # it may be added to
+        keeps = elsewhere and place is not None and (target.more is not None or queue.is_read(place))
+        queue.before_read(place) if keeps else queue.before_write(place)  # it may be added to
         into.append(Kept(place, target.more) if keeps else place)
     return into
 

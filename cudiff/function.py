@@ -44,7 +44,7 @@ class Function:
 
     `fresh` promises, as cudiff's own do, that backward writes to no dout and that nobody keeps what it returns, but for
     douts and `ctx.saved`: the new owner may add to it in place. What reads it after backward has returned says so (see
-    `cudiff.cuda.waiting`). Of all others the tape adds to copies.
+    `cudiff.cuda.deferred`). Of all others the tape adds to copies.
     """
 
     differentiable: ClassVar[bool] = True

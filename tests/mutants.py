@@ -22,7 +22,7 @@ LEFT_OUT = {
     "texts": "strings, docstrings, and what a raise says",
     "looks": "display.py, plot.py, info.py, demo.py",
     "annotations": "type annotations, TYPE_CHECKING, __slots__, __all__, `from __future__`",
-    "what runs on a GPU only": "cuda/ but for memory.py, compiler.py and waiting.py; functions that launch a kernel, "
+    "what runs on a GPU only": "cuda/ but for memory.py, compiler.py and deferred.py; functions that launch a kernel, "
     "take CuPy or a stream, or are named *_cuda, functions that only those call, constants of a module "
     "that only those read, and branches of `device == \"cuda\"`",
     "the same by construction": "`strict=` of zip, `copy=` of astype, `exist_ok=`, decorators that only remember, the "

@@ -1,4 +1,4 @@
-"""Sums over a few rows, which wait for each other and share a launch.
+"""Sums over a few rows, which are deferred and share a launch.
 
 The weights, biases and norms of a U-Net have three hundred gradients, each the sum of some dozens of rows of partial
 sums that a larger kernel left.
@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, float32
+from cudiff.cuda.deferred import LaunchType, enqueue
 from cudiff.cuda.launch import blocks, empty, launch
-from cudiff.cuda.waiting import Kind, submit
 
-JOBS = 64  # in one launch
+MAX_BATCH = 64  # in one launch
 TERMS = 8  # that a thread adds at a time, as kernels/portable/accumulate.cu has it
 LANES = 128  # at most, so that the two threads that share a row read 32 bytes side by side
-WAITING_BYTES = 24 << 20  # of rows: an H200 caches 50 MB
+PENDING_BYTES = 24 << 20  # of rows: an H200 caches 50 MB
 _ROW_SUM = np.dtype(
     [("source", "u8"), ("out", "u8")]
     + [(name, "i4") for name in ("rows", "count", "width", "step", "columns", "pitch", "add", "lanes", "pack",
@@ -35,7 +35,7 @@ def are_centred(partials: Array) -> bool:
     return partials.shape[3] == 4
 
 
-class _Job(NamedTuple):
+class _RowSum(NamedTuple):
     """out = or += the sum over the rows of source (out.size / width, rows, width, step)[..., offset]."""
 
     source: Array
@@ -49,25 +49,26 @@ class _Job(NamedTuple):
 def add_rows(source: Array, out: Array, add: bool, step: int = 1, offset: int = 0) -> None:
     """out (N, C) = or += the sums of source (N, ..., C·step)[..., offset::step] over its rows; or (C,), of all rows.
 
-    Both float32. Until the tape's backward has ended nobody may write to `source`, or use `out` without `finish`.
+    Both float32. Until the tape's backward has ended nobody may write to `source`, or use `out` without
+    `before_read`.
     """
-    _add(_Job(source, out, out.shape[-1], step, offset, add))
+    _add(_RowSum(source, out, out.shape[-1], step, offset, add))
 
 
 def add_parts(parts: Array, out: Array, add: bool) -> None:
     """out (K, ...) = or += the sum of parts (P, K, ...), as `add_rows`; out's K rows may be parts of longer ones."""
-    _add(_Job(parts, out, out.size, 1, 0, add))
+    _add(_RowSum(parts, out, out.size, 1, 0, add))
 
 
-def _add(job: _Job) -> None:
-    if job.out.size > 0:  # of no images it is 0
-        submit(_SUMS, job, job.out, held=job.source.nbytes)
+def _add(row_sum: _RowSum) -> None:
+    if row_sum.out.size > 0:  # of no images it is 0
+        enqueue(_SUMS, row_sum, row_sum.out, held=row_sum.source.nbytes)
 
 
-def _launch(jobs: list[_Job]) -> None:
-    table, grid = np.zeros(1, np.dtype([("jobs", _ROW_SUM, JOBS)])), 0
+def _launch(batch: list[_RowSum]) -> None:
+    table, grid = np.zeros(1, np.dtype([("jobs", _ROW_SUM, MAX_BATCH)])), 0
     table["jobs"]["first_block"] = np.iinfo(np.int32).max
-    for i, (source, out, width, step, offset, add) in enumerate(jobs):
+    for i, (source, out, width, step, offset, add) in enumerate(batch):
         rows, places = source.size // (out.size * step), (source.data.ptr + 4 * offset, out.data.ptr)
         columns, pitch = (out.size, 0) if out.flags.c_contiguous else (out.size // len(out), out.strides[0] // 4)
         whole = step == 1 and width % 4 == columns % 4 == pitch % 4 == 0 and all(place % 16 == 0 for place in places)
@@ -77,4 +78,4 @@ def _launch(jobs: list[_Job]) -> None:
     launch("accumulate", "sum_rows", grid, 256, (table,), TOTAL=float32, TERM=float32)
 
 
-_SUMS = Kind(_launch, JOBS, WAITING_BYTES, rank=1)
+_SUMS = LaunchType(_launch, MAX_BATCH, PENDING_BYTES, rank=1)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 
 from cudiff.backend import get_cupy
-from cudiff.cuda.waiting import apart
+from cudiff.cuda.deferred import immediate
 
 
 def median_time(run: Callable[[], object], copies: int, repeats: int = 15) -> float:
@@ -27,7 +27,7 @@ def graph_time(fn: Callable[[], object], copies: int = 20, repeats: int = 15) ->
     cuda = get_cupy().cuda
     stream, pool = cuda.Stream(non_blocking=True), cuda.MemoryPool()
     cuda.Device().synchronize()
-    with apart(), cuda.using_allocator(pool.malloc), stream:
+    with immediate(), cuda.using_allocator(pool.malloc), stream:
         for _ in range(2):
             results = [fn() for _ in range(copies)]
         stream.synchronize()

@@ -20,7 +20,7 @@ from cudiff.ops.cast import astype, require_float
 from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map
 
-MOST_ROWS = 1024  # that a sum which waits for others is given: few threads add them up
+MOST_ROWS = 1024  # that a deferred sum is given: few threads add them up
 
 
 def normalize_axes(axis: int | tuple[int, ...] | None, ndim: int) -> tuple[int, ...]:
@@ -143,7 +143,7 @@ def _in_parts(name: str, x: Array, outer: int, count: int, inner: int, operands:
 def sum_rows_cuda(x: Array, into: Array | Vacant | None, sums: Array | None = None) -> Array:
     """Sum of x (..., C) over all axes but the last, (C,) float32; to where `gradient_target` says.
 
-    `sums`, float32 (..., C), where given, add up to the same. The result may wait for others (see cudiff.cuda.sums):
+    `sums`, float32 (..., C), where given, add up to the same. The result may be deferred (see cudiff.cuda.sums):
     nobody may write to `sums` until the backward has ended.
     """
     width = x.shape[-1]

@@ -3,10 +3,10 @@ import numpy as np
 import pytest
 
 from cudiff import ops
+from cudiff.cuda.deferred import deferred
 from cudiff.cuda.kernels.convolution import sm90, wgrad_sm90
 from cudiff.cuda.kernels.convolution.problem import FPROP, WGRAD, Fusion, Image, Operands, Problem, Weight, problem_of
 from cudiff.cuda.launch import blocks
-from cudiff.cuda.waiting import waiting
 from cudiff.tensor import Tensor
 from tests.check import relative_error
 from tests.ops.test_conv2d_sm90 import SIZES, TOLERANCES
@@ -65,16 +65,16 @@ def test_wgrad_reads_its_input_upsampled(hopper, rng, dtype, taps, size, outputs
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [(3, 8, 8), (2, 5, 24), (1, 40, 8)], ids=str)
 @pytest.mark.parametrize("kernel", [(3, 3), (1, 1)])
-def test_weight_gradients_wait_and_share_launches(hopper, rng, monkeypatch, size, kernel):
+def test_weight_gradients_are_deferred_and_share_launches(hopper, rng, monkeypatch, size, kernel):
     """More than a launch takes, of different channels, from one and two sources, one of them twice; those whose dout is
     about to be overwritten are done before."""
     launched = []
-    monkeypatch.setattr(wgrad_sm90, "_KIND", wgrad_sm90._KIND._replace(
-        launch=lambda jobs: (launched.append(len(jobs)), wgrad_sm90._launch(jobs))))
+    monkeypatch.setattr(wgrad_sm90, "_WGRADS", wgrad_sm90._WGRADS._replace(
+        run=lambda batch: (launched.append(len(batch)), wgrad_sm90._launch(batch))))
     sources = [(64, 40), (64, 0), (8, 0), (3, 0), (72, 0), (128, 24), (200, 0), (16, 0), (64, 64), (24, 0), (72, 0)]
     sources += [(16, 0)] * 8
     douts, results, expected = [], [], []
-    with waiting() as waits:
+    with deferred() as queue:
         for i, (first, second) in enumerate(sources):
             outputs = (64, 3, 136, 72)[i % 4]
             arrays = [rng.standard_normal((*size, c)).astype(ml_dtypes.bfloat16) if c else None
@@ -92,10 +92,10 @@ def test_weight_gradients_wait_and_share_launches(hopper, rng, monkeypatch, size
         wgrad_sm90.wgrad(x, dout, results[-1], True, x2=x2)
         expected[-1] = expected[-1] + weight.grad
         assert launched == [16, 3]
-        waits.finish(douts[0], written=True), waits.finish(douts[-1])
+        queue.before_write(douts[0]), queue.before_read(douts[-1])
         assert launched == [16, 3]
-        assert waits.reads(douts[-1]) and not waits.reads(douts[0])
-        waits.finish(douts[-1], written=True)
+        assert queue.is_read(douts[-1]) and not queue.is_read(douts[0])
+        queue.before_write(douts[-1])
         douts[-1].fill(np.nan)
         assert launched == [16, 3, 1]
     assert launched == [16, 3, 1]
@@ -116,7 +116,7 @@ def test_a_launch_gives_the_same_bits_each_time(hopper, rng, taps, cluster):
         x, dout = (Tensor(rng.standard_normal((*images, c)).astype(ml_dtypes.bfloat16), device="cuda").data
                    for c in (weight[3], weight[0]))
         dweight = Tensor(np.zeros(weight, np.float32), device="cuda").data
-        jobs.append(wgrad_sm90._Job(x, None, dout, dweight, False))
+        jobs.append(wgrad_sm90._Wgrad(x, None, dout, dweight, False))
     for count in range(300):
         wgrad_sm90._launch_as(chosen, jobs)
         if count == 0:

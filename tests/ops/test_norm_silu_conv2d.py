@@ -233,12 +233,12 @@ def test_a_residual_whose_gradient_has_begun(device, rng):
     check_op(block, *arrays, device=device, fp32_inputs=(4, 5), tolerance=3)
 
 
-def test_a_gradient_that_waiting_work_reads(device, rng, monkeypatch):
-    """A block's dout is also its residual's gradient, to which the first norm's backward adds while dout still waits to
-    be read for the weight's gradient. The last units have one tensor for input and residual."""
+def test_a_gradient_that_pending_launches_read(device, rng, monkeypatch):
+    """A block's dout is also its residual's gradient, to which the first norm's backward adds while a pending launch
+    still reads dout for the weight's gradient. The last units have one tensor for input and residual."""
     launched, kept, init = [], [], Kept.__init__
-    monkeypatch.setattr(wgrad_sm90, "_KIND", wgrad_sm90._KIND._replace(
-        launch=lambda jobs: (launched.append(len(jobs)), wgrad_sm90._launch(jobs))))
+    monkeypatch.setattr(wgrad_sm90, "_WGRADS", wgrad_sm90._WGRADS._replace(
+        run=lambda batch: (launched.append(len(batch)), wgrad_sm90._launch(batch))))
     monkeypatch.setattr(Kept, "__init__", lambda self, *arrays: (kept.append(arrays), init(self, *arrays))[1])
     size, c = ((3, 8, 8), 64) if device == "cuda" else ((2, 3, 2), 4)
     arrays = [rng.standard_normal((*size, c)), *(rng.standard_normal((c, 3, 3, c)) * 0.05 for _ in range(4)),

@@ -4,8 +4,8 @@ import pytest
 
 import cudiff
 from cudiff import Tensor
+from cudiff.cuda.deferred import deferred
 from cudiff.cuda.sums import add_parts
-from cudiff.cuda.waiting import waiting
 from cudiff.ops.reduce import sum_array, sum_rows_cuda, sum_to
 from tests.check import TOLERANCE, check_op, relative_error, torch
 
@@ -149,13 +149,13 @@ def test_torch_agrees_on_ties():
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(3, 70, 33), (2, 64, 64, 64), (1, 5), (4, 3, 2, 576)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sums_of_rows_wait_and_are_made_once(rng, shape, dtype):
+def test_sums_of_rows_are_deferred_and_made_once(rng, shape, dtype):
     x = Tensor(rng.standard_normal(shape), dtype="float32", device="cuda").astype(dtype)
     expected = x.astype("float32").numpy().astype(np.float64).reshape(-1, shape[-1]).sum(0)
-    with waiting() as waits:
+    with deferred() as queue:
         outs = [sum_rows_cuda(x.data, None) for _ in range(70)]  # more than a launch holds
         sum_rows_cuda(x.data, outs[0])
-        waits.finish(outs[0])
+        queue.before_read(outs[0])
         assert relative_error(Tensor(outs[0]).numpy(), 2 * expected) < 1e-5
         sum_rows_cuda(x.data, outs[1])
         sum_rows_cuda(x.data, outs[1])
@@ -170,15 +170,15 @@ def test_sums_of_rows_wait_and_are_made_once(rng, shape, dtype):
     (43, 64, 576), (2, 130, 64), (5, 33, 27), (128, 64, 64), (1, 3, 5), (1100, 1, 64), (4096, 1, 33),
 ])  # fmt: skip
 def test_sums_of_parts_go_to_parts_of_rows(rng, count, rows, columns):
-    """Five of the first shape are more than may wait."""
+    """Five of the first shape are more than may be pending."""
     parts = rng.standard_normal((count, rows, columns)).astype(np.float32)
     before = rng.standard_normal((rows, 2 * columns)).astype(np.float32)
     source, outs = Tensor(parts, device="cuda").data, [Tensor(before, device="cuda").data for _ in range(5)]
-    with waiting() as waits:
+    with deferred() as queue:
         for out in outs:
             add_parts(source, out[:, :columns], True)
             add_parts(source, out[:, columns:], False)
-        waits.finish(outs[4])
+        queue.before_read(outs[4])
         total = parts.astype(np.float64).sum(0)
         assert relative_error(Tensor(outs[4]).numpy(), np.hstack([before[:, :columns] + total, total])) < 1e-5
     for out in outs:

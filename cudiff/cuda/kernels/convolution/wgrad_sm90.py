@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, float32, is_low
+from cudiff.cuda.deferred import LaunchType, enqueue
 from cudiff.cuda.device import MULTIPROCESSORS
 from cudiff.cuda.kernels.convolution.problem import WGRAD, Fusion, Operands, Problem
 from cudiff.cuda.kernels.convolution.sm90 import (
@@ -28,10 +29,9 @@ from cudiff.cuda.select import Offer
 from cudiff.cuda.sums import add_parts
 from cudiff.cuda.tensor_map import tensor_map
 from cudiff.cuda.tiles import Planner
-from cudiff.cuda.waiting import Kind, submit
 
-JOBS = 16  # that a launch takes: 7 of the 32 KiB that its arguments may have
-WAITING_BYTES = 128 << 20  # of images, for them: with 144 the U-Net's step at batch 32 takes 96 MiB more
+MAX_BATCH = 16  # that a launch takes: 7 of the 32 KiB that its arguments may have
+PENDING_BYTES = 128 << 20  # of images, for them: with 144 the U-Net's step at batch 32 takes 96 MiB more
 COLUMNS = 128  # of an image, at most
 TF32_COLUMNS = 112  # of an image, of which three steps fit in shared memory
 
@@ -85,7 +85,7 @@ class Plan(NamedTuple):
         return [self.taps, self.across, self.cluster, self.splits]
 
 
-class _Job(NamedTuple):
+class _Wgrad(NamedTuple):
     """dweight (K, R, S, C) = or += the gradient from x (N, H, W, C), or x and x2, and dout (N, H, W, K)."""
 
     x: Array
@@ -100,7 +100,7 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: Plan | None 
     """Gradient of the weight, written or added to dweight (K, R, S, C), float32, whose rows may be parts of longer.
 
     x2 holds the channels after x's, where `takes_second_source`. x was upsampled if it is half as high and wide as
-    dout, where `_takes_upsampled`. It may wait for others (see cudiff.cuda.waiting), but for one with a `chosen` plan.
+    dout, where `_takes_upsampled`. It may be deferred (see cudiff.cuda.deferred), but for one with a `chosen` plan.
     """
     if x.dtype == float32:
         wgrad_tf32(x, dout, dweight, add)
@@ -108,36 +108,36 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: Plan | None 
     if dweight.shape[1:3] == (1, 1) and chosen is None and x.shape[:3] == dout.shape[:3]:
         images = full_tiles(x.shape[:3], apart=False)
         x, x2, dout = (None if array is None else array.reshape(*images, array.shape[3]) for array in (x, x2, dout))
-    job = _Job(_whole(x), x2, _whole(dout), dweight, add)
+    one = _Wgrad(_whole(x), x2, _whole(dout), dweight, add)
     if chosen is not None:
-        _launch_as(chosen, [job])
+        _launch_as(chosen, [one])
     else:
-        held = sum(array.nbytes for array in job[:3] if array is not None)
-        submit(_KIND, job, dweight, job[:3], held, (x.dtype, x.shape[:3], dout.shape[:3], dweight.shape[1:3]))
+        held = sum(array.nbytes for array in one[:3] if array is not None)
+        enqueue(_WGRADS, one, dweight, one[:3], held, (x.dtype, x.shape[:3], dout.shape[:3], dweight.shape[1:3]))
 
 
-def _launch(jobs: list[_Job]) -> None:
+def _launch(batch: list[_Wgrad]) -> None:
     """Weights' gradients from images of one size, by one launch."""
-    images = jobs[0].dout.shape[:3]
-    problem = images, tuple(job.dweight.shape for job in jobs), jobs[0].x.shape[:3] != images
-    plan.run(problem, lambda chosen: _launch_as(chosen, jobs), [job.dweight for job in jobs if job.add])
+    images = batch[0].dout.shape[:3]
+    problem = images, tuple(one.dweight.shape for one in batch), batch[0].x.shape[:3] != images
+    plan.run(problem, lambda chosen: _launch_as(chosen, batch), [one.dweight for one in batch if one.add])
 
 
-def _launch_as(chosen: Plan, jobs: list[_Job]) -> None:
+def _launch_as(chosen: Plan, batch: list[_Wgrad]) -> None:
     """`_launch` with a chosen plan."""
-    images, kernel, dtype = jobs[0].dout.shape[:3], jobs[0].dweight.shape[1:3], jobs[0].x.dtype
+    images, kernel, dtype = batch[0].dout.shape[:3], batch[0].dweight.shape[1:3], batch[0].x.dtype
     n, height, columns = images
-    upsample = jobs[0].x.shape[:3] != images
+    upsample = batch[0].x.shape[:3] != images
     taps, across, cluster, splits, rows, stages, shared = chosen
     width, sums = width_of(columns), splits // cluster
     box: tuple[int, ...] = (1, rows + kernel[0] - 1, width + taps - 1, CHANNELS)
     if upsample:
         box = (1, 1, (width + taps + 1) // 2, 2, CHANNELS)
     dout_box = (1, rows, width, CHANNELS)
-    count = 1 if len(jobs) == 1 else JOBS
+    count = 1 if len(batch) == 1 else MAX_BATCH
     table, first, outs = np.zeros(1, np.dtype([("jobs", _ROW, count)])), 0, []
     table["jobs"]["first"] = np.iinfo(np.int32).max
-    for i, (x, x2, dout, dweight, add) in enumerate(jobs):
+    for i, (x, x2, dout, dweight, add) in enumerate(batch):
         out, pitch = _sums(dweight, sums)
         sources = (tensor_map(source, box, twice=upsample) for source in (x, x if x2 is None else x2))
         maps = *sources, tensor_map(dout, dout_box)
@@ -154,12 +154,12 @@ def _launch_as(chosen: Plan, jobs: list[_Job]) -> None:
         shared, T=dtype, R=kernel[0], TAPS=taps, COLUMNS=across, PIXELS=rows * width, CLUSTER=cluster, JOBS=count,
         UPSAMPLE=int(upsample),
     )
-    for job, out in zip(jobs, outs, strict=True):
+    for one, out in zip(batch, outs, strict=True):
         if sums > 1:
-            add_parts(out, job.dweight, job.add)
+            add_parts(out, one.dweight, one.add)
 
 
-_KIND = Kind(_launch, JOBS, WAITING_BYTES, rank=0)
+_WGRADS = LaunchType(_launch, MAX_BATCH, PENDING_BYTES, rank=0)
 _ROW = np.dtype({
     "names": ["x", "x2", "dout", "out", "pitch", "first", "add", "channels", "outputs", "split"],
     "formats": [(np.uint64, 16)] * 3 + ["u8", "i8"] + ["i4"] * 5, "itemsize": 448,
@@ -204,7 +204,7 @@ def time(chosen: Plan, images: tuple[int, ...], weights: tuple[tuple[int, ...], 
     estimate = waves * (2.9 + blocks(n * blocks(height, rows), splits) * step + share / 29e3)
     if cluster > 1:
         estimate += 1.1 + share * (cluster - 1) / 20e3
-    if splits > cluster:  # a share of a launch that waits for others
+    if splits > cluster:  # a share of a batch
         estimate += 1.5 + splits // cluster * sum(math.prod(weight) for weight in weights) * 4 / 2.2e6
     return estimate
 

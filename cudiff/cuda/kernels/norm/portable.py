@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import Array, float32
+from cudiff.cuda.deferred import batched
 from cudiff.cuda.device import MULTIPROCESSORS
 from cudiff.cuda.kernels.norm.problem import Backward, Forward, Problem, kernel_constants
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.select import Offer
 from cudiff.cuda.sums import add_rows, are_centred, empty_partials
-from cudiff.cuda.waiting import together
 
 _FEW_TILES, _FEW_CHANNELS = 64, 2048  # that every block of an image may add up anew
 _SILU_DONE, _STREAM_BYTES = 2, 16 * 256 * 16  # of input_gradients
@@ -90,7 +90,7 @@ def backward(given: Backward, plan: None, p: Problem) -> None:
 
 def affine_gradients(totals: Array, dweight: Any, dbias: Any) -> None:
     """Sum totals (N, C, 2), of dz and of dz·xhat, over N into dbias and dweight: (array or None, whether to add)."""
-    with together():
+    with batched():
         for offset, (out, add) in enumerate((dbias, dweight)):
             if out is not None:
                 add_rows(totals, out, add, step=2, offset=offset)

@@ -1,4 +1,4 @@
-"""Work that waits for more of its kind: when it is done, on stand-ins for arrays on a GPU."""
+"""Deferred launches: when they run, on stand-ins for arrays on a GPU."""
 
 import contextlib
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cudiff import autograd
-from cudiff.cuda.waiting import Kind, submit, together, waiting
+from cudiff.cuda.deferred import LaunchType, batched, deferred, enqueue
 from cudiff.function import Function
 from cudiff.gradient import Kept
 from cudiff.tensor import Tensor
@@ -24,91 +24,94 @@ def done():
 
 
 @pytest.fixture
-def kind(done):
-    return Kind(lambda jobs: done.append(jobs), jobs=3, held=100, rank=0)
+def launch_type(done):
+    return LaunchType(done.append, max_batch=3, max_bytes=100, rank=0)
 
 
-def test_jobs_of_a_group_share_a_launch(kind, done):
-    with waiting():
+def test_launches_of_a_group_are_batched(launch_type, done):
+    with deferred():
         for i in range(4):
-            submit(kind, i, array(100 * i), group="a")
-            submit(kind, -i, array(5000 + 100 * i), group="b")
+            enqueue(launch_type, i, array(100 * i), group="a")
+            enqueue(launch_type, -i, array(5000 + 100 * i), group="b")
         assert done == [[0, 1, 2], [0, -1, -2]]
     assert done == [[0, 1, 2], [0, -1, -2], [3], [-3]]
 
 
-def test_nothing_waits_outside(kind, done):
-    submit(kind, 1, array(0))
+def test_nothing_is_deferred_outside(launch_type, done):
+    enqueue(launch_type, 1, array(0))
     assert done == [[1]]
-    with together():
-        submit(kind, 2, array(0))
-        submit(kind, 3, array(100))
-        with together():
-            submit(kind, 4, array(200), group="other")
+    with batched():
+        enqueue(launch_type, 2, array(0))
+        enqueue(launch_type, 3, array(100))
+        with batched():
+            enqueue(launch_type, 4, array(200), group="other")
         assert done == [[1]]
     assert done == [[1], [2, 3], [4]]
 
 
-def test_what_holds_too_much_is_done_oldest_first(kind, done):
-    with waiting():
-        submit(kind, 1, array(0), held=40, group="a")
-        submit(kind, 2, array(100), held=40, group="b")
-        submit(kind, 3, array(200), held=10, group="a")
-        submit(kind, 4, array(300), held=40, group="c")
+def test_what_holds_too_much_runs_oldest_first(launch_type, done):
+    with deferred():
+        enqueue(launch_type, 1, array(0), held=40, group="a")
+        enqueue(launch_type, 2, array(100), held=40, group="b")
+        enqueue(launch_type, 3, array(200), held=10, group="a")
+        enqueue(launch_type, 4, array(300), held=40, group="c")
         assert done == [[1, 3]]
     assert done == [[1, 3], [2], [4]]
 
 
-def test_a_result_that_is_needed_brings_all_about(kind, done):
-    with waiting() as waits:
-        submit(kind, 1, array(0), group="a")
-        submit(kind, 2, array(100), group="b")
-        waits.finish(array(8))
+def test_a_result_that_is_needed_flushes(launch_type, done):
+    with deferred() as queue:
+        enqueue(launch_type, 1, array(0), group="a")
+        enqueue(launch_type, 2, array(100), group="b")
+        queue.before_read(array(8))
         assert done == []
-        waits.finish(array(96))
+        queue.before_read(array(96))
         assert done == [[1], [2]]
-        submit(kind, 3, array(200))
-        submit(kind, 4, array(200))  # adds to the same
+        enqueue(launch_type, 3, array(200))
+        enqueue(launch_type, 4, array(200))  # adds to the same
         assert done == [[1], [2], [3]]
 
 
-def test_what_is_about_to_be_written_is_read_before(kind, done):
-    with waiting() as waits:
-        submit(kind, 1, array(0), (array(1000), None), group="a")
-        submit(kind, 2, array(100), (array(2000),), group="b")
-        assert waits.reads(array(1000)) and not waits.reads(array(1008)) and not waits.reads(None)
-        waits.finish(array(1000))
+def test_what_is_about_to_be_written_is_read_before(launch_type, done):
+    with deferred() as queue:
+        enqueue(launch_type, 1, array(0), (array(1000), None), group="a")
+        enqueue(launch_type, 2, array(100), (array(2000),), group="b")
+        assert queue.is_read(array(1000)) and not queue.is_read(array(1008)) and not queue.is_read(None)
+        queue.before_read(array(1000))
         assert done == []
-        waits.finish(array(1000), written=True)
-        assert done == [[1]] and not waits.reads(array(1000))
+        queue.before_write(array(1000))
+        assert done == [[1]] and not queue.is_read(array(1000))
 
 
-def test_a_launch_may_leave_work_of_a_higher_rank(kind, done):
-    sums = Kind(lambda jobs: done.append(jobs), jobs=3, held=100, rank=1)
-    parts = Kind(lambda jobs: (done.append(jobs), submit(sums, "sum", array(0))), jobs=3, held=100, rank=0)
-    with waiting() as waits:
-        submit(sums, "other", array(500))
-        submit(parts, "part", array(0))
-        waits.finish(array(0))
+def test_a_launch_may_enqueue_others_of_a_higher_rank(launch_type, done):
+    sums = LaunchType(done.append, max_batch=3, max_bytes=100, rank=1)
+    parts = LaunchType(
+        lambda batch: (done.append(batch), enqueue(sums, "sum", array(0))), max_batch=3, max_bytes=100, rank=0
+    )
+    with deferred() as queue:
+        enqueue(sums, "other", array(500))
+        enqueue(parts, "part", array(0))
+        queue.before_read(array(0))
         assert done == [["part"], ["other", "sum"]]
 
 
-def test_inner_work_follows_outer(kind, done):
-    with waiting():
-        submit(kind, "outer", array(0))
-        with waiting():
-            submit(kind, "inner", array(0))
+def test_inner_launches_follow_outer(launch_type, done):
+    with deferred():
+        enqueue(launch_type, "outer", array(0))
+        with deferred():
+            enqueue(launch_type, "inner", array(0))
             assert done == [["outer"]]
     assert done == [["outer"], ["inner"]]
 
 
 class Reader:
-    """Stands for what waits during a backward: all gradients are still read."""
+    """Stands for the queue of a backward: pending launches read all gradients."""
 
-    def reads(self, array):
+    def is_read(self, array):
         return array is not None
 
-    def finish(self, array, written=False): ...
+    def before_read(self, array): ...
+    def before_write(self, array): ...
 
 
 class Sum(Function):
@@ -144,7 +147,7 @@ class Sum(Function):
 def test_gradients_that_are_still_read_are_kept(monkeypatch, reads):
     """x has a gradient already when Sum's backward begins, and stands among its inputs once, twice and three times."""
     if reads:
-        monkeypatch.setattr(autograd, "_waiting", lambda device: contextlib.nullcontext(Reader()))
+        monkeypatch.setattr(autograd, "_deferred", lambda device: contextlib.nullcontext(Reader()))
     for inputs, expected in ((lambda x, y: (x, y, y), 4), (lambda x, y: (x, x, y), 5), (lambda x, y: (x, x, x), 6)):
         Sum.kept.clear()
         leaf, other = (Tensor(np.ones(3, np.float32), requires_grad=True) for _ in range(2))
@@ -188,11 +191,11 @@ def test_what_is_read_later_is_read_before_a_users_backward_writes_to_it(monkeyp
     found = []
 
     class Late(Reader):
-        def finish(self, array, written=False):
-            if written and any(array is waits for waits in Residual.read):
+        def before_write(self, array):
+            if any(array is pending for pending in Residual.read):
                 found.append(array.tolist())
 
-    monkeypatch.setattr(autograd, "_waiting", lambda device: contextlib.nullcontext(Late()))
+    monkeypatch.setattr(autograd, "_deferred", lambda device: contextlib.nullcontext(Late()))
     x, y = (Tensor(np.ones(2, np.float32), requires_grad=True) for _ in range(2))
     (Residual.apply(x * 1.0, Doubling.apply(y)) * 3.0).backward(np.ones(2, np.float32))
     assert found == [[3, 3]] and x.grad.tolist() == [3, 3] and y.grad.tolist() == [6, 6]
