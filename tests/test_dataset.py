@@ -1,8 +1,11 @@
-"""What tells one data set from another: the words for each difference."""
+"""What tells one data set from another: its fingerprint, and the words for each difference."""
+
+import json
 
 import numpy as np
 import pytest
 
+from cudiff.data import dataset
 from cudiff.data.dataset import Dataset, differences
 from cudiff.errors import CudiffError
 
@@ -45,3 +48,72 @@ def test_masks_are_not_dropped():
     for given in ((np.ma.array(images), labels), (images, np.ma.array(labels))):
         with pytest.raises(TypeError, match=r"give array\.filled\(value\)"):
             Dataset(*given, num_classes=2)
+
+
+def test_a_fingerprint_reads_all_images_or_as_many_as_it_may(monkeypatch, rng):
+    data = Dataset(rng.integers(0, 256, (50, 4, 4, 1), np.uint8), np.zeros(50, int), 1)
+    print_ = data.fingerprint()
+    assert json.loads(json.dumps(print_)) == print_
+    assert (print_["number"], print_["size"], print_["classes"]) == (50, [4, 4, 1], 1)
+
+    def notices():
+        """Images whose change is seen."""
+        before, seen = data.fingerprint()["pixels"], []
+        for index in range(50):
+            data.images[index, 0, 0, 0] ^= 1
+            seen += [index] if data.fingerprint()["pixels"] != before else []
+            data.images[index, 0, 0, 0] ^= 1
+        return seen
+
+    assert notices() == list(range(50))
+    monkeypatch.setattr(dataset, "DIGESTED", 5 * 16)
+    assert notices() == [0, 12, 24, 37, 49]
+    data.labels[7] = 0
+    assert data.fingerprint()["labels"] == print_["labels"]
+
+
+def test_a_fingerprint_tells_labels_and_what_has_none(rng):
+    images = rng.integers(0, 256, (4, 2, 2, 1), np.uint8)
+    one, other = (Dataset(images, np.array(labels), 2).fingerprint() for labels in ([0, 1, 0, 1], [0, 1, 1, 1]))
+    assert one["labels"] != other["labels"] and one["pixels"] == other["pixels"]
+    assert Dataset(images).fingerprint()["labels"] is None
+    assert Dataset(images[:0]).fingerprint() == Dataset(images[:0], name="data").fingerprint()
+    assert Dataset(images[:0]).fingerprint()["number"] == 0
+
+
+@pytest.mark.parametrize("validation, held_out", [(0, 0), (1, 1), (9, 9), (0.25, 2), (0.5, 5), (0.9, 9)])
+def test_how_many_are_held_out(validation, held_out):
+    data = Dataset(np.arange(10, dtype=np.uint8).reshape(10, 1, 1, 1))
+    training, rest = data.split(validation)
+    assert (len(training), len(rest)) == (10 - held_out, held_out)
+    assert sorted(training.images.ravel().tolist() + rest.images.ravel().tolist()) == list(range(10))
+
+
+@pytest.mark.parametrize("validation", [-1, 10, 11, 0.99])
+def test_something_is_left_to_train_on(validation):
+    with pytest.raises(CudiffError, match=f"cannot hold out {validation} of 10 images; hold out at most 9"):
+        Dataset(np.zeros((10, 1, 1, 1), np.uint8)).split(validation)
+
+
+def test_what_a_data_set_is_called_by():
+    images = np.zeros((1200, 2, 3, 1), np.uint8)
+    assert repr(Dataset(images)) == "Dataset(data: 1,200 images 2x3x1, no labels)"
+    assert repr(Dataset(images, np.zeros(1200, int), 7, "mine")) == "Dataset(mine: 1,200 images 2x3x1, 7 classes)"
+
+
+@pytest.mark.parametrize("images, labels, classes, names, message", [
+    ((2, 3, 3, 2), None, 0, None, "with 1 or 3 channels"), ((2, 3, 3), None, 0, None, "give uint8"),
+    ((2, 3, 3, 1), [0, 1, 1], 2, None, "give one integer for each of the 2 images"),
+    ((2, 3, 3, 1), [-1, 1], 2, None, "labels run from -1 to 1; number the 2 classes from 0 to 1"),
+    ((2, 3, 3, 1), [0, 2], 2, None, "labels run from 0 to 2; number the 2 classes from 0 to 1"),
+    ((2, 3, 3, 1), [0, 1], 2, ("a",), "1 class names for 2 classes; give one for each"),
+    ((2, 3, 3, 1), [0, 1], 2, ("a", "b", "c"), "3 class names for 2 classes"),
+])
+def test_parts_that_do_not_agree_are_refused(images, labels, classes, names, message):
+    with pytest.raises(CudiffError, match=message):
+        Dataset(np.zeros(images, np.uint8), None if labels is None else np.array(labels), classes, class_names=names)
+
+
+def test_no_images_have_no_labels_and_no_need_of_classes():
+    data = Dataset(np.zeros((0, 3, 3, 1), np.uint8), np.zeros(0, int))
+    assert (len(data), data.num_classes, data.labels.tolist()) == (0, 0, [])

@@ -1,7 +1,6 @@
 """A run's folder: one process at a time, whole checkpoints found beside damaged ones, its data known, nothing lost."""
 
 import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -17,7 +16,7 @@ from cudiff import folder as module
 from cudiff.checkpoint import latest, load_checkpoint
 from cudiff.cli import main
 from cudiff.config import Config
-from cudiff.data import Dataset, dataset, load_dataset
+from cudiff.data import Dataset, load_dataset
 from cudiff.errors import CudiffError
 from cudiff.folder import Metrics, alone_in, check_free, check_unused, read_checkpoint
 from cudiff.plot import save_npz
@@ -350,28 +349,6 @@ def test_the_command_line_never_draws_digits_for_a_run_of_other_data(tmp_path, c
     assert main([*words, "--steps", "6", "--data", str(tmp_path / "moved.npz")]) == 0
     assert main([*words, "--steps", "8", "--data", "digits", "--data-changed"]) == 0
     assert "the data has changed: moved is now digits; 40 images are now 4,000" in capsys.readouterr().out
-
-
-def test_a_fingerprint_reads_all_images_or_as_many_as_it_may(monkeypatch, rng):
-    data = Dataset(rng.integers(0, 256, (50, 4, 4, 1), np.uint8), np.zeros(50, int), 1)
-    print_ = data.fingerprint()
-    assert json.loads(json.dumps(print_)) == print_
-    assert (print_["number"], print_["size"], print_["classes"]) == (50, [4, 4, 1], 1)
-
-    def notices():
-        """Images whose change is seen."""
-        before, seen = data.fingerprint()["pixels"], []
-        for index in range(50):
-            data.images[index, 0, 0, 0] ^= 1
-            seen += [index] if data.fingerprint()["pixels"] != before else []
-            data.images[index, 0, 0, 0] ^= 1
-        return seen
-
-    assert notices() == list(range(50))
-    monkeypatch.setattr(dataset, "DIGESTED", 5 * 16)
-    assert notices() == [0, 12, 24, 37, 49]
-    data.labels[7] = 0
-    assert data.fingerprint()["labels"] == print_["labels"]
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
