@@ -39,7 +39,7 @@ def test_every_kernel_is_read_for_every_variant(stem):
             assert signature.parameters and all(p.type not in constants for p in signature.parameters)
 
 
-@pytest.mark.parametrize("stem", ["arithmetic", "linears", "pool", "random"])
+@pytest.mark.parametrize("stem", ["arithmetic", "grouped_linear", "pool", "random"])
 def test_the_compiler_has_the_same_parameters(stem):
     """Of all files this is seen where they are compiled, by tests/compile_kernels.py."""
     pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="CuPy is not installed: it brings NVRTC")

@@ -18,8 +18,8 @@ from cudiff.ops.elementwise import (
 )
 from cudiff.ops.embedding import embedding
 from cudiff.ops.group_norm import group_norm
+from cudiff.ops.grouped_linear import linears
 from cudiff.ops.layer_norm import layer_norm
-from cudiff.ops.linears import linears
 from cudiff.ops.matmul import linear, matmul
 from cudiff.ops.mse import mse
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d

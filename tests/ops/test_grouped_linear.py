@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cudiff.ops.linears import GROUPS, linears
+from cudiff.ops.grouped_linear import GROUPS, linears
 from cudiff.tensor import Tensor
 from tests.check import check_op, relative_error, torch
 

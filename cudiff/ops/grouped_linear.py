@@ -22,7 +22,7 @@ TILE, DX_TILE, DWEIGHT_TILE = 16, 32, 64  # rows and columns of out, dx and a dw
 
 
 class Group(NamedTuple):
-    """One layer as a kernel sees it: in backward out is dz, and weight and bias may be their gradients."""
+    """One layer as a kernel sees it: in backward out is d_preact, and weight and bias may be their gradients."""
 
     weight: Array | None
     bias: Array | None
@@ -45,7 +45,8 @@ def _batches(groups: list[Group]) -> list[list[Group]]:
 
 
 def _launch(name: str, groups: list[Group], tiles: tuple[int, int], x: Array, *silu: bool) -> None:
-    """Launch a kernel of linears.cu over tiles (across, down) of each group; x is (N, E), or partials of that shape."""
+    """Launch a kernel of grouped_linear.cu over tiles (across, down) of each group; x is (N, E), or partials of that
+    shape."""
     n, features = x.shape[-2:]
     table = np.zeros(1, _TABLE)
     arrays = [x]
@@ -54,10 +55,10 @@ def _launch(name: str, groups: list[Group], tiles: tuple[int, int], x: Array, *s
         table["groups"][0, i] = (*places, group.out.shape[1], group.add_weight, group.add_bias)
         arrays += [array for array in group[:4] if array is not None]
     vec = all(aligned(array, array.shape[-1]) for array in arrays)
-    launch("linears", name, (*tiles, len(groups)), 256, (table, x, n, features, *silu), VEC=int(vec))
+    launch("grouped_linear", name, (*tiles, len(groups)), 256, (table, x, n, features, *silu), VEC=int(vec))
 
 
-class Linears(Function):
+class GroupedLinear(Function):
     """out[g] = z or silu(z) of z = x·weight[g]ᵀ + bias[g]; the inputs are x, all weights, all biases."""
 
     @staticmethod
@@ -159,5 +160,5 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], silu
                 f"{bias.shape} do not agree"
             )
     require_floats("linears", x, *weights, *biases)
-    outs = Linears.apply(*map(as_wide, (x, *weights, *biases)), silu=silu)
+    outs = GroupedLinear.apply(*map(as_wide, (x, *weights, *biases)), silu=silu)
     return tuple(astype(out, x.dtype) for out in outs)

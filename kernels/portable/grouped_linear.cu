@@ -1,11 +1,11 @@
-// Several linear layers ("groups") of one input, out[g] = z or silu(z) of z = x · weight[g] transposed + bias[g], and the
-// gradients of z.
+// Grouped linear: several linear layers, the groups, of one input. out[g] = z or silu(z) of z = x · weight[g] transposed +
+// bias[g]. The backward kernels take d_preact, the gradients of z.
 //
 // x (N, E), weight[g] (K[g], E), bias[g] (K[g]), out[g] and z[g] (N, K[g]): float, row-major. A table passed by value holds the
 // groups' addresses and sizes, at most 64 a launch.
 //   forward  out[g], and z[g] unless null, overwritten
-//   dx       partials (groups, N, E) = dz[g] · weight[g], overwritten; their sum is dx
-//   dweight  dweight[g] = or += dz[g] transposed · x; dbias[g] = or += the sum of dz[g]'s rows; null where unwanted
+//   dx       partials (groups, N, E) = d_preact[g] · weight[g], overwritten; their sum is dx
+//   dweight  dweight[g] = or += d_preact[g] transposed · x; dbias[g] = or += the sum of d_preact[g]'s rows; null where unwanted
 // VEC=1: E, every K and every address are multiples of 16 bytes.
 //
 // Launch: 256 threads, grid (tiles across, tiles down, groups) for the largest group: a block computes one square tile
@@ -15,7 +15,7 @@
 
 constexpr int V = VEC ? 4 : 1, THREADS = 256;
 
-// In `dx` and `dweight` out is dz, in `dweight` weight and bias are dweight and dbias.
+// In `dx` and `dweight` out is d_preact. In `dweight` weight and bias are dweight and dbias.
 struct Group {
     float *weight, *bias, *out, *z;
     int K, add_weight, add_bias;
@@ -29,20 +29,20 @@ struct Matrix {
     int height, width;
 };
 
-// A product of TILE rows and TILE columns takes operands of TILE lines, DEPTH elements of each at a time. An operand
-// lies in shared memory as it does in global: with the depth as its last axis or its first. A thread has 4 × 4 sums;
-// where a tile needs fewer threads than there are, slices of threads share out the depth.
+// A product of TILE rows and TILE columns takes operands of TILE vectors, DEPTH elements of each at a time. An operand lies in
+// shared memory as it does in global: with the depth as its last axis or its first. A thread has 4 × 4 sums. Where a tile needs
+// fewer threads than there are, slices of threads share out the depth.
 template <int TILE> struct Tile {
     static constexpr int DEPTH = 2048 / TILE, ACROSS = TILE / 4, SLICES = THREADS / (ACROSS * ACROSS);
-    static constexpr int PITCH = DEPTH + 4;    // of lines: eight of them lie in different banks
+    static constexpr int PITCH = DEPTH + 4;    // of vectors: eight of them lie in different banks
     static constexpr int SUM_PITCH = TILE + 8; // of the results: four of them lie in different banks
 };
 
-// Bring TILE lines from `line` on, elements `depth` to depth + DEPTH of each; zeros outside the matrix.
-template <int TILE, bool DEPTH_LAST> __device__ __forceinline__ void copy(float* tile, Matrix m, int line, int depth) {
+// Bring TILE vectors from `vector` on, elements `depth` to depth + DEPTH of each; zeros outside the matrix.
+template <int TILE, bool DEPTH_LAST> __device__ __forceinline__ void copy(float* tile, Matrix m, int vector, int depth) {
     constexpr int DEPTH = Tile<TILE>::DEPTH, WIDTH = DEPTH_LAST ? DEPTH : TILE;
     constexpr int PITCH = DEPTH_LAST ? Tile<TILE>::PITCH : TILE;
-    int top = DEPTH_LAST ? line : depth, left = DEPTH_LAST ? depth : line;
+    int top = DEPTH_LAST ? vector : depth, left = DEPTH_LAST ? depth : vector;
 #pragma unroll
     for (int i = threadIdx.x * V; i < TILE * DEPTH; i += THREADS * V) {
         int row = top + i / WIDTH, column = left + i % WIDTH;
@@ -54,18 +54,18 @@ template <int TILE, bool DEPTH_LAST> __device__ __forceinline__ void copy(float*
     }
 }
 
-// Which line of its operand is number i of the four of thread t: the next one where these lie side by side in memory.
-template <int TILE, bool DEPTH_LAST> __device__ __forceinline__ int line_of(int t, int i) {
+// Which vector of its operand is number i of the four of thread t: the next one where these lie side by side in memory.
+template <int TILE, bool DEPTH_LAST> __device__ __forceinline__ int vector_of(int t, int i) {
     return DEPTH_LAST ? t + i * Tile<TILE>::ACROSS : 4 * t + i;
 }
 
-// values[i][k] = element depth + k of line i of thread t's four.
+// values[i][k] = element depth + k of vector i of thread t's four.
 template <int TILE, bool DEPTH_LAST>
 __device__ __forceinline__ void fragment(float (&values)[4][4], const float* tile, int t, int depth) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         if constexpr (DEPTH_LAST) {
-            load<4>(tile + line_of<TILE, true>(t, i) * Tile<TILE>::PITCH + depth, values[i]);
+            load<4>(tile + vector_of<TILE, true>(t, i) * Tile<TILE>::PITCH + depth, values[i]);
         } else {
             float row[4];
             load<4>(tile + (depth + i) * TILE + 4 * t, row);
@@ -111,11 +111,11 @@ __device__ __forceinline__ const float* product(Matrix a, Matrix b, int row, int
     float* sums = tiles[0][0];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        float* line = sums + (slice * TILE + line_of<TILE, A_DEPTH_LAST>(down, i)) * Tile<TILE>::SUM_PITCH;
-        if constexpr (!B_DEPTH_LAST) store<4>(line + 4 * across, sum[i]);
+        float* row = sums + (slice * TILE + vector_of<TILE, A_DEPTH_LAST>(down, i)) * Tile<TILE>::SUM_PITCH;
+        if constexpr (!B_DEPTH_LAST) store<4>(row + 4 * across, sum[i]);
         else
 #pragma unroll
-            for (int j = 0; j < 4; j++) line[line_of<TILE, true>(across, j)] = sum[i][j];
+            for (int j = 0; j < 4; j++) row[vector_of<TILE, true>(across, j)] = sum[i][j];
     }
     __syncthreads();
     return sums;
@@ -162,8 +162,8 @@ dx(const __grid_constant__ Table table, float* partials, int N, int E) {
     wait_for_previous();
     const Group& group = table.groups[blockIdx.z];
     int row = blockIdx.y * 32, column = blockIdx.x * 32;
-    Matrix dz = {group.out, N, group.K}, weight = {group.weight, group.K, E};
-    const float* sums = product<32, true, false>(dz, weight, row, column, group.K);
+    Matrix d_preact = {group.out, N, group.K}, weight = {group.weight, group.K, E};
+    const float* sums = product<32, true, false>(d_preact, weight, row, column, group.K);
     write<32>(partials + (i64)blockIdx.z * N * E, false, sums, nullptr, row, column, N, E);
 }
 
