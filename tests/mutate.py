@@ -84,7 +84,7 @@ STEMS_OF = {  # headers, by the kernels that include them; other kernels by thei
     "gemm": ["matmul", "conv2d", "norm_silu_conv2d"],
     "group_norm_backward_sm90": ["group_norm_sm90", "group_norm"], "group_norm_boxes": ["group_norm_sm90"],
     "map": ["elementwise"], "mma": ["matmul", "grouped_linear", "attention", "conv2d"],
-    "moments": ["group_norm", "pool", "batch_norm"], "philox": ["random", "dropout"],
+    "channel_statistics": ["group_norm", "pool", "batch_norm"], "philox": ["random", "dropout"],
     "reduce": ["softmax", "layer_norm", "mse"], "tiles": ["group_norm"], "vector": ["layer_norm", "mse", "edm"],
     "wgmma": ["conv2d_sm90", "attention_sm90"],
 }

@@ -26,8 +26,8 @@ _ROW_SUM = np.dtype(
 
 
 def empty_partials(images: int, tiles: int, channels: int, dtype: np.dtype) -> Array:
-    """What is to become `Tensor.partials` of images of this dtype: of moments.cuh's structs the one that has a
-    centre for float32. A norm's own pass leaves that of images of any dtype."""
+    """What is to become `Tensor.partials` of images of this dtype: of channel_statistics.cuh's structs the one that has
+    a centre for float32. A norm's own pass leaves that of images of any dtype."""
     return empty((images, tiles, channels, 4 if dtype == float32 else 2), float32)
 
 

@@ -83,7 +83,7 @@ __device__ __forceinline__ void split(u32 x, u32& high, u32& low) {
     high = round_tf32(__uint_as_float(x));
     low = round_tf32(__uint_as_float(x) - __uint_as_float(high));
 }
-// c += a b. The tensor core truncates its sums: what it adds up with PASSES 3 is added to c outside it.
+// c += a b. The tensor core truncates its sums: what it adds up with TF32_PRODUCTS 3 is added to c outside it.
 __device__ __forceinline__ void multiply(float (&c)[2][4], const Tile& a, const Tile& b) {
     if constexpr (LOW) {
         mma<T>(c[0], a.r[0], b.r[0][0], b.r[0][1]);
@@ -98,14 +98,14 @@ __device__ __forceinline__ void multiply(float (&c)[2][4], const Tile& a, const 
         for (int i = 0; i < 4; i++) split(a.r[s][i], a_high[i], a_low[i]), split(b.r[s][i], b_high[i], b_low[i]);
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-            if constexpr (PASSES == 3) {
+            if constexpr (TF32_PRODUCTS == 3) {
                 mma<T>(sum[j], a_low, b_high[2 * j], b_high[2 * j + 1]);
                 mma<T>(sum[j], a_high, b_low[2 * j], b_low[2 * j + 1]);
             }
-            mma<T>(PASSES == 3 ? sum[j] : c[j], a_high, b_high[2 * j], b_high[2 * j + 1]);
+            mma<T>(TF32_PRODUCTS == 3 ? sum[j] : c[j], a_high, b_high[2 * j], b_high[2 * j + 1]);
         }
     }
-    if constexpr (PASSES == 3)
+    if constexpr (TF32_PRODUCTS == 3)
 #pragma unroll
         for (int i = 0; i < 8; i++) c[i >> 2][i & 3] += sum[i >> 2][i & 3];
 }

@@ -2,15 +2,15 @@
 //
 // A loader copies an operand's tiles to shared memory, whatever its source (a matrix, the patches of an image, ...);
 // cp.async keeps STAGES - 1 of them under way. Tiles lie in shared memory as in global memory, either K-major
-// (EXTENT lines of BK elements) or with the other index contiguous (BK lines of EXTENT elements); 16-byte chunks are
+// (EXTENT rows of BK elements) or with the other index contiguous (BK rows of EXTENT elements); 16-byte chunks are
 // XOR-swizzled so that neither copies nor fragment loads meet in a bank.
 //
-// Constants: T operand type (float, bf16, half); OUT output type; PASSES for float: 1 rounds operands to tf32, 3 splits
-// each into two tf32 numbers (relative error near 1e-7); BM, BN, BK tile; WM × WN warps; STAGES.
+// Constants: T operand type (float, bf16, half); OUT output type; TF32_PRODUCTS for float: 1 rounds operands to tf32, 3
+// splits each into two tf32 numbers (relative error near 1e-7); BM, BN, BK tile; WM × WN warps; STAGES.
 // Launch: WM·WN·32 threads, STAGES·(BM + BN)·BK·sizeof(T) bytes of dynamic shared memory.
 #pragma once
 #include "mma.cuh"
-#include "moments.cuh"
+#include "channel_statistics.cuh"
 
 constexpr int THREADS = WM * WN * 32;
 constexpr int PACK = 16 / sizeof(T);       // elements of a chunk
@@ -19,24 +19,24 @@ constexpr int MI = BM / WM / 16, NI = BN / WN / 8;  // 16 × 8 tiles of a warp
 static_assert(NI % 2 == 0 && BK % STEP == 0, "fragments of B are loaded in pairs");
 
 template <bool K_MAJOR, int EXTENT> struct Tile {
-    static constexpr int LINES = K_MAJOR ? EXTENT : BK;
+    static constexpr int ROWS = K_MAJOR ? EXTENT : BK;
     static constexpr int CHUNKS = (K_MAJOR ? BK : EXTENT) / PACK;
-    static constexpr int COPIES = LINES * CHUNKS / THREADS;   // chunks that each thread copies, one every ...
-    static constexpr int LINE_STEP = THREADS / CHUNKS;        // ... LINE_STEP lines of one column of chunks
-    static constexpr int PITCH = CHUNKS * 16, BYTES = LINES * PITCH;
+    static constexpr int COPIES = ROWS * CHUNKS / THREADS;   // chunks that each thread copies, one every ...
+    static constexpr int ROW_STEP = THREADS / CHUNKS;         // ... ROW_STEP rows of one column of chunks
+    static constexpr int PITCH = CHUNKS * 16, BYTES = ROWS * PITCH;
     static constexpr bool LDMATRIX = K_MAJOR || sizeof(T) == 2;
-    static_assert(COPIES * THREADS == LINES * CHUNKS && LINE_STEP % (LDMATRIX ? 8 : 4) == 0, "uneven copies");
+    static_assert(COPIES * THREADS == ROWS * CHUNKS && ROW_STEP % (LDMATRIX ? 8 : 4) == 0, "uneven copies");
 
-    // ldmatrix reads one column of 8 lines, a 32-bit fragment load 8 elements of 4 lines: all must differ in banks.
-    __device__ __forceinline__ static int swizzle(int line) {
-        if constexpr (LDMATRIX) return CHUNKS >= 8 ? line & 7 : (line / (8 / CHUNKS)) & (CHUNKS - 1);
-        return ((line & 3) << 1) & (CHUNKS - 1);
+    // ldmatrix reads one column of 8 rows, a 32-bit fragment load 8 elements of 4 rows: all must differ in banks.
+    __device__ __forceinline__ static int swizzle(int row) {
+        if constexpr (LDMATRIX) return CHUNKS >= 8 ? row & 7 : (row / (8 / CHUNKS)) & (CHUNKS - 1);
+        return ((row & 3) << 1) & (CHUNKS - 1);
     }
-    __device__ __forceinline__ static u32 offset(int line, int chunk) { return line * PITCH + ((chunk ^ swizzle(line)) << 4); }
-    __device__ __forceinline__ static int first_line() { return threadIdx.x / CHUNKS; }
+    __device__ __forceinline__ static u32 offset(int row, int chunk) { return row * PITCH + ((chunk ^ swizzle(row)) << 4); }
+    __device__ __forceinline__ static int first_row() { return threadIdx.x / CHUNKS; }
     __device__ __forceinline__ static int chunk() { return threadIdx.x % CHUNKS; }
     // Where this thread's copy i goes.
-    __device__ __forceinline__ static u32 target(u32 tile, int i) { return tile + offset(first_line(), chunk()) + i * LINE_STEP * PITCH; }
+    __device__ __forceinline__ static u32 target(u32 tile, int i) { return tile + offset(first_row(), chunk()) + i * ROW_STEP * PITCH; }
 
     // Rows m to m + 15 of A at depth k: `lane` picks the address that this lane gives (or reads).
     __device__ __forceinline__ static void load_a(u32 (&a)[4], u32 tile, int m, int k, int lane) {
@@ -78,24 +78,24 @@ template <bool K_MAJOR, int EXTENT, bool VEC> struct MatrixLoader {
     using Tile = ::Tile<K_MAJOR, EXTENT>;
     const T* source;
     i64 ld;
-    int lines, elements;  // how many there are from this thread's first on
+    int rows_left, elements;  // how many there are from this thread's first on
 
     // This thread starts at index `first` of `extent`, and at `k` of `depth`.
     __device__ __forceinline__ MatrixLoader(const T* matrix, i64 ld, int first, int extent, int k, int depth) : ld(ld) {
-        int line = Tile::first_line() + (K_MAJOR ? first : k), element = Tile::chunk() * PACK + (K_MAJOR ? k : first);
-        source = matrix + line * ld + element;
-        lines = (K_MAJOR ? extent : depth) - line, elements = (K_MAJOR ? depth : extent) - element;
+        int row = Tile::first_row() + (K_MAJOR ? first : k), element = Tile::chunk() * PACK + (K_MAJOR ? k : first);
+        source = matrix + row * ld + element;
+        rows_left = (K_MAJOR ? extent : depth) - row, elements = (K_MAJOR ? depth : extent) - element;
     }
     __device__ __forceinline__ void load(u32 tile) {
 #pragma unroll 2
         for (int e = 0; e < (VEC ? 1 : PACK); e++)
 #pragma unroll
             for (int i = 0; i < Tile::COPIES; i++) {
-                bool inside = i * Tile::LINE_STEP < lines && e < elements;
-                copy<VEC>(Tile::target(tile, i), e, source + i * Tile::LINE_STEP * ld + e, inside);
+                bool inside = i * Tile::ROW_STEP < rows_left && e < elements;
+                copy<VEC>(Tile::target(tile, i), e, source + i * Tile::ROW_STEP * ld + e, inside);
             }
         source += K_MAJOR ? BK : BK * ld;
-        (K_MAJOR ? elements : lines) -= BK;
+        (K_MAJOR ? elements : rows_left) -= BK;
     }
 };
 
@@ -119,7 +119,7 @@ struct Odometer {
     }
 };
 
-#if PASSES == 3
+#if TF32_PRODUCTS == 3
 // x = value + rest to 21 bits, both tf32.
 template <int COUNT> struct Fragment {
     u32 value[COUNT], rest[COUNT];
@@ -159,7 +159,7 @@ using Accumulators = float[MI][NI][4];
 template <class TileA, class TileB> __device__ __forceinline__ void multiply_stage(Accumulators& acc, u32 tile_a, u32 tile_b) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     int m = warp / WN * (BM / WM), n = warp % WN * (BN / WN);
-#pragma unroll(PASSES == 3 ? 1 : BK / STEP)
+#pragma unroll(TF32_PRODUCTS == 3 ? 1 : BK / STEP)
     for (int k = 0; k < BK; k += STEP) {
         u32 raw_a[MI][4];
 #pragma unroll
@@ -203,11 +203,11 @@ template <class LoaderA, class LoaderB> __device__ __forceinline__ void multiply
 
 // out[row][column] = product + bias[column] + emb[row / rows_per_image][column] + addend[row][column], rounded once;
 // bias, emb (float) and addend (OUT, like out, may be `out` itself: a gradient that collects) may be null. sums, of store<true>,
-// (rows / ROWS, columns) or null: MomentsOf<OUT> of each strip of ROWS rows, a warp's, of out as it is rounded. There are whole
-// strips only.
+// (rows / ROWS, columns) or null: the channel statistics, StatisticsOf<OUT>, of each
+// ROWS rows of out, a warp's, as they are rounded. rows is a multiple of ROWS.
 struct Output {
     static constexpr int ROWS = BM / WM;
-    static constexpr bool CENTRED = MomentsOf<OUT>::CENTRED;
+    static constexpr bool CENTRED = StatisticsOf<OUT>::CENTRED;
     struct __align__(2 * sizeof(OUT)) Pair { OUT first, second; };
     OUT* out;
     const float *bias, *emb;
@@ -229,8 +229,8 @@ struct Output {
         }
     }
     template <bool SUMS = false> __device__ __forceinline__ void store(const Accumulators& acc, int m, int n) const {
-        int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, strip = m / ROWS + warp / WN;
-        m = strip * ROWS + (lane >> 2), n += warp % WN * (BN / WN) + (lane & 3) * 2;
+        int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row_tile = m / ROWS + warp / WN;
+        m = row_tile * ROWS + (lane >> 2), n += warp % WN * (BN / WN) + (lane & 3) * 2;
         bool pairs = (ld | columns) % 2 == 0 && ((u64)out | (u64)addend) % sizeof(Pair) == 0;
 #pragma unroll
         for (int j = 0; j < NI; j++) {
@@ -253,7 +253,7 @@ struct Output {
                 stored[i] = {from_float<OUT>(v.x + to_float(stored[i].first)), from_float<OUT>(v.y + to_float(stored[i].second))};
                 save(out + row * ld + column, stored[i], pairs, both);
             }
-            if (!SUMS || !sums || strip * ROWS >= rows) continue;
+            if (!SUMS || !sums || row_tile * ROWS >= rows) continue;
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 float centre = CENTRED ? __shfl_sync(~0u, to_float(e ? stored[0].second : stored[0].first), lane & 3) : 0.0f;
@@ -263,20 +263,20 @@ struct Output {
                     float gap = to_float(e ? stored[i].second : stored[i].first) - centre;
                     total.x += gap, total.y += gap * gap;
                 }
-                leave<CENTRED>(total, centre, strip, column + e);
+                leave<CENTRED>(total, centre, row_tile, column + e);
             }
         }
     }
-    // The sums around `centre` of a strip's column, of which each lane of a warp has a part; RawMoments if not AROUND it.
-    template <bool AROUND> __device__ __forceinline__ void leave(float2 total, float centre, int strip, int column) const {
+    // The sums around `centre` of a column of a warp's rows, of which each lane has a part; RawStatistics if not AROUND it.
+    template <bool AROUND> __device__ __forceinline__ void leave(float2 total, float centre, int row_tile, int column) const {
 #pragma unroll
         for (int mask = 4; mask < 32; mask *= 2) {
             total.x += __shfl_xor_sync(~0u, total.x, mask);
             total.y += __shfl_xor_sync(~0u, total.y, mask);
         }
         if (threadIdx.x % 32 >= 4 || column >= columns) return;
-        i64 place = (i64)strip * columns + column;
-        if constexpr (AROUND) ((CentredMoments*)sums)[place] = {ROWS, centre, total.x, total.y};
-        else ((RawMoments*)sums)[place] = {total.x, total.y};
+        i64 place = (i64)row_tile * columns + column;
+        if constexpr (AROUND) ((CentredStatistics*)sums)[place] = {ROWS, centre, total.x, total.y};
+        else ((RawStatistics*)sums)[place] = {total.x, total.y};
     }
 };

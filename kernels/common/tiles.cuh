@@ -25,7 +25,7 @@ struct Lane {
         count = active && first < S ? CEIL_DIV((u32)(S - first), (u32)step) : 0;
     }
     // From the last pixel to the first: what was last used before is still in the GPU's cache.
-    __device__ __forceinline__ void turn_back() {
+    __device__ __forceinline__ void reverse() {
         pixel += (count - 1) * step;
         step = -step;
     }

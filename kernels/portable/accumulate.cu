@@ -1,4 +1,4 @@
-// How the tape adds up what no operation did: gradients of one tensor, and rows of partial sums.
+// What the tape adds up itself: gradients of one tensor, and rows of partials.
 // total: TOTAL, accumulated in place; term: TERM; n elements. Any launch shape (grid-stride).
 #include "common.cuh"
 
@@ -9,7 +9,7 @@ extern "C" __global__ void add_into(TOTAL* __restrict__ total, const TERM* __res
 }
 
 // out (count / width, width) = or, where `add`, += the sum over the rows of source (count / width, rows, width, step)
-// [..., 0], in a fixed order. out lies in parts of `columns` elements that start `pitch` apart. `lanes` threads, a power of
+// [..., 0], in a fixed order. out lies in pieces of `columns` elements that start `pitch` apart. `lanes` threads, a power of
 // two up to 256, share the rows of `pack` results: 1, or 4 where step is 1, width, columns and pitch are multiples of 4 and
 // both arrays start at multiples of 16 bytes.
 struct RowSum {
@@ -22,7 +22,7 @@ struct RowSums { RowSum jobs[64]; };
 constexpr int TERMS = 8;  // that a thread has under way before it adds the first
 template <int V> struct __align__(4 * V) Floats { float v[V]; };
 
-template <int V> __device__ __forceinline__ void sum_rows_of(const RowSum& job, Floats<4>* parts) {
+template <int V> __device__ __forceinline__ void sum_rows_of(const RowSum& job, Floats<4>* partials) {
     int across = 256 / job.lanes, lane = threadIdx.x / across;
     int i = ((blockIdx.x - job.first_block) * across + threadIdx.x % across) * V;
     Floats<V> sum = {};
@@ -45,11 +45,11 @@ template <int V> __device__ __forceinline__ void sum_rows_of(const RowSum& job, 
     for (int half = job.lanes / 2; half > 0; half /= 2) {
         if (lane / half == 1)
 #pragma unroll
-            for (int k = 0; k < V; k++) parts[threadIdx.x].v[k] = sum.v[k];
+            for (int k = 0; k < V; k++) partials[threadIdx.x].v[k] = sum.v[k];
         __syncthreads();
         if (lane < half)
 #pragma unroll
-            for (int k = 0; k < V; k++) sum.v[k] += parts[threadIdx.x + half * across].v[k];
+            for (int k = 0; k < V; k++) sum.v[k] += partials[threadIdx.x + half * across].v[k];
     }
     if (lane || i >= job.count) return;
     auto* out = reinterpret_cast<Floats<V>*>(job.out + (i64)(i / job.columns) * job.pitch + i % job.columns);
@@ -61,15 +61,15 @@ template <int V> __device__ __forceinline__ void sum_rows_of(const RowSum& job, 
 }
 
 // Launch: 256 threads, as many blocks as the jobs have together. Bounds of four blocks a multiprocessor leave a thread the
-// registers for its terms: with room for eight the compiler let each load wait for the one before (a U-Net's sums: 99 us
+// registers for its terms. With bounds of eight the compiler let each load wait for the one before (a U-Net's sums: 99 us
 // instead of 67).
 extern "C" __global__ __launch_bounds__(256, 4) void sum_rows(const __grid_constant__ RowSums sums) {
-    __shared__ Floats<4> parts[256];
+    __shared__ Floats<4> partials[256];
     int found = 0;
     for (int half = 32; half > 0; half /= 2)
         if (sums.jobs[found + half].first_block <= blockIdx.x) found += half;
     const RowSum& job = sums.jobs[found];
     wait_for_previous();
-    if (job.pack == 4) sum_rows_of<4>(job, parts);
-    else sum_rows_of<1>(job, parts);
+    if (job.pack == 4) sum_rows_of<4>(job, partials);
+    else sum_rows_of<1>(job, partials);
 }

@@ -8,7 +8,7 @@
 //   backward_kv  reads delta; writes dk, dv. A block owns BM keys and walks over the queries, on transposed scores.
 // Rows are read 16 bytes at a time where base, strides and D allow it, else element by element. All outputs overwrite.
 // Constants: T; DP = D rounded up to 16; MT 16-row tiles a warp owns, BM = 64 MT; BN rows per step; STAGES of cp.async;
-// PASSES for float: 3 splits operands into two tf32 numbers each, 1 rounds them to tf32.
+// TF32_PRODUCTS for float: 3 splits operands into two tf32 numbers each, 1 rounds them to tf32.
 // On Hopper attention_sm90.cu and attention_short_sm90.cu take what they can: heads of up to 64 channels in 16 bits, aligned.
 // Launch: 128 threads, (ceil(T / BM), heads, N) blocks, dynamic shared memory as cudiff/cuda/kernels/attention/portable.py
 // computes it.

@@ -1,15 +1,15 @@
 // Batch norm: z = weight * xhat + bias, xhat = (x - mean) * rstd, with statistics by channel; and with WINDOW=2 the largest z of
-// each 2x2 window and its ReLU. z is never stored: what the backward needs of it is computed from x once more.
+// each 2x2 window and its ReLU. z is never stored: the backward recomputes from x what it needs of it. d_preact is z's gradient.
 //
 // x, dx (N, H, W, C) and y, dy (N, H / WINDOW, W / WINDOW, C): T, channels last; the last row or column of an odd size is in no
 // window. With WINDOW=1 H is 1: any rows of C channels. float32 (C): weight, bias, mean, rstd, dweight, dbias, and the running
 // statistics, which are updated in place. Outputs overwrite; gradients with an `add` flag accumulate where it is set.
-// Sums go by tiles of windows into partials (rows, C), moments.cuh's of x, float2 of dz, then over the rows, in a fixed order: two
-// runs give the same bits.
+// Each tile of windows leaves a row of sums: forward channel statistics (rows, C), as in channel_statistics.cuh; backward
+// tile_sums, float2 (rows, C), of d_preact. The rows are added in a fixed order: two runs give the same bits.
 // VEC=1: C and every T address are multiples of a 16-byte pack.
 // Launch of the kernels that read x: block (lanes, at most 32; rows, a power of two), at most 256 threads, a lane for each pack
 // of channels; grid (tiles, ceil(packs / lanes)). Of the `finish_` kernels: block (4, 256), ceil(C / 4) blocks.
-#include "moments.cuh"
+#include "channel_statistics.cuh"
 #include "vector.cuh"
 
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
@@ -17,7 +17,8 @@ constexpr int TAPS = WINDOW * WINDOW;
 constexpr int UNROLL = WINDOW > 1 ? 1 : 4;  // windows at a time: their loads are to fill the memory's pipe
 constexpr int THREADS = 256, RESIDENT = 3;  // of a block, and blocks of a multiprocessor
 
-#define AFFINE const float* __restrict__ weight, const float* __restrict__ bias, const float* __restrict__ mean, const float* __restrict__ rstd
+#define AFFINE const float* __restrict__ weight, const float* __restrict__ bias, const float* __restrict__ mean, \
+               const float* __restrict__ rstd
 #define EXTENT int N, int H, int W, int C
 
 // A thread's channels, c to c + V, and its share of the windows: first, first + blockDim.y and so on, below end.
@@ -50,7 +51,7 @@ struct Window {
     int rows, columns;
     __device__ __forceinline__ Window(int i, int h, int w, int H, int W) : pixel(i), out(i), rows(1), columns(1) {
         if constexpr (WINDOW > 1) {
-            int line = i / w, column = i - line * w, n = line / h, row = line - n * h;
+            int row_of_all = i / w, column = i - row_of_all * w, n = row_of_all / h, row = row_of_all - n * h;
             pixel = ((i64)n * H + row * WINDOW) * W + column * WINDOW;
             out = ((i64)n * (H / WINDOW) + row) * (W / WINDOW) + column;
             rows = min(WINDOW, H - row * WINDOW), columns = min(WINDOW, W - column * WINDOW);
@@ -64,8 +65,8 @@ struct Window {
 // float32 takes x - mean first, as gain * x + const would lose a large mean's digits; a 16-bit x has no such digits.
 __device__ __forceinline__ float centre_of(float mean) { return sizeof(T) == 4 ? mean : 0.0f; }
 
-// What a block's threads share about a channel: z = gain * (x - centre) + offset, dx = gain * dz + slope * (x - centre) + constant.
-// By fmaf, so that the backward finds the largest that the forward found.
+// What a block's threads share about a channel: z = gain * (x - centre) + offset, and
+// dx = gain * d_preact + slope * (x - centre) + constant. By fmaf, so that the backward finds the largest that the forward found.
 struct __align__(16) Channel {
     float gain, offset, slope, constant, centre;
     __device__ __forceinline__ float centred(T x) const { return to_float(x) - centre_of(centre); }
@@ -99,12 +100,12 @@ __device__ __forceinline__ float largest(const Channel& channel, const Raw (&x)[
     return z;
 }
 // Its gradient.
-__device__ __forceinline__ float dz_of(float z, T dy) { return WINDOW == 1 || z > 0.0f ? to_float(dy) : 0.0f; }
+__device__ __forceinline__ float d_preact_of(float z, T dy) { return WINDOW == 1 || z > 0.0f ? to_float(dy) : 0.0f; }
 
 // Sums over the block of what each thread has for its channels, in a fixed order; threads with threadIdx.y = 0 get them.
 __device__ __forceinline__ void block_sums(float (&values)[V]) {
-    __shared__ __align__(16) float parts[THREADS * V];
-    float* own = parts + (threadIdx.y * blockDim.x + threadIdx.x) * V;
+    __shared__ __align__(16) float of_threads[THREADS * V];
+    float* own = of_threads + (threadIdx.y * blockDim.x + threadIdx.x) * V;
     __syncthreads();  // an earlier sum has been read
     for (int half = blockDim.y / 2; half > 0; half /= 2) {
         if (threadIdx.y < 2 * half) store<V>(own, values);
@@ -117,18 +118,18 @@ __device__ __forceinline__ void block_sums(float (&values)[V]) {
         }
     }
 }
-// partials[tile, c] = the block's sums of a and of b.
-__device__ __forceinline__ void store_partials(float2* partials, int c, int C, float (&a)[V], float (&b)[V]) {
+// tile_sums[tile, c] = the block's sums of a and of b.
+__device__ __forceinline__ void store_tile_sums(float2* tile_sums, int c, int C, float (&a)[V], float (&b)[V]) {
     block_sums(a);
     block_sums(b);
     if (threadIdx.y || c >= C) return;
 #pragma unroll
-    for (int k = 0; k < V; k++) partials[(i64)blockIdx.x * C + c + k] = make_float2(a[k], b[k]);
+    for (int k = 0; k < V; k++) tile_sums[(i64)blockIdx.x * C + c + k] = make_float2(a[k], b[k]);
 }
 
-// partials of x, centred on its first pixel.
-extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void statistics(CentredMoments* partials, const T* __restrict__ x, int pixels,
-                                                                           int C) {
+// Channel statistics of x, centred on its first pixel.
+extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void statistics(CentredStatistics* statistics, const T* __restrict__ x,
+                                                                           int pixels, int C) {
     wait_for_previous();
     Share share(pixels, C);
     float first[V] = {}, sum[V] = {}, square[V] = {};
@@ -149,39 +150,39 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void statistics(Centr
     if (threadIdx.y || share.c >= C) return;
     float count = max(0, share.end - share.first);
 #pragma unroll
-    for (int k = 0; k < V; k++) partials[(i64)blockIdx.x * C + share.c + k] = {count, first[k], sum[k], square[k]};
+    for (int k = 0; k < V; k++) statistics[(i64)blockIdx.x * C + share.c + k] = {count, first[k], sum[k], square[k]};
 }
 
-// Sums over the rows of partials, CentredMoments or pairs of sums, of channel c = blockIdx.x * 4 + threadIdx.x; threads with
+// Sums over rows of CentredStatistics, or of pairs of sums, of channel c = blockIdx.x * 4 + threadIdx.x. Threads with
 // threadIdx.y = 0 get them.
-__device__ __forceinline__ double2 column_sums(const void* partials, bool centred, int rows, int c, int C) {
-    __shared__ double2 parts[256][4];
+__device__ __forceinline__ double2 column_sums(const void* statistics, bool centred, int rows, int c, int C) {
+    __shared__ double2 of_threads[256][4];
     double2 sum = {0.0, 0.0};
 #pragma unroll 8
     for (int row = threadIdx.y; row < (c < C ? rows : 0); row += 256) {
         i64 i = (i64)row * C + c;
-        double2 term = centred ? ((const CentredMoments*)partials)[i].raw() : ((const RawMoments*)partials)[i].raw();
+        double2 term = centred ? ((const CentredStatistics*)statistics)[i].raw() : ((const RawStatistics*)statistics)[i].raw();
         sum.x += term.x;
         sum.y += term.y;
     }
     for (int half = 128; half > 0; half /= 2) {
-        if (threadIdx.y < 2 * half) parts[threadIdx.y][threadIdx.x] = sum;
+        if (threadIdx.y < 2 * half) of_threads[threadIdx.y][threadIdx.x] = sum;
         __syncthreads();
         if (threadIdx.y < half) {
-            sum.x += parts[threadIdx.y + half][threadIdx.x].x;
-            sum.y += parts[threadIdx.y + half][threadIdx.x].y;
+            sum.x += of_threads[threadIdx.y + half][threadIdx.x].x;
+            sum.y += of_threads[threadIdx.y + half][threadIdx.x].y;
         }
     }
     return sum;
 }
 
-// mean, rstd from partials (rows, C), CentredMoments where `centred`, else RawMoments, of `pixels` pixels; and the running
-// statistics, which move towards mean and unbiased variance by the share `momentum`.
-extern "C" __global__ void finish_statistics(float* mean, float* rstd, float* running_mean, float* running_var, const void* partials,
-                                             int centred, int rows, int pixels, int C, float momentum, float eps) {
+// mean, rstd from channel statistics (rows, C), CentredStatistics where `centred`, else RawStatistics, of `pixels` pixels. The
+// running statistics move towards mean and unbiased variance by the share `momentum`.
+extern "C" __global__ void finish_statistics(float* mean, float* rstd, float* running_mean, float* running_var,
+                                             const void* statistics, int centred, int rows, int pixels, int C, float momentum, float eps) {
     wait_for_previous();
     int c = blockIdx.x * 4 + threadIdx.x;
-    double2 sum = column_sums(partials, centred, rows, c, C);
+    double2 sum = column_sums(statistics, centred, rows, c, C);
     if (threadIdx.y || c >= C) return;
     float average = (float)(sum.x / pixels);
     double squares = fmax(sum.y - sum.x * sum.x / pixels, 0.0);  // of the deviations
@@ -192,7 +193,8 @@ extern "C" __global__ void finish_statistics(float* mean, float* rstd, float* ru
 }
 
 // mean, rstd from the running statistics: copies, so that a later update does not reach a saved tape. A thread a channel.
-extern "C" __global__ void read_running(float* mean, float* rstd, const float* running_mean, const float* running_var, int C, float eps) {
+extern "C" __global__ void read_running(float* mean, float* rstd, const float* running_mean, const float* running_var, int C,
+                                        float eps) {
     wait_for_previous();
     int c = blockIdx.x * blockDim.x + threadIdx.x;
     if (c >= C) return;
@@ -201,7 +203,8 @@ extern "C" __global__ void read_running(float* mean, float* rstd, const float* r
 }
 
 // y = z, or ReLU of a window's largest.
-extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void normalize(T* __restrict__ y, const T* __restrict__ x, AFFINE, EXTENT) {
+extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void normalize(T* __restrict__ y, const T* __restrict__ x, AFFINE,
+                                                                          EXTENT) {
     wait_for_previous();
     int h = H / WINDOW, w = W / WINDOW;
     Share share(N * h * w, C);
@@ -223,8 +226,8 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void normalize(T* __r
     }
 }
 
-// partials = sums of dz and of dz * (x - centre).
-extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void backward_sums(float2* partials, const T* __restrict__ dy,
+// tile_sums: of d_preact and of d_preact * (x - centre).
+extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void backward_sums(float2* tile_sums, const T* __restrict__ dy,
                                                                               const T* __restrict__ x, AFFINE, EXTENT) {
     wait_for_previous();
     int h = H / WINDOW, w = W / WINDOW;
@@ -240,25 +243,26 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void backward_sums(fl
 #pragma unroll
         for (int k = 0; k < V; k++) {
             int chosen;
-            float dz = dz_of(largest(channels[k], taps, k, chosen), dout.v[k]);
+            float d_preact = d_preact_of(largest(channels[k], taps, k, chosen), dout.v[k]);
             T source = taps[0].v[k];
 #pragma unroll
             for (int t = 1; t < TAPS; t++)
                 if (t == chosen) source = taps[t].v[k];
-            sum[k] += dz;
-            product[k] += dz * channels[k].centred(source);
+            sum[k] += d_preact;
+            product[k] += d_preact * channels[k].centred(source);
         }
     }
-    store_partials(partials, share.c, C, sum, product);
+    store_tile_sums(tile_sums, share.c, C, sum, product);
 }
 
-// From partials (rows, C) of backward_sums: means = those of dz and of dz * xhat over so many pixels, and both sums, dbias and
-// dweight, each of which may be null.
+// From tile_sums (rows, C) of backward_sums: means of d_preact and of d_preact * xhat over so many pixels, and their sums, dbias
+// and dweight, each of which may be null.
 extern "C" __global__ void finish_gradients(float2* means, float* dweight, int add_weight, float* dbias, int add_bias,
-                                            const float2* partials, const float* mean, const float* rstd, int rows, int pixels, int C) {
+                                            const float2* tile_sums, const float* mean, const float* rstd, int rows,
+                                            int pixels, int C) {
     wait_for_previous();
     int c = blockIdx.x * 4 + threadIdx.x;
-    double2 sum = column_sums(partials, false, rows, c, C);
+    double2 sum = column_sums(tile_sums, false, rows, c, C);
     if (threadIdx.y || c >= C) return;
     sum.y = (sum.y - (mean[c] - centre_of(mean[c])) * sum.x) * rstd[c];
     means[c] = make_float2((float)(sum.x / pixels), (float)(sum.y / pixels));
@@ -266,8 +270,8 @@ extern "C" __global__ void finish_gradients(float2* means, float* dweight, int a
     if (dbias) dbias[c] = (add_bias ? dbias[c] : 0.0f) + (float)sum.x;
 }
 
-// dx = gain * (dz - means.x - xhat * means.y); where means is null the statistics are constants. sums, float (tiles, C): dx summed
-// over each tile before rounding.
+// dx = gain * (d_preact - means.x - xhat * means.y). Where means is null, mean and rstd are constants. sums, float (tiles, C): dx
+// summed over each tile before rounding.
 extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void input_gradients(
     T* __restrict__ dx, float* sums, const float2* means, const T* __restrict__ dy, const T* __restrict__ x, AFFINE, EXTENT) {
     wait_for_previous();
@@ -288,11 +292,11 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void input_gradients(
         for (int k = 0; k < V; k++) {  // the taps become dx
             int chosen;
             const Channel& channel = channels[k];
-            float dz = dz_of(largest(channel, taps, k, chosen), dout.v[k]);
+            float d_preact = d_preact_of(largest(channel, taps, k, chosen), dout.v[k]);
 #pragma unroll
             for (int t = 0; t < TAPS; t++) {
                 float value = fmaf(channel.slope, channel.centred(taps[t].v[k]), channel.constant);
-                if (t == chosen) value = fmaf(channel.gain, dz, value);
+                if (t == chosen) value = fmaf(channel.gain, d_preact, value);
                 taps[t].v[k] = from_float<T>(value);
                 if (window.has(t)) sum[k] += value;
             }

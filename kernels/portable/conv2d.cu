@@ -12,10 +12,10 @@
 // destination: OUT, rows of ldo elements, overwritten; bias, emb, addend as in gemm.cuh's Output, and so is sums, of FPROP. An
 // image's sides, upsampled, and a padding are at most 32,767.
 // NORM: 1 for DGRAD where the convolution's input was silu(z), z group norm's map (affine.cuh) of `normed`, T
-// (N, H, W, C1), and of x2, (N, H, W, C - C1), behind it: then destination = dz, the result times silu's slope, and sums, float2,
-// those of dz and of dz * (x - centre), before rounding; no bias, emb or addend. 2: the input was z itself. 0: neither. With
-// NORM, OUT is T, C and C1 are even, images aligned to two elements, a strip is of one image, sums are not null, and the
-// depth is not split.
+// (N, H, W, C1), and of x2, (N, H, W, C - C1), behind it. Then destination = d_preact, the gradient of z: the result times
+// silu's slope. sums, float2, are those of d_preact and of d_preact * (x - centre), before rounding. There is no bias, emb or
+// addend. 2: the input was z itself. 0: neither. With NORM, OUT is T, C and C1 are even, images aligned to two elements, the
+// rows of a warp are of one image, sums are not null, and the depth is not split.
 // gridDim.x: ceil(rows / BM) · ceil(columns / BN), columns fastest; gridDim.y: splits of the depth into `k_tiles` tiles
 // each; split s writes to destination + s · rows · ldo, to be summed by gemm.cu (then OUT=float, without additions).
 // On Hopper conv2d_sm90.cu and conv2d_wgrad*_sm90.cu take what they can: stride 1, the image's size kept, 16 bits or tf32.
@@ -56,7 +56,7 @@ struct Window {
     }
 };
 
-// K-major operand A of FPROP and DGRAD: line = a pixel of the result, depth = (r, s, channel).
+// K-major operand A of FPROP and DGRAD: row = a pixel of the result, depth = (r, s, channel).
 template <bool VEC> struct PatchLoader {
     using Tile = ::Tile<true, BM>;
     const Sources image;
@@ -71,7 +71,7 @@ template <bool VEC> struct PatchLoader {
         int pixels = PASS == DGRAD ? shape.Ho * shape.Wo : shape.H * shape.W;
 #pragma unroll
         for (int i = 0; i < Tile::COPIES; i++) {
-            int m = first + Tile::first_line() + i * Tile::LINE_STEP, n = m / (height * width);
+            int m = first + Tile::first_row() + i * Tile::ROW_STEP, n = m / (height * width);
             int h = m / width % height, w = m % width;
             int row = PASS == DGRAD ? h + shape.pad_h : h * shape.stride_h - shape.pad_h;
             int column = PASS == DGRAD ? w + shape.pad_w : w * shape.stride_w - shape.pad_w;
@@ -94,35 +94,36 @@ template <bool VEC> struct PatchLoader {
     }
 };
 
-// Operand B of DGRAD: line = depth (r, s, k), contiguous = c.
+// Operand B of DGRAD: row = depth (r, s, k), contiguous = c.
 template <bool VEC> struct WeightLoader {
     using Tile = ::Tile<false, BN>;
     const T* weight;
     i64 pitch;  // from one k to the next
     int channels, left;
-    Odometer line;  // high: past the last tap, middle: tap, low: k
+    Odometer row;  // high: past the last tap, middle: tap, low: k
 
     __device__ __forceinline__ WeightLoader(const T* weight, const Shape& shape, int first, int k)
-        : pitch((i64)shape.R * shape.S * shape.C), channels(shape.C), line(k + Tile::first_line(), shape.R * shape.S, shape.K, Tile::LINE_STEP) {
+        : pitch((i64)shape.R * shape.S * shape.C), channels(shape.C),
+          row(k + Tile::first_row(), shape.R * shape.S, shape.K, Tile::ROW_STEP) {
         int c = first + Tile::chunk() * PACK;
         this->weight = weight + c, left = channels - c;
     }
     __device__ __forceinline__ void load(u32 tile) {
-        Odometer at = line;
+        Odometer at = row;
 #pragma unroll 2
         for (int e = 0; e < (VEC ? 1 : PACK); e++) {
-            at = line;
+            at = row;
 #pragma unroll
             for (int i = 0; i < Tile::COPIES; i++, at.advance()) {
                 const T* source = weight + at.low * pitch + at.middle * channels + e;
                 copy<VEC>(Tile::target(tile, i), e, source, at.high == 0 && e < left);
             }
         }
-        line = at;
+        row = at;
     }
 };
 
-// Operand B of WGRAD: line = depth (n, ho, wo), contiguous = (r, s, c).
+// Operand B of WGRAD: row = depth (n, ho, wo), contiguous = (r, s, c).
 template <bool VEC> struct PixelLoader {
     using Tile = ::Tile<false, BN>;
     const Sources x;
@@ -130,7 +131,8 @@ template <bool VEC> struct PixelLoader {
     Odometer tap, pixel;
 
     __device__ __forceinline__ PixelLoader(const Sources& x, const Shape& shape, int first, int k)
-        : x(x), shape(shape), tap(first + Tile::chunk() * PACK, shape.S, shape.C, 0), pixel(k + Tile::first_line(), shape.Ho, shape.Wo, Tile::LINE_STEP) {}
+        : x(x), shape(shape), tap(first + Tile::chunk() * PACK, shape.S, shape.C, 0),
+          pixel(k + Tile::first_row(), shape.Ho, shape.Wo, Tile::ROW_STEP) {}
     __device__ __forceinline__ void load(u32 tile) {
         Odometer from = tap, at = pixel;
 #pragma unroll 2
@@ -148,27 +150,27 @@ template <bool VEC> struct PixelLoader {
     }
 };
 
-// NORM's dz, which it writes, and its sums. The tiles in shared memory are no longer needed.
-__device__ __forceinline__ void store_dz(const Accumulators& acc, const Output& output, int m, int n, const T* x, const T* x2,
+// NORM's d_preact, which it writes, and its sums. The tiles in shared memory are no longer needed.
+__device__ __forceinline__ void store_d_preact(const Accumulators& acc, const Output& output, int m, int n, const T* x, const T* x2,
                                          int C1, AFFINE) {
-    static_assert(!NORM || sizeof(OUT) == sizeof(T), "dz is stored as the norm's input is");
+    static_assert(!NORM || sizeof(OUT) == sizeof(T), "d_preact is stored as the norm's input is");
     extern __shared__ __align__(1024) u8 shared[];
-    struct Maps { float centre[WM * BN], gain[WM * BN], offset[WM * BN]; };  // of each strip's channels
+    struct Maps { float centre[WM * BN], gain[WM * BN], offset[WM * BN]; };  // of the channels of each warp's rows
     Maps& maps = *reinterpret_cast<Maps*>(shared);
-    int strips = output.rows / Output::ROWS, first = m / Output::ROWS, C = output.columns;
+    int row_tiles = output.rows / Output::ROWS, first = m / Output::ROWS, C = output.columns;
     cp_async_wait<0>();
     __syncthreads();
     for (int i = threadIdx.x; i < WM * BN; i += THREADS) {
-        int strip = first + i / BN, image = strip * Output::ROWS / output.rows_per_image, c = n + i % BN;
-        if (strip >= strips || c >= C) continue;
+        int row_tile = first + i / BN, image = row_tile * Output::ROWS / output.rows_per_image, c = n + i % BN;
+        if (row_tile >= row_tiles || c >= C) continue;
         int group = image * groups + c / (C / groups);
         float2 map = affine_of(Modulation(image, c, C, weight, bias, scale, shift), mean[group], rstd[group]);
         maps.centre[i] = centre_of(mean[group]), maps.gain[i] = map.x, maps.offset[i] = map.y;
     }
     __syncthreads();
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, strip = first + warp / WN;
-    if (strip >= strips) return;
-    m = strip * Output::ROWS + (lane >> 2);
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row_tile = first + warp / WN;
+    if (row_tile >= row_tiles) return;
+    m = row_tile * Output::ROWS + (lane >> 2);
 #pragma unroll
     for (int j = 0; j < NI; j++) {
         int in_tile = warp % WN * (BN / WN) + j * 8 + (lane & 3) * 2, c = n + in_tile, place = warp / WN * BN + in_tile;
@@ -183,16 +185,17 @@ __device__ __forceinline__ void store_dz(const Accumulators& acc, const Output& 
             read[i] = inside ? *reinterpret_cast<const Output::Pair*>(source + (i64)(m + i * 8) * pitch) : Output::Pair{};
 #pragma unroll
         for (int i = 0; i < 2 * MI; i++) {
-            float2 dz = make_float2(acc[i / 2][j][i % 2 * 2], acc[i / 2][j][i % 2 * 2 + 1]);
+            float2 d_preact = make_float2(acc[i / 2][j][i % 2 * 2], acc[i / 2][j][i % 2 * 2 + 1]);
             float2 other = make_float2(to_float(read[i].first) - centre.x, to_float(read[i].second) - centre.y);
-            if (NORM == 1) dz.x *= silu_slope(fmaf(gain.x, other.x, offset.x)), dz.y *= silu_slope(fmaf(gain.y, other.y, offset.y));
-            total[0].x += dz.x, total[0].y += dz.x * other.x;
-            total[1].x += dz.y, total[1].y += dz.y * other.y;
-            Output::Pair rounded = {from_float<OUT>(dz.x), from_float<OUT>(dz.y)};
+            if (NORM == 1) d_preact.x *= silu_slope(fmaf(gain.x, other.x, offset.x));
+            if (NORM == 1) d_preact.y *= silu_slope(fmaf(gain.y, other.y, offset.y));
+            total[0].x += d_preact.x, total[0].y += d_preact.x * other.x;
+            total[1].x += d_preact.y, total[1].y += d_preact.y * other.y;
+            Output::Pair rounded = {from_float<OUT>(d_preact.x), from_float<OUT>(d_preact.y)};
             if (inside) *reinterpret_cast<Output::Pair*>(output.out + (m + i * 8) * output.ld + c) = rounded;
         }
 #pragma unroll
-        for (int e = 0; e < 2; e++) output.leave<false>(total[e], 0.0f, strip, c + e);
+        for (int e = 0; e < 2; e++) output.leave<false>(total[e], 0.0f, row_tile, c + e);
     }
 }
 
@@ -226,6 +229,7 @@ conv2d(const T* a, const T* b, const float* bias, const float* emb, const OUT* a
     }
     destination += (i64)blockIdx.y * rows * ldo;
     Output output = {destination, bias, emb, addend, rows, columns, ldo, rows_per_image, sums};
-    if constexpr (NORM) store_dz(acc, output, m0, n0, normed, x2, C1, norm_weight, norm_bias, scale, shift, mean, rstd, groups);
+    if constexpr (NORM)
+        store_d_preact(acc, output, m0, n0, normed, x2, C1, norm_weight, norm_bias, scale, shift, mean, rstd, groups);
     else output.store<PASS == FPROP && sizeof(OUT) == sizeof(T)>(acc, m0, n0);
 }

@@ -3,16 +3,19 @@
 // x (N, S, C1) and x2 (N, S, C2; null where C2 = 0) are read as one array of C = C1 + C2 channels, S pixels an image;
 // y and dy (N, S, C). All T, channels last. float32: weight, bias (C); scale, shift (N, C) or null; mean, rstd (N, G);
 // gamma = weight * (1 + scale), offset = bias * (1 + scale) + shift. Outputs overwrite; gradients with an `add` flag
-// accumulate where it is set. Sums go by tiles of pixels into partials (N, tiles, C), moments.cuh's of x, float2 of dz, then in
-// tile order: two runs give the same bits. Where few tiles make an image, `normalize` and `input_gradients` add them up themselves, every
-// block for its image; else `finish_statistics` and `finish_sums` do it once.
+// accumulate where it is set. d_preact is the gradient of z.
+// Each tile of pixels leaves its sums: forward channel statistics (N, tiles, C), as in channel_statistics.cuh; backward
+// tile_sums, float2 (N, tiles, C), of d_preact. They are added in tile order: two runs give the same bits. Where few tiles make
+// an image, every block of `normalize` and `input_gradients` adds up those of its image itself; else `finish_statistics` and
+// `finish_sums` do it once.
 // VEC=1: C1, C2 and every T address are multiples of a 16-byte pack.
 // On Hopper group_norm_sm90.cu takes what fits in shared memory, group_norm_backward_sm90.cu where it is estimated to be faster.
-// The tiled kernels are launched as tiles.cuh says. Dynamic shared memory: 16 bytes for each channel, or each thread, in
-// finish_statistics, of a block's groups, and, where it is given partials, in `normalize`; 8 for each channel and each thread
-// in finish_sums and, where it is given partials, in `input_gradients`, which takes 16 packs a thread in any case.
+// The tiled kernels are launched as tiles.cuh says. Dynamic shared memory: finish_statistics, and `normalize` where it is given
+// channel statistics, take 16 bytes for each channel of a block's groups, or for each thread if there are more. finish_sums, and
+// `input_gradients` where it is given tile_sums, take 8 for each channel and each thread. `input_gradients` takes 16 packs a
+// thread in any case.
 #include "mma.cuh"
-#include "moments.cuh"
+#include "channel_statistics.cuh"
 #include "tiles.cuh"
 
 extern __shared__ __align__(16) float2 channels[];  // one for each of C, or more
@@ -20,17 +23,17 @@ constexpr int WIDTH = 32 * V;                       // channels of a chunk at mo
 
 #define EXTENT int S, int C1, int C2, int tiles, int across
 
-// partials of a block's tile = its sums of a and of b.
-__device__ __forceinline__ void store_partials(float2* partials, const Lane& lane, int C, int tiles, int across, float* scratch,
+// tile_sums of a block's tile = its sums of a and of b.
+__device__ __forceinline__ void store_tile_sums(float2* tile_sums, const Lane& lane, int C, int tiles, int across, float* scratch,
                                                const float (&a)[V], const float (&b)[V]) {
-    float2* out = partials + ((i64)lane.n * tiles + lane.tile) * C + lane.c0;
+    float2* out = tile_sums + ((i64)lane.n * tiles + lane.tile) * C + lane.c0;
     block_sums(across, scratch, a, [&](int j, float sum) { if (lane.c0 + j < C) out[j].x = sum; });
     block_sums(across, scratch, b, [&](int j, float sum) { if (lane.c0 + j < C) out[j].y = sum; });
 }
 
-// partials of one source, centred on its image's first pixel.
-extern "C" __global__ __launch_bounds__(THREADS, 2) void statistics(const T* __restrict__ x, CentredMoments* partials, int S, int C, int tiles,
-                                                                    int across) {
+// Channel statistics of one source, centred on its image's first pixel.
+extern "C" __global__ __launch_bounds__(THREADS, 2) void statistics(const T* __restrict__ x, CentredStatistics* statistics, int S,
+                                                                    int C, int tiles, int across) {
     wait_for_previous();
     __shared__ float scratch[V * THREADS];
     Lane lane(S, C, tiles, across);
@@ -53,19 +56,23 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void statistics(const T* __r
     });
     int at_once = THREADS / (u32)across, rest = S % lane.step - lane.tile * at_once;
     float count = S / lane.step * at_once + max(0, min(at_once, rest));
-    CentredMoments* out = partials + ((i64)lane.n * tiles + lane.tile) * C + lane.c0;
+    CentredStatistics* out = statistics + ((i64)lane.n * tiles + lane.tile) * C + lane.c0;
     centre += lane.c0;
-    block_sums(across, scratch, sum, [&](int j, float sum) { if (lane.c0 + j < C) out[j] = {count, to_float(centre[j]), sum, 0.0f}; });
-    block_sums(across, scratch, square, [&](int j, float square) { if (lane.c0 + j < C) out[j].square = square; });
+    block_sums(across, scratch, sum, [&](int j, float sum) {
+        if (lane.c0 + j < C) out[j] = {count, to_float(centre[j]), sum, 0.0f};
+    });
+    block_sums(across, scratch, square, [&](int j, float square) {
+        if (lane.c0 + j < C) out[j].square = square;
+    });
 }
 
-// Both sources' partials: CentredMoments where `centred`, else RawMoments.
-#define PARTIALS const void* partials, int centred, int tiles1, const void* partials2, int centred2, int tiles2
-#define GIVEN partials, centred, tiles1, partials2, centred2, tiles2, C1, C2
+// The channel statistics of both sources: CentredStatistics where `centred`, else RawStatistics.
+#define STATISTICS const void* statistics, int centred, int tiles1, const void* statistics2, int centred2, int tiles2
+#define GIVEN statistics, centred, tiles1, statistics2, centred2, tiles2, C1, C2
 struct Given {
-    const void* partials;
+    const void* statistics;
     int centred, tiles1;
-    const void* partials2;
+    const void* statistics2;
     int centred2, tiles2, C1, C2;
 };
 
@@ -80,7 +87,7 @@ struct Tiles {
         centred = second ? given.centred2 : given.centred;
         if (second) c -= given.C1;
         i64 first = (i64)n * (tiles * channels) + (helper * channels + c);
-        p = (const u8*)(second ? given.partials2 : given.partials) + first * (centred ? sizeof(CentredMoments) : sizeof(RawMoments));
+        p = (const u8*)(second ? given.statistics2 : given.statistics) + first * (centred ? sizeof(CentredStatistics) : sizeof(RawStatistics));
         count = helpers == 1 ? tiles : CEIL_DIV((u32)max(0, tiles - helper), (u32)helpers);
         pitch = helpers * channels;
     }
@@ -88,8 +95,8 @@ struct Tiles {
 
 __device__ __forceinline__ void add(float2& sum, float2 term) { sum.x += term.x, sum.y += term.y; }
 __device__ __forceinline__ void add(double2& sum, double2 term) { sum.x += term.x, sum.y += term.y; }
-__device__ __forceinline__ void add(RawMoments& sum, const RawMoments& term) { sum.add(term); }
-__device__ __forceinline__ void add(double2& sum, const CentredMoments& term) { add(sum, term.raw()); }
+__device__ __forceinline__ void add(RawStatistics& sum, const RawStatistics& term) { sum.add(term); }
+__device__ __forceinline__ void add(double2& sum, const CentredStatistics& term) { add(sum, term.raw()); }
 
 // p[0] + p[pitch] + ... + p[(count - 1) * pitch], of which some are read at once.
 template <typename Sum, typename Term> __device__ __forceinline__ Sum sum_of(const Term* p, int count, int pitch) {
@@ -117,10 +124,10 @@ struct Groups {
     }
 };
 
-// Sums of x and of its square over an image's pixels: what a block needs of them.
-struct Moments : Groups {
+// The channel statistics of an image, of the channels that a block needs.
+struct ImageStatistics : Groups {
     double2* sums;  // double, as E[x^2] - E[x]^2 cancels
-    __device__ __forceinline__ Moments(int c0, int c1, int size, int tiles) : Groups(c0, c1, size, tiles) {
+    __device__ __forceinline__ ImageStatistics(int c0, int c1, int size, int tiles) : Groups(c0, c1, size, tiles) {
         sums = reinterpret_cast<double2*>(channels);
     }
     // What this thread adds up: found before the kernel waits for the one before.
@@ -131,8 +138,8 @@ struct Moments : Groups {
     __device__ __forceinline__ void find(const Given& given, int n, Tiles own) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < width * helpers; i += THREADS, own = Tiles(given, n, begin + i, 0, 1)) {
-            if (own.centred) sums[i] = sum_of<double2>((const CentredMoments*)own.p, own.count, own.pitch);
-            else sums[i] = sum_of<RawMoments>((const RawMoments*)own.p, own.count, own.pitch).raw();
+            if (own.centred) sums[i] = sum_of<double2>((const CentredStatistics*)own.p, own.count, own.pitch);
+            else sums[i] = sum_of<RawStatistics>((const RawStatistics*)own.p, own.count, own.pitch).raw();
         }
         __syncthreads();
         if (helpers == 1) return;
@@ -140,8 +147,8 @@ struct Moments : Groups {
         if (i < width) sums[i] = sum_of<double2>(sums + i, helpers, width);
         __syncthreads();
     }
-    // mean and rstd, after find(); `share` is 1 / elements of a group.
-    __device__ __forceinline__ float2 statistics(int group, int size, double share, float eps) const {
+    // After find(); `share` is 1 / elements of a group.
+    __device__ __forceinline__ float2 mean_and_rstd(int group, int size, double share, float eps) const {
         double2 sum = sum_of<double2>(sums + group * size - begin, size, 1);
         double mean = sum.x * share;
         return make_float2((float)mean, rsqrtf((float)fmax(fma(-mean, mean, sum.y * share), 0.0) + eps));
@@ -149,48 +156,48 @@ struct Moments : Groups {
 };
 
 // mean, rstd. Launch: grid (N, chunks), a chunk of `across` groups each.
-extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_statistics(PARTIALS, int C1, int C2, float* mean, float* rstd, int groups,
-                                                                           int across, double share, float eps) {
+extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_statistics(STATISTICS, int C1, int C2, float* mean, float* rstd,
+                                                                           int groups, int across, double share, float eps) {
     int size = (C1 + C2) / (u32)groups, n = blockIdx.x, first = blockIdx.y * across, end = min(groups, first + across);
     Given given = {GIVEN};
-    Moments moments(first * size, end * size, size, max(tiles1, tiles2));
-    Tiles own = moments.own(given, n);
+    ImageStatistics image(first * size, end * size, size, max(tiles1, tiles2));
+    Tiles own = image.own(given, n);
     wait_for_previous();
-    moments.find(given, n, own);
+    image.find(given, n, own);
     for (int g = first + threadIdx.x; g < end; g += THREADS) {
-        float2 found = moments.statistics(g, size, share, eps);
+        float2 found = image.mean_and_rstd(g, size, share, eps);
         mean[(i64)n * groups + g] = found.x;
         rstd[(i64)n * groups + g] = found.y;
     }
 }
 
-// y, of one or two sources. Statistics come as mean and rstd, or as partials: then also new_mean and new_rstd are written.
-// What takes time in small launches is the way to the first y: all that can be found before waiting is, and everything
-// that is read is asked for at once.
+// y, of one or two sources. Mean and rstd are given, or channel statistics: then new_mean and new_rstd are written too.
+// What takes time in small launches is the way to the first y. So all that can be found before waiting is, and everything that
+// is read is asked for at once.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void normalize(
-    T* y, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT, int silu, PARTIALS, float* new_mean, float* new_rstd,
+    T* y, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT, int silu, STATISTICS, float* new_mean, float* new_rstd,
     double share, float eps) {
     __shared__ __align__(16) float table[3 * WIDTH];
     int C = C1 + C2, size = C / (u32)groups, pitch;
     Lane lane(S, C, tiles, across);
-    lane.turn_back();
+    lane.reverse();
     Given given = {GIVEN};
-    Moments moments(lane.c0, min(C, lane.c0 + across * V), size, max(tiles1, tiles2));
-    Tiles own = moments.own(given, lane.n);
+    ImageStatistics image(lane.c0, min(C, lane.c0 + across * V), size, max(tiles1, tiles2));
+    Tiles own = image.own(given, lane.n);
     Rows<1, 4> rows;
     rows.start[0] = first_element(x, x2, lane, C1, C2, rows.pitch[0]);
     rows.count = lane.count;
     wait_for_previous();
     rows.fetch(0);
     Channel channel(lane.n, lane.c0, across * V, C, size, weight, bias, scale, shift);
-    if (partials) moments.find(given, lane.n, own);
+    if (statistics) image.find(given, lane.n, own);
     if (channel.here) {
         i64 group = (i64)lane.n * groups + channel.group;
         float2 found;
-        if (partials) found = moments.statistics(channel.group, size, share, eps);
+        if (statistics) found = image.mean_and_rstd(channel.group, size, share, eps);
         else found = make_float2(mean[group], rstd[group]);
         Affine::fill(table, WIDTH, channel, found.x, found.y);
-        if (partials && lane.tile == 0 && channel.c == channel.group * size) new_mean[group] = found.x, new_rstd[group] = found.y;
+        if (statistics && lane.tile == 0 && channel.c == channel.group * size) new_mean[group] = found.x, new_rstd[group] = found.y;
     }
     __syncthreads();
     Affine affine(table, WIDTH, lane.c - lane.c0);
@@ -203,22 +210,23 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void normalize(
     });
 }
 
-// From x and dy: v = x - centre, the output y, and dz = dy times the slope of y by z, but where dy is dz already.
+// From x and dy: v = x - centre, the output y, and d_preact. That is dy times the slope of y by z, or dy if SILU_DONE.
 enum { SILU = 1, SILU_DONE = 2 };
 template <int ARRAYS>
-__device__ __forceinline__ void differentiate(const Affine& affine, const Raw (&raw)[ARRAYS], float (&v)[V], float (&y)[V], float (&dz)[V], int silu) {
+__device__ __forceinline__ void differentiate(const Affine& affine, const Raw (&raw)[ARRAYS], float (&v)[V], float (&y)[V],
+                                              float (&d_preact)[V], int silu) {
     float slope[V];
     to_floats(raw[0], v);
-    to_floats(raw[1], dz);
+    to_floats(raw[1], d_preact);
     if (silu == SILU_DONE) return linearize(affine, v, y, slope, true);
     linearize(affine, v, y, slope, silu);
 #pragma unroll
-    for (int k = 0; k < V; k++) dz[k] *= slope[k];
+    for (int k = 0; k < V; k++) d_preact[k] *= slope[k];
 }
 
-// partials = sums of dz and of dz * (x - centre).
+// tile_sums: of d_preact and of d_preact * (x - centre).
 extern "C" __global__ __launch_bounds__(THREADS, 2) void backward_sums(
-    float2* partials, const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT, int silu) {
+    float2* tile_sums, const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT, int silu) {
     wait_for_previous();
     __shared__ float scratch[V * THREADS];
     __shared__ __align__(16) float table[3 * WIDTH];
@@ -236,18 +244,18 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void backward_sums(
     Affine affine(table, WIDTH, lane.c - lane.c0);
     float sum[V] = {}, product[V] = {};
     rows.each([&](int, const Raw (&raw)[2]) {
-        float v[V], y[V], dz[V];
-        differentiate(affine, raw, v, y, dz, silu);
+        float v[V], y[V], d_preact[V];
+        differentiate(affine, raw, v, y, d_preact, silu);
 #pragma unroll
         for (int k = 0; k < V; k++) {
-            sum[k] += dz[k];
-            product[k] += dz[k] * v[k];
+            sum[k] += d_preact[k];
+            product[k] += d_preact[k] * v[k];
         }
     });
-    store_partials(partials, lane, C, tiles, across, scratch, sum, product);
+    store_tile_sums(tile_sums, lane, C, tiles, across, scratch, sum, product);
 }
 
-// What the sums of an image become beside dx: totals (N, C), sums of dz and dz * xhat over an image, times 1 + scale;
+// What the sums of an image become beside dx: totals (N, C), sums of d_preact and d_preact * xhat over an image, times 1 + scale;
 // dscale, dshift (N, C) or null.
 #define TOTALS float2* totals, float* dscale, int add_scale, float* dshift, int add_shift
 #define GIVEN_TOTALS totals, dscale, add_scale, dshift, add_shift
@@ -264,11 +272,14 @@ struct Normed : Modulation {
     }
 };
 
-// Sums of gamma * dz and of gamma * dz * xhat over an image's pixels; and the totals of channels c0 to c1, where `first`.
+// Sums of gamma * d_preact and of gamma * d_preact * xhat over an image's pixels. Where `first`, also the totals of channels c0
+// to c1.
 struct Gradients : Groups {
     float2* sums;  // of each channel from `begin` on; behind THREADS others
-    __device__ __forceinline__ Gradients(int c0, int c1, int size, int tiles, float2* memory) : Groups(c0, c1, size, tiles), sums(memory + THREADS) {}
-    __device__ __forceinline__ void find(int n, const float2* partials, int tiles, int c0, int c1, bool first, TOTALS, AFFINE, int C) {
+    __device__ __forceinline__ Gradients(int c0, int c1, int size, int tiles, float2* memory) : Groups(c0, c1, size, tiles),
+                                                                                              sums(memory + THREADS) {}
+    __device__ __forceinline__ void find(int n, const float2* tile_sums, int tiles, int c0, int c1, bool first, TOTALS, AFFINE,
+                                         int C) {
         float2* shares = sums - THREADS;
         int size = C / (u32)groups;
         auto finish = [&](int c, const Normed& own, float2 total) {
@@ -280,7 +291,7 @@ struct Gradients : Groups {
             if (dscale) dscale[i] = (add_scale ? dscale[i] : 0.0f) + own.weight * total.y + own.bias * total.x;
             if (dshift) dshift[i] = (add_shift ? dshift[i] : 0.0f) + total.x;
         };
-        const float2* p = partials + (i64)n * tiles * C + begin;
+        const float2* p = tile_sums + (i64)n * tiles * C + begin;
         if (helpers == 1) {
             for (int j = threadIdx.x; j < width; j += THREADS) {  // all that is read is asked for at once
                 Normed own(n, begin + j, C, size, GIVEN_AFFINE);
@@ -289,7 +300,10 @@ struct Gradients : Groups {
         } else {
             int helper = threadIdx.x / (u32)width, j = threadIdx.x - helper * width;
             Normed own(n, begin + j, C, size, GIVEN_AFFINE);
-            if (helper < helpers) shares[threadIdx.x] = sum_of<float2>(p + helper * C + j, CEIL_DIV((u32)max(0, tiles - helper), (u32)helpers), helpers * C);
+            if (helper < helpers) {
+                int count = CEIL_DIV((u32)max(0, tiles - helper), (u32)helpers);
+                shares[threadIdx.x] = sum_of<float2>(p + helper * C + j, count, helpers * C);
+            }
             __syncthreads();
             if (helper == 0) finish(begin + j, own, sum_of<float2>(shares + j, helpers, width));
         }
@@ -303,12 +317,12 @@ struct Gradients : Groups {
 };
 
 // means (N, G), and the totals. Launch: N blocks.
-extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_sums(const float2* partials, float2* means, TOTALS, AFFINE, int S, int C,
-                                                                     int tiles) {
+extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_sums(const float2* tile_sums, float2* means, TOTALS, AFFINE, int S,
+                                                                     int C, int tiles) {
     wait_for_previous();
     int n = blockIdx.x, size = C / (u32)groups;
     Gradients gradients(0, C, size, tiles, channels);
-    gradients.find(n, partials, tiles, 0, C, true, GIVEN_TOTALS, GIVEN_AFFINE, C);
+    gradients.find(n, tile_sums, tiles, 0, C, true, GIVEN_TOTALS, GIVEN_AFFINE, C);
     for (int g = threadIdx.x; g < groups; g += THREADS) means[(i64)n * groups + g] = gradients.means(g, size, (float)S * size);
 }
 
@@ -355,31 +369,31 @@ template <int ARRAYS, int DEPTH> struct Stream {
 };
 constexpr int DEPTH = 4;
 
-// dx, dx2 (either may be null) = gain * dz - rstd * (means.x + xhat * means.y), plus addend and addend2 where they are not
-// null: gradients from elsewhere, which may lie where dx and dx2 do; without x2 both are for dx. The means come as `means`, or
-// as partials, of so many tiles: then the totals are written too. sums, sums2, float (N, tiles, C1 and C2), or null: dx and
-// dx2, addends included, summed over each tile's pixels before rounding. y, or null, receives the output once more. silu: 0,
-// SILU, or SILU_DONE where dy is dz. The kernel before writes none of x, the parameters, mean and rstd, so that they may be
-// read here while it ends.
+// dx, dx2 (either may be null) = gain * d_preact - rstd * (means.x + xhat * means.y), plus addend and addend2 where they are not
+// null. These are gradients from elsewhere, and may lie where dx and dx2 do; without x2 both are for dx. The means come as `means`, or
+// as tile_sums, of so many tiles: then the totals are written too. sums, sums2, float (N, tiles, C1 and C2), or null, are
+// partials of a bias' gradient: dx and dx2, addends included, summed over each tile's pixels before rounding. y, or null,
+// receives the recomputed output. silu: 0, SILU, or SILU_DONE where dy is d_preact. The kernel before writes none of x, the
+// parameters, mean and rstd: they are read while it ends.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
-    T* dx, const T* addend, T* dx2, const T* addend2, T* y, float* sums, float* sums2, const float2* means, const float2* partials,
-    int partial_tiles, TOTALS, const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT,
+    T* dx, const T* addend, T* dx2, const T* addend2, T* y, float* sums, float* sums2, const float2* means, const float2* tile_sums,
+    int sum_tiles, TOTALS, const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT,
     int silu) {
     __shared__ float scratch[V * THREADS];
     __shared__ __align__(16) float table[5 * WIDTH];
     int C = C1 + C2, size = C / groups, pitch;
     Lane lane(S, C, tiles, across);
-    lane.turn_back();
+    lane.reverse();
     Stream<4, DEPTH> rows;
     rows.slots = reinterpret_cast<Raw*>(channels) + threadIdx.x;
-    T* again = first_element(y, y, lane, C, 0, rows.pitch[1]);
+    T* recomputed = first_element(y, y, lane, C, 0, rows.pitch[1]);
     T* target = first_element(dx, dx2, lane, C1, C2, pitch);
     rows.next[0] = first_element(x, x2, lane, C1, C2, rows.pitch[0]);
     rows.next[1] = first_element(dy, dy, lane, C, 0, rows.pitch[1]);
     rows.next[2] = first_element(addend, addend2, lane, C1, C2, rows.pitch[2]);
     rows.next[3] = C2 ? nullptr : first_element(addend2, addend2, lane, C1, 0, rows.pitch[3]);
-    bool wanted = target, wanted_again = again, adds = wanted && rows.next[2], adds_more = wanted && rows.next[3];
-    rows.count[0] = rows.count[1] = wanted || wanted_again ? lane.count : 0;
+    bool wanted = target, recomputes = recomputed, adds = wanted && rows.next[2], adds_more = wanted && rows.next[3];
+    rows.count[0] = rows.count[1] = wanted || recomputes ? lane.count : 0;
     rows.count[2] = adds ? lane.count : 0;
     rows.count[3] = adds_more ? lane.count : 0;
     Channel channel(lane.n, lane.c0, across * V, C, size, weight, bias, scale, shift);
@@ -387,12 +401,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     if (channel.here) average = mean[(i64)lane.n * groups + channel.group], r = rstd[(i64)lane.n * groups + channel.group];
     rows.begin_early();
     int end = min(C, lane.c0 + across * V);
-    Gradients gradients(lane.c0, end, size, partial_tiles, channels + 4 * DEPTH * THREADS * sizeof(Raw) / sizeof(float2));
+    Gradients gradients(lane.c0, end, size, sum_tiles, channels + 4 * DEPTH * THREADS * sizeof(Raw) / sizeof(float2));
     wait_for_previous();
     rows.begin();
-    if (partials) gradients.find(lane.n, partials, partial_tiles, lane.c0, end, lane.tile == 0, GIVEN_TOTALS, GIVEN_AFFINE, C);
+    if (tile_sums) gradients.find(lane.n, tile_sums, sum_tiles, lane.c0, end, lane.tile == 0, GIVEN_TOTALS, GIVEN_AFFINE, C);
     if (channel.here) {
-        float2 m = partials ? gradients.means(channel.group, size, (float)S * size) : means[(i64)lane.n * groups + channel.group];
+        float2 m = tile_sums ? gradients.means(channel.group, size, (float)S * size) : means[(i64)lane.n * groups + channel.group];
         Affine::fill(table, WIDTH, channel, average, r);
         table[3 * WIDTH + channel.j] = r * m.x - r * r * m.y * (average - centre_of(average));
         table[4 * WIDTH + channel.j] = r * r * m.y;
@@ -405,12 +419,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
 #pragma unroll
     for (int k = 0; k < V; k++) gain[k] = affine.gain[k] / SCALE;
     rows.each([&](const Raw (&raw)[4]) {
-        float v[V], output[V], dz[V];
-        differentiate(affine, raw, v, output, dz, silu);
-        if (wanted_again) store<V>(again, output), again += rows.pitch[1];
+        float v[V], output[V], d_preact[V];
+        differentiate(affine, raw, v, output, d_preact, silu);
+        if (recomputes) store<V>(recomputed, output), recomputed += rows.pitch[1];
         if (!wanted) return;
 #pragma unroll
-        for (int k = 0; k < V; k++) v[k] = fmaf(gain[k], dz[k], -fmaf(slope[k], v[k], constant[k]));
+        for (int k = 0; k < V; k++) v[k] = fmaf(gain[k], d_preact[k], -fmaf(slope[k], v[k], constant[k]));
 #pragma unroll
         for (int a = 2; a < 4; a++) {
             if (!(a == 2 ? adds : adds_more)) continue;

@@ -3,13 +3,13 @@
 // place (N, h, w, C) u8 is the maximum's row * WINDOW + column in its window, or NOWHERE. Sums are in float and in a fixed
 // order.
 // Outputs overwrite; those with `add` accumulate where it is set.
-// sums (gridDim.x, C): of what a block stored, for each channel, with SUMS=1 the sum, float, with SUMS=2 MomentsOf<T>;
+// sums (gridDim.x, C): of what a block stored, for each channel, with SUMS=1 the sum, float, with SUMS=2 StatisticsOf<T>;
 // with 0 null.
 // VEC=1: C and every T address are multiples of a 16-byte pack.
 // Launch: block (lanes, columns), at most 256 threads, a lane for each pack of channels; gridDim.y = ceil(packs / lanes);
 // gridDim.x = N * h rows of windows, or for kernels that write `large` N * ceil((H + PADDING) / STRIDE) bands of STRIDE rows.
 // With bounds of one block a multiprocessor the compiler spills no registers.
-#include "moments.cuh"
+#include "channel_statistics.cuh"
 #include "vector.cuh"
 
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
@@ -27,7 +27,7 @@ struct Total {
     __device__ __forceinline__ void add(const Total& other) { sum += other.sum; }
 };
 template <int, typename S> struct SumsOf { typedef Total Type; };
-template <typename S> struct SumsOf<2, S> { typedef typename MomentsOf<S>::Type Type; };
+template <typename S> struct SumsOf<2, S> { typedef typename StatisticsOf<S>::Type Type; };
 typedef SumsOf<SUMS, T>::Type Sums;
 
 // The sums of what a thread stores, and a block's.

@@ -88,7 +88,7 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
         if (i / 2 >= tiles) break;
         barrier_wait(queries.full(i / 2), 0);
         int row = i % 2 * 32 + threadIdx.x / 4;
-        Pack<T> x = load_pack(reinterpret_cast<const T*>(shared + i / 2 * 2 * TILE + TILE + swizzled<LINE>(row, threadIdx.x % 4)));
+        Pack<T> x = load_pack(reinterpret_cast<const T*>(shared + i / 2 * 2 * TILE + TILE + swizzled<ROW_BYTES>(row, threadIdx.x % 4)));
         float sum = 0.0f;
 #pragma unroll
         for (int e = 0; e < 8; e++) sum += to_float(x.v[e]) * to_float(outs[i].v[e]);
@@ -131,10 +131,10 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
         wgmma_fence();
 #pragma unroll
         for (int m = 0; m < KEY_TILES; m++) {
-            u64 a = tile_descriptor(ds_tiles + m * D_SCORES), b = tile_descriptor<LINE>(k_tiles + m * TILE);
+            u64 a = tile_descriptor(ds_tiles + m * D_SCORES), b = tile_descriptor<ROW_BYTES>(k_tiles + m * TILE);
 #pragma unroll
             for (int j = 0; j < 4; j++)
-                wgmma<true, true>((T*)nullptr, part, a + j * DEPTH_STEP<true>, b + j * DEPTH_STEP<true, LINE>, m > 0 || j > 0);
+                wgmma<true, true>((T*)nullptr, part, a + j * DEPTH_STEP<true>, b + j * DEPTH_STEP<true, ROW_BYTES>, m > 0 || j > 0);
         }
         wgmma_commit();
         wgmma_wait<0>();
@@ -161,9 +161,9 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
 #pragma unroll
     for (int m = 0; m < KEY_TILES; m++) {  // keys and values give their places to their gradients
         round_fragments(dk_acc[m], rounded, scale);
-        store_fragments<LINE>(k_tiles + m * TILE, rounded);
+        store_fragments<ROW_BYTES>(k_tiles + m * TILE, rounded);
         round_fragments(dv_acc[m], rounded);
-        store_fragments<LINE>(v_tiles + m * TILE, rounded);
+        store_fragments<ROW_BYTES>(v_tiles + m * TILE, rounded);
     }
     fence_writes();
     cluster_sync();
@@ -186,7 +186,7 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
         add_columns(columns_q, sum);
         round_fragments(sum, rounded, scale);
         __syncthreads();  // all have read this block's part
-        store_fragments<LINE>(base + i * 2 * TILE, rounded);
+        store_fragments<ROW_BYTES>(base + i * 2 * TILE, rounded);
         fence_writes();
         __syncthreads();
         if (threadIdx.x == 0) tma_store(dq, base + i * 2 * TILE, 0, h, i * 64, n);

@@ -26,7 +26,7 @@ __device__ __forceinline__ void store_tile(const TensorMap& map, const float (&c
     u32 a[DP / 16][4];
     round_fragments(c, a, factor);
     warpgroup_meets();
-    store_fragments<LINE>(buffer, a);
+    store_fragments<ROW_BYTES>(buffer, a);
     fence_writes();
     warpgroup_meets();
     if (threadIdx.x % 128 == 0) {

@@ -53,15 +53,16 @@ __device__ __forceinline__ void store_cluster(float4* p, int rank, float4 v) {
                  ::"r"(cluster_address(shared_address(p), rank)), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
-// A block's mailbox is a part of its shared memory and a barrier that counts the bytes that arrive there, once. Thread 0
-// opens each mailbox, then all threads call cluster_arrive_relaxed(), and cluster_wait() before they send to a block.
-__device__ __forceinline__ void open_mailbox(u32 barrier, u32 bytes) {
+// A block's exchange workspace is a part of its shared memory to which the others write, with a barrier that counts the bytes
+// that arrive there, once. Thread 0 opens it, then all threads call cluster_arrive_relaxed(). They call cluster_wait() before
+// they send to a block.
+__device__ __forceinline__ void open_exchange(u32 barrier, u32 bytes) {
     if constexpr (CLUSTER == 1) return;
     barrier_init(barrier, 1);
     fence_barriers();
     barrier_expect(barrier, bytes);
 }
-// Write v in block `rank` where `p` lies in this block's mailbox.
+// Write v in block `rank` where `p` lies in this block's exchange workspace.
 __device__ __forceinline__ void send(float4* p, int rank, float4 v, u32 barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
                  ::"r"(cluster_address(shared_address(p), rank)), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w),

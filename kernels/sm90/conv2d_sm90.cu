@@ -3,51 +3,51 @@
 //
 // x: T (N, H, W, C), whose channels from `split` (C, or a multiple of CHUNK) on are x2's; out: T (N, H, W, K), whose channels
 // from K1 (K, or a multiple of 64) on are out2's; addend: T (N, H, W, K), may be `out` itself; bias: float (K) or null; emb:
-// float (N, K) or null; partials (N, tiles · CLUSTER, K) receives MomentsOf<T> of each strip's rounded out, or of each block's share
-// of it, if STATISTICS.
+// float (N, K) or null; sums (N, tiles · CLUSTER, K) receives if STATISTICS the channel statistics, StatisticsOf<T>, of each output
+// tile as it is rounded, or of each block's share of it.
 //   FPROP  out[pixel][k] = patch of x[pixel][r,s,c] · weight[k][r,s,c] + bias[k] + emb[n][k] + addend[pixel][k] if ADDS,
 //                         0 where that is less and RELU
 //   DGRAD  the same with weight[c][R-1-r][S-1-s][k]: x is dout, out is dx, K the channels of dx
 //   NORM   of 16-bit DGRAD where the convolution's input was silu(z), z group norm's map (affine.cuh) of `addend`, and of
-//          `addend2` from channel K1 on: out = dz, the result times silu's slope, and partials, float2, are each strip's sums of
-//          dz and of dz · addend, before rounding. Then there is no out2, and bias and emb are null. NORM=2: the input was z itself,
-//          whose slope is 1.
+//          `addend2` from channel K1 on. Then out is d_preact, the gradient of z: the result times silu's slope. sums, float2,
+//          are each tile's of d_preact and of d_preact · addend, before rounding. There is no out2; bias and emb are null.
+//          NORM=2: the input was z itself, whose slope is 1.
 //   SKIP   of 16-bit FPROP without ADDS and RELU, to which a 1×1 convolution is added: out[pixel][k] also has
 //          addend[pixel] · skip_weight[k] + skip_bias[k] (float (K) or null). Then addend is T (N, H, W, D), whose channels
 //          from D1 (D, or a multiple of CHUNK) on are addend2's, D is a multiple of 8, and emb is null (with both
 //          biases and emb registers spilled).
 //   UPSAMPLE  of FPROP: x is T (N, H / 2, W / 2, C), and the convolution is of an image in which each of its pixels is four.
 // R (a constant) and S are odd; C and K are multiples of 8, or of 4 floats, and no size is 0. Products of floats are of
-// tf32, which wgmma takes only as FPROP has them: their dgrad is given the turned weight.
+// tf32, which wgmma takes only as FPROP has them: their dgrad is given the flipped weight.
 //
-// A strip is 8 pixels wide and `rows` high, PIXELS at most; an image has `tiles` of them. A warpgroup computes 64 channels
-// of a strip as products of 64 rows, the channels, and PIXELS columns. A thread's results belong to two channels. With 256
-// columns the operands are read from shared memory least often; its speed is the bound with fewer (128 columns reach 0.92 of
-// that speed, 64 reach 0.63: TILES in convolution/sm90.py). The depth is walked in chunks of 64 channels, or 32 of floats. A slab of
-// rows + R - 1 by 8 + S - 1 pixels, padded with zeros by TMA, serves all taps of a chunk: they differ in where they start.
-// With UPSAMPLE it comes row by row, and TMA makes two columns of one by an axis of stride 0: a slab that would begin with the
-// second of two has one line more `before`, and at its end.
-// The weights come for R vertical taps at once. SKIP's channels are walked after those of x, in chunks of one tap, whose slabs
-// are the strip's own pixels, rows by 8.
-// A block stays and walks over strips that follow each other, so that its products hardly pause: one warp brings slabs and
-// weights, through a ring each; of two warpgroups, which take turns, one multiplies while the other adds, rounds, sums and
-// writes. Weights that all fit in shared memory are brought once. The addend is brought, during the products, to where the
-// result will lie.
-// Where few strips would leave multiprocessors idle, CLUSTER blocks along the grid's z share one, and each has one turn: it
-// multiplies a part of the depth, steps of R taps of a chunk or one of SKIP's, and sends each other block the sums of some
+// An output tile is 8 pixels wide and `rows` high, PIXELS at most; an image has `tiles` of them. A warpgroup computes 64 channels
+// of a tile as products of 64 rows, the channels, and PIXELS columns. A thread's results belong to two channels. With 256
+// columns the operands are read from shared memory least often. With fewer, shared memory's speed is the bound: 128 columns
+// reach 0.92 of that speed, 64 reach 0.63 (TILES in convolution/sm90.py).
+// The depth is walked in chunks of 64 channels, or 32 of floats. A halo tile of rows + R - 1 by 8 + S - 1 pixels, padded with
+// zeros by TMA, serves all taps of a chunk: they differ in where they start. With UPSAMPLE it comes row by row, and TMA makes
+// two columns of one by an axis of stride 0. If it would begin with the second of two, it has one column more `before`, and
+// one at its end. The weights come for R vertical taps at once. SKIP's channels are walked after those of x, in chunks of one
+// tap, whose halo tiles are the output tile's own pixels, rows by 8.
+// A block stays and walks over tiles that follow each other, an iteration each, so that its products hardly pause. One warp
+// brings halo tiles and weights, through a ring each. Two warpgroups alternate: one multiplies while the other adds, rounds,
+// sums and writes. Weights that all fit in shared memory are brought once. The addend is brought, during the products, to where
+// the result will lie.
+// Where few tiles would leave multiprocessors idle, CLUSTER blocks along the grid's z share one, and each has one iteration. It
+// multiplies its split of the depth, steps of R taps of a chunk or one of SKIP's, and sends each other block the sums of some
 // rows. A block adds what it gets in the order of the blocks, and finishes SHARE = PIXELS / 8 / CLUSTER rows.
 // Maps: x {C, W, H, N}, box {CHUNK, 8 + S - 1, rows + R - 1, 1}, but UPSAMPLE's {C, 2, W / 2, H / 2, N}, box
 // {CHUNK, 2, (8 + S - 1) / 2 + before, 1, 1}; FPROP weight {C, R·S, K}, DGRAD weight {K, R·S, C}, box {CHUNK, 1, 64}; out and
 // addend {K, W, H, N}, box {CHUNK, 8, min(rows, SHARE), 1}, but SKIP's addend {D, W, H, N}, box {CHUNK, 8, rows, 1};
 // skip_weight {D, 1, K}, box {CHUNK, 1, 64}. Those of float x and weight round to tf32.
 // Launch: 384 threads, of which the last 127 only give their registers to others; grid (any number, or in clusters one
-// for each strip; ceil(K / 64); CLUSTER); tiles = ceil(W / 8) · ceil(H / rows). Shared memory: 1024 bytes for barriers and as
-// many for NORM's maps; `a_stages` slabs, two at least if a block's turns have so many chunks; `b_stages` times R taps'
-// weights, two at least if a turn has so many steps; the results of two turns or one, two rows of a strip at least; and in
-// clusters 256 · PIXELS bytes for what blocks send each other. A cluster has no more blocks than there are steps.
+// for each tile; ceil(K / 64); CLUSTER); tiles = ceil(W / 8) · ceil(H / rows). A cluster has no more blocks than there are steps.
+// Shared memory: 1024 bytes for barriers and as many for NORM's maps; `a_stages` halo tiles, two at least if a block's iterations
+// have so many chunks; `b_stages` times R taps' weights, two at least if an iteration has so many steps; the results of two
+// iterations or one, two rows of a tile at least; and in clusters an exchange workspace of 256 · PIXELS bytes.
 #include "affine.cuh"
 #include "cluster.cuh"
-#include "moments.cuh"
+#include "channel_statistics.cuh"
 #include "wgmma.cuh"
 
 enum Pass { FPROP, DGRAD };
@@ -55,53 +55,53 @@ enum Pass { FPROP, DGRAD };
 constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;
 constexpr bool LOW = sizeof(T) == 2;
 constexpr bool READS = ADDS || NORM, SUMS = STATISTICS || NORM, SLOPE = NORM == 1;
-constexpr int LINE = 128, CHUNK = LINE / sizeof(T);  // bytes and channels of a line of shared memory
-constexpr int TAP_BYTES = 64 * LINE, WEIGHT_BYTES = R * TAP_BYTES;
-constexpr int SHARE = PIXELS / 8 / CLUSTER;  // rows of a strip that a block finishes
-constexpr int CHUNK_BYTES = (SHARE > 1 ? SHARE : 2) * 8 * LINE;  // stmatrix writes two rows
+constexpr int ROW_BYTES = 128, CHUNK = ROW_BYTES / sizeof(T);  // bytes and channels of a row of shared memory
+constexpr int TAP_BYTES = 64 * ROW_BYTES, WEIGHT_BYTES = R * TAP_BYTES;
+constexpr int SHARE = PIXELS / 8 / CLUSTER;  // rows of a tile that a block finishes
+constexpr int CHUNK_BYTES = (SHARE > 1 ? SHARE : 2) * 8 * ROW_BYTES;  // stmatrix writes two rows
 constexpr int RESULT_BYTES = 64 / CHUNK * CHUNK_BYTES;
-typedef MomentsOf<T>::Type Moments;
+typedef StatisticsOf<T>::Type Statistics;
 
-struct Strip {
+struct OutputTile {
     int n, h0, w0;
-    __device__ __forceinline__ Strip(int index, int tiles, int across, int rows) : n(index / tiles) {
-        int tile = index % tiles;
-        h0 = tile / across * rows, w0 = tile % across * 8;
+    __device__ __forceinline__ OutputTile(int index, int tiles, int across, int rows) : n(index / tiles) {
+        int in_image = index % tiles;
+        h0 = in_image / across * rows, w0 = in_image % across * 8;
     }
 };
 
 __device__ __forceinline__ float2 relu(float2 v) { return make_float2(v.x < 0.0f ? 0.0f : v.x, v.y < 0.0f ? 0.0f : v.y); }
 
 // Of a value and the norm's input beside it, or of a value and itself.
-__device__ __forceinline__ void add(RawMoments& total, float v, float other) { total.sum += v, total.square += v * other; }
-__device__ __forceinline__ void add(CentredMoments& total, float v, float) { total.add(v); }
+__device__ __forceinline__ void add(RawStatistics& total, float v, float other) { total.sum += v, total.square += v * other; }
+__device__ __forceinline__ void add(CentredStatistics& total, float v, float) { total.add(v); }
 // What lane ^ mask has.
-__device__ __forceinline__ RawMoments shuffle(const RawMoments& own, int mask) {
+__device__ __forceinline__ RawStatistics shuffle(const RawStatistics& own, int mask) {
     return {__shfl_xor_sync(~0u, own.sum, mask), __shfl_xor_sync(~0u, own.square, mask)};
 }
-__device__ __forceinline__ CentredMoments shuffle(const CentredMoments& own, int mask) {
+__device__ __forceinline__ CentredStatistics shuffle(const CentredStatistics& own, int mask) {
     return {__shfl_xor_sync(~0u, own.count, mask), __shfl_xor_sync(~0u, own.centre, mask), __shfl_xor_sync(~0u, own.sum, mask),
             __shfl_xor_sync(~0u, own.square, mask)};
 }
 
 // The first rows of acc become the sums, over the cluster's blocks in their order, of those rows that this block finishes.
-// They come to `mail`, float4 [from][SHARE][128].
-__device__ __forceinline__ void add_up(float (&acc)[PIXELS / 2], float4* mail, u32 mailbox) {
-    mail += threadIdx.x;
+// They come to `exchange`, float4 [from][SHARE][128], whose bytes `barrier` counts.
+__device__ __forceinline__ void add_up(float (&acc)[PIXELS / 2], float4* exchange, u32 barrier) {
+    exchange += threadIdx.x;
     cluster_wait();
 #pragma unroll
     for (int row = 0; row < PIXELS / 8; row++) {
         float4 v = make_float4(acc[4 * row], acc[4 * row + 1], acc[4 * row + 2], acc[4 * row + 3]);
-        send(mail + (blockIdx.z * SHARE + row % SHARE) * 128, row / SHARE, v, mailbox);
+        send(exchange + (blockIdx.z * SHARE + row % SHARE) * 128, row / SHARE, v, barrier);
     }
-    receive(mailbox);
+    receive(barrier);
 #pragma unroll
     for (int row = 0; row < SHARE; row++) {
         float* sum = acc + 4 * row;
         for (int i = 0; i < 4; i++) sum[i] = 0.0f;
 #pragma unroll
         for (int from = 0; from < CLUSTER; from++) {
-            float4 term = mail[(from * SHARE + row) * 128];
+            float4 term = exchange[(from * SHARE + row) * 128];
             sum[0] += term.x, sum[1] += term.y, sum[2] += term.z, sum[3] += term.w;
         }
     }
@@ -112,19 +112,19 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap out,
             const __grid_constant__ TensorMap out2, const __grid_constant__ TensorMap addend,
             const __grid_constant__ TensorMap addend2, const __grid_constant__ TensorMap skip_weight, const float* bias,
-            const float* skip_bias, const float* emb, Moments* partials, const float* norm_weight, const float* norm_bias,
+            const float* skip_bias, const float* emb, Statistics* sums, const float* norm_weight, const float* norm_bias,
             const float* scale, const float* shift, const float* mean, const float* rstd, int N, int H, int W, int C, int K,
             int S, int D, int rows, int a_stages, int b_stages, int split, int K1, int D1, int groups) {
     extern __shared__ __align__(1024) u8 shared[];
-    int before = UPSAMPLE ? S / 2 % 2 : 0, pitch = 8 + S - 1 + 2 * before;  // lines from one row of the slab to the next
-    u32 slab_bytes = CEIL_DIV((PIXELS / 8 + R - 1) * pitch * LINE, 1024) * 1024;
-    u32 turns = shared_address(shared), addends = turns + 16, mailbox = turns + 32, barriers = turns + 40;
-    u32 slabs = turns + 2048, weights = slabs + a_stages * slab_bytes, results = weights + b_stages * WEIGHT_BYTES;
-    Ring a(slabs, slab_bytes, a_stages, barriers), b(weights, WEIGHT_BYTES, b_stages, barriers + 16 * a_stages);
+    int before = UPSAMPLE ? S / 2 % 2 : 0, pitch = 8 + S - 1 + 2 * before;  // 128-byte rows a row of the halo tile
+    u32 halo_bytes = CEIL_DIV((PIXELS / 8 + R - 1) * pitch * ROW_BYTES, 1024) * 1024;
+    u32 base = shared_address(shared), order = base, addends = base + 16, exchange = base + 32, barriers = base + 40;
+    u32 halos = base + 2048, weights = halos + a_stages * halo_bytes, results = weights + b_stages * WEIGHT_BYTES;
+    Ring a(halos, halo_bytes, a_stages, barriers), b(weights, WEIGHT_BYTES, b_stages, barriers + 16 * a_stages);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 4; i++) barrier_init(turns + 8 * i, 1);
+        for (int i = 0; i < 4; i++) barrier_init(order + 8 * i, 1);
         a.init(1), b.init(1);
-        open_mailbox(mailbox, PIXELS * 64 * sizeof(float));
+        open_exchange(exchange, PIXELS * 64 * sizeof(float));
         prefetch(x), prefetch(weight), prefetch(out);
         if (split < C) prefetch(x2);
         if (READS || SKIP) prefetch(addend);
@@ -137,8 +137,8 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     int rank = blockIdx.z % CLUSTER, first = steps * rank / CLUSTER, last = steps * (rank + 1) / CLUSTER;
     int middle = SKIP ? min(max(first, own), last) : last;  // the first of SKIP's
     bool resident = b_stages == last - first;
-    i64 strips = (i64)N * tiles;
-    int from = strips * blockIdx.x / gridDim.x, to = strips * (blockIdx.x + 1) / gridDim.x;
+    i64 all_tiles = (i64)N * tiles;
+    int from = all_tiles * blockIdx.x / gridDim.x, to = all_tiles * (blockIdx.x + 1) / gridDim.x;
     // Few blocks start while the kernel before runs. It may still write weights, so that they are only brought to the GPU's
     // cache. Where all multiprocessors have a block this cost 2 %.
     if (threadIdx.x == CONSUMERS && gridDim.x * gridDim.y * gridDim.z <= 100)
@@ -153,18 +153,18 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         set_registers<40, false>();
         if (threadIdx.x > CONSUMERS) return;
         for (int i = from; i < to; i++) {
-            Strip strip(i, tiles, across, rows);
+            OutputTile tile(i, tiles, across, rows);
 #pragma unroll 1
             for (int step = first, s = first % S, c = first / S * CHUNK; step < middle; step++) {
                 if (s == 0 || step == first) {
-                    u32 full = a.acquire((rows + R - 1) * pitch * LINE);
+                    u32 full = a.acquire((rows + R - 1) * pitch * ROW_BYTES);
                     const TensorMap& map = c < split ? x : x2;
-                    int channel = c < split ? c : c - split, w = strip.w0 - S / 2, h = strip.h0 - R / 2;
+                    int channel = c < split ? c : c - split, w = tile.w0 - S / 2, h = tile.h0 - R / 2;
                     if constexpr (UPSAMPLE) {
                         for (int row = 0; row < rows + R - 1; row++)
-                            tma_load(a.buffer() + row * pitch * LINE, map, full, channel, 0, w >> 1, h + row >> 1, strip.n);
+                            tma_load(a.buffer() + row * pitch * ROW_BYTES, map, full, channel, 0, w >> 1, h + row >> 1, tile.n);
                     } else {
-                        tma_load(a.buffer(), map, full, channel, w, h, strip.n);
+                        tma_load(a.buffer(), map, full, channel, w, h, tile.n);
                     }
                     a.advance();
                 }
@@ -181,8 +181,8 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
 #pragma unroll 1
             for (int step = middle; step < last; step++) {
                 int c = (step - own) * CHUNK;
-                u32 full = a.acquire(rows * 8 * LINE);
-                tma_load(a.buffer(), c < D1 ? addend : addend2, full, c < D1 ? c : c - D1, strip.w0, strip.h0, strip.n);
+                u32 full = a.acquire(rows * 8 * ROW_BYTES);
+                tma_load(a.buffer(), c < D1 ? addend : addend2, full, c < D1 ? c : c - D1, tile.w0, tile.h0, tile.n);
                 a.advance();
                 if (!resident || i == from) {
                     full = b.acquire(TAP_BYTES);
@@ -197,33 +197,33 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     set_registers<232, true>();
     int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     bool leads = threadIdx.x % 128 == 0;
-    float2* norm_maps = reinterpret_cast<float2*>(shared + 1024) + 64 * group;  // of 64 channels, for the strip in hand
-    u32 result = results + group * RESULT_BYTES, own_turn = turns + 8 * group, own_addend = addends + 8 * group;
+    float2* norm_maps = reinterpret_cast<float2*>(shared + 1024) + 64 * group;  // of 64 channels, for the tile in hand
+    u32 result = results + group * RESULT_BYTES, own_order = order + 8 * group, own_addend = addends + 8 * group;
     u32 at_result = result;  // the row of a matrix that this lane names, or the lane's first channel of its first pixel
     if constexpr (LOW) {
-        at_result += (lane / 16 * 8 + lane % 8) * LINE + ((warp * 2 + lane / 8 % 2 ^ lane % 8) << 4);
+        at_result += (lane / 16 * 8 + lane % 8) * ROW_BYTES + ((warp * 2 + lane / 8 % 2 ^ lane % 8) << 4);
     } else {
         int pixel = lane % 4 * 2, chunk = warp % 2 * 4 + lane / 16;
-        at_result += warp / 2 * CHUNK_BYTES + pixel * LINE + ((chunk ^ pixel) << 4) + lane / 4 % 4 * 4;
+        at_result += warp / 2 * CHUNK_BYTES + pixel * ROW_BYTES + ((chunk ^ pixel) << 4) + lane / 4 % 4 * 4;
     }
-    float biases[2] = {};  // of this lane's two channels; SKIP, short of registers, reads its own anew each turn
+    float biases[2] = {};  // of this lane's two channels; SKIP, short of registers, reads its own anew each iteration
 #pragma unroll
     for (int i = 0; !SKIP && i < 2; i++)
         if (int k = k0 + warp * 16 + i * 8 + lane / 4; bias && k < K) biases[i] = bias[k];
-    for (int index = from, turn = 0; index < to; index++, turn++) {
-        if (turn % 2 != group) {
+    for (int index = from, iteration = 0; index < to; index++, iteration++) {
+        if (iteration % 2 != group) {
             a.skip(chunks + skips);
             if (!resident) b.skip(steps);
             continue;
         }
-        Strip strip(index, tiles, across, rows);
-        int h0 = strip.h0 + rank * SHARE;  // of what this block finishes
-        u32 phase = turn / 2 & 1;
+        OutputTile tile(index, tiles, across, rows);
+        int h0 = tile.h0 + rank * SHARE;  // of what this block finishes
+        u32 phase = iteration / 2 & 1;
         int k = k0 + threadIdx.x % 128;
         if (SLOPE && k < min(k0 + 64, K)) {
-            int group = strip.n * groups + k / (K / groups);
+            int group = tile.n * groups + k / (K / groups);
             norm_maps[threadIdx.x % 128] =
-                affine_of(Modulation(strip.n, k, K, norm_weight, norm_bias, scale, shift), mean[group], rstd[group]);
+                affine_of(Modulation(tile.n, k, K, norm_weight, norm_bias, scale, shift), mean[group], rstd[group]);
         }
         float offset[2] = {biases[0], biases[1]}, gain[2] = {};
 #pragma unroll
@@ -231,34 +231,34 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             int j = warp * 16 + i * 8 + lane / 4;
             if (SKIP && bias && k0 + j < K) offset[i] = bias[k0 + j];
             if (SKIP && skip_bias && k0 + j < K) offset[i] += skip_bias[k0 + j];
-            if (!SKIP && emb && k0 + j < K) offset[i] += emb[strip.n * K + k0 + j];
+            if (!SKIP && emb && k0 + j < K) offset[i] += emb[tile.n * K + k0 + j];
         }
         // The warpgroups' products never mix, so that each finds filled what comes before its own buffers.
-        barrier_wait(own_turn, phase ^ (group == 0));
+        barrier_wait(own_order, phase ^ (group == 0));
         float acc[PIXELS / 2];
         Ring a_read = a, b_read = b;
         auto multiply = [&](u32 tap, u32 pixels, int pitch, bool adds) {  // the products of a tap of a chunk
-            u64 at_weight = tile_descriptor(tap), at_x = tile_descriptor(pixels, 16, pitch * LINE);
+            u64 at_weight = tile_descriptor(tap), at_x = tile_descriptor(pixels, 16, pitch * ROW_BYTES);
 #pragma unroll
-            for (int k = 0; k < LINE / 32; k++)
+            for (int k = 0; k < ROW_BYTES / 32; k++)
                 wgmma<PASS == DGRAD, false>((T*)nullptr, acc, at_weight + k * DEPTH_STEP<PASS == DGRAD>,
                                             at_x + k * DEPTH_STEP<false>, adds || k > 0);
         };
         for (int i = first, s = first % S; i < middle; i++, s = s + 1 < S ? s + 1 : 0) {
             if (s == 0 || i == first) a.wait();
-            if (READS && i == first && leads) {  // behind the first slabs
+            if (READS && i == first && leads) {  // behind the first halo tiles
                 tma_store_wait();                // of the last result, which lies there
-                barrier_expect(own_addend, 64 / CHUNK * min(rows, SHARE) * 8 * LINE);
+                barrier_expect(own_addend, 64 / CHUNK * min(rows, SHARE) * 8 * ROW_BYTES);
                 bool second = NORM && k0 >= K1;
                 for (int c = 0; c < 64; c += CHUNK)
                     tma_load(result + c / CHUNK * CHUNK_BYTES, second ? addend2 : addend, own_addend,
-                             k0 + c - (second ? K1 : 0), strip.w0, h0, strip.n);
+                             k0 + c - (second ? K1 : 0), tile.w0, h0, tile.n);
             }
             b.wait();
             wgmma_fence();
 #pragma unroll
             for (int r = 0; r < R; r++)
-                multiply(b.buffer() + r * TAP_BYTES, a.buffer() + (r * pitch + before + s) * LINE, pitch, i > first || r > 0);
+                multiply(b.buffer() + r * TAP_BYTES, a.buffer() + (r * pitch + before + s) * ROW_BYTES, pitch, i > first || r > 0);
             wgmma_commit();
             b.advance();
             if (s == S - 1) a.advance();
@@ -282,12 +282,12 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
                 a_read.release();
             }
         }
-        if (leads) barrier_arrive(turns + 8 * (1 - group));
+        if (leads) barrier_arrive(order + 8 * (1 - group));
         wgmma_wait<0>();
         a_read.release();
         if (resident) b = b_read;  // from the first tap again
         else b_read.release();
-        if constexpr (CLUSTER > 1) add_up(acc, reinterpret_cast<float4*>(shared + (results + RESULT_BYTES - turns)), mailbox);
+        if constexpr (CLUSTER > 1) add_up(acc, reinterpret_cast<float4*>(shared + (results + RESULT_BYTES - base)), exchange);
 
         if (!READS && leads) tma_store_wait();
         if (SLOPE || !READS) warpgroup_meets();
@@ -297,18 +297,18 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             float2 map = norm_maps[warp * 16 + i * 8 + lane / 4];
             gain[i] = map.x, offset[i] = map.y;
         }
-        int rows_inside = min(rows, H - strip.h0) - rank * SHARE, w = strip.w0 + lane % 4 * 2;
-        Moments total[2] = {};
+        int rows_inside = min(rows, H - tile.h0) - rank * SHARE, w = tile.w0 + lane % 4 * 2;
+        Statistics total[2] = {};
         u32 ahead[4] = {};  // the next rows' words: a step waits for no read of its own
         if constexpr (LOW && READS) ldmatrix_transposed(ahead, at_result);
 #pragma unroll
         for (int row = 0; row < SHARE; row += 2) {
-            u32 words[4];  // two pixels of one row of 8, in two channels by turns
-            u32 at_row = at_result + row * 8 * LINE;
+            u32 words[4];  // two pixels of one row of 8, alternately in two channels
+            u32 at_row = at_result + row * 8 * ROW_BYTES;
 #pragma unroll
             for (int i = 0; i < 4; i++) words[i] = ahead[i];
             if constexpr (LOW && READS)
-                if (row + 2 < SHARE) ldmatrix_transposed(ahead, at_row + 16 * LINE);
+                if (row + 2 < SHARE) ldmatrix_transposed(ahead, at_row + 16 * ROW_BYTES);
 #pragma unroll
             for (int i = 0; i < 4 && row + i / 2 < SHARE; i++) {
                 float* products = acc + 4 * row + 2 * i;
@@ -327,7 +327,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
                         words[i] = pack_pair<T>(v.x, v.y);
                         v = unpack_pair<T>(words[i]);
                     } else {
-                        u32 first = (at_row ^ i % 2 * 32) + i / 2 * 8 * LINE, second = (first ^ 16) + LINE;
+                        u32 first = (at_row ^ i % 2 * 32) + i / 2 * 8 * ROW_BYTES, second = (first ^ 16) + ROW_BYTES;
                         if (ADDS) v.x += __uint_as_float(load_shared(first)), v.y += __uint_as_float(load_shared(second));
                         if (RELU) v = relu(v);
                         store_shared(first, v.x), store_shared(second, v.y);
@@ -345,15 +345,15 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         if (leads) {
             bool second = !NORM && k0 >= K1;
             for (int c = 0; c < 64; c += CHUNK)
-                tma_store(second ? out2 : out, result + c / CHUNK * CHUNK_BYTES, k0 + c - (second ? K1 : 0), strip.w0, h0,
-                          strip.n);
+                tma_store(second ? out2 : out, result + c / CHUNK * CHUNK_BYTES, k0 + c - (second ? K1 : 0), tile.w0, h0,
+                          tile.n);
         }
 #pragma unroll
         for (int i = 0; SUMS && i < 2; i++) {
 #pragma unroll
             for (int other = 1; other < 4; other *= 2) total[i].add(shuffle(total[i], other));
             int k = k0 + warp * 16 + i * 8 + lane / 4;
-            if (lane % 4 == 0 && k < K) partials[((i64)index * CLUSTER + rank) * K + k] = total[i];
+            if (lane % 4 == 0 && k < K) sums[((i64)index * CLUSTER + rank) * K + k] = total[i];
         }
     }
     if (leads) tma_store_wait();

@@ -10,28 +10,29 @@
 //
 // A block computes 64 output channels by 64 · COLUMNS input channels by the R vertical taps of TAPS horizontal ones; R or
 // COLUMNS is 1. The depth is the pixels, `rows` image rows of `width` (W, or the next multiple of 8) at a time: a tile of
-// dout, and for each 64 input channels a slab of rows + R - 1 rows of x, from the first of its horizontal taps on, padded with
-// zeros by TMA. Both are MN-major; the blocks of 64 columns of the product are the R taps, one image row apart in the slab, or
-// the slabs. The steps of one tile are unrolled (PIXELS is a constant): in a loop the compiler would wait for each product.
-// TAPS is 1, or 3 where R = S = 3 and width is 8 or a multiple of 16: then each of three warpgroups has a horizontal tap, and
-// all read one tile and one slab. Shared memory's speed is the bound otherwise. With UPSAMPLE the slab comes row by row, and TMA
-// makes two columns of one by an axis of stride 0: a row has two columns more, one of them before the first pixel's where that
-// is the right one of a pair.
+// dout, and for each 64 input channels a halo tile of rows + R - 1 rows of x, from the first of its horizontal taps on. TMA
+// pads it with zeros. Both are MN-major. The blocks of 64 columns of the product are the R taps, one image row apart in the
+// halo tile, or they are the halo tiles. The steps of one tile are unrolled (PIXELS is a constant): in a loop the compiler would
+// wait for each product.
+// TAPS is 1, or 3 where R = S = 3 and width is 8 or a multiple of 16. Then each of three warpgroups has a horizontal tap, and
+// all read one tile and one halo tile. Shared memory's speed is the bound otherwise.
+// With UPSAMPLE the halo tile comes row by row, and TMA makes two columns of one by an axis of stride 0. A row has two columns
+// more, one of them before the first pixel's where that is the right one of a pair.
 // Maps: x {C, W, H, N}, box {64, width + TAPS - 1, rows + R - 1, 1}, but UPSAMPLE's {C, 2, W / 2, H / 2, N}, box
 // {64, 2, (width + TAPS + 1) / 2, 1, 1}; dout {K, W, H, N}, box {64, width, rows, 1}; rows · width = PIXELS, a multiple of 16.
 //
-// The grid's z cuts the depth into parts. A cluster of CLUSTER blocks along z adds its parts up through shared memory:
-// each block gets from all of them some of the columns of the product, in their order. Cluster i writes the sum to out +
-// i · (size of out); where there is more than one, another kernel adds those up.
+// Split K: the grid's z splits the depth. The blocks of a cluster, CLUSTER along z, add up their splits through shared memory:
+// each block gets from all of them some of the columns of the product, and adds them in the order of the blocks. Cluster i
+// writes the sum to out + i · (size of out); where there is more than one, another kernel adds those up.
 // Launch: a warpgroup that consumes and a warp that produces, or for three taps four warpgroups, of which the last gives its
-// registers to the others; grid (all jobs' blocks, 1, parts), no more parts than steps. A job has S / TAPS · ceil(K / 64) ·
+// registers to the others; grid (all jobs' blocks, 1, splits), no more splits than steps. A job has S / TAPS · ceil(K / 64) ·
 // ceil(C / 64 / COLUMNS) blocks, from `first` on, which lies beyond the grid where there is no job. Shared memory:
 // `stages` steps, two at least, or the sums, 256 · N_TILE · TAPS bytes, if that is more; and the steps' barriers.
 #include "cluster.cuh"
 #include "wgmma.cuh"
 
 constexpr int CONSUMERS = 128 * TAPS, THREADS = CONSUMERS + (TAPS == 1 ? 32 : 128);
-constexpr int LINE = 128, N_TILE = 64 * R * COLUMNS;
+constexpr int ROW_BYTES = 128, N_TILE = 64 * R * COLUMNS;
 
 struct Job {
     TensorMap x, x2, dout;
@@ -48,9 +49,9 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int S, int ro
     while (index + 1 < JOBS && blockIdx.x >= jobs.at[index + 1].first) index++;
     const Job& job = jobs.at[index];
     u32 base = shared_address(shared);
-    constexpr u32 tile = PIXELS * LINE;
-    int pitch_x = width + TAPS - 1 + 2 * UPSAMPLE;  // lines from one row of the slab to the next
-    u32 filled = (rows + R - 1) * pitch_x * LINE, slab = CEIL_DIV(filled, 1024) * 1024, bytes = tile + COLUMNS * slab;
+    constexpr u32 tile = PIXELS * ROW_BYTES;
+    int pitch_x = width + TAPS - 1 + 2 * UPSAMPLE;  // 128-byte rows from one image row of the halo tile to the next
+    u32 filled = (rows + R - 1) * pitch_x * ROW_BYTES, halo = CEIL_DIV(filled, 1024) * 1024, bytes = tile + COLUMNS * halo;
     // Sums may lie where steps did, but never where the barriers are, which are not invalidated: some were then lost.
     Ring ring(base, bytes, stages, base + max(stages * bytes, 256u * N_TILE * TAPS));
     if (threadIdx.x == 0) {
@@ -75,11 +76,11 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int S, int ro
             tma_load(ring.buffer(), job.dout, full, k0, 0, h0, n);
             for (int j = 0, c = c0; j < COLUMNS; j++, c += 64) {
                 const TensorMap& map = c < split ? job.x : job.x2;
-                u32 target = ring.buffer() + tile + j * slab;
+                u32 target = ring.buffer() + tile + j * halo;
                 int channel = c < split ? c : c - split, w = s - S / 2, h = h0 - R / 2;
                 if constexpr (UPSAMPLE) {
                     for (int row = 0; row < rows + R - 1; row++)
-                        tma_load(target + row * pitch_x * LINE, map, full, channel, 0, w >> 1, h + row >> 1, n);
+                        tma_load(target + row * pitch_x * ROW_BYTES, map, full, channel, 0, w >> 1, h + row >> 1, n);
                 } else {
                     tma_load(target, map, full, channel, w, h, n);
                 }
@@ -91,17 +92,17 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int S, int ro
     if (TAPS > 1) set_registers<152, true>();
     int group = threadIdx.x / 128, before = UPSAMPLE ? (s - S / 2) & 1 : 0;
     s += group;
-    u64 depth[PIXELS / 16];  // where the pixels of a product lie in the slab
+    u64 depth[PIXELS / 16];  // where the pixels of a product lie in the halo tile
 #pragma unroll
     for (int k = 0; k < PIXELS / 16; k++)
-        depth[k] = TAPS == 1 && !UPSAMPLE ? k * DEPTH_STEP<true> : (16 * k / width * pitch_x + 16 * k % width) * (LINE / 16);
+        depth[k] = TAPS == 1 && !UPSAMPLE ? k * DEPTH_STEP<true> : (16 * k / width * pitch_x + 16 * k % width) * (ROW_BYTES / 16);
     Ring read = ring;
     float acc[N_TILE / 2];
     for (int i = first; i < last; i++) {
         ring.wait();
         u64 a = tile_descriptor(ring.buffer());
-        u64 b = tile_descriptor(ring.buffer() + tile + (before + group) * LINE, COLUMNS > 1 ? slab : pitch_x * LINE,
-                                (width == 8 ? pitch_x : 8) * LINE);
+        u64 b = tile_descriptor(ring.buffer() + tile + (before + group) * ROW_BYTES, COLUMNS > 1 ? halo : pitch_x * ROW_BYTES,
+                                (width == 8 ? pitch_x : 8) * ROW_BYTES);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < PIXELS / 16; k++)
@@ -115,10 +116,10 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int S, int ro
 
     // The product goes through shared memory, for a cluster's sum and because a loop is short: a multiprocessor fetches
     // each instruction of a long epilogue once, and waits for it.
-    constexpr int COUNT = N_TILE / 8, PART = COUNT / CLUSTER;  // columns of the product, in eights
-    constexpr int BATCH = CEIL_DIV(PART, CEIL_DIV(PART, TAPS == 1 ? 8 : 4));
+    constexpr int COUNT = N_TILE / 8, SHARE = COUNT / CLUSTER;  // columns of the product, in eights
+    constexpr int BATCH = CEIL_DIV(SHARE, CEIL_DIV(SHARE, TAPS == 1 ? 8 : 4));
     int rank = blockIdx.z % CLUSTER, lane = threadIdx.x % 32, k = k0 + threadIdx.x % 128 / 32 * 16 + lane / 4;
-    float4* parts = reinterpret_cast<float4*>(shared) + threadIdx.x;  // [from][PART][CONSUMERS]
+    float4* exchange = reinterpret_cast<float4*>(shared) + threadIdx.x;  // [from][SHARE][CONSUMERS]
     i64 pitch = job.pitch;
     float* out = job.out + (blockIdx.z / CLUSTER * (i64)K + k) * pitch;
     bool add = job.add;
@@ -128,8 +129,8 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int S, int ro
     auto begin = [&](int i) {  // what they are added to: all loads are under way before the first is needed
 #pragma unroll
         for (int u = 0; u < BATCH; u++) {
-            int j = rank * PART + i + u, r = COLUMNS > 1 ? 0 : j / 8, c = c0 + (COLUMNS > 1 ? j : j % 8) * 8 + lane % 4 * 2;
-            at[u] = i + u < PART && c < C ? (r * S + s) * C + c : -1;
+            int j = rank * SHARE + i + u, r = COLUMNS > 1 ? 0 : j / 8, c = c0 + (COLUMNS > 1 ? j : j % 8) * 8 + lane % 4 * 2;
+            at[u] = i + u < SHARE && c < C ? (r * S + s) * C + c : -1;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 sums[u][h] = make_float2(0.0f, 0.0f);
@@ -146,17 +147,17 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int S, int ro
 #pragma unroll
     for (int j = 0; j < COUNT; j++) {
         float4 v = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
-        store_cluster(parts + (rank * PART + j % PART) * CONSUMERS, j / PART, v);
+        store_cluster(exchange + (rank * SHARE + j % SHARE) * CONSUMERS, j / SHARE, v);
     }
     if constexpr (CLUSTER > 1) cluster_sync();
-    for (int i = 0; i < PART; i += BATCH) {
+    for (int i = 0; i < SHARE; i += BATCH) {
         if (i > 0) begin(i);
 #pragma unroll
         for (int u = 0; u < BATCH; u++) {
             if (at[u] < 0) continue;
 #pragma unroll
             for (int from = 0; from < CLUSTER; from++) {
-                float4 term = parts[(from * PART + i + u) * CONSUMERS];
+                float4 term = exchange[(from * SHARE + i + u) * CONSUMERS];
                 sums[u][0].x += term.x, sums[u][0].y += term.y, sums[u][1].x += term.z, sums[u][1].y += term.w;
             }
 #pragma unroll

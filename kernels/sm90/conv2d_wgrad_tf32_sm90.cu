@@ -7,20 +7,20 @@
 // The depth of this product is the pixels, and channels are contiguous: wgmma would take tf32 operands only with the
 // depth contiguous, so these are mma.sync's, whose fragments may lie anywhere in shared memory. A block computes 64 output
 // channels by 32 · COLUMNS input channels by all taps; R or COLUMNS is 1. It walks through `rows` image rows of `width` (W,
-// or the next multiple of 8) pixels at a time: a tile of dout, and for each 32 input channels a slab of rows + R - 1 rows
-// of x, padded with zeros by TMA, `pitch_x` pixels from one to the next, a multiple of 8 from width + R - 1 on. One slab
-// serves all taps, one pixel or one row further each.
+// or the next multiple of 8) pixels at a time: a tile of dout, and for each 32 input channels a halo tile of rows + R - 1
+// rows of x, padded with zeros by TMA, `pitch_x` pixels from one to the next, a multiple of 8 from width + R - 1 on. One
+// halo tile serves all taps, one pixel or one row further each.
 // Each of the four warps takes 8 of every 32 input channels. A depth of 8 is the pixels 0, 2, 4, 6, 1, 3, 5, 7 of eight, so
-// that lanes which load together meet no bank of swizzled lines twice, wherever a tap starts.
+// that lanes which load together meet no bank of swizzled rows twice, wherever a tap starts.
 // Maps, which round to tf32: x {C, W, H, N}, box {32, pitch_x, rows + R - 1, 1}; dout {K, W, H, N}, box {32, width, rows, 1};
 // rows · width = PIXELS, a multiple of 8.
-// Launch: two groups of 128 threads, which take steps in turn and add up at the end. The first thread also starts the
-// copies: a ninth warp would leave each thread 168 registers, too few. Grid (ceil(K / 64) · ceil(C / 32 / COLUMNS), parts).
-// Part y of the depth writes to out + y · (size of out); where there is more than one, another kernel adds those up.
+// Launch: two groups of 128 threads, which take the steps by turns and add up at the end. The first thread also starts the
+// copies: a ninth warp would leave each thread 168 registers, too few. Grid (ceil(K / 64) · ceil(C / 32 / COLUMNS), splits).
+// Split K: split y of the depth writes to out + y · (size of out); where there is more than one, another kernel adds those up.
 // Shared memory: `stages` steps, three at least, or a group's sums, if they are more; and the steps' barriers.
 #include "wgmma.cuh"
 
-constexpr int GROUP = 128, THREADS = 2 * GROUP, LINE = 128;
+constexpr int GROUP = 128, THREADS = 2 * GROUP, ROW_BYTES = 128;
 constexpr int TILES = R * R * COLUMNS;  // of 8 columns of a warp's product
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -28,8 +28,8 @@ conv2d_wgrad_tf32_sm90(const __grid_constant__ TensorMap x, const __grid_constan
                        i64 pitch, int add, int N, int H, int C, int K, int rows, int width, int pitch_x, int stages) {
     extern __shared__ __align__(1024) u8 shared[];
     u32 base = shared_address(shared);
-    constexpr u32 tile = PIXELS * LINE;  // of 32 channels of dout
-    u32 slab = (rows + R - 1) * pitch_x * LINE, bytes = 2 * tile + COLUMNS * slab;
+    constexpr u32 tile = PIXELS * ROW_BYTES;  // of 32 channels of dout
+    u32 halo = (rows + R - 1) * pitch_x * ROW_BYTES, bytes = 2 * tile + COLUMNS * halo;
     Ring ring(base, bytes, stages, base + max(stages * bytes, (u32)(GROUP * 16 * TILES * sizeof(float))));
     if (threadIdx.x == 0) {
         ring.init(GROUP / 32);
@@ -47,7 +47,7 @@ conv2d_wgrad_tf32_sm90(const __grid_constant__ TensorMap x, const __grid_constan
         int n = i / per_image, h0 = i % per_image * rows;
         u32 full = write.acquire(bytes), target = write.buffer();
         for (int j = 0; j < 2; j++) tma_load(target + j * tile, dout, full, k0 + j * 32, 0, h0, n);
-        for (int j = 0; j < COLUMNS; j++) tma_load(target + 2 * tile + j * slab, x, full, c0 + j * 32, -(R / 2), h0 - R / 2, n);
+        for (int j = 0; j < COLUMNS; j++) tma_load(target + 2 * tile + j * halo, x, full, c0 + j * 32, -(R / 2), h0 - R / 2, n);
         write.advance();
     };
     if (threadIdx.x == 0)
@@ -57,10 +57,10 @@ conv2d_wgrad_tf32_sm90(const __grid_constant__ TensorMap x, const __grid_constan
     u32 at_a[2], at_b[R][2];  // of pixels 2 t and 2 t + 1: channels 2 g and 2 g + 1 of dout, and 8 warp + g of x, s to the right
 #pragma unroll
     for (int odd = 0; odd < 2; odd++) {
-        int line = 2 * t + odd;
-        at_a[odd] = line * LINE + ((g / 2 ^ line) << 4) + g % 2 * 8;
+        int row = 2 * t + odd;
+        at_a[odd] = row * ROW_BYTES + ((g / 2 ^ row) << 4) + g % 2 * 8;
 #pragma unroll
-        for (int s = 0; s < R; s++) at_b[s][odd] = (line + s) * LINE + ((2 * warp + g / 4 ^ (line + s) % 8) << 4) + g % 4 * 4;
+        for (int s = 0; s < R; s++) at_b[s][odd] = (row + s) * ROW_BYTES + ((2 * warp + g / 4 ^ (row + s) % 8) << 4) + g % 4 * 4;
     }
     float acc[4][TILES][4] = {};
     if (group == 1) ring.advance();
@@ -77,19 +77,19 @@ conv2d_wgrad_tf32_sm90(const __grid_constant__ TensorMap x, const __grid_constan
             for (int m = 0; m < 4; m++)
 #pragma unroll
                 for (int odd = 0; odd < 2; odd++) {
-                    u32 line = a + m / 2 * tile + p * LINE;
-                    load_shared(of_dout[m][2 * odd], of_dout[m][2 * odd + 1], line + (at_a[odd] ^ m % 2 * 64));
+                    u32 row = a + m / 2 * tile + p * ROW_BYTES;
+                    load_shared(of_dout[m][2 * odd], of_dout[m][2 * odd + 1], row + (at_a[odd] ^ m % 2 * 64));
                 }
 #pragma unroll
             for (int j = 0; j < TILES; j++) {
                 int r = COLUMNS > 1 ? 0 : j / R, s = COLUMNS > 1 ? 0 : j % R;
-                u32 line = b + (COLUMNS > 1 ? j * slab : r * pitch_x * LINE);
-                u32 b0 = load_shared(line + at_b[s][0]), b1 = load_shared(line + at_b[s][1]);
+                u32 row = b + (COLUMNS > 1 ? j * halo : r * pitch_x * ROW_BYTES);
+                u32 b0 = load_shared(row + at_b[s][0]), b1 = load_shared(row + at_b[s][1]);
 #pragma unroll
                 for (int m = 0; m < 4; m++) mma<float>(acc[m][j], of_dout[m], b0, b1);
             }
-            b += 8 * LINE, column += 8;
-            if (column == width) b += (pitch_x - width) * LINE, column = 0;
+            b += 8 * ROW_BYTES, column += 8;
+            if (column == width) b += (pitch_x - width) * ROW_BYTES, column = 0;
         }
         __syncwarp();
         Ring read = ring;

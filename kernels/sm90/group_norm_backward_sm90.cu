@@ -2,15 +2,15 @@
 // Layout, dtypes and arguments are as there; VEC=1 only.
 //
 // `parts` blocks share an image's pixels and a chunk of whole groups of its channels. Each has its pixels copied to shared
-// memory (what does not fit there, HELD boxes, to registers), box after box, and sums what has arrived while more is on its
-// way. Then they meet: each publishes its sums in global memory and takes those of the others; and the second pass reads the
-// pixels from where they are kept. The kept dz is rounded to T, dx's operand; the sums are of what was not rounded. Every sum
-// has a fixed order.
+// memory, box after box, and sums what has arrived while more is on its way. HELD boxes, which do not fit there, go to registers.
+// Then each publishes its sums in the exchange workspace, in global memory, and receives those of the others. The second pass
+// reads the pixels from where they are kept. The kept d_preact, the gradient of z, is rounded to T, dx's operand; the sums are
+// of what was not rounded. Every sum has a fixed order.
 //
-// A slot is a channel's two sums, each in one word of 64 bits with the number of the launch: whoever finds the number
-// has the sum, so no fence and no counter stand between. That number is one more than exchange->launches, which the last block
-// to have read it raises. Blocks that wait for each other must all be there at once: the launch is cooperative, of no more than
-// the GPU's multiprocessors, but for parts=1. Where these leave some, blocks behind them add up the slots of all images:
+// A tagged slot holds a channel's two sums, each in one word of 64 bits with its tag, the number of the launch. Whoever reads the
+// tag has the sum: there is no fence and no counter. The tag is one more than exchange->launches, which the last block to have
+// read it raises. Blocks that wait for each other must all run at once: unless parts=1 the launch is cooperative, of no more
+// blocks than the GPU has multiprocessors. Where multiprocessors are left, further blocks add up the slots of all images:
 // dweight, dbias.
 // Launch: THREADS threads, grid N * chunks * parts blocks and the adding ones; chunks * ACROSS packs of V channels = C
 // exactly, ACROSS <= 32, and C1 a multiple of a chunk. Maps: x {C1, S, N}, x2 {C2, S, N} (or x's), dy {C, S, N}, boxes
@@ -23,12 +23,12 @@ constexpr int THREADS = 512;
 
 constexpr int DEPTH = 5;  // boxes that are on their way at once: all at once would arrive together, and late
 
-struct Slot {
+struct TaggedSlot {
     ulonglong2 sums;
-    __device__ __forceinline__ static u64 seal(float sum, u32 launch) { return (u64)launch << 32 | __float_as_uint(sum); }
+    __device__ __forceinline__ static u64 tagged(float sum, u32 launch) { return (u64)launch << 32 | __float_as_uint(sum); }
     __device__ __forceinline__ void publish(float a, float b, u32 launch) {
         asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};"
-                     ::"l"(this), "l"(seal(a, launch)), "l"(seal(b, launch)) : "memory");
+                     ::"l"(this), "l"(tagged(a, launch)), "l"(tagged(b, launch)) : "memory");
     }
     // 0 where it is of this launch: then also the sums.
     __device__ __forceinline__ u32 read(float2& found, u32 launch) const {
@@ -41,7 +41,7 @@ struct Slot {
 
 struct Exchange {
     u32 launches, arrived, unused[2];
-    Slot slots[1];
+    TaggedSlot slots[1];
     __device__ __forceinline__ u32 launch() const {
         u32 before;
         asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before) : "l"(&launches) : "memory");
@@ -52,7 +52,7 @@ struct Exchange {
         if (atomicAdd(&arrived, 1) == gridDim.x - 1) arrived = 0, launches++;
     }
     // The sums of a channel over an image, of whose parts slots[0] is the first.
-    __device__ __forceinline__ static float2 receive(const Slot* slots, int parts, int pitch, u32 launch) {
+    __device__ __forceinline__ static float2 receive(const TaggedSlot* slots, int parts, int pitch, u32 launch) {
         constexpr int AT_ONCE = 4;
         float2 total = make_float2(0.0f, 0.0f);
 #pragma unroll 1
@@ -82,13 +82,13 @@ __device__ __forceinline__ void add_images(const Exchange* exchange, int block, 
         int c = first + lane;
         float2 sum = make_float2(0.0f, 0.0f);
         for (int begin = warp; begin < slots && c < C; begin += AT_ONCE * WARPS) {
-            float2 found[AT_ONCE], statistics[AT_ONCE];
+            float2 found[AT_ONCE], normed[AT_ONCE];  // sums; mean and rstd
             float factor[AT_ONCE];
 #pragma unroll
             for (int u = 0; u < AT_ONCE; u++) {
                 int n = min(begin + u * WARPS, slots - 1) / (u32)parts;
                 i64 group = (i64)n * groups + c / (u32)size;
-                statistics[u] = make_float2(mean[group], rstd[group]);
+                normed[u] = make_float2(mean[group], rstd[group]);
                 factor[u] = scale ? 1.0f + scale[(i64)n * C + c] : 1.0f;
             }
             for (u32 missing = 1; missing;) {
@@ -102,8 +102,8 @@ __device__ __forceinline__ void add_images(const Exchange* exchange, int block, 
             for (int u = 0; u < AT_ONCE; u++) {
                 if (begin + u * WARPS >= slots) break;
                 sum.x += factor[u] * found[u].x;
-                float average = statistics[u].x;
-                sum.y += factor[u] * (found[u].y - (average - centre_of(average)) * found[u].x) * statistics[u].y;
+                float average = normed[u].x;
+                sum.y += factor[u] * (found[u].y - (average - centre_of(average)) * found[u].x) * normed[u].y;
             }
         }
         __syncthreads();
@@ -116,7 +116,7 @@ __device__ __forceinline__ void add_images(const Exchange* exchange, int block, 
     }
 }
 
-// dx, dx2 (either may be null); y, the forward's output once more, or null; sums, sums2, float (N, parts, C1) and (N, parts,
+// dx, dx2 (either may be null); y, the recomputed output, or null; sums, sums2, float (N, parts, C1) and (N, parts,
 // C2), or null, as in input_gradients; totals, float2 (N, C) or null, and dscale, dshift as in finish_sums; dweight, dbias, (C)
 // or null, where blocks add.
 extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
@@ -127,7 +127,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     int parts, int boxes) {
     extern __shared__ __align__(128) T memory[];
     __shared__ u64 barriers[BOXES];
-    int C = C1 + C2, size = C / (u32)groups, chunks = C / WIDTH, warp = threadIdx.x / 32, pitch, again_pitch, dy_pitch;
+    int C = C1 + C2, size = C / (u32)groups, chunks = C / WIDTH, warp = threadIdx.x / 32, pitch, recomputed_pitch, dy_pitch;
     int image = blockIdx.x / (u32)parts, n = image / (u32)chunks, part = blockIdx.x - image * parts;
     if (n >= N) {
         wait_for_previous();
@@ -159,13 +159,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     Channel channel(n, place.c0, WIDTH, C, size, weight, bias, scale, shift);
     float average = 0.0f, r = 0.0f;
     if (channel.here) average = mean[(i64)n * groups + channel.group], r = rstd[(i64)n * groups + channel.group];
-    Raw held_x[HELD + 1], held_dz[HELD + 1];
+    Raw held_x[HELD + 1], held_d_preact[HELD + 1];
     if constexpr (HELD > 0) {
 #pragma unroll
         for (int h = 0; h < HELD; h++) {
-            held_x[h] = held_dz[h] = Raw{};
+            held_x[h] = held_d_preact[h] = Raw{};
             if (boxes + h < place.count)
-                held_x[h] = load_raw(from + (i64)(boxes + h) * pitch), held_dz[h] = load_raw(from_dy + (i64)(boxes + h) * dy_pitch);
+                held_x[h] = load_raw(from + (i64)(boxes + h) * pitch),
+                held_d_preact[h] = load_raw(from_dy + (i64)(boxes + h) * dy_pitch);  // dy, to become d_preact
         }
     }
     if (threadIdx.x == 32 * SENDER)
@@ -178,26 +179,26 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     __syncthreads();
 
     int at = place.row * WIDTH + place.offset;
-    float v[V], dz[V], centre[V];
+    float v[V], d_preact[V], centre[V];
     {
-        T* again = place.element(y, y, S, C, 0, again_pitch);
+        T* recomputed = place.element(y, y, S, C, 0, recomputed_pitch);
         float sum[V] = {}, product[V] = {}, output[V], slope[V];
         Affine affine(table, WIDTH, place.offset);
 #pragma unroll
         for (int k = 0; k < V; k++) centre[k] = affine.centre[k];
-        auto add = [&](int i, const Raw& raw, const Raw& dy_raw, bool writes) {  // returns dz
+        auto add = [&](int i, const Raw& raw, const Raw& dy_raw, bool writes) {  // returns d_preact
             to_floats(raw, v);
-            to_floats(dy_raw, dz);
+            to_floats(dy_raw, d_preact);
             linearize(affine, v, output, slope, silu);
-            if (writes) store<V>(again + (i64)i * again_pitch, output);
+            if (writes) store<V>(recomputed + (i64)i * recomputed_pitch, output);
 #pragma unroll
             for (int k = 0; k < V; k++) {
-                dz[k] *= slope[k];
-                sum[k] += dz[k];
-                product[k] += dz[k] * v[k];
+                d_preact[k] *= slope[k];
+                sum[k] += d_preact[k];
+                product[k] += d_preact[k] * v[k];
             }
             Raw packed;
-            store<V>(reinterpret_cast<T*>(&packed), dz);
+            store<V>(reinterpret_cast<T*>(&packed), d_preact);
             return packed;
         };
         auto add_all = [&](bool writes) {
@@ -206,16 +207,16 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
                 if (HELD > 0 && i == boxes / 2) {
 #pragma unroll
                     for (int h = 0; h < HELD; h++)
-                        if (boxes + h < place.count) held_dz[h] = add(boxes + h, held_x[h], held_dz[h], writes);
+                        if (boxes + h < place.count) held_d_preact[h] = add(boxes + h, held_x[h], held_d_preact[h], writes);
                 }
                 kept.wait(i);
                 if (threadIdx.x == i % WARPS * 32 && i + DEPTH < boxes) kept.send(maps, first_channel, place, i + DEPTH);
                 if (i >= place.count) continue;
-                T* kept_dz = kept.box(1, i) + at;
-                *reinterpret_cast<Raw*>(kept_dz) = add(i, load_raw(kept.box(0, i) + at), load_raw(kept_dz), writes);
+                T* kept_d_preact = kept.box(1, i) + at;
+                *reinterpret_cast<Raw*>(kept_d_preact) = add(i, load_raw(kept.box(0, i) + at), load_raw(kept_d_preact), writes);
             }
         };
-        if (again) add_all(true);
+        if (recomputed) add_all(true);
         else add_all(false);
         add_warp(warp_sums, place, sum, product);
     }
@@ -225,7 +226,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     float share = 0.0f, off_centre = 0.0f, gamma = 0.0f, rstd_j = 0.0f;  // all that can be known before the slots come
     if (channel.here) {
         total = make_float2(sum_of_warps(warp_sums, j), sum_of_warps(warp_sums, WIDTH + j));
-        Slot* slots = exchange ? exchange->slots + (i64)n * parts * C + place.c0 + j : nullptr;
+        TaggedSlot* slots = exchange ? exchange->slots + (i64)n * parts * C + place.c0 + j : nullptr;
         if (exchange) slots[part * C].publish(total.x, total.y, launch);
         off_centre = table[j] - centre_of(table[j]), rstd_j = table[3 * WIDTH + j], gamma = table[4 * WIDTH + j];
         share = rstd_j / ((float)S * size);
@@ -239,7 +240,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
         const float2* group = channels + j / (u32)size * size;
         float2 sum = make_float2(0.0f, 0.0f);
         for (int k = 0; k < size; k++) sum.x += group[k].x, sum.y += group[k].y;
-        float slope = sum.y * share * rstd_j;  // dx = gain * dz - (constant + slope * (x - centre))
+        float slope = sum.y * share * rstd_j;  // dx = gain * d_preact - (constant + slope * (x - centre))
         table[2 * WIDTH + j] = slope;
         table[5 * WIDTH + j] = sum.x * share - slope * off_centre;
         if (part == 0 && (totals || dscale || dshift)) {
@@ -260,14 +261,14 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     load<V>(table + WIDTH + place.offset, gain);
     load<V>(table + 2 * WIDTH + place.offset, slope);
     float* out = second ? sums2 : sums;
-    auto apply = [&](T* target, int i, const Raw& raw, const Raw& dz_raw, bool plain) {
+    auto apply = [&](T* target, int i, const Raw& raw, const Raw& d_preact_raw, bool plain) {
         to_floats(raw, v);
-        to_floats(dz_raw, dz);
+        to_floats(d_preact_raw, d_preact);
         float term[V] = {};
         if (!plain && before) load<V>(before + (i64)i * pitch, term);
 #pragma unroll
         for (int k = 0; k < V; k++) {
-            v[k] = gain[k] * dz[k] - (constant[k] + slope[k] * (v[k] - centre[k]));
+            v[k] = gain[k] * d_preact[k] - (constant[k] + slope[k] * (v[k] - centre[k]));
             if (!plain) sum[k] += v[k] += term[k];
         }
         store<V>(target, v);
@@ -276,7 +277,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
         int count = target ? place.count : 0;
 #pragma unroll
         for (int h = 0; h < HELD; h++)
-            if (boxes + h < count) apply(target + (i64)(boxes + h) * pitch, boxes + h, held_x[h], held_dz[h], plain);
+            if (boxes + h < count) apply(target + (i64)(boxes + h) * pitch, boxes + h, held_x[h], held_d_preact[h], plain);
         T* next = target;
 #pragma unroll 4
         for (int i = 0; i < min(boxes, count); i++, next += pitch)

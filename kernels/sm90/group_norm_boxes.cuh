@@ -1,15 +1,15 @@
 // Group norm with an image's pixels kept in shared memory: how blocks share them, and sums over them. TMA copies them there
-// in boxes of STEP pixels by a chunk of channels, ACROSS packs of V (at most 32); the `parts` blocks of an image take its
-// boxes in turn. TMA copies, as threads that copied would stand in line with their copies instead of summing. Whoever includes
-// this has THREADS.
+// in boxes of STEP pixels by a chunk of channels, ACROSS packs of V (at most 32). Box i of an image goes to block i % parts of
+// its `parts` blocks. TMA copies, as threads that copied would wait for their copies instead of summing. Whoever includes this
+// has THREADS.
 #pragma once
 #include "group_norm.cuh"
 #include "wgmma.cuh"
 
 constexpr int WIDTH = ACROSS * V;  // channels of a chunk
-constexpr int ROOM = 32 / ACROSS < 2 * V ? 32 / ACROSS : 2 * V;
-constexpr int LINES = ROOM >= 16 ? 16 : ROOM >= 8 ? 8 : ROOM >= 4 ? 4 : ROOM >= 2 ? 2 : 1;  // pixels that a warp has at once
-constexpr int WARPS = THREADS / 32, STEP = WARPS * LINES, BOX = STEP * WIDTH;
+constexpr int MOST = 32 / ACROSS < 2 * V ? 32 / ACROSS : 2 * V;
+constexpr int WARP_ROWS = MOST >= 16 ? 16 : MOST >= 8 ? 8 : MOST >= 4 ? 4 : MOST >= 2 ? 2 : 1;  // pixels that a warp has at once
+constexpr int WARPS = THREADS / 32, STEP = WARPS * WARP_ROWS, BOX = STEP * WIDTH;
 constexpr int BOXES = 64;  // of a block at most
 
 // A thread's channels, and its pixel of every box.
@@ -20,9 +20,9 @@ struct Place {
         : n(n), part(part), parts(parts), c0(chunk * WIDTH) {
         int lane = threadIdx.x % 32;
         offset = lane % ACROSS * V;
-        row = threadIdx.x / 32 * LINES + lane / ACROSS;
+        row = threadIdx.x / 32 * WARP_ROWS + lane / ACROSS;
         pixel = part * STEP + row;
-        count = lane < LINES * ACROSS && pixel < S ? CEIL_DIV((u32)(S - pixel), (u32)(parts * STEP)) : 0;
+        count = lane < WARP_ROWS * ACROSS && pixel < S ? CEIL_DIV((u32)(S - pixel), (u32)(parts * STEP)) : 0;
     }
     // Where they lie in x, or in x2 (null where that is), of so many channels each; `pitch` becomes the elements to the next one.
     template <typename P> __device__ __forceinline__ P* element(P* x, P* x2, int S, int C1, int C2, int& pitch) const {
@@ -47,7 +47,7 @@ template <int ARRAYS> struct Boxes {
         fence_barriers();
         __syncwarp();
     }
-    // Have box i of all arrays copied, from channels c on. By one thread at a time: where many sent at once, all boxes came late.
+    // Have box i of all arrays copied, from channels c on. One thread at a time: where many asked at once, all boxes came late.
     __device__ __forceinline__ void send(const TensorMap* const (&maps)[ARRAYS], const int (&c)[ARRAYS], const Place& place,
                                          int i) const {
         barrier_expect(barriers + 8 * i, ARRAYS * BOX * sizeof(T));
@@ -58,16 +58,16 @@ template <int ARRAYS> struct Boxes {
     __device__ __forceinline__ void wait(int i) const { barrier_wait(barriers + 8 * i, 0); }
 };
 
-// sums[warp][c] and sums[warp][WIDTH + c] = the warp's sums of a and b, of channel c. Lines that meet share what is to be
-// added, so that the next two share half of it.
+// sums[warp][c] and sums[warp][WIDTH + c] = the warp's sums of a and b, of channel c. A row is a pixel's lanes. At each step two
+// rows share what both have left, half each.
 __device__ __forceinline__ void add_warp(float* sums, const Place& place, const float (&a)[V], const float (&b)[V]) {
     float mine[2 * V];
 #pragma unroll
     for (int k = 0; k < V; k++) mine[k] = a[k], mine[V + k] = b[k];
-    int lane = threadIdx.x % 32, line = lane / ACROSS;
+    int lane = threadIdx.x % 32, row = lane / ACROSS;
 #pragma unroll
-    for (int half = LINES / 2, left = V; half; half /= 2, left /= 2) {
-        bool upper = line & half;
+    for (int half = WARP_ROWS / 2, left = V; half; half /= 2, left /= 2) {
+        bool upper = row & half;
         int other = upper ? lane - half * ACROSS : lane + half * ACROSS;
 #pragma unroll
         for (int k = 0; k < V; k++) {
@@ -76,9 +76,9 @@ __device__ __forceinline__ void add_warp(float* sums, const Place& place, const 
             mine[k] = (upper ? mine[k + left] : mine[k]) + given;
         }
     }
-    if (line >= LINES) return;
-    constexpr int OWN = 2 * V / LINES;
-    int first = line * OWN;
+    if (row >= WARP_ROWS) return;
+    constexpr int OWN = 2 * V / WARP_ROWS;
+    int first = row * OWN;
     float* target = sums + threadIdx.x / 32 * 2 * WIDTH + place.offset + (first < V ? first : WIDTH + first - V);
 #pragma unroll
     for (int k = 0; k < OWN; k++) target[k + (k >= V ? WIDTH - V : 0)] = mine[k];

@@ -2,16 +2,16 @@
 // as there; VEC=1 only.
 //
 // A cluster takes one image's pixels and a chunk of whole groups of its channels. Each block has its pixels copied to shared
-// memory, box after box, and sums what has arrived while the rest is on its way; the blocks send each other their sums, and
-// the second pass reads the pixels from there: one pass over global memory. Every sum has a fixed order.
+// memory, box after box, and sums what has arrived while the rest is on its way. The blocks publish their sums to each other.
+// Then each normalizes its pixels from shared memory: global memory is read once. Every sum has a fixed order.
 // Launch: THREADS threads, grid (N, chunks, CLUSTER), chunks * ACROSS packs of V channels = C exactly, ACROSS <= 32, and C1 a
-// multiple of a chunk. Maps: x {C1, S, N}, x2 {C2, S, N} (or x's), boxes {WIDTH, STEP, 1}, not swizzled. The blocks of a
-// cluster take an image's boxes in turn, each `boxes` of them, at most BOXES.
+// multiple of a chunk. Maps: x {C1, S, N}, x2 {C2, S, N} (or x's), boxes {WIDTH, STEP, 1}, not swizzled. Box i
+// of an image goes to block i % CLUSTER; each has `boxes` of them, at most BOXES.
 // Dynamic shared memory: boxes; 4 WIDTH (2 WARPS + 3 CLUSTER + 3) bytes.
 constexpr int THREADS = 512;
 #include "cluster.cuh"
 #include "group_norm_boxes.cuh"
-#include "moments.cuh"
+#include "channel_statistics.cuh"
 
 // Pixels of S that block `rank` of a cluster has.
 __device__ __forceinline__ int pixels_of(int rank, int S) {
@@ -34,7 +34,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) CLUSTER_DIMS void forward(
     float* received = warp_sums + 2 * WARPS * WIDTH;  // of each block: three numbers of each channel
     float* table = received + 3 * CLUSTER * WIDTH;    // 3 of WIDTH
     bool second = place.c0 >= C1;
-    if (threadIdx.x == 0) prefetch(second ? map2 : map), open_mailbox(full, 3 * 4 * CLUSTER * WIDTH);
+    if (threadIdx.x == 0) prefetch(second ? map2 : map), open_exchange(full, 3 * 4 * CLUSTER * WIDTH);
     if (threadIdx.x < 32) kept.init();
     cluster_arrive_relaxed();
     __syncthreads();
@@ -44,16 +44,16 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) CLUSTER_DIMS void forward(
     Channel channel(place.n, place.c0, WIDTH, C, size, weight, bias, scale, shift);
     T* target = place.element(y, y, S, C, 0, pitch);
     cluster_wait();
-    auto give = [&](int j, float v) {  // to all blocks of the cluster, as this one's number j
+    auto publish = [&](int j, float v) {  // to all blocks of the cluster, as this one's number j
 #pragma unroll
         for (int rank = 0; rank < CLUSTER; rank++) send(received + 3 * place.part * WIDTH + j, rank, v, full);
     };
 
     int at = place.row * WIDTH + place.offset;
-    float centre[V], sum[V] = {}, square[V] = {}, v[V];  // sums around the block's first pixel: see moments.cuh
+    float centre[V], sum[V] = {}, square[V] = {}, v[V];  // sums around the block's first pixel: see channel_statistics.cuh
     kept.wait(0);
     to_floats(load_raw(memory + place.offset), centre);
-    if (channel.here) give(2 * WIDTH + channel.j, to_float(memory[channel.j]));
+    if (channel.here) publish(2 * WIDTH + channel.j, to_float(memory[channel.j]));
 #pragma unroll 1
     for (int i = 0; i < boxes; i++) {
         kept.wait(i);
@@ -68,7 +68,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) CLUSTER_DIMS void forward(
     }
     add_warp(warp_sums, place, sum, square);
     __syncthreads();
-    if (threadIdx.x < 2 * WIDTH) give(threadIdx.x, sum_of_warps(warp_sums, threadIdx.x));
+    if (threadIdx.x < 2 * WIDTH) publish(threadIdx.x, sum_of_warps(warp_sums, threadIdx.x));
     receive(full);
     if (channel.here) {
         int leader = channel.j / (u32)size * size;
@@ -79,7 +79,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) CLUSTER_DIMS void forward(
 #pragma unroll 2
             for (int j = leader; j < leader + size; j++) {
                 const float* number = received + 3 * rank * WIDTH + j;
-                double2 raw = CentredMoments{pixels, number[2 * WIDTH], number[0], number[WIDTH]}.raw();
+                double2 raw = CentredStatistics{pixels, number[2 * WIDTH], number[0], number[WIDTH]}.raw();
                 sum += raw.x, square += raw.y;
             }
         }

@@ -1,9 +1,9 @@
 // Hopper's asynchronous machinery (sm_90a): barriers in shared memory, the bulk tensor copy (TMA), and wgmma.
 //
-// Tiles in shared memory have lines of 128 bytes (64 elements of 16 bits, 32 of float), 16-byte chunks XOR-swizzled by the
-// line's address bits 7 to 9, as TMA writes and wgmma reads them; every tile starts at a multiple of 1024 bytes, and what is
-// copied into it or read from it at any line. Where LINE is 64, lines have 64 bytes, swizzled by bits 7 and 8. A tile is
-// K-major where a line runs along the depth of the product, and MN-major where it runs along its rows or columns.
+// Tiles in shared memory have rows of 128 bytes (64 elements of 16 bits, 32 of float). Their 16-byte chunks are XOR-swizzled by
+// address bits 7 to 9, as TMA writes and wgmma reads them. Every tile starts at a multiple of 1024 bytes; copies into it and
+// operands read from it start at any row. Where ROW_BYTES is 64, rows have 64 bytes, swizzled by bits 7 and 8. A tile is K-major
+// where a row runs along the depth of the product, and MN-major where it runs along the product's rows or columns.
 #pragma once
 #include "mma.cuh"
 
@@ -127,17 +127,17 @@ struct Ring {
     }
 };
 
-// Where the 16-byte chunk `chunk` of line `line` lies in a tile, in bytes.
-template <int LINE> __device__ __forceinline__ u32 swizzled(int line, int chunk) {
-    return line * LINE + ((chunk ^ (LINE == 128 ? line % 8 : line / 2 % 4)) << 4);
+// Where 16-byte chunk `chunk` of row `row` lies in a tile, in bytes.
+template <int ROW_BYTES> __device__ __forceinline__ u32 swizzled(int row, int chunk) {
+    return row * ROW_BYTES + ((chunk ^ (ROW_BYTES == 128 ? row % 8 : row / 2 % 4)) << 4);
 }
-// The descriptor of a swizzled tile at `address`. `block`: bytes from one line's columns of an MN-major tile to the next;
-// `eight`: bytes from eight lines to the next eight.
-template <int LINE = 128> __device__ __forceinline__ u64 tile_descriptor(u32 address, u32 block = 16, u32 eight = 8 * LINE) {
-    return (u64)((address & 0x3ffff) >> 4) | (u64)(block >> 4) << 16 | (u64)(eight >> 4) << 32 | (LINE == 128 ? 1ull : 2ull) << 62;
+// The descriptor of a swizzled tile at `address`. `block`: bytes from the columns of one row of an MN-major tile to the next;
+// `eight`: bytes from eight rows to the next eight.
+template <int ROW_BYTES = 128> __device__ __forceinline__ u64 tile_descriptor(u32 address, u32 block = 16, u32 eight = 8 * ROW_BYTES) {
+    return (u64)((address & 0x3ffff) >> 4) | (u64)(block >> 4) << 16 | (u64)(eight >> 4) << 32 | (ROW_BYTES == 128 ? 1ull : 2ull) << 62;
 }
 // What to add to a descriptor to go one product deeper: 16 elements of 16 bits, or 8 floats.
-template <bool MN_MAJOR, int LINE = 128> constexpr u64 DEPTH_STEP = (MN_MAJOR ? 16 * LINE : 16 * 2) >> 4;
+template <bool MN_MAJOR, int ROW_BYTES = 128> constexpr u64 DEPTH_STEP = (MN_MAJOR ? 16 * ROW_BYTES : 16 * 2) >> 4;
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

@@ -50,8 +50,9 @@ def tile_of(dtype: np.dtype, dim: int, rows: int, backward: bool, tf32: bool) ->
         columns, stages = (32, 2) if padded <= 64 else (16, 1)  # 99 KB of shared memory hold it
     else:
         columns, stages = (64, 2) if padded <= 64 else (32, 2)
-    passes = 3 if wide and not tf32 else 1
-    return {"T": dtype, "DP": padded, "MT": 2 if two_tiles else 1, "BN": columns, "STAGES": stages, "PASSES": passes}
+    products = 3 if wide and not tf32 else 1
+    return {"T": dtype, "DP": padded, "MT": 2 if two_tiles else 1, "BN": columns, "STAGES": stages,
+            "TF32_PRODUCTS": products}
 
 
 def _launch(name: str, p: Problem, rows: int, row_operands: int, tile: Tile, args: tuple) -> None:

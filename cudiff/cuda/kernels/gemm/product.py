@@ -132,7 +132,7 @@ def product_as(chosen: Plan, stem: str, a: Array, b: Array, out: Array, pitch: i
     grid = (batches * blocks(rows, tile.rows) * blocks(columns, tile.columns), chosen.splits)
     shared = STAGES * (tile.rows + tile.columns) * ROW_BYTES
     constants = dict(
-        T=a.dtype, PASSES=_products(a.dtype, tf32), BM=tile.rows, BN=tile.columns, BK=ROW_BYTES // a.itemsize,
+        T=a.dtype, TF32_PRODUCTS=_products(a.dtype, tf32), BM=tile.rows, BN=tile.columns, BK=ROW_BYTES // a.itemsize,
         WM=tile.warps_m, WN=tile.warps_n, STAGES=STAGES,
         **{name: int(v) if isinstance(v, bool) else v for name, v in flags.items()},
     )

@@ -1,26 +1,27 @@
-// The sums of x and of its square by which a norm finds mean and variance, as a producer leaves them: partials (N, tiles, C) of
-// either struct, one for each channel of a tile of an image's pixels. Raw ones lose digits where the mean is many deviations, as
-// the variance is a difference of theirs: they are left of 16-bit x, which has few to lose, and centred ones of float x and by the
-// norms' own passes.
+// Channel statistics: the sums of x and of its square by which a norm finds mean and variance.
+//
+// A producer leaves them as (N, tiles, C) of either struct, one for each channel of a tile of an image's pixels. The variance
+// is a difference of raw sums, which lose digits where the mean is many deviations. Raw ones are left of 16-bit x, which has
+// few digits to lose; centred ones of float x, and by the norms' own passes.
 #pragma once
 #include "common.cuh"
 
-struct __align__(8) RawMoments {
+struct __align__(8) RawStatistics {
     float sum, square;
     __device__ __forceinline__ void add(float x) { sum += x, square += x * x; }
-    __device__ __forceinline__ void add(const RawMoments& other) { sum += other.sum, square += other.square; }
+    __device__ __forceinline__ void add(const RawStatistics& other) { sum += other.sum, square += other.square; }
     __device__ __forceinline__ double2 raw() const { return make_double2(sum, square); }
 };
 
 // Sums of x - centre and of its square over `count` pixels; the centre is some pixel's x.
-struct __align__(16) CentredMoments {
+struct __align__(16) CentredStatistics {
     float count, centre, sum, square;
     __device__ __forceinline__ void add(float x) {
         if (count == 0.0f) centre = x;
         float gap = x - centre;
         count += 1.0f, sum += gap, square += gap * gap;
     }
-    __device__ __forceinline__ void add(const CentredMoments& other) {
+    __device__ __forceinline__ void add(const CentredStatistics& other) {
         if (count == 0.0f) centre = other.centre;
         float gap = other.centre - centre, moved = other.count * gap;
         square += other.square + gap * (2.0f * other.sum + moved);
@@ -34,11 +35,11 @@ struct __align__(16) CentredMoments {
 };
 
 // What is left of x of type S; empty_partials() in cudiff/cuda/sums.py has the same rule.
-template <typename S> struct MomentsOf {
-    typedef RawMoments Type;
+template <typename S> struct StatisticsOf {
+    typedef RawStatistics Type;
     static constexpr bool CENTRED = false;
 };
-template <> struct MomentsOf<float> {
-    typedef CentredMoments Type;
+template <> struct StatisticsOf<float> {
+    typedef CentredStatistics Type;
     static constexpr bool CENTRED = true;
 };
