@@ -44,6 +44,32 @@ template <int THREADS, class Load> __device__ __forceinline__ void reuse_stage(R
     __syncwarp();
 }
 
+// A step of the online softmax: the scores s become weights, which are added to sum. Where a row has a much higher score than
+// before, its `top` is raised, and acc and sum are scaled down.
+__device__ __forceinline__ void add_scores(float (&s)[32], float (&acc)[DP / 2], float (&top)[2], float (&sum)[2], float scale2) {
+    float high[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        high[r] = s[2 * r];
+#pragma unroll
+        for (int i = 0; i < 32; i += 4) high[r] = fmaxf(high[r], fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
+        high[r] = max_quad(high[r]) * scale2;
+    }
+    if (__any_sync(~0u, high[0] > top[0] + SLACK || high[1] > top[1] + SLACK))
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float raised = fmaxf(top[r], high[r]), shrink = exp2_fast(top[r] - raised);
+            top[r] = raised;
+            sum[r] *= shrink;
+#pragma unroll
+            for (int i = 0; i < DP / 2; i += 4) acc[i + 2 * r] *= shrink, acc[i + 2 * r + 1] *= shrink;
+        }
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+        s[i] = exp2_fast(s[i] * scale2 - top[i / 2 % 2]);
+        sum[i / 2 % 2] += s[i];
+    }
+}
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
         const __grid_constant__ TensorMap out, float* lse, int Tq, int Tk, float scale) {
@@ -87,28 +113,7 @@ forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k
         wgmma_wait<0>();
         if ((step + 1) * 64 > Tk) mask(s, Tk - step * 64);
 
-        float high[2];
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            high[r] = s[2 * r];
-#pragma unroll
-            for (int i = 0; i < 32; i += 4) high[r] = fmaxf(high[r], fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
-            high[r] = max_quad(high[r]) * scale2;
-        }
-        if (__any_sync(~0u, high[0] > top[0] + SLACK || high[1] > top[1] + SLACK))
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                float raised = fmaxf(top[r], high[r]), shrink = exp2_fast(top[r] - raised);
-                top[r] = raised;
-                sum[r] *= shrink;
-#pragma unroll
-                for (int i = 0; i < DP / 2; i += 4) acc[i + 2 * r] *= shrink, acc[i + 2 * r + 1] *= shrink;
-            }
-#pragma unroll
-        for (int i = 0; i < 32; i++) {
-            s[i] = exp2_fast(s[i] * scale2 - top[i / 2 % 2]);
-            sum[i / 2 % 2] += s[i];
-        }
+        add_scores(s, acc, top, sum, scale2);
         round_fragments(s, weights);
         wgmma_fence();
         multiply_weights(acc, weights, ring.buffer() + TILE, step > 0);
@@ -125,6 +130,45 @@ forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k
         if (QUAD == 0 && row < TP) lse[row] = row < Tq ? top[r] + log2f(total) : infinity();
     }
     store_tile(out, acc, 1.0f, own, h, first, n);
+}
+
+// Bring the block's own tiles to `base`, those of the maps own and own2, and start the first steps. `readers` release a stage.
+template <class Load>
+__device__ __forceinline__ void begin_backward(const Ring& ring, int readers, u32 own_barrier, u32 base, const TensorMap& own,
+                                               const TensorMap& own2, const TensorMap& other, const TensorMap& other2, int h,
+                                               int first, int n, int steps, Load& load) {
+    if (threadIdx.x == 0) {
+        barrier_init(own_barrier, 1), ring.init(readers);
+        prefetch(own), prefetch(own2), prefetch(other), prefetch(other2);
+    }
+    wait_for_previous();
+    if (threadIdx.x == 0) {
+        barrier_expect(own_barrier, 2 * TILE);
+        tma_load(base, own, own_barrier, 0, h, first, n);
+        tma_load(base + TILE, own2, own_barrier, 0, h, first, n);
+        for (int step = 0; step < min(STAGES, steps); step++) load(step);
+    }
+    __syncthreads();
+}
+
+// lse of this lane's rows, and their delta, the sum over d of dout out, which is also written.
+__device__ __forceinline__ void read_rows(float (&row_lse)[2], float (&row_delta)[2], const float* lse, float* delta,
+                                          const T* out_rows, const T* dout_rows, int n, int h, int heads, int first, int Tq, int D) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        int row = first + WARP_ROW + 8 * r + GROUP;
+        float total = 0.0f;
+        if (row < Tq)
+            for (int d = QUAD * 8; d < D; d += 32) {
+                i64 at = (((i64)n * Tq + row) * heads + h) * D + d;
+                Pack<T> x = load_pack(out_rows + at), y = load_pack(dout_rows + at);
+#pragma unroll
+                for (int e = 0; e < 8; e++) total += to_float(x.v[e]) * to_float(y.v[e]);
+            }
+        row_delta[r] = sum_quad(total);
+        row_lse[r] = lse[row];
+        if (QUAD == 0) delta[row] = row_delta[r];
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(128, 3)
@@ -146,36 +190,10 @@ backward_q(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMa
         tma_load(loads.buffer() + TILE, v, full, 0, h, step * 64, n);
         loads.advance();
     };
-    if (threadIdx.x == 0) {
-        barrier_init(own_barrier, 1), ring.init(1);
-        prefetch(q), prefetch(k), prefetch(v), prefetch(dout);
-    }
-    wait_for_previous();
-    if (threadIdx.x == 0) {
-        barrier_expect(own_barrier, 2 * TILE);
-        tma_load(base, q, own_barrier, 0, h, first, n);
-        tma_load(base + TILE, dout, own_barrier, 0, h, first, n);
-        for (int step = 0; step < min(STAGES, steps); step++) load(step);
-    }
-    __syncthreads();
+    begin_backward(ring, 1, own_barrier, base, q, dout, k, v, h, first, n, steps, load);
 
     float row_lse[2], row_delta[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        int row = first + WARP_ROW + 8 * r + GROUP;
-        float total = 0.0f;
-        if (row < Tq)
-            for (int d = QUAD * 8; d < D; d += 32) {
-                i64 at = (((i64)n * Tq + row) * heads + h) * D + d;
-                Pack<T> x = load_pack(out_rows + at), y = load_pack(dout_rows + at);
-#pragma unroll
-                for (int e = 0; e < 8; e++) total += to_float(x.v[e]) * to_float(y.v[e]);
-            }
-        row_delta[r] = sum_quad(total);
-        row_lse[r] = lse[row];
-        if (QUAD == 0) delta[row] = row_delta[r];
-    }
-
+    read_rows(row_lse, row_delta, lse, delta, out_rows, dout_rows, n, h, heads, first, Tq, D);
     u32 weights[4][4];
     float s[32], dp[32], acc[DP / 2];
     barrier_wait(own_barrier, 0);
@@ -225,18 +243,7 @@ backward_kv(const __grid_constant__ TensorMap q, const __grid_constant__ TensorM
         bulk_load(rows + 64 * sizeof(float), delta + step * 64, 64 * sizeof(float), full);
         loads.advance();
     };
-    if (threadIdx.x == 0) {
-        barrier_init(own_barrier, 1), ring.init(4);
-        prefetch(q), prefetch(k), prefetch(v), prefetch(dout);
-    }
-    wait_for_previous();
-    if (threadIdx.x == 0) {
-        barrier_expect(own_barrier, 2 * TILE);
-        tma_load(base, k, own_barrier, 0, h, first, n);
-        tma_load(base + TILE, v, own_barrier, 0, h, first, n);
-        for (int step = 0; step < min(STAGES, steps); step++) load(step);
-    }
-    __syncthreads();
+    begin_backward(ring, 4, own_barrier, base, k, v, q, dout, h, first, n, steps, load);
 
     u32 weights[4][4], dscores[4][4];
     float p[32], ds[32], dk_acc[DP / 2], dv_acc[DP / 2];
