@@ -95,10 +95,26 @@ def test_variance_within_classes(rng):
     assert math.isnan(variance_ratio(np.array([np.nan, 1.0]), np.array([1.0, np.nan])))
 
 
+def test_variance_of_two_images_and_beside_images_that_do_not_vary():
+    np.testing.assert_array_equal(within_class_variance(np.array([[1.0], [3.0], [7.0]]), np.array([0, 0, 1]), 2),
+                                  [2, np.nan])
+    assert variance_ratio(np.array([1.0, 4.0]), np.array([0.5, 0.0])) == 2  # a class of equal images says nothing
+    assert math.isnan(variance_ratio(np.array([1.0]), np.array([0.0])))
+
+
 def test_class_accuracy():
     shares = class_accuracy(np.array([0, 1, 1, 1, 0]), np.array([0, 0, 1, 1, 1]), 3)
     np.testing.assert_allclose(shares[:2], [1 / 2, 2 / 3])
     assert np.isnan(shares[2])
+    np.testing.assert_array_equal(class_accuracy(np.array([0, 0]), np.array([0, 1]), 2), [1, 0])  # one image each
+
+
+def test_a_frechet_distance_needs_two_images_of_each():
+    two = np.array([[0.0], [2.0]])
+    assert frechet_distance(two, two + 3) == pytest.approx(9)
+    for a, b in ((two[:1], two), (two, two[:1])):
+        with pytest.raises(ValueError, match="a covariance needs two features or more, not "):
+            frechet_distance(a, b)
 
 
 # --- the classifier --------------------------------------------------------------------------------------------------
@@ -245,9 +261,11 @@ def test_samples_of_another_size_are_refused(classifier, parts):
 
 
 def test_too_few_are_refused(classifier, parts):
-    for n, train in ((1, parts[0]), (20, parts[0].subset([0]))):
+    for n, train, test in ((1, *parts), (20, parts[0].subset([0]), parts[1]), (20, parts[0], parts[1].subset([0]))):
         with pytest.raises(CudiffError, match="2 or more"):
-            evaluate(drawn_again, train, parts[1], n, classifier=classifier)
+            evaluate(drawn_again, train, test, n, classifier=classifier)
+    report = evaluate(drawn_again, parts[0].subset([0, 1]), parts[1].subset([0, 1]), 2, classifier=classifier)
+    assert (report.samples, report.real, report.test) == (2, 2, 2)
 
 
 def table_text(report):
@@ -322,3 +340,23 @@ def test_an_unconditional_pipeline_asks_for_no_classes(monkeypatch):
     assert not seen["conditional"] and seen["guidance"] is None
     assert [len(part) for part in seen["parts"]] == [4000, 1000]
     assert sample(3, None, 0).shape == (3, 16, 16, 1)
+
+
+def test_a_model_of_one_class_is_asked_for_it(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(module, "evaluate", lambda *args, **options: seen.update(options))
+    evaluate_pipeline(tiny_pipeline(data="digits", image_size=16, channels=1, num_classes=1, guidance=1.5), 5)
+    assert seen["conditional"] and seen["guidance"] == 1.5 and seen["seed"] == 0
+
+
+@pytest.mark.parametrize("validation, seed", [(0, 3), (25, 3), (25, 4)])
+def test_data_without_a_test_part_is_split_as_training_split_it(tmp_path, monkeypatch, validation, seed):
+    """A tenth of it where training held nothing out."""
+    data = digits(100, 8)
+    save_npz(tmp_path / "digits.npz", data.images, data.labels)
+    seen = []
+    monkeypatch.setattr(module, "evaluate", lambda sample, *parts, **options: seen.extend(parts[:2]))
+    evaluate_pipeline(tiny_pipeline(data=str(tmp_path / "digits.npz"), image_size=8, channels=1, num_classes=10,
+                                    validation=validation, seed=seed))
+    for found, expected in zip(seen, data.split(validation or 10, seed), strict=True):
+        np.testing.assert_array_equal(found.images, expected.images)
