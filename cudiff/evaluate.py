@@ -136,7 +136,7 @@ def _train(net: CNN, data: Dataset, device: str, steps: int, seed: int, progress
         generator.advance()
         return loss
 
-    run = capture(step, device=device, rehearse=True)
+    run = capture(step, device=device, precompile=True)
     for done in range(1, steps + 1):
         run()
         if progress is not None:

@@ -76,7 +76,7 @@ def _flat(model: Any) -> FlatParameters:
 
 
 class EMA:
-    """An exponential moving average of a model's weights, held by a twin model; the optimiser's kernel updates it.
+    """An exponential moving average of a model's weights, held by an EMA model; the optimiser's kernel updates it.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ class EMA:
     Attributes
     ----------
     model : Module
-        The twin: averaged weights (with their own 16-bit shadow), evaluation mode, no gradients. Sample from it.
+        The EMA model: averaged weights (with their own 16-bit shadow), evaluation mode, no gradients. Sample from it.
 
     What is frozen keeps the average that it has: load weights before the average is made.
     """
@@ -99,9 +99,9 @@ class EMA:
         flat = _flat(model)
         self.half_life = real("half_life", half_life, above=0)
         self.ramp = None if ramp is None else real("ramp", ramp, above=0)
-        # The twin starts on the same arrays: flatten copies their values into buffers of its own.
-        twins = {id(x): copy.copy(x) for x in model.parameters()}
-        self.model: Module = copy.deepcopy(model, twins)
+        # The EMA model starts on the same arrays: flatten copies their values into buffers of its own.
+        own = {id(x): copy.copy(x) for x in model.parameters()}
+        self.model: Module = copy.deepcopy(model, own)
         self.model.eval().flatten(flat.device, trainable=False)
 
 
@@ -173,8 +173,8 @@ class Optimizer:
         buffers = [Tensor(buffer) for buffer in self.buffers.values()]
         self._update(Tensor(self.flat.data), grad, *buffers, self.scalars, Tensor(self.flat.flags), *self._targets)
         self.flat.updated()
-        for value, twin in self._buffer_pairs:
-            twin.data[...] = value.data
+        for value, ema_value in self._buffer_pairs:
+            ema_value.data[...] = value.data
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy takes over: its parameters are to be looked at."""
@@ -199,9 +199,9 @@ class Optimizer:
     def _pair_buffers(self) -> None:
         """Have each step copy the model's buffers to the EMA's. Raises CudiffError where they are not the same."""
         assert self.ema is not None
-        own, twins = dict(self.model.named_buffers()), dict(self.ema.model.named_buffers())
-        require_fit(own, twins, "the buffers were registered after the EMA was made, make it and the optimiser anew")
-        self._buffer_pairs = [(value, twins[name]) for name, value in own.items()]
+        own, averages = dict(self.model.named_buffers()), dict(self.ema.model.named_buffers())
+        require_fit(own, averages, "the buffers were registered after the EMA was made, make it and the optimiser anew")
+        self._buffer_pairs = [(value, averages[name]) for name, value in own.items()]
 
     def _update(self, *buffers: Any) -> None:
         raise NotImplementedError

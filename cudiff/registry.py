@@ -69,7 +69,7 @@ class Objective(Entry):
 
     loss(label_dropout) -> loss(net, images, labels, generator) -> scalar Tensor,
     denoiser(net) -> D(x, sigma, labels), the image in x = image + sigma * noise,
-    sigmas(steps, discrete) -> float64 (steps + 1,), falling to 0: the levels that a sampler visits.
+    sigmas(steps, discrete) -> float64 (steps + 1,), decreasing to 0: the levels that a sampler visits.
 
     learns_variance: whether config.learn_sigma means something to it.
     """

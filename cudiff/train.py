@@ -20,7 +20,7 @@ from cudiff.cuda.graph import capture
 from cudiff.data import Dataset
 from cudiff.data.dataset import differences
 from cudiff.data.loader import Loader
-from cudiff.diffusion.samplers import falling
+from cudiff.diffusion.samplers import decreasing
 from cudiff.errors import CudiffError
 from cudiff.folder import Metrics, alone_in, check_newest, check_no_run, check_unused, quoted, set_aside
 from cudiff.memory import memory_available, peak_of, resident
@@ -97,7 +97,7 @@ class Trainer:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.loader = Loader(self.training, config, self.device, first=int(self.generator.step))
         captured = self.device == "cuda" and config.capture
-        self._step: Any = capture(self.train_step, device=self.device, rehearse=True) if captured else self.train_step
+        self._step: Any = capture(self.train_step, device=self.device, precompile=True) if captured else self.train_step
         self._timed_from, self._timed_steps = time.perf_counter(), 0
         self._saved_at = self._previewed_at = -1
 
@@ -256,7 +256,7 @@ class Trainer:
     def _check_preview(self) -> None:
         config = self.config
         try:
-            falling(self.preview.sigmas(config.sampler, config.sample_steps))
+            decreasing(self.preview.sigmas(config.sampler, config.sample_steps))
         except (CudiffError, ArithmeticError) as error:
             raise CudiffError(
                 f"no preview can be drawn ({error}): change --sample-steps, --sigma-min, --sigma-max or --rho, or "

@@ -97,10 +97,10 @@ def tune(config: Config, dataset: Dataset, images: Sequence[int] = (64,),
     watch = _Watch(progress)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(config.replace(device="cuda", validation=0, capture=True), dataset, Path(folder) / "run")
-        step = capture(trainer.train_step, device="cuda", rehearse=True)
+        step = capture(trainer.train_step, device="cuda", precompile=True)
         for _ in range(STEPS):
             step(*trainer.loader.next())
-        step = capture(trainer.train_step, warmup=1, device="cuda", rehearse=True)
+        step = capture(trainer.train_step, warmup=1, device="cuda", precompile=True)
         with watched(watch):
             step(*trainer.loader.next())
             for count in images:

@@ -13,7 +13,7 @@ from cudiff.cuda.graph import capture
 from cudiff.cuda.memory import PAGE
 from cudiff.errors import CudiffError
 from cudiff.nn import Module, Parameter
-from cudiff.ops.random import Generator, Streams
+from cudiff.ops.random import Generator, Purpose
 from cudiff.optim import EMA, AdamW, Cosine
 from cudiff.tensor import Tensor
 
@@ -33,7 +33,7 @@ class Net(Module):
         return ops.tanh(x * self.weight + self.bias)
 
 
-def train(device, captured, rehearse=False, steps=STEPS):
+def train(device, captured, precompile=False, steps=STEPS):
     """Losses, weights and averaged weights after training on noise drawn in the step."""
     model = Net(77)
     model.flatten(device)
@@ -43,14 +43,14 @@ def train(device, captured, rehearse=False, steps=STEPS):
 
     def step(scale):
         optimizer.zero_grad()
-        x = generator.normal((16, 77), Streams.NOISE) * scale
+        x = generator.normal((16, 77), Purpose.NOISE) * scale
         loss = ops.mean(ops.square(model(x) - target))
         loss.backward()
         optimizer.step()
         generator.advance()
         return loss
 
-    run = capture(step, rehearse=rehearse) if captured else step
+    run = capture(step, precompile=precompile) if captured else step
     losses = [run(Tensor(np.array([1 + 0.1 * i], np.float32), device=device)).item() for i in range(steps)]
     assert optimizer.metrics()["updates"] == steps and generator.step.item() == steps
     return losses, model.flat.data, optimizer.ema.model.flat.data
@@ -60,11 +60,11 @@ def as_numpy(array):
     return Tensor(array).numpy()
 
 
-@pytest.mark.parametrize("rehearse", [False, True])
-def test_a_captured_step_trains_bit_for_bit_as_the_eager_one(device, rehearse, monkeypatch):
+@pytest.mark.parametrize("precompile", [False, True])
+def test_a_captured_step_trains_bit_for_bit_as_the_eager_one(device, precompile, monkeypatch):
     eager = train(device, captured=False)
     monkeypatch.setattr(launch, "_kernels", {})  # as in a new process
-    captured = train(device, captured=True, rehearse=rehearse)
+    captured = train(device, captured=True, precompile=precompile)
     assert eager[0] == captured[0]
     assert len(set(captured[0])) == STEPS
     for expected, actual in zip(eager[1:], captured[1:], strict=True):
@@ -75,13 +75,13 @@ def test_random_numbers_advance_from_call_to_call(device):
     generator, expected = Generator(seed=3, device=device), Generator(seed=3, device=device)
 
     def draw():
-        x = generator.normal((4, 9), Streams.NOISE)
+        x = generator.normal((4, 9), Purpose.NOISE)
         generator.advance()
         return x
 
     draw = capture(draw, warmup=2, device=device)
     for _ in range(6):
-        np.testing.assert_array_equal(draw().numpy(), expected.normal((4, 9), Streams.NOISE).numpy())
+        np.testing.assert_array_equal(draw().numpy(), expected.normal((4, 9), Purpose.NOISE).numpy())
         expected.advance()
 
 
@@ -124,7 +124,7 @@ def test_the_function_runs_only_until_it_is_recorded():
 
 
 @pytest.mark.gpu
-def test_a_rehearsal_compiles_and_changes_nothing(monkeypatch):
+def test_precompiling_compiles_and_changes_nothing(monkeypatch):
     import cupy
 
     monkeypatch.setattr(launch, "_kernels", {})
@@ -139,7 +139,7 @@ def test_a_rehearsal_compiles_and_changes_nothing(monkeypatch):
         total.data *= 2  # by CuPy
         return total
 
-    step = capture(step, rehearse=True)
+    step = capture(step, precompile=True)
     x = ops.astype(Tensor(np.ones(8, np.float32), device="cuda"), bfloat16)
     step(x)
     assert len(calls) == 2 and calls[1] > calls[0]

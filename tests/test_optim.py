@@ -93,10 +93,10 @@ def test_accumulated_gradients_equal_the_large_batch(device, rng):
 
 def test_ema_is_a_twin_that_training_does_not_touch(device, rng):
     model, optimizer = build(device, lr=0.1, ema={"half_life": 4.0, "ramp": 0.5}, precision="bf16")
-    twin = optimizer.ema.model
-    assert twin is not model and twin.flat is not model.flat and twin.flat.grad is None
-    assert not twin.training and not any(parameter.requires_grad for parameter in twin.parameters())
-    expected = values(twin)
+    ema_model = optimizer.ema.model
+    assert ema_model is not model and ema_model.flat is not model.flat and ema_model.flat.grad is None
+    assert not ema_model.training and not any(parameter.requires_grad for parameter in ema_model.parameters())
+    expected = values(ema_model)
     for name, value in values(model).items():
         np.testing.assert_array_equal(expected[name], value)
     for step in range(12):
@@ -106,10 +106,10 @@ def test_ema_is_a_twin_that_training_does_not_touch(device, rng):
         optimizer.step()
         keep = 0.0 if step == 0 else 0.5 ** (1 / min(4.0, 0.5 * step))
         expected = {name: keep * expected[name] + (1 - keep) * value for name, value in values(model).items()}
-    for name, value in values(twin).items():
+    for name, value in values(ema_model).items():
         assert relative_error(value, expected[name]) < 1e-6
-    np.testing.assert_array_equal(*(dict(owner.named_buffers())["running"].numpy() for owner in (twin, model)))
-    for owner in (model, twin):
+    np.testing.assert_array_equal(*(dict(owner.named_buffers())["running"].numpy() for owner in (ema_model, model)))
+    for owner in (model, ema_model):
         shadow = Tensor(owner.flat.shadow).numpy()
         np.testing.assert_array_equal(shadow, Tensor(owner.flat.data).numpy().astype(shadow.dtype))
 
@@ -121,9 +121,9 @@ def test_the_twin_has_parameters_of_the_same_class():
 
     model = Model()
     model.scale = Positive(np.float32([-1, 2]))
-    twin = EMA(model, half_life=4.0).model.scale
-    assert type(twin) is Positive and not np.shares_memory(twin.data, model.scale.data)
-    np.testing.assert_array_equal((twin * 3).numpy(), [3, 6])
+    ema_model = EMA(model, half_life=4.0).model.scale
+    assert type(ema_model) is Positive and not np.shares_memory(ema_model.data, model.scale.data)
+    np.testing.assert_array_equal((ema_model * 3).numpy(), [3, 6])
 
 
 def test_training_is_the_same_with_and_without_ema(device, rng):

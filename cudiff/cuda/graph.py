@@ -33,7 +33,7 @@ _FORBIDDEN = (
 )
 
 
-def capture(fn: Callable, warmup: int = 3, device: str | None = None, rehearse: bool = False) -> Captured:
+def capture(fn: Callable, warmup: int = 3, device: str | None = None, precompile: bool = False) -> Captured:
     """Make `fn` one CUDA graph: the same results for the host's price of one launch.
 
     The first `warmup` calls run `fn` as it is, so that kernels are compiled and memory is there; the next one records
@@ -51,7 +51,7 @@ def capture(fn: Callable, warmup: int = 3, device: str | None = None, rehearse: 
     warmup : int, at least 1
     device : {"cpu", "cuda"}, optional
         That of the tensors passed is the default; a function called without tensors needs it.
-    rehearse : bool
+    precompile : bool
         Run `fn` once more before the first call, with nothing done on the GPU, to have all its kernels compiled at
         once: those of a training step of the U-Net take 3 s on 16 cores, 19 s on one. Only for an `fn` that keeps
         nothing in Python from call to call: gradients have to be there already (`Module.flatten`).
@@ -66,16 +66,16 @@ def capture(fn: Callable, warmup: int = 3, device: str | None = None, rehearse: 
 
     Raises CudiffError where `fn` does what a graph cannot hold, and for a captured function within another.
     """
-    return Captured(fn, warmup, device, rehearse)
+    return Captured(fn, warmup, device, precompile)
 
 
 class Captured:
     """A function and its graphs; see `capture`."""
 
-    def __init__(self, fn: Callable, warmup: int = 3, device: str | None = None, rehearse: bool = False):
+    def __init__(self, fn: Callable, warmup: int = 3, device: str | None = None, precompile: bool = False):
         if warmup < 1:
             raise ValueError("capture needs at least 1 warm-up call: kernels are compiled in it")
-        self.fn, self.warmup, self.device, self.rehearse = fn, warmup, device, rehearse
+        self.fn, self.warmup, self.device, self.precompile = fn, warmup, device, precompile
         self._recordings: dict[tuple, _Recording] = {}
 
     def __call__(self, *args: Tensor | None) -> Any:
@@ -86,8 +86,8 @@ class Captured:
         signature = tuple(None if arg is None else (arg.shape, arg.dtype) for arg in args)
         if signature not in self._recordings or self._recordings[signature].state != _state:
             self._recordings[signature] = _Recording(self.fn, self.warmup)
-            if self.rehearse:
-                self._recordings[signature].rehearse(args)
+            if self.precompile:
+                self._recordings[signature].precompile(args)
         return self._recordings[signature](args)
 
     @property
@@ -134,7 +134,7 @@ class _Recording:
         self.graph.launch()  # on the caller's stream: in order with its other work
         return self.result
 
-    def rehearse(self, args: tuple[Tensor | None, ...]) -> None:
+    def precompile(self, args: tuple[Tensor | None, ...]) -> None:
         """Compile the kernels that a recording asks for, which is thrown away; errors are left to the real call."""
         with self._private(), contextlib.suppress(Exception):
             self.stream.begin_capture()

@@ -18,7 +18,7 @@ from cudiff.diffusion.guidance import drop_labels
 from cudiff.diffusion.schedule import BETAS, Schedule, karras_sigmas
 from cudiff.errors import CudiffError
 from cudiff.ops.mse import mse
-from cudiff.ops.random import Generator, Streams
+from cudiff.ops.random import Generator, Purpose
 from cudiff.options import Option
 from cudiff.registry import Settings, register_objective
 from cudiff.tensor import Tensor
@@ -42,8 +42,8 @@ class DDPMLoss:
 
     def __call__(self, net: Net, images: Tensor, labels: Tensor | None, generator: Generator) -> Tensor:
         labels = drop_labels(labels, self.label_dropout, generator)
-        t = generator.randint(0, self.schedule.num_timesteps, (images.shape[0],), Streams.TIMESTEP)
-        noise = generator.normal(images.shape, Streams.NOISE)
+        t = generator.randint(0, self.schedule.num_timesteps, (images.shape[0],), Purpose.TIMESTEP)
+        noise = generator.normal(images.shape, Purpose.NOISE)
         out = net(self.q_sample(images, t, noise), ops.astype(t, images.dtype), labels)
         eps, fraction = split_learned_variance(out, images)
         simple = mse(eps, noise)

@@ -14,7 +14,7 @@ from cudiff.diffusion.denoiser import Net
 from cudiff.diffusion.guidance import drop_labels
 from cudiff.diffusion.schedule import karras_sigmas
 from cudiff.ops.mse import mse
-from cudiff.ops.random import Generator, Streams
+from cudiff.ops.random import Generator, Purpose
 from cudiff.options import Option
 from cudiff.registry import Settings, register_objective
 from cudiff.tensor import Tensor
@@ -47,8 +47,8 @@ class EDMLoss:
 
     def __call__(self, net: Net, images: Tensor, labels: Tensor | None, generator: Generator) -> Tensor:
         labels = drop_labels(labels, self.label_dropout, generator)
-        draw = generator.normal((images.shape[0],), Streams.SIGMA)
-        noise = generator.normal(images.shape, Streams.NOISE)
+        draw = generator.normal((images.shape[0],), Purpose.SIGMA)
+        noise = generator.normal(images.shape, Purpose.NOISE)
         x, target, c_noise = ops.edm_mix(
             images, noise, draw, self.P_mean, self.P_std, self.sigma_data, self.c_noise_scale, self.data_mean,
             self.data_std,

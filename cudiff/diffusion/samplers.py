@@ -1,4 +1,4 @@
-"""What samplers share: from noise to images along falling sigmas, with any denoiser D(x; sigma) -> (N, H, W, C).
+"""What samplers share: from noise to images along decreasing sigmas, with any denoiser D(x; sigma) -> (N, H, W, C).
 
 Every sampler takes x (N, H, W, C) at noise level `sigmas[0]`, such as `ImageNoise.start(sigmas[0])`, and `sigmas`,
 float64 numbers on the host that fall, usually to 0: `karras_sigmas(n)` or `Schedule.sampling_sigmas(n)`. States are
@@ -21,7 +21,7 @@ from cudiff import ops
 from cudiff.backend import float32
 from cudiff.cuda.graph import capture
 from cudiff.errors import CudiffError
-from cudiff.ops.random import Streams, normal
+from cudiff.ops.random import Purpose, normal
 from cudiff.tensor import Tensor, no_grad
 from cudiff.values import whole
 
@@ -43,10 +43,10 @@ class ImageNoise:
 
     def start(self, sigma: float) -> Tensor:
         """Noise of standard deviation `sigma` for a sampler to begin with."""
-        return self._normal(Streams.SAMPLE, 0) * float(sigma)
+        return self._normal(Purpose.SAMPLE, 0) * float(sigma)
 
     def __call__(self, step: int) -> Tensor:
-        return self._normal(Streams.CHURN, step)
+        return self._normal(Purpose.CHURN, step)
 
     def _normal(self, stream: int, step: int) -> Tensor:
         return normal(self.shape, self.seed, stream, step, self.first, self.device, self.dtype)
@@ -62,7 +62,7 @@ class ImageNoise:
     def drawn(counter: Tensor, x: Tensor) -> Tensor:
         """The noise of one row of `counters`, like x."""
         seed, step, first = (Tensor(counter.data[part]) for part in (slice(0, 2), slice(2, 3), slice(3, 4)))
-        return normal(x.shape, seed, Streams.CHURN, step, first, x.device, x.dtype)
+        return normal(x.shape, seed, Purpose.CHURN, step, first, x.device, x.dtype)
 
 
 class Plan(NamedTuple):
@@ -84,7 +84,7 @@ class Sampler:
 
     def __init__(self, denoiser: Any, captured: bool = False):
         self.denoiser = denoiser
-        self._step: Any = capture(self._drawn_step, warmup=1, rehearse=True) if captured else self._drawn_step
+        self._step: Any = capture(self._drawn_step, warmup=1, precompile=True) if captured else self._drawn_step
 
     def plan(self, sigmas: np.ndarray) -> list[Plan]:
         """A plan for each step from a sigma to the next. Steps with more numbers, or noise, have their own graph."""
@@ -97,7 +97,7 @@ class Sampler:
     @no_grad()
     def __call__(self, x: Tensor, sigmas: Sequence[float] | np.ndarray, labels: Tensor | None = None, *,
                  noise: Noise | None = None, callback: Callback | None = None) -> Tensor:
-        sigmas = falling(sigmas)
+        sigmas = decreasing(sigmas)
         plans = self.plan(sigmas)
         if not isinstance(plans, list | tuple) or len(plans) != len(sigmas) - 1:
             what = f"{len(plans)} plans" if isinstance(plans, list | tuple) else f"a {type(plans).__name__}"
@@ -134,11 +134,11 @@ def posterior_variance(sigma: float, sigma_next: float) -> float:
     return sigma_next**2 * (sigma**2 - sigma_next**2) / sigma**2
 
 
-def falling(sigmas: Sequence[float] | np.ndarray) -> np.ndarray:
+def decreasing(sigmas: Sequence[float] | np.ndarray) -> np.ndarray:
     """`sigmas` as float64. Raises CudiffError where a sampler cannot go along them."""
     sigmas = np.asarray(sigmas, np.float64)
     if sigmas.ndim != 1 or len(sigmas) < 2 or sigmas[-1] < 0 or not (np.diff(sigmas) < 0).all():
-        raise CudiffError("a sampler needs two or more falling sigmas that end at 0 or above")
+        raise CudiffError("a sampler needs two or more decreasing sigmas that end at 0 or above")
     return sigmas
 
 

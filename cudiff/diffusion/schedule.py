@@ -78,7 +78,7 @@ class Schedule:
         return np.exp(np.interp(t, np.arange(self.num_timesteps), np.log(self.sigmas)))
 
     def timesteps(self, num_steps: int, spacing: str = "even") -> np.ndarray:
-        """`num_steps` timesteps of the table, int64, falling: those of guided-diffusion's `space_timesteps`.
+        """`num_steps` timesteps of the table, int64, decreasing: those of guided-diffusion's `space_timesteps`.
 
         spacing: "even" goes from T - 1 to 0, each timestep the nearest whole number; "ddim" goes down to 0 by the
         smallest whole stride that gives exactly `num_steps` (guided-diffusion's "ddimN", DDIM's own spacing). One even
@@ -115,7 +115,7 @@ class Schedule:
 
 
 def karras_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 80.0, rho: float = 7.0) -> np.ndarray:
-    """Sigmas falling from `sigma_max` to `sigma_min`, evenly spaced in sigma^(1/rho), and a final 0.
+    """Sigmas decreasing from `sigma_max` to `sigma_min`, evenly spaced in sigma^(1/rho), and a final 0.
 
     Float64 (num_steps + 1,); one step goes from `sigma_max` to 0. EDM, arXiv 2206.00364, equation 5.
     Raises CudiffError where num_steps < 1 or the range is not 0 < sigma_min < sigma_max.

@@ -187,7 +187,7 @@ def set_generator(model: Module, generator: ops.Generator) -> None:
     """Give every Dropout of `model` the random numbers of `generator`, a stream each."""
     layers = [module for _, module in model.modules() if isinstance(module, Dropout)]
     for index, layer in enumerate(layers):
-        layer.generator, layer.stream = generator, ops.Streams.DROPOUT + index
+        layer.generator, layer.stream = generator, ops.Purpose.DROPOUT + index
 
 
 __all__ = [

@@ -24,7 +24,7 @@ from cudiff.ops.matmul import linear, matmul
 from cudiff.ops.mse import mse
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
 from cudiff.ops.pool import avg_pool2d, max_pool2d, upsample_nearest
-from cudiff.ops.random import Generator, Streams, normal, randint, uniform
+from cudiff.ops.random import Generator, Purpose, normal, randint, uniform
 from cudiff.ops.reduce import max, mean, min, std, sum, var
 from cudiff.ops.shape import (
     broadcast_to, concatenate, expand_dims, flatten, getitem, pad, reshape, split, squeeze, stack, transpose,
@@ -34,7 +34,7 @@ from cudiff.ops.timestep_embedding import timestep_embedding
 from cudiff.tensor import Tensor
 
 __all__ = [
-    "Generator", "Streams", "abs", "add", "astype", "attention", "attention_qkv", "avg_pool2d", "batch_norm",
+    "Generator", "Purpose", "abs", "add", "astype", "attention", "attention_qkv", "avg_pool2d", "batch_norm",
     "batch_norm_relu_pool", "broadcast_to", "clip", "concatenate", "conv2d", "conv_transpose2d", "cos", "cross_entropy",
     "divide", "draw_batch", "dropout", "edm_input", "edm_mix", "edm_output", "embedding", "exp", "expand_dims",
     "flatten", "gelu", "getitem", "group_norm", "layer_norm", "linear", "linears", "log", "log_softmax", "matmul",

@@ -13,7 +13,7 @@ from cudiff.backend import Array, float32, int32
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
 from cudiff.ops.cast import as_index, narrow
-from cudiff.ops.random import Streams, philox
+from cudiff.ops.random import Purpose, philox
 from cudiff.tensor import Tensor
 
 __all__ = ["draw_batch", "normalize_images"]
@@ -116,7 +116,7 @@ class DrawBatch(Function):
         index = shuffled_index(count % n, n, seed, count // n)
         x = images[index]
         if flip:
-            flipped = philox(0, count & 0xFFFFFFFF, count >> 32, Streams.FLIP, seed)[:, 0] >= 1 << 31
+            flipped = philox(0, count & 0xFFFFFFFF, count >> 32, Purpose.FLIP, seed)[:, 0] >= 1 << 31
             x[flipped] = x[flipped][:, :, ::-1]
         x = _unit(x)
         return x if labels is None else (x, labels[index])
@@ -129,7 +129,7 @@ class DrawBatch(Function):
         launch(
             "batch", "draw_batch", (blocks(height * width * channels, 1024), batch_size), 256,
             (x, out_labels, images, labels, step, np.int64(n), height, width, channels, (n - 1).bit_length(),
-             np.uint32(order_key(seed)), np.uint64(seed & 0xFFFFFFFFFFFFFFFF), np.uint32(Streams.FLIP), flip),
+             np.uint32(order_key(seed)), np.uint64(seed & 0xFFFFFFFFFFFFFFFF), np.uint32(Purpose.FLIP), flip),
             T=float32, VEC=0,
         )
         return x if labels is None else (x, out_labels)
@@ -142,7 +142,7 @@ def draw_batch(images: Tensor, labels: Any, step: Tensor, batch_size: int, seed:
     images uint8 (N, H, W, C), labels integers (N,) or None, step int32 or uint32 (1,) on the device (the kernel reads
     it, so that a captured graph moves on). Sample i has position step · batch_size + i; position mod N of epoch
     position // N is image `shuffled_index(...)`. flip: mirror left to right by the top bit of Philox word
-    0 of counter (0, position, position >> 32, Streams.FLIP).
+    0 of counter (0, position, position >> 32, Purpose.FLIP).
     Returns x (batch_size, H, W, C), labels int32 (batch_size,) or None.
     """
     if images.dtype != np.uint8 or images.ndim != 4 or len(images) == 0:

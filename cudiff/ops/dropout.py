@@ -69,7 +69,7 @@ def dropout(x: Tensor, p: float, generator: Generator, stream: int) -> Tensor:
     """Zero each element with probability p and scale the rest by 1/(1 − p); p = 0 returns x itself.
 
     x of any shape; the mask of row n of x.shape[0] depends on (generator's seed and step, stream, n) alone. Give each
-    layer its own stream (`Streams.DROPOUT` + number). Raises ValueError unless 0 <= p < 1.
+    layer its own stream (`Purpose.DROPOUT` + number). Raises ValueError unless 0 <= p < 1.
     Srivastava et al. 2014.
     """
     if not 0 <= p < 1:

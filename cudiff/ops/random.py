@@ -15,10 +15,10 @@ from cudiff.function import Function
 from cudiff.tensor import Tensor
 from cudiff.values import whole
 
-__all__ = ["Generator", "Streams", "normal", "randint", "uniform"]
+__all__ = ["Generator", "Purpose", "normal", "randint", "uniform"]
 
 
-class Streams(IntEnum):
+class Purpose(IntEnum):
     """What a random number is for: the fourth word of the counter, so that no two uses share their numbers."""
 
     NOISE = 0
@@ -132,7 +132,7 @@ def _fill(kind: str, shape: Any, seed: Number, stream: int, step: Number, first:
     return Fill.apply(out, *words, kind=kind, stream=int(stream), low=low, width=width, **numbers)
 
 
-def normal(shape: int | Sequence[int], seed: Number, stream: int = Streams.NOISE, step: Number = 0, first: Number = 0,
+def normal(shape: int | Sequence[int], seed: Number, stream: int = Purpose.NOISE, step: Number = 0, first: Number = 0,
            device: str = "cpu", dtype: Any = float32) -> Tensor:
     """Standard normal numbers (Box-Muller); the backends agree to 1e-6.
 
@@ -144,13 +144,13 @@ def normal(shape: int | Sequence[int], seed: Number, stream: int = Streams.NOISE
     return _fill("normal", shape, seed, stream, step, first, device, dtype)
 
 
-def uniform(shape: int | Sequence[int], seed: Number, stream: int = Streams.NOISE, step: Number = 0, first: Number = 0,
+def uniform(shape: int | Sequence[int], seed: Number, stream: int = Purpose.NOISE, step: Number = 0, first: Number = 0,
             device: str = "cpu", dtype: Any = float32) -> Tensor:
     """Multiples of 2^-24 in [0, 1), bit-equal on both backends; arguments as for `normal`."""
     return _fill("uniform", shape, seed, stream, step, first, device, dtype)
 
 
-def randint(low: int, high: int, shape: int | Sequence[int], seed: Number, stream: int = Streams.NOISE,
+def randint(low: int, high: int, shape: int | Sequence[int], seed: Number, stream: int = Purpose.NOISE,
             step: Number = 0, first: Number = 0, device: str = "cpu") -> Tensor:
     """int32 in [low, high), bit-equal on both backends; other arguments as for `normal`.
 
@@ -213,7 +213,7 @@ class Generator:
     def _draw(self, draw: Any, *args: Any, stream: int | None, first: int) -> Tensor:
         if stream is not None:
             return draw(*args, self.seed, stream, self.step, first, self.device)
-        out = draw(*args, self.seed, Streams.USER, self.draws, first, self.device)
+        out = draw(*args, self.seed, Purpose.USER, self.draws, first, self.device)
         Advance.apply(self.draws)
         return out
 

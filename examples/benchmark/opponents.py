@@ -28,7 +28,7 @@ from cudiff.convert import to_torch
 from cudiff.cuda.timing import median_time
 from cudiff.models.cnn import CNN
 from cudiff.nn import Module
-from cudiff.ops.random import Streams
+from cudiff.ops.random import Purpose
 from cudiff.registry import MODELS
 from cudiff.train import Trainer
 from examples.benchmark import networks
@@ -191,8 +191,8 @@ def check_losses(trainer: Trainer, model: EDM) -> None:
     trainer.net.zero_grad()
     loss = trainer.loss(trainer.net, images, labels, trainer.generator)
     loss.backward()
-    log_sigma = trainer.generator.normal((len(images),), Streams.SIGMA) * model.config.P_std + model.config.P_mean
-    noise = trainer.generator.normal(images.shape, Streams.NOISE)
+    log_sigma = trainer.generator.normal((len(images),), Purpose.SIGMA) * model.config.P_std + model.config.P_mean
+    noise = trainer.generator.normal(images.shape, Purpose.NOISE)
     x, log_sigma, noise = (torch.from_numpy(value.numpy()).to(DEVICE) for value in (images, log_sigma, noise))
     model.net.zero_grad()
     other = model.loss(x.permute(0, 3, 1, 2), log_sigma, noise.permute(0, 3, 1, 2))

@@ -446,7 +446,7 @@ def test_bad_arguments_say_what_to_do():
     x, noise = start()
     with pytest.raises(CudiffError, match="pass noise="):
         sample_heun(gaussian, x, karras_sigmas(4), S_churn=10)
-    with pytest.raises(CudiffError, match="falling sigmas"):
+    with pytest.raises(CudiffError, match="decreasing sigmas"):
         sample_euler(gaussian, x, karras_sigmas(4)[::-1])
     with pytest.raises(CudiffError, match="between 0 and 1"):
         sample_ddim(gaussian, x, karras_sigmas(4), eta=1.5)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cudiff.errors import CudiffError
-from cudiff.ops.random import Generator, Streams, _to_normal, normal, philox, randint, uniform
+from cudiff.ops.random import Generator, Purpose, _to_normal, normal, philox, randint, uniform
 from cudiff.tensor import Tensor
 
 SHAPES = [(), (1,), (7,), (3, 5), (2, 4, 4, 3), (0, 3), (33, 17)]
@@ -39,7 +39,7 @@ def test_counter_layout(device):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_cuda_equals_numpy(device, shape):
-    for seed, stream, step in [(0, 0, 0), (2**63 + 5, Streams.DROPOUT + 3, 2**31 - 1)]:
+    for seed, stream, step in [(0, 0, 0), (2**63 + 5, Purpose.DROPOUT + 3, 2**31 - 1)]:
         a, b = (uniform(shape, seed, stream, step, device=d).numpy() for d in ("cpu", device))
         assert a.shape == shape and a.dtype == np.float32 and np.array_equal(a, b)
         a, b = (randint(-3, 1000, shape, seed, stream, step, device=d).numpy() for d in ("cpu", device))
@@ -105,9 +105,9 @@ def test_numbers_on_the_device(device):
 
 def test_generator(device):
     generator = Generator(11, device)
-    first = generator.normal((2, 3), Streams.NOISE).numpy()
-    assert np.array_equal(first, generator.normal((2, 3), Streams.NOISE).numpy())
-    assert np.array_equal(first[1:], generator.normal((1, 3), Streams.NOISE, first=1).numpy())
+    first = generator.normal((2, 3), Purpose.NOISE).numpy()
+    assert np.array_equal(first, generator.normal((2, 3), Purpose.NOISE).numpy())
+    assert np.array_equal(first[1:], generator.normal((1, 3), Purpose.NOISE, first=1).numpy())
     array = generator.step.data
     generator.advance()
     assert generator.step.data is array and generator.state() == {"seed": 11, "step": 1, "draws": 0}
@@ -115,7 +115,7 @@ def test_generator(device):
     assert np.array_equal(generator.randint(0, 9, 4, 2).numpy(), randint(0, 9, 4, 11, 2, step=1).numpy())
     generator.load_state({"seed": 11, "step": 0})
     assert generator.step.data is array
-    assert np.array_equal(first, generator.normal((2, 3), Streams.NOISE).numpy())
+    assert np.array_equal(first, generator.normal((2, 3), Purpose.NOISE).numpy())
 
 
 def test_float64_normals_round_to_float32():
@@ -131,8 +131,8 @@ def test_bad_arguments():
 
 
 def test_no_two_uses_share_a_stream():
-    names = list(Streams.__members__)
-    assert len({Streams[name].value for name in names}) == len(names)
+    names = list(Purpose.__members__)
+    assert len({Purpose[name].value for name in names}) == len(names)
 
 
 DRAWS = {
@@ -156,11 +156,11 @@ def test_two_draws_differ(kind, device):
 @pytest.mark.parametrize("kind", DRAWS)
 def test_a_draw_of_a_stream_is_a_function_of_the_step(kind, device):
     draw, g = DRAWS[kind], Generator(3, device)
-    before = draw(g, stream=Streams.NOISE).numpy()
+    before = draw(g, stream=Purpose.NOISE).numpy()
     mine = draw(g).numpy()
-    assert (draw(g, stream=Streams.NOISE).numpy() == before).all()  # draws without a stream do not move it
-    for stream in Streams:
-        assert stream is Streams.USER or not (draw(g, stream=stream).numpy() == mine).any(), stream
+    assert (draw(g, stream=Purpose.NOISE).numpy() == before).all()  # draws without a stream do not move it
+    for stream in Purpose:
+        assert stream is Purpose.USER or not (draw(g, stream=stream).numpy() == mine).any(), stream
 
 
 def test_rows_of_a_draw_are_samples(device):
