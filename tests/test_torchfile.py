@@ -1,12 +1,20 @@
-"""Pickles of the three functions that a state_dict calls, made by hand: which calls are taken, and which are not."""
+"""Pickles of the three functions that a state_dict calls, made without PyTorch: what is read, and what is refused."""
 
+import collections
+import io
+import pickle
+import pickletools
+import sys
+import types
 import zipfile
 
 import numpy as np
 import pytest
 
+from cudiff.backend import bfloat16
 from cudiff.errors import CudiffError
-from cudiff.torchfile import read_torch
+from cudiff.torchfile import STORAGES, read_torch
+from tests.test_convert import archive, message_of, tensor_program
 
 EMPTY, ORDERED = b")", b"ccollections\nOrderedDict\n"
 TENSOR = (b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000"
@@ -91,3 +99,124 @@ def test_of_a_state_dicts_attributes_only_its_versions_are_expected(tmp_path, at
             read(tmp_path / "a.pt", whole)
     with pytest.raises(CudiffError, match="attributes of something other"):  # of a tensor
         read(tmp_path / "a.pt", state(TENSOR + b"}" + METADATA + b"}sb"))
+
+
+@pytest.fixture
+def torch_save(monkeypatch):
+    """torch_save(path, content, protocol): a .pt of arrays in Python's containers, pickled as PyTorch pickles tensors,
+    by functions and storages of its names. Arrays that are views of one array share a storage."""
+    torch, utils = types.ModuleType("torch"), types.ModuleType("torch._utils")
+    for name in STORAGES:
+        setattr(torch, name[6:], type(name[6:], (), {"__module__": "torch"}))
+    utils._rebuild_tensor_v2 = lambda *arguments: None
+    utils._rebuild_tensor_v2.__module__ = "torch._utils"
+    utils._rebuild_tensor_v2.__qualname__ = "_rebuild_tensor_v2"
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "torch._utils", utils)
+
+    class Storage(collections.namedtuple("Storage", ["base"])):
+        pass
+
+    def save(path, content, protocol):
+        bases = []
+
+        class Pickler(pickle.Pickler):
+            def reducer_override(self, value):
+                if not isinstance(value, np.ndarray):
+                    return NotImplemented
+                base = value if value.base is None else value.base
+                offset = value.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+                strides = tuple(stride // value.itemsize for stride in value.strides)
+                hooks = collections.OrderedDict()
+                return utils._rebuild_tensor_v2, (
+                    Storage(base), offset // value.itemsize, value.shape, strides, False, hooks)
+
+            def persistent_id(self, value):
+                if not isinstance(value, Storage):
+                    return None
+                known = [one is value.base for one in bases]
+                if True not in known:
+                    bases.append(value.base)
+                    known.append(True)
+                kind = next(name for name, dtype in STORAGES.items() if dtype == value.base.dtype)[6:]
+                return "storage", getattr(torch, kind), str(known.index(True)), "cpu", value.base.size
+
+        pickled = io.BytesIO()
+        Pickler(pickled, protocol).dump(content)
+        return archive(path, pickled.getvalue(), {str(i): base.tobytes() for i, base in enumerate(bases)})
+
+    return save
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_tensors_of_every_kind_in_every_protocol(torch_save, tmp_path, protocol):
+    """Views of one storage, with an offset or other strides; scalars, empty ones and every dtype; a memo of many."""
+    base = np.arange(60, dtype=np.float32)
+    state = collections.OrderedDict(
+        base=base, part=base[7:11], turned=base[12:24].reshape(3, 4).T, last=base[59:], spaced=base[1:20:3],
+        scalar=np.array(2.5), empty=np.zeros((0, 3), np.float32), deep=np.ones((1,) * 32, np.float16),
+    )
+    state |= {str(dtype): np.array([0, 1, 1]).astype(dtype) for dtype in STORAGES.values()}
+    state |= {f"many {i}": np.full(2, i, np.int32) for i in range(300)}
+    found = read_torch(torch_save(tmp_path / "a.pt", state, protocol))
+    assert list(found) == list(state) and found["bfloat16"].dtype == bfloat16
+    for name, array in state.items():
+        assert found[name].dtype == array.dtype and found[name].shape == array.shape, name
+        np.testing.assert_array_equal(found[name], array)
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_state_dict_is_found_among_what_a_run_keeps(torch_save, tmp_path, protocol):
+    model, ema = {"w": np.float32([1, 2])}, {"w": np.float32([3, 4])}
+    run = {
+        "model": model, "ema": ema, "step": 70_000, "large": 2**40, "rate": 1e-3, "betas": (0.9, 0.999), "one": (1,),
+        "three": (1, 2, 3), "many": (1, 2, 3, 4), "none": None, "flags": [True, False], "single": [1],
+        "empty": [(), {}], "name": "x" * 300, 5: "a number for a name", "both": [model, ema],
+    }
+    path = torch_save(tmp_path / "a.pt", run, protocol)
+    assert message_of(read_torch, path).endswith("choose from its parts 'model', 'ema' with key (--key)")
+    assert read_torch(path, "model")["w"].tolist() == [1, 2] and read_torch(path, "ema")["w"].tolist() == [3, 4]
+    for key in ("step", "other", "empty"):
+        assert f"holds no state_dict '{key}': choose from" in message_of(read_torch, path, key)
+    path = torch_save(tmp_path / "b.pt", {f"{i}".ljust(50, "x"): model for i in range(11)}, protocol)
+    parts = ", ".join(repr(f"{i}".ljust(40, "x")) for i in range(10))
+    assert message_of(read_torch, path).endswith(f"choose from its parts {parts} with key (--key)")
+    path = torch_save(tmp_path / "c.pt", {"step": 1, "names": ["a"], "state": {}}, protocol)
+    assert message_of(read_torch, path).endswith("write one with torch.save(model.state_dict(), path)")
+
+
+@pytest.mark.parametrize("changes, first", [
+    ({"offset": 5, "shape": (1,), "strides": (1,)}, 5), ({"offset": 6, "shape": (1,), "strides": (1,)}, None),
+    ({"offset": 1, "shape": (5,), "strides": (1,)}, 1), ({"offset": 2, "shape": (5,), "strides": (1,)}, None),
+    ({"shape": (2, 2), "strides": (3, 2)}, 0), ({"shape": (2, 2), "strides": (3, 3)}, None),
+    ({"shape": (6,), "strides": (0,)}, 0), ({"shape": (7,), "strides": (0,)}, None),
+    ({"shape": (1,) * 32, "strides": (1,) * 32}, 0), ({"shape": (1,) * 33, "strides": (1,) * 33}, None),
+    ({"shape": (2, 3), "strides": (1,)}, None),
+], ids=str)
+def test_tensors_up_to_the_end_of_their_storage(tmp_path, changes, first):
+    path = archive(tmp_path / "w.pt", tensor_program(**changes), {"0": np.arange(6, dtype="<f4").tobytes()})
+    if first is None:
+        assert "is damaged" in message_of(read_torch, path)
+    else:
+        assert read_torch(path)["x"].ravel()[0] == first
+
+
+def test_sizes_are_below_2_to_the_62(tmp_path):
+    for size in (2**62, -1):
+        path = archive(tmp_path / "w.pt", tensor_program(shape=(0, size), strides=(1, 1)), {"0": bytes(24)})
+        assert "sizes that are none" in message_of(read_torch, path)
+    path = archive(tmp_path / "w.pt", tensor_program(shape=(0, 3), strides=(2**62 - 1, 1)), {"0": bytes(24)})
+    assert read_torch(path)["x"].shape == (0, 3)
+
+
+def test_a_state_dict_has_up_to_200_000_opcodes(tmp_path):
+    """Those beyond a tensor's say the protocol again."""
+    values = {"0": np.arange(6, dtype="<f4").tobytes()}
+    program = tensor_program()
+    count = sum(1 for _ in pickletools.genops(program))
+    for opcodes in (200_000, 200_001):
+        padded = program[:2] + b"\x80\x02" * (opcodes - count) + program[2:]
+        path = archive(tmp_path / "w.pt", padded, values)
+        if opcodes == 200_000:
+            assert read_torch(path)["x"].shape == (2, 3)
+    assert "holds more than a state_dict would" in message_of(read_torch, path)
