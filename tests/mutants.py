@@ -18,13 +18,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LEFT_OUT = {
     "plans and time estimates": "cuda/tiles.py, cuda/timing.py, tune.py, gemm/product.py, convolution/few_channels.py, "
-    "convolution/sm90.py and *_sm90.py",
+    "convolution/sm90.py and *_sm90.py, and functions of cuda/ that count the blocks of a launch",
     "texts": "strings, docstrings, and what a raise says",
     "looks": "display.py, plot.py, info.py, demo.py",
     "annotations": "type annotations, TYPE_CHECKING, __slots__, __all__, `from __future__`",
-    "what runs on a GPU only": "cuda/ but for memory.py, compiler.py and deferred.py; functions that launch a kernel, "
-    "take CuPy or a stream, or are named *_cuda, functions that only those call, constants of a module "
-    "that only those read, and branches of `device == \"cuda\"`",
+    "what runs on a GPU only": "cuda/device.py, exchange.py, graph.py, launch.py, sums.py and tensor_map.py; functions "
+    "that launch a kernel, take CuPy or a stream, or are named *_cuda, functions that only those call, constants of a "
+    "module that only those read, and branches of `device == \"cuda\"`",
     "the same by construction": "`strict=` of zip, `copy=` of astype, `exist_ok=`, decorators that only remember, the "
     "sizes of the parts that work is cut into (PART_BYTES, CHUNK, _PARTIAL_SUMS, 16384), the size of an array that a "
     "kernel declares (one larger holds the same)",
@@ -115,8 +115,8 @@ def python_mutants(root: Path = ROOT) -> list[Mutant]:
 
 
 def _gpu_functions(trees: dict[str, ast.Module]) -> set[tuple[str, int]]:
-    """(file, line) of functions that run on a GPU only: by their name or what they call; then private ones that only
-    those call."""
+    """(file, line) of functions that run on a GPU only or plan a launch: by their name or what they call; then private
+    ones that only those call."""
     gpu, private = set(), {}
     users: dict[tuple[str, str], set[tuple[str, int]]] = {}
     for path, tree in trees.items():
@@ -124,7 +124,8 @@ def _gpu_functions(trees: dict[str, ast.Module]) -> set[tuple[str, int]]:
             if isinstance(function, ast.FunctionDef):
                 calls = [n.func for n in ast.walk(function) if isinstance(n, ast.Call)]
                 called = {func.id for func in calls if isinstance(func, ast.Name)}
-                if function.name.endswith("_cuda") or called & _ON_A_GPU:
+                plans = path.startswith("cuda/") and "blocks" in called
+                if function.name.endswith("_cuda") or called & _ON_A_GPU or plans:
                     gpu.add((path, function.lineno))
         private |= {(path, f.lineno): f.name for f in tree.body
                     if isinstance(f, ast.FunctionDef) and f.name.startswith("_")}

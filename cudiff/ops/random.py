@@ -59,7 +59,7 @@ def random_bits(rows: int, size: int, seed: int, stream: int, step: int, first: 
     """uint32 (rows, size rounded up to a multiple of 4); lane e % 4 of counter (e // 4, first + row, step, stream)."""
     groups = np.arange(blocks(size, 4), dtype=np.uint32)
     samples = (np.arange(rows, dtype=np.int64) + first)[:, None]
-    return philox(groups, samples.astype(np.uint32), step & 0xFFFFFFFF, stream, seed).reshape(rows, -1)
+    return philox(groups, samples.astype(np.uint32), step & 0xFFFFFFFF, stream, seed).reshape(rows, 4 * len(groups))
 
 
 def _to_uniform(bits: np.ndarray) -> np.ndarray:
