@@ -1,0 +1,88 @@
+"""How a command ends, and what it prints, on any terminal."""
+
+import io
+import signal
+import sys
+
+import pytest
+
+from cudiff import cli, signals
+from cudiff.cli import main
+from cudiff.evaluate import Report
+from tests.test_cli import TINY
+
+
+@pytest.mark.parametrize("error, code", [
+    (signals.Stopped(15), 143), (BrokenPipeError(), 141), (KeyboardInterrupt(), 130), (ValueError("x"), 2),
+])
+def test_exit_codes(error, code, monkeypatch, capsys):
+    def fails(options):
+        raise error
+
+    monkeypatch.setattr(cli, "_info", fails)
+    assert main(["info"]) == code
+    if isinstance(error, KeyboardInterrupt | ValueError):
+        with pytest.raises(type(error)):
+            main(["info", "--debug"])
+
+
+@pytest.mark.parametrize("error, line", [
+    (OSError(28, "No space left on device"), "cannot write (No space left on device): make room or choose another"),
+    (OSError(13, "Permission denied", "a.png"), "cannot use a.png (Permission denied): make room"),
+    (OSError("alone"), "cannot write (alone)"), (KeyError(), "unexpected KeyError (run again with --debug"),
+    (ValueError("first\nsecond"), "unexpected ValueError: first (run again with --debug"),
+])
+def test_what_the_system_refuses_is_one_line(error, line, monkeypatch, capsys):
+    def fails(options):
+        raise error
+
+    monkeypatch.setattr(cli, "_info", fails)
+    assert main(["info"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"cudiff: {line}") and message.count("\n") == 1
+
+
+def test_names_that_a_terminal_cannot_show_end_no_command(monkeypatch, tmp_path):
+    """Its encoding may lack their letters; what stands for a terminal may be no text file at all."""
+    monkeypatch.chdir(tmp_path)
+    stream = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert main(["train", "--data", "Bär"]) == 2
+    stream.flush()
+    assert stream.buffer.getvalue().startswith(b"cudiff: no data at 'B?r'")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert main(["train", "--data", "Bär"]) == 2
+    assert sys.stderr.getvalue().startswith("cudiff: no data at 'Bär'")
+
+
+def test_eval_prints_its_table(monkeypatch, capsys):
+    report = Report("letters", 2345, 2, 2, 7, None, ("one", "two"), 0.9, None, None, [0.25, 0.75], None, None, None,
+                    [None, None])
+    asked = {}
+    monkeypatch.setattr("cudiff.evaluate.evaluate_pipeline", lambda *args, **options: asked.update(options) or report)
+    monkeypatch.setattr(cli, "_load", lambda options: None)
+    assert main(["eval", "x"]) == 0
+    out = capsys.readouterr().out
+    assert "2,345 samples against letters, seed 7" in " ".join(out.split()) and "25.0%" in out and "75.0%" in out
+    assert (asked["seed"], asked["batch_size"], asked["steps"], asked["guidance"]) == (0, 256, None, None)
+
+
+@pytest.mark.parametrize("precision, told", [("bf16", True), ("fp32", False)])
+def test_training_in_bf16_on_a_cpu_is_said_to_be_slow(precision, told, tmp_path, capsys):
+    words = ["--steps", "1", "--num-classes", "0", "--precision", precision, "--folder", str(tmp_path / "run")]
+    assert main(["train", *TINY, *words]) == 0
+    assert ("bf16 is emulated on the CPU, which is slow: --precision fp32 is faster" in capsys.readouterr().out) == told
+
+
+def test_ctrl_c_raises_while_a_command_runs_and_ends_the_process_before_and_after():
+    before = signal.signal(signal.SIGINT, signals._leave)
+    try:
+        with pytest.raises(ZeroDivisionError), signals.raising():
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            raise ZeroDivisionError
+        assert signal.getsignal(signal.SIGINT) is signals._leave
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with signals.raising():  # of a process that ignores it, or a program with a handler of its own
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
