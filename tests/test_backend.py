@@ -1,6 +1,7 @@
 """What backend.py refuses, and how it moves arrays; with a stand-in for a GPU."""
 
 import sys
+from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 
 from cudiff import backend
 from cudiff.backend import array_module, copy_into, to_device
-from cudiff.cuda import compiler
+from cudiff.cuda import compiler, select
 from cudiff.cuda.compiler import compile_source, compiles_ahead, compiling_ahead, cubin_folder
 from cudiff.cuda.launch import blocks
 from cudiff.errors import CudiffError
@@ -179,3 +180,34 @@ def test_a_source_is_compiled_or_its_log_told(monkeypatch):
     with pytest.raises(CudiffError, match=told):
         compile_source("cast", "sm_80", {})
     assert not compiler.programs
+
+
+def test_a_type_is_a_typedef_and_a_number_is_none():
+    source = compiler._source("cast", {"N": 3, "FROM": "float", "TO": "bf16"})
+    assert "typedef float FROM;\ntypedef bf16 TO;\n" in source and "typedef 3" not in source
+
+
+@pytest.mark.parametrize("path", sorted(compiler.kernel_folder().glob("*/*.cu")), ids=lambda path: path.stem)
+def test_a_header_stands_once_in_a_source(path):
+    """Under two others too: attention_sm90.cu has wgmma.cuh by two ways."""
+    source = compiler._source(path.stem, {})
+    assert '#include "' not in source
+    for header in compiler.kernel_folder().glob("*/*.cuh"):
+        body = header.read_text().split("\n\n")[-1].strip()  # the last of what it defines
+        assert source.count(body) <= 1, header
+
+
+def test_a_dtype_that_kernels_do_not_take_is_told():
+    assert compiler.c_names("cast", {"N": 3, "FROM": np.dtype(np.float32)}) == {"N": 3, "FROM": "float"}
+    with pytest.raises(TypeError, match=r"kernels/portable/cast\.cu takes .*, not complex64: convert it first"):
+        compiler.c_names("cast", {"FROM": np.dtype(np.complex64)})
+
+
+def test_a_kernel_is_chosen_anew_after_other_plans(monkeypatch):
+    monkeypatch.setattr(select, "FAMILIES", {})
+    problem, plans = namedtuple("Problem", "wanted")(frozenset()), [1, 2]
+    row = select.Row("any", select.ANY, lambda problem: select.Offer(plan=plans.pop(0)), print, "all")
+    table = select.Table("test", row)
+    assert [table.select(problem, "sm_80").offer.plan for _ in range(2)] == [1, 1]
+    table.forget()
+    assert table.select(problem, "sm_80").offer.plan == 2

@@ -96,6 +96,10 @@ def test_an_outline_has_as_many_arrays_and_numbers_as_it_may():
             init.ones(())
     with init.outlined(3, 7), pytest.raises(CudiffError, match="larger"):
         init.zeros((2, 4))
+    with init.outlined(1, 7):
+        init.zeros((2,))
+        with pytest.raises(CudiffError, match="larger"):
+            init.zeros((2,))
     assert init.zeros((2,)).tolist() == [0, 0] and init.ones((2,)).tolist() == [1, 1]  # values again
 
 
@@ -149,3 +153,10 @@ def test_lists_of_modules_hold_modules():
     layers = nn.ModuleList([nn.SiLU(), None])
     with pytest.raises(TypeError, match="a ModuleList holds modules, not a int"):
         layers.append(3)
+
+
+def test_a_layer_that_is_deleted_is_gone():
+    net = nn.Sequential(nn.Linear(2, 3))
+    net.extra = nn.Linear(3, 1)
+    del net.extra
+    assert not hasattr(net, "extra") and list(dict(net.named_parameters())) == ["0.weight", "0.bias"]

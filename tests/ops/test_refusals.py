@@ -147,11 +147,33 @@ def test_memory_of_a_gpu_that_is_not_there(monkeypatch):
     assert backend.default_device() == "cuda"
 
 
-@pytest.mark.parametrize("dependent", [False, True])
-def test_a_gradient_that_is_given_stays_the_givers(dependent):
+class Doubled(Function):
+    """2·x, whose backward writes over the gradient that it is given."""
+
+    @staticmethod
+    def forward_numpy(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward_numpy(ctx, dout, needs, into):
+        dout *= 2
+        return (dout,)
+
+
+@pytest.mark.parametrize("function, each", [
+    (lambda x: x, 1), (lambda x: x.reshape(3, 1).reshape(3), 1), (lambda x: x + real(3), 1), (Doubled.apply, 2),
+])
+def test_a_gradient_that_is_given_stays_the_givers(function, each):
     x, grad = Tensor(np.ones(3, np.float32), requires_grad=True), real(3)
     for _ in range(2):
-        tensor = x.reshape(3, 1).reshape(3) if dependent else x
-        tensor.backward(grad)
-    assert grad.numpy().tolist() == [1, 1, 1] and x.grad.tolist() == [2, 2, 2]
+        function(x).backward(grad)
+    assert grad.numpy().tolist() == [1] * 3 and x.grad.tolist() == [2 * each] * 3
     assert not np.shares_memory(x.grad, grad.data)
+
+
+@pytest.mark.parametrize("a, b, shape", [
+    ((3,), (3,), ()), ((3,), (3, 4), (4,)), ((3,), (5, 3, 4), (5, 4)), ((2, 3), (3,), (2,)), ((5, 2, 3), (3,), (5, 2)),
+    ((2, 3), (3, 4), (2, 4)), ((5, 1, 2, 3), (6, 3, 4), (5, 6, 2, 4)),
+])
+def test_products_have_numpys_shapes(a, b, shape):
+    assert ops.matmul(real(*a), real(*b)).shape == shape == np.matmul(np.ones(a), np.ones(b)).shape
