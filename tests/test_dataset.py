@@ -117,3 +117,11 @@ def test_parts_that_do_not_agree_are_refused(images, labels, classes, names, mes
 def test_no_images_have_no_labels_and_no_need_of_classes():
     data = Dataset(np.zeros((0, 3, 3, 1), np.uint8), np.zeros(0, int))
     assert (len(data), data.num_classes, data.labels.tolist()) == (0, 0, [])
+
+
+@pytest.mark.parametrize("seed, held_out", [(0, [2, 11, 16, 36, 39]), (5, [4, 13, 20, 38, 39]),
+                                            (2**40 + 5, [5, 11, 12, 21, 22])])
+def test_which_images_are_held_out_never_changes(seed, held_out):
+    """Else a resumed run would train on what it had held out before."""
+    data = Dataset(np.arange(40, dtype=np.uint8).reshape(40, 1, 1, 1))
+    assert data.split(5, seed)[1].images.ravel().tolist() == held_out

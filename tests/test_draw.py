@@ -25,6 +25,7 @@ def test_a_glyph_is_centred_and_of_the_height_that_is_said():
         assert thin[1] - thin[0] == pytest.approx(124 if digit in (0, 3, 6, 8, 9) else 121, abs=1.5)
         assert (thick - thin).tolist() == pytest.approx([-6.4, 6.4, -6.4, 6.4], abs=1)
         assert thin[0] + thin[1] == pytest.approx(200, abs=1)
+        assert thin[2] + thin[3] == pytest.approx(200, abs=12)  # a digit's place in its own width is the font's
     areas = [np.asarray(_glyph(8, stroke, 200)).mean() for stroke in range(8)]
     assert (np.diff(areas) > 0).all() and _glyph(1, 0, 200).size == (200, 200)
 
@@ -59,3 +60,13 @@ def test_digits_have_up_to_1024_pixels_a_side():
     assert digits(1, image_size=1024).images.shape == (1, 1024, 1024, 1)
     with pytest.raises(CudiffError, match="digits of 1025 pixels are not drawn: use an image size of 1024 or less"):
         digits(1, image_size=1025)
+
+
+def test_digits_have_8_pixels_a_side_or_more_and_are_one_or_more():
+    assert digits(1, image_size=8).images.shape == (1, 8, 8, 1)
+    with pytest.raises(CudiffError, match="digits of 7 pixels cannot be read: use an image size of 8 or more"):
+        digits(1, image_size=7)
+    with pytest.raises(CudiffError, match="cannot draw 0 digits: ask for 1 or more"):
+        digits(0)
+    with pytest.raises(CudiffError, match="digits has no part 'validation': use train or test"):
+        digits(1, part="validation")

@@ -91,3 +91,24 @@ def test_a_check_that_ran_out_of_memory_leaves_the_generator_as_it_was(large, tm
     trainer._try = attempt
     trainer._check_fits()
     assert trainer.generator.state() == before
+
+
+@pytest.mark.parametrize("batch_size, start, peak, expected", [
+    (3, 100, 10, []), (4, 100, 10, [1]), (4, None, 10, []), (64, 100, 15, [1]),
+    (64, 100, 16, [1, 2, 4, 8]),  # exactly as much as is free: not known before 8, and not refused
+    (64, 100, None, [1]),
+])
+def test_how_far_a_batch_is_tried(large, tmp_path, monkeypatch, batch_size, start, peak, expected):
+    """With 1,024 bytes free of which an image takes `peak`: one that leaves room for all suffices."""
+    trainer, tried = Trainer(LARGE.replace(batch_size=batch_size), large, tmp_path / "run"), []
+    monkeypatch.setattr("cudiff.train.memory_available", lambda: 1024)
+    monkeypatch.setattr("cudiff.train.resident", lambda: start)
+    trainer._try = tried.append
+
+    def peak_of(run):
+        run()
+        return None if peak is None else start + peak * tried[-1]
+
+    monkeypatch.setattr("cudiff.train.peak_of", peak_of)
+    trainer._check_fits()
+    assert tried == expected

@@ -1,0 +1,63 @@
+"""Which entries of a folder are pictures: files and links to files, and nothing that is read for ever."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from cudiff.data import load_dataset
+from cudiff.data.folder import list_folder, some
+from tests.test_data import refused
+from tests.test_readers import save
+
+
+def test_links_to_pictures_are_pictures_and_pipes_are_not(tmp_path):
+    root = tmp_path / "root"
+    save(root / "a.png")
+    save(tmp_path / "elsewhere.png")
+    (root / "b.png").symlink_to(tmp_path / "elsewhere.png")
+    (root / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    (root / ".hidden.png").symlink_to(tmp_path / "elsewhere.png")
+    os.mkfifo(root / "c.png")
+    (root / "d.png").mkdir()
+    (root / "e.PNG").symlink_to(tmp_path / "elsewhere.png")
+    (root / "f.txt").touch()
+    found = list_folder(root)
+    assert found.pictures == [Path("a.png"), Path("b.png"), Path("e.PNG")] and found.folders == ["d.png"]
+    assert found.unread == [] and found.repeated == [] and found.closed == []
+    assert len(load_dataset(root)) == 3
+
+
+@pytest.mark.skipif(not os.path.ismount("/proc"), reason="no /proc here")
+def test_the_kernels_files_are_no_pictures(tmp_path):
+    save(tmp_path / "a.png")
+    (tmp_path / "b.png").symlink_to("/proc/uptime")
+    (tmp_path / "c").symlink_to("/proc/self")
+    assert list_folder(tmp_path).pictures == [Path("a.png")] and list_folder(tmp_path).folders == []
+    assert list_folder(Path("/proc/self")).pictures == []
+
+
+def test_three_names_and_how_many_there_are():
+    assert some(["a"]) == "1 (a)" and some(["a", "b", "c"]) == "3 (a, b, c)"
+    assert some(list("abcd")) == "4 (a, b, c, ...)" and some(["a"] * 1200) == "1,200 (a, a, a, ...)"
+
+
+def test_folders_are_those_right_in_the_folder(tmp_path):
+    for place in ("b/x/y", "a", "b/z"):
+        save(tmp_path / place / "p.png")
+    found = list_folder(tmp_path)
+    assert found.folders == ["a", "b"]
+    assert list(map(str, found.pictures)) == ["a/p.png", "b/x/y/p.png", "b/z/p.png"]
+
+
+def test_a_part_that_data_does_not_have_is_refused(tmp_path):
+    save(tmp_path / "a.png")
+    for spec in (tmp_path, "digits", "mnist"):
+        refused("unknown part 'validation': use train or test", spec, part="validation")
+    refused("has no test part: hold some of it out, or name a second data set", tmp_path, part="test")
+    for channels in (0, 2, 4):
+        refused(f"images cannot have {channels} channels", tmp_path, channels=channels)
+    refused("image size 0 is too small: use 8 or more", tmp_path, image_size=0)
+    assert load_dataset(tmp_path, image_size=1, channels=1).images.shape == (1, 1, 1, 1)
+    refused("count says how many digits to draw", tmp_path, count=3)
+    assert len(load_dataset("digits", count=1)) == 1
