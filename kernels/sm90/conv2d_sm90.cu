@@ -107,6 +107,60 @@ __device__ __forceinline__ void add_up(float (&acc)[PIXELS / 2], float4* exchang
     }
 }
 
+// The output tiles of a block, and of each the steps of its split of the depth.
+struct Work {
+    int from, to;                  // tiles, of those of all images
+    int tiles, across, rows;       // tiles of an image and of its rows; rows of a tile
+    int first, middle, last, own;  // steps: x's from `first` on, SKIP's from `middle` on; x's of all blocks
+    int k0;                        // first channel
+    bool resident;                 // weights are brought once
+};
+
+// The producer: brings halo tiles through ring a, and weights through ring b.
+__device__ __forceinline__ void load_operands(const Work& work, Ring& a, Ring& b, const TensorMap& x, const TensorMap& x2,
+                                              const TensorMap& weight, const TensorMap& addend, const TensorMap& addend2,
+                                              const TensorMap& skip_weight, int split, int D1, int S, int pitch) {
+    for (int i = work.from; i < work.to; i++) {
+        OutputTile tile(i, work.tiles, work.across, work.rows);
+#pragma unroll 1
+        for (int step = work.first, s = work.first % S, c = work.first / S * CHUNK; step < work.middle; step++) {
+            if (s == 0 || step == work.first) {
+                u32 full = a.acquire((work.rows + R - 1) * pitch * ROW_BYTES);
+                const TensorMap& map = c < split ? x : x2;
+                int channel = c < split ? c : c - split, w = tile.w0 - S / 2, h = tile.h0 - R / 2;
+                if constexpr (UPSAMPLE) {
+                    for (int row = 0; row < work.rows + R - 1; row++)
+                        tma_load(a.buffer() + row * pitch * ROW_BYTES, map, full, channel, 0, w >> 1, h + row >> 1, tile.n);
+                } else {
+                    tma_load(a.buffer(), map, full, channel, w, h, tile.n);
+                }
+                a.advance();
+            }
+            if (!work.resident || i == work.from) {
+                u32 full = b.acquire(WEIGHT_BYTES);
+                for (int r = 0; r < R; r++) {
+                    if (PASS == FPROP) tma_load(b.buffer() + r * TAP_BYTES, weight, full, c, r * S + s, work.k0);
+                    else tma_load(b.buffer() + r * TAP_BYTES, weight, full, work.k0, (R - 1 - r) * S + S - 1 - s, c);
+                }
+                b.advance();
+            }
+            if (++s == S) s = 0, c += CHUNK;
+        }
+#pragma unroll 1
+        for (int step = work.middle; step < work.last; step++) {
+            int c = (step - work.own) * CHUNK;
+            u32 full = a.acquire(work.rows * 8 * ROW_BYTES);
+            tma_load(a.buffer(), c < D1 ? addend : addend2, full, c < D1 ? c : c - D1, tile.w0, tile.h0, tile.n);
+            a.advance();
+            if (!work.resident || i == work.from) {
+                full = b.acquire(TAP_BYTES);
+                tma_load(b.buffer(), skip_weight, full, c, 0, work.k0);
+                b.advance();
+            }
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
 conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap x2,
             const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap out,
@@ -152,45 +206,8 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     if (threadIdx.x >= CONSUMERS) {
         set_registers<40, false>();
         if (threadIdx.x > CONSUMERS) return;
-        for (int i = from; i < to; i++) {
-            OutputTile tile(i, tiles, across, rows);
-#pragma unroll 1
-            for (int step = first, s = first % S, c = first / S * CHUNK; step < middle; step++) {
-                if (s == 0 || step == first) {
-                    u32 full = a.acquire((rows + R - 1) * pitch * ROW_BYTES);
-                    const TensorMap& map = c < split ? x : x2;
-                    int channel = c < split ? c : c - split, w = tile.w0 - S / 2, h = tile.h0 - R / 2;
-                    if constexpr (UPSAMPLE) {
-                        for (int row = 0; row < rows + R - 1; row++)
-                            tma_load(a.buffer() + row * pitch * ROW_BYTES, map, full, channel, 0, w >> 1, h + row >> 1, tile.n);
-                    } else {
-                        tma_load(a.buffer(), map, full, channel, w, h, tile.n);
-                    }
-                    a.advance();
-                }
-                if (!resident || i == from) {
-                    u32 full = b.acquire(WEIGHT_BYTES);
-                    for (int r = 0; r < R; r++) {
-                        if (PASS == FPROP) tma_load(b.buffer() + r * TAP_BYTES, weight, full, c, r * S + s, k0);
-                        else tma_load(b.buffer() + r * TAP_BYTES, weight, full, k0, (R - 1 - r) * S + S - 1 - s, c);
-                    }
-                    b.advance();
-                }
-                if (++s == S) s = 0, c += CHUNK;
-            }
-#pragma unroll 1
-            for (int step = middle; step < last; step++) {
-                int c = (step - own) * CHUNK;
-                u32 full = a.acquire(rows * 8 * ROW_BYTES);
-                tma_load(a.buffer(), c < D1 ? addend : addend2, full, c < D1 ? c : c - D1, tile.w0, tile.h0, tile.n);
-                a.advance();
-                if (!resident || i == from) {
-                    full = b.acquire(TAP_BYTES);
-                    tma_load(b.buffer(), skip_weight, full, c, 0, k0);
-                    b.advance();
-                }
-            }
-        }
+        Work work = {from, to, tiles, across, rows, first, middle, last, own, k0, resident};
+        load_operands(work, a, b, x, x2, weight, addend, addend2, skip_weight, split, D1, S, pitch);
         return;
     }
 
