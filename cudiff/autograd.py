@@ -9,7 +9,7 @@ import numpy as np
 
 from cudiff.backend import Array, array_module, device_of, is_low
 from cudiff.function import Node, fitting_gradients
-from cudiff.gradient import Kept, Vacant
+from cudiff.gradient import Slot, State
 from cudiff.tensor import Tensor
 
 
@@ -44,14 +44,14 @@ def _walk_back(root: Tensor, grad: Array) -> None:
     if root._source is None:
         _add_to_leaf(root, grad, True)
         return
-    pending: dict[int, list[_Gradient]] = {}
+    gradients: dict[int, list[_Gradient]] = {}
     order = _nodes_below(root._source[0])
     for node in order:
-        pending[node.index] = [_Gradient() for _ in range(node.num_outputs)]
-    pending[order[0].index][root._source[1]].add(grad, True, None)
+        gradients[node.index] = [_Gradient() for _ in range(node.num_outputs)]
+    gradients[order[0].index][root._source[1]].add(grad, True, None)
     with _deferred(device_of(grad)) as queue:
         for node in order:
-            slots = pending.pop(node.index)
+            slots = gradients.pop(node.index)
             for slot in slots:
                 slot.settle(queue)
             if node.ctx is None:
@@ -59,7 +59,7 @@ def _walk_back(root: Tensor, grad: Array) -> None:
             node.ctx.dout_partials = slots[0].partials
             if any(slot.array is not None for slot in slots):
                 _run_backward(node, slots, [
-                    pending[source[0].index][source[1]] if isinstance(source, tuple)
+                    gradients[source[0].index][source[1]] if isinstance(source, tuple)
                     else source if source is not None and source.wants_gradient(node.index) else None
                     for source in node.inputs
                 ], queue)
@@ -79,40 +79,37 @@ def _nodes_below(root: Node) -> list[Node]:
 
 
 class _Gradient:
-    """A gradient under construction. A borrowed array is shared with someone else and never written to; so is `more`,
-    one more term of an array that is not, which a backward may add with its own."""
+    """A gradient under construction. Somebody else reads a shared array: it is never written to. Nor is `pending`, one
+    more term of an array that is not shared, which a backward may add with its own."""
 
-    __slots__ = ("array", "borrowed", "more", "partials")
+    __slots__ = ("array", "partials", "pending", "shared")
 
     def __init__(self) -> None:
         self.array: Array | None = None
-        self.more: Array | None = None
-        self.borrowed = False
+        self.pending: Array | None = None
+        self.shared = False
         self.partials: Array | None = None
 
-    def into(self) -> Array | None:
-        return None if self.borrowed else self.array
-
     def own(self) -> Array | None:
-        """The array, or a copy of one that is borrowed."""
-        return self.array.copy() if self.borrowed and self.array is not None else self.array
+        """The array, or a copy of one that is shared."""
+        return self.array.copy() if self.shared and self.array is not None else self.array
 
     def settle(self, queue: Any) -> None:
-        """Add the term that still is to be."""
-        if self.more is not None:
+        """Add the term that is pending."""
+        if self.pending is not None:
             queue.before_write(self.array)
-            accumulate(self.array, self.more)
-            self.more = None
+            accumulate(self.array, self.pending)
+            self.pending = None
 
-    def add(self, array: Array, borrowed: bool, partials: Array | None) -> None:
+    def add(self, array: Array, shared: bool, partials: Array | None) -> None:
         """One more term."""
         if self.array is None:
-            self.array, self.borrowed, self.partials = array, borrowed, partials
+            self.array, self.shared, self.partials = array, shared, partials
             return
-        if self.borrowed and borrowed:
-            self.array, self.borrowed = self.array.copy(), False
-        elif self.borrowed:
-            self.array, array, self.borrowed = array, self.array, False
+        if self.shared and shared:
+            self.array, self.shared = self.array.copy(), False
+        elif self.shared:
+            self.array, array, self.shared = array, self.array, False
         accumulate(self.array, array)
         self.partials = None
 
@@ -146,53 +143,74 @@ def _deferred(device: str) -> contextlib.AbstractContextManager:
 
 
 def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gradient | None], queue: Any) -> None:
+    """Add what the node's backward makes of its outputs' gradients to those of its inputs."""
     fresh = node.function.fresh
     douts = [slot.array if fresh else slot.own() for slot in slots]
-    device = next(device_of(dout) for dout in douts if dout is not None)
+    first = next(dout for dout in douts if dout is not None)
+    device = device_of(first)
     for dout in douts:
         queue.before_read(dout) if fresh else queue.before_write(dout)
-    into = _places(node, targets, device, queue)
-    backward = node.function.backward_cuda if device == "cuda" else node.function.backward_numpy
-    results = backward(node.ctx, *douts, needs=node.needs, into=list(into))
-    results = fitting_gradients(node, results, next(type(dout) for dout in douts if dout is not None), device)
-    places = [
-        place.array if isinstance(place, Vacant) else place.sum if isinstance(place, Kept) else place for place in into
-    ]
-    shared = {id(slot.array) for slot in slots if slot.borrowed} | {id(array) for array in node.ctx.saved}
-    passed_on = {id(result) for result in results if any(result is dout for dout in douts)}
-    owners = [None if x is None or like is None else _owner(x) for x, like in zip(results, node.likes, strict=True)]
-    # First what lies in its place: of a tensor that is an input twice, the other result is added to that.
-    for i in sorted(range(len(targets)), key=lambda i: results[i] is not places[i]):
-        result, target = results[i], targets[i]
+    into = _slots(node, targets, queue)
+    if device == "cuda":
+        results = node.function.backward_cuda(node.ctx, *douts, needs=node.needs, into=into)
+    else:
+        arrays = [_array_to_add_to(slot) for slot in into]
+        results = node.function.backward_numpy(node.ctx, *douts, needs=node.needs, into=arrays)
+    results = fitting_gradients(node, results, type(first), device)
+    terms: list[tuple[int, Tensor | _Gradient]] = []
+    for i, (result, target, slot) in enumerate(zip(results, targets, into, strict=True)):
         if result is None or target is None:
             continue
-        partials = node.ctx.din_partials.get(i)
-        if result is places[i]:
-            if isinstance(target, _Gradient):
-                target.array, target.more, target.partials = result, None, partials
-            else:
-                target.grad = result
-            continue
-        result = np.asarray(result) if isinstance(result, np.generic) else result  # an in-place sum needs an array
-        borrowed = (
-            not fresh or result.base is not None or id(result) in shared or owners.count(owners[i]) > 1
-        )
-        before = target._grad if isinstance(target, Tensor) else target.array
-        if isinstance(target, _Gradient):
-            target.settle(queue)
-            own = target.into()
-            if device == "cuda" and own is not None and id(result) in passed_on and result.dtype == own.dtype:
-                target.more, target.partials = result, None  # a norm's backward may add it with its own term
-                continue
-        if before is not None or (borrowed and isinstance(target, Tensor)):
-            turned = isinstance(target, _Gradient) and target.borrowed  # then what was there is added to the result
-            total, term = (result, before) if turned else (before, result)
-            queue.before_read(term)
-            queue.before_write(total)
-        if isinstance(target, Tensor):
-            _add_to_leaf(target, result, borrowed)
+        if slot is None or result is not slot.whole:
+            terms.append((i, target))
+        elif isinstance(target, Tensor):
+            target.grad = result
         else:
-            target.add(result, borrowed, partials)
+            target.array, target.pending, target.partials = result, None, node.ctx.din_partials.get(i)
+    if terms:  # last: of a tensor that is an input twice, the other result is added to what is whole
+        shared = {id(slot.array) for slot in slots if slot.shared} | {id(array) for array in node.ctx.saved}
+        _add_terms(node, terms, results, shared, douts if device == "cuda" else [], queue)
+
+
+def _array_to_add_to(slot: Slot | None) -> Array | None:
+    """What a backward on the CPU gets as `into`."""
+    if slot is None or slot.state is not State.HOLDS:
+        return None
+    slot.whole = slot.array
+    return slot.array
+
+
+def _add_terms(node: Node, terms: list[tuple[int, Tensor | _Gradient]], results: tuple, shared_ids: set[int],
+               douts: list[Array | None], queue: Any) -> None:
+    """Add result i to its target for each (i, target) of `terms`; one of `douts` is left pending where it can be."""
+    owners = [None if x is None or like is None else _owner(x) for x, like in zip(results, node.likes, strict=True)]
+    for i, target in terms:
+        result = results[i]
+        if isinstance(result, np.generic):  # an in-place sum needs an array
+            result = np.asarray(result)
+        shared = (
+            not node.function.fresh or result.base is not None or id(result) in shared_ids
+            or owners.count(owners[i]) > 1
+        )
+        if isinstance(target, Tensor):
+            if target._grad is not None or shared:
+                queue.before_read(result)
+                queue.before_write(target._grad)
+            _add_to_leaf(target, result, shared)
+            continue
+        target.settle(queue)
+        so_far = target.array
+        adds = so_far is not None and not target.shared and result.dtype == so_far.dtype
+        if adds and any(result is dout for dout in douts):
+            target.pending, target.partials = result, None  # a norm's backward may add it with its own term
+            continue
+        if so_far is not None and target.shared:  # it is added to the result
+            queue.before_write(result)
+            queue.before_read(so_far)
+        elif so_far is not None:
+            queue.before_read(result)
+            queue.before_write(so_far)
+        target.add(result, shared, node.ctx.din_partials.get(i))
 
 
 def _owner(array: Array) -> int:
@@ -200,42 +218,52 @@ def _owner(array: Array) -> int:
     return id(array if array.base is None else array.base)
 
 
-def _places(node: Node, targets: list[Tensor | _Gradient | None], device: str,
-            queue: Any) -> list[Array | Vacant | Kept | None]:
-    """What a backward gets as `into`: where the gradient of each input may go, with what it has so far."""
-    into: list[Array | Vacant | Kept | None] = []
+def _slots(node: Node, targets: list[Tensor | _Gradient | None], queue: Any) -> list[Slot | None]:
+    """Where the gradient of each input may go, with what it has so far."""
+    into: list[Slot | None] = []
     for i, target in enumerate(targets):
-        if not isinstance(target, _Gradient):
-            into.append(_into_leaf(target, device, any(target is other for other in targets[:i])))
-            queue.before_write(into[-1])
-            continue
-        elsewhere = i in node.function.adds_elsewhere
-        if not elsewhere or sum(target is other for other in targets) > 1:
-            target.settle(queue)
-        place = target.into()
-        if any(isinstance(other, Kept) and other.array is place for other in into):
-            place = None  # the sum will lie elsewhere: the tape adds this term to it
-        keeps = elsewhere and place is not None and (target.more is not None or queue.is_read(place))
-        queue.before_read(place) if keeps else queue.before_write(place)  # it may be added to
-        into.append(Kept(place, target.more) if keeps else place)
+        before = next((j for j in range(i) if targets[j] is target), None)
+        if target is None:
+            into.append(None)
+        elif before is not None:  # an input twice
+            slot = into[before]
+            into.append(slot if slot is not None and slot.state is State.HOLDS else None)
+        elif isinstance(target, Tensor):
+            into.append(_leaf_slot(target, queue))
+        else:
+            alone = i in node.function.adds_elsewhere and not any(other is target for other in targets[i + 1 :])
+            into.append(_slot(target, i in node.function.adds_elsewhere, alone, queue))
     return into
 
 
-def _into_leaf(leaf: Tensor | None, device: str, again: bool) -> Array | Vacant | None:
-    """What a backward gets as `into` for a leaf, which may be among its inputs `again`."""
-    if leaf is None:
+def _slot(target: _Gradient, adds_elsewhere: bool, alone: bool, queue: Any) -> Slot | None:
+    """Where the gradient of an operation's output may go; of one that is `alone` among the inputs two terms as well."""
+    if not alone:
+        target.settle(queue)
+    if target.array is None or target.shared:
         return None
+    if adds_elsewhere and (target.pending is not None or queue.is_read(target.array)):
+        queue.before_read(target.array)
+        return Slot(target.array, State.SHARED, target.pending)
+    queue.before_write(target.array)  # it may be added to
+    return Slot(target.array)
+
+
+def _leaf_slot(leaf: Tensor, queue: Any) -> Slot | None:
+    """Where the gradient of a leaf may go."""
     if leaf._vacant:
-        return None if again or device == "cpu" else Vacant(leaf._grad)
-    return leaf.grad
+        return Slot(leaf._grad, State.VACANT)
+    grad = leaf.grad
+    queue.before_write(grad)
+    return None if grad is None else Slot(grad)
 
 
-def _add_to_leaf(leaf: Tensor, grad: Array, borrowed: bool) -> None:
+def _add_to_leaf(leaf: Tensor, grad: Array, shared: bool) -> None:
     if leaf._grad is None and is_low(grad.dtype) and not is_low(leaf.dtype):  # of a parameter that was read in 16 bits
         leaf.grad = array_module(leaf.device).zeros(leaf.shape, leaf.dtype)
         accumulate(leaf.grad, grad)
     elif leaf._grad is None:
-        leaf.grad = grad.copy() if borrowed else grad
+        leaf.grad = grad.copy() if shared else grad
     elif leaf._vacant:
         leaf._grad[...] = grad
         leaf._vacant = False

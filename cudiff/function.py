@@ -36,8 +36,8 @@ class Function:
     of arrays; `backward_numpy(ctx, *douts, needs, into)`, which returns one gradient (or None) for each input; and the
     same pair with `_cuda`. `needs[i]` says whether input i wants a gradient. `into[i]` is the gradient it has so
     far, or None: a backward that adds to it in place returns it, any other returned array is added by the tape. On CUDA
-    it may also be `Vacant`, and for the inputs of which `adds_elsewhere` says so, `Kept`, all of whose terms it adds;
-    `gradient_target`, `gradient_sum` and `gradient_sums` of `cudiff.cuda.accumulate` know them all.
+    it is a `cudiff.gradient.Slot` or None; of `cudiff.cuda.accumulate`, `gradient_target` says where to write, and for
+    the inputs that `adds_elsewhere` names, which may be SHARED, `gradient_sum` or `gradient_sums`.
     A gradient has the shape and dtype of what forward got. One of float32 or float64 is taken to that dtype; that of
     16 bits may stay float32. TypeError or ValueError names the Function and the input otherwise.
     A forward writes to none of its inputs, where it is differentiable.

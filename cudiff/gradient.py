@@ -1,24 +1,34 @@
-"""States of a gradient that a backward on CUDA may be given beside None and an array to add to."""
+"""What a backward on CUDA is told of a gradient beyond that there is none yet."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import enum
 
 from cudiff.backend import Array
 
 
-class Vacant(NamedTuple):
-    """Where a backward on CUDA may put a gradient of this shape that starts from zero: it overwrites the array."""
+class State(enum.Enum):
+    """What a backward may do with a slot's array.
 
-    array: Array
+    VACANT: overwrite it, whatever it holds. HOLDS: add to it. SHARED: read it only, as somebody else still does, or as
+    another term of the gradient is pending: the sum of all goes elsewhere.
+    """
+
+    VACANT = enum.auto()
+    HOLDS = enum.auto()
+    SHARED = enum.auto()
 
 
-class Kept:
-    """A gradient so far that somebody still reads, or of two terms not added yet, `array` and `more`: a backward on
-    CUDA may put the sum with its own term elsewhere, and says so here."""
+class Slot:
+    """The gradient of an input so far; None stands for an empty one. `pending`: a second term, where it is SHARED.
 
-    __slots__ = ("array", "more", "sum")
+    A backward asks `gradient_target`, `gradient_sum` or `gradient_sums` of `cudiff.cuda.accumulate` where to write.
+    They leave in `whole` the array that will hold the whole gradient, from which the tape knows that nothing is left
+    to add; None where the backward's result is one more term.
+    """
 
-    def __init__(self, array: Array, more: Array | None = None):
-        self.array, self.more = array, more
-        self.sum: Array | None = None
+    __slots__ = ("array", "pending", "state", "whole")
+
+    def __init__(self, array: Array, state: State = State.HOLDS, pending: Array | None = None):
+        self.array, self.state, self.pending = array, state, pending
+        self.whole: Array | None = None

@@ -9,8 +9,10 @@ from cudiff.backend import bfloat16
 from cudiff.config import PRESETS
 from cudiff.cuda import launch
 from cudiff.cuda.accumulate import gradient_sums, gradient_target
+from cudiff.cuda.deferred import Queue
 from cudiff.data import Dataset
 from cudiff.function import Function
+from cudiff.gradient import State
 from cudiff.nn.parameter import Parameter
 from cudiff.ops.conv2d import conv2d
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
@@ -264,3 +266,40 @@ class Twice(Function):
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
         return fresh(2 * dout), fresh(dout)
+
+
+class Sum(Function):
+    """3 x + y + z, whose gradients of x are added elsewhere, and of y and z in place."""
+
+    adds_elsewhere, fresh = (0,), True
+
+    @staticmethod
+    def forward_cuda(ctx, x, y, z):
+        return fresh(3 * x + y + z)
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        Sum.shared += [slot.array for slot in into if slot is not None and slot.state is State.SHARED]
+        dx, *terms = gradient_sums(into[0], dout.shape, dout.dtype)
+        dx[...] = 3 * dout + sum(term for term in terms if term is not None)
+        results = [dx]
+        for slot in into[1:]:
+            target, add = gradient_target(slot, dout.shape, dout.dtype)
+            target[...] = (target if add else 0) + dout
+            results.append(target)
+        return tuple(results)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_gradient_that_a_pending_launch_reads_is_not_written(adding_host, monkeypatch, reads):
+    """x has a gradient already when Sum's backward begins, and stands among its inputs once, twice and three times."""
+    monkeypatch.setattr(Queue, "is_read", lambda self, array: reads)
+    monkeypatch.setattr(Queue, "before_write", Queue.before_read)
+    for inputs, expected in ((lambda x, y: (x, y, y), 5), (lambda x, y: (x, x, y), 6), (lambda x, y: (x, x, x), 7)):
+        monkeypatch.setattr(Sum, "shared", [], raising=False)
+        leaf, other = (Tensor(adding_host.asarray(np.ones(3, np.float32)), requires_grad=True) for _ in range(2))
+        x, y = Norm.apply(leaf), Norm.apply(other)
+        Twice.apply(x, Sum.apply(*inputs(x, y))).backward(adding_host.asarray(np.ones(3, np.float32)))
+        assert np.array_equal(leaf.grad, np.full(3, 3 * expected, np.float32))
+        assert len(Sum.shared) == reads
+        assert all(np.array_equal(array, np.full(3, 2, np.float32)) for array in Sum.shared)

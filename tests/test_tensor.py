@@ -1,4 +1,4 @@
-"""The engine: construction, the tape, shared and borrowed gradients, conversions, errors."""
+"""The engine: construction, the tape, shared gradients, conversions, errors."""
 
 import ml_dtypes
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 
 import cudiff
 from cudiff import CudiffError, Function, Tensor, from_dlpack, nn, no_grad
-from cudiff.autograd import _into_leaf
+from cudiff.autograd import _EmptyQueue, _leaf_slot
 
 
 def leaf(values, device="cpu", dtype=np.float32):
@@ -119,7 +119,7 @@ def test_fan_in(shape, device):
     assert np.allclose(Tensor(x.grad).numpy(), 8)
 
 
-def test_a_borrowed_gradient_is_never_written_to(device):
+def test_a_shared_gradient_is_never_written_to(device):
     """`a + b` hands the same dout to both; later terms of one must not reach the other."""
     a, b = leaf([1, 2], device), leaf([3, 4], device)
     p, q = a * 1.0, b * 1.0
@@ -417,6 +417,6 @@ def test_zero_grad_leaves_a_tensor_without_a_gradient_as_it_is(device):
     w.zero_grad()
     assert w.grad is None
     w.zero_grad()
-    assert _into_leaf(w, "cuda", False) is None  # there is no place that a backward could overwrite
+    assert _leaf_slot(w, _EmptyQueue()) is None  # there is no place that a backward could overwrite
     (w * 3).sum().backward()
     assert grad(w) == [3, 3]

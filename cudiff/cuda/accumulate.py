@@ -8,34 +8,33 @@ import numpy as np
 
 from cudiff.backend import Array
 from cudiff.cuda.launch import blocks, empty, launch
-from cudiff.gradient import Kept, Vacant
+from cudiff.gradient import Slot, State
 
 
-def gradient_target(into: Array | Vacant | Kept | None, shape: Any, dtype: Any) -> tuple[Array, bool]:
-    """Where a backward writes, and whether it adds: `into` (over a `Vacant`) if it has this dtype, else a new array."""
-    if isinstance(into, Vacant):
-        return (into.array if into.array.dtype == dtype else empty(shape, dtype)), False
-    if into is not None and not isinstance(into, Kept) and into.dtype == dtype:
-        return into, True
-    return empty(shape, dtype), False
+def gradient_target(slot: Slot | None, shape: Any, dtype: Any) -> tuple[Array, bool]:
+    """Where a backward writes, and whether it adds: the slot's array if it has this dtype and may be written to, else a
+    new one."""
+    if slot is None or slot.state is State.SHARED or slot.array.dtype != dtype:
+        return empty(shape, dtype), False
+    slot.whole = slot.array
+    return slot.array, slot.state is State.HOLDS
 
 
-def gradient_sum(into: Array | Vacant | Kept | None, shape: Any, dtype: Any) -> tuple[Array, Array | None]:
+def gradient_sum(slot: Slot | None, shape: Any, dtype: Any) -> tuple[Array, Array | None]:
     """Where a backward that can add what lies elsewhere writes, and what it adds, if anything."""
-    target, addend, more = gradient_sums(into, shape, dtype)
-    if addend is not None and more is not None:
+    target, addend, pending = gradient_sums(slot, shape, dtype)
+    if addend is not None and pending is not None:
         addend = addend.copy()
-        add_into(addend, more)
+        add_into(addend, pending)
     return target, addend
 
 
-def gradient_sums(into: Array | Vacant | Kept | None, shape: Any,
-                  dtype: Any) -> tuple[Array, Array | None, Array | None]:
+def gradient_sums(slot: Slot | None, shape: Any, dtype: Any) -> tuple[Array, Array | None, Array | None]:
     """The same for one that adds up to two terms."""
-    if isinstance(into, Kept) and into.array.dtype == dtype:
-        into.sum = empty(shape, dtype)
-        return into.sum, into.array, into.more
-    target, add = gradient_target(into, shape, dtype)
+    if slot is not None and slot.state is State.SHARED and slot.array.dtype == dtype:
+        slot.whole = empty(shape, dtype)
+        return slot.whole, slot.array, slot.pending
+    target, add = gradient_target(slot, shape, dtype)
     return target, target if add else None, None
 
 

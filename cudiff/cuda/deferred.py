@@ -14,7 +14,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from cudiff.backend import Array
-from cudiff.gradient import Vacant
 
 
 class LaunchType(NamedTuple):
@@ -66,16 +65,16 @@ class Queue:
         return sum(pending.held for group, batch in self._groups.items() if group[0] is launch_type
                    for pending in batch)
 
-    def is_read(self, array: Array | Vacant | None) -> bool:
+    def is_read(self, array: Array | None) -> bool:
         """Whether a pending launch reads `array`."""
-        return not (array is None or isinstance(array, Vacant)) and _any_in(self._reads, array)
+        return bool(self._reads) and array is not None and _any_in(self._reads, array)
 
-    def before_read(self, array: Array | Vacant | None) -> None:
+    def before_read(self, array: Array | None) -> None:
         """Flush if a pending launch writes `array`."""
-        if self._groups and not (array is None or isinstance(array, Vacant)) and _any_in(self._writes, array):
+        if self._writes and array is not None and _any_in(self._writes, array):
             self.flush()
 
-    def before_write(self, array: Array | Vacant | None) -> None:
+    def before_write(self, array: Array | None) -> None:
         """Flush if a pending launch writes `array`; launch the groups that read it."""
         self.before_read(array)
         if self.is_read(array):
@@ -100,8 +99,6 @@ class Queue:
 
 def _any_in(addresses: list[int], array: Any) -> bool:
     """Whether one of the sorted addresses lies in `array`."""
-    if not addresses:
-        return False
     start = array.data.ptr
     first = bisect.bisect_left(addresses, start)
     return first < len(addresses) and addresses[first] < start + array.nbytes

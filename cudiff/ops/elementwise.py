@@ -13,7 +13,7 @@ from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.elementwise import grid
 from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.function import Function
-from cudiff.gradient import Vacant
+from cudiff.gradient import Slot
 from cudiff.ops.cast import astype, narrow, require_float, result_dtype, widen
 from cudiff.tensor import Tensor
 
@@ -52,7 +52,7 @@ class Unary(Function):
         return (cls.dx_cuda(dout, ctx.saved[0], into[0]),)
 
     @classmethod
-    def dx_cuda(cls, dout: Array, saved: Array, into: Array | Vacant | None = None) -> Array:
+    def dx_cuda(cls, dout: Array, saved: Array, into: Slot | None = None) -> Array:
         dx, accumulate = gradient_target(into, dout.shape, dout.dtype)
         args = (dout, saved, dx, accumulate, np.int64(dx.size))
         launch("elementwise", f"{cls.__name__.lower()}_backward", grid(dx), 256, args, T=dx.dtype)

@@ -15,7 +15,7 @@ from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.sums import add_rows
 from cudiff.function import Function
-from cudiff.gradient import Vacant
+from cudiff.gradient import Slot
 from cudiff.ops.cast import astype, require_float
 from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map
@@ -140,7 +140,7 @@ def _in_parts(name: str, x: Array, outer: int, count: int, inner: int, operands:
     return parts, run
 
 
-def sum_rows_cuda(x: Array, into: Array | Vacant | None, sums: Array | None = None) -> Array:
+def sum_rows_cuda(x: Array, into: Slot | None, sums: Array | None = None) -> Array:
     """Sum of x (..., C) over all axes but the last, (C,) float32; to where `gradient_target` says.
 
     `sums`, float32 (..., C), where given, add up to the same. The result may be deferred (see cudiff.cuda.sums):

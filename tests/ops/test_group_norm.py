@@ -7,7 +7,7 @@ from cudiff.backend import bfloat16
 from cudiff.cuda.device import kernel_architecture
 from cudiff.cuda.kernels.norm import portable
 from cudiff.function import Function
-from cudiff.gradient import Kept
+from cudiff.gradient import Slot, State
 from cudiff.ops.batch_norm import batch_norm
 from cudiff.ops.conv2d import conv2d
 from cudiff.ops.group_norm import group_norm
@@ -75,8 +75,14 @@ def test_group_norm_by_the_kernels_for_every_gpu(monkeypatch, rng, shape, channe
 @pytest.mark.parametrize("shape, num_groups", [((2, 6, 5, 48), 8), ((1, 5, 3, 6), 2), ((2, 7), 1)])
 def test_a_gradient_of_two_terms(device, rng, monkeypatch, shape, num_groups):
     """On CUDA the norm's backward adds both: what the product left, and the dout of the sum that it is a term of."""
-    kept, init = [], Kept.__init__
-    monkeypatch.setattr(Kept, "__init__", lambda self, *terms: (kept.append(terms), init(self, *terms))[1])
+    shared, init = [], Slot.__init__
+
+    def watched(slot, array, state=State.HOLDS, pending=None):
+        init(slot, array, state, pending)
+        if state is State.SHARED:
+            shared.append(slot)
+
+    monkeypatch.setattr(Slot, "__init__", watched)
 
     def block(x, weight, bias):
         x = x * 1.0
@@ -85,7 +91,7 @@ def test_a_gradient_of_two_terms(device, rng, monkeypatch, shape, num_groups):
     x, _, weight, bias, _, _ = inputs(rng, shape, 0, False)
     check_op(block, x, weight, bias, device=device, dtypes=("float32", "bfloat16", "float16"), fp32_inputs=(1, 2),
              tolerance=2)  # three terms
-    assert bool(kept) == (device == "cuda") and all(term is not None for terms in kept for term in terms)
+    assert bool(shared) == (device == "cuda") and all(slot.pending is not None for slot in shared)
 
 
 @pytest.mark.parametrize("scale_only", [True, False])

@@ -11,7 +11,7 @@ from cudiff.cuda.device import current_device
 from cudiff.cuda.kernels.norm import sm90, table
 from cudiff.cuda.kernels.norm.problem import Problem
 from cudiff.cuda.launch import blocks
-from cudiff.gradient import Kept
+from cudiff.gradient import Slot, State
 from cudiff.ops.group_norm import group_norm
 from cudiff.tensor import Tensor
 from tests.check import check_op
@@ -115,7 +115,7 @@ def test_more_boxes_than_a_warp_has_threads(hopper, force, rng):
 @pytest.mark.parametrize("needs", [
     (1, 1, 1, 1, 1, 1), (0, 0, 1, 1, 0, 0), (0, 1, 0, 0, 0, 0), (1, 0, 0, 1, 0, 1), (0, 0, 1, 0, 1, 0)
 ])
-@pytest.mark.parametrize("adds", [None, Kept, lambda array: array], ids=["new", "elsewhere", "in place"])
+@pytest.mark.parametrize("adds", [None, State.SHARED, State.HOLDS], ids=["new", "elsewhere", "in place"])
 @pytest.mark.parametrize("shape, channels2, groups, chunks, parts, held", [SHARED[i] for i in (1, 3, 4, 10)])
 def test_all_that_may_be_asked_of_a_backward(room, rng, force, shape, channels2, groups, chunks, parts, held,
                                              adds, needs):
@@ -134,8 +134,8 @@ def test_all_that_may_be_asked_of_a_backward(room, rng, force, shape, channels2,
 
     def run(sharing):
         force("sharing", sharing)
-        into = [None if a is None or adds is None else a.copy() for a in before]
-        into[:2] = [None if a is None else adds(a) for a in into[:2]]
+        into = [None if a is None or adds is None else Slot(a.copy(), adds if i < 2 else State.HOLDS)
+                for i, a in enumerate(before)]
         again, sums = y * 0, {}
         results = table.backward(
             dy, *sources, weight, bias, mean, rstd, True, scale, shift, needs=wanted, into=tuple(into), y=again,

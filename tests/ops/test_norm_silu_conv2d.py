@@ -4,7 +4,7 @@ import pytest
 from cudiff.backend import bfloat16
 from cudiff.cuda.device import kernel_architecture
 from cudiff.cuda.kernels.convolution import wgrad_sm90
-from cudiff.gradient import Kept
+from cudiff.gradient import Slot, State
 from cudiff.nn.parameter import Parameter
 from cudiff.ops.attention import attention_qkv
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
@@ -236,10 +236,16 @@ def test_a_residual_whose_gradient_has_begun(device, rng):
 def test_a_gradient_that_pending_launches_read(device, rng, monkeypatch):
     """A block's dout is also its residual's gradient, to which the first norm's backward adds while a pending launch
     still reads dout for the weight's gradient. The last units have one tensor for input and residual."""
-    launched, kept, init = [], [], Kept.__init__
+    launched, shared, init = [], [], Slot.__init__
     monkeypatch.setattr(wgrad_sm90, "_WGRADS", wgrad_sm90._WGRADS._replace(
         run=lambda batch: (launched.append(len(batch)), wgrad_sm90._launch(batch))))
-    monkeypatch.setattr(Kept, "__init__", lambda self, *arrays: (kept.append(arrays), init(self, *arrays))[1])
+
+    def watched(slot, array, state=State.HOLDS, pending=None):
+        init(slot, array, state, pending)
+        if state is State.SHARED:
+            shared.append(slot)
+
+    monkeypatch.setattr(Slot, "__init__", watched)
     size, c = ((3, 8, 8), 64) if device == "cuda" else ((2, 3, 2), 4)
     arrays = [rng.standard_normal((*size, c)), *(rng.standard_normal((c, 3, 3, c)) * 0.05 for _ in range(4)),
               *(rng.standard_normal(c) for _ in range(8))]
@@ -257,7 +263,7 @@ def test_a_gradient_that_pending_launches_read(device, rng, monkeypatch):
     # Four units round in turn.
     check_op(blocks, *arrays, device=device, fp32_inputs=tuple(range(5, 13)), tolerance=4)
     on_hopper = device == "cuda" and kernel_architecture() == "sm_90a"
-    assert bool(kept) == on_hopper and set(launched) == ({4} if on_hopper else set())
+    assert bool(shared) == on_hopper and set(launched) == ({4} if on_hopper else set())
 
 
 PAIRS = [  # shapes of x, x2, weight, residual, residual2, skip weight

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from cudiff.gradient import Slot
 from cudiff.ops.group_norm import group_norm
 from cudiff.ops.pool import avg_pool2d, max_pool2d, upsample_nearest
 from cudiff.tensor import Tensor
@@ -121,7 +122,7 @@ def test_sums_travel_along(device, rng, op, shape):
     before = Tensor(rng.standard_normal(shape), dtype=np.float32, device=device).data
     dout = Tensor(rng.standard_normal(out.shape), dtype=np.float32, device=device).data
     node, _ = out._source
-    (dx,) = node.function.backward_cuda(node.ctx, dout, needs=(True,), into=[before])
+    (dx,) = node.function.backward_cuda(node.ctx, dout, needs=(True,), into=[Slot(before)])
     assert dx is before
     check_sums(node.ctx.din_partials[0], dx)
 

@@ -6,6 +6,7 @@ import cudiff
 from cudiff import Tensor
 from cudiff.cuda.deferred import deferred
 from cudiff.cuda.sums import add_parts
+from cudiff.gradient import Slot
 from cudiff.ops.reduce import sum_array, sum_rows_cuda, sum_to
 from tests.check import TOLERANCE, check_op, relative_error, torch
 
@@ -154,11 +155,11 @@ def test_sums_of_rows_are_deferred_and_made_once(rng, shape, dtype):
     expected = x.astype("float32").numpy().astype(np.float64).reshape(-1, shape[-1]).sum(0)
     with deferred() as queue:
         outs = [sum_rows_cuda(x.data, None) for _ in range(70)]  # more than a launch holds
-        sum_rows_cuda(x.data, outs[0])
+        sum_rows_cuda(x.data, Slot(outs[0]))
         queue.before_read(outs[0])
         assert relative_error(Tensor(outs[0]).numpy(), 2 * expected) < 1e-5
-        sum_rows_cuda(x.data, outs[1])
-        sum_rows_cuda(x.data, outs[1])
+        sum_rows_cuda(x.data, Slot(outs[1]))
+        sum_rows_cuda(x.data, Slot(outs[1]))
     now = sum_rows_cuda(x.data, None)
     assert relative_error(Tensor(now).numpy(), expected) < 1e-5
     assert Tensor(outs[69]).numpy().tobytes() == Tensor(now).numpy().tobytes()

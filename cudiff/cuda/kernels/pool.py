@@ -6,7 +6,7 @@ from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.sums import empty_partials
-from cudiff.gradient import Kept, Vacant
+from cudiff.gradient import Slot
 
 Window = tuple[int, int, int]  # size, stride, padding
 TWICE = (2, 2, 0)  # the windows of an image twice as high and wide, one for each pixel
@@ -19,7 +19,7 @@ def out_size(size: tuple[int, int], window: Window) -> tuple[int, int]:
 
 
 def sum_windows(x: Array, window: Window, factor: float,
-                into: Array | Vacant | Kept | None = None, moments: int = 2) -> tuple[Array, Array | None]:
+                into: Slot | None = None, moments: int = 2) -> tuple[Array, Array | None]:
     """`sum_windows_numpy` on the GPU, to where `gradient_target` says; and its sums: see `launch_windows`."""
     shape = (x.shape[0], *out_size(x.shape[1:3], window), x.shape[3])
     out, add = gradient_target(into, shape, x.dtype)
@@ -27,7 +27,7 @@ def sum_windows(x: Array, window: Window, factor: float,
 
 
 def spread_windows(x: Array, size: tuple[int, int], window: Window, factor: float,
-                   into: Array | Vacant | Kept | None = None, moments: int = 2) -> tuple[Array, Array | None]:
+                   into: Slot | None = None, moments: int = 2) -> tuple[Array, Array | None]:
     """`spread_windows_numpy` on the GPU, to where `gradient_target` says; and its sums: see `launch_windows`."""
     out, add = gradient_target(into, (x.shape[0], *size, x.shape[3]), x.dtype)
     return out, launch_windows("spread_windows", (out, add), (x, factor), out, x, out, window, moments)

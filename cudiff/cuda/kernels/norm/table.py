@@ -9,7 +9,7 @@ from cudiff.cuda.kernels.norm import portable, sm90
 from cudiff.cuda.kernels.norm.problem import Backward, Forward, Problem, Target, extent, kernel_constants
 from cudiff.cuda.launch import empty
 from cudiff.cuda.select import ANY, SM90, Row, Table
-from cudiff.gradient import Kept, Vacant
+from cudiff.gradient import Slot
 
 NORM = Table(
     "group norm",
@@ -45,7 +45,7 @@ def forward(x: Array, x2: Array | None, weight: Array, bias: Array, num_groups: 
 
 def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, mean: Array, rstd: Array,
              silu: bool = False, scale: Array | None = None, shift: Array | None = None, *, needs: tuple[bool, ...],
-             into: tuple[Array | Vacant | Kept | None, ...], y: Array | None = None,
+             into: tuple[Slot | None, ...], y: Array | None = None,
              sums: dict[int, Array] | None = None, partials: Array | None = None) -> tuple[Array | None, ...]:
     """dx, dx2, dweight, dbias, dscale, dshift: None where `needs` says so, else where `gradient_target` says, for dx
     and dx2 `gradient_sum`, or `gradient_sums` for dx alone.
