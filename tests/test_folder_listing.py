@@ -7,6 +7,7 @@ import pytest
 
 from cudiff.data import load_dataset
 from cudiff.data.folder import list_folder, some
+from cudiff.errors import CudiffError
 from tests.test_data import refused
 from tests.test_readers import save
 
@@ -61,3 +62,14 @@ def test_a_part_that_data_does_not_have_is_refused(tmp_path):
     assert load_dataset(tmp_path, image_size=1, channels=1).images.shape == (1, 1, 1, 1)
     refused("count says how many digits to draw", tmp_path, count=3)
     assert len(load_dataset("digits", count=1)) == 1
+
+
+def test_as_many_files_as_are_allowed(tmp_path, monkeypatch):
+    """All entries count, in every folder."""
+    for place in ("a.png", "b/c.png"):
+        save(tmp_path / place)
+    monkeypatch.setattr("cudiff.data.folder.MOST_FILES", 3)
+    assert len(list_folder(tmp_path).pictures) == 2
+    (tmp_path / "d.txt").touch()
+    with pytest.raises(CudiffError, match="holds more than 3 files: name a smaller folder"):
+        list_folder(tmp_path)
