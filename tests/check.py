@@ -90,12 +90,13 @@ def _is_float(array) -> bool:
     return array is not None and np.issubdtype(np.asarray(array).dtype, np.floating)
 
 
-def _run(fn, arrays, device, douts=None, before=None):
+def _run(fn, arrays, device, douts=None, before=None, only=None):
     """Outputs and gradients as NumPy arrays; random output gradients are drawn (or given), to weigh every element.
-    `before`: the gradients that the inputs have already."""
+    `before`: the gradients that the inputs have already. `only`: the one input that is to have a gradient."""
     tensors = [
-        None if a is None else Tensor(a, requires_grad=_is_float(a) or a.dtype == ml_dtypes.bfloat16, device=device)
-        for a in arrays
+        None if a is None else Tensor(a, device=device, requires_grad=only in (None, i) and (
+            _is_float(a) or a.dtype == ml_dtypes.bfloat16))
+        for i, a in enumerate(arrays)
     ]
     for tensor, grad in zip(tensors, before or (), strict=False):
         if grad is not None:
@@ -253,6 +254,20 @@ def check_adding(case, device, dtype):
             unit, own, first, total = ml_dtypes.finfo(own.dtype), *(a.astype(np.float64) for a in (own, first, total))
             allowed = np.full(own.shape, 2 * float(unit.eps) * (np.abs(own) + np.abs(first)).max(initial=0.0))
             _assert_elements(np.abs(total - own - first), allowed, total, own + first, f"{dtype} gradient {i}, added")
+
+
+def check_alone(case, dtype):
+    """Hold each of a row's gradients on the CPU to be the same where no other input has one, within two roundings."""
+    rounded = _rounded(case, np.dtype(getattr(ml_dtypes, dtype, None) or dtype))
+    _, together, douts = _run(case.fn, rounded, "cpu")
+    for i, expected in enumerate(together):
+        if expected is not None:
+            _, grads, _ = _run(case.fn, rounded, "cpu", douts, only=i)
+            assert [j for j, grad in enumerate(grads) if grad is not None] == [i]
+            alone, eps = grads[i].astype(np.float64), float(ml_dtypes.finfo(expected.dtype).eps)
+            expected = expected.astype(np.float64)
+            allowed = np.full(expected.shape, 2 * eps * np.abs(expected).max(initial=0.0))
+            _assert_elements(np.abs(alone - expected), allowed, alone, expected, f"{dtype} gradient {i}, alone")
 
 
 def _rounded(case, dtype):

@@ -10,7 +10,7 @@ import pytest
 
 from cudiff import ops
 from cudiff.function import Function
-from tests.check import TOLERANCE, assert_close, check_adding, check_case, relative_error
+from tests.check import TOLERANCE, assert_close, check_adding, check_alone, check_case, relative_error
 from tests.ops.cases import Case, Numbers
 from tests.ops.table import ELSEWHERE, ROWS
 
@@ -66,6 +66,12 @@ def test_row(name, magnitude, device, poisoned_empty):
 def test_gradients_are_added_to_those_there(name, dtype, device, poisoned_empty):
     draw, _ = ROWS[name]
     check_adding(draw(Numbers(np.random.default_rng(zlib.crc32(name.encode())), "ordinary")), device, dtype)
+
+
+@pytest.mark.parametrize("name", [name for name, magnitude in CASES if magnitude == "ordinary"])
+def test_a_gradient_needs_no_other(name, poisoned_empty):
+    draw, _ = ROWS[name]
+    check_alone(draw(Numbers(np.random.default_rng(zlib.crc32(name.encode())), "ordinary")), "float32")
 
 
 def test_one_wrong_element_of_many_is_seen(rng):
