@@ -228,8 +228,9 @@ def test_only_damage_is_gone_back_behind(run, digits):
 def test_where_none_is_whole_the_newest_is_named_alone(run):
     for name in (FIRST, SECOND):
         (run / name).write_bytes(b"")
-    with pytest.raises(CudiffError, match=f"{SECOND} is no safetensors file"):
+    with pytest.raises(CudiffError, match=f"{SECOND} is no safetensors file") as error:
         read_checkpoint(run)
+    assert FIRST not in str(error.value)
 
 
 # --- what cannot be written ------------------------------------------------------------------------------------------
