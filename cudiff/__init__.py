@@ -19,8 +19,8 @@ __version__ = "0.1.0"
 _LATER = {
     "Config": "cudiff.config", "PRESETS": "cudiff.config", "Pipeline": "cudiff.pipeline", "Trainer": "cudiff.train",
     "capture": "cudiff.cuda.graph", "load": "cudiff.pipeline", "load_dataset": "cudiff.data",
-    "Option": "cudiff.options", "register_model": "cudiff.models", "register_objective": "cudiff.diffusion",
-    "register_sampler": "cudiff.diffusion",
+    "Option": "cudiff.options", "register_model": "cudiff.config", "register_objective": "cudiff.config",
+    "register_sampler": "cudiff.config",
 }
 """Imported when first asked for, so that `import cudiff` stays fast."""
 

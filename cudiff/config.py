@@ -17,7 +17,17 @@ import cudiff.models  # noqa: F401  both register what they have
 from cudiff.errors import CudiffError
 from cudiff.files import opened
 from cudiff.options import Option, as_text, shown
-from cudiff.registry import MODELS, OBJECTIVES, SAMPLERS, TABLES, options_named
+from cudiff.registry import (  # noqa: F401  for cudiff itself: whoever registers has `reserve` run
+    MODELS,
+    OBJECTIVES,
+    SAMPLERS,
+    TABLES,
+    options_named,
+    register_model,
+    register_objective,
+    register_sampler,
+    reserve,
+)
 
 SECTIONS = ("data", "model", "diffusion", "training", "sampling")
 CHOSEN_IN = {"model": "model", "diffusion": "diffusion", "sampling": "sampler"}
@@ -103,13 +113,9 @@ class Config:
         _require_known(values)
         for name, option in core.items():
             object.__setattr__(self, name, option.checked(name, values.get(name, option.default)))
-        own, defaults = _own_options(values), {}
-        for kind, table in TABLES.items():
-            entry = table[getattr(self, kind)]
-            for name, option in entry.options.items():
-                if name in core or name == "options":
-                    raise CudiffError(f"{kind} {entry.name} calls an option {name}, which every run has: rename it")
-                defaults[name] = option.default
+        own = _own_options(values)
+        defaults = {name: option.default for kind, table in TABLES.items()
+                    for name, option in table[getattr(self, kind)].options.items()}
         for name in values:
             if name not in core and name not in own:
                 others = " or ".join(f"{kind} {entry.name}" for kind, entry, _ in options_named(name))
@@ -363,6 +369,8 @@ _GUIDED64 = Config(
     attention_resolutions=(16, 8), num_heads=4, use_scale_shift_norm=True, diffusion="ddpm", batch_size=32, lr=1e-4,
     ema_half_life=6931.0, precision="bf16", steps=500000, sampler="ancestral", sample_steps=250,
 )
+
+reserve(dir(Config()))
 
 PRESETS = {
     # A model that a laptop's CPU trains in two minutes. A norm over one channel would take out a class embedding added

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -100,7 +100,7 @@ def register_model(name: str, help: str, **settings: Any) -> Callable[[T], T]:
 
     settings: the other fields of `Model`. What has the same name in the same module takes the place of the one before,
     with a warning: a notebook's cell may run again. Raises CudiffError for a name that another has taken, and for an
-    option whose name has another type elsewhere.
+    option whose name has another type elsewhere or is that of a configuration's own field or method.
     """
     return partial(_register, "model", MODELS, partial(Model, name, help, **settings))
 
@@ -117,6 +117,24 @@ def register_sampler(name: str, help: str, **settings: Any) -> Callable[[T], T]:
     return partial(_register, "sampler", SAMPLERS, partial(SamplerEntry, name, help, **settings))
 
 
+_reserved: set[str] = set()
+
+
+def reserve(names: Iterable[str]) -> None:
+    """Have no option called like these, the fields and methods of a configuration.
+
+    Raises CudiffError where one that is registered already is."""
+    _reserved.update(names)
+    for kind, table in TABLES.items():
+        for entry in table.values():
+            _check_not_reserved(f"{kind} '{entry.name}'", entry.options)
+
+
+def _check_not_reserved(what: str, options: Iterable[str]) -> None:
+    for name in _reserved.intersection(options):
+        raise CudiffError(f"{what}: every configuration has a '{name}' already: choose another name for the option")
+
+
 def options_named(name: str) -> Iterator[tuple[str, Entry, Option]]:
     """(table, entry, option) for every entry that has an option of this name."""
     for kind, table in TABLES.items():
@@ -128,18 +146,22 @@ def options_named(name: str) -> Iterator[tuple[str, Entry, Option]]:
 def _register(kind: str, table: dict[str, Any], make: Callable[..., Entry], build: T) -> T:
     entry = make(build)
     what = f"{kind} '{entry.name}'"
-    if not re.fullmatch(r"[A-Za-z][\w.-]{0,79}", entry.name):
+    if not isinstance(entry.name, str) or not re.fullmatch(r"[A-Za-z][\w.-]{0,79}", entry.name):
         raise CudiffError(f"{what}: begin its name with a letter; letters, digits, '_', '-' and '.' may follow")
     again = entry.name in table
     if again and not _same(table[entry.name].build, build):
         raise CudiffError(f"{what} is registered already: choose another name")
-    for name, option in entry.options.items():
-        if not name.isidentifier() or not isinstance(option, Option):
+    if not isinstance(entry.help, str):
+        raise CudiffError(f"{what}: its help is a few words of text, not {entry.help!r}")
+    for name in entry.options:
+        option = entry.options[name] if isinstance(entry.options, Mapping) else None
+        if not isinstance(name, str) or not name.isidentifier() or not isinstance(option, Option):
             raise CudiffError(f"{what}: give its options as {{'a_name': cudiff.Option(default, help)}}, not '{name}'")
         option.checked(name, option.default)
         for where, other, known in options_named(name):
             if known.kind != option.kind and (where, other.name) != (kind, entry.name):
                 raise CudiffError(f"{what}: its option '{name}' has another type in {other.name}: choose another name")
+    _check_not_reserved(what, entry.options)
     if again:  # a lambda, or what a factory makes, may be another of the same name
         warnings.warn(f"{what} was registered before: this one takes its place", stacklevel=2)
     table[entry.name] = entry

@@ -5,6 +5,8 @@ import copy
 import dataclasses
 import json
 import pickle
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -282,6 +284,9 @@ def test_options_that_several_have_are_one_flag_with_each_one_s_default(own):
 @pytest.mark.parametrize("name, options, message", [
     ("unet", {}, "model 'unet' is registered already: choose another name"),
     ("1st", {}, "model '1st': begin its name with a letter"),
+    (3, {}, "model '3': begin its name with a letter"),
+    ("new", {3: cudiff.Option(1, "x")}, "model 'new': give its options as"),
+    ("new", ["depth"], "model 'new': give its options as"),
     ("new", {"dropout": cudiff.Option(1, "x")}, "model 'new': its option 'dropout' has another type in unet"),
     ("new", {"a-b": cudiff.Option(1, "x")}, "model 'new': give its options as"),
     ("new", {"depth": 3}, "model 'new': give its options as"),
@@ -294,10 +299,23 @@ def test_what_cannot_be_registered(own, name, options, message):
     assert message in str(error.value) and before == MODELS
 
 
-def test_an_option_cannot_hide_what_every_run_has(own):
-    cudiff.register_model("greedy", "x", options={"lr": cudiff.Option(1.0, "x")})(lambda config: None)
-    with pytest.raises(CudiffError, match="model greedy calls an option lr, which every run has: rename it"):
-        Config(model="greedy")
+@pytest.mark.parametrize("name", ["lr", "options", "fixed", "replace", "to_dict", "for_data", "stored", "from_dict",
+                                  "_given", "__init__", "model"])
+def test_an_option_cannot_hide_what_every_configuration_has(own, name):
+    kind = {"lr": 1.0, "model": "x"}.get(name, 1)
+    for register in (cudiff.register_model, cudiff.register_objective, cudiff.register_sampler):
+        with pytest.raises(CudiffError, match=f"^[a-z]+ 'greedy': every configuration has a '{name}' already: choose "):
+            register("greedy", "x", options={name: cudiff.Option(kind, "x")})(lambda *build: None)
+    assert not any("greedy" in table for table in TABLES.values())
+
+
+def test_an_option_registered_before_there_were_configurations_is_refused_too():
+    script = (
+        "import cudiff\nfrom cudiff.registry import register_model\n"
+        "register_model('greedy', 'x', options={'fixed': cudiff.Option(1, 'x')})(lambda config: None)\ncudiff.Config"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "model 'greedy': every configuration has a 'fixed' already" in result.stderr.splitlines()[-1]
 
 
 def test_a_cell_that_defines_it_may_run_again_and_says_so(own):
