@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import cudiff.diffusion
@@ -105,7 +106,7 @@ class Config:
     guidance: float = _sampling(1.0, "classifier-free guidance; 1 = the plain conditional model", least=0)
     samples: int = _sampling(64, "images in a grid", least=1, most=10**6)
 
-    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Those of the model, the objective and the sampler, and what else was given to samplers."""
 
     def __init__(self, /, **values: Any):
@@ -124,11 +125,17 @@ class Config:
                     "leave it out"
                 )
         given = {name: own[name].checked(name, value) for name, value in values.items() if name not in core}
-        object.__setattr__(self, "options", defaults | given)
+        object.__setattr__(self, "options", MappingProxyType(defaults | given))
         object.__setattr__(self, "_given", given)
         _check_run(self)
         for kind, table in TABLES.items():
             table[getattr(self, kind)].check(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"options": dict(self.options)}  # the read-only view has no copy
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, options=MappingProxyType(state["options"]))
 
     def __getattr__(self, name: str) -> Any:
         options = vars(self).get("options", {})
@@ -156,7 +163,7 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and options by name; JSON and TOML can hold every value."""
-        return {name: getattr(self, name) for name in _core()} | self.options
+        return {name: getattr(self, name) for name in _core()} | dict(self.options)
 
     def replace(self, /, **changes: Any) -> Config:
         """A copy with some values changed, checked again. Raises CudiffError for an unknown name.

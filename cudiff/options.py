@@ -13,10 +13,11 @@ from cudiff.errors import CudiffError
 
 @dataclass(frozen=True)
 class Option:
-    """default: its type, int, float, bool, str or a tuple of them, is the option's. help: one line, for `--help`.
+    """default: its type is the option's, int, float, bool, str or a tuple of numbers. help: one line, for `--help`.
 
     choices: the texts that it takes. least, most, above, below: bounds of a number, or of each entry of a tuple.
     entries: the type of a tuple's entries, where the default has none. fixed: a resumed run cannot change it.
+    Raises CudiffError for a default of another type, and for choices or bounds of what has none.
     """
 
     default: Any
@@ -31,7 +32,16 @@ class Option:
 
     def __post_init__(self) -> None:
         if self.kind not in _NOUNS and self.kind not in _METAVARS:
-            raise CudiffError(f"an option's default is a number, true or false, text or a tuple, not {self.default!r}")
+            raise CudiffError(
+                f"an option's default is a number, true or false, text or a tuple of numbers, not {self.default!r}"
+            )
+        several = isinstance(self.choices, Collection) and not isinstance(self.choices, str)
+        texts = several and all(isinstance(choice, str) for choice in self.choices)
+        if not texts or (self.choices and self.kind is not str):
+            raise CudiffError(f"an option's choices are a list of texts, and its default is text, not {self.choices!r}")
+        bounds = (self.least, self.most, self.above, self.below)
+        if self.kind in (str, bool) and any(bound is not None for bound in bounds):
+            raise CudiffError(f"only numbers have least, most, above or below: an option's default is {self.default!r}")
 
     @property
     def kind(self) -> Any:

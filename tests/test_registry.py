@@ -260,6 +260,8 @@ def test_copies_and_pickles_hold_the_options(own):
     config = tiny(skipped=2)
     for same in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         assert same == config and same.skipped == 2 and same.replace(lr=1.0) == config.replace(lr=1.0)
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            same.options["skipped"] = 3
 
 
 def test_flags_and_toml_know_it(own, tmp_path):
@@ -419,10 +421,24 @@ def test_what_builds_a_sampler_returns_one_and_it_shows_its_steps(own):
         model.sample(2, sampler="silent", frames=[])
 
 
-@pytest.mark.parametrize("default", [None, b"x", {}, (None,)])
+@pytest.mark.parametrize("default", [None, b"x", {}, (None,), ("a",), (True,)])
 def test_an_option_has_a_type(default):
     with pytest.raises(CudiffError, match="an option's default is"):
         cudiff.Option(default, "x")
+
+
+@pytest.mark.parametrize("default, rules, message", [
+    ("ab", {"choices": "abc"}, "choices are a list of texts"),
+    (1, {"choices": (1, 2)}, "choices are a list of texts"),
+    ("a", {"choices": 3}, "choices are a list of texts"),
+    ("a", {"choices": ("a", 2)}, "choices are a list of texts"),
+    (1, {"choices": ("1", "2")}, "its default is text"),
+    *(("a", {bound: 0}, "only numbers have") for bound in ("least", "most", "above", "below")),
+    (True, {"least": 0}, "only numbers have"),
+])
+def test_an_option_s_rules_fit_its_type(default, rules, message):
+    with pytest.raises(CudiffError, match=message):
+        cudiff.Option(default, "x", **rules)
 
 
 def test_old_checkpoints_hold_the_options_of_every_model(tmp_path):
