@@ -15,17 +15,20 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
 from cudiff.backend import Array, array_module, copy_into, float32, int32, to_device
+from cudiff.cuda.graph import record_again
 from cudiff.errors import CudiffError
 from cudiff.nn import FlatParameters, Module
 from cudiff.nn.module import require_fit
-from cudiff.nn.parameter import NOT_TRAINABLE, fitting, structure
+from cudiff.nn.parameter import NOT_TRAINABLE, array_of, fitting, structure, structure_changes
 from cudiff.ops import optim as ops
 from cudiff.tensor import Tensor
 from cudiff.values import real
@@ -69,6 +72,40 @@ class Cosine:
         return ops.lr_factor(step, self.warmup, self.total_steps, self.final)
 
 
+class _Checked:
+    """An attribute of an optimiser, checked wherever it is set. check(name, value) -> what it becomes."""
+
+    def __init__(self, check: Callable[[str, Any], Any]):
+        self.check = check
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, optimizer: Any, owner: type) -> Any:
+        return self if optimizer is None else vars(optimizer)[self.name]
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        vars(optimizer)[self.name] = self.check(self.name, value)
+
+
+def _clip(name: str, value: Any) -> float:
+    unbounded = value is None or (isinstance(value, float) and value == math.inf)
+    return math.inf if unbounded else real(name, value, least=0) or math.inf
+
+
+def _schedule(name: str, value: Any) -> Constant | Cosine:
+    if not isinstance(value, Constant | Cosine | None):
+        raise CudiffError(f"{name} must be a Constant or a Cosine of cudiff.optim, not a {type(value).__name__}")
+    return value or Constant()
+
+
+def _betas(name: str, value: Any) -> tuple[float, float]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise CudiffError(f"{name} must be two numbers such as (0.9, 0.999), not {value!r}")
+    first, second = (real(name, beta, least=0, below=1) for beta in value)
+    return first, second
+
+
 def _flat(model: Any) -> FlatParameters:
     if not isinstance(model, Module):
         raise CudiffError(f"an optimiser takes a Module, not a {type(model).__name__}: AdamW(model)")
@@ -97,6 +134,8 @@ class EMA:
 
     def __init__(self, model: Module, half_life: float, ramp: float | None = 0.05):
         flat = _flat(model)
+        self._averaged = model.parameters()
+        self._user: object = None  # the token of the optimiser that updates it
         self.half_life = real("half_life", half_life, above=0)
         self.ramp = None if ramp is None else real("ramp", ramp, above=0)
         # The EMA model starts on the same arrays: flatten copies their values into buffers of its own.
@@ -114,45 +153,68 @@ class Optimizer:
         Flattened, or flattened now where its parameters lie. A part of a flat model is trained in its range of the
         model's buffers, so that both may have optimisers; make that of the whole first.
     lr : float
-        The schedule multiplies it. It is frozen into a captured step.
+        The schedule multiplies it. It, and all numbers below, are frozen into a captured step.
     weight_decay : float
         Applies where `Parameter.decay` is set: not to norms, biases and embeddings.
     clip : float or None
         Largest norm of the whole gradient; None or 0: no clipping.
     schedule : Constant or Cosine
     ema : EMA of the same model, or None
+        One optimiser updates an EMA: the last that it was given to. `step` of the one before raises CudiffError.
 
     A step whose gradient holds a NaN or an infinity changes nothing but the counters: see `metrics`. A frozen parameter
     (`requires_grad = False`) is left as it is, with its moments and its average. Raises CudiffError for options out of
-    range, and `step` for a model whose parameters have been replaced since.
+    range, also where they are set later, and `step` for a model whose parameters have been replaced since.
     """
 
     moments: ClassVar[tuple[str, ...]] = ()
-    betas: tuple[float, float] = (0.0, 0.0)
+    betas: Any = (0.0, 0.0)
+    lr, weight_decay = _Checked(partial(real, least=0)), _Checked(partial(real, least=0))
+    clip, schedule = _Checked(_clip), _Checked(_schedule)
+    _ema: EMA | None = None
 
     def __init__(self, model: Module, lr: float, weight_decay: float, clip: float | None,
                  schedule: Constant | Cosine | None, ema: EMA | None):
-        self.lr = real("lr", lr, least=0)
-        self.weight_decay = real("weight_decay", weight_decay, least=0)
-        self.clip = (real("clip", clip, least=0) if clip is not None else 0) or math.inf
+        self.lr, self.weight_decay, self.clip, self.schedule = lr, weight_decay, clip, schedule
         flat = _flat(model)
         if not flat.trainable:
             raise CudiffError(NOT_TRAINABLE)
-        self.model, self.flat, self.ema = model, flat, ema
+        self.model, self.flat = model, flat
         self._structure = -1  # at which the parameters were last looked at
-        self.schedule = schedule or Constant()
         module = array_module(flat.device)
         self.buffers = {name: module.zeros(flat.size, float32) for name in self.moments}
         self.counters = Tensor(module.zeros(len(ops.Counter), int32))
         self.scalars = Tensor(module.zeros(8, float32))
+        self._token = object()  # an EMA's optimiser is told by it
+        self._average: FlatParameters | None = None
         self._buffer_pairs: list[tuple[Tensor, Tensor]] = []
         self._targets: tuple[Tensor | None, ...] = (_tensor(flat.shadow), None, None)
+        self.ema = ema
+
+    @property
+    def ema(self) -> EMA | None:
+        """What each step updates besides the parameters; it may be set to another EMA of the model, or to None."""
+        return self._ema
+
+    @ema.setter
+    def ema(self, ema: EMA | None) -> None:
+        if ema is self._ema:
+            return
+        average, pairs, flat = None, [], self.flat
         if ema is not None:
-            self._average = average = _flat(ema.model)
-            if average.slots != flat.slots or average.device != flat.device:
+            if not isinstance(ema, EMA):
+                raise CudiffError(f"ema must be EMA(model, half_life) or None, not a {type(ema).__name__}")
+            average, own = _flat(ema.model), self.model.parameters()
+            averaged = len(own) == len(ema._averaged) and all(map(operator.is_, own, ema._averaged))
+            if not averaged or average.slots != flat.slots or average.device != flat.device:
                 raise CudiffError("the EMA was made of another model: use EMA(model, ...) on the optimiser's model")
-            self._targets = (_tensor(flat.shadow), _tensor(average.data), _tensor(average.shadow))
-            self._pair_buffers()
+            pairs = self._paired(ema)
+            ema._user = self._token
+            structure_changes()  # the optimiser that had it looks at it again
+        self._ema, self._average, self._buffer_pairs = ema, average, pairs
+        averages = (None, None) if average is None else (_tensor(average.data), _tensor(average.shadow))
+        self._targets = (_tensor(flat.shadow), *averages)
+        record_again()  # a captured step holds the one before
 
     def zero_grad(self) -> None:
         """Set the gradients to zero: one fill of the flat buffer."""
@@ -180,6 +242,12 @@ class Optimizer:
         """What a copy takes over: its parameters are to be looked at."""
         return vars(self) | {"_structure": -1}
 
+    def __copy__(self) -> Any:
+        raise CudiffError(
+            "a copy of an optimiser would train the same parameters: make a new one, and load_state_dict of this one's "
+            "state_dict()"
+        )
+
     def _require_parameters(self) -> None:
         """Raise CudiffError unless the model and its EMA still have the parameters that they had."""
         if not self.flat.holds(self.model.parameters()):
@@ -187,21 +255,22 @@ class Optimizer:
                 "the optimiser was made for other parameters (the model was flattened again, a layer was replaced, an "
                 "optimiser of a larger model took them over, or this is a copy): make it anew"
             )
-        if self.ema is None:
+        if self.ema is None or self._average is None:
             return
+        if self.ema._user is not self._token:
+            raise CudiffError("another optimiser was given this one's EMA: make an EMA(model, ...) for each")
         if not self._average.holds(self.ema.model.parameters()):
             raise CudiffError(
                 "the EMA's model was flattened again, or a layer of it replaced: make the optimiser anew, or train a "
                 "copy.deepcopy of that model"
             )
-        self._pair_buffers()
+        self._buffer_pairs = self._paired(self.ema)
 
-    def _pair_buffers(self) -> None:
-        """Have each step copy the model's buffers to the EMA's. Raises CudiffError where they are not the same."""
-        assert self.ema is not None
-        own, averages = dict(self.model.named_buffers()), dict(self.ema.model.named_buffers())
+    def _paired(self, ema: EMA) -> list[tuple[Tensor, Tensor]]:
+        """The model's buffers and the EMA's, to which each step copies them. Raises CudiffError where they differ."""
+        own, averages = dict(self.model.named_buffers()), dict(ema.model.named_buffers())
         require_fit(own, averages, "the buffers were registered after the EMA was made, make it and the optimiser anew")
-        self._buffer_pairs = [(value, averages[name]) for name, value in own.items()]
+        return [(value, averages[name]) for name, value in own.items()]
 
     def _update(self, *buffers: Any) -> None:
         raise NotImplementedError
@@ -227,8 +296,11 @@ class Optimizer:
         targets: dict[str, Array] = {"counters": self.counters.data}
         for moment, buffer in self.buffers.items():
             targets |= {f"{moment}.{name}": view for name, view in self.flat.views(buffer).items()}
+        state = {name: array_of(value) for name, value in state.items()}
         require_fit(state, targets, "the optimiser's state does not fit")
         fitted = {name: fitting(name, state[name], target) for name, target in targets.items()}
+        if (fitted["counters"] < 0).any():
+            raise CudiffError(f"the optimiser's counters are negative, {fitted['counters']}: the state is damaged")
         for name, target in targets.items():
             copy_into(target, fitted[name])
 
@@ -241,16 +313,14 @@ class Adam(Optimizer):
     """Adam (Kingma and Ba, 2015); weight decay is added to the gradient."""
 
     moments = ("exp_avg", "exp_avg_sq")
+    betas, eps = _Checked(_betas), _Checked(partial(real, above=0))
     _kernel: ClassVar[Callable] = staticmethod(ops.adam)
 
     def __init__(self, model: Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 0.0, clip: float | None = None, schedule: Constant | Cosine | None = None,
                  ema: EMA | None = None):
+        self.betas, self.eps = betas, eps
         super().__init__(model, lr, weight_decay, clip, schedule, ema)
-        if not isinstance(betas, tuple | list) or len(betas) != 2:
-            raise CudiffError(f"betas must be two numbers such as (0.9, 0.999), not {betas!r}")
-        first, second = (real("betas", beta, least=0, below=1) for beta in betas)
-        self.betas, self.eps = (first, second), real("eps", eps, above=0)
 
     def _update(self, *buffers: Any) -> None:
         self._kernel(*buffers, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
@@ -271,12 +341,13 @@ class SGD(Optimizer):
     """Stochastic gradient descent with momentum, optionally Nesterov's; weight decay is added to the gradient."""
 
     moments = ("momentum_buffer",)
+    momentum, nesterov = _Checked(partial(real, least=0, below=1)), _Checked(lambda name, value: bool(value))
 
     def __init__(self, model: Module, lr: float = 1e-2, momentum: float = 0.0, nesterov: bool = False,
                  weight_decay: float = 0.0, clip: float | None = None, schedule: Constant | Cosine | None = None,
                  ema: EMA | None = None):
+        self.momentum, self.nesterov = momentum, nesterov
         super().__init__(model, lr, weight_decay, clip, schedule, ema)
-        self.momentum, self.nesterov = real("momentum", momentum, least=0, below=1), bool(nesterov)
 
     def _update(self, *buffers: Any) -> None:
         ops.sgd(*buffers, momentum=self.momentum, weight_decay=self.weight_decay, nesterov=self.nesterov)

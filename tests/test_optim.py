@@ -235,6 +235,48 @@ def test_mistakes_are_told():
         optimizer.step()
 
 
+@pytest.mark.parametrize("name, value", [
+    ("lr", np.nan), ("lr", -1), ("lr", "1"), ("weight_decay", -1), ("clip", -1), ("clip", np.nan), ("clip", "1"),
+    ("betas", 0.9), ("betas", (0.9, 1)), ("eps", 0), ("schedule", 3),
+])
+def test_attributes_are_checked_where_they_are_set(name, value):
+    _, optimizer = build("cpu")
+    before = getattr(optimizer, name)
+    with pytest.raises(CudiffError, match=f"^{name} must be "):
+        setattr(optimizer, name, value)
+    assert getattr(optimizer, name) == before
+    sgd = SGD(Model())
+    with pytest.raises(CudiffError, match=r"^momentum must be "):
+        sgd.momentum = 1
+
+
+def test_attributes_that_are_set_later_count(rng):
+    model, optimizer = build("cpu", clip=1e-3, lr=0.5)
+    set_gradients(model, random_gradients(rng))
+    other, expected = build("cpu", lr=0.1, betas=(0.5, 0.6))
+    set_gradients(other, {name: value.grad for name, value in model.named_parameters()})
+    optimizer.clip, optimizer.lr, optimizer.betas, optimizer.schedule = 0, 0.1, [0.5, 0.6], None
+    assert optimizer.clip == np.inf
+    optimizer.clip = optimizer.clip
+    for one in (optimizer, expected):
+        one.step()
+    for name, value in values(model).items():
+        np.testing.assert_array_equal(value, values(other)[name])
+
+
+@pytest.mark.parametrize("counters, error, message", [
+    (np.array([3, -1, 0]), CudiffError, "are negative"), (np.array(["a", "b", "c"]), TypeError, "real numbers"),
+    ("text", TypeError, "not a str"), ([1, 0, 0], TypeError, "not a list"), (None, TypeError, "not a NoneType"),
+    (np.array([1.5, 0, 0]), CudiffError, "counters is int32, which does not hold"),
+])
+def test_counters_are_checked_before_anything_is_loaded(counters, error, message):
+    _, optimizer = build("cpu")
+    state = {name: value + 1 for name, value in optimizer.state_dict().items()}
+    with pytest.raises(error, match=message):
+        optimizer.load_state_dict(state | {"counters": counters})
+    assert not any(value.any() for value in optimizer.state_dict().values())
+
+
 class SmallModel(Module):
     def __init__(self):
         super().__init__()
