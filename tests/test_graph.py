@@ -43,7 +43,7 @@ def train(device, captured, precompile=False, steps=STEPS):
 
     def step(scale):
         optimizer.zero_grad()
-        x = generator.normal((16, 77), Purpose.NOISE) * scale
+        x = generator.normal((16, 77), stream=Purpose.NOISE) * scale
         loss = ops.mean(ops.square(model(x) - target))
         loss.backward()
         optimizer.step()
@@ -75,13 +75,13 @@ def test_random_numbers_advance_from_call_to_call(device):
     generator, expected = Generator(seed=3, device=device), Generator(seed=3, device=device)
 
     def draw():
-        x = generator.normal((4, 9), Purpose.NOISE)
+        x = generator.normal((4, 9), stream=Purpose.NOISE)
         generator.advance()
         return x
 
     draw = capture(draw, warmup=2, device=device)
     for _ in range(6):
-        np.testing.assert_array_equal(draw().numpy(), expected.normal((4, 9), Purpose.NOISE).numpy())
+        np.testing.assert_array_equal(draw().numpy(), expected.normal((4, 9), stream=Purpose.NOISE).numpy())
         expected.advance()
 
 

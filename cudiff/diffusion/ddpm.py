@@ -42,8 +42,8 @@ class DDPMLoss:
 
     def __call__(self, net: Net, images: Tensor, labels: Tensor | None, generator: Generator) -> Tensor:
         labels = drop_labels(labels, self.label_dropout, generator)
-        t = generator.randint(0, self.schedule.num_timesteps, (images.shape[0],), Purpose.TIMESTEP)
-        noise = generator.normal(images.shape, Purpose.NOISE)
+        t = generator.randint(0, self.schedule.num_timesteps, (images.shape[0],), stream=Purpose.TIMESTEP)
+        noise = generator.normal(images.shape, stream=Purpose.NOISE)
         out = net(self.q_sample(images, t, noise), ops.astype(t, images.dtype), labels)
         eps, fraction = split_learned_variance(out, images)
         simple = mse(eps, noise)

@@ -47,8 +47,8 @@ class EDMLoss:
 
     def __call__(self, net: Net, images: Tensor, labels: Tensor | None, generator: Generator) -> Tensor:
         labels = drop_labels(labels, self.label_dropout, generator)
-        draw = generator.normal((images.shape[0],), Purpose.SIGMA)
-        noise = generator.normal(images.shape, Purpose.NOISE)
+        draw = generator.normal((images.shape[0],), stream=Purpose.SIGMA)
+        noise = generator.normal(images.shape, stream=Purpose.NOISE)
         x, target, c_noise = ops.edm_mix(
             images, noise, draw, self.P_mean, self.P_std, self.sigma_data, self.c_noise_scale, self.data_mean,
             self.data_std,

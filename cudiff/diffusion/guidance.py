@@ -25,7 +25,7 @@ def drop_labels(labels: Any, probability: float, generator: Generator) -> Tensor
     if labels is None or probability == 0:
         return labels
     labels = as_index("drop_labels", labels, generator.device)
-    draws = generator.uniform(labels.shape, Purpose.LABEL_DROP)
+    draws = generator.uniform(labels.shape, stream=Purpose.LABEL_DROP)
     kept = ops.astype(draws + (1 - probability), "uint8")  # not 0 where the draw is at least the probability
     # in float32, exact up to 2^24 classes: device arithmetic is for floats
     return ops.astype(ops.where(kept, ops.astype(labels, float32), float(NULL_CLASS)), labels.dtype)

@@ -34,12 +34,12 @@ class ImageNoise:
 
     An image therefore does not depend on the batch that it is sampled in. Called with a step it gives the noise that a
     stochastic sampler adds there. A sampler that finds it to be like its images does not call it, but draws the same in
-    its step, from `counters`: if captured, inside the step's graph.
+    its step, from `counters`: if captured, inside the step's graph. Of a seed the low 64 bits count, of `first` 32.
     """
 
     def __init__(self, shape: Sequence[int], seed: int, first: int = 0, device: str = "cpu", dtype: Any = float32):
-        self.shape, self.seed, self.first = tuple(shape), whole("seed", seed, None), whole("first", first, None)
-        self.device, self.dtype = device, np.dtype(dtype)
+        self.shape, self.device, self.dtype = tuple(shape), device, np.dtype(dtype)
+        self.seed, self.first = whole("seed", seed, None) % 2**64, whole("first", first, None) % 2**32
 
     def start(self, sigma: float) -> Tensor:
         """Noise of standard deviation `sigma` for a sampler to begin with."""

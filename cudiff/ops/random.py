@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from cudiff.backend import Array, array_module, float32, int32
 from cudiff.cuda.launch import blocks, launch
+from cudiff.errors import CudiffError
 from cudiff.function import Function
 from cudiff.tensor import Tensor
 from cudiff.values import whole
@@ -126,10 +127,11 @@ def _fill(kind: str, shape: Any, seed: Number, stream: int, step: Number, first:
         tensor = number if isinstance(number, Tensor) else None
         if tensor is not None and (tensor.shape != (size,) or tensor.dtype not in (int32, np.uint32)):
             raise TypeError(f"a {name} tensor has shape ({size},) and dtype int32 or uint32")
-        numbers[name] = int(number) if tensor is None else 0
+        numbers[name] = whole(name, number, 0, 2 ** (32 * size) - 1) if tensor is None else 0
         words.append(tensor)
     out = Tensor(array_module(device).empty(shape, dtype))
-    return Fill.apply(out, *words, kind=kind, stream=int(stream), low=low, width=width, **numbers)
+    stream = whole("stream", stream, 0, 2**32 - 1)
+    return Fill.apply(out, *words, kind=kind, stream=stream, low=low, width=width, **numbers)
 
 
 def normal(shape: int | Sequence[int], seed: Number, stream: int = Purpose.NOISE, step: Number = 0, first: Number = 0,
@@ -139,7 +141,8 @@ def normal(shape: int | Sequence[int], seed: Number, stream: int = Purpose.NOISE
     Row n of `shape[0]` is sample `first + n`: its numbers depend on (seed, stream, step, sample) alone, not on the
     batch it is drawn in. seed has 64 bits, step and first 32; each is an int, or an int32 or uint32 Tensor on `device`,
     seed's (2,) with the low word first, the others' (1,), which the kernel reads: a captured graph sees it move.
-    dtype: float32; float64 too on the CPU.
+    dtype: float32; float64 too on the CPU. Raises CudiffError for a seed, stream, step or first that is no whole number
+    or out of range.
     """
     return _fill("normal", shape, seed, stream, step, first, device, dtype)
 
@@ -155,11 +158,12 @@ def randint(low: int, high: int, shape: int | Sequence[int], seed: Number, strea
     """int32 in [low, high), bit-equal on both backends; other arguments as for `normal`.
 
     low + (bits * (high - low) >> 32): for ranges below 2^16 the bias is under 2^-16 of each probability.
-    Raises ValueError for an empty range or one outside int32.
+    Raises ValueError for an empty range or one outside int32, CudiffError for bounds that are no whole numbers.
     """
+    low, high = whole("low", low, None), whole("high", high, None)
     if not -(2**31) <= low < high <= 2**31:
         raise ValueError(f"randint needs -2^31 <= low < high <= 2^31, got [{low}, {high})")
-    return _fill("randint", shape, seed, stream, step, first, device, int32, low=int(low), width=int(high) - int(low))
+    return _fill("randint", shape, seed, stream, step, first, device, int32, low=low, width=high - low)
 
 
 class Advance(Function):
@@ -197,15 +201,15 @@ class Generator:
         self.step = Tensor(np.zeros(1, int32), device=device)
         self.draws = Tensor(np.zeros(1, int32), device=device)
 
-    def normal(self, shape: int | Sequence[int], stream: int | None = None, first: int = 0) -> Tensor:
+    def normal(self, shape: int | Sequence[int], *, stream: int | None = None, first: int = 0) -> Tensor:
         """Standard normal float32; see `normal`."""
         return self._draw(normal, shape, stream=stream, first=first)
 
-    def uniform(self, shape: int | Sequence[int], stream: int | None = None, first: int = 0) -> Tensor:
+    def uniform(self, shape: int | Sequence[int], *, stream: int | None = None, first: int = 0) -> Tensor:
         """float32 in [0, 1); see `uniform`."""
         return self._draw(uniform, shape, stream=stream, first=first)
 
-    def randint(self, low: int, high: int, shape: int | Sequence[int], stream: int | None = None,
+    def randint(self, low: int, high: int, shape: int | Sequence[int], *, stream: int | None = None,
                 first: int = 0) -> Tensor:
         """int32 in [low, high); see `randint`."""
         return self._draw(randint, low, high, shape, stream=stream, first=first)
@@ -226,7 +230,12 @@ class Generator:
         return {"seed": self.seed, "step": int(self.step.item()), "draws": int(self.draws.item())}
 
     def load_state(self, state: dict[str, int]) -> None:
-        """Continue from `state()`, of which an old one has no draws; the counters stay the same arrays."""
-        self.seed = int(state["seed"])
-        self.step.data[...] = int(state["step"])
-        self.draws.data[...] = int(state.get("draws", 0))
+        """Continue from `state()`, of which an old one has no draws; the counters stay the same arrays.
+
+        Raises CudiffError, before anything is changed, where it is none.
+        """
+        if not isinstance(state, Mapping) or not {"seed", "step"} <= state.keys() <= {"seed", "step", "draws"}:
+            raise CudiffError("a generator's state holds seed, step and draws: give what state() returned")
+        seed = whole("seed", state["seed"], 0, 2**64 - 1)
+        step, draws = (whole(name, state.get(name, 0), -(2**31), 2**31 - 1) for name in ("step", "draws"))
+        self.seed, self.step.data[...], self.draws.data[...] = seed, step, draws

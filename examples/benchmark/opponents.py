@@ -191,8 +191,9 @@ def check_losses(trainer: Trainer, model: EDM) -> None:
     trainer.net.zero_grad()
     loss = trainer.loss(trainer.net, images, labels, trainer.generator)
     loss.backward()
-    log_sigma = trainer.generator.normal((len(images),), Purpose.SIGMA) * model.config.P_std + model.config.P_mean
-    noise = trainer.generator.normal(images.shape, Purpose.NOISE)
+    log_sigma = trainer.generator.normal((len(images),), stream=Purpose.SIGMA)
+    log_sigma = log_sigma * model.config.P_std + model.config.P_mean
+    noise = trainer.generator.normal(images.shape, stream=Purpose.NOISE)
     x, log_sigma, noise = (torch.from_numpy(value.numpy()).to(DEVICE) for value in (images, log_sigma, noise))
     model.net.zero_grad()
     other = model.loss(x.permute(0, 3, 1, 2), log_sigma, noise.permute(0, 3, 1, 2))

@@ -84,8 +84,8 @@ def test_edm_loss_is_equation_2_weighted_as_in_table_1(rng, wide_generator, scal
     loss = EDMLoss(sigma_data=0.6, P_mean=-0.8, P_std=1.1, c_noise_scale=scale)
     value = loss(net, Tensor(images), None, wide_generator).item()
 
-    sigma = np.exp(-0.8 + 1.1 * wide_generator.normal((6,), Purpose.SIGMA).numpy())
-    noise = wide_generator.normal(SHAPE, Purpose.NOISE).numpy()
+    sigma = np.exp(-0.8 + 1.1 * wide_generator.normal((6,), stream=Purpose.SIGMA).numpy())
+    noise = wide_generator.normal(SHAPE, stream=Purpose.NOISE).numpy()
     s = sigma.reshape(-1, 1, 1, 1)
     denoised = EDMDenoiser(net, 0.6, scale)(Tensor(images + s * noise), Tensor(sigma), None).numpy()
     expected = np.mean((s**2 + 0.36) / (s * 0.6) ** 2 * (denoised - images) ** 2)
@@ -149,8 +149,8 @@ def test_simple_loss_is_equation_14(rng, wide_generator):
     images, weight = level_images(rng), rng.standard_normal((2, 2))
     net = PointwiseNet(weight)
     value = DDPMLoss(schedule)(net, Tensor(images), None, wide_generator).item()
-    t = wide_generator.randint(0, 1000, (6,), Purpose.TIMESTEP).numpy()
-    noise = wide_generator.normal(SHAPE, Purpose.NOISE).numpy()
+    t = wide_generator.randint(0, 1000, (6,), stream=Purpose.TIMESTEP).numpy()
+    noise = wide_generator.normal(SHAPE, stream=Purpose.NOISE).numpy()
     a = schedule.alphas_cumprod[t].reshape(-1, 1, 1, 1)
     x = np.sqrt(a) * images + np.sqrt(1 - a) * noise
     assert np.array_equal(net.fed[1], t)
@@ -197,9 +197,9 @@ def numpy_bound(schedule, images, t, noise, eps, v):
 
 
 def hybrid_draws(generator, schedule):
-    t = generator.randint(0, schedule.num_timesteps, (6,), Purpose.TIMESTEP).numpy()
+    t = generator.randint(0, schedule.num_timesteps, (6,), stream=Purpose.TIMESTEP).numpy()
     assert 0 in t and t.max() > 0, "another seed: this one does not draw both kinds of step"
-    return t, generator.normal(SHAPE, Purpose.NOISE).numpy()
+    return t, generator.normal(SHAPE, stream=Purpose.NOISE).numpy()
 
 
 def test_hybrid_loss_is_equation_16(rng, wide_generator):

@@ -105,17 +105,17 @@ def test_numbers_on_the_device(device):
 
 def test_generator(device):
     generator = Generator(11, device)
-    first = generator.normal((2, 3), Purpose.NOISE).numpy()
-    assert np.array_equal(first, generator.normal((2, 3), Purpose.NOISE).numpy())
-    assert np.array_equal(first[1:], generator.normal((1, 3), Purpose.NOISE, first=1).numpy())
+    first = generator.normal((2, 3), stream=Purpose.NOISE).numpy()
+    assert np.array_equal(first, generator.normal((2, 3), stream=Purpose.NOISE).numpy())
+    assert np.array_equal(first[1:], generator.normal((1, 3), stream=Purpose.NOISE, first=1).numpy())
     array = generator.step.data
     generator.advance()
     assert generator.step.data is array and generator.state() == {"seed": 11, "step": 1, "draws": 0}
-    assert np.array_equal(generator.uniform(4, 1).numpy(), uniform(4, 11, 1, step=1).numpy())
-    assert np.array_equal(generator.randint(0, 9, 4, 2).numpy(), randint(0, 9, 4, 11, 2, step=1).numpy())
+    assert np.array_equal(generator.uniform(4, stream=1).numpy(), uniform(4, 11, 1, step=1).numpy())
+    assert np.array_equal(generator.randint(0, 9, 4, stream=2).numpy(), randint(0, 9, 4, 11, 2, step=1).numpy())
     generator.load_state({"seed": 11, "step": 0})
     assert generator.step.data is array
-    assert np.array_equal(first, generator.normal((2, 3), Purpose.NOISE).numpy())
+    assert np.array_equal(first, generator.normal((2, 3), stream=Purpose.NOISE).numpy())
 
 
 def test_float64_normals_round_to_float32():
@@ -128,6 +128,44 @@ def test_bad_arguments():
         randint(3, 3, (1,), 0)
     with pytest.raises(TypeError, match="float32"):
         normal((1,), 0, dtype=np.float16)
+
+
+@pytest.mark.parametrize("name, wrong", [
+    ("seed", (-1, 2**64, 1.5, True, "1")), ("step", (-1, 2**32, 0.5)), ("first", (-1, 2**32, 0.5)),
+    ("stream", (-1, 2**32, 0.5, (2, 3))),
+])
+def test_what_a_draw_depends_on_is_checked(name, wrong):
+    for draw in (normal, uniform, lambda *args, **words: randint(0, 9, *args, **words)):
+        for value in wrong:
+            with pytest.raises(CudiffError, match=f"^{name} must be "):
+                draw((2, 3), **({"seed": 0} | {name: value}))
+
+
+def test_integers_lie_between_integers():
+    for low, high, name in ((0.5, 3, "low"), (0, 2.9, "high"), (False, 3, "low")):
+        with pytest.raises(CudiffError, match=f"^{name} must be a whole number"):
+            randint(low, high, 4, 0)
+    assert randint(np.int64(-3), np.int64(-2), 4, 0).numpy().tolist() == [-3] * 4
+
+
+def test_a_shape_in_two_words_is_no_stream():
+    """PyTorch takes randn(2, 3)."""
+    generator = Generator(0)
+    for draw, bounds in ((generator.normal, ()), (generator.uniform, ()), (generator.randint, (0, 9))):
+        with pytest.raises(TypeError, match="positional argument"):
+            draw(*bounds, 2, 3)
+
+
+@pytest.mark.parametrize("state", [
+    {}, {"seed": 1}, {"step": 1}, {"seed": 1, "step": 2, "extra": 3}, [1, 2], None, {"seed": -1, "step": 0},
+    {"seed": 1, "step": "2"}, {"seed": 1, "step": 1.5}, {"seed": 1, "step": 2**31},
+    {"seed": 1, "step": 2, "draws": None},
+])
+def test_a_generators_state_is_checked_before_it_is_loaded(state):
+    generator = Generator(7)
+    with pytest.raises(CudiffError, match=r"^(seed|step|draws) must be|^a generator's state holds"):
+        generator.load_state(state)
+    assert generator.state() == {"seed": 7, "step": 0, "draws": 0}
 
 
 def test_no_two_uses_share_a_stream():
