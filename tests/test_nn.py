@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import cudiff
 from cudiff import nn, ops
 from cudiff.backend import bfloat16
 from cudiff.errors import CudiffError
@@ -80,6 +81,63 @@ def test_dropout_of_nothing_needs_no_numbers():
     with pytest.raises(RuntimeError, match="set_generator"):
         nn.Dropout(0.5).train()(x)
     assert nn.Dropout(0.5).eval()(x) is x
+
+
+def dropped(layer, n=1):
+    """The masks of n calls of it, in training."""
+    x = Tensor(np.ones((4, 32), np.float32), device=layer.generator.device)
+    return [layer.train()(x).numpy().tobytes() for _ in range(n)]
+
+
+def test_dropout_differs_from_call_to_call(device):
+    """PyTorch's does, whose loop advances nothing; equal seeds and calls give equal masks."""
+    def masks():
+        layer, generator, found = nn.Dropout(0.5), cudiff.Generator(3, device), []
+        nn.set_generator(layer, generator)
+        for _ in range(3):
+            found += dropped(layer, 3)
+            generator.advance()
+        return found
+
+    assert len(set(masks())) == 9 and masks() == masks()
+
+
+def test_dropout_s_first_call_of_a_step_depends_on_seed_and_step_alone(device):
+    """A run that is resumed has the masks of one that was not, whatever was called before."""
+    layer, generator = nn.Dropout(0.5), cudiff.Generator(3, device)
+    nn.set_generator(layer, generator)
+    dropped(layer, 4)
+    generator.load_state({"seed": 3, "step": 5})
+    again = nn.Dropout(0.5)
+    nn.set_generator(again, cudiff.Generator(3, device))
+    for _ in range(5):
+        again.generator.advance()
+    x = Tensor(np.ones((4, 32), np.float32), device=device)
+    expected = cudiff.dropout(x, 0.5, generator, cudiff.Purpose.DROPOUT).numpy().tobytes()
+    assert dropped(layer) == dropped(again) == [expected]
+
+
+def test_two_models_of_one_generator_drop_others(device):
+    generator = cudiff.Generator(3, device)
+    one, other = (nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)) for _ in range(2))
+    for model in (one, other, one):  # again: as it was
+        nn.set_generator(model, generator)
+    assert len({mask for model in (one, other) for layer in model for mask in dropped(layer)}) == 4
+    assert [layer.stream - cudiff.Purpose.DROPOUT for layer in (*one, *other)] == [0, 1, 2, 3]
+    nn.set_generator(one, cudiff.Generator(4, device))
+    fresh = nn.Dropout(0.5)
+    nn.set_generator(fresh, cudiff.Generator(4, device))
+    assert dropped(one[0]) == dropped(fresh)
+
+
+def test_the_gradient_of_dropout_has_its_call_s_mask(device):
+    layer = nn.Dropout(0.5).train()
+    nn.set_generator(layer, cudiff.Generator(3, device))
+    x = Tensor(np.ones((4, 32), np.float32), device=device, requires_grad=True)
+    first, second = layer(x), layer(x)
+    cudiff.sum(first).backward()
+    np.testing.assert_array_equal(x.grad.get() if hasattr(x.grad, "get") else x.grad, first.numpy())
+    assert (first.numpy() != second.numpy()).any()
 
 
 def test_convolutions_keep_the_size_by_default():

@@ -148,20 +148,25 @@ class Embedding(Module):
 class Dropout(Module):
     """Zero a share p of the elements in training and scale the rest by 1/(1−p).
 
-    The mask comes from `generator` (set by the trainer: `set_generator`) and the layer's own stream.
+    The mask comes from `generator` (set by the trainer: `set_generator`) and the layer's own stream. It differs from
+    call to call: each of 65,536 calls without a `generator.advance()` has a stream. They are counted on the host: a
+    captured step has new masks only if it advances the generator.
     """
 
     def __init__(self, p: float):
         super().__init__()
         self.p, self.stream = real("p", p, least=0, below=1), 0
         self.generator: ops.Generator | None = None
+        self._moves, self._calls = -1, 0  # the generator's at the last call, -1 for none; calls since, less one
 
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
             return x
         if self.generator is None:
             raise RuntimeError("dropout has no random numbers: call nn.set_generator(model, generator) before training")
-        return ops.dropout(x, self.p, self.generator, self.stream)
+        self._calls = (self._calls + 1) % 2**16 if self._moves == self.generator.moves else 0
+        self._moves = self.generator.moves
+        return ops.dropout(x, self.p, self.generator, self.stream + (self._calls << 16))
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no random numbers until it is given some: nobody would advance a copy of the generator, and every
@@ -184,10 +189,15 @@ class ReLU(Module):
 
 
 def set_generator(model: Module, generator: ops.Generator) -> None:
-    """Give every Dropout of `model` the random numbers of `generator`, a stream each."""
-    layers = [module for _, module in model.modules() if isinstance(module, Dropout)]
-    for index, layer in enumerate(layers):
-        layer.generator, layer.stream = generator, ops.Purpose.DROPOUT + index
+    """Give every Dropout of `model` the random numbers of `generator`, a stream each that no other layer has.
+
+    A layer that has this generator already keeps its stream.
+    """
+    for _, layer in model.modules():
+        if isinstance(layer, Dropout) and layer.generator is not generator:
+            layer.generator, layer.stream = generator, ops.Purpose.DROPOUT + generator.dropouts
+            layer._moves = -1
+            generator.dropouts += 1
 
 
 __all__ = [

@@ -200,6 +200,7 @@ class Generator:
         self.seed, self.device = whole("seed", seed, 0, 2**64 - 1), device
         self.step = Tensor(np.zeros(1, int32), device=device)
         self.draws = Tensor(np.zeros(1, int32), device=device)
+        self.moves = self.dropouts = 0  # on the host: how often `step` was set, how many layers have a stream of this
 
     def normal(self, shape: int | Sequence[int], *, stream: int | None = None, first: int = 0) -> Tensor:
         """Standard normal float32; see `normal`."""
@@ -224,6 +225,7 @@ class Generator:
     def advance(self) -> None:
         """Go on to the next step's numbers."""
         Advance.apply(self.step)
+        self.moves += 1
 
     def state(self) -> dict[str, int]:
         """What a checkpoint keeps: the seed, the step and the number of draws without a stream."""
@@ -239,3 +241,4 @@ class Generator:
         seed = whole("seed", state["seed"], 0, 2**64 - 1)
         step, draws = (whole(name, state.get(name, 0), -(2**31), 2**31 - 1) for name in ("step", "draws"))
         self.seed, self.step.data[...], self.draws.data[...] = seed, step, draws
+        self.moves += 1
