@@ -9,10 +9,10 @@ from cudiff import Tensor
 from cudiff.diffusion import DDIM, Ancestral, EDMDenoiser, Euler, Guided, Heun, ImageNoise
 from cudiff.diffusion.ddpm import DDPMLoss
 from cudiff.diffusion.edm import EDMLoss
-from cudiff.diffusion.samplers import Plan, Sampler, falling
+from cudiff.diffusion.samplers import Plan, Sampler, decreasing
 from cudiff.diffusion.schedule import Schedule, karras_sigmas
 from cudiff.errors import CudiffError
-from cudiff.ops.random import Streams, normal
+from cudiff.ops.random import Purpose, normal
 
 SIGMAS = np.array([8.0, 4.0, 2.0, 1.0, 0.0])
 
@@ -67,11 +67,11 @@ def test_deviations_are_above_0(make):
 def test_the_noise_of_an_image_by_its_streams(first):
     """What sampling starts from has the stream SAMPLE and number 0; a step's own has CHURN and the step."""
     noise = ImageNoise((2, 3, 3, 1), 5, first)
-    start = normal((2, 3, 3, 1), 5, Streams.SAMPLE, 0, first, "cpu", np.float32).numpy()
+    start = normal((2, 3, 3, 1), 5, Purpose.SAMPLE, 0, first, "cpu", np.float32).numpy()
     np.testing.assert_array_equal(noise.start(1.0).numpy(), start)
     np.testing.assert_array_equal(noise.start(3.0).numpy(), 3 * start)
     for step in (0, 1, 4):
-        expected = normal((2, 3, 3, 1), 5, Streams.CHURN, step, first, "cpu", np.float32).numpy()
+        expected = normal((2, 3, 3, 1), 5, Purpose.CHURN, step, first, "cpu", np.float32).numpy()
         np.testing.assert_array_equal(noise(step).numpy(), expected)
 
 
@@ -102,9 +102,9 @@ def test_a_step_returns_a_state_and_an_image(made):
 
 @pytest.mark.parametrize("sigmas", [[1.0], [], [1.0, 1.0], [1.0, 2.0], [1.0, -0.1], [[2.0, 1.0]], [1.0, math.nan]])
 def test_sigmas_fall_to_0_or_above(sigmas):
-    with pytest.raises(CudiffError, match="two or more falling sigmas that end at 0 or above"):
-        falling(sigmas)
-    assert falling([1.0, 0.0]).tolist() == [1, 0] and falling([2, 1]).tolist() == [2, 1]
+    with pytest.raises(CudiffError, match="two or more decreasing sigmas that end at 0 or above"):
+        decreasing(sigmas)
+    assert decreasing([1.0, 0.0]).tolist() == [1, 0] and decreasing([2, 1]).tolist() == [2, 1]
 
 
 @pytest.mark.parametrize("guidance, labels, sizes", [
