@@ -134,6 +134,16 @@ def check_newest(folder: Path, step: int, sampler: str | None = None) -> list[tu
     return found
 
 
+def holds(folder: Path, counters: Mapping[str, Any], sampler: str | None = None) -> bool:
+    """Whether a file in `folder`, by whatever name, is the checkpoint with these counters: its time is no other's."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        with contextlib.suppress(CudiffError):
+            held = load_checkpoint(path, (), sampler).counters if path.is_file() else {}
+            if held and all(held.get(name) == counters.get(name) for name in ("step", "seconds")):
+                return True
+    return False
+
+
 def set_aside(path: Path, why: str) -> Path:
     """Rename a checkpoint to a name that no run looks for, and that nothing has; returns it."""
     name, number = f"{path.name}.{why.replace(' ', '-')}", 1

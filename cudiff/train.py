@@ -22,7 +22,7 @@ from cudiff.data.dataset import differences
 from cudiff.data.loader import Loader
 from cudiff.diffusion.samplers import decreasing
 from cudiff.errors import CudiffError
-from cudiff.folder import Metrics, alone_in, check_newest, check_no_run, check_unused, quoted, set_aside
+from cudiff.folder import Metrics, alone_in, check_newest, check_no_run, check_unused, holds, quoted, set_aside
 from cudiff.memory import memory_available, peak_of, resident
 from cudiff.models import build
 from cudiff.nn import Module, set_generator
@@ -65,7 +65,8 @@ class Trainer:
         self.config, self.device = config, default_device() if config.device == "auto" else config.device
         array_module(self.device)  # says what is missing before anything else is done
         self.folder, self.metrics, self.data = Path(folder), Metrics(Path(folder)), dataset.fingerprint()
-        self.step, self.seconds, self._is_new = 0, 0.0, resume is None
+        self.step, self.seconds, self._started = 0, 0.0, False
+        self._resumed = None if resume is None else resume.counters
         if resume is not None and "optimizer" in resume.counters:  # converted weights: training begins with them
             self.step, self.seconds = resume.counters["step"], resume.counters["seconds"]
         check_unused(self.folder)
@@ -176,14 +177,15 @@ class Trainer:
 
         `run` asks again, as another Trainer may have run there since this one was made.
         """
-        if self._is_new:
+        sampler = self.config.sampler
+        useless = [] if self._resumed is None and not self._started else check_newest(self.folder, self.step, sampler)
+        if not self._started and (self._resumed is None or not holds(self.folder, self._resumed, sampler)):
             check_no_run(self.folder)
-            return []
-        return check_newest(self.folder, self.step, self.config.sampler)
+        return useless
 
     def _prepare_folder(self, useless: list[tuple[Path, str]], display: Any) -> None:
         """Take the folder for this run: drop what it does again, and rename checkpoints of no use."""
-        self._is_new = False
+        self._started = True
         notices, self._notices = self._notices, []
         for path, why in useless:
             notices.append(f"{path.name} is {why} and named {set_aside(path, why).name} from now on")

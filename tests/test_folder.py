@@ -132,6 +132,23 @@ def test_a_trainer_made_before_another_ran_in_its_folder_loses_nothing(digits, t
     assert content(tmp_path / "run") == before
 
 
+def test_a_run_does_not_go_on_in_the_folder_of_another(run, digits, tmp_path):
+    """`keep` would delete the other's checkpoints, and its metrics would lose lines."""
+    config = TINY.replace(steps=6, save_every=1, keep=2, seed=1)
+    Trainer(config, digits, tmp_path / "mine").run()
+    start, before = load_checkpoint(tmp_path / "mine"), content(run)
+    more = config.replace(steps=8)
+    line = f"{run} already holds a run, with {SECOND}: go on with cudiff train --resume '{run}', or choose another"
+    assert line in refused(more, digits, run, start)
+    early = Trainer(more, digits, tmp_path / "later", start)
+    run.rename(tmp_path / "later")
+    with pytest.raises(CudiffError, match=f"later already holds a run, with {SECOND}: "):
+        early.run()
+    assert content(tmp_path / "later") == before
+    (tmp_path / "mine" / "step-00000006.safetensors").rename(tmp_path / "mine" / "best")  # its own, renamed
+    Trainer(more, digits, tmp_path / "mine", start).run()
+
+
 def test_a_stopped_trainer_runs_on_in_its_folder(digits, tmp_path):
     trainer = Trainer(TINY, digits, tmp_path / "run")
     with pytest.raises(ZeroDivisionError):
