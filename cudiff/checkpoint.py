@@ -86,6 +86,14 @@ def load_checkpoint(
     return Checkpoint(config, tensors, about["counters"])
 
 
+def stored_options(path: str | os.PathLike) -> dict[str, Any]:
+    """The configuration in a checkpoint as it was written, by name: of a sampler too that is not registered here.
+
+    Raises CudiffError where the file cannot be read or is no checkpoint.
+    """
+    return _about(path, read_header(path)[1])["config"]
+
+
 def prefixed(name: str, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """`state` with the names that it has as a part of a checkpoint: `prefixed("ema", {"out.bias": …})`."""
     return {f"{name}.{key}": array for key, array in state.items()}

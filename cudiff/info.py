@@ -12,6 +12,7 @@ from rich.text import Text
 
 from cudiff import __version__
 from cudiff.backend import cuda_status
+from cudiff.checkpoint import stored_options
 from cudiff.config import Config
 from cudiff.cuda.compiler import cubin_folder, kernel_folder, nvrtc_version
 from cudiff.cuda.device import describe, kernel_architecture
@@ -19,7 +20,7 @@ from cudiff.cuda.select import FAMILIES
 from cudiff.cuda.tiles import summary
 from cudiff.errors import CudiffError
 from cudiff.folder import read_checkpoint
-from cudiff.registry import TABLES
+from cudiff.registry import SAMPLERS, TABLES
 
 
 def system_table() -> Table:
@@ -80,9 +81,14 @@ def kernel_tables(architecture: str | None = None) -> list[Table]:
 
 
 def checkpoint_table(path: str | os.PathLike) -> Table:
-    """A rich table of what a checkpoint, or a run's newest one, holds. Raises CudiffError where it cannot be read."""
-    path, checkpoint = read_checkpoint(path, parts=("model",))
-    config = checkpoint.config
+    """A rich table of what a checkpoint, or a run's newest one, holds. Raises CudiffError where it cannot be read.
+
+    Of a sampler that is not registered here it says the name.
+    """
+    path, checkpoint = read_checkpoint(path, parts=("model",), sampler=Config().sampler)
+    options = stored_options(path)
+    lost = options.get("sampler", Config().sampler) not in SAMPLERS
+    config = checkpoint.config if lost else Config.stored(options)
     defaults = Config(**{kind: getattr(config, kind) for kind in TABLES}).to_dict()
     parameters = sum(array.size for array in checkpoint.tensors.values())
     steps = checkpoint.counters["step"]
@@ -90,7 +96,8 @@ def checkpoint_table(path: str | os.PathLike) -> Table:
     table.add_row("file", Text(str(path)))
     table.add_row("trained", f"{parameters:,} parameters, {steps:,} steps")
     table.add_section()
-    for name, value in config.to_dict().items():
+    values = config.to_dict() | ({"sampler": f"{options['sampler']}, which is not registered here"} if lost else {})
+    for name, value in values.items():
         if value != defaults.get(name) or name in ("model", "diffusion", "data"):
             table.add_row(name, Text(str(value)))
     return table

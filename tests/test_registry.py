@@ -172,6 +172,13 @@ UNET = {"model": "unet", "diffusion": "edm", "model_channels": 8, "channel_mult"
         "num_head_channels": 8, "norm_group_channels": 1}
 
 
+def told_by_info(path, capsys):
+    capsys.readouterr()
+    assert main(["info", str(path)]) == 0
+    lines = [line.split("│") for line in capsys.readouterr().out.splitlines()]
+    return {cells[1].strip(): cells[2].strip() for cells in lines if len(cells) == 4}
+
+
 def test_a_sampler_that_is_not_registered_is_replaced_by_one_that_is_named(own, digits, tmp_path, capsys):
     config = Config(**{name: value for name, value in tiny().to_dict().items() if name in vars(Config())} | UNET)
     config = config.replace(sampler="brief", skipped=2, eta=0.5)
@@ -179,8 +186,10 @@ def test_a_sampler_that_is_not_registered_is_replaced_by_one_that_is_named(own, 
     trainer.run()
     expected = trainer.preview.sample(3, sampler="euler")
     cudiff.register_model("other", "x", options={"skipped": cudiff.Option(1, "as the sampler's")})(Small)
-    del TABLES["sampler"]["brief"]
     path = trainer.save_path
+    told = told_by_info(path, capsys)
+    assert (told["sampler"], told["skipped"]) == ("brief", "2")
+    del TABLES["sampler"]["brief"]
     for read in (cudiff.load, load_checkpoint, read_checkpoint):
         with pytest.raises(CudiffError, match=r"'brief' is not registered here.*or choose another one with --sampler"):
             read(path)
@@ -193,6 +202,7 @@ def test_a_sampler_that_is_not_registered_is_replaced_by_one_that_is_named(own, 
     assert main(words) == 2 and "--sampler" in capsys.readouterr().err
     assert main([*words, "--sampler", "euler"]) == 0
     np.testing.assert_array_equal(np.load(tmp_path / "images.npz")["images"], expected)
+    assert told_by_info(path, capsys)["sampler"] == "brief, which is not registered here"
     export_torch(path, tmp_path / "torch.safetensors")
     first = tmp_path / "run" / "step-00000002.safetensors"
     more = load_checkpoint(first, sampler="euler")
