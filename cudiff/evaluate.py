@@ -356,8 +356,10 @@ def evaluate_pipeline(
     """`evaluate` for a loaded model, on the data it was trained with or another; None is the model's configuration.
 
     The test images are the data's own, or, where it has none, those that the model's training held out.
+    Raises CudiffError before the classifier is trained, for the data's classes too that the model does not have.
     """
     config = pipeline.config
+    _, guided, _ = pipeline.checked(n, seed, steps, guidance, sampler, batch_size)
     spec = os.path.expanduser(data or config.data)
     form = dict(image_size=config.image_size, channels=config.channels, skip_bad=config.skip_bad)
     train = load_dataset(spec, **form)  # type: ignore[arg-type]
@@ -366,12 +368,13 @@ def evaluate_pipeline(
     else:
         train, test = train.split(config.validation or 0.1, config.seed)
     conditional = config.num_classes > 0
+    if conditional and train.labels is not None:
+        pipeline.labels(len(train), train.labels)
 
     def sample(count: int, classes: np.ndarray | None, seed: int) -> np.ndarray:
         return pipeline.sample(count, seed, classes, steps, guidance, sampler, batch_size)  # type: ignore[arg-type]
 
-    stated = (config.guidance if guidance is None else guidance) if conditional else None
     return evaluate(
-        sample, train, test, n, conditional=conditional, guidance=stated, seed=seed, device=pipeline.device,
-        progress=progress,
+        sample, train, test, n, conditional=conditional, guidance=guided if conditional else None, seed=seed,
+        device=pipeline.device, progress=progress,
     )

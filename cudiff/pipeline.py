@@ -77,20 +77,10 @@ class Pipeline:
         its schedule does not have, for numbers out of range (seed is a whole one below 2^64), and for a sampler that
         returns something else than images, by name.
         """
-        config = self.config
-        steps = config.sample_steps if steps is None else steps
-        sampler = config.sampler if sampler is None else sampler
-        if guidance not in (None, 1) and not config.num_classes:
-            raise CudiffError("this model has no classes to guide to: leave guidance out")
-        guidance = config.guidance if guidance is None else guidance
-        real("guidance", guidance, 0)
-        whole("seed", seed, 0, 2**64 - 1)
-        for name, value in (("n", n), ("steps", steps), ("batch_size", batch_size)):
-            whole(name, value)
+        sampler, guidance, sigmas = self.checked(n, seed, steps, guidance, sampler, batch_size)
         labels = self.labels(n, classes)
         denoiser = Guided(self.denoiser(), guidance) if labels is not None else self.denoiser()
-        sigmas = self.sigmas(sampler, steps)
-        run = self._sampler(sampler, denoiser, captured=config.capture)
+        run = self._sampler(sampler, denoiser, captured=self.config.capture)
         images = []
 
         def batch(start: int, count: int, frames: list[np.ndarray] | None = None) -> np.ndarray:
@@ -127,6 +117,22 @@ class Pipeline:
             raise out_of_memory(batch_size, lambda size: batch(0, min(n, size)), self.device)
         finally:
             self.net.train(was_training)
+
+    def checked(
+        self, n: int, seed: int, steps: int | None, guidance: float | None, sampler: str | None, batch_size: int
+    ) -> tuple[str, float, np.ndarray]:
+        """The sampler, the guidance and the noise levels that `sample` uses; raises CudiffError as `sample` does."""
+        config = self.config
+        steps = config.sample_steps if steps is None else steps
+        sampler = config.sampler if sampler is None else sampler
+        if guidance not in (None, 1) and not config.num_classes:
+            raise CudiffError("this model has no classes to guide to: leave guidance out")
+        guidance = config.guidance if guidance is None else guidance
+        real("guidance", guidance, 0)
+        whole("seed", seed, 0, 2**64 - 1)
+        for name, value in (("n", n), ("steps", steps), ("batch_size", batch_size)):
+            whole(name, value)
+        return sampler, guidance, self.sigmas(sampler, steps)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write a checkpoint for `load`, in place of what is at `path`: its EMA too is made of this net's weights.

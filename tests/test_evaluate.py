@@ -332,6 +332,20 @@ def test_a_pipeline_is_judged_on_its_data_and_what_it_held_out(tmp_path, monkeyp
     assert evaluate_pipeline(pipeline, 24, guidance=3.0).guidance == 3.0
 
 
+@pytest.mark.parametrize("options, message", [
+    ({"guidance": -1.0}, "guidance"), ({"steps": 0}, "steps"), ({"sampler": "plms"}, "unknown sampler 'plms'"),
+    ({"seed": -1}, "seed"), ({"batch_size": 0}, "batch_size"), ({"n": 0}, "n must be at least 1"),
+    ({}, "has classes 0 to 2, and -1 for none; 3 is not one"),
+])
+def test_mistakes_are_told_before_the_classifier_is_trained(options, message, tmp_path, monkeypatch):
+    data = Dataset(digits(40, 8).images, np.arange(40) % 4, 4, "four")
+    save_npz(tmp_path / "four.npz", data.images, data.labels)
+    monkeypatch.setattr(module, "train_classifier", lambda *args, **options: pytest.fail("trained"))
+    pipeline = tiny_pipeline(data=str(tmp_path / "four.npz"), image_size=8, channels=1, num_classes=3)
+    with pytest.raises(CudiffError, match=message):
+        evaluate_pipeline(pipeline, **{"n": 4, **options})
+
+
 def test_an_unconditional_pipeline_asks_for_no_classes(monkeypatch):
     seen = {}
     monkeypatch.setattr(module, "evaluate", lambda *args, **options: seen.update(options, parts=args[1:3]) or args[0])
@@ -342,10 +356,12 @@ def test_an_unconditional_pipeline_asks_for_no_classes(monkeypatch):
     assert sample(3, None, 0).shape == (3, 16, 16, 1)
 
 
-def test_a_model_of_one_class_is_asked_for_it(monkeypatch):
+def test_a_model_of_one_class_is_asked_for_it(tmp_path, monkeypatch):
     seen = {}
     monkeypatch.setattr(module, "evaluate", lambda *args, **options: seen.update(options))
-    evaluate_pipeline(tiny_pipeline(data="digits", image_size=16, channels=1, num_classes=1, guidance=1.5), 5)
+    save_npz(tmp_path / "one.npz", digits(20, 8).images, np.zeros(20, np.int64))
+    data = str(tmp_path / "one.npz")
+    evaluate_pipeline(tiny_pipeline(data=data, image_size=8, channels=1, num_classes=1, guidance=1.5), 5)
     assert seen["conditional"] and seen["guidance"] == 1.5 and seen["seed"] == 0
 
 
