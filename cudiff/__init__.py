@@ -12,6 +12,7 @@ from cudiff.backend import bfloat16, cuda_available, default_device, float16, fl
 from cudiff.errors import CudiffError
 from cudiff.function import Function
 from cudiff.ops import *  # noqa: F403
+from cudiff.precision import allow_tf32
 from cudiff.tensor import Tensor, from_dlpack, no_grad
 
 __version__ = "0.1.0"
@@ -25,8 +26,8 @@ _LATER = {
 """Imported when first asked for, so that `import cudiff` stays fast."""
 
 __all__ = [
-    "CudiffError", "Function", "Tensor", "bfloat16", "cuda_available", "default_device", "float16", "float32",
-    "float64", "from_dlpack", "int32", "int64", "nn", "no_grad", *ops.__all__, *_LATER,
+    "CudiffError", "Function", "Tensor", "allow_tf32", "bfloat16", "cuda_available", "default_device", "float16",
+    "float32", "float64", "from_dlpack", "int32", "int64", "nn", "no_grad", *ops.__all__, *_LATER,
 ]
 
 

@@ -213,13 +213,20 @@ def load_toml(path: str | os.PathLike, base: Config | None = None) -> Config:
 
 
 def add_arguments(parser: argparse.ArgumentParser, sections: Collection[str] = SECTIONS) -> None:
-    """Add --preset, --config and a flag for every option of `sections`; `from_arguments` reads them."""
+    """Add --preset, --config and a flag for every option of `sections`; `from_arguments` reads them.
+
+    Of options that share a name, as one of a model and one of a sampler may, the first has the flag and its help.
+    """
     parser.add_argument("--preset", metavar="NAME", help=f"start from {', '.join(PRESETS)}")
     parser.add_argument("--config", type=os.path.expanduser, metavar="FILE",
                         help="start from a TOML file; its keys are the flags' names")
+    added: set[str] = set()
     for section in sections:
         group = parser.add_argument_group(section)
         for name, option in options_in(section).items():
+            if name in added:
+                continue
+            added.add(name)
             settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(name, option)}
             if option.kind is bool:
                 settings["action"] = argparse.BooleanOptionalAction
@@ -378,6 +385,11 @@ _GUIDED64 = Config(
 )
 
 reserve(dir(Config()))
+# These flags are commands' own, beside the options' flags.
+reserve([
+    "arch", "classes", "config", "data_changed", "folder", "help", "images", "kernels", "key", "preset", "resume",
+    "to_torch", "version", "weights",
+])
 
 PRESETS = {
     # A model that a laptop's CPU trains in two minutes. A norm over one channel would take out a class embedding added

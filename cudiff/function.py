@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cudiff.backend import Array, compute_dtype, device_of, float32, float64, is_array, is_float
+from cudiff.precision import tf32_allowed
 from cudiff.tensor import Tensor, grad_enabled, now
 
 
@@ -23,6 +24,7 @@ class Context:
         self.dout_partials: Array | None = None
         self.din_partials: dict[int, Array] = {}  # set by backward: the same of input i's gradient, with what it had
         self.saved: tuple[Array | None, ...] = ()
+        self.tf32 = tf32_allowed()  # of forward, for backward too
 
     def save(self, *arrays: Array | None) -> None:
         """Hold `arrays` until backward has run."""

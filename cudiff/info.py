@@ -98,7 +98,7 @@ def checkpoint_table(path: str | os.PathLike) -> Table:
     table.add_section()
     values = config.to_dict() | ({"sampler": f"{options['sampler']}, which is not registered here"} if lost else {})
     for name, value in values.items():
-        if value != defaults.get(name) or name in ("model", "diffusion", "data"):
+        if value != defaults.get(name) or name in (*TABLES, "data"):
             table.add_row(name, Text(str(value)))
     return table
 

@@ -121,7 +121,7 @@ _reserved: set[str] = set()
 
 
 def reserve(names: Iterable[str]) -> None:
-    """Have no option called like these, the fields and methods of a configuration.
+    """Have no option called like these, as the fields and methods of a configuration and the flags of commands are.
 
     Raises CudiffError where one that is registered already is."""
     _reserved.update(names)
@@ -132,7 +132,7 @@ def reserve(names: Iterable[str]) -> None:
 
 def _check_not_reserved(what: str, options: Iterable[str]) -> None:
     for name in _reserved.intersection(options):
-        raise CudiffError(f"{what}: every configuration has a '{name}' already: choose another name for the option")
+        raise CudiffError(f"{what}: every run has a '{name}' already: choose another name for the option")
 
 
 def options_named(name: str) -> Iterator[tuple[str, Entry, Option]]:

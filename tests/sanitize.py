@@ -28,6 +28,7 @@ from cudiff import Tensor, ops
 from cudiff.backend import cuda_status
 from cudiff.cuda import compiler, launch
 from cudiff.ops import optim
+from cudiff.precision import allow_tf32
 from tests.ops.cases import Case, Numbers
 from tests.ops.table import ROWS
 
@@ -74,12 +75,11 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
 
     for dtype in ("bfloat16", "float32"):
         for side in (8, 16):
-            yield f"conv2d {dtype} {side}", lambda d=dtype, s=side: _back(ops.conv2d(
-                tensor(2, s, s, 64, dtype=d), tensor(64, 3, 3, 64), tensor(64), padding=1, tf32=True))
-        yield f"norm_silu_conv2d {dtype}", lambda d=dtype: _back(ops.norm_silu_conv2d(
+            yield f"conv2d {dtype} {side}", lambda d=dtype, s=side: _back(allow_tf32()(ops.conv2d)(
+                tensor(2, s, s, 64, dtype=d), tensor(64, 3, 3, 64), tensor(64), padding=1))
+        yield f"norm_silu_conv2d {dtype}", lambda d=dtype: _back(allow_tf32()(ops.norm_silu_conv2d)(
             tensor(2, 8, 8, 64, dtype=d), tensor(2, 8, 8, 64, dtype=d), weight=tensor(64, 3, 3, 128),
-            norm_weight=tensor(128), norm_bias=tensor(128), emb=tensor(2, 64), residual=tensor(2, 8, 8, 64, dtype=d),
-            tf32=True))
+            norm_weight=tensor(128), norm_bias=tensor(128), emb=tensor(2, 64), residual=tensor(2, 8, 8, 64, dtype=d)))
         yield f"group_norm {dtype}", lambda d=dtype: _back(ops.group_norm(
             tensor(2, 16, 16, 64, dtype=d), tensor(64), tensor(64), silu=True))
         yield f"many groups {dtype}", lambda d=dtype: _back(ops.group_norm(

@@ -29,7 +29,7 @@ LAYERS = [
     {"function", "cuda"},
     {"tensor"},
     {"gradient"},
-    {"backend", "threads", "memory"},
+    {"backend", "threads", "memory", "precision"},
     {"values", "files"},
     {"errors", "signals"},
 ]

@@ -8,6 +8,7 @@ from cudiff.backend import bfloat16
 from cudiff.cuda import compiler
 from cudiff.cuda.compiler import kernel_folder
 from cudiff.optim import SGD, AdamW
+from cudiff.precision import allow_tf32
 from tests.test_operands import OPS
 
 UNARY = {
@@ -34,7 +35,7 @@ CHOSEN = {  # for kernels that the others do not need: shapes of operands, and t
     "few out": (((2, 8, 8, 64), (3, 3, 3, 64)), lambda x, w: ops.conv2d(x, w, padding=1)),
     "few in": (((2, 8, 8, 3), (64, 3, 3, 3)), lambda x, w: ops.conv2d(x, w, padding=1)),
     "relu": (((2, 8, 8, 64),), lambda x: ops.relu(ops.relu(x))),
-    "tf32": (((2, 8, 8, 64), (64, 3, 3, 64)), lambda x, w: ops.conv2d(x, w, padding=1, tf32=True)),
+    "tf32": (((2, 8, 8, 64), (64, 3, 3, 64)), lambda x, w: allow_tf32()(ops.conv2d)(x, w, padding=1)),
     "wide norm": (((2, 4, 4096), (4096,), (4096,)), lambda x, w, b: ops.group_norm(x, w, b, num_groups=4)),
     "norm": (((2, 16, 16, 64), (64,), (64,)), lambda x, w, b: ops.group_norm(x, w, b, num_groups=8)),
     "attention": (((2, 64, 2, 64),) * 3, ops.attention),

@@ -60,10 +60,14 @@ def test_arrays_pass_their_address():
 
 @pytest.mark.parametrize("path", sorted(kernel_folder().glob("*/*.cu")), ids=lambda path: path.stem)
 def test_every_kernel_waits_for_the_one_before(path):
-    text = path.read_text()
-    for start in (match.start() for match in re.finditer("__global__", text)):
-        body = text[start : text.find("__global__", start + 1)]
-        assert "wait_for_previous();" in body, f"{path}: {body[:100]}"
+    """Itself, or in a function of its file that it calls."""
+    functions = re.split(r"^(?=[^\n]*__(?:global|device)__)", path.read_text(), flags=re.MULTILINE)
+    waits = {"wait_for_previous"}
+    for function in functions:
+        if "__device__" in function and "wait_for_previous();" in function:
+            waits.add(re.search(r"(\w+)\(", function.split("__forceinline__")[-1]).group(1))
+    for kernel in (function for function in functions if "__global__" in function):
+        assert set(re.findall(r"^\s+(\w+)(?:<.*>)?\(", kernel, re.MULTILINE)) & waits, f"{path}: {kernel[:100]}"
 
 
 H200 = devices.Device("NVIDIA H200", 90, multiprocessors=132, blocks=32, threads=2048, shared=233472, of_block=232448,

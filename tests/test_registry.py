@@ -312,11 +312,11 @@ def test_what_cannot_be_registered(own, name, options, message):
 
 
 @pytest.mark.parametrize("name", ["lr", "options", "fixed", "replace", "to_dict", "for_data", "stored", "from_dict",
-                                  "_given", "__init__", "model"])
+                                  "_given", "__init__", "model", "help", "preset", "data_changed"])
 def test_an_option_cannot_hide_what_every_configuration_has(own, name):
     kind = {"lr": 1.0, "model": "x"}.get(name, 1)
     for register in (cudiff.register_model, cudiff.register_objective, cudiff.register_sampler):
-        with pytest.raises(CudiffError, match=f"^[a-z]+ 'greedy': every configuration has a '{name}' already: choose "):
+        with pytest.raises(CudiffError, match=f"^[a-z]+ 'greedy': every run has a '{name}' already: choose "):
             register("greedy", "x", options={name: cudiff.Option(kind, "x")})(lambda *build: None)
     assert not any("greedy" in table for table in TABLES.values())
 
@@ -327,7 +327,7 @@ def test_an_option_registered_before_there_were_configurations_is_refused_too():
         "register_model('greedy', 'x', options={'fixed': cudiff.Option(1, 'x')})(lambda config: None)\ncudiff.Config"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert "model 'greedy': every configuration has a 'fixed' already" in result.stderr.splitlines()[-1]
+    assert "model 'greedy': every run has a 'fixed' already" in result.stderr.splitlines()[-1]
 
 
 def test_a_cell_that_defines_it_may_run_again_and_says_so(own):

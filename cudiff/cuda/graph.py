@@ -11,6 +11,7 @@ from cudiff.backend import get_cupy
 from cudiff.cuda.compiler import compiling_ahead
 from cudiff.cuda.memory import Region
 from cudiff.errors import CudiffError
+from cudiff.precision import tf32_allowed
 from cudiff.tensor import Tensor
 
 _mode = threading.local()
@@ -59,8 +60,9 @@ def capture(fn: Callable, warmup: int = 3, device: str | None = None, precompile
     Returns
     -------
     Captured
-        Callable as `fn`, with one graph for each combination of argument shapes and dtypes, warmed up anew. Arguments
-        are copied in. Once recorded, the result is always the same object, overwritten by the next call.
+        Callable as `fn`, with one graph for each combination of argument shapes and dtypes, within `allow_tf32` and
+        without, warmed up anew. Arguments are copied in. Once recorded, the result is always the same object,
+        overwritten by the next call.
         After a parameter was frozen, thawed, moved or replaced, or 16-bit weights were assigned, outside a captured
         function, each is warmed up and recorded anew.
 
@@ -83,7 +85,7 @@ class Captured:
             return self.fn(*args)
         if getattr(_mode, "busy", False):
             raise CudiffError("a captured function was called within another: capture the outer one only")
-        signature = tuple(None if arg is None else (arg.shape, arg.dtype) for arg in args)
+        signature = (tf32_allowed(), *(None if arg is None else (arg.shape, arg.dtype) for arg in args))
         if signature not in self._recordings or self._recordings[signature].state != _state:
             self._recordings[signature] = _Recording(self.fn, self.warmup)
             if self.precompile:

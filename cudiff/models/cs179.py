@@ -44,7 +44,7 @@ class Block(Module):
 
     def _convolve(self, conv: Conv2d, x: Tensor, shift: Tensor, x2: Tensor | None = None, relu: bool = True) -> Tensor:
         return ops.norm_silu_conv2d(
-            x, x2, weight=conv.weight, bias=conv.bias, emb=shift, relu=relu, statistics=False, tf32=self.tf32,
+            x, x2, weight=conv.weight, bias=conv.bias, emb=shift, relu=relu, statistics=False,
             dtype=self.activation_dtype,
         )
 
@@ -100,7 +100,7 @@ class CS179UNet(Module):
         for block in self.dec_blocks:
             h = block(h, next(shifts), skips.pop())
         out = self.out_conv
-        return ops.norm_silu_conv2d(h, weight=out.weight, bias=out.bias, tf32=self.tf32, dtype=float32)
+        return ops.norm_silu_conv2d(h, weight=out.weight, bias=out.bias, dtype=float32)
 
 
 def _check(config: Settings) -> None:

@@ -56,7 +56,7 @@ class Upsample(Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.conv is None:
             return ops.upsample_nearest(x, 2)
-        return ops.norm_silu_conv2d(x, weight=self.conv.weight, bias=self.conv.bias, upsample=True, tf32=self.tf32)
+        return ops.norm_silu_conv2d(x, weight=self.conv.weight, bias=self.conv.bias, upsample=True)
 
 
 class Downsample(Module):
@@ -99,13 +99,13 @@ class ResBlock(Module):
         norm, conv = self.in_layers[0], self.in_layers[2]
         if self.resample == "down":
             h = ops.avg_pool2d(norm(x, silu=True), 2)
-            h = ops.norm_silu_conv2d(h, weight=conv.weight, bias=conv.bias, emb=added, tf32=self.tf32)
+            h = ops.norm_silu_conv2d(h, weight=conv.weight, bias=conv.bias, emb=added)
             x = ops.avg_pool2d(x, 2)
         else:
             up = self.resample == "up"
             h = ops.norm_silu_conv2d(
                 x, x2, norm_weight=norm.weight, norm_bias=norm.bias, weight=conv.weight, bias=conv.bias, emb=added,
-                num_groups=norm.num_groups, eps=norm.eps, upsample=up, tf32=self.tf32,
+                num_groups=norm.num_groups, eps=norm.eps, upsample=up,
             )
             x = ops.upsample_nearest(x, 2) if up else x
         return self._out(h, x, x2, scale, shift)
@@ -124,7 +124,7 @@ class ResBlock(Module):
             h, norm_weight=norm_weight, norm_bias=norm_bias, weight=conv.weight, bias=conv.bias,
             scale=scale, shift=shift, num_groups=norm.num_groups, eps=norm.eps,
             residual=x, residual2=x2, skip_weight=None if skip is None else skip.weight,
-            skip_bias=None if skip is None else skip.bias, tf32=self.tf32,
+            skip_bias=None if skip is None else skip.bias,
         )
 
 
@@ -150,10 +150,10 @@ class AttentionBlock(Module):
         norm, qkv, proj_out = self.norm, self.qkv, self.proj_out
         h = ops.norm_silu_conv2d(
             x, norm_weight=norm.weight, norm_bias=norm.bias, weight=qkv.weight, bias=qkv.bias,
-            num_groups=norm.num_groups, eps=norm.eps, silu=False, statistics=False, tf32=self.tf32,
+            num_groups=norm.num_groups, eps=norm.eps, silu=False, statistics=False,
         )
-        h = ops.attention_qkv(h, self.num_heads, self.new_order, tf32=self.tf32)
-        return ops.norm_silu_conv2d(h, weight=proj_out.weight, bias=proj_out.bias, residual=x, tf32=self.tf32)
+        h = ops.attention_qkv(h, self.num_heads, self.new_order)
+        return ops.norm_silu_conv2d(h, weight=proj_out.weight, bias=proj_out.bias, residual=x)
 
 
 def heads_of(channels: int, num_heads: int, num_head_channels: int) -> int:
@@ -258,7 +258,7 @@ class UNet(Module):
         embs = embeddings([module for _, module in self.modules() if isinstance(module, ResBlock)], emb)
         conv = self.input_blocks[0][0]
         h = ops.norm_silu_conv2d(
-            ops.astype(x, float32), weight=conv.weight, bias=conv.bias, tf32=self.tf32, dtype=self.activation_dtype
+            ops.astype(x, float32), weight=conv.weight, bias=conv.bias, dtype=self.activation_dtype
         )
         skips = [h]
         for block in list(self.input_blocks)[1:]:
@@ -270,7 +270,7 @@ class UNet(Module):
         norm, conv = self.out[0], self.out[2]
         return ops.norm_silu_conv2d(
             h, norm_weight=norm.weight, norm_bias=norm.bias, weight=conv.weight, bias=conv.bias,
-            num_groups=norm.num_groups, eps=norm.eps, tf32=self.tf32, dtype=float32,
+            num_groups=norm.num_groups, eps=norm.eps, dtype=float32,
         )
 
 

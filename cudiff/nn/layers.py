@@ -30,7 +30,7 @@ class Linear(Module):
         self.bias = _own(init.uniform_fan_in((out_features,), in_features)) if bias else None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return ops.linear(x, self.weight, self.bias, tf32=self.tf32, residual=residual)
+        return ops.linear(x, self.weight, self.bias, residual=residual)
 
 
 def linears(x: Tensor, *layers: Any, silu: bool = False) -> tuple[Tensor, ...]:
@@ -60,7 +60,7 @@ class Conv2d(Module):
         self.bias = _own(init.uniform_fan_in((out_channels,), fan_in)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.conv2d(x, self.weight, self.bias, stride=self.stride, padding=self.padding, tf32=self.tf32)
+        return ops.conv2d(x, self.weight, self.bias, stride=self.stride, padding=self.padding)
 
 
 class ConvTranspose2d(Module):
@@ -76,9 +76,7 @@ class ConvTranspose2d(Module):
         self.bias = _own(init.uniform_fan_in((out_channels,), fan_in))
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.conv_transpose2d(
-            x, self.weight, self.bias, stride=self.stride, padding=self.padding, tf32=self.tf32
-        )
+        return ops.conv_transpose2d(x, self.weight, self.bias, stride=self.stride, padding=self.padding)
 
 
 class GroupNorm(Module):

@@ -11,6 +11,7 @@ from cudiff.backend import PRECISIONS, Array, copy_into, is_low, to_device
 from cudiff.cuda.graph import record_again
 from cudiff.errors import CudiffError
 from cudiff.nn.parameter import FlatParameters, Parameter, array_of, fitting, structure_changes
+from cudiff.precision import allow_tf32, tf32_allowed
 from cudiff.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -117,7 +118,11 @@ class Module:
         raise NotImplementedError(f"{type(self).__name__} has no forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs)
+        tf32 = self._precision == "tf32"
+        if tf32 == tf32_allowed():
+            return self.forward(*args, **kwargs)
+        with allow_tf32(tf32):
+            return self.forward(*args, **kwargs)
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """(name, module) of the direct sub-modules."""
@@ -208,11 +213,6 @@ class Module:
     def activation_dtype(self) -> np.dtype:
         """The dtype activations are stored in."""
         return PRECISIONS[self._precision]
-
-    @property
-    def tf32(self) -> bool:
-        """Whether float32 matrix products may round their operands to tf32."""
-        return self._precision == "tf32"
 
     def flatten(self, device: str, trainable: bool = True) -> Module:
         """Move all parameters into flat buffers on `device` (once, after construction and choice of precision)."""

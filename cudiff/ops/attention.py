@@ -21,7 +21,7 @@ class Attention(Function):
     """out = softmax(q·kᵀ/√D)·v for each image and head, of three arrays (N, T, heads, D)."""
 
     @staticmethod
-    def forward_numpy(ctx, q, k, v, tf32):
+    def forward_numpy(ctx, q, k, v):
         return _forward_numpy(ctx, q, k, v)
 
     @staticmethod
@@ -31,8 +31,8 @@ class Attention(Function):
         return grads
 
     @staticmethod
-    def forward_cuda(ctx, q, k, v, tf32):
-        return _forward_cuda(ctx, q, k, v, tf32)
+    def forward_cuda(ctx, q, k, v):
+        return _forward_cuda(ctx, q, k, v)
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
@@ -45,7 +45,7 @@ class AttentionQKV(Function):
     """Attention that reads q, k and v, and writes their gradients, where they lie in one array (N, ..., 3C)."""
 
     @staticmethod
-    def forward_numpy(ctx, qkv, num_heads, new_order, tf32):
+    def forward_numpy(ctx, qkv, num_heads, new_order):
         ctx.attrs = num_heads, new_order
         return _forward_numpy(ctx, *_split(qkv, num_heads, new_order)).reshape(*qkv.shape[:-1], qkv.shape[-1] // 3)
 
@@ -56,9 +56,9 @@ class AttentionQKV(Function):
         return (dqkv,)
 
     @staticmethod
-    def forward_cuda(ctx, qkv, num_heads, new_order, tf32):
+    def forward_cuda(ctx, qkv, num_heads, new_order):
         ctx.attrs = num_heads, new_order
-        return _forward_cuda(ctx, *_split(qkv, num_heads, new_order), tf32).reshape(*qkv.shape[:-1], qkv.shape[-1] // 3)
+        return _forward_cuda(ctx, *_split(qkv, num_heads, new_order)).reshape(*qkv.shape[:-1], qkv.shape[-1] // 3)
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
@@ -109,14 +109,13 @@ def _backward_numpy(ctx, dout, dq, dk, dv):
     dv[:] = matmul_numpy(weights.swapaxes(-1, -2), dout).transpose(0, 2, 1, 3)
 
 
-def _forward_cuda(ctx, q, k, v, tf32):
+def _forward_cuda(ctx, q, k, v):
     n, rows, heads, dim = q.shape
     out = empty((n, rows, heads * dim), q.dtype)
     lse = empty((n, heads, 64 * blocks(rows, 64)), float32)
     ctx.save(q, k, v, out, lse)
-    ctx.tf32 = tf32
     if out.size:
-        table.forward(out.reshape(q.shape), lse, q, k, v, tf32)
+        table.forward(out.reshape(q.shape), lse, q, k, v, ctx.tf32)
     return out
 
 
@@ -126,11 +125,11 @@ def _backward_cuda(ctx, dout, dq, dk, dv, sums=None):
         table.backward(dq, dk, dv, dout.reshape(q.shape), q, k, v, out, lse, ctx.tf32, sums)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, tf32: bool = False) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q·kᵀ/√D)·v for each image and head.
 
     q (N, Tq, heads, D), k and v (N, Tk, heads, D), taken to their common dtype; D up to 128, best a multiple of 8.
-    Returns (N, Tq, heads·D). float32 on the GPU is exact to about 1e-6, or, with tf32, to 1e-3 and faster.
+    Returns (N, Tq, heads·D). float32 on the GPU is exact to about 1e-6; see `allow_tf32`.
     Raises ValueError where shapes do not agree. Vaswani et al. 2017; Dao 2023, "FlashAttention-2".
     """
     if k.shape != v.shape or q.ndim != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]) or k.shape[1] == 0:
@@ -139,10 +138,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, tf32: bool = False) -> Tensor:
         )
     _check_head(q.shape[3])
     dtype = result_dtype(q, k, v, floating=True)
-    return Attention.apply(*(astype(x, dtype) for x in (q, k, v)), tf32=tf32)
+    return Attention.apply(*(astype(x, dtype) for x in (q, k, v)))
 
 
-def attention_qkv(qkv: Tensor, num_heads: int, new_order: bool = False, tf32: bool = False) -> Tensor:
+def attention_qkv(qkv: Tensor, num_heads: int, new_order: bool = False) -> Tensor:
     """Self-attention of all tokens of each image of qkv (N, ..., 3C), read in place; returns (N, ..., C).
 
     The channels are [head][q, k, v][D], guided-diffusion's legacy order, or, with new_order (its
@@ -151,7 +150,7 @@ def attention_qkv(qkv: Tensor, num_heads: int, new_order: bool = False, tf32: bo
     if qkv.ndim < 3 or qkv.shape[-1] % (3 * num_heads) != 0 or qkv.shape[-1] == 0:
         raise ValueError(f"attention_qkv takes (N, ..., 3C) with C a multiple of {num_heads} heads; got {qkv.shape}")
     _check_head(qkv.shape[-1] // (3 * num_heads))
-    return AttentionQKV.apply(qkv, num_heads=num_heads, new_order=new_order, tf32=tf32)
+    return AttentionQKV.apply(qkv, num_heads=num_heads, new_order=new_order)
 
 
 def _check_head(dim: int) -> None:

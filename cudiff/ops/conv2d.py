@@ -141,7 +141,7 @@ class Conv2d(Function):
     """out[n,i,j,k] = bias[k] + sum of x[n, i·stride + r − padding, j·stride + s − padding, c] · weight[k, r, s, c]."""
 
     @staticmethod
-    def forward_numpy(ctx, x, weight, bias, stride, padding, tf32):
+    def forward_numpy(ctx, x, weight, bias, stride, padding):
         ctx.save(x, weight)
         ctx.stride, ctx.padding = stride, padding
         wide_x, wide_weight = _wide(x, weight)
@@ -164,14 +164,13 @@ class Conv2d(Function):
         return dx, dweight, dbias
 
     @staticmethod
-    def forward_cuda(ctx, x, weight, bias, stride, padding, tf32):
+    def forward_cuda(ctx, x, weight, bias, stride, padding):
         ctx.save(x, weight)
-        ctx.stride, ctx.padding, ctx.tf32 = stride, padding, tf32
+        ctx.stride, ctx.padding = stride, padding
         size = out_size(x.shape[1:3], weight.shape[1:3], stride, padding)
         out = empty((x.shape[0], *size, weight.shape[0]), x.dtype)
-        ctx.out_partials = table.fprop(
-            x, weight, out, stride, padding, Epilogue(bias=as_float32(bias)), tf32, statistics=True
-        )
+        epilogue = Epilogue(bias=as_float32(bias))
+        ctx.out_partials = table.fprop(x, weight, out, stride, padding, epilogue, ctx.tf32, statistics=True)
         return out
 
     @staticmethod
@@ -195,7 +194,7 @@ class ConvTranspose2d(Function):
     """The transpose of the convolution whose weight this is: forward is its dgrad, dx is its fprop."""
 
     @staticmethod
-    def forward_numpy(ctx, x, weight, bias, size, stride, padding, tf32):
+    def forward_numpy(ctx, x, weight, bias, size, stride, padding):
         ctx.save(x, weight)
         ctx.stride, ctx.padding = stride, padding
         wide_x, wide_weight = _wide(x, weight)
@@ -218,11 +217,11 @@ class ConvTranspose2d(Function):
         return dx, dweight, dbias
 
     @staticmethod
-    def forward_cuda(ctx, x, weight, bias, size, stride, padding, tf32):
+    def forward_cuda(ctx, x, weight, bias, size, stride, padding):
         ctx.save(x, weight)
-        ctx.stride, ctx.padding, ctx.tf32 = stride, padding, tf32
+        ctx.stride, ctx.padding = stride, padding
         out = empty((x.shape[0], *size, weight.shape[3]), x.dtype)
-        table.dgrad(x, weight, out, stride, padding, Epilogue(bias=as_float32(bias)), tf32)
+        table.dgrad(x, weight, out, stride, padding, Epilogue(bias=as_float32(bias)), ctx.tf32)
         return out
 
     @staticmethod
@@ -240,14 +239,13 @@ class ConvTranspose2d(Function):
         return dx, dweight, dbias
 
 
-def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | Pair = 1, padding: int | Pair = 0,
-           tf32: bool = False) -> Tensor:
+def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | Pair = 1,
+           padding: int | Pair = 0) -> Tensor:
     """Convolution of x (N, H, W, C) with weight (K, R, S, C), plus bias (K,) → (N, Ho, Wo, K), in x's dtype.
 
-    Ho = (H + 2·padding − R) // stride + 1. Sums are in float32 (float64 for float64); dweight and dbias too. `tf32`
-    lets float32 operands be rounded to 10 bits of mantissa on a GPU. Raises ValueError where shapes do not agree, for a
-    stride below 1 or a padding below 0, and on a GPU for an image of more than 32,000 pixels a side that its fastest
-    kernels do not take.
+    Ho = (H + 2·padding − R) // stride + 1. Sums are in float32 (float64 for float64); dweight and dbias too; see
+    `allow_tf32`. Raises ValueError where shapes do not agree, for a stride below 1 or a padding below 0, and on a GPU
+    for an image of more than 32,000 pixels a side that its fastest kernels do not take.
     """
     stride, padding = _steps("conv2d", stride, padding)
     if x.ndim != 4 or weight.ndim != 4 or x.shape[3] != weight.shape[3]:
@@ -256,11 +254,11 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | 
         raise ValueError(f"conv2d: x of shape {x.shape} padded by {padding} is smaller than the kernel {weight.shape}")
     check_bias("conv2d", bias, weight.shape[0])
     require_floats("conv2d", x, weight, bias)
-    return Conv2d.apply(x, weight, bias, stride=stride, padding=padding, tf32=tf32)
+    return Conv2d.apply(x, weight, bias, stride=stride, padding=padding)
 
 
 def conv_transpose2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | Pair = 1,
-                     padding: int | Pair = 0, tf32: bool = False) -> Tensor:
+                     padding: int | Pair = 0) -> Tensor:
     """Transposed convolution of x (N, H, W, C) with weight (C, R, S, K), plus bias (K,) → (N, Ho, Wo, K).
 
     Ho = (H − 1)·stride − 2·padding + R. The weight is that of the convolution from K to C channels whose input
@@ -277,7 +275,7 @@ def conv_transpose2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stri
         raise ValueError(f"conv_transpose2d: x of shape {x.shape} leaves nothing inside the padding {padding}")
     check_bias("conv_transpose2d", bias, weight.shape[3])
     require_floats("conv_transpose2d", x, weight, bias)
-    return ConvTranspose2d.apply(x, weight, bias, size=size, stride=stride, padding=padding, tf32=tf32)
+    return ConvTranspose2d.apply(x, weight, bias, size=size, stride=stride, padding=padding)
 
 
 def pair(value: int | Pair) -> Pair:

@@ -51,7 +51,7 @@ class MatMul(Function):
     """out = a·b; da = dout·bᵀ, db = aᵀ·dout, summed over the batch axes that were broadcast."""
 
     @staticmethod
-    def forward_numpy(ctx, a, b, tf32):
+    def forward_numpy(ctx, a, b):
         ctx.save(a, b)
         wide = compute_dtype(a.dtype)
         return matmul_numpy(a.astype(wide, copy=False), b.astype(wide, copy=False)).astype(a.dtype, copy=False)
@@ -69,12 +69,12 @@ class MatMul(Function):
         return da, db
 
     @staticmethod
-    def forward_cuda(ctx, a, b, tf32):
+    def forward_cuda(ctx, a, b):
         require_float("matmul", a)
         ctx.save(a, b)
-        ctx.tf32, ctx.batch = tf32, np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        ctx.batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         left, right = _folded(a, b, a, ctx.batch)[:2]
-        return multiply(left, right, tf32=tf32).reshape(*ctx.batch, a.shape[-2], b.shape[-1])
+        return multiply(left, right, tf32=ctx.tf32).reshape(*ctx.batch, a.shape[-2], b.shape[-1])
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
@@ -107,7 +107,7 @@ class Linear(Function):
     """out = x·weightᵀ + bias + residual; dx = dout·weight, dweight = doutᵀ·x, dbias = sum of dout's rows."""
 
     @staticmethod
-    def forward_numpy(ctx, x, weight, bias, residual, tf32):
+    def forward_numpy(ctx, x, weight, bias, residual):
         ctx.save(x, weight)
         wide = compute_dtype(x.dtype)
         out = matmul_numpy(x.reshape(-1, x.shape[-1]).astype(wide, copy=False), weight.astype(wide, copy=False).T)
@@ -133,11 +133,10 @@ class Linear(Function):
         return dx, dweight, dbias, dresidual
 
     @staticmethod
-    def forward_cuda(ctx, x, weight, bias, residual, tf32):
+    def forward_cuda(ctx, x, weight, bias, residual):
         ctx.save(x, weight)
-        ctx.tf32 = tf32
         addend = None if residual is None else rows_of(residual)
-        out = table.linear(x, weight, Epilogue(as_float32(bias), addend=addend), tf32)
+        out = table.linear(x, weight, Epilogue(as_float32(bias), addend=addend), ctx.tf32)
         return out.reshape(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -158,30 +157,28 @@ class Linear(Function):
         return dx, dweight, dbias, dout if needs[3] else None
 
 
-def matmul(a: Any, b: Any, tf32: bool = False) -> Tensor:
+def matmul(a: Any, b: Any) -> Tensor:
     """Matrix product as in NumPy: a (..., M, K), b (..., K, N) → (..., M, N); batch axes broadcast, 1-D joins.
 
     Different dtypes meet as in `a + b`; of a weight that has a 16-bit copy (`Parameter.low`), an `a` of 16 bits reads
-    that. Sums are in float32 (float64 for float64). `tf32` lets float32 operands be rounded to 10 bits of mantissa on a
-    GPU; otherwise they keep all. Raises ValueError where the shapes do not agree.
+    that. Sums are in float32 (float64 for float64); see `allow_tf32`. Raises ValueError where the shapes do not agree.
     """
     a, b = (x if isinstance(x, Tensor) else Tensor(x) for x in (a, b))
     if a.ndim == 0 or b.ndim == 0 or a.shape[-1] != b.shape[max(b.ndim - 2, 0)]:
         raise ValueError(f"matmul: the shapes {a.shape} and {b.shape} do not agree")
     if a.ndim == 1:
-        out = matmul(reshape(a, (1, a.size)), b, tf32)
+        out = matmul(reshape(a, (1, a.size)), b)
         return reshape(out, out.shape[:-2] + out.shape[-1:] if b.ndim > 1 else ())
     if b.ndim == 1:
-        out = matmul(a, reshape(b, (b.size, 1)), tf32)
+        out = matmul(a, reshape(b, (b.size, 1)))
         return reshape(out, out.shape[:-1])
     if a.dtype != b.dtype and not (is_low(a.dtype) and getattr(b, "low", False)):
         dtype = result_dtype(a, b)
         a, b = astype(a, dtype), astype(b, dtype)
-    return MatMul.apply(a, b, tf32=tf32)
+    return MatMul.apply(a, b)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tf32: bool = False,
-           residual: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """x (..., in) · weight (out, in) transposed + bias (out,) + residual (..., out) → (..., out), in x's dtype.
 
     dweight and dbias are float32 (float64 for float64). Raises ValueError where the sizes do not agree.
@@ -193,4 +190,4 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tf32: bool = F
     if residual is not None and (residual.shape, residual.dtype) != ((*x.shape[:-1], weight.shape[0]), x.dtype):
         raise ValueError(f"linear: the residual {residual.shape} {residual.dtype} is not like the result")
     require_floats("linear", x, weight, bias)
-    return Linear.apply(x, weight, bias, residual, tf32=tf32)
+    return Linear.apply(x, weight, bias, residual)

@@ -28,7 +28,7 @@ from cudiff.tensor import Tensor
 
 
 def unfused(x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight, skip_bias,
-            num_groups, eps, silu, upsample, relu, statistics, tf32, dtype):
+            num_groups, eps, silu, upsample, relu, statistics, dtype):
     """What norm_silu_conv2d computes, in plain operations."""
     h = x if x2 is None else concatenate([x, x2], axis=3)
     if norm_weight is not None:
@@ -37,12 +37,12 @@ def unfused(x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, resi
         h = upsample_nearest(h, 2)
     if weight.ndim == 2:
         weight = reshape(weight, (len(weight), 1, 1, weight.shape[1]))
-    out = conv2d(h, weight, bias, padding=weight.shape[1] // 2, tf32=tf32)
+    out = conv2d(h, weight, bias, padding=weight.shape[1] // 2)
     if emb is not None:
         out = out + reshape(astype(emb, out.dtype), (emb.shape[0], 1, 1, emb.shape[1]))
     if skip_weight is not None:
         residual = residual if residual2 is None else concatenate([residual, residual2], axis=3)
-        residual = conv2d(residual, skip_weight, skip_bias, tf32=tf32)
+        residual = conv2d(residual, skip_weight, skip_bias)
     out = out if residual is None else out + residual
     return elementwise.relu(out) if relu else out
 
@@ -59,8 +59,8 @@ class NormSiluConv2d(Composite):
 
     @staticmethod
     def forward_cuda(ctx, x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2,
-                     skip_weight, skip_bias, num_groups, eps, silu, upsample, relu, statistics, tf32, dtype):
-        ctx.tf32, ctx.upsample, ctx.dtype, ctx.step = tf32, upsample, x.dtype, (None, None, ())
+                     skip_weight, skip_bias, num_groups, eps, silu, upsample, relu, statistics, dtype):
+        ctx.upsample, ctx.dtype, ctx.step = upsample, x.dtype, (None, None, ())
         ctx.weight_shape, weight = weight.shape, _taps(weight)
         h, h2 = x, None
         if norm_weight is not None:
@@ -82,7 +82,7 @@ class NormSiluConv2d(Composite):
             skip, addend = Skip(residual, residual2, skip_weight, as_float32(skip_bias)), None
         epilogue = Epilogue(as_float32(bias), as_float32(emb), addend)
         ctx.out_partials = table.fprop(
-            h, weight, out, (1, 1), padding, epilogue, tf32, statistics, relu, h2, skip, upsample
+            h, weight, out, (1, 1), padding, epilogue, ctx.tf32, statistics, relu, h2, skip, upsample
         )
         ctx.save(None if again else h, h2, weight, residual, residual2, skip_weight, out if relu else None)
         return out
@@ -185,8 +185,7 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
                      shift: Tensor | None = None, emb: Tensor | None = None, residual: Tensor | None = None,
                      residual2: Tensor | None = None, skip_weight: Tensor | None = None,
                      skip_bias: Tensor | None = None, num_groups: int = 32, eps: float = 1e-5, silu: bool = True,
-                     upsample: bool = False, relu: bool = False, statistics: bool = True, tf32: bool = False,
-                     dtype: Any = None) -> Tensor:
+                     upsample: bool = False, relu: bool = False, statistics: bool = True, dtype: Any = None) -> Tensor:
     """The unit of the U-Net: group norm, SiLU and convolution of concat(x, x2), plus an embedding and a skip path.
 
     h = silu(group_norm(concat(x, x2)) · (1 + scale) + shift) where norm_weight is given, without SiLU unless `silu`;
@@ -221,8 +220,7 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
     x2, residual, residual2 = (_converted(t, own) for t in (x2, residual, residual2))
     out = NormSiluConv2d.apply(
         x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight, skip_bias,
-        num_groups=num_groups, eps=eps, silu=silu, upsample=upsample, relu=relu, statistics=statistics, tf32=tf32,
-        dtype=own,
+        num_groups=num_groups, eps=eps, silu=silu, upsample=upsample, relu=relu, statistics=statistics, dtype=own,
     )
     return astype(out, dtype)
 

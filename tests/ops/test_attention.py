@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from cudiff import Tensor, attention, attention_qkv
+from cudiff.precision import allow_tf32
 from tests.check import check_op, relative_error, torch
 
 # (N, T, heads, D): tiny, odd, the networks' own, and one of every padded width
@@ -70,7 +71,8 @@ def test_long_sequence(rng, dim):
     for dtype, tf32, tolerance in [("float32", False, 1e-5), ("float32", True, 3e-3), ("bfloat16", False, 3e-2)]:
         dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
         x = Tensor(qkv.astype(dtype), requires_grad=True, device="cuda")
-        out = attention_qkv(x, 1, tf32=tf32)
+        with allow_tf32(tf32):
+            out = attention_qkv(x, 1)
         out.backward(Tensor(dout.astype(dtype), device="cuda"))
         assert relative_error(out.numpy(), expected.numpy()) < tolerance
         assert relative_error(Tensor(x.grad).numpy(), leaf.grad) < tolerance

@@ -23,6 +23,7 @@ from cudiff.cuda.kernels.gemm import product
 from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.cuda.kernels.gemm.table import LINEAR, as_image
 from cudiff.cuda.launch import blocks
+from cudiff.precision import allow_tf32
 from cudiff.tensor import Tensor
 from tests.check import relative_error, sums_of
 from tests.normed import NormedConvolution
@@ -43,7 +44,8 @@ def run(arrays, padding):
     """out, its partials, dx, dweight, dbias of one convolution on the GPU."""
     x, weight, bias, dout = (Tensor(array, device="cuda") for array in arrays)
     x, weight, bias = (Tensor(t.data, requires_grad=True) for t in (x, weight, bias))
-    out = ops.conv2d(x, weight, bias, padding=padding, tf32=True)
+    with allow_tf32():
+        out = ops.conv2d(x, weight, bias, padding=padding)
     out.backward(dout.data)
     return out, out.partials, *(Tensor(t.grad) for t in (x, weight, bias))
 

@@ -14,6 +14,7 @@ from cudiff.cuda.kernels.convolution.table import CONVOLUTION
 from cudiff.cuda.kernels.gemm.product import ROW_BYTES, STAGES, TILES, plan
 from cudiff.cuda.kernels.gemm.table import LINEAR
 from cudiff.ops.matmul import linear, matmul
+from cudiff.precision import allow_tf32
 from cudiff.tensor import Tensor
 from tests.check import relative_error
 
@@ -97,9 +98,10 @@ def test_every_tile_in_every_layout(monkeypatch, rng, tile, dtype, tf32):
     plan.forget()
     a, b = (rng.standard_normal(shape).astype(dtype) for shape in ((200, 136), (168, 136)))
     x, weight = (Tensor(array, requires_grad=True, device="cuda") for array in (a, b))
-    out = linear(x, weight, tf32=tf32)
+    with allow_tf32(tf32):
+        out = linear(x, weight)
+        product = matmul(x.detach(), Tensor(np.ascontiguousarray(b.T), device="cuda"))
     out.backward(out.data)
-    product = matmul(x.detach(), Tensor(np.ascontiguousarray(b.T), device="cuda"), tf32=tf32)
     plan.forget()
     a, b = a.astype(float), b.astype(float)
     dout = out.numpy().astype(float)

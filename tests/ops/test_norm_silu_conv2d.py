@@ -8,6 +8,7 @@ from cudiff.gradient import Slot, State
 from cudiff.nn.parameter import Parameter
 from cudiff.ops.attention import attention_qkv
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
+from cudiff.precision import allow_tf32
 from cudiff.tensor import Tensor
 from tests.check import TOLERANCE, check_op, relative_error, sums_of, torch
 
@@ -202,7 +203,8 @@ def test_a_convolution_leaves_each_images_sums(monkeypatch, rng, dtype, tf32, po
     weight = Parameter(Tensor(weight, dtype="float32", device="cuda").data, low=True)
     emb = Tensor(rng.standard_normal((3, 72)), dtype="float32", device="cuda")
     residual = Tensor(rng.standard_normal((3, *image, 72)), dtype=dtype, device="cuda")
-    out = norm_silu_conv2d(x, weight=weight, emb=emb, residual=residual, tf32=tf32)
+    with allow_tf32(tf32):
+        out = norm_silu_conv2d(x, weight=weight, emb=emb, residual=residual)
     out.backward(np.ones(out.shape, np.float32))
     assert weight.grad.shape == weight.shape
     on_hopper = kernel_architecture() == "sm_90a"

@@ -1,0 +1,30 @@
+"""Whether a GPU may round the operands of float32 matrix products to tf32."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+_mode = threading.local()
+
+
+def tf32_allowed() -> bool:
+    """Whether products that are recorded now, in this thread, may be rounded."""
+    return getattr(_mode, "tf32", False)
+
+
+@contextlib.contextmanager
+def allow_tf32(allowed: bool = True) -> Iterator[None]:
+    """Let float32 matrix products, convolutions and attention of this thread round their operands to 10 bits of
+    mantissa on a GPU, inside the block; also usable as a decorator.
+
+    Their relative error is about 1e-3 then, and 1e-6 without. A backward computes as its forward did. A Module goes by
+    its own `precision`, also inside the block.
+    """
+    before = tf32_allowed()
+    _mode.tf32 = allowed
+    try:
+        yield
+    finally:
+        _mode.tf32 = before
