@@ -13,7 +13,7 @@ import numpy as np
 from cudiff.backend import compute_dtype, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.convolution import table
-from cudiff.cuda.kernels.convolution.problem import Pair
+from cudiff.cuda.kernels.convolution.problem import Operands, Pair
 from cudiff.cuda.kernels.gemm.product import Epilogue, as_float32
 from cudiff.cuda.launch import empty
 from cudiff.function import Function
@@ -170,7 +170,9 @@ class Conv2d(Function):
         size = out_size(x.shape[1:3], weight.shape[1:3], stride, padding)
         out = empty((x.shape[0], *size, weight.shape[0]), x.dtype)
         epilogue = Epilogue(bias=as_float32(bias))
-        ctx.out_partials = table.fprop(x, weight, out, stride, padding, epilogue, ctx.tf32, statistics=True)
+        ctx.out_partials = table.fprop(
+            Operands(x, weight, out, epilogue, tf32=ctx.tf32), stride, padding, statistics=True
+        )
         return out
 
     @staticmethod
@@ -180,11 +182,12 @@ class Conv2d(Function):
         if needs[0]:
             dx, add = gradient_target(into[0], x.shape, x.dtype)
             epilogue = Epilogue(addend=dx if add else None)
-            sums = table.dgrad(dout, weight, dx, ctx.stride, ctx.padding, epilogue, ctx.tf32, sums=True)
+            given = Operands(dout, weight, dx, epilogue, tf32=ctx.tf32)
+            sums = table.dgrad(given, ctx.stride, ctx.padding, sums=True)
             ctx.din_partials = {} if sums is None else {0: sums}
         if needs[1]:
             dweight, add = gradient_target(into[1], weight.shape, float32)
-            table.wgrad(x, dout, dweight, ctx.stride, ctx.padding, add, ctx.tf32)
+            table.wgrad(Operands(x, dweight, dout, add=add, tf32=ctx.tf32), ctx.stride, ctx.padding)
         if needs[2]:
             dbias = sum_rows_cuda(dout, into[2], ctx.dout_partials)
         return dx, dweight, dbias
@@ -221,7 +224,7 @@ class ConvTranspose2d(Function):
         ctx.save(x, weight)
         ctx.stride, ctx.padding = stride, padding
         out = empty((x.shape[0], *size, weight.shape[3]), x.dtype)
-        table.dgrad(x, weight, out, stride, padding, Epilogue(bias=as_float32(bias)), ctx.tf32)
+        table.dgrad(Operands(x, weight, out, Epilogue(bias=as_float32(bias)), tf32=ctx.tf32), stride, padding)
         return out
 
     @staticmethod
@@ -230,10 +233,11 @@ class ConvTranspose2d(Function):
         dx = dweight = dbias = None
         if needs[0]:
             dx, add = gradient_target(into[0], x.shape, x.dtype)
-            table.fprop(dout, weight, dx, ctx.stride, ctx.padding, Epilogue(addend=dx if add else None), ctx.tf32)
+            epilogue = Epilogue(addend=dx if add else None)
+            table.fprop(Operands(dout, weight, dx, epilogue, tf32=ctx.tf32), ctx.stride, ctx.padding)
         if needs[1]:
             dweight, add = gradient_target(into[1], weight.shape, float32)
-            table.wgrad(dout, x, dweight, ctx.stride, ctx.padding, add, ctx.tf32)
+            table.wgrad(Operands(dout, dweight, x, add=add, tf32=ctx.tf32), ctx.stride, ctx.padding)
         if needs[2]:
             dbias = sum_rows_cuda(dout, into[2], ctx.dout_partials)
         return dx, dweight, dbias

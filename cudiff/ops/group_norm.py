@@ -161,18 +161,18 @@ class GroupNorm(Function):
     @staticmethod
     def forward_cuda(ctx, x, x2, weight, bias, scale, shift, num_groups, eps, silu):
         y, mean, rstd = table.forward(x, x2, weight, bias, num_groups, eps, silu, scale, shift, ctx.partials[:2])
-        ctx.silu, ctx.again = silu, False  # a caller may want backward to leave the output once more, in ctx.y
-        ctx.dz_partials = None  # or give backward dz for dout, and its sums here
+        ctx.silu, ctx.recomputes = silu, False  # a caller may want backward to leave the output once more, in ctx.y
+        ctx.d_preact_sums = None  # or give backward dz for dout, and its sums here
         ctx.save(x, x2, weight, bias, scale, shift, mean, rstd)
         return y
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
         x, x2, weight, bias, scale, shift, mean, rstd = ctx.saved
-        ctx.y = empty(dout.shape, dout.dtype) if ctx.again else None
+        ctx.y = empty(dout.shape, dout.dtype) if ctx.recomputes else None
         return table.backward(
             dout, x, x2, weight, bias, mean, rstd, ctx.silu, scale, shift, needs=needs, into=into, y=ctx.y,
-            sums=ctx.din_partials, partials=ctx.dz_partials,
+            sums=ctx.din_partials, partials=ctx.d_preact_sums,
         )
 
 

@@ -9,10 +9,12 @@ import numpy as np
 
 from cudiff.backend import Array, array_module, compute_dtype, float32, is_low
 from cudiff.cuda.accumulate import gradient_target
-from cudiff.cuda.kernels.gemm import table
+from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Operands
 from cudiff.cuda.kernels.gemm.matmul import multiply, rows_of
 from cudiff.cuda.kernels.gemm.product import Epilogue, as_float32
+from cudiff.cuda.kernels.gemm.table import linear as linear_cuda
 from cudiff.cuda.kernels.shape import contiguous
+from cudiff.cuda.launch import empty
 from cudiff.function import Function
 from cudiff.ops.cast import astype, require_float, require_floats, result_dtype
 from cudiff.ops.reduce import sum_rows_cuda, sum_to
@@ -136,8 +138,10 @@ class Linear(Function):
     def forward_cuda(ctx, x, weight, bias, residual):
         ctx.save(x, weight)
         addend = None if residual is None else rows_of(residual)
-        out = table.linear(x, weight, Epilogue(as_float32(bias), addend=addend), ctx.tf32)
-        return out.reshape(*x.shape[:-1], weight.shape[0])
+        out = empty((*x.shape[:-1], weight.shape[0]), x.dtype)
+        epilogue = Epilogue(as_float32(bias), addend=addend)
+        linear_cuda(FPROP, Operands(x, weight, rows_of(out), epilogue, tf32=ctx.tf32))
+        return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
@@ -145,10 +149,11 @@ class Linear(Function):
         dx = dweight = dbias = None
         if needs[0]:
             dx, add = gradient_target(into[0], x.shape, x.dtype)
-            table.linear_dx(dout, weight, dx, Epilogue(addend=dx if add else None), ctx.tf32)
+            epilogue = Epilogue(addend=dx if add else None)
+            linear_cuda(DGRAD, Operands(dout, weight, dx, epilogue, tf32=ctx.tf32))
         if needs[1]:
             dweight, add = gradient_target(into[1], weight.shape, float32)
-            table.linear_dweight(x, dout, dweight, add, ctx.tf32)
+            linear_cuda(WGRAD, Operands(x, dweight, dout, add=add, tf32=ctx.tf32))
         if needs[2]:
             sums = ctx.dout_partials
             if sums is None and dout.dtype == float32 and len(dout) == dout.size // len(weight) <= 128 and not needs[3]:

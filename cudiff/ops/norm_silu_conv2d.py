@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cudiff.backend import Array, float32, is_float, is_low
 from cudiff.cuda.accumulate import gradient_sum, gradient_target
 from cudiff.cuda.kernels.convolution import table
-from cudiff.cuda.kernels.convolution.problem import Norm, Skip
+from cudiff.cuda.kernels.convolution.problem import DGRAD, WGRAD, Norm, Operands, Skip
 from cudiff.cuda.kernels.gemm.product import Epilogue, as_float32
-from cudiff.cuda.kernels.gemm.table import linear_dweight, linear_dx
+from cudiff.cuda.kernels.gemm.table import linear
 from cudiff.cuda.kernels.pool import TWICE, sum_windows
 from cudiff.cuda.kernels.shape import at_16_bytes
 from cudiff.cuda.launch import empty
@@ -47,6 +47,28 @@ def unfused(x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, resi
     return elementwise.relu(out) if relu else out
 
 
+class Inputs(NamedTuple):
+    """Those of `NormSiluConv2d`: arrays, or what belongs to each, as its gradient."""
+
+    x: Any = None
+    x2: Any = None
+    weight: Any = None
+    bias: Any = None
+    norm_weight: Any = None
+    norm_bias: Any = None
+    scale: Any = None
+    shift: Any = None
+    emb: Any = None
+    residual: Any = None
+    residual2: Any = None
+    skip_weight: Any = None
+    skip_bias: Any = None
+
+    def of_norm(self) -> tuple[Any, Any, Any, Any, Any, Any]:
+        """Those of the group norm, in its order."""
+        return self.x, self.x2, self.norm_weight, self.norm_bias, self.scale, self.shift
+
+
 class NormSiluConv2d(Composite):
     """See `norm_silu_conv2d`; `dtype` is x's but where `table.casts`."""
 
@@ -58,112 +80,133 @@ class NormSiluConv2d(Composite):
         return _narrower(inputs[0].dtype, attrs["dtype"])
 
     @staticmethod
-    def forward_cuda(ctx, x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2,
-                     skip_weight, skip_bias, num_groups, eps, silu, upsample, relu, statistics, dtype):
-        ctx.upsample, ctx.dtype, ctx.step = upsample, x.dtype, (None, None, ())
-        ctx.weight_shape, weight = weight.shape, _taps(weight)
-        h, h2 = x, None
-        if norm_weight is not None:
-            h = _step(ctx, GroupNorm, _NORM_INPUTS, x, x2, norm_weight, norm_bias, scale, shift,
-                      num_groups=num_groups, eps=eps, silu=silu)
-        elif x2 is not None:
-            h2 = x2  # read from where they are
-        elif dtype != x.dtype and is_low(x.dtype):
-            h = at_16_bytes(x)  # conv2d_few_channels reads packs of many channels
-        again = norm_weight is not None and any(ctx.needs[i] for i in _NORM_INPUTS)
-        if again:  # then the norm's backward makes h once more for the weight's gradient: nothing is kept till then
-            ctx.step[1].again = ctx.needs[2]
+    def forward_cuda(ctx, *arrays, num_groups, eps, silu, upsample, relu, statistics, dtype):
+        given, needs = Inputs(*arrays), Inputs(*ctx.needs)
+        weight = _taps(given.weight)
+        ctx.upsample, ctx.dtype, ctx.norm = upsample, given.x.dtype, None
+        h, h2 = given.x, None
+        if given.norm_weight is not None:
+            ctx.norm = Context(needs.of_norm(), ctx.partials[:2])
+            h = GroupNorm.forward_cuda(ctx.norm, *given.of_norm(), num_groups=num_groups, eps=eps, silu=silu)
+        elif given.x2 is not None:
+            h2 = given.x2  # read from where they are
+        elif dtype != h.dtype and is_low(h.dtype):
+            h = at_16_bytes(h)  # conv2d_few_channels reads packs of many channels
+        recomputed = ctx.norm is not None and any(needs.of_norm())
+        if recomputed:  # the norm's backward makes h once more for the weight's gradient: nothing is kept till then
+            ctx.norm.recomputes = needs.weight
         padding, times = pair(weight.shape[1] // 2), 2 if upsample else 1
         n, height, width, channels = h.shape
         ctx.shape = n, height * times, width * times, channels  # of what the convolution sees
         out = empty((n, *out_size(ctx.shape[1:3], weight.shape[1:3], (1, 1), padding), len(weight)), dtype)
-        skip, addend = None, residual
-        if skip_weight is not None:
-            skip, addend = Skip(residual, residual2, skip_weight, as_float32(skip_bias)), None
-        epilogue = Epilogue(as_float32(bias), as_float32(emb), addend)
-        ctx.out_partials = table.fprop(
-            h, weight, out, (1, 1), padding, epilogue, ctx.tf32, statistics, relu, h2, skip, upsample
-        )
-        ctx.save(None if again else h, h2, weight, residual, residual2, skip_weight, out if relu else None)
+        skip, addend = None, given.residual
+        if given.skip_weight is not None:
+            skip, addend = Skip(*given[9:12], as_float32(given.skip_bias)), None
+        epilogue = Epilogue(as_float32(given.bias), as_float32(given.emb), addend)
+        operands = Operands(h, weight, out, epilogue, h2, skip, tf32=ctx.tf32)
+        ctx.out_partials = table.fprop(operands, (1, 1), padding, statistics, relu, upsample)
+        ctx.save(None if recomputed else h, h2, given.weight, *given[9:12], out if relu else None)
         return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
-        h, h2, weight, residual, residual2, skip_weight, out = ctx.saved
-        padding, tf32 = pair(weight.shape[1] // 2), ctx.tf32
-        grads: list[Array | None] = [None] * len(needs)
+        needs, into = Inputs(*needs), Inputs(*into)
+        h, h2, weight, _, residual2, skip_weight, out = ctx.saved
         sums, mixed = ctx.dout_partials, dout.dtype != ctx.dtype
         if h2 is not None or residual2 is not None or (mixed and is_low(dout.dtype)):
             dout = at_16_bytes(dout)  # pairs are read by TMA, many channels by conv2d_few_channels in packs
         if out is not None:
             dout, sums = elementwise.relu_backward_cuda(dout, out)
-        if sums is not None and len(sums) != len(dout):  # a batch norm's, of all images together
-            sums = None
-        if sums is None and (needs[8] or (needs[3] and needs[12])):
-            sums = sum_array(dout, (1, 2), dtype=float32)[:, None]
-        if needs[8]:
-            grads[8], add = gradient_target(into[8], sums.shape[::2], float32)
-            add_rows(sums, grads[8], add)
-        for i in (3, 12):
-            grads[i] = sum_rows_cuda(dout, into[i], sums) if needs[i] else None
+        grads = _vector_gradients(dout, sums, needs, into)
         if h2 is not None:
-            for i, part in enumerate((weight[..., : h.shape[3]], weight[..., h.shape[3] :])):
-                if needs[i]:
-                    place = None if ctx.upsample else into[i]
-                    grads[i], addend = gradient_sum(place, (*ctx.shape[:3], part.shape[3]), dout.dtype)
-                    table.dgrad(dout, part, grads[i], (1, 1), padding, Epilogue(addend=addend), tf32)
-                    if ctx.upsample:
-                        grads[i], _ = sum_windows(grads[i], TWICE, 1.0, into[i], moments=0)
-        elif any(needs[i] for i in _NORM_INPUTS):
-            function, step, inputs = ctx.step
-            place = into[0] if step is None else None
-            grads[0], addend = gradient_sum(None if ctx.upsample or mixed else place, ctx.shape, ctx.dtype)
-            norm = Norm(step.silu, *step.saved) if function is GroupNorm and not ctx.upsample else None
-            ctx.din_partials[0] = partials = table.dgrad(
-                dout, weight, grads[0], (1, 1), padding, Epilogue(addend=addend), tf32,
-                sums=step is None and not ctx.upsample, norm=norm,
-            )
-            if ctx.upsample:
-                moments = 1 if step is None else 0
-                grads[0], ctx.din_partials[0] = sum_windows(grads[0], TWICE, 1.0, place, moments)
-            if step is not None:
-                step.dz_partials = partials
-                results = function.backward_cuda(step, grads[0], needs=step.needs, into=tuple(into[i] for i in inputs))
-                for i, result in zip(inputs, results, strict=True):
-                    grads[i] = result
-                ctx.din_partials = {inputs[i]: sums for i, sums in step.din_partials.items()}
-        if skip_weight is None and needs[9]:
-            grads[9] = dout
-        if needs[2]:
-            h = ctx.step[1].y if h is None else h
-            grads[2], add = gradient_target(into[2], ctx.weight_shape, float32)
-            table.wgrad(h, dout, _taps(grads[2]), (1, 1), padding, add, tf32, h2, ctx.upsample)
-        if skip_weight is None:
-            return tuple(grads)
-        if needs[11]:
-            grads[11], add_weight = gradient_target(into[11], skip_weight.shape, float32)
-            linear_dweight(residual, dout, _matrix(grads[11]), add_weight, tf32, residual2)
-        matrix, channels = _matrix(skip_weight), residual.shape[3]
-        sources = {9: residual, 10: residual2}
-        targets = {i: gradient_target(into[i], x.shape, x.dtype) for i, x in sources.items() if needs[i]}
-        grads[9], grads[10] = (targets[i][0] if i in targets else None for i in (9, 10))
-        if len(targets) == 2 and not any(add for _, add in targets.values()):
-            linear_dx(dout, matrix, grads[9], Epilogue(), tf32, grads[10])
-            return tuple(grads)
-        for i, (target, add) in targets.items():
-            columns = matrix[:, :channels] if i == 9 else matrix[:, channels:]
-            linear_dx(dout, columns, target, Epilogue(addend=target if add else None), tf32)
-        return tuple(grads)
+            grads |= _pair_gradients(ctx, dout, _taps(weight), h.shape[3], needs, into)
+        elif any(needs.of_norm()):
+            grads |= _input_gradients(ctx, dout, _taps(weight), into)
+        if skip_weight is None and needs.residual:
+            grads["residual"] = dout
+        if needs.weight:
+            h = ctx.norm.y if h is None else h
+            grads["weight"], add = gradient_target(into.weight, weight.shape, float32)
+            dweight = _taps(grads["weight"])
+            given = Operands(h, dweight, dout, x2=h2, add=add, tf32=ctx.tf32)
+            table.wgrad(given, (1, 1), pair(dweight.shape[1] // 2), ctx.upsample)
+        if skip_weight is not None:
+            grads |= _skip_gradients(ctx, dout, needs, into)
+        return Inputs(**grads)
 
 
-_NORM_INPUTS = (0, 1, 4, 5, 6, 7)
+def _vector_gradients(dout: Array, sums: Array | None, needs: Inputs, into: Inputs) -> dict[str, Array]:
+    """Those of emb and of both biases: sums of dout, of which `sums` may hold those over tiles of pixels."""
+    grads = {}
+    if sums is not None and len(sums) != len(dout):  # a batch norm's, of all images together
+        sums = None
+    if sums is None and (needs.emb or (needs.bias and needs.skip_bias)):
+        sums = sum_array(dout, (1, 2), dtype=float32)[:, None]
+    if needs.emb:
+        assert sums is not None
+        grads["emb"], add = gradient_target(into.emb, sums.shape[::2], float32)
+        add_rows(sums, grads["emb"], add)
+    if needs.bias:
+        grads["bias"] = sum_rows_cuda(dout, into.bias, sums)
+    if needs.skip_bias:
+        grads["skip_bias"] = sum_rows_cuda(dout, into.skip_bias, sums)
+    return grads
 
 
-def _step(ctx, function: Any, inputs: tuple[int, ...], *arrays: Array | None, **attrs) -> Array:
-    """Run another Function's forward inside this one; `inputs` says where its gradients go."""
-    step = Context(tuple(ctx.needs[i] for i in inputs), tuple(ctx.partials[i] for i in inputs))
-    ctx.step = function, step, inputs
-    return function.forward_cuda(step, *arrays, **attrs)
+def _pair_gradients(ctx: Any, dout: Array, weight: Array, split: int, needs: Inputs, into: Inputs) -> dict[str, Array]:
+    """Those of x, of so many channels, and of x2, which no norm follows."""
+    grads, padding = {}, pair(weight.shape[1] // 2)
+    for name, columns in (("x", weight[..., :split]), ("x2", weight[..., split:])):
+        if getattr(needs, name):
+            slot = getattr(into, name)
+            shape = *ctx.shape[:3], columns.shape[3]
+            out, addend = gradient_sum(None if ctx.upsample else slot, shape, dout.dtype)
+            table.dgrad(Operands(dout, columns, out, Epilogue(addend=addend), tf32=ctx.tf32), (1, 1), padding)
+            grads[name] = sum_windows(out, TWICE, 1.0, slot, moments=0)[0] if ctx.upsample else out
+    return grads
+
+
+def _input_gradients(ctx: Any, dout: Array, weight: Array, into: Inputs) -> dict[str, Array]:
+    """That of x, or those of the norm's inputs."""
+    slot = into.x if ctx.norm is None else None
+    mixed, sums_wanted = dout.dtype != ctx.dtype, ctx.norm is None and not ctx.upsample
+    out, addend = gradient_sum(None if ctx.upsample or mixed else slot, ctx.shape, ctx.dtype)
+    norm = None if ctx.norm is None or ctx.upsample else Norm(ctx.norm.silu, *ctx.norm.saved)
+    given = Operands(dout, weight, out, Epilogue(addend=addend), norm=norm, tf32=ctx.tf32)
+    partials = table.dgrad(given, (1, 1), pair(weight.shape[1] // 2), sums_wanted)
+    if ctx.upsample:
+        out, partials = sum_windows(out, TWICE, 1.0, slot, moments=1 if ctx.norm is None else 0)
+    if ctx.norm is None:
+        ctx.din_partials[0] = partials
+        return {"x": out}
+    ctx.norm.d_preact_sums = partials
+    results = GroupNorm.backward_cuda(ctx.norm, out, needs=ctx.norm.needs, into=into.of_norm())
+    ctx.din_partials = ctx.norm.din_partials  # x and x2 are the norm's first inputs too
+    return dict(zip(("x", "x2", "norm_weight", "norm_bias", "scale", "shift"), results, strict=True))
+
+
+def _skip_gradients(ctx: Any, dout: Array, needs: Inputs, into: Inputs) -> dict[str, Array]:
+    """Those of the skip path's weight and of its one source or two."""
+    *_, residual, residual2, skip_weight, _ = ctx.saved
+    grads: dict[str, Array] = {}
+    if needs.skip_weight:
+        grads["skip_weight"], add = gradient_target(into.skip_weight, skip_weight.shape, float32)
+        dweight = _matrix(grads["skip_weight"])
+        linear(WGRAD, Operands(residual, dweight, dout, x2=residual2, add=add, tf32=ctx.tf32))
+    matrix, split = _matrix(skip_weight), residual.shape[3]
+    sources = {"residual": (residual, matrix[:, :split]), "residual2": (residual2, matrix[:, split:])}
+    adds = {}
+    for name, (source, _) in sources.items():
+        if getattr(needs, name):
+            grads[name], adds[name] = gradient_target(getattr(into, name), source.shape, source.dtype)
+    if len(adds) == 2 and not any(adds.values()):
+        linear(DGRAD, Operands(dout, matrix, grads["residual"], x2=grads["residual2"], tf32=ctx.tf32))
+        return grads
+    for name, add in adds.items():
+        target = grads[name]
+        epilogue = Epilogue(addend=target if add else None)
+        linear(DGRAD, Operands(dout, sources[name][1], target, epilogue, tf32=ctx.tf32))
+    return grads
 
 
 def _taps(weight: Array) -> Array:

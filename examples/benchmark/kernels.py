@@ -10,8 +10,7 @@ from cudiff import ops
 from cudiff.backend import float32
 from cudiff.config import PRESETS
 from cudiff.cuda.kernels.convolution import sm90, table
-from cudiff.cuda.kernels.convolution.problem import Norm
-from cudiff.cuda.kernels.gemm.product import Epilogue
+from cudiff.cuda.kernels.convolution.problem import Norm, Operands
 from cudiff.cuda.kernels.norm import table as norms
 from cudiff.cuda.timing import graph_time
 from cudiff.models import build
@@ -71,7 +70,7 @@ def _dgrad_of_a_norm(x: Tensor, weight: Tensor, dout: Tensor) -> Callable[[], ob
 
     def run() -> object:
         dz = cupy.empty_like(x.data)
-        return dz, table.dgrad(dout.data, weight.data, dz, (1, 1), (1, 1), Epilogue(), False, norm=norm)
+        return dz, table.dgrad(Operands(dout.data, weight.data, dz, norm=norm), (1, 1), (1, 1))
 
     return run
 

@@ -4,7 +4,8 @@ import pytest
 
 import cudiff
 from cudiff.cuda.kernels.convolution import table
-from cudiff.cuda.kernels.gemm.product import TILES, Epilogue, plan
+from cudiff.cuda.kernels.convolution.problem import Operands
+from cudiff.cuda.kernels.gemm.product import TILES, plan
 from cudiff.ops.conv2d import conv2d, conv_transpose2d
 from cudiff.precision import allow_tf32
 from cudiff.tensor import Tensor
@@ -191,7 +192,9 @@ def test_gradient_to_a_norm(only, rng, tile, size, sources, outputs, scaled, tap
     only(tile)
     convolution = NormedConvolution(rng, size, sources, outputs, taps, dtype, scaled, silu)
     dout, weight, norm, out = convolution.on_gpu()
-    partials = table.dgrad(dout, weight, out.data, (1, 1), convolution.padding, Epilogue(), tf32, norm=norm)
+    partials = table.dgrad(
+        Operands(dout, weight, out.data, norm=norm, tf32=tf32), (1, 1), convolution.padding
+    )
     strips = size[1] * size[2] // (tile.rows // tile.warps_m)
     assert partials.shape == (size[0], strips, sum(sources), 2)
     convolution.check(out, partials, tolerance, noise=1e-5 if dtype == np.float32 and not tf32 else 3e-3)
@@ -208,7 +211,7 @@ def test_what_makes_no_gradient_to_a_norm(only, rng, size, channels, splits, tap
     only(TILES[3], splits)
     convolution = NormedConvolution(rng, size, channels, 512, taps, ml_dtypes.bfloat16, False)
     dout, weight, norm, out = convolution.on_gpu()
-    assert table.dgrad(dout, weight, out.data, (1, 1), convolution.padding, Epilogue(), False, norm=norm) is None
+    assert table.dgrad(Operands(dout, weight, out.data, norm=norm), (1, 1), convolution.padding) is None
     assert relative_error(out.numpy(), convolution.dy) < 4e-3
 
 

@@ -74,11 +74,11 @@ def test_a_thin_image_of_float32(rng, shape, outputs, taps, dtype):
         (*shapes, weight.shape), (*stored, np.float32), strict=True
     ))
     place = (1, 1), (taps // 2, taps // 2)
-    problem = problem_of(FPROP, Operands(x, weight, out), *place, False)
+    problem = problem_of(FPROP, Operands(x, weight, out), *place)
     assert few_channels.offer(problem).fused >= problem.wanted
-    partials = table.fprop(x, weight, out, *place, Epilogue(bias), False, statistics=True)
-    table.dgrad(dout, weight, dx, *place, Epilogue(), False)
-    table.wgrad(x, dout, dweight, *place, False, False)
+    partials = table.fprop(Operands(x, weight, out, Epilogue(bias)), *place, statistics=True)
+    table.dgrad(Operands(dout, weight, dx), *place)
+    table.wgrad(Operands(x, dweight, dout), *place)
     low = 4e-3 if dtype == ml_dtypes.bfloat16 else 6e-4
     for result, reference in ((out, expected.data), (dx, leaves[0].grad), (dweight, leaves[1].grad)):
         assert relative_error(Tensor(result).numpy(), reference) < (1e-5 if result.dtype == np.float32 else low)
@@ -113,7 +113,7 @@ def test_the_embedding_and_relu_come_with_it(rng, shape, outputs):
     expected = np.maximum(ops.conv2d(*wide, padding=1).numpy() + emb[:, None, None], 0)
     x, weight, out, bias, emb = (Tensor(a, device="cuda").data for a in (x, weight, out, bias, emb))
     epilogue = Epilogue(bias, emb)
-    problem = problem_of(FPROP, Operands(x, weight, out, epilogue), (1, 1), (1, 1), False, Fusion.RELU)
+    problem = problem_of(FPROP, Operands(x, weight, out, epilogue), (1, 1), (1, 1), Fusion.RELU)
     assert few_channels.offer(problem).fused == problem.wanted
     few_channels.fprop(x, weight, out, epilogue, relu=True)
     assert relative_error(Tensor(out).numpy(), expected) < 4e-3
@@ -137,9 +137,9 @@ def test_gradient_to_a_norm(rng, shape, outputs, taps, scaled, float32_dout, dty
         assert np.array_equal(convolution.dout.astype(dtype), rounded)
     dout, weight, norm, out = convolution.on_gpu()
     given = Operands(dout, weight, out.data, norm=norm)
-    problem = problem_of(DGRAD, given, (1, 1), convolution.padding, False)
+    problem = problem_of(DGRAD, given, (1, 1), convolution.padding)
     assert Fusion.NORM_BACKWARD in few_channels.offer(problem).fused
-    partials = table.dgrad(dout, weight, out.data, (1, 1), convolution.padding, Epilogue(), False, norm=norm)
+    partials = table.dgrad(given, (1, 1), convolution.padding)
     convolution.check(out, partials)
 
 

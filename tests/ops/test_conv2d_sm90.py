@@ -167,7 +167,7 @@ def test_an_input_is_read_upsampled(hopper, rng, dtype, adds, shape, weight_shap
     operands, results = random_convolution(rng, shape, outputs, kernel, dtype, False, upsample=True)
     x, weight, bias, emb, addend = operands
     padding = kernel[0] // 2, kernel[1] // 2
-    problem = problem_of(FPROP, Operands(x, weight, addend), (1, 1), padding, True, Fusion.UPSAMPLE)
+    problem = problem_of(FPROP, Operands(x, weight, addend, tf32=True), (1, 1), padding, Fusion.UPSAMPLE)
     assert Fusion.UPSAMPLE in sm90.offer(problem).fused
     seen = (*addend.shape[:3], shape[3])
     plans = [
@@ -209,7 +209,7 @@ def test_gradient_to_a_norm(hopper, rng, tile, size, sources, scaled, taps, silu
         for cluster in sm90.CLUSTERS
     ]
     assert fitted[0] is not None
-    problem = problem_of(DGRAD, Operands(dout, weight, out.data, norm=norm), (1, 1), convolution.padding, False)
+    problem = problem_of(DGRAD, Operands(dout, weight, out.data, norm=norm), (1, 1), convolution.padding)
     assert Fusion.NORM_BACKWARD in sm90.offer(problem).fused
     for chosen in (None, *(plan for plan in fitted if plan is not None)):
         out.data.fill(np.nan)
@@ -251,7 +251,7 @@ def test_a_skip_path_is_further_depth(hopper, rng, dtype, shape, outputs, source
         for plan in (chosen, chosen._replace(halos=min(2, chosen.halos), weights=min(2, chosen.weights))):
             out, again = (Tensor(np.full(expected.shape, np.nan, dtype), device="cuda") for _ in range(2))
             given = Operands(x, weight, out.data, Epilogue(bias), skip=skip)
-            assert Fusion.SKIP in sm90.offer(problem_of(FPROP, given, (1, 1), (1, 1), False)).fused
+            assert Fusion.SKIP in sm90.offer(problem_of(FPROP, given, (1, 1), (1, 1))).fused
             for target in (out, again):
                 partials = sm90.fprop(x, weight, target.data, Epilogue(bias), statistics=statistics,
                                              chosen=plan, skip=skip)

@@ -48,7 +48,7 @@ def test_wgrad_reads_its_input_upsampled(hopper, rng, dtype, taps, size, outputs
     x, dout = (Tensor(array, device="cuda").data for array in (x, dout))
     dweight = Tensor(np.zeros(weight.shape, np.float32), device="cuda").data
     given = Operands(x, dweight, dout)
-    problem = problem_of(WGRAD, given, (1, 1), (taps // 2, taps // 2), False, Fusion.UPSAMPLE)
+    problem = problem_of(WGRAD, given, (1, 1), (taps // 2, taps // 2), Fusion.UPSAMPLE)
     assert Fusion.UPSAMPLE in wgrad_sm90.offer(problem).fused
     cuts = {plan._replace(cluster=cluster, splits=splits)
             for plan in wgrad_sm90.plans(dout.shape[:3], (weight.shape,), upsample=True)}

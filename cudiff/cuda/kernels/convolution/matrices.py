@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from cudiff.backend import array_module
 from cudiff.cuda.kernels.convolution import portable
-from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, FPROP, Fusion, Operands, Problem
+from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, Fusion, Operands, Problem
 from cudiff.cuda.kernels.gemm.product import Epilogue
-from cudiff.cuda.kernels.gemm.table import linear, linear_dweight, linear_dx
+from cudiff.cuda.kernels.gemm.table import linear
 from cudiff.cuda.kernels.shape import contiguous, move
 from cudiff.cuda.launch import empty
 from cudiff.cuda.select import Offer
@@ -23,14 +23,9 @@ def offer_pixels(p: Problem) -> Offer | None:
 
 
 def run_pixels(given: Operands, offer: Offer, p: Problem) -> None:
-    x, out, weight = given.x, given.out, given.weight
-    matrix = weight.reshape(len(weight), -1)
-    if p.direction == FPROP:
-        linear(x, matrix, given.epilogue, p.tf32, out.reshape(1, -1, out.shape[3]))
-    elif p.direction == DGRAD:
-        linear_dx(x, matrix, out.reshape(1, -1, out.shape[3]), given.epilogue, p.tf32)
-    else:
-        linear_dweight(x, out, matrix, given.add, p.tf32)
+    rows = given.out.reshape(1, -1, given.out.shape[3])
+    matrix = given.weight.reshape(len(given.weight), -1)
+    linear(p.direction, given._replace(weight=matrix, out=rows, norm=None))
 
 
 def offer_windows(p: Problem) -> Offer | None:
@@ -49,7 +44,7 @@ def run_windows(given: Operands, offer: Offer, p: Problem) -> None:
     windows, bias = empty((n, height, width, rows * columns * c), given.out.dtype), given.epilogue.bias
     if bias is not None:
         bias = contiguous(array_module("cuda").broadcast_to(bias, (rows * columns, c)))
-    linear_dx(given.x, given.weight.reshape(k, -1), windows, Epilogue(bias), p.tf32)
+    linear(DGRAD, given._replace(weight=given.weight.reshape(k, -1), out=windows, epilogue=Epilogue(bias)))
     move(
         given.out.reshape(n, height, rows, width, columns, c),
         windows.reshape(n, height, width, rows, columns, c).transpose(0, 1, 3, 2, 4, 5),

@@ -67,7 +67,7 @@ class Problem(NamedTuple):
     direction: FPROP, DGRAD or WGRAD. x and out: what the pass reads under the weight and what it writes, in dgrad the
     gradients of output and input; in wgrad the input and the gradient of the output. x2: the channels after x's, in
     dgrad after out's. skip, skip_weight: the one or two sources of a skip path. norm: those of the norm before the
-    input, and silu: whether SiLU followed it. tf32: whether float32 may be rounded to it.
+    input, and silu: whether SiLU followed it. tf32: as in `Operands`.
     """
 
     direction: str
@@ -115,7 +115,8 @@ class Skip(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The arrays of a problem, as it names them; wgrad writes `weight`, or, with `add`, adds to it."""
+    """The arrays of a problem, as it names them; wgrad writes `weight`, or, with `add`, adds to it. tf32: whether
+    float32 may be rounded to it."""
 
     x: Array
     weight: Array
@@ -125,13 +126,14 @@ class Operands(NamedTuple):
     skip: Skip | None = None
     norm: Norm | None = None
     add: bool = False
+    tf32: bool = False
 
 
-def problem_of(direction: str, given: Operands, stride: Pair, padding: Pair, tf32: bool, *wanted: str) -> Problem:
+def problem_of(direction: str, given: Operands, stride: Pair, padding: Pair, *wanted: str) -> Problem:
     """The problem of these operands, where more is wanted than they show."""
     skip, norm = given.skip, given.norm
     return Problem(
-        direction, image_of(given.x), weight_of(given.weight), image_of(given.out), stride, padding, tf32,
+        direction, image_of(given.x), weight_of(given.weight), image_of(given.out), stride, padding, given.tf32,
         frozenset((*wanted_by(given), *wanted)), None if given.x2 is None else image_of(given.x2),
         () if skip is None else _images(skip[:2]), None if skip is None else weight_of(skip.weight),
         () if norm is None else _images(norm[1:3]), norm is None or norm.silu,

@@ -14,11 +14,9 @@ from cudiff.cuda.kernels.convolution.problem import (
     WGRAD,
     Fusion,
     Image,
-    Norm,
     Operands,
     Pair,
     Problem,
-    Skip,
     Weight,
     problem_of,
 )
@@ -26,6 +24,7 @@ from cudiff.cuda.kernels.elementwise import relu_forward
 from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.cuda.kernels.gemm.table import linear
 from cudiff.cuda.kernels.pool import TWICE, spread_windows
+from cudiff.cuda.launch import empty
 from cudiff.cuda.select import ANY, SM90, Offer, Row, Table
 
 
@@ -64,55 +63,59 @@ CONVOLUTION = Table(
 )
 
 
-def fprop(x: Array, weight: Array, out: Array, stride: Pair, padding: Pair, epilogue: Epilogue, tf32: bool,
-          statistics: bool = False, relu: bool = False, x2: Array | None = None, skip: Skip | None = None,
+def fprop(given: Operands, stride: Pair, padding: Pair, statistics: bool = False, relu: bool = False,
           upsample: bool = False) -> Array | None:
-    """Convolution, written to out (N, Ho, Wo, K), and what the epilogue adds, and the result of `skip`; then ReLU, if
-    `relu`.
+    """Convolution, written to given.out (N, Ho, Wo, K), with all that is added to it; then ReLU, if `relu`.
 
-    x2 holds the channels after x's. `upsample`: of x twice as high and wide, each pixel four times. Returns out's
-    `Tensor.partials`, if `statistics` and the kernel makes them.
+    `upsample`: of an input twice as high and wide, each pixel four times. Returns out's `Tensor.partials`, if
+    `statistics` and the kernel makes them.
     """
-    given = Operands(x, weight, out, _of_images(epilogue, out), x2, skip)
+    given = _of_images(given)
     asked = {Fusion.STATISTICS: statistics, Fusion.RELU: relu, Fusion.UPSAMPLE: upsample}
-    wanted = [fusion for fusion, on in asked.items() if on]
-    problem = problem_of(FPROP, given, stride, padding, tf32, *wanted)
+    problem = problem_of(FPROP, given, stride, padding, *(fusion for fusion, on in asked.items() if on))
     chosen = CONVOLUTION.select(problem)
-    if skip is not None and Fusion.SKIP in chosen.left:
-        addend = linear(skip.x, skip.weight.reshape(len(skip.weight), -1), Epilogue(skip.bias), tf32, x2=skip.x2)
-        return fprop(x, weight, out, stride, padding, epilogue._replace(addend=addend), tf32, statistics, relu, x2,
-                     None, upsample)
+    if Fusion.SKIP in chosen.left:
+        given = given._replace(skip=None, epilogue=given.epilogue._replace(addend=_skipped(given)))
+        return fprop(given, stride, padding, statistics, relu, upsample)
     assert Fusion.CAST not in chosen.left
     sums = chosen.row.run(given, chosen.offer, problem)
     if Fusion.RELU in chosen.left:
-        relu_forward(out, out)
+        relu_forward(given.out, given.out)
     return sums
 
 
-def dgrad(dout: Array, weight: Array, dx: Array, stride: Pair, padding: Pair, epilogue: Epilogue, tf32: bool,
-          sums: bool = False, norm: Norm | None = None) -> Array | None:
-    """Gradient of the input, written to dx (N, H, W, C), and what the epilogue adds.
+def _skipped(given: Operands) -> Array:
+    """The result of a skip path, by a launch of its own."""
+    skip = given.skip
+    assert skip is not None
+    matrix = skip.weight.reshape(len(skip.weight), -1)
+    out = empty((1, skip.x.size // skip.x.shape[-1], len(matrix)), skip.x.dtype)
+    linear(FPROP, Operands(skip.x, matrix, out, Epilogue(skip.bias), skip.x2, tf32=given.tf32))
+    return out
 
-    Returns dx's sums, float32 (N, tiles, C), if `sums` and the kernel makes them. Where the input is what `norm` made,
-    and the epilogue empty, dx may become the gradient dz of its output before SiLU: then this returns dz's sums and
-    those of dz·x, x the norm's input, in float32 of dz·(x - mean): float32 (N, tiles, C, 2), else None.
+
+def dgrad(given: Operands, stride: Pair, padding: Pair, sums: bool = False) -> Array | None:
+    """Gradient of the input, written to given.out (N, H, W, C), and what the epilogue adds.
+
+    Returns its sums, float32 (N, tiles, C), if `sums` and the kernel makes them. Where the input is what a norm made,
+    `given.norm`, and the epilogue is empty, out may become the gradient dz of the norm's output before SiLU: then this
+    returns dz's sums and those of dz·x, x the norm's input, in float32 of dz·(x - mean): float32 (N, tiles, C, 2), else
+    None.
     """
-    given = Operands(dout, weight, dx, _of_images(epilogue, dx), norm=norm)
-    problem = problem_of(DGRAD, given, stride, padding, tf32, *((Fusion.SUMS,) if sums else ()))
+    given = _of_images(given)
+    problem = problem_of(DGRAD, given, stride, padding, *((Fusion.SUMS,) if sums else ()))
     chosen = CONVOLUTION.select(problem)
     assert Fusion.CAST not in chosen.left
     return chosen.row.run(given, chosen.offer, problem)
 
 
-def wgrad(x: Array, dout: Array, dweight: Array, stride: Pair, padding: Pair, add: bool, tf32: bool,
-          x2: Array | None = None, upsample: bool = False) -> None:
-    """Gradient of the weight, written or added to dweight (K, R, S, C), float32. The others as in `fprop`."""
-    given = Operands(x, dweight, dout, x2=x2, add=add)
-    problem = problem_of(WGRAD, given, stride, padding, tf32, *((Fusion.UPSAMPLE,) if upsample else ()))
+def wgrad(given: Operands, stride: Pair, padding: Pair, upsample: bool = False) -> None:
+    """Gradient of the weight, written or added to given.weight (K, R, S, C), float32; `upsample` as in `fprop`."""
+    problem = problem_of(WGRAD, given, stride, padding, *((Fusion.UPSAMPLE,) if upsample else ()))
     chosen = CONVOLUTION.select(problem)
     if Fusion.UPSAMPLE in chosen.left:
-        x, _ = spread_windows(x, dout.shape[1:3], TWICE, 1.0, moments=0)
-        return wgrad(x, dout, dweight, stride, padding, add, tf32, x2)
+        x, _ = spread_windows(given.x, given.out.shape[1:3], TWICE, 1.0, moments=0)
+        return wgrad(given._replace(x=x), stride, padding)
     assert Fusion.CAST not in chosen.left
     return chosen.row.run(given, chosen.offer, problem)
 
@@ -127,5 +130,6 @@ def casts(x: tuple[int, ...], dtype: np.dtype, weight: tuple[int, ...], out_dtyp
     return Fusion.CAST not in CONVOLUTION.select(problem).left
 
 
-def _of_images(epilogue: Epilogue, out: Array) -> Epilogue:
-    return epilogue._replace(rows_per_image=out.shape[1] * out.shape[2])
+def _of_images(given: Operands) -> Operands:
+    rows = given.out.shape[1] * given.out.shape[2]
+    return given._replace(epilogue=given.epilogue._replace(rows_per_image=rows))

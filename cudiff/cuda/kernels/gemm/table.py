@@ -18,8 +18,7 @@ from cudiff.cuda.kernels.convolution.problem import (
 )
 from cudiff.cuda.kernels.gemm import matmul
 from cudiff.cuda.kernels.gemm.product import Epilogue
-from cudiff.cuda.launch import empty
-from cudiff.cuda.select import ANY, SM90, Choice, Offer, Row, Table
+from cudiff.cuda.select import ANY, SM90, Offer, Row, Table
 
 
 def _as_convolution(given: Operands, offer: Offer, p: Problem) -> None:
@@ -41,49 +40,34 @@ LINEAR = Table(
 )
 
 
-def linear(x: Array, weight: Array, epilogue: Epilogue, tf32: bool, out: Array | None = None,
-           x2: Array | None = None) -> Array:
-    """concat(x, x2) (..., C) · weight (K, C) transposed, plus the epilogue → (1, rows, K)."""
-    if out is None:
-        out = empty((1, x.size // x.shape[-1], weight.shape[0]), x.dtype)
-    given = Operands(x, weight, out, epilogue, x2)
-    problem, chosen = _select(FPROP, given, tf32)
-    if x2 is not None and Fusion.SECOND_SOURCE in chosen.left:
-        linear(x, weight[:, : x.shape[-1]], epilogue, tf32, out)
-        return linear(x2, weight[:, x.shape[-1] :], Epilogue(addend=out), tf32, out)
-    chosen.row.run(given, chosen.offer, problem)
-    return out
+def linear(direction: str, given: Operands) -> None:
+    """A linear layer's product of matrices, with weight (K, C) or its gradient; x, x2 and out have rows of channels.
 
-
-def linear_dx(dout: Array, weight: Array, dx: Array, epilogue: Epilogue, tf32: bool, dx2: Array | None = None) -> None:
-    """concat(dx, dx2) (..., C) = dout (..., K) · weight (K, C), plus the epilogue."""
-    given = Operands(dout, weight, dx, epilogue, dx2)
-    problem, chosen = _select(DGRAD, given, tf32)
-    if dx2 is not None and Fusion.SECOND_SOURCE in chosen.left:
-        linear_dx(dout, weight[:, : dx.shape[-1]], dx, epilogue, tf32)
-        linear_dx(dout, weight[:, dx.shape[-1] :], dx2, epilogue, tf32)
-    else:
-        chosen.row.run(given, chosen.offer, problem)
-
-
-def linear_dweight(x: Array, dout: Array, dweight: Array, add: bool, tf32: bool, x2: Array | None = None) -> None:
-    """dweight (K, C) float32 = or += dout (..., K) transposed · concat(x, x2) (..., C)."""
-    given = Operands(x, dweight, dout, x2=x2, add=add)
-    problem, chosen = _select(WGRAD, given, tf32)
-    if x2 is not None and Fusion.SECOND_SOURCE in chosen.left:
-        linear_dweight(x, dout, dweight[:, : x.shape[-1]], add, tf32)
-        linear_dweight(x2, dout, dweight[:, x.shape[-1] :], add, tf32)
-    else:
-        chosen.row.run(given, chosen.offer, problem)
-
-
-def _select(direction: str, given: Operands, tf32: bool) -> tuple[Problem, Choice]:
+    FPROP: out (..., K) = concat(x, x2) (..., C) · weight transposed, plus the epilogue. DGRAD: concat(out, x2) (..., C)
+    = x (..., K) · weight, plus the epilogue. WGRAD: weight, float32, = or += out (..., K) transposed · concat(x, x2).
+    """
     outputs, channels = given.weight.shape
     problem = Problem(
-        direction, _image(given.x), weight_of(given.weight, (outputs, 1, 1, channels)), _image(given.out), tf32=tf32,
-        wanted=frozenset(wanted_by(given)), x2=None if given.x2 is None else _image(given.x2),
+        direction, _image(given.x), weight_of(given.weight, (outputs, 1, 1, channels)), _image(given.out),
+        tf32=given.tf32, wanted=frozenset(wanted_by(given)), x2=None if given.x2 is None else _image(given.x2),
     )
-    return problem, LINEAR.select(problem)
+    chosen = LINEAR.select(problem)
+    if Fusion.SECOND_SOURCE in chosen.left:
+        for half in _halves(direction, given):
+            linear(direction, half)
+    else:
+        chosen.row.run(given, chosen.offer, problem)
+
+
+def _halves(direction: str, given: Operands) -> tuple[Operands, Operands]:
+    """The products of the first source and of the second; in FPROP the second adds to the first."""
+    split = (given.out if direction == DGRAD else given.x).shape[-1]
+    first, second = (given._replace(weight=columns, x2=None)
+                     for columns in (given.weight[:, :split], given.weight[:, split:]))
+    if direction == DGRAD:
+        return first, second._replace(out=given.x2)
+    second = second._replace(x=given.x2)
+    return first, second._replace(epilogue=Epilogue(addend=given.out)) if direction == FPROP else second
 
 
 def _image(matrix: Array) -> Image:
