@@ -14,7 +14,15 @@ from cudiff.tensor import Tensor
 
 
 def array(start, size=8):
-    return SimpleNamespace(data=SimpleNamespace(ptr=start), nbytes=size)
+    flags = SimpleNamespace(c_contiguous=True)
+    return SimpleNamespace(data=SimpleNamespace(ptr=start), nbytes=size, flags=flags)
+
+
+def rows(start, count, width, pitch):
+    """`count` rows of `width` bytes, parts of rows of `pitch` bytes."""
+    flags = SimpleNamespace(c_contiguous=False)
+    return SimpleNamespace(data=SimpleNamespace(ptr=start), nbytes=count * width, itemsize=1, shape=(count, width),
+                           strides=(pitch, 1), flags=flags)
 
 
 @pytest.fixture
@@ -80,6 +88,40 @@ def test_what_is_about_to_be_written_is_read_before(launch_type, done):
         assert done == []
         queue.before_write(array(1000))
         assert done == [[1]] and not queue.is_read(array(1000))
+
+
+@pytest.mark.parametrize("start, size, shared", [
+    (992, 8, False), (992, 9, True), (1000, 1, True), (1050, 2, True), (1099, 1, True), (1100, 8, False),
+    (0, 4000, True),
+])
+def test_any_part_of_what_is_pending_counts(launch_type, done, start, size, shared):
+    """Also where it begins long before, and others lie between."""
+    one, long = array(start, size), array(1000, 100)
+    with deferred() as queue:
+        enqueue(launch_type, 1, long)
+        assert not queue.is_read(one)
+        queue.before_read(one)
+        assert bool(done) is shared
+    del done[:]
+    with deferred() as queue:
+        enqueue(launch_type, 1, array(5000), (array(1040, 4), long, array(1010, 30), array(9000, 1)))
+        queue.before_read(one)
+        assert done == [] and queue.is_read(one) is shared
+        queue.before_write(one)
+        assert bool(done) is shared
+
+
+@pytest.mark.parametrize("other, shared", [
+    (rows(1040, 3, 60, 100), False), (rows(1039, 3, 60, 100), True), (rows(940, 3, 60, 100), False),
+    (rows(940, 3, 61, 100), True), (rows(1040, 3, 20, 80), True), (rows(1340, 3, 60, 100), False),
+    (array(1039, 2), True), (array(1040, 10), True), (array(1240, 10), False), (array(1239, 1), True),
+])
+def test_columns_of_a_matrix_lie_side_by_side(launch_type, done, other, shared):
+    """Of rows with another pitch, what lies between counts too."""
+    with deferred() as queue:
+        enqueue(launch_type, 1, rows(1000, 3, 40, 100))
+        queue.before_read(other)
+        assert bool(done) is shared
 
 
 def test_a_launch_may_enqueue_others_of_a_higher_rank(launch_type, done):

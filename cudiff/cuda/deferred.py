@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -28,16 +30,62 @@ class LaunchType(NamedTuple):
     rank: int
 
 
+class Range(NamedTuple):
+    """The addresses of an array: the first, and the one behind the last. Of rows that are parts of longer ones, each
+    `width` bytes long, `pitch` is from one to the next; 0 of all others."""
+
+    start: int
+    stop: int
+    pitch: int = 0
+    width: int = 0
+
+    def overlaps(self, other: Range) -> bool:
+        if self.start >= other.stop or other.start >= self.stop:
+            return False
+        if self.pitch != other.pitch or self.pitch == 0:
+            return True
+        behind = (other.start - self.start) % self.pitch  # columns of one matrix may lie side by side
+        return behind < self.width or behind + other.width > self.pitch
+
+
 class _Pending(NamedTuple):
-    """A launch to come: what it runs with, where its result starts and what it reads; the bytes it holds back."""
+    """A launch to come: what it runs with, what it writes and reads, and the bytes that it holds back."""
 
     arguments: Any
-    writes: int
-    reads: tuple[int, ...]
+    writes: Range
+    reads: tuple[Range, ...]
     held: int
 
 
 _Group = tuple[LaunchType, Hashable]
+
+
+class _Ranges:
+    """Ranges of addresses, of which some may be equal or overlap."""
+
+    def __init__(self) -> None:
+        self._sorted: list[Range] = []
+        self._longest = 0
+
+    def add(self, range: Range) -> None:
+        bisect.insort(self._sorted, range)
+        self._longest = max(self._longest, range.stop - range.start)
+
+    def remove(self, range: Range) -> None:
+        del self._sorted[bisect.bisect_left(self._sorted, range)]
+
+    def overlap(self, array: Array | None) -> bool:
+        """Whether one of them and the memory of `array` do."""
+        if array is None or not self._sorted:
+            return False
+        wanted = _range_of(array)
+        first = bisect.bisect_left(self._sorted, (wanted.start - self._longest,))  # those before end too early
+        for range in itertools.islice(self._sorted, first, None):
+            if range.start >= wanted.stop:
+                return False
+            if range.overlaps(wanted):
+                return True
+        return False
 
 
 class Queue:
@@ -45,41 +93,38 @@ class Queue:
 
     def __init__(self) -> None:
         self._groups: dict[_Group, list[_Pending]] = {}
-        self._writes: list[int] = []  # of all that are pending, sorted
-        self._reads: list[int] = []
+        self._writes, self._reads = _Ranges(), _Ranges()  # of all that are pending
+        self._held: Counter[LaunchType] = Counter()
 
     def enqueue(self, group: _Group, pending: _Pending, out: Array) -> None:
         self.before_read(out)
         batch = self._groups.setdefault(group, [])
         batch.append(pending)
-        bisect.insort(self._writes, pending.writes)
-        for address in pending.reads:
-            bisect.insort(self._reads, address)
+        self._writes.add(pending.writes)
+        for range in pending.reads:
+            self._reads.add(range)
         launch_type = group[0]
+        self._held[launch_type] += pending.held
         if len(batch) == launch_type.max_batch:
             self._launch([group])
-        while self._held(launch_type) > launch_type.max_bytes:
+        while self._held[launch_type] > launch_type.max_bytes:
             self._launch([next(oldest for oldest in self._groups if oldest[0] is launch_type)])
 
-    def _held(self, launch_type: LaunchType) -> int:
-        return sum(pending.held for group, batch in self._groups.items() if group[0] is launch_type
-                   for pending in batch)
-
     def is_read(self, array: Array | None) -> bool:
-        """Whether a pending launch reads `array`."""
-        return bool(self._reads) and array is not None and _any_in(self._reads, array)
+        """Whether a pending launch reads from the memory of `array`."""
+        return self._reads.overlap(array)
 
     def before_read(self, array: Array | None) -> None:
-        """Flush if a pending launch writes `array`."""
-        if self._writes and array is not None and _any_in(self._writes, array):
+        """Flush if a pending launch writes to the memory of `array`."""
+        if self._writes.overlap(array):
             self.flush()
 
     def before_write(self, array: Array | None) -> None:
-        """Flush if a pending launch writes `array`; launch the groups that read it."""
+        """Flush if a pending launch writes to the memory of `array`; launch the groups that read it."""
         self.before_read(array)
-        if self.is_read(array):
+        if self._reads.overlap(array):
             self._launch(group for group, batch in self._groups.items()
-                         if any(_any_in(sorted(pending.reads), array) for pending in batch))
+                         if any(range.overlaps(_range_of(array)) for pending in batch for range in pending.reads))
 
     def flush(self) -> None:
         """Launch all that is pending."""
@@ -91,17 +136,20 @@ class Queue:
             batch = self._groups.pop(group, [])  # none where a launch has flushed all
             for pending in batch:
                 self._writes.remove(pending.writes)
-                for address in pending.reads:
-                    self._reads.remove(address)
+                for range in pending.reads:
+                    self._reads.remove(range)
+                self._held[group[0]] -= pending.held
             if batch:
                 group[0].run([pending.arguments for pending in batch])
 
 
-def _any_in(addresses: list[int], array: Any) -> bool:
-    """Whether one of the sorted addresses lies in `array`."""
-    start = array.data.ptr
-    first = bisect.bisect_left(addresses, start)
-    return first < len(addresses) and addresses[first] < start + array.nbytes
+def _range_of(array: Any) -> Range:
+    start, size = array.data.ptr, array.nbytes
+    if array.flags.c_contiguous or not size:
+        return Range(start, start + size)
+    down, *across = ((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True))
+    width = array.itemsize + sum(across)
+    return Range(start, start + down + width, array.strides[0], width)
 
 
 class _Thread(threading.local):
@@ -151,5 +199,5 @@ def enqueue(launch_type: LaunchType, arguments: Any, out: Array, reads: tuple[Ar
     if _thread.queue is None:
         launch_type.run([arguments])
         return
-    addresses = tuple(array.data.ptr for array in reads if array is not None)
-    _thread.queue.enqueue((launch_type, group), _Pending(arguments, out.data.ptr, addresses, held), out)
+    ranges = tuple(_range_of(array) for array in reads if array is not None)
+    _thread.queue.enqueue((launch_type, group), _Pending(arguments, _range_of(out), ranges, held), out)
