@@ -164,7 +164,7 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
         if slot is None or result is not slot.whole:
             terms.append((i, target))
         elif isinstance(target, Tensor):
-            target.grad = result
+            target._vacant = False  # it is the leaf's own array
         else:
             target.array, target.pending, target.partials = result, None, node.ctx.din_partials.get(i)
     if terms:  # last: of a tensor that is an input twice, the other result is added to what is whole
@@ -183,14 +183,16 @@ def _array_to_add_to(slot: Slot | None) -> Array | None:
 def _add_terms(node: Node, terms: list[tuple[int, Tensor | _Gradient]], results: tuple, shared_ids: set[int],
                douts: list[Array | None], queue: Any) -> None:
     """Add result i to its target for each (i, target) of `terms`; one of `douts` is left pending where it can be."""
-    owners = [None if x is None or like is None else _owner(x) for x, like in zip(results, node.likes, strict=True)]
+    # Whose memory each lies in: two of one owner may overlap.
+    owners = [None if x is None or like is None else x if x.base is None else x.base
+              for x, like in zip(results, node.likes, strict=True)]
     for i, target in terms:
         result = results[i]
         if isinstance(result, np.generic):  # an in-place sum needs an array
             result = np.asarray(result)
         shared = (
             not node.function.fresh or result.base is not None or id(result) in shared_ids
-            or owners.count(owners[i]) > 1
+            or sum(owner is owners[i] for owner in owners) > 1
         )
         if isinstance(target, Tensor):
             if target._grad is not None or shared:
@@ -213,19 +215,15 @@ def _add_terms(node: Node, terms: list[tuple[int, Tensor | _Gradient]], results:
         target.add(result, shared, node.ctx.din_partials.get(i))
 
 
-def _owner(array: Array) -> int:
-    """Which memory an array lies in: two of one owner may overlap."""
-    return id(array if array.base is None else array.base)
-
-
 def _slots(node: Node, targets: list[Tensor | _Gradient | None], queue: Any) -> list[Slot | None]:
     """Where the gradient of each input may go, with what it has so far."""
     into: list[Slot | None] = []
+    places: dict[int, int] = {}
     for i, target in enumerate(targets):
-        before = next((j for j in range(i) if targets[j] is target), None)
+        before = places.setdefault(id(target), i)
         if target is None:
             into.append(None)
-        elif before is not None:  # an input twice
+        elif before < i:  # an input twice
             slot = into[before]
             into.append(slot if slot is not None and slot.state is State.HOLDS else None)
         elif isinstance(target, Tensor):
@@ -253,9 +251,8 @@ def _leaf_slot(leaf: Tensor, queue: Any) -> Slot | None:
     """Where the gradient of a leaf may go."""
     if leaf._vacant:
         return Slot(leaf._grad, State.VACANT)
-    grad = leaf.grad
-    queue.before_write(grad)
-    return None if grad is None else Slot(grad)
+    queue.before_write(leaf._grad)
+    return None if leaf._grad is None else Slot(leaf._grad)
 
 
 def _add_to_leaf(leaf: Tensor, grad: Array, shared: bool) -> None:

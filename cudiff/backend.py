@@ -78,6 +78,7 @@ def cuda_available() -> bool:
     return cuda_status()[0]
 
 
+@functools.cache
 def get_cupy() -> ModuleType:
     """The `cupy` module. Raises CudiffError with the reason where the GPU cannot be used."""
     usable, message = cuda_status()

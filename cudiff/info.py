@@ -15,7 +15,7 @@ from cudiff.backend import cuda_status
 from cudiff.checkpoint import stored_options
 from cudiff.config import Config
 from cudiff.cuda.compiler import cubin_folder, kernel_folder, nvrtc_version
-from cudiff.cuda.device import describe, kernel_architecture
+from cudiff.cuda.device import current_target, describe
 from cudiff.cuda.select import FAMILIES
 from cudiff.cuda.tiles import summary
 from cudiff.errors import CudiffError
@@ -65,7 +65,7 @@ def kernel_tables(architecture: str | None = None) -> list[Table]:
     if architecture is not None:
         here = ARCHITECTURES[architecture]
     elif cuda_status()[0]:
-        here = kernel_architecture()
+        here = current_target().architecture
     found = []
     for table in FAMILIES.values():
         shown = Table("kernels", "takes", "made for", title=table.family, title_justify="left",

@@ -22,7 +22,7 @@ def hopper():
     """Skips where Hopper's own kernels do not run."""
     from cudiff.cuda import device
 
-    if device.kernel_architecture() != "sm_90a":
+    if device.current_target().architecture != "sm_90a":
         pytest.skip("these kernels are for sm_90a, without CUDIFF_PORTABLE=1")
 
 

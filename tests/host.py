@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from cudiff.cuda import compiler, launch, select, tensor_map, tiles
+from cudiff.cuda import compiler, device, launch, select, tensor_map, tiles
 from cudiff.cuda.memory import Places
 from tests.compile_kernels import VARIANTS
 
@@ -255,8 +255,8 @@ def pretend(monkeypatch: Any, hopper: bool) -> Host:
     forget()
     host = Host(hopper)
     stand_ins = {
-        "get_cupy": lambda: host, "cuda_status": lambda: (True, "host"),
-        "kernel_architecture": lambda: "sm_90a" if hopper else "sm_90",
+        "get_cupy": functools.cache(lambda: host), "cuda_status": lambda: (True, "host"),
+        "current_target": functools.cache(lambda: device.Target("NVIDIA H200", "sm_90a" if hopper else "sm_90")),
         "exchange_workspace": lambda: host.empty(16, np.uint8),
         "device_of": lambda array: "cuda" if isinstance(array, Array) else "cpu",
         "array_module": lambda device: host if device == "cuda" else np,
@@ -266,5 +266,5 @@ def pretend(monkeypatch: Any, hopper: bool) -> Host:
             if hasattr(loaded, attribute):
                 monkeypatch.setattr(loaded, attribute, stand_in)
     monkeypatch.setattr(launch, "kernel", host.kernel)
-    monkeypatch.setattr(tensor_map, "_encode", encode)
+    monkeypatch.setattr(tensor_map, "_encode", functools.cache(encode))
     return host

@@ -3,6 +3,7 @@
 import re
 import struct
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,12 +32,19 @@ def test_an_argument_is_packed_as_its_c_type(value, dtype):
     assert np.frombuffer(packed, dtype, 1)[0] == (value or 0)
 
 
-@pytest.mark.parametrize("capability, driver, runs", [(90, 13000, True), (90, 12000, False), (89, 13000, False)])
-def test_where_hoppers_kernels_run(monkeypatch, capability, driver, runs):
-    monkeypatch.delenv("CUDIFF_PORTABLE", raising=False)
-    monkeypatch.setattr(devices, "current_device", lambda: H200._replace(capability=capability))
+@pytest.mark.parametrize("capability, driver, portable, architecture", [
+    (90, 13000, "", "sm_90a"), (90, 12010, "0", "sm_90a"), (90, 12000, "", "sm_90"), (90, 13000, "1", "sm_90"),
+    (89, 13000, "", "sm_89"), (120, 13000, "1", "sm_120"),
+])
+def test_where_hoppers_kernels_run(monkeypatch, capability, driver, portable, architecture):
+    monkeypatch.setenv("CUDIFF_PORTABLE", portable)
+    runtime = SimpleNamespace(getDevice=lambda: 3)
+    monkeypatch.setattr(devices, "get_cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    monkeypatch.setattr(devices, "device", {3: H200._replace(capability=capability)}.__getitem__)
     monkeypatch.setattr(devices, "driver_version", lambda: driver)
-    assert (devices.kernel_architecture() == "sm_90a") == runs
+    devices._target.cache_clear()
+    assert devices.current_target() == ("NVIDIA H200", architecture)
+    devices._target.cache_clear()
 
 
 def test_numpy_arrays_are_passed_whole():

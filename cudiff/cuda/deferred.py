@@ -60,49 +60,24 @@ class _Pending(NamedTuple):
 _Group = tuple[LaunchType, Hashable]
 
 
-class _Ranges:
-    """Ranges of addresses, of which some may be equal or overlap."""
-
-    def __init__(self) -> None:
-        self._sorted: list[Range] = []
-        self._longest = 0
-
-    def add(self, range: Range) -> None:
-        bisect.insort(self._sorted, range)
-        self._longest = max(self._longest, range.stop - range.start)
-
-    def remove(self, range: Range) -> None:
-        del self._sorted[bisect.bisect_left(self._sorted, range)]
-
-    def overlap(self, array: Array | None) -> bool:
-        """Whether one of them and the memory of `array` do."""
-        if array is None or not self._sorted:
-            return False
-        wanted = _range_of(array)
-        first = bisect.bisect_left(self._sorted, (wanted.start - self._longest,))  # those before end too early
-        for range in itertools.islice(self._sorted, first, None):
-            if range.start >= wanted.stop:
-                return False
-            if range.overlaps(wanted):
-                return True
-        return False
-
-
 class Queue:
     """Pending launches, by type and by what those of a batch must have in common."""
 
     def __init__(self) -> None:
         self._groups: dict[_Group, list[_Pending]] = {}
-        self._writes, self._reads = _Ranges(), _Ranges()  # of all that are pending
+        self._writes: list[Range] = []  # of all that are pending, sorted
+        self._reads: list[Range] = []
+        self._longest = 0  # bytes of any range so far
         self._held: Counter[LaunchType] = Counter()
 
     def enqueue(self, group: _Group, pending: _Pending, out: Array) -> None:
         self.before_read(out)
         batch = self._groups.setdefault(group, [])
         batch.append(pending)
-        self._writes.add(pending.writes)
+        bisect.insort(self._writes, pending.writes)
         for range in pending.reads:
-            self._reads.add(range)
+            bisect.insort(self._reads, range)
+        self._longest = max(self._longest, *(range.stop - range.start for range in (pending.writes, *pending.reads)), 0)
         launch_type = group[0]
         self._held[launch_type] += pending.held
         if len(batch) == launch_type.max_batch:
@@ -112,24 +87,37 @@ class Queue:
 
     def is_read(self, array: Array | None) -> bool:
         """Whether a pending launch reads from the memory of `array`."""
-        return self._reads.overlap(array)
+        return bool(self._reads) and array is not None and self._overlap(self._reads, _range_of(array))
 
     def before_read(self, array: Array | None) -> None:
         """Flush if a pending launch writes to the memory of `array`."""
-        if self._writes.overlap(array):
+        if self._writes and array is not None and self._overlap(self._writes, _range_of(array)):
             self.flush()
 
     def before_write(self, array: Array | None) -> None:
         """Flush if a pending launch writes to the memory of `array`; launch the groups that read it."""
-        self.before_read(array)
-        if self._reads.overlap(array):
+        if not self._writes or array is None:  # each that is pending writes
+            return
+        range = _range_of(array)
+        if self._overlap(self._writes, range):
+            self.flush()
+        elif self._overlap(self._reads, range):
             self._launch(group for group, batch in self._groups.items()
-                         if any(range.overlaps(_range_of(array)) for pending in batch for range in pending.reads))
+                         if any(read.overlaps(range) for pending in batch for read in pending.reads))
 
     def flush(self) -> None:
         """Launch all that is pending."""
         while self._groups:  # a launch may enqueue others
             self._launch(self._groups)
+
+    def _overlap(self, ranges: list[Range], wanted: Range) -> bool:
+        first = bisect.bisect_left(ranges, (wanted.start - self._longest,))  # those before end too early
+        for range in itertools.islice(ranges, first, None):
+            if range.start >= wanted.stop:
+                return False
+            if range.stop > wanted.start and range.overlaps(wanted):
+                return True
+        return False
 
     def _launch(self, groups: Iterable[_Group]) -> None:
         for group in sorted(groups, key=lambda group: group[0].rank):

@@ -71,14 +71,27 @@ def current_device() -> Device:
 _CUDA_OF_DRIVER_530 = 12010
 
 
-def kernel_architecture() -> str:
-    """The current device's architecture as kernels are chosen for it: "sm_90a" where those in files named _sm90 run.
+class Target(NamedTuple):
+    """What kernels and their plans are chosen for: a GPU's name and its architecture, such as "sm_90a"."""
+
+    gpu: str
+    architecture: str
+
+
+def current_target() -> Target:
+    """That of the current device; its architecture is "sm_90a" where the kernels in files named _sm90 run.
 
     CUDIFF_PORTABLE=1 in the environment switches these off: the kernels for any GPU run instead. So does a driver older
     than 530, which does not give some of them their more than 4 KiB of arguments.
     """
-    portable = os.environ.get("CUDIFF_PORTABLE") == "1" or driver_version() < _CUDA_OF_DRIVER_530
-    return current_device().architecture.removesuffix("a" if portable else "")
+    return _target(get_cupy().cuda.runtime.getDevice(), os.environ.get("CUDIFF_PORTABLE") == "1")
+
+
+@functools.cache
+def _target(ordinal: int, portable: bool) -> Target:
+    found = device(ordinal)
+    portable = portable or driver_version() < _CUDA_OF_DRIVER_530
+    return Target(found.name, found.architecture.removesuffix("a" if portable else ""))
 
 
 def describe() -> dict[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from cudiff.cuda.device import current_device, kernel_architecture
+from cudiff.cuda.device import Target, current_target
 
 ANY = None  # every architecture
 SM90 = frozenset({"sm_90a"})
@@ -56,7 +56,7 @@ class Table:
 
     def __init__(self, family: str, *rows: Row) -> None:
         self.family, self.rows = family, rows
-        self._chosen: dict[tuple[Any, str, str], Choice] = {}
+        self._chosen: dict[tuple[Any, Target], Choice] = {}
         FAMILIES[family] = self
 
     def select(self, problem: Any, architecture: str | None = None) -> Choice:
@@ -64,12 +64,11 @@ class Table:
 
         `problem` has the field `wanted`, a frozenset of fusions by name. Raises LookupError where no row serves it.
         """
-        gpu = ""
-        if architecture is None:  # plans are tuned for a GPU, not for an architecture
-            gpu, architecture = current_device().name, kernel_architecture()
-        found = self._chosen.get((problem, gpu, architecture))
+        # Plans are tuned for a GPU, not for an architecture.
+        target = current_target() if architecture is None else Target("", architecture)
+        found = self._chosen.get((problem, target))
         if found is None:
-            found = self._chosen[problem, gpu, architecture] = self._first(problem, architecture)
+            found = self._chosen[problem, target] = self._first(problem, target.architecture)
         return found
 
     def _first(self, problem: Any, architecture: str) -> Choice:

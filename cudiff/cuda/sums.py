@@ -72,7 +72,7 @@ def _launch(batch: list[_RowSum]) -> None:
         rows, places = source.size // (out.size * step), (source.data.ptr + 4 * offset, out.data.ptr)
         columns, pitch = (out.size, 0) if out.flags.c_contiguous else (out.size // len(out), out.strides[0] // 4)
         whole = step == 1 and width % 4 == columns % 4 == pitch % 4 == 0 and all(place % 16 == 0 for place in places)
-        pack, lanes = 4 if whole else 1, min(LANES, 1 << (blocks(rows, TERMS) - 1).bit_length())
+        pack, lanes = 4 if whole else 1, min(LANES, 1 << ((rows - 1) // TERMS).bit_length())
         table["jobs"][0, i] = (*places, rows, out.size, width, step, columns, pitch, add, lanes, pack, grid)
         grid += blocks(out.size, 256 // lanes * pack)
     launch("accumulate", "sum_rows", grid, 256, (table,), TOTAL=float32, TERM=float32)

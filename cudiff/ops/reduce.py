@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -125,19 +126,25 @@ def _reduce_cuda(
 
 def _in_parts(name: str, x: Array, outer: int, count: int, inner: int, operands: tuple = ()) -> tuple[int, Callable]:
     """Into how many parts the middle axis is cut, and the launch: (out [outer][parts][inner], scale, accumulate)."""
+    grid, block, chunk = _cut(outer, count, inner)
+    sizes = tuple(map(np.int64, (outer, count, inner, chunk)))
+
+    def run(out: Array, scale: float, accumulate: bool) -> None:
+        args = (x, *operands, out, scale, accumulate, *sizes)
+        launch("reduce", name, grid, block, args, T=x.dtype, OUT=out.dtype)
+
+    return grid[1], run
+
+
+@functools.cache
+def _cut(outer: int, count: int, inner: int) -> tuple[tuple[int, int], tuple[int, int, int], int]:
+    """The grid, (blocks, parts), its block, (columns, lanes, rows), and the elements of the middle axis in a part."""
     columns = builtins.min(32, _power_of_two(inner))
     lanes = builtins.min(256 // columns, _power_of_two(count))
     rows = builtins.min(256 // (columns * lanes), _power_of_two(outer), 64)
     grid = blocks(outer, rows) * blocks(inner, columns)
     chunk = blocks(count, builtins.min(blocks(1024, grid), blocks(count, 16 * lanes), 16 * lanes))
-    parts = blocks(count, chunk)
-    sizes = tuple(map(np.int64, (outer, count, inner, chunk)))
-
-    def run(out: Array, scale: float, accumulate: bool) -> None:
-        args = (x, *operands, out, scale, accumulate, *sizes)
-        launch("reduce", name, (grid, parts), (columns, lanes, rows), args, T=x.dtype, OUT=out.dtype)
-
-    return parts, run
+    return (grid, blocks(count, chunk)), (columns, lanes, rows), chunk
 
 
 def sum_rows_cuda(x: Array, into: Slot | None, sums: Array | None = None) -> Array:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cudiff.backend import bfloat16
-from cudiff.cuda.device import kernel_architecture
+from cudiff.cuda.device import current_target
 from cudiff.cuda.kernels.norm import portable
 from cudiff.function import Function
 from cudiff.gradient import Slot, State
@@ -207,7 +207,7 @@ def test_a_large_mean_behind_a_producer_costs_no_digits(monkeypatch, rng, kind, 
     if kind in ("fp32", "tf32"):
         with allow_tf32(kind == "tf32"):
             x = conv2d(x, weight, bias, padding=1)
-        on_hopper = kernel_architecture() == "sm_90a"
+        on_hopper = current_target().architecture == "sm_90a"
         none = kind == "fp32" if on_hopper else image == (12, 13)  # tiles of conv2d.cu would be of two images
     else:
         x, none = avg_pool2d(x + bias, 2) if kind == "pooled" else upsample_nearest(x + bias), False
@@ -320,5 +320,5 @@ def test_every_chunk_of_channels_has_some():
     for dtype, vec in ((np.float32, 1), (np.float16, 1), (np.float16, 0)):
         pack = 16 // np.dtype(dtype).itemsize if vec else 1
         for n, pixels, packs in itertools.product((1, 2, 3, 8, 64), (1, 64, 256, 1024), range(1, 513)):
-            _, chunks, across = tiling(n, pixels, packs * pack, {"T": np.dtype(dtype), "VEC": vec}, narrow=True)
+            _, chunks, across = tiling(n, pixels, packs * pack, pack, narrow=True)
             assert across <= 32 and (chunks - 1) * across < packs <= chunks * across

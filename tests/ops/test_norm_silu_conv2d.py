@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from cudiff.backend import bfloat16
-from cudiff.cuda.device import kernel_architecture
+from cudiff.cuda.device import current_target
 from cudiff.cuda.kernels.convolution import wgrad_sm90
 from cudiff.gradient import Slot, State
 from cudiff.nn.parameter import Parameter
@@ -207,7 +207,7 @@ def test_a_convolution_leaves_each_images_sums(monkeypatch, rng, dtype, tf32, po
         out = norm_silu_conv2d(x, weight=weight, emb=emb, residual=residual)
     out.backward(np.ones(out.shape, np.float32))
     assert weight.grad.shape == weight.shape
-    on_hopper = kernel_architecture() == "sm_90a"
+    on_hopper = current_target().architecture == "sm_90a"
     by_tma = on_hopper and (tf32 or (dtype == bfloat16 and channels == 64))
     exact = dtype != bfloat16 and not tf32
     if (image == (5, 7) and not by_tma) or (exact and on_hopper):
@@ -264,7 +264,7 @@ def test_a_gradient_that_pending_launches_read(device, rng, monkeypatch):
 
     # Four units round in turn.
     check_op(blocks, *arrays, device=device, fp32_inputs=tuple(range(5, 13)), tolerance=4)
-    on_hopper = device == "cuda" and kernel_architecture() == "sm_90a"
+    on_hopper = device == "cuda" and current_target().architecture == "sm_90a"
     assert bool(shared) == on_hopper and set(launched) == ({4} if on_hopper else set())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -169,6 +170,7 @@ def plans(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsiz
     return [plan for plan in fitted if plan is not None]
 
 
+@functools.cache
 def tiles_of(shape: tuple[int, ...], rows: int) -> int:
     """Output tiles of 8 columns and so many rows of an image of shape (N, H, W, C)."""
     return blocks(shape[1], rows) * blocks(shape[2], 8)
@@ -288,7 +290,8 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
         added, affine, groups, first_outputs = norm[1:3], norm[3:], norm.mean.shape[1], norm.x.shape[3]
 
     def image(array: Array) -> Array:
-        return array.reshape(n, height, columns, array.shape[-1])
+        same = array.shape[:3] == (n, height, columns)
+        return array if same else array.reshape(n, height, columns, array.shape[-1])
 
     def run(chosen: Plan) -> Array | None:
         tile, cluster, rows, each, halos, weights, shared = chosen
@@ -300,17 +303,20 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
                 return tensor_map(array, (1, 1, pitch // 2, 2, chunk), twice=True)
             return tensor_map(image(array), (1, rows + kernel[0] - 1, pitch, chunk))
 
+        def map_of(array: Array, box: tuple[int, ...]) -> np.ndarray:
+            return tensor_map(image(array), box, operand=False)
+
+        x_map, weight_map, out_map = source(x), _weight_map(weight, chunk), map_of(out, result_box)
         maps = (
-            tensor_map(image(out if array is None else array), array_box, operand=False)
-            for array, array_box in ((out, result_box), (out2, result_box), (read[0], read_box), (read[1], read_box))
+            out_map if array is None and box is result_box else map_of(out if array is None else array, box)
+            for array, box in ((out2, result_box), (read[0], read_box), (read[1], read_box))
         )
-        weight_map = _weight_map(weight, chunk)
         tiles = tiles_of(shape, rows) * cluster
         partials = empty_partials(n, tiles, outputs, x.dtype) if statistics or norm is not None else None
         launch(
             "conv2d_sm90", "conv2d_sm90", (each, blocks(outputs, CHANNELS), cluster), 384,
             (
-                source(x), source(x if x2 is None else x2), weight_map, *maps,
+                x_map, x_map if x2 is None else source(x2), weight_map, out_map, *maps,
                 weight_map if skip is None else _weight_map(skip.weight, chunk), epilogue.bias, skip_bias, epilogue.emb,
                 partials, *affine, n, height, columns, channels, outputs, kernel[1], skip_channels, rows, halos,
                 weights, split, first_outputs, skip_split, groups,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -166,6 +167,7 @@ _ROW = np.dtype({
 })
 
 
+@functools.cache
 def _blocks(weight: tuple[int, ...], taps: int, across: int) -> int:
     """Blocks for each part of the depth."""
     outputs, _, kernel_columns, channels = weight

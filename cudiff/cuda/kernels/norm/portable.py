@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -36,7 +37,7 @@ def forward(given: Forward, plan: None, p: Problem) -> None:
                (*sums, p.channels1, p.channels2, mean, rstd, p.groups, few, share, given.eps),
                16 * max(256, few * p.channels // p.groups), **p.constants)
         sums, shared, statistics, found = (None, False, 0) * 2, 0, (mean, rstd), (None, None)
-    tiles, chunks, across = tiling(p.images, p.pixels, p.channels, p.constants, narrow=True)
+    tiles, chunks, across = tiling(p.images, p.pixels, p.channels, _pack(p.constants), narrow=True)
     launch("group_norm", "normalize", (p.images * tiles, chunks), 256,
            (y, x, x2, weight, bias, scale, shift, *statistics, p.groups, p.pixels, p.channels1, p.channels2, tiles,
             across, given.silu, *sums, *found, share, given.eps), shared, **p.constants)
@@ -49,7 +50,7 @@ def _partials_of(given: Forward, p: Problem) -> tuple:
         if source is not None and sums is None:
             width = source.shape[-1]
             constants = kernel_constants(source)
-            tiles, chunks, across = tiling(p.images, p.pixels, width, constants)
+            tiles, chunks, across = tiling(p.images, p.pixels, width, _pack(constants))
             sums = empty_partials(p.images, tiles, width, float32)
             launch("group_norm", "statistics", (p.images * tiles, chunks), 256,
                    (source, sums, p.pixels, width, tiles, across), **constants)
@@ -62,7 +63,7 @@ def offer_backward(p: Problem) -> Offer | None:
 
 
 def backward(given: Backward, plan: None, p: Problem) -> None:
-    tiles, chunks, across = tiling(p.images, p.pixels, p.channels, p.constants, narrow=True)
+    tiles, chunks, across = tiling(p.images, p.pixels, p.channels, _pack(p.constants), narrow=True)
     own_sums = given.make_sums(p, tiles)
     totals = empty((p.images, p.channels, 2), float32)
     modulation = (totals, *given.dscale, *given.dshift)
@@ -96,14 +97,20 @@ def affine_gradients(totals: Array, dweight: Any, dbias: Any) -> None:
                 add_rows(totals, out, add, step=2, offset=offset)
 
 
-def tiling(n: int, pixels: int, channels: int, constants: dict[str, Any],
-           narrow: bool = False) -> tuple[int, int, int]:
+def _pack(constants: dict[str, Any]) -> int:
+    return 16 // constants["T"].itemsize if constants["VEC"] else 1
+
+
+@functools.cache
+def tiling(n: int, pixels: int, channels: int, pack: int, narrow: bool = False) -> tuple[int, int, int]:
     """Tiles an image, chunks of channels, packs a chunk: all blocks, two a multiprocessor, run at once.
+
+    pack: channels that are read at once.
 
     `narrow`: chunks of down to 8 packs, each with fewer channels to prepare, if as many blocks run and a thread has few
     pixels: of many, whole rows are read faster.
     """
-    packs = channels // (16 // constants["T"].itemsize if constants["VEC"] else 1)
+    packs = channels // pack
     at_once, least = 2 * MULTIPROCESSORS, blocks(packs, 32)
 
     def cut(chunks: int) -> tuple[int, int]:
@@ -115,7 +122,7 @@ def tiling(n: int, pixels: int, channels: int, constants: dict[str, Any],
         count = n * chunks * max(1, at_once // (n * chunks))
         return count / blocks(count, at_once), chunks
 
-    most = blocks(packs, 8) if narrow and constants["VEC"] and cut(least)[1] < 32 else least
+    most = blocks(packs, 8) if narrow and pack > 1 and cut(least)[1] < 32 else least
     # Rounding up may leave the last of many chunks without a channel: such a cut is none.
     chunks = max((c for c in range(least, most + 1) if (c - 1) * blocks(packs, c) < packs), key=filled)
     return blocks(pixels, math.prod(cut(chunks))), chunks, blocks(packs, chunks)
