@@ -15,6 +15,7 @@ import numpy as np
 from cudiff.errors import CudiffError
 
 Array = Any  # numpy.ndarray or cupy.ndarray
+NUMPY = (np.ndarray, np.generic)
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 float16 = np.dtype(np.float16)
@@ -96,12 +97,12 @@ def default_device() -> str:
 
 def device_of(array: Array) -> str:
     """`"cpu"` for a NumPy array, `"cuda"` for a CuPy array."""
-    return "cpu" if isinstance(array, np.ndarray | np.generic) else "cuda"
+    return "cpu" if isinstance(array, NUMPY) else "cuda"
 
 
 def is_array(x: Any) -> bool:
     """Whether `x` is an array of NumPy's or CuPy's, or one of NumPy's scalars."""
-    return isinstance(x, np.ndarray | np.generic) or (hasattr(x, "flags") and hasattr(x, "dtype"))
+    return isinstance(x, NUMPY) or (hasattr(x, "flags") and hasattr(x, "dtype"))
 
 
 def plain(array: Array) -> Array:

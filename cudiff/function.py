@@ -119,7 +119,8 @@ def _common_device(name: str, inputs: Sequence[Tensor | None]) -> str:
     for t in inputs:
         if t is not None and not isinstance(t, Tensor):
             raise TypeError(f"{name} takes tensors, not {type(t).__name__}: wrap it in cudiff.Tensor(...)")
-    devices = {t.device for t in inputs if t is not None}
+    arrays = {type(t.data): t.data for t in inputs if t is not None}  # mostly of one type
+    devices = {device_of(array) for array in arrays.values()}
     if not devices:
         raise TypeError(f"{name} got no tensor: give it one at least")
     if len(devices) > 1:

@@ -70,8 +70,9 @@ class Queue:
         self._longest = 0  # bytes of any range so far
         self._held: Counter[LaunchType] = Counter()
 
-    def enqueue(self, group: _Group, pending: _Pending, out: Array) -> None:
-        self.before_read(out)
+    def enqueue(self, group: _Group, pending: _Pending) -> None:
+        if self._overlap(self._writes, pending.writes):
+            self.flush()
         batch = self._groups.setdefault(group, [])
         batch.append(pending)
         bisect.insort(self._writes, pending.writes)
@@ -188,4 +189,4 @@ def enqueue(launch_type: LaunchType, arguments: Any, out: Array, reads: tuple[Ar
         launch_type.run([arguments])
         return
     ranges = tuple(_range_of(array) for array in reads if array is not None)
-    _thread.queue.enqueue((launch_type, group), _Pending(arguments, _range_of(out), ranges, held), out)
+    _thread.queue.enqueue((launch_type, group), _Pending(arguments, _range_of(out), ranges, held))

@@ -12,7 +12,7 @@ import numpy as np
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.deferred import LaunchType, enqueue
-from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.cuda.launch import empty, launch
 
 MAX_BATCH = 64  # in one launch
 TERMS = 8  # that a thread adds at a time, as kernels/portable/accumulate.cu has it
@@ -52,17 +52,14 @@ def add_rows(source: Array, out: Array, add: bool, step: int = 1, offset: int = 
     Both float32. Until the tape's backward has ended nobody may write to `source`, or use `out` without
     `before_read`.
     """
-    _add(_RowSum(source, out, out.shape[-1], step, offset, add))
+    if out.size > 0:  # of no images it is 0
+        enqueue(_SUMS, _RowSum(source, out, out.shape[-1], step, offset, add), out, held=source.nbytes)
 
 
 def add_parts(parts: Array, out: Array, add: bool) -> None:
     """out (K, ...) = or += the sum of parts (P, K, ...), as `add_rows`; out's K rows may be parts of longer ones."""
-    _add(_RowSum(parts, out, out.size, 1, 0, add))
-
-
-def _add(row_sum: _RowSum) -> None:
-    if row_sum.out.size > 0:  # of no images it is 0
-        enqueue(_SUMS, row_sum, row_sum.out, held=row_sum.source.nbytes)
+    if out.size > 0:
+        enqueue(_SUMS, _RowSum(parts, out, out.size, 1, 0, add), out, held=parts.nbytes)
 
 
 def _launch(batch: list[_RowSum]) -> None:
@@ -74,7 +71,7 @@ def _launch(batch: list[_RowSum]) -> None:
         whole = step == 1 and width % 4 == columns % 4 == pitch % 4 == 0 and all(place % 16 == 0 for place in places)
         pack, lanes = 4 if whole else 1, min(LANES, 1 << ((rows - 1) // TERMS).bit_length())
         table["jobs"][0, i] = (*places, rows, out.size, width, step, columns, pitch, add, lanes, pack, grid)
-        grid += blocks(out.size, 256 // lanes * pack)
+        grid += -(-out.size // (256 // lanes * pack))
     launch("accumulate", "sum_rows", grid, 256, (table,), TOTAL=float32, TERM=float32)
 
 

@@ -211,7 +211,7 @@ class Parameter(Tensor):
         self._updated = now()
 
     def wants_gradient(self, recorded: int) -> bool:
-        wanted = self.requires_grad
+        wanted = _requires_grad.__get__(self) and (self.flat is None or self.flat.trainable)
         if wanted and self._updated > recorded:
             raise RuntimeError(
                 "a parameter has been updated between forward and backward, whose gradients would mix old and new: run "

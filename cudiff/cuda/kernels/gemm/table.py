@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import math
+
 from cudiff.backend import Array
 from cudiff.cuda.kernels.convolution import sm90, wgrad_sm90
 from cudiff.cuda.kernels.convolution.problem import (
@@ -71,16 +74,16 @@ def _halves(direction: str, given: Operands) -> tuple[Operands, Operands]:
 
 
 def _image(matrix: Array) -> Image:
-    return image_of(matrix, _image_shape(matrix))
+    return image_of(matrix, _image_shape(matrix.shape))
 
 
 def as_image(matrix: Array) -> Array:
     """(..., C) as an image (1, H, 8, C), for which a 1×1 convolution is a matrix product; or (rows, C) where 8 does not
     divide the rows."""
-    return matrix.reshape(_image_shape(matrix))
+    return matrix.reshape(_image_shape(matrix.shape))
 
 
-def _image_shape(matrix: Array) -> tuple[int, ...]:
-    channels = matrix.shape[-1]
-    rows = matrix.size // channels
+@functools.cache
+def _image_shape(matrix: tuple[int, ...]) -> tuple[int, ...]:
+    rows, channels = math.prod(matrix[:-1]), matrix[-1]
     return (1, rows // 8, 8, channels) if rows % 8 == 0 else (rows, channels)
