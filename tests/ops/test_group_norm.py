@@ -291,7 +291,7 @@ def test_the_backward_writes_the_output_once_more_bit_for_bit(rng, shape, channe
     x, x2, weight, bias, scale, shift = arrays
     out = group_norm(x, weight, bias, num_groups, 1e-5, silu, scale, shift, x2)
     node, _ = out._source
-    node.ctx.again = True
+    node.ctx.recomputes = True
     node.function.backward_cuda(node.ctx, out.data, needs=node.needs, into=(None,) * 6)
     assert Tensor(node.ctx.y).numpy().tobytes() == out.numpy().tobytes()
 
