@@ -255,7 +255,8 @@ class UNet(Module):
         (emb,) = linears(emb, second, silu=label_emb is None)
         if label_emb is not None:
             emb = ops.silu(emb + label_emb(labels))
-        embs = embeddings([module for _, module in self.modules() if isinstance(module, ResBlock)], emb)
+        blocks = [*self.input_blocks, self.middle_block, *self.output_blocks]
+        embs = embeddings([layer for block in blocks for layer in block if isinstance(layer, ResBlock)], emb)
         conv = self.input_blocks[0][0]
         h = ops.norm_silu_conv2d(
             ops.astype(x, float32), weight=conv.weight, bias=conv.bias, dtype=self.activation_dtype
