@@ -10,10 +10,13 @@ from cudiff.config import PRESETS
 from cudiff.cuda import launch
 from cudiff.cuda.accumulate import gradient_sums, gradient_target
 from cudiff.cuda.deferred import Queue
+from cudiff.cuda.kernels.attention.problem import SUMS
+from cudiff.cuda.kernels.attention.table import ATTENTION
 from cudiff.data import Dataset
 from cudiff.function import Function
 from cudiff.gradient import State
 from cudiff.nn.parameter import Parameter
+from cudiff.ops.attention import attention, attention_qkv
 from cudiff.ops.conv2d import conv2d
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
 from cudiff.ops.pool import avg_pool2d, upsample_nearest
@@ -305,3 +308,17 @@ def test_a_gradient_that_a_pending_launch_reads_is_not_written(adding_host, monk
         assert np.array_equal(leaf.grad, np.full(3, 3 * expected, np.float32))
         assert len(Sum.shared) == reads
         assert all(np.array_equal(array, np.full(3, 2, np.float32)) for array in Sum.shared)
+
+
+def test_a_kernel_is_asked_for_the_sums_that_a_bias_before_qkv_needs(host_of, monkeypatch):
+    """Not for those of three arrays, behind which no one layer stands."""
+    host, asked = host_of(True), []
+    select = ATTENTION.select
+    monkeypatch.setattr(ATTENTION, "select", lambda problem: asked.append(problem) or select(problem))
+    qkv = Tensor(host.zeros((2, 64, 192), bfloat16), requires_grad=True)
+    three = [Tensor(host.zeros((2, 64, 2, 32), bfloat16), requires_grad=True) for _ in range(3)]
+    for out in (attention_qkv(qkv, 2), attention(*three)):
+        out.backward(out.data)
+    assert [(problem.backward, set(problem.wanted)) for problem in asked] == [
+        (False, set()), (False, set()), (True, {SUMS}), (True, set()),
+    ]

@@ -6,6 +6,7 @@ import pytest
 import cudiff
 from cudiff import nn, ops
 from cudiff.backend import bfloat16
+from cudiff.cuda import graph
 from cudiff.errors import CudiffError
 from cudiff.nn import init
 from cudiff.tensor import Tensor
@@ -217,3 +218,13 @@ def test_a_layer_that_is_deleted_is_gone():
     net.extra = nn.Linear(3, 1)
     del net.extra
     assert not hasattr(net, "extra") and list(dict(net.named_parameters())) == ["0.weight", "0.bias"]
+
+
+def test_a_buffer_in_the_place_of_another_is_recorded_again():
+    """A captured function holds the old one; of a first buffer it holds none."""
+    module = nn.Module()
+    before = graph._state
+    module.register_buffer("count", Tensor(np.zeros(2, np.float32)))
+    assert graph._state == before
+    module.register_buffer("count", Tensor(np.ones(2, np.float32)))
+    assert graph._state > before and module.count.numpy().tolist() == [1, 1]

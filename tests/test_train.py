@@ -4,6 +4,7 @@ import json
 import math
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -182,6 +183,20 @@ def test_metrics_are_complete(train):
         assert wanted < line.keys() and all(math.isfinite(value) for value in line.values())
     # images per second and step time agree on what a step is, two batches
     assert lines[0]["images_per_second"] * lines[0]["step_ms"] == pytest.approx(16_000)
+
+
+def test_a_steps_time_is_that_since_the_last_line(digits, tmp_path, monkeypatch):
+    clock, step = [100.0], Trainer.train_step
+
+    def slow_step(trainer):
+        clock[0] += 0.5 if trainer.step < 4 else 2
+        return step(trainer)
+
+    monkeypatch.setattr("cudiff.train.time", SimpleNamespace(**vars(time) | {"perf_counter": lambda: clock[0]}))
+    monkeypatch.setattr(Trainer, "train_step", slow_step)
+    trainer = Trainer(TINY.replace(steps=6, log_every=2), digits, tmp_path / "run")
+    trainer.run()
+    assert [line["step_ms"] for line in metrics(trainer) if "loss" in line] == pytest.approx([500, 500, 2000], abs=1)
 
 
 def test_validation_loss_is_the_mean_over_all_images(train, digits):

@@ -26,7 +26,7 @@ NORM = Table(
 )
 
 
-def forward(x: Array, x2: Array | None, weight: Array, bias: Array, num_groups: int, eps: float, silu: bool = False,
+def forward(x: Array, x2: Array | None, weight: Array, bias: Array, num_groups: int, eps: float, silu: bool,
             scale: Array | None = None, shift: Array | None = None,
             partials: tuple[Array | None, Array | None] = (None, None)) -> tuple[Array, Array, Array]:
     """y (N, ..., C1 + C2), mean and rstd (N, G). `partials`: the sums that came with x and x2, where they did."""
@@ -44,7 +44,7 @@ def forward(x: Array, x2: Array | None, weight: Array, bias: Array, num_groups: 
 
 
 def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, mean: Array, rstd: Array,
-             silu: bool = False, scale: Array | None = None, shift: Array | None = None, *, needs: tuple[bool, ...],
+             silu: bool, scale: Array | None = None, shift: Array | None = None, *, needs: tuple[bool, ...],
              into: tuple[Slot | None, ...], y: Array | None = None,
              sums: dict[int, Array] | None = None, partials: Array | None = None) -> tuple[Array | None, ...]:
     """dx, dx2, dweight, dbias, dscale, dshift: None where `needs` says so, else where `gradient_target` says, for dx
