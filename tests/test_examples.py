@@ -75,6 +75,16 @@ def test_the_code_of_a_page_runs(page, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_table_says_which_kernel_serves_a_problem(capsys):
+    """The code of docs/adding-a-kernel.md prints what the page says."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "adding-a-kernel.md").read_text(), re.DOTALL)
+    exec(code, {})
+    expected = ["sm_80 conv2d {'norm backward'} set()", "sm_90a conv2d_sm90 {'norm backward'} set()"]
+    assert capsys.readouterr().out.splitlines() == expected
+    exec(code.replace("(32, 8, 8, 256)", "(16, 8, 8, 256)"), {})
+    assert capsys.readouterr().out.startswith("sm_80 conv2d set() {'norm backward'}\n")
+
+
 @pytest.mark.skipif(cuda_available(), reason="there is a GPU")
 def test_the_benchmark_says_what_it_needs(tmp_path):
     assert mistake("bench", folder=tmp_path).startswith("bench.py")
