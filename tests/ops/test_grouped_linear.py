@@ -40,6 +40,8 @@ def tensors(arrays, device):
     (5, 12, tuple(1 + g % 9 for g in range(GROUPS + 3))),
 ], ids=str)
 def test_linears(device, rng, n, features, outputs, silu):
+    """The last case is of more layers than a launch takes; on the CPU, where they take turns, of eight."""
+    outputs = outputs if device == "cuda" else outputs[:8]
     arrays = rng.standard_normal((n, features)), *random_parameters(rng, features, outputs)
     fn, torch_fn = (functools.partial(of, silu=silu) for of in (apply, torch_linears))
     check_op(fn, *arrays, device=device, torch_fn=torch_fn, dtypes=("float32",))
