@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import numpy as np
 
 from cudiff.backend import Array, array_module, device_of, is_low
+from cudiff.cuda.accumulate import add_into
+from cudiff.cuda.deferred import Queue, deferred
 from cudiff.function import Node, fitting_gradients
 from cudiff.gradient import Slot, State
 from cudiff.tensor import Tensor
@@ -49,7 +50,7 @@ def _walk_back(root: Tensor, grad: Array) -> None:
     for node in order:
         gradients[node.index] = [_Gradient() for _ in range(node.num_outputs)]
     gradients[order[0].index][root._source[1]].add(grad, True, None)
-    with _deferred(device_of(grad)) as queue:
+    with deferred() as queue:  # on the CPU nothing is
         for node in order:
             slots = gradients.pop(node.index)
             for slot in slots:
@@ -94,7 +95,7 @@ class _Gradient:
         """The array, or a copy of one that is shared."""
         return self.array.copy() if self.shared and self.array is not None else self.array
 
-    def settle(self, queue: Any) -> None:
+    def settle(self, queue: Queue) -> None:
         """Add the term that is pending."""
         if self.pending is not None:
             queue.before_write(self.array)
@@ -119,30 +120,10 @@ def accumulate(total: Array, term: Array) -> None:
     if device_of(total) == "cpu":
         total += term.astype(total.dtype, copy=False)
     else:
-        from cudiff.cuda.accumulate import add_into
-
         add_into(total, term)
 
 
-class _EmptyQueue:
-    """On the CPU nothing is deferred."""
-
-    def before_read(self, array: Any) -> None: ...
-    def before_write(self, array: Any) -> None: ...
-    def is_read(self, array: Any) -> bool:
-        return False
-
-
-def _deferred(device: str) -> contextlib.AbstractContextManager:
-    """On CUDA some launches are deferred; the queue that this gives runs those that cannot be any longer."""
-    if device == "cpu":
-        return contextlib.nullcontext(_EmptyQueue())
-    from cudiff.cuda.deferred import deferred
-
-    return deferred()
-
-
-def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gradient | None], queue: Any) -> None:
+def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gradient | None], queue: Queue) -> None:
     """Add what the node's backward makes of its outputs' gradients to those of its inputs."""
     fresh = node.function.fresh
     douts = [slot.array if fresh else slot.own() for slot in slots]
@@ -181,7 +162,7 @@ def _array_to_add_to(slot: Slot | None) -> Array | None:
 
 
 def _add_terms(node: Node, terms: list[tuple[int, Tensor | _Gradient]], results: tuple, shared_ids: set[int],
-               douts: list[Array | None], queue: Any) -> None:
+               douts: list[Array | None], queue: Queue) -> None:
     """Add result i to its target for each (i, target) of `terms`; one of `douts` is left pending where it can be."""
     # Whose memory each lies in: two of one owner may overlap.
     owners = [None if x is None or like is None else x if x.base is None else x.base
@@ -215,7 +196,7 @@ def _add_terms(node: Node, terms: list[tuple[int, Tensor | _Gradient]], results:
         target.add(result, shared, node.ctx.din_partials.get(i))
 
 
-def _slots(node: Node, targets: list[Tensor | _Gradient | None], queue: Any) -> list[Slot | None]:
+def _slots(node: Node, targets: list[Tensor | _Gradient | None], queue: Queue) -> list[Slot | None]:
     """Where the gradient of each input may go, with what it has so far."""
     into: list[Slot | None] = []
     places: dict[int, int] = {}
@@ -234,7 +215,7 @@ def _slots(node: Node, targets: list[Tensor | _Gradient | None], queue: Any) -> 
     return into
 
 
-def _slot(target: _Gradient, adds_elsewhere: bool, alone: bool, queue: Any) -> Slot | None:
+def _slot(target: _Gradient, adds_elsewhere: bool, alone: bool, queue: Queue) -> Slot | None:
     """Where the gradient of an operation's output may go; of one that is `alone` among the inputs two terms as well."""
     if not alone:
         target.settle(queue)
@@ -247,7 +228,7 @@ def _slot(target: _Gradient, adds_elsewhere: bool, alone: bool, queue: Any) -> S
     return Slot(target.array)
 
 
-def _leaf_slot(leaf: Tensor, queue: Any) -> Slot | None:
+def _leaf_slot(leaf: Tensor, queue: Queue) -> Slot | None:
     """Where the gradient of a leaf may go."""
     if leaf._vacant:
         return Slot(leaf._grad, State.VACANT)

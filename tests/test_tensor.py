@@ -6,7 +6,8 @@ import pytest
 
 import cudiff
 from cudiff import CudiffError, Function, Tensor, from_dlpack, nn, no_grad
-from cudiff.autograd import _EmptyQueue, _leaf_slot
+from cudiff.autograd import _leaf_slot
+from cudiff.cuda.deferred import Queue
 
 
 def leaf(values, device="cpu", dtype=np.float32):
@@ -417,6 +418,6 @@ def test_zero_grad_leaves_a_tensor_without_a_gradient_as_it_is(device):
     w.zero_grad()
     assert w.grad is None
     w.zero_grad()
-    assert _leaf_slot(w, _EmptyQueue()) is None  # there is no place that a backward could overwrite
+    assert _leaf_slot(w, Queue()) is None  # there is no place that a backward could overwrite
     (w * 3).sum().backward()
     assert grad(w) == [3, 3]
