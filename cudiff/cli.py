@@ -188,10 +188,13 @@ def _parser() -> argparse.ArgumentParser:
     _sampling_arguments(evaluate, 256)
 
     info = command("info", _info, "say what hardware, versions and kernels are in use",
-                   "[CHECKPOINT] [--kernels [--arch NAME]]")
+                   "[CHECKPOINT] [--kernels [--arch NAME | --preset NAME]]")
     info.add_argument("checkpoint", type=expanduser, metavar="CHECKPOINT", nargs="?", help="also describe this one")
     info.add_argument("--kernels", action="store_true", help="list what each kernel takes, and which run here")
     info.add_argument("--arch", metavar="NAME", help="with --kernels: which run on another GPU, such as sm_80")
+    info.add_argument("--preset", metavar="NAME", help="with --kernels: which serve each problem of its training step")
+    info.add_argument("--precision", metavar="NAME", help="with --preset: in place of its own")
+    info.add_argument("--batch-size", type=int, metavar="N", help="with --preset: in place of its own")
 
     tune = command("tune", _tune, "measure which tiles of the kernels are the fastest for a model on this GPU",
                    "[--preset NAME | --config FILE] [options]")
@@ -351,8 +354,15 @@ def _eval(options: argparse.Namespace) -> None:
 
 
 def _info(options: argparse.Namespace) -> None:
-    from cudiff.info import checkpoint_table, kernel_tables, system_table
+    from cudiff.info import checkpoint_table, kernel_tables, step_table, system_table
 
+    if options.preset is not None:
+        if not options.kernels or options.arch is not None or options.checkpoint is not None:
+            raise CudiffError("--preset goes with --kernels alone: leave out --arch and the checkpoint")
+        console.print(step_table(options.preset, precision=options.precision, batch_size=options.batch_size))
+        return
+    if options.precision is not None or options.batch_size is not None:
+        raise CudiffError("--precision and --batch-size go with --kernels --preset NAME: add it, or leave them out")
     if options.kernels or options.arch is not None:
         if options.checkpoint is not None:
             raise CudiffError("--kernels and --arch say nothing of a checkpoint: leave them out, or the checkpoint")

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import os
 import platform
+import tempfile
+from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from rich.table import Table
 from rich.text import Text
 
 from cudiff import __version__
 from cudiff.backend import cuda_status
 from cudiff.checkpoint import stored_options
-from cudiff.config import Config
+from cudiff.config import PRESETS, Config
+from cudiff.cuda import tiles
 from cudiff.cuda.compiler import cubin_folder, kernel_folder, nvrtc_version
 from cudiff.cuda.device import current_target, describe
-from cudiff.cuda.select import FAMILIES
-from cudiff.cuda.tiles import summary
+from cudiff.cuda.select import FAMILIES, watched
+from cudiff.cuda.tiles import Planner, summary
+from cudiff.data import Dataset
 from cudiff.errors import CudiffError
 from cudiff.folder import read_checkpoint
 from cudiff.registry import SAMPLERS, TABLES
+from cudiff.train import Trainer
 
 
 def system_table() -> Table:
@@ -78,6 +85,68 @@ def kernel_tables(architecture: str | None = None) -> list[Table]:
             shown.add_row(row.name, row.takes, made_for, *([] if here is None else ["yes" if runs else "no"]))
         found.append(shown)
     return found
+
+
+def step_table(preset: str, **changes: Any) -> Table:
+    """A rich table of the problems of a preset's training step, equal ones counted, in the order in which each came
+    first, with the row that serves each; and of the deferred launches by how many are in a batch.
+
+    Runs one step on black images, 32 x 32 in RGB where the preset leaves that to the data. `changes` are options in
+    place of the preset's, None for its own. Raises CudiffError for an unknown preset, and where there is no GPU.
+    """
+    if preset not in PRESETS:
+        raise CudiffError(f"unknown preset '{preset}': choose one of {', '.join(PRESETS)}")
+    usable, why = cuda_status()
+    if not usable:
+        raise CudiffError(f"--preset runs a training step, which needs a GPU ({why}): --arch sm_80 prints the tables")
+    config = PRESETS[preset].replace(device="cuda", validation=0, capture=False)
+    config = config.replace(**{name: value for name, value in changes.items() if value is not None})
+    classes = max(0, config.num_classes)
+    size = config.image_size or 32
+    images = np.zeros((64, size, size, config.channels or 3), np.uint8)
+    dataset = Dataset(images, np.arange(64) % classes, classes) if classes else Dataset(images)
+    served: list[list[str]] = []
+
+    def note(by: Any, what: Any, choice: Any) -> None:
+        if choice is None:
+            kind = by.run.__module__.rpartition(".")[2]
+            served.append(["deferred", f"batch of {len(what)}", kind, "", "", ""])
+        else:
+            fused, left = (", ".join(sorted(names)) for names in (choice.offer.fused & what.wanted, choice.left))
+            plan = "" if choice.offer.plan is None else str(choice.offer.plan)
+            served.append([f"{by.family}, {_pass(what)}", _sizes(what), choice.row.name, fused, left, plan])
+
+    def note_plan(planner: Planner, problem: tuple, *_: Any) -> None:
+        """Plans that are taken at the launch: of the newest row of that kernel."""
+        row = next((row for row in reversed(served) if row[2] in planner.kernel or planner.kernel in row[2]), None)
+        if row is not None:
+            row[-1] = str(planner(*problem).choice)
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(config, dataset, folder)
+        with watched(note), tiles.watched(note_plan):
+            trainer.train_step(*trainer.loader.next())
+    caption = ("what leaves a skip path, a second source or an upsampled input is asked again without it, and "
+               "convolutions by matmul are asked again as linear layers")
+    table = Table("operation", "problem", "kernels", "fuses", "leaves", "plan", "times", title=f"a step of {preset}",
+                  title_justify="left", caption=caption, caption_justify="left")
+    for row, count in Counter(map(tuple, served)).items():
+        table.add_row(*map(Text, row), str(count))
+    return table
+
+
+def _pass(problem: Any) -> str:
+    return problem.direction.lower() if hasattr(problem, "direction") else ("forward", "backward")[problem.backward]
+
+
+def _sizes(problem: Any) -> str:
+    """A problem in short: of a convolution the images read and written and the weight, of others their numbers."""
+    if hasattr(problem, "direction"):
+        shapes = problem.x.shape, problem.weight.shape, problem.out.shape
+        return f"{', '.join('x'.join(map(str, shape)) for shape in shapes)} {problem.x.dtype}"
+    numbers = (f"{name} {value}" for name, value in problem._asdict().items() if type(value) is int and value
+               and name != "multiprocessors")
+    return f"{', '.join(numbers)} {problem.dtype}"
 
 
 def checkpoint_table(path: str | os.PathLike) -> Table:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from cudiff.backend import Array
+from cudiff.cuda import select
 
 
 class LaunchType(NamedTuple):
@@ -129,7 +130,13 @@ class Queue:
                     self._reads.remove(range)
                 self._held[group[0]] -= pending.held
             if batch:
-                group[0].run([pending.arguments for pending in batch])
+                _run(group[0], [pending.arguments for pending in batch])
+
+
+def _run(launch_type: LaunchType, batch: list[Any]) -> None:
+    if select.watch is not None:
+        select.watch(launch_type, batch, None)
+    launch_type.run(batch)
 
 
 def _range_of(array: Any) -> Range:
@@ -186,7 +193,7 @@ def enqueue(launch_type: LaunchType, arguments: Any, out: Array, reads: tuple[Ar
     While pending it holds back `held` bytes. Nobody writes to what it reads, but to `reads` after `before_write`.
     """
     if _thread.queue is None:
-        launch_type.run([arguments])
+        _run(launch_type, [arguments])
         return
     ranges = tuple(_range_of(array) for array in reads if array is not None)
     _thread.queue.enqueue((launch_type, group), _Pending(arguments, _range_of(out), ranges, held))

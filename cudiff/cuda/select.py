@@ -7,7 +7,8 @@ that are wanted. No other place asks for an architecture.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from cudiff.cuda.device import Target, current_target
@@ -50,6 +51,21 @@ class Choice(NamedTuple):
 
 FAMILIES: dict[str, Table] = {}
 
+Watch = Callable[[Any, Any, "Choice | None"], None]
+watch: Watch | None = None  # see `watched`
+
+
+@contextlib.contextmanager
+def watched(told: Watch) -> Iterator[None]:
+    """Inside the block, told(table, problem, choice) is called for each problem that is to be run, and
+    told(launch type, arguments, None) for each batch of deferred launches, as it is launched."""
+    global watch
+    watch = told
+    try:
+        yield
+    finally:
+        watch = None
+
 
 class Table:
     """A family's rows, the best first. The last one takes every problem."""
@@ -62,13 +78,16 @@ class Table:
     def select(self, problem: Any, architecture: str | None = None) -> Choice:
         """The first row that makes an offer, on the current device or on an architecture such as "sm_80".
 
-        `problem` has the field `wanted`, a frozenset of fusions by name. Raises LookupError where no row serves it.
+        With an architecture this only asks: `watched` is not told. `problem` has the field `wanted`, a frozenset of
+        fusions by name. Raises LookupError where no row serves it.
         """
         # Plans are tuned for a GPU, not for an architecture.
         target = current_target() if architecture is None else Target("", architecture)
         found = self._chosen.get((problem, target))
         if found is None:
             found = self._chosen[problem, target] = self._first(problem, target.architecture)
+        if watch is not None and architecture is None:
+            watch(self, problem, found)
         return found
 
     def _first(self, problem: Any, architecture: str) -> Choice:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from cudiff.backend import Array, float32
+from cudiff.cuda.device import current_target
 from cudiff.cuda.kernels.convolution import few_channels, matrices, portable, sm90, wgrad_sm90
 from cudiff.cuda.kernels.convolution.problem import (
     DGRAD,
@@ -127,7 +128,8 @@ def casts(x: tuple[int, ...], dtype: np.dtype, weight: tuple[int, ...], out_dtyp
     out = Image((*x[:3], weight[0]), out_dtype)
     wanted = frozenset({Fusion.CAST, Fusion.EMB} if emb else {Fusion.CAST})
     problem = Problem(FPROP, Image(x, dtype), Weight(weight), out, padding=padding, wanted=wanted)
-    return Fusion.CAST not in CONVOLUTION.select(problem).left
+    # Nothing is run here: with the architecture, select tells nobody who watches.
+    return Fusion.CAST not in CONVOLUTION.select(problem, current_target().architecture).left
 
 
 def _of_images(given: Operands) -> Operands:
