@@ -66,6 +66,18 @@ def test_what_holds_too_much_runs_oldest_first(launch_type, done):
     assert done == [[1, 3], [2], [4]]
 
 
+def test_what_ran_holds_nothing(launch_type, done):
+    with deferred() as queue:
+        enqueue(launch_type, 1, array(0), held=60, group="a")
+        enqueue(launch_type, 2, array(100), (array(1000),), held=30, group="b")
+        queue.before_write(array(1000))
+        assert done == [[2]]
+        enqueue(launch_type, 3, array(200), held=40, group="c")
+        assert done == [[2]]
+        enqueue(launch_type, 4, array(300), held=1, group="c")
+        assert done == [[2], [1]]
+
+
 def test_a_result_that_is_needed_flushes(launch_type, done):
     with deferred() as queue:
         enqueue(launch_type, 1, array(0), group="a")

@@ -322,3 +322,14 @@ def test_a_kernel_is_asked_for_the_sums_that_a_bias_before_qkv_needs(host_of, mo
     assert [(problem.backward, set(problem.wanted)) for problem in asked] == [
         (False, set()), (False, set()), (True, {SUMS}), (True, set()),
     ]
+
+
+@pytest.mark.parametrize("dim, dtype, aligned", [
+    (32, bfloat16, True), (24, bfloat16, True), (12, bfloat16, False), (12, np.float32, True), (6, np.float32, False),
+])
+def test_a_kernel_is_told_whether_heads_start_at_16_bytes(host_of, monkeypatch, dim, dtype, aligned):
+    host, asked = host_of(True), []
+    select = ATTENTION.select
+    monkeypatch.setattr(ATTENTION, "select", lambda problem: asked.append(problem) or select(problem))
+    attention_qkv(Tensor(host.zeros((2, 64, 6 * dim), np.dtype(dtype))), 2)
+    assert [problem.aligned for problem in asked] == [aligned]

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import cudiff
 from cudiff.checkpoint import load_checkpoint, prefixed, save_checkpoint
@@ -229,6 +230,16 @@ def test_load_of_a_truncated_file(checkpoint, share):
 def test_load_of_a_missing_file(tmp_path):
     with pytest.raises(CudiffError, match="nowhere"):
         cudiff.load(tmp_path / "nowhere.safetensors", "cpu")
+
+
+def test_weights_are_exported_in_pytorchs_layout(tmp_path):
+    net = randomised(build(TINY))
+    Pipeline(TINY, net).save(tmp_path / "model.safetensors")
+    export_torch(tmp_path / "model.safetensors", tmp_path / "torch.safetensors")
+    written, expected = load_file(tmp_path / "torch.safetensors"), to_torch(net.state_dict(), net.layouts())
+    assert written.keys() == expected.keys() and written["input_blocks.0.0.weight"].shape == (8, 1, 3, 3)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(written[name], array)
 
 
 def test_weights_move_from_pytorch_and_back(tmp_path):

@@ -331,9 +331,9 @@ def test_an_option_registered_before_there_were_configurations_is_refused_too():
 
 
 def test_a_cell_that_defines_it_may_run_again_and_says_so(own):
-    with pytest.warns(UserWarning, match="^model 'small' was registered before: this one takes its place$"):
+    with pytest.warns(UserWarning, match="^model 'small' was registered before: this one takes its place$") as warned:
         cudiff.register_model("small", "now with more", options={"hidden": cudiff.Option(2.0, "x")})(Small)
-    assert Config(model="small").hidden == 2.0
+    assert Config(model="small").hidden == 2.0 and warned[0].filename == __file__
 
 
 def test_functions_of_one_name_take_no_place_in_silence(own):

@@ -10,7 +10,7 @@ import pytest
 from cudiff.backend import bfloat16
 from cudiff.cuda import compiler, device, launch
 from cudiff.cuda.compiler import kernel_folder
-from cudiff.cuda.signature import Source
+from cudiff.cuda.signature import Parameter, Signature, Source
 from tests.compile_kernels import VARIANTS, compiled_parameters, declared_parameters, variants
 from tests.host import H200
 
@@ -186,6 +186,14 @@ def test_a_launch_is_checked_once(fake_driver, monkeypatch):
     for _ in range(3):
         fill((1,), (1,), (I32, 1.0, np.int64(5)))
     assert len(checked) == 1
+
+
+def test_the_number_that_does_not_fit_is_named():
+    """Not one before it that does."""
+    words = [Parameter(name, "int", False, 4) for name in "abc"]
+    found = Signature("x.cu", "run", tuple(words))
+    for values, name in (((-1, 2**31, 5), "b"), ((-(2**31), 2**31 - 1, -(2**31) - 1), "c")):
+        assert f"takes 32 bits for '{name}'" in str(found.out_of_range(values))
 
 
 @pytest.mark.parametrize("columns", [2**31, -(2**31) - 1])
