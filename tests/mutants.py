@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LEFT_OUT = {
     "plans and time estimates": "cuda/tiles.py, cuda/timing.py, tune.py, gemm/product.py, convolution/few_channels.py, "
-    "convolution/sm90.py and *_sm90.py, and functions of cuda/ that count the blocks of a launch",
+    "convolution/sm90.py and *_sm90.py, and functions of cuda/ that count the blocks of a launch or are called "
+    "microseconds",
     "texts": "strings, docstrings, and what a raise says",
     "looks": "display.py, plot.py, info.py, demo.py",
     "annotations": "type annotations, TYPE_CHECKING, __slots__, __all__, `from __future__`",
@@ -124,7 +125,7 @@ def _gpu_functions(trees: dict[str, ast.Module]) -> set[tuple[str, int]]:
             if isinstance(function, ast.FunctionDef):
                 calls = [n.func for n in ast.walk(function) if isinstance(n, ast.Call)]
                 called = {func.id for func in calls if isinstance(func, ast.Name)}
-                plans = path.startswith("cuda/") and "blocks" in called
+                plans = path.startswith("cuda/") and ("blocks" in called or function.name == "microseconds")
                 if function.name.endswith("_cuda") or called & _ON_A_GPU or plans:
                     gpu.add((path, function.lineno))
         private |= {(path, f.lineno): f.name for f in tree.body

@@ -156,6 +156,20 @@ class Compiler:
         self.programs.pop()
 
 
+@pytest.mark.parametrize("place", ["cudiff/kernels", "kernels", "elsewhere/kernels", "cudiff/cuda/kernels"])
+def test_kernels_lie_in_the_package_or_beside_it(monkeypatch, tmp_path, place):
+    monkeypatch.setattr(compiler, "__file__", str(tmp_path / "cudiff" / "cuda" / "compiler.py"))
+    header = tmp_path / place / "common" / "common.cuh"
+    header.parent.mkdir(parents=True)
+    header.write_text("// a header\n")
+    find = compiler.kernel_folder.__wrapped__
+    if place in ("cudiff/kernels", "kernels"):
+        assert find() == (tmp_path / place).resolve()
+    else:
+        with pytest.raises(CudiffError, match=r"the CUDA kernels are missing beside .*cudiff: reinstall cudiff"):
+            find()
+
+
 def test_a_kernel_file_is_the_only_one_of_its_name(monkeypatch, tmp_path):
     monkeypatch.setattr(compiler, "kernel_folder", lambda: tmp_path)
     for name in ("portable/a.cu", "sm90/a.cu", "sm90/b.cu"):
