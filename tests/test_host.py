@@ -1,5 +1,6 @@
 """What the host does for a training step on a GPU: that every path runs, how many launches it makes, its memory."""
 
+import math
 from collections import Counter
 
 import numpy as np
@@ -18,12 +19,13 @@ from cudiff.gradient import State
 from cudiff.nn.parameter import Parameter
 from cudiff.ops.attention import attention, attention_qkv
 from cudiff.ops.conv2d import conv2d
+from cudiff.ops.group_norm import group_norm
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
 from cudiff.ops.pool import avg_pool2d, upsample_nearest
 from cudiff.precision import allow_tf32
 from cudiff.tensor import Tensor
 from cudiff.train import Trainer
-from tests.host import Array, Memory
+from tests.host import H200, Array, Memory
 
 
 def trainer(config, folder):
@@ -333,3 +335,18 @@ def test_a_kernel_is_told_whether_heads_start_at_16_bytes(host_of, monkeypatch, 
     monkeypatch.setattr(ATTENTION, "select", lambda problem: asked.append(problem) or select(problem))
     attention_qkv(Tensor(host.zeros((2, 64, 6 * dim), np.dtype(dtype))), 2)
     assert [problem.aligned for problem in asked] == [aligned]
+
+
+@pytest.mark.parametrize("hopper", [True, False], ids=["hopper", "portable"])
+@pytest.mark.parametrize("count", [132, 108, 40])
+def test_a_launch_is_planned_for_the_gpus_multiprocessors(host_of, monkeypatch, hopper, count):
+    monkeypatch.setitem(H200, "MultiProcessorCount", count)
+    host = host_of(hopper)
+    grids = {}
+    host.watch = lambda launch: grids.setdefault((launch.stem, launch.name), math.prod(launch.grid))
+    x, weight = (Tensor(host.zeros(shape, bfloat16)) for shape in ((64, 32, 32, 128), (128, 3, 3, 128)))
+    norm = [Tensor(host.zeros(128, np.float32)) for _ in range(2)]
+    group_norm(conv2d(x, weight, padding=1), *norm, num_groups=32)
+    if hopper:
+        assert count // 2 < grids["conv2d_sm90", "conv2d_sm90"] <= count
+    assert 1.5 * count <= grids["group_norm", "normalize"] <= 2 * count

@@ -7,7 +7,7 @@ import functools
 import os
 from typing import NamedTuple
 
-from cudiff.backend import get_cupy
+from cudiff.backend import cuda_status, get_cupy
 
 
 @functools.cache
@@ -44,11 +44,6 @@ class Device(NamedTuple):
         return f"sm_{self.capability}a" if self.capability == 90 else f"sm_{self.capability}"
 
 
-MULTIPROCESSORS = 132
-"""An H200's, to which estimated times are fitted: launches are planned for as many on every GPU. Blocks that must all
-run at once ask `current_device`."""
-
-
 @functools.cache
 def device(ordinal: int) -> Device:
     """The GPU of this number."""
@@ -66,6 +61,11 @@ def device(ordinal: int) -> Device:
 def current_device() -> Device:
     """The one that the current thread launches on."""
     return device(get_cupy().cuda.runtime.getDevice())
+
+
+def multiprocessors() -> int:
+    """The current device's, for which launches are planned; where there is no GPU those of an H200, 132."""
+    return current_device().multiprocessors if cuda_status()[0] else 132
 
 
 _CUDA_OF_DRIVER_530 = 12010

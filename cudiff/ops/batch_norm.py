@@ -12,7 +12,7 @@ import numpy as np
 
 from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.accumulate import gradient_target
-from cudiff.cuda.device import MULTIPROCESSORS
+from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.kernels.norm.problem import kernel_constants
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.sums import are_centred, empty_partials
@@ -132,7 +132,7 @@ def _tiles(windows: int, channels: int, constants: dict) -> tuple[tuple[int, int
     chunks = blocks(packs, 32)
     lanes = blocks(packs, chunks)
     rows = 1 << (256 // lanes).bit_length() - 1
-    return (min(blocks(windows, rows), max(1, RESIDENT * MULTIPROCESSORS // chunks)), chunks), (lanes, rows)
+    return (min(blocks(windows, rows), max(1, RESIDENT * multiprocessors() // chunks)), chunks), (lanes, rows)
 
 
 def batch_norm(x: Tensor, weight: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor, training: bool,

@@ -323,7 +323,7 @@ def test_every_plan_fits(kernel, itemsize, skip, upsample):
                 chunk_of += [chunk_of[-1] + 1 + chunk for chunk in range(-(-skip * itemsize // 128))]
                 steps = len(chunk_of)
                 iterations = blocks(2 * blocks(height, rows) * blocks(width, 8), each)
-                assert cluster == 1 or (iterations == 1 and each * blocks(outputs, 64) <= sm90.CLUSTERS[cluster])
+                assert cluster == 1 or (iterations == 1 and each * blocks(outputs, 64) <= sm90.at_once(cluster))
                 parts = [(steps * rank // cluster, steps * (rank + 1) // cluster) for rank in range(cluster)]
                 assert all(first < last for first, last in parts)
                 chunks = max(len(set(chunk_of[first:last])) for first, last in parts)

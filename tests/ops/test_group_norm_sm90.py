@@ -97,7 +97,7 @@ def test_blocks_that_share_an_image(room, rng, force, shape, channels2, groups, 
 
 @pytest.mark.gpu
 def test_more_boxes_than_a_warp_has_threads(hopper, force, rng):
-    def clusters(pixels, channels1, channels2, groups, itemsize, images):
+    def clusters(pixels, channels1, channels2, groups, itemsize, images, multiprocessors):
         boxes, = sm90._boxes(channels1, channels2, groups, itemsize)
         cut = sm90.ClusterPlan(boxes, 1, blocks(pixels, boxes.step))
         assert cut.fits() and cut.kept > 32

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from cudiff.backend import Array, float32, is_low
-from cudiff.cuda.device import MULTIPROCESSORS
+from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, WGRAD, Fusion, Image, Norm, Operands, Problem
 from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.cuda.launch import blocks, empty, launch
@@ -161,7 +161,7 @@ def _rows(n: int, height: int, bytes_of: Callable[[int], int]) -> tuple[int, int
     """Rows of an image that a block takes, and their bytes of shared memory: two blocks come to a multiprocessor, which
     all run at once (wgrad's of 6 and 7 channels one after the other), but where that would be more rows than memory has
     room for."""
-    most = blocks(height, max(1, 2 * MULTIPROCESSORS // n))
+    most = blocks(height, max(1, 2 * multiprocessors() // n))
     rows = next(rows for rows in range(most, 0, -1) if rows == 1 or bytes_of(rows) <= SHARED_BYTES)
     return rows, bytes_of(rows)
 

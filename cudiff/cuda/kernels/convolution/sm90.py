@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, float32, is_low
-from cudiff.cuda.device import MULTIPROCESSORS
+from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, WGRAD, Fusion, Norm, Operands, Problem, Skip
 from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.cuda.kernels.shape import at_16_bytes, turned
@@ -23,7 +23,7 @@ ROW_BYTES = 128  # of shared memory
 SHARED_BYTES = 228 << 10  # of a multiprocessor, of which each block costs 1 KiB more than it asks for
 BARRIER_BYTES = 1024
 MAP_BYTES = 1024  # of norms' maps of channels, in fprop
-CLUSTERS = {1: MULTIPROCESSORS, 2: 66, 4: 30, 8: 15}  # of so many blocks with a multiprocessor each that run at once
+CLUSTERS = (1, 2, 4, 8)  # of so many blocks
 COLUMNS = (1, 3, 5, 7)  # of a weight
 
 
@@ -192,6 +192,13 @@ def splits_of(steps: int, cluster: int) -> list[tuple[int, int]]:
     return [(steps * rank // cluster, steps * (rank + 1) // cluster) for rank in range(cluster)]
 
 
+def at_once(cluster: int) -> int:
+    """Clusters of so many blocks, each with a multiprocessor of its own, that run at once. Those of four and more find
+    places on 120 of an H200's 132 multiprocessors."""
+    count = multiprocessors()
+    return (count if cluster <= 2 else count * 120 // 132) // cluster
+
+
 def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int,
         cluster: int = 1, skip: int = 0, upsample: bool = False) -> Plan | None:
     """How the tile lies in shared memory; None where two chunks' halo tiles and two times R taps' weights have no room,
@@ -200,7 +207,7 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
     two, 128 channels at 64 x 64 take 69 µs, by a smaller tile 64."""
     rows = min(shape[1], tile.pixels // 8)
     count = shape[0] * tiles_of(shape, rows)
-    iterations = blocks(count, max(1, CLUSTERS[cluster] // blocks(outputs, CHANNELS)))
+    iterations = blocks(count, max(1, at_once(cluster) // blocks(outputs, CHANNELS)))
     own, skips = steps_of(shape[3], kernel, itemsize, skip)
     if cluster > 1 and (iterations > 1 or cluster > own + skips or tile is not TILES[-1]):
         return None

@@ -12,7 +12,7 @@ import numpy as np
 
 from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.deferred import LaunchType, enqueue
-from cudiff.cuda.device import MULTIPROCESSORS
+from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.kernels.convolution.problem import WGRAD, Fusion, Operands, Problem
 from cudiff.cuda.kernels.convolution.sm90 import (
     BARRIER_BYTES,
@@ -20,6 +20,7 @@ from cudiff.cuda.kernels.convolution.sm90 import (
     CLUSTERS,
     ROW_BYTES,
     SHARED_BYTES,
+    at_once,
     full_tiles,
     of_one_size,
     takes_second_source,
@@ -179,12 +180,12 @@ def plans(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...], upsampl
     once, as far as there are any."""
     n, height, columns = images
     kernel, channels = weights[0][1:3], max(weight[3] for weight in weights)
-    for (taps, across), (cluster, room) in itertools.product(((3, 1), (1, 1), (1, 2), (1, 3)), CLUSTERS.items()):
+    for (taps, across), cluster in itertools.product(((3, 1), (1, 1), (1, 2), (1, 3)), CLUSTERS):
         fitted = fit((height, width_of(columns)), channels, kernel, taps, across, upsample)
         if fitted is None:
             continue
         tiles = sum(_blocks(weight, taps, across) for weight in weights)
-        most = min(n * blocks(height, fitted[0]), cluster * max(1, room // tiles))
+        most = min(n * blocks(height, fitted[0]), cluster * max(1, at_once(cluster) // tiles))
         for splits in range(cluster, most + 1, cluster):
             yield Plan(taps, across, cluster, splits, *fitted)
 
@@ -195,7 +196,7 @@ def time(chosen: Plan, images: tuple[int, ...], weights: tuple[tuple[int, ...], 
     kernel_rows = weights[0][1]
     taps, across, cluster, splits, rows = chosen[:5]
     tiles = sum(_blocks(weight, taps, across) for weight in weights)
-    waves = blocks(tiles * splits, CLUSTERS[cluster] * cluster)
+    waves = blocks(tiles * splits, at_once(cluster) * cluster)
     width = width_of(columns)
     pixels, product = rows * width, 64 * kernel_rows * across * taps
     halo_bytes = (pixels + across * (rows + kernel_rows - 1) * (width + taps - 1)) * ROW_BYTES
@@ -245,7 +246,7 @@ def wgrad_tf32(x: Array, dout: Array, dweight: Array, add: bool, splits: int = 0
     width = width_of(columns)
     pitch_x = width_of(width + taps - 1)
     grid = blocks(outputs, 64) * blocks(channels, 32 * across)
-    splits = min(n * blocks(height, rows), splits or max(1, MULTIPROCESSORS // grid))
+    splits = min(n * blocks(height, rows), splits or max(1, multiprocessors() // grid))
     out, pitch = _sums(dweight, splits)
     launch(
         "conv2d_wgrad_tf32_sm90", "conv2d_wgrad_tf32_sm90", (grid, splits), 256,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, float32, is_low
-from cudiff.cuda.device import MULTIPROCESSORS
+from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.launch import address, blocks, empty, launch
 from cudiff.cuda.tiles import Planner
 
@@ -75,7 +75,7 @@ def time(chosen: Plan, rows: int, columns: int, depth: int, batches: int, itemsi
     """
     tile, splits, k_tiles = chosen
     tiles = batches * blocks(rows, tile.rows) * blocks(columns, tile.columns)
-    waves = max(1.5, blocks(tiles * splits, MULTIPROCESSORS))
+    waves = max(1.5, blocks(tiles * splits, multiprocessors()))
     clocks = waves * k_tiles * (ROW_BYTES // itemsize) * tile.rows * tile.columns / (1024 * tile.efficiency)
     if splits > 1:
         clocks += 4000 + 8 * splits * batches * rows * columns / 2400

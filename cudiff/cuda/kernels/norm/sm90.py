@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, float32
-from cudiff.cuda.device import MULTIPROCESSORS
 from cudiff.cuda.exchange import exchange_workspace
 from cudiff.cuda.kernels.norm.portable import affine_gradients
 from cudiff.cuda.kernels.norm.problem import Backward, Forward, Problem
@@ -71,14 +70,15 @@ class ClusterPlan(NamedTuple):
     def fits(self) -> bool:
         return self.kept <= _BOXES and self.bytes <= _SHARED_BYTES
 
-    def microseconds(self, images: int, megabytes: float) -> float:
+    def microseconds(self, images: int, megabytes: float, multiprocessors: int) -> float:
         """As fitted to an H200, of arrays of so many megabytes.
 
         Clusters of four and more find places together on 120 of 132 multiprocessors only. Rows of less than 128 bytes
         are slow where the cache does not hold the array.
         """
         speed = 16e3 / (1.5 if megabytes > 24 and self.boxes.across < 8 and self.boxes.chunks > 1 else 1)
-        rounds = images * self.boxes.chunks * self.cluster / (MULTIPROCESSORS if self.cluster <= 2 else 120)
+        places = multiprocessors if self.cluster <= 2 else multiprocessors * 120 // 132
+        rounds = images * self.boxes.chunks * self.cluster / places
         if self.cluster > 2 or 2 * self.bytes > _SHARED_BYTES:
             rounds = math.ceil(rounds)
         meeting = 0.15 * self.cluster.bit_length()
@@ -86,8 +86,8 @@ class ClusterPlan(NamedTuple):
 
 
 @functools.cache
-def clusters(pixels: int, channels1: int, channels2: int, groups: int, itemsize: int,
-             images: int) -> ClusterPlan | None:
+def clusters(pixels: int, channels1: int, channels2: int, groups: int, itemsize: int, images: int,
+             multiprocessors: int) -> ClusterPlan | None:
     """The launch of group_norm_sm90.cu that takes least time; None where no cluster has room.
 
     What group_norm.cu took was not less for any of 15 shapes.
@@ -95,7 +95,7 @@ def clusters(pixels: int, channels1: int, channels2: int, groups: int, itemsize:
     megabytes = images * pixels * (channels1 + channels2) * itemsize / 1e6
     cuts = (ClusterPlan(boxes, cluster, blocks(blocks(pixels, boxes.step), cluster))
             for boxes in _boxes(channels1, channels2, groups, itemsize) for cluster in (1, 2, 4, 8))
-    timed = {cut: cut.microseconds(images, megabytes) for cut in cuts if cut.fits()}
+    timed = {cut: cut.microseconds(images, megabytes, multiprocessors) for cut in cuts if cut.fits()}
     return min(timed, key=timed.__getitem__, default=None)
 
 
@@ -167,7 +167,7 @@ def offer_forward(p: Problem) -> Offer | None:
     """Where statistics came with every source, one pass is left, which the portable kernel does."""
     if p.backward or not p.packs or p.summed:
         return None
-    plan = clusters(p.pixels, p.channels1, p.channels2, p.groups, p.dtype.itemsize, p.images)
+    plan = clusters(p.pixels, p.channels1, p.channels2, p.groups, p.dtype.itemsize, p.images, p.multiprocessors)
     return None if plan is None else Offer(plan=plan)
 
 
