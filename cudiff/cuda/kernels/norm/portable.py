@@ -10,7 +10,6 @@ import numpy as np
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.deferred import batched
-from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.kernels.norm.problem import Backward, Forward, Problem, kernel_constants
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.select import Offer
@@ -37,7 +36,7 @@ def forward(given: Forward, plan: None, p: Problem) -> None:
                (*sums, p.channels1, p.channels2, mean, rstd, p.groups, few, share, given.eps),
                16 * max(256, few * p.channels // p.groups), **p.constants)
         sums, shared, statistics, found = (None, False, 0) * 2, 0, (mean, rstd), (None, None)
-    tiles, chunks, across = tiling(p.images, p.pixels, p.channels, _pack(p.constants), multiprocessors(), narrow=True)
+    tiles, chunks, across = tiling(p.images, p.pixels, p.channels, _pack(p.constants), p.multiprocessors, narrow=True)
     launch("group_norm", "normalize", (p.images * tiles, chunks), 256,
            (y, x, x2, weight, bias, scale, shift, *statistics, p.groups, p.pixels, p.channels1, p.channels2, tiles,
             across, given.silu, *sums, *found, share, given.eps), shared, **p.constants)
@@ -50,7 +49,7 @@ def _partials_of(given: Forward, p: Problem) -> tuple:
         if source is not None and sums is None:
             width = source.shape[-1]
             constants = kernel_constants(source)
-            tiles, chunks, across = tiling(p.images, p.pixels, width, _pack(constants), multiprocessors())
+            tiles, chunks, across = tiling(p.images, p.pixels, width, _pack(constants), p.multiprocessors)
             sums = empty_partials(p.images, tiles, width, float32)
             launch("group_norm", "statistics", (p.images * tiles, chunks), 256,
                    (source, sums, p.pixels, width, tiles, across), **constants)
@@ -63,7 +62,7 @@ def offer_backward(p: Problem) -> Offer | None:
 
 
 def backward(given: Backward, plan: None, p: Problem) -> None:
-    tiles, chunks, across = tiling(p.images, p.pixels, p.channels, _pack(p.constants), multiprocessors(), narrow=True)
+    tiles, chunks, across = tiling(p.images, p.pixels, p.channels, _pack(p.constants), p.multiprocessors, narrow=True)
     own_sums = given.make_sums(p, tiles)
     totals = empty((p.images, p.channels, 2), float32)
     modulation = (totals, *given.dscale, *given.dshift)
@@ -102,17 +101,17 @@ def _pack(constants: dict[str, Any]) -> int:
 
 
 @functools.cache
-def tiling(n: int, pixels: int, channels: int, pack: int, processors: int,
+def tiling(n: int, pixels: int, channels: int, pack: int, multiprocessors: int,
            narrow: bool = False) -> tuple[int, int, int]:
     """Tiles an image, chunks of channels, packs a chunk: all blocks, two a multiprocessor, run at once.
 
-    pack: channels that are read at once. processors: the GPU's multiprocessors.
+    pack: channels that are read at once. multiprocessors: of the GPU.
 
     `narrow`: chunks of down to 8 packs, each with fewer channels to prepare, if as many blocks run and a thread has few
     pixels: of many, whole rows are read faster.
     """
     packs = channels // pack
-    at_once, least = 2 * processors, blocks(packs, 32)
+    at_once, least = 2 * multiprocessors, blocks(packs, 32)
 
     def cut(chunks: int) -> tuple[int, int]:
         """Pixels that a block covers at once, and how often it does."""
