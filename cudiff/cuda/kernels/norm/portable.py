@@ -36,7 +36,7 @@ def forward(given: Forward, plan: None, p: Problem) -> None:
                (*sums, p.channels1, p.channels2, mean, rstd, p.groups, few, share, given.eps),
                16 * max(256, few * p.channels // p.groups), **p.constants)
         sums, shared, statistics, found = (None, False, 0) * 2, 0, (mean, rstd), (None, None)
-    tiles, chunks, across = tiling(p.images, p.pixels, p.channels, _pack(p.constants), p.multiprocessors, narrow=True)
+    tiles, chunks, across = tiling(p.images, p.pixels, p.channels, p.pack, p.multiprocessors, narrow=True)
     launch("group_norm", "normalize", (p.images * tiles, chunks), 256,
            (y, x, x2, weight, bias, scale, shift, *statistics, p.groups, p.pixels, p.channels1, p.channels2, tiles,
             across, given.silu, *sums, *found, share, given.eps), shared, **p.constants)
@@ -49,7 +49,8 @@ def _partials_of(given: Forward, p: Problem) -> tuple:
         if source is not None and sums is None:
             width = source.shape[-1]
             constants = kernel_constants(source)
-            tiles, chunks, across = tiling(p.images, p.pixels, width, _pack(constants), p.multiprocessors)
+            pack = 16 // source.dtype.itemsize if constants["VEC"] else 1
+            tiles, chunks, across = tiling(p.images, p.pixels, width, pack, p.multiprocessors)
             sums = empty_partials(p.images, tiles, width, float32)
             launch("group_norm", "statistics", (p.images * tiles, chunks), 256,
                    (source, sums, p.pixels, width, tiles, across), **constants)
@@ -62,7 +63,7 @@ def offer_backward(p: Problem) -> Offer | None:
 
 
 def backward(given: Backward, plan: None, p: Problem) -> None:
-    tiles, chunks, across = tiling(p.images, p.pixels, p.channels, _pack(p.constants), p.multiprocessors, narrow=True)
+    tiles, chunks, across = tiling(p.images, p.pixels, p.channels, p.pack, p.multiprocessors, narrow=True)
     own_sums = given.make_sums(p, tiles)
     totals = empty((p.images, p.channels, 2), float32)
     modulation = (totals, *given.dscale, *given.dshift)
@@ -94,10 +95,6 @@ def affine_gradients(totals: Array, dweight: Any, dbias: Any) -> None:
         for offset, (out, add) in enumerate((dbias, dweight)):
             if out is not None:
                 add_rows(totals, out, add, step=2, offset=offset)
-
-
-def _pack(constants: dict[str, Any]) -> int:
-    return 16 // constants["T"].itemsize if constants["VEC"] else 1
 
 
 @functools.cache

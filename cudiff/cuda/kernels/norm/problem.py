@@ -35,6 +35,11 @@ class Problem(NamedTuple):
         return self.channels1 + self.channels2
 
     @property
+    def pack(self) -> int:
+        """Channels that are read at once."""
+        return 16 // self.dtype.itemsize if self.packs else 1
+
+    @property
     def constants(self) -> dict[str, Any]:
         """Of every kernel."""
         return {"T": self.dtype, "VEC": int(self.packs)}
