@@ -11,6 +11,7 @@ import pytest
 
 from cudiff.config import PRESETS, SECTIONS, Config, add_arguments, from_arguments, load_toml, options_in
 from cudiff.errors import CudiffError
+from cudiff.registry import TABLES
 
 
 def parse(*words, base=None):
@@ -291,3 +292,13 @@ def test_options_and_presets_are_those_on_record():
         lines += ["", f"[{name}]", *(f"{key} = {value!r}" for key, value in values.items())]
     record = Path(__file__).with_name("options.txt").read_text()
     assert "\n".join(lines) + "\n" == record
+
+
+def test_the_help_of_a_choice_says_what_it_is_and_each_choices_help():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    text = " ".join(parser.format_help().split())
+    for name in TABLES:
+        (option,) = (options[name] for options in map(options_in, SECTIONS) if name in options)
+        first = next(iter(TABLES[name].values()))
+        assert f"{option.help}: {first.name} ({' '.join(first.help.split()[:2])}" in text

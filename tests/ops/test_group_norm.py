@@ -6,6 +6,7 @@ import pytest
 from cudiff.backend import bfloat16
 from cudiff.cuda.device import current_target
 from cudiff.cuda.kernels.norm import portable
+from cudiff.cuda.kernels.norm.problem import kernel_constants
 from cudiff.function import Function
 from cudiff.gradient import Slot, State
 from cudiff.ops.batch_norm import batch_norm
@@ -322,3 +323,14 @@ def test_every_chunk_of_channels_has_some():
         for n, pixels, packs in itertools.product((1, 2, 3, 8, 64), (1, 64, 256, 1024), range(1, 513)):
             _, chunks, across = tiling(n, pixels, packs * pack, pack, 132, narrow=True)
             assert across <= 32 and (chunks - 1) * across < packs <= chunks * across
+
+
+def test_packs_need_channels_and_addresses_at_16_bytes(host_of):
+    host, low = host_of(True), np.dtype(np.float16)
+    whole, shifted = host.zeros((2, 8, 64), low), host.zeros(2 * 8 * 64 + 8, low)
+    for arrays, packs in (
+        ((whole,), 1), ((whole, whole), 1), ((whole, host.zeros((2, 8, 60), low)), 0),
+        ((host.zeros((2, 8, 60), np.dtype(np.float32)),), 1), ((whole, None), 1),
+        ((shifted[8:].reshape(2, 8, 64),), 1), ((whole, shifted[1:1025].reshape(2, 8, 64)), 0),
+    ):
+        assert kernel_constants(*arrays) == {"T": arrays[0].dtype, "VEC": packs}
