@@ -1,4 +1,4 @@
-"""A convolution whose input a group norm made: what its dgrad is to leave where that makes the norm's dz itself."""
+"""A convolution whose input a group norm made: what its dgrad is to leave where that makes d_preact itself."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ class NormedConvolution:
             z = z * (1 + scale[:, None, None]) + shift[:, None, None]
         sigmoid = 1 / (1 + np.exp(-z))
         self.dy = leaf.grad
-        self.dz = self.dy * sigmoid * (1 + z * (1 - sigmoid)) if silu else self.dy
+        self.d_preact = self.dy * sigmoid * (1 + z * (1 - sigmoid)) if silu else self.dy
         self.factor = joined - mean if self.dtype == np.float32 else joined
 
     def on_gpu(self):
-        """dout, weight and the norm, and NaN for dz."""
+        """dout, weight and the norm, and NaN for d_preact."""
         dout, weight, *operands = (
             None if array is None else Tensor(array, device="cuda").data
             for array in (self.dout, self.weight, *self.x, *self.vectors)
         )
-        dz = Tensor(np.full(self.dz.shape, np.nan, self.dtype), device="cuda")
-        return dout, weight, Norm(self.silu, *operands), dz
+        d_preact = Tensor(np.full(self.d_preact.shape, np.nan, self.dtype), device="cuda")
+        return dout, weight, Norm(self.silu, *operands), d_preact
 
-    def check(self, dz, partials, tolerance=None, noise=3e-3):
+    def check(self, d_preact, partials, tolerance=None, noise=3e-3):
         """`noise`, of a sum of random signs, is the error of the slope by the hardware's tanh, or of the operands."""
         tolerance = tolerance or (4e-3 if self.dtype == ml_dtypes.bfloat16 else 6e-4)
-        assert relative_error(dz.numpy(), self.dz) < tolerance
+        assert relative_error(d_preact.numpy(), self.d_preact) < tolerance
         sums = Tensor(partials).numpy().astype(np.float64).sum(1)
         for got, factor in ((sums[..., 0], 1), (sums[..., 1], self.factor)):
             allowed = noise * np.sqrt(((self.dy * factor) ** 2).sum((1, 2)))
-            assert np.all(np.abs(got - (self.dz * factor).sum((1, 2))) < allowed)
+            assert np.all(np.abs(got - (self.d_preact * factor).sum((1, 2))) < allowed)

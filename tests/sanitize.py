@@ -59,7 +59,8 @@ FALSE = [
            r"^Error: Race reported between Write access at backward_kv\+",
            "a bulk copy into a stage that all warps have read: each warp's lanes meet, and its first arrives at the "
            "stage's mbarrier. With a barrier of the warpgroup in their place, 1 % slower, nothing is reported"),
-    _stored_by_tma("group_norm.input_gradients", "Hopper: norm_silu_conv2d", "dz, the result of conv2d_sm90's dgrad"),
+    _stored_by_tma("group_norm.input_gradients", "Hopper: norm_silu_conv2d",
+                   "d_preact, the result of conv2d_sm90's dgrad"),
 ]
 JOB = re.compile(r"^@@ job (.+)$")
 MARK = re.compile(r"^@@ launch (\S+) (\S+)$")

@@ -1,4 +1,4 @@
-"""The benchmark: its opponents give cudiff's losses, gradients and outputs from its weights; its time and options."""
+"""The benchmark: its baselines give cudiff's losses, gradients and outputs from its weights; its time and options."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="PyTorch is not installed: no opponent")
+pytest.importorskip("torch", reason="PyTorch is not installed: no baseline")
 pytest.importorskip("cupy", reason="CuPy is not installed: the benchmark needs it")
 
 import torch
@@ -26,7 +26,7 @@ from cudiff.pipeline import Pipeline
 from cudiff.tensor import Tensor, no_grad
 from cudiff.train import Trainer
 from examples import bench
-from examples.benchmark import networks, opponents
+from examples.benchmark import baselines, networks
 from examples.benchmark.measure import Report, Row
 from examples.benchmark.profile import flops_of, size_of
 from tests.check import relative_error
@@ -41,7 +41,7 @@ CONFIGS = {
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    monkeypatch.setattr(opponents, "DEVICE", "cpu")
+    monkeypatch.setattr(baselines, "DEVICE", "cpu")
 
 
 def trainer_of(config, folder, rng):
@@ -53,11 +53,11 @@ def trainer_of(config, folder, rng):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_training_steps_loss_and_gradient(name, precision, tmp_path, rng):
     trainer = trainer_of(CONFIGS[name].replace(precision=precision), tmp_path, rng)
-    step = opponents.training(trainer)
+    step = baselines.training(trainer)
     before = [parameter.detach().clone() for parameter in step.parameters]
     assert np.isfinite(step.step(step.loss, averaged=True).item())
     assert all(not torch.equal(old, new) for old, new in zip(before, step.parameters, strict=True))
-    opponents.check_losses(trainer, opponents.EDM(trainer.config, opponents.twin(trainer.config, trainer.net)))
+    baselines.check_losses(trainer, baselines.EDM(trainer.config, baselines.torch_model(trainer.config, trainer.net)))
 
 
 def test_a_section_may_take_what_those_before_left(monkeypatch):
@@ -150,23 +150,23 @@ def test_no_section_outlives_its_time_or_the_benchmark(monkeypatch, tmp_path, in
 
 def test_what_differs_is_not_timed(tmp_path, rng):
     trainer = trainer_of(CONFIGS["cs179"], tmp_path, rng)
-    model = opponents.EDM(trainer.config, opponents.twin(trainer.config, trainer.net))
+    model = baselines.EDM(trainer.config, baselines.torch_model(trainer.config, trainer.net))
     hook = model.net.out_conv.weight.register_hook(lambda grad: 1.1 * grad)
     with pytest.raises(RuntimeError, match=r"gradient: .*not timed"):
-        opponents.check_losses(trainer, model)
+        baselines.check_losses(trainer, model)
     hook.remove()
-    opponents.check_losses(trainer, model)
+    baselines.check_losses(trainer, model)
     with torch.no_grad():
         model.net.out_conv.weight *= 1.01
     with pytest.raises(RuntimeError, match=r"loss: .*not timed"):
-        opponents.check_losses(trainer, model)
+        baselines.check_losses(trainer, model)
 
 
 def test_the_denoiser(rng):
     config = CONFIGS["cs179"]
     net = build(config)
     x, sigma = rng.standard_normal((3, 28, 28, 1)).astype(np.float32), np.array([0.1, 1, 30], np.float32)
-    model = opponents.EDM(config, opponents.twin(config, net))
+    model = baselines.EDM(config, baselines.torch_model(config, net))
     with no_grad():
         expected = Pipeline(config, net).denoiser()(Tensor(x), Tensor(sigma)).numpy()
     out = model.denoise(torch.from_numpy(x).permute(0, 3, 1, 2), torch.from_numpy(sigma)).permute(0, 2, 3, 1)
@@ -177,7 +177,7 @@ def test_the_classifier():
     net, (images, labels) = CNN(), networks.host_batches(8)[0]
     expected = networks.cnn_loss(net, Tensor(images), Tensor(labels)).numpy()
     x = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
-    out = torch.nn.functional.cross_entropy(opponents.cnn_twin(net)(x), torch.from_numpy(labels).long())
+    out = torch.nn.functional.cross_entropy(baselines.cnn_twin(net)(x), torch.from_numpy(labels).long())
     assert relative_error(out.detach().numpy(), expected) < 1e-5
 
 
@@ -189,7 +189,7 @@ def test_every_size_is_compiled_for_itself():
         return graph.forward
 
     for batch in (1, 16, 64):
-        opponents.compile_alone(lambda x: x * 2, backend=backend)(torch.ones(batch, 3))
+        baselines.compile_alone(lambda x: x * 2, backend=backend)(torch.ones(batch, 3))
     assert all(isinstance(size, int) for found in sizes for size in found)  # none is symbolic
     assert sizes == [[1, 3], [16, 3], [64, 3]]
 
@@ -208,7 +208,7 @@ def test_rows_stand_before_pytorch_is_asked_and_after_each_answer(monkeypatch, t
     monkeypatch.setattr(networks, "trainer_of", lambda config: trainer)
     monkeypatch.setattr(networks, "step_time", lambda step: 3.0)
     monkeypatch.setattr(networks, "pool_bytes", lambda *captured: 0)
-    monkeypatch.setattr(opponents, "training", lambda trainer: Opponent())
+    monkeypatch.setattr(baselines, "training", lambda trainer: Opponent())
     path = tmp_path / "rows"
     with pytest.raises(TimeoutError):
         networks.training(Report(path, torch=True), "step", networks.cs179_config(), networks.CS179_FLOPS)

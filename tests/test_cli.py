@@ -437,8 +437,8 @@ def test_convert_starts_from_the_defaults_that_its_help_prints(cli, mistake, tmp
     from tests.models.torch_unet import TorchUNet
 
     torch.manual_seed(0)
-    twin = TorchUNet(16, 3, 64, (1, 2), 1, (8,), num_heads=4, num_head_channels=0).eval()
-    torch.save(twin.state_dict(), tmp_path / "w.pt")
+    torch_model = TorchUNet(16, 3, 64, (1, 2), 1, (8,), num_heads=4, num_head_channels=0).eval()
+    torch.save(torch_model.state_dict(), tmp_path / "w.pt")
     assert "give --channel-mult 1,2 --num-res-blocks 1 --attention-resolutions 8" in mistake(
         "convert", "w.pt", "model.safetensors", "--image-size", "16", "--channels", "3"
     )
@@ -453,7 +453,7 @@ def test_convert_starts_from_the_defaults_that_its_help_prints(cli, mistake, tmp
     )
     x, t = torch.randn(2, 3, 16, 16), torch.tensor([3.0, 700.0])
     with torch.no_grad():
-        expected = twin(x, t).permute(0, 2, 3, 1).numpy()
+        expected = torch_model(x, t).permute(0, 2, 3, 1).numpy()
     ours = model.net(Tensor(x.permute(0, 2, 3, 1).numpy()), Tensor(t.numpy())).numpy()
     assert np.abs(ours - expected).max() < 1e-4 * np.abs(expected).max()
 

@@ -17,7 +17,7 @@ from cudiff.cuda.kernels.elementwise import grid
 from cudiff.cuda.kernels.shape import merge_axes
 from cudiff.cuda.launch import empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import astype, narrow, require_float, result_dtype, widen
+from cudiff.ops.cast import astype, downcast, require_float, result_dtype, upcast
 from cudiff.ops.elementwise import square
 from cudiff.ops.reduce import sum_to
 from cudiff.ops.shape import broadcast_to
@@ -45,16 +45,16 @@ class Binary(Function):
         ctx.scalar = scalar
         if any(ctx.needs):
             ctx.save(*cls.keep(a, b, ctx.needs))
-        x = scalar if a is None else widen(a)
-        y = scalar if b is None else widen(b)
-        return narrow(cls.value(x, y), (b if a is None else a).dtype)
+        x = scalar if a is None else upcast(a)
+        y = scalar if b is None else upcast(b)
+        return downcast(cls.value(x, y), (b if a is None else a).dtype)
 
     @classmethod
     def backward_numpy(cls, ctx, dout, needs, into):
-        a, b = (ctx.scalar if shape is None else widen(x) for x, shape in zip(ctx.saved, ctx.shapes, strict=True))
+        a, b = (ctx.scalar if shape is None else upcast(x) for x, shape in zip(ctx.saved, ctx.shapes, strict=True))
         grads = []
         for needed, shape, gradient in zip(needs, ctx.shapes, (cls.gradient_a, cls.gradient_b), strict=True):
-            grads.append(narrow(sum_to(gradient(widen(dout), a, b), shape), dout.dtype) if needed else None)
+            grads.append(downcast(sum_to(gradient(upcast(dout), a, b), shape), dout.dtype) if needed else None)
         return tuple(grads)
 
     @classmethod

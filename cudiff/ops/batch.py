@@ -12,7 +12,7 @@ import numpy as np
 from cudiff.backend import Array, float32, int32
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import as_index, narrow
+from cudiff.ops.cast import as_index, downcast
 from cudiff.ops.random import Purpose, philox
 from cudiff.tensor import Tensor
 
@@ -95,7 +95,7 @@ class NormalizeImages(Function):
 
     @staticmethod
     def forward_numpy(ctx, images, dtype):
-        return narrow(_unit(images), dtype)
+        return downcast(_unit(images), dtype)
 
     @staticmethod
     def forward_cuda(ctx, images, dtype):

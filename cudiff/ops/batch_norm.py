@@ -17,7 +17,7 @@ from cudiff.cuda.kernels.norm.problem import kernel_constants
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.sums import are_centred, empty_partials
 from cudiff.function import Composite, Function
-from cudiff.ops.cast import as_wide, narrow, require_floats, widen
+from cudiff.ops.cast import as_wide, downcast, require_floats, upcast
 from cudiff.ops.elementwise import relu
 from cudiff.ops.group_norm import group_norm_backward_numpy, normalize_numpy, statistics_numpy
 from cudiff.ops.pool import max_pool2d
@@ -33,7 +33,7 @@ class BatchNorm(Function):
 
     @staticmethod
     def forward_numpy(ctx, x, weight, bias, running_mean, running_var, training, momentum, eps):
-        rows = widen(x).reshape(1, -1, x.shape[-1])
+        rows = upcast(x).reshape(1, -1, x.shape[-1])
         if training:
             mean, rstd = statistics_numpy(rows, x.shape[-1], eps)
             count = rows.shape[1]
@@ -45,16 +45,16 @@ class BatchNorm(Function):
         ctx.training = training
         ctx.save(x, weight, bias, mean, rstd)
         y, _ = normalize_numpy(rows, weight, bias, mean, rstd)
-        return narrow(y.reshape(x.shape), x.dtype)
+        return downcast(y.reshape(x.shape), x.dtype)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
         x, weight, bias, mean, rstd = ctx.saved
-        rows = widen(x).reshape(1, -1, x.shape[-1])
+        rows = upcast(x).reshape(1, -1, x.shape[-1])
         dx, dweight, dbias, _, _ = group_norm_backward_numpy(
-            widen(dout).reshape(rows.shape), rows, weight, bias, mean, rstd, constant_statistics=not ctx.training
+            upcast(dout).reshape(rows.shape), rows, weight, bias, mean, rstd, constant_statistics=not ctx.training
         )
-        return narrow(dx.reshape(x.shape), x.dtype), dweight, dbias, None, None
+        return downcast(dx.reshape(x.shape), x.dtype), dweight, dbias, None, None
 
     @classmethod
     def forward_cuda(cls, ctx, x, weight, bias, running_mean, running_var, training, momentum, eps):

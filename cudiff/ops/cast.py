@@ -26,12 +26,12 @@ from cudiff.function import Function
 from cudiff.tensor import Tensor
 
 
-def widen(array: Array) -> Array:
+def upcast(array: Array) -> Array:
     """`array` in the dtype that NumPy computes in; None stays None."""
     return None if array is None else array.astype(compute_dtype(array.dtype), copy=False)
 
 
-def narrow(array: Any, dtype: np.dtype) -> Array:
+def downcast(array: Any, dtype: np.dtype) -> Array:
     """A result in its storage dtype, as an array (NumPy turns 0-d results into scalars)."""
     return np.asarray(array).astype(dtype, copy=False)
 

@@ -10,7 +10,7 @@ import numpy as np
 from cudiff.backend import Array, compute_dtype, float32, float64
 from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import astype, narrow, require_floats, result_dtype, widen
+from cudiff.ops.cast import astype, downcast, require_floats, result_dtype, upcast
 from cudiff.tensor import Tensor
 
 
@@ -22,11 +22,11 @@ class Data(NamedTuple):
     std: float
 
     def standardised(self, images: np.ndarray) -> np.ndarray:
-        return (widen(images) - self.mean) / self.std
+        return (upcast(images) - self.mean) / self.std
 
     def coefficients(self, sigma: np.ndarray, images: np.ndarray) -> tuple[np.ndarray, ...]:
         """c_in, c_skip, c_out for y's noise levels (N,), as (N, 1, ..., 1)."""
-        sigma = widen(sigma).reshape((-1,) + (1,) * (images.ndim - 1))
+        sigma = upcast(sigma).reshape((-1,) + (1,) * (images.ndim - 1))
         c_in = 1 / np.sqrt(np.square(sigma) + self.sigma_data**2)
         return c_in, np.square(self.sigma_data * c_in), self.sigma_data * sigma * c_in
 
@@ -51,10 +51,10 @@ class EDMMix(Function):
         log_sigma = (draw * P_std + P_mean).astype(compute_dtype(draw.dtype), copy=False)
         sigma = np.exp(log_sigma).reshape((-1,) + (1,) * (images.ndim - 1))
         c_in = data.coefficients(sigma, images)[0]
-        y, z = data.standardised(images), widen(noise)
+        y, z = data.standardised(images), upcast(noise)
         x = c_in * y + sigma * c_in * z
         target = sigma * c_in / data.sigma_data * y - data.sigma_data * c_in * z
-        return narrow(x, images.dtype), narrow(target, images.dtype), log_sigma * c_noise_scale
+        return downcast(x, images.dtype), downcast(target, images.dtype), log_sigma * c_noise_scale
 
     @staticmethod
     def forward_cuda(ctx, images, noise, draw, P_mean, P_std, c_noise_scale, data):
@@ -70,16 +70,16 @@ class EDMInput(Function):
     def forward_numpy(ctx, x, sigma, c_noise_scale, data):
         ctx.data = data
         ctx.save(sigma)
-        level = widen(sigma) / data.std
+        level = upcast(sigma) / data.std
         scaled = data.coefficients(level, x)[0] * data.standardised(x)
-        return narrow(scaled, x.dtype), narrow(np.log(level) * c_noise_scale, sigma.dtype)
+        return downcast(scaled, x.dtype), downcast(np.log(level) * c_noise_scale, sigma.dtype)
 
     @staticmethod
     def backward_numpy(ctx, dscaled, dc_noise, needs, into):
         if dscaled is None:
             return None, None
-        c_in = ctx.data.coefficients(widen(ctx.saved[0]) / ctx.data.std, dscaled)[0]
-        return narrow(c_in / ctx.data.std * widen(dscaled), dscaled.dtype), None
+        c_in = ctx.data.coefficients(upcast(ctx.saved[0]) / ctx.data.std, dscaled)[0]
+        return downcast(c_in / ctx.data.std * upcast(dscaled), dscaled.dtype), None
 
     @staticmethod
     def forward_cuda(ctx, x, sigma, c_noise_scale, data):
@@ -105,15 +105,15 @@ class EDMOutput(Function):
     def forward_numpy(ctx, x, out, sigma, data):
         ctx.data = data
         ctx.save(sigma)
-        _, c_skip, c_out = data.coefficients(widen(sigma) / data.std, x)
-        denoised = data.mean + data.std * (c_skip * data.standardised(x) + c_out * widen(out))
-        return narrow(denoised, x.dtype)
+        _, c_skip, c_out = data.coefficients(upcast(sigma) / data.std, x)
+        denoised = data.mean + data.std * (c_skip * data.standardised(x) + c_out * upcast(out))
+        return downcast(denoised, x.dtype)
 
     @staticmethod
     def backward_numpy(ctx, ddenoised, needs, into):
-        _, c_skip, c_out = ctx.data.coefficients(widen(ctx.saved[0]) / ctx.data.std, ddenoised)
+        _, c_skip, c_out = ctx.data.coefficients(upcast(ctx.saved[0]) / ctx.data.std, ddenoised)
         factors = c_skip, ctx.data.std * c_out
-        return *(narrow(factor * widen(ddenoised), ddenoised.dtype) for factor in factors), None
+        return *(downcast(factor * upcast(ddenoised), ddenoised.dtype) for factor in factors), None
 
     @staticmethod
     def forward_cuda(ctx, x, out, sigma, data):

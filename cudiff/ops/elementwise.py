@@ -14,7 +14,7 @@ from cudiff.cuda.kernels.elementwise import grid
 from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.function import Function
 from cudiff.gradient import Slot
-from cudiff.ops.cast import astype, narrow, require_float, result_dtype, widen
+from cudiff.ops.cast import astype, downcast, require_float, result_dtype, upcast
 from cudiff.tensor import Tensor
 
 
@@ -29,14 +29,14 @@ class Unary(Function):
 
     @classmethod
     def forward_numpy(cls, ctx, x):
-        out = narrow(cls.value(widen(x)), x.dtype)
+        out = downcast(cls.value(upcast(x)), x.dtype)
         if ctx.needs[0]:
             ctx.save(out if cls.saves_out else x)
         return out
 
     @classmethod
     def backward_numpy(cls, ctx, dout, needs, into):
-        return (narrow(cls.gradient(widen(dout), widen(ctx.saved[0])), dout.dtype),)
+        return (downcast(cls.gradient(upcast(dout), upcast(ctx.saved[0])), dout.dtype),)
 
     @classmethod
     def forward_cuda(cls, ctx, x):
@@ -231,14 +231,14 @@ class Silu(Unary):
 
     @staticmethod
     def forward_numpy(ctx, x):
-        gate, out = silu_numpy(widen(x))
+        gate, out = silu_numpy(upcast(x))
         if ctx.needs[0]:
             ctx.save(gate, out)
-        return narrow(out, x.dtype)
+        return downcast(out, x.dtype)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
-        return (narrow(silu_backward_numpy(widen(dout), *ctx.saved), dout.dtype),)
+        return (downcast(silu_backward_numpy(upcast(dout), *ctx.saved), dout.dtype),)
 
 
 def silu_numpy(x: Array) -> tuple[Array, Array]:
@@ -316,12 +316,12 @@ class Clip(Function):
         if ctx.needs[0]:
             ctx.save(x)
         ctx.low, ctx.high = low, high
-        return narrow(np.clip(widen(x), low, high), x.dtype)
+        return downcast(np.clip(upcast(x), low, high), x.dtype)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
-        x = widen(ctx.saved[0])
-        return (narrow(widen(dout) * ((x >= ctx.low) & (x <= ctx.high)), dout.dtype),)
+        x = upcast(ctx.saved[0])
+        return (downcast(upcast(dout) * ((x >= ctx.low) & (x <= ctx.high)), dout.dtype),)
 
     @staticmethod
     def forward_cuda(ctx, x, low, high):

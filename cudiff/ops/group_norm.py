@@ -14,7 +14,7 @@ from cudiff.backend import Array
 from cudiff.cuda.kernels.norm import table
 from cudiff.cuda.launch import empty
 from cudiff.function import Function
-from cudiff.ops.cast import as_wide, narrow, require_floats, widen
+from cudiff.ops.cast import as_wide, downcast, require_floats, upcast
 from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map
 
@@ -48,25 +48,25 @@ def normalize_numpy(x: Array, weight: Array, bias: Array, mean: Array, rstd: Arr
     return y, gate
 
 
-def group_norm_backward_numpy(dz: Array, x: Array, weight: Array, bias: Array, mean: Array, rstd: Array,
+def group_norm_backward_numpy(d_preact: Array, x: Array, weight: Array, bias: Array, mean: Array, rstd: Array,
                               scale: Array | None = None, shift: Array | None = None,
                               constant_statistics: bool = False) -> tuple[Array, Array, Array, Array, Array]:
-    """dx, dweight, dbias, dscale, dshift from dz (N, S, C), the gradient before SiLU.
+    """dx, dweight, dbias, dscale, dshift from d_preact (N, S, C), the gradient before SiLU.
 
-    dx = gain·dz - rstd·(mean(gamma·dz) + xhat·mean(gamma·dz·xhat)), means over the group; its last two terms vanish
-    where the statistics are constants.
+    dx = gain·d_preact - rstd·(mean(gamma·d_preact) + xhat·mean(gamma·d_preact·xhat)), means over the group; its last
+    two terms vanish where the statistics are constants.
     """
     channels, num_groups = x.shape[2], mean.shape[1]
     count = x.shape[1] * channels // num_groups
     gamma, _ = _affine(weight, bias, scale, shift)
     rstd_c = _spread(rstd, channels)
     centred = x - _spread(mean, channels)
-    sums = _column_sums(dz)
-    products = np.einsum("nsc,nsc->nc", dz, centred)[:, None] * rstd_c
+    sums = _column_sums(d_preact)
+    products = np.einsum("nsc,nsc->nc", d_preact, centred)[:, None] * rstd_c
     modulation = 1 if scale is None else 1 + scale[:, None]
     dweight, dbias = (modulation * products).sum((0, 1)), (modulation * sums).sum((0, 1))
     dscale, dshift = (weight * products + bias * sums)[:, 0], sums[:, 0]
-    dx = dz * (gamma * rstd_c)
+    dx = d_preact * (gamma * rstd_c)
     if not constant_statistics:
         first = _group_sums(gamma * sums, num_groups) * rstd / count
         second = _group_sums(gamma * products, num_groups) * rstd * rstd / count
@@ -114,7 +114,7 @@ class GroupNorm(Function):
 
     @staticmethod
     def forward_numpy(ctx, x, x2, weight, bias, scale, shift, num_groups, eps, silu):
-        joined = widen(x if x2 is None else np.concatenate((x, x2), axis=-1))
+        joined = upcast(x if x2 is None else np.concatenate((x, x2), axis=-1))
         rows = joined.reshape(len(x), -1, joined.shape[-1])
         y, gate = np.empty_like(rows), np.empty_like(rows) if silu else None
 
@@ -128,32 +128,32 @@ class GroupNorm(Function):
         mean, rstd = (np.concatenate(arrays) for arrays in zip(*statistics, strict=True))
         if any(ctx.needs):
             ctx.save(x, x2, weight, bias, scale, shift, mean, rstd, y if silu else None, gate)
-        return narrow(y.reshape(joined.shape), x.dtype)
+        return downcast(y.reshape(joined.shape), x.dtype)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
         x, x2, weight, bias, scale, shift, mean, rstd, y, gate = ctx.saved
-        joined = widen(x if x2 is None else np.concatenate((x, x2), axis=-1))
+        joined = upcast(x if x2 is None else np.concatenate((x, x2), axis=-1))
         rows = joined.reshape(len(x), -1, joined.shape[-1])
-        wide_dout = widen(dout).reshape(rows.shape)
+        wide_dout = upcast(dout).reshape(rows.shape)
         dx = np.empty_like(rows)
 
         def gradients(part: slice) -> list[Array]:
-            dz = wide_dout[part]
+            d_preact = wide_dout[part]
             if y is not None:
                 slope = 1 - gate[part]
                 slope *= y[part]
                 slope += gate[part]
-                slope *= dz
-                dz = slope
+                slope *= d_preact
+                d_preact = slope
             dx[part], *rest = group_norm_backward_numpy(
-                dz, rows[part], weight, bias, mean[part], rstd[part], _of(scale, part), _of(shift, part)
+                d_preact, rows[part], weight, bias, mean[part], rstd[part], _of(scale, part), _of(shift, part)
             )
             return rest
 
         dweight, dbias, dscale, dshift = zip(*parallel_map(gradients, _images(rows)), strict=True)
         rest = sum(dweight), sum(dbias), np.concatenate(dscale), np.concatenate(dshift)
-        dx = narrow(dx.reshape(joined.shape), x.dtype)
+        dx = downcast(dx.reshape(joined.shape), x.dtype)
         if x2 is None:
             return dx, None, *rest
         return np.ascontiguousarray(dx[..., : x.shape[-1]]), np.ascontiguousarray(dx[..., x.shape[-1] :]), *rest
@@ -162,7 +162,7 @@ class GroupNorm(Function):
     def forward_cuda(ctx, x, x2, weight, bias, scale, shift, num_groups, eps, silu):
         y, mean, rstd = table.forward(x, x2, weight, bias, num_groups, eps, silu, scale, shift, ctx.partials[:2])
         ctx.silu, ctx.recomputes = silu, False  # a caller may want backward to leave the output once more, in ctx.y
-        ctx.d_preact_sums = None  # or give backward dz for dout, and its sums here
+        ctx.d_preact_sums = None  # or give backward d_preact for dout, and its sums here
         ctx.save(x, x2, weight, bias, scale, shift, mean, rstd)
         return y
 

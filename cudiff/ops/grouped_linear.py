@@ -84,10 +84,10 @@ class GroupedLinear(Function):
         dbiases = list(dweights)
         for g, (weight, activated, dout) in enumerate(zip(weights, ctx.activated, douts, strict=True)):
             if dout is not None:
-                dz = dout.astype(wide.dtype, copy=False)
-                dz = dz if activated is None else silu_backward_numpy(dz, *activated)
-                dx += matmul_numpy(dz, weight.astype(wide.dtype, copy=False))
-                dweights[g], dbiases[g] = matmul_numpy(dz.T, wide), dz.sum(0)
+                d_preact = dout.astype(wide.dtype, copy=False)
+                d_preact = d_preact if activated is None else silu_backward_numpy(d_preact, *activated)
+                dx += matmul_numpy(d_preact, weight.astype(wide.dtype, copy=False))
+                dweights[g], dbiases[g] = matmul_numpy(d_preact.T, wide), d_preact.sum(0)
         grads = (dx.astype(x.dtype, copy=False), *dweights, *dbiases)
         return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
 
@@ -110,7 +110,7 @@ class GroupedLinear(Function):
     @staticmethod
     def backward_cuda(ctx, *douts, needs, into):
         x, *weights = ctx.saved[: 1 + len(douts)]
-        dzs = [
+        d_preacts = [
             dout if z is None or dout is None else Silu.dx_cuda(dout, z)
             for dout, z in zip(douts, ctx.saved[1 + len(douts) :], strict=True)
         ]
@@ -123,19 +123,19 @@ class GroupedLinear(Function):
                 grads[i], add = gradient_target(into[i], shape, float32)
             return grads[i], add
 
-        used = [g for g, dz in enumerate(dzs) if dz is not None]
+        used = [g for g, d_preact in enumerate(d_preacts) if d_preact is not None]
         dx, add = target(0, x.shape)
         if dx is not None:
             partials = empty((len(used), *x.shape), float32)
             tiles = blocks(x.shape[1], DX_TILE), blocks(len(x), DX_TILE)
-            for i, batch in enumerate(_batches([Group(weights[g], None, dzs[g]) for g in used])):
+            for i, batch in enumerate(_batches([Group(weights[g], None, d_preacts[g]) for g in used])):
                 _launch("dx", batch, tiles, partials[i * GROUPS :])
             sum_splits(partials, dx, Epilogue(addend=dx if add else None), x.shape[1])
         groups = []
         for g in used:
             dweight, add_weight = target(1 + g, weights[g].shape)
             dbias, add_bias = target(1 + len(weights) + g, weights[g].shape[:1])
-            groups.append(Group(dweight, dbias, dzs[g], None, add_weight, add_bias))
+            groups.append(Group(dweight, dbias, d_preacts[g], None, add_weight, add_bias))
         tiles = blocks(x.shape[1], DWEIGHT_TILE) + 1, blocks(max(len(weights[g]) for g in used), DWEIGHT_TILE)
         for batch in _batches(groups) if any(needs[1:]) else []:
             _launch("dweight", batch, tiles, x)

@@ -10,7 +10,7 @@ from cudiff.cuda.kernels.norm.portable import affine_gradients
 from cudiff.cuda.kernels.norm.problem import kernel_constants
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import as_wide, narrow, require_floats, widen
+from cudiff.ops.cast import as_wide, downcast, require_floats, upcast
 from cudiff.tensor import Tensor
 
 
@@ -19,19 +19,19 @@ class LayerNorm(Function):
 
     @staticmethod
     def forward_numpy(ctx, x, weight, bias, eps):
-        wide = widen(x)
+        wide = upcast(x)
         mean = wide.mean(-1, keepdims=True)
         normal = wide - mean
         rstd = 1 / np.sqrt(np.square(normal).mean(-1, keepdims=True) + eps)
         normal *= rstd
         if any(ctx.needs):
             ctx.save(normal, weight, rstd)
-        return narrow(normal * weight + bias, x.dtype)
+        return downcast(normal * weight + bias, x.dtype)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
         normal, weight, rstd = ctx.saved
-        wide = widen(dout)
+        wide = upcast(dout)
         axes = tuple(range(dout.ndim - 1))
         dbias, dweight = wide.sum(axes), (wide * normal).sum(axes)
         dnormal = wide * weight
@@ -39,7 +39,7 @@ class LayerNorm(Function):
         dnormal -= dnormal.mean(-1, keepdims=True)
         dnormal -= normal * second
         dnormal *= rstd
-        return narrow(dnormal, dout.dtype), dweight, dbias
+        return downcast(dnormal, dout.dtype), dweight, dbias
 
     @staticmethod
     def forward_cuda(ctx, x, weight, bias, eps):

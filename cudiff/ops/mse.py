@@ -8,7 +8,7 @@ from cudiff.backend import compute_dtype, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import as_wide, astype, narrow, result_dtype, widen
+from cudiff.ops.cast import as_wide, astype, downcast, result_dtype, upcast
 from cudiff.tensor import Tensor
 
 
@@ -17,7 +17,7 @@ class MSE(Function):
 
     @staticmethod
     def forward_numpy(ctx, pred, target, weight):
-        difference = (widen(pred) - widen(target)).reshape(len(pred), -1)
+        difference = (upcast(pred) - upcast(target)).reshape(len(pred), -1)
         errors = np.einsum("nk,nk->n", difference, difference) / compute_dtype(pred.dtype).type(difference.size)
         ctx.shape, ctx.dtype = pred.shape, pred.dtype
         ctx.save(difference, weight, errors)
@@ -28,7 +28,7 @@ class MSE(Function):
         difference, weight, errors = ctx.saved
         factor = 2 * dout / difference.dtype.type(difference.size)
         difference *= factor if weight is None else (factor * weight)[:, None]
-        dpred = narrow(difference, ctx.dtype).reshape(ctx.shape)
+        dpred = downcast(difference, ctx.dtype).reshape(ctx.shape)
         return dpred, -dpred if needs[1] else None, dout * errors if needs[2] else None
 
     @staticmethod

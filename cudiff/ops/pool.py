@@ -15,7 +15,7 @@ from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.pool import Window, launch_windows, out_size, spread_windows, sum_windows
 from cudiff.cuda.launch import empty
 from cudiff.function import Function
-from cudiff.ops.cast import narrow, require_float, widen
+from cudiff.ops.cast import downcast, require_float, upcast
 from cudiff.tensor import Tensor
 
 NOWHERE = 255  # no place in a window of up to 15 x 15
@@ -66,12 +66,12 @@ class AveragePool2d(Function):
     @staticmethod
     def forward_numpy(ctx, x, window):
         ctx.size, ctx.window = x.shape[1:3], window
-        return narrow(sum_windows_numpy(widen(x), window, 1 / window[0] ** 2), x.dtype)
+        return downcast(sum_windows_numpy(upcast(x), window, 1 / window[0] ** 2), x.dtype)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
-        dx = spread_windows_numpy(widen(dout), ctx.size, ctx.window, 1 / ctx.window[0] ** 2)
-        return (narrow(dx, dout.dtype),)
+        dx = spread_windows_numpy(upcast(dout), ctx.size, ctx.window, 1 / ctx.window[0] ** 2)
+        return (downcast(dx, dout.dtype),)
 
     @staticmethod
     def forward_cuda(ctx, x, window):
@@ -98,7 +98,7 @@ class UpsampleNearest(Function):
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
-        return (narrow(sum_windows_numpy(widen(dout), ctx.window, 1), dout.dtype),)
+        return (downcast(sum_windows_numpy(upcast(dout), ctx.window, 1), dout.dtype),)
 
     @staticmethod
     def forward_cuda(ctx, x, factor):
@@ -120,7 +120,7 @@ class MaxPool2d(Function):
     @staticmethod
     def forward_numpy(ctx, x, window, relu):
         size = out_size(x.shape[1:3], window)
-        taps = _taps(_padded(widen(x), window[2], -np.inf), window, size)
+        taps = _taps(_padded(upcast(x), window[2], -np.inf), window, size)
         out = next(taps).copy()
         place = np.zeros(out.shape, np.uint8)
         for index, tap in enumerate(taps, 1):
@@ -131,16 +131,16 @@ class MaxPool2d(Function):
             np.maximum(out, 0, out=out)
         ctx.window, ctx.size = window, x.shape[1:3]
         ctx.save(place)
-        return narrow(out, x.dtype)
+        return downcast(out, x.dtype)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
-        (place,), padding, wide = ctx.saved, ctx.window[2], widen(dout)
+        (place,), padding, wide = ctx.saved, ctx.window[2], upcast(dout)
         height, width = ctx.size
         dx = np.zeros((len(dout), height + 2 * padding, width + 2 * padding, dout.shape[3]), wide.dtype)
         for index, tap in enumerate(_taps(dx, ctx.window, dout.shape[1:3])):
             tap += np.where(place == index, wide, 0)
-        return (narrow(_cropped(dx, padding), dout.dtype),)
+        return (downcast(_cropped(dx, padding), dout.dtype),)
 
     @staticmethod
     def forward_cuda(ctx, x, window, relu):

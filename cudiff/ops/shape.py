@@ -15,7 +15,7 @@ from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.shape import contiguous, move, padded, region, zeros
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import as_index, astype, narrow, result_dtype, widen
+from cudiff.ops.cast import as_index, astype, downcast, result_dtype, upcast
 from cudiff.ops.reduce import normalize_axes, sum_to
 from cudiff.tensor import Tensor
 
@@ -124,8 +124,8 @@ class Take(Function):
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
         total = np.zeros(ctx.shape, compute_dtype(dout.dtype))
-        np.add.at(total, ctx.saved[0], widen(dout))
-        return narrow(total, dout.dtype), None
+        np.add.at(total, ctx.saved[0], upcast(dout))
+        return downcast(total, dout.dtype), None
 
     @staticmethod
     def forward_cuda(ctx, x, index):

@@ -10,7 +10,7 @@ from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import as_index, astype, narrow, require_float, result_dtype, widen
+from cudiff.ops.cast import as_index, astype, downcast, require_float, result_dtype, upcast
 from cudiff.ops.shape import transpose
 from cudiff.tensor import Tensor
 
@@ -27,17 +27,17 @@ class Softmax(Function):
 
     @staticmethod
     def forward_numpy(ctx, x, log):
-        log_p = log_softmax_numpy(widen(x))
+        log_p = log_softmax_numpy(upcast(x))
         p = np.exp(log_p)
         ctx.log = log
         ctx.save(p)
-        return narrow(log_p if log else p, x.dtype)
+        return downcast(log_p if log else p, x.dtype)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
-        (p,), wide = ctx.saved, widen(dout)
+        (p,), wide = ctx.saved, upcast(dout)
         dx = wide - p * wide.sum(-1, keepdims=True) if ctx.log else p * (wide - (p * wide).sum(-1, keepdims=True))
-        return (narrow(dx, dout.dtype),)
+        return (downcast(dx, dout.dtype),)
 
     @staticmethod
     def forward_cuda(ctx, x, log):
@@ -66,7 +66,7 @@ class CrossEntropy(Function):
     def forward_numpy(ctx, logits, labels):
         if labels.min() < 0 or labels.max() >= logits.shape[1]:
             raise ValueError(f"cross_entropy: a label lies outside 0 to {logits.shape[1] - 1}")
-        log_p = log_softmax_numpy(widen(logits))
+        log_p = log_softmax_numpy(upcast(logits))
         ctx.dtype = logits.dtype
         ctx.save(log_p, labels)
         return -log_p[np.arange(len(labels)), labels].mean()
@@ -77,7 +77,7 @@ class CrossEntropy(Function):
         dlogits = np.exp(log_p)
         dlogits[np.arange(len(labels)), labels] -= 1
         dlogits *= dout / compute_dtype(ctx.dtype).type(len(labels))
-        return narrow(dlogits, ctx.dtype), None
+        return downcast(dlogits, ctx.dtype), None
 
     @staticmethod
     def forward_cuda(ctx, logits, labels):

@@ -33,10 +33,10 @@ def limits(report: Report) -> None:
         time = graph_time(lambda: ops.negative(source), 4)
     report.add("limit: copy", time, size=2 * source.data.nbytes, limit="copy")
     if report.torch:
-        from examples.benchmark import opponents
+        from examples.benchmark import baselines
 
         for precision in ("bf16", "tf32"):
-            time = opponents.matmul(precision, 8192)
+            time = baselines.matmul(precision, 8192)
             report.add(f"limit: {precision}", time, flops=2 * 8192**3, limit=precision)
 
 
@@ -51,12 +51,12 @@ def convolutions(report: Report) -> None:
         out = ops.conv2d(x, weight, bias, padding=1)
         gradients = (True, False, False), (False, True, False)
         times = [forward, *(graph_time(backward_of(out, needs)) for needs in gradients)]
-        opponent: tuple = (None, None, None)
+        baseline: tuple = (None, None, None)
         if report.torch:
-            from examples.benchmark import opponents
+            from examples.benchmark import baselines
 
-            opponent = opponents.convolution(c, k, size)
-        for kind, time, other in zip(("fprop", "dgrad", "wgrad"), times, opponent, strict=True):
+            baseline = baselines.convolution(c, k, size)
+        for kind, time, other in zip(("fprop", "dgrad", "wgrad"), times, baseline, strict=True):
             report.add(f"conv3x3 {c}->{k}@{size} {kind}", time, other, flops=2 * 32 * size * size * c * k * 9)
         time = graph_time(_dgrad_of_a_norm(x, weight, random_tensor(*out.shape)))
         report.add(f"conv3x3 {c}->{k}@{size} dgrad of a norm", time, flops=2 * 32 * size * size * c * k * 9)
@@ -69,8 +69,8 @@ def _dgrad_of_a_norm(x: Tensor, weight: Tensor, dout: Tensor) -> Callable[[], ob
     norm = Norm(True, x.data, None, *parameters, None, None, mean, rstd)
 
     def run() -> object:
-        dz = cupy.empty_like(x.data)
-        return dz, table.dgrad(Operands(dout.data, weight.data, dz, norm=norm), (1, 1), (1, 1))
+        d_preact = cupy.empty_like(x.data)
+        return d_preact, table.dgrad(Operands(dout.data, weight.data, d_preact, norm=norm), (1, 1), (1, 1))
 
     return run
 
@@ -84,14 +84,14 @@ def group_norms(report: Report) -> None:
             forward = graph_time(lambda x=x, w=weight, b=bias: ops.group_norm(x, w, b, 32, silu=True))
         out = ops.group_norm(x, weight, bias, 32, silu=True)
         backward = graph_time(backward_of(out, out._source[0].needs))
-        opponent: tuple = (None, None)
+        baseline: tuple = (None, None)
         if report.torch:
-            from examples.benchmark import opponents
+            from examples.benchmark import baselines
 
-            opponent = opponents.group_norm_silu(c, size)
+            baseline = baselines.group_norm_silu(c, size)
         name = f"group norm + SiLU {c}@{size}"
-        report.add(f"{name} forward", forward, opponent[0], size=2 * x.data.nbytes, limit="copy")
-        report.add(f"{name} backward", backward, opponent[1], size=3 * x.data.nbytes, limit="copy")
+        report.add(f"{name} forward", forward, baseline[0], size=2 * x.data.nbytes, limit="copy")
+        report.add(f"{name} backward", backward, baseline[1], size=3 * x.data.nbytes, limit="copy")
         forward, backward = _group_norm_with_sums(x, weight, bias)
         report.add(f"{name} forward, sums given", forward, size=2 * x.data.nbytes, limit="copy")
         report.add(f"{name} backward, sums given", backward, size=4 * x.data.nbytes, limit="copy")
@@ -100,7 +100,7 @@ def group_norms(report: Report) -> None:
 def _group_norm_with_sums(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[float, float]:
     """Forward and backward between two convolutions: these give the sums, and want the output, once more in backward,
     and dx's sums. The weight's and bias's gradients, which all norms of a step add up in one launch, are left out."""
-    parameters, dz = (weight.data, bias.data), random_tensor(*x.shape, dtype=x.dtype)
+    parameters, d_preact = (weight.data, bias.data), random_tensor(*x.shape, dtype=x.dtype)
     plan = sm90.plan(x.shape, x.shape[-1], (3, 3), x.dtype.itemsize, 0, False)
     tiles = sm90.tiles_of(x.shape, plan.rows) * plan.cluster
 
@@ -108,7 +108,7 @@ def _group_norm_with_sums(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[floa
         wide, other = (t.data.astype(float32).reshape(len(t.data), tiles, -1, t.shape[-1]) for t in (a, b))
         return cupy.stack((wide.sum(2), (wide * other).sum(2)), -1)
 
-    given, given_dz = sums(x, x), sums(dz, x)
+    given, given_d_preact = sums(x, x), sums(d_preact, x)
 
     def forward() -> tuple:
         return norms.forward(x.data, None, *parameters, 32, 1e-5, True, partials=(given, None))
@@ -118,8 +118,8 @@ def _group_norm_with_sums(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[floa
     def backward() -> object:
         y = cupy.empty_like(x.data)
         return y, norms.backward(
-            dz.data, x.data, None, *parameters, mean, rstd, True, needs=(True, *(False,) * 5), into=(None,) * 6, y=y,
-            sums={}, partials=given_dz,
+            d_preact.data, x.data, None, *parameters, mean, rstd, True, needs=(True, *(False,) * 5), into=(None,) * 6,
+            y=y, sums={}, partials=given_d_preact,
         )
 
     return graph_time(forward), graph_time(backward)
@@ -133,14 +133,14 @@ def attentions(report: Report) -> None:
             forward = graph_time(lambda q=q, k=k, v=v: ops.attention(q, k, v), 10)
         out = ops.attention(q, k, v)
         backward = graph_time(backward_of(out, (True, True, True)), 10)
-        opponent: tuple = (None, None)
+        baseline: tuple = (None, None)
         if report.torch:
-            from examples.benchmark import opponents
+            from examples.benchmark import baselines
 
-            opponent = opponents.attention(n, heads, tokens, dim)
+            baseline = baselines.attention(n, heads, tokens, dim)
         name = f"attention B{n} H{heads} T{tokens} D{dim}"
-        report.add(f"{name} forward", forward, opponent[0], flops=flops)
-        report.add(f"{name} backward", backward, opponent[1], flops=2.5 * flops)
+        report.add(f"{name} forward", forward, baseline[0], flops=flops)
+        report.add(f"{name} backward", backward, baseline[1], flops=2.5 * flops)
 
 
 def optimiser(report: Report) -> None:

@@ -76,16 +76,16 @@ def training(report: Report, name: str, config: Config, flops: float, memory: bo
     """A training step: batch and noise drawn, forward, backward, clipping, update, average; and one that neither clips
     nor averages. flops: of an image's forward."""
     trainer = trainer_of(config)
-    opponent: Any = None
+    baseline: Any = None
     if report.torch:
-        from examples.benchmark import opponents
+        from examples.benchmark import baselines
 
-        opponent = opponents.training(trainer)
+        baseline = baselines.training(trainer)
     captured, held = step_time(trainer._step), pool_bytes(trainer._step) / 2**20
     trainer = trainer_of(config)
     trainer.optimizer = type(trainer.optimizer)(trainer.net, config.lr)  # neither clips nor averages
     bare = step_time(trainer._step)
-    for times in itertools.chain([{}], opponent.times() if opponent else ()):  # ours stand if PyTorch's time is up
+    for times in itertools.chain([{}], baseline.times() if baseline else ()):  # ours stand if PyTorch's time is up
         work, limit = STEP * flops * config.batch_size, "tf32" if config.precision == "tf32" else "bf16"
         details: dict[str, Any] = dict(flops=work, limit=limit)
         report.add(name, captured, times.get("whole"), **details)
@@ -103,25 +103,25 @@ def forwards(report: Report) -> None:
         x, t = random_tensor(batch, 64, 64, 3, dtype=float32), random_tensor(batch, dtype=float32)
         with no_grad():
             time = graph_time(lambda net=net, x=x, t=t: net(x, t).data, 2)
-        opponent = None
+        baseline = None
         if report.torch:
-            from examples.benchmark import opponents
+            from examples.benchmark import baselines
 
-            opponent = opponents.forward(net, x, t)
-        report.add(f"U-Net 64x64 forward, batch {batch}, bf16", time, opponent, flops=batch * FORWARD_FLOPS)
+            baseline = baselines.forward(net, x, t)
+        report.add(f"U-Net 64x64 forward, batch {batch}, bf16", time, baseline, flops=batch * FORWARD_FLOPS)
 
 
 def cs179(report: Report) -> None:
     """The CS 179 U-Net on 28x28 images of one channel: a training step, and one call of its denoiser."""
     config = cs179_config()
     net, denoise, arguments = cs179_denoiser()
-    opponent = None
+    baseline = None
     if report.torch:
-        from examples.benchmark import opponents
+        from examples.benchmark import baselines
 
-        opponent = opponents.denoiser(config, net, *arguments)
+        baseline = baselines.denoiser(config, net, *arguments)
     name, images = "CS 179 U-Net denoises, batch 16, bf16", len(arguments[0])
-    report.add(name, step_time(lambda: denoise(*arguments)), opponent, flops=images * CS179_FLOPS)
+    report.add(name, step_time(lambda: denoise(*arguments)), baseline, flops=images * CS179_FLOPS)
     training(report, f"CS 179 U-Net step, batch {config.batch_size}, bf16", config, CS179_FLOPS)
 
 
@@ -145,13 +145,13 @@ def cnn(report: Report) -> None:
     """The MNIST classifier: a batch copied from page-locked memory, forward, backward, SGD."""
     for batch in (256, 4096):
         net, step, _ = cnn_step(batch)
-        opponent = None
+        baseline = None
         if report.torch:
-            from examples.benchmark import opponents
+            from examples.benchmark import baselines
 
-            opponent = opponents.cnn(net, batch)
+            baseline = baselines.cnn(net, batch)
         name = f"MNIST CNN step with its load, batch {batch}, bf16"
-        report.add(name, step_time(step), opponent, flops=STEP * batch * CNN_FLOPS)
+        report.add(name, step_time(step), baseline, flops=STEP * batch * CNN_FLOPS)
 
 
 def cnn_step(batch: int) -> tuple[CNN, Callable[[], Tensor], Callable[[], Tensor]]:
@@ -225,11 +225,11 @@ def first_step(report: Report) -> None:
     """Seconds from the start of a Python process until its first training step is done."""
     with tempfile.TemporaryDirectory() as cache:
         for state in ("empty", "warm"):
-            opponent = None
+            baseline = None
             if report.torch:
-                opponent = _seconds("opponents.first_step()", cache)
+                baseline = _seconds("baselines.first_step()", cache)
             seconds = _seconds("networks.unet_trainer('bf16')._step().item()", cache)
-            report.add(f"U-Net 64x64, bf16: first step, {state} cache", seconds, opponent, unit="s")
+            report.add(f"U-Net 64x64, bf16: first step, {state} cache", seconds, baseline, unit="s")
 
 
 def _seconds(code: str, cache: str) -> float:

@@ -99,9 +99,9 @@ def dgrad(given: Operands, stride: Pair, padding: Pair, sums: bool = False) -> A
     """Gradient of the input, written to given.out (N, H, W, C), and what the epilogue adds.
 
     Returns its sums, float32 (N, tiles, C), if `sums` and the kernel makes them. Where the input is what a norm made,
-    `given.norm`, and the epilogue is empty, out may become the gradient dz of the norm's output before SiLU: then this
-    returns dz's sums and those of dz·x, x the norm's input, in float32 of dz·(x - mean): float32 (N, tiles, C, 2), else
-    None.
+    `given.norm`, and the epilogue is empty, out may become d_preact, the gradient of the norm's output before SiLU.
+    Then this returns d_preact's sums and those of d_preact·x, x the norm's input, in float32 of d_preact·(x - mean): an
+    array (N, tiles, C, 2) of float32; else None.
     """
     given = _of_images(given)
     problem = problem_of(DGRAD, given, stride, padding, *((Fusion.SUMS,) if sums else ()))

@@ -90,7 +90,10 @@ def backward(given: Backward, plan: None, p: Problem) -> None:
 
 
 def affine_gradients(totals: Array, dweight: Any, dbias: Any) -> None:
-    """Sum totals (N, C, 2), of dz and of dz·xhat, over N into dbias and dweight: (array or None, whether to add)."""
+    """Sum totals (N, C, 2), of d_preact and of d_preact·xhat, over N into dbias and dweight.
+
+    These are (array or None, whether to add).
+    """
     with batched():
         for offset, (out, add) in enumerate((dbias, dweight)):
             if out is not None:

@@ -70,8 +70,8 @@ Target = list[Any]
 
 class Backward(NamedTuple):
     """The same with dy, where y goes once more (or None), and the gradients' targets. `partials`, float32
-    (N, tiles, C, 2): the sums of dz and of dz·x that came with dy, which is then dz. `sums` receives at 0 and 1 the
-    sums of dx and dx2 over tiles of pixels, float32 (N, tiles, C), where they are wanted."""
+    (N, tiles, C, 2): the sums of d_preact and of d_preact·x that came with dy, which is then d_preact. `sums` receives
+    at 0 and 1 the sums of dx and dx2 over tiles of pixels, float32 (N, tiles, C), where they are wanted."""
 
     dy: Array
     x: Array

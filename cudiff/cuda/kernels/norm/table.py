@@ -52,8 +52,9 @@ def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, 
 
     The gradients of parameters, scale and shift are float32. `y`, where given, receives the output once more. `sums`,
     where given, receives at 0 and 1 the sums of dx and dx2, with what they had before, over tiles of pixels: float32
-    (N, tiles, C). `partials`, where given, float32 (N, tiles, C, 2): the sums of dz and of dz·x, in float32 of
-    dz·(x - mean), that came with dy, which is then dz, the gradient before SiLU (see `dgrad` of the convolutions).
+    (N, tiles, C). `partials`, where given, float32 (N, tiles, C, 2): the sums of d_preact and of d_preact·x, in float32
+    of d_preact·(x - mean), that came with dy. Then dy is d_preact, the gradient before SiLU (see `dgrad` of the
+    convolutions).
     """
     n, pixels, channels1, channels2 = extent(x, x2)
     channels, groups = channels1 + channels2, mean.shape[1]

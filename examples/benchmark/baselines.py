@@ -1,6 +1,6 @@
 """PyTorch at its best, doing the same work: channels-last, bf16 or TF32, fused optimisers, SDPA, torch.compile.
 
-Every opponent of a network starts from cudiff's weights, and is timed only after both gave the same loss and gradient
+Every baseline of a network starts from cudiff's weights, and is timed only after both gave the same loss and gradient
 (a forward the same output, the classifier the same loss) on the same images and noise. A step is timed twice, compiled
 with mode="reduce-overhead", and compiled and captured by hand as one CUDA graph, batch, clipping, optimiser and average
 included; the better one counts.
@@ -60,7 +60,7 @@ class Attention(torch_unet.Attention):
 
 
 def unet(config: Config) -> nn.Module:
-    """The twin of cudiff's U-Net; see tests/models/torch_unet.py."""
+    """The torch_model of cudiff's U-Net; see tests/models/torch_unet.py."""
     net = torch_unet.TorchUNet(
         config.image_size, config.channels, config.model_channels, config.channel_mult, config.num_res_blocks,
         config.attention_resolutions, config.num_heads, config.num_head_channels, conv_resample=config.conv_resample,
@@ -99,7 +99,7 @@ class TimeEmbedding(nn.Module):
 
 
 class CS179(nn.Module):
-    """The twin of `cudiff.models.CS179UNet`, with its names."""
+    """The torch_model of `cudiff.models.CS179UNet`, with its names."""
 
     def __init__(self, channels: int, widths: list[int]):
         super().__init__()
@@ -127,7 +127,7 @@ def cs179(config: Config) -> nn.Module:
     return CS179(config.channels, [config.model_channels * mult for mult in config.channel_mult])
 
 
-def twin(config: Config, net: Module) -> nn.Module:
+def torch_model(config: Config, net: Module) -> nn.Module:
     """PyTorch's network of `config` with the weights of `net`, on the GPU, channels last."""
     other = {"cs179": cs179, "unet": unet}[config.model](config)
     state = to_torch(net.state_dict(), net.layouts())
@@ -209,7 +209,7 @@ def check_losses(trainer: Trainer, model: EDM) -> None:
 
 def training(trainer: Trainer) -> Training:
     """The trainer's step in PyTorch, from its weights. Raises RuntimeError where loss or gradient are not the same."""
-    model = EDM(trainer.config, twin(trainer.config, trainer.net))
+    model = EDM(trainer.config, torch_model(trainer.config, trainer.net))
     check_losses(trainer, model)
     free_memory()  # cudiff's is measured without that of this eager step
     return Training(model, torch.from_numpy(trainer.training.images))
@@ -299,7 +299,7 @@ def theirs(fn: Callable[[], object], copies: int = 20) -> float:
 
 def forward(net: Module, x: cudiff.Tensor, t: cudiff.Tensor) -> float:
     """Microseconds of the U-Net's forward with bf16 weights."""
-    other = twin(networks.unet_config("bf16"), net).bfloat16().eval()
+    other = torch_model(networks.unet_config("bf16"), net).bfloat16().eval()
     tx = torch.from_numpy(x.numpy()).to(DEVICE, torch.bfloat16).permute(0, 3, 1, 2)
     tt = torch.from_numpy(t.numpy()).to(DEVICE)
     with torch.no_grad():
@@ -310,7 +310,7 @@ def forward(net: Module, x: cudiff.Tensor, t: cudiff.Tensor) -> float:
 
 def denoiser(config: Config, net: Module, x: cudiff.Tensor, sigma: cudiff.Tensor) -> float:
     """Microseconds of a call of the denoiser with bf16 weights."""
-    model = EDM(config, twin(config, net).bfloat16().eval())
+    model = EDM(config, torch_model(config, net).bfloat16().eval())
     tx = torch.from_numpy(x.numpy()).to(DEVICE).permute(0, 3, 1, 2)
     ts = torch.from_numpy(sigma.numpy()).to(DEVICE)
     with torch.no_grad():
