@@ -238,12 +238,12 @@ def _leaf_slot(leaf: Tensor, queue: Queue) -> Slot | None:
 
 def _add_to_leaf(leaf: Tensor, grad: Array, shared: bool) -> None:
     if leaf._grad is None and is_low(grad.dtype) and not is_low(leaf.dtype):  # of a parameter that was read in 16 bits
-        leaf.grad = array_module(leaf.device).zeros(leaf.shape, leaf.dtype)
-        accumulate(leaf.grad, grad)
+        leaf._grad = array_module(leaf.device).zeros(leaf.shape, leaf.dtype)
+        accumulate(leaf._grad, grad)
     elif leaf._grad is None:
-        leaf.grad = grad.copy() if shared else grad
+        leaf._grad = grad.copy() if shared else grad
     elif leaf._vacant:
         leaf._grad[...] = grad
         leaf._vacant = False
     else:
-        accumulate(leaf.grad, grad)
+        accumulate(leaf._grad, grad)

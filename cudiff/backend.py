@@ -105,14 +105,6 @@ def is_array(x: Any) -> bool:
     return isinstance(x, NUMPY) or (hasattr(x, "flags") and hasattr(x, "dtype"))
 
 
-def plain(array: Array) -> Array:
-    """A NumPy scalar or matrix, whose `*` is another, as an array; arrays as they are. Raises TypeError for a masked
-    array, whose mask would be lost."""
-    if isinstance(array, np.ma.MaskedArray):
-        raise TypeError("a masked array's mask would be lost: give array.filled(value)")
-    return np.asarray(array) if isinstance(array, np.generic | np.matrix) else array
-
-
 def array_module(device: str) -> ModuleType:
     """`numpy` or `cupy` for `"cpu"` or `"cuda"`. Raises CudiffError for another name or where CUDA cannot be used."""
     if device == "cpu":

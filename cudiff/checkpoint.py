@@ -16,7 +16,7 @@ from cudiff.errors import CudiffError
 from cudiff.models import outline
 from cudiff.nn.module import require_fit
 from cudiff.registry import TABLES
-from cudiff.tensorfile import Entry, digest, read_header, read_tensors, write_tensors
+from cudiff.tensorfile import digest, read_header, read_tensors, write_tensors
 
 FORMAT_VERSION = 1
 """Written into every checkpoint, and the only one that is read. Digests came later and leave it: who does not know them
@@ -81,7 +81,7 @@ def load_checkpoint(
             f"{path} needs the cudiff that wrote it, and what was registered there, as it cannot be built here: {error}"
         ) from None
     config = config if sampler is None else config.replace(sampler=sampler)
-    _check_parts(path, entries, config)
+    check_parts(path, entries, config)
     tensors, _ = read_tensors(path, lambda name: name.partition(".")[0] in parts, about.get("sha256"))
     return Checkpoint(config, tensors, about["counters"])
 
@@ -211,12 +211,12 @@ _COUNTERS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _check_parts(path: str | os.PathLike, entries: Mapping[str, Entry], config: Config) -> None:
+def check_parts(path: str | os.PathLike, entries: Mapping[str, Any], config: Config) -> None:
     """Raise CudiffError unless there are weights, and all parts have the names and shapes of the configuration's model.
 
     No model is built, and its outline stops where it is far larger than the file.
     """
-    parts: dict[str, dict[str, Entry]] = {name: {} for name in PARTS}
+    parts: dict[str, dict[str, Any]] = {name: {} for name in PARTS}
     for name, entry in entries.items():
         prefix, _, rest = name.partition(".")
         if prefix not in PARTS:

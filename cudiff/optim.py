@@ -6,6 +6,7 @@
     optimizer.zero_grad()
     loss_fn(model, images, labels, generator).backward()
     optimizer.step()
+    generator.advance()  # else the next step has the same noise
 
 Gradients add up in the flat buffer until `zero_grad`; for the mean over k backward passes call `step(scale=1 / k)`.
 `step` reads nothing back from the device, so that it can be captured in a CUDA graph.
@@ -227,6 +228,7 @@ class Optimizer:
             self._structure = structure()
         grad = Tensor(self.flat.grad)
         average = (1.0, None) if self.ema is None else (self.ema.half_life, self.ema.ramp)
+        scale = real("scale", scale, above=0)
         ops.step_scalars(
             self.scalars, self.counters, grad, lr=self.lr, warmup=self.schedule.warmup,
             total_steps=self.schedule.total_steps, final=self.schedule.final, betas=self.betas, scale=scale,

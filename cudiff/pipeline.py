@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import default_device, is_float, out_of_memory, out_of_memory_errors
-from cudiff.checkpoint import part, prefixed, save_checkpoint
+from cudiff.checkpoint import check_parts, part, prefixed, save_checkpoint
 from cudiff.config import Config, as_flags
 from cudiff.convert import from_torch, other_options, read_weights, to_torch, write_weights
 from cudiff.diffusion import Guided, ImageNoise
@@ -100,7 +100,7 @@ class Pipeline:
                 frames += [to_uint8(noise.start(1.0)), *seen]
             return self._bytes(sampler, drawn, count)
 
-        was_training = self.net.training
+        modes = [(module, module.training) for _, module in self.net.modules()]
         self.net.eval()
         try:
             for start in range(0, n, batch_size):
@@ -116,7 +116,8 @@ class Pipeline:
             sigmas, run = sigmas[-2:], self._sampler(sampler, denoiser, captured=False)  # one step shows what fits
             raise out_of_memory(batch_size, lambda size: batch(0, min(n, size)), self.device)
         finally:
-            self.net.train(was_training)
+            for module, training in modes:  # a part may be kept in evaluation mode
+                module.training = training
 
     def checked(
         self, n: int, seed: int, steps: int | None, guidance: float | None, sampler: str | None, batch_size: int
@@ -137,10 +138,17 @@ class Pipeline:
     def save(self, path: str | os.PathLike) -> None:
         """Write a checkpoint for `load`, in place of what is at `path`: its EMA too is made of this net's weights.
 
-        Training can start from it, but not resume: it holds no optimiser. Raises CudiffError where the system refuses.
+        Training can start from it, but not resume: it holds no optimiser. Raises CudiffError where the system refuses,
+        and, with what is at `path` as it was, for weights that are not finite or that `load` would not take: those of
+        another net than the configuration's.
         """
         state = self.net.state_dict()
-        save_checkpoint(path, self.config, prefixed("model", state) | prefixed("ema", state), {"step": 0})
+        for name, array in state.items():
+            if not np.isfinite(array).all():
+                raise CudiffError(f"{name} is not finite, {path} is not written: use weights of an earlier step")
+        tensors = prefixed("model", state) | prefixed("ema", state)
+        check_parts(path, tensors, self.config)
+        save_checkpoint(path, self.config, tensors, {"step": 0})
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -82,7 +82,10 @@ def save_npz(path: str | os.PathLike, images: np.ndarray, labels: np.ndarray | N
     """Write `images` uint8 (N, H, W, C) and, where given, `labels` (N,); `load_dataset` reads it."""
     arrays = {"images": _checked(images)}
     if labels is not None:
-        arrays["labels"] = np.asarray(labels, np.int32)
+        given = np.asarray(labels)
+        if given.shape != (len(images),) or not np.issubdtype(given.dtype, np.integer):
+            raise ValueError(f"labels are {given.dtype} {given.shape}: give one integer for each image")
+        arrays["labels"] = given.astype(np.int32)
     with replacing(path) as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cudiff.backend import DTYPES, Array, array_module, device_of, float32, is_array, is_float, plain, to_device
+from cudiff.as_array import as_array
+from cudiff.backend import Array, array_module, device_of, is_float, to_device
 
 _mode = threading.local()
 _node_index = itertools.count()
@@ -86,16 +87,7 @@ class Tensor:
     def __init__(self, data: Any, requires_grad: bool = False, dtype: Any = None, device: str | None = None):
         if isinstance(data, Tensor):
             data = data.data
-        if not is_array(data):
-            data = _from_sequence(data, dtype)
-        if data.dtype not in DTYPES:
-            data = _in_native_order(data)
-        if type(data) is not np.ndarray and isinstance(data, np.ndarray | np.generic):
-            data = plain(data)
-        if dtype is not None and data.dtype != np.dtype(dtype):
-            if np.dtype(dtype) not in DTYPES:
-                raise TypeError(_holds(dtype))
-            data = data.astype(dtype)
+        data = as_array(data, dtype)
         if device is not None:
             data = to_device(data, device)
         if requires_grad and not is_float(data.dtype):
@@ -116,6 +108,10 @@ class Tensor:
 
     @grad.setter
     def grad(self, array: Array | None) -> None:
+        kind = self.dtype, self.shape, self.device
+        if array is not None and (array.dtype, array.shape, device_of(array)) != kind:
+            given = f"{array.dtype} {array.shape} on {device_of(array)}"
+            raise ValueError("the gradient of this tensor is an array of {} {} on {}, not ".format(*kind) + given)
         self._grad, self._vacant = array, False
 
     def zero_grad(self) -> None:
@@ -217,28 +213,6 @@ class Tensor:
         body = np.array2string(self.numpy(), separator=", ", prefix="Tensor(", threshold=200, precision=4)
         extra = ", requires_grad=True" if self.requires_grad else ""
         return f"Tensor({body}, shape={self.shape}, dtype={self.dtype}, device={self.device}{extra})"
-
-
-def _holds(dtype: Any) -> str:
-    return f"a tensor holds real numbers (bool, integers, float16, bfloat16, float32, float64), not {dtype}"
-
-
-def _from_sequence(data: Any, dtype: Any) -> np.ndarray:
-    """What is no array yet as one; Python's floats as float32 unless another `dtype` is wanted."""
-    try:
-        array = np.asarray(data)
-    except ValueError:
-        raise ValueError("a tensor's rows must be of equal lengths, and this nested sequence's are not") from None
-    return array.astype(float32) if array.dtype == np.float64 and dtype is None else array
-
-
-def _in_native_order(array: Array) -> Array:
-    """An array from a file of the other byte order as one of this machine. Raises TypeError where it holds no numbers
-    that a Tensor takes."""
-    native = array.dtype.newbyteorder("=")
-    if native not in DTYPES:
-        raise TypeError(_holds(array.dtype))
-    return array.astype(native)
 
 
 def from_dlpack(source: Any) -> Tensor:

@@ -65,7 +65,7 @@ class Trainer:
         self.config, self.device = config, default_device() if config.device == "auto" else config.device
         array_module(self.device)  # says what is missing before anything else is done
         self.folder, self.metrics, self.data = Path(folder), Metrics(Path(folder)), dataset.fingerprint()
-        self.step, self.seconds, self._started = 0, 0.0, False
+        self.step, self.seconds, self._started, self._alone = 0, 0.0, False, False
         self._resumed = None if resume is None else resume.counters
         if resume is not None and "optimizer" in resume.counters:  # converted weights: training begins with them
             self.step, self.seconds = resume.counters["step"], resume.counters["seconds"]
@@ -130,12 +130,15 @@ class Trainer:
         config = self.config
         metrics: dict[str, Any] = {}
         self._check_unfinished()
+        if self.optimizer.model is not self.net:
+            raise CudiffError("the net was replaced, which the optimiser does not train: register_model has a Trainer "
+                              "build it, load_state_dict gives it other weights")
         start = time.perf_counter() - self.seconds
         first, before, told = self.step, self.seconds, -math.inf
         self._timed_from, self._timed_steps = time.perf_counter(), 0
         # What is not finite is dealt with below.
-        with alone_in(self.folder), noted() as interrupted, np.errstate(all="ignore"):
-            self._prepare_folder(self._check_folder(), display)
+        with self._alone_in_folder() as useless, noted() as interrupted, np.errstate(all="ignore"):
+            self._prepare_folder(useless, display)
             self._check_fits()
             while not interrupted and not self._finished():
                 self._step_or_explain()
@@ -171,6 +174,24 @@ class Trainer:
             again = f"cudiff train --resume {quoted(self.folder)}"
             display.message(f"stopped at step {self.step} and saved: go on with {again}")
         return metrics
+
+    @contextmanager
+    def _alone_in_folder(self) -> Iterator[list[tuple[Path, str]]]:
+        """Lock the folder and check it; nothing within a block that has, as where `run`'s display calls `save`.
+
+        Gives what `_check_folder` does.
+        """
+        if self._alone:
+            yield []
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with alone_in(self.folder):
+            useless = self._check_folder()
+            self._alone = True
+            try:
+                yield useless
+            finally:
+                self._alone = False
 
     def _check_folder(self) -> list[tuple[Path, str]]:
         """What `latest` would find before this run's own, and why. Raises CudiffError where a run would be lost.
@@ -214,8 +235,15 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint of this step and delete the oldest beyond `keep`; returns its path.
 
-        Raises CudiffError, and writes and deletes nothing, where a value is not finite.
+        Raises CudiffError, and writes and deletes nothing, where a value is not finite, where another process trains in
+        the folder and where it holds another run.
         """
+        with self._alone_in_folder():
+            path = self._write_checkpoint()
+            self._started = True
+            return path
+
+    def _write_checkpoint(self) -> Path:
         tensors = prefixed("model", self.net.state_dict()) | prefixed("ema", self.ema.model.state_dict())
         tensors |= self.optimizer.state_dict()
         counters: dict[str, Any] = {"optimizer": tensors.pop("counters").tolist(), "step": self.step}

@@ -28,7 +28,7 @@ LAYERS = [
     {"autograd"},
     {"function", "cuda"},
     {"tensor"},
-    {"gradient"},
+    {"as_array", "gradient"},
     {"backend", "threads", "memory", "precision"},
     {"values", "files"},
     {"errors", "signals"},

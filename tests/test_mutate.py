@@ -107,3 +107,21 @@ def test_a_report_keeps_its_explanations_and_its_other_half(tmp_path, monkeypatc
     later = mutate.section("cudiff", [(survivor._replace(line=40), "")], "", known)
     assert "cudiff/a.py:40 f, constant: `1` → `2`: the same for all x" in later
     assert "| kernels/portable | 1 | 1 | 1 |" in mutate.REPORT.read_text()
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_a_mutant_that_keeps_tests_from_starting_is_caught_only_where_they_start_without_it(
+    tmp_path, monkeypatch, starts
+):
+    file = tmp_path / "cudiff" / "backend.py"
+    file.parent.mkdir()
+    file.write_text("A = 1\n")
+    mutant = next(m for m in _Python("cudiff/backend.py", "A = 1\n", set(), set()).visit(ast.parse("A = 1\n"), ""))
+    monkeypatch.setattr(mutate, "run_tests", lambda tree, tests, *rest: (0 if starts and "2" not in file.read_text()
+                                                                         else 2, ""))
+    if starts:
+        assert mutate.is_caught(tmp_path, mutant, {}) == "failed"
+    else:
+        with pytest.raises(RuntimeError, match="cannot start these tests without a mutant"):
+            mutate.is_caught(tmp_path, mutant, {})
+    assert file.read_text() == "A = 1\n"

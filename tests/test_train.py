@@ -11,7 +11,7 @@ import pytest
 
 import cudiff
 from cudiff.backend import array_module
-from cudiff.checkpoint import latest, load_checkpoint
+from cudiff.checkpoint import checkpoints, latest, load_checkpoint
 from cudiff.config import PRESETS, Config
 from cudiff.data import Dataset, load_dataset
 from cudiff.data.loader import Loader
@@ -280,7 +280,7 @@ def test_weights_that_are_not_finite_are_not_saved(digits, tmp_path):
     trainer.net.parameters()[0].data[...] = np.inf
     with pytest.raises(CudiffError, match=r"model.time_embed.0.weight is not finite at step 4, which is not saved"):
         trainer.save()
-    assert [path.name for path in trainer.folder.iterdir()] == ["step-00000003.safetensors"]
+    assert [path.name for path in checkpoints(trainer.folder)] == ["step-00000003.safetensors"]
 
 
 def test_out_of_memory_says_what_fits(digits, tmp_path):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import plain
+from cudiff.as_array import plain
 from cudiff.errors import CudiffError
 from cudiff.ops.batch import mix32, order_key
 
@@ -89,8 +89,19 @@ class Dataset:
         }
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> Dataset:
-        """A data set of copies of the images at `indices`, in that order."""
-        indices = np.asarray(indices, dtype=np.int64)
+        """Copies of the images at `indices`, in that order, or of those where a mask (N,) of bools is True.
+
+        Raises CudiffError for other indices than whole numbers and for a mask of another length.
+        """
+        indices = np.asarray(indices)
+        if indices.dtype == bool and indices.shape == (len(self),):
+            indices = np.flatnonzero(indices)
+        if indices.ndim != 1 or (indices.size and not np.issubdtype(indices.dtype, np.integer)):
+            raise CudiffError(
+                f"{self.name}: indices are {indices.dtype} {indices.shape}; give whole numbers (M,), or a mask of "
+                f"{len(self)} bools"
+            )
+        indices = indices.astype(np.int64)
         return replace(self, images=self.images[indices], labels=None if self.labels is None else self.labels[indices])
 
     def split(self, validation: int | float, seed: int = 0) -> tuple[Dataset, Dataset]:
@@ -100,15 +111,15 @@ class Dataset:
         (seed, its index) and the lowest are held out; both parts keep the order of the images. Raises CudiffError
         where nothing would be left to train on.
         """
-        count = round(validation * len(self)) if 0 < validation < 1 else int(validation)
-        if not 0 <= count < len(self):
+        count = round(validation * len(self)) if 0 < validation < 1 else validation
+        if not 0 <= count < len(self) or count != int(count):
             raise CudiffError(
                 f"{self.name}: cannot hold out {validation} of {len(self)} images; hold out at most {len(self) - 1}"
             )
         with np.errstate(over="ignore"):
             rank = mix32(mix32(np.arange(len(self), dtype=np.uint32)) ^ order_key(seed))
         held_out = np.zeros(len(self), dtype=bool)
-        held_out[np.argsort(rank, kind="stable")[:count]] = True
+        held_out[np.argsort(rank, kind="stable")[: int(count)]] = True
         return self.subset(np.flatnonzero(~held_out)), self.subset(np.flatnonzero(held_out))
 
 

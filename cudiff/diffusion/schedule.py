@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from cudiff.errors import CudiffError
+from cudiff.values import real, whole
 
 
 def linear_betas(num_timesteps: int = 1000) -> np.ndarray:
@@ -122,7 +123,8 @@ def karras_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 8
     """
     if num_steps < 1:
         raise CudiffError(f"{num_steps} sampling steps: use 1 or more")
-    if not 0 < sigma_min < sigma_max:
+    whole("num_steps", num_steps), real("rho", rho, above=0)
+    if not 0 < sigma_min < sigma_max < np.inf:
         raise CudiffError(f"sigma_min {sigma_min} and sigma_max {sigma_max}: use 0 < sigma_min < sigma_max")
     ramp = np.arange(num_steps) / max(num_steps - 1, 1)
     low, high = sigma_min ** (1 / rho), sigma_max ** (1 / rho)

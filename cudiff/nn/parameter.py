@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cudiff import ops
+from cudiff.as_array import plain
 from cudiff.backend import (
     Array,
     array_module,
@@ -20,7 +21,6 @@ from cudiff.backend import (
     is_capturing,
     is_float,
     is_low,
-    plain,
     to_device,
 )
 from cudiff.cuda.graph import record_again

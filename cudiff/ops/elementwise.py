@@ -364,7 +364,8 @@ def square(x: Any) -> Tensor:
 
 def clip(x: Any, low: float, high: float) -> Tensor:
     """x limited to [low, high]; the gradient passes inside, the ends included."""
-    return _unary(Clip, x, floating=False, low=low, high=high)
+    x = x if isinstance(x, Tensor) else Tensor(x)
+    return Clip.apply(astype(x, result_dtype(x, low, high)), low=low, high=high)
 
 
 def exp(x: Any) -> Tensor:

@@ -309,6 +309,8 @@ def getitem(x: Tensor, index: Any) -> Tensor:
             raise TypeError("an index array holds integers, not bool: for a mask use where()")
         return Take.apply(x, as_index("getitem", index, x.device))
     index = index if isinstance(index, tuple) else (index,)
+    if not x.shape and any(isinstance(item, int | np.integer | slice) for item in index):
+        raise TypeError("a 0-d tensor has no elements to index or go through: .item() is its number")
     for item in index:
         basic = item is None or item is Ellipsis or isinstance(item, int | np.integer | slice)
         if isinstance(item, bool) or not basic:

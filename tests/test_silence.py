@@ -1,0 +1,161 @@
+"""What went wrong without a word when a NumPy or PyTorch user came: each does what it says now, or is refused."""
+
+import numpy as np
+import pytest
+
+import cudiff
+from cudiff import nn, plot
+from cudiff.data import Dataset
+from cudiff.diffusion.schedule import karras_sigmas
+from cudiff.errors import CudiffError
+from cudiff.models import build
+from cudiff.optim import SGD
+from cudiff.pipeline import Pipeline
+from cudiff.tensor import Tensor
+from cudiff.train import Trainer
+
+TINY = cudiff.Config(
+    image_size=8, channels=1, model_channels=8, channel_mult=(1,), num_res_blocks=1, num_classes=3, batch_size=4,
+    steps=2, save_every=0, sample_every=0, sample_steps=2, keep=1, device="cpu",
+)
+
+
+def data():
+    return Dataset(np.arange(6, dtype=np.uint8).repeat(64).reshape(6, 8, 8, 1), np.arange(6) % 3, 3)
+
+
+def test_a_mask_chooses_the_images_where_it_is_true():
+    images = data().subset(data().labels == 2).images
+    assert images[:, 0, 0, 0].tolist() == [2, 5]
+
+
+@pytest.mark.parametrize("indices", [[0.9, 2.7], [True, False], [[0, 1]]], ids=str)
+def test_indices_of_a_subset_are_whole_numbers_or_a_mask(indices):
+    with pytest.raises(CudiffError, match="give whole numbers"):
+        data().subset(indices)
+
+
+@pytest.mark.parametrize("validation", [1.9, -0.5, float("nan")])
+def test_a_part_that_is_no_number_of_images_is_refused(validation):
+    with pytest.raises(CudiffError, match="cannot hold out"):
+        data().split(validation)
+
+
+def test_a_part_in_evaluation_mode_stays_so_when_a_sample_is_drawn():
+    net = build(TINY)
+    net.out.eval()
+    Pipeline(TINY, net).sample(1)
+    assert net.training and not any(module.training for _, module in net.out.modules())
+
+
+@pytest.mark.parametrize("spoil, problem", [
+    (lambda net: net.parameters()[0].assign(np.full(net.parameters()[0].shape, np.nan)), "is not finite"),
+    (lambda net: setattr(net, "extra", nn.Linear(2, 2)), "unexpected extra.weight"),
+], ids=["NaN", "another net"])
+def test_a_good_file_is_not_replaced_by_weights_that_cannot_be_used(tmp_path, spoil, problem):
+    pipeline = Pipeline(TINY, build(TINY))
+    pipeline.save(tmp_path / "w.safetensors")
+    before = (tmp_path / "w.safetensors").read_bytes()
+    spoil(pipeline.net)
+    with pytest.raises(CudiffError, match=problem):
+        pipeline.save(tmp_path / "w.safetensors")
+    assert (tmp_path / "w.safetensors").read_bytes() == before
+
+
+def test_save_writes_into_no_other_run(tmp_path):
+    late = Trainer(TINY, data(), tmp_path)
+    Trainer(TINY.replace(save_every=1, keep=0), data(), tmp_path).run()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(CudiffError, match="already holds a run"):
+        late.save()
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_run_goes_on_after_save(tmp_path):
+    trainer = Trainer(TINY, data(), tmp_path)
+    assert trainer.save().exists()
+    trainer.run()
+    assert trainer.save_path.exists()
+
+
+class SavesOnUpdate:
+    def __init__(self, trainer):
+        self.trainer, self.saved = trainer, []
+
+    def update(self, metrics):
+        self.saved.append(self.trainer.save())
+
+    def message(self, text):
+        pass
+
+
+def test_a_display_may_save_while_the_run_goes_on(tmp_path):
+    trainer = Trainer(TINY.replace(log_every=1, keep=0), data(), tmp_path)
+    display = SavesOnUpdate(trainer)
+    trainer.run(display)
+    assert [path.name for path in display.saved] == ["step-00000001.safetensors", "step-00000002.safetensors"]
+    assert all(path.exists() for path in display.saved)
+
+
+def test_a_net_that_the_optimiser_does_not_train_is_told(tmp_path):
+    trainer = Trainer(TINY, data(), tmp_path)
+    trainer.net = build(TINY)
+    with pytest.raises(CudiffError, match="the net was replaced"):
+        trainer.run()
+
+
+@pytest.mark.parametrize("grad", [np.ones(3, np.float32), np.ones(2)], ids=["another shape", "another dtype"])
+def test_a_gradient_of_another_kind_is_refused(grad):
+    x = Tensor([1.0, 2.0], requires_grad=True)
+    with pytest.raises(ValueError, match="the gradient of this tensor is an array of float32"):
+        x.grad = grad
+    assert x.grad is None
+
+
+def test_one_number_is_not_gone_through():
+    for through in (list, sum, max):
+        with pytest.raises(TypeError, match="0-d tensor has no elements"):
+            through(Tensor(3.0))
+    assert Tensor(3.0)[..., None].shape == (1,)
+
+
+def test_a_list_of_tensors_does_not_lose_their_gradient():
+    x, y = (Tensor(value, requires_grad=True) for value in (2.0, 3.0))
+    for make in (lambda: Tensor([x * 2, y]), lambda: Tensor([1.0, 2.0]) + [[x], [y]]):
+        with pytest.raises(TypeError, match=r"cudiff\.stack"):
+            make()
+    assert Tensor([x.detach(), 1.0]).numpy().tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("value, dtype", [(300, "uint8"), (-1, "uint8"), (2**31, "int32")])
+def test_an_integer_that_a_dtype_does_not_hold_is_refused(value, dtype):
+    with pytest.raises(OverflowError):
+        Tensor([0, value], dtype=dtype)
+    assert Tensor([0, 5], dtype=dtype).numpy().tolist() == [0, 5]
+
+
+def test_integers_are_clipped_to_fractions_as_in_numpy():
+    assert cudiff.clip(Tensor([0, 1, 2]), 0.5, 1.5).numpy().tolist() == [0.5, 1, 1.5]
+    assert cudiff.clip(Tensor([0, 1, 2]), 0, 1).dtype == np.int64
+
+
+@pytest.mark.parametrize("scale", [-1.0, float("nan"), Tensor(2.0)], ids=["negative", "NaN", "a loss"])
+def test_an_update_has_a_scale_above_0(scale):
+    model = nn.Linear(2, 2)
+    optimizer = SGD(model)
+    model(Tensor([[1.0, 2.0]])).sum().backward()
+    with pytest.raises(CudiffError, match="scale must be"):
+        optimizer.step(scale)
+
+
+@pytest.mark.parametrize("arguments", [{"num_steps": 2.5}, {"sigma_max": np.inf}, {"rho": 0}, {"rho": np.nan}], ids=str)
+def test_noise_levels_that_are_none_are_refused(arguments):
+    with pytest.raises(CudiffError):
+        karras_sigmas(**{"num_steps": 4} | arguments)
+
+
+@pytest.mark.parametrize("labels", [[0, 1], [0.9, 1.2, 2.7]], ids=str)
+def test_labels_in_a_file_are_those_of_its_images(tmp_path, labels):
+    with pytest.raises(ValueError, match="one integer for each"):
+        plot.save_npz(tmp_path / "a.npz", np.zeros((3, 8, 8, 1), np.uint8), labels)
+    assert not list(tmp_path.iterdir())
