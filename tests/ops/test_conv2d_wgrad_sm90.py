@@ -73,30 +73,30 @@ def test_weight_gradients_are_deferred_and_share_launches(hopper, rng, monkeypat
         run=lambda batch: (launched.append(len(batch)), wgrad_sm90._launch(batch))))
     sources = [(64, 40), (64, 0), (8, 0), (3, 0), (72, 0), (128, 24), (200, 0), (16, 0), (64, 64), (24, 0), (72, 0)]
     sources += [(16, 0)] * 8
-    douts, results, expected = [], [], []
+    inputs, results, expected = [], [], []
+    for i, (first, second) in enumerate(sources):
+        outputs = (64, 3, 136, 72)[i % 4]
+        arrays = [rng.standard_normal((*size, c)).astype(ml_dtypes.bfloat16) if c else None
+                  for c in (first, second, outputs)]
+        inputs.append([None if array is None else Tensor(array, device="cuda").data for array in arrays])
+        joined = np.concatenate([array for array in arrays[:2] if array is not None], axis=3).astype(np.float64)
+        weight = Tensor(np.zeros((outputs, *kernel, first + second)), requires_grad=True)
+        ops.conv2d(Tensor(joined), weight, padding=kernel[0] // 2).backward(arrays[2].astype(np.float64))
+        before = rng.standard_normal(weight.shape).astype(np.float32) if i % 3 else np.full(weight.shape, np.nan)
+        results.append(Tensor(before.astype(np.float32), device="cuda").data)
+        expected.append((before if i % 3 else 0) + weight.grad)
     with deferred() as queue:
-        for i, (first, second) in enumerate(sources):
-            outputs = (64, 3, 136, 72)[i % 4]
-            arrays = [rng.standard_normal((*size, c)).astype(ml_dtypes.bfloat16) if c else None
-                      for c in (first, second, outputs)]
-            x, x2, dout = (None if array is None else Tensor(array, device="cuda").data for array in arrays)
-            joined = np.concatenate([array for array in arrays[:2] if array is not None], axis=3).astype(np.float64)
-            weight = Tensor(np.zeros((outputs, *kernel, first + second)), requires_grad=True)
-            ops.conv2d(Tensor(joined), weight, padding=kernel[0] // 2).backward(arrays[2].astype(np.float64))
-            before = rng.standard_normal(weight.shape).astype(np.float32) if i % 3 else np.full(weight.shape, np.nan)
-            results.append(Tensor(before.astype(np.float32), device="cuda").data)
-            douts.append(dout)
-            expected.append((before if i % 3 else 0) + weight.grad)
-            wgrad_sm90.wgrad(x, dout, results[-1], bool(i % 3), x2=x2)
+        for i, ((x, x2, dout), result) in enumerate(zip(inputs, results, strict=True)):
+            wgrad_sm90.wgrad(x, dout, result, bool(i % 3), x2=x2)
         assert launched == [16]
         wgrad_sm90.wgrad(x, dout, results[-1], True, x2=x2)
         expected[-1] = expected[-1] + weight.grad
         assert launched == [16, 3]
-        queue.before_write(douts[0]), queue.before_read(douts[-1])
+        queue.before_write(inputs[0][2]), queue.before_read(dout)
         assert launched == [16, 3]
-        assert queue.is_read(douts[-1]) and not queue.is_read(douts[0])
-        queue.before_write(douts[-1])
-        douts[-1].fill(np.nan)
+        assert queue.is_read(dout) and not queue.is_read(inputs[0][2])
+        queue.before_write(dout)
+        dout.fill(np.nan)
         assert launched == [16, 3, 1]
     assert launched == [16, 3, 1]
     for result, reference in zip(results, expected, strict=True):
