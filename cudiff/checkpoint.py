@@ -208,6 +208,7 @@ _COUNTERS: dict[str, Callable[[Any], bool]] = {
     "loss_steps": lambda value: _whole(value, 2**31),
     "optimizer": lambda value: isinstance(value, list) and all(_whole(number, 2**31) for number in value),
     "generator": _is_generator,
+    "frozen": lambda value: value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value)),
 }
 
 

@@ -29,12 +29,21 @@ Progress = Callable[[int, int], None]
 class Pipeline:
     """A net and the configuration that says how it was trained; `load` makes one from a checkpoint.
 
-    Attributes: config, net (on its device, in its precision), objective (see `cudiff.registry.Objective`).
+    Attributes: config, net (on its device, in its precision), objective (see `cudiff.registry.Objective`), which is
+    made anew of each `config` that is set.
     """
 
     def __init__(self, config: Config, net: Module):
-        self.config = config.replace(num_classes=max(0, config.num_classes))  # none where no data has said
+        self.config = config
         self.net = net
+
+    @property
+    def config(self) -> Config:
+        return self._config
+
+    @config.setter
+    def config(self, config: Config) -> None:
+        self._config = config.replace(num_classes=max(0, config.num_classes))  # none where no data has said
         self.objective = OBJECTIVES[config.diffusion].build(self.config, MODELS[config.model].c_noise_scale)
 
     @property

@@ -171,6 +171,12 @@ class Tensor:
         out.partials = self.partials
         return out
 
+    def __reduce__(self) -> tuple:
+        """A copy, a pickled one too, has the values and no gradient. Raises TypeError for what was recorded."""
+        if not self.is_leaf:
+            raise TypeError("a tensor that an operation recorded has no copy: use x.detach()")
+        return Tensor, (self.data, self.requires_grad)
+
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError("len() of a 0-d tensor")

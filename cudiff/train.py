@@ -62,6 +62,9 @@ class Trainer:
         self, config: Config, dataset: Dataset, folder: str | Path, resume: Checkpoint | None = None, *,
         data_changed: bool = False,
     ):
+        if not isinstance(dataset, Dataset) or not isinstance(resume, Checkpoint | None):
+            raise CudiffError("a Trainer takes what cudiff.load_dataset returns, and to resume what "
+                              f"load_checkpoint does, not {type(dataset).__name__} and {type(resume).__name__}")
         self.config, self.device = config, default_device() if config.device == "auto" else config.device
         array_module(self.device)  # says what is missing before anything else is done
         self.folder, self.metrics, self.data = Path(folder), Metrics(Path(folder)), dataset.fingerprint()
@@ -103,7 +106,7 @@ class Trainer:
         self._saved_at = self._previewed_at = -1
 
     def train_step(self, *streamed: Tensor) -> Tensor:
-        """One update. Everything stays on the device, so that it can be captured in a CUDA graph.
+        """One update, which `run` counts. Everything stays on the device, so that a CUDA graph can hold it.
 
         streamed: images and labels of each batch where they come from the host. Returns the sum of the mean losses
         since the last line of metrics.
@@ -249,6 +252,7 @@ class Trainer:
         counters: dict[str, Any] = {"optimizer": tensors.pop("counters").tolist(), "step": self.step}
         counters |= {"seconds": self.seconds, "generator": self.generator.state(), "data": self.data}
         counters |= {"loss_sum": self._loss_sum.item(), "loss_steps": self._loss_steps}
+        counters["frozen"] = [name for name, value in self.net.named_parameters() if not value.requires_grad]
         if not math.isfinite(counters["loss_sum"]):  # of a skipped update
             counters |= {"loss_sum": 0.0, "loss_steps": 0}
         for name, array in tensors.items():
@@ -282,6 +286,11 @@ class Trainer:
         self.optimizer.load_state_dict(moments | {"counters": np.array(counters["optimizer"])})
         self.generator.load_state(counters["generator"])
         self._loss_sum.data[...], self._loss_steps = counters["loss_sum"], counters["loss_steps"]
+        frozen = [value for name, value in self.net.named_parameters() if name in counters.get("frozen", ())]
+        for parameter in frozen:
+            parameter.requires_grad = False
+        if frozen:
+            self._notices.append(f"{len(frozen)} parameters stay frozen, as they were when the run was saved")
 
     def _check_preview(self) -> None:
         config = self.config

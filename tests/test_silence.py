@@ -1,10 +1,15 @@
 """What went wrong without a word when a NumPy or PyTorch user came: each does what it says now, or is refused."""
 
+import collections
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
 import cudiff
 from cudiff import nn, plot
+from cudiff.checkpoint import load_checkpoint
 from cudiff.data import Dataset
 from cudiff.diffusion.schedule import karras_sigmas
 from cudiff.errors import CudiffError
@@ -95,6 +100,50 @@ def test_a_display_may_save_while_the_run_goes_on(tmp_path):
     trainer.run(display)
     assert [path.name for path in display.saved] == ["step-00000001.safetensors", "step-00000002.safetensors"]
     assert all(path.exists() for path in display.saved)
+
+
+def test_what_was_frozen_stays_so_when_a_run_goes_on(tmp_path):
+    first = Trainer(TINY, data(), tmp_path)
+    first.net.time_embed.requires_grad_(False)
+    first.run()
+    before = first.net.state_dict()
+    again = Trainer(TINY.replace(steps=4), data(), tmp_path, resume=load_checkpoint(first.save_path))
+    again.run()
+    after = again.net.state_dict()
+    same = {name for name in before if (before[name] == after[name]).all()}
+    assert same == {name for name in before if name.startswith("time_embed.")}
+
+
+@pytest.mark.parametrize("dataset, resume", [("digits", None), (None, "runs/a")], ids=str)
+def test_a_trainer_takes_a_dataset_and_a_checkpoint(tmp_path, dataset, resume):
+    with pytest.raises(CudiffError, match=r"what cudiff\.load_dataset returns"):
+        Trainer(TINY, dataset or data(), tmp_path, resume)
+
+
+def test_a_pipelines_new_configuration_holds_for_its_noise_levels():
+    pipeline = Pipeline(TINY, build(TINY))
+    pipeline.config = TINY.replace(sigma_max=5.0)
+    assert pipeline.sigmas("euler", 4)[0] == pytest.approx(5)
+
+
+def test_a_copy_of_a_tensor_shares_no_gradient_and_none_is_made_of_the_tape():
+    x = Tensor([1.0, 2.0], requires_grad=True)
+    (x * x).sum().backward()
+    for copied in (copy.copy(x), copy.deepcopy(x), pickle.loads(pickle.dumps(x))):
+        assert copied.grad is None and copied.requires_grad and copied.numpy().tolist() == [1, 2]
+    with pytest.raises(TypeError, match=r"use x\.detach\(\)"):
+        copy.deepcopy(x * 2)
+
+
+@pytest.mark.parametrize("layers", [nn.Linear(2, 2), [nn.Linear(2, 2)]], ids=["one", "a list"])
+def test_layers_of_a_class_are_refused(layers):
+    with pytest.raises(TypeError, match=r"Net\.layers: layers are attributes of a model: set self\.layers"):
+        type("Net", (nn.Module,), {"layers": layers})
+
+
+def test_layers_in_a_deque_are_refused():
+    with pytest.raises(TypeError, match="layers in a deque have no names"):
+        nn.Module().layers = collections.deque([nn.Linear(2, 2)])
 
 
 def test_a_net_that_the_optimiser_does_not_train_is_told(tmp_path):

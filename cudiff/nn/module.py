@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -45,7 +46,7 @@ def _untrained(value: Any) -> bool:
 
 
 def _nameless(value: Any) -> bool:
-    containers = list | tuple | set | frozenset
+    containers = list | tuple | set | frozenset | deque
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, containers) else ()
     return any(isinstance(part, Module | Parameter) or _untrained(part) or _nameless(part) for part in parts)
 
@@ -73,6 +74,13 @@ class Module:
         self.training = True
         self._precision = "fp32"
         self.flat: FlatParameters | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raises TypeError for layers of the class, which all of its models would share and no optimiser would find."""
+        super().__init_subclass__(**kwargs)
+        for name, value in vars(cls).items():
+            if isinstance(value, Module | Parameter) or _nameless(value):
+                raise TypeError(f"{cls.__name__}.{name}: layers are attributes of a model: set self.{name} in __init__")
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises TypeError for what would silently not be trained, RuntimeError before `Module.__init__` was called."""

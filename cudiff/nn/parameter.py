@@ -171,6 +171,8 @@ class Parameter(Tensor):
         if self.flat is not None:
             self.flat.set_flags(self)
 
+    __reduce__: Any = object.__reduce__  # which asks __getstate__
+
     def __getstate__(self) -> dict[str, Any]:
         """What a copy takes over: it owns its array, and has no gradient and no place in flat buffers."""
         own = vars(self) if hasattr(self, "__dict__") else {}  # of a subclass
