@@ -11,6 +11,7 @@ from cudiff.cuda.accumulate import add_into
 from cudiff.cuda.deferred import Queue, deferred
 from cudiff.function import Node, fitting_gradients
 from cudiff.gradient import Slot, State
+from cudiff.statistics import ChannelStatistics
 from cudiff.tensor import Tensor
 
 
@@ -57,7 +58,7 @@ def _walk_back(root: Tensor, grad: Array) -> None:
                 slot.settle(queue)
             if node.ctx is None:
                 raise RuntimeError("backward() ran through this part of the tape already: run the forward again")
-            node.ctx.dout_partials = slots[0].partials
+            node.ctx.dout_statistics = slots[0].statistics
             if any(slot.array is not None for slot in slots):
                 _run_backward(node, slots, [
                     gradients[source[0].index][source[1]] if isinstance(source, tuple)
@@ -83,13 +84,13 @@ class _Gradient:
     """A gradient under construction. Somebody else reads a shared array: it is never written to. Nor is `pending`, one
     more term of an array that is not shared, which a backward may add with its own."""
 
-    __slots__ = ("array", "partials", "pending", "shared")
+    __slots__ = ("array", "pending", "shared", "statistics")
 
     def __init__(self) -> None:
         self.array: Array | None = None
         self.pending: Array | None = None
         self.shared = False
-        self.partials: Array | None = None
+        self.statistics: ChannelStatistics | None = None
 
     def own(self) -> Array | None:
         """The array, or a copy of one that is shared."""
@@ -102,17 +103,17 @@ class _Gradient:
             accumulate(self.array, self.pending)
             self.pending = None
 
-    def add(self, array: Array, shared: bool, partials: Array | None) -> None:
+    def add(self, array: Array, shared: bool, statistics: ChannelStatistics | None) -> None:
         """One more term."""
         if self.array is None:
-            self.array, self.shared, self.partials = array, shared, partials
+            self.array, self.shared, self.statistics = array, shared, statistics
             return
         if self.shared and shared:
             self.array, self.shared = self.array.copy(), False
         elif self.shared:
             self.array, array, self.shared = array, self.array, False
         accumulate(self.array, array)
-        self.partials = None
+        self.statistics = None
 
 
 def accumulate(total: Array, term: Array) -> None:
@@ -147,7 +148,7 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
         elif isinstance(target, Tensor):
             target._vacant = False  # it is the leaf's own array
         else:
-            target.array, target.pending, target.partials = result, None, node.ctx.din_partials.get(i)
+            target.array, target.pending, target.statistics = result, None, node.ctx.din_statistics.get(i)
     if terms:  # last: of a tensor that is an input twice, the other result is added to what is whole
         shared = {id(slot.array) for slot in slots if slot.shared} | {id(array) for array in node.ctx.saved}
         _add_terms(node, terms, results, shared, douts if device == "cuda" else [], queue)
@@ -185,7 +186,7 @@ def _add_terms(node: Node, terms: list[tuple[int, Tensor | _Gradient]], results:
         so_far = target.array
         adds = so_far is not None and not target.shared and result.dtype == so_far.dtype
         if adds and any(result is dout for dout in douts):
-            target.pending, target.partials = result, None  # a norm's backward may add it with its own term
+            target.pending, target.statistics = result, None  # a norm's backward may add it with its own term
             continue
         if so_far is not None and target.shared:  # it is added to the result
             queue.before_write(result)
@@ -193,7 +194,7 @@ def _add_terms(node: Node, terms: list[tuple[int, Tensor | _Gradient]], results:
         elif so_far is not None:
             queue.before_read(result)
             queue.before_write(so_far)
-        target.add(result, shared, node.ctx.din_partials.get(i))
+        target.add(result, shared, node.ctx.din_statistics.get(i))
 
 
 def _slots(node: Node, targets: list[Tensor | _Gradient | None], queue: Queue) -> list[Slot | None]:

@@ -10,21 +10,27 @@ import numpy as np
 
 from cudiff.backend import Array, compute_dtype, device_of, float32, float64, is_array, is_float
 from cudiff.precision import tf32_allowed
+from cudiff.statistics import ChannelStatistics
 from cudiff.tensor import Tensor, grad_enabled, now
 
 
 class Context:
     """What a Function's forward leaves for its backward."""
 
-    def __init__(self, needs: tuple[bool, ...], partials: tuple[Array | None, ...]):
+    def __init__(self, needs: tuple[bool, ...], statistics: tuple[ChannelStatistics | None, ...]):
         self.needs = needs  # which inputs want a gradient; all False while nothing is recorded
-        self.partials = partials  # of the inputs
-        self.out_partials: Array | None = None  # set by forward: statistics of its first output
-        # In backward: the first dout's sums over tiles of pixels, float32 (N or 1, tiles, C), if a backward left them.
-        self.dout_partials: Array | None = None
-        self.din_partials: dict[int, Array] = {}  # set by backward: the same of input i's gradient, with what it had
+        self.statistics = statistics  # of the inputs
+        self.out_statistics: ChannelStatistics | None = None  # set by forward: of its first output
+        # In backward: of the first dout, if a backward left them; set by it: of input i's gradient, with what it had.
+        self.dout_statistics: ChannelStatistics | None = None
+        self.din_statistics: dict[int, ChannelStatistics | None] = {}
         self.saved: tuple[Array | None, ...] = ()
         self.tf32 = tf32_allowed()  # of forward, for backward too
+
+    @property
+    def dout_sums(self) -> Array | None:
+        """The sums of the first dout over tiles of pixels, float32 (N or 1, tiles, C), if a backward left them."""
+        return None if self.dout_statistics is None else self.dout_statistics.sums
 
     def save(self, *arrays: Array | None) -> None:
         """Hold `arrays` until backward has run."""
@@ -67,7 +73,7 @@ class Function:
         device = _common_device(cls.__name__, inputs)
         recording = cls.differentiable and grad_enabled()
         needs = tuple(recording and t is not None and t.requires_grad for t in inputs)
-        ctx = Context(needs, tuple(None if t is None else t.partials for t in inputs))
+        ctx = Context(needs, tuple(None if t is None else t.statistics for t in inputs))
         dtype = cls.operand_dtype(inputs, attrs)
         arrays = [None if t is None else t.operand(dtype) for t in inputs]
         forward = cls.forward_cuda if device == "cuda" else cls.forward_numpy  # type: ignore[attr-defined]
@@ -80,7 +86,7 @@ class Function:
                     f"of arrays"
                 )
         outs = tuple(Tensor(result) for result in (results if several else (results,)))
-        outs[0].partials = ctx.out_partials
+        outs[0].statistics = ctx.out_statistics
         if any(needs):
             node = Node(cls, ctx, inputs, arrays, needs, len(outs))
             for i, out in enumerate(outs):

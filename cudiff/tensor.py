@@ -12,6 +12,7 @@ import numpy as np
 
 from cudiff.as_array import as_array
 from cudiff.backend import Array, array_module, device_of, is_float, to_device
+from cudiff.statistics import ChannelStatistics
 
 _mode = threading.local()
 _node_index = itertools.count()
@@ -56,12 +57,10 @@ class Tensor:
     Attributes
     ----------
     data : the array. grad : array of the same backend and shape, or None; reading it writes zeros that are still due.
-    partials : float32 array (N, tiles, C, 2) or (N, tiles, C, 4), or None
-        What the producer left of each image's tiles of pixels for a following norm: sums and sums of squares, or
-        pixels, a centre, and the sums of differences from it and of their squares.
+    statistics : what the producer left for a following norm, `Kind.MOMENTS` or `Kind.CENTRED`, or None.
     """
 
-    __slots__ = ("__weakref__", "_grad", "_source", "_vacant", "data", "partials", "requires_grad")
+    __slots__ = ("__weakref__", "_grad", "_source", "_vacant", "data", "requires_grad", "statistics")
     __array_ufunc__ = None  # `ndarray + Tensor` is handed to Tensor.__radd__
 
     if TYPE_CHECKING:  # given by cudiff.ops, and by cudiff.autograd
@@ -96,7 +95,7 @@ class Tensor:
         self.requires_grad = requires_grad
         self._grad: Array | None = None
         self._vacant = False  # whether `_grad` stands for zeros, whatever it holds
-        self.partials: Array | None = None
+        self.statistics: ChannelStatistics | None = None
         self._source: tuple[Any, int] | None = None  # the Node that made it, and which of its outputs
 
     @property
@@ -168,7 +167,7 @@ class Tensor:
     def detach(self) -> Tensor:
         """The same array, cut from the tape."""
         out = Tensor(self.data)
-        out.partials = self.partials
+        out.statistics = self.statistics
         return out
 
     def __reduce__(self) -> tuple:

@@ -12,6 +12,7 @@ import math
 import ml_dtypes
 import numpy as np
 
+from cudiff.statistics import Kind
 from cudiff.tensor import Tensor
 
 try:
@@ -60,10 +61,10 @@ def _assert_elements(error, allowed, actual, expected, what):
         )
 
 
-def sums_of(partials):
-    """Sums and sums of squares over an image, float64 (N, C, 2), of `Tensor.partials`."""
-    tiles = Tensor(partials).numpy().astype(np.float64)
-    if tiles.shape[-1] == 4:  # around a centre
+def sums_of(statistics):
+    """Sums and sums of squares over an image, float64 (N, C, 2)."""
+    tiles = Tensor(statistics.sums).numpy().astype(np.float64)
+    if statistics.kind is Kind.CENTRED:  # around a centre
         count, centre, total, square = np.moveaxis(tiles, -1, 0)
         tiles = np.stack((total + count * centre, square + centre * (2 * total + count * centre)), -1)
     return tiles.sum(1)

@@ -53,11 +53,11 @@ class NormedConvolution:
         d_preact = Tensor(np.full(self.d_preact.shape, np.nan, self.dtype), device="cuda")
         return dout, weight, Norm(self.silu, *operands), d_preact
 
-    def check(self, d_preact, partials, tolerance=None, noise=3e-3):
+    def check(self, d_preact, statistics, tolerance=None, noise=3e-3):
         """`noise`, of a sum of random signs, is the error of the slope by the hardware's tanh, or of the operands."""
         tolerance = tolerance or (4e-3 if self.dtype == ml_dtypes.bfloat16 else 6e-4)
         assert relative_error(d_preact.numpy(), self.d_preact) < tolerance
-        sums = Tensor(partials).numpy().astype(np.float64).sum(1)
+        sums = Tensor(statistics.sums).numpy().astype(np.float64).sum(1)
         for got, factor in ((sums[..., 0], 1), (sums[..., 1], self.factor)):
             allowed = noise * np.sqrt(((self.dy * factor) ** 2).sum((1, 2)))
             assert np.all(np.abs(got - (self.d_preact * factor).sum((1, 2))) < allowed)

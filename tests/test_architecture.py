@@ -28,7 +28,7 @@ LAYERS = [
     {"autograd"},
     {"function", "cuda"},
     {"tensor"},
-    {"as_array", "gradient"},
+    {"as_array", "gradient", "statistics"},
     {"backend", "threads", "memory", "precision"},
     {"values", "files"},
     {"errors", "signals"},

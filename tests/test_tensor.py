@@ -334,31 +334,31 @@ class Counted(Function):
 
     @staticmethod
     def forward_numpy(ctx, x):
-        ctx.partials_seen = ctx.partials[0]
-        ctx.out_partials = np.ones(1, np.float32)
+        ctx.statistics_seen = ctx.statistics[0]
+        ctx.out_statistics = np.ones(1, np.float32)
         return x * 2
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
-        Counted.given.append((needs, None if into[0] is None else into[0].copy(), ctx.dout_partials))
+        Counted.given.append((needs, None if into[0] is None else into[0].copy(), ctx.dout_statistics))
         if into[0] is None:
-            ctx.din_partials[0] = np.full(1, 5, np.float32)
+            ctx.din_statistics[0] = np.full(1, 5, np.float32)
             return (dout * 2,)
         into[0] += dout * 2
         return (into[0],)
 
 
-def test_into_and_partials():
+def test_into_and_statistics():
     Counted.given.clear()
     x = leaf([1.0])
     h = x * 1.0
     a = Counted.apply(h)
     b = Counted.apply(h)
-    assert a.partials.tolist() == [1] and a.detach().partials.tolist() == [1]
+    assert a.statistics.tolist() == [1] and a.detach().statistics.tolist() == [1]
     (Counted.apply(a) + b).backward()
     assert grad(x) == [6]
-    (needs, into, partials), second, third = Counted.given
-    assert needs == (True,) and into is None and partials is None  # Counted(a): its dout came without statistics
+    (needs, into, statistics), second, third = Counted.given
+    assert needs == (True,) and into is None and statistics is None  # Counted(a): its dout came without statistics
     assert second[1] is None  # b, newer than a
     assert third[1].tolist() == [2] and third[2].tolist() == [5]  # a adds to what b left; statistics came with its dout
 

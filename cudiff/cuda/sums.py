@@ -13,6 +13,7 @@ import numpy as np
 from cudiff.backend import Array, float32
 from cudiff.cuda.deferred import LaunchType, enqueue
 from cudiff.cuda.launch import empty, launch
+from cudiff.statistics import ChannelStatistics, Kind
 
 MAX_BATCH = 64  # in one launch
 TERMS = 8  # that a thread adds at a time, as kernels/portable/accumulate.cu has it
@@ -25,14 +26,10 @@ _ROW_SUM = np.dtype(
 )
 
 
-def empty_partials(images: int, tiles: int, channels: int, dtype: np.dtype) -> Array:
-    """What is to become `Tensor.partials` of images of this dtype: of channel_statistics.cuh's structs the one that has
-    a centre for float32. A norm's own pass leaves that of images of any dtype."""
-    return empty((images, tiles, channels, 4 if dtype == float32 else 2), float32)
-
-
-def are_centred(partials: Array) -> bool:
-    return partials.shape[3] == 4
+def empty_statistics(kind: Kind, images: int, tiles: int, channels: int) -> ChannelStatistics:
+    """Statistics to be written by a kernel: MOMENTS and CENTRED are structs of channel_statistics.cuh."""
+    shape = images, tiles, channels, kind.numbers
+    return ChannelStatistics(kind, empty(shape[:3] if kind is Kind.SUMS else shape, float32))
 
 
 class _RowSum(NamedTuple):

@@ -9,9 +9,11 @@ import numpy as np
 from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.kernels.attention import table
 from cudiff.cuda.launch import blocks, empty
+from cudiff.cuda.sums import empty_statistics
 from cudiff.function import Function
 from cudiff.ops.cast import astype, result_dtype
 from cudiff.ops.matmul import matmul_numpy
+from cudiff.statistics import Kind
 from cudiff.tensor import Tensor
 
 __all__ = ["attention", "attention_qkv"]
@@ -66,8 +68,8 @@ class AttentionQKV(Function):
         dqkv = empty((*images, 3 * channels), dout.dtype)
 
         def sums(tiles: int) -> tuple[Array, Array, Array]:
-            ctx.din_partials[0] = empty((images[0], tiles, 3 * channels), float32)
-            return _split(ctx.din_partials[0], *ctx.attrs)
+            ctx.din_statistics[0] = empty_statistics(Kind.SUMS, images[0], tiles, 3 * channels)
+            return _split(ctx.din_statistics[0].sums, *ctx.attrs)
 
         _backward_cuda(ctx, dout, *_split(dqkv, *ctx.attrs), sums)
         return (dqkv,)

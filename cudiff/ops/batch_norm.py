@@ -15,12 +15,13 @@ from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.kernels.norm.problem import kernel_constants
 from cudiff.cuda.launch import blocks, empty, launch
-from cudiff.cuda.sums import are_centred, empty_partials
+from cudiff.cuda.sums import empty_statistics
 from cudiff.function import Composite, Function
 from cudiff.ops.cast import as_wide, downcast, require_floats, upcast
 from cudiff.ops.elementwise import relu
 from cudiff.ops.group_norm import group_norm_backward_numpy, normalize_numpy, statistics_numpy
 from cudiff.ops.pool import max_pool2d
+from cudiff.statistics import Kind
 from cudiff.tensor import Tensor
 
 RESIDENT = 3  # blocks that a multiprocessor holds; with 2 or 4 the passes over MNIST's batches of 4096 take 5 % longer
@@ -62,14 +63,15 @@ class BatchNorm(Function):
         mean, rstd = empty(channels, float32), empty(channels, float32)
         constants = kernel_constants(x, parameters=(weight, bias, running_mean, running_var)) | {"WINDOW": cls.WINDOW}
         if training:
-            partials = ctx.partials[0]
-            if partials is None:
+            statistics = ctx.statistics[0]
+            if statistics is None:
                 grid, block = _tiles(pixels, channels, constants)
-                partials = empty_partials(1, grid[0], channels, float32)
-                launch("batch_norm", "statistics", grid, block, (partials, x, pixels, channels), **constants)
+                statistics = empty_statistics(Kind.CENTRED, 1, grid[0], channels)
+                launch("batch_norm", "statistics", grid, block, (statistics.sums, x, pixels, channels),
+                       **constants)
             launch("batch_norm", "finish_statistics", blocks(channels, 4), (4, 256),
-                   (mean, rstd, running_mean, running_var, partials, are_centred(partials),
-                    math.prod(partials.shape[:2]), pixels, channels, momentum, eps), **constants)
+                   (mean, rstd, running_mean, running_var, statistics.sums, statistics.kind is Kind.CENTRED,
+                    math.prod(statistics.sums.shape[:2]), pixels, channels, momentum, eps), **constants)
         else:
             launch("batch_norm", "read_running", blocks(channels, 128), 128,
                    (mean, rstd, running_mean, running_var, channels, eps), **constants)
@@ -94,20 +96,21 @@ class BatchNorm(Function):
         if ctx.training or needs[1] or needs[2]:
             windows = n * (height // cls.WINDOW) * (width // cls.WINDOW)
             grid, block = _tiles(windows, channels, constants)
-            partials, means = empty((grid[0], channels, 2), float32), empty((channels, 2), float32)
-            launch("batch_norm", "backward_sums", grid, block, (partials, dout, x, *affine, *extent, channels),
+            sums, means = empty((grid[0], channels, 2), float32), empty((channels, 2), float32)
+            launch("batch_norm", "backward_sums", grid, block, (sums, dout, x, *affine, *extent, channels),
                    **constants)
             launch("batch_norm", "finish_gradients", blocks(channels, 4), (4, 256),
-                   (means, dweight, add_weight, dbias, add_bias, partials, *affine[2:], grid[0],
+                   (means, dweight, add_weight, dbias, add_bias, sums, *affine[2:], grid[0],
                     x.size // channels, channels), **constants)
         dx = None
         if needs[0]:
             windows = n * blocks(height, cls.WINDOW) * blocks(width, cls.WINDOW)
             grid, block = _tiles(windows, channels, constants)
-            dx, sums = empty(x.shape, x.dtype), empty((1, grid[0], channels), float32)
+            dx, statistics = empty(x.shape, x.dtype), empty_statistics(Kind.SUMS, 1, grid[0], channels)
             launch("batch_norm", "input_gradients", grid, block,
-                   (dx, sums, means if ctx.training else None, dout, x, *affine, *extent, channels), **constants)
-            ctx.din_partials = {0: sums}
+                   (dx, statistics.sums, means if ctx.training else None, dout, x, *affine, *extent, channels),
+                   **constants)
+            ctx.din_statistics[0] = statistics
         return dx, dweight, dbias, None, None
 
 

@@ -170,7 +170,7 @@ class Conv2d(Function):
         size = out_size(x.shape[1:3], weight.shape[1:3], stride, padding)
         out = empty((x.shape[0], *size, weight.shape[0]), x.dtype)
         epilogue = Epilogue(bias=as_float32(bias))
-        ctx.out_partials = table.fprop(
+        ctx.out_statistics = table.fprop(
             Operands(x, weight, out, epilogue, tf32=ctx.tf32), stride, padding, statistics=True
         )
         return out
@@ -183,13 +183,12 @@ class Conv2d(Function):
             dx, add = gradient_target(into[0], x.shape, x.dtype)
             epilogue = Epilogue(addend=dx if add else None)
             given = Operands(dout, weight, dx, epilogue, tf32=ctx.tf32)
-            sums = table.dgrad(given, ctx.stride, ctx.padding, sums=True)
-            ctx.din_partials = {} if sums is None else {0: sums}
+            ctx.din_statistics[0] = table.dgrad(given, ctx.stride, ctx.padding, sums=True)
         if needs[1]:
             dweight, add = gradient_target(into[1], weight.shape, float32)
             table.wgrad(Operands(x, dweight, dout, add=add, tf32=ctx.tf32), ctx.stride, ctx.padding)
         if needs[2]:
-            dbias = sum_rows_cuda(dout, into[2], ctx.dout_partials)
+            dbias = sum_rows_cuda(dout, into[2], ctx.dout_sums)
         return dx, dweight, dbias
 
 
@@ -239,7 +238,7 @@ class ConvTranspose2d(Function):
             dweight, add = gradient_target(into[1], weight.shape, float32)
             table.wgrad(Operands(dout, dweight, x, add=add, tf32=ctx.tf32), ctx.stride, ctx.padding)
         if needs[2]:
-            dbias = sum_rows_cuda(dout, into[2], ctx.dout_partials)
+            dbias = sum_rows_cuda(dout, into[2], ctx.dout_sums)
         return dx, dweight, dbias
 
 

@@ -8,13 +8,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cudiff.backend import Array, float32
+from cudiff.backend import Array
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.elementwise import grid
 from cudiff.cuda.launch import aligned, blocks, empty, launch
+from cudiff.cuda.sums import empty_statistics
 from cudiff.function import Function
 from cudiff.gradient import Slot
 from cudiff.ops.cast import astype, downcast, require_float, result_dtype, upcast
+from cudiff.statistics import ChannelStatistics, Kind
 from cudiff.tensor import Tensor
 
 
@@ -174,13 +176,12 @@ class Relu(Unary):
     def backward_cuda(cls, ctx, dout, needs, into):
         if into[0] is not None:
             return super().backward_cuda(ctx, dout, needs, into)
-        dx, sums = relu_backward_cuda(dout, ctx.saved[0])
-        ctx.din_partials = {} if sums is None else {0: sums}
+        dx, ctx.din_statistics[0] = relu_backward_cuda(dout, ctx.saved[0])
         return (dx,)
 
 
-def relu_backward_cuda(dout: Array, out: Array) -> tuple[Array, Array | None]:
-    """dout where out > 0, else 0; and for images the sums of that, float32 (N, 1, C).
+def relu_backward_cuda(dout: Array, out: Array) -> tuple[Array, ChannelStatistics | None]:
+    """dout where out > 0, else 0; and of images the SUMS of that, in a tile each.
 
     A convolution stands before most ReLUs: they are what its bias and its embedding need.
     """
@@ -190,15 +191,15 @@ def relu_backward_cuda(dout: Array, out: Array) -> tuple[Array, Array | None]:
         return dx, None
     n, height, width, channels = dout.shape
     packs, pixels = channels * dout.itemsize // 16, height * width
-    sums = empty((n, 1, channels), float32)
+    statistics = empty_statistics(Kind.SUMS, n, 1, channels)
     across = 1  # packs of a block; of small images many, so that a thread has more than a pixel to add
     while across < min(packs, max(4, 512 // pixels), 256):
         across *= 2
     launch(
         "elementwise", "relu_backward_sums", (n, blocks(packs, across)), 256,
-        (dout, out, dx, sums, pixels, channels, 256 // across), T=dout.dtype,
+        (dout, out, dx, statistics.sums, pixels, channels, 256 // across), T=dout.dtype,
     )
-    return dx, sums
+    return dx, statistics
 
 
 def _sigmoid(x):

@@ -160,9 +160,9 @@ class GroupNorm(Function):
 
     @staticmethod
     def forward_cuda(ctx, x, x2, weight, bias, scale, shift, num_groups, eps, silu):
-        y, mean, rstd = table.forward(x, x2, weight, bias, num_groups, eps, silu, scale, shift, ctx.partials[:2])
+        y, mean, rstd = table.forward(x, x2, weight, bias, num_groups, eps, silu, scale, shift, ctx.statistics[:2])
         ctx.silu, ctx.recomputes = silu, False  # a caller may want backward to leave the output once more, in ctx.y
-        ctx.d_preact_sums = None  # or give backward d_preact for dout, and its sums here
+        ctx.d_preact_statistics = None  # or give backward d_preact for dout, and its PRODUCTS here
         ctx.save(x, x2, weight, bias, scale, shift, mean, rstd)
         return y
 
@@ -172,7 +172,7 @@ class GroupNorm(Function):
         ctx.y = empty(dout.shape, dout.dtype) if ctx.recomputes else None
         return table.backward(
             dout, x, x2, weight, bias, mean, rstd, ctx.silu, scale, shift, needs=needs, into=into, y=ctx.y,
-            sums=ctx.din_partials, partials=ctx.d_preact_sums,
+            leaves=ctx.din_statistics, statistics=ctx.d_preact_statistics,
         )
 
 

@@ -155,7 +155,7 @@ class Linear(Function):
             dweight, add = gradient_target(into[1], weight.shape, float32)
             linear_cuda(WGRAD, Operands(x, dweight, dout, add=add, tf32=ctx.tf32))
         if needs[2]:
-            sums = ctx.dout_partials
+            sums = ctx.dout_sums
             if sums is None and dout.dtype == float32 and len(dout) == dout.size // len(weight) <= 128 and not needs[3]:
                 sums = dout  # so few rows that the last kernel adds them up as fast; none but this backward has them
             dbias = sum_rows_cuda(dout, into[2], sums)

@@ -24,6 +24,7 @@ from cudiff.ops.group_norm import GroupNorm, check_norm, group_norm
 from cudiff.ops.pool import upsample_nearest
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
 from cudiff.ops.shape import concatenate, reshape
+from cudiff.statistics import Kind
 from cudiff.tensor import Tensor
 
 
@@ -86,7 +87,7 @@ class NormSiluConv2d(Composite):
         ctx.upsample, ctx.dtype, ctx.norm = upsample, given.x.dtype, None
         h, h2 = given.x, None
         if given.norm_weight is not None:
-            ctx.norm = Context(needs.of_norm(), ctx.partials[:2])
+            ctx.norm = Context(needs.of_norm(), ctx.statistics[:2])
             h = GroupNorm.forward_cuda(ctx.norm, *given.of_norm(), num_groups=num_groups, eps=eps, silu=silu)
         elif given.x2 is not None:
             h2 = given.x2  # read from where they are
@@ -104,7 +105,7 @@ class NormSiluConv2d(Composite):
             skip, addend = Skip(*given[9:12], as_float32(given.skip_bias)), None
         epilogue = Epilogue(as_float32(given.bias), as_float32(given.emb), addend)
         operands = Operands(h, weight, out, epilogue, h2, skip, tf32=ctx.tf32)
-        ctx.out_partials = table.fprop(operands, (1, 1), padding, statistics, relu, upsample)
+        ctx.out_statistics = table.fprop(operands, (1, 1), padding, statistics, relu, upsample)
         ctx.save(None if recomputed else h, h2, given.weight, *given[9:12], out if relu else None)
         return out
 
@@ -112,11 +113,12 @@ class NormSiluConv2d(Composite):
     def backward_cuda(ctx, dout, needs, into):
         needs, into = Inputs(*needs), Inputs(*into)
         h, h2, weight, _, residual2, skip_weight, out = ctx.saved
-        sums, mixed = ctx.dout_partials, dout.dtype != ctx.dtype
+        sums, mixed = ctx.dout_sums, dout.dtype != ctx.dtype
         if h2 is not None or residual2 is not None or (mixed and is_low(dout.dtype)):
             dout = at_16_bytes(dout)  # pairs are read by TMA, many channels by conv2d_few_channels in packs
         if out is not None:
-            dout, sums = elementwise.relu_backward_cuda(dout, out)
+            dout, statistics = elementwise.relu_backward_cuda(dout, out)
+            sums = None if statistics is None else statistics.sums
         grads = _vector_gradients(dout, sums, needs, into)
         if h2 is not None:
             grads |= _pair_gradients(ctx, dout, _taps(weight), h.shape[3], needs, into)
@@ -162,7 +164,7 @@ def _pair_gradients(ctx: Any, dout: Array, weight: Array, split: int, needs: Inp
             shape = *ctx.shape[:3], columns.shape[3]
             out, addend = gradient_sum(None if ctx.upsample else slot, shape, dout.dtype)
             table.dgrad(Operands(dout, columns, out, Epilogue(addend=addend), tf32=ctx.tf32), (1, 1), padding)
-            grads[name] = sum_windows(out, TWICE, 1.0, slot, moments=0)[0] if ctx.upsample else out
+            grads[name] = sum_windows(out, TWICE, 1.0, None, slot)[0] if ctx.upsample else out
     return grads
 
 
@@ -173,15 +175,15 @@ def _input_gradients(ctx: Any, dout: Array, weight: Array, into: Inputs) -> dict
     out, addend = gradient_sum(None if ctx.upsample or mixed else slot, ctx.shape, ctx.dtype)
     norm = None if ctx.norm is None or ctx.upsample else Norm(ctx.norm.silu, *ctx.norm.saved)
     given = Operands(dout, weight, out, Epilogue(addend=addend), norm=norm, tf32=ctx.tf32)
-    partials = table.dgrad(given, (1, 1), pair(weight.shape[1] // 2), sums_wanted)
+    statistics = table.dgrad(given, (1, 1), pair(weight.shape[1] // 2), sums_wanted)
     if ctx.upsample:
-        out, partials = sum_windows(out, TWICE, 1.0, slot, moments=1 if ctx.norm is None else 0)
+        out, statistics = sum_windows(out, TWICE, 1.0, Kind.SUMS if ctx.norm is None else None, slot)
     if ctx.norm is None:
-        ctx.din_partials[0] = partials
+        ctx.din_statistics[0] = statistics
         return {"x": out}
-    ctx.norm.d_preact_sums = partials
+    ctx.norm.d_preact_statistics = statistics
     results = GroupNorm.backward_cuda(ctx.norm, out, needs=ctx.norm.needs, into=into.of_norm())
-    ctx.din_partials = ctx.norm.din_partials  # x and x2 are the norm's first inputs too
+    ctx.din_statistics = ctx.norm.din_statistics  # x and x2 are the norm's first inputs too
     return dict(zip(("x", "x2", "norm_weight", "norm_bias", "scale", "shift"), results, strict=True))
 
 

@@ -16,6 +16,7 @@ from cudiff.cuda.kernels.pool import Window, launch_windows, out_size, spread_wi
 from cudiff.cuda.launch import empty
 from cudiff.function import Function
 from cudiff.ops.cast import downcast, require_float, upcast
+from cudiff.statistics import Kind, moments
 from cudiff.tensor import Tensor
 
 NOWHERE = 255  # no place in a window of up to 15 x 15
@@ -77,12 +78,13 @@ class AveragePool2d(Function):
     def forward_cuda(ctx, x, window):
         require_float("avg_pool2d", x)
         ctx.size, ctx.window = x.shape[1:3], window
-        out, ctx.out_partials = sum_windows(x, window, 1 / window[0] ** 2)
+        out, ctx.out_statistics = sum_windows(x, window, 1 / window[0] ** 2, moments(x.dtype))
         return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
-        dx, ctx.din_partials[0] = spread_windows(dout, ctx.size, ctx.window, 1 / ctx.window[0] ** 2, into[0], 1)
+        factor = 1 / ctx.window[0] ** 2
+        dx, ctx.din_statistics[0] = spread_windows(dout, ctx.size, ctx.window, factor, Kind.SUMS, into[0])
         return (dx,)
 
 
@@ -105,12 +107,12 @@ class UpsampleNearest(Function):
         require_float("upsample_nearest", x)
         ctx.window = (factor, factor, 0)
         size = x.shape[1] * factor, x.shape[2] * factor
-        out, ctx.out_partials = spread_windows(x, size, ctx.window, 1.0)
+        out, ctx.out_statistics = spread_windows(x, size, ctx.window, 1.0, moments(x.dtype))
         return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
-        dx, ctx.din_partials[0] = sum_windows(dout, ctx.window, 1.0, into[0], 1)
+        dx, ctx.din_statistics[0] = sum_windows(dout, ctx.window, 1.0, Kind.SUMS, into[0])
         return (dx,)
 
 
@@ -157,8 +159,9 @@ class MaxPool2d(Function):
     def backward_cuda(ctx, dout, needs, into):
         (place,) = ctx.saved
         dx, add = gradient_target(into[0], (len(dout), *ctx.size, dout.shape[3]), dout.dtype)
-        sums = launch_windows("max_windows_backward", (dx, add), (dout, place), dx, dout, dx, ctx.window, 1)
-        ctx.din_partials = {0: sums}
+        ctx.din_statistics[0] = launch_windows(
+            "max_windows_backward", (dx, add), (dout, place), dx, dout, dx, ctx.window, Kind.SUMS
+        )
         return (dx,)
 
 

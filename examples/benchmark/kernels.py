@@ -15,6 +15,7 @@ from cudiff.cuda.kernels.norm import table as norms
 from cudiff.cuda.timing import graph_time
 from cudiff.models import build
 from cudiff.optim import EMA, AdamW
+from cudiff.statistics import ChannelStatistics, Kind
 from cudiff.tensor import Tensor, no_grad
 from examples.benchmark.measure import Report, backward_of, random_tensor
 
@@ -108,10 +109,11 @@ def _group_norm_with_sums(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[floa
         wide, other = (t.data.astype(float32).reshape(len(t.data), tiles, -1, t.shape[-1]) for t in (a, b))
         return cupy.stack((wide.sum(2), (wide * other).sum(2)), -1)
 
-    given, given_d_preact = sums(x, x), sums(d_preact, x)
+    given = ChannelStatistics(Kind.MOMENTS, sums(x, x))
+    given_d_preact = ChannelStatistics(Kind.PRODUCTS, sums(d_preact, x))
 
     def forward() -> tuple:
-        return norms.forward(x.data, None, *parameters, 32, 1e-5, True, partials=(given, None))
+        return norms.forward(x.data, None, *parameters, 32, 1e-5, True, statistics=(given, None))
 
     _, mean, rstd = forward()
 
@@ -119,7 +121,7 @@ def _group_norm_with_sums(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[floa
         y = cupy.empty_like(x.data)
         return y, norms.backward(
             d_preact.data, x.data, None, *parameters, mean, rstd, True, needs=(True, *(False,) * 5), into=(None,) * 6,
-            y=y, sums={}, partials=given_d_preact,
+            y=y, leaves={}, statistics=given_d_preact,
         )
 
     return graph_time(forward), graph_time(backward)

@@ -24,7 +24,7 @@ def gradients(arrays, device):
     x, weight, bias = (Tensor(t.data, requires_grad=True) for t in (x, weight, bias))
     out = ops.conv2d(x, weight, bias, padding=weight.shape[1] // 2)
     out.backward(dout.data)
-    return [out.numpy(), *(Tensor(t.grad).numpy() for t in (x, weight, bias))], out.partials
+    return [out.numpy(), *(Tensor(t.grad).numpy() for t in (x, weight, bias))], out.statistics
 
 
 @pytest.mark.gpu
@@ -41,14 +41,14 @@ def test_against_numpy(device, rng, monkeypatch, shape, outputs, taps, dtype):
     arrays = [rng.standard_normal(s).astype(dtype) for s in shapes]
     arrays[1:3] = [array.astype(np.float32) for array in arrays[1:3]]
     expected, _ = gradients([array.astype(np.float64) for array in arrays], "cpu")
-    results, partials = gradients(arrays, "cuda")
+    results, statistics = gradients(arrays, "cuda")
     assert taken == ["fprop", "fprop", "wgrad"]
     low = 4e-3 if dtype == ml_dtypes.bfloat16 else 6e-4
     for result, reference, tolerance in zip(results, expected, (low, low, 1e-5, 1e-5), strict=True):
         assert relative_error(result, reference) < tolerance
-    assert (partials is None) == (outputs < 8)
-    if partials is not None:
-        rounded, sums = results[0].astype(np.float64), sums_of(partials)
+    assert (statistics is None) == (outputs < 8)
+    if statistics is not None:
+        rounded, sums = results[0].astype(np.float64), sums_of(statistics)
         assert np.allclose(sums[..., 0], rounded.sum((1, 2)), rtol=1e-4, atol=1e-3 * np.sqrt(rounded[0, ..., 0].size))
         assert relative_error(sums[..., 1], (rounded**2).sum((1, 2))) < 1e-5
     again, _ = gradients(arrays, "cuda")
@@ -76,15 +76,15 @@ def test_a_thin_image_of_float32(rng, shape, outputs, taps, dtype):
     place = (1, 1), (taps // 2, taps // 2)
     problem = problem_of(FPROP, Operands(x, weight, out), *place)
     assert few_channels.offer(problem).fused >= problem.wanted
-    partials = table.fprop(Operands(x, weight, out, Epilogue(bias)), *place, statistics=True)
+    statistics = table.fprop(Operands(x, weight, out, Epilogue(bias)), *place, statistics=True)
     table.dgrad(Operands(dout, weight, dx), *place)
     table.wgrad(Operands(x, dweight, dout), *place)
     low = 4e-3 if dtype == ml_dtypes.bfloat16 else 6e-4
     for result, reference in ((out, expected.data), (dx, leaves[0].grad), (dweight, leaves[1].grad)):
         assert relative_error(Tensor(result).numpy(), reference) < (1e-5 if result.dtype == np.float32 else low)
-    assert (partials is None) == (outputs <= few_channels.MOST)
-    if partials is not None:
-        sums = sums_of(partials)
+    assert (statistics is None) == (outputs <= few_channels.MOST)
+    if statistics is not None:
+        sums = sums_of(statistics)
         assert relative_error(sums[..., 1], (Tensor(out).numpy().astype(np.float64) ** 2).sum((1, 2))) < 1e-5
 
 
@@ -139,8 +139,8 @@ def test_gradient_to_a_norm(rng, shape, outputs, taps, scaled, float32_dout, dty
     given = Operands(dout, weight, out.data, norm=norm)
     problem = problem_of(DGRAD, given, (1, 1), convolution.padding)
     assert Fusion.NORM_BACKWARD in few_channels.offer(problem).fused
-    partials = table.dgrad(given, (1, 1), convolution.padding)
-    convolution.check(out, partials)
+    statistics = table.dgrad(given, (1, 1), convolution.padding)
+    convolution.check(out, statistics)
 
 
 @pytest.mark.parametrize("flipped", [False, True])

@@ -41,13 +41,13 @@ SHAPES = [
 
 
 def run(arrays, padding):
-    """out, its partials, dx, dweight, dbias of one convolution on the GPU."""
+    """out, its left, dx, dweight, dbias of one convolution on the GPU."""
     x, weight, bias, dout = (Tensor(array, device="cuda") for array in arrays)
     x, weight, bias = (Tensor(t.data, requires_grad=True) for t in (x, weight, bias))
     with allow_tf32():
         out = ops.conv2d(x, weight, bias, padding=padding)
     out.backward(dout.data)
-    return out, out.partials, *(Tensor(t.grad) for t in (x, weight, bias))
+    return out, out.statistics, *(Tensor(t.grad) for t in (x, weight, bias))
 
 
 # ‖error‖ / ‖expected‖ of results in the storage type, and of the float32 gradient of a weight
@@ -70,12 +70,12 @@ def test_against_numpy_and_the_portable_kernels(hopper, monkeypatch, rng, shape,
     low, exact = TOLERANCES[dtype]
 
     def leaves_sums():
-        got, partials, *gradients = run(arrays, padding)
+        got, left, *gradients = run(arrays, padding)
         for result, reference, tolerance in zip((got, *gradients), expected, (low, low, exact, 1e-5), strict=True):
             assert relative_error(result.numpy(), reference) < tolerance
-        if partials is None:
+        if left is None:
             return False
-        rounded, sums = got.numpy().astype(np.float64), sums_of(partials)
+        rounded, sums = got.numpy().astype(np.float64), sums_of(left)
         assert np.allclose(sums[..., 0], rounded.sum((1, 2)), rtol=1e-4, atol=1e-3 * np.sqrt(rounded[0, ..., 0].size))
         assert relative_error(sums[..., 1], (rounded**2).sum((1, 2))) < 1e-5
         return True
@@ -139,12 +139,12 @@ def test_clusters_share_the_depth(hopper, rng, dtype, transposed, adds, cluster)
         out, again = (Tensor(np.full(addend.shape, np.nan, dtype), device="cuda").data for _ in range(2))
         epilogue = Epilogue(bias, emb, addend if adds else None)
         for target in (out, again):
-            partials = sm90.fprop(x, weight, target, epilogue, transposed, not transposed, chosen=chosen)
+            left = sm90.fprop(x, weight, target, epilogue, transposed, not transposed, chosen=chosen)
         got = Tensor(out).numpy()
         assert relative_error(got, results[adds]) < TOLERANCES[dtype][0]
         assert np.array_equal(got, Tensor(again).numpy())
         if not transposed:
-            sums, rounded = sums_of(partials), got.astype(np.float64)
+            sums, rounded = sums_of(left), got.astype(np.float64)
             assert np.allclose(sums[..., 0], rounded.sum((1, 2)), rtol=1e-4, atol=1e-3 * np.sqrt(shape[1] * shape[2]))
             assert relative_error(sums[..., 1], (rounded**2).sum((1, 2))) < 1e-5
 
@@ -178,11 +178,11 @@ def test_an_input_is_read_upsampled(hopper, rng, dtype, adds, shape, weight_shap
         least = chosen and chosen._replace(halos=min(2, chosen.halos), weights=min(2, chosen.weights))
         out, again = (Tensor(np.full(addend.shape, np.nan, dtype), device="cuda") for _ in range(2))
         for target, plan, statistics in ((out, chosen, True), (again, least, False)):
-            partials = sm90.fprop(x, weight, target.data, Epilogue(bias, emb, addend if adds else None),
-                                         statistics=statistics, chosen=plan, upsample=True)
-            assert (partials is not None) == statistics
+            left = sm90.fprop(x, weight, target.data, Epilogue(bias, emb, addend if adds else None),
+                              statistics=statistics, chosen=plan, upsample=True)
+            assert (left is not None) == statistics
             if statistics:
-                sums = sums_of(partials)
+                sums = sums_of(left)
         got = out.numpy()
         assert relative_error(got, results[adds]) < TOLERANCES[dtype][0]
         assert np.array_equal(got, again.numpy())
@@ -213,8 +213,8 @@ def test_gradient_to_a_norm(hopper, rng, tile, size, sources, scaled, taps, silu
     assert Fusion.NORM_BACKWARD in sm90.offer(problem).fused
     for chosen in (None, *(plan for plan in fitted if plan is not None)):
         out.data.fill(np.nan)
-        partials = sm90.fprop(dout, weight, out.data, Epilogue(), True, chosen=chosen, norm=norm)
-        convolution.check(out, partials)
+        left = sm90.fprop(dout, weight, out.data, Epilogue(), True, chosen=chosen, norm=norm)
+        convolution.check(out, left)
 
 
 # (N, H, W, C), K, channels of the skip path's sources
@@ -253,14 +253,14 @@ def test_a_skip_path_is_further_depth(hopper, rng, dtype, shape, outputs, source
             given = Operands(x, weight, out.data, Epilogue(bias), skip=skip)
             assert Fusion.SKIP in sm90.offer(problem_of(FPROP, given, (1, 1), (1, 1))).fused
             for target in (out, again):
-                partials = sm90.fprop(x, weight, target.data, Epilogue(bias), statistics=statistics,
-                                             chosen=plan, skip=skip)
+                left = sm90.fprop(x, weight, target.data, Epilogue(bias), statistics=statistics, chosen=plan,
+                                  skip=skip)
             got = out.numpy()
             assert relative_error(got, expected) < TOLERANCES[dtype][0]
             assert np.array_equal(got, again.numpy())
-            assert (partials is not None) == statistics
+            assert (left is not None) == statistics
             if statistics:
-                sums, rounded = sums_of(partials), got.astype(np.float64)
+                sums, rounded = sums_of(left), got.astype(np.float64)
                 noise = 1e-3 * np.sqrt(shape[1] * shape[2])
                 assert np.allclose(sums[..., 0], rounded.sum((1, 2)), rtol=1e-4, atol=noise)
                 assert relative_error(sums[..., 1], (rounded**2).sum((1, 2))) < 1e-5

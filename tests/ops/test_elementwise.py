@@ -77,7 +77,7 @@ def test_relus_backward_leaves_its_sums_over_the_pixels(shape, dtype, rng):
     (dx,) = node.function.backward_cuda(node.ctx, dout.data, needs=(True,), into=(None,))
     expected = np.where(x.numpy() > 0, dout.numpy(), 0).astype(dtype)
     np.testing.assert_array_equal(Tensor(dx).numpy(), expected)
-    sums = Tensor(node.ctx.din_partials[0]).numpy()
+    sums = Tensor(node.ctx.din_statistics[0].sums).numpy()
     assert sums.shape == (shape[0], 1, shape[3])
     assert relative_error(sums[:, 0], expected.astype(np.float64).sum((1, 2))) < 1e-6
 

@@ -14,6 +14,7 @@ from cudiff.ops.conv2d import conv2d
 from cudiff.ops.group_norm import group_norm
 from cudiff.ops.pool import avg_pool2d, upsample_nearest
 from cudiff.precision import allow_tf32
+from cudiff.statistics import ChannelStatistics, Kind
 from cudiff.tensor import Tensor
 from tests.check import check_op, relative_error, torch
 
@@ -162,7 +163,7 @@ def test_shapes_that_do_not_fit():
 
 
 def partial_sums(x, tiles, centred):
-    """What a producer's epilogue leaves of each tile of pixels: see `Tensor.partials`."""
+    """What a producer's epilogue leaves of each tile of pixels: see `Tensor.statistics`."""
     rows = x.reshape(len(x), tiles, -1, x.shape[-1]).astype(np.float64)
     centre = rows[:, :, 0] if centred else np.zeros((len(x), tiles, x.shape[-1]))
     gap = rows - centre[:, :, None]
@@ -178,13 +179,14 @@ def partial_sums(x, tiles, centred):
 ])
 @pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("centred", [(False, False), (True, True), (False, True)])
-def test_partials_stand_in_for_the_statistics_pass(rng, given, centred, shape, channels2, num_groups, tiles):
+def test_statistics_that_come_with_images_save_a_pass(rng, given, centred, shape, channels2, num_groups, tiles):
     x, x2, weight, bias, _, _ = inputs(rng, shape, channels2, False)
     tensors = [Tensor(a.astype(np.float32), device="cuda") for a in (x, x2, weight, bias)]
     expected = group_norm(*(Tensor(a) for a in (x, weight, bias)), num_groups, x2=Tensor(x2)).numpy()
     for tensor, use, *how in zip(tensors, given, tiles, centred, strict=False):
         if use:
-            tensor.partials = Tensor(partial_sums(tensor.numpy(), *how), device="cuda").data
+            sums = Tensor(partial_sums(tensor.numpy(), *how), device="cuda").data
+            tensor.statistics = ChannelStatistics(Kind.CENTRED if how[1] else Kind.MOMENTS, sums)
     out = group_norm(tensors[0], *tensors[2:], num_groups, x2=tensors[1]).numpy()
     assert relative_error(out, expected) < 2e-5
 
@@ -212,7 +214,7 @@ def test_a_large_mean_behind_a_producer_costs_no_digits(monkeypatch, rng, kind, 
         none = kind == "fp32" if on_hopper else image == (12, 13)  # tiles of conv2d.cu would be of two images
     else:
         x, none = avg_pool2d(x + bias, 2) if kind == "pooled" else upsample_nearest(x + bias), False
-    assert x.partials is None if none else x.partials.shape[-1] == 4
+    assert x.statistics is None if none else x.statistics.kind is Kind.CENTRED
     affine = np.ones(16), np.zeros(16)
     expected = norm(Tensor(x.numpy().astype(np.float64)), *map(Tensor, affine)).numpy()
     got = norm(x, *(Tensor(a.astype(np.float32), device="cuda") for a in affine)).numpy()
@@ -258,7 +260,7 @@ class Seen(Function):
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
-        Seen.dout, Seen.sums = Tensor(dout).numpy(), ctx.dout_partials
+        Seen.dout, Seen.sums = Tensor(dout).numpy(), ctx.dout_sums
         return (dout,)
 
 

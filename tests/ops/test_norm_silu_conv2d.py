@@ -211,10 +211,10 @@ def test_a_convolution_leaves_each_images_sums(monkeypatch, rng, dtype, tf32, po
     by_tma = on_hopper and (tf32 or (dtype == bfloat16 and channels == 64))
     exact = dtype != bfloat16 and not tf32
     if (image == (5, 7) and not by_tma) or (exact and on_hopper):
-        assert out.partials is None
+        assert out.statistics is None
         return
-    assert out.partials.shape[-1] == (2 if dtype == bfloat16 else 4)
-    values, sums = out.numpy().astype(np.float64), sums_of(out.partials)
+    assert out.statistics.sums.shape[-1] == (2 if dtype == bfloat16 else 4)
+    values, sums = out.numpy().astype(np.float64), sums_of(out.statistics)
     expected = np.stack([values.sum((1, 2)), (values**2).sum((1, 2))], -1)
     assert relative_error(sums, expected) < 1e-5
 

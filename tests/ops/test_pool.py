@@ -55,9 +55,9 @@ def test_max_pool2d_with_relu(device, rng, shape, size, stride, padding):
         max_pool2d(Tensor(np.zeros((1, 16, 16, 1))), 16, relu=True)
 
 
-def check_sums(partials, dx):
+def check_sums(statistics, dx):
     values = Tensor(dx).numpy().astype(np.float64)
-    sums = Tensor(partials).numpy().astype(np.float64).sum(1)
+    sums = Tensor(statistics.sums).numpy().astype(np.float64).sum(1)
     assert (np.abs(sums - values.sum((1, 2))) <= 1e-6 * np.abs(values).sum((1, 2))).all()
 
 
@@ -70,7 +70,7 @@ def test_max_pooling_leaves_the_sums_of_its_gradient(rng, shape, relu):
     dout = Tensor(rng.standard_normal(out.shape), dtype=np.float32, device="cuda").data
     node, _ = out._source
     (dx,) = node.function.backward_cuda(node.ctx, dout, needs=(True,), into=[None])
-    check_sums(node.ctx.din_partials[0], dx)
+    check_sums(node.ctx.din_statistics[0], dx)
 
 
 @pytest.mark.parametrize("channels", [1, 8])
@@ -117,14 +117,14 @@ def test_sums_travel_along(device, rng, op, shape):
         pytest.skip("only kernels leave sums")
     x = Tensor(rng.standard_normal(shape), requires_grad=True, dtype=np.float32, device=device)
     out = op(x)
-    values, sums = out.numpy().astype(np.float64), sums_of(out.partials)
+    values, sums = out.numpy().astype(np.float64), sums_of(out.statistics)
     np.testing.assert_allclose(sums, np.stack([values.sum((1, 2)), (values**2).sum((1, 2))], -1), rtol=1e-4, atol=1e-4)
     before = Tensor(rng.standard_normal(shape), dtype=np.float32, device=device).data
     dout = Tensor(rng.standard_normal(out.shape), dtype=np.float32, device=device).data
     node, _ = out._source
     (dx,) = node.function.backward_cuda(node.ctx, dout, needs=(True,), into=[Slot(before)])
     assert dx is before
-    check_sums(node.ctx.din_partials[0], dx)
+    check_sums(node.ctx.din_statistics[0], dx)
 
 
 @pytest.mark.parametrize("op", [avg_pool2d, upsample_nearest, lambda x: upsample_nearest(avg_pool2d(x))])

@@ -17,7 +17,8 @@ from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, WGRAD, Fusi
 from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.select import Offer
-from cudiff.cuda.sums import add_parts
+from cudiff.cuda.sums import add_parts, empty_statistics
+from cudiff.statistics import ChannelStatistics, Kind
 
 AnyImage = TypeVar("AnyImage", Array, Image)
 
@@ -39,14 +40,15 @@ def offer(p: Problem) -> Offer | None:
     return Offer(p.wanted & fused)
 
 
-def run(given: Operands, offer: Offer, p: Problem) -> Array | None:
+def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
     x, weight, out, fused = given.x, given.weight, given.out, offer.fused
     if p.direction == WGRAD:
         wgrad(x, out, weight, given.add)
         return None
     norm = given.norm if Fusion.NORM_BACKWARD in fused else None
-    sums = 2 if fused & {Fusion.STATISTICS, Fusion.NORM_BACKWARD} else int(Fusion.SUMS in fused)
-    return fprop(x, weight, out, given.epilogue, sums, p.direction == DGRAD, Fusion.RELU in fused, norm)
+    kinds = {Fusion.STATISTICS: Kind.MOMENTS, Fusion.NORM_BACKWARD: Kind.PRODUCTS, Fusion.SUMS: Kind.SUMS}
+    wanted = next((kind for fusion, kind in kinds.items() if fusion in fused), None)
+    return fprop(x, weight, out, given.epilogue, wanted, p.direction == DGRAD, Fusion.RELU in fused, norm)
 
 
 def _supports(p: Problem) -> bool:
@@ -102,13 +104,12 @@ def sums_bytes(few: int, columns: int, taps: int) -> int:
     return 4 * max(THREADS // 64 * blocks(depth, 16) * 16 * 32, depth * (columns + 1))
 
 
-def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, sums: int = 0, transposed: bool = False,
-          relu: bool = False, norm: Norm | None = None) -> Array | None:
+def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, wanted: Kind | None = None,
+          transposed: bool = False, relu: bool = False, norm: Norm | None = None) -> ChannelStatistics | None:
     """Convolution of x, written to out; or under `transposed`, gradient x of an output, that of the input to out.
 
-    Then ReLU, if `relu`, which an out of few channels does not take. Returns, of an out of many, so many `sums` for
-    each channel of a tile, float32 (N, tiles, K[, 2]): with 1 that of out, with 2 also that of its square. With `norm`,
-    as in `table.dgrad`, the second is of out times the norm's input.
+    Then ReLU, if `relu`, which an out of few channels does not take. Returns the
+    statistics that are wanted of an out of many: SUMS, MOMENTS, or with `norm` PRODUCTS, as in `table.dgrad`.
     """
     n, height, width, channels = x.shape
     outputs = out.shape[3]
@@ -127,15 +128,16 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, sums: int = 0
         return None
     rows, shared = _rows(n, height, lambda rows: copies_bytes(rows, width, fewer, taps))
     columns = _columns(outputs)
-    partials = empty((n, blocks(height, rows), outputs, 2)[: 2 + sums], float32) if sums else None
+    statistics = None if wanted is None else empty_statistics(wanted, n, blocks(height, rows), outputs)
     source, affine, groups = (None, (None,) * 6, 1) if norm is None else (norm.x, norm[3:], norm.mean.shape[1])
     launch(
         "conv2d_few_channels", "expand", (n * blocks(height, rows), outputs // columns), THREADS,
-        (x, weight, epilogue.bias, epilogue.emb, relu, out, partials, source, *affine, at, height, width, outputs, rows,
-         groups),
-        shared, **constants, BN=columns, SUMS=sums, NORM=int(norm is not None),
+        (x, weight, epilogue.bias, epilogue.emb, relu, out, None if statistics is None else statistics.sums, source,
+         *affine, at, height, width, outputs, rows, groups),
+        shared, **constants, BN=columns, SUMS=0 if wanted is None else wanted.numbers,
+        NORM=int(norm is not None),
     )
-    return partials
+    return statistics
 
 
 def wgrad(x: Array, dout: Array, dweight: Array, add: bool) -> None:
@@ -146,15 +148,15 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool) -> None:
     rows, shared = _rows(n, height, lambda rows: patches_bytes(rows, width, few.shape[3], taps))
     columns = _columns(channels)
     tiles = n * blocks(height, rows)
-    partials = empty((tiles, dweight.shape[0], dweight.size // dweight.shape[0]), float32)
+    parts = empty((tiles, dweight.shape[0], dweight.size // dweight.shape[0]), float32)
     shared = max(shared, sums_bytes(few.shape[3], columns, taps))
     at = _weight(dweight.shape[3], taps, few_last=few is x, flipped=few is dout)
     launch(
         "conv2d_few_channels", "wgrad", (tiles, channels // columns), THREADS,
-        (few, many, partials, at, height, width, channels, rows, patches_pitch(width)), shared,
+        (few, many, parts, at, height, width, channels, rows, patches_pitch(width)), shared,
         T=many.dtype, FEW_T=few.dtype, R=taps, FEW=few.shape[3], BN=columns, SUMS=0, NORM=0,
     )
-    add_parts(partials, dweight, add)
+    add_parts(parts, dweight, add)
 
 
 def _rows(n: int, height: int, bytes_of: Callable[[int], int]) -> tuple[int, int]:

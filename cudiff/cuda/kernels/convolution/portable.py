@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from cudiff.backend import Array, float32
 from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, FPROP, WGRAD, Fusion, Operands, Problem
 from cudiff.cuda.kernels.gemm.product import Epilogue, Plan, plan, problem_of, product_as
 from cudiff.cuda.kernels.shape import contiguous
-from cudiff.cuda.launch import aligned, empty
+from cudiff.cuda.launch import aligned
 from cudiff.cuda.select import Offer
-from cudiff.cuda.sums import empty_partials
+from cudiff.cuda.sums import empty_statistics
+from cudiff.statistics import ChannelStatistics, Kind, moments
 
 LONGEST = 2**15 - 1  # side of an image and its padding, of which two coordinates are in a word
 
@@ -22,7 +22,7 @@ def offer(p: Problem) -> Offer:
     return Offer(p.wanted & fused, plan=sums)
 
 
-def run(given: Operands, offer: Offer, p: Problem) -> Array | None:
+def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
     """What `table.fprop` and `table.dgrad` return. Raises ValueError for an image that is too long."""
     a, b, out, epilogue = given.x, given.weight, given.out, given.epilogue
     x, result = p.x.shape, p.out.shape
@@ -49,24 +49,25 @@ def run(given: Operands, offer: Offer, p: Problem) -> Array | None:
     def makes_sums(chosen: Plan) -> bool:
         return offer.plan and _makes_sums(chosen, pixels)
 
-    def launch_as(chosen: Plan) -> Array | None:
-        sums, sources, normed, mode = None, (given.x2, c1), (None,) * 7 + (1,), 0
+    def launch_as(chosen: Plan) -> ChannelStatistics | None:
+        statistics, sources, normed, mode = None, (given.x2, c1), (None,) * 7 + (1,), 0
         if makes_sums(chosen):
             tiles = pixels * chosen.tile.warps_m // chosen.tile.rows
             if p.direction == FPROP:
-                sums = empty_partials(n, tiles, extent[1], out.dtype)
+                statistics = empty_statistics(moments(out.dtype), n, tiles, extent[1])
             elif given.norm is not None:
                 norm = given.norm
-                sums = empty((n, tiles, extent[1], 2), float32)
+                statistics = empty_statistics(Kind.PRODUCTS, n, tiles, extent[1])
                 sources = norm.x2, norm.x.shape[3]
                 normed, mode = (norm.x, *norm[3:], norm.mean.shape[1]), 1 if norm.silu else 2
         product_as(
             chosen, "conv2d", a, b, out, extent[1],
-            (n, height, width, c, *size, k, *kernel, *p.stride, *p.padding, *sources, sums, *normed), extent, epilogue,
+            (n, height, width, c, *size, k, *kernel, *p.stride, *p.padding, *sources,
+             None if statistics is None else statistics.sums, *normed), extent, epilogue,
             p.tf32, PASS=p.direction, A_VEC=a_vec, B_VEC=b_vec, DILATED=p.direction == DGRAD and p.stride != (1, 1),
             UPSAMPLE=upsample, PAIR=given.x2 is not None, NORM=mode,
         )
-        return sums
+        return statistics
 
     problem = problem_of(a.dtype, extent, p.tf32, a_vec and b_vec)
     return plan.run(problem, launch_as, [out] if epilogue.addend is out else [], makes_sums)

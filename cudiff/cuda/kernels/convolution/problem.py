@@ -20,7 +20,7 @@ class Fusion:
 
     BIAS, EMB, ADDEND = "bias", "emb", "addend"  # the epilogue's
     RELU = "relu"  # after all that is added
-    STATISTICS = "statistics"  # of fprop's result, for a norm: see `Tensor.partials`
+    STATISTICS = "statistics"  # of fprop's result, for a norm: see `Tensor.statistics`
     SKIP = "skip"  # the result of a skip path is added to fprop's
     SECOND_SOURCE = "second source"  # the input's channels lie in two images
     UPSAMPLE = "upsample"  # the input is seen twice as high and wide

@@ -14,9 +14,10 @@ from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.cuda.kernels.shape import at_16_bytes, turned
 from cudiff.cuda.launch import blocks, launch
 from cudiff.cuda.select import Offer
-from cudiff.cuda.sums import empty_partials
+from cudiff.cuda.sums import empty_statistics
 from cudiff.cuda.tensor_map import tensor_map
 from cudiff.cuda.tiles import Planner
+from cudiff.statistics import ChannelStatistics, Kind, moments
 
 CHANNELS = 64  # of a tile
 ROW_BYTES = 128  # of shared memory
@@ -261,7 +262,7 @@ def full_tiles(images: tuple[int, ...], apart: bool) -> tuple[int, int, int]:
 
 def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: bool = False, statistics: bool = False,
           relu: bool = False, x2: Array | None = None, out2: Array | None = None, chosen: Plan | None = None,
-          norm: Norm | None = None, skip: Skip | None = None, upsample: bool = False) -> Array | None:
+          norm: Norm | None = None, skip: Skip | None = None, upsample: bool = False) -> ChannelStatistics | None:
     """Convolution of x (N, H, W, C), written to out (N, H, W, K), and what the epilogue adds; then ReLU, if `relu`.
 
     The result of `skip` is added too, where `offer` says so; then the epilogue is a bias alone. `upsample`: out is
@@ -271,8 +272,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
 
     weight (K, R, S, C); or under `transposed` (C, R, S, K): then out is the gradient of the input whose output had the
     gradient x; `norm` is as in `table.dgrad`. `chosen`, taken instead of `plan`'s, is for x's shape, upsampled.
-    Returns out's `Tensor.partials`, if `statistics`, or with `norm` the sums of out and of out times the norm's input:
-    float32 (N, tiles, K, 2).
+    Returns out's moments, if `statistics`, or with `norm` PRODUCTS.
     """
     kernel, (n, height, columns, split) = weight.shape[1:3], x.shape
     if upsample:
@@ -300,7 +300,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
         same = array.shape[:3] == (n, height, columns)
         return array if same else array.reshape(n, height, columns, array.shape[-1])
 
-    def run(chosen: Plan) -> Array | None:
+    def run(chosen: Plan) -> ChannelStatistics | None:
         tile, cluster, rows, each, halos, weights, shared = chosen
         pitch, result_box = pitch_of(kernel[1], upsample), (1, min(rows, tile.pixels // 8 // cluster), 8, chunk)
         read, read_box = (added, result_box) if skip is None else (skip[:2], (1, rows, 8, chunk))
@@ -319,20 +319,22 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
             for array, box in ((out2, result_box), (read[0], read_box), (read[1], read_box))
         )
         tiles = tiles_of(shape, rows) * cluster
-        partials = empty_partials(n, tiles, outputs, x.dtype) if statistics or norm is not None else None
+        left = None
+        if statistics or norm is not None:
+            left = empty_statistics(moments(x.dtype) if statistics else Kind.PRODUCTS, n, tiles, outputs)
         launch(
             "conv2d_sm90", "conv2d_sm90", (each, blocks(outputs, CHANNELS), cluster), 384,
             (
                 x_map, x_map if x2 is None else source(x2), weight_map, out_map, *maps,
                 weight_map if skip is None else _weight_map(skip.weight, chunk), epilogue.bias, skip_bias, epilogue.emb,
-                partials, *affine, n, height, columns, channels, outputs, kernel[1], skip_channels, rows, halos,
-                weights, split, first_outputs, skip_split, groups,
+                None if left is None else left.sums, *affine, n, height, columns, channels, outputs, kernel[1],
+                skip_channels, rows, halos, weights, split, first_outputs, skip_split, groups,
             ),
             shared, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP", PIXELS=tile.pixels,
             ADDS=int(addend is not None), STATISTICS=int(statistics), NORM=0 if norm is None else 1 if norm.silu else 2,
             RELU=int(relu), SKIP=int(skip is not None), CLUSTER=cluster, UPSAMPLE=int(upsample),
         )
-        return partials
+        return left
 
     if chosen is not None:
         return run(chosen)

@@ -27,6 +27,7 @@ from cudiff.cuda.kernels.gemm.table import linear
 from cudiff.cuda.kernels.pool import TWICE, spread_windows
 from cudiff.cuda.launch import empty
 from cudiff.cuda.select import ANY, SM90, Offer, Row, Table
+from cudiff.statistics import ChannelStatistics
 
 
 def _without_statistics(offer: Callable[[Problem], Offer | None]) -> Callable[[Problem], Offer | None]:
@@ -65,11 +66,11 @@ CONVOLUTION = Table(
 
 
 def fprop(given: Operands, stride: Pair, padding: Pair, statistics: bool = False, relu: bool = False,
-          upsample: bool = False) -> Array | None:
+          upsample: bool = False) -> ChannelStatistics | None:
     """Convolution, written to given.out (N, Ho, Wo, K), with all that is added to it; then ReLU, if `relu`.
 
-    `upsample`: of an input twice as high and wide, each pixel four times. Returns out's `Tensor.partials`, if
-    `statistics` and the kernel makes them.
+    `upsample`: of an input twice as high and wide, each pixel four times. Returns out's moments, if `statistics`
+    and the kernel makes them.
     """
     given = _of_images(given)
     asked = {Fusion.STATISTICS: statistics, Fusion.RELU: relu, Fusion.UPSAMPLE: upsample}
@@ -79,10 +80,10 @@ def fprop(given: Operands, stride: Pair, padding: Pair, statistics: bool = False
         given = given._replace(skip=None, epilogue=given.epilogue._replace(addend=_skipped(given)))
         return fprop(given, stride, padding, statistics, relu, upsample)
     assert Fusion.CAST not in chosen.left
-    sums = chosen.row.run(given, chosen.offer, problem)
+    moments = chosen.row.run(given, chosen.offer, problem)
     if Fusion.RELU in chosen.left:
         relu_forward(given.out, given.out)
-    return sums
+    return moments
 
 
 def _skipped(given: Operands) -> Array:
@@ -95,13 +96,12 @@ def _skipped(given: Operands) -> Array:
     return out
 
 
-def dgrad(given: Operands, stride: Pair, padding: Pair, sums: bool = False) -> Array | None:
+def dgrad(given: Operands, stride: Pair, padding: Pair, sums: bool = False) -> ChannelStatistics | None:
     """Gradient of the input, written to given.out (N, H, W, C), and what the epilogue adds.
 
-    Returns its sums, float32 (N, tiles, C), if `sums` and the kernel makes them. Where the input is what a norm made,
+    Returns its SUMS, if `sums` and the kernel makes them. Where the input is what a norm made,
     `given.norm`, and the epilogue is empty, out may become d_preact, the gradient of the norm's output before SiLU.
-    Then this returns d_preact's sums and those of d_preact·x, x the norm's input, in float32 of d_preact·(x - mean): an
-    array (N, tiles, C, 2) of float32; else None.
+    Then this returns PRODUCTS, with x the norm's input, in float32 x - mean; else None.
     """
     given = _of_images(given)
     problem = problem_of(DGRAD, given, stride, padding, *((Fusion.SUMS,) if sums else ()))
@@ -115,7 +115,7 @@ def wgrad(given: Operands, stride: Pair, padding: Pair, upsample: bool = False) 
     problem = problem_of(WGRAD, given, stride, padding, *((Fusion.UPSAMPLE,) if upsample else ()))
     chosen = CONVOLUTION.select(problem)
     if Fusion.UPSAMPLE in chosen.left:
-        x, _ = spread_windows(given.x, given.out.shape[1:3], TWICE, 1.0, moments=0)
+        x, _ = spread_windows(given.x, given.out.shape[1:3], TWICE, 1.0, None)
         return wgrad(given._replace(x=x), stride, padding)
     assert Fusion.CAST not in chosen.left
     return chosen.row.run(given, chosen.offer, problem)

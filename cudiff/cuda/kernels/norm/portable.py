@@ -13,7 +13,8 @@ from cudiff.cuda.deferred import batched
 from cudiff.cuda.kernels.norm.problem import Backward, Forward, Problem, kernel_constants
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.select import Offer
-from cudiff.cuda.sums import add_rows, are_centred, empty_partials
+from cudiff.cuda.sums import add_rows, empty_statistics
+from cudiff.statistics import Kind
 
 _FEW_TILES, _FEW_CHANNELS = 64, 2048  # that every block of an image may add up anew
 _SILU_DONE, _STREAM_BYTES = 2, 16 * 256 * 16  # of input_gradients
@@ -26,7 +27,7 @@ def offer_forward(p: Problem) -> Offer | None:
 def forward(given: Forward, plan: None, p: Problem) -> None:
     y, mean, rstd, x, x2, weight, bias, scale, shift, *_ = given
     share = np.float64(p.groups / (p.pixels * p.channels))
-    sums = _partials_of(given, p)
+    sums = _statistics_of(given, p)
     shared = 16 * max(256, p.channels)  # two doubles for each channel, or each thread
     statistics: tuple = (None, None)
     found: tuple = (mean, rstd)
@@ -42,19 +43,21 @@ def forward(given: Forward, plan: None, p: Problem) -> None:
             across, given.silu, *sums, *found, share, given.eps), shared, **p.constants)
 
 
-def _partials_of(given: Forward, p: Problem) -> tuple:
-    """For both sources: partials, made by a pass where none came; whether they are centred; tiles."""
+def _statistics_of(given: Forward, p: Problem) -> tuple:
+    """For both sources: sums, made by a pass where none came; whether they are centred; tiles."""
     operands: list = []
-    for source, sums in zip((given.x, given.x2), given.partials, strict=True):
-        if source is not None and sums is None:
+    for source, statistics in zip((given.x, given.x2), given.statistics, strict=True):
+        if source is not None and statistics is None:
             width = source.shape[-1]
             constants = kernel_constants(source)
             pack = 16 // source.dtype.itemsize if constants["VEC"] else 1
             tiles, chunks, across = tiling(p.images, p.pixels, width, pack, p.multiprocessors)
-            sums = empty_partials(p.images, tiles, width, float32)
+            statistics = empty_statistics(Kind.CENTRED, p.images, tiles, width)
             launch("group_norm", "statistics", (p.images * tiles, chunks), 256,
-                   (source, sums, p.pixels, width, tiles, across), **constants)
-        operands += [None, False, 0] if sums is None else [sums, are_centred(sums), sums.shape[1]]
+                   (source, statistics.sums, p.pixels, width, tiles, across), **constants)
+        operands += [None, False, 0] if statistics is None else [
+            statistics.sums, statistics.kind is Kind.CENTRED, statistics.tiles
+        ]
     return tuple(operands)
 
 
@@ -68,22 +71,22 @@ def backward(given: Backward, plan: None, p: Problem) -> None:
     totals = empty((p.images, p.channels, 2), float32)
     modulation = (totals, *given.dscale, *given.dshift)
     sizes = (p.pixels, p.channels1, p.channels2, tiles, across)
-    activation = _SILU_DONE if given.silu and given.partials is not None else int(given.silu)
-    partials = given.partials
-    if partials is None:
-        partials = empty((p.images, tiles, p.channels, 2), float32)
+    statistics = given.statistics
+    activation = _SILU_DONE if given.silu and statistics is not None else int(given.silu)
+    if statistics is None:
+        statistics = empty_statistics(Kind.PRODUCTS, p.images, tiles, p.channels)
         launch("group_norm", "backward_sums", (p.images * tiles, chunks), 256,
-               (partials, given.dy, given.x, given.x2, *given.affine, *sizes, given.silu), **p.constants)
-    means, count, shared = None, partials.shape[1], 8 * (256 + p.channels)
+               (statistics.sums, given.dy, given.x, given.x2, *given.affine, *sizes, given.silu), **p.constants)
+    means, sums, count, shared = None, statistics.sums, statistics.tiles, 8 * (256 + p.channels)
     applies = given.needs[0] or given.needs[1] or given.y is not None
     if not applies or count > _FEW_TILES or p.channels > _FEW_CHANNELS:
         means = empty((p.images, p.groups, 2), float32)
         launch("group_norm", "finish_sums", p.images, 256,
-               (partials, means, *modulation, *given.affine, p.pixels, p.channels, count), shared, **p.constants)
-        partials, shared = None, 0
+               (sums, means, *modulation, *given.affine, p.pixels, p.channels, count), shared, **p.constants)
+        sums, shared = None, 0
     if applies:
         launch("group_norm", "input_gradients", (p.images * tiles, chunks), 256,
-               (*given.dx, *given.dx2, given.y, *own_sums, means, partials, count, *modulation, given.dy, given.x,
+               (*given.dx, *given.dx2, given.y, *own_sums, means, sums, count, *modulation, given.dy, given.x,
                 given.x2, *given.affine, *sizes, activation),
                _STREAM_BYTES + shared, **p.constants)
     affine_gradients(totals, given.dweight, given.dbias)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, float32
-from cudiff.cuda.launch import empty
+from cudiff.cuda.sums import empty_statistics
+from cudiff.statistics import ChannelStatistics, Kind
 
 
 class Problem(NamedTuple):
@@ -47,8 +48,8 @@ class Problem(NamedTuple):
 
 class Forward(NamedTuple):
     """Arrays: y (N, ..., C1 + C2) and float32 mean and rstd (N, G), to be written; x (N, ..., C1) and x2 (N, ..., C2)
-    or None; float32 weight and bias (C,), scale and shift (N, C) or None; `partials`, the channel statistics that came
-    with x and x2, or None."""
+    or None; float32 weight and bias (C,), scale and shift (N, C) or None; `statistics`, those that came with x and
+    x2, or None."""
 
     y: Array
     mean: Array
@@ -59,7 +60,7 @@ class Forward(NamedTuple):
     bias: Array
     scale: Array | None
     shift: Array | None
-    partials: tuple[Array | None, Array | None]
+    statistics: tuple[ChannelStatistics | None, ChannelStatistics | None]
     eps: float
     silu: bool
 
@@ -69,9 +70,9 @@ Target = list[Any]
 
 
 class Backward(NamedTuple):
-    """The same with dy, where y goes once more (or None), and the gradients' targets. `partials`, float32
-    (N, tiles, C, 2): the sums of d_preact and of d_preact·x that came with dy, which is then d_preact. `sums` receives
-    at 0 and 1 the sums of dx and dx2 over tiles of pixels, float32 (N, tiles, C), where they are wanted."""
+    """The same with dy, where y goes once more (or None), and the gradients' targets. `statistics`, or
+    None: PRODUCTS that came with dy, which is then d_preact. `leaves` receives at 0 and 1 the SUMS of dx and dx2, where
+    they are wanted."""
 
     dy: Array
     x: Array
@@ -85,17 +86,20 @@ class Backward(NamedTuple):
     dscale: Target
     dshift: Target
     y: Array | None
-    partials: Array | None
-    sums: dict[int, Array] | None
+    statistics: ChannelStatistics | None
+    leaves: dict[int, ChannelStatistics | None] | None
     needs: tuple[bool, ...]
 
     def make_sums(self, p: Problem, tiles: int) -> tuple[Array | None, Array | None]:
-        """Fill `sums` with arrays for so many tiles. Returns those of dx and dx2."""
-        if self.sums is None:
+        """Fill `leaves`, of so many tiles. Returns the arrays for the sums of dx and dx2."""
+        if self.leaves is None:
             return None, None
-        widths = p.channels1, p.channels2
-        self.sums.update({i: empty((p.images, tiles, widths[i]), float32) for i in (0, 1) if self.needs[i]})
-        return self.sums.get(0), self.sums.get(1)
+        arrays: list[Array | None] = [None, None]
+        for i, width in enumerate((p.channels1, p.channels2)):
+            if self.needs[i]:
+                self.leaves[i] = statistics = empty_statistics(Kind.SUMS, p.images, tiles, width)
+                arrays[i] = statistics.sums
+        return arrays[0], arrays[1]
 
 
 def extent(x: Array, x2: Array | None) -> tuple[int, int, int, int]:

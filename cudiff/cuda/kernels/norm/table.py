@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_sum, gradient_sums, gradient_target
 from cudiff.cuda.device import current_device
@@ -10,6 +12,7 @@ from cudiff.cuda.kernels.norm.problem import Backward, Forward, Problem, Target,
 from cudiff.cuda.launch import empty
 from cudiff.cuda.select import ANY, SM90, Row, Table
 from cudiff.gradient import Slot
+from cudiff.statistics import ChannelStatistics
 
 NORM = Table(
     "group norm",
@@ -28,17 +31,18 @@ NORM = Table(
 
 def forward(x: Array, x2: Array | None, weight: Array, bias: Array, num_groups: int, eps: float, silu: bool,
             scale: Array | None = None, shift: Array | None = None,
-            partials: tuple[Array | None, Array | None] = (None, None)) -> tuple[Array, Array, Array]:
-    """y (N, ..., C1 + C2), mean and rstd (N, G). `partials`: the sums that came with x and x2, where they did."""
+            statistics: Sequence[ChannelStatistics | None] = (None, None)) -> tuple[Array, Array, Array]:
+    """y (N, ..., C1 + C2), mean and rstd (N, G). `statistics`: those that came with x and x2, where they did."""
     n, pixels, channels1, channels2 = extent(x, x2)
     y = empty((*x.shape[:-1], channels1 + channels2), x.dtype)
     mean, rstd = empty((n, num_groups), float32), empty((n, num_groups), float32)
     constants = kernel_constants(x, x2, y, parameters=(weight, bias, scale, shift))
-    summed = all(source is None or sums is not None for source, sums in zip((x, x2), partials, strict=True))
+    first, second = statistics
+    summed = first is not None and (x2 is None or second is not None)
     problem = Problem(False, x.dtype, n, pixels, channels1, channels2, num_groups, packs=bool(constants["VEC"]),
                       summed=summed, two_terms=False, multiprocessors=current_device().multiprocessors)
     chosen = NORM.select(problem)
-    given = Forward(y, mean, rstd, x, x2, weight, bias, scale, shift, partials, eps, silu)
+    given = Forward(y, mean, rstd, x, x2, weight, bias, scale, shift, (first, second), eps, silu)
     chosen.row.run(given, chosen.offer.plan, problem)
     return y, mean, rstd
 
@@ -46,15 +50,14 @@ def forward(x: Array, x2: Array | None, weight: Array, bias: Array, num_groups: 
 def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, mean: Array, rstd: Array,
              silu: bool, scale: Array | None = None, shift: Array | None = None, *, needs: tuple[bool, ...],
              into: tuple[Slot | None, ...], y: Array | None = None,
-             sums: dict[int, Array] | None = None, partials: Array | None = None) -> tuple[Array | None, ...]:
+             leaves: dict[int, ChannelStatistics | None] | None = None,
+             statistics: ChannelStatistics | None = None) -> tuple[Array | None, ...]:
     """dx, dx2, dweight, dbias, dscale, dshift: None where `needs` says so, else where `gradient_target` says, for dx
     and dx2 `gradient_sum`, or `gradient_sums` for dx alone.
 
-    The gradients of parameters, scale and shift are float32. `y`, where given, receives the output once more. `sums`,
-    where given, receives at 0 and 1 the sums of dx and dx2, with what they had before, over tiles of pixels: float32
-    (N, tiles, C). `partials`, where given, float32 (N, tiles, C, 2): the sums of d_preact and of d_preact·x, in float32
-    of d_preact·(x - mean), that came with dy. Then dy is d_preact, the gradient before SiLU (see `dgrad` of the
-    convolutions).
+    The gradients of parameters, scale and shift are float32. `y`, where given, receives the output once more. `leaves`,
+    where given, receives at 0 and 1 the SUMS of dx and dx2, with what they had before. `statistics`, where given:
+    PRODUCTS that came with dy, in float32 of d_preact·(x - mean). Then dy is d_preact: see `dgrad` of convolutions.
     """
     n, pixels, channels1, channels2 = extent(x, x2)
     channels, groups = channels1 + channels2, mean.shape[1]
@@ -72,10 +75,10 @@ def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, 
     )
     constants = kernel_constants(dy, x, x2, *dx, *dx2, y)
     problem = Problem(True, x.dtype, n, pixels, channels1, channels2, groups, packs=bool(constants["VEC"]),
-                      summed=partials is not None, two_terms=more is not None,
+                      summed=statistics is not None, two_terms=more is not None,
                       multiprocessors=current_device().multiprocessors)
     chosen = NORM.select(problem)
     given = Backward(dy, x, x2, (weight, bias, scale, shift, mean, rstd, groups), silu, dx, dx2, dweight, dbias, dscale,
-                     dshift, y, partials, sums, needs)
+                     dshift, y, statistics, leaves, needs)
     chosen.row.run(given, chosen.offer.plan, problem)
     return tuple(target[0] for target in (dx, dx2, dweight, dbias, dscale, dshift))
