@@ -27,14 +27,15 @@ int64 = np.dtype(np.int64)
 DTYPES = frozenset(map(np.dtype, "?bhilqBHILQefd")) | {bfloat16}
 """What a Tensor holds: bool, integers, and floats of up to 64 bits."""
 
+FLOATS = frozenset({bfloat16, float16, float32, float64})
+
 PRECISIONS = {"fp32": float32, "tf32": float32, "bf16": bfloat16, "fp16": float16}
 """The storage type of activations for each `precision`; tf32 stores float32 and rounds inside matrix products."""
 
 
 def is_float(dtype: Any) -> bool:
-    """Whether `dtype` is a floating type, bfloat16 included."""
-    dtype = np.dtype(dtype)
-    return dtype == bfloat16 or np.issubdtype(dtype, np.floating)
+    """Whether `dtype` is one of `FLOATS`."""
+    return np.dtype(dtype) in FLOATS
 
 
 def is_low(dtype: Any) -> bool:

@@ -75,7 +75,7 @@ class Function:
         needs = tuple(recording and t is not None and t.requires_grad for t in inputs)
         ctx = Context(needs, tuple(None if t is None else t.statistics for t in inputs))
         dtype = cls.operand_dtype(inputs, attrs)
-        arrays = [None if t is None else t.operand(dtype) for t in inputs]
+        arrays = [None if t is None else t.data if type(t) is Tensor else t.operand(dtype) for t in inputs]
         forward = cls.forward_cuda if device == "cuda" else cls.forward_numpy  # type: ignore[attr-defined]
         results = forward(ctx, *arrays, **attrs)
         several = isinstance(results, tuple)

@@ -18,9 +18,8 @@ class Kind(Enum):
     CENTRED = "pixels, a centre, and the sums of differences from it and of their squares", 4
     PRODUCTS = "of d_preact, the gradient of a norm's output before SiLU, and of d_preact times the norm's input", 2
 
-    @property
-    def numbers(self) -> int:
-        return self.value[1]
+    def __init__(self, of: str, numbers: int) -> None:
+        self.of, self.numbers = of, numbers
 
 
 class ChannelStatistics(NamedTuple):

@@ -173,4 +173,4 @@ def _checked(name: str, x: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
     weight, bias, *running = operands
     if any(is_low(moment.dtype) for moment in running):
         raise TypeError(f"{name} moves running_mean and running_var in place: float32, not {running[0].dtype}")
-    return x, as_wide(weight), as_wide(bias), *running
+    return x, *as_wide(weight, bias), *running

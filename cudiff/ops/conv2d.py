@@ -255,7 +255,7 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | 
         raise ValueError(f"conv2d: x of shape {x.shape} (N, H, W, C) does not fit weight {weight.shape} (K, R, S, C)")
     if min(out_size(x.shape[1:3], weight.shape[1:3], stride, padding)) < 1:
         raise ValueError(f"conv2d: x of shape {x.shape} padded by {padding} is smaller than the kernel {weight.shape}")
-    check_bias("conv2d", bias, weight.shape[0])
+    check_bias("conv2d", None if bias is None else bias.shape, weight.shape[0])
     require_floats("conv2d", x, weight, bias)
     return Conv2d.apply(x, weight, bias, stride=stride, padding=padding)
 
@@ -276,7 +276,7 @@ def conv_transpose2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stri
     )
     if min(size) < 1:
         raise ValueError(f"conv_transpose2d: x of shape {x.shape} leaves nothing inside the padding {padding}")
-    check_bias("conv_transpose2d", bias, weight.shape[3])
+    check_bias("conv_transpose2d", None if bias is None else bias.shape, weight.shape[3])
     require_floats("conv_transpose2d", x, weight, bias)
     return ConvTranspose2d.apply(x, weight, bias, size=size, stride=stride, padding=padding)
 
@@ -294,6 +294,6 @@ def _steps(name: str, stride: int | Pair, padding: int | Pair) -> tuple[Pair, Pa
     return pairs
 
 
-def check_bias(name: str, bias: Tensor | None, channels: int) -> None:
-    if bias is not None and bias.shape != (channels,):
-        raise ValueError(f"{name}: the bias has shape {bias.shape}, not {(channels,)}")
+def check_bias(name: str, shape: tuple[int, ...] | None, channels: int) -> None:
+    if shape is not None and shape != (channels,):
+        raise ValueError(f"{name}: the bias has shape {shape}, not {(channels,)}")

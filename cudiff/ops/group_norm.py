@@ -18,6 +18,8 @@ from cudiff.ops.cast import as_wide, downcast, require_floats, upcast
 from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map
 
+Shape = tuple[int, ...] | None
+
 
 def statistics_numpy(x: Array, num_groups: int, eps: float) -> tuple[Array, Array]:
     """mean and rstd (N, G) of x (N, S, C); in two passes, so that a large mean costs no digits."""
@@ -191,17 +193,17 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int = 32, ep
         raise ValueError(f"group_norm: x {x.shape} {x.dtype} and x2 {x2.shape} {x2.dtype} differ before the channels")
     channels = x.shape[-1] + (0 if x2 is None else x2.shape[-1])
     norm = weight, bias, scale, shift
-    check_norm("group_norm", x.shape[0], channels, num_groups, *norm)
+    check_norm("group_norm", x.shape[0], channels, num_groups, *(None if t is None else t.shape for t in norm))
     require_floats("group_norm", x, *norm)
-    return GroupNorm.apply(x, x2, *map(as_wide, norm), num_groups=num_groups, eps=eps, silu=silu)
+    return GroupNorm.apply(x, x2, *as_wide(*norm), num_groups=num_groups, eps=eps, silu=silu)
 
 
-def check_norm(name: str, images: int, channels: int, num_groups: int, weight: Tensor | None, bias: Tensor | None,
-               scale: Tensor | None, shift: Tensor | None) -> None:
-    """Raise ValueError where what modulates a norm does not fit its (images, ..., channels)."""
+def check_norm(name: str, images: int, channels: int, num_groups: int, weight: Shape, bias: Shape, scale: Shape,
+               shift: Shape) -> None:
+    """Raise ValueError where the shapes of what modulates a norm do not fit its (images, ..., channels)."""
     if num_groups < 1 or channels % num_groups:
         raise ValueError(f"{name}: {channels} channels do not divide into {num_groups} groups")
-    for which, operand, shape in (("weight", weight, (channels,)), ("bias", bias, (channels,)),
+    for which, given, shape in (("weight", weight, (channels,)), ("bias", bias, (channels,)),
                                   ("scale", scale, (images, channels)), ("shift", shift, (images, channels))):
-        if operand is not None and operand.shape != shape:
-            raise ValueError(f"{name}: the norm's {which} has shape {operand.shape}, not {shape}")
+        if given is not None and given != shape:
+            raise ValueError(f"{name}: the norm's {which} has shape {given}, not {shape}")

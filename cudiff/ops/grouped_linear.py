@@ -160,5 +160,5 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], silu
                 f"{bias.shape} do not agree"
             )
     require_floats("linears", x, *weights, *biases)
-    outs = GroupedLinear.apply(*map(as_wide, (x, *weights, *biases)), silu=silu)
+    outs = GroupedLinear.apply(*as_wide(x, *weights, *biases), silu=silu)
     return tuple(astype(out, x.dtype) for out in outs)

@@ -89,4 +89,4 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
     if weight.shape != x.shape[-1:] or bias.shape != x.shape[-1:]:
         raise ValueError(f"layer_norm: weight {weight.shape} and bias {bias.shape} do not fit x {x.shape}")
     require_floats("layer_norm", x, weight, bias)
-    return LayerNorm.apply(x, as_wide(weight), as_wide(bias), eps=eps)
+    return LayerNorm.apply(x, *as_wide(weight, bias), eps=eps)

@@ -73,4 +73,4 @@ def mse(pred: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
     if weight is not None and weight.shape != pred.shape[:1]:
         raise ValueError(f"mse: the weight has shape {weight.shape}, not {pred.shape[:1]}")
     dtype = result_dtype(pred, target, floating=True)
-    return MSE.apply(astype(pred, dtype), astype(target, dtype), as_wide(weight))
+    return MSE.apply(astype(pred, dtype), astype(target, dtype), *as_wide(weight))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -245,12 +246,11 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
     `statistics` says that a norm follows: kernels then leave the sums that it needs. Raises ValueError where shapes do
     not agree, TypeError for a conversion that is not between floating dtypes.
     """
-    _check(x, x2, weight, bias, emb, residual, residual2, skip_weight, skip_bias, upsample)
-    if norm_weight is not None:
-        norm = norm_weight, norm_bias, scale, shift
-        check_norm("norm_silu_conv2d", x.shape[0], weight.shape[-1], num_groups, *norm)
+    given = Inputs(x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight,
+                   skip_bias)
+    _check(Inputs(*(None if t is None else t.data.shape for t in given)), num_groups, upsample)
     require_floats("norm_silu_conv2d", x, weight, bias, norm_weight, norm_bias, scale, shift, emb)
-    norm_weight, norm_bias, scale, shift, emb = map(as_wide, (norm_weight, norm_bias, scale, shift, emb))
+    norm_weight, norm_bias, scale, shift, emb = as_wide(norm_weight, norm_bias, scale, shift, emb)
     own = dtype = x.dtype if dtype is None else np.dtype(dtype)
     if dtype != x.dtype:
         if not (is_float(x.dtype) and is_float(dtype)):
@@ -270,39 +270,42 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
     return astype(out, dtype)
 
 
-def _check(x: Tensor, x2: Tensor | None, weight: Tensor, bias: Tensor | None, emb: Tensor | None,
-           residual: Tensor | None, residual2: Tensor | None, skip_weight: Tensor | None, skip_bias: Tensor | None,
-           upsample: bool) -> None:
-    """Raise ValueError where shapes do not agree, but for those of the norm."""
-    channels = x.shape[-1] + (0 if x2 is None else x2.shape[-1])
-    if x.ndim != 4 or weight.ndim not in (2, 4) or weight.shape[-1] != channels:
+@functools.cache
+def _check(shapes: Inputs, num_groups: int, upsample: bool) -> None:
+    """Raise ValueError where the inputs' shapes do not agree."""
+    x, weight = shapes.x, shapes.weight
+    channels = x[-1] + (0 if shapes.x2 is None else shapes.x2[-1])
+    if len(x) != 4 or len(weight) not in (2, 4) or weight[-1] != channels:
         raise ValueError(
-            f"norm_silu_conv2d: x {x.shape} (N, H, W, C), {channels} channels in all, does not fit weight "
-            f"{weight.shape} (K, [R, S,] C)"
+            f"norm_silu_conv2d: x {x} (N, H, W, C), {channels} channels in all, does not fit weight {weight} "
+            f"(K, [R, S,] C)"
         )
-    check_bias("norm_silu_conv2d", bias, weight.shape[0])
-    sources = [source.shape[-1] for source in (residual, residual2) if source is not None]
-    if skip_weight is not None:
-        if residual is None or skip_weight.shape != (weight.shape[0], 1, 1, sum(sources)):
+    outputs = weight[0]
+    check_bias("norm_silu_conv2d", shapes.bias, outputs)
+    sources = [source[-1] for source in (shapes.residual, shapes.residual2) if source is not None]
+    if shapes.skip_weight is not None:
+        if shapes.residual is None or shapes.skip_weight != (outputs, 1, 1, sum(sources)):
             raise ValueError(
-                f"norm_silu_conv2d: skip_weight {skip_weight.shape} is not (K, 1, 1, C) of weight {weight.shape} and "
-                f"of a residual of {sum(sources)} channels"
+                f"norm_silu_conv2d: skip_weight {shapes.skip_weight} is not (K, 1, 1, C) of weight {weight} and of a "
+                f"residual of {sum(sources)} channels"
             )
-        check_bias("norm_silu_conv2d", skip_bias, weight.shape[0])
-    elif residual2 is not None:
+        check_bias("norm_silu_conv2d", shapes.skip_bias, outputs)
+    elif shapes.residual2 is not None:
         raise ValueError("norm_silu_conv2d: residual2 needs a skip_weight; add it to residual without one")
     else:
-        sources = [weight.shape[0]]
-    times, kernel = 2 if upsample else 1, weight.shape[1:3] if weight.ndim == 4 else (1, 1)
-    size = out_size((x.shape[1] * times, x.shape[2] * times), kernel, (1, 1), pair(kernel[0] // 2))
-    for name, operand, shape in (
-        ("x2", x2, (*x.shape[:3], channels - x.shape[3])),
-        ("emb", emb, (x.shape[0], weight.shape[0])),
-        ("residual", residual, (x.shape[0], *size, sources[0])),
-        ("residual2", residual2, (x.shape[0], *size, sources[-1])),
+        sources = [outputs]
+    times, kernel = 2 if upsample else 1, weight[1:3] if len(weight) == 4 else (1, 1)
+    size = out_size((x[1] * times, x[2] * times), kernel, (1, 1), pair(kernel[0] // 2))
+    for name, shape in (
+        ("x2", (*x[:3], channels - x[3])), ("emb", (x[0], outputs)), ("residual", (x[0], *size, sources[0])),
+        ("residual2", (x[0], *size, sources[-1])),
     ):
-        if operand is not None and operand.shape != shape:
-            raise ValueError(f"norm_silu_conv2d: {name} has shape {operand.shape}, not {shape}")
+        given = getattr(shapes, name)
+        if given is not None and given != shape:
+            raise ValueError(f"norm_silu_conv2d: {name} has shape {given}, not {shape}")
+    if shapes.norm_weight is not None:
+        norm = shapes.norm_weight, shapes.norm_bias, shapes.scale, shapes.shift
+        check_norm("norm_silu_conv2d", x[0], channels, num_groups, *norm)
 
 
 def _converted(x: Tensor | None, dtype: np.dtype) -> Tensor | None:

@@ -25,19 +25,20 @@ def offer_forward(p: Problem) -> Offer | None:
 
 
 def forward(given: Forward, plan: None, p: Problem) -> None:
+    channels = p.channels
     y, mean, rstd, x, x2, weight, bias, scale, shift, *_ = given
-    share = np.float64(p.groups / (p.pixels * p.channels))
+    share = np.float64(p.groups / (p.pixels * channels))
     sums = _statistics_of(given, p)
-    shared = 16 * max(256, p.channels)  # two doubles for each channel, or each thread
+    shared = 16 * max(256, channels)  # two doubles for each channel, or each thread
     statistics: tuple = (None, None)
     found: tuple = (mean, rstd)
-    if max(sums[2], sums[5]) > _FEW_TILES or p.channels > _FEW_CHANNELS:
-        few = max(1, 8 * p.groups // p.channels)  # groups for a block: of 8 channels, or one
+    if max(sums[2], sums[5]) > _FEW_TILES or channels > _FEW_CHANNELS:
+        few = max(1, 8 * p.groups // channels)  # groups for a block: of 8 channels, or one
         launch("group_norm", "finish_statistics", (p.images, blocks(p.groups, few)), 256,
                (*sums, p.channels1, p.channels2, mean, rstd, p.groups, few, share, given.eps),
-               16 * max(256, few * p.channels // p.groups), **p.constants)
+               16 * max(256, few * channels // p.groups), **p.constants)
         sums, shared, statistics, found = (None, False, 0) * 2, 0, (mean, rstd), (None, None)
-    tiles, chunks, across = tiling(p.images, p.pixels, p.channels, p.pack, p.multiprocessors, narrow=True)
+    tiles, chunks, across = tiling(p.images, p.pixels, channels, p.pack, p.multiprocessors, narrow=True)
     launch("group_norm", "normalize", (p.images * tiles, chunks), 256,
            (y, x, x2, weight, bias, scale, shift, *statistics, p.groups, p.pixels, p.channels1, p.channels2, tiles,
             across, given.silu, *sums, *found, share, given.eps), shared, **p.constants)
@@ -66,23 +67,24 @@ def offer_backward(p: Problem) -> Offer | None:
 
 
 def backward(given: Backward, plan: None, p: Problem) -> None:
-    tiles, chunks, across = tiling(p.images, p.pixels, p.channels, p.pack, p.multiprocessors, narrow=True)
+    channels = p.channels
+    tiles, chunks, across = tiling(p.images, p.pixels, channels, p.pack, p.multiprocessors, narrow=True)
     own_sums = given.make_sums(p, tiles)
-    totals = empty((p.images, p.channels, 2), float32)
+    totals = empty((p.images, channels, 2), float32)
     modulation = (totals, *given.dscale, *given.dshift)
     sizes = (p.pixels, p.channels1, p.channels2, tiles, across)
     statistics = given.statistics
     activation = _SILU_DONE if given.silu and statistics is not None else int(given.silu)
     if statistics is None:
-        statistics = empty_statistics(Kind.PRODUCTS, p.images, tiles, p.channels)
+        statistics = empty_statistics(Kind.PRODUCTS, p.images, tiles, channels)
         launch("group_norm", "backward_sums", (p.images * tiles, chunks), 256,
                (statistics.sums, given.dy, given.x, given.x2, *given.affine, *sizes, given.silu), **p.constants)
-    means, sums, count, shared = None, statistics.sums, statistics.tiles, 8 * (256 + p.channels)
+    means, sums, count, shared = None, statistics.sums, statistics.tiles, 8 * (256 + channels)
     applies = given.needs[0] or given.needs[1] or given.y is not None
-    if not applies or count > _FEW_TILES or p.channels > _FEW_CHANNELS:
+    if not applies or count > _FEW_TILES or channels > _FEW_CHANNELS:
         means = empty((p.images, p.groups, 2), float32)
         launch("group_norm", "finish_sums", p.images, 256,
-               (sums, means, *modulation, *given.affine, p.pixels, p.channels, count), shared, **p.constants)
+               (sums, means, *modulation, *given.affine, p.pixels, channels, count), shared, **p.constants)
         sums, shared = None, 0
     if applies:
         launch("group_norm", "input_gradients", (p.images * tiles, chunks), 256,
