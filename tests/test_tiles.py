@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cudiff import info, tune
+from cudiff.backend import bfloat16
 from cudiff.cli import main
 from cudiff.config import PRESETS
 from cudiff.cuda import tiles
@@ -16,12 +17,17 @@ from cudiff.cuda.compiler import kernel_folder
 from cudiff.cuda.device import current_device
 from cudiff.cuda.kernels.convolution import sm90, wgrad_sm90
 from cudiff.cuda.kernels.gemm import product
+from cudiff.cuda.kernels.norm import sm90 as norm
 from cudiff.cuda.tiles import Planner, name_of, read, user_file
 from cudiff.data import Dataset
 from cudiff.errors import CudiffError
+from cudiff.ops import group_norm
+from cudiff.tensor import Tensor
 from cudiff.train import Trainer
 
-PLANNERS = {planner.kernel: planner for planner in (sm90.plan, wgrad_sm90.plan, product.plan)}
+PLANNERS = {planner.kernel: planner for planner in (
+    sm90.plan, wgrad_sm90.plan, product.plan, norm.FORWARD, norm.BACKWARD
+)}
 
 
 class Cut(NamedTuple):
@@ -65,7 +71,7 @@ def test_the_rule(planner):
 
 
 def test_a_list_goes_before_the_rule(planner, listing):
-    listing('["Some GPU".kernel]\n"5, True" = [7]\n"6, True" = [8]\n\n["Another GPU".kernel]\n"7, True" = [1]\n')
+    listing('["Some GPU".kernel-1]\n"5, True" = [7]\n"6, True" = [8]\n\n["Another GPU".kernel-1]\n"7, True" = [1]\n')
     assert planner(5, True) == Cut(7)
     assert planner(6, True) == Cut(3), "there is no such plan"
     assert planner(7, True) == Cut(3), "that is another GPU"
@@ -76,15 +82,15 @@ def test_the_users_file_goes_before_that_of_cudiff(planner, listing, monkeypatch
     monkeypatch.setattr(tiles, "kernel_folder", lambda: tmp_path / "kernels")
     (tmp_path / "kernels" / "tuned").mkdir(parents=True)
     for name in ("Another-GPU", "Some-GPU", "Third-GPU"):
-        text = f'["{name.replace("-", " ")}".kernel]\n"5, True" = [7]\n"6, True" = [7]\n'
+        text = f'["{name.replace("-", " ")}".kernel-1]\n"5, True" = [7]\n"6, True" = [7]\n'
         (tmp_path / "kernels" / "tuned" / f"{name}.toml").write_text(text)
-    listing('["Some GPU".kernel]\n"5, True" = [1]\n')
+    listing('["Some GPU".kernel-1]\n"5, True" = [1]\n')
     assert planner(5, True) == Cut(1) and planner(6, True) == Cut(7)
 
 
 @pytest.mark.parametrize("text", [
-    "[", "a = 1", '["Some GPU"]\nkernel = 3', '["Some GPU".kernel]\n"5, True" = 7', "\udcff", "a = " + 3000 * "[",
-    *(f'["Some GPU".kernel]\n"5, True" = [{choice}]' for choice in ('"7"', "7.0", "true", "[7]")),
+    "[", "a = 1", '["Some GPU"]\nkernel-1 = 3', '["Some GPU".kernel-1]\n"5, True" = 7', "\udcff", "a = " + 3000 * "[",
+    *(f'["Some GPU".kernel-1]\n"5, True" = [{choice}]' for choice in ('"7"', "7.0", "true", "[7]")),
 ])
 def test_a_damaged_file(planner, listing, text):
     user_file().write_bytes(text.encode(errors="surrogateescape"))
@@ -95,7 +101,7 @@ def test_a_damaged_file(planner, listing, text):
 
 
 def test_a_file_with_a_byte_order_mark(planner, listing):
-    listing('\ufeff["Some GPU".kernel]\n"5, True" = [7]\n')
+    listing('\ufeff["Some GPU".kernel-1]\n"5, True" = [7]\n')
     assert planner(5, True) == Cut(7) and info._tiles() == "1 measured for this GPU"
 
 
@@ -108,15 +114,21 @@ def test_what_cannot_be_reached_lists_nothing(planner, listing, monkeypatch, err
     assert planner(5, True) == Cut(3)
 
 
+def test_lines_of_another_version_are_passed_over(planner, listing, monkeypatch):
+    newer = Planner("kernel", planner.plans, planner.time, version=2)
+    listing('["Some GPU".kernel-1]\n"5, True" = [7]\n["Some GPU".kernel-2]\n"5, True" = [1]')
+    assert planner(5, True) == Cut(7) and newer(5, True) == Cut(1)
+
+
 def test_each_gpu_has_its_own_plans(planner, listing, monkeypatch):
-    listing('["Some GPU".kernel]\n"5, True" = [7]\n["Another".kernel]\n"5, True" = [1]')
+    listing('["Some GPU".kernel-1]\n"5, True" = [7]\n["Another".kernel-1]\n"5, True" = [1]')
     for name, parts in ("Some GPU", 7), ("Another", 1), ("Some GPU", 7), ("A third", 3):
         monkeypatch.setattr(tiles, "current_device", lambda name=name: SimpleNamespace(name=name))
         assert planner(5, True) == Cut(parts)
 
 
 def test_without_a_gpu_nothing_is_listed(planner, listing, monkeypatch):
-    listing('["Some GPU".kernel]\n"5, True" = [7]\n')
+    listing('["Some GPU".kernel-1]\n"5, True" = [7]\n')
     monkeypatch.setattr(tiles, "cuda_status", lambda: (False, "none"))
     assert planner(5, True) == Cut(3)
 
@@ -152,6 +164,13 @@ def test_plans_of_weights_gradients_differ_by_their_choice():
     assert len({tuple(plan.choice) for plan in plans}) == len(plans)
 
 
+@pytest.mark.parametrize("planner", [norm.FORWARD, norm.BACKWARD])
+@pytest.mark.parametrize("problem", [(1024, 128, 0, 32, 2, 8, 132), (256, 128, 128, 32, 4, 2, 132)])
+def test_plans_of_norms_differ_by_their_choice(planner, problem):
+    plans = planner.plans(*problem)
+    assert len({tuple(plan.choice) for plan in plans}) == len(plans) > 1
+
+
 @pytest.fixture
 def tuned_host_of(host_of, monkeypatch, tmp_path):
     """A stand-in for a GPU, on which the most channels of a tile, and the most parts, are the fastest."""
@@ -185,14 +204,15 @@ def digits(config):
 
 def test_tune_writes_what_is_fastest_and_the_next_step_takes_it(host):
     config = PRESETS["digits"].replace(precision="bf16", image_size=16, channels=1)
-    user_file().write_text('["Another GPU".gemm]\n"1" = [2]\n\n["NVIDIA H200".gemm]\n"3" = [4]\n')
+    user_file().write_text('["Another GPU".gemm-1]\n"1" = [2]\n\n["NVIDIA H200".gemm-1]\n"3" = [4]\n')
     told = []
     tuned = tune.tune(config, digits(config), images=(), progress=lambda kernel, launches: told.append(launches))
     lines = read(user_file())
-    assert lines.pop("Another GPU") == {"gemm": {"1": [2]}}
-    assert lines["NVIDIA H200"]["gemm"].pop("3") == [4]
+    assert lines.pop("Another GPU") == {"gemm-1": {"1": [2]}}
+    assert lines["NVIDIA H200"]["gemm-1"].pop("3") == [4]
     kernels = lines.pop("NVIDIA H200")
-    assert not lines and {"conv2d_sm90", "conv2d_wgrad_sm90"} <= set(kernels)
+    assert not lines
+    assert {"conv2d_sm90-1", "conv2d_wgrad_sm90-1", "group_norm_backward_sm90-1"} <= set(kernels)
     assert sum(map(len, kernels.values())) == len(tuned)
     assert told == list(range(1, sum(row.launches for row in tuned) + 1))
     assert any(row.fastest[1] != row.before[1] for row in tuned)
@@ -234,9 +254,25 @@ def test_weights_gradients_say_what_they_add_to(host, tmp_path):
     step = Trainer(config, digits(config), tmp_path / "run").train_step
     with tiles.watched(lambda planner, problem, launch, to, leaves: added.append((planner.kernel, len(to)))):
         step()
-    counts = [count for kernel, count in added if kernel == "conv2d_wgrad_sm90"]
+    counts = [count for kernel, count in added if kernel == "conv2d_wgrad_sm90-1"]
     half = len(counts) // 2
     assert counts[:half] == [0] * half and sum(counts[half:]) > 20
+
+
+def test_norms_say_what_they_add_to_and_which_plans_leave_the_same(host):
+    added = []
+    x = Tensor(host.zeros((2, 16, 16, 64), bfloat16), requires_grad=True)
+    weight, bias = (Tensor(host.zeros(64, np.float32), requires_grad=True) for _ in range(2))
+
+    def note(planner, problem, launch, to, leaves):
+        added.append((planner.kernel, [id(array) for array in to]))
+        assert len({leaves(plan) for plan in planner.plans(*problem)}) == 1
+
+    with tiles.watched(note):
+        for _ in range(2):
+            group_norm(x, weight, bias).backward(host.zeros(x.shape, bfloat16))
+    backward = [ids for kernel, ids in added if kernel == "group_norm_backward_sm90-1"]
+    assert backward == [[], [id(x.grad), id(weight.grad), id(bias.grad)]]
 
 
 def test_plans_that_leave_no_sums_for_a_norm_are_not_compared_with_those_that_do(tuned_host_of, monkeypatch):
@@ -257,9 +293,9 @@ def test_plans_that_leave_no_sums_for_a_norm_are_not_compared_with_those_that_do
 
 def test_lines_written_meanwhile_stay(host):
     config = PRESETS["digits"].replace(precision="bf16", image_size=16, channels=1)
-    text = '["A \\"GPU\\"".gemm]\n"1" = [2]\n'
+    text = '["A \\"GPU\\"".gemm-1]\n"1" = [2]\n'
     tune.tune(config, digits(config), images=(), progress=lambda kernel, launches: user_file().write_text(text))
-    assert read(user_file())['A "GPU"'] == {"gemm": {"1": [2]}}
+    assert read(user_file())['A "GPU"'] == {"gemm-1": {"1": [2]}}
 
 
 def test_bad_requests(host, monkeypatch):

@@ -4,10 +4,11 @@ A problem is the sizes that a kernel is launched for, a plan a tile and how bloc
 `kernels/tuned/` come with cudiff, a file for each GPU; `cudiff tune` writes the user's own file, which goes before
 them. All hold lines for a GPU, by its name, and a kernel:
 
-    ["NVIDIA H200".conv2d_sm90]
+    ["NVIDIA H200".conv2d_sm90-1]
     "(32, 64, 64, 64), 64, (3, 3), 2, 0, False" = [256, 1]
 
-A line that names no plan of its problem is passed over: another version of the kernel may have had it.
+The number behind the kernel is the version of its plans and problems: lines of another version are passed over, and so
+is one that names no plan of its problem.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ _planners: list[Planner] = []
 class Planner(Generic[P]):
     """planner(*problem) -> the plan of a kernel that a problem takes.
 
-    plans(*problem): all there are, one at least. time(plan, *problem): the rule, estimated microseconds.
+    plans(*problem): all there are, one at least. time(plan, *problem): the rule, estimated microseconds. version: a
+    higher one where the kernel changes so that plans measured before are no longer the fastest, or mean others.
     """
 
-    def __init__(self, kernel: str, plans: Callable[..., Iterable[P]], time: Callable[..., float]):
-        self.kernel, self.plans, self.time = kernel, plans, time
+    def __init__(self, kernel: str, plans: Callable[..., Iterable[P]], time: Callable[..., float], version: int = 1):
+        self.kernel, self.plans, self.time = f"{kernel}-{version}", plans, time
         self._chosen: dict[tuple, P] = {}  # by the GPU's name and the problem
         _planners.append(self)
 
@@ -71,15 +73,15 @@ class Planner(Generic[P]):
         return self.time(self.by_rule(*problem)[0], *problem)
 
     def run(self, problem: tuple, launch: Callable[[P], R], added_to: Sequence[Array] = (),
-            leaves: Callable[[P], Any] = lambda plan: None) -> R:
-        """launch(plan) with the problem's plan.
+            leaves: Callable[[P], Any] = lambda plan: None, chosen: P | None = None) -> R:
+        """launch(plan) with the problem's plan, which is `chosen` where an offer has named it.
 
         added_to: arrays that the launch adds to, instead of overwriting them. leaves(plan): what a plan leaves beside
         the result, for which others would need another launch: only plans that leave the same are compared.
         """
         if _watch is not None:
             _watch(self, problem, launch, added_to, leaves)
-        return launch(self(*problem))
+        return launch(self(*problem) if chosen is None else chosen)
 
     def forget(self) -> None:
         """Choose anew, and which kernels run too: that may depend on what a plan leaves."""

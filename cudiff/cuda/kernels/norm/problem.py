@@ -90,6 +90,11 @@ class Backward(NamedTuple):
     leaves: dict[int, ChannelStatistics | None] | None
     needs: tuple[bool, ...]
 
+    def added_to(self) -> list[Array]:
+        """The gradients that are added to those there."""
+        targets = (self.dx, self.dx2, self.dweight, self.dbias, self.dscale, self.dshift)
+        return [out for out, before in targets if out is not None and (before is True or before is out)]
+
     def make_sums(self, p: Problem, tiles: int) -> tuple[Array | None, Array | None]:
         """Fill `leaves`, of so many tiles. Returns the arrays for the sums of dx and dx2."""
         if self.leaves is None:

@@ -16,6 +16,7 @@ from cudiff.cuda.kernels.norm.problem import Backward, Forward, Problem
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.select import Offer
 from cudiff.cuda.tensor_map import tensor_map
+from cudiff.cuda.tiles import Planner
 
 THREADS, _BOXES, _SHARED_BYTES = 512, 64, 226 << 10  # of a block, the last two at most: 1 KiB for barriers
 
@@ -60,6 +61,10 @@ class ClusterPlan(NamedTuple):
     kept: int  # boxes of a block
 
     @property
+    def choice(self) -> list[int]:
+        return [self.boxes.chunks, self.cluster]
+
+    @property
     def constants(self) -> dict[str, Any]:
         return {"CLUSTER": self.cluster, "ACROSS": self.boxes.across}
 
@@ -85,18 +90,28 @@ class ClusterPlan(NamedTuple):
         return 0.9 + max(1, rounds) * (1 + meeting + self.kept * self.boxes.bytes / speed)
 
 
-@functools.cache
-def clusters(pixels: int, channels1: int, channels2: int, groups: int, itemsize: int, images: int,
-             multiprocessors: int) -> ClusterPlan | None:
-    """The launch of group_norm_sm90.cu that takes least time; None where no cluster has room.
+def _cluster_plans(pixels: int, channels1: int, channels2: int, groups: int, itemsize: int, images: int,
+                   multiprocessors: int) -> list[ClusterPlan]:
+    """All for x and x2 of so many channels; multiprocessors: of the GPU."""
+    plans = (ClusterPlan(boxes, cluster, blocks(blocks(pixels, boxes.step), cluster))
+             for boxes in _boxes(channels1, channels2, groups, itemsize) for cluster in (1, 2, 4, 8))
+    return [plan for plan in plans if plan.fits()]
+
+
+def _cluster_time(plan: ClusterPlan, pixels: int, channels1: int, channels2: int, groups: int, itemsize: int,
+                  images: int, multiprocessors: int) -> float:
+    return plan.microseconds(images, images * pixels * (channels1 + channels2) * itemsize / 1e6, multiprocessors)
+
+
+FORWARD = Planner("group_norm_sm90", _cluster_plans, _cluster_time)
+
+
+def clusters(*problem: int) -> ClusterPlan | None:
+    """The plan of group_norm_sm90.cu; None where no cluster has room.
 
     What group_norm.cu took was not less for any of 15 shapes.
     """
-    megabytes = images * pixels * (channels1 + channels2) * itemsize / 1e6
-    cuts = (ClusterPlan(boxes, cluster, blocks(blocks(pixels, boxes.step), cluster))
-            for boxes in _boxes(channels1, channels2, groups, itemsize) for cluster in (1, 2, 4, 8))
-    timed = {cut: cut.microseconds(images, megabytes, multiprocessors) for cut in cuts if cut.fits()}
-    return min(timed, key=timed.__getitem__, default=None)
+    return FORWARD(*problem) if _cluster_plans(*problem) else None
 
 
 class SharedPlan(NamedTuple):
@@ -107,6 +122,10 @@ class SharedPlan(NamedTuple):
     kept: int  # boxes of a block in shared memory
     held: int  # and in registers
     multiprocessors: int
+
+    @property
+    def choice(self) -> list[int]:
+        return [self.boxes.chunks, self.parts, self.held]
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -146,60 +165,89 @@ _HELD = 3  # boxes that the registers of a block have room for
 _PARTS = 32  # at most: more were never faster
 
 
-@functools.cache
-def sharing(pixels: int, channels1: int, channels2: int, groups: int, itemsize: int, images: int,
-            multiprocessors: int) -> SharedPlan | None:
-    """The launch of group_norm_backward_sm90.cu that takes least time; None where group_norm.cu's two and a sum do."""
-    timed, channels = {}, channels1 + channels2
+def _shared_plans(pixels: int, channels1: int, channels2: int, groups: int, itemsize: int, images: int,
+                  multiprocessors: int) -> list[SharedPlan]:
+    """All for x and x2 of so many channels; multiprocessors: of the GPU."""
+    found = []
     for boxes in _boxes(channels1, channels2, groups, itemsize):
         most = blocks(pixels, boxes.step)
         for parts in range(1, min(most, _PARTS, max(1, multiprocessors // (images * boxes.chunks))) + 1):
             for held in (0, _HELD):
-                shared = SharedPlan(boxes, parts, blocks(most, parts) - held, held, multiprocessors)
-                if shared.fits(images):
-                    timed[shared] = shared.microseconds(images, pixels, channels, itemsize)
-    best = min(timed, key=timed.__getitem__, default=None)
+                found.append(SharedPlan(boxes, parts, blocks(most, parts) - held, held, multiprocessors))
+    return [plan for plan in found if plan.fits(images)]
+
+
+def _shared_time(plan: SharedPlan, pixels: int, channels1: int, channels2: int, groups: int, itemsize: int, images: int,
+                 multiprocessors: int) -> float:
+    return plan.microseconds(images, pixels, channels1 + channels2, itemsize)
+
+
+BACKWARD = Planner("group_norm_backward_sm90", _shared_plans, _shared_time)
+
+
+def sharing(*problem: int) -> SharedPlan | None:
+    """The plan of group_norm_backward_sm90.cu; None where group_norm.cu's two launches and a sum are estimated to take
+    less."""
+    if not _shared_plans(*problem):
+        return None
+    pixels, channels1, channels2, _, itemsize, images, _ = problem
+    channels = channels1 + channels2
     launches = 6.5 + 1e-6 * images * pixels * channels * itemsize + images * channels / 4500
-    return best if best is not None and timed[best] < launches else None
+    return BACKWARD(*problem) if BACKWARD.estimate(*problem) < launches else None
+
+
+def _key(p: Problem) -> tuple[int, ...]:
+    """What a plan depends on."""
+    return p.pixels, p.channels1, p.channels2, p.groups, p.dtype.itemsize, p.images, p.multiprocessors
 
 
 def offer_forward(p: Problem) -> Offer | None:
     """Where statistics came with every source, one pass is left, which the portable kernel does."""
     if p.backward or not p.packs or p.summed:
         return None
-    plan = clusters(p.pixels, p.channels1, p.channels2, p.groups, p.dtype.itemsize, p.images, p.multiprocessors)
+    plan = clusters(*_key(p))
     return None if plan is None else Offer(plan=plan)
 
 
 def forward(given: Forward, plan: ClusterPlan, p: Problem) -> None:
     y, mean, rstd, x, x2, weight, bias, scale, shift, *_ = given
-    launch("group_norm_sm90", "forward", (p.images, plan.boxes.chunks, plan.cluster), THREADS,
-           (plan.boxes.map(x), plan.boxes.map(x if x2 is None else x2), y, mean, rstd, weight, bias, scale, shift,
-            p.groups, p.pixels, p.channels1, p.channels2, given.silu, plan.kept,
-            np.float64(p.groups / (p.pixels * p.channels)), given.eps),
-           plan.bytes, **p.constants, **plan.constants)
+
+    def launch_as(plan: ClusterPlan) -> None:
+        launch("group_norm_sm90", "forward", (p.images, plan.boxes.chunks, plan.cluster), THREADS,
+               (plan.boxes.map(x), plan.boxes.map(x if x2 is None else x2), y, mean, rstd, weight, bias, scale, shift,
+                p.groups, p.pixels, p.channels1, p.channels2, given.silu, plan.kept,
+                np.float64(p.groups / (p.pixels * p.channels)), given.eps),
+               plan.bytes, **p.constants, **plan.constants)
+
+    FORWARD.run(_key(p), launch_as, chosen=plan)
 
 
 def offer_backward(p: Problem) -> Offer | None:
     if not p.backward or not p.packs or p.summed or p.two_terms:
         return None
-    plan = sharing(p.pixels, p.channels1, p.channels2, p.groups, p.dtype.itemsize, p.images, p.multiprocessors)
+    plan = sharing(*_key(p))
     if plan is None:
         return None
     return Offer(plan=plan, microseconds=plan.microseconds(p.images, p.pixels, p.channels, p.dtype.itemsize))
 
 
 def backward(given: Backward, plan: SharedPlan, p: Problem) -> None:
-    own_sums = given.make_sums(p, plan.parts)
-    weights = given.needs[2] or given.needs[3]
-    adding = plan.adding(p.images, p.channels) if weights else 0
-    totals = empty((p.images, p.channels, 2), float32) if weights and not adding else None
-    workspace = exchange_workspace() if adding or plan.parts > 1 else None
+    weights, channels = given.needs[2] or given.needs[3], p.channels
     x2 = given.x if given.x2 is None else given.x2
-    launch("group_norm_backward_sm90", "backward", plan.blocks(p.images) + adding, THREADS,
-           (*map(plan.boxes.map, (given.x, x2, given.dy)), given.x, given.x2, given.dy, *given.dx, *given.dx2, given.y,
-            *own_sums, totals, *given.dscale, *given.dshift, *given.dweight, *given.dbias, *given.affine, workspace,
-            p.images, p.pixels, p.channels1, p.channels2, given.silu, plan.parts, plan.kept),
-           plan.bytes, cooperative=workspace is not None, **p.constants, **plan.constants)
+
+    def launch_as(plan: SharedPlan) -> Array | None:
+        """The images' sums for the gradients of weight and bias, where no block of the launch adds them up."""
+        own_sums = given.make_sums(p, plan.parts)
+        adding = plan.adding(p.images, channels) if weights else 0
+        totals = empty((p.images, channels, 2), float32) if weights and not adding else None
+        workspace = exchange_workspace() if adding or plan.parts > 1 else None
+        launch("group_norm_backward_sm90", "backward", plan.blocks(p.images) + adding, THREADS,
+               (*map(plan.boxes.map, (given.x, x2, given.dy)), given.x, given.x2, given.dy, *given.dx, *given.dx2,
+                given.y, *own_sums, totals, *given.dscale, *given.dshift, *given.dweight, *given.dbias, *given.affine,
+                workspace, p.images, p.pixels, p.channels1, p.channels2, given.silu, plan.parts, plan.kept),
+               plan.bytes, cooperative=workspace is not None, **p.constants, **plan.constants)
+        return totals
+
+    totals = BACKWARD.run(_key(p), launch_as, given.added_to(), lambda plan: plan.adding(p.images, channels) > 0, plan)
     if totals is not None:
         affine_gradients(totals, given.dweight, given.dbias)
