@@ -128,7 +128,8 @@ class EMA:
     Attributes
     ----------
     model : Module
-        The EMA model: averaged weights (with their own 16-bit shadow), evaluation mode, no gradients. Sample from it.
+        The EMA model: averaged weights (with their own 16-bit compute copy), evaluation mode, no gradients. Sample
+        from it.
 
     What is frozen keeps the average that it has: load weights before the average is made.
     """
@@ -189,7 +190,7 @@ class Optimizer:
         self._token = object()  # an EMA's optimiser is told by it
         self._average: FlatParameters | None = None
         self._buffer_pairs: list[tuple[Tensor, Tensor]] = []
-        self._targets: tuple[Tensor | None, ...] = (_tensor(flat.shadow), None, None)
+        self._targets: tuple[Tensor | None, ...] = (_tensor(flat.compute_copy), None, None)
         self.ema = ema
 
     @property
@@ -213,8 +214,8 @@ class Optimizer:
             ema._user = self._token
             structure_changes()  # the optimiser that had it looks at it again
         self._ema, self._average, self._buffer_pairs = ema, average, pairs
-        averages = (None, None) if average is None else (_tensor(average.data), _tensor(average.shadow))
-        self._targets = (_tensor(flat.shadow), *averages)
+        averages = (None, None) if average is None else (_tensor(average.data), _tensor(average.compute_copy))
+        self._targets = (_tensor(flat.compute_copy), *averages)
         record_again()  # a captured step holds the one before
 
     def zero_grad(self) -> None:

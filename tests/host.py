@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from cudiff.cuda import compiler, device, launch, select, tensor_map, tiles
-from cudiff.cuda.memory import Places
+from cudiff.cuda.memory import Allocator
 from tests.compile_kernels import VARIANTS
 
 ADDRESS, MAP = 0x5A, 0x3A  # the upper 8 bits of an address, and of a tensor map's first word
@@ -72,7 +72,7 @@ class Array(np.ndarray):
         self[...] = array
 
 
-class Memory(Places):
+class Memory(Allocator):
     """Where a captured function's arrays would lie, and the bytes that it would take from the driver."""
 
     taken = 0

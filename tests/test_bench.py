@@ -275,7 +275,7 @@ def test_the_profile_counts_the_bytes_of_an_update():
         return SimpleNamespace(data=SimpleNamespace(ptr=address), dtype=values.dtype, nbytes=values.nbytes)
 
     data, grad, first, second, ema = (on_gpu(address, np.float32) for address in range(5))
-    shadow = on_gpu(5, bfloat16)
-    args = (data, grad, first, second, shadow, ema, None, np.int64(64), 0.1)
+    compute_copy = on_gpu(5, bfloat16)
+    args = (data, grad, first, second, compute_copy, ema, None, np.int64(64), 0.1)
     assert size_of("optim", "adam", args) == 64 * (4 * 4 * 2 + 4 + 2)
     assert size_of("elementwise", "add", (data, grad, data, 64)) == 64 * 4 * 2

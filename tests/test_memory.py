@@ -12,13 +12,13 @@ import pytest
 
 from cudiff import memory as host
 from cudiff.cuda import memory
-from cudiff.cuda.memory import ALIGNMENT, PAGE, Places, Region
+from cudiff.cuda.memory import ALIGNMENT, PAGE, Allocator, Arena
 from cudiff.errors import CudiffError
 
 KB = 1024
 
 
-class Line(Places):
+class Line(Allocator):
     """Remembers how far it had to reach, and may end."""
 
     def __init__(self, end=1 << 40):
@@ -157,23 +157,23 @@ def test_a_step_takes_little_more_than_lives_at_once_and_the_next_one_nothing():
 
 
 @pytest.mark.gpu
-def test_arrays_lie_in_a_region_that_grows_and_keep_it_alive(monkeypatch):
+def test_arrays_lie_in_an_arena_that_grows_and_keep_it_alive(monkeypatch):
     import cupy
 
     calls, call = [], memory._call
     monkeypatch.setattr(memory, "_call", lambda name, *args, **rest: calls.append(name) or call(name, *args, **rest))
-    region, stream = Region(), cupy.cuda.Stream(non_blocking=True)
-    assert region.total_bytes() == 0
-    with stream, cupy.cuda.using_allocator(region.allocate):
+    arena, stream = Arena(), cupy.cuda.Stream(non_blocking=True)
+    assert arena.total_bytes() == 0
+    with stream, cupy.cuda.using_allocator(arena.allocate):
         small = cupy.full(3, 1, np.float32)
-        assert region.total_bytes() == PAGE
+        assert arena.total_bytes() == PAGE
         large = cupy.full((5, PAGE), 2, np.uint8)  # over pieces of memory of its own
-        assert region.total_bytes() == 6 * PAGE
+        assert arena.total_bytes() == 6 * PAGE
         copy = large.copy()
         empty = cupy.empty(0, np.float32)
     stream.synchronize()
     assert empty.size == 0 and large.data.ptr % ALIGNMENT == 0
-    del region, large, empty
+    del arena, large, empty
     gc.collect()
     assert small.get().tolist() == [1, 1, 1] and (copy.get() == 2).all()
     assert calls.count("cuMemMap") == 3 and "cuMemUnmap" not in calls
@@ -185,14 +185,14 @@ def test_arrays_lie_in_a_region_that_grows_and_keep_it_alive(monkeypatch):
 def test_a_request_beyond_all_memory_is_told():
     import cupy
 
-    region = Region()
-    held = region.allocate(1)
+    arena = Arena()
+    held = arena.allocate(1)
     with pytest.raises(cupy.cuda.memory.OutOfMemoryError):
-        region.allocate(1 << 50)
-    assert region.allocate(1).ptr == held.ptr + ALIGNMENT
+        arena.allocate(1 << 50)
+    assert arena.allocate(1).ptr == held.ptr + ALIGNMENT
 
 
-def test_a_region_grows_by_pages_until_the_gpu_has_no_more(monkeypatch):
+def test_an_arena_grows_by_pages_until_the_gpu_has_no_more(monkeypatch):
     """With a stand-in for the driver, which refuses what `refused` says."""
     calls, refused, freed, structures = [], [], [], set()
 
@@ -211,30 +211,30 @@ def test_a_region_grows_by_pages_until_the_gpu_has_no_more(monkeypatch):
     monkeypatch.setattr(memory, "memory_total", lambda device: 5 * PAGE - 1)
     monkeypatch.setattr(memory, "free_memory", lambda: freed.append(True))
     monkeypatch.setattr(memory, "_call", call)
-    region = Region()
-    assert calls == [("cuMemAddressReserve", 5 * PAGE, 0, 0, 0)] and region.total_bytes() == 0
+    arena = Arena()
+    assert calls == [("cuMemAddressReserve", 5 * PAGE, 0, 0, 0)] and arena.total_bytes() == 0
     calls.clear()
-    first = region.allocate(3)
+    first = arena.allocate(3)
     assert first[:2] == (0, 3) and first[3:] == (3, 0)
     assert calls == [("cuMemCreate", PAGE, 0), ("cuMemMap", 0, PAGE, 0, 0), ("cuMemRelease",),
                      ("cuMemSetAccess", 0, PAGE, 1)]
-    second = region.allocate(PAGE - ALIGNMENT)
-    assert second[0] == ALIGNMENT and region.total_bytes() == PAGE and len(calls) == 4 and not freed
+    second = arena.allocate(PAGE - ALIGNMENT)
+    assert second[0] == ALIGNMENT and arena.total_bytes() == PAGE and len(calls) == 4 and not freed
     refused[:] = [True]  # once: garbage held the memory
-    third = region.allocate(PAGE + 1)
-    assert third[0] == PAGE and region.total_bytes() == 3 * PAGE and len(freed) == 1
+    third = arena.allocate(PAGE + 1)
+    assert third[0] == PAGE and arena.total_bytes() == 3 * PAGE and len(freed) == 1
     refused[:] = [True, True]
     with pytest.raises(MemoryError):
-        region.allocate(PAGE)
-    assert len(freed) == 2 and region.total_bytes() == 3 * PAGE
+        arena.allocate(PAGE)
+    assert len(freed) == 2 and arena.total_bytes() == 3 * PAGE
     with pytest.raises(MemoryError):  # more than there are addresses: the driver is not asked
-        region.allocate(4 * PAGE)
+        arena.allocate(4 * PAGE)
     assert len(freed) == 2
-    fourth = region.allocate(3 * PAGE - ALIGNMENT)
-    assert fourth[0] == 2 * PAGE + ALIGNMENT and region.total_bytes() == 5 * PAGE
+    fourth = arena.allocate(3 * PAGE - ALIGNMENT)
+    assert fourth[0] == 2 * PAGE + ALIGNMENT and arena.total_bytes() == 5 * PAGE
     assert structures == {np.int32([1, 0, 1, 3, 0, 0, 0, 0]).tobytes(), np.int32([1, 3, 3]).tobytes()}  # of device 3
     calls.clear()
-    del region, first, second, third, fourth
+    del arena, first, second, third, fourth
     gc.collect()
     assert calls == [("cuMemUnmap", 0, PAGE), ("cuMemUnmap", PAGE, 2 * PAGE), ("cuMemUnmap", 3 * PAGE, 2 * PAGE),
                      ("cuMemAddressFree", 0, 5 * PAGE)]

@@ -110,8 +110,8 @@ def test_ema_is_a_twin_that_training_does_not_touch(device, rng):
         assert relative_error(value, expected[name]) < 1e-6
     np.testing.assert_array_equal(*(dict(owner.named_buffers())["running"].numpy() for owner in (ema_model, model)))
     for owner in (model, ema_model):
-        shadow = Tensor(owner.flat.shadow).numpy()
-        np.testing.assert_array_equal(shadow, Tensor(owner.flat.data).numpy().astype(shadow.dtype))
+        compute_copy = Tensor(owner.flat.compute_copy).numpy()
+        np.testing.assert_array_equal(compute_copy, Tensor(owner.flat.data).numpy().astype(compute_copy.dtype))
 
 
 def test_the_twin_has_parameters_of_the_same_class():

@@ -186,7 +186,7 @@ def test_a_step_casts_no_weight_again():
     optimizer = SGD(model, lr=0.1)
     model[0].weight.operand(bfloat16)
     optimizer.step()
-    model.flat.shadow[...] = 7
+    model.flat.compute_copy[...] = 7
     assert np.all(model[0].weight.operand(bfloat16) == 7)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from cudiff.backend import get_cupy
 from cudiff.cuda.compiler import compiling_ahead
-from cudiff.cuda.memory import Region
+from cudiff.cuda.memory import Arena
 from cudiff.errors import CudiffError
 from cudiff.precision import tf32_allowed
 from cudiff.tensor import Tensor
@@ -95,7 +95,7 @@ class Captured:
     @property
     def pool_bytes(self) -> int:
         """GPU memory that the graphs hold for what is made in them; it does not shrink."""
-        return sum(recording.region.total_bytes() for recording in self._recordings.values())
+        return sum(recording.arena.total_bytes() for recording in self._recordings.values())
 
     def _device(self, args: tuple[Tensor | None, ...]) -> str:
         for arg in args:
@@ -118,7 +118,7 @@ class _Recording:
         # Non-blocking: a capturing stream that synchronises with the default one would forbid all work there.
         self.stream = cuda.Stream(non_blocking=True)
         self.before, self.after = (cuda.Event(disable_timing=True) for _ in range(2))
-        self.region = Region()
+        self.arena = Arena()
         self.graph: Any = None
         self.inputs: list[Tensor | None] = []
         self.result: Any = None
@@ -173,7 +173,7 @@ class _Recording:
         self.stream.wait_event(self.before)
         _mode.busy = True
         try:
-            with self.stream, cuda.using_allocator(self.region.allocate):
+            with self.stream, cuda.using_allocator(self.arena.allocate):
                 yield
         finally:
             _mode.busy = False

@@ -1,6 +1,6 @@
-"""Memory of its own for what a captured function makes: a range of addresses that grows, where freed places join.
+"""Memory of its own for what a captured function makes: an arena that grows, in which freed blocks join.
 
-CuPy's pool asks the driver for block after block, which never join, and a graph's blocks serve nobody else: the U-Net's
+CuPy's pool asks the driver for segment after segment, which never join, and a graph's serve nobody else: the U-Net's
 training step at batch 32 held 741 MiB of them in bf16, for arrays that never take more than 599 MiB at once; here 662.
 """
 
@@ -24,20 +24,20 @@ _ENDLESS = 1 << 62
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
-class Place:
+class Block:
     """Bytes in use, from `start`: given back by the end of this object, which whoever uses them holds."""
 
-    __slots__ = ("places", "size", "start")
+    __slots__ = ("allocator", "size", "start")
 
-    def __init__(self, places: Places, start: int, size: int):
-        self.places, self.start, self.size = places, start, size
+    def __init__(self, allocator: Allocator, start: int, size: int):
+        self.allocator, self.start, self.size = allocator, start, size
 
     def __del__(self) -> None:
         # Not joined here: any thread may run this at any moment, inside `take` too.
-        self.places.given_back.append((self.start, self.size))
+        self.allocator.given_back.append((self.start, self.size))
 
 
-class Places:
+class Allocator:
     """An endless line of bytes and which of them are free."""
 
     def __init__(self) -> None:
@@ -45,8 +45,8 @@ class Places:
         self._free = [(0, _ENDLESS)]  # (start, size), sorted; no two touch
         self._lock = threading.Lock()
 
-    def take(self, size: int) -> Place:
-        """The smallest free place of `size` bytes; of two the lower."""
+    def take(self, size: int) -> Block:
+        """The smallest free block of `size` bytes; of two the lower."""
         size = max(1, -(-size // ALIGNMENT)) * ALIGNMENT
         with self._lock:
             while self.given_back:
@@ -55,13 +55,13 @@ class Places:
             start, room = self._free[index]
             self._reach(start + size)
             self._free[index : index + 1] = [(start + size, room - size)] if room > size else []
-        return Place(self, start, size)
+        return Block(self, start, size)
 
     def _reach(self, end: int) -> None:
-        """Called before a place that ends there is given; may raise."""
+        """Called before a block that ends there is given; may raise."""
 
     def _join(self, start: int, size: int) -> None:
-        """Free a place, as one with the free ones that it touches."""
+        """Free a block, as one with the free ones that it touches."""
         index, end = bisect.bisect(self._free, (start, 0)), start + size
         if self._free[index][0] == end:  # there is always one behind: the line has no end
             end += self._free.pop(index)[1]
@@ -71,7 +71,7 @@ class Places:
         self._free.insert(index, (start, end - start))
 
 
-class Region(Places):
+class Arena(Allocator):
     """GPU memory for arrays that follow each other on one stream. It grows as they need it, and lives as long as the
     last of them."""
 
@@ -92,8 +92,8 @@ class Region(Places):
 
     def allocate(self, size: int) -> Any:
         """Memory for a CuPy array, as CuPy's allocators give it. Raises its OutOfMemoryError."""
-        cuda, place = get_cupy().cuda, self.take(size)
-        memory = cuda.UnownedMemory(self._first + place.start, size, place, self._device)
+        cuda, block = get_cupy().cuda, self.take(size)
+        memory = cuda.UnownedMemory(self._first + block.start, size, block, self._device)
         return cuda.MemoryPointer(memory, 0)
 
     def _reach(self, end: int) -> None:

@@ -79,7 +79,7 @@ class Parameter(Tensor):
     ----------
     data : array of any floating dtype, whose values are copied
     low : bool
-        Whether matrix products in a 16-bit precision read a 16-bit copy of it, the shadow (weights of conv and linear).
+        Whether matrix products in a 16-bit precision read a 16-bit compute copy of it (weights of conv and linear).
     decay : bool or None
         Whether weight decay applies. None: where there are two or more dimensions. Norms, biases and embeddings do not
         decay.
@@ -101,13 +101,13 @@ class Parameter(Tensor):
     A backward through what was computed before an update raises RuntimeError: its gradients would mix old and new.
     """
 
-    __slots__ = ("_decay", "_stale", "_updated", "flat", "layout", "low", "shadow")
+    __slots__ = ("_decay", "_stale", "_updated", "compute_copy", "flat", "layout", "low")
     _copied = ("data", "requires_grad", "decay", "layout", "low")
 
     def __init__(self, data: Any, low: bool = False, decay: bool | None = None, layout: str = "vector",
                  copy: bool = True):
         self.flat: FlatParameters | None = None
-        self.shadow: Array | None = None
+        self.compute_copy: Array | None = None
         self._updated = -1
         given = Tensor(data if hasattr(data, "dtype") else np.asarray(data, float32), requires_grad=True).data
         super().__init__(given.astype(float32, copy=copy), requires_grad=True)
@@ -188,18 +188,18 @@ class Parameter(Tensor):
     def operand(self, dtype: np.dtype) -> Array:
         if not self.low or not is_low(dtype):
             return self.data
-        if self.shadow is None or self.shadow.dtype != dtype or device_of(self.shadow) != self.device:
-            own = None if self.flat is None else self.flat.shadow_of(self, dtype)
-            self.shadow = array_module(self.device).empty(self.shape, dtype) if own is None else own
+        if self.compute_copy is None or self.compute_copy.dtype != dtype or device_of(self.compute_copy) != self.device:
+            own = None if self.flat is None else self.flat.compute_copy_of(self, dtype)
+            self.compute_copy = array_module(self.device).empty(self.shape, dtype) if own is None else own
             self._stale = True
-        # Where the precision was chosen after flatten, no optimiser writes this shadow.
-        if self._stale or (self.flat is not None and not self.flat.keeps_shadows(dtype)):
-            self.shadow[...] = self.data
+        # Where the precision was chosen after flatten, no optimiser writes this compute copy.
+        if self._stale or (self.flat is not None and not self.flat.keeps_compute_copies(dtype)):
+            self.compute_copy[...] = self.data
             self._stale = is_capturing(self.device)  # then the copy is not made now, and may never be
-        return self.shadow
+        return self.compute_copy
 
     def assign(self, array: Any) -> None:
-        """Copy new values in; the shadow is recast before it is read again.
+        """Copy new values in; the compute copy is recast before it is read again.
 
         Raises ValueError on another shape, TypeError for what are no numbers, CudiffError for numbers out of range.
         """
@@ -207,8 +207,8 @@ class Parameter(Tensor):
         if array.shape != self.shape:
             raise ValueError(f"cannot assign shape {array.shape} to a parameter of shape {self.shape}")
         copy_into(self.data, array)
-        if self.shadow is not None and not self._stale:
-            record_again()  # a captured function may read the shadow without casting it anew
+        if self.compute_copy is not None and not self._stale:
+            record_again()  # a captured function may read the compute copy without casting it anew
         self._stale = True
         self._updated = now()
 
@@ -221,7 +221,7 @@ class Parameter(Tensor):
             )
         return wanted
 
-    def bind(self, flat: FlatParameters, data: Array, grad: Array | None, shadow: Array | None) -> None:
+    def bind(self, flat: FlatParameters, data: Array, grad: Array | None, compute_copy: Array | None) -> None:
         """Move the storage into slices of flat buffers; values stay, and so does a gradient where it is to be used."""
         if self.data is not data:
             copy_into(data, self.data)
@@ -231,7 +231,7 @@ class Parameter(Tensor):
             record_again()  # a captured function holds the old buffers
         _data.__set__(self, data)
         _grad.fset(self, grad)
-        self.flat, self.shadow, self._stale = flat, shadow, True
+        self.flat, self.compute_copy, self._stale = flat, compute_copy, True
 
 
 def _in_place(operation: Callable[[Tensor, Any], Tensor]) -> Callable[[Parameter, Any], Parameter]:
@@ -258,12 +258,12 @@ NOT_TRAINABLE = (
 
 
 class FlatParameters:
-    """All parameters of a model in one buffer each for values, gradients and 16-bit shadows.
+    """All parameters of a model in one buffer each for values, gradients and 16-bit compute copies.
 
     Attributes
     ----------
     data, grad : float32 (size,). grad is None for a model that is not trained.
-    shadow : 16-bit (size,) or None
+    compute_copy : 16-bit (size,) or None
     slots : dict from parameter name to (start, stop, shape), in state_dict order. Two names of one parameter share one.
     flags : uint8 (size / 32,) of `Flag`; on the same device
     trainable : bool
@@ -285,17 +285,17 @@ class FlatParameters:
         self.slots = {name: (*self._ranges[id(value)], value.shape) for name, value in parameters.items()}
         self.data: Array = module.zeros(start, float32)
         self._grad: Array | None = module.zeros(start, float32) if trainable else None
-        self.shadow: Array | None = module.zeros(start, low) if low is not None else None
+        self.compute_copy: Array | None = module.zeros(start, low) if low is not None else None
         flags = np.zeros(start // BLOCK, np.uint8)
         for parameter in self._parameters:
             first, last = self._ranges[id(parameter)]
             frozen = not _requires_grad.__get__(parameter)
             flags[first // BLOCK : -(-last // BLOCK)] = parameter.decay * Flag.DECAY | frozen * Flag.FROZEN
-            data, grad, shadow = (
+            data, grad, compute_copy = (
                 None if flat is None else flat[first:last].reshape(parameter.shape)
-                for flat in (self.data, self._grad, self.shadow if parameter.low else None)
+                for flat in (self.data, self._grad, self.compute_copy if parameter.low else None)
             )
-            parameter.bind(self, parameter.data if parameter.flat is self else data, grad, shadow)
+            parameter.bind(self, parameter.data if parameter.flat is self else data, grad, compute_copy)
         self.flags: Array = to_device(flags, device)
 
     def holds(self, parameters: list[Parameter]) -> bool:
@@ -322,7 +322,7 @@ class FlatParameters:
         }
         part.data, part.flags = self.data[first:last], self.flags[first // BLOCK : last // BLOCK]
         part._grad = None if self._grad is None else self._grad[first:last]
-        part.shadow = None if self.shadow is None else self.shadow[first:last]
+        part.compute_copy = None if self.compute_copy is None else self.compute_copy[first:last]
         return part
 
     def set_flags(self, parameter: Parameter) -> None:
@@ -331,19 +331,19 @@ class FlatParameters:
         frozen = not _requires_grad.__get__(parameter)
         self.flags[first // BLOCK : -(-last // BLOCK)] = parameter.decay * Flag.DECAY | frozen * Flag.FROZEN
 
-    def keeps_shadows(self, dtype: np.dtype) -> bool:
+    def keeps_compute_copies(self, dtype: np.dtype) -> bool:
         """Whether optimisers write 16-bit copies of this dtype."""
-        return self.shadow is not None and self.shadow.dtype == dtype
+        return self.compute_copy is not None and self.compute_copy.dtype == dtype
 
-    def shadow_of(self, parameter: Parameter, dtype: np.dtype) -> Array | None:
+    def compute_copy_of(self, parameter: Parameter, dtype: np.dtype) -> Array | None:
         """The slice that holds its 16-bit copy of this dtype, if there is one."""
-        if self.shadow is None or not self.keeps_shadows(dtype):
+        if self.compute_copy is None or not self.keeps_compute_copies(dtype):
             return None
         first, last = self._ranges[id(parameter)]
-        return self.shadow[first:last].reshape(parameter.shape)
+        return self.compute_copy[first:last].reshape(parameter.shape)
 
     def updated(self) -> None:
-        """Note that a kernel has changed all parameters and their shadows."""
+        """Note that a kernel has changed all parameters and their compute copies."""
         at = now()
         for parameter in self._parameters:
             parameter._updated = at

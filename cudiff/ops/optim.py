@@ -118,11 +118,12 @@ def step_scalars(scalars: Tensor, counters: Tensor, grad: Tensor, *, lr: float, 
     )
 
 
-def _finish(part: slice, data: Array, shadow: Array, ema: Array, ema_shadow: Array, weight: float, gap: Array) -> None:
-    """The shadow, the moving average and its shadow of one chunk of new parameters; `gap` is scratch."""
+def _finish(part: slice, data: Array, compute_copy: Array, ema: Array, ema_copy: Array, weight: float,
+            gap: Array) -> None:
+    """The compute copy, the moving average and its compute copy of one chunk of new parameters; `gap` is scratch."""
     new = data[part]
-    if shadow is not None:
-        shadow[part] = new
+    if compute_copy is not None:
+        compute_copy[part] = new
     if ema is None:
         return
     if weight < 0.5:
@@ -133,8 +134,8 @@ def _finish(part: slice, data: Array, shadow: Array, ema: Array, ema_shadow: Arr
         np.subtract(ema[part], new, out=gap)
         gap *= 1 - weight
         np.add(new, gap, out=ema[part])
-    if ema_shadow is not None:
-        ema_shadow[part] = ema[part]
+    if ema_copy is not None:
+        ema_copy[part] = ema[part]
 
 
 def _chunks(flags: Array) -> Iterator[tuple[slice, slice, Array, Array]]:
@@ -164,8 +165,8 @@ class AdamUpdate(Function):
     differentiable = False
 
     @staticmethod
-    def forward_numpy(ctx: Context, data, grad, exp_avg, exp_avg_sq, scalars, flags, shadow, ema, ema_shadow, *, betas,
-                      eps, weight_decay, decoupled):
+    def forward_numpy(ctx: Context, data, grad, exp_avg, exp_avg_sq, scalars, flags, compute_copy, ema, ema_copy, *,
+                      betas, eps, weight_decay, decoupled):
         values = [float(value) for value in scalars]
         if not values[Scalar.APPLY]:
             return data
@@ -190,33 +191,33 @@ class AdamUpdate(Function):
             np.divide(m, g, out=g)
             g *= values[Scalar.STEP_SIZE]
             p -= g
-            _finish(part, data, shadow, ema, ema_shadow, values[Scalar.EMA_WEIGHT], scratch)
+            _finish(part, data, compute_copy, ema, ema_copy, values[Scalar.EMA_WEIGHT], scratch)
         return data
 
     @staticmethod
-    def forward_cuda(ctx: Context, data, grad, exp_avg, exp_avg_sq, scalars, flags, shadow, ema, ema_shadow, *, betas,
-                     eps, weight_decay, decoupled):
-        args = (data, grad, exp_avg, exp_avg_sq, scalars, flags, shadow, ema, ema_shadow, np.int64(data.size))
+    def forward_cuda(ctx: Context, data, grad, exp_avg, exp_avg_sq, scalars, flags, compute_copy, ema, ema_copy, *,
+                     betas, eps, weight_decay, decoupled):
+        args = (data, grad, exp_avg, exp_avg_sq, scalars, flags, compute_copy, ema, ema_copy, np.int64(data.size))
         numbers = (1.0 - betas[0], 1.0 - betas[1], float(eps), float(weight_decay), decoupled)
-        launch("optim", "adam", blocks(data.size, 1024), 256, args + numbers, T=_shadow_dtype(shadow, ema_shadow))
+        launch("optim", "adam", blocks(data.size, 1024), 256, args + numbers, T=_copy_dtype(compute_copy, ema_copy))
         return data
 
 
-def _shadow_dtype(*shadows: Array | None) -> np.dtype:
-    return next((shadow.dtype for shadow in shadows if shadow is not None), bfloat16)
+def _copy_dtype(*copies: Array | None) -> np.dtype:
+    return next((compute_copy.dtype for compute_copy in copies if compute_copy is not None), bfloat16)
 
 
 def adam(data: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Tensor, flags: Tensor,
-         shadow: Tensor | None = None, ema: Tensor | None = None, ema_shadow: Tensor | None = None, *,
+         compute_copy: Tensor | None = None, ema: Tensor | None = None, ema_copy: Tensor | None = None, *,
          betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
          decoupled: bool = False) -> Tensor:
-    """Adam (Kingma and Ba, 2015), in place: moments, `data`, its 16-bit `shadow`, `ema` and its shadow.
+    """Adam (Kingma and Ba, 2015), in place: moments, `data`, its 16-bit `compute_copy`, `ema` and its compute copy.
 
     All flat, float32 (n,), n a multiple of 32; flags uint8 (n / 32,) of `Flag`. Weight decay is added to the gradient,
     or with `decoupled` shrinks the parameter (AdamW, Loshchilov and Hutter, 2019). Returns `data`.
     """
     return AdamUpdate.apply(
-        data, grad, exp_avg, exp_avg_sq, scalars, flags, shadow, ema, ema_shadow,
+        data, grad, exp_avg, exp_avg_sq, scalars, flags, compute_copy, ema, ema_copy,
         betas=betas, eps=eps, weight_decay=weight_decay, decoupled=decoupled,
     )
 
@@ -232,8 +233,8 @@ class SGDUpdate(Function):
     differentiable = False
 
     @staticmethod
-    def forward_numpy(ctx: Context, data, grad, momentum_buffer, scalars, flags, shadow, ema, ema_shadow, *, momentum,
-                      weight_decay, nesterov):
+    def forward_numpy(ctx: Context, data, grad, momentum_buffer, scalars, flags, compute_copy, ema, ema_copy, *,
+                      momentum, weight_decay, nesterov):
         values = [float(value) for value in scalars]
         if not values[Scalar.APPLY]:
             return data
@@ -250,23 +251,23 @@ class SGDUpdate(Function):
                 scratch += g
             scratch *= values[Scalar.LR]
             p -= scratch
-            _finish(part, data, shadow, ema, ema_shadow, values[Scalar.EMA_WEIGHT], scratch)
+            _finish(part, data, compute_copy, ema, ema_copy, values[Scalar.EMA_WEIGHT], scratch)
         return data
 
     @staticmethod
-    def forward_cuda(ctx: Context, data, grad, momentum_buffer, scalars, flags, shadow, ema, ema_shadow, *, momentum,
-                     weight_decay, nesterov):
-        args = (data, grad, momentum_buffer, scalars, flags, shadow, ema, ema_shadow, np.int64(data.size))
+    def forward_cuda(ctx: Context, data, grad, momentum_buffer, scalars, flags, compute_copy, ema, ema_copy, *,
+                     momentum, weight_decay, nesterov):
+        args = (data, grad, momentum_buffer, scalars, flags, compute_copy, ema, ema_copy, np.int64(data.size))
         numbers = (float(momentum), float(weight_decay), nesterov)
-        launch("optim", "sgd", blocks(data.size, 1024), 256, args + numbers, T=_shadow_dtype(shadow, ema_shadow))
+        launch("optim", "sgd", blocks(data.size, 1024), 256, args + numbers, T=_copy_dtype(compute_copy, ema_copy))
         return data
 
 
 def sgd(data: Tensor, grad: Tensor, momentum_buffer: Tensor, scalars: Tensor, flags: Tensor,
-        shadow: Tensor | None = None, ema: Tensor | None = None, ema_shadow: Tensor | None = None, *,
+        compute_copy: Tensor | None = None, ema: Tensor | None = None, ema_copy: Tensor | None = None, *,
         momentum: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False) -> Tensor:
     """Gradient descent with momentum, optionally Nesterov's, in place; buffers as for `adam`. Returns `data`."""
     return SGDUpdate.apply(
-        data, grad, momentum_buffer, scalars, flags, shadow, ema, ema_shadow,
+        data, grad, momentum_buffer, scalars, flags, compute_copy, ema, ema_copy,
         momentum=momentum, weight_decay=weight_decay, nesterov=nesterov,
     )

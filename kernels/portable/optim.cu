@@ -1,8 +1,8 @@
 // The optimiser: the gradient's norm and the scalars of a step, and AdamW, Adam and SGD over flat buffers.
 //
-// Flat buffers (data, grad, moments, ema) are float, shadows are T; all have n elements, n a multiple of 32, and start
+// Flat buffers (data, grad, moments, ema) are float, compute copies are T; all have n elements, n a multiple of 32, and start
 // on a multiple of 16 bytes. flags: one u8 per 32 elements, DECAY where weight decay applies, FROZEN where nothing changes,
-// the moving average included. shadow, ema and ema_shadow may be null. data, the moments and ema are updated in place, shadows overwritten, grad only read.
+// the moving average included. compute_copy, ema and ema_copy may be null. data, the moments and ema are updated in place, compute copies overwritten, grad only read.
 // scalars (8 floats, the order below) are written by `step_scalars` and read by the updates, so that nothing which changes
 // from step to step is a launch argument. Where scalars[APPLY] is 0 an update changes nothing. scalars[TICKET] has the bits
 // of an integer, 0 before the first step and after each.
@@ -74,19 +74,19 @@ extern "C" __global__ void step_scalars(const float* __restrict__ grad, float* _
 
 struct __align__(8) Shadow4 { T v[4]; };
 
-__device__ __forceinline__ void store_shadow(T* shadow, i64 i, const Pack<float>& x) {
-    if (shadow == nullptr) return;
+__device__ __forceinline__ void store_copy(T* compute_copy, i64 i, const Pack<float>& x) {
+    if (compute_copy == nullptr) return;
     Shadow4 low;
 #pragma unroll
     for (int k = 0; k < 4; k++) low.v[k] = from_float<T>(x.v[k]);
-    *reinterpret_cast<uint2*>(shadow + i) = *reinterpret_cast<const uint2*>(&low);
+    *reinterpret_cast<uint2*>(compute_copy + i) = *reinterpret_cast<const uint2*>(&low);
 }
 
-// Store the new parameters, their shadow, the moving average and its shadow.
-__device__ __forceinline__ void finish(i64 i, const Pack<float>& p, float* data, T* shadow, float* ema, T* ema_shadow,
-                                       float weight) {
+// Store the new parameters, their compute copy, the moving average and its compute copy.
+__device__ __forceinline__ void finish(i64 i, const Pack<float>& p, float* data, T* compute_copy, float* ema,
+                                       T* ema_copy, float weight) {
     store_pack(data + i, p);
-    store_shadow(shadow, i, p);
+    store_copy(compute_copy, i, p);
     if (ema == nullptr) return;
     Pack<float> e = load_pack(ema + i);
 #pragma unroll
@@ -95,7 +95,7 @@ __device__ __forceinline__ void finish(i64 i, const Pack<float>& p, float* data,
         e.v[k] = weight < 0.5f ? e.v[k] + weight * gap : p.v[k] - (1.0f - weight) * gap;  // exact where weight is 1
     }
     store_pack(ema + i, e);
-    store_shadow(ema_shadow, i, e);
+    store_copy(ema_copy, i, e);
 }
 
 // This thread's elements: the last first, which the norm of the gradient has left in the GPU's cache.
@@ -103,8 +103,8 @@ __device__ __forceinline__ i64 own_elements() { return ((i64)(gridDim.x - 1 - bl
 
 extern "C" __global__ void adam(float* __restrict__ data, const float* __restrict__ grad, float* __restrict__ exp_avg,
                                 float* __restrict__ exp_avg_sq, const float* __restrict__ scalars,
-                                const u8* __restrict__ flags, T* __restrict__ shadow, float* __restrict__ ema,
-                                T* __restrict__ ema_shadow, i64 n, float one_minus_beta1, float one_minus_beta2,
+                                const u8* __restrict__ flags, T* __restrict__ compute_copy, float* __restrict__ ema,
+                                T* __restrict__ ema_copy, i64 n, float one_minus_beta1, float one_minus_beta2,
                                 float eps, float weight_decay, int decoupled) {
     wait_for_previous();
     i64 i = own_elements();
@@ -124,13 +124,13 @@ extern "C" __global__ void adam(float* __restrict__ data, const float* __restric
     }
     store_pack(exp_avg + i, m);
     store_pack(exp_avg_sq + i, v);
-    finish(i, p, data, shadow, ema, ema_shadow, scalars[EMA_WEIGHT]);
+    finish(i, p, data, compute_copy, ema, ema_copy, scalars[EMA_WEIGHT]);
 }
 
 extern "C" __global__ void sgd(float* __restrict__ data, const float* __restrict__ grad,
                                float* __restrict__ momentum_buffer, const float* __restrict__ scalars,
-                               const u8* __restrict__ flags, T* __restrict__ shadow, float* __restrict__ ema,
-                               T* __restrict__ ema_shadow, i64 n, float momentum, float weight_decay, int nesterov) {
+                               const u8* __restrict__ flags, T* __restrict__ compute_copy, float* __restrict__ ema,
+                               T* __restrict__ ema_copy, i64 n, float momentum, float weight_decay, int nesterov) {
     wait_for_previous();
     i64 i = own_elements();
     if (i >= n) return;
@@ -146,5 +146,5 @@ extern "C" __global__ void sgd(float* __restrict__ data, const float* __restrict
         p.v[k] -= lr * (nesterov ? gk + momentum * b.v[k] : b.v[k]);
     }
     store_pack(momentum_buffer + i, b);
-    finish(i, p, data, shadow, ema, ema_shadow, scalars[EMA_WEIGHT]);
+    finish(i, p, data, compute_copy, ema, ema_copy, scalars[EMA_WEIGHT]);
 }

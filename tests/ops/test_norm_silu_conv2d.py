@@ -139,7 +139,7 @@ def test_a_result_of_another_dtype(device, rng, unit, widens, low):
         given = buffer[start : start + dout.size].reshape(dout.shape)
         given[...] = Tensor(dout.astype(dtype), device=device).data
         out.backward(given)
-    assert tensors["weight"].shadow.dtype == low  # not rounded once more by each pass
+    assert tensors["weight"].compute_copy.dtype == low  # not rounded once more by each pass
     for name, tensor in tensors.items():
         assert tensor.grad.dtype == tensor.dtype
         assert relative_error(Tensor(tensor.grad).numpy(), wide[name].grad) < tolerance, name

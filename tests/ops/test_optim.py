@@ -142,7 +142,7 @@ def reference_ema(path, half_life, ramp):
 class Problem:
     """Random parameters, 20 gradients and a decay mask with holes, as arrays and as what an update takes."""
 
-    def __init__(self, rng, device, moments, shadow=None):
+    def __init__(self, rng, device, moments, compute_copy=None):
         self.device, self.start = device, rng.standard_normal(SIZE).astype(np.float32)
         sizes = 10.0 ** rng.integers(-3, 2, (20, 1))
         self.gradients = (sizes * rng.standard_normal((20, SIZE))).astype(np.float32)
@@ -152,7 +152,9 @@ class Problem:
         self.flags = Tensor(decay, device=device)
         self.data, self.ema = Tensor(self.start.copy(), device=device), self.zeros(SIZE)
         self.moments = [self.zeros(SIZE) for _ in range(moments)]
-        self.shadow, self.ema_shadow = (None if shadow is None else self.zeros(SIZE, shadow) for _ in range(2))
+        self.compute_copy, self.ema_copy = (
+            None if compute_copy is None else self.zeros(SIZE, compute_copy) for _ in range(2)
+        )
         self.scalars, self.counters = scalars_and_counters(device)
 
     def zeros(self, shape, dtype=np.float32):
@@ -164,7 +166,8 @@ class Problem:
         if self.moments[1:]:
             attrs["betas"] = betas
         update(
-            self.data, grad, *self.moments, self.scalars, self.flags, self.shadow, self.ema, self.ema_shadow, **attrs
+            self.data, grad, *self.moments, self.scalars, self.flags, self.compute_copy, self.ema,
+            self.ema_copy, **attrs
         )
 
     def check(self, path, moments):
@@ -174,18 +177,18 @@ class Problem:
         assert relative_error(self.ema.numpy(), reference_ema(path, 3.0, 0.5)) < 1e-6
         for moment, expected in zip(self.moments, moments, strict=True):
             assert relative_error(moment.numpy(), expected) < 2e-6
-        if self.shadow is not None:
-            for shadow, source in ((self.shadow, self.data), (self.ema_shadow, self.ema)):
-                np.testing.assert_array_equal(shadow.numpy(), source.numpy().astype(shadow.dtype))
+        if self.compute_copy is not None:
+            for compute_copy, source in ((self.compute_copy, self.data), (self.ema_copy, self.ema)):
+                np.testing.assert_array_equal(compute_copy.numpy(), source.numpy().astype(compute_copy.dtype))
 
 
-SHADOWS = [None, ml_dtypes.bfloat16, np.float16]
+DTYPES = [None, ml_dtypes.bfloat16, np.float16]
 
 
-@pytest.mark.parametrize("shadow", SHADOWS)
+@pytest.mark.parametrize("compute_copy", DTYPES)
 @pytest.mark.parametrize("decoupled", [False, True])
-def test_adam(device, rng, decoupled, shadow):
-    problem = Problem(rng, device, moments=2, shadow=shadow)
+def test_adam(device, rng, decoupled, compute_copy):
+    problem = Problem(rng, device, moments=2, compute_copy=compute_copy)
     for gradient in problem.gradients:
         problem.step(ops.adamw if decoupled else ops.adam, gradient, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.3)
     problem.check(*reference_adam(
@@ -194,10 +197,10 @@ def test_adam(device, rng, decoupled, shadow):
     ))
 
 
-@pytest.mark.parametrize("shadow", SHADOWS)
+@pytest.mark.parametrize("compute_copy", DTYPES)
 @pytest.mark.parametrize("momentum, nesterov", [(0.0, False), (0.9, False), (0.9, True)])
-def test_sgd(device, rng, momentum, nesterov, shadow):
-    problem = Problem(rng, device, moments=1, shadow=shadow)
+def test_sgd(device, rng, momentum, nesterov, compute_copy):
+    problem = Problem(rng, device, moments=1, compute_copy=compute_copy)
     for gradient in problem.gradients:
         problem.step(ops.sgd, gradient, momentum=momentum, nesterov=nesterov, weight_decay=0.3)
     problem.check(*reference_sgd(
@@ -213,14 +216,14 @@ def test_frozen_blocks_stay_and_the_others_move_as_without_them(device, rng, upd
     frozen[:3] = True, False, True
     flags = problem.flags.numpy() | np.where(frozen, ops.Flag.FROZEN, 0).astype(np.uint8)
     problem.flags = Tensor(flags, device=device)
-    kept = [[t.numpy().copy() for t in (p.data, p.ema, p.shadow, p.ema_shadow)] for p in (problem, free)]
+    kept = [[t.numpy().copy() for t in (p.data, p.ema, p.compute_copy, p.ema_copy)] for p in (problem, free)]
     for gradient in problem.gradients:
         for each in (problem, free):
             each.step(update, gradient, weight_decay=0.3)
     elements = np.repeat(frozen, 32)
     for tensor, other, before in zip(
-        (problem.data, problem.ema, problem.shadow, problem.ema_shadow),
-        (free.data, free.ema, free.shadow, free.ema_shadow), kept[0], strict=True,
+        (problem.data, problem.ema, problem.compute_copy, problem.ema_copy),
+        (free.data, free.ema, free.compute_copy, free.ema_copy), kept[0], strict=True,
     ):
         np.testing.assert_array_equal(tensor.numpy()[elements], before[elements])
         np.testing.assert_array_equal(tensor.numpy()[~elements], other.numpy()[~elements])
@@ -231,9 +234,9 @@ def test_frozen_blocks_stay_and_the_others_move_as_without_them(device, rng, upd
 
 @pytest.mark.parametrize("update, moments", [(ops.adamw, 2), (ops.sgd, 1)])
 def test_bad_gradients_change_nothing(device, rng, update, moments):
-    problem = Problem(rng, device, moments, shadow=ml_dtypes.bfloat16)
+    problem = Problem(rng, device, moments, compute_copy=ml_dtypes.bfloat16)
     problem.step(update, problem.gradients[0])
-    tensors = [problem.data, problem.ema, problem.shadow, problem.ema_shadow, *problem.moments]
+    tensors = [problem.data, problem.ema, problem.compute_copy, problem.ema_copy, *problem.moments]
     before = [tensor.numpy().copy() for tensor in tensors]
     for bad in (np.nan, -np.inf):
         gradient = problem.gradients[1].copy()
