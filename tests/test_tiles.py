@@ -15,6 +15,7 @@ from cudiff.config import PRESETS
 from cudiff.cuda import tiles
 from cudiff.cuda.compiler import kernel_folder
 from cudiff.cuda.device import current_device
+from cudiff.cuda.kernels.attention import sm90 as attention
 from cudiff.cuda.kernels.convolution import sm90, wgrad_sm90
 from cudiff.cuda.kernels.gemm import product
 from cudiff.cuda.kernels.norm import sm90 as norm
@@ -26,7 +27,7 @@ from cudiff.tensor import Tensor
 from cudiff.train import Trainer
 
 PLANNERS = {planner.kernel: planner for planner in (
-    sm90.plan, wgrad_sm90.plan, product.plan, norm.FORWARD, norm.BACKWARD
+    sm90.plan, wgrad_sm90.plan, product.plan, norm.FORWARD, norm.BACKWARD, attention.FORWARD
 )}
 
 
@@ -169,6 +170,22 @@ def test_plans_of_weights_gradients_differ_by_their_choice():
 def test_plans_of_norms_differ_by_their_choice(planner, problem):
     plans = planner.plans(*problem)
     assert len({tuple(plan.choice) for plan in plans}) == len(plans) > 1
+
+
+@pytest.mark.parametrize("images, tokens, heads, channels, one, two", [  # microseconds on an H200
+    (32, 64, 6, 32, 2.98, 3.71), (32, 256, 6, 32, 10.62, 8.82), (8, 256, 6, 64, 5.69, 5.78),
+    (1, 256, 4, 64, 4.72, 5.62), (2, 1024, 6, 64, 15.66, 16.22), (8, 1024, 6, 64, 36.16, 36.02),
+    (2, 4096, 16, 64, 358.15, 307.34), (32, 128, 6, 32, 4.29, 4.73),
+    (128, 256, 4, 64, 34.15, 31.69), (1, 64, 8, 64, 2.71, 3.00),
+    (64, 1024, 2, 32, 71.76, 63.35), (4, 77, 8, 64, 3.45, 4.15), (16, 192, 8, 64, 5.83, 7.02),
+])
+def test_attentions_rule_takes_what_was_faster(images, tokens, heads, channels, one, two):
+    problem = images, tokens, tokens, heads, channels
+    measured = {1: one, 2: two}
+    for plan in attention.FORWARD.plans(*problem):
+        assert attention.FORWARD.time(plan, *problem) == pytest.approx(measured[plan.groups], rel=0.08)
+    (taken,) = attention.FORWARD.by_rule(*problem)
+    assert measured[taken.groups] <= 1.01 * min(measured.values())
 
 
 @pytest.fixture

@@ -136,24 +136,24 @@ def test_all_that_may_be_asked_of_a_backward(room, rng, force, shape, channels2,
         force("sharing", sharing)
         into = [None if a is None or adds is None else Slot(a.copy(), adds if i < 2 else State.HOLDS)
                 for i, a in enumerate(before)]
-        again, sums = y * 0, {}
+        again, leaves = y * 0, {}
         results = table.backward(
             dy, *sources, weight, bias, mean, rstd, True, scale, shift, needs=wanted, into=tuple(into), y=again,
-            sums=sums
+            leaves=leaves,
         )
         assert again.tobytes() == y.tobytes()
         assert tuple(result is not None for result in results) == wanted
-        assert set(sums) == {i for i in (0, 1) if wanted[i]}
-        return [None if a is None else Tensor(a).numpy().astype(np.float64) for a in results], sums
+        assert set(leaves) == {i for i in (0, 1) if wanted[i]}
+        return [None if a is None else Tensor(a).numpy().astype(np.float64) for a in results], leaves
 
     expected, _ = run(lambda *args: None)
-    found, sums = run(forced(chunks, parts, held))
+    found, leaves = run(forced(chunks, parts, held))
     for a, b in zip(found, expected, strict=True):
         assert a is None or np.abs(a - b).max() < 1e-2 * np.abs(b).max()
-    for i, partial in sums.items():
+    for i, (_, sums) in leaves.items():
         rows = found[i].reshape(shape[0], -1, found[i].shape[-1])
-        error = np.abs(Tensor(partial).numpy().sum(1) - rows.sum(1)) / (1 + np.abs(rows).sum(1))
-        assert partial.shape[1] == parts and error.max() < 2e-3  # dx was rounded after it was summed
+        error = np.abs(Tensor(sums).numpy().sum(1) - rows.sum(1)) / (1 + np.abs(rows).sum(1))
+        assert sums.shape[1] == parts and error.max() < 2e-3  # dx was rounded after it was summed
 
 
 @pytest.mark.gpu
