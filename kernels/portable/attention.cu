@@ -14,6 +14,71 @@
 // computes it.
 #include "attention.cuh"
 
+// s += q k^T, of the warp's queries and a step's keys.
+__device__ __forceinline__ void multiply_scores(float (&s)[MT][NT][2][4], const Operand& queries, const T* k_rows) {
+#pragma unroll
+    for (int d = 0; d < DT; d++) {
+        Tile a[MT];
+#pragma unroll
+        for (int m = 0; m < MT; m++) a[m] = queries.get(m, d);
+#pragma unroll
+        for (int j = 0; j < NT; j++) {
+            Tile b = load_b(k_rows + 16 * j * PITCH + 16 * d);
+#pragma unroll
+            for (int m = 0; m < MT; m++) multiply(s[m][j], a[m], b);
+        }
+    }
+}
+
+// A step of the online softmax: the scores s become weights, which are added to row_sum. row_max is raised to the largest score
+// so far; acc and row_sum are scaled down to it.
+__device__ __forceinline__ void add_scores(float (&s)[MT][NT][2][4], float (&acc)[MT][DT][2][4], float (&row_max)[MT][2],
+                                           float (&row_sum)[MT][2], float scale2) {
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int half_tile = 0; half_tile < 2; half_tile++) {  // this lane's rows GROUP and GROUP + 8
+            int e = 2 * half_tile;
+            float top = row_max[m][half_tile];
+#pragma unroll
+            for (int j = 0; j < NT; j++)
+                top = fmaxf(top, fmaxf(fmaxf(s[m][j][0][e], s[m][j][0][e + 1]), fmaxf(s[m][j][1][e], s[m][j][1][e + 1])));
+            top = max_quad(top);
+            float shrink = exp2_fast((row_max[m][half_tile] - top) * scale2), sum = 0.0f;
+            row_max[m][half_tile] = top;
+#pragma unroll
+            for (int j = 0; j < NT; j++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    float& x = s[m][j][i >> 1][e + (i & 1)];
+                    x = exp2_fast(x * scale2 - top * scale2);
+                    sum += x;
+                }
+            row_sum[m][half_tile] = row_sum[m][half_tile] * shrink + sum;
+#pragma unroll
+            for (int d = 0; d < DT; d++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) acc[m][d][i >> 1][e + (i & 1)] *= shrink;
+        }
+}
+
+// acc += weights v, of a step's values.
+__device__ __forceinline__ void multiply_weights(float (&acc)[MT][DT][2][4], const float (&weights)[MT][NT][2][4],
+                                                 const T* v_rows) {
+#pragma unroll
+    for (int j = 0; j < NT; j++) {
+        Tile a[MT];
+#pragma unroll
+        for (int m = 0; m < MT; m++) a[m] = to_a(weights[m][j]);
+#pragma unroll
+        for (int d = 0; d < DT; d++) {
+            Tile b = load_b_transposed(v_rows + 16 * j * PITCH + 16 * d);
+#pragma unroll
+            for (int m = 0; m < MT; m++) multiply(acc[m][d], a[m], b);
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 forward(T* out, float* lse, const T* q, const T* k, const T* v, int Tq, int Tk, int D, int token, int head, float scale) {
     wait_for_previous();
@@ -47,63 +112,14 @@ forward(T* out, float* lse, const T* q, const T* k, const T* v, int Tq, int Tk, 
         const T* k_rows = stages + step % STAGES * (2 * BN * PITCH);
         const T* v_rows = k_rows + BN * PITCH;
         float s[MT][NT][2][4] = {};
-#pragma unroll
-        for (int d = 0; d < DT; d++) {
-            Tile a[MT];
-#pragma unroll
-            for (int m = 0; m < MT; m++) a[m] = queries.get(m, d);
-#pragma unroll
-            for (int j = 0; j < NT; j++) {
-                Tile b = load_b(k_rows + 16 * j * PITCH + 16 * d);
-#pragma unroll
-                for (int m = 0; m < MT; m++) multiply(s[m][j], a[m], b);
-            }
-        }
+        multiply_scores(s, queries, k_rows);
         if ((step + 1) * BN > Tk)
 #pragma unroll
             for (int m = 0; m < MT; m++)
 #pragma unroll
                 for (int j = 0; j < NT; j++) mask(s[m][j], step * BN + 16 * j, Tk);
-
-#pragma unroll
-        for (int m = 0; m < MT; m++)
-#pragma unroll
-            for (int half_tile = 0; half_tile < 2; half_tile++) {  // this lane's rows GROUP and GROUP + 8
-                int e = 2 * half_tile;
-                float top = row_max[m][half_tile];
-#pragma unroll
-                for (int j = 0; j < NT; j++)
-                    top = fmaxf(top, fmaxf(fmaxf(s[m][j][0][e], s[m][j][0][e + 1]), fmaxf(s[m][j][1][e], s[m][j][1][e + 1])));
-                top = max_quad(top);
-                float shrink = exp2_fast((row_max[m][half_tile] - top) * scale2), sum = 0.0f;
-                row_max[m][half_tile] = top;
-#pragma unroll
-                for (int j = 0; j < NT; j++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        float& x = s[m][j][i >> 1][e + (i & 1)];
-                        x = exp2_fast(x * scale2 - top * scale2);
-                        sum += x;
-                    }
-                row_sum[m][half_tile] = row_sum[m][half_tile] * shrink + sum;
-#pragma unroll
-                for (int d = 0; d < DT; d++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) acc[m][d][i >> 1][e + (i & 1)] *= shrink;
-            }
-
-#pragma unroll
-        for (int j = 0; j < NT; j++) {
-            Tile a[MT];
-#pragma unroll
-            for (int m = 0; m < MT; m++) a[m] = to_a(s[m][j]);
-#pragma unroll
-            for (int d = 0; d < DT; d++) {
-                Tile b = load_b_transposed(v_rows + 16 * j * PITCH + 16 * d);
-#pragma unroll
-                for (int m = 0; m < MT; m++) multiply(acc[m][d], a[m], b);
-            }
-        }
+        add_scores(s, acc, row_max, row_sum, scale2);
+        multiply_weights(acc, s, v_rows);
     });
 
 #pragma unroll
