@@ -116,6 +116,26 @@ __device__ __forceinline__ void add_images(const Exchange* exchange, int block, 
     }
 }
 
+// This thread's pixels of the HELD boxes behind the first `boxes`, where there are `count` in all: x, and dy, to become d_preact.
+__device__ __forceinline__ void load_held(Raw (&held_x)[HELD + 1], Raw (&held_d_preact)[HELD + 1], const T* x, const T* dy, int pitch,
+                                          int dy_pitch, int boxes, int count) {
+#pragma unroll
+    for (int h = 0; h < HELD; h++) {
+        held_x[h] = held_d_preact[h] = Raw{};
+        if (boxes + h < count)
+            held_x[h] = load_raw(x + (i64)(boxes + h) * pitch), held_d_preact[h] = load_raw(dy + (i64)(boxes + h) * dy_pitch);
+    }
+}
+
+// Element i of (N, C) of totals, dscale and dshift, each of which may be null. total: a channel's sums over an image, of d_preact
+// and of d_preact * xhat.
+__device__ __forceinline__ void store_totals(const Modulation& own, float2 total, i64 i, float2* totals, float* dscale,
+                                             int add_scale, float* dshift, int add_shift) {
+    if (totals) totals[i] = make_float2(own.factor() * total.x, own.factor() * total.y);
+    if (dscale) dscale[i] = (add_scale ? dscale[i] : 0.0f) + own.weight * total.y + own.bias * total.x;
+    if (dshift) dshift[i] = (add_shift ? dshift[i] : 0.0f) + total.x;
+}
+
 // dx, dx2 (either may be null); y, the recomputed output, or null; sums, sums2, float (N, parts, C1) and (N, parts,
 // C2), or null, as in input_gradients; totals, float2 (N, C) or null, and dscale, dshift as in finish_sums; dweight, dbias, (C)
 // or null, where blocks add.
@@ -160,15 +180,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     float average = 0.0f, r = 0.0f;
     if (channel.here) average = mean[(i64)n * groups + channel.group], r = rstd[(i64)n * groups + channel.group];
     Raw held_x[HELD + 1], held_d_preact[HELD + 1];
-    if constexpr (HELD > 0) {
-#pragma unroll
-        for (int h = 0; h < HELD; h++) {
-            held_x[h] = held_d_preact[h] = Raw{};
-            if (boxes + h < place.count)
-                held_x[h] = load_raw(from + (i64)(boxes + h) * pitch),
-                held_d_preact[h] = load_raw(from_dy + (i64)(boxes + h) * dy_pitch);  // dy, to become d_preact
-        }
-    }
+    load_held(held_x, held_d_preact, from, from_dy, pitch, dy_pitch, boxes, place.count);
     if (threadIdx.x == 32 * SENDER)
         for (int i = 0; i < min(boxes, DEPTH); i++) kept.send(maps, first_channel, place, i);
     if (channel.here) {
@@ -245,10 +257,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
         table[5 * WIDTH + j] = sum.x * share - slope * off_centre;
         if (part == 0 && (totals || dscale || dshift)) {
             Modulation own(n, place.c0 + j, C, weight, bias, scale, shift);
-            i64 i = (i64)n * C + place.c0 + j;
-            if (totals) totals[i] = make_float2(own.factor() * total.x, own.factor() * total.y);
-            if (dscale) dscale[i] = (add_scale ? dscale[i] : 0.0f) + own.weight * total.y + own.bias * total.x;
-            if (dshift) dshift[i] = (add_shift ? dshift[i] : 0.0f) + total.x;
+            store_totals(own, total, (i64)n * C + place.c0 + j, totals, dscale, add_scale, dshift, add_shift);
         }
     }
     __syncthreads();
