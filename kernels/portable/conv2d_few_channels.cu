@@ -31,6 +31,7 @@ constexpr int OWN = BN / 4;  // channels of a thread in contract: a quarter of a
 // is masked. Where FEW is odd, half of the words would not be aligned: a second copy of few's rows, one number further on, has
 // these.
 constexpr int ROW_PAIRS = CEIL_DIV(R * FEW, 2), EXPAND_STEPS = CEIL_DIV(R * ROW_PAIRS, 8), COPIES = 1 + FEW % 2;
+constexpr int EXPAND_PITCH = EXPAND_STEPS * 16 + 10;  // of weights: few of the rows that are read at one time share a bank
 // In expand and wgrad a warp has 32 channels of 16 pixels at a time.
 constexpr int CHANNEL_WARPS = BN / 32, PIXEL_WARPS = WARPS / CHANNEL_WARPS;
 
@@ -115,29 +116,39 @@ struct TransposedPatches {
     __device__ __forceinline__ const T* at(int y, int d) const { return values + (y * COUNT + d) * pitch; }
 };
 
+// For expand: the weights of the block's channels, from `channel` on, a row of EXPAND_PITCH each, in the order of a patch's words.
+__device__ __forceinline__ void load_weights(T* weights, const T* weight, const Weight& at, int channel) {
+#pragma unroll
+    for (int i = threadIdx.x; i < BN * EXPAND_STEPS * 16; i += THREADS) {  // in the order in which they lie in memory
+        int c = at.many == 1 ? i % BN : i / (EXPAND_STEPS * 16), d = at.many == 1 ? i / BN : i % (EXPAND_STEPS * 16);
+        int row = d / (2 * ROW_PAIRS), e = d % (2 * ROW_PAIRS);
+        weights[c * EXPAND_PITCH + d] = row < R && e < R * FEW ? weight[at.at(row * R * FEW + e, channel + c)] : T{};
+    }
+}
+
+// The norm's maps of the block's channels, from `channel` on; side by side lies what a warp reads at one time.
+__device__ __forceinline__ void fill_maps(float2* maps, int channel, int n, int C, int groups, const float* norm_weight,
+                                          const float* norm_bias, const float* scale, const float* shift, const float* mean,
+                                          const float* rstd) {
+    for (int i = threadIdx.x; i < BN; i += THREADS) {
+        int c = channel + i, group = n * groups + c / (C / groups), of_pair = ((i / 32 * 4 + i % 8 / 2) * 4 + i % 32 / 8) * 2;
+        maps[of_pair + i % 2] = affine_of(Modulation(n, c, C, norm_weight, norm_bias, scale, shift), mean[group], rstd[group]);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
 expand(const FEW_T* few, const T* weight, const float* bias, const float* emb, int relu, T* many, float* sums, const T* x,
        const float* norm_weight, const float* norm_bias, const float* scale, const float* shift, const float* mean,
        const float* rstd, Weight at, int H, int W, int C, int rows, int groups) {
     wait_for_previous();
-    constexpr int WEIGHT_PITCH = EXPAND_STEPS * 16 + 10;  // few of the rows that are read at one time share a bank
-    __shared__ __align__(4) T weights[BN * WEIGHT_PITCH];
+    __shared__ __align__(4) T weights[BN * EXPAND_PITCH];
     __shared__ float warp_sums[PIXEL_WARPS * BN * SUMS + 1];
     __shared__ __align__(16) float2 maps[NORM ? BN : 1];
     Tile tile(H, rows);
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
     int channel = blockIdx.y * BN, own = warp % CHANNEL_WARPS * 32 + t * 8;  // the first of this thread's eight
-#pragma unroll
-    for (int i = threadIdx.x; i < BN * EXPAND_STEPS * 16; i += THREADS) {  // in the order in which they lie in memory
-        int c = at.many == 1 ? i % BN : i / (EXPAND_STEPS * 16), d = at.many == 1 ? i / BN : i % (EXPAND_STEPS * 16);
-        int row = d / (2 * ROW_PAIRS), e = d % (2 * ROW_PAIRS);
-        weights[c * WEIGHT_PITCH + d] = row < R && e < R * FEW ? weight[at.at(row * R * FEW + e, channel + c)] : T{};
-    }
-    for (int i = threadIdx.x; NORM && i < BN; i += THREADS) {
-        int c = channel + i, group = tile.n * groups + c / (C / groups);
-        int of_pair = ((i / 32 * 4 + i % 8 / 2) * 4 + i % 32 / 8) * 2;  // side by side what a warp reads at one time
-        maps[of_pair + i % 2] = affine_of(Modulation(tile.n, c, C, norm_weight, norm_bias, scale, shift), mean[group], rstd[group]);
-    }
+    load_weights(weights, weight, at, channel);
+    if constexpr (NORM) fill_maps(maps, channel, tile.n, C, groups, norm_weight, norm_bias, scale, shift, mean, rstd);
     float constant[8] = {};
 #pragma unroll
     for (int e = 0; !NORM && e < 8; e++) {
@@ -168,7 +179,7 @@ expand(const FEW_T* few, const T* weight, const float* bias, const float* emb, i
             keep[k][i] = whole || (row < R && 2 * e + 1 < R * FEW) ? ~0u : row < R ? 0xffff : 0;
         }
     // Column 2t + i of product j is channel 2j + i of thread t.
-    const u32* column = (const u32*)(weights + (warp % CHANNEL_WARPS * 32 + g / 2 * 8 + g % 2) * WEIGHT_PITCH) + t;
+    const u32* column = (const u32*)(weights + (warp % CHANNEL_WARPS * 32 + g / 2 * 8 + g % 2) * EXPAND_PITCH) + t;
     float sum[8] = {}, square[8] = {};
 
     Walk walks[2] = {{first, step, W}, {first + 8, step, W}};
@@ -192,7 +203,7 @@ expand(const FEW_T* few, const T* weight, const float* bias, const float* emb, i
 #pragma unroll
             for (int i = 0; i < 4; i++) a[i] = corner[i % 2][offset[k][i / 2]] & keep[k][i / 2];
 #pragma unroll
-            for (int j = 0; j < 4; j++) mma<T>(acc[j], a, column[j * WEIGHT_PITCH + k * 8], column[j * WEIGHT_PITCH + k * 8 + 4]);
+            for (int j = 0; j < 4; j++) mma<T>(acc[j], a, column[j * EXPAND_PITCH + k * 8], column[j * EXPAND_PITCH + k * 8 + 4]);
         }
 #pragma unroll
         for (int h = 0; h < 2; h++) {
