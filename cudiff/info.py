@@ -77,6 +77,7 @@ def kernel_tables(architecture: str | None = None) -> list[Table]:
     for table in FAMILIES.values():
         shown = Table("kernels", "takes", "made for", title=table.family, title_justify="left",
                       caption="the first that runs and takes a problem does it", caption_justify="left")
+        shown.columns[0].overflow = "fold"  # names are searched for
         if here is not None:
             shown.add_column(f"runs on {here}")
         for row in table.rows:
@@ -126,9 +127,9 @@ def step_table(preset: str, **changes: Any) -> Table:
         trainer = Trainer(config, dataset, folder)
         with watched(note), tiles.watched(note_plan):
             trainer.train_step(*trainer.loader.next())
-    caption = ("what leaves a skip path, a second source or an upsampled input is asked again without it, and "
+    caption = ("what does not fuse a skip path, a second source or an upsampled input is asked again without it, and "
                "convolutions by matmul are asked again as linear layers")
-    table = Table("operation", "problem", "kernels", "fuses", "leaves", "plan", "times", title=f"a step of {preset}",
+    table = Table("operation", "problem", "kernels", "fuses", "does not", "plan", "times", title=f"a step of {preset}",
                   title_justify="left", caption=caption, caption_justify="left")
     for row, count in Counter(map(tuple, served)).items():
         table.add_row(*map(Text, row), str(count))

@@ -107,6 +107,15 @@ def test_counters_of_skipped_steps(device):
     np.testing.assert_allclose(scalars.numpy()[ops.Scalar.RSQRT_BIAS2], (1 - 0.99**2) ** -0.5, rtol=1e-6)
 
 
+def test_the_learning_rate_counts_skipped_steps(device):
+    scalars, counters = scalars_and_counters(device)
+    rates = []
+    for norm in (1.0, np.nan, 1.0, np.nan, 1.0):
+        ops.step_scalars(scalars, counters, gradient(device, norm), lr=1.0, warmup=10)
+        rates.append(float(scalars.numpy()[ops.Scalar.LR]))
+    np.testing.assert_allclose(rates[::2], [0.1, 0.3, 0.5], rtol=1e-6)
+
+
 def reference_adam(p, gradients, mask, lr, betas, eps, weight_decay, decoupled):
     m, v, path = np.zeros_like(p), np.zeros_like(p), []
     for t, g in enumerate(gradients, start=1):

@@ -55,6 +55,15 @@ def test_max_pool2d_with_relu(device, rng, shape, size, stride, padding):
         max_pool2d(Tensor(np.zeros((1, 16, 16, 1))), 16, relu=True)
 
 
+def test_the_first_of_equal_elements_gets_the_gradient(device):
+    for value in (3.0, -np.inf):
+        x = Tensor(np.full((1, 4, 4, 2), value), dtype=np.float32, requires_grad=True, device=device)
+        max_pool2d(x).sum().backward()
+        expected = np.zeros((1, 4, 4, 2))
+        expected[:, ::2, ::2] = 1
+        np.testing.assert_array_equal(Tensor(x.grad).numpy(), expected)
+
+
 def check_sums(statistics, dx):
     values = Tensor(dx).numpy().astype(np.float64)
     sums = Tensor(statistics.sums).numpy().astype(np.float64).sum(1)

@@ -15,7 +15,7 @@ ATTENTION = Table(
     Row("attention_sm90.forward", SM90, sm90.offer_forward, sm90.forward,
         "forward of 16-bit heads of up to 64 channels whose rows start at multiples of 16 bytes"),
     Row("attention_short_sm90.backward", SM90, sm90.offer_short_backward, sm90.short_backward,
-        "backward, in one launch, of the same of up to 32 channels and 256 tokens; leaves the gradients' sums"),
+        "backward, in one launch, of the same of up to 32 channels and 256 tokens; writes the gradients' sums"),
     Row("attention_sm90.backward_q, backward_kv", SM90, sm90.offer_backward, sm90.backward,
         "backward of 16-bit heads of up to 64 channels whose rows start at multiples of 16 bytes"),
     Row("attention.forward", ANY, portable.offer_forward, portable.forward, "forward of all heads"),
@@ -32,7 +32,7 @@ def forward(out: Array, lse: Array, q: Array, k: Array, v: Array, tf32: bool) ->
 
 def backward(dq: Array, dk: Array, dv: Array, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
              tf32: bool, sums: Callable[[int], Sequence[Array]] | None = None) -> None:
-    """The gradients dq, dk and dv; see `Backward`. `sums` is called where the kernel leaves them."""
+    """The gradients dq, dk and dv; see `Backward`. `sums` is called where the kernel writes them."""
     wanted = frozenset() if sums is None else frozenset({SUMS})
     problem = _problem(q, k, (q, k, v, dq, dk, dv, dout), True, tf32, wanted)
     chosen = ATTENTION.select(problem)

@@ -43,24 +43,25 @@ CONVOLUTION = Table(
     "convolution",
     Row("conv2d_few_channels", ANY, few_channels.offer, few_channels.run,
         "3x3 or 1x1 that keep the size, between an image of up to 7 channels, 16-bit or float32, and a 16-bit one of "
-        "32 to 128; adds a bias, and to a result of many channels emb and ReLU, and leaves its sums; dgrad to a norm "
+        "32 to 128; adds a bias, and to a result of many channels emb and ReLU, and writes its sums; dgrad to a norm "
         "of one source; not with an addend, a skip path, two sources, an upsampled input"),
     Row("conv2d_sm90", SM90, sm90.offer, sm90.run,
         "fprop and dgrad of stride 1 that keep the size, 16-bit or tf32, 1 or 3 rows of taps, pixels at multiples of "
-        "16 bytes; adds all, leaves sums; 16-bit also two sources, dgrad to a norm, a skip path beside 3x3 and biases; "
-        "declines a skip path where two launches are estimated to take less time"),
+        "16 bytes; adds bias, embedding and addend; fprop writes a norm's statistics, dgrad no bias's sums; 16-bit "
+        "also two sources, dgrad to a norm beside nothing added, a skip path beside 3x3 and biases; declines a skip "
+        "path where two launches are estimated to take less time"),
     Row("conv2d_wgrad_sm90, conv2d_wgrad_tf32_sm90", SM90, wgrad_sm90.offer, wgrad_sm90.run,
         "wgrad of the same, any number of channels, images of up to 128 columns, 112 in tf32; 16-bit also two sources, "
         "and an upsampled input where shared memory has room"),
     Row("matmul, exact", SM90, _without_statistics(matrices.offer_pixels), matrices.run_pixels,
-        "1x1 fprop of float32; leaves statistics to the norm, whose one pass is a little faster without"),
+        "1x1 fprop of float32; writes no statistics: the norm's one pass is a little faster without"),
     Row("conv2d, exact", SM90, _without_statistics(portable.offer), portable.run, "fprop of float32, likewise"),
     Row("matmul", ANY, matrices.offer_pixels, matrices.run_pixels,
-        "1x1 of stride 1 and one source, as a linear layer; not where conv2d leaves sums that are wanted"),
+        "1x1 of stride 1 and one source, by the table of linear layers; not where conv2d writes sums that are wanted"),
     Row("matmul, shape.copy", ANY, matrices.offer_windows, matrices.run_windows,
         "dgrad where the windows of its result lie side by side and cover it; adds a bias alone"),
     Row("conv2d", ANY, portable.offer, portable.run,
-        "all; leaves the sums of what no ReLU follows, and dgrad to a norm, where tiles are of one image and the depth "
+        "all; writes the sums of what no ReLU follows, and dgrad to a norm, where tiles are of one image and the depth "
         "is not cut"),
 )
 

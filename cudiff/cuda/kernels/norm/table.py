@@ -20,8 +20,9 @@ NORM = Table(
         "forward of rows of whole 16 bytes where a cluster of up to 8 blocks has room for an image in shared memory; "
         "not where statistics came with it"),
     Row("group_norm_backward_sm90.backward", SM90, sm90.offer_backward, sm90.backward,
-        "backward of rows of whole 16 bytes where blocks that run at once have room for all images in shared memory; "
-        "not where sums came with the gradient; declines where it is estimated to take longer than group_norm.cu"),
+        "backward of rows of whole 16 bytes where shared memory has room for a block's part of an image; blocks that "
+        "share an image must all run at once; not where sums came with the gradient or dx has two terms; declines "
+        "where it is estimated to take longer than group_norm.cu"),
     Row("group_norm.statistics, finish_statistics, normalize", ANY, portable.offer_forward, portable.forward,
         "forward of all images; only passes whose results did not come with them"),
     Row("group_norm.backward_sums, finish_sums, input_gradients", ANY, portable.offer_backward, portable.backward,
