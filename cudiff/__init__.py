@@ -23,19 +23,22 @@ _LATER = {
     "Option": "cudiff.options", "register_model": "cudiff.config", "register_objective": "cudiff.config",
     "register_sampler": "cudiff.config",
 }
-"""Imported when first asked for, so that `import cudiff` stays fast."""
+"""Imported when first asked for, so that `import cudiff` stays fast; so are the modules below."""
+_MODULES = ("data", "diffusion", "models", "optim", "plot")
 
 __all__ = [
     "CudiffError", "Function", "Tensor", "allow_tf32", "bfloat16", "cuda_available", "default_device", "float16",
-    "float32", "float64", "from_dlpack", "int32", "int64", "nn", "no_grad", *ops.__all__, *_LATER,
+    "float32", "float64", "from_dlpack", "int32", "int64", "nn", "no_grad", *ops.__all__, *_LATER, *_MODULES,
 ]
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *_LATER, *_MODULES})
 
 
 def __getattr__(name: str) -> Any:
     if name in _LATER:
         return getattr(import_module(_LATER[name]), name)
+    if name in _MODULES:
+        return import_module(f"cudiff.{name}")
     raise AttributeError(f"module 'cudiff' has no attribute '{name}'")

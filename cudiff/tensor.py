@@ -214,6 +214,10 @@ class Tensor:
             raise AttributeError("a CPU tensor has no __cuda_array_interface__")
         return self.data.__cuda_array_interface__
 
+    def __format__(self, spec: str) -> str:
+        """`f"{loss:.3f}"`, of one number; without a format as `str`."""
+        return format(self.item(), spec) if spec else str(self)
+
     def __repr__(self) -> str:
         body = np.array2string(self.numpy(), separator=", ", prefix="Tensor(", threshold=200, precision=4)
         extra = ", requires_grad=True" if self.requires_grad else ""

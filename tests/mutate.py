@@ -66,6 +66,7 @@ TESTS = {
     "cudiff/models/": ["tests/test_outline.py", "tests/models/test_unet_numpy.py", "tests/test_config.py"],
     "cudiff/nn/": ["tests/test_nn.py", "tests/test_parameters.py", "tests/test_tensor.py", "tests/test_optim.py",
                    "tests/models/test_cnn.py", "tests/models/test_unet.py"],
+    "cudiff/nn/parameterless.py": ["tests/test_nn.py"],
     "cudiff/ops/__init__.py": ["tests/test_tensor.py", "tests/ops/test_arithmetic.py"],
     "cudiff/ops/cast.py": ["tests/ops/test_arithmetic.py", "tests/test_operands.py"],
     "cudiff/ops/group_norm.py": ["tests/ops/test_batch_norm.py"],

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -369,3 +371,9 @@ def test_weights_out_of_range_change_nothing():
         optimizer.load_state_dict({name: value + 1 for name, value in state.items()}
                                   | {"exp_avg_sq.0.bias": np.full(2, 1e300)})
     np.testing.assert_equal(optimizer.state_dict(), state)
+
+
+def test_modules_are_there_after_import_cudiff():
+    code = "import cudiff; cudiff.optim.AdamW, cudiff.data.Dataset, cudiff.diffusion.EDMLoss, cudiff.models.build"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert {"optim", "data", "diffusion", "models", "plot"} <= set(dir(cudiff))

@@ -204,6 +204,33 @@ def test_the_least_sizes_make_layers():
     nn.LayerNorm(1), nn.BatchNorm2d(1, momentum=0), nn.BatchNorm2d(1, momentum=1), nn.Embedding(1, 1), nn.Dropout(0)
 
 
+def test_layers_without_parameters_are_their_operations(rng):
+    x = Tensor(rng.standard_normal((2, 4, 6, 3)), dtype=np.float32)
+    pairs = {
+        nn.Identity(): lambda x: x, nn.SiLU(): ops.silu, nn.ReLU(): ops.relu, nn.GELU(): ops.gelu, nn.Tanh(): ops.tanh,
+        nn.Sigmoid(): ops.sigmoid, nn.Flatten(): lambda x: ops.reshape(x, (2, 72)),
+        nn.MaxPool2d(2): lambda x: ops.max_pool2d(x, 2), nn.AvgPool2d(2): lambda x: ops.avg_pool2d(x, 2),
+        nn.MaxPool2d(3, stride=1, padding=1): lambda x: ops.max_pool2d(x, 3, 1, 1),
+        nn.AvgPool2d(3, stride=1, padding=1): lambda x: ops.avg_pool2d(x, 3, 1, 1),
+    }
+    for layer, operation in pairs.items():
+        np.testing.assert_array_equal(layer(x).numpy(), operation(x).numpy())
+    for make in (lambda: nn.MaxPool2d(0), lambda: nn.AvgPool2d(2, stride=0), lambda: nn.MaxPool2d(2, padding=-1)):
+        with pytest.raises(CudiffError):
+            make()
+
+
+def test_a_module_shows_its_parameters_and_what_is_in_it():
+    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Sequential(nn.Linear(3, 1, bias=False)))
+    assert repr(net) == """Sequential(
+  0: Linear(weight 3×2, bias 3)
+  1: ReLU()
+  2: Sequential(
+    0: Linear(weight 1×3)
+  )
+)"""
+
+
 def test_lists_of_modules_hold_modules():
     for make in (nn.ModuleList, lambda items: nn.Sequential(*items)):
         with pytest.raises(TypeError, match=r"holds modules, not a (list|int)"):

@@ -326,6 +326,12 @@ def test_operators_and_methods(device):
         x @ 2.0
 
 
+def test_one_number_is_formatted_as_a_number():
+    assert f"{Tensor(1 / 3):.3f} {Tensor([7]):>3d} {Tensor(2.0)}" == f"0.333   7 {Tensor(2.0)!s}"
+    with pytest.raises(ValueError, match="is not one number"):
+        f"{Tensor([1.0, 2.0]):.3f}"
+
+
 class Counted(Function):
     """out = 2 x, which records what its backward was given."""
 

@@ -3,14 +3,38 @@
 
 from cudiff.nn import init
 from cudiff.nn.layers import (
-    BatchNorm2d, Conv2d, ConvTranspose2d, Dropout, Embedding, GroupNorm, LayerNorm, Linear, ReLU, SiLU, linears,
-    set_generator,
+    BatchNorm2d, Conv2d, ConvTranspose2d, Dropout, Embedding, GroupNorm, LayerNorm, Linear, linears, set_generator,
 )
 from cudiff.nn.module import Module, ModuleList, Sequential
 from cudiff.nn.parameter import FlatParameters, Parameter
+from cudiff.nn.parameterless import (
+    AvgPool2d, Flatten, GELU, Identity, MaxPool2d, ReLU, Sigmoid, SiLU, Tanh,
+)
 
 __all__ = [
-    "BatchNorm2d", "Conv2d", "ConvTranspose2d", "Dropout", "Embedding", "FlatParameters", "GroupNorm", "LayerNorm",
-    "Linear", "Module", "ModuleList", "Parameter", "ReLU", "Sequential", "SiLU", "init", "linears",
+    "GELU",
+    "AvgPool2d",
+    "BatchNorm2d",
+    "Conv2d",
+    "ConvTranspose2d",
+    "Dropout",
+    "Embedding",
+    "FlatParameters",
+    "Flatten",
+    "GroupNorm",
+    "Identity",
+    "LayerNorm",
+    "Linear",
+    "MaxPool2d",
+    "Module",
+    "ModuleList",
+    "Parameter",
+    "ReLU",
+    "Sequential",
+    "SiLU",
+    "Sigmoid",
+    "Tanh",
+    "init",
+    "linears",
     "set_generator",
 ]

@@ -1,4 +1,4 @@
-"""Layers: parameters plus a one-line forward."""
+"""Layers: parameters plus a one-line forward; and Dropout, which has random numbers."""
 
 from __future__ import annotations
 
@@ -172,20 +172,6 @@ class Dropout(Module):
         return super().__getstate__() | {"generator": None}
 
 
-class SiLU(Module):
-    """x·sigmoid(x)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.silu(x)
-
-
-class ReLU(Module):
-    """max(x, 0)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.relu(x)
-
-
 def set_generator(model: Module, generator: ops.Generator) -> None:
     """Give every Dropout of `model` the random numbers of `generator`, a stream each that no other layer has.
 
@@ -196,9 +182,3 @@ def set_generator(model: Module, generator: ops.Generator) -> None:
             layer.generator, layer.stream = generator, ops.Purpose.DROPOUT + generator.dropouts
             layer._moves = -1
             generator.dropouts += 1
-
-
-__all__ = [
-    "BatchNorm2d", "Conv2d", "ConvTranspose2d", "Dropout", "Embedding", "GroupNorm", "LayerNorm", "Linear", "ReLU",
-    "SiLU", "set_generator",
-]

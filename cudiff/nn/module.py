@@ -285,10 +285,20 @@ class Module:
         for name, module in self.modules():
             own = {key: value for key, value in vars(module).items() if isinstance(value, Parameter)}
             if own:
-                shapes = ", ".join(f"{key} {'×'.join(map(str, value.shape))}" for key, value in own.items())
                 count = sum(value.size for value in own.values())
-                table.add_row(name or "(self)", type(module).__name__, shapes, f"{count:,}")
+                table.add_row(name or "(self)", type(module).__name__, module._shapes(), f"{count:,}")
         return table
+
+    def _shapes(self) -> str:
+        """Its own parameters, as "weight 3×2, bias 3"."""
+        own = {name: value for name, value in vars(self).items() if isinstance(value, Parameter)}
+        return ", ".join(f"{name} {'×'.join(map(str, value.shape))}" for name, value in own.items())
+
+    def __repr__(self) -> str:
+        """Its parameters' shapes, and below it the modules in it, each on lines of its own."""
+        inside = [f"{name}: {child!r}".replace("\n", "\n  ") for name, child in self.children()]
+        parts = "\n  ".join(["", *filter(None, [self._shapes()]), *inside]) + "\n" if inside else self._shapes()
+        return f"{type(self).__name__}({parts})"
 
 
 class ModuleList(Module):

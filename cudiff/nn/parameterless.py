@@ -1,0 +1,80 @@
+"""Layers without parameters: an operation each, for `Sequential`."""
+
+from __future__ import annotations
+
+from cudiff import ops
+from cudiff.nn.module import Module
+from cudiff.tensor import Tensor
+from cudiff.values import whole
+
+
+class Identity(Module):
+    """x."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class SiLU(Module):
+    """x·sigmoid(x)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.silu(x)
+
+
+class ReLU(Module):
+    """max(x, 0)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.relu(x)
+
+
+class GELU(Module):
+    """x·Φ(x), with the exact error function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.gelu(x)
+
+
+class Tanh(Module):
+    """tanh(x)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.tanh(x)
+
+
+class Sigmoid(Module):
+    """1 / (1 + exp(−x))."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.sigmoid(x)
+
+
+class Flatten(Module):
+    """x (N, ...) → (N, -1). Images lie as (H, W, C): weights of a layer behind PyTorch's, of (C, H, W), fit no more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.flatten(x, start=1)
+
+
+class _Pool2d(Module):
+    """x (N, H, W, C) → (N, Ho, Wo, C), Ho = (H + 2·padding − size) // stride + 1; the stride is the size by default."""
+
+    def __init__(self, size: int, stride: int | None = None, padding: int = 0):
+        super().__init__()
+        self.size, self.padding = whole("size", size), whole("padding", padding, least=0)
+        self.stride = self.size if stride is None else whole("stride", stride)
+
+
+class MaxPool2d(_Pool2d):
+    __doc__ = f"The maximum over square windows. {_Pool2d.__doc__}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.max_pool2d(x, self.size, self.stride, self.padding)
+
+
+class AvgPool2d(_Pool2d):
+    __doc__ = f"The mean over square windows, of which padding is zeros. {_Pool2d.__doc__}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.avg_pool2d(x, self.size, self.stride, self.padding)
