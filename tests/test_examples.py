@@ -79,10 +79,13 @@ def test_a_table_says_which_kernel_serves_a_problem(capsys):
     """The code of docs/adding-a-kernel.md prints what the page says."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "adding-a-kernel.md").read_text(), re.DOTALL)
     exec(code, {})
-    expected = ["sm_80 conv2d {'norm backward'} set()", "sm_90a conv2d_sm90 {'norm backward'} set()"]
+    expected = ["sm_80 conv2d set() {'norm backward'}", "sm_90a conv2d_sm90 {'norm backward'} set()"]
     assert capsys.readouterr().out.splitlines() == expected
-    exec(code.replace("(32, 8, 8, 256)", "(16, 8, 8, 256)"), {})
-    assert capsys.readouterr().out.startswith("sm_80 conv2d set() {'norm backward'}\n")
+    fused = {24, 27, 37, 54, 67, 128}
+    for images in (1, 23, 24, 27, 28, 36, 37, 54, 55, 66, 67, 128):
+        exec(code.replace("(32, 8, 8, 256)", f"({images}, 8, 8, 256)"), {})
+        a100, h200 = capsys.readouterr().out.splitlines()
+        assert a100.endswith("{'norm backward'} set()") == (images in fused) and h200 == expected[1]
 
 
 @pytest.mark.skipif(cuda_available(), reason="there is a GPU")

@@ -14,7 +14,7 @@ from cudiff.cli import main
 from cudiff.config import PRESETS
 from cudiff.cuda import tiles
 from cudiff.cuda.compiler import kernel_folder
-from cudiff.cuda.device import current_device
+from cudiff.cuda.device import asked_about, current_device, multiprocessors
 from cudiff.cuda.kernels.attention import sm90 as attention
 from cudiff.cuda.kernels.convolution import sm90, wgrad_sm90
 from cudiff.cuda.kernels.gemm import product
@@ -113,6 +113,13 @@ def test_what_cannot_be_reached_lists_nothing(planner, listing, monkeypatch, err
 
     monkeypatch.setattr(Path, "read_text", refuse)
     assert planner(5, True) == Cut(3)
+
+
+def test_another_gpu_that_is_only_asked_about_has_no_lines_of_this_one(planner, listing):
+    listing('["Some GPU".kernel-1]\n"5, True" = [7]\n')
+    with asked_about("sm_80"):
+        assert planner(5, True) == Cut(3) and multiprocessors() == 108
+    assert planner(5, True) == Cut(7)
 
 
 def test_lines_of_another_version_are_passed_over(planner, listing, monkeypatch):

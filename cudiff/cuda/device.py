@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
+import threading
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from cudiff.backend import cuda_status, get_cupy
@@ -63,8 +66,31 @@ def current_device() -> Device:
     return device(get_cupy().cuda.runtime.getDevice())
 
 
+_MULTIPROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90a": 132, "sm_100": 148, "sm_120": 170}
+"""Of an A100, RTX 3090, RTX 4090, H200, B200 and RTX 5090, for which `asked_about` plans."""
+
+
+class _Asked(threading.local):
+    architecture: str | None = None
+
+
+asked = _Asked()
+
+
+@contextlib.contextmanager
+def asked_about(architecture: str) -> Iterator[None]:
+    """Inside the block, launches are planned for a GPU of this architecture, such as "sm_80", here or not."""
+    before, asked.architecture = asked.architecture, architecture
+    try:
+        yield
+    finally:
+        asked.architecture = before
+
+
 def multiprocessors() -> int:
-    """The current device's, for which launches are planned; where there is no GPU those of an H200, 132."""
+    """Those of the GPU that launches are planned for: the current device; where there is none an H200, 132."""
+    if asked.architecture is not None:
+        return _MULTIPROCESSORS.get(asked.architecture, 132)
     return current_device().multiprocessors if cuda_status()[0] else 132
 
 

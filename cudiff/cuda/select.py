@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from cudiff.cuda.device import Target, current_target
+from cudiff.cuda.device import Target, asked_about, current_target
 
 ANY = None  # every architecture
 SM90 = frozenset({"sm_90a"})
@@ -78,14 +78,16 @@ class Table:
     def select(self, problem: Any, architecture: str | None = None) -> Choice:
         """The first row that makes an offer, on the current device or on an architecture such as "sm_80".
 
-        With an architecture this only asks: `watched` is not told. `problem` has the field `wanted`, a frozenset of
+        With an architecture this only asks: `watched` is not told, and plans are those for a GPU that has it, by the
+        rule. `problem` has the field `wanted`, a frozenset of
         fusions by name. Raises LookupError where no row serves it.
         """
         # Plans are tuned for a GPU, not for an architecture.
         target = current_target() if architecture is None else Target("", architecture)
         found = self._chosen.get((problem, target))
         if found is None:
-            found = self._chosen[problem, target] = self._first(problem, target.architecture)
+            with contextlib.nullcontext() if architecture is None else asked_about(architecture):
+                found = self._chosen[problem, target] = self._first(problem, target.architecture)
         if watch is not None and architecture is None:
             watch(self, problem, found)
         return found

@@ -21,7 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from cudiff.backend import Array, cache_folder, cuda_status
 from cudiff.cuda.compiler import kernel_folder
-from cudiff.cuda.device import current_device
+from cudiff.cuda.device import asked, current_device
 from cudiff.cuda.select import FAMILIES
 from cudiff.errors import CudiffError
 
@@ -119,8 +119,9 @@ def user_file() -> Path:
 
 
 def _gpu() -> str:
-    """The current device's name; "" where there is none."""
-    return current_device().name if cuda_status()[0] else ""
+    """The name of the GPU that launches are planned for; its architecture where that is only asked about; "" where
+    there is none."""
+    return asked.architecture or (current_device().name if cuda_status()[0] else "")
 
 
 @functools.cache
