@@ -14,7 +14,7 @@ import numpy as np
 from cudiff.config import Config
 from cudiff.errors import CudiffError
 from cudiff.models import outline
-from cudiff.nn.module import require_fit
+from cudiff.nn.module import Shaped, require_fit
 from cudiff.registry import TABLES
 from cudiff.tensorfile import digest, read_header, read_tensors, write_tensors
 
@@ -212,12 +212,12 @@ _COUNTERS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def check_parts(path: str | os.PathLike, entries: Mapping[str, Any], config: Config) -> None:
+def check_parts(path: str | os.PathLike, entries: Mapping[str, Shaped], config: Config) -> None:
     """Raise CudiffError unless there are weights, and all parts have the names and shapes of the configuration's model.
 
     No model is built, and its outline stops where it is far larger than the file.
     """
-    parts: dict[str, dict[str, Any]] = {name: {} for name in PARTS}
+    parts: dict[str, dict[str, Shaped]] = {name: {} for name in PARTS}
     for name, entry in entries.items():
         prefix, _, rest = name.partition(".")
         if prefix not in PARTS:

@@ -129,8 +129,8 @@ def step_table(preset: str, **changes: Any) -> Table:
             trainer.train_step(*trainer.loader.next())
     caption = ("what does not fuse a skip path, a second source or an upsampled input is asked again without it, and "
                "convolutions by matmul are asked again as linear layers")
-    table = Table("operation", "problem", "kernels", "fuses", "does not", "plan", "times", title=f"a step of {preset}",
-                  title_justify="left", caption=caption, caption_justify="left")
+    table = Table("operation", "problem", "kernels", "fuses", "does not fuse", "plan", "times",
+                  title=f"a step of {preset}", title_justify="left", caption=caption, caption_justify="left")
     for row, count in Counter(map(tuple, served)).items():
         table.add_row(*map(Text, row), str(count))
     return table

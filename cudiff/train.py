@@ -286,7 +286,7 @@ class Trainer:
         self.optimizer.load_state_dict(moments | {"counters": np.array(counters["optimizer"])})
         self.generator.load_state(counters["generator"])
         self._loss_sum.data[...], self._loss_steps = counters["loss_sum"], counters["loss_steps"]
-        frozen = [value for name, value in self.net.named_parameters() if name in counters.get("frozen", ())]
+        frozen = [value for name, value in self.net.named_parameters() if name in (counters.get("frozen") or ())]
         for parameter in frozen:
             parameter.requires_grad = False
         if frozen:

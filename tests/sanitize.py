@@ -160,7 +160,7 @@ def jobs() -> Iterator[tuple[str, Callable[[], Any]]]:
     """(name, call) of all that is launched."""
     for name, (draw, _) in ROWS.items():
         rng = np.random.default_rng(zlib.crc32(name.encode()))
-        for dtype in ("float32", "bfloat16") if name != "linears" else ("float32",):
+        for dtype in ("float32", "bfloat16") if name != "grouped_linear" else ("float32",):
             case = draw(Numbers(rng, "ordinary"))
             yield f"{name} {dtype}", lambda case=case, dtype=dtype: run_case(case, dtype)
     yield from more()

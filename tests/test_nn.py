@@ -49,11 +49,11 @@ def test_precision_reaches_every_layer_and_no_other_name_does():
     assert model.precision == "fp16"
 
 
-def test_linears_are_each_layers_own_output(rng):
+def test_grouped_layers_are_each_layers_own_output(rng):
     layers = [nn.Linear(5, width) for width in (3, 7)]
     x = Tensor(rng.standard_normal((4, 5)).astype(np.float32))
     for silu in (False, True):
-        outs = nn.linears(x, *layers, silu=silu)
+        outs = nn.grouped_linear(x, *layers, silu=silu)
         for out, layer in zip(outs, layers, strict=True):
             expected = ops.silu(layer(x)) if silu else layer(x)
             np.testing.assert_allclose(out.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)

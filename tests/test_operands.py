@@ -124,7 +124,7 @@ OPS = {
     "matmul": (((4, C), (C, 8)), ops.matmul),
     "linear": (((4, C), (8, C), (8,)), ops.linear),
     "linear residual": (((4, C), (8, C), (8,), (4, 8)), lambda x, w, b, r: ops.linear(x, w, b, residual=r)),
-    "linears": (((4, C), (8, C), (8,)), lambda x, w, b: ops.linears(x, [w], [b])[0]),
+    "grouped_linear": (((4, C), (8, C), (8,)), lambda x, w, b: ops.grouped_linear(x, [w], [b])[0]),
     "conv2d": (((2, 4, 4, C), (8, 3, 3, C), (8,)), lambda x, w, b: ops.conv2d(x, w, b, padding=1)),
     "conv_transpose2d": (((2, 4, 4, C), (C, 3, 3, 8), (8,)), ops.conv_transpose2d),
     "group_norm": (((2, 4, C), (C,), (C,)), lambda x, w, b: ops.group_norm(x, w, b, num_groups=4)),

@@ -114,6 +114,15 @@ def test_what_was_frozen_stays_so_when_a_run_goes_on(tmp_path):
     assert same == {name for name in before if name.startswith("time_embed.")}
 
 
+def test_a_checkpoint_that_says_nothing_of_freezing_is_resumed(tmp_path):
+    first = Trainer(TINY, data(), tmp_path)
+    first.run()
+    checkpoint = load_checkpoint(first.save_path)
+    checkpoint.counters["frozen"] = None
+    again = Trainer(TINY.replace(steps=3), data(), tmp_path, resume=checkpoint)
+    assert all(parameter.requires_grad for parameter in again.net.parameters())
+
+
 @pytest.mark.parametrize("dataset, resume", [("digits", None), (None, "runs/a")], ids=str)
 def test_a_trainer_takes_a_dataset_and_a_checkpoint(tmp_path, dataset, resume):
     with pytest.raises(CudiffError, match=r"what cudiff\.load_dataset returns"):

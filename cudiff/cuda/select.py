@@ -79,8 +79,8 @@ class Table:
         """The first row that makes an offer, on the current device or on an architecture such as "sm_80".
 
         With an architecture this only asks: `watched` is not told, and plans are those for a GPU that has it, by the
-        rule. `problem` has the field `wanted`, a frozenset of
-        fusions by name. Raises LookupError where no row serves it.
+        rule. `problem` has the field `wanted`, a frozenset of fusions by name. Raises LookupError where no row serves
+        it.
         """
         # Plans are tuned for a GPU, not for an architecture.
         target = current_target() if architecture is None else Target("", architecture)

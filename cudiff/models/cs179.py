@@ -5,7 +5,7 @@ from __future__ import annotations
 from cudiff import ops
 from cudiff.backend import float32
 from cudiff.models.levels import WIDTHS, check_levels
-from cudiff.nn import Conv2d, ConvTranspose2d, Linear, Module, ModuleList, Sequential, SiLU, linears
+from cudiff.nn import Conv2d, ConvTranspose2d, Linear, Module, ModuleList, Sequential, SiLU, grouped_linear
 from cudiff.registry import Settings, register_model
 from cudiff.tensor import Tensor
 
@@ -21,8 +21,8 @@ class TimeEmbedding(Module):
     def forward(self, t: Tensor) -> Tensor:
         emb = ops.timestep_embedding(t, self.dim, divisor="half-1", order="sin,cos")
         first, _, second = self.mlp
-        (hidden,) = linears(emb, first, silu=True)
-        return linears(hidden, second)[0]
+        (hidden,) = grouped_linear(emb, first, silu=True)
+        return grouped_linear(hidden, second)[0]
 
 
 class Block(Module):
@@ -91,7 +91,7 @@ class CS179UNet(Module):
 
     def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
         blocks = [*self.enc_blocks, self.bottleneck, *self.dec_blocks]
-        shifts = iter(linears(self.time_emb(t), *(block.time_proj for block in blocks)))
+        shifts = iter(grouped_linear(self.time_emb(t), *(block.time_proj for block in blocks)))
         h, skips = ops.astype(x, float32), []
         for block in self.enc_blocks:
             h = block(h, next(shifts), pool=True)

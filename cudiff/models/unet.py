@@ -8,7 +8,19 @@ from cudiff import ops
 from cudiff.backend import float32
 from cudiff.errors import CudiffError
 from cudiff.models.levels import WIDTHS, check_levels
-from cudiff.nn import Conv2d, Dropout, Embedding, GroupNorm, Linear, Module, ModuleList, Sequential, SiLU, init, linears
+from cudiff.nn import (
+    Conv2d,
+    Dropout,
+    Embedding,
+    GroupNorm,
+    Linear,
+    Module,
+    ModuleList,
+    Sequential,
+    SiLU,
+    grouped_linear,
+    init,
+)
 from cudiff.options import Option
 from cudiff.registry import Settings, register_model
 from cudiff.tensor import Tensor
@@ -130,7 +142,7 @@ class ResBlock(Module):
 
 def embeddings(blocks: list[ResBlock], silu_emb: Tensor) -> dict[ResBlock, Tensor]:
     """Each block's `emb_layers` of silu_emb (N, E) float32, all by one operation: (N, K), or (N, 2K): scale, shift."""
-    return dict(zip(blocks, linears(silu_emb, *(block.emb_layers[1] for block in blocks)), strict=True))
+    return dict(zip(blocks, grouped_linear(silu_emb, *(block.emb_layers[1] for block in blocks)), strict=True))
 
 
 class AttentionBlock(Module):
@@ -250,9 +262,9 @@ class UNet(Module):
 
     def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
         first, _, second = self.time_embed
-        (emb,) = linears(ops.timestep_embedding(t, self.model_channels, self.max_period), first, silu=True)
+        (emb,) = grouped_linear(ops.timestep_embedding(t, self.model_channels, self.max_period), first, silu=True)
         label_emb = None if labels is None else self.label_emb
-        (emb,) = linears(emb, second, silu=label_emb is None)
+        (emb,) = grouped_linear(emb, second, silu=label_emb is None)
         if label_emb is not None:
             emb = ops.silu(emb + label_emb(labels))
         blocks = [*self.input_blocks, self.middle_block, *self.output_blocks]

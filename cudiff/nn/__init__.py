@@ -3,7 +3,8 @@
 
 from cudiff.nn import init
 from cudiff.nn.layers import (
-    BatchNorm2d, Conv2d, ConvTranspose2d, Dropout, Embedding, GroupNorm, LayerNorm, Linear, linears, set_generator,
+    BatchNorm2d, Conv2d, ConvTranspose2d, Dropout, Embedding, GroupNorm, LayerNorm, Linear, grouped_linear,
+    set_generator,
 )
 from cudiff.nn.module import Module, ModuleList, Sequential
 from cudiff.nn.parameter import FlatParameters, Parameter
@@ -12,29 +13,7 @@ from cudiff.nn.parameterless import (
 )
 
 __all__ = [
-    "GELU",
-    "AvgPool2d",
-    "BatchNorm2d",
-    "Conv2d",
-    "ConvTranspose2d",
-    "Dropout",
-    "Embedding",
-    "FlatParameters",
-    "Flatten",
-    "GroupNorm",
-    "Identity",
-    "LayerNorm",
-    "Linear",
-    "MaxPool2d",
-    "Module",
-    "ModuleList",
-    "Parameter",
-    "ReLU",
-    "Sequential",
-    "SiLU",
-    "Sigmoid",
-    "Tanh",
-    "init",
-    "linears",
-    "set_generator",
+    "GELU", "AvgPool2d", "BatchNorm2d", "Conv2d", "ConvTranspose2d", "Dropout", "Embedding", "FlatParameters",
+    "Flatten", "GroupNorm", "Identity", "LayerNorm", "Linear", "MaxPool2d", "Module", "ModuleList", "Parameter", "ReLU",
+    "Sequential", "SiLU", "Sigmoid", "Tanh", "grouped_linear", "init", "set_generator",
 ]

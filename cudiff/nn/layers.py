@@ -33,10 +33,10 @@ class Linear(Module):
         return ops.linear(x, self.weight, self.bias, residual=residual)
 
 
-def linears(x: Tensor, *layers: Any, silu: bool = False) -> tuple[Tensor, ...]:
+def grouped_linear(x: Tensor, *layers: Any, silu: bool = False) -> tuple[Tensor, ...]:
     """Each Linear's output for the few rows of x (N, in), or SiLU of it, float32, all by one operation that is made for
     them: for the two layers of the U-Net's time embedding 23 µs of a step instead of 49 by `Linear`'s own forward."""
-    return ops.linears(x, [layer.weight for layer in layers], [layer.bias for layer in layers], silu)
+    return ops.grouped_linear(x, [layer.weight for layer in layers], [layer.bias for layer in layers], silu)
 
 
 def _check_convolution(in_channels: int, out_channels: int, kernel_size: int, stride: int, padding: int) -> None:

@@ -142,7 +142,8 @@ class GroupedLinear(Function):
         return tuple(grads)
 
 
-def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], silu: bool = False) -> tuple[Tensor, ...]:
+def grouped_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor],
+                   silu: bool = False) -> tuple[Tensor, ...]:
     """x (N, in) · weights[g] (out[g], in) transposed + biases[g] (out[g],), and SiLU of that if `silu` → a tuple of
     (N, out[g]), in x's dtype.
 
@@ -150,15 +151,15 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], silu
     ValueError where the sizes do not agree or a parameter stands twice, TypeError for integers.
     """
     if not weights or len(weights) != len(biases):
-        raise ValueError(f"linears: {len(weights)} weights and {len(biases)} biases do not make pairs")
+        raise ValueError(f"grouped_linear: {len(weights)} weights and {len(biases)} biases do not make pairs")
     if len({id(parameter) for parameter in (*weights, *biases)}) < 2 * len(weights):
-        raise ValueError("linears: a weight or a bias stands twice, and their gradients are written at one time")
+        raise ValueError("grouped_linear: a weight or a bias stands twice, and their gradients are written at one time")
     for weight, bias in zip(weights, biases, strict=True):
         if x.ndim != 2 or weight.ndim != 2 or weight.shape[1] != x.shape[1] or bias.shape != weight.shape[:1]:
             raise ValueError(
-                f"linears: x of shape {x.shape}, a weight of shape {weight.shape} (out, in) and its bias of shape "
-                f"{bias.shape} do not agree"
+                f"grouped_linear: x of shape {x.shape}, a weight of shape {weight.shape} (out, in) and its bias of "
+                f"shape {bias.shape} do not agree"
             )
-    require_floats("linears", x, *weights, *biases)
+    require_floats("grouped_linear", x, *weights, *biases)
     outs = GroupedLinear.apply(*as_wide(x, *weights, *biases), silu=silu)
     return tuple(astype(out, x.dtype) for out in outs)

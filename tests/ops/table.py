@@ -101,11 +101,11 @@ def _linear(n: Numbers) -> Case:
                 terms=max(k, rows, c), linear=True, fp32=(1, 2), low=(1,))
 
 
-@row("linears")
-def _linears(n: Numbers) -> Case:
+@row("grouped_linear")
+def _grouped_linear(n: Numbers) -> Case:
     rows, k, outs = n.size(), n.size(1, 7, 33), [n.size() for _ in range(3)]
     arrays = n.values(rows, k), *(n.values(c, k) for c in outs), *(n.values(c) for c in outs)
-    return Case(lambda x, *p: ops.linears(x, p[:3], p[3:]), arrays,
+    return Case(lambda x, *p: ops.grouped_linear(x, p[:3], p[3:]), arrays,
                 lambda x, *p: tuple(x @ w.T + b for w, b in zip(p[:3], p[3:], strict=True)),
                 terms=rows + k + sum(outs), linear=True, fp32=tuple(range(7)))
 

@@ -4,17 +4,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cudiff.ops.grouped_linear import GROUPS, linears
+from cudiff.ops.grouped_linear import GROUPS, grouped_linear
 from cudiff.tensor import Tensor
 from tests.check import check_op, relative_error, torch
 
 
 def apply(x, *parameters, silu=False):
-    """linears, its inputs in one row: x, all weights, all biases."""
-    return linears(x, parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :], silu)
+    """grouped_linear, its inputs in one row: x, all weights, all biases."""
+    return grouped_linear(x, parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :], silu)
 
 
-def torch_linears(x, *parameters, silu=False):
+def torch_grouped_linear(x, *parameters, silu=False):
     groups = len(parameters) // 2
     outs = (torch.nn.functional.linear(x, w, b) for w, b in zip(parameters[:groups], parameters[groups:], strict=True))
     return tuple(torch.nn.functional.silu(out) if silu else out for out in outs)
@@ -39,11 +39,11 @@ def tensors(arrays, device):
     (1, 256, (64, 128)),
     (5, 12, tuple(1 + g % 9 for g in range(GROUPS + 3))),
 ], ids=str)
-def test_linears(device, rng, n, features, outputs, silu):
+def test_grouped_linear(device, rng, n, features, outputs, silu):
     """The last case is of more layers than a launch takes; on the CPU, where they take turns, of eight."""
     outputs = outputs if device == "cuda" else outputs[:8]
     arrays = rng.standard_normal((n, features)), *random_parameters(rng, features, outputs)
-    fn, torch_fn = (functools.partial(of, silu=silu) for of in (apply, torch_linears))
+    fn, torch_fn = (functools.partial(of, silu=silu) for of in (apply, torch_grouped_linear))
     check_op(fn, *arrays, device=device, torch_fn=torch_fn, dtypes=("float32",))
 
 
@@ -96,7 +96,7 @@ def test_slices_of_a_longer_buffer(device, rng):
     buffer, grads = (Tensor(rng.standard_normal(241).astype(np.float32), device=device).data for _ in range(2))
     expected = Tensor(grads).numpy()[1:].reshape(20, 12) + np.ones((8, 20)).T @ x.numpy()
     weight.data, weight.grad = (flat[1:].reshape(20, 12) for flat in (buffer, grads))
-    (out,) = linears(x, [weight], [bias])
+    (out,) = grouped_linear(x, [weight], [bias])
     assert relative_error(out.numpy(), x.numpy() @ weight.numpy().T + bias.numpy()) < 1e-6
     out.sum().backward()
     assert relative_error(Tensor(grads).numpy()[1:].reshape(20, 12), expected) < 1e-6
@@ -119,8 +119,8 @@ def test_low_precision(rng, device):
 def test_sizes_that_do_not_agree_are_refused(rng):
     x, weight, bias = tensors([rng.standard_normal((4, 8)), *random_parameters(rng, 8, (3,))], "cpu")
     for weights, biases in ([], []), ([weight], []), ([weight], [x]), ([bias], [bias]), ([weight] * 2, [bias] * 2):
-        with pytest.raises(ValueError, match="linears"):
-            linears(x, weights, biases)
+        with pytest.raises(ValueError, match="grouped_linear"):
+            grouped_linear(x, weights, biases)
 
 
 @pytest.mark.gpu

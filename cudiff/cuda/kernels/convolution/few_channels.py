@@ -108,8 +108,8 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, wanted: Kind 
           transposed: bool = False, relu: bool = False, norm: Norm | None = None) -> ChannelStatistics | None:
     """Convolution of x, written to out; or under `transposed`, gradient x of an output, that of the input to out.
 
-    Then ReLU, if `relu`, which an out of few channels does not take. Returns the
-    statistics that are wanted of an out of many: SUMS, MOMENTS, or with `norm` PRODUCTS, as in `table.dgrad`.
+    Then ReLU, if `relu`, which an out of few channels does not take. Returns the statistics that are wanted of
+    an out of many: SUMS, MOMENTS, or with `norm` PRODUCTS, as in `table.dgrad`.
     """
     n, height, width, channels = x.shape
     outputs = out.shape[3]
