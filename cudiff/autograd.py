@@ -15,27 +15,27 @@ from cudiff.statistics import ChannelStatistics
 from cudiff.tensor import Tensor
 
 
-def backward(tensor: Tensor, grad: Any = None) -> None:
+def backward(self: Tensor, grad: Any = None) -> None:
     """Add d(self)/d(leaf) to `.grad` of every leaf that requires it.
 
     `grad` is d(loss)/d(self), of this tensor's shape; it may be left out for a single element.
     Raises RuntimeError where nothing was recorded or the tape was used already. After any other error no `.grad`
     has a meaning.
     """
-    if not tensor.requires_grad:
+    if not self.requires_grad:
         raise RuntimeError(
             "backward() needs a tensor that requires a gradient: nothing that it was made of does "
             "(cudiff.load(path, trainable=True) loads a net to be trained)"
         )
     if grad is None:
-        if tensor.size != 1:
-            raise RuntimeError(f"backward() of a tensor of shape {tensor.shape} needs the gradient to start from")
-        grad = array_module(tensor.device).ones_like(tensor.data)
+        if self.size != 1:
+            raise RuntimeError(f"backward() of a tensor of shape {self.shape} needs the gradient to start from")
+        grad = array_module(self.device).ones_like(self.data)
     else:
-        grad = Tensor(grad, dtype=tensor.dtype, device=tensor.device).data
-    if grad.shape != tensor.shape:
-        raise ValueError(f"the gradient has shape {grad.shape}, the tensor {tensor.shape}")
-    _walk_back(tensor, grad)
+        grad = Tensor(grad, dtype=self.dtype, device=self.device).data
+    if grad.shape != self.shape:
+        raise ValueError(f"the gradient has shape {grad.shape}, the tensor {self.shape}")
+    _walk_back(self, grad)
 
 
 Tensor.backward = backward  # type: ignore[method-assign]

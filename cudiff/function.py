@@ -68,8 +68,9 @@ class Function:
         return next(t.dtype for t in inputs if t is not None)
 
     @classmethod
-    def apply(cls, *inputs: Tensor | None, **attrs: Any) -> Any:
+    def apply(cls, *inputs: Tensor | Array | None, **attrs: Any) -> Any:
         """Run the forward on the inputs' device and record it. Returns a Tensor, or a tuple where forward does."""
+        inputs = tuple(x if x is None or isinstance(x, Tensor) else _wrapped(cls.__name__, x) for x in inputs)
         device = _common_device(cls.__name__, inputs)
         recording = cls.differentiable and grad_enabled()
         needs = tuple(recording and t is not None and t.requires_grad for t in inputs)
@@ -121,10 +122,14 @@ def described(result: Any) -> str:
     return f"an array of {result.dtype} on {device_of(result)}"
 
 
+def _wrapped(name: str, x: Any) -> Tensor:
+    """An array as a tensor."""
+    if not is_array(x):
+        raise TypeError(f"{name} takes tensors and arrays, not {type(x).__name__}: wrap it in cudiff.Tensor(...)")
+    return Tensor(x)
+
+
 def _common_device(name: str, inputs: Sequence[Tensor | None]) -> str:
-    for t in inputs:
-        if t is not None and not isinstance(t, Tensor):
-            raise TypeError(f"{name} takes tensors, not {type(t).__name__}: wrap it in cudiff.Tensor(...)")
     arrays = {type(t.data): t.data for t in inputs if t is not None}  # mostly of one type
     devices = {device_of(array) for array in arrays.values()}
     if not devices:

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -61,27 +61,6 @@ class Tensor:
     """
 
     __slots__ = ("__weakref__", "_grad", "_source", "_vacant", "data", "requires_grad", "statistics")
-    __array_ufunc__ = None  # `ndarray + Tensor` is handed to Tensor.__radd__
-
-    if TYPE_CHECKING:  # given by cudiff.ops, and by cudiff.autograd
-        backward: Any
-        __add__: Any
-        __radd__: Any
-        __sub__: Any
-        __rsub__: Any
-        __mul__: Any
-        __rmul__: Any
-        __truediv__: Any
-        __rtruediv__: Any
-        __pow__: Any
-        __rpow__: Any
-        __matmul__: Any
-        __rmatmul__: Any
-        __neg__: Any
-        __abs__: Any
-        __getitem__: Any
-
-        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, data: Any, requires_grad: bool = False, dtype: Any = None, device: str | None = None):
         if isinstance(data, Tensor):
@@ -92,9 +71,9 @@ class Tensor:
         if requires_grad and not is_float(data.dtype):
             raise TypeError(f"only floating tensors can require a gradient, not {data.dtype}")
         self.data: Array = data if data.flags.c_contiguous else array_module(device_of(data)).ascontiguousarray(data)
-        self.requires_grad = requires_grad
+        self.requires_grad: bool = requires_grad
         self._grad: Array | None = None
-        self._vacant = False  # whether `_grad` stands for zeros, whatever it holds
+        self._vacant: bool = False  # whether `_grad` stands for zeros, whatever it holds
         self.statistics: ChannelStatistics | None = None
         self._source: tuple[Any, int] | None = None  # the Node that made it, and which of its outputs
 
@@ -212,6 +191,8 @@ class Tensor:
     def __cuda_array_interface__(self) -> dict[str, Any]:
         if self.device != "cuda":
             raise AttributeError("a CPU tensor has no __cuda_array_interface__")
+        if self.requires_grad:
+            raise RuntimeError("CuPy's functions lose the gradient: use cudiff's or NumPy's, np.exp(x), or x.detach()")
         return self.data.__cuda_array_interface__
 
     def __format__(self, spec: str) -> str:

@@ -1,8 +1,8 @@
 """Arithmetic on two operands and `where`, with NumPy's broadcasting.
 
-Python numbers are weak: they take the tensor's dtype and no array is made of them. Tensors of different dtypes are
-converted first: two floating types to the wider one (bfloat16 with float16 gives float32), integers beside a floating
-tensor to that tensor's dtype. 16-bit types are computed in float32.
+Numbers and arrays take the dtype of a floating tensor beside them, and no array is made of a number. Tensors of
+different dtypes are converted first: two floating types to the wider one (bfloat16 with float16 gives float32),
+integers beside a floating tensor to that tensor's dtype. 16-bit types are computed in float32.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from cudiff.cuda.kernels.elementwise import grid
 from cudiff.cuda.kernels.shape import merge_axes
 from cudiff.cuda.launch import empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import astype, downcast, require_float, result_dtype, upcast
+from cudiff.ops.cast import downcast, is_number, operands, require_float, upcast
 from cudiff.ops.elementwise import square
 from cudiff.ops.reduce import sum_to
 from cudiff.ops.shape import broadcast_to
 from cudiff.tensor import Tensor
+
+__all__ = ["add", "divide", "maximum", "minimum", "multiply", "power", "subtract", "where"]
 
 
 class Binary(Function):
@@ -248,26 +250,13 @@ class Minimum(Maximum):
         return Maximum.gradient_a(dout, a, b)
 
 
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float | np.number | np.bool_)
-
-
-def _operand(x: Any) -> Tensor | int | float:
-    if _is_number(x):
-        return x.item() if isinstance(x, np.generic) else x
-    return x if isinstance(x, Tensor) else Tensor(x)
-
-
 def _binary(function: type[Binary], a: Any, b: Any, floating: bool = False) -> Tensor:
-    a, b = _operand(a), _operand(b)
-    if not isinstance(a, Tensor) and not isinstance(b, Tensor):
-        a = Tensor(a)
-    dtype = result_dtype(a, b, floating=floating)
+    a, b = operands(a, b, floating=floating)
     if not isinstance(a, Tensor):
-        return function.apply(None, astype(b, dtype), scalar=a)
+        return function.apply(None, b, scalar=a)
     if not isinstance(b, Tensor):
-        return function.apply(astype(a, dtype), None, scalar=b)
-    return function.apply(astype(a, dtype), astype(b, dtype))
+        return function.apply(a, None, scalar=b)
+    return function.apply(a, b)
 
 
 def add(a: Any, b: Any) -> Tensor:
@@ -292,7 +281,7 @@ def divide(a: Any, b: Any) -> Tensor:
 
 def power(a: Any, b: Any) -> Tensor:
     """a ** b; `a ** 2` of a tensor is `square(a)`."""
-    return square(a) if _is_number(b) and b == 2 else _binary(Power, a, b)
+    return square(a) if is_number(b) and b == 2 else _binary(Power, a, b)
 
 
 def maximum(a: Any, b: Any) -> Tensor:
@@ -347,11 +336,10 @@ def where(condition: Any, a: Any, b: Any) -> Tensor:
     condition = condition if isinstance(condition, Tensor) else Tensor(np.asarray(condition, bool))
     if condition.dtype.itemsize != 1:
         raise TypeError(f"where() needs a bool or uint8 condition, not {condition.dtype}")
-    a, b = _operand(a), _operand(b)
-    if not isinstance(a, Tensor) and not isinstance(b, Tensor):
+    if is_number(a) and is_number(b):
         a = Tensor(a, device=condition.device)
-    dtype = result_dtype(a, b)
+    a, b = operands(a, b)
     shape = np.broadcast_shapes(*(x.shape for x in (condition, a, b) if isinstance(x, Tensor)))
-    operands = [broadcast_to(astype(x, dtype), shape) if isinstance(x, Tensor) else None for x in (a, b)]
+    tensors = [broadcast_to(x, shape) if isinstance(x, Tensor) else None for x in (a, b)]
     scalars = tuple(None if isinstance(x, Tensor) else x for x in (a, b))
-    return Where.apply(broadcast_to(condition, shape), *operands, scalars=scalars)
+    return Where.apply(broadcast_to(condition, shape), *tensors, scalars=scalars)

@@ -26,6 +26,8 @@ from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
 from cudiff.tensor import Tensor
 
+__all__ = ["astype"]
+
 
 def upcast(array: Array) -> Array:
     """`array` in the dtype that NumPy computes in; None stays None."""
@@ -96,9 +98,9 @@ class Cast(Function):
         return (dx,)
 
 
-def astype(x: Tensor, dtype: Any) -> Tensor:
+def astype(x: Any, dtype: Any) -> Tensor:
     """x in another dtype; x itself where it has it already. Floating to floating is differentiable."""
-    dtype = np.dtype(dtype)
+    x, dtype = as_tensor(x), np.dtype(dtype)
     return x if x.dtype == dtype else Cast.apply(x, dtype=dtype)
 
 
@@ -121,10 +123,43 @@ def as_index(name: str, index: Any, device: str) -> Tensor:
 _INT32 = np.iinfo(int32)
 
 
+def as_tensor(x: Any) -> Tensor:
+    """x, a tensor, an array or a nested sequence of numbers, as a tensor."""
+    return x if isinstance(x, Tensor) else Tensor(x)
+
+
+def is_number(x: Any) -> bool:
+    """Whether x is a number of Python's, or a scalar of NumPy's."""
+    return isinstance(x, int | float | np.number | np.bool_)
+
+
+def operands(*given: Any, floating: bool = False) -> list[Any]:
+    """`as_tensors`, but Python numbers and NumPy's scalars stay Python numbers; one at least becomes a tensor."""
+    found = [x.item() if isinstance(x, np.generic) and is_number(x) else x if is_number(x) else as_tensor(x)
+             for x in given]
+    if not any(isinstance(x, Tensor) for x in found):
+        found[0] = Tensor(found[0])
+    strong = [x for x in given if isinstance(x, Tensor) and is_float(x.dtype)]
+    dtype = result_dtype(*(strong or found), floating=floating)
+    return [astype(x, dtype) if isinstance(x, Tensor) else x for x in found]
+
+
+def as_tensors(*given: Any, floating: bool = False) -> list[Tensor]:
+    """Each as a tensor of the one dtype that they compute in.
+
+    An array, a sequence or a number takes the dtype of a floating tensor beside it. Otherwise `result_dtype` says it.
+    """
+    strong = [x for x in given if isinstance(x, Tensor) and is_float(x.dtype)]
+    found = list(map(as_tensor, given))
+    dtype = result_dtype(*(strong or found), floating=floating)
+    return [astype(x, dtype) for x in found]
+
+
 def result_dtype(*operands: Any, floating: bool = False) -> np.dtype:
     """The dtype that tensors and Python numbers compute in together; float32 for integers if `floating`.
 
-    Booleans and a number that is an integer make int64, as in NumPy.
+    Two floating dtypes meet in the wider one, bfloat16 and float16 in float32; integers beside a floating tensor take
+    its dtype. Integers promote as in NumPy. Booleans and a number that is an integer make int64, as in NumPy.
     """
     dtypes = [x.dtype for x in operands if isinstance(x, Tensor)]
     floats = [dtype for dtype in dtypes if is_float(dtype)]

@@ -22,6 +22,8 @@ from cudiff.ops.reduce import sum_array, sum_rows_cuda
 from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map
 
+__all__ = ["conv2d", "conv_transpose2d"]
+
 _PARTIAL_SUMS = 8  # of the weight's gradient: more would be more to add, fewer would leave cores without work
 _thread = threading.local()
 

@@ -13,6 +13,8 @@ from cudiff.function import Function
 from cudiff.ops.cast import astype, downcast, require_floats, result_dtype, upcast
 from cudiff.tensor import Tensor
 
+__all__ = ["edm_input", "edm_mix", "edm_output"]
+
 
 class Data(NamedTuple):
     """What is known of the images: the network sees y = (image - mean) / std, of standard deviation sigma_data."""

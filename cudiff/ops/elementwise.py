@@ -15,9 +15,14 @@ from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.cuda.sums import empty_statistics
 from cudiff.function import Function
 from cudiff.gradient import Slot
-from cudiff.ops.cast import astype, downcast, require_float, result_dtype, upcast
+from cudiff.ops.cast import as_tensor, astype, downcast, require_float, result_dtype, upcast
 from cudiff.statistics import ChannelStatistics, Kind
 from cudiff.tensor import Tensor
+
+__all__ = [
+    "abs", "clip", "cos", "exp", "gelu", "log", "negative", "relu", "sigmoid", "silu", "sin", "sqrt", "square",
+    "tanh",
+]
 
 
 class Unary(Function):
@@ -344,7 +349,7 @@ class Clip(Function):
 
 
 def _unary(function: type[Function], x: Any, floating: bool = True, **attrs: Any) -> Tensor:
-    x = x if isinstance(x, Tensor) else Tensor(x)
+    x = as_tensor(x)
     return function.apply(astype(x, result_dtype(x, floating=floating)), **attrs)
 
 
@@ -365,7 +370,7 @@ def square(x: Any) -> Tensor:
 
 def clip(x: Any, low: float, high: float) -> Tensor:
     """x limited to [low, high]; the gradient passes inside, the ends included."""
-    x = x if isinstance(x, Tensor) else Tensor(x)
+    x = as_tensor(x)
     return Clip.apply(astype(x, result_dtype(x, low, high)), low=low, high=high)
 
 

@@ -18,6 +18,8 @@ from cudiff.ops.cast import as_wide, downcast, require_floats, upcast
 from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map
 
+__all__ = ["group_norm"]
+
 Shape = tuple[int, ...] | None
 
 

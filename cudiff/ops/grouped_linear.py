@@ -17,6 +17,8 @@ from cudiff.ops.elementwise import Silu, silu_backward_numpy, silu_numpy
 from cudiff.ops.matmul import matmul_numpy
 from cudiff.tensor import Tensor
 
+__all__ = ["grouped_linear"]
+
 GROUPS = 64  # of one launch
 TILE, DX_TILE, DWEIGHT_TILE = 16, 32, 64  # rows and columns of out, dx and a dweight that a block computes
 

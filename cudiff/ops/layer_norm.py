@@ -13,6 +13,8 @@ from cudiff.function import Function
 from cudiff.ops.cast import as_wide, downcast, require_floats, upcast
 from cudiff.tensor import Tensor
 
+__all__ = ["layer_norm"]
+
 
 class LayerNorm(Function):
     """See `layer_norm`."""

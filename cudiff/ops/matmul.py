@@ -16,11 +16,13 @@ from cudiff.cuda.kernels.gemm.table import linear as linear_cuda
 from cudiff.cuda.kernels.shape import contiguous
 from cudiff.cuda.launch import empty
 from cudiff.function import Function
-from cudiff.ops.cast import astype, require_float, require_floats, result_dtype
+from cudiff.ops.cast import as_tensors, astype, require_float, require_floats, result_dtype
 from cudiff.ops.reduce import sum_rows_cuda, sum_to
 from cudiff.ops.shape import reshape
 from cudiff.tensor import Tensor
 from cudiff.threads import PART_BYTES, cut, parallel_map
+
+__all__ = ["linear", "matmul"]
 
 
 def _matrices(x: Array, batch: tuple[int, ...]) -> Array:
@@ -168,7 +170,8 @@ def matmul(a: Any, b: Any) -> Tensor:
     Different dtypes meet as in `a + b`; of a weight that has a 16-bit copy (`Parameter.low`), an `a` of 16 bits reads
     that. Sums are in float32 (float64 for float64); see `allow_tf32`. Raises ValueError where the shapes do not agree.
     """
-    a, b = (x if isinstance(x, Tensor) else Tensor(x) for x in (a, b))
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        a, b = as_tensors(a, b)
     if a.ndim == 0 or b.ndim == 0 or a.shape[-1] != b.shape[max(b.ndim - 2, 0)]:
         raise ValueError(f"matmul: the shapes {a.shape} and {b.shape} do not agree")
     if a.ndim == 1:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cudiff.backend import compute_dtype, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import as_wide, astype, downcast, result_dtype, upcast
+from cudiff.ops.cast import as_tensors, as_wide, downcast, upcast
 from cudiff.tensor import Tensor
+
+__all__ = ["mse"]
 
 
 class MSE(Function):
@@ -62,15 +66,15 @@ class MSE(Function):
         return dpred[0], dtarget[0], dweight[0]
 
 
-def mse(pred: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
+def mse(pred: Any, target: Any, weight: Any = None) -> Tensor:
     """Mean over all elements of weight·(pred - target)²: a float32 scalar (float64 for float64 inputs).
 
     pred and target (N, ...) of one shape, weight (N,), read as float32, or None for ones. Sums run in float32 and in a
     fixed order. Raises ValueError where shapes do not agree.
     """
+    pred, target = as_tensors(pred, target, floating=True)
     if pred.shape != target.shape or pred.ndim == 0:
         raise ValueError(f"mse: pred of shape {pred.shape} and target of shape {target.shape} must be equal, (N, ...)")
     if weight is not None and weight.shape != pred.shape[:1]:
         raise ValueError(f"mse: the weight has shape {weight.shape}, not {pred.shape[:1]}")
-    dtype = result_dtype(pred, target, floating=True)
-    return MSE.apply(astype(pred, dtype), astype(target, dtype), *as_wide(weight))
+    return MSE.apply(pred, target, *as_wide(weight))

@@ -28,6 +28,8 @@ from cudiff.ops.shape import concatenate, reshape
 from cudiff.statistics import Kind
 from cudiff.tensor import Tensor
 
+__all__ = ["norm_silu_conv2d"]
+
 
 def unfused(x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight, skip_bias,
             num_groups, eps, silu, upsample, relu, statistics, dtype):

@@ -19,6 +19,8 @@ from cudiff.ops.cast import downcast, require_float, upcast
 from cudiff.statistics import Kind, moments
 from cudiff.tensor import Tensor
 
+__all__ = ["avg_pool2d", "max_pool2d", "upsample_nearest"]
+
 NOWHERE = 255  # no place in a window of up to 15 x 15
 
 

@@ -17,9 +17,11 @@ from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.sums import add_rows
 from cudiff.function import Function
 from cudiff.gradient import Slot
-from cudiff.ops.cast import astype, require_float
+from cudiff.ops.cast import as_tensor, astype, require_float
 from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map
+
+__all__ = ["max", "mean", "min", "std", "sum", "var"]
 
 MOST_ROWS = 1024  # that a deferred sum is given: few threads add them up
 
@@ -306,44 +308,47 @@ def _reduce(function: type[Function], x: Tensor, axis: Axis, keepdims: bool, **a
     return out.reshape(_left(x.shape, axes, keepdims))
 
 
-def _floating(x: Tensor) -> Tensor:
+def _floating(x: Any) -> Tensor:
+    x = as_tensor(x)
     return x if is_float(x.dtype) else astype(x, float32)
 
 
-def sum(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
+def sum(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Sum over `axis` (all axes where None), in x's dtype; integers as in NumPy, on the CPU only."""
-    return _reduce(Sum, x, axis, keepdims)
+    return _reduce(Sum, as_tensor(x), axis, keepdims)
 
 
-def mean(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
+def mean(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Arithmetic mean over `axis`; integers give float32. Raises ValueError where there is nothing to average."""
+    x = _floating(x)
     count = _count(x.shape, normalize_axes(axis, x.ndim))
     if count == 0:
         raise ValueError(f"mean over no elements of shape {x.shape}")
-    return _reduce(Sum, _floating(x), axis, keepdims, scale=1 / count)
+    return _reduce(Sum, x, axis, keepdims, scale=1 / count)
 
 
-def max(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
+def max(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Largest element over `axis`, NaN if one is NaN; equal largest elements share the gradient equally."""
-    return _reduce(Extreme, x, axis, keepdims, sign=1)
+    return _reduce(Extreme, as_tensor(x), axis, keepdims, sign=1)
 
 
-def min(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
+def min(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Smallest element over `axis`, NaN if one is NaN; equal smallest elements share the gradient equally."""
-    return _reduce(Extreme, x, axis, keepdims, sign=-1)
+    return _reduce(Extreme, as_tensor(x), axis, keepdims, sign=-1)
 
 
-def var(x: Tensor, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> Tensor:
+def var(x: Any, axis: Axis = None, keepdims: bool = False, *, ddof: int = 0) -> Tensor:
     """Variance over `axis`, divided by count - ddof (NumPy's default 0; PyTorch's is 1).
 
     Raises ValueError where there are not more than ddof elements.
     """
+    x = _floating(x)
     count = _count(x.shape, normalize_axes(axis, x.ndim))
     if count <= ddof:
         raise ValueError(f"variance with ddof {ddof} over {count} elements of shape {x.shape}")
-    return _reduce(Variance, _floating(x), axis, keepdims, ddof=ddof)
+    return _reduce(Variance, x, axis, keepdims, ddof=ddof)
 
 
-def std(x: Tensor, axis: Axis = None, keepdims: bool = False, ddof: int = 0) -> Tensor:
+def std(x: Any, axis: Axis = None, keepdims: bool = False, *, ddof: int = 0) -> Tensor:
     """Square root of `var`; its gradient is NaN where the variance is 0."""
-    return var(x, axis, keepdims, ddof) ** 0.5
+    return var(x, axis, keepdims, ddof=ddof) ** 0.5

@@ -15,9 +15,14 @@ from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.shape import contiguous, move, padded, region, zeros
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import as_index, astype, downcast, result_dtype, upcast
+from cudiff.ops.cast import as_index, as_tensor, as_tensors, downcast, upcast
 from cudiff.ops.reduce import normalize_axes, sum_to
 from cudiff.tensor import Tensor
+
+__all__ = [
+    "broadcast_to", "concatenate", "expand_dims", "flatten", "getitem", "pad", "reshape", "split", "squeeze", "stack",
+    "transpose",
+]
 
 
 class Reshape(Function):
@@ -254,55 +259,62 @@ def _resolve(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
     return shape
 
 
-def reshape(x: Tensor, shape: int | Sequence[int]) -> Tensor:
+def reshape(x: Any, shape: int | Sequence[int]) -> Tensor:
     """The same elements in another shape, sharing memory; one size may be -1."""
+    x = as_tensor(x)
     shape = tuple(map(operator.index, shape if isinstance(shape, tuple | list) else (shape,)))
     return Reshape.apply(x, shape=_resolve(shape, x.size))
 
 
-def flatten(x: Tensor, start: int = 0) -> Tensor:
+def flatten(x: Any, start: int = 0) -> Tensor:
     """All axes from `start` on in one."""
+    x = as_tensor(x)
     return reshape(x, (*x.shape[:start], math.prod(x.shape[start:])))
 
 
-def expand_dims(x: Tensor, axis: int | tuple[int, ...]) -> Tensor:
+def expand_dims(x: Any, axis: int | tuple[int, ...]) -> Tensor:
     """New axes of size 1 at these places of the result."""
+    x = as_tensor(x)
     count = len(axis) if isinstance(axis, tuple) else 1
     axes = normalize_axes(axis, x.ndim + count)
     sizes = iter(x.shape)
     return reshape(x, tuple(1 if i in axes else next(sizes) for i in range(x.ndim + count)))
 
 
-def squeeze(x: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+def squeeze(x: Any, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Without these axes of size 1 (all such axes where None). Raises ValueError for an axis of another size."""
+    x = as_tensor(x)
     axes = normalize_axes(axis, x.ndim) if axis is not None else tuple(i for i, n in enumerate(x.shape) if n == 1)
     if any(x.shape[i] != 1 for i in axes):
         raise ValueError(f"squeeze needs axes of size 1, not {axes} of shape {x.shape}")
     return reshape(x, tuple(n for i, n in enumerate(x.shape) if i not in axes))
 
 
-def transpose(x: Tensor, axes: Sequence[int] | None = None) -> Tensor:
+def transpose(x: Any, axes: Sequence[int] | None = None) -> Tensor:
     """Axes in another order (reversed where None), copied."""
+    x = as_tensor(x)
     axes = tuple(range(x.ndim))[::-1] if axes is None else tuple(operator.index(i) for i in axes)
     if len(normalize_axes(axes, x.ndim)) != x.ndim:
         raise ValueError(f"transpose of a tensor of {x.ndim} dimensions got the axes {axes}")
     return Transpose.apply(x, axes=tuple(i % x.ndim for i in axes))
 
 
-def broadcast_to(x: Tensor, shape: Sequence[int]) -> Tensor:
+def broadcast_to(x: Any, shape: Sequence[int]) -> Tensor:
     """x repeated along axes of size 1 and new leading axes, copied. Raises ValueError where the shapes do not agree."""
+    x = as_tensor(x)
     shape = tuple(shape)
     if shape != x.shape and np.broadcast_shapes(shape, x.shape) != shape:
         raise ValueError(f"shape {x.shape} does not broadcast to {shape}")
     return x if shape == x.shape else BroadcastTo.apply(x, shape=shape)
 
 
-def getitem(x: Tensor, index: Any) -> Tensor:
+def getitem(x: Any, index: Any) -> Tensor:
     """x[index]: integers, slices, None and Ellipsis, or one integer array or tensor along the first axis.
 
     Raises IndexError for an integer out of range and TypeError for any other index. On CUDA an index array's values
     are not checked: one that is out of range gives a row of zeros and gets no gradient.
     """
+    x = as_tensor(x)
     if isinstance(index, list | np.ndarray | Tensor):
         dtype = index.dtype if isinstance(index, Tensor) else np.asarray(index).dtype
         if dtype.kind == "b":
@@ -321,26 +333,27 @@ def getitem(x: Tensor, index: Any) -> Tensor:
     return Slice.apply(x, index=index)
 
 
-def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
+def concatenate(tensors: Sequence[Any], axis: int = 0) -> Tensor:
     """Tensors joined along an existing axis, in their common dtype; their other sizes must agree."""
     tensors = tuple(tensors)
     if not tensors:
         raise ValueError("concatenate needs at least one tensor")
+    tensors = as_tensors(*tensors)
     (axis,) = normalize_axes(axis, tensors[0].ndim)
     shapes = {t.shape[:axis] + t.shape[axis + 1 :] for t in tensors}
     if len(shapes) > 1 or len({t.ndim for t in tensors}) > 1:
         raise ValueError(f"shapes {[t.shape for t in tensors]} do not join along axis {axis}")
-    dtype = result_dtype(*tensors)
-    return Concatenate.apply(*(astype(t, dtype) for t in tensors), axis=axis)
+    return Concatenate.apply(*tensors, axis=axis)
 
 
-def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
+def stack(tensors: Sequence[Any], axis: int = 0) -> Tensor:
     """Tensors of one shape joined along a new axis."""
-    return concatenate([expand_dims(t, axis) for t in tensors], axis)
+    return concatenate([expand_dims(t, axis) for t in as_tensors(*tensors)], axis)
 
 
-def split(x: Tensor, sections: int | Sequence[int], axis: int = 0) -> tuple[Tensor, ...]:
+def split(x: Any, sections: int | Sequence[int], axis: int = 0) -> tuple[Tensor, ...]:
     """Parts along `axis`: so many equal ones, or cut before these positions, as in NumPy."""
+    x = as_tensor(x)
     (axis,) = normalize_axes(axis, x.ndim)
     size = x.shape[axis]
     if isinstance(sections, int):
@@ -355,8 +368,9 @@ def split(x: Tensor, sections: int | Sequence[int], axis: int = 0) -> tuple[Tens
     return Split.apply(x, sizes=sizes, axis=axis)
 
 
-def pad(x: Tensor, widths: int | Sequence[Any], value: float = 0) -> Tensor:
+def pad(x: Any, widths: int | Sequence[Any], value: float = 0) -> Tensor:
     """A constant border. `widths` as in NumPy: one int, (before, after), or a pair for each axis."""
+    x = as_tensor(x)
     pairs = tuple((int(before), int(after)) for before, after in np.broadcast_to(widths, (x.ndim, 2)))
     if any(before < 0 or after < 0 for before, after in pairs):
         raise ValueError(f"pad widths are not negative: {pairs}")

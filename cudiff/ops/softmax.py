@@ -10,9 +10,11 @@ from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import as_index, astype, downcast, require_float, result_dtype, upcast
+from cudiff.ops.cast import as_index, as_tensor, astype, downcast, require_float, result_dtype, upcast
 from cudiff.ops.shape import transpose
 from cudiff.tensor import Tensor
+
+__all__ = ["cross_entropy", "log_softmax", "softmax"]
 
 
 def log_softmax_numpy(x: np.ndarray) -> np.ndarray:
@@ -109,17 +111,18 @@ def _threads(size: int) -> int:
     return 32 * min(32, blocks(size, 128))
 
 
-def softmax(x: Tensor, axis: int = -1) -> Tensor:
+def softmax(x: Any, axis: int = -1) -> Tensor:
     """exp(x) / sum(exp(x)) over `axis`, in x's shape and dtype, float32 for integers."""
     return _over_axis(x, axis, log=False)
 
 
-def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
+def log_softmax(x: Any, axis: int = -1) -> Tensor:
     """x - log(sum(exp(x))) over `axis`, in x's shape and dtype, float32 for integers."""
     return _over_axis(x, axis, log=True)
 
 
-def _over_axis(x: Tensor, axis: int, log: bool) -> Tensor:
+def _over_axis(x: Any, axis: int, log: bool) -> Tensor:
+    x = as_tensor(x)
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"softmax: axis {axis} is out of range for a tensor of {x.ndim} dimensions")
     axis %= x.ndim
@@ -131,13 +134,14 @@ def _over_axis(x: Tensor, axis: int, log: bool) -> Tensor:
     return transpose(Softmax.apply(transpose(x, order), log=log), order)
 
 
-def cross_entropy(logits: Tensor, labels: Any) -> Tensor:
+def cross_entropy(logits: Any, labels: Any) -> Tensor:
     """Mean over the batch of -log softmax(logits)[label]: a float32 scalar (float64 for float64 logits).
 
     logits (N, K), labels integers (N,) in 0 to K - 1. A label outside raises ValueError on the CPU and makes the loss
     NaN on a GPU, which is not waited for. Raises ValueError where shapes do not agree, TypeError for labels that are
     no integers.
     """
+    logits = as_tensor(logits)
     labels = as_index("cross_entropy", labels, logits.device)
     if logits.ndim != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(f"cross_entropy: logits {logits.shape} must be (N, K) and labels {labels.shape} (N,)")

@@ -110,7 +110,7 @@ def test_values_that_are_no_arrays():
 
 
 def test_inputs_that_are_no_tensors_or_lie_elsewhere(host_of):
-    with pytest.raises(TypeError, match="takes tensors, not float"):
+    with pytest.raises(TypeError, match="takes tensors and arrays, not float"):
         random.Advance.apply(1.0)
     host = host_of(True)
     there, here = Tensor(host.zeros((2, 3), np.float32)), real(2, 3)

@@ -1,0 +1,126 @@
+"""The names of operations that Tensor and NumPy share: operators, methods, and NumPy's own functions on tensors.
+
+`np.exp(x)` of a tensor is `cudiff.exp(x)` by NumPy's protocols for other array types (NEP 13 and NEP 18). An operation
+that has the name of a NumPy function is that function; it takes NumPy's arguments by NumPy's names.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from cudiff.tensor import Tensor
+
+OPERATORS = {
+    "add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "pow": "power", "matmul": "matmul",
+}
+"""Operators of two operands; either may be the tensor."""
+
+UNARY = {"neg": "negative", "abs": "abs"}
+
+METHODS = (
+    "astype", "clip", "exp", "flatten", "log", "max", "mean", "min", "relu", "sigmoid", "silu", "sqrt", "square",
+    "squeeze", "std", "sum", "tanh", "var",
+)
+"""Operations that are methods under their own names: those that NumPy's arrays have, and what networks are made of."""
+
+NUMPY_ALIASES = {"amax": "max", "amin": "min"}
+"""NumPy's second names, where they are functions of their own."""
+
+ABOUT = (np.shape, np.ndim, np.size, np.result_type, np.allclose, np.array_equal, np.may_share_memory)
+"""NumPy's functions that have no gradient and return no array."""
+
+
+def add_to(tensor: type[Tensor], operations: Mapping[str, Any]) -> None:
+    """Give `tensor` its operators, methods and NumPy's functions, from `operations` by name."""
+    given: dict[str, Any] = {name: operations[name] for name in METHODS}
+    for name, operation in OPERATORS.items():
+        given |= {f"__{name}__": operations[operation], f"__r{name}__": _reflected(operations[operation])}
+    given |= {f"__{name}__": operations[operation] for name, operation in UNARY.items()}
+    given |= {"__getitem__": operations["getitem"], "reshape": reshape, "transpose": transpose}
+    given |= {"T": property(operations["transpose"], doc="The axes in reversed order, copied.")}
+    given |= {"__array_ufunc__": _array_ufunc, "__array_function__": _array_function}
+    for name, method in given.items():
+        setattr(tensor, name, method)
+    named = dict(zip(operations, operations, strict=True)) | NUMPY_ALIASES
+    for name, operation in named.items():
+        function = getattr(np, name, None)
+        if callable(function) and not isinstance(function, type):
+            NUMPY[function] = operations[operation]
+
+
+NUMPY: dict[Callable, Callable] = {}
+"""NumPy's functions, and the operations that they are on tensors."""
+
+
+def _reflected(operation: Callable[[Any, Any], Tensor]) -> Callable[[Tensor, Any], Tensor]:
+    def method(x: Tensor, other: Any) -> Tensor:
+        return operation(other, x)
+
+    method.__doc__ = f"{operation.__name__} of the other operand and x."
+    return method
+
+
+def reshape(x: Tensor, *shape: Any) -> Tensor:
+    """The same elements in another shape, `x.reshape(2, 3)` or `x.reshape((2, 3))`, sharing memory; one may be -1."""
+    return NUMPY[np.reshape](x, _one_sequence(shape))
+
+
+def transpose(x: Tensor, *axes: Any) -> Tensor:
+    """Axes in another order, `x.transpose(1, 0)` or `x.transpose((1, 0))`, copied; reversed where none are given."""
+    return NUMPY[np.transpose](x, _one_sequence(axes) if axes and axes != (None,) else None)
+
+
+def _one_sequence(given: tuple) -> Any:
+    return given[0] if len(given) == 1 and isinstance(given[0], tuple | list) else given
+
+
+def _array_ufunc(x: Tensor, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+    """What `ufunc(*inputs)` is where a tensor is among them."""
+    if method == "__call__":
+        return _numpy(ufunc, inputs, kwargs)
+    raise TypeError(f"np.{ufunc.__name__}.{method} does not take tensors: use cudiff's operations, or x.numpy()")
+
+
+def _array_function(x: Tensor, function: Callable, types: Any, args: Any, kwargs: Any) -> Any:
+    """What NumPy's `function(*args)` is where a tensor is among them."""
+    return _numpy(function, args, kwargs)
+
+
+def _numpy(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The operation of NumPy's name; of a function that is none, NumPy's result for the tensors' arrays.
+
+    Raises TypeError for a function that would lose a gradient, and for arguments that the operation does not have.
+    """
+    operation = NUMPY.get(function)
+    if operation is None:
+        tensors: list[Tensor] = []
+        args, kwargs = _as_arrays(args, tensors), _as_arrays(kwargs, tensors)
+        if function not in ABOUT and any(t.requires_grad for t in tensors):
+            raise TypeError(f"np.{function.__name__} has no gradient in cudiff: give it x.numpy()")
+        return function(*args, **kwargs)
+    try:
+        _signature(operation).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"np.{function.__name__} of a tensor is cudiff.{operation.__name__}: {error}") from None
+    return operation(*args, **kwargs)
+
+
+_signature = functools.cache(inspect.signature)
+
+
+def _as_arrays(value: Any, tensors: list[Tensor]) -> Any:
+    """`value` with NumPy's arrays in place of its tensors, which are added to `tensors`."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return value.numpy()
+    if isinstance(value, dict):
+        return {key: _as_arrays(item, tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_as_arrays(item, tensors) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
