@@ -41,6 +41,11 @@ if TYPE_CHECKING:
     from cudiff.config import register_sampler as register_sampler
     from cudiff.cuda.graph import capture as capture
     from cudiff.data import load_dataset as load_dataset
+    from cudiff.differentiate import check_gradient as check_gradient
+    from cudiff.differentiate import elementwise_grad as elementwise_grad
+    from cudiff.differentiate import grad as grad
+    from cudiff.differentiate import value_and_grad as value_and_grad
+    from cudiff.differentiate import vjp as vjp
     from cudiff.options import Option as Option
     from cudiff.pipeline import Pipeline as Pipeline
     from cudiff.pipeline import load as load
@@ -51,6 +56,8 @@ else:
         "Trainer": "cudiff.train", "capture": "cudiff.cuda.graph", "load": "cudiff.pipeline",
         "load_dataset": "cudiff.data", "Option": "cudiff.options", "register_model": "cudiff.config",
         "register_objective": "cudiff.config", "register_sampler": "cudiff.config",
+        "check_gradient": "cudiff.differentiate", "elementwise_grad": "cudiff.differentiate",
+        "grad": "cudiff.differentiate", "value_and_grad": "cudiff.differentiate", "vjp": "cudiff.differentiate",
     }
     """Imported when first asked for, so that `import cudiff` stays fast; so are the modules below."""
     _MODULES = ("data", "diffusion", "models", "optim", "plot")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,19 +36,22 @@ def backward(self: Tensor, grad: Any = None) -> None:
         grad = Tensor(grad, dtype=self.dtype, device=self.device).data
     if grad.shape != self.shape:
         raise ValueError(f"the gradient has shape {grad.shape}, the tensor {self.shape}")
-    _walk_back(self, grad)
+    walk_back(self, grad)
 
 
 Tensor.backward = backward  # type: ignore[method-assign]
 
 
-def _walk_back(root: Tensor, grad: Array) -> None:
-    """Add d(root)/d(leaf), times `grad`, to `.grad` of every leaf below `root`."""
+def walk_back(root: Tensor, grad: Array, wanted: Callable[[Tensor], bool] | None = None, since: int = -1) -> None:
+    """Add d(root)/d(leaf), times `grad`, to `.grad` of every leaf below `root`.
+
+    Only of those that are `wanted`, if given; what was recorded before number `since` is left as it is.
+    """
     if root._source is None:
         _add_to_leaf(root, grad, True)
         return
     gradients: dict[int, list[_Gradient]] = {}
-    order = _nodes_below(root._source[0])
+    order = nodes_below(root._source[0], since)
     for node in order:
         gradients[node.index] = [_Gradient() for _ in range(node.num_outputs)]
     gradients[order[0].index][root._source[1]].add(grad, True, None)
@@ -61,20 +65,22 @@ def _walk_back(root: Tensor, grad: Array) -> None:
             node.ctx.dout_statistics = slots[0].statistics
             if any(slot.array is not None for slot in slots):
                 _run_backward(node, slots, [
-                    gradients[source[0].index][source[1]] if isinstance(source, tuple)
-                    else source if source is not None and source.wants_gradient(node.index) else None
+                    gradients[source[0].index][source[1]] if isinstance(source, tuple) and source[0].index > since
+                    else source if isinstance(source, Tensor) and source.wants_gradient(node.index)
+                    and (wanted is None or wanted(source)) else None
                     for source in node.inputs
                 ], queue)
             node.ctx = None  # frees what forward saved
 
 
-def _nodes_below(root: Node) -> list[Node]:
-    """Every node that `root` depends on, itself first, newest first: a fixed order, so sums are reproducible."""
+def nodes_below(root: Node, since: int = -1) -> list[Node]:
+    """Every node after number `since` that `root` depends on, itself first, newest first: a fixed order, so sums are
+    reproducible."""
     found = {root.index: root}
     stack = [root]
     while stack:
         for source in stack.pop().inputs:
-            if isinstance(source, tuple) and source[0].index not in found:
+            if isinstance(source, tuple) and source[0].index > since and source[0].index not in found:
                 found[source[0].index] = source[0]
                 stack.append(source[0])
     return [found[index] for index in sorted(found, reverse=True)]

@@ -11,7 +11,7 @@ import numpy as np
 from cudiff.backend import Array, compute_dtype, device_of, float32, float64, is_array, is_float
 from cudiff.precision import tf32_allowed
 from cudiff.statistics import ChannelStatistics
-from cudiff.tensor import Tensor, grad_enabled, now
+from cudiff.tensor import Tensor, grad_enabled, gradient_depth, now
 
 
 class Context:
@@ -89,7 +89,7 @@ class Function:
         outs = tuple(Tensor(result) for result in (results if several else (results,)))
         outs[0].statistics = ctx.out_statistics
         if any(needs):
-            node = Node(cls, ctx, inputs, arrays, needs, len(outs))
+            node = Node(cls, ctx, inputs, arrays, needs, len(outs), (inputs, attrs) if gradient_depth() > 1 else None)
             for i, out in enumerate(outs):
                 if is_float(out.dtype):
                     out.requires_grad, out._source = True, (node, i)
@@ -142,12 +142,13 @@ def _common_device(name: str, inputs: Sequence[Tensor | None]) -> str:
 class Node:
     """One recorded operation: how to run its backward and where its inputs' gradients go."""
 
-    __slots__ = ("ctx", "function", "index", "inputs", "likes", "needs", "num_outputs")
+    __slots__ = ("call", "ctx", "function", "index", "inputs", "likes", "needs", "num_outputs")
 
     def __init__(self, function: Any, ctx: Context, inputs: Sequence[Tensor | None], arrays: Sequence[Array | None],
-                 needs: tuple, num_outputs: int):
+                 needs: tuple, num_outputs: int, call: tuple | None = None):
         self.function, self.needs, self.num_outputs = function, needs, num_outputs
         self.ctx: Any = ctx  # a Context, None once backward has run
+        self.call: Any = call  # the inputs and attributes, for a gradient that is recorded (see cudiff.differentiate)
         self.index = now()
         # What each wanted gradient must be like: the arrays that the forward got can be freed.
         self.likes = [(a.shape, a.dtype) if need and a is not None else None

@@ -39,6 +39,22 @@ def no_grad() -> Iterator[None]:
         _mode.grad = before
 
 
+def gradient_depth() -> int:
+    """How many gradients what runs now, in this thread, is differentiated for (see cudiff.differentiate)."""
+    return getattr(_mode, "depth", 0)
+
+
+@contextlib.contextmanager
+def differentiated(times: int) -> Iterator[None]:
+    """What runs inside the block is recorded, and differentiated so many times more than what is around it."""
+    before = grad_enabled(), gradient_depth()
+    _mode.grad, _mode.depth = True, before[1] + times
+    try:
+        yield
+    finally:
+        _mode.grad, _mode.depth = before
+
+
 class Tensor:
     """An array with a gradient.
 

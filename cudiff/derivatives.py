@@ -1,0 +1,141 @@
+"""Derivatives of operations stated in operations, by which a gradient can be differentiated again.
+
+`DERIVATIVES[Function]` takes the gradient of the output and the inputs of a call, tensors all, with the call's
+attributes. It returns the gradient of each input, or None. Broadcasting is undone afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cudiff.function import Function
+from cudiff.ops.arithmetic import Add, Divide, Multiply, Power, Subtract, Where, where
+from cudiff.ops.cast import Cast, astype
+from cudiff.ops.elementwise import (
+    Abs,
+    Clip,
+    Cos,
+    Exp,
+    Log,
+    Negative,
+    Relu,
+    Sigmoid,
+    Silu,
+    Sin,
+    Sqrt,
+    Square,
+    Tanh,
+    cos,
+    exp,
+    sigmoid,
+    sin,
+    sqrt,
+    square,
+    tanh,
+)
+from cudiff.ops.matmul import Linear, MatMul, matmul
+from cudiff.ops.reduce import Sum, Variance, mean, sum
+from cudiff.ops.shape import BroadcastTo, Concatenate, Pad, Reshape, Transpose, broadcast_to, reshape, split, transpose
+from cudiff.ops.softmax import Softmax, softmax
+from cudiff.tensor import Tensor
+
+Derivative = Callable[..., tuple[Tensor | None, ...]]
+
+
+def _of_two(derivative: Callable) -> Derivative:
+    """Of an operation of two operands, one of which may be the number `scalar`."""
+    def of_operands(dout: Tensor, a: Tensor | None, b: Tensor | None, scalar: Any = None) -> tuple[Tensor | None, ...]:
+        return derivative(dout, scalar if a is None else a, scalar if b is None else b)
+
+    return of_operands
+
+
+def _of_power(dout: Tensor, a: Any, b: Any) -> tuple[Any, ...]:
+    return dout * b * a ** (b - 1), dout * a**b * np.log(a) if isinstance(b, Tensor) else None
+
+
+def _of_silu(dout: Tensor, x: Tensor) -> tuple[Tensor]:
+    s = sigmoid(x)
+    return (dout * (s + x * s * (1 - s)),)
+
+
+def _of_sum(dout: Tensor, x: Tensor, axes: Any, keepdims: bool, scale: float = 1.0) -> tuple[Tensor]:
+    return (broadcast_to(_with_axes(dout, x, axes), x.shape) * scale,)
+
+
+def _of_variance(dout: Tensor, x: Tensor, axes: Any, keepdims: bool, ddof: int) -> tuple[Tensor]:
+    count = np.prod([x.shape[i] for i in axes])
+    return (_with_axes(dout, x, axes) * (x - mean(x, axes, keepdims=True)) * float(2 / (count - ddof)),)
+
+
+def _with_axes(dout: Tensor, x: Tensor, axes: Any) -> Tensor:
+    """The gradient of a reduction, with the axes that it has reduced as 1."""
+    return reshape(dout, tuple(1 if i in axes else size for i, size in enumerate(x.shape)))
+
+
+def _of_softmax(dout: Tensor, x: Tensor, log: bool) -> tuple[Tensor]:
+    p = softmax(x)
+    total = sum(dout if log else dout * p, -1, keepdims=True)
+    return (dout - p * total if log else p * (dout - total),)
+
+
+def _of_linear(dout: Tensor, x: Tensor, weight: Tensor, bias: Any, residual: Any) -> tuple[Tensor | None, ...]:
+    rows = reshape(dout, (-1, dout.shape[-1]))
+    return matmul(dout, weight), matmul(_swapped(rows), reshape(x, (-1, x.shape[-1]))), sum(rows, 0), dout
+
+
+def _of_concatenate(dout: Tensor, *tensors: Tensor, axis: int) -> tuple[Tensor, ...]:
+    return split(dout, [int(end) for end in np.cumsum([x.shape[axis] for x in tensors])[:-1]], axis)
+
+
+def _swapped(x: Tensor) -> Tensor:
+    """x with its last two axes in the other order."""
+    return transpose(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
+
+
+def _where(mask: Any, dout: Tensor) -> tuple[Tensor]:
+    return (where(Tensor(mask), dout, 0.0),)
+
+
+DERIVATIVES: dict[type[Function], Derivative] = {
+    Negative: lambda d, x: (-d,),
+    Exp: lambda d, x: (d * exp(x),),
+    Log: lambda d, x: (d / x,),
+    Sqrt: lambda d, x: (d * 0.5 / sqrt(x),),
+    Sin: lambda d, x: (d * cos(x),),
+    Cos: lambda d, x: (-d * sin(x),),
+    Tanh: lambda d, x: (d * (1 - square(tanh(x))),),
+    Square: lambda d, x: (d * x * 2,),
+    Sigmoid: lambda d, x: (d * sigmoid(x) * (1 - sigmoid(x)),),
+    Silu: _of_silu,
+    Abs: lambda d, x: (where(Tensor(x.data > 0), d, where(Tensor(x.data < 0), -d, 0.0)),),
+    Relu: lambda d, x: _where(x.data > 0, d),
+    Clip: lambda d, x, low, high: _where((x.data >= low) & (x.data <= high), d),
+    Add: _of_two(lambda d, a, b: (d, d)),
+    Subtract: _of_two(lambda d, a, b: (d, -d)),
+    Multiply: _of_two(lambda d, a, b: (d * b, d * a)),
+    Divide: _of_two(lambda d, a, b: (d / b, -d * a / (b * b))),
+    Power: _of_two(_of_power),
+    Where: lambda d, mask, a, b, scalars: (None, where(mask, d, 0.0), where(mask, 0.0, d)),
+    Cast: lambda d, x, dtype: (astype(d, x.dtype),),
+    Sum: _of_sum,
+    Variance: _of_variance,
+    Softmax: _of_softmax,
+    MatMul: lambda d, a, b: (matmul(d, _swapped(b)), matmul(_swapped(a), d)),
+    Linear: _of_linear,
+    Reshape: lambda d, x, shape: (reshape(d, x.shape),),
+    Transpose: lambda d, x, axes: (transpose(d, [axes.index(i) for i in range(x.ndim)]),),
+    BroadcastTo: lambda d, x, shape: (d,),
+    Concatenate: _of_concatenate,
+    Pad: lambda d, x, widths, value: (d[tuple(slice(a, a + n) for (a, _), n in zip(widths, x.shape, strict=True))],),
+}
+
+
+def like(gradient: Tensor, x: Tensor) -> Tensor:
+    """`gradient` summed over the axes along which x was broadcast, in x's dtype."""
+    lead = gradient.ndim - x.ndim
+    axes = tuple(i for i, size in enumerate(gradient.shape) if i < lead or (x.shape[i - lead] == 1 and size != 1))
+    return astype(reshape(sum(gradient, axes), x.shape) if axes else gradient, x.dtype)
