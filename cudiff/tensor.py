@@ -177,14 +177,9 @@ class Tensor:
         return self.shape[0]
 
     def __bool__(self) -> bool:
+        if self.size != 1:
+            raise ValueError(f"the truth of a tensor of shape {self.shape} is not one: use x.any() or x.all()")
         return bool(self.item())
-
-    def __eq__(self, other: object) -> bool:
-        if other is self or not (isinstance(other, int | float | list | tuple) or hasattr(other, "dtype")):
-            return other is self
-        raise TypeError("a tensor is not compared with ==: compare arrays, x.numpy() == y.numpy()")
-
-    __hash__ = object.__hash__
 
     def __float__(self) -> float:
         return float(self.item())

@@ -77,7 +77,8 @@ def _given(name: str, method: Any) -> str:
     first, *rest = signature.parameters.values()
     parameters = [first.replace(name="self", annotation=first.empty), *rest]
     text = str(signature.replace(parameters=parameters)).replace("'", "")
-    return f"def {name}{text}: ..."
+    ignored = "  # type: ignore[override]" if name in ("__eq__", "__ne__") else ""  # object's return a bool
+    return f"def {name}{text}: ...{ignored}"
 
 
 def main() -> None:

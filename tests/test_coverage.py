@@ -53,6 +53,9 @@ def test_every_kernel_is_launched(host_of):
         images = Tensor(host.zeros((4, 8, 8, 3), np.uint8))
         ops.draw_batch(images, [0, 1, 2, 3], Tensor(host.zeros(1, np.int32)), 2, 0)
         ops.normalize_images(images)
+        for name in compiler.kernels("compare"):
+            getattr(ops, name)(images, 3).sum()
+        images.astype(bool)
         generator = ops.Generator(0, "cuda")
         generator.normal(4), generator.uniform(4), generator.randint(0, 9, 4), generator.advance()
         for optimizer in (AdamW, SGD):

@@ -13,8 +13,7 @@ import numpy as np
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_target
-from cudiff.cuda.kernels.elementwise import grid
-from cudiff.cuda.kernels.shape import merge_axes
+from cudiff.cuda.kernels.elementwise import broadcast_layout, grid
 from cudiff.cuda.launch import empty, launch
 from cudiff.function import Function
 from cudiff.ops.cast import downcast, is_number, operands, require_float, upcast
@@ -69,7 +68,7 @@ class Binary(Function):
             ctx.save(*cls.keep(a, b, ctx.needs))
         shape = first.shape if a is None or b is None else np.broadcast_shapes(a.shape, b.shape)
         out = empty(shape, first.dtype)
-        args = (a, b, ctx.scalar, out, np.int64(out.size), _layout(shape, a, b))
+        args = (a, b, ctx.scalar, out, np.int64(out.size), broadcast_layout(shape, a, b))
         launch("arithmetic", f"{cls.__name__.lower()}_forward", grid(out), 256, args, T=out.dtype)
         return out
 
@@ -86,38 +85,10 @@ class Binary(Function):
             else:
                 target = empty(dout.shape, float32)
                 where = (None, target, False)
-            args = (dout, *ctx.saved, ctx.scalar, *where, np.int64(dout.size), _layout(dout.shape, *ctx.saved))
+            args = (dout, *ctx.saved, ctx.scalar, *where, np.int64(dout.size), broadcast_layout(dout.shape, *ctx.saved))
             launch("arithmetic", f"{cls.__name__.lower()}_{name}", grid(dout), 256, args, T=dout.dtype)
             grads.append(sum_to(target, ctx.shapes[i], dout.dtype))
         return tuple(grads)
-
-
-_LAYOUT = np.dtype([("dims", "i4"), ("packed", "i4"), ("sizes", "i4", 6), ("a", "i4", 6), ("b", "i4", 6)])
-
-
-def _layout(shape: tuple[int, ...], a: Array | None, b: Array | None) -> np.ndarray:
-    """The kernel's `Layout`; no dims where neither operand is broadcast."""
-    layout = np.zeros((), _LAYOUT)
-    operands = [x for x in (a, b) if x is not None]
-    if all(x.shape == shape for x in operands):
-        return layout
-    pack = 16 // operands[0].itemsize
-    strides = [_broadcast_strides(x, shape) if x is not None else (0,) * len(shape) for x in (a, b)]
-    sizes, (strides_a, strides_b) = merge_axes(shape, strides)
-    if len(sizes) > 6 or np.prod(shape) >= 2**32:
-        raise ValueError(f"broadcasting to shape {shape} on CUDA takes at most 6 axes and 2**32 elements")
-    layout["dims"] = dims = len(sizes)
-    layout["sizes"][:dims], layout["a"][:dims], layout["b"][:dims] = sizes, strides_a, strides_b
-    layout["packed"] = sizes[-1] % pack == 0 and all(
-        s[-1] == 0 or (s[-1] == 1 and all(n % pack == 0 for n in s[:-1])) for s in (strides_a, strides_b)
-    )
-    return layout
-
-
-def _broadcast_strides(x: Array, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides in elements of a contiguous x broadcast to `shape`: 0 along the axes where it repeats."""
-    strides = [0 if size == 1 else stride // x.itemsize for size, stride in zip(x.shape, x.strides, strict=True)]
-    return (*(0,) * (len(shape) - x.ndim), *strides)
 
 
 class Add(Binary):

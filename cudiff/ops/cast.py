@@ -65,11 +65,12 @@ def _cast_cuda(x: Array, dtype: np.dtype) -> Array:
     if dtype not in CUDA_DTYPES:
         raise TypeError(f"a CUDA tensor is not converted to {dtype}: use one of {', '.join(map(str, CUDA_DTYPES))}")
     out = empty(x.shape, dtype)
-    launch("cast", "cast", blocks(x.size, 1024), 256, (x, out, np.int64(x.size)), FROM=x.dtype, TO=dtype)
+    name = "truth" if dtype.kind == "b" else "cast"
+    launch("cast", name, blocks(x.size, 1024), 256, (x, out, np.int64(x.size)), FROM=x.dtype, TO=dtype)
     return out
 
 
-CUDA_DTYPES = (float32, bfloat16, float16, int32, int64, np.dtype(np.uint8))
+CUDA_DTYPES = (float32, bfloat16, float16, int32, int64, np.dtype(np.uint8), np.dtype(np.bool_))
 
 
 class Cast(Function):

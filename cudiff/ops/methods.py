@@ -20,11 +20,17 @@ OPERATORS = {
 }
 """Operators of two operands; either may be the tensor."""
 
-UNARY = {"neg": "negative", "abs": "abs"}
+BITWISE = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"}
+"""The same, of bools."""
+
+COMPARISONS = {"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal"}
+"""Python turns these around itself where the tensor is the second operand; so it does == and !=."""
+
+UNARY = {"neg": "negative", "abs": "abs", "invert": "invert"}
 
 METHODS = (
-    "astype", "clip", "exp", "flatten", "log", "max", "mean", "min", "relu", "sigmoid", "silu", "sqrt", "square",
-    "squeeze", "std", "sum", "tanh", "var",
+    "all", "any", "astype", "clip", "exp", "flatten", "log", "max", "mean", "min", "relu", "sigmoid", "silu", "sqrt",
+    "square", "squeeze", "std", "sum", "tanh", "var",
 )
 """Operations that are methods under their own names: those that NumPy's arrays have, and what networks are made of."""
 
@@ -38,9 +44,10 @@ ABOUT = (np.shape, np.ndim, np.size, np.result_type, np.allclose, np.array_equal
 def add_to(tensor: type[Tensor], operations: Mapping[str, Any]) -> None:
     """Give `tensor` its operators, methods and NumPy's functions, from `operations` by name."""
     given: dict[str, Any] = {name: operations[name] for name in METHODS}
-    for name, operation in OPERATORS.items():
+    for name, operation in (OPERATORS | BITWISE).items():
         given |= {f"__{name}__": operations[operation], f"__r{name}__": _reflected(operations[operation])}
-    given |= {f"__{name}__": operations[operation] for name, operation in UNARY.items()}
+    given |= {f"__{name}__": operations[operation] for name, operation in (COMPARISONS | UNARY).items()}
+    given |= {"__eq__": _equality(operations["equal"]), "__ne__": _equality(operations["not_equal"])}
     given |= {"__getitem__": operations["getitem"], "reshape": reshape, "transpose": transpose}
     given |= {"T": property(operations["transpose"], doc="The axes in reversed order, copied.")}
     given |= {"__array_ufunc__": _array_ufunc, "__array_function__": _array_function}
@@ -62,6 +69,16 @@ def _reflected(operation: Callable[[Any, Any], Tensor]) -> Callable[[Tensor, Any
         return operation(other, x)
 
     method.__doc__ = f"{operation.__name__} of the other operand and x."
+    return method
+
+
+def _equality(operation: Callable[[Any, Any], Tensor]) -> Callable[[Tensor, Any], Tensor]:
+    def method(x: Tensor, other: Any) -> Tensor:
+        if isinstance(other, int | float | list | tuple) or hasattr(other, "dtype"):
+            return operation(x, other)
+        return Tensor(np.full(x.shape, operation.__name__ == "not_equal"), device=x.device)
+
+    method.__doc__ = f"{operation.__name__} of x and the other operand; None, text and the like equal no element."
     return method
 
 

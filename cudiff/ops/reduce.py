@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, compute_dtype, device_of, float32, is_float
+from cudiff.backend import Array, compute_dtype, device_of, float32, int64, is_float
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.sums import add_rows
@@ -121,7 +121,7 @@ def _reduce_cuda(
     if parts == 1:
         run(out, scale, accumulate)
         return out
-    partial = empty((outer, parts, inner), float32)
+    partial = empty((outer, parts, inner), float32 if is_float(out.dtype) else out.dtype)
     run(partial, 1.0, False)
     return _reduce_cuda(combine, partial, outer, parts, inner, out, scale, accumulate)
 
@@ -202,8 +202,10 @@ class Sum(Function):
 
     @staticmethod
     def forward_cuda(ctx, x, axes, keepdims, scale=1.0):
-        require_float("sum", x)
         ctx.shape, ctx.axes, ctx.scale = x.shape, axes, scale
+        if not is_float(x.dtype):
+            out = empty(_left(x.shape, axes, keepdims), int64)
+            return _reduce_cuda("sum_whole", x, *_span(x.shape, axes), out, combine="sum_whole")
         return _reduce_cuda("sum", x, *_span(x.shape, axes), empty(_left(x.shape, axes, keepdims), x.dtype), scale)
 
     @staticmethod
@@ -314,7 +316,7 @@ def _floating(x: Any) -> Tensor:
 
 
 def sum(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """Sum over `axis` (all axes where None), in x's dtype; integers as in NumPy, on the CPU only."""
+    """Sum over `axis` (all axes where None), in x's dtype; integers and bools as in NumPy, on a GPU in int64."""
     return _reduce(Sum, as_tensor(x), axis, keepdims)
 
 

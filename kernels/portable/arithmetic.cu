@@ -6,22 +6,7 @@
 // `packed` says that packs of 16 bytes never cross a row and start aligned wherever the arrays do.
 // where_*: mask u8, same shape as out; of T that is no floating type only where_forward is launched.
 // Launch: 256 threads, one pack each (any shape works: grid-stride).
-#include "common.cuh"
-
-struct Layout { int dims, packed, sizes[6], a[6], b[6]; };
-
-__device__ __forceinline__ void locate(const Layout& layout, u32 i, i64& a, i64& b) {
-    a = b = 0;
-#pragma unroll
-    for (int d = 5; d >= 0; d--) {
-        if (d < layout.dims) {
-            u32 rest = i / (u32)layout.sizes[d], k = i - rest * (u32)layout.sizes[d];
-            a += (i64)k * layout.a[d];
-            b += (i64)k * layout.b[d];
-            i = rest;
-        }
-    }
-}
+#include "broadcast.cuh"
 
 // N neighbours of an operand: the scalar, one value repeated, or a pack.
 template <int N> __device__ __forceinline__ void load(const T* p, i64 i, bool repeat, float scalar, float (&v)[N]) {

@@ -1,4 +1,4 @@
-// out[i] = x[i] in another type: to nearest even for floats, toward zero for integers.
+// out[i] = x[i] in another type: to nearest even for floats, toward zero for integers; `truth`: whether x[i] is not 0.
 // x: FROM, out: TO, contiguous, n elements, overwritten. Any launch shape (grid-stride).
 #include "common.cuh"
 
@@ -16,5 +16,12 @@ extern "C" __global__ void cast(const FROM* __restrict__ x, TO* __restrict__ out
     wait_for_previous();
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (i64)gridDim.x * blockDim.x) {
         out[i] = convert<TO>(x[i]);
+    }
+}
+
+extern "C" __global__ void truth(const FROM* __restrict__ x, TO* __restrict__ out, i64 n) {
+    wait_for_previous();
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (i64)gridDim.x * blockDim.x) {
+        out[i] = from_float<TO>(to_float(x[i]) != 0.0f ? 1.0f : 0.0f);
     }
 }

@@ -1,7 +1,7 @@
 // Reductions of x seen as [outer][reduce][inner] over the middle axis, in an order that depends on the shape alone.
 // x, dout, dx: T. out: OUT, laid out [outer][gridDim.y][inner]: blocks of row y of the grid take the y-th chunk of the
 // middle axis, and a second launch reduces their results. out = scale * result, or += where `accumulate`.
-// Everything is accumulated in float. NaN wins over every number in maximum and minimum.
+// Everything is accumulated in float, in sum_whole in 64 bits: its T and OUT hold integers. NaN wins over every number in maximum and minimum.
 // Launch: block (columns, lanes, rows), powers of two, product at most 256; grid.x = CEIL_DIV(outer, rows) *
 // CEIL_DIV(inner, columns). The *_backward kernels: any launch shape (grid-stride).
 #include "common.cuh"
@@ -9,6 +9,10 @@
 struct Add {
     static __device__ float identity() { return 0.0f; }
     static __device__ float apply(float a, float b) { return a + b; }
+};
+struct AddWhole {
+    static __device__ i64 identity() { return 0; }
+    static __device__ i64 apply(i64 a, i64 b) { return a + b; }
 };
 struct Larger {
     static __device__ float identity() { return __int_as_float(0xff800000); }
@@ -19,17 +23,24 @@ struct Smaller {
     static __device__ float apply(float a, float b) { return a < b || a != a ? a : b; }
 };
 
+template <typename X> __device__ __forceinline__ i64 whole(X x) { return (i64)to_float(x); }
+template <> __device__ __forceinline__ i64 whole<i64>(i64 x) { return x; }
+template <> __device__ __forceinline__ i64 whole<int>(int x) { return x; }
+template <typename X> __device__ __forceinline__ X whole_as(i64 x) { return from_float<X>((float)x); }
+template <> __device__ __forceinline__ i64 whole_as<i64>(i64 x) { return x; }
+
 // value(x, column) is what enters the reduction; `column` numbers the reduced columns, [outer][inner].
 template <typename Op, typename F>
 __device__ __forceinline__ void reduce_middle(const T* __restrict__ x, OUT* __restrict__ out, float scale, int accumulate,
                                               i64 outer, i64 reduce, i64 inner, i64 chunk, F value) {
-    __shared__ float partial[256];
+    using Total = decltype(Op::identity());
+    __shared__ Total partial[256];
     i64 column_blocks = CEIL_DIV(inner, (i64)blockDim.x);
     i64 i = blockIdx.x % column_blocks * blockDim.x + threadIdx.x;
     i64 o = blockIdx.x / column_blocks * blockDim.z + threadIdx.z;
     i64 begin = (i64)blockIdx.y * chunk, end = begin + chunk < reduce ? begin + chunk : reduce;
     bool inside = i < inner && o < outer;
-    float total = Op::identity();
+    Total total = Op::identity();
     if (inside) {
         i64 column = o * inner + i;
         const T* p = x + o * reduce * inner + i;
@@ -45,6 +56,10 @@ __device__ __forceinline__ void reduce_middle(const T* __restrict__ x, OUT* __re
     }
     if (inside && threadIdx.y == 0) {
         OUT* target = out + (o * gridDim.y + blockIdx.y) * inner + i;
+        if constexpr (sizeof(Total) == 8) {
+            *target = whole_as<OUT>(partial[slot]);
+            return;
+        }
         float result = scale * partial[slot];
         *target = from_float<OUT>(accumulate ? to_float(*target) + result : result);
     }
@@ -56,6 +71,10 @@ __device__ __forceinline__ void reduce_middle(const T* __restrict__ x, OUT* __re
 extern "C" __global__ void sum(const T* x, SHAPE) {
     wait_for_previous();
     reduce_middle<Add>(x, REST, [](T x, i64) { return to_float(x); });
+}
+extern "C" __global__ void sum_whole(const T* x, SHAPE) {
+    wait_for_previous();
+    reduce_middle<AddWhole>(x, REST, [](T x, i64) { return whole(x); });
 }
 extern "C" __global__ void maximum(const T* x, SHAPE) {
     wait_for_previous();

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cudiff.backend import Array
+from cudiff.cuda.kernels.shape import merge_axes
 from cudiff.cuda.launch import blocks, launch
 
 
@@ -16,3 +17,31 @@ def grid(array: Array) -> int:
 def relu_forward(x: Array, out: Array) -> None:
     """out = max(x, 0); out may be x."""
     launch("elementwise", "relu_forward", grid(x), 256, (x, out, np.int64(x.size)), T=x.dtype)
+
+
+_LAYOUT = np.dtype([("dims", "i4"), ("packed", "i4"), ("sizes", "i4", 6), ("a", "i4", 6), ("b", "i4", 6)])
+
+
+def broadcast_layout(shape: tuple[int, ...], a: Array | None, b: Array | None) -> np.ndarray:
+    """The kernel's `Layout`; no dims where neither operand is broadcast."""
+    layout = np.zeros((), _LAYOUT)
+    operands = [x for x in (a, b) if x is not None]
+    if all(x.shape == shape for x in operands):
+        return layout
+    pack = 16 // operands[0].itemsize
+    strides = [_broadcast_strides(x, shape) if x is not None else (0,) * len(shape) for x in (a, b)]
+    sizes, (strides_a, strides_b) = merge_axes(shape, strides)
+    if len(sizes) > 6 or np.prod(shape) >= 2**32:
+        raise ValueError(f"broadcasting to shape {shape} on CUDA takes at most 6 axes and 2**32 elements")
+    layout["dims"] = dims = len(sizes)
+    layout["sizes"][:dims], layout["a"][:dims], layout["b"][:dims] = sizes, strides_a, strides_b
+    layout["packed"] = sizes[-1] % pack == 0 and all(
+        s[-1] == 0 or (s[-1] == 1 and all(n % pack == 0 for n in s[:-1])) for s in (strides_a, strides_b)
+    )
+    return layout
+
+
+def _broadcast_strides(x: Array, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in elements of a contiguous x broadcast to `shape`: 0 along the axes where it repeats."""
+    strides = [0 if size == 1 else stride // x.itemsize for size, stride in zip(x.shape, x.strides, strict=True)]
+    return (*(0,) * (len(shape) - x.ndim), *strides)

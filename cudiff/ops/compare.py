@@ -1,0 +1,169 @@
+"""Comparisons and logic, element by element, and `any` and `all`: bool tensors, of which nothing is differentiated.
+
+Operands broadcast and meet in one dtype as in arithmetic. Numbers that are not 0, NaN among them, are true.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from cudiff.backend import is_float
+from cudiff.cuda.kernels.elementwise import broadcast_layout
+from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.function import Function
+from cudiff.ops.cast import as_tensor, as_tensors, operands, upcast
+from cudiff.ops.elementwise import abs
+from cudiff.ops.reduce import Axis, sum
+from cudiff.tensor import Tensor
+
+__all__ = [
+    "all", "any", "bitwise_and", "bitwise_or", "bitwise_xor", "equal", "greater", "greater_equal", "invert", "isfinite",
+    "isinf", "isnan", "less", "less_equal", "logical_and", "logical_not", "logical_or", "logical_xor", "not_equal",
+]
+
+_LONGEST = np.iinfo(np.int64)
+
+
+class Compare(Function):
+    """NumPy's function `name` of a and b of one dtype. An operand given as None is the number `scalar`."""
+
+    differentiable = False
+
+    @staticmethod
+    def forward_numpy(ctx, a, b, name, scalar=None):
+        x, y = (scalar if operand is None else upcast(operand) for operand in (a, b))
+        return np.asarray(getattr(np, name)(x, y))
+
+    @staticmethod
+    def forward_cuda(ctx, a, b, name, scalar=0):
+        first = b if a is None else a
+        shape = first.shape if a is None or b is None else np.broadcast_shapes(a.shape, b.shape)
+        out = empty(shape, np.dtype(np.bool_))
+        number, whole = (float(scalar), 0) if is_float(first.dtype) else (0.0, int(scalar))
+        bounded = np.int64(min(max(whole, _LONGEST.min), _LONGEST.max))
+        args = (out, a, b, number, bounded, np.int64(out.size), broadcast_layout(shape, a, b))
+        launch("compare", name, blocks(out.size, 1024), 256, args, T=first.dtype)
+        return out
+
+
+def _compare(name: str, a: Any, b: Any) -> Tensor:
+    a, b = operands(a, b)
+    if not isinstance(a, Tensor):
+        return Compare.apply(None, b, name=name, scalar=a)
+    if not isinstance(b, Tensor):
+        return Compare.apply(a, None, name=name, scalar=b)
+    return Compare.apply(a, b, name=name)
+
+
+def less(a: Any, b: Any) -> Tensor:
+    """a < b."""
+    return _compare("less", a, b)
+
+
+def less_equal(a: Any, b: Any) -> Tensor:
+    """a <= b."""
+    return _compare("less_equal", a, b)
+
+
+def greater(a: Any, b: Any) -> Tensor:
+    """a > b."""
+    return _compare("greater", a, b)
+
+
+def greater_equal(a: Any, b: Any) -> Tensor:
+    """a >= b."""
+    return _compare("greater_equal", a, b)
+
+
+def equal(a: Any, b: Any) -> Tensor:
+    """a == b."""
+    return _compare("equal", a, b)
+
+
+def not_equal(a: Any, b: Any) -> Tensor:
+    """a != b."""
+    return _compare("not_equal", a, b)
+
+
+def logical_and(a: Any, b: Any) -> Tensor:
+    """Whether a and b are true."""
+    return _compare("logical_and", a, b)
+
+
+def logical_or(a: Any, b: Any) -> Tensor:
+    """Whether a or b is true."""
+    return _compare("logical_or", a, b)
+
+
+def logical_xor(a: Any, b: Any) -> Tensor:
+    """Whether one of a and b is true."""
+    return _compare("logical_xor", a, b)
+
+
+def logical_not(x: Any) -> Tensor:
+    """Whether x is not true."""
+    return equal(as_tensor(x), False)
+
+
+def bitwise_and(a: Any, b: Any) -> Tensor:
+    """a & b of bools. Raises TypeError for others."""
+    return logical_and(*_bools("&", a, b))
+
+
+def bitwise_or(a: Any, b: Any) -> Tensor:
+    """a | b of bools. Raises TypeError for others."""
+    return logical_or(*_bools("|", a, b))
+
+
+def bitwise_xor(a: Any, b: Any) -> Tensor:
+    """a ^ b of bools. Raises TypeError for others."""
+    return logical_xor(*_bools("^", a, b))
+
+
+def invert(x: Any) -> Tensor:
+    """~x of bools. Raises TypeError for others."""
+    return logical_not(*_bools("~", x))
+
+
+def _bools(operator: str, *given: Any) -> list[Any]:
+    found = operands(*given)
+    for x in found:
+        if not (isinstance(x, bool) or (isinstance(x, Tensor) and x.dtype == np.bool_)):
+            kind = getattr(x, "dtype", type(x).__name__)
+            raise TypeError(f"{operator} takes bool tensors, not {kind}: compare first, as in (x > 0) & (x < 1)")
+    return found
+
+
+def isnan(x: Any) -> Tensor:
+    """Whether x is NaN."""
+    x = as_tensor(x)
+    return not_equal(x, x)
+
+
+def isinf(x: Any) -> Tensor:
+    """Whether x is infinite."""
+    return equal(_size(x), math.inf)
+
+
+def isfinite(x: Any) -> Tensor:
+    """Whether x is neither NaN nor infinite."""
+    return less(_size(x), math.inf)
+
+
+def _size(x: Any) -> Tensor:
+    """|x| in a floating dtype, recorded nowhere."""
+    (x,) = as_tensors(x, floating=True)
+    return abs(x.detach())
+
+
+def any(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """Whether one element over `axis` is true; False of none."""
+    return greater(sum(not_equal(x, False), axis, keepdims), 0)
+
+
+def all(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """Whether every element over `axis` is true; True of none."""
+    return equal(sum(logical_not(x), axis, keepdims), 0)
