@@ -7,6 +7,8 @@ weight) and `wgrad` (dweight from x and dout). A transposed convolution is dgrad
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,10 +21,11 @@ from cudiff.cuda.launch import empty
 from cudiff.function import Function
 from cudiff.ops.cast import require_floats
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
+from cudiff.ops.shape import expand_dims, squeeze
 from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map
 
-__all__ = ["conv2d", "conv_transpose2d"]
+__all__ = ["conv1d", "conv2d", "conv_transpose2d"]
 
 _PARTIAL_SUMS = 8  # of the weight's gradient: more would be more to add, fewer would leave cores without work
 _thread = threading.local()
@@ -82,9 +85,14 @@ def _patches(x: np.ndarray, block: tuple[slice, slice], kernel: Pair, width: int
     return matrix.reshape(-1, kernel[0] * kernel[1] * channels)
 
 
-def fprop_numpy(x: np.ndarray, weight: np.ndarray, stride: Pair, padding: Pair) -> np.ndarray:
-    """Convolution: x (N, H, W, C), weight (K, R, S, C) → (N, Ho, Wo, K)."""
-    size = out_size(x.shape[1:3], weight.shape[1:3], stride, padding)
+def fprop_numpy(x: np.ndarray, weight: np.ndarray, stride: Pair, padding: Pair, dilation: Pair = (1, 1),
+                groups: int = 1) -> np.ndarray:
+    """Convolution: x (N, H, W, C), weight (K, R, S, C / groups) → (N, Ho, Wo, K)."""
+    size = out_size(x.shape[1:3], weight.shape[1:3], stride, padding, dilation)
+    if (dilation, groups) != ((1, 1), 1):
+        matrices = _matrices(weight, groups)
+        taps = _taps(_by_group(x, groups, padding), weight.shape[1:3], size, stride, dilation)
+        return _from_groups(sum(tap @ matrices[r, s][:, None] for r, s, tap in taps))
     return _correlate(x, weight, size, stride, padding, (1, 1))
 
 
@@ -102,15 +110,32 @@ def _correlate(x: np.ndarray, weight: np.ndarray, size: Pair, stride: Pair, offs
     return out
 
 
-def dgrad_numpy(dout: np.ndarray, weight: np.ndarray, size: Pair, stride: Pair, padding: Pair) -> np.ndarray:
+def dgrad_numpy(dout: np.ndarray, weight: np.ndarray, size: Pair, stride: Pair, padding: Pair,
+                dilation: Pair = (1, 1), groups: int = 1) -> np.ndarray:
     """Gradient of the input (N, *size, C): dout spread out by the stride, convolved with the flipped weight."""
+    if (dilation, groups) != ((1, 1), 1):
+        matrices, grouped = _matrices(weight, groups), _by_group(dout, groups, (0, 0))
+        (top, left), (height, width) = padding, size
+        room = groups, len(dout), height + 2 * top, width + 2 * left, weight.shape[3]
+        dx = np.zeros(room, dout.dtype)
+        for r, s, tap in _taps(dx, weight.shape[1:3], dout.shape[1:3], stride, dilation):
+            tap += grouped @ matrices[r, s][:, None].swapaxes(-1, -2)
+        return _from_groups(dx[:, :, top : top + height, left : left + width])
     offset = (weight.shape[1] - 1 - padding[0], weight.shape[2] - 1 - padding[1])
     flipped = np.ascontiguousarray(weight[:, ::-1, ::-1].transpose(3, 1, 2, 0))
     return _correlate(dout, flipped, size, (1, 1), offset, stride)
 
 
-def wgrad_numpy(x: np.ndarray, dout: np.ndarray, kernel: Pair, stride: Pair, padding: Pair) -> np.ndarray:
-    """Gradient of the weight (K, R, S, C): sum over pixels of dout times the patch of x under the kernel."""
+def wgrad_numpy(x: np.ndarray, dout: np.ndarray, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair = (1, 1),
+                groups: int = 1) -> np.ndarray:
+    """Gradient of the weight (K, R, S, C / groups): sum over pixels of dout times the patch of x under the kernel."""
+    if (dilation, groups) != ((1, 1), 1):
+        channels, size = x.shape[3] // groups, dout.shape[1:3]
+        columns = _by_group(dout, groups, (0, 0)).reshape(groups, -1, dout.shape[3] // groups).swapaxes(1, 2)
+        dweight = np.empty((dout.shape[3], *kernel, channels), x.dtype)
+        for r, s, tap in _taps(_by_group(x, groups, padding), kernel, size, stride, dilation):
+            dweight[:, r, s] = (columns @ tap.reshape(groups, -1, channels)).reshape(-1, channels)
+        return dweight
     outputs, length = dout.shape[3], kernel[0] * kernel[1] * x.shape[3]
     blocks = _blocks(dout.shape[0], dout.shape[1:3], length * x.itemsize)
 
@@ -125,10 +150,40 @@ def wgrad_numpy(x: np.ndarray, dout: np.ndarray, kernel: Pair, stride: Pair, pad
     return np.sum(partial, axis=0).reshape(outputs, *kernel, x.shape[3])
 
 
-def out_size(size: tuple[int, ...], kernel: tuple[int, ...], stride: Pair, padding: Pair) -> Pair:
+def _by_group(image: np.ndarray, groups: int, padding: Pair) -> np.ndarray:
+    """An image (N, H, W, C) with zeros around it as (groups, N, height, width, C / groups)."""
+    padded = np.pad(image, ((0, 0), *((p, p) for p in padding), (0, 0)))
+    return np.ascontiguousarray(np.moveaxis(padded.reshape(*padded.shape[:3], groups, -1), 3, 0))
+
+
+def _from_groups(image: np.ndarray) -> np.ndarray:
+    """(groups, N, height, width, C) as (N, height, width, groups · C)."""
+    return np.ascontiguousarray(np.moveaxis(image, 0, 3)).reshape(*image.shape[1:4], -1)
+
+
+def _matrices(weight: np.ndarray, groups: int) -> np.ndarray:
+    """A weight (K, R, S, C) as a matrix for each tap and group: (R, S, groups, 1, C, K / groups)."""
+    k, *taps, channels = weight.shape
+    return weight.reshape(groups, 1, k // groups, *taps, channels).transpose(3, 4, 0, 1, 5, 2)
+
+
+def _taps(padded: np.ndarray, kernel: Pair, size: Pair, stride: Pair,
+          dilation: Pair) -> Iterator[tuple[int, int, np.ndarray]]:
+    """For each tap (r, s) the pixels (a view) of padded (groups, N, ., ., C) there under `size` windows."""
+    for r, s in np.ndindex(*kernel):
+        rows, columns = (
+            slice(place * gap, place * gap + step * (count - 1) + 1, step)
+            for place, gap, step, count in zip((r, s), dilation, stride, size, strict=True)
+        )
+        yield r, s, padded[:, :, rows, columns]
+
+
+def out_size(size: tuple[int, ...], kernel: tuple[int, ...], stride: Pair, padding: Pair,
+             dilation: Pair = (1, 1)) -> Pair:
     """(Ho, Wo) of a convolution."""
     height, width = (
-        (length + 2 * p - r) // step + 1 for length, r, step, p in zip(size, kernel, stride, padding, strict=True)
+        (length + 2 * p - (r - 1) * gap - 1) // step + 1
+        for length, r, step, p, gap in zip(size, kernel, stride, padding, dilation, strict=True)
     )
     return height, width
 
@@ -139,15 +194,25 @@ def _wide(*arrays: np.ndarray) -> list[np.ndarray]:
     return [array.astype(dtype, copy=False) for array in arrays]
 
 
+class Steps(NamedTuple):
+    """How a convolution goes over its image."""
+
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+    groups: int
+
+
 class Conv2d(Function):
-    """out[n,i,j,k] = bias[k] + sum of x[n, i·stride + r − padding, j·stride + s − padding, c] · weight[k, r, s, c]."""
+    """out[n, i, j, k] = bias[k] + sum of x[n, i·stride + r·dilation − padding, likewise of j and s, c] ·
+    weight[k, r, s, c] over r, s and the channels c of k's group."""
 
     @staticmethod
-    def forward_numpy(ctx, x, weight, bias, stride, padding):
+    def forward_numpy(ctx, x, weight, bias, steps):
         ctx.save(x, weight)
-        ctx.stride, ctx.padding = stride, padding
+        ctx.steps = steps
         wide_x, wide_weight = _wide(x, weight)
-        out = fprop_numpy(wide_x, wide_weight, stride, padding)
+        out = fprop_numpy(wide_x, wide_weight, *steps)
         if bias is not None:
             out += bias
         return out.astype(x.dtype, copy=False)
@@ -158,23 +223,22 @@ class Conv2d(Function):
         wide_dout, wide_x, wide_weight = _wide(dout, x, weight)
         dx = dweight = dbias = None
         if needs[0]:
-            dx = dgrad_numpy(wide_dout, wide_weight, x.shape[1:3], ctx.stride, ctx.padding).astype(x.dtype, copy=False)
+            dx = dgrad_numpy(wide_dout, wide_weight, x.shape[1:3], *ctx.steps).astype(x.dtype, copy=False)
         if needs[1]:
-            dweight = wgrad_numpy(wide_x, wide_dout, weight.shape[1:3], ctx.stride, ctx.padding)
+            dweight = wgrad_numpy(wide_x, wide_dout, weight.shape[1:3], *ctx.steps)
         if needs[2]:
             dbias = sum_array(wide_dout, (0, 1, 2))
         return dx, dweight, dbias
 
     @staticmethod
-    def forward_cuda(ctx, x, weight, bias, stride, padding):
+    def forward_cuda(ctx, x, weight, bias, steps):
         ctx.save(x, weight)
-        ctx.stride, ctx.padding = stride, padding
-        size = out_size(x.shape[1:3], weight.shape[1:3], stride, padding)
+        ctx.steps = steps
+        size = out_size(x.shape[1:3], weight.shape[1:3], *steps[:3])
         out = empty((x.shape[0], *size, weight.shape[0]), x.dtype)
         epilogue = Epilogue(bias=as_float32(bias))
-        ctx.out_statistics = table.fprop(
-            Operands(x, weight, out, epilogue, tf32=ctx.tf32), stride, padding, statistics=True
-        )
+        given = Operands(x, weight, out, epilogue, tf32=ctx.tf32)
+        ctx.out_statistics = table.fprop(given, statistics=True, **steps._asdict())
         return out
 
     @staticmethod
@@ -185,10 +249,10 @@ class Conv2d(Function):
             dx, add = gradient_target(into[0], x.shape, x.dtype)
             epilogue = Epilogue(addend=dx if add else None)
             given = Operands(dout, weight, dx, epilogue, tf32=ctx.tf32)
-            ctx.din_statistics[0] = table.dgrad(given, ctx.stride, ctx.padding, sums=True)
+            ctx.din_statistics[0] = table.dgrad(given, sums=True, **ctx.steps._asdict())
         if needs[1]:
             dweight, add = gradient_target(into[1], weight.shape, float32)
-            table.wgrad(Operands(x, dweight, dout, add=add, tf32=ctx.tf32), ctx.stride, ctx.padding)
+            table.wgrad(Operands(x, dweight, dout, add=add, tf32=ctx.tf32), **ctx.steps._asdict())
         if needs[2]:
             dbias = sum_rows_cuda(dout, into[2], ctx.dout_sums)
         return dx, dweight, dbias
@@ -244,22 +308,52 @@ class ConvTranspose2d(Function):
         return dx, dweight, dbias
 
 
-def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | Pair = 1,
-           padding: int | Pair = 0) -> Tensor:
-    """Convolution of x (N, H, W, C) with weight (K, R, S, C), plus bias (K,) → (N, Ho, Wo, K), in x's dtype.
+def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | Pair = 1, padding: int | Pair = 0,
+           dilation: int | Pair = 1, groups: int = 1) -> Tensor:
+    """Convolution of x (N, H, W, C) with weight (K, R, S, C / groups), plus bias (K,) → (N, Ho, Wo, K), in x's dtype.
 
-    Ho = (H + 2·padding − R) // stride + 1. Sums are in float32 (float64 for float64); dweight and dbias too; see
-    `allow_tf32`. Raises ValueError where shapes do not agree, for a stride below 1 or a padding below 0, and on a GPU
-    for an image of more than 32,000 pixels a side that its fastest kernels do not take.
+    Ho = (H + 2·padding − dilation·(R − 1) − 1) // stride + 1. stride, padding, dilation: a number, or those of rows and
+    columns. Channels are in so many groups: an output's sees its group of the input's alone. Sums are in float32
+    (float64 for float64); dweight and dbias too; see `allow_tf32`. Raises ValueError where shapes do not agree, for a
+    stride or a dilation below 1 or a padding below 0, and on a GPU for an image of more than 32,000 pixels a side that
+    its fastest kernels do not take.
     """
-    stride, padding = _steps("conv2d", stride, padding)
-    if x.ndim != 4 or weight.ndim != 4 or x.shape[3] != weight.shape[3]:
-        raise ValueError(f"conv2d: x of shape {x.shape} (N, H, W, C) does not fit weight {weight.shape} (K, R, S, C)")
-    if min(out_size(x.shape[1:3], weight.shape[1:3], stride, padding)) < 1:
-        raise ValueError(f"conv2d: x of shape {x.shape} padded by {padding} is smaller than the kernel {weight.shape}")
-    check_bias("conv2d", None if bias is None else bias.shape, weight.shape[0])
-    require_floats("conv2d", x, weight, bias)
-    return Conv2d.apply(x, weight, bias, stride=stride, padding=padding)
+    return _conv2d("conv2d", x, weight, bias, stride, padding, dilation, groups)
+
+
+def _conv2d(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int | Pair, padding: int | Pair,
+            dilation: int | Pair, groups: int) -> Tensor:
+    steps = Steps(*_steps(name, stride, padding), _pair(name, "dilation", dilation, 1), groups)
+    if not isinstance(groups, int) or groups < 1:
+        raise ValueError(f"{name}: groups {groups} must be a whole number of at least 1")
+    if x.ndim != 4 or weight.ndim != 4 or x.shape[3] != weight.shape[3] * groups:
+        axes = "(N, H, W, C)", "(K, R, S, C)" if groups == 1 else f"(K, R, S, C / {groups})"
+        raise ValueError(f"{name}: x of shape {x.shape} {axes[0]} does not fit weight {weight.shape} {axes[1]}")
+    if weight.shape[0] % groups:
+        raise ValueError(f"{name}: the weight's {weight.shape[0]} output channels do not divide into {groups} groups")
+    if min(out_size(x.shape[1:3], weight.shape[1:3], *steps[:3])) < 1:
+        dilated = "" if steps.dilation == (1, 1) else f" dilated by {steps.dilation}"
+        raise ValueError(
+            f"{name}: x of shape {x.shape} padded by {steps.padding} is smaller than the kernel {weight.shape}{dilated}"
+        )
+    check_bias(name, None if bias is None else bias.shape, weight.shape[0])
+    require_floats(name, x, weight, bias)
+    return Conv2d.apply(x, weight, bias, steps=steps)
+
+
+def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 1, padding: int = 0, dilation: int = 1,
+           groups: int = 1) -> Tensor:
+    """Convolution of x (N, L, C) with weight (K, S, C / groups), plus bias (K,) → (N, Lo, K), in x's dtype.
+
+    Lo = (L + 2·padding − dilation·(S − 1) − 1) // stride + 1. It is `conv2d` of images one row high.
+    """
+    if x.ndim != 3 or weight.ndim != 3:
+        raise ValueError(f"conv1d: x has shape {x.shape}, not (N, L, C), or weight {weight.shape}, not (K, S, C)")
+    for what, value in (("stride", stride), ("padding", padding), ("dilation", dilation)):
+        if not isinstance(value, int):
+            raise ValueError(f"conv1d: {what} {value} must be a whole number")
+    rows = expand_dims(x, 1), expand_dims(weight, 1)
+    return squeeze(_conv2d("conv1d", *rows, bias, (1, stride), (0, padding), (1, dilation), groups), 1)
 
 
 def conv_transpose2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | Pair = 1,
@@ -289,11 +383,14 @@ def pair(value: int | Pair) -> Pair:
 
 def _steps(name: str, stride: int | Pair, padding: int | Pair) -> tuple[Pair, Pair]:
     """Both as pairs. Raises ValueError for what is none."""
-    pairs = pair(stride), pair(padding)
-    for what, value, least in zip(("stride", "padding"), pairs, (1, 0), strict=True):
-        if not (isinstance(value, tuple) and len(value) == 2 and all(isinstance(e, int) and e >= least for e in value)):
-            raise ValueError(f"{name}: {what} {value} must be a whole number of at least {least}, or a tuple of two")
-    return pairs
+    return _pair(name, "stride", stride, 1), _pair(name, "padding", padding, 0)
+
+
+def _pair(name: str, what: str, value: int | Pair, least: int) -> Pair:
+    value = pair(value)
+    if not (isinstance(value, tuple) and len(value) == 2 and all(isinstance(e, int) and e >= least for e in value)):
+        raise ValueError(f"{name}: {what} {value} must be a whole number of at least {least}, or a tuple of two")
+    return value
 
 
 def check_bias(name: str, shape: tuple[int, ...] | None, channels: int) -> None:

@@ -260,6 +260,30 @@ def _conv2d(n: Numbers) -> Case:
                 fp32=(1, 2), low=(1,))
 
 
+@row("conv2d with groups and dilation")
+def _conv2d_grouped(n: Numbers) -> Case:
+    groups, c, k, gap = n.size(1, 2, 8), n.size(1, 3), n.size(1, 2), n.size(1, 2)
+    arrays = n.values(2, 6, 7, groups * c), n.values(groups * k, 3, 2, c), n.values(groups * k)
+
+    def meaning(x: np.ndarray, w: np.ndarray, b: np.ndarray) -> np.ndarray:
+        wide = np.zeros((groups * k, 2 * gap + 1, gap + 1, c))
+        wide[:, ::gap, ::gap] = w
+        parts = zip(np.split(x, groups, 3), np.split(wide, groups), strict=True)
+        return np.concatenate([_conv(part, weight, 1, 1) for part, weight in parts], 3) + b
+
+    return Case(lambda x, w, b: ops.conv2d(x, w, b, 1, 1, gap, groups), arrays, meaning, terms=600, linear=True,
+                fp32=(1, 2), low=(1,))
+
+
+@row("conv1d")
+def _conv1d(n: Numbers) -> Case:
+    length, c, k, s = n.size(3, 8, 31), n.size(1, 3, 8), n.size(1, 3, 8), n.size(1, 2, 3)
+    arrays = n.values(2, length, c), n.values(k, s, c), n.values(k)
+    return Case(lambda x, w, b: ops.conv1d(x, w, b), arrays,
+                lambda x, w, b: _conv(x[:, None], w[:, None], 1, 0)[:, 0] + b, terms=c * k * s * length, linear=True,
+                fp32=(1, 2), low=(1,))
+
+
 @row("conv_transpose2d")
 def _conv_transpose2d(n: Numbers) -> Case:
     side, c, k, r, stride = n.size(1, 3, 5), n.size(1, 3, 8), n.size(1, 3, 8), n.size(2, 3), n.size(1, 2)

@@ -6,7 +6,7 @@ import cudiff
 from cudiff.cuda.kernels.convolution import table
 from cudiff.cuda.kernels.convolution.problem import Operands
 from cudiff.cuda.kernels.gemm.product import TILES, plan
-from cudiff.ops.conv2d import conv2d, conv_transpose2d
+from cudiff.ops.conv2d import conv1d, conv2d, conv_transpose2d
 from cudiff.precision import allow_tf32
 from cudiff.tensor import Tensor
 from tests.check import check_op, relative_error, torch
@@ -37,9 +37,10 @@ SHAPES = [
 ]
 
 
-def torch_conv2d(stride, padding):
+def torch_conv2d(stride, padding, dilation=1, groups=1):
     def apply(x, weight, bias=None):
-        out = torch.nn.functional.conv2d(x.permute(0, 3, 1, 2), weight.permute(0, 3, 1, 2), bias, stride, padding)
+        x, weight = x.permute(0, 3, 1, 2), weight.permute(0, 3, 1, 2)
+        out = torch.nn.functional.conv2d(x, weight, bias, stride, padding, dilation, groups)
         return out.permute(0, 2, 3, 1)
 
     return apply
@@ -52,6 +53,72 @@ def test_conv2d(device, rng, x, kernel, stride, padding, with_bias):
     arrays.append(rng.standard_normal(kernel[0]) if with_bias else None)
     check_op(lambda *t: conv2d(*t, stride=stride, padding=padding), *arrays, device=device, fp32_inputs=(2,),
              torch_fn=torch_conv2d(stride, padding), dtypes=("float32", "bfloat16", "float16"))
+
+
+# (N, H, W, C), (K, R, S), stride, padding, dilation, groups
+GROUPED = [
+    ((2, 6, 7, 8), (8, 3, 3), 1, 1, 1, 8),
+    ((1, 7, 5, 3), (3, 2, 3), (2, 1), (0, 1), 1, 3),
+    ((2, 9, 10, 40), (40, 3, 5), (1, 2), (2, 1), (2, 1), 40),
+    ((1, 4, 3, 264), (264, 3, 3), 1, 1, 1, 264),
+    ((1, 12, 11, 4), (4, 9, 2), 1, (4, 0), 1, 4),
+    ((2, 5, 6, 3), (6, 3, 3), 1, 1, 1, 3),
+    ((2, 6, 5, 8), (12, 3, 2), (1, 2), 1, 1, 4),
+    ((1, 8, 9, 5), (7, 3, 3), 1, 2, 2, 1),
+    ((2, 9, 9, 6), (4, 2, 3), (2, 3), (1, 2), (3, 2), 2),
+    ((1, 10, 10, 72), (136, 3, 3), 1, 1, 1, 2),
+    ((2, 8, 7, 40), (24, 3, 3), 2, 2, 2, 1),
+    ((1, 3, 5, 2), (2, 3, 3), 1, 2, 1, 2),
+]
+
+
+@pytest.mark.parametrize("x, kernel, stride, padding, dilation, groups", GROUPED, ids=str)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_groups_and_dilation(device, rng, x, kernel, stride, padding, dilation, groups, with_bias):
+    """Depthwise, of as many and of more outputs than channels, and of kernels too large for its own CUDA kernel."""
+    arrays = [rng.standard_normal(x), rng.standard_normal((*kernel, x[3] // groups))]
+    arrays.append(rng.standard_normal(kernel[0]) if with_bias else None)
+    steps = dict(stride=stride, padding=padding, dilation=dilation, groups=groups)
+    check_op(lambda *t: conv2d(*t, **steps), *arrays, device=device, fp32_inputs=(2,),
+             torch_fn=torch_conv2d(stride, padding, dilation, groups), dtypes=("float32", "bfloat16", "float16"))
+
+
+@pytest.mark.parametrize("x, kernel, steps", [
+    ((2, 9, 4), (6, 3), dict(padding=1)), ((1, 12, 3), (3, 4), dict(stride=2, padding=3, dilation=2, groups=3)),
+    ((3, 5, 8), (4, 1), dict(stride=3)), ((2, 40, 6), (4, 5), dict(dilation=3, groups=2)),
+], ids=str)
+def test_conv1d(device, rng, x, kernel, steps):
+    channels = x[2] // steps.get("groups", 1)
+    arrays = rng.standard_normal(x), rng.standard_normal((*kernel, channels)), rng.standard_normal(kernel[0])
+
+    def reference(x, weight, bias):
+        return torch.nn.functional.conv1d(x.movedim(2, 1), weight.movedim(2, 1), bias, **steps).movedim(1, 2)
+
+    check_op(lambda *t: conv1d(*t, **steps), *arrays, device=device, fp32_inputs=(2,), torch_fn=reference,
+             dtypes=("float32", "bfloat16", "float16"))
+
+
+@pytest.mark.parametrize("shapes, steps, message", [
+    (((1, 4, 4, 6), (4, 3, 3, 6)), dict(groups=2), r"does not fit weight \(4, 3, 3, 6\) \(K, R, S, C / 2\)"),
+    (((1, 4, 4, 6), (5, 3, 3, 3)), dict(groups=2), "5 output channels do not divide into 2 groups"),
+    (((1, 4, 4, 6), (4, 3, 3, 6)), dict(groups=0), "groups 0 must be a whole number of at least 1"),
+    (((1, 4, 4, 6), (4, 3, 3, 6)), dict(dilation=0), r"dilation \(0, 0\) must be"),
+    (((1, 4, 4, 6), (4, 3, 3, 6)), dict(dilation=(1, 2)), r"smaller than the kernel .* dilated by \(1, 2\)"),
+])
+def test_groups_and_dilations_that_are_none(shapes, steps, message):
+    x, weight = (Tensor(np.ones(shape, np.float32)) for shape in shapes)
+    with pytest.raises(ValueError, match=f"conv2d: .*{message}"):
+        conv2d(x, weight, **steps)
+
+
+def test_what_conv1d_does_not_take():
+    x, weight = Tensor(np.ones((1, 4, 2), np.float32)), Tensor(np.ones((3, 5, 2), np.float32))
+    with pytest.raises(ValueError, match=r"conv1d: .* smaller than the kernel"):
+        conv1d(x, weight)
+    with pytest.raises(ValueError, match=r"conv1d: x has shape \(1, 4, 4, 2\)"):
+        conv1d(Tensor(np.ones((1, 4, 4, 2), np.float32)), weight)
+    with pytest.raises(ValueError, match="conv1d: stride"):
+        conv1d(x, weight, stride=(1, 1), padding=2)
 
 
 @pytest.mark.parametrize("x, kernel, stride, padding", [
@@ -132,13 +199,14 @@ def test_shapes_that_do_not_agree_are_refused(rng):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_two_runs_are_bit_equal(rng, dtype):
+@pytest.mark.parametrize("groups, dilation", [(1, 1), (1, 2), (4, 1), (64, 1)])
+def test_two_runs_are_bit_equal(rng, dtype, groups, dilation):
     results = []
-    arrays = [rng.standard_normal(shape).astype(dtype) for shape in ((8, 32, 32, 64), (64, 3, 3, 64))]
+    arrays = [rng.standard_normal(shape).astype(dtype) for shape in ((8, 32, 32, 64), (64, 3, 3, 64 // groups))]
     for _ in range(2):
         x, weight = (Tensor(a, requires_grad=True, device="cuda") for a in arrays)
         bias = Tensor(np.ones(64, np.float32), requires_grad=True, device="cuda")
-        out = conv2d(x, weight, bias, padding=1)
+        out = conv2d(x, weight, bias, padding=1, dilation=dilation, groups=groups)
         out.backward(out.data)
         results.append([out.numpy(), *(Tensor(t.grad).numpy() for t in (x, weight, bias))])
     for first, second in zip(*results, strict=True):

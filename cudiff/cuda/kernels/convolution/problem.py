@@ -67,7 +67,8 @@ class Problem(NamedTuple):
     direction: FPROP, DGRAD or WGRAD. x and out: what the pass reads under the weight and what it writes, in dgrad the
     gradients of output and input; in wgrad the input and the gradient of the output. x2: the channels after x's, in
     dgrad after out's. skip, skip_weight: the one or two sources of a skip path. norm: those of the norm before the
-    input, and silu: whether SiLU followed it. tf32: as in `Operands`.
+    input, and silu: whether SiLU followed it. tf32: as in `Operands`. With groups the weight has the shape
+    (K, R, S, C / groups).
     """
 
     direction: str
@@ -83,6 +84,8 @@ class Problem(NamedTuple):
     skip_weight: Weight | None = None
     norm: tuple[Image, ...] = ()
     silu: bool = True
+    dilation: Pair = (1, 1)
+    groups: int = 1
 
     @property
     def kernel(self) -> tuple[int, ...]:
@@ -129,7 +132,8 @@ class Operands(NamedTuple):
     tf32: bool = False
 
 
-def problem_of(direction: str, given: Operands, stride: Pair, padding: Pair, *wanted: str) -> Problem:
+def problem_of(direction: str, given: Operands, stride: Pair, padding: Pair, *wanted: str, dilation: Pair = (1, 1),
+               groups: int = 1) -> Problem:
     """The problem of these operands, where more is wanted than they show."""
     skip, norm = given.skip, given.norm
     return Problem(
@@ -137,6 +141,7 @@ def problem_of(direction: str, given: Operands, stride: Pair, padding: Pair, *wa
         frozenset((*wanted_by(given), *wanted)), None if given.x2 is None else image_of(given.x2),
         () if skip is None else _images(skip[:2]), None if skip is None else weight_of(skip.weight),
         () if norm is None else _images(norm[1:3]), norm is None or norm.silu,
+        dilation, groups,
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.device import current_target
-from cudiff.cuda.kernels.convolution import few_channels, matrices, portable, sm90, wgrad_sm90
+from cudiff.cuda.kernels.convolution import few_channels, grouped, matrices, portable, sm90, wgrad_sm90
 from cudiff.cuda.kernels.convolution.problem import (
     DGRAD,
     FPROP,
@@ -41,6 +41,9 @@ def _without_statistics(offer: Callable[[Problem], Offer | None]) -> Callable[[P
 
 CONVOLUTION = Table(
     "convolution",
+    Row("conv2d_depthwise", ANY, grouped.offer_depthwise, grouped.run_depthwise,
+        "a group for each channel, kernels of up to 8 a side; adds a bias and an addend"),
+    Row("conv2d_grouped", ANY, grouped.offer, grouped.run, "all others with groups or dilation; adds the same"),
     Row("conv2d_few_channels", ANY, few_channels.offer, few_channels.run,
         "3x3 or 1x1 that keep the size, between an image of up to 7 channels, 16-bit or float32, and a 16-bit one of "
         "32 to 128; adds a bias, and to a result of many channels emb and ReLU, and writes its sums; dgrad to a norm "
@@ -67,7 +70,7 @@ CONVOLUTION = Table(
 
 
 def fprop(given: Operands, stride: Pair, padding: Pair, statistics: bool = False, relu: bool = False,
-          upsample: bool = False) -> ChannelStatistics | None:
+          upsample: bool = False, dilation: Pair = (1, 1), groups: int = 1) -> ChannelStatistics | None:
     """Convolution, written to given.out (N, Ho, Wo, K), with all that is added to it; then ReLU, if `relu`.
 
     `upsample`: of an input twice as high and wide, each pixel four times. Returns out's moments, if `statistics`
@@ -75,7 +78,8 @@ def fprop(given: Operands, stride: Pair, padding: Pair, statistics: bool = False
     """
     given = _of_images(given)
     asked = {Fusion.STATISTICS: statistics, Fusion.RELU: relu, Fusion.UPSAMPLE: upsample}
-    problem = problem_of(FPROP, given, stride, padding, *(fusion for fusion, on in asked.items() if on))
+    problem = problem_of(FPROP, given, stride, padding, *(fusion for fusion, on in asked.items() if on),
+                         dilation=dilation, groups=groups)
     chosen = CONVOLUTION.select(problem)
     if Fusion.SKIP in chosen.left:
         given = given._replace(skip=None, epilogue=given.epilogue._replace(addend=_skipped(given)))
@@ -97,7 +101,8 @@ def _skipped(given: Operands) -> Array:
     return out
 
 
-def dgrad(given: Operands, stride: Pair, padding: Pair, sums: bool = False) -> ChannelStatistics | None:
+def dgrad(given: Operands, stride: Pair, padding: Pair, sums: bool = False, dilation: Pair = (1, 1),
+          groups: int = 1) -> ChannelStatistics | None:
     """Gradient of the input, written to given.out (N, H, W, C), and what the epilogue adds.
 
     Returns its SUMS, if `sums` and the kernel makes them. Where the input is what a norm made,
@@ -105,15 +110,19 @@ def dgrad(given: Operands, stride: Pair, padding: Pair, sums: bool = False) -> C
     Then this returns PRODUCTS, with x the norm's input, in float32 x - mean; else None.
     """
     given = _of_images(given)
-    problem = problem_of(DGRAD, given, stride, padding, *((Fusion.SUMS,) if sums else ()))
+    problem = problem_of(DGRAD, given, stride, padding, *((Fusion.SUMS,) if sums else ()), dilation=dilation,
+                         groups=groups)
     chosen = CONVOLUTION.select(problem)
     assert Fusion.CAST not in chosen.left
     return chosen.row.run(given, chosen.offer, problem)
 
 
-def wgrad(given: Operands, stride: Pair, padding: Pair, upsample: bool = False) -> None:
-    """Gradient of the weight, written or added to given.weight (K, R, S, C), float32; `upsample` as in `fprop`."""
-    problem = problem_of(WGRAD, given, stride, padding, *((Fusion.UPSAMPLE,) if upsample else ()))
+def wgrad(given: Operands, stride: Pair, padding: Pair, upsample: bool = False, dilation: Pair = (1, 1),
+          groups: int = 1) -> None:
+    """Gradient of the weight, written or added to given.weight (K, R, S, C / groups), float32; `upsample` as in
+    `fprop`."""
+    problem = problem_of(WGRAD, given, stride, padding, *((Fusion.UPSAMPLE,) if upsample else ()),
+                         dilation=dilation, groups=groups)
     chosen = CONVOLUTION.select(problem)
     if Fusion.UPSAMPLE in chosen.left:
         x, _ = spread_windows(given.x, given.out.shape[1:3], TWICE, 1.0, None)

@@ -1,0 +1,114 @@
+// Depthwise convolutions: each channel by a kernel ROWS x COLUMNS (R x S) of its own, with stride, padding and dilation.
+//   fprop  out[pixel][c]     = sum over taps of x[pixel under the tap][c] * weight[c][r, s] + bias[c]
+//   dgrad  dx[pixel][c]      = sum over taps of dout[pixel at the tap][c] * weight[c][r, s]
+//   wgrad  dweight[c][r, s]  = sum over pixels of dout[pixel][c] * x[pixel under the tap][c]
+// x (N, H, W, C), weight (C, R, S, 1), dout (N, h, w, C), all T, contiguous. Sums are in float, in a fixed order.
+// fprop and dgrad overwrite result, T, plus bias (float (C,) or null) and addend (T, as result, which it may be, or null).
+// wgrad overwrites parts (gridDim.x, C, R, S), float: each is the sum over `lines` rows of the images of dout.
+// VEC=1: C is a multiple of a pack, and images start at multiples of 16 bytes; the weight need not.
+// Launch: block (lanes, columns), at most 256 threads, a lane for each pack of channels; gridDim.y = ceil(packs / lanes).
+// gridDim.x = rows of all images of the result, in wgrad ceil(N * h / lines), and there gridDim.z = R, a row of taps each.
+// Dynamic shared memory of fprop and dgrad: R * S * lanes packs (elements with VEC=0).
+#include "convolution.cuh"
+#include "vector.cuh"
+
+constexpr int V = VEC ? Pack<T>::SIZE : 1, TAPS = ROWS * COLUMNS;
+
+template <bool BACKWARD>
+__device__ __forceinline__ void convolve(T* result, const T* image, const T* weight, const float* bias, const T* addend,
+                                         const Convolution& p) {
+    extern __shared__ __align__(16) u8 dynamic[];
+    T* weights = reinterpret_cast<T*>(dynamic);  // (taps, channels of the block)
+    int channels = blockDim.x * V, first = blockIdx.y * channels, thread = threadIdx.y * blockDim.x + threadIdx.x;
+    for (int i = thread; i < min(channels, p.C - first) * TAPS; i += blockDim.x * blockDim.y)
+        weights[i % TAPS * channels + i / TAPS] = weight[(i64)first * TAPS + i];
+    __syncthreads();
+    int c = first + threadIdx.x * V;
+    if (c >= p.C) return;
+
+    int height = BACKWARD ? p.h : p.H, width = BACKWARD ? p.w : p.W;  // of the image that is read
+    int own_height = BACKWARD ? p.H : p.h, own_width = BACKWARD ? p.W : p.w;
+    int n = blockIdx.x / own_height, i = blockIdx.x % own_height;
+    float start[V] = {};
+#pragma unroll
+    for (int k = 0; k < V; k++) start[k] = bias ? bias[c + k] : 0.0f;
+    for (int j = threadIdx.y; j < own_width; j += blockDim.y) {
+        float sum[V];
+#pragma unroll
+        for (int k = 0; k < V; k++) sum[k] = start[k];
+        for (int r = 0; r < ROWS; r++) {
+            int row = connected<BACKWARD>(i, r, p.stride_h, p.padding_h, p.dilation_h, height);
+            if (row < 0) continue;
+            const T* line = image + ((i64)n * height + row) * width * p.C + c;
+#pragma unroll
+            for (int s = 0; s < COLUMNS; s++) {
+                int column = connected<BACKWARD>(j, s, p.stride_w, p.padding_w, p.dilation_w, width);
+                if (column < 0) continue;
+                float values[V], factors[V];
+                load<V>(line + (i64)column * p.C, values);
+                load<V>(weights + (r * COLUMNS + s) * channels + threadIdx.x * V, factors);
+#pragma unroll
+                for (int k = 0; k < V; k++) sum[k] += values[k] * factors[k];
+            }
+        }
+        i64 place = ((i64)blockIdx.x * own_width + j) * p.C + c;
+        if (addend) {
+            float before[V];
+            load<V>(addend + place, before);
+#pragma unroll
+            for (int k = 0; k < V; k++) sum[k] += before[k];
+        }
+        store<V>(result + place, sum);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256, 1)
+fprop(T* result, const T* image, const T* weight, const float* bias, const T* addend, Convolution p) {
+    wait_for_previous();
+    convolve<false>(result, image, weight, bias, addend, p);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 1)
+dgrad(T* result, const T* image, const T* weight, const float* bias, const T* addend, Convolution p) {
+    wait_for_previous();
+    convolve<true>(result, image, weight, bias, addend, p);
+}
+
+extern "C" __global__ void __launch_bounds__(256, 1)
+wgrad(float* parts, const T* dout, const T* x, int lines, Convolution p) {
+    wait_for_previous();
+    __shared__ float of_threads[256 * V];
+    int channels = blockDim.x * V, first = blockIdx.y * channels, thread = threadIdx.y * blockDim.x + threadIdx.x;
+    int c = first + threadIdx.x * V, r = blockIdx.z, begin = blockIdx.x * lines, end = min(p.N * p.h, begin + lines);
+    float sums[COLUMNS][V] = {};
+    for (int line = begin; line < end && c < p.C; line++) {
+        int row = connected<false>(line % p.h, r, p.stride_h, p.padding_h, p.dilation_h, p.H);
+        if (row < 0) continue;
+        const T* from = x + ((i64)(line / p.h) * p.H + row) * p.W * p.C + c;
+        for (int j = threadIdx.y; j < p.w; j += blockDim.y) {
+            float gradient[V];
+            load<V>(dout + ((i64)line * p.w + j) * p.C + c, gradient);
+#pragma unroll
+            for (int s = 0; s < COLUMNS; s++) {
+                int column = connected<false>(j, s, p.stride_w, p.padding_w, p.dilation_w, p.W);
+                if (column < 0) continue;
+                float values[V];
+                load<V>(from + (i64)column * p.C, values);
+#pragma unroll
+                for (int k = 0; k < V; k++) sums[s][k] += gradient[k] * values[k];
+            }
+        }
+    }
+#pragma unroll
+    for (int s = 0; s < COLUMNS; s++) {
+        __syncthreads();
+#pragma unroll
+        for (int k = 0; k < V; k++) of_threads[thread * V + k] = sums[s][k];
+        __syncthreads();
+        for (int i = thread; i < min(channels, p.C - first); i += blockDim.x * blockDim.y) {
+            float total = 0.0f;
+            for (int y = 0; y < blockDim.y; y++) total += of_threads[y * channels + i];
+            parts[((i64)blockIdx.x * p.C + first + i) * TAPS + r * COLUMNS + s] = total;
+        }
+    }
+}
