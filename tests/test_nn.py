@@ -6,6 +6,7 @@ import pytest
 import cudiff
 from cudiff import nn, ops
 from cudiff.backend import bfloat16
+from cudiff.convert import from_torch
 from cudiff.cuda import graph
 from cudiff.errors import CudiffError
 from cudiff.nn import init
@@ -197,6 +198,22 @@ def test_which_parameters_decay_and_are_read_in_16_bits():
 def test_sizes_that_make_no_layer_are_refused(make):
     with pytest.raises(CudiffError):
         make()
+
+
+@pytest.mark.parametrize("options", [
+    dict(kernel_size=(3, 5), groups=2), dict(kernel_size=3, stride=(1, 2), dilation=(2, 1), groups=4),
+    dict(kernel_size=(1, 2), padding=(0, 3), bias=False),
+], ids=str)
+def test_a_convolution_is_pytorchs_with_its_weights(rng, options):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    layer, x = nn.Conv2d(4, 8, **options), rng.standard_normal((2, 7, 6, 4)).astype(np.float32)
+    theirs = torch.nn.Conv2d(4, 8, **{"padding": layer.padding} | options)
+    state = {name: value.detach().numpy() for name, value in theirs.state_dict().items()}
+    layer.load_state_dict(from_torch(state, layer.layouts()))
+    expected = theirs(torch.tensor(x).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).detach().numpy()
+    np.testing.assert_allclose(layer(Tensor(x)).numpy(), expected, rtol=1e-4, atol=1e-5)
+    if "padding" not in options and "stride" not in options:
+        assert expected.shape[1:3] == x.shape[1:3]
 
 
 def test_the_least_sizes_make_layers():

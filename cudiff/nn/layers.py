@@ -39,6 +39,15 @@ def grouped_linear(x: Tensor, *layers: Any, silu: bool = False) -> tuple[Tensor,
     return ops.grouped_linear(x, [layer.weight for layer in layers], [layer.bias for layer in layers], silu)
 
 
+Pair = tuple[int, int]
+
+
+def _pair(name: str, value: int | Pair, least: int = 1) -> Pair:
+    """A number, or one for rows and one for columns, as two."""
+    rows, columns = value if isinstance(value, tuple) and len(value) == 2 else (value, value)
+    return whole(name, rows, least), whole(name, columns, least)
+
+
 def _check_convolution(in_channels: int, out_channels: int, kernel_size: int, stride: int, padding: int) -> None:
     sizes = {"in_channels": in_channels, "out_channels": out_channels, "kernel_size": kernel_size, "stride": stride}
     for name, size in sizes.items():
@@ -47,20 +56,30 @@ def _check_convolution(in_channels: int, out_channels: int, kernel_size: int, st
 
 
 class Conv2d(Module):
-    """x (N, H, W, C) → (N, Ho, Wo, K). weight (K, R, S, C), square kernel; padding defaults to kernel // 2."""
+    """x (N, H, W, C) → (N, Ho, Wo, K). weight (K, R, S, C / groups).
 
-    def __init__(self, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1,
-                 padding: int | None = None, bias: bool = True):
+    kernel_size, stride, padding and dilation are a number, or those of rows and columns; the padding is
+    dilation · (kernel // 2) by default. Raises CudiffError for channels that do not divide into the groups.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int | Pair, stride: int | Pair = 1,
+                 padding: int | Pair | None = None, bias: bool = True, dilation: int | Pair = 1, groups: int = 1):
         super().__init__()
-        _check_convolution(in_channels, out_channels, kernel_size, stride, 0 if padding is None else padding)
-        self.stride, self.padding = stride, kernel_size // 2 if padding is None else padding
-        shape = (out_channels, kernel_size, kernel_size, in_channels)
-        fan_in = kernel_size * kernel_size * in_channels
+        rows, columns = _pair("kernel_size", kernel_size)
+        self.stride, self.dilation = _pair("stride", stride), _pair("dilation", dilation)
+        same = self.dilation[0] * (rows // 2), self.dilation[1] * (columns // 2)
+        self.padding = same if padding is None else _pair("padding", padding, least=0)
+        self.groups = whole("groups", groups)
+        for name, channels in (("in_channels", in_channels), ("out_channels", out_channels)):
+            if whole(name, channels) % groups:
+                raise CudiffError(f"{name} {channels} is no multiple of groups {groups}")
+        shape = (out_channels, rows, columns, in_channels // groups)
+        fan_in = rows * columns * (in_channels // groups)
         self.weight = _own(init.uniform_fan_in(shape, fan_in), low=True, decay=True, layout="conv2d")
         self.bias = _own(init.uniform_fan_in((out_channels,), fan_in)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.conv2d(x, self.weight, self.bias, stride=self.stride, padding=self.padding)
+        return ops.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
 class ConvTranspose2d(Module):
