@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from cudiff.options import Option as Option
     from cudiff.pipeline import Pipeline as Pipeline
     from cudiff.pipeline import load as load
+    from cudiff.torchfunction import to_torch_function as to_torch_function
     from cudiff.train import Trainer as Trainer
 else:
     _LATER = {
@@ -58,6 +59,7 @@ else:
         "register_objective": "cudiff.config", "register_sampler": "cudiff.config",
         "check_gradient": "cudiff.differentiate", "elementwise_grad": "cudiff.differentiate",
         "grad": "cudiff.differentiate", "value_and_grad": "cudiff.differentiate", "vjp": "cudiff.differentiate",
+        "to_torch_function": "cudiff.torchfunction",
     }
     """Imported when first asked for, so that `import cudiff` stays fast; so are the modules below."""
     _MODULES = ("data", "diffusion", "models", "optim", "plot")

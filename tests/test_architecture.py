@@ -23,7 +23,7 @@ LAYERS = [
     {"folder"},
     {"models", "diffusion", "optim", "data", "checkpoint", "convert", "config", "options",
      "registry", "plot", "tensorfile", "torchfile"},
-    {"nn", "differentiate"},
+    {"nn", "differentiate", "torchfunction"},
     {"derivatives"},
     {"ops"},
     {"autograd"},

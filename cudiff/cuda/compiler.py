@@ -64,28 +64,37 @@ def _source(stem: str, constants: dict[str, Any]) -> str:
     Constants that are types are typedefs behind `common.cuh`: as macros they would also replace the T of every
     `template <typename T>`, NVRTC's own included.
     """
-    common, rest = _expanded(stem)
+    return with_types(*_expanded(stem), constants)
+
+
+def with_types(common: str, rest: str, constants: dict[str, Any]) -> str:
+    """An expanded source with the typedefs of those constants that are types."""
     types = [f"typedef {value} {name};\n" for name, value in sorted(constants.items()) if value in _TYPES]
     return common + "".join(types) + rest
 
 
 @functools.cache
 def _expanded(stem: str) -> tuple[str, str]:
+    return expanded(kernel_file(f"{stem}.cu").read_text())
+
+
+def expanded(text: str) -> tuple[str, str]:
+    """`common.cuh`, and a source with its `#include`s of our own headers expanded, each once."""
     seen: set[str] = {"common.cuh"}
 
-    def expand(name: str) -> str:
+    def expand(text: str) -> str:
         lines = []
-        for line in kernel_file(name).read_text().splitlines():
+        for line in text.splitlines():
             if line.startswith('#include "'):
                 header = line.split('"')[1]
                 if header not in seen:
                     seen.add(header)
-                    lines.append(expand(header))
+                    lines.append(expand(kernel_file(header).read_text()))
             elif not line.startswith("#pragma once"):
                 lines.append(line)
         return "\n".join(lines) + "\n"
 
-    return expand("common.cuh"), expand(f"{stem}.cu")
+    return expand(kernel_file("common.cuh").read_text()), expand(text)
 
 
 @functools.cache
@@ -104,7 +113,12 @@ def signature(stem: str, name: str, constants: dict[str, Any]) -> Signature:
 
 
 def compile_source(stem: str, arch: str, constants: dict[str, Any]) -> tuple[bytes, str]:
-    """Compile one file by NVRTC, which needs no GPU. Returns the cubin and the compiler's log.
+    """`compile_text` of one of our files."""
+    return compile_text(kernel_path(stem), _source(stem, constants), arch, constants)
+
+
+def compile_text(file: str, text: str, arch: str, constants: dict[str, Any]) -> tuple[bytes, str]:
+    """Compile a source by NVRTC, which needs no GPU. Returns the cubin and the compiler's log.
 
     Raises CudiffError with the log's first lines where the source is wrong.
     """
@@ -112,13 +126,13 @@ def compile_source(stem: str, arch: str, constants: dict[str, Any]) -> tuple[byt
 
     options = [*_OPTIONS, f"-arch={arch}", "--ptxas-options=-v"]
     options += [f"-D{name}={value}" for name, value in sorted(constants.items()) if value not in _TYPES]
-    program = nvrtc.createProgram(_source(stem, constants), f"{stem}.cu", (), ())
+    program = nvrtc.createProgram(text, Path(file).name, (), ())
     try:
         nvrtc.compileProgram(program, tuple(options))
         return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
         log = " ".join(nvrtc.getProgramLog(program).split())
-        raise CudiffError(f"{kernel_path(stem)} does not compile for {arch}: {log[:2000] or error}") from None
+        raise CudiffError(f"{file} does not compile for {arch}: {log[:2000] or error}") from None
     finally:
         nvrtc.destroyProgram(program)
 
@@ -145,11 +159,16 @@ def nvrtc_version() -> str:
 
 
 def _cubin(stem: str, arch: str, constants: dict[str, Any]) -> Path:
+    """`cubin_of` one of our files."""
+    return cubin_of(kernel_path(stem), _source(stem, constants), arch, constants)
+
+
+def cubin_of(file: str, text: str, arch: str, constants: dict[str, Any]) -> Path:
     """The cached cubin's path, compiled now if it is not there. Safe with other processes doing the same."""
-    key = repr((_source(stem, constants), arch, sorted(constants.items()), _OPTIONS, nvrtc_version()))
-    path = cubin_folder() / f"{stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
+    key = repr((text, arch, sorted(constants.items()), _OPTIONS, nvrtc_version()))
+    path = cubin_folder() / f"{Path(file).stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
     if not path.is_file():
-        cubin, _ = compile_source(stem, arch, constants)
+        cubin, _ = compile_text(file, text, arch, constants)
         with replaced(path, f"-{os.getpid()}-{threading.get_ident()}") as temporary:
             temporary.write_bytes(cubin)
     return path
@@ -160,14 +179,18 @@ _modules: dict[tuple, Any] = {}
 
 def load(stem: str, constants: dict[str, Any]) -> Any:
     """The current device's cupy.RawModule of the file, compiled with these constants."""
-    cupy = get_cupy()
-    key = (stem, cupy.cuda.runtime.getDevice(), *sorted(constants.items()))
+    key = (stem, get_cupy().cuda.runtime.getDevice(), *sorted(constants.items()))
     module = _modules.get(key)
     if module is None:
         path = _cubin(stem, current_device().architecture, constants)
-        with _compiling:
-            module = _modules.setdefault(key, cupy.RawModule(path=str(path)))
+        module = _modules.setdefault(key, loaded(path))
     return module
+
+
+def loaded(cubin: Path) -> Any:
+    """The current device's cupy.RawModule of a cubin."""
+    with _compiling:
+        return get_cupy().RawModule(path=str(cubin))
 
 
 class _Ahead(threading.local):
@@ -208,9 +231,13 @@ def compile_ahead(stem: str, constants: dict[str, Any]) -> None:
     _ahead.compile(stem, constants)
 
 
-def c_names(stem: str, constants: dict[str, Any]) -> dict[str, Any]:
-    """The constants with dtypes by their C names. Raises TypeError for a dtype that has none."""
+def c_names(file: str, constants: dict[str, Any]) -> dict[str, Any]:
+    """The constants with dtypes by their C names. Raises TypeError for a dtype that has none.
+
+    file: as a message names it, or the stem of one of ours.
+    """
     for value in constants.values():
         if isinstance(value, np.dtype) and value not in CTYPES:
-            raise TypeError(f"{kernel_path(stem)} takes {', '.join(map(str, CTYPES))}, not {value}: convert it first")
+            name = file if "." in file else kernel_path(file)
+            raise TypeError(f"{name} takes {', '.join(map(str, CTYPES))}, not {value}: convert it first")
     return {name: CTYPES[value] if isinstance(value, np.dtype) else value for name, value in constants.items()}

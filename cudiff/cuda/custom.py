@@ -1,0 +1,81 @@
+"""Kernels of a user's own: CUDA C compiled by NVRTC, launched with checked arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cudiff.backend import get_cupy
+from cudiff.cuda import compiler, launch
+from cudiff.cuda.device import current_device
+from cudiff.cuda.signature import Source
+
+_FILE = "your_kernel.cu"
+
+
+class Kernel:
+    """A function of a CUDA C source, called as `kernel(grid, block, *args, T=x.dtype)`.
+
+    source: defines functions that begin `extern "C" __global__ void`. kernels/common/common.cuh stands before it, with
+    `bf16`, `half`, `i64`, `to_float` and `from_float<T>`; `#include "map.cuh"` and the other headers of kernels/common
+    may be used. name: which of its functions; it may be left out where there is only one.
+
+    It may be called in a `Function`, and in a function that `capture` records. Raises ValueError for a source without
+    such a function.
+    """
+
+    def __init__(self, source: str, name: str | None = None):
+        self._common, self._rest = compiler.expanded(source)
+        self._declared = Source(_FILE, self._common + self._rest)
+        names = Source(_FILE, source).kernels
+        if not names or 'extern "C"' not in source:
+            raise ValueError('the source defines no kernel: begin one with extern "C" __global__ void name(...) {')
+        if name is None and len(names) > 1:
+            raise ValueError(f"the source defines {', '.join(names)}: give the name of one")
+        self.name = name or names[0]
+        if self.name not in names:
+            raise ValueError(f"the source has no kernel '{self.name}' but {', '.join(names)}")
+        self._waits = "wait_for_previous(" in source
+        self._launchable: dict[tuple, launch.Kernel] = {}
+
+    def __call__(self, grid: int | tuple[int, ...], block: int | tuple[int, ...], *args: Any, shared: int = 0,
+                 **constants: Any) -> None:
+        """Launch on the current stream.
+
+        grid, block: numbers of blocks and of a block's threads, up to three of each. args: CuPy arrays, whole and
+        C-contiguous, or None for a null pointer; a Python int is an `int`, a float a `float`, np.int64 an `i64`.
+        shared: bytes of dynamic shared memory. constants: what the source uses without defining it, numbers as macros
+        and dtypes as types, for each of which it is compiled once.
+
+        Raises TypeError that names the parameter for an argument that the function does not take, and CudiffError with
+        the compiler's message where the source does not compile.
+        """
+        named = compiler.c_names(_FILE, constants)
+        key = (get_cupy().cuda.runtime.getDevice(), *sorted(named.items()))
+        kernel = self._launchable.get(key)
+        if kernel is None:
+            text = compiler.with_types(self._common, self._rest, named)
+            cubin = compiler.cubin_of(_FILE, text, current_device().architecture, named)
+            function = compiler.loaded(cubin).get_function(self.name)
+            signature = self._declared.signature(self.name, named)
+            kernel = self._launchable[key] = launch.Kernel(function, signature, waits=self._waits)
+        if compiler.compiles_ahead():
+            return
+        grid, block = (sizes if isinstance(sizes, tuple) else (sizes,) for sizes in (grid, block))
+        for arg in args:
+            if hasattr(arg, "flags") and not arg.flags.c_contiguous:
+                raise ValueError(f"{self.name} takes whole arrays, not a view of shape {arg.shape}: copy it first")
+        kernel(grid, block, args, shared_mem=shared)
+
+    def check(self, *args: Any, **constants: Any) -> None:
+        """Raise what a call with these arguments would raise for their types, without a launch."""
+        kinds, _ = launch.pack(args)
+        self._declared.signature(self.name, compiler.c_names(_FILE, constants)).check(kinds)
+
+    def compile(self, architecture: str, **constants: Any) -> str:
+        """Compile for an architecture such as "sm_80", which needs no GPU. Returns the compiler's log, with registers.
+
+        Raises CudiffError with the compiler's message where the source is wrong.
+        """
+        named = compiler.c_names(_FILE, constants)
+        text = compiler.with_types(self._common, self._rest, named)
+        return compiler.compile_text(_FILE, text, architecture, named)[1]

@@ -1,0 +1,44 @@
+"""Operations of cudiff inside of PyTorch's networks, by DLPack: no element is copied."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from cudiff.tensor import Tensor, from_dlpack
+
+
+def to_torch_function(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    """`function` of tensors as a function of PyTorch's tensors, with its gradient.
+
+    function: takes Tensors positionally and returns one, such as `MyFunction.apply`, an operation or a Module. It runs
+    where PyTorch's tensors lie, in their dtype: float32, float64 or float16. Tensors that require a gradient get one;
+    parameters that the function holds itself get theirs too. A second backward (`retain_graph=True`) runs the function
+    again. Gradients of gradients are not recorded. Raises TypeError for arguments that are no tensors of PyTorch's.
+    """
+    torch: Any = importlib.import_module("torch")
+
+    class Bridge(torch.autograd.Function):  # type: ignore[name-defined, misc]
+        @staticmethod
+        def forward(ctx: Any, *tensors: Any) -> Any:
+            ctx.inputs = []
+            for x in tensors:
+                if not isinstance(x, torch.Tensor):
+                    raise TypeError(f"the function takes PyTorch's tensors, not {type(x).__name__}")
+                ctx.inputs.append(from_dlpack(x.detach().contiguous()))
+                ctx.inputs[-1].requires_grad = x.requires_grad
+            ctx.out = out = function(*ctx.inputs)
+            return torch.from_dlpack(out.data)
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, dout: Any) -> Any:
+            out = function(*ctx.inputs) if ctx.out is None else ctx.out
+            ctx.out = None  # backward runs once over a tape
+            for x in ctx.inputs:
+                x.grad = None
+            out.backward(from_dlpack(dout.contiguous()))
+            return tuple(None if x.grad is None else torch.from_dlpack(x.grad) for x in ctx.inputs)
+
+    return Bridge.apply
