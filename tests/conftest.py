@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cudiff.backend import cuda_available, cuda_status
+from tests.guards import Guards
 from tests.host import forget, pretend
 
 
@@ -64,22 +65,22 @@ def ctrl_c_works():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def poisoned_memory():
-    """Every CuPy allocation starts as NaN bytes, so that an element a kernel does not write is seen."""
+@pytest.fixture(scope="session")
+def guards():
+    """Every CuPy allocation starts as NaN bytes and lies between guards; None without a GPU."""
     if not cuda_available():
-        yield
+        yield None
         return
     import cupy
 
-    pool = cupy.cuda.MemoryPool()
+    guards = Guards(cupy.cuda)
+    cupy.cuda.set_allocator(guards.allocate)
+    yield guards
+    cupy.cuda.set_allocator(guards.pool.malloc)
 
-    def allocate(size):
-        memory = pool.malloc(size)
-        if size:
-            memory.memset_async(0xFF, size)
-        return memory
 
-    cupy.cuda.set_allocator(allocate)
+@pytest.fixture(autouse=True)
+def nothing_is_written_outside_of_arrays(guards):
     yield
-    cupy.cuda.set_allocator(pool.malloc)
+    if guards and (broken := guards.broken()):
+        pytest.fail(f"{broken[0]} ({len(broken)} such writes)", pytrace=False)
