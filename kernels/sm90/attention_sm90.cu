@@ -3,7 +3,8 @@
 //   forward      writes out, lse.            A warpgroup owns 64 queries and walks over the keys (online softmax).
 //   backward_q   writes dq, delta.           A warpgroup owns 64 queries, recomputes scores from lse.
 //   backward_kv  reads delta; writes dk, dv. A warpgroup owns 64 keys and walks over the queries, on transposed scores.
-// Base, strides and D are multiples of 16 bytes; D is at most DP. Maps: {D, heads, tokens, N}, boxes {DP, 1, 64, 1}.
+// Base, strides and D are multiples of 16 bytes; D is at most DP. Maps: {D, heads, tokens, N}, boxes {64, 1, 64, 1}, or
+// {32, 1, 64, 1} where DP is 32.
 // A step is 64 tokens of the other side, in a ring of STAGES. What a product gave is rounded in registers and is the left
 // side of the next. A warpgroup waits for each product: the others of the multiprocessor, 4 or 6 in forward and 3
 // backward, compute meanwhile.
@@ -11,29 +12,8 @@
 // backward), STAGES of two tiles (and of 1024 bytes in backward_kv), 128 bytes of barriers.
 #include "attention_sm90.cuh"
 
-constexpr int THREADS = GROUPS * 128, BLOCKS = (DP == 32 ? 6 : 4) / GROUPS;  // blocks that fit by their registers
-constexpr float SLACK = 8.0f;  // log2 of the largest weight before rows are scaled down: it is rarely exceeded
-
-__device__ __forceinline__ void mask(float (&s)[32], int columns) {
-#pragma unroll
-    for (int i = 0; i < 32; i++)
-        if (i / 4 * 8 + 2 * QUAD + i % 2 >= columns) s[i] = -infinity();
-}
-
-// The warpgroup writes factor * c through `buffer`, a tile of its own that it has read, to tokens `first`... of the map.
-__device__ __forceinline__ void store_tile(const TensorMap& map, const float (&c)[DP / 2], float factor, u32 buffer, int h,
-                                           int first, int n) {
-    u32 a[DP / 16][4];
-    round_fragments(c, a, factor);
-    warpgroup_meets();
-    store_fragments<ROW_BYTES>(buffer, a);
-    fence_writes();
-    warpgroup_meets();
-    if (threadIdx.x % 128 == 0) {
-        tma_store(map, buffer, 0, h, first, n);
-        tma_store_wait();
-    }
-}
+constexpr int THREADS = GROUPS * 128, BLOCKS = (DP == 32 ? 6 : DP <= 80 ? 4 : 3) / GROUPS;  // that fit by their registers
+constexpr int BACKWARD_BLOCKS = DP <= 64 ? 3 : 2;
 
 // The stage that held `step` was read, by THREADS that read together: load(step + STAGES) takes it, where there are so many
 // steps.
@@ -44,32 +24,6 @@ template <int THREADS, class Load> __device__ __forceinline__ void reuse_stage(R
     __syncwarp();
 }
 
-// A step of the online softmax: the scores s become weights, which are added to sum. Where a row has a much higher score than
-// before, its `top` is raised, and acc and sum are scaled down.
-__device__ __forceinline__ void add_scores(float (&s)[32], float (&acc)[DP / 2], float (&top)[2], float (&sum)[2], float scale2) {
-    float high[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        high[r] = s[2 * r];
-#pragma unroll
-        for (int i = 0; i < 32; i += 4) high[r] = fmaxf(high[r], fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
-        high[r] = max_quad(high[r]) * scale2;
-    }
-    if (__any_sync(~0u, high[0] > top[0] + SLACK || high[1] > top[1] + SLACK))
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            float raised = fmaxf(top[r], high[r]), shrink = exp2_fast(top[r] - raised);
-            top[r] = raised;
-            sum[r] *= shrink;
-#pragma unroll
-            for (int i = 0; i < DP / 2; i += 4) acc[i + 2 * r] *= shrink, acc[i + 2 * r + 1] *= shrink;
-        }
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-        s[i] = exp2_fast(s[i] * scale2 - top[i / 2 % 2]);
-        sum[i / 2 % 2] += s[i];
-    }
-}
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
         const __grid_constant__ TensorMap out, float* lse, int Tq, int Tk, float scale) {
@@ -84,8 +38,8 @@ forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k
     Ring ring(stages, 2 * TILE, STAGES, barriers), loads = ring;
     auto load = [&](int step) {
         u32 full = loads.acquire(2 * TILE);
-        tma_load(loads.buffer(), k, full, 0, h, step * 64, n);
-        tma_load(loads.buffer() + TILE, v, full, 0, h, step * 64, n);
+        load_tile(loads.buffer(), k, full, h, step * 64, n);
+        load_tile(loads.buffer() + TILE, v, full, h, step * 64, n);
         loads.advance();
     };
     if (threadIdx.x == 0) {
@@ -95,7 +49,7 @@ forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k
     wait_for_previous();
     if (threadIdx.x == 0) {
         barrier_expect(q_barrier, GROUPS * TILE);
-        for (int i = 0; i < GROUPS; i++) tma_load(base + i * TILE, q, q_barrier, 0, h, first + i * 64, n);
+        for (int i = 0; i < GROUPS; i++) load_tile(base + i * TILE, q, q_barrier, h, first + i * 64, n);
         for (int step = 0; step < min(STAGES, steps); step++) load(step);
     }
     __syncthreads();
@@ -113,7 +67,8 @@ forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k
         wgmma_wait<0>();
         if ((step + 1) * 64 > Tk) mask(s, Tk - step * 64);
 
-        add_scores(s, acc, top, sum, scale2);
+        raise_top(s, top, scale2, [&](int r, float factor) { sum[r] *= factor, scale_row(acc, r, factor); });
+        weigh(s, top, sum, scale2);
         round_fragments(s, weights);
         wgmma_fence();
         multiply_weights(acc, weights, ring.buffer() + TILE, step > 0);
@@ -124,8 +79,7 @@ forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         float total = sum_quad(sum[r]), factor = 1.0f / total;
-#pragma unroll
-        for (int i = 0; i < DP / 2; i += 4) acc[i + 2 * r] *= factor, acc[i + 2 * r + 1] *= factor;
+        scale_row(acc, r, factor);
         int row = first + WARP_ROW + 8 * r + GROUP;
         if (QUAD == 0 && row < TP) lse[row] = row < Tq ? top[r] + log2f(total) : infinity();
     }
@@ -144,8 +98,8 @@ __device__ __forceinline__ void begin_backward(const Ring& ring, int readers, u3
     wait_for_previous();
     if (threadIdx.x == 0) {
         barrier_expect(own_barrier, 2 * TILE);
-        tma_load(base, own, own_barrier, 0, h, first, n);
-        tma_load(base + TILE, own2, own_barrier, 0, h, first, n);
+        load_tile(base, own, own_barrier, h, first, n);
+        load_tile(base + TILE, own2, own_barrier, h, first, n);
         for (int step = 0; step < min(STAGES, steps); step++) load(step);
     }
     __syncthreads();
@@ -171,7 +125,7 @@ __device__ __forceinline__ void read_rows(float (&row_lse)[2], float (&row_delta
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128, 3)
+extern "C" __global__ void __launch_bounds__(128, BACKWARD_BLOCKS)
 backward_q(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
            const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap dq, float* delta, const float* lse,
            const T* out_rows, const T* dout_rows, int Tq, int Tk, int D, float scale) {
@@ -186,8 +140,8 @@ backward_q(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMa
     Ring ring(stages, 2 * TILE, STAGES, barriers), loads = ring, reads = ring;
     auto load = [&](int step) {
         u32 full = loads.acquire(2 * TILE);
-        tma_load(loads.buffer(), k, full, 0, h, step * 64, n);
-        tma_load(loads.buffer() + TILE, v, full, 0, h, step * 64, n);
+        load_tile(loads.buffer(), k, full, h, step * 64, n);
+        load_tile(loads.buffer() + TILE, v, full, h, step * 64, n);
         loads.advance();
     };
     begin_backward(ring, 1, own_barrier, base, q, dout, k, v, h, first, n, steps, load);
@@ -221,7 +175,7 @@ backward_q(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMa
 }
 
 // Scores are transposed here: keys are the rows of every product, so that p and ds are A fragments without a transpose.
-extern "C" __global__ void __launch_bounds__(128, 3)
+extern "C" __global__ void __launch_bounds__(128, BACKWARD_BLOCKS)
 backward_kv(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
             const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap dk, const __grid_constant__ TensorMap dv,
             const float* delta, const float* lse, int Tq, int Tk, float scale) {
@@ -237,8 +191,8 @@ backward_kv(const __grid_constant__ TensorMap q, const __grid_constant__ TensorM
     Ring ring(stages, STAGE, STAGES, barriers), loads = ring;
     auto load = [&](int step) {
         u32 full = loads.acquire(BYTES), rows = loads.buffer() + 2 * TILE;
-        tma_load(loads.buffer(), q, full, 0, h, step * 64, n);
-        tma_load(loads.buffer() + TILE, dout, full, 0, h, step * 64, n);
+        load_tile(loads.buffer(), q, full, h, step * 64, n);
+        load_tile(loads.buffer() + TILE, dout, full, h, step * 64, n);
         bulk_load(rows, lse + step * 64, 64 * sizeof(float), full);
         bulk_load(rows + 64 * sizeof(float), delta + step * 64, 64 * sizeof(float), full);
         loads.advance();

@@ -1,11 +1,12 @@
-// What the kernels of attention on Hopper share: tiles of 64 tokens by DP channels, and fragments of them.
+// What the kernels of attention on Hopper share: tiles of 64 or more tokens by DP channels, and fragments of them.
 //
-// T: bf16 or half; DP: 32 or 64, the channels of a head or more. A tile has a row of ROW_BYTES a token, as TMA brings it.
+// T: bf16 or half; DP: 32, 64, 80, 96 or 128, the channels of a head or more. TMA brings a tile in PANELS of 64 channels (32
+// where DP is 32), one after the other. A panel has a row of ROW_BYTES a token; channels from DP on lie idle.
 #pragma once
 #include "flash.cuh"
 #include "wgmma.cuh"
 
-constexpr int ROW_BYTES = DP * 2, TILE = 64 * ROW_BYTES;
+constexpr int ROW_BYTES = DP == 32 ? 64 : 128, PANELS = CEIL_DIV(DP, 64), TILE = PANELS * 64 * ROW_BYTES;
 
 #define WARP_ROW (threadIdx.x / 32 % 4 * 16)  // of a warpgroup's 64 rows, where this warp's 16 start
 
@@ -15,28 +16,100 @@ __device__ __forceinline__ void round_fragments(const float (&c)[COUNT], u32 (&a
 #pragma unroll
     for (int i = 0; i < COUNT / 2; i++) a[i / 4][i % 4] = pack_pair<T>(c[2 * i] * factor, c[2 * i + 1] * factor);
 }
-// Fragments to the warp's 16 rows of a tile.
+// Fragments to the warp's 16 rows of a tile of 64 tokens.
 template <int BYTES, int COUNT>
 __device__ __forceinline__ void store_fragments(u32 tile, const u32 (&a)[COUNT][4]) {
+    constexpr int OF_PANEL = BYTES / 32;
 #pragma unroll
     for (int k = 0; k < COUNT; k++)
-        stmatrix(tile + swizzled<BYTES>(WARP_ROW + LANE % 16, 2 * k + LANE / 16), a[k][0], a[k][1], a[k][2], a[k][3]);
+        stmatrix(tile + k / OF_PANEL * 64 * BYTES + swizzled<BYTES>(WARP_ROW + LANE % 16, k % OF_PANEL * 2 + LANE / 16),
+                 a[k][0], a[k][1], a[k][2], a[k][3]);
 }
 
-// c = a b^T, of the tile `a` and a tile `b`, along the channels.
-__device__ __forceinline__ void multiply_tokens(float (&c)[32], u32 a, u32 b) {
+// Start bringing TOKENS tokens from `first` on of a map whose boxes are panels; `barrier` counts PANELS * TOKENS * ROW_BYTES.
+template <int TOKENS = 64>
+__device__ __forceinline__ void load_tile(u32 tile, const TensorMap& map, u32 barrier, int h, int first, int n) {
+#pragma unroll
+    for (int p = 0; p < PANELS; p++) tma_load(tile + p * TOKENS * ROW_BYTES, map, barrier, p * 64, h, first, n);
+}
+// The warpgroup writes factor * c through `buffer`, a tile of its own that it has read, to tokens `first`... of the map.
+__device__ __forceinline__ void store_tile(const TensorMap& map, const float (&c)[DP / 2], float factor, u32 buffer, int h,
+                                           int first, int n) {
+    u32 a[DP / 16][4];
+    round_fragments(c, a, factor);
+    warpgroup_meets();
+    store_fragments<ROW_BYTES>(buffer, a);
+    fence_writes();
+    warpgroup_meets();
+    if (threadIdx.x % 128 == 0) {
+#pragma unroll
+        for (int p = 0; p < PANELS; p++) tma_store(map, buffer + p * 64 * ROW_BYTES, p * 64, h, first, n);
+        tma_store_wait();
+    }
+}
+
+// c = a b^T, of the tile `a` of 64 tokens and a tile `b` of 2 COUNT, along the channels.
+template <int COUNT> __device__ __forceinline__ void multiply_tokens(float (&c)[COUNT], u32 a, u32 b) {
+    constexpr int OF_PANEL = ROW_BYTES / 32, PANEL_A = 64 * ROW_BYTES / 16, PANEL_B = 2 * COUNT * ROW_BYTES / 16;
     u64 at_a = tile_descriptor<ROW_BYTES>(a), at_b = tile_descriptor<ROW_BYTES>(b);
 #pragma unroll
     for (int k = 0; k < DP / 16; k++)
-        wgmma<false, false>((T*)nullptr, c, at_a + k * DEPTH_STEP<false>, at_b + k * DEPTH_STEP<false>, k > 0);
+        wgmma<false, false>((T*)nullptr, c, at_a + k / OF_PANEL * PANEL_A + k % OF_PANEL * DEPTH_STEP<false>,
+                            at_b + k / OF_PANEL * PANEL_B + k % OF_PANEL * DEPTH_STEP<false>, k > 0);
 }
-// c = a b, or c + a b where `add`: 64 x 64 weights `a` and a tile `b`, along its tokens.
-__device__ __forceinline__ void multiply_weights(float (&c)[DP / 2], const u32 (&a)[4][4], u32 b, bool add) {
-    u64 at_b = tile_descriptor<ROW_BYTES>(b);
+// c = a b, or c + a b where `add`: weights `a` of 64 tokens by 16 COUNT, and a tile `b` of these, along its tokens.
+template <int COUNT>
+__device__ __forceinline__ void multiply_weights(float (&c)[DP / 2], const u32 (&a)[COUNT][4], u32 b, bool add) {
+    u64 at_b = tile_descriptor<ROW_BYTES>(b, PANELS > 1 ? 16 * COUNT * ROW_BYTES : 16);
 #pragma unroll
-    for (int k = 0; k < 4; k++) wgmma<true>((T*)nullptr, c, a[k], at_b + k * DEPTH_STEP<true, ROW_BYTES>, add || k > 0);
+    for (int k = 0; k < COUNT; k++) wgmma<true>((T*)nullptr, c, a[k], at_b + k * DEPTH_STEP<true, ROW_BYTES>, add || k > 0);
 }
 
+// The online softmax, on the scores s of 64 queries and 2 COUNT keys. Lanes hold two rows: GROUP and GROUP + 8.
+constexpr float SLACK = 8.0f;  // log2 of the largest weight before rows are scaled down: it is rarely exceeded
+
+// Scores of the columns from `columns` on become -inf.
+template <int COUNT> __device__ __forceinline__ void mask(float (&s)[COUNT], int columns) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+        if (i / 4 * 8 + 2 * QUAD + i % 2 >= columns) s[i] = -infinity();
+}
+// Where a row has a much higher score than before, its `top`, log2 of the weight 1, is raised, and shrink(r, factor) is called
+// for both rows: all that was summed of row r is to be multiplied by the factor. Returns whether it was.
+template <int COUNT, class Shrink>
+__device__ __forceinline__ bool raise_top(const float (&s)[COUNT], float (&top)[2], float scale2, Shrink shrink) {
+    float high[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        high[r] = s[2 * r];
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 4) high[r] = fmaxf(high[r], fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
+        high[r] = max_quad(high[r]) * scale2;
+    }
+    bool raised = __any_sync(~0u, high[0] > top[0] + SLACK || high[1] > top[1] + SLACK);
+    if (raised)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float above = fmaxf(top[r], high[r]), factor = exp2_fast(top[r] - above);
+            top[r] = above;
+            shrink(r, factor);
+        }
+    return raised;
+}
+// Row r of a product, r 0 or 1, times a factor.
+template <int COUNT> __device__ __forceinline__ void scale_row(float (&c)[COUNT], int r, float factor) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4) c[i + 2 * r] *= factor, c[i + 2 * r + 1] *= factor;
+}
+// Scores become weights, which are added to sum, this lane's part of the denominators.
+template <int COUNT>
+__device__ __forceinline__ void weigh(float (&s)[COUNT], const float (&top)[2], float (&sum)[2], float scale2) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        s[i] = exp2_fast(s[i] * scale2 - top[i / 2 % 2]);
+        sum[i / 2 % 2] += s[i];
+    }
+}
 // From scores in p and products of dout and v in ds, both transposed: the weights, and the scores' gradients but for the
 // scale. lse and delta: those of the 64 queries, in shared memory.
 __device__ __forceinline__ void differentiate(float (&p)[32], float (&ds)[32], const float* lse, const float* delta, float scale2) {

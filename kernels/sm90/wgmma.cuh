@@ -145,13 +145,14 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 // c = a·b, or c + a·b where `add`: 64 rows, 16 deep, and as many columns as a warpgroup's c holds (32, 64, 128, 192 or
-// 256). S is the operands' type; float means tf32: 8 deep, K-major only, the low 13 bits count for nothing. No other
+// 256; 80 and 96 too with A in registers). S is the operands' type; float means tf32: 8 deep, K-major only, the low 13 bits count for nothing. No other
 // instruction may touch c from the first product to wgmma_wait, not even to zero it: ptxas would wait after each (C75xx
 // in its log). Lane (g = lane / 4, t = lane % 4) of warp w holds, of row 16 w + g, columns 8 j + 2 t and the next in
 // c[4 j] and c[4 j + 1], and of row 16 w + g + 8 in c[4 j + 2] and c[4 j + 3].
 #define NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define NAMES_32 NAMES_16 \
     ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define NAMES_40 NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define NAMES_48 NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define NAMES_64 NAMES_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define NAMES_96 NAMES_64 \
@@ -163,6 +164,7 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
 #define C_8(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
 #define C_16 C_8(0), C_8(8)
 #define C_32 C_16, C_8(16), C_8(24)
+#define C_40 C_32, C_8(32)
 #define C_48 C_32, C_8(32), C_8(40)
 #define C_64 C_48, C_8(48), C_8(56)
 #define C_96 C_64, C_8(64), C_8(72), C_8(80), C_8(88)
@@ -190,7 +192,10 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
     DEFINE_WGMMA(S, KIND, 256, 128, 128, 129, MAJORS(130, 131), 132)
 #define DEFINE_WGMMAS_REGISTERS(S, KIND)                                \
     DEFINE_WGMMA_REGISTERS(S, KIND, 32, 16, 16, 17, 18, 19, 20, 21, 22) \
-    DEFINE_WGMMA_REGISTERS(S, KIND, 64, 32, 32, 33, 34, 35, 36, 37, 38)
+    DEFINE_WGMMA_REGISTERS(S, KIND, 64, 32, 32, 33, 34, 35, 36, 37, 38) \
+    DEFINE_WGMMA_REGISTERS(S, KIND, 80, 40, 40, 41, 42, 43, 44, 45, 46) \
+    DEFINE_WGMMA_REGISTERS(S, KIND, 96, 48, 48, 49, 50, 51, 52, 53, 54) \
+    DEFINE_WGMMA_REGISTERS(S, KIND, 128, 64, 64, 65, 66, 67, 68, 69, 70)
 #define BFLOAT16 "k16.f32.bf16.bf16"
 #define FLOAT16 "k16.f32.f16.f16"
 #define EITHER_MAJOR(A, B) ", %" #A ", %" #B

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cudiff import Tensor, attention
+from cudiff import Tensor, attention, attention_qkv
 from cudiff.cuda.kernels.attention import problem, sm90, table
 from tests.check import check_op, relative_error
 
@@ -19,19 +19,41 @@ def test_portable_kernels(device, rng, monkeypatch, shape):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", [32, 64])
-def test_scores_that_grow_along_the_keys(rng, dim):
+@pytest.mark.parametrize("dim", [32, 64, 72, 96, 128])
+@pytest.mark.parametrize("tokens", [256, 700])
+def test_scores_that_grow_along_the_keys(rng, dim, tokens):
     """The maximum rises with each tile of keys, and what was summed before vanishes beside it."""
-    q, k, v = rng.standard_normal((3, 1, 256, 1, dim))
-    q[..., 0], k[..., 0] = 8.0, np.linspace(-20, 20, 256)[None, :, None]
+    q, k, v = rng.standard_normal((3, 1, tokens, 1, dim))
+    q[..., 0], k[..., 0] = 8.0, np.linspace(-20, 20, tokens)[None, :, None]
     q, k, v = (x.astype(ml_dtypes.bfloat16) for x in (q, k, v))
     expected = attention(*(Tensor(x.astype(np.float64)) for x in (q, k, v)))
     got = attention(*(Tensor(x, device="cuda") for x in (q, k, v)))
     assert relative_error(got.numpy(), expected.numpy()) < 1e-2
 
 
+WIDE = [72, 80, 96, 104, 112, 128]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", WIDE)
+@pytest.mark.parametrize("tokens", [1, 65, 196, 577])
+@pytest.mark.parametrize("new_order", [False, True])
+def test_wide_heads_of_one_array(hopper, rng, dim, tokens, new_order):
+    """Odd numbers of tokens, in both orders of the channels of q, k and v."""
+    check_op(lambda qkv: attention_qkv(qkv, 3, new_order), rng.standard_normal((2, tokens, 9 * dim)), device="cuda",
+             dtypes=("bfloat16", "float16"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", WIDE)
+@pytest.mark.parametrize("queries, keys", [(5, 129), (129, 64), (70, 513), (300, 641), (1, 1025)])
+def test_wide_heads_of_two_sequences(hopper, rng, dim, queries, keys):
+    q, k, v = (rng.standard_normal((2, tokens, 2, dim)) for tokens in (queries, keys, keys))
+    check_op(attention, q, k, v, device="cuda", dtypes=("bfloat16", "float16"))
+
+
 @pytest.mark.parametrize("queries, keys", [(1, 1), (64, 64), (65, 64), (256, 77), (256, 256), (257, 256), (4096, 4096)])
-@pytest.mark.parametrize("dim", [8, 32, 40, 64])
+@pytest.mark.parametrize("dim", [8, 32, 40, 64, 72, 96, 112, 128])
 def test_every_launch_covers_the_tokens_and_fits(monkeypatch, queries, keys, dim):
     """Blocks times their tokens against each side; shared memory against an H200's 227 KiB a block."""
     found = {}
@@ -67,7 +89,10 @@ ASKED = problem.Problem(True, np.dtype(np.float16), 2, 256, 256, 4, 32, aligned=
     ({}, "sm_90a", "attention_short_sm90.backward", 0), ({}, "sm_80", "attention.backward_q, backward_kv", 1),
     ({"keys": 257}, "sm_90a", "attention_sm90.backward_q, backward_kv", 1),
     ({"dim": 40}, "sm_90a", "attention_sm90.backward_q, backward_kv", 1),
-    ({"dim": 72}, "sm_90a", "attention.backward_q, backward_kv", 1),
+    ({"dim": 72}, "sm_90a", "attention_sm90.backward_q, backward_kv", 1),
+    ({"dim": 128}, "sm_90a", "attention_sm90.backward_q, backward_kv", 1),
+    ({"dim": 72, "backward": False}, "sm_90a", "attention_sm90.forward", 1),
+    ({"dim": 64, "keys": 512, "backward": False}, "sm_90a", "attention_sm90.forward", 1),
     ({"aligned": False}, "sm_90a", "attention.backward_q, backward_kv", 1),
     ({"dtype": np.dtype(np.float32)}, "sm_90a", "attention.backward_q, backward_kv", 1),
     ({"backward": False}, "sm_90a", "attention_sm90.forward", 1),

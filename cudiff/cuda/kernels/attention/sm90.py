@@ -1,4 +1,4 @@
-"""Attention on Hopper's own instructions: 16-bit heads of up to 64 channels."""
+"""Attention on Hopper's own instructions: 16-bit heads of up to 128 channels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from cudiff.cuda.tensor_map import tensor_map
 from cudiff.cuda.tiles import Planner
 
 TOKENS = 64  # of a tile
-STAGES = 3
 BARRIER_BYTES = 128
 SHORT = 256  # tokens of heads of up to 32 channels up to which one launch computes all gradients
 
@@ -30,8 +29,8 @@ class Warpgroups(NamedTuple):
 
 
 def plans(images: int, queries: int, keys: int, heads: int, padded: int) -> list[Warpgroups]:
-    """Those that the kernel is written for; padded: channels of a head, 32 or 64."""
-    return [Warpgroups(1), Warpgroups(2)]
+    """Those that the kernel is written for; padded: channels of a head, as `padded_dim` gives them."""
+    return [Warpgroups(groups) for groups in (1, 2, 3)[: 2 if padded <= 64 else 3]]
 
 
 def time(plan: Warpgroups, images: int, queries: int, keys: int, heads: int, padded: int) -> float:
@@ -41,9 +40,10 @@ def time(plan: Warpgroups, images: int, queries: int, keys: int, heads: int, pad
     """
     steps = blocks(keys, TOKENS)
     tiles = images * heads * blocks(queries, plan.groups * TOKENS) * plan.groups
-    of_tile, of_step = _TILE_TIMES[plan.groups, padded]
+    of_tile, of_step = _TILE_TIMES[min(plan.groups, 2), min(padded, 64)]
+    wider = max(padded / 64, 1)  # not fitted above 64: in proportion to the channels
     alone = 2.1 + 0.74 * steps if plan.groups == 1 else 2.26 + 0.91 * steps
-    return (alone**4 + (tiles / multiprocessors() * (of_tile + of_step * steps)) ** 4) ** 0.25
+    return wider * (alone**4 + (tiles / multiprocessors() * (of_tile + of_step * steps)) ** 4) ** 0.25
 
 
 _TILE_TIMES = {(1, 32): (0.72, 0.26), (2, 32): (0.76, 0.19), (1, 64): (0.96, 0.35), (2, 64): (0.85, 0.31)}
@@ -55,14 +55,14 @@ def offer_forward(p: Problem) -> Offer | None:
 
 
 def forward(given: Forward, plan: Warpgroups, p: Problem) -> None:
-    maps = tuple(map(_map, (given.q, given.k, given.v, given.out)))
+    maps = tuple(map(tile_map, (given.q, given.k, given.v, given.out)))
 
     def launch_as(plan: Warpgroups) -> None:
         launch(
             "attention_sm90", "forward", (blocks(p.queries, plan.groups * TOKENS), p.heads, p.images),
             plan.groups * 128, (*maps, given.lse, p.queries, p.keys, 1 / math.sqrt(p.dim)),
-            (plan.groups + 2 * STAGES) * _tile_bytes(p.dim) + BARRIER_BYTES,
-            T=p.dtype, DP=_padded(p.dim), STAGES=STAGES, GROUPS=plan.groups,
+            (plan.groups + 2 * _stages(p.dim)) * _tile_bytes(p.dim) + BARRIER_BYTES,
+            T=p.dtype, DP=padded_dim(p.dim), STAGES=_stages(p.dim), GROUPS=plan.groups,
         )
 
     FORWARD.run(_key(p), launch_as, chosen=plan)
@@ -70,7 +70,7 @@ def forward(given: Forward, plan: Warpgroups, p: Problem) -> None:
 
 def _key(p: Problem) -> tuple[int, ...]:
     """What the forward's plan depends on."""
-    return p.images, p.queries, p.keys, p.heads, _padded(p.dim)
+    return p.images, p.queries, p.keys, p.heads, padded_dim(p.dim)
 
 
 def offer_short_backward(p: Problem) -> Offer | None:
@@ -87,7 +87,7 @@ def short_backward(given: Backward, tiles: int, p: Problem) -> None:
     if given.sums is not None:
         sums = given.sums(4 * tiles // own)
         places = (*sums, *(stride // 4 for stride in sums[0].strides[1:3]))
-    maps = map(_map, (given.q, given.k, given.v, given.dout, given.dq, given.dk, given.dv))
+    maps = map(tile_map, (given.q, given.k, given.v, given.dout, given.dq, given.dk, given.dv))
     launch(
         "attention_short_sm90", "backward", (tiles // own, p.heads, p.images), 128,
         (*maps, given.out, given.lse, p.queries, p.keys, p.dim, 1 / math.sqrt(p.dim), *places),
@@ -100,33 +100,39 @@ def offer_backward(p: Problem) -> Offer | None:
 
 
 def backward(given: Backward, plan: None, p: Problem) -> None:
-    scale, maps = 1 / math.sqrt(p.dim), tuple(map(_map, (given.q, given.k, given.v, given.dout)))
+    scale, maps = 1 / math.sqrt(p.dim), tuple(map(tile_map, (given.q, given.k, given.v, given.dout)))
     delta = empty(given.lse.shape, given.lse.dtype)
-    constants: dict[str, Any] = {"T": p.dtype, "DP": _padded(p.dim), "STAGES": STAGES, "GROUPS": 1}
-    shared = (2 + 2 * STAGES) * _tile_bytes(p.dim) + BARRIER_BYTES
+    constants: dict[str, Any] = {"T": p.dtype, "DP": padded_dim(p.dim), "STAGES": _stages(p.dim), "GROUPS": 1}
+    shared = (2 + 2 * _stages(p.dim)) * _tile_bytes(p.dim) + BARRIER_BYTES
     launch(
         "attention_sm90", "backward_q", (blocks(p.queries, TOKENS), p.heads, p.images), 128,
-        (*maps, _map(given.dq), delta, given.lse, given.out, given.dout, p.queries, p.keys, p.dim, scale), shared,
+        (*maps, tile_map(given.dq), delta, given.lse, given.out, given.dout, p.queries, p.keys, p.dim, scale), shared,
         **constants,
     )
     launch(
         "attention_sm90", "backward_kv", (blocks(p.keys, TOKENS), p.heads, p.images), 128,
-        (*maps, _map(given.dk), _map(given.dv), delta, given.lse, p.queries, p.keys, scale), shared + STAGES * 1024,
-        **constants,
+        (*maps, tile_map(given.dk), tile_map(given.dv), delta, given.lse, p.queries, p.keys, scale),
+        shared + _stages(p.dim) * 1024, **constants,
     )
 
 
 def _supports(p: Problem, backward: bool) -> bool:
-    return p.backward == backward and is_low(p.dtype) and p.dim <= 64 and p.aligned
+    return p.backward == backward and is_low(p.dtype) and p.dim <= 128 and p.aligned
 
 
-def _padded(dim: int) -> int:
-    return 32 if dim <= 32 else 64
+def padded_dim(dim: int) -> int:
+    """The channels that the kernels multiply for heads of `dim`."""
+    return next(width for width in (32, 64, 80, 96, 128) if dim <= width)
+
+
+def _stages(dim: int) -> int:
+    return 3 if dim <= 64 else 2
 
 
 def _tile_bytes(dim: int) -> int:
-    return TOKENS * _padded(dim) * 2
+    return TOKENS * 2 * (32 if dim <= 32 else 64 * blocks(dim, 64))
 
 
-def _map(array: Array) -> Any:
-    return tensor_map(array, (1, TOKENS, 1, _padded(array.shape[3])))
+def tile_map(array: Array, tokens: int = TOKENS) -> Any:
+    """Of (N, tokens, heads, D): boxes of a head's tokens by 64 channels, 32 where it has no more."""
+    return tensor_map(array, (1, tokens, 1, 32 if array.shape[3] <= 32 else 64))

@@ -13,11 +13,11 @@ from cudiff.cuda.select import ANY, SM90, Row, Table
 ATTENTION = Table(
     "attention",
     Row("attention_sm90.forward", SM90, sm90.offer_forward, sm90.forward,
-        "forward of 16-bit heads of up to 64 channels whose rows start at multiples of 16 bytes"),
+        "forward of 16-bit heads of up to 128 channels whose rows start at multiples of 16 bytes"),
     Row("attention_short_sm90.backward", SM90, sm90.offer_short_backward, sm90.short_backward,
         "backward, in one launch, of the same of up to 32 channels and 256 tokens; writes the gradients' sums"),
     Row("attention_sm90.backward_q, backward_kv", SM90, sm90.offer_backward, sm90.backward,
-        "backward of 16-bit heads of up to 64 channels whose rows start at multiples of 16 bytes"),
+        "backward of 16-bit heads of up to 128 channels whose rows start at multiples of 16 bytes"),
     Row("attention.forward", ANY, portable.offer_forward, portable.forward, "forward of all heads"),
     Row("attention.backward_q, backward_kv", ANY, portable.offer_backward, portable.backward, "backward of all heads"),
 )
