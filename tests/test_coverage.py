@@ -42,6 +42,7 @@ CHOSEN = {  # for kernels that the others do not need: shapes of operands, and t
     "norm": (((2, 16, 16, 64), (64,), (64,)), lambda x, w, b: ops.group_norm(x, w, b, num_groups=8)),
     "attention": (((2, 64, 2, 64),) * 3, ops.attention),
     "attention long": (((2, 256, 2, 64),) * 3, ops.attention),
+    "attention of wide heads": (((2, 512, 2, 96),) * 3, ops.attention),
 }
 
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from cudiff import Tensor, attention, attention_qkv
-from cudiff.cuda.kernels.attention import problem, sm90, table
-from tests.check import check_op, relative_error
+from cudiff.cuda.kernels.attention import problem, sm90, table, wide_sm90
+from tests.check import TOLERANCE, assert_close, check_op, relative_error
 
 
 @pytest.mark.gpu
@@ -52,6 +52,28 @@ def test_wide_heads_of_two_sequences(hopper, rng, dim, queries, keys):
     check_op(attention, q, k, v, device="cuda", dtypes=("bfloat16", "float16"))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [72, 96, 128])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("plan", [wide_sm90.Tiles(2, 64), wide_sm90.Tiles(2, 128), wide_sm90.Tiles(3, 64)])
+def test_every_tile_of_wide_heads(hopper, rng, dim, dtype, plan):
+    """More tiles of queries than multiprocessors, so that blocks take several; a key beyond whole tiles; very negative
+    scores, which are far from those of other heads."""
+    q, k, v = rng.standard_normal((3, 4, 641, 20, dim))
+    q[:, :, 3], k[:, :, 3] = -40.0, 4.0
+    q, k, v = (Tensor(x, dtype=dtype, device="cuda") for x in (q, k, v))
+    out, again = (Tensor(np.full(q.shape, np.nan), dtype=dtype, device="cuda") for _ in range(2))
+    lse = Tensor(np.full((4, 20, 704), np.nan, np.float32), device="cuda")
+    asked = problem.Problem(False, q.dtype, 4, 641, 641, 20, dim, aligned=True, tf32=False)
+    for x in (out, again):
+        wide_sm90.forward(problem.Forward(x.data, lse.data, q.data, k.data, v.data), plan, asked)
+    expected = attention(*(Tensor(x.numpy().astype(np.float64)) for x in (q, k, v)))
+    assert_close(out.numpy(), expected.numpy().reshape(q.shape), TOLERANCE[q.dtype])
+    assert out.numpy().tobytes() == again.numpy().tobytes()
+    found = lse.numpy()
+    assert np.isfinite(found[:, :, :641]).all() and np.isposinf(found[:, :, 641:]).all()
+
+
 @pytest.mark.parametrize("queries, keys", [(1, 1), (64, 64), (65, 64), (256, 77), (256, 256), (257, 256), (4096, 4096)])
 @pytest.mark.parametrize("dim", [8, 32, 40, 64, 72, 96, 112, 128])
 def test_every_launch_covers_the_tokens_and_fits(monkeypatch, queries, keys, dim):
@@ -61,6 +83,8 @@ def test_every_launch_covers_the_tokens_and_fits(monkeypatch, queries, keys, dim
     def launch(stem, name, grid, threads, args, shared, **constants):
         found[name] = grid, threads, shared, constants
 
+    monkeypatch.setattr(wide_sm90, "launch", launch)
+    monkeypatch.setattr(wide_sm90, "multiprocessors", lambda: 132)
     monkeypatch.setattr(sm90, "launch", launch)
     monkeypatch.setattr(sm90, "empty", np.empty)
     monkeypatch.setattr(sm90, "tensor_map", lambda *args: None)
@@ -70,9 +94,15 @@ def test_every_launch_covers_the_tokens_and_fits(monkeypatch, queries, keys, dim
         asked = problem.Problem(len(given) > 5, q.dtype, 2, queries, keys, 3, dim, aligned=True, tf32=False)
         chosen = table.ATTENTION.select(asked, "sm_90a")
         chosen.row.run(given, chosen.offer.plan, asked)
-    assert all(grid[1:] == (3, 2) and shared <= 227 << 10 for grid, _, shared, _ in found.values())
+    assert all(shared <= 227 << 10 for *_, shared, _ in found.values())
     grid, threads, _, constants = found["forward"]
-    assert grid[0] * threads // 128 * 64 >= queries and constants["DP"] >= dim
+    assert constants["DP"] >= dim
+    if "KEYS" in constants:  # blocks walk over all tiles
+        groups = constants["GROUPS"]
+        assert grid == min(132, 6 * -(-queries // (64 * groups))) and threads == 128 * (groups + 1)
+    else:
+        assert grid[0] * threads // 128 * 64 >= queries and grid[1:] == (3, 2)
+    assert all(grid[1:] == (3, 2) for name, (grid, *_) in found.items() if name != "forward")
     if "backward" in found:
         grid, _, _, constants = found["backward"]
         tiles = constants["TILES"]
@@ -92,6 +122,7 @@ ASKED = problem.Problem(True, np.dtype(np.float16), 2, 256, 256, 4, 32, aligned=
     ({"dim": 72}, "sm_90a", "attention_sm90.backward_q, backward_kv", 1),
     ({"dim": 128}, "sm_90a", "attention_sm90.backward_q, backward_kv", 1),
     ({"dim": 72, "backward": False}, "sm_90a", "attention_sm90.forward", 1),
+    ({"dim": 72, "keys": 512, "backward": False}, "sm_90a", "attention_wide_sm90.forward", 1),
     ({"dim": 64, "keys": 512, "backward": False}, "sm_90a", "attention_sm90.forward", 1),
     ({"aligned": False}, "sm_90a", "attention.backward_q, backward_kv", 1),
     ({"dtype": np.dtype(np.float32)}, "sm_90a", "attention.backward_q, backward_kv", 1),

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from cudiff.backend import Array
-from cudiff.cuda.kernels.attention import portable, sm90
+from cudiff.cuda.kernels.attention import portable, sm90, wide_sm90
 from cudiff.cuda.kernels.attention.problem import SUMS, Backward, Forward, Problem
 from cudiff.cuda.launch import aligned
 from cudiff.cuda.select import ANY, SM90, Row, Table
 
 ATTENTION = Table(
     "attention",
+    Row("attention_wide_sm90.forward", SM90, wide_sm90.offer_forward, wide_sm90.forward,
+        "forward of 16-bit heads of 72 to 128 channels and 512 keys or more whose rows start at multiples of 16 bytes"),
     Row("attention_sm90.forward", SM90, sm90.offer_forward, sm90.forward,
         "forward of 16-bit heads of up to 128 channels whose rows start at multiples of 16 bytes"),
     Row("attention_short_sm90.backward", SM90, sm90.offer_short_backward, sm90.short_backward,

@@ -1,0 +1,42 @@
+"""Attention's forward on Hopper for long sequences of wide heads: softmax beside products, by persistent blocks."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from cudiff.backend import is_low
+from cudiff.cuda.device import multiprocessors
+from cudiff.cuda.kernels.attention.problem import Forward, Problem
+from cudiff.cuda.kernels.attention.sm90 import TOKENS, padded_dim, tile_map
+from cudiff.cuda.launch import blocks, launch
+from cudiff.cuda.select import Offer
+
+STAGES = 2
+BARRIER_BYTES = 256
+LONG = 512  # keys from which on it goes before attention_sm90
+
+
+class Tiles(NamedTuple):
+    """groups: warpgroups of a block that multiply, each 64 queries; keys: of a tile."""
+
+    groups: int
+    keys: int
+
+
+def offer_forward(p: Problem) -> Offer | None:
+    """Its plan is the tiles."""
+    served = not p.backward and is_low(p.dtype) and 64 < p.dim <= 128 and p.aligned and p.keys >= LONG
+    return Offer(plan=Tiles(2, 128)) if served else None
+
+
+def forward(given: Forward, plan: Tiles, p: Problem) -> None:
+    tiles = blocks(p.queries, plan.groups * TOKENS) * p.heads * p.images
+    panels = blocks(p.dim, 64) * 64 * p.dtype.itemsize  # bytes of a token
+    launch(
+        "attention_wide_sm90", "forward", min(tiles, multiprocessors()), (plan.groups + 1) * 128,
+        (tile_map(given.q), tile_map(given.k, plan.keys), tile_map(given.v, plan.keys), tile_map(given.out), given.lse,
+         tiles, p.heads, p.queries, p.keys, 1 / math.sqrt(p.dim)),
+        (plan.groups * TOKENS + STAGES * 2 * plan.keys) * panels + BARRIER_BYTES,
+        T=p.dtype, DP=padded_dim(p.dim), KEYS=plan.keys, STAGES=STAGES, GROUPS=plan.groups,
+    )

@@ -1,0 +1,158 @@
+// Flash attention on Hopper for long sequences of wide heads: the forward of attention_sm90.cu, products beside softmax.
+//
+// Layouts, lse and D as there. Maps: {D, heads, tokens, N}, boxes {64, 1, 64, 1} of q and out, {64, 1, KEYS, 1} of k and v.
+// A block has GROUPS warpgroups, each with 64 queries of its own, and another that brings them tiles of KEYS keys and values
+// in rings of STAGES. A warpgroup starts the scores of a tile and the product of the weights of the tile before with its
+// values together, and turns the scores into weights while the second is under way. The warpgroups take turns in starting
+// products, so that one's softmax runs beside another's products (Shah et al. 2024, FlashAttention-3).
+// Blocks walk over the tiles of GROUPS * 64 queries of all heads and images: what they bring next arrives meanwhile.
+// Launch: 128 GROUPS + 128 threads. Shared memory: GROUPS tiles of 64 tokens, STAGES of two tiles of KEYS, 256 bytes of barriers.
+#include "attention_sm90.cuh"
+
+constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128, KEY_TILE = PANELS * KEYS * ROW_BYTES;
+constexpr int TURNS = 1 + GROUPS;  // the first barrier of turns; warpgroup_meets has those before
+
+// A warpgroup waits for its turn, then gives it to the next: barrier TURNS + g is passed once all others have arrived there.
+__device__ __forceinline__ void wait_for_turn(int group) {
+    if (GROUPS > 1) asm volatile("bar.sync %0, %1;" ::"r"(TURNS + group), "n"(CONSUMERS) : "memory");
+}
+__device__ __forceinline__ void pass_to(int group) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(TURNS + group), "n"(CONSUMERS) : "memory");
+}
+__device__ __forceinline__ void pass_turn(int group) {
+#pragma unroll
+    for (int i = 1; i < GROUPS; i++) pass_to((group + i) % GROUPS);
+}
+
+// Where things lie in shared memory, and the barriers: `queries` has a buffer for each warpgroup.
+struct Rings {
+    Ring queries, keys, values;
+    __device__ __forceinline__ Rings(u32 base)
+        : queries(base, TILE, GROUPS, base + BYTES), keys(base + GROUPS * TILE, 2 * KEY_TILE, STAGES, base + BYTES + 64),
+          values(base + GROUPS * TILE + KEY_TILE, 2 * KEY_TILE, STAGES, base + BYTES + 128) {}
+    static constexpr u32 BYTES = GROUPS * TILE + STAGES * 2 * KEY_TILE;
+};
+// A block's tile of queries: head h of image n, tokens from `first` on.
+struct Place {
+    int h, n, first;
+    __device__ __forceinline__ Place(int tile, int heads, int Tq) {
+        int across = CEIL_DIV(Tq, GROUPS * 64);
+        first = tile % across * GROUPS * 64;
+        h = tile / across % heads;
+        n = tile / across / heads;
+    }
+};
+
+// One thread brings all tiles, in the order in which they are read.
+__device__ __forceinline__ void produce(Rings rings, const TensorMap& q, const TensorMap& k, const TensorMap& v, int tiles,
+                                        int heads, int Tq, int Tk) {
+    auto load = [&](Ring& ring, const TensorMap& map, Place at, int step) {
+        load_tile<KEYS>(ring.buffer(), map, ring.acquire(KEY_TILE), at.h, step * KEYS, at.n);
+        ring.advance();
+    };
+    int steps = CEIL_DIV(Tk, KEYS);
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        Place at(tile, heads, Tq);
+        load(rings.keys, k, at, 0);
+        for (int group = 0; group < GROUPS; group++) {
+            load_tile(rings.queries.buffer(), q, rings.queries.acquire(TILE), at.h, at.first + group * 64, at.n);
+            rings.queries.advance();
+        }
+        for (int step = 1; step < steps; step++) {
+            load(rings.keys, k, at, step);
+            load(rings.values, v, at, step - 1);
+        }
+        load(rings.values, v, at, steps - 1);
+    }
+}
+
+// acc = the sums of weighted values of one tile of queries, top and sum as in the online softmax.
+__device__ __forceinline__ void attend(float (&acc)[DP / 2], float (&top)[2], float (&sum)[2], Rings& rings, u32 own, int group,
+                                       int Tk, float scale2) {
+    int steps = CEIL_DIV(Tk, KEYS);
+    float s[KEYS / 2], shrink[2];
+    u32 weights[KEYS / 16][4];
+    rings.keys.wait();
+    wgmma_fence();
+    multiply_tokens(s, own, rings.keys.buffer());
+    wgmma_commit();
+    wgmma_wait<0>();
+    rings.keys.release();
+    if (KEYS > Tk) mask(s, Tk);
+    auto raise = [&] {
+        return raise_top(s, top, scale2, [&](int r, float factor) { sum[r] *= factor, shrink[r] = factor; });
+    };
+    raise();
+    weigh(s, top, sum, scale2);
+    round_fragments(s, weights);
+#pragma unroll 1
+    for (int step = 1; step < steps; step++) {
+        rings.keys.wait(), rings.values.wait();
+        wait_for_turn(group);
+        wgmma_fence();
+        multiply_tokens(s, own, rings.keys.buffer());
+        wgmma_commit();
+        multiply_weights(acc, weights, rings.values.buffer(), step > 1);
+        wgmma_commit();
+        pass_turn(group);
+        wgmma_wait<1>();
+        rings.keys.release();
+        if ((step + 1) * KEYS > Tk) mask(s, Tk - step * KEYS);
+        bool raised = raise();
+        weigh(s, top, sum, scale2);
+        wgmma_wait<0>();
+        rings.values.release();
+        if (raised) scale_row(acc, 0, shrink[0]), scale_row(acc, 1, shrink[1]);
+        round_fragments(s, weights);
+    }
+    rings.values.wait();
+    wgmma_fence();
+    multiply_weights(acc, weights, rings.values.buffer(), steps > 1);
+    wgmma_commit();
+    wgmma_wait<0>();
+    rings.values.release();
+}
+
+// Divide the sums of weighted values by the denominators, and write lse of the 64 rows from `first` on, of TP that there are.
+__device__ __forceinline__ void finish_rows(float (&acc)[DP / 2], const float (&top)[2], const float (&sum)[2], float* lse,
+                                            int first, int Tq, int TP) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float total = sum_quad(sum[r]), factor = 1.0f / total;
+        scale_row(acc, r, factor);
+        int row = first + WARP_ROW + 8 * r + GROUP;
+        if (QUAD == 0 && row < TP) lse[row] = row < Tq ? top[r] + log2f(total) : infinity();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
+        const __grid_constant__ TensorMap out, float* lse, int tiles, int heads, int Tq, int Tk, float scale) {
+    extern __shared__ __align__(1024) u8 shared[];
+    Rings rings(shared_address(shared));
+    int group = threadIdx.x / 128, TP = CEIL_DIV(Tq, 64) * 64;
+    if (threadIdx.x == 0) {
+        rings.queries.init(1), rings.keys.init(GROUPS), rings.values.init(GROUPS);
+        prefetch(q), prefetch(k), prefetch(v);
+    }
+    __syncthreads();
+    wait_for_previous();
+    if (group == GROUPS) {
+        set_registers<GROUPS == 2 ? 24 : 32, false>();
+        if (threadIdx.x == CONSUMERS) produce(rings, q, k, v, tiles, heads, Tq, Tk);
+        return;
+    }
+    set_registers<GROUPS == 2 ? 240 : 160, true>();
+    for (int before = 0; before < group; before++) pass_to(before);  // the first begins
+    u32 own = rings.queries.buffers + group * TILE, phase = 0;
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, phase ^= 1) {
+        Place at(tile, heads, Tq);
+        int first = at.first + group * 64;
+        float acc[DP / 2], top[2] = {-infinity(), -infinity()}, sum[2] = {};
+        barrier_wait(rings.queries.full(group), phase);
+        attend(acc, top, sum, rings, own, group, Tk, scale * LOG2E);
+        finish_rows(acc, top, sum, lse + ((i64)at.n * heads + at.h) * TP, first, Tq, TP);
+        store_tile(out, acc, 1.0f, own, at.h, first, at.n);
+        if (threadIdx.x % 128 == 0) barrier_arrive(rings.queries.empty(group));  // the copy has read it
+    }
+}
