@@ -39,7 +39,7 @@ def test_operators_with_numbers_and_arrays(op, dtype, device):
         _same(op(number, x), op(number, wide))
     if device == "cpu":
         _same(op(values, x), op(wide, wide))
-    _same(op(x, [3, 1, 2, 0, 250]), op(wide, [3, 1, 2, 0, 250]))
+        _same(op(x, [3, 1, 2, 0, 250]), op(wide, [3, 1, 2, 0, 250]))
 
 
 def test_integers_beyond_a_floats_digits(device):
