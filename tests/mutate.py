@@ -87,6 +87,7 @@ TESTS = {
 STEMS_OF = {  # headers, by the kernels that include them; other kernels by their own stem and that of their operation
     "affine": ["group_norm", "conv2d_few_channels"], "attention": ["attention", "attention_sm90"],
     "attention_sm90": ["attention", "attention_sm90"], "attention_short_sm90": ["attention", "attention_sm90"],
+    "attention_wide_sm90": ["attention_sm90"], "conv2d_depthwise": ["conv2d"], "conv2d_grouped": ["conv2d"],
     "cluster": ["conv2d_wgrad_sm90", "group_norm_sm90"], "common": ["elementwise", "shape"],
     "conv2d_wgrad_tf32_sm90": ["conv2d_wgrad_sm90"], "flash": ["attention"],
     "gemm": ["matmul", "conv2d", "norm_silu_conv2d"],

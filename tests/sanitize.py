@@ -91,6 +91,11 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
         for tokens in (64, 130, 300):
             yield f"attention {dtype} {tokens}", lambda d=dtype, t=tokens: _back(
                 ops.attention_qkv(tensor(1, t, 3 * 64, dtype=d), 2))
+        yield f"depthwise convolution {dtype}", lambda d=dtype: _back(ops.conv2d(
+            tensor(2, 5, 6, 24, dtype=d), tensor(24, 3, 3, 1), padding=1, groups=24))
+    yield "attention of wide heads", lambda: _back(
+        ops.attention(*(tensor(1, 520, 2, 96, dtype="bfloat16") for _ in "qkv")))
+    yield "comparisons", _comparisons
     yield "cast", lambda: _back(ops.astype(tensor(3, 33), "bfloat16"))
     yield "relu of an image", lambda: _back(ops.relu(tensor(2, 4, 4, 64)))
     yield "full", lambda: _back(ops.pad(tensor(2, 3, 8), 1, 0.5))
@@ -114,6 +119,16 @@ def _few_channels(tensor: Callable[..., Tensor], dtype: str) -> None:
 def _twice(x: Tensor) -> None:
     index = Tensor(np.int32([1, 0, 1]), device="cuda")
     _back(x[:3] + x[2:5] + x[index] + ops.clip(x[:3] * 1.0, -1, 1) + ops.relu(x[1:4] * 1.0) + ops.square(x[::2]))
+
+
+def _comparisons() -> None:
+    x, y = (Tensor(np.arange(start, start + 33.0, dtype=np.float32), device="cuda") for start in (0, 1))
+    for function in (ops.less, ops.less_equal, ops.greater, ops.greater_equal, ops.equal, ops.not_equal):
+        function(x, y)
+    for function in (ops.logical_and, ops.logical_or, ops.logical_xor):
+        function(x > y, x < y)
+    ops.sum(x == y)
+    ops.astype(x, bool)
 
 
 def _random() -> None:

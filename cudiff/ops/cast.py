@@ -135,14 +135,24 @@ def is_number(x: Any) -> bool:
 
 
 def operands(*given: Any, floating: bool = False) -> list[Any]:
-    """`as_tensors`, but Python numbers and NumPy's scalars stay Python numbers; one at least becomes a tensor."""
-    found = [x.item() if isinstance(x, np.generic) and is_number(x) else x if is_number(x) else as_tensor(x)
-             for x in given]
+    """`as_tensors`, but numbers become Python numbers, as do NumPy's arrays without axes beside a tensor. One operand
+    at least becomes a tensor."""
+    among_tensors = any(isinstance(x, Tensor) for x in given)
+    found = [_number(x) if is_number(x) or (among_tensors and _holds_one_number(x)) else as_tensor(x) for x in given]
     if not any(isinstance(x, Tensor) for x in found):
         found[0] = Tensor(found[0])
     strong = [x for x in given if isinstance(x, Tensor) and is_float(x.dtype)]
     dtype = result_dtype(*(strong or found), floating=floating)
     return [astype(x, dtype) if isinstance(x, Tensor) else x for x in found]
+
+
+def _number(x: Any) -> int | float:
+    return x.item() if isinstance(x, np.generic | np.ndarray) else x
+
+
+def _holds_one_number(x: Any) -> bool:
+    """Whether x is an array without axes, which NumPy's functions make of a scalar."""
+    return type(x) is np.ndarray and x.ndim == 0 and x.dtype.kind in "biuf"
 
 
 def as_tensors(*given: Any, floating: bool = False) -> list[Tensor]:

@@ -60,6 +60,12 @@ def test_booleans_stay_booleans_beside_booleans():
     assert cudiff.where(flags, flags, 2).dtype == np.int64
 
 
+def test_a_number_as_a_bool_is_0_or_1(device):
+    flags = Tensor(np.float32([0, 0.5, -3, np.nan]), device=device).astype(bool)
+    assert flags.dtype == np.bool_ and flags.astype("uint8").numpy().tolist() == [0, 1, 1, 1]
+    assert flags.sum().item() == 3
+
+
 def test_a_norms_parameters_are_read_in_32_bits_or_more():
     assert as_wide(None, None) == (None, None)
     for dtype, wide in ((BF16, np.float32), (np.float16, np.float32), (np.float32, np.float32), (float, np.float64)):

@@ -42,3 +42,11 @@ def test_index_out_of_range():
     for index in (-2, 3):
         with pytest.raises(IndexError, match="outside"):
             embedding(Tensor(np.array([index], np.int32)), Tensor(np.zeros((3, 2), np.float32)))
+
+
+@pytest.mark.gpu
+def test_indices_that_are_not_rows_are_never_read_on_cuda():
+    """-1 gives zeros and others NaN, also the first behind the table, where other numbers lie in memory."""
+    table = Tensor(Tensor(np.ones((6, 2), np.float32), device="cuda").data[:3])
+    out = embedding(Tensor(np.int32([2, -1, 3, -2]), device="cuda"), table).numpy()
+    assert out[:2].tolist() == [[1, 1], [0, 0]] and np.isnan(out[2:]).all()

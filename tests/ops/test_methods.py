@@ -69,6 +69,13 @@ def test_arrays_and_tensors_mix():
         np.testing.assert_allclose(out.numpy(), value, rtol=1e-6)
 
 
+def test_arrays_without_axes_are_numbers(device):
+    x = Tensor(np.float32([1, 2]), device=device)
+    for out, value in [(x + np.array(1.0), [2, 3]), (np.float64(3) - x, [2, 1]), (np.array(2) * x, [2, 4]),
+                       (np.multiply(np.float32(2), x), [2, 4]), (np.int64(2) > x, [True, False])]:
+        assert out.device == device and out.numpy().tolist() == value
+
+
 def test_operations_take_arrays_and_lists():
     array = np.array([[1.0, 2.0], [3.0, 5.0]])
     for out, value in [
