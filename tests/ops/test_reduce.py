@@ -191,3 +191,8 @@ def test_a_broadcast_operands_gradient_is_summed_in_float32():
     out = narrow + Tensor(np.zeros((5000, 3), ml_dtypes.bfloat16))
     out.backward(np.ones(out.shape, ml_dtypes.bfloat16))
     np.testing.assert_array_equal(narrow.grad, np.full((1, 3), 5000).astype(ml_dtypes.bfloat16))
+
+
+def test_sums_of_integers_are_exact(device):
+    total = Tensor(np.array([2**40, 1, 2**24]), device=device).sum()
+    assert total.dtype == np.int64 and total.item() == 2**40 + 1 + 2**24
