@@ -80,7 +80,7 @@ TESTS = {
     "cudiff/diffusion/": ["tests/diffusion/test_limits.py", "tests/diffusion/test_loss.py",
                           "tests/diffusion/test_preconditioning.py", "tests/diffusion/test_samplers.py",
                           "tests/test_pipeline.py"],
-    "cudiff/optim.py": ["tests/test_parameters.py"],
+    "cudiff/optim/": ["tests/test_parameters.py", "tests/test_optimizers.py", "tests/test_optim.py"],
     "kernels/portable/accumulate.cu": ["tests/test_graph.py", "tests/ops/test_reduce.py",
                                        "tests/ops/test_norm_silu_conv2d.py"],
 }

@@ -154,6 +154,9 @@ def _optimisers() -> None:
     optim.step_scalars(scalars, counters, buffers[1], lr=0.1, betas=(0.9, 0.99))
     optim.adam(*buffers, scalars, decay, compute_copy, weight_decay=0.1)
     optim.sgd(*buffers[:3], scalars, decay, compute_copy, momentum=0.9)
+    optim.lion(*buffers[:3], scalars, decay, compute_copy, weight_decay=0.1)
+    optim.centered_rmsprop(*buffers, Tensor(np.zeros(96, np.float32), device="cuda"), scalars, decay, compute_copy)
+    optim.rescale(scalars, counters, scalars, buffers[1], ratio=0.5)
 
 
 def run_case(case: Case, dtype: str) -> None:

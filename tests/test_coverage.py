@@ -7,7 +7,7 @@ from cudiff import Tensor, nn, ops
 from cudiff.backend import bfloat16
 from cudiff.cuda import compiler
 from cudiff.cuda.compiler import kernel_folder
-from cudiff.optim import SGD, AdamW
+from cudiff.optim import SGD, AdamW, Lion, RMSprop, Tabulated
 from cudiff.precision import allow_tf32
 from tests.test_operands import OPS
 
@@ -61,8 +61,8 @@ def test_every_kernel_is_launched(host_of):
         images.astype(bool)
         generator = ops.Generator(0, "cuda")
         generator.normal(4), generator.uniform(4), generator.randint(0, 9, 4), generator.advance()
-        for optimizer in (AdamW, SGD):
-            optimizer(nn.Linear(3, 2).flatten("cuda")).step()
+        for optimizer in (AdamW, SGD, RMSprop, Lion):
+            optimizer(nn.Linear(3, 2).flatten("cuda"), schedule=Tabulated(lambda step: 1.0, 3)).step()
         launched |= set(host.launches)
     every = {(path.stem, name) for path in kernel_folder().glob("*/*.cu") for name in compiler.kernels(path.stem)}
     missing = every - launched

@@ -292,3 +292,8 @@ def test_adamw_shrinks_by_a_hundredth_of_the_rate_unless_told():
         model.weight.grad[...] = 0
         optimizer.step()
         np.testing.assert_allclose(model.weight.numpy(), 4 * (1 - 0.5 * share), rtol=1e-6)
+
+
+def test_an_average_is_of_a_model():
+    with pytest.raises(CudiffError, match=r"an EMA averages a Module, not a list: EMA\(model, half_life=500\)"):
+        EMA([np.ones(2)], half_life=10)

@@ -1,4 +1,4 @@
-"""The optimiser's work on flat float32 buffers, in place: the scalars of a step, Adam(W), SGD, EMA.
+"""The optimiser's work on flat float32 buffers, in place: the scalars of a step, Adam(W), SGD, RMSprop, Lion, EMA.
 
 Everything that changes from step to step lies in two small device buffers, so that a captured step need not bake it
 in: `counters`, int32 (3,), ordered as `Counter`, and `scalars`, float32 (8,), ordered as `Scalar`.
@@ -116,6 +116,40 @@ def step_scalars(scalars: Tensor, counters: Tensor, grad: Tensor, *, lr: float, 
         scalars, counters, grad, lr=float(lr), warmup=int(warmup), total_steps=int(total_steps), final=float(final),
         betas=betas, scale=float(scale), clip=float(clip), half_life=float(half_life), ramp=ramp,
     )
+
+
+class Rescale(Function):
+    """Write the scalars of parameters with another learning rate or other betas than the step's."""
+
+    differentiable = False
+
+    @staticmethod
+    def forward_numpy(ctx: Context, scalars, counters, out, factors, *, ratio, betas):
+        t, step = max(1, int(counters[Counter.UPDATES])), int(counters[: Counter.SKIPPED + 1].sum()) - 1
+        rate = float(scalars[Scalar.LR]) * ratio * (1.0 if factors is None else float(factors[: step + 1][-1]))
+        out[...] = scalars
+        out[Scalar.LR] = rate
+        out[Scalar.STEP_SIZE] = rate / (1 - betas[0] ** t)
+        out[Scalar.RSQRT_BIAS2] = (1 - betas[1] ** t) ** -0.5
+        return out
+
+    @staticmethod
+    def forward_cuda(ctx: Context, scalars, counters, out, factors, *, ratio, betas):
+        logs = [np.float64(math.log(beta) if beta > 0 else -math.inf) for beta in betas]
+        length = 0 if factors is None else factors.size
+        args = (scalars, counters, out, factors, length, np.float64(ratio), *logs)
+        launch("optim", "rescale", 1, 32, args, T=bfloat16)
+        return out
+
+
+def rescale(scalars: Tensor, counters: Tensor, out: Tensor, factors: Tensor | None = None, *, ratio: float = 1.0,
+            betas: tuple[float, float] = (0.0, 0.0)) -> Tensor:
+    """The `scalars` that `step_scalars` wrote, with `ratio` times the rate and the bias corrections of `betas`.
+
+    factors: float32, by which the rate is multiplied too: that of the step, counted from 0, or the last. Written to
+    `out`, which may be `scalars`, and returned.
+    """
+    return Rescale.apply(scalars, counters, out, factors, ratio=float(ratio), betas=betas)
 
 
 def _finish(part: slice, data: Array, compute_copy: Array, ema: Array, ema_copy: Array, weight: float,
@@ -270,4 +304,120 @@ def sgd(data: Tensor, grad: Tensor, momentum_buffer: Tensor, scalars: Tensor, fl
     return SGDUpdate.apply(
         data, grad, momentum_buffer, scalars, flags, compute_copy, ema, ema_copy,
         momentum=momentum, weight_decay=weight_decay, nesterov=nesterov,
+    )
+
+
+class RMSpropUpdate(Function):
+    """One update of RMSprop."""
+
+    differentiable = False
+
+    @staticmethod
+    def forward_numpy(ctx: Context, data, grad, square_avg, momentum_buffer, grad_avg, scalars, flags, compute_copy,
+                      ema, ema_copy, *, alpha, eps, momentum, weight_decay):
+        values = [float(value) for value in scalars]
+        if not values[Scalar.APPLY]:
+            return data
+        decay = _decay(flags, weight_decay)
+        for part, block, g, scratch in _chunks(flags):
+            p, v, b = data[part], square_avg[part], momentum_buffer[part]
+            np.multiply(grad[part], values[Scalar.GRAD_SCALE], out=g)
+            if weight_decay:
+                _add_l2(g, p, decay[block], scratch)
+            v *= alpha
+            np.multiply(g, g, out=scratch)
+            scratch *= 1 - alpha
+            v += scratch
+            variance = v
+            if grad_avg is not None:
+                mean = grad_avg[part]
+                mean *= alpha
+                np.multiply(g, 1 - alpha, out=scratch)
+                mean += scratch
+                variance = np.maximum(v - mean * mean, 0)
+            np.sqrt(variance, out=scratch)
+            scratch += eps
+            g /= scratch
+            b *= momentum
+            b += g
+            np.multiply(b, values[Scalar.LR], out=g)
+            p -= g
+            _finish(part, data, compute_copy, ema, ema_copy, values[Scalar.EMA_WEIGHT], scratch)
+        return data
+
+    @staticmethod
+    def forward_cuda(ctx: Context, data, grad, square_avg, momentum_buffer, grad_avg, scalars, flags, compute_copy, ema,
+                     ema_copy, *, alpha, eps, momentum, weight_decay):
+        args = (data, grad, square_avg, momentum_buffer, grad_avg, scalars, flags, compute_copy, ema, ema_copy,
+                np.int64(data.size))
+        numbers = (1.0 - alpha, float(eps), float(momentum), float(weight_decay))
+        launch("optim", "rmsprop", blocks(data.size, 1024), 256, args + numbers, T=_copy_dtype(compute_copy, ema_copy))
+        return data
+
+
+def centered_rmsprop(data: Tensor, grad: Tensor, square_avg: Tensor, momentum_buffer: Tensor, grad_avg: Tensor | None,
+                     scalars: Tensor, flags: Tensor, compute_copy: Tensor | None = None, ema: Tensor | None = None,
+                     ema_copy: Tensor | None = None, *, alpha: float = 0.99, eps: float = 1e-8, momentum: float = 0.0,
+                     weight_decay: float = 0.0) -> Tensor:
+    """RMSprop as torch.optim.RMSprop has it, in place; buffers as for `adam`. Returns `data`.
+
+    The gradient's mean square is `square_avg`, less the square of its mean where there is a `grad_avg`; rounding does
+    not take it below zero.
+    """
+    return RMSpropUpdate.apply(
+        data, grad, square_avg, momentum_buffer, grad_avg, scalars, flags, compute_copy, ema, ema_copy,
+        alpha=alpha, eps=eps, momentum=momentum, weight_decay=weight_decay,
+    )
+
+
+def rmsprop(data: Tensor, grad: Tensor, square_avg: Tensor, momentum_buffer: Tensor, *buffers: Tensor | None,
+            **attrs: float) -> Tensor:
+    """`centered_rmsprop` without the mean."""
+    return centered_rmsprop(data, grad, square_avg, momentum_buffer, None, *buffers, **attrs)  # type: ignore[arg-type]
+
+
+class LionUpdate(Function):
+    """One update of Lion."""
+
+    differentiable = False
+
+    @staticmethod
+    def forward_numpy(ctx: Context, data, grad, exp_avg, scalars, flags, compute_copy, ema, ema_copy, *, betas,
+                      weight_decay):
+        values = [float(value) for value in scalars]
+        if not values[Scalar.APPLY]:
+            return data
+        decay = _decay(flags, weight_decay * values[Scalar.LR])
+        for part, block, g, scratch in _chunks(flags):
+            p, m = data[part], exp_avg[part]
+            np.multiply(grad[part], values[Scalar.GRAD_SCALE], out=g)
+            if weight_decay:
+                p.reshape(-1, 32)[...] *= 1 - decay[block, None]
+            m -= g
+            np.multiply(m, betas[0], out=scratch)
+            scratch += g
+            np.sign(scratch, out=scratch)
+            scratch *= values[Scalar.LR]
+            p -= scratch
+            m *= betas[1]
+            m += g
+            _finish(part, data, compute_copy, ema, ema_copy, values[Scalar.EMA_WEIGHT], scratch)
+        return data
+
+    @staticmethod
+    def forward_cuda(ctx: Context, data, grad, exp_avg, scalars, flags, compute_copy, ema, ema_copy, *, betas,
+                     weight_decay):
+        args = (data, grad, exp_avg, scalars, flags, compute_copy, ema, ema_copy, np.int64(data.size))
+        numbers = (*map(float, betas), float(weight_decay))
+        launch("optim", "lion", blocks(data.size, 1024), 256, args + numbers, T=_copy_dtype(compute_copy, ema_copy))
+        return data
+
+
+def lion(data: Tensor, grad: Tensor, exp_avg: Tensor, scalars: Tensor, flags: Tensor,
+         compute_copy: Tensor | None = None, ema: Tensor | None = None, ema_copy: Tensor | None = None, *,
+         betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0) -> Tensor:
+    """Lion (Chen et al., 2023, arXiv 2302.06675), in place, weight decay decoupled; buffers as for `adam`. Returns
+    `data`."""
+    return LionUpdate.apply(
+        data, grad, exp_avg, scalars, flags, compute_copy, ema, ema_copy, betas=betas, weight_decay=weight_decay,
     )

@@ -70,7 +70,7 @@ def size_of(stem: str, name: str, args: tuple) -> float:
     update: what it changes in place, all float32 buffers but the gradient, its second argument, it reads and writes."""
     arrays = {arg.data.ptr: arg for arg in args if hasattr(getattr(arg, "data", None), "ptr")}
     size = sum(array.nbytes for array in arrays.values())
-    if stem == "optim" and name in ("adam", "sgd"):
+    if stem == "optim" and name in ("adam", "sgd", "rmsprop", "lion"):
         size += sum(array.nbytes for array in arrays.values() if array.dtype == np.float32 and array is not args[1])
     return float(size)
 

@@ -1,4 +1,4 @@
-// The optimiser: the gradient's norm and the scalars of a step, and AdamW, Adam and SGD over flat buffers.
+// The optimiser: the gradient's norm and the scalars of a step, and AdamW, Adam, SGD, RMSprop and Lion over flat buffers.
 //
 // Flat buffers (data, grad, moments, ema) are float, compute copies are T; all have n elements, n a multiple of 32, and start
 // on a multiple of 16 bytes. flags: one u8 per 32 elements, DECAY where weight decay applies, FROZEN where nothing changes,
@@ -6,7 +6,7 @@
 // scalars (8 floats, the order below) are written by `step_scalars` and read by the updates, so that nothing which changes
 // from step to step is a launch argument. Where scalars[APPLY] is 0 an update changes nothing. scalars[TICKET] has the bits
 // of an integer, 0 before the first step and after each.
-// Launch: step_scalars any grid, THREADS threads; the updates 4 elements a thread, any block, grid = ceil(n / 4 / block). All
+// Launch: step_scalars any grid, THREADS threads; rescale one block; the updates 4 elements a thread, any block, grid = ceil(n / 4 / block). All
 // sums have a fixed order.
 #include "reduce.cuh"
 
@@ -70,6 +70,22 @@ extern "C" __global__ void step_scalars(const float* __restrict__ grad, float* _
     scalars[EMA_WEIGHT] = (float)-expm1(-0.6931471805599453 / fmax(life, 1e-8));
     scalars[NORM] = (float)grad_norm;
     scalars[APPLY] = apply;
+}
+
+// Scalars with another learning rate and other betas, after step_scalars. own may be scalars. factors may be null; else it
+// has one for each of `length` steps, of which the last remains.
+extern "C" __global__ void rescale(const float* scalars, const int* __restrict__ counters, float* own,
+                                   const float* __restrict__ factors, int length, double ratio, double log_beta1,
+                                   double log_beta2) {
+    wait_for_previous();
+    if (threadIdx.x > 0) return;
+    double t = counters[UPDATES] > 0 ? counters[UPDATES] : 1;
+    int step = counters[UPDATES] + counters[SKIPPED] - 1;
+    double rate = scalars[LR] * ratio * (factors == nullptr ? 1.0f : factors[min(step, length - 1)]);
+    for (int i = 0; i <= TICKET; i++) own[i] = scalars[i];
+    own[LR] = (float)rate;
+    own[STEP_SIZE] = (float)(rate / -expm1(t * log_beta1));
+    own[RSQRT_BIAS2] = (float)(1.0 / sqrt(-expm1(t * log_beta2)));
 }
 
 struct __align__(8) Shadow4 { T v[4]; };
@@ -146,5 +162,57 @@ extern "C" __global__ void sgd(float* __restrict__ data, const float* __restrict
         p.v[k] -= lr * (nesterov ? gk + momentum * b.v[k] : b.v[k]);
     }
     store_pack(momentum_buffer + i, b);
+    finish(i, p, data, compute_copy, ema, ema_copy, scalars[EMA_WEIGHT]);
+}
+
+// grad_avg may be null: then the mean square is not centred.
+extern "C" __global__ void rmsprop(float* __restrict__ data, const float* __restrict__ grad, float* __restrict__ square_avg,
+                                   float* __restrict__ momentum_buffer, float* __restrict__ grad_avg,
+                                   const float* __restrict__ scalars, const u8* __restrict__ flags,
+                                   T* __restrict__ compute_copy, float* __restrict__ ema, T* __restrict__ ema_copy, i64 n,
+                                   float one_minus_alpha, float eps, float momentum, float weight_decay) {
+    wait_for_previous();
+    i64 i = own_elements();
+    if (i >= n) return;
+    int flag = flags[i / 32];  // on its way together with scalars[APPLY]
+    if (scalars[APPLY] == 0.0f || flag & FROZEN) return;
+    float grad_scale = scalars[GRAD_SCALE], lr = scalars[LR];
+    float wd = flag & DECAY ? weight_decay : 0.0f;
+    Pack<float> p = load_pack(data + i), g = load_pack(grad + i), v = load_pack(square_avg + i), mean = {};
+    Pack<float> b = load_pack(momentum_buffer + i);
+    if (grad_avg != nullptr) mean = load_pack(grad_avg + i);
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        float gk = grad_scale * g.v[k] + wd * p.v[k];
+        v.v[k] += one_minus_alpha * (gk * gk - v.v[k]);
+        if (grad_avg != nullptr) mean.v[k] += one_minus_alpha * (gk - mean.v[k]);
+        b.v[k] = momentum * b.v[k] + gk / (sqrtf(fmaxf(v.v[k] - mean.v[k] * mean.v[k], 0.0f)) + eps);
+        p.v[k] -= lr * b.v[k];
+    }
+    store_pack(square_avg + i, v);
+    store_pack(momentum_buffer + i, b);
+    if (grad_avg != nullptr) store_pack(grad_avg + i, mean);
+    finish(i, p, data, compute_copy, ema, ema_copy, scalars[EMA_WEIGHT]);
+}
+
+extern "C" __global__ void lion(float* __restrict__ data, const float* __restrict__ grad, float* __restrict__ exp_avg,
+                                const float* __restrict__ scalars, const u8* __restrict__ flags,
+                                T* __restrict__ compute_copy, float* __restrict__ ema, T* __restrict__ ema_copy, i64 n,
+                                float beta1, float beta2, float weight_decay) {
+    wait_for_previous();
+    i64 i = own_elements();
+    if (i >= n) return;
+    int flag = flags[i / 32];  // on its way together with scalars[APPLY]
+    if (scalars[APPLY] == 0.0f || flag & FROZEN) return;
+    float grad_scale = scalars[GRAD_SCALE], lr = scalars[LR];
+    float shrink = 1.0f - lr * (flag & DECAY ? weight_decay : 0.0f);
+    Pack<float> p = load_pack(data + i), g = load_pack(grad + i), m = load_pack(exp_avg + i);
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        float gk = grad_scale * g.v[k], gap = m.v[k] - gk, direction = beta1 * gap + gk;
+        p.v[k] = shrink * p.v[k] - lr * (float)((direction > 0.0f) - (direction < 0.0f));
+        m.v[k] = beta2 * gap + gk;
+    }
+    store_pack(exp_avg + i, m);
     finish(i, p, data, compute_copy, ema, ema_copy, scalars[EMA_WEIGHT]);
 }

@@ -50,7 +50,8 @@ def test_what_has_no_gradient_is_not_recorded():
     step = Tensor(np.zeros(1, np.float32), requires_grad=True)
     assert not random.Advance.apply(step).requires_grad
     for function in (batch.DrawBatch, batch.NormalizeImages, edm.EDMMix, optim.StepScalars, optim.AdamUpdate,
-                     optim.SGDUpdate, random.Fill, random.Advance):
+                     optim.LionUpdate, optim.Rescale, optim.RMSpropUpdate, optim.SGDUpdate, random.Fill,
+                     random.Advance):
         assert not function.differentiable
 
 
