@@ -160,6 +160,7 @@ def test_a_step_takes_little_more_than_lives_at_once_and_the_next_one_nothing():
 def test_arrays_lie_in_an_arena_that_grows_and_keep_it_alive(monkeypatch):
     import cupy
 
+    gc.collect()  # arenas of other tests
     calls, call = [], memory._call
     monkeypatch.setattr(memory, "_call", lambda name, *args, **rest: calls.append(name) or call(name, *args, **rest))
     arena, stream = Arena(), cupy.cuda.Stream(non_blocking=True)
