@@ -386,7 +386,7 @@ def test_info_says_which_kernels_run(cli):
     for architecture, there, runs in ("sm_80", "sm_80", "no"), ("sm_90", "sm_90a", "yes"):
         out = cli("info", "--kernels", "--arch", architecture)[1]
         lines = [line.split("│")[-2].strip() for line in out.splitlines() if line.startswith("│ attention")]
-        assert f"runs on {there}" in out.replace("\n", " ") and lines == [runs, runs, runs, "yes", "yes"]
+        assert f"runs on {there}" in out.replace("\n", " ") and lines == [*[runs] * 4, "yes", "yes"]
     code, _, error = cli("info", "--arch", "sm_75")
     assert code == 2 and error.count("\n") == 1 and "choose one of sm_80, " in error
 
