@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,12 @@ def test_files_stay_small():
     files = [*PACKAGE.rglob("*.py"), *(ROOT / "kernels").glob("*/*.cu*"), *(ROOT / "tests").rglob("*.py")]
     long = {path.name: lines for path in files if (lines := len(path.read_text().splitlines())) > 500}
     assert not long, f"over 500 lines: {long}"
+
+
+def test_the_wheel_holds_every_package():
+    given = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = {".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("__init__.py")}
+    assert set(given) == found | {"cudiff.kernels"}
 
 
 def test_import_is_fast_and_needs_no_cupy():
