@@ -96,10 +96,6 @@ def _swapped(x: Tensor) -> Tensor:
     return transpose(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
 
 
-def _where(mask: Any, dout: Tensor) -> tuple[Tensor]:
-    return (where(Tensor(mask), dout, 0.0),)
-
-
 DERIVATIVES: dict[type[Function], Derivative] = {
     Negative: lambda d, x: (-d,),
     Exp: lambda d, x: (d * exp(x),),
@@ -111,9 +107,9 @@ DERIVATIVES: dict[type[Function], Derivative] = {
     Square: lambda d, x: (d * x * 2,),
     Sigmoid: lambda d, x: (d * sigmoid(x) * (1 - sigmoid(x)),),
     Silu: _of_silu,
-    Abs: lambda d, x: (where(Tensor(x.data > 0), d, where(Tensor(x.data < 0), -d, 0.0)),),
-    Relu: lambda d, x: _where(x.data > 0, d),
-    Clip: lambda d, x, low, high: _where((x.data >= low) & (x.data <= high), d),
+    Abs: lambda d, x: (where(x > 0, d, where(x < 0, -d, 0.0)),),
+    Relu: lambda d, x: (where(x > 0, d, 0.0),),
+    Clip: lambda d, x, low, high: (where((x >= low) & (x <= high), d, 0.0),),
     Add: _of_two(lambda d, a, b: (d, d)),
     Subtract: _of_two(lambda d, a, b: (d, -d)),
     Multiply: _of_two(lambda d, a, b: (d * b, d * a)),

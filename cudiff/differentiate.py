@@ -12,6 +12,7 @@ operation on the way.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,9 +32,9 @@ def grad(function: Callable[..., Any], argnums: Argnums = 0, *, create_graph: bo
     """The function that returns the gradient of `function`, which returns one number.
 
     argnums: which arguments, by position; of several a tuple of gradients. create_graph: return tensors that were
-    recorded, so that a loss made of them has a gradient, as in PyTorch; inside of a function that is differentiated
-    they are without it. Raises TypeError where the function returns several numbers or an argument holds integers,
-    RuntimeError where an operation states no derivative that can be recorded.
+    recorded, so that a loss made of them has a gradient, as in PyTorch. Inside of a function that is differentiated
+    gradients are recorded always. Raises TypeError where the function returns several numbers or an argument holds
+    integers, RuntimeError where an operation states no derivative that can be recorded.
     """
     both = value_and_grad(function, argnums, create_graph=create_graph)
 
@@ -56,9 +57,9 @@ def value_and_grad(function: Callable[..., Any], argnums: Argnums = 0, *,
     def both(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         value, pull_back = _call(function, numbers, args, kwargs, create_graph)
-        if np.size(value) != 1:
-            raise TypeError(f"grad needs a function that returns one number, not an array of shape {np.shape(value)}")
-        gradients = pull_back(np.ones(np.shape(value)))
+        if (shape := getattr(value, "shape", ())) and math.prod(shape) != 1:
+            raise TypeError(f"grad needs a function that returns one number, not an array of shape {shape}")
+        gradients = pull_back(None)
         return value, gradients[0] if isinstance(argnums, int) else gradients
 
     return both
@@ -121,7 +122,11 @@ def _call(function: Callable[..., Any], argnums: tuple[int, ...], args: tuple, k
     out = out if isinstance(out, Tensor) else Tensor(out)
 
     def pull_back(dout: Any) -> tuple[Any, ...]:
-        dout = Tensor(dout, dtype=out.dtype, device=out.device) if not isinstance(dout, Tensor) else dout
+        """None stands for ones."""
+        if dout is None:
+            dout = Tensor(array_module(out.device).ones_like(out.data))
+        elif not isinstance(dout, Tensor):
+            dout = Tensor(dout, dtype=out.dtype, device=out.device)
         if dout.shape != out.shape:
             raise ValueError(f"the gradient has shape {dout.shape}, the value {out.shape}")
         of = _recorded_gradients if recorded else _gradients

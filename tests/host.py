@@ -175,7 +175,7 @@ class Host(ModuleType):
         return call if callable(function) and not isinstance(function, type) else function
 
     def kernel(self, stem: str, name: str, **constants: Any) -> Any:
-        known, named = declared(stem), compiler.c_names(stem, constants)
+        known, named = declared(stem), compiler.c_names(compiler.kernel_path(stem), constants)
         assert named.keys() == known.keys(), f"{stem} has not the constants {list(named)} but {list(known)}"
         for constant, value in named.items():
             assert isinstance(value, int) or value in known[constant], f"{stem} has no {constant}={value}: {known}"

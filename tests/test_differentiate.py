@@ -112,7 +112,7 @@ def test_derivatives_of_any_order():
     x = np.linspace(-2, 2, 9)
     f, orders = np.tanh, []
     for _ in range(5):
-        orders.append(np.asarray(cudiff.Tensor(f(x) if f is not np.tanh else np.tanh(x)).numpy()))
+        orders.append(f(x))
         f = elementwise_grad(f)
     t = np.tanh(x)
     for order, expected in zip(orders, [t, 1 - t**2, -2 * t * (1 - t**2), (1 - t**2) * (6 * t**2 - 2)], strict=False):

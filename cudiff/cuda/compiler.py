@@ -232,12 +232,8 @@ def compile_ahead(stem: str, constants: dict[str, Any]) -> None:
 
 
 def c_names(file: str, constants: dict[str, Any]) -> dict[str, Any]:
-    """The constants with dtypes by their C names. Raises TypeError for a dtype that has none.
-
-    file: as a message names it, or the stem of one of ours.
-    """
+    """The constants with dtypes by their C names. Raises TypeError that names `file` for a dtype that has none."""
     for value in constants.values():
         if isinstance(value, np.dtype) and value not in CTYPES:
-            name = file if "." in file else kernel_path(file)
-            raise TypeError(f"{name} takes {', '.join(map(str, CTYPES))}, not {value}: convert it first")
+            raise TypeError(f"{file} takes {', '.join(map(str, CTYPES))}, not {value}: convert it first")
     return {name: CTYPES[value] if isinstance(value, np.dtype) else value for name, value in constants.items()}

@@ -34,12 +34,11 @@ class Kernel:
         self.name = name or names[0]
         if self.name not in names:
             raise ValueError(f"the source has no kernel '{self.name}' but {', '.join(names)}")
-        self._waits = "wait_for_previous(" in source
         self._launchable: dict[tuple, launch.Kernel] = {}
 
     def __call__(self, grid: int | tuple[int, ...], block: int | tuple[int, ...], *args: Any, shared: int = 0,
                  **constants: Any) -> None:
-        """Launch on the current stream.
+        """Launch on the current stream, where it begins when the kernel before has ended.
 
         grid, block: numbers of blocks and of a block's threads, up to three of each. args: CuPy arrays, whole and
         C-contiguous, or None for a null pointer; a Python int is an `int`, a float a `float`, np.int64 an `i64`.
@@ -57,7 +56,7 @@ class Kernel:
             cubin = compiler.cubin_of(_FILE, text, current_device().architecture, named)
             function = compiler.loaded(cubin).get_function(self.name)
             signature = self._declared.signature(self.name, named)
-            kernel = self._launchable[key] = launch.Kernel(function, signature, waits=self._waits)
+            kernel = self._launchable[key] = launch.Kernel(function, signature, overlaps=False)
         if compiler.compiles_ahead():
             return
         grid, block = (sizes if isinstance(sizes, tuple) else (sizes,) for sizes in (grid, block))

@@ -112,11 +112,11 @@ class Kernel:
 
     `cooperative`: the launch begins only where all of its blocks have places at once, so that they may wait for each
     other; one of more blocks than the GPU has places for raises CUDADriverError.
-    Of the first launch with arguments of other types, these are checked against the signature. `waits`: the kernel
-    calls `wait_for_previous`, so that it may begin while the one before still runs.
+    Of the first launch with arguments of other types, these are checked against the signature. `overlaps`: it
+    may begin while the one before still runs, as it calls `wait_for_previous`.
     """
 
-    def __init__(self, function: Any, signature: Signature, waits: bool = True):
+    def __init__(self, function: Any, signature: Signature, overlaps: bool = True):
         self.signature = signature
         self._limits = device(get_cupy().cuda.runtime.getDevice())
         self._static = function.shared_size_bytes
@@ -124,7 +124,7 @@ class Kernel:
         function.max_dynamic_shared_size_bytes = self._limits.of_block - self._static
         self._function = function  # keeps the cubin loaded
         self._address = function.kernel.ptr
-        self._overlaps = int(waits and self._limits.capability >= 90)
+        self._overlaps = int(overlaps and self._limits.capability >= 90)
         self._shapes: dict[tuple, tuple[int, ...]] = {}
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0,
@@ -162,7 +162,7 @@ def kernel(stem: str, name: str, **constants: Any) -> Callable[..., None]:
     key = (get_cupy().cuda.runtime.getDevice(), stem, name, *constants.items())
     found = _kernels.get(key)
     if found is None:
-        named = compiler.c_names(stem, constants)
+        named = compiler.c_names(compiler.kernel_path(stem), constants)
         if compiler.compiles_ahead():
             compiler.compile_ahead(stem, named)
             return lambda *args, **kwargs: None

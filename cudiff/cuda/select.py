@@ -68,7 +68,7 @@ def watched(told: Watch) -> Iterator[None]:
 
 
 class Table:
-    """A family's rows, the best first. The last one takes every problem."""
+    """A family's rows, the best first. The last one takes all that those before it refuse."""
 
     def __init__(self, family: str, *rows: Row) -> None:
         self.family, self.rows = family, rows

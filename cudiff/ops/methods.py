@@ -37,8 +37,11 @@ METHODS = (
 NUMPY_ALIASES = {"amax": "max", "amin": "min"}
 """NumPy's second names, where they are functions of their own."""
 
-ABOUT = (np.shape, np.ndim, np.size, np.result_type, np.allclose, np.array_equal, np.may_share_memory)
-"""NumPy's functions that have no gradient and return no array."""
+ABOUT = (np.result_type, np.allclose, np.array_equal, np.may_share_memory, np.size)
+"""NumPy's functions that have no gradient and return no array; they get the tensors' values."""
+
+ATTRIBUTES = {np.shape: "shape", np.ndim: "ndim", np.size: "size"}
+"""Those that a tensor answers without its values."""
 
 
 def add_to(tensor: type[Tensor], operations: Mapping[str, Any]) -> None:
@@ -113,6 +116,8 @@ def _numpy(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
     Raises TypeError for a function that would lose a gradient, and for arguments that the operation does not have.
     """
+    if function in ATTRIBUTES and len(args) == 1 and not kwargs:
+        return getattr(args[0], ATTRIBUTES[function])
     operation = NUMPY.get(function)
     if operation is None:
         tensors: list[Tensor] = []

@@ -17,6 +17,7 @@ constexpr int V = VEC ? Pack<T>::SIZE : 1, TAPS = ROWS * COLUMNS;
 template <bool BACKWARD>
 __device__ __forceinline__ void convolve(T* result, const T* image, const T* weight, const float* bias, const T* addend,
                                          const Convolution& p) {
+    if (blockIdx.x >= p.N * (BACKWARD ? p.H : p.h)) return;  // no images: a grid has one block at least
     extern __shared__ __align__(16) u8 dynamic[];
     T* weights = reinterpret_cast<T*>(dynamic);  // (taps, channels of the block)
     int channels = blockDim.x * V, first = blockIdx.y * channels, thread = threadIdx.y * blockDim.x + threadIdx.x;

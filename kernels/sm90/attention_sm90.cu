@@ -76,13 +76,7 @@ forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k
         wgmma_wait<0>();
         reuse_stage<128>(ring, step, steps, load);
     }
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        float total = sum_quad(sum[r]), factor = 1.0f / total;
-        scale_row(acc, r, factor);
-        int row = first + WARP_ROW + 8 * r + GROUP;
-        if (QUAD == 0 && row < TP) lse[row] = row < Tq ? top[r] + log2f(total) : infinity();
-    }
+    finish_rows(acc, top, sum, lse, first, Tq, TP);
     store_tile(out, acc, 1.0f, own, h, first, n);
 }
 

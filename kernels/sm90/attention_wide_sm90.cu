@@ -113,18 +113,6 @@ __device__ __forceinline__ void attend(float (&acc)[DP / 2], float (&top)[2], fl
     rings.values.release();
 }
 
-// Divide the sums of weighted values by the denominators, and write lse of the 64 rows from `first` on, of TP that there are.
-__device__ __forceinline__ void finish_rows(float (&acc)[DP / 2], const float (&top)[2], const float (&sum)[2], float* lse,
-                                            int first, int Tq, int TP) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        float total = sum_quad(sum[r]), factor = 1.0f / total;
-        scale_row(acc, r, factor);
-        int row = first + WARP_ROW + 8 * r + GROUP;
-        if (QUAD == 0 && row < TP) lse[row] = row < Tq ? top[r] + log2f(total) : infinity();
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
         const __grid_constant__ TensorMap out, float* lse, int tiles, int heads, int Tq, int Tk, float scale) {

@@ -40,6 +40,9 @@ def test_operators_with_numbers_and_arrays(op, dtype, device):
     if device == "cpu":
         _same(op(values, x), op(wide, wide))
         _same(op(x, [3, 1, 2, 0, 250]), op(wide, [3, 1, 2, 0, 250]))
+    else:
+        with pytest.raises(ValueError, match="different devices: move them"):
+            op(x, [3, 1, 2, 0, 250])
 
 
 def test_integers_beyond_a_floats_digits(device):
