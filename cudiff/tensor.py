@@ -165,7 +165,7 @@ class Tensor:
         out.statistics = self.statistics
         return out
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         """A copy, a pickled one too, has the values and no gradient. Raises TypeError for what was recorded."""
         if not self.is_leaf:
             raise TypeError("a tensor that an operation recorded has no copy: use x.detach()")

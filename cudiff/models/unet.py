@@ -263,10 +263,11 @@ class UNet(Module):
     def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
         first, _, second = self.time_embed
         (emb,) = grouped_linear(ops.timestep_embedding(t, self.model_channels, self.max_period), first, silu=True)
-        label_emb = None if labels is None else self.label_emb
-        (emb,) = grouped_linear(emb, second, silu=label_emb is None)
-        if label_emb is not None:
-            emb = ops.silu(emb + label_emb(labels))
+        if labels is None or self.label_emb is None:
+            (emb,) = grouped_linear(emb, second, silu=True)
+        else:
+            (emb,) = grouped_linear(emb, second)
+            emb = ops.silu(emb + self.label_emb(labels))
         blocks = [*self.input_blocks, self.middle_block, *self.output_blocks]
         embs = embeddings([layer for block in blocks for layer in block if isinstance(layer, ResBlock)], emb)
         conv = self.input_blocks[0][0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,16 @@ from cudiff.tensor import Tensor
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+Forward = TypeVar("Forward", covariant=True)
+
+
+class HasForward(Protocol[Forward]):
+    """What has a `forward` of some type."""
+
+    @property
+    def forward(self) -> Forward: ...
 
 
 class Shaped(Protocol):
@@ -125,12 +135,16 @@ class Module:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no forward")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tf32 = self._precision == "tf32"
-        if tf32 == tf32_allowed():
-            return self.forward(*args, **kwargs)
-        with allow_tf32(tf32):
-            return self.forward(*args, **kwargs)
+    if TYPE_CHECKING:
+        @property
+        def __call__(self: HasForward[Forward]) -> Forward: ...  # a model is called as its forward
+    else:
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            tf32 = self._precision == "tf32"
+            if tf32 == tf32_allowed():
+                return self.forward(*args, **kwargs)
+            with allow_tf32(tf32):
+                return self.forward(*args, **kwargs)
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """(name, module) of the direct sub-modules."""
@@ -193,13 +207,13 @@ class Module:
             else:
                 copy_into(target.data, fitted[name])
 
-    def train(self, mode: bool = True) -> Module:
+    def train(self, mode: bool = True) -> Self:
         """Set training mode (dropout, batch statistics) everywhere below."""
         for _, module in self.modules():
             module.training = mode
         return self
 
-    def eval(self) -> Module:
+    def eval(self) -> Self:
         """Set evaluation mode everywhere below."""
         return self.train(False)
 
@@ -222,7 +236,7 @@ class Module:
         """The dtype activations are stored in."""
         return PRECISIONS[self._precision]
 
-    def flatten(self, device: str, trainable: bool = True) -> Module:
+    def flatten(self, device: str, trainable: bool = True) -> Self:
         """Move all parameters into flat buffers on `device` (once, after construction and choice of precision)."""
         for _, module in self.modules():
             for name, value in vars(module).items():
@@ -254,7 +268,7 @@ class Module:
         assert self.flat is not None
         return self.flat
 
-    def requires_grad_(self, requires_grad: bool = True) -> Module:
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Freeze all parameters below with False, or have them trained again; see `Parameter`."""
         for parameter in self.parameters():
             parameter.requires_grad = requires_grad

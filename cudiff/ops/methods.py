@@ -106,7 +106,7 @@ def _array_ufunc(x: Tensor, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs
     raise TypeError(f"np.{ufunc.__name__}.{method} does not take tensors: use cudiff's operations, or x.numpy()")
 
 
-def _array_function(x: Tensor, function: Callable, types: Any, args: Any, kwargs: Any) -> Any:
+def _array_function(x: Tensor, function: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
     """What NumPy's `function(*args)` is where a tensor is among them."""
     return _numpy(function, args, kwargs)
 

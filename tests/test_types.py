@@ -1,0 +1,90 @@
+"""What a type checker tells a user of cudiff: the types of results and calls, and mistakes."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PROGRAM = '''
+import numpy as np
+
+import cudiff
+from cudiff import Tensor, nn, optim
+
+x = Tensor(np.zeros((2, 3), np.float32))
+reveal_type(cudiff.exp(x))  # Tensor
+reveal_type(1 + x * 2)  # Tensor
+reveal_type(x[0].sum())  # Tensor
+reveal_type(x > 0)  # Tensor
+reveal_type(x.shape)  # tuple[int, ...]
+reveal_type(x.item())  # float | int
+x.nonexistent  # error: attr-defined
+cudiff.nonexistent  # error: attr-defined
+cudiff.exp()  # error: call-arg
+
+
+def loss(weights: Tensor) -> Tensor:
+    return cudiff.square(weights).mean()
+
+
+reveal_type(cudiff.grad(loss))  # def (*Any, **Any) -> Any
+reveal_type(cudiff.value_and_grad(loss)(np.ones(3)))  # tuple[Any, Any]
+cudiff.grad(3)  # error: arg-type
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rest = nn.Linear(3, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.rest(self.first(x)) * scale
+
+
+model = Net().eval()
+reveal_type(model)  # Net
+reveal_type(model(x, scale=2.0))  # Tensor
+model("x")  # error: arg-type
+model(x, 1.0, 2.0)  # error: call-arg
+optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+reveal_type(optimizer.step())  # None
+optim.AdamW(model.parameters(), learning_rate=1e-3)  # error: call-arg
+reveal_type(cudiff.load("run").sample(4))  # ndarray
+reveal_type(cudiff.load_dataset("digits").labels)  # ndarray | None
+'''
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What `mypy --strict` says of each line of PROGRAM, and of the gallery."""
+    pytest.importorskip("mypy", reason="mypy is not installed: pip install mypy")
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--cache-dir=cache",
+               "--no-error-summary", "program.py", *map(str, sorted((ROOT / "examples" / "gallery").glob("*.py")))]
+    done = subprocess.run(command, cwd=folder, env=os.environ | {"MYPYPATH": str(ROOT)}, capture_output=True, text=True)
+    assert not done.stderr, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_types_and_mistakes(found):
+    told = {}
+    for line in found:
+        if match := re.match(r'program\.py:(\d+): (?:note: Revealed type is "(.*)"|error: .*\[(.*)\])', line):
+            number, kind, code = match.groups()
+            told[int(number)] = re.sub(r"\b(cudiff|numpy|program|builtins)\.([a-z_]+\.)*", "", kind or f"error: {code}")
+    lines = enumerate(PROGRAM.splitlines(), start=1)
+    expected = {number: line.split("  # ")[1] for number, line in lines if "  # " in line}
+    told = {number: re.sub(r"ndarray\[tuple\[.*?\], dtype\[.*?\]\]", "ndarray", kind) for number, kind in told.items()}
+    assert told == expected
+
+
+@pytest.mark.slow
+def test_the_gallery_is_typed(found):
+    assert [line for line in found if not line.startswith("program.py")] == []
