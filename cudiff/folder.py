@@ -23,6 +23,7 @@ from cudiff.checkpoint import (
     named_step,
 )
 from cudiff.errors import CudiffError
+from cudiff.plot import loss_curve
 from cudiff.tensorfile import replacing
 
 LOCK = ".lock"
@@ -213,6 +214,12 @@ class Metrics:
             if isinstance(values, dict) and isinstance(values.get("step"), int):
                 lines.append(values)
         return lines
+
+    def _repr_png_(self) -> bytes | None:
+        """What a notebook shows: the loss curve; nothing where there is none yet, or no matplotlib."""
+        with contextlib.suppress(ImportError):
+            return loss_curve(self.lines(), str(self.path.parent))
+        return None
 
     def drop_after(self, step: int) -> None:
         """Remove what was logged beyond a checkpoint's step: these steps are done again."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from cudiff.backend import Array, to_device
+from cudiff.backend import Array, is_float, to_device
 from cudiff.errors import CudiffError
 from cudiff.tensor import Tensor
 from cudiff.tensorfile import replacing
@@ -43,12 +43,16 @@ def to_uint8(x: Tensor | Array) -> np.ndarray:
     return np.round(x * 127.5 + 127.5).clip(0, 255).astype(np.uint8)
 
 
-def grid(images: np.ndarray, columns: int | None = None, scale: int | None = None, gap: int = GAP) -> Image.Image:
-    """uint8 (N, H, W, C) side by side, row by row; as many columns as rows unless `columns` says otherwise.
+def grid(
+    images: Tensor | Array, columns: int | None = None, scale: int | None = None, gap: int = GAP
+) -> Image.Image:
+    """Images (N, H, W, C), uint8 or floats in [-1, 1], side by side, row by row; a notebook shows the picture.
 
-    scale: the integer factor by which each pixel is enlarged; small images are by default, to be well visible.
-    gap: pixels between two images. Raises ValueError for images of another type or shape, or none.
+    columns: as many as rows by default. scale: the integer factor by which each pixel is enlarged; small images are by
+    default, to be well visible. gap: pixels between two images. Raises ValueError for images of another type or shape,
+    or none, and CudiffError as `to_uint8`.
     """
+    images = to_uint8(images) if is_float(images.dtype) else to_device(Tensor(images).data, "cpu")
     n, height, width, channels = _checked(images).shape
     columns = columns or math.ceil(math.sqrt(n))
     scale = scale or _scale(columns * width, GRID_WIDTH)
@@ -143,20 +147,30 @@ def save_neighbours(path: str | os.PathLike, samples: np.ndarray, neighbours: np
 
 
 def save_loss_curve(path: str | os.PathLike, metrics: Sequence[Mapping[str, Any]], title: str = "") -> bool:
-    """Draw the lines of `metrics.jsonl` as a PNG; False where matplotlib is not installed.
-
-    metrics: mappings with `step` and `loss` or `val_loss` and `train_loss`, the EMA's on held-out and on training
-    images; what is not finite is left out, and nothing is written where no loss is left. The axis is logarithmic
-    where the loss falls by more than a factor of 4.
-    """
+    """Write `loss_curve` as a PNG, where there is one; False where matplotlib is not installed."""
     try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+        content = loss_curve(metrics, title)
     except ImportError:
         return False
+    if content is not None:
+        with replacing(path) as file:
+            file.write(content)
+    return True
+
+
+def loss_curve(metrics: Sequence[Mapping[str, Any]], title: str = "") -> bytes | None:
+    """The lines of `metrics.jsonl` as the content of a PNG. Raises ImportError where matplotlib is not installed.
+
+    metrics: mappings with `step` and `loss` or `val_loss` and `train_loss`, the EMA's on held-out and on training
+    images; what is not finite is left out, and None is returned where no loss is left. The axis is logarithmic where
+    the loss falls by more than a factor of 4.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
     steps, losses = _series(metrics, "loss")
     if not len(steps):
-        return True
+        return None
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     smooth = _smoothed(losses)
@@ -191,9 +205,7 @@ def save_loss_curve(path: str | os.PathLike, metrics: Sequence[Mapping[str, Any]
     axes.spines["bottom"].set_color("#d0d7de")
     content = io.BytesIO()
     figure.savefig(content, format="png")
-    with replacing(path) as file:
-        file.write(content.getvalue())
-    return True
+    return content.getvalue()
 
 
 def _label_ends(axes: Any, curves: list[tuple[str, float, str]]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from cudiff import show
 from cudiff.as_array import as_array
 from cudiff.backend import Array, array_module, device_of, is_float, to_device
 from cudiff.statistics import ChannelStatistics
@@ -211,9 +212,15 @@ class Tensor:
         return format(self.item(), spec) if spec else str(self)
 
     def __repr__(self) -> str:
-        body = np.array2string(self.numpy(), separator=", ", prefix="Tensor(", threshold=200, precision=4)
+        return f"Tensor({show.values(self.data, prefix='Tensor(')}, {self._kind()})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return show.array_html(f"Tensor, {self._kind()}", self.data)
+
+    def _kind(self) -> str:
         extra = ", requires_grad=True" if self.requires_grad else ""
-        return f"Tensor({body}, shape={self.shape}, dtype={self.dtype}, device={self.device}{extra})"
+        return f"shape={self.shape}, dtype={self.dtype}, device={self.device}{extra}"
 
 
 def from_dlpack(source: Any) -> Tensor:

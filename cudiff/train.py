@@ -54,8 +54,7 @@ class Trainer:
 
     Attributes: pipeline (the raw weights), preview (the EMA's), training, held_out (data), step (updates done),
     stopped_by (the number of the signal that ended `run`, or None).
-    Raises CudiffError where data, configuration and checkpoint do not fit each other, and where `folder` holds a run
-    that would be lost.
+    Raises CudiffError where data, configuration and checkpoint do not fit, and where `folder` holds a run to be lost.
     """
 
     def __init__(
@@ -271,10 +270,12 @@ class Trainer:
 
     def save_preview(self) -> Path:
         """Write a grid of `samples` images from the EMA."""
-        images = self.preview.sample(self.config.samples, self.config.seed, batch_size=self.config.batch_size)
         path = self.folder / f"samples-{self.step:08d}.png"
-        save_grid(path, images)
+        save_grid(path, self.preview.sample(self.config.samples, self.config.seed, batch_size=self.config.batch_size))
         return path
+
+    def _repr_png_(self) -> bytes | None:
+        return self.metrics._repr_png_()  # what a notebook shows
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         self.net.load_state_dict(part(checkpoint.tensors, "model"))

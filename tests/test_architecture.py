@@ -30,7 +30,7 @@ LAYERS = [
     {"autograd"},
     {"function", "cuda"},
     {"tensor"},
-    {"as_array", "gradient", "statistics"},
+    {"as_array", "gradient", "show", "statistics"},
     {"backend", "threads", "memory", "precision"},
     {"values", "files"},
     {"errors", "signals"},

@@ -42,7 +42,15 @@ def test_grid_of_digits_is_square_and_well_visible(rng):
     assert plot.grid(pictures(rng, 64, 64, 64, 3)).size == (8 * 66 + 2, 8 * 66 + 2)
 
 
-@pytest.mark.parametrize("bad", [np.zeros((2, 4, 4, 1), np.float32), np.zeros((4, 4, 1), np.uint8),
+def test_grid_takes_what_a_model_sees(rng, device):
+    images = pictures(rng, 5, 8, 8, 3)
+    seen = Tensor(images / np.float32(127.5) - 1, device=device)
+    expected = np.asarray(plot.grid(images))
+    for given in (seen, seen.data, Tensor(images, device=device)):
+        np.testing.assert_array_equal(np.asarray(plot.grid(given)), expected)
+
+
+@pytest.mark.parametrize("bad", [np.zeros((2, 4, 4, 1), np.int32), np.zeros((4, 4, 1), np.uint8),
                                  np.zeros((2, 4, 4, 2), np.uint8), np.zeros((0, 4, 4, 1), np.uint8)])
 def test_grid_refuses_what_is_no_image(bad):
     with pytest.raises(ValueError, match="uint8"):

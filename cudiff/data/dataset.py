@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from cudiff import show
 from cudiff.as_array import plain
 from cudiff.errors import CudiffError
 from cudiff.ops.batch import mix32, order_key
+from cudiff.plot import GRID_WIDTH, grid
 
 DIGESTED = 2**29
 """Bytes of images that a fingerprint's digest reads at most."""
@@ -71,6 +74,15 @@ class Dataset:
         height, width, channels = self.images.shape[1:]
         classes = f"{self.num_classes} classes" if self.labels is not None else "no labels"
         return f"Dataset({self.name}: {len(self):,} images {height}x{width}x{channels}, {classes})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: as many of the first images as make a square of 8 rows at most."""
+        if not len(self):
+            return show.table(repr(self), [])
+        columns = max(1, min(8, GRID_WIDTH // self.images.shape[2]))
+        content = io.BytesIO()
+        grid(self.images[: columns**2], columns).save(content, "PNG")
+        return show.picture(repr(self), content.getvalue())
 
     def fingerprint(self) -> dict[str, Any]:
         """What tells this data set from another, as JSON holds it: name, number, size, classes and SHA-256 digests.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import numpy as np
 
+from cudiff import show
 from cudiff.backend import PRECISIONS, Array, copy_into, is_low, to_device
 from cudiff.cuda.graph import record_again
 from cudiff.errors import CudiffError
@@ -296,12 +297,22 @@ class Module:
         table.add_column("type")
         table.add_column("shapes")
         table.add_column("parameters", justify="right")
+        for row in self._rows():
+            table.add_row(*row)
+        return table
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the rows of `summary`."""
+        title = f"{type(self).__name__}: {self.num_parameters():,} parameters"
+        return show.table(title, self._rows(), head=("layer", "type", "shapes", "parameters"))
+
+    def _rows(self) -> Iterator[tuple[str, str, str, str]]:
+        """Name, type, shapes and count of every layer that has parameters."""
         for name, module in self.modules():
             own = {key: value for key, value in vars(module).items() if isinstance(value, Parameter)}
             if own:
                 count = sum(value.size for value in own.values())
-                table.add_row(name or "(self)", type(module).__name__, module._shapes(), f"{count:,}")
-        return table
+                yield name or "(self)", type(module).__name__, module._shapes(), f"{count:,}"
 
     def _shapes(self) -> str:
         """Its own parameters, as "weight 3×2, bias 3"."""
