@@ -272,3 +272,22 @@ def test_a_buffer_in_the_place_of_another_is_recorded_again():
     assert graph._state == before
     module.register_buffer("count", Tensor(np.ones(2, np.float32)))
     assert graph._state > before and module.count.numpy().tolist() == [1, 1]
+
+
+def test_a_model_moves_to_a_device(host_of):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm2d(4))
+    assert model.to("cpu") is model and model.flat is None
+    host_of(True)
+    assert model.to("cuda") is model
+    assert {value.device for value in (*model.parameters(), *dict(model.named_buffers()).values())} == {"cuda"}
+    flat = model.flat
+    assert model.to("cuda").flat is flat and model[0].to("cuda").flat is None
+    model.flatten("cuda", trainable=False)
+    assert not model.to("cpu").flat.trainable and {value.device for value in model.parameters()} == {"cpu"}
+
+
+def test_a_model_that_moves_keeps_its_values(device):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm2d(4))
+    before = model.state_dict()
+    after = model.to(device).to("cpu").state_dict()
+    assert all((values == before[name]).all() for name, values in after.items())

@@ -249,6 +249,13 @@ class Module:
                 value.data = to_device(value.data, device)
         return self
 
+    def to(self, device: str) -> Self:
+        """Move parameters and buffers to "cpu" or "cuda": `flatten`, where they are not all there already."""
+        values = [*self.parameters(), *(value for _, value in self.named_buffers())]
+        if all(value.device == device for value in values):
+            return self
+        return self.flatten(device, trainable=self.flat is None or self.flat.trainable)
+
     def flat_parameters(self) -> FlatParameters:
         """The flat buffers of exactly the parameters that the model has now.
 
