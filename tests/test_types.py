@@ -11,6 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 PROGRAM = '''
+from collections.abc import Callable
+
 import numpy as np
 
 import cudiff
@@ -51,6 +53,8 @@ reveal_type(model)  # Net
 reveal_type(model(x, scale=2.0))  # Tensor
 model("x")  # error: arg-type
 model(x, 1.0, 2.0)  # error: call-arg
+forward: Callable[[Tensor], Tensor] = model
+wrong: Callable[[str], Tensor] = model  # error: assignment
 optimizer = optim.AdamW(model.parameters(), lr=1e-3)
 reveal_type(optimizer.step())  # None
 optim.AdamW(model.parameters(), learning_rate=1e-3)  # error: call-arg

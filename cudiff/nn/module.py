@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -20,14 +20,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-Forward = TypeVar("Forward", covariant=True)
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
 
 
-class HasForward(Protocol[Forward]):
-    """What has a `forward` of some type."""
+class HasForward(Protocol[P, R]):
+    """A Module, of the type of its `forward`: that of a call."""
 
-    @property
-    def forward(self) -> Forward: ...
+    _precision: str
+
+    def forward(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
 
 class Shaped(Protocol):
@@ -136,16 +138,12 @@ class Module:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no forward")
 
-    if TYPE_CHECKING:
-        @property
-        def __call__(self: HasForward[Forward]) -> Forward: ...  # a model is called as its forward
-    else:
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            tf32 = self._precision == "tf32"
-            if tf32 == tf32_allowed():
-                return self.forward(*args, **kwargs)
-            with allow_tf32(tf32):
-                return self.forward(*args, **kwargs)
+    def __call__(self: HasForward[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        tf32 = self._precision == "tf32"
+        if tf32 == tf32_allowed():
+            return self.forward(*args, **kwargs)
+        with allow_tf32(tf32):
+            return self.forward(*args, **kwargs)
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """(name, module) of the direct sub-modules."""
