@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 
-from cudiff.backend import DTYPES, Array, float32, is_array
+from cudiff.backend import DTYPES, Array, array_module, bfloat16, float32, is_array
 
 
 def as_array(data: Any, dtype: Any = None) -> Array:
     """`data`, an array or a nested sequence of numbers, as an array of `dtype`, or of its own.
 
-    Python's floats become float32 where no dtype is given. Raises TypeError for what holds no real numbers, for masked
-    arrays and for lists of tensors that require a gradient, ValueError for rows of different lengths, OverflowError
-    for Python integers that `dtype` does not hold.
+    Arrays of other libraries, such as PyTorch's tensors, share their memory where they can; what they record of a
+    gradient stays behind. Python's floats become float32 where no dtype is given. Raises TypeError for what holds no
+    real numbers, for masked arrays and for lists of tensors that require a gradient, ValueError for rows of different
+    lengths, OverflowError for Python integers that `dtype` does not hold.
     """
     if not is_array(data):
-        data = _from_sequence(data, dtype)
+        data = _of_other_library(data) if hasattr(data, "__array__") else _from_sequence(data, dtype)
     if data.dtype not in DTYPES:
         native = data.dtype.newbyteorder("=")  # of a file of the other byte order
         if native not in DTYPES:
@@ -30,6 +32,25 @@ def as_array(data: Any, dtype: Any = None) -> Array:
             raise TypeError(_holds(dtype))
         data = data.astype(dtype)
     return data
+
+
+def _of_other_library(data: Any) -> Array:
+    """What PyTorch's tensors, JAX's arrays and others that have `__array__` hold, by DLPack where it lies on a GPU."""
+    torch: Any = sys.modules.get("torch")
+    try:
+        if torch is not None and isinstance(data, torch.Tensor):
+            data = data.detach()
+            if data.dtype == torch.bfloat16:  # which DLPack and NumPy do not hand on
+                return _of_other_library(data.view(torch.int16)).view(bfloat16)
+        if getattr(data, "__dlpack_device__", lambda: (1, 0))()[0] == CUDA:
+            return array_module("cuda").from_dlpack(data)
+        return np.asarray(data)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        reason, *_ = str(error).split("\n")
+        raise TypeError(f"this {type(data).__name__} gives no array: {reason}") from None
+
+
+CUDA = 2  # DLPack's kDLCUDA
 
 
 def plain(array: Array) -> Array:

@@ -127,10 +127,16 @@ def to_device(array: Array, device: str) -> Array:
         return array
     if device == "cpu":
         return array.get()
-    if array.dtype == float64:
-        raise CudiffError("float64 arrays stay on the CPU: convert with .astype('float32') first")
+    storable(array.dtype, device)
     _refuse_in_capture()
     return module.asarray(np.asarray(array, order="C"))
+
+
+def storable(dtype: Any, device: str) -> np.dtype:
+    """`dtype`, which an array on `device` may have. Raises CudiffError for float64 on a GPU."""
+    if device == "cuda" and dtype == float64:
+        raise CudiffError("float64 arrays stay on the CPU: convert with .astype('float32') first")
+    return np.dtype(dtype)
 
 
 def copy_into(out: Array, array: Array) -> None:

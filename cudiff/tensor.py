@@ -62,9 +62,9 @@ class Tensor:
     Parameters
     ----------
     data : array, Tensor or nested sequence of numbers
-        NumPy or CuPy; made C-contiguous. Python floats become float32. Of bools, integers or floats of up to 64 bits,
-        bfloat16 among them: TypeError for anything else and for masked arrays, ValueError for rows of different
-        lengths.
+        NumPy's, CuPy's, or a tensor of PyTorch's, cut from its tape; made C-contiguous. Python floats become float32.
+        Of bools, integers or floats of up to 64 bits, bfloat16 among them: TypeError for anything else and for masked
+        arrays, ValueError for rows of different lengths.
     requires_grad : bool
         Whether `backward` shall fill `.grad`. Only floating tensors can.
     dtype : dtype, optional

@@ -7,6 +7,7 @@ from cudiff.ops.batch_norm import *
 from cudiff.ops.cast import *
 from cudiff.ops.compare import *
 from cudiff.ops.conv2d import *
+from cudiff.ops.create import *
 from cudiff.ops.dropout import *
 from cudiff.ops.edm import *
 from cudiff.ops.elementwise import *

@@ -1,0 +1,106 @@
+"""Tensors of given values, by NumPy's names. Made on the host and copied, but for `zeros` and `empty`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cudiff.backend import array_module, float32, storable
+from cudiff.ops.cast import as_tensor, is_number
+from cudiff.ops.shape import broadcast_to
+from cudiff.tensor import Tensor
+
+__all__ = [
+    "arange", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like", "zeros", "zeros_like",
+]
+
+Shape = int | Sequence[int]
+
+
+def zeros(shape: Shape, dtype: Any = float32, device: str = "cpu") -> Tensor:
+    """Zeros."""
+    return Tensor(array_module(device).zeros(_sizes(shape), storable(dtype, device)))
+
+
+def empty(shape: Shape, dtype: Any = float32, device: str = "cpu") -> Tensor:
+    """Elements of any value, for one who writes them all."""
+    return Tensor(array_module(device).empty(_sizes(shape), storable(dtype, device)))
+
+
+def ones(shape: Shape, dtype: Any = float32, device: str = "cpu") -> Tensor:
+    """Ones."""
+    return full(shape, 1, dtype, device)
+
+
+def full(shape: Shape, fill_value: float, dtype: Any = None, device: str = "cpu") -> Tensor:
+    """The number `fill_value` everywhere; float32, int64 or bool by what it is where no dtype is given."""
+    if not is_number(fill_value):
+        raise TypeError(f"full fills with one number, not {type(fill_value).__name__}: broadcast_to repeats a tensor")
+    return broadcast_to(Tensor(fill_value, dtype=dtype, device=device), _sizes(shape))
+
+
+def eye(N: int, M: int | None = None, k: int = 0, dtype: Any = float32, device: str = "cpu") -> Tensor:
+    """(N, M) of zeros, with ones where column - row is k. M is N where None."""
+    return Tensor(np.eye(N, M, k, dtype=dtype), device=device)
+
+
+def arange(start: float, stop: float | None = None, step: float = 1, dtype: Any = None, device: str = "cpu") -> Tensor:
+    """start, start + step, ... below `stop`; from 0 where one number is given. int64 of integers, float32 of others."""
+    start, stop = (0, start) if stop is None else (start, stop)
+    _numbers("arange", start, stop, step)
+    if step == 0:
+        raise ValueError("arange needs a step that is not 0")
+    return _rounded(np.arange(start, stop, step), dtype, device)
+
+
+def linspace(start: float, stop: float, num: int = 50, endpoint: bool = True, dtype: Any = float32,
+             device: str = "cpu") -> Tensor:
+    """`num` numbers at equal distances from `start` on, to `stop` or, without `endpoint`, the last before it."""
+    _numbers("linspace", start, stop)
+    return _rounded(np.linspace(start, stop, num, endpoint), dtype, device)
+
+
+def zeros_like(x: Any, dtype: Any = None, device: str | None = None) -> Tensor:
+    """Zeros of x's shape, in its dtype and on its device where no others are given."""
+    return zeros(**_like(x, dtype, device))
+
+
+def empty_like(x: Any, dtype: Any = None, device: str | None = None) -> Tensor:
+    """`empty` of x's shape, in its dtype and on its device where no others are given."""
+    return empty(**_like(x, dtype, device))
+
+
+def ones_like(x: Any, dtype: Any = None, device: str | None = None) -> Tensor:
+    """Ones of x's shape, in its dtype and on its device where no others are given."""
+    return ones(**_like(x, dtype, device))
+
+
+def full_like(x: Any, fill_value: Any, dtype: Any = None, device: str | None = None) -> Tensor:
+    """`full` of x's shape, in its dtype and on its device where no others are given."""
+    return full(fill_value=fill_value, **_like(x, dtype, device))
+
+
+def _like(x: Any, dtype: Any, device: str | None) -> dict[str, Any]:
+    x = as_tensor(x)
+    return {"shape": x.shape, "dtype": dtype or x.dtype, "device": device or x.device}
+
+
+def _numbers(name: str, *given: Any) -> None:
+    if not all(map(is_number, given)):
+        raise TypeError(f"{name} takes numbers, not {', '.join(type(x).__name__ for x in given)}: x.item() is one")
+
+
+def _rounded(array: np.ndarray, dtype: Any, device: str) -> Tensor:
+    """`array` in `dtype`; float64 is float32 where that is None."""
+    return Tensor(array, dtype=dtype or (float32 if array.dtype == np.float64 else None), device=device)
+
+
+def _sizes(shape: Shape) -> tuple[int, ...]:
+    """A shape as a tuple. Raises ValueError for a negative size."""
+    sizes = tuple(map(operator.index, shape if isinstance(shape, tuple | list) else (shape,)))
+    if any(n < 0 for n in sizes):
+        raise ValueError(f"a shape's sizes are not negative: {shape}")
+    return sizes
