@@ -128,7 +128,7 @@ def _train(net: CNN, data: Dataset, device: str, steps: int, seed: int, progress
     generator = ops.Generator(seed, device)
 
     def step() -> Tensor:
-        net.zero_grad()
+        optimizer.zero_grad()
         x, y = ops.draw_batch(images, labels, generator.step, BATCH_SIZE, seed)
         loss = ops.cross_entropy(net(x), y)  # type: ignore[arg-type]
         loss.backward()

@@ -110,7 +110,7 @@ class Trainer:
         streamed: images and labels of each batch where they come from the host. Returns the sum of the mean losses
         since the last line of metrics.
         """
-        self.net.zero_grad()
+        self.optimizer.zero_grad()
         share = 1 / self.config.accumulate
         for index in range(self.config.accumulate):
             images, labels = self.loader.batch(self.generator.step, streamed, index)

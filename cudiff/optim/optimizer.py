@@ -256,7 +256,7 @@ class Optimizer:
         record_again()  # a captured step holds the one before
 
     def zero_grad(self) -> None:
-        """Set the gradients to zero: one fill of the flat buffer."""
+        """Set the gradients to zero; the next backward overwrites them."""
         self.flat.zero_grad()
 
     def step(self, scale: float = 1.0) -> None:
