@@ -177,6 +177,12 @@ class Tensor:
             raise TypeError("len() of a 0-d tensor")
         return self.shape[0]
 
+    def __iter__(self) -> Iterator[Tensor]:
+        """The elements along the first axis."""
+        if not self.shape:
+            raise TypeError("a 0-d tensor has no elements to index or go through: .item() is its number")
+        return (self[i] for i in range(len(self)))
+
     def __bool__(self) -> bool:
         if self.size != 1:
             raise ValueError(f"the truth of a tensor of shape {self.shape} is not one: use x.any() or x.all()")

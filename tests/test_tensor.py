@@ -426,3 +426,12 @@ def test_zero_grad_leaves_a_tensor_without_a_gradient_as_it_is(device):
     assert _leaf_slot(w, Queue()) is None  # there is no place that a backward could overwrite
     (w * 3).sum().backward()
     assert grad(w) == [3, 3]
+
+
+def test_a_tensor_is_gone_through_along_its_first_axis(device):
+    x = leaf([[1.0, 2.0], [3.0, 4.0]], device)
+    first, second = x
+    (first * second).sum().backward()
+    assert second.numpy().tolist() == [3, 4] and x.grad.tolist() == [[3, 4], [1, 2]]
+    with pytest.raises(TypeError, match=r"a 0-d tensor has no elements .*\.item\(\)"):
+        iter(Tensor(1.0, device=device))

@@ -25,6 +25,7 @@ reveal_type(x[0].sum())  # Tensor
 reveal_type(x > 0)  # Tensor
 reveal_type(x.shape)  # tuple[int, ...]
 reveal_type(x.item())  # float | int
+reveal_type([row for row in x])  # list[Tensor]
 x.nonexistent  # error: attr-defined
 cudiff.nonexistent  # error: attr-defined
 cudiff.exp()  # error: call-arg
