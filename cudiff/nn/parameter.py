@@ -114,17 +114,14 @@ class Parameter(Tensor):
         self.low, self.layout = low, layout
         self._decay = self.ndim >= 2 if decay is None else bool(decay)
 
-    @property
-    def data(self) -> Array:  # type: ignore[override]
-        return _data.__get__(self)
-
-    @data.setter
-    def data(self, array: Any) -> None:
+    def _set_data(self, array: Any) -> None:
         if hasattr(self, "_stale"):
             self.assign(Tensor(array))
         else:  # the first
             _data.__set__(self, array)
             self._stale = True
+
+    data: Any = property(Tensor.__dict__["data"].__get__, _set_data)  # the slot's own getter: operations read it often
 
     @property
     def grad(self) -> Array | None:  # type: ignore[override]

@@ -48,17 +48,13 @@ def require_float(name: str, array: Array) -> None:
 def require_floats(name: str, *operands: Tensor | None) -> None:
     """Raises TypeError for integers, on both backends."""
     for x in operands:
-        if x is not None and _dtype(x) not in FLOATS:
+        if x is not None and x.dtype not in FLOATS:
             raise TypeError(f"{name} needs floating tensors, not {x.dtype}: use .astype('float32')")
 
 
 def as_wide(*operands: Any) -> tuple[Any, ...]:
     """Each as kernels read a norm's parameters: float32, or float64 where it is that already; None stays None."""
-    return tuple(x if x is None or _dtype(x) in (float32, float64) else astype(x, float32) for x in operands)
-
-
-def _dtype(x: Any) -> np.dtype:
-    return x.data.dtype if isinstance(x, Tensor) else x.dtype
+    return tuple(x if x is None or x.dtype in (float32, float64) else astype(x, float32) for x in operands)
 
 
 def _cast_cuda(x: Array, dtype: np.dtype) -> Array:
