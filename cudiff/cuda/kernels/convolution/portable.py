@@ -24,7 +24,8 @@ def offer(p: Problem) -> Offer:
 
 def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
     """What `table.fprop` and `table.dgrad` return. Raises ValueError for an image that is too long."""
-    a, b, out, epilogue = given.x, given.weight, given.out, given.epilogue
+    pixels = p.out.shape[1] * p.out.shape[2]
+    a, b, out, epilogue = given.x, given.weight, given.out, given.epilogue._replace(rows_per_image=pixels)
     x, result = p.x.shape, p.out.shape
     if p.direction == DGRAD:
         x, result = result, x
@@ -40,7 +41,6 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
             f"conv2d on CUDA: an image of {height} x {width} pixels to {size[0]} x {size[1]}: cut it into parts of at "
             f"most {longest} a side"
         )
-    pixels = p.out.shape[1] * p.out.shape[2]
     extent, chunk_a, chunk_b = _extent(p)
     a_vec, b_vec = aligned(a, chunk_a), aligned(b, chunk_b)
     if given.x2 is not None and not aligned(given.x2, c - c1):

@@ -76,7 +76,6 @@ def fprop(given: Operands, stride: Pair, padding: Pair, statistics: bool = False
     `upsample`: of an input twice as high and wide, each pixel four times. Returns out's moments, if `statistics`
     and the kernel makes them.
     """
-    given = _of_images(given)
     asked = {Fusion.STATISTICS: statistics, Fusion.RELU: relu, Fusion.UPSAMPLE: upsample}
     problem = problem_of(FPROP, given, stride, padding, *(fusion for fusion, on in asked.items() if on),
                          dilation=dilation, groups=groups)
@@ -109,7 +108,6 @@ def dgrad(given: Operands, stride: Pair, padding: Pair, sums: bool = False, dila
     `given.norm`, and the epilogue is empty, out may become d_preact, the gradient of the norm's output before SiLU.
     Then this returns PRODUCTS, with x the norm's input, in float32 x - mean; else None.
     """
-    given = _of_images(given)
     problem = problem_of(DGRAD, given, stride, padding, *((Fusion.SUMS,) if sums else ()), dilation=dilation,
                          groups=groups)
     chosen = CONVOLUTION.select(problem)
@@ -140,8 +138,3 @@ def casts(x: tuple[int, ...], dtype: np.dtype, weight: tuple[int, ...], out_dtyp
     problem = Problem(FPROP, Image(x, dtype), Weight(weight), out, padding=padding, wanted=wanted)
     # Nothing is run here: with the architecture, select tells nobody who watches.
     return Fusion.CAST not in CONVOLUTION.select(problem, current_target().architecture).left
-
-
-def _of_images(given: Operands) -> Operands:
-    rows = given.out.shape[1] * given.out.shape[2]
-    return given._replace(epilogue=given.epilogue._replace(rows_per_image=rows))
