@@ -76,16 +76,19 @@ class Queue:
             self.flush()
         batch = self._groups.setdefault(group, [])
         batch.append(pending)
-        bisect.insort(self._writes, pending.writes)
+        self._insert(self._writes, pending.writes)
         for range in pending.reads:
-            bisect.insort(self._reads, range)
-        self._longest = max(self._longest, *(range.stop - range.start for range in (pending.writes, *pending.reads)), 0)
+            self._insert(self._reads, range)
         launch_type = group[0]
         self._held[launch_type] += pending.held
         if len(batch) == launch_type.max_batch:
             self._launch([group])
         while self._held[launch_type] > launch_type.max_bytes:
             self._launch([next(oldest for oldest in self._groups if oldest[0] is launch_type)])
+
+    def _insert(self, ranges: list[Range], new: Range) -> None:
+        bisect.insort(ranges, new)
+        self._longest = max(self._longest, new.stop - new.start)
 
     def is_read(self, array: Array | None) -> bool:
         """Whether a pending launch reads from the memory of `array`."""
@@ -125,9 +128,9 @@ class Queue:
         for group in sorted(groups, key=lambda group: group[0].rank):
             batch = self._groups.pop(group, [])  # none where a launch has flushed all
             for pending in batch:
-                self._writes.remove(pending.writes)
+                del self._writes[bisect.bisect_left(self._writes, pending.writes)]
                 for range in pending.reads:
-                    self._reads.remove(range)
+                    del self._reads[bisect.bisect_left(self._reads, range)]
                 self._held[group[0]] -= pending.held
             if batch:
                 _run(group[0], [pending.arguments for pending in batch])
