@@ -14,6 +14,7 @@ import numpy as np
 from cudiff.function import Function
 from cudiff.ops.arithmetic import Add, Divide, Multiply, Power, Subtract, Where, where
 from cudiff.ops.cast import Cast, astype
+from cudiff.ops.create import zeros
 from cudiff.ops.elementwise import (
     Abs,
     Clip,
@@ -37,8 +38,22 @@ from cudiff.ops.elementwise import (
     tanh,
 )
 from cudiff.ops.matmul import Linear, MatMul, matmul
+from cudiff.ops.pad import Pad
+from cudiff.ops.place import Place, place
 from cudiff.ops.reduce import Sum, Variance, mean, sum
-from cudiff.ops.shape import BroadcastTo, Concatenate, Pad, Reshape, Transpose, broadcast_to, reshape, split, transpose
+from cudiff.ops.shape import (
+    BroadcastTo,
+    Concatenate,
+    Reshape,
+    Slice,
+    Split,
+    Transpose,
+    broadcast_to,
+    concatenate,
+    reshape,
+    split,
+    transpose,
+)
 from cudiff.ops.softmax import Softmax, softmax
 from cudiff.tensor import Tensor
 
@@ -91,6 +106,13 @@ def _of_concatenate(dout: Tensor, *tensors: Tensor, axis: int) -> tuple[Tensor, 
     return split(dout, [int(end) for end in np.cumsum([x.shape[axis] for x in tensors])[:-1]], axis)
 
 
+def _of_split(*given: Any, sizes: Any, axis: int) -> tuple[Tensor]:
+    *douts, x = given
+    shapes = [(*x.shape[:axis], size, *x.shape[axis + 1 :]) for size in sizes]
+    parts = [zeros(s, x.dtype, x.device) if d is None else d for d, s in zip(douts, shapes, strict=True)]
+    return (concatenate(parts, axis),)
+
+
 def _swapped(x: Tensor) -> Tensor:
     """x with its last two axes in the other order."""
     return transpose(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
@@ -126,6 +148,9 @@ DERIVATIVES: dict[type[Function], Derivative] = {
     Transpose: lambda d, x, axes: (transpose(d, [axes.index(i) for i in range(x.ndim)]),),
     BroadcastTo: lambda d, x, shape: (d,),
     Concatenate: _of_concatenate,
+    Split: _of_split,
+    Slice: lambda d, x, index: (place(d, x.shape, index),),
+    Place: lambda d, x, shape, index: (d[index],),
     Pad: lambda d, x, widths, value: (d[tuple(slice(a, a + n) for (a, _), n in zip(widths, x.shape, strict=True))],),
 }
 

@@ -98,7 +98,7 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "comparisons", _comparisons
     yield "cast", lambda: _back(ops.astype(tensor(3, 33), "bfloat16"))
     yield "relu of an image", lambda: _back(ops.relu(tensor(2, 4, 4, 64)))
-    yield "full", lambda: _back(ops.pad(tensor(2, 3, 8), 1, 0.5))
+    yield "full", lambda: _back(ops.pad(tensor(2, 3, 8), 1, constant_values=0.5))
     yield "batch_norm, evaluation", lambda: _back(ops.batch_norm(
         tensor(4, 5, 8), tensor(8), tensor(8), tensor(8, grad=False), ops.abs(tensor(8, grad=False)), False))
     yield "random", _random

@@ -8,6 +8,7 @@ import pytest
 import cudiff
 from cudiff import Tensor, check_gradient, elementwise_grad, grad, nn, no_grad, ops, value_and_grad, vjp
 from cudiff.derivatives import DERIVATIVES
+from cudiff.ops.place import place
 
 RNG = np.random.default_rng(5)
 
@@ -137,6 +138,8 @@ SECOND = {
     "linear": lambda x: ops.linear(x, x, np.ones(3)) ** 2, "reshape": lambda x: np.reshape(x, -1) ** 3,
     "transpose": lambda x: np.transpose(x) @ x, "broadcast_to": lambda x: np.broadcast_to(x, (2, 3, 4)) ** 3,
     "concatenate": lambda x: np.concatenate([x, x * x], 1) ** 2, "pad": lambda x: ops.pad(x, 1) ** 3,
+    "split": lambda x: np.split(x, [1, 3], 1)[1] ** 3, "slice": lambda x: x[::-2, None, 1:] ** 3 * x[0, 0],
+    "place": lambda x: place(x, (2, 3, 9), np.s_[1, :, 8:0:-2]) ** 3,
 }
 
 

@@ -18,8 +18,10 @@ from cudiff.ops.layer_norm import *
 from cudiff.ops.matmul import *
 from cudiff.ops.mse import *
 from cudiff.ops.norm_silu_conv2d import *
+from cudiff.ops.pad import *
 from cudiff.ops.pool import *
 from cudiff.ops.random import *
+from cudiff.ops.rearrange import *
 from cudiff.ops.reduce import *
 from cudiff.ops.shape import *
 from cudiff.ops.softmax import *

@@ -29,8 +29,8 @@ COMPARISONS = {"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater
 UNARY = {"neg": "negative", "abs": "abs", "invert": "invert"}
 
 METHODS = (
-    "all", "any", "astype", "clip", "exp", "flatten", "log", "max", "mean", "min", "relu", "sigmoid", "silu", "sqrt",
-    "square", "squeeze", "std", "sum", "tanh", "var",
+    "all", "any", "astype", "clip", "diagonal", "exp", "flatten", "log", "max", "mean", "min", "ravel", "relu",
+    "repeat", "sigmoid", "silu", "sqrt", "square", "squeeze", "std", "sum", "swapaxes", "tanh", "trace", "var",
 )
 """Operations that are methods under their own names: those that NumPy's arrays have, and what networks are made of."""
 

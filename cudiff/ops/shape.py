@@ -12,7 +12,7 @@ import numpy as np
 
 from cudiff.backend import Array, array_module, compute_dtype
 from cudiff.cuda.accumulate import gradient_target
-from cudiff.cuda.kernels.shape import contiguous, move, padded, region, zeros
+from cudiff.cuda.kernels.shape import contiguous, move, zeros
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
 from cudiff.ops.cast import as_index, as_tensor, as_tensors, downcast, upcast
@@ -20,7 +20,7 @@ from cudiff.ops.reduce import normalize_axes, sum_to
 from cudiff.tensor import Tensor
 
 __all__ = [
-    "broadcast_to", "concatenate", "expand_dims", "flatten", "getitem", "pad", "reshape", "split", "squeeze", "stack",
+    "broadcast_to", "concatenate", "expand_dims", "flatten", "getitem", "reshape", "split", "squeeze", "stack",
     "transpose",
 ]
 
@@ -217,31 +217,6 @@ class Split(Function):
         return (dx,)
 
 
-class Pad(Function):
-    """A border of `value` around x; `widths` is ((before, after), ...) for each axis."""
-
-    @staticmethod
-    def forward_numpy(ctx, x, widths, value):
-        ctx.region = region(x.shape, widths)
-        return np.pad(x, widths, constant_values=value)
-
-    @staticmethod
-    def backward_numpy(ctx, dout, needs, into):
-        return (dout[ctx.region].copy(),)
-
-    @staticmethod
-    def forward_cuda(ctx, x, widths, value):
-        ctx.region = region(x.shape, widths)
-        return padded(x, widths, value)
-
-    @staticmethod
-    def backward_cuda(ctx, dout, needs, into):
-        view = dout[ctx.region]
-        dx, accumulate = gradient_target(into[0], view.shape, dout.dtype)
-        move(dx, view, accumulate)
-        return (dx,)
-
-
 def _parts(array: Array, sizes: Sequence[int], axis: int) -> list[Array]:
     """Views of `array` cut into `sizes` along `axis`."""
     ends = list(itertools.accumulate(sizes))
@@ -366,12 +341,3 @@ def split(x: Any, sections: int | Sequence[int], axis: int = 0) -> tuple[Tensor,
     if any(n < 0 for n in sizes):
         raise ValueError(f"cut positions {sections} do not rise within axis {axis} of size {size}")
     return Split.apply(x, sizes=sizes, axis=axis)
-
-
-def pad(x: Any, widths: int | Sequence[Any], value: float = 0) -> Tensor:
-    """A constant border. `widths` as in NumPy: one int, (before, after), or a pair for each axis."""
-    x = as_tensor(x)
-    pairs = tuple((int(before), int(after)) for before, after in np.broadcast_to(widths, (x.ndim, 2)))
-    if any(before < 0 or after < 0 for before, after in pairs):
-        raise ValueError(f"pad widths are not negative: {pairs}")
-    return Pad.apply(x, widths=pairs, value=value)

@@ -14,6 +14,7 @@ import numpy as np
 import cudiff
 from cudiff import Tensor, ops
 from tests.ops.cases import MAGNITUDES, ORDINARY, ROWS, Case, Numbers, row
+from tests.ops.table_rearrange import moves
 
 __all__ = ["ELSEWHERE", "ROWS"]
 
@@ -156,22 +157,18 @@ for _name, _magnitudes in {"sum": MAGNITUDES, "mean": MAGNITUDES, "max": NOT_ZER
     row(_name, _magnitudes)(_reduction)
 
 
-def _moves(name: str, fn: Any, meaning: Any, ndim: int = 3) -> None:
-    row(name)(lambda n: Case(fn, (n.values(*n.shape(ndim)),), meaning, terms=4))
-
-
-_moves("reshape", lambda x: ops.reshape(x, (x.shape[1], -1)), lambda x: x.reshape(x.shape[1], -1))
-_moves("flatten", lambda x: ops.flatten(x, 1), lambda x: x.reshape(len(x), -1))
-_moves("expand_dims", lambda x: ops.expand_dims(x, (0, -1)), lambda x: x[None, ..., None])
-_moves("squeeze", lambda x: ops.squeeze(x[:, :1], 1), lambda x: x[:, 0])
-_moves("transpose", lambda x: ops.transpose(x, (2, 0, 1)), lambda x: np.moveaxis(x, 2, 0))
-_moves("getitem", lambda x: x[::-1, ..., -1] + x[0, 0, :1], lambda x: x[::-1, ..., -1] + x[0, 0, :1])
-_moves("broadcast_to", lambda x: ops.broadcast_to(x, (3, *x.shape)), lambda x: np.stack([x, x, x]))
-_moves("split", lambda x: ops.split(x, [1], 2), lambda x: (x[..., :1], x[..., 1:]))
-_moves("pad", lambda x: ops.pad(x, ((1, 0), (0, 2), (1, 1)), 0.5),
-       lambda x: np.pad(x, ((1, 0), (0, 2), (1, 1)), constant_values=0.5))
-_moves("stack", lambda x: ops.stack([x, x * 2, x], 1), lambda x: np.stack([x, x * 2, x], 1))
-_moves("concatenate", lambda x: ops.concatenate([x, x[:, :1]], 1), lambda x: np.concatenate([x, x[:, :1]], 1))
+moves("reshape", lambda x: ops.reshape(x, (x.shape[1], -1)), lambda x: x.reshape(x.shape[1], -1))
+moves("flatten", lambda x: ops.flatten(x, 1), lambda x: x.reshape(len(x), -1))
+moves("expand_dims", lambda x: ops.expand_dims(x, (0, -1)), lambda x: x[None, ..., None])
+moves("squeeze", lambda x: ops.squeeze(x[:, :1], 1), lambda x: x[:, 0])
+moves("transpose", lambda x: ops.transpose(x, (2, 0, 1)), lambda x: np.moveaxis(x, 2, 0))
+moves("getitem", lambda x: x[::-1, ..., -1] + x[0, 0, :1], lambda x: x[::-1, ..., -1] + x[0, 0, :1])
+moves("broadcast_to", lambda x: ops.broadcast_to(x, (3, *x.shape)), lambda x: np.stack([x, x, x]))
+moves("split", lambda x: ops.split(x, [1], 2), lambda x: (x[..., :1], x[..., 1:]))
+moves("pad", lambda x: ops.pad(x, ((1, 0), (0, 2), (1, 1)), "constant", 0.5),
+      lambda x: np.pad(x, ((1, 0), (0, 2), (1, 1)), constant_values=0.5))
+moves("stack", lambda x: ops.stack([x, x * 2, x], 1), lambda x: np.stack([x, x * 2, x], 1))
+moves("concatenate", lambda x: ops.concatenate([x, x[:, :1]], 1), lambda x: np.concatenate([x, x[:, :1]], 1))
 
 
 @row("take")

@@ -166,19 +166,6 @@ def test_split_that_does_not_divide():
         cudiff.split(Tensor(np.ones((2, 5))), [4, 2], 1)
 
 
-@pytest.mark.parametrize("widths", [1, (1, 2), ((0, 0), (2, 1), (8, 8)), ((1, 0), (0, 0), (0, 0))], ids=str)
-@pytest.mark.parametrize("value", [0, -1.5])
-def test_pad(widths, value, device, rng):
-    x = rng.standard_normal((2, 3, 8))
-    pairs = np.broadcast_to(widths, (3, 2))[::-1].reshape(-1).tolist()
-    check_op(
-        lambda x: cudiff.pad(x, widths, value), x, device=device,
-        torch_fn=lambda x: torch.nn.functional.pad(x, pairs, value=value),
-    )
-    with pytest.raises(ValueError, match="negative"):
-        cudiff.pad(Tensor(x), -1)
-
-
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_integers_move_exactly(dtype, device, rng):
     x = rng.integers(0, 2 if dtype == np.bool_ else 200, (3, 5, 16)).astype(dtype)

@@ -1,0 +1,187 @@
+"""Axes and elements in other places, by NumPy's names: compositions of slices, joins and copies."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cudiff.ops.arithmetic import where
+from cudiff.ops.cast import as_tensor
+from cudiff.ops.compare import logical_and
+from cudiff.ops.reduce import normalize_axes, sum
+from cudiff.ops.shape import broadcast_to, concatenate, flatten, getitem, reshape, transpose
+from cudiff.tensor import Tensor
+
+__all__ = [
+    "atleast_1d", "atleast_2d", "broadcast_arrays", "diagonal", "flip", "hstack", "moveaxis", "ravel", "repeat", "roll",
+    "swapaxes", "tile", "trace", "tril", "triu", "vstack",
+]
+
+
+def swapaxes(x: Any, axis1: int, axis2: int) -> Tensor:
+    """x with two axes in each other's place, copied."""
+    x = as_tensor(x)
+    axes = list(range(x.ndim))
+    first, second = _axes((axis1,), x.ndim)[0], _axes((axis2,), x.ndim)[0]
+    axes[first], axes[second] = second, first
+    return transpose(x, axes)
+
+
+def moveaxis(x: Any, source: int | Sequence[int], destination: int | Sequence[int]) -> Tensor:
+    """x with these axes at other places, copied; the rest keep their order."""
+    x = as_tensor(x)
+    found, places = _axes(source, x.ndim), _axes(destination, x.ndim)
+    if len(found) != len(places):
+        raise ValueError(f"moveaxis got {len(found)} axes and {len(places)} places for them")
+    order = [i for i in range(x.ndim) if i not in found]
+    for place, axis in sorted(zip(places, found, strict=True)):
+        order.insert(place, axis)
+    return transpose(x, order)
+
+
+def flip(x: Any, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """x with its elements in reversed order along these axes, all where None."""
+    x = as_tensor(x)
+    axes = normalize_axes(axis, x.ndim)
+    return getitem(x, tuple(slice(None, None, -1 if i in axes else 1) for i in range(x.ndim)))
+
+
+def roll(x: Any, shift: int | Sequence[int], axis: int | Sequence[int] | None = None) -> Tensor:
+    """x moved on by `shift` elements along `axis`; what leaves at the end comes in at the start.
+
+    Of several axes each has its own shift, or all one; of None the elements move as one long row.
+    """
+    x = as_tensor(x)
+    if axis is None:
+        return reshape(roll(flatten(x), shift, 0), x.shape)
+    shifts, axes = np.atleast_1d(shift).tolist(), np.atleast_1d(axis).tolist()
+    if len(shifts) != len(axes) and 1 not in (len(shifts), len(axes)):
+        raise ValueError(f"roll got {len(shifts)} shifts for {len(axes)} axes")
+    count = max(len(shifts), len(axes))
+    for step, i in zip(shifts * (count // len(shifts)), axes * (count // len(axes)), strict=True):
+        (i,) = normalize_axes(i, x.ndim)
+        cut = -step % x.shape[i] if x.shape[i] else 0
+        if cut:
+            x = concatenate([_along(x, i, slice(cut, None)), _along(x, i, slice(cut))], i)
+    return x
+
+
+def tile(x: Any, reps: int | Sequence[int]) -> Tensor:
+    """x repeated as a whole, so many times along each axis; fewer numbers than axes are those of the last."""
+    x = as_tensor(x)
+    times = _counts("tile", reps)
+    sizes = (1,) * (len(times) - x.ndim) + x.shape
+    times = (1,) * (x.ndim - len(times)) + times
+    split = reshape(x, tuple(n for size in sizes for n in (1, size)))
+    wide = broadcast_to(split, tuple(n for pair in zip(times, sizes, strict=True) for n in pair))
+    return reshape(wide, tuple(a * b for a, b in zip(times, sizes, strict=True)))
+
+
+def repeat(x: Any, repeats: int | Sequence[int], axis: int | None = None) -> Tensor:
+    """Each element along `axis` (of the flattened x where None) repeated: one number, or one for each of them."""
+    x = as_tensor(x)
+    if axis is None:
+        return repeat(flatten(x), repeats, 0)
+    (axis,) = normalize_axes(axis, x.ndim)
+    times, size = _counts("repeat", repeats), x.shape[axis]
+    if len(times) == 1:
+        wide = broadcast_to(reshape(x, (*x.shape[: axis + 1], 1, *x.shape[axis + 1 :])),
+                            (*x.shape[: axis + 1], *times, *x.shape[axis + 1 :]))
+        return reshape(wide, (*x.shape[:axis], size * times[0], *x.shape[axis + 1 :]))
+    if len(times) != size:
+        raise ValueError(f"repeat got {len(times)} numbers for an axis of size {size}")
+    return moveaxis(getitem(moveaxis(x, axis, 0), np.repeat(np.arange(size), times)), 0, axis)
+
+
+def ravel(x: Any) -> Tensor:
+    """All axes in one, sharing memory."""
+    return flatten(x)
+
+
+def atleast_1d(x: Any) -> Tensor:
+    """x, or a number as one element of one axis."""
+    x = as_tensor(x)
+    return x if x.ndim else reshape(x, (1,))
+
+
+def atleast_2d(x: Any) -> Tensor:
+    """x, or its one axis as a row."""
+    x = atleast_1d(x)
+    return x if x.ndim > 1 else reshape(x, (1, x.size))
+
+
+def hstack(tensors: Sequence[Any]) -> Tensor:
+    """Tensors joined along their second axis, those of one axis along that."""
+    found = [atleast_1d(x) for x in tensors]
+    return concatenate(found, 0 if found and found[0].ndim == 1 else 1)
+
+
+def vstack(tensors: Sequence[Any]) -> Tensor:
+    """Tensors joined along their first axis; those of one axis are rows."""
+    return concatenate([atleast_2d(x) for x in tensors])
+
+
+def broadcast_arrays(*tensors: Any) -> tuple[Tensor, ...]:
+    """Each as `broadcast_to` the shape of all together. Raises ValueError where the shapes do not agree."""
+    found = [as_tensor(x) for x in tensors]
+    try:
+        shape = np.broadcast_shapes(*(x.shape for x in found))
+    except ValueError:
+        raise ValueError(f"the shapes {', '.join(str(x.shape) for x in found)} do not broadcast") from None
+    return tuple(broadcast_to(x, shape) for x in found)
+
+
+def diagonal(x: Any, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Tensor:
+    """The elements where the index of axis2 - that of axis1 is `offset`, copied, along a last axis in their place."""
+    x = as_tensor(x)
+    if x.ndim < 2:
+        raise ValueError(f"a diagonal needs two axes or more, not the shape {x.shape}")
+    x = moveaxis(x, (axis1, axis2), (-2, -1))
+    rows, columns = x.shape[-2:]
+    start, count = (offset, columns - offset) if offset >= 0 else (-offset * columns, rows + offset)
+    count = max(min(count, rows, columns), 0)
+    return _along(flatten(x, x.ndim - 2), x.ndim - 2, slice(start, start + count * (columns + 1), columns + 1))
+
+
+def trace(x: Any, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Tensor:
+    """The sum of a `diagonal`."""
+    return sum(diagonal(x, offset, axis1, axis2), -1)
+
+
+def tril(x: Any, k: int = 0) -> Tensor:
+    """Matrices x (..., N, M) with zeros where column - row is above k."""
+    return _triangle("tril", x, k, below=True)
+
+
+def triu(x: Any, k: int = 0) -> Tensor:
+    """Matrices x (..., N, M) with zeros where column - row is below k."""
+    return _triangle("triu", x, k - 1, below=False)
+
+
+def _triangle(name: str, x: Any, k: int, below: bool) -> Tensor:
+    x = as_tensor(x)
+    if x.ndim < 2:
+        raise ValueError(f"{name} takes matrices, not the shape {x.shape}")
+    kept = Tensor(np.tri(x.shape[-2], x.shape[-1], k, dtype=bool) == below, device=x.device)
+    return logical_and(x, kept) if x.dtype == np.bool_ else where(kept, x, 0)
+
+
+def _along(x: Tensor, axis: int, part: slice) -> Tensor:
+    return getitem(x, (slice(None),) * axis + (part,))
+
+
+def _axes(axes: int | Sequence[int], ndim: int) -> list[int]:
+    """`axes` counted from 0, in their order. Raises ValueError as `normalize_axes` does."""
+    given = [axes] if isinstance(axes, int | np.integer) else list(axes)
+    normalize_axes(tuple(given), ndim)
+    return [operator.index(i) % ndim for i in given]
+
+
+def _counts(name: str, given: int | Sequence[int]) -> tuple[int, ...]:
+    counts = tuple(map(operator.index, np.atleast_1d(given).tolist()))
+    if any(n < 0 for n in counts):
+        raise ValueError(f"{name} takes numbers that are not negative: {given}")
+    return counts
