@@ -56,6 +56,9 @@ model("x")  # error: arg-type
 model(x, 1.0, 2.0)  # error: call-arg
 forward: Callable[[Tensor], Tensor] = model
 wrong: Callable[[str], Tensor] = model  # error: assignment
+for parameter in model.parameters():
+    parameter -= 0.1 * parameter
+    reveal_type(parameter)  # Parameter
 optimizer = optim.AdamW(model.parameters(), lr=1e-3)
 reveal_type(optimizer.step())  # None
 optim.AdamW(model.parameters(), learning_rate=1e-3)  # error: call-arg

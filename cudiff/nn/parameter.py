@@ -72,6 +72,16 @@ def fitting(name: str, values: Array | Tensor, target: Array | Tensor) -> Array:
     return array
 
 
+def _in_place(operation: Callable[[Tensor, Any], Tensor]) -> Callable[[Parameter, Any], Parameter]:
+    def change(self: Parameter, other: Any) -> Parameter:
+        if grad_enabled() and self.requires_grad:
+            raise RuntimeError("a parameter that requires a gradient changes in place only within cudiff.no_grad()")
+        self.assign(operation(self, other))
+        return self
+
+    return change
+
+
 class Parameter(Tensor):
     """A float32 leaf that training changes.
 
@@ -168,6 +178,10 @@ class Parameter(Tensor):
         if self.flat is not None:
             self.flat.set_flags(self)
 
+    # `p -= lr * p.grad`, which would else name a new tensor
+    __iadd__, __isub__ = _in_place(ops.add), _in_place(ops.subtract)
+    __imul__, __itruediv__ = _in_place(ops.multiply), _in_place(ops.divide)
+
     __reduce__: Any = object.__reduce__  # which asks __getstate__
 
     def __getstate__(self) -> dict[str, Any]:
@@ -230,19 +244,6 @@ class Parameter(Tensor):
         _grad.fset(self, grad)
         self.flat, self.compute_copy, self._stale = flat, compute_copy, True
 
-
-def _in_place(operation: Callable[[Tensor, Any], Tensor]) -> Callable[[Parameter, Any], Parameter]:
-    def change(self: Parameter, other: Any) -> Parameter:
-        if grad_enabled() and self.requires_grad:
-            raise RuntimeError("a parameter that requires a gradient changes in place only within cudiff.no_grad()")
-        self.assign(operation(self, other))
-        return self
-
-    return change
-
-
-for _name, _operation in (("add", ops.add), ("sub", ops.subtract), ("mul", ops.multiply), ("truediv", ops.divide)):
-    setattr(Parameter, f"__i{_name}__", _in_place(_operation))  # `p -= lr * p.grad`, which would else name a new tensor
 
 _data: Any = Tensor.__dict__["data"]
 _grad: Any = Tensor.__dict__["grad"]
