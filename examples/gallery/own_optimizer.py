@@ -5,7 +5,6 @@ Prints the loss, and how far the weights are from those of cudiff's SGD with the
 
 import copy
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ def triangle(step: int) -> float:
 class Momentum:
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float, momentum: float):
         self.parameters, self.lr, self.momentum, self.steps = list(parameters), lr, momentum, 0
-        self.velocity: list[Any] = [0.0] * len(self.parameters)
+        self.velocity = [cudiff.zeros_like(p) for p in self.parameters]
 
     @cudiff.no_grad()
     def step(self) -> None:

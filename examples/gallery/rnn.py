@@ -25,12 +25,11 @@ class RNN(nn.Module):
     def __init__(self, width: int):
         super().__init__()
         self.from_input, self.from_state = nn.Linear(1, width), nn.Linear(width, width)
-        self.start, self.out = nn.Parameter(np.zeros((1, width))), nn.Linear(width, 1)
+        self.width, self.out = width, nn.Linear(width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (N, T) to the guesses (N, T) of what comes next."""
-        state: Tensor = self.start
-        guesses = []
+        state, guesses = cudiff.zeros((len(x), self.width), device=device), []
         for time in range(x.shape[1]):
             state = cudiff.tanh(self.from_input(x[:, time : time + 1]) + self.from_state(state))
             guesses.append(self.out(state))
