@@ -65,7 +65,8 @@ def walk_back(root: Tensor, grad: Array, wanted: Callable[[Tensor], bool] | None
             node.ctx.dout_statistics = slots[0].statistics
             if any(slot.array is not None for slot in slots):
                 _run_backward(node, slots, [
-                    gradients[source[0].index][source[1]] if isinstance(source, tuple) and source[0].index > since
+                    None if source is None
+                    else gradients[source[0].index][source[1]] if isinstance(source, tuple) and source[0].index > since
                     else source if isinstance(source, Tensor) and source.wants_gradient(node.index)
                     and (wanted is None or wanted(source)) else None
                     for source in node.inputs
@@ -172,7 +173,7 @@ def _add_terms(node: Node, terms: list[tuple[int, Tensor | _Gradient]], results:
                douts: list[Array | None], queue: Queue) -> None:
     """Add result i to its target for each (i, target) of `terms`; one of `douts` is left pending where it can be."""
     # Whose memory each lies in: two of one owner may overlap.
-    owners = [None if x is None or like is None else x if x.base is None else x.base
+    owners = [None if x is None or like is None else id(x if x.base is None else x.base)
               for x, like in zip(results, node.likes, strict=True)]
     for i, target in terms:
         result = results[i]
@@ -180,7 +181,7 @@ def _add_terms(node: Node, terms: list[tuple[int, Tensor | _Gradient]], results:
             result = np.asarray(result)
         shared = (
             not node.function.fresh or result.base is not None or id(result) in shared_ids
-            or sum(owner is owners[i] for owner in owners) > 1
+            or owners.count(owners[i]) > 1
         )
         if isinstance(target, Tensor):
             if target._grad is not None or shared:
@@ -206,19 +207,18 @@ def _add_terms(node: Node, terms: list[tuple[int, Tensor | _Gradient]], results:
 def _slots(node: Node, targets: list[Tensor | _Gradient | None], queue: Queue) -> list[Slot | None]:
     """Where the gradient of each input may go, with what it has so far."""
     into: list[Slot | None] = []
-    places: dict[int, int] = {}
+    ids = list(map(id, targets))
     for i, target in enumerate(targets):
-        before = places.setdefault(id(target), i)
         if target is None:
             into.append(None)
-        elif before < i:  # an input twice
+        elif (before := ids.index(ids[i])) < i:  # an input twice
             slot = into[before]
             into.append(slot if slot is not None and slot.state is State.HOLDS else None)
         elif isinstance(target, Tensor):
             into.append(_leaf_slot(target, queue))
         else:
-            alone = i in node.function.adds_elsewhere and not any(other is target for other in targets[i + 1 :])
-            into.append(_slot(target, i in node.function.adds_elsewhere, alone, queue))
+            elsewhere = i in node.function.adds_elsewhere
+            into.append(_slot(target, elsewhere, elsewhere and ids.count(ids[i]) == 1, queue))
     return into
 
 
