@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -163,8 +164,8 @@ def image_of(array: Array, shape: tuple[int, ...] | None = None) -> Image:
 
 def weight_of(array: Array, shape: tuple[int, ...] | None = None) -> Weight:
     """Likewise."""
-    places = array.data.ptr, array.shape[-1] * array.itemsize, array.strides[0]
-    return Weight(shape or array.shape, all(place % 16 == 0 for place in places), array.flags.c_contiguous)
+    unit = math.gcd(array.data.ptr, array.shape[-1] * array.itemsize, array.strides[0])
+    return Weight(shape or array.shape, unit % 16 == 0, array.flags.c_contiguous)
 
 
 def _images(arrays: Sequence[Array | None]) -> tuple[Image, ...]:
