@@ -43,8 +43,9 @@ class Weights(NamedTuple):
 def from_torch(state: Mapping[str, np.ndarray], layouts: Mapping[str, str]) -> dict[str, np.ndarray]:
     """`state` in native layout. `layouts` is `module.layouts()`; names it lacks pass unchanged.
 
-    conv2d (O, I, H, W) → (O, H, W, I); conv_transpose2d (I, O, H, W) → (I, H, W, O); conv1d of length 1
-    (O, I, 1) → (O, I); linear, embedding and vector as they are. Raises CudiffError for another number of axes.
+    conv2d (O, I, H, W) → (O, H, W, I); conv_transpose2d (I, O, H, W) → (I, H, W, O); conv1d (O, I, L) → (O, L, I);
+    pointwise, a linear layer that is a convolution of length 1 there, (O, I, 1) → (O, I); linear, embedding and vector
+    as they are. Raises CudiffError for another number of axes.
     """
     result = {}
     for name, array in state.items():
@@ -52,6 +53,8 @@ def from_torch(state: Mapping[str, np.ndarray], layouts: Mapping[str, str]) -> d
         if kind in ("conv2d", "conv_transpose2d"):
             array = _with_axes(name, array, 4).transpose(0, 2, 3, 1)
         elif kind == "conv1d":
+            array = _with_axes(name, array, 3).transpose(0, 2, 1)
+        elif kind == "pointwise":
             array = _with_axes(name, array, 3)
             if array.shape[2] != 1:
                 raise CudiffError(f"{name} has shape {array.shape}: only convolutions of length 1 can be read here")
@@ -69,7 +72,9 @@ def _in_torch(name: str, array: np.ndarray, kind: str) -> np.ndarray:
     """A view of a native array in PyTorch's layout."""
     if kind in ("conv2d", "conv_transpose2d"):
         return _with_axes(name, array, 4).transpose(0, 3, 1, 2)
-    return _with_axes(name, array, 2)[:, :, None] if kind == "conv1d" else array
+    if kind == "conv1d":
+        return _with_axes(name, array, 3).transpose(0, 2, 1)
+    return _with_axes(name, array, 2)[:, :, None] if kind == "pointwise" else array
 
 
 def read_weights(path: str | os.PathLike, key: str | None = None) -> Weights:

@@ -20,10 +20,10 @@ from cudiff.models import build
 from cudiff.tensorfile import read_tensors, write_tensors
 from cudiff.torchfile import read_torch
 
-LAYOUTS = {"conv": "conv2d", "up": "conv_transpose2d", "qkv": "conv1d", "linear": "linear", "bias": "vector",
-           "table": "embedding"}  # fmt: skip
-SHAPES = {"conv": (4, 3, 2, 5), "up": (3, 4, 2, 5), "qkv": (6, 2, 1), "linear": (3, 4), "bias": (3,), "table": (10, 4),
-          "steps": ()}  # fmt: skip
+LAYOUTS = {"conv": "conv2d", "up": "conv_transpose2d", "qkv": "pointwise", "wave": "conv1d", "linear": "linear",
+           "bias": "vector", "table": "embedding"}  # fmt: skip
+SHAPES = {"conv": (4, 3, 2, 5), "up": (3, 4, 2, 5), "qkv": (6, 2, 1), "wave": (6, 2, 5), "linear": (3, 4), "bias": (3,),
+          "table": (10, 4), "steps": ()}  # fmt: skip
 
 
 def torch_state(rng):
@@ -56,6 +56,7 @@ def test_layouts_element_by_element(rng):
     assert native["conv"].shape == (4, 2, 5, 3) and native["conv"][3, 1, 4, 2] == state["conv"][3, 2, 1, 4]
     assert native["up"].shape == (3, 2, 5, 4) and native["up"][2, 1, 4, 3] == state["up"][2, 3, 1, 4]
     assert native["qkv"].shape == (6, 2) and native["qkv"][5, 1] == state["qkv"][5, 1, 0]
+    assert native["wave"].shape == (6, 5, 2) and native["wave"][5, 3, 1] == state["wave"][5, 1, 3]
     assert native["steps"].shape == ()
 
 

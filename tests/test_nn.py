@@ -237,13 +237,13 @@ def test_layers_without_parameters_are_their_operations(rng):
             make()
 
 
-def test_a_module_shows_its_parameters_and_what_is_in_it():
+def test_a_module_shows_its_options_and_what_is_in_it():
     net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Sequential(nn.Linear(3, 1, bias=False)))
     assert repr(net) == """Sequential(
-  0: Linear(weight 3×2, bias 3)
-  1: ReLU()
-  2: Sequential(
-    0: Linear(weight 1×3)
+  (0): Linear(in_features=2, out_features=3, bias=True)
+  (1): ReLU()
+  (2): Sequential(
+    (0): Linear(in_features=3, out_features=1, bias=False)
   )
 )"""
 

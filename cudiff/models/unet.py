@@ -153,8 +153,8 @@ class AttentionBlock(Module):
         super().__init__()
         self.num_heads, self.new_order = num_heads, new_order
         self.norm = GroupNorm(num_groups(channels, norm_group_channels), channels)
-        self.qkv = Linear(channels, 3 * channels, layout="conv1d")
-        self.proj_out = Linear(channels, channels, layout="conv1d")
+        self.qkv = Linear(channels, 3 * channels, layout="pointwise")
+        self.proj_out = Linear(channels, channels, layout="pointwise")
         if zero_init:
             zeroed(self.proj_out)
 

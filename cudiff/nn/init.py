@@ -80,6 +80,11 @@ def uniform_fan_in(shape: tuple[int, ...], fan_in: int) -> np.ndarray:
     return _source.uniform(shape, 1 / math.sqrt(fan_in))
 
 
+def glorot_uniform(shape: tuple[int, int]) -> np.ndarray:
+    """U(−b, b) for a matrix, b = √(6 / (rows + columns)). Glorot and Bengio 2010, equation 16."""
+    return _source.uniform(shape, math.sqrt(6 / sum(shape)))
+
+
 def normal(shape: tuple[int, ...], std: float = 1.0) -> np.ndarray:
     """N(0, std²)."""
     return _source.normal(shape, std)

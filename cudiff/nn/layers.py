@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,10 @@ class Linear(Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return ops.linear(x, self.weight, self.bias, residual=residual)
+
+    def extra_repr(self) -> str:
+        out_features, in_features = self.weight.shape
+        return f"in_features={in_features}, out_features={out_features}, bias={self.bias is not None}"
 
 
 def grouped_linear(x: Tensor, *layers: Any, silu: bool = False) -> tuple[Tensor, ...]:
@@ -81,6 +86,22 @@ class Conv2d(Module):
     def forward(self, x: Tensor) -> Tensor:
         return ops.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
+    def extra_repr(self) -> str:
+        return convolution_repr(self, self.weight.shape[3] * self.groups, self.weight.shape[0])
+
+
+def convolution_repr(layer: Any, in_channels: int, out_channels: int) -> str:
+    """Its channels and options as PyTorch shows them; those that have PyTorch's default are left out."""
+    options = {"kernel_size": layer.weight.shape[1:-1], "stride": layer.stride}
+    defaults = {"padding": 0, "dilation": 1, "groups": 1}
+    for name, default in defaults.items():
+        value = getattr(layer, name, default)
+        if value not in (default, (default,) * 2):
+            options[name] = value
+    if layer.bias is None:
+        options["bias"] = False
+    return ", ".join([f"{in_channels}, {out_channels}", *(f"{name}={value}" for name, value in options.items())])
+
 
 class ConvTranspose2d(Module):
     """x (N, H, W, C) → (N, (H−1)·stride − 2·padding + R, ..., K). weight (C, R, S, K), square kernel."""
@@ -96,6 +117,9 @@ class ConvTranspose2d(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.conv_transpose2d(x, self.weight, self.bias, stride=self.stride, padding=self.padding)
+
+    def extra_repr(self) -> str:
+        return convolution_repr(self, self.weight.shape[0], self.weight.shape[3])
 
 
 class GroupNorm(Module):
@@ -114,6 +138,9 @@ class GroupNorm(Module):
     ) -> Tensor:
         return ops.group_norm(x, self.weight, self.bias, self.num_groups, self.eps, silu, scale, shift)
 
+    def extra_repr(self) -> str:
+        return f"{self.num_groups}, {self.weight.size}, eps={self.eps}"
+
 
 class LayerNorm(Module):
     """Normalise the last axis of x (..., C)."""
@@ -128,12 +155,12 @@ class LayerNorm(Module):
     def forward(self, x: Tensor) -> Tensor:
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
+    def extra_repr(self) -> str:
+        return f"{self.weight.size}, eps={self.eps}"
 
-class BatchNorm2d(Module):
-    """Normalise each channel of x (N, H, W, C) over the batch; running statistics are used in eval mode.
 
-    With relu_pool, ReLU and 2×2 max-pooling follow in the same operation.
-    """
+class _BatchNorm(Module):
+    """What batch norms share: each channel is normalised over the batch; in eval mode by the running statistics."""
 
     def __init__(self, num_channels: int, eps: float = 1e-5, momentum: float = 0.1):
         super().__init__()
@@ -144,10 +171,31 @@ class BatchNorm2d(Module):
         self.register_buffer("running_mean", Tensor(init.zeros((num_channels,))))
         self.register_buffer("running_var", Tensor(init.ones((num_channels,))))
 
-    def forward(self, x: Tensor, relu_pool: bool = False) -> Tensor:
-        norm = ops.batch_norm_relu_pool if relu_pool else ops.batch_norm
+    def _normalize(self, x: Tensor, norm: Callable[..., Tensor]) -> Tensor:
         running_mean, running_var = self._buffers["running_mean"], self._buffers["running_var"]
         return norm(x, self.weight, self.bias, running_mean, running_var, self.training, self.momentum, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.size}, eps={self.eps}, momentum={self.momentum}"
+
+
+class BatchNorm1d(_BatchNorm):
+    """Normalise each channel of x (N, C) or (N, L, C) over the batch; running statistics are used in eval mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim not in (2, 3):
+            raise ValueError(f"BatchNorm1d: x has shape {x.shape}, not (N, C) or (N, L, C)")
+        return self._normalize(x, ops.batch_norm)
+
+
+class BatchNorm2d(_BatchNorm):
+    """Normalise each channel of x (N, H, W, C) over the batch; running statistics are used in eval mode.
+
+    With relu_pool, ReLU and 2×2 max-pooling follow in the same operation.
+    """
+
+    def forward(self, x: Tensor, relu_pool: bool = False) -> Tensor:
+        return self._normalize(x, ops.batch_norm_relu_pool if relu_pool else ops.batch_norm)
 
 
 class Embedding(Module):
@@ -160,6 +208,9 @@ class Embedding(Module):
 
     def forward(self, indices: Tensor) -> Tensor:
         return ops.embedding(indices, self.weight)
+
+    def extra_repr(self) -> str:
+        return ", ".join(map(str, self.weight.shape))
 
 
 class Dropout(Module):
@@ -184,6 +235,9 @@ class Dropout(Module):
         self._calls = (self._calls + 1) % 2**16 if self._moves == self.generator.moves else 0
         self._moves = self.generator.moves
         return ops.dropout(x, self.p, self.generator, self.stream + (self._calls << 16))
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no random numbers until it is given some: nobody would advance a copy of the generator, and every

@@ -324,10 +324,15 @@ class Module:
         own = {name: value for name, value in vars(self).items() if isinstance(value, Parameter)}
         return ", ".join(f"{name} {'×'.join(map(str, value.shape))}" for name, value in own.items())
 
+    def extra_repr(self) -> str:
+        """What `repr` says of the module itself: its parameters' shapes; a layer's own says its options."""
+        return self._shapes()
+
     def __repr__(self) -> str:
-        """Its parameters' shapes, and below it the modules in it, each on lines of its own."""
-        inside = [f"{name}: {child!r}".replace("\n", "\n  ") for name, child in self.children()]
-        parts = "\n  ".join(["", *filter(None, [self._shapes()]), *inside]) + "\n" if inside else self._shapes()
+        """`extra_repr`, and below it the modules in it, each on lines of its own, as in PyTorch."""
+        own = self.extra_repr()
+        inside = [f"({name}): {child!r}".replace("\n", "\n  ") for name, child in self.children()]
+        parts = "\n  ".join(["", *filter(None, [own]), *inside]) + "\n" if inside else own
         return f"{type(self).__name__}({parts})"
 
 

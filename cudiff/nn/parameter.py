@@ -93,7 +93,7 @@ class Parameter(Tensor):
     decay : bool or None
         Whether weight decay applies. None: where there are two or more dimensions. Norms, biases and embeddings do not
         decay.
-    layout : {"vector", "linear", "conv2d", "conv_transpose2d", "conv1d", "embedding"}
+    layout : {"vector", "linear", "conv2d", "conv_transpose2d", "conv1d", "pointwise", "embedding"}
         How PyTorch's file layout differs: see `cudiff.convert`.
     copy : bool
         False where nobody else holds `data`, which then becomes the parameter's own array.

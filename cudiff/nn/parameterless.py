@@ -65,6 +65,9 @@ class _Pool2d(Module):
         self.size, self.padding = whole("size", size), whole("padding", padding, least=0)
         self.stride = self.size if stride is None else whole("stride", stride)
 
+    def extra_repr(self) -> str:
+        return f"{self.size}, stride={self.stride}, padding={self.padding}"
+
 
 class MaxPool2d(_Pool2d):
     __doc__ = f"The maximum over square windows. {_Pool2d.__doc__}"

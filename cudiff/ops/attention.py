@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, compute_dtype, float32
+from cudiff.backend import Array, compute_dtype, float32, is_low
 from cudiff.cuda.kernels.attention import table
 from cudiff.cuda.launch import blocks, empty
 from cudiff.cuda.sums import empty_statistics
 from cudiff.function import Function
+from cudiff.ops.arithmetic import where
 from cudiff.ops.cast import astype, result_dtype
-from cudiff.ops.matmul import matmul_numpy
+from cudiff.ops.matmul import matmul, matmul_numpy
+from cudiff.ops.shape import reshape, transpose
+from cudiff.ops.softmax import softmax
 from cudiff.statistics import Kind
 from cudiff.tensor import Tensor
 
@@ -127,20 +131,42 @@ def _backward_cuda(ctx, dout, dq, dk, dv, sums=None):
         table.backward(dq, dk, dv, dout.reshape(q.shape), q, k, v, out, lse, ctx.tf32, sums)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
     """softmax(q·kᵀ/√D)·v for each image and head.
 
     q (N, Tq, heads, D), k and v (N, Tk, heads, D), taken to their common dtype; D up to 128, best a multiple of 8.
     Returns (N, Tq, heads·D). float32 on the GPU is exact to about 1e-6; see `allow_tf32`.
-    Raises ValueError where shapes do not agree. Vaswani et al. 2017; Dao 2023, "FlashAttention-2".
+    mask: bool, broadcast to (N, heads, Tq, Tk), False where a query does not see a key; a query that sees none gives
+    NaN. With one, the matrix of all pairs lies in memory, and D is of any size.
+    Raises ValueError where shapes do not agree, TypeError for a mask that is not bool.
+    Vaswani et al. 2017; Dao 2023, "FlashAttention-2".
     """
     if k.shape != v.shape or q.ndim != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]) or k.shape[1] == 0:
         raise ValueError(
             f"attention takes q (N, Tq, heads, D), k and v (N, Tk, heads, D); got {q.shape}, {k.shape}, {v.shape}"
         )
-    _check_head(q.shape[3])
     dtype = result_dtype(q, k, v, floating=True)
-    return Attention.apply(*(astype(x, dtype) for x in (q, k, v)))
+    q, k, v = (astype(x, dtype) for x in (q, k, v))
+    if mask is not None:
+        return _masked(q, k, v, mask)
+    _check_head(q.shape[3])
+    return Attention.apply(q, k, v)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    """`attention` of plain operations; scores and their softmax are float32 where q is shorter."""
+    mask = mask if isinstance(mask, Tensor) else Tensor(mask, device=q.device)
+    if mask.dtype != bool:
+        raise TypeError(f"attention: the mask is bool, True where a query sees a key, not {mask.dtype}")
+    pairs = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    if mask.ndim > 4 or any(have not in (1, want) for have, want in zip(mask.shape[::-1], pairs[::-1], strict=False)):
+        raise ValueError(f"attention: the mask of shape {mask.shape} does not broadcast to (N, heads, Tq, Tk) {pairs}")
+    dtype = float32 if is_low(q.dtype) else q.dtype
+    wide = (astype(x, dtype) for x in (q, k, v))
+    queries, keys, values = (transpose(x, (0, 2, 1, 3)) for x in wide)
+    scores = matmul(queries, transpose(keys, (0, 1, 3, 2))) * (1 / math.sqrt(q.shape[3]))
+    out = matmul(softmax(where(mask, scores, -math.inf)), values)
+    return astype(reshape(transpose(out, (0, 2, 1, 3)), (*q.shape[:2], -1)), q.dtype)
 
 
 def attention_qkv(qkv: Tensor, num_heads: int, new_order: bool = False) -> Tensor:

@@ -153,3 +153,22 @@ def test_one_key_beyond_a_whole_tile(device, rng, keys, dim, dtype):
 def test_no_channels_are_refused():
     with pytest.raises(ValueError, match="multiple of 2 heads"):
         attention_qkv(Tensor(np.zeros((1, 2, 0), np.float32)), 2)
+
+
+def test_masked_attention(device, rng):
+    q, k, v = (rng.standard_normal((2, t, 2, 8)) for t in (5, 7, 7))
+    mask = rng.uniform(size=(2, 1, 5, 7)) < 0.5
+    mask[..., 0] = True
+
+    def theirs(q, k, v):
+        heads = (x.transpose(1, 2) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=torch.tensor(mask))
+        return out.transpose(1, 2).flatten(2)
+
+    check_op(lambda q, k, v: attention(q, k, v, mask), q, k, v, device=device, torch_fn=theirs)
+    q, k, v = (Tensor(x, dtype=np.float32, device=device) for x in (q, k, v))
+    with pytest.raises(TypeError, match="the mask is bool"):
+        attention(q, k, v, np.zeros((5, 7), np.float32))
+    for shape in ((7, 5), (3, 1, 5, 7), (1, 1, 1, 5, 7)):
+        with pytest.raises(ValueError, match=r"does not broadcast to \(N, heads, Tq, Tk\) \(2, 2, 5, 7\)"):
+            attention(q, k, v, np.zeros(shape, bool))

@@ -1,0 +1,137 @@
+"""Layers against PyTorch's with its weights, and how modules are held by name and shown."""
+
+import numpy as np
+import pytest
+
+from cudiff import nn, ops
+from cudiff.convert import from_torch, to_torch
+from cudiff.errors import CudiffError
+from cudiff.tensor import Tensor
+from tests.check import torch
+
+
+def load_from(layer, theirs):
+    """Give `layer` PyTorch's weights, which come back as they were."""
+    state = {name: value.detach().numpy() for name, value in theirs.state_dict().items()}
+    state.pop("num_batches_tracked", None)
+    layer.load_state_dict(from_torch(state, layer.layouts()))
+    for name, value in to_torch(layer.state_dict(), layer.layouts()).items():
+        np.testing.assert_array_equal(value, state[name])
+
+
+@pytest.mark.parametrize("options", [
+    dict(kernel_size=3, groups=2), dict(kernel_size=5, stride=2, dilation=2),
+    dict(kernel_size=2, padding=3, bias=False),
+], ids=str)
+def test_conv1d_is_pytorchs(rng, options):
+    layer, x = nn.Conv1d(4, 6, **options), rng.standard_normal((2, 11, 4)).astype(np.float32)
+    theirs = torch.nn.Conv1d(4, 6, **{"padding": layer.padding} | options)
+    load_from(layer, theirs)
+    expected = theirs(torch.tensor(x).transpose(1, 2)).transpose(1, 2).detach().numpy()
+    np.testing.assert_allclose(layer(Tensor(x)).numpy(), expected, rtol=1e-4, atol=1e-5)
+    if options == dict(kernel_size=3, groups=2):
+        assert expected.shape == (2, 11, 6)
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (4, 5, 3)])
+def test_batch_norm_1d_is_pytorchs(rng, shape):
+    layer, theirs = nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)
+    x = rng.standard_normal(shape).astype(np.float32) * 2 + 1
+    channels_second = torch.tensor(x) if len(shape) == 2 else torch.tensor(x).transpose(1, 2)
+    for training in (True, False):
+        expected = theirs.train(training)(channels_second).detach()
+        expected = expected.numpy() if len(shape) == 2 else expected.transpose(1, 2).numpy()
+        np.testing.assert_allclose(layer.train(training)(Tensor(x)).numpy(), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(layer.running_var.numpy(), theirs.running_var.numpy(), rtol=1e-5)
+    with pytest.raises(ValueError, match=r"BatchNorm1d: x has shape \(2, 2, 2, 3\), not \(N, C\) or \(N, L, C\)"):
+        layer(Tensor(np.zeros((2, 2, 2, 3), np.float32)))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("cross", [True, False])
+def test_multihead_attention_is_pytorchs(rng, bias, causal, cross):
+    layer, theirs = nn.MultiheadAttention(12, 3, bias), torch.nn.MultiheadAttention(12, 3, bias=bias, batch_first=True)
+    with torch.no_grad():
+        for parameter in theirs.parameters():  # biases start at 0
+            parameter.copy_(torch.tensor(rng.standard_normal(tuple(parameter.shape)) / 3))
+    load_from(layer, theirs)
+    query, key, value = (rng.standard_normal((2, t, 12)).astype(np.float32) for t in (5, 7, 7))
+    given = (query, key, value) if cross else (query,) * 3
+    sees = np.tri(5, given[1].shape[1], dtype=bool)
+    expected, _ = theirs(*map(torch.tensor, given), attn_mask=torch.tensor(~sees) if causal else None)
+    x = [Tensor(array, requires_grad=True) for array in given[: 3 if cross else 1]]
+    out = layer(*x, mask=sees if causal else None)
+    np.testing.assert_allclose(out.numpy(), expected.detach().numpy(), rtol=1e-4, atol=1e-5)
+    dout = rng.standard_normal(out.shape).astype(np.float32)
+    out.backward(dout)
+    expected.backward(torch.tensor(dout))
+    for name, parameter in theirs.named_parameters():
+        mine = dict(layer.named_parameters())[name].grad
+        np.testing.assert_allclose(mine, parameter.grad.numpy(), rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_multihead_attention_in_16_bits(rng, precision):
+    layer = nn.MultiheadAttention(8, 2)
+    x = Tensor(rng.standard_normal((2, 5, 8)).astype(np.float32))
+    for given in ((x,), (x, x, x)):
+        for mask in (None, np.tri(5, dtype=bool)):
+            layer.precision = "fp32"
+            expected = layer(*given, mask=mask).numpy()
+            layer.precision = precision
+            out = layer(*(ops.astype(part, layer.activation_dtype) for part in given), mask=mask)
+            assert out.dtype == layer.activation_dtype
+            np.testing.assert_allclose(out.numpy().astype(np.float32), expected, atol=0.03)
+
+
+def test_multihead_attention_refuses_what_does_not_fit():
+    layer, x = nn.MultiheadAttention(8, 2), Tensor(np.zeros((2, 5, 8), np.float32))
+    with pytest.raises(CudiffError, match="embed_dim 8 is no multiple of num_heads 3"):
+        nn.MultiheadAttention(8, 3)
+    with pytest.raises(ValueError, match="give key and value, or neither"):
+        layer(x, x)
+    with pytest.raises(ValueError, match=r"are not \(N, T, 8\)"):
+        layer(Tensor(np.zeros((2, 5, 7), np.float32)))
+
+
+@pytest.mark.parametrize("make", [
+    lambda: nn.Conv1d(0, 1, 1), lambda: nn.Conv1d(1, 0, 1), lambda: nn.Conv1d(1, 1, 0), lambda: nn.Conv1d(1, 1, (1, 1)),
+    lambda: nn.Conv1d(3, 4, 1, groups=2), lambda: nn.Conv1d(1, 1, 1, padding=-1), lambda: nn.BatchNorm1d(0),
+    lambda: nn.MultiheadAttention(0, 1), lambda: nn.MultiheadAttention(4, 0),
+])
+def test_sizes_that_make_no_layer_are_refused(make):
+    with pytest.raises(CudiffError):
+        make()
+
+
+def test_a_dict_of_modules():
+    layers = nn.ModuleDict({"up": nn.Linear(2, 3), "down": nn.ReLU()})
+    layers["last"] = nn.Linear(3, 1, bias=False)
+    assert list(dict(layers.named_parameters())) == ["up.weight", "up.bias", "last.weight"]
+    assert list(layers) == list(layers.keys()) == ["up", "down", "last"] and len(layers) == 3 and "down" in layers
+    assert layers["up"] is dict(layers.items())["up"] and list(layers.values())[1] is layers["down"]
+    flat = layers.flat_parameters()
+    del layers["last"]
+    assert list(dict(layers.named_parameters())) == ["up.weight", "up.bias"] and layers.flat_parameters() is not flat
+    for name in ("a.b", "", "training", 3):
+        with pytest.raises(TypeError, match="names are text without dots"):
+            layers[name] = nn.ReLU()
+    with pytest.raises(TypeError, match="holds modules, not a int"):
+        layers["number"] = 3
+
+
+@pytest.mark.parametrize("layer, expected", [
+    (nn.Linear(2, 3, bias=False), "Linear(in_features=2, out_features=3, bias=False)"),
+    (nn.Conv2d(2, 4, 3, stride=2, groups=2),
+     "Conv2d(2, 4, kernel_size=(3, 3), stride=(2, 2), padding=(1, 1), groups=2)"),
+    (nn.Conv2d(2, 4, 1, bias=False), "Conv2d(2, 4, kernel_size=(1, 1), stride=(1, 1), bias=False)"),
+    (nn.Conv1d(2, 4, 3, dilation=2), "Conv1d(2, 4, kernel_size=(3,), stride=1, padding=2, dilation=2)"),
+    (nn.ConvTranspose2d(2, 4, 3, padding=1), "ConvTranspose2d(2, 4, kernel_size=(3, 3), stride=1, padding=1)"),
+    (nn.GroupNorm(2, 4), "GroupNorm(2, 4, eps=1e-05)"), (nn.LayerNorm(4), "LayerNorm(4, eps=1e-05)"),
+    (nn.BatchNorm2d(4), "BatchNorm2d(4, eps=1e-05, momentum=0.1)"), (nn.Embedding(10, 3), "Embedding(10, 3)"),
+    (nn.Dropout(0.5), "Dropout(p=0.5)"), (nn.MaxPool2d(3, 2, 1), "MaxPool2d(3, stride=2, padding=1)"),
+    (nn.ModuleDict({"a": nn.ReLU()}), "ModuleDict(\n  (a): ReLU()\n)"),
+])
+def test_how_layers_are_shown(layer, expected):
+    assert repr(layer) == expected
