@@ -10,6 +10,7 @@ from cudiff.ops.conv2d import *
 from cudiff.ops.create import *
 from cudiff.ops.dropout import *
 from cudiff.ops.edm import *
+from cudiff.ops.einsum import *
 from cudiff.ops.elementwise import *
 from cudiff.ops.embedding import *
 from cudiff.ops.group_norm import *

@@ -13,6 +13,7 @@ import numpy as np
 
 import cudiff
 from cudiff import Tensor, ops
+from tests.ops import table_products  # noqa: F401  its rows
 from tests.ops.cases import MAGNITUDES, ORDINARY, ROWS, Case, Numbers, row
 from tests.ops.table_rearrange import moves
 
