@@ -18,26 +18,21 @@ subjects, verbs, objects = ["the cat", "a dog", "my bird"], ["sees", "hears", "l
 text = "".join(f"{rng.choice(subjects)} {rng.choice(verbs)} {rng.choice(objects)}. " for _ in range(500))
 letters, codes = np.unique(list(text), return_inverse=True)
 LENGTH, WIDTH, HEADS = 32, 64, 4
-seen = Tensor(np.tri(LENGTH) > 0, device=device)  # by each letter: itself and those before
+seen = Tensor(np.tri(LENGTH, dtype=bool), device=device)  # by each letter: itself and those before
 
 
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.letter, self.place = nn.Embedding(len(letters), WIDTH), nn.Parameter(np.zeros((LENGTH, WIDTH)))
-        self.qkv, self.mix = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.attention = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, HEADS)
         self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, WIDTH))
         self.out = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, len(letters)))
 
-    def attention(self, x: Tensor) -> Tensor:
-        n, length, _ = x.shape
-        q, k, v = self.qkv(x).reshape(n, length, 3, HEADS, WIDTH // HEADS).transpose(2, 0, 3, 1, 4)
-        scores = cudiff.where(seen[:length, :length], q @ k.transpose(0, 1, 3, 2) / np.sqrt(WIDTH // HEADS), -1e9)
-        return self.mix((cudiff.softmax(scores) @ v).transpose(0, 2, 1, 3).reshape(n, length, WIDTH))
-
     def forward(self, codes: Tensor) -> Tensor:
-        h = self.letter(codes) + self.place[: codes.shape[1]]
-        h = h + self.attention(h)
+        length = codes.shape[1]
+        h = self.letter(codes) + self.place[:length]
+        h = h + self.attention(self.norm(h), mask=seen[:length, :length])
         return self.out(h + self.mlp(h))
 
 
@@ -52,6 +47,7 @@ for step in range(301):
     optimizer.step()
     if step % 100 == 0:
         print(f"step {step}: {loss.item() / np.log(2):.2f} bits a letter")
+
 line = np.searchsorted(letters, list("the cat")).tolist()
 with cudiff.no_grad():
     while letters[line[-1]] != "." and len(line) < LENGTH:
