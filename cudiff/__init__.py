@@ -20,6 +20,7 @@ from cudiff.backend import int32 as int32
 from cudiff.backend import int64 as int64
 from cudiff.errors import CudiffError as CudiffError
 from cudiff.function import Function as Function
+from cudiff.nn.init import seed as seed
 from cudiff.ops import *
 from cudiff.precision import allow_tf32 as allow_tf32
 from cudiff.tensor import Tensor as Tensor
@@ -66,7 +67,8 @@ else:
 
     __all__ = [
         "CudiffError", "Function", "Tensor", "allow_tf32", "bfloat16", "cuda_available", "default_device", "float16",
-        "float32", "float64", "from_dlpack", "int32", "int64", "nn", "no_grad", *ops.__all__, *_LATER, *_MODULES,
+        "float32", "float64", "from_dlpack", "int32", "int64", "nn", "no_grad", "seed", *ops.__all__, *_LATER,
+        *_MODULES,
     ]
 
     def __dir__() -> list[str]:

@@ -19,6 +19,7 @@ from cudiff.config import PRESETS, Config
 from cudiff.errors import CudiffError
 from cudiff.files import opened
 from cudiff.models import outline
+from cudiff.nn.module import MODULE
 from cudiff.tensorfile import read_tensors, write_tensors
 from cudiff.torchfile import read_torch
 
@@ -40,16 +41,21 @@ class Weights(NamedTuple):
     config: Config | None
 
 
-def from_torch(state: Mapping[str, np.ndarray], layouts: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """`state` in native layout. `layouts` is `module.layouts()`; names it lacks pass unchanged.
+def from_torch(state: Mapping[str, Any], layouts: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """`state`, PyTorch's tensors or arrays in its layout, in native layout: for `Module.load_state_dict`.
+
+    layouts: `module.layouts()`; names it lacks pass unchanged, but for batch norms' `num_batches_tracked`, which no
+    layer of cudiff has.
 
     conv2d (O, I, H, W) → (O, H, W, I); conv_transpose2d (I, O, H, W) → (I, H, W, O); conv1d (O, I, L) → (O, L, I);
     pointwise, a linear layer that is a convolution of length 1 there, (O, I, 1) → (O, I); linear, embedding and vector
     as they are. Raises CudiffError for another number of axes.
     """
     result = {}
-    for name, array in state.items():
-        kind = layouts.get(name, "vector")
+    for name, given in state.items():
+        if name.rpartition(".")[2] == "num_batches_tracked" and name not in layouts:
+            continue
+        array, kind = _of_torch(given), layouts.get(name, "vector")
         if kind in ("conv2d", "conv_transpose2d"):
             array = _with_axes(name, array, 4).transpose(0, 2, 3, 1)
         elif kind == "conv1d":
@@ -61,6 +67,14 @@ def from_torch(state: Mapping[str, np.ndarray], layouts: Mapping[str, str]) -> d
             array = array[:, :, 0]
         result[name] = _contiguous(array)
     return result
+
+
+def _of_torch(value: Any) -> np.ndarray:
+    """The array of PyTorch's tensor, of any device, or an array as it is."""
+    if not hasattr(value, "detach"):
+        return value
+    value = value.detach().cpu()
+    return (value.float() if "bfloat16" in str(value.dtype) else value).numpy()
 
 
 def to_torch(state: Mapping[str, np.ndarray], layouts: Mapping[str, str]) -> dict[str, np.ndarray]:
@@ -99,7 +113,7 @@ def read_weights(path: str | os.PathLike, key: str | None = None) -> Weights:
         state = read_torch(path, key)
     else:
         state, metadata = read_tensors(path)
-        if "cudiff" in metadata:
+        if "cudiff" in metadata or MODULE in metadata:
             raise CudiffError(f"{path} is a cudiff checkpoint already: use it as it is")
     return rename(state)
 

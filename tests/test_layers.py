@@ -3,20 +3,21 @@
 import numpy as np
 import pytest
 
+import cudiff
 from cudiff import nn, ops
-from cudiff.convert import from_torch, to_torch
+from cudiff.convert import from_torch, read_weights, to_torch, write_weights
 from cudiff.errors import CudiffError
+from cudiff.nn import init
 from cudiff.tensor import Tensor
 from tests.check import torch
 
 
 def load_from(layer, theirs):
     """Give `layer` PyTorch's weights, which come back as they were."""
-    state = {name: value.detach().numpy() for name, value in theirs.state_dict().items()}
-    state.pop("num_batches_tracked", None)
+    state = theirs.state_dict()
     layer.load_state_dict(from_torch(state, layer.layouts()))
     for name, value in to_torch(layer.state_dict(), layer.layouts()).items():
-        np.testing.assert_array_equal(value, state[name])
+        np.testing.assert_array_equal(value, state[name].numpy())
 
 
 @pytest.mark.parametrize("options", [
@@ -135,3 +136,65 @@ def test_a_dict_of_modules():
 ])
 def test_how_layers_are_shown(layer, expected):
     assert repr(layer) == expected
+
+
+def test_pytorchs_tensors_become_ours():
+    """Where shapes coincide too; what a batch norm counts has no place here."""
+    theirs = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.BatchNorm2d(4)).bfloat16()
+    ours = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    load_from(ours, theirs.float())
+    theirs.bfloat16()
+    ours.load_state_dict(from_torch(theirs.state_dict(), ours.layouts()))
+    expected = theirs[0].weight.detach().float().numpy()
+    assert expected.shape == ours[0].weight.shape
+    np.testing.assert_array_equal(ours[0].weight.numpy(), expected.transpose(0, 2, 3, 1))
+
+
+def test_a_model_is_saved_and_loaded(tmp_path):
+    model, other = (nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3)) for _ in "ab")
+    path = tmp_path / "model.safetensors"
+    model[1].running_mean = np.float32([1, 2, 3])
+    model.save(path)
+    assert other.load(path) is other
+    for name, value in model.state_dict().items():
+        np.testing.assert_array_equal(other.state_dict()[name], value)
+    with pytest.raises(CudiffError, match=r"do not fit the model: missing weight"):
+        nn.Linear(2, 3).load(path)
+    with pytest.raises(CudiffError, match="is a cudiff checkpoint already"):
+        read_weights(path)
+    write_weights(path, to_torch(model.state_dict(), model.layouts()))
+    with pytest.raises(CudiffError, match=r"was not written by Module.save: cudiff.load reads checkpoints"):
+        model.load(path)
+
+
+def test_a_part_of_a_state_is_loaded_where_that_is_said():
+    model, other = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)) for _ in "ab")
+    state = {"0.weight": model[0].weight, "head.weight": np.ones(3)}
+    with pytest.raises(CudiffError, match=r"missing 0\.bias"):
+        other.load_state_dict(state)
+    before = other.state_dict()
+    other.load_state_dict(state, strict=False)
+    changed = [name for name, value in other.state_dict().items() if (value != before[name]).any()]
+    assert changed == ["0.weight"] and (other[0].weight.numpy() == model[0].weight.numpy()).all()
+    with pytest.raises(CudiffError, match=r"0.weight has shape \(3, 2\), not \(2, 2\)"):
+        other.load_state_dict({"0.weight": np.ones((3, 2))}, strict=False)
+
+
+def test_a_seed_makes_weights():
+    def weights(seed):
+        cudiff.seed(seed)
+        return np.concatenate([nn.Linear(3, 4).weight.numpy(), nn.Linear(3, 4).weight.numpy()])
+
+    with init.seeded(0):  # which ends what is seeded in it
+        first, other = weights(1), weights(2)
+        assert (weights(1) == first).all() and (first != other).any() and (first[:4] != first[4:]).any()
+        with pytest.raises(CudiffError, match="n must be at least 0"):
+            cudiff.seed(-1)
+
+
+def test_named_modules_and_devices_are_pytorchs():
+    model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+    assert dict(model.named_modules()) == {"": model, "0": model[0], "1": model[1]}
+    for wrong in (np.float16, "bfloat16", "cuda:0"):
+        with pytest.raises(CudiffError, match=r'moves to "cpu" or "cuda", not .*precision = "bf16"'):
+            model.to(wrong)

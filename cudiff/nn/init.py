@@ -10,6 +10,7 @@ import numpy as np
 
 from cudiff.backend import float32
 from cudiff.errors import CudiffError
+from cudiff.values import whole
 
 
 class _Drawn:
@@ -60,6 +61,12 @@ def _from(source: _Drawn | _Outlined) -> Iterator[None]:
         yield
     finally:
         _source = before
+
+
+def seed(n: int) -> None:
+    """Draw the parameters of models built from now on from `n`. Without it they are those of 0 in each process."""
+    global _source
+    _source = _Drawn(whole("n", n, least=0))
 
 
 def seeded(seed: int) -> contextlib.AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self, TypeVar
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
+
+
+MODULE, LAYOUT = "cudiff_module", "native KRSC"
+"""What the metadata of a file that `Module.save` wrote says."""
 
 
 class HasForward(Protocol[P, R]):
@@ -157,6 +162,10 @@ class Module:
         for name, child in self.children():
             yield from child.modules(f"{prefix}.{name}" if prefix else name)
 
+    def named_modules(self) -> Iterator[tuple[str, Module]]:
+        """`modules`, by the name that PyTorch has for pairs."""
+        return self.modules()
+
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """(name, parameter) in state_dict order."""
         for prefix, module in self.modules():
@@ -193,11 +202,18 @@ class Module:
         state = {name: np.array(parameter.numpy()) for name, parameter in self.named_parameters()}
         return state | {name: np.array(value.numpy()) for name, value in self.named_buffers()}
 
-    def load_state_dict(self, state: Mapping[str, Array | Tensor]) -> None:
-        """Copy values in by name. Raises CudiffError on missing, unknown or mis-shaped ones and numbers out of range,
-        TypeError for what are no numbers, both before anything is changed."""
-        state = {name: array_of(values) for name, values in state.items()}
+    def load_state_dict(self, state: Mapping[str, Array | Tensor], strict: bool = True) -> None:
+        """Copy values in by name, in native layout: PyTorch's state dict goes through `cudiff.convert.from_torch`.
+
+        strict: whether the names are those of the model; otherwise what either lacks is left as it is. Raises
+        CudiffError on missing, unknown or mis-shaped ones and numbers out of range, TypeError for what are no numbers,
+        both before anything is changed.
+        """
         targets: dict[str, Tensor] = dict(self.named_parameters()) | dict(self.named_buffers())
+        if not strict:
+            state = {name: values for name, values in state.items() if name in targets}
+            targets = {name: target for name, target in targets.items() if name in state}
+        state = {name: array_of(values) for name, values in state.items()}
         require_fit(state, targets, "the weights do not fit the model")
         fitted = {name: fitting(name, state[name], target) for name, target in targets.items()}
         for name, target in targets.items():
@@ -205,6 +221,28 @@ class Module:
                 target.assign(fitted[name])
             else:
                 copy_into(target.data, fitted[name])
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write `state_dict` to a .safetensors file, whole or not at all, which `load` of a model alike reads.
+
+        Raises CudiffError where the system refuses to write.
+        """
+        from cudiff.tensorfile import write_tensors  # slow to import, and `import cudiff` is not
+
+        write_tensors(path, self.state_dict(), {MODULE: LAYOUT})
+
+    def load(self, path: str | os.PathLike, strict: bool = True) -> Self:
+        """`load_state_dict` of a file that `save` wrote. Raises CudiffError where it is damaged or something else."""
+        from cudiff.tensorfile import read_tensors
+
+        state, metadata = read_tensors(path)
+        if metadata.get(MODULE) != LAYOUT:
+            raise CudiffError(
+                f"{path} was not written by Module.save: cudiff.load reads checkpoints, cudiff.convert.read_weights "
+                "and from_torch weights of PyTorch"
+            )
+        self.load_state_dict(state, strict)
+        return self
 
     def train(self, mode: bool = True) -> Self:
         """Set training mode (dropout, batch statistics) everywhere below."""
@@ -248,7 +286,12 @@ class Module:
         return self
 
     def to(self, device: str) -> Self:
-        """Move parameters and buffers to "cpu" or "cuda": `flatten`, where they are not all there already."""
+        """Move parameters and buffers to "cpu" or "cuda": `flatten`, where they are not all there already.
+
+        Raises CudiffError for anything else: parameters stay float32, and `precision` says what is computed in.
+        """
+        if device not in ("cpu", "cuda"):
+            raise CudiffError(f'a model moves to "cpu" or "cuda", not {device!r}: for 16 bits set precision = "bf16"')
         values = [*self.parameters(), *(value for _, value in self.named_buffers())]
         if all(value.device == device for value in values):
             return self
