@@ -12,6 +12,7 @@ from cudiff import Tensor, nn, optim
 
 device = sys.argv[1] if len(sys.argv) > 1 else cudiff.default_device()
 rng = np.random.default_rng(0)
+cudiff.seed(0)
 
 
 def spirals(n: int) -> tuple[Tensor, np.ndarray]:
