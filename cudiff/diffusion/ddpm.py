@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cudiff import ops
-from cudiff.diffusion.denoiser import Net, per_sample
+from cudiff.diffusion.denoiser import Net, levels, per_sample
 from cudiff.diffusion.guidance import drop_labels
 from cudiff.diffusion.schedule import BETAS, Schedule, karras_sigmas
 from cudiff.errors import CudiffError
@@ -124,10 +124,10 @@ class DDPMDenoiser:
         self.net, self.schedule = net, schedule
         self._ramps: dict[tuple[str, Any], Tensor] = {}
 
-    def __call__(self, x: Tensor, sigma: Tensor, labels: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, sigma: Tensor | float, labels: Tensor | None = None) -> Tensor:
         return self._denoise(x, sigma, labels)[0]
 
-    def with_variance(self, x: Tensor, sigma: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def with_variance(self, x: Tensor, sigma: Tensor | float, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """D(x; sigma), and how far the log-variance lies from its lower (0) to its upper bound (1), learned.
 
         Improved DDPM, arXiv 2102.09672, equation 15 (its v). Raises CudiffError where the network has no such output.
@@ -137,7 +137,8 @@ class DDPMDenoiser:
             raise CudiffError("this model learned no variance (learn_sigma): use variance='small' or 'large'")
         return denoised, fraction
 
-    def _denoise(self, x: Tensor, sigma: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _denoise(self, x: Tensor, sigma: Tensor | float, labels: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        sigma = levels(sigma, x)
         scale = per_sample(sigma, x)
         out = self.net(x / ops.sqrt(ops.square(scale) + 1), self.timestep(sigma), labels)
         eps, fraction = split_learned_variance(out, x)

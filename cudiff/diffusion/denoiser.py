@@ -1,7 +1,7 @@
 """Denoisers D(x; sigma): a network wrapped so that every sampler can use it.
 
-A denoiser takes x = y + sigma * noise (N, H, W, C), sigma (N,), and labels int32 (N,) or None, and returns its estimate
-of y (N, H, W, C). A network takes (x, t, labels) in whatever scaling it was trained.
+A denoiser takes x = y + sigma * noise (N, H, W, C), sigma (N,) or a number, labels int32 (N,) or None, and returns its
+estimate of y (N, H, W, C). A network takes (x, t, labels) in whatever scaling it was trained.
 """
 
 from __future__ import annotations
@@ -9,10 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cudiff import ops
+from cudiff.backend import float32, float64
 from cudiff.tensor import Tensor
 
 Denoiser = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Net = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def levels(sigma: Tensor | float, x: Tensor) -> Tensor:
+    """sigma of each image of x (N, ...): a tensor as it is, a number as (N,), float32, or float64 for a float64 x."""
+    dtype = float64 if x.dtype == float64 else float32
+    return sigma if isinstance(sigma, Tensor) else ops.full(x.shape[:1], sigma, dtype, x.device)
 
 
 def per_sample(values: Tensor, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from cudiff import ops
-from cudiff.diffusion.denoiser import Net
+from cudiff.diffusion.denoiser import Net, levels
 from cudiff.diffusion.guidance import drop_labels
 from cudiff.diffusion.schedule import karras_sigmas
 from cudiff.ops.mse import mse
@@ -74,7 +74,8 @@ class EDMDenoiser:
         self.data = (real("sigma_data", sigma_data, above=0), real("data_mean", data_mean),
                      real("data_std", data_std, above=0))
 
-    def __call__(self, x: Tensor, sigma: Tensor, labels: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, sigma: Tensor | float, labels: Tensor | None = None) -> Tensor:
+        sigma = levels(sigma, x)
         sigma_data, *standard = self.data
         scaled, c_noise = ops.edm_input(x, sigma, sigma_data, self.c_noise_scale, *standard)
         return ops.edm_output(x, self.net(scaled, c_noise, labels), sigma, sigma_data, *standard)

@@ -8,6 +8,7 @@ import numpy as np
 
 from cudiff import ops
 from cudiff.backend import float32
+from cudiff.diffusion.denoiser import levels
 from cudiff.ops.cast import as_index
 from cudiff.ops.random import Generator, Purpose
 from cudiff.tensor import Tensor
@@ -42,19 +43,20 @@ class Guided:
         self.denoiser, self.guidance = denoiser, real("guidance", guidance)
         self._null: dict[tuple[str, int], Tensor] = {}  # kept for each size: a capture cannot make it
 
-    def __call__(self, x: Tensor, sigma: Tensor, labels: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, sigma: Tensor | float, labels: Tensor | None = None) -> Tensor:
         if labels is None or self.guidance == 1:
             return self.denoiser(x, sigma, labels)
         return self._guide(self.denoiser(*self._doubled(x, sigma, labels)))
 
-    def with_variance(self, x: Tensor, sigma: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def with_variance(self, x: Tensor, sigma: Tensor | float, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The guided estimate, and the variance of the class-conditional half; see `DDPMDenoiser.with_variance`."""
         if labels is None or self.guidance == 1:
             return self.denoiser.with_variance(x, sigma, labels)
         denoised, fraction = self.denoiser.with_variance(*self._doubled(x, sigma, labels))
         return self._guide(denoised), ops.split(fraction, 2, axis=0)[0]
 
-    def _doubled(self, x: Tensor, sigma: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _doubled(self, x: Tensor, sigma: Tensor | float, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        sigma = levels(sigma, x)
         key = labels.device, len(labels)
         if key not in self._null:
             self._null[key] = Tensor(np.full(labels.shape, NULL_CLASS, labels.dtype), device=labels.device)

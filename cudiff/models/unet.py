@@ -194,7 +194,8 @@ class UNet(Module):
     norm_group_channels : fewest channels in a norm's group: 1 is guided-diffusion, whose norm over 32 channels erases
         an embedding added before it, a constant of each channel; from 64 channels on 1 and 2 are the same
 
-    Raises CudiffError for sizes, channels or heads that do not divide, saying which do.
+    Raises CudiffError for sizes, channels or heads that do not divide, saying which do. Its call raises ValueError for
+    labels where num_classes is 0.
     """
 
     def __init__(self, image_size: int, in_channels: int = 3, model_channels: int = 64,
@@ -261,6 +262,8 @@ class UNet(Module):
         self.out = ModuleList([norm, None, zeroed(last) if zero_init else last])
 
     def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
+        if labels is not None and self.label_emb is None:
+            raise ValueError("this U-Net is unconditional and takes no labels: give None, or build it with num_classes")
         first, _, second = self.time_embed
         (emb,) = grouped_linear(ops.timestep_embedding(t, self.model_channels, self.max_period), first, silu=True)
         if labels is None or self.label_emb is None:

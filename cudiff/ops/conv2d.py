@@ -327,18 +327,30 @@ def _conv2d(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, stride: i
     if not isinstance(groups, int) or groups < 1:
         raise ValueError(f"{name}: groups {groups} must be a whole number of at least 1")
     if x.ndim != 4 or weight.ndim != 4 or x.shape[3] != weight.shape[3] * groups:
-        axes = "(N, H, W, C)", "(K, R, S, C)" if groups == 1 else f"(K, R, S, C / {groups})"
-        raise ValueError(f"{name}: x of shape {x.shape} {axes[0]} does not fit weight {weight.shape} {axes[1]}")
+        image, kernel = ("N, H, W, C", "K, R, S, C") if name == "conv2d" else ("N, L, C", "K, S, C")
+        channels = "" if groups == 1 else f" / {groups}"
+        raise ValueError(
+            f"{name}: x of shape {_given(name, x.shape)} ({image}) does not fit weight {_given(name, weight.shape)} "
+            f"({kernel}{channels})"
+        )
     if weight.shape[0] % groups:
         raise ValueError(f"{name}: the weight's {weight.shape[0]} output channels do not divide into {groups} groups")
     if min(out_size(x.shape[1:3], weight.shape[1:3], *steps[:3])) < 1:
-        dilated = "" if steps.dilation == (1, 1) else f" dilated by {steps.dilation}"
+        pairs = steps.padding, steps.dilation
+        padding, dilation = pairs if name == "conv2d" else (pairs[0][1], pairs[1][1])
+        dilated = "" if steps.dilation == (1, 1) else f" dilated by {dilation}"
         raise ValueError(
-            f"{name}: x of shape {x.shape} padded by {steps.padding} is smaller than the kernel {weight.shape}{dilated}"
+            f"{name}: x of shape {_given(name, x.shape)} padded by {padding} is smaller than the kernel "
+            f"{_given(name, weight.shape)}{dilated}"
         )
     check_bias(name, None if bias is None else bias.shape, weight.shape[0])
     require_floats(name, x, weight, bias)
     return Conv2d.apply(x, weight, bias, steps=steps)
+
+
+def _given(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that a caller gave, of whose sequences `conv1d` made rows."""
+    return shape if name == "conv2d" else (shape[0], *shape[2:])
 
 
 def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 1, padding: int = 0, dilation: int = 1,
@@ -349,9 +361,9 @@ def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 
     """
     if x.ndim != 3 or weight.ndim != 3:
         raise ValueError(f"conv1d: x has shape {x.shape}, not (N, L, C), or weight {weight.shape}, not (K, S, C)")
-    for what, value in (("stride", stride), ("padding", padding), ("dilation", dilation)):
-        if not isinstance(value, int):
-            raise ValueError(f"conv1d: {what} {value} must be a whole number")
+    for what, value, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"conv1d: {what} {value} must be a whole number of at least {least}")
     rows = expand_dims(x, 1), expand_dims(weight, 1)
     return squeeze(_conv2d("conv1d", *rows, bias, (1, stride), (0, padding), (1, dilation), groups), 1)
 

@@ -183,3 +183,19 @@ def test_guiding_the_denoiser_guides_the_noise(rng):
     sigma = schedule.sigmas[300:301]
     denoised = Guided(DDPMDenoiser(net, schedule), 1 + w)(Tensor(x), Tensor(sigma), Tensor(np.array([3], np.int32)))
     assert np.allclose(denoised.numpy(), x - sigma * ((1 + w) * eps[3] - w * eps[-1]))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_noise_level_may_be_a_number(rng, dtype):
+    x = Tensor(rng.standard_normal((2, 4, 4, 3)), dtype=dtype)
+    labels = Tensor(np.int32([0, 1]))
+
+    def net(x, t, labels):
+        return x * ops.reshape(t + ops.astype(labels, t.dtype), (-1, 1, 1, 1))
+
+    for denoiser in (EDMDenoiser(net), DDPMDenoiser(net, Schedule("linear"))):
+        for wrapped in (denoiser, Guided(denoiser, 2.0)):
+            expected = wrapped(x, Tensor(np.full(2, 1.5), dtype=dtype), labels)
+            out = wrapped(x, 1.5, labels)
+            assert out.dtype == expected.dtype == dtype
+            np.testing.assert_array_equal(out.numpy(), expected.numpy())

@@ -111,3 +111,9 @@ def test_heads_that_do_not_divide():
 def test_names_are_guided_diffusions():
     names = {name for name, _ in UNet(**TINY | dict(num_classes=3)).named_parameters()}
     assert names == set(TorchUNet(**TINY | dict(num_classes=3)).state_dict())
+
+
+def test_labels_of_an_unconditional_net_are_refused():
+    x, t, labels = (Tensor(np.zeros(shape, np.float32)) for shape in ((2, 8, 8, 3), (2,), (2,)))
+    with pytest.raises(ValueError, match="this U-Net is unconditional and takes no labels"):
+        UNet(image_size=8, model_channels=8, channel_mult=(1,), num_head_channels=8)(x, t, labels)

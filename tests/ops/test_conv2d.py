@@ -113,8 +113,14 @@ def test_groups_and_dilations_that_are_none(shapes, steps, message):
 
 def test_what_conv1d_does_not_take():
     x, weight = Tensor(np.ones((1, 4, 2), np.float32)), Tensor(np.ones((3, 5, 2), np.float32))
-    with pytest.raises(ValueError, match=r"conv1d: .* smaller than the kernel"):
+    with pytest.raises(ValueError, match=r"x of shape \(1, 4, 2\) padded by 0 is smaller than the kernel \(3, 5, 2\)$"):
         conv1d(x, weight)
+    with pytest.raises(ValueError, match=r"padded by 2 is smaller than the kernel \(3, 5, 2\) dilated by 3$"):
+        conv1d(x, weight, padding=2, dilation=3)
+    with pytest.raises(ValueError, match=r"shape \(1, 4, 2\) \(N, L, C\) does not fit weight \(3, 5, 1\) \(K, S, C\)$"):
+        conv1d(x, Tensor(np.ones((3, 5, 1), np.float32)))
+    with pytest.raises(ValueError, match=r"conv1d: dilation 0 must be a whole number of at least 1$"):
+        conv1d(x, weight, dilation=0)
     with pytest.raises(ValueError, match=r"conv1d: x has shape \(1, 4, 4, 2\)"):
         conv1d(Tensor(np.ones((1, 4, 4, 2), np.float32)), weight)
     with pytest.raises(ValueError, match="conv1d: stride"):
