@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import cudiff
 from cudiff import Tensor
 from tests.check import torch
 
@@ -75,3 +76,13 @@ def test_pytorchs_tensors_that_hold_no_array():
             Tensor(given)
     with pytest.raises(TypeError, match="a tensor holds real numbers"):
         Tensor(torch.ones(2, dtype=torch.complex64))
+
+
+@needs_torch
+def test_operations_take_pytorchs_tensors_and_lose_no_gradient():
+    x, given = Tensor(np.float32([1, 2])), torch.ones(2)
+    assert (x * given).numpy().tolist() == cudiff.multiply(given, x).numpy().tolist() == [1, 2]
+    assert cudiff.exp(given).shape == (2,)
+    for call in (cudiff.exp, cudiff.sum, lambda t: x * t, lambda t: cudiff.concatenate([x, t])):
+        with pytest.raises(TypeError, match="records no gradient of PyTorch's: use to_torch_function"):
+            call(torch.ones(2, requires_grad=True))

@@ -121,8 +121,15 @@ _INT32 = np.iinfo(int32)
 
 
 def as_tensor(x: Any) -> Tensor:
-    """x, a tensor, an array or a nested sequence of numbers, as a tensor."""
-    return x if isinstance(x, Tensor) else Tensor(x)
+    """x, a tensor, an array or a nested sequence of numbers, as a tensor.
+
+    Raises TypeError for a tensor of PyTorch's that requires a gradient, which would be lost.
+    """
+    if isinstance(x, Tensor):
+        return x
+    if getattr(x, "requires_grad", False):
+        raise TypeError("an operation of cudiff records no gradient of PyTorch's: use to_torch_function, or x.detach()")
+    return Tensor(x)
 
 
 def is_number(x: Any) -> bool:
