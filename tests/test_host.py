@@ -18,10 +18,10 @@ from cudiff.function import Function
 from cudiff.gradient import State
 from cudiff.nn.parameter import Parameter
 from cudiff.ops.attention import attention, attention_qkv
-from cudiff.ops.conv2d import conv2d
+from cudiff.ops.conv2d import conv2d, conv_transpose2d
 from cudiff.ops.group_norm import group_norm
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
-from cudiff.ops.pool import avg_pool2d, upsample_nearest
+from cudiff.ops.pool import avg_pool2d, max_pool2d, upsample_nearest
 from cudiff.precision import allow_tf32
 from cudiff.tensor import Tensor
 from cudiff.train import Trainer
@@ -350,3 +350,22 @@ def test_a_launch_is_planned_for_the_gpus_multiprocessors(host_of, monkeypatch, 
     if hopper:
         assert count // 2 < grids["conv2d_sm90", "conv2d_sm90"] <= count
     assert 1.5 * count <= grids["group_norm", "normalize"] <= 2 * count
+
+
+@pytest.mark.parametrize("hopper", [True, False])
+@pytest.mark.parametrize("operation", [
+    lambda x, w: conv2d(x, w, None, 1, 1), lambda x, w: conv2d(x, w, None, 1, 1, dilation=2),
+    lambda x, w: conv_transpose2d(x, w), lambda x, w: max_pool2d(x), lambda x, w: avg_pool2d(x),
+    lambda x, w: upsample_nearest(x),
+])
+def test_a_batch_without_images_makes_no_launch_over_windows(host_of, hopper, operation):
+    """An empty grid would be refused, here too; the weight's gradient is zero."""
+    host = host_of(hopper)
+    for dtype in (np.float32, bfloat16):
+        x, weight = (Tensor(np.ones(shape), dtype=dtype, device="cuda", requires_grad=True)
+                     for shape in ((0, 8, 8, 16), (16, 3, 3, 16)))
+        out = operation(x, weight)
+        out.backward(Tensor(np.zeros(out.shape), dtype=dtype, device="cuda"))
+        assert len(out) == 0 and x.grad.shape == x.shape
+        assert not {stem for stem, _ in host.launches if stem.startswith(("conv2d", "pool", "gemm"))}
+        assert weight.grad is None or not Tensor(weight.grad).numpy().any()

@@ -294,3 +294,12 @@ def test_a_bias_of_another_length():
     for name in ("conv2d", "conv_transpose2d"):
         with pytest.raises(ValueError, match=f"{name}: the bias"):
             getattr(cudiff, name)(x, weight, bias)
+
+
+def test_a_batch_without_images(device):
+    x, weight, bias = (Tensor(np.ones(shape, np.float32), device=device, requires_grad=True)
+                       for shape in ((0, 5, 5, 4), (8, 3, 3, 4), (8,)))
+    out = conv2d(x, weight, bias)
+    assert out.shape == (0, 3, 3, 8)
+    out.backward(Tensor(np.zeros(out.shape, np.float32), device=device))
+    assert x.grad.shape == x.shape and not Tensor(weight.grad).numpy().any() and not Tensor(bias.grad).numpy().any()

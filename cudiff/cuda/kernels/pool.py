@@ -38,9 +38,12 @@ def launch_windows(name: str, outputs: tuple, inputs: tuple, large: Array, small
                    wanted: Kind | None = None) -> ChannelStatistics | None:
     """One block a row of windows, or where `out` is `large` the rows from one window's corner to the next.
 
-    Returns the statistics that are wanted of what it stores, a tile for each block; max_windows makes none.
+    Returns the statistics that are wanted of what it stores, a tile for each block; max_windows makes none. Without
+    images nothing is launched.
     """
     n, height, width, channels = large.shape
+    if n == 0:
+        return None
     size, (length, stride, padding) = 16 // large.itemsize, window
     packs = channels % size == 0 and large.data.ptr % 16 == 0 and small.data.ptr % 16 == 0
     rows, columns = small.shape[1:3] if out is small else (blocks(e + padding, stride) for e in (height, width))

@@ -74,8 +74,10 @@ def fprop(given: Operands, stride: Pair, padding: Pair, statistics: bool = False
     """Convolution, written to given.out (N, Ho, Wo, K), with all that is added to it; then ReLU, if `relu`.
 
     `upsample`: of an input twice as high and wide, each pixel four times. Returns out's moments, if `statistics`
-    and the kernel makes them.
+    and the kernel makes them. Without images nothing is launched, as in `dgrad` and `wgrad`.
     """
+    if given.out.size == 0:
+        return None
     asked = {Fusion.STATISTICS: statistics, Fusion.RELU: relu, Fusion.UPSAMPLE: upsample}
     problem = problem_of(FPROP, given, stride, padding, *(fusion for fusion, on in asked.items() if on),
                          dilation=dilation, groups=groups)
@@ -108,6 +110,8 @@ def dgrad(given: Operands, stride: Pair, padding: Pair, sums: bool = False, dila
     `given.norm`, and the epilogue is empty, out may become d_preact, the gradient of the norm's output before SiLU.
     Then this returns PRODUCTS, with x the norm's input, in float32 x - mean; else None.
     """
+    if given.out.size == 0:
+        return None
     problem = problem_of(DGRAD, given, stride, padding, *((Fusion.SUMS,) if sums else ()), dilation=dilation,
                          groups=groups)
     chosen = CONVOLUTION.select(problem)
@@ -119,6 +123,10 @@ def wgrad(given: Operands, stride: Pair, padding: Pair, upsample: bool = False, 
           groups: int = 1) -> None:
     """Gradient of the weight, written or added to given.weight (K, R, S, C / groups), float32; `upsample` as in
     `fprop`."""
+    if given.x.size == 0:
+        if not given.add:
+            given.weight.fill(0)
+        return None
     problem = problem_of(WGRAD, given, stride, padding, *((Fusion.UPSAMPLE,) if upsample else ()),
                          dilation=dilation, groups=groups)
     chosen = CONVOLUTION.select(problem)
