@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.shape import move, padded, region
 from cudiff.function import Function
-from cudiff.ops.cast import as_tensor
+from cudiff.ops.cast import as_tensor, is_number
 from cudiff.ops.shape import broadcast_to, concatenate, getitem
 from cudiff.tensor import Tensor
 
@@ -46,15 +47,19 @@ def pad(x: Any, pad_width: int | Sequence[Any], mode: str = "constant", constant
     """x with a border. `pad_width` as in NumPy: one int, (before, after), or a pair for each axis.
 
     mode: "constant" is the number `constant_values`; "edge" repeats the outermost elements; "reflect" mirrors those
-    inside of them, and takes widths below the axis's size. Raises ValueError for other modes and widths.
+    inside of them, and takes widths below the axis's size. Raises ValueError for other modes and widths, TypeError for
+    several constant values.
     """
     x = as_tensor(x)
     try:
-        pairs = tuple((int(before), int(after)) for before, after in np.broadcast_to(pad_width, (x.ndim, 2)))
+        widths = np.broadcast_to(pad_width, (x.ndim, 2))
     except ValueError:
         raise ValueError(f"pad widths are one pair, or one for each of {x.ndim} axes, not {pad_width}") from None
+    pairs = tuple((operator.index(before), operator.index(after)) for before, after in widths)
     if any(before < 0 or after < 0 for before, after in pairs):
         raise ValueError(f"pad widths are not negative: {pairs}")
+    if not is_number(constant_values):
+        raise TypeError(f"pad takes one number for constant_values, not {constant_values}")
     if mode == "constant":
         return Pad.apply(x, widths=pairs, value=constant_values)
     if mode not in ("edge", "reflect"):

@@ -44,5 +44,9 @@ def test_integers_have_borders(device):
 def test_what_is_refused(args, message):
     with pytest.raises(ValueError, match=message):
         cudiff.pad(Tensor(np.ones((2, 3))), *args)
+    with pytest.raises(TypeError, match="integer"):
+        cudiff.pad(Tensor(np.ones(3)), 1.5)
+    with pytest.raises(TypeError, match="pad takes one number for constant_values"):
+        cudiff.pad(Tensor(np.ones(3)), 1, constant_values=(1, 2))
     with pytest.raises(ValueError, match="mode 'edge' by 1, 1 needs an axis of 1, not of 0"):
         cudiff.pad(Tensor(np.ones((0, 3))), 1, "edge")
