@@ -15,9 +15,10 @@ Gradients add up in the flat buffer until `zero_grad`; for the mean over k backw
 from cudiff.optim.adam import Adam, AdamW
 from cudiff.optim.ema import EMA
 from cudiff.optim.lion import Lion
+from cudiff.optim.muon import Muon
 from cudiff.optim.optimizer import Optimizer
 from cudiff.optim.rmsprop import RMSprop
 from cudiff.optim.schedules import Constant, Cosine, Tabulated
 from cudiff.optim.sgd import SGD
 
-__all__ = ["EMA", "SGD", "Adam", "AdamW", "Constant", "Cosine", "Lion", "Optimizer", "RMSprop", "Tabulated"]
+__all__ = ["EMA", "SGD", "Adam", "AdamW", "Constant", "Cosine", "Lion", "Muon", "Optimizer", "RMSprop", "Tabulated"]

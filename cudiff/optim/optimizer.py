@@ -62,7 +62,8 @@ class Group(ChainMap):
 
 
 class Range(NamedTuple):
-    """Parameters of one group that lie side by side, as slices of the flat buffers. flags are of every 32 elements."""
+    """Parameters of one group that lie side by side, as slices of the flat buffers. flags are of every 32 elements;
+    places: the start, stop and shape of each parameter in the slices."""
 
     group: Group
     data: Tensor
@@ -70,6 +71,7 @@ class Range(NamedTuple):
     moments: list[Tensor]
     flags: Tensor
     targets: tuple[Tensor | None, ...]
+    places: list[tuple[int, int, tuple[int, ...]]]
 
 
 def _clip(name: str, value: Any) -> float:
@@ -205,13 +207,14 @@ class Optimizer:
         """The ranges of the flat buffers that are updated at once, in their order."""
         flat, average, ranges, places = self.flat, self._average, [], []
         group_of = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
-        for parameter, (start, stop, _) in {
+        for parameter, (start, stop, shape) in {
             id(value): (value, place) for value, place in zip(self._own(), flat.slots.values(), strict=True)
         }.values():
-            places.append((start, start + -(-(stop - start) // 32) * 32, group_of[id(parameter)]))
+            end = start + -(-(stop - start) // 32) * 32
+            places.append((start, end, group_of[id(parameter)], (start, stop, shape)))
         places.sort(key=lambda place: place[0])
         for _, run in groupby(places, key=lambda place: id(place[2])):
-            (first, last, group), *others = run
+            (first, last, group, place), *others = run
             own = slice(first, others[-1][1] if others else last)
             targets = (flat.compute_copy, *((None, None) if average is None else (average.data, average.compute_copy)))
             ranges.append(Range(
@@ -219,6 +222,7 @@ class Optimizer:
                 [Tensor(buffer[own]) for buffer in self.buffers.values()],
                 Tensor(flat.flags[own.start // 32 : own.stop // 32]),
                 tuple(None if target is None else Tensor(target[own]) for target in targets),
+                [(a - first, b - first, shape) for a, b, shape in (place, *(other[3] for other in others))],
             ))
         return ranges
 
