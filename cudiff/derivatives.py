@@ -39,7 +39,7 @@ from cudiff.ops.elementwise import (
 )
 from cudiff.ops.matmul import Linear, MatMul, matmul
 from cudiff.ops.pad import Pad
-from cudiff.ops.place import Place, place
+from cudiff.ops.place import Place, PlaceRows, place, place_rows
 from cudiff.ops.reduce import Sum, Variance, mean, sum
 from cudiff.ops.shape import (
     BroadcastTo,
@@ -47,6 +47,7 @@ from cudiff.ops.shape import (
     Reshape,
     Slice,
     Split,
+    Take,
     Transpose,
     broadcast_to,
     concatenate,
@@ -151,6 +152,8 @@ DERIVATIVES: dict[type[Function], Derivative] = {
     Split: _of_split,
     Slice: lambda d, x, index: (place(d, x.shape, index),),
     Place: lambda d, x, shape, index: (d[index],),
+    Take: lambda d, x, index: (place_rows(d, x.shape, index), None),
+    PlaceRows: lambda d, x, index, shape: (d[index], None),
     Pad: lambda d, x, widths, value: (d[tuple(slice(a, a + n) for (a, _), n in zip(widths, x.shape, strict=True))],),
 }
 

@@ -8,7 +8,7 @@ import pytest
 import cudiff
 from cudiff import Tensor, check_gradient, elementwise_grad, grad, nn, no_grad, ops, value_and_grad, vjp
 from cudiff.derivatives import DERIVATIVES
-from cudiff.ops.place import place
+from cudiff.ops.place import place, place_rows
 
 RNG = np.random.default_rng(5)
 
@@ -140,6 +140,8 @@ SECOND = {
     "concatenate": lambda x: np.concatenate([x, x * x], 1) ** 2, "pad": lambda x: ops.pad(x, 1) ** 3,
     "split": lambda x: np.split(x, [1, 3], 1)[1] ** 3, "slice": lambda x: x[::-2, None, 1:] ** 3 * x[0, 0],
     "place": lambda x: place(x, (2, 3, 9), np.s_[1, :, 8:0:-2]) ** 3,
+    "take": lambda x: x[[2, 0, 2, -1]] ** 3,
+    "place rows": lambda x: place_rows(x, (2, 4), Tensor(np.int32([1, 0, 1]))) ** 3,
 }
 
 

@@ -1,4 +1,4 @@
-"""A tensor placed among zeros: the gradient of a slice, as an operation that has one itself."""
+"""A tensor placed among zeros: the gradients of a slice and of rows taken, as operations that have one themselves."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.shape import move, zeros
 from cudiff.function import Function
+from cudiff.ops.shape import Take
 from cudiff.tensor import Tensor
 
 
@@ -41,6 +42,35 @@ class Place(Function):
         return (dx,)
 
 
+class PlaceRows(Function):
+    """out[index[i]] += x[i] on zeros of `shape`, what Take's backward does; dx = dout[index], what its forward does."""
+
+    @staticmethod
+    def forward_numpy(ctx, x, index, shape):
+        ctx.shape = shape
+        ctx.save(index)
+        return Take.backward_numpy(ctx, x, (True, False), (None, None))[0]
+
+    @staticmethod
+    def backward_numpy(ctx, dout, needs, into):
+        return Take.forward_numpy(ctx, dout, *ctx.saved), None
+
+    @staticmethod
+    def forward_cuda(ctx, x, index, shape):
+        ctx.shape = shape
+        ctx.save(index)
+        return Take.backward_cuda(ctx, x, (True, False), (None, None))[0]
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        return Take.forward_cuda(ctx, dout, *ctx.saved), None
+
+
 def place(x: Tensor, shape: tuple[int, ...], index: Any) -> Tensor:
     """Zeros of `shape`, but for [index], which is x."""
     return Place.apply(x, shape=shape, index=index)
+
+
+def place_rows(x: Tensor, shape: tuple[int, ...], index: Tensor) -> Tensor:
+    """Zeros of `shape`, to whose row index[i] the row x[i] is added, in the order of i."""
+    return PlaceRows.apply(x, index, shape=shape)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from cudiff import Tensor
-from cudiff.ops.place import place
+from cudiff.ops.place import place, place_rows
 from tests.check import check_op
 
 SHAPE = (3, 5, 16)
@@ -25,3 +25,21 @@ def test_on_a_gpu_a_slice_is_filled(host_of):
     out = place(x, SHAPE, np.s_[:, 2])
     out.backward(host.zeros(SHAPE, np.float32))
     assert host.launches == [("shape", "copy_packed")] * 2 and x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("index", [[0, 2, 0], [-1], [[1, 1], [2, 0]], []], ids=str)
+def test_rows(index, device, rng):
+    rows = np.asarray(index, np.int32)
+    x = rng.standard_normal((*rows.shape, 5))
+    expected = np.zeros((3, 5))
+    np.add.at(expected, rows, x)
+    np.testing.assert_allclose(place_rows(Tensor(x), (3, 5), Tensor(rows)).numpy(), expected)
+    there = Tensor(rows, device=device)
+    check_op(lambda x: place_rows(x * 1.0, (3, 5), there) + place_rows(x, (3, 5), there) * 2.0, x, device=device)
+
+
+def test_on_a_gpu_rows_are_those_of_take(host_of):
+    host = host_of(True)
+    x, index = Tensor(host.zeros((2, 5), np.float32), requires_grad=True), Tensor(host.zeros(2, np.int32))
+    place_rows(x, (3, 5), index).backward(host.zeros((3, 5), np.float32))
+    assert host.launches == [("shape", "take_backward"), ("shape", "take")] and x.grad.shape == (2, 5)
