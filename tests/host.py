@@ -266,5 +266,5 @@ def pretend(monkeypatch: Any, hopper: bool) -> Host:
             if hasattr(loaded, attribute):
                 monkeypatch.setattr(loaded, attribute, stand_in)
     monkeypatch.setattr(launch, "kernel", host.kernel)
-    monkeypatch.setattr(tensor_map, "_encode", encode)
+    monkeypatch.setattr(tensor_map, "_encode", functools.cache(encode))
     return host

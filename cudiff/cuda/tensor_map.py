@@ -29,20 +29,15 @@ def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True, twice: 
     `twice`: as if each line of the last axis were there twice in a row, on an axis before it that the box counts.
     Raises CudiffError where the driver refuses.
     """
-    return _made(array.data.ptr, array.dtype, array.shape, array.strides, box, operand, twice, swizzled)
+    kind = _TFLOAT32 if operand and array.dtype == float32 else _TYPES[array.dtype]
+    swizzle = _SWIZZLES[box[-1] * array.dtype.itemsize] if swizzled else 0
+    shape, strides = array.shape, array.strides[:-1]
+    if twice:
+        shape, strides = (*shape[:-1], 2, shape[-1]), (*strides, 0)
+    return _encode(array.data.ptr, kind, shape, strides, box, swizzle)
 
 
 @functools.lru_cache(maxsize=4096)
-def _made(pointer: int, dtype: np.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
-          operand: bool, twice: bool, swizzled: bool) -> np.ndarray:
-    kind = _TFLOAT32 if operand and dtype == float32 else _TYPES[dtype]
-    swizzle = _SWIZZLES[box[-1] * dtype.itemsize] if swizzled else 0
-    strides = strides[:-1]
-    if twice:
-        shape, strides = (*shape[:-1], 2, shape[-1]), (*strides, 0)
-    return _encode(pointer, kind, shape, strides, box, swizzle)
-
-
 def _encode(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int, ...],
             box: tuple[int, ...], swizzle: int) -> np.ndarray:
     rank = len(shape)
