@@ -76,19 +76,17 @@ class Queue:
             self.flush()
         batch = self._groups.setdefault(group, [])
         batch.append(pending)
-        self._insert(self._writes, pending.writes)
+        bisect.insort(self._writes, pending.writes)
         for range in pending.reads:
-            self._insert(self._reads, range)
+            bisect.insort(self._reads, range)
+        for range in (pending.writes, *pending.reads):
+            self._longest = max(self._longest, range.stop - range.start)
         launch_type = group[0]
         self._held[launch_type] += pending.held
         if len(batch) == launch_type.max_batch:
             self._launch([group])
         while self._held[launch_type] > launch_type.max_bytes:
             self._launch([next(oldest for oldest in self._groups if oldest[0] is launch_type)])
-
-    def _insert(self, ranges: list[Range], new: Range) -> None:
-        bisect.insort(ranges, new)
-        self._longest = max(self._longest, new.stop - new.start)
 
     def is_read(self, array: Array | None) -> bool:
         """Whether a pending launch reads from the memory of `array`."""
