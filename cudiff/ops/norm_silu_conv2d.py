@@ -20,7 +20,7 @@ from cudiff.cuda.sums import add_rows
 from cudiff.function import Composite, Context
 from cudiff.ops import elementwise
 from cudiff.ops.cast import as_wide, astype, require_floats
-from cudiff.ops.conv2d import check_bias, conv2d, out_size, pair
+from cudiff.ops.conv2d import check_bias, conv2d, out_size
 from cudiff.ops.group_norm import GroupNorm, check_norm, group_norm
 from cudiff.ops.pool import upsample_nearest
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
@@ -99,16 +99,17 @@ class NormSiluConv2d(Composite):
         recomputed = ctx.norm is not None and any(needs.of_norm())
         if recomputed:  # the norm's backward makes h once more for the weight's gradient: nothing is kept till then
             ctx.norm.recomputes = needs.weight
-        padding, times = pair(weight.shape[1] // 2), 2 if upsample else 1
+        times = 2 if upsample else 1
+        ctx.padding = (weight.shape[1] // 2,) * 2
         n, height, width, channels = h.shape
         ctx.shape = n, height * times, width * times, channels  # of what the convolution sees
-        out = empty((n, *out_size(ctx.shape[1:3], weight.shape[1:3], (1, 1), padding), len(weight)), dtype)
+        out = empty((n, *out_size(ctx.shape[1:3], weight.shape[1:3], (1, 1), ctx.padding), len(weight)), dtype)
         skip, addend = None, given.residual
         if given.skip_weight is not None:
             skip, addend = Skip(*given[9:12], as_float32(given.skip_bias)), None
         epilogue = Epilogue(as_float32(given.bias), as_float32(given.emb), addend)
         operands = Operands(h, weight, out, epilogue, h2, skip, tf32=ctx.tf32)
-        ctx.out_statistics = table.fprop(operands, (1, 1), padding, statistics, relu, upsample)
+        ctx.out_statistics = table.fprop(operands, (1, 1), ctx.padding, statistics, relu, upsample)
         ctx.save(None if recomputed else h, h2, given.weight, *given[9:12], out if relu else None)
         return out
 
@@ -134,7 +135,7 @@ class NormSiluConv2d(Composite):
             grads["weight"], add = gradient_target(into.weight, weight.shape, float32)
             dweight = _taps(grads["weight"])
             given = Operands(h, dweight, dout, x2=h2, add=add, tf32=ctx.tf32)
-            table.wgrad(given, (1, 1), pair(dweight.shape[1] // 2), ctx.upsample)
+            table.wgrad(given, (1, 1), ctx.padding, ctx.upsample)
         if skip_weight is not None:
             grads |= _skip_gradients(ctx, dout, needs, into)
         return Inputs(**grads)
@@ -160,13 +161,13 @@ def _vector_gradients(dout: Array, sums: Array | None, needs: Inputs, into: Inpu
 
 def _pair_gradients(ctx: Any, dout: Array, weight: Array, split: int, needs: Inputs, into: Inputs) -> dict[str, Array]:
     """Those of x, of so many channels, and of x2, which no norm follows."""
-    grads, padding = {}, pair(weight.shape[1] // 2)
+    grads = {}
     for name, columns in (("x", weight[..., :split]), ("x2", weight[..., split:])):
         if getattr(needs, name):
             slot = getattr(into, name)
             shape = *ctx.shape[:3], columns.shape[3]
             out, addend = gradient_sum(None if ctx.upsample else slot, shape, dout.dtype)
-            table.dgrad(Operands(dout, columns, out, Epilogue(addend=addend), tf32=ctx.tf32), (1, 1), padding)
+            table.dgrad(Operands(dout, columns, out, Epilogue(addend=addend), tf32=ctx.tf32), (1, 1), ctx.padding)
             grads[name] = sum_windows(out, TWICE, 1.0, None, slot)[0] if ctx.upsample else out
     return grads
 
@@ -178,7 +179,7 @@ def _input_gradients(ctx: Any, dout: Array, weight: Array, into: Inputs) -> dict
     out, addend = gradient_sum(None if ctx.upsample or mixed else slot, ctx.shape, ctx.dtype)
     norm = None if ctx.norm is None or ctx.upsample else Norm(ctx.norm.silu, *ctx.norm.saved)
     given = Operands(dout, weight, out, Epilogue(addend=addend), norm=norm, tf32=ctx.tf32)
-    statistics = table.dgrad(given, (1, 1), pair(weight.shape[1] // 2), sums_wanted)
+    statistics = table.dgrad(given, (1, 1), ctx.padding, sums_wanted)
     if ctx.upsample:
         out, statistics = sum_windows(out, TWICE, 1.0, Kind.SUMS if ctx.norm is None else None, slot)
     if ctx.norm is None:
@@ -297,7 +298,7 @@ def _check(shapes: Inputs, num_groups: int, upsample: bool) -> None:
     else:
         sources = [outputs]
     times, kernel = 2 if upsample else 1, weight[1:3] if len(weight) == 4 else (1, 1)
-    size = out_size((x[1] * times, x[2] * times), kernel, (1, 1), pair(kernel[0] // 2))
+    size = out_size((x[1] * times, x[2] * times), kernel, (1, 1), (kernel[0] // 2,) * 2)
     for name, shape in (
         ("x2", (*x[:3], channels - x[3])), ("emb", (x[0], outputs)), ("residual", (x[0], *size, sources[0])),
         ("residual2", (x[0], *size, sources[-1])),
