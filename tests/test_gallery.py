@@ -64,6 +64,7 @@ def test_a_program_comes_to_its_result_on_either_device(name, device, monkeypatc
     assert SHOWN[name](*shown(name, device, monkeypatch=monkeypatch, capsys=capsys))
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # its memory may hold any numbers
 @pytest.mark.parametrize("name", [name for name in SHOWN if takes_device(name)])
 def test_a_program_keeps_its_arrays_on_the_gpu(name, host_of, monkeypatch):
     """On a stand-in for a GPU, in loops of at most 30 rounds: operands are on one device, of dtypes that it takes."""
