@@ -12,22 +12,41 @@ from typing import Any
 import numpy as np
 
 from cudiff.function import Function
-from cudiff.ops.arithmetic import Add, Divide, Multiply, Power, Subtract, Where, where
+from cudiff.ops.arithmetic import (
+    Add,
+    Arctan2,
+    Divide,
+    FloorDivide,
+    Multiply,
+    Power,
+    Remainder,
+    Subtract,
+    Where,
+    floor_divide,
+    where,
+)
 from cudiff.ops.cast import Cast, astype
 from cudiff.ops.create import zeros
 from cudiff.ops.elementwise import (
     Abs,
+    Ceil,
     Clip,
     Cos,
     Exp,
+    Expm1,
+    Floor,
     Log,
+    Log1p,
     Negative,
     Relu,
+    Round,
     Sigmoid,
+    Sign,
     Silu,
     Sin,
     Sqrt,
     Square,
+    Tan,
     Tanh,
     cos,
     exp,
@@ -35,6 +54,7 @@ from cudiff.ops.elementwise import (
     sin,
     sqrt,
     square,
+    tan,
     tanh,
 )
 from cudiff.ops.matmul import Linear, MatMul, matmul
@@ -71,6 +91,11 @@ def _of_two(derivative: Callable) -> Derivative:
 
 def _of_power(dout: Tensor, a: Any, b: Any) -> tuple[Any, ...]:
     return dout * b * a ** (b - 1), dout * a**b * np.log(a) if isinstance(b, Tensor) else None
+
+
+def _of_clip(dout: Tensor, x: Tensor, low: float | None, high: float | None) -> tuple[Tensor]:
+    inside = (x >= (-np.inf if low is None else low)) & (x <= (np.inf if high is None else high))
+    return (where(inside, dout, 0.0),)
 
 
 def _of_silu(dout: Tensor, x: Tensor) -> tuple[Tensor]:
@@ -126,18 +151,25 @@ DERIVATIVES: dict[type[Function], Derivative] = {
     Sqrt: lambda d, x: (d * 0.5 / sqrt(x),),
     Sin: lambda d, x: (d * cos(x),),
     Cos: lambda d, x: (-d * sin(x),),
+    Tan: lambda d, x: (d * (1 + square(tan(x))),),
+    Log1p: lambda d, x: (d / (1 + x),),
+    Expm1: lambda d, x: (d * exp(x),),
+    **dict.fromkeys((Sign, Floor, Ceil, Round), lambda d, x: (d * 0.0,)),
     Tanh: lambda d, x: (d * (1 - square(tanh(x))),),
     Square: lambda d, x: (d * x * 2,),
     Sigmoid: lambda d, x: (d * sigmoid(x) * (1 - sigmoid(x)),),
     Silu: _of_silu,
     Abs: lambda d, x: (where(x > 0, d, where(x < 0, -d, 0.0)),),
     Relu: lambda d, x: (where(x > 0, d, 0.0),),
-    Clip: lambda d, x, low, high: (where((x >= low) & (x <= high), d, 0.0),),
+    Clip: _of_clip,
     Add: _of_two(lambda d, a, b: (d, d)),
     Subtract: _of_two(lambda d, a, b: (d, -d)),
     Multiply: _of_two(lambda d, a, b: (d * b, d * a)),
     Divide: _of_two(lambda d, a, b: (d / b, -d * a / (b * b))),
     Power: _of_two(_of_power),
+    Arctan2: _of_two(lambda d, a, b: (d * b / (a * a + b * b), -d * a / (a * a + b * b))),
+    FloorDivide: _of_two(lambda d, a, b: (d * 0.0, d * 0.0)),
+    Remainder: _of_two(lambda d, a, b: (d, -d * floor_divide(a, b))),
     Where: lambda d, mask, a, b, scalars: (None, where(mask, d, 0.0), where(mask, 0.0, d)),
     Cast: lambda d, x, dtype: (astype(d, x.dtype),),
     Sum: _of_sum,

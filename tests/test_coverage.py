@@ -14,7 +14,8 @@ from tests.test_operands import OPS
 UNARY = {
     name: getattr(ops, name)
     for name in ("negative", "exp", "log", "sqrt", "sin", "cos", "tanh", "abs", "square", "relu", "sigmoid", "silu",
-                 "gelu", "sum", "max", "min", "var", "softmax", "log_softmax")
+                 "gelu", "sign", "floor", "ceil", "round", "log1p", "expm1", "tan",
+                 "sum", "max", "min", "var", "softmax", "log_softmax")
 }
 UNARY |= {
     "clip": lambda x: ops.clip(x, 0.0, 1.0), "sum over one axis": lambda x: ops.sum(x, 1),
@@ -77,7 +78,9 @@ def launch_all(host, dtype):
         cases.append((lambda x, w, b, training=training: ops.batch_norm(x, w, b, *running, training=training),
                       OPS["batch_norm"][0][:3]))
     cases += [(call, ((4, 16),)) for call in UNARY.values()] + [(call, ((2, 8, 8, 64),)) for call in IMAGE.values()]
-    cases += [(call, ((4, 16), (4, 16))) for call in (ops.minimum, ops.subtract)]
+    cases += [(call, ((4, 16), (4, 16))) for call in (
+        ops.minimum, ops.subtract, ops.arctan2, ops.floor_divide, ops.remainder,
+    )]
     cases += [(call, sizes) for sizes, call in CHOSEN.values()]
     for call, sizes in cases:
         out = call(*(Tensor(host.asarray(np.ones(size, dtype)), requires_grad=True) for size in sizes))

@@ -16,13 +16,16 @@ from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.elementwise import broadcast_layout, grid
 from cudiff.cuda.launch import empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import downcast, is_number, operands, require_float, upcast
+from cudiff.ops.cast import as_tensor, downcast, is_number, operands, require_float, upcast
 from cudiff.ops.elementwise import square
 from cudiff.ops.reduce import sum_to
 from cudiff.ops.shape import broadcast_to
 from cudiff.tensor import Tensor
 
-__all__ = ["add", "divide", "maximum", "minimum", "multiply", "power", "subtract", "where"]
+__all__ = [
+    "add", "arctan2", "divide", "floor_divide", "maximum", "minimum", "multiply", "power", "reciprocal", "remainder",
+    "subtract", "where",
+]
 
 
 class Binary(Function):
@@ -191,6 +194,25 @@ class Power(Binary):
             return np.where(np.equal(a, 0) & np.greater_equal(b, 0), 0, dout * (np.power(a, b) * np.log(a)))
 
 
+class Arctan2(Binary):
+    value = staticmethod(np.arctan2)
+    gradient_a = staticmethod(lambda dout, a, b: dout * b / (a * a + b * b))
+    gradient_b = staticmethod(lambda dout, a, b: -dout * a / (a * a + b * b))
+
+
+class FloorDivide(Binary):
+    """Its slopes are 0, at its steps too."""
+
+    value = staticmethod(np.floor_divide)
+    gradient_a = gradient_b = staticmethod(lambda dout, a, b: np.zeros_like(dout))
+
+
+class Remainder(Binary):
+    value = staticmethod(np.remainder)
+    gradient_a = staticmethod(lambda dout, a, b: dout)
+    gradient_b = staticmethod(lambda dout, a, b: -dout * np.floor_divide(a, b))
+
+
 class Maximum(Binary):
     """Where a == b each gets half of the gradient, as in PyTorch."""
 
@@ -253,6 +275,26 @@ def divide(a: Any, b: Any) -> Tensor:
 def power(a: Any, b: Any) -> Tensor:
     """a ** b; `a ** 2` of a tensor is `square(a)`."""
     return square(a) if is_number(b) and b == 2 else _binary(Power, a, b)
+
+
+def reciprocal(x: Any) -> Tensor:
+    """1 / x; integers give float32."""
+    return divide(1, as_tensor(x))
+
+
+def floor_divide(a: Any, b: Any) -> Tensor:
+    """a // b, rounded down, with gradient 0. A float over 0 is ±inf or NaN, an integer over 0 is 0 as in NumPy."""
+    return _binary(FloorDivide, a, b)
+
+
+def remainder(a: Any, b: Any) -> Tensor:
+    """a % b, which has the sign of b. Of a float by 0 it is NaN, of an integer by 0 it is 0 as in NumPy."""
+    return _binary(Remainder, a, b)
+
+
+def arctan2(a: Any, b: Any) -> Tensor:
+    """The angle of the point (b, a) in radians, from -pi to pi."""
+    return _binary(Arctan2, a, b, floating=True)
 
 
 def maximum(a: Any, b: Any) -> Tensor:

@@ -15,13 +15,13 @@ from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.cuda.sums import empty_statistics
 from cudiff.function import Function
 from cudiff.gradient import Slot
-from cudiff.ops.cast import as_tensor, astype, downcast, require_float, result_dtype, upcast
+from cudiff.ops.cast import as_tensor, astype, downcast, is_number, require_float, result_dtype, upcast
 from cudiff.statistics import ChannelStatistics, Kind
 from cudiff.tensor import Tensor
 
 __all__ = [
-    "abs", "clip", "cos", "exp", "gelu", "log", "negative", "relu", "sigmoid", "silu", "sin", "sqrt", "square",
-    "tanh",
+    "abs", "ceil", "clip", "cos", "exp", "expm1", "floor", "gelu", "log", "log1p", "negative", "relu", "round",
+    "sigmoid", "sign", "silu", "sin", "sqrt", "square", "tan", "tanh",
 ]
 
 
@@ -67,67 +67,35 @@ class Unary(Function):
 
 
 class Negative(Unary):
-    @staticmethod
-    def value(x):
-        return np.negative(x)
-
-    @staticmethod
-    def gradient(dout, x):
-        return np.negative(dout)
+    value = staticmethod(lambda x: np.negative(x))
+    gradient = staticmethod(lambda dout, x: np.negative(dout))
 
 
 class Exp(Unary):
     saves_out = True
-
-    @staticmethod
-    def value(x):
-        return np.exp(x)
-
-    @staticmethod
-    def gradient(dout, out):
-        return dout * out
+    value = staticmethod(lambda x: np.exp(x))
+    gradient = staticmethod(lambda dout, out: dout * out)
 
 
 class Log(Unary):
-    @staticmethod
-    def value(x):
-        return np.log(x)
-
-    @staticmethod
-    def gradient(dout, x):
-        return dout / x
+    value = staticmethod(lambda x: np.log(x))
+    gradient = staticmethod(lambda dout, x: dout / x)
 
 
 class Sqrt(Unary):
     saves_out = True
-
-    @staticmethod
-    def value(x):
-        return np.sqrt(x)
-
-    @staticmethod
-    def gradient(dout, out):
-        return 0.5 * dout / out
+    value = staticmethod(lambda x: np.sqrt(x))
+    gradient = staticmethod(lambda dout, out: 0.5 * dout / out)
 
 
 class Sin(Unary):
-    @staticmethod
-    def value(x):
-        return np.sin(x)
-
-    @staticmethod
-    def gradient(dout, x):
-        return dout * np.cos(x)
+    value = staticmethod(lambda x: np.sin(x))
+    gradient = staticmethod(lambda dout, x: dout * np.cos(x))
 
 
 class Cos(Unary):
-    @staticmethod
-    def value(x):
-        return np.cos(x)
-
-    @staticmethod
-    def gradient(dout, x):
-        return -dout * np.sin(x)
+    value = staticmethod(lambda x: np.cos(x))
+    gradient = staticmethod(lambda dout, x: -dout * np.sin(x))
 
 
 class Tanh(Unary):
@@ -147,23 +115,50 @@ class Tanh(Unary):
 
 
 class Abs(Unary):
-    @staticmethod
-    def value(x):
-        return np.abs(x)
-
-    @staticmethod
-    def gradient(dout, x):
-        return dout * np.sign(x)
+    value = staticmethod(lambda x: np.abs(x))
+    gradient = staticmethod(lambda dout, x: dout * np.sign(x))
 
 
 class Square(Unary):
-    @staticmethod
-    def value(x):
-        return x * x
+    value = staticmethod(lambda x: x * x)
+    gradient = staticmethod(lambda dout, x: 2 * dout * x)
 
-    @staticmethod
-    def gradient(dout, x):
-        return 2 * dout * x
+
+class Step(Unary):
+    """Its slope is 0, at its steps too, as in PyTorch."""
+
+    gradient = staticmethod(lambda dout, x: np.zeros_like(dout))
+
+
+class Sign(Step):
+    value = staticmethod(lambda x: np.sign(x))
+
+
+class Floor(Step):
+    value = staticmethod(lambda x: np.floor(x))
+
+
+class Ceil(Step):
+    value = staticmethod(lambda x: np.ceil(x))
+
+
+class Round(Step):
+    value = staticmethod(lambda x: np.rint(x))
+
+
+class Log1p(Unary):
+    value = staticmethod(lambda x: np.log1p(x))
+    gradient = staticmethod(lambda dout, x: dout / (1 + x))
+
+
+class Expm1(Unary):
+    value = staticmethod(lambda x: np.expm1(x))
+    gradient = staticmethod(lambda dout, x: dout * np.exp(x))
+
+
+class Tan(Unary):
+    value = staticmethod(lambda x: np.tan(x))
+    gradient = staticmethod(lambda dout, x: dout * (1 + np.tan(x) ** 2))
 
 
 class Relu(Unary):
@@ -321,7 +316,7 @@ class Clip(Function):
     def forward_numpy(ctx, x, low, high):
         if ctx.needs[0]:
             ctx.save(x)
-        ctx.low, ctx.high = low, high
+        ctx.low, ctx.high = _ends(low, high)
         return downcast(np.clip(upcast(x), low, high), x.dtype)
 
     @staticmethod
@@ -333,19 +328,23 @@ class Clip(Function):
     def forward_cuda(ctx, x, low, high):
         require_float("clip", x)
         out = empty(x.shape, x.dtype)
-        args = (x, out, float(low), float(high), np.int64(x.size))
+        ctx.low, ctx.high = _ends(low, high)
+        args = (x, out, ctx.low, ctx.high, np.int64(x.size))
         launch("elementwise", "clip_forward", grid(x), 256, args, T=x.dtype)
         if ctx.needs[0]:
             ctx.save(x)
-        ctx.low, ctx.high = low, high
         return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
         dx, accumulate = gradient_target(into[0], dout.shape, dout.dtype)
-        args = (dout, ctx.saved[0], dx, float(ctx.low), float(ctx.high), accumulate, np.int64(dx.size))
+        args = (dout, ctx.saved[0], dx, ctx.low, ctx.high, accumulate, np.int64(dx.size))
         launch("elementwise", "clip_backward", grid(dx), 256, args, T=dx.dtype)
         return (dx,)
+
+
+def _ends(low: float | None, high: float | None) -> tuple[float, float]:
+    return -math.inf if low is None else float(low), math.inf if high is None else float(high)
 
 
 def _unary(function: type[Function], x: Any, floating: bool = True, **attrs: Any) -> Tensor:
@@ -368,10 +367,42 @@ def square(x: Any) -> Tensor:
     return _unary(Square, x, floating=False)
 
 
-def clip(x: Any, low: float, high: float) -> Tensor:
-    """x limited to [low, high]; the gradient passes inside, the ends included."""
-    x = as_tensor(x)
-    return Clip.apply(astype(x, result_dtype(x, low, high)), low=low, high=high)
+def clip(x: Any, a_min: Any = None, a_max: Any = None, *, min: Any = None, max: Any = None) -> Tensor:
+    """x limited to [a_min, a_max], numbers or None for no limit; the gradient passes inside, the ends included.
+
+    `min` and `max` are NumPy's other names of the two. Raises ValueError where both are given, TypeError for
+    bounds that are no numbers.
+    """
+    if (a_min is not None and min is not None) or (a_max is not None and max is not None):
+        raise ValueError("clip: a_min is min and a_max is max: give each by one of its names")
+    x, low, high = as_tensor(x), min if a_min is None else a_min, max if a_max is None else a_max
+    bounds = [bound for bound in (low, high) if bound is not None]
+    if not all(is_number(bound) for bound in bounds):
+        raise TypeError("clip: bounds are numbers: of tensors take maximum(x, a_min) and minimum(x, a_max)")
+    return Clip.apply(astype(x, result_dtype(x, *bounds)), low=low, high=high) if bounds else x
+
+
+def sign(x: Any) -> Tensor:
+    """-1, 0 or 1, as x is below, at or above 0; the gradient is 0."""
+    return _unary(Sign, x, floating=False)
+
+
+def floor(x: Any) -> Tensor:
+    """The largest whole number up to x; the gradient is 0."""
+    return _unary(Floor, x, floating=False)
+
+
+def ceil(x: Any) -> Tensor:
+    """The smallest whole number from x on; the gradient is 0."""
+    return _unary(Ceil, x, floating=False)
+
+
+def round(x: Any, decimals: int = 0) -> Tensor:
+    """The nearest number of so many decimals, of two the even one; the gradient is 0."""
+    if decimals == 0:
+        return _unary(Round, x, floating=False)
+    scale = 10.0**decimals
+    return _unary(Round, as_tensor(x) * scale) / scale
 
 
 def exp(x: Any) -> Tensor:
@@ -382,6 +413,16 @@ def exp(x: Any) -> Tensor:
 def log(x: Any) -> Tensor:
     """Natural logarithm."""
     return _unary(Log, x)
+
+
+def log1p(x: Any) -> Tensor:
+    """log(1 + x), exact near 0."""
+    return _unary(Log1p, x)
+
+
+def expm1(x: Any) -> Tensor:
+    """e ** x - 1, exact near 0."""
+    return _unary(Expm1, x)
 
 
 def sqrt(x: Any) -> Tensor:
@@ -397,6 +438,11 @@ def sin(x: Any) -> Tensor:
 def cos(x: Any) -> Tensor:
     """Cosine of x in radians."""
     return _unary(Cos, x)
+
+
+def tan(x: Any) -> Tensor:
+    """Tangent of x in radians."""
+    return _unary(Tan, x)
 
 
 def tanh(x: Any) -> Tensor:

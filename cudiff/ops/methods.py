@@ -17,6 +17,7 @@ from cudiff.tensor import Tensor
 
 OPERATORS = {
     "add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "pow": "power", "matmul": "matmul",
+    "floordiv": "floor_divide", "mod": "remainder",
 }
 """Operators of two operands; either may be the tensor."""
 
@@ -30,7 +31,7 @@ UNARY = {"neg": "negative", "abs": "abs", "invert": "invert"}
 
 METHODS = (
     "all", "any", "astype", "clip", "diagonal", "dot", "exp", "flatten", "log", "max", "mean", "min", "ravel", "relu",
-    "repeat", "sigmoid", "silu", "sqrt", "square", "squeeze", "std", "sum", "swapaxes", "tanh", "trace", "var",
+    "repeat", "round", "sigmoid", "silu", "sqrt", "square", "squeeze", "std", "sum", "swapaxes", "tanh", "trace", "var",
 )
 """Operations that are methods under their own names: those that NumPy's arrays have, and what networks are made of."""
 

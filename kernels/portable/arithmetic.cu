@@ -74,6 +74,17 @@ __device__ __forceinline__ void binary(T* out, float* wide, int accumulate, i64 
 // 1 for the larger, 1/2 for equals.
 __device__ __forceinline__ float share(float a, float b) { return 0.5f * ((a > b ? 1.0f : 0.0f) + (a >= b ? 1.0f : 0.0f)); }
 
+__device__ __forceinline__ bool apart(float rest, float b) { return rest != 0.0f && (rest < 0.0f) != (b < 0.0f); }
+// NumPy's //, which is exact where a / b is rounded up to a whole number, and its %, which has b's sign.
+__device__ __forceinline__ float whole_quotient(float a, float b) {
+    float rest = fmodf(a, b);
+    return b == 0.0f ? a / b : rintf((a - rest) / b) - (apart(rest, b) ? 1.0f : 0.0f);
+}
+__device__ __forceinline__ float remainder_of(float a, float b) {
+    float rest = fmodf(a, b);
+    return apart(rest, b) ? rest + b : rest;
+}
+
 FORWARD(add, a + b)
 FORWARD(subtract, a - b)
 FORWARD(multiply, a * b)
@@ -85,6 +96,15 @@ GRADIENT(divide_db, -dout * a / (b * b))
 FORWARD(power, powf(a, b))
 GRADIENT(power_da, b == 0.0f ? 0.0f : dout * (b * powf(a, b - 1.0f)))
 GRADIENT(power_db, a == 0.0f && b >= 0.0f ? 0.0f : dout * (powf(a, b) * logf(a)))
+FORWARD(arctan2, atan2f(a, b))
+GRADIENT(arctan2_da, dout * b / (a * a + b * b))
+GRADIENT(arctan2_db, -dout * a / (a * a + b * b))
+FORWARD(floordivide, whole_quotient(a, b))
+GRADIENT(floordivide_da, 0.0f)
+GRADIENT(floordivide_db, 0.0f)
+FORWARD(remainder, remainder_of(a, b))
+GRADIENT(remainder_da, dout)
+GRADIENT(remainder_db, -dout * whole_quotient(a, b))
 FORWARD(maximum, a > b || a != a ? a : b)
 GRADIENT(maximum_da, dout * share(a, b))
 GRADIENT(maximum_db, dout * share(b, a))

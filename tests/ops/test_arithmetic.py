@@ -14,7 +14,9 @@ SHAPES = [
 FUNCTIONS = [
     ("add", lambda a, b: a + b), ("subtract", lambda a, b: a - b), ("multiply", lambda a, b: a * b),
     ("divide", lambda a, b: a / b), ("maximum", lambda a, b: torch.maximum(a, b)),
-    ("minimum", lambda a, b: torch.minimum(a, b)),
+    ("minimum", lambda a, b: torch.minimum(a, b)), ("remainder", lambda a, b: a % b),
+    ("floor_divide", lambda a, b: torch.div(a, b, rounding_mode="floor")),
+    ("arctan2", lambda a, b: torch.atan2(a, b)),
 ]
 
 
@@ -114,6 +116,30 @@ def test_arrays_beside_tensors():
     left = np.arange(3, dtype=np.float32) * x
     assert isinstance(left, Tensor) and left.numpy().tolist() == [0, 1, 2]
     assert (x + [1.0, 2.0, 3.0]).numpy().tolist() == [2, 3, 4]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int32, np.int64])
+def test_whole_quotients_and_remainders_have_numpys_signs(dtype):
+    a, b = (grid.reshape(-1) for grid in np.meshgrid(np.array([-7, -6, 0, 1, 7], dtype), np.array([-3, 2, 3], dtype)))
+    x, y = Tensor(a), Tensor(b)
+    for out, expected in [(x // y, a // b), (x % y, a % b), (x // 2, a // 2), (7 % y, 7 % b), (np.mod(x, y), a % b)]:
+        assert out.dtype == dtype and out.numpy().tolist() == expected.tolist()
+
+
+def test_a_quotient_just_below_a_whole_number(device):
+    """1 / 0.1 is rounded up to 10, and 0.1 is a little more than a tenth."""
+    x, by = Tensor(np.float32([1, -1, 5, -5]), device=device), np.float32([0.1, 0.1, np.inf, np.inf])
+    y = Tensor(by, device=device)
+    assert (x // y).numpy().tolist() == [9, -10, 0, -1]
+    np.testing.assert_array_equal((x % y).numpy(), np.float32([1, -1, 5, -5]) % by)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_over_zero():
+    x = Tensor(np.float32([1, -1]))
+    assert (x // 0.0).numpy().tolist() == [np.inf, -np.inf] and np.isnan((x % 0.0).numpy()).all()
+    whole = Tensor(np.array([3, -3]))
+    assert (whole // 0).numpy().tolist() == (whole % 0).numpy().tolist() == [0, 0]
 
 
 def test_shapes_that_do_not_broadcast(device):

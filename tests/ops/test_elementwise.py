@@ -21,6 +21,13 @@ FUNCTIONS = [
     ("tanh", lambda x: x.tanh(), ANY),
     ("abs", lambda x: x.abs(), NOT_ZERO),
     ("square", lambda x: x.square(), ANY),
+    ("sign", lambda x: x.sign(), NOT_ZERO),
+    ("floor", lambda x: x.floor(), ANY),
+    ("ceil", lambda x: x.ceil(), ANY),
+    ("round", lambda x: x.round(), ANY),
+    ("log1p", lambda x: x.log1p(), POSITIVE),
+    ("expm1", lambda x: x.expm1(), ANY),
+    ("tan", lambda x: x.tan(), np.tanh),
     ("relu", lambda x: x.relu(), NOT_ZERO),
     ("sigmoid", lambda x: x.sigmoid(), ANY),
     ("silu", lambda x: torch.nn.functional.silu(x), ANY),
@@ -47,6 +54,35 @@ def test_gradient_is_added_to_what_is_there(name, torch_fn, domain, device, rng)
 def test_clip(shape, device, rng):
     x = rng.standard_normal(shape) * 2
     check_op(lambda x: cudiff.clip(x, -1, 0.5), x, device=device, torch_fn=lambda x: x.clamp(-1, 0.5))
+
+
+def test_clip_takes_numpys_names(device):
+    x = Tensor(np.float32([-2, 0, 2]), requires_grad=True, device=device)
+    for out, expected in [
+        (np.clip(x, -1, 1), [-1, 0, 1]), (np.clip(x, None, 1), [-2, 0, 1]), (x.clip(min=-1), [-1, 0, 2]),
+        (np.clip(x, a_min=-1, a_max=None), [-1, 0, 2]), (np.clip(x, min=-1, max=1), [-1, 0, 1]),
+        (x.clip(None, None), [-2, 0, 2]),
+    ]:
+        assert out.numpy().tolist() == expected
+    x.clip(max=1).sum().backward()
+    assert Tensor(x.grad).numpy().tolist() == [1, 1, 0]
+    with pytest.raises(ValueError, match="by one of its names"):
+        np.clip(x, 0, 1, min=0)
+    with pytest.raises(TypeError, match="bounds are numbers: of tensors take maximum"):
+        x.clip(x, 1)
+
+
+def test_clip_keeps_integers():
+    x = Tensor(np.array([2**53 + 1, -3]))
+    out = x.clip(min=0)
+    assert out.dtype == np.int64 and out.numpy().tolist() == [2**53 + 1, 0]
+
+
+def test_round_takes_decimals_and_halves_go_to_the_even_number(device):
+    x = Tensor(np.float32([0.5, 1.5, -2.5, 2.26]), device=device)
+    assert x.round().numpy().tolist() == [0, 2, -2, 2]
+    np.testing.assert_array_equal(np.round(x, 1).numpy(), np.round(x.numpy(), 1))
+    assert np.floor(Tensor(np.array([1, 4]))).dtype == np.int64
 
 
 def test_clip_passes_the_gradient_at_its_ends(device):
