@@ -232,7 +232,11 @@ def test_layers_without_parameters_are_their_operations(rng):
     }
     for layer, operation in pairs.items():
         np.testing.assert_array_equal(layer(x).numpy(), operation(x).numpy())
-    for make in (lambda: nn.MaxPool2d(0), lambda: nn.AvgPool2d(2, stride=0), lambda: nn.MaxPool2d(2, padding=-1)):
+    for layer, operation in ((nn.MaxPool2d, ops.max_pool2d), (nn.AvgPool2d, ops.avg_pool2d)):
+        out = layer((2, 4), (3, 2), (1, 0), ceil_mode=True)(x)
+        np.testing.assert_array_equal(out.numpy(), operation(x, (2, 4), (3, 2), (1, 0), ceil_mode=True).numpy())
+    for make in (lambda: nn.MaxPool2d((2, 0)), lambda: nn.MaxPool2d(0), lambda: nn.AvgPool2d(2, stride=0),
+                 lambda: nn.MaxPool2d(2, padding=-1)):
         with pytest.raises(CudiffError):
             make()
 

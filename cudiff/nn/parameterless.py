@@ -7,6 +7,8 @@ from cudiff.nn.module import Module
 from cudiff.tensor import Tensor
 from cudiff.values import whole
 
+Pair = tuple[int, int]
+
 
 class Identity(Module):
     """x."""
@@ -58,26 +60,37 @@ class Flatten(Module):
 
 
 class _Pool2d(Module):
-    """x (N, H, W, C) → (N, Ho, Wo, C), Ho = (H + 2·padding − size) // stride + 1; the stride is the size by default."""
+    """x (N, H, W, C) → (N, Ho, Wo, C), Ho = (H + 2·padding − size) // stride + 1, rounded up with ceil_mode; a number
+    each, or those of rows and columns; the stride is the size by default."""
 
-    def __init__(self, size: int, stride: int | None = None, padding: int = 0):
+    def __init__(self, size: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0,
+                 ceil_mode: bool = False):
         super().__init__()
-        self.size, self.padding = whole("size", size), whole("padding", padding, least=0)
-        self.stride = self.size if stride is None else whole("stride", stride)
+        self.size, self.padding = _checked("size", size), _checked("padding", padding, least=0)
+        self.stride = self.size if stride is None else _checked("stride", stride)
+        self.ceil_mode = ceil_mode
 
     def extra_repr(self) -> str:
-        return f"{self.size}, stride={self.stride}, padding={self.padding}"
+        rounded = ", ceil_mode=True" if self.ceil_mode else ""
+        return f"{self.size}, stride={self.stride}, padding={self.padding}{rounded}"
+
+
+def _checked(name: str, value: int | Pair, least: int = 1) -> int | Pair:
+    """A number as it is given, or one for rows and one for columns."""
+    if isinstance(value, tuple) and len(value) == 2:
+        return whole(name, value[0], least), whole(name, value[1], least)
+    return whole(name, value, least)
 
 
 class MaxPool2d(_Pool2d):
-    __doc__ = f"The maximum over square windows. {_Pool2d.__doc__}"
+    __doc__ = f"The maximum over windows. {_Pool2d.__doc__}"
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.max_pool2d(x, self.size, self.stride, self.padding)
+        return ops.max_pool2d(x, self.size, self.stride, self.padding, ceil_mode=self.ceil_mode)
 
 
 class AvgPool2d(_Pool2d):
-    __doc__ = f"The mean over square windows, of which padding is zeros. {_Pool2d.__doc__}"
+    __doc__ = f"The mean over windows, of which padding is zeros. {_Pool2d.__doc__}"
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.avg_pool2d(x, self.size, self.stride, self.padding)
+        return ops.avg_pool2d(x, self.size, self.stride, self.padding, self.ceil_mode)

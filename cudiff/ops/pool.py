@@ -6,13 +6,14 @@ backward) and `spread_windows` (upsampling; average pooling backward).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
 
 from cudiff.backend import Array
 from cudiff.cuda.accumulate import gradient_target
-from cudiff.cuda.kernels.pool import Window, launch_windows, out_size, spread_windows, sum_windows
+from cudiff.cuda.kernels.pool import Pair, Window, launch_windows, out_size, spread_windows, sum_windows
 from cudiff.cuda.launch import empty
 from cudiff.function import Function
 from cudiff.ops.cast import downcast, require_float, upcast
@@ -21,26 +22,36 @@ from cudiff.tensor import Tensor
 
 __all__ = ["avg_pool2d", "max_pool2d", "upsample_nearest"]
 
-NOWHERE = 255  # no place in a window of up to 15 x 15
+NOWHERE = 255  # no place in a window of up to 255
 
 
-def _taps(padded: Array, window: Window, size: tuple[int, int]) -> Iterator[Array]:
+def _taps(padded: Array, window: Window, size: Pair) -> Iterator[Array]:
     """For each place in the window, row by row: the elements (a view) there of all `size` windows of `padded`."""
-    length, stride, _ = window
-    height, width = size
-    for r in range(length):
-        for s in range(length):
-            yield padded[:, r : r + stride * (height - 1) + 1 : stride, s : s + stride * (width - 1) + 1 : stride]
+    for place in np.ndindex(*window.size):
+        rows, columns = (
+            slice(first, first + step * (count - 1) + 1, step)
+            for first, step, count in zip(place, window.stride, size, strict=True)
+        )
+        yield padded[:, rows, columns]
 
 
-def _padded(x: Array, padding: int, value: float = 0) -> Array:
-    edges = ((0, 0), (padding, padding), (padding, padding), (0, 0))
-    return np.pad(x, edges, constant_values=value) if padding else x
+def _edges(size: Pair, window: Window) -> tuple[Pair, Pair]:
+    """The padding of an image of this size before and behind its rows, then its columns: as far as windows reach."""
+    top, left = (
+        (before, max(before, (count - 1) * step + length - extent - before))
+        for extent, count, length, step, before in zip(size, out_size(size, window), *window[:3], strict=True)
+    )
+    return top, left
+
+
+def _padded(x: Array, window: Window, value: float = 0) -> Array:
+    edges = _edges(x.shape[1:3], window)
+    return np.pad(x, ((0, 0), *edges, (0, 0)), constant_values=value) if any(map(any, edges)) else x
 
 
 def sum_windows_numpy(x: Array, window: Window, factor: float) -> Array:
     """out[n, ho, wo, c] = factor · sum of x in the window whose corner is (ho, wo)·stride - padding."""
-    taps = _taps(_padded(x, window[2]), window, out_size(x.shape[1:3], window))
+    taps = _taps(_padded(x, window), window, out_size(x.shape[1:3], window))
     out = next(taps).copy()
     for tap in taps:
         out += tap
@@ -49,18 +60,26 @@ def sum_windows_numpy(x: Array, window: Window, factor: float) -> Array:
     return out
 
 
-def spread_windows_numpy(x: Array, size: tuple[int, int], window: Window, factor: float) -> Array:
+def spread_windows_numpy(x: Array, size: Pair, window: Window, factor: float) -> Array:
     """The transpose: each element of x times factor, added to its window of an output of height and width `size`."""
-    padding = window[2]
-    out = np.zeros((x.shape[0], size[0] + 2 * padding, size[1] + 2 * padding, x.shape[3]), x.dtype)
+    out = _zeros_around(x, size, window)
     scaled = x if factor == 1 else x * factor
     for tap in _taps(out, window, x.shape[1:3]):
         tap += scaled
-    return _cropped(out, padding)
+    return _cropped(out, size, window)
 
 
-def _cropped(padded: Array, padding: int) -> Array:
-    return np.ascontiguousarray(padded[:, padding:-padding, padding:-padding]) if padding else padded
+def _zeros_around(x: Array, size: Pair, window: Window) -> Array:
+    """Zeros of an image of this size and its padding, with x's batch, channels and dtype."""
+    height, width = (extent + sum(edge) for extent, edge in zip(size, _edges(size, window), strict=True))
+    return np.zeros((x.shape[0], height, width, x.shape[3]), x.dtype)
+
+
+def _cropped(padded: Array, size: Pair, window: Window) -> Array:
+    if padded.shape[1:3] == size:
+        return padded
+    (top, left), (height, width) = window.padding, size
+    return np.ascontiguousarray(padded[:, top : top + height, left : left + width])
 
 
 class AveragePool2d(Function):
@@ -69,23 +88,23 @@ class AveragePool2d(Function):
     @staticmethod
     def forward_numpy(ctx, x, window):
         ctx.size, ctx.window = x.shape[1:3], window
-        return downcast(sum_windows_numpy(upcast(x), window, 1 / window[0] ** 2), x.dtype)
+        return downcast(sum_windows_numpy(upcast(x), window, 1 / math.prod(window.size)), x.dtype)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
-        dx = spread_windows_numpy(upcast(dout), ctx.size, ctx.window, 1 / ctx.window[0] ** 2)
+        dx = spread_windows_numpy(upcast(dout), ctx.size, ctx.window, 1 / math.prod(ctx.window.size))
         return (downcast(dx, dout.dtype),)
 
     @staticmethod
     def forward_cuda(ctx, x, window):
         require_float("avg_pool2d", x)
         ctx.size, ctx.window = x.shape[1:3], window
-        out, ctx.out_statistics = sum_windows(x, window, 1 / window[0] ** 2, moments(x.dtype))
+        out, ctx.out_statistics = sum_windows(x, window, 1 / math.prod(window.size), moments(x.dtype))
         return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
-        factor = 1 / ctx.window[0] ** 2
+        factor = 1 / math.prod(ctx.window.size)
         dx, ctx.din_statistics[0] = spread_windows(dout, ctx.size, ctx.window, factor, Kind.SUMS, into[0])
         return (dx,)
 
@@ -95,7 +114,7 @@ class UpsampleNearest(Function):
 
     @staticmethod
     def forward_numpy(ctx, x, factor):
-        ctx.window = (factor, factor, 0)
+        ctx.window = Window((factor, factor), (factor, factor))
         n, height, width, channels = x.shape
         repeated = np.broadcast_to(x[:, :, None, :, None], (n, height, factor, width, factor, channels))
         return repeated.reshape(n, height * factor, width * factor, channels)
@@ -107,7 +126,7 @@ class UpsampleNearest(Function):
     @staticmethod
     def forward_cuda(ctx, x, factor):
         require_float("upsample_nearest", x)
-        ctx.window = (factor, factor, 0)
+        ctx.window = Window((factor, factor), (factor, factor))
         size = x.shape[1] * factor, x.shape[2] * factor
         out, ctx.out_statistics = spread_windows(x, size, ctx.window, 1.0, moments(x.dtype))
         return out
@@ -124,7 +143,7 @@ class MaxPool2d(Function):
     @staticmethod
     def forward_numpy(ctx, x, window, relu):
         size = out_size(x.shape[1:3], window)
-        taps = _taps(_padded(upcast(x), window[2], -np.inf), window, size)
+        taps = _taps(_padded(upcast(x), window, -np.inf), window, size)
         out = next(taps).copy()
         place = np.zeros(out.shape, np.uint8)
         for index, tap in enumerate(taps, 1):
@@ -139,12 +158,11 @@ class MaxPool2d(Function):
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
-        (place,), padding, wide = ctx.saved, ctx.window[2], upcast(dout)
-        height, width = ctx.size
-        dx = np.zeros((len(dout), height + 2 * padding, width + 2 * padding, dout.shape[3]), wide.dtype)
+        (place,), wide = ctx.saved, upcast(dout)
+        dx = _zeros_around(wide, ctx.size, ctx.window)
         for index, tap in enumerate(_taps(dx, ctx.window, dout.shape[1:3])):
             tap += np.where(place == index, wide, 0)
-        return (downcast(_cropped(dx, padding), dout.dtype),)
+        return (downcast(_cropped(dx, ctx.size, ctx.window), dout.dtype),)
 
     @staticmethod
     def forward_cuda(ctx, x, window, relu):
@@ -167,32 +185,60 @@ class MaxPool2d(Function):
         return (dx,)
 
 
-def _window(name: str, x: Tensor, size: int, stride: int | None, padding: int) -> Window:
-    stride = size if stride is None else stride
+def _pair(name: str, what: str, value: int | Pair) -> Pair:
+    pair = value if isinstance(value, tuple) else (value, value)
+    if len(pair) != 2 or not all(isinstance(number, int) for number in pair):
+        raise ValueError(f"{name}: {what} {value!r} must be a whole number, or a tuple of two")
+    return pair
+
+
+def _window(name: str, x: Tensor, size: int | Pair, stride: int | Pair | None, padding: int | Pair,
+            ceil_mode: bool) -> Window:
+    window = Window(
+        _pair(name, "size", size), _pair(name, "stride", size if stride is None else stride),
+        _pair(name, "padding", padding), bool(ceil_mode),
+    )
     if x.ndim != 4:
         raise ValueError(f"{name}: x has shape {x.shape}, not (N, H, W, C)")
-    if not 1 <= size <= 16 or stride < 1 or not 0 <= padding <= size // 2:
-        raise ValueError(f"{name}: size {size} must be 1 to 16, stride {stride} positive, padding {padding} <= size/2")
-    if min(x.shape[1:3]) + 2 * padding < size:
+    for length, step, edge in zip(*window[:3], strict=True):
+        if not 1 <= length <= 16 or step < 1 or not 0 <= edge <= length // 2:
+            raise ValueError(
+                f"{name}: size {size} must be 1 to 16, stride {stride} positive, padding {padding} <= size/2"
+            )
+    if any(e + 2 * edge < length for e, length, edge in zip(x.shape[1:3], window.size, window.padding, strict=True)):
         raise ValueError(f"{name}: x of shape {x.shape} is smaller than the window of {size}")
-    return size, stride, padding
+    return window
 
 
-def max_pool2d(x: Tensor, size: int = 2, stride: int | None = None, padding: int = 0, relu: bool = False) -> Tensor:
-    """Maximum over square windows of x (N, H, W, C) → (N, Ho, Wo, C), Ho = (H + 2·padding - size) // stride + 1.
+def max_pool2d(x: Tensor, size: int | Pair = 2, stride: int | Pair | None = None, padding: int | Pair = 0,
+               relu: bool = False, ceil_mode: bool = False) -> Tensor:
+    """Maximum over windows of x (N, H, W, C) → (N, Ho, Wo, C), Ho = (H + 2·padding - size) // stride + 1.
 
-    The stride is the size unless given. Padding never wins; of equal elements the first, row by row, gets the
-    gradient. `relu`: ReLU before or after, which comes to the same. Raises ValueError for a size above 16, or 15
-    with ReLU, a padding above half of it or an x smaller than the window.
+    size, stride, padding: a number, or those of rows and columns. The stride is the size unless given. ceil_mode: Ho is
+    rounded up, for windows that begin in x or the padding before it. Padding never wins; of equal elements the first,
+    row by row, gets the gradient. `relu`: ReLU before or after, which comes to the same. Raises ValueError for a size
+    above 16, windows of 256 with ReLU, a padding above half of the size or an x smaller than the window.
     """
-    if relu and size > 15:
-        raise ValueError(f"max_pool2d: with ReLU windows are of 1 to 15, not {size}")
-    return MaxPool2d.apply(x, window=_window("max_pool2d", x, size, stride, padding), relu=relu)
+    window = _window("max_pool2d", x, size, stride, padding, ceil_mode)
+    if relu and math.prod(window.size) > NOWHERE:
+        raise ValueError(f"max_pool2d: with ReLU windows are of up to {NOWHERE} pixels, not {size}")
+    return MaxPool2d.apply(x, window=window, relu=relu)
 
 
-def avg_pool2d(x: Tensor, size: int = 2, stride: int | None = None, padding: int = 0) -> Tensor:
-    """Mean over square windows of x (N, H, W, C); padding counts as zeros. Shapes and errors as `max_pool2d`."""
-    return AveragePool2d.apply(x, window=_window("avg_pool2d", x, size, stride, padding))
+def avg_pool2d(x: Tensor, size: int | Pair = 2, stride: int | Pair | None = None, padding: int | Pair = 0,
+               ceil_mode: bool = False) -> Tensor:
+    """Mean over windows of x (N, H, W, C); padding counts as zeros, what lies behind it with ceil_mode does not count.
+    Shapes and errors as `max_pool2d`."""
+    window = _window("avg_pool2d", x, size, stride, padding, ceil_mode)
+    out = AveragePool2d.apply(x, window=window)
+    _, height, width, _ = x.shape
+    if out.shape[1:3] == out_size((height, width), window._replace(ceil=False)):
+        return out
+    rows, columns = (
+        length / np.minimum(length, extent + 2 * edge - step * np.arange(count))
+        for extent, count, length, step, edge in zip(x.shape[1:3], out.shape[1:3], *window[:3], strict=True)
+    )
+    return out * Tensor(rows[:, None, None] * columns[:, None], dtype=out.dtype, device=out.device)
 
 
 def upsample_nearest(x: Tensor, factor: int = 2) -> Tensor:

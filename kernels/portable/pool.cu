@@ -1,23 +1,23 @@
-// Sums and maxima over square windows, channels last: `small` (N, h, w, C) has an element for each window of `large`
-// (N, H, W, C), whose corner is (i, j) * STRIDE - PADDING; what lies outside of `large` counts as nothing. All T;
-// place (N, h, w, C) u8 is the maximum's row * WINDOW + column in its window, or NOWHERE. Sums are in float and in a fixed
-// order.
+// Sums and maxima over windows, channels last: `small` (N, h, w, C) has an element for each window of `large`
+// (N, H, W, C), whose corner is (i * STRIDE_H - PADDING_H, j * STRIDE_W - PADDING_W); what lies outside of `large` counts as
+// nothing. All T; place (N, h, w, C) u8 is the maximum's row * WINDOW_W + column in its window, or NOWHERE. Sums are in float
+// and in a fixed order.
 // Outputs overwrite; those with `add` accumulate where it is set.
 // sums (gridDim.x, C): of what a block stored, for each channel, with SUMS=1 the sum, float, with SUMS=2 StatisticsOf<T>;
 // with 0 null.
 // VEC=1: C and every T address are multiples of a 16-byte pack.
 // Launch: block (lanes, columns), at most 256 threads, a lane for each pack of channels; gridDim.y = ceil(packs / lanes);
-// gridDim.x = N * h rows of windows, or for kernels that write `large` N * ceil((H + PADDING) / STRIDE) bands of STRIDE rows.
+// gridDim.x = N * h rows of windows, or for kernels that write `large` N * ceil((H + PADDING_H) / STRIDE_H) bands of STRIDE_H rows.
 // With bounds of one block a multiprocessor the compiler spills no registers.
 #include "channel_statistics.cuh"
 #include "vector.cuh"
 
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
-constexpr int MOST = CEIL_DIV(WINDOW, STRIDE);  // windows of a row that hold one position
-constexpr int ROWS = STRIDE <= 3 ? STRIDE : 1;  // of a band at once
-constexpr int UNROLL = WINDOW <= 3 && STRIDE <= 3 ? 3 : 1;  // more would spill registers
+constexpr int MOST = CEIL_DIV(WINDOW_W, STRIDE_W);  // windows of a row that hold one position
+constexpr int ROWS = STRIDE_H <= 3 ? STRIDE_H : 1;  // of a band at once
+constexpr int UNROLL = WINDOW_H <= 3 && WINDOW_W <= 3 && STRIDE_H <= 3 && STRIDE_W <= 3 ? 3 : 1;  // more would spill registers
 struct __align__(V) Places { u8 v[V]; };
-constexpr u8 NOWHERE = 255;  // no place of a window of up to 15 x 15
+constexpr u8 NOWHERE = 255;  // no place of a window of up to 255
 
 #define EXTENT int H, int W, int h, int w, int C
 
@@ -62,17 +62,17 @@ __device__ __forceinline__ int columns(int count, int C) { return channel() < C 
 extern "C" __global__ void __launch_bounds__(256, 1)
 sum_windows(T* __restrict__ small, int add, Sums* sums, const T* __restrict__ large, float factor, EXTENT) {
     wait_for_previous();
-    int c = channel(), top = (int)(blockIdx.x % h) * STRIDE - PADDING;
+    int c = channel(), top = (int)(blockIdx.x % h) * STRIDE_H - PADDING_H;
     large += (i64)(blockIdx.x / h) * H * W * C + c, small += (i64)blockIdx.x * w * C + c;
     Stored stored;
 #pragma unroll 2
     for (int j = threadIdx.y; j < columns(w, C); j += blockDim.y) {
         float sum[V] = {};
 #pragma unroll UNROLL
-        for (int r = 0; r < WINDOW; r++)
+        for (int r = 0; r < WINDOW_H; r++)
 #pragma unroll UNROLL
-            for (int s = 0; s < WINDOW; s++) {
-                int row = top + r, column = j * STRIDE - PADDING + s;
+            for (int s = 0; s < WINDOW_W; s++) {
+                int row = top + r, column = j * STRIDE_W - PADDING_W + s;
                 if (row < 0 || row >= H || column < 0 || column >= W) continue;
                 float v[V];
                 load<V>(large + ((i64)row * W + column) * C, v);
@@ -87,27 +87,27 @@ sum_windows(T* __restrict__ small, int add, Sums* sums, const T* __restrict__ la
     stored.write(sums, C);
 }
 
-// A sum for each element of band `i` that the thread has part in, STRIDE columns by ROWS rows at a time, of those from the
-// corner of window (i, j) on: window (i - k, j - l) holds the ones at (a, b) for which k * STRIDE + a and l * STRIDE + b are
-// less than WINDOW. gather(sums, the first one's k * STRIDE + a, l * STRIDE, the window's place); keep(an element's place, its
+// A sum for each element of band `i` that the thread has part in, STRIDE_W columns by ROWS rows at a time, of those from the
+// corner of window (i, j) on: window (i - k, j - l) holds the ones at (a, b) for which k * STRIDE_H + a < WINDOW_H and
+// l * STRIDE_W + b < WINDOW_W. gather(sums, the first one's k * STRIDE_H + a, l * STRIDE_W, the window's place); keep(an element's place, its
 // sum).
 template <class Gather, class Keep> __device__ __forceinline__ void sum_over_windows(int i, EXTENT, Gather gather, Keep keep) {
-    for (int j = threadIdx.y; j < columns(CEIL_DIV(W + PADDING, STRIDE), C); j += blockDim.y)
+    for (int j = threadIdx.y; j < columns(CEIL_DIV(W + PADDING_W, STRIDE_W), C); j += blockDim.y)
 #pragma unroll UNROLL
-        for (int first = 0; first < STRIDE; first += ROWS) {
-            float sum[ROWS][STRIDE][V] = {};
+        for (int first = 0; first < STRIDE_H; first += ROWS) {
+            float sum[ROWS][STRIDE_W][V] = {};
 #pragma unroll UNROLL
-            for (int k = 0; k * STRIDE + first < WINDOW; k++)
+            for (int k = 0; k * STRIDE_H + first < WINDOW_H; k++)
 #pragma unroll UNROLL
                 for (int l = 0; l < MOST; l++) {
                     if (i < k || i - k >= h || j < l || j - l >= w) continue;
-                    gather(sum, k * STRIDE + first, l * STRIDE, ((i64)(i - k) * w + j - l) * C);
+                    gather(sum, k * STRIDE_H + first, l * STRIDE_W, ((i64)(i - k) * w + j - l) * C);
                 }
 #pragma unroll
             for (int a = 0; a < ROWS; a++)
 #pragma unroll
-                for (int b = 0; b < STRIDE; b++) {
-                    int row = i * STRIDE - PADDING + first + a, column = j * STRIDE - PADDING + b;
+                for (int b = 0; b < STRIDE_W; b++) {
+                    int row = i * STRIDE_H - PADDING_H + first + a, column = j * STRIDE_W - PADDING_W + b;
                     if (row >= 0 && row < H && column >= 0 && column < W) keep(((i64)row * W + column) * C, sum[a][b]);
                 }
         }
@@ -117,19 +117,19 @@ template <class Gather, class Keep> __device__ __forceinline__ void sum_over_win
 extern "C" __global__ void __launch_bounds__(256, 1)
 spread_windows(T* __restrict__ large, int add, Sums* sums, const T* __restrict__ small, float factor, EXTENT) {
     wait_for_previous();
-    int bands = CEIL_DIV(H + PADDING, STRIDE), c = channel();
+    int bands = CEIL_DIV(H + PADDING_H, STRIDE_H), c = channel();
     i64 n = blockIdx.x / bands;
     large += n * H * W * C + c, small += n * h * w * C + c;
     Stored stored;
-    auto gather = [&](float (&sum)[ROWS][STRIDE][V], int row, int column, i64 window) {
+    auto gather = [&](float (&sum)[ROWS][STRIDE_W][V], int row, int column, i64 window) {
         float v[V];
         load<V>(small + window, v);
 #pragma unroll
         for (int a = 0; a < ROWS; a++)
 #pragma unroll
-            for (int b = 0; b < STRIDE; b++)
+            for (int b = 0; b < STRIDE_W; b++)
 #pragma unroll
-                for (int e = 0; e < V; e++) sum[a][b][e] += row + a < WINDOW && column + b < WINDOW ? v[e] : 0.0f;
+                for (int e = 0; e < V; e++) sum[a][b][e] += row + a < WINDOW_H && column + b < WINDOW_W ? v[e] : 0.0f;
     };
     sum_over_windows(blockIdx.x % bands, H, W, h, w, C, gather, [&](i64 element, float (&sum)[V]) {
 #pragma unroll
@@ -145,7 +145,7 @@ spread_windows(T* __restrict__ large, int add, Sums* sums, const T* __restrict__
 extern "C" __global__ void __launch_bounds__(256, 1)
 max_windows(T* small, u8* place, int relu, const T* __restrict__ large, EXTENT) {
     wait_for_previous();
-    int c = channel(), top = (int)(blockIdx.x % h) * STRIDE - PADDING;
+    int c = channel(), top = (int)(blockIdx.x % h) * STRIDE_H - PADDING_H;
     large += (i64)(blockIdx.x / h) * H * W * C + c;
     for (int j = threadIdx.y; j < columns(w, C); j += blockDim.y) {
         float largest[V];
@@ -156,10 +156,10 @@ max_windows(T* small, u8* place, int relu, const T* __restrict__ large, EXTENT) 
             found.v[k] = relu ? NOWHERE : 0;
         }
 #pragma unroll UNROLL
-        for (int r = 0; r < WINDOW; r++)
+        for (int r = 0; r < WINDOW_H; r++)
 #pragma unroll UNROLL
-            for (int s = 0; s < WINDOW; s++) {
-                int row = top + r, column = j * STRIDE - PADDING + s;
+            for (int s = 0; s < WINDOW_W; s++) {
+                int row = top + r, column = j * STRIDE_W - PADDING_W + s;
                 if (row < 0 || row >= H || column < 0 || column >= W) continue;
                 float v[V];
                 load<V>(large + ((i64)row * W + column) * C, v);
@@ -167,7 +167,7 @@ max_windows(T* small, u8* place, int relu, const T* __restrict__ large, EXTENT) 
                 for (int k = 0; k < V; k++)
                     if (v[k] > largest[k] || v[k] != v[k]) {
                         largest[k] = v[k];
-                        found.v[k] = r * WINDOW + s;
+                        found.v[k] = r * WINDOW_W + s;
                     }
             }
         i64 out = ((i64)blockIdx.x * w + j) * C + c;
@@ -180,21 +180,21 @@ max_windows(T* small, u8* place, int relu, const T* __restrict__ large, EXTENT) 
 extern "C" __global__ void __launch_bounds__(256, 1)
 max_windows_backward(T* dlarge, int add, Sums* sums, const T* __restrict__ dsmall, const u8* __restrict__ place, EXTENT) {
     wait_for_previous();
-    int bands = CEIL_DIV(H + PADDING, STRIDE), c = channel();
+    int bands = CEIL_DIV(H + PADDING_H, STRIDE_H), c = channel();
     i64 n = blockIdx.x / bands;
     dlarge += n * H * W * C + c, dsmall += n * h * w * C + c, place += n * h * w * C + c;
     Stored stored;
-    auto gather = [&](float (&sum)[ROWS][STRIDE][V], int row, int column, i64 window) {
+    auto gather = [&](float (&sum)[ROWS][STRIDE_W][V], int row, int column, i64 window) {
         float v[V];
         load<V>(dsmall + window, v);
         Places found = *reinterpret_cast<const Places*>(place + window);
 #pragma unroll
         for (int a = 0; a < ROWS; a++)
 #pragma unroll
-            for (int b = 0; b < STRIDE; b++)
+            for (int b = 0; b < STRIDE_W; b++)
 #pragma unroll
                 for (int e = 0; e < V; e++)
-                    sum[a][b][e] += column + b < WINDOW && found.v[e] == (row + a) * WINDOW + column + b ? v[e] : 0.0f;
+                    sum[a][b][e] += column + b < WINDOW_W && found.v[e] == (row + a) * WINDOW_W + column + b ? v[e] : 0.0f;
     };
     sum_over_windows(blockIdx.x % bands, H, W, h, w, C, gather, [&](i64 element, float (&sum)[V]) {
         store<V>(dlarge + element, sum, add);

@@ -22,6 +22,35 @@ CASES = [
 ]
 
 
+RECTANGULAR = [  # (shape, size, stride, padding, ceil_mode)
+    ((2, 7, 9, 8), (2, 3), None, 0, False), ((1, 6, 8, 3), (3, 1), (2, 1), (1, 0), False),
+    ((2, 8, 5, 16), (2, 5), (1, 2), (0, 2), True), ((1, 7, 7, 8), 2, None, 0, True), ((2, 6, 8, 4), 3, 2, 1, True),
+    ((1, 5, 6, 8), (3, 2), (4, 3), (1, 1), True), ((1, 4, 4, 8), 3, 2, 0, True), ((1, 2, 3, 8), 2, 3, 1, True),
+]
+
+
+@pytest.mark.parametrize("shape, size, stride, padding, ceil_mode", RECTANGULAR)
+def test_windows_that_are_not_square_or_rounded_up(device, rng, shape, size, stride, padding, ceil_mode):
+    x = rng.permutation(int(np.prod(shape))).reshape(shape) / 16.0
+    for ours, theirs in ((max_pool2d, "max_pool2d"), (avg_pool2d, "avg_pool2d")):
+        check_op(
+            lambda x, ours=ours: ours(x, size, stride, padding, ceil_mode=ceil_mode), x, device=device, dtypes=DTYPES,
+            torch_fn=channels_first(lambda x, theirs=theirs: getattr(torch.nn.functional, theirs)(
+                x, size, stride, padding, ceil_mode=ceil_mode)),
+        )
+
+
+def test_windows_that_are_none():
+    x = Tensor(np.zeros((1, 8, 8, 1), np.float32))
+    for size in ((2,), (2, 2, 2), 2.0, (2, "2")):
+        with pytest.raises(ValueError, match=r"max_pool2d: size .* must be a whole number, or a tuple of two"):
+            max_pool2d(x, size)
+    with pytest.raises(ValueError, match=r"stride \(0, 1\) positive"):
+        avg_pool2d(x, 2, (0, 1))
+    with pytest.raises(ValueError, match=r"smaller than the window of \(2, 9\)"):
+        avg_pool2d(x, (2, 9))
+
+
 def channels_first(fn):
     return lambda x: fn(x.movedim(-1, 1)).movedim(1, -1)
 

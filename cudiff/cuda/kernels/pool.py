@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from cudiff.backend import Array
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.launch import blocks, launch
@@ -9,14 +11,32 @@ from cudiff.cuda.sums import empty_statistics
 from cudiff.gradient import Slot
 from cudiff.statistics import ChannelStatistics, Kind
 
-Window = tuple[int, int, int]  # size, stride, padding
-TWICE = (2, 2, 0)  # the windows of an image twice as high and wide, one for each pixel
+Pair = tuple[int, int]
 
 
-def out_size(size: tuple[int, int], window: Window) -> tuple[int, int]:
-    """Height and width after pooling: (H + 2·padding - size) // stride + 1."""
-    length, stride, padding = window
-    return tuple((extent + 2 * padding - length) // stride + 1 for extent in size)  # type: ignore[return-value]
+class Window(NamedTuple):
+    """Rows and columns each; `ceil`: windows that lie partly behind the padding count too."""
+
+    size: Pair
+    stride: Pair
+    padding: Pair = (0, 0)
+    ceil: bool = False
+
+
+TWICE = Window((2, 2), (2, 2))  # the windows of an image twice as high and wide, one for each pixel
+
+
+def out_size(size: Pair, window: Window) -> Pair:
+    """Height and width after pooling: (H + 2·padding - size) // stride + 1; with `ceil` rounded up, but for windows
+    that would begin behind the image."""
+    counts = []
+    for extent, length, stride, padding in zip(size, *window[:3], strict=True):
+        reach = extent + 2 * padding - length
+        count = reach // stride + 1
+        if window.ceil and reach % stride and count * stride < extent + padding:
+            count += 1
+        counts.append(count)
+    return counts[0], counts[1]
 
 
 def sum_windows(x: Array, window: Window, factor: float, wanted: Kind | None,
@@ -44,9 +64,10 @@ def launch_windows(name: str, outputs: tuple, inputs: tuple, large: Array, small
     n, height, width, channels = large.shape
     if n == 0:
         return None
-    size, (length, stride, padding) = 16 // large.itemsize, window
+    size = 16 // large.itemsize
+    bands = (blocks(e + p, step) for e, p, step in zip((height, width), window.padding, window.stride, strict=True))
     packs = channels % size == 0 and large.data.ptr % 16 == 0 and small.data.ptr % 16 == 0
-    rows, columns = small.shape[1:3] if out is small else (blocks(e + padding, stride) for e in (height, width))
+    rows, columns = small.shape[1:3] if out is small else bands
     lanes = min(256, channels // (size if packs else 1))
     statistics = None if wanted is None else empty_statistics(wanted, n, rows, channels)
     sums = () if name == "max_windows" else (None if statistics is None else statistics.sums,)
@@ -55,6 +76,7 @@ def launch_windows(name: str, outputs: tuple, inputs: tuple, large: Array, small
         (lanes, min(256 // lanes, columns)),
         (*outputs, *sums, *inputs, height, width, *small.shape[1:3], channels),
         T=large.dtype, VEC=int(packs), SUMS=0 if wanted is None else min(2, wanted.numbers),
-        WINDOW=length, STRIDE=stride, PADDING=padding,
+        WINDOW_H=window.size[0], WINDOW_W=window.size[1], STRIDE_H=window.stride[0], STRIDE_W=window.stride[1],
+        PADDING_H=window.padding[0], PADDING_W=window.padding[1],
     )
     return statistics
