@@ -14,7 +14,7 @@ from tests.test_operands import OPS
 UNARY = {
     name: getattr(ops, name)
     for name in ("negative", "exp", "log", "sqrt", "sin", "cos", "tanh", "abs", "square", "relu", "sigmoid", "silu",
-                 "gelu", "sign", "floor", "ceil", "round", "log1p", "expm1", "tan",
+                 "gelu", "sign", "floor", "ceil", "round", "log1p", "expm1", "tan", "softplus",
                  "sum", "max", "min", "var", "softmax", "log_softmax")
 }
 UNARY |= {

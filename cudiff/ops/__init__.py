@@ -16,6 +16,7 @@ from cudiff.ops.embedding import *
 from cudiff.ops.group_norm import *
 from cudiff.ops.grouped_linear import *
 from cudiff.ops.layer_norm import *
+from cudiff.ops.losses import *
 from cudiff.ops.matmul import *
 from cudiff.ops.mse import *
 from cudiff.ops.norm_silu_conv2d import *

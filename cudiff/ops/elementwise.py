@@ -15,13 +15,13 @@ from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.cuda.sums import empty_statistics
 from cudiff.function import Function
 from cudiff.gradient import Slot
-from cudiff.ops.cast import as_tensor, astype, downcast, is_number, require_float, result_dtype, upcast
+from cudiff.ops.cast import as_tensor, as_wide, astype, downcast, is_number, require_float, result_dtype, upcast
 from cudiff.statistics import ChannelStatistics, Kind
 from cudiff.tensor import Tensor
 
 __all__ = [
     "abs", "ceil", "clip", "cos", "exp", "expm1", "floor", "gelu", "log", "log1p", "negative", "relu", "round",
-    "sigmoid", "sign", "silu", "sin", "sqrt", "square", "tan", "tanh",
+    "sigmoid", "sign", "silu", "sin", "softplus", "sqrt", "square", "tan", "tanh",
 ]
 
 
@@ -225,6 +225,11 @@ class Sigmoid(Unary):
         dx *= out
         dx *= dout
         return dx
+
+
+class Softplus(Unary):
+    value = staticmethod(lambda x: np.logaddexp(0, x))
+    gradient = staticmethod(lambda dout, x: dout * _sigmoid(x))
 
 
 class Silu(Unary):
@@ -460,11 +465,28 @@ def relu(x: Any) -> Tensor:
     return _unary(Relu, x)
 
 
+def softplus(x: Any, beta: float = 1.0) -> Tensor:
+    """log(1 + exp(beta x)) / beta, beta above 0 (Dugas et al. 2001). Raises ValueError for another beta."""
+    if not beta > 0:
+        raise ValueError(f"softplus: beta is above 0, not {beta}")
+    return _unary(Softplus, x) if beta == 1 else _unary(Softplus, as_tensor(x) * float(beta)) / float(beta)
+
+
 def silu(x: Any) -> Tensor:
     """x * sigmoid(x) (swish; Elfwing et al. 2018)."""
     return _unary(Silu, x)
 
 
-def gelu(x: Any) -> Tensor:
-    """x * Phi(x) with the exact error function, as PyTorch's default (Hendrycks and Gimpel 2016)."""
-    return _unary(Gelu, x)
+def gelu(x: Any, approximate: str = "none") -> Tensor:
+    """x * Phi(x) (Hendrycks and Gimpel 2016): with the exact error function, or by tanh if `approximate` is "tanh".
+
+    Both are PyTorch's. Raises ValueError for another `approximate`.
+    """
+    if approximate == "none":
+        return _unary(Gelu, x)
+    if approximate != "tanh":
+        raise ValueError(f'gelu: approximate is "none" or "tanh", not {approximate!r}')
+    x = as_tensor(x)
+    (wide,) = as_wide(x)
+    double = (wide + 0.044715 * wide * square(wide)) * (2 * math.sqrt(2 / math.pi))  # (1 + tanh u) / 2 is sigmoid(2u)
+    return astype(wide * sigmoid(double), result_dtype(x, floating=True))

@@ -40,6 +40,7 @@ UNARY(expm1, expm1f(x), x, dout * expf(x))
 UNARY(tan, tanf(x), x, dout * (1.0f + tanf(x) * tanf(x)))
 UNARY(relu, x < 0.0f ? 0.0f : x, out, out > 0.0f ? dout : 0.0f)
 UNARY(sigmoid, sigmoid(x), x, dout * sigmoid(x) * (1.0f - sigmoid(x)))
+UNARY(softplus, fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))), x, dout * sigmoid(x))
 UNARY(silu, x * sigmoid(x), x, dout * silu_slope(x))
 UNARY(gelu, x * normal_cdf(x), x, dout * (normal_cdf(x) + x * normal_pdf(x)))
 

@@ -49,6 +49,9 @@ _UNARY: dict[str, tuple[Callable[[Any], Any], bool, tuple[str, ...]]] = {
     "sigmoid": (lambda x: 1 / (1 + np.exp(-x)), False, UP_TO_ONE),
     "relu": (lambda x: np.where(x > 0, x, 0.0), False, MAGNITUDES),
     "silu": (lambda x: x / (1 + np.exp(-x)), False, UP_TO_ONE),
+    "softplus": (lambda x: np.logaddexp(0, x), False, UP_TO_ONE),
+    "leaky_relu": (lambda x: np.where(x > 0, x, 0.01 * x), False, MAGNITUDES[:-2]),
+    "elu": (lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0))), False, ("ordinary", "tiny")),
     "gelu": (lambda x: x * 0.5 * (1 + _erf(x / math.sqrt(2))), False, UP_TO_ONE),
 }
 for _name, (_meaning, _positive, _magnitudes) in _UNARY.items():
@@ -213,6 +216,19 @@ def _cross_entropy(n: Numbers) -> Case:
     labels = n.rng.integers(0, classes, rows).astype(np.int32)
     return Case(ops.cross_entropy, (n.values(rows, classes), labels),
                 lambda x, t: -np.mean([np.log(_softmax(x[i]))[t[i]] for i in range(rows)]), terms=rows * classes)
+
+
+_LOSSES = {
+    "mae": lambda p, t: np.mean(np.abs(p - t)),
+    "huber": lambda p, t: np.mean(np.where(abs(p - t) < 1, (p - t) ** 2 / 2, abs(p - t) - 0.5)),
+    "binary_cross_entropy_with_logits": lambda p, t: np.mean(np.logaddexp(0, p) - p * t),
+}
+for _name, _meaning in _LOSSES.items():
+    def _loss(n: Numbers, name: str = _name, meaning: Any = _meaning) -> Case:
+        shape = n.shape(2)
+        return Case(getattr(ops, name), (n.values(*shape), n.values(*shape)), meaning, terms=math.prod(shape), steps=2)
+
+    row(_name, ORDINARY)(_loss)
 
 
 @row("mse")

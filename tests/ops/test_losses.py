@@ -1,0 +1,60 @@
+import numpy as np
+import pytest
+
+import cudiff
+from cudiff import Tensor, ops
+from tests.check import check_op, torch
+
+
+@pytest.mark.parametrize("name, torch_name, options", [
+    ("mae", "l1_loss", {}), ("huber", "huber_loss", {}), ("huber", "huber_loss", {"delta": 0.4}),
+    ("binary_cross_entropy_with_logits", "binary_cross_entropy_with_logits", {}),
+])
+def test_losses(name, torch_name, options, device, rng):
+    pred, target = 2 * rng.standard_normal((5, 7)), rng.uniform(size=(5, 7))
+    check_op(lambda x, t: getattr(cudiff, name)(x, t, **options), pred, target, device=device,
+             torch_fn=lambda x, t: getattr(torch.nn.functional, torch_name)(x, t, **options))
+
+
+@pytest.mark.parametrize("name, options", [
+    ("leaky_relu", {}), ("leaky_relu", {"negative_slope": 0.3}), ("elu", {}), ("elu", {"alpha": 0.5}),
+    ("gelu", {"approximate": "tanh"}), ("softplus", {}), ("softplus", {"beta": 2.5}),
+])
+def test_activations(name, options, device, rng):
+    check_op(lambda x: getattr(cudiff, name)(x, **options), 2 * rng.standard_normal((5, 7)), device=device,
+             torch_fn=lambda x: getattr(torch.nn.functional, name)(x, **options))
+
+
+@pytest.mark.parametrize("name, slope", [("leaky_relu", 0.01), ("elu", 1), ("softplus", 0.5)])
+def test_slopes_at_zero_are_pytorchs(name, slope, device):
+    x = Tensor(np.zeros(1, np.float32), requires_grad=True, device=device)
+    getattr(cudiff, name)(x).sum().backward()
+    assert Tensor(x.grad).numpy().tolist() == [np.float32(slope)]
+
+
+def test_far_inputs(device):
+    x = Tensor(np.float32([-1000, 1000]), device=device)
+    np.testing.assert_array_equal(cudiff.softplus(x).numpy(), [0, 1000])
+    np.testing.assert_array_equal(cudiff.elu(x).numpy(), [-1, 1000])
+    loss = cudiff.binary_cross_entropy_with_logits(x, Tensor(np.float32([0, 1]), device=device))
+    assert loss.item() == 0
+
+
+def test_losses_are_float32(device):
+    x = Tensor(np.ones((2, 3), np.float16), device=device)
+    for name in ("mae", "huber", "binary_cross_entropy_with_logits"):
+        loss = getattr(ops, name)(x, x)
+        assert loss.dtype == np.float32 and loss.shape == ()
+
+
+def test_what_they_do_not_take():
+    x = Tensor(np.ones((2, 3), np.float32))
+    for name in ("mae", "huber", "binary_cross_entropy_with_logits"):
+        with pytest.raises(ValueError, match=rf"{name}: shapes \(2, 3\) and \(3,\) must be equal"):
+            getattr(ops, name)(x, x[0])
+    with pytest.raises(ValueError, match="huber: delta is above 0, not 0"):
+        cudiff.huber(x, x, 0)
+    with pytest.raises(ValueError, match="softplus: beta is above 0, not -1"):
+        cudiff.softplus(x, -1)
+    with pytest.raises(ValueError, match='gelu: approximate is "none" or "tanh", not \'erf\''):
+        cudiff.gelu(x, "erf")
