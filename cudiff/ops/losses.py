@@ -1,16 +1,18 @@
-"""Losses and activations that are stated in other operations."""
+"""Losses, activations and the like that are stated in other operations."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from cudiff.ops.arithmetic import where
-from cudiff.ops.cast import as_tensors, as_wide
-from cudiff.ops.elementwise import abs, clip, expm1, softplus
-from cudiff.ops.reduce import mean
+from cudiff.ops.cast import as_tensors, as_wide, astype
+from cudiff.ops.elementwise import abs, clip, exp, expm1, log, softplus
+from cudiff.ops.reduce import Axis, max, mean, sum
 from cudiff.tensor import Tensor
 
-__all__ = ["binary_cross_entropy_with_logits", "elu", "huber", "leaky_relu", "mae"]
+__all__ = ["binary_cross_entropy_with_logits", "elu", "huber", "leaky_relu", "logsumexp", "mae"]
+
+_LARGEST = 3e38  # what float32 holds: infinity - infinity is NaN
 
 
 def leaky_relu(x: Any, negative_slope: float = 0.01) -> Tensor:
@@ -23,6 +25,16 @@ def elu(x: Any, alpha: float = 1.0) -> Tensor:
     """x where it is above 0, else alpha * (exp(x) - 1) (Clevert et al. 2015)."""
     (x,) = as_tensors(x, floating=True)
     return where(x > 0, x, expm1(clip(x, max=0.0)) * alpha)
+
+
+def logsumexp(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """log(sum(exp(x))) over `axis`, in x's dtype, float32 for integers; the maximum is taken out, so that it does not
+    overflow."""
+    (x,) = as_tensors(x, floating=True)
+    (wide,) = as_wide(x)
+    largest = clip(max(wide.detach(), axis, keepdims=True), -_LARGEST, _LARGEST)
+    out = log(sum(exp(wide - largest), axis, keepdims=True)) + largest
+    return astype(out if keepdims else sum(out, axis), x.dtype)
 
 
 def mae(pred: Any, target: Any) -> Tensor:

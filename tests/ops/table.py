@@ -202,7 +202,8 @@ def _softmax(x: np.ndarray) -> np.ndarray:
 
 
 SPREAD = ("ordinary", "tiny", "some zeros", "zeros")
-for _name, _meaning in {"softmax": _softmax, "log_softmax": lambda x: np.log(_softmax(x))}.items():
+for _name, _meaning in {"softmax": _softmax, "log_softmax": lambda x: np.log(_softmax(x)),
+                        "logsumexp": lambda x: np.logaddexp.reduce(x, None)}.items():
     def _over(n: Numbers, name: str = _name, meaning: Any = _meaning) -> Case:
         x = n.values(n.size(), n.size(1, 5, 33, 257, 1031)) + n.size(0, -300, 300)  # the maximum is far from 0
         return Case(getattr(ops, name), (x,), meaning, terms=x.shape[1])

@@ -40,6 +40,19 @@ def test_far_inputs(device):
     assert loss.item() == 0
 
 
+@pytest.mark.parametrize("axis, keepdims", [(1, False), (-1, True), ((0, 2), False)])
+def test_logsumexp(axis, keepdims, device, rng):
+    check_op(lambda x: cudiff.logsumexp(x, axis, keepdims), 3 * rng.standard_normal((3, 4, 5)), device=device,
+             torch_fn=lambda x: torch.logsumexp(x, axis, keepdims))
+
+
+def test_logsumexp_of_far_and_infinite_values(device):
+    x = Tensor(np.float32([[1000, 1000], [-1000, -np.inf], [-np.inf, -np.inf], [np.inf, 0]]), device=device)
+    expected = [1000 + np.log(2), -1000, -np.inf, np.inf]
+    with np.errstate(divide="ignore"):
+        np.testing.assert_allclose(cudiff.logsumexp(x, 1).numpy(), expected, rtol=1e-6)
+
+
 def test_losses_are_float32(device):
     x = Tensor(np.ones((2, 3), np.float16), device=device)
     for name in ("mae", "huber", "binary_cross_entropy_with_logits"):
