@@ -41,6 +41,7 @@ CHOSEN = {  # for kernels that the others do not need: shapes of operands, and t
     "tf32": (((2, 8, 8, 64), (64, 3, 3, 64)), lambda x, w: allow_tf32()(ops.conv2d)(x, w, padding=1)),
     "wide norm": (((2, 4, 4096), (4096,), (4096,)), lambda x, w, b: ops.group_norm(x, w, b, num_groups=4)),
     "norm": (((2, 16, 16, 64), (64,), (64,)), lambda x, w, b: ops.group_norm(x, w, b, num_groups=8)),
+    "linear": (((1000, 512), (1024, 512)), ops.linear),
     "attention": (((2, 64, 2, 64),) * 3, ops.attention),
     "attention long": (((2, 256, 2, 64),) * 3, ops.attention),
     "attention of wide heads": (((2, 512, 2, 96),) * 3, ops.attention),

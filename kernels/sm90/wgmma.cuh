@@ -73,9 +73,14 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, u32 source, int 
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];"
                  ::"l"((u64)&map), "r"(i0), "r"(i1), "r"(i2), "r"(i3), "r"(source) : "memory");
 }
-// Wait until all boxes that this thread stores have been read, so that their shared memory may be written again.
-__device__ __forceinline__ void tma_store_wait() {
-    asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+__device__ __forceinline__ void tma_store(const TensorMap& map, u32 source, int i0, int i1, int i2) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];"
+                 ::"l"((u64)&map), "r"(i0), "r"(i1), "r"(i2), "r"(source) : "memory");
+}
+// Wait until all boxes that this thread stores have been read, so that their shared memory may be written again; but for those
+// of the last PENDING times that it began to wait here.
+template <int PENDING = 0> __device__ __forceinline__ void tma_store_wait() {
+    asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 __device__ __forceinline__ void fence_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

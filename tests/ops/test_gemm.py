@@ -55,7 +55,7 @@ BY_WGRAD = "conv2d_wgrad_sm90, conv2d_wgrad_tf32_sm90"
     (LAYER._replace(direction=WGRAD, wanted=frozenset()), BY_WGRAD, 0),
     (LAYER._replace(x=ROWS._replace(aligned=False)), "matmul", 0),
     (LAYER._replace(weight=Weight((64, 1, 1, 64), rows_aligned=False)), "matmul", 0),
-    (LAYER._replace(x=ROWS._replace(shape=(250, 64)), out=ROWS._replace(shape=(250, 64))), "matmul", 0),
+    (LAYER._replace(x=ROWS._replace(shape=(250, 64)), out=ROWS._replace(shape=(250, 64))), "gemm_sm90", 0),
     (PAIR, "conv2d_sm90", 0), (PAIR._replace(direction=DGRAD), "conv2d_sm90", 0),
     (PAIR._replace(direction=WGRAD), BY_WGRAD, 0),
     (PAIR._replace(x2=ROWS._replace(aligned=False)), "matmul", 1),

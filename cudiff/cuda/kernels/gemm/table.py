@@ -20,6 +20,7 @@ from cudiff.cuda.kernels.convolution.problem import (
     weight_of,
 )
 from cudiff.cuda.kernels.gemm import matmul
+from cudiff.cuda.kernels.gemm import sm90 as gemm_sm90
 from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.cuda.select import ANY, SM90, Offer, Row, Table
 
@@ -34,6 +35,8 @@ def _as_convolution(given: Operands, offer: Offer, p: Problem) -> None:
 
 LINEAR = Table(
     "linear layers",
+    Row("gemm_sm90", SM90, gemm_sm90.offer, gemm_sm90.run,
+        "16 bits, channels a multiple of 8, one source; declines where the next rows are estimated to take less time"),
     Row("conv2d_sm90", SM90, sm90.offer, _as_convolution,
         "output and input gradient of 16 bits or tf32 where 8 divides the rows, as a convolution; two sources too of "
         "16 bits, the first of whole 64 channels"),
