@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, array_module, compute_dtype
+from cudiff.backend import Array, array_module, compute_dtype, int32, is_capturing
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.shape import contiguous, move, zeros
 from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.errors import CudiffError
 from cudiff.function import Function
 from cudiff.ops.cast import as_index, as_tensor, as_tensors, downcast, upcast
 from cudiff.ops.reduce import normalize_axes, sum_to
@@ -136,10 +137,7 @@ class Take(Function):
     def forward_cuda(ctx, x, index):
         ctx.shape = x.shape
         ctx.save(index)
-        out = empty((*index.shape, *x.shape[1:]), x.dtype)
-        sizes = map(np.int64, (x.shape[0], math.prod(x.shape[1:]), index.size))
-        launch("shape", "take", blocks(out.size, 1024), 256, (x, index, out, *sizes), T=x.dtype)
-        return out
+        return _rows(x, index)
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
@@ -148,6 +146,42 @@ class Take(Function):
         sizes = map(np.int64, (ctx.shape[0], math.prod(ctx.shape[1:]), index.size))
         launch("shape", "take_backward", blocks(dx.size, 256), 256, (dout, index, dx, accumulate, *sizes), T=dx.dtype)
         return dx, None
+
+
+class Choose(Function):
+    """The rows of x where a mask of one axis is true. A row's gradient is read by its rank among them."""
+
+    @staticmethod
+    def forward_numpy(ctx, x, mask):
+        ctx.save(mask)
+        return x[mask]
+
+    @staticmethod
+    def backward_numpy(ctx, dout, needs, into):
+        (mask,) = ctx.saved
+        dx = np.zeros((len(mask), *dout.shape[1:]), dout.dtype)
+        dx[mask] = dout
+        return dx, None
+
+    @staticmethod
+    def forward_cuda(ctx, x, mask):
+        if is_capturing("cuda"):
+            raise CudiffError("a mask's result has a size that a captured function does not know: use where()")
+        ctx.save(mask)
+        return _rows(x, array_module("cuda").flatnonzero(mask))
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        cupy, (mask,) = array_module("cuda"), ctx.saved
+        return _rows(dout, cupy.where(mask, cupy.cumsum(mask) - 1, len(dout))), None
+
+
+def _rows(x: Array, index: Array) -> Array:
+    """Rows of a CuPy array; one that it does not have is zeros."""
+    out = empty((*index.shape, *x.shape[1:]), x.dtype)
+    sizes = map(np.int64, (x.shape[0], math.prod(x.shape[1:]), index.size))
+    launch("shape", "take", blocks(out.size, 1024), 256, (x, index.astype(int32, copy=False), out, *sizes), T=x.dtype)
+    return out
 
 
 class Concatenate(Function):
@@ -284,16 +318,17 @@ def broadcast_to(x: Any, shape: Sequence[int]) -> Tensor:
 
 
 def getitem(x: Any, index: Any) -> Tensor:
-    """x[index]: integers, slices, None and Ellipsis, or one integer array or tensor along the first axis.
+    """x[index]: integers, slices, None and Ellipsis, one integer array or tensor along the first axis, or a mask.
 
-    Raises IndexError for an integer out of range and TypeError for any other index. On CUDA an index array's values
+    A mask of x's first axes, x[x > 0], gives the rows where it is true; not within `capture`. Raises IndexError for an
+    integer out of range and for a mask of another shape, TypeError for any other index. On CUDA an index array's values
     are not checked: one that is out of range gives a row of zeros and gets no gradient.
     """
     x = as_tensor(x)
     if isinstance(index, list | np.ndarray | Tensor):
         dtype = index.dtype if isinstance(index, Tensor) else np.asarray(index).dtype
         if dtype.kind == "b":
-            raise TypeError("an index array holds integers, not bool: for a mask use where()")
+            return _choose(x, index if isinstance(index, Tensor) else Tensor(index, device=x.device))
         return Take.apply(x, as_index("getitem", index, x.device))
     index = index if isinstance(index, tuple) else (index,)
     if not x.shape and any(isinstance(item, int | np.integer | slice) for item in index):
@@ -306,6 +341,12 @@ def getitem(x: Any, index: Any) -> Tensor:
                 "alone, along the first axis"
             )
     return Slice.apply(x, index=index)
+
+
+def _choose(x: Tensor, mask: Tensor) -> Tensor:
+    if not mask.ndim or mask.shape != x.shape[: mask.ndim]:
+        raise IndexError(f"a mask of shape {mask.shape} is not of the first axes of a tensor of shape {x.shape}")
+    return Choose.apply(reshape(x, (mask.size, *x.shape[mask.ndim :])), reshape(mask, mask.size))
 
 
 def concatenate(tensors: Sequence[Any], axis: int = 0) -> Tensor:

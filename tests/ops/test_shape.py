@@ -5,6 +5,7 @@ import pytest
 import cudiff
 from cudiff import Tensor
 from cudiff.cuda.kernels.shape import merge_axes
+from cudiff.errors import CudiffError
 from tests.check import check_op, torch
 
 INTEGERS = [np.uint8, np.int32, np.int64, np.bool_]
@@ -86,6 +87,27 @@ def test_integer_array(shape, index, device, rng):
     assert np.array_equal(Tensor(x)[Tensor(positions)].numpy(), x[positions])
 
 
+@pytest.mark.parametrize("shape, axes", [((7,), 1), ((4, 3), 1), ((4, 3), 2), ((3, 4, 8), 2)], ids=str)
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+def test_mask(shape, axes, share, device, rng):
+    x, mask = rng.standard_normal(shape), rng.uniform(size=shape[:axes]) < share
+    check_op(lambda x: x[mask] * 2.0, x, device=device, dtypes=("float32", "bfloat16", "float16"))
+    check_op(lambda x: x * x + (x[mask] * 3.0).sum() + (x[mask] ** 2).sum(), x, device=device, dtypes=("float32",))
+    for given in (mask, Tensor(mask, device=device), mask.tolist()):
+        out = Tensor(x, dtype=np.float32, device=device)[given]
+        assert np.array_equal(out.numpy(), x.astype(np.float32)[mask])
+
+
+def test_a_mask_in_a_captured_function(host_of, monkeypatch):
+    host = host_of(True)
+    x = Tensor(host.asarray(np.ones((3, 2), np.float32)))
+    mask = Tensor(host.asarray(np.array([True, False, True])))
+    assert x[mask].shape == (2, 2)
+    monkeypatch.setattr(host.cuda.get_current_stream(), "is_capturing", lambda: True)
+    with pytest.raises(CudiffError, match=r"mask's result has a size .* use where"):
+        x[mask]
+
+
 @pytest.mark.gpu
 def test_rows_out_of_range_are_zero_on_cuda():
     x = Tensor(np.ones((3, 2), np.float32), requires_grad=True, device="cuda")
@@ -100,8 +122,9 @@ def test_bad_indices(device):
     for index in ("a", 1.5, True, ([0, 1], 0), (slice(None), np.array([0]))):
         with pytest.raises(TypeError, match="index"):
             x[index]
-    with pytest.raises(TypeError, match="where"):
-        x[np.array([True, False, True])]
+    for mask in ([True, False], np.ones((3, 3), bool), np.ones(3, bool)[None], np.array(True)):
+        with pytest.raises(IndexError, match="mask of shape"):
+            x[mask]
     with pytest.raises(IndexError):
         x[3]
     with pytest.raises(IndexError):
