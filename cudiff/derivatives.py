@@ -59,8 +59,10 @@ from cudiff.ops.elementwise import (
     tanh,
 )
 from cudiff.ops.matmul import Linear, MatMul, matmul
+from cudiff.ops.order import CumSum, cumsum
 from cudiff.ops.pad import Pad
 from cudiff.ops.place import Place, PlaceRows, place, place_rows
+from cudiff.ops.rearrange import flip
 from cudiff.ops.reduce import Sum, Variance, mean, sum
 from cudiff.ops.shape import (
     BroadcastTo,
@@ -179,6 +181,7 @@ DERIVATIVES: dict[type[Function], Derivative] = {
     Softmax: _of_softmax,
     MatMul: lambda d, a, b: (matmul(d, _swapped(b)), matmul(_swapped(a), d)),
     Linear: _of_linear,
+    CumSum: lambda d, x, axis: (flip(cumsum(flip(d, axis), axis), axis),),
     Reshape: lambda d, x, shape: (reshape(d, x.shape),),
     Transpose: lambda d, x, axes: (transpose(d, [axes.index(i) for i in range(x.ndim)]),),
     BroadcastTo: lambda d, x, shape: (d,),

@@ -5,6 +5,7 @@ import pytest
 
 from cudiff import nn
 from cudiff.errors import CudiffError
+from cudiff.nn.init import seeded
 from cudiff.optim import EMA, AdamW, Muon
 from cudiff.optim.muon import orthogonal
 from cudiff.tensor import Tensor
@@ -101,16 +102,17 @@ def test_what_is_skipped_or_frozen_stays(parameters, rng):
 
 
 def test_muon_beside_adamw_and_with_an_average(rng, device):
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).flatten(device)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     optimizers = Muon(matrices), AdamW([p for p in model.parameters() if p.ndim < 2], lr=0.02)
-    x = Tensor(rng.standard_normal((32, 4)).astype(np.float32))
-    y = x.numpy()[:, :2] ** 2
+    x = Tensor(rng.standard_normal((32, 4)).astype(np.float32), device=device)
+    y = Tensor(x.numpy()[:, :2] ** 2, device=device)
     losses = []
     for _ in range(40):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        loss = ((model(x) - Tensor(y)) ** 2).mean()
+        loss = ((model(x) - y) ** 2).mean()
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()

@@ -20,6 +20,7 @@ from cudiff.ops.losses import *
 from cudiff.ops.matmul import *
 from cudiff.ops.mse import *
 from cudiff.ops.norm_silu_conv2d import *
+from cudiff.ops.order import *
 from cudiff.ops.pad import *
 from cudiff.ops.pool import *
 from cudiff.ops.random import *

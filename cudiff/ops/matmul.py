@@ -103,7 +103,8 @@ class MatMul(Function):
 def _folded(a: Array, b: Array, like_out: Array, batch: tuple[int, ...]) -> tuple[Array, Array, Array]:
     """a, b and an array of rows like the result's as (B, r, c), or one long matrix where one b serves all of a."""
     if math.prod(b.shape[:-2]) == 1 and math.prod(a.shape[:-2]) == math.prod(batch):
-        return a.reshape(1, -1, a.shape[-1]), b.reshape(1, *b.shape[-2:]), like_out.reshape(1, -1, like_out.shape[-1])
+        shape = 1, math.prod(a.shape[:-1])  # -1 would not do where the depth is 0
+        return a.reshape(*shape, a.shape[-1]), b.reshape(1, *b.shape[-2:]), like_out.reshape(*shape, like_out.shape[-1])
     return _matrices(a, batch), _matrices(b, batch), like_out.reshape(-1, *like_out.shape[-2:])
 
 

@@ -30,8 +30,9 @@ COMPARISONS = {"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater
 UNARY = {"neg": "negative", "abs": "abs", "invert": "invert"}
 
 METHODS = (
-    "all", "any", "astype", "clip", "diagonal", "dot", "exp", "flatten", "log", "max", "mean", "min", "ravel", "relu",
-    "repeat", "round", "sigmoid", "silu", "sqrt", "square", "squeeze", "std", "sum", "swapaxes", "tanh", "trace", "var",
+    "all", "any", "argmax", "argmin", "argsort", "astype", "clip", "cumsum", "diagonal", "dot", "exp", "flatten", "log",
+    "max", "mean", "min", "ravel", "relu", "repeat", "round", "sigmoid", "silu", "sqrt", "square", "squeeze", "std",
+    "sum", "swapaxes", "tanh", "trace", "var",
 )
 """Operations that are methods under their own names: those that NumPy's arrays have, and what networks are made of."""
 

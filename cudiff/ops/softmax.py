@@ -10,8 +10,12 @@ from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import as_index, as_tensor, astype, downcast, require_float, result_dtype, upcast
-from cudiff.ops.shape import transpose
+from cudiff.ops.arithmetic import where
+from cudiff.ops.cast import as_index, as_tensor, as_wide, astype, downcast, require_float, result_dtype, upcast
+from cudiff.ops.compare import equal, not_equal
+from cudiff.ops.order import OneHot
+from cudiff.ops.reduce import sum
+from cudiff.ops.shape import expand_dims, transpose
 from cudiff.tensor import Tensor
 
 __all__ = ["cross_entropy", "log_softmax", "softmax"]
@@ -134,15 +138,32 @@ def _over_axis(x: Any, axis: int, log: bool) -> Tensor:
     return transpose(Softmax.apply(transpose(x, order), log=log), order)
 
 
-def cross_entropy(logits: Any, labels: Any) -> Tensor:
+def cross_entropy(logits: Any, labels: Any, label_smoothing: float = 0.0, ignore_index: int | None = None) -> Tensor:
     """Mean over the batch of -log softmax(logits)[label]: a float32 scalar (float64 for float64 logits).
 
-    logits (N, K), labels integers (N,) in 0 to K - 1. A label outside raises ValueError on the CPU and makes the loss
-    NaN on a GPU, which is not waited for. Raises ValueError where shapes do not agree, TypeError for labels that are
-    no integers.
+    logits (N, K), labels integers (N,) in 0 to K - 1. label_smoothing: this share of a label's weight is spread evenly
+    over all K (Szegedy et al. 2016). Rows of the label `ignore_index` count for nothing, in the mean neither: NaN where
+    there are no others. A label outside raises ValueError on the CPU and makes the loss NaN on a GPU, which is not
+    waited for. Raises ValueError where shapes do not agree and for a smoothing outside of 0 to 1, TypeError for labels
+    that are no integers.
     """
     logits = as_tensor(logits)
     labels = as_index("cross_entropy", labels, logits.device)
     if logits.ndim != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(f"cross_entropy: logits {logits.shape} must be (N, K) and labels {labels.shape} (N,)")
-    return CrossEntropy.apply(logits, labels)
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"cross_entropy: label_smoothing is a share from 0 to 1, not {label_smoothing}")
+    if label_smoothing == 0 and ignore_index is None:
+        return CrossEntropy.apply(logits, labels)
+    return _of_targets(logits, labels, label_smoothing, ignore_index)
+
+
+def _of_targets(logits: Tensor, labels: Tensor, smoothing: float, ignored: int | None) -> Tensor:
+    """The cross entropy of smooth targets, of the rows that are not ignored."""
+    (logits,) = as_wide(logits)
+    hot = astype(OneHot.apply(labels, count=logits.shape[1], ignored=ignored), logits.dtype)
+    kept = astype(equal(labels, labels) if ignored is None else not_equal(labels, ignored), logits.dtype)
+    targets = hot * (1 - smoothing) + expand_dims(kept, 1) * (smoothing / logits.shape[1])
+    rows = sum(kept)
+    valid = equal(sum(hot), rows) & (rows > 0)  # on a GPU the row of a label outside is 0
+    return -sum(log_softmax(logits) * targets) / where(valid, rows, np.nan)

@@ -31,3 +31,11 @@ def _einsum(n: Numbers) -> Case:
     b, q, k, d = n.size(1, 2, 3), n.size(), n.size(), n.size(1, 8, 33)
     return Case(lambda x, y: ops.einsum("bqhd,bkhd->bhqk", x, y), (n.values(b, q, 2, d), n.values(b, k, 2, d)),
                 lambda x, y: np.einsum("bqhd,bkhd->bhqk", x, y), terms=max(q, k, d), linear=True)
+
+
+@row("cumsum")
+def _cumsum(n: Numbers) -> Case:
+    shape = n.shape(2)
+    axis = int(n.rng.integers(-2, 2))
+    return Case(lambda x: ops.cumsum(x, axis), (n.values(*shape),), lambda x: np.cumsum(x, axis), terms=max(shape),
+                linear=True)

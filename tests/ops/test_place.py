@@ -34,8 +34,12 @@ def test_rows(index, device, rng):
     expected = np.zeros((3, 5))
     np.add.at(expected, rows, x)
     np.testing.assert_allclose(place_rows(Tensor(x), (3, 5), Tensor(rows)).numpy(), expected)
-    there = Tensor(rows, device=device)
-    check_op(lambda x: place_rows(x * 1.0, (3, 5), there) + place_rows(x, (3, 5), there) * 2.0, x, device=device)
+
+    def twice(x):
+        there = Tensor(rows, device=x.device)
+        return place_rows(x * 1.0, (3, 5), there) + place_rows(x, (3, 5), there) * 2.0
+
+    check_op(twice, x, device=device)
 
 
 def test_on_a_gpu_rows_are_those_of_take(host_of):

@@ -48,6 +48,39 @@ def test_cross_entropy_is_float32(device, rng):
     assert loss.dtype == np.float32 and loss.shape == ()
 
 
+@pytest.mark.parametrize("smoothing, ignored", [(0.1, None), (0.0, -100), (0.3, 2), (1.0, -1)])
+def test_smooth_and_ignored_labels(device, rng, smoothing, ignored):
+    """Beside their formula, and beside PyTorch's where it is there."""
+    labels = rng.integers(0, 5, 33).astype(np.int32)
+    if ignored is not None:
+        labels[::3] = ignored
+    kept = np.ones(33, bool) if ignored is None else labels != ignored
+    logits = rng.standard_normal((33, 5)) * 2 + 1
+    check_op(
+        lambda x: cross_entropy(x, Tensor(labels, device=x.device), smoothing, ignored), logits, device=device,
+        torch_fn=lambda x: torch.nn.functional.cross_entropy(
+            x, torch.tensor(labels).long(), label_smoothing=smoothing, ignore_index=-100 if ignored is None else ignored
+        ),
+    )
+    log_p = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    targets = (1 - smoothing) * np.eye(5)[labels[kept]] + smoothing / 5
+    found = cross_entropy(Tensor(logits, dtype="float32", device=device), labels, smoothing, ignored)
+    np.testing.assert_allclose(found.item(), -(log_p[kept] * targets).sum() / kept.sum(), rtol=1e-5)
+
+
+def test_what_smooth_labels_refuse(device):
+    logits = Tensor(np.zeros((2, 3), np.float32), device=device)
+    for share in (-0.1, 1.5):
+        with pytest.raises(ValueError, match="label_smoothing is a share from 0 to 1, not"):
+            cross_entropy(logits, [0, 1], share)
+    if device == "cuda":
+        assert np.isnan(cross_entropy(logits, [0, 3], 0.1, -1).item())
+    else:
+        with pytest.raises(ValueError, match="outside 0 to 2"):
+            cross_entropy(logits, [0, 3], 0.1, -1)
+    assert np.isnan(cross_entropy(logits, [2, 2], ignore_index=2).item())
+
+
 def test_label_outside(device, rng):
     logits, labels = (Tensor(a, device=device) for a in (np.zeros((2, 3), np.float32), np.array([0, 3], np.int32)))
     if device == "cuda":

@@ -26,6 +26,9 @@ def multiply(a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = 
         out = empty((batches, rows, columns), a.dtype)
     if out.size == 0:
         return out
+    if depth == 0 and epilogue in (None, Epilogue()):
+        out.fill(0)
+        return out
     pitch_a, pitch_b, pitch = (x.strides[1] // x.itemsize for x in (a, b, out))
     batch_a, batch_b = (x.strides[0] // x.itemsize if x.shape[0] > 1 else 0 for x in (a, b))
     dims = (rows, columns, depth, np.int64(pitch_a), np.int64(pitch_b), np.int64(batch_a), np.int64(batch_b))
