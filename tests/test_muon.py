@@ -109,7 +109,7 @@ def test_muon_beside_adamw_and_with_an_average(rng, device):
     x = Tensor(rng.standard_normal((32, 4)).astype(np.float32), device=device)
     y = Tensor(x.numpy()[:, :2] ** 2, device=device)
     losses = []
-    for _ in range(40):
+    for _ in range(80):
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss = ((model(x) - y) ** 2).mean()
