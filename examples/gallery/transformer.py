@@ -51,5 +51,5 @@ for step in range(301):
 line = np.searchsorted(letters, list("the cat")).tolist()
 with cudiff.no_grad():
     while letters[line[-1]] != "." and len(line) < LENGTH:
-        line.append(int(model(Tensor([line], device=device))[0, -1].numpy().argmax()))
+        line.append(int(model(Tensor([line], device=device))[0, -1].argmax()))
 print(f"{loss.item() / np.log(2):.2f} bits a letter: {''.join(letters[line])}")
