@@ -166,6 +166,8 @@ class Host(ModuleType):
 
         def call(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
+            if isinstance(result, np.generic):  # CuPy's are arrays without axes
+                result = np.asarray(result)
             if not isinstance(result, np.ndarray) or isinstance(result, Array):
                 return result
             array = self.empty(result.shape, result.dtype)
