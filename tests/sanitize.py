@@ -95,6 +95,8 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
             tensor(2, 5, 6, 24, dtype=d), tensor(24, 3, 3, 1), padding=1, groups=24))
     yield "attention of wide heads", lambda: _back(
         ops.attention(*(tensor(1, 520, 2, 96, dtype="bfloat16") for _ in "qkv")))
+    yield "linear layer", lambda: _back(ops.linear(
+        tensor(300, 136, dtype="bfloat16"), tensor(200, 136), tensor(200)))
     yield "comparisons", _comparisons
     yield "cast", lambda: _back(ops.astype(tensor(3, 33), "bfloat16"))
     yield "relu of an image", lambda: _back(ops.relu(tensor(2, 4, 4, 64)))
