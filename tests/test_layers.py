@@ -11,6 +11,8 @@ from cudiff.nn import init
 from cudiff.tensor import Tensor
 from tests.check import torch
 
+needs_torch = pytest.mark.skipif(torch is None, reason="PyTorch is not installed")
+
 
 def load_from(layer, theirs):
     """Give `layer` PyTorch's weights, which come back as they were."""
@@ -20,6 +22,7 @@ def load_from(layer, theirs):
         np.testing.assert_array_equal(value, state[name].numpy())
 
 
+@needs_torch
 @pytest.mark.parametrize("options", [
     dict(kernel_size=3, groups=2), dict(kernel_size=5, stride=2, dilation=2),
     dict(kernel_size=2, padding=3, bias=False),
@@ -34,6 +37,7 @@ def test_conv1d_is_pytorchs(rng, options):
         assert expected.shape == (2, 11, 6)
 
 
+@needs_torch
 @pytest.mark.parametrize("shape", [(6, 3), (4, 5, 3)])
 def test_batch_norm_1d_is_pytorchs(rng, shape):
     layer, theirs = nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)
@@ -48,6 +52,30 @@ def test_batch_norm_1d_is_pytorchs(rng, shape):
         layer(Tensor(np.zeros((2, 2, 2, 3), np.float32)))
 
 
+def test_multihead_attention_is_its_formula(rng):
+    """Causal, of one sequence, which is the same as query, key and value given apart."""
+    layer, x = nn.MultiheadAttention(6, 2), rng.standard_normal((2, 5, 6)).astype(np.float32)
+    weight, sees = layer.in_proj_weight.numpy(), np.tri(5, dtype=bool)
+    q, k, v = (part.reshape(2, 5, 2, 3).swapaxes(1, 2) for part in np.split(x @ weight.T, 3, axis=2))
+    scores = np.where(sees, q @ k.swapaxes(2, 3) / np.sqrt(3), -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    mixed = (p / p.sum(-1, keepdims=True) @ v).swapaxes(1, 2).reshape(2, 5, 6)
+    expected = mixed @ layer.out_proj.weight.numpy().T
+    for given in ((x,), (x, x, x)):
+        np.testing.assert_allclose(layer(*map(Tensor, given), mask=sees).numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_conv1d_and_batch_norm_1d_are_their_formulas(rng):
+    x = rng.standard_normal((2, 7, 3)).astype(np.float32)
+    layer = nn.Conv1d(3, 4, 3, padding=0)
+    weight, bias = layer.weight.numpy(), layer.bias.numpy()
+    expected = np.stack([np.einsum("nsc,ksc->nk", x[:, i : i + 3], weight) for i in range(5)], 1) + bias
+    np.testing.assert_allclose(layer(Tensor(x)).numpy(), expected, rtol=1e-4, atol=1e-5)
+    expected = (x - x.mean((0, 1))) / np.sqrt(x.var((0, 1)) + 1e-5)
+    np.testing.assert_allclose(nn.BatchNorm1d(3)(Tensor(x)).numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+@needs_torch
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("cross", [True, False])
@@ -138,6 +166,7 @@ def test_how_layers_are_shown(layer, expected):
     assert repr(layer) == expected
 
 
+@needs_torch
 def test_pytorchs_tensors_become_ours():
     """Where shapes coincide too; what a batch norm counts has no place here."""
     theirs = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.BatchNorm2d(4)).bfloat16()
