@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cudiff.as_array import as_array
+from cudiff.backend import to_device
 from cudiff.config import PRESETS, Config
 from cudiff.errors import CudiffError
 from cudiff.files import opened
@@ -55,7 +57,7 @@ def from_torch(state: Mapping[str, Any], layouts: Mapping[str, str]) -> dict[str
     for name, given in state.items():
         if name.rpartition(".")[2] == "num_batches_tracked" and name not in layouts:
             continue
-        array, kind = _of_torch(given), layouts.get(name, "vector")
+        array, kind = to_device(as_array(given), "cpu"), layouts.get(name, "vector")
         if kind in ("conv2d", "conv_transpose2d"):
             array = _with_axes(name, array, 4).transpose(0, 2, 3, 1)
         elif kind == "conv1d":
@@ -67,14 +69,6 @@ def from_torch(state: Mapping[str, Any], layouts: Mapping[str, str]) -> dict[str
             array = array[:, :, 0]
         result[name] = _contiguous(array)
     return result
-
-
-def _of_torch(value: Any) -> np.ndarray:
-    """The array of PyTorch's tensor, of any device, or an array as it is."""
-    if not hasattr(value, "detach"):
-        return value
-    value = value.detach().cpu()
-    return (value.float() if "bfloat16" in str(value.dtype) else value).numpy()
 
 
 def to_torch(state: Mapping[str, np.ndarray], layouts: Mapping[str, str]) -> dict[str, np.ndarray]:

@@ -60,12 +60,12 @@ from cudiff.ops.elementwise import (
 )
 from cudiff.ops.matmul import Linear, MatMul, matmul
 from cudiff.ops.order import CumSum, cumsum
-from cudiff.ops.pad import Pad
 from cudiff.ops.place import Place, PlaceRows, place, place_rows
 from cudiff.ops.rearrange import flip
 from cudiff.ops.reduce import Sum, Variance, mean, sum
 from cudiff.ops.shape import (
     BroadcastTo,
+    Choose,
     Concatenate,
     Reshape,
     Slice,
@@ -74,6 +74,7 @@ from cudiff.ops.shape import (
     Transpose,
     broadcast_to,
     concatenate,
+    positions,
     reshape,
     split,
     transpose,
@@ -188,10 +189,10 @@ DERIVATIVES: dict[type[Function], Derivative] = {
     Concatenate: _of_concatenate,
     Split: _of_split,
     Slice: lambda d, x, index: (place(d, x.shape, index),),
-    Place: lambda d, x, shape, index: (d[index],),
+    Place: lambda d, x, shape, index, value: (d[index],),
+    Choose: lambda d, x, mask: (place_rows(d, x.shape, positions(mask)), None),
     Take: lambda d, x, index: (place_rows(d, x.shape, index), None),
     PlaceRows: lambda d, x, index, shape: (d[index], None),
-    Pad: lambda d, x, widths, value: (d[tuple(slice(a, a + n) for (a, _), n in zip(widths, x.shape, strict=True))],),
 }
 
 

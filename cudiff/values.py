@@ -23,6 +23,12 @@ def whole(name: str, value: Any, least: int | None = 1, most: int | None = None)
     return int(value)
 
 
+def whole_pair(name: str, value: Any, least: int = 1) -> tuple[int, int]:
+    """A number, or one for rows and one for columns, as two. Raises CudiffError as `whole`."""
+    rows, columns = value if isinstance(value, tuple) and len(value) == 2 else (value, value)
+    return whole(name, rows, least), whole(name, columns, least)
+
+
 def real(name: str, value: Any, least: float | None = None, most: float | None = None, above: float | None = None,
          below: float | None = None) -> float:
     """`value`, a finite number in the range; its ends are in it (`least`, `most`) or not (`above`, `below`).

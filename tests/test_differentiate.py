@@ -132,7 +132,7 @@ SECOND = {
     "tan": np.tan, "softplus": cudiff.softplus, "expm1": np.expm1,
     "log1p": lambda x: np.log1p(x * x), "arctan2": lambda x: np.arctan2(x, x * x + 1),
     "floor_divide": lambda x: x // 0.3 * x**2, "remainder": lambda x: 2 % (x * x) + x**3 % 0.4,
-    "cumsum": lambda x: np.cumsum(x, 0) ** 3,
+    "cumsum": lambda x: np.cumsum(x, 0) ** 3, "mask": lambda x: x[x > 0] ** 3,
     "add": lambda x: (x + np.sum(x, 0, keepdims=True)) ** 3, "subtract": lambda x: (np.sum(x) - x) ** 3,
     "divide": lambda x: x / (1 + x * x), "numbers": lambda x: 2 / (x + 9) - (1 - x) ** 3,
     "power": lambda x: (x * x + 1) ** (x / 3), "number to a power": lambda x: 2.0**x,

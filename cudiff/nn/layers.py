@@ -13,7 +13,7 @@ from cudiff.nn import init
 from cudiff.nn.module import Module
 from cudiff.nn.parameter import Parameter
 from cudiff.tensor import Tensor
-from cudiff.values import real, whole
+from cudiff.values import real, whole, whole_pair
 
 
 def _own(array: np.ndarray, **attrs: Any) -> Parameter:
@@ -47,12 +47,6 @@ def grouped_linear(x: Tensor, *layers: Any, silu: bool = False) -> tuple[Tensor,
 Pair = tuple[int, int]
 
 
-def _pair(name: str, value: int | Pair, least: int = 1) -> Pair:
-    """A number, or one for rows and one for columns, as two."""
-    rows, columns = value if isinstance(value, tuple) and len(value) == 2 else (value, value)
-    return whole(name, rows, least), whole(name, columns, least)
-
-
 def _check_convolution(in_channels: int, out_channels: int, kernel_size: int, stride: int, padding: int) -> None:
     sizes = {"in_channels": in_channels, "out_channels": out_channels, "kernel_size": kernel_size, "stride": stride}
     for name, size in sizes.items():
@@ -70,10 +64,10 @@ class Conv2d(Module):
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int | Pair, stride: int | Pair = 1,
                  padding: int | Pair | None = None, bias: bool = True, dilation: int | Pair = 1, groups: int = 1):
         super().__init__()
-        rows, columns = _pair("kernel_size", kernel_size)
-        self.stride, self.dilation = _pair("stride", stride), _pair("dilation", dilation)
+        rows, columns = whole_pair("kernel_size", kernel_size)
+        self.stride, self.dilation = whole_pair("stride", stride), whole_pair("dilation", dilation)
         same = self.dilation[0] * (rows // 2), self.dilation[1] * (columns // 2)
-        self.padding = same if padding is None else _pair("padding", padding, least=0)
+        self.padding = same if padding is None else whole_pair("padding", padding, least=0)
         self.groups = whole("groups", groups)
         for name, channels in (("in_channels", in_channels), ("out_channels", out_channels)):
             if whole(name, channels) % groups:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cudiff import ops
 from cudiff.nn.module import Module
 from cudiff.tensor import Tensor
-from cudiff.values import whole
+from cudiff.values import whole_pair
 
 Pair = tuple[int, int]
 
@@ -77,9 +77,8 @@ class _Pool2d(Module):
 
 def _checked(name: str, value: int | Pair, least: int = 1) -> int | Pair:
     """A number as it is given, or one for rows and one for columns."""
-    if isinstance(value, tuple) and len(value) == 2:
-        return whole(name, value[0], least), whole(name, value[1], least)
-    return whole(name, value, least)
+    pair = whole_pair(name, value, least)
+    return pair if isinstance(value, tuple) else pair[0]
 
 
 class MaxPool2d(_Pool2d):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from cudiff.ops.arithmetic import where
 from cudiff.ops.cast import as_tensors, as_wide, astype
 from cudiff.ops.elementwise import abs, clip, exp, expm1, log, softplus
@@ -11,8 +13,6 @@ from cudiff.ops.reduce import Axis, max, mean, sum
 from cudiff.tensor import Tensor
 
 __all__ = ["binary_cross_entropy_with_logits", "elu", "huber", "leaky_relu", "logsumexp", "mae"]
-
-_LARGEST = 3e38  # what float32 holds: infinity - infinity is NaN
 
 
 def leaky_relu(x: Any, negative_slope: float = 0.01) -> Tensor:
@@ -32,7 +32,8 @@ def logsumexp(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     overflow."""
     (x,) = as_tensors(x, floating=True)
     (wide,) = as_wide(x)
-    largest = clip(max(wide.detach(), axis, keepdims=True), -_LARGEST, _LARGEST)
+    bound = float(np.finfo(wide.dtype).max)  # infinity - infinity is NaN
+    largest = clip(max(wide.detach(), axis, keepdims=True), -bound, bound)
     out = log(sum(exp(wide - largest), axis, keepdims=True)) + largest
     return astype(out if keepdims else sum(out, axis), x.dtype)
 

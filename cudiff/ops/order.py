@@ -109,7 +109,7 @@ def argsort(x: Any, axis: int | None = -1) -> Tensor:
     """
     x = _comparable(x)
     x, axis = (flatten(x), 0) if axis is None else (x, *normalize_axes(axis, x.ndim))
-    if x.device == "cuda" and is_capturing("cuda"):
+    if is_capturing(x.device):
         raise CudiffError("argsort waits for the GPU: call it outside of the captured function")
     return Positions.apply(x, name="argsort", axis=axis, kind="stable")
 

@@ -8,39 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.cuda.accumulate import gradient_target
-from cudiff.cuda.kernels.shape import move, padded, region
-from cudiff.function import Function
+from cudiff.cuda.kernels.shape import region
 from cudiff.ops.cast import as_tensor, is_number
+from cudiff.ops.place import place
 from cudiff.ops.shape import broadcast_to, concatenate, getitem
 from cudiff.tensor import Tensor
 
 __all__ = ["pad"]
-
-
-class Pad(Function):
-    """A border of `value` around x; `widths` is ((before, after), ...) for each axis."""
-
-    @staticmethod
-    def forward_numpy(ctx, x, widths, value):
-        ctx.region = region(x.shape, widths)
-        return np.pad(x, widths, constant_values=value)
-
-    @staticmethod
-    def backward_numpy(ctx, dout, needs, into):
-        return (dout[ctx.region].copy(),)
-
-    @staticmethod
-    def forward_cuda(ctx, x, widths, value):
-        ctx.region = region(x.shape, widths)
-        return padded(x, widths, value)
-
-    @staticmethod
-    def backward_cuda(ctx, dout, needs, into):
-        view = dout[ctx.region]
-        dx, accumulate = gradient_target(into[0], view.shape, dout.dtype)
-        move(dx, view, accumulate)
-        return (dx,)
 
 
 def pad(x: Any, pad_width: int | Sequence[Any], mode: str = "constant", constant_values: float = 0) -> Tensor:
@@ -61,7 +35,8 @@ def pad(x: Any, pad_width: int | Sequence[Any], mode: str = "constant", constant
     if not is_number(constant_values):
         raise TypeError(f"pad takes one number for constant_values, not {constant_values}")
     if mode == "constant":
-        return Pad.apply(x, widths=pairs, value=constant_values)
+        shape = tuple(before + size + after for size, (before, after) in zip(x.shape, pairs, strict=True))
+        return place(x, shape, region(x.shape, pairs), constant_values)
     if mode not in ("edge", "reflect"):
         raise ValueError(f"unknown mode '{mode}' of pad: use 'constant', 'edge' or 'reflect'")
     for axis, (before, after) in enumerate(pairs):

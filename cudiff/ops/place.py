@@ -1,4 +1,4 @@
-"""A tensor placed among zeros: the gradients of a slice and of rows taken, as operations that have one themselves."""
+"""A tensor placed in a larger one: borders, and the gradients of a slice and of rows taken, as operations."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 import numpy as np
 
 from cudiff.cuda.accumulate import gradient_target
-from cudiff.cuda.kernels.shape import move, zeros
+from cudiff.cuda.kernels.shape import filled, move
 from cudiff.function import Function
 from cudiff.ops.shape import Take
 from cudiff.tensor import Tensor
 
 
 class Place(Function):
-    """out[index] = x among zeros of `shape`; dx = dout[index]. The index is one of Slice's."""
+    """out[index] = x among elements that are `value`, of `shape`; dx = dout[index]. The index is one of Slice's."""
 
     @staticmethod
-    def forward_numpy(ctx, x, shape, index):
+    def forward_numpy(ctx, x, shape, index, value=0.0):
         ctx.index = index
-        out = np.zeros(shape, x.dtype)
+        out = np.full(shape, value, x.dtype)
         out[index] = x
         return out
 
@@ -28,9 +28,9 @@ class Place(Function):
         return (np.array(dout[ctx.index]),)
 
     @staticmethod
-    def forward_cuda(ctx, x, shape, index):
+    def forward_cuda(ctx, x, shape, index, value=0.0):
         ctx.index = index
-        out = zeros(shape, x.dtype)
+        out = filled(shape, x.dtype, value)
         move(out[index], x)
         return out
 
@@ -66,9 +66,9 @@ class PlaceRows(Function):
         return Take.forward_cuda(ctx, dout, *ctx.saved), None
 
 
-def place(x: Tensor, shape: tuple[int, ...], index: Any) -> Tensor:
-    """Zeros of `shape`, but for [index], which is x."""
-    return Place.apply(x, shape=shape, index=index)
+def place(x: Tensor, shape: tuple[int, ...], index: Any, value: float = 0.0) -> Tensor:
+    """`value` everywhere in `shape`, but for [index], which is x."""
+    return Place.apply(x, shape=shape, index=index, value=value)
 
 
 def place_rows(x: Tensor, shape: tuple[int, ...], index: Tensor) -> Tensor:

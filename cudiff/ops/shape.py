@@ -343,6 +343,11 @@ def getitem(x: Any, index: Any) -> Tensor:
     return Slice.apply(x, index=index)
 
 
+def positions(mask: Tensor) -> Tensor:
+    """Where a mask of one axis is true, int32."""
+    return Tensor(array_module(mask.device).flatnonzero(mask.data).astype(int32))
+
+
 def _choose(x: Tensor, mask: Tensor) -> Tensor:
     if not mask.ndim or mask.shape != x.shape[: mask.ndim]:
         raise IndexError(f"a mask of shape {mask.shape} is not of the first axes of a tensor of shape {x.shape}")

@@ -76,6 +76,15 @@ __device__ __forceinline__ void send(float* p, int rank, float v, u32 barrier) {
                      ::"r"(cluster_address(shared_address(p), rank)), "f"(v), "r"(cluster_address(barrier, rank)) : "memory");
     }
 }
+// sum[0..3] = the sums of the float4 that each block sent, `pitch` apart from `terms` on, in the order of the blocks.
+__device__ __forceinline__ void sum_terms(float* sum, const float4* terms, int pitch) {
+    for (int i = 0; i < 4; i++) sum[i] = 0.0f;
+#pragma unroll
+    for (int from = 0; from < CLUSTER; from++) {
+        float4 term = terms[from * pitch];
+        sum[0] += term.x, sum[1] += term.y, sum[2] += term.z, sum[3] += term.w;
+    }
+}
 // All threads wait until all bytes have arrived.
 __device__ __forceinline__ void receive(u32 barrier) {
     if constexpr (CLUSTER == 1) __syncthreads();

@@ -96,15 +96,7 @@ __device__ __forceinline__ void add_up(float (&acc)[PIXELS / 2], float4* exchang
     }
     receive(barrier);
 #pragma unroll
-    for (int row = 0; row < SHARE; row++) {
-        float* sum = acc + 4 * row;
-        for (int i = 0; i < 4; i++) sum[i] = 0.0f;
-#pragma unroll
-        for (int from = 0; from < CLUSTER; from++) {
-            float4 term = exchange[(from * SHARE + row) * 128];
-            sum[0] += term.x, sum[1] += term.y, sum[2] += term.z, sum[3] += term.w;
-        }
-    }
+    for (int row = 0; row < SHARE; row++) sum_terms(acc + 4 * row, exchange + row * 128, SHARE * 128);
 }
 
 // The output tiles of a block, and of each the steps of its split of the depth.

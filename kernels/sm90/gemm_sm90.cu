@@ -119,15 +119,7 @@ __device__ __forceinline__ void add_up(float (&acc)[BN / 2], float4* exchange, u
     }
     receive(barrier);
 #pragma unroll
-    for (int j = 0; j < SHARE; j++) {
-        float* sum = acc + 4 * j;
-        for (int i = 0; i < 4; i++) sum[i] = 0.0f;
-#pragma unroll
-        for (int from = 0; from < CLUSTER; from++) {
-            float4 term = exchange[(from * SHARE + j) * CONSUMERS];
-            sum[0] += term.x, sum[1] += term.y, sum[2] += term.z, sum[3] += term.w;
-        }
-    }
+    for (int j = 0; j < SHARE; j++) sum_terms(acc + 4 * j, exchange + j * CONSUMERS, SHARE * CONSUMERS);
 }
 
 // Round the warpgroup's 64 rows, with what is added to them, in panels that TMA stores.

@@ -60,6 +60,11 @@ def test_losses_are_float32(device):
         assert loss.dtype == np.float32 and loss.shape == ()
 
 
+def test_logsumexp_of_what_float32_does_not_hold():
+    x = np.array([1e300, 1e300 - 1e284, -np.inf])
+    np.testing.assert_allclose(cudiff.logsumexp(Tensor(x)).item(), 1e300)
+
+
 def test_what_they_do_not_take():
     x = Tensor(np.ones((2, 3), np.float32))
     for name in ("mae", "huber", "binary_cross_entropy_with_logits"):

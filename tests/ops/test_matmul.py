@@ -76,6 +76,21 @@ def test_only_wanted_gradients_are_made(device, rng):
     assert x.grad is None and weight.grad is not None
 
 
+@pytest.mark.parametrize("a, b", [((3, 0), (0, 4)), ((3, 4), (4, 0)), ((0, 4), (4, 2)), ((2, 3, 0), (2, 0, 4))])
+def test_products_of_nothing(device, rng, a, b):
+    """Sums without terms are 0, and add nothing to a gradient that is there."""
+    arrays = rng.standard_normal(a), rng.standard_normal(b)
+    check_op(lambda a, b: matmul(a, b) + matmul(a, b) * 2, *arrays, device=device)
+
+
+def test_products_of_nothing_launch_no_product(host_of):
+    host = host_of(True)
+    a, b = (Tensor(host.zeros(shape, np.float32), requires_grad=True) for shape in ((3, 4), (4, 0)))
+    matmul(a, b).backward(host.zeros((3, 0), np.float32))
+    matmul(a, b).backward(host.zeros((3, 0), np.float32))
+    assert a.grad.shape == (3, 4) and not np.any(a.grad) and not any(stem == "matmul" for stem, _ in host.launches)
+
+
 def test_parameters_have_float32_gradients(device, rng):
     x = Tensor(rng.standard_normal((20, 24)).astype(ml_dtypes.bfloat16), requires_grad=True, device=device)
     weight = Tensor(rng.standard_normal((16, 24)).astype(np.float32), requires_grad=True, device=device)

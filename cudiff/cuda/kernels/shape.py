@@ -91,11 +91,17 @@ def region(shape: tuple[int, ...], widths: Sequence[tuple[int, int]]) -> tuple[s
     return tuple(slice(before, before + size) for (before, _), size in zip(widths, shape, strict=True))
 
 
-def padded(x: Array, widths: Sequence[tuple[int, int]], value: float = 0.0) -> Array:
-    """A border of `value` around x."""
-    out = zeros(tuple(sum(w) + size for w, size in zip(widths, x.shape, strict=True)), x.dtype)
+def filled(shape: tuple[int, ...], dtype: np.dtype, value: float) -> Array:
+    """`value` everywhere."""
+    out = zeros(shape, dtype)
     if value:
         launch("shape", "fill", blocks(out.size, 1024), 256, (out, float(value), np.int64(out.size)), T=out.dtype)
+    return out
+
+
+def padded(x: Array, widths: Sequence[tuple[int, int]]) -> Array:
+    """A border of zeros around x."""
+    out = zeros(tuple(sum(w) + size for w, size in zip(widths, x.shape, strict=True)), x.dtype)
     move(out[region(x.shape, widths)], x)
     return out
 

@@ -26,8 +26,10 @@ def multiply(a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = 
         out = empty((batches, rows, columns), a.dtype)
     if out.size == 0:
         return out
-    if depth == 0 and epilogue in (None, Epilogue()):
-        out.fill(0)
+    bias, emb, addend, _ = epilogue or Epilogue()
+    if depth == 0 and bias is emb is None and (addend is None or addend is out):  # sums of nothing
+        if addend is None:
+            out.fill(0)
         return out
     pitch_a, pitch_b, pitch = (x.strides[1] // x.itemsize for x in (a, b, out))
     batch_a, batch_b = (x.strides[0] // x.itemsize if x.shape[0] > 1 else 0 for x in (a, b))
