@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,10 @@ from cudiff.cuda.accumulate import add_into
 from cudiff.cuda.deferred import Queue, deferred
 from cudiff.function import Node, fitting_gradients
 from cudiff.gradient import Slot, State
+from cudiff.precision import allow_tf32, set_tf32, tf32_allowed
+from cudiff.recompute import Recomputed, record_again
 from cudiff.statistics import ChannelStatistics
-from cudiff.tensor import Tensor
+from cudiff.tensor import Tensor, now
 
 
 def backward(self: Tensor, grad: Any = None) -> None:
@@ -50,28 +54,81 @@ def walk_back(root: Tensor, grad: Array, wanted: Callable[[Tensor], bool] | None
     if root._source is None:
         _add_to_leaf(root, grad, True)
         return
-    gradients: dict[int, list[_Gradient]] = {}
-    order = nodes_below(root._source[0], since)
-    for node in order:
-        gradients[node.index] = [_Gradient() for _ in range(node.num_outputs)]
-    gradients[order[0].index][root._source[1]].add(grad, True, None)
-    with deferred() as queue:  # on the CPU nothing is
+    first = _Gradient()
+    first.add(grad, True, None)
+    with deferred() as queue, allow_tf32(tf32_allowed()):  # on the CPU nothing is deferred
+        _Walk(wanted, since, queue).down(root._source, first, since, _watch.begin)
+
+
+class _Walk:
+    """The gradients under construction, by the number of the node whose outputs they are of."""
+
+    def __init__(self, wanted: Callable[[Tensor], bool] | None, since: int, queue: Queue) -> None:
+        self.wanted, self.since, self.queue = wanted, since, queue
+        self.gradients: dict[int, list[_Gradient]] = {}
+
+    def down(self, output: tuple[Node, int], gradient: _Gradient, since: int, begin: Begin | None = None,
+             recorded: int | None = None) -> None:
+        """From a node's output and its gradient over all nodes below that are younger than `since`.
+
+        begin: see `watched`. recorded: when the forward ran, of nodes that were recorded again.
+        """
+        order = nodes_below(output[0], since)
+        after = None if begin is None else begin(order)
         for node in order:
-            slots = gradients.pop(node.index)
+            self.gradients[node.index] = [_Gradient() for _ in range(node.num_outputs)]
+        self.gradients[output[0].index][output[1]] = gradient
+        for position, node in enumerate(order):
+            slots = self.gradients.pop(node.index)
             for slot in slots:
-                slot.settle(queue)
+                slot.settle(self.queue)
             if node.ctx is None:
                 raise RuntimeError("backward() ran through this part of the tape already: run the forward again")
-            node.ctx.dout_statistics = slots[0].statistics
             if any(slot.array is not None for slot in slots):
-                _run_backward(node, slots, [
-                    None if source is None
-                    else gradients[source[0].index][source[1]] if isinstance(source, tuple) and source[0].index > since
-                    else source if isinstance(source, Tensor) and source.wants_gradient(node.index)
-                    and (wanted is None or wanted(source)) else None
-                    for source in node.inputs
-                ], queue)
+                set_tf32(node.ctx.tf32)
+                if node.function is Recomputed:
+                    before, again = now(), record_again(node)
+                    if again._source is not None and again._source[0].index > before:
+                        self.down(again._source, slots[0], before, recorded=recorded or node.index)
+                else:
+                    node.ctx.dout_statistics = slots[0].statistics
+                    _run_backward(node, slots, self.targets(node, recorded or node.index), self.queue)
             node.ctx = None  # frees what forward saved
+            if after is not None:
+                after(position, self.queue)
+
+    def targets(self, node: Node, recorded: int) -> list[Tensor | _Gradient | None]:
+        """Where the gradient of each input goes; None for one that nobody wants."""
+        found: list[Tensor | _Gradient | None] = []
+        for source in node.inputs:
+            if isinstance(source, tuple):
+                found.append(self.gradients[source[0].index][source[1]] if source[0].index > self.since else None)
+            elif source is None or not source.wants_gradient(recorded):
+                found.append(None)
+            else:
+                found.append(source if self.wanted is None or self.wanted(source) else None)
+        return found
+
+
+Begin = Callable[[list[Node]], Callable[[int, Queue], None]]
+
+
+class _Watch(threading.local):
+    begin: Begin | None = None
+
+
+_watch = _Watch()
+
+
+@contextlib.contextmanager
+def watched(begin: Begin) -> Iterator[None]:
+    """Inside the block, a backward calls `begin` with its nodes, and after each what that returned, with the node's
+    position and the pending launches. Nodes that are recorded again are not among them."""
+    before, _watch.begin = _watch.begin, begin
+    try:
+        yield
+    finally:
+        _watch.begin = before
 
 
 def nodes_below(root: Node, since: int = -1) -> list[Node]:
@@ -153,7 +210,7 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
         if slot is None or result is not slot.whole:
             terms.append((i, target))
         elif isinstance(target, Tensor):
-            target._vacant = False  # it is the leaf's own array
+            target._grad_empty = False  # it is the leaf's own array
         else:
             target.array, target.pending, target.statistics = result, None, node.ctx.din_statistics.get(i)
     if terms:  # last: of a tensor that is an input twice, the other result is added to what is whole
@@ -215,7 +272,10 @@ def _slots(node: Node, targets: list[Tensor | _Gradient | None], queue: Queue) -
             slot = into[before]
             into.append(slot if slot is not None and slot.state is State.HOLDS else None)
         elif isinstance(target, Tensor):
-            into.append(_leaf_slot(target, queue))
+            if not target._grad_empty:
+                queue.before_write(target._grad)
+            state = State.EMPTY if target._grad_empty else State.HOLDS
+            into.append(None if target._grad is None else Slot(target._grad, state))
         else:
             elsewhere = i in node.function.adds_elsewhere
             into.append(_slot(target, elsewhere, elsewhere and ids.count(ids[i]) == 1, queue))
@@ -235,22 +295,14 @@ def _slot(target: _Gradient, adds_elsewhere: bool, alone: bool, queue: Queue) ->
     return Slot(target.array)
 
 
-def _leaf_slot(leaf: Tensor, queue: Queue) -> Slot | None:
-    """Where the gradient of a leaf may go."""
-    if leaf._vacant:
-        return Slot(leaf._grad, State.VACANT)
-    queue.before_write(leaf._grad)
-    return None if leaf._grad is None else Slot(leaf._grad)
-
-
 def _add_to_leaf(leaf: Tensor, grad: Array, shared: bool) -> None:
     if leaf._grad is None and is_low(grad.dtype) and not is_low(leaf.dtype):  # of a parameter that was read in 16 bits
         leaf._grad = array_module(leaf.device).zeros(leaf.shape, leaf.dtype)
         accumulate(leaf._grad, grad)
     elif leaf._grad is None:
         leaf._grad = grad.copy() if shared else grad
-    elif leaf._vacant:
+    elif leaf._grad_empty:
         leaf._grad[...] = grad
-        leaf._vacant = False
+        leaf._grad_empty = False
     else:
         accumulate(leaf._grad, grad)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -33,16 +35,19 @@ PRECISIONS = {"fp32": float32, "tf32": float32, "bf16": bfloat16, "fp16": float1
 """The storage type of activations for each `precision`; tf32 stores float32 and rounds inside matrix products."""
 
 
+@functools.cache
 def is_float(dtype: Any) -> bool:
     """Whether `dtype` is one of `FLOATS`."""
     return np.dtype(dtype) in FLOATS
 
 
+@functools.cache
 def is_low(dtype: Any) -> bool:
     """Whether `dtype` is a 16-bit storage type, in which no arithmetic is done."""
     return np.dtype(dtype) in (bfloat16, float16)
 
 
+@functools.cache
 def compute_dtype(dtype: Any) -> np.dtype:
     """The dtype the NumPy path computes in: float32 for the 16-bit types, the type itself otherwise."""
     return float32 if is_low(dtype) else np.dtype(dtype)
@@ -70,13 +75,13 @@ def cuda_status() -> tuple[bool, str]:
     if count == 0:
         return False, "the driver reports no NVIDIA GPU"
     major, minor = cupy.cuda.Device().compute_capability[:-1], cupy.cuda.Device().compute_capability[-1]
-    if int(major) < 8:
-        return False, f"the GPU has compute capability {major}.{minor}: cudiff needs 8.0 (Ampere) or newer"
+    if int(major + minor) < 75:
+        return False, f"the GPU has compute capability {major}.{minor}: cudiff needs 7.5 (Turing) or newer"
     return True, cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
 
 
 def cuda_available() -> bool:
-    """Whether CuPy is installed and a GPU of compute capability 8.0 or newer is there."""
+    """Whether CuPy is installed and a GPU of compute capability 7.5 or newer is there."""
     return cuda_status()[0]
 
 
@@ -250,7 +255,21 @@ def memory_total(device: str) -> int:
     return get_cupy().cuda.runtime.memGetInfo()[1] if device == "cuda" else 0
 
 
+_spare: weakref.WeakSet[Any] = weakref.WeakSet()
+_changing_spare = threading.Lock()
+
+
+def spare(holder: Any) -> None:
+    """Have `holder.clear()` called where memory runs out: it drops what can be made again."""
+    with _changing_spare:
+        _spare.add(holder)
+
+
 def free_memory() -> None:
-    """Give unused blocks of CuPy's pool back to the driver."""
+    """Drop what can be made again (`spare`), and give unused blocks of CuPy's pool back to the driver."""
+    with _changing_spare:
+        holders = list(_spare)
+    for holder in holders:
+        holder.clear()
     if cuda_available():
         get_cupy().get_default_memory_pool().free_all_blocks()

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cudiff.config import Config
+from cudiff.convert import is_unet_cu, unet_cu_checkpoint
 from cudiff.errors import CudiffError
 from cudiff.models import outline
 from cudiff.nn.module import Shaped, require_fit
+from cudiff.nn.state_dict import StateDict
 from cudiff.registry import TABLES
 from cudiff.tensorfile import digest, read_header, read_tensors, write_tensors
 
@@ -57,12 +59,17 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Read a checkpoint, or the newest in a run's folder; or only some of its `parts`: sampling needs no moments.
 
+    unet.cu's binary is read as one, see `cudiff.convert.unet_cu_checkpoint`.
+
     sampler: in place of the checkpoint's, which then need not be registered.
     What is read is compared with its digests, and names and shapes with the configuration's before anything large is
     read. Raises CudiffError where the file is missing, truncated, damaged, no checkpoint, of another version, or where
     the names or shapes of its parts are not those of its model.
     """
     path = find_checkpoint(path)
+    if is_unet_cu(path):
+        config, tensors, counters = unet_cu_checkpoint(path, parts)
+        return Checkpoint(config if sampler is None else config.replace(sampler=sampler), tensors, counters)
     entries, metadata = read_header(path)
     about = _about(path, metadata)
     _check_counters(path, about["counters"])
@@ -91,6 +98,8 @@ def stored_options(path: str | os.PathLike) -> dict[str, Any]:
 
     Raises CudiffError where the file cannot be read or is no checkpoint.
     """
+    if is_unet_cu(path):
+        return unet_cu_checkpoint(path, ())[0].to_dict()
     return _about(path, read_header(path)[1])["config"]
 
 
@@ -99,12 +108,13 @@ def prefixed(name: str, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray
     return {f"{name}.{key}": array for key, array in state.items()}
 
 
-def part(tensors: Mapping[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+def part(tensors: Mapping[str, np.ndarray], name: str) -> StateDict:
     """One part of a checkpoint's tensors, without the prefix.
 
     Raises CudiffError where it is absent: a missing average is never replaced by the weights.
     """
-    state = {key.removeprefix(f"{name}."): array for key, array in tensors.items() if key.startswith(f"{name}.")}
+    own = ((key.removeprefix(f"{name}."), array) for key, array in tensors.items() if key.startswith(f"{name}."))
+    state = StateDict(own)
     if not state:
         raise CudiffError(f"the checkpoint holds no '{name}' tensors: use one that cudiff train wrote")
     return state
@@ -208,6 +218,7 @@ _COUNTERS: dict[str, Callable[[Any], bool]] = {
     "loss_steps": lambda value: _whole(value, 2**31),
     "optimizer": lambda value: isinstance(value, list) and all(_whole(number, 2**31) for number in value),
     "generator": _is_generator,
+    "loss_scale": lambda value: value is None or (isinstance(value, list) and [*map(_finite, value)] == [True, True]),
     "frozen": lambda value: value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value)),
 }
 

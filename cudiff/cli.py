@@ -1,4 +1,4 @@
-"""The command line: `cudiff demo | train | sample | eval | info | tune | convert`, thin shells over Python calls."""
+"""The command line: `cudiff demo | train | sample | eval | play | info | tune | convert`, shells over Python calls."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from cudiff import signals
-from cudiff.backend import out_of_memory_errors
+from cudiff import processes, signals
+from cudiff.backend import PRECISIONS, out_of_memory_errors
 from cudiff.config import add_arguments, from_arguments
 from cudiff.errors import CudiffError
+from cudiff.play.command import add_arguments as add_play_arguments
+from cudiff.play.command import play
 from cudiff.registry import SAMPLERS
 from cudiff.threads import keep_freed_memory
 
@@ -52,21 +54,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with signals.raising():
             options = _parser().parse_args([argument for argument in arguments if argument != "--debug"])
             keep_freed_memory()
-            options.run(options)
+            if "gpus" in options:
+                options.arguments = arguments  # for the processes that it starts
+            processes.run(options)
             if sys.stdout is not None:  # closed from the start
                 sys.stdout.flush()
         return 0
+    except processes.Ended as ended:
+        return ended.code
     except signals.Stopped as stopped:
         return signals.EXIT + stopped.number
     except BrokenPipeError:
+        processes.end_all(signals.EXIT + 13)  # SIGPIPE
         _discard_output()
-        return signals.EXIT + 13  # SIGPIPE
+        return signals.EXIT + 13
     except KeyboardInterrupt:
+        processes.end_all(signals.EXIT + signal.SIGINT, signals.INTERRUPTED, debug)
         if debug:
             raise
         print(signals.INTERRUPTED, file=sys.stderr)
         return signals.EXIT + signal.SIGINT
     except Exception as error:
+        processes.end_all(2, f"cudiff: {_explain(error)}", debug)
         if debug:
             raise
         errors.print(f"cudiff: {_explain(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
@@ -161,7 +170,10 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--folder", type=expanduser, metavar="PATH",
                        help="of the run (default runs/ and the data's name)")
     train.add_argument("--resume", type=expanduser, metavar="PATH", help="go on with a run's folder or a checkpoint")
+    train.add_argument("--init", type=expanduser, metavar="PATH",
+                       help="begin with the weights of a run's folder or a checkpoint, on other data or classes")
     train.add_argument("--data-changed", action="store_true", help="resume though the data is not that of the run")
+    processes.add_arguments(train)
     add_arguments(train)
 
     sample = command("sample", _sample, "draw images from a checkpoint", "CHECKPOINT [options]")
@@ -172,9 +184,20 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=expanduser, default="samples.png", metavar="PATH",
         help="a .png grid, an .npz, a .gif of the denoising, or a folder for single PNGs (default samples.png)",
     )
-    sample.add_argument("--classes", type=_integers, metavar="N,N,..",
-                        help="one class, or several in turn; -1 is none (default: all in turn)")
+    sample.add_argument("--classes", type=_texts, metavar="NAME,NAME,..",
+                        help="one class, or several in turn, by name or number; -1 is none (default: all in turn)")
     _sampling_arguments(sample, 64)
+    sample.add_argument("--init", type=expanduser, metavar="FILE", help="a picture to begin with, of the model's size")
+    sample.add_argument("--strength", type=float, metavar="X",
+                        help="share of the steps that it goes through (default 0.6, with --mask 1)")
+    sample.add_argument("--mask", type=expanduser, metavar="FILE",
+                        help="a picture: what is white is painted anew, the rest of --init is kept")
+    sample.add_argument("--guidance-interval", type=_levels, metavar="X,X",
+                        help="guide only between these two noise levels")
+    sample.add_argument("--guidance-rescale", type=float, default=0.0, metavar="X",
+                        help="share, 0 to 1, by which guidance keeps an image's contrast (default 0)")
+    sample.add_argument("--batch-invariant", action="store_true",
+                        help="the same bits whatever -n and --batch-size are: 64 images are denoised at once")
     sample.add_argument("--weights", choices=("ema", "model"), default="ema", metavar="ema|model",
                         help="the moving average or the raw weights (default ema)")
 
@@ -185,7 +208,12 @@ def _parser() -> argparse.ArgumentParser:
                           help="a file, or a run's folder for its newest one")
     evaluate.add_argument("-n", type=int, default=2000, metavar="N", help="samples (default 2000)")
     evaluate.add_argument("--data", metavar="DATA", help="what to compare with (default: the data of training)")
+    evaluate.add_argument("--against", choices=("test", "train"), default="test", metavar="test|train",
+                          help="which of its images (default test); train where those held out are few")
     _sampling_arguments(evaluate, 256)
+
+    add_play_arguments(command("play", lambda options: play(options, _load, _say),
+                               "draw on a page of this machine, anew as its controls move", "CHECKPOINT [options]"))
 
     info = command("info", _info, "say what hardware, versions and kernels are in use",
                    "[CHECKPOINT] [--kernels [--arch NAME | --preset NAME]]")
@@ -199,22 +227,25 @@ def _parser() -> argparse.ArgumentParser:
     tune = command("tune", _tune, "measure which tiles of the kernels are the fastest for a model on this GPU",
                    "[--preset NAME | --config FILE] [options]")
     tune.epilog = (
-        "Defaults are those of cudiff train; --device, --capture and --validation change nothing here. What is found "
-        "is kept in the user's cache, and training and sampling take it from then on."
+        "Defaults are those of cudiff train; --device, --capture, --shard and --validation change nothing here. What "
+        "is found is kept in the user's cache, and training and sampling take it from then on."
     )
     tune.add_argument("--images", type=_counts, default=[64], metavar="N,N,..",
                       help="sampled at once, besides training's batches (default 64)")
     add_arguments(tune)
 
-    convert = command("convert", _convert, "bring weights from or to PyTorch's layout", "SOURCE TARGET [options]")
+    convert = command("convert", _convert, "bring weights, or unet.cu's data, from or to other programs",
+                      "SOURCE TARGET [options]")
     convert.add_argument("source", type=expanduser, metavar="SOURCE",
-                         help=".pt or .safetensors in PyTorch's layout, unet.cu's .bin, or a checkpoint")
+                         help=".pt or .safetensors in PyTorch's layout, unet.cu's .bin, a checkpoint, or data")
     convert.add_argument("target", type=expanduser, metavar="TARGET",
-                         help="a cudiff checkpoint, or with --to-torch a .safetensors in PyTorch's layout")
+                         help="a cudiff checkpoint; with --to-torch a .safetensors in PyTorch's layout; or unet.cu's "
+                              ".bin, of the weights of a checkpoint or the images of a data set")
     convert.add_argument("--to-torch", action="store_true", help="write the weights with PyTorch's layout")
     convert.add_argument("--key", metavar="NAME", help="which state_dict of a .pt that holds several")
     convert.add_argument("--weights", choices=("ema", "model"), metavar="ema|model",
-                         help="which to write with --to-torch (default ema)")
+                         help="which to write with --to-torch (default ema), or to a .bin (default model, with "
+                              "AdamW's moments)")
     add_arguments(convert, sections=("data", "model", "diffusion", "sampling"))
     return parser
 
@@ -229,25 +260,36 @@ def _sampling_arguments(parser: argparse.ArgumentParser, batch_size: int) -> Non
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the noise (default 0)")
     parser.add_argument("--steps", type=int, metavar="N", help="noise levels to pass through (default: the model's)")
     parser.add_argument("--guidance", type=float, metavar="X", help="1 = none (default: the model's)")
-    parser.add_argument("--sampler", choices=tuple(SAMPLERS), metavar="|".join(SAMPLERS),
-                        help="(default: the model's)")
+    parser.add_argument("--sampler", choices=tuple(SAMPLERS), metavar="NAME",
+                        help=f"{' or '.join(SAMPLERS)} (default: the model's)")
     parser.add_argument("--batch-size", type=int, default=batch_size, metavar="N",
                         help=f"images at once (default {batch_size})")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), metavar="auto|cpu|cuda",
                         help="auto takes the GPU where there is one")
-    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), metavar="fp32|tf32|bf16",
+    parser.add_argument("--precision", choices=("auto", *PRECISIONS), metavar="auto|" + "|".join(PRECISIONS),
                         help="(default: that of training on the GPU, fp32 on the CPU)")
+    processes.add_arguments(parser)
 
 
-def _integers(text: str) -> list[int]:
+def _texts(text: str) -> list[str]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a class or a list such as 0,1,2")
+    return parts
+
+
+def _levels(text: str) -> tuple[float, ...]:
     try:
-        return [int(part) for part in text.split(",")]
+        return tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number or a list such as 0,1,2") from None
+        raise argparse.ArgumentTypeError(f"'{text}' is not two noise levels such as 0.2,5") from None
 
 
 def _counts(text: str) -> list[int]:
-    counts = _integers(text)
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = [0]
     if min(counts) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number of 1 or more, or a list such as 1,16,64")
     return counts
@@ -260,12 +302,15 @@ def _demo(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
-    from cudiff.checkpoint import find_checkpoint
-    from cudiff.display import TrainingDisplay
+    from cudiff.beginning import configuration_of
+    from cudiff.checkpoint import PARTS, find_checkpoint
+    from cudiff.display import TrainingDisplay, introduction
     from cudiff.folder import check_free, check_unused, read_checkpoint
     from cudiff.train import Trainer
 
-    resume, path = None, None
+    resume, init, path = None, None, None
+    if options.resume is not None and options.init is not None:
+        raise CudiffError("--resume goes on with a run, --init begins a new one: give one of them")
     if options.data_changed and options.resume is None:
         raise CudiffError("--data-changed is for a run that goes on: give --resume, or leave it out")
     if options.resume is not None:
@@ -273,36 +318,28 @@ def _train(options: argparse.Namespace) -> None:
         of_run = Path(options.resume).is_dir() or (path.parent / "metrics.jsonl").exists()
         folder = Path(options.folder or (path.parent if of_run else Path("runs") / path.stem))
         check_unused(folder)
-        resume = read_checkpoint(path, option="go on with --resume ", sampler=getattr(options, "sampler", None))[1]
+        sampler = getattr(options, "sampler", None)
+        resume = read_checkpoint(path, processes.needed(options, PARTS), "go on with --resume ", sampler)[1]
         config = from_arguments(options, resume.config)
     else:
-        config = from_arguments(options)
+        base = None
+        if options.init is not None:
+            init = read_checkpoint(options.init, processes.needed(options, ("ema",)), "begin with --init ")[1]
+            base = configuration_of(init)
+        config = from_arguments(options, base)
         home = Path("runs") / Path(os.path.abspath(expanduser(config.data))).stem  # "." has a name too
         folder = Path(options.folder or home)
     if path is None or folder.resolve() != path.parent.resolve():
         check_free(folder)
+    group = processes.joined_by(options, config.device, console)
     _check_device(config.device)
     dataset = _dataset(config)
-    trainer = Trainer(config, dataset, folder, resume, data_changed=options.data_changed)
-    place = {"cpu": "CPU", "cuda": "GPU"}[trainer.device]
-    _say(
-        f"{dataset!r}\n{len(trainer.training):,} images to train on, {len(trainer.held_out):,} held out\n"
-        f"{trainer.net.num_parameters():,} parameters, {config.precision}, on the {place}; run in {folder}"
-    )
-    classes = trainer.config.num_classes
-    if classes and config.num_classes < 0:
-        _say(f"the model is conditioned on the data's {classes:,} classes: --num-classes 0 trains without them")
-    elif dataset.num_classes and not classes:
-        _say(f"the data's {dataset.num_classes:,} classes are not used: the model is unconditional")
-    elif classes > dataset.num_classes:
-        _say(f"the model has {classes:,} classes and the data {dataset.num_classes:,}: the others are not trained "
-             "(--num-classes -1 takes those of the data)")
-    if trainer.step:
-        _say(f"going on at step {trainer.step:,}")
-    if trainer.device == "cpu" and config.precision == "bf16":
-        _say("bf16 is emulated on the CPU, which is slow: --precision fp32 is faster")
+    trainer = Trainer(config, dataset, folder, resume, init=init, data_changed=options.data_changed, group=group)
+    for line in introduction(trainer, dataset, config):
+        _say(line)
     with TrainingDisplay(trainer.config, console, trainer.step) as display:
         trainer.run(display)
+    group.close()
     if trainer.stopped_by is not None:
         raise signals.Stopped(trainer.stopped_by)
     _say(f"saved {trainer.save_path}")
@@ -323,13 +360,22 @@ def _sample(options: argparse.Namespace) -> None:
     old = next(Path(options.out).glob("*.png"), None) if not suffix else None
     if old is not None:
         raise CudiffError(f"{options.out} holds pictures already, such as {old.name}: name another folder with --out")
+    group = processes.joined_by(options, options.device, console)
     pipeline = _load(options)
+    if pipeline.makes_latents and (suffix != ".npz" or options.init is not None):
+        raise CudiffError(f"the model makes latents of {pipeline.config.channels} channels, which are no pictures: "
+                          "give --out NAME.npz, and no --init")
     classes = None if options.classes is None else np.resize(options.classes, options.n)
     frames: list[np.ndarray] | None = [] if suffix == ".gif" else None
     images = _with_progress("sampling", lambda progress: pipeline.sample(
         options.n, options.seed, classes, options.steps, options.guidance, options.sampler, options.batch_size,
-        progress, frames,
+        progress, frames, guidance_interval=options.guidance_interval, guidance_rescale=options.guidance_rescale,
+        strength=options.strength, group=group, batch_invariant=options.batch_invariant,
+        **_given(options, pipeline.shape),
     ))
+    group.close()
+    if not group.leads:
+        return
     if frames is not None:
         save_gif(options.out, frames)
     elif suffix == ".npz":
@@ -342,14 +388,34 @@ def _sample(options: argparse.Namespace) -> None:
     _say(f"{count:,} images in {options.out}")
 
 
+def _given(options: argparse.Namespace, shape: tuple[int, int, int]) -> dict[str, Any]:
+    """The picture to begin with and its mask, as `Pipeline.sample` takes them."""
+    from cudiff.data.pictures import read_picture
+
+    given = {}
+    for name, path, channels in (("init", options.init, shape[2]), ("mask", options.mask, 1)):
+        if path is not None:
+            given[name] = read_picture(path, channels)
+            if given[name].shape[:2] != shape[:2]:
+                height, width = given[name].shape[:2]
+                raise CudiffError(f"{path} is {width}x{height} and the model's images are {shape[1]}x{shape[0]}: "
+                                  "resize it")
+    if "mask" in given:
+        given["mask"] = given["mask"][..., 0] > 127
+    return given
+
+
 def _eval(options: argparse.Namespace) -> None:
     from cudiff.evaluate import evaluate_pipeline
 
+    group = processes.joined_by(options, options.device, console)
     pipeline = _load(options)
     report = _with_progress("training the classifier, then sampling", lambda progress: evaluate_pipeline(
         pipeline, options.n, options.data, seed=options.seed, steps=options.steps, guidance=options.guidance,
-        sampler=options.sampler, batch_size=options.batch_size, progress=progress,
+        sampler=options.sampler, batch_size=options.batch_size, against=options.against,
+        progress=progress, group=group,
     ))
+    group.close()
     console.print(report.table())
 
 
@@ -392,34 +458,18 @@ def _tune(options: argparse.Namespace) -> None:
 
 
 def _convert(options: argparse.Namespace) -> None:
-    from cudiff.config import Config
-    from cudiff.folder import quoted
-    from cudiff.pipeline import export_torch, import_torch
+    from cudiff.convert_command import convert
 
-    if options.to_torch:
-        known = ("command", "run", "source", "target", "to_torch", "weights")
-        for name, value in vars(options).items():
-            if name not in known and value is not None:
-                raise CudiffError(
-                    f"--{name.replace('_', '-')} is for weights that come from PyTorch: with --to-torch leave it out"
-                )
-        export_torch(options.source, options.target, options.weights or "ema")
-        _say(f"wrote {options.target}")
-        return
-    if options.weights is not None:
-        raise CudiffError("--weights chooses what --to-torch writes: give that too, or leave it out")
-    config = import_torch(options.source, options.target, from_arguments(options, Config()), options.key)
-    _say(
-        f"wrote {options.target}: a model of {config.diffusion}, sampled by {config.sampler} in {config.sample_steps} "
-        f"steps; cudiff info {quoted(options.target)} says the rest"
-    )
+    for line in convert(options):
+        _say(line)
 
 
 def _dataset(config: Any) -> Any:
     from cudiff.data import load_dataset
 
     dataset = load_dataset(
-        config.data, image_size=config.image_size or None, channels=config.channels or None, skip_bad=config.skip_bad
+        config.data, image_size=config.image_size or None, channels=config.channels or None, skip_bad=config.skip_bad,
+        only_classes=config.only_classes, on_disk=config.residency == "disk",
     )
     if dataset.skipped:
         _say(f"images that do not decode and are left out: {len(dataset.skipped)}, first {dataset.skipped[0]}")

@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import os
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from types import MappingProxyType
@@ -17,6 +17,7 @@ import cudiff.diffusion
 import cudiff.models  # noqa: F401  both register what they have
 from cudiff.errors import CudiffError
 from cudiff.files import opened
+from cudiff.models.dit import SIZES
 from cudiff.options import Option, as_text, shown
 from cudiff.registry import (  # noqa: F401  for cudiff itself: whoever registers has `reserve` run
     MODELS,
@@ -54,18 +55,24 @@ class Config:
     """
 
     # Data
-    data: str = _data("digits", "digits, mnist, a folder of images, an .npz or unet.cu's .bin")
+    data: str = _data("digits", "digits, mnist, fashion-mnist, a folder of images, an .npz or unet.cu's .bin")
     image_size: int = _data(0, "pixels a side; 0 = that of the data", least=0, most=2**16, fixed=True)
-    channels: int = _data(0, "1 (gray), 3 (RGB), 0 = that of the data", least=0, most=3, fixed=True)
+    channels: int = _data(0, "1 (gray), 3 (RGB), another number of latents; 0 = that of the data", least=0,
+                          most=2**10, fixed=True)
+    latent_scale: float = _data(0.0, "latents are multiplied by this to train on, and samples divided; 0 = pictures, "
+                                "and 1 of latents", least=0, fixed=True)
     validation: int = _data(0, "images held out of the training data for the validation loss", least=0, fixed=True)
+    only_classes: tuple[str, ...] = _data((), "of the data only these, by name or number; none = all", entries=str)
     flip: bool = _data(False, "mirror each image with probability 1/2")
     skip_bad: bool = _data(False, "leave out images that do not decode, instead of stopping")
-    residency: str = _data("auto", "where training images lie", ("auto", "device", "host"))
+    residency: str = _data("auto", "where training images lie; disk: a folder's, decoded into a file of the cache",
+                           ("auto", "device", "host", "disk"))
 
     # Model
     model: str = _model("unet", "the network", MODELS, fixed=True)
     num_classes: int = _model(-1, "classes the model is conditioned on; 0 = unconditional, -1 = those of the data",
                               least=-1, below=2**31, fixed=True)
+    class_names: tuple[str, ...] = _model((), "of the classes from 0 on; none = those of the data", entries=str)
     learn_sigma: bool = _model(False, "DDPM: also predict the variance (Improved DDPM)", fixed=True)
 
     # Diffusion
@@ -76,8 +83,10 @@ class Config:
     label_dropout: float = _diffusion(0.1, "share of labels dropped in training, for guidance", least=0, most=1)
 
     # Training
-    batch_size: int = _training(128, "images a forward pass", least=1)
+    batch_size: int = _training(128, "images a forward pass, of all GPUs together", least=1)
     accumulate: int = _training(1, "forward passes whose gradients are averaged for one update", least=1)
+    recompute: bool = _training(False, "run blocks again in backward, for less memory")
+    shard: bool = _training(False, "several GPUs: each holds its part of the moments and of the average alone")
     lr: float = _training(2e-4, "learning rate", above=0)
     optimizer: str = _training("adamw", "update rule", ("adamw", "adam", "sgd"), fixed=True)
     betas: tuple[float, ...] = _training((0.9, 0.999), "Adam: decay of the two moments", least=0, below=1)
@@ -88,7 +97,7 @@ class Config:
     lr_schedule: str = _training("constant", "after warm-up; cosine falls to zero", ("constant", "cosine"))
     ema_half_life: float = _training(500.0, "updates after which old weights count half in the average", above=0)
     clip: float = _training(0.0, "largest norm of the whole gradient; 0 = do not clip", least=0)
-    precision: str = _training("fp32", "of activations and matrix products", ("fp32", "tf32", "bf16"))
+    precision: str = _training("fp32", "of activations and matrix products", ("auto", "fp32", "tf32", "bf16", "fp16"))
     steps: int = _training(10000, "updates; 0 = as many as fit into minutes", least=0)
     minutes: float = _training(0.0, "stop after this long; 0 = no limit", least=0)
     seed: int = _training(0, "of weights, data order and noise", least=0, below=2**63, fixed=True)
@@ -104,6 +113,7 @@ class Config:
     sampler: str = _sampling("heun", "how noise becomes an image", SAMPLERS)
     sample_steps: int = _sampling(18, "noise levels a sample passes through", least=1, most=10**6)
     guidance: float = _sampling(1.0, "classifier-free guidance; 1 = the plain conditional model", least=0)
+    guidance_channels: int = _sampling(0, "how many channels, the first ones, guidance changes; 0 = all", least=0)
     samples: int = _sampling(64, "images in a grid", least=1, most=10**6)
 
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -180,12 +190,16 @@ class Config:
         names = [name for name, option in (_core() | dict(OBJECTIVES[self.diffusion].options)).items() if option.fixed]
         return {name: getattr(self, name) for name in (*names, *MODELS[self.model].options)}
 
-    def for_data(self, shape: tuple[int, ...], num_classes: int) -> Config:
-        """The configuration with the data's size and channels where its own are 0, checked against the data.
+    def for_data(self, shape: tuple[int, ...], num_classes: int, class_names: Sequence[str] | None = None,
+                 latents: bool = False) -> Config:
+        """The configuration with the data's size, channels and class names where it has none, checked against the data.
 
         shape: (N, H, W, C) of the images. num_classes: how many classes their labels have, 0 without labels.
+        class_names: one for each of them, or None. latents: whether they are that.
         """
         height, width, channels = shape[1:]
+        if self.latent_scale and not latents:
+            raise CudiffError("the data are pictures, and latent_scale is for latents: leave it out, or make it 0")
         if height != width:
             raise CudiffError(f"the images are {height}x{width}, not square: crop them with image_size")
         if (self.image_size or height, self.channels or channels) != (height, channels):
@@ -200,7 +214,10 @@ class Config:
             raise CudiffError("the data has no labels: sort the images into sub-folders, or set num_classes to 0")
         if classes and num_classes > classes:
             raise CudiffError(f"the data has {num_classes} classes: num_classes {classes} is too small")
-        return self.replace(image_size=height, channels=channels, num_classes=classes)
+        names = self.class_names or (tuple(class_names or ()) if classes else ())
+        scale = self.latent_scale or float(latents)
+        return self.replace(image_size=height, channels=channels, num_classes=classes, class_names=names,
+                            latent_scale=scale)
 
 
 def load_toml(path: str | os.PathLike, base: Config | None = None) -> Config:
@@ -217,7 +234,7 @@ def add_arguments(parser: argparse.ArgumentParser, sections: Collection[str] = S
 
     Of options that share a name, as one of a model and one of a sampler may, the first has the flag and its help.
     """
-    parser.add_argument("--preset", metavar="NAME", help=f"start from {', '.join(PRESETS)}")
+    parser.add_argument("--preset", metavar="NAME", help=f"start from {', '.join(PRESET_NAMES)}")
     parser.add_argument("--config", type=os.path.expanduser, metavar="FILE",
                         help="start from a TOML file; its keys are the flags' names")
     added: set[str] = set()
@@ -241,16 +258,17 @@ def from_arguments(arguments: argparse.Namespace, base: Config | None = None) ->
     """The configuration of a command line: flags over the TOML file over the preset.
 
     Without a preset `base` is it, and without that the one named like the data set, so that `--data mnist` suffices.
+    Of a preset's classes only_classes leaves those of the data.
     """
     given = vars(arguments)
     values = _read_toml(given["config"]) if given.get("config") else {}
     name = given.get("preset") or values.get("preset")
     values = {key: value for key, value in values.items() if key != "preset"}
     values |= {key: value for key, value in given.items() if _is_known(key)}
-    if name is not None:
-        base = _preset(name)
-    elif base is None:
-        base = PRESETS.get(str(values.get("data", "digits")), Config())
+    if name is not None or base is None:
+        base = _preset(name) if name is not None else PRESETS.get(str(values.get("data", "digits")), Config())
+        if base.num_classes and values.get("only_classes"):
+            values = {"num_classes": -1} | values
     return base.replace(**values)
 
 
@@ -323,19 +341,17 @@ _LONGEST_FILE, _LONGEST_LINE = 2**16, 1000  # bytes; one line of 16 kB can keep 
 
 def _check_run(config: Config) -> None:
     """Raise CudiffError where training or sampling with these options cannot mean anything."""
-    if config.channels == 2:
-        raise CudiffError("channels must be 1 (gray) or 3 (RGB), not 2")
     model, objective = MODELS[config.model], OBJECTIVES[config.diffusion]
-    lacking = [] if model.classes else [("has no classes", "num_classes", config.num_classes > 0)]
-    lacking += [] if model.learns_variance else [("learns no variance", "learn_sigma", config.learn_sigma)]
-    if any(asked for _, _, asked in lacking):
-        what, names = (" and ".join(words) for words in list(zip(*lacking, strict=True))[:2])
-        raise CudiffError(f"model {model.name} {what}: drop {names}")
+    if config.num_classes > 0 and not model.classes:
+        raise CudiffError(f"model {model.name} has no classes: num_classes must be 0, not {config.num_classes}")
+    if config.learn_sigma and not model.learns_variance:
+        raise CudiffError(f"model {model.name} learns no variance: leave out learn_sigma")
     if config.learn_sigma and not objective.learns_variance:
         able = " or ".join(one.name for one in OBJECTIVES.values() if one.learns_variance)
         raise CudiffError(f"learn_sigma needs diffusion = {able}: {objective.name.upper()} has no variance to learn")
+    _check_names(config)
     if not config.data:
-        raise CudiffError("data is empty: give digits, mnist, a folder of images, an .npz or a .bin")
+        raise CudiffError("data is empty: give digits, mnist, fashion-mnist, a folder of images, an .npz or a .bin")
     if len(config.betas) != 2:
         raise CudiffError(f"betas must be two numbers such as 0.9,0.999, not {len(config.betas)}")
     if config.sigma_min >= config.sigma_max:
@@ -346,10 +362,19 @@ def _check_run(config: Config) -> None:
         raise CudiffError("the cosine schedule needs an end: give steps, or lr_schedule = constant")
 
 
+def _check_names(config: Config) -> None:
+    names, classes = config.class_names, config.num_classes
+    repeated = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
+    if repeated is not None:
+        raise CudiffError(f"class_names has '{repeated[:80]}' twice: give each class a name of its own")
+    if 0 <= classes < len(names):
+        raise CudiffError(f"{len(names):,} class_names for {classes:,} classes (num_classes): give no more than these")
+
+
 def _preset(name: Any) -> Config:
     if not isinstance(name, str) or name not in PRESETS:
         what = name[:80] if isinstance(name, str) else shown(name)
-        raise CudiffError(f"unknown preset '{what}': use {' or '.join(PRESETS)}")
+        raise CudiffError(f"unknown preset '{what}': use {' or '.join(PRESET_NAMES)}")
     return PRESETS[name]
 
 
@@ -378,16 +403,29 @@ _MNIST = Config(
     lr_schedule="cosine", clip=1.0, precision="bf16", steps=10000, sampler="euler", guidance=1.1,
 )
 
+# unet.cu's U-Net (github.com/clu0/unet.cu).
+_UNET_CU = Config(
+    data="elephant_train.bin", image_size=64, channels=3, num_classes=0, model_channels=64, channel_mult=(1, 2, 3, 4),
+    num_res_blocks=2, attention_resolutions=(16, 8), num_head_channels=32, conv_resample=False,
+    use_new_attention_order=True, max_period=1000.0, zero_init=False, diffusion="ddpm", batch_size=32, lr=1e-4,
+    steps=100000, log_every=100, save_every=10000, sampler="ancestral", sample_steps=1000,
+)
+
 _GUIDED64 = Config(
     data="images", image_size=64, channels=3, model_channels=128, channel_mult=(1, 2, 3, 4), num_res_blocks=2,
     attention_resolutions=(16, 8), num_heads=4, use_scale_shift_norm=True, diffusion="ddpm", batch_size=32, lr=1e-4,
     ema_half_life=6931.0, precision="bf16", steps=500000, sampler="ancestral", sample_steps=250,
 )
 
+_DIT = Config(
+    model="dit", batch_size=256, lr=1e-4, ema_half_life=6931.0, precision="bf16", steps=400000,
+)
+
 reserve(dir(Config()))
 # These flags are commands' own, beside the options' flags.
 reserve([
-    "arch", "classes", "config", "data_changed", "folder", "help", "images", "kernels", "key", "preset", "resume",
+    "against", "arch", "batch_invariant", "classes", "config", "data_changed", "folder", "gpus", "guidance_interval",
+    "guidance_rescale", "help", "images", "init", "kernels", "key", "mask", "preset", "resume", "strength", "timeout",
     "to_torch", "version", "weights",
 ])
 
@@ -402,6 +440,7 @@ PRESETS = {
         sample_every=250, save_every=250, sampler="euler", sample_steps=10, guidance=3.0,
     ),
     "mnist": _MNIST,
+    "fashion-mnist": _MNIST.replace(data="fashion-mnist"),
     "mnist-ddpm": _MNIST.replace(
         diffusion="ddpm", noise_schedule="cosine", num_classes=0, sampler="ancestral", sample_steps=250
     ),
@@ -411,13 +450,14 @@ PRESETS = {
         data="mnist", image_size=28, channels=1, model="cs179", channel_mult=(1, 2), num_classes=0, data_mean=-0.7386,
         data_std=0.6162, batch_size=256, lr=1e-3, optimizer="adam", sampler="euler",
     ),
-    # Exactly unet.cu's U-Net (github.com/clu0/unet.cu). Without dropout it learns a few hundred photos by heart.
-    "elephants": Config(
-        data="elephants", image_size=64, channels=3, validation=20, flip=True, model_channels=64,
-        channel_mult=(1, 2, 3, 4), num_res_blocks=2, attention_resolutions=(16, 8), num_head_channels=32,
-        conv_resample=False, use_new_attention_order=True, max_period=1000.0, zero_init=False, dropout=0.2,
-        batch_size=32, lr=2e-4, warmup=200, lr_schedule="cosine", clip=1.0, precision="bf16", steps=12000,
+    # unet.cu's U-Net as EDM. Without dropout it learns a few hundred photos by heart.
+    "elephants": _UNET_CU.replace(
+        data="elephants", validation=20, flip=True, num_classes=-1, dropout=0.2, diffusion="edm", lr=2e-4, warmup=200,
+        lr_schedule="cosine", clip=1.0, precision="bf16", steps=12000, log_every=50, save_every=1000, sampler="heun",
+        sample_steps=18,
     ),
+    # unet.cu's model and recipe, in float32 as there.
+    "unet-cu": _UNET_CU,
     # The defaults of guided-diffusion's scripts (github.com/openai/guided-diffusion).
     "guided64": _GUIDED64,
     # The model whose weights guided-diffusion publishes as 64x64_diffusion.pt.
@@ -426,5 +466,29 @@ PRESETS = {
         resblock_updown=True, num_classes=1000, learn_sigma=True, use_new_attention_order=True,
         noise_schedule="cosine",
     ),
+    # Transformers (arXiv 2212.09748), on pixels: a small one, the paper's S/4 and its B/4.
+    "dit-mnist": _DIT.replace(
+        data="mnist", image_size=28, channels=1, num_classes=10, patch_size=2, hidden_size=256, depth=8, num_heads=4,
+        lr=1e-3, warmup=500, lr_schedule="cosine", ema_half_life=500.0, clip=1.0, steps=15000, sampler="euler",
+        guidance=1.5,
+    ),
+    "dit-elephants": _DIT.replace(
+        data="elephants", image_size=64, channels=3, validation=20, flip=True, patch_size=4, batch_size=32, lr=2e-4,
+        weight_decay=0.05, warmup=200, lr_schedule="cosine", ema_half_life=500.0, clip=1.0, steps=12000,
+    ),
+    "dit64": _DIT.replace(
+        data="images", image_size=64, channels=3, patch_size=4, hidden_size=768, depth=12, num_heads=12, clip=1.0,
+    ),
 }
 """Configurations by name, for `--preset`."""
+
+# The paper's models, dit-s-2 to dit-xl-8, as it trains them: any data, of images or latents.
+_SIZED = {
+    f"dit-{size}-{patch}": _DIT.replace(
+        data="images", flip=True, diffusion="ddpm", learn_sigma=True, patch_size=patch, hidden_size=hidden_size,
+        depth=depth, num_heads=num_heads, sampler="ancestral", sample_steps=250, guidance=1.5,
+    )
+    for size, (hidden_size, depth, num_heads) in SIZES.items() for patch in (2, 4, 8)
+}
+PRESET_NAMES = (*PRESETS, "dit-{s,b,l,xl}-{2,4,8}")
+PRESETS |= _SIZED

@@ -1,7 +1,8 @@
 """Weights from and to other programs: PyTorch's layouts, guided-diffusion's names, unet.cu's binary, CS 179's file.
 
-State dicts of cudiff are native: channels-last, convolution weights (K, R, S, C). This is the only place that knows
-other layouts. The U-Net has guided-diffusion's parameter names, so for it only layouts change.
+State dicts of cudiff are native: channels-last, convolution weights (K, R, S, C). Only this file and
+cudiff/nn/state_dict.py know other layouts. The U-Net has guided-diffusion's parameter names, so for it only layouts
+change.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,16 +18,22 @@ import numpy as np
 
 from cudiff.as_array import as_array
 from cudiff.backend import to_device
-from cudiff.config import PRESETS, Config
+from cudiff.config import PRESETS, Config, as_flags
 from cudiff.errors import CudiffError
 from cudiff.files import opened
 from cudiff.models import outline
+from cudiff.models.dit import SIZES
+from cudiff.nn import StateDict
 from cudiff.nn.module import MODULE
-from cudiff.tensorfile import read_tensors, write_tensors
+from cudiff.nn.state_dict import IN_TORCH
+from cudiff.tensorfile import read_tensors, replacing, write_tensors
 from cudiff.torchfile import read_torch
 
 UNETCU_MAGIC = 12345678
 UNETCU_HEADER = 256  # int32
+UNETCU_SAVES = 10000  # steps between two files of its trainer
+_UNETCU_FREE = ("validation", "seed", "optimizer", "dropout", "zero_init", "num_heads")
+"""Options that the function its weights compute does not depend on."""
 
 # unet.cu's and guided-diffusion's names for the parts of residual blocks, then of attention blocks.
 _UNETCU_NAMES = {
@@ -43,7 +50,7 @@ class Weights(NamedTuple):
     config: Config | None
 
 
-def from_torch(state: Mapping[str, Any], layouts: Mapping[str, str]) -> dict[str, np.ndarray]:
+def from_torch(state: Mapping[str, Any], layouts: Mapping[str, str]) -> StateDict:
     """`state`, PyTorch's tensors or arrays in its layout, in native layout: for `Module.load_state_dict`.
 
     layouts: `module.layouts()`; names it lacks pass unchanged, but for batch norms' `num_batches_tracked`, which no
@@ -53,15 +60,13 @@ def from_torch(state: Mapping[str, Any], layouts: Mapping[str, str]) -> dict[str
     pointwise, a linear layer that is a convolution of length 1 there, (O, I, 1) → (O, I); linear, embedding and vector
     as they are. Raises CudiffError for another number of axes.
     """
-    result = {}
+    result = StateDict()
     for name, given in state.items():
         if name.rpartition(".")[2] == "num_batches_tracked" and name not in layouts:
             continue
         array, kind = to_device(as_array(given), "cpu"), layouts.get(name, "vector")
-        if kind in ("conv2d", "conv_transpose2d"):
-            array = _with_axes(name, array, 4).transpose(0, 2, 3, 1)
-        elif kind == "conv1d":
-            array = _with_axes(name, array, 3).transpose(0, 2, 1)
+        if axes := IN_TORCH.get(kind):
+            array = _with_axes(name, array, len(axes)).transpose(np.argsort(axes))
         elif kind == "pointwise":
             array = _with_axes(name, array, 3)
             if array.shape[2] != 1:
@@ -78,10 +83,8 @@ def to_torch(state: Mapping[str, np.ndarray], layouts: Mapping[str, str]) -> dic
 
 def _in_torch(name: str, array: np.ndarray, kind: str) -> np.ndarray:
     """A view of a native array in PyTorch's layout."""
-    if kind in ("conv2d", "conv_transpose2d"):
-        return _with_axes(name, array, 4).transpose(0, 3, 1, 2)
-    if kind == "conv1d":
-        return _with_axes(name, array, 3).transpose(0, 2, 1)
+    if axes := IN_TORCH.get(kind):
+        return _with_axes(name, array, len(axes)).transpose(axes)
     return _with_axes(name, array, 2)[:, :, None] if kind == "pointwise" else array
 
 
@@ -136,6 +139,43 @@ def rename(state: Mapping[str, np.ndarray]) -> Weights:
     return Weights(dict(state), None)
 
 
+def dit_config(state: Mapping[str, np.ndarray], config: Config) -> Config | None:
+    """That of the DiT of these weights, by the names of the paper's code (arXiv 2212.09748); None for something else.
+
+    state: in PyTorch's layout. What names and shapes do not tell is as that code has it: DDPM's linear schedule,
+    sampled by 250 steps with guidance of the first three channels; or as `config` has it, where that is of a DiT.
+    Raises CudiffError where heads are not known: of another width than the paper's, and than the configuration's.
+    """
+    patches, places = state.get("x_embedder.proj.weight"), state.get("pos_embed")
+    ends, inner = state.get("final_layer.linear.weight"), state.get("blocks.0.mlp.fc1.weight")
+    if patches is None or places is None or ends is None or inner is None:
+        return None
+    hidden_size, depth = len(patches), len({name.split(".")[1] for name in state if name.startswith("blocks.")})
+    blocks = [state.get(f"blocks.{index}.attn.qkv.weight", patches).shape for index in range(depth)]
+    whole = all(array.size for array in (patches, places, ends, inner))
+    if not whole or (patches.ndim, places.ndim) != (4, 3) or set(blocks) != {(3 * hidden_size, hidden_size)}:
+        raise CudiffError("the names are those of a DiT, the shapes are not: use the file as it was written")
+    channels, patch_size, side = *patches.shape[1:3], math.isqrt(places.shape[1])
+    labels = state.get("y_embedder.embedding_table.weight")
+    heads = {size: num_heads for size, _, num_heads in SIZES.values()}
+    if config.model == "dit" and config.hidden_size == hidden_size:
+        heads[hidden_size] = config.num_heads
+    if hidden_size not in heads:
+        raise CudiffError(f"no weights tell how many heads a DiT of hidden size {hidden_size} has: give --model dit "
+                          f"--hidden-size {hidden_size} --num-heads N")
+    base = config if config.model == "dit" else PRESETS["dit-xl-2"].replace(
+        guidance=4.0, guidance_channels=3, clip_denoised=channels in (1, 3),
+        latent_scale=0.0 if channels in (1, 3) else 0.18215,
+    )
+    return base.replace(
+        image_size=side * patch_size, channels=channels, patch_size=patch_size, hidden_size=hidden_size,
+        depth=depth, num_heads=heads[hidden_size],
+        mlp_ratio=len(inner) / hidden_size, qk_norm="blocks.0.attn.q_norm.weight" in state,
+        num_classes=0 if labels is None else max(1, len(labels) - 1),
+        learn_sigma=len(ends) == 2 * channels * patch_size**2,
+    )
+
+
 def other_options(state: Mapping[str, np.ndarray], config: Config) -> dict[str, Any]:
     """The options that guided-diffusion's U-Net of these weights has otherwise than `config`, as their values there.
 
@@ -179,53 +219,138 @@ def other_options(state: Mapping[str, np.ndarray], config: Config) -> dict[str, 
     return options
 
 
+def is_unet_cu(path: str | os.PathLike) -> bool:
+    """Whether a file begins as unet.cu's weights do; False for what cannot be read."""
+    try:
+        with opened(path) as file:
+            return int.from_bytes(file.read(4), "little") == UNETCU_MAGIC
+    except CudiffError:
+        return False
+
+
 def read_unet_cu(path: str | os.PathLike) -> Weights:
     """The weights in unet.cu's binary (github.com/clu0/unet.cu: its model initialiser's and its trainer's files).
 
     256 little-endian int32: 12345678, B, C_in, C_model, C_out, H, W, max_period, whether AdamW's moments follow,
     whether random states follow; then float32 parameters in the order of PyTorch's named_parameters(), each in its
-    layout; then what was announced, which is not read. Raises CudiffError where the file is something else.
+    layout; then what was announced: see `unet_cu_checkpoint`. Raises CudiffError where the file is something else.
     """
+    binary = _unetcu_binary(path)
+    return Weights(binary.values(0), binary.config)
+
+
+def unet_cu_checkpoint(
+    path: str | os.PathLike, parts: Collection[str]
+) -> tuple[Config, dict[str, np.ndarray], dict[str, Any]]:
+    """unet.cu's binary as a checkpoint's configuration, tensors of these parts and counters.
+
+    The weights serve as their average too. Where AdamW's moments are there, a run can go on with them, from the step in
+    the file's name, model_20000.bin, or else from the first at which unet.cu writes one, 10,000: the file tells none.
+    The random states at its end are CUDA's own and left out; counters["notes"] says so.
+    """
+    binary = _unetcu_binary(path)
+    layouts = {name: value.layout for name, value in binary.parameters.items()}
+    runs = {"model": 0, "ema": 0} | ({"exp_avg": 1, "exp_avg_sq": 2} if binary.moments else {})
+    tensors: dict[str, np.ndarray] = {}
+    for name, run in runs.items():
+        if name in parts:
+            state = from_torch(binary.values(run), layouts)
+            tensors |= {f"{name}.{key}": array for key, array in state.items()}
+    counters: dict[str, Any] = {"step": 0}
+    if binary.moments:
+        told = re.search(r"_(\d{1,9})\.bin$", os.fspath(path))
+        step = int(told[1]) if told else UNETCU_SAVES
+        counters = {"step": step, "seconds": 0.0, "loss_sum": 0.0, "loss_steps": 0, "optimizer": [step, 0, 0],
+                    "generator": {"seed": binary.config.seed, "step": step}, "frozen": []}
+    if binary.random:
+        counters["notes"] = ["the random states at the end of unet.cu's file are CUDA's own and left out"]
+    return binary.config, tensors, counters
+
+
+def write_unet_cu(path: str | os.PathLike, config: Config, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write a checkpoint's weights, and AdamW's moments where it has them, as unet.cu's binary (`read_unet_cu`).
+
+    tensors: its parts "model", "exp_avg" and "exp_avg_sq", in native layout. What was read from a file without random
+    states is written as it was, to the byte. Raises CudiffError for another model than unet.cu's, naming the options
+    that differ, and where the system refuses.
+    """
+    width = config.options.get("model_channels", 64)
+    like = _unetcu_config(config.image_size, config.channels, width if width % 32 == 0 else 64,
+                          config.options.get("max_period", 1000.0))
+    wanted = {name: value for name, value in like.fixed().items() if name not in _UNETCU_FREE}
+    values = config.to_dict()
+    other = {name: value for name, value in wanted.items() if values.get(name) != value}
+    if other:
+        raise CudiffError(f"this is another model than unet.cu's, which has {as_flags(other)}: its file holds no other")
+    if config.max_period != int(config.max_period):
+        raise CudiffError(f"unet.cu's file holds whole numbers, and max_period is {config.max_period}")
+    count = sum(array.size for array in tensors.values())
+    parameters = _unetcu_parameters(config, count)
+    moments = "exp_avg" if any(name.startswith("exp_avg.") for name in tensors) else None
+    header = np.zeros(UNETCU_HEADER, "<i4")
+    header[:9] = (UNETCU_MAGIC, config.batch_size, config.channels, config.model_channels, config.channels,
+                  config.image_size, config.image_size, int(config.max_period), int(moments is not None))
+    with replacing(path) as file:
+        file.write(header.tobytes())
+        for part in ("model", "exp_avg", "exp_avg_sq") if moments else ("model",):
+            for name, parameter in parameters.items():
+                file.write(_in_torch(name, tensors[f"{part}.{name}"], parameter.layout).astype("<f4").tobytes())
+
+
+class _Binary(NamedTuple):
+    """What the header of unet.cu's weights tells. parameters: an outline's, by name; moments, random: what follows."""
+
+    path: str | os.PathLike
+    config: Config
+    parameters: dict[str, Any]
+    moments: bool
+    random: bool
+
+    def values(self, run: int) -> dict[str, np.ndarray]:
+        """The weights, run 0, or a moment, 1 or 2, by name, in PyTorch's layout."""
+        shapes = {name: _in_torch(name, value.data, value.layout).shape for name, value in self.parameters.items()}
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        values = np.fromfile(self.path, "<f4", sum(sizes), offset=4 * (UNETCU_HEADER + run * sum(sizes)))
+        pieces = np.split(values, np.cumsum(sizes)[:-1])
+        return {name: piece.reshape(shapes[name]) for name, piece in zip(shapes, pieces, strict=True)}
+
+
+def _unetcu_binary(path: str | os.PathLike) -> _Binary:
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         header = [int(number) for number in np.fromfile(file, "<i4", UNETCU_HEADER)]
     if len(header) < UNETCU_HEADER or header[0] != UNETCU_MAGIC:
         raise CudiffError(f"{path} holds no weights of unet.cu: name another file")
-    _, _, channels, model_channels, out_channels, height, width, max_period, moments, _ = header[:10]
-    if height != width or out_channels != channels or not 0 < model_channels <= 4096:
+    _, batch, channels, model_channels, out_channels, height, width, max_period, moments, random = header[:10]
+    if height != width or out_channels != channels or channels not in (1, 3) or not 0 < model_channels <= 4096:
         raise CudiffError(
             f"{path} is a model for {height}x{width} images, {channels} channels in and {out_channels} out: "
-            "cudiff reads those for square images with as many channels out as in"
+            "cudiff reads those for square images of 1 or 3 channels, with as many out as in"
         )
-    config = _unetcu_config(height, channels, model_channels, max_period)
-    shapes = _unetcu_shapes(config, (size - 4 * UNETCU_HEADER) // 4)
-    count = sum(map(math.prod, shapes.values()))
-    if not shapes or size < 4 * UNETCU_HEADER + 4 * count * (3 if moments else 1):
+    config = _unetcu_config(height, channels, model_channels, max_period).replace(batch_size=batch)
+    parameters = _unetcu_parameters(config, (size - 4 * UNETCU_HEADER) // 4)
+    count = sum(value.size for value in parameters.values())
+    if not parameters or size < 4 * UNETCU_HEADER + 4 * count * (3 if moments else 1):
         raise CudiffError(f"{path} is truncated: its {size:,} bytes are not all weights of its model; copy it again")
-    values = np.fromfile(path, "<f4", count, offset=4 * UNETCU_HEADER)
-    ends = np.cumsum([math.prod(shape) for shape in shapes.values()])[:-1]
-    pieces = np.split(values, ends)
-    return Weights({name: piece.reshape(shapes[name]) for name, piece in zip(shapes, pieces, strict=True)}, config)
+    return _Binary(path, config, parameters, bool(moments), bool(random))
 
 
-def _unetcu_shapes(config: Config, numbers: int) -> dict[str, tuple[int, ...]]:
-    """The parameters' shapes in PyTorch's layout, in their order; empty for a far larger model than of so many."""
+def _unetcu_parameters(config: Config, numbers: int) -> dict[str, Any]:
+    """An outline's parameters by name, in their order; empty for a far larger model than of so many numbers."""
     try:
-        model = outline(config, numbers, numbers)
+        return dict(outline(config, numbers, numbers).named_parameters())
     except CudiffError:
         return {}
-    return {name: _in_torch(name, value.data, value.layout).shape for name, value in model.named_parameters()}
 
 
 def _unetcu_config(
     image_size: int = 64, channels: int = 3, model_channels: int = 64, max_period: float = 1000.0
 ) -> Config:
-    """The preset "elephants" as unet.cu trains it: DDPM with 1,000 linear betas, attention at 1/4 and 1/8."""
-    return PRESETS["elephants"].replace(
+    """The preset "unet-cu" for such images, with attention at 1/4 and 1/8."""
+    return PRESETS["unet-cu"].replace(
         image_size=image_size, channels=channels, model_channels=model_channels, max_period=float(max_period),
-        attention_resolutions=(image_size // 4, image_size // 8), diffusion="ddpm", noise_schedule="linear",
-        diffusion_steps=1000, sampler="ancestral", sample_steps=1000,
-    )  # fmt: skip
+        attention_resolutions=(image_size // 4, image_size // 8),
+    )
 
 
 def _with_axes(name: str, array: np.ndarray, axes: int) -> np.ndarray:

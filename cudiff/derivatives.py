@@ -17,47 +17,51 @@ from cudiff.ops.arithmetic import (
     Arctan2,
     Divide,
     FloorDivide,
+    Hypot,
+    Maximum,
+    Minimum,
     Multiply,
     Power,
     Remainder,
     Subtract,
     Where,
     floor_divide,
+    hypot,
     where,
 )
 from cudiff.ops.cast import Cast, astype
+from cudiff.ops.clip import Clip
 from cudiff.ops.create import zeros
 from cudiff.ops.elementwise import (
     Abs,
+    Cbrt,
     Ceil,
-    Clip,
-    Cos,
     Exp,
+    Exp2,
     Expm1,
     Floor,
     Log,
     Log1p,
+    Log2,
+    Log10,
     Negative,
     Relu,
     Round,
     Sigmoid,
     Sign,
     Silu,
-    Sin,
     Softplus,
     Sqrt,
     Square,
-    Tan,
-    Tanh,
-    cos,
+    cbrt,
     exp,
+    exp2,
     sigmoid,
-    sin,
     sqrt,
     square,
-    tan,
-    tanh,
 )
+from cudiff.ops.gated import Gated
+from cudiff.ops.index import Pick, Slice, Take
 from cudiff.ops.matmul import Linear, MatMul, matmul
 from cudiff.ops.order import CumSum, cumsum
 from cudiff.ops.place import Place, PlaceRows, place, place_rows
@@ -65,21 +69,37 @@ from cudiff.ops.rearrange import flip
 from cudiff.ops.reduce import Sum, Variance, mean, sum
 from cudiff.ops.shape import (
     BroadcastTo,
-    Choose,
     Concatenate,
     Reshape,
-    Slice,
     Split,
-    Take,
     Transpose,
     broadcast_to,
     concatenate,
-    positions,
     reshape,
     split,
     transpose,
 )
 from cudiff.ops.softmax import Softmax, softmax
+from cudiff.ops.trigonometry import (
+    Arccos,
+    Arccosh,
+    Arcsin,
+    Arcsinh,
+    Arctan,
+    Arctanh,
+    Cos,
+    Cosh,
+    Sin,
+    Sinh,
+    Tan,
+    Tanh,
+    cos,
+    cosh,
+    sin,
+    sinh,
+    tan,
+    tanh,
+)
 from cudiff.tensor import Tensor
 
 Derivative = Callable[..., tuple[Tensor | None, ...]]
@@ -100,6 +120,11 @@ def _of_power(dout: Tensor, a: Any, b: Any) -> tuple[Any, ...]:
 def _of_clip(dout: Tensor, x: Tensor, low: float | None, high: float | None) -> tuple[Tensor]:
     inside = (x >= (-np.inf if low is None else low)) & (x <= (np.inf if high is None else high))
     return (where(inside, dout, 0.0),)
+
+
+def _share(a: Any, b: Any) -> Tensor:
+    """Of the larger's gradient: 1 where that is a, 1/2 for equals."""
+    return (a > b) * 0.5 + (a >= b) * 0.5
 
 
 def _of_silu(dout: Tensor, x: Tensor) -> tuple[Tensor]:
@@ -132,6 +157,11 @@ def _of_linear(dout: Tensor, x: Tensor, weight: Tensor, bias: Any, residual: Any
     return matmul(dout, weight), matmul(_swapped(rows), reshape(x, (-1, x.shape[-1]))), sum(rows, 0), dout
 
 
+def _of_gated(dout: Tensor, residual: Tensor, gate: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    between = tuple(range(1, y.ndim - 1))
+    return dout, sum(dout * y, between), dout * reshape(gate, (len(gate), *[1] * len(between), gate.shape[1]))
+
+
 def _of_concatenate(dout: Tensor, *tensors: Tensor, axis: int) -> tuple[Tensor, ...]:
     return split(dout, [int(end) for end in np.cumsum([x.shape[axis] for x in tensors])[:-1]], axis)
 
@@ -153,9 +183,21 @@ DERIVATIVES: dict[type[Function], Derivative] = {
     Exp: lambda d, x: (d * exp(x),),
     Log: lambda d, x: (d / x,),
     Sqrt: lambda d, x: (d * 0.5 / sqrt(x),),
+    Cbrt: lambda d, x: (d / (square(cbrt(x)) * 3),),
     Sin: lambda d, x: (d * cos(x),),
     Cos: lambda d, x: (-d * sin(x),),
     Tan: lambda d, x: (d * (1 + square(tan(x))),),
+    Arcsin: lambda d, x: (d / sqrt((1 - x) * (1 + x)),),
+    Arccos: lambda d, x: (-d / sqrt((1 - x) * (1 + x)),),
+    Arctan: lambda d, x: (d / (1 + square(x)),),
+    Sinh: lambda d, x: (d * cosh(x),),
+    Cosh: lambda d, x: (d * sinh(x),),
+    Arcsinh: lambda d, x: (d / sqrt(1 + square(x)),),
+    Arccosh: lambda d, x: (d / sqrt((x - 1) * (x + 1)),),
+    Arctanh: lambda d, x: (d / ((1 - x) * (1 + x)),),
+    Exp2: lambda d, x: (d * exp2(x) * float(np.log(2)),),
+    Log2: lambda d, x: (d / (x * float(np.log(2))),),
+    Log10: lambda d, x: (d / (x * float(np.log(10))),),
     Log1p: lambda d, x: (d / (1 + x),),
     Expm1: lambda d, x: (d * exp(x),),
     **dict.fromkeys((Sign, Floor, Ceil, Round), lambda d, x: (d * 0.0,)),
@@ -173,8 +215,11 @@ DERIVATIVES: dict[type[Function], Derivative] = {
     Divide: _of_two(lambda d, a, b: (d / b, -d * a / (b * b))),
     Power: _of_two(_of_power),
     Arctan2: _of_two(lambda d, a, b: (d * b / (a * a + b * b), -d * a / (a * a + b * b))),
+    Hypot: _of_two(lambda d, a, b: (d * a / hypot(a, b), d * b / hypot(a, b))),
     FloorDivide: _of_two(lambda d, a, b: (d * 0.0, d * 0.0)),
     Remainder: _of_two(lambda d, a, b: (d, -d * floor_divide(a, b))),
+    Maximum: _of_two(lambda d, a, b: (d * _share(a, b), d * _share(b, a))),
+    Minimum: _of_two(lambda d, a, b: (d * _share(b, a), d * _share(a, b))),
     Where: lambda d, mask, a, b, scalars: (None, where(mask, d, 0.0), where(mask, 0.0, d)),
     Cast: lambda d, x, dtype: (astype(d, x.dtype),),
     Sum: _of_sum,
@@ -182,6 +227,7 @@ DERIVATIVES: dict[type[Function], Derivative] = {
     Softmax: _of_softmax,
     MatMul: lambda d, a, b: (matmul(d, _swapped(b)), matmul(_swapped(a), d)),
     Linear: _of_linear,
+    Gated: _of_gated,
     CumSum: lambda d, x, axis: (flip(cumsum(flip(d, axis), axis), axis),),
     Reshape: lambda d, x, shape: (reshape(d, x.shape),),
     Transpose: lambda d, x, axes: (transpose(d, [axes.index(i) for i in range(x.ndim)]),),
@@ -190,7 +236,7 @@ DERIVATIVES: dict[type[Function], Derivative] = {
     Split: _of_split,
     Slice: lambda d, x, index: (place(d, x.shape, index),),
     Place: lambda d, x, shape, index, value: (d[index],),
-    Choose: lambda d, x, mask: (place_rows(d, x.shape, positions(mask)), None),
+    Pick: lambda d, x, index, inverse: (Pick.apply(d, inverse, index), None, None),
     Take: lambda d, x, index: (place_rows(d, x.shape, index), None),
     PlaceRows: lambda d, x, index, shape: (d[index], None),
 }

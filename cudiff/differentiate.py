@@ -5,6 +5,8 @@ A gradient comes back as its argument was given: for a NumPy array a NumPy array
 a tensor, for lists, tuples and dicts of them the same of gradients. Numbers are computed in float64, arrays in their
 own dtype.
 
+A type checker keeps a function's parameters: annotate them by what is given, or by Any.
+
 A gradient may be differentiated again, `grad(grad(f))`, where cudiff/derivatives.py states the derivative of every
 operation on the way.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, TypeVarTuple, overload
 
 import numpy as np
 
@@ -26,8 +28,18 @@ from cudiff.ops import sum as total
 from cudiff.tensor import Tensor, differentiated, grad_enabled, gradient_depth, now
 
 Argnums = int | tuple[int, ...]
+P = ParamSpec("P")
+R = TypeVar("R")
+X = TypeVar("X")
+Xs = TypeVarTuple("Xs")
 
 
+@overload
+def grad(function: Callable[Concatenate[X, P], Any]) -> Callable[Concatenate[X, P], X]: ...
+@overload
+def grad(function: Callable[P, Any], argnums: Argnums, *, create_graph: bool = False) -> Callable[P, Any]: ...
+@overload
+def grad(function: Callable[P, Any], *, create_graph: bool) -> Callable[P, Any]: ...
 def grad(function: Callable[..., Any], argnums: Argnums = 0, *, create_graph: bool = False) -> Callable[..., Any]:
     """The function that returns the gradient of `function`, which returns one number.
 
@@ -45,11 +57,24 @@ def grad(function: Callable[..., Any], argnums: Argnums = 0, *, create_graph: bo
     return gradient
 
 
+@overload
+def elementwise_grad(function: np.ufunc) -> Callable[..., Any]: ...
+@overload
+def elementwise_grad(function: Callable[Concatenate[X, P], Any]) -> Callable[Concatenate[X, P], X]: ...
+@overload
+def elementwise_grad(function: Callable[P, Any], argnums: Argnums) -> Callable[P, Any]: ...
 def elementwise_grad(function: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any]:
     """`grad` of the sum of what the function returns: of one that acts element by element, each one's derivative."""
     return grad(functools.wraps(function)(lambda *args, **kwargs: total(function(*args, **kwargs))), argnums)
 
 
+@overload
+def value_and_grad(function: Callable[Concatenate[X, P], R]) -> Callable[Concatenate[X, P], tuple[R, X]]: ...
+@overload
+def value_and_grad(function: Callable[P, R], argnums: Argnums, *,
+                   create_graph: bool = False) -> Callable[P, tuple[R, Any]]: ...
+@overload
+def value_and_grad(function: Callable[P, R], *, create_graph: bool) -> Callable[P, tuple[R, Any]]: ...
 def value_and_grad(function: Callable[..., Any], argnums: Argnums = 0, *,
                    create_graph: bool = False) -> Callable[..., tuple[Any, Any]]:
     """As `grad`, with what `function` returns before the gradient."""
@@ -65,7 +90,7 @@ def value_and_grad(function: Callable[..., Any], argnums: Argnums = 0, *,
     return both
 
 
-def vjp(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
+def vjp(function: Callable[[*Xs], R], *args: *Xs) -> tuple[R, Callable[[Any], tuple[*Xs]]]:
     """`function(*args)`, an array, and the function from a gradient of that to the tuple of the arguments' gradients.
 
     The second may be called once, with an array of the first's shape. Raises TypeError where an argument holds

@@ -12,10 +12,36 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.text import Text
 
 from cudiff.config import Config
+from cudiff.data import Dataset
+from cudiff.train import Trainer
 
 
 def _unless_closed() -> AbstractContextManager:
     return suppress(OSError, SystemExit)  # rich ends the process where a pipe is closed
+
+
+def introduction(trainer: Trainer, dataset: Dataset, asked: Config) -> list[str]:
+    """What a run says of itself before its first step. asked: the configuration that it was given."""
+    config, group = trainer.config, trainer.group
+    place = {"cpu": "CPU", "cuda": "GPU"}[trainer.device]
+    place = f"the {place}" if group.size == 1 else f"{group.size} {place}s"
+    lines = [
+        f"{dataset!r}", f"{len(trainer.training):,} images to train on, {len(trainer.held_out):,} held out",
+        f"{trainer.net.num_parameters():,} parameters, {config.precision}, on {place}; run in {trainer.folder}",
+    ]
+    classes = config.num_classes
+    if classes and asked.num_classes < 0:
+        lines.append(f"the model is conditioned on the data's {classes:,} classes: --num-classes 0 trains without them")
+    elif dataset.num_classes and not classes:
+        lines.append(f"the data's {dataset.num_classes:,} classes are not used: the model is unconditional")
+    elif classes > dataset.num_classes:
+        lines.append(f"the model has {classes:,} classes and the data {dataset.num_classes:,}: the others are not "
+                     "trained (--num-classes -1 takes those of the data)")
+    if trainer.step:
+        lines.append(f"going on at step {trainer.step:,}")
+    if trainer.device == "cpu" and config.precision in ("bf16", "fp16"):
+        lines.append(f"{config.precision} is emulated on the CPU, which is slow: --precision fp32 is faster")
+    return lines
 
 
 class TrainingDisplay:

@@ -1,6 +1,7 @@
-"""How good samples are, by a classifier that cudiff trains itself: classes, Fréchet distance, variety.
+"""How good samples are, by a network that cudiff trains itself: classes, variety, and distances of its features.
 
-The classifier is trained once for a data set and then kept in the user's cache.
+It is a classifier of the data's classes; of data without labels, of four rotations. It is trained once for a data set
+and then kept in the user's cache. The features may be a function of the user's own.
 """
 
 from __future__ import annotations
@@ -10,23 +11,25 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from cudiff import ops
 from cudiff.backend import cache_folder, default_device
 from cudiff.cuda.graph import capture
-from cudiff.data import Dataset, load_dataset, shuffled_index
-from cudiff.data.idx import has_idx
+from cudiff.data import Dataset, has_test_part, load_dataset, shuffled_index
+from cudiff.data.rows import Rows
+from cudiff.distances import frechet_or_none, kernel_distance, precision_recall
+from cudiff.distributed import ALONE, Group
 from cudiff.errors import CudiffError
 from cudiff.models.cnn import CNN
-from cudiff.nn import init
+from cudiff.nn import StateDict, init
 from cudiff.optim import AdamW, Cosine
 from cudiff.pipeline import Pipeline
+from cudiff.report import Report
 from cudiff.tensor import Tensor, no_grad
 from cudiff.tensorfile import read_tensors, write_tensors
 
@@ -37,11 +40,16 @@ EPOCHS = 3
 LEAST_STEPS = 160  # a small data set is gone through more often
 VERSION = 1  # of how the classifier is built and trained: a part of its name in the cache
 
-ENOUGH = 10 * CNN.FEATURES
-"""Images from which on a Fréchet distance is shown without a warning: ten for each feature of the covariance."""
+ENOUGH = 10
+"""Images for each feature of the covariance, from which on a Fréchet distance is shown without a warning."""
+MANY = 1000
+"""Images from which on the other distances are."""
+MOST_TURNED = 10_000
+"""Images that rotations are learned from: four times as many are made."""
+TOLD = 0.5
+"""Share of rotations that has to be told for their features to say much; guesses are right on a quarter."""
 
-MEANINGLESS = "not meaningful"
-
+Features = Callable[[np.ndarray], np.ndarray]
 Progress = Callable[[int, int], None]
 
 
@@ -52,15 +60,15 @@ class Classifier:
         self.net, self.test_accuracy = net, test_accuracy
         net.eval()
 
-    def logits(self, images: np.ndarray) -> np.ndarray:
+    def logits(self, images: np.ndarray | Rows) -> np.ndarray:
         """uint8 (N, H, W, C) → float32 (N, classes)."""
         return self._run(self.net, images)
 
-    def predict(self, images: np.ndarray) -> np.ndarray:
+    def predict(self, images: np.ndarray | Rows) -> np.ndarray:
         """uint8 (N, H, W, C) → the most likely class of each, int32 (N,)."""
         return self.logits(images).argmax(axis=1).astype(np.int32)
 
-    def features(self, images: np.ndarray) -> np.ndarray:
+    def features(self, images: np.ndarray | Rows) -> np.ndarray:
         """uint8 (N, H, W, C) → float32 (N, 128), what the last layer sees."""
         return self._run(self.net.features, images)
 
@@ -68,7 +76,8 @@ class Classifier:
         """The share of the images of `data` whose class is predicted, in [0, 1]."""
         return float((self.predict(data.images) == data.labels).mean())
 
-    def _run(self, function: Callable[[Tensor], Tensor], images: np.ndarray, batch_size: int = 500) -> np.ndarray:
+    def _run(self, function: Callable[[Tensor], Tensor], images: np.ndarray | Rows,
+             batch_size: int = 500) -> np.ndarray:
         device, parts = self.net.fc1.weight.device, []
         with no_grad():
             for start in range(0, len(images), batch_size):
@@ -110,7 +119,7 @@ def train_classifier(
     path = Path(cache or cache_folder("classifiers")) / f"{_digest(train, test, recipe)}.safetensors"
     with contextlib.suppress(CudiffError, ValueError, KeyError):  # whatever is wrong with it, it is trained again
         tensors, metadata = read_tensors(path)
-        net.load_state_dict(tensors)
+        net.load_state_dict(StateDict(tensors))
         return Classifier(net, float(json.loads(metadata["cudiff"])["test_accuracy"]))
     _train(net, train, device, max(1, steps), seed, progress)
     classifier = Classifier(net)
@@ -119,6 +128,28 @@ def train_classifier(
         about = json.dumps({"test_accuracy": classifier.test_accuracy, "recipe": recipe})
         write_tensors(path, net.state_dict(), {"cudiff": about})  # one key: several come in no fixed order
     return classifier
+
+
+def train_rotations(
+    train: Dataset,
+    test: Dataset,
+    device: str | None = None,
+    seed: int = 0,
+    cache: str | os.PathLike | None = None,
+    progress: Progress | None = None,
+) -> Classifier:
+    """A classifier of an image's rotation by 0, 90, 180 and 270 degrees, which needs no labels (RotNet, arXiv
+    1803.07728): what tells them apart are shapes and where they lie. Of 10,000 images at most; see `train_classifier`.
+    """
+    some = [data.subset(np.sort(shuffled_index(np.arange(min(len(data), MOST_TURNED)), len(data), seed)))
+            for data in (train, test)]
+    return train_classifier(_rotations(some[0]), _rotations(some[1]), device, None, seed, cache, progress)
+
+
+def _rotations(data: Dataset) -> Dataset:
+    """Each image four times, labelled by how often it is turned by 90 degrees."""
+    images = np.concatenate([np.rot90(data.images, turns, axes=(1, 2)) for turns in range(4)])
+    return Dataset(images, np.repeat(np.arange(4), len(data)), 4, data.name)
 
 
 def _train(net: CNN, data: Dataset, device: str, steps: int, seed: int, progress: Progress | None) -> None:
@@ -148,54 +179,27 @@ def _digest(train: Dataset, test: Dataset, recipe: dict[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode())
     for data in (train, test):
         digest.update(repr((data.images.shape, data.num_classes)).encode())
-        digest.update(data.images.data)
+        digest.update(np.asarray(data.images).data)
         digest.update(data.labels.data)  # type: ignore[union-attr]
     return digest.hexdigest()[:32]
 
 
-def frechet_distance(features_a: np.ndarray, features_b: np.ndarray) -> float:
-    """Fréchet distance of the Gaussians fitted to two sets of features (N, D), (M, D), in float64.
-
-    |μa − μb|² + tr(Ca + Cb − 2 (Ca Cb)^½), Dowson and Landau (1982); with Inception's features, the FID (Heusel et
-    al. 2017, equation 6). The trace of (Ca Cb)^½ is the sum of the singular values of Ca^½ Cb^½, which needs no square
-    root of an asymmetric matrix and is the same for (b, a). It shrinks as N and M grow: compare equal numbers.
-    Raises ValueError for fewer than two features.
-    """
-    a, b = np.asarray(features_a, np.float64), np.asarray(features_b, np.float64)
-    if len(a) < 2 or len(b) < 2:
-        raise ValueError(f"a covariance needs two features or more, not {len(a)} and {len(b)}")
-    covariance_a, covariance_b = np.atleast_2d(np.cov(a, rowvar=False)), np.atleast_2d(np.cov(b, rowvar=False))
-    product = _square_root(covariance_a) @ _square_root(covariance_b)
-    difference = a.mean(axis=0) - b.mean(axis=0)
-    common = np.linalg.svd(product, compute_uv=False).sum()
-    return float(difference @ difference + np.trace(covariance_a) + np.trace(covariance_b) - 2 * common)
-
-
-def frechet_or_none(features_a: np.ndarray, features_b: np.ndarray) -> float | None:
-    """`frechet_distance`, or None where one set (N, D) has no more than D: its covariance is singular then, and the
-    distance says how many there are rather than how good they are."""
-    if min(len(features_a), len(features_b)) <= features_a.shape[1]:
-        return None
-    return frechet_distance(features_a, features_b)
-
-
-def _few(counts: dict[str, int]) -> tuple[str, ...]:
-    """A line for each kind of image of which there are too few for a Fréchet distance, or for a good one."""
-    lines = []
+def _few(counts: dict[str, int], dimensions: int) -> tuple[str, ...]:
+    """A line for each kind of image of which there are too few for a Fréchet distance, or for a good one; and a line
+    where there are few for the other distances."""
+    lines, enough = [], ENOUGH * dimensions
     for kind, count in counts.items():
-        if count <= CNN.FEATURES:
-            lines.append(f"{count:,} {kind} are too few for a Fréchet distance in {CNN.FEATURES} features: "
-                         f"{ENOUGH:,} or more make it meaningful")
-        elif count < ENOUGH:
+        if count <= dimensions:
+            lines.append(f"{count:,} {kind} are too few for a Fréchet distance in {dimensions} features: "
+                         f"{enough:,} or more make it meaningful")
+        elif count < enough:
             lines.append(f"{count:,} {kind} are few for a Fréchet distance, which is too large then: "
-                         f"{ENOUGH:,} or more make it meaningful")
+                         f"{enough:,} or more make it meaningful")
+    few = " and ".join(f"{count:,} {kind}" for kind, count in counts.items() if count < MANY)
+    if few:
+        lines.append(f"kernel distance, precision and recall vary by chance with {few}: compare runs of equal numbers, "
+                     f"or give {MANY:,} or more")
     return tuple(lines)
-
-
-def _square_root(matrix: np.ndarray) -> np.ndarray:
-    """The symmetric root of a positive semi-definite matrix; eigenvalues that rounding made negative count as 0."""
-    values, vectors = np.linalg.eigh(matrix)
-    return vectors * np.sqrt(values.clip(0)) @ vectors.T
 
 
 def within_class_variance(features: np.ndarray, labels: np.ndarray, num_classes: int) -> np.ndarray:
@@ -224,65 +228,6 @@ def class_accuracy(predicted: np.ndarray, labels: np.ndarray, num_classes: int) 
     return np.divide(right, total, out=np.full(num_classes, np.nan), where=total > 0)
 
 
-@dataclass(frozen=True)
-class Report:
-    """What `evaluate` found. Shares lie in [0, 1]; lists have one entry for each class, None where it has no images.
-
-    as_asked: samples classified as the class asked for, None for an unconditional model; `as_asked_by_class` alike.
-    found_by_class: share of the samples that the classifier sees in each class.
-    frechet: of `samples` samples to the test images; frechet_real: of `real` training images to the same; None where
-    one side has too few for a covariance, see `frechet_or_none`.
-    variance: within-class variance of the samples' features over that of as many training images.
-    notes: what to know before the numbers are believed, one line each.
-    """
-
-    data: str
-    samples: int
-    real: int
-    test: int
-    seed: int
-    guidance: float | None
-    class_names: tuple[str, ...]
-    classifier_accuracy: float
-    as_asked: float | None
-    as_asked_by_class: list[float | None] | None
-    found_by_class: list[float | None]
-    frechet: float | None
-    frechet_real: float | None
-    variance: float | None
-    variance_by_class: list[float | None]
-    notes: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields by name, for JSON."""
-        return asdict(self)
-
-    def table(self) -> Table:
-        """A rich table: the classes, and the whole. Print it with rich."""
-        guidance = "" if self.guidance is None else f", guidance {self.guidance:g}"
-        title = f"{self.samples:,} samples against {self.data}{guidance}, seed {self.seed}"
-        table = Table(title=title, show_footer=True)
-        shares, total = self.found_by_class, 1.0
-        if self.as_asked is not None and self.as_asked_by_class is not None:
-            shares, total = self.as_asked_by_class, self.as_asked
-        table.add_column("class", "all")
-        heading = "classified so" if self.as_asked is None else "classified as asked"
-        table.add_column(heading, f"{total:.1%}", justify="right")
-        table.add_column("variance, real = 1", _cell(self.variance, ".2f"), justify="right")
-        for name, share, variance in zip(self.class_names, shares, self.variance_by_class, strict=True):
-            table.add_row(name, _cell(share, ".1%"), _cell(variance, ".2f"))
-        table.caption = (
-            f"Fréchet distance to {self.test:,} test images: {_cell(self.frechet, '.3f', MEANINGLESS)}; of "
-            f"{self.real:,} training images: {_cell(self.frechet_real, '.3f', MEANINGLESS)}\n"
-            f"the classifier is right on {self.classifier_accuracy:.2%} of the test images"
-        ) + "".join(f"\n{note}" for note in self.notes)
-        return table
-
-
-def _cell(value: float | None, form: str, missing: str = "–") -> str:
-    return missing if value is None else format(value, form)
-
-
 def _listed(values: np.ndarray | list[float]) -> list[float | None]:
     """As Python numbers, None where not finite, which JSON cannot hold."""
     return [float(value) if np.isfinite(value) else None for value in values]
@@ -299,46 +244,122 @@ def evaluate(
     seed: int = 0,
     device: str | None = None,
     classifier: Classifier | None = None,
+    features: Features | None = None,
+    against: str = "test",
     progress: Progress | None = None,
 ) -> Report:
-    """Judge `n` samples by a classifier of `train`: class, Fréchet distance to `test`, variety within a class.
+    """Judge `n` samples: how far their features lie from those of `test`, and, of data with labels, their classes and
+    the variety within each.
 
     Parameters
     ----------
-    sample : sample(n, classes int32 (n,), or None where not `conditional`, seed) → uint8 (n, H, W, C)
+    sample : sample(n, classes int32 (n,), or None where not `conditional` or without labels, seed) → (n, H, W, C)
         The classes asked for are those of the n training images that the samples stand beside (of all where the data
         has fewer, again from the first on), so that both have the same mixture.
     guidance : what `sample` uses, to be stated.
-    classifier : trained now, or taken from the cache, where None; `progress` is for its training.
+    classifier : trained now, or taken from the cache, where None: of `train`'s classes, or without labels of rotations
+        (`train_rotations`); `progress` is for its training.
+    features : a function of one's own, up to 500 images (N, H, W, C) → floats (N, D), in whose features distances are
+        taken, in place of the classifier's. Latents need one.
+    against : "test", or "train" where the test images are few: distances are then those to the training images, which
+        copies of them have least.
 
     Without `conditional` the variety is that within the classes that the classifier sees.
-    Raises CudiffError for data without labels and for fewer than two images of a kind.
+    Raises CudiffError for fewer than two images of a kind, another `against`, samples of another size, latents without
+    `features` and features that are something else.
     """
     if min(n, len(train), len(test)) < 2:
         raise CudiffError(f"{n} samples, {len(train)} training and {len(test)} test images: judge 2 or more of each")
-    classifier = classifier or train_classifier(train, test, device, progress=progress)
-    assert train.labels is not None
+    if against not in ("test", "train"):
+        raise CudiffError(f"samples are compared with test or train images, not '{against}'")
+    if train.latents and features is None:
+        raise CudiffError(f"{train.name} are latents, which no classifier here judges: give a function of your own in "
+                          "Python, evaluate_pipeline(pipeline, features=...), which may decode them")
+    labelled = train.labels is not None and not train.latents
+    if classifier is None and (labelled or features is None):
+        learn = train_classifier if labelled else train_rotations
+        classifier = learn(train, test, device, seed=0, progress=progress)
     real = train.subset(shuffled_index(np.arange(min(n, len(train))), len(train), seed))
-    asked = np.resize(real.labels, n) if conditional else None  # type: ignore[arg-type]
+    asked = np.resize(real.labels, n) if conditional and real.labels is not None else None
     images = sample(n, asked, seed)
     if images.shape != (n, *train.images.shape[1:]):
         raise CudiffError(f"samples of {images.shape[1:]} do not compare with {train!r}: name the model's own data")
-    classes, predicted = train.num_classes, classifier.predict(images)
-    features, real_features, test_features = map(classifier.features, (images, real.images, test.images))
-    real_variance = within_class_variance(real_features, real.labels, classes)  # type: ignore[arg-type]
-    variance = within_class_variance(features, predicted if asked is None else asked, classes)
+    see = classifier.features if features is None else partial(_own_features, features)  # type: ignore[union-attr]
+    reference, others = (test, real) if against == "test" else (train, test)
+    of_samples, of_others, of_reference = map(see, (images, others.images, reference.images))
+    shown = min(n, len(train)) if against == "test" else len(train)
+    counts = {"samples": n, "training images": shown, "test images": len(test)}
+    notes = (*train.notes, *_few(counts, of_reference.shape[1]), *_untold(classifier, labelled, features))
+    if against == "train":
+        notes += ("the distances are those to images that the model may know: copies of them have the least",)
+    found = _classes(classifier, images, real, asked, train) if labelled and classifier is not None else {}
     return Report(
-        data=train.name, samples=n, real=len(real), test=len(test), seed=seed, guidance=guidance,
-        class_names=train.class_names or tuple(map(str, range(classes))),
-        classifier_accuracy=classifier.test_accuracy,
-        as_asked=None if asked is None else float((predicted == asked).mean()),
-        as_asked_by_class=None if asked is None else _listed(class_accuracy(predicted, asked, classes)),
-        found_by_class=_listed(np.bincount(predicted, minlength=classes) / n),
-        frechet=frechet_or_none(features, test_features), frechet_real=frechet_or_none(real_features, test_features),
-        variance=_listed([variance_ratio(variance, real_variance)])[0],
-        variance_by_class=_listed(list(map(variance_ratio, variance[:, None], real_variance[:, None]))),
-        notes=(*train.notes, *_few({"samples": n, "training images": len(real), "test images": len(test)})),
+        data=train.name, samples=n, real=shown, test=len(test), seed=seed, guidance=guidance, against=against,
+        features=_described(classifier, labelled, features),
+        classifier_accuracy=None if classifier is None else classifier.test_accuracy, notes=notes,
+        **_distances(of_samples, of_reference, ""), **_distances(of_others, of_reference, "_real"), **found,
     )
+
+
+def _distances(features: np.ndarray, reference: np.ndarray, which: str) -> dict[str, Any]:
+    """Fields of a `Report`: a set's distances to the features of the images that all are compared with."""
+    precision, recall = precision_recall(reference, features) or (None, None)
+    return {
+        f"frechet{which}": frechet_or_none(features, reference), f"kernel{which}": kernel_distance(features, reference),
+        f"precision{which}": precision, f"recall{which}": recall,
+    }
+
+
+def _classes(
+    classifier: Classifier, images: np.ndarray, real: Dataset, asked: np.ndarray | None, train: Dataset
+) -> dict[str, Any]:
+    """Fields of a `Report`: what the classifier sees in samples beside training images, class by class."""
+    assert real.labels is not None
+    classes, predicted = train.num_classes, classifier.predict(images)
+    real_variance = within_class_variance(classifier.features(real.images), real.labels, classes)
+    labels = predicted if asked is None else asked
+    variance = within_class_variance(classifier.features(images), labels, classes)
+    return {
+        "class_names": train.class_names or tuple(map(str, range(classes))),
+        "as_asked": None if asked is None else float((predicted == asked).mean()),
+        "as_asked_by_class": None if asked is None else _listed(class_accuracy(predicted, asked, classes)),
+        "found_by_class": _listed(np.bincount(predicted, minlength=classes) / len(images)),
+        "variance": _listed([variance_ratio(variance, real_variance)])[0],
+        "variance_by_class": _listed(list(map(variance_ratio, variance[:, None], real_variance[:, None]))),
+    }
+
+
+def _own_features(function: Features, images: np.ndarray | Rows, batch_size: int = 500) -> np.ndarray:
+    """What a user's function makes of all images. Raises CudiffError where it is no row of finite floats for each."""
+    parts: list[np.ndarray] = []
+    for start in range(0, len(images), batch_size):
+        given = images[start : start + batch_size]
+        made = function(given)
+        part = made.numpy() if isinstance(made, Tensor) else np.asarray(made)
+        width = parts[0].shape[1] if parts else part.shape[-1] if part.ndim else 0
+        if part.shape != (len(given), width) or not width or part.dtype.kind != "f" or not np.isfinite(part).all():
+            raise CudiffError(f"features returned {part.dtype} {part.shape} for {len(given)} images: return finite "
+                              f"floats (N, D), a row for each of N images")
+        parts.append(part)
+    return np.concatenate(parts)
+
+
+def _described(classifier: Classifier | None, labelled: bool, features: Features | None) -> str:
+    if features is not None:
+        return "a function of your own"
+    if labelled:
+        return "those of the classifier"
+    accuracy = 0.0 if classifier is None else classifier.test_accuracy
+    return (f"of a network that tells four rotations of the images apart, as they have no labels; it is right on "
+            f"{accuracy:.2%} of the test images' rotations")
+
+
+def _untold(classifier: Classifier | None, labelled: bool, features: Features | None) -> tuple[str, ...]:
+    """A line where rotations are hardly told, as of textures, or of a few images."""
+    if features is not None or labelled or classifier is None or classifier.test_accuracy >= TOLD:
+        return ()
+    return ("the images' rotations are hardly told, so these features say little: in Python, "
+            "evaluate_pipeline(pipeline, features=...) takes others",)
 
 
 def evaluate_pipeline(
@@ -351,19 +372,24 @@ def evaluate_pipeline(
     guidance: float | None = None,
     sampler: str | None = None,
     batch_size: int = 256,
+    features: Features | None = None,
+    against: str = "test",
     progress: Progress | None = None,
+    group: Group = ALONE,
 ) -> Report:
     """`evaluate` for a loaded model, on the data it was trained with or another; None is the model's configuration.
 
-    The test images are the data's own, or, where it has none, those that the model's training held out.
+    The test images are the data's own, or, where it has none, those that the model's training held out. features
+    and against: see `evaluate`. Processes of a group share the sampling, and each judges all.
     Raises CudiffError before the classifier is trained, for the data's classes too that the model does not have.
     """
     config = pipeline.config
     _, guided, _ = pipeline.checked(n, seed, steps, guidance, sampler, batch_size)
     spec = os.path.expanduser(data or config.data)
-    form = dict(image_size=config.image_size, channels=config.channels, skip_bad=config.skip_bad)
+    form = dict(image_size=config.image_size, channels=config.channels, skip_bad=config.skip_bad,
+                only_classes=config.only_classes)
     train = load_dataset(spec, **form)  # type: ignore[arg-type]
-    if spec in ("digits", "mnist") or (Path(spec).is_dir() and has_idx(Path(spec))):
+    if has_test_part(spec):
         test = load_dataset(spec, part="test", **form)  # type: ignore[arg-type]
     else:
         train, test = train.split(config.validation or 0.1, config.seed)
@@ -372,9 +398,11 @@ def evaluate_pipeline(
         pipeline.labels(len(train), train.labels)
 
     def sample(count: int, classes: np.ndarray | None, seed: int) -> np.ndarray:
-        return pipeline.sample(count, seed, classes, steps, guidance, sampler, batch_size)  # type: ignore[arg-type]
+        return pipeline.sample(
+            count, seed, classes, steps, guidance, sampler, batch_size, group=group  # type: ignore[arg-type]
+        )
 
     return evaluate(
         sample, train, test, n, conditional=conditional, guidance=guided if conditional else None, seed=seed,
-        device=pipeline.device, progress=progress,
+        device=pipeline.device, features=features, against=against, progress=progress,
     )

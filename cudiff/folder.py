@@ -23,7 +23,7 @@ from cudiff.checkpoint import (
     named_step,
 )
 from cudiff.errors import CudiffError
-from cudiff.plot import loss_curve
+from cudiff.plot import loss_curve, save_loss_curve
 from cudiff.tensorfile import replacing
 
 LOCK = ".lock"
@@ -76,7 +76,7 @@ def check_unused(folder: str | os.PathLike) -> None:
         import fcntl
 
         with open(Path(folder) / LOCK, "rb+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: the processes of a run ask at the same time
     except BlockingIOError:
         raise _used(folder, Path(folder) / LOCK) from None
     except (ImportError, OSError):  # no lock, or a system without locks
@@ -237,3 +237,76 @@ class Metrics:
                 f"cannot use {self.path} ({error.strerror or error}): make it a file that can be written, then go on "
                 f"with cudiff train --resume {quoted(self.path.parent)}"
             ) from error
+
+
+class RunFolder:
+    """A run's folder, as its training process uses it: locked, and refused where another run would be lost.
+
+    resumed: the counters of the checkpoint that the run goes on from, or None. sampler: the run's own. writes: False
+    for a process that leaves the folder to another one of its run: nothing is checked or done then.
+    Raises CudiffError where a process trains there.
+    """
+
+    def __init__(self, path: Path, resumed: Mapping[str, Any] | None, sampler: str, writes: bool = True):
+        self.path, self.metrics, self.writes = path, Metrics(path), writes
+        self._resumed, self._sampler = resumed, sampler
+        self._started = self._alone = False
+        if writes:
+            check_unused(path)
+
+    @contextmanager
+    def alone(self, step: int) -> Iterator[list[tuple[Path, str]]]:
+        """Lock the folder and check it; nothing within a block that has, as where `run`'s display calls `save`.
+
+        Gives what `check` does.
+        """
+        if self._alone or not self.writes:
+            yield []
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        with alone_in(self.path):
+            useless = self.check(step)
+            self._alone = True
+            try:
+                yield useless
+            finally:
+                self._alone = False
+
+    def check(self, step: int) -> list[tuple[Path, str]]:
+        """What `latest` would find before this run's own, and why. Raises CudiffError where a run would be lost.
+
+        A run asks again as it starts: another one may have been there since.
+        """
+        if not self.writes:
+            return []
+        known = self._resumed is not None or self._started
+        useless = check_newest(self.path, step, self._sampler) if known else []
+        if not self._started and (self._resumed is None or not holds(self.path, self._resumed, self._sampler)):
+            check_no_run(self.path)
+        return useless
+
+    def take(self) -> None:
+        """From now on the folder is this run's."""
+        self._started = True
+
+    def save_curve(self) -> str | None:
+        """Draw loss.png; what keeps it from being drawn, if anything does."""
+        try:
+            drawn = not self.writes or save_loss_curve(self.path / "loss.png", self.metrics.lines())
+            return None if drawn else "pip install 'cudiff[plots]'"
+        except Exception as error:  # whatever a picture fails by, the run is saved
+            return str(error)
+
+    def prepare(self, useless: list[tuple[Path, str]], step: int) -> list[str]:
+        """Take the folder: drop what is done again after `step`, and rename checkpoints of no use, which it tells."""
+        self.take()
+        if not self.writes:
+            return []
+        told = []
+        for path, why in useless:
+            told.append(f"{path.name} is {why} and named {set_aside(path, why).name} from now on")
+        self.metrics.drop_after(step)
+        # Of a kill while a checkpoint was written; the second is safetensors' own.
+        for leftover in (*self.path.glob(".step-*.tmp"), *self.path.glob(".tmp??????")):
+            leftover.unlink()
+        return told

@@ -70,7 +70,8 @@ class Function:
     @classmethod
     def apply(cls, *inputs: Tensor | Array | None, **attrs: Any) -> Any:
         """Run the forward on the inputs' device and record it. Returns a Tensor, or a tuple where forward does."""
-        inputs = tuple(x if x is None or isinstance(x, Tensor) else _wrapped(cls.__name__, x) for x in inputs)
+        if not all(x is None or isinstance(x, Tensor) for x in inputs):
+            inputs = _wrapped(cls.__name__, inputs)
         device = _common_device(cls.__name__, inputs)
         recording = cls.differentiable and grad_enabled()
         needs = tuple(recording and t is not None and t.requires_grad for t in inputs)
@@ -122,11 +123,18 @@ def described(result: Any) -> str:
     return f"an array of {result.dtype} on {device_of(result)}"
 
 
-def _wrapped(name: str, x: Any) -> Tensor:
-    """An array as a tensor."""
-    if not is_array(x):
-        raise TypeError(f"{name} takes tensors and arrays, not {type(x).__name__}: wrap it in cudiff.Tensor(...)")
-    return Tensor(x)
+def _wrapped(name: str, inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    """Arrays as tensors; one of the host beside a tensor on a GPU is copied there, float64 as float32."""
+    given = [x for x in inputs if x is not None and not isinstance(x, Tensor)]
+    for x in given:
+        if not is_array(x):
+            raise TypeError(f"{name} takes tensors and arrays, not {type(x).__name__}: wrap it in cudiff.Tensor(...)")
+    if not any(isinstance(x, Tensor) and x.device == "cuda" for x in inputs):
+        return tuple(x if x is None or isinstance(x, Tensor) else Tensor(x) for x in inputs)
+    return tuple(
+        x if x is None or isinstance(x, Tensor) else
+        Tensor(x, dtype=float32 if x.dtype == float64 else x.dtype, device="cuda") for x in inputs
+    )
 
 
 def _common_device(name: str, inputs: Sequence[Tensor | None]) -> str:

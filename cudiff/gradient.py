@@ -10,17 +10,17 @@ from cudiff.backend import Array
 class State(enum.Enum):
     """What a backward may do with a slot's array.
 
-    VACANT: overwrite it, whatever it holds. HOLDS: add to it. SHARED: read it only, as somebody else still does, or as
+    EMPTY: overwrite it, whatever it holds. HOLDS: add to it. SHARED: read it only, as somebody else still does, or as
     another term of the gradient is pending: the sum of all goes elsewhere.
     """
 
-    VACANT = enum.auto()
+    EMPTY = enum.auto()
     HOLDS = enum.auto()
     SHARED = enum.auto()
 
 
 class Slot:
-    """The gradient of an input so far; None stands for an empty one. `pending`: a second term, where it is SHARED.
+    """Where the gradient of an input lies; None stands for nowhere yet. `pending`: a second term, if SHARED.
 
     A backward asks `gradient_target`, `gradient_sum` or `gradient_sums` of `cudiff.cuda.accumulate` where to write.
     They leave in `whole` the array that will hold the whole gradient, from which the tape knows that nothing is left

@@ -16,11 +16,14 @@ from rich.text import Text
 
 from cudiff import __version__
 from cudiff.backend import cuda_status
+from cudiff.beginning import notes_of
 from cudiff.checkpoint import stored_options
-from cudiff.config import PRESETS, Config
-from cudiff.cuda import tiles
+from cudiff.classes import names_in_words
+from cudiff.config import PRESET_NAMES, PRESETS, Config
+from cudiff.cuda import nccl, tiles
 from cudiff.cuda.compiler import cubin_folder, kernel_folder, nvrtc_version
 from cudiff.cuda.device import current_target, describe
+from cudiff.cuda.kernels.gemm.problem import Product
 from cudiff.cuda.select import FAMILIES, watched
 from cudiff.cuda.tiles import Planner, summary
 from cudiff.data import Dataset
@@ -40,7 +43,7 @@ def system_table() -> Table:
         "CPU": f"{os.cpu_count()} cores",
         **{package: _version(package) for package in ("numpy", "ml_dtypes", "matplotlib")},
         "CUDA": "usable" if usable else f"not usable: {message}",
-        **({**describe(), "NVRTC": nvrtc_version(), "tiles": _tiles()} if usable else {}),
+        **({**describe(), "NVRTC": nvrtc_version(), "NCCL": nccl.version(), "tiles": _tiles()} if usable else {}),
         "kernels": f"{len(list(folder.glob('*/*.cu')))} files in {folder}",
         "compiled kernels": f"{len(list(cache.glob('*.cubin')))} in {cache}",
         "default device": "cuda" if usable else "cpu",
@@ -58,8 +61,8 @@ def _tiles() -> str:
         return f"not usable: {error}"
 
 
-ARCHITECTURES = {"sm_80": "sm_80", "sm_86": "sm_86", "sm_89": "sm_89", "sm_90": "sm_90a", "sm_90a": "sm_90a",
-                 "sm_100": "sm_100", "sm_120": "sm_120"}
+ARCHITECTURES = {"sm_75": "sm_75", "sm_80": "sm_80", "sm_86": "sm_86", "sm_89": "sm_89", "sm_90": "sm_90a",
+                 "sm_90a": "sm_90a", "sm_100": "sm_100", "sm_120": "sm_120"}
 """Those that the kernels are compiled for, by the names that users give them."""
 
 
@@ -96,7 +99,7 @@ def step_table(preset: str, **changes: Any) -> Table:
     place of the preset's, None for its own. Raises CudiffError for an unknown preset, and where there is no GPU.
     """
     if preset not in PRESETS:
-        raise CudiffError(f"unknown preset '{preset}': choose one of {', '.join(PRESETS)}")
+        raise CudiffError(f"unknown preset '{preset}': choose one of {', '.join(PRESET_NAMES)}")
     usable, why = cuda_status()
     if not usable:
         raise CudiffError(f"--preset runs a training step, which needs a GPU ({why}): --arch sm_80 prints the tables")
@@ -137,11 +140,16 @@ def step_table(preset: str, **changes: Any) -> Table:
 
 
 def _pass(problem: Any) -> str:
+    if isinstance(problem, Product):
+        return f"a{'ᵀ' * problem.transpose_a}·b{'ᵀ' * problem.transpose_b}"
     return problem.direction.lower() if hasattr(problem, "direction") else ("forward", "backward")[problem.backward]
 
 
 def _sizes(problem: Any) -> str:
-    """A problem in short: of a convolution the images read and written and the weight, of others their numbers."""
+    """A problem in short: of a convolution the images read and written and the weight, of a product the matrices, of
+    others their numbers."""
+    if isinstance(problem, Product):
+        return f"{', '.join('x'.join(map(str, matrix.shape)) for matrix in problem[:3])} {problem.a.dtype}"
     if hasattr(problem, "direction"):
         shapes = problem.x.shape, problem.weight.shape, problem.out.shape
         return f"{', '.join('x'.join(map(str, shape)) for shape in shapes)} {problem.x.dtype}"
@@ -165,11 +173,13 @@ def checkpoint_table(path: str | os.PathLike) -> Table:
     table = Table(title="checkpoint", show_header=False, caption="all other options are at their defaults")
     table.add_row("file", Text(str(path)))
     table.add_row("trained", f"{parameters:,} parameters, {steps:,} steps")
+    for note in notes_of(checkpoint):
+        table.add_row("note", Text(note))
     table.add_section()
     values = config.to_dict() | ({"sampler": f"{options['sampler']}, which is not registered here"} if lost else {})
     for name, value in values.items():
         if value != defaults.get(name) or name in (*TABLES, "data"):
-            table.add_row(name, Text(str(value)))
+            table.add_row(name, Text(names_in_words(value) if name == "class_names" else str(value)))
     return table
 
 

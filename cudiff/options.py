@@ -13,7 +13,7 @@ from cudiff.errors import CudiffError
 
 @dataclass(frozen=True)
 class Option:
-    """default: its type is the option's, int, float, bool, str or a tuple of numbers. help: one line, for `--help`.
+    """default: its type is the option's, int, float, bool, str or a tuple of numbers or texts. help: for `--help`.
 
     choices: the texts that it takes. least, most, above, below: bounds of a number, or of each entry of a tuple.
     entries: the type of a tuple's entries, where the default has none. fixed: a resumed run cannot change it.
@@ -33,14 +33,15 @@ class Option:
     def __post_init__(self) -> None:
         if self.kind not in _NOUNS and self.kind not in _METAVARS:
             raise CudiffError(
-                f"an option's default is a number, true or false, text or a tuple of numbers, not {self.default!r}"
+                f"an option's default is a number, true or false, text or a tuple of numbers or texts, not "
+                f"{self.default!r}"
             )
         several = isinstance(self.choices, Collection) and not isinstance(self.choices, str)
         texts = several and all(isinstance(choice, str) for choice in self.choices)
         if not texts or (self.choices and self.kind is not str):
             raise CudiffError(f"an option's choices are a list of texts, and its default is text, not {self.choices!r}")
         bounds = (self.least, self.most, self.above, self.below)
-        if self.kind in (str, bool) and any(bound is not None for bound in bounds):
+        if self.kind in (str, bool, (tuple, str)) and any(bound is not None for bound in bounds):
             raise CudiffError(f"only numbers have least, most, above or below: an option's default is {self.default!r}")
 
     @property
@@ -53,7 +54,8 @@ class Option:
     @property
     def metavar(self) -> str:
         """What stands for the value in `--help`."""
-        return "|".join(self.choices) if self.choices else _METAVARS[self.kind]
+        choices = "|".join(self.choices)
+        return ("NAME" if len(choices) > _LONGEST_CHOICES else choices) or _METAVARS[self.kind]
 
     def checked(self, name: str, value: Any) -> Any:
         """`value` in the option's type. Raises CudiffError where it is of another type or out of range."""
@@ -61,8 +63,9 @@ class Option:
             of = self.kind[1]
             if not isinstance(value, list | tuple):
                 raise CudiffError(f"{name} must be a list, each entry {_NOUNS[of]}, not {shown(value)}")
-            if len(value) > _LONGEST_LIST:
-                raise CudiffError(f"{name} has {len(value):,} entries: give {_LONGEST_LIST} at most")
+            longest = _LONGEST_LISTS.get(of, 16)
+            if len(value) > longest:
+                raise CudiffError(f"{name} has {len(value):,} entries: give {longest:,} at most")
             return tuple(self._in_range(name, _typed(name, of, entry)) for entry in value)
         value = _typed(name, self.kind, value)
         if self.choices and value not in self.choices:
@@ -73,13 +76,13 @@ class Option:
         """The value of a flag. Raises argparse's error, which names the flag, where `text` is none of its type."""
         try:
             if isinstance(self.default, tuple):
-                return tuple(self.kind[1](part) for part in text.split(",") if part.strip())
+                return tuple(self.kind[1](part.strip()) for part in text.split(",") if part.strip())
             return self.kind(text)
         except ValueError:
             wanted = "numbers such as 1,2,3,4" if isinstance(self.default, tuple) else _NOUNS[self.kind]
             raise argparse.ArgumentTypeError(f"'{text}' is not {wanted}") from None
 
-    def _in_range(self, name: str, value: float) -> float:
+    def _in_range(self, name: str, value: Any) -> Any:
         if self.least is not None and value < self.least:
             raise CudiffError(f"{name} must be at least {self.least}, not {value}")
         if self.most is not None and value > self.most:
@@ -91,8 +94,10 @@ class Option:
         return value
 
 
-_LONGEST_LIST = 16
-_METAVARS = {int: "N", float: "X", str: "TEXT", (tuple, int): "N,N,..", (tuple, float): "X,X,.."}
+_LONGEST_LISTS = {str: 2**20}  # of numbers 16
+_LONGEST_CHOICES = 40  # characters of a line of --help, which does not break within a word
+_METAVARS = {int: "N", float: "X", str: "TEXT", (tuple, int): "N,N,..", (tuple, float): "X,X,..",
+             (tuple, str): "NAME,NAME,.."}
 _NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 

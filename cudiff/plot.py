@@ -83,8 +83,10 @@ def save_images(folder: str | os.PathLike, images: np.ndarray) -> list[Path]:
 
 
 def save_npz(path: str | os.PathLike, images: np.ndarray, labels: np.ndarray | None = None) -> None:
-    """Write `images` uint8 (N, H, W, C) and, where given, `labels` (N,); `load_dataset` reads it."""
-    arrays = {"images": _checked(images)}
+    """Write `images` uint8 (N, H, W, C), or as `latents` floats (N, H, W, C), and, where given, `labels` (N,);
+    `load_dataset` reads it."""
+    latents = is_float(images.dtype) and images.ndim == 4 and len(images) > 0
+    arrays = {"latents": images} if latents else {"images": _checked(images)}
     if labels is not None:
         given = np.asarray(labels)
         if given.shape != (len(images),) or not np.issubdtype(given.dtype, np.integer):
@@ -243,7 +245,8 @@ def _scale(width: int, target: int) -> int:
 
 def _checked(images: np.ndarray) -> np.ndarray:
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] not in (1, 3) or not len(images):
-        raise ValueError(f"images must be uint8 (N, H, W, C) with 1 or 3 channels, not {images.dtype} {images.shape}")
+        raise ValueError(f"images must be uint8 (N, H, W, C) with 1 or 3 channels, not {images.dtype} {images.shape}: "
+                         "write latents by save_npz")
     return images
 
 

@@ -10,7 +10,7 @@ _mode = threading.local()
 
 
 def tf32_allowed() -> bool:
-    """Whether products that are recorded now, in this thread, may be rounded."""
+    """Whether products that this thread makes now may be rounded; in a backward as it was in the forward."""
     return getattr(_mode, "tf32", False)
 
 
@@ -23,8 +23,13 @@ def allow_tf32(allowed: bool = True) -> Iterator[None]:
     its own `precision`, also inside the block.
     """
     before = tf32_allowed()
-    _mode.tf32 = allowed
+    set_tf32(allowed)
     try:
         yield
     finally:
-        _mode.tf32 = before
+        set_tf32(before)
+
+
+def set_tf32(allowed: bool) -> None:
+    """The same until it is set anew: within a block, for what it holds."""
+    _mode.tf32 = allowed

@@ -12,7 +12,7 @@ import numpy as np
 
 from cudiff import show
 from cudiff.as_array import as_array
-from cudiff.backend import Array, array_module, device_of, is_float, to_device
+from cudiff.backend import Array, array_module, copy_into, device_of, is_capturing, is_float, to_device
 from cudiff.statistics import ChannelStatistics
 
 _mode = threading.local()
@@ -77,7 +77,7 @@ class Tensor:
     statistics : what the producer left for a following norm, `Kind.MOMENTS` or `Kind.CENTRED`, or None.
     """
 
-    __slots__ = ("__weakref__", "_grad", "_source", "_vacant", "data", "requires_grad", "statistics")
+    __slots__ = ("__weakref__", "_grad", "_grad_empty", "_source", "data", "requires_grad", "statistics")
 
     def __init__(self, data: Any, requires_grad: bool = False, dtype: Any = None, device: str | None = None):
         if isinstance(data, Tensor):
@@ -90,15 +90,15 @@ class Tensor:
         self.data: Array = data if data.flags.c_contiguous else array_module(device_of(data)).ascontiguousarray(data)
         self.requires_grad: bool = requires_grad
         self._grad: Array | None = None
-        self._vacant: bool = False  # whether `_grad` stands for zeros, whatever it holds
+        self._grad_empty: bool = False  # whether `_grad` stands for zeros, whatever it holds
         self.statistics: ChannelStatistics | None = None
         self._source: tuple[Any, int] | None = None  # the Node that made it, and which of its outputs
 
     @property
     def grad(self) -> Array | None:
-        if self._vacant and self._grad is not None:
+        if self._grad_empty and self._grad is not None:
             self._grad.fill(0)
-        self._vacant = False
+        self._grad_empty = False
         return self._grad
 
     @grad.setter
@@ -107,11 +107,11 @@ class Tensor:
         if array is not None and (array.dtype, array.shape, device_of(array)) != kind:
             given = f"{array.dtype} {array.shape} on {device_of(array)}"
             raise ValueError("the gradient of this tensor is an array of {} {} on {}, not ".format(*kind) + given)
-        self._grad, self._vacant = array, False
+        self._grad, self._grad_empty = array, False
 
     def zero_grad(self) -> None:
         """Set a `grad` to zeros in its place; the next backward overwrites it, which saves writing and adding them."""
-        self._vacant = self._grad is not None
+        self._grad_empty = self._grad is not None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -152,9 +152,24 @@ class Tensor:
             raise ValueError(f"a tensor of shape {self.shape} is not one number: choose an element, or call .numpy()")
         return self.numpy().item()
 
+    def tolist(self) -> Any:
+        """The values as nested lists of Python numbers."""
+        return self.numpy().tolist()
+
     def to(self, device: str) -> Tensor:
         """The same values on `device`, cut from the tape; the tensor itself where it is there already."""
         return self if self.device == device else Tensor(to_device(self.data, device), self.requires_grad)
+
+    def change(self, values: Tensor) -> None:
+        """Have other values of this shape and dtype. What was recorded keeps the old ones, but within `capture`, where
+        they are written over. Raises ValueError for another shape."""
+        if values.shape != self.shape:
+            raise ValueError(f"a tensor of shape {self.shape} does not change to {values.shape} in place")
+        if is_capturing(self.device):
+            copy_into(self.data, values.data)
+        else:
+            self.data = values.data
+        self.statistics = None
 
     def wants_gradient(self, recorded: int) -> bool:
         """Whether backward, at an operation that was `recorded` as number so and so, fills this leaf's `.grad`."""
@@ -189,14 +204,28 @@ class Tensor:
         return bool(self.item())
 
     def __float__(self) -> float:
+        if self.requires_grad and gradient_depth():
+            raise TypeError("float(x), and math.sin(x), would lose the gradient of a function that is differentiated: "
+                            "write np.sin(x), or x.item() for a constant")
         return float(self.item())
 
     def __int__(self) -> int:
         return int(self.item())
 
+    def __index__(self) -> int:
+        """The only element of an integer tensor, as in `range(n)` and slices. Raises TypeError for others."""
+        if self.dtype.kind not in "iu" or self.shape:
+            raise TypeError(f"an index is an integer tensor without axes, not {self.dtype} {self.shape}")
+        return int(self.item())
+
+    def __pos__(self) -> Tensor:
+        return self
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if self.device != "cpu":
             raise TypeError("a CUDA tensor is not converted silently: call .numpy()")
+        if self.requires_grad:
+            raise TypeError("an array would lose this tensor's gradient: call .numpy(), and join lists by np.stack")
         return np.array(self.data, dtype=dtype, copy=copy)
 
     def __dlpack__(self, **kwargs: Any) -> Any:

@@ -30,13 +30,18 @@ STORAGES = {
 _ORDERED_DICT = "collections.OrderedDict"
 _REBUILD_TENSOR = "torch._utils._rebuild_tensor_v2"
 _REBUILD_PARAMETER = "torch._utils._rebuild_parameter"
-_KNOWN = {_ORDERED_DICT, _REBUILD_TENSOR, _REBUILD_PARAMETER, *STORAGES}
+_NAMESPACE = "argparse.Namespace"  # trainers keep their command lines beside the weights
+_KNOWN = {_ORDERED_DICT, _REBUILD_TENSOR, _REBUILD_PARAMETER, _NAMESPACE, *STORAGES}
 
 
 class _Global(NamedTuple):
     """A name from `_KNOWN`; nothing is ever imported."""
 
     name: str
+
+
+class _Namespace:
+    """The options of a command line, of which nothing is kept."""
 
 
 class _Storage(NamedTuple):
@@ -256,9 +261,17 @@ class _Machine:
         else:
             raise ValueError("a call with other arguments than usual")
 
+    def op_newobj(self, _: None) -> None:
+        arguments, kind = self.stack.pop(), self.stack.pop()
+        if kind.name != _NAMESPACE or arguments != ():
+            raise ValueError("an object of another kind than usual")
+        self.stack.append(_Namespace())
+
     def op_build(self, _: None) -> None:
-        """Attributes of an object; the only ones expected are the version numbers that state_dict() adds."""
+        """Attributes of an object: the version numbers that state_dict() adds, or options of a command line."""
         attributes, target = self.stack.pop(), self.stack[-1]
+        if type(target) is _Namespace and type(attributes) is dict:
+            return
         if type(target) is not dict or type(attributes) is not dict or set(attributes) != {"_metadata"}:
             raise ValueError("attributes of something other than a state_dict")
 

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +13,41 @@ import numpy as np
 
 from cudiff.autograd import accumulate
 from cudiff.backend import array_module, default_device, memory_in_use, out_of_memory, out_of_memory_errors
+from cudiff.beginning import (
+    begin_alike,
+    check_data,
+    check_resumed,
+    check_shares,
+    moments_of,
+    optimizer_of,
+    take_weights,
+)
 from cudiff.checkpoint import Checkpoint, checkpoint_path, latest, part, prefixed, prune, save_checkpoint
 from cudiff.config import Config
+from cudiff.cuda.device import precision_on
 from cudiff.cuda.graph import capture
 from cudiff.data import Dataset
-from cudiff.data.dataset import differences
 from cudiff.data.loader import Loader
 from cudiff.diffusion.samplers import decreasing
+from cudiff.distributed import ALONE, Group
 from cudiff.errors import CudiffError
-from cudiff.folder import Metrics, alone_in, check_newest, check_no_run, check_unused, holds, quoted, set_aside
-from cudiff.memory import memory_available, peak_of, resident
+from cudiff.folder import RunFolder, quoted
+from cudiff.forecast import Forecast, check_fits, check_model
 from cudiff.models import build
-from cudiff.nn import Module, set_generator
+from cudiff.nn import set_generator, set_group
 from cudiff.ops.random import Generator
-from cudiff.optim import EMA, SGD, Adam, AdamW, Constant, Cosine, Optimizer
+from cudiff.optim import EMA, LossScale
+from cudiff.optim.reduction import Reduction
 from cudiff.pipeline import Pipeline
-from cudiff.plot import save_grid, save_loss_curve
+from cudiff.plot import save_grid, save_npz
 from cudiff.signals import noted
 from cudiff.tensor import Tensor, no_grad
 
 TELL_EVERY = 60
 """Seconds after which a run says how far it is, where no line of metrics came meanwhile."""
+
+AGREE_EVERY = 0.2
+"""Seconds after which processes that train together ask each other whether to go on."""
 
 VALIDATION_IMAGES = 1024
 VALIDATION_DRAWS = 8
@@ -50,75 +63,125 @@ class Trainer:
     dataset : the training data; `config.validation` of its images are held out
     folder : for checkpoints, metrics.jsonl, loss.png and sample grids; made if it is not there
     resume : a loaded checkpoint to continue; on the CPU the run goes on bit for bit
+    init : a loaded checkpoint whose averaged weights a new run begins with, where names and shapes agree; `run` says
+        which do not
     data_changed : a resumed run goes on though `dataset` is not what its checkpoint was trained on
+    group : the processes that train together, see `cudiff.distributed.join`. Each takes its part of every batch, and
+        process 0 writes.
 
-    Attributes: pipeline (the raw weights), preview (the EMA's), training, held_out (data), step (updates done),
+    Attributes: pipeline (the raw weights), ema, preview (its pipeline), training, held_out (data), step (updates done),
     stopped_by (the number of the signal that ended `run`, or None).
     Raises CudiffError where data, configuration and checkpoint do not fit, and where `folder` holds a run to be lost.
     """
 
     def __init__(
         self, config: Config, dataset: Dataset, folder: str | Path, resume: Checkpoint | None = None, *,
-        data_changed: bool = False,
+        init: Checkpoint | None = None, data_changed: bool = False, group: Group = ALONE,
     ):
-        if not isinstance(dataset, Dataset) or not isinstance(resume, Checkpoint | None):
-            raise CudiffError("a Trainer takes what cudiff.load_dataset returns, and to resume what "
-                              f"load_checkpoint does, not {type(dataset).__name__} and {type(resume).__name__}")
+        for checkpoint in (resume, init):
+            if not isinstance(dataset, Dataset) or not isinstance(checkpoint, Checkpoint | None):
+                raise CudiffError("a Trainer takes what cudiff.load_dataset returns, and to resume or init what "
+                                  f"load_checkpoint does, not {type(dataset).__name__} and {type(checkpoint).__name__}")
+        if resume is not None and init is not None:
+            raise CudiffError("a run goes on (resume) or begins with trained weights (init): give one of them")
         self.config, self.device = config, default_device() if config.device == "auto" else config.device
         array_module(self.device)  # says what is missing before anything else is done
-        self.folder, self.metrics, self.data = Path(folder), Metrics(Path(folder)), dataset.fingerprint()
-        self.step, self.seconds, self._started, self._alone = 0, 0.0, False, False
-        self._resumed = None if resume is None else resume.counters
+        self.group = group
+        self.folder, self.data = Path(folder), dataset.fingerprint()
+        self.step, self.seconds = 0, 0.0
         if resume is not None and "optimizer" in resume.counters:  # converted weights: training begins with them
             self.step, self.seconds = resume.counters["step"], resume.counters["seconds"]
-        check_unused(self.folder)
-        self._check_folder()
-        notice = None if resume is None else self._check_data(resume, data_changed)
-        self._notices = [] if notice is None else [notice]
-        self.config = config = config.for_data(dataset.images.shape, dataset.num_classes)
+        self._home = RunFolder(self.folder, resume and resume.counters, config.sampler, group.leads)
+        self._home.check(self.step)
+        self.metrics = self._home.metrics
+        self._notices = [] if resume is None else check_data(resume, self.data, data_changed)
+        check_shares(config, group)
+        config = config.for_data(dataset.images.shape, dataset.num_classes, dataset.class_names, dataset.latents)
+        self.config = config = config.replace(precision=precision_on(self.device, given := config.precision))
+        if given not in ("auto", config.precision):
+            self._notices.append(f"this GPU has no {given}: the run computes in {config.precision}")
         if resume is not None:
-            _check_resumed(config, resume.config)
+            self._notices += check_resumed(config, resume)
         self.training, self.held_out = dataset.split(config.validation, config.seed)
         if len(self.training) == 0:
             raise CudiffError(f"no image is left to train on: {config.validation} of {len(dataset)} are held out")
         self.net = build(config)
         self.net.precision = config.precision
+        if config.recompute:
+            if not hasattr(self.net, "recompute"):
+                raise CudiffError(f"a {config.model} cannot recompute its blocks: leave --recompute out")
+            self.net.recompute = True
+        check_model(self.net, config, self.device, group.size)
         self.net.flatten(self.device)
+        if init is not None:
+            self._notices += take_weights(init, self.net)
+        begin_alike(group, config, self.data, resume, self.net)
+        if config.shard:
+            self.net.flat_parameters().shard(group)
+            self._notices += ["shard changes nothing: there is one process, which holds all"] * (group.size == 1)
         self.ema = EMA(self.net, config.ema_half_life)
-        self.optimizer = _optimizer(config, self.net, self.ema)
-        self.pipeline, self.preview = Pipeline(config, self.net), Pipeline(config, self.ema.model)
+        self.optimizer = optimizer_of(config, self.net, self.ema)
+        self._reduction = Reduction(self.optimizer.flat, self.net.parameters(), group, config.accumulate)
+        if config.precision == "fp16":
+            self.optimizer.loss_scale = LossScale()
+        self.pipeline = Pipeline(config, self.net)
+        with self.ema.whole() as average:
+            self._preview = Pipeline(config, average)
         if config.sample_every:
             self._check_preview()
         self.loss = self.pipeline.loss(config.label_dropout)
         self.generator = Generator(config.seed, self.device)
         set_generator(self.net, self.generator)
+        set_group(self.net, group)
         self.stopped_by: int | None = None
         self._loss_sum = Tensor(np.zeros((), np.float32), device=self.device)
-        self._loss_steps = 0
+        self._loss_steps, self._total = 0, (-1, 0.0)
         if resume is not None:
             self._restore(resume)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.loader = Loader(self.training, config, self.device, first=int(self.generator.step))
-        captured = self.device == "cuda" and config.capture
-        self._step: Any = capture(self.train_step, device=self.device, precompile=True) if captured else self.train_step
+        share = group.rank, group.size
+        self.loader = Loader(self.training, config, self.device, int(self.generator.step), share)
+        self._step: Any = self.train_step
+        if self.device == "cuda" and config.capture:
+            prepare = getattr(self.loss, "before_capture", lambda images: None)  # a user's loss may have none
+            prepare(Tensor(np.empty(0, np.float32), device=self.device))
+            self._step = capture(self.train_step, device=self.device, precompile=True)
+            group.before_close(self._step.forget)
         self._timed_from, self._timed_steps = time.perf_counter(), 0
-        self._saved_at = self._previewed_at = -1
+        self._saved_at = self._previewed_at = self._agree_at = -1
+
+    @property
+    def preview(self) -> Pipeline:
+        """The EMA's pipeline. Raises CudiffError where it lies in parts, but within `ema.whole()`."""
+        _ = self.ema.model  # raises
+        return self._preview
+
+    def forecast(self) -> Forecast | None:
+        """How much of the GPU's memory training takes; None where steps are no graph (the CPU, `capture` off), and with
+        several processes.
+
+        It is known before the first step, exactly but for what the driver takes; `run` asks for it. Raises CudiffError
+        where it does not fit, with the batch size and options that do, on the CPU too.
+        """
+        return check_fits(self)
 
     def train_step(self, *streamed: Tensor) -> Tensor:
         """One update, which `run` counts. Everything stays on the device, so that a CUDA graph can hold it.
 
         streamed: images and labels of each batch where they come from the host. Returns the sum of the mean losses
-        since the last line of metrics.
+        since the last line of metrics, of a group's process its addend.
         """
         self.optimizer.zero_grad()
-        share = 1 / self.config.accumulate
-        for index in range(self.config.accumulate):
+        share = 1 / (self.config.accumulate * self.group.size)
+        for index, samples in enumerate(self.loader.passes):
+            self.generator.samples = samples
             images, labels = self.loader.batch(self.generator.step, streamed, index)
             loss = self.loss(self.net, images, labels, self.generator)
             loss = loss * share if share < 1 else loss
-            loss.backward()
+            with self._reduction.during(last=index + 1 == self.config.accumulate):
+                self.optimizer.backward(loss)
             accumulate(self._loss_sum.data, loss.data)
-            self.generator.advance()
+        self.generator.advance()
         self.optimizer.step()
         return self._loss_sum
 
@@ -139,11 +202,17 @@ class Trainer:
         first, before, told = self.step, self.seconds, -math.inf
         self._timed_from, self._timed_steps = time.perf_counter(), 0
         # What is not finite is dealt with below.
-        with self._alone_in_folder() as useless, noted() as interrupted, np.errstate(all="ignore"):
-            self._prepare_folder(useless, display)
-            self._check_fits()
-            while not interrupted and not self._finished():
+        alone, watched = self._home.alone(self.step), self.group.watched()
+        with alone as useless, noted() as interrupted, watched, np.errstate(all="ignore"):
+            notices, self._notices = [*self._notices, *self._home.prepare(useless, self.step)], []
+            for notice in notices if display is not None else ():
+                display.message(notice)
+            forecast = self.forecast()
+            if forecast is not None and display is not None:
+                display.message(str(forecast))
+            while not self._ends(interrupted):
                 self._step_or_explain()
+                self.group.beat()
                 self.step += 1
                 self._loss_steps += 1
                 self._timed_steps += 1
@@ -157,7 +226,7 @@ class Trainer:
                     metrics |= self._log(display)
                     told = time.perf_counter()
                     self._loss_sum.data[...] = 0
-                    self._loss_steps = 0
+                    self._loss_steps, self._total = 0, (self.step, 0.0)
                 if config.save_every and self.step % config.save_every == 0:
                     with self._untimed():
                         self.save()
@@ -170,55 +239,14 @@ class Trainer:
                 self.save()
             if not interrupted and self._previewed_at != self.step:
                 metrics |= self._look(display)
-        self._save_curve(display)
+        problem = self._home.save_curve()
+        if problem is not None and display is not None:
+            display.message(f"no loss curve was drawn: {problem}")
         self.stopped_by = interrupted[0] if interrupted else None
         if interrupted and display is not None:
             again = f"cudiff train --resume {quoted(self.folder)}"
             display.message(f"stopped at step {self.step} and saved: go on with {again}")
         return metrics
-
-    @contextmanager
-    def _alone_in_folder(self) -> Iterator[list[tuple[Path, str]]]:
-        """Lock the folder and check it; nothing within a block that has, as where `run`'s display calls `save`.
-
-        Gives what `_check_folder` does.
-        """
-        if self._alone:
-            yield []
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with alone_in(self.folder):
-            useless = self._check_folder()
-            self._alone = True
-            try:
-                yield useless
-            finally:
-                self._alone = False
-
-    def _check_folder(self) -> list[tuple[Path, str]]:
-        """What `latest` would find before this run's own, and why. Raises CudiffError where a run would be lost.
-
-        `run` asks again, as another Trainer may have run there since this one was made.
-        """
-        sampler = self.config.sampler
-        useless = [] if self._resumed is None and not self._started else check_newest(self.folder, self.step, sampler)
-        if not self._started and (self._resumed is None or not holds(self.folder, self._resumed, sampler)):
-            check_no_run(self.folder)
-        return useless
-
-    def _prepare_folder(self, useless: list[tuple[Path, str]], display: Any) -> None:
-        """Take the folder for this run: drop what it does again, and rename checkpoints of no use."""
-        self._started = True
-        notices, self._notices = self._notices, []
-        for path, why in useless:
-            notices.append(f"{path.name} is {why} and named {set_aside(path, why).name} from now on")
-        self.metrics.drop_after(self.step)
-        # Of a kill while a checkpoint was written; the second is safetensors' own.
-        for leftover in (*self.folder.glob(".step-*.tmp"), *self.folder.glob(".tmp??????")):
-            leftover.unlink()
-        if display is not None:
-            for notice in notices:
-                display.message(notice)
 
     def validation_loss(self, dataset: Dataset) -> float:
         """The EMA's mean loss over the first images of `dataset`, with random numbers of its own, always the same."""
@@ -235,33 +263,41 @@ class Trainer:
         return total / (VALIDATION_DRAWS * count)
 
     def save(self) -> Path:
-        """Write a checkpoint of this step and delete the oldest beyond `keep`; returns its path.
+        """Write a checkpoint of this step and delete the oldest beyond `keep`; returns its path. All processes call it.
 
         Raises CudiffError, and writes and deletes nothing, where a value is not finite, where another process trains in
         the folder and where it holds another run.
         """
-        with self._alone_in_folder():
-            path = self._write_checkpoint()
-            self._started = True
-            return path
+        with self._home.alone(self.step):
+            loss, tensors = self._total_loss(), self._tensors()
+            if self.group.leads:
+                self._write_checkpoint(loss, tensors)
+            self._saved_at = self.step
+            self._home.take()
+            return self.save_path
 
-    def _write_checkpoint(self) -> Path:
-        tensors = prefixed("model", self.net.state_dict()) | prefixed("ema", self.ema.model.state_dict())
-        tensors |= self.optimizer.state_dict()
+    def _tensors(self) -> dict[str, np.ndarray]:
+        """What a checkpoint holds, on process 0; of what lies in parts all give theirs."""
+        leads = self.group.leads
+        tensors = prefixed("model", self.net.state_dict()) if leads else {}
+        with self.ema.whole() as average:
+            tensors |= prefixed("ema", average.state_dict()) if leads else {}
+        return tensors | (self.optimizer.state_dict() if leads or self.config.shard else {})
+
+    def _write_checkpoint(self, loss_sum: float, tensors: dict[str, np.ndarray]) -> None:
         counters: dict[str, Any] = {"optimizer": tensors.pop("counters").tolist(), "step": self.step}
+        if "loss_scale" in tensors:
+            counters["loss_scale"] = tensors.pop("loss_scale").tolist()
         counters |= {"seconds": self.seconds, "generator": self.generator.state(), "data": self.data}
-        counters |= {"loss_sum": self._loss_sum.item(), "loss_steps": self._loss_steps}
+        counters |= {"loss_sum": loss_sum, "loss_steps": self._loss_steps}
         counters["frozen"] = [name for name, value in self.net.named_parameters() if not value.requires_grad]
         if not math.isfinite(counters["loss_sum"]):  # of a skipped update
             counters |= {"loss_sum": 0.0, "loss_steps": 0}
         for name, array in tensors.items():
             if not np.isfinite(array).all():
                 raise CudiffError(f"{name} is not finite at step {self.step}, which is not saved: {self._advice()}")
-        path = self.save_path
-        save_checkpoint(path, self.config, tensors, counters)
+        save_checkpoint(self.save_path, self.config, tensors, counters)
         prune(self.folder, self.config.keep)
-        self._saved_at = self.step
-        return path
 
     @property
     def save_path(self) -> Path:
@@ -269,9 +305,14 @@ class Trainer:
         return checkpoint_path(self.folder, self.step)
 
     def save_preview(self) -> Path:
-        """Write a grid of `samples` images from the EMA."""
-        path = self.folder / f"samples-{self.step:08d}.png"
-        save_grid(path, self.preview.sample(self.config.samples, self.config.seed, batch_size=self.config.batch_size))
+        """Write a grid of `samples` images from the EMA, or an .npz of latents."""
+        latents = self.preview.makes_latents
+        path = self.folder / f"samples-{self.step:08d}.{'npz' if latents else 'png'}"
+        try:
+            images = self.preview.sample(self.config.samples, self.config.seed, batch_size=self.config.batch_size)
+        finally:
+            self.preview.free_graphs()  # training needs the memory
+        (save_npz if latents else save_grid)(path, images)
         return path
 
     def _repr_png_(self) -> bytes | None:
@@ -279,14 +320,15 @@ class Trainer:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         self.net.load_state_dict(part(checkpoint.tensors, "model"))
-        self.ema.model.load_state_dict(part(checkpoint.tensors, "ema"))
+        with self.ema.whole() as average:
+            average.load_state_dict(part(checkpoint.tensors, "ema"))
         counters = checkpoint.counters
         if "optimizer" not in counters:
             return
-        moments = {key: value for key, value in checkpoint.tensors.items() if not key.startswith(("model.", "ema."))}
-        self.optimizer.load_state_dict(moments | {"counters": np.array(counters["optimizer"])})
-        self.generator.load_state(counters["generator"])
-        self._loss_sum.data[...], self._loss_steps = counters["loss_sum"], counters["loss_steps"]
+        self.optimizer.load_state_dict(moments_of(checkpoint))
+        self.generator.load_state(counters["generator"] | {"step": self.step})  # older runs counted forward passes
+        self._loss_sum.data[...] = counters["loss_sum"] if self.group.leads else 0  # an addend of each process
+        self._loss_steps = counters["loss_steps"]
         frozen = [value for name, value in self.net.named_parameters() if name in (counters.get("frozen") or ())]
         for parameter in frozen:
             parameter.requires_grad = False
@@ -296,7 +338,7 @@ class Trainer:
     def _check_preview(self) -> None:
         config = self.config
         try:
-            decreasing(self.preview.sigmas(config.sampler, config.sample_steps))
+            decreasing(self.pipeline.sigmas(config.sampler, config.sample_steps))
         except (CudiffError, ArithmeticError) as error:
             raise CudiffError(
                 f"no preview can be drawn ({error}): change --sample-steps, --sigma-min, --sigma-max or --rho, or "
@@ -307,46 +349,32 @@ class Trainer:
         steps, seconds = self.config.steps or math.inf, 60 * self.config.minutes or math.inf
         return self.step >= steps or self.seconds >= seconds
 
+    def _ends(self, interrupted: list[int]) -> bool:
+        """Whether no step is to follow: the same on every process, which ask each other about five times a second."""
+        steps, group = self.config.steps or math.inf, self.group
+        if group.size > 1 and self.step < min(self._agree_at, steps):
+            return False
+        pace = self._timed_steps / max(1e-9, time.perf_counter() - self._timed_from)
+        said = group.exchange([interrupted, self._finished(), max(1, int(AGREE_EVERY * pace))])
+        interrupted[:] = next((signals for signals, _, _ in said if signals), [])
+        self._agree_at = self.step + said[0][2]
+        return bool(interrupted) or said[0][1]
+
+    def _total_loss(self) -> float:
+        """The sum of the losses since the last line of metrics; waits for the device. All processes ask at the same
+        steps; what one asks again at a step it has."""
+        if self.group.size == 1:
+            return self._loss_sum.item()
+        if self._total[0] != self.step:
+            total = self._loss_sum.data.reshape(1).copy()
+            self.group.all_reduce(total)
+            self._total = self.step, float(total[0])
+        return self._total[1]
+
     def _check_unfinished(self) -> None:
         if self._finished():
             done = f"{self.step} steps in {self.seconds / 60:.1f} minutes"
             raise CudiffError(f"the run is at its end after {done}: give more --steps or --minutes")
-
-    def _check_fits(self) -> None:
-        """Raise CudiffError where a batch would take more of the CPU's memory than is free: the system kills for that.
-
-        Steps of 1, 2, 4, … images show what one image takes; nothing is updated by them.
-        """
-        config, free, start = self.config, memory_available(), resident()
-        if self.device != "cpu" or config.batch_size < 4 or start is None:
-            return
-        state, size, peaks = self.generator.state(), 1, [0]
-        statistics = [(buffer, buffer.data.copy()) for _, buffer in self.net.named_buffers()]
-        try:
-            while (peak := peak_of(partial(self._try, size))) is not None:
-                peaks.append(peak - start)
-                if peaks[-1] * config.batch_size < free * size:
-                    return
-                each = (peaks[-1] - peaks[-2]) / (size - size // 2)
-                need = peaks[-1] + each * (config.batch_size - size)
-                hopeless = size >= 32 and need > 4 * free  # an error of the measurement does not explain that
-                if size > config.batch_size // 4 or (size >= 8 and (hopeless or peaks[-1] > free / 16)):
-                    break
-                size *= 2
-            else:
-                return
-        except out_of_memory_errors():
-            return  # the step itself will say what fits
-        finally:
-            self.generator.load_state(state)
-            for buffer, values in statistics:  # running means of batch norms
-                buffer.data[...] = values
-        if need > free:
-            fits = max(1, int(config.batch_size - (need - free) / each))
-            raise CudiffError(
-                f"batch size {config.batch_size} would take about {need / 2**30:.1f} GiB of memory, and "
-                f"{free / 2**30:.1f} GiB are free: --batch-size {2 ** (fits.bit_length() - 1)} fits"
-            )
 
     def _try(self, size: int) -> None:
         """Loss and backward of so many images, without an update."""
@@ -360,12 +388,15 @@ class Trainer:
         except out_of_memory_errors():
             pass  # the exception holds the memory of the step: it has to be gone before anything smaller is tried
         self._step = None
+        if self.group.size > 1:  # the others wait
+            raise CudiffError(f"process {self.group.rank} of {self.group.size} is out of memory: use a --batch-size "
+                              f"below {self.config.batch_size}, which all share, or more GPUs")
         raise out_of_memory(self.config.batch_size, self._try, self.device)
 
     @contextmanager
     def _untimed(self) -> Iterator[None]:
         """Leave the time of the block out of the time of a step."""
-        self._loss_sum.item()  # waits for the steps before
+        self._total_loss()  # waits for the steps before
         begin = time.perf_counter()
         yield
         self._timed_from += time.perf_counter() - begin
@@ -384,18 +415,24 @@ class Trainer:
 
     @contextmanager
     def _saving_first(self) -> Iterator[None]:
-        """What the block raises, as where metrics cannot be written, ends the run after a checkpoint of this step."""
+        """What the block raises, as where metrics cannot be written, ends the run after a checkpoint of this step.
+
+        All processes enter it: where one fails they save together.
+        """
+        problem = None
         try:
             yield
-        except Exception:
-            if self._saved_at != self.step:
-                with suppress(CudiffError):  # not finite, or no room for it either: the block's own error is told
-                    self.save()
-            raise
+        except Exception as error:
+            problem = error
+        if any(self.group.exchange(problem is not None)) and self._saved_at != self.step:
+            with suppress(CudiffError):  # not finite, or no room for it either: the block's own error is told
+                self.save()
+        if problem is not None:
+            raise problem
 
     def _log(self, display: Any) -> dict[str, Any]:
         config, steps = self.config, max(1, self._timed_steps)
-        loss = self._loss_sum.item() / max(1, self._loss_steps)  # waits for the device
+        loss = self._total_loss() / max(1, self._loss_steps)  # waits for the device
         elapsed = max(1e-9, time.perf_counter() - self._timed_from)
         self._timed_from, self._timed_steps = time.perf_counter(), 0
         status = self.optimizer.metrics()
@@ -405,7 +442,10 @@ class Trainer:
             "images_per_second": steps * config.batch_size * config.accumulate / elapsed,
             "memory_mb": memory_in_use(self.device) / 2**20, "seconds": self.seconds,
         }
-        self._record(metrics, display)
+        if "loss_scale" in status:
+            metrics["loss_scale"] = status["loss_scale"]
+        with self._saving_first():
+            self._record(metrics, display)
         if status["skipped_in_a_row"] >= config.max_bad_steps:
             raise CudiffError(
                 f"the gradient was not finite {status['skipped_in_a_row']} times in a row, until step {self.step}: "
@@ -419,8 +459,11 @@ class Trainer:
 
     def _look(self, display: Any) -> dict[str, Any]:
         """A preview, and the EMA's loss on held-out images and on as many training images, to be compared."""
-        with self._untimed():
+        with self._untimed(), self.ema.whole() as average:
+            self._previewed_at = self.step
             metrics: dict[str, Any] = {}
+            if not self.group.leads:
+                return metrics
             if len(self.held_out):
                 known = self.training.subset(np.arange(min(len(self.training), len(self.held_out))))
                 metrics = {
@@ -432,64 +475,17 @@ class Trainer:
                 try:
                     self.save_preview()
                 except CudiffError as error:
-                    if not all(np.isfinite(array).all() for array in self.ema.model.state_dict().values()):
+                    if not all(np.isfinite(array).all() for array in average.state_dict().values()):
                         raise CudiffError(f"the EMA is not finite at step {self.step}: {self._advice()}") from None
                     if display is not None:
                         display.message(f"no preview of step {self.step}: {error}")
-            self._previewed_at = self.step
         return metrics
 
     def _record(self, metrics: dict[str, Any], display: Any) -> None:
-        with self._saving_first():
+        if self.group.leads:
             self.metrics.append(metrics)
         if display is not None:
             display.update(metrics)
-
-    def _check_data(self, checkpoint: Checkpoint, accepted: bool) -> str | None:
-        """What to tell of a resumed run's data. Raises CudiffError where it is another and that is not accepted."""
-        if "optimizer" not in checkpoint.counters:  # weights alone: training begins with them
-            return None
-        before = checkpoint.counters.get("data")
-        if not isinstance(before, dict):
-            return "the checkpoint does not say which data it was trained on: whether this is the same is not checked"
-        found = "; ".join(differences(before, self.data))
-        if found and not accepted:
-            raise CudiffError(
-                f"this is not the data that the run was trained on ({found}): name that with --data, or resume in "
-                "Python with its Dataset; --data-changed (data_changed=True) accepts this"
-            )
-        return f"the data has changed: {found}" if found else None
-
-    def _save_curve(self, display: Any) -> None:
-        problem = None
-        try:
-            if not save_loss_curve(self.folder / "loss.png", self.metrics.lines()):
-                problem = "pip install 'cudiff[plots]'"
-        except Exception as error:  # whatever a picture fails by, the run is saved
-            problem = str(error)
-        if problem is not None and display is not None:
-            display.message(f"no loss curve was drawn: {problem}")
-
-
-def _check_resumed(config: Config, was: Config) -> None:
-    """Raise CudiffError where a resumed run would be of another kind than it was."""
-    values = config.to_dict()
-    for name, before in was.fixed().items():
-        if before != values.get(name):
-            raise CudiffError(
-                f"a resumed run cannot change {name} from {before} to {values.get(name)}: leave it out, or start anew"
-            )
-
-
-def _optimizer(config: Config, net: Module, ema: EMA) -> Optimizer:
-    """The optimiser that `config` names, with its schedule, clipping and the EMA in one kernel."""
-    warmup = min(config.warmup, config.steps // 2) if config.steps else config.warmup
-    schedule = Cosine(config.steps, warmup=warmup) if config.lr_schedule == "cosine" else Constant(warmup)
-    common: dict[str, Any] = dict(weight_decay=config.weight_decay, clip=config.clip, schedule=schedule, ema=ema)
-    if config.optimizer == "sgd":
-        return SGD(net, config.lr, config.momentum, **common)
-    betas = (config.betas[0], config.betas[1])
-    return (AdamW if config.optimizer == "adamw" else Adam)(net, config.lr, betas, config.eps, **common)
 
 
 def duration(seconds: float) -> str:

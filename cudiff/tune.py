@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from cudiff.backend import Array, get_cupy
+from cudiff.backend import Array, cuda_available, get_cupy, is_capturing
 from cudiff.config import Config
 from cudiff.cuda.compiler import compiles_ahead
 from cudiff.cuda.device import current_device
@@ -58,6 +58,8 @@ class _Watch:
         if compiles_ahead():
             for plan in plans:
                 launch(plan)
+            return
+        if cuda_available() and is_capturing("cuda"):  # a graph of sampling, whose warm-up has been measured
             return
         before = [array.copy() for array in added_to]
         times = {plan: graph_time(functools.partial(launch, plan), copies=10, repeats=5) for plan in plans}

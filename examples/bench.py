@@ -1,8 +1,10 @@
-"""Time cudiff on a GPU: python examples/bench.py [--against torch] [--part 1/2] [--only NAME] [--profile]
+"""Time cudiff on a GPU: python examples/bench.py [--against torch] [--part 1/6] [--only NAME]
+[--model PRESET-OR-FILE] [--profile]
 
 Every section runs in a process of its own under a time limit, to which is added what those before left of theirs: what
 takes too long is stopped and says so, the rest goes on. With `--against torch` PyTorch does the same work beside it.
-The two halves that `--part` chooses take at most nine minutes each on an H200, PyTorch's compiler included.
+The parts that `--part` chooses take at most nine minutes each, PyTorch's compiler included: three were seen to on an
+H200. `--model` times a training step of a preset or a TOML file, as EDM without classes, learned variance and dropout.
 """
 
 import argparse
@@ -24,6 +26,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cudiff.backend import cuda_status
+from cudiff.errors import CudiffError
 
 try:
     import cupy
@@ -58,16 +61,28 @@ SECTIONS = {
     "CS 179": Section(networks.cs179, 2, 85),
     "forward": Section(networks.forwards, 2, 100),
     "U-Net tf32": Section(networks.unet_steps("tf32"), 2, 160),
+    "DiT-B/4": Section(networks.dit_step("DiT-B/4 64x64"), 3, 190),
+    "DiT-XL/2": Section(networks.dit_step("DiT-XL/2 32x32x4"), 3, 320),
+    "small U-Nets": Section(networks.other_steps("mnist 28x28", "U-Net 64x64, few images",
+                                                 "U-Net 40x40 of 48 channels"), 4, 310),
+    "sampling": Section(networks.sampling, 4, 25),
+    "other forwards": Section(networks.other_forwards, 4, 170),
+    "guided64": Section(networks.other_steps("guided64 64x64"), 5, 240),
+    "imagenet64": Section(networks.other_steps("imagenet64 64x64"), 5, 270),
+    "CIFAR-10": Section(networks.other_steps("CIFAR-10's 32x32"), 6, 260),
+    "large U-Nets": Section(networks.other_steps("U-Net 64x64, many images", "U-Net 128x128"), 6, 250),
 }
+PARTS = [f"{part}/6" for part in range(1, 7)]
 LIMITS = {"copy": 4.27, "bf16": 791.0, "tf32": 411.0}  # TB/s and TFLOP/s of an H200, where they are not measured
 
 
-def rows_of(name: str, against: str | None, seconds: float) -> tuple[list[Row], bool]:
+def rows_of(name: str, against: str | None, seconds: float, model: str | None = None) -> tuple[list[Row], bool]:
     """Run one section in a process of its own, for so long at most. Returns its rows and whether it came to its end."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows"
         command = [sys.executable, __file__, "--section", name, "--rows", str(path)]
         command += ["--against", against] if against else []
+        command += ["--model", model] if model else []
         process, done = subprocess.Popen(command, start_new_session=True), False
         try:
             done = process.wait(seconds) == 0
@@ -149,14 +164,23 @@ def main() -> None:
     parser.add_argument("--against", choices=("torch",), help="time PyTorch too, after checking that both agree")
     names = ", ".join(SECTIONS)
     parser.add_argument("--only", default="", metavar="NAME", help=f"sections whose name holds this: {names}")
-    parser.add_argument("--part", choices=("1/2", "2/2"), help="one half of the sections")
+    parser.add_argument("--part", choices=PARTS, help="a sixth of the sections")
+    parser.add_argument("--model", metavar="NAME", help="time a training step of this preset or TOML file alone")
     parser.add_argument("--profile", nargs="?", const="unet", choices=PROFILES, help="the kernels of a step instead")
-    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
+    parser.add_argument("--section", help=argparse.SUPPRESS)
     parser.add_argument("--rows", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.profile and (options.against or options.only or options.part):
-        parser.error("--profile is for cudiff's own step, by itself: leave out --against, --only and --part")
-    offered = {name: section for name, section in SECTIONS.items() if options.part in (None, f"{section.part}/2")}
+    if options.profile and (options.against or options.only or options.part or options.model):
+        parser.error("--profile is for cudiff's own step, by itself: leave out --against, --only, --part and --model")
+    if options.model and (options.only or options.part):
+        parser.error("--model is timed alone: leave out --only and --part")
+    if options.model:
+        try:
+            networks.model_of(options.model)
+        except CudiffError as error:
+            sys.exit(f"bench.py: {error}")
+    sections = {"model": Section(networks.step_of(options.model), 0, 540)} if options.model else SECTIONS
+    offered = {name: section for name, section in sections.items() if options.part in (None, f"{section.part}/6")}
     chosen = {name: section for name, section in offered.items() if options.only.casefold() in name.casefold()}
     if not chosen:
         sys.exit(f"bench.py: no section's name holds '{options.only}': use one of {', '.join(offered)}")
@@ -166,14 +190,14 @@ def main() -> None:
     if options.profile:
         return profile_of(options.profile)
     if options.section:
-        return SECTIONS[options.section].run(Report(options.rows, options.against == "torch"))
+        return (SECTIONS | sections)[options.section].run(Report(options.rows, options.against == "torch"))
     if options.against and not torch_has_cuda():
         sys.exit("bench.py: --against torch needs PyTorch with CUDA: see https://pytorch.org/get-started/locally")
     stop_on_signals()
     limits, rows, cut, spare = dict(LIMITS), [], [], 0.0
     for name, section in {"limits": SECTIONS["limits"], **chosen}.items():
         seconds, start = section.seconds + spare, time.monotonic()
-        found, done = rows_of(name, options.against, seconds)
+        found, done = rows_of(name, options.against, seconds, options.model)
         spare = max(0.0, seconds - (time.monotonic() - start))
         cut += [] if done else [name]
         for row in found:

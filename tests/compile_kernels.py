@@ -1,8 +1,10 @@
 """Compile every kernel by NVRTC for every architecture, without a GPU: `python -m tests.compile_kernels [stem ...]`.
 
-With the constants of tests/variants.txt: the product of each row is compiled, of which an architecture that runs what
-another runs takes the first only. A kernel fails that spills registers, whose asynchronous products the compiler makes
-wait for each other, or whose parameters are not those that a launch is checked against.
+With the constants of tests/variants.txt: the product of each row is compiled for Hopper, and with `--all` for Ampere
+and Blackwell, which take the first of each row without it. So does Turing, in half for bf16: its products of floats
+take long to compile. An architecture that runs what another runs takes the first of a file. A kernel fails that spills
+registers, whose asynchronous products the compiler makes wait for each other, or whose parameters are not those that a
+launch is checked against.
 """
 
 import itertools
@@ -15,7 +17,7 @@ from pathlib import Path
 from cudiff.cuda.compiler import compile_source, kernel_folder, kernels, signature
 
 ARCHITECTURES = {  # by the folder
-    "portable": ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"),
+    "portable": ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"),
     "sm90": ("sm_90a",),
 }
 ALIKE = ("sm_86", "sm_89", "sm_120")  # the first two to sm_80, the last to sm_100
@@ -35,21 +37,30 @@ def _table() -> dict[str, list[dict[str, list[str]]]]:
 VARIANTS = _table()
 
 
-def variants(stem: str, arch: str) -> list[dict[str, str]]:
-    """The `-D` sets that a file is compiled with for an architecture."""
+def variants(stem: str, arch: str, whole: bool = True) -> list[dict[str, str]]:
+    """The `-D` sets that a file is compiled with for an architecture; not `whole`: the first of each row."""
     sets = []
-    for row in VARIANTS[stem]:
-        choices = list(itertools.product(*row.values()))[: 1 if arch in ALIKE else None]
+    for row in VARIANTS[stem][: 1 if arch in ALIKE else None]:
+        choices = list(itertools.product(*row.values()))[: None if whole and arch not in (*ALIKE, "sm_75") else 1]
         sets += [dict(zip(row, choice, strict=True)) for choice in choices]
-    return sets
+    return sets if arch != "sm_75" else list(map(dict, dict.fromkeys(map(_on_turing, sets))))
 
 
-def jobs(stems: list[str]) -> list[tuple[str, str, dict[str, str]]]:
+def _on_turing(chosen: dict[str, str]) -> tuple[tuple[str, str], ...]:
+    """Its networks compute in half, float is multiplied as it is, products have two stages, and a warp of attention has
+    one tile."""
+    given = {name: "half" if value == "bf16" else value for name, value in chosen.items()}
+    limits = {"STAGES": "2", "MT": "1", "TF32_PRODUCTS": "1"}
+    return tuple((name, min(value, limits.get(name, value))) for name, value in given.items())
+
+
+def jobs(stems: list[str], everything: bool = False) -> list[tuple[str, str, dict[str, str]]]:
     found = []
     for path in sorted(kernel_folder().glob("*/*.cu")):
         if not stems or path.stem in stems:
             for arch in ARCHITECTURES[path.parent.name]:
-                found += [(path.stem, arch, chosen) for chosen in variants(path.stem, arch)]
+                whole = everything or arch == "sm_90a"
+                found += [(path.stem, arch, chosen) for chosen in variants(path.stem, arch, whole)]
     return found
 
 
@@ -96,7 +107,7 @@ def main() -> int:
         return job, problem, log
 
     failures = 0
-    work = jobs(stems)
+    work = jobs(stems, "--all" in sys.argv)
     with ThreadPoolExecutor() as pool:
         for job, problem, log in pool.map(compile_job, work):
             if problem:

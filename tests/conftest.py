@@ -1,16 +1,22 @@
 """Devices under test: `cpu` always; `cuda` is the same test on the other backend, marked `gpu`."""
 
+import gc
 import os
 import signal
 import zlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cudiff.backend import cuda_available, cuda_status
+from tests import emulator
 from tests.guards import Guards
 from tests.host import forget, pretend
+
+EMULATED = emulator.begin() if os.environ.get("CUDIFF_EMULATE") == "1" else None
+"""Stands for CuPy in all tests, if set: those marked `gpu` run on the CPU."""
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -28,9 +34,15 @@ def hopper():
 
 
 @pytest.fixture
+def nvrtc():
+    """Skips where NVRTC, which compiles kernels without a GPU, is not installed."""
+    pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="CuPy is not installed: it brings NVRTC")
+
+
+@pytest.fixture
 def host_of(monkeypatch):
-    """host_of(hopper): a stand-in for a GPU, of Hopper or older, until the test ends."""
-    yield lambda hopper: pretend(monkeypatch, hopper)
+    """host_of(hopper, turing=False): a stand-in for a GPU, of Hopper, older or a T4, until the test ends."""
+    yield partial(pretend, monkeypatch)
     monkeypatch.undo()
     forget()
 
@@ -58,6 +70,11 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(skip)
 
 
+def pytest_collection_finish():
+    """What is collected stays until the end: the garbage collector need not go through it again and again."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c_works():
     """A script's shell has what it starts in the background ignore Ctrl-C, which tests raise."""
@@ -68,8 +85,8 @@ def ctrl_c_works():
 @pytest.fixture(scope="session")
 def guards():
     """Every CuPy allocation starts as NaN bytes and lies between guards; None without a GPU."""
-    if not cuda_available():
-        yield None
+    if not cuda_available() or EMULATED:
+        yield EMULATED
         return
     import cupy
 

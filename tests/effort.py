@@ -85,7 +85,7 @@ def block_backward(host: Host) -> Callable[[], Any]:
     block.flatten("cuda")
     x = Tensor(host.zeros((32, 32, 32, 64), bfloat16), requires_grad=True)
     emb = Tensor(host.zeros((32, 128), np.float32), requires_grad=True)
-    out = block(x, emb)
+    out = block(x, (emb,))
     grad = host.zeros(out.shape, bfloat16)
     return lambda: out.backward(grad)
 

@@ -102,7 +102,14 @@ def _npz() -> list[bytes]:
         _written(lambda path: np.savez_compressed(path, arr_0=images, arr_1=labels), "a.npz"),
         _written(lambda path: np.savez_compressed(path, images=np.asfortranarray(images[..., 0])), "a.npz"),
         _written(lambda path: np.savez(path, images=images / 255), "a.npz"),
+        _written(lambda path: np.savez_compressed(path, latents=np.float32(images[..., :2]), labels=labels), "a.npz"),
     ]
+
+
+@cache
+def _imagenet() -> list[bytes]:
+    arrays = {"data": _pixels(4, 192), "labels": np.array([194, 24, 194, 1000]), "mean": np.zeros(192)}
+    return [_written(partial(save, **arrays), "a.npz") for save in (np.savez, np.savez_compressed)]
 
 
 @cache
@@ -186,6 +193,7 @@ def _inflated(content: bytes) -> int:
 
 FORMATS = {
     "npz": Format(_npz, "a.npz", load_dataset, below=in_zip),
+    "imagenet.npz": Format(_imagenet, "a.npz", partial(load_dataset, only_classes=["194"]), below=in_zip),
     "idx": Format(_idx, "train-images-idx3-ubyte", _read_idx),
     "idx.gz": Format(
         lambda: [gzip.compress(seed, mtime=0) for seed in _idx()], "train-images-idx3-ubyte.gz",

@@ -19,6 +19,7 @@ from cudiff.cuda.memory import Allocator
 from tests.compile_kernels import VARIANTS
 
 ADDRESS, MAP = 0x5A, 0x3A  # the upper 8 bits of an address, and of a tensor map's first word
+LARGE = 1 << 16
 _numbers = itertools.count(1)
 owners: weakref.WeakValueDictionary[int, Array] = weakref.WeakValueDictionary()
 """The arrays that own their memory, by the number in their addresses."""
@@ -36,10 +37,16 @@ class Array(np.ndarray):
     """Told what CuPy would do by itself, and with which arrays."""
 
     @property
-    def data(self) -> Any:  # type: ignore[override]
+    def owner(self) -> Array:
+        """The array that it is a part of, which owns its memory."""
         owner = self
         while isinstance(owner.base, Array):
             owner = owner.base
+        return owner
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        owner = self.owner
         if not owner.number:
             owner.number = next(_numbers)
             owners[owner.number] = owner
@@ -61,9 +68,22 @@ class Array(np.ndarray):
         self.watch("fill", self)
         super().fill(value)
 
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        if isinstance(found, np.generic):  # CuPy's elements are views without axes
+            return super().__getitem__((*(index if isinstance(index, tuple) else (index,)), ...))
+        return found
+
     def __setitem__(self, index: Any, value: Any) -> None:
+        """In memory of more than LARGE bytes nothing is written, and the shapes alone are looked at: to fill the pages
+        of a model took most of the time of the tests that have one."""
         self.watch("set", self, value)
-        super().__setitem__(index, value)
+        if self.owner.nbytes <= LARGE:
+            super().__setitem__(index, value)
+            return
+        place = np.ndarray.__getitem__(self, index)
+        if math.prod(np.broadcast_shapes(place.shape, np.shape(value))) != place.size:
+            raise ValueError(f"{np.shape(value)} does not fit into {place.shape}")
 
     def get(self) -> np.ndarray:
         return np.array(self)
@@ -85,6 +105,11 @@ H200 = {
     "MultiProcessorCount": 132, "MaxBlocksPerMultiprocessor": 32, "MaxThreadsPerMultiProcessor": 2048,
     "MaxSharedMemoryPerMultiprocessor": 233472, "MaxSharedMemoryPerBlockOptin": 232448,
     "ReservedSharedMemoryPerBlock": 1024,
+}
+T4 = {
+    "MultiProcessorCount": 40, "MaxBlocksPerMultiprocessor": 16, "MaxThreadsPerMultiProcessor": 1024,
+    "MaxSharedMemoryPerMultiprocessor": 65536, "MaxSharedMemoryPerBlockOptin": 65536,
+    "ReservedSharedMemoryPerBlock": 0,
 }
 
 
@@ -129,16 +154,19 @@ class Host(ModuleType):
 
     ndarray = Array
 
-    def __init__(self, hopper: bool) -> None:
+    def __init__(self, hopper: bool, turing: bool) -> None:
         super().__init__("cupy")
-        self.shared_bytes = (227 if hopper else 99) << 10  # of a block, at most
+        self.shared_bytes = (227 if hopper else 64 if turing else 99) << 10  # of a block, at most
+        facts = T4 if turing else H200
         self.launches: list[tuple[str, str]] = []
+        self._kernels: dict[tuple, Any] = {}
         self.watch: Callable[[Launch], None] = lambda launch: None
         self.memory: Memory | None = None
         stream = SimpleNamespace(ptr=0, is_capturing=lambda: False)
         self.cuda = SimpleNamespace(
             get_current_stream=lambda: stream, Stream=lambda **options: stream, Event=lambda **options: None,
-            Device=lambda device=0: SimpleNamespace(id=device, compute_capability="90", attributes=H200),
+            Device=lambda device=0: SimpleNamespace(id=device, compute_capability="75" if turing else "90",
+                                                    attributes=facts),
             runtime=SimpleNamespace(
                 getDevice=lambda: 0, memGetInfo=lambda: (1 << 36, 1 << 36),
                 getDeviceProperties=lambda device: {"name": b"NVIDIA H200"},
@@ -161,11 +189,15 @@ class Host(ModuleType):
     def empty_like(self, array: Any) -> Array:
         return self.empty(array.shape, array.dtype)
 
+    def exchange_workspace(self) -> Array:
+        return self.empty(16, np.uint8)
+
     def __getattr__(self, name: str) -> Any:
         function = getattr(np, name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = function(*args, **kwargs)
+        def here(result: Any) -> Any:
+            if isinstance(result, tuple):
+                return tuple(map(here, result))
             if isinstance(result, np.generic):  # CuPy's are arrays without axes
                 result = np.asarray(result)
             if not isinstance(result, np.ndarray) or isinstance(result, Array):
@@ -174,9 +206,18 @@ class Host(ModuleType):
             array[...] = result
             return array
 
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return here(function(*args, **kwargs))
+
         return call if callable(function) and not isinstance(function, type) else function
 
     def kernel(self, stem: str, name: str, **constants: Any) -> Any:
+        key = (stem, name, *constants.items())
+        if key not in self._kernels:
+            self._kernels[key] = self._kernel(stem, name, constants)
+        return self._kernels[key]
+
+    def _kernel(self, stem: str, name: str, constants: dict[str, Any]) -> Any:
         known, named = declared(stem), compiler.c_names(compiler.kernel_path(stem), constants)
         assert named.keys() == known.keys(), f"{stem} has not the constants {list(named)} but {list(known)}"
         for constant, value in named.items():
@@ -209,18 +250,19 @@ _MAP = np.dtype([("words", np.uint64, 16)])
 
 
 def encode(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
-           swizzle: int) -> np.ndarray:
+           swizzle: int, taps: tuple[int, ...] = ()) -> np.ndarray:
     """Stands for the driver's making of a tensor map: in its words is what it was asked for, see `decode`."""
-    assert pointer % 16 == 0 and len(shape) == len(box) == len(strides) + 1 <= 5
+    assert pointer % 16 == 0 and len(shape) == (4 if taps else len(box)) == len(strides) + 1 <= 5
     assert all(0 < size < 2**32 for size in shape) and all(stride % 16 == 0 for stride in strides), (shape, strides)
     assert all(1 <= size <= 256 for size in box), box
-    words = [MAP << 56 | len(shape) << 16 | kind << 8 | swizzle, pointer, *shape, *strides]
-    words += [sum(size << 10 * axis for axis, size in enumerate(box))]
+    sizes = *box, *taps
+    words = [MAP << 56 | len(sizes) << 20 | len(shape) << 16 | kind << 8 | swizzle, pointer, *shape, *strides]
+    words += [sum(size << 10 * axis for axis, size in enumerate(sizes))]
     return np.array([(words + [0] * (16 - len(words)),)], _MAP)
 
 
 class Map(NamedTuple):
-    """What `encode` was asked for."""
+    """What `encode` was asked for; behind the box, of windows, their taps."""
 
     pointer: int
     kind: int
@@ -234,7 +276,7 @@ def decode(words: Sequence[int]) -> Map:
     """The tensor map in 16 words."""
     rank = words[0] >> 16 & 15
     shape, strides, box = words[2 : 2 + rank], words[2 + rank : 1 + 2 * rank], words[1 + 2 * rank]
-    sizes = tuple(box >> 10 * axis & 1023 for axis in range(rank))
+    sizes = tuple(box >> 10 * axis & 1023 for axis in range(words[0] >> 20 & 15))
     return Map(words[1], words[0] >> 8 & 255, tuple(shape), tuple(strides), sizes, words[0] & 255)
 
 
@@ -252,14 +294,16 @@ def forget() -> None:
         table.forget()
 
 
-def pretend(monkeypatch: Any, hopper: bool) -> Host:
-    """Have all of cudiff take this host for one with a GPU, of Hopper or older. To be followed by `forget`."""
+def pretend(monkeypatch: Any, hopper: bool, turing: bool = False, kind: type[Host] = Host) -> Any:
+    """Have all of cudiff take a host of this kind for one with a GPU, of Hopper, or older with its size, or a T4. To be
+    followed by `forget`."""
     forget()
-    host = Host(hopper)
+    host = kind(hopper, turing)
+    target = device.Target(*("Tesla T4", "sm_75") if turing else ("NVIDIA H200", "sm_90a" if hopper else "sm_90"))
     stand_ins = {
         "get_cupy": functools.cache(lambda: host), "cuda_status": lambda: (True, "host"),
-        "current_target": functools.cache(lambda: device.Target("NVIDIA H200", "sm_90a" if hopper else "sm_90")),
-        "exchange_workspace": lambda: host.empty(16, np.uint8),
+        "current_target": lambda: target,
+        "exchange_workspace": host.exchange_workspace,
         "device_of": lambda array: "cuda" if isinstance(array, Array) else "cpu",
         "array_module": lambda device: host if device == "cuda" else np,
     }

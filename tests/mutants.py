@@ -28,7 +28,11 @@ LEFT_OUT = {
     "module that only those read, and branches of `device == \"cuda\"`",
     "the same by construction": "`strict=` of zip, `copy=` of astype, `exist_ok=`, decorators that only remember, the "
     "sizes of the parts that work is cut into (PART_BYTES, CHUNK, _PARTIAL_SUMS, 16384), the size of an array that a "
-    "kernel declares (one larger holds the same)",
+    "kernel declares (one larger holds the same), whether addresses allow packs of several elements (single elements "
+    "give the same)",
+    "the same as compiled": "a survivor in kernels/ of which NVRTC makes the code it makes of the original, for the "
+    "GPU of the run, with every row of tests/variants.txt of every kernel file that its text is part of "
+    "(tests/equivalent.py); looked at after the tests, never instead of them",
 }
 _FILES = {
     "cuda/tiles.py", "cuda/timing.py", "tune.py", "cuda/kernels/gemm/product.py",
@@ -68,6 +72,11 @@ class Mutant(NamedTuple):
     def key(self) -> str:
         """What a later run knows it by, wherever it then stands."""
         return f"{self.path} {self.where} {self.rule}: {self.change}"
+
+    @property
+    def told(self) -> str:
+        """As a line of tests.mutate names it."""
+        return f"{self.path}:{self.line} {self.where} {self.rule}: {self.change}"
 
     @property
     def change(self) -> str:
@@ -323,6 +332,9 @@ _HIDDEN = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 
+# Whether addresses are multiples of a pack's bytes.
+_ADDRESSES = re.compile(r"\(?\(u64\)\w[^;&]*? % \w+(?:\(\w+\))?(?: == 0)?")
+
 # An array that is declared, with its size: one larger holds the same. Not of a struct, which may be an argument.
 _DECLARED = re.compile(
     r"^(?!.*\bstruct\b)\s*(?:__shared__ )?(?:__align__\(\d+\) )?(?:const )?(?!return\b)[A-Za-z_][\w:<>]* \w+"
@@ -335,7 +347,9 @@ def kernel_mutants(root: Path = ROOT) -> list[Mutant]:
     found = []
     for path in sorted((root / "kernels").glob("*/*.cu*")):
         source = path.read_text()
-        hidden = _HIDDEN.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), source)
+        hidden = source
+        for pattern in (_HIDDEN, _ADDRESSES):
+            hidden = pattern.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), hidden)
         sizes = [match.span("sizes") for match in _DECLARED.finditer(hidden)]
         lines = source.splitlines(keepends=True)
         starts = list(itertools.accumulate(map(len, lines), initial=0))

@@ -3,7 +3,9 @@
 Each mutant of tests/mutants.py is made in a copy of the tree, where its stem's tests run without PyTorch: first those
 that are not slow, and where they pass, the slow ones. A failure or a time-out catches it. The result is written to
 tests/MUTANTS.md, where explanations of survivors are kept from run to run. `--kernels` mutates kernels/ instead of
-cudiff/, which needs a GPU; `--only PATH` takes the files whose path begins so and writes nothing.
+cudiff/, which needs a GPU, or CUDIFF_EMULATE=1 (tests/emulator); `--only PATH` takes the files whose path begins so and
+writes nothing; after `--seconds` no mutant begins. A survivor in kernels/ whose compiled code is the original's
+(tests/equivalent.py) is left out of the score.
 """
 
 from __future__ import annotations
@@ -27,10 +29,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.equivalent import architecture, is_equivalent
 from tests.mutants import LEFT_OUT, ROOT, Mutant, kernel_mutants, python_mutants, sample
 
 REPORT = ROOT / "tests" / "MUTANTS.md"
-TIMEOUT = 120  # seconds; a run that takes longer is a mutant that hangs
+EMULATED = os.environ.get("CUDIFF_EMULATE") == "1"
+TIMEOUT = 1200 if EMULATED else 120  # seconds; a run that takes longer is a mutant that hangs
+EQUIVALENCE = 40  # seconds of compiling a survivor; `python -m tests.equivalent` takes longer where they are not enough
 BLOCKED = ["torch"]
 
 # Beside tests/**/test_<stem>*.py, and for files that have none.
@@ -44,6 +49,7 @@ TESTS = {
     "cudiff/memory.py": ["tests/test_errors.py", "tests/test_fits.py", "tests/test_pipeline.py",
                          "tests/test_evaluate.py", "tests/test_train.py"],
     "cudiff/files.py": ["tests/test_readers.py", "tests/test_config.py", "tests/test_checkpoint.py"],
+    "cudiff/classes.py": ["tests/test_imagenet.py", "tests/test_pictures.py"],
     "cudiff/values.py": ["tests/ops/test_random.py", "tests/ops/test_dropout.py", "tests/test_tensor.py"],
     "cudiff/tensorfile.py": ["tests/test_checkpoint.py"],
     "cudiff/torchfile.py": ["tests/test_readers.py", "tests/test_convert.py"],
@@ -62,25 +68,38 @@ TESTS = {
     "cudiff/cuda/kernels/attention/": ["tests/ops/test_attention_sm90.py"],
     "cudiff/cli.py": ["tests/test_errors.py", "tests/test_signals.py"],
     "cudiff/": ["tests/test_defaults.py", "tests/ops/test_refusals.py"],
-    "cudiff/data/": ["tests/test_folder_listing.py", "tests/test_readers.py", "tests/test_data.py"],
+    "cudiff/data/": ["tests/test_folder_listing.py", "tests/test_readers.py", "tests/test_data.py",
+                     "tests/test_published.py", "tests/test_imagenet.py", "tests/test_latents.py"],
     "cudiff/models/": ["tests/test_outline.py", "tests/models/test_unet_numpy.py", "tests/test_config.py"],
     "cudiff/nn/": ["tests/test_nn.py", "tests/test_parameters.py", "tests/test_tensor.py", "tests/test_optim.py",
                    "tests/models/test_cnn.py", "tests/models/test_unet.py"],
     "cudiff/nn/parameterless.py": ["tests/test_nn.py"],
+    "cudiff/nn/parameter.py": ["tests/test_shards.py"],
     "cudiff/ops/__init__.py": ["tests/test_tensor.py", "tests/ops/test_arithmetic.py"],
     "cudiff/ops/cast.py": ["tests/ops/test_arithmetic.py", "tests/test_operands.py"],
     "cudiff/ops/group_norm.py": ["tests/ops/test_batch_norm.py"],
     "cudiff/__init__.py": ["tests/test_architecture.py", "tests/test_pipeline.py"],
     "cudiff/pipeline.py": ["tests/test_convert.py"],
-    "cudiff/convert.py": ["tests/test_pipeline_files.py", "tests/test_pipeline.py"],
+    "cudiff/convert.py": ["tests/test_unetcu.py", "tests/models/test_dit_files.py", "tests/test_pipeline_files.py",
+                          "tests/test_pipeline.py"],
+    "cudiff/convert_command.py": ["tests/test_unetcu.py", "tests/models/test_dit_files.py"],
     "cudiff/checkpoint.py": ["tests/test_pipeline_files.py"],
     "cudiff/config.py": ["tests/test_options.py", "tests/test_cli.py"],
-    "cudiff/train.py": ["tests/test_fits.py", "tests/test_silence.py"],
+    "cudiff/train.py": ["tests/test_fits.py", "tests/test_silence.py", "tests/test_passes.py",
+                        "tests/test_together.py"],
+    "cudiff/distributed/": ["tests/test_distributed.py", "tests/test_mpi.py"],
+    "cudiff/ops/batch_norm.py": ["tests/test_together.py"],
     "cudiff/options.py": ["tests/test_config.py"],
     "cudiff/diffusion/": ["tests/diffusion/test_limits.py", "tests/diffusion/test_loss.py",
                           "tests/diffusion/test_preconditioning.py", "tests/diffusion/test_samplers.py",
                           "tests/test_pipeline.py"],
     "cudiff/optim/": ["tests/test_parameters.py", "tests/test_optimizers.py", "tests/test_optim.py"],
+    "cudiff/optim/ema.py": ["tests/test_shards.py"],
+    "cudiff/optim/optimizer.py": ["tests/test_shards.py"],
+    "kernels/portable/elementwise.cu": ["tests/ops/test_trigonometry.py", "tests/ops/test_gelu.py",
+                                        "tests/ops/test_mlp.py"],
+    "kernels/portable/shape.cu": ["tests/ops/test_index.py", "tests/ops/test_at.py", "tests/ops/test_order.py",
+                                  "tests/ops/test_rearrange.py", "tests/ops/test_conv2d_sm90.py"],
     "kernels/portable/accumulate.cu": ["tests/test_graph.py", "tests/ops/test_reduce.py",
                                        "tests/ops/test_norm_silu_conv2d.py"],
 }
@@ -90,12 +109,12 @@ STEMS_OF = {  # headers, by the kernels that include them; other kernels by thei
     "attention_wide_sm90": ["attention_sm90"], "conv2d_depthwise": ["conv2d"], "conv2d_grouped": ["conv2d"],
     "cluster": ["conv2d_wgrad_sm90", "group_norm_sm90"], "common": ["elementwise", "shape"],
     "conv2d_wgrad_tf32_sm90": ["conv2d_wgrad_sm90"], "flash": ["attention"],
-    "gemm": ["matmul", "conv2d", "norm_silu_conv2d"],
+    "gemm": ["matmul", "conv2d", "norm_silu_conv2d"], "gemm_sm90": ["gemm_sm90", "windows_sm90", "mlp"],
     "group_norm_backward_sm90": ["group_norm_sm90", "group_norm"], "group_norm_boxes": ["group_norm_sm90"],
     "map": ["elementwise"], "mma": ["matmul", "grouped_linear", "attention", "conv2d"],
     "channel_statistics": ["group_norm", "pool", "batch_norm"], "philox": ["random", "dropout"],
-    "reduce": ["softmax", "layer_norm", "mse"], "tiles": ["group_norm"], "vector": ["layer_norm", "mse", "edm"],
-    "wgmma": ["conv2d_sm90", "attention_sm90"],
+    "reduce": ["softmax", "layer_norm", "mse"], "tiles": ["group_norm"],
+    "vector": ["layer_norm", "mse", "edm", "gated"], "wgmma": ["conv2d_sm90", "attention_sm90"],
 }
 
 
@@ -203,30 +222,38 @@ def is_caught(tree: Path, mutant: Mutant, sound: dict[str, bool]) -> str:
     return ""
 
 
-def _worker(mutants: list[Mutant], place: tuple[int, int]) -> list[tuple[int, str]]:
-    """The mutants place[0], place[0] + place[1], ...: number and what caught each; a line each as they end."""
+def _worker(mutants: list[Mutant], place: tuple[int, int], deadline: float) -> list[tuple[int, str]]:
+    """The mutants place[0], place[0] + place[1], ... that begin before the deadline: number and what caught each, or
+    "equivalent"; a line each as they end. Compiles last: it loads libraries, and what is forked has loaded none."""
     found, sound = [], dict[str, bool]()
     with tempfile.TemporaryDirectory() as folder:
         tree = copy_of_the_tree(Path(folder))
         for number in range(place[0], len(mutants), place[1]):
             mutant, start = mutants[number], time.monotonic()
+            if start > deadline:
+                break
             how = is_caught(tree, mutant, sound)
             seconds = time.monotonic() - start
-            print(f"{how or 'SURVIVED':8} {seconds:5.1f} s  {mutant.path}:{mutant.line} {mutant.where} "
-                  f"{mutant.rule}: {mutant.change}", flush=True)
+            print(f"{how or 'SURVIVED':8} {seconds:5.1f} s  {mutant.told}", flush=True)
             found.append((number, how))
+    for i, (number, how) in enumerate(found):
+        mutant = mutants[number]
+        if not how and mutant.path.startswith("kernels/") and is_equivalent(mutant, architecture(), EQUIVALENCE):
+            print(f"EQUIVALENT {mutant.told}", flush=True)
+            found[i] = number, "equivalent"
     return found
 
 
-def check(mutants: list[Mutant], workers: int) -> list[tuple[Mutant, str]]:
-    """Each mutant with what caught it, in their order."""
+def check(mutants: list[Mutant], workers: int, seconds: float) -> list[tuple[Mutant, str]]:
+    """Each mutant that begins within `seconds` with what caught it, in their order."""
     for path in sorted({mutant.path for mutant in mutants}):
         if not tests_of(path):
             sys.exit(f"no test is named for {path}: add it to TESTS in tests/mutate.py")
     with ProcessPoolExecutor(workers, get_context("fork")) as pool:
-        parts = pool.map(_worker, itertools.repeat(mutants), [(i, workers) for i in range(workers)])
+        parts = pool.map(_worker, itertools.repeat(mutants), [(i, workers) for i in range(workers)],
+                         itertools.repeat(time.monotonic() + seconds))
         found = dict(itertools.chain.from_iterable(parts))
-    return [(mutant, found[number]) for number, mutant in enumerate(mutants)]
+    return [(mutant, found[number]) for number, mutant in enumerate(mutants) if number in found]
 
 
 def explanations(report: str) -> dict[str, str]:
@@ -243,6 +270,8 @@ def commit() -> str:
 
 def section(title: str, results: list[tuple[Mutant, str]], run: str, known: dict[str, str]) -> str:
     """One half of the report; `run` says of which commit and by which command."""
+    equivalent = [mutant for mutant, how in results if how == "equivalent"]
+    results = [(mutant, how) for mutant, how in results if how != "equivalent"]
     caught = sum(bool(how) for _, how in results)
     lines = [
         f"## {title}", "",
@@ -259,6 +288,9 @@ def section(title: str, results: list[tuple[Mutant, str]], run: str, known: dict
         if not how:
             what = f"{mutant.where or '(module)'}, {mutant.rule}: {mutant.change}"
             lines.append(f"- {mutant.path}:{mutant.line} {what}: {known.get(f'{mutant.path} {what}', 'not explained')}")
+    if equivalent:
+        lines += ["", "Left out: the same code as compiled (tests/equivalent.py):", ""]
+        lines += [f"- {one.path}:{one.line} {one.where}, {one.rule}: {one.change}" for one in equivalent]
     return "\n".join(lines) + "\n"
 
 
@@ -293,16 +325,19 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--only", default="")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
     options = parser.parse_args()
-    if options.kernels and not shutil.which("nvidia-smi"):
-        print("skipped: no GPU")
+    if options.kernels and not (EMULATED or shutil.which("nvidia-smi")):
+        print("skipped: no GPU, and no CUDIFF_EMULATE=1")
         return 0
     preload()
     mutants, at = kernel_mutants() if options.kernels else python_mutants(), commit()
     chosen = sample(mutants, options.count, options.seed)
-    results = check([mutant for mutant in chosen if mutant.path.startswith(options.only)], options.workers)
-    caught = sum(bool(how) for _, how in results)
-    print(f"{caught} of {len(results)} caught")
+    results = check([mutant for mutant in chosen if mutant.path.startswith(options.only)], options.workers,
+                    options.seconds)
+    hows = [how for _, how in results]
+    equivalent = hows.count("equivalent")
+    print(f"{len(hows) - equivalent - hows.count('')} of {len(hows) - equivalent} caught, {equivalent} equivalent")
     if not options.only:
         title = "kernels" if options.kernels else "cudiff"
         command = f"python -m tests.mutate --count {options.count} --seed {options.seed}"

@@ -28,6 +28,9 @@ from cudiff import Tensor, ops
 from cudiff.backend import cuda_status
 from cudiff.cuda import compiler, launch
 from cudiff.ops import optim
+from cudiff.ops.gated import gated
+from cudiff.ops.integer import integer
+from cudiff.ops.loss_scale import unscale
 from cudiff.precision import allow_tf32
 from tests.ops.cases import Case, Numbers
 from tests.ops.table import ROWS
@@ -97,7 +100,16 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
         ops.attention(*(tensor(1, 520, 2, 96, dtype="bfloat16") for _ in "qkv")))
     yield "linear layer", lambda: _back(ops.linear(
         tensor(300, 136, dtype="bfloat16"), tensor(200, 136), tensor(200)))
+    yield "mlp", lambda: _back(ops.mlp(
+        tensor(9, 24), tensor(40, 24), tensor(40), tensor(16, 40), tensor(16), tensor(9, 16), "gelu_tanh"))
+    yield "gated linear layer", lambda: _gated(
+        tensor(2, 5, 24), tensor(16, 24), tensor(16), tensor(2, 5, 16), tensor(2, 16))
+    yield "gated", lambda: _back(gated(*(
+        tensor(*shape, dtype="bfloat16") for shape in ((2, 70, 24), (2, 24), (2, 70, 24)))))
+    yield "convolution of small images", lambda: _back(ops.conv2d(
+        tensor(200, 2, 2, 136, dtype="bfloat16"), tensor(136, 3, 3, 136), tensor(136), padding=1))
     yield "comparisons", _comparisons
+    yield "integers", _integers
     yield "cast", lambda: _back(ops.astype(tensor(3, 33), "bfloat16"))
     yield "relu of an image", lambda: _back(ops.relu(tensor(2, 4, 4, 64)))
     yield "full", lambda: _back(ops.pad(tensor(2, 3, 8), 1, constant_values=0.5))
@@ -111,6 +123,11 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def _back(out: Tensor) -> None:
     out.backward(Tensor(np.ones(out.shape), dtype=out.dtype, device="cuda").data)
+
+
+def _gated(*operands: Tensor) -> None:
+    with cudiff.no_grad():
+        ops.linear(*operands)
 
 
 def _few_channels(tensor: Callable[..., Tensor], dtype: str) -> None:
@@ -133,6 +150,15 @@ def _comparisons() -> None:
     ops.astype(x, bool)
 
 
+def _integers() -> None:
+    x, y = (Tensor(np.arange(start, start + 33), device="cuda") for start in (-9, -8))
+    ops.where(x > 0, x, 1)
+    for name in set(compiler.kernels("integer")) - {"where"}:
+        integer(name, x, y % 7)
+        integer(name, x[:, None], y % 7)
+    x.max(), x.min()
+
+
 def _random() -> None:
     generator = cudiff.Generator(3, "cuda")
     generator.normal((4, 33))
@@ -145,7 +171,12 @@ def _batches() -> None:
     images = Tensor(np.zeros((5, 4, 4, 3), np.uint8), device="cuda")
     labels, step = (Tensor(np.zeros(n, np.int32), device="cuda") for n in (5, 1))
     ops.draw_batch(images, labels, step, 7, 0, flip=True)
+    for dtype in (np.float32, np.float16):
+        ops.draw_batch(Tensor(np.zeros((5, 4, 4, 7), dtype), device="cuda"), labels, step, 7, 0, flip=True)
     ops.normalize_images(images)
+    for dtype in ("float32", "bfloat16"):
+        pictures = Tensor(np.zeros(images.shape, np.float32), device="cuda").astype(dtype)
+        ops.blend_to_uint8(pictures, images, 0.5)
 
 
 def _optimisers() -> None:
@@ -159,6 +190,7 @@ def _optimisers() -> None:
     optim.lion(*buffers[:3], scalars, decay, compute_copy, weight_decay=0.1)
     optim.centered_rmsprop(*buffers, Tensor(np.zeros(96, np.float32), device="cuda"), scalars, decay, compute_copy)
     optim.rescale(scalars, counters, scalars, buffers[1], ratio=0.5)
+    unscale(Tensor(np.ones(2, np.float32), device="cuda"), scalars, counters)
 
 
 def run_case(case: Case, dtype: str) -> None:

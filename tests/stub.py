@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import Array
+from cudiff.ops.at import At
 from cudiff.ops.reduce import Axis
 from cudiff.statistics import ChannelStatistics
 
@@ -59,7 +60,8 @@ def _members(tensor: ast.ClassDef) -> list[str]:
         if name in own or getattr(method, "__module__", "") == "cudiff.tensor":
             continue
         if isinstance(method, property):
-            lines += ["@property", f"def {name}(self) -> Tensor: ..."]
+            returns = inspect.signature(method.fget).return_annotation
+            lines += ["@property", f"def {name}(self) -> {returns}: ..."]
         elif inspect.isfunction(method):
             lines.append(_given(name, method))
     return lines

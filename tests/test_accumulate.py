@@ -9,7 +9,7 @@ from cudiff.gradient import Slot, State
 FLOAT32, FLOAT16 = np.dtype(np.float32), np.dtype(np.float16)
 
 
-@pytest.mark.parametrize("state", [State.VACANT, State.HOLDS])
+@pytest.mark.parametrize("state", [State.EMPTY, State.HOLDS])
 def test_an_array_that_may_be_written_to_is_taken(host_of, state):
     array = host_of(True).zeros((2, 3), FLOAT32)
     held = array if state is State.HOLDS else None

@@ -16,23 +16,23 @@ PACKAGE = ROOT / "cudiff"
 
 # Each layer may import the layers after it, and its own.
 LAYERS = [
-    {"cli", "__main__"},
-    {"demo"},
+    {"cli", "convert_command", "__main__"},
+    {"demo", "play"},
     {"tune"},
     {"train", "evaluate", "display", "info"},
-    {"pipeline"},
-    {"folder"},
+    {"pipeline", "samplings", "stream", "processes"},
+    {"folder", "beginning", "forecast"},
     {"models", "diffusion", "optim", "data", "checkpoint", "convert", "config", "options",
-     "registry", "plot", "torchfile"},
+     "registry", "plot", "torchfile", "distances", "report"},
     {"nn", "tensorfile", "differentiate", "torchfunction"},
     {"derivatives"},
     {"ops"},
-    {"autograd"},
-    {"function", "cuda"},
+    {"autograd", "recompute"},
+    {"function", "cuda", "distributed"},
     {"tensor"},
     {"as_array", "gradient", "show", "statistics"},
     {"backend", "threads", "memory", "precision"},
-    {"values", "files"},
+    {"values", "files", "classes"},
     {"errors", "signals"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -114,6 +114,14 @@ def test_the_wheel_holds_every_package():
     given = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     found = {".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("__init__.py")}
     assert set(given) == found | {"cudiff.kernels"}
+
+
+def test_the_wheel_holds_the_page():
+    """Of `cudiff play`: what the patterns take is what there is."""
+    given = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["cudiff.play"]
+    folder = PACKAGE / "play"
+    taken = {path for pattern in given for path in folder.glob(pattern)}
+    assert taken == {path for path in folder.rglob("*.*") if path.suffix not in (".py", ".pyc")} and len(taken) == 3
 
 
 def test_import_is_fast_and_needs_no_cupy():

@@ -35,7 +35,21 @@ CONFIGS = {
     "unet": networks.unet_config(
         "fp32", image_size=16, batch_size=4, channel_mult=(1, 2), num_res_blocks=1, attention_resolutions=(8,)
     ),
+    "scale and shift": networks.plain(
+        PRESETS["imagenet64"], image_size=16, batch_size=4, channel_mult=(1, 2), num_res_blocks=1, model_channels=32,
+        num_head_channels=16, attention_resolutions=(8,),
+    ),
+    "old order": networks.plain(
+        PRESETS["guided64"], image_size=16, batch_size=4, channel_mult=(1, 2), num_res_blocks=1, model_channels=32,
+        num_heads=2, attention_resolutions=(8,),
+    ),
     "cs179": PRESETS["cs179"].replace(batch_size=4, model_channels=16),
+    "dit": networks.DITS["DiT-B/4 64x64"].replace(
+        precision="fp32", image_size=16, batch_size=4, hidden_size=48, depth=2, num_heads=3
+    ),
+    "dit on latents": networks.DITS["DiT-XL/2 32x32x4"].replace(
+        precision="fp32", image_size=8, batch_size=4, hidden_size=48, depth=2, num_heads=3, latent_scale=0.5
+    ),
 }
 
 
@@ -45,8 +59,9 @@ def on_the_cpu(monkeypatch):
 
 
 def trainer_of(config, folder, rng):
-    images = rng.integers(0, 256, (6, config.image_size, config.image_size, config.channels), np.uint8)
-    return Trainer(config.replace(device="cpu"), Dataset(images), folder)
+    shape, latents = (6, config.image_size, config.image_size, config.channels), config.latent_scale > 0
+    images = rng.standard_normal(shape, np.float32) if latents else rng.integers(0, 256, shape, np.uint8)
+    return networks.fill_zeros(Trainer(config.replace(device="cpu"), Dataset(images, latents=latents), folder))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -64,7 +79,7 @@ def test_a_section_may_take_what_those_before_left(monkeypatch):
     """And together they keep within nine minutes, of which PyTorch's import has five seconds."""
     clock, given = [0.0], {}
 
-    def rows_of(name, against, seconds):
+    def rows_of(name, against, seconds, model):
         given[name] = seconds
         clock[0] += 10
         return [], True
@@ -74,7 +89,7 @@ def test_a_section_may_take_what_those_before_left(monkeypatch):
     for name, value in (("cuda_status", lambda: (True, "")), ("summary", lambda *rows: None),
                         ("stop_on_signals", lambda: None)):
         monkeypatch.setattr(bench, name, value)
-    for part in ("1/2", "2/2"):
+    for part in bench.PARTS:
         clock[0] = 0.0
         given.clear()
         monkeypatch.setattr("sys.argv", ["bench.py", "--part", part])
@@ -86,7 +101,7 @@ def test_a_section_may_take_what_those_before_left(monkeypatch):
 
 @pytest.mark.parametrize("arguments, message", [
     (["--only", "nothing"], "no section's name holds 'nothing': use one of limits, first step"),
-    (["--part", "1/2", "--only", "CNN"], "no section's name holds 'CNN': use one of first step, U-Net bf16"),
+    (["--part", "1/6", "--only", "CNN"], "no section's name holds 'CNN': use one of first step, U-Net bf16"),
 ])
 def test_a_section_that_is_none(monkeypatch, arguments, message):
     monkeypatch.setattr("sys.argv", ["bench.py", *arguments])
@@ -102,7 +117,7 @@ def test_a_profile_takes_no_other_option(monkeypatch, capsys):
 
 
 def test_what_was_cut_is_said_at_the_end(monkeypatch, capsys):
-    def rows_of(name, against, seconds):
+    def rows_of(name, against, seconds, model):
         return [Row(name, 1.0)], name == "limits"
 
     for name, value in (("rows_of", rows_of), ("cuda_status", lambda: (True, "")), ("summary", lambda *rows: None),
@@ -171,6 +186,20 @@ def test_the_denoiser(rng):
         expected = Pipeline(config, net).denoiser()(Tensor(x), Tensor(sigma)).numpy()
     out = model.denoise(torch.from_numpy(x).permute(0, 3, 1, 2), torch.from_numpy(sigma)).permute(0, 2, 3, 1)
     assert relative_error(out.detach().numpy(), expected) < 1e-5
+
+
+def test_eulers_method(rng):
+    """A step stands for its CUDA graph, and moves on by itself."""
+    config = CONFIGS["cs179"]
+    net = build(config)
+    noise = rng.standard_normal((2, 28, 28, 1)).astype(np.float32)
+    model, pipeline = baselines.EDM(config, baselines.torch_model(config, net)), Pipeline(config, net)
+    sigmas = pipeline.sigmas("euler", 7)
+    with torch.no_grad():
+        draw, images = baselines.euler(model.denoise, torch.from_numpy(noise).permute(0, 3, 1, 2), sigmas)
+        draw(), draw()
+    expected = pipeline.sample(2, steps=7, sampler="euler", noise=noise, floats=True)
+    assert relative_error(images.permute(0, 2, 3, 1).numpy(), expected) < 1e-4
 
 
 def test_the_classifier():
@@ -264,7 +293,7 @@ def test_the_profile_counts_the_operations_of_convolutions(launched):
     launched.clear()
     few_channels.fprop(bf16(2, 16, 16, 3), bf16(64, 3, 3, 3), bf16(2, 16, 16, 64), product.Epilogue())
     few_channels.fprop(bf16(2, 16, 16, 64), bf16(3, 3, 3, 64), bf16(2, 16, 16, 3), product.Epilogue())
-    matmul.multiply(bf16(6, 20, 72), bf16(6, 72, 40))
+    matmul.multiply(bf16(6, 20, 72), bf16(6, 72, 40), bf16(6, 20, 40))
     assert [flops_of(stem, name, grid, args, constants) for stem, name, grid, args, constants in launched if
             stem != "gemm"] == [2 * 2 * 256 * 27 * 64] * 2 + [2 * 6 * 20 * 72 * 40]
 
@@ -279,3 +308,28 @@ def test_the_profile_counts_the_bytes_of_an_update():
     args = (data, grad, first, second, compute_copy, ema, None, np.int64(64), 0.1)
     assert size_of("optim", "adam", args) == 64 * (4 * 4 * 2 + 4 + 2)
     assert size_of("elementwise", "add", (data, grad, data, 64)) == 64 * 4 * 2
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--model", "mnist", "--part", "1/6"], "--model is timed alone"),
+    (["--model", "mnist", "--only", "CNN"], "--model is timed alone"),
+    (["--model", "mnist", "--profile"], "leave out --against, --only, --part and --model"),
+])
+def test_a_model_is_timed_alone(monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr("sys.argv", ["bench.py", *arguments])
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_is_a_preset_or_a_file_without_what_a_baseline_lacks(tmp_path):
+    (tmp_path / "own.toml").write_text("preset = 'mnist'\nmodel_channels = 32\ndropout = 0.1\n")
+    own, preset = (networks.model_of(name) for name in (str(tmp_path / "own.toml"), "imagenet64"))
+    assert (own.model_channels, own.dropout, own.num_classes, own.precision) == (32, 0, 0, "bf16")
+    assert (preset.diffusion, preset.learn_sigma, preset.dropout, preset.model_channels) == ("edm", False, 0, 192)
+
+
+def test_a_model_that_there_is_not(monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", ["bench.py", "--model", str(tmp_path / "none.toml")])
+    with pytest.raises(SystemExit, match=r"bench.py: .*none\.toml"):
+        bench.main()

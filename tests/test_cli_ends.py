@@ -56,14 +56,20 @@ def test_names_that_a_terminal_cannot_show_end_no_command(monkeypatch, tmp_path)
 
 
 def test_eval_prints_its_table(monkeypatch, capsys):
-    report = Report("letters", 2345, 2, 2, 7, None, ("one", "two"), 0.9, None, None, [0.25, 0.75], None, None, None,
-                    [None, None])
+    report = Report(
+        data="letters", samples=2345, real=2, test=2, seed=7, guidance=None, features="any", frechet=1.25,
+        frechet_real=None, kernel=0.125, kernel_real=-0.5, precision=0.5, precision_real=None, recall=1.0,
+        recall_real=0.25, class_names=("one", "two"), classifier_accuracy=0.9, found_by_class=[0.25, 0.75],
+        variance_by_class=[None, None],
+    )
     asked = {}
     monkeypatch.setattr("cudiff.evaluate.evaluate_pipeline", lambda *args, **options: asked.update(options) or report)
     monkeypatch.setattr(cli, "_load", lambda options: None)
     assert main(["eval", "x"]) == 0
-    out = capsys.readouterr().out
-    assert "2,345 samples against letters, seed 7" in " ".join(out.split()) and "25.0%" in out and "75.0%" in out
+    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "2,345 samples against letters, seed 7" in out and "25.0%" in out and "75.0%" in out
+    assert "Fréchet distance 1.250 not meaningful kernel distance 0.125 -0.5 precision 50.0% not meaningful" in out
+    assert "recall 100.0% 25.0%" in out
     assert (asked["seed"], asked["batch_size"], asked["steps"], asked["guidance"]) == (0, 256, None, None)
 
 

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -121,13 +122,13 @@ def test_bad_flags_are_refused_by_argparse(words):
         ({"dropout": 1.0}, "dropout must be below 1, not 1.0"),
         ({"label_dropout": 1.5}, "label_dropout must be at most 1, not 1.5"),
         ({"steps": -1}, "steps must be at least 0, not -1"),
-        ({"sampler": "magic"}, "unknown sampler 'magic': use heun or euler or ddim or ancestral"),
+        ({"sampler": "magic"}, "unknown sampler 'magic': use heun or euler or ddim or ancestral or "
+         "dpmpp-2m or dpmpp-2m-sde or euler-ancestral or flow or unipc"),
         ({"data": 3}, "data must be text, not 3"),
         ({"channel_mult": "1,2"}, "channel_mult must be a list, each entry a whole number, not '1,2'"),
         ({"channel_mult": [1, "2"]}, "channel_mult must be a whole number, not '2'"),
         ({"channel_mult": [1, 0]}, "channel_mult must be at least 1, not 0"),
         ({"channel_mult": []}, "channel_mult is empty: give one number a level, such as 1,2,2"),
-        ({"channels": 2}, "channels must be 1 (gray) or 3 (RGB), not 2"),
         ({"betas": [0.9]}, "betas must be two numbers such as 0.9,0.999, not 1"),
         ({"learn_sigma": True}, "learn_sigma needs diffusion = ddpm: EDM has no variance to learn"),
         ({"sigma_min": 90.0}, "sigma_min 90.0 must be below sigma_max 80.0"),
@@ -272,9 +273,21 @@ def test_a_config_cannot_be_changed_by_accident():
         Config().lr = 1.0
 
 
-def test_gray_or_rgb_and_three_checkpoints():
-    with pytest.raises(CudiffError, match="channels must be at most 3, not 4"):
-        Config(channels=4)
+def test_the_papers_transformers_by_a_rule_of_names():
+    """Hidden size, blocks and heads of the paper's Table 1, and patches of 2, 4 or 8."""
+    config = PRESETS["dit-l-8"]
+    assert (config.hidden_size, config.depth, config.num_heads, config.patch_size) == (1024, 24, 16, 8)
+    assert (config.diffusion, config.learn_sigma, config.noise_schedule) == ("ddpm", True, "linear")
+    assert len([name for name in PRESETS if name.count("-") == 2]) == 12
+    with pytest.raises(CudiffError, match=re.escape("unknown preset 'dit-m-2': use digits or")):
+        parse("--preset", "dit-m-2")
+    with pytest.raises(CudiffError, match=re.escape("or dit-{s,b,l,xl}-{2,4,8}")):
+        parse("--preset", "dit-s-3")
+    with pytest.raises(CudiffError, match="image size 30 is no multiple of patch_size 4"):
+        parse("--preset", "dit-s-4", "--image-size", "30")
+
+
+def test_three_checkpoints():
     assert (Config().keep, Config().save_every, Config().sample_every) == (3, 1000, 1000)
 
 

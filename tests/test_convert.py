@@ -460,9 +460,7 @@ def test_unet_cu_binary(moments, random_states, tmp_path, rng):
     assert list(weights.state) == [guided_name(name) for name in arrays]
     for (name, expected), array in zip(arrays.items(), weights.state.values(), strict=True):
         assert np.array_equal(array, expected), name
-    assert weights.config == PRESETS["elephants"].replace(
-        model_channels=32, diffusion="ddpm", sampler="ancestral", sample_steps=1000
-    )
+    assert weights.config == PRESETS["unet-cu"].replace(model_channels=32)
 
 
 def test_unet_cu_state_dict_of_its_pytorch_twin(torch, tmp_path, rng):

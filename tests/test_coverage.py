@@ -7,23 +7,28 @@ from cudiff import Tensor, nn, ops
 from cudiff.backend import bfloat16
 from cudiff.cuda import compiler
 from cudiff.cuda.compiler import kernel_folder
-from cudiff.optim import SGD, AdamW, Lion, RMSprop, Tabulated
+from cudiff.ops.integer import integer
+from cudiff.optim import SGD, AdamW, Lion, LossScale, RMSprop, Tabulated
 from cudiff.precision import allow_tf32
+from cudiff.tensor import no_grad
 from tests.test_operands import OPS
 
 UNARY = {
     name: getattr(ops, name)
-    for name in ("negative", "exp", "log", "sqrt", "sin", "cos", "tanh", "abs", "square", "relu", "sigmoid", "silu",
-                 "gelu", "sign", "floor", "ceil", "round", "log1p", "expm1", "tan", "softplus",
+    for name in ("negative", "exp", "log", "sqrt", "cbrt", "sin", "cos", "tanh", "abs", "square", "relu", "sigmoid",
+                 "silu", "gelu", "exp2", "log2", "log10", "arcsin", "arccos", "arctan", "sinh", "cosh", "arcsinh",
+                 "arccosh", "arctanh", "sign", "floor", "ceil", "round", "log1p", "expm1", "tan", "softplus",
                  "sum", "max", "min", "var", "softmax", "log_softmax")
 }
 UNARY |= {
     "clip": lambda x: ops.clip(x, 0.0, 1.0), "sum over one axis": lambda x: ops.sum(x, 1),
-    "getitem": lambda x: x[[0, 1]], "mask": lambda x: x[[True, False, True, True]],
+    "getitem": lambda x: x[[0, 1]], "long index": lambda x: x[np.zeros(5000, int)], "at": lambda x: x.at[[0, 1]].set(1),
+    "mask": lambda x: x[[True, False, True, True]],
     "transpose": ops.transpose, "pad": lambda x: ops.pad(x, 1), "embedding": lambda x: ops.embedding([0, 1], x),
     "dropout": lambda x: ops.dropout(x, 0.5, ops.Generator(0, "cuda"), 0),
     "cross_entropy": lambda x: ops.cross_entropy(x, [0, 1, 2, 3]),
     "slice": lambda x: x[1:, 2:] + x[1:, 2:] * x[:-1, 2:], "astype": lambda x: ops.astype(x, "float32"),
+    "blend": lambda x: ops.blend_to_uint8(x, Tensor(np.zeros(x.shape, np.uint8), device="cuda")),
 }
 IMAGE = {
     "avg_pool2d": ops.avg_pool2d, "max_pool2d": ops.max_pool2d, "upsample_nearest": ops.upsample_nearest,
@@ -42,10 +47,18 @@ CHOSEN = {  # for kernels that the others do not need: shapes of operands, and t
     "wide norm": (((2, 4, 4096), (4096,), (4096,)), lambda x, w, b: ops.group_norm(x, w, b, num_groups=4)),
     "norm": (((2, 16, 16, 64), (64,), (64,)), lambda x, w, b: ops.group_norm(x, w, b, num_groups=8)),
     "linear": (((1000, 512), (1024, 512)), ops.linear),
+    "tanh-GELU": (((4, 16),), lambda x: ops.gelu(x, approximate="tanh")),
+    "mlp": (((8, 16), (32, 16), (32,), (16, 32), (16,)), ops.mlp),
+    "gated linear": (((1, 130, 16), (8, 16), (8,), (1, 130, 8), (1, 8)), lambda *x: _gated(*x) + ops.linear(*x)),
     "attention": (((2, 64, 2, 64),) * 3, ops.attention),
     "attention long": (((2, 256, 2, 64),) * 3, ops.attention),
     "attention of wide heads": (((2, 512, 2, 96),) * 3, ops.attention),
 }
+
+
+def _gated(*operands):
+    with no_grad():
+        return ops.linear(*operands)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what no kernel wrote is undefined
@@ -56,15 +69,24 @@ def test_every_kernel_is_launched(host_of):
         for dtype in (np.dtype(np.float32), bfloat16, np.dtype(np.float16)):
             launch_all(host, dtype)
         images = Tensor(host.zeros((4, 8, 8, 3), np.uint8))
-        ops.draw_batch(images, [0, 1, 2, 3], Tensor(host.zeros(1, np.int32)), 2, 0)
+        for drawn in (images, Tensor(host.zeros((4, 8, 8, 4), np.float16))):
+            ops.draw_batch(drawn, [0, 1, 2, 3], Tensor(host.zeros(1, np.int32)), 2, 0)
         ops.normalize_images(images)
         for name in compiler.kernels("compare"):
             getattr(ops, name)(images, 3).sum()
+        for name in set(compiler.kernels("integer")) - {"where"}:
+            integer(name, images, 3).max().min()
+        ops.where(images > 0, images, 1)
         images.astype(bool)
         generator = ops.Generator(0, "cuda")
         generator.normal(4), generator.uniform(4), generator.randint(0, 9, 4), generator.advance()
         for optimizer in (AdamW, SGD, RMSprop, Lion):
             optimizer(nn.Linear(3, 2).flatten("cuda"), schedule=Tabulated(lambda step: 1.0, 3)).step()
+        model = nn.Linear(3, 2).flatten("cuda")
+        optimizer = SGD(model)
+        optimizer.loss_scale = LossScale()
+        optimizer.backward(model(Tensor(host.zeros((1, 3), np.float32))).sum())
+        optimizer.step()
         launched |= set(host.launches)
     every = {(path.stem, name) for path in kernel_folder().glob("*/*.cu") for name in compiler.kernels(path.stem)}
     missing = every - launched
@@ -80,7 +102,7 @@ def launch_all(host, dtype):
                       OPS["batch_norm"][0][:3]))
     cases += [(call, ((4, 16),)) for call in UNARY.values()] + [(call, ((2, 8, 8, 64),)) for call in IMAGE.values()]
     cases += [(call, ((4, 16), (4, 16))) for call in (
-        ops.minimum, ops.subtract, ops.arctan2, ops.floor_divide, ops.remainder,
+        ops.minimum, ops.subtract, ops.arctan2, ops.floor_divide, ops.hypot, ops.remainder,
     )]
     cases += [(call, sizes) for sizes, call in CHOSEN.values()]
     for call, sizes in cases:

@@ -53,8 +53,7 @@ def test_arguments_are_checked_by_name(host_of):
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
-def test_it_compiles_without_a_gpu(architecture):
-    pytest.importorskip("cupy_backends", reason="CuPy is not installed: it brings NVRTC")
+def test_it_compiles_without_a_gpu(architecture, nvrtc):
     assert "registers" in Kernel(SCALE).compile(architecture, T=cudiff.bfloat16)
     assert "registers" in Kernel(ADD, "first").compile(architecture, T=cudiff.float32, OFFSET=3)
     with pytest.raises(CudiffError, match=r"your_kernel.cu does not compile for .*nothing"):

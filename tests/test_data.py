@@ -1,19 +1,15 @@
 """Data sets: what loads, what is refused and in which words, and the order of the samples. No test uses a network."""
 
 import gzip
-import hashlib
 import os
 import struct
-from http.client import IncompleteRead
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image, features
 
-import cudiff.data.idx as idx
-from cudiff.backend import cache_folder
-from cudiff.data import Dataset, digits, load_dataset, mnist, shuffled_index
+from cudiff.data import Dataset, digits, load_dataset, shuffled_index
 from cudiff.errors import CudiffError
 
 rng = np.random.default_rng(0)
@@ -222,90 +218,6 @@ def test_damaged_idx_folder(idx_files):
         assert file.read_bytes() == content
     (folder / "train-labels.idx1-ubyte").unlink()
     refused("has no train-labels", folder)
-
-
-@pytest.fixture
-def small_mnist(tmp_path, monkeypatch):
-    """A stand-in for the mirrors: four small files by URL, their hashes, and an empty cache."""
-    images, labels = picture(20, 28, 28), (np.arange(20) % 10).astype(np.uint8)
-    contents = {name: idx_bytes(images if "images" in name else labels) for name in idx.SHA256}
-    monkeypatch.setattr(
-        idx, "SHA256", {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    )
-    served = {name: gzip.compress(content) for name, content in contents.items()}
-    monkeypatch.setattr(idx, "_fetch", lambda url: served[url.rsplit("/", 1)[1].removesuffix(".gz")])
-    monkeypatch.setenv("CUDIFF_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("CUDIFF_DATA", raising=False)
-    return images, served
-
-
-def cached():
-    folder = cache_folder("mnist")
-    return sorted(os.listdir(folder)) if folder.exists() else []
-
-
-def test_mnist_is_downloaded_once(small_mnist, monkeypatch):
-    images, _ = small_mnist
-    np.testing.assert_array_equal(load_dataset("mnist").images[..., 0], images)
-    assert cached() == ["train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"]
-    monkeypatch.setattr(idx, "_fetch", lambda url: pytest.fail("fetched again"))
-    assert load_dataset("mnist", image_size=32).images.shape == (20, 32, 32, 1)
-    np.testing.assert_array_equal(load_dataset("mnist", image_size=32).images[:, 2:-2, 2:-2, 0], images)
-
-
-def test_mnist_is_looked_for_before_it_is_downloaded(small_mnist, tmp_path, monkeypatch):
-    _, served = small_mnist
-    monkeypatch.setattr(idx, "_fetch", lambda url: pytest.fail("fetched"))
-    for folder in (tmp_path / "given", tmp_path / "data" / "mnist"):
-        folder.mkdir(parents=True)
-        for name, content in served.items():
-            (folder / f"{name}.gz").write_bytes(content)
-    assert len(mnist("test", folder=tmp_path / "given")) == 20
-    monkeypatch.setenv("CUDIFF_DATA", str(tmp_path / "data"))
-    assert len(load_dataset("mnist", part="test")) == 20
-    file = tmp_path / "data" / "mnist" / "train-images-idx3-ubyte.gz"
-    file.write_bytes(gzip.compress(idx_bytes(picture(20, 28, 28))))
-    refused("not the published MNIST", "mnist")
-    assert file.exists()
-
-
-def fail_with(error):
-    def fetch(url):
-        raise error
-
-    return fetch
-
-
-@pytest.mark.parametrize(
-    ("fetch", "message"),
-    [
-        (lambda url: gzip.compress(b"something else"), "wrong SHA-256"),
-        (lambda url: gzip.compress(b"something else")[:-9], "end-of-stream"),
-        (lambda url: b"<html>busy</html>", "gzip"),
-        (fail_with(OSError("no route to host")), "no route"),
-        (fail_with(IncompleteRead(b"123", 456)), "IncompleteRead"),
-    ],
-)
-def test_failed_download_leaves_nothing(small_mnist, monkeypatch, fetch, message):
-    monkeypatch.setattr(idx, "_fetch", fetch)
-    refused(f"cannot download.*{message}.*CUDIFF_DATA", "mnist")
-    assert cached() == []
-
-
-def test_second_mirror_is_tried(small_mnist, monkeypatch):
-    fetch = idx._fetch
-    monkeypatch.setattr(idx, "_fetch", lambda url: b"" if url.startswith(idx.MIRRORS[0]) else fetch(url))
-    assert len(load_dataset("mnist")) == 20
-
-
-def test_interrupted_write_leaves_no_partial_file(small_mnist, monkeypatch):
-    monkeypatch.setattr(os, "fsync", fail_with(KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
-        load_dataset("mnist")
-    assert cached() == []
-    monkeypatch.setattr(os, "fsync", fail_with(OSError(28, "No space left on device")))
-    refused("No space left.*CUDIFF_CACHE_DIR", "mnist")
-    assert cached() == []
 
 
 def shared_data(name):

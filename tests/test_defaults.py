@@ -8,7 +8,7 @@ import pytest
 from cudiff import data, evaluate, nn, ops, optim, pipeline, registry, train
 from cudiff.data.loader import Loader
 from cudiff.data.pictures import image_folder
-from cudiff.diffusion import ancestral, ddim, ddpm, edm, euler, samplers, schedule
+from cudiff.diffusion import ancestral, ddim, ddpm, dpm_solver, edm, euler, flow, samplers, schedule, unipc
 from cudiff.models import cnn, cs179, unet
 from cudiff.ops.optim import adam, sgd, step_scalars
 from cudiff.options import Option
@@ -22,19 +22,24 @@ UNET = dict(
     channel_mult=(1, 2, 3, 4), attention_resolutions=(16, 8),
 )
 DEFAULTS = {
-    data.load_dataset: dict(skip_bad=False, seed=0),
-    data.Dataset: dict(num_classes=0, skipped=(), notes=()),
+    nn.Dropout: dict(p=0.5),
+    data.load_dataset: dict(skip_bad=False, only_classes=(), seed=0, on_disk=False),
+    data.Dataset: dict(num_classes=0, skipped=(), notes=(), latents=False),
     data.Dataset.split: dict(seed=0),
     data.digits: dict(n=4000, image_size=16, seed=0),
-    image_folder: dict(skip_bad=False),
-    Loader: dict(first=0),
+    image_folder: dict(skip_bad=False, only_classes=(), on_disk=False),
+    Loader: dict(first=0, share=(0, 1)),
     samplers.Sampler: dict(captured=False),
     samplers.ImageNoise: dict(first=0),
     ancestral.Ancestral: dict(clip_denoised=True, captured=False),
     ancestral.sample_ddpm: dict(clip_denoised=True),
     ddim.DDIM: dict(eta=0.0, clip_denoised=True, captured=False),
     ddim.sample_ddim: dict(eta=0.0, clip_denoised=True),
-    ddpm.DDPMLoss: dict(label_dropout=0.0, vlb_weight=0.001),
+    ddpm.DDPMLoss: dict(label_dropout=0.0, vlb_weight=0.001, min_snr=0.0),
+    dpm_solver.DPMSolver: dict(stochastic=False, captured=False),
+    dpm_solver.sample_dpm_solver: dict(stochastic=False),
+    flow.FlowLoss: dict(P_mean=0.0, P_std=1.0, label_dropout=0.0),
+    unipc.UniPC: dict(captured=False),
     edm.EDMLoss: EDM | dict(P_mean=-1.2, P_std=1.2, label_dropout=0.0),
     edm.EDMDenoiser: EDM,
     euler.Euler: CHURN | dict(captured=False),
@@ -58,7 +63,10 @@ DEFAULTS = {
     registry.Objective: dict(learns_variance=False),
     registry.SamplerEntry: dict(discrete=False),
     pipeline.Pipeline.loss: dict(label_dropout=0.0),
-    pipeline.Pipeline.sample: dict(n=64, seed=0, batch_size=64),
+    pipeline.Pipeline.sample: dict(n=64, seed=0, batch_size=64, guidance_rescale=0.0, share=0.5, floats=False,
+                                   batch_invariant=False),
+    pipeline.Pipeline.noise: dict(seed=0),
+    pipeline.Pipeline.invert: dict(batch_size=64),
     pipeline.load: dict(trainable=False),
     train.Trainer: dict(data_changed=False),
     nn.BatchNorm2d: dict(eps=1e-5, momentum=0.1),
@@ -69,7 +77,7 @@ DEFAULTS = {
     nn.GroupNorm.forward: dict(silu=False),
     nn.LayerNorm: dict(eps=1e-5),
     nn.Linear: dict(bias=True),
-    nn.grouped_linear: dict(silu=False),
+    nn.grouped_linear: dict(silu=False, parts=1),
     nn.Module.train: dict(mode=True),
     nn.Module.flatten: dict(trainable=True),
     nn.Module.requires_grad_: dict(requires_grad=True),
@@ -85,7 +93,7 @@ DEFAULTS = {
     adam: dict(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled=False),
     sgd: dict(momentum=0.0, weight_decay=0.0, nesterov=False),
     step_scalars: dict(warmup=0, total_steps=0, final=1.0, betas=(0.0, 0.0), scale=1.0, clip=math.inf, half_life=1.0),
-    ops.grouped_linear: dict(silu=False),
+    ops.grouped_linear: dict(silu=False, parts=1),
     ops.attention_qkv: dict(new_order=False),
     ops.draw_batch: dict(flip=False),
     ops.group_norm: dict(num_groups=32, eps=1e-5, silu=False),

@@ -1,5 +1,6 @@
 """Gradients of functions of arrays, and gradients of gradients."""
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -80,6 +81,15 @@ def test_a_function_that_does_not_depend_on_its_argument():
     assert grad(lambda x: x)(2.0) == 1
 
 
+def test_a_number_made_of_a_tensor_does_not_lose_the_gradient_in_silence():
+    """It had been 0; a number for what is printed, and of what needs no gradient, is as before."""
+    for function in (lambda x: float(x) ** 2, math.sin, lambda x: math.sqrt(np.sum(x * x))):
+        with pytest.raises(TypeError, match=r"would lose the gradient .* write np\.sin\(x\), or x\.item\(\) for"):
+            grad(function)(2.0)
+    assert grad(lambda x: x * x.item() * float(x.detach()))(2.0) == 4 and grad(lambda x: x * len(f"{x:.2f}"))(2.0) == 4
+    assert math.sin(Tensor(2.0, requires_grad=True)) == pytest.approx(math.sin(2))
+
+
 def test_nothing_around_it_is_touched():
     """Neither a layer's gradients, nor what was recorded before, nor the argument itself."""
     layer, x = nn.Linear(3, 2), Tensor(np.ones((1, 3), np.float32), requires_grad=True)
@@ -124,12 +134,18 @@ def test_derivatives_of_any_order():
 W = RNG.standard_normal((3, 4))
 SECOND = {
     "negative": lambda x: (-x) ** 3, "exp": np.exp, "log": lambda x: np.log(x * x + 1),
-    "sqrt": lambda x: np.sqrt(x * x + 1), "sin": np.sin, "cos": np.cos, "square": lambda x: np.square(x) * x,
+    "sqrt": lambda x: np.sqrt(x * x + 1), "cbrt": np.cbrt, "sin": np.sin, "cos": np.cos,
+    "hypot": lambda x: np.hypot(x, x * x), "square": lambda x: np.square(x) * x,
     "tanh": np.tanh, "sigmoid": cudiff.sigmoid, "silu": cudiff.silu, "abs": lambda x: np.abs(x) ** 3,
     "relu": lambda x: cudiff.relu(x) ** 3, "clip": lambda x: np.clip(x, -0.5, 0.5) ** 3,
     "one end": lambda x: np.clip(x, None, 0.5) ** 3 + np.clip(x, min=-0.5) ** 3,
     "steps": lambda x: (np.sign(x) + np.floor(x) + np.ceil(x) + np.round(x)) * x**2,
     "tan": np.tan, "softplus": cudiff.softplus, "expm1": np.expm1,
+    "exp2": np.exp2, "log2": lambda x: np.log2(x * x + 1), "log10": lambda x: np.log10(x * x + 1),
+    "arcsin": lambda x: np.arcsin(x / 2), "arccos": lambda x: np.arccos(x / 2), "arctan": np.arctan, "sinh": np.sinh,
+    "cosh": np.cosh, "arcsinh": np.arcsinh, "arccosh": lambda x: np.arccosh(x * x + 2),
+    "arctanh": lambda x: np.arctanh(x / 2), "maximum": lambda x: np.maximum(x**3, 0.1 * x) + np.maximum(0.3, x) ** 2,
+    "minimum": lambda x: np.minimum(np.sin(x), np.sum(x)) ** 2,
     "log1p": lambda x: np.log1p(x * x), "arctan2": lambda x: np.arctan2(x, x * x + 1),
     "floor_divide": lambda x: x // 0.3 * x**2, "remainder": lambda x: 2 % (x * x) + x**3 % 0.4,
     "cumsum": lambda x: np.cumsum(x, 0) ** 3, "mask": lambda x: x[x > 0] ** 3,
@@ -141,12 +157,16 @@ SECOND = {
     "softmax": lambda x: cudiff.softmax(x) ** 2, "log_softmax": lambda x: cudiff.log_softmax(x) ** 2,
     "matmul": lambda x: (x @ W.T) @ x,
     "batched": lambda x: (np.reshape(x, (3, 2, 2)) @ np.reshape(x, (3, 2, 2))) ** 2,
-    "linear": lambda x: ops.linear(x, x, np.ones(3)) ** 2, "reshape": lambda x: np.reshape(x, -1) ** 3,
+    "linear": lambda x: ops.linear(x, x, np.ones(3)) ** 2,
+    "gated": lambda x: ops.linear(np.reshape(x, (3, 2, 2)), W[:2, :2], None, np.reshape(x, (3, 2, 2)), x[:, :2]),
+    "reshape": lambda x: np.reshape(x, -1) ** 3,
     "transpose": lambda x: np.transpose(x) @ x, "broadcast_to": lambda x: np.broadcast_to(x, (2, 3, 4)) ** 3,
     "concatenate": lambda x: np.concatenate([x, x * x], 1) ** 2, "pad": lambda x: ops.pad(x, 1) ** 3,
     "split": lambda x: np.split(x, [1, 3], 1)[1] ** 3, "slice": lambda x: x[::-2, None, 1:] ** 3 * x[0, 0],
     "place": lambda x: place(x, (2, 3, 9), np.s_[1, :, 8:0:-2]) ** 3,
     "take": lambda x: x[[2, 0, 2, -1]] ** 3,
+    "index": lambda x: x[:, [0, 0, 3]] ** 3 * x[[1], 0], "prod": lambda x: np.prod(x, 1),
+    "sort": lambda x: np.sort(x, 1) ** 3 * np.median(x), "set": lambda x: x.at[[2, 0, 2]].set(x**2) ** 2,
     "place rows": lambda x: place_rows(x, (2, 4), Tensor(np.int32([1, 0, 1]))) ** 3,
 }
 

@@ -19,8 +19,8 @@ def test_calls_of_the_hosts_side():
 
 def test_calls_are_those_of_cudiff_and_of_what_stands_for_it():
     def run():
-        backend.is_float(np.dtype(np.float32)), np.ones(3).sum(), encode(16, 7, (8,), (), (8,), 0)
-        return [backend.is_low(kind) for kind in ("float16", "float32")]
+        backend.is_array(1), np.ones(3).sum(), encode(16, 7, (8,), (), (8,), 0)
+        return [backend.is_array(value) for value in (2, 3)]
 
     assert calls({}, run) == 3 * [backend.__file__]
     path = backend.__file__.replace("backend", "cuda/tensor_map")

@@ -17,7 +17,6 @@ from cudiff.evaluate import (
     class_accuracy,
     evaluate,
     evaluate_pipeline,
-    frechet_distance,
     train_classifier,
     variance_ratio,
     within_class_variance,
@@ -25,59 +24,7 @@ from cudiff.evaluate import (
 from cudiff.models import build
 from cudiff.pipeline import Pipeline
 from cudiff.plot import save_npz
-
-# --- Fréchet distance ------------------------------------------------------------------------------------------------
-
-
-def with_moments(rng, n, mean, covariance):
-    """`n` points whose sample mean and sample covariance are exactly these."""
-    x = rng.standard_normal((n, len(mean)))
-    x -= x.mean(axis=0)
-    whitened = x @ np.linalg.inv(np.linalg.cholesky(np.cov(x, rowvar=False))).T
-    return whitened @ np.linalg.cholesky(covariance).T + mean
-
-
-def random_covariance(rng, size):
-    factor = rng.standard_normal((size, 2 * size))
-    return factor @ factor.T / size
-
-
-def test_frechet_of_spheres_is_the_closed_form(rng):
-    """|μa − μb|² + D (σa − σb)² for covariances σ²·I."""
-    a = with_moments(rng, 200, np.zeros(8), 4.0 * np.eye(8))
-    b = with_moments(rng, 300, np.full(8, 0.5), 0.25 * np.eye(8))
-    assert frechet_distance(a, b) == pytest.approx(8 * 0.25 + 8 * 1.5**2, rel=1e-10)
-
-
-def test_frechet_of_commuting_covariances(rng):
-    """Σ (√λa − √λb)² where both covariances have the same eigenvectors."""
-    rotation, _ = np.linalg.qr(rng.standard_normal((5, 5)))
-    values_a, values_b = rng.uniform(0.1, 3, (2, 5))
-    a = with_moments(rng, 100, np.zeros(5), rotation * values_a @ rotation.T)
-    b = with_moments(rng, 100, np.zeros(5), rotation * values_b @ rotation.T)
-    expected = np.square(np.sqrt(values_a) - np.sqrt(values_b)).sum()
-    assert frechet_distance(a, b) == pytest.approx(expected, rel=1e-9)
-
-
-def test_frechet_of_any_covariances_by_the_eigenvalues_of_their_product(rng):
-    """tr (Ca Cb)^½ is the sum of the roots of Ca·Cb's eigenvalues, which are real and positive; it is symmetric."""
-    covariance_a, covariance_b, mean = random_covariance(rng, 6), random_covariance(rng, 6), rng.standard_normal(6)
-    a, b = with_moments(rng, 50, mean, covariance_a), with_moments(rng, 80, np.zeros(6), covariance_b)
-    common = np.sqrt(np.linalg.eigvals(covariance_a @ covariance_b).real).sum()
-    expected = mean @ mean + np.trace(covariance_a) + np.trace(covariance_b) - 2 * common
-    assert frechet_distance(a, b) == pytest.approx(expected, rel=1e-9)
-    assert frechet_distance(b, a) == pytest.approx(frechet_distance(a, b), rel=1e-12)
-
-
-def test_frechet_is_zero_for_equal_sets_and_takes_flat_ones(rng):
-    a = rng.standard_normal((40, 128)).astype(np.float32)  # fewer points than dimensions
-    a[:, ::3] = 0  # dead features
-    assert abs(frechet_distance(a, a[::-1])) < 1e-9
-    assert frechet_distance(a, a + 0.5) == pytest.approx(128 * 0.25, rel=1e-5)
-    assert frechet_distance(a[:, :1], 2 * a[:, :1]) == pytest.approx(0, abs=1e-12)  # one dimension, dead
-    with pytest.raises(ValueError, match="two features"):
-        frechet_distance(a[:1], a)
-
+from cudiff.tensor import Tensor
 
 # --- shares and variances --------------------------------------------------------------------------------------------
 
@@ -107,14 +54,6 @@ def test_class_accuracy():
     np.testing.assert_allclose(shares[:2], [1 / 2, 2 / 3])
     assert np.isnan(shares[2])
     np.testing.assert_array_equal(class_accuracy(np.array([0, 0]), np.array([0, 1]), 2), [1, 0])  # one image each
-
-
-def test_a_frechet_distance_needs_two_images_of_each():
-    two = np.array([[0.0], [2.0]])
-    assert frechet_distance(two, two + 3) == pytest.approx(9)
-    for a, b in ((two[:1], two), (two, two[:1])):
-        with pytest.raises(ValueError, match="a covariance needs two features or more, not "):
-            frechet_distance(a, b)
 
 
 # --- the classifier --------------------------------------------------------------------------------------------------
@@ -296,8 +235,10 @@ def test_the_table_says_it_all(classifier, parts, conditional):
 def test_too_few_images_for_a_frechet_distance(n, test, meaningful, warned, classifier, parts):
     report = evaluate(drawn_again, parts[0], parts[1].subset(range(test)), n, classifier=classifier)
     assert (report.frechet is not None) == (report.frechet_real is not None) == meaningful
-    assert len(report.notes) == len(warned)
-    assert all(note.startswith(begin) for note, begin in zip(report.notes, warned, strict=True))
+    *notes, others = report.notes
+    assert all(note.startswith(begin) for note, begin in zip(notes, warned, strict=True))
+    kinds = (f"{n:,} samples and {n:,} training images and " if n < 1000 else "") + f"{test} test images"
+    assert f"precision and recall vary by chance with {kinds}: compare runs of equal numbers, or give 1,000" in others
     text = " ".join(table_text(report).split())
     assert ("not meaningful" in text) != meaningful and "1,280 or more make it meaningful" in text
 
@@ -306,6 +247,139 @@ def test_the_table_tells_what_a_loader_noted(classifier, parts):
     train = dataclasses.replace(parts[0], notes=("3 pictures lie beside the classes",))
     assert "3 pictures lie beside the classes" in table_text(evaluate(drawn_again, train, parts[1], 100,
                                                                       classifier=classifier))
+
+
+# --- data without labels, features of one's own ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def unlabelled(parts):
+    return tuple(dataclasses.replace(part, labels=None, num_classes=0, class_names=None) for part in parts)
+
+
+@pytest.fixture(scope="module")
+def turner(unlabelled, cache):
+    return module.train_rotations(*unlabelled, device="cpu", cache=cache)
+
+
+def test_rotations_are_those_of_each_image(rng):
+    images = rng.integers(0, 256, (3, 4, 4, 1), np.uint8)
+    turned = module._rotations(Dataset(images))
+    assert turned.num_classes == 4 and turned.labels.tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+    np.testing.assert_array_equal(turned.images[:3], images)
+    np.testing.assert_array_equal(turned.images[3:6, 0, :, 0], images[:, :, -1, 0])  # the right column came to the top
+    np.testing.assert_array_equal(turned.images[6:9], images[:, ::-1, ::-1])
+    np.testing.assert_array_equal(turned.images[9:, :, -1, 0], images[:, 0, :, 0])  # the top row to the right
+
+
+def test_rotations_are_learned_of_some_images(unlabelled, monkeypatch):
+    """The same ones each time, of a large data set as many as may be turned."""
+    seen = []
+    monkeypatch.setattr(module, "train_classifier", lambda train, test, *rest: seen.append((train, test)))
+    monkeypatch.setattr(module, "MOST_TURNED", 40)
+    for _ in range(2):
+        module.train_rotations(unlabelled[0], unlabelled[1].subset(range(10)))
+    (train, test), again = seen
+    assert (len(train), len(test)) == (160, 40) and len(np.unique(train.images, axis=0)) == 160
+    np.testing.assert_array_equal(train.images, again[0].images)
+
+
+def test_data_without_labels_is_judged_by_rotations(turner, unlabelled, rng):
+    """Digits drawn anew are near the data, one digit again and again is good but misses most, noise is neither."""
+    assert turner.test_accuracy > 0.7
+    one = drawn_again(1, np.array([3]), 0)
+    samplers = {
+        "good": lambda n, classes, seed: drawn_again(n, classes, seed),
+        "one": lambda n, classes, seed: np.clip(
+            one.astype(int) + rng.integers(-3, 4, (n, *one.shape[1:])), 0, 255).astype(np.uint8),
+        "noise": lambda n, classes, seed: rng.integers(0, 256, (n, 12, 12, 1), np.uint8),
+    }
+    found = {name: evaluate(sample, *unlabelled, 300, classifier=turner) for name, sample in samplers.items()}
+    good, one, noise = found.values()
+    assert 0.5 < good.frechet / good.frechet_real < 2 and min(good.precision, good.recall) > 0.75
+    assert abs(good.kernel) < 0.1 * min(one.kernel, noise.kernel)
+    assert one.recall < 0.1 and noise.precision < 0.2 and min(one.frechet, noise.frechet) > 3 * good.frechet
+    assert (good.class_names, good.as_asked, good.variance, good.found_by_class) == ((), None, None, [])
+    text = " ".join(table_text(good).split())
+    assert "300 samples against digits, seed 0" in text and "no labels" in text
+    assert f"right on {turner.test_accuracy:.2%} of the test images' rotations" in text and "class" not in text
+    assert json.loads(json.dumps(good.to_dict(), allow_nan=False))["precision"] == good.precision
+
+
+def test_a_conditional_model_beside_data_without_labels_is_asked_for_no_class(turner, unlabelled):
+    asked = []
+    evaluate(lambda n, classes, seed: asked.append(classes) or drawn_again(n, classes, seed), *unlabelled, 20,
+             conditional=True, classifier=turner)
+    assert asked == [None]
+
+
+def test_rotations_that_cannot_be_told_are_warned_of(rng, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "cache_folder", lambda name: tmp_path)
+    noise = Dataset(rng.integers(0, 256, (200, 8, 8, 1), np.uint8))
+    report = evaluate(lambda n, classes, seed: noise.images[:n], *noise.split(100), 50, device="cpu")
+    assert report.classifier_accuracy < 0.5 and "rotations are hardly told" in report.notes[-1]
+
+
+def pixels(images):
+    return images.reshape(len(images), -1)[:, ::20] / 255
+
+
+def test_samples_against_the_training_images(turner, unlabelled):
+    """All of them, in place of the test images, which stand beside the samples then."""
+    train, test = unlabelled
+    report = evaluate(drawn_again, train, test, 200, classifier=turner, against="train")
+    other = evaluate(lambda n, classes, seed: drawn_again(200, None, seed), test, train, 200, classifier=turner)
+    assert (report.real, report.test, report.frechet, report.precision) == (1500, 500, other.frechet, other.precision)
+    real = module.frechet_or_none(*map(turner.features, (test.images, train.images)))
+    assert report.frechet_real == pytest.approx(real)
+    text = " ".join(table_text(report).split())
+    assert "to 1,500 training images" in text and "500 test images" in text and "copies of them have the least" in text
+    copies = evaluate(lambda n, classes, seed: train.images[:n], train, test, 200, classifier=turner, against="train")
+    assert copies.precision == 1 and copies.frechet < report.frechet
+    with pytest.raises(CudiffError, match="samples are compared with test or train images, not 'all'"):
+        evaluate(drawn_again, train, test, 20, classifier=turner, against="all")
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_features_of_ones_own(classifier, parts, unlabelled, labelled, monkeypatch):
+    """No network is trained where only features are asked for; of data with labels the classes are judged as before."""
+    monkeypatch.setattr(module, "_train", lambda *args: pytest.fail("trained"))
+    train, test = parts if labelled else unlabelled
+    sizes = []
+    report = evaluate(drawn_again, train, test, 700, classifier=classifier if labelled else None,
+                      features=lambda images: sizes.append(len(images)) or pixels(images))
+    assert sizes == [500, 200, 500, 200, 500] and (report.as_asked is None) != labelled
+    images = drawn_again(700, np.resize(train.subset(module.shuffled_index(np.arange(700), 1500, 0)).labels, 700), 0) \
+        if labelled else drawn_again(700, None, 0)
+    assert report.frechet == pytest.approx(module.frechet_or_none(pixels(images), pixels(test.images)), rel=1e-9)
+    assert report.kernel == pytest.approx(module.kernel_distance(pixels(images), pixels(test.images)), rel=1e-9)
+    assert (report.precision, report.recall) == module.precision_recall(pixels(test.images), pixels(images))
+    assert report.features == "a function of your own" and "a function of your own" in table_text(report)
+    as_tensor = evaluate(drawn_again, train, test, 700, classifier=classifier if labelled else None,
+                         features=lambda images: Tensor(pixels(images)))
+    assert as_tensor == report
+
+
+@pytest.mark.parametrize("function, message", [
+    (lambda images: images, r"features returned uint8 \(20, 12, 12, 1\) for 20 images: return finite floats \(N, D\)"),
+    (lambda images: np.zeros(len(images)), r"features returned float64 \(20,\) for 20 images"),
+    (lambda images: np.zeros((3, 4)), r"features returned float64 \(3, 4\) for 20 images"),
+    (lambda images: np.zeros((len(images), 0)), r"float64 \(20, 0\)"),
+    (lambda images: np.zeros((len(images), 2), int), r"int64 \(20, 2\)"),
+    (lambda images: np.full((len(images), 2), np.nan), r"finite"), (lambda images: 3.0, r"float64 \(\)"),
+])
+def test_features_that_are_none(unlabelled, function, message):
+    with pytest.raises(CudiffError, match=message):
+        evaluate(drawn_again, *unlabelled, 20, features=function)
+
+
+def test_latents_need_features(rng):
+    data = Dataset(rng.standard_normal((40, 4, 4, 2)).astype(np.float32), [0, 1] * 20, 2, "codes", latents=True)
+    with pytest.raises(CudiffError, match="codes are latents, which no classifier here judges: give a function"):
+        evaluate(lambda n, classes, seed: data.images[:n], *data.split(10), 5)
+    report = evaluate(lambda n, classes, seed: data.images[:n], *data.split(10), 20,
+                      features=lambda latents: latents.mean(axis=(1, 2)))
+    assert report.frechet is not None and report.class_names == () and report.classifier_accuracy is None
 
 
 # --- a loaded model --------------------------------------------------------------------------------------------------
@@ -376,3 +450,16 @@ def test_data_without_a_test_part_is_split_as_training_split_it(tmp_path, monkey
                                     validation=validation, seed=seed))
     for found, expected in zip(seen, data.split(validation or 10, seed), strict=True):
         np.testing.assert_array_equal(found.images, expected.images)
+
+
+def test_a_pipeline_is_judged_on_data_without_labels(tmp_path, monkeypatch):
+    save_npz(tmp_path / "digits.npz", digits(120, 8).images)
+    monkeypatch.setenv("CUDIFF_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "LEAST_STEPS", 4)
+    pipeline = tiny_pipeline(data=str(tmp_path / "digits.npz"), image_size=8, channels=1, num_classes=0, validation=20)
+    report = evaluate_pipeline(pipeline, 12)
+    assert (report.real, report.test, report.class_names, report.frechet) == (12, 20, (), None)
+    assert 0 <= report.precision <= 1 and "20 test images are too few" in table_text(report)
+    assert len(list((tmp_path / "cache" / "classifiers").iterdir())) == 1
+    own = evaluate_pipeline(pipeline, 12, features=lambda images: images[:, ::4, ::4, 0].reshape(len(images), -1) / 255)
+    assert own.frechet is not None and own.classifier_accuracy is None

@@ -26,16 +26,16 @@ def test_a_batch_that_the_system_would_kill_for_is_told_before_the_first_step(fr
     """64 images take 330 MiB. In a process of its own: what tests before have freed would hide what is taken."""
     code = f"""
 import pathlib
-from cudiff import train
+from cudiff import forecast, train
 from cudiff.data import load_dataset
 from cudiff.errors import CudiffError
 from tests.test_fits import LARGE
-train.memory_available = lambda: {free} * 2**20
+forecast.memory_available = lambda: {free} * 2**20
 trainer = train.Trainer(LARGE, load_dataset("digits", image_size=32, count=70), pathlib.Path({str(tmp_path)!r}) / "run")
 attempt, tried = trainer._try, []
 trainer._try = lambda size: (tried.append(size), attempt(size))
 try:
-    trainer._check_fits()
+    trainer.forecast()
 except train.CudiffError as error:
     print(error)
 print(max(tried))
@@ -46,8 +46,10 @@ print(max(tried))
     if fits is None:
         assert told == []
     else:
-        line = r"batch size 64 would take about 0\.3 GiB of memory, and 0\.1 GiB are free: --batch-size (\d+) fits"
-        assert re.fullmatch(line, told[0])[1] == fits
+        line = (r"batch size 64 would take about 0\.3 GiB of memory, and 0\.1 GiB are free: "
+                r"--batch-size (\d+) --accumulate (\d+) fits")
+        found = re.fullmatch(line, told[0])
+        assert found and found.groups() == (fits, str(64 // int(fits))), told
 
 
 def test_a_check_of_memory_leaves_the_run_as_it_is(large, tmp_path, monkeypatch):
@@ -66,17 +68,17 @@ def test_a_batch_far_too_large_is_refused_after_a_few_images(large, tmp_path, mo
     """By 32 images it is clear; to go on until a sixteenth of the memory is taken would last minutes."""
     trainer = Trainer(LARGE.replace(batch_size=100_000), large, tmp_path / "run")
     tried: list[int] = []
-    monkeypatch.setattr("cudiff.train.memory_available", lambda: 2**34)
-    monkeypatch.setattr("cudiff.train.resident", lambda: 2**27)
+    monkeypatch.setattr("cudiff.forecast.memory_available", lambda: 2**34)
+    monkeypatch.setattr("cudiff.forecast.resident", lambda: 2**27)
 
     def peak_of(run):
         run()
         return 2**27 + 2**21 * tried[-1]
 
-    monkeypatch.setattr("cudiff.train.peak_of", peak_of)
+    monkeypatch.setattr("cudiff.forecast.peak_of", peak_of)
     trainer._try = tried.append
     with pytest.raises(CudiffError, match=r"batch size 100000 would take about 195\.3 GiB .* --batch-size 8192 fits"):
-        trainer._check_fits()
+        trainer.forecast()
     assert tried == [1, 2, 4, 8, 16, 32]
 
 
@@ -89,7 +91,7 @@ def test_a_check_that_ran_out_of_memory_leaves_the_generator_as_it_was(large, tm
         raise MemoryError
 
     trainer._try = attempt
-    trainer._check_fits()
+    trainer.forecast()
     assert trainer.generator.state() == before
 
 
@@ -101,14 +103,14 @@ def test_a_check_that_ran_out_of_memory_leaves_the_generator_as_it_was(large, tm
 def test_how_far_a_batch_is_tried(large, tmp_path, monkeypatch, batch_size, start, peak, expected):
     """With 1,024 bytes free of which an image takes `peak`: one that leaves room for all suffices."""
     trainer, tried = Trainer(LARGE.replace(batch_size=batch_size), large, tmp_path / "run"), []
-    monkeypatch.setattr("cudiff.train.memory_available", lambda: 1024)
-    monkeypatch.setattr("cudiff.train.resident", lambda: start)
+    monkeypatch.setattr("cudiff.forecast.memory_available", lambda: 1024)
+    monkeypatch.setattr("cudiff.forecast.resident", lambda: start)
     trainer._try = tried.append
 
     def peak_of(run):
         run()
         return None if peak is None else start + peak * tried[-1]
 
-    monkeypatch.setattr("cudiff.train.peak_of", peak_of)
-    trainer._check_fits()
+    monkeypatch.setattr("cudiff.forecast.peak_of", peak_of)
+    trainer.forecast()
     assert tried == expected

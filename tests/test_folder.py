@@ -168,6 +168,24 @@ def test_a_lock_that_does_not_say_whose_it_is_still_locks(tmp_path):
                 check_unused(tmp_path)
 
 
+def test_processes_that_look_at_the_same_time_do_not_refuse_each_other(tmp_path, monkeypatch):
+    """As those of one run do, before they meet."""
+    fcntl = pytest.importorskip("fcntl")
+    with alone_in(tmp_path):
+        pass
+    looked, flock = [], fcntl.flock
+
+    def beside(*given):
+        flock(*given)
+        looked.append(given)
+        if len(looked) == 1:
+            check_unused(tmp_path)
+
+    monkeypatch.setattr(fcntl, "flock", beside)
+    check_unused(tmp_path)
+    assert len(looked) == 2
+
+
 def test_a_system_without_locks_trains(tmp_path, monkeypatch):
     fcntl = pytest.importorskip("fcntl")
     monkeypatch.setattr(fcntl, "flock", lambda *args: (_ for _ in ()).throw(OSError("no locks")))

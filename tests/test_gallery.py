@@ -54,11 +54,13 @@ def shown(name, *arguments, monkeypatch, capsys):
     return [float(number) for number in NUMBER.findall(capsys.readouterr().out.splitlines()[-1])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SHOWN if not takes_device(name)])
 def test_a_program_comes_to_its_result(name, monkeypatch, capsys):
     assert SHOWN[name](*shown(name, monkeypatch=monkeypatch, capsys=capsys))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SHOWN if takes_device(name)])
 def test_a_program_comes_to_its_result_on_either_device(name, device, monkeypatch, capsys):
     assert SHOWN[name](*shown(name, device, monkeypatch=monkeypatch, capsys=capsys))

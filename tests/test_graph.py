@@ -16,6 +16,7 @@ from cudiff.nn import Module, Parameter
 from cudiff.ops.random import Generator, Purpose
 from cudiff.optim import EMA, AdamW, Cosine
 from cudiff.tensor import Tensor
+from tests.recording import stand_in
 
 STEPS = 20
 
@@ -83,6 +84,17 @@ def test_random_numbers_advance_from_call_to_call(device):
     for _ in range(6):
         np.testing.assert_array_equal(draw().numpy(), expected.normal((4, 9), stream=Purpose.NOISE).numpy())
         expected.advance()
+
+
+def test_a_warm_up_function_takes_the_place_of_the_first_calls(device, monkeypatch):
+    if device == "cpu":
+        stand_in(monkeypatch)
+    calls, warmups = [], []
+    function = capture(lambda x: calls.append(1) or x * 2.0 + 1.0, warmup=lambda x: warmups.append(1) or x * 2.0 + 1.0)
+    for i in range(4):
+        x = Tensor(np.full(3, i, np.float32), device=device)
+        np.testing.assert_array_equal(function(x).numpy(), 2 * i + 1)
+    assert (len(calls), len(warmups)) == (1, 1)
 
 
 def test_inputs_are_copied_in_and_shapes_have_graphs_of_their_own(device, rng):

@@ -377,3 +377,94 @@ def test_modules_are_there_after_import_cudiff():
     code = "import cudiff; cudiff.optim.AdamW, cudiff.data.Dataset, cudiff.diffusion.EDMLoss, cudiff.models.build"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert {"optim", "data", "diffusion", "models", "plot"} <= set(dir(cudiff))
+
+
+def test_a_leaf_changes_in_place_within_no_grad(device):
+    """A loop over tensors names each anew: what it changes is the tensor, or nothing would be trained."""
+    x = Tensor(X, device=device)
+    weights = [Tensor(np.ones(3, np.float32), requires_grad=True, device=device),
+               Tensor(np.float32(0), requires_grad=True, device=device)]
+    first, before = weights[0], weights[0].data
+    losses = []
+    for _ in range(3):
+        for weight in weights:
+            weight.zero_grad()
+        out = cudiff.square(x @ weights[0] + weights[1]).mean()
+        again, last = (weights[0] * weights[0]).sum(), weights[0].numpy().copy()
+        out.backward()
+        with cudiff.no_grad():
+            for weight in weights:
+                weight -= 0.05 * Tensor(weight.grad)
+        losses.append(out.item())
+    assert losses[0] > losses[1] > losses[2] and weights[0] is first and first.requires_grad and first.is_leaf
+    kept = first.numpy().copy()
+    first.grad = None
+    with cudiff.no_grad():
+        first += 1.0
+        first *= 2
+        first /= 4
+    np.testing.assert_allclose(first.numpy(), (kept + 1) / 2, rtol=1e-6)
+    again.backward()
+    np.testing.assert_allclose(Tensor(first.grad).numpy(), 2 * last, rtol=1e-6)  # of the values that it was made with
+    assert Tensor(before).numpy().tolist() == [1, 1, 1]
+    with pytest.raises(RuntimeError, match=r"^a leaf that requires a gradient changes in place only within cudiff"):
+        first -= 1.0
+    with pytest.raises(ValueError, match=r"shape \(3,\) does not change to \(6, 3\) in place"), cudiff.no_grad():
+        first += x
+
+
+def test_other_tensors_are_named_anew(device):
+    x = Tensor(np.float32([1, 2]), requires_grad=True, device=device)
+    out = other = x * 2
+    out += 1
+    out *= out
+    assert other.numpy().tolist() == [2, 4] and out.numpy().tolist() == [9, 25]
+    out.sum().backward()
+    assert Tensor(x.grad).numpy().tolist() == [12, 20]
+
+
+def test_a_captured_change_writes_to_the_tensor(host_of, monkeypatch):
+    host = host_of(True)
+    x = Tensor(host.zeros(3, np.float32), requires_grad=True)
+    data = x.data
+    monkeypatch.setattr(host.cuda.get_current_stream(), "is_capturing", lambda: True)
+    with cudiff.no_grad():
+        x -= 1.0
+    assert x.data is data
+
+
+def test_apply_reaches_every_module():
+    model, seen = network(), []
+    assert model.apply(lambda module: seen.append(module)) is model
+    assert seen == [*model, model]
+
+
+def test_values_as_lists(device):
+    assert Tensor(np.float32([[1, 2.5]]), device=device).tolist() == [[1.0, 2.5]]
+    assert Tensor(np.array(3), device=device).tolist() == 3
+
+
+def test_no_array_is_made_of_a_gradients_tensor_in_silence():
+    """NumPy's functions of lists, and SciPy's, make arrays without asking: a part of a loss would not be trained."""
+    x = Tensor(np.ones((2, 2)), requires_grad=True)
+    for lost in (lambda x: np.mean([x, x]), np.asarray, lambda x: np.array([x[0], x[1]]), lambda x: np.ones(2).dot(x)):
+        with pytest.raises(TypeError, match="an array would lose this tensor's gradient: call"):
+            lost(x)
+        lost(x.detach())
+    with pytest.raises(TypeError, match="would lose this tensor's gradient"):
+        cudiff.grad(lambda x: cudiff.sum(x) + np.linalg.det(np.asarray(x)))(np.ones((2, 2)))
+    assert np.stack([x, x]).requires_grad and np.asarray(x.numpy()).shape == (2, 2)
+
+
+def test_a_part_of_a_sequential_is_one():
+    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2))
+    features, head = model[:-1], model[-1]
+    assert type(features) is nn.Sequential and [*features, head] == [*model]
+    np.testing.assert_array_equal(head(features(X)).numpy(), model(X.tolist()).numpy())
+    layers = nn.ModuleList([nn.ReLU(), None, nn.ReLU()])[1:]
+    assert type(layers) is nn.ModuleList and layers[0] is None and len(layers) == 2
+
+
+def test_buffers_are_listed_as_parameters_are():
+    norm = nn.BatchNorm2d(2)
+    assert norm.buffers() == [norm.running_mean, norm.running_var] and nn.Dropout().p == 0.5

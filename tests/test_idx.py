@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cudiff.data.idx import LARGEST, has_idx, idx_folder
+from cudiff.data.idx import has_idx, idx_folder
 from cudiff.errors import CudiffError
 from tests.test_data import idx_bytes, picture
 
@@ -40,8 +40,3 @@ def test_shapes_that_are_no_images_with_labels(tmp_path, images, labels, message
 def test_an_unknown_part_is_refused(tmp_path):
     with pytest.raises(CudiffError, match="MNIST has no part 'validation': use train or test"):
         idx_folder(tmp_path, "validation")
-
-
-def test_the_largest_file_is_that_of_60_000_images():
-    """No more is taken from a mirror."""
-    assert LARGEST == 16 + 60_000 * 28 * 28

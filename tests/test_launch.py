@@ -10,9 +10,10 @@ import pytest
 
 from cudiff.cuda import device as devices
 from cudiff.cuda.accumulate import add_into
-from cudiff.cuda.compiler import kernel_folder
+from cudiff.cuda.compiler import compile_source, kernel_folder
 from cudiff.cuda.graph import capture
 from cudiff.cuda.launch import formats, pack, room
+from cudiff.errors import CudiffError
 from cudiff.tensor import Tensor
 
 
@@ -45,6 +46,37 @@ def test_where_hoppers_kernels_run(monkeypatch, capability, driver, portable, ar
     devices._target.cache_clear()
     assert devices.current_target() == ("NVIDIA H200", architecture)
     devices._target.cache_clear()
+
+
+@pytest.mark.parametrize("compute, architecture, target, of_block", [
+    (None, "sm_90a", "sm_90a", 227), ("75", "compute_75", "sm_75", 64), ("80", "compute_80", "sm_80", 163),
+])
+def test_a_gpu_may_stand_for_an_older_one(host_of, monkeypatch, compute, architecture, target, of_block):
+    monkeypatch.setattr(devices, "_target", devices._target.__wrapped__)
+    asked = devices.current_target
+    host_of(True)
+    if compute is not None:
+        monkeypatch.setenv("CUDIFF_COMPUTE", compute)
+    monkeypatch.setattr(devices, "driver_version", lambda: 13000)
+    monkeypatch.setattr(devices, "current_target", asked)
+    found = devices.current_device()
+    assert (found.architecture, found.of_block) == (architecture, of_block << 10)
+    assert devices.current_target().architecture == target
+
+
+@pytest.mark.parametrize("number", [75, 80])
+def test_a_gpu_that_stands_for_an_older_one_gets_ptx(number, nvrtc):
+    """Code of another generation does not load."""
+    text, _ = compile_source("cast", f"compute_{number}", {"FROM": "half", "TO": "float"})
+    assert f".target sm_{number}".encode() in text
+
+
+@pytest.mark.parametrize("compute", ["90", "90a", "120", "7.5", ""])
+def test_an_older_one_that_there_is_not_is_refused(host_of, monkeypatch, compute):
+    host_of(True)
+    monkeypatch.setenv("CUDIFF_COMPUTE", compute)
+    with pytest.raises(CudiffError, match="is none of 75, 80, 86, 89 that NVIDIA H200 runs: leave it out"):
+        devices.current_device()
 
 
 def test_numpy_arrays_are_passed_whole():

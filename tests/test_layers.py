@@ -223,7 +223,14 @@ def test_a_seed_makes_weights():
 
 def test_named_modules_and_devices_are_pytorchs():
     model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+    outer = nn.ModuleDict({"a": model})
+    outer.head = nn.ReLU()
     assert dict(model.named_modules()) == {"": model, "0": model[0], "1": model[1]}
+    assert dict(outer.named_modules("b")) == {"b": outer, "b.a": model, "b.a.0": model[0], "b.a.1": model[1],
+                                              "b.head": outer.head}
+    assert list(outer.modules()) == [outer, model, *model, outer.head]
+    assert dict(outer.named_children()) == {"a": model, "head": outer.head}
+    assert list(outer.children()) == [model, outer.head] and list(model.children()) == list(model)
     for wrong in (np.float16, "bfloat16", "cuda:0"):
         with pytest.raises(CudiffError, match=r'moves to "cpu" or "cuda", not .*precision = "bf16"'):
             model.to(wrong)

@@ -41,9 +41,8 @@ def test_streamed_batches_are_those_of_resident_data(accumulate, classes):
         arrays = streamed.next()
         assert len(arrays) == accumulate * (2 if classes else 1)
         for index in range(accumulate):
-            number = 4 + update * accumulate + index
             found = streamed.batch(Tensor(np.int32([0])), arrays, index)
-            expected = resident.batch(Tensor(np.int32([number])), (), 0)
+            expected = resident.batch(Tensor(np.int32([4 + update])), (), index)
             np.testing.assert_array_equal(found[0].numpy(), expected[0].numpy())
             assert found[0].dtype == np.float32 and (found[1] is None) == (classes == 0)
             if classes:

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tests import mutate
+from tests import equivalent, mutate
 from tests.mutants import ROOT, Mutant, _gpu_constants, _gpu_functions, _Python, kernel_mutants, python_mutants, sample
 
 
@@ -60,6 +60,7 @@ def _both(x): return x
     assert {line for _, line in _gpu_functions({"x.py": tree})} == {3, 6}
 
 
+@pytest.mark.slow
 def test_every_mutant_is_another_program_and_has_tests():
     everything = python_mutants()
     mutants = sample(everything, 150, 7)
@@ -84,6 +85,14 @@ struct Job { int at[5]; };
     assert {m.old for m in kernel_mutants(tmp_path) if m.rule == "constant"} == {"3", "4", "5"}
 
 
+def test_whether_addresses_allow_packs_makes_no_mutant_but_the_rest_of_the_condition_does(tmp_path):
+    (tmp_path / "kernels" / "portable").mkdir(parents=True)
+    text = "    bool packs = size % 4 == 0 && ((u64)x | (u64)y) % 16 == 0;\n"
+    (tmp_path / "kernels" / "portable" / "x.cu").write_text(text)
+    assert sorted(m.old for m in kernel_mutants(tmp_path)) == ["%", "&&", "0", "4", "=="]
+
+
+@pytest.mark.slow
 def test_a_sample_takes_turns_and_stays_as_it_was():
     mutants = python_mutants()
     chosen = sample(mutants, 100, 1)
@@ -125,3 +134,31 @@ def test_a_mutant_that_keeps_tests_from_starting_is_caught_only_where_they_start
         with pytest.raises(RuntimeError, match="cannot start these tests without a mutant"):
             mutate.is_caught(tmp_path, mutant, {})
     assert file.read_text() == "A = 1\n"
+
+
+def test_mutants_of_which_nvrtc_makes_the_same_code_are_equivalent_and_others_are_not(nvrtc):
+    path = "kernels/portable/embedding.cu"
+    source = (ROOT / path).read_text()
+
+    def changed(old, new):
+        start = source.index(old)
+        return Mutant(path, "", "", start, start + len(old), new, 1, old)
+
+    same = [("index >= 0", "index > -1"), ("sum += to_float(", "sum += 1.0f * to_float("),
+            ("int column", "int  column")]
+    for old, new in same:
+        assert equivalent.is_equivalent(changed(old, new), "sm_90a"), new
+    for old, new in [("index >= 0", "index > 0"), ("index < num", "index <= num"), ("sum +=", "sum -="),
+                     ("? 0.0f", "? 1.0f"), ("index >= 0", "index >= nothing")]:
+        assert not equivalent.is_equivalent(changed(old, new), "sm_90a"), new
+    assert not equivalent.is_equivalent(changed(*same[0]), "sm_90a", limit=0)
+
+
+def test_equivalent_ones_are_found_by_what_was_printed_and_left_out_of_the_score():
+    mutants = kernel_mutants()[:3]
+    told = f"failed     1.0 s  {mutants[0].told}\nSURVIVED   12.3 s  {mutants[1].told}\n"
+    assert equivalent.survivors(told) == [mutants[1]]
+    text = mutate.section("kernels", list(zip(mutants, ("failed", "equivalent", ""), strict=True)), "now", {})
+    assert "**1 of 2 caught, 50.0 %**" in text
+    left_out = text[text.index("Left out: the same code"):]
+    assert f"{mutants[1].path}:{mutants[1].line} " in left_out and mutants[1].change in left_out

@@ -1,5 +1,7 @@
 """Layers and modules: initial values, precision, what is read where, and the layers' own checks."""
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -19,6 +21,12 @@ def test_uniform_fan_in_fills_its_range():
     assert values.dtype == np.float32 and values.shape == (300, 200)
     assert values.max() <= 0.25 < values.max() + 1e-3 and values.min() >= -0.25 > values.min() - 1e-3
     assert abs(values.mean()) < 0.003
+
+
+def test_a_summary_is_printed(capsys):
+    nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1, bias=False)).summary()
+    printed = capsys.readouterr().out
+    assert "Sequential: 10 parameters" in printed and "weight 2×3, bias 2" in printed and "ReLU" not in printed
 
 
 def test_seeds_make_parameters_and_end_with_their_block():
@@ -79,9 +87,27 @@ def test_weights_in_16_bits_are_those_of_float32_after_every_change(rng):
 def test_dropout_of_nothing_needs_no_numbers():
     x, layer = Tensor(np.ones(3, np.float32)), nn.Dropout(0.0)
     assert layer.train()(x) is x
-    with pytest.raises(RuntimeError, match="set_generator"):
-        nn.Dropout(0.5).train()(x)
     assert nn.Dropout(0.5).eval()(x) is x
+
+
+def test_dropout_makes_random_numbers_of_its_own(device):
+    x = Tensor(np.ones((4, 32), np.float32), device=device, requires_grad=True)
+
+    def masks():
+        cudiff.seed(5)
+        model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
+        return [layer(x).numpy().tobytes() for layer in (*model, *model, *copy.deepcopy(model))]
+
+    assert len(set(masks())) == 6 and masks() == masks()
+    layer = nn.Dropout(0.5)
+    out = layer(x)
+    layer(x)
+    out.backward(np.ones((4, 32), np.float32))
+    np.testing.assert_array_equal(Tensor(x.grad).numpy(), out.numpy())
+    given = cudiff.Generator(3, device)
+    nn.set_generator(layer, given)
+    layer(x)
+    assert layer.generator is given and given.step.numpy() == 0
 
 
 def dropped(layer, n=1):

@@ -8,7 +8,10 @@ import pytest
 from cudiff import Tensor, nn, ops
 from cudiff.backend import bfloat16
 from cudiff.diffusion import drop_labels
+from cudiff.errors import CudiffError
 from cudiff.models import UNet
+from tests.ops.cases import Numbers
+from tests.ops.table import ROWS
 
 INTEGERS = [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64]
 
@@ -137,6 +140,7 @@ OPS = {
         lambda x, w, b, scale, shift: ops.group_norm(x, w, b, num_groups=4, scale=scale, shift=shift),
     ),
     "layer_norm": (((4, C), (C,), (C,)), ops.layer_norm),
+    "layer_norm of images": (((2, 4, C), (2, C), (2, C)), ops.layer_norm),
     "batch_norm": (
         ((2, 4, 4, C), (C,), (C,), (C,), (C,)), lambda *all: ops.batch_norm(*all, training=True),
     ),
@@ -186,9 +190,35 @@ def test_mixed_dtypes(host_of, name, first, other, position):
     sizes, _ = OPS[name]
     dtypes = [first if index != position else other for index in range(len(sizes))]
     expected, *others = (outcome(name, dtypes, tensor) for _, tensor in devices(host_of))
-    integers = {dtype.kind for dtype in dtypes} == {"i"}  # NumPy computes with them, CUDA does not: both say so
+    integers = {dtype.kind for dtype in dtypes} == {"i"}  # of which no product, and no row, is on CUDA: it says so
     for found in others:
-        assert found == expected or (found is None and integers)
+        assert found == expected or (found is None and integers and name in ("matmul", "embedding"))
+
+
+# What takes tensors alone, as layers give them, and looks at them before they meet.
+TENSORS = {
+    "at", "mlp", "linear", "grouped_linear", "mse", "conv1d", "batch_norm", "batch_norm_relu_pool", "norm_silu_conv2d",
+    "edm_mix", "edm_output", "cross_entropy", "nll_loss",
+}
+MANY = {name: draw(Numbers(np.random.default_rng(7), "ordinary")) for name, (draw, _) in ROWS.items()}
+MANY = {name: case for name, case in MANY.items() if len(case.arrays) > 1 and name not in TENSORS}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_arrays_beside_a_tensor_on_a_gpu(name, host_of, monkeypatch):
+    """Any one operand is a tensor there, the others NumPy's arrays of float64: the result is there too."""
+    host, case = host_of(True), MANY[name]
+    capturing = False
+    monkeypatch.setattr(host.cuda.get_current_stream(), "is_capturing", lambda: capturing)
+    for i, own in enumerate(case.arrays):
+        there = Tensor(host.asarray(own.astype(np.float32) if own.dtype == np.float64 else own))
+        operands = [there if i == j else array for j, array in enumerate(case.arrays)]
+        capturing = False
+        outs = case.fn(*operands)
+        assert {out.device for out in (outs if isinstance(outs, tuple) else (outs,))} == {"cuda"}
+        capturing = True
+        with pytest.raises(CudiffError, match="a captured function copied a host array to the GPU: make it before"):
+            case.fn(*operands)
 
 
 TWO = ["add", "multiply", "divide", "power", "maximum", "where", "concatenate", "matmul", "attention", "mse"]

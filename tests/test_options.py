@@ -55,7 +55,7 @@ def test_choices_and_flags():
     for default, text, wanted in [(1, "1.5", "a whole number"), (1.0, "x", "a number"), ((1,), "1;2", "numbers such")]:
         with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not {wanted}"):
             Option(default, "help").parsed(text)
-    with pytest.raises(CudiffError, match="text or a tuple of numbers, not None"):
+    with pytest.raises(CudiffError, match="text or a tuple of numbers or texts, not None"):
         Option(None, "help")
 
 
@@ -82,8 +82,8 @@ def test_files_up_to_64_kib_of_lines_of_1000_characters(tmp_path):
 
 def test_what_a_resumed_run_keeps():
     fixed = {"image_size", "channels", "validation", "model", "num_classes", "learn_sigma", "diffusion", "optimizer",
-             "seed"}
+             "seed", "latent_scale"}
     unet, edm = set(MODELS["unet"].options), {"sigma_data", "data_mean", "data_std"}
     assert set(Config().fixed()) == fixed | unet | edm
     ddpm = set(Config(diffusion="ddpm").fixed()) - fixed - unet
-    assert ddpm == {"noise_schedule", "diffusion_steps"}
+    assert ddpm == {"noise_schedule", "diffusion_steps", "prediction"}

@@ -2,13 +2,14 @@
 
 import io
 import struct
+import time
 
 import numpy as np
 import pytest
 from PIL import Image
 
 import cudiff.memory
-from cudiff.data import Dataset, load_dataset
+from cudiff.data import Dataset, load_dataset, pictures
 from cudiff.data.pictures import fit, reason
 from tests.test_data import picture, refused
 
@@ -72,3 +73,90 @@ def test_why_a_file_cannot_be_read_is_one_line_of_300_characters():
     assert reason(ValueError("x" * 301 + "\ny")) == "x" * 300 and reason(ValueError("first\nsecond")) == "first"
     assert reason(ValueError()) == "ValueError" and reason(OSError("no reason")) == "no reason"
     assert reason(FileNotFoundError(2, "No such file")) == "No such file"
+
+
+def many(folder, n=60):
+    """Pictures of many sizes and kinds in two class folders; every tenth is damaged, every second a square."""
+    rng = np.random.default_rng(3)
+    for i in range(n):
+        (folder / "ab"[i % 2]).mkdir(exist_ok=True)
+        width, height = rng.integers(20, 90, 2)
+        pixels = picture(height, width if i % 4 // 2 else height, 3)
+        file = folder / "ab"[i % 2] / f"{i:03d}.{('png', 'jpg', 'bmp')[i % 3]}"
+        Image.fromarray(pixels).save(file)
+        if i % 10 == 7:
+            file.write_bytes(file.read_bytes()[:100])
+
+
+def test_pictures_read_by_threads_are_those_read_by_one(tmp_path, monkeypatch):
+    """In order, whichever thread is first: the first file is the slowest here."""
+    many(tmp_path)
+    read = pictures._read_picture
+
+    def slow(file, image_size):
+        time.sleep(0.05 if file.name in ("000.png", "001.jpg", "020.bmp") else 0)
+        return read(file, image_size)
+
+    monkeypatch.setattr(pictures, "_read_picture", slow)
+    found = []
+    for threads in (1, 2, 5):
+        monkeypatch.setattr(pictures, "THREADS", threads)
+        found.append(load_dataset(tmp_path, image_size=16, skip_bad=True))
+        refused("cannot read image .*/a/050.bmp|cannot read image .*/b/007.jpg", tmp_path, image_size=16)
+    for data in found[1:]:
+        np.testing.assert_array_equal(data.images, found[0].images)
+        np.testing.assert_array_equal(data.labels, found[0].labels)
+        assert data.skipped == found[0].skipped and data.notes == found[0].notes
+    alone = [name for name in sorted(tmp_path.rglob("*.*")) if str(name) not in found[0].skipped]
+    assert len(alone) == len(found[0]) == 54
+    for file, image in zip(alone, found[0].images, strict=True):
+        np.testing.assert_array_equal(image, np.asarray(read(file, 16)[0]))
+
+
+def test_an_error_ends_the_reading_soon(tmp_path, monkeypatch):
+    """Pictures far behind the damaged one are not decoded."""
+    many(tmp_path, 100)
+    seen, read = [], pictures._read_picture
+    monkeypatch.setattr(pictures, "THREADS", 2)
+    monkeypatch.setattr(pictures, "_read_picture", lambda file, size: seen.append(file) or read(file, size))
+    refused("cannot read image .*/b/007", tmp_path, image_size=16)
+    assert len(seen) <= 53 + 2 * 2  # of 100: those of the folder a, and four of b
+
+
+@pytest.mark.parametrize("turn", [1, 6])
+def test_pictures_that_are_not_square_are_counted(tmp_path, turn):
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    Image.fromarray(picture(20, 20, 3)).save(tmp_path / "a.png")
+    assert load_dataset(tmp_path, image_size=8).notes == ()
+    Image.fromarray(picture(20, 41, 3)).save(tmp_path / "b.jpg", exif=exif)
+    Image.fromarray(picture(41, 40, 3)).save(tmp_path / "c.png")
+    shown = "41x20" if turn == 1 else "20x41"
+    assert load_dataset(tmp_path, image_size=8).notes == (
+        f"2 of 3 pictures are not square and cropped to the square in their middle, first b.jpg ({shown})",)
+
+
+def test_arrays_that_are_not_square_are_told(tmp_path):
+    np.savez(tmp_path / "a.npz", images=picture(3, 8, 6, 3))
+    assert load_dataset(tmp_path / "a.npz", image_size=4).notes == (
+        "all 3 images are 6x8 and cropped to the square in their middle",)
+    np.savez(tmp_path / "a.npz", images=picture(3, 8, 8, 3))
+    assert load_dataset(tmp_path / "a.npz", image_size=4).notes == ()
+
+
+def test_only_the_class_folders_asked_for_are_decoded(tmp_path):
+    """A damaged picture elsewhere does not matter, nor one beside the class folders."""
+    for name in ("x", "y", "z"):
+        (tmp_path / name).mkdir()
+        Image.fromarray(picture(8, 8, 3)).save(tmp_path / name / "1.png")
+    whole = load_dataset(tmp_path)
+    (tmp_path / "x" / "2.png").write_text("no picture")
+    (tmp_path / "beside.png").write_text("no picture")
+    data = load_dataset(tmp_path, only_classes=["z", 1])
+    np.testing.assert_array_equal(data.images, whole.images[1:])
+    assert data.class_names == ("z", "y") and data.labels.tolist() == [1, 0] and data.notes == ()
+    refused("has no class 'w': its classes are x, y, z", tmp_path, only_classes=["w"])
+    refused("has no class 3: its classes are x, y, z", tmp_path, only_classes=[3])
+    for name in ("x", "y", "z"):
+        (tmp_path / name).rename(tmp_path / f".{name}")
+    refused("has no class folders, so only_classes cannot choose: leave it out", tmp_path, only_classes=["x"])

@@ -15,6 +15,7 @@ from cudiff.errors import CudiffError
 from cudiff.models import build
 from cudiff.ops.random import Generator
 from cudiff.pipeline import Pipeline, export_torch, import_torch
+from cudiff.registry import SAMPLERS
 from cudiff.tensor import Tensor, no_grad
 from cudiff.tensorfile import read_header, read_tensors
 
@@ -54,8 +55,8 @@ def levels_apart(a, b):
     return np.abs(a.astype(int) - b.astype(int)).max()
 
 
-@pytest.mark.parametrize("sampler", ["heun", "euler", "ddim", "ancestral"])
-@pytest.mark.parametrize("diffusion", ["edm", "ddpm"])
+@pytest.mark.parametrize("sampler", list(SAMPLERS))
+@pytest.mark.parametrize("diffusion", ["edm", "ddpm", "flow"])
 def test_every_sampler_samples_every_model(diffusion, sampler, device):
     model = pipeline(device, diffusion=diffusion, sampler=sampler, S_churn=1.0, eta=0.5)
     images = model.sample(5, seed=1, batch_size=2)
@@ -64,9 +65,46 @@ def test_every_sampler_samples_every_model(diffusion, sampler, device):
     assert not np.array_equal(model.sample(5, seed=2, batch_size=2), images)
 
 
+@pytest.mark.parametrize("sampler", ["heun", "euler"])
+def test_images_are_the_same_in_any_batch_where_that_is_asked_for(device, rng, sampler):
+    model = pipeline(device, sampler=sampler, S_churn=1.0, precision="fp32")
+    classes, seen = [3, 7, 3, 1, 0, 9, 2], []
+    noise = rng.standard_normal((7, *model.shape), np.float32)
+    pictures = rng.integers(0, 256, (7, *model.shape), np.uint8)
+    mask = rng.integers(0, 2, (7, *model.shape[:2]))
+    for given in ({}, {"noise": noise}, {"init": pictures, "mask": mask}, {"other": 4, "share": np.linspace(0, 1, 7)}):
+        few = {name: value if np.ndim(value) == 0 else value[:2] for name, value in given.items()}
+        whole = model.sample(7, 5, classes, guidance=3, batch_invariant=True, floats=True, **given)
+        for n, batch_size, part in ((7, 2, given), (2, 64, few), (2, 1, few)):
+            again = model.sample(n, 5, classes[:n], guidance=3, batch_size=batch_size, batch_invariant=True,
+                                 floats=True, progress=lambda *done: seen.append(done), **part)
+            assert again.shape == (n, *model.shape) and np.array_equal(again, whole[:n])
+    assert seen[:3] == [(7, 7), (2, 2), (2, 2)]
+    plain = model.sample(7, 5, classes, guidance=3, floats=True)
+    np.testing.assert_allclose(model.sample(7, 5, classes, guidance=3, batch_invariant=True, floats=True), plain,
+                               atol=0.05)
+
+
+def test_frames_of_an_invariant_batch_are_of_the_images_asked_for():
+    frames = []
+    images = pipeline().sample(3, frames=frames, batch_invariant=True)
+    assert all(frame.shape == images.shape for frame in frames) and np.array_equal(frames[-1], images)
+
+
+def test_an_invariant_batch_beyond_memory_is_told(monkeypatch):
+    model = pipeline()
+
+    def too_much(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr(model, "_sampling", too_much)
+    with pytest.raises(CudiffError, match="64 images at once do not fit: leave batch_invariant out"):
+        model.sample(3, batch_invariant=True)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("sampler", ["heun", "euler", "ddim", "ancestral"])
-@pytest.mark.parametrize("diffusion", ["edm", "ddpm"])
+@pytest.mark.parametrize("sampler", list(SAMPLERS))
+@pytest.mark.parametrize("diffusion", ["edm", "ddpm", "flow"])
 def test_captured_sampling_gives_the_same_images(diffusion, sampler):
     options = dict(diffusion=diffusion, sampler=sampler, S_churn=1.0, eta=0.5)
     images = [
@@ -319,8 +357,11 @@ def test_configuration_in_a_checkpoint_is_plain_json(checkpoint):
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_has_a_model(name):
     config = PRESETS[name]
-    if config.model_channels > 64:
+    if config.options.get("model_channels", 0) > 64:
         config = config.replace(model_channels=64)
+    if config.model == "dit":
+        config = config.replace(hidden_size=64, num_heads=1, depth=1)
+        config = config if config.image_size else config.replace(image_size=16, channels=4)
     assert build(config).num_parameters() > 0
 
 

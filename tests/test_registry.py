@@ -140,7 +140,7 @@ def test_the_check_of_memory_leaves_running_means_alone(own, digits, tmp_path, m
     checked._try = lambda size: (tried.append(size), attempt(size))
     checked.run()
     plain = Trainer(tiny(steps=1), digits, tmp_path / "plain")
-    monkeypatch.setattr(plain, "_check_fits", lambda: None)
+    monkeypatch.setattr("cudiff.train.check_fits", lambda trainer: None)
     plain.run()
     for one, other in zip(checked.net.state_dict().values(), plain.net.state_dict().values(), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -240,7 +240,7 @@ def test_an_option_that_its_own_has_no_more_is_not_left_out(own, kind, name, tmp
                             "diffusion scaled: leave it out"),
     ({"diffusion_steps": 3},
      "diffusion_steps is an option of diffusion ddpm, not of model small with diffusion scaled: leave it out"),
-    ({"num_classes": 3}, "model small has no classes and learns no variance: drop num_classes and learn_sigma"),
+    ({"num_classes": 3}, "model small has no classes: num_classes must be 0, not 3"),
     ({"model": "unet", "hidden": 4},
      "hidden is an option of model small, not of model unet with diffusion scaled: leave it out"),
     ({"model": "unet", "learn_sigma": True},
@@ -342,12 +342,12 @@ def test_functions_of_one_name_take_no_place_in_silence(own):
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cudiff.register_model("one", "x", options={"depth": cudiff.Option(1, "x")})(made(1))
+        cudiff.register_model("one", "x", options={"rounds": cudiff.Option(1, "x")})(made(1))
         with pytest.raises(UserWarning, match="model 'one' was registered before"):
             cudiff.register_model("one", "x")(made(2))
         assert MODELS["one"].build(None) == 1
-        with pytest.raises(CudiffError, match="model 'two': its option 'depth' has another type in one: choose ano"):
-            cudiff.register_model("two", "x", options={"depth": cudiff.Option(1.0, "x")})(made(2))
+        with pytest.raises(CudiffError, match="model 'two': its option 'rounds' has another type in one: choose ano"):
+            cudiff.register_model("two", "x", options={"rounds": cudiff.Option(1.0, "x")})(made(2))
         assert "two" not in MODELS
 
 
@@ -431,7 +431,7 @@ def test_what_builds_a_sampler_returns_one_and_it_shows_its_steps(own):
         model.sample(2, sampler="silent", frames=[])
 
 
-@pytest.mark.parametrize("default", [None, b"x", {}, (None,), ("a",), (True,)])
+@pytest.mark.parametrize("default", [None, b"x", {}, (None,), (b"a",), (True,)])
 def test_an_option_has_a_type(default):
     with pytest.raises(CudiffError, match="an option's default is"):
         cudiff.Option(default, "x")

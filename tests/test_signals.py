@@ -155,4 +155,4 @@ def test_python_m_cudiff_and_mistakes_on_stderr(tmp_path):
     process = start("train", "--data", "none", cwd=tmp_path)
     out, error = process.communicate(timeout=60)
     assert (process.returncode, out) == (2, "")
-    assert error == "cudiff: no data at 'none': give digits, mnist, a folder of images, an .npz or a .bin\n"
+    assert error.startswith("cudiff: no data at 'none': give digits, ") and error.count("\n") == 1

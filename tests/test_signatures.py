@@ -40,9 +40,8 @@ def test_every_kernel_is_read_for_every_variant(stem):
 
 
 @pytest.mark.parametrize("stem", ["arithmetic", "grouped_linear", "pool", "random"])
-def test_the_compiler_has_the_same_parameters(stem):
+def test_the_compiler_has_the_same_parameters(stem, nvrtc):
     """Of all files this is seen where they are compiled, by tests/compile_kernels.py."""
-    pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="CuPy is not installed: it brings NVRTC")
     constants = variants(stem, "sm_80")[0]
     cubin, _ = compiler.compile_source(stem, "sm_80", constants)
     assert compiled_parameters(cubin) == declared_parameters(stem, constants)

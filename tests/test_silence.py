@@ -50,7 +50,7 @@ def test_a_part_in_evaluation_mode_stays_so_when_a_sample_is_drawn():
     net = build(TINY)
     net.out.eval()
     Pipeline(TINY, net).sample(1)
-    assert net.training and not any(module.training for _, module in net.out.modules())
+    assert net.training and not any(module.training for module in net.out.modules())
 
 
 @pytest.mark.parametrize("spoil, problem", [

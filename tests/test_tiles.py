@@ -18,6 +18,7 @@ from cudiff.cuda.device import asked_about, current_device, multiprocessors
 from cudiff.cuda.kernels.attention import sm90 as attention
 from cudiff.cuda.kernels.convolution import sm90, wgrad_sm90
 from cudiff.cuda.kernels.gemm import product
+from cudiff.cuda.kernels.gemm import sm90 as gemm_sm90
 from cudiff.cuda.kernels.norm import sm90 as norm
 from cudiff.cuda.tiles import Planner, name_of, read, user_file
 from cudiff.data import Dataset
@@ -27,7 +28,7 @@ from cudiff.tensor import Tensor
 from cudiff.train import Trainer
 
 PLANNERS = {planner.kernel: planner for planner in (
-    sm90.plan, wgrad_sm90.plan, product.plan, norm.FORWARD, norm.BACKWARD, attention.FORWARD
+    sm90.plan, wgrad_sm90.plan, product.plan, norm.FORWARD, norm.BACKWARD, attention.FORWARD, gemm_sm90.plan
 )}
 
 
@@ -268,6 +269,17 @@ def test_what_is_added_to_is_as_before(planner, monkeypatch):
         planner.run((5, True), add, [total])
     assert total[0] == 1 + 3 and np.isinf(total[1])
     assert watch.times == {(planner, (5, True)): [{Cut(3): 1.0}]}, "the others are estimated to take twice as long"
+
+
+def test_what_is_recorded_is_not_measured(planner, monkeypatch):
+    """Nothing may wait for the GPU then; the warm-up before has been measured."""
+    launched = []
+    monkeypatch.setattr(tune, "cuda_available", lambda: True)
+    monkeypatch.setattr(tune, "is_capturing", lambda device: True)
+    watch = tune._Watch(lambda kernel, launches: None)
+    with tiles.watched(watch):
+        planner.run((5, True), launched.append)
+    assert launched == [Cut(3)] and not watch.times
 
 
 def test_weights_gradients_say_what_they_add_to(host, tmp_path):

@@ -220,3 +220,21 @@ def test_a_state_dict_has_up_to_200_000_opcodes(tmp_path):
         if opcodes == 200_000:
             assert read_torch(path)["x"].shape == (2, 3)
     assert "holds more than a state_dict would" in message_of(read_torch, path)
+
+
+OPTIONS = b"cargparse\nNamespace\n"
+
+
+def test_the_options_of_a_command_line_beside_the_weights(tmp_path):
+    """argparse's, as trainers save them: an object of it and its attributes, and nothing else of it."""
+    def beside(options):
+        weights = b"X\x03\x00\x00\x00ema" + state(TENSOR, b"}")[2:-1] + b"s"
+        return b"\x80\x02}" + weights + b"X\x04\x00\x00\x00args" + options + b"s."
+
+    path = tmp_path / "a.pt"
+    assert "choose from its parts 'ema'" in message_of(read, path, beside(OPTIONS + EMPTY + b"\x81}b"))
+    np.testing.assert_array_equal(read_torch(path, "ema")["w"], np.float32([1.5, -2]))
+    for options in (OPTIONS + EMPTY + b"R", OPTIONS + b"K\x01\x85\x81", ORDERED + EMPTY + b"\x81",
+                    OPTIONS + EMPTY + b"\x81]b", b"]}b"):
+        assert "its pickle makes no sense" in message_of(read, path, beside(options))
+    assert "refers to 'argparse.ArgumentParser'" in message_of(read, path, beside(b"cargparse\nArgumentParser\n"))

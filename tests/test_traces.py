@@ -15,7 +15,8 @@ from tests.traces import CASES, FOLDER, NO_NAMES, Trace, difference, old_names, 
 
 
 def is_fast(case):
-    return case.preset in ("digits", "mnist", "cs179") or (case.preset, case.precision) == ("elephants", "bf16")
+    small = case.preset in ("digits", "mnist", "cs179", "dit-mnist")
+    return small or (case.preset, case.precision) == ("elephants", "bf16")
 
 
 @pytest.mark.parametrize("case", [

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 PROGRAM = '''
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -35,9 +36,31 @@ def loss(weights: Tensor) -> Tensor:
     return cudiff.square(weights).mean()
 
 
-reveal_type(cudiff.grad(loss))  # def (*Any, **Any) -> Any
-reveal_type(cudiff.value_and_grad(loss)(np.ones(3)))  # tuple[Any, Any]
-cudiff.grad(3)  # error: arg-type
+def of_arrays(weights: np.ndarray, bias: float, *, decay: float = 0.1) -> Any:
+    return np.sum(weights**2) * bias + decay
+
+
+def of_either(weights: Any) -> Any:
+    return np.sum(weights**2)
+
+
+reveal_type(cudiff.grad(loss))  # def (Tensor) -> Tensor
+reveal_type(cudiff.value_and_grad(loss)(x))  # tuple[Tensor, Tensor]
+reveal_type(cudiff.grad(of_arrays)(np.ones(3), 2.0, decay=0.0))  # ndarray
+reveal_type(cudiff.value_and_grad(of_arrays)(np.ones(3), 2.0))  # tuple[Any, ndarray]
+reveal_type(cudiff.grad(of_arrays, argnums=(0, 1)))  # def (weights: ndarray, bias: float, *, decay: float =) -> Any
+reveal_type(cudiff.value_and_grad(loss, create_graph=True))  # def (weights: Tensor) -> tuple[Tensor, Any]
+reveal_type(cudiff.elementwise_grad(cudiff.tanh))  # def (Any) -> Any
+cudiff.elementwise_grad(np.tanh)(np.ones(3))
+cudiff.grad(of_either)(np.ones(3)) + cudiff.grad(cudiff.grad(lambda w: w**3))(2.0)
+cudiff.check_gradient(loss, np.ones(3))
+value, pull_back = cudiff.vjp(of_arrays, np.ones(3), 2.0)
+reveal_type(pull_back(1.0))  # tuple[ndarray, float]
+cudiff.grad(3)  # error: call-overload
+cudiff.grad(of_arrays)(np.ones(3), "x")  # error: arg-type
+cudiff.grad(of_arrays)(np.ones(3))  # error: call-arg
+cudiff.value_and_grad(of_arrays, 1)(np.ones(3), 2.0, dacay=0.0)  # error: call-arg
+cudiff.vjp(loss, np.ones(3))  # error: arg-type
 
 
 class Net(nn.Module):

@@ -59,7 +59,7 @@ from cudiff.tensor import Tensor
 from tests.host import ADDRESS, MAP, Array, Launch, Map, decode, forget, owners, pretend
 
 FOLDER = Path(__file__).resolve().with_suffix("")
-NAMES = ("digits", "mnist", "cs179", "elephants", "guided64", "imagenet64")
+NAMES = ("digits", "mnist", "cs179", "elephants", "guided64", "imagenet64", "dit-mnist")
 SAMPLES, SAMPLE_STEPS = 64, 2
 _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int32": "i32", "uint8": "u8"}
 
@@ -210,7 +210,7 @@ def record(case: Case, names: Names) -> Trace:
         host = pretend(patch, case.hopper)
         patch.setattr(tiles, "user_file", lambda: FOLDER / "none")  # plans measured on this machine
         try:
-            run = _training(case, patch, folder) if case.phase == "training" else _sampling(case, patch)
+            run = training(case, patch, folder) if case.phase == "training" else sampling(case, patch)
             run()
             host.watch = trace
             patch.setattr(Array, "watch", staticmethod(trace.by_cupy))
@@ -222,7 +222,7 @@ def record(case: Case, names: Names) -> Trace:
     return trace
 
 
-def _training(case: Case, patch: pytest.MonkeyPatch, folder: str) -> Callable[[], Any]:
+def training(case: Case, patch: pytest.MonkeyPatch, folder: str) -> Callable[[], Any]:
     config = PRESETS[case.preset].replace(precision=case.precision, device="cuda", validation=0, capture=False)
     classes = max(0, config.num_classes)
     images = np.zeros((64, config.image_size, config.image_size, config.channels), np.uint8)
@@ -231,7 +231,7 @@ def _training(case: Case, patch: pytest.MonkeyPatch, folder: str) -> Callable[[]
     return train.Trainer(config, data, folder).train_step
 
 
-def _sampling(case: Case, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
+def sampling(case: Case, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
     config = PRESETS[case.preset].replace(device="cuda", capture=False)
     net = _without_values(config)
     net.precision = case.precision

@@ -58,7 +58,7 @@ def kernel_path(stem: str) -> str:
     return kernel_file(f"{stem}.cu").relative_to(kernel_folder().parent).as_posix()
 
 
-def _source(stem: str, constants: dict[str, Any]) -> str:
+def source(stem: str, constants: dict[str, Any]) -> str:
     """A `.cu` file after `common.cuh`, with its `#include`s of our own headers expanded, each once.
 
     Constants that are types are typedefs behind `common.cuh`: as macros they would also replace the T of every
@@ -114,11 +114,12 @@ def signature(stem: str, name: str, constants: dict[str, Any]) -> Signature:
 
 def compile_source(stem: str, arch: str, constants: dict[str, Any]) -> tuple[bytes, str]:
     """`compile_text` of one of our files."""
-    return compile_text(kernel_path(stem), _source(stem, constants), arch, constants)
+    return compile_text(kernel_path(stem), source(stem, constants), arch, constants)
 
 
 def compile_text(file: str, text: str, arch: str, constants: dict[str, Any]) -> tuple[bytes, str]:
-    """Compile a source by NVRTC, which needs no GPU. Returns the cubin and the compiler's log.
+    """Compile a source by NVRTC, which needs no GPU. Returns the cubin, for an `arch` such as compute_75 the PTX; and
+    the compiler's log.
 
     Raises CudiffError with the log's first lines where the source is wrong.
     """
@@ -129,6 +130,8 @@ def compile_text(file: str, text: str, arch: str, constants: dict[str, Any]) -> 
     program = nvrtc.createProgram(text, Path(file).name, (), ())
     try:
         nvrtc.compileProgram(program, tuple(options))
+        if arch.startswith("compute_"):
+            return nvrtc.getPTX(program), nvrtc.getProgramLog(program)
         return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
         log = " ".join(nvrtc.getProgramLog(program).split())
@@ -160,7 +163,7 @@ def nvrtc_version() -> str:
 
 def _cubin(stem: str, arch: str, constants: dict[str, Any]) -> Path:
     """`cubin_of` one of our files."""
-    return cubin_of(kernel_path(stem), _source(stem, constants), arch, constants)
+    return cubin_of(kernel_path(stem), source(stem, constants), arch, constants)
 
 
 def cubin_of(file: str, text: str, arch: str, constants: dict[str, Any]) -> Path:

@@ -72,7 +72,7 @@ class Queue:
         self._held: Counter[LaunchType] = Counter()
 
     def enqueue(self, group: _Group, pending: _Pending) -> None:
-        if self._overlap(self._writes, pending.writes):
+        if self._writes and self._overlap(self._writes, pending.writes):
             self.flush()
         batch = self._groups.setdefault(group, [])
         batch.append(pending)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from cudiff.backend import cuda_status, get_cupy
+from cudiff.errors import CudiffError
 
 
 @functools.cache
@@ -27,10 +28,18 @@ def driver_version() -> int:
     return get_cupy().cuda.runtime.driverGetVersion()
 
 
+_PLANNED = {
+    "sm_75": (40, 64), "sm_80": (108, 163), "sm_86": (82, 99), "sm_89": (128, 99), "sm_90a": (132, 227),
+    "sm_100": (148, 227), "sm_120": (170, 99),
+}
+"""Multiprocessors, and the KiB of shared memory that a block may ask for, of a T4, A100, RTX 3090, RTX 4090, H200, B200
+and RTX 5090, for which `asked_about` plans."""
+
+
 class Device(NamedTuple):
     """A GPU's name, such as "NVIDIA H200", and its compute capability, 10 · major + minor; its multiprocessors; what
     each has room for: blocks, threads, bytes of shared memory; the bytes that a block may ask for; and those that it
-    takes besides."""
+    takes besides. ptx: whether it stands for an older GPU, whose kernels it gets as PTX."""
 
     name: str
     capability: int
@@ -40,25 +49,40 @@ class Device(NamedTuple):
     shared: int
     of_block: int
     reserved: int
+    ptx: bool = False
 
     @property
     def architecture(self) -> str:
         """NVRTC's name for it; Hopper's own instructions need the `a`."""
+        if self.ptx:
+            return f"compute_{self.capability}"
         return f"sm_{self.capability}a" if self.capability == 90 else f"sm_{self.capability}"
 
 
 @functools.cache
 def device(ordinal: int) -> Device:
-    """The GPU of this number."""
+    """The GPU of this number. CUDIFF_COMPUTE=75 in the environment takes it for one of compute capability 7.5."""
     cuda = get_cupy().cuda
     found = cuda.Device(ordinal)
     facts = found.attributes
-    return Device(
+    gpu = Device(
         cuda.runtime.getDeviceProperties(ordinal)["name"].decode(), int(found.compute_capability),
         facts["MultiProcessorCount"], facts["MaxBlocksPerMultiprocessor"], facts["MaxThreadsPerMultiProcessor"],
         facts["MaxSharedMemoryPerMultiprocessor"], facts["MaxSharedMemoryPerBlockOptin"],
         facts["ReservedSharedMemoryPerBlock"],
     )
+    capability = os.environ.get("CUDIFF_COMPUTE")
+    return gpu if capability is None else _older(gpu, capability)
+
+
+def _older(gpu: Device, capability: str) -> Device:
+    """`gpu` as one of an older compute capability, such as "75", with the shared memory of its blocks. Raises
+    CudiffError for one that there are no kernels for."""
+    name = f"sm_{capability}"
+    if capability not in ("75", "80", "86", "89") or int(capability) > gpu.capability:
+        raise CudiffError(f"CUDIFF_COMPUTE={capability} is none of 75, 80, 86, 89 that {gpu.name} runs: leave it out")
+    of_block = min(gpu.of_block, _PLANNED[name][1] << 10)
+    return gpu._replace(name=f"{gpu.name} as {name}", capability=int(capability), of_block=of_block, ptx=True)
 
 
 def current_device() -> Device:
@@ -66,8 +90,11 @@ def current_device() -> Device:
     return device(get_cupy().cuda.runtime.getDevice())
 
 
-_MULTIPROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90a": 132, "sm_100": 148, "sm_120": 170}
-"""Of an A100, RTX 3090, RTX 4090, H200, B200 and RTX 5090, for which `asked_about` plans."""
+def precision_on(device: str, name: str) -> str:
+    """The precision that `name` stands for on a device. "auto" is bf16 on a GPU and fp32 on the CPU. A GPU older than
+    sm_80 has no bf16: there it is fp16."""
+    name = ("bf16" if device == "cuda" else "fp32") if name == "auto" else name
+    return "fp16" if name == "bf16" and device == "cuda" and current_device().capability < 80 else name
 
 
 class _Asked(threading.local):
@@ -89,9 +116,20 @@ def asked_about(architecture: str) -> Iterator[None]:
 
 def multiprocessors() -> int:
     """Those of the GPU that launches are planned for: the current device; where there is none an H200, 132."""
-    if asked.architecture is not None:
-        return _MULTIPROCESSORS.get(asked.architecture, 132)
-    return current_device().multiprocessors if cuda_status()[0] else 132
+    return _planned()[0]
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that a block may ask for, of the same GPU."""
+    return _planned()[1]
+
+
+def _planned() -> tuple[int, int]:
+    if asked.architecture is None and cuda_status()[0]:
+        gpu = current_device()
+        return gpu.multiprocessors, gpu.of_block
+    count, kib = _PLANNED.get(asked.architecture or "sm_90a", _PLANNED["sm_90a"])
+    return count, kib << 10
 
 
 _CUDA_OF_DRIVER_530 = 12010
@@ -117,7 +155,12 @@ def current_target() -> Target:
 def _target(ordinal: int, portable: bool) -> Target:
     found = device(ordinal)
     portable = portable or driver_version() < _CUDA_OF_DRIVER_530
-    return Target(found.name, found.architecture.removesuffix("a" if portable else ""))
+    return Target(found.name, found.architecture.replace("compute", "sm").removesuffix("a" if portable else ""))
+
+
+def bus_address() -> str:
+    """Where the current device is plugged in, which no other of this machine shares."""
+    return get_cupy().cuda.Device().pci_bus_id
 
 
 def describe() -> dict[str, str]:
@@ -128,6 +171,7 @@ def describe() -> dict[str, str]:
         "CuPy": cupy.__version__,
         "driver supports": f"CUDA {newest // 1000}.{newest % 1000 // 10}",
         "GPU": f"{gpu.name}, {gpu.multiprocessors} multiprocessors",
+        "GPUs": f"{cupy.cuda.runtime.getDeviceCount()} to be seen",
         "GPU memory": f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free",
         "kernels compiled for": gpu.architecture,
     }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from cudiff.backend import get_cupy
 from cudiff.cuda.compiler import compiling_ahead
+from cudiff.cuda.exchange import release_workspace
 from cudiff.cuda.memory import Arena
 from cudiff.errors import CudiffError
 from cudiff.precision import tf32_allowed
@@ -28,13 +30,18 @@ def record_again() -> None:
         _state += 1
 
 
+def recording_state() -> int:
+    """Another number after `record_again`: what was recorded before is not launched again."""
+    return _state
+
+
 _FORBIDDEN = (
     "the function cannot be captured: in it nothing may be read from the GPU (.item(), .numpy(), if on a tensor), "
     "copied to it, or waited for"
 )
 
 
-def capture(fn: Callable, warmup: int = 3, device: str | None = None, precompile: bool = False) -> Captured:
+def capture(fn: Callable, warmup: int | Callable = 3, device: str | None = None, precompile: bool = False) -> Captured:
     """Make `fn` one CUDA graph: the same results for the host's price of one launch.
 
     The first `warmup` calls run `fn` as it is, so that kernels are compiled and memory is there; the next one records
@@ -49,12 +56,14 @@ def capture(fn: Callable, warmup: int = 3, device: str | None = None, precompile
         numbers and branches included, is frozen as recorded: what changes from call to call has to be in tensors.
         What it makes for a stream of its own it has to hold until that has joined, and the stream until it returns:
         memory and streams are reused as Python frees them.
-    warmup : int, at least 1
+    warmup : int, at least 1, or callable
+        A function is called once as `fn` would be, in place of the first calls, and what it returns is dropped: the
+        first call records. It has to launch each kernel of `fn`, and to make what `fn` keeps from call to call.
     device : {"cpu", "cuda"}, optional
         That of the tensors passed is the default; a function called without tensors needs it.
     precompile : bool
-        Run `fn` once more before the first call, with nothing done on the GPU, to have all its kernels compiled at
-        once: those of a training step of the U-Net take 3 s on 16 cores, 19 s on one. Only for an `fn` that keeps
+        Run `fn`, or `warmup`, once more before the first call, with nothing done on the GPU, to have all its kernels
+        compiled at once: those of a training step of the U-Net take 3 s on 16 cores, 19 s on one. Only for what keeps
         nothing in Python from call to call: gradients have to be there already (`Module.flatten`).
 
     Returns
@@ -63,8 +72,8 @@ def capture(fn: Callable, warmup: int = 3, device: str | None = None, precompile
         Callable as `fn`, with one graph for each combination of argument shapes and dtypes, within `allow_tf32` and
         without, warmed up anew. Arguments are copied in. Once recorded, the result is always the same object,
         overwritten by the next call.
-        After a parameter was frozen, thawed, moved or replaced, or 16-bit weights were assigned, outside a captured
-        function, each is warmed up and recorded anew.
+        After a parameter was frozen, thawed, moved or replaced, 16-bit weights were assigned, or a module's attribute
+        was set to another value, outside a captured function, each is warmed up and recorded anew.
 
     Raises CudiffError where `fn` does what a graph cannot hold, and for a captured function within another.
     """
@@ -74,15 +83,29 @@ def capture(fn: Callable, warmup: int = 3, device: str | None = None, precompile
 class Captured:
     """A function and its graphs; see `capture`."""
 
-    def __init__(self, fn: Callable, warmup: int = 3, device: str | None = None, precompile: bool = False):
-        if warmup < 1:
+    def __init__(self, fn: Callable, warmup: int | Callable = 3, device: str | None = None, precompile: bool = False):
+        if not callable(warmup) and warmup < 1:
             raise ValueError("capture needs at least 1 warm-up call: kernels are compiled in it")
         self.fn, self.warmup, self.device, self.precompile = fn, warmup, device, precompile
         self._recordings: dict[tuple, _Recording] = {}
 
     def __call__(self, *args: Tensor | None) -> Any:
+        return self.fn(*args) if self._device(args) == "cpu" else self._recording(args)(args)
+
+    def needs(self, *args: Tensor | None) -> tuple[int, bool]:
+        """Bytes of GPU memory that the graph of such arguments takes, and whether the GPU has them; with `precompile`,
+        and before its first call.
+
+        Known from the capture that is thrown away: nothing is launched. 0 where that failed, as the real one may, and
+        on the CPU.
+        """
         if self._device(args) == "cpu":
-            return self.fn(*args)
+            return 0, True
+        recording = self._recording(args)
+        return recording.needed, recording.fits
+
+    def _recording(self, args: tuple[Tensor | None, ...]) -> _Recording:
+        """That of such arguments, made now or anew."""
         if getattr(_mode, "busy", False):
             raise CudiffError("a captured function was called within another: capture the outer one only")
         signature = (tf32_allowed(), *(None if arg is None else (arg.shape, arg.dtype) for arg in args))
@@ -90,7 +113,11 @@ class Captured:
             self._recordings[signature] = _Recording(self.fn, self.warmup)
             if self.precompile:
                 self._recordings[signature].precompile(args)
-        return self._recordings[signature](args)
+        return self._recordings[signature]
+
+    def forget(self) -> None:
+        """Drop the graphs and their memory; the next call warms up and records anew."""
+        self._recordings.clear()
 
     @property
     def pool_bytes(self) -> int:
@@ -112,13 +139,18 @@ class Captured:
 class _Recording:
     """One signature: its stream and memory, the calls still to be made eagerly, then the graph."""
 
-    def __init__(self, fn: Callable, warmup: int):
+    needed, fits = 0, True  # bytes of its arena, and whether the GPU has them, once precompiled
+
+    def __init__(self, fn: Callable, warmup: int | Callable):
         cuda = get_cupy().cuda
-        self.fn, self.eager_calls, self.state = fn, warmup, _state
+        self.fn, self.state = fn, _state
+        self.eager_calls = 0 if callable(warmup) else warmup
+        self.warmup = warmup if callable(warmup) else None  # until it has run
         # Non-blocking: a capturing stream that synchronises with the default one would forbid all work there.
         self.stream = cuda.Stream(non_blocking=True)
         self.before, self.after = (cuda.Event(disable_timing=True) for _ in range(2))
         self.arena = Arena()
+        weakref.finalize(self, release_workspace, cuda.runtime.getDevice(), self.stream.ptr).atexit = False
         self.graph: Any = None
         self.inputs: list[Tensor | None] = []
         self.result: Any = None
@@ -128,6 +160,10 @@ class _Recording:
             self.eager_calls -= 1
             with self._private():
                 return self.fn(*args)
+        if self.warmup is not None:
+            with self._private():
+                self.warmup(*args)
+            self.warmup = None
         if self.graph is None:
             self._record(args)
         for static, arg in zip(self.inputs, args, strict=True):
@@ -137,19 +173,31 @@ class _Recording:
         return self.result
 
     def precompile(self, args: tuple[Tensor | None, ...]) -> None:
-        """Compile the kernels that a recording asks for, which is thrown away; errors are left to the real call."""
+        """Compile the kernels that a recording asks for, which is thrown away; errors are left to the real call. What
+        it makes shows how much memory the real one takes."""
+        self.arena.rehearsing = True
         with self._private(), contextlib.suppress(Exception):
+            inputs = self._like(args)
             self.stream.begin_capture()
             try:
                 with compiling_ahead():
-                    self.fn(*args)
+                    (self.warmup or self.fn)(*inputs)
+                self.needed = self.arena.needed
             finally:
                 self.stream.end_capture()
+        self.arena.rehearsing = False
+        self.fits = self.arena.needed <= self.arena.total_bytes()
+        if not self.fits:
+            self.needed = self.arena.needed  # as far as it came
+            self.arena = Arena()  # without what has no memory behind it; the real call says so
+
+    def _like(self, args: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        """Arrays that a graph reads in place of the arguments."""
+        return [None if x is None else Tensor(get_cupy().empty_like(x.data), x.requires_grad) for x in args]
 
     def _record(self, args: tuple[Tensor | None, ...]) -> None:
-        cupy = get_cupy()
         with self._private():
-            self.inputs = [None if x is None else Tensor(cupy.empty_like(x.data), x.requires_grad) for x in args]
+            self.inputs = self._like(args)
             self.stream.begin_capture()
             try:
                 self.result = self.fn(*self.inputs)

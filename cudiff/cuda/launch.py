@@ -157,6 +157,18 @@ class Kernel:
 _kernels: dict[tuple, Kernel] = {}
 
 
+class _Made(threading.local):
+    launches = 0
+
+
+_made = _Made()
+
+
+def launches() -> int:
+    """How many kernels this thread has launched, for a difference; what CuPy launches by itself is not counted."""
+    return _made.launches
+
+
 def kernel(stem: str, name: str, **constants: Any) -> Callable[..., None]:
     """The compiled function `name` of `<stem>.cu`, ready to be called; a dtype becomes its C name."""
     key = (get_cupy().cuda.runtime.getDevice(), stem, name, *constants.items())
@@ -180,6 +192,7 @@ def launch(stem: str, name: str, grid: Any, block: Any, args: Sequence[Any], sha
     """
     grid = grid if isinstance(grid, tuple) else (grid,)
     block = block if isinstance(block, tuple) else (block,)
+    _made.launches += 1
     kernel(stem, name, **constants)(grid, block, args, shared_mem=shared, cooperative=cooperative)
 
 

@@ -73,10 +73,15 @@ class Allocator:
 
 class Arena(Allocator):
     """GPU memory for arrays that follow each other on one stream. It grows as they need it, and lives as long as the
-    last of them."""
+    last of them.
+
+    needed: how far its arrays have reached, in bytes. rehearsing: where the GPU has no more memory, what is beyond has
+    addresses alone, for launches that are thrown away; `needed` is above `total_bytes()` from then on.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.needed, self.rehearsing = 0, False
         runtime = get_cupy().cuda.runtime
         self._device = runtime.getDevice()
         self._reserved = -(-memory_total("cuda") // PAGE) * PAGE  # addresses alone cost nothing
@@ -98,17 +103,25 @@ class Arena(Allocator):
 
     def _reach(self, end: int) -> None:
         taken = self.total_bytes()
-        if end <= taken:
-            return
-        address, size = self._first + taken, -(-(end - taken) // PAGE) * PAGE
-        handle = self._create(size) if taken + size <= self._reserved else None
+        known_short = self.rehearsing and self.needed > taken  # to ask again collects garbage each time
+        if end > taken and not known_short:
+            size = -(-(end - taken) // PAGE) * PAGE
+            if not self._back(taken, size) and not self.rehearsing:
+                raise get_cupy().cuda.memory.OutOfMemoryError(size, taken)
+        self.needed = max(self.needed, end)
+
+    def _back(self, start: int, size: int) -> bool:
+        """Put memory behind the addresses from `start` on, if there is so much."""
+        address = self._first + start
+        handle = self._create(size) if start + size <= self._reserved else None
         if handle is None:
-            raise get_cupy().cuda.memory.OutOfMemoryError(size, taken)
+            return False
         _call("cuMemMap", address, size, 0, handle, 0)
         _call("cuMemRelease", handle)  # the mapping holds the memory
         self._pieces.append((address, size))
         # CUmemAccessDesc: CU_MEM_LOCATION_TYPE_DEVICE = 1, CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3
         _call("cuMemSetAccess", address, size, struct.pack("3i", 1, self._device, 3), 1)
+        return True
 
     def _create(self, size: int) -> ctypes.c_uint64 | None:
         """Memory without an address; None where none is left, that of garbage and of CuPy's idle blocks included."""

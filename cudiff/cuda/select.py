@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from cudiff.cuda.device import Target, asked_about, current_target
+from cudiff.errors import CudiffError
 
 ANY = None  # every architecture
 SM90 = frozenset({"sm_90a"})
@@ -79,7 +80,7 @@ class Table:
         """The first row that makes an offer, on the current device or on an architecture such as "sm_80".
 
         With an architecture this only asks: `watched` is not told, and plans are those for a GPU that has it, by the
-        rule. `problem` has the field `wanted`, a frozenset of fusions by name. Raises LookupError where no row serves
+        rule. `problem` has the field `wanted`, a frozenset of fusions by name. Raises CudiffError where no row serves
         it.
         """
         # Plans are tuned for a GPU, not for an architecture.
@@ -98,7 +99,9 @@ class Table:
                 offer = row.offer(problem)
                 if offer is not None:
                     return Choice(row, offer, problem.wanted - offer.fused)
-        raise LookupError(f"no kernel of the family {self.family} serves {problem}")
+        raise CudiffError(
+            f"no kernel of {self.family} on {architecture} serves {problem}: use 16 bits, or smaller sizes"
+        )
 
     def forget(self) -> None:
         """Select anew, as after other plans were tuned."""

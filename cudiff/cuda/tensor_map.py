@@ -37,9 +37,17 @@ def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True, twice: 
     return _encode(array.data.ptr, kind, shape, strides, box, swizzle)
 
 
+def windows_map(images: Array, taps: tuple[int, int], pixels: int) -> np.ndarray:
+    """The same for so many `pixels` in a row of CUDA images (N, H, W, C) of 16 bits, 64 channels of each, and for what
+    lies beside them under a convolution of (R, S) taps that keeps the images' size: the driver's "im2col" maps."""
+    channels = 128 // images.dtype.itemsize
+    return _encode(images.data.ptr, _TYPES[images.dtype], images.shape, images.strides[:-1], (pixels, channels),
+                   _SWIZZLES[128], taps)
+
+
 @functools.lru_cache(maxsize=4096)
 def _encode(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int, ...],
-            box: tuple[int, ...], swizzle: int) -> np.ndarray:
+            box: tuple[int, ...], swizzle: int, taps: tuple[int, int] | None = None) -> np.ndarray:
     rank = len(shape)
 
     def reversed_array(of: Any, values: tuple[int, ...]) -> ctypes.Array:
@@ -47,9 +55,14 @@ def _encode(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int,
 
     buffer = (ctypes.c_uint64 * 32)()
     address = -(-ctypes.addressof(buffer) // 64) * 64  # a CUtensorMap starts at a multiple of 64 bytes
-    status = library().cuTensorMapEncodeTiled(
+    if taps is None:
+        encode, area = library().cuTensorMapEncodeTiled, [reversed_array(ctypes.c_uint32, box)]
+    else:  # the first tap's pixels: they begin, and end, as far before the image's as a window reaches
+        corner = reversed_array(ctypes.c_int, tuple(-(count // 2) for count in taps))
+        encode, area = library().cuTensorMapEncodeIm2col, [corner, corner, *reversed_array(ctypes.c_uint32, box)]
+    status = encode(
         ctypes.c_void_p(address), kind, rank, ctypes.c_void_p(pointer), reversed_array(ctypes.c_uint64, shape),
-        reversed_array(ctypes.c_uint64, strides), reversed_array(ctypes.c_uint32, box),
+        reversed_array(ctypes.c_uint64, strides), *area,
         (ctypes.c_uint32 * rank)(*[1] * rank), 0, swizzle, _PROMOTE_256B, 0,
     )
     if status:

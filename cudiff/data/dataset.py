@@ -12,6 +12,8 @@ import numpy as np
 
 from cudiff import show
 from cudiff.as_array import plain
+from cudiff.classes import chosen, names_in_words
+from cudiff.data.rows import Rows
 from cudiff.errors import CudiffError
 from cudiff.ops.batch import mix32, order_key
 from cudiff.plot import GRID_WIDTH, grid
@@ -22,29 +24,38 @@ DIGESTED = 2**29
 
 @dataclass(repr=False)
 class Dataset:
-    """Images as uint8 with optional class labels; training normalises them to [-1, 1] on the device.
+    """Images as uint8, or latents, with optional class labels; training normalises images to [-1, 1] on the device.
 
-    images: uint8 (N, H, W, C), C-contiguous, C is 1 or 3. labels: int32 (N,) in [0, num_classes), or None, and then
-    num_classes is 0. class_names: one for each class, or None. skipped: the files that did not decode and were left
-    out. notes: what a user should know of how the data was read, one line each. Raises CudiffError where these do not
-    agree.
+    images: uint8 (N, H, W, C), C-contiguous, C is 1 or 3; with `latents` float32 or float16 of any C, taken as they
+    are. Of a folder that memory does not hold they are `Rows`, which stay in a file and are read as they are indexed.
+    labels: int32 (N,) in [0, num_classes), or None, and then num_classes is 0. class_names: one for each class, or
+    None. skipped: the files that did not decode and were left out. notes: what a user should know of how the data was
+    read, one line each. Raises CudiffError where these do not agree.
     """
 
-    images: np.ndarray
+    images: Any
     labels: np.ndarray | None = None
     num_classes: int = 0
     name: str = "data"
     class_names: tuple[str, ...] | None = None
     skipped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    latents: bool = False
 
     def __post_init__(self) -> None:
-        if self.images.dtype != np.uint8 or self.images.ndim != 4 or self.images.shape[3] not in (1, 3):
+        channels = self.images.shape[3] if self.images.ndim == 4 else 0
+        if self.latents and (self.images.dtype not in (np.float32, np.float16) or not channels):
+            raise CudiffError(f"{self.name}: latents are {self.images.dtype} {self.images.shape}; give float32 or "
+                              "float16 (N, H, W, C)")
+        if not self.latents and (self.images.dtype != np.uint8 or channels not in (1, 3)):
             raise CudiffError(
                 f"{self.name}: images are {self.images.dtype} {self.images.shape}; "
-                "give uint8 (N, H, W, C) with 1 or 3 channels"
+                "give uint8 (N, H, W, C) with 1 or 3 channels, or floats with latents=True"
             )
-        self.images = np.ascontiguousarray(plain(self.images))
+        if not isinstance(self.images, Rows):
+            self.images = np.ascontiguousarray(plain(self.images))
+        if self.latents and not all(np.isfinite(self.images[i : i + 1024]).all() for i in range(0, len(self), 1024)):
+            raise CudiffError(f"{self.name}: latents hold values that are not finite: encode the images anew")
         if self.labels is None:
             self.num_classes = 0
             return
@@ -73,11 +84,12 @@ class Dataset:
     def __repr__(self) -> str:
         height, width, channels = self.images.shape[1:]
         classes = f"{self.num_classes} classes" if self.labels is not None else "no labels"
-        return f"Dataset({self.name}: {len(self):,} images {height}x{width}x{channels}, {classes})"
+        what = "latents" if self.latents else "images"
+        return f"Dataset({self.name}: {len(self):,} {what} {height}x{width}x{channels}, {classes})"
 
     def _repr_html_(self) -> str:
         """What a notebook shows: as many of the first images as make a square of 8 rows at most."""
-        if not len(self):
+        if not len(self) or self.latents:
             return show.table(repr(self), [])
         columns = max(1, min(8, GRID_WIDTH // self.images.shape[2]))
         content = io.BytesIO()
@@ -87,21 +99,17 @@ class Dataset:
     def fingerprint(self) -> dict[str, Any]:
         """What tells this data set from another, as JSON holds it: name, number, size, classes and SHA-256 digests.
 
-        labels: of all of them, None without. pixels: of all images up to 512 MiB together, which takes about a second,
-        else of as many as that is, evenly spaced.
+        labels: of all of them, None without. pixels: see `pixel_digest`.
         """
-        count = max(1, min(len(self), DIGESTED // max(1, self.images[:1].nbytes)))
-        pixels = hashlib.sha256()
-        for index in np.linspace(0, len(self) - 1, count).round().astype(int) if len(self) else ():
-            pixels.update(self.images[index].data)
         return {
             "name": self.name, "number": len(self), "size": list(self.images.shape[1:]), "classes": self.num_classes,
             "labels": None if self.labels is None else hashlib.sha256(self.labels.data).hexdigest(),
-            "pixels": pixels.hexdigest(),
+            "pixels": pixel_digest(self.images),
         }
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> Dataset:
-        """Copies of the images at `indices`, in that order, or of those where a mask (N,) of bools is True.
+        """Copies of the images at `indices`, in that order, or of those where a mask (N,) of bools is True; `Rows` of
+        a file's stay there.
 
         Raises CudiffError for other indices than whole numbers and for a mask of another length.
         """
@@ -114,7 +122,27 @@ class Dataset:
                 f"{len(self)} bools"
             )
         indices = indices.astype(np.int64)
-        return replace(self, images=self.images[indices], labels=None if self.labels is None else self.labels[indices])
+        images = self.images.only(indices) if isinstance(self.images, Rows) else self.images[indices]
+        return replace(self, images=images, labels=None if self.labels is None else self.labels[indices])
+
+    def only(self, classes: str | int | Sequence[str | int]) -> Dataset:
+        """The images of some classes, given by name or number, which are numbered in this order from now on.
+
+        Classes without names are called by their numbers. Raises CudiffError for data without labels, for a class that
+        it has not, listing those that it has, for one that is given twice, and where no image is left.
+        """
+        if self.labels is None:
+            raise CudiffError(f"{self.name} has no labels, so only_classes cannot choose: leave it out")
+        classes = [classes] if isinstance(classes, str | int) else classes
+        names = self.class_names or tuple(map(str, range(self.num_classes)))
+        numbers = chosen(classes, names, self.name)
+        place = np.full(self.num_classes, -1, np.int32)
+        place[numbers] = np.arange(len(numbers))
+        part = self.subset(place[self.labels] >= 0)
+        if not len(part):
+            raise CudiffError(f"{self.name} has no image of {names_in_words([names[n] for n in numbers])}: give others")
+        kept = tuple(names[number] for number in numbers)
+        return replace(part, labels=place[part.labels], num_classes=len(kept), class_names=kept)
 
     def split(self, validation: int | float, seed: int = 0) -> tuple[Dataset, Dataset]:
         """Part the data into (training, held-out), the same way every time for the same seed.
@@ -132,7 +160,19 @@ class Dataset:
             rank = mix32(mix32(np.arange(len(self), dtype=np.uint32)) ^ order_key(seed))
         held_out = np.zeros(len(self), dtype=bool)
         held_out[np.argsort(rank, kind="stable")[: int(count)]] = True
-        return self.subset(np.flatnonzero(~held_out)), self.subset(np.flatnonzero(held_out))
+        training = self.subset(np.flatnonzero(~held_out)) if count else self  # which needs no copy
+        return training, self.subset(np.flatnonzero(held_out))
+
+
+def pixel_digest(images: np.ndarray | Rows) -> str:
+    """SHA-256 of all images up to 512 MiB together, which takes about a second, else of as many as that is, evenly
+    spaced."""
+    count = max(1, min(len(images), DIGESTED // max(1, images[:1].nbytes)))
+    pixels = hashlib.sha256()
+    chosen = np.linspace(0, len(images) - 1, count).round().astype(int) if len(images) else np.empty(0, int)
+    for first in range(0, len(chosen), 64):
+        pixels.update(images[chosen[first : first + 64]].data)
+    return pixels.hexdigest()
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -13,6 +13,8 @@ import re
 import struct
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -57,8 +59,67 @@ def npz_file(file: Path) -> Dataset:
 
     images: uint8 (N, H, W, C) or (N, H, W). Other types are refused rather than guessed at: whether floats span
     [0, 1] or [-1, 1] cannot be told for sure. labels: integers (N,), numbered from 0.
+    Or `latents` in the place of images: floats (N, S, S, C) of any C, kept in float16 or float32.
     Raises CudiffError where the file is damaged or the arrays are not these, before anything large is read.
     """
+    with opened_npz(file) as npz:
+        images_name = next((name for name in ("images", "latents", "arr_0") if name in npz.names), None)
+        if images_name is None:
+            found = ", ".join(npz.names[:10])[:200] or "nothing"
+            raise CudiffError(f"{file} has no array 'images' or 'arr_0' (it holds {found}): rename the array")
+        images = npz.array(images_name)
+        shape = images.header.shape
+        (_check_latents if images_name == "latents" else _check_images)(file, images)
+        if math.prod(shape) == 0:
+            raise CudiffError(f"{file} holds no images: name another file")
+        labels, num_classes = None, 0
+        labels_name = "arr_1" if images_name == "arr_0" else "labels"
+        if labels_name in npz.names:
+            labels = _labels(file, npz.array(labels_name), shape[0])
+            num_classes = int(labels.max()) + 1
+        values = images.read()
+    name = printable(file.stem)
+    if images_name == "latents":
+        values = values.astype(np.float16 if values.dtype == np.float16 else np.float32, copy=False)
+        return Dataset(values, labels, num_classes, name, notes=_spread(values), latents=True)
+    return Dataset(values[..., None] if values.ndim == 3 else values, labels, num_classes, name)
+
+
+def _check_images(file: Path, images: Stored) -> None:
+    dtype, _, shape, _ = images.header
+    if dtype != np.uint8:
+        raise CudiffError(f"{file}: images are {dtype}, not uint8: {_conversion(images)}")
+    if len(shape) == 4 and shape[3] not in (1, 3) and shape[1] in (1, 3):
+        raise CudiffError(f"{file}: images {shape} have channels first: save images.transpose(0, 2, 3, 1)")
+    if len(shape) != 3 and (len(shape) != 4 or shape[3] not in (1, 3)):
+        raise CudiffError(f"{file}: images have shape {shape}: save them as (N, H, W, C) with 1 or 3 channels")
+
+
+def _check_latents(file: Path, latents: Stored) -> None:
+    dtype, _, shape, _ = latents.header
+    if dtype.kind != "f":
+        raise CudiffError(f"{file}: latents are {dtype}, not floats: bytes of pictures are called images")
+    if len(shape) == 4 and shape[1] != shape[2] == shape[3]:
+        raise CudiffError(f"{file}: latents {shape} have channels first: save latents.transpose(0, 2, 3, 1)")
+    if len(shape) != 4 or shape[1] != shape[2]:
+        raise CudiffError(f"{file}: latents have shape {shape}: save them as (N, S, S, C), squares of any channels")
+
+
+def _spread(latents: np.ndarray) -> tuple[str, ...]:
+    """A line with the latents' mean and standard deviation, which nothing else shows."""
+    def total(power: int) -> float:
+        blocks = (latents[first : first + 64].astype(np.float64) for first in range(0, len(latents), 64))
+        return sum(float((block**power).sum()) for block in blocks)
+
+    mean = total(1) / latents.size
+    std = math.sqrt(max(0.0, total(2) / latents.size - mean**2))
+    return (f"the latents' mean is {mean:.3g} and their standard deviation {std:.3g}: times latent_scale it should be "
+            "EDM's sigma_data, for DDPM and flow about 1",)
+
+
+@contextmanager
+def opened_npz(file: Path) -> Iterator[Npz]:
+    """An .npz to read. Raises CudiffError where it is damaged, in the block too."""
     try:
         with _Bounded(file) as opened:
             try:
@@ -67,7 +128,7 @@ def npz_file(file: Path) -> Dataset:
                 raise CudiffError(
                     f"{file} is truncated or not an .npz ({reason(error)}): write it again with numpy.savez"
                 ) from None
-            return _read(file, archive)
+            yield Npz(file, archive)
     except _ERRORS as error:
         raise CudiffError(f"cannot read {file} ({reason(error)}): write it again with numpy.savez") from None
 
@@ -81,37 +142,24 @@ class _Bounded(io.FileIO):
         return super().read(size)
 
 
-def _read(file: Path, archive: zipfile.ZipFile) -> Dataset:
-    members: dict[str, zipfile.ZipInfo] = {}
-    for info in archive.infolist():
-        name = info.filename.removesuffix(".npy")
-        if name in members:
-            raise ValueError(f"two arrays are called {name}")
-        members[name] = info
-    images_name = next((name for name in ("images", "arr_0") if name in members), None)
-    if images_name is None:
-        found = ", ".join(list(members)[:10])[:200] or "nothing"
-        raise CudiffError(f"{file} has no array 'images' or 'arr_0' (it holds {found}): rename the array")
-    labels_name = "labels" if images_name == "images" else "arr_1"
-    images = _Array(file, archive, members[images_name])
-    shape = images.header.shape
-    if images.header.dtype != np.uint8:
-        raise CudiffError(f"{file}: images are {images.header.dtype}, not uint8: {_conversion(images)}")
-    if len(shape) == 4 and shape[3] not in (1, 3) and shape[1] in (1, 3):
-        raise CudiffError(f"{file}: images {shape} have channels first: save images.transpose(0, 2, 3, 1)")
-    if len(shape) != 3 and (len(shape) != 4 or shape[3] not in (1, 3)):
-        raise CudiffError(f"{file}: images have shape {shape}: save them as (N, H, W, C) with 1 or 3 channels")
-    if math.prod(shape) == 0:
-        raise CudiffError(f"{file} holds no images: name another file")
-    labels, num_classes = None, 0
-    if labels_name in members:
-        labels = _labels(file, _Array(file, archive, members[labels_name]), shape[0])
-        num_classes = int(labels.max()) + 1
-    values = images.read()
-    return Dataset(values[..., None] if values.ndim == 3 else values, labels, num_classes, name=printable(file.stem))
+class Npz:
+    """names: of the arrays in the file, in its order. Raises ValueError where two have one name."""
+
+    def __init__(self, file: Path, archive: zipfile.ZipFile):
+        self._file, self._archive = file, archive
+        self._members: dict[str, zipfile.ZipInfo] = {}
+        for info in archive.infolist():
+            name = info.filename.removesuffix(".npy")
+            if name in self._members:
+                raise ValueError(f"two arrays are called {name}")
+            self._members[name] = info
+        self.names = list(self._members)
+
+    def array(self, name: str) -> Stored:
+        return Stored(self._file, self._archive, self._members[name])
 
 
-def _labels(file: Path, array: _Array, n: int) -> np.ndarray:
+def _labels(file: Path, array: Stored, n: int) -> np.ndarray:
     dtype, shape = array.header.dtype, array.header.shape
     if shape != (n,) or dtype.kind not in "iu":
         raise CudiffError(f"{file}: labels are {dtype} {shape}; give one integer for each of the {n} images")
@@ -121,7 +169,7 @@ def _labels(file: Path, array: _Array, n: int) -> np.ndarray:
     return labels
 
 
-class _Array:
+class Stored:
     """A .npy in a zip: its header is read and checked at once, its values when asked for."""
 
     def __init__(self, file: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo):
@@ -135,10 +183,12 @@ class _Array:
             raise ValueError(f"{info.filename} of shape {header.shape} is not as long as its header says")
         if not inflates(info.file_size, os.path.getsize(file)):
             raise ValueError(f"{info.filename} would inflate to {size:,} bytes, as no images do")
-        check_memory(f"{file}", size, "save fewer images in one file")
+        self.file, self.size = file, size
 
     def read(self, count: int | None = None) -> np.ndarray:
         """The array, or its first `count` values as a vector. Its checksum is verified where it is read whole."""
+        if count is None:
+            check_memory(f"{self.file}", self.size, "save fewer images in one file")
         dtype, fortran, shape, start = self.header
         wanted = math.prod(shape) if count is None else min(count, math.prod(shape))
         values = np.empty(wanted, dtype)
@@ -150,6 +200,21 @@ class _Array:
         if count is not None:
             return values
         return values.reshape(shape[::-1]).T if fortran else values.reshape(shape)
+
+    def rows(self) -> Iterator[np.ndarray]:
+        """The array's rows (N, ...), about a MiB of them at once, in C order. Its checksum is verified at the end."""
+        dtype, fortran, shape, start = self.header
+        if fortran:
+            raise ValueError(f"{self.info.filename} is in Fortran order, which is not read in pieces")
+        each = max(1, CHUNK // max(1, dtype.itemsize * math.prod(shape[1:])))
+        with self.archive.open(self.info) as stream:
+            _exactly(stream, start)
+            for first in range(0, shape[0], each):
+                piece = np.empty((min(each, shape[0] - first), *shape[1:]), dtype)
+                fill(stream, piece.reshape(-1).view(np.uint8))
+                yield piece
+            if stream.read(1):
+                raise ValueError(f"{self.info.filename} is longer than its header says")
 
 
 def inflates(size: int, compressed: int) -> bool:
@@ -196,7 +261,7 @@ def _header(stream: Readable) -> Header:
     return Header(dtype, order[1] == "True", shape, 8 + width + length)
 
 
-def _conversion(images: _Array) -> str:
+def _conversion(images: Stored) -> str:
     """How to turn images of another type into bytes, as their first values tell."""
     if images.header.dtype.kind != "f":
         return "save them as bytes from 0 to 255 (images.astype(numpy.uint8))"

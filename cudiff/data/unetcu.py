@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import numpy as np
 
 from cudiff.data.dataset import Dataset
 from cudiff.errors import CudiffError, printable
+from cudiff.tensorfile import replacing
 
 MAGIC = 20240620
 HEADER = 256  # int32 words
 CHUNK = 2**20  # floats converted at once
+
+
+def write_unetcu(path: str | os.PathLike, dataset: Dataset) -> None:
+    """Write a data set's images as `unetcu_file` reads them and unet.cu's trainer does; labels have no place there.
+
+    Raises CudiffError where the system refuses.
+    """
+    n, height, width, channels = dataset.images.shape
+    header = np.zeros(HEADER, "<i4")
+    header[:5] = MAGIC, n, channels, height, width
+    with replacing(path) as file:
+        file.write(header.tobytes())
+        for image in dataset.images:
+            file.write((image.transpose(2, 0, 1).astype("<f4") / np.float32(127.5) - 1).tobytes())
 
 
 def unetcu_file(file: Path) -> Dataset:

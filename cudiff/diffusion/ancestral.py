@@ -11,7 +11,7 @@ import numpy as np
 
 from cudiff import ops
 from cudiff.diffusion.denoiser import per_sample
-from cudiff.diffusion.samplers import Callback, Noise, Plan, Sampler, clipped, posterior_variance, rows
+from cudiff.diffusion.samplers import CLIPPING, Callback, Noise, Plan, Sampler, clipped, posterior_variance, rows
 from cudiff.errors import CudiffError
 from cudiff.registry import Settings, register_sampler
 from cudiff.tensor import Tensor
@@ -75,6 +75,7 @@ def sample_ddpm(
     return Ancestral(denoiser, variance, clip_denoised)(x, sigmas, labels, noise=noise, callback=callback)
 
 
-@register_sampler("ancestral", "DDPM's", discrete=True)
+@register_sampler("ancestral", "DDPM's", discrete=True, options=CLIPPING)
 def _ancestral(denoiser: Any, config: Settings, captured: bool) -> Sampler:
-    return Ancestral(denoiser, "learned" if config.learn_sigma else "small", captured=captured)
+    clip_denoised = config.clip_denoised and not config.latent_scale
+    return Ancestral(denoiser, "learned" if config.learn_sigma else "small", clip_denoised, captured)

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from cudiff.diffusion.denoiser import Denoiser, per_sample
-from cudiff.diffusion.samplers import Callback, Noise, Plan, Sampler, clipped, posterior_variance, rows
+from cudiff.diffusion.samplers import CLIPPING, Callback, Noise, Plan, Sampler, clipped, posterior_variance, rows
 from cudiff.errors import CudiffError
 from cudiff.options import Option
 from cudiff.registry import Settings, register_sampler
@@ -58,7 +58,7 @@ def sample_ddim(
     return DDIM(denoiser, eta, clip_denoised)(x, sigmas, labels, noise=noise, callback=callback)
 
 
-@register_sampler("ddim", "Song et al. 2021", discrete=True,
-                  options={"eta": Option(0.0, "DDIM: share of the ancestral noise", least=0, most=1)})
+@register_sampler("ddim", "Song et al. 2021", discrete=True, options=CLIPPING | {
+    "eta": Option(0.0, "ddim, euler-ancestral: share of the ancestral noise", least=0, most=1)})
 def _ddim(denoiser: Denoiser, config: Settings, captured: bool) -> Sampler:
-    return DDIM(denoiser, config.eta, captured=captured)
+    return DDIM(denoiser, config.eta, config.clip_denoised and not config.latent_scale, captured)

@@ -1,5 +1,7 @@
 """The objective "ddpm", Ho et al. 2020 (arXiv 2006.11239), with Improved DDPM's learned variance (arXiv 2102.09672).
 
+The net predicts the noise (eps), the image (x0) or v (`cudiff.diffusion.prediction`).
+
 Losses are called as loss(net, images, labels, generator) -> scalar Tensor: images (N, H, W, C) float32 in [-1, 1],
 labels int32 (N,) or None. Every random number is drawn on the device from the generator, by stream and sample, and
 nothing is read by the host, so that a captured training step can contain them.
@@ -13,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from cudiff import ops
+from cudiff.backend import float32
 from cudiff.diffusion.denoiser import Net, levels, per_sample
 from cudiff.diffusion.guidance import drop_labels
+from cudiff.diffusion.prediction import DISCRETE, PREDICTIONS, predicting
 from cudiff.diffusion.schedule import BETAS, Schedule, karras_sigmas
 from cudiff.errors import CudiffError
 from cudiff.ops.mse import mse
@@ -28,15 +32,20 @@ COLUMNS = 6  # of DDPMLoss's table: signal, spread, mean_scale, log_small, log_l
 
 
 class DDPMLoss:
-    """DDPM's L_simple on the predicted noise, plus Improved DDPM's L_vlb where the network predicts the variance too.
+    """DDPM's L_simple on what is predicted, plus Improved DDPM's L_vlb where the network predicts the variance too.
 
+    prediction: eps, x0 or v, see `PREDICTIONS`. min_snr: gamma of min-SNR weights, arXiv 2303.09556, 0 for none: an
+    image's squared error counts min(SNR, gamma), SNR = 1 / sigma^2, which for what the net predicts is min(SNR, gamma)
+    c_out^2: over SNR for eps, over SNR + 1 for v (its section 3.4).
     L_simple: arXiv 2006.11239, equation 14. L_hybrid = L_simple + `vlb_weight` * L_vlb, arXiv 2102.09672, equation 16,
     whose L_vlb trains only the variance: the mean inside it is held fixed (stop-gradient). As in that paper's code,
     L_vlb = T E_t[L_t] is measured in bits per dimension; t is uniform.
     """
 
-    def __init__(self, schedule: Schedule, label_dropout: float = 0.0, vlb_weight: float = 0.001):
+    def __init__(self, schedule: Schedule, label_dropout: float = 0.0, vlb_weight: float = 0.001,
+                 prediction: str = "eps", min_snr: float = 0.0):
         self.schedule, self.label_dropout = schedule, real("label_dropout", label_dropout, least=0, most=1)
+        self.prediction, self.min_snr = predicting(prediction), real("min_snr", min_snr, least=0)
         self.vlb_weight = real("vlb_weight", vlb_weight, least=0)
         self._tables: dict[tuple[str, Any], Tensor] = {}
 
@@ -45,18 +54,40 @@ class DDPMLoss:
         t = generator.randint(0, self.schedule.num_timesteps, (images.shape[0],), stream=Purpose.TIMESTEP)
         noise = generator.normal(images.shape, stream=Purpose.NOISE)
         out = net(self.q_sample(images, t, noise), ops.astype(t, images.dtype), labels)
-        eps, fraction = split_learned_variance(out, images)
-        simple = mse(eps, noise)
+        predicted, fraction = split_learned_variance(out, images)
+        simple = mse(predicted, self.target(images, t, noise), self.weights(images)[t] if self.min_snr else None)
         if fraction is None:
             return simple
-        bits = ops.mean(self.variational_bound(images, t, noise, eps.detach(), fraction))
+        bits = ops.mean(self.variational_bound(images, t, noise, predicted.detach(), fraction))
         return simple + bits * (self.vlb_weight * self.schedule.num_timesteps)
+
+    def before_capture(self, images: Tensor) -> None:
+        """Make the tables for images of their dtype, on their device: a capture cannot."""
+        self._coefficients(images)
+        if self.min_snr:
+            self.weights(images)
 
     def q_sample(self, images: Tensor, t: Tensor, noise: Tensor) -> Tensor:
         """x_t (N, H, W, C) for timesteps t int32 (N,): DDPM, arXiv 2006.11239, equation 4."""
         coefficients = self._coefficients(images)[t]
         signal, spread = (per_sample(c, images) for c in ops.split(coefficients, COLUMNS, axis=1)[:2])
         return images * signal + noise * spread
+
+    def target(self, images: Tensor, t: Tensor, noise: Tensor) -> Tensor:
+        """What the net should predict, like images."""
+        if self.prediction is PREDICTIONS["eps"]:  # which needs no coefficients
+            return noise
+        columns = ops.split(self._coefficients(images)[t], COLUMNS, axis=1)
+        return self.prediction.target(images, noise, *(per_sample(column, images) for column in columns[:2]))
+
+    def weights(self, images: Tensor) -> Tensor:
+        """min-SNR's weight of each timestep, (T,), on the images' device."""
+        key = images.device, "weights"
+        if key not in self._tables:
+            sigmas = Tensor(self.schedule.sigmas)
+            weights = np.minimum(sigmas.numpy() ** -2, self.min_snr) * self.prediction.c_out(sigmas).numpy() ** 2
+            self._tables[key] = Tensor(weights, dtype=float32, device=images.device)
+        return self._tables[key]
 
     def variational_bound(self, images: Tensor, t: Tensor, noise: Tensor, eps: Tensor, fraction: Tensor) -> Tensor:
         """L_t of each element in bits: DDPM equation 5; -log2 p(x_0 | x_1) at t = 0, KL(q || p) elsewhere.
@@ -114,14 +145,15 @@ def _normal_cdf(x: Tensor) -> Tensor:
 
 
 class DDPMDenoiser:
-    """A DDPM noise predictor as a denoiser: D(x; sigma) = x - sigma eps(x / sqrt(1 + sigma^2), t(sigma)).
+    """A DDPM net as a denoiser, D(x; sigma) = c_skip x + c_out F(x / sqrt(1 + sigma^2), t(sigma)): for one that
+    predicts the noise x - sigma eps(..). See `PREDICTIONS` for the others.
 
     EDM, arXiv 2206.00364, Table 1, column VP, with the discrete schedule: t is interpolated in log sigma between the
     schedule's entries and stops at its ends. A network with 2C output channels (learn_sigma) is recognised.
     """
 
-    def __init__(self, net: Net, schedule: Schedule):
-        self.net, self.schedule = net, schedule
+    def __init__(self, net: Net, schedule: Schedule, prediction: str = "eps"):
+        self.net, self.schedule, self.prediction = net, schedule, predicting(prediction)
         self._ramps: dict[tuple[str, Any], Tensor] = {}
 
     def __call__(self, x: Tensor, sigma: Tensor | float, labels: Tensor | None = None) -> Tensor:
@@ -137,37 +169,48 @@ class DDPMDenoiser:
             raise CudiffError("this model learned no variance (learn_sigma): use variance='small' or 'large'")
         return denoised, fraction
 
+    def before_capture(self, x: Tensor, labels: Tensor | None = None) -> None:
+        """Make the table of `timestep` for images or levels of x's dtype, on its device: a capture cannot."""
+        key = x.device, x.dtype
+        if key not in self._ramps:
+            logs = np.log(self.schedule.sigmas)
+            ramps = np.stack([logs[:-1], 1 / np.diff(logs)])
+            self._ramps[key] = Tensor(ramps, dtype=x.dtype, device=x.device)
+
     def _denoise(self, x: Tensor, sigma: Tensor | float, labels: Tensor | None) -> tuple[Tensor, Tensor | None]:
         sigma = levels(sigma, x)
         scale = per_sample(sigma, x)
         out = self.net(x / ops.sqrt(ops.square(scale) + 1), self.timestep(sigma), labels)
-        eps, fraction = split_learned_variance(out, x)
-        return x - eps * scale, fraction
+        predicted, fraction = split_learned_variance(out, x)
+        return self.prediction.denoised(x, predicted, scale), fraction
 
     def timestep(self, sigma: Tensor) -> Tensor:
         """Real-valued t (N,) in [0, T - 1] of sigma (N,): `Schedule.sigma_to_t` on the device.
 
         The piecewise linear map is a sum of T - 1 ramps, one an interval, so that the host reads no value.
         """
-        key = sigma.device, sigma.dtype
-        if key not in self._ramps:
-            logs = np.log(self.schedule.sigmas)
-            ramps = np.stack([logs[:-1], 1 / np.diff(logs)])
-            self._ramps[key] = Tensor(ramps, dtype=sigma.dtype, device=sigma.device)
-        starts, slopes = ops.split(self._ramps[key], 2)  # (1, T - 1) each
+        self.before_capture(sigma)
+        starts, slopes = ops.split(self._ramps[sigma.device, sigma.dtype], 2)  # (1, T - 1) each
         log_sigma = ops.reshape(ops.log(sigma), (sigma.shape[0], 1))
         return ops.sum(ops.clip((log_sigma - starts) * slopes, 0, 1), axis=1)
 
 
 def split_learned_variance(out: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """A DDPM network's output as (eps, v of Improved DDPM equation 15, in about [0, 1]); no v with C channels."""
+    """A DDPM network's output: its prediction, and v of Improved DDPM equation 15, in about [0, 1], or None."""
     if out.shape[-1] == x.shape[-1]:
         return out, None
-    eps, v = ops.split(out, 2, axis=-1)
-    return eps, (v + 1) * 0.5
+    predicted, v = ops.split(out, 2, axis=-1)
+    return predicted, (v + 1) * 0.5
 
 
-@register_objective("ddpm", "Ho et al. 2020", learns_variance=True, options={
+def _check(config: Settings) -> None:
+    if config.learn_sigma and config.prediction != "eps":
+        raise CudiffError(f"learn_sigma is for prediction = eps, not {config.prediction}: drop one of them")
+
+
+@register_objective("ddpm", "Ho et al. 2020", learns_variance=True, check=_check, options={
+    "prediction": Option("eps", "DDPM: what the net predicts, the noise, the image or v", DISCRETE, fixed=True),
+    "min_snr": Option(0.0, "DDPM: gamma of min-SNR weights, 5 in their paper; 0 = none", least=0),
     "noise_schedule": Option("linear", "DDPM: how betas grow", BETAS, fixed=True),
     "diffusion_steps": Option(1000, "DDPM: noise levels", least=1, most=10**6, fixed=True),
     "sample_spacing": Option("even", "DDPM: timesteps that ddim and ancestral visit; ddim = by a whole stride",
@@ -180,10 +223,11 @@ class DDPM:
         self.config, self.schedule = config, Schedule(config.noise_schedule, config.diffusion_steps)
 
     def loss(self, label_dropout: float) -> DDPMLoss:
-        return DDPMLoss(self.schedule, label_dropout)
+        config = self.config
+        return DDPMLoss(self.schedule, label_dropout, prediction=config.prediction, min_snr=config.min_snr)
 
     def denoiser(self, net: Net) -> DDPMDenoiser:
-        return DDPMDenoiser(net, self.schedule)
+        return DDPMDenoiser(net, self.schedule, self.config.prediction)
 
     def sigmas(self, steps: int, discrete: bool) -> np.ndarray:
         config, sigmas = self.config, self.schedule.sigmas

@@ -85,8 +85,8 @@ class EDMDenoiser:
     "sigma_data": Option(0.5, "EDM: standard deviation of the data", above=0, fixed=True),
     "data_mean": Option(0.0, "EDM: subtracted from pixels in [-1, 1]; the noise levels are those after it", fixed=True),
     "data_std": Option(1.0, "EDM: pixels less data_mean are divided by it", above=0, fixed=True),
-    "P_mean": Option(-1.2, "EDM: mean of log(sigma) in training"),
-    "P_std": Option(1.2, "EDM: standard deviation of log(sigma) in training", above=0),
+    "P_mean": Option(-1.2, "EDM, flow: mean of log(sigma) in training"),
+    "P_std": Option(1.2, "EDM, flow: standard deviation of log(sigma) in training", above=0),
 })
 class EDM:
     """`EDMLoss`, `EDMDenoiser` and Karras' levels for a configuration's options; see `cudiff.registry.Objective`."""

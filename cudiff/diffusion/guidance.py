@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from cudiff import ops
-from cudiff.backend import float32
-from cudiff.diffusion.denoiser import levels
+from cudiff.backend import copy_into, float32
+from cudiff.diffusion.denoiser import levels, per_sample
+from cudiff.errors import CudiffError
 from cudiff.ops.cast import as_index
 from cudiff.ops.random import Generator, Purpose
 from cudiff.tensor import Tensor
-from cudiff.values import real
+from cudiff.values import real, whole
 
 NULL_CLASS = -1
 """The label of "no class"; an embedding gives it a zero row."""
@@ -37,31 +39,86 @@ class Guided:
 
     arXiv 2207.12598, equation 6, whose w is guidance - 1: 1 is the plain conditional denoiser, 0 the unconditional
     one. The null class is label -1. Without labels there is nothing to guide and the denoiser is called as it is.
+
+    interval: (low, high), the noise levels low < sigma <= high that are guided; the others take D_class (arXiv
+    2404.07724, equation 5). That saves no evaluation: the host does not know a captured step's sigma.
+    rescale: phi of arXiv 2305.08891, equations 15 and 16, 0 to 1, here of estimates of the image: the guided one's
+    standard deviation is brought to D_class's, and phi of that is mixed with 1 - phi of the guided one as it was.
+    channels: only so many channels, the first ones, are guided, of the others D_class is taken; 0 for all. DiT's own
+    code (arXiv 2212.09748) guides the first three of its latents' four.
+    device: where the numbers lie as Tensors, for graphs, which then follow `guide`; without it they are Python's.
+    Raises CudiffError for numbers out of range.
     """
 
-    def __init__(self, denoiser: Any, guidance: float):
-        self.denoiser, self.guidance = denoiser, real("guidance", guidance)
-        self._null: dict[tuple[str, int], Tensor] = {}  # kept for each size: a capture cannot make it
+    def __init__(self, denoiser: Any, guidance: float, interval: tuple[float, float] | None = None,
+                 rescale: float = 0.0, channels: int = 0, device: str | None = None):
+        self.denoiser, self._device = denoiser, device
+        self.channels = whole("guidance_channels", channels, least=0)
+        self._table: Tensor | None = None
+        self._null: dict[tuple[str, int], Tensor] = {}  # for each size
+        self.guide(guidance, interval, rescale)
+
+    def guide(self, guidance: float, interval: tuple[float, float] | None = None, rescale: float = 0.0) -> None:
+        """Other numbers from now on, in graphs too, which are those of one `form`. Raises as the constructor."""
+        self.guidance, self.rescale = real("guidance", guidance), real("guidance_rescale", rescale, least=0, most=1)
+        if interval is not None:
+            if not isinstance(interval, Sequence | np.ndarray) or isinstance(interval, str) or len(interval) != 2:
+                raise CudiffError(f"guidance_interval must be two noise levels such as 0.2, 5, not {interval!r}")
+            low, high = (real("guidance_interval", level, least=0) for level in interval)
+            if low >= high:
+                raise CudiffError(f"guidance_interval must go from a lower noise level up, not from {low} to {high}")
+            interval = low, high
+        self.interval = interval
+        numbers = self.guidance, self.rescale, 1 - self.rescale, *(interval or (0.0, 0.0))
+        self._numbers: Sequence[Any] = numbers
+        if self._device is not None:
+            table = np.array(numbers, np.float32)
+            if self._table is None:
+                self._table = Tensor(table, device=self._device)
+            else:
+                copy_into(self._table.data, table)
+            self._numbers = [Tensor(self._table.data[i : i + 1]) for i in range(len(numbers))]
+
+    @property
+    def form(self) -> tuple[int, ...]:
+        """What decides the operations: whether there is something to guide, an interval, a rescale; the channels."""
+        guided = self.guidance != 1
+        return guided, guided and self.interval is not None, guided and self.rescale != 0, guided * self.channels
 
     def __call__(self, x: Tensor, sigma: Tensor | float, labels: Tensor | None = None) -> Tensor:
         if labels is None or self.guidance == 1:
             return self.denoiser(x, sigma, labels)
-        return self._guide(self.denoiser(*self._doubled(x, sigma, labels)))
+        return self._guide(self.denoiser(*self._doubled(x, sigma, labels)), sigma)
 
     def with_variance(self, x: Tensor, sigma: Tensor | float, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The guided estimate, and the variance of the class-conditional half; see `DDPMDenoiser.with_variance`."""
         if labels is None or self.guidance == 1:
             return self.denoiser.with_variance(x, sigma, labels)
         denoised, fraction = self.denoiser.with_variance(*self._doubled(x, sigma, labels))
-        return self._guide(denoised), ops.split(fraction, 2, axis=0)[0]
+        return self._guide(denoised, sigma), ops.split(fraction, 2, axis=0)[0]
 
     def _doubled(self, x: Tensor, sigma: Tensor | float, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        sigma = levels(sigma, x)
-        key = labels.device, len(labels)
-        if key not in self._null:
-            self._null[key] = Tensor(np.full(labels.shape, NULL_CLASS, labels.dtype), device=labels.device)
-        return ops.concatenate([x, x]), ops.concatenate([sigma, sigma]), ops.concatenate([labels, self._null[key]])
+        self.before_capture(x, labels)
+        sigma, null = levels(sigma, x), self._null[labels.device, len(labels)]
+        return ops.concatenate([x, x]), ops.concatenate([sigma, sigma]), ops.concatenate([labels, null])
 
-    def _guide(self, denoised: Tensor) -> Tensor:
+    def before_capture(self, x: Tensor, labels: Tensor | None = None) -> None:
+        """Make the null class for each of `labels`: a capture cannot."""
+        if labels is not None and (labels.device, len(labels)) not in self._null:
+            null = np.full(labels.shape, NULL_CLASS, labels.dtype)
+            self._null[labels.device, len(labels)] = Tensor(null, device=labels.device)
+
+    def _guide(self, denoised: Tensor, sigma: Tensor | float) -> Tensor:
+        guidance, rescale, rest, low, high = self._numbers
         conditional, unconditional = ops.split(denoised, 2)
-        return unconditional + (conditional - unconditional) * self.guidance
+        guided = unconditional + (conditional - unconditional) * guidance
+        if 0 < self.channels < guided.shape[-1]:
+            guided = ops.concatenate([guided[..., : self.channels], conditional[..., self.channels :]], axis=-1)
+        if self.rescale:
+            axes = tuple(range(1, guided.ndim))
+            ratio = ops.std(conditional, axes, keepdims=True) / ops.std(guided, axes, keepdims=True)
+            guided = guided * (ratio * rescale + rest)
+        if self.interval is None:
+            return guided
+        sigma = per_sample(levels(sigma, conditional), conditional)
+        return ops.where(ops.logical_and(sigma > low, sigma <= high), guided, conditional)

@@ -7,11 +7,12 @@ sampling work with any denoiser too. `noise(step)` is standard normal like x, su
 `callback(step, x, denoised)` sees the state after each step, and the estimate of the image that the step began with.
 
 `sample_heun(denoiser, x, sigmas, ...)` is `Heun(denoiser, ...)(x, sigmas, ...)`; such an object can have its steps
-captured, each one CUDA graph, and serves any number of batches.
+captured, all as one CUDA graph or each as its own, and serves any number of batches.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
@@ -19,14 +20,20 @@ import numpy as np
 
 from cudiff import ops
 from cudiff.backend import float32
-from cudiff.cuda.graph import capture
+from cudiff.cuda.graph import Captured, capture
+from cudiff.cuda.launch import launches
 from cudiff.errors import CudiffError
 from cudiff.ops.random import Purpose, normal
+from cudiff.options import Option
 from cudiff.tensor import Tensor, no_grad
 from cudiff.values import whole
 
 Noise = Callable[[int], Tensor]
 Callback = Callable[[int, Tensor, Tensor], None]
+Kinds = tuple[tuple[int, bool], ...]  # of each step: how many numbers it takes, and whether it adds noise
+
+MOST_LAUNCHES = 5000
+"""Of a graph for all steps. To record a launch takes the host as long as to make it, so with more each step is one."""
 
 
 class ImageNoise:
@@ -75,29 +82,57 @@ class Plan(NamedTuple):
 class Sampler:
     """sampler(x, sigmas, labels, noise=, callback=) -> images. A subclass says what the host plans and the device does.
 
-    captured: each step is one CUDA graph, recorded in the second step of a shape and launched from then on. An
-    `ImageNoise` like x is drawn in it; what another `noise` returns is copied in. The denoiser must then not read from
-    the device (see `cudiff.capture`), and what is returned, or shown to `callback`, is overwritten by the next step.
+    captured: all steps are one CUDA graph, recorded in the first call of a shape and launched from then on. Its inputs
+    are x, labels, the sigmas, and of an `ImageNoise` like x seed and image numbers. Steps of other kinds, as of another
+    number, have it recorded anew. With `callback`, with another `noise`, which is copied in, and with more than 5,000
+    launches each step is a graph, recorded in the second step of its kind, for any number of steps. The denoiser must
+    not read from the device (see `cudiff.capture`), and what is returned, or shown to `callback`, is overwritten by
+    the next call, or step.
+    memory: of what a step returns after its state, how many the next one is given too, for methods of several steps.
     Raises CudiffError for sigmas that do not fall, where a step adds noise and `noise` is missing, and for plans of
     another number and states of another shape than they have to be.
     """
 
+    memory = 0
+
     def __init__(self, denoiser: Any, captured: bool = False):
-        self.denoiser = denoiser
-        self._step: Any = capture(self._drawn_step, warmup=1, precompile=True) if captured else self._drawn_step
+        self.denoiser, self._captured = denoiser, captured
+        self._kinds: Kinds = ()
+        self._all_steps: Captured | None = None  # of these kinds; None where they are too many
+        own: Any = weakref.proxy(self)  # a circle would keep the graphs' memory until garbage is collected
+        self._one_step = capture(lambda *inputs: own._drawn_step(*inputs), warmup=1, precompile=True)
+
+    def levels(self, sigmas: Sequence[float] | np.ndarray) -> np.ndarray:
+        """`sigmas` as float64, checked."""
+        return decreasing(sigmas)
 
     def plan(self, sigmas: np.ndarray) -> list[Plan]:
-        """A plan for each step from a sigma to the next. Steps with more numbers, or noise, have their own graph."""
+        """A plan for each step from a sigma to the next. Steps with more numbers, or noise, are of another kind."""
         raise NotImplementedError
 
-    def step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The next state, and the estimate of the image; `numbers` (K, N) are the plan's, for each of N images."""
+    def step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, labels: Tensor | None) -> tuple[Tensor, ...]:
+        """The next state, and the estimate of the image; `numbers` (K, N) are the plan's, for each of N images.
+
+        With `memory` there are further arguments: what the last step returned after its state, so many of them at most,
+        none in the first step. What is returned for them has to be computed in the step: a graph's arguments change.
+        """
         raise NotImplementedError
 
     @no_grad()
     def __call__(self, x: Tensor, sigmas: Sequence[float] | np.ndarray, labels: Tensor | None = None, *,
                  noise: Noise | None = None, callback: Callback | None = None) -> Tensor:
-        sigmas = decreasing(sigmas)
+        plans = self._plans(self.levels(sigmas))
+        kinds = tuple((len(plan.numbers), bool(plan.noisy)) for plan in plans)
+        counters = noise.counters(len(plans)) if _is_like(noise, x) else None
+        inputs = x, _table(plans, x), counters, labels
+        if self._captured and callback is None and (counters is not None or not any(noisy for _, noisy in kinds)):
+            images = self._at_once(kinds, *inputs)
+            if images is not None:
+                return images
+        return self._go(self._one_step if self._captured else self._drawn_step, kinds, *inputs, noise, callback)
+
+    def _plans(self, sigmas: np.ndarray) -> list[Plan]:
+        """`plan`'s, checked."""
         plans = self.plan(sigmas)
         if not isinstance(plans, list | tuple) or len(plans) != len(sigmas) - 1:
             what = f"{len(plans)} plans" if isinstance(plans, list | tuple) else f"a {type(plans).__name__}"
@@ -105,28 +140,76 @@ class Sampler:
                 f"sampler {type(self).__name__}: plan returned {what} for {len(sigmas)} sigmas; return a list of "
                 f"{len(sigmas) - 1}, one Plan for each step"
             )
-        counters = noise.counters(len(plans)) if _is_like(noise, x) else None
-        for index, (numbers, plan) in enumerate(zip(_on_device(plans, x), plans, strict=True)):
+        return list(plans)
+
+    def _at_once(self, kinds: Kinds, *inputs: Tensor | None) -> Tensor | None:
+        """What all steps make of `inputs`, as one graph; None where they have too many launches."""
+        if self._kinds != kinds:
+            own: Any = weakref.proxy(self)
+            self._kinds, self._all_steps = kinds, capture(
+                lambda *inputs: own._go(own._drawn_step, kinds, *inputs),
+                warmup=lambda *inputs: own._warm_up(kinds, *inputs), precompile=True,
+            )
+        if self._all_steps is not None:
+            try:
+                return self._all_steps(*inputs)
+            except _TooManyLaunches:
+                self._all_steps = None
+        return None
+
+    def _warm_up(self, kinds: Kinds, *inputs: Tensor | None) -> None:
+        """Take one step of each kind. Raises _TooManyLaunches where all steps have more than a graph may."""
+        made: dict[tuple, tuple[tuple[Tensor, ...], int]] = {}
+        total = 0
+
+        def step(x: Tensor, numbers: Tensor, noise: None, counter: Tensor | None, labels: Tensor | None,
+                 *before: Tensor) -> tuple[Tensor, ...]:
+            nonlocal total
+            kind = len(numbers), counter is None, len(before)
+            if kind not in made:
+                start = launches()
+                made[kind] = self._drawn_step(x, numbers, noise, counter, labels, *before), launches() - start
+            result, count = made[kind]
+            total += count
+            return result
+
+        self._go(step, kinds, *inputs)  # type: ignore[arg-type]
+        if total > MOST_LAUNCHES:
+            raise _TooManyLaunches
+
+    def _go(self, step: Callable[..., Any], kinds: Kinds, x: Tensor, table: Tensor, counters: Tensor | None,
+            labels: Tensor | None, noise: Noise | None = None, callback: Callback | None = None) -> Tensor:
+        """The state after all steps by `step`, each with its rows of the table, and noise of counters or of `noise`."""
+        before: tuple[Tensor, ...] = ()
+        row = 0
+        for index, (count, noisy) in enumerate(kinds):
             drawn = counter = None
-            if plan.noisy and counters is not None:
+            if noisy and counters is not None:
                 counter = Tensor(counters.data[index])
-            elif plan.noisy:
+            elif noisy:
                 drawn = _draw(noise, index)
-            x, denoised = self._step(x, numbers, drawn, counter, labels)
+            x, *made = step(x, Tensor(table.data[row : row + count]), drawn, counter, labels, *before)
+            row, before = row + count, tuple(made[: self.memory])
             if callback is not None:
-                callback(index, x, denoised)
+                callback(index, x, made[0])
         return x
 
     def _drawn_step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, counter: Tensor | None,
-                    labels: Tensor | None) -> tuple[Tensor, Tensor]:
+                    labels: Tensor | None, *before: Tensor) -> tuple[Tensor, ...]:
         """`step`, with noise drawn from a counter where there is one."""
-        made = self.step(x, numbers, noise if counter is None else ImageNoise.drawn(counter, x), labels)
-        if not isinstance(made, tuple) or [getattr(one, "shape", None) for one in made] != [x.shape, x.shape]:
+        step: Any = self.step
+        made = step(x, numbers, noise if counter is None else ImageNoise.drawn(counter, x), labels, *before)
+        shapes = [getattr(one, "shape", None) for one in made] if isinstance(made, tuple) else []
+        if set(shapes) != {x.shape} or not 2 <= len(shapes) <= max(2, 1 + self.memory):
             raise CudiffError(
                 f"sampler {type(self).__name__}: return two Tensors from step, the next state and the image, both of "
                 f"shape {x.shape}"
             )
         return made
+
+
+class _TooManyLaunches(Exception):
+    """For one graph."""
 
 
 def posterior_variance(sigma: float, sigma_next: float) -> float:
@@ -142,12 +225,10 @@ def decreasing(sigmas: Sequence[float] | np.ndarray) -> np.ndarray:
     return sigmas
 
 
-def _on_device(plans: list[Plan], x: Tensor) -> list[Tensor]:
-    """Each plan's numbers as a Tensor (K, N) beside x (N, ...); one copy to the device for all."""
+def _table(plans: list[Plan], x: Tensor) -> Tensor:
+    """All plans' numbers below each other, for each of x (N, ...), on its device: (rows, N)."""
     numbers = np.concatenate([plan.numbers for plan in plans])
-    table = Tensor(np.repeat(numbers[:, None], x.shape[0], axis=1), dtype=x.dtype, device=x.device).data
-    ends = np.cumsum([len(plan.numbers) for plan in plans])
-    return [Tensor(table[end - len(plan.numbers) : end]) for plan, end in zip(plans, ends, strict=True)]
+    return Tensor(np.repeat(numbers[:, None], x.shape[0], axis=1), dtype=x.dtype, device=x.device)
 
 
 def rows(numbers: Tensor) -> list[Tensor]:
@@ -164,6 +245,9 @@ def _draw(noise: Noise | None, step: int) -> Tensor:
     if noise is None:
         raise CudiffError("this sampler adds noise: pass noise=ImageNoise(x.shape, seed)")
     return noise(step)
+
+
+CLIPPING = {"clip_denoised": Option(True, "ddim, ancestral: cut estimates of a picture to [-1, 1]")}
 
 
 def clipped(denoised: Tensor, clip_denoised: bool) -> Tensor:

@@ -8,10 +8,11 @@ from cudiff.models.unet import UNet  # first, as it is the default: help and mes
 
 from cudiff.errors import CudiffError
 from cudiff.models.cs179 import CS179UNet
+from cudiff.models.dit import DiT
 from cudiff.nn import Module, init
 from cudiff.registry import MODELS, Settings, register_model
 
-__all__ = ["CS179UNet", "UNet", "build", "outline", "register_model"]
+__all__ = ["CS179UNet", "DiT", "UNet", "build", "outline", "register_model"]
 
 
 def build(config: Settings) -> Module:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from functools import partial
 
 from cudiff import ops
 from cudiff.backend import float32
@@ -22,6 +24,7 @@ from cudiff.nn import (
     init,
 )
 from cudiff.options import Option
+from cudiff.recompute import recomputed
 from cudiff.registry import Settings, register_model
 from cudiff.tensor import Tensor
 
@@ -104,10 +107,9 @@ class ResBlock(Module):
         ])
         self.skip_connection = Conv2d(channels, out_channels, 1) if channels != out_channels else None
 
-    def forward(self, x: Tensor, emb: Tensor, x2: Tensor | None = None) -> Tensor:
-        """x (N, H, W, C), x2 (N, H, W, C2) or None, emb (N, K) or (N, 2K) from `embeddings` → (N, H, W, K)."""
-        scale_shift = self.use_scale_shift_norm
-        added, scale, shift = (None, *ops.split(emb, 2, axis=1)) if scale_shift else (emb, None, None)
+    def forward(self, x: Tensor, emb: tuple[Tensor, ...], x2: Tensor | None = None) -> Tensor:
+        """x (N, H, W, C), x2 (N, H, W, C2) or None, emb from `embeddings` → (N, H, W, K)."""
+        added, scale, shift = (None, *emb) if self.use_scale_shift_norm else (*emb, None, None)
         norm, conv = self.in_layers[0], self.in_layers[2]
         if self.resample == "down":
             h = ops.avg_pool2d(norm(x, silu=True), 2)
@@ -140,9 +142,12 @@ class ResBlock(Module):
         )
 
 
-def embeddings(blocks: list[ResBlock], silu_emb: Tensor) -> dict[ResBlock, Tensor]:
-    """Each block's `emb_layers` of silu_emb (N, E) float32, all by one operation: (N, K), or (N, 2K): scale, shift."""
-    return dict(zip(blocks, grouped_linear(silu_emb, *(block.emb_layers[1] for block in blocks)), strict=True))
+def embeddings(blocks: list[ResBlock], silu_emb: Tensor) -> dict[ResBlock, tuple[Tensor, ...]]:
+    """Each block's `emb_layers` of silu_emb (N, E) float32, all by one operation: what is added, (N, K), or scale and
+    shift, (N, K) each."""
+    parts = 2 if blocks[0].use_scale_shift_norm else 1
+    found = iter(grouped_linear(silu_emb, *(block.emb_layers[1] for block in blocks), parts=parts))
+    return dict(zip(blocks, zip(*[found] * parts, strict=True), strict=True))
 
 
 class AttentionBlock(Module):
@@ -194,9 +199,13 @@ class UNet(Module):
     norm_group_channels : fewest channels in a norm's group: 1 is guided-diffusion, whose norm over 32 channels erases
         an embedding added before it, a constant of each channel; from 64 channels on 1 and 2 are the same
 
+    Where its attribute `recompute` is True, backward runs each block again instead of keeping what lies between its
+    layers.
     Raises CudiffError for sizes, channels or heads that do not divide, saying which do. Its call raises ValueError for
     labels where num_classes is 0.
     """
+
+    recompute = False
 
     def __init__(self, image_size: int, in_channels: int = 3, model_channels: int = 64,
                  channel_mult: tuple[int, ...] = (1, 2, 3, 4), num_res_blocks: int = 2,
@@ -279,23 +288,32 @@ class UNet(Module):
         )
         skips = [h]
         for block in list(self.input_blocks)[1:]:
-            h = _run(block, h, embs)
+            h = self._run(block, h, embs)
             skips.append(h)
-        h = _run(self.middle_block, h, embs)
+        h = self._run(self.middle_block, h, embs)
         for block in self.output_blocks:
-            h = _run(block, h, embs, skips.pop())
+            h = self._run(block, h, embs, skips.pop())
         norm, conv = self.out[0], self.out[2]
         return ops.norm_silu_conv2d(
             h, norm_weight=norm.weight, norm_bias=norm.bias, weight=conv.weight, bias=conv.bias,
             num_groups=norm.num_groups, eps=norm.eps, dtype=float32,
         )
 
+    def _run(self, block: ModuleList, h: Tensor, embs: dict[ResBlock, tuple[Tensor, ...]],
+             skip: Tensor | None = None) -> Tensor:
+        own = itertools.chain.from_iterable(embs[layer] for layer in block if isinstance(layer, ResBlock))
+        run = partial(_layers, block)
+        return recomputed(run, h, skip, *own) if self.recompute else run(h, skip, *own)
 
-def _run(block: ModuleList, h: Tensor, embs: dict[ResBlock, Tensor], skip: Tensor | None = None) -> Tensor:
-    """The layers of one block in turn; its first ResBlock joins `skip`, the tensor from the way down."""
+
+def _layers(block: ModuleList, h: Tensor, skip: Tensor | None, *embs: Tensor) -> Tensor:
+    """The layers of one block in turn; its first ResBlock joins `skip`, the tensor from the way down. embs: what
+    `embeddings` has for its ResBlocks, one after the other."""
+    found = iter(embs)
     for layer in block:
         if isinstance(layer, ResBlock):
-            h, skip = layer(h, embs[layer], skip), None
+            own = tuple(itertools.islice(found, 2 if layer.use_scale_shift_norm else 1))
+            h, skip = layer(h, own, skip), None
         else:
             h = layer(h)
     return h

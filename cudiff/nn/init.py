@@ -32,6 +32,10 @@ class _Drawn:
         array.fill(0)
 
 
+    def number(self) -> int:
+        return int(self.rng.integers(2**63))
+
+
 class _Outlined:
     """Arrays without values, whose memory is never touched: at most `arrays` of them, of `numbers` in all."""
 
@@ -48,6 +52,9 @@ class _Outlined:
     uniform = normal = full
 
     def zero(self, array: np.ndarray) -> None: ...
+
+    def number(self) -> int:
+        return 0
 
 
 _source: _Drawn | _Outlined = _Drawn(0)
@@ -95,6 +102,11 @@ def glorot_uniform(shape: tuple[int, int]) -> np.ndarray:
 def normal(shape: tuple[int, ...], std: float = 1.0) -> np.ndarray:
     """N(0, std²)."""
     return _source.normal(shape, std)
+
+
+def number() -> int:
+    """The seed of other random numbers, from 0 to 2^63 - 1."""
+    return _source.number()
 
 
 def zeros(shape: tuple[int, ...]) -> np.ndarray:

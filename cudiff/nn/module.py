@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ParamSpec, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -14,12 +14,9 @@ from cudiff.backend import PRECISIONS, Array, copy_into, is_low, to_device
 from cudiff.cuda.graph import record_again
 from cudiff.errors import CudiffError
 from cudiff.nn.parameter import FlatParameters, Parameter, array_of, fitting, structure_changes
+from cudiff.nn.state_dict import StateDict, require_native
 from cudiff.precision import allow_tf32, tf32_allowed
 from cudiff.tensor import Tensor
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
@@ -81,6 +78,22 @@ def _require_names(name: str, value: Any) -> None:
         raise TypeError(f"{name}: layers in a {kind} have no names: use nn.ModuleList, or an attribute for each")
 
 
+_NONE = object()
+
+
+def _decides(name: str, before: Any, value: Any) -> bool:
+    """Whether a captured function may have been recorded with another value of an attribute than it has from now on.
+
+    Of private ones, which a forward may change, and of `training` and `flat` it is not asked.
+    """
+    if before is _NONE or value is before or isinstance(before, property):
+        return False
+    if isinstance(before, Module | Parameter):
+        return True
+    plain = type(value) is type(before) and isinstance(value, bool | int | float | str)
+    return not (name.startswith("_") or name in ("training", "flat") or (plain and value == before))
+
+
 class Module:
     """A part of a model. Attributes that are Parameters, Modules or (registered) buffers get names.
 
@@ -119,7 +132,7 @@ class Module:
             copy_into(buffer.data, array)
             return
         before = vars(self).get(name)
-        if isinstance(before, Module | Parameter) and value is not before:
+        if _decides(name, vars(self).get(name, getattr(type(self), name, _NONE)), value):
             record_again()  # a captured function holds the old one
         super().__setattr__(name, value)
         if isinstance(value, Module | Parameter) or isinstance(before, Module | Parameter):
@@ -150,25 +163,36 @@ class Module:
         with allow_tf32(tf32):
             return self.forward(*args, **kwargs)
 
-    def children(self) -> Iterator[tuple[str, Module]]:
+    def named_children(self) -> Iterator[tuple[str, Module]]:
         """(name, module) of the direct sub-modules."""
         for name, value in vars(self).items():
             if isinstance(value, Module):
                 yield name, value
 
-    def modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
+    def children(self) -> Iterator[Module]:
+        """The direct sub-modules."""
+        return (module for _, module in self.named_children())
+
+    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
         """(name, module) of this module and everything below it; its own name is `prefix`."""
         yield prefix, self
-        for name, child in self.children():
-            yield from child.modules(f"{prefix}.{name}" if prefix else name)
+        for name, child in self.named_children():
+            yield from child.named_modules(f"{prefix}.{name}" if prefix else name)
 
-    def named_modules(self) -> Iterator[tuple[str, Module]]:
-        """`modules`, by the name that PyTorch has for pairs."""
-        return self.modules()
+    def modules(self) -> Iterator[Module]:
+        """This module and everything below it."""
+        return (module for _, module in self.named_modules())
+
+    def apply(self, function: Callable[[Module], Any]) -> Self:
+        """Call `function` with everything below and then with this module, as PyTorch does."""
+        for child in self.children():
+            child.apply(function)
+        function(self)
+        return self
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """(name, parameter) in state_dict order."""
-        for prefix, module in self.modules():
+        for prefix, module in self.named_modules():
             for name, value in vars(module).items():
                 if isinstance(value, Parameter):
                     yield f"{prefix}.{name}" if prefix else name, value
@@ -189,31 +213,37 @@ class Module:
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of all registered buffers."""
-        for prefix, module in self.modules():
+        for prefix, module in self.named_modules():
             for name, value in module._buffers.items():
                 yield f"{prefix}.{name}" if prefix else name, value
+
+    def buffers(self) -> list[Tensor]:
+        """All registered buffers, in the order of `named_buffers`."""
+        return [value for _, value in self.named_buffers()]
 
     def layouts(self) -> dict[str, str]:
         """For each parameter name how PyTorch's file layout differs (`Parameter.layout`)."""
         return {name: parameter.layout for name, parameter in self.named_parameters()}
 
-    def state_dict(self) -> dict[str, np.ndarray]:
+    def state_dict(self) -> StateDict:
         """Copies of all parameters and buffers as NumPy arrays in native layout (conv weights KRSC), by name."""
-        state = {name: np.array(parameter.numpy()) for name, parameter in self.named_parameters()}
-        return state | {name: np.array(value.numpy()) for name, value in self.named_buffers()}
+        return StateDict((name, np.array(x.numpy())) for name, x in (*self.named_parameters(), *self.named_buffers()))
 
     def load_state_dict(self, state: Mapping[str, Array | Tensor], strict: bool = True) -> None:
         """Copy values in by name, in native layout: PyTorch's state dict goes through `cudiff.convert.from_torch`.
 
         strict: whether the names are those of the model; otherwise what either lacks is left as it is. Raises
-        CudiffError on missing, unknown or mis-shaped ones and numbers out of range, TypeError for what are no numbers,
-        both before anything is changed.
+        CudiffError on missing, unknown or mis-shaped ones, on convolutions' weights that are PyTorch's, or may be, and
+        on numbers out of range, TypeError for what are no numbers, both before anything is changed.
         """
         targets: dict[str, Tensor] = dict(self.named_parameters()) | dict(self.named_buffers())
+        native = isinstance(state, StateDict)
         if not strict:
             state = {name: values for name, values in state.items() if name in targets}
             targets = {name: target for name, target in targets.items() if name in state}
         state = {name: array_of(values) for name, values in state.items()}
+        if not native:
+            require_native(state, dict(self.named_parameters()))
         require_fit(state, targets, "the weights do not fit the model")
         fitted = {name: fitting(name, state[name], target) for name, target in targets.items()}
         for name, target in targets.items():
@@ -241,12 +271,12 @@ class Module:
                 f"{path} was not written by Module.save: cudiff.load reads checkpoints, cudiff.convert.read_weights "
                 "and from_torch weights of PyTorch"
             )
-        self.load_state_dict(state, strict)
+        self.load_state_dict(StateDict(state), strict)
         return self
 
     def train(self, mode: bool = True) -> Self:
         """Set training mode (dropout, batch statistics) everywhere below."""
-        for _, module in self.modules():
+        for module in self.modules():
             module.training = mode
         return self
 
@@ -256,14 +286,18 @@ class Module:
 
     @property
     def precision(self) -> str:
-        """`fp32`, `tf32`, `bf16` or `fp16`: what matrix products compute in and activations are stored as."""
+        """`fp32`, `tf32`, `bf16` or `fp16`: what matrix products compute in and activations are stored as.
+
+        In 16 bits it is the model that takes its inputs to `activation_dtype`, as cudiff's models do: layers compute in
+        the dtype of what they are given.
+        """
         return self._precision
 
     @precision.setter
     def precision(self, name: str) -> None:
         if name not in PRECISIONS:
             raise CudiffError(f"unknown precision '{name}': use one of {', '.join(PRECISIONS)}")
-        for _, module in self.modules():
+        for module in self.modules():
             if module._precision != name:
                 module._precision = name
                 record_again()
@@ -275,12 +309,12 @@ class Module:
 
     def flatten(self, device: str, trainable: bool = True) -> Self:
         """Move all parameters into flat buffers on `device` (once, after construction and choice of precision)."""
-        for _, module in self.modules():
+        for module in self.modules():
             for name, value in vars(module).items():
                 _require_names(name, value)  # a list may have grown since it was set
         low = self.activation_dtype if is_low(self.activation_dtype) else None
         self.flat = FlatParameters(dict(self.named_parameters()), device, low, trainable)
-        for _, module in self.modules():
+        for module in self.modules():
             for value in module._buffers.values():
                 value.data = to_device(value.data, device)
         return self
@@ -336,9 +370,10 @@ class Module:
         """How many numbers are trained."""
         return sum(parameter.size for parameter in {id(value): value for value in self.parameters()}.values())
 
-    def summary(self) -> Table:
-        """A rich table: every layer that has parameters, its parameters' shapes and counts. Print it with rich."""
-        from rich.table import Table  # slow to import, and `import cudiff` is not
+    def summary(self) -> None:
+        """Print a table of every layer that has parameters: its name, its type, their shapes and counts."""
+        from rich.console import Console  # slow to import, and `import cudiff` is not
+        from rich.table import Table
 
         table = Table(title=f"{type(self).__name__}: {self.num_parameters():,} parameters")
         table.add_column("layer", overflow="fold")
@@ -347,7 +382,7 @@ class Module:
         table.add_column("parameters", justify="right")
         for row in self._rows():
             table.add_row(*row)
-        return table
+        Console().print(table)
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the rows of `summary`."""
@@ -356,7 +391,7 @@ class Module:
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
         """Name, type, shapes and count of every layer that has parameters."""
-        for name, module in self.modules():
+        for name, module in self.named_modules():
             own = {key: value for key, value in vars(module).items() if isinstance(value, Parameter)}
             if own:
                 count = sum(value.size for value in own.values())
@@ -374,7 +409,7 @@ class Module:
     def __repr__(self) -> str:
         """`extra_repr`, and below it the modules in it, each on lines of its own, as in PyTorch."""
         own = self.extra_repr()
-        inside = [f"({name}): {child!r}".replace("\n", "\n  ") for name, child in self.children()]
+        inside = [f"({name}): {child!r}".replace("\n", "\n  ") for name, child in self.named_children()]
         parts = "\n  ".join(["", *filter(None, [own]), *inside]) + "\n" if inside else own
         return f"{type(self).__name__}({parts})"
 
@@ -391,11 +426,11 @@ class ModuleList(Module):
         for item in items:
             self.append(item)
 
-    def children(self) -> Iterator[tuple[str, Module]]:
+    def named_children(self) -> Iterator[tuple[str, Module]]:
         for index, item in enumerate(self._items):
             if item is not None:
                 yield str(index), item
-        yield from super().children()
+        yield from super().named_children()
 
     def _require_module(self, item: Any) -> None:
         if not isinstance(item, Module | None):
@@ -414,7 +449,10 @@ class ModuleList(Module):
         structure_changes()
         record_again()
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int | slice) -> Any:
+        """The module at an index; of a slice a ModuleList of them, of a Sequential's a Sequential."""
+        if isinstance(index, slice):
+            return Sequential(*self._items[index]) if isinstance(self, Sequential) else ModuleList(self._items[index])
         return self._items[index]
 
     def __len__(self) -> int:
@@ -427,7 +465,7 @@ class ModuleList(Module):
 class Sequential(ModuleList):
     """Modules called one after the other."""
 
-    def __init__(self, *items: Module):
+    def __init__(self, *items: Module | None):
         super().__init__(items)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ class ModuleDict(Module):
         for name, item in (items or {}).items():
             self[name] = item
 
-    def children(self) -> Iterator[tuple[str, Module]]:
+    def named_children(self) -> Iterator[tuple[str, Module]]:
         yield from self._items.items()
-        yield from super().children()
+        yield from super().named_children()
 
     def __setitem__(self, name: str, item: Module) -> None:
         """Raises TypeError for what is no module, and for a name that is none, has a dot or is an attribute's."""

@@ -24,6 +24,8 @@ from cudiff.backend import (
     to_device,
 )
 from cudiff.cuda.graph import record_again
+from cudiff.distributed import Group
+from cudiff.distributed.shards import Shards
 from cudiff.errors import CudiffError
 from cudiff.ops.optim import Flag
 from cudiff.tensor import Tensor, grad_enabled, now
@@ -149,7 +151,7 @@ class Parameter(Tensor):
             raise ValueError("a frozen parameter takes no gradient: set requires_grad = True first")
         else:
             copy_into(self._grad, array_of(array))
-            self._vacant = False
+            self._grad_empty = False
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -234,11 +236,12 @@ class Parameter(Tensor):
 
     def bind(self, flat: FlatParameters, data: Array, grad: Array | None, compute_copy: Array | None) -> None:
         """Move the storage into slices of flat buffers; values stay, and so does a gradient where it is to be used."""
-        if self.data is not data:
+        moved = self.data is not data
+        if moved:
             copy_into(data, self.data)
-        if grad is not None and self._grad is not None and not self._vacant and _requires_grad.__get__(self):
+        if grad is not None and self._grad is not None and not self._grad_empty and _requires_grad.__get__(self):
             copy_into(grad, self._grad)
-        if self.flat is not None and self.flat is not flat:
+        if moved and (self.flat is not None or self.device == "cuda"):
             record_again()  # a captured function holds the old buffers
         _data.__set__(self, data)
         _grad.fset(self, grad)
@@ -265,6 +268,7 @@ class FlatParameters:
     slots : dict from parameter name to (start, stop, shape), in state_dict order. Two names of one parameter share one.
     flags : uint8 (size / 32,) of `Flag`; on the same device
     trainable : bool
+    shards : which part of them this process updates, and holds the optimiser's state of: all, unless `shard` was called
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], device: str, low: np.dtype | None, trainable: bool = True):
@@ -279,6 +283,7 @@ class FlatParameters:
                 self._ranges[id(parameter)] = start, start + parameter.size
                 start += -(-parameter.size // BLOCK) * BLOCK
         self.size = start
+        self.shards = Shards(start)
         structure_changes()
         self.slots = {name: (*self._ranges[id(value)], value.shape) for name, value in parameters.items()}
         self.data: Array = module.zeros(start, float32)
@@ -314,6 +319,7 @@ class FlatParameters:
         first, last = padded[0][0], padded[-1][1]
         part = copy.copy(self)
         part._parameters, part.size = list(parameters.values()), last - first
+        part.shard(self.shards.group)
         part.slots = {
             name: (start - first, stop - first, parameters[name].shape)
             for name, (start, stop) in zip(parameters, ranges, strict=True)
@@ -322,6 +328,29 @@ class FlatParameters:
         part._grad = None if self._grad is None else self._grad[first:last]
         part.compute_copy = None if self.compute_copy is None else self.compute_copy[first:last]
         return part
+
+    def shard(self, group: Group) -> None:
+        """Have the optimisers and EMAs that are made from now on hold 1/size of their state each process: see `Shards`.
+
+        Gradients and weights stay whole. The processes have equal weights, and sum gradients before each step.
+        """
+        self.shards = Shards(self.size, group)
+
+    def all_gather(self) -> None:
+        """Where they are sharded, give all processes the weights that each has updated, and cast the 16-bit copies."""
+        if self.shards.shared:
+            self.shards.all_gather(self.data)
+            if self.compute_copy is not None:
+                self.compute_copy[...] = self.data
+
+    def lend(self, parameters: list[Parameter]) -> None:
+        """Have parameters of a model alike, copies that share these arrays, lie here too; they are not trained."""
+        lent = copy.copy(self._owner)
+        lent._owner, lent._parameters, lent._grad, lent.trainable = lent, parameters, None, False
+        lent._ranges = {}
+        for mine, theirs in zip(self._parameters, parameters, strict=True):
+            lent._ranges[id(theirs)] = self._ranges[id(mine)]
+            theirs.bind(lent, theirs.data, None, mine.compute_copy)
 
     def set_flags(self, parameter: Parameter) -> None:
         """Have updates leave `parameter` as it is, change it or decay it, as it says now."""
@@ -349,14 +378,20 @@ class FlatParameters:
     @property
     def grad(self) -> Array | None:
         for parameter in self._parameters:
-            if parameter._vacant:
+            if parameter._grad_empty:
                 _ = parameter.grad  # writes zeros where no backward wrote
+        return self._grad
+
+    @property
+    def buffer(self) -> Array:
+        """The gradients as they are now: what no backward has reached is undefined."""
+        assert self._grad is not None
         return self._grad
 
     def zero_grad(self) -> None:
         """Set the gradients to zero; the next backward overwrites them."""
         for parameter in self._parameters:
-            parameter._vacant = parameter._grad is not None
+            parameter._grad_empty = parameter._grad is not None
 
     def views(self, flat: Array) -> dict[str, Array]:
         """Each parameter's slice of any flat buffer of this size, by name and in its shape."""

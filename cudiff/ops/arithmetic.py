@@ -11,20 +11,21 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cudiff.backend import Array, float32
+from cudiff.backend import Array, float32, is_float
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.elementwise import broadcast_layout, grid
 from cudiff.cuda.launch import empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import as_tensor, downcast, is_number, operands, require_float, upcast
+from cudiff.ops.cast import as_tensor, downcast, is_number, operands, upcast
 from cudiff.ops.elementwise import square
+from cudiff.ops.integer import check_numbers, integer
 from cudiff.ops.reduce import sum_to
 from cudiff.ops.shape import broadcast_to
 from cudiff.tensor import Tensor
 
 __all__ = [
-    "add", "arctan2", "divide", "floor_divide", "maximum", "minimum", "multiply", "power", "reciprocal", "remainder",
-    "subtract", "where",
+    "add", "arctan2", "divide", "floor_divide", "hypot", "maximum", "minimum", "multiply", "power", "reciprocal",
+    "remainder", "subtract", "where",
 ]
 
 
@@ -64,7 +65,6 @@ class Binary(Function):
     @classmethod
     def forward_cuda(cls, ctx, a, b, scalar=None):
         first = b if a is None else a
-        require_float(cls.__name__, first)
         ctx.shapes = tuple(None if x is None else x.shape for x in (a, b))
         ctx.scalar = float(scalar or 0)
         if any(ctx.needs):
@@ -200,6 +200,12 @@ class Arctan2(Binary):
     gradient_b = staticmethod(lambda dout, a, b: -dout * a / (a * a + b * b))
 
 
+class Hypot(Binary):
+    value = staticmethod(np.hypot)
+    gradient_a = staticmethod(lambda dout, a, b: dout * a / np.hypot(a, b))
+    gradient_b = staticmethod(lambda dout, a, b: dout * b / np.hypot(a, b))
+
+
 class FloorDivide(Binary):
     """Its slopes are 0, at its steps too."""
 
@@ -243,8 +249,11 @@ class Minimum(Maximum):
         return Maximum.gradient_a(dout, a, b)
 
 
-def _binary(function: type[Binary], a: Any, b: Any, floating: bool = False) -> Tensor:
-    a, b = operands(a, b, floating=floating)
+def _binary(function: type[Binary], a: Any, b: Any, of_integers: str = "") -> Tensor:
+    """Integers are taken to float32 where no NumPy function `of_integers` is named, which computes with them."""
+    a, b = operands(a, b, floating=not of_integers)
+    if of_integers and not is_float((a if isinstance(a, Tensor) else b).dtype):
+        return integer(of_integers, a, b)
     if not isinstance(a, Tensor):
         return function.apply(None, b, scalar=a)
     if not isinstance(b, Tensor):
@@ -254,27 +263,36 @@ def _binary(function: type[Binary], a: Any, b: Any, floating: bool = False) -> T
 
 def add(a: Any, b: Any) -> Tensor:
     """a + b."""
-    return _binary(Add, a, b)
+    return _binary(Add, a, b, "add")
 
 
 def subtract(a: Any, b: Any) -> Tensor:
     """a - b."""
-    return _binary(Subtract, a, b)
+    return _binary(Subtract, a, b, "subtract")
 
 
 def multiply(a: Any, b: Any) -> Tensor:
     """a * b."""
-    return _binary(Multiply, a, b)
+    return _binary(Multiply, a, b, "multiply")
 
 
 def divide(a: Any, b: Any) -> Tensor:
     """a / b; integers give float32."""
-    return _binary(Divide, a, b, floating=True)
+    return _binary(Divide, a, b)
 
 
 def power(a: Any, b: Any) -> Tensor:
-    """a ** b; `a ** 2` of a tensor is `square(a)`."""
-    return square(a) if is_number(b) and b == 2 else _binary(Power, a, b)
+    """a ** b; `a ** 2` of a floating tensor is `square(a)`.
+
+    Integers to a negative power raise ValueError; where the power is a tensor on a GPU, which is not waited for, the
+    result is cut to a whole number.
+    """
+    a, b = operands(a, b)
+    if is_number(b) and is_float(a.dtype) and b == 2:
+        return square(a)
+    if is_number(b) and not is_float(a.dtype) and b < 0:
+        raise ValueError("integers to a negative power are no integers: use .astype('float32')")
+    return _binary(Power, a, b, "power")
 
 
 def reciprocal(x: Any) -> Tensor:
@@ -284,27 +302,32 @@ def reciprocal(x: Any) -> Tensor:
 
 def floor_divide(a: Any, b: Any) -> Tensor:
     """a // b, rounded down, with gradient 0. A float over 0 is ±inf or NaN, an integer over 0 is 0 as in NumPy."""
-    return _binary(FloorDivide, a, b)
+    return _binary(FloorDivide, a, b, "floor_divide")
 
 
 def remainder(a: Any, b: Any) -> Tensor:
     """a % b, which has the sign of b. Of a float by 0 it is NaN, of an integer by 0 it is 0 as in NumPy."""
-    return _binary(Remainder, a, b)
+    return _binary(Remainder, a, b, "mod")
 
 
 def arctan2(a: Any, b: Any) -> Tensor:
     """The angle of the point (b, a) in radians, from -pi to pi."""
-    return _binary(Arctan2, a, b, floating=True)
+    return _binary(Arctan2, a, b)
+
+
+def hypot(a: Any, b: Any) -> Tensor:
+    """sqrt(a**2 + b**2), without overflow; the gradient is NaN where both are 0."""
+    return _binary(Hypot, a, b)
 
 
 def maximum(a: Any, b: Any) -> Tensor:
     """The larger of a and b, NaN where either is; the gradient is halved where they are equal."""
-    return _binary(Maximum, a, b)
+    return _binary(Maximum, a, b, "maximum")
 
 
 def minimum(a: Any, b: Any) -> Tensor:
     """The smaller of a and b, NaN where either is; the gradient is halved where they are equal."""
-    return _binary(Minimum, a, b)
+    return _binary(Minimum, a, b, "minimum")
 
 
 class Where(Function):
@@ -327,9 +350,10 @@ class Where(Function):
     def forward_cuda(ctx, mask, a, b, scalars):
         dtype = (b if a is None else a).dtype
         out = empty(mask.shape, dtype)
-        numbers = tuple(float(scalar or 0) for scalar in scalars)
-        args = (mask, a, b, *numbers, out, np.int64(out.size))
-        launch("arithmetic", "where_forward", grid(out), 256, args, T=dtype)
+        floats = ("arithmetic", "where_forward", float)
+        stem, name, number = floats if is_float(dtype) else ("integer", "where", np.int64)
+        args = (mask, a, b, *(number(scalar or 0) for scalar in scalars), out, np.int64(out.size))
+        launch(stem, name, grid(out), 256, args, T=dtype)
         ctx.save(mask)
         return out
 
@@ -346,12 +370,14 @@ class Where(Function):
 
 def where(condition: Any, a: Any, b: Any) -> Tensor:
     """a where the condition (bool or uint8 tensor or array) is not 0, else b; all broadcast, a or b may be a number."""
-    condition = condition if isinstance(condition, Tensor) else Tensor(np.asarray(condition, bool))
+    device = "cuda" if any(isinstance(x, Tensor) and x.device == "cuda" for x in (condition, a, b)) else "cpu"
+    condition = condition if isinstance(condition, Tensor) else Tensor(np.asarray(condition, bool), device=device)
     if condition.dtype.itemsize != 1:
         raise TypeError(f"where() needs a bool or uint8 condition, not {condition.dtype}")
     if is_number(a) and is_number(b):
         a = Tensor(a, device=condition.device)
-    a, b = operands(a, b)
+    a, b = operands(a, b, device=device)
+    check_numbers("where", a, b)
     shape = np.broadcast_shapes(*(x.shape for x in (condition, a, b) if isinstance(x, Tensor)))
     tensors = [broadcast_to(x, shape) if isinstance(x, Tensor) else None for x in (a, b)]
     scalars = tuple(None if isinstance(x, Tensor) else x for x in (a, b))

@@ -13,7 +13,7 @@ from cudiff.cuda.launch import blocks, empty
 from cudiff.cuda.sums import empty_statistics
 from cudiff.function import Function
 from cudiff.ops.arithmetic import where
-from cudiff.ops.cast import astype, result_dtype
+from cudiff.ops.cast import as_tensors, astype
 from cudiff.ops.matmul import matmul, matmul_numpy
 from cudiff.ops.shape import reshape, transpose
 from cudiff.ops.softmax import softmax
@@ -121,14 +121,14 @@ def _forward_cuda(ctx, q, k, v):
     lse = empty((n, heads, 64 * blocks(rows, 64)), float32)
     ctx.save(q, k, v, out, lse)
     if out.size:
-        table.forward(out.reshape(q.shape), lse, q, k, v, ctx.tf32)
+        table.forward(out.reshape(q.shape), lse, q, k, v)
     return out
 
 
 def _backward_cuda(ctx, dout, dq, dk, dv, sums=None):
     q, k, v, out, lse = ctx.saved
     if out.size:
-        table.backward(dq, dk, dv, dout.reshape(q.shape), q, k, v, out, lse, ctx.tf32, sums)
+        table.backward(dq, dk, dv, dout.reshape(q.shape), q, k, v, out, lse, sums)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
@@ -145,8 +145,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
         raise ValueError(
             f"attention takes q (N, Tq, heads, D), k and v (N, Tk, heads, D); got {q.shape}, {k.shape}, {v.shape}"
         )
-    dtype = result_dtype(q, k, v, floating=True)
-    q, k, v = (astype(x, dtype) for x in (q, k, v))
+    q, k, v = as_tensors(q, k, v, floating=True)
     if mask is not None:
         return _masked(q, k, v, mask)
     _check_head(q.shape[3])

@@ -1,4 +1,4 @@
-"""Draw a training batch from images that lie on the device as uint8; or make one of images that are a batch already.
+"""Draw a training batch from images or latents that lie on the device; or make one of images that are a batch already.
 
 The order is a keyed bijection of each epoch's positions, so that no shuffle has to be stored to resume.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, float32, int32
+from cudiff.backend import Array, float16, float32, int32, is_array
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
 from cudiff.ops.cast import as_index, downcast
@@ -110,50 +110,66 @@ class DrawBatch(Function):
     differentiable = False
 
     @staticmethod
-    def forward_numpy(ctx, images, labels, step, batch_size, seed, flip):
+    def forward_numpy(ctx, images, labels, step, samples, of, seed, flip, file=None):
+        images = images if file is None else file
         n = len(images)
-        count = (int(step[0]) & 0xFFFFFFFF) * batch_size + np.arange(batch_size)
+        count = (int(step[0]) & 0xFFFFFFFF) * of + np.arange(samples.start, samples.stop)
         index = shuffled_index(count % n, n, seed, count // n)
         x = images[index]
         if flip:
             flipped = philox(0, count & 0xFFFFFFFF, count >> 32, Purpose.FLIP, seed)[:, 0] >= 1 << 31
             x[flipped] = x[flipped][:, :, ::-1]
-        x = _unit(x)
+        x = _unit(x) if x.dtype == np.uint8 else x.astype(float32)
         return x if labels is None else (x, labels[index])
 
     @staticmethod
-    def forward_cuda(ctx, images, labels, step, batch_size, seed, flip):
+    def forward_cuda(ctx, images, labels, step, samples, of, seed, flip):
         n, height, width, channels = images.shape
+        batch_size = len(samples)
         x = empty((batch_size, height, width, channels), float32)
         out_labels = None if labels is None else empty(batch_size, int32)
+        kernel, dtype = ("draw_batch", float32) if images.dtype == np.uint8 else ("draw_latents", images.dtype)
         launch(
-            "batch", "draw_batch", (blocks(height * width * channels, 1024), batch_size), 256,
-            (x, out_labels, images, labels, step, np.int64(n), height, width, channels, (n - 1).bit_length(),
-             np.uint32(order_key(seed)), np.uint64(seed & 0xFFFFFFFFFFFFFFFF), np.uint32(Purpose.FLIP), flip),
-            T=float32, VEC=0,
+            "batch", kernel, (blocks(height * width * channels, 1024), batch_size), 256,
+            (x, out_labels, images, labels, step, np.uint32(samples.start), np.uint32(of), np.int64(n), height, width,
+             channels, (n - 1).bit_length(), np.uint32(order_key(seed)), np.uint64(seed & 0xFFFFFFFFFFFFFFFF),
+             np.uint32(Purpose.FLIP), flip),
+            T=dtype, VEC=0,
         )
         return x if labels is None else (x, out_labels)
 
 
-def draw_batch(images: Tensor, labels: Any, step: Tensor, batch_size: int, seed: int,
-               flip: bool = False) -> tuple[Tensor, Tensor | None]:
-    """The batch of training step `step`: images as float32 in [-1, 1], and their labels.
+def draw_batch(images: Any, labels: Any, step: Tensor, batch_size: int, seed: int,
+               flip: bool = False, samples: range | None = None) -> tuple[Tensor, Tensor | None]:
+    """The batch of training step `step`: images as float32 in [-1, 1], or latents as float32, and their labels.
 
-    images uint8 (N, H, W, C), labels integers (N,) or None, step int32 or uint32 (1,) on the device (the kernel reads
-    it, so that a captured graph moves on). Sample i has position step · batch_size + i; position mod N of epoch
-    position // N is image `shuffled_index(...)`. flip: mirror left to right by the top bit of Philox word
-    0 of counter (0, position, position >> 32, Purpose.FLIP).
-    Returns x (batch_size, H, W, C), labels int32 (batch_size,) or None.
+    images uint8 (N, H, W, C), or latents, float32 or float16; a Tensor or, on the CPU, `cudiff.data.rows.Rows`. labels
+    integers (N,) or None; step int32 or uint32 (1,) on the device (the kernel reads it, so that a captured graph moves
+    on). Sample i has position
+    step · batch_size + i; position mod N of epoch position // N is image `shuffled_index(...)`. samples: which of
+    range(batch_size) are drawn, None for all. flip: mirror left to right by the top bit of Philox word 0 of counter
+    (0, position, position >> 32, Purpose.FLIP).
+    Returns x (len(samples), H, W, C), labels int32 (len(samples),) or None.
     """
-    if images.dtype != np.uint8 or images.ndim != 4 or len(images) == 0:
-        raise ValueError(f"images must be uint8 (N, H, W, C) with N > 0, got {images.dtype} {images.shape}")
+    samples = range(batch_size) if samples is None else samples
+    if not 0 <= samples.start < samples.stop <= batch_size or samples.step != 1:
+        raise ValueError(f"draw_batch: samples {samples} are none of a batch of {batch_size}")
+    if images.dtype not in (np.uint8, float32, float16) or images.ndim != 4 or len(images) == 0:
+        raise ValueError(f"images must be uint8, float32 or float16 (N, H, W, C) with N > 0, got {images.dtype} "
+                         f"{images.shape}")
     if step.shape != (1,) or step.dtype not in (int32, np.uint32):
         raise ValueError(f"draw_batch: step must be int32 or uint32 (1,), got {step.dtype} {step.shape}")
     if labels is not None:
-        labels = as_index("draw_batch", labels, images.device)
+        labels = as_index("draw_batch", labels, step.device)
         if labels.shape != images.shape[:1]:
             raise ValueError(f"draw_batch: {len(images)} images have labels of shape {labels.shape}")
-    batch = DrawBatch.apply(images, labels, step, batch_size=batch_size, seed=int(seed), flip=bool(flip))
+    given = dict(samples=samples, of=batch_size, seed=int(seed), flip=bool(flip))
+    if isinstance(images, Tensor) or is_array(images):
+        batch = DrawBatch.apply(images, labels, step, **given)
+    elif step.device == "cuda":
+        raise ValueError("draw_batch: images in a file are drawn on the CPU: give a step that lies there")
+    else:
+        batch = DrawBatch.apply(None, labels, step, file=images, **given)
     return batch if labels is not None else (batch, None)
 
 

@@ -16,6 +16,7 @@ from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.kernels.norm.problem import kernel_constants
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.sums import empty_statistics
+from cudiff.distributed import ALONE, Group
 from cudiff.function import Composite, Function
 from cudiff.ops.cast import as_wide, downcast, require_floats, upcast
 from cudiff.ops.elementwise import relu
@@ -35,17 +36,21 @@ class BatchNorm(Function):
     WINDOW: ClassVar[int] = 1  # side of those of which the largest is kept
 
     @staticmethod
-    def forward_numpy(ctx, x, weight, bias, running_mean, running_var, training, momentum, eps):
+    def forward_numpy(ctx, x, weight, bias, running_mean, running_var, training, momentum, eps, group):
         rows = upcast(x).reshape(1, -1, x.shape[-1])
         if training:
             mean, rstd = statistics_numpy(rows, x.shape[-1], eps)
-            count = rows.shape[1]
+            if group.size > 1:
+                means, variances = np.moveaxis(group.gather(np.stack((mean, 1 / np.square(rstd) - eps))), 1, 0)
+                mean = means.mean(0)
+                rstd = 1 / np.sqrt((variances + np.square(means - mean)).mean(0) + eps)
+            count = rows.shape[1] * group.size
             var = (1 / np.square(rstd[0]) - eps) * (count / max(count - 1, 1))
             running_mean += momentum * (mean[0] - running_mean)
             running_var += momentum * (var - running_var)
         else:
             mean, rstd = running_mean[None].copy(), 1 / np.sqrt(running_var[None] + eps)
-        ctx.training = training
+        ctx.training, ctx.group = training, group
         ctx.save(x, weight, bias, mean, rstd)
         y, _ = normalize_numpy(rows, weight, bias, mean, rstd)
         return downcast(y.reshape(x.shape), x.dtype)
@@ -54,13 +59,18 @@ class BatchNorm(Function):
     def backward_numpy(ctx, dout, needs, into):
         x, weight, bias, mean, rstd = ctx.saved
         rows = upcast(x).reshape(1, -1, x.shape[-1])
+        together = ctx.training and ctx.group.size > 1
         dx, dweight, dbias, _, _ = group_norm_backward_numpy(
-            upcast(dout).reshape(rows.shape), rows, weight, bias, mean, rstd, constant_statistics=not ctx.training
+            upcast(dout).reshape(rows.shape), rows, weight, bias, mean, rstd,
+            constant_statistics=together or not ctx.training
         )
+        if together:
+            sums = ctx.group.gather(np.stack((dbias, dweight))).sum(0) / (rows.shape[1] * ctx.group.size)
+            dx -= weight * rstd * (sums[0] + (rows - mean) * rstd * sums[1])
         return downcast(dx.reshape(x.shape), x.dtype), dweight, dbias, None, None
 
     @classmethod
-    def forward_cuda(cls, ctx, x, weight, bias, running_mean, running_var, training, momentum, eps):
+    def forward_cuda(cls, ctx, x, weight, bias, running_mean, running_var, training, momentum, eps, group):
         channels, pixels = x.shape[-1], x.size // x.shape[-1]
         mean, rstd = empty(channels, float32), empty(channels, float32)
         constants = kernel_constants(x, parameters=(weight, bias, running_mean, running_var)) | {"WINDOW": cls.WINDOW}
@@ -71,9 +81,10 @@ class BatchNorm(Function):
                 statistics = empty_statistics(Kind.CENTRED, 1, grid[0], channels)
                 launch("batch_norm", "statistics", grid, block, (statistics.sums, x, pixels, channels),
                        **constants)
+            sums = statistics.sums if group.size == 1 else group.gather(statistics.sums)
             launch("batch_norm", "finish_statistics", blocks(channels, 4), (4, 256),
-                   (mean, rstd, running_mean, running_var, statistics.sums, statistics.kind is Kind.CENTRED,
-                    math.prod(statistics.sums.shape[:2]), pixels, channels, momentum, eps), **constants)
+                   (mean, rstd, running_mean, running_var, sums, statistics.kind is Kind.CENTRED,
+                    math.prod(sums.shape[:-2]), pixels * group.size, channels, momentum, eps), **constants)
         else:
             launch("batch_norm", "read_running", blocks(channels, 128), 128,
                    (mean, rstd, running_mean, running_var, channels, eps), **constants)
@@ -82,7 +93,7 @@ class BatchNorm(Function):
         y = empty(x.shape if cls.WINDOW == 1 else (*size, channels), x.dtype)
         launch("batch_norm", "normalize", *_tiles(math.prod(size), channels, constants),
                (y, x, weight, bias, mean, rstd, *extent, channels), **constants)
-        ctx.training = training
+        ctx.training, ctx.group = training, group
         ctx.save(x, weight, bias, mean, rstd)
         return y
 
@@ -104,6 +115,10 @@ class BatchNorm(Function):
             launch("batch_norm", "finish_gradients", blocks(channels, 4), (4, 256),
                    (means, dweight, add_weight, dbias, add_bias, sums, *affine[2:], grid[0],
                     x.size // channels, channels), **constants)
+            if ctx.training and ctx.group.size > 1:  # dx by the means over all processes
+                launch("batch_norm", "finish_gradients", blocks(channels, 4), (4, 256),
+                       (means, None, False, None, False, ctx.group.gather(sums), *affine[2:],
+                        grid[0] * ctx.group.size, x.size // channels * ctx.group.size, channels), **constants)
         dx = None
         if needs[0]:
             windows = n * blocks(height, cls.WINDOW) * blocks(width, cls.WINDOW)
@@ -141,21 +156,22 @@ def _tiles(windows: int, channels: int, constants: dict) -> tuple[tuple[int, int
 
 
 def batch_norm(x: Tensor, weight: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor, training: bool,
-               momentum: float = 0.1, eps: float = 1e-5) -> Tensor:
+               momentum: float = 0.1, eps: float = 1e-5, group: Group = ALONE) -> Tensor:
     """Normalise each channel of x (..., C) over all its rows, then weight and bias; in x's dtype.
 
     In training the batch's mean and (biased) variance are used, and running_mean and running_var move towards the
     batch's mean and unbiased variance by the share `momentum`, in place on the device; otherwise those two are used.
+    group: the batch is that of all these processes, which have equal parts.
     weight, bias, running_mean and running_var (C,), float32 where x is float32 or shorter. Raises ValueError where
     shapes do not agree, TypeError for integers and for 16-bit running values.
     Source: Ioffe and Szegedy, Batch Normalization, 2015, algorithms 1 and 2.
     """
     operands = _checked("batch_norm", x, weight, bias, running_mean, running_var)
-    return BatchNorm.apply(*operands, training=training, momentum=momentum, eps=eps)
+    return BatchNorm.apply(*operands, training=training, momentum=momentum, eps=eps, group=group)
 
 
 def batch_norm_relu_pool(x: Tensor, weight: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor,
-                         training: bool, momentum: float = 0.1, eps: float = 1e-5) -> Tensor:
+                         training: bool, momentum: float = 0.1, eps: float = 1e-5, group: Group = ALONE) -> Tensor:
     """relu(max_pool2d(batch_norm(x, ...), 2)) as one operation: x (N, H, W, C) → (N, H // 2, W // 2, C).
 
     What lies between is not rounded: in a 16-bit dtype the gradient goes to the largest element of a window where the
@@ -164,7 +180,7 @@ def batch_norm_relu_pool(x: Tensor, weight: Tensor, bias: Tensor, running_mean: 
     operands = _checked("batch_norm_relu_pool", x, weight, bias, running_mean, running_var)
     if x.ndim != 4 or min(x.shape[1:3]) < 2:
         raise ValueError(f"batch_norm_relu_pool: x has shape {x.shape}, not (N, H, W, C) of 2 pixels a side or more")
-    return BatchNormReluPool.apply(*operands, training=training, momentum=momentum, eps=eps)
+    return BatchNormReluPool.apply(*operands, training=training, momentum=momentum, eps=eps, group=group)
 
 
 def _checked(name: str, x: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:

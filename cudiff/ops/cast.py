@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -137,7 +138,7 @@ def is_number(x: Any) -> bool:
     return isinstance(x, int | float | np.number | np.bool_)
 
 
-def operands(*given: Any, floating: bool = False) -> list[Any]:
+def operands(*given: Any, floating: bool = False, device: str = "cpu") -> list[Any]:
     """`as_tensors`, but numbers become Python numbers, as do NumPy's arrays without axes beside a tensor. One operand
     at least becomes a tensor."""
     among_tensors = any(isinstance(x, Tensor) for x in given)
@@ -145,8 +146,7 @@ def operands(*given: Any, floating: bool = False) -> list[Any]:
     if not any(isinstance(x, Tensor) for x in found):
         found[0] = Tensor(found[0])
     strong = [x for x in given if isinstance(x, Tensor) and is_float(x.dtype)]
-    dtype = result_dtype(*(strong or found), floating=floating)
-    return [astype(x, dtype) if isinstance(x, Tensor) else x for x in found]
+    return _together(given, found, result_dtype(*(strong or found), floating=floating), device)
 
 
 def _number(x: Any) -> int | float:
@@ -162,11 +162,22 @@ def as_tensors(*given: Any, floating: bool = False) -> list[Tensor]:
     """Each as a tensor of the one dtype that they compute in.
 
     An array, a sequence or a number takes the dtype of a floating tensor beside it. Otherwise `result_dtype` says it.
+    On the host it is copied to the GPU where a tensor beside it lies there.
     """
     strong = [x for x in given if isinstance(x, Tensor) and is_float(x.dtype)]
     found = list(map(as_tensor, given))
-    dtype = result_dtype(*(strong or found), floating=floating)
-    return [astype(x, dtype) for x in found]
+    return _together(given, found, result_dtype(*(strong or found), floating=floating))
+
+
+def _together(given: Sequence[Any], found: list[Any], dtype: np.dtype, device: str = "cpu") -> list[Any]:
+    """The tensors of `found` in `dtype`. Where a tensor given lies on a GPU, or `device` is one, arrays of the host are
+    copied there, which a captured function refuses; float64, which they have beside integers, is float32 there."""
+    if device == "cpu" and not any(isinstance(x, Tensor) and x.device == "cuda" for x in given):
+        return [astype(x, dtype) if isinstance(x, Tensor) else x for x in found]
+    dtype = float32 if dtype == float64 else dtype
+    there = [x if x is own or not isinstance(x, Tensor) else Tensor(x, dtype=dtype, device="cuda")
+             for x, own in zip(found, given, strict=True)]
+    return [astype(x, dtype) if isinstance(x, Tensor) else x for x in there]
 
 
 def result_dtype(*operands: Any, floating: bool = False) -> np.dtype:

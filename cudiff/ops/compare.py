@@ -14,14 +14,15 @@ from cudiff.backend import is_float
 from cudiff.cuda.kernels.elementwise import broadcast_layout
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import as_tensor, as_tensors, operands, upcast
+from cudiff.ops.cast import as_tensor, as_tensors, as_wide, operands, upcast
 from cudiff.ops.elementwise import abs
 from cudiff.ops.reduce import Axis, sum
 from cudiff.tensor import Tensor
 
 __all__ = [
-    "all", "any", "bitwise_and", "bitwise_or", "bitwise_xor", "equal", "greater", "greater_equal", "invert", "isfinite",
-    "isinf", "isnan", "less", "less_equal", "logical_and", "logical_not", "logical_or", "logical_xor", "not_equal",
+    "all", "allclose", "any", "array_equal", "count_nonzero", "equal", "greater", "greater_equal", "isclose",
+    "isfinite", "isinf", "isnan", "less", "less_equal", "logical_and", "logical_not", "logical_or", "logical_xor",
+    "not_equal",
 ]
 
 _LONGEST = np.iinfo(np.int64)
@@ -108,35 +109,6 @@ def logical_not(x: Any) -> Tensor:
     return equal(as_tensor(x), False)
 
 
-def bitwise_and(a: Any, b: Any) -> Tensor:
-    """a & b of bools. Raises TypeError for others."""
-    return logical_and(*_bools("&", a, b))
-
-
-def bitwise_or(a: Any, b: Any) -> Tensor:
-    """a | b of bools. Raises TypeError for others."""
-    return logical_or(*_bools("|", a, b))
-
-
-def bitwise_xor(a: Any, b: Any) -> Tensor:
-    """a ^ b of bools. Raises TypeError for others."""
-    return logical_xor(*_bools("^", a, b))
-
-
-def invert(x: Any) -> Tensor:
-    """~x of bools. Raises TypeError for others."""
-    return logical_not(*_bools("~", x))
-
-
-def _bools(operator: str, *given: Any) -> list[Any]:
-    found = operands(*given)
-    for x in found:
-        if not (isinstance(x, bool) or (isinstance(x, Tensor) and x.dtype == np.bool_)):
-            kind = getattr(x, "dtype", type(x).__name__)
-            raise TypeError(f"{operator} takes bool tensors, not {kind}: compare first, as in (x > 0) & (x < 1)")
-    return found
-
-
 def isnan(x: Any) -> Tensor:
     """Whether x is NaN."""
     x = as_tensor(x)
@@ -167,3 +139,28 @@ def any(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
 def all(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Whether every element over `axis` is true; True of none."""
     return equal(sum(logical_not(x), axis, keepdims), 0)
+
+
+def count_nonzero(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """How many elements over `axis` are not 0: int64."""
+    return sum(not_equal(x, 0), axis, keepdims)
+
+
+def isclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Tensor:
+    """Whether |a - b| <= atol + rtol * |b|, or both are equal; integers are compared as float32. NaN is close to
+    nothing, to NaN where `equal_nan`."""
+    a, b = (x.detach() for x in as_wide(*as_tensors(a, b, floating=True)))
+    near = logical_and(less_equal(abs(a - b), atol + rtol * abs(b)), isfinite(b))
+    found = logical_or(near, equal(a, b))
+    return logical_or(found, logical_and(isnan(a), isnan(b))) if equal_nan else found
+
+
+def allclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
+    """Whether `isclose` of all elements; waits for a GPU."""
+    return bool(all(isclose(a, b, rtol, atol, equal_nan)))
+
+
+def array_equal(a: Any, b: Any) -> bool:
+    """Whether a and b have one shape and equal elements; waits for a GPU."""
+    a, b = as_tensors(a, b)
+    return a.shape == b.shape and bool(all(equal(a, b)))

@@ -237,7 +237,7 @@ class Conv2d(Function):
         size = out_size(x.shape[1:3], weight.shape[1:3], *steps[:3])
         out = empty((x.shape[0], *size, weight.shape[0]), x.dtype)
         epilogue = Epilogue(bias=as_float32(bias))
-        given = Operands(x, weight, out, epilogue, tf32=ctx.tf32)
+        given = Operands(x, weight, out, epilogue)
         ctx.out_statistics = table.fprop(given, statistics=True, **steps._asdict())
         return out
 
@@ -248,11 +248,11 @@ class Conv2d(Function):
         if needs[0]:
             dx, add = gradient_target(into[0], x.shape, x.dtype)
             epilogue = Epilogue(addend=dx if add else None)
-            given = Operands(dout, weight, dx, epilogue, tf32=ctx.tf32)
+            given = Operands(dout, weight, dx, epilogue)
             ctx.din_statistics[0] = table.dgrad(given, sums=True, **ctx.steps._asdict())
         if needs[1]:
             dweight, add = gradient_target(into[1], weight.shape, float32)
-            table.wgrad(Operands(x, dweight, dout, add=add, tf32=ctx.tf32), **ctx.steps._asdict())
+            table.wgrad(Operands(x, dweight, dout, add=add), **ctx.steps._asdict())
         if needs[2]:
             dbias = sum_rows_cuda(dout, into[2], ctx.dout_sums)
         return dx, dweight, dbias
@@ -289,7 +289,7 @@ class ConvTranspose2d(Function):
         ctx.save(x, weight)
         ctx.stride, ctx.padding = stride, padding
         out = empty((x.shape[0], *size, weight.shape[3]), x.dtype)
-        table.dgrad(Operands(x, weight, out, Epilogue(bias=as_float32(bias)), tf32=ctx.tf32), stride, padding)
+        table.dgrad(Operands(x, weight, out, Epilogue(bias=as_float32(bias))), stride, padding)
         return out
 
     @staticmethod
@@ -299,10 +299,10 @@ class ConvTranspose2d(Function):
         if needs[0]:
             dx, add = gradient_target(into[0], x.shape, x.dtype)
             epilogue = Epilogue(addend=dx if add else None)
-            table.fprop(Operands(dout, weight, dx, epilogue, tf32=ctx.tf32), ctx.stride, ctx.padding)
+            table.fprop(Operands(dout, weight, dx, epilogue), ctx.stride, ctx.padding)
         if needs[1]:
             dweight, add = gradient_target(into[1], weight.shape, float32)
-            table.wgrad(Operands(dout, dweight, x, add=add, tf32=ctx.tf32), ctx.stride, ctx.padding)
+            table.wgrad(Operands(dout, dweight, x, add=add), ctx.stride, ctx.padding)
         if needs[2]:
             dbias = sum_rows_cuda(dout, into[2], ctx.dout_sums)
         return dx, dweight, dbias

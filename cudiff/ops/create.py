@@ -1,4 +1,4 @@
-"""Tensors of given values, by NumPy's names. Made on the host and copied, but for `zeros` and `empty`."""
+"""Tensors of given values, by NumPy's names. Made on their device: a captured function may make them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from cudiff.backend import array_module, float32, storable
-from cudiff.ops.cast import as_tensor, is_number
-from cudiff.ops.shape import broadcast_to
+from cudiff.backend import Array, array_module, bfloat16, float32, float64, storable
+from cudiff.cuda.kernels.shape import filled
+from cudiff.ops.cast import as_tensor, astype, is_number
 from cudiff.tensor import Tensor
 
 __all__ = [
@@ -22,29 +20,36 @@ Shape = int | Sequence[int]
 
 def zeros(shape: Shape, dtype: Any = float32, device: str = "cpu") -> Tensor:
     """Zeros."""
-    return Tensor(array_module(device).zeros(_sizes(shape), storable(dtype, device)))
+    return Tensor(array_module(device).zeros(_sizes(shape), storable(_given(dtype), device)))
 
 
 def empty(shape: Shape, dtype: Any = float32, device: str = "cpu") -> Tensor:
     """Elements of any value, for one who writes them all."""
-    return Tensor(array_module(device).empty(_sizes(shape), storable(dtype, device)))
+    return Tensor(array_module(device).empty(_sizes(shape), storable(_given(dtype), device)))
 
 
 def ones(shape: Shape, dtype: Any = float32, device: str = "cpu") -> Tensor:
     """Ones."""
-    return full(shape, 1, dtype, device)
+    return full(shape, 1, _given(dtype), device)
 
 
 def full(shape: Shape, fill_value: float, dtype: Any = None, device: str = "cpu") -> Tensor:
     """The number `fill_value` everywhere; float32, int64 or bool by what it is where no dtype is given."""
     if not is_number(fill_value):
         raise TypeError(f"full fills with one number, not {type(fill_value).__name__}: broadcast_to repeats a tensor")
-    return broadcast_to(Tensor(fill_value, dtype=dtype, device=device), _sizes(shape))
+    module, sizes, value = array_module(device), _sizes(shape), Tensor(fill_value, dtype=dtype)
+    dtype = storable(value.dtype, device)
+    if device == "cuda":
+        return Tensor(filled(sizes, dtype, value.item()))
+    return Tensor(module.full(sizes, value.item(), dtype))
 
 
 def eye(N: int, M: int | None = None, k: int = 0, dtype: Any = float32, device: str = "cpu") -> Tensor:
     """(N, M) of zeros, with ones where column - row is k. M is N where None."""
-    return Tensor(np.eye(N, M, k, dtype=dtype), device=device)
+    module = array_module(device)
+    rows, columns = _sizes((N, N if M is None else M))
+    ones = module.arange(columns) - module.arange(rows)[:, None] == operator.index(k)
+    return astype(Tensor(ones), storable(_given(dtype), device))
 
 
 def arange(start: float, stop: float | None = None, step: float = 1, dtype: Any = None, device: str = "cpu") -> Tensor:
@@ -53,14 +58,14 @@ def arange(start: float, stop: float | None = None, step: float = 1, dtype: Any 
     _numbers("arange", start, stop, step)
     if step == 0:
         raise ValueError("arange needs a step that is not 0")
-    return _rounded(np.arange(start, stop, step), dtype, device)
+    return _rounded(array_module(device).arange(start, stop, step), dtype, device)
 
 
 def linspace(start: float, stop: float, num: int = 50, endpoint: bool = True, dtype: Any = float32,
              device: str = "cpu") -> Tensor:
     """`num` numbers at equal distances from `start` on, to `stop` or, without `endpoint`, the last before it."""
     _numbers("linspace", start, stop)
-    return _rounded(np.linspace(start, stop, num, endpoint), dtype, device)
+    return _rounded(array_module(device).linspace(start, stop, num, endpoint), dtype, device)
 
 
 def zeros_like(x: Any, dtype: Any = None, device: str | None = None) -> Tensor:
@@ -83,6 +88,11 @@ def full_like(x: Any, fill_value: Any, dtype: Any = None, device: str | None = N
     return full(fill_value=fill_value, **_like(x, dtype, device))
 
 
+def _given(dtype: Any) -> Any:
+    """float32 where the dtype is None, which NumPy's functions take for its default."""
+    return float32 if dtype is None else dtype
+
+
 def _like(x: Any, dtype: Any, device: str | None) -> dict[str, Any]:
     x = as_tensor(x)
     return {"shape": x.shape, "dtype": dtype or x.dtype, "device": device or x.device}
@@ -93,9 +103,12 @@ def _numbers(name: str, *given: Any) -> None:
         raise TypeError(f"{name} takes numbers, not {', '.join(type(x).__name__ for x in given)}: x.item() is one")
 
 
-def _rounded(array: np.ndarray, dtype: Any, device: str) -> Tensor:
+def _rounded(array: Array, dtype: Any, device: str) -> Tensor:
     """`array` in `dtype`; float64 is float32 where that is None."""
-    return Tensor(array, dtype=dtype or (float32 if array.dtype == np.float64 else None), device=device)
+    dtype = storable(dtype or (float32 if array.dtype == float64 else array.dtype), device)
+    if dtype == bfloat16:  # which CuPy does not round to
+        return astype(Tensor(array, dtype=float32), dtype)
+    return Tensor(array, dtype=dtype)
 
 
 def _sizes(shape: Shape) -> tuple[int, ...]:

@@ -17,11 +17,12 @@ __all__ = ["dropout"]
 
 
 class Dropout(Function):
-    """Element e of row n is dropped where its Philox word of stream `stream` at `step`, >> 8, is below p · 2^24."""
+    """Element e of row n is dropped where its Philox word of sample first + n, `stream` and `step`, >> 8, is below
+    p · 2^24."""
 
     @staticmethod
-    def forward_numpy(ctx, x, step, p, seed, stream):
-        ctx.p, ctx.key = p, (seed, stream, int(step[0]))
+    def forward_numpy(ctx, x, step, p, seed, stream, first):
+        ctx.p, ctx.key = p, (seed, stream, int(step[0]), first)
         return _mask_numpy(ctx, x)
 
     @staticmethod
@@ -29,10 +30,10 @@ class Dropout(Function):
         return _mask_numpy(ctx, dout), None
 
     @staticmethod
-    def forward_cuda(ctx, x, step, p, seed, stream):
+    def forward_cuda(ctx, x, step, p, seed, stream, first):
         used_step = empty(1, np.int32)  # the generator may have moved on when backward runs
         ctx.save(used_step)
-        ctx.p, ctx.key = p, (seed, stream)
+        ctx.p, ctx.key = p, (seed, stream, first)
         return _launch(ctx, empty(x.shape, x.dtype), x, step, used_step, False)
 
     @staticmethod
@@ -56,11 +57,11 @@ def _threshold(p):
 def _launch(ctx, out, x, step, used_step, accumulate):
     rows = x.shape[0] if x.ndim else 1
     if x.size:
-        seed, stream = ctx.key
+        seed, stream, first = ctx.key
         launch(
             "dropout", "dropout", (blocks(x.size // rows, 1024), min(rows, 65535)), 256,
-            (out, x, rows, x.size // rows, np.uint64(seed & 0xFFFFFFFFFFFFFFFF), np.uint32(stream), step, used_step,
-             _threshold(ctx.p), 1 / (1 - ctx.p), accumulate), T=x.dtype,
+            (out, x, rows, x.size // rows, np.uint64(seed & 0xFFFFFFFFFFFFFFFF), np.uint32(stream), np.uint32(first),
+             step, used_step, _threshold(ctx.p), 1 / (1 - ctx.p), accumulate), T=x.dtype,
         )
     return out
 
@@ -68,7 +69,8 @@ def _launch(ctx, out, x, step, used_step, accumulate):
 def dropout(x: Tensor, p: float, generator: Generator, stream: int) -> Tensor:
     """Zero each element with probability p and scale the rest by 1/(1 − p); p = 0 returns x itself.
 
-    x of any shape; the mask of row n of x.shape[0] depends on (generator's seed and step, stream, n) alone. Give each
+    x of any shape; the mask of row n of x.shape[0] depends on (generator's seed and step, stream, n's sample: see
+    `Generator.samples`) alone. Give each
     layer its own stream (`Purpose.DROPOUT` + number). Raises ValueError unless 0 <= p < 1.
     Srivastava et al. 2014.
     """
@@ -76,4 +78,5 @@ def dropout(x: Tensor, p: float, generator: Generator, stream: int) -> Tensor:
         raise ValueError(f"dropout's p must lie in [0, 1), got {p}")
     if p == 0:
         return x
-    return Dropout.apply(x, generator.step, p=float(p), seed=generator.seed, stream=int(stream))
+    return Dropout.apply(x, generator.step, p=float(p), seed=generator.seed, stream=int(stream),
+                         first=generator.first_row(x.shape[0] if x.ndim else 1))

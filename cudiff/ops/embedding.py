@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from cudiff.backend import compute_dtype
 from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.kernels.shape import run_sums, scans
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import as_index, require_float
+from cudiff.ops.cast import as_index, downcast, require_float, upcast
 from cudiff.tensor import Tensor
 
 __all__ = ["embedding"]
@@ -29,9 +31,9 @@ class Embedding(Function):
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
         (indices,) = ctx.saved
-        dweight = np.zeros((ctx.num, dout.shape[-1]), dout.dtype) if into[1] is None else into[1]
-        np.add.at(dweight, indices[indices >= 0], dout[indices >= 0])
-        return None, dweight
+        dweight = np.zeros((ctx.num, dout.shape[-1]), compute_dtype(dout.dtype))
+        np.add.at(dweight, indices[indices >= 0], upcast(dout[indices >= 0]))
+        return None, downcast(dweight, dout.dtype)
 
     @staticmethod
     def forward_cuda(ctx, indices, weight):
@@ -51,10 +53,13 @@ class Embedding(Function):
         (indices,) = ctx.saved
         dim = dout.shape[-1]
         dweight, accumulate = gradient_target(into[1], (ctx.num, dim), dout.dtype)
-        launch(
-            "embedding", "scatter_add", (ctx.num, blocks(dim, 128)), 128,
-            (dweight, indices, dout, indices.size, dim, accumulate), T=dout.dtype,
-        )
+        if scans(dweight, indices.size):
+            launch(
+                "embedding", "scatter_add", (ctx.num, blocks(dim, 128)), 128,
+                (dweight, indices, dout, indices.size, dim, accumulate), T=dout.dtype,
+            )
+        else:
+            run_sums(dout, indices, dweight, accumulate)
         return None, dweight
 
 

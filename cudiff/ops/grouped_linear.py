@@ -61,12 +61,13 @@ def _launch(name: str, groups: list[Group], tiles: tuple[int, int], x: Array, *s
 
 
 class GroupedLinear(Function):
-    """out[g] = z or silu(z) of z = x·weight[g]ᵀ + bias[g]; the inputs are x, all weights, all biases."""
+    """out[g] = z or silu(z) of z = x·weight[g]ᵀ + bias[g], in `parts`; the inputs are x, all weights, all biases."""
 
     @staticmethod
-    def forward_numpy(ctx, x, *parameters, silu):
+    def forward_numpy(ctx, x, *parameters, silu, parts):
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         ctx.save(x, *weights)
+        ctx.parts = parts
         wide = x.astype(compute_dtype(x.dtype), copy=False)
         outs = [
             matmul_numpy(wide, weight.astype(wide.dtype, copy=False).T) + bias
@@ -75,7 +76,7 @@ class GroupedLinear(Function):
         ctx.activated = [silu_numpy(z) for z in outs] if silu else [None] * len(outs)
         if silu:
             outs = [out for _, out in ctx.activated]
-        return tuple(out.astype(x.dtype, copy=False) for out in outs)
+        return tuple(part.astype(x.dtype) for out in outs for part in np.split(out, parts, axis=1))
 
     @staticmethod
     def backward_numpy(ctx, *douts, needs, into):
@@ -84,37 +85,42 @@ class GroupedLinear(Function):
         dx = np.zeros(x.shape, wide.dtype)
         dweights: list[Array | None] = [None] * len(weights)
         dbiases = list(dweights)
-        for g, (weight, activated, dout) in enumerate(zip(weights, ctx.activated, douts, strict=True)):
-            if dout is not None:
-                d_preact = dout.astype(wide.dtype, copy=False)
-                d_preact = d_preact if activated is None else silu_backward_numpy(d_preact, *activated)
+        layers = zip(weights, ctx.activated, _of_layers(douts, ctx.parts), strict=True)
+        for g, (weight, activated, own) in enumerate(layers):
+            if any(dout is not None for dout in own):
+                none = np.zeros((len(x), len(weight) // ctx.parts), wide.dtype)
+                dout = np.concatenate([none if dout is None else dout.astype(wide.dtype) for dout in own], axis=1)
+                d_preact = dout if activated is None else silu_backward_numpy(dout, *activated)
                 dx += matmul_numpy(d_preact, weight.astype(wide.dtype, copy=False))
                 dweights[g], dbiases[g] = matmul_numpy(d_preact.T, wide), d_preact.sum(0)
         grads = (dx.astype(x.dtype, copy=False), *dweights, *dbiases)
         return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
 
     @staticmethod
-    def forward_cuda(ctx, x, *parameters, silu):
-        weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
+    def forward_cuda(ctx, x, *parameters, silu, parts):
         def out(weight: Array) -> Array:
             return empty((len(x), len(weight)), float32)
 
+        weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         groups = [
             Group(weight, bias, out(weight), out(weight) if silu and any(ctx.needs) else None)
-            for weight, bias in zip(weights, biases, strict=True)
+            for pair in zip(weights, biases, strict=True)
+            for weight, bias in zip(*(_rows(array, parts) for array in pair), strict=True)
         ]
         ctx.save(x, *weights, *(group.z for group in groups))
-        tiles = blocks(max(map(len, weights)), TILE), blocks(len(x), TILE)
+        ctx.parts = parts
+        tiles = blocks(max(map(len, weights)) // parts, TILE), blocks(len(x), TILE)
         for batch in _batches(groups):
             _launch("forward", batch, tiles, x, silu)
         return tuple(group.out for group in groups)
 
     @staticmethod
     def backward_cuda(ctx, *douts, needs, into):
-        x, *weights = ctx.saved[: 1 + len(douts)]
+        count, parts = len(douts) // ctx.parts, ctx.parts
+        x, weights, activated = ctx.saved[0], ctx.saved[1 : 1 + count], ctx.saved[1 + count :]
         d_preacts = [
             dout if z is None or dout is None else Silu.dx_cuda(dout, z)
-            for dout, z in zip(douts, ctx.saved[1 + len(douts) :], strict=True)
+            for dout, z in zip(douts, activated, strict=True)
         ]
         grads: list[Array | None] = [None] * len(needs)
 
@@ -125,29 +131,54 @@ class GroupedLinear(Function):
                 grads[i], add = gradient_target(into[i], shape, float32)
             return grads[i], add
 
-        used = [g for g, d_preact in enumerate(d_preacts) if d_preact is not None]
         dx, add = target(0, x.shape)
         if dx is not None:
+            rows = [part for weight in weights for part in _rows(weight, parts)]
+            used = [Group(part, None, d_preact) for part, d_preact in zip(rows, d_preacts, strict=True)
+                    if d_preact is not None]
             partials = empty((len(used), *x.shape), float32)
             tiles = blocks(x.shape[1], DX_TILE), blocks(len(x), DX_TILE)
-            for i, batch in enumerate(_batches([Group(weights[g], None, d_preacts[g]) for g in used])):
+            for i, batch in enumerate(_batches(used)):
                 _launch("dx", batch, tiles, partials[i * GROUPS :])
             sum_splits(partials, dx, Epilogue(addend=dx if add else None), x.shape[1])
         groups = []
-        for g in used:
+        for g, own in enumerate(_of_layers(d_preacts, parts)):
+            if all(d_preact is None for d_preact in own):
+                continue
             dweight, add_weight = target(1 + g, weights[g].shape)
-            dbias, add_bias = target(1 + len(weights) + g, weights[g].shape[:1])
-            groups.append(Group(dweight, dbias, d_preacts[g], None, add_weight, add_bias))
-        tiles = blocks(x.shape[1], DWEIGHT_TILE) + 1, blocks(max(len(weights[g]) for g in used), DWEIGHT_TILE)
+            dbias, add_bias = target(1 + count + g, weights[g].shape[:1])
+            pieces = zip(*(_rows(array, parts) for array in (dweight, dbias)), own, strict=True)
+            for weight, bias, d_preact in pieces:
+                if d_preact is not None:
+                    groups.append(Group(weight, bias, d_preact, None, add_weight, add_bias))
+                    continue
+                for array, added in ((weight, add_weight), (bias, add_bias)):
+                    if array is not None and not added:
+                        array.fill(0)
+        rows_each = max(group.out.shape[1] for group in groups)
+        tiles = blocks(x.shape[1], DWEIGHT_TILE) + 1, blocks(rows_each, DWEIGHT_TILE)
         for batch in _batches(groups) if any(needs[1:]) else []:
             _launch("dweight", batch, tiles, x)
         return tuple(grads)
 
 
+def _rows(array: Array | None, parts: int) -> Sequence[Array | None]:
+    """So many equal parts of an array's rows, views; or of None."""
+    if array is None:
+        return [None] * parts
+    length = len(array) // parts
+    return [array[first : first + length] for first in range(0, len(array), length)]
+
+
+def _of_layers(arrays: Sequence[Array | None], parts: int) -> list[Sequence[Array | None]]:
+    """The parts of each layer together."""
+    return [arrays[first : first + parts] for first in range(0, len(arrays), parts)]
+
+
 def grouped_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor],
-                   silu: bool = False) -> tuple[Tensor, ...]:
+                   silu: bool = False, parts: int = 1) -> tuple[Tensor, ...]:
     """x (N, in) · weights[g] (out[g], in) transposed + biases[g] (out[g],), and SiLU of that if `silu` → a tuple of
-    (N, out[g]), in x's dtype.
+    (N, out[g]), in x's dtype; or of `parts` tensors (N, out[g] / parts) for each g: its columns, cut.
 
     16-bit operands are taken to float32, and sums are in it: meant for small layers, such as a time embedding's. Raises
     ValueError where the sizes do not agree or a parameter stands twice, TypeError for integers.
@@ -162,6 +193,8 @@ def grouped_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
                 f"grouped_linear: x of shape {x.shape}, a weight of shape {weight.shape} (out, in) and its bias of "
                 f"shape {bias.shape} do not agree"
             )
+        if parts < 1 or weight.shape[0] % parts:
+            raise ValueError(f"grouped_linear: {weight.shape[0]} outputs do not make {parts} equal parts")
     require_floats("grouped_linear", x, *weights, *biases)
-    outs = GroupedLinear.apply(*as_wide(x, *weights, *biases), silu=silu)
+    outs = GroupedLinear.apply(*as_wide(x, *weights, *biases), silu=silu, parts=parts)
     return tuple(astype(out, x.dtype) for out in outs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from cudiff.backend import float32
@@ -26,16 +28,17 @@ class LayerNorm(Function):
         normal = wide - mean
         rstd = 1 / np.sqrt(np.square(normal).mean(-1, keepdims=True) + eps)
         normal *= rstd
+        spread = _spread(weight, x.ndim)
         if any(ctx.needs):
-            ctx.save(normal, weight, rstd)
-        return downcast(normal * weight + bias, x.dtype)
+            ctx.save(normal, spread, rstd)
+            ctx.axes = tuple(range(weight.ndim - 1, x.ndim - 1))  # what shares a weight
+        return downcast(normal * spread + _spread(bias, x.ndim), x.dtype)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
         normal, weight, rstd = ctx.saved
         wide = upcast(dout)
-        axes = tuple(range(dout.ndim - 1))
-        dbias, dweight = wide.sum(axes), (wide * normal).sum(axes)
+        dbias, dweight = wide.sum(ctx.axes), (wide * normal).sum(ctx.axes)
         dnormal = wide * weight
         second = (dnormal * normal).mean(-1, keepdims=True)
         dnormal -= dnormal.mean(-1, keepdims=True)
@@ -46,34 +49,41 @@ class LayerNorm(Function):
     @staticmethod
     def forward_cuda(ctx, x, weight, bias, eps):
         rows, channels = x.size // x.shape[-1], x.shape[-1]
+        shared = math.prod(x.shape[weight.ndim - 1 : -1])
         y, mean, rstd = empty(x.shape, x.dtype), empty(rows, float32), empty(rows, float32)
         constants = kernel_constants(x, y, parameters=(weight, bias))
         launch("layer_norm", "normalize", rows, _threads(channels, constants),
-               (y, mean, rstd, x, weight, bias, channels, eps), **constants)
+               (y, mean, rstd, x, weight, bias, shared, channels, eps), **constants)
         ctx.save(x, weight, mean, rstd)
         return y
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
         x, weight, mean, rstd = ctx.saved
-        rows, channels = len(mean), len(weight)
+        groups, channels = weight.size // weight.shape[-1], weight.shape[-1]
+        rows, shared = len(mean), math.prod(x.shape[weight.ndim - 1 : -1])
         dx = dweight = dbias = None, False
         if needs[0]:
             dx = gradient_target(into[0], x.shape, x.dtype)
             constants = kernel_constants(x, dout, dx[0])
             launch("layer_norm", "input_gradients", rows, _threads(channels, constants),
-                   (*dx, dout, x, mean, rstd, weight, channels), **constants)
+                   (*dx, dout, x, mean, rstd, weight, shared, channels), **constants)
         if needs[1] or needs[2]:
-            tiles = min(256, blocks(rows, 32))
-            totals = empty((tiles, channels, 2), float32)
-            launch("layer_norm", "column_sums", (blocks(channels, 32), tiles), (32, 8),
-                   (totals, dout, x, mean, rstd, rows, channels), T=x.dtype, VEC=0)
+            tiles = min(blocks(256, groups), blocks(shared, 32))
+            totals = empty((groups, tiles, channels, 2), float32)
+            launch("layer_norm", "column_sums", (groups * blocks(channels, 32), tiles), (32, 8),
+                   (totals, dout, x, mean, rstd, shared, channels), T=x.dtype, VEC=0)
             dweight, dbias = (
-                gradient_target(target, (channels,), float32) if need else (None, False)
+                gradient_target(target, weight.shape, float32) if need else (None, False)
                 for need, target in zip(needs[1:], into[1:], strict=True)
             )
             affine_gradients(totals, dweight, dbias)
         return dx[0], dweight[0], dbias[0]
+
+
+def _spread(parameter: np.ndarray, ndim: int) -> np.ndarray:
+    """(C,) as it is, (N, C) as (N, 1, ..., 1, C)."""
+    return parameter.reshape(*parameter.shape[:-1], *(1,) * (ndim - parameter.ndim), parameter.shape[-1])
 
 
 def _threads(channels: int, constants: dict) -> int:
@@ -85,10 +95,12 @@ def _threads(channels: int, constants: dict) -> int:
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
     """(x - mean) / sqrt(var + eps)·weight + bias over the last axis of x (..., C), in x's dtype.
 
-    weight and bias (C,), read as float32 where x is float32 or shorter. Raises ValueError where shapes do not agree,
-    TypeError for integers. Source: Ba, Kiros and Hinton, Layer Normalization, 2016, eq. 4.
+    weight and bias (C,), or those of each image of x (N, ..., C), (N, C): DiT's modulation (arXiv 2212.09748) is
+    `layer_norm(x, scale + 1, shift)`. They are read as float32 where x is float32 or shorter. Raises ValueError where
+    shapes do not agree, TypeError for integers. Source: Ba, Kiros and Hinton, Layer Normalization, 2016, eq. 4.
     """
-    if weight.shape != x.shape[-1:] or bias.shape != x.shape[-1:]:
+    shapes = x.shape[-1:], (*x.shape[:1], *x.shape[-1:])
+    if weight.shape != bias.shape or x.ndim == 0 or weight.shape not in (shapes if x.ndim > 1 else shapes[:1]):
         raise ValueError(f"layer_norm: weight {weight.shape} and bias {bias.shape} do not fit x {x.shape}")
     require_floats("layer_norm", x, weight, bias)
     return LayerNorm.apply(x, *as_wide(weight, bias), eps=eps)

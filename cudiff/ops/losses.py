@@ -8,11 +8,14 @@ import numpy as np
 
 from cudiff.ops.arithmetic import where
 from cudiff.ops.cast import as_tensors, as_wide, astype
-from cudiff.ops.elementwise import abs, clip, exp, expm1, log, softplus
+from cudiff.ops.clip import clip
+from cudiff.ops.elementwise import abs, exp, expm1, log, softplus
+from cudiff.ops.rearrange import broadcast_arrays
 from cudiff.ops.reduce import Axis, max, mean, sum
+from cudiff.ops.shape import stack
 from cudiff.tensor import Tensor
 
-__all__ = ["binary_cross_entropy_with_logits", "elu", "huber", "leaky_relu", "logsumexp", "mae"]
+__all__ = ["binary_cross_entropy_with_logits", "elu", "huber", "leaky_relu", "logaddexp", "logsumexp", "mae"]
 
 
 def leaky_relu(x: Any, negative_slope: float = 0.01) -> Tensor:
@@ -36,6 +39,12 @@ def logsumexp(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     largest = clip(max(wide.detach(), axis, keepdims=True), -bound, bound)
     out = log(sum(exp(wide - largest), axis, keepdims=True)) + largest
     return astype(out if keepdims else sum(out, axis), x.dtype)
+
+
+def logaddexp(a: Any, b: Any) -> Tensor:
+    """log(exp(a) + exp(b)) of broadcast operands, without overflow; integers give float32."""
+    a, b = as_tensors(a, b, floating=True)
+    return logsumexp(stack(broadcast_arrays(a, b)), 0)
 
 
 def mae(pred: Any, target: Any) -> Tensor:

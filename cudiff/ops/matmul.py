@@ -10,16 +10,18 @@ import numpy as np
 from cudiff.backend import Array, array_module, compute_dtype, float32, is_low
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Operands
-from cudiff.cuda.kernels.gemm.matmul import multiply, rows_of
+from cudiff.cuda.kernels.gemm.matmul import rows_of
 from cudiff.cuda.kernels.gemm.product import Epilogue, as_float32
 from cudiff.cuda.kernels.gemm.table import linear as linear_cuda
+from cudiff.cuda.kernels.gemm.table import matmul as matmul_cuda
 from cudiff.cuda.kernels.shape import contiguous
 from cudiff.cuda.launch import empty
 from cudiff.function import Function
-from cudiff.ops.cast import as_tensors, astype, require_float, require_floats, result_dtype
+from cudiff.ops.cast import as_tensor, as_tensors, astype, require_float, require_floats, result_dtype
+from cudiff.ops.gated import gated
 from cudiff.ops.reduce import sum_rows_cuda, sum_to
 from cudiff.ops.shape import reshape
-from cudiff.tensor import Tensor
+from cudiff.tensor import Tensor, grad_enabled
 from cudiff.threads import PART_BYTES, cut, parallel_map
 
 __all__ = ["linear", "matmul"]
@@ -31,7 +33,7 @@ def _matrices(x: Array, batch: tuple[int, ...]) -> Array:
         return x.reshape(1, *x.shape[-2:])
     if x.shape[:-2] != batch:
         x = contiguous(array_module("cuda").broadcast_to(x, batch + x.shape[-2:]))
-    return x.reshape(-1, *x.shape[-2:])
+    return x.reshape(math.prod(batch), *x.shape[-2:])
 
 
 def matmul_numpy(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -78,7 +80,7 @@ class MatMul(Function):
         ctx.save(a, b)
         ctx.batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         left, right = _folded(a, b, a, ctx.batch)[:2]
-        return multiply(left, right, tf32=ctx.tf32).reshape(*ctx.batch, a.shape[-2], b.shape[-1])
+        return matmul_cuda(left, right).reshape(*ctx.batch, a.shape[-2], b.shape[-1])
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
@@ -92,9 +94,9 @@ class MatMul(Function):
             if used.shape[0] == dout.shape[0] and used.size == x.size:
                 out, add = gradient_target(into[i], x.shape, x.dtype)
                 flat = out.reshape(used.shape)
-                multiply(*pair, flat, Epilogue(addend=flat if add else None), ctx.tf32)
+                matmul_cuda(*pair, flat, add)
             else:
-                every = multiply(*pair, tf32=ctx.tf32).reshape(*ctx.batch, *x.shape[-2:])
+                every = matmul_cuda(*pair).reshape(*ctx.batch, *x.shape[-2:])
                 out = sum_to(every, x.shape)
             grads[i] = out
         return grads[0], grads[1]
@@ -105,7 +107,8 @@ def _folded(a: Array, b: Array, like_out: Array, batch: tuple[int, ...]) -> tupl
     if math.prod(b.shape[:-2]) == 1 and math.prod(a.shape[:-2]) == math.prod(batch):
         shape = 1, math.prod(a.shape[:-1])  # -1 would not do where the depth is 0
         return a.reshape(*shape, a.shape[-1]), b.reshape(1, *b.shape[-2:]), like_out.reshape(*shape, like_out.shape[-1])
-    return _matrices(a, batch), _matrices(b, batch), like_out.reshape(-1, *like_out.shape[-2:])
+    count = math.prod(like_out.shape[:-2])
+    return _matrices(a, batch), _matrices(b, batch), like_out.reshape(count, *like_out.shape[-2:])
 
 
 class Linear(Function):
@@ -143,7 +146,7 @@ class Linear(Function):
         addend = None if residual is None else rows_of(residual)
         out = empty((*x.shape[:-1], weight.shape[0]), x.dtype)
         epilogue = Epilogue(as_float32(bias), addend=addend)
-        linear_cuda(FPROP, Operands(x, weight, rows_of(out), epilogue, tf32=ctx.tf32))
+        linear_cuda(FPROP, Operands(x, weight, rows_of(out), epilogue))
         return out
 
     @staticmethod
@@ -153,16 +156,35 @@ class Linear(Function):
         if needs[0]:
             dx, add = gradient_target(into[0], x.shape, x.dtype)
             epilogue = Epilogue(addend=dx if add else None)
-            linear_cuda(DGRAD, Operands(dout, weight, dx, epilogue, tf32=ctx.tf32))
+            linear_cuda(DGRAD, Operands(dout, weight, dx, epilogue))
         if needs[1]:
             dweight, add = gradient_target(into[1], weight.shape, float32)
-            linear_cuda(WGRAD, Operands(x, dweight, dout, add=add, tf32=ctx.tf32))
+            linear_cuda(WGRAD, Operands(x, dweight, dout, add=add))
         if needs[2]:
             sums = ctx.dout_sums
             if sums is None and dout.dtype == float32 and len(dout) == dout.size // len(weight) <= 128 and not needs[3]:
                 sums = dout  # so few rows that the last kernel adds them up as fast; none but this backward has them
             dbias = sum_rows_cuda(dout, into[2], sums)
         return dx, dweight, dbias, dout if needs[3] else None
+
+
+class GatedLinear(Function):
+    """out = residual + gate · (x·weightᵀ + bias) in one launch, which leaves nothing for a backward."""
+
+    differentiable = False
+
+    @staticmethod
+    def forward_numpy(ctx, x, weight, bias, residual, gate):
+        out = Linear.forward_numpy(ctx, x, weight, bias, None)
+        return residual + out * gate.reshape(len(gate), *[1] * (out.ndim - 2), -1).astype(out.dtype, copy=False)
+
+    @staticmethod
+    def forward_cuda(ctx, x, weight, bias, residual, gate):
+        out = empty(residual.shape, x.dtype)
+        epilogue = Epilogue(as_float32(bias), addend=rows_of(residual), gate=as_float32(gate),
+                            rows_per_image=math.prod(x.shape[1:-1]))
+        linear_cuda(FPROP, Operands(x, weight, rows_of(out), epilogue))
+        return out
 
 
 def matmul(a: Any, b: Any) -> Tensor:
@@ -187,11 +209,15 @@ def matmul(a: Any, b: Any) -> Tensor:
     return MatMul.apply(a, b)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
+           gate: Tensor | None = None) -> Tensor:
     """x (..., in) · weight (out, in) transposed + bias (out,) + residual (..., out) → (..., out), in x's dtype.
 
+    gate (N, out), beside a residual: x is (N, ..., in), and each image's product with its bias is multiplied by its row
+    before the residual is added (adaLN-Zero; Peebles and Xie 2022). Where nothing is recorded, that is one launch.
     dweight and dbias are float32 (float64 for float64). Raises ValueError where the sizes do not agree.
     """
+    x = as_tensor(x)
     if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"linear: x of shape {x.shape} does not fit weight of shape {weight.shape} (out, in)")
     if bias is not None and bias.shape != weight.shape[:1]:
@@ -199,4 +225,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
     if residual is not None and (residual.shape, residual.dtype) != ((*x.shape[:-1], weight.shape[0]), x.dtype):
         raise ValueError(f"linear: the residual {residual.shape} {residual.dtype} is not like the result")
     require_floats("linear", x, weight, bias)
-    return Linear.apply(x, weight, bias, residual)
+    if gate is None:
+        return Linear.apply(x, weight, bias, residual)
+    if residual is None or x.ndim < 2 or gate.shape != (len(x), len(weight)):
+        raise ValueError(f"linear: the gate {gate.shape} is not {(len(x), len(weight))}, beside a residual")
+    if not is_recorded(x, weight, bias, residual, gate):
+        return GatedLinear.apply(x, weight, bias, residual, gate)
+    return gated(residual, gate, Linear.apply(x, weight, bias, None))
+
+
+def is_recorded(*inputs: Tensor | None) -> bool:
+    """Whether an operation on these is to leave something for a backward."""
+    return grad_enabled() and any(t is not None and t.requires_grad for t in inputs)

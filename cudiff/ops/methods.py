@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.tensor import Tensor
+from cudiff.tensor import Tensor, grad_enabled
 
 OPERATORS = {
     "add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "pow": "power", "matmul": "matmul",
@@ -21,26 +21,34 @@ OPERATORS = {
 }
 """Operators of two operands; either may be the tensor."""
 
-BITWISE = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"}
-"""The same, of bools."""
+BITWISE = {
+    "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "lshift": "left_shift", "rshift": "right_shift",
+}
+"""The same, of integers and, but for shifts, bools."""
 
 COMPARISONS = {"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal"}
 """Python turns these around itself where the tensor is the second operand; so it does == and !=."""
 
 UNARY = {"neg": "negative", "abs": "abs", "invert": "invert"}
 
+CHANGING = {"iadd": "add", "isub": "subtract", "imul": "multiply", "itruediv": "divide"}
+"""Those that change a leaf that requires a gradient, and name a new tensor of any other."""
+
 METHODS = (
     "all", "any", "argmax", "argmin", "argsort", "astype", "clip", "cumsum", "diagonal", "dot", "exp", "flatten", "log",
-    "max", "mean", "min", "ravel", "relu", "repeat", "round", "sigmoid", "silu", "sqrt", "square", "squeeze", "std",
-    "sum", "swapaxes", "tanh", "trace", "var",
+    "max", "mean", "min", "nonzero", "prod", "ravel", "relu", "repeat", "round", "sigmoid", "silu", "sqrt", "square",
+    "squeeze", "std", "sum", "swapaxes", "take", "tanh", "trace", "var",
 )
 """Operations that are methods under their own names: those that NumPy's arrays have, and what networks are made of."""
 
 NUMPY_ALIASES = {"amax": "max", "amin": "min"}
 """NumPy's second names, where they are functions of their own."""
 
-ABOUT = (np.result_type, np.allclose, np.array_equal, np.may_share_memory, np.size)
+ABOUT = (np.result_type, np.may_share_memory, np.size)
 """NumPy's functions that have no gradient and return no array; they get the tensors' values."""
+
+IN_PLACE = (np.copyto, np.fill_diagonal, np.place, np.put, np.put_along_axis, np.putmask)
+"""Those that write to an argument, which a tensor refuses."""
 
 ATTRIBUTES = {np.shape: "shape", np.ndim: "ndim", np.size: "size"}
 """Those that a tensor answers without its values."""
@@ -52,8 +60,11 @@ def add_to(tensor: type[Tensor], operations: Mapping[str, Any]) -> None:
     for name, operation in (OPERATORS | BITWISE).items():
         given |= {f"__{name}__": operations[operation], f"__r{name}__": _reflected(operations[operation])}
     given |= {f"__{name}__": operations[operation] for name, operation in (COMPARISONS | UNARY).items()}
+    for name, operation in CHANGING.items():
+        given[f"__{name}__"] = _changing(operations[operation], operations["astype"])
     given |= {"__eq__": _equality(operations["equal"]), "__ne__": _equality(operations["not_equal"])}
     given |= {"__getitem__": operations["getitem"], "reshape": reshape, "transpose": transpose}
+    given |= {"__setitem__": _refuse_assignment, "at": property(operations["at"], doc=operations["at"].__doc__)}
     given |= {"T": property(operations["transpose"], doc="The axes in reversed order, copied.")}
     given |= {"__array_ufunc__": _array_ufunc, "__array_function__": _array_function}
     for name, method in given.items():
@@ -77,6 +88,20 @@ def _reflected(operation: Callable[[Any, Any], Tensor]) -> Callable[[Tensor, Any
     return method
 
 
+def _changing(operation: Callable[[Any, Any], Tensor],
+              astype: Callable[[Any, Any], Tensor]) -> Callable[[Tensor, Any], Tensor]:
+    def method(x: Tensor, other: Any) -> Tensor:
+        if not (x.requires_grad and x.is_leaf):
+            return operation(x, other)
+        if grad_enabled():
+            raise RuntimeError("a leaf that requires a gradient changes in place only within cudiff.no_grad()")
+        x.change(astype(operation(x, other), x.dtype))
+        return x
+
+    method.__doc__ = f"{operation.__name__} of x and the other operand, as a new tensor; see `CHANGING`."
+    return method
+
+
 def _equality(operation: Callable[[Any, Any], Tensor]) -> Callable[[Tensor, Any], Tensor]:
     def method(x: Tensor, other: Any) -> Tensor:
         if isinstance(other, int | float | list | tuple) or hasattr(other, "dtype"):
@@ -85,6 +110,11 @@ def _equality(operation: Callable[[Any, Any], Tensor]) -> Callable[[Tensor, Any]
 
     method.__doc__ = f"{operation.__name__} of x and the other operand; None, text and the like equal no element."
     return method
+
+
+def _refuse_assignment(x: Tensor, index: Any, value: Any) -> None:
+    """A tensor's elements are not assigned: raises TypeError."""
+    raise TypeError("a tensor is not changed in place: write x = x.at[i].set(v), or .add(v) for x[i] += v")
 
 
 def reshape(x: Tensor, *shape: Any) -> Tensor:
@@ -120,6 +150,8 @@ def _numpy(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """
     if function in ATTRIBUTES and len(args) == 1 and not kwargs:
         return getattr(args[0], ATTRIBUTES[function])
+    if function in IN_PLACE:
+        raise TypeError(f"np.{function.__name__} changes an array in place: write x = x.at[i].set(v), or use x.numpy()")
     operation = NUMPY.get(function)
     if operation is None:
         tensors: list[Tensor] = []

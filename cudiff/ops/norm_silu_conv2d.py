@@ -108,7 +108,7 @@ class NormSiluConv2d(Composite):
         if given.skip_weight is not None:
             skip, addend = Skip(*given[9:12], as_float32(given.skip_bias)), None
         epilogue = Epilogue(as_float32(given.bias), as_float32(given.emb), addend)
-        operands = Operands(h, weight, out, epilogue, h2, skip, tf32=ctx.tf32)
+        operands = Operands(h, weight, out, epilogue, h2, skip)
         ctx.out_statistics = table.fprop(operands, (1, 1), ctx.padding, statistics, relu, upsample)
         ctx.save(None if recomputed else h, h2, given.weight, *given[9:12], out if relu else None)
         return out
@@ -134,7 +134,7 @@ class NormSiluConv2d(Composite):
             h = ctx.norm.y if h is None else h
             grads["weight"], add = gradient_target(into.weight, weight.shape, float32)
             dweight = _taps(grads["weight"])
-            given = Operands(h, dweight, dout, x2=h2, add=add, tf32=ctx.tf32)
+            given = Operands(h, dweight, dout, x2=h2, add=add)
             table.wgrad(given, (1, 1), ctx.padding, ctx.upsample)
         if skip_weight is not None:
             grads |= _skip_gradients(ctx, dout, needs, into)
@@ -167,7 +167,7 @@ def _pair_gradients(ctx: Any, dout: Array, weight: Array, split: int, needs: Inp
             slot = getattr(into, name)
             shape = *ctx.shape[:3], columns.shape[3]
             out, addend = gradient_sum(None if ctx.upsample else slot, shape, dout.dtype)
-            table.dgrad(Operands(dout, columns, out, Epilogue(addend=addend), tf32=ctx.tf32), (1, 1), ctx.padding)
+            table.dgrad(Operands(dout, columns, out, Epilogue(addend=addend)), (1, 1), ctx.padding)
             grads[name] = sum_windows(out, TWICE, 1.0, None, slot)[0] if ctx.upsample else out
     return grads
 
@@ -178,7 +178,7 @@ def _input_gradients(ctx: Any, dout: Array, weight: Array, into: Inputs) -> dict
     mixed, sums_wanted = dout.dtype != ctx.dtype, ctx.norm is None and not ctx.upsample
     out, addend = gradient_sum(None if ctx.upsample or mixed else slot, ctx.shape, ctx.dtype)
     norm = None if ctx.norm is None or ctx.upsample else Norm(ctx.norm.silu, *ctx.norm.saved)
-    given = Operands(dout, weight, out, Epilogue(addend=addend), norm=norm, tf32=ctx.tf32)
+    given = Operands(dout, weight, out, Epilogue(addend=addend), norm=norm)
     statistics = table.dgrad(given, (1, 1), ctx.padding, sums_wanted)
     if ctx.upsample:
         out, statistics = sum_windows(out, TWICE, 1.0, Kind.SUMS if ctx.norm is None else None, slot)
@@ -198,7 +198,7 @@ def _skip_gradients(ctx: Any, dout: Array, needs: Inputs, into: Inputs) -> dict[
     if needs.skip_weight:
         grads["skip_weight"], add = gradient_target(into.skip_weight, skip_weight.shape, float32)
         dweight = _matrix(grads["skip_weight"])
-        linear(WGRAD, Operands(residual, dweight, dout, x2=residual2, add=add, tf32=ctx.tf32))
+        linear(WGRAD, Operands(residual, dweight, dout, x2=residual2, add=add))
     matrix, split = _matrix(skip_weight), residual.shape[3]
     sources = {"residual": (residual, matrix[:, :split]), "residual2": (residual2, matrix[:, split:])}
     adds = {}
@@ -206,12 +206,12 @@ def _skip_gradients(ctx: Any, dout: Array, needs: Inputs, into: Inputs) -> dict[
         if getattr(needs, name):
             grads[name], adds[name] = gradient_target(getattr(into, name), source.shape, source.dtype)
     if len(adds) == 2 and not any(adds.values()):
-        linear(DGRAD, Operands(dout, matrix, grads["residual"], x2=grads["residual2"], tf32=ctx.tf32))
+        linear(DGRAD, Operands(dout, matrix, grads["residual"], x2=grads["residual2"]))
         return grads
     for name, add in adds.items():
         target = grads[name]
         epilogue = Epilogue(addend=target if add else None)
-        linear(DGRAD, Operands(dout, sources[name][1], target, epilogue, tf32=ctx.tf32))
+        linear(DGRAD, Operands(dout, sources[name][1], target, epilogue))
     return grads
 
 
@@ -256,13 +256,8 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
     norm_weight, norm_bias, scale, shift, emb = as_wide(norm_weight, norm_bias, scale, shift, emb)
     own = dtype = x.dtype if dtype is None else np.dtype(dtype)
     if dtype != x.dtype:
-        if not (is_float(x.dtype) and is_float(dtype)):
-            raise TypeError(
-                f"norm_silu_conv2d: from {x.dtype} to {dtype}: both must be floating; use .astype('float32')"
-            )
         plain = x2 is None and residual is None and not upsample and (norm_weight is None or is_low(x.dtype))
-        taps = weight.shape if weight.ndim == 4 else (weight.shape[0], 1, 1, weight.shape[1])
-        if not (x.device == "cuda" and plain and table.casts(x.shape, x.dtype, taps, dtype, emb is not None)):
+        if not (_casts(x, weight, dtype, emb is not None) and plain):
             own = _narrower(x.dtype, dtype)
             x = astype(x, own)
     x2, residual, residual2 = (_converted(t, own) for t in (x2, residual, residual2))
@@ -271,6 +266,14 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
         num_groups=num_groups, eps=eps, silu=silu, upsample=upsample, relu=relu, statistics=statistics, dtype=own,
     )
     return astype(out, dtype)
+
+
+def _casts(x: Tensor, weight: Tensor, dtype: np.dtype, emb: bool) -> bool:
+    """Whether a kernel reads x's dtype and writes the other one. Raises TypeError where one is not floating."""
+    if not (is_float(x.dtype) and is_float(dtype)):
+        raise TypeError(f"norm_silu_conv2d: from {x.dtype} to {dtype}: both must be floating; use .astype('float32')")
+    taps = weight.shape if weight.ndim == 4 else (weight.shape[0], 1, 1, weight.shape[1])
+    return x.device == "cuda" and table.casts(x.shape, x.dtype, taps, dtype, emb)
 
 
 @functools.cache

@@ -1,34 +1,45 @@
-"""Where the largest and smallest elements lie, the order of all, and running sums; on a GPU by CuPy's own kernels."""
+"""Positions, order and what follows from it, running sums, and products; on a GPU by CuPy's own kernels."""
 
 from __future__ import annotations
 
+import builtins
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, array_module, is_capturing, is_float
+from cudiff.backend import Array, array_module, float32, int32, is_capturing, is_float
 from cudiff.errors import CudiffError
 from cudiff.function import Function
-from cudiff.ops.cast import as_index, as_tensor, as_wide, astype
-from cudiff.ops.reduce import normalize_axes
-from cudiff.ops.shape import flatten
+from cudiff.ops.arithmetic import where
+from cudiff.ops.cast import as_index, as_tensor, as_tensors, as_wide, astype
+from cudiff.ops.compare import isnan, not_equal
+from cudiff.ops.create import ones, zeros
+from cudiff.ops.index import Pick, along, getitem, located
+from cudiff.ops.reduce import Axis, max, min, normalize_axes
+from cudiff.ops.shape import concatenate, flatten, reshape, stack, transpose
 from cudiff.tensor import Tensor
 
-__all__ = ["argmax", "argmin", "argsort", "cumsum", "one_hot"]
+__all__ = [
+    "argmax", "argmin", "argsort", "bincount", "cumsum", "diff", "median", "one_hot", "percentile", "prod", "quantile",
+    "searchsorted", "sort", "unique",
+]
 
 
-class Positions(Function):
-    """The result of NumPy's or CuPy's function `name`, of integers that are positions along an axis."""
+class Whole(Function):
+    """The result of NumPy's or CuPy's function `name`: positions along an axis, or products of integers."""
 
     differentiable = False
 
     @staticmethod
-    def forward_numpy(ctx, x, name, **options):
-        return np.asarray(getattr(np, name)(x, **options))
+    def forward_numpy(ctx, *arrays, name, **options):
+        found = getattr(np, name)(*arrays, **options)
+        return found if isinstance(found, tuple) else np.asarray(found)
 
     @staticmethod
-    def forward_cuda(ctx, x, name, **options):
-        return getattr(array_module("cuda"), name)(x, **options)
+    def forward_cuda(ctx, *arrays, name, **options):
+        return getattr(array_module("cuda"), name)(*arrays, **options)
 
 
 class CumSum(Function):
@@ -98,7 +109,7 @@ def _extreme(name: str, x: Any, axis: int | None, keepdims: bool) -> Tensor:
         (axis,) = normalize_axes(axis, x.ndim)
     if x.size == 0 if axis is None else x.shape[axis] == 0:
         raise ValueError(f"{name}: {x.shape} has no elements to compare")
-    return Positions.apply(x, name=name, axis=axis, keepdims=keepdims)
+    return Whole.apply(x, name=name, axis=axis, keepdims=keepdims)
 
 
 def argsort(x: Any, axis: int | None = -1) -> Tensor:
@@ -111,7 +122,150 @@ def argsort(x: Any, axis: int | None = -1) -> Tensor:
     x, axis = (flatten(x), 0) if axis is None else (x, *normalize_axes(axis, x.ndim))
     if is_capturing(x.device):
         raise CudiffError("argsort waits for the GPU: call it outside of the captured function")
-    return Positions.apply(x, name="argsort", axis=axis, kind="stable")
+    return Whole.apply(x, name="argsort", axis=axis, kind="stable")
+
+
+def sort(x: Any, axis: int | None = -1) -> Tensor:
+    """x in ascending order along `axis`, NaN last, of the flattened x where None. Each element's gradient is that of
+    the place it comes to, of equal ones in their order. Raises as `argsort` does."""
+    x = as_tensor(x)
+    x, axis = (flatten(x), 0) if axis is None else (x, *normalize_axes(axis, x.ndim))
+    table, places = located(x, list(along(x, argsort(x, axis), axis)))
+    places, module = flatten(places), array_module(x.device)
+    inverse = module.zeros((places.size,), int32)
+    inverse[places.data] = module.arange(places.size).astype(int32)  # no place stands twice
+    return reshape(Pick.apply(table, places, Tensor(inverse)), x.shape)
+
+
+def searchsorted(a: Any, v: Any, side: str = "left") -> Tensor:
+    """Before which position of a, 1-d and ascending, each element of v keeps it so: the first, or the last where `side`
+    is "right"; int64. Raises ValueError for an a of more axes and for another side."""
+    a, v = (x.detach() for x in as_tensors(a, v))
+    if a.ndim != 1 or side not in ("left", "right"):
+        raise ValueError(f'searchsorted takes one axis of ascending numbers, not {a.shape}, and "left" or "right"')
+    a, v = as_wide(a, v) if is_float(a.dtype) else (a, v)
+    return Whole.apply(a, v, name="searchsorted", side=side)
+
+
+def unique(x: Any, return_index: bool = False, return_inverse: bool = False, return_counts: bool = False) -> Any:
+    """The different elements of x in ascending order; with them, where asked for, in a tuple: the first place of each
+    in the flattened x, for each element of x which it is (in x's shape), and how often each occurs, int64.
+
+    Raises TypeError where x requires a gradient, which this has not, CudiffError on a GPU inside of `capture`.
+    """
+    x = as_tensor(x)
+    if x.requires_grad:
+        raise TypeError("unique has no gradient: give it x.detach()")
+    if is_capturing(x.device):
+        raise CudiffError("unique's result has a size that a captured function does not know: call it outside")
+    options = {"return_index": return_index, "return_inverse": return_inverse, "return_counts": return_counts}
+    found = Whole.apply(flatten(_comparable(x)), name="unique", **options)
+    if not isinstance(found, tuple):
+        return astype(found, x.dtype)
+    values, *rest = found
+    if return_inverse:
+        rest[return_index] = reshape(rest[return_index], x.shape)
+    return astype(values, x.dtype), *rest
+
+
+def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Tensor:
+    """How often each number from 0 to x's largest occurs, at least `minlength` of them: int64; or the sums of weights,
+    of x's shape, which get a gradient.
+
+    x: integers of one axis, none below 0: ValueError otherwise. CudiffError on a GPU inside of `capture`.
+    """
+    x = as_index("bincount", x, x.device if isinstance(x, Tensor) else "cpu")
+    if is_capturing(x.device):
+        raise CudiffError("bincount waits for the GPU: inside of a captured function add to zeros(n) by .at[x].add(1)")
+    if x.ndim != 1 or (x.size and min(x).item() < 0):
+        raise ValueError("bincount counts numbers of one axis, none of them below 0")
+    count = builtins.max(minlength, int(max(x)) + 1 if x.size else 0)
+    if weights is None:
+        return zeros(count, "int64", x.device).at[x].add(1)
+    weights, _ = as_tensors(weights, x, floating=True)
+    if weights.shape != x.shape:
+        raise ValueError(f"bincount: weights of shape {weights.shape} are not those of {x.shape} numbers")
+    return zeros(count, weights.dtype, x.device).at[x].add(weights)
+
+
+def diff(x: Any, n: int = 1, axis: int = -1) -> Tensor:
+    """Each element along `axis` less the one before it, `n` times; of bools whether they differ.
+
+    Raises ValueError for an axis out of range and for an n below 0.
+    """
+    x = as_tensor(x)
+    (axis,) = normalize_axes(axis, x.ndim)
+    if n < 0:
+        raise ValueError(f"diff is taken 0 times or more, not {n}")
+    for _ in range(n):
+        rows = (slice(None),) * axis
+        after, before = getitem(x, (*rows, slice(1, None))), getitem(x, (*rows, slice(None, -1)))
+        x = not_equal(after, before) if x.dtype == np.bool_ else after - before
+    return x
+
+
+def median(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """The middle element over `axis`, or the mean of the two middle ones: `quantile(x, 0.5)`."""
+    return quantile(x, 0.5, axis, keepdims)
+
+
+def quantile(x: Any, q: float | Sequence[float], axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """The value over `axis` below which a share q of the elements lies, on the line between the two sorted elements
+    that are nearest; of several q along a new first axis. In x's dtype, integers in float32; NaN where one is NaN.
+
+    The two elements share the gradient. Raises ValueError for a q outside 0 to 1 and for no elements, CudiffError on a
+    GPU inside of `capture`.
+    """
+    x = as_tensor(x)
+    x = x if is_float(x.dtype) else astype(x, float32)
+    rows, shape = _in_rows(x, axis, keepdims)
+    rows, shares, count = sort(*as_wide(rows)), np.asarray(q, float), rows.shape[-1]
+    if not ((shares >= 0) & (shares <= 1)).all():
+        raise ValueError(f"quantile takes shares from 0 to 1, not {q}")
+    if not count:
+        raise ValueError(f"quantile over no elements of shape {x.shape}")
+    largest = getitem(rows, (..., -1))
+    found = [where(isnan(largest), largest, _between(rows, share * (count - 1))) for share in shares.reshape(-1)]
+    out = reshape(stack(found) if shares.ndim else found[0], (*shares.shape, *shape))
+    return astype(out, x.dtype)
+
+
+def percentile(x: Any, q: float | Sequence[float], axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """`quantile` of shares in percent, from 0 to 100."""
+    return quantile(x, (np.asarray(q, float) / 100).tolist(), axis, keepdims)
+
+
+def _between(rows: Tensor, place: float) -> Tensor:
+    """The elements at `place` of the last axis, on the line between two where it is no whole number."""
+    first, share = int(place), place % 1
+    low = getitem(rows, (..., first))
+    return low * (1 - share) + getitem(rows, (..., first + 1)) * share if share else low
+
+
+def _in_rows(x: Tensor, axis: Axis, keepdims: bool) -> tuple[Tensor, tuple[int, ...]]:
+    """x with what is reduced as its last axis, the others before, and the shape of the result."""
+    axes = normalize_axes(axis, x.ndim)
+    others = tuple(i for i in range(x.ndim) if i not in axes)
+    kept = tuple(x.shape[i] for i in others)
+    rows = reshape(transpose(x, others + axes), (*kept, math.prod(x.shape[i] for i in axes)))
+    return rows, tuple(1 if i in axes else size for i, size in enumerate(x.shape)) if keepdims else kept
+
+
+def prod(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """The product over `axis`, all axes where None, in x's dtype; integers and bools give int64, no elements 1.
+
+    The axis is folded in halves, so that gradients, second ones too, are right at zeros: nothing is divided.
+    """
+    x = as_tensor(x)
+    if not is_float(x.dtype):
+        return Whole.apply(astype(x, "int64"), name="prod", axis=normalize_axes(axis, x.ndim), keepdims=keepdims)
+    rows, shape = _in_rows(as_wide(x)[0], axis, keepdims)
+    while (count := rows.shape[-1]) > 1:
+        half = count // 2
+        first, second = (getitem(rows, (..., slice(start, start + half))) for start in (0, half))
+        rest = getitem(rows, (..., slice(2 * half, None)))
+        rows = concatenate([first * second, rest], -1) if count % 2 else first * second
+    return astype(reshape(rows, shape) if count else ones(shape, rows.dtype, x.device), x.dtype)
 
 
 def cumsum(x: Any, axis: int | None = None) -> Tensor:

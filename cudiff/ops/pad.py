@@ -10,8 +10,9 @@ import numpy as np
 
 from cudiff.cuda.kernels.shape import region
 from cudiff.ops.cast import as_tensor, is_number
+from cudiff.ops.index import getitem
 from cudiff.ops.place import place
-from cudiff.ops.shape import broadcast_to, concatenate, getitem
+from cudiff.ops.shape import broadcast_to, concatenate
 from cudiff.tensor import Tensor
 
 __all__ = ["pad"]

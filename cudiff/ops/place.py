@@ -9,7 +9,7 @@ import numpy as np
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.shape import filled, move
 from cudiff.function import Function
-from cudiff.ops.shape import Take
+from cudiff.ops.index import Take
 from cudiff.tensor import Tensor
 
 

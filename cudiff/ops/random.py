@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
@@ -187,11 +188,14 @@ class Generator:
 
     A draw that names no stream is new each time: the generator counts them. One that names its stream is a function of
     (seed, stream, step): the same numbers until `advance()`. The two share none. Row n is sample `first + n` of either.
+    Where `samples` is set, these samples of the step are at hand, and rows begin with the first of them.
 
     Attributes
     ----------
     seed : int, 64 bits. device : "cpu" or "cuda".
     step : Tensor (1,) int32, moved by `advance()`. draws : Tensor (1,) int32, moved by each draw without a stream.
+    samples : range or None: which samples of a step's batch the next operations see, where several passes or processes
+        share them. A graph keeps those that it was recorded with.
 
     Raises CudiffError for a seed that is no whole number of 64 bits.
     """
@@ -200,7 +204,9 @@ class Generator:
         self.seed, self.device = whole("seed", seed, 0, 2**64 - 1), device
         self.step = Tensor(np.zeros(1, int32), device=device)
         self.draws = Tensor(np.zeros(1, int32), device=device)
-        self.moves = self.dropouts = 0  # on the host: how often `step` was set, how many layers have a stream of this
+        self._samples: range | None = None
+        # On the host: how often `step` or `samples` was set, and how many layers have a stream of this.
+        self.moves = self.dropouts = 0
 
     def normal(self, shape: int | Sequence[int], *, stream: int | None = None, first: int = 0) -> Tensor:
         """Standard normal float32; see `normal`."""
@@ -215,7 +221,29 @@ class Generator:
         """int32 in [low, high); see `randint`."""
         return self._draw(randint, low, high, shape, stream=stream, first=first)
 
+    @property
+    def samples(self) -> range | None:
+        return self._samples
+
+    @samples.setter
+    def samples(self, samples: range | None) -> None:
+        self._samples = samples
+        self.moves += 1  # each layer's calls are counted anew
+
+    def first_row(self, rows: int) -> int:
+        """The number of row 0 among the rows of the whole batch, of which `rows` are at hand.
+
+        They are as many as the samples, or so many times as many, a sample's side by side. Else they are no samples'
+        own but the whole batch's, and all who share it have the same.
+        """
+        if self.samples is None or rows % len(self.samples):
+            return 0
+        return self.samples.start * (rows // len(self.samples))
+
     def _draw(self, draw: Any, *args: Any, stream: int | None, first: int) -> Tensor:
+        shape = args[-1]
+        rows = shape if isinstance(shape, int) else next(iter(shape), 1)
+        first = first + self.first_row(rows)
         if stream is not None:
             return draw(*args, self.seed, stream, self.step, first, self.device)
         out = draw(*args, self.seed, Purpose.USER, self.draws, first, self.device)
@@ -226,6 +254,12 @@ class Generator:
         """Go on to the next step's numbers."""
         Advance.apply(self.step)
         self.moves += 1
+
+    def frozen(self) -> Generator:
+        """A copy that stays at this step."""
+        still = copy.copy(self)
+        still.step = Tensor(self.step.data.copy())
+        return still
 
     def state(self) -> dict[str, int]:
         """What a checkpoint keeps: the seed, the step and the number of draws without a stream."""

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from cudiff.backend import array_module
 from cudiff.ops.arithmetic import where
 from cudiff.ops.cast import as_tensor
 from cudiff.ops.compare import logical_and
+from cudiff.ops.index import getitem
 from cudiff.ops.reduce import normalize_axes, sum
-from cudiff.ops.shape import broadcast_to, concatenate, flatten, getitem, reshape, transpose
+from cudiff.ops.shape import broadcast_to, concatenate, flatten, reshape, transpose
 from cudiff.tensor import Tensor
 
 __all__ = [
@@ -165,7 +167,9 @@ def _triangle(name: str, x: Any, k: int, below: bool) -> Tensor:
     x = as_tensor(x)
     if x.ndim < 2:
         raise ValueError(f"{name} takes matrices, not the shape {x.shape}")
-    kept = Tensor(np.tri(x.shape[-2], x.shape[-1], k, dtype=bool) == below, device=x.device)
+    arange = array_module(x.device).arange
+    distance = arange(x.shape[-1]) - arange(x.shape[-2])[:, None]
+    kept = Tensor(distance <= k if below else distance > k)
     return logical_and(x, kept) if x.dtype == np.bool_ else where(kept, x, 0)
 
 
@@ -181,7 +185,7 @@ def _axes(axes: int | Sequence[int], ndim: int) -> list[int]:
 
 
 def _counts(name: str, given: int | Sequence[int]) -> tuple[int, ...]:
-    counts = tuple(map(operator.index, np.atleast_1d(given).tolist()))
+    counts = tuple(map(operator.index, np.atleast_1d(given.numpy() if isinstance(given, Tensor) else given).tolist()))
     if any(n < 0 for n in counts):
         raise ValueError(f"{name} takes numbers that are not negative: {given}")
     return counts

@@ -17,11 +17,11 @@ from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.sums import add_rows
 from cudiff.function import Function
 from cudiff.gradient import Slot
-from cudiff.ops.cast import as_tensor, astype, require_float
+from cudiff.ops.cast import as_tensor, astype
 from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map
 
-__all__ = ["max", "mean", "min", "std", "sum", "var"]
+__all__ = ["max", "mean", "min", "ptp", "std", "sum", "var"]
 
 MOST_ROWS = 1024  # that a deferred sum is given: few threads add them up
 
@@ -244,8 +244,7 @@ class Extreme(Function):
 
     @staticmethod
     def forward_cuda(ctx, x, axes, keepdims, sign):
-        require_float("max", x)
-        name = "maximum" if sign > 0 else "minimum"
+        name = ("maximum" if sign > 0 else "minimum") + ("" if is_float(x.dtype) else "_whole")
         out = empty(_left(x.shape, axes, keepdims), x.dtype)
         _reduce_cuda(name, x, *_span(x.shape, axes), out, combine=name)
         ctx.axes = axes
@@ -337,6 +336,11 @@ def max(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
 def min(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Smallest element over `axis`, NaN if one is NaN; equal smallest elements share the gradient equally."""
     return _reduce(Extreme, as_tensor(x), axis, keepdims, sign=-1)
+
+
+def ptp(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
+    """The largest element over `axis` less the smallest."""
+    return max(x, axis, keepdims) - min(x, axis, keepdims)
 
 
 def var(x: Any, axis: Axis = None, keepdims: bool = False, *, ddof: int = 0) -> Tensor:

@@ -1,4 +1,4 @@
-"""Shapes, slices and joins. Arrays stay C-contiguous: reshape shares memory, everything else that moves data copies."""
+"""Shapes and joins. Arrays stay C-contiguous: reshape shares memory, everything else that moves data copies."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, array_module, compute_dtype, int32, is_capturing
+from cudiff.backend import Array, array_module
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.shape import contiguous, move, zeros
-from cudiff.cuda.launch import blocks, empty, launch
-from cudiff.errors import CudiffError
+from cudiff.cuda.launch import empty
 from cudiff.function import Function
-from cudiff.ops.cast import as_index, as_tensor, as_tensors, downcast, upcast
+from cudiff.ops.cast import as_tensor, as_tensors
 from cudiff.ops.reduce import normalize_axes, sum_to
 from cudiff.tensor import Tensor
 
 __all__ = [
-    "broadcast_to", "concatenate", "expand_dims", "flatten", "getitem", "reshape", "split", "squeeze", "stack",
-    "transpose",
+    "broadcast_to", "concatenate", "expand_dims", "flatten", "reshape", "split", "squeeze", "stack", "transpose",
 ]
 
 
@@ -84,104 +82,6 @@ class BroadcastTo(Function):
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
         return (sum_to(dout, ctx.shape),)
-
-
-class Slice(Function):
-    """x[index] for a basic index: integers, slices, None and Ellipsis."""
-
-    @staticmethod
-    def forward_numpy(ctx, x, index):
-        ctx.shape, ctx.index = x.shape, index
-        return np.asarray(x[index], order="C")
-
-    @staticmethod
-    def backward_numpy(ctx, dout, needs, into):
-        dx = into[0]
-        if dx is None:
-            dx = np.zeros(ctx.shape, dout.dtype)
-        dx[ctx.index] += dout
-        return (dx,)
-
-    @staticmethod
-    def forward_cuda(ctx, x, index):
-        ctx.shape, ctx.index = x.shape, index
-        view = x[index]
-        whole = view.flags.c_contiguous and view.data.ptr % 16 == 0  # kernels expect aligned arrays
-        return view if whole else contiguous(view)
-
-    @staticmethod
-    def backward_cuda(ctx, dout, needs, into):
-        dx, accumulate = gradient_target(into[0], ctx.shape, dout.dtype)
-        if not accumulate:
-            dx = zeros(ctx.shape, dout.dtype)
-        move(dx[ctx.index], dout, accumulate)
-        return (dx,)
-
-
-class Take(Function):
-    """out[i] = x[index[i]] along the first axis; a row's gradient is summed in the order of i."""
-
-    @staticmethod
-    def forward_numpy(ctx, x, index):
-        ctx.shape = x.shape
-        ctx.save(index)
-        return x[index]
-
-    @staticmethod
-    def backward_numpy(ctx, dout, needs, into):
-        total = np.zeros(ctx.shape, compute_dtype(dout.dtype))
-        np.add.at(total, ctx.saved[0], upcast(dout))
-        return downcast(total, dout.dtype), None
-
-    @staticmethod
-    def forward_cuda(ctx, x, index):
-        ctx.shape = x.shape
-        ctx.save(index)
-        return _rows(x, index)
-
-    @staticmethod
-    def backward_cuda(ctx, dout, needs, into):
-        (index,) = ctx.saved
-        dx, accumulate = gradient_target(into[0], ctx.shape, dout.dtype)
-        sizes = map(np.int64, (ctx.shape[0], math.prod(ctx.shape[1:]), index.size))
-        launch("shape", "take_backward", blocks(dx.size, 256), 256, (dout, index, dx, accumulate, *sizes), T=dx.dtype)
-        return dx, None
-
-
-class Choose(Function):
-    """The rows of x where a mask of one axis is true. A row's gradient is read by its rank among them."""
-
-    @staticmethod
-    def forward_numpy(ctx, x, mask):
-        ctx.save(mask)
-        return x[mask]
-
-    @staticmethod
-    def backward_numpy(ctx, dout, needs, into):
-        (mask,) = ctx.saved
-        dx = np.zeros((len(mask), *dout.shape[1:]), dout.dtype)
-        dx[mask] = dout
-        return dx, None
-
-    @staticmethod
-    def forward_cuda(ctx, x, mask):
-        if is_capturing("cuda"):
-            raise CudiffError("a mask's result has a size that a captured function does not know: use where()")
-        ctx.save(mask)
-        return _rows(x, array_module("cuda").flatnonzero(mask))
-
-    @staticmethod
-    def backward_cuda(ctx, dout, needs, into):
-        cupy, (mask,) = array_module("cuda"), ctx.saved
-        return _rows(dout, cupy.where(mask, cupy.cumsum(mask) - 1, len(dout))), None
-
-
-def _rows(x: Array, index: Array) -> Array:
-    """Rows of a CuPy array; one that it does not have is zeros."""
-    out = empty((*index.shape, *x.shape[1:]), x.dtype)
-    sizes = map(np.int64, (x.shape[0], math.prod(x.shape[1:]), index.size))
-    launch("shape", "take", blocks(out.size, 1024), 256, (x, index.astype(int32, copy=False), out, *sizes), T=x.dtype)
-    return out
 
 
 class Concatenate(Function):
@@ -317,50 +217,14 @@ def broadcast_to(x: Any, shape: Sequence[int]) -> Tensor:
     return x if shape == x.shape else BroadcastTo.apply(x, shape=shape)
 
 
-def getitem(x: Any, index: Any) -> Tensor:
-    """x[index]: integers, slices, None and Ellipsis, one integer array or tensor along the first axis, or a mask.
-
-    A mask of x's first axes, x[x > 0], gives the rows where it is true; not within `capture`. Raises IndexError for an
-    integer out of range and for a mask of another shape, TypeError for any other index. On CUDA an index array's values
-    are not checked: one that is out of range gives a row of zeros and gets no gradient.
-    """
-    x = as_tensor(x)
-    if isinstance(index, list | np.ndarray | Tensor):
-        dtype = index.dtype if isinstance(index, Tensor) else np.asarray(index).dtype
-        if dtype.kind == "b":
-            return _choose(x, index if isinstance(index, Tensor) else Tensor(index, device=x.device))
-        return Take.apply(x, as_index("getitem", index, x.device))
-    index = index if isinstance(index, tuple) else (index,)
-    if not x.shape and any(isinstance(item, int | np.integer | slice) for item in index):
-        raise TypeError("a 0-d tensor has no elements to index or go through: .item() is its number")
-    for item in index:
-        basic = item is None or item is Ellipsis or isinstance(item, int | np.integer | slice)
-        if isinstance(item, bool) or not basic:
-            raise TypeError(
-                f"cannot index with {type(item).__name__}: use integers, slices, None, Ellipsis, or one integer array "
-                "alone, along the first axis"
-            )
-    return Slice.apply(x, index=index)
-
-
-def positions(mask: Tensor) -> Tensor:
-    """Where a mask of one axis is true, int32."""
-    return Tensor(array_module(mask.device).flatnonzero(mask.data).astype(int32))
-
-
-def _choose(x: Tensor, mask: Tensor) -> Tensor:
-    if not mask.ndim or mask.shape != x.shape[: mask.ndim]:
-        raise IndexError(f"a mask of shape {mask.shape} is not of the first axes of a tensor of shape {x.shape}")
-    return Choose.apply(reshape(x, (mask.size, *x.shape[mask.ndim :])), reshape(mask, mask.size))
-
-
-def concatenate(tensors: Sequence[Any], axis: int = 0) -> Tensor:
-    """Tensors joined along an existing axis, in their common dtype; their other sizes must agree."""
+def concatenate(tensors: Sequence[Any], axis: int | None = 0) -> Tensor:
+    """Tensors joined along an existing axis, in their common dtype; their other sizes must agree. Of the flattened
+    tensors where the axis is None."""
     tensors = tuple(tensors)
     if not tensors:
         raise ValueError("concatenate needs at least one tensor")
-    tensors = as_tensors(*tensors)
-    (axis,) = normalize_axes(axis, tensors[0].ndim)
+    tensors = as_tensors(*(tensors if axis is not None else map(flatten, tensors)))
+    (axis,) = normalize_axes(0 if axis is None else axis, tensors[0].ndim)
     shapes = {t.shape[:axis] + t.shape[axis + 1 :] for t in tensors}
     if len(shapes) > 1 or len({t.ndim for t in tensors}) > 1:
         raise ValueError(f"shapes {[t.shape for t in tensors]} do not join along axis {axis}")

@@ -11,14 +11,24 @@ from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
 from cudiff.ops.arithmetic import where
-from cudiff.ops.cast import as_index, as_tensor, as_wide, astype, downcast, require_float, result_dtype, upcast
+from cudiff.ops.cast import (
+    as_index,
+    as_tensor,
+    as_tensors,
+    as_wide,
+    astype,
+    downcast,
+    require_float,
+    result_dtype,
+    upcast,
+)
 from cudiff.ops.compare import equal, not_equal
 from cudiff.ops.order import OneHot
 from cudiff.ops.reduce import sum
 from cudiff.ops.shape import expand_dims, transpose
 from cudiff.tensor import Tensor
 
-__all__ = ["cross_entropy", "log_softmax", "softmax"]
+__all__ = ["cross_entropy", "log_softmax", "nll_loss", "softmax"]
 
 
 def log_softmax_numpy(x: np.ndarray) -> np.ndarray:
@@ -147,23 +157,42 @@ def cross_entropy(logits: Any, labels: Any, label_smoothing: float = 0.0, ignore
     waited for. Raises ValueError where shapes do not agree and for a smoothing outside of 0 to 1, TypeError for labels
     that are no integers.
     """
-    logits = as_tensor(logits)
-    labels = as_index("cross_entropy", labels, logits.device)
-    if logits.ndim != 2 or labels.shape != logits.shape[:1]:
-        raise ValueError(f"cross_entropy: logits {logits.shape} must be (N, K) and labels {labels.shape} (N,)")
+    logits, labels = _checked("cross_entropy", logits, labels)
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"cross_entropy: label_smoothing is a share from 0 to 1, not {label_smoothing}")
     if label_smoothing == 0 and ignore_index is None:
         return CrossEntropy.apply(logits, labels)
-    return _of_targets(logits, labels, label_smoothing, ignore_index)
-
-
-def _of_targets(logits: Tensor, labels: Tensor, smoothing: float, ignored: int | None) -> Tensor:
-    """The cross entropy of smooth targets, of the rows that are not ignored."""
     (logits,) = as_wide(logits)
-    hot = astype(OneHot.apply(labels, count=logits.shape[1], ignored=ignored), logits.dtype)
-    kept = astype(equal(labels, labels) if ignored is None else not_equal(labels, ignored), logits.dtype)
-    targets = hot * (1 - smoothing) + expand_dims(kept, 1) * (smoothing / logits.shape[1])
+    return _of_targets(log_softmax(logits), labels, label_smoothing, ignore_index)
+
+
+def nll_loss(log_probs: Any, labels: Any, ignore_index: int | None = None) -> Tensor:
+    """Mean over the batch of -log_probs[label], of what `log_softmax` gives: a float32 scalar (float64 for float64).
+
+    log_probs (N, K); labels and `ignore_index` as in `cross_entropy`, which is this of log_softmax(logits). Raises as
+    it does.
+    """
+    log_probs, labels = _checked("nll_loss", log_probs, labels)
+    (log_probs,) = as_wide(log_probs)
+    return _of_targets(log_probs, labels, 0.0, ignore_index)
+
+
+def _checked(name: str, rows: Any, labels: Any) -> tuple[Tensor, Tensor]:
+    """Rows (N, K) of floats, and labels (N,) beside them."""
+    (rows,) = as_tensors(rows, floating=True)
+    labels = as_index(name, labels, rows.device)
+    if rows.ndim != 2 or labels.shape != rows.shape[:1]:
+        raise ValueError(f"{name}: rows {rows.shape} must be (N, K) and labels {labels.shape} (N,)")
+    return rows, labels
+
+
+def _of_targets(log_p: Tensor, labels: Tensor, smoothing: float, ignored: int | None) -> Tensor:
+    """The cross entropy of smooth targets, of the rows that are not ignored."""
+    count = log_p.shape[1]
+    hot = astype(OneHot.apply(labels, count=count, ignored=ignored), log_p.dtype)
+    kept = astype(equal(labels, labels) if ignored is None else not_equal(labels, ignored), log_p.dtype)
+    targets = hot * (1 - smoothing) + expand_dims(kept, 1) * (smoothing / count)
     rows = sum(kept)
     valid = equal(sum(hot), rows) & (rows > 0)  # on a GPU the row of a label outside is 0
-    return -sum(log_softmax(logits) * targets) / where(valid, rows, np.nan)
+    terms = where(not_equal(targets, 0), log_p, 0.0) * targets  # log(0) where nothing is expected counts for nothing
+    return -sum(terms) / where(valid, rows, np.nan)

@@ -10,15 +10,21 @@
 
 Gradients add up in the flat buffer until `zero_grad`; for the mean over k backward passes call `step(scale=1 / k)`.
 `step` reads nothing back from the device, so that it can be captured in a CUDA graph.
+
+In fp16 the loss is scaled: `optimizer.loss_scale = LossScale()`, and `optimizer.backward(loss)` for `loss.backward()`.
 """
 
 from cudiff.optim.adam import Adam, AdamW
 from cudiff.optim.ema import EMA
 from cudiff.optim.lion import Lion
+from cudiff.optim.loss_scale import LossScale
 from cudiff.optim.muon import Muon
 from cudiff.optim.optimizer import Optimizer
 from cudiff.optim.rmsprop import RMSprop
 from cudiff.optim.schedules import Constant, Cosine, Tabulated
 from cudiff.optim.sgd import SGD
 
-__all__ = ["EMA", "SGD", "Adam", "AdamW", "Constant", "Cosine", "Lion", "Muon", "Optimizer", "RMSprop", "Tabulated"]
+__all__ = [
+    "EMA", "SGD", "Adam", "AdamW", "Constant", "Cosine", "Lion", "LossScale", "Muon", "Optimizer", "RMSprop",
+    "Tabulated",
+]

@@ -38,6 +38,9 @@ class Muon(Optimizer):
                  schedule: Schedule | None = None, ema: EMA | None = None):
         super().__init__(parameters, lr, weight_decay, clip, schedule, ema, momentum=momentum, nesterov=nesterov,
                          ns_steps=ns_steps)
+        if self.flat.shards.shared:
+            raise CudiffError("Muon needs whole matrices, and a sharded model is updated in parts: leave shard out, or "
+                              "use AdamW, Adam, SGD, RMSprop or Lion")
         vectors = [parameter.shape for parameter in self._own() if parameter.ndim < 2]
         if vectors:
             raise CudiffError(

@@ -11,14 +11,16 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from cudiff.backend import Array, array_module, copy_into, float32, int32, to_device
+from cudiff.backend import Array, array_module, copy_into, float32, int32, is_low, to_device
 from cudiff.cuda.graph import record_again
 from cudiff.errors import CudiffError
 from cudiff.nn import FlatParameters, Module, Parameter
 from cudiff.nn.module import require_fit
 from cudiff.nn.parameter import NOT_TRAINABLE, array_of, fitting, structure, structure_changes
 from cudiff.ops import optim as ops
+from cudiff.ops.loss_scale import LARGEST, unscale
 from cudiff.optim.ema import EMA
+from cudiff.optim.loss_scale import LossScale
 from cudiff.optim.schedules import Constant, Schedule, Tabulated
 from cudiff.tensor import Tensor
 from cudiff.values import real
@@ -123,7 +125,10 @@ def _flat(parameters: list[Parameter]) -> FlatParameters:
     if len(devices) > 1:
         raise CudiffError("the parameters lie on different devices: call the model's flatten(device) first")
     low = None if whole is None or whole.compute_copy is None else whole.compute_copy.dtype
-    return FlatParameters(named, devices.pop(), low)
+    flat = FlatParameters(named, devices.pop(), low)
+    if whole is not None:
+        flat.shard(whole.shards.group)
+    return flat
 
 
 class Optimizer:
@@ -137,7 +142,8 @@ class Optimizer:
         do not fill such a range move into buffers of this optimiser. A group is a dict of `params` and of options that
         differ for them: `[{"params": a, "lr": 1e-4}, {"params": b, "weight_decay": 0}]`. Each of its ranges of the
         buffers is an update of its own: list parameters before they are flat, or call `flatten` where a 16-bit
-        precision or an EMA needs it.
+        precision or an EMA needs it. Of a sharded model (`FlatParameters.shard`) it holds the moments of this process's
+        part, and all processes call `step`.
     lr : float
         The schedule multiplies it. Where it or another option is set, also in `param_groups`, a captured step is
         recorded again: use a schedule for what changes at each step.
@@ -176,7 +182,9 @@ class Optimizer:
         self.flat = flat
         self._structure = -1  # at which the parameters were last looked at
         module = array_module(flat.device)
-        self.buffers = {name: module.zeros(flat.size, float32) for name in self.moments}
+        self._shards = flat.shards
+        held = self._shards.own.stop - self._shards.own.start
+        self.buffers = {name: module.zeros(held, float32) for name in self.moments}
         self.counters = Tensor(module.zeros(len(ops.Counter), int32))
         self.scalars = Tensor(module.zeros(8, float32))
         self._token = object()  # an EMA's optimiser is told by it
@@ -185,6 +193,9 @@ class Optimizer:
         self._average: FlatParameters | None = None
         self._buffer_pairs: list[tuple[Tensor, Tensor]] = []
         self._ranges = self._arranged()
+        self._loss_scale: LossScale | None = None
+        self._scale_state = Tensor(module.zeros(2, float32))
+        self._scaled = False  # whether a gradient of a scaled loss has been taken since the last step
         if ema is not None:
             self.ema = ema
 
@@ -204,8 +215,9 @@ class Optimizer:
         return groups
 
     def _arranged(self) -> list[Range]:
-        """The ranges of the flat buffers that are updated at once, in their order."""
-        flat, average, ranges, places = self.flat, self._average, [], []
+        """The ranges of the flat buffers that this process updates at once, in their order."""
+        flat, shard, ranges, places = self.flat, self._shards.own, [], []
+        averages: tuple[Array | None, ...] = (None, None) if self._ema is None else self._ema.held
         group_of = {id(parameter): group for group in self.param_groups for parameter in group["params"]}
         for parameter, (start, stop, shape) in {
             id(value): (value, place) for value, place in zip(self._own(), flat.slots.values(), strict=True)
@@ -215,13 +227,16 @@ class Optimizer:
         places.sort(key=lambda place: place[0])
         for _, run in groupby(places, key=lambda place: id(place[2])):
             (first, last, group, place), *others = run
-            own = slice(first, others[-1][1] if others else last)
-            targets = (flat.compute_copy, *((None, None) if average is None else (average.data, average.compute_copy)))
+            own = slice(max(first, shard.start), min(others[-1][1] if others else last, shard.stop))
+            if own.start >= own.stop:
+                continue
+            held = slice(own.start - shard.start, own.stop - shard.start)
+            targets = ((flat.compute_copy, own), *((average, held) for average in averages))
             ranges.append(Range(
                 group, Tensor(flat.data[own]), Tensor(flat.grad[own]),  # type: ignore[index]
-                [Tensor(buffer[own]) for buffer in self.buffers.values()],
+                [Tensor(buffer[held]) for buffer in self.buffers.values()],
                 Tensor(flat.flags[own.start // 32 : own.stop // 32]),
-                tuple(None if target is None else Tensor(target[own]) for target in targets),
+                tuple(None if target is None else Tensor(target[place]) for target, place in targets),
                 [(a - first, b - first, shape) for a, b, shape in (place, *(other[3] for other in others))],
             ))
         return ranges
@@ -243,14 +258,15 @@ class Optimizer:
         if ema is not None:
             if not isinstance(ema, EMA):
                 raise CudiffError(f"ema must be EMA(model, half_life) or None, not a {type(ema).__name__}")
-            average = ema.model.flat_parameters()
+            average = ema._model.flat_parameters()
             places = [(id(value), place) for value, place in zip(self._own(), flat.slots.values(), strict=True)]
             averaged = list(zip(map(id, ema._averaged), average.slots.values(), strict=True))
             same = self.model is None or list(average.slots) == list(flat.slots)
+            same = same and ema._shards.own == self._shards.own
             if not same or dict(places) != dict(averaged) or average.device != flat.device:
                 raise CudiffError(
-                    "the EMA was made of another model, or of this one in other buffers: use EMA(model, ...) on the "
-                    "optimiser's model, and make it before an optimiser of listed parameters"
+                    "the EMA was made of another model, or of this one in other buffers or shards: use EMA(model, ...) "
+                    "on the optimiser's model, and make it before an optimiser of listed parameters"
                 )
             pairs = self._paired(ema)
             ema._user = self._token
@@ -258,6 +274,29 @@ class Optimizer:
         self._ema, self._average, self._buffer_pairs = ema, average, pairs
         self._ranges = self._arranged()
         record_again()  # a captured step holds the one before
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """How the loss is scaled, for fp16; it may be set, and begins anew then. None: not at all."""
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, loss_scale: LossScale | None) -> None:
+        if not isinstance(loss_scale, LossScale | None):
+            raise CudiffError(f"loss_scale must be a LossScale() or None, not a {type(loss_scale).__name__}")
+        self._loss_scale, self._scaled = loss_scale, False
+        self._scale_state.data[...] = to_device(np.array([loss_scale.initial if loss_scale else 0, 0], np.float32),
+                                                self.flat.device)
+        record_again()
+
+    def backward(self, loss: Tensor) -> None:
+        """`loss.backward()`; where `loss_scale` is set, of the loss times the scale, by which `step` divides."""
+        if self._loss_scale is None or loss.size != 1:
+            loss.backward()
+            return
+        loss = loss.astype(float32) if is_low(loss.dtype) else loss  # fp16 has no number as large as the scale
+        loss.backward(Tensor(self._scale_state.data[:1].reshape(loss.shape)))
+        self._scaled = True
 
     def zero_grad(self) -> None:
         """Set the gradients to zero; the next backward overwrites them."""
@@ -268,14 +307,19 @@ class Optimizer:
         if self._structure != structure():
             self._require_parameters()
             self._structure = structure()
+        if self._loss_scale is not None and not self._scaled:
+            raise CudiffError("this optimiser scales the loss: call optimizer.backward(loss), not loss.backward()")
+        self._scaled, scale = False, real("scale", scale, above=0)
         grad, schedule = Tensor(self.flat.grad), self.schedule
         half_life, ramp = (1.0, None) if self.ema is None else (self.ema.half_life, self.ema.ramp)
         lr = max(group["lr"] for group in self.param_groups)
         ops.step_scalars(
             self.scalars, self.counters, grad, lr=lr, warmup=schedule.warmup, total_steps=schedule.total_steps,
-            final=schedule.final, betas=self.betas, scale=real("scale", scale, above=0), clip=self.clip,
-            half_life=half_life, ramp=ramp,
+            final=schedule.final, betas=self.betas, scale=scale, clip=self.clip, half_life=half_life, ramp=ramp,
         )
+        if self._loss_scale is not None:
+            unscale(self._scale_state, self.scalars, self.counters, scale=scale, clip=self.clip,
+                    interval=self._loss_scale.interval)
         if isinstance(schedule, Tabulated):
             if self._tabulated[0] is not schedule:
                 self._tabulated = schedule, Tensor(to_device(schedule.factors, self.flat.device))
@@ -291,6 +335,7 @@ class Optimizer:
 
         for part in self._ranges:
             self._update(part, scalars_for)
+        self.flat.all_gather()
         self.flat.updated()
         for value, ema_value in self._buffer_pairs:
             ema_value.data[...] = value.data
@@ -316,7 +361,7 @@ class Optimizer:
             return
         if self.ema._user is not self._token:
             raise CudiffError("another optimiser was given this one's EMA: make an EMA(model, ...) for each")
-        if not self._average.holds(self.ema.model.parameters()):
+        if not self._average.holds(self.ema._model.parameters()):
             raise CudiffError(
                 "the EMA's model was flattened again, or a layer of it replaced: make the optimiser anew, or train a "
                 "copy.deepcopy of that model"
@@ -325,7 +370,7 @@ class Optimizer:
 
     def _paired(self, ema: EMA) -> list[tuple[Tensor, Tensor]]:
         """The model's buffers and the EMA's, to which each step copies them. Raises CudiffError where they differ."""
-        own, averages = dict(ema._source.named_buffers()), dict(ema.model.named_buffers())
+        own, averages = dict(ema._source.named_buffers()), dict(ema._model.named_buffers())
         require_fit(own, averages, "the buffers were registered after the EMA was made, make it and the optimiser anew")
         return [(value, averages[name]) for name, value in own.items()]
 
@@ -338,29 +383,47 @@ class Optimizer:
 
     def metrics(self) -> dict[str, float]:
         """The last step's `lr` (the groups' largest) and `grad_norm` (before clipping); how many steps were `skipped`,
-        how many `skipped_in_a_row`, how many `updates` made. Waits for the device: call it when logging."""
+        how many `skipped_in_a_row`, how many `updates` made; the next step's `loss_scale` where that is set. Waits for
+        the device: call it when logging."""
         scalars, counters = self.scalars.numpy(), self.counters.numpy()
         values = {"lr": float(scalars[ops.Scalar.LR]), "grad_norm": float(scalars[ops.Scalar.NORM])}
+        if self._loss_scale is not None:
+            values["loss_scale"] = float(self._scale_state.numpy()[0])
         return values | {counter.name.lower(): int(counters[counter]) for counter in ops.Counter}
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies: `counters`, and every moment by parameter name, e.g. `exp_avg.input_blocks.0.0.weight`."""
+        """Copies: `counters`, `loss_scale` where that is set, and every moment by parameter name, e.g.
+        `exp_avg.input_blocks.0.0.weight`. Of a sharded model process 0 has the moments, and all processes call it."""
         state = {"counters": np.array(self.counters.numpy())}
+        if self._loss_scale is not None:
+            state["loss_scale"] = np.array(self._scale_state.numpy())
         for moment, buffer in self.buffers.items():
-            views = self.flat.views(to_device(buffer, "cpu"))
+            whole = self._shards.whole(buffer)
+            views = {} if whole is None else self.flat.views(whole)
             state |= {f"{moment}.{name}": np.array(view) for name, view in views.items()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Array | Tensor]) -> None:
-        """Continue from `state_dict()`. Raises CudiffError where names or shapes differ or numbers are out of range,
-        TypeError for what are no numbers, both before anything is changed."""
+        """Continue from `state_dict()`, whole on all processes of a sharded model. A `loss_scale` that only the state
+        has is left out; one that only the optimiser has stays as it is. Raises CudiffError where other names or shapes
+        differ or numbers are out of range, TypeError for what are no numbers, both before anything is changed."""
         targets: dict[str, Array] = {"counters": self.counters.data}
-        for moment, buffer in self.buffers.items():
-            targets |= {f"{moment}.{name}": view for name, view in self.flat.views(buffer).items()}
+        if self._loss_scale is None:
+            state = {name: value for name, value in state.items() if name != "loss_scale"}
+        elif "loss_scale" in state:
+            targets["loss_scale"] = self._scale_state.data
+        shared = self._shards.shared
+        wholes = {moment: np.zeros(self.flat.size, float32) if shared else own for moment, own in self.buffers.items()}
+        for moment, whole in wholes.items():
+            targets |= {f"{moment}.{name}": view for name, view in self.flat.views(whole).items()}
         state = {name: array_of(value) for name, value in state.items()}
         require_fit(state, targets, "the optimiser's state does not fit")
         fitted = {name: fitting(name, state[name], target) for name, target in targets.items()}
         if (fitted["counters"] < 0).any():
             raise CudiffError(f"the optimiser's counters are negative, {fitted['counters']}: the state is damaged")
+        if "loss_scale" in fitted and not (1 <= fitted["loss_scale"][0] <= LARGEST and fitted["loss_scale"][1] >= 0):
+            raise CudiffError(f"the loss scale is {fitted['loss_scale'][0]}, not in 1 to 2**24: the state is damaged")
         for name, target in targets.items():
             copy_into(target, fitted[name])
+        for moment, own in self.buffers.items() if shared else ():
+            copy_into(own, wholes[moment][self._shards.own])

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -33,7 +31,7 @@ from cudiff.registry import MODELS
 from cudiff.train import Trainer
 from examples.benchmark import networks
 from examples.benchmark.measure import step_time
-from tests.models import torch_unet
+from examples.benchmark.torch_networks import cs179, dit, unet
 
 TOLERANCE = {"bf16": 1e-2, "tf32": 2e-3, "fp32": 1e-4}  # of losses and of the norms of outputs, relative
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,91 +43,9 @@ torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 torch.set_float32_matmul_precision("high")
 
 
-class Attention(torch_unet.Attention):
-    """The U-Net's attention by PyTorch's own kernel and by linear layers, which keep channels last."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, c, h, w = x.shape
-        tokens = self.norm(x).permute(0, 2, 3, 1).reshape(b, h * w, c)
-        qkv = F.linear(tokens, self.qkv.weight[:, :, 0], self.qkv.bias)
-        assert self.new_order
-        q, k, v = (part.reshape(b, h * w, self.heads, -1).transpose(1, 2) for part in qkv.chunk(3, dim=2))
-        out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, h * w, c)
-        out = F.linear(out, self.proj_out.weight[:, :, 0], self.proj_out.bias)
-        return x + out.reshape(b, h, w, c).permute(0, 3, 1, 2)
-
-
-def unet(config: Config) -> nn.Module:
-    """The torch_model of cudiff's U-Net; see tests/models/torch_unet.py."""
-    net = torch_unet.TorchUNet(
-        config.image_size, config.channels, config.model_channels, config.channel_mult, config.num_res_blocks,
-        config.attention_resolutions, config.num_heads, config.num_head_channels, conv_resample=config.conv_resample,
-        use_new_attention_order=config.use_new_attention_order, max_period=config.max_period,
-    )
-    for module in net.modules():
-        if type(module) is torch_unet.Attention:
-            module.__class__ = Attention
-    return net
-
-
-class Block(nn.Module):
-    """Of CS 179's U-Net: two convolutions, the embedding added to each, ReLU; then a transposed one where `up`."""
-
-    def __init__(self, channels: int, out: int, emb: int, up: bool = False):
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(channels, out, 3, padding=1), nn.Conv2d(out, out, 3, padding=1)
-        self.time_proj = nn.Linear(emb, out)
-        self.upsample = nn.ConvTranspose2d(out, out, 2, stride=2) if up else nn.Identity()
-
-    def forward(self, x: Tensor, emb: Tensor) -> Tensor:
-        shift = self.time_proj(emb)[:, :, None, None]
-        return self.upsample(F.relu(self.conv2(F.relu(self.conv1(x) + shift)) + shift))
-
-
-class TimeEmbedding(nn.Module):
-    def __init__(self, dim: int):
-        super().__init__()
-        self.dim, self.mlp = dim, nn.Sequential(nn.Linear(dim, 4 * dim), nn.SiLU(), nn.Linear(4 * dim, dim))
-
-    def forward(self, t: Tensor) -> Tensor:
-        half = self.dim // 2
-        ramp = torch.arange(half, device=t.device, dtype=torch.float32)
-        angles = t[:, None] * torch.exp(ramp * (-math.log(10000) / (half - 1)))
-        return self.mlp(torch.cat([angles.sin(), angles.cos()], 1))
-
-
-class CS179(nn.Module):
-    """The torch_model of `cudiff.models.CS179UNet`, with its names."""
-
-    def __init__(self, channels: int, widths: list[int]):
-        super().__init__()
-        emb = 2 * widths[0]
-        self.time_emb = TimeEmbedding(emb)
-        self.enc_blocks = nn.ModuleList(Block(a, b, emb) for a, b in zip([channels, *widths], widths, strict=False))
-        self.bottleneck = Block(widths[-1], widths[-1], emb)
-        below = [widths[-1], *reversed(widths)]
-        self.dec_blocks = nn.ModuleList(Block(a + b, b, emb, up=True) for a, b in pairwise(below))
-        self.out_conv = nn.Conv2d(widths[0], channels, 1)
-
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        emb, skips = self.time_emb(t), []
-        for block in self.enc_blocks:
-            x = F.max_pool2d(block(x, emb), 2)
-            skips.append(x)
-        x = self.bottleneck(x, emb)
-        for block in self.dec_blocks:
-            x = block(torch.cat([x, skips.pop()], 1), emb)
-        return self.out_conv(x)
-
-
-def cs179(config: Config) -> nn.Module:
-    """CS 179's network in PyTorch."""
-    return CS179(config.channels, [config.model_channels * mult for mult in config.channel_mult])
-
-
 def torch_model(config: Config, net: Module) -> nn.Module:
     """PyTorch's network of `config` with the weights of `net`, on the GPU, channels last."""
-    other = {"cs179": cs179, "unet": unet}[config.model](config)
+    other = {"cs179": cs179, "dit": dit, "unet": unet}[config.model](config)
     state = to_torch(net.state_dict(), net.layouts())
     other.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
     return other.to(DEVICE).to(**CHANNELS_LAST)
@@ -142,34 +58,42 @@ class EDM:
         self.config, self.net = config, net
         self.c_noise_scale = MODELS[config.model].c_noise_scale
 
-    def draw(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """A batch of uint8 (N, H, W, C) images, flipped at random, in [-1, 1]; log sigma; noise."""
+    def draw(self, images: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """A batch of uint8 (N, H, W, C) images, flipped at random, in [-1, 1], or of latents; log sigma; noise; their
+        labels, of which the configuration's share is -1, or None."""
         size = self.config.batch_size
-        x = images[torch.randint(0, len(images), (size,), device=images.device)].permute(0, 3, 1, 2)
+        index = torch.randint(0, len(images), (size,), device=images.device)
+        x = images[index].permute(0, 3, 1, 2)
+        if labels is not None:
+            kept = torch.rand(size, device=x.device) >= self.config.label_dropout
+            labels = torch.where(kept, labels[index], -1)
         if self.config.flip:
             x = torch.where(torch.rand(size, device=x.device)[:, None, None, None] < 0.5, x.flip(3), x)
-        x = x.float() / 127.5 - 1
+        x = x.float() / 127.5 - 1 if x.dtype == torch.uint8 else x.float() * self.config.latent_scale
         log_sigma = torch.randn(size, device=x.device) * self.config.P_std + self.config.P_mean
-        return x, log_sigma, torch.randn_like(x)
+        return x, log_sigma, torch.randn_like(x), labels
 
-    def loss(self, x: Tensor, log_sigma: Tensor, noise: Tensor) -> Tensor:
+    def loss(self, x: Tensor, log_sigma: Tensor, noise: Tensor, labels: Tensor | None = None) -> Tensor:
         config = self.config
         x = (x - config.data_mean) / config.data_std
         sigma = log_sigma.exp()[:, None, None, None]
         c_in = (sigma**2 + config.sigma_data**2).rsqrt()
         target = (x * (sigma / config.sigma_data) - noise * config.sigma_data) * c_in
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=config.precision == "bf16"):
-            out = self.net((x + noise * sigma) * c_in, log_sigma * self.c_noise_scale)
-        return F.mse_loss(out.float(), target)
+        return F.mse_loss(self.output((x + noise * sigma) * c_in, log_sigma, labels), target)
 
-    def denoise(self, x: Tensor, sigma: Tensor) -> Tensor:
+    def denoise(self, x: Tensor, sigma: Tensor, labels: Tensor | None = None) -> Tensor:
         config = self.config
         x, sigma = (x - config.data_mean) / config.data_std, sigma[:, None, None, None] / config.data_std
         c_in = (sigma**2 + config.sigma_data**2).rsqrt()
         c_skip, c_out = config.sigma_data**2 * c_in**2, sigma * c_in * config.sigma_data
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=config.precision == "bf16"):
-            out = self.net(x * c_in, sigma.reshape(-1).log() * self.c_noise_scale)
-        return (x * c_skip + out.float() * c_out) * config.data_std + config.data_mean
+        out = self.output(x * c_in, sigma.reshape(-1).log(), labels)
+        return (x * c_skip + out * c_out) * config.data_std + config.data_mean
+
+    def output(self, x: Tensor, log_sigma: Tensor, labels: Tensor | None) -> Tensor:
+        """Of the network, float32."""
+        given = () if labels is None else (labels,)
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=self.config.precision == "bf16"):
+            return self.net(x, log_sigma * self.c_noise_scale, *given).float()
 
 
 def check(name: str, ours: Any, theirs: Tensor, tolerance: float) -> None:
@@ -202,7 +126,7 @@ def check_losses(trainer: Trainer, model: EDM) -> None:
     check("loss", loss.numpy(), other, tolerance)
     flat = trainer.net.flat
     own = to_torch(flat.views(cudiff.Tensor(flat.grad).numpy()), trainer.net.layouts())
-    parameters = dict(model.net.named_parameters())
+    parameters = {name: value for name, value in model.net.named_parameters() if value.requires_grad}
     check("gradient", np.concatenate([own[name].ravel() for name in parameters]),
           torch.cat([parameter.grad.flatten() for parameter in parameters.values()]), 5 * tolerance)
 
@@ -218,16 +142,17 @@ def training(trainer: Trainer) -> Training:
 class Training:
     """A training step: loss of a drawn batch, backward, clipping, fused Adam or AdamW, moving average."""
 
-    def __init__(self, model: EDM, images: Tensor):
+    def __init__(self, model: EDM, images: Tensor, labels: Tensor | None = None):
         self.model, self.config, self.images = model, model.config, images.to(DEVICE)
-        self.parameters = list(self.model.net.parameters())
+        self.labels = None if labels is None else labels.to(DEVICE)
+        self.parameters = [parameter for parameter in self.model.net.parameters() if parameter.requires_grad]
         self.average = [parameter.detach().clone() for parameter in self.parameters]
         rule = torch.optim.AdamW if self.config.optimizer == "adamw" else torch.optim.Adam
         self.optimizer = rule(self.parameters, self.config.lr, self.config.betas, self.config.eps,
                               self.config.weight_decay, fused=True, capturable=True)
 
     def loss(self) -> Tensor:
-        return self.model.loss(*self.model.draw(self.images))
+        return self.model.loss(*self.model.draw(self.images, self.labels))
 
     def times(self) -> Iterator[dict[str, float]]:
         """Microseconds of a step, `whole` and `bare` (no average, no clipping), and its `memory` in MiB: compiled with
@@ -257,8 +182,11 @@ class Training:
             nn.utils.clip_grad_norm_(self.parameters, self.config.clip, foreach=True)
         self.optimizer.step()
         if averaged:
-            torch._foreach_lerp_(self.average, self.parameters, 0.01)
+            self.add_to_average()
         return value
+
+    def add_to_average(self) -> None:
+        torch._foreach_lerp_(self.average, self.parameters, 0.01)
 
 
 def first_step() -> None:
@@ -277,7 +205,9 @@ def compile_alone(fn: Callable, **options: Any) -> Callable:
 
 
 def captured(fn: Callable[[], Any]) -> Callable[[], Any]:
-    """`fn` as one CUDA graph, captured by hand."""
+    """`fn` as one CUDA graph, captured by hand, after three calls; on the CPU `fn` itself."""
+    if DEVICE == "cpu":
+        return fn
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -297,9 +227,9 @@ def theirs(fn: Callable[[], object], copies: int = 20) -> float:
     return median_time(replay, copies)
 
 
-def forward(net: Module, x: cudiff.Tensor, t: cudiff.Tensor) -> float:
-    """Microseconds of the U-Net's forward with bf16 weights."""
-    other = torch_model(networks.unet_config("bf16"), net).bfloat16().eval()
+def forward(config: Config, net: Module, x: cudiff.Tensor, t: cudiff.Tensor) -> float:
+    """Microseconds of the forward of the network of `config` with bf16 weights."""
+    other = torch_model(config, net).bfloat16().eval()
     tx = torch.from_numpy(x.numpy()).to(DEVICE, torch.bfloat16).permute(0, 3, 1, 2)
     tt = torch.from_numpy(t.numpy()).to(DEVICE)
     with torch.no_grad():
@@ -308,8 +238,9 @@ def forward(net: Module, x: cudiff.Tensor, t: cudiff.Tensor) -> float:
         return theirs(lambda: compiled(tx, tt), 2)
 
 
-def denoiser(config: Config, net: Module, x: cudiff.Tensor, sigma: cudiff.Tensor) -> float:
-    """Microseconds of a call of the denoiser with bf16 weights."""
+def denoiser(config: Config, net: Module, x: cudiff.Tensor, sigma: cudiff.Tensor,
+             sigmas: np.ndarray) -> tuple[float, float]:
+    """Microseconds of a call of the denoiser with bf16 weights, and of Euler's method along `sigmas` with it."""
     model = EDM(config, torch_model(config, net).bfloat16().eval())
     tx = torch.from_numpy(x.numpy()).to(DEVICE).permute(0, 3, 1, 2)
     ts = torch.from_numpy(sigma.numpy()).to(DEVICE)
@@ -319,7 +250,36 @@ def denoiser(config: Config, net: Module, x: cudiff.Tensor, sigma: cudiff.Tensor
         with_graphs = compile_alone(model.denoise, mode="reduce-overhead")
         time = step_time(lambda: with_graphs(tx, ts))
         compiled = compile_alone(model.denoise)
-        return min(time, step_time(captured(lambda: compiled(tx, ts))))
+        draw, _ = euler(compiled, tx, sigmas)
+        return min(time, step_time(captured(lambda: compiled(tx, ts)))), step_time(draw, copies=1, warmup=2)
+
+
+def euler(denoise: Callable[..., Tensor], noise: Tensor, sigmas: np.ndarray,
+          onward: Sequence[float] | None = None) -> tuple[Callable[[], None], Tensor]:
+    """Euler's method from what `noise` holds, each step the same CUDA graph, which counts on the GPU; and where its
+    images lie. With `onward`, `cudiff.diffusion.dpm_solver.extrapolations` of the sigmas, DPM-Solver++(2M)."""
+    levels = torch.tensor(sigmas, dtype=torch.float32, device=DEVICE)
+    shares = None if onward is None else torch.tensor(onward, dtype=torch.float32, device=DEVICE)
+    x, before, number = noise.clone(), torch.zeros_like(noise), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+
+    def step() -> None:
+        sigma, sigma_next = levels[number], levels[number + 1]
+        image = denoised = denoise(x, sigma.repeat(len(x)))
+        if shares is not None:
+            image = denoised + (denoised - before) * shares[number]
+            before.copy_(denoised)
+        x.copy_(image + (x - image) * (sigma_next / sigma))
+        number.add_(1)
+
+    replay = captured(step)
+
+    def draw() -> None:
+        x.copy_(noise * float(sigmas[0]))
+        number.zero_()
+        for _ in range(len(sigmas) - 1):
+            replay()
+
+    return draw, x
 
 
 def cnn_twin(net: CNN) -> nn.Sequential:

@@ -16,8 +16,8 @@ device = sys.argv[1] if len(sys.argv) > 1 else cudiff.default_device()
 rng = np.random.default_rng(0)
 data = cudiff.load_dataset("digits", count=3000)
 assert data.labels is not None
-images, digits = (data.images / 127.5 - 1).astype(np.float32), data.labels
-odd = digits % 2
+images = Tensor(data.images / 127.5 - 1, dtype="float32", device=device)
+digits, odd = Tensor(data.labels, device=device), Tensor(data.labels % 2, device=device)
 
 
 def features() -> nn.Sequential:
@@ -26,21 +26,19 @@ def features() -> nn.Sequential:
     return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(512, 32), relu)
 
 
-def train(model: nn.Module, examples: np.ndarray, labels: np.ndarray, steps: int) -> nn.Module:
+def train(model: nn.Module, examples: np.ndarray, labels: Tensor, steps: int) -> nn.Module:
     optimizer = optim.Adam([p for p in model.parameters() if p.requires_grad], lr=2e-3)
     for _ in range(steps):
         batch = rng.choice(examples, 30)
         optimizer.zero_grad()
-        logits = model(Tensor(images[batch], device=device))
-        cudiff.cross_entropy(logits, Tensor(labels[batch], device=device)).backward()
+        cudiff.cross_entropy(model(images[batch]), labels[batch]).backward()
         optimizer.step()
     return model
 
 
 def accuracy(model: nn.Module, examples: np.ndarray) -> float:
     with cudiff.no_grad():
-        guesses = model(Tensor(images[examples], device=device)).numpy().argmax(axis=1)
-    return float(np.mean(guesses == odd[examples]))
+        return float((model(images[examples]).argmax(axis=1) == odd[examples]).mean())
 
 
 few, test = np.arange(30), np.arange(2000, 3000)

@@ -20,10 +20,11 @@ points = cudiff.Tensor(clouds.reshape(400, 2), dtype="float32", device=device)
 centres = points[[0, 100, 200, 300]]  # one of each cloud
 for step in range(10):
     distances = cudiff.square(points[:, None] - centres).sum(axis=2)
-    nearest = distances.min(axis=1, keepdims=True)
-    belongs = (distances == nearest).astype(points.dtype)
-    before, centres = centres, belongs.T @ points / belongs.sum(axis=0)[:, None]
-    print(f"step {step}: mean squared distance {nearest.mean():.4f}")
+    nearest = distances.argmin(axis=1)
+    sums = cudiff.zeros((4, 2), device=device).at[nearest].add(points)
+    counts = cudiff.zeros((4, 1), device=device).at[nearest].add(1)
+    before, centres = centres, sums / counts
+    print(f"step {step}: mean squared distance {distances.min(axis=1).mean():.4f}")
     if cudiff.abs(centres - before).max() < 1e-6:
         break
 

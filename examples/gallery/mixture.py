@@ -20,8 +20,8 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """log p(x) of each x (N,)."""
         z = (x[:, None] - self.means) / cudiff.exp(self.log_widths)
-        density = cudiff.exp(-0.5 * z**2 - self.log_widths) / np.sqrt(2 * np.pi)
-        return cudiff.log((cudiff.softmax(self.logits) * density).sum(axis=1))
+        log_density = -0.5 * z**2 - self.log_widths - 0.5 * np.log(2 * np.pi)
+        return cudiff.logsumexp(cudiff.log_softmax(self.logits) + log_density, axis=1)
 
 
 model = Mixture(3)

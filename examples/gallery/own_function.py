@@ -37,7 +37,7 @@ points = rng.standard_normal((1000, 3)) @ [[1.0, 0.5, 0.0], [0.0, 0.8, 0.3], [0.
 covariance = np.cov(points.T, bias=True)
 
 
-def loss(precision: Tensor) -> Tensor:
+def loss(precision: Any) -> Any:
     """Minus twice the mean log-likelihood of the points, but for a constant."""
     return (precision * covariance).sum() - logdet(precision)
 

@@ -29,7 +29,12 @@ template <typename T> __device__ __forceinline__ T from_float(float x);
 template <> __device__ __forceinline__ float from_float<float>(float x) { return x; }
 template <> __device__ __forceinline__ bf16 from_float<bf16>(float x) {
     bf16 y;
+#if __CUDA_ARCH__ >= 800
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+#else
+    u32 bits = __float_as_uint(x);
+    y.bits = x == x ? (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16) : (u16)0x7fff;
+#endif
     return y;
 }
 template <> __device__ __forceinline__ half from_float<half>(float x) {

@@ -1,11 +1,19 @@
 // The tensor-core instructions of sm_80 and newer, one function each: cp.async, ldmatrix, mma.sync.
 //
+// Turing, sm_75, has ldmatrix, and an mma.sync of half of half the depth. The rest it does by other instructions: copies through
+// registers, products of bf16 by shuffles and fused multiply-adds, and so those of float, which keep all their bits.
+//
 // Shared memory is addressed by 32-bit byte addresses (shared_address). Lanes of a fragment: g = lane / 4, t = lane % 4.
 //   16-bit m16n8k16: A a0 (row g, k 2t..2t+1)  a1 (g+8, 2t..)  a2 (g, 2t+8..)  a3 (g+8, 2t+8..); B b0 (k 2t.., column g)  b1 (2t+8..)
 //   tf32   m16n8k8:  A a0 (row g, k t)  a1 (g+8, t)  a2 (g, t+4)  a3 (g+8, t+4); B b0 (k t, column g)  b1 (t+4)
 //   both:            C c0, c1 (row g, columns 2t, 2t+1)  c2, c3 (row g+8)
 #pragma once
 #include "common.cuh"
+
+#if defined(TF32_PRODUCTS) && __CUDA_ARCH__ < 800
+#undef TF32_PRODUCTS
+#define TF32_PRODUCTS 1
+#endif
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -27,14 +35,25 @@ __device__ __forceinline__ void load_shared(u32& v, u32& w, u32 address) {
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v), "=r"(w) : "r"(address) : "memory");
 }
 
-// Start copying 16 bytes to shared memory; zeros where not `valid`, and then `source` is not read.
+// Start copying 16 bytes to shared memory; zeros where not `valid`, and then `source` is not read. Turing copies at once.
 __device__ __forceinline__ void cp_async(u32 address, const void* source, bool valid) {
+#if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(source), "r"(valid ? 16 : 0) : "memory");
+#else
+    uint4 v = valid ? *reinterpret_cast<const uint4*>(source) : make_uint4(0, 0, 0, 0);
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+#endif
 }
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
 // Wait until at most `PENDING` of this thread's groups are under way.
 template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
+#if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
 }
 
 // Four matrices of 8 rows of 16 bytes; lane i gives the address of row i % 8 of matrix i / 8. Lane i gets of matrix j,
@@ -50,7 +69,10 @@ __device__ __forceinline__ void ldmatrix_transposed(u32* r, u32 address) {
 }
 
 // Two elements in one register, `low` first in memory.
-template <typename U> __device__ u32 pack_pair(float low, float high);
+template <typename U> __device__ __forceinline__ u32 pack_pair(float low, float high) {
+    return from_float<U>(low).bits | (u32)from_float<U>(high).bits << 16;
+}
+#if __CUDA_ARCH__ >= 800
 template <> __device__ __forceinline__ u32 pack_pair<bf16>(float low, float high) {
     u32 y;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
@@ -61,20 +83,26 @@ template <> __device__ __forceinline__ u32 pack_pair<half>(float low, float high
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
     return y;
 }
+#endif
 template <typename U> __device__ __forceinline__ float2 unpack_pair(u32 pair) {
     return make_float2(to_float(U{(u16)pair}), to_float(U{(u16)(pair >> 16)}));
 }
 
 // float rounded to the 10 bits of mantissa of tf32.
 __device__ __forceinline__ u32 round_tf32(float x) {
+#if __CUDA_ARCH__ >= 800
     u32 y;
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
     return y;
+#else
+    return __float_as_uint(x);
+#endif
 }
 
 // c += a·b for one 16 × 8 tile; T is the type of a and b, float meaning tf32.
 template <typename T> __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1);
 
+#if __CUDA_ARCH__ >= 800
 #define DEFINE_MMA(T, INSTRUCTION)                                                                                       \
     template <> __device__ __forceinline__ void mma<T>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {               \
         asm(INSTRUCTION " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                         \
@@ -84,3 +112,33 @@ template <typename T> __device__ __forceinline__ void mma(float (&c)[4], const u
 DEFINE_MMA(bf16, "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32")
 DEFINE_MMA(half, "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32")
 DEFINE_MMA(float, "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32")
+#else
+// The elements of a word.
+__device__ __forceinline__ float2 elements(u32 word, float) { return make_float2(__uint_as_float(word), 0.0f); }
+__device__ __forceinline__ float2 elements(u32 word, bf16) { return unpack_pair<bf16>(word); }
+
+// A row's words lie in the four lanes of its group, a column's in those of the group with its number.
+template <typename T> __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    int lane = threadIdx.x % 32, row = lane & ~3, columns = lane % 4 * 8;
+#pragma unroll 1
+    for (int k = 0; k < 4; k++) {
+        float2 x[4], y[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            x[i] = elements(__shfl_sync(~0u, a[i], row + k), T());
+            y[i] = elements(__shfl_sync(~0u, i < 2 ? b0 : b1, columns + i % 2 * 4 + k), T());
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {  // of row i / 2, column i % 2
+            c[i] += x[i / 2].x * y[i % 2].x + x[i / 2 + 2].x * y[i % 2 + 2].x;
+            if (sizeof(T) == 2) c[i] += x[i / 2].y * y[i % 2].y + x[i / 2 + 2].y * y[i % 2 + 2].y;
+        }
+    }
+}
+template <> __device__ __forceinline__ void mma<half>(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#pragma unroll
+    for (int k = 0; k < 2; k++)
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[2 * k]), "r"(a[2 * k + 1]), "r"(k ? b1 : b0));
+}
+#endif

@@ -4,7 +4,7 @@
 // over broadcast axes follows, which may cancel. a, b: T; null stands for the number `scalar`. Layout.dims = 0: a and b
 // are contiguous in out's shape. Otherwise element strides over out's merged axes (0 where broadcast; n < 2^32), and
 // `packed` says that packs of 16 bytes never cross a row and start aligned wherever the arrays do.
-// where_*: mask u8, same shape as out; of T that is no floating type only where_forward is launched.
+// where_*: mask u8, same shape as out.
 // Launch: 256 threads, one pack each (any shape works: grid-stride).
 #include "broadcast.cuh"
 
@@ -99,6 +99,9 @@ GRADIENT(power_db, a == 0.0f && b >= 0.0f ? 0.0f : dout * (powf(a, b) * logf(a))
 FORWARD(arctan2, atan2f(a, b))
 GRADIENT(arctan2_da, dout * b / (a * a + b * b))
 GRADIENT(arctan2_db, -dout * a / (a * a + b * b))
+FORWARD(hypot, hypotf(a, b))
+GRADIENT(hypot_da, dout * a / hypotf(a, b))
+GRADIENT(hypot_db, dout * b / hypotf(a, b))
 FORWARD(floordivide, whole_quotient(a, b))
 GRADIENT(floordivide_da, 0.0f)
 GRADIENT(floordivide_db, 0.0f)

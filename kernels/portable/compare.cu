@@ -1,7 +1,6 @@
 // Comparisons of two broadcast operands, and logic on them, in which all but 0 is true: out[i] is 1 or 0.
 // a, b: T; null stands for the number, `number` where T is a floating type, `whole` where it is not. Floats compare as
-// float, integers as 64 bits. out: u8 (n), overwritten. Layout.dims = 0: a and b are contiguous in out's shape, otherwise
-// element strides over out's merged axes (0 where broadcast; n < 2^32).
+// float, integers as 64 bits. out: u8 (n), overwritten. Layout: see broadcast.cuh.
 // Launch: any shape (grid-stride).
 #include "broadcast.cuh"
 
@@ -18,12 +17,10 @@ __device__ __forceinline__ i64 chosen(i64, float, i64 whole) { return whole; }
     extern "C" __global__ void name(u8* out, const T* x, const T* y, float number, i64 whole, i64 n, Layout layout) {    \
         wait_for_previous();                                                                                             \
         auto scalar = chosen(decltype(widened(T{})){}, number, whole);                                                   \
-        for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (i64)gridDim.x * blockDim.x) {              \
-            i64 at_x = i, at_y = i;                                                                                      \
-            if (layout.dims > 0) locate(layout, (u32)i, at_x, at_y);                                                     \
+        for_each_pair(n, layout, [=](i64 i, i64 at_x, i64 at_y) {                                                        \
             auto a = x ? widened(x[at_x]) : scalar, b = y ? widened(y[at_y]) : scalar;                                   \
             out[i] = (value) ? 1 : 0;                                                                                    \
-        }                                                                                                                \
+        });                                                                                                              \
     }
 
 COMPARE(less, a < b)

@@ -4,6 +4,7 @@
 // Launch: 256 threads, one pack of 16 bytes each (any shape works: grid-stride).
 // relu_backward_sums: see there.
 #include "map.cuh"
+#include "activation.cuh"
 
 #define UNARY(name, value, saved, gradient)                                                                    \
     extern "C" __global__ void name##_forward(const T* x, T* out, i64 n) {                                     \
@@ -19,13 +20,12 @@ __device__ __forceinline__ float silu_slope(float x) {
     float s = sigmoid(x);
     return s * (1.0f + x * (1.0f - s));
 }
-__device__ __forceinline__ float normal_cdf(float x) { return 0.5f * (1.0f + erff(x * 0.70710678f)); }
-__device__ __forceinline__ float normal_pdf(float x) { return 0.39894228f * expf(-0.5f * x * x); }
 
 UNARY(negative, -x, x, -dout)
 UNARY(exp, expf(x), out, dout * out)
 UNARY(log, logf(x), x, dout / x)
 UNARY(sqrt, sqrtf(x), out, 0.5f * dout / out)
+UNARY(cbrt, cbrtf(x), out, dout / (3.0f * out * out))
 UNARY(sin, sinf(x), x, dout * cosf(x))
 UNARY(cos, cosf(x), x, -dout * sinf(x))
 UNARY(tanh, tanhf(x), x, dout * (1.0f - tanhf(x) * tanhf(x)))
@@ -38,11 +38,23 @@ UNARY(round, rintf(x), x, 0.0f)
 UNARY(log1p, log1pf(x), x, dout / (1.0f + x))
 UNARY(expm1, expm1f(x), x, dout * expf(x))
 UNARY(tan, tanf(x), x, dout * (1.0f + tanf(x) * tanf(x)))
+UNARY(exp2, exp2f(x), out, dout * out * 0.69314718f)
+UNARY(log2, log2f(x), x, dout / (x * 0.69314718f))
+UNARY(log10, log10f(x), x, dout / (x * 2.30258509f))
+UNARY(arcsin, asinf(x), x, dout / sqrtf((1.0f - x) * (1.0f + x)))
+UNARY(arccos, acosf(x), x, -dout / sqrtf((1.0f - x) * (1.0f + x)))
+UNARY(arctan, atanf(x), x, dout / (1.0f + x * x))
+UNARY(sinh, sinhf(x), x, dout * coshf(x))
+UNARY(cosh, coshf(x), x, dout * sinhf(x))
+UNARY(arcsinh, asinhf(x), x, dout / sqrtf(1.0f + x * x))
+UNARY(arccosh, acoshf(x), x, dout / sqrtf((x - 1.0f) * (x + 1.0f)))
+UNARY(arctanh, atanhf(x), x, dout / ((1.0f - x) * (1.0f + x)))
 UNARY(relu, x < 0.0f ? 0.0f : x, out, out > 0.0f ? dout : 0.0f)
 UNARY(sigmoid, sigmoid(x), x, dout * sigmoid(x) * (1.0f - sigmoid(x)))
 UNARY(softplus, fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))), x, dout * sigmoid(x))
 UNARY(silu, x * sigmoid(x), x, dout * silu_slope(x))
-UNARY(gelu, x * normal_cdf(x), x, dout * (normal_cdf(x) + x * normal_pdf(x)))
+UNARY(gelu, activate<GELU>(x), x, dout * activation_slope<GELU>(x))
+UNARY(gelu_tanh, activate<GELU_TANH>(x), x, dout * activation_slope<GELU_TANH>(x))
 
 // relu's backward for images (N, pixels, C): dx = dout where out > 0, and its sums (N, C), float, over each image's pixels.
 // C is a multiple of a pack, every T address one of 16 bytes. Launch: (N, chunks), 256 threads: a thread a pack of 16

@@ -18,8 +18,8 @@ extern "C" __global__ void scatter_add(T* dweight, const int* indices, const T* 
     int column = blockIdx.y * blockDim.x + threadIdx.x;
     if (column >= dim) return;
     T* target = dweight + (i64)blockIdx.x * dim + column;
-    float sum = accumulate ? to_float(*target) : 0.0f;
+    float sum = 0.0f;
     for (int n = 0; n < count; n++)
         if (indices[n] == blockIdx.x) sum += to_float(dout[(i64)n * dim + column]);
-    *target = from_float<T>(sum);
+    *target = from_float<T>(accumulate ? to_float(*target) + sum : sum);
 }

@@ -13,7 +13,7 @@
 // The tiled kernels are launched as tiles.cuh says. Dynamic shared memory: finish_statistics, and `normalize` where it is given
 // channel statistics, take 16 bytes for each channel of a block's groups, or for each thread if there are more. finish_sums, and
 // `input_gradients` where it is given tile_sums, take 8 for each channel and each thread. `input_gradients` takes 16 packs a
-// thread in any case.
+// thread in any case, on Turing 8.
 #include "mma.cuh"
 #include "channel_statistics.cuh"
 #include "tiles.cuh"
@@ -316,14 +316,15 @@ struct Gradients : Groups {
     }
 };
 
-// means (N, G), and the totals. Launch: N blocks.
+// means (N, G), and the totals. Launch: grid (N, groups / across); a block has `across` groups.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_sums(const float2* tile_sums, float2* means, TOTALS, AFFINE, int S,
-                                                                     int C, int tiles) {
+                                                                     int C, int tiles, int across) {
     wait_for_previous();
-    int n = blockIdx.x, size = C / (u32)groups;
-    Gradients gradients(0, C, size, tiles, channels);
-    gradients.find(n, tile_sums, tiles, 0, C, true, GIVEN_TOTALS, GIVEN_AFFINE, C);
-    for (int g = threadIdx.x; g < groups; g += THREADS) means[(i64)n * groups + g] = gradients.means(g, size, (float)S * size);
+    int n = blockIdx.x, size = C / (u32)groups, first = blockIdx.y * across, end = min(groups, first + across);
+    Gradients gradients(first * size, end * size, size, tiles, channels);
+    gradients.find(n, tile_sums, tiles, first * size, end * size, true, GIVEN_TOTALS, GIVEN_AFFINE, C);
+    for (int g = first + threadIdx.x; g < end; g += THREADS)
+        means[(i64)n * groups + g] = gradients.means(g, size, (float)S * size);
 }
 
 // As Rows, but by way of shared memory, where each thread finds its own: rows that are under way take no registers, and there
@@ -367,7 +368,11 @@ template <int ARRAYS, int DEPTH> struct Stream {
         }
     }
 };
+#if __CUDA_ARCH__ >= 800
 constexpr int DEPTH = 4;
+#else
+constexpr int DEPTH = 2;  // shared memory has no room for more
+#endif
 
 // dx, dx2 (either may be null) = gain * d_preact - rstd * (means.x + xhat * means.y), plus addend and addend2 where they are not
 // null. These are gradients from elsewhere, and may lie where dx and dx2 do; without x2 both are for dx. The means come as `means`, or

@@ -1,6 +1,7 @@
 // Layer norm: y = xhat * weight + bias, xhat = (x - mean) * rstd over each row. x, y, dy, dx (M, C): T, row-major.
 //
-// weight, bias (C), mean, rstd (M) float32. y, mean, rstd overwritten; dx overwritten, or accumulated where `add`.
+// weight, bias (M / rows, C), those of `rows` rows each, mean, rstd (M) float32. y, mean, rstd overwritten; dx
+// overwritten, or accumulated where `add`.
 // VEC=1: C and every T address are multiples of a 16-byte pack.
 // Launch: normalize and input_gradients: M blocks, threads a multiple of 32; column_sums: (32, 8) threads.
 #include "reduce.cuh"
@@ -9,8 +10,10 @@
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
 
 // The second and third pass find the row in cache. The variance is of deviations, so a large mean costs no digits.
-extern "C" __global__ void normalize(T* y, float* mean, float* rstd, const T* x, const float* weight, const float* bias, int C, float eps) {
+extern "C" __global__ void normalize(T* y, float* mean, float* rstd, const T* x, const float* weight, const float* bias, int rows, int C, float eps) {
     wait_for_previous();
+    i64 group = (i64)(blockIdx.x / rows) * C;
+    weight += group, bias += group;
     const T* row = x + (i64)blockIdx.x * C;
     int first = threadIdx.x * V, step = blockDim.x * V;
     float sum = 0.0f, square = 0.0f, v[V];
@@ -37,8 +40,9 @@ extern "C" __global__ void normalize(T* y, float* mean, float* rstd, const T* x,
 
 // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * weight.
 extern "C" __global__ void input_gradients(T* dx, int add, const T* dy, const T* x, const float* mean, const float* rstd,
-                                           const float* weight, int C) {
+                                           const float* weight, int rows, int C) {
     wait_for_previous();
+    weight += (i64)(blockIdx.x / rows) * C;
     i64 start = (i64)blockIdx.x * C;
     int first = threadIdx.x * V, step = blockDim.x * V;
     float mu = mean[blockIdx.x], r = rstd[blockIdx.x], sum = 0.0f, product = 0.0f, v[V], g[V];
@@ -63,16 +67,17 @@ extern "C" __global__ void input_gradients(T* dx, int add, const T* dy, const T*
     }
 }
 
-// totals (tiles, C) = sums of dy and dy * xhat over a tile of rows. Grid (CEIL_DIV(C, 32), tiles).
-extern "C" __global__ void column_sums(float2* totals, const T* dy, const T* x, const float* mean, const float* rstd, int M, int C) {
+// totals (M / rows, tiles, C) = sums of dy and dy * xhat over a tile of rows. Grid (M / rows * CEIL_DIV(C, 32), tiles).
+extern "C" __global__ void column_sums(float2* totals, const T* dy, const T* x, const float* mean, const float* rstd, int rows, int C) {
     wait_for_previous();
     __shared__ float2 sums[8][32];
-    int c = blockIdx.x * 32 + threadIdx.x, rows = CEIL_DIV(M, (int)gridDim.y);
-    int end = min((i64)M, (i64)(blockIdx.y + 1) * rows);
+    int chunks = CEIL_DIV(C, 32), group = blockIdx.x / chunks, c = blockIdx.x % chunks * 32 + threadIdx.x;
+    int tile = CEIL_DIV(rows, (int)gridDim.y);
+    i64 start = (i64)group * rows, end = start + min((i64)rows, (i64)(blockIdx.y + 1) * tile);
     float2 sum = make_float2(0.0f, 0.0f);
     if (c < C) {
 #pragma unroll 4
-        for (i64 m = (i64)blockIdx.y * rows + threadIdx.y; m < end; m += 8) {
+        for (i64 m = start + (i64)blockIdx.y * tile + threadIdx.y; m < end; m += 8) {
             float g = to_float(dy[m * C + c]);
             sum.x += g;
             sum.y += g * (to_float(x[m * C + c]) - mean[m]) * rstd[m];
@@ -85,5 +90,5 @@ extern "C" __global__ void column_sums(float2* totals, const T* dy, const T* x, 
         sum.x += sums[y][threadIdx.x].x;
         sum.y += sums[y][threadIdx.x].y;
     }
-    totals[(i64)blockIdx.y * C + c] = sum;
+    totals[((i64)group * gridDim.y + blockIdx.y) * C + c] = sum;
 }

@@ -6,7 +6,7 @@
 // scalars (8 floats, the order below) are written by `step_scalars` and read by the updates, so that nothing which changes
 // from step to step is a launch argument. Where scalars[APPLY] is 0 an update changes nothing. scalars[TICKET] has the bits
 // of an integer, 0 before the first step and after each.
-// Launch: step_scalars any grid, THREADS threads; rescale one block; the updates 4 elements a thread, any block, grid = ceil(n / 4 / block). All
+// Launch: step_scalars any grid, THREADS threads; rescale and unscale one block; the updates 4 elements a thread, any block, grid = ceil(n / 4 / block). All
 // sums have a fixed order.
 #include "reduce.cuh"
 
@@ -86,6 +86,28 @@ extern "C" __global__ void rescale(const float* scalars, const int* __restrict__
     own[LR] = (float)rate;
     own[STEP_SIZE] = (float)(rate / -expm1(t * log_beta1));
     own[RSQRT_BIAS2] = (float)(1.0 / sqrt(-expm1(t * log_beta2)));
+}
+
+// Of a gradient that was scaled by state[0], after step_scalars: the norm and the gradient's factor without that. Then the
+// next step's: half where this one is skipped, twice after `interval` in a row that were not, within 1 and `largest`.
+// state[1] counts those. A skipped step that has halved the scale is none of SKIPPED_IN_A_ROW.
+extern "C" __global__ void unscale(float* state, float* scalars, int* counters, double scale, double clip, int interval,
+                                   float largest) {
+    wait_for_previous();
+    if (threadIdx.x > 0) return;
+    float by = state[0], good = state[1] + 1.0f;
+    double grad_norm = (double)scalars[NORM] / by;
+    scalars[NORM] = (float)grad_norm;
+    scalars[GRAD_SCALE] = (float)(scale * fmin(1.0, clip / (grad_norm + 1e-6)) / by);
+    if (scalars[APPLY] == 0.0f) {
+        if (by > 1.0f) counters[SKIPPED_IN_A_ROW] = 0;
+        state[0] = fmaxf(1.0f, 0.5f * by);
+        state[1] = 0.0f;
+    } else {
+        bool grows = good >= interval;
+        state[0] = grows ? fminf(largest, 2.0f * by) : by;
+        state[1] = grows ? 0.0f : good;
+    }
 }
 
 struct __align__(8) Shadow4 { T v[4]; };

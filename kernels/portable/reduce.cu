@@ -1,7 +1,8 @@
 // Reductions of x seen as [outer][reduce][inner] over the middle axis, in an order that depends on the shape alone.
 // x, dout, dx: T. out: OUT, laid out [outer][gridDim.y][inner]: blocks of row y of the grid take the y-th chunk of the
 // middle axis, and a second launch reduces their results. out = scale * result, or += where `accumulate`.
-// Everything is accumulated in float, in sum_whole in 64 bits: its T and OUT hold integers. NaN wins over every number in maximum and minimum.
+// Everything is accumulated in float, in the *_whole kernels in 64 bits: their T and OUT hold integers. NaN wins over every
+// number in maximum and minimum.
 // Launch: block (columns, lanes, rows), powers of two, product at most 256; grid.x = CEIL_DIV(outer, rows) *
 // CEIL_DIV(inner, columns). The *_backward kernels: any launch shape (grid-stride).
 #include "common.cuh"
@@ -13,6 +14,14 @@ struct Add {
 struct AddWhole {
     static __device__ i64 identity() { return 0; }
     static __device__ i64 apply(i64 a, i64 b) { return a + b; }
+};
+struct LargerWhole {
+    static __device__ i64 identity() { return -0x7fffffffffffffffll - 1; }
+    static __device__ i64 apply(i64 a, i64 b) { return a > b ? a : b; }
+};
+struct SmallerWhole {
+    static __device__ i64 identity() { return 0x7fffffffffffffffll; }
+    static __device__ i64 apply(i64 a, i64 b) { return a < b ? a : b; }
 };
 struct Larger {
     static __device__ float identity() { return __int_as_float(0xff800000); }
@@ -28,6 +37,7 @@ template <> __device__ __forceinline__ i64 whole<i64>(i64 x) { return x; }
 template <> __device__ __forceinline__ i64 whole<int>(int x) { return x; }
 template <typename X> __device__ __forceinline__ X whole_as(i64 x) { return from_float<X>((float)x); }
 template <> __device__ __forceinline__ i64 whole_as<i64>(i64 x) { return x; }
+template <> __device__ __forceinline__ int whole_as<int>(i64 x) { return (int)x; }
 
 // value(x, column) is what enters the reduction; `column` numbers the reduced columns, [outer][inner].
 template <typename Op, typename F>
@@ -83,6 +93,14 @@ extern "C" __global__ void maximum(const T* x, SHAPE) {
 extern "C" __global__ void minimum(const T* x, SHAPE) {
     wait_for_previous();
     reduce_middle<Smaller>(x, REST, [](T x, i64) { return to_float(x); });
+}
+extern "C" __global__ void maximum_whole(const T* x, SHAPE) {
+    wait_for_previous();
+    reduce_middle<LargerWhole>(x, REST, [](T x, i64) { return whole(x); });
+}
+extern "C" __global__ void minimum_whole(const T* x, SHAPE) {
+    wait_for_previous();
+    reduce_middle<SmallerWhole>(x, REST, [](T x, i64) { return whole(x); });
 }
 // How often the extreme value (T, [outer][inner]) occurs.
 extern "C" __global__ void count(const T* x, const T* extreme, SHAPE) {

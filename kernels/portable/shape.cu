@@ -1,7 +1,8 @@
 // Moving elements: copies between strided views of one shape, and rows taken by an index.
 // copy, add: out[view] = x[view], or +=. Strides count units, may be 0 or negative; fewer than 2^32 units. The _packed
 // forms move units of 16 bytes, which both views must be aligned to and consist of. Arithmetic of 16-bit T in float.
-// fill: out[i] = value. take, take_backward: rows of `width` elements; index int32, negative from the end. A row out of range reads as zero.
+// fill: out[i] = value. take, take_backward, sum_runs, last: rows of `width` elements; index int32, negative from the end
+// (sum_runs: sorted, from 0). A row out of range reads as zero. Sums of integers in i64, of others in float.
 // turn: out (C, taps, K) = x (K, taps, C) with its ends swapped and its taps reversed; x[k][tap] is at k · pitch + tap ·
 // tap_pitch. Launch: 32 × 8 threads, grid (ceil(C / 32), ceil(K / 32), taps).
 // Launch of all others: any shape (grid-stride).
@@ -69,15 +70,52 @@ extern "C" __global__ void take(const T* x, const int* index, T* out, i64 rows, 
         out[e] = row >= 0 && row < rows ? x[row * width + e % width] : T{};
     }
 }
+template <typename V> struct Total { using type = float; };
+template <> struct Total<int> { using type = i64; };
+template <> struct Total<u8> { using type = i64; };
+template <> struct Total<i64> { using type = i64; };
+__device__ __forceinline__ i64 widen(int x) { return x; }
+__device__ __forceinline__ i64 widen(u8 x) { return x; }
+__device__ __forceinline__ i64 widen(i64 x) { return x; }
+template <typename V> __device__ __forceinline__ float widen(V x) { return to_float(x); }
+template <typename V> __device__ __forceinline__ V narrow(i64 x) { return (V)x; }
+template <typename V> __device__ __forceinline__ V narrow(float x) { return from_float<V>(x); }
+
 // dx[row][:] = (or +=) sum over i of dout[i][:] where index[i] is the row, in the order of i: every element of dx scans
 // the whole index, so the sum needs no atomics.
 extern "C" __global__ void take_backward(const T* dout, const int* index, T* dx, int accumulate, i64 rows, i64 width, i64 count) {
     wait_for_previous();
     for (i64 e = (i64)blockIdx.x * blockDim.x + threadIdx.x; e < rows * width; e += (i64)gridDim.x * blockDim.x) {
-        float total = accumulate ? to_float(dx[e]) : 0.0f;
+        typename Total<T>::type total = 0;
         for (i64 i = 0; i < count; i++)
-            if (wrap(index[i], rows) == e / width) total += to_float(dout[i * width + e % width]);
-        dx[e] = from_float<T>(total);
+            if (wrap(index[i], rows) == e / width) total += widen(dout[i * width + e % width]);
+        dx[e] = narrow<T>(accumulate ? widen(dx[e]) + total : total);
+    }
+}
+// The same sums, bit for bit, of an index that is sorted: order[j] is the i of sorted[j], equal ones in their order. Every
+// element of dx finds where its row begins, and reads that run alone.
+extern "C" __global__ void sum_runs(
+    const T* dout, const int* order, const int* sorted, T* dx, int accumulate, i64 rows, i64 width, i64 count
+) {
+    wait_for_previous();
+    for (i64 e = (i64)blockIdx.x * blockDim.x + threadIdx.x; e < rows * width; e += (i64)gridDim.x * blockDim.x) {
+        i64 row = e / width, first = 0, stop = count;
+        while (first < stop) {
+            i64 middle = (first + stop) / 2;
+            if (sorted[middle] < row) first = middle + 1;
+            else stop = middle;
+        }
+        typename Total<T>::type total = 0;
+        for (i64 j = first; j < count && sorted[j] == row; j++) total += widen(dout[order[j] * width + e % width]);
+        dx[e] = narrow<T>(accumulate ? widen(dx[e]) + total : total);
+    }
+}
+// out[row] = 1 + the largest i whose index is the row; out holds zeros before. The largest of integers has no order.
+extern "C" __global__ void last(const int* index, int* out, i64 rows, i64 count) {
+    wait_for_previous();
+    for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (i64)gridDim.x * blockDim.x) {
+        i64 row = wrap(index[i], rows);
+        if (row >= 0 && row < rows) atomicMax(&out[row], (int)i + 1);
     }
 }
 

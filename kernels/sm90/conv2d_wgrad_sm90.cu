@@ -155,11 +155,13 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int S, int ro
 #pragma unroll
         for (int u = 0; u < BATCH; u++) {
             if (at[u] < 0) continue;
+            float4 total = exchange[(i + u) * CONSUMERS];  // complete before it is added: see Reduction
 #pragma unroll
-            for (int from = 0; from < CLUSTER; from++) {
+            for (int from = 1; from < CLUSTER; from++) {
                 float4 term = exchange[(from * SHARE + i + u) * CONSUMERS];
-                sums[u][0].x += term.x, sums[u][0].y += term.y, sums[u][1].x += term.z, sums[u][1].y += term.w;
+                total.x += term.x, total.y += term.y, total.z += term.z, total.w += term.w;
             }
+            sums[u][0].x += total.x, sums[u][0].y += total.y, sums[u][1].x += total.z, sums[u][1].y += total.w;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 if (k + 8 * h >= K) continue;

@@ -1,29 +1,42 @@
 // Products of matrices of 16 bits on Hopper: TMA brings tiles, wgmma multiplies them.
 //
-//   out[m][n] = sum over k of a[m][k] · b[n][k] + bias[n] + addend[m][n] if ADDS
+//   v = sum over k of a[m][k] · b[n][k] + bias[n]
+//   out[m][n] = v, or
+//       v + other[m][n]                                      under ADDS,
+//       other[m][n] + by_image[m / rows_per_image][n] · v        under GATES,
+//       f(v)                                                 under ACTIVATION=f, which leaves v in `other` under KEEPS,
+//       v · f'(other[m][n])                                  under SLOPE=f,
 //
 // for each matrix of a batch. a: T (M, depth), or (depth, M) under A_MN; b: T (N, depth), or (depth, N) under B_MN. out: OUT
-// (M, N): T, or float. addend: T (M, N), may be `out` itself; bias: float (N) or null. Of float there is neither: out is
-// `floats`, with rows of `pitch` elements, and is added to if `add`; under TURNED it is (N, M). The lengths of rows are multiples
-// of 8.
+// (M, N): T, or float. other: T (M, N), may be `out` itself; bias: float (N) or null; gate: float (images, N). Of float there is
+// none: out is `floats`, with rows of `pitch` elements, and is added to if `add`; under TURNED it is (N, M). The lengths of rows of
+// out are multiples of 8; all rows start at multiples of 16 bytes. f: as activation.cuh numbers them. a's depth from `split` on
+// (depth, or a multiple of 64) is a2's; columns of a rounded out from N1 on (N, or a multiple of 64) are out2's.
+//
+// WINDOWS: a convolution of R by S taps (odd) and stride 1 that keeps the size of its images, one matrix. a is T (images, H, W,
+// depth), whose pixels are the M rows; a tap of a row is a pixel beside it, or zeros beyond the image. b is T (N, R, S, depth), or
+// under B_MN (depth, R, S, N) whose taps come from last to first: so is the gradient of a convolution's input. by_image, float
+// (images, N) or null, is added to v.
 //
 // A tile of the result has 128 rows and BN columns. Two warpgroups compute 64 rows each, so that both read b's tile from shared
 // memory: with 256 columns a block brings 1/85 byte for a flop, where a warpgroup alone would bring 1/51. A third gives its
 // registers to the others; one of its threads brings operands, 64 deep, through a ring of STAGES, and biases through another.
 // Blocks stay and walk over tiles, so that the next tile's operands arrive while one is finished. Tiles are taken in bands of
 // BAND rows of tiles, column by column: those under way together share rows of a and of b in the GPU's cache.
-// A tile is rounded in panels of 64 columns, which TMA stores from shared memory behind the next products. The addend is brought
-// there before. Floats are stored from registers: four lanes write the 32 bytes of a sector, or eight under TURNED.
+// A tile is rounded in panels of 64 columns, which TMA stores from shared memory behind the next products. What of `other` is read
+// is brought there before. Floats are stored from registers: four lanes write the 32 bytes of a sector, or eight under TURNED.
 //
 // Where few tiles would leave multiprocessors idle, CLUSTER blocks along the grid's z share one, a part of the depth each. A block
 // sends each other the sums of that one's columns, WIDTH of them, adds what it gets in the order of the blocks, and finishes them.
 //
-// Maps: a {depth, M, batches}, box {64, 128, 1}, or under A_MN {M, depth, batches}, box {64, 64, 1}; b {depth, N, batches}, box
-// {64, BN, 1}, or under B_MN {N, depth, batches}, box {64, 64, 1}; out and addend {N, M, batches}, box {64, 64, 1}.
+// Maps: a {depth, M, batches}, box {64, 128, 1}, or under A_MN {M, depth, batches}, box {64, 64, 1}, or of windows {depth, W, H,
+// images}, 64 channels of 128 pixels; b {depth, N, batches}, box {64, BN, 1}, or under B_MN {N, depth, batches}, box {64, 64, 1},
+// where windows have their taps for batches; out and other {N, M, batches}, box {64, 64, 1}.
 // WIDTH is a multiple of 64, or of 8 where floats are stored. Launch: 384 threads, grid (any number, or in clusters one for
 // each tile; 1; CLUSTER). A cluster has no more blocks than the depth has steps of 64. Shared memory: STAGES of 128 rows of a and
 // BN of b, under B_MN a multiple of 64, of 128 bytes; unless of floats 2 PANELS of 8 KiB, and 2 · BN floats of biases; 256 bytes
 // of barriers.
+#include "activation.cuh"
 #include "cluster.cuh"
 
 constexpr int ROWS = 128, DEPTH = 64, ROW_BYTES = 128, PANEL_BYTES = 64 * ROW_BYTES;  // a panel: 64 rows of 64 elements
@@ -32,13 +45,14 @@ constexpr int B_PANELS = CEIL_DIV(BN, 64);  // under B_MN
 constexpr int A_BYTES = ROWS * ROW_BYTES, B_BYTES = B_MN ? B_PANELS * PANEL_BYTES : BN * ROW_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int WIDTH = BN / CLUSTER;  // columns of a tile that a block finishes
 constexpr bool ROUNDS = sizeof(OUT) == 2;
-constexpr int PANELS = ADDS || WIDTH == 64 ? WIDTH / 64 : 2;  // of a warpgroup's results in shared memory
+constexpr bool READS = ADDS || GATES || SLOPE;  // `other`
+constexpr int PANELS = READS ? WIDTH / 64 : KEEPS || WIDTH > 64 ? 2 : 1;  // of a warpgroup's results in shared memory
 constexpr int RESULT_BYTES = ROUNDS ? PANELS * PANEL_BYTES : 0;
 constexpr int BAND = 16;
 
 struct Sizes {
-    int M, N, depth, batches;
-    __device__ __forceinline__ int steps() const { return CEIL_DIV(depth, DEPTH); }
+    int M, N, depth, batches, split, R, S, H, W;
+    __device__ __forceinline__ int steps() const { return WINDOWS ? CEIL_DIV(depth, DEPTH) * R * S : CEIL_DIV(depth, DEPTH); }
     __device__ __forceinline__ int tiles() const { return CEIL_DIV(M, ROWS) * CEIL_DIV(N, BN) * batches; }
 };
 
@@ -57,24 +71,33 @@ struct Tile {
 };
 
 // One thread brings operands of the steps from `first` to `last`, and biases, in the order in which they are read.
-__device__ __forceinline__ void bring(Ring ring, Ring biases, const TensorMap& a, const TensorMap& b, const float* bias,
-                                      const Sizes& sizes, int first, int last) {
+__device__ __forceinline__ void bring(Ring ring, Ring biases, const TensorMap& a, const TensorMap& a2, const TensorMap& b,
+                                      const float* bias, const Sizes& sizes, int first, int last) {
+    int chunks = CEIL_DIV(sizes.depth, DEPTH), pixels = sizes.H * sizes.W;
     for (int i = blockIdx.x; i < sizes.tiles(); i += gridDim.x) {
         Tile tile(i, sizes);
-        for (int k = first * DEPTH; k < last * DEPTH; k += DEPTH) {
+        int image = tile.m0 / pixels, h = tile.m0 % pixels / sizes.W - sizes.R / 2, w = tile.m0 % sizes.W - sizes.S / 2;
+#pragma unroll 1
+        for (int step = first; step < last; step++) {
+            int tap = WINDOWS ? step / chunks : 0, k = (step - tap * chunks) * DEPTH, matrix = tile.batch;
+            if (WINDOWS) matrix = B_MN ? sizes.R * sizes.S - 1 - tap : tap;
+            const TensorMap& source = k < sizes.split ? a : a2;
+            int k_a = k < sizes.split ? k : k - sizes.split;
             u32 full = ring.acquire(STAGE_BYTES), at_a = ring.buffer(), at_b = at_a + A_BYTES;
-            if constexpr (A_MN) {
+            if constexpr (WINDOWS) {
+                tma_load_pixels(at_a, source, full, k_a, w, h, image, tap % sizes.S, tap / sizes.S);
+            } else if constexpr (A_MN) {
                 for (int panel = 0; panel < ROWS / 64; panel++)
                     tma_load(at_a + panel * PANEL_BYTES, a, full, tile.m0 + panel * 64, k, tile.batch);
             } else {
-                tma_load(at_a, a, full, k, tile.m0, tile.batch);
+                tma_load(at_a, source, full, k_a, tile.m0, tile.batch);
             }
             if constexpr (B_MN) {
 #pragma unroll 1
                 for (int panel = 0; panel < B_PANELS; panel++)
-                    tma_load(at_b + panel * PANEL_BYTES, b, full, tile.n0 + panel * 64, k, tile.batch);
+                    tma_load(at_b + panel * PANEL_BYTES, b, full, tile.n0 + panel * 64, k, matrix);
             } else {
-                tma_load(at_b, b, full, k, tile.n0, tile.batch);
+                tma_load(at_b, b, full, k, tile.n0, matrix);
             }
             ring.advance();
         }
@@ -122,23 +145,41 @@ __device__ __forceinline__ void add_up(float (&acc)[BN / 2], float4* exchange, u
     for (int j = 0; j < SHARE; j++) sum_terms(acc + 4 * j, exchange + j * CONSUMERS, SHARE * CONSUMERS);
 }
 
-// Round the warpgroup's 64 rows, with what is added to them, in panels that TMA stores.
-__device__ __forceinline__ void store_rounded(const TensorMap& out, u32 result, const float (&acc)[BN / 2], const float* bias,
-                                              int m0, int n0, int batch) {
+// Where a thread's two rows of a warpgroup's find what an image has for all of its rows, from the thread's first column on.
+struct ByImage {
+    const float* rows[2];
+    int columns;  // from there to the last
+    __device__ __forceinline__ ByImage(const float* values, int rows_per_image, int m0, int n0, int M, int N) {
+        int lane = threadIdx.x % 32, row = m0 + threadIdx.x % 128 / 32 * 16 + lane / 4, column = n0 + lane % 4 * 2;
+        columns = N - column;
+        for (int h = 0; h < 2; h++) rows[h] = values + (i64)(min(row + 8 * h, M - 1) / rows_per_image) * N + column;
+    }
+    __device__ __forceinline__ float2 at(int h, int column) const {
+        return column < columns ? *reinterpret_cast<const float2*>(rows[h] + column) : float2();
+    }
+};
+
+// Round the warpgroup's 64 rows in panels that TMA stores: of v first, under KEEPS, then of what becomes of it.
+__device__ __forceinline__ void store_rounded(const TensorMap& out, const TensorMap& out2, const TensorMap& other, u32 result,
+                                              const float (&acc)[BN / 2], const float* bias, const ByImage& by_image, bool adds_emb,
+                                              int m0, int n0, int N, int N1, int batch) {
     int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
     bool leads = threadIdx.x % 128 == 0;
 #pragma unroll
-    for (int panel = 0; panel < WIDTH / 64; panel++) {
-        u32 at_panel = result + panel % PANELS * PANEL_BYTES;
-        if constexpr (!ADDS) {
-            if (leads) tma_store_wait<PANELS - 1>();  // for the panel that lies here
+    for (int part = 0; part < WIDTH / 64 * (KEEPS + 1); part++) {
+        int panel = part / (KEEPS + 1);
+        bool keeps = KEEPS && part % 2 == 0;
+        u32 at_panel = result + part % PANELS * PANEL_BYTES;
+        if constexpr (!READS) {
+            if (leads && part == 0) tma_store_wait();  // three panels of a tile in two places: the last lies in the first
+            if (leads && part > 0) tma_store_wait<PANELS - 1>();  // for the panel that lies here
             warpgroup_meets();
         }
 #pragma unroll
         for (int j = 0; j < 4; j++) {  // 16 columns
             const float* v = acc + panel * 32 + j * 8;
             u32 at = at_panel + swizzled<ROW_BYTES>(row, j * 2 + lane / 16), words[4];
-            if constexpr (ADDS) ldmatrix(words, at);
+            if constexpr (READS) ldmatrix(words, at);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 float2 sum = make_float2(v[2 * i], v[2 * i + 1]);
@@ -146,17 +187,32 @@ __device__ __forceinline__ void store_rounded(const TensorMap& out, u32 result, 
                     float2 more = *reinterpret_cast<const float2*>(bias + panel * 64 + j * 16 + i / 2 * 8 + lane % 4 * 2);
                     sum.x += more.x, sum.y += more.y;
                 }
-                if constexpr (ADDS) {
+                if (WINDOWS && adds_emb) {
+                    float2 more = by_image.at(i % 2, panel * 64 + j * 16 + i / 2 * 8);
+                    sum.x += more.x, sum.y += more.y;
+                }
+                if constexpr (GATES) {
+                    float2 gate = by_image.at(i % 2, panel * 64 + j * 16 + i / 2 * 8);
+                    sum.x *= gate.x, sum.y *= gate.y;
+                }
+                if constexpr (ADDS || GATES) {
                     float2 more = unpack_pair<T>(words[i]);
                     sum.x += more.x, sum.y += more.y;
                 }
+                if constexpr (SLOPE) {
+                    float2 x = unpack_pair<T>(words[i]);
+                    sum.x *= activation_slope<SLOPE>(x.x), sum.y *= activation_slope<SLOPE>(x.y);
+                }
+                if (ACTIVATION && !keeps) sum.x = activate<ACTIVATION>(sum.x), sum.y = activate<ACTIVATION>(sum.y);
                 words[i] = pack_pair<T>(sum.x, sum.y);
             }
             stmatrix(at, words[0], words[1], words[2], words[3]);
         }
         fence_writes();
         warpgroup_meets();
-        if (leads) tma_store(out, at_panel, n0 + panel * 64, m0, batch);
+        int column = n0 + panel * 64;
+        bool second = column >= N1 && column < N;
+        if (leads) tma_store(keeps ? other : second ? out2 : out, at_panel, second ? column - N1 : column, m0, batch);
     }
 }
 
@@ -184,21 +240,23 @@ __device__ __forceinline__ void store_floats(float* out, i64 pitch, const float 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
-gemm_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap out,
-          const __grid_constant__ TensorMap addend, const float* bias, float* floats, i64 pitch, int add, int M, int N, int depth,
-          int batches) {
+gemm_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap a2, const __grid_constant__ TensorMap b,
+          const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap out2, const __grid_constant__ TensorMap other,
+          const float* bias, const float* by_image, int rows_per_image, float* floats, i64 pitch, int add, int M, int N, int depth,
+          int batches, int split, int N1, int R, int S, int H, int W) {
     extern __shared__ __align__(1024) u8 shared[];
-    Sizes sizes = {M, N, depth, batches};
+    Sizes sizes = {M, N, depth, batches, split, R, S, H, W};
     u32 base = shared_address(shared), results = base + STAGES * STAGE_BYTES, bias_buffers = results + 2 * RESULT_BYTES;
-    u32 barriers = bias_buffers + (ROUNDS ? 2 * BN * sizeof(float) : 0), addends = barriers + 192, exchange = barriers + 208;
+    u32 barriers = bias_buffers + (ROUNDS ? 2 * BN * sizeof(float) : 0), others = barriers + 192, exchange = barriers + 208;
     Ring ring(base, STAGE_BYTES, STAGES, barriers), biases(bias_buffers, BN * sizeof(float), 2, barriers + 128);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 2; i++) barrier_init(addends + 8 * i, 1);
+        for (int i = 0; i < 2; i++) barrier_init(others + 8 * i, 1);
         ring.init(2), biases.init(2);
         open_exchange(exchange, ROWS * BN * sizeof(float));
         prefetch(a), prefetch(b);
+        if (split < depth) prefetch(a2);
         if (ROUNDS) prefetch(out);
-        if (ADDS) prefetch(addend);
+        if (READS || KEEPS) prefetch(other);
     }
     int rank = CLUSTER > 1 ? blockIdx.z : 0, group = threadIdx.x / 128;
     int first = sizes.steps() * rank / CLUSTER, last = sizes.steps() * (rank + 1) / CLUSTER;
@@ -206,29 +264,31 @@ gemm_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
     __syncthreads();
     if (group == 2) {
         set_registers<40, false>();
-        if (threadIdx.x == CONSUMERS) bring(ring, biases, a, b, bias, sizes, first, last);
+        if (threadIdx.x == CONSUMERS) bring(ring, biases, a, a2, b, bias, sizes, first, last);
         return;  // which counts as arrival in a cluster
     }
     set_registers<232, true>();
     bool leads = threadIdx.x % 128 == 0;
-    u32 result = results + group * RESULT_BYTES, own_addend = addends + 8 * group, phase = 0;
+    u32 result = results + group * RESULT_BYTES, own_other = others + 8 * group, phase = 0;
     for (int i = blockIdx.x; i < sizes.tiles(); i += gridDim.x, phase ^= 1) {
         Tile tile(i, sizes);
         int m0 = tile.m0 + group * 64, n0 = tile.n0 + rank * WIDTH;
-        if (ADDS && leads) {
+        if (READS && leads) {
             tma_store_wait();  // of the last tile
-            barrier_expect(own_addend, RESULT_BYTES);
+            barrier_expect(own_other, RESULT_BYTES);
             for (int panel = 0; panel < PANELS; panel++)
-                tma_load(result + panel * PANEL_BYTES, addend, own_addend, n0 + panel * 64, m0, tile.batch);
+                tma_load(result + panel * PANEL_BYTES, other, own_other, n0 + panel * 64, m0, tile.batch);
         }
         float acc[BN / 2];
         multiply(acc, ring, last - first, group);
         if constexpr (CLUSTER > 1) add_up(acc, reinterpret_cast<float4*>(shared), exchange, rank);
         if constexpr (ROUNDS) {
-            if (ADDS) barrier_wait(own_addend, phase);
+            if (READS) barrier_wait(own_other, phase);
             if (bias) biases.wait();
             u32 at_bias = biases.buffer() - base + rank * WIDTH * sizeof(float);
-            store_rounded(out, result, acc, bias ? reinterpret_cast<const float*>(shared + at_bias) : nullptr, m0, n0, tile.batch);
+            const float* own_bias = bias ? reinterpret_cast<const float*>(shared + at_bias) : nullptr;
+            ByImage values(by_image, rows_per_image, m0, n0, M, N);
+            store_rounded(out, out2, other, result, acc, own_bias, values, by_image, m0, n0, N, N1, tile.batch);
             if (bias) biases.release();
         } else {
             store_floats(floats + (i64)tile.batch * (TURNED ? N : M) * pitch, pitch, acc, m0, n0, M, N, add);

@@ -54,6 +54,15 @@ __device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 b
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];"
                  ::"r"(target), "l"((u64)&map), "r"(i0), "r"(i1), "r"(i2), "r"(i3), "r"(i4), "r"(barrier) : "memory");
 }
+// Copy channels from i0 on of pixels in a row, as far as the map says, from (w, h) of image n on: first along the image, then the
+// next rows and images. Each is taken `right` and `down` from there, and is zeros beyond the image.
+__device__ __forceinline__ void tma_load_pixels(u32 target, const TensorMap& map, u32 barrier, int i0, int w, int h, int n,
+                                                int right, int down) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+                 "[%6], {%7, %8};"
+                 ::"r"(target), "l"((u64)&map), "r"(i0), "r"(w), "r"(h), "r"(n), "r"(barrier), "h"((u16)right), "h"((u16)down)
+                 : "memory");
+}
 
 // Have the box at hand, in the GPU's cache.
 __device__ __forceinline__ void tma_prefetch(const TensorMap& map, int i0, int i1, int i2) {

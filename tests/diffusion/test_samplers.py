@@ -11,15 +11,19 @@ from cudiff.diffusion import (
     DDIM,
     Ancestral,
     DDPMDenoiser,
+    DPMSolver,
     EDMDenoiser,
     Euler,
     Guided,
     Heun,
     ImageNoise,
+    UniPC,
     sample_ddim,
     sample_ddpm,
+    sample_dpm_solver,
     sample_euler,
     sample_heun,
+    sample_unipc,
 )
 from cudiff.diffusion.schedule import Schedule, karras_sigmas
 from cudiff.errors import CudiffError
@@ -36,6 +40,9 @@ SAMPLERS = {
     "ddim eta 1": lambda *args, noise=None, **kwargs: sample_ddim(*args, noise=noise, eta=1.0, **kwargs),
     "ddpm": sample_ddpm,
     "ddpm large": lambda *args, noise=None, **kwargs: sample_ddpm(*args, noise=noise, variance="large", **kwargs),
+    "dpmpp-2m": sample_dpm_solver,
+    "dpmpp-2m-sde": lambda *args, **kwargs: sample_dpm_solver(*args, stochastic=True, **kwargs),
+    "unipc": lambda *args, noise=None, **kwargs: sample_unipc(*args, **kwargs),
 }
 
 
@@ -131,9 +138,10 @@ class Counting:
     lambda *args, **kwargs: Heun(*args, S_churn=9, S_min=0.1, S_max=20, **kwargs), DDIM,
     lambda *args, **kwargs: DDIM(*args, eta=0.7, **kwargs), Ancestral,
     lambda *args, **kwargs: Ancestral(*args, variance="learned", **kwargs),
+    DPMSolver, lambda *args, **kwargs: DPMSolver(*args, stochastic=True, **kwargs), UniPC,
 ])
 def test_a_step_is_one_graph_and_gives_the_same_bits(make, device):
-    """Over three batches: the steps of a shape are called eagerly, recorded, and from then on launched."""
+    """With a callback, over three batches: steps of a kind are called eagerly, recorded, and from then on launched."""
     eager, captured = make(Counting()), make(Counting(), captured=True)
     for first in (0, 4, 8):
         noise = ImageNoise((4, 3, 3, 1), seed=2, first=first, device=device)
@@ -196,7 +204,7 @@ def test_seeds_and_images_of_any_integer(seed, first):
 
 @pytest.mark.parametrize("sampler", [Heun, Ancestral])
 def test_captured_guidance_of_batches_of_changing_size(sampler, device):
-    """Their last step has a graph of its own, which is recorded only in the second batch of a size."""
+    """Their last step is of another kind than the others."""
 
     def denoiser(x, sigma, labels):
         return gaussian(x, sigma) + ops.astype(labels, x.dtype).reshape(-1, 1, 1, 1)

@@ -1,4 +1,4 @@
-"""Both U-Nets in plain NumPy and float64, of a state_dict: what the networks mean, where PyTorch is not installed."""
+"""The networks in plain NumPy and float64, of a state_dict: what they mean, where PyTorch is not installed."""
 
 from __future__ import annotations
 
@@ -155,3 +155,56 @@ def cs179(state, x, t):
         name = f"dec_blocks.{index}"
         x = up(block(np.concatenate([x, skips.pop()], -1), name), f"{name}.upsample")
     return conv(x, state, "out_conv")
+
+
+def layer_norm(x, eps):
+    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps)
+
+
+def dit(state, options, x, t, labels=None):
+    """That of Peebles and Xie. A sum over patches' pixels and channels makes tokens, and one over channels images."""
+    p, heads = options["patch_size"], options["num_heads"]
+    n, height, width, channels = x.shape
+    patches = x.reshape(n, height // p, p, width // p, p, channels)
+    h = np.einsum("nipjqc,kpqc->nijk", patches, state["x_embedder.proj.weight"]) + state["x_embedder.proj.bias"]
+    hidden = h.shape[-1]
+    frequency = 10000.0 ** (-4 * np.arange(hidden // 4) / hidden)
+    rows, columns = np.arange(height // p)[:, None] * frequency, np.arange(width // p)[:, None] * frequency
+    quarters = np.split(h, 4, -1)  # views
+    quarters[0] += np.sin(columns)
+    quarters[1] += np.cos(columns)
+    quarters[2] += np.sin(rows)[:, None]
+    quarters[3] += np.cos(rows)[:, None]
+    angles = t[:, None] * 10000.0 ** (-np.arange(128) / 128)
+    c = dense(np.concatenate([np.cos(angles), np.sin(angles)], 1), state, "t_embedder.mlp.0")
+    c = dense(silu(c), state, "t_embedder.mlp.2")
+    if options.get("num_classes"):
+        c = c + state["y_embedder.embedding_table.weight"][-1 if labels is None else labels]  # the last one is -1 too
+    h = h.reshape(n, -1, hidden)
+
+    def normed(h, shift, scale):
+        return layer_norm(h, 1e-6) * (1 + scale) + shift
+
+    def vectors(name, count):
+        return np.split(dense(silu(c), state, f"{name}.adaLN_modulation.1")[:, None], count, -1)
+
+    def attention(h, name):
+        q, k, v = np.moveaxis(dense(h, state, f"{name}.qkv").reshape(n, -1, 3, heads, hidden // heads), 2, 0)
+        if options.get("qk_norm"):
+            q, k = (layer_norm(part, 1e-5) * state[f"{name}.{which}_norm.weight"] + state[f"{name}.{which}_norm.bias"]
+                    for part, which in ((q, "q"), (k, "k")))
+        weights = np.exp(np.einsum("nqhd,nkhd->nhqk", q, k) / math.sqrt(q.shape[-1]))
+        weights /= weights.sum(-1, keepdims=True)
+        return dense(np.einsum("nhqk,nkhd->nqhd", weights, v).reshape(n, -1, hidden), state, f"{name}.proj")
+
+    def mlp(h, name):
+        h = dense(h, state, f"{name}.fc1")
+        h = h * (1 + np.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3))) / 2
+        return dense(h, state, f"{name}.fc2")
+
+    for name in (f"blocks.{index}" for index in range(options["depth"])):
+        shift, scale, gate, shift2, scale2, gate2 = vectors(name, 6)
+        h = h + gate * attention(normed(h, shift, scale), f"{name}.attn")
+        h = h + gate2 * mlp(normed(h, shift2, scale2), f"{name}.mlp")
+    h = dense(normed(h, *vectors("final_layer", 2)), state, "final_layer.linear")
+    return np.moveaxis(h.reshape(n, height // p, width // p, p, p, -1), 3, 2).reshape(n, height, width, -1)

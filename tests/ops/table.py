@@ -13,8 +13,9 @@ import numpy as np
 
 import cudiff
 from cudiff import Tensor, ops
-from tests.ops import table_products  # noqa: F401  its rows
+from tests.ops import table_index, table_products  # noqa: F401  their rows
 from tests.ops.cases import MAGNITUDES, ORDINARY, ROWS, Case, Numbers, row
+from tests.ops.table_elementwise import NOT_ZERO, UP_TO_ONE
 from tests.ops.table_rearrange import moves
 
 __all__ = ["ELSEWHERE", "ROWS"]
@@ -23,45 +24,24 @@ __all__ = ["ELSEWHERE", "ROWS"]
 ELSEWHERE = {
     **dict.fromkeys(["Generator", "Purpose", "normal", "uniform", "randint"], "tests/ops/test_random.py"),
     **dict.fromkeys([
-        "all", "any", "bitwise_and", "bitwise_or", "bitwise_xor", "equal", "greater", "greater_equal", "invert",
+        "all", "allclose", "any", "array_equal", "count_nonzero", "equal", "greater", "greater_equal", "isclose",
         "isfinite", "isinf", "isnan", "less", "less_equal", "logical_and", "logical_not", "logical_or", "logical_xor",
         "not_equal",
     ], "tests/ops/test_compare.py"),
     **dict.fromkeys([
+        "bitwise_and", "bitwise_or", "bitwise_xor", "invert", "left_shift", "right_shift",
+    ], "tests/ops/test_integer.py"),
+    **dict.fromkeys([
         "arange", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like", "zeros",
         "zeros_like",
     ], "tests/ops/test_create.py"),
-    **dict.fromkeys(["argmax", "argmin", "argsort", "one_hot"], "tests/ops/test_order.py"),
-    "draw_batch": "tests/ops/test_batch.py", "dropout": "tests/ops/test_dropout.py",
+    **dict.fromkeys([
+        "argmax", "argmin", "argsort", "bincount", "one_hot", "searchsorted", "unique",
+    ], "tests/ops/test_order.py"),
+    **dict.fromkeys(["argwhere", "nonzero"], "tests/ops/test_index.py"),
+    "blend_to_uint8": "tests/ops/test_blend.py", "draw_batch": "tests/ops/test_batch.py",
+    "dropout": "tests/ops/test_dropout.py",
 }
-
-
-_erf = np.vectorize(math.erf, otypes=[float])
-NOT_ZERO = ("ordinary", "tiny", "large", "mixed")
-UP_TO_ONE = ("ordinary", "tiny", "some zeros", "zeros")
-_UNARY: dict[str, tuple[Callable[[Any], Any], bool, tuple[str, ...]]] = {
-    "negative": (lambda x: -x, False, MAGNITUDES), "abs": (np.abs, False, MAGNITUDES),
-    "square": (lambda x: x * x, False, MAGNITUDES), "exp": (np.exp, False, UP_TO_ONE),
-    "log": (np.log, True, NOT_ZERO), "sqrt": (np.sqrt, True, NOT_ZERO), "sin": (np.sin, False, UP_TO_ONE),
-    "cos": (np.cos, False, UP_TO_ONE), "tanh": (np.tanh, False, UP_TO_ONE),
-    "sign": (np.sign, False, MAGNITUDES), "floor": (np.floor, False, MAGNITUDES), "ceil": (np.ceil, False, MAGNITUDES),
-    "round": (np.round, False, MAGNITUDES), "log1p": (np.log1p, True, NOT_ZERO), "expm1": (np.expm1, False, UP_TO_ONE),
-    "tan": (np.tan, False, ("tiny", "some zeros", "zeros")), "reciprocal": (np.reciprocal, False, NOT_ZERO),
-    "sigmoid": (lambda x: 1 / (1 + np.exp(-x)), False, UP_TO_ONE),
-    "relu": (lambda x: np.where(x > 0, x, 0.0), False, MAGNITUDES),
-    "silu": (lambda x: x / (1 + np.exp(-x)), False, UP_TO_ONE),
-    "softplus": (lambda x: np.logaddexp(0, x), False, UP_TO_ONE),
-    "leaky_relu": (lambda x: np.where(x > 0, x, 0.01 * x), False, MAGNITUDES[:-2]),
-    "elu": (lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0))), False, ("ordinary", "tiny")),
-    "gelu": (lambda x: x * 0.5 * (1 + _erf(x / math.sqrt(2))), False, UP_TO_ONE),
-}
-for _name, (_meaning, _positive, _magnitudes) in _UNARY.items():
-    def _unary(n: Numbers, name: str = _name, meaning: Any = _meaning, positive: bool = _positive) -> Case:
-        x = n.values(*n.shape(n.size(0, 1, 2, 3)), positive=positive)
-        near_one = name == "gelu"  # where x is below 0 its error function cancels all but the last digits
-        return Case(getattr(ops, name), (x,), meaning, terms=1 + near_one, steps=1 + 3 * near_one)
-
-    row(_name, _magnitudes)(_unary)
 
 
 def _pair(n: Numbers, positive: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -78,6 +58,8 @@ _BINARY: dict[str, tuple[Any, Any, bool, tuple[str, ...]]] = {
     "power": (ops.power, np.power, True, ORDINARY), "maximum": (ops.maximum, np.maximum, False, NOT_ZERO),
     "minimum": (ops.minimum, np.minimum, False, NOT_ZERO),
     "arctan2": (ops.arctan2, np.arctan2, False, ORDINARY),
+    "hypot": (ops.hypot, np.hypot, False, ORDINARY),
+    "logaddexp": (ops.logaddexp, np.logaddexp, False, UP_TO_ONE),
     "floor_divide": (ops.floor_divide, np.floor_divide, False, ORDINARY),
     "remainder": (ops.remainder, np.remainder, False, ORDINARY),
     "operator +": (lambda a, b: a + b, np.add, False, MAGNITUDES),
@@ -155,7 +137,7 @@ def _axes(n: Numbers) -> tuple[tuple[int, ...], Any, bool]:
 
 
 for _name, _magnitudes in {"sum": MAGNITUDES, "mean": MAGNITUDES, "max": NOT_ZERO, "min": NOT_ZERO, "var": ORDINARY,
-                           "std": ORDINARY}.items():
+                           "std": ORDINARY, "ptp": ORDINARY}.items():
     def _reduction(n: Numbers, name: str = _name) -> Case:
         shape, axis, keepdims = _axes(n)
         ddof = {"ddof": n.size(0, 1)} if name in ("var", "std") else {}
@@ -173,20 +155,12 @@ moves("flatten", lambda x: ops.flatten(x, 1), lambda x: x.reshape(len(x), -1))
 moves("expand_dims", lambda x: ops.expand_dims(x, (0, -1)), lambda x: x[None, ..., None])
 moves("squeeze", lambda x: ops.squeeze(x[:, :1], 1), lambda x: x[:, 0])
 moves("transpose", lambda x: ops.transpose(x, (2, 0, 1)), lambda x: np.moveaxis(x, 2, 0))
-moves("getitem", lambda x: x[::-1, ..., -1] + x[0, 0, :1], lambda x: x[::-1, ..., -1] + x[0, 0, :1])
 moves("broadcast_to", lambda x: ops.broadcast_to(x, (3, *x.shape)), lambda x: np.stack([x, x, x]))
 moves("split", lambda x: ops.split(x, [1], 2), lambda x: (x[..., :1], x[..., 1:]))
 moves("pad", lambda x: ops.pad(x, ((1, 0), (0, 2), (1, 1)), "constant", 0.5),
       lambda x: np.pad(x, ((1, 0), (0, 2), (1, 1)), constant_values=0.5))
 moves("stack", lambda x: ops.stack([x, x * 2, x], 1), lambda x: np.stack([x, x * 2, x], 1))
 moves("concatenate", lambda x: ops.concatenate([x, x[:, :1]], 1), lambda x: np.concatenate([x, x[:, :1]], 1))
-
-
-@row("take")
-def _take(n: Numbers) -> Case:
-    shape = n.shape(2)
-    index = n.rng.integers(-shape[0], shape[0], n.size()).astype(np.int32)
-    return Case(lambda x: x[index], (n.values(*shape),), lambda x: np.stack([x[int(i)] for i in index]), terms=16)
 
 
 @row("embedding")
@@ -218,6 +192,14 @@ def _cross_entropy(n: Numbers) -> Case:
     labels = n.rng.integers(0, classes, rows).astype(np.int32)
     return Case(ops.cross_entropy, (n.values(rows, classes), labels),
                 lambda x, t: -np.mean([np.log(_softmax(x[i]))[t[i]] for i in range(rows)]), terms=rows * classes)
+
+
+@row("nll_loss", ORDINARY)
+def _nll_loss(n: Numbers) -> Case:
+    rows, classes = n.size(), n.size(1, 5, 33, 257)
+    labels = n.rng.integers(0, classes, rows).astype(np.int32)
+    return Case(ops.nll_loss, (n.values(rows, classes), labels),
+                lambda x, t: -np.mean([x[i, t[i]] for i in range(rows)]), terms=rows * classes, steps=2)
 
 
 _LOSSES = {
@@ -354,13 +336,14 @@ def _upsample_nearest(n: Numbers) -> Case:
 
 @row("layer_norm", ORDINARY)
 def _layer_norm(n: Numbers) -> Case:
-    rows, c, eps = n.size(), n.size(2, 8, 33, 257), 0.05
+    images, rows, c, eps = (n.size(1, 3),) * n.size(0, 1), n.size(), n.size(2, 8, 33, 257), 0.05
 
     def meaning(x: np.ndarray, w: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps) * w + b
+        normal = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps)
+        return normal * w[..., None, :] + b[..., None, :]
 
-    return Case(lambda *a: ops.layer_norm(*a, eps), (n.values(rows, c), n.values(c), n.values(c)), meaning,
-                terms=c * rows, fp32=(1, 2))
+    x, w, b = n.values(*images, rows, c), n.values(*images, c), n.values(*images, c)
+    return Case(lambda *a: ops.layer_norm(*a, eps), (x, w, b), meaning, terms=c * rows, fp32=(1, 2))
 
 
 def _group_norm(x: np.ndarray, w: np.ndarray, b: np.ndarray, groups: int, eps: float) -> np.ndarray:

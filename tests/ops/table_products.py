@@ -39,3 +39,16 @@ def _cumsum(n: Numbers) -> Case:
     axis = int(n.rng.integers(-2, 2))
     return Case(lambda x: ops.cumsum(x, axis), (n.values(*shape),), lambda x: np.cumsum(x, axis), terms=max(shape),
                 linear=True)
+
+
+@row("mlp")
+def _mlp(n: Numbers) -> Case:
+    rows, inputs, hidden, outputs = n.size(), n.size(), n.size(), n.size()
+
+    def meaning(x: Any, weight: Any, bias: Any, weight2: Any, bias2: Any, residual: Any) -> Any:
+        z = x @ weight.T + bias
+        return z * 0.5 * (1 + np.tanh(z / 2)) @ weight2.T + bias2 + residual
+
+    shapes = (rows, inputs), (hidden, inputs), (hidden,), (outputs, hidden), (outputs,), (rows, outputs)
+    return Case(lambda *x: ops.mlp(*x, activation="silu"), tuple(n.values(*shape) for shape in shapes), meaning,
+                terms=(inputs + 1) * (hidden + 1), steps=3, fp32=(1, 2, 3, 4), low=(1, 3))

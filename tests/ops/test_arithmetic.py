@@ -16,7 +16,7 @@ FUNCTIONS = [
     ("divide", lambda a, b: a / b), ("maximum", lambda a, b: torch.maximum(a, b)),
     ("minimum", lambda a, b: torch.minimum(a, b)), ("remainder", lambda a, b: a % b),
     ("floor_divide", lambda a, b: torch.div(a, b, rounding_mode="floor")),
-    ("arctan2", lambda a, b: torch.atan2(a, b)),
+    ("arctan2", lambda a, b: torch.atan2(a, b)), ("hypot", lambda a, b: torch.hypot(a, b)),
 ]
 
 
@@ -70,6 +70,11 @@ def test_power_at_zero(device):
     assert np.allclose(Tensor(y.grad).numpy(), [0, 0, 4 * np.log(2)])
 
 
+def test_a_hypotenuse_does_not_overflow(device):
+    x = Tensor(np.float32([3e30, 3]), device=device)
+    np.testing.assert_allclose(np.hypot(x, x / 3 * 4).numpy(), np.float32([5e30, 5]), rtol=1e-6)
+
+
 def test_equals_share_the_gradient(device):
     for fn in (cudiff.maximum, cudiff.minimum):
         a = Tensor(np.float32([1, 2, 3]), requires_grad=True, device=device)
@@ -111,11 +116,18 @@ def test_integers():
     assert (x * 2 - 1).numpy().tolist() == [1, 3, 5]
 
 
-def test_arrays_beside_tensors():
-    x = Tensor(np.ones(3, np.float32), requires_grad=True)
-    left = np.arange(3, dtype=np.float32) * x
-    assert isinstance(left, Tensor) and left.numpy().tolist() == [0, 1, 2]
+def test_arrays_beside_tensors(device):
+    x = Tensor(np.ones(3, np.float32), requires_grad=True, device=device)
+    left = np.arange(3, dtype=np.float64) * x
+    assert isinstance(left, Tensor) and left.numpy().tolist() == [0, 1, 2] and left.dtype == np.float32
     assert (x + [1.0, 2.0, 3.0]).numpy().tolist() == [2, 3, 4]
+    assert np.where([True, False, True], x, np.zeros(3)).numpy().tolist() == [1, 0, 1]
+    assert cudiff.where(x > 0, np.ones(3), np.zeros(3)).device == device
+    left.sum().backward()
+    assert Tensor(x.grad).numpy().tolist() == [0, 1, 2]
+    whole = Tensor(np.array([1, 2, 3], np.int32), device=device)
+    assert (whole + np.array([1, 2, 3], np.int32)).dtype == np.int32 and (whole * [2, 2, 2]).dtype == np.int64
+    assert (whole + np.ones(3)).dtype == (np.float32 if device == "cuda" else np.float64)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int32, np.int64])

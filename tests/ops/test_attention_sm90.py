@@ -64,7 +64,7 @@ def test_every_tile_of_wide_heads(hopper, rng, dim, dtype, plan):
     q, k, v = (Tensor(x, dtype=dtype, device="cuda") for x in (q, k, v))
     out, again = (Tensor(np.full(q.shape, np.nan), dtype=dtype, device="cuda") for _ in range(2))
     lse = Tensor(np.full((4, 20, 704), np.nan, np.float32), device="cuda")
-    asked = problem.Problem(False, q.dtype, 4, 641, 641, 20, dim, aligned=True, tf32=False)
+    asked = problem.Problem(False, q.dtype, 4, 641, 641, 20, dim, aligned=True, products=1)
     for x in (out, again):
         wide_sm90.forward(problem.Forward(x.data, lse.data, q.data, k.data, v.data), plan, asked)
     expected = attention(*(Tensor(x.numpy().astype(np.float64)) for x in (q, k, v)))
@@ -91,7 +91,7 @@ def test_every_launch_covers_the_tokens_and_fits(monkeypatch, queries, keys, dim
     q, k = (np.zeros((2, tokens, 3, dim), np.float16) for tokens in (queries, keys))
     lse = np.zeros((2, 3, queries), np.float32)
     for given in (problem.Forward(q, lse, q, k, k), problem.Backward(q, k, k, q, q, k, k, q, lse, None)):
-        asked = problem.Problem(len(given) > 5, q.dtype, 2, queries, keys, 3, dim, aligned=True, tf32=False)
+        asked = problem.Problem(len(given) > 5, q.dtype, 2, queries, keys, 3, dim, aligned=True, products=1)
         chosen = table.ATTENTION.select(asked, "sm_90a")
         chosen.row.run(given, chosen.offer.plan, asked)
     assert all(shared <= 227 << 10 for *_, shared, _ in found.values())
@@ -111,7 +111,7 @@ def test_every_launch_covers_the_tokens_and_fits(monkeypatch, queries, keys, dim
         assert found["backward_q"][0][0] * 64 >= queries and found["backward_kv"][0][0] * 64 >= keys
 
 
-ASKED = problem.Problem(True, np.dtype(np.float16), 2, 256, 256, 4, 32, aligned=True, tf32=False,
+ASKED = problem.Problem(True, np.dtype(np.float16), 2, 256, 256, 4, 32, aligned=True, products=1,
                         wanted=frozenset({problem.SUMS}))
 
 
@@ -140,5 +140,5 @@ def test_rows_that_start_anywhere_are_seen(host_of):
     row = host.zeros((2, 9, 3, 4, 64), np.float16)
     for q in (row[:, :, 0], row[..., :63][:, :, 0]):
         host.launches.clear()
-        table.forward(host.empty(q.shape, q.dtype), host.empty((2, 4, 64), np.float32), q, q, q, False)
+        table.forward(host.empty(q.shape, q.dtype), host.empty((2, 4, 64), np.float32), q, q, q)
         assert host.launches == [("attention_sm90" if q.shape[3] == 64 else "attention", "forward")]

@@ -43,6 +43,21 @@ def test_range_and_no_labels(device):
     assert y is None and sorted(x.reshape(-1)) == [-1, 1]
 
 
+@pytest.mark.parametrize("dtype", [float32, float16])
+@pytest.mark.parametrize("shape", [(8, 8, 4), (3, 5, 1), (33, 31, 7)])
+def test_latents_are_drawn_as_they_are(device, rng, shape, dtype):
+    """In the order of images, with their flips; float16 is float32 from then on."""
+    latents, labels = (5 * rng.standard_normal((20, *shape))).astype(dtype), np.arange(20, dtype=np.int32)
+    for flip in (False, True):
+        x, y = draw(latents, labels, 3, 50, 8, flip, device)
+        plain = latents[y].astype(np.float32)
+        bits = randint(-(2**31), 2**31, (50,), 8, stream=3, first=150).numpy() >= 0  # as in the test of flips below
+        expected = np.where(bits[:, None, None, None], plain[:, :, ::-1], plain) if flip else plain
+        assert x.dtype == np.float32 and np.array_equal(x, expected)
+    images = rng.integers(0, 256, (20, 8, 8, 1), np.uint8)
+    assert np.array_equal(y, draw(images, labels, 3, 50, 8, device=device)[1])
+
+
 @pytest.mark.parametrize("dtype", [float32, bfloat16, float16])
 @pytest.mark.parametrize("shape", [(3, 5, 5, 3), (2, 8, 8, 4)])
 def test_images_of_the_host(device, rng, shape, dtype):
@@ -72,9 +87,22 @@ def test_samples_do_not_depend_on_the_batch_size(device, rng):
     assert np.array_equal(y, np.concatenate([y for _, y in halves]))
 
 
+def test_a_part_of_a_batch(device, rng):
+    images, labels = dataset(rng, 40)
+    whole, y = draw(images, labels, 1, 12, 1, True, device)
+    arrays = [Tensor(array, device=device) for array in (images, labels, np.int32([1]))]
+    for samples in (range(0, 5), range(5, 12), range(12)):
+        part, classes = draw_batch(*arrays, 12, 1, True, samples)
+        assert np.array_equal(part.numpy(), whole[samples.start : samples.stop])
+        assert np.array_equal(classes.numpy(), y[samples.start : samples.stop])
+    for samples in (range(0, 13), range(3, 3), range(-1, 4), range(0, 8, 2)):
+        with pytest.raises(ValueError, match="a batch of 12"):
+            draw_batch(Tensor(images), None, Tensor(np.zeros(1, np.int32)), 12, 1, samples=samples)
+
+
 def test_bad_images():
     with pytest.raises(ValueError, match="uint8"):
-        draw_batch(Tensor(np.zeros((2, 3, 3, 1), np.float32)), None, Tensor(np.zeros(1, np.int32)), 1, 0)
+        draw_batch(Tensor(np.zeros((2, 3, 3, 1), np.int32)), None, Tensor(np.zeros(1, np.int32)), 1, 0)
 
 
 def test_the_order_of_a_seed_stays_what_it_was():

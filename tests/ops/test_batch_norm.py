@@ -146,7 +146,8 @@ def test_the_running_variance_of_few_is_that_without_bias(count, rng):
     np.testing.assert_allclose(operands[3].numpy(), expected, rtol=1e-6, atol=1e-9)
 
 
-def test_evaluation_reads_the_running_statistics(rng):
+def test_evaluation_reads_the_running_statistics(device, rng):
     x, (weight, bias, mean), var = rng.standard_normal((4, 6, 3)), rng.standard_normal((3, 3)), np.array([0.5, 2, 3])
-    y = batch_norm(*(Tensor(array) for array in (x, weight, bias, mean, var)), training=False, eps=0.25)
-    np.testing.assert_allclose(y.numpy(), (x - mean) / np.sqrt(var + 0.25) * weight + bias)
+    arrays = (array.astype(np.float32) for array in (x, weight, bias, mean, var))
+    y = batch_norm(*(Tensor(array, device=device) for array in arrays), training=False, eps=0.25)
+    np.testing.assert_allclose(y.numpy(), (x - mean) / np.sqrt(var + 0.25) * weight + bias, rtol=1e-4, atol=1e-5)

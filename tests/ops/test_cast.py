@@ -19,6 +19,13 @@ def test_values(source, dtype, shape, device, rng):
     assert out.dtype == dtype and np.array_equal(out.numpy(), x.astype(dtype))
 
 
+@pytest.mark.parametrize("source", ["float32", ml_dtypes.bfloat16, "int32", "int64", "uint8"])
+def test_whether_an_element_is_zero(source, device):
+    x = (np.arange(3001) % 3).astype(source)
+    out = Tensor(x, device=device).astype(bool)
+    assert out.dtype == bool and np.array_equal(out.numpy(), np.arange(3001) % 3 != 0)
+
+
 def test_same_dtype_is_the_same_tensor(device):
     x = Tensor(np.ones(3, np.float32), device=device)
     assert x.astype("float32") is x

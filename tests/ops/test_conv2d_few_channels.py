@@ -159,7 +159,7 @@ def test_where_the_kernel_finds_the_weight(shape, flipped):
 def test_a_tile_fits_in_shared_memory(n, size, few):
     for bytes_of in (few_channels.patches_bytes, few_channels.copies_bytes, few_channels.products_bytes):
         rows, shared = few_channels._rows(n, size, lambda rows, of=bytes_of: of(rows, size, few, 3))
-        assert 0 < rows <= size and shared == bytes_of(rows, size, few, 3) <= few_channels.SHARED_BYTES
+        assert 0 < rows <= size and shared == bytes_of(rows, size, few, 3) <= few_channels.shared_bytes()
 
 
 @pytest.mark.parametrize("width", [1, 4, 15, 16, 17, 28, 64, 65, 80, 81, 252])

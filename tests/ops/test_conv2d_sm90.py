@@ -83,7 +83,7 @@ def test_against_numpy_and_the_portable_kernels(hopper, monkeypatch, rng, shape,
     assert leaves_sums()
     monkeypatch.setenv("CUDIFF_PORTABLE", "1")
     size = math.prod(shape[:3]), kernel[0], math.prod(kernel[1:]) * shape[3], 1
-    split = product.plan(*product.problem_of(arrays[0].dtype, size, tf32=True, aligned=True)).splits > 1
+    split = product.plan(*product.problem_of(arrays[0].dtype, size, products=1, aligned=True)).splits > 1
     assert leaves_sums() or split or math.prod(shape[1:3]) % 64 > 0
 
 
@@ -167,7 +167,7 @@ def test_an_input_is_read_upsampled(hopper, rng, dtype, adds, shape, weight_shap
     operands, results = random_convolution(rng, shape, outputs, kernel, dtype, False, upsample=True)
     x, weight, bias, emb, addend = operands
     padding = kernel[0] // 2, kernel[1] // 2
-    problem = problem_of(FPROP, Operands(x, weight, addend, tf32=True), (1, 1), padding, Fusion.UPSAMPLE)
+    problem = problem_of(FPROP, Operands(x, weight, addend), (1, 1), padding, Fusion.UPSAMPLE)._replace(products=1)
     assert Fusion.UPSAMPLE in sm90.offer(problem).fused
     seen = (*addend.shape[:3], shape[3])
     plans = [
@@ -370,7 +370,7 @@ def test_which_skip_paths_are_further_depth(change):
         sources = [Image((*size, 72), dtype)]
     problem = Problem(
         FPROP, Image((2, 6, 8, 64), dtype), Weight((16, taps, taps, 64)), Image((2, 6, 8, 16), dtype), (1, 1),
-        (taps // 2, taps // 2), True, frozenset({Fusion.SKIP, Fusion.BIAS, Fusion.STATISTICS}), skip=tuple(sources),
+        (taps // 2, taps // 2), 1, frozenset({Fusion.SKIP, Fusion.BIAS, Fusion.STATISTICS}), skip=tuple(sources),
         skip_weight=Weight((16, 1, 1, sum(source.shape[3] for source in sources))),
     )
     more = {change} & {"emb", "addend", "relu", "second source"}
@@ -410,15 +410,15 @@ def test_full_tiles_are_no_slower(images):
 def test_matrices_whose_rows_make_no_image_are_left_to_the_portable_kernels(rows, dtype):
     image = Image(as_image(np.zeros((rows, 16), dtype)).shape, dtype)
     for direction in (FPROP, DGRAD, WGRAD):
-        problem = Problem(direction, image, Weight((16, 1, 1, 16)), image, tf32=True)
+        problem = Problem(direction, image, Weight((16, 1, 1, 16)), image)
         assert LINEAR.select(problem, "sm_90a").row.name.startswith("conv2d") == (rows % 8 == 0)
 
 
 def test_float32_is_left_to_the_portable_kernels_unless_tf32_may_be():
     image = Image((1, 8, 8, 16), SINGLE)
     for direction, offer in ((FPROP, sm90.offer), (DGRAD, sm90.offer), (WGRAD, wgrad_sm90.offer)):
-        problem = Problem(direction, image, Weight((16, 3, 3, 16)), image, padding=(1, 1))
-        assert offer(problem) is None and offer(problem._replace(tf32=True)) is not None
+        problem = Problem(direction, image, Weight((16, 3, 3, 16)), image, padding=(1, 1), products=3)
+        assert offer(problem) is None and offer(problem._replace(products=1)) is not None
 
 
 def image(channels, dtype=HALF, size=(2, 32, 32), aligned=True):
@@ -431,7 +431,7 @@ ONE = dict(weight=Weight((64, 1, 1, 64)), padding=(0, 0))
 PAIR = dict(weight=Weight((64, 3, 3, 128)), x2=image(64), wanted=frozenset({Fusion.SECOND_SOURCE}))
 NORM = dict(direction=DGRAD, norm=(image(64),), wanted=frozenset({Fusion.NORM_BACKWARD, Fusion.SUMS}))
 FEW = dict(x=image(3), weight=Weight((64, 3, 3, 3)), wanted=FUSIONS - {Fusion.ADDEND})
-EXACT = dict(x=image(64, SINGLE), out=image(64, SINGLE), wanted=frozenset({Fusion.STATISTICS}))
+EXACT = dict(x=image(64, SINGLE), out=image(64, SINGLE), wanted=frozenset({Fusion.STATISTICS}), products=3)
 
 
 @pytest.mark.parametrize("changes, on_hopper, elsewhere", [
@@ -447,7 +447,7 @@ EXACT = dict(x=image(64, SINGLE), out=image(64, SINGLE), wanted=frozenset({Fusio
     ({**ONE, "direction": WGRAD, "wanted": frozenset()}, ("conv2d_wgrad_sm90, conv2d_wgrad_tf32_sm90", ""),
      ("matmul", "")),
     (EXACT, ("conv2d, exact", "statistics"), ("conv2d", "")),
-    ({**EXACT, "tf32": True}, ("conv2d_sm90", ""), ("conv2d", "")),
+    ({**EXACT, "products": 1}, ("conv2d_sm90", ""), ("conv2d", "")),
     ({**EXACT, **ONE}, ("matmul, exact", "statistics"), ("conv2d", "")),
     (PAIR, ("conv2d_sm90", ""), ("conv2d", "")),
     ({**PAIR, "direction": WGRAD}, ("conv2d_wgrad_sm90, conv2d_wgrad_tf32_sm90", ""), ("conv2d", "")),

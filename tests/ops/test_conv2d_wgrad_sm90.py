@@ -192,6 +192,6 @@ def test_every_tap_of_a_tf32_wgrad_lies_in_the_slab(monkeypatch, columns):
 def test_weight_gradients_left_to_the_portable_kernels(dtype, columns, kernel):
     """Of wide images, and in tf32 of kernels that are not square: forward takes them."""
     image = Image((1, 8, columns, 16), np.dtype(dtype))
-    problem = Problem(FPROP, image, Weight((16, *kernel, 16)), image, padding=(kernel[0] // 2, 1), tf32=True)
+    problem = Problem(FPROP, image, Weight((16, *kernel, 16)), image, padding=(kernel[0] // 2, 1))
     assert sm90.offer(problem) is not None
     assert wgrad_sm90.offer(problem._replace(direction=WGRAD)) is None

@@ -26,6 +26,8 @@ def test_dtypes_where_none_is_given():
     for out in (cudiff.zeros(2), cudiff.ones(2), cudiff.empty(2), cudiff.eye(2), cudiff.linspace(0, 1, 3),
                 cudiff.full(2, 0.5), cudiff.full(2, np.float32(3)), cudiff.arange(0, 1, 0.25), cudiff.arange(2.0)):
         assert out.dtype == np.float32 and out.device == "cpu"
+    for out in (cudiff.zeros(2, None), cudiff.ones(2, dtype=None), cudiff.empty(2, None), cudiff.eye(2, dtype=None)):
+        assert out.dtype == np.float32
     assert cudiff.full(2, 3).dtype == cudiff.arange(3).dtype == np.int64
     assert cudiff.full(2, True).dtype == np.bool_
 
@@ -78,14 +80,31 @@ def test_numpys_own_stay_numpys():
     assert cudiff.zeros_like(np.ones(2)).dtype == np.float64
 
 
-def test_zeros_and_empty_copy_nothing_to_the_gpu(host_of):
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16, np.int32, np.int64, np.bool_])
+def test_nothing_is_copied_to_the_gpu(host_of, dtype):
     """A captured function may make them."""
     host = host_of(True)
     host.cuda.get_current_stream().is_capturing = lambda: True
-    x = Tensor(host.zeros((2, 3), np.float32))
-    assert cudiff.zeros_like(x).device == cudiff.empty_like(x).device == "cuda"
-    with pytest.raises(CudiffError, match="make it before, and hold it as a Tensor"):
-        cudiff.ones_like(x)
+    x = Tensor(host.zeros((2, 3), dtype))
+    for name in ("zeros_like", "empty_like", "ones_like", "tril"):
+        out = getattr(cudiff, name)(x)
+        assert (out.device, out.dtype, out.shape) == ("cuda", x.dtype, (2, 3))
+    for out in (cudiff.full_like(x, 3), cudiff.arange(3, dtype=dtype, device="cuda"), cudiff.full(2, 1, dtype, "cuda"),
+                cudiff.linspace(0, 1, 3, dtype=dtype, device="cuda"), cudiff.eye(3, dtype=dtype, device="cuda")):
+        assert (out.device, out.dtype) == ("cuda", dtype)
+
+
+@pytest.mark.gpu
+def test_made_in_a_captured_function():
+    def made(x):
+        return np.tril(x + cudiff.ones_like(x) * 2 + cudiff.eye(3, device="cuda") + cudiff.arange(3.0, device="cuda")
+                + cudiff.linspace(0, 1, 3, device="cuda") + cudiff.full((3, 3), 0.5, device="cuda"))
+
+    captured = cudiff.capture(made)
+    for value in range(6):
+        out = captured(Tensor(np.full((3, 3), value, np.float32), device="cuda"))
+    expected = np.tril(5 + 2 + np.eye(3) + np.arange(3) + np.linspace(0, 1, 3) + 0.5)
+    np.testing.assert_allclose(out.numpy(), expected)
 
 
 @pytest.mark.parametrize("call, message", [

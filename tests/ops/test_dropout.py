@@ -46,6 +46,21 @@ def test_rows_do_not_depend_on_the_batch(device):
     assert np.array_equal(whole[:2], part)
 
 
+def test_rows_are_of_the_samples_at_hand(device):
+    """Also in backward, after the generator has others."""
+    generator = Generator(0, device)
+    whole = dropout(Tensor(np.ones((10, 11), np.float32), device=device), 0.5, generator, 1000).numpy()
+    for samples, rows in ((range(3, 5), 2), (range(1, 3), 4)):  # a row a sample, and two
+        generator.samples = samples
+        x = Tensor(np.ones((rows, 11), np.float32), requires_grad=True, device=device)
+        out = dropout(x, 0.5, generator, 1000)
+        generator.samples = range(9, 10)
+        out.backward(Tensor(np.ones(x.shape, np.float32), device=device))
+        first = samples.start * rows // len(samples)
+        assert np.array_equal(out.numpy(), whole[first : first + rows])
+        assert np.array_equal(Tensor(x.grad).numpy(), out.numpy())
+
+
 def test_identity_and_bad_p(device):
     x = Tensor(np.ones(3, np.float32), device=device)
     assert dropout(x, 0, Generator(0, device), 1000) is x
@@ -54,11 +69,12 @@ def test_identity_and_bad_p(device):
             dropout(x, p, Generator(0, device), 1000)
 
 
-def test_a_gradient_is_added_to_the_one_there(device, rng):
-    dout = Tensor(rng.standard_normal((3, 1001)), dtype="float32", device=device).data
-    x = Tensor(rng.standard_normal((3, 1001)), dtype="float32", device=device, requires_grad=True)
+@pytest.mark.parametrize("size", [1001, 1004])  # in single elements, and in fours
+def test_a_gradient_is_added_to_the_one_there(device, rng, size):
+    dout = Tensor(rng.standard_normal((3, size)), dtype="float32", device=device).data
+    x = Tensor(rng.standard_normal((3, size)), dtype="float32", device=device, requires_grad=True)
     dropout(x, 0.4, Generator(5, device), 1000).backward(dout)
-    alone, before = Tensor(x.grad).numpy().copy(), rng.standard_normal((3, 1001)).astype(np.float32)
+    alone, before = Tensor(x.grad).numpy().copy(), rng.standard_normal((3, size)).astype(np.float32)
     x.grad = Tensor(before.copy(), device=device).data
     dropout(x, 0.4, Generator(5, device), 1000).backward(dout)
     np.testing.assert_allclose(Tensor(x.grad).numpy(), before + alone, rtol=1e-6, atol=1e-6)

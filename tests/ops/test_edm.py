@@ -6,7 +6,7 @@ from cudiff.tensor import Tensor
 from tests.check import TOLERANCE, check_op, relative_error
 
 
-@pytest.mark.parametrize("shape", [(3, 4, 6, 2), (2, 3, 5, 1), (40, 64, 64, 3)])
+@pytest.mark.parametrize("shape", [(3, 4, 6, 2), (2, 3, 5, 1), (2, 37, 71, 1), (40, 64, 64, 3)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_input_and_target(device, rng, shape, dtype):
     images, noise = (Tensor(rng.standard_normal(shape), dtype="float32").astype(dtype) for _ in range(2))

@@ -11,7 +11,7 @@ from cudiff.cuda.kernels.convolution.problem import (
     Weight,
 )
 from cudiff.cuda.kernels.convolution.table import CONVOLUTION
-from cudiff.cuda.kernels.gemm.product import ROW_BYTES, STAGES, TILES, plan
+from cudiff.cuda.kernels.gemm.product import ROW_BYTES, TILES, plan, stages
 from cudiff.cuda.kernels.gemm.table import LINEAR
 from cudiff.ops.matmul import linear, matmul
 from cudiff.precision import allow_tf32
@@ -31,7 +31,7 @@ def test_a_plan_covers_the_depth_and_fits_every_gpu(size, itemsize, products, al
     tile, splits, k_tiles = plan(*size, itemsize, products, aligned)
     depth_tiles = -(-size[2] * itemsize // ROW_BYTES)
     assert (splits - 1) * k_tiles < depth_tiles <= splits * k_tiles
-    assert STAGES * (tile.rows + tile.columns) * ROW_BYTES <= 101376, "consumer GPUs have 99 KB of shared memory"
+    assert stages() * (tile.rows + tile.columns) * ROW_BYTES <= 101376, "consumer GPUs have 99 KB of shared memory"
 
 
 def test_the_grid_fills_the_gpu():

@@ -7,9 +7,13 @@ import pytest
 from cudiff import Tensor
 from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Fusion, Image, Problem, Weight
 from cudiff.cuda.kernels.gemm import sm90
+from cudiff.cuda.kernels.gemm.problem import Matrix, Product
 from cudiff.cuda.kernels.gemm.product import Epilogue
-from cudiff.cuda.kernels.gemm.table import LINEAR
-from cudiff.ops.matmul import linear
+from cudiff.cuda.kernels.gemm.table import LINEAR, MATMUL
+from cudiff.cuda.kernels.gemm.table import matmul as matmul_cuda
+from cudiff.ops.elementwise import silu
+from cudiff.ops.gelu import gelu
+from cudiff.ops.matmul import linear, matmul
 from tests.check import check_op, relative_error
 
 HALF = np.dtype(np.float16)
@@ -42,11 +46,14 @@ WIDE = 8192, 768, 3072
 
 @pytest.mark.parametrize("direction, changes", [
     (FPROP, {"wanted": frozenset({Fusion.EMB})}),
-    (FPROP, {"wanted": frozenset({Fusion.SECOND_SOURCE}), "x2": Image((1, 1024, 8, 64), HALF)}),
+    (FPROP, {"wanted": frozenset({Fusion.SECOND_SOURCE}), "x": Image((1, 1024, 8, 712), HALF),
+             "x2": Image((1, 1024, 8, 56), HALF)}),
+    (WGRAD, {"wanted": frozenset({Fusion.SECOND_SOURCE}), "x": Image((1, 1024, 8, 704), HALF),
+             "x2": Image((1, 1024, 8, 64), HALF)}),
     (FPROP, {"x": Image((1, 1024, 8, 768), HALF, aligned=False)}),
     (FPROP, {"weight": Weight((3072, 1, 1, 768), rows_aligned=False)}),
     (WGRAD, {"out": Image((1, 1024, 8, 3072), HALF, aligned=False)}),
-    (DGRAD, {"x": Image((1, 1024, 8, 3072), np.dtype(np.float32)), "tf32": True}),
+    (DGRAD, {"x": Image((1, 1024, 8, 3072), np.dtype(np.float32))}),
 ])
 def test_what_it_declines(direction, changes):
     assert LINEAR.select(layer(direction, *WIDE, **changes), "sm_90a").row.name != "gemm_sm90"
@@ -56,6 +63,43 @@ def test_what_it_adds():
     wanted = frozenset({Fusion.BIAS, Fusion.ADDEND})
     chosen = LINEAR.select(layer(FPROP, *WIDE, wanted=wanted), "sm_90a")
     assert chosen.row.name == "gemm_sm90" and chosen.offer.fused == wanted
+
+
+def beside(other, gate):
+    """What is read or left beside a result, in all ways."""
+    return (
+        Epilogue(addend=other), Epilogue(addend=other, gate=gate), Epilogue(slope="gelu", preactivation=other),
+        Epilogue(slope="silu", preactivation=other), Epilogue(activation="gelu_tanh", preactivation=other),
+        Epilogue(activation="silu"),
+    )
+
+
+@pytest.mark.parametrize("fusion", [Fusion.GATE, Fusion.ACTIVATION, Fusion.SLOPE])
+def test_what_becomes_of_a_result(fusion):
+    """Of a result that is added to besides it is another's work."""
+    wanted = frozenset({Fusion.BIAS, fusion} | ({Fusion.ADDEND} if fusion == Fusion.GATE else set()))
+    chosen = LINEAR.select(layer(FPROP, *WIDE, wanted=wanted), "sm_90a")
+    assert chosen.row.name == "gemm_sm90" and chosen.offer.fused == wanted
+    for others in ({Fusion.ADDEND, Fusion.SLOPE}, {Fusion.EMB}):
+        chosen = LINEAR.select(layer(FPROP, *WIDE, wanted=wanted | others), "sm_90a")
+        assert chosen.row.name != "gemm_sm90" and fusion in chosen.left
+    assert fusion in LINEAR.select(layer(FPROP, *WIDE, wanted=wanted), "sm_80").left
+
+
+@pytest.mark.parametrize("changes, kernel", [
+    ({}, "gemm_sm90"), ({"transpose_a": True}, "gemm_sm90"),
+    ({"a": Matrix((16, 64, 64), HALF, aligned=False)}, "matmul"),
+    ({"a": Matrix((1, 64, 64), HALF)}, "gemm_sm90"),
+    ({"out": Matrix((16, 64, 64), np.dtype(np.float32)), "add": True}, "gemm_sm90"),
+    ({"out": Matrix((16, 63, 64), np.dtype(np.float32))}, "matmul"),
+    ({"a": Matrix((16, 64, 0), HALF), "b": Matrix((16, 0, 64), HALF)}, "matmul"),
+    ({name: Matrix((16, 64, 64), np.dtype(np.float32)) for name in ("a", "b", "out")}, "matmul"),
+])
+def test_which_products_of_matrices_it_takes(changes, kernel):
+    matrix = Matrix((16, 64, 64), HALF)
+    problem = Product(matrix, matrix, matrix)._replace(**changes)
+    assert MATMUL.select(problem, "sm_90a").row.name == kernel
+    assert MATMUL.select(problem, "sm_80").row.name == "matmul"
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -73,11 +117,11 @@ def test_every_plan_covers_the_result_and_fits(monkeypatch, size, rounds):
     a, b = (np.zeros((1, n, depth) if rounds else (1, depth, n), HALF) for n in (rows, columns))
     plans = list(sm90.plans(rows, columns, depth, rounds))
     for plan in plans:
-        for addend in (None, out) if rounds else (None,):
-            sm90.multiply(a, b, out, Epilogue(addend=addend), not rounds, not rounds, False, plan)
-    assert len(found) == (2 if rounds else 1) * len(plans) >= 3
+        for epilogue in [Epilogue(), *beside(out, out)] if rounds else [Epilogue()]:
+            sm90.multiply(a, b, out, epilogue, not rounds, not rounds, False, plan)
+    assert len(found) == (7 if rounds else 1) * len(plans) >= 3
     for grid, threads, args, shared, constants in found:
-        m, n = args[-4:-2]
+        m, n = args[-10:-8]
         width, cluster, stages = (constants[name] for name in ("BN", "CLUSTER", "STAGES"))
         tiles = -(-m // 128) * -(-n // width)
         assert grid == ((min(tiles, 132), 1, 1) if cluster == 1 else (tiles, 1, cluster)) and threads == 384
@@ -121,6 +165,20 @@ def test_every_plan_of_a_rounded_product(hopper, rng, size, dtype, b_mn):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("columns", [192, 576])
+def test_many_tiles_of_three_panels(hopper, rng, columns):
+    """A block rounds tile after tile of a shallow product: no panel is written while the one before it is stored."""
+    rows, outs = 32768, []
+    a, b = (Tensor(rng.standard_normal((1, n, 64)).astype(ml_dtypes.bfloat16), device="cuda") for n in (rows, columns))
+    for _ in range(20):
+        outs.append(Tensor(np.full((1, rows, columns), np.nan, ml_dtypes.bfloat16), device="cuda"))
+        sm90.multiply(a.data, b.data, outs[-1].data, Epilogue(), False, False, False, sm90.Plan(192, 1, 0))
+    expected = outs[0].numpy()
+    assert relative_error(expected[0], a.numpy()[0].astype(float) @ b.numpy()[0].astype(float).T) < 1e-2
+    assert all(out.numpy().tobytes() == expected.tobytes() for out in outs[1:])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("size", [(200, 136, 1032), (264, 520, 72), (776, 136, 4100)], ids=str)
 @pytest.mark.parametrize("add", [False, True])
 def test_every_plan_of_a_product_of_floats(hopper, rng, size, add):
@@ -138,3 +196,78 @@ def test_every_plan_of_a_product_of_floats(hopper, rng, size, add):
             found.append(Tensor(out).numpy()[0])
         assert relative_error(found[0], expected) < 1e-4, plan
         assert found[0].tobytes() == found[1].tobytes(), plan
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [(300, 200, 1032), (700, 776, 520)], ids=str)
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_what_becomes_of_a_result_with_every_plan(hopper, rng, size, dtype):
+    """Activations with what they leave, slopes, gates of images of 70 rows; results of about 1."""
+    rows, columns, depth = size
+    a, b = ((rng.standard_normal((n, depth)) / depth**0.25).astype(dtype) for n in (rows, columns))
+    bias = rng.standard_normal(columns).astype(np.float32)
+    before, gate = rng.standard_normal((rows, columns)).astype(dtype), rng.standard_normal((10, columns))
+    v, x = a.astype(float) @ b.astype(float).T + bias, before.astype(float)
+    gates = np.repeat(gate.astype(np.float32).astype(float), 70, 0)[:rows]
+
+    def value(f, at):
+        return f(Tensor(at)).numpy()
+
+    def slope(f, at):
+        point = Tensor(at, requires_grad=True)
+        f(point).sum().backward()
+        return point.grad
+
+    def tanh_gelu(at):
+        return gelu(at, approximate="tanh")
+
+    expected = [v + x, x + gates * v, v * slope(gelu, x), v * slope(silu, x), value(tanh_gelu, v), value(silu, v)]
+    for plan in sm90.plans(rows, columns, depth, True):
+        for i, result in enumerate(expected):
+            found = []
+            for _ in range(2):
+                out = Tensor(np.full((rows, columns), np.nan, dtype), device="cuda").data[None]
+                left, right, other = (Tensor(array, device="cuda").data[None] for array in (a, b, before))
+                epilogue = beside(other, Tensor(gate.astype(np.float32), device="cuda").data)[i]
+                epilogue = epilogue._replace(bias=Tensor(bias, device="cuda").data, rows_per_image=70)
+                sm90.multiply(left, right, out, epilogue, False, False, False, plan)
+                found.append([Tensor(out).numpy()[0], Tensor(other).numpy()[0]])
+            assert relative_error(found[0][0], result) < 1e-2, (plan, i)
+            assert relative_error(found[0][1], v if i == 4 else x) < 1e-2, (plan, i)
+            assert [array.tobytes() for array in found[0]] == [array.tobytes() for array in found[1]], (plan, i)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("a, b", [
+    ((1, 264, 136), (1, 136, 72)), ((3, 200, 72), (3, 72, 264)), ((1, 64, 40), (5, 40, 136)),
+    ((5, 136, 520), (1, 520, 8)),
+], ids=str)
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize("transpose_b", [False, True])
+def test_products_of_matrices_in_every_layout(hopper, rng, a, b, transpose_a, transpose_b):
+    """A batch of one serves all; results of 16 bits and of floats, new and added to; what is summed is rounded once."""
+    dtype, batches = ml_dtypes.bfloat16, max(a[0], b[0])
+    left, right = (rng.standard_normal(shape).astype(dtype) for shape in (a, b))
+    before = rng.standard_normal((batches, a[1], b[2]))
+    arrays = [array.swapaxes(1, 2).copy() if turned else array
+              for array, turned in ((left, transpose_a), (right, transpose_b))]
+    product = left.astype(float) @ right.astype(float)
+    for kind, allowed in ((dtype, 1e-2), (np.float32, 1e-4)):
+        for add in (False, True):
+            found = []
+            for _ in range(2):
+                out = Tensor(before.astype(kind), device="cuda").data
+                given = (Tensor(array, device="cuda").data for array in arrays)
+                matmul_cuda(*given, transpose_a, transpose_b, out, add)
+                found.append(Tensor(out).numpy())
+            expected = product + before.astype(kind).astype(float) if add else product
+            assert relative_error(found[0], expected) < allowed, (kind, add)
+            assert found[0].tobytes() == found[1].tobytes(), (kind, add)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("a, b", [
+    ((264, 136), (136, 72)), ((3, 200, 72), (3, 72, 264)), ((64, 40), (5, 40, 136)),
+], ids=str)
+def test_matmul_and_its_gradients(hopper, rng, a, b):
+    check_op(matmul, rng.standard_normal(a), rng.standard_normal(b), device="cuda", dtypes=("bfloat16", "float16"))

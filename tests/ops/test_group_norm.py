@@ -172,14 +172,19 @@ def partial_sums(x, tiles, centred):
 
 
 # The second case has groups that straddle two chunks of channels, and so many tiles that threads share them; the third
-# so many that a kernel of its own adds them up.
+# so many that a kernel of its own adds them up. The fourth has groups of more channels than a block has threads.
 @pytest.mark.gpu
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("shape, channels2, num_groups, tiles", [
     ((2, 4, 6, 16), 8, 4, (4, 3)), ((2, 16, 6, 128), 64, 32, (48, 3)), ((2, 16, 6, 128), 64, 32, (96, 2)),
+    ((2, 4, 6, 512), 128, 2, (4, 3)),
 ])
 @pytest.mark.parametrize("given", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("centred", [(False, False), (True, True), (False, True)])
-def test_statistics_that_come_with_images_save_a_pass(rng, given, centred, shape, channels2, num_groups, tiles):
+def test_statistics_that_come_with_images_save_a_pass(monkeypatch, rng, given, centred, shape, channels2, num_groups,
+                                                      tiles, portable):
+    if portable:
+        monkeypatch.setenv("CUDIFF_PORTABLE", "1")
     x, x2, weight, bias, _, _ = inputs(rng, shape, channels2, False)
     tensors = [Tensor(a.astype(np.float32), device="cuda") for a in (x, x2, weight, bias)]
     expected = group_norm(*(Tensor(a) for a in (x, weight, bias)), num_groups, x2=Tensor(x2)).numpy()

@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from cudiff import ops
 from cudiff.ops.grouped_linear import GROUPS, grouped_linear
 from cudiff.tensor import Tensor
 from tests.check import check_op, relative_error, torch
@@ -47,6 +48,34 @@ def test_grouped_linear(device, rng, n, features, outputs, silu):
     arrays = rng.standard_normal((n, features)), *random_parameters(rng, features, outputs)
     fn, torch_fn = (functools.partial(of, silu=silu) for of in (apply, torch_grouped_linear))
     check_op(fn, *arrays, device=device, torch_fn=torch_fn, dtypes=("float32",))
+
+
+@pytest.mark.parametrize("silu", [False, True], ids=["", "silu"])
+def test_parts_are_columns_of_the_whole(device, rng, silu):
+    """Also where some parts, and all of a layer, have no gradient; twice, so that gradients are added."""
+    parameters = random_parameters(rng, 20, (24, 6, 12))
+    results = []
+    for parts in (1, 3):
+        inputs = tensors([rng.standard_normal((5, 20)) if parts == 1 else results[0][1], *parameters], device)
+        x, *rest = inputs
+        for _ in range(2):
+            outs = grouped_linear(x, rest[:3], rest[3:], silu, parts)
+            whole = [ops.concatenate(outs[first : first + parts], axis=1) for first in range(0, 3 * parts, parts)]
+            used = [whole[0][:, 8:16], whole[2][:, :8]] if parts == 1 else [outs[1], outs[6], outs[7]]
+            sum((out * out).sum() for out in used).backward()
+        gradients = [None if t.grad is None else Tensor(t.grad).numpy() for t in inputs]
+        results.append(([out.numpy() for out in whole], x.numpy(), gradients))
+    (first, _, expected), (second, _, gradients) = results
+    assert all(np.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(first, second, strict=True))
+    assert [g is None for g in gradients] == [False, False, True, False, False, True, False]
+    for g, (a, b) in enumerate(zip(expected, gradients, strict=True)):
+        assert b is None or np.allclose(a, b, rtol=1e-4, atol=1e-4), g
+
+
+def test_parts_are_equal(rng):
+    x, weight, bias = (Tensor(rng.standard_normal(shape)) for shape in ((2, 3), (7, 3), (7,)))
+    with pytest.raises(ValueError, match="7 outputs do not make 2 equal parts"):
+        grouped_linear(x, [weight], [bias], parts=2)
 
 
 @pytest.mark.parametrize("features", [24, 23])

@@ -18,6 +18,21 @@ def test_layer_norm(device, rng, shape):
     )
 
 
+@pytest.mark.parametrize("shape", [(3, 8), (2, 5, 24), (3, 2, 3, 320), (2, 70, 33), (300, 3, 16), (1, 1031, 8)])
+def test_each_image_its_own(device, rng, shape):
+    """DiT's modulation: weight and bias (N, C)."""
+    weight, bias = (rng.standard_normal((shape[0], shape[-1])) for _ in range(2))
+
+    def plain(x, w, b):
+        between = (shape[0], *(1,) * (len(shape) - 2), shape[-1])
+        return torch.nn.functional.layer_norm(x, shape[-1:]) * w.reshape(between) + b.reshape(between)
+
+    check_op(
+        layer_norm, rng.standard_normal(shape) * 2 + 0.5, weight, bias, device=device,
+        dtypes=("float32", "bfloat16", "float16"), fp32_inputs=(1, 2), torch_fn=plain,
+    )
+
+
 def test_large_mean(device, rng):
     x = (100 + rng.standard_normal((40, 96))).astype(np.float32)
     wide = x.astype(np.float64)
@@ -29,3 +44,12 @@ def test_large_mean(device, rng):
 def test_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match="layer_norm: weight"):
         layer_norm(Tensor(np.zeros((2, 3))), Tensor(np.zeros(2)), Tensor(np.zeros(3)))
+
+
+@pytest.mark.parametrize("x, weight, bias", [
+    ((2, 3), (3,), (2, 3)), ((2, 3), (2, 3), (3,)), ((2, 3), (1, 3), (1, 3)), ((2, 4, 3), (2, 4, 3), (2, 4, 3)),
+    ((2, 4, 3), (4, 3), (4, 3)), ((3,), (3, 3), (3, 3)), ((), (), ()),
+])
+def test_parameters_that_are_of_no_image(x, weight, bias):
+    with pytest.raises(ValueError, match="do not fit x"):
+        layer_norm(*(Tensor(np.zeros(shape, np.float32)) for shape in (x, weight, bias)))

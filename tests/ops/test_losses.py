@@ -76,3 +76,13 @@ def test_what_they_do_not_take():
         cudiff.softplus(x, -1)
     with pytest.raises(ValueError, match='gelu: approximate is "none" or "tanh", not \'erf\''):
         cudiff.gelu(x, "erf")
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")  # log of the sum 0
+def test_logaddexp_of_infinities_and_far_numbers(device):
+    a, b = np.float32([-np.inf, np.inf, 1000, -1000, -np.inf]), np.float32([-np.inf, 1, 1000, 1000, 2])
+    out = np.logaddexp(Tensor(a, device=device), Tensor(b, device=device))
+    np.testing.assert_allclose(out.numpy(), np.logaddexp(a, b), rtol=1e-6)
+    x = Tensor(np.float64([1.0, 3.0]), requires_grad=True)
+    np.logaddexp(x, 1.0).sum().backward()
+    np.testing.assert_allclose(x.grad, 1 / (1 + np.exp(1 - x.numpy())), rtol=1e-12)

@@ -118,6 +118,26 @@ def test_generator(device):
     assert np.array_equal(first, generator.normal((2, 3), stream=Purpose.NOISE).numpy())
 
 
+def test_samples_of_a_generator(device):
+    """Rows are of the samples at hand, so many rows a sample; what has other rows is the whole batch's."""
+    generator = Generator(11, device)
+    wholes = [generator.normal((16, 3), stream=0), generator.uniform((32,), stream=1), generator.uniform((), stream=2)]
+    generator.load_state({"seed": 11, "step": 0})
+    for samples in (range(0, 8), range(8, 16), range(4, 6)):
+        generator.samples = samples
+        parts = [generator.normal((len(samples), 3), stream=0), generator.uniform(2 * len(samples), stream=1)]
+        parts.append(generator.uniform((), stream=2))
+        each = [whole.numpy()[rows * samples.start : rows * samples.stop] for rows, whole in enumerate(wholes[:2], 1)]
+        for part, expected in zip(parts, [*each, wholes[2].numpy()], strict=True):
+            assert np.array_equal(part.numpy(), expected)
+    generator.samples = range(8, 16)
+    assert np.array_equal(generator.uniform((3,), stream=1).numpy(), wholes[1].numpy()[:3])
+    generator.draws.data[...] = 0
+    second = generator.randint(0, 99, (8,)).numpy()
+    generator.samples, generator.draws.data[...] = None, 0
+    assert np.array_equal(second, generator.randint(0, 99, (16,)).numpy()[8:])
+
+
 def test_float64_normals_round_to_float32():
     a, b = (normal((5, 7), 0, dtype=dtype).numpy() for dtype in (np.float64, np.float32))
     assert a.dtype == np.float64 and np.array_equal(a.astype(np.float32), b)

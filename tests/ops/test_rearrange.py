@@ -53,6 +53,12 @@ def test_every_call_launches_on_a_gpu_what_it_may(name, host_of):
                 out.sum().backward()
 
 
+def test_repeats_may_be_a_tensor(device):
+    x = Tensor([1.0, 2.0, 3.0], device=device)
+    for times in ([2, 0, 1], [2], 2):
+        assert np.repeat(x, Tensor(times)).numpy().tolist() == np.repeat([1, 2, 3], times).tolist()
+
+
 def test_of_several(device):
     a, b, c = (Tensor(array, device=device) for array in (X, X[:, :1], X[0, 0]))
     for name, given in (("hstack", (a, b)), ("hstack", (c, c)), ("vstack", (a, a)), ("vstack", (c, c))):

@@ -5,7 +5,6 @@ import pytest
 import cudiff
 from cudiff import Tensor
 from cudiff.cuda.kernels.shape import merge_axes
-from cudiff.errors import CudiffError
 from tests.check import check_op, torch
 
 INTEGERS = [np.uint8, np.int32, np.int64, np.bool_]
@@ -56,82 +55,6 @@ def test_broadcast_to(shape, new, device, rng):
     check_op(lambda x: cudiff.broadcast_to(x, new), x, device=device, torch_fn=lambda x: x.broadcast_to(new))
 
 
-INDICES = [
-    np.s_[1], np.s_[-1, 2], np.s_[1:3], np.s_[:, 1:, ::2], np.s_[..., 0], np.s_[::-1], np.s_[:, ::-2, None],
-    np.s_[None], np.s_[2, ..., 3:7], np.s_[:], np.s_[0, 0, 0], np.s_[3:3], np.s_[1:, None, -2, ...], np.s_[:, :, 4:12],
-]
-
-
-@pytest.mark.parametrize("index", INDICES, ids=str)
-def test_getitem(index, device, rng):
-    x = rng.standard_normal((4, 5, 16))
-    torch_fn = None if "-1" in str(index) or "-2" in str(index) else lambda x: x[index]
-    check_op(lambda x: x[index], x, device=device, torch_fn=torch_fn, dtypes=("float32", "bfloat16", "float16"))
-    assert np.array_equal(Tensor(x)[index].numpy(), x[index])
-
-
-def test_getitem_gradients_are_added(device, rng):
-    x = rng.standard_normal((4, 6, 16))
-    check_op(
-        lambda x: x[:, 1:3] + x[:, 2:4] * 2.0 + x[:, ::3] + x[[3, 0, 1, 0]][:, :2] + x[:, 4:], x, device=device,
-        dtypes=("float32",),
-    )
-
-
-@pytest.mark.parametrize("index", [[0], [2, 0, 2, 2, -1], [[1, 1], [0, 3]], []], ids=str)
-@pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 2, 8)], ids=str)
-def test_integer_array(shape, index, device, rng):
-    x = rng.standard_normal(shape)
-    positions = np.asarray(index, np.int64)
-    check_op(lambda x: x[positions], x, device=device, torch_fn=lambda x: x[torch.tensor(positions)])
-    assert np.array_equal(Tensor(x)[Tensor(positions)].numpy(), x[positions])
-
-
-@pytest.mark.parametrize("shape, axes", [((7,), 1), ((4, 3), 1), ((4, 3), 2), ((3, 4, 8), 2)], ids=str)
-@pytest.mark.parametrize("share", [0, 0.5, 1])
-def test_mask(shape, axes, share, device, rng):
-    x, mask = rng.standard_normal(shape), rng.uniform(size=shape[:axes]) < share
-    check_op(lambda x: x[mask] * 2.0, x, device=device, dtypes=("float32", "bfloat16", "float16"))
-    check_op(lambda x: x * x + (x[mask] * 3.0).sum() + (x[mask] ** 2).sum(), x, device=device, dtypes=("float32",))
-    for given in (mask, Tensor(mask, device=device), mask.tolist()):
-        out = Tensor(x, dtype=np.float32, device=device)[given]
-        assert np.array_equal(out.numpy(), x.astype(np.float32)[mask])
-
-
-def test_a_mask_in_a_captured_function(host_of, monkeypatch):
-    host = host_of(True)
-    x = Tensor(host.asarray(np.ones((3, 2), np.float32)))
-    mask = Tensor(host.asarray(np.array([True, False, True])))
-    assert x[mask].shape == (2, 2)
-    monkeypatch.setattr(host.cuda.get_current_stream(), "is_capturing", lambda: True)
-    with pytest.raises(CudiffError, match=r"mask's result has a size .* use where"):
-        x[mask]
-
-
-@pytest.mark.gpu
-def test_rows_out_of_range_are_zero_on_cuda():
-    x = Tensor(np.ones((3, 2), np.float32), requires_grad=True, device="cuda")
-    out = x[Tensor(np.int32([0, 3, -4]), device="cuda")]
-    out.sum().backward()
-    assert out.numpy().tolist() == [[1, 1], [0, 0], [0, 0]]
-    assert Tensor(x.grad).numpy().tolist() == [[1, 1], [0, 0], [0, 0]]
-
-
-def test_bad_indices(device):
-    x = Tensor(np.ones((3, 2), np.float32), device=device)
-    for index in ("a", 1.5, True, ([0, 1], 0), (slice(None), np.array([0]))):
-        with pytest.raises(TypeError, match="index"):
-            x[index]
-    for mask in ([True, False], np.ones((3, 3), bool), np.ones(3, bool)[None], np.array(True)):
-        with pytest.raises(IndexError, match="mask of shape"):
-            x[mask]
-    with pytest.raises(IndexError):
-        x[3]
-    with pytest.raises(IndexError):
-        x[0, 0, 0]
-    assert [row.shape for row in x] == [(2,)] * 3
-
-
 @pytest.mark.parametrize(
     "shapes, axis",
     [
@@ -151,6 +74,12 @@ def test_concatenate(shapes, axis, device, rng):
         return cudiff.concatenate([t * 1.0 for t in tensors], axis) + cudiff.concatenate(tensors, axis)
 
     check_op(twice, *arrays, device=device, dtypes=("float32",))
+
+
+def test_concatenate_of_the_flattened(device, rng):
+    a, b = rng.standard_normal((2, 3)), rng.standard_normal(())
+    check_op(lambda a, b: np.concatenate([a, b], axis=None), a, b, device=device, dtypes=("float32",))
+    np.testing.assert_array_equal(cudiff.concatenate([a, b], None).numpy(), np.concatenate([a, b], None))
 
 
 def test_concatenate_with_itself_and_other_dtypes(device, rng):

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from cudiff.ops.softmax import cross_entropy, log_softmax, softmax
+from cudiff.ops.softmax import cross_entropy, log_softmax, nll_loss, softmax
 from cudiff.tensor import Tensor
 from tests.check import check_op, torch
 
@@ -68,6 +68,32 @@ def test_smooth_and_ignored_labels(device, rng, smoothing, ignored):
     np.testing.assert_allclose(found.item(), -(log_p[kept] * targets).sum() / kept.sum(), rtol=1e-5)
 
 
+@pytest.mark.parametrize("ignored", [None, 2])
+def test_nll_loss(device, rng, ignored):
+    """It is cross_entropy of log_softmax, and PyTorch's."""
+    labels, logits = rng.integers(0, 5, 33).astype(np.int32), rng.standard_normal((33, 5))
+    check_op(
+        lambda x: nll_loss(x, Tensor(labels, device=x.device), ignored), logits, device=device,
+        torch_fn=lambda x: torch.nn.functional.nll_loss(
+            x, torch.tensor(labels).long(), ignore_index=-100 if ignored is None else ignored
+        ),
+    )
+    x = Tensor(logits, dtype="float32", device=device)
+    expected = cross_entropy(x, labels, ignore_index=ignored).item()
+    np.testing.assert_allclose(nll_loss(log_softmax(x), labels, ignored).item(), expected, rtol=1e-6)
+
+
+def test_classes_that_are_impossible(device):
+    """A logit of minus infinity at a class that no label names counts for nothing."""
+    logits = Tensor(np.float32([[0, -np.inf, 0]]), requires_grad=True, device=device)
+    for loss in (cross_entropy(logits, [0]), cross_entropy(logits, [0], ignore_index=1), nll_loss(logits - 0.5, [0])):
+        assert np.isfinite(loss.item())
+        logits.grad = None
+        loss.backward()
+        assert np.isfinite(Tensor(logits.grad).numpy()).all()
+    assert cross_entropy(logits, [1], 0.0, 2).item() == np.inf
+
+
 def test_what_smooth_labels_refuse(device):
     logits = Tensor(np.zeros((2, 3), np.float32), device=device)
     for share in (-0.1, 1.5):
@@ -91,8 +117,9 @@ def test_label_outside(device, rng):
 
 
 def test_shapes_that_do_not_fit():
-    with pytest.raises(ValueError, match="cross_entropy: logits"):
-        cross_entropy(Tensor(np.zeros((2, 3))), Tensor(np.zeros(3, np.int32)))
+    for loss in (cross_entropy, nll_loss):
+        with pytest.raises(ValueError, match=rf"{loss.__name__}: rows \(2, 3\) must be \(N, K\)"):
+            loss(Tensor(np.zeros((2, 3))), Tensor(np.zeros(3, np.int32)))
     with pytest.raises(TypeError, match="labels and indices are integers, not float64"):
         cross_entropy(Tensor(np.zeros((2, 3))), Tensor(np.zeros(2)))
 

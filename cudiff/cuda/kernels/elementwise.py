@@ -19,6 +19,16 @@ def relu_forward(x: Array, out: Array) -> None:
     launch("elementwise", "relu_forward", grid(x), 256, (x, out, np.int64(x.size)), T=x.dtype)
 
 
+def activate(name: str, x: Array, out: Array) -> None:
+    """out = the activation of x; out may be x."""
+    launch("elementwise", f"{name}_forward", grid(x), 256, (x, out, np.int64(x.size)), T=x.dtype)
+
+
+def multiply_by_slope(name: str, dout: Array, x: Array) -> None:
+    """dout *= the activation's slope at x."""
+    launch("elementwise", f"{name}_backward", grid(x), 256, (dout, x, dout, 0, np.int64(x.size)), T=x.dtype)
+
+
 _LAYOUT = np.dtype([("dims", "i4"), ("packed", "i4"), ("sizes", "i4", 6), ("a", "i4", 6), ("b", "i4", 6)])
 
 

@@ -1,4 +1,4 @@
-"""Copies between views: joins, slices, transposes, borders."""
+"""Copies between views: joins, slices, transposes, borders; rows by an index, and the sums that are their gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cudiff.backend import Array, array_module, bfloat16, float16, float32, int32, int64
+from cudiff.backend import Array, array_module, bfloat16, float16, float32, int32, int64, is_capturing, is_float
 from cudiff.cuda.launch import address, blocks, empty, launch
 
 
@@ -93,6 +93,8 @@ def region(shape: tuple[int, ...], widths: Sequence[tuple[int, int]]) -> tuple[s
 
 def filled(shape: tuple[int, ...], dtype: np.dtype, value: float) -> Array:
     """`value` everywhere."""
+    if not is_float(dtype):
+        return array_module("cuda").full(shape, value, dtype)
     out = zeros(shape, dtype)
     if value:
         launch("shape", "fill", blocks(out.size, 1024), 256, (out, float(value), np.int64(out.size)), T=out.dtype)
@@ -109,3 +111,45 @@ def padded(x: Array, widths: Sequence[tuple[int, int]]) -> Array:
 def at_16_bytes(array: Array) -> Array:
     """The array, or a copy of one that does not start where TMA can read it."""
     return array if address(array) % 16 == 0 else array.copy()
+
+
+def rows(x: Array, index: Array) -> Array:
+    """x[index] along the first axis, index int32, negative from the end; a row that x does not have is zeros."""
+    out = empty((*index.shape, *x.shape[1:]), x.dtype)
+    sizes = map(np.int64, (x.shape[0], math.prod(x.shape[1:]), index.size))
+    launch("shape", "take", blocks(out.size, 1024), 256, (x, index, out, *sizes), T=x.dtype)
+    return out
+
+
+def row_sums(dout: Array, index: Array, dx: Array, accumulate: bool) -> None:
+    """dx[r] = (or +=) the sum of dout[i] over the i with index[i] == r, in their order; index as in `rows`."""
+    sizes = tuple(map(np.int64, (dx.shape[0], math.prod(dx.shape[1:]), index.size)))
+    if scans(dx, index.size):
+        args = (dout, index, dx, accumulate, *sizes)
+        launch("shape", "take_backward", blocks(dx.size, 256), 256, args, T=dx.dtype)
+    else:
+        run_sums(dout, array_module("cuda").where(index < 0, index + np.int32(len(dx)), index), dx, accumulate)
+
+
+def run_sums(dout: Array, index: Array, dx: Array, accumulate: bool) -> None:
+    """`row_sums` of an index without negative rows, which is sorted first, so that each element reads its own run."""
+    index = index.reshape(-1)
+    order = array_module("cuda").argsort(index, kind="stable")
+    sizes = map(np.int64, (dx.shape[0], math.prod(dx.shape[1:]), index.size))
+    args = (dout, order.astype(int32), index[order], dx, accumulate, *sizes)
+    launch("shape", "sum_runs", blocks(dx.size, 256), 256, args, T=dx.dtype)
+
+
+def scans(dx: Array, count: int) -> bool:
+    """Whether every element of a gradient dx looks through all `count` rows of an index, instead of sorting it: of few,
+    and within `capture`, as CuPy's sort waits for the GPU."""
+    few = count * max(dx.size, 1 << 16) <= 1 << 28  # reads; where sorting begins to be faster is an estimate
+    return few or is_capturing("cuda")
+
+
+def last(index: Array, count: int) -> Array:
+    """For each of `count` rows 1 + the largest i with index[i] == row, or 0: int32."""
+    out = zeros((count,), int32)
+    sizes = map(np.int64, (count, index.size))
+    launch("shape", "last", blocks(index.size, 256), 256, (index, out, *sizes), T=int32)
+    return out

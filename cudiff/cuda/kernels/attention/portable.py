@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import Array, float32
+from cudiff.cuda.device import shared_memory
 from cudiff.cuda.kernels.attention.problem import Backward, Forward, Problem
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.select import Offer
@@ -20,7 +21,7 @@ Tile = dict[str, Any]
 
 def offer_forward(p: Problem) -> Offer | None:
     """Its plan is the tile of queries."""
-    return None if p.backward else Offer(plan=tile_of(p.dtype, p.dim, p.queries, False, p.tf32))
+    return None if p.backward else Offer(plan=tile_of(p.dtype, p.dim, p.queries, False, p.products))
 
 
 def forward(given: Forward, tile: Tile, p: Problem) -> None:
@@ -31,7 +32,9 @@ def offer_backward(p: Problem) -> Offer | None:
     """Its plan is the tiles of queries and of keys."""
     if not p.backward:
         return None
-    return Offer(plan=tuple(tile_of(p.dtype, p.dim, rows, True, p.tf32) for rows in (p.queries, p.keys)))
+    tiles = tuple(tile_of(p.dtype, p.dim, rows, True, p.products) for rows in (p.queries, p.keys))
+    fits = all(_shared_bytes(tile, 2) <= shared_memory() for tile in tiles)  # on Turing not float32 above 80 channels
+    return Offer(plan=tiles) if fits else None
 
 
 def backward(given: Backward, tiles: tuple[Tile, Tile], p: Problem) -> None:
@@ -41,25 +44,32 @@ def backward(given: Backward, tiles: tuple[Tile, Tile], p: Problem) -> None:
     _launch("backward_kv", p, p.keys, 2, tiles[1], (dk, dv, delta, lse, q, k, v, dout, *sizes))
 
 
-def tile_of(dtype: np.dtype, dim: int, rows: int, backward: bool, tf32: bool) -> Tile:
+def tile_of(dtype: np.dtype, dim: int, rows: int, backward: bool, products: int) -> Tile:
     """For heads of `dim` channels and `rows` tokens on the side that blocks divide."""
     wide = dtype == float32
     padded = 16 * blocks(dim, 16)
-    two_tiles = not wide and rows >= 128 and padded <= (32 if backward else 64)  # more would spill registers
+    turing = shared_memory() <= 64 << 10
+    most = 0 if wide or turing else 32 if backward else 64  # more would spill registers
+    two_tiles = rows >= 128 and padded <= most
     if wide:
         columns, stages = (32, 2) if padded <= 64 else (16, 1)  # 99 KB of shared memory hold it
     else:
         columns, stages = (64, 2) if padded <= 64 else (32, 2)
-    products = 3 if wide and not tf32 else 1
-    return {"T": dtype, "DP": padded, "MT": 2 if two_tiles else 1, "BN": columns, "STAGES": stages,
+    tile = {"T": dtype, "DP": padded, "MT": 2 if two_tiles else 1, "BN": columns, "STAGES": stages,
             "TF32_PRODUCTS": products}
+    if turing and _shared_bytes(tile, 1 + backward) > shared_memory():
+        tile |= {"BN": min(columns, 32), "STAGES": 1}
+    return tile
+
+
+def _shared_bytes(tile: Tile, row_operands: int) -> int:
+    line = (tile["DP"] + 8) * tile["T"].itemsize
+    return row_operands * 16 * WARPS * tile["MT"] * line + tile["STAGES"] * tile["BN"] * (2 * line + 8)
 
 
 def _launch(name: str, p: Problem, rows: int, row_operands: int, tile: Tile, args: tuple) -> None:
-    own = 16 * WARPS * tile["MT"]
-    line = (tile["DP"] + 8) * p.dtype.itemsize
-    shared = row_operands * own * line + tile["STAGES"] * tile["BN"] * (2 * line + 8)
-    launch("attention", name, (blocks(rows, own), p.heads, p.images), 32 * WARPS, args, shared=shared, **tile)
+    grid = (blocks(rows, 16 * WARPS * tile["MT"]), p.heads, p.images)
+    launch("attention", name, grid, 32 * WARPS, args, shared=_shared_bytes(tile, row_operands), **tile)
 
 
 def _sizes(q: Array, p: Problem) -> tuple[int, int, int, int, int, float]:

@@ -16,8 +16,7 @@ bias's gradient."""
 
 class Problem(NamedTuple):
     """backward: else forward. images, queries, keys (tokens), heads, dim (channels of a head). aligned: whether every
-    row of channels starts at a multiple of 16 bytes. tf32: whether float32 may be rounded to it. wanted: SUMS or
-    nothing."""
+    row of channels starts at a multiple of 16 bytes. products: see `gemm.product`. wanted: SUMS or nothing."""
 
     backward: bool
     dtype: np.dtype
@@ -27,7 +26,7 @@ class Problem(NamedTuple):
     heads: int
     dim: int
     aligned: bool
-    tf32: bool
+    products: int
     wanted: frozenset[str] = frozenset()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from cudiff.backend import Array
 from cudiff.cuda.kernels.attention import portable, sm90, wide_sm90
 from cudiff.cuda.kernels.attention.problem import SUMS, Backward, Forward, Problem
+from cudiff.cuda.kernels.gemm.product import products
 from cudiff.cuda.launch import aligned
 from cudiff.cuda.select import ANY, SM90, Row, Table
 
@@ -25,24 +26,25 @@ ATTENTION = Table(
 )
 
 
-def forward(out: Array, lse: Array, q: Array, k: Array, v: Array, tf32: bool) -> None:
+def forward(out: Array, lse: Array, q: Array, k: Array, v: Array) -> None:
     """softmax(q·kᵀ/√D)·v, and the logarithms of its denominators; see `Forward`."""
-    problem = _problem(q, k, (q, k, v), False, tf32)
+    problem = _problem(q, k, (q, k, v), False)
     chosen = ATTENTION.select(problem)
     chosen.row.run(Forward(out, lse, q, k, v), chosen.offer.plan, problem)
 
 
 def backward(dq: Array, dk: Array, dv: Array, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
-             tf32: bool, sums: Callable[[int], Sequence[Array]] | None = None) -> None:
+             sums: Callable[[int], Sequence[Array]] | None = None) -> None:
     """The gradients dq, dk and dv; see `Backward`. `sums` is called where the kernel writes them."""
     wanted = frozenset() if sums is None else frozenset({SUMS})
-    problem = _problem(q, k, (q, k, v, dq, dk, dv, dout), True, tf32, wanted)
+    problem = _problem(q, k, (q, k, v, dq, dk, dv, dout), True, wanted)
     chosen = ATTENTION.select(problem)
     chosen.row.run(Backward(dq, dk, dv, dout, q, k, v, out, lse, sums), chosen.offer.plan, problem)
 
 
-def _problem(q: Array, k: Array, arrays: Sequence[Array], backward: bool, tf32: bool,
+def _problem(q: Array, k: Array, arrays: Sequence[Array], backward: bool,
              wanted: frozenset[str] = frozenset()) -> Problem:
     images, queries, heads, dim = q.shape
     rows_aligned = all(aligned(a, dim, *(stride // a.itemsize for stride in a.strides[:3])) for a in arrays)
-    return Problem(backward, q.dtype, images, queries, k.shape[1], heads, dim, rows_aligned, tf32, wanted)
+    return Problem(backward, q.dtype, images, queries, k.shape[1], heads, dim, rows_aligned,
+                   products(q.dtype), wanted)

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from cudiff.backend import Array, float32, is_low
-from cudiff.cuda.device import multiprocessors
+from cudiff.cuda.device import multiprocessors, shared_memory
 from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, WGRAD, Fusion, Image, Norm, Operands, Problem
 from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.cuda.launch import blocks, empty, launch
@@ -23,8 +23,13 @@ from cudiff.statistics import ChannelStatistics, Kind
 AnyImage = TypeVar("AnyImage", Array, Image)
 
 MOST = 7  # channels of the image of few: up to nine times as many are the depth of a product
-SHARED_BYTES = 80 << 10  # of a block: two fit on a multiprocessor of an A100 or of Hopper, one on any
 THREADS = 256
+
+
+def shared_bytes() -> int:
+    """Of a block, at most: two fit on a multiprocessor of an A100 or of Hopper, one on any. The kernels' own arrays
+    take up to 16 KiB besides."""
+    return min(80 << 10, shared_memory() - (16 << 10))
 
 
 def offer(p: Problem) -> Offer | None:
@@ -67,7 +72,7 @@ def _supports(p: Problem) -> bool:
         and many.shape[3] <= 128
         and many.aligned
         and p.weight.contiguous
-        and products_bytes(1, many.shape[2], few.shape[3], kernel[0]) <= SHARED_BYTES
+        and products_bytes(1, many.shape[2], few.shape[3], kernel[0]) <= shared_bytes()
         and 0 < many.size < 2**31
     )
 
@@ -164,7 +169,7 @@ def _rows(n: int, height: int, bytes_of: Callable[[int], int]) -> tuple[int, int
     all run at once (wgrad's of 6 and 7 channels one after the other), but where that would be more rows than memory has
     room for."""
     most = blocks(height, max(1, 2 * multiprocessors() // n))
-    rows = next(rows for rows in range(most, 0, -1) if rows == 1 or bytes_of(rows) <= SHARED_BYTES)
+    rows = next(rows for rows in range(most, 0, -1) if rows == 1 or bytes_of(rows) <= shared_bytes())
     return rows, bytes_of(rows)
 
 

@@ -67,7 +67,7 @@ def run(given: Operands, offer: Offer, p: Problem) -> None:
     else:
         bm, bn = (128, 16) if columns <= 16 else (64, 64)
         tiles = p.groups * blocks(pixels, bm) * blocks(columns, bn)
-        weight, (bias, _, addend, _) = _as(given.x, given.weight), given.epilogue
+        weight, (bias, _, addend) = _as(given.x, given.weight), given.epilogue[:3]
         _launch(p, (tiles, 1), (bm, bn), (given.out, given.x, weight, bias, addend, 0))
 
 

@@ -64,12 +64,12 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
             chosen, "conv2d", a, b, out, extent[1],
             (n, height, width, c, *size, k, *kernel, *p.stride, *p.padding, *sources,
              None if statistics is None else statistics.sums, *normed), extent, epilogue,
-            p.tf32, PASS=p.direction, A_VEC=a_vec, B_VEC=b_vec, DILATED=p.direction == DGRAD and p.stride != (1, 1),
+            p.products, PASS=p.direction, A_VEC=a_vec, B_VEC=b_vec, DILATED=p.direction == DGRAD and p.stride != (1, 1),
             UPSAMPLE=upsample, PAIR=given.x2 is not None, NORM=mode,
         )
         return statistics
 
-    problem = problem_of(a.dtype, extent, p.tf32, a_vec and b_vec)
+    problem = problem_of(a.dtype, extent, p.products, a_vec and b_vec)
     return plan.run(problem, launch_as, [out] if epilogue.addend is out else [], makes_sums)
 
 
@@ -98,7 +98,7 @@ def _plan_of(p: Problem) -> Plan:
     extent, *chunks = _extent(p)
     whole = all(chunk * p.x.dtype.itemsize % 16 == 0 for chunk in chunks)
     vectors = p.x.aligned and whole and (p.x2 is None or p.x2.rows_aligned)
-    return plan(*problem_of(p.x.dtype, extent, p.tf32, vectors))
+    return plan(*problem_of(p.x.dtype, extent, p.products, vectors))
 
 
 def _extent(p: Problem) -> tuple[tuple[int, int, int, int], int, int]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cudiff.backend import Array
-from cudiff.cuda.kernels.gemm.product import Epilogue
+from cudiff.cuda.kernels.gemm.product import Epilogue, products
 
 Pair = tuple[int, int]
 
@@ -28,9 +28,11 @@ class Fusion:
     CAST = "cast"  # input and result are of two dtypes
     SUMS = "sums"  # of dgrad's result, for the bias of what made the input
     NORM_BACKWARD = "norm backward"  # dgrad's result is taken back through SiLU and leaves the sums for a norm
+    GATE, ACTIVATION, SLOPE = "gate", "activation", "slope"  # a linear layer's: see `Epilogue`
 
 
 EPILOGUE = frozenset({Fusion.BIAS, Fusion.EMB, Fusion.ADDEND})
+AFTERWARDS = frozenset({Fusion.GATE, Fusion.ACTIVATION, Fusion.SLOPE})  # what may be a pass of its own
 
 
 class Image(NamedTuple):
@@ -68,8 +70,8 @@ class Problem(NamedTuple):
     direction: FPROP, DGRAD or WGRAD. x and out: what the pass reads under the weight and what it writes, in dgrad the
     gradients of output and input; in wgrad the input and the gradient of the output. x2: the channels after x's, in
     dgrad after out's. skip, skip_weight: the one or two sources of a skip path. norm: those of the norm before the
-    input, and silu: whether SiLU followed it. tf32: as in `Operands`. With groups the weight has the shape
-    (K, R, S, C / groups).
+    input, and silu: whether SiLU followed it. products: of tensor cores, for one; 3 where float32
+    is exact. With groups the weight has the shape (K, R, S, C / groups).
     """
 
     direction: str
@@ -78,7 +80,7 @@ class Problem(NamedTuple):
     out: Image
     stride: Pair = (1, 1)
     padding: Pair = (0, 0)
-    tf32: bool = False
+    products: int = 1
     wanted: frozenset[str] = frozenset()
     x2: Image | None = None
     skip: tuple[Image, ...] = ()
@@ -119,8 +121,7 @@ class Skip(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The arrays of a problem, as it names them; wgrad writes `weight`, or, with `add`, adds to it. tf32: whether
-    float32 may be rounded to it."""
+    """The arrays of a problem, as it names them; wgrad writes `weight`, or, with `add`, adds to it."""
 
     x: Array
     weight: Array
@@ -130,7 +131,6 @@ class Operands(NamedTuple):
     skip: Skip | None = None
     norm: Norm | None = None
     add: bool = False
-    tf32: bool = False
 
 
 def problem_of(direction: str, given: Operands, stride: Pair, padding: Pair, *wanted: str, dilation: Pair = (1, 1),
@@ -138,19 +138,21 @@ def problem_of(direction: str, given: Operands, stride: Pair, padding: Pair, *wa
     """The problem of these operands, where more is wanted than they show."""
     skip, norm = given.skip, given.norm
     return Problem(
-        direction, image_of(given.x), weight_of(given.weight), image_of(given.out), stride, padding, given.tf32,
-        frozenset((*wanted_by(given), *wanted)), None if given.x2 is None else image_of(given.x2),
+        direction, image_of(given.x), weight_of(given.weight), image_of(given.out), stride, padding,
+        products(given.x.dtype), frozenset((*wanted_by(given), *wanted)),
+        None if given.x2 is None else image_of(given.x2),
         () if skip is None else _images(skip[:2]), None if skip is None else weight_of(skip.weight),
-        () if norm is None else _images(norm[1:3]), norm is None or norm.silu,
-        dilation, groups,
+        () if norm is None else _images(norm[1:3]), norm is None or norm.silu, dilation, groups,
     )
 
 
 def wanted_by(given: Operands) -> list[str]:
     """The fusions that operands show."""
-    bias, emb, addend, _ = given.epilogue
+    epilogue = given.epilogue
     terms = {
-        Fusion.BIAS: bias, Fusion.EMB: emb, Fusion.ADDEND: addend, Fusion.SECOND_SOURCE: given.x2,
+        Fusion.BIAS: epilogue.bias, Fusion.EMB: epilogue.emb, Fusion.ADDEND: epilogue.addend,
+        Fusion.GATE: epilogue.gate, Fusion.ACTIVATION: epilogue.activation, Fusion.SLOPE: epilogue.slope,
+        Fusion.SECOND_SOURCE: given.x2,
         Fusion.SKIP: given.skip, Fusion.NORM_BACKWARD: given.norm,
     }
     found = [fusion for fusion, term in terms.items() if term is not None]

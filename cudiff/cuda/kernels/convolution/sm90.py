@@ -9,7 +9,17 @@ import numpy as np
 
 from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.device import multiprocessors
-from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, WGRAD, Fusion, Norm, Operands, Problem, Skip
+from cudiff.cuda.kernels.convolution.problem import (
+    AFTERWARDS,
+    DGRAD,
+    EPILOGUE,
+    WGRAD,
+    Fusion,
+    Norm,
+    Operands,
+    Problem,
+    Skip,
+)
 from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.cuda.kernels.shape import at_16_bytes, turned
 from cudiff.cuda.launch import blocks, launch
@@ -52,7 +62,7 @@ def of_one_size(p: Problem) -> bool:
     rows, columns = p.kernel
     x, out = p.x, p.out
     return (
-        (is_low(x.dtype) or (p.tf32 and x.dtype == float32))
+        p.products == 1
         and len(x.shape) == len(out.shape) == 4
         and x.aligned
         and out.aligned
@@ -88,7 +98,7 @@ def offer(p: Problem) -> Offer | None:
         return None
     if Fusion.SECOND_SOURCE in p.wanted and (Fusion.UPSAMPLE in p.wanted or not takes_second_source(p)):
         return None
-    left = {Fusion.CAST, Fusion.SUMS}
+    left = {Fusion.CAST, Fusion.SUMS} | AFTERWARDS
     if Fusion.SKIP in p.wanted and not _takes_skip(p):
         left.add(Fusion.SKIP)
     if Fusion.NORM_BACKWARD in p.wanted and not _takes_norm(p):

@@ -8,7 +8,7 @@ import numpy as np
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.device import current_target
-from cudiff.cuda.kernels.convolution import few_channels, grouped, matrices, portable, sm90, wgrad_sm90
+from cudiff.cuda.kernels.convolution import few_channels, grouped, matrices, portable, sm90, wgrad_sm90, windows_sm90
 from cudiff.cuda.kernels.convolution.problem import (
     DGRAD,
     FPROP,
@@ -33,7 +33,7 @@ from cudiff.statistics import ChannelStatistics
 def _without_statistics(offer: Callable[[Problem], Offer | None]) -> Callable[[Problem], Offer | None]:
     """The offer for fprop of float32 that is not rounded to tf32."""
     def offer_exact(p: Problem) -> Offer | None:
-        exact = p.direction == FPROP and p.x.dtype == float32 and not p.tf32
+        exact = p.direction == FPROP and p.x.dtype == float32 and p.products == 3
         return offer(p._replace(wanted=p.wanted - {Fusion.STATISTICS})) if exact else None
 
     return offer_exact
@@ -48,6 +48,10 @@ CONVOLUTION = Table(
         "3x3 or 1x1 that keep the size, between an image of up to 7 channels, 16-bit or float32, and a 16-bit one of "
         "32 to 128; adds a bias, and to a result of many channels emb and ReLU, and writes its sums; dgrad to a norm "
         "of one source; not with an addend, a skip path, two sources, an upsampled input"),
+    Row("gemm_sm90", SM90, windows_sm90.offer, windows_sm90.run,
+        "fprop and dgrad of stride 1 that keep the size, of 16 bits, pixels at multiples of 16 bytes; adds bias, "
+        "addend and, of several taps, embedding; takes two sources; declines where conv2d_sm90 is estimated to take "
+        "less time with the sums and the skip path that it fuses: so it takes one tap and small images"),
     Row("conv2d_sm90", SM90, sm90.offer, sm90.run,
         "fprop and dgrad of stride 1 that keep the size, 16-bit or tf32, 1 or 3 rows of taps, pixels at multiples of "
         "16 bytes; adds bias, embedding and addend; fprop writes a norm's statistics, dgrad no bias's sums; 16-bit "
@@ -98,7 +102,7 @@ def _skipped(given: Operands) -> Array:
     assert skip is not None
     matrix = skip.weight.reshape(len(skip.weight), -1)
     out = empty((1, skip.x.size // skip.x.shape[-1], len(matrix)), skip.x.dtype)
-    linear(FPROP, Operands(skip.x, matrix, out, Epilogue(skip.bias), skip.x2, tf32=given.tf32))
+    linear(FPROP, Operands(skip.x, matrix, out, Epilogue(skip.bias), skip.x2))
     return out
 
 

@@ -110,7 +110,9 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: Plan | None 
     if dweight.shape[1:3] == (1, 1) and chosen is None and x.shape[:3] == dout.shape[:3]:
         images = full_tiles(x.shape[:3], apart=False)
         x, x2, dout = (None if array is None else array.reshape(*images, array.shape[3]) for array in (x, x2, dout))
-    one = _Wgrad(_whole(x), x2, _whole(dout), dweight, add)
+    if x.shape[3] % 8 or dout.shape[3] % 8:
+        x, dout = _whole(x), _whole(dout)
+    one = _Wgrad(x, x2, dout, dweight, add)
     if chosen is not None:
         _launch_as(chosen, [one])
     else:

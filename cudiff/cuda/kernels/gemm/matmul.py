@@ -6,36 +6,34 @@ import numpy as np
 
 from cudiff.backend import Array
 from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, FPROP, Operands, Problem
-from cudiff.cuda.kernels.gemm.product import Epilogue, product
-from cudiff.cuda.launch import aligned, empty
+from cudiff.cuda.kernels.gemm.problem import Product
+from cudiff.cuda.kernels.gemm.product import Epilogue, product, products
+from cudiff.cuda.launch import aligned
 from cudiff.cuda.select import Offer
 
 
-def multiply(a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False, out: Array | None = None,
-             epilogue: Epilogue | None = None, tf32: bool = False) -> Array:
-    """a·b of CUDA matrices, or batches of them, with the epilogue's additions. Returns `out`, new in a's dtype if None.
+def multiply(a: Array, b: Array, out: Array, transpose_a: bool = False, transpose_b: bool = False,
+             epilogue: Epilogue | None = None) -> None:
+    """out (B, m, n) = a·b of CUDA matrices, or batches of them, with the epilogue's additions.
 
     a (B, m, k), or (B, k, m) under transpose_a; b (B, k, n), or (B, n, k) under transpose_b; a batch of one serves
     all. Rows may be a part of longer ones. b is rounded to a's dtype.
     """
     b = b if b.dtype == a.dtype else b.astype(a.dtype)
-    batches = max(a.shape[0], b.shape[0])
-    rows, depth = a.shape[:0:-1] if transpose_a else a.shape[1:]
-    columns = b.shape[1] if transpose_b else b.shape[2]
-    if out is None:
-        out = empty((batches, rows, columns), a.dtype)
+    (batches, rows, columns), depth = out.shape, a.shape[1 if transpose_a else 2]
     if out.size == 0:
-        return out
-    bias, emb, addend, _ = epilogue or Epilogue()
+        return
+    bias, emb, addend = (epilogue or Epilogue())[:3]
     if depth == 0 and bias is emb is None and (addend is None or addend is out):  # sums of nothing
         if addend is None:
             out.fill(0)
-        return out
+        return
     pitch_a, pitch_b, pitch = (x.strides[1] // x.itemsize for x in (a, b, out))
     batch_a, batch_b = (x.strides[0] // x.itemsize if x.shape[0] > 1 else 0 for x in (a, b))
     dims = (rows, columns, depth, np.int64(pitch_a), np.int64(pitch_b), np.int64(batch_a), np.int64(batch_b))
-    return product(
-        "matmul", a, b, out, pitch, dims, (rows, columns, depth, batches), epilogue or Epilogue(), tf32,
+    product(
+        "matmul", a, b, out, pitch, dims, (rows, columns, depth, batches), epilogue or Epilogue(),
+        products(a.dtype),
         A_K_MAJOR=not transpose_a, B_K_MAJOR=transpose_b,
         A_VEC=aligned(a, pitch_a, batch_a, a.shape[2]), B_VEC=aligned(b, pitch_b, batch_b, b.shape[2]),
     )
@@ -49,13 +47,21 @@ def offer(p: Problem) -> Offer:
 def run(given: Operands, offer: Offer, p: Problem) -> None:
     x, weight, out, epilogue, add = given.x, given.weight, given.out, given.epilogue, given.add
     if p.direction == FPROP:
-        multiply(rows_of(x), weight[None], transpose_b=True, out=rows_of(out), epilogue=epilogue, tf32=p.tf32)
+        multiply(rows_of(x), weight[None], rows_of(out), transpose_b=True, epilogue=epilogue)
     elif p.direction == DGRAD:
-        multiply(rows_of(x), weight[None], out=rows_of(out), epilogue=epilogue, tf32=p.tf32)
+        multiply(rows_of(x), weight[None], rows_of(out), epilogue=epilogue)
     else:
         dweight = weight[None]
         epilogue = Epilogue(addend=dweight if add else None)
-        multiply(rows_of(out), rows_of(x), transpose_a=True, out=dweight, epilogue=epilogue, tf32=p.tf32)
+        multiply(rows_of(out), rows_of(x), dweight, transpose_a=True, epilogue=epilogue)
+
+
+def offer_product(p: Product) -> Offer:
+    return Offer()
+
+
+def run_product(a: Array, b: Array, out: Array, offer: Offer, p: Product) -> None:
+    multiply(a, b, out, p.transpose_a, p.transpose_b, Epilogue(addend=out if p.add else None))
 
 
 def rows_of(x: Array) -> Array:

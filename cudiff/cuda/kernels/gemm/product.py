@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cudiff.backend import Array, float32, is_low
-from cudiff.cuda.device import multiprocessors
+from cudiff.backend import Array, float32
+from cudiff.cuda.device import multiprocessors, shared_memory
 from cudiff.cuda.launch import address, blocks, empty, launch
 from cudiff.cuda.tiles import Planner
+from cudiff.precision import tf32_allowed
 
-STAGES = 3
 ROW_BYTES = 128  # a tile's extent along k
 
 
@@ -33,6 +33,12 @@ TILES = (
     Tile(64, 64, 2, 2, 0.7),
     Tile(128, 16, 4, 1, 0.35),
 )
+
+
+def stages() -> int:
+    """How many tiles of each operand shared memory holds: three of the largest where it has room, two on Turing."""
+    largest = max(tile.rows + tile.columns for tile in TILES) * ROW_BYTES
+    return 3 if 3 * largest <= shared_memory() else 2
 
 
 class Plan(NamedTuple):
@@ -85,24 +91,36 @@ def time(chosen: Plan, rows: int, columns: int, depth: int, batches: int, itemsi
 plan = Planner("gemm", plans, time)
 
 
-def problem_of(dtype: np.dtype, size: tuple[int, int, int, int], tf32: bool, aligned: bool) -> tuple:
+def problem_of(dtype: np.dtype, size: tuple[int, int, int, int], products: int, aligned: bool) -> tuple:
     """What `plan` is asked for operands of this dtype, and (rows, columns, depth, batches)."""
-    return *size, dtype.itemsize, _products(dtype, tf32), aligned
+    return *size, dtype.itemsize, products, aligned
 
 
-def _products(dtype: np.dtype, tf32: bool) -> int:
-    """Products that one takes: three tf32 ones make one of float32."""
-    return 1 if tf32 or is_low(dtype) else 3
+def products(dtype: np.dtype) -> int:
+    """Products of tensor cores that one takes: three make one of float32, unless that may be rounded to tf32."""
+    return 1 if dtype.itemsize == 2 or tf32_allowed() else 3
 
 
 class Epilogue(NamedTuple):
-    """What is added to a product before it is rounded: bias (columns,), emb (images, columns), both float32, and
-    `addend`, of the result's dtype and shape, which may be the result itself."""
+    """What is done to a product before it is rounded. bias (columns,), emb (images, columns), both float32, and
+    `addend`, of the result's dtype and shape, which may be the result itself, are added. Of linear layers then:
+
+    gate (images, columns), float32: the result is addend + gate · what else there is.
+    activation: a name of ACTIVATIONS. What it is applied to is left in `preactivation`, where that is given.
+    slope: likewise; the result, a gradient, is multiplied by the activation's slope at `preactivation`.
+    """
 
     bias: Array | None = None
     emb: Array | None = None
     addend: Array | None = None
     rows_per_image: int = 1
+    gate: Array | None = None
+    activation: str | None = None
+    slope: str | None = None
+    preactivation: Array | None = None
+
+
+ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}  # as activation.cuh numbers them
 
 
 def as_float32(bias: Array | None) -> Array | None:
@@ -110,7 +128,7 @@ def as_float32(bias: Array | None) -> Array | None:
 
 
 def product(stem: str, a: Array, b: Array, out: Array, pitch: int, dims: tuple, size: tuple[int, int, int, int],
-            epilogue: Epilogue, tf32: bool, **flags: Any) -> Array:
+            epilogue: Epilogue, products: int, **flags: Any) -> Array:
     """Launch `<stem>.cu` with the plan for its problem, and the sum of its splits where that has any. Returns
     `out`.
 
@@ -118,22 +136,23 @@ def product(stem: str, a: Array, b: Array, out: Array, pitch: int, dims: tuple, 
     kernel's own arguments, `flags` its own constants.
     """
     def run(chosen: Plan) -> Array:
-        return product_as(chosen, stem, a, b, out, pitch, dims, size, epilogue, tf32, **flags)
+        return product_as(chosen, stem, a, b, out, pitch, dims, size, epilogue, products, **flags)
 
-    problem = problem_of(a.dtype, size, tf32, flags["A_VEC"] and flags["B_VEC"])
+    problem = problem_of(a.dtype, size, products, flags["A_VEC"] and flags["B_VEC"])
     return plan.run(problem, run, [out] if epilogue.addend is out else [])
 
 
 def product_as(chosen: Plan, stem: str, a: Array, b: Array, out: Array, pitch: int, dims: tuple,
-               size: tuple[int, int, int, int], epilogue: Epilogue, tf32: bool, **flags: Any) -> Array:
+               size: tuple[int, int, int, int], epilogue: Epilogue, products: int, **flags: Any) -> Array:
     """`product` with a chosen plan."""
     rows, columns, _, batches = size
     tile = chosen.tile
     grid = (batches * blocks(rows, tile.rows) * blocks(columns, tile.columns), chosen.splits)
-    shared = STAGES * (tile.rows + tile.columns) * ROW_BYTES
+    count = stages()
+    shared = count * (tile.rows + tile.columns) * ROW_BYTES
     constants = dict(
-        T=a.dtype, TF32_PRODUCTS=_products(a.dtype, tf32), BM=tile.rows, BN=tile.columns, BK=ROW_BYTES // a.itemsize,
-        WM=tile.warps_m, WN=tile.warps_n, STAGES=STAGES,
+        T=a.dtype, TF32_PRODUCTS=products, BM=tile.rows, BN=tile.columns, BK=ROW_BYTES // a.itemsize,
+        WM=tile.warps_m, WN=tile.warps_n, STAGES=count,
         **{name: int(v) if isinstance(v, bool) else v for name, v in flags.items()},
     )
     threads = tile.warps_m * tile.warps_n * 32

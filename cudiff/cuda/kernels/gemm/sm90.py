@@ -1,4 +1,4 @@
-"""Linear layers of 16 bits on Hopper's own instructions: products of matrices by gemm_sm90.cu."""
+"""Products of matrices and linear layers of 16 bits on Hopper's own instructions, by gemm_sm90.cu."""
 
 from __future__ import annotations
 
@@ -8,16 +8,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cudiff.backend import Array, float32, is_low
+from cudiff.backend import Array, array_module, float32, is_low
 from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.kernels.convolution import sm90, wgrad_sm90
-from cudiff.cuda.kernels.convolution.problem import DGRAD, WGRAD, Fusion, Operands, Problem
+from cudiff.cuda.kernels.convolution.problem import (
+    AFTERWARDS,
+    DGRAD,
+    EPILOGUE,
+    WGRAD,
+    Fusion,
+    Operands,
+    Problem,
+)
 from cudiff.cuda.kernels.gemm.matmul import rows_of
-from cudiff.cuda.kernels.gemm.product import Epilogue
+from cudiff.cuda.kernels.gemm.problem import Product
+from cudiff.cuda.kernels.gemm.product import ACTIVATIONS, Epilogue
 from cudiff.cuda.kernels.shape import at_16_bytes
 from cudiff.cuda.launch import blocks, launch
 from cudiff.cuda.select import Offer
-from cudiff.cuda.tensor_map import tensor_map
+from cudiff.cuda.tensor_map import tensor_map, windows_map
 from cudiff.cuda.tiles import Planner
 
 ROWS, DEPTH = 128, 64  # of a tile, and of a step
@@ -26,25 +35,33 @@ SHARED_BYTES = 227 << 10  # of a block
 BARRIER_BYTES = 256
 STAGES = 8  # at most
 STEPS = {256: 0.65, 192: 0.495, 128: 0.36}  # microseconds of a step, by a tile's columns
-CONVOLUTION_FLOPS = 330e6  # in a microsecond, at most, of conv2d_sm90 as a product: its warpgroups share no operand
+BANDWIDTH = 3e6  # bytes in a microsecond
+ONE_TAP_FLOPS = 330e6  # in a microsecond, at most, of conv2d_sm90 with one tap: its warpgroups share no operand
+
+
+# The kernel reads or leaves one matrix beside the result.
+_READS_ONE = [
+    frozenset(wanted) for wanted in
+    ((), (Fusion.ADDEND,), (Fusion.ADDEND, Fusion.GATE), (Fusion.ACTIVATION,), (Fusion.SLOPE,))
+]
 
 
 def offer(p: Problem) -> Offer | None:
-    """Of one source, where this is estimated to take less time than the convolutions' kernels."""
+    """Where this is estimated to take less time than the convolutions' kernels."""
     if not _supports(p):
         return None
     asked = _product(p)
-    chosen = plan(*asked)
-    microseconds = time(chosen, *asked)
-    return Offer(p.wanted, chosen, microseconds) if microseconds < _as_convolution(p) else None
+    microseconds = plan.estimate(*asked)  # a measured plan is no slower: tuning changes no kernel
+    return Offer(p.wanted, plan(*asked), microseconds) if microseconds < _as_convolution(p) + _afterwards(p) else None
 
 
 def _supports(p: Problem) -> bool:
-    rounds = p.direction != WGRAD
+    rounds, pair = p.direction != WGRAD, Fusion.SECOND_SOURCE in p.wanted
     return (
         is_low(p.x.dtype)
         and p.out.dtype == p.x.dtype
-        and p.wanted <= ({Fusion.BIAS, Fusion.ADDEND} if rounds else set())
+        and (p.wanted - {Fusion.BIAS, Fusion.SECOND_SOURCE} in _READS_ONE if rounds else not p.wanted)
+        and (not pair or (sm90.takes_second_source(p) and not (p.direction == DGRAD and p.wanted & EPILOGUE)))
         and p.x.rows_aligned
         and p.out.rows_aligned
         and p.weight.rows_aligned
@@ -54,9 +71,10 @@ def _supports(p: Problem) -> bool:
 
 def _product(p: Problem) -> tuple[int, int, int, bool]:
     """Rows, columns and depth, and whether the result is rounded to 16 bits: what the plan is asked."""
-    inputs, outputs = p.x.shape[-1], p.out.shape[-1]
-    rows = p.x.size // inputs
-    return (outputs, inputs, rows, False) if p.direction == WGRAD else (rows, outputs, inputs, True)
+    rows, (outputs, _, _, inputs) = p.x.size // p.x.shape[-1], p.weight.shape
+    if p.direction == WGRAD:
+        return outputs, inputs, rows, False
+    return (rows, inputs, outputs, True) if p.direction == DGRAD else (rows, outputs, inputs, True)
 
 
 def _as_convolution(p: Problem) -> float:
@@ -68,9 +86,41 @@ def _as_convolution(p: Problem) -> float:
         return min(wgrad_sm90.time(plan, *asked) for plan in wgrad_sm90.plans(*asked))
     if sm90.offer(p) is None:
         return np.inf
-    shape = *sm90.full_tiles(p.x.shape[:3], apart=False), p.x.shape[3]
-    estimate = sm90.plan.estimate(shape, p.out.shape[3], p.kernel, p.x.dtype.itemsize, 0, False)
-    return max(estimate, 2 * p.x.size * p.out.shape[3] / CONVOLUTION_FLOPS)
+    rows, columns, depth, _ = _product(p)
+    shape = *sm90.full_tiles(p.x.shape[:3], apart=False), depth
+    estimate = sm90.plan.estimate(shape, columns, p.kernel, p.x.dtype.itemsize, 0, False)
+    return max(estimate, 2 * rows * columns * depth / ONE_TAP_FLOPS)
+
+
+def offer_product(p: Product) -> Offer | None:
+    """Where TMA can bring and take every row; pairs of floats are stored."""
+    takes = (
+        is_low(p.a.dtype)
+        and p.out.dtype in (p.a.dtype, float32)
+        and all(matrix.aligned for matrix in (p.a, p.b, p.out))
+        and (p.out.dtype != float32 or all(length % 8 == 0 for length in p.out.shape[1:]))
+        and min(p.size) > 0
+    )
+    return Offer(plan=plan(*_of_product(p))) if takes else None
+
+
+def _of_product(p: Product) -> tuple[int, int, int, bool, int]:
+    rows, columns, depth, batches = p.size
+    return rows, columns, depth, p.out.dtype != float32, batches
+
+
+def run_product(a: Array, b: Array, out: Array, offer: Offer, p: Product) -> None:
+    a, b = (array_module("cuda").broadcast_to(array, (len(out), *array.shape[1:])) for array in (a, b))
+    rounds = p.out.dtype != float32
+    epilogue = Epilogue(addend=out if p.add and rounds else None)
+    plan.run(_of_product(p), lambda chosen: multiply(a, b, out, epilogue, p.transpose_a, not p.transpose_b,
+                                                     p.add and not rounds, chosen),
+             [out] if p.add else [], chosen=offer.plan)
+
+
+def _afterwards(p: Problem) -> float:
+    """Estimated microseconds of the pass of its own that the next rows leave: its launch, and three matrices."""
+    return 3 + 3 * p.out.size * p.out.dtype.itemsize / BANDWIDTH if p.wanted & AFTERWARDS else 0.0
 
 
 def run(given: Operands, offer: Offer, p: Problem) -> None:
@@ -80,8 +130,14 @@ def run(given: Operands, offer: Offer, p: Problem) -> None:
     else:
         weight = weight if weight.dtype == x.dtype else weight.astype(x.dtype)
         a, b, result, a_mn, b_mn = x, weight, out, False, p.direction == DGRAD
-    plan.run(_product(p), lambda chosen: multiply(a, b, result, given.epilogue, a_mn, b_mn, given.add, chosen),
-             [result] if given.add or given.epilogue.addend is given.out else [], chosen=offer.plan)
+    more = None if given.x2 is None else rows_of(given.x2)
+    a2, out2 = (None, more) if p.direction == DGRAD else (more, None)
+
+    def launch_as(chosen: Plan) -> None:
+        multiply(a, b, result, given.epilogue, a_mn, b_mn, given.add, chosen, a2, out2)
+
+    plan.run(_product(p), launch_as, [result] if given.add or given.epilogue.addend is given.out else [],
+             chosen=offer.plan)
 
 
 class Plan(NamedTuple):
@@ -96,21 +152,21 @@ class Plan(NamedTuple):
         return [*self]
 
 
-def plans(rows: int, columns: int, depth: int, rounds: bool) -> Iterator[Plan]:
-    """All for a result of 16 bits, where it `rounds`, or of floats."""
+def plans(rows: int, columns: int, depth: int, rounds: bool, batches: int = 1) -> Iterator[Plan]:
+    """All for results of 16 bits, where it `rounds`, or of floats."""
     for width, cluster, turned in itertools.product(STEPS, (1, 2, 4), (0, 1)):
         plan = Plan(width, cluster, turned)
         if rounds and (turned or width // cluster % 64):
             continue
-        one_each = cluster <= blocks(depth, DEPTH) and _tiles(plan, rows, columns) <= sm90.at_once(cluster)
+        one_each = cluster <= blocks(depth, DEPTH) and batches * _tiles(plan, rows, columns) <= sm90.at_once(cluster)
         if cluster == 1 or one_each:
             yield plan
 
 
-def time(chosen: Plan, rows: int, columns: int, depth: int, rounds: bool) -> float:
+def time(chosen: Plan, rows: int, columns: int, depth: int, rounds: bool, batches: int = 1) -> float:
     """Estimated microseconds, as measured on an H200: steps, finishing tiles, and the sums that blocks send."""
     width, cluster, turned = chosen
-    waves = blocks(_tiles(chosen, rows, columns), sm90.at_once(cluster))
+    waves = blocks(batches * _tiles(chosen, rows, columns), sm90.at_once(cluster))
     sent = ROWS * width * 4 * (cluster - 1) / cluster
     finish = (1.6 if rounds else 2.5 if turned and cluster == 1 else 2.7) * width / 256 + sent / 14e3
     return 3 + waves * (blocks(blocks(depth, DEPTH), cluster) * STEPS[width] + finish)
@@ -125,38 +181,61 @@ def _tiles(chosen: Plan, rows: int, columns: int) -> int:
     return blocks(rows, ROWS) * blocks(columns, chosen.columns)
 
 
-def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_mn: bool, add: bool, plan: Plan) -> None:
+def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_mn: bool, add: bool, plan: Plan,
+             a2: Array | None = None, out2: Array | None = None, taps: tuple[int, int] | None = None) -> None:
     """out (B, M, N) = the products of a (B, M, depth), or (B, depth, M) under `a_mn`, and b (B, N, depth), or
-    (B, depth, N) under `b_mn`, with what the epilogue adds; float32 out is added to where `add`."""
-    (batches, rows, columns), depth = out.shape, a.shape[1 if a_mn else 2]
+    (B, depth, N) under `b_mn`, with what the epilogue adds; float32 out is added to where `add`.
+
+    a2: what a has of the depth after its own, a multiple of 64; out2: the columns after out's, likewise. Not with an
+    addend, or of floats. taps: of a convolution of stride 1 that keeps the size of the images a (N, H, W, depth); then
+    b is (R · S, N, depth), or under `b_mn` (R · S, depth, N) of which the last tap is the first, and B is 1.
+    """
+    (batches, rows, first_columns), split = out.shape, a.shape[1 if a_mn else -1]
+    columns = first_columns if out2 is None else first_columns + out2.shape[2]
+    depth = split if a2 is None else split + a2.shape[-1]
     width, cluster, turned = plan
     tiles = _tiles(plan, rows, columns) * batches
     if turned:
         a, b, a_mn, b_mn, rows, columns = b, a, b_mn, a_mn, columns, rows
     rounds = out.dtype != float32
-    bias, addend = (None if term is None else at_16_bytes(term) for term in (epilogue.bias, epilogue.addend))
-    stages, shared = _fit(plan, b_mn, rounds, addend is not None)
-    operands = (
-        tensor_map(a, (1, DEPTH, 64) if a_mn else (1, ROWS, DEPTH)),
-        tensor_map(b, (1, DEPTH, 64) if b_mn else (1, width, DEPTH)),
-    )
-    results = [tensor_map(array.reshape(out.shape), (1, 64, 64), operand=False) if rounds else operands[0]
-               for array in (out, out if addend is None else addend)]
+    other = epilogue.addend if epilogue.preactivation is None else epilogue.preactivation
+    reads = other is not None and epilogue.activation is None
+    other = at_16_bytes(other) if reads else other
+    bias, by_image = (None if term is None else at_16_bytes(term)
+                      for term in (epilogue.bias, epilogue.emb if epilogue.gate is None else epilogue.gate))
+    stages, shared = _fit(plan, b_mn, rounds, reads, keeps=other is not None and not reads)
+
+    def source(array: Array) -> np.ndarray:
+        if taps is not None:
+            return windows_map(array, taps, ROWS)
+        return tensor_map(array, (1, DEPTH, 64) if a_mn else (1, ROWS, DEPTH))
+
+    def result(array: Array) -> np.ndarray:
+        return tensor_map(array.reshape(-1, rows, array.shape[-1]), (1, 64, 64), operand=False)
+
+    a_map = source(a)
+    operands = a_map, a_map if a2 is None else source(a2), tensor_map(b, (1, DEPTH, 64) if b_mn else (1, width, DEPTH))
+    results = [result(out if array is None else array) if rounds else a_map for array in (out, out2, other)]
     floats, pitch = (None, 0) if rounds else (out, out.strides[1] // out.itemsize)
+    window = (1, 1, 1, 1) if taps is None else (*taps, *a.shape[1:3])
     launch(
         "gemm_sm90", "gemm_sm90", (tiles if cluster > 1 else min(tiles, multiprocessors()), 1, cluster), 384,
-        (*operands, *results, bias, floats, np.int64(pitch), int(add), rows, columns, depth, batches),
+        (*operands, *results, bias, by_image, epilogue.rows_per_image, floats, np.int64(pitch), int(add), rows, columns,
+         depth, batches, split, columns if out2 is None else first_columns, *window),
         shared, T=a.dtype, OUT=out.dtype, A_MN=int(a_mn), B_MN=int(b_mn), BN=width, CLUSTER=cluster,
-        STAGES=stages, ADDS=int(addend is not None), TURNED=turned,
+        STAGES=stages, TURNED=turned, WINDOWS=int(taps is not None),
+        ADDS=int(epilogue.addend is not None and epilogue.gate is None), ACTIVATION=ACTIVATIONS[epilogue.activation],
+        KEEPS=int(other is not None and not reads), SLOPE=ACTIVATIONS[epilogue.slope],
+        GATES=int(epilogue.gate is not None),
     )
 
 
-def _fit(plan: Plan, b_mn: bool, rounds: bool, adds: bool) -> tuple[int, int]:
+def _fit(plan: Plan, b_mn: bool, rounds: bool, reads: bool, keeps: bool) -> tuple[int, int]:
     """Stages of operands, and bytes of shared memory for them, the results and biases of a tile, and barriers."""
     width, cluster, _ = plan
     stage, rest = (ROWS + (blocks(width, 64) * 64 if b_mn else width)) * ROW_BYTES, BARRIER_BYTES
     if rounds:
         panels = width // cluster // 64
-        rest += 2 * (panels if adds else min(2, panels)) * PANEL_BYTES + 2 * width * 4
+        rest += 2 * (panels if reads else 2 if keeps else min(2, panels)) * PANEL_BYTES + 2 * width * 4
     stages = min(STAGES, (SHARED_BYTES - rest) // stage)
     return stages, rest + stages * stage

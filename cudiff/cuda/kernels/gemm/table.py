@@ -1,4 +1,5 @@
-"""Which kernels linear layers run by: for some a linear layer is a 1×1 convolution of an image 8 pixels wide."""
+"""Which kernels products of matrices and linear layers run by: for some a linear layer is a 1×1 convolution of an image
+8 pixels wide."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import math
 from cudiff.backend import Array
 from cudiff.cuda.kernels.convolution import sm90, wgrad_sm90
 from cudiff.cuda.kernels.convolution.problem import (
+    AFTERWARDS,
     DGRAD,
     FPROP,
     WGRAD,
@@ -19,9 +21,13 @@ from cudiff.cuda.kernels.convolution.problem import (
     wanted_by,
     weight_of,
 )
-from cudiff.cuda.kernels.gemm import matmul
+from cudiff.cuda.kernels.elementwise import activate, multiply_by_slope
+from cudiff.cuda.kernels.gated import add_gated
+from cudiff.cuda.kernels.gemm import matmul as portable
 from cudiff.cuda.kernels.gemm import sm90 as gemm_sm90
-from cudiff.cuda.kernels.gemm.product import Epilogue
+from cudiff.cuda.kernels.gemm.problem import Product, matrix_of
+from cudiff.cuda.kernels.gemm.product import Epilogue, products
+from cudiff.cuda.launch import empty
 from cudiff.cuda.select import ANY, SM90, Offer, Row, Table
 
 
@@ -36,14 +42,41 @@ def _as_convolution(given: Operands, offer: Offer, p: Problem) -> None:
 LINEAR = Table(
     "linear layers",
     Row("gemm_sm90", SM90, gemm_sm90.offer, gemm_sm90.run,
-        "16 bits, channels a multiple of 8, one source; declines where the next rows are estimated to take less time"),
+        "16 bits, channels a multiple of 8; two sources but in the weight gradient; adds a bias, then one of: an "
+        "addend, it by a gate, an activation, its slope; declines where the next rows are estimated to take less time"),
     Row("conv2d_sm90", SM90, sm90.offer, _as_convolution,
         "output and input gradient of 16 bits or tf32 where 8 divides the rows, as a convolution; two sources too of "
         "16 bits, the first of whole 64 channels"),
     Row("conv2d_wgrad_sm90, conv2d_wgrad_tf32_sm90", SM90, wgrad_sm90.offer, _as_convolution,
         "weight gradient of the same, of any number of channels"),
-    Row("matmul", ANY, matmul.offer, matmul.run, "all; two sources by a launch for each"),
+    Row("matmul", ANY, portable.offer, portable.run, "all; two sources by a launch for each"),
 )
+
+MATMUL = Table(
+    "products of matrices",
+    Row("gemm_sm90", SM90, gemm_sm90.offer_product, gemm_sm90.run_product,
+        "16 bits, rows at multiples of 16 bytes; float32 results of 8 n rows and columns too"),
+    Row("matmul", ANY, portable.offer_product, portable.run_product, "all"),
+)
+
+
+def matmul(a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False, out: Array | None = None,
+           add: bool = False) -> Array:
+    """a·b of batches of CUDA matrices. Returns `out` (B, m, n), to which it is added where `add`; new in a's dtype if
+    None.
+
+    a (B, m, k), or (B, k, m) under transpose_a; b (B, k, n), or (B, n, k) under transpose_b; a batch of one serves all.
+    b is rounded to a's dtype.
+    """
+    b = b if b.dtype == a.dtype else b.astype(a.dtype)
+    if out is None:
+        rows, columns = a.shape[2 if transpose_a else 1], b.shape[1 if transpose_b else 2]
+        out = empty((max(len(a), len(b)), rows, columns), a.dtype)
+    problem = Product(matrix_of(a), matrix_of(b), matrix_of(out), transpose_a, transpose_b, add,
+                      products(a.dtype))
+    chosen = MATMUL.select(problem)
+    chosen.row.run(a, b, out, chosen.offer, problem)
+    return out
 
 
 def linear(direction: str, given: Operands) -> None:
@@ -55,14 +88,33 @@ def linear(direction: str, given: Operands) -> None:
     outputs, channels = given.weight.shape
     problem = Problem(
         direction, _image(given.x), weight_of(given.weight, (outputs, 1, 1, channels)), _image(given.out),
-        tf32=given.tf32, wanted=frozenset(wanted_by(given)), x2=None if given.x2 is None else _image(given.x2),
+        products=products(given.x.dtype), wanted=frozenset(wanted_by(given)),
+        x2=None if given.x2 is None else _image(given.x2),
     )
     chosen = LINEAR.select(problem)
     if Fusion.SECOND_SOURCE in chosen.left:
         for half in _halves(direction, given):
             linear(direction, half)
+    elif chosen.left & AFTERWARDS:
+        _and_then(direction, given)
     else:
         chosen.row.run(given, chosen.offer, problem)
+
+
+def _and_then(direction: str, given: Operands) -> None:
+    """The product, and what becomes of it by a launch of its own."""
+    out, e = given.out, given.epilogue
+    plain = Epilogue(e.bias, e.emb, e.addend, e.rows_per_image)
+    if e.activation is not None:
+        x = out if e.preactivation is None else e.preactivation
+        linear(direction, given._replace(out=x, epilogue=plain))
+        activate(e.activation, x, out)
+    elif e.slope is not None:
+        linear(direction, given._replace(epilogue=plain))
+        multiply_by_slope(e.slope, out, e.preactivation)
+    else:
+        linear(direction, given._replace(epilogue=plain._replace(addend=None)))
+        add_gated(e.addend, out, e.gate, e.rows_per_image, out)
 
 
 def _halves(direction: str, given: Operands) -> tuple[Operands, Operands]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from cudiff.backend import Array, float32
 from cudiff.cuda.deferred import batched
+from cudiff.cuda.device import shared_memory
 from cudiff.cuda.kernels.norm.problem import Backward, Forward, Problem, kernel_constants
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.select import Offer
@@ -17,7 +18,13 @@ from cudiff.cuda.sums import add_rows, empty_statistics
 from cudiff.statistics import Kind
 
 _FEW_TILES, _FEW_CHANNELS = 64, 2048  # that every block of an image may add up anew
-_SILU_DONE, _STREAM_BYTES = 2, 16 * 256 * 16  # of input_gradients
+_AT_ONCE = 7936  # channels that finish_sums has in a block: what fits in Turing's shared memory
+_SILU_DONE = 2  # of input_gradients
+
+
+def _stream_bytes() -> int:
+    """What input_gradients streams by way of shared memory: 16 packs a thread, 8 on Turing."""
+    return (16 if shared_memory() > 64 << 10 else 8) * 16 * 256
 
 
 def offer_forward(p: Problem) -> Offer | None:
@@ -79,18 +86,20 @@ def backward(given: Backward, plan: None, p: Problem) -> None:
         statistics = empty_statistics(Kind.PRODUCTS, p.images, tiles, channels)
         launch("group_norm", "backward_sums", (p.images * tiles, chunks), 256,
                (statistics.sums, given.dy, given.x, given.x2, *given.affine, *sizes, given.silu), **p.constants)
-    means, sums, count, shared = None, statistics.sums, statistics.tiles, 8 * (256 + channels)
+    means, sums, count = None, statistics.sums, statistics.tiles
     applies = given.needs[0] or given.needs[1] or given.y is not None
     if not applies or count > _FEW_TILES or channels > _FEW_CHANNELS:
         means = empty((p.images, p.groups, 2), float32)
-        launch("group_norm", "finish_sums", p.images, 256,
-               (sums, means, *modulation, *given.affine, p.pixels, channels, count), shared, **p.constants)
-        sums, shared = None, 0
+        few = max(1, min(p.groups, _AT_ONCE * p.groups // channels))  # groups for a block
+        launch("group_norm", "finish_sums", (p.images, blocks(p.groups, few)), 256,
+               (sums, means, *modulation, *given.affine, p.pixels, channels, count, few),
+               8 * (256 + few * channels // p.groups), **p.constants)
+        sums = None
     if applies:
         launch("group_norm", "input_gradients", (p.images * tiles, chunks), 256,
                (*given.dx, *given.dx2, given.y, *own_sums, means, sums, count, *modulation, given.dy, given.x,
                 given.x2, *given.affine, *sizes, activation),
-               _STREAM_BYTES + shared, **p.constants)
+               _stream_bytes() + (8 * (256 + channels) if sums is not None else 0), **p.constants)
     affine_gradients(totals, given.dweight, given.dbias)
 
 

@@ -1,0 +1,134 @@
+"""What a run begins with: a checkpoint that it goes on from, or weights that were trained elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cudiff.checkpoint import Checkpoint, part
+from cudiff.config import Config
+from cudiff.data.dataset import differences
+from cudiff.distributed import Group
+from cudiff.errors import CudiffError
+from cudiff.nn import Module, StateDict
+from cudiff.optim import EMA, SGD, Adam, AdamW, Constant, Cosine, Optimizer
+
+LISTED = 6
+"""How many names a notice repeats."""
+
+
+def check_resumed(config: Config, checkpoint: Checkpoint) -> list[str]:
+    """What to tell of a resumed run's options. Raises CudiffError where it would be of another kind than it was."""
+    was = checkpoint.config
+    values = config.to_dict()
+    for name, before in was.fixed().items():
+        if before != values.get(name):
+            raise CudiffError(
+                f"a resumed run cannot change {name} from {before} to {values.get(name)}: leave it out, or start anew"
+            )
+    if config.precision == was.precision or "optimizer" not in checkpoint.counters:
+        return []
+    return [f"the run was trained in {was.precision} and goes on in {config.precision}"]
+
+
+def check_data(checkpoint: Checkpoint, data: Mapping[str, Any], accepted: bool) -> list[str]:
+    """What to tell of a resumed run's data, and of what its checkpoint was made of. Raises CudiffError where the data
+    is another and that is not accepted."""
+    notes = notes_of(checkpoint)
+    if "optimizer" not in checkpoint.counters:  # weights alone: training begins with them
+        return notes
+    before = checkpoint.counters.get("data")
+    if not isinstance(before, dict):
+        return [*notes, "the checkpoint does not say which data it was trained on: whether this is the same is not "
+                        "checked"]
+    found = "; ".join(differences(before, data))
+    if found and not accepted:
+        raise CudiffError(
+            f"this is not the data that the run was trained on ({found}): name that with --data, or resume in "
+            "Python with its Dataset; --data-changed (data_changed=True) accepts this"
+        )
+    return [*notes, f"the data has changed: {found}"] if found else notes
+
+
+def notes_of(checkpoint: Checkpoint) -> list[str]:
+    """What was left out of another program's file that the checkpoint was made of."""
+    notes = checkpoint.counters.get("notes")
+    return [str(note)[:200] for note in notes] if isinstance(notes, list) else []
+
+
+def configuration_of(checkpoint: Checkpoint) -> Config:
+    """That of a new run that starts from a checkpoint's weights: its own, with the size, the channels and the classes
+    of the new data."""
+    return checkpoint.config.replace(image_size=0, channels=0, num_classes=-1, class_names=(), only_classes=())
+
+
+def optimizer_of(config: Config, net: Module, ema: EMA) -> Optimizer:
+    """The optimiser that `config` names, with its schedule, clipping and the EMA in one kernel."""
+    warmup = min(config.warmup, config.steps // 2) if config.steps else config.warmup
+    schedule = Cosine(config.steps, warmup=warmup) if config.lr_schedule == "cosine" else Constant(warmup)
+    common: dict[str, Any] = dict(weight_decay=config.weight_decay, clip=config.clip, schedule=schedule, ema=ema)
+    if config.optimizer == "sgd":
+        return SGD(net, config.lr, config.momentum, **common)
+    betas = (config.betas[0], config.betas[1])
+    return (AdamW if config.optimizer == "adamw" else Adam)(net, config.lr, betas, config.eps, **common)
+
+
+def take_weights(checkpoint: Checkpoint, net: Module) -> list[str]:
+    """Copy a checkpoint's averaged weights into a net where name and shape agree.
+
+    Returns lines that say how many were taken, and which were not: those of another shape, and those that only one of
+    both has. Raises CudiffError where none fits.
+    """
+    given = part(checkpoint.tensors, "ema")
+    own = net.state_dict()
+    fits = (name for name, values in given.items() if name in own and values.shape == own[name].shape)
+    taken = StateDict((name, given[name]) for name in fits)
+    if not taken:
+        raise CudiffError("none of the checkpoint's weights fits this model: begin with those of a model alike")
+    net.load_state_dict(taken, strict=False)
+    lines = [f"{len(taken):,} of {len(own):,} tensors begin as in the checkpoint"]
+    others = [f"{name} {own[name].shape}, {given[name].shape} in the checkpoint" for name in own
+              if name in given and name not in taken]
+    lines += _listed("another shape, so they begin anew", others)
+    lines += _listed("not in the checkpoint, so they begin anew", [name for name in own if name not in given])
+    return lines + _listed("not in this model, so they are left out", [name for name in given if name not in own])
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - LISTED:,} more" if len(names) > LISTED else ""
+    return [f"{what}: {', '.join(names[:LISTED])}{more}"]
+
+
+def moments_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+    """An optimiser's state in a checkpoint, as its `load_state_dict` takes it."""
+    moments = {key: value for key, value in checkpoint.tensors.items() if not key.startswith(("model.", "ema."))}
+    if scale := checkpoint.counters.get("loss_scale"):
+        moments["loss_scale"] = np.array(scale, np.float32)
+    return moments | {"counters": np.array(checkpoint.counters["optimizer"])}
+
+
+def check_shares(config: Config, group: Group) -> None:
+    """Raise CudiffError where the processes of a group cannot have equal parts of a batch."""
+    size = config.batch_size
+    if size % group.size:
+        near = [one for one in (size - size % group.size, size + -size % group.size) if one]
+        raise CudiffError(f"a batch of {size} has no {group.size} equal parts, one a process: use --batch-size "
+                          f"{' or '.join(map(str, near))}")
+
+
+def begin_alike(group: Group, config: Config, data: Mapping[str, Any], resume: Checkpoint | None,
+                net: Module) -> None:
+    """Give a flat net process 0's weights, which initialisation on another machine may round otherwise.
+
+    Raises CudiffError where the processes of a group have another configuration, data set or checkpoint.
+    """
+    counters = None if resume is None else resume.counters
+    for what, value in (("configuration", config.to_dict()), ("data set", data), ("checkpoint", counters)):
+        group.check_same(what, hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest())
+    group.broadcast(net.flat_parameters().data)

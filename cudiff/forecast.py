@@ -1,0 +1,177 @@
+"""Whether a run fits into memory, before its first step; and where it does not, what does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+from cudiff.backend import PRECISIONS, free_memory, is_low, memory_in_use, memory_total, out_of_memory_errors
+from cudiff.config import Config
+from cudiff.cuda.graph import Captured, capture
+from cudiff.errors import CudiffError
+from cudiff.memory import memory_available, peak_of, resident
+from cudiff.nn import Module
+from cudiff.nn.parameter import BLOCK
+from cudiff.optim import SGD, Adam
+
+
+class Forecast(NamedTuple):
+    """Bytes of the GPU's memory: of what stays (weights, gradients, moments, averages, 16-bit copies, and data that
+    lies there), of a step beside, and of what was free for it."""
+
+    stays: int
+    step: int
+    free: int
+
+    def __str__(self) -> str:
+        return (f"memory on the GPU: {_gib(self.stays)} stay, a step takes {_gib(self.step)} more, and "
+                f"{_gib(self.free)} are free")
+
+
+def check_model(net: Module, config: Config, device: str, processes: int) -> None:
+    """Raise CudiffError where a GPU has no room for a model, its gradient, moments and average."""
+    if device != "cuda":
+        return
+    need = model_bytes(net, config, processes)
+    if need > _free():
+        free_memory()
+    if need > (free := _free()):
+        raise CudiffError(
+            f"the model's {net.num_parameters():,} parameters take {_gib(need)} of the GPU's memory with gradient, "
+            f"moments and average, and {_gib(free)} are free: use a smaller model, or end what else runs there"
+        )
+
+
+def model_bytes(net: Module, config: Config, processes: int = 1) -> int:
+    """What training holds of a model: weights, gradient and their average in float32, the moments of its optimiser, and
+    16-bit copies of weights and average; each parameter padded as `FlatParameters` does. With `shard` each of several
+    `processes` holds a part of moments and average, and no 16-bit copy of that."""
+    size = sum(-(-parameter.size // BLOCK) * BLOCK for parameter in net.parameters())
+    moments = len((SGD if config.optimizer == "sgd" else Adam).moments)
+    copy = 2 if is_low(PRECISIONS[config.precision]) else 0
+    if config.shard and processes > 1:
+        return size * (4 * 2 + copy) + -(-size * 4 * (1 + moments) // processes)
+    return size * (4 * (3 + moments) + 2 * copy)
+
+
+def check_fits(trainer: Any) -> Forecast | None:
+    """See `Trainer.forecast`."""
+    if trainer.group.size > 1:
+        return None
+    if trainer.device == "cpu":
+        _check_fits_host(trainer)
+    if trainer.device == "cpu" or not trainer.config.capture:
+        return None
+    free = _free()
+    need, fits, data = _needs(trainer, trainer._step)
+    stays = model_bytes(trainer.net, trainer.config) + data
+    if fits:
+        return Forecast(stays, need, free) if need else None
+    trainer._step.forget()
+    free_memory()
+    raise CudiffError(
+        f"a step of batch size {trainer.config.batch_size} takes {_gib(need)} of the GPU's memory beside "
+        f"{_gib(stays)} that stay, and {_gib(_free())} are free: {_what_fits(trainer)}"
+    )
+
+
+def _what_fits(trainer: Any) -> str:
+    """The options that do, tried as the whole update: its step is recorded and thrown away."""
+    batch, recomputes = trainer.config.batch_size, trainer.config.recompute
+    may_recompute = hasattr(trainer.net, "recompute") and not recomputes
+    found = []
+    if may_recompute and (need := _needed(trainer, batch, True)):
+        found.append(f"--recompute ({_gib(need)})")
+    for recompute in (False, True) if may_recompute else (recomputes,):
+        size = batch // 2
+        while size and not (need := _needed(trainer, size, recompute)):
+            size //= 2
+        if size:
+            found.append(f"{_smaller(trainer.config, size)}{' --recompute' * (recompute > recomputes)} ({_gib(need)})")
+            break
+    return " or ".join(found) + " fits" if found else "even one image does not fit: use a smaller model"
+
+
+def _smaller(config: Config, size: int) -> str:
+    """The flags of passes of `size` images, of which as many as fill the whole batch are accumulated."""
+    passes = config.accumulate * config.batch_size // size
+    return f"--batch-size {size}" + (f" --accumulate {passes}" if config.batch_size % size == 0 else "")
+
+
+def _needed(trainer: Any, size: int, recompute: bool) -> int:
+    """Bytes that a step takes with passes of `size` images; 0 where the GPU has not as much."""
+    with _as_if(trainer, size, recompute):
+        need, fits, _ = _needs(trainer, capture(trainer.train_step, device="cuda", precompile=True))
+    return need if fits else 0  # also where it is not known
+
+
+def _needs(trainer: Any, step: Captured) -> tuple[int, bool, int]:
+    """`step.needs`, and the bytes of what the loader holds on the GPU, which lies there meanwhile."""
+    held, streamed = trainer.loader.on_device, not trainer.loader.resident
+    need, fits = step.needs(*held[: len(held) // 2 if streamed else 0])
+    return need, fits, sum(tensor.data.nbytes for tensor in held)
+
+
+@contextmanager
+def _as_if(trainer: Any, size: int, recompute: bool) -> Iterator[None]:
+    """Have steps take an update's samples in passes of `size`, as many as are whole, and recompute blocks or not."""
+    loader, net, reduction = trainer.loader, trainer.net, trainer._reduction
+    passes, before = loader.passes, getattr(net, "recompute", None)
+    samples = trainer.config.batch_size * trainer.config.accumulate
+    loader.passes = [range(start, start + size) for start in range(0, samples - size + 1, size)]
+    reduction.passes = len(loader.passes)
+    if before is not None:
+        net.recompute = recompute
+    try:
+        yield
+    finally:
+        loader.passes, reduction.passes = passes, len(passes)
+        if before is not None:
+            net.recompute = before
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.2f} GiB" if size < 10 * 2**30 else f"{size / 2**30:,.1f} GiB"
+
+
+def _free() -> int:
+    return memory_total("cuda") - memory_in_use("cuda")
+
+
+def _check_fits_host(trainer: Any) -> None:
+    """Raise CudiffError where a batch would take more of the CPU's memory than is free: the system kills for that.
+
+    Steps of 1, 2, 4, … images show what one image takes; nothing is updated by them.
+    """
+    config, free, start = trainer.config, memory_available(), resident()
+    if config.batch_size < 4 or start is None:
+        return
+    state, size, peaks = trainer.generator.state(), 1, [0]
+    statistics = [(buffer, buffer.data.copy()) for _, buffer in trainer.net.named_buffers()]
+    try:
+        while (peak := peak_of(partial(trainer._try, size))) is not None:
+            peaks.append(peak - start)
+            if peaks[-1] * config.batch_size < free * size:
+                return
+            each = (peaks[-1] - peaks[-2]) / (size - size // 2)
+            need = peaks[-1] + each * (config.batch_size - size)
+            hopeless = size >= 32 and need > 4 * free  # an error of the measurement does not explain that
+            if size > config.batch_size // 4 or (size >= 8 and (hopeless or peaks[-1] > free / 16)):
+                break
+            size *= 2
+        else:
+            return
+    except out_of_memory_errors():
+        return  # the step itself will say what fits
+    finally:
+        trainer.generator.load_state(state)
+        for buffer, values in statistics:  # running means of batch norms
+            buffer.data[...] = values
+    if need > free:
+        fits = max(1, int(config.batch_size - (need - free) / each))
+        raise CudiffError(
+            f"batch size {config.batch_size} would take about {need / 2**30:.1f} GiB of memory, and "
+            f"{free / 2**30:.1f} GiB are free: {_smaller(config, 2 ** (fits.bit_length() - 1))} fits"
+        )

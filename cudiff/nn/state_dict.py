@@ -1,0 +1,39 @@
+"""State dicts in cudiff's own layouts, and those that are in PyTorch's, or may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cudiff.errors import CudiffError
+
+IN_TORCH = {"conv2d": (0, 3, 1, 2), "conv_transpose2d": (0, 3, 1, 2), "conv1d": (0, 2, 1)}
+"""By a parameter's layout, the order in which PyTorch has the axes of cudiff's weight (K, R, S, C) or (K, S, C)."""
+
+
+class StateDict(dict[str, np.ndarray]):
+    """Arrays by name in cudiff's own layouts: what `Module.state_dict` and `cudiff.convert.from_torch` give. Of any
+    other dict `Module.load_state_dict` looks at the shapes of convolutions' weights."""
+
+
+def require_native(state: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
+    """Raise CudiffError where weights have the shapes of PyTorch's layouts, and none has one that is cudiff's alone:
+    (4, 3, 3, 3) is both."""
+    doubtful = []
+    for name, parameter in parameters.items():
+        axes = IN_TORCH.get(parameter.layout)
+        if axes is None or name not in state:
+            continue
+        given, own = tuple(state[name].shape), parameter.shape
+        if given == tuple(own[axis] for axis in axes):
+            if own[-1] > 1 or given != own:  # of one channel and one tap both layouts are one
+                doubtful.append(f"{name} of shape {given}")
+        elif given == own:
+            return
+    if doubtful:
+        raise CudiffError(
+            f"{doubtful[0]} is in PyTorch's layout, or may be: load cudiff.convert.from_torch(state, model.layouts()), "
+            "or nn.StateDict(state) where it is cudiff's"
+        )

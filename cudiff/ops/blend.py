@@ -1,0 +1,46 @@
+"""A frame of bytes, blended with the one before."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.function import Function
+from cudiff.ops.cast import require_floats, upcast
+from cudiff.tensor import Tensor
+
+__all__ = ["blend_to_uint8"]
+
+
+class BlendToUint8(Function):
+    """See `blend_to_uint8`."""
+
+    differentiable = False
+
+    @staticmethod
+    def forward_numpy(ctx, x, last, share):
+        value = upcast(x) * 127.5 + 127.5
+        value = (1 - share) * value + share * last
+        return np.rint(np.fmin(np.fmax(value, 0), 255)).astype(np.uint8)
+
+    @staticmethod
+    def forward_cuda(ctx, x, last, share):
+        out = empty(x.shape, np.dtype(np.uint8))
+        launch("blend", "blend", blocks(x.size, 256), 256, (x, last, out, share, np.int64(x.size)), T=x.dtype)
+        return out
+
+
+def blend_to_uint8(x: Tensor, last: Tensor, share: float = 0.0) -> Tensor:
+    """(1 - share) x + share last as bytes: x in [-1, 1] becomes 127.5·x + 127.5, and what lies beyond 0..255 is cut.
+
+    x floating, last uint8, of one shape; share 0 to 1, a number. Rounds to nearest even; NaN becomes 0. No gradient.
+    Raises TypeError for other dtypes, ValueError for another share or shapes that differ.
+    """
+    require_floats("blend_to_uint8", x)
+    if last.dtype != np.uint8:
+        raise TypeError(f"blend_to_uint8: last must be uint8, not {last.dtype}")
+    if x.shape != last.shape:
+        raise ValueError(f"blend_to_uint8: x {x.shape} and last {last.shape} differ in shape")
+    if not 0 <= share <= 1:
+        raise ValueError(f"blend_to_uint8: share is 0 to 1, not {share}")
+    return BlendToUint8.apply(x, last, share=float(share))

@@ -1,0 +1,361 @@
+"""Indexing by NumPy's rules: slices, arrays of integers, masks, and any of them together.
+
+Slices alone are copies of views. Anything else becomes rows of x by one index: axes that a full slice keeps at the end
+are a row, and each of the others adds its position times its stride, as an element's address is found.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cudiff.backend import Array, array_module, compute_dtype, device_of, int32, is_array, is_capturing, to_device
+from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.kernels.shape import contiguous, move, row_sums, rows, zeros
+from cudiff.errors import CudiffError
+from cudiff.function import Function
+from cudiff.ops.cast import as_index, as_tensor, downcast, upcast
+from cudiff.ops.compare import not_equal
+from cudiff.ops.reduce import normalize_axes
+from cudiff.ops.shape import flatten, reshape, stack
+from cudiff.tensor import Tensor
+
+__all__ = ["argwhere", "getitem", "nonzero", "take", "take_along_axis"]
+
+
+class Slice(Function):
+    """x[index] for a basic index: integers, slices, None and Ellipsis."""
+
+    @staticmethod
+    def forward_numpy(ctx, x, index):
+        ctx.shape, ctx.index = x.shape, index
+        return np.asarray(x[index], order="C")
+
+    @staticmethod
+    def backward_numpy(ctx, dout, needs, into):
+        dx = into[0]
+        if dx is None:
+            dx = np.zeros(ctx.shape, dout.dtype)
+        dx[ctx.index] += dout
+        return (dx,)
+
+    @staticmethod
+    def forward_cuda(ctx, x, index):
+        ctx.shape, ctx.index = x.shape, index
+        view = x[index]
+        whole = view.flags.c_contiguous and view.data.ptr % 16 == 0  # kernels expect aligned arrays
+        return view if whole else contiguous(view)
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        dx, accumulate = gradient_target(into[0], ctx.shape, dout.dtype)
+        if not accumulate:
+            dx = zeros(ctx.shape, dout.dtype)
+        move(dx[ctx.index], dout, accumulate)
+        return (dx,)
+
+
+class Take(Function):
+    """out[i] = x[index[i]] along the first axis; a row's gradient is summed in the order of i."""
+
+    @staticmethod
+    def forward_numpy(ctx, x, index):
+        ctx.shape = x.shape
+        ctx.save(index)
+        return x[index]
+
+    @staticmethod
+    def backward_numpy(ctx, dout, needs, into):
+        total = np.zeros(ctx.shape, compute_dtype(dout.dtype))
+        np.add.at(total, ctx.saved[0], upcast(dout))
+        return downcast(total, dout.dtype), None
+
+    @staticmethod
+    def forward_cuda(ctx, x, index):
+        ctx.shape = x.shape
+        ctx.save(index)
+        return rows(x, index)
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        dx, accumulate = gradient_target(into[0], ctx.shape, dout.dtype)
+        row_sums(dout, ctx.saved[0], dx, accumulate)
+        return dx, None
+
+
+class Pick(Function):
+    """out[i] = x[index[i]], no row twice; zeros for an index that is len(x).
+
+    inverse[r] is the i whose index is r, len(index) where there is none: dx[r] = dout[inverse[r]], without a sum.
+    """
+
+    @staticmethod
+    def forward_numpy(ctx, x, index, inverse):
+        ctx.save(inverse)
+        return _rows_or_zeros(x, index)
+
+    @staticmethod
+    def backward_numpy(ctx, dout, needs, into):
+        return _rows_or_zeros(dout, ctx.saved[0]), None, None
+
+    @staticmethod
+    def forward_cuda(ctx, x, index, inverse):
+        ctx.save(inverse)
+        return rows(x, index)
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        return rows(dout, ctx.saved[0]), None, None
+
+
+def _rows_or_zeros(x: np.ndarray, index: np.ndarray) -> np.ndarray:
+    out = np.zeros((len(index), *x.shape[1:]), x.dtype)
+    inside = index < len(x)
+    out[inside] = x[index[inside]]
+    return out
+
+
+def getitem(x: Any, index: Any) -> Tensor:
+    """x[index] by NumPy's rules: integers, slices, None, Ellipsis, and arrays of integers or bools, several too.
+
+    Arrays may be lists, NumPy's, tensors, or CuPy's; they broadcast, and a bool array stands for the places where it is
+    true. Raises IndexError for an index out of range, a mask of another shape and too many indices, TypeError for any
+    other index. The size of a mask's result depends on data: CudiffError within `capture`. An index array on a GPU is
+    not waited for: where it is out of range it gives zeros and gets no gradient.
+    """
+    x = as_tensor(x)
+    items = parsed(x, index)
+    if is_basic(items):
+        return Slice.apply(x, index=tuple(items))
+    if is_mask(items):
+        return _choose(x, items[0])
+    table, places = located(x, items)
+    return Take.apply(table, places)
+
+
+def parsed(x: Tensor, index: Any) -> list[Any]:
+    """The items of an index: None, Ellipsis, slices, integers, and arrays of integers or bools."""
+    return [_item(x, item) for item in (index if isinstance(index, tuple) else (index,))]
+
+
+def is_basic(items: list[Any]) -> bool:
+    return not any(map(is_array, items))
+
+
+def is_mask(items: list[Any]) -> bool:
+    """Whether an index is one mask alone."""
+    return len(items) == 1 and is_array(items[0]) and items[0].dtype == np.bool_ and items[0].ndim > 0
+
+
+def _item(x: Tensor, item: Any) -> Any:
+    if item is None or item is Ellipsis:
+        return item
+    if isinstance(item, slice | int | np.integer) and not isinstance(item, bool):
+        if not x.ndim:
+            raise TypeError("a 0-d tensor has no elements to index or go through: .item() is its number")
+        return item if isinstance(item, slice) else int(item)
+    if not (isinstance(item, bool | list | tuple | range | Tensor) or is_array(item)):
+        raise TypeError(
+            f"cannot index with {type(item).__name__}: use integers, slices, None, Ellipsis, and arrays of integers or "
+            "bools"
+        )
+    array = Tensor(item).data
+    if not array.size and not hasattr(item, "dtype"):
+        array = array.astype(int32)  # of an empty list
+    if array.dtype.kind not in "iub":
+        raise TypeError(f"cannot index with {array.dtype}: indices are integers or bools, use .astype('int32')")
+    if device_of(array) == "cuda" and x.device == "cpu":
+        raise ValueError("an index on the GPU of a tensor on the CPU: move one of them with .to('cuda') or .to('cpu')")
+    return array
+
+
+class _Entry(NamedTuple):
+    """One item of an index: None, a slice, an integer, or an array of integers, and the axis that it is of, or -1."""
+
+    item: Any
+    axis: int
+    number: int  # among the items that were given
+
+
+def _entries(x: Tensor, items: list[Any]) -> list[_Entry]:
+    """`items` with full slices in the place of Ellipsis and positions in the place of masks, in the order of axes."""
+    used = sum(_axes_of(item) for item in items)
+    if used > x.ndim:
+        raise IndexError(f"too many indices: {used} for a tensor of {x.ndim} dimensions")
+    dots = [i for i, item in enumerate(items) if item is Ellipsis]
+    if len(dots) > 1:
+        raise IndexError("an index holds one Ellipsis (...) at most")
+    at = dots[0] if dots else len(items)
+    entries: list[_Entry] = []
+    axis = 0
+    numbered = list(enumerate(items))
+    for number, item in [*numbered[:at], *[(at, slice(None))] * (x.ndim - used), *numbered[at + 1 :]]:
+        if is_array(item) and item.dtype == np.bool_:
+            shape = x.shape[axis : axis + item.ndim]
+            if item.shape != shape:
+                raise IndexError(f"a mask of shape {item.shape} is not of the axes of shape {shape} that it indexes")
+            where = range(axis, axis + item.ndim) if item.ndim else [-1]
+            entries += [_Entry(places, i, number) for places, i in zip(_true(item), where, strict=True)]
+        else:
+            entries.append(_Entry(item, -1 if item is None else axis, number))
+        axis += _axes_of(item)
+    return entries
+
+
+def _axes_of(item: Any) -> int:
+    """How many axes an item takes."""
+    if item is None or item is Ellipsis:
+        return 0
+    return item.ndim if is_array(item) and item.dtype == np.bool_ else 1
+
+
+def _true(mask: Array) -> tuple[Array, ...]:
+    """Where a mask is true, an array for each axis; of one without axes so many zeros as it is true, of no axis."""
+    if is_capturing(device_of(mask)):
+        raise CudiffError("a mask's result has a size that a captured function does not know: use where()")
+    module = array_module(device_of(mask))
+    return module.nonzero(mask) if mask.ndim else (module.zeros(int(mask), np.int64),)
+
+
+def located(x: Tensor, items: list[Any]) -> tuple[Tensor, Tensor]:
+    """x as a table of rows, and the places in it of an index with arrays, int32: x[items] is table[places]."""
+    entries = _entries(x, items)
+    while isinstance(entries[-1].item, slice) and entries[-1].item == slice(None):
+        entries.pop()
+    lead = x.shape[: sum(entry.axis >= 0 for entry in entries)]
+    if (count := math.prod(lead)) > _MOST:
+        raise IndexError(f"an index of axes {lead} chooses of {count} rows, over 2^31 - 1: index fewer axes at once")
+    table = x if len(lead) == 1 else reshape(x, (count, *x.shape[len(lead) :]))
+    if len(entries) == 1 and entries[0].axis == 0:
+        _check(entries[0], lead)
+        return table, as_index("getitem", _tensor(entries[0].item), x.device)
+    return table, Tensor(_places(entries, lead).astype(int32), device=x.device)
+
+
+_MOST = np.iinfo(int32).max
+
+
+def _tensor(array: Array) -> Any:
+    return array if device_of(array) == "cpu" else Tensor(array)
+
+
+def _places(entries: list[_Entry], lead: tuple[int, ...]) -> Array:
+    """The rows of an index, counted over the axes `lead`; one that is out of range is their number.
+
+    Integers and arrays broadcast together. Their axes stand where they stood where they are side by side, else first.
+    """
+    arrays = [entry.item for entry in entries if is_array(entry.item)]
+    device = "cuda" if any(device_of(array) == "cuda" for array in arrays) else "cpu"
+    module = array_module(device)
+    advanced = [k for k, entry in enumerate(entries) if is_array(entry.item) or isinstance(entry.item, int)]
+    try:
+        shape = np.broadcast_shapes(*(array.shape for array in arrays))
+    except ValueError:
+        raise IndexError(f"index arrays of shapes {[array.shape for array in arrays]} do not broadcast") from None
+    numbers = {entries[k].number for k in advanced}  # an Ellipsis has one of its own, of no axes too
+    beside = max(numbers) - min(numbers) < len(numbers)
+    kept = [k for k in range(len(entries)) if k not in advanced]
+    before = sum(k < advanced[0] for k in kept) if beside else 0
+    views = [(entries[k].item, entries[k].axis) for k in kept]
+    sizes = [1 if item is None else len(range(*item.indices(lead[axis]))) for item, axis in views]
+    strides = [math.prod(lead[axis + 1 :]) for axis in range(len(lead))]
+    total = module.zeros((), np.int64)
+    for k, (item, axis, _) in enumerate(entries):
+        if k in advanced:
+            _check(entries[k], lead)
+            after = len(kept) - before
+            item = to_device(item, device) if is_array(item) else item
+            term = item if axis < 0 else _from_zero(module, item, lead[axis], strides[axis])
+        elif item is not None:
+            number = kept.index(k)
+            after = len(kept) - 1 - number + (len(shape) if number < before else 0)
+            term = module.arange(*item.indices(lead[axis])) * strides[axis]
+        else:
+            continue
+        total = total + (term.reshape((*term.shape, *(1,) * after)) if is_array(term) else term)
+    total = module.broadcast_to(total, (*sizes[:before], *shape, *sizes[before:]))
+    return module.where(total < 0, math.prod(lead), total)
+
+
+def _check(entry: _Entry, lead: tuple[int, ...]) -> None:
+    """Raises IndexError for an index on the host that is out of range."""
+    item, axis, _ = entry
+    if axis < 0 or (is_array(item) and device_of(item) == "cuda"):
+        return
+    outside = np.asarray(item)[(np.asarray(item) < -lead[axis]) | (np.asarray(item) >= lead[axis])]
+    if outside.size:
+        raise IndexError(f"index {outside[0]} is out of bounds for axis {axis} with size {lead[axis]}")
+
+
+def _from_zero(module: Any, item: Any, size: int, stride: int) -> Any:
+    """Positions along an axis, from the start, times its stride; far below 0 where they are out of range."""
+    if isinstance(item, int):
+        return item % size * stride
+    places = item.astype(np.int64)
+    places = module.where(places < 0, places + size, places)
+    return module.where((places >= 0) & (places < size), places * stride, -(1 << 40))
+
+
+def _choose(x: Tensor, mask: Array) -> Tensor:
+    """The rows of x where a mask of its first axes is true."""
+    check_mask(x, mask)
+    module, flat = array_module(device_of(mask)), mask.reshape(-1)
+    (chosen,) = _true(flat)
+    inverse = module.where(flat, module.cumsum(flat) - 1, chosen.size)
+    table = reshape(x, (mask.size, *x.shape[mask.ndim :]))
+    return Pick.apply(table, *(Tensor(places.astype(int32), device=x.device) for places in (chosen, inverse)))
+
+
+def check_mask(x: Tensor, mask: Array) -> None:
+    """Raises IndexError for a mask that is not of x's first axes."""
+    if mask.shape != x.shape[: mask.ndim]:
+        raise IndexError(f"a mask of shape {mask.shape} is not of the first axes of a tensor of shape {x.shape}")
+
+
+def take(x: Any, indices: Any, axis: int | None = None) -> Tensor:
+    """The elements at these positions along `axis`, of the flattened x where None: x[:, indices] for axis 1.
+
+    indices: integers of any shape, which stands in the place of the axis. Raises as `getitem` does.
+    """
+    x = as_tensor(x)
+    if axis is None:
+        return take(flatten(x), indices, 0)
+    (axis,) = normalize_axes(axis, x.ndim)
+    return getitem(x, (slice(None),) * axis + (indices,))
+
+
+def take_along_axis(x: Any, indices: Any, axis: int | None = -1) -> Tensor:
+    """out[..., i, ...] = x[..., indices[..., i, ...], ...] along `axis`, as `argsort` gives positions.
+
+    indices: integers of x's number of axes, which broadcasts with x along the others; of an axis of None both are
+    flattened x's. Raises ValueError for another number of axes, otherwise as `getitem` does.
+    """
+    x, indices = as_tensor(x), as_tensor(indices)
+    if axis is None:
+        return take_along_axis(flatten(x), indices, 0)
+    (axis,) = normalize_axes(axis, x.ndim)
+    return getitem(x, along(x, indices, axis))
+
+
+def along(x: Tensor, indices: Tensor, axis: int) -> tuple[Any, ...]:
+    """The index of `take_along_axis`."""
+    if indices.ndim != x.ndim:
+        raise ValueError(f"take_along_axis got indices of {indices.ndim} axes for a tensor of {x.ndim}")
+    arange = array_module(indices.device).arange
+    return tuple(indices.data if i == axis else arange(size).reshape(size, *(1,) * (x.ndim - 1 - i))
+                 for i, size in enumerate(x.shape))
+
+
+def nonzero(x: Any) -> tuple[Tensor, ...]:
+    """Where x is not 0, an int64 tensor for each axis, in the order of memory. CudiffError within `capture`."""
+    x = as_tensor(x)
+    if not x.ndim:
+        raise ValueError("nonzero of a 0-d tensor: it has no axis")
+    return tuple(Tensor(places) for places in _true(not_equal(x, 0).data))
+
+
+def argwhere(x: Any) -> Tensor:
+    """Where x is not 0, a row of positions for each such element: `nonzero` in columns."""
+    return stack(nonzero(x), -1)

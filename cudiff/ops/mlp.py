@@ -1,0 +1,101 @@
+"""The transformer's two linear layers with an activation between them, as one operation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from cudiff.backend import float32
+from cudiff.cuda.accumulate import gradient_target
+from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Operands
+from cudiff.cuda.kernels.gemm.matmul import rows_of
+from cudiff.cuda.kernels.gemm.product import Epilogue, as_float32
+from cudiff.cuda.kernels.gemm.table import linear as linear_cuda
+from cudiff.cuda.launch import empty
+from cudiff.function import Composite
+from cudiff.ops.cast import require_floats
+from cudiff.ops.elementwise import silu
+from cudiff.ops.gated import gated
+from cudiff.ops.gelu import gelu
+from cudiff.ops.matmul import is_recorded, linear
+from cudiff.ops.reduce import sum_rows_cuda
+from cudiff.tensor import Tensor
+
+__all__ = ["mlp"]
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": gelu, "gelu_tanh": lambda x: gelu(x, approximate="tanh"), "silu": silu,
+}
+
+
+class Mlp(Composite):
+    """See `mlp`. On CUDA the first layer's product applies the activation, and the product that makes the gradient of
+    its result multiplies that by the slope."""
+
+    @staticmethod
+    def compose(x, weight, bias, weight2, bias2, residual, gate, activation):
+        return linear(ACTIVATIONS[activation](linear(x, weight, bias)), weight2, bias2, residual, gate)
+
+    @staticmethod
+    def forward_cuda(ctx, x, weight, bias, weight2, bias2, residual, gate, activation):
+        ctx.activation = activation
+        h = empty((*x.shape[:-1], len(weight)), x.dtype)
+        z = empty(h.shape, h.dtype) if any(ctx.needs[:3]) else None
+        out = empty((*x.shape[:-1], len(weight2)), x.dtype)
+        first = Epilogue(as_float32(bias), activation=activation, preactivation=None if z is None else rows_of(z))
+        second = Epilogue(as_float32(bias2), addend=None if residual is None else rows_of(residual),
+                          gate=as_float32(gate), rows_per_image=math.prod(x.shape[1:-1]))
+        linear_cuda(FPROP, Operands(x, weight, rows_of(h), first))
+        linear_cuda(FPROP, Operands(h, weight2, rows_of(out), second))
+        ctx.save(x, weight, weight2, z, h)
+        return out
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        x, weight, weight2, z, h = ctx.saved
+        grads = [None] * 5
+        if needs[3]:
+            grads[3], add = gradient_target(into[3], weight2.shape, float32)
+            linear_cuda(WGRAD, Operands(h, grads[3], dout, add=add))
+        if needs[4]:
+            grads[4] = sum_rows_cuda(dout, into[4], ctx.dout_sums)
+        if any(needs[:3]):
+            dz = empty(z.shape, z.dtype)
+            slope = Epilogue(slope=ctx.activation, preactivation=z)
+            linear_cuda(DGRAD, Operands(dout, weight2, dz, slope))
+            if needs[0]:
+                grads[0], add = gradient_target(into[0], x.shape, x.dtype)
+                epilogue = Epilogue(addend=grads[0] if add else None)
+                linear_cuda(DGRAD, Operands(dz, weight, grads[0], epilogue))
+            if needs[1]:
+                grads[1], add = gradient_target(into[1], weight.shape, float32)
+                linear_cuda(WGRAD, Operands(x, grads[1], dz, add=add))
+            if needs[2]:
+                grads[2] = sum_rows_cuda(dz, into[2], None)
+        return (*grads, dout if needs[5] else None, None)
+
+
+def mlp(x: Tensor, weight: Tensor, bias: Tensor | None, weight2: Tensor, bias2: Tensor | None,
+        residual: Tensor | None = None, activation: str = "gelu", gate: Tensor | None = None) -> Tensor:
+    """linear(f(linear(x, weight, bias)), weight2, bias2, residual, gate) → (..., out), in x's dtype.
+
+    x (..., in), weight (hidden, in), bias (hidden,), weight2 (out, hidden), bias2 (out,), residual (..., out) and gate
+    (N, out), as in `linear`. activation: f is "gelu", "gelu_tanh" or "silu". Raises ValueError for another and where
+    the sizes do not agree.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"mlp: the activation is one of {', '.join(ACTIVATIONS)}, not {activation!r}")
+    for name, matrix, vector in (("weight", weight, bias), ("weight2", weight2, bias2)):
+        if matrix.ndim != 2 or (vector is not None and vector.shape != matrix.shape[:1]):
+            raise ValueError(f"mlp: {name} of shape {matrix.shape} is not (out, in) with a bias (out,)")
+    if x.ndim == 0 or x.shape[-1] != weight.shape[1] or len(weight) != weight2.shape[1]:
+        raise ValueError(f"mlp: x {x.shape}, weight {weight.shape} and weight2 {weight2.shape} do not fit each other")
+    if residual is not None and (residual.shape, residual.dtype) != ((*x.shape[:-1], len(weight2)), x.dtype):
+        raise ValueError(f"mlp: the residual {residual.shape} {residual.dtype} is not like the result")
+    if gate is not None and (residual is None or x.ndim < 2 or gate.shape != (len(x), len(weight2))):
+        raise ValueError(f"mlp: the gate {gate.shape} is not {(len(x), len(weight2))}, beside a residual")
+    require_floats("mlp", x, weight, bias, weight2, bias2)
+    given = x, weight, bias, weight2, bias2
+    if residual is None or gate is None or not is_recorded(*given, residual, gate):
+        return Mlp.apply(*given, residual, gate, activation=activation)
+    return gated(residual, gate, Mlp.apply(*given, None, None, activation=activation))

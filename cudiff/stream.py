@@ -1,0 +1,135 @@
+"""Frames in time: each begins with the last one, noised a little, and is denoised in few evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cudiff.diffusion import ImageNoise
+from cudiff.diffusion.sampling import Guidance
+from cudiff.errors import CudiffError
+from cudiff.ops import blend_to_uint8, normalize_images
+from cudiff.samplings import Samplings, Way, twice
+from cudiff.tensor import Tensor
+from cudiff.values import real, whole
+
+LEVELS = 100
+"""Noise levels of a whole sampling, of which a frame goes through the last `strength`."""
+GOLDEN = 0x9E3779B97F4A7C15
+"""From the seed of a frame to the next one's: odd, so that 2^64 frames have other seeds (Steele et al., 2014)."""
+
+
+class Frames(NamedTuple):
+    """What a frame is made with: see `Pipeline.stream`."""
+
+    seed: int
+    classes: Any
+    steps: int
+    guidance: float | None
+    strength: float
+    blend: float
+
+
+class Stream:
+    """An endless iterator of frames, uint8 (n, H, W, C), of `Pipeline.stream`, which says what its options are.
+
+    Attributes: options, of the next frame; last, the last frame or None; number, how many there were. `change` sets
+    options between frames: on a GPU nothing is recorded anew, but for other steps, or guidance to or from 1.
+    """
+
+    def __init__(self, pipeline: Any, n: int, sampler: str | None, options: Frames,
+                 each_step: Callable[[int], None] | None = None):
+        if pipeline.makes_latents:
+            raise CudiffError("the model makes latents, not pictures: a stream is for pictures")
+        self.n, self.number = whole("n", n), 0
+        self.last: np.ndarray | None = None
+        self._pipeline, self._sampler, self._each_step = pipeline, sampler, each_step
+        self._last: Tensor | None = None
+        self.options = options
+        self.change()
+
+    def change(self, **options: Any) -> None:
+        """Set options of the next frame. Raises CudiffError for what they cannot be, and leaves them as they were."""
+        unknown = sorted(set(options) - set(Frames._fields))
+        if unknown:
+            raise CudiffError(f"a stream has no option {unknown[0]}: it has {', '.join(Frames._fields)}")
+        new = self.options._replace(**options)
+        self._pipeline.checked(self.n, new.seed, new.steps, new.guidance, self._sampler, self.n)
+        self._pipeline.labels(self.n, new.classes)
+        whole("steps", new.steps, 1, LEVELS), real("strength", new.strength, 0, 1), real("blend", new.blend, 0, 1)
+        self.options = new
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> np.ndarray:
+        return self.frame()
+
+    def frame(self, picture: np.ndarray | None = None) -> np.ndarray:
+        """The next frame; of a video begun with `picture`, uint8 (n, H, W, C) or one (H, W, C), in place of the last.
+
+        The first of a stream is `Pipeline.sample`'s, by the model's number of steps, where no picture is given.
+        Raises CudiffError for a picture of another shape or dtype, and for a frame that is not finite.
+        """
+        pipeline, options = self._pipeline, self.options
+        if picture is not None:
+            begin = self._taken(picture)
+        elif self._last is not None:
+            begin = self._last
+        else:
+            return self._keep(Tensor(pipeline.sample(
+                self.n, options.seed, options.classes, guidance=options.guidance, sampler=self._sampler,
+                batch_size=self.n, each_step=self._each_step,
+            ), device=pipeline.device))
+        with pipeline._sampled():
+            made = twice(lambda: self._made(begin))
+        if made is None:
+            raise CudiffError(f"out of memory: {self.n} pictures at once are too many, stream fewer")
+        return self._keep(made)
+
+    def _taken(self, picture: np.ndarray) -> Tensor:
+        picture, shape = np.asarray(picture), self._pipeline.shape
+        if picture.dtype != np.uint8 or picture.shape not in (shape, (self.n, *shape)):
+            raise CudiffError(f"the picture is {picture.dtype} of shape {picture.shape}: give uint8 "
+                              f"{(self.n, *shape)}, or one {shape} for all")
+        given = np.ascontiguousarray(np.broadcast_to(picture, (self.n, *shape)))
+        return Tensor(given, device=self._pipeline.device)
+
+    def _keep(self, frame: Tensor) -> np.ndarray:
+        made = frame.numpy()
+        self._last, self.last, self.number = frame, made, self.number + 1
+        return made
+
+    def _made(self, begin: Tensor) -> Tensor:
+        """The frame that begins with bytes, noised to the level of `strength`, and is blended with the last one."""
+        pipeline, options = self._pipeline, self.options
+        sampler, guidance, levels = pipeline.checked(
+            self.n, options.seed, LEVELS, options.guidance, self._sampler, self.n
+        )
+        last = begin if self._last is None else self._last
+        passed = round(options.strength * LEVELS)
+        if not passed:
+            return blend_to_uint8(normalize_images(begin), last, options.blend)
+        sigmas = levels[np.linspace(LEVELS - passed, LEVELS, min(options.steps, passed) + 1).round().astype(int)]
+        labels = pipeline.labels(self.n, options.classes)
+        guide = None if labels is None else Guidance.of(guidance, channels=pipeline.config.guidance_channels)
+        seed = (options.seed + self.number * GOLDEN) % 2**64
+        noise = ImageNoise((self.n, *pipeline.shape), seed, 0, pipeline.device)
+        drawn = self._run(pipeline, Way(sampler, guide, (), None), normalize_images(begin) + noise.start(sigmas[0]),
+                          sigmas, labels, noise)
+        if not np.isfinite(drawn.sum().numpy()):
+            raise CudiffError("the frame holds values that are not finite: use less guidance or an earlier checkpoint")
+        return blend_to_uint8(drawn, last, options.blend)
+
+    def _run(self, pipeline: Samplings, way: Way, x: Tensor, sigmas: np.ndarray, labels: np.ndarray | None,
+             noise: ImageNoise) -> Tensor:
+        """What the kept sampling makes of x."""
+        each = self._each_step
+        steps = None if each is not None else len(sigmas) - 1
+        run = pipeline._sampling(way, self.n, steps, pipeline._cache_for(way), pipeline.config.capture)
+        callback = None if each is None else lambda step, x, denoised: each(step)
+        chosen = None if labels is None else Tensor(labels, device=pipeline.device)
+        with np.errstate(all="ignore"):  # the caller says what is not finite
+            return run(x, sigmas, chosen, guidance=way.guidance, given={}, noise=noise, callback=callback)

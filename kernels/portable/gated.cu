@@ -1,0 +1,91 @@
+// residual + gate · y, adaLN-Zero's: residual, y, out, dout, dy (images, rows, C): T; gate, dgate (images, C): float.
+//
+// out is overwritten, and may be y. dy is overwritten, or accumulated where `add`. Of dgate the sums over each of `tiles`
+// tiles of rows are left in partials (images, tiles, C), which sum_tiles adds up in their order: dgate is overwritten, or
+// accumulated where `add`. dy_sums, likewise, are the sums of what is written or added to dy.
+// VEC=1: C and every T address are multiples of a 16-byte pack, gate, partials and dy_sums at multiples of 16 bytes.
+// Launch: forward and backward: (images * CEIL_DIV(C, 32 * V), tiles), (32, 8) threads; sum_tiles: 256 threads for as many
+// elements of dgate.
+#include "vector.cuh"
+
+constexpr int V = VEC ? Pack<T>::SIZE : 1;
+
+struct Place {
+    int c;            // the thread's first channel
+    i64 gate;         // where its row of the gate begins
+    i64 first, last;  // rows of the tile, the first one of the thread's
+};
+
+__device__ __forceinline__ Place place(int rows, int C) {
+    int chunks = CEIL_DIV(C, 32 * V), image = blockIdx.x / chunks, tile = CEIL_DIV(rows, (int)gridDim.y);
+    i64 start = (i64)image * rows, row = (i64)blockIdx.y * tile;
+    return {(int)(blockIdx.x % chunks * 32 + threadIdx.x) * V, (i64)image * C, start + row + threadIdx.y,
+            start + min((i64)rows, row + tile)};
+}
+
+extern "C" __global__ void forward(T* out, const T* residual, const T* y, const float* gate, int rows, int C) {
+    wait_for_previous();
+    Place at = place(rows, C);
+    if (at.c >= C) return;
+    float g[V], v[V], r[V];
+    load<V>(gate + at.gate + at.c, g);
+#pragma unroll 4
+    for (i64 m = at.first; m < at.last; m += 8) {
+        load<V>(y + m * C + at.c, v);
+        load<V>(residual + m * C + at.c, r);
+#pragma unroll
+        for (int k = 0; k < V; k++) v[k] = r[k] + g[k] * v[k];
+        store<V>(out + m * C + at.c, v);
+    }
+}
+
+// Sums over the rows of threads, in the first of them.
+__device__ __forceinline__ void over_rows(float (&sum)[V]) {
+    __shared__ float sums[8][32][V];
+    __syncthreads();  // the call before may still read
+#pragma unroll
+    for (int k = 0; k < V; k++) sums[threadIdx.y][threadIdx.x][k] = sum[k];
+    __syncthreads();
+    if (threadIdx.y) return;
+    for (int y = 1; y < 8; y++)
+#pragma unroll
+        for (int k = 0; k < V; k++) sum[k] += sums[y][threadIdx.x][k];
+}
+
+// dy = gate · dout; partials = the sums of dout · y, dy_sums = those of dy.
+extern "C" __global__ void backward(T* dy, int add, float* partials, float* dy_sums, const T* dout, const T* y, const float* gate, int rows, int C) {
+    wait_for_previous();
+    Place at = place(rows, C);
+    float g[V], v[V], d[V], product[V] = {}, sum[V] = {};
+    if (at.c < C) {
+        load<V>(gate + at.gate + at.c, g);
+#pragma unroll 4
+        for (i64 m = at.first; m < at.last; m += 8) {
+            load<V>(dout + m * C + at.c, d);
+            load<V>(y + m * C + at.c, v);
+#pragma unroll
+            for (int k = 0; k < V; k++) {
+                product[k] += d[k] * v[k];
+                d[k] *= g[k];
+                sum[k] += d[k];
+            }
+            store<V>(dy + m * C + at.c, d, add);
+        }
+    }
+    over_rows(product);
+    over_rows(sum);
+    if (threadIdx.y || at.c >= C) return;
+    i64 i = at.gate * gridDim.y + (i64)blockIdx.y * C + at.c;
+    store<V>(partials + i, product);
+    store<V>(dy_sums + i, sum);
+}
+
+extern "C" __global__ void sum_tiles(float* dgate, int add, const float* partials, int tiles, int C, i64 n) {
+    wait_for_previous();
+    i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    const float* from = partials + i / C * tiles * C + i % C;
+    float sum = add ? dgate[i] : 0.0f;
+    for (int t = 0; t < tiles; t++) sum += from[(i64)t * C];
+    dgate[i] = sum;
+}

@@ -1,0 +1,234 @@
+"""Given images, noise and denoisers in sampling, on data whose denoiser is known, and guidance's two options."""
+
+import math
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cudiff import Tensor
+from cudiff.cli import main
+from cudiff.diffusion import (
+    Between,
+    Guided,
+    ImageNoise,
+    Inpainted,
+    Inversion,
+    karras_sigmas,
+    sample_ddim,
+    sample_dpm_solver,
+    sample_heun,
+    sample_unipc,
+    slerp,
+)
+from cudiff.errors import CudiffError
+from tests.diffusion.test_multistep import mixture
+from tests.diffusion.test_samplers import gaussian, ode_solution, start
+from tests.test_pipeline import pipeline
+
+
+def two_classes(x, sigma, labels=None):
+    """x scaled by its class, 1 without one."""
+    factor = np.where(labels.numpy() < 0, 1.0, 1.0 + labels.numpy()).reshape(-1, 1, 1, 1)
+    return x * Tensor(factor.astype(x.dtype))
+
+
+def test_guidance_in_an_interval(rng):
+    """Equation 5 of arXiv 2404.07724: the class's own estimate at and below the lower end and above the upper."""
+    x, sigma = Tensor(rng.standard_normal((5, 2, 2, 1))), Tensor(np.array([0.1, 0.2, 1.0, 5.0, 5.1]))
+    labels = Tensor(np.full(5, 2, np.int32))
+    guided = Guided(two_classes, 4.0, interval=(0.2, 5.0))(x, sigma, labels).numpy()
+    factor = np.array([3, 3, 9, 9, 3]).reshape(-1, 1, 1, 1)  # 1 + 4 (3 - 1) inside
+    np.testing.assert_allclose(guided, x.numpy() * factor, rtol=1e-12)
+    whole = Guided(two_classes, 4.0, interval=(0.0, 1e9))(x, sigma, labels).numpy()
+    np.testing.assert_array_equal(whole, Guided(two_classes, 4.0)(x, sigma, labels).numpy())
+
+
+def test_guidance_with_rescale(rng):
+    """Equations 15 and 16 of arXiv 2305.08891, image by image."""
+    x = Tensor(0.4 + rng.standard_normal((3, 4, 4, 2)))
+    labels = Tensor(np.array([0, 1, 2], np.int32))
+
+    def denoiser(x, sigma, labels):
+        k = labels.numpy().reshape(-1, 1, 1, 1)
+        return Tensor(np.sin(x.numpy() * (k + 2)) + 0.1 * k)
+
+    cond, null = (denoiser(x, None, Tensor(given)).numpy() for given in (labels.numpy(), np.full(3, -1)))
+    for phi in (0.0, 0.7, 1.0):
+        expected = null + 5 * (cond - null)
+        for i in range(3):
+            expected[i] = phi * expected[i] * cond[i].std() / expected[i].std() + (1 - phi) * expected[i]
+        guided = Guided(denoiser, 5.0, rescale=phi)(x, Tensor(np.ones(3)), labels).numpy()
+        np.testing.assert_allclose(guided, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"interval": (3.0, 1.0)}, "guidance_interval must go from a lower noise level up, not from 3.0 to 1.0"),
+    ({"interval": (1.0,)}, "guidance_interval must be two noise levels"),
+    ({"interval": (-1.0, 2.0)}, "guidance_interval must be at least 0"),
+    ({"rescale": 1.5}, "guidance_rescale must be at least 0 and at most 1, not 1.5"),
+])
+def test_wrong_guidance_is_refused(options, message):
+    with pytest.raises(CudiffError, match=message):
+        Guided(None, 2.0, **options)
+
+
+@pytest.mark.parametrize("sampler", [
+    sample_heun, sample_unipc, sample_dpm_solver, lambda *args, **options: sample_ddim(*args, eta=1.0, **options),
+    lambda *args, **options: sample_dpm_solver(*args, stochastic=True, **options)])
+def test_known_pixels_have_each_level_s_noise(rng, sampler):
+    """Its deviation at every step of every sampler; at the end they are themselves. The others depend on them."""
+    known, mask = rng.uniform(-1, 1, (1, 64, 64, 1)), np.zeros((1, 64, 64, 1))
+    mask[:, :, 32:] = 1
+    wrapped = Inpainted(gaussian)
+    wrapped.know(Tensor(known), Tensor(mask))
+    sigmas, noise = karras_sigmas(12, 0.1, 80.0), ImageNoise((1, 64, 64, 1), 2, dtype=np.float64)
+    seen = []
+    options = {} if sampler in (sample_heun, sample_unipc) else {"noise": noise}
+    out = sampler(wrapped, Tensor(known) + noise.start(80.0), sigmas, **options,
+                  callback=lambda step, x, denoised: seen.append(x.numpy()[:, :, :32])).numpy()
+    for x, sigma in zip(seen[:-1], sigmas[1:-1], strict=True):
+        assert abs((x - known[:, :, :32]).std() / sigma - 1) < 4 / math.sqrt(2 * 2048)
+    np.testing.assert_allclose(out[:, :, :32], known[:, :, :32], atol=1e-12)
+    assert np.abs(out[:, :, 32:] - known[:, :, 32:]).mean() > 0.1
+
+
+def test_inversion_is_the_ode_backwards():
+    """On a Gaussian it finds the noise, with an error of second order; on a mixture the way back ends at the image."""
+    x, _ = start()
+    image = ode_solution(x.numpy(), 80.0, 0.002)
+    errors = []
+    for n in (32, 64, 128):
+        found = Inversion(gaussian)(Tensor(image), karras_sigmas(n)[-2::-1]).numpy()
+        errors.append(np.abs(found - x.numpy()).max() / 80)
+    assert errors[-1] < 2e-3 and 3.5 < errors[0] / errors[1] < 4.7 and 3.5 < errors[1] / errors[2] < 4.7
+    image = sample_heun(mixture, start((32, 4, 4, 1))[0], karras_sigmas(200))
+    trips = []
+    for n in (20, 40, 80):
+        sigmas = karras_sigmas(n)
+        back = sample_heun(mixture, Inversion(mixture)(image, sigmas[-2::-1]), sigmas).numpy()
+        trips.append(math.sqrt(np.mean(np.square(back - image.numpy()))))
+    print(errors, trips)
+    assert trips[-1] < 0.005 and trips[0] > 3 * trips[1] > 9 * trips[2]
+    with pytest.raises(CudiffError, match="sigmas that rise from above 0"):
+        Inversion(gaussian)(x, [0.0, 1.0])
+
+
+def test_slerp(rng):
+    a, b = rng.standard_normal((2, 3, 32, 32, 1)).astype(np.float32)
+    np.testing.assert_allclose(slerp(a, b, 0.0), a, rtol=1e-6)
+    np.testing.assert_allclose(slerp(a, b, np.array([0.0, 1.0, 1.0]))[1:], b[1:], atol=1e-6)
+    for share in (0.25, 0.5, 0.75):
+        turned = slerp(a, b, share)
+        assert turned.dtype == np.float32
+        for i in range(3):
+            one, two, at = (v[i].ravel().astype(np.float64) for v in (a, b, turned))
+            angle = np.arccos(one @ two / np.linalg.norm(one) / np.linalg.norm(two))
+            np.testing.assert_allclose(at, (np.sin((1 - share) * angle) * one + np.sin(share * angle) * two)
+                                       / np.sin(angle), rtol=1e-4, atol=1e-5)
+            assert abs(np.linalg.norm(at) / np.linalg.norm(one) - 1) < 0.05
+    np.testing.assert_allclose(slerp(a, a, 0.3), a, rtol=1e-5)
+    with pytest.raises(CudiffError, match="two arrays"):
+        slerp(a, b[:1], 0.5)
+
+
+def test_pictures_noise_and_denoisers_are_given(device):
+    model = pipeline(device, sampler="euler", sample_steps=6)
+    init = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1)).astype(np.uint8)
+    np.testing.assert_array_equal(model.sample(5, init=init, strength=0.0), init)
+    near, far = (model.sample(5, init=init, strength=s).astype(int) for s in (0.2, 1.0))
+    assert 0 < np.abs(near - init).mean() < np.abs(far - init).mean()
+    one = model.sample(5, init=init[0], strength=0.5, batch_size=2)
+    assert np.abs(one[3:].astype(int) - model.sample(5, init=init[[0] * 5], strength=0.5)[3:]).max() <= 1
+    mask = np.zeros((8, 8), bool)
+    mask[4:] = True
+    for sampler in ("euler", "unipc", "dpmpp-2m-sde"):
+        painted = model.sample(5, init=init, mask=mask, sampler=sampler, batch_size=2)
+        np.testing.assert_array_equal(painted[:, :4], init[:, :4])
+        assert (painted[:, 4:] != init[:, 4:]).any()
+    np.testing.assert_array_equal(model.sample(5, seed=3, noise=model.noise(5, 7)), model.sample(5, seed=7))
+    floats = model.sample(5, seed=7, floats=True)
+    assert floats.dtype == np.float32
+    rounded = np.round(floats * 127.5 + 127.5).clip(0, 255)
+    np.testing.assert_array_equal(rounded, model.sample(5, seed=7))
+    gray = model.sample(5, denoiser=lambda x, sigma, labels: x * 0 + 0.2, guidance=1.0)
+    assert (gray == round(0.2 * 127.5 + 127.5)).all()
+
+
+def test_the_way_between_two_classes(rng, device):
+    """Of point estimates it is their mixture; at its ends it is the classes themselves, in every batch."""
+    x, sigma = Tensor(rng.standard_normal((3, 2, 2, 1))), Tensor(np.ones(3))
+    between = Between(two_classes)
+    between.toward(Tensor(np.full(3, 4, np.int32)), Tensor(np.array([0.0, 0.25, 1.0]).reshape(3, 1, 1, 1)))
+    factors = np.array([2.0, 0.75 * 2 + 0.25 * 5, 5.0]).reshape(3, 1, 1, 1)
+    np.testing.assert_allclose(between(x, sigma, Tensor(np.ones(3, np.int32))).numpy(), x.numpy() * factors, rtol=1e-12)
+    model = pipeline(device, sampler="unipc", sample_steps=5, guidance=2.0)
+    images = model.sample(5, classes=2, other=[5, 6, 7, 8, 9], share=np.array([0, 0.5, 1, 1, 1.0]), batch_size=2)
+    ends = model.sample(5, classes=[2, 2, 7, 8, 9], batch_size=2)
+    assert np.abs(images.astype(int) - ends)[[0, 2, 3, 4]].max() <= 1 < np.abs(images[1].astype(int) - ends[1]).max()
+
+
+def test_a_pipeline_s_round_trip():
+    model = pipeline(sample_steps=24)
+    image = model.sample(3, seed=2, classes=1)
+    back = model.sample(3, classes=1, noise=model.invert(image, classes=1, batch_size=2), sampler="heun")
+    other = model.sample(3, seed=5, classes=1)
+    assert np.abs(back.astype(int) - image).mean() < 0.5 * np.abs(other.astype(int) - image).mean()
+    with pytest.raises(CudiffError, match="inversion takes 2 steps"):
+        model.invert(image, steps=1)
+    np.testing.assert_array_equal(model.invert(image[0], classes=1, steps=3), model.invert(image[:1], 1, steps=3))
+    with pytest.raises(CudiffError, match=r"images has shape"):
+        model.invert(image[:, :4])
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"strength": 0.5}, "strength and mask are for a picture to begin with: give init"),
+    ({"mask": np.ones((8, 8))}, "strength and mask are for a picture"),
+    ({"init": np.zeros((8, 8, 1)), "strength": 1.5}, "strength must be at least 0 and at most 1, not 1.5"),
+    ({"init": np.zeros((8, 9, 1))}, r"init has shape \(8, 9, 1\): give \(4, 8, 8, 1\), or one picture \(8, 8, 1\)"),
+    ({"init": np.zeros((8, 8, 1), int)}, "init must be uint8, or finite floats"),
+    ({"init": np.full((8, 8, 1), np.nan)}, "init must be uint8, or finite floats"),
+    ({"init": np.full((8, 8, 1), 200.0)}, r"init has values up to 200: floats lie in about \[-1, 1\], and pixels of"),
+    ({"noise": np.full((4, 8, 8, 1), np.inf)}, "noise holds values that are not finite"),
+    ({"init": np.zeros((8, 8, 1)), "mask": np.ones((4, 4))}, r"mask has shape \(4, 4\): give \(8, 8\)"),
+    ({"init": np.zeros((8, 8, 1)), "mask": np.full((8, 8), 255)}, "a mask's numbers are 0, known, to 1"),
+    ({"noise": np.zeros((3, 8, 8, 1))}, r"noise is float64 of shape \(3, 8, 8, 1\): give floats of shape \(4, 8, 8"),
+    ({"other": 12}, "the model has classes 0 to 9"), ({"other": 3, "share": 2}, "share must be a number from 0 to 1"),
+    ({"guidance_rescale": -1.0}, "guidance_rescale must be"), ({"guidance_interval": (2, 1)}, "guidance_interval must"),
+])
+def test_what_is_given_has_to_fit(options, message):
+    with pytest.raises(CudiffError, match=message) as error:
+        pipeline().sample(4, **options)
+    assert "\n" not in str(error.value)
+    if "guidance" in message:
+        with pytest.raises(CudiffError, match="this model has no classes to guide to: leave guidance_"):
+            pipeline(num_classes=0).sample(4, **options)
+
+
+def test_the_command_line_takes_a_picture_and_a_mask(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    model = pipeline()
+    model.save("model.safetensors")
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8)).astype(np.uint8)
+    Image.fromarray(pixels).save("init.png")
+    Image.fromarray(np.repeat([0, 255], 4)[:, None].repeat(8, 1).astype(np.uint8)).save("mask.png")
+    Image.new("L", (9, 8)).save("wide.png")
+    (tmp_path / "none.png").write_bytes(b"no picture")
+    run = ["sample", "model.safetensors", "-n", "2", "--steps", "3", "--device", "cpu"]
+    assert main([*run, "--init", "init.png", "--mask", "mask.png", "--out", "out.npz", "--guidance-interval", "0.1,5",
+                 "--guidance-rescale", "0.5", "--guidance", "2"]) == 0, capsys.readouterr().err
+    with np.load("out.npz") as made:
+        images = made[made.files[0]]
+    np.testing.assert_array_equal(images[:, :4, :, 0], [pixels[:4]] * 2)
+    for words, message in [
+        ("--init wide.png", "wide.png is 9x8 and the model's images are 8x8: resize it"),
+        ("--init init.png --mask wide.png", "wide.png is 9x8 and the model's images are 8x8: resize it"),
+        ("--init none.png", "cannot read the picture none.png: not an image"),
+        ("--init gone.png", "cannot read the picture gone.png: No such file"),
+        ("--init init.png --strength 2", "strength must be at least 0 and at most 1, not 2"),
+        ("--mask mask.png", "strength and mask are for a picture to begin with"),
+        ("--guidance-interval 1,x", "'1,x' is not two noise levels such as 0.2,5"),
+    ]:
+        assert main([*run, *words.split()]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1

@@ -1,0 +1,304 @@
+"""Indexing by NumPy's rules, on both backends: NumPy's own result for the same index is the expectation."""
+
+import numpy as np
+import pytest
+
+import cudiff
+from cudiff import Tensor, check_gradient
+from cudiff.cuda.kernels import shape
+from cudiff.errors import CudiffError
+from tests.check import check_op, torch
+
+INDICES = [
+    np.s_[1], np.s_[-1, 2], np.s_[1:3], np.s_[:, 1:, ::2], np.s_[..., 0], np.s_[::-1], np.s_[:, ::-2, None],
+    np.s_[None], np.s_[2, ..., 3:7], np.s_[:], np.s_[0, 0, 0], np.s_[3:3], np.s_[1:, None, -2, ...], np.s_[:, :, 4:12],
+]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_getitem(index, device, rng):
+    x = rng.standard_normal((4, 5, 16))
+    torch_fn = None if "-1" in str(index) or "-2" in str(index) else lambda x: x[index]
+    check_op(lambda x: x[index], x, device=device, torch_fn=torch_fn, dtypes=("float32", "bfloat16", "float16"))
+    assert np.array_equal(Tensor(x)[index].numpy(), x[index])
+
+
+def test_getitem_gradients_are_added(device, rng):
+    x = rng.standard_normal((4, 6, 16))
+    check_op(
+        lambda x: x[:, 1:3] + x[:, 2:4] * 2.0 + x[:, ::3] + x[[3, 0, 1, 0]][:, :2] + x[:, 4:], x, device=device,
+        dtypes=("float32",),
+    )
+
+
+@pytest.mark.parametrize("index", [[0], [2, 0, 2, 2, -1], [[1, 1], [0, 3]], []], ids=str)
+@pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 2, 8)], ids=str)
+def test_integer_array(shape, index, device, rng):
+    x = rng.standard_normal(shape)
+    positions = np.asarray(index, np.int64)
+    check_op(lambda x: x[positions], x, device=device, torch_fn=lambda x: x[torch.tensor(positions)])
+    assert np.array_equal(Tensor(x)[Tensor(positions)].numpy(), x[positions])
+
+
+@pytest.mark.parametrize("shape, axes", [((7,), 1), ((4, 3), 1), ((4, 3), 2), ((3, 4, 8), 2)], ids=str)
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+def test_mask(shape, axes, share, device, rng):
+    x, mask = rng.standard_normal(shape), rng.uniform(size=shape[:axes]) < share
+    check_op(lambda x: x[mask] * 2.0, x, device=device, dtypes=("float32", "bfloat16", "float16"))
+    check_op(lambda x: x * x + (x[mask] * 3.0).sum() + (x[mask] ** 2).sum(), x, device=device, dtypes=("float32",))
+    for given in (mask, Tensor(mask, device=device), mask.tolist()):
+        out = Tensor(x, dtype=np.float32, device=device)[given]
+        assert np.array_equal(out.numpy(), x.astype(np.float32)[mask])
+
+
+def test_a_mask_in_a_captured_function(host_of, monkeypatch):
+    host = host_of(True)
+    x = Tensor(host.asarray(np.ones((3, 2), np.float32)))
+    mask = Tensor(host.asarray(np.array([True, False, True])))
+    assert x[mask].shape == (2, 2)
+    monkeypatch.setattr(host.cuda.get_current_stream(), "is_capturing", lambda: True)
+    with pytest.raises(CudiffError, match=r"mask's result has a size .* use where"):
+        x[mask]
+
+
+@pytest.mark.gpu
+def test_rows_out_of_range_are_zero_on_cuda():
+    x = Tensor(np.ones((3, 2), np.float32), requires_grad=True, device="cuda")
+    out = x[Tensor(np.int32([0, 3, -4]), device="cuda")]
+    out.sum().backward()
+    assert out.numpy().tolist() == [[1, 1], [0, 0], [0, 0]]
+    assert Tensor(x.grad).numpy().tolist() == [[1, 1], [0, 0], [0, 0]]
+
+
+ADVANCED = [
+    np.s_[[0, 1], [1, 2]], np.s_[:, [0, 2]], np.s_[None, [1]], np.s_[[[0], [3]], [1, 2]], np.s_[-1, [0, -2], 3],
+    np.s_[[0, 2], :, [1, -1]], np.s_[:, 0, None, [1, 1, 1]], np.s_[1:, [0, 1], ::-2], np.s_[[], [1]], np.s_[..., [], 0],
+    np.s_[True], np.s_[False], np.s_[True, [0, 1]], np.s_[:, None, False], np.s_[0, ..., [2]], np.s_[[1], ..., 0],
+    np.s_[:, np.array(1)], np.s_[range(2), 1:2], np.s_[[[0, 1], [1, 0]]], np.s_[(0, 3), (1, 1)],
+    np.s_[np.arange(4) % 2 == 0, 1], np.s_[..., np.arange(16) % 3 == 1], np.s_[0, np.ones((5, 16), bool)],
+    np.s_[np.arange(4) > 1, :, [3, 1]], np.s_[:, np.arange(5) > 9], np.s_[[0], np.arange(5) > 1, None],
+]
+
+
+@pytest.mark.parametrize("index", ADVANCED, ids=lambda index: str(index).replace("\n", ""))
+def test_arrays_and_masks_beside_slices(index, device, rng):
+    x = rng.standard_normal((4, 5, 16))
+    check_op(lambda x: x[index], x, device=device, dtypes=("float32", "bfloat16", "float16"))
+    check_op(lambda x: x * 2.0 + x[index].sum() + (x[index] ** 2).sum(), x, device=device, dtypes=("float32",))
+
+    def there(item):
+        return Tensor(item, device=device) if isinstance(item, np.ndarray | list) and np.size(item) else item
+
+    x = x.astype(np.float32)
+    given = tuple(map(there, index)) if isinstance(index, tuple) else there(index)
+    out = Tensor(x, device=device)[given]
+    assert out.shape == x[index].shape and np.array_equal(out.numpy(), x[index])
+
+
+def random_index(rng, shape):
+    """Any items that NumPy knows, for some of the axes."""
+    items, axis, dots = [], 0, False
+    common = tuple(rng.integers(1, 4, rng.integers(0, 3)))
+    while rng.random() < 0.8:
+        kind = rng.choice(["none", "dots", "slice", "int", "array", "array", "mask", "bool"])
+        left = len(shape) - axis
+        if kind == "none":
+            items.append(None)
+        elif kind == "dots" and not dots:
+            items.append(...)
+            dots = True
+        elif kind == "bool" and rng.random() < 0.3:
+            items.append(bool(rng.integers(2)))
+        elif left and kind == "slice":
+            ends = [None if rng.random() < 0.4 else int(rng.integers(-5, 6)) for _ in range(2)]
+            items.append(slice(*ends, [None, 1, 2, -1, -2][rng.integers(5)]))
+        elif left and kind == "int":
+            items.append(int(rng.integers(-shape[axis], shape[axis])))
+        elif left and kind == "array":
+            sizes = tuple(1 if rng.random() < 0.2 else n for n in common)[rng.integers(0, len(common) + 1) :]
+            array = rng.integers(-shape[axis], shape[axis], sizes)
+            items.append(array.tolist() if array.ndim and rng.random() < 0.5 else array)
+        elif left and kind == "mask":
+            items.append(rng.random(shape[axis : axis + int(rng.integers(1, min(2, left) + 1))]) < 0.4)
+            axis += items[-1].ndim - 1
+        else:
+            continue
+        axis += kind not in ("none", "dots", "bool")
+    return tuple(items)
+
+
+def test_random_indices(rng):
+    """With what is written there: what NumPy refuses is refused by the same exception."""
+    refused = 0
+    for _ in range(1500):
+        x = rng.standard_normal(tuple(rng.integers(1, 5, rng.integers(1, 5))))
+        index = random_index(rng, x.shape)
+        try:
+            expected = x[index]
+        except IndexError:
+            refused += 1
+            with pytest.raises(IndexError):
+                Tensor(x)[index]
+            continue
+        if not np.size(expected) and any(item is ... for item in index):
+            continue  # of an empty result NumPy does not check what stands behind the Ellipsis
+        np.testing.assert_array_equal(Tensor(x)[index].numpy(), expected, err_msg=str(index))
+        values = rng.standard_normal(np.shape(expected)[rng.integers(0, np.ndim(expected) + 1) :])
+        put, summed = x.copy(), x.copy()
+        put[index] = values
+        np.add.at(summed, index, np.broadcast_to(values, np.shape(expected)))
+        np.testing.assert_array_equal(Tensor(x).at[index].set(values).numpy(), put, err_msg=str(index))
+        np.testing.assert_allclose(Tensor(x).at[index].add(values).numpy(), summed, rtol=1e-12, err_msg=str(index))
+    assert refused > 10
+
+
+def test_gradients_of_gradients(rng):
+    x = rng.uniform(0.5, 1.5, (3, 4))
+    for index in (np.s_[[0, 2, 0], [1, 1, 1]], np.s_[:, [0, 0, 3]], np.s_[x[:, 0] > 1, 1], np.s_[[1, 1]], x > 1):
+        check_gradient(cudiff.elementwise_grad(lambda x, index=index: x[index] ** 3), x)
+
+
+@pytest.mark.parametrize("width", [(), (1,), (3,), (2, 4)], ids=str)
+def test_sums_are_those_of_a_scan(width, device, rng, monkeypatch):
+    """A sorted index and one that is looked through add the same terms in the same order: bit for bit."""
+    x = rng.standard_normal((7, *width)).astype(np.float32)
+    index = Tensor(rng.integers(-7, 7, 301), device=device)
+    dout = Tensor(rng.standard_normal((301, *width)).astype(np.float32), device=device)
+    found = []
+    for scans in (True, False):
+        monkeypatch.setattr(shape, "scans", lambda dx, count, scans=scans: scans)
+        for before in (False, True):
+            leaf = Tensor(x, requires_grad=True, device=device)
+            leaf.grad = Tensor(x, device=device).data if before else None
+            leaf[index].backward(dout)
+            found.append(Tensor(leaf.grad).numpy())
+    np.testing.assert_array_equal(found[0], found[2])
+    np.testing.assert_array_equal(found[1], found[3])
+    expected = np.zeros(x.shape)
+    np.add.at(expected, index.numpy(), dout.numpy().astype(float))
+    np.testing.assert_allclose(found[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_long_index_is_sorted_on_a_gpu_but_not_in_a_captured_function(host_of, monkeypatch):
+    host = host_of(True)
+    x = Tensor(host.zeros((9, 2), np.float32), requires_grad=True)
+
+    def backward():
+        host.launches.clear()
+        x[Tensor(host.zeros(5000, np.int32))].backward(host.zeros((5000, 2), np.float32))
+        return host.launches
+
+    assert backward() == [("shape", "take"), ("shape", "sum_runs")]
+    monkeypatch.setattr(host.cuda.get_current_stream(), "is_capturing", lambda: True)
+    assert ("shape", "take_backward") in backward() and ("shape", "sum_runs") not in backward()
+
+
+def test_indices_on_a_gpu_in_a_captured_function(host_of, monkeypatch):
+    """Arrays that are there already, slices and numbers; nothing is copied from the host."""
+    host = host_of(True)
+    x, index = Tensor(host.zeros((4, 3, 8), np.float32)), Tensor(host.zeros(2, np.int32))
+    monkeypatch.setattr(host.cuda.get_current_stream(), "is_capturing", lambda: True)
+    assert x[index, 1].shape == (2, 8) and x[:, index, ::2].shape == (4, 2, 4) and x[index].shape == (2, 3, 8)
+    assert cudiff.take_along_axis(x, Tensor(host.zeros((4, 3, 1), np.int64))).shape == (4, 3, 1)
+    with pytest.raises(CudiffError, match="copied a host array to the GPU"):
+        x[[0, 1], 1]
+    with pytest.raises(CudiffError, match="copied a host array to the GPU"):
+        x[index, [0, 1]]
+
+
+def test_rows_out_of_range_on_a_gpu_are_lost(host_of):
+    """Where the index lies there: their number stands for them, of which the kernel makes zeros."""
+    host = host_of(True)
+    x, index = Tensor(host.zeros((3, 2, 8), np.float32)), Tensor(host.asarray(np.array([0, 3, -4, -1])))
+    taken = []
+    host.watch = lambda launch: taken.append(np.array(launch.args[1])) if launch.name == "take" else None
+    x[index, 1]
+    assert taken[0].tolist() == [1, 6, 6, 5]
+    with pytest.raises(IndexError, match="index 3 is out of bounds for axis 0 with size 3"):
+        x[[0, 3]]
+    with pytest.raises(IndexError, match="index -3 is out of bounds for axis 1 with size 2"):
+        x[index, -3]
+
+
+@pytest.mark.gpu
+def test_elements_out_of_range_are_zero_on_cuda():
+    x = Tensor(np.ones((3, 2), np.float32), requires_grad=True, device="cuda")
+    out = x[Tensor([0, 3, -4], device="cuda"), 1]
+    out.sum().backward()
+    assert out.numpy().tolist() == [1, 0, 0] and Tensor(x.grad).numpy().tolist() == [[0, 1], [0, 0], [0, 0]]
+
+
+def test_bad_indices(device):
+    x = Tensor(np.ones((3, 2), np.float32), device=device)
+    for index in ("a", 1.5, ([0.5], 0), {}, (slice(None), "b")):
+        with pytest.raises(TypeError, match="cannot index with"):
+            x[index]
+    for mask in ([True, False], np.ones((3, 3), bool), np.ones(3, bool)[None], ([True], 0), (0, np.ones(3, bool))):
+        with pytest.raises(IndexError, match="mask of shape"):
+            x[mask]
+    for index in (3, (0, 0, 0), ([0], 0, 0), [3], ([0], 2), (slice(None), [-3]), (..., ..., [0])):
+        with pytest.raises(IndexError):
+            x[index]
+    with pytest.raises(IndexError, match=r"index arrays of shapes .* do not broadcast"):
+        x[[0, 1], [0, 1, 0]]
+    assert [row.shape for row in x] == [(2,)] * 3
+    number = Tensor(1.0, device=device)
+    assert number[()].shape == () and number[None, ...].shape == (1,) and number[True].shape == (1,)
+    with pytest.raises(TypeError, match="a 0-d tensor has no elements"):
+        number[0]
+    with pytest.raises(IndexError, match="too many indices: 1 for a tensor of 0 dimensions"):
+        number[[0]]
+
+
+def test_more_rows_than_32_bits_count():
+    x = Tensor(np.broadcast_to(np.zeros((), np.uint8), (1,)))
+    x.data = np.broadcast_to(np.zeros((), np.uint8), (1 << 17, 1 << 15, 2))  # of no memory
+    with pytest.raises(IndexError, match="over 2\\^31 - 1: index fewer axes"):
+        x[[0], [1], [0]]
+
+
+def test_two_devices(host_of):
+    host = host_of(True)
+    with pytest.raises(ValueError, match="an index on the GPU of a tensor on the CPU"):
+        Tensor(np.ones(3))[Tensor(host.zeros(2, np.int32))]
+    x = Tensor(host.zeros((3, 2), np.float32))
+    assert x[Tensor([0, 1])].device == x[Tensor([0, 1]), 1].device == "cuda"
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1, -1])
+@pytest.mark.parametrize("indices", [2, [0, -1], [[1, 1, 0], [0, 2, 2]], []], ids=str)
+def test_take(indices, axis, device, rng):
+    x = rng.standard_normal((3, 4, 5))
+    check_op(lambda x: cudiff.take(x, indices, axis), x, device=device)
+    out = np.take(Tensor(x, dtype=np.float32, device=device), indices, axis=axis)
+    np.testing.assert_array_equal(out.numpy(), np.take(x.astype(np.float32), np.asarray(indices, int), axis))
+
+
+@pytest.mark.parametrize("axis, sizes", [(None, (7,)), (0, (6, 4)), (1, (3, 2)), (-1, (1, 5)), (1, (3, 0))])
+def test_take_along_axis(axis, sizes, device, rng):
+    x = rng.standard_normal((3, 4))
+    indices = rng.integers(-3, 3, sizes)
+    check_op(lambda x: cudiff.take_along_axis(x, indices, axis), x, device=device)
+    there = Tensor(indices, device=device)
+    out = np.take_along_axis(Tensor(x, dtype=np.float32, device=device), there, axis)
+    np.testing.assert_array_equal(out.numpy(), np.take_along_axis(x.astype(np.float32), indices, axis))
+
+
+def test_take_along_axis_of_other_axes(device):
+    x = Tensor(np.ones((3, 4), np.float32), device=device)
+    with pytest.raises(ValueError, match="indices of 1 axes for a tensor of 2"):
+        cudiff.take_along_axis(x, [0, 1], 1)
+    with pytest.raises(ValueError, match="out of range"):
+        cudiff.take(x, [0], 2)
+
+
+def test_nonzero(device):
+    x = np.array([[0, 3, 0], [-1, 0, np.nan]], np.float32)
+    for found in (cudiff.nonzero(Tensor(x, device=device)), np.nonzero(Tensor(x, device=device))):
+        assert all(f.device == device and f.dtype == np.int64 for f in found)
+        assert [f.numpy().tolist() for f in found] == [[0, 1, 1], [1, 0, 2]]
+    assert Tensor(x, device=device)[Tensor(x, device=device).nonzero()].shape == (3,)
+    for found in (cudiff.argwhere(Tensor(x, device=device)), np.argwhere(Tensor(x, device=device))):
+        assert found.device == device and found.numpy().tolist() == np.argwhere(x).tolist()
+    with pytest.raises(ValueError, match="it has no axis"):
+        cudiff.nonzero(Tensor(1.0, device=device))

@@ -1,0 +1,144 @@
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cudiff import Tensor, gelu, ops
+from cudiff.ops.mlp import mlp
+from tests.check import check_op, relative_error, torch
+
+ACTIVATIONS = ["gelu", "gelu_tanh", "silu"]
+
+
+def arrays_of(rng, x, hidden, outputs):
+    """Weights that keep the size of what they multiply."""
+    inputs = x[-1]
+    return [rng.standard_normal(x), rng.standard_normal((hidden, inputs)) / inputs**0.5, rng.standard_normal(hidden),
+            rng.standard_normal((outputs, hidden)) / hidden**0.5, rng.standard_normal(outputs)]
+
+
+def torch_mlp(activation):
+    functional = torch.nn.functional if torch else None
+
+    def run(x, weight, bias, weight2, bias2):
+        z = functional.linear(x, weight, bias)
+        h = functional.silu(z) if activation == "silu" else functional.gelu(
+            z, approximate="tanh" if activation == "gelu_tanh" else "none")
+        return functional.linear(h, weight2, bias2)
+
+    return run
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("x, hidden, outputs", [((3, 5), 7, 4), ((2, 33, 72), 200, 40), ((300, 64), 256, 72)], ids=str)
+def test_mlp(device, rng, activation, x, hidden, outputs):
+    check_op(lambda *given: mlp(*given, activation=activation), *arrays_of(rng, x, hidden, outputs), device=device,
+             fp32_inputs=(2, 4), dtypes=("float32", "bfloat16", "float16"), tolerance=2,
+             torch_fn=torch_mlp(activation))
+
+
+def test_a_residual_and_no_biases(device, rng):
+    x, weight, _, weight2, _ = arrays_of(rng, (2, 16, 64), 128, 64)
+    check_op(lambda x, w, v: mlp(x, w, None, v, None, residual=x), x, weight, weight2, device=device, tolerance=2)
+
+
+def test_a_gate_and_a_residual(device, rng):
+    """Its values and gradients are those of its parts, with and without a backward to come."""
+    arrays = [*arrays_of(rng, (3, 16, 64), 128, 40), rng.standard_normal((3, 16, 40)), rng.standard_normal((3, 40))]
+
+    def gated_mlp(*given):
+        return mlp(*given[:6], activation="gelu_tanh", gate=given[6])
+
+    def parts(x, weight, bias, weight2, bias2, residual, gate):
+        h = gelu(ops.linear(x, weight, bias), approximate="tanh")
+        return residual + ops.reshape(gate, (3, 1, 40)) * ops.linear(h, weight2, bias2)
+
+    check_op(gated_mlp, *arrays, device=device, fp32_inputs=(2, 4), dtypes=("float32", "bfloat16"), tolerance=2)
+    for dtype, allowed in ((np.float32, 2e-5), (ml_dtypes.bfloat16, 1.6e-2)):
+        plain = [Tensor(array.astype(dtype), device=device) for array in arrays]
+        expected = parts(*(Tensor(t.numpy().astype(float)) for t in plain))
+        assert relative_error(gated_mlp(*plain).numpy(), expected.numpy()) < allowed
+
+
+def test_it_is_its_parts(rng):
+    given = [Tensor(array) for array in arrays_of(rng, (4, 8), 16, 8)]
+    x, weight, bias, weight2, bias2 = given
+    parts = ops.linear(gelu(ops.linear(x, weight, bias)), weight2, bias2)
+    np.testing.assert_array_equal(mlp(*given).numpy(), parts.numpy())
+
+
+def test_what_it_refuses(rng):
+    given = [Tensor(array) for array in arrays_of(rng, (4, 8), 16, 8)]
+    with pytest.raises(ValueError, match="activation is one of gelu, gelu_tanh, silu, not 'relu'"):
+        mlp(*given, activation="relu")
+    with pytest.raises(ValueError, match="do not fit each other"):
+        mlp(given[0], given[1], given[2], given[1], given[2])
+    with pytest.raises(ValueError, match="mlp: the residual"):
+        mlp(*given, residual=given[1])
+    for residual, gate in ((None, (4, 8)), (given[0], (4, 16)), (given[0], (8,))):
+        with pytest.raises(ValueError, match="mlp: the gate"):
+            mlp(*given, residual=residual, gate=Tensor(rng.standard_normal(gate)))
+    with pytest.raises(ValueError, match="weight2 of shape"):
+        mlp(*given[:4], given[2])
+
+
+def test_without_a_gradient_no_preactivation_is_kept(host_of):
+    host = host_of(True)
+    tensors = [Tensor(host.zeros(shape, ml_dtypes.bfloat16)) for shape in ((4096, 1024), (4096, 1024), (1024, 4096))]
+    before = len(host.launches)
+    mlp(tensors[0], tensors[1], None, tensors[2], None)
+    assert host.launches[before:] == [("gemm_sm90", "gemm_sm90")] * 2
+
+
+def test_a_gate_is_in_the_launch_unless_a_backward_is_to_come(host_of):
+    host = host_of(True)
+    shapes = (16, 256, 1024), (4096, 1024), (1024, 4096), (16, 256, 1024), (16, 1024)
+    for recorded, more in ((False, []), (True, [("gated", "forward")])):
+        x, weight, weight2, residual = (Tensor(host.zeros(shape, ml_dtypes.bfloat16)) for shape in shapes[:4])
+        gate = Tensor(host.zeros(shapes[4], np.float32), requires_grad=recorded)
+        before = len(host.launches)
+        mlp(x, weight, None, weight2, None, residual, gate=gate)
+        assert host.launches[before:] == [("gemm_sm90", "gemm_sm90")] * 2 + more
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_wide_layers_in_one_launch_each(hopper, rng, activation):
+    """Of sizes that gemm_sm90 takes, with every gradient; run twice, to the bit."""
+    arrays = arrays_of(rng, (4, 256, 512), 2048, 512)
+    check_op(lambda *given: mlp(*given, activation=activation), *arrays, device="cuda", fp32_inputs=(2, 4),
+             dtypes=("bfloat16", "float16"), tolerance=2)
+    found = []
+    for _ in range(2):
+        tensors = [Tensor(array.astype(ml_dtypes.bfloat16), requires_grad=True, device="cuda") for array in arrays]
+        out = mlp(*tensors, activation=activation)
+        out.backward(out.data)
+        found.append([out.numpy().tobytes(), *(Tensor(t.grad).numpy().tobytes() for t in tensors)])
+    assert found[0] == found[1]
+
+
+def test_a_gate_of_images_of_one_row(rng):
+    given = [Tensor(array) for array in arrays_of(rng, (4, 8), 16, 8)]
+    residual, gate = (Tensor(rng.standard_normal((4, 8))) for _ in range(2))
+    expected = residual.numpy() + gate.numpy() * mlp(*given).numpy()
+    np.testing.assert_allclose(mlp(*given, residual, gate=gate).numpy(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("x, outputs", [((3, 5, 16), 24), ((2, 4, 4, 72), 40), ((3, 8), 16)], ids=str)
+def test_a_gate_beside_a_residual(device, rng, x, outputs):
+    """With a gradient several operations, without one launch."""
+    shapes = [x, (outputs, x[-1]), (outputs,), (*x[:-1], outputs), (x[0], outputs)]
+    arrays = [rng.standard_normal(shape) for shape in shapes]
+    check_op(ops.linear, *arrays, device=device, fp32_inputs=(2,), dtypes=("float32", "bfloat16"), tolerance=2)
+    for dtype, allowed in ((np.float32, 2e-5), (ml_dtypes.bfloat16, 1.6e-2)):
+        plain = [array.astype(dtype) for array in arrays]
+        wide = [array.astype(float) for array in plain]
+        found = ops.linear(*(Tensor(array, device=device) for array in plain)).numpy()
+        gate = wide[4].reshape(x[0], *[1] * (len(x) - 2), outputs)
+        assert relative_error(found, wide[3] + gate * (wide[0] @ wide[1].T + wide[2])) < allowed
+
+
+def test_a_gate_that_does_not_fit_is_refused(rng):
+    x, weight, residual = (Tensor(rng.standard_normal(shape)) for shape in ((2, 3, 4), (5, 4), (2, 3, 5)))
+    for given, gate in ((residual, (5,)), (residual, (2, 3, 5)), (None, (2, 5))):
+        with pytest.raises(ValueError, match="the gate"):
+            ops.linear(x, weight, None, given, Tensor(rng.standard_normal(gate)))

@@ -1,0 +1,107 @@
+"""Hopper's convolutions of stride 1 as products of matrices: which they are, and their results with every plan."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cudiff import Tensor
+from cudiff.cuda.kernels.convolution import windows_sm90
+from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, Fusion, Image, Operands, Problem, Weight, problem_of
+from cudiff.cuda.kernels.convolution.table import CONVOLUTION
+from cudiff.cuda.kernels.gemm.product import Epilogue
+from cudiff.cuda.kernels.gemm.sm90 import plans
+from cudiff.cuda.select import Offer
+from cudiff.ops.conv2d import dgrad_numpy, fprop_numpy
+from tests.check import relative_error
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+NORMED = frozenset({Fusion.NORM_BACKWARD})
+SUMMED = frozenset({Fusion.STATISTICS})
+
+
+def convolution(direction, images, inputs, outputs, taps, **changes):
+    """The problem of a convolution of images (N, H, W) by so many taps a side."""
+    x, out = (outputs, inputs) if direction == DGRAD else (inputs, outputs)
+    if Fusion.NORM_BACKWARD in changes.get("wanted", ()):
+        changes["norm"] = (Image((*images, out), BF16),)
+    return Problem(direction, Image((*images, x), BF16), Weight((outputs, taps, taps, inputs)),
+                   Image((*images, out), BF16), padding=(taps // 2, taps // 2))._replace(**changes)
+
+
+@pytest.mark.parametrize("problem, row", [
+    (convolution(FPROP, (32, 8, 8), 1536, 768, 3, wanted=SUMMED), "gemm_sm90"),
+    (convolution(DGRAD, (32, 8, 8), 768, 768, 3, wanted=NORMED), "gemm_sm90"),
+    (convolution(DGRAD, (128, 4, 4), 256, 256, 3, wanted=NORMED), "gemm_sm90"),
+    (convolution(FPROP, (32, 32, 32), 384, 1152, 1), "gemm_sm90"),
+    (convolution(DGRAD, (32, 32, 32), 384, 1152, 1, wanted=NORMED), "gemm_sm90"),
+    (convolution(FPROP, (32, 64, 64), 192, 192, 3, wanted=SUMMED), "conv2d_sm90"),
+    (convolution(DGRAD, (32, 32, 32), 384, 384, 3, wanted=NORMED), "conv2d_sm90"),
+    (convolution(FPROP, (32, 8, 8), 768, 768, 3, wanted=frozenset({Fusion.RELU})), "conv2d_sm90"),
+    (convolution(FPROP, (32, 8, 8), 768, 768, 3, stride=(2, 2)), "conv2d"),
+])
+def test_it_takes_one_tap_and_small_images(problem, row):
+    """As measured on an H200."""
+    chosen = CONVOLUTION.select(problem, "sm_90a")
+    assert chosen.row.name == row
+    if row == "gemm_sm90":
+        assert chosen.left == problem.wanted & (SUMMED | NORMED)
+    assert CONVOLUTION.select(problem, "sm_80").row.name in ("conv2d", "matmul")
+
+
+def on_gpu(array):
+    return None if array is None else Tensor(array, device="cuda").data
+
+
+def run(direction, x, weight, out, plan, x2=None, **epilogue):
+    """`out`, and in dgrad x2, as float64."""
+    terms = {name: on_gpu(array) for name, array in epilogue.items()}
+    padding = weight.shape[1] // 2, weight.shape[2] // 2
+    given = Operands(on_gpu(x), on_gpu(weight), on_gpu(out), Epilogue(**terms), on_gpu(x2))
+    windows_sm90.run(given, Offer(plan=plan), problem_of(direction, given, (1, 1), padding))
+    return [Tensor(array).numpy().astype(float) for array in (given.out, given.x2) if array is not None]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("images", [(5, 7, 7), (9, 4, 4), (3, 8, 8), (2, 5, 11), (1, 14, 14), (200, 1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_every_plan_of_windows(hopper, rng, images, dtype):
+    """Tiles that end within an image, channels that end within a step; bias, embedding and addend; twice the same."""
+    inputs, outputs, taps = 72, 136, (3, 3)
+    x = rng.standard_normal((*images, inputs)).astype(dtype)
+    weight = rng.standard_normal((outputs, *taps, inputs)).astype(dtype)
+    bias, emb = (rng.standard_normal(shape).astype(np.float32) for shape in ((outputs,), (images[0], outputs)))
+    addend = rng.standard_normal((*images, outputs)).astype(dtype)
+    expected = fprop_numpy(x.astype(float), weight.astype(float), (1, 1), (1, 1))
+    rows = x[..., 0].size
+    for plan in plans(rows, outputs, 9 * 128, True):
+        found = [run(FPROP, x, weight, np.full_like(addend, np.nan), plan, bias=bias)[0] for _ in range(2)]
+        assert relative_error(found[0], expected + bias) < 1e-2, plan
+        assert found[0].tobytes() == found[1].tobytes(), plan
+        found = run(FPROP, x, weight, np.full_like(addend, np.nan), plan, bias=bias, emb=emb, addend=addend)
+        assert relative_error(found[0], expected + bias + emb[:, None, None] + addend) < 1e-2, plan
+    dout = rng.standard_normal((*images, outputs)).astype(dtype)
+    expected = dgrad_numpy(dout.astype(float), weight.astype(float), images[1:], (1, 1), (1, 1))
+    for plan in plans(rows, inputs, 9 * 192, True):
+        assert relative_error(run(DGRAD, dout, weight, np.full_like(x, np.nan), plan)[0], expected) < 1e-2, plan
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [(1, 1), (3, 3), (1, 5)], ids=str)
+@pytest.mark.parametrize("split", [64, 128])
+def test_two_sources(hopper, rng, kernel, split):
+    """The input's channels lie in two images, and so does its gradient."""
+    images, inputs, outputs, padding = (3, 6, 10), 200, 72, (kernel[0] // 2, kernel[1] // 2)
+    x = rng.standard_normal((*images, inputs)).astype(BF16)
+    weight = rng.standard_normal((outputs, *kernel, inputs)).astype(BF16)
+    dout = rng.standard_normal((*images, outputs)).astype(BF16)
+    first, second = (np.ascontiguousarray(part) for part in np.split(x, [split], axis=3))
+    expected = fprop_numpy(x.astype(float), weight.astype(float), (1, 1), padding)
+    taps = kernel[0] * kernel[1]
+    for plan in plans(180, outputs, taps * (256 if taps > 1 else inputs), True):
+        found, _ = run(FPROP, first, weight, np.full_like(dout, np.nan), plan, x2=second)
+        assert relative_error(found, expected) < 1e-2, plan
+    expected = dgrad_numpy(dout.astype(float), weight.astype(float), images[1:], (1, 1), padding)
+    for plan in plans(180, inputs, taps * (128 if taps > 1 else outputs), True):
+        poisoned = [np.full_like(part, np.nan) for part in (first, second)]
+        found = run(DGRAD, dout, weight, poisoned[0], plan, x2=poisoned[1])
+        assert relative_error(np.concatenate(found, axis=3), expected) < 1e-2, plan

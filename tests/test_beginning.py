@@ -1,0 +1,100 @@
+"""Runs that begin with weights trained elsewhere: `Trainer(init=...)` and `cudiff train --init`."""
+
+import numpy as np
+import pytest
+
+from cudiff.beginning import configuration_of
+from cudiff.checkpoint import latest, load_checkpoint
+from cudiff.cli import main
+from cudiff.config import PRESETS
+from cudiff.data import Dataset, load_dataset
+from cudiff.errors import CudiffError
+from cudiff.train import Trainer
+
+TINY = PRESETS["digits"].replace(
+    model_channels=8, num_heads=2, num_head_channels=0, batch_size=8, steps=6, log_every=3, sample_every=0,
+    save_every=0, warmup=0, lr_schedule="constant", device="cpu",
+)
+
+
+class Said:
+    """A display that keeps what it is told."""
+
+    def __init__(self):
+        self.lines = []
+
+    def update(self, metrics):
+        pass
+
+    def message(self, text):
+        self.lines.append(text)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load_dataset("digits", image_size=16, count=120)
+
+
+@pytest.fixture(scope="module")
+def trained(digits, tmp_path_factory):
+    """The folder of a finished run, whose average is not its weights."""
+    trainer = Trainer(TINY, digits, tmp_path_factory.mktemp("trained") / "run")
+    trainer.run()
+    return trainer.folder
+
+
+def test_a_run_begins_with_the_average(trained, digits, tmp_path):
+    checkpoint = load_checkpoint(latest(trained))
+    trainer = Trainer(configuration_of(checkpoint), digits, tmp_path / "new", init=checkpoint)
+    average = {name.removeprefix("ema."): values for name, values in checkpoint.tensors.items() if name[:4] == "ema."}
+    assert any((checkpoint.tensors[f"model.{name}"] != values).any() for name, values in average.items())
+    for net in (trainer.net, trainer.ema.model):
+        state = net.state_dict()
+        assert all(np.array_equal(state[name], values) for name, values in average.items())
+    said = Said()
+    assert trainer.step == 0 and trainer.run(said)["step"] == 6
+    assert said.lines[0] == f"{len(average)} of {len(average)} tensors begin as in the checkpoint"
+    again = Trainer(TINY.replace(steps=8), digits, trainer.folder, load_checkpoint(latest(trainer.folder)))
+    assert again.run()["step"] == 8
+
+
+def test_other_classes_and_a_wider_model_take_what_fits(trained, digits, tmp_path):
+    """The label embedding of ten classes is not that of three; a second block is new."""
+    checkpoint = load_checkpoint(latest(trained))
+    three = Dataset(digits.images[digits.labels < 3], digits.labels[digits.labels < 3], 3)
+    config = configuration_of(checkpoint)
+    assert (config.num_classes, config.image_size, config.channels) == (-1, 0, 0)
+    said = Said()
+    trainer = Trainer(config.replace(num_res_blocks=2, steps=1), three, tmp_path / "new", init=checkpoint)
+    kept = trainer.net.state_dict()
+    name = next(name for name in kept if name.startswith("label_emb"))
+    assert kept[name].shape[0] in (3, 4) and checkpoint.tensors[f"ema.{name}"].shape[0] in (10, 11)
+    trainer.run(said)
+    text = "\n".join(said.lines)
+    assert f"another shape, so they begin anew: {name}" in text and "not in the checkpoint, so they begin anew" in text
+    assert "and " in text and " more" in text  # of many names six are repeated
+
+
+def test_nothing_in_common_is_said(trained, digits, tmp_path):
+    checkpoint = load_checkpoint(latest(trained))
+    with pytest.raises(CudiffError, match="none of the checkpoint's weights fits this model"):
+        other = PRESETS["cs179"].replace(image_size=16, device="cpu", sample_every=0)
+        Trainer(other, digits, tmp_path / "new", init=checkpoint)
+    with pytest.raises(CudiffError, match="give one of them"):
+        Trainer(TINY, digits, tmp_path / "new", checkpoint, init=checkpoint)
+    with pytest.raises(CudiffError, match="not Dataset and str"):
+        Trainer(TINY, digits, tmp_path / "new", init=str(trained))
+
+
+def test_the_command(trained, tmp_path, monkeypatch, capsys):
+    """The checkpoint's model on other data; flags change what they say."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--init", str(trained), "--steps", "2", "--lr", "1e-4", "--folder", "tuned"]) == 0
+    assert "tensors begin as in the checkpoint" in " ".join(capsys.readouterr().out.split())
+    config = load_checkpoint(latest("tuned")).config
+    assert (config.model_channels, config.lr, config.steps) == (8, 1e-4, 2)
+    assert main(["train", "--init", str(trained), "--resume", str(trained)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert main(["train", "--init", "nowhere"]) == 2
+    error = capsys.readouterr().err
+    assert "nowhere" in error and error.count("\n") == 1

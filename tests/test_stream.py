@@ -1,0 +1,172 @@
+"""Frames in time: where each begins, how they keep their contrast, and what changes them."""
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cudiff.errors import CudiffError
+from cudiff.tensor import Tensor
+from tests.recording import counted, stand_in
+from tests.test_pipeline import pipeline
+
+PICTURE = np.random.default_rng(0).integers(0, 256, (8, 8, 1)).astype(np.uint8)
+
+
+def frames(model, count=4, n=2, **options):
+    return np.stack(list(itertools.islice(model.stream(n, **options), count)))
+
+
+def knowing(model, pictures):
+    """`model` with the exact denoiser of data that are these pictures alone: their mean, weighted by how near they
+    are."""
+    known = pictures.reshape(len(pictures), -1).astype(np.float64) / 127.5 - 1
+
+    def denoiser(x, sigma, labels=None):
+        flat = x.numpy().astype(np.float64).reshape(len(x), 1, -1)
+        level = np.broadcast_to(sigma.numpy() if isinstance(sigma, Tensor) else sigma, len(x)).reshape(-1, 1)
+        logits = -np.square(flat - known).sum(axis=2) / (2 * level**2)
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        mean = weights / weights.sum(axis=1, keepdims=True) @ known
+        return Tensor(mean.reshape(x.shape).astype(np.float32))
+
+    model.config = model.config.replace(capture=False, guidance=1.0)
+    model.objective = SimpleNamespace(denoiser=lambda net: denoiser, sigmas=model.objective.sigmas)
+    return model
+
+
+def test_the_first_frame_is_sample_s_and_the_others_follow(device):
+    model = pipeline(device)
+    made = frames(model, seed=3, classes=[1, 4])
+    assert made.dtype == np.uint8 and made.shape == (4, 2, 8, 8, 1)
+    np.testing.assert_array_equal(made[0], model.sample(2, seed=3, classes=[1, 4]))
+    np.testing.assert_array_equal(frames(model, seed=3, classes=[1, 4]), made)
+    assert len({frame.tobytes() for frame in made}) == 4
+
+
+@pytest.mark.parametrize("strength, blend, steps", [(0.3, 0.2, 1), (0.2, 0.8, 1), (0.5, 0.0, 8)])
+def test_contrast_stays(strength, blend, steps, rng):
+    """With a denoiser that has no error, after 100 frames. What it is not sure of, one evaluation makes gray."""
+    pictures = rng.integers(0, 256, (3, 8, 8, 1)).astype(np.uint8)
+    made = frames(knowing(pipeline(), pictures), 101, strength=strength, blend=blend, steps=steps).astype(float)
+    contrast = made.std(axis=(2, 3, 4))
+    assert (contrast[-1] >= 0.8 * contrast[0]).all() and contrast[0].min() > 40
+
+
+def test_a_frame_by_its_definition(rng):
+    """(1 - blend) D(last + sigma noise; sigma) + blend last, at the level that strength goes back to."""
+    model, seen = pipeline(num_classes=0, guidance=1.0), []
+    levels = model.sigmas("heun", 100)
+    exact = knowing(model, rng.integers(0, 256, (2, 8, 8, 1)).astype(np.uint8)).objective.denoiser(None)
+    model.objective.denoiser = lambda net: lambda x, sigma, labels=None: (
+        seen.append((x.numpy(), float(sigma.numpy()[0]))) or exact(x, sigma)
+    )
+    stream = model.stream(1, strength=0.4, blend=0.25)
+    first = next(stream).astype(np.float64)
+    seen.clear()
+    second = next(stream)
+    ((x, sigma),) = seen
+    np.testing.assert_allclose(sigma, levels[60], rtol=1e-6)
+    noise = (x - (first / 127.5 - 1)) / sigma
+    assert abs(noise.mean()) < 0.5 and 0.7 < noise.std() < 1.3
+    denoised = exact(Tensor(x), sigma).numpy().astype(np.float64) * 127.5 + 127.5
+    assert np.abs(second - np.clip(0.75 * denoised + 0.25 * first, 0, 255)).max() <= 0.51
+    stream.change(steps=4)
+    seen.clear()
+    next(stream)
+    assert len(seen) == 7  # Heun's
+
+
+@pytest.mark.parametrize("name, values", [
+    ("guidance", [1.5, 3.0]), ("seed", [0, 2**63 + 5]), ("classes", [1, [3, 4], -1]), ("strength", [0.2, 0.5, 1.0]),
+    ("blend", [0.0, 0.3, 0.9]),
+])
+def test_an_option_changes_the_next_frame_and_records_nothing(device, monkeypatch, name, values):
+    if device == "cpu":
+        stand_in(monkeypatch)
+    recorded, model = counted(monkeypatch), pipeline(device, sampler="euler", sample_steps=6)
+    eager = pipeline(device, sampler="euler", sample_steps=6, capture=False)
+    seen = []
+    for value in values:
+        stream, other = model.stream(2), eager.stream(2)
+        for one in (stream, other):
+            next(one)
+            one.change(**{name: value})
+        seen.append(next(stream))
+        np.testing.assert_array_equal(next(other), seen[-1])
+    assert len({frame.tobytes() for frame in seen}) == len(values)
+    assert len(recorded) == 2  # the first frame's, and a later one's
+
+
+def test_nothing_moves_without_strength_or_with_all_of_the_last():
+    made = frames(pipeline(), 3, strength=0.0)
+    np.testing.assert_array_equal(made[1:], made[:-1])
+    made = frames(pipeline(), 3, blend=1.0)
+    np.testing.assert_array_equal(made[1:], made[:-1])
+
+
+def test_a_video_s_pictures(device):
+    model = pipeline(device)
+    stream = model.stream(2, classes=3, strength=0.0, blend=0.0)
+    np.testing.assert_array_equal(stream.frame(PICTURE), [PICTURE, PICTURE])
+    stream.change(blend=0.25)
+    mixed = 0.75 * (255.0 - PICTURE) + 0.25 * PICTURE
+    assert np.abs(stream.frame(255 - PICTURE)[0] - mixed).max() <= 0.5
+    stream.change(strength=0.3)
+    assert not np.array_equal(*(stream.frame(PICTURE) for _ in range(2)))
+
+
+def test_a_frame_can_be_stopped_between_steps(device):
+    model, steps = pipeline(device), []
+
+    def stop(step):
+        steps.append(1)
+        if len(steps) == 2:
+            raise KeyboardInterrupt
+
+    stream = model.stream(1, strength=1.0, steps=3, each_step=stop)
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert len(steps) == 2 and stream.last is None and stream.number == 0
+    first = next(stream)
+    np.testing.assert_array_equal(first, model.sample(1))
+    assert len(steps) == 5
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"strength": 1.5}, "strength must be at least 0 and at most 1, not 1.5"), ({"blend": -0.1}, "blend must be"),
+    ({"steps": 0}, "steps must be"), ({"steps": 101}, "steps must be 1 to 100"), ({"seed": -1}, "seed must be"),
+    ({"classes": 10}, "10 is not one"), ({"guidance": "much"}, "guidance must be a number"),
+    ({"strength": None}, "strength must be a number"), ({"n": 0}, "n must be at least 1"),
+    ({"sampler": "none"}, "none"),
+])
+def test_bad_input_is_one_line(options, message):
+    with pytest.raises(CudiffError, match=message) as error:
+        pipeline().stream(**options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_bad_change_leaves_a_stream_as_it_was():
+    stream = pipeline().stream()
+    wrong = ({"blend": 2}, "blend must be"), ({"speed": 2}, "no option speed"), ({"classes": 99}, "99")
+    for options, message in wrong:
+        with pytest.raises(CudiffError, match=message):
+            stream.change(strength=0.9, **options)
+    assert stream.options.strength == 0.3
+    for picture in (PICTURE[:4], PICTURE.astype(float), PICTURE[None, None]):
+        with pytest.raises(CudiffError, match="give uint8"):
+            stream.frame(picture)
+    assert stream.last is None
+
+
+def test_models_of_latents_and_frames_that_are_not_finite():
+    with pytest.raises(CudiffError, match="a stream is for pictures"):
+        pipeline(channels=4).stream()
+    model = pipeline(capture=False)
+    stream = model.stream()
+    stream.frame(PICTURE)
+    model.net.out[2].bias.assign(np.full(1, np.nan, np.float32))
+    with pytest.raises(CudiffError, match="not finite"):
+        next(stream)
+    assert stream.number == 1
