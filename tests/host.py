@@ -26,7 +26,8 @@ owners: weakref.WeakValueDictionary[int, Array] = weakref.WeakValueDictionary()
 
 
 class Array(np.ndarray):
-    """Stands for CuPy's array. What a kernel would have written is undefined.
+    """Stands for CuPy's array. What a kernel would have written is 0 in little memory and in what may be an index, else
+    undefined.
 
     Its address is of no real memory: 8 bits say that it is one, 24 whose memory it is, 32 how far in.
     """
@@ -59,7 +60,8 @@ class Array(np.ndarray):
         return result
 
     def astype(self, dtype: Any, *args: Any, **options: Any) -> Array:  # type: ignore[override]
-        result = super().astype(dtype, *args, **options)
+        with np.errstate(invalid="ignore", over="ignore"):
+            result = super().astype(dtype, *args, **options)
         if result is not self:
             self.watch("astype", result, self)
         return result
@@ -175,6 +177,8 @@ class Host(ModuleType):
 
     def empty(self, shape: Any, dtype: Any = np.float64, buffer: Any = None) -> Array:
         array = np.ndarray.__new__(Array, shape, dtype, buffer)
+        if buffer is None and (array.nbytes <= LARGE or array.dtype.kind == "i"):
+            np.ndarray.fill(array, 0)
         if self.memory is not None:
             array.place = self.memory.take(array.nbytes)
         return array

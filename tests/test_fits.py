@@ -23,7 +23,8 @@ def large():
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a peak of memory")
 @pytest.mark.parametrize("free, fits", [(120, "16"), (60, "8"), (600, None)])
 def test_a_batch_that_the_system_would_kill_for_is_told_before_the_first_step(free, fits, tmp_path):
-    """64 images take 330 MiB. In a process of its own: what tests before have freed would hide what is taken."""
+    """64 images take 330 to 370 MiB, as the allocator does. In a process of its own: what tests before have freed would
+    hide what is taken."""
     code = f"""
 import pathlib
 from cudiff import forecast, train
@@ -46,7 +47,7 @@ print(max(tried))
     if fits is None:
         assert told == []
     else:
-        line = (r"batch size 64 would take about 0\.3 GiB of memory, and 0\.1 GiB are free: "
+        line = (r"batch size 64 would take about 0\.[34] GiB of memory, and 0\.1 GiB are free: "
                 r"--batch-size (\d+) --accumulate (\d+) fits")
         found = re.fullmatch(line, told[0])
         assert found and found.groups() == (fits, str(64 // int(fits))), told

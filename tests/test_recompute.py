@@ -97,7 +97,8 @@ def test_parts_within_parts_with_their_own_masks(device, rng):
 def test_a_leaf_and_what_needs_no_gradient_as_inputs(device, rng):
     x = Tensor(rng.standard_normal((2, 3)).astype(np.float32), requires_grad=True, device=device)
     scale = Tensor(rng.standard_normal((2, 3)).astype(np.float32), device=device)
-    recomputed(lambda a, b, none: ops.exp(a) * b, x, scale, None).backward(Tensor(np.ones((2, 3)), device=device))
+    ones = Tensor(np.ones((2, 3), np.float32), device=device)
+    recomputed(lambda a, b, none: ops.exp(a) * b, x, scale, None).backward(ones)
     np.testing.assert_allclose(Tensor(x.grad).numpy(), np.exp(x.numpy()) * scale.numpy(), rtol=1e-6)
     assert scale.grad is None
 
