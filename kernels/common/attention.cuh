@@ -5,7 +5,7 @@
 #include "flash.cuh"
 #include "mma.cuh"
 
-constexpr int WARPS = 4, THREADS = 32 * WARPS, WM = 16 * MT, BM = WARPS * WM;
+constexpr int THREADS = 32 * WARPS, WM = 16 * MT, BM = WARPS * WM;
 constexpr bool LOW = sizeof(T) == 2;
 constexpr int PACK = 16 / sizeof(T), STEPS = LOW ? 1 : 2;  // mma instructions in a depth of 16
 constexpr int PITCH = DP + 8;                              // of rows in shared memory: ldmatrix meets no bank twice

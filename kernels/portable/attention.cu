@@ -2,15 +2,15 @@
 //
 // q, k, v (and dq, dk, dv): element d of head h of token i of image n is base[(n T + i) token + h head + d], so the three
 // may interleave in one array. out, dout: (N, Tq, heads, D), contiguous. lse, delta: float (N, heads, TP), TP = Tq rounded
-// up to 64: log2 of each softmax denominator, and the sum over d of dout out; past Tq they are +inf and 0.
+// up to 64: log2 of each softmax denominator, and the sum over d of dout out; past Tq, in rows of blocks, +inf and 0.
 //   forward      writes out, lse.          A block owns BM queries and walks over the keys (online softmax).
 //   backward_q   writes dq, delta.         A block owns BM queries, recomputes scores from lse.
 //   backward_kv  reads delta; writes dk, dv. A block owns BM keys and walks over the queries, on transposed scores.
 // Rows are read 16 bytes at a time where base, strides and D allow it, else element by element. All outputs overwrite.
-// Constants: T; DP = D rounded up to 16; MT 16-row tiles a warp owns, BM = 64 MT; BN rows per step; STAGES of cp.async;
-// TF32_PRODUCTS for float: 3 splits operands into two tf32 numbers each, 1 rounds them to tf32.
+// Constants: T; DP = D rounded up to 16; MT 16-row tiles a warp, WARPS of a block, BM = 16 WARPS MT; BN rows per step;
+// STAGES of cp.async; TF32_PRODUCTS for float: 3 splits operands into two tf32 numbers each, 1 rounds them to tf32.
 // On Hopper attention_sm90.cu and attention_short_sm90.cu take what they can: heads of up to 64 channels in 16 bits, aligned.
-// Launch: 128 threads, (ceil(T / BM), heads, N) blocks, dynamic shared memory as cudiff/cuda/kernels/attention/portable.py
+// Launch: 32 WARPS threads, (ceil(T / BM), heads, N) blocks, dynamic shared memory as cudiff/cuda/kernels/attention/portable.py
 // computes it.
 #include "attention.cuh"
 

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 import cudiff
+from cudiff.cuda.device import current_device
 from cudiff.cuda.kernels.convolution import table
 from cudiff.cuda.kernels.convolution.problem import Operands
 from cudiff.cuda.kernels.gemm.product import TILES, plan
@@ -226,7 +227,8 @@ def test_tf32_rounds_and_float32_does_not(rng):
     expected = conv2d(*(Tensor(t.numpy().astype(float)) for t in tensors), padding=1).numpy()
     assert relative_error(conv2d(*tensors, padding=1).numpy(), expected) < 1e-6
     with allow_tf32():
-        assert 1e-5 < relative_error(conv2d(*tensors, padding=1).numpy(), expected) < 1e-3
+        error = relative_error(conv2d(*tensors, padding=1).numpy(), expected)
+    assert error < 1e-3 and (error > 1e-5 or current_device().capability < 80)  # before sm_80 there is no tf32
 
 
 @pytest.fixture

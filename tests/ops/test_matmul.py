@@ -2,6 +2,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from cudiff.cuda.device import current_device
 from cudiff.ops.matmul import linear, matmul
 from cudiff.precision import allow_tf32
 from cudiff.tensor import Tensor
@@ -126,7 +127,8 @@ def test_precision_of_float32_and_tf32(rng):
     expected = x.astype(np.float32).astype(float) @ weight.astype(np.float32).astype(float).T
     assert relative_error(linear(*tensors).numpy(), expected) < 1e-6
     with allow_tf32():
-        assert 1e-5 < relative_error(linear(*tensors).numpy(), expected) < 1e-3
+        error = relative_error(linear(*tensors).numpy(), expected)
+    assert error < 1e-3 and (error > 1e-5 or current_device().capability < 80)  # before sm_80 there is no tf32
 
 
 @pytest.mark.parametrize("first, second", [("float32", "float64"), ("float64", "float32")])

@@ -13,8 +13,6 @@ from cudiff.cuda.kernels.attention.problem import Backward, Forward, Problem
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.select import Offer
 
-WARPS = 4
-
 Tile = dict[str, Any]
 """A kernel's constants."""
 
@@ -32,9 +30,7 @@ def offer_backward(p: Problem) -> Offer | None:
     """Its plan is the tiles of queries and of keys."""
     if not p.backward:
         return None
-    tiles = tuple(tile_of(p.dtype, p.dim, rows, True, p.products) for rows in (p.queries, p.keys))
-    fits = all(_shared_bytes(tile, 2) <= shared_memory() for tile in tiles)  # on Turing not float32 above 80 channels
-    return Offer(plan=tiles) if fits else None
+    return Offer(plan=tuple(tile_of(p.dtype, p.dim, rows, True, p.products) for rows in (p.queries, p.keys)))
 
 
 def backward(given: Backward, tiles: tuple[Tile, Tile], p: Problem) -> None:
@@ -55,21 +51,28 @@ def tile_of(dtype: np.dtype, dim: int, rows: int, backward: bool, products: int)
         columns, stages = (32, 2) if padded <= 64 else (16, 1)  # 99 KB of shared memory hold it
     else:
         columns, stages = (64, 2) if padded <= 64 else (32, 2)
-    tile = {"T": dtype, "DP": padded, "MT": 2 if two_tiles else 1, "BN": columns, "STAGES": stages,
+    tile = {"T": dtype, "DP": padded, "MT": 2 if two_tiles else 1, "WARPS": 4, "BN": columns, "STAGES": stages,
             "TF32_PRODUCTS": products}
     if turing and _shared_bytes(tile, 1 + backward) > shared_memory():
         tile |= {"BN": min(columns, 32), "STAGES": 1}
+        if _shared_bytes(tile, 1 + backward) > shared_memory():  # float32 above 80 channels
+            tile |= {"WARPS": 2}
     return tile
 
 
 def _shared_bytes(tile: Tile, row_operands: int) -> int:
     line = (tile["DP"] + 8) * tile["T"].itemsize
-    return row_operands * 16 * WARPS * tile["MT"] * line + tile["STAGES"] * tile["BN"] * (2 * line + 8)
+    return row_operands * _rows(tile) * line + tile["STAGES"] * tile["BN"] * (2 * line + 8)
+
+
+def _rows(tile: Tile) -> int:
+    """Of a block."""
+    return 16 * tile["WARPS"] * tile["MT"]
 
 
 def _launch(name: str, p: Problem, rows: int, row_operands: int, tile: Tile, args: tuple) -> None:
-    grid = (blocks(rows, 16 * WARPS * tile["MT"]), p.heads, p.images)
-    launch("attention", name, grid, 32 * WARPS, args, shared=_shared_bytes(tile, row_operands), **tile)
+    grid = (blocks(rows, _rows(tile)), p.heads, p.images)
+    launch("attention", name, grid, 32 * tile["WARPS"], args, shared=_shared_bytes(tile, row_operands), **tile)
 
 
 def _sizes(q: Array, p: Problem) -> tuple[int, int, int, int, int, float]:
