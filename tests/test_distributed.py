@@ -1,7 +1,9 @@
 """Processes of a run: which each is, how they meet and talk, and that all end where one fails."""
 
+import copy
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -13,7 +15,7 @@ import time
 import numpy as np
 import pytest
 
-from cudiff.distributed import ALONE, wire
+from cudiff.distributed import ALONE, Group, wire
 from cudiff.distributed.launch import LAUNCHER, LOOPBACK, Place, place
 from cudiff.errors import CudiffError
 
@@ -263,3 +265,12 @@ def test_a_group_of_one():
 
 def test_values_are_json():
     assert json.loads(wire._line({"value": [1, None, "ä"]})) == {"value": [1, None, "ä"]} and LAUNCHER.isupper()
+
+
+def test_a_copy_of_a_group_is_the_group():
+    """As of a trainer that is copied. Another process has not the connections of a group of several."""
+    group = Group(1, 2)
+    assert copy.deepcopy([group])[0] is group
+    assert copy.deepcopy(ALONE) is ALONE and pickle.loads(pickle.dumps(ALONE)) is ALONE
+    with pytest.raises(pickle.PicklingError):
+        pickle.dumps(group)

@@ -9,7 +9,7 @@ import pytest
 
 from cudiff import info
 from cudiff.cli import main
-from cudiff.cuda import select
+from cudiff.cuda import device, select
 from cudiff.errors import CudiffError
 
 
@@ -58,3 +58,16 @@ def test_what_cannot_be_shown_is_said(monkeypatch, capsys):
         assert "--preset goes with --kernels alone" in capsys.readouterr().err
     assert main(["info", "--kernels", "--precision", "bf16"]) == 2
     assert "go with --kernels --preset NAME" in capsys.readouterr().err
+
+
+def test_what_is_wrong_with_cupy_and_the_links_is_told():
+    assert device.wheels(["cupy-cuda13x"]) == "from cupy-cuda13x" and device.wheels([]) == "built here"
+    assert "overwrite each other: uninstall all" in device.wheels(["cupy-cuda12x", "cupy-cuda13x"])
+    assert device.links(4, lambda a, b: 1) == "each reads the others' memory"
+    one_way = device.links(3, lambda a, b: (a, b) != (2, 1))
+    assert one_way.startswith("not direct between 1 and 2: ") and "nvidia-smi topo -m" in one_way
+
+
+@pytest.mark.gpu
+def test_the_wheel_is_told():
+    assert "cupy" in device.describe()["CuPy"].split("from ")[-1]

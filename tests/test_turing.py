@@ -12,7 +12,6 @@ from cudiff.config import Config
 from cudiff.cuda.compiler import compile_source
 from cudiff.cuda.device import precision_on
 from cudiff.data import load_dataset
-from cudiff.errors import CudiffError
 from cudiff.ops import attention
 from cudiff.train import Trainer
 from tests.host import forget, pretend
@@ -68,17 +67,13 @@ def test_every_launch_fits(case, tmp_path, nvrtc):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("dim", [16, 64, 80, 128])
 @pytest.mark.parametrize("tokens", [16, 256])
-def test_attention_fits_or_is_refused_by_a_line(host_of, dtype, dim, tokens):
-    """The launch itself fails a test beyond 64 KiB. float32 of 128 channels has no room for a backward."""
+def test_attention_fits(host_of, dtype, dim, tokens):
+    """The launch itself fails a test beyond 64 KiB."""
     host = host_of(False, turing=True)
     q, k, v = (Tensor(host.zeros((2, tokens, 2, dim), np.dtype(dtype)), requires_grad=True) for _ in range(3))
     out = attention(q, k, v)
-    if (dtype, dim) == ("float32", 128):
-        with pytest.raises(CudiffError, match=r"no kernel of attention on sm_75 serves .*: use 16 bits"):
-            out.backward(host.zeros(out.shape, np.float32))
-    else:
-        out.backward(host.zeros(out.shape, np.dtype(dtype)))
-        assert ("attention", "backward_kv") in host.launches
+    out.backward(host.zeros(out.shape, np.dtype(dtype)))
+    assert ("attention", "backward_kv") in host.launches
 
 
 def test_fp16_stands_for_bf16_and_auto_picks_what_there_is(host_of, tmp_path):

@@ -7,7 +7,9 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import packages_distributions
+from itertools import combinations
 from typing import NamedTuple
 
 from cudiff.backend import cuda_status, get_cupy
@@ -167,11 +169,29 @@ def describe() -> dict[str, str]:
     """Versions and the current device, for `cudiff info`."""
     cupy, gpu, newest = get_cupy(), current_device(), driver_version()
     free, total = cupy.cuda.runtime.memGetInfo()
+    count = cupy.cuda.runtime.getDeviceCount()
     return {
-        "CuPy": cupy.__version__,
+        "CuPy": f"{cupy.__version__} {wheels(packages_distributions().get('cupy', []))}",
         "driver supports": f"CUDA {newest // 1000}.{newest % 1000 // 10}",
         "GPU": f"{gpu.name}, {gpu.multiprocessors} multiprocessors",
-        "GPUs": f"{cupy.cuda.runtime.getDeviceCount()} to be seen",
+        "GPUs": f"{count} to be seen",
+        **({"links": links(count, cupy.cuda.runtime.deviceCanAccessPeer)} if count > 1 else {}),
         "GPU memory": f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free",
         "kernels compiled for": gpu.architecture,
     }
+
+
+def wheels(names: Sequence[str]) -> str:
+    """Which of CuPy's packages is installed, and what is wrong where several are."""
+    if len(names) > 1:
+        return f"from {' and '.join(names)}, which overwrite each other: uninstall all, then install one"
+    return f"from {names[0]}" if names else "built here"
+
+
+def links(count: int, reaches: Callable[[int, int], object]) -> str:
+    """How so many GPUs reach each other: reaches(a, b) is whether a reads b's memory."""
+    apart = [f"{a} and {b}" for a, b in combinations(range(count), 2) if not (reaches(a, b) and reaches(b, a))]
+    if not apart:
+        return "each reads the others' memory"
+    return (f"not direct between {', '.join(apart)}: what they share goes by the host's memory, slower; "
+            "nvidia-smi topo -m shows how they are plugged in")
