@@ -27,9 +27,9 @@ LEFT_OUT = {
     "that launch a kernel, take CuPy or a stream, or are named *_cuda, functions that only those call, constants of a "
     "module that only those read, and branches of `device == \"cuda\"`",
     "the same by construction": "`strict=` of zip, `copy=` of astype, `exist_ok=`, decorators that only remember, the "
-    "sizes of the parts that work is cut into (PART_BYTES, CHUNK, _PARTIAL_SUMS, 16384), the size of an array that a "
-    "kernel declares (one larger holds the same), whether addresses allow packs of several elements (single elements "
-    "give the same)",
+    "sizes of the parts that work is cut into (PART_BYTES, LEAST_BYTES, CHUNK, _PARTIAL_SUMS, 16384), the size of an "
+    "array that a kernel declares (one larger holds the same), whether addresses allow packs of several elements "
+    "(single elements give the same)",
     "the same as compiled": "a survivor in kernels/ of which NVRTC makes the code it makes of the original, for the "
     "GPU of the run, with every row of tests/variants.txt of every kernel file that its text is part of "
     "(tests/equivalent.py); looked at after the tests, never instead of them",
@@ -40,7 +40,7 @@ _FILES = {
     "plot.py", "info.py", "demo.py", "__main__.py", "cuda/launch.py", "cuda/device.py",
     "cuda/graph.py", "cuda/exchange.py", "cuda/sums.py", "cuda/tensor_map.py",
 }
-_PARTS = {"PART_BYTES", "CHUNK", "_PARTIAL_SUMS"}
+_PARTS = {"PART_BYTES", "LEAST_BYTES", "CHUNK", "_PARTIAL_SUMS"}
 _KEYWORDS = {"strict", "copy", "exist_ok", "maxsize"}
 _ON_A_GPU = {"launch", "get_cupy", "kernel", "is_capturing", "gradient_target", "compile_source"}
 

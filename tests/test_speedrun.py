@@ -43,7 +43,8 @@ def test_a_run_on_the_cpu(tmp_path):
         assert row["seconds"] == pytest.approx(sum(row["parts"].values()))
         assert row["frechet"] > row["floor"] > 0 and row["ratio"] == pytest.approx(row["frechet"] / row["floor"])
         assert 0 <= row["as_asked"] < 0.6 and row["classifier_accuracy"] > 0.9 and row["reached"] is None
-        assert row["recipe"]["steps"] == 2 and row["recipe"]["seed"] == 3 and row["recipe"]["batch_size"] == 32
+        assert row["recipe"]["batch_size"] == PRESETS["digits"].batch_size
+        assert row["recipe"]["steps"] == 2 and row["recipe"]["seed"] == 3
         assert {"python", "cudiff", "numpy"} <= set(row["versions"]) and row["commit"] and row["device"] and row["time"]
     assert sum(row["seconds"] for row in rows) < time.perf_counter() - begun
     assert all(f"side {side}, seed 3, seconds " in done.stdout for side in sides)
