@@ -434,10 +434,10 @@ PRESETS = {
     # before it: hence two a group, and use_scale_shift_norm (with one a group 94 % of samples as asked, not 83).
     # P_mean: the shape of a digit is decided at more noise than the details of a photo (97 % of them, not 93).
     "digits": Config(
-        data="digits", image_size=16, channels=1, model_channels=32, channel_mult=(1, 2), num_res_blocks=1,
-        num_head_channels=32, use_scale_shift_norm=True, norm_group_channels=2, num_classes=10, P_mean=-0.4,
-        batch_size=32, lr=2e-3, warmup=50, lr_schedule="cosine", ema_half_life=50.0, clip=1.0, steps=500,
-        sample_every=250, save_every=250, sampler="euler", sample_steps=10, guidance=3.0,
+        data="digits", image_size=16, channels=1, model_channels=16, channel_mult=(1, 2), num_res_blocks=1,
+        num_head_channels=16, use_scale_shift_norm=True, norm_group_channels=2, num_classes=10, P_mean=-0.4,
+        batch_size=16, lr=2.5e-3, warmup=60, lr_schedule="cosine", ema_half_life=40.0, clip=1.0, steps=700,
+        sample_every=350, save_every=350, sampler="euler", sample_steps=10, guidance=3.0,
     ),
     "mnist": _MNIST,
     "fashion-mnist": _MNIST.replace(data="fashion-mnist"),

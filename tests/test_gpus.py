@@ -72,8 +72,9 @@ def test_sharded_is_as_not(precision, tmp_path):
 
 @pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-3), ("bf16", 2e-2)])
 def test_two_halves_are_one_batch_over_200_steps(precision, tolerance, tmp_path):
-    """By the learning rates of the preset elephants."""
-    changes = dict(precision=precision, steps=200, log_every=1, lr_schedule="cosine", warmup=100, lr=2e-4)
+    """By a quarter of the preset elephants' learning rate: by all of it this network amplifies a rounding 10,000 times
+    within 50 steps, so that the losses differed by up to 1.7 % in fp32, tf32 and bf16 alike."""
+    changes = dict(precision=precision, steps=200, log_every=1, lr_schedule="cosine", warmup=100, lr=5e-5)
     train(tmp_path / "two", "--gpus", "2", **changes)
     train(tmp_path / "one", **changes)
     worst = np.abs(np.divide(losses(tmp_path / "two"), losses(tmp_path / "one")) - 1).max()

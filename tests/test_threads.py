@@ -83,9 +83,10 @@ def test_parts_run_at_one_time_on_so_many_cores(monkeypatch):
 
 
 def test_how_many_parts_there_are(monkeypatch):
-    """One of less than PART_BYTES in all, else an even number, of at most as much each; no part without an item."""
+    """One of less than LEAST_BYTES in all, else an even number of PART_BYTES at most; no part without an item."""
     monkeypatch.setattr(threads, "PART_BYTES", 100)
-    bytes_in_all = (0, 99, 100, 101, 200, 201, 400, 401, 1000)
+    monkeypatch.setattr(threads, "LEAST_BYTES", 80)
+    bytes_in_all = (0, 79, 80, 101, 200, 201, 400, 401, 1000)
     assert [len(threads.cut(count, 1)) for count in bytes_in_all] == [1, 1, 2, 2, 2, 4, 4, 6, 10]
     assert [len(threads.cut(count, 1000)) for count in (0, 1, 3)] == [1, 1, 3]
 
