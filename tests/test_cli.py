@@ -115,7 +115,7 @@ def test_a_toml_file_and_flags_over_it(cli, tmp_path):
         (["train", "--resume", ""], ". holds no checkpoint: give the folder of a run, or a checkpoint"),
         (["train", "--image-size", "15"], "image size 15 does not halve 1 times: use a multiple of 2, such as 14"),
         (["train", "--attention-resolutions", "4"], "attention_resolutions: no level has 4 pixels; choose from 16, 8"),
-        (["train", "--num-head-channels", "7"], "num_head_channels 7 does not divide the 64 channels"),
+        (["train", "--num-head-channels", "7"], "num_head_channels 7 does not divide the 32 channels"),
         (["sample"], "the following arguments are required: CHECKPOINT: see cudiff sample --help"),
         (["sample", "none.safetensors"], "none.safetensors"),
         (["sample", "x", "--classes", "1,,b"], "argument --classes: '1,,b' is not a class or a list such as 0,1,2"),
