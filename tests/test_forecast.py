@@ -100,7 +100,8 @@ def trainer_of(config: Config, folder) -> Trainer:
     return Trainer(config, Dataset(images, np.arange(64) % classes, classes) if classes else Dataset(images), folder)
 
 
-SMALL = PRESETS["digits"].replace(image_size=32, num_res_blocks=2, batch_size=64, precision="bf16")
+SMALL = PRESETS["digits"].replace(image_size=32, model_channels=32, num_head_channels=32, num_res_blocks=2,
+                                  batch_size=64, precision="bf16")
 
 
 @pytest.mark.parametrize("recompute", [False, True])
