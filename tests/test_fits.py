@@ -23,7 +23,7 @@ def large():
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a peak of memory")
 @pytest.mark.parametrize("free, fits", [(120, "16"), (60, "8"), (600, None)])
 def test_a_batch_that_the_system_would_kill_for_is_told_before_the_first_step(free, fits, tmp_path):
-    """64 images take 330 to 370 MiB, as the allocator does. In a process of its own: what tests before have freed would
+    """64 images take about 0.35 GiB, told as 0.3 or 0.4. In a process of its own: what tests before have freed would
     hide what is taken."""
     code = f"""
 import pathlib
