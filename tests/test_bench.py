@@ -61,7 +61,24 @@ def on_the_cpu(monkeypatch):
 def trainer_of(config, folder, rng):
     shape, latents = (6, config.image_size, config.image_size, config.channels), config.latent_scale > 0
     images = rng.standard_normal(shape, np.float32) if latents else rng.integers(0, 256, shape, np.uint8)
-    return networks.fill_zeros(Trainer(config.replace(device="cpu"), Dataset(images, latents=latents), folder))
+    trainer = Trainer(config.replace(device="cpu"), Dataset(images, latents=latents), folder)
+    networks.fill_zeros(config, trainer.net)
+    return trainer
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_forward_gives_what_pytorchs_gives(name, rng):
+    """And no zeros, which any two networks that begin at zero have in common."""
+    config = CONFIGS[name]
+    net = build(config)
+    networks.fill_zeros(config, net)
+    net.eval()
+    x = rng.standard_normal((2, config.image_size, config.image_size, config.channels), np.float32)
+    t = rng.standard_normal(2, np.float32)
+    ours = net(Tensor(x), Tensor(t)).numpy()
+    assert np.abs(ours).max() > 0.01
+    theirs = baselines.torch_model(config, net).eval()(torch.from_numpy(x).permute(0, 3, 1, 2), torch.from_numpy(t))
+    baselines.check("output", ours, theirs.permute(0, 2, 3, 1), 1e-5)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -132,20 +132,19 @@ def trainer_of(config: Config) -> Trainer:
         data = Dataset(rng.standard_normal(shape, np.float32), latents=True)
     else:
         data = Dataset(rng.integers(0, 256, shape, np.uint8))
-    return fill_zeros(Trainer(config, data, Path(tempfile.gettempdir()) / "cudiff-bench"))
-
-
-def fill_zeros(trainer: Trainer) -> Trainer:
-    """Small numbers in place of parameters of zeros, of DiT and of U-Nets whose blocks begin so: with these most of
-    their gradients are 0."""
-    config = trainer.config
-    if config.model != "dit" and not config.options.get("zero_init"):
-        return trainer
-    rng, state = np.random.default_rng(1), trainer.net.state_dict()
-    zeros = {name: array for name, array in state.items() if not array.any()}
-    trainer.net.load_state_dict({name: rng.standard_normal(array.shape, np.float32) * np.float32(0.02)
-                                 for name, array in zeros.items()}, strict=False)
+    trainer = Trainer(config, data, Path(tempfile.gettempdir()) / "cudiff-bench")
+    fill_zeros(config, trainer.net)
     return trainer
+
+
+def fill_zeros(config: Config, net: Module) -> None:
+    """Small numbers in place of parameters of zeros, of DiT and of U-Nets whose blocks begin so: with these the output
+    and most gradients are 0."""
+    if config.model == "dit" or config.options.get("zero_init"):
+        rng, state = np.random.default_rng(1), net.state_dict()
+        zeros = {name: array for name, array in state.items() if not array.any()}
+        net.load_state_dict({name: rng.standard_normal(array.shape, np.float32) * np.float32(0.02)
+                             for name, array in zeros.items()}, strict=False)
 
 
 def unet_trainer(precision: str) -> Trainer:
@@ -204,6 +203,7 @@ def forward(report: Report, name: str, config: Config, batch: int, flops: float 
     """The forward of a network in bf16. flops: of an image, 0 where it is not counted."""
     size, channels = config.image_size, config.channels
     net = build(config)
+    fill_zeros(config, net)
     net.precision = "bf16"
     net.eval().flatten("cuda", trainable=False)
     x, t = random_tensor(batch, size, size, channels, dtype=float32), random_tensor(batch, dtype=float32)
