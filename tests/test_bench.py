@@ -1,9 +1,14 @@
 """The benchmark: its baselines give cudiff's losses, gradients and outputs from its weights; its time and options."""
 
+import ast
+import itertools
 import json
 import os
 import signal
 import subprocess
+import sys
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,6 +36,7 @@ from examples.benchmark.measure import Report, Row
 from examples.benchmark.profile import flops_of, size_of
 from tests.check import relative_error
 
+ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = {
     "unet": networks.unet_config(
         "fp32", image_size=16, batch_size=4, channel_mult=(1, 2), num_res_blocks=1, attention_resolutions=(8,)
@@ -96,7 +102,7 @@ def test_a_section_may_take_what_those_before_left(monkeypatch):
     """And together they keep within nine minutes, of which PyTorch's import has five seconds."""
     clock, given = [0.0], {}
 
-    def rows_of(name, against, seconds, model):
+    def rows_of(name, against, seconds, model, turns):
         given[name] = seconds
         clock[0] += 10
         return [], True
@@ -134,14 +140,14 @@ def test_a_profile_takes_no_other_option(monkeypatch, capsys):
 
 
 def test_what_was_cut_is_said_at_the_end(monkeypatch, capsys):
-    def rows_of(name, against, seconds, model):
+    def rows_of(name, against, seconds, model, turns):
         return [Row(name, 1.0)], name == "limits"
 
     for name, value in (("rows_of", rows_of), ("cuda_status", lambda: (True, "")), ("summary", lambda *rows: None),
                         ("stop_on_signals", lambda: None)):
         monkeypatch.setattr(bench, name, value)
-    monkeypatch.setattr("sys.argv", ["bench.py", "--only", "cnn"])
-    with pytest.raises(SystemExit, match=r"not measured to the end: CNN$"):
+    monkeypatch.setattr("sys.argv", ["bench.py", "--only", "cnn", "MEMORY"])
+    with pytest.raises(SystemExit, match=r"not measured to the end: memory, CNN$"):
         bench.main()
     assert "CNN  1.0" in capsys.readouterr().out
 
@@ -171,13 +177,69 @@ def test_no_section_outlives_its_time_or_the_benchmark(monkeypatch, tmp_path, in
         bench.stop_on_signals()
         try:
             with pytest.raises(KeyboardInterrupt):
-                bench.rows_of("CNN", None, 2)
+                list(bench.measured({"CNN": bench.Section(None, 2, 2)}, None, None, jobs=1))
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
     else:
         assert bench.rows_of("CNN", None, 2) == ([Row("found", 1.0)], False)
     assert processes[0].returncode == -signal.SIGKILL
+
+
+def test_processes_compile_together_and_measure_alone(tmp_path):
+    """Three of them: all begin together, and nobody measures while another does, or compiles."""
+    program = tmp_path / "process.py"
+    program.write_text(f"""if True:
+        import sys, time
+        sys.path.insert(0, {str(ROOT)!r})
+        from pathlib import Path
+        from examples.benchmark.turns import Turns
+        turns, folder, log = Turns(), Path(sys.argv[1]), []
+        turns.join(folder)
+        (folder / f"here{{sys.argv[2]}}").touch()
+        while len(list(folder.glob("here*"))) < 3:
+            time.sleep(0.01)
+        for turn in range(3):
+            start = time.monotonic()
+            time.sleep(0.05)
+            log.append(("compile", start, time.monotonic()))
+            with turns.alone():
+                start = time.monotonic()
+                with turns.alone():
+                    time.sleep(0.02)
+                log.append(("measure", start, time.monotonic()))
+        print(log)
+    """)
+    processes = [subprocess.Popen([sys.executable, program, tmp_path, str(i)], stdout=subprocess.PIPE, text=True)
+                 for i in range(3)]
+    spans = [span for process in processes for span in ast.literal_eval(process.communicate(timeout=30)[0])]
+    assert len(spans) == 18
+    together = 0
+    for (one, start, end), (other, begin, stop) in itertools.combinations(spans, 2):
+        overlap = min(end, stop) > max(start, begin)
+        assert not (overlap and "measure" in (one, other))
+        together += overlap
+    assert together >= 3
+
+
+def test_sections_at_once(monkeypatch):
+    """The first by itself; each of the others may take what all may."""
+    given, both = {}, threading.Barrier(2, timeout=10)
+
+    def rows_of(name, against, seconds, model, turns):
+        given[name] = seconds, turns is not None
+        if name != "limits":
+            both.wait()
+        return [Row(name, 1.0)], True
+
+    monkeypatch.setattr(bench, "rows_of", rows_of)
+    sections = {"limits": bench.Section(None, 0, 25), "CNN": bench.Section(None, 2, 45),
+                "memory": bench.Section(None, 2, 20)}
+    found = list(bench.measured(sections, None, None, jobs=2))
+    assert sorted((name, done) for name, _, done in found) == [("CNN", True), ("limits", True), ("memory", True)]
+    assert given["limits"] == (pytest.approx(25, abs=1), False)
+    assert given["CNN"] == (pytest.approx(90, abs=1), True)
+    assert given["memory"] == (pytest.approx(90, abs=1), True)
 
 
 def test_what_differs_is_not_timed(tmp_path, rng):

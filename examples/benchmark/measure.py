@@ -18,6 +18,7 @@ from cudiff import ops
 from cudiff.backend import bfloat16
 from cudiff.cuda.timing import median_time
 from cudiff.tensor import Tensor
+from examples.benchmark.turns import turns
 
 
 @dataclass
@@ -61,7 +62,8 @@ def step_time(step: Callable[[], object], copies: int = 10, warmup: int = 5) -> 
     for _ in range(warmup):
         step()
     cupy.cuda.Device().synchronize()
-    return median_time(lambda: [step() for _ in range(copies)], copies, 7)
+    with turns.alone():
+        return median_time(lambda: [step() for _ in range(copies)], copies, 7)
 
 
 _rng = np.random.default_rng(0)

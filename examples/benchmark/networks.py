@@ -30,6 +30,7 @@ from cudiff.tensor import Tensor, no_grad
 from cudiff.train import Trainer
 from examples.benchmark.fresh import clocked
 from examples.benchmark.measure import Report, random_tensor, step_time
+from examples.benchmark.turns import turns
 
 EULER_STEPS = 1000
 IMAGES = 512  # on the GPU, to draw batches from
@@ -102,11 +103,10 @@ FORWARDS = {
 """A network and a batch: the second is a real-time model's."""
 
 
-def other_steps(*names: str) -> Callable[[Report], None]:
+def other_step(name: str) -> Callable[[Report], None]:
     def section(report: Report) -> None:
-        for name in names:
-            config = UNETS[name]
-            training(report, f"{name} step, batch {config.batch_size}, bf16", config, memory=True)
+        config = UNETS[name]
+        training(report, f"{name} step, batch {config.batch_size}, bf16", config, memory=True)
 
     return section
 
@@ -208,7 +208,9 @@ def forward(report: Report, name: str, config: Config, batch: int, flops: float 
     net.eval().flatten("cuda", trainable=False)
     x, t = random_tensor(batch, size, size, channels, dtype=float32), random_tensor(batch, dtype=float32)
     with no_grad():
-        time = graph_time(lambda: net(x, t).data, 2)
+        net(x, t)  # compiles its kernels
+        with turns.alone():
+            time = graph_time(lambda: net(x, t).data, 2)
     baseline = None
     if report.torch:
         from examples.benchmark import baselines
@@ -226,10 +228,11 @@ def sampling(report: Report) -> None:
     model = Pipeline(config, net.eval().flatten("cuda", trainable=False))
     for n in (1, 256):
         times = []
-        for seed in range(12):
-            start = time.perf_counter()
-            model.sample(n, seed, steps=18, sampler="euler", guidance=1.1 + seed / 10)
-            times.append(1e3 * (time.perf_counter() - start))
+        with turns.alone():
+            for seed in range(12):
+                start = time.perf_counter()
+                model.sample(n, seed, steps=18, sampler="euler", guidance=1.1 + seed / 10)
+                times.append(1e3 * (time.perf_counter() - start))
         name = f"mnist 28x28, Pipeline.sample({n}), 18 Euler steps"
         report.add(f"{name}: first call", times[0], unit="ms")
         report.add(f"{name}: later calls", sorted(times[2:])[5], unit="ms")
@@ -357,7 +360,7 @@ def memory(report: Report) -> None:
 
 def first_step(report: Report) -> None:
     """Seconds from the start of a Python process until its first training step is done."""
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory() as cache, turns.alone():
         for state in ("empty", "warm"):
             baseline = None
             if report.torch:
