@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import os
 import struct
 import sys
 import weakref
@@ -303,10 +304,14 @@ def pretend(monkeypatch: Any, hopper: bool, turing: bool = False, kind: type[Hos
     followed by `forget`."""
     forget()
     host = kind(hopper, turing)
-    target = device.Target(*("Tesla T4", "sm_75") if turing else ("NVIDIA H200", "sm_90a" if hopper else "sm_90"))
+
+    def current_target() -> device.Target:
+        portable = not hopper or os.environ.get("CUDIFF_PORTABLE") == "1"
+        return device.Target(*("Tesla T4", "sm_75") if turing else ("NVIDIA H200", "sm_90" if portable else "sm_90a"))
+
     stand_ins = {
         "get_cupy": functools.cache(lambda: host), "cuda_status": lambda: (True, "host"),
-        "current_target": lambda: target,
+        "current_target": current_target,
         "exchange_workspace": host.exchange_workspace,
         "device_of": lambda array: "cuda" if isinstance(array, Array) else "cpu",
         "array_module": lambda device: host if device == "cuda" else np,
