@@ -37,7 +37,7 @@ from cudiff.evaluate import train_classifier
 from cudiff.train import Trainer
 from examples.benchmark.fresh import CACHES, clocked, mark
 
-# The recipes are guesses, which no GPU has run. They count with the preset's 7.3 ms a step of 256, measured; with a
+# The recipes are guesses, which missed their targets (docs/speedrun.md). They count with the preset's 7.3 ms a step of 256, measured; with a
 # third of that for a forward of 256, so that 10,000 samples of 18 steps take 1.7 s, or 3.4 with guidance; and with 7 s
 # for the start and the first kernels, 2 s for the samplers', and 10 % of the limit to spare.
 RECIPES = {
