@@ -248,7 +248,6 @@ def main() -> None:
             rows.append(row)
             if row.name.startswith("limit: "):
                 limits[row.limit if row.flops else "copy"] = row.rate
-            print(*cells(row, limits), sep="  ", flush=True)
     summary(rows, limits)
     if cut:
         sys.exit(f"bench.py: not measured to the end: {', '.join(cut)}")

@@ -43,18 +43,18 @@ class Row:
 
 
 class Report:
-    """The rows of one section, each written to `path` at once: what a time limit cuts short is not lost."""
+    """The rows of one section, each printed and written to `path` at once: what is cut short is not lost."""
 
     def __init__(self, path: str | Path | None, torch: bool):
         self.path, self.torch = path, torch
 
     def add(self, name: str, ours: float | None, theirs: float | None = None, **details: Any) -> None:
-        line = json.dumps(asdict(Row(name, ours, theirs, **details)))
-        if self.path is None:
-            print(line, flush=True)
-        else:
+        row = Row(name, ours, theirs, **details)
+        beside = f", PyTorch {theirs:,.1f}" if theirs else ""
+        print(f"{name}: {f'{ours:,.1f}' if ours else 'none'} {row.unit}{beside}", flush=True)
+        if self.path:
             with open(self.path, "a") as file:
-                file.write(line + "\n")
+                file.write(json.dumps(asdict(row)) + "\n")
 
 
 def step_time(step: Callable[[], object], copies: int = 10, warmup: int = 5) -> float:
