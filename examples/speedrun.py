@@ -37,9 +37,9 @@ from cudiff.evaluate import train_classifier
 from cudiff.train import Trainer
 from examples.benchmark.fresh import CACHES, clocked, mark
 
-# The recipes are guesses, which missed their targets (docs/speedrun.md). They count with the preset's 7.3 ms a step of 256, measured; with a
-# third of that for a forward of 256, so that 10,000 samples of 18 steps take 1.7 s, or 3.4 with guidance; and with 7 s
-# for the start and the first kernels, 2 s for the samplers', and 10 % of the limit to spare.
+# The recipes are guesses, which missed their targets (docs/speedrun.md). They count with the preset's 7.3 ms a step of
+# 256, measured; with a third of that for a forward of 256, so that 10,000 samples of 18 steps take 1.7 s, or 3.4 with
+# guidance; and with 7 s for the start and the first kernels, 2 s for the samplers', and 10 % of the limit to spare.
 RECIPES = {
     # 30 - 7 - 3.4 - 2 - 3 = 14.6 s. A fifth of the preset's steps: twice its learning rate, an average a fifth as long.
     # 10,000 steps came to 1.7 times the floor by Euler's method: hence a sampler of second order. 1.1 gave 99.1 % as
