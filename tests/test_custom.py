@@ -6,6 +6,7 @@ import pytest
 import cudiff
 from cudiff import CudiffError, Tensor, nn, ops, to_torch_function
 from cudiff.cuda import Kernel
+from examples.custom_op import SOFTPLUS
 from tests.check import torch
 
 SCALE = """
@@ -55,6 +56,9 @@ def test_arguments_are_checked_by_name(host_of):
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
 def test_it_compiles_without_a_gpu(architecture, nvrtc):
     assert "registers" in Kernel(SCALE).compile(architecture, T=cudiff.bfloat16)
+    assert "registers" in SOFTPLUS.compile(architecture, T=np.float32)
+    with pytest.raises(TypeError, match="takes float32, .* not complex64: convert it first"):
+        Kernel(SCALE).compile(architecture, T=np.complex64)
     assert "registers" in Kernel(ADD, "first").compile(architecture, T=cudiff.float32, OFFSET=3)
     with pytest.raises(CudiffError, match=r"your_kernel.cu does not compile for .*nothing"):
         Kernel(SCALE.replace("factor *", "nothing *")).compile(architecture, T=cudiff.float32)

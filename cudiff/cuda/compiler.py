@@ -235,7 +235,9 @@ def compile_ahead(stem: str, constants: dict[str, Any]) -> None:
 
 
 def c_names(file: str, constants: dict[str, Any]) -> dict[str, Any]:
-    """The constants with dtypes by their C names. Raises TypeError that names `file` for a dtype that has none."""
+    """The constants with dtypes, or types such as np.float32, by their C names. Raises TypeError that names `file` for
+    one that has none."""
+    constants = {name: np.dtype(value) if isinstance(value, type) else value for name, value in constants.items()}
     for value in constants.values():
         if isinstance(value, np.dtype) and value not in CTYPES:
             raise TypeError(f"{file} takes {', '.join(map(str, CTYPES))}, not {value}: convert it first")
