@@ -34,6 +34,13 @@ def hopper():
 
 
 @pytest.fixture
+def streams():
+    """Skips on the emulator of tests/emulator, whose kernels run one after another."""
+    if EMULATED:
+        pytest.skip("the emulator has no streams")
+
+
+@pytest.fixture
 def nvrtc():
     """Skips where NVRTC, which compiles kernels without a GPU, is not installed."""
     pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="CuPy is not installed: it brings NVRTC")

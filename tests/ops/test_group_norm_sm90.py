@@ -157,7 +157,7 @@ def test_all_that_may_be_asked_of_a_backward(room, rng, force, shape, channels2,
 
 
 @pytest.mark.gpu
-def test_two_streams_share_images_at_the_same_time(hopper, rng):
+def test_two_streams_share_images_at_the_same_time(hopper, streams, rng):
     """Blocks wait for each other: those of two launches, on two streams, must not wait for each other's places."""
     import cupy
 
@@ -197,7 +197,7 @@ def test_two_streams_share_images_at_the_same_time(hopper, rng):
 
 
 @pytest.mark.gpu
-def test_beside_a_stream_of_higher_priority_and_a_full_gpu(hopper):
+def test_beside_a_stream_of_higher_priority_and_a_full_gpu(hopper, streams):
     """Launches that take places as they come free would each hold some and wait for the rest for ever."""
     command = [sys.executable, "-m", "tests.ops.crowded"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -205,7 +205,7 @@ def test_beside_a_stream_of_higher_priority_and_a_full_gpu(hopper):
 
 
 @pytest.mark.gpu
-def test_every_stream_has_its_own_workspace():
+def test_every_stream_has_its_own_workspace(streams):
     import cupy
 
     from cudiff.cuda.exchange import exchange_workspace
