@@ -47,6 +47,27 @@ def test_the_compiler_has_the_same_parameters(stem, nvrtc):
     assert compiled_parameters(cubin) == declared_parameters(stem, constants)
 
 
+def test_a_kernel_is_compiled_without_others_of_its_macro(nvrtc):
+    """With what the same call defines, and with those that are written out."""
+    constants = variants("elementwise", "sm_80")[0]
+    written_out = {"relu_backward_sums", "clip_forward", "clip_backward"}
+    for name, others in (("exp_backward", {"exp_forward"}), ("log_forward", {"log_backward"}), ("clip_forward", set())):
+        call = compiler.call_of("elementwise", name)
+        cubin, _ = compiler.compile_text("file", compiler.source("elementwise", constants, call), "sm_80", constants)
+        assert set(compiled_parameters(cubin)) == {name} | others | written_out
+
+
+@pytest.mark.parametrize("stem", ["arithmetic", "compare", "elementwise", "integer"])
+def test_every_kernel_has_a_source_of_its_own(stem):
+    """Where calls of macros take more lines than one, one of them would lose its end."""
+    whole = compiler.source(stem, {})
+    for name in compiler.kernels(stem):
+        text = compiler.source(stem, {}, compiler.call_of(stem, name))
+        assert name in Source("file", text).kernels
+        lost = set(whole.splitlines()) - set(text.splitlines())
+        assert lost and all(re.fullmatch(r"[A-Z]+\(\w+, .*\)", line) for line in lost), lost
+
+
 def test_parameters_of_every_form():
     text = dedent("""
     #define REST int n, \\

@@ -58,13 +58,15 @@ def kernel_path(stem: str) -> str:
     return kernel_file(f"{stem}.cu").relative_to(kernel_folder().parent).as_posix()
 
 
-def source(stem: str, constants: dict[str, Any]) -> str:
-    """A `.cu` file after `common.cuh`, with its `#include`s of our own headers expanded, each once.
+def source(stem: str, constants: dict[str, Any], call: str | None = None) -> str:
+    """A `.cu` file after `common.cuh`, with its `#include`s of our own headers expanded, each once. `call`: of calls of
+    macros that define kernels this one alone, see `call_of`.
 
     Constants that are types are typedefs behind `common.cuh`: as macros they would also replace the T of every
     `template <typename T>`, NVRTC's own included.
     """
-    return with_types(*_expanded(stem), constants)
+    common, rest = _expanded(stem)
+    return with_types(common, rest if call is None else _declarations(stem).with_one_call(rest, call), constants)
 
 
 def with_types(common: str, rest: str, constants: dict[str, Any]) -> str:
@@ -105,6 +107,14 @@ def _declarations(stem: str) -> Source:
 def kernels(stem: str) -> list[str]:
     """The names of the kernels of `<stem>.cu`."""
     return _declarations(stem).kernels
+
+
+def call_of(stem: str, name: str) -> str:
+    """How the call of the macro begins that defines this kernel of `<stem>.cu`; "" of one that is written out.
+
+    Calls are compiled one at a time, each when it is needed: all of arithmetic.cu takes 5 s, `add` 0.3.
+    """
+    return _declarations(stem).call_of(name)
 
 
 def signature(stem: str, name: str, constants: dict[str, Any]) -> Signature:
@@ -161,9 +171,9 @@ def nvrtc_version() -> str:
     return ".".join(map(str, nvrtc.getVersion()))
 
 
-def _cubin(stem: str, arch: str, constants: dict[str, Any]) -> Path:
-    """`cubin_of` one of our files."""
-    return cubin_of(kernel_path(stem), source(stem, constants), arch, constants)
+def _cubin(stem: str, arch: str, constants: dict[str, Any], call: str) -> Path:
+    """`cubin_of` one of our files, or of what one call in it defines."""
+    return cubin_of(kernel_path(stem), source(stem, constants, call), arch, constants)
 
 
 def cubin_of(file: str, text: str, arch: str, constants: dict[str, Any]) -> Path:
@@ -180,12 +190,12 @@ def cubin_of(file: str, text: str, arch: str, constants: dict[str, Any]) -> Path
 _modules: dict[tuple, Any] = {}
 
 
-def load(stem: str, constants: dict[str, Any]) -> Any:
-    """The current device's cupy.RawModule of the file, compiled with these constants."""
-    key = (stem, get_cupy().cuda.runtime.getDevice(), *sorted(constants.items()))
+def load(stem: str, constants: dict[str, Any], call: str) -> Any:
+    """The current device's cupy.RawModule of the file, compiled with these constants and this call alone."""
+    key = (stem, call, get_cupy().cuda.runtime.getDevice(), *sorted(constants.items()))
     module = _modules.get(key)
     if module is None:
-        path = _cubin(stem, current_device().architecture, constants)
+        path = _cubin(stem, current_device().architecture, constants, call)
         module = _modules.setdefault(key, loaded(path))
     return module
 
@@ -199,7 +209,7 @@ def loaded(cubin: Path) -> Any:
 class _Ahead(threading.local):
     """Where this thread sends what it finds not compiled; None where it compiles itself. See `compiling_ahead`."""
 
-    compile: Callable[[str, dict[str, Any]], None] | None = None
+    compile: Callable[[str, dict[str, Any], str], None] | None = None
 
 
 _ahead = _Ahead()
@@ -211,10 +221,10 @@ def compiling_ahead() -> Iterator[None]:
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         begun: dict[tuple, Future] = {}
 
-        def compile(stem: str, constants: dict[str, Any]) -> None:
-            variant = (stem, *constants.items())
+        def compile(stem: str, constants: dict[str, Any], call: str) -> None:
+            variant = (stem, call, *constants.items())
             if variant not in begun:
-                begun[variant] = pool.submit(_cubin, stem, current_device().architecture, constants)
+                begun[variant] = pool.submit(_cubin, stem, current_device().architecture, constants, call)
 
         _ahead.compile = compile
         try:
@@ -228,10 +238,10 @@ def compiles_ahead() -> bool:
     return _ahead.compile is not None
 
 
-def compile_ahead(stem: str, constants: dict[str, Any]) -> None:
+def compile_ahead(stem: str, constants: dict[str, Any], call: str) -> None:
     """Inside such a block: compile beside others."""
     assert _ahead.compile is not None
-    _ahead.compile(stem, constants)
+    _ahead.compile(stem, constants, call)
 
 
 def c_names(file: str, constants: dict[str, Any]) -> dict[str, Any]:

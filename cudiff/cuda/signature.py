@@ -97,13 +97,27 @@ class Source:
         self._file = file
         self._macros = dict(re.findall(r"^#define (\w+) (.*)", text, re.MULTILINE))
         self._structs = {name: (int(align or 1), fields) for align, name, fields in re.findall(_STRUCT, text)}
-        text = re.sub(_MACRO, lambda macro: _calls(text, *macro.groups()), text)
-        self._heads = dict(re.findall(_KERNEL, text))
+        self._calls: dict[str, str] = {}  # of kernels that a macro defines: how its call begins
+        self._heads = dict(re.findall(_KERNEL, re.sub(_MACRO, "", text)))
+        for macro, parameter, body in re.findall(_MACRO, text):
+            for name in re.findall(rf"^{macro}\((\w+)", text, re.MULTILINE):
+                heads = re.findall(_KERNEL, re.sub(rf"\b{parameter}(##|\b)", name, body))
+                self._heads.update(heads)
+                self._calls.update((kernel, f"{macro}({name},") for kernel, _ in heads)
 
     @property
     def kernels(self) -> list[str]:
         """Their names."""
         return list(self._heads)
+
+    def call_of(self, kernel: str) -> str:
+        """How the call of the macro begins that defines this kernel; "" of one that is written out."""
+        return self._calls.get(kernel, "")
+
+    def with_one_call(self, text: str, call: str) -> str:
+        """The file's text without the other calls of macros that define kernels."""
+        others = tuple(set(self._calls.values()) - {call})
+        return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(others))
 
     def signature(self, name: str, constants: dict[str, Any]) -> Signature:
         """Of the kernel `name` compiled with these constants. Raises ValueError where the file has none."""
@@ -142,14 +156,6 @@ class Source:
 _STRUCT = re.compile(r"struct (?:__align__\((\d+)\) )?(\w+) \{([^{}]*?)(?:__device__|\})")
 _MACRO = re.compile(r"^#define (\w+)\((\w+).*?\) +(.*__global__.*)", re.MULTILINE)
 _KERNEL = re.compile(r"__global__[^{;]*?(\w+)\(([^()]*)\)\s*\{")
-
-
-def _calls(text: str, macro: str, name: str, body: str) -> str:
-    """What the calls of a macro stand for that defines kernels after its first argument."""
-    return "\n".join(
-        re.sub(rf"\b{name}(##|\b)", called, body)
-        for called in re.findall(rf"^{macro}\((\w+)", text, re.MULTILINE)
-    )
 
 
 def _declared(text: str) -> tuple[str, bool, str]:
