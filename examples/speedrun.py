@@ -1,4 +1,5 @@
-"""Time to quality: python examples/speedrun.py [--data NAME] [--seeds 0,1,2] [--against torch] [--log FILE]
+"""Time to quality: python examples/speedrun.py [--data NAME] [--seeds 0,1,2] [--against torch] [--recipe FILE]
+[--log FILE]
 
 Of each seed, the seconds from the start of a fresh process, whose compilers' caches are empty, until 10,000 samples of
 the model that it trains lie in the host's memory; and how good they are. The rules, and what was reached, stand in
@@ -29,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import cudiff
 from cudiff import CudiffError
 from cudiff.backend import array_module, cache_folder
-from cudiff.config import PRESETS, Config
+from cudiff.config import PRESETS, Config, load_toml
 from cudiff.cuda.device import describe
 from cudiff.data import Dataset, load_dataset, shuffled_index
 from cudiff.distances import frechet_or_none
@@ -74,7 +75,9 @@ RIVALS = {"cpu": ("torch",), "cuda": ("torch", "torch.compile")}  # to compile m
 def recipe(options: argparse.Namespace, seed: int) -> Config:
     changes: dict[str, Any] = {"device": options.device, "seed": seed}
     changes |= {"precision": "fp32"} if options.device == "cpu" else {}
-    return RECIPES[options.data].replace(**changes | ({"steps": options.steps} if options.steps else {}))
+    changes |= {"steps": options.steps} if options.steps else {}
+    base = RECIPES[options.data]
+    return (load_toml(options.recipe, base) if options.recipe else base).replace(**changes)
 
 
 def asked(options: argparse.Namespace) -> np.ndarray:
@@ -194,6 +197,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=numbers, default=[0, 1, 2], metavar="0,1,2", help="a run each (default 0,1,2)")
     parser.add_argument("--against", choices=("torch",), help="run PyTorch too, as it is and compiled")
     parser.add_argument("--log", metavar="FILE", help="append a line of JSON for each run")
+    parser.add_argument("--recipe", metavar="FILE", help="TOML of options other than the recipe's, for a try")
     parser.add_argument("--steps", type=int, metavar="N", help="train for so many instead of the recipe's")
     parser.add_argument("--samples", type=int, default=SAMPLES, metavar="N", help="targets are for the default 10000")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=cudiff.default_device())

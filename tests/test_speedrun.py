@@ -56,10 +56,21 @@ def test_a_run_on_the_cpu(tmp_path):
     (["--samples", "1"], "speedrun.py: give --samples 2 or more"),
     (["--steps", "0"], "--steps 1 or more"),
     (["--data", "photos"], "invalid choice: 'photos'"),
+    (["--recipe", "none.toml"], "speedrun.py: cannot read none.toml"),
     (["--log", "none/log.jsonl"], "speedrun.py: cannot write none/log.jsonl (No such file or directory)"),
 ])
 def test_a_mistake_is_one_line(arguments, told, tmp_path):
     assert told in mistake("speedrun", *TINY, *arguments, folder=tmp_path)
+
+
+def test_a_recipe_of_ones_own(tmp_path):
+    """A file's options over the recipe's; the command line's over both."""
+    (tmp_path / "own.toml").write_text('guidance = 1.5\nsampler = "heun"\nsteps = 7\n')
+    given = dict(data="mnist", device="cpu", recipe=str(tmp_path / "own.toml"))
+    config = speedrun.recipe(SimpleNamespace(**given, steps=None), 4)
+    assert (config.guidance, config.sampler, config.steps, config.seed, config.device) == (1.5, "heun", 7, 4, "cpu")
+    assert config.lr == speedrun.RECIPES["mnist"].lr
+    assert speedrun.recipe(SimpleNamespace(**given, steps=3), 4).steps == 3
 
 
 def test_the_clock(tmp_path, capfd):
