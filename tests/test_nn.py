@@ -1,6 +1,8 @@
 """Layers and modules: initial values, precision, what is read where, and the layers' own checks."""
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -40,6 +42,30 @@ def test_seeds_make_parameters_and_end_with_their_block():
     np.testing.assert_array_equal(first.weight.data, again.weight.data)
     np.testing.assert_array_equal(second.weight.data, after.weight.data)
     assert not np.array_equal(first.weight.data, with_inner.weight.data)
+
+
+def test_blocks_of_one_thread_leave_others_alone():
+    """A model is outlined by one thread and drawn by another at the same time; outside of a block both draw alike."""
+    entered, built = threading.Barrier(2, timeout=10), {}
+
+    def outline():
+        with init.outlined(10, 100):
+            entered.wait()
+            entered.wait()
+            with pytest.raises(CudiffError, match="the model is larger"):
+                nn.Linear(30, 40)
+
+    def draw():
+        with init.seeded(5):
+            entered.wait()
+            built["beside"] = nn.Linear(30, 40).weight.data
+            entered.wait()
+
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(outline), pool.submit(draw)]:
+            future.result()
+    with init.seeded(5):
+        np.testing.assert_array_equal(built["beside"], nn.Linear(30, 40).weight.data)
 
 
 def test_normal_has_its_deviation():

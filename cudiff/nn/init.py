@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -31,7 +32,6 @@ class _Drawn:
     def zero(self, array: np.ndarray) -> None:
         array.fill(0)
 
-
     def number(self) -> int:
         return int(self.rng.integers(2**63))
 
@@ -57,32 +57,45 @@ class _Outlined:
         return 0
 
 
-_source: _Drawn | _Outlined = _Drawn(0)
+_default = _Drawn(0)
+
+
+class _Chosen(threading.local):
+    """What this thread draws from inside of a block; None outside."""
+
+    source: _Drawn | _Outlined | None = None
+
+
+_chosen = _Chosen()
+
+
+def _source() -> _Drawn | _Outlined:
+    return _chosen.source or _default
 
 
 @contextlib.contextmanager
 def _from(source: _Drawn | _Outlined) -> Iterator[None]:
-    global _source
-    before, _source = _source, source
+    before, _chosen.source = _chosen.source, source
     try:
         yield
     finally:
-        _source = before
+        _chosen.source = before
 
 
 def seed(n: int) -> None:
-    """Draw the parameters of models built from now on from `n`. Without it they are those of 0 in each process."""
-    global _source
-    _source = _Drawn(whole("n", n, least=0))
+    """Draw the parameters of models built from now on from `n`, in all threads. Without it they are those of 0 in each
+    process."""
+    global _default
+    _default = _Drawn(whole("n", n, least=0))
 
 
 def seeded(seed: int) -> contextlib.AbstractContextManager[None]:
-    """Draw the parameters of models built inside the block from `seed`."""
+    """Draw the parameters of models that this thread builds inside the block from `seed`."""
     return _from(_Drawn(seed))
 
 
 def outlined(arrays: int, numbers: int) -> contextlib.AbstractContextManager[None]:
-    """Models built inside the block have names and shapes, but no values.
+    """Models that this thread builds inside the block have names and shapes, but no values.
 
     Raises CudiffError in the block once a model asks for more than so many arrays, or numbers in them.
     """
@@ -91,32 +104,32 @@ def outlined(arrays: int, numbers: int) -> contextlib.AbstractContextManager[Non
 
 def uniform_fan_in(shape: tuple[int, ...], fan_in: int) -> np.ndarray:
     """U(−1/√fan_in, 1/√fan_in): PyTorch's default for weights and biases of linear and convolution layers."""
-    return _source.uniform(shape, 1 / math.sqrt(fan_in))
+    return _source().uniform(shape, 1 / math.sqrt(fan_in))
 
 
 def glorot_uniform(shape: tuple[int, int]) -> np.ndarray:
     """U(−b, b) for a matrix, b = √(6 / (rows + columns)). Glorot and Bengio 2010, equation 16."""
-    return _source.uniform(shape, math.sqrt(6 / sum(shape)))
+    return _source().uniform(shape, math.sqrt(6 / sum(shape)))
 
 
 def normal(shape: tuple[int, ...], std: float = 1.0) -> np.ndarray:
     """N(0, std²)."""
-    return _source.normal(shape, std)
+    return _source().normal(shape, std)
 
 
 def number() -> int:
     """The seed of other random numbers, from 0 to 2^63 - 1."""
-    return _source.number()
+    return _source().number()
 
 
 def zeros(shape: tuple[int, ...]) -> np.ndarray:
-    return _source.full(shape, 0)
+    return _source().full(shape, 0)
 
 
 def ones(shape: tuple[int, ...]) -> np.ndarray:
-    return _source.full(shape, 1)
+    return _source().full(shape, 1)
 
 
 def zero(array: np.ndarray) -> None:
     """Set to zeros in place what was drawn before."""
-    _source.zero(array)
+    _source().zero(array)
