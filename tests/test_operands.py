@@ -246,3 +246,17 @@ def test_a_product_of_integers_is_as_wide_as_the_wider():
 def test_a_product_in_16_bits_reads_the_weights_own_copy():
     x, weight = Tensor(np.ones((1, 2), bfloat16)), nn.Parameter(np.float32([[1.001], [2.0]]), low=True)
     assert (x @ weight).dtype == bfloat16 and (x @ Tensor(weight.data)).dtype == np.float32
+
+
+@pytest.mark.parametrize("computed, expected", [
+    (lambda x: x([10, 200], "uint8") - np.int64(100), [-90, 100]),
+    (lambda x: x([100], "int8") + np.int64(100), [200]),
+    (lambda x: x([2**30], "int32") * np.int64(4), [2**32]),
+    (lambda x: np.int64(456) == x([200], "uint8"), [False]),
+    (lambda x: x([200], "uint8") * np.array(2, "int32"), [400]),
+])
+def test_a_numpy_integer_beside_integers_widens_them(computed, expected):
+    """As in NumPy 2; a Python number takes their dtype."""
+    assert computed(lambda values, dtype: Tensor(np.array(values, dtype))).numpy().tolist() == expected
+    assert (Tensor(np.array([200], "uint8")) + 1).dtype == np.uint8
+    assert (Tensor(np.array([1], "float32")) + np.int64(1)).dtype == np.float32

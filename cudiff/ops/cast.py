@@ -140,13 +140,15 @@ def is_number(x: Any) -> bool:
 
 def operands(*given: Any, floating: bool = False, device: str = "cpu") -> list[Any]:
     """`as_tensors`, but numbers become Python numbers, as do NumPy's arrays without axes beside a tensor. One operand
-    at least becomes a tensor."""
+    at least becomes a tensor. Beside integers the dtype of NumPy's integers counts, as in NumPy."""
     among_tensors = any(isinstance(x, Tensor) for x in given)
     found = [_number(x) if is_number(x) or (among_tensors and _holds_one_number(x)) else as_tensor(x) for x in given]
     if not any(isinstance(x, Tensor) for x in found):
         found[0] = Tensor(found[0])
     strong = [x for x in given if isinstance(x, Tensor) and is_float(x.dtype)]
-    return _together(given, found, result_dtype(*(strong or found), floating=floating), device)
+    typed = [x[()] if is_number(y) and isinstance(x, np.generic | np.ndarray) else y
+             for x, y in zip(given, found, strict=True)]
+    return _together(given, found, result_dtype(*(strong or typed), floating=floating), device)
 
 
 def _number(x: Any) -> int | float:
@@ -181,18 +183,18 @@ def _together(given: Sequence[Any], found: list[Any], dtype: np.dtype, device: s
 
 
 def result_dtype(*operands: Any, floating: bool = False) -> np.dtype:
-    """The dtype that tensors and Python numbers compute in together; float32 for integers if `floating`.
+    """The dtype that tensors and numbers compute in together; float32 for integers if `floating`.
 
     Two floating dtypes meet in the wider one, bfloat16 and float16 in float32; integers beside a floating tensor take
     its dtype. Integers promote as in NumPy. Booleans and a number that is an integer make int64, as in NumPy.
     """
-    dtypes = [x.dtype for x in operands if isinstance(x, Tensor)]
+    dtypes = [x.dtype for x in operands if isinstance(x, Tensor | np.integer)]
     floats = [dtype for dtype in dtypes if is_float(dtype)]
     if floats:
         mixed = is_low(floats[0]) and any(dtype != floats[0] for dtype in floats)
         return functools.reduce(np.promote_types, floats, float32) if mixed else np.result_type(*floats)
     if floating or any(isinstance(x, float | np.floating) for x in operands):
         return float32
-    if {dtype.kind for dtype in dtypes} == {"b"} and any(type(x) is int or isinstance(x, np.integer) for x in operands):
+    if {dtype.kind for dtype in dtypes} == {"b"} and any(type(x) is int for x in operands):
         return np.dtype(np.int64)
     return np.result_type(*dtypes)
