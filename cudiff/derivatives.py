@@ -212,7 +212,7 @@ DERIVATIVES: dict[type[Function], Derivative] = {
     Add: _of_two(lambda d, a, b: (d, d)),
     Subtract: _of_two(lambda d, a, b: (d, -d)),
     Multiply: _of_two(lambda d, a, b: (d * b, d * a)),
-    Divide: _of_two(lambda d, a, b: (d / b, -d * a / (b * b))),
+    Divide: _of_two(lambda d, a, b: (d / b, -d * (a / b) / b)),
     Power: _of_two(_of_power),
     Arctan2: _of_two(lambda d, a, b: (d * b / (a * a + b * b), -d * a / (a * a + b * b))),
     Hypot: _of_two(lambda d, a, b: (d * a / hypot(a, b), d * b / hypot(a, b))),

@@ -121,6 +121,8 @@ class Parameter(Tensor):
         self.flat: FlatParameters | None = None
         self.compute_copy: Array | None = None
         self._updated = -1
+        if data is None:
+            raise TypeError("a Parameter takes an array or numbers, not None")
         given = Tensor(data if hasattr(data, "dtype") else np.asarray(data, float32), requires_grad=True).data
         super().__init__(given.astype(float32, copy=copy), requires_grad=True)
         self.low, self.layout = low, layout

@@ -172,7 +172,7 @@ class Divide(Binary):
 
     @staticmethod
     def gradient_b(dout, a, b):
-        return -dout * a / (b * b)
+        return -dout * (a / b) / b  # b * b may overflow
 
 
 class Power(Binary):
@@ -194,10 +194,18 @@ class Power(Binary):
             return np.where(np.equal(a, 0) & np.greater_equal(b, 0), 0, dout * (np.power(a, b) * np.log(a)))
 
 
+def _over_square(x: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """x / length², 0 of no length; the square may overflow."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(length == 0, 0, x / length / length)
+
+
 class Arctan2(Binary):
+    """At the origin its slopes are 0, as in PyTorch."""
+
     value = staticmethod(np.arctan2)
-    gradient_a = staticmethod(lambda dout, a, b: dout * b / (a * a + b * b))
-    gradient_b = staticmethod(lambda dout, a, b: -dout * a / (a * a + b * b))
+    gradient_a = staticmethod(lambda dout, a, b: dout * _over_square(b, np.hypot(a, b)))
+    gradient_b = staticmethod(lambda dout, a, b: -dout * _over_square(a, np.hypot(a, b)))
 
 
 class Hypot(Binary):

@@ -141,7 +141,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
     Raises ValueError where shapes do not agree, TypeError for a mask that is not bool.
     Vaswani et al. 2017; Dao 2023, "FlashAttention-2".
     """
-    if k.shape != v.shape or q.ndim != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]) or k.shape[1] == 0:
+    if k.shape != v.shape or q.ndim != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]) or 0 in k.shape:
         raise ValueError(
             f"attention takes q (N, Tq, heads, D), k and v (N, Tk, heads, D); got {q.shape}, {k.shape}, {v.shape}"
         )
@@ -174,7 +174,7 @@ def attention_qkv(qkv: Tensor, num_heads: int, new_order: bool = False) -> Tenso
     The channels are [head][q, k, v][D], guided-diffusion's legacy order, or, with new_order (its
     `use_new_attention_order`), [q, k, v][head][D]. Otherwise as `attention`.
     """
-    if qkv.ndim < 3 or qkv.shape[-1] % (3 * num_heads) != 0 or qkv.shape[-1] == 0:
+    if qkv.ndim < 3 or qkv.shape[-1] % (3 * num_heads) != 0 or 0 in qkv.shape:
         raise ValueError(f"attention_qkv takes (N, ..., 3C) with C a multiple of {num_heads} heads; got {qkv.shape}")
     _check_head(qkv.shape[-1] // (3 * num_heads))
     return AttentionQKV.apply(qkv, num_heads=num_heads, new_order=new_order)

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import is_float
+from cudiff.backend import int64, is_float
 from cudiff.cuda.kernels.elementwise import broadcast_layout
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import as_tensor, as_tensors, as_wide, operands, upcast
+from cudiff.ops.cast import as_tensor, as_tensors, as_wide, astype, operands, upcast
 from cudiff.ops.elementwise import abs
 from cudiff.ops.reduce import Axis, sum
 from cudiff.tensor import Tensor
@@ -147,9 +147,9 @@ def count_nonzero(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 
 def isclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Tensor:
-    """Whether |a - b| <= atol + rtol * |b|, or both are equal; integers are compared as float32. NaN is close to
-    nothing, to NaN where `equal_nan`."""
-    a, b = (x.detach() for x in as_wide(*as_tensors(a, b, floating=True)))
+    """Whether |a - b| <= atol + rtol * |b|, or both are equal. NaN is close to nothing, to NaN where `equal_nan`."""
+    a, b = (x.detach() for x in as_tensors(a, b))
+    a, b = as_wide(a, b) if is_float(a.dtype) else (astype(a, int64), astype(b, int64))
     near = logical_and(less_equal(abs(a - b), atol + rtol * abs(b)), isfinite(b))
     found = logical_or(near, equal(a, b))
     return logical_or(found, logical_and(isnan(a), isnan(b))) if equal_nan else found

@@ -153,12 +153,12 @@ def wgrad_numpy(x: np.ndarray, dout: np.ndarray, kernel: Pair, stride: Pair, pad
 def _by_group(image: np.ndarray, groups: int, padding: Pair) -> np.ndarray:
     """An image (N, H, W, C) with zeros around it as (groups, N, height, width, C / groups)."""
     padded = np.pad(image, ((0, 0), *((p, p) for p in padding), (0, 0)))
-    return np.ascontiguousarray(np.moveaxis(padded.reshape(*padded.shape[:3], groups, -1), 3, 0))
+    return np.ascontiguousarray(np.moveaxis(padded.reshape(*padded.shape[:3], groups, padded.shape[3] // groups), 3, 0))
 
 
 def _from_groups(image: np.ndarray) -> np.ndarray:
     """(groups, N, height, width, C) as (N, height, width, groups · C)."""
-    return np.ascontiguousarray(np.moveaxis(image, 0, 3)).reshape(*image.shape[1:4], -1)
+    return np.ascontiguousarray(np.moveaxis(image, 0, 3)).reshape(*image.shape[1:4], len(image) * image.shape[4])
 
 
 def _matrices(weight: np.ndarray, groups: int) -> np.ndarray:

@@ -314,8 +314,18 @@ def round(x: Any, decimals: int = 0) -> Tensor:
     x = as_tensor(x)
     if decimals == 0 or (decimals > 0 and not is_float(x.dtype)):
         return unary(Round, x, lambda x: x)
+    if not is_float(x.dtype):
+        return _round_whole(x, 10**-decimals)
     scale = 10.0**decimals
     return unary(Round, x * scale) / scale
+
+
+def _round_whole(x: Tensor, unit: int) -> Tensor:
+    """Integers to the nearest multiple of `unit`, of two the even one."""
+    below = x // unit
+    rest = x - below * unit
+    up = (rest > unit - rest) | ((rest == unit - rest) & (below % 2 == 1))
+    return (below + astype(up, x.dtype)) * unit
 
 
 def exp(x: Any) -> Tensor:

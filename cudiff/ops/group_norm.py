@@ -202,7 +202,9 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int = 32, ep
 
 def check_norm(name: str, images: int, channels: int, num_groups: int, weight: Shape, bias: Shape, scale: Shape,
                shift: Shape) -> None:
-    """Raise ValueError where the shapes of what modulates a norm do not fit its (images, ..., channels)."""
+    """Raise ValueError where what modulates a norm does not fit (images, ..., channels), or there are no images."""
+    if not images:
+        raise ValueError(f"{name}: there are no images to normalise: the first axis has size 0")
     if num_groups < 1 or channels % num_groups:
         raise ValueError(f"{name}: {channels} channels do not divide into {num_groups} groups")
     for which, given, shape in (("weight", weight, (channels,)), ("bias", bias, (channels,)),

@@ -75,6 +75,8 @@ def mse(pred: Any, target: Any, weight: Any = None) -> Tensor:
     pred, target = as_tensors(pred, target, floating=True)
     if pred.shape != target.shape or pred.ndim == 0:
         raise ValueError(f"mse: pred of shape {pred.shape} and target of shape {target.shape} must be equal, (N, ...)")
+    if 0 in pred.shape:
+        raise ValueError(f"mse: mean over no elements of shape {pred.shape}")
     if weight is not None and weight.shape != pred.shape[:1]:
         raise ValueError(f"mse: the weight has shape {weight.shape}, not {pred.shape[:1]}")
     return MSE.apply(pred, target, *as_wide(weight))

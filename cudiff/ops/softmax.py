@@ -183,6 +183,8 @@ def _checked(name: str, rows: Any, labels: Any) -> tuple[Tensor, Tensor]:
     labels = as_index(name, labels, rows.device)
     if rows.ndim != 2 or labels.shape != rows.shape[:1]:
         raise ValueError(f"{name}: rows {rows.shape} must be (N, K) and labels {labels.shape} (N,)")
+    if 0 in rows.shape:
+        raise ValueError(f"{name}: mean over no elements of shape {rows.shape}")
     return rows, labels
 
 

@@ -74,6 +74,9 @@ __device__ __forceinline__ void binary(T* out, float* wide, int accumulate, i64 
 // 1 for the larger, 1/2 for equals.
 __device__ __forceinline__ float share(float a, float b) { return 0.5f * ((a > b ? 1.0f : 0.0f) + (a >= b ? 1.0f : 0.0f)); }
 
+// x / length², 0 of no length; the square may overflow.
+__device__ __forceinline__ float over_square(float x, float length) { return length == 0.0f ? 0.0f : x / length / length; }
+
 __device__ __forceinline__ bool apart(float rest, float b) { return rest != 0.0f && (rest < 0.0f) != (b < 0.0f); }
 // NumPy's //, which is exact where a / b is rounded up to a whole number, and its %, which has b's sign.
 __device__ __forceinline__ float whole_quotient(float a, float b) {
@@ -92,13 +95,13 @@ GRADIENT(multiply_da, dout * b)
 GRADIENT(multiply_db, dout * a)
 FORWARD(divide, a / b)
 GRADIENT(divide_da, dout / b)
-GRADIENT(divide_db, -dout * a / (b * b))
+GRADIENT(divide_db, -dout * (a / b) / b)
 FORWARD(power, powf(a, b))
 GRADIENT(power_da, b == 0.0f ? 0.0f : dout * (b * powf(a, b - 1.0f)))
 GRADIENT(power_db, a == 0.0f && b >= 0.0f ? 0.0f : dout * (powf(a, b) * logf(a)))
 FORWARD(arctan2, atan2f(a, b))
-GRADIENT(arctan2_da, dout * b / (a * a + b * b))
-GRADIENT(arctan2_db, -dout * a / (a * a + b * b))
+GRADIENT(arctan2_da, dout * over_square(b, hypotf(a, b)))
+GRADIENT(arctan2_db, -dout * over_square(a, hypotf(a, b)))
 FORWARD(hypot, hypotf(a, b))
 GRADIENT(hypot_da, dout * a / hypotf(a, b))
 GRADIENT(hypot_db, dout * b / hypotf(a, b))

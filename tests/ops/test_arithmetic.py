@@ -221,3 +221,14 @@ def test_power_as_in_torch():
     np.testing.assert_allclose(out.numpy(), expected.detach().numpy(), rtol=1e-14)
     np.testing.assert_allclose(x.grad, y.grad.numpy(), rtol=1e-14)
     np.testing.assert_allclose(c.grad, d.grad.numpy(), rtol=1e-14)
+
+
+@pytest.mark.parametrize("name, a, b, expected", [
+    ("divide", 1e25, 1e20, (1e-20, -1e-15)), ("divide", 1e-25, 1e-24, (1e24, -1e23)),
+    ("arctan2", 1e-25, 1e-25, (5e24, -5e24)), ("arctan2", 3e25, 4e25, (1.6e-26, -1.2e-26)),
+    ("arctan2", 0.0, 0.0, (0, 0)),
+])
+def test_gradients_whose_square_float32_does_not_hold(name, a, b, expected, device):
+    a, b = (Tensor(np.float32([x]), requires_grad=True, device=device) for x in (a, b))
+    getattr(cudiff, name)(a, b).backward()
+    np.testing.assert_allclose([Tensor(x.grad).numpy()[0] for x in (a, b)], expected, rtol=1e-5)

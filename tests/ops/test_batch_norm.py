@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 import cudiff
+from cudiff import nn
 from cudiff.backend import bfloat16
 from cudiff.ops.batch_norm import batch_norm, batch_norm_relu_pool
 from cudiff.ops.conv2d import conv2d
@@ -151,3 +152,15 @@ def test_evaluation_reads_the_running_statistics(device, rng):
     arrays = (array.astype(np.float32) for array in (x, weight, bias, mean, var))
     y = batch_norm(*(Tensor(array, device=device) for array in arrays), training=False, eps=0.25)
     np.testing.assert_allclose(y.numpy(), (x - mean) / np.sqrt(var + 0.25) * weight + bias, rtol=1e-4, atol=1e-5)
+
+
+def test_an_empty_batch_leaves_the_running_statistics():
+    for norm in (nn.BatchNorm2d(3), nn.BatchNorm2d(3).eval()):
+        before = {name: array.copy() for name, array in norm.state_dict().items()}
+        x = Tensor(np.ones((0, 2, 2, 3), np.float32))
+        if norm.training:
+            with pytest.raises(ValueError, match=r"a batch of shape \(0, 2, 2, 3\) has no statistics to train with"):
+                norm(x)
+        else:
+            assert norm(x).shape == x.shape
+        assert all(np.array_equal(array, before[name]) for name, array in norm.state_dict().items())

@@ -162,3 +162,12 @@ def test_nothing_is_recorded(device):
         assert out.is_leaf and not out.requires_grad
     (cudiff.where(x > 1, x, 0.0) * 3).sum().backward()
     assert Tensor(x.grad).numpy().tolist() == [0, 3]
+
+
+def test_integers_are_close_to_the_last_bit(device):
+    a, b = (Tensor(np.array([x, 5], np.int32), device=device) for x in (2**24 + 1, 2**24))
+    assert np.isclose(a, b, rtol=0, atol=0).numpy().tolist() == [False, True]
+    assert np.isclose(a, b, rtol=0, atol=1).numpy().tolist() == [True, True]
+    assert np.isclose(a, b, rtol=1e-7, atol=0).numpy().tolist() == [True, True]
+    low = Tensor(np.uint8([3, 250]), device=device)
+    assert np.isclose(low, Tensor(np.uint8([5, 249]), device=device), atol=1).numpy().tolist() == [False, True]

@@ -150,3 +150,9 @@ def test_clusters_are_counted_and_their_centres_found(device, rng):
     assert ((nearest + 1) % 3).numpy().tolist() == ((labels + 1) % 3).tolist()
     counts += 1
     assert (counts // 2 - 1).numpy().tolist() == ((number + 1) // 2 - 1).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_to_tens(dtype, device):
+    values = np.array([0, 4, 5, 15, 25, 26, 99, *([] if dtype is np.uint8 else [123456789, -5, -15, -26])], dtype)
+    _same(np.round(Tensor(values, device=device), -1), np.round(values, -1), device)

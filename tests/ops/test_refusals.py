@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import cudiff
 from cudiff import CudiffError, Function, Tensor, backend, from_dlpack, nn, ops
 from cudiff.ops import batch, edm, optim, random
 
@@ -178,3 +179,31 @@ def test_a_gradient_that_is_given_stays_the_givers(function, each):
 ])
 def test_products_have_numpys_shapes(a, b, shape):
     assert ops.matmul(real(*a), real(*b)).shape == shape == np.matmul(np.ones(a), np.ones(b)).shape
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda x: cudiff.mse(x, x), "mse: mean over no elements"),
+    (lambda x: cudiff.cross_entropy(x, np.zeros(0, int)), "cross_entropy: mean over no elements"),
+    (lambda x: cudiff.nll_loss(x, np.zeros(0, int)), "nll_loss: mean over no elements"),
+    (lambda x: cudiff.group_norm(x, None, None, 3), "there are no images to normalise"),
+    (lambda x: cudiff.attention_qkv(cudiff.reshape(x, (0, 4, 6)), 2), "attention_qkv takes"),
+    (lambda x: cudiff.attention(*[cudiff.reshape(x, (0, 2, 1, 3))] * 3), "attention takes q"),
+])
+def test_nothing_has_no_mean(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(Tensor(np.ones((0, 6), np.float32)))
+
+
+@pytest.mark.parametrize("options", [{}, {"dilation": 2}, {"groups": 2}])
+def test_a_convolution_of_no_images_has_none(options):
+    x = Tensor(np.ones((0, 9, 9, 4), np.float32), requires_grad=True)
+    weight = nn.Parameter(np.ones((2, 3, 3, 4 // options.get("groups", 1)), np.float32))
+    out = cudiff.conv2d(x, weight, **options)
+    assert len(out) == 0 and out.shape[3] == 2
+    out.sum().backward()
+    assert x.grad.shape == x.shape and not weight.grad.any()
+
+
+def test_a_parameter_of_none_is_refused():
+    with pytest.raises(TypeError, match="a Parameter takes an array or numbers, not None"):
+        nn.Parameter(None)
