@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    demo = command("demo", _demo, "train on drawn digits and sample them, in two minutes on a laptop", "[options]")
+    demo = command("demo", _demo, "train on drawn digits and sample them, in about two minutes on a CPU", "[options]")
     demo.add_argument("--folder", type=expanduser, metavar="PATH", default="runs/demo",
                       help="where the pictures go (default runs/demo)")
     demo.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, noise and samples (default 0)")

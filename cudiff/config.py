@@ -353,7 +353,7 @@ def _check_run(config: Config) -> None:
     if not config.data:
         raise CudiffError("data is empty: give digits, mnist, fashion-mnist, a folder of images, an .npz or a .bin")
     if len(config.betas) != 2:
-        raise CudiffError(f"betas must be two numbers such as 0.9,0.999, not {len(config.betas)}")
+        raise CudiffError(f"betas must be two numbers such as 0.9,0.999: {len(config.betas)} given")
     if config.sigma_min >= config.sigma_max:
         raise CudiffError(f"sigma_min {config.sigma_min} must be below sigma_max {config.sigma_max}")
     if config.steps == 0 and config.minutes == 0:

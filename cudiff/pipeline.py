@@ -137,6 +137,8 @@ class Pipeline(Samplings):
         sampler, guidance, sigmas = self.checked(n, seed, steps, guidance, sampler, batch_size)
         if self.makes_latents and frames is not None:
             raise CudiffError("the model makes latents, not pictures: leave frames out")
+        if frames is not None and not isinstance(frames, list):
+            raise CudiffError(f"frames are added to a list, not to a {type(frames).__name__}: give frames=[]")
         floats = floats or self.makes_latents
         labels = self.labels(n, classes)
         guide = None
@@ -145,6 +147,8 @@ class Pipeline(Samplings):
         elif guidance_interval is not None or guidance_rescale:
             raise CudiffError("this model has no classes to guide to: leave guidance_interval and guidance_rescale out")
         given = self._given(n, init, mask, noise)
+        if other is None and (np.ndim(share) or share != 0.5):
+            raise CudiffError("share says how far to go to other classes: give other too")
         if other is not None:
             given |= {"other": self.labels(n, other), "share": _shares(share, n)}  # type: ignore[dict-item]
         sigmas = sigmas[len(sigmas) - 1 - self._last_steps(len(sigmas) - 1, init, strength, mask) :]

@@ -129,7 +129,7 @@ def test_bad_flags_are_refused_by_argparse(words):
         ({"channel_mult": [1, "2"]}, "channel_mult must be a whole number, not '2'"),
         ({"channel_mult": [1, 0]}, "channel_mult must be at least 1, not 0"),
         ({"channel_mult": []}, "channel_mult is empty: give one number a level, such as 1,2,2"),
-        ({"betas": [0.9]}, "betas must be two numbers such as 0.9,0.999, not 1"),
+        ({"betas": [0.9]}, "betas must be two numbers such as 0.9,0.999: 1 given"),
         ({"learn_sigma": True}, "learn_sigma needs diffusion = ddpm: EDM has no variance to learn"),
         ({"sigma_min": 90.0}, "sigma_min 90.0 must be below sigma_max 80.0"),
         ({"steps": 0}, "training would never end: give steps or minutes"),

@@ -125,3 +125,10 @@ def test_which_images_are_held_out_never_changes(seed, held_out):
     """Else a resumed run would train on what it had held out before."""
     data = Dataset(np.arange(40, dtype=np.uint8).reshape(40, 1, 1, 1))
     assert data.split(5, seed)[1].images.ravel().tolist() == held_out
+
+
+def test_lists_and_nothing_are_told():
+    with pytest.raises(CudiffError, match=r"images are int64 \(1, 1\); give uint8"):
+        Dataset([[1]])
+    with pytest.raises(CudiffError, match="there are no images"):
+        Dataset(np.zeros((0, 8, 8, 1), np.uint8)).split(2)

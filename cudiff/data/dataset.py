@@ -43,6 +43,8 @@ class Dataset:
     latents: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.images, list | tuple):
+            self.images = np.asarray(self.images)
         channels = self.images.shape[3] if self.images.ndim == 4 else 0
         if self.latents and (self.images.dtype not in (np.float32, np.float16) or not channels):
             raise CudiffError(f"{self.name}: latents are {self.images.dtype} {self.images.shape}; give float32 or "
@@ -151,6 +153,8 @@ class Dataset:
         (seed, its index) and the lowest are held out; both parts keep the order of the images. Raises CudiffError
         where nothing would be left to train on.
         """
+        if not len(self):
+            raise CudiffError(f"{self.name}: there are no images")
         count = round(validation * len(self)) if 0 < validation < 1 else validation
         if not 0 <= count < len(self) or count != int(count):
             raise CudiffError(

@@ -236,6 +236,8 @@ class Module:
         CudiffError on missing, unknown or mis-shaped ones, on convolutions' weights that are PyTorch's, or may be, and
         on numbers out of range, TypeError for what are no numbers, both before anything is changed.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"a state maps names to arrays: give state_dict(), not a {type(state).__name__}")
         targets: dict[str, Tensor] = dict(self.named_parameters()) | dict(self.named_buffers())
         native = isinstance(state, StateDict)
         if not strict:

@@ -146,7 +146,7 @@ def operands(*given: Any, floating: bool = False, device: str = "cpu") -> list[A
     if not any(isinstance(x, Tensor) for x in found):
         found[0] = Tensor(found[0])
     strong = [x for x in given if isinstance(x, Tensor) and is_float(x.dtype)]
-    typed = [x[()] if is_number(y) and isinstance(x, np.generic | np.ndarray) else y
+    typed = [np.asarray(x)[()] if is_number(y) and isinstance(x, np.generic | np.ndarray) else y
              for x, y in zip(given, found, strict=True)]
     return _together(given, found, result_dtype(*(strong or typed), floating=floating), device)
 

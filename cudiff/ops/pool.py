@@ -16,7 +16,7 @@ from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.pool import Pair, Window, launch_windows, out_size, spread_windows, sum_windows
 from cudiff.cuda.launch import empty
 from cudiff.function import Function
-from cudiff.ops.cast import downcast, require_float, upcast
+from cudiff.ops.cast import downcast, require_float, require_floats, upcast
 from cudiff.statistics import Kind, moments
 from cudiff.tensor import Tensor
 
@@ -229,6 +229,7 @@ def avg_pool2d(x: Tensor, size: int | Pair = 2, stride: int | Pair | None = None
                ceil_mode: bool = False) -> Tensor:
     """Mean over windows of x (N, H, W, C); padding counts as zeros, what lies behind it with ceil_mode does not count.
     Shapes and errors as `max_pool2d`."""
+    require_floats("avg_pool2d", x)
     window = _window("avg_pool2d", x, size, stride, padding, ceil_mode)
     out = AveragePool2d.apply(x, window=window)
     _, height, width, _ = x.shape
@@ -243,6 +244,6 @@ def avg_pool2d(x: Tensor, size: int | Pair = 2, stride: int | Pair | None = None
 
 def upsample_nearest(x: Tensor, factor: int = 2) -> Tensor:
     """Each pixel of x (N, H, W, C) repeated factor x factor times → (N, H·factor, W·factor, C)."""
-    if x.ndim != 4 or factor < 1:
-        raise ValueError(f"upsample_nearest: x of shape {x.shape} must be (N, H, W, C), the factor {factor} positive")
+    if x.ndim != 4 or not isinstance(factor, int | np.integer) or factor < 1:
+        raise ValueError(f"upsample_nearest: x of shape {x.shape} must be (N, H, W, C), the factor {factor} 1, 2, ...")
     return x if factor == 1 else UpsampleNearest.apply(x, factor=factor)

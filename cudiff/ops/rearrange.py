@@ -60,6 +60,8 @@ def roll(x: Any, shift: int | Sequence[int], axis: int | Sequence[int] | None = 
     if axis is None:
         return reshape(roll(flatten(x), shift, 0), x.shape)
     shifts, axes = np.atleast_1d(shift).tolist(), np.atleast_1d(axis).tolist()
+    if not all(isinstance(step, int) for step in shifts):
+        raise TypeError(f"roll moves by whole elements, not by {shift}")
     if len(shifts) != len(axes) and 1 not in (len(shifts), len(axes)):
         raise ValueError(f"roll got {len(shifts)} shifts for {len(axes)} axes")
     count = max(len(shifts), len(axes))

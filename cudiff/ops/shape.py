@@ -232,7 +232,9 @@ def concatenate(tensors: Sequence[Any], axis: int | None = 0) -> Tensor:
 
 
 def stack(tensors: Sequence[Any], axis: int = 0) -> Tensor:
-    """Tensors of one shape joined along a new axis."""
+    """Tensors of one shape joined along a new axis. Raises ValueError of none."""
+    if not len(tensors):
+        raise ValueError("stack: there are no tensors to join")
     return concatenate([expand_dims(t, axis) for t in as_tensors(*tensors)], axis)
 
 

@@ -194,6 +194,8 @@ def test_a_pipeline_s_round_trip():
     ({"init": np.zeros((8, 8, 1)), "mask": np.full((8, 8), 255)}, "a mask's numbers are 0, known, to 1"),
     ({"noise": np.zeros((3, 8, 8, 1))}, r"noise is float64 of shape \(3, 8, 8, 1\): give floats of shape \(4, 8, 8"),
     ({"other": 12}, "the model has classes 0 to 9"), ({"other": 3, "share": 2}, "share must be a number from 0 to 1"),
+    ({"share": 0.3}, "share says how far to go to other classes: give other too"),
+    ({"frames": ()}, r"frames are added to a list, not to a tuple: give frames=\[\]"),
     ({"guidance_rescale": -1.0}, "guidance_rescale must be"), ({"guidance_interval": (2, 1)}, "guidance_interval must"),
 ])
 def test_what_is_given_has_to_fit(options, message):

@@ -207,3 +207,15 @@ def test_a_convolution_of_no_images_has_none(options):
 def test_a_parameter_of_none_is_refused():
     with pytest.raises(TypeError, match="a Parameter takes an array or numbers, not None"):
         nn.Parameter(None)
+
+
+@pytest.mark.parametrize("call, error, message", [
+    (lambda x: cudiff.stack([]), ValueError, "stack: there are no tensors to join"),
+    (lambda x: cudiff.upsample_nearest(x, 1.5), ValueError, "the factor 1.5 1, 2, ..."),
+    (lambda x: cudiff.roll(x, 1.5), TypeError, "roll moves by whole elements, not by 1.5"),
+    (lambda x: cudiff.avg_pool2d(cudiff.astype(x, "int32")), TypeError, "avg_pool2d needs floating tensors, not int32"),
+    (lambda x: nn.Linear(2, 2).load_state_dict(None), TypeError, "a state maps names to arrays: .* not a NoneType"),
+])
+def test_what_is_refused_says_what_to_give(call, error, message):
+    with pytest.raises(error, match=message):
+        call(Tensor(np.ones((1, 4, 4, 2), np.float32)))
