@@ -83,10 +83,14 @@ def _from(source: _Drawn | _Outlined) -> Iterator[None]:
 
 
 def seed(n: int) -> None:
-    """Draw the parameters of models built from now on from `n`, in all threads. Without it they are those of 0 in each
-    process."""
+    """Draw the parameters of models built from now on from `n`, in all threads; inside a block, to its end and by this
+    thread. Without it they are those of 0 in each process."""
     global _default
-    _default = _Drawn(whole("n", n, least=0))
+    source = _Drawn(whole("n", n, least=0))
+    if _chosen.source is None:
+        _default = source
+    else:
+        _chosen.source = source
 
 
 def seeded(seed: int) -> contextlib.AbstractContextManager[None]:
