@@ -117,6 +117,12 @@ def _of_power(dout: Tensor, a: Any, b: Any) -> tuple[Any, ...]:
     return dout * b * a ** (b - 1), dout * a**b * np.log(a) if isinstance(b, Tensor) else None
 
 
+def _of_arctan2(dout: Tensor, a: Any, b: Any) -> tuple[Tensor, Tensor]:
+    length = hypot(a, b)
+    length = where(length == 0, 1.0, length)  # both slopes are 0 there
+    return dout * (b / length / length), -dout * (a / length / length)
+
+
 def _of_clip(dout: Tensor, x: Tensor, low: float | None, high: float | None) -> tuple[Tensor]:
     inside = (x >= (-np.inf if low is None else low)) & (x <= (np.inf if high is None else high))
     return (where(inside, dout, 0.0),)
@@ -214,7 +220,7 @@ DERIVATIVES: dict[type[Function], Derivative] = {
     Multiply: _of_two(lambda d, a, b: (d * b, d * a)),
     Divide: _of_two(lambda d, a, b: (d / b, -d * (a / b) / b)),
     Power: _of_two(_of_power),
-    Arctan2: _of_two(lambda d, a, b: (d * b / (a * a + b * b), -d * a / (a * a + b * b))),
+    Arctan2: _of_two(_of_arctan2),
     Hypot: _of_two(lambda d, a, b: (d * a / hypot(a, b), d * b / hypot(a, b))),
     FloorDivide: _of_two(lambda d, a, b: (d * 0.0, d * 0.0)),
     Remainder: _of_two(lambda d, a, b: (d, -d * floor_divide(a, b))),

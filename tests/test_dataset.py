@@ -128,7 +128,8 @@ def test_which_images_are_held_out_never_changes(seed, held_out):
 
 
 def test_lists_and_nothing_are_told():
-    with pytest.raises(CudiffError, match=r"images are int64 \(1, 1\); give uint8"):
-        Dataset([[1]])
+    for images in ([[1]], [[1], [2, 3]], (np.zeros((8, 8, 1), np.uint8),)):
+        with pytest.raises(CudiffError, match=r"images are a (list|tuple): give np.stack\(images\)"):
+            Dataset(images)
     with pytest.raises(CudiffError, match="there are no images"):
         Dataset(np.zeros((0, 8, 8, 1), np.uint8)).split(2)

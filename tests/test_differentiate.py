@@ -213,3 +213,14 @@ def test_an_operation_without_a_stated_derivative():
     x = RNG.standard_normal((1, 3, 3, 1))
     with pytest.raises(RuntimeError, match=r"Conv2d has no gradient of its gradient: cudiff/derivatives.py does not"):
         grad(lambda x: np.sum(grad(lambda y: np.sum(ops.conv2d(y, np.ones((1, 1, 1, 1)))))(x)))(x)
+
+
+@pytest.mark.parametrize("function, at, expected", [
+    (lambda x: np.arctan2(x, 0.0 * x), 0.0, 0.0), (lambda x: np.arctan2(x, 1e200), 1e200, 5e-201),
+    (lambda x: 1e200 / x, 1e200, -1e-200),
+])
+def test_a_gradient_to_be_differentiated_holds_where_squares_overflow(function, at, expected):
+    """As the plain gradient does."""
+    for create_graph in (False, True):
+        _, slope = cudiff.value_and_grad(function, create_graph=create_graph)(np.array(at))
+        np.testing.assert_allclose(np.asarray(getattr(slope, "data", slope)), expected, rtol=1e-12)

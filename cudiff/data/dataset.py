@@ -44,7 +44,7 @@ class Dataset:
 
     def __post_init__(self) -> None:
         if isinstance(self.images, list | tuple):
-            self.images = np.asarray(self.images)
+            raise CudiffError(f"{self.name}: images are a {type(self.images).__name__}: give np.stack(images)")
         channels = self.images.shape[3] if self.images.ndim == 4 else 0
         if self.latents and (self.images.dtype not in (np.float32, np.float16) or not channels):
             raise CudiffError(f"{self.name}: latents are {self.images.dtype} {self.images.shape}; give float32 or "

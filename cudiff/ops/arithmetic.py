@@ -195,9 +195,9 @@ class Power(Binary):
 
 
 def _over_square(x: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """x / length², 0 of no length; the square may overflow."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(length == 0, 0, x / length / length)
+    """x / length², 0 of no length, where x is 0 too; the square may overflow."""
+    length = np.where(length == 0, 1, length)
+    return x / length / length
 
 
 class Arctan2(Binary):
