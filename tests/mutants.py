@@ -30,6 +30,7 @@ LEFT_OUT = {
     "sizes of the parts that work is cut into (PART_BYTES, LEAST_BYTES, CHUNK, _PARTIAL_SUMS, 16384), the size of an "
     "array that a kernel declares (one larger holds the same), whether addresses allow packs of several elements "
     "(single elements give the same)",
+    "what Turing runs": "in kernels/, the `#else` of `#if __CUDA_ARCH__ >= 800`: no GPU of these runs compiles it",
     "the same as compiled": "a survivor in kernels/ of which NVRTC makes the code it makes of the original, for the "
     "GPU of the run, with every row of tests/variants.txt of every kernel file that its text is part of "
     "(tests/equivalent.py); looked at after the tests, never instead of them",
@@ -335,6 +336,10 @@ _HIDDEN = re.compile(
 # Whether addresses are multiples of a pack's bytes.
 _ADDRESSES = re.compile(r"\(?\(u64\)\w[^;&]*? % \w+(?:\(\w+\))?(?: == 0)?")
 
+# What `#if __CUDA_ARCH__ >= 800` keeps from newer GPUs.
+_OLDER = re.compile(
+    r"^#if __CUDA_ARCH__ >= 800\n(?:(?!#else|#endif).*\n)*#else\n(?P<older>(?:(?!#endif).*\n)*)#endif", re.MULTILINE)
+
 # An array that is declared, with its size: one larger holds the same. Not of a struct, which may be an argument.
 _DECLARED = re.compile(
     r"^(?!.*\bstruct\b)\s*(?:__shared__ )?(?:__align__\(\d+\) )?(?:const )?(?!return\b)[A-Za-z_][\w:<>]* \w+"
@@ -347,9 +352,9 @@ def kernel_mutants(root: Path = ROOT) -> list[Mutant]:
     found = []
     for path in sorted((root / "kernels").glob("*/*.cu*")):
         source = path.read_text()
-        hidden = source
+        hidden = _OLDER.sub(lambda match: match[0].replace(match["older"], _blank(match["older"])), source)
         for pattern in (_HIDDEN, _ADDRESSES):
-            hidden = pattern.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), hidden)
+            hidden = pattern.sub(lambda match: _blank(match.group()), hidden)
         sizes = [match.span("sizes") for match in _DECLARED.finditer(hidden)]
         lines = source.splitlines(keepends=True)
         starts = list(itertools.accumulate(map(len, lines), initial=0))
@@ -364,6 +369,10 @@ def kernel_mutants(root: Path = ROOT) -> list[Mutant]:
                     name, place = path.relative_to(root).as_posix(), match.span()
                     found.append(Mutant(name, where, rule, *place, new, line, old))
     return found
+
+
+def _blank(text: str) -> str:
+    return re.sub(r"[^\n]", " ", text)
 
 
 def _numbers(old: str) -> tuple[str, ...]:

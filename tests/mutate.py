@@ -34,7 +34,7 @@ from tests.mutants import LEFT_OUT, ROOT, Mutant, kernel_mutants, python_mutants
 
 REPORT = ROOT / "tests" / "MUTANTS.md"
 EMULATED = os.environ.get("CUDIFF_EMULATE") == "1"
-TIMEOUT = 1200 if EMULATED else 120  # seconds; a run that takes longer is a mutant that hangs
+TIMEOUT = 1200 if EMULATED else 120  # seconds in which no test ends: a mutant that hangs
 EQUIVALENCE = 40  # seconds of compiling a survivor; `python -m tests.equivalent` takes longer where they are not enough
 BLOCKED = ["torch"]
 
@@ -100,11 +100,13 @@ TESTS = {
                                         "tests/ops/test_mlp.py"],
     "kernels/portable/shape.cu": ["tests/ops/test_index.py", "tests/ops/test_at.py", "tests/ops/test_order.py",
                                   "tests/ops/test_rearrange.py", "tests/ops/test_conv2d_sm90.py"],
+    "kernels/portable/optim.cu": ["tests/test_optimizers.py", "tests/test_muon.py"],
     "kernels/portable/accumulate.cu": ["tests/test_graph.py", "tests/ops/test_reduce.py",
                                        "tests/ops/test_norm_silu_conv2d.py"],
 }
 STEMS_OF = {  # headers, by the kernels that include them; other kernels by their own stem and that of their operation
-    "affine": ["group_norm", "conv2d_few_channels"], "attention": ["attention", "attention_sm90"],
+    "activation": ["elementwise", "gelu", "mlp"], "affine": ["group_norm", "conv2d_few_channels"],
+    "attention": ["attention", "attention_sm90"], "convolution": ["conv2d"],
     "attention_sm90": ["attention", "attention_sm90"], "attention_short_sm90": ["attention", "attention_sm90"],
     "attention_wide_sm90": ["attention_sm90"], "conv2d_depthwise": ["conv2d"], "conv2d_grouped": ["conv2d"],
     "cluster": ["conv2d_wgrad_sm90", "group_norm_sm90"], "common": ["elementwise", "shape"],
@@ -146,24 +148,26 @@ def copy_of_the_tree(folder: Path) -> Path:
 
 
 class _First:
-    """A pytest plugin: writes which test failed first."""
+    """A pytest plugin: writes which test failed first, and when a test ended last."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self, failed: Path, ended: Path) -> None:
+        self.failed, self.ended = failed, ended
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed and not self.file.exists():
-            self.file.write_text(report.nodeid)
+        self.ended.touch()
+        if report.failed and not self.failed.exists():
+            self.failed.write_text(report.nodeid)
 
 
 def run_tests(tree: Path, tests: list[str], marks: str, stem: str) -> tuple[int, str]:
-    """pytest's exit status, 5 where nothing was selected and -1 where it ran out of time; and the first failed test.
+    """pytest's exit status, 5 where nothing was selected and -1 where a test hangs; and the first failed test.
 
     In a process forked from this one, in which what tests import but cudiff is loaded: that would take longer than
     most mutants live.
     """
-    file = tree / ".failed"
-    file.unlink(missing_ok=True)
+    failed, ended = tree / ".failed", tree / ".ended"
+    failed.unlink(missing_ok=True)
+    ended.touch()
     process = os.fork()
     if process == 0:
         os.setsid()
@@ -178,14 +182,14 @@ def run_tests(tree: Path, tests: list[str], marks: str, stem: str) -> tuple[int,
                 del sys.modules[name]
             sys.modules.update(dict.fromkeys(BLOCKED))
             sys.path[0], sys.dont_write_bytecode = str(tree), True
-            status = int(pytest.main(["-x", "-q", "-m", marks, "-p", "no:cacheprovider", *tests], [_First(file)]))
+            arguments = ["-x", "-q", "-m", marks, "-p", "no:cacheprovider", *tests]
+            status = int(pytest.main(arguments, [_First(failed, ended)]))
         finally:
             os._exit(status)
-    deadline = time.monotonic() + TIMEOUT
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(process, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status), file.read_text() if file.exists() else ""
+    while time.time() < ended.stat().st_mtime + TIMEOUT:
+        is_over, status = os.waitpid(process, os.WNOHANG)
+        if is_over:
+            return os.waitstatus_to_exitcode(status), failed.read_text() if failed.exists() else ""
         time.sleep(0.02)
     os.killpg(process, signal.SIGKILL)
     os.waitpid(process, 0)
@@ -226,6 +230,8 @@ def _worker(mutants: list[Mutant], place: tuple[int, int], deadline: float) -> l
     """The mutants place[0], place[0] + place[1], ... that begin before the deadline: number and what caught each, or
     "equivalent"; a line each as they end. Compiles last: it loads libraries, and what is forked has loaded none."""
     found, sound = [], dict[str, bool]()
+    if gpus := gpu_count():
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(place[0] % gpus)
     with tempfile.TemporaryDirectory() as folder:
         tree = copy_of_the_tree(Path(folder))
         for number in range(place[0], len(mutants), place[1]):
@@ -242,6 +248,13 @@ def _worker(mutants: list[Mutant], place: tuple[int, int], deadline: float) -> l
             print(f"EQUIVALENT {mutant.told}", flush=True)
             found[i] = number, "equivalent"
     return found
+
+
+def gpu_count() -> int:
+    """Asks no driver: what a worker forks could not use it."""
+    if not shutil.which("nvidia-smi"):
+        return 0
+    return len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout.splitlines())
 
 
 def check(mutants: list[Mutant], workers: int, seconds: float) -> list[tuple[Mutant, str]]:

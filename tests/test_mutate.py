@@ -92,6 +92,23 @@ def test_whether_addresses_allow_packs_makes_no_mutant_but_the_rest_of_the_condi
     assert sorted(m.old for m in kernel_mutants(tmp_path)) == ["%", "&&", "0", "4", "=="]
 
 
+def test_what_only_older_gpus_compile_makes_no_mutant(tmp_path):
+    (tmp_path / "kernels" / "portable").mkdir(parents=True)
+    (tmp_path / "kernels" / "portable" / "x.cu").write_text("""
+#if __CUDA_ARCH__ >= 900
+int a = 1;
+#endif
+#if __CUDA_ARCH__ >= 800
+int b = 2;
+#else
+int c = 3;
+int d = 4;
+#endif
+int e = 5;
+""")
+    assert [m.old for m in kernel_mutants(tmp_path)] == ["1", "2", "5"]
+
+
 @pytest.mark.slow
 def test_a_sample_takes_turns_and_stays_as_it_was():
     mutants = python_mutants()

@@ -155,7 +155,7 @@ struct ImageStatistics : Groups {
     }
 };
 
-// mean, rstd. Launch: grid (N, chunks), a chunk of `across` groups each.
+// mean, rstd. Launch: grid (N, chunks), a chunk of `across` groups each, at most THREADS.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_statistics(STATISTICS, int C1, int C2, float* mean, float* rstd,
                                                                            int groups, int across, double share, float eps) {
     int size = (C1 + C2) / (u32)groups, n = blockIdx.x, first = blockIdx.y * across, end = min(groups, first + across);
@@ -164,11 +164,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_statistics(STATI
     Tiles own = image.own(given, n);
     wait_for_previous();
     image.find(given, n, own);
-    for (int g = first + threadIdx.x; g < end; g += THREADS) {
-        float2 found = image.mean_and_rstd(g, size, share, eps);
-        mean[(i64)n * groups + g] = found.x;
-        rstd[(i64)n * groups + g] = found.y;
-    }
+    int g = first + threadIdx.x;
+    if (g >= end) return;
+    float2 found = image.mean_and_rstd(g, size, share, eps);
+    mean[(i64)n * groups + g] = found.x;
+    rstd[(i64)n * groups + g] = found.y;
 }
 
 // y, of one or two sources. Mean and rstd are given, or channel statistics: then new_mean and new_rstd are written too.

@@ -38,6 +38,15 @@ def test_gradient_adds_to_what_is_there(device, rng):
     assert np.array_equal(grads[1], 2 * grads[0])
 
 
+def test_what_lies_behind_the_indices_gets_no_gradient(device, rng):
+    """They and their gradient are the first of longer arrays, whose next index is a row too."""
+    indices, dout = np.int32([2, 0, 2, 1]), rng.standard_normal((4, 5)).astype(np.float32)
+    w = Tensor(rng.standard_normal((3, 5)).astype(np.float32), requires_grad=True, device=device)
+    out = embedding(Tensor(Tensor(indices, device=device).data[:3]), w)
+    out.backward(Tensor(dout, device=device).data[:3])
+    assert np.allclose(Tensor(w.grad).numpy(), [dout[1], np.zeros(5), dout[0] + dout[2]], atol=1e-6)
+
+
 def test_index_out_of_range():
     for index in (-2, 3):
         with pytest.raises(IndexError, match="outside"):
