@@ -35,6 +35,17 @@ def test_reports_belong_to_the_launch_before_them():
     assert not sanitize.read(OUTPUT.replace("@@ done\n", ""))[2]
 
 
+def test_a_report_of_a_librarys_kernel_bears_its_name():
+    at = "void cub::CUB_300102_SM_900::detail::merge_sort::DeviceMergeSortMergeKernel<cub::policy>(bool)+0xc40"
+    text = "Uninitialized __global__ memory read of size 8 bytes"
+    output = OUTPUT.replace("@@ done", f"@@ launch shape copy\n========= {text}\n=========     at {at}\n@@ done")
+    launches, reports, _ = sanitize.read(output)
+    assert reports[2] == (("cub", "DeviceMergeSortMergeKernel"), "Hopper: attention bfloat16", text)
+    lines, errors = sanitize.table("initcheck", launches, reports)
+    assert errors == 1 and any("cub.DeviceMergeSortMergeKernel" in line for line in lines)
+    assert any("shape.copy" in line and line.endswith("clean") for line in lines)
+
+
 def test_only_named_reports_are_false():
     launches, reports, _ = sanitize.read(OUTPUT)
     lines, errors = sanitize.table("initcheck", launches, reports)
