@@ -14,8 +14,8 @@ SHAPES = ((5, 7), (33,), (2, 3, 4), (6,))
 
 
 @pytest.fixture
-def parameters(rng):
-    return [nn.Parameter(rng.standard_normal(shape).astype(np.float32)) for shape in SHAPES]
+def parameters(rng, device):
+    return [nn.Parameter(Tensor(rng.standard_normal(shape), dtype="float32", device=device)) for shape in SHAPES]
 
 
 def give(parameters, rng):
@@ -117,7 +117,7 @@ def test_a_frozen_parameter_of_a_group_stays_and_decay_follows_the_parameter(par
 def test_state_of_a_list_goes_round(parameters, device, kind):
     optimizer = kind([{"params": parameters[:1], "lr": 0.05}, {"params": parameters[1:]}], lr=0.01)
     train(optimizer, parameters, np.random.default_rng(1))
-    copies = [nn.Parameter(p.numpy()) for p in parameters]
+    copies = [nn.Parameter(Tensor(p.numpy(), device=device)) for p in parameters]
     second = kind([{"params": copies[:1], "lr": 0.05}, {"params": copies[1:]}], lr=0.01)
     state = optimizer.state_dict()
     assert set(state) == {"counters"} | {f"{moment}.{i}" for moment in kind.moments for i in range(4)}
