@@ -35,16 +35,16 @@ FUNCTIONS = [
 SHAPES = [(), (1,), (7,), (8,), (3, 5, 2), (2, 33, 17)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_array_may_begin_at_any_element(device, dtype, rng):
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-6), ("bfloat16", 4e-3)])
+def test_an_array_may_begin_at_any_element(device, dtype, tolerance, rng):
     """Packs of 16 bytes are read only where all arrays begin at a multiple of them."""
     longer = Tensor(rng.standard_normal(70), dtype=dtype, device=device)
     x = Tensor(longer.data[3:], requires_grad=True)
     (y := cudiff.exp(x)).backward(longer.data[1:68])
     expected = np.exp(longer.numpy()[3:].astype(np.float64))
-    assert relative_error(y.numpy().astype(np.float64), expected) < 1e-2
+    assert relative_error(y.numpy().astype(np.float64), expected) < tolerance
     dx = Tensor(x.grad).numpy().astype(np.float64)
-    assert relative_error(dx, expected * longer.numpy()[1:68].astype(np.float64)) < 2e-2
+    assert relative_error(dx, expected * longer.numpy()[1:68].astype(np.float64)) < tolerance
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
