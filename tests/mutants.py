@@ -30,6 +30,10 @@ LEFT_OUT = {
     "sizes of the parts that work is cut into (PART_BYTES, LEAST_BYTES, CHUNK, _PARTIAL_SUMS, 16384), the size of an "
     "array that a kernel declares (one larger holds the same), whether addresses allow packs of several elements "
     "(single elements give the same)",
+    "how many blocks fit": "in kernels/, `__launch_bounds__` and constants named BLOCKS: how many blocks a "
+    "multiprocessor is to hold, a matter of speed",
+    "which thread": "in kernels/, `threadIdx.x == 0`, `lane == 0` and their like: any thread may write what all hold, "
+    "or start a copy for all",
     "what Turing runs": "in kernels/, the `#else` of `#if __CUDA_ARCH__ >= 800`: no GPU of these runs compiles it",
     "the same as compiled": "a survivor in kernels/ of which NVRTC makes the code it makes of the original, for the "
     "GPU of the run, with every row of tests/variants.txt of every kernel file that its text is part of "
@@ -333,6 +337,15 @@ _HIDDEN = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 
+_BLOCKS = re.compile(r"__launch_bounds__\([^)\n]*\)|^constexpr int \w*BLOCKS = [^;]*;", re.MULTILINE)
+
+_ONE_THREAD = re.compile(r"\b(?:threadIdx\.x(?: % \d+)?|lane) == 0\b")
+
+# A loop whose turns the compiler counts: one turn more would use what lies behind an array in registers, which is
+# undefined, and compilers drop it. Its mutant has one turn less.
+_COUNTED = re.compile(
+    r"#pragma unroll\n\s*for \(int \w+ = [^;\n]*; \w+ <(?= )|for \(int \w+ = [^;\n]*; \w+ <(?= [A-Z\d])")
+
 # Whether addresses are multiples of a pack's bytes.
 _ADDRESSES = re.compile(r"\(?\(u64\)\w[^;&]*? % \w+(?:\(\w+\))?(?: == 0)?")
 
@@ -348,14 +361,16 @@ _DECLARED = re.compile(
 
 
 def kernel_mutants(root: Path = ROOT) -> list[Mutant]:
-    """All of `kernels/*/*.cu*`, but for comments, preprocessor lines, `asm`, static assertions and arrays' sizes."""
+    """All of `kernels/*/*.cu*`, but for comments, preprocessor lines, `asm`, static assertions, arrays' sizes and
+    LEFT_OUT."""
     found = []
     for path in sorted((root / "kernels").glob("*/*.cu*")):
         source = path.read_text()
         hidden = _OLDER.sub(lambda match: match[0].replace(match["older"], _blank(match["older"])), source)
-        for pattern in (_HIDDEN, _ADDRESSES):
+        for pattern in (_HIDDEN, _ADDRESSES, _BLOCKS, _ONE_THREAD):
             hidden = pattern.sub(lambda match: _blank(match.group()), hidden)
         sizes = [match.span("sizes") for match in _DECLARED.finditer(hidden)]
+        counted = {match.end() for match in _COUNTED.finditer(source)}
         lines = source.splitlines(keepends=True)
         starts = list(itertools.accumulate(map(len, lines), initial=0))
         for rule, pattern, table in _TOKENS:
@@ -364,7 +379,8 @@ def kernel_mutants(root: Path = ROOT) -> list[Mutant]:
                 if rule == "constant" and any(start < match.start() < stop for start, stop in sizes):
                     continue
                 line = bisect.bisect_right(starts, match.start())
-                for new in _numbers(old) if table is None else (table[old],):
+                fewer = rule == "comparison" and match.end() in counted
+                for new in _numbers(old) if table is None else ("< -1 +" if fewer else table[old],):
                     where = lines[line - 1].strip()
                     name, place = path.relative_to(root).as_posix(), match.span()
                     found.append(Mutant(name, where, rule, *place, new, line, old))
@@ -376,7 +392,10 @@ def _blank(text: str) -> str:
 
 
 def _numbers(old: str) -> tuple[str, ...]:
+    """Twice a fraction or a power of two, one more of another whole number: a width, a mask or a count of bytes with
+    one added is often the same after rounding."""
     if "." in old:
         value = float(old.rstrip("f"))
         return (f"{2 * value if value else 1.0!r}{'f' if old.endswith('f') else ''}",)
-    return (str(int(old) + 1),)
+    value = int(old)
+    return (str(2 * value if value > 1 and value & (value - 1) == 0 else value + 1),)

@@ -109,6 +109,27 @@ int e = 5;
     assert [m.old for m in kernel_mutants(tmp_path)] == ["1", "2", "5"]
 
 
+def test_a_counted_loop_ends_early_and_another_late(tmp_path):
+    (tmp_path / "kernels" / "portable").mkdir(parents=True)
+    (tmp_path / "kernels" / "portable" / "x.cu").write_text("""
+#pragma unroll
+    for (int i = a; i < b; i++)
+    for (int i = a; i < N; i++)
+    for (int i = a; i < n; i++)
+""")
+    assert [m.new for m in kernel_mutants(tmp_path)] == ["< -1 +", "< -1 +", "<="]
+
+
+def test_launch_bounds_and_which_thread_writes_make_no_mutant_and_powers_of_two_double(tmp_path):
+    (tmp_path / "kernels" / "portable").mkdir(parents=True)
+    (tmp_path / "kernels" / "portable" / "x.cu").write_text("""
+constexpr int BLOCKS = WIDTH <= 64 ? 2 : 1;
+__global__ void __launch_bounds__(256, 2) f(float* out) {
+    if (threadIdx.x % 4 == 0) out[row] = shift(sum, 16, 3, 0);
+""")
+    assert [(m.old, m.new) for m in kernel_mutants(tmp_path)] == [("16", "32"), ("3", "4"), ("0", "1")]
+
+
 @pytest.mark.slow
 def test_a_sample_takes_turns_and_stays_as_it_was():
     mutants = python_mutants()
