@@ -104,7 +104,8 @@ TESTS = {
     "kernels/portable/accumulate.cu": ["tests/test_graph.py", "tests/ops/test_reduce.py",
                                        "tests/ops/test_norm_silu_conv2d.py"],
 }
-STEMS_OF = {  # headers, by the kernels that include them; other kernels by their own stem and that of their operation
+# Of headers and kernels. Beside these run the tests of the operations that name a kernel's file.
+STEMS_OF = {
     "activation": ["elementwise", "gelu", "mlp"], "affine": ["group_norm", "conv2d_few_channels"],
     "attention": ["attention", "attention_sm90"], "convolution": ["conv2d"],
     "attention_sm90": ["attention", "attention_sm90"], "attention_short_sm90": ["attention", "attention_sm90"],
@@ -124,8 +125,11 @@ def tests_of(path: str) -> list[str]:
     """What runs on a mutant of this file: paths below the root, the fastest first."""
     file, folder = Path(path), ROOT / "tests"
     stems = STEMS_OF.get(file.stem, [file.stem]) if path.startswith("kernels/") else [file.stem]
+    if file.suffix == ".cu":
+        operations = sorted((ROOT / "cudiff" / "ops").glob("*.py"))
+        stems = [*stems, *(op.stem for op in operations if f'"{file.stem}"' in op.read_text())]
     own = []
-    for stem in stems:
+    for stem in dict.fromkeys(stems):
         own += sorted(folder.rglob(f"test_{stem}.py")) + sorted(folder.rglob(f"test_{stem}_*.py"))
     found = [test.relative_to(ROOT).as_posix() for test in own]
     if path.startswith(("cudiff/ops/", "kernels/")) and (folder / "ops" / "test_table.py").is_file():

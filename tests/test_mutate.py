@@ -74,6 +74,11 @@ def test_every_mutant_is_another_program_and_has_tests():
         assert mutate.tests_of(path), f"{path} has no tests: name them in tests/mutate.py"
 
 
+def test_a_kernels_tests_are_those_of_the_operations_that_name_it():
+    found = {stem: mutate.tests_of(f"kernels/portable/{stem}.cu") for stem in ("optim", "reduce")}
+    assert "tests/ops/test_loss_scale.py" in found["optim"] and "tests/ops/test_reduce.py" in found["reduce"]
+
+
 def test_an_arrays_size_in_a_kernel_makes_no_mutant_but_other_numbers_do(tmp_path):
     (tmp_path / "kernels" / "portable").mkdir(parents=True)
     (tmp_path / "kernels" / "portable" / "x.cu").write_text("""
