@@ -228,9 +228,24 @@ struct Output {
             if (both) p[1] = v.second;
         }
     }
-    template <bool SUMS = false> __device__ __forceinline__ void store(const Accumulators& acc, int m, int n) const {
+    // acc += emb; m, n: this thread's first row and column. Here there is one division a row. In `store`, with one for each row
+    // and column, the largest kernel had 171 KB in place of 115, and took the compiler 4.7 s in place of 3.6.
+    __device__ __forceinline__ void add_embedding(Accumulators& acc, int m, int n) const {
+#pragma unroll
+        for (int i = 0; i < 2 * MI; i++) {
+            int row = m + i * 8;
+            const float* shift = emb + (i64)(row / rows_per_image) * columns;
+#pragma unroll
+            for (int j = 0; j < NI; j++)
+#pragma unroll
+                for (int e = 0; e < 2; e++)
+                    if (row < rows && n + j * 8 + e < columns) acc[i / 2][j][i % 2 * 2 + e] += shift[n + j * 8 + e];
+        }
+    }
+    template <bool SUMS = false> __device__ __forceinline__ void store(Accumulators& acc, int m, int n) const {
         int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row_tile = m / ROWS + warp / WN;
         m = row_tile * ROWS + (lane >> 2), n += warp % WN * (BN / WN) + (lane & 3) * 2;
+        if (emb) add_embedding(acc, m, n);
         bool pairs = (ld | columns) % 2 == 0 && ((u64)out | (u64)addend) % sizeof(Pair) == 0;
 #pragma unroll
         for (int j = 0; j < NI; j++) {
@@ -246,10 +261,6 @@ struct Output {
                 int row = m + i * 8;
                 if (!inside || row >= rows) continue;
                 float2 v = make_float2(acc[i / 2][j][i % 2 * 2] + constant.x, acc[i / 2][j][i % 2 * 2 + 1] + constant.y);
-                if (emb) {
-                    const float* shift = emb + (i64)(row / rows_per_image) * columns + column;
-                    v.x += shift[0], v.y += both ? shift[1] : 0.0f;
-                }
                 stored[i] = {from_float<OUT>(v.x + to_float(stored[i].first)), from_float<OUT>(v.y + to_float(stored[i].second))};
                 save(out + row * ld + column, stored[i], pairs, both);
             }
