@@ -339,7 +339,7 @@ _HIDDEN = re.compile(
 
 _BLOCKS = re.compile(r"__launch_bounds__\([^)\n]*\)|^constexpr int \w*BLOCKS = [^;]*;", re.MULTILINE)
 
-_ONE_THREAD = re.compile(r"\b(?:threadIdx\.x(?: % \d+)?|lane) == 0\b")
+_ONE_THREAD = re.compile(r"\b(?:threadIdx\.x|lane)(?: % \d+)? == 0\b")
 
 # A loop whose turns the compiler counts: one turn more would use what lies behind an array in registers, which is
 # undefined, and compilers drop it. Its mutant has one turn less.

@@ -131,8 +131,9 @@ def test_launch_bounds_and_which_thread_writes_make_no_mutant_and_powers_of_two_
 constexpr int BLOCKS = WIDTH <= 64 ? 2 : 1;
 __global__ void __launch_bounds__(256, 2) f(float* out) {
     if (threadIdx.x % 4 == 0) out[row] = shift(sum, 16, 3, 0);
+    if (lane % 4 == 0 || lane == 0) out[row] = sum;
 """)
-    assert [(m.old, m.new) for m in kernel_mutants(tmp_path)] == [("16", "32"), ("3", "4"), ("0", "1")]
+    assert [(m.old, m.new) for m in kernel_mutants(tmp_path)] == [("||", "&&"), ("16", "32"), ("3", "4"), ("0", "1")]
 
 
 @pytest.mark.slow

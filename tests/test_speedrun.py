@@ -57,6 +57,8 @@ def test_a_run_on_the_cpu(tmp_path):
     (["--steps", "0"], "--steps 1 or more"),
     (["--data", "photos"], "invalid choice: 'photos'"),
     (["--recipe", "none.toml"], "speedrun.py: cannot read none.toml"),
+    (["--weaker", "1.5,2"], "argument --weaker: give a share from 0 to 1 and a factor, such as 0.06,1.1, not '1.5,2'"),
+    (["--weaker", "0.1"], "argument --weaker: give a share from 0 to 1 and a factor"),
     (["--log", "none/log.jsonl"], "speedrun.py: cannot write none/log.jsonl (No such file or directory)"),
 ])
 def test_a_mistake_is_one_line(arguments, told, tmp_path):
@@ -71,6 +73,19 @@ def test_a_recipe_of_ones_own(tmp_path):
     assert (config.guidance, config.sampler, config.steps, config.seed, config.device) == (1.5, "heun", 7, 4, "cpu")
     assert config.lr == speedrun.RECIPES["mnist"].lr
     assert speedrun.recipe(SimpleNamespace(**given, steps=3), 4).steps == 3
+
+
+def test_a_weaker_model_of_ones_own():
+    """The recipe's without one; none at all by a factor of 1."""
+    given = dict(data="mnist", weaker=None)
+    assert speedrun.weaker_of(SimpleNamespace(**given)) == speedrun.WEAKER["mnist"]
+    assert speedrun.weaker_of(SimpleNamespace(**given | {"weaker": speedrun.weaker_given("0.2,1.5")})) == (0.2, 1.5)
+    assert speedrun.weaker_of(SimpleNamespace(**given | {"weaker": speedrun.weaker_given("0.2,1")})) is None
+
+
+def test_autoguidance_goes_from_the_worse_estimate_beyond_the_better():
+    denoise = speedrun.autoguided(lambda x, sigma, labels: x + sigma, lambda x, sigma, labels: x + labels, 1.5)
+    assert denoise(1.0, 4.0, 2.0) == 3.0 + 1.5 * 2.0
 
 
 def test_the_clock(tmp_path, capfd):
@@ -222,24 +237,37 @@ def test_a_batch_of_pytorchs_has_its_own_labels(opponent, tmp_path):
     assert torch.equal(training.labels, torch.from_numpy(trainer.training.labels).long())
 
 
-@pytest.mark.parametrize("sampler, guidance", [("euler", 1.0), ("euler", 2.0), ("dpmpp-2m", 2.0)])
-def test_pytorch_samples_as_cudiff_does(opponent, sampler, guidance, rng):
+@pytest.mark.parametrize("sampler, guidance, factor", [
+    ("euler", 1.0, 1.0), ("euler", 2.0, 1.0), ("dpmpp-2m", 2.0, 1.0), ("dpmpp-2m-sde", 1.0, 1.0), ("euler", 1.0, 1.5),
+    ("dpmpp-2m-sde", 2.0, 1.5),
+])
+def test_pytorch_samples_as_cudiff_does(opponent, sampler, guidance, factor, rng):
     """From the same weights, noise and classes the same pictures, but for rounding; the last batch is not full."""
     import torch
 
+    from cudiff.diffusion.samplers import ImageNoise
     from cudiff.models import build
 
     config = CONFIG.replace(sampler=sampler, guidance=guidance, sample_steps=6)
-    net = build(config)
-    net.load_state_dict({name: 0.1 * rng.standard_normal(array.shape).astype(np.float32) if not array.any() else array
-                         for name, array in net.state_dict().items()}, strict=False)
+    pipelines = []
+    for _ in range(2):
+        net = build(config)
+        net.load_state_dict({name: 0.1 * rng.standard_normal(array.shape).astype(np.float32) if not array.any() else
+                             array for name, array in net.state_dict().items()}, strict=False)
+        pipelines.append(Pipeline(config, net))
+    better, worse = pipelines
     labels = np.array([3, 9, 0, 0, 5], np.int32)
     noise = rng.standard_normal((5, 8, 8, 1)).astype(np.float32)
-    pipeline = Pipeline(config, net)
-    expected = pipeline.sample(5, classes=labels, noise=noise)
-    model = opponent.EDM(config, opponent.baselines.torch_model(config, net))
-    found = opponent.sample(model, torch.from_numpy(noise).permute(0, 3, 1, 2), torch.from_numpy(labels).long(),
-                            pipeline.sigmas(sampler, 6), batch_size=2)
+    denoiser = speedrun.autoguided(better.denoiser(), worse.denoiser(), factor)
+    expected = better.sample(5, classes=labels, noise=noise, denoiser=denoiser)
+    model, weaker = (opponent.EDM(config, opponent.baselines.torch_model(config, one.net)) for one in pipelines)
+    drawn = [ImageNoise((2, 8, 8, 1), 0, start)(step) for start in (0, 2, 4) for step in range(6)]
+    draws = iter([torch.from_numpy(one.numpy()).permute(0, 3, 1, 2) for one in drawn])
+    sigmas = better.sigmas(sampler, 6)
+    found = opponent.sample(
+        model, torch.from_numpy(noise).permute(0, 3, 1, 2), torch.from_numpy(labels).long(), sigmas, batch_size=2,
+        worse=(weaker, factor) if factor != 1 else None, draw=lambda x: next(draws),
+    )
     assert found.dtype == np.uint8 and found.shape == expected.shape and expected.std() > 20
     assert abs(found.astype(int) - expected).max() <= 1
 
@@ -248,10 +276,10 @@ def test_pytorch_samples_as_cudiff_does(opponent, sampler, guidance, rng):
 def test_pytorchs_side_runs(opponent, precision, capsys):
     labels = np.arange(7, dtype=np.int32) % 10
     config = CONFIG.replace(precision=precision, sample_steps=3)
-    images = opponent.train_and_sample(config, digits(40, 8), labels, 4, compiled=True)
+    images = opponent.train_and_sample(config, digits(40, 8), labels, 4, compiled=True, weaker=(0.5, 1.2))
     assert images.shape == (7, 8, 8, 1) and images.dtype == np.uint8
     assert capsys.readouterr().out.splitlines() == [f"done: {part}" for part in speedrun.PARTS[:-1]]
-    with pytest.raises(speedrun.CudiffError, match="samples by euler or dpmpp-2m, not by heun"):
+    with pytest.raises(speedrun.CudiffError, match="samples by euler, dpmpp-2m, dpmpp-2m-sde, not by heun"):
         opponent.train_and_sample(config.replace(sampler="heun"), digits(40, 8), labels, 4, compiled=False)
 
 

@@ -12,6 +12,7 @@ import copy
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -264,31 +265,37 @@ def denoiser(config: Config, net: Module, x: cudiff.Tensor, sigma: cudiff.Tensor
 
 
 def euler(denoise: Callable[..., Tensor], noise: Tensor, sigmas: np.ndarray,
-          onward: Sequence[float] | None = None) -> tuple[Callable[[], None], Tensor]:
+          plan: Sequence[Sequence[float]] | None = None,
+          draw: Callable[[Tensor], Tensor] = torch.randn_like) -> tuple[Callable[[], None], Tensor]:
     """Euler's method from what `noise` holds, each step the same CUDA graph, which counts on the GPU; and where its
-    images lie. With `onward`, `cudiff.diffusion.dpm_solver.extrapolations` of the sigmas, DPM-Solver++(2M)."""
-    levels = torch.tensor(sigmas, dtype=torch.float32, device=DEVICE)
-    shares = None if onward is None else torch.tensor(onward, dtype=torch.float32, device=DEVICE)
+    images lie. With `plan`, the numbers of `cudiff.diffusion.dpm_solver.DPMSolver.plan`, DPM-Solver++(2M), which may
+    add draw(x)."""
+    numbers = plan or [[sigma, following / sigma, 0.0, 0.0] for sigma, following in pairwise(map(float, sigmas))]
+    _, _, added, onward = zip(*numbers, strict=True)
+    is_noisy, extrapolates = any(added), any(onward)
+    rows = torch.tensor(numbers, dtype=torch.float32, device=DEVICE)
     x, before, number = noise.clone(), torch.zeros_like(noise), torch.zeros(1, dtype=torch.int64, device=DEVICE)
 
     def step() -> None:
-        sigma, sigma_next = levels[number], levels[number + 1]
+        sigma, ratio, added, onward = rows[number][0]
         image = denoised = denoise(x, sigma.repeat(len(x)))
-        if shares is not None:
-            image = denoised + (denoised - before) * shares[number]
+        if extrapolates:
+            image = denoised + (denoised - before) * onward
             before.copy_(denoised)
-        x.copy_(image + (x - image) * (sigma_next / sigma))
+        x.copy_(image + (x - image) * ratio)
+        if is_noisy:
+            x.add_(draw(x) * added)
         number.add_(1)
 
     replay = captured(step)
 
-    def draw() -> None:
+    def run() -> None:
         x.copy_(noise * float(sigmas[0]))
         number.zero_()
-        for _ in range(len(sigmas) - 1):
+        for _ in numbers:
             replay()
 
-    return draw, x
+    return run, x
 
 
 def cnn_twin(net: CNN) -> nn.Sequential:

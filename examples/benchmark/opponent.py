@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cudiff.config import Config
 from cudiff.data import Dataset
-from cudiff.diffusion.dpm_solver import extrapolations
+from cudiff.diffusion.dpm_solver import DPMSolver
 from cudiff.errors import CudiffError
 from cudiff.models import build
 from cudiff.ops.optim import lr_factor
@@ -26,7 +26,7 @@ from examples.benchmark.baselines import EDM
 from examples.benchmark.fresh import mark
 
 RAMP = 0.05  # of `cudiff.optim.EMA`
-SAMPLERS = "euler", "dpmpp-2m"
+SAMPLERS = "euler", "dpmpp-2m", "dpmpp-2m-sde"
 
 
 class Training(baselines.Training):
@@ -66,8 +66,10 @@ class Training(baselines.Training):
         return EDM(self.config, net.bfloat16() if self.config.precision == "bf16" else net)
 
 
-def train_and_sample(config: Config, data: Dataset, labels: np.ndarray, batch_size: int, compiled: bool) -> np.ndarray:
-    """uint8 (N, H, W, C), of the classes `labels`, so many at once. compiled: by torch.compile, on a GPU.
+def train_and_sample(config: Config, data: Dataset, labels: np.ndarray, batch_size: int, compiled: bool,
+                     weaker: tuple[float, float] | None = None) -> np.ndarray:
+    """uint8 (N, H, W, C), of the classes `labels`, so many at once. compiled: by torch.compile, on a GPU. weaker: the
+    share of the steps after which the average is kept, and the factor of autoguidance by it.
 
     Raises CudiffError for a sampler that this side lacks, for PyTorch without CUDA where a GPU is asked for, and for 3
     steps or fewer there, as a graph is recorded after three.
@@ -75,7 +77,7 @@ def train_and_sample(config: Config, data: Dataset, labels: np.ndarray, batch_si
     baselines.DEVICE = config.device
     torch.backends.cudnn.benchmark_limit = 10  # PyTorch's default: to try all would take longer
     if config.sampler not in SAMPLERS:
-        raise CudiffError(f"PyTorch's side samples by {' or '.join(SAMPLERS)}, not by {config.sampler}")
+        raise CudiffError(f"PyTorch's side samples by {', '.join(SAMPLERS)}, not by {config.sampler}")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise CudiffError("this PyTorch has no CUDA: see https://pytorch.org/get-started/locally")
     torch.manual_seed(config.seed)
@@ -89,8 +91,11 @@ def train_and_sample(config: Config, data: Dataset, labels: np.ndarray, batch_si
     mark("start")
     loss = baselines.compile_alone(training.loss) if compiled else training.loss
     step = baselines.captured(lambda: training.step(loss))
+    worse = None
     for done in range(warmup, config.steps):
         step()
+        if weaker and done == max(warmup, int(weaker[0] * config.steps)):
+            worse = training.averaged(), weaker[1]
         if done == warmup:
             _wait()
             mark("first step")
@@ -98,32 +103,42 @@ def train_and_sample(config: Config, data: Dataset, labels: np.ndarray, batch_si
     mark("training")
     sigmas = Pipeline(config, net).sigmas(config.sampler, config.sample_steps)
     noise = torch.randn(len(labels), *data.images.shape[3:], *data.images.shape[1:3], device=config.device)
-    return sample(training.averaged(), noise, torch.from_numpy(labels).long(), sigmas, batch_size, compiled)
+    return sample(training.averaged(), noise, torch.from_numpy(labels).long(), sigmas, batch_size, compiled, worse)
 
 
 @torch.no_grad()
 def sample(model: EDM, noise: Tensor, labels: Tensor, sigmas: np.ndarray, batch_size: int,
-           compiled: bool = False) -> np.ndarray:
-    """Images from noise (N, C, H, W), uint8 (N, H, W, C), by the configuration's sampler and guidance."""
+           compiled: bool = False, worse: tuple[EDM, float] | None = None,
+           draw: Callable[[Tensor], Tensor] = torch.randn_like) -> np.ndarray:
+    """Images from noise (N, C, H, W), uint8 (N, H, W, C), by the configuration's sampler and guidance. worse: a model
+    to be guided away from, and the factor. draw: the noise of a step."""
     config, size, device = model.config, min(batch_size, len(noise)), noise.device
     chosen, none = (torch.full((size,), -1, device=device) for _ in range(2))
 
+    def estimate(x: Tensor, sigma: Tensor, labels: Tensor) -> Tensor:
+        if worse is None:
+            return model.denoise(x, sigma, labels)
+        other = worse[0].denoise(x, sigma, labels)
+        return other + (model.denoise(x, sigma, labels) - other) * worse[1]
+
     def denoise(x: Tensor, sigma: Tensor) -> Tensor:
         if config.guidance == 1:
-            return model.denoise(x, sigma, chosen)
-        both = model.denoise(torch.cat([x, x]), torch.cat([sigma, sigma]), torch.cat([chosen, none]))
+            return estimate(x, sigma, chosen)
+        both = estimate(torch.cat([x, x]), torch.cat([sigma, sigma]), torch.cat([chosen, none]))
         conditional, unconditional = both.chunk(2)
         return unconditional + (conditional - unconditional) * config.guidance
 
     begin = torch.zeros_like(noise[:size]).contiguous(memory_format=torch.channels_last)
-    onward = extrapolations(sigmas) if config.sampler == "dpmpp-2m" else None
-    draw, x = baselines.euler(baselines.compile_alone(denoise) if compiled else denoise, begin, sigmas, onward)
+    plan = None
+    if config.sampler != "euler":
+        plan = [step.numbers for step in DPMSolver(None, config.sampler == "dpmpp-2m-sde").plan(sigmas)]
+    run, x = baselines.euler(baselines.compile_alone(denoise) if compiled else denoise, begin, sigmas, plan, draw)
     parts = []
     for start in range(0, len(noise), size):
         rows = torch.arange(start, start + size).clamp(max=len(noise) - 1)
         begin.copy_(noise[rows.to(device)])
         chosen.copy_(labels[rows])
-        draw()
+        run()
         parts.append((x * 127.5 + 127.5).round().clamp(0, 255).byte().permute(0, 2, 3, 1).cpu().numpy())
     return np.ascontiguousarray(np.concatenate(parts)[: len(noise)])
 
