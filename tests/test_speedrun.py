@@ -23,7 +23,8 @@ def test_a_run_on_the_cpu(tmp_path):
     """Each run has a line in the log, with all that is told of it; what the clock holds adds up."""
     begun = time.perf_counter()
     sides = ["cudiff"]
-    arguments = [*TINY, "--seeds", "3", "--samples", "130", "--log", "log.jsonl"]
+    (tmp_path / "short.toml").write_text("sample_steps = 2\nguidance = 1.0\n")
+    arguments = [*TINY, "--seeds", "3", "--samples", "130", "--log", "log.jsonl", "--recipe", "short.toml"]
     try:
         import cupy  # noqa: F401
         import torch  # noqa: F401
@@ -44,7 +45,8 @@ def test_a_run_on_the_cpu(tmp_path):
         assert row["frechet"] > row["floor"] > 0 and row["ratio"] == pytest.approx(row["frechet"] / row["floor"])
         assert 0 <= row["as_asked"] < 0.6 and row["classifier_accuracy"] > 0.9 and row["reached"] is None
         assert row["recipe"]["batch_size"] == PRESETS["digits"].batch_size
-        assert row["recipe"]["steps"] == 2 and row["recipe"]["seed"] == 3
+        assert row["recipe"]["steps"] == row["recipe"]["sample_steps"] == 2 and row["recipe"]["seed"] == 3
+        assert row["weaker"] == list(speedrun.WEAKER["digits"])
         assert {"python", "cudiff", "numpy"} <= set(row["versions"]) and row["commit"] and row["device"] and row["time"]
     assert sum(row["seconds"] for row in rows) < time.perf_counter() - begun
     assert all(f"side {side}, seed 3, seconds " in done.stdout for side in sides)
