@@ -84,7 +84,7 @@ class _Walk:
                 slot.settle(self.queue)
             if node.ctx is None:
                 raise RuntimeError("backward() ran through this part of the tape already: run the forward again")
-            if any(slot.array is not None for slot in slots):
+            if any([slot.array is not None for slot in slots]):
                 set_tf32(node.ctx.tf32)
                 if node.function is Recomputed:
                     before, again = now(), record_again(node)

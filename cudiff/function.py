@@ -70,12 +70,12 @@ class Function:
     @classmethod
     def apply(cls, *inputs: Tensor | Array | None, **attrs: Any) -> Any:
         """Run the forward on the inputs' device and record it. Returns a Tensor, or a tuple where forward does."""
-        if not all(x is None or isinstance(x, Tensor) for x in inputs):
+        if not all([x is None or isinstance(x, Tensor) for x in inputs]):
             inputs = _wrapped(cls.__name__, inputs)
         device = _common_device(cls.__name__, inputs)
         recording = cls.differentiable and grad_enabled()
-        needs = tuple(recording and t is not None and t.requires_grad for t in inputs)
-        ctx = Context(needs, tuple(None if t is None else t.statistics for t in inputs))
+        needs = tuple([recording and t is not None and t.requires_grad for t in inputs])
+        ctx = Context(needs, tuple([None if t is None else t.statistics for t in inputs]))
         dtype = cls.operand_dtype(inputs, attrs)
         arrays = [None if t is None else t.data if type(t) is Tensor else t.operand(dtype) for t in inputs]
         forward = cls.forward_cuda if device == "cuda" else cls.forward_numpy  # type: ignore[attr-defined]
@@ -87,7 +87,7 @@ class Function:
                     f"{cls.__name__}'s forward returned {described(result)}: return an array on {device}, or a tuple "
                     f"of arrays"
                 )
-        outs = tuple(Tensor(result) for result in (results if several else (results,)))
+        outs = tuple([Tensor(result) for result in (results if several else (results,))])
         outs[0].statistics = ctx.out_statistics
         if any(needs):
             node = Node(cls, ctx, inputs, arrays, needs, len(outs), (inputs, attrs) if gradient_depth() > 1 else None)

@@ -196,5 +196,5 @@ def enqueue(launch_type: LaunchType, arguments: Any, out: Array, reads: tuple[Ar
     if _thread.queue is None:
         _run(launch_type, [arguments])
         return
-    ranges = tuple(_range_of(array) for array in reads if array is not None)
+    ranges = tuple([_range_of(array) for array in reads if array is not None])
     _thread.queue.enqueue((launch_type, group), _Pending(arguments, _range_of(out), ranges, held))

@@ -208,7 +208,7 @@ def empty(shape: Any, dtype: Any) -> Array:
 
 def aligned(array: Array, *lengths: int) -> bool:
     """Whether 16-byte copies may be used: `array` starts at a multiple, and `lengths` elements make multiples."""
-    return math.gcd(address(array), math.gcd(*lengths) * array.itemsize) % 16 == 0
+    return math.gcd(array.data.ptr, math.gcd(*lengths) * array.itemsize) % 16 == 0
 
 
 def address(array: Array) -> int:

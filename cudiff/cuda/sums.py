@@ -6,6 +6,7 @@ sums that a larger kernel left.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -65,7 +66,7 @@ def _launch(batch: list[_RowSum]) -> None:
     for i, (source, out, width, step, offset, add) in enumerate(batch):
         rows, places = source.size // (out.size * step), (source.data.ptr + 4 * offset, out.data.ptr)
         columns, pitch = (out.size, 0) if out.flags.c_contiguous else (out.size // len(out), out.strides[0] // 4)
-        whole = step == 1 and width % 4 == columns % 4 == pitch % 4 == 0 and all(place % 16 == 0 for place in places)
+        whole = step == 1 and width % 4 == columns % 4 == pitch % 4 == 0 and math.gcd(*places) % 16 == 0
         pack, lanes = 4 if whole else 1, min(LANES, 1 << ((rows - 1) // TERMS).bit_length())
         table["jobs"][0, i] = (*places, rows, out.size, width, step, columns, pitch, add, lanes, pack, grid)
         grid += -(-out.size // (256 // lanes * pack))

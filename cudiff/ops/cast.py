@@ -55,7 +55,7 @@ def require_floats(name: str, *operands: Tensor | None) -> None:
 
 def as_wide(*operands: Any) -> tuple[Any, ...]:
     """Each as kernels read a norm's parameters: float32, or float64 where it is that already; None stays None."""
-    return tuple(x if x is None or x.dtype in (float32, float64) else astype(x, float32) for x in operands)
+    return tuple([x if x is None or x.dtype in (float32, float64) else astype(x, float32) for x in operands])
 
 
 def _cast_cuda(x: Array, dtype: np.dtype) -> Array:

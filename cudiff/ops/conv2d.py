@@ -6,6 +6,7 @@ weight) and `wgrad` (dweight from x and dout). A transposed convolution is dgrad
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -178,6 +179,7 @@ def _taps(padded: np.ndarray, kernel: Pair, size: Pair, stride: Pair,
         yield r, s, padded[:, :, rows, columns]
 
 
+@functools.cache
 def out_size(size: tuple[int, ...], kernel: tuple[int, ...], stride: Pair, padding: Pair,
              dilation: Pair = (1, 1)) -> Pair:
     """(Ho, Wo) of a convolution."""

@@ -10,7 +10,7 @@ import numpy as np
 from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.gemm.product import Epilogue, sum_splits
-from cudiff.cuda.launch import address, aligned, blocks, empty, launch
+from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.function import Function
 from cudiff.ops.cast import as_wide, astype, require_floats
 from cudiff.ops.elementwise import Silu, silu_backward_numpy, silu_numpy
@@ -53,10 +53,10 @@ def _launch(name: str, groups: list[Group], tiles: tuple[int, int], x: Array, *s
     table = np.zeros(1, _TABLE)
     arrays = [x]
     for i, group in enumerate(groups):
-        places = [0 if array is None else address(array) for array in group[:4]]
+        places = [0 if array is None else array.data.ptr for array in group[:4]]
         table["groups"][0, i] = (*places, group.out.shape[1], group.add_weight, group.add_bias)
         arrays += [array for array in group[:4] if array is not None]
-    vec = all(aligned(array, array.shape[-1]) for array in arrays)
+    vec = all([aligned(array, array.shape[-1]) for array in arrays])
     launch("grouped_linear", name, (*tiles, len(groups)), 256, (table, x, n, features, *silu), VEC=int(vec))
 
 
@@ -143,7 +143,7 @@ class GroupedLinear(Function):
             sum_splits(partials, dx, Epilogue(addend=dx if add else None), x.shape[1])
         groups = []
         for g, own in enumerate(_of_layers(d_preacts, parts)):
-            if all(d_preact is None for d_preact in own):
+            if all([d_preact is None for d_preact in own]):
                 continue
             dweight, add_weight = target(1 + g, weights[g].shape)
             dbias, add_bias = target(1 + count + g, weights[g].shape[:1])

@@ -251,7 +251,7 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
     """
     given = Inputs(x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight,
                    skip_bias)
-    _check(Inputs(*(None if t is None else t.data.shape for t in given)), num_groups, upsample)
+    _check(Inputs(*[None if t is None else t.data.shape for t in given]), num_groups, upsample)
     require_floats("norm_silu_conv2d", x, weight, bias, norm_weight, norm_bias, scale, shift, emb)
     norm_weight, norm_bias, scale, shift, emb = as_wide(norm_weight, norm_bias, scale, shift, emb)
     own = dtype = x.dtype if dtype is None else np.dtype(dtype)
@@ -260,7 +260,7 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
         if not (_casts(x, weight, dtype, emb is not None) and plain):
             own = _narrower(x.dtype, dtype)
             x = astype(x, own)
-    x2, residual, residual2 = (_converted(t, own) for t in (x2, residual, residual2))
+    x2, residual, residual2 = [_converted(t, own) for t in (x2, residual, residual2)]
     out = NormSiluConv2d.apply(
         x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight, skip_bias,
         num_groups=num_groups, eps=eps, silu=silu, upsample=upsample, relu=relu, statistics=statistics, dtype=own,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cudiff.backend import Array, array_module, bfloat16, float16, float32, int32, int64, is_capturing, is_float
-from cudiff.cuda.launch import address, blocks, empty, launch
+from cudiff.cuda.launch import blocks, empty, launch
 
 
 def merge_axes(
@@ -110,7 +110,7 @@ def padded(x: Array, widths: Sequence[tuple[int, int]]) -> Array:
 
 def at_16_bytes(array: Array) -> Array:
     """The array, or a copy of one that does not start where TMA can read it."""
-    return array if address(array) % 16 == 0 else array.copy()
+    return array if array.data.ptr % 16 == 0 else array.copy()
 
 
 def rows(x: Array, index: Array) -> Array:

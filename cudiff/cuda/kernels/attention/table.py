@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from cudiff.backend import Array
 from cudiff.cuda.kernels.attention import portable, sm90, wide_sm90
 from cudiff.cuda.kernels.attention.problem import SUMS, Backward, Forward, Problem
 from cudiff.cuda.kernels.gemm.product import products
-from cudiff.cuda.launch import aligned
 from cudiff.cuda.select import ANY, SM90, Row, Table
 
 ATTENTION = Table(
@@ -45,6 +45,6 @@ def backward(dq: Array, dk: Array, dv: Array, dout: Array, q: Array, k: Array, v
 def _problem(q: Array, k: Array, arrays: Sequence[Array], backward: bool,
              wanted: frozenset[str] = frozenset()) -> Problem:
     images, queries, heads, dim = q.shape
-    rows_aligned = all(aligned(a, dim, *(stride // a.itemsize for stride in a.strides[:3])) for a in arrays)
+    rows_aligned = all([math.gcd(a.data.ptr, dim * a.itemsize, *a.strides[:3]) % 16 == 0 for a in arrays])
     return Problem(backward, q.dtype, images, queries, k.shape[1], heads, dim, rows_aligned,
                    products(q.dtype), wanted)

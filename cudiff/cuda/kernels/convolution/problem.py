@@ -171,4 +171,4 @@ def weight_of(array: Array, shape: tuple[int, ...] | None = None) -> Weight:
 
 
 def _images(arrays: Sequence[Array | None]) -> tuple[Image, ...]:
-    return tuple(image_of(array) for array in arrays if array is not None)
+    return tuple([image_of(array) for array in arrays if array is not None])

@@ -324,10 +324,10 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
             return tensor_map(image(array), box, operand=False)
 
         x_map, weight_map, out_map = source(x), _weight_map(weight, chunk), map_of(out, result_box)
-        maps = (
+        maps = [
             out_map if array is None and box is result_box else map_of(out if array is None else array, box)
             for array, box in ((out2, result_box), (read[0], read_box), (read[1], read_box))
-        )
+        ]
         tiles = tiles_of(shape, rows) * cluster
         left = None
         if statistics or norm is not None:

@@ -83,7 +83,7 @@ def fprop(given: Operands, stride: Pair, padding: Pair, statistics: bool = False
     if given.out.size == 0:
         return None
     asked = {Fusion.STATISTICS: statistics, Fusion.RELU: relu, Fusion.UPSAMPLE: upsample}
-    problem = problem_of(FPROP, given, stride, padding, *(fusion for fusion, on in asked.items() if on),
+    problem = problem_of(FPROP, given, stride, padding, *[fusion for fusion, on in asked.items() if on],
                          dilation=dilation, groups=groups)
     chosen = CONVOLUTION.select(problem)
     if Fusion.SKIP in chosen.left:

@@ -109,21 +109,21 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: Plan | None 
         return
     if dweight.shape[1:3] == (1, 1) and chosen is None and x.shape[:3] == dout.shape[:3]:
         images = full_tiles(x.shape[:3], apart=False)
-        x, x2, dout = (None if array is None else array.reshape(*images, array.shape[3]) for array in (x, x2, dout))
+        x, x2, dout = [None if array is None else array.reshape(*images, array.shape[3]) for array in (x, x2, dout)]
     if x.shape[3] % 8 or dout.shape[3] % 8:
         x, dout = _whole(x), _whole(dout)
     one = _Wgrad(x, x2, dout, dweight, add)
     if chosen is not None:
         _launch_as(chosen, [one])
     else:
-        held = sum(array.nbytes for array in one[:3] if array is not None)
+        held = sum([array.nbytes for array in one[:3] if array is not None])
         enqueue(_WGRADS, one, dweight, one[:3], held, (x.dtype, x.shape[:3], dout.shape[:3], dweight.shape[1:3]))
 
 
 def _launch(batch: list[_Wgrad]) -> None:
     """Weights' gradients from images of one size, by one launch."""
     images = batch[0].dout.shape[:3]
-    problem = images, tuple(one.dweight.shape for one in batch), batch[0].x.shape[:3] != images
+    problem = images, tuple([one.dweight.shape for one in batch]), batch[0].x.shape[:3] != images
     plan.run(problem, lambda chosen: _launch_as(chosen, batch), [one.dweight for one in batch if one.add])
 
 
@@ -143,11 +143,11 @@ def _launch_as(chosen: Plan, batch: list[_Wgrad]) -> None:
     table["jobs"]["first"] = np.iinfo(np.int32).max
     for i, (x, x2, dout, dweight, add) in enumerate(batch):
         out, pitch = _sums(dweight, sums)
-        sources = (tensor_map(source, box, twice=upsample) for source in (x, x if x2 is None else x2))
+        sources = [tensor_map(source, box, twice=upsample) for source in (x, x if x2 is None else x2)]
         maps = *sources, tensor_map(dout, dout_box)
         outputs, _, _, channels = dweight.shape
         table["jobs"][0, i] = (
-            *(found["words"] for found in maps), address(out), pitch, first, add and sums == 1, channels, outputs,
+            *[found["words"] for found in maps], address(out), pitch, first, add and sums == 1, channels, outputs,
             x.shape[3],
         )
         first += _blocks(dweight.shape, taps, across)

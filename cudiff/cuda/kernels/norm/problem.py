@@ -119,5 +119,5 @@ def kernel_constants(*arrays: Array | None, parameters: tuple[Array | None, ...]
             raise TypeError("norms on CUDA take float32 weight, bias, scale and shift: use .astype('float32')")
     present = [array for array in arrays if array is not None]
     size = 16 // present[0].dtype.itemsize
-    whole = all(array.shape[-1] % size == 0 and array.data.ptr % 16 == 0 for array in present)
+    whole = all([array.shape[-1] % size == 0 and array.data.ptr % 16 == 0 for array in present])
     return {"T": present[0].dtype, "VEC": int(whole)}

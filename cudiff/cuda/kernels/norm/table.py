@@ -70,10 +70,10 @@ def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, 
         *dx, more = gradient_sums(into[0], x.shape, x.dtype)
         dx2: Target = [None, more]
     else:
-        dx, dx2 = ([*gradient_sum(into[i], shapes[i], x.dtype)] if needs[i] else [None, None] for i in (0, 1))
-    dweight, dbias, dscale, dshift = (
+        dx, dx2 = [[*gradient_sum(into[i], shapes[i], x.dtype)] if needs[i] else [None, None] for i in (0, 1)]
+    dweight, dbias, dscale, dshift = [
         [*gradient_target(into[i], shapes[i], float32)] if needs[i] else [None, False] for i in (2, 3, 4, 5)
-    )
+    ]
     constants = kernel_constants(dy, x, x2, *dx, *dx2, y)
     problem = Problem(True, x.dtype, n, pixels, channels1, channels2, groups, packs=bool(constants["VEC"]),
                       summed=statistics is not None, two_terms=more is not None,
@@ -82,4 +82,4 @@ def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, 
     given = Backward(dy, x, x2, (weight, bias, scale, shift, mean, rstd, groups), silu, dx, dx2, dweight, dbias, dscale,
                      dshift, y, statistics, leaves, needs)
     chosen.row.run(given, chosen.offer.plan, problem)
-    return tuple(target[0] for target in (dx, dx2, dweight, dbias, dscale, dshift))
+    return dx[0], dx2[0], dweight[0], dbias[0], dscale[0], dshift[0]
