@@ -48,9 +48,15 @@ def require_float(name: str, array: Array) -> None:
 
 def require_floats(name: str, *operands: Tensor | None) -> None:
     """Raises TypeError for integers, on both backends."""
-    for x in operands:
-        if x is not None and x.dtype not in FLOATS:
-            raise TypeError(f"{name} needs floating tensors, not {x.dtype}: use .astype('float32')")
+    require_float_dtypes(name, tuple([None if x is None else x.dtype for x in operands]))
+
+
+@functools.cache
+def require_float_dtypes(name: str, dtypes: tuple[np.dtype | None, ...]) -> None:
+    """Raises TypeError where one is not floating."""
+    for dtype in dtypes:
+        if dtype is not None and dtype not in FLOATS:
+            raise TypeError(f"{name} needs floating tensors, not {dtype}: use .astype('float32')")
 
 
 def as_wide(*operands: Any) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cudiff.backend import Array, float32, is_float, is_low
+from cudiff.backend import Array, float32, float64, is_float, is_low
 from cudiff.cuda.accumulate import gradient_sum, gradient_target
 from cudiff.cuda.kernels.convolution import table
 from cudiff.cuda.kernels.convolution.problem import DGRAD, WGRAD, Norm, Operands, Skip
@@ -19,7 +19,7 @@ from cudiff.cuda.launch import empty
 from cudiff.cuda.sums import add_rows
 from cudiff.function import Composite, Context
 from cudiff.ops import elementwise
-from cudiff.ops.cast import as_wide, astype, require_floats
+from cudiff.ops.cast import as_wide, astype, require_float_dtypes
 from cudiff.ops.conv2d import check_bias, conv2d, out_size
 from cudiff.ops.group_norm import GroupNorm, check_norm, group_norm
 from cudiff.ops.pool import upsample_nearest
@@ -71,6 +71,10 @@ class Inputs(NamedTuple):
     def of_norm(self) -> tuple[Any, Any, Any, Any, Any, Any]:
         """Those of the group norm, in its order."""
         return self.x, self.x2, self.norm_weight, self.norm_bias, self.scale, self.shift
+
+
+WIDE = ("norm_weight", "norm_bias", "scale", "shift", "emb")  # read as float32, or as float64
+SOURCES = ("x2", "residual", "residual2")  # read in the dtype of what is computed
 
 
 class NormSiluConv2d(Composite):
@@ -251,21 +255,30 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
     """
     given = Inputs(x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight,
                    skip_bias)
-    _check(Inputs(*[None if t is None else t.data.shape for t in given]), num_groups, upsample)
-    require_floats("norm_silu_conv2d", x, weight, bias, norm_weight, norm_bias, scale, shift, emb)
-    norm_weight, norm_bias, scale, shift, emb = as_wide(norm_weight, norm_bias, scale, shift, emb)
-    own = dtype = x.dtype if dtype is None else np.dtype(dtype)
+    shapes = tuple([None if t is None else t.data.shape for t in given])
+    dtypes = tuple([None if t is None else t.data.dtype for t in given])
+    own = dtype = dtypes[0] if dtype is None else np.dtype(dtype)
+    if not _reads_as_they_are(shapes, dtypes, dtype, num_groups, upsample):
+        given, own = _converted(given, dtype, upsample)
+    out = NormSiluConv2d.apply(*given, num_groups=num_groups, eps=eps, silu=silu, upsample=upsample, relu=relu,
+                               statistics=statistics, dtype=own)
+    return out if own == dtype else astype(out, dtype)
+
+
+def _converted(given: Inputs, dtype: np.dtype, upsample: bool) -> tuple[Inputs, np.dtype]:
+    """The inputs as they are read for a result of `dtype`, and the dtype of what is computed."""
+    x, own = given.x, dtype
     if dtype != x.dtype:
-        plain = x2 is None and residual is None and not upsample and (norm_weight is None or is_low(x.dtype))
-        if not (_casts(x, weight, dtype, emb is not None) and plain):
+        plain = (given.x2 is None and given.residual is None and not upsample
+                 and (given.norm_weight is None or is_low(x.dtype)))
+        if not (_casts(x, given.weight, dtype, given.emb is not None) and plain):
             own = _narrower(x.dtype, dtype)
             x = astype(x, own)
-    x2, residual, residual2 = [_converted(t, own) for t in (x2, residual, residual2)]
-    out = NormSiluConv2d.apply(
-        x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight, skip_bias,
-        num_groups=num_groups, eps=eps, silu=silu, upsample=upsample, relu=relu, statistics=statistics, dtype=own,
-    )
-    return astype(out, dtype)
+    wide = dict(zip(WIDE, as_wide(*[getattr(given, name) for name in WIDE]), strict=True))
+    sources = {name: getattr(given, name) for name in SOURCES}
+    # A Parameter may offer a copy in this dtype.
+    sources = {name: t if t is None or t.operand(own).dtype == own else astype(t, own) for name, t in sources.items()}
+    return given._replace(x=x, **wide, **sources), own
 
 
 def _casts(x: Tensor, weight: Tensor, dtype: np.dtype, emb: bool) -> bool:
@@ -277,6 +290,16 @@ def _casts(x: Tensor, weight: Tensor, dtype: np.dtype, emb: bool) -> bool:
 
 
 @functools.cache
+def _reads_as_they_are(shapes: tuple, dtypes: tuple, dtype: np.dtype, num_groups: int, upsample: bool) -> bool:
+    """Whether inputs of these shapes and dtypes need no conversion for a result of `dtype`. Raises ValueError where
+    shapes do not agree, TypeError for integers."""
+    _check(Inputs(*shapes), num_groups, upsample)
+    given = Inputs(*dtypes)
+    wide, sources = ([getattr(given, name) for name in names] for names in (WIDE, SOURCES))
+    require_float_dtypes("norm_silu_conv2d", (given.x, given.weight, given.bias, *wide))
+    return {given.x, *sources} <= {dtype, None} and {*wide} <= {float32, float64, None}
+
+
 def _check(shapes: Inputs, num_groups: int, upsample: bool) -> None:
     """Raise ValueError where the inputs' shapes do not agree."""
     x, weight = shapes.x, shapes.weight
@@ -312,8 +335,3 @@ def _check(shapes: Inputs, num_groups: int, upsample: bool) -> None:
     if shapes.norm_weight is not None:
         norm = shapes.norm_weight, shapes.norm_bias, shapes.scale, shapes.shift
         check_norm("norm_silu_conv2d", x[0], channels, num_groups, *norm)
-
-
-def _converted(x: Tensor | None, dtype: np.dtype) -> Tensor | None:
-    """x in this dtype, itself where it offers a copy."""
-    return x if x is None or x.operand(dtype).dtype == dtype else astype(x, dtype)
