@@ -12,7 +12,6 @@ import numpy as np
 
 from cudiff.backend import Array
 from cudiff.cuda.kernels.norm import table
-from cudiff.cuda.launch import empty
 from cudiff.function import Function
 from cudiff.ops.cast import as_wide, downcast, require_floats, upcast
 from cudiff.tensor import Tensor
@@ -165,19 +164,15 @@ class GroupNorm(Function):
     @staticmethod
     def forward_cuda(ctx, x, x2, weight, bias, scale, shift, num_groups, eps, silu):
         y, mean, rstd = table.forward(x, x2, weight, bias, num_groups, eps, silu, scale, shift, ctx.statistics[:2])
-        ctx.silu, ctx.recomputes = silu, False  # a caller may want backward to leave the output once more, in ctx.y
-        ctx.d_preact_statistics = None  # or give backward d_preact for dout, and its PRODUCTS here
+        ctx.silu = silu
         ctx.save(x, x2, weight, bias, scale, shift, mean, rstd)
         return y
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
         x, x2, weight, bias, scale, shift, mean, rstd = ctx.saved
-        ctx.y = empty(dout.shape, dout.dtype) if ctx.recomputes else None
-        return table.backward(
-            dout, x, x2, weight, bias, mean, rstd, ctx.silu, scale, shift, needs=needs, into=into, y=ctx.y,
-            leaves=ctx.din_statistics, statistics=ctx.d_preact_statistics,
-        )
+        return table.backward(dout, x, x2, weight, bias, mean, rstd, ctx.silu, scale, shift, needs=needs, into=into,
+                              leaves=ctx.din_statistics)
 
 
 def group_norm(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int = 32, eps: float = 1e-5, silu: bool = False,

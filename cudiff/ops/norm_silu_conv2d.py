@@ -13,15 +13,16 @@ from cudiff.cuda.kernels.convolution import table
 from cudiff.cuda.kernels.convolution.problem import DGRAD, WGRAD, Norm, Operands, Skip
 from cudiff.cuda.kernels.gemm.product import Epilogue, as_float32
 from cudiff.cuda.kernels.gemm.table import linear
+from cudiff.cuda.kernels.norm import table as norms
 from cudiff.cuda.kernels.pool import TWICE, sum_windows
 from cudiff.cuda.kernels.shape import at_16_bytes
 from cudiff.cuda.launch import empty
 from cudiff.cuda.sums import add_rows
-from cudiff.function import Composite, Context
+from cudiff.function import Composite
 from cudiff.ops import elementwise
 from cudiff.ops.cast import as_wide, astype, require_float_dtypes
 from cudiff.ops.conv2d import check_bias, conv2d, out_size
-from cudiff.ops.group_norm import GroupNorm, check_norm, group_norm
+from cudiff.ops.group_norm import check_norm, group_norm
 from cudiff.ops.pool import upsample_nearest
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
 from cudiff.ops.shape import concatenate, reshape
@@ -94,15 +95,15 @@ class NormSiluConv2d(Composite):
         ctx.upsample, ctx.dtype, ctx.norm = upsample, given.x.dtype, None
         h, h2 = given.x, None
         if given.norm_weight is not None:
-            ctx.norm = Context(needs.of_norm(), ctx.statistics[:2])
-            h = GroupNorm.forward_cuda(ctx.norm, *given.of_norm(), num_groups=num_groups, eps=eps, silu=silu)
+            h, mean, rstd = norms.forward(given.x, given.x2, given.norm_weight, given.norm_bias, num_groups, eps, silu,
+                                          given.scale, given.shift, ctx.statistics[:2])
+            ctx.norm = Norm(silu, *given.of_norm(), mean, rstd)
         elif given.x2 is not None:
             h2 = given.x2  # read from where they are
         elif dtype != h.dtype and is_low(h.dtype):
             h = at_16_bytes(h)  # conv2d_few_channels reads packs of many channels
+        # The norm's backward makes h once more for the weight's gradient: nothing is kept till then.
         recomputed = ctx.norm is not None and any(needs.of_norm())
-        if recomputed:  # the norm's backward makes h once more for the weight's gradient: nothing is kept till then
-            ctx.norm.recomputes = needs.weight
         times = 2 if upsample else 1
         ctx.padding = (weight.shape[1] // 2,) * 2
         n, height, width, channels = h.shape
@@ -131,11 +132,11 @@ class NormSiluConv2d(Composite):
         if h2 is not None:
             grads |= _pair_gradients(ctx, dout, _taps(weight), h.shape[3], needs, into)
         elif any(needs.of_norm()):
-            grads |= _input_gradients(ctx, dout, _taps(weight), into)
+            grads |= _input_gradients(ctx, dout, _taps(weight), needs, into)
         if skip_weight is None and needs.residual:
             grads["residual"] = dout
         if needs.weight:
-            h = ctx.norm.y if h is None else h
+            h = ctx.h_again if h is None else h
             grads["weight"], add = gradient_target(into.weight, weight.shape, float32)
             dweight = _taps(grads["weight"])
             given = Operands(h, dweight, dout, x2=h2, add=add)
@@ -176,22 +177,24 @@ def _pair_gradients(ctx: Any, dout: Array, weight: Array, split: int, needs: Inp
     return grads
 
 
-def _input_gradients(ctx: Any, dout: Array, weight: Array, into: Inputs) -> dict[str, Array]:
-    """That of x, or those of the norm's inputs."""
+def _input_gradients(ctx: Any, dout: Array, weight: Array, needs: Inputs, into: Inputs) -> dict[str, Array]:
+    """That of x; or those of the norm's inputs, whose output is left in ctx.h_again where the weight's needs it."""
     slot = into.x if ctx.norm is None else None
     mixed, sums_wanted = dout.dtype != ctx.dtype, ctx.norm is None and not ctx.upsample
     out, addend = gradient_sum(None if ctx.upsample or mixed else slot, ctx.shape, ctx.dtype)
-    norm = None if ctx.norm is None or ctx.upsample else Norm(ctx.norm.silu, *ctx.norm.saved)
-    given = Operands(dout, weight, out, Epilogue(addend=addend), norm=norm)
+    given = Operands(dout, weight, out, Epilogue(addend=addend), norm=None if ctx.upsample else ctx.norm)
     statistics = table.dgrad(given, (1, 1), ctx.padding, sums_wanted)
     if ctx.upsample:
         out, statistics = sum_windows(out, TWICE, 1.0, Kind.SUMS if ctx.norm is None else None, slot)
     if ctx.norm is None:
         ctx.din_statistics[0] = statistics
         return {"x": out}
-    ctx.norm.d_preact_statistics = statistics
-    results = GroupNorm.backward_cuda(ctx.norm, out, needs=ctx.norm.needs, into=into.of_norm())
-    ctx.din_statistics = ctx.norm.din_statistics  # x and x2 are the norm's first inputs too
+    ctx.h_again = empty(out.shape, out.dtype) if needs.weight else None
+    silu, x, x2, norm_weight, norm_bias, scale, shift, mean, rstd = ctx.norm
+    results = norms.backward(  # which leaves statistics of x and x2, the first inputs of both
+        out, x, x2, norm_weight, norm_bias, mean, rstd, silu, scale, shift, needs=needs.of_norm(), into=into.of_norm(),
+        y=ctx.h_again, leaves=ctx.din_statistics, statistics=statistics,
+    )
     return dict(zip(("x", "x2", "norm_weight", "norm_bias", "scale", "shift"), results, strict=True))
 
 
