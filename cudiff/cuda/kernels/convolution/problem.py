@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -139,35 +141,44 @@ def problem_of(direction: str, given: Operands, stride: Pair, padding: Pair, *wa
     skip, norm = given.skip, given.norm
     return Problem(
         direction, image_of(given.x), weight_of(given.weight), image_of(given.out), stride, padding,
-        products(given.x.dtype), frozenset((*wanted_by(given), *wanted)),
+        products(given.x.dtype), wanted_by(given, *wanted),
         None if given.x2 is None else image_of(given.x2),
         () if skip is None else _images(skip[:2]), None if skip is None else weight_of(skip.weight),
         () if norm is None else _images(norm[1:3]), norm is None or norm.silu, dilation, groups,
     )
 
 
-def wanted_by(given: Operands) -> list[str]:
-    """The fusions that operands show."""
-    epilogue = given.epilogue
-    terms = {
-        Fusion.BIAS: epilogue.bias, Fusion.EMB: epilogue.emb, Fusion.ADDEND: epilogue.addend,
-        Fusion.GATE: epilogue.gate, Fusion.ACTIVATION: epilogue.activation, Fusion.SLOPE: epilogue.slope,
-        Fusion.SECOND_SOURCE: given.x2,
-        Fusion.SKIP: given.skip, Fusion.NORM_BACKWARD: given.norm,
-    }
-    found = [fusion for fusion, term in terms.items() if term is not None]
-    return found if given.x.dtype == given.out.dtype else [*found, Fusion.CAST]
+def wanted_by(given: Operands, *more: str) -> frozenset[str]:
+    """The fusions that operands show, and more."""
+    bias, emb, addend, _, gate, activation, slope, _ = given.epilogue
+    return _fusions(
+        bias is not None, emb is not None, addend is not None, gate is not None, activation is not None,
+        slope is not None, given.x2 is not None, given.skip is not None, given.norm is not None,
+        given.x.dtype != given.out.dtype, more,
+    )
+
+
+@functools.cache
+def _fusions(*shown: Any) -> frozenset[str]:
+    *wanted, more = shown
+    return frozenset((*more, *itertools.compress(_SHOWN, wanted)))
+
+
+_SHOWN = (Fusion.BIAS, Fusion.EMB, Fusion.ADDEND, Fusion.GATE, Fusion.ACTIVATION, Fusion.SLOPE, Fusion.SECOND_SOURCE,
+          Fusion.SKIP, Fusion.NORM_BACKWARD, Fusion.CAST)
+_image, _weight = functools.cache(Image), functools.cache(Weight)  # one for all arrays alike
 
 
 def image_of(array: Array, shape: tuple[int, ...] | None = None) -> Image:
     """Of an array, seen in this shape where one is given."""
-    return Image(shape or array.shape, array.dtype, array.flags.c_contiguous and array.data.ptr % 16 == 0)
+    return _image(shape or array.shape, array.dtype, array.data.ptr % 16 == 0 and array.flags.c_contiguous)
 
 
 def weight_of(array: Array, shape: tuple[int, ...] | None = None) -> Weight:
     """Likewise."""
-    unit = math.gcd(array.data.ptr, array.shape[-1] * array.itemsize, array.strides[0])
-    return Weight(shape or array.shape, unit % 16 == 0, array.flags.c_contiguous)
+    own = array.shape
+    unit = math.gcd(array.data.ptr, own[-1] * array.itemsize, array.strides[0])
+    return _weight(shape or own, unit % 16 == 0, array.flags.c_contiguous)
 
 
 def _images(arrays: Sequence[Array | None]) -> tuple[Image, ...]:

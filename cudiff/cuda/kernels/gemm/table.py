@@ -88,7 +88,7 @@ def linear(direction: str, given: Operands) -> None:
     outputs, channels = given.weight.shape
     problem = Problem(
         direction, _image(given.x), weight_of(given.weight, (outputs, 1, 1, channels)), _image(given.out),
-        products=products(given.x.dtype), wanted=frozenset(wanted_by(given)),
+        products=products(given.x.dtype), wanted=wanted_by(given),
         x2=None if given.x2 is None else _image(given.x2),
     )
     chosen = LINEAR.select(problem)
