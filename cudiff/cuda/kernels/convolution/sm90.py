@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -187,6 +188,7 @@ def tiles_of(shape: tuple[int, ...], rows: int) -> int:
     return blocks(shape[1], rows) * blocks(shape[2], 8)
 
 
+@functools.cache
 def pitch_of(columns: int, upsample: bool) -> int:
     """Pixels of a row of a halo tile, for a weight of so many columns; of an upsampled image whole pairs."""
     return 8 + columns - 1 + (2 * (columns // 2 % 2) if upsample else 0)
@@ -295,37 +297,33 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     weight = _as_dtype(weight, x.dtype)
     if transposed and x.dtype == float32:  # wgmma takes tf32 only as fprop has it
         weight, transposed = turned(weight), False
-    chunk = ROW_BYTES // x.dtype.itemsize
-    shape = n, height, columns, channels
     skip_bias, skip_channels, skip_split = None, 0, 0
     if skip is not None:
         skip = skip._replace(weight=_as_dtype(skip.weight, x.dtype))
         skip_bias, skip_channels, skip_split = skip.bias, skip.weight.shape[3], skip.x.shape[3]
     addend = None if epilogue.addend is None else at_16_bytes(epilogue.addend)
-    added, affine, groups = (addend, None), (None,) * 6, 1
+    added: Sequence[Array | None] = (addend, None)
+    affine, groups = (None,) * 6, 1
     if norm is not None:
         added, affine, groups, first_outputs = norm[1:3], norm[3:], norm.mean.shape[1], norm.x.shape[3]
-
-    def image(array: Array) -> Array:
-        same = array.shape[:3] == (n, height, columns)
-        return array if same else array.reshape(n, height, columns, array.shape[-1])
+    added_to = [out] if addend is out else []
+    if kernel == (1, 1) and not upsample:
+        x, x2, out, out2, *added = [
+            array if array is None or array.shape[:3] == (n, height, columns)
+            else array.reshape(n, height, columns, array.shape[-1]) for array in (x, x2, out, out2, *added)
+        ]
+    shape, chunk = (n, height, columns, channels), ROW_BYTES // x.dtype.itemsize
 
     def run(chosen: Plan) -> ChannelStatistics | None:
         tile, cluster, rows, each, halos, weights, shared = chosen
         pitch, result_box = pitch_of(kernel[1], upsample), (1, min(rows, tile.pixels // 8 // cluster), 8, chunk)
+        halo_box = (1, 1, pitch // 2, 2, chunk) if upsample else (1, rows + kernel[0] - 1, pitch, chunk)
         read, read_box = (added, result_box) if skip is None else (skip[:2], (1, rows, 8, chunk))
-
-        def source(array: Array) -> np.ndarray:
-            if upsample:
-                return tensor_map(array, (1, 1, pitch // 2, 2, chunk), twice=True)
-            return tensor_map(image(array), (1, rows + kernel[0] - 1, pitch, chunk))
-
-        def map_of(array: Array, box: tuple[int, ...]) -> np.ndarray:
-            return tensor_map(image(array), box, operand=False)
-
-        x_map, weight_map, out_map = source(x), _weight_map(weight, chunk), map_of(out, result_box)
+        x_map, weight_map = tensor_map(x, halo_box, twice=upsample), _weight_map(weight, chunk)
+        out_map = tensor_map(out, result_box, operand=False)
         maps = [
-            out_map if array is None and box is result_box else map_of(out if array is None else array, box)
+            out_map if array is None and box is result_box
+            else tensor_map(out if array is None else array, box, operand=False)
             for array, box in ((out2, result_box), (read[0], read_box), (read[1], read_box))
         ]
         tiles = tiles_of(shape, rows) * cluster
@@ -335,7 +333,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
         launch(
             "conv2d_sm90", "conv2d_sm90", (each, blocks(outputs, CHANNELS), cluster), 384,
             (
-                x_map, x_map if x2 is None else source(x2), weight_map, out_map, *maps,
+                x_map, x_map if x2 is None else tensor_map(x2, halo_box, twice=upsample), weight_map, out_map, *maps,
                 weight_map if skip is None else _weight_map(skip.weight, chunk), epilogue.bias, skip_bias, epilogue.emb,
                 None if left is None else left.sums, *affine, n, height, columns, channels, outputs, kernel[1],
                 skip_channels, rows, halos, weights, split, first_outputs, skip_split, groups,
@@ -349,7 +347,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     if chosen is not None:
         return run(chosen)
     problem = shape, outputs, kernel, x.dtype.itemsize, skip_channels, upsample
-    return plan.run(problem, run, [out] if addend is out else [])
+    return plan.run(problem, run, added_to)
 
 
 def _weight_map(weight: Array, chunk: int) -> np.ndarray:

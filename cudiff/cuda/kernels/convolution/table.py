@@ -103,7 +103,7 @@ def _skipped(given: Operands) -> Array:
     matrix = skip.weight.reshape(len(skip.weight), -1)
     out = empty((1, skip.x.size // skip.x.shape[-1], len(matrix)), skip.x.dtype)
     linear(FPROP, Operands(skip.x, matrix, out, Epilogue(skip.bias), skip.x2))
-    return out
+    return out.reshape(given.out.shape)
 
 
 def dgrad(given: Operands, stride: Pair, padding: Pair, sums: bool = False, dilation: Pair = (1, 1),
