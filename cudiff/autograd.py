@@ -81,7 +81,8 @@ class _Walk:
         for position, node in enumerate(order):
             slots = self.gradients.pop(node.index)
             for slot in slots:
-                slot.settle(self.queue)
+                if slot.pending is not None:
+                    slot.settle(self.queue)
             if node.ctx is None:
                 raise RuntimeError("backward() ran through this part of the tape already: run the forward again")
             if any([slot.array is not None for slot in slots]):
@@ -162,10 +163,9 @@ class _Gradient:
 
     def settle(self, queue: Queue) -> None:
         """Add the term that is pending."""
-        if self.pending is not None:
-            queue.before_write(self.array)
-            accumulate(self.array, self.pending)
-            self.pending = None
+        queue.before_write(self.array)
+        accumulate(self.array, self.pending)
+        self.pending = None
 
     def add(self, array: Array, shared: bool, statistics: ChannelStatistics | None) -> None:
         """One more term."""
@@ -192,7 +192,7 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
     """Add what the node's backward makes of its outputs' gradients to those of its inputs."""
     fresh = node.function.fresh
     douts = [slot.array if fresh else slot.own() for slot in slots]
-    first = next(dout for dout in douts if dout is not None)
+    first, *_ = [dout for dout in douts if dout is not None]
     device = device_of(first)
     for dout in douts:
         queue.before_read(dout) if fresh else queue.before_write(dout)
@@ -246,7 +246,8 @@ def _add_terms(node: Node, terms: list[tuple[int, Tensor | _Gradient]], results:
                 queue.before_write(target._grad)
             _add_to_leaf(target, result, shared)
             continue
-        target.settle(queue)
+        if target.pending is not None:
+            target.settle(queue)
         so_far = target.array
         adds = so_far is not None and not target.shared and result.dtype == so_far.dtype
         if adds and any(result is dout for dout in douts):
@@ -284,7 +285,7 @@ def _slots(node: Node, targets: list[Tensor | _Gradient | None], queue: Queue) -
 
 def _slot(target: _Gradient, adds_elsewhere: bool, alone: bool, queue: Queue) -> Slot | None:
     """Where the gradient of an operation's output may go; of one that is `alone` among the inputs two terms as well."""
-    if not alone:
+    if target.pending is not None and not alone:
         target.settle(queue)
     if target.array is None or target.shared:
         return None

@@ -108,7 +108,7 @@ def device_of(array: Array) -> str:
 
 def is_array(x: Any) -> bool:
     """Whether `x` is an array of NumPy's or CuPy's, or one of NumPy's scalars."""
-    return isinstance(x, NUMPY) or (hasattr(x, "flags") and hasattr(x, "dtype"))
+    return isinstance(x, NUMPY) or (hasattr(type(x), "flags") and hasattr(type(x), "dtype"))
 
 
 def array_module(device: str) -> ModuleType:

@@ -65,7 +65,8 @@ class Function:
     @classmethod
     def operand_dtype(cls, inputs: Sequence[Tensor | None], attrs: dict[str, Any]) -> np.dtype:
         """What it computes in, of which a Parameter may offer a copy: the first input's dtype."""
-        return next(t.dtype for t in inputs if t is not None)
+        first, *_ = [t for t in inputs if t is not None]
+        return first.dtype
 
     @classmethod
     def apply(cls, *inputs: Tensor | Array | None, **attrs: Any) -> Any:
@@ -73,11 +74,13 @@ class Function:
         if not all([x is None or isinstance(x, Tensor) for x in inputs]):
             inputs = _wrapped(cls.__name__, inputs)
         device = _common_device(cls.__name__, inputs)
-        recording = cls.differentiable and grad_enabled()
-        needs = tuple([recording and t is not None and t.requires_grad for t in inputs])
-        ctx = Context(needs, tuple([None if t is None else t.statistics for t in inputs]))
-        dtype = cls.operand_dtype(inputs, attrs)
-        arrays = [None if t is None else t.data if type(t) is Tensor else t.operand(dtype) for t in inputs]
+        dtype, recording = cls.operand_dtype(inputs, attrs), cls.differentiable and grad_enabled()
+        arrays, needs, statistics = [], [], []
+        for t in inputs:
+            arrays.append(None if t is None else t.data if type(t) is Tensor else t.operand(dtype))
+            needs.append(t is not None and recording and t.requires_grad)
+            statistics.append(None if t is None else t.statistics)
+        ctx = Context(tuple(needs), tuple(statistics))
         forward = cls.forward_cuda if device == "cuda" else cls.forward_numpy  # type: ignore[attr-defined]
         results = forward(ctx, *arrays, **attrs)
         several = isinstance(results, tuple)
@@ -90,7 +93,7 @@ class Function:
         outs = tuple([Tensor(result) for result in (results if several else (results,))])
         outs[0].statistics = ctx.out_statistics
         if any(needs):
-            node = Node(cls, ctx, inputs, arrays, needs, len(outs), (inputs, attrs) if gradient_depth() > 1 else None)
+            node = Node(cls, ctx, inputs, arrays, len(outs), (inputs, attrs) if gradient_depth() > 1 else None)
             for i, out in enumerate(outs):
                 if is_float(out.dtype):
                     out.requires_grad, out._source = True, (node, i)
@@ -138,13 +141,16 @@ def _wrapped(name: str, inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
 
 
 def _common_device(name: str, inputs: Sequence[Tensor | None]) -> str:
-    arrays = {type(t.data): t.data for t in inputs if t is not None}  # mostly of one type
-    devices = {device_of(array) for array in arrays.values()}
-    if not devices:
+    kind = device = None
+    for t in inputs:
+        if t is not None and type(t.data) is not kind:  # mostly all are of one type
+            own = device_of(t.data)
+            if device not in (None, own):
+                raise ValueError(f"{name} got tensors on different devices: move them with .to('cuda') or .to('cpu')")
+            kind, device = type(t.data), own
+    if device is None:
         raise TypeError(f"{name} got no tensor: give it one at least")
-    if len(devices) > 1:
-        raise ValueError(f"{name} got tensors on different devices: move them with .to('cuda') or .to('cpu')")
-    return devices.pop()
+    return device
 
 
 class Node:
@@ -153,18 +159,18 @@ class Node:
     __slots__ = ("call", "ctx", "function", "index", "inputs", "likes", "needs", "num_outputs")
 
     def __init__(self, function: Any, ctx: Context, inputs: Sequence[Tensor | None], arrays: Sequence[Array | None],
-                 needs: tuple, num_outputs: int, call: tuple | None = None):
-        self.function, self.needs, self.num_outputs = function, needs, num_outputs
+                 num_outputs: int, call: tuple | None = None):
+        self.function, self.needs, self.num_outputs = function, ctx.needs, num_outputs
         self.ctx: Any = ctx  # a Context, None once backward has run
         self.call: Any = call  # the inputs and attributes, for a gradient that is recorded (see cudiff.differentiate)
         self.index = now()
         # What each wanted gradient must be like: the arrays that the forward got can be freed.
         self.likes = [(a.shape, a.dtype) if need and a is not None else None
-                      for a, need in zip(arrays, needs, strict=True)]
+                      for a, need in zip(arrays, ctx.needs, strict=True)]
         # An input made by another node is kept as that node's output slot, so that its array can be freed.
         self.inputs = [
             (t if t._source is None else t._source) if need and t is not None else None
-            for t, need in zip(inputs, needs, strict=True)
+            for t, need in zip(inputs, ctx.needs, strict=True)
         ]
 
 
