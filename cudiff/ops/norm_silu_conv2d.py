@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from cudiff.tensor import Tensor
 __all__ = ["norm_silu_conv2d"]
 
 
-def unfused(x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight, skip_bias,
+def unfused(x, x2, norm_weight, norm_bias, scale, shift, weight, bias, emb, residual, residual2, skip_weight, skip_bias,
             num_groups, eps, silu, upsample, relu, statistics, dtype):
     """What norm_silu_conv2d computes, in plain operations."""
     h = x if x2 is None else concatenate([x, x2], axis=3)
@@ -53,27 +53,25 @@ def unfused(x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, resi
 
 
 class Inputs(NamedTuple):
-    """Those of `NormSiluConv2d`: arrays, or what belongs to each, as its gradient."""
+    """Those of `NormSiluConv2d`: arrays, or what belongs to each, as its gradient. The first NORM are the group norm's,
+    in its order."""
 
     x: Any = None
     x2: Any = None
-    weight: Any = None
-    bias: Any = None
     norm_weight: Any = None
     norm_bias: Any = None
     scale: Any = None
     shift: Any = None
+    weight: Any = None
+    bias: Any = None
     emb: Any = None
     residual: Any = None
     residual2: Any = None
     skip_weight: Any = None
     skip_bias: Any = None
 
-    def of_norm(self) -> tuple[Any, Any, Any, Any, Any, Any]:
-        """Those of the group norm, in its order."""
-        return self.x, self.x2, self.norm_weight, self.norm_bias, self.scale, self.shift
 
-
+NORM: Final = 6
 WIDE = ("norm_weight", "norm_bias", "scale", "shift", "emb")  # read as float32, or as float64
 SOURCES = ("x2", "residual", "residual2")  # read in the dtype of what is computed
 
@@ -97,13 +95,13 @@ class NormSiluConv2d(Composite):
         if given.norm_weight is not None:
             h, mean, rstd = norms.forward(given.x, given.x2, given.norm_weight, given.norm_bias, num_groups, eps, silu,
                                           given.scale, given.shift, ctx.statistics[:2])
-            ctx.norm = Norm(silu, *given.of_norm(), mean, rstd)
+            ctx.norm = Norm(silu, *given[:NORM], mean, rstd)
         elif given.x2 is not None:
             h2 = given.x2  # read from where they are
         elif dtype != h.dtype and is_low(h.dtype):
             h = at_16_bytes(h)  # conv2d_few_channels reads packs of many channels
         # The norm's backward makes h once more for the weight's gradient: nothing is kept till then.
-        recomputed = ctx.norm is not None and any(needs.of_norm())
+        recomputed = ctx.norm is not None and any(needs[:NORM])
         times = 2 if upsample else 1
         ctx.padding = (weight.shape[1] // 2,) * 2
         n, height, width, channels = h.shape
@@ -131,7 +129,7 @@ class NormSiluConv2d(Composite):
         grads = _vector_gradients(dout, sums, needs, into)
         if h2 is not None:
             grads |= _pair_gradients(ctx, dout, _taps(weight), h.shape[3], needs, into)
-        elif any(needs.of_norm()):
+        elif any(needs[:NORM]):
             grads |= _input_gradients(ctx, dout, _taps(weight), needs, into)
         if skip_weight is None and needs.residual:
             grads["residual"] = dout
@@ -143,7 +141,7 @@ class NormSiluConv2d(Composite):
             table.wgrad(given, (1, 1), ctx.padding, ctx.upsample)
         if skip_weight is not None:
             grads |= _skip_gradients(ctx, dout, needs, into)
-        return Inputs(**grads)
+        return tuple(map(grads.get, Inputs._fields))
 
 
 def _vector_gradients(dout: Array, sums: Array | None, needs: Inputs, into: Inputs) -> dict[str, Array]:
@@ -192,10 +190,10 @@ def _input_gradients(ctx: Any, dout: Array, weight: Array, needs: Inputs, into: 
     ctx.h_again = empty(out.shape, out.dtype) if needs.weight else None
     silu, x, x2, norm_weight, norm_bias, scale, shift, mean, rstd = ctx.norm
     results = norms.backward(  # which leaves statistics of x and x2, the first inputs of both
-        out, x, x2, norm_weight, norm_bias, mean, rstd, silu, scale, shift, needs=needs.of_norm(), into=into.of_norm(),
+        out, x, x2, norm_weight, norm_bias, mean, rstd, silu, scale, shift, needs=needs[:NORM], into=into[:NORM],
         y=ctx.h_again, leaves=ctx.din_statistics, statistics=statistics,
     )
-    return dict(zip(("x", "x2", "norm_weight", "norm_bias", "scale", "shift"), results, strict=True))
+    return dict(zip(Inputs._fields[:NORM], results, strict=True))
 
 
 def _skip_gradients(ctx: Any, dout: Array, needs: Inputs, into: Inputs) -> dict[str, Array]:
@@ -256,7 +254,7 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
     `statistics` says that a norm follows: kernels then leave the sums that it needs. Raises ValueError where shapes do
     not agree, TypeError for a conversion that is not between floating dtypes.
     """
-    given = Inputs(x, x2, weight, bias, norm_weight, norm_bias, scale, shift, emb, residual, residual2, skip_weight,
+    given = Inputs(x, x2, norm_weight, norm_bias, scale, shift, weight, bias, emb, residual, residual2, skip_weight,
                    skip_bias)
     shapes = tuple([None if t is None else t.data.shape for t in given])
     dtypes = tuple([None if t is None else t.data.dtype for t in given])

@@ -112,12 +112,10 @@ def extent(x: Array, x2: Array | None) -> tuple[int, int, int, int]:
     return x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1], 0 if x2 is None else x2.shape[-1]
 
 
-def kernel_constants(*arrays: Array | None, parameters: tuple[Array | None, ...] = ()) -> dict[str, Any]:
+def kernel_constants(x: Array, *others: Array | None, parameters: tuple[Array | None, ...] = ()) -> dict[str, Any]:
     """T and VEC: packs of 16 bytes where all channels and addresses allow them. `parameters` must be float32."""
     for array in parameters:
         if array is not None and array.dtype != float32:
             raise TypeError("norms on CUDA take float32 weight, bias, scale and shift: use .astype('float32')")
-    present = [array for array in arrays if array is not None]
-    size = 16 // present[0].dtype.itemsize
-    whole = all([array.shape[-1] % size == 0 and array.data.ptr % 16 == 0 for array in present])
-    return {"T": present[0].dtype, "VEC": int(whole)}
+    units = [math.gcd(a.data.ptr, a.shape[-1] * x.dtype.itemsize) for a in (x, *others) if a is not None]
+    return {"T": x.dtype, "VEC": int(math.gcd(*units) % 16 == 0)}
