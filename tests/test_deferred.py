@@ -93,7 +93,7 @@ def test_a_result_that_is_needed_flushes(launch_type, done):
 
 def test_what_is_about_to_be_written_is_read_before(launch_type, done):
     with deferred() as queue:
-        enqueue(launch_type, 1, array(0), (array(1000), None), group="a")
+        enqueue(launch_type, 1, array(0), (array(1000),), group="a")
         enqueue(launch_type, 2, array(100), (array(2000),), group="b")
         assert queue.is_read(array(1000)) and not queue.is_read(array(1008)) and not queue.is_read(None)
         queue.before_read(array(1000))

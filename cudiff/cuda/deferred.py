@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from cudiff.backend import Array
@@ -31,32 +31,12 @@ class LaunchType(NamedTuple):
     rank: int
 
 
-class Range(NamedTuple):
-    """The addresses of an array: the first, and the one behind the last. Of rows that are parts of longer ones, each
-    `width` bytes long, `pitch` is from one to the next; 0 of all others."""
+_Range = tuple[int, int, int, int]
+"""The addresses of an array: the first, and the one behind the last. Of rows that are parts of longer ones, the bytes
+from one to the next, and of each; 0 of all others. A plain tuple: of a backward there are hundreds."""
 
-    start: int
-    stop: int
-    pitch: int = 0
-    width: int = 0
-
-    def overlaps(self, other: Range) -> bool:
-        if self.start >= other.stop or other.start >= self.stop:
-            return False
-        if self.pitch != other.pitch or self.pitch == 0:
-            return True
-        behind = (other.start - self.start) % self.pitch  # columns of one matrix may lie side by side
-        return behind < self.width or behind + other.width > self.pitch
-
-
-class _Pending(NamedTuple):
-    """A launch to come: what it runs with, what it writes and reads, and the bytes that it holds back."""
-
-    arguments: Any
-    writes: Range
-    reads: tuple[Range, ...]
-    held: int
-
+_Pending = tuple[Any, _Range, tuple[_Range, ...], int]
+"""A launch to come: what it runs with, what it writes and reads, and the bytes that it holds back."""
 
 _Group = tuple[LaunchType, Hashable]
 
@@ -66,23 +46,23 @@ class Queue:
 
     def __init__(self) -> None:
         self._groups: dict[_Group, list[_Pending]] = {}
-        self._writes: list[Range] = []  # of all that are pending, sorted
-        self._reads: list[Range] = []
+        self._writes: list[_Range] = []  # of all that are pending, sorted
+        self._reads: list[_Range] = []
         self._longest = 0  # bytes of any range so far
         self._held: Counter[LaunchType] = Counter()
 
     def enqueue(self, group: _Group, pending: _Pending) -> None:
-        if self._writes and self._overlap(self._writes, pending.writes):
+        launch_type, (_, writes, reads, held) = group[0], pending
+        if self._writes and self._overlap(self._writes, writes):
             self.flush()
         batch = self._groups.setdefault(group, [])
         batch.append(pending)
-        bisect.insort(self._writes, pending.writes)
-        for range in pending.reads:
+        bisect.insort(self._writes, writes)
+        for range in reads:
             bisect.insort(self._reads, range)
-        for range in (pending.writes, *pending.reads):
-            self._longest = max(self._longest, range.stop - range.start)
-        launch_type = group[0]
-        self._held[launch_type] += pending.held
+        for start, stop, *_ in (writes, *reads):
+            self._longest = max(self._longest, stop - start)
+        self._held[launch_type] += held
         if len(batch) == launch_type.max_batch:
             self._launch([group])
         while self._held[launch_type] > launch_type.max_bytes:
@@ -106,32 +86,33 @@ class Queue:
             self.flush()
         elif self._overlap(self._reads, range):
             self._launch(group for group, batch in self._groups.items()
-                         if any(read.overlaps(range) for pending in batch for read in pending.reads))
+                         if any(_share(read, range) for _, _, reads, _ in batch for read in reads))
 
     def flush(self) -> None:
         """Launch all that is pending."""
         while self._groups:  # a launch may enqueue others
             self._launch(self._groups)
 
-    def _overlap(self, ranges: list[Range], wanted: Range) -> bool:
-        first = bisect.bisect_left(ranges, (wanted.start - self._longest,))  # those before end too early
+    def _overlap(self, ranges: list[_Range], wanted: _Range) -> bool:
+        start, stop, *_ = wanted
+        first = bisect.bisect_left(ranges, (start - self._longest,))  # those before end too early
         for range in itertools.islice(ranges, first, None):
-            if range.start >= wanted.stop:
+            if range[0] >= stop:
                 return False
-            if range.stop > wanted.start and range.overlaps(wanted):
+            if range[1] > start and _share(range, wanted):
                 return True
         return False
 
     def _launch(self, groups: Iterable[_Group]) -> None:
         for group in sorted(groups, key=lambda group: group[0].rank):
             batch = self._groups.pop(group, [])  # none where a launch has flushed all
-            for pending in batch:
-                del self._writes[bisect.bisect_left(self._writes, pending.writes)]
-                for range in pending.reads:
+            for _, writes, reads, held in batch:
+                del self._writes[bisect.bisect_left(self._writes, writes)]
+                for range in reads:
                     del self._reads[bisect.bisect_left(self._reads, range)]
-                self._held[group[0]] -= pending.held
+                self._held[group[0]] -= held
             if batch:
-                _run(group[0], [pending.arguments for pending in batch])
+                _run(group[0], [arguments for arguments, *_ in batch])
 
 
 def _run(launch_type: LaunchType, batch: list[Any]) -> None:
@@ -140,13 +121,24 @@ def _run(launch_type: LaunchType, batch: list[Any]) -> None:
     launch_type.run(batch)
 
 
-def _range_of(array: Any) -> Range:
+def _share(one: _Range, other: _Range) -> bool:
+    """Whether both have a byte in common."""
+    (start, stop, pitch, width), (other_start, other_stop, other_pitch, other_width) = one, other
+    if start >= other_stop or other_start >= stop:
+        return False
+    if pitch != other_pitch or pitch == 0:
+        return True
+    behind = (other_start - start) % pitch  # columns of one matrix may lie side by side
+    return behind < width or behind + other_width > pitch
+
+
+def _range_of(array: Any) -> _Range:
     start, size = array.data.ptr, array.nbytes
     if array.flags.c_contiguous or not size:
-        return Range(start, start + size)
+        return start, start + size, 0, 0
     down, *across = ((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True))
     width = array.itemsize + sum(across)
-    return Range(start, start + down + width, array.strides[0], width)
+    return start, start + down + width, array.strides[0], width
 
 
 class _Thread(threading.local):
@@ -187,7 +179,7 @@ def immediate() -> Iterator[None]:
         _thread.queue = before
 
 
-def enqueue(launch_type: LaunchType, arguments: Any, out: Array, reads: tuple[Array | None, ...] = (), held: int = 0,
+def enqueue(launch_type: LaunchType, arguments: Any, out: Array, reads: Sequence[Array] = (), held: int = 0,
             group: Hashable = None) -> None:
     """Defer a launch that writes or adds to `out`, to be batched with others of its type and group; or run it now.
 
@@ -196,5 +188,4 @@ def enqueue(launch_type: LaunchType, arguments: Any, out: Array, reads: tuple[Ar
     if _thread.queue is None:
         _run(launch_type, [arguments])
         return
-    ranges = tuple([_range_of(array) for array in reads if array is not None])
-    _thread.queue.enqueue((launch_type, group), _Pending(arguments, _range_of(out), ranges, held))
+    _thread.queue.enqueue((launch_type, group), (arguments, _range_of(out), tuple(map(_range_of, reads)), held))

@@ -116,8 +116,9 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: Plan | None 
     if chosen is not None:
         _launch_as(chosen, [one])
     else:
-        held = sum([array.nbytes for array in one[:3] if array is not None])
-        enqueue(_WGRADS, one, dweight, one[:3], held, (x.dtype, x.shape[:3], dout.shape[:3], dweight.shape[1:3]))
+        reads = [x, dout] if x2 is None else [x, x2, dout]
+        held = sum([array.nbytes for array in reads])
+        enqueue(_WGRADS, one, dweight, reads, held, (x.dtype, x.shape[:3], dout.shape[:3], dweight.shape[1:3]))
 
 
 def _launch(batch: list[_Wgrad]) -> None:
