@@ -95,7 +95,7 @@ class Function:
         if any(needs):
             node = Node(cls, ctx, inputs, arrays, len(outs), (inputs, attrs) if gradient_depth() > 1 else None)
             for i, out in enumerate(outs):
-                if is_float(out.dtype):
+                if is_float(out.data.dtype):
                     out.requires_grad, out._source = True, (node, i)
         return outs if several else outs[0]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,7 +12,7 @@ import numpy as np
 from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.gemm.product import Epilogue, sum_splits
-from cudiff.cuda.launch import aligned, blocks, empty, launch
+from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
 from cudiff.ops.cast import as_wide, astype, require_floats
 from cudiff.ops.elementwise import Silu, silu_backward_numpy, silu_numpy
@@ -56,7 +58,7 @@ def _launch(name: str, groups: list[Group], tiles: tuple[int, int], x: Array, *s
         places = [0 if array is None else array.data.ptr for array in group[:4]]
         table["groups"][0, i] = (*places, group.out.shape[1], group.add_weight, group.add_bias)
         arrays += [array for array in group[:4] if array is not None]
-    vec = all([aligned(array, array.shape[-1]) for array in arrays])
+    vec = math.gcd(*[math.gcd(array.data.ptr, array.shape[-1] * array.itemsize) for array in arrays]) % 16 == 0
     launch("grouped_linear", name, (*tiles, len(groups)), 256, (table, x, n, features, *silu), VEC=int(vec))
 
 
@@ -188,13 +190,19 @@ def grouped_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
     if len({id(parameter) for parameter in (*weights, *biases)}) < 2 * len(weights):
         raise ValueError("grouped_linear: a weight or a bias stands twice, and their gradients are written at one time")
     for weight, bias in zip(weights, biases, strict=True):
-        if x.ndim != 2 or weight.ndim != 2 or weight.shape[1] != x.shape[1] or bias.shape != weight.shape[:1]:
-            raise ValueError(
-                f"grouped_linear: x of shape {x.shape}, a weight of shape {weight.shape} (out, in) and its bias of "
-                f"shape {bias.shape} do not agree"
-            )
-        if parts < 1 or weight.shape[0] % parts:
-            raise ValueError(f"grouped_linear: {weight.shape[0]} outputs do not make {parts} equal parts")
+        _check(x.shape, weight.shape, bias.shape, parts)
     require_floats("grouped_linear", x, *weights, *biases)
     outs = GroupedLinear.apply(*as_wide(x, *weights, *biases), silu=silu, parts=parts)
-    return tuple(astype(out, x.dtype) for out in outs)
+    return outs if outs[0].dtype == x.dtype else tuple(astype(out, x.dtype) for out in outs)
+
+
+@functools.cache
+def _check(x: tuple[int, ...], weight: tuple[int, ...], bias: tuple[int, ...], parts: int) -> None:
+    """Raise ValueError where the shapes of a layer do not agree."""
+    if len(x) != 2 or len(weight) != 2 or weight[1] != x[1] or bias != weight[:1]:
+        raise ValueError(
+            f"grouped_linear: x of shape {x}, a weight of shape {weight} (out, in) and its bias of shape {bias} do not "
+            f"agree"
+        )
+    if parts < 1 or weight[0] % parts:
+        raise ValueError(f"grouped_linear: {weight[0]} outputs do not make {parts} equal parts")

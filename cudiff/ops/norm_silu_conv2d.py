@@ -84,7 +84,7 @@ class NormSiluConv2d(Composite):
 
     @classmethod
     def operand_dtype(cls, inputs, attrs):
-        return _narrower(inputs[0].dtype, attrs["dtype"])
+        return _narrower(inputs[0].data.dtype, attrs["dtype"])
 
     @staticmethod
     def forward_cuda(ctx, *arrays, num_groups, eps, silu, upsample, relu, statistics, dtype):
