@@ -214,7 +214,7 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
         else:
             target.array, target.pending, target.statistics = result, None, node.ctx.din_statistics.get(i)
     if terms:  # last: of a tensor that is an input twice, the other result is added to what is whole
-        shared = {id(slot.array) for slot in slots if slot.shared} | {id(array) for array in node.ctx.saved}
+        shared = {id(slot.array) for slot in slots if slot.shared}.union(map(id, node.ctx.saved))
         _add_terms(node, terms, results, shared, douts if device == "cuda" else [], queue)
 
 

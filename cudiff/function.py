@@ -73,7 +73,7 @@ class Function:
         """Run the forward on the inputs' device and record it. Returns a Tensor, or a tuple where forward does."""
         if not all([x is None or isinstance(x, Tensor) for x in inputs]):
             inputs = _wrapped(cls.__name__, inputs)
-        device = _common_device(cls.__name__, inputs)
+        device, kind = _common_device(cls.__name__, inputs)
         dtype, recording = cls.operand_dtype(inputs, attrs), cls.differentiable and grad_enabled()
         arrays, needs, statistics = [], [], []
         for t in inputs:
@@ -85,7 +85,7 @@ class Function:
         results = forward(ctx, *arrays, **attrs)
         several = isinstance(results, tuple)
         for result in results or (None,) if several else (results,):
-            if not is_array(result) or device_of(result) != device:
+            if type(result) is not kind and not (is_array(result) and device_of(result) == device):
                 raise TypeError(
                     f"{cls.__name__}'s forward returned {described(result)}: return an array on {device}, or a tuple "
                     f"of arrays"
@@ -140,17 +140,18 @@ def _wrapped(name: str, inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
     )
 
 
-def _common_device(name: str, inputs: Sequence[Tensor | None]) -> str:
+def _common_device(name: str, inputs: Sequence[Tensor | None]) -> tuple[str, type | None]:
+    """Where all inputs are, and of which type arrays there mostly are."""
     kind = device = None
     for t in inputs:
-        if t is not None and type(t.data) is not kind:  # mostly all are of one type
+        if t is not None and type(t.data) is not kind:
             own = device_of(t.data)
             if device not in (None, own):
                 raise ValueError(f"{name} got tensors on different devices: move them with .to('cuda') or .to('cpu')")
             kind, device = type(t.data), own
     if device is None:
         raise TypeError(f"{name} got no tensor: give it one at least")
-    return device
+    return device, kind
 
 
 class Node:

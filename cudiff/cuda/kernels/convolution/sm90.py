@@ -294,12 +294,13 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     channels = split if x2 is None else split + x2.shape[3]
     first_outputs = out.shape[3]
     outputs = first_outputs if out2 is None else first_outputs + out2.shape[3]
-    weight = _as_dtype(weight, x.dtype)
+    weight = weight if weight.dtype == x.dtype else weight.astype(x.dtype)
     if transposed and x.dtype == float32:  # wgmma takes tf32 only as fprop has it
         weight, transposed = turned(weight), False
     skip_bias, skip_channels, skip_split = None, 0, 0
     if skip is not None:
-        skip = skip._replace(weight=_as_dtype(skip.weight, x.dtype))
+        if skip.weight.dtype != x.dtype:
+            skip = skip._replace(weight=skip.weight.astype(x.dtype))
         skip_bias, skip_channels, skip_split = skip.bias, skip.weight.shape[3], skip.x.shape[3]
     addend = None if epilogue.addend is None else at_16_bytes(epilogue.addend)
     added: Sequence[Array | None] = (addend, None)
@@ -353,7 +354,3 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
 def _weight_map(weight: Array, chunk: int) -> np.ndarray:
     """Of a weight (K, R, S, C): boxes of so many channels of one tap of 64 rows."""
     return tensor_map(weight.reshape(len(weight), -1, weight.shape[3]), (CHANNELS, 1, chunk))
-
-
-def _as_dtype(array: Array, dtype: np.dtype) -> Array:
-    return array if array.dtype == dtype else array.astype(dtype)
