@@ -166,8 +166,8 @@ class GroupedLinear(Function):
 
 def _rows(array: Array | None, parts: int) -> Sequence[Array | None]:
     """So many equal parts of an array's rows, views; or of None."""
-    if array is None:
-        return [None] * parts
+    if array is None or parts == 1:
+        return [array] * parts
     length = len(array) // parts
     return [array[first : first + length] for first in range(0, len(array), length)]
 

@@ -109,7 +109,9 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: Plan | None 
         return
     if dweight.shape[1:3] == (1, 1) and chosen is None and x.shape[:3] == dout.shape[:3]:
         images = full_tiles(x.shape[:3], apart=False)
-        x, x2, dout = [None if array is None else array.reshape(*images, array.shape[3]) for array in (x, x2, dout)]
+        if images != x.shape[:3]:
+            x, x2, dout = [None if array is None else array.reshape(*images, array.shape[3])
+                           for array in (x, x2, dout)]
     if x.shape[3] % 8 or dout.shape[3] % 8:
         x, dout = _whole(x), _whole(dout)
     one = _Wgrad(x, x2, dout, dweight, add)
