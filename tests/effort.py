@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +29,7 @@ from cudiff.models.unet import ResBlock
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
 from cudiff.tensor import Tensor
 from tests.host import Host, forget, loaded_modules, pretend
+from tests.traces import Case, training
 
 PACKAGE = Path(cudiff.__file__).parent
 HOST = str(Path(__file__).with_name("host.py"))
@@ -91,8 +93,9 @@ def block_backward(host: Host) -> Callable[[], Any]:
 
 
 def effort() -> list[tuple[str, int]]:
-    """Calls, files and changes of file of a unit's forward; calls of a block's backward."""
-    with pytest.MonkeyPatch.context() as patch:
+    """Calls, files and changes of file of a unit's forward; calls of a block's backward, and of a training step."""
+    elephants = Case("elephants", "training", "bf16", hopper=True)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder, np.errstate(all="ignore"):
         before = functions()
         host = pretend(patch, hopper=True)
         now = {key: getattr(sys.modules[key[0]], key[1]) for key in before}
@@ -102,11 +105,14 @@ def effort() -> list[tuple[str, int]]:
             make(host)()
         files = calls(stand_ins, unit(host), to_last_launch=True)
         back = calls(stand_ins, block_backward(host))
+        step = training(elephants, patch, folder)
+        step()
+        whole = calls(stand_ins, step)
     forget()
     return [
         ("a fused unit's forward: calls up to its launch", len(files)), ("  files that they are in", len(set(files))),
         ("  changes of file", sum(a != b for a, b in pairwise(files))),
-        ("a residual block's backward: calls", len(back)),
+        ("a residual block's backward: calls", len(back)), ("a training step of elephants: calls", len(whole)),
     ]
 
 

@@ -12,9 +12,9 @@ from tests.host import encode
 def test_calls_of_the_hosts_side():
     """The stand-in for a GPU is gone afterwards."""
     before = functions()
-    (_, unit), (_, files), (_, changes), (_, backward) = rows = effort()
+    (_, unit), (_, files), (_, changes), (_, backward), (_, step) = rows = effort()
     assert rows == effort() and functions() == before
-    assert 1 < files <= changes + 1 <= unit < backward
+    assert 1 < files <= changes + 1 <= unit < backward < step
 
 
 def test_calls_are_those_of_cudiff_and_of_what_stands_for_it():
