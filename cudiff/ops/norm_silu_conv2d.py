@@ -110,7 +110,7 @@ class NormSiluConv2d(Composite):
         skip, addend = None, given.residual
         if given.skip_weight is not None:
             skip, addend = Skip(*given[9:12], as_float32(given.skip_bias)), None
-        epilogue = Epilogue(as_float32(given.bias), given.emb, addend)
+        epilogue = Epilogue(as_float32(given.bias), as_float32(given.emb), addend)
         operands = Operands(h, weight, out, epilogue, h2, skip)
         ctx.out_statistics = table.fprop(operands, (1, 1), ctx.padding, statistics, relu, upsample)
         ctx.save(None if recomputed else h, h2, given.weight, *given[9:12], out if relu else None)

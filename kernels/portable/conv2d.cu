@@ -42,7 +42,7 @@ struct Sources {
     }
 };
 
-// i / stride, for 0 <= i < 2^15. A division takes a score of instructions, and there are two for each copy of 16 bytes.
+// i / stride, for 0 <= i < 2^15. Two real divisions for each copy of 16 bytes would take more instructions.
 __device__ __forceinline__ int divided(int i, u32 inverse) { return (u64)(u32)i * inverse >> 31; }
 
 // The pixels of an image (N, H, W, C) that the kernel's taps see from one place.
