@@ -71,7 +71,7 @@ RECIPES = {
     ),
     "digits": PRESETS["digits"],
 }
-WEAKER = {"mnist": Weaker(0.03, 1.1), "fashion-mnist": Weaker(0.06, 1.15), "digits": Weaker(0.1, 1.1)}
+WEAKER = {"mnist": Weaker(0.03, 1.08), "fashion-mnist": Weaker(0.06, 1.15), "digits": Weaker(0.1, 1.1)}
 BATCH_SIZE = 1000  # of sampling
 
 
