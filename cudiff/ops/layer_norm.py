@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
-from cudiff.backend import float32
+from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.norm.portable import affine_gradients
 from cudiff.cuda.kernels.norm.problem import kernel_constants
@@ -51,9 +52,9 @@ class LayerNorm(Function):
         rows, channels = x.size // x.shape[-1], x.shape[-1]
         shared = math.prod(x.shape[weight.ndim - 1 : -1])
         y, mean, rstd = empty(x.shape, x.dtype), empty(rows, float32), empty(rows, float32)
-        constants = kernel_constants(x, y, parameters=(weight, bias))
-        launch("layer_norm", "normalize", rows, _threads(channels, constants),
-               (y, mean, rstd, x, weight, bias, shared, channels, eps), **constants)
+        grid, threads, constants = _cut(x, y, weight, bias)
+        launch("layer_norm", "normalize", grid, threads,
+               (y, mean, rstd, x, weight, bias, np.int64(rows), shared, channels, eps), **constants)
         ctx.save(x, weight, mean, rstd)
         return y
 
@@ -65,14 +66,17 @@ class LayerNorm(Function):
         dx = dweight = dbias = None, False
         if needs[0]:
             dx = gradient_target(into[0], x.shape, x.dtype)
-            constants = kernel_constants(x, dout, dx[0])
-            launch("layer_norm", "input_gradients", rows, _threads(channels, constants),
-                   (*dx, dout, x, mean, rstd, weight, shared, channels), **constants)
+        grid, threads, constants = _cut(x, dout, dx[0], weight)
+        if needs[0]:
+            launch("layer_norm", "input_gradients", grid, threads,
+                   (*dx, dout, x, mean, rstd, weight, np.int64(rows), shared, channels), **constants)
         if needs[1] or needs[2]:
+            packs = channels // _pack(constants)
+            columns = min(32, 1 << (packs - 1).bit_length())
             tiles = min(blocks(256, groups), blocks(shared, 32))
             totals = empty((groups, tiles, channels, 2), float32)
-            launch("layer_norm", "column_sums", (groups * blocks(channels, 32), tiles), (32, 8),
-                   (totals, dout, x, mean, rstd, shared, channels), T=x.dtype, VEC=0)
+            launch("layer_norm", "column_sums", (groups * blocks(packs, columns), tiles), (columns, 256 // columns),
+                   (totals, dout, x, mean, rstd, shared, channels), **constants)
             dweight, dbias = (
                 gradient_target(target, weight.shape, float32) if need else (None, False)
                 for need, target in zip(needs[1:], into[1:], strict=True)
@@ -86,10 +90,19 @@ def _spread(parameter: np.ndarray, ndim: int) -> np.ndarray:
     return parameter.reshape(*parameter.shape[:-1], *(1,) * (ndim - parameter.ndim), parameter.shape[-1])
 
 
-def _threads(channels: int, constants: dict) -> int:
-    """Two packs a thread, in whole warps."""
-    packs = channels // (16 // constants["T"].itemsize if constants["VEC"] else 1)
-    return 32 * min(32, blocks(packs, 64))
+def _cut(x: Array, *others: Array | None) -> tuple[int, tuple[int, int], dict[str, Any]]:
+    """Blocks, threads and constants of the kernels in which warps share a row of x: one warp, or more where each of its
+    threads would hold over 48 numbers. Of one warp a row, four rows are in a block."""
+    constants, channels = kernel_constants(x, *others), x.shape[-1]
+    warps = next((n for n in (1, 2, 4, 8, 16) if channels <= 32 * 48 * n), 32)
+    packs = blocks(channels, 32 * warps * _pack(constants))
+    at_once = 4 if warps == 1 else 1
+    return blocks(x.size // channels, at_once), (32 * warps, at_once), constants | {"WARPS": warps, "PACKS": packs}
+
+
+def _pack(constants: dict[str, Any]) -> int:
+    """The numbers that are read at once."""
+    return 16 // constants["T"].itemsize if constants["VEC"] else 1
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 
 from cudiff.backend import Array, compute_dtype, device_of, float32, int64, is_float
 from cudiff.cuda.accumulate import gradient_target
-from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.cuda.sums import add_rows
 from cudiff.function import Function
 from cudiff.gradient import Slot
@@ -128,23 +128,27 @@ def _reduce_cuda(
 
 def _in_parts(name: str, x: Array, outer: int, count: int, inner: int, operands: tuple = ()) -> tuple[int, Callable]:
     """Into how many parts the middle axis is cut, and the launch: (out [outer][parts][inner], scale, accumulate)."""
-    grid, block, chunk = _cut(outer, count, inner)
+    vec = is_float(x.dtype) and aligned(x, inner)
+    grid, block, chunk = _cut(outer, count, inner, 16 // x.itemsize if vec else 1)
     sizes = tuple(map(np.int64, (outer, count, inner, chunk)))
 
     def run(out: Array, scale: float, accumulate: bool) -> None:
         args = (x, *operands, out, scale, accumulate, *sizes)
-        launch("reduce", name, grid, block, args, T=x.dtype, OUT=out.dtype)
+        launch("reduce", name, grid, block, args, T=x.dtype, OUT=out.dtype, VEC=int(vec))
 
     return grid[1], run
 
 
 @functools.cache
-def _cut(outer: int, count: int, inner: int) -> tuple[tuple[int, int], tuple[int, int, int], int]:
-    """The grid, (blocks, parts), its block, (columns, lanes, rows), and the elements of the middle axis in a part."""
-    columns = builtins.min(32, _power_of_two(inner))
+def _cut(outer: int, count: int, inner: int, pack: int) -> tuple[tuple[int, int], tuple[int, int, int], int]:
+    """The grid, (blocks, parts), its block, (columns, lanes, rows), and the elements of the middle axis in a part.
+
+    pack: the columns that a thread reads at once.
+    """
+    columns = builtins.min(32, _power_of_two(inner // pack))
     lanes = builtins.min(256 // columns, _power_of_two(count))
     rows = builtins.min(256 // (columns * lanes), _power_of_two(outer), 64)
-    grid = blocks(outer, rows) * blocks(inner, columns)
+    grid = blocks(outer, rows) * blocks(inner, columns * pack)
     chunk = blocks(count, builtins.min(blocks(1024, grid), blocks(count, 16 * lanes), 16 * lanes))
     return (grid, blocks(count, chunk)), (columns, lanes, rows), chunk
 
@@ -167,8 +171,8 @@ def sum_rows_cuda(x: Array, into: Slot | None, sums: Array | None = None) -> Arr
 
 
 def _spread_cuda(name: str, operands: tuple, dx: Array, numbers: tuple, spans: tuple[int, int, int]) -> Array:
-    sizes = tuple(map(np.int64, spans))
-    launch("reduce", name, blocks(dx.size, 1024), 256, (*operands, dx, *numbers, *sizes), T=dx.dtype, OUT=dx.dtype)
+    args = (*operands, dx, *numbers, *map(np.int64, spans))
+    launch("reduce", name, blocks(dx.size, 1024), 256, args, T=dx.dtype, OUT=dx.dtype, VEC=0)
     return dx
 
 

@@ -2,93 +2,135 @@
 //
 // weight, bias (M / rows, C), those of `rows` rows each, mean, rstd (M) float32. y, mean, rstd overwritten; dx
 // overwritten, or accumulated where `add`.
-// VEC=1: C and every T address are multiples of a 16-byte pack.
-// Launch: normalize and input_gradients: M blocks, threads a multiple of 32; column_sums: (32, 8) threads.
+// VEC=1: C and every T address are multiples of a 16-byte pack. WARPS share a row, and each thread holds PACKS packs of it:
+// WARPS * 32 * PACKS packs are at least a row.
+// Launch: normalize and input_gradients: (32 * WARPS, rows at once) threads, one row at once where WARPS > 1;
+// column_sums: (columns, lanes) threads, at most 256.
 #include "reduce.cuh"
 #include "vector.cuh"
 
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
 
-// The second and third pass find the row in cache. The variance is of deviations, so a large mean costs no digits.
-extern "C" __global__ void normalize(T* y, float* mean, float* rstd, const T* x, const float* weight, const float* bias, int rows, int C, float eps) {
+// The row of this thread, and the column of its n-th pack.
+__device__ __forceinline__ i64 own_row() { return (i64)blockIdx.x * blockDim.y + threadIdx.y; }
+__device__ __forceinline__ int column(int n) { return (n * 32 * WARPS + threadIdx.x) * V; }
+
+// Of a row; beyond its end 0. All loads are under way at once.
+__device__ __forceinline__ void load_row(const T* row, int C, float (&values)[PACKS][V]) {
+#pragma unroll
+    for (int n = 0; n < PACKS; n++) {
+#pragma unroll
+        for (int k = 0; k < V; k++) values[n][k] = 0.0f;
+        if (column(n) < C) load<V>(row + column(n), values[n]);
+    }
+}
+
+// Over the threads of a row. A warp of its own needs no barrier.
+__device__ __forceinline__ float row_sum(float x) {
+    if constexpr (WARPS == 1) return warp_reduce<Sum>(x);
+    else return block_reduce<Sum>(x);
+}
+
+// The variance is of deviations, so a large mean costs no digits.
+extern "C" __global__ void normalize(T* y, float* mean, float* rstd, const T* x, const float* weight, const float* bias, i64 M, int rows, int C, float eps) {
     wait_for_previous();
-    i64 group = (i64)(blockIdx.x / rows) * C;
-    weight += group, bias += group;
-    const T* row = x + (i64)blockIdx.x * C;
-    int first = threadIdx.x * V, step = blockDim.x * V;
-    float sum = 0.0f, square = 0.0f, v[V];
-    for (int c = first; c < C; c += step) {
-        load<V>(row + c, v);
+    i64 row = own_row();
+    if (row >= M) return;
+    weight += row / rows * C, bias += row / rows * C;
+    float v[PACKS][V], sum = 0.0f, square = 0.0f;
+    load_row(x + row * C, C, v);
 #pragma unroll
-        for (int k = 0; k < V; k++) sum += v[k];
-    }
-    float mu = block_reduce<Sum>(sum) / C;
-    for (int c = first; c < C; c += step) {
-        load<V>(row + c, v);
+    for (int n = 0; n < PACKS; n++)
 #pragma unroll
-        for (int k = 0; k < V; k++) square += (v[k] - mu) * (v[k] - mu);
-    }
-    float r = rsqrtf(block_reduce<Sum>(square) / C + eps);
-    for (int c = first; c < C; c += step) {
-        load<V>(row + c, v);
+        for (int k = 0; k < V; k++) sum += v[n][k];
+    float mu = row_sum(sum) / C;
 #pragma unroll
-        for (int k = 0; k < V; k++) v[k] = (v[k] - mu) * r * weight[c + k] + bias[c + k];
-        store<V>(y + (i64)blockIdx.x * C + c, v);
+    for (int n = 0; n < PACKS; n++)
+#pragma unroll
+        for (int k = 0; k < V; k++) square += column(n) < C ? (v[n][k] - mu) * (v[n][k] - mu) : 0.0f;
+    float r = rsqrtf(row_sum(square) / C + eps);
+#pragma unroll
+    for (int n = 0; n < PACKS; n++) {
+        float w[V], b[V];
+        if (column(n) >= C) break;
+        load<V>(weight + column(n), w);
+        load<V>(bias + column(n), b);
+#pragma unroll
+        for (int k = 0; k < V; k++) v[n][k] = (v[n][k] - mu) * r * w[k] + b[k];
+        store<V>(y + row * C + column(n), v[n]);
     }
-    if (threadIdx.x == 0) mean[blockIdx.x] = mu, rstd[blockIdx.x] = r;
+    if (threadIdx.x == 0) mean[row] = mu, rstd[row] = r;
 }
 
 // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * weight.
 extern "C" __global__ void input_gradients(T* dx, int add, const T* dy, const T* x, const float* mean, const float* rstd,
-                                           const float* weight, int rows, int C) {
+                                           const float* weight, i64 M, int rows, int C) {
     wait_for_previous();
-    weight += (i64)(blockIdx.x / rows) * C;
-    i64 start = (i64)blockIdx.x * C;
-    int first = threadIdx.x * V, step = blockDim.x * V;
-    float mu = mean[blockIdx.x], r = rstd[blockIdx.x], sum = 0.0f, product = 0.0f, v[V], g[V];
-    for (int c = first; c < C; c += step) {
-        load<V>(x + start + c, v);
-        load<V>(dy + start + c, g);
+    i64 row = own_row();
+    if (row >= M) return;
+    weight += row / rows * C;
+    float mu = mean[row], r = rstd[row], sum = 0.0f, product = 0.0f, xhat[PACKS][V], g[PACKS][V];
+    load_row(x + row * C, C, xhat);
+    load_row(dy + row * C, C, g);
+#pragma unroll
+    for (int n = 0; n < PACKS; n++) {
+        float w[V];
+        if (column(n) >= C) break;
+        load<V>(weight + column(n), w);
 #pragma unroll
         for (int k = 0; k < V; k++) {
-            float term = g[k] * weight[c + k];
-            sum += term;
-            product += term * (v[k] - mu) * r;
+            xhat[n][k] = (xhat[n][k] - mu) * r;
+            g[n][k] *= w[k];
+            sum += g[n][k];
+            product += g[n][k] * xhat[n][k];
         }
     }
-    sum = block_reduce<Sum>(sum) / C;
-    product = block_reduce<Sum>(product) / C;
-    for (int c = first; c < C; c += step) {
-        load<V>(x + start + c, v);
-        load<V>(dy + start + c, g);
+    sum = row_sum(sum) / C;
+    product = row_sum(product) / C;
 #pragma unroll
-        for (int k = 0; k < V; k++) v[k] = r * (g[k] * weight[c + k] - sum - (v[k] - mu) * r * product);
-        store<V>(dx + start + c, v, add);
+    for (int n = 0; n < PACKS; n++) {
+        if (column(n) >= C) break;
+#pragma unroll
+        for (int k = 0; k < V; k++) g[n][k] = r * (g[n][k] - sum - xhat[n][k] * product);
+        store<V>(dx + row * C + column(n), g[n], add);
     }
 }
 
-// totals (M / rows, tiles, C) = sums of dy and dy * xhat over a tile of rows. Grid (M / rows * CEIL_DIV(C, 32), tiles).
+// totals (M / rows, tiles, C) = sums of dy and dy * xhat over a tile of rows. Grid (M / rows * chunks, tiles), where
+// chunks of columns * V columns are a row.
 extern "C" __global__ void column_sums(float2* totals, const T* dy, const T* x, const float* mean, const float* rstd, int rows, int C) {
     wait_for_previous();
-    __shared__ float2 sums[8][32];
-    int chunks = CEIL_DIV(C, 32), group = blockIdx.x / chunks, c = blockIdx.x % chunks * 32 + threadIdx.x;
-    int tile = CEIL_DIV(rows, (int)gridDim.y);
+    __shared__ float2 sums[256][V];
+    int chunks = CEIL_DIV(C, (int)blockDim.x * V), group = blockIdx.x / chunks, thread = threadIdx.y * blockDim.x + threadIdx.x;
+    int c = (blockIdx.x % chunks * blockDim.x + threadIdx.x) * V, tile = CEIL_DIV(rows, (int)gridDim.y);
     i64 start = (i64)group * rows, end = start + min((i64)rows, (i64)(blockIdx.y + 1) * tile);
-    float2 sum = make_float2(0.0f, 0.0f);
+    float2 sum[V];
+#pragma unroll
+    for (int k = 0; k < V; k++) sum[k] = make_float2(0.0f, 0.0f);
     if (c < C) {
 #pragma unroll 4
-        for (i64 m = start + (i64)blockIdx.y * tile + threadIdx.y; m < end; m += 8) {
-            float g = to_float(dy[m * C + c]);
-            sum.x += g;
-            sum.y += g * (to_float(x[m * C + c]) - mean[m]) * rstd[m];
+        for (i64 m = start + (i64)blockIdx.y * tile + threadIdx.y; m < end; m += blockDim.y) {
+            float g[V], v[V], mu = mean[m], r = rstd[m];
+            load<V>(dy + m * C + c, g);
+            load<V>(x + m * C + c, v);
+#pragma unroll
+            for (int k = 0; k < V; k++) {
+                sum[k].x += g[k];
+                sum[k].y += g[k] * (v[k] - mu) * r;
+            }
         }
     }
-    sums[threadIdx.y][threadIdx.x] = sum;
+#pragma unroll
+    for (int k = 0; k < V; k++) sums[thread][k] = sum[k];
     __syncthreads();
     if (threadIdx.y || c >= C) return;
-    for (int y = 1; y < 8; y++) {
-        sum.x += sums[y][threadIdx.x].x;
-        sum.y += sums[y][threadIdx.x].y;
+    for (int y = 1; y < blockDim.y; y++) {
+#pragma unroll
+        for (int k = 0; k < V; k++) {
+            sum[k].x += sums[y * blockDim.x + thread][k].x;
+            sum[k].y += sums[y * blockDim.x + thread][k].y;
+        }
     }
-    totals[((i64)group * gridDim.y + blockIdx.y) * C + c] = sum;
+#pragma unroll
+    for (int k = 0; k < V; k++) totals[((i64)group * gridDim.y + blockIdx.y) * C + c + k] = sum[k];
 }

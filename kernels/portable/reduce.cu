@@ -3,9 +3,13 @@
 // middle axis, and a second launch reduces their results. out = scale * result, or += where `accumulate`.
 // Everything is accumulated in float, in the *_whole kernels in 64 bits: their T and OUT hold integers. NaN wins over every
 // number in maximum and minimum.
+// VEC=1: inner and the address of x are multiples of a 16-byte pack, of which each thread reads one at a time.
 // Launch: block (columns, lanes, rows), powers of two, product at most 256; grid.x = CEIL_DIV(outer, rows) *
-// CEIL_DIV(inner, columns). The *_backward kernels: any launch shape (grid-stride).
+// CEIL_DIV(inner, columns * V). The *_backward kernels: any launch shape (grid-stride).
 #include "common.cuh"
+
+constexpr int V = VEC ? Pack<T>::SIZE : 1;
+struct __align__(V * sizeof(T)) Columns { T v[V]; };
 
 struct Add {
     static __device__ float identity() { return 0.0f; }
@@ -44,34 +48,45 @@ template <typename Op, typename F>
 __device__ __forceinline__ void reduce_middle(const T* __restrict__ x, OUT* __restrict__ out, float scale, int accumulate,
                                               i64 outer, i64 reduce, i64 inner, i64 chunk, F value) {
     using Total = decltype(Op::identity());
-    __shared__ Total partial[256];
-    i64 column_blocks = CEIL_DIV(inner, (i64)blockDim.x);
-    i64 i = blockIdx.x % column_blocks * blockDim.x + threadIdx.x;
+    __shared__ Total partial[V][256];
+    i64 column_blocks = CEIL_DIV(inner, (i64)blockDim.x * V);
+    i64 i = (blockIdx.x % column_blocks * blockDim.x + threadIdx.x) * V;
     i64 o = blockIdx.x / column_blocks * blockDim.z + threadIdx.z;
     i64 begin = (i64)blockIdx.y * chunk, end = begin + chunk < reduce ? begin + chunk : reduce;
     bool inside = i < inner && o < outer;
-    Total total = Op::identity();
+    Total total[V];
+#pragma unroll
+    for (int k = 0; k < V; k++) total[k] = Op::identity();
     if (inside) {
         i64 column = o * inner + i;
         const T* p = x + o * reduce * inner + i;
 #pragma unroll 4
-        for (i64 r = begin + threadIdx.y; r < end; r += blockDim.y) total = Op::apply(total, value(p[r * inner], column));
+        for (i64 r = begin + threadIdx.y; r < end; r += blockDim.y) {
+            Columns own = *reinterpret_cast<const Columns*>(p + r * inner);
+#pragma unroll
+            for (int k = 0; k < V; k++) total[k] = Op::apply(total[k], value(own.v[k], column + k));
+        }
     }
     int slot = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
-    partial[slot] = total;
+#pragma unroll
+    for (int k = 0; k < V; k++) partial[k][slot] = total[k];
     __syncthreads();
     for (int half = blockDim.y / 2; half > 0; half /= 2) {
-        if (threadIdx.y < half) partial[slot] = Op::apply(partial[slot], partial[slot + half * blockDim.x]);
+        if (threadIdx.y < half)
+#pragma unroll
+            for (int k = 0; k < V; k++) partial[k][slot] = Op::apply(partial[k][slot], partial[k][slot + half * blockDim.x]);
         __syncthreads();
     }
-    if (inside && threadIdx.y == 0) {
-        OUT* target = out + (o * gridDim.y + blockIdx.y) * inner + i;
+    if (!inside || threadIdx.y) return;
+    OUT* target = out + (o * gridDim.y + blockIdx.y) * inner + i;
+#pragma unroll
+    for (int k = 0; k < V; k++) {
         if constexpr (sizeof(Total) == 8) {
-            *target = whole_as<OUT>(partial[slot]);
-            return;
+            target[k] = whole_as<OUT>(partial[k][slot]);
+        } else {
+            float result = scale * partial[k][slot];
+            target[k] = from_float<OUT>(accumulate ? to_float(target[k]) + result : result);
         }
-        float result = scale * partial[slot];
-        *target = from_float<OUT>(accumulate ? to_float(*target) + result : result);
     }
 }
 
