@@ -123,6 +123,7 @@ OPS = {
     "power": (((2, C), (2, C)), ops.power),
     "maximum": (((2, C), (2, C)), ops.maximum),
     "where": (((2, C), (2, C)), lambda a, b: ops.where(Tensor(a.data != 0), a, b)),
+    "lerp": (((2, C), (2, C), (2, 1)), ops.lerp),
     "concatenate": (((2, C), (2, C)), lambda *all: ops.concatenate(all)),
     "matmul": (((4, C), (C, 8)), ops.matmul),
     "linear": (((4, C), (8, C), (8,)), ops.linear),

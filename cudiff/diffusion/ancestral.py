@@ -53,7 +53,7 @@ class Ancestral(Sampler):
         else:
             denoised, fraction = self.denoiser(x, sigma, labels), None
         denoised = clipped(denoised, self.clip_denoised)
-        x = denoised + (x - denoised) * per_sample(ratio, x)
+        x = ops.lerp(denoised, x, per_sample(ratio, x))
         if noise is not None:
             scale = per_sample(spread[0], x)
             x = x + noise * (scale if fraction is None else ops.exp(fraction * per_sample(spread[1], x) + scale))

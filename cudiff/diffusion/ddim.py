@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from cudiff import ops
 from cudiff.diffusion.denoiser import Denoiser, per_sample
 from cudiff.diffusion.samplers import CLIPPING, Callback, Noise, Plan, Sampler, clipped, posterior_variance, rows
 from cudiff.errors import CudiffError
@@ -39,7 +40,7 @@ class DDIM(Sampler):
     def step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, labels: Tensor | None) -> tuple[Tensor, Tensor]:
         sigma, ratio, added = rows(numbers)
         denoised = clipped(self.denoiser(x, sigma, labels), self.clip_denoised)
-        x = denoised + (x - denoised) * per_sample(ratio, x)
+        x = ops.lerp(denoised, x, per_sample(ratio, x))
         return x if noise is None else x + noise * per_sample(added, x), denoised
 
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from cudiff import ops
 from cudiff.diffusion.denoiser import Denoiser, per_sample
 from cudiff.diffusion.samplers import Callback, Noise, Plan, Sampler, posterior_variance, rows
 from cudiff.registry import Settings, register_sampler
@@ -33,16 +34,16 @@ class DPMSolver(Sampler):
         for (sigma, sigma_next), onward in zip(pairwise(map(float, sigmas)), extrapolations(sigmas), strict=True):
             variance = posterior_variance(sigma, sigma_next) if self.stochastic else 0.0
             ratio = math.sqrt(sigma_next**2 - variance) / sigma
-            plans.append(Plan([sigma, ratio, math.sqrt(variance), onward], variance > 0))
+            plans.append(Plan([sigma, ratio, math.sqrt(variance), -onward], variance > 0))
         return plans
 
     def step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, labels: Tensor | None,
              *before: Tensor) -> tuple[Tensor, ...]:
-        sigma, ratio, added, onward = rows(numbers)
+        sigma, ratio, added, back = rows(numbers)
         denoised = image = self.denoiser(x, sigma, labels)
         if before:
-            image = denoised + (denoised - before[0]) * per_sample(onward, x)
-        x = image + (x - image) * per_sample(ratio, x)
+            image = ops.lerp(denoised, before[0], per_sample(back, x))
+        x = ops.lerp(image, x, per_sample(ratio, x))
         return x if noise is None else x + noise * per_sample(added, x), denoised
 
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from cudiff import ops
 from cudiff.diffusion.denoiser import Denoiser, per_sample
 from cudiff.diffusion.samplers import Callback, Noise, Plan, Sampler, rows
 from cudiff.errors import CudiffError
@@ -51,7 +52,7 @@ class Euler(Sampler):
             x = x + noise * per_sample(added, x)
         denoised = self.denoiser(x, sigma_hat, labels)
         # x + (sigma_next - sigma_hat) * (x - D) / sigma_hat, which ends in D itself at sigma_next = 0
-        x_next = denoised + (x - denoised) * per_sample(ratio, x)
+        x_next = ops.lerp(denoised, x, per_sample(ratio, x))
         if correction:
             sigma_next, rate, rate_next, width = correction
             slope = (x - denoised) * per_sample(rate, x)

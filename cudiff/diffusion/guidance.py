@@ -100,7 +100,7 @@ class Guided:
     def _doubled(self, x: Tensor, sigma: Tensor | float, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self.before_capture(x, labels)
         sigma, null = levels(sigma, x), self._null[labels.device, len(labels)]
-        return ops.concatenate([x, x]), ops.concatenate([sigma, sigma]), ops.concatenate([labels, null])
+        return ops.tile(x, (2, *(1,) * (x.ndim - 1))), ops.tile(sigma, 2), ops.concatenate([labels, null])
 
     def before_capture(self, x: Tensor, labels: Tensor | None = None) -> None:
         """Make the null class for each of `labels`: a capture cannot."""
@@ -111,7 +111,7 @@ class Guided:
     def _guide(self, denoised: Tensor, sigma: Tensor | float) -> Tensor:
         guidance, rescale, rest, low, high = self._numbers
         conditional, unconditional = ops.split(denoised, 2)
-        guided = unconditional + (conditional - unconditional) * guidance
+        guided = ops.lerp(unconditional, conditional, guidance)
         if 0 < self.channels < guided.shape[-1]:
             guided = ops.concatenate([guided[..., : self.channels], conditional[..., self.channels :]], axis=-1)
         if self.rescale:

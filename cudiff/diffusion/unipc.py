@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from cudiff import ops
 from cudiff.diffusion.denoiser import Denoiser, per_sample
 from cudiff.diffusion.dpm_solver import extrapolations
 from cudiff.diffusion.samplers import Callback, Plan, Sampler, rows
@@ -40,14 +41,14 @@ class UniPC(Sampler):
         sigma, ratio, onward, of_change, of_last_change = rows(numbers)
         denoised = self.denoiser(x, sigma, labels)
         if not before:
-            return denoised + (x - denoised) * per_sample(ratio, x), denoised
+            return ops.lerp(denoised, x, per_sample(ratio, x)), denoised
         last, *last_change = before
         change = denoised - last
         x = x + change * per_sample(of_change, x)
         if last_change:
             x = x + last_change[0] * per_sample(of_last_change, x)
         image = denoised + change * per_sample(onward, x)
-        return image + (x - image) * per_sample(ratio, x), denoised, change
+        return ops.lerp(image, x, per_sample(ratio, x)), denoised, change
 
 
 def _correction(h: float, before: float | None) -> tuple[float, float]:

@@ -22,6 +22,7 @@ from cudiff.ops.grouped_linear import *
 from cudiff.ops.index import *
 from cudiff.ops.integer import *
 from cudiff.ops.layer_norm import *
+from cudiff.ops.lerp import *
 from cudiff.ops.losses import *
 from cudiff.ops.matmul import *
 from cudiff.ops.mlp import *

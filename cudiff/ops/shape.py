@@ -137,7 +137,9 @@ class Split(Function):
     @staticmethod
     def forward_cuda(ctx, x, sizes, axis):
         ctx.shape, ctx.axis, ctx.sizes = x.shape, axis, sizes
-        if len(set(sizes)) > 1 or math.prod(x.shape[:axis]) == 1:
+        if math.prod(x.shape[:axis]) == 1:
+            return tuple(_parts(x, sizes, axis))  # as they lie
+        if len(set(sizes)) > 1:
             return tuple(contiguous(view) for view in _parts(x, sizes, axis))
         shape = (*x.shape[:axis], sizes[0], *x.shape[axis + 1 :])  # of equal parts, which one copy makes
         parts = x.reshape(math.prod(x.shape[:axis]), len(sizes), math.prod(shape[axis:])).transpose(1, 0, 2)

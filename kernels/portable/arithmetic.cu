@@ -118,6 +118,15 @@ FORWARD(minimum, a < b || a != a ? a : b)
 GRADIENT(minimum_da, dout * share(b, a))
 GRADIENT(minimum_db, dout * share(a, b))
 
+// out = a + (b - a) * weight; a has out's shape, and `layout` is of b and weight.
+extern "C" __global__ void lerp_forward(const T* a, const T* b, const T* weight, float scalar, T* out, i64 n, Layout layout) {
+    wait_for_previous();
+    binary(out, nullptr, 0, n, a, b, weight, scalar, layout, [](float a, float b, float weight) { return a + (b - a) * weight; });
+}
+GRADIENT(lerp_da, dout * (1.0f - b))  // whose b is the weight
+GRADIENT(lerp_db, dout * b)
+GRADIENT(lerp_dweight, dout * (b - a))
+
 extern "C" __global__ void where_forward(const u8* mask, const T* a, const T* b, float scalar_a, float scalar_b, T* out, i64 n) {
     wait_for_previous();
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (i64)gridDim.x * blockDim.x) {

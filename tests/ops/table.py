@@ -120,6 +120,13 @@ def _where(n: Numbers) -> Case:
     return Case(ops.where, (mask, a, b), lambda m, a, b: np.where(m != 0, a, b), terms=mask.size)
 
 
+@row("lerp")
+def _lerp(n: Numbers) -> Case:
+    a, b = _pair(n)
+    weight = n.values(*np.broadcast_shapes(a.shape, b.shape)[:1], *(1,) * (max(a.ndim, b.ndim) - 1))
+    return Case(ops.lerp, (a, b, weight), lambda a, b, w: a + (b - a) * w, terms=max(a.size, b.size), steps=3)
+
+
 @row("clip", ORDINARY)
 def _clip(n: Numbers) -> Case:
     return Case(lambda x: ops.clip(x, -0.7, 0.9), (n.values(*n.shape(2)),),
