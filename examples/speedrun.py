@@ -113,7 +113,7 @@ def autoguided(better: Denoiser, worse: Denoiser, factor: float) -> Denoiser:
 
     def denoise(x: Tensor, sigma: Tensor | float, labels: Tensor | None = None) -> Tensor:
         other = worse(x, sigma, labels)
-        return other + (better(x, sigma, labels) - other) * factor
+        return cudiff.lerp(other, better(x, sigma, labels), factor)
 
     return denoise
 

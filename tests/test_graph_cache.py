@@ -209,8 +209,8 @@ def test_what_a_graph_cannot_follow_has_it_made_anew(device, recorded, change):
 
 
 def steps_launched(launches):
-    """Of so many launches, two of which are the noise's: a step of the MNIST model has about 144."""
-    return round((launches - 2) / 144)
+    """Of so many launches, two of which are the noise's: a step of the MNIST model has 137."""
+    return round((launches - 2) / 137)
 
 
 def without_values(preset):
@@ -234,7 +234,7 @@ def hosted(host_of, monkeypatch):
 
 @pytest.mark.parametrize("steps, at_once", [(18, True), (60, False)])
 def test_a_second_call_launches_what_its_inputs_take(hosted, monkeypatch, steps, at_once):
-    """18 steps of the MNIST model are 2,592 launches, 60 more than one graph takes."""
+    """18 steps of the MNIST model are 2,466 launches, 60 more than one graph takes."""
     recorded, model = counted(monkeypatch), without_values("mnist")
     model.sample(1, steps=steps)
     assert len(recorded) == 1

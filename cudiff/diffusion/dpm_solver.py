@@ -34,15 +34,15 @@ class DPMSolver(Sampler):
         for (sigma, sigma_next), onward in zip(pairwise(map(float, sigmas)), extrapolations(sigmas), strict=True):
             variance = posterior_variance(sigma, sigma_next) if self.stochastic else 0.0
             ratio = math.sqrt(sigma_next**2 - variance) / sigma
-            plans.append(Plan([sigma, ratio, math.sqrt(variance), -onward], variance > 0))
+            plans.append(Plan([sigma, ratio, math.sqrt(variance), onward], variance > 0))
         return plans
 
     def step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, labels: Tensor | None,
              *before: Tensor) -> tuple[Tensor, ...]:
-        sigma, ratio, added, back = rows(numbers)
+        sigma, ratio, added, onward = rows(numbers)
         denoised = image = self.denoiser(x, sigma, labels)
         if before:
-            image = ops.lerp(denoised, before[0], per_sample(back, x))
+            image = denoised + (denoised - before[0]) * per_sample(onward, x)
         x = ops.lerp(image, x, per_sample(ratio, x))
         return x if noise is None else x + noise * per_sample(added, x), denoised
 

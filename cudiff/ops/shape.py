@@ -138,10 +138,10 @@ class Split(Function):
     def forward_cuda(ctx, x, sizes, axis):
         ctx.shape, ctx.axis, ctx.sizes = x.shape, axis, sizes
         if math.prod(x.shape[:axis]) == 1:
-            return tuple(_parts(x, sizes, axis))  # as they lie
+            return tuple(_parts(contiguous(x), sizes, axis))  # one copy makes all
         if len(set(sizes)) > 1:
             return tuple(contiguous(view) for view in _parts(x, sizes, axis))
-        shape = (*x.shape[:axis], sizes[0], *x.shape[axis + 1 :])  # of equal parts, which one copy makes
+        shape = (*x.shape[:axis], sizes[0], *x.shape[axis + 1 :])  # equal parts: one copy too
         parts = x.reshape(math.prod(x.shape[:axis]), len(sizes), math.prod(shape[axis:])).transpose(1, 0, 2)
         return tuple(part.reshape(shape) for part in contiguous(parts))
 

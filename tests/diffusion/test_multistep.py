@@ -123,9 +123,9 @@ def second_moments(sigmas):
     pull = [DEVIATION**2 / (sigma**2 + DEVIATION**2) for sigma in sigmas]
     steps = [plan.numbers[1:] for plan in DPMSolver(None, stochastic=True).plan(sigmas)]
     covariance, deviations = np.diag([DEVIATION**2 + sigmas[0] ** 2, 0.0]), []
-    for k, (ratio, added, back) in zip(pull, steps, strict=False):
+    for k, (ratio, added, onward) in zip(pull, steps, strict=False):
         denoised = np.array([k, 0.0])
-        image = denoised + back * ([0.0, 1.0] - denoised)
+        image = denoised + onward * (denoised - [0.0, 1.0])
         state = image + ratio * (np.array([1.0, 0.0]) - image)
         matrix = np.stack([state, denoised])
         covariance = matrix @ covariance @ matrix.T + np.diag([added**2, 0.0])
