@@ -161,14 +161,14 @@ struct ByImage {
 
 // Round the warpgroup's 64 rows in panels that TMA stores: of v first, under KEEPS, then of what becomes of it.
 __device__ __forceinline__ void store_rounded(const TensorMap& out, const TensorMap& out2, const TensorMap& other, u32 result,
-                                              const float (&acc)[BN / 2], const float* bias, const ByImage& by_image, bool adds_emb,
+                                              float (&acc)[BN / 2], const float* bias, const ByImage& by_image, bool adds_emb,
                                               int m0, int n0, int N, int N1, int batch) {
     int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
     bool leads = threadIdx.x % 128 == 0;
 #pragma unroll
     for (int part = 0; part < WIDTH / 64 * (KEEPS + 1); part++) {
         int panel = part / (KEEPS + 1);
-        bool keeps = KEEPS && part % 2 == 0;
+        bool keeps = KEEPS && part % 2 == 0, first = keeps || !KEEPS;  // of this panel: v lacks what is added to it
         u32 at_panel = result + part % PANELS * PANEL_BYTES;
         if constexpr (!READS) {
             if (leads && part == 0) tma_store_wait();  // three panels of a tile in two places: the last lies in the first
@@ -177,17 +177,17 @@ __device__ __forceinline__ void store_rounded(const TensorMap& out, const Tensor
         }
 #pragma unroll
         for (int j = 0; j < 4; j++) {  // 16 columns
-            const float* v = acc + panel * 32 + j * 8;
+            float* v = acc + panel * 32 + j * 8;
             u32 at = at_panel + swizzled<ROW_BYTES>(row, j * 2 + lane / 16), words[4];
             if constexpr (READS) ldmatrix(words, at);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 float2 sum = make_float2(v[2 * i], v[2 * i + 1]);
-                if (bias) {
+                if (bias && first) {
                     float2 more = *reinterpret_cast<const float2*>(bias + panel * 64 + j * 16 + i / 2 * 8 + lane % 4 * 2);
                     sum.x += more.x, sum.y += more.y;
                 }
-                if (WINDOWS && adds_emb) {
+                if (WINDOWS && adds_emb && first) {
                     float2 more = by_image.at(i % 2, panel * 64 + j * 16 + i / 2 * 8);
                     sum.x += more.x, sum.y += more.y;
                 }
@@ -203,6 +203,7 @@ __device__ __forceinline__ void store_rounded(const TensorMap& out, const Tensor
                     float2 x = unpack_pair<T>(words[i]);
                     sum.x *= activation_slope<SLOPE>(x.x), sum.y *= activation_slope<SLOPE>(x.y);
                 }
+                if (keeps) v[2 * i] = sum.x, v[2 * i + 1] = sum.y;
                 if (ACTIVATION && !keeps) sum.x = activate<ACTIVATION>(sum.x), sum.y = activate<ACTIVATION>(sum.y);
                 words[i] = pack_pair<T>(sum.x, sum.y);
             }
