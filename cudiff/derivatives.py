@@ -62,6 +62,7 @@ from cudiff.ops.elementwise import (
 )
 from cudiff.ops.gated import Gated
 from cudiff.ops.index import Pick, Slice, Take
+from cudiff.ops.lerp import Lerp
 from cudiff.ops.matmul import Linear, MatMul, matmul
 from cudiff.ops.order import CumSum, cumsum
 from cudiff.ops.place import Place, PlaceRows, place, place_rows
@@ -168,6 +169,11 @@ def _of_gated(dout: Tensor, residual: Tensor, gate: Tensor, y: Tensor) -> tuple[
     return dout, sum(dout * y, between), dout * reshape(gate, (len(gate), *[1] * len(between), gate.shape[1]))
 
 
+def _of_lerp(dout: Tensor, a: Tensor, b: Tensor, weight: Tensor | None, scalar: Any) -> tuple[Tensor | None, ...]:
+    share = scalar if weight is None else weight
+    return dout * (1 - share), dout * share, None if weight is None else like(dout * (b - a), weight)
+
+
 def _of_concatenate(dout: Tensor, *tensors: Tensor, axis: int) -> tuple[Tensor, ...]:
     return split(dout, [int(end) for end in np.cumsum([x.shape[axis] for x in tensors])[:-1]], axis)
 
@@ -226,6 +232,7 @@ DERIVATIVES: dict[type[Function], Derivative] = {
     Remainder: _of_two(lambda d, a, b: (d, -d * floor_divide(a, b))),
     Maximum: _of_two(lambda d, a, b: (d * _share(a, b), d * _share(b, a))),
     Minimum: _of_two(lambda d, a, b: (d * _share(b, a), d * _share(a, b))),
+    Lerp: _of_lerp,
     Where: lambda d, mask, a, b, scalars: (None, where(mask, d, 0.0), where(mask, 0.0, d)),
     Cast: lambda d, x, dtype: (astype(d, x.dtype),),
     Sum: _of_sum,

@@ -152,6 +152,7 @@ SECOND = {
     "add": lambda x: (x + np.sum(x, 0, keepdims=True)) ** 3, "subtract": lambda x: (np.sum(x) - x) ** 3,
     "divide": lambda x: x / (1 + x * x), "numbers": lambda x: 2 / (x + 9) - (1 - x) ** 3,
     "power": lambda x: (x * x + 1) ** (x / 3), "number to a power": lambda x: 2.0**x,
+    "lerp": lambda x: cudiff.lerp(x**3, np.sin(x), np.mean(x, 1, keepdims=True)) + cudiff.lerp(x, x * x, 0.3) ** 2,
     "where": lambda x: np.where(W > 0, x**3, np.sin(x)), "astype": lambda x: (x + x.astype("float32")) ** 3,
     "var": lambda x: np.var(x, 0, ddof=1) ** 2, "mean": lambda x: np.mean(x, (0, 1)) ** 3,
     "softmax": lambda x: cudiff.softmax(x) ** 2, "log_softmax": lambda x: cudiff.log_softmax(x) ** 2,

@@ -91,10 +91,10 @@ def _spread(parameter: np.ndarray, ndim: int) -> np.ndarray:
 
 
 def _cut(x: Array, *others: Array | None) -> tuple[int, tuple[int, int], dict[str, Any]]:
-    """Blocks, threads and constants of the kernels in which warps share a row of x: one warp, or more where each of its
-    threads would hold over 48 numbers. Of one warp a row, four rows are in a block."""
+    """Blocks, threads and constants of the kernels in which warps share a row of x: one warp, or up to eight where each
+    of its threads would hold over 48 numbers. Of one warp a row, four rows are in a block."""
     constants, channels = kernel_constants(x, *others), x.shape[-1]
-    warps = next((n for n in (1, 2, 4, 8, 16) if channels <= 32 * 48 * n), 32)
+    warps = next((n for n in (1, 2, 4) if channels <= 32 * 48 * n), 8)
     packs = blocks(channels, 32 * warps * _pack(constants))
     at_once = 4 if warps == 1 else 1
     return blocks(x.size // channels, at_once), (32 * warps, at_once), constants | {"WARPS": warps, "PACKS": packs}

@@ -12,6 +12,7 @@ from cudiff.cuda.kernels.elementwise import broadcast_layout, grid
 from cudiff.cuda.launch import empty, launch
 from cudiff.function import Composite
 from cudiff.ops.cast import operands
+from cudiff.ops.create import full
 from cudiff.ops.reduce import sum_to
 from cudiff.ops.shape import broadcast_to
 from cudiff.tensor import Tensor
@@ -64,6 +65,6 @@ def lerp(a: Any, b: Any, weight: Any) -> Tensor:
     a, b, weight = operands(a, b, weight, floating=True)
     given = [x for x in (a, b, weight) if isinstance(x, Tensor)]
     shape = np.broadcast_shapes(*(x.shape for x in given))
-    a, b = (x if isinstance(x, Tensor) else Tensor(x, dtype=given[0].dtype, device=given[0].device) for x in (a, b))
+    a, b = (x if isinstance(x, Tensor) else full(shape, x, given[0].dtype, given[0].device) for x in (a, b))
     scalar = None if isinstance(weight, Tensor) else weight
     return Lerp.apply(broadcast_to(a, shape), broadcast_to(b, shape), weight if scalar is None else None, scalar=scalar)

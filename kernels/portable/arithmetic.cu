@@ -118,12 +118,12 @@ FORWARD(minimum, a < b || a != a ? a : b)
 GRADIENT(minimum_da, dout * share(b, a))
 GRADIENT(minimum_db, dout * share(a, b))
 
-// out = a + (b - a) * weight; a has out's shape, and `layout` is of b and weight.
+// out = a + (b - a) * weight; a has out's shape, and `layout` is of b and weight. b of lerp_da and lerp_db is the weight.
 extern "C" __global__ void lerp_forward(const T* a, const T* b, const T* weight, float scalar, T* out, i64 n, Layout layout) {
     wait_for_previous();
     binary(out, nullptr, 0, n, a, b, weight, scalar, layout, [](float a, float b, float weight) { return a + (b - a) * weight; });
 }
-GRADIENT(lerp_da, dout * (1.0f - b))  // whose b is the weight
+GRADIENT(lerp_da, dout * (1.0f - b))
 GRADIENT(lerp_db, dout * b)
 GRADIENT(lerp_dweight, dout * (b - a))
 

@@ -4,12 +4,13 @@
 // overwritten, or accumulated where `add`.
 // VEC=1: C and every T address are multiples of a 16-byte pack. WARPS share a row, and each thread holds PACKS packs of it:
 // WARPS * 32 * PACKS packs are at least a row.
-// Launch: normalize and input_gradients: (32 * WARPS, rows at once) threads, one row at once where WARPS > 1;
-// column_sums: (columns, lanes) threads, at most 256.
+// Launch: normalize and input_gradients: (32 * WARPS, rows at once) threads, 4 rows at most, one where WARPS > 1. WARPS
+// are 8 at most: each of 256 threads may have 255 registers. column_sums: (columns, lanes) threads, at most 256.
 #include "reduce.cuh"
 #include "vector.cuh"
 
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
+constexpr int AT_ONCE = PACKS * V <= 64 ? PACKS : 1;  // more of a row than that lies in memory of the thread's own
 
 // The row of this thread, and the column of its n-th pack.
 __device__ __forceinline__ i64 own_row() { return (i64)blockIdx.x * blockDim.y + threadIdx.y; }
@@ -17,7 +18,7 @@ __device__ __forceinline__ int column(int n) { return (n * 32 * WARPS + threadId
 
 // Of a row; beyond its end 0. All loads are under way at once.
 __device__ __forceinline__ void load_row(const T* row, int C, float (&values)[PACKS][V]) {
-#pragma unroll
+#pragma unroll AT_ONCE
     for (int n = 0; n < PACKS; n++) {
 #pragma unroll
         for (int k = 0; k < V; k++) values[n][k] = 0.0f;
@@ -39,17 +40,17 @@ extern "C" __global__ void normalize(T* y, float* mean, float* rstd, const T* x,
     weight += row / rows * C, bias += row / rows * C;
     float v[PACKS][V], sum = 0.0f, square = 0.0f;
     load_row(x + row * C, C, v);
-#pragma unroll
+#pragma unroll AT_ONCE
     for (int n = 0; n < PACKS; n++)
 #pragma unroll
         for (int k = 0; k < V; k++) sum += v[n][k];
     float mu = row_sum(sum) / C;
-#pragma unroll
+#pragma unroll AT_ONCE
     for (int n = 0; n < PACKS; n++)
 #pragma unroll
         for (int k = 0; k < V; k++) square += column(n) < C ? (v[n][k] - mu) * (v[n][k] - mu) : 0.0f;
     float r = rsqrtf(row_sum(square) / C + eps);
-#pragma unroll
+#pragma unroll AT_ONCE
     for (int n = 0; n < PACKS; n++) {
         float w[V], b[V];
         if (column(n) >= C) break;
@@ -72,7 +73,7 @@ extern "C" __global__ void input_gradients(T* dx, int add, const T* dy, const T*
     float mu = mean[row], r = rstd[row], sum = 0.0f, product = 0.0f, xhat[PACKS][V], g[PACKS][V];
     load_row(x + row * C, C, xhat);
     load_row(dy + row * C, C, g);
-#pragma unroll
+#pragma unroll AT_ONCE
     for (int n = 0; n < PACKS; n++) {
         float w[V];
         if (column(n) >= C) break;
@@ -87,7 +88,7 @@ extern "C" __global__ void input_gradients(T* dx, int add, const T* dy, const T*
     }
     sum = row_sum(sum) / C;
     product = row_sum(product) / C;
-#pragma unroll
+#pragma unroll AT_ONCE
     for (int n = 0; n < PACKS; n++) {
         if (column(n) >= C) break;
 #pragma unroll

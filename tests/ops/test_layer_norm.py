@@ -5,7 +5,10 @@ from cudiff.ops.layer_norm import layer_norm
 from cudiff.tensor import Tensor
 from tests.check import check_op, relative_error, torch
 
-SHAPES = [(3, 8), (1, 1, 5), (2, 3, 64), (7, 17), (1, 2, 3, 320), (300, 16), (2, 1031), (3, 1640), (2, 1537)]
+SHAPES = [
+    (3, 8), (1, 1, 5), (2, 3, 64), (7, 17), (1, 2, 3, 320), (300, 16), (2, 1031), (3, 1640), (2, 1537), (2, 12296),
+    (1, 24575), (1, 40000),
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
