@@ -54,7 +54,7 @@ class Weaker(NamedTuple):
 
 # What was tried, and what each change gave, stands in docs/speedrun.md. Both train with labels that are never dropped:
 # on MNIST that gave 98.3 % as asked without guidance, and 97.5 with a tenth dropped. One block a level in place of two,
-# since more and shorter steps were better. Seconds are those of an H100; an H200 takes 2 s less in all.
+# since more and shorter steps were better. Seconds are estimates for an H100.
 RECIPES = {
     # 30 - 1.7 (start) - 3.2 (first step) - 5 (sampling) - 0.5 = 19.6 s of 4.66 ms. Noise in the sampler gave more
     # images as asked. Without convolutions between the levels a step is 15 % shorter, with 9 kernels fewer to compile.

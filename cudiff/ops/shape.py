@@ -137,12 +137,9 @@ class Split(Function):
     @staticmethod
     def forward_cuda(ctx, x, sizes, axis):
         ctx.shape, ctx.axis, ctx.sizes = x.shape, axis, sizes
-        first = math.prod(x.shape[:axis]) == 1
-        if x.size >= 2**31 or not (first or len(set(sizes)) == 1):  # a copy may have no more
+        if len(set(sizes)) > 1 or x.size >= 2**31:  # a copy may have no more
             return tuple(contiguous(view) for view in _parts(x, sizes, axis))
-        if first:
-            return tuple(_parts(contiguous(x), sizes, axis))  # one copy makes all
-        shape = (*x.shape[:axis], sizes[0], *x.shape[axis + 1 :])  # equal parts: one copy too
+        shape = (*x.shape[:axis], sizes[0], *x.shape[axis + 1 :])  # of equal parts, which one copy makes
         parts = x.reshape(math.prod(x.shape[:axis]), len(sizes), math.prod(shape[axis:])).transpose(1, 0, 2)
         return tuple(part.reshape(shape) for part in contiguous(parts))
 

@@ -4,23 +4,18 @@
 
 enum Activation { NONE, SILU, GELU, GELU_TANH };
 
-// 2^x, and 1 / (1 + 2^-x). What is below 2^-126 counts as 0: the compiler's own scale it, three instructions more.
-__device__ __forceinline__ float power_of_two(float x) {
+// 1 / (1 + 2^-x)
+__device__ __forceinline__ float sigmoid_base_2(float x) {
     float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.0f + exp2_fast(-x)));
     return y;
 }
-__device__ __forceinline__ float sigmoid_of_bits(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.0f + power_of_two(-x)));
-    return y;
-}
-__device__ __forceinline__ float quick_sigmoid(float x) { return sigmoid_of_bits(1.44269504f * x); }
+__device__ __forceinline__ float quick_sigmoid(float x) { return sigmoid_base_2(1.44269504f * x); }
 __device__ __forceinline__ float normal_cdf(float x) { return 0.5f * (1.0f + erff(x * 0.70710678f)); }
-__device__ __forceinline__ float normal_pdf(float x) { return 0.39894228f * power_of_two(-0.72134752f * x * x); }
+__device__ __forceinline__ float normal_pdf(float x) { return 0.39894228f * exp2_fast(-0.72134752f * x * x); }
 
 // GELU by tanh is x · sigmoid(2u), 2u = sqrt(8 / pi) · (x + 0.044715 x³), as (1 + tanh u) / 2 is sigmoid(2u).
-__device__ __forceinline__ float gelu_gate(float x) { return sigmoid_of_bits(x * (2.3022082f + 0.10294324f * x * x)); }
+__device__ __forceinline__ float gelu_gate(float x) { return sigmoid_base_2(x * (2.3022082f + 0.10294324f * x * x)); }
 
 template <int KIND> __device__ __forceinline__ float activate(float x) {
     if (KIND == SILU) return x * quick_sigmoid(x);

@@ -1,4 +1,4 @@
-// Reductions of x seen as [outer][reduce][inner] over the middle axis, in an order that depends on the shape, and on whether packs are read.
+// Reductions of x seen as [outer][reduce][inner] over the middle axis, in an order that depends on the shape and on VEC.
 // x, dout, dx: T. out: OUT, laid out [outer][gridDim.y][inner]: blocks of row y of the grid take the y-th chunk of the
 // middle axis, and a second launch reduces their results. out = scale * result, or += where `accumulate`.
 // Everything is accumulated in float, in the *_whole kernels in 64 bits: their T and OUT hold integers. NaN wins over every
