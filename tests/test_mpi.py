@@ -100,7 +100,8 @@ def test_all_may_leave_by_an_exit():
 
 
 def test_processes_that_do_not_end_are_told_by_their_stacks():
-    with pytest.raises(pytest.fail.Exception, match=r"(?s)took longer than 5 s.*wait_for_ever"):
+    """15 s, as on two busy cores 5 went by before both processes were where they wait."""
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)took longer than 15 s.*wait_for_ever"):
         run(2, program("""
             import time
             from cudiff.distributed import join
@@ -110,7 +111,7 @@ def test_processes_that_do_not_end_are_told_by_their_stacks():
 
             with join("cpu") as group:
                 wait_for_ever(group) if group.rank else time.sleep(100)
-        """), within=5)
+        """), within=15)
 
 
 def test_a_cause_that_takes_long_to_tell_is_told():
