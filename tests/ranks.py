@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def run(size, command, within=120, cwd=ROOT):
 
     After `within` seconds they are ended, and the test fails with where each of them was.
     """
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/stacks'}"}
     environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     with subprocess.Popen([*mpiexec(), "-n", str(size), *command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE, text=True, cwd=cwd, env=environment) as launcher:
@@ -41,7 +42,9 @@ def run(size, command, within=120, cwd=ROOT):
             out, err = launcher.communicate(timeout=within)
         except subprocess.TimeoutExpired:
             for process in below(launcher.pid):
-                os.kill(process, signal.SIGABRT)  # Python writes its stacks
+                os.kill(process, signal.SIGUSR1)  # tests/stacks; mpiexec drops what is said after one has died
+            time.sleep(2)  # until the launcher has read the stacks
+            launcher.terminate()
             out, err = ended(launcher)
             pytest.fail(f"{command} took longer than {within} s\n{out}\n{err}", pytrace=False)
     return launcher.returncode, out, err

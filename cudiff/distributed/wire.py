@@ -162,15 +162,19 @@ class Wire:
             self._send(0, {"failed": [code, text]})
 
     def _end(self, code: int, text: str) -> NoReturn:
-        """Tell `text` and leave, and on process 0 have the others leave."""
+        """Tell `text` and leave, and on process 0 have the others leave.
+
+        They leave after it is told and at the same time: mpiexec throws away what a process says after another one has
+        ended, and kills who is late, whose 9 is then the exit code.
+        """
         self._telling.acquire()  # and keep it: the first cause alone is told
-        if self.place.rank == 0:
-            for rank in self._sockets:
-                self._send(rank, {"end": code})
         with contextlib.suppress(OSError, ValueError):
             if sys.stdout.isatty():
                 os.write(1, b"\r\x1b[?25h")  # rich hides the cursor while it shows a bar
             os.write(2, f"{text}\n".encode(errors="replace") if text else b"")
+        if self.place.rank == 0:
+            for rank in self._sockets:
+                self._send(rank, {"end": code})
         os._exit(code)
 
     def _send(self, rank: int, message: Any) -> None:
@@ -199,7 +203,6 @@ class Wire:
 
     def _take(self, rank: int, message: dict[str, Any]) -> None:
         if "end" in message:
-            time.sleep(2 * TICK)  # mpiexec ends all with the first, and process 0 tells the cause
             os._exit(message["end"])
         elif "failed" in message:
             self._end(*message["failed"])
