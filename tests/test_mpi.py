@@ -100,7 +100,6 @@ def test_all_may_leave_by_an_exit():
 
 
 def test_processes_that_do_not_end_are_told_by_their_stacks():
-    """15 s, as on two busy cores 5 went by before both processes were where they wait."""
     with pytest.raises(pytest.fail.Exception, match=r"(?s)took longer than 15 s.*wait_for_ever"):
         run(2, program("""
             import time

@@ -13,8 +13,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: no parity
 from tests.models.torch_unet import TorchUNet  # noqa: E402
 
 STEPS = 200
-SMALL = dict(image_size=8, model_channels=32, channel_mult=(1, 2), num_res_blocks=1, attention_resolutions=(4,),
-             batch_size=8)
+SMALL = dict(image_size=8, model_channels=32, channel_mult=(1, 2), attention_resolutions=(4,), batch_size=8)
 ARCHITECTURE = ("image_size", "model_channels", "channel_mult", "num_res_blocks", "attention_resolutions",
                 "num_head_channels", "conv_resample", "use_new_attention_order", "max_period")
 
