@@ -60,10 +60,9 @@ from cudiff.ops.elementwise import (
     sqrt,
     square,
 )
-from cudiff.ops.gated import Gated
 from cudiff.ops.index import Pick, Slice, Take
 from cudiff.ops.lerp import Lerp
-from cudiff.ops.matmul import Linear, MatMul, matmul
+from cudiff.ops.matmul import GatedLinear, Linear, MatMul, linear, matmul
 from cudiff.ops.order import CumSum, cumsum
 from cudiff.ops.place import Place, PlaceRows, place, place_rows
 from cudiff.ops.rearrange import flip
@@ -164,9 +163,11 @@ def _of_linear(dout: Tensor, x: Tensor, weight: Tensor, bias: Any, residual: Any
     return matmul(dout, weight), matmul(_swapped(rows), reshape(x, (-1, x.shape[-1]))), sum(rows, 0), dout
 
 
-def _of_gated(dout: Tensor, residual: Tensor, gate: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-    between = tuple(range(1, y.ndim - 1))
-    return dout, sum(dout * y, between), dout * reshape(gate, (len(gate), *[1] * len(between), gate.shape[1]))
+def _of_gated_linear(dout: Tensor, x: Tensor, weight: Tensor, bias: Any, residual: Any,
+                     gate: Tensor) -> tuple[Tensor | None, ...]:
+    between = tuple(range(1, dout.ndim - 1))
+    dy = dout * reshape(gate, (len(gate), *[1] * len(between), gate.shape[1]))
+    return *_of_linear(dy, x, weight, bias, None)[:3], dout, sum(dout * linear(x, weight, bias), between)
 
 
 def _of_lerp(dout: Tensor, a: Tensor, b: Tensor, weight: Tensor | None, scalar: Any) -> tuple[Tensor | None, ...]:
@@ -240,7 +241,7 @@ DERIVATIVES: dict[type[Function], Derivative] = {
     Softmax: _of_softmax,
     MatMul: lambda d, a, b: (matmul(d, _swapped(b)), matmul(_swapped(a), d)),
     Linear: _of_linear,
-    Gated: _of_gated,
+    GatedLinear: _of_gated_linear,
     CumSum: lambda d, x, axis: (flip(cumsum(flip(d, axis), axis), axis),),
     Reshape: lambda d, x, shape: (reshape(d, x.shape),),
     Transpose: lambda d, x, axes: (transpose(d, [axes.index(i) for i in range(x.ndim)]),),

@@ -18,6 +18,8 @@ from cudiff.tensor import Tensor
 
 __all__ = ["layer_norm"]
 
+BLOCKS, ROWS = 1024, 8  # of the backward: about so many blocks, each of so many rows at least
+
 
 class LayerNorm(Function):
     """See `layer_norm`."""
@@ -52,8 +54,8 @@ class LayerNorm(Function):
         rows, channels = x.size // x.shape[-1], x.shape[-1]
         shared = math.prod(x.shape[weight.ndim - 1 : -1])
         y, mean, rstd = empty(x.shape, x.dtype), empty(rows, float32), empty(rows, float32)
-        grid, threads, constants = _cut(x, y, weight, bias)
-        launch("layer_norm", "normalize", grid, threads,
+        threads, constants = _threads(48, x, y, weight, bias)
+        launch("layer_norm", "normalize", blocks(rows, threads[1]), threads,
                (y, mean, rstd, x, weight, bias, np.int64(rows), shared, channels, eps), **constants)
         ctx.save(x, weight, mean, rstd)
         return y
@@ -62,21 +64,17 @@ class LayerNorm(Function):
     def backward_cuda(ctx, dout, needs, into):
         x, weight, mean, rstd = ctx.saved
         groups, channels = weight.size // weight.shape[-1], weight.shape[-1]
-        rows, shared = len(mean), math.prod(x.shape[weight.ndim - 1 : -1])
+        shared = math.prod(x.shape[weight.ndim - 1 : -1])
         dx = dweight = dbias = None, False
+        totals, tiles = None, min(blocks(BLOCKS, groups), blocks(shared, ROWS))
         if needs[0]:
             dx = gradient_target(into[0], x.shape, x.dtype)
-        grid, threads, constants = _cut(x, dout, dx[0], weight)
-        if needs[0]:
-            launch("layer_norm", "input_gradients", grid, threads,
-                   (*dx, dout, x, mean, rstd, weight, np.int64(rows), shared, channels), **constants)
         if needs[1] or needs[2]:
-            packs = channels // _pack(constants)
-            columns = min(32, 1 << (packs - 1).bit_length())
-            tiles = min(blocks(256, groups), blocks(shared, 32))
             totals = empty((groups, tiles, channels, 2), float32)
-            launch("layer_norm", "column_sums", (groups * blocks(packs, columns), tiles), (columns, 256 // columns),
-                   (totals, dout, x, mean, rstd, shared, channels), **constants)
+        threads, constants = _threads(40, x, dout, dx[0], weight)
+        launch("layer_norm", "backward", groups * tiles, threads,
+               (*dx, totals, dout, x, mean, rstd, weight, shared, tiles, channels), **constants)
+        if totals is not None:
             dweight, dbias = (
                 gradient_target(target, weight.shape, float32) if need else (None, False)
                 for need, target in zip(needs[1:], into[1:], strict=True)
@@ -90,19 +88,13 @@ def _spread(parameter: np.ndarray, ndim: int) -> np.ndarray:
     return parameter.reshape(*parameter.shape[:-1], *(1,) * (ndim - parameter.ndim), parameter.shape[-1])
 
 
-def _cut(x: Array, *others: Array | None) -> tuple[int, tuple[int, int], dict[str, Any]]:
-    """Blocks, threads and constants of the kernels in which warps share a row of x: one warp, or up to eight where each
-    of its threads would hold over 48 numbers. Of one warp a row, four rows are in a block."""
+def _threads(most: int, x: Array, *others: Array | None) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Threads and constants of the kernels in which warps share a row of x: one warp, or up to eight where each of its
+    threads would hold over `most` numbers. Of one warp a row, four rows are in a block."""
     constants, channels = kernel_constants(x, *others), x.shape[-1]
-    warps = next((n for n in (1, 2, 4) if channels <= 32 * 48 * n), 8)
-    packs = blocks(channels, 32 * warps * _pack(constants))
-    at_once = 4 if warps == 1 else 1
-    return blocks(x.size // channels, at_once), (32 * warps, at_once), constants | {"WARPS": warps, "PACKS": packs}
-
-
-def _pack(constants: dict[str, Any]) -> int:
-    """The numbers that are read at once."""
-    return 16 // constants["T"].itemsize if constants["VEC"] else 1
+    warps = next((n for n in (1, 2, 4) if channels <= 32 * most * n), 8)
+    packs = blocks(channels, 32 * warps * (16 // x.itemsize if constants["VEC"] else 1))
+    return (32 * warps, 4 if warps == 1 else 1), constants | {"WARPS": warps, "PACKS": packs}
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:

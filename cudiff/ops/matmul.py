@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from cudiff.backend import Array, array_module, compute_dtype, float32, is_low
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Operands
+from cudiff.cuda.kernels.gated import gate_gradients
 from cudiff.cuda.kernels.gemm.matmul import rows_of
 from cudiff.cuda.kernels.gemm.product import Epilogue, as_float32
 from cudiff.cuda.kernels.gemm.table import linear as linear_cuda
@@ -17,11 +19,20 @@ from cudiff.cuda.kernels.gemm.table import matmul as matmul_cuda
 from cudiff.cuda.kernels.shape import contiguous
 from cudiff.cuda.launch import empty
 from cudiff.function import Function
-from cudiff.ops.cast import as_tensor, as_tensors, astype, require_float, require_floats, result_dtype
-from cudiff.ops.gated import gated
+from cudiff.gradient import Slot
+from cudiff.ops.cast import (
+    as_tensor,
+    as_tensors,
+    astype,
+    downcast,
+    require_float,
+    require_floats,
+    result_dtype,
+    upcast,
+)
 from cudiff.ops.reduce import sum_rows_cuda, sum_to
 from cudiff.ops.shape import reshape
-from cudiff.tensor import Tensor, grad_enabled
+from cudiff.tensor import Tensor
 from cudiff.threads import PART_BYTES, cut, parallel_map
 
 __all__ = ["linear", "matmul"]
@@ -127,18 +138,7 @@ class Linear(Function):
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
-        x, weight = ctx.saved
-        wide = compute_dtype(x.dtype)
-        dresidual = dout if needs[3] else None
-        dout = dout.reshape(-1, weight.shape[0]).astype(wide, copy=False)
-        dx = dweight = dbias = None
-        if needs[0]:
-            dx = matmul_numpy(dout, weight.astype(wide, copy=False)).astype(x.dtype, copy=False).reshape(x.shape)
-        if needs[1]:
-            dweight = matmul_numpy(dout.T, x.reshape(-1, x.shape[-1]).astype(wide, copy=False))
-        if needs[2]:
-            dbias = dout.sum(0)
-        return dx, dweight, dbias, dresidual
+        return *_gradients_numpy(*ctx.saved, dout, needs), dout if needs[3] else None
 
     @staticmethod
     def forward_cuda(ctx, x, weight, bias, residual):
@@ -152,39 +152,74 @@ class Linear(Function):
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
         x, weight = ctx.saved
-        dx = dweight = dbias = None
-        if needs[0]:
-            dx, add = gradient_target(into[0], x.shape, x.dtype)
-            epilogue = Epilogue(addend=dx if add else None)
-            linear_cuda(DGRAD, Operands(dout, weight, dx, epilogue))
-        if needs[1]:
-            dweight, add = gradient_target(into[1], weight.shape, float32)
-            linear_cuda(WGRAD, Operands(x, dweight, dout, add=add))
-        if needs[2]:
-            sums = ctx.dout_sums
-            if sums is None and dout.dtype == float32 and len(dout) == dout.size // len(weight) <= 128 and not needs[3]:
-                sums = dout  # so few rows that the last kernel adds them up as fast; none but this backward has them
-            dbias = sum_rows_cuda(dout, into[2], sums)
-        return dx, dweight, dbias, dout if needs[3] else None
+        sums = ctx.dout_sums
+        if sums is None and dout.dtype == float32 and len(dout) == dout.size // len(weight) <= 128 and not needs[3]:
+            sums = dout  # so few rows that the last kernel adds them up as fast; none but this backward has them
+        return *_gradients_cuda(x, weight, dout, sums, needs, into), dout if needs[3] else None
 
 
 class GatedLinear(Function):
-    """out = residual + gate · (x·weightᵀ + bias) in one launch, which leaves nothing for a backward."""
-
-    differentiable = False
+    """out = residual + gate · y of y = x·weightᵀ + bias, adaLN-Zero's end of a block (Peebles and Xie, arXiv
+    2212.09748), in one launch; dy = gate · dout, dgate = the sums of dout · y over an image."""
 
     @staticmethod
     def forward_numpy(ctx, x, weight, bias, residual, gate):
-        out = Linear.forward_numpy(ctx, x, weight, bias, None)
-        return residual + out * gate.reshape(len(gate), *[1] * (out.ndim - 2), -1).astype(out.dtype, copy=False)
+        y = Linear.forward_numpy(ctx, x, weight, bias, None)
+        gate = upcast(gate).reshape(len(gate), *[1] * (y.ndim - 2), -1).astype(compute_dtype(y.dtype), copy=False)
+        ctx.save(x, weight, gate, y)
+        return downcast(upcast(residual) + gate * upcast(y), y.dtype)
+
+    @staticmethod
+    def backward_numpy(ctx, dout, needs, into):
+        x, weight, gate, y = ctx.saved
+        wide = upcast(dout)
+        dgate = (wide * upcast(y)).sum(tuple(range(1, y.ndim - 1)))
+        return *_gradients_numpy(x, weight, wide * gate, needs), dout, dgate
 
     @staticmethod
     def forward_cuda(ctx, x, weight, bias, residual, gate):
-        out = empty(residual.shape, x.dtype)
-        epilogue = Epilogue(as_float32(bias), addend=rows_of(residual), gate=as_float32(gate),
-                            rows_per_image=math.prod(x.shape[1:-1]))
+        out, gate = empty(residual.shape, x.dtype), as_float32(gate)
+        y = empty(out.shape, out.dtype) if any(ctx.needs) else None
+        epilogue = Epilogue(as_float32(bias), addend=rows_of(residual), gate=gate,
+                            rows_per_image=math.prod(x.shape[1:-1]), kept=None if y is None else rows_of(y))
         linear_cuda(FPROP, Operands(x, weight, rows_of(out), epilogue))
+        ctx.save(x, weight, gate, y)
         return out
+
+    @staticmethod
+    def backward_cuda(ctx, dout, needs, into):
+        x, weight, gate, y = ctx.saved
+        dy, dgate, sums = gate_gradients(dout, y, gate, into[4])
+        return *_gradients_cuda(x, weight, dy, sums, needs, into), dout if needs[3] else None, dgate
+
+
+def _gradients_numpy(x: np.ndarray, weight: np.ndarray, dout: np.ndarray, needs: Sequence[bool]) -> tuple:
+    """dx, dweight and dbias, None where not needed; the rows of dout are those of `x`."""
+    wide = compute_dtype(x.dtype)
+    dout = dout.reshape(-1, weight.shape[0]).astype(wide, copy=False)
+    dx = dweight = dbias = None
+    if needs[0]:
+        dx = matmul_numpy(dout, weight.astype(wide, copy=False)).astype(x.dtype, copy=False).reshape(x.shape)
+    if needs[1]:
+        dweight = matmul_numpy(dout.T, x.reshape(-1, x.shape[-1]).astype(wide, copy=False))
+    if needs[2]:
+        dbias = dout.sum(0)
+    return dx, dweight, dbias
+
+
+def _gradients_cuda(x: Array, weight: Array, dout: Array, sums: Array | None, needs: Sequence[bool],
+                    into: Sequence[Slot | None]) -> tuple:
+    """The same; `sums` as `sum_rows_cuda` has them, of dout."""
+    dx = dweight = dbias = None
+    if needs[0]:
+        dx, add = gradient_target(into[0], x.shape, x.dtype)
+        linear_cuda(DGRAD, Operands(dout, weight, dx, Epilogue(addend=dx if add else None)))
+    if needs[1]:
+        dweight, add = gradient_target(into[1], weight.shape, float32)
+        linear_cuda(WGRAD, Operands(x, dweight, dout, add=add))
+    if needs[2]:
+        dbias = sum_rows_cuda(dout, into[2], sums)
+    return dx, dweight, dbias
 
 
 def matmul(a: Any, b: Any) -> Tensor:
@@ -214,7 +249,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
     """x (..., in) · weight (out, in) transposed + bias (out,) + residual (..., out) → (..., out), in x's dtype.
 
     gate (N, out), beside a residual: x is (N, ..., in), and each image's product with its bias is multiplied by its row
-    before the residual is added (adaLN-Zero; Peebles and Xie 2022). Where nothing is recorded, that is one launch.
+    before the residual is added (adaLN-Zero; Peebles and Xie 2022).
     dweight and dbias are float32 (float64 for float64). Raises ValueError where the sizes do not agree.
     """
     x = as_tensor(x)
@@ -229,11 +264,4 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
         return Linear.apply(x, weight, bias, residual)
     if residual is None or x.ndim < 2 or gate.shape != (len(x), len(weight)):
         raise ValueError(f"linear: the gate {gate.shape} is not {(len(x), len(weight))}, beside a residual")
-    if not is_recorded(x, weight, bias, residual, gate):
-        return GatedLinear.apply(x, weight, bias, residual, gate)
-    return gated(residual, gate, Linear.apply(x, weight, bias, None))
-
-
-def is_recorded(*inputs: Tensor | None) -> bool:
-    """Whether an operation on these is to leave something for a backward."""
-    return grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    return GatedLinear.apply(x, weight, bias, residual, gate)

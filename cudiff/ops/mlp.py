@@ -8,6 +8,7 @@ from collections.abc import Callable
 from cudiff.backend import float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Operands
+from cudiff.cuda.kernels.gated import gate_gradients
 from cudiff.cuda.kernels.gemm.matmul import rows_of
 from cudiff.cuda.kernels.gemm.product import Epilogue, as_float32
 from cudiff.cuda.kernels.gemm.table import linear as linear_cuda
@@ -15,9 +16,8 @@ from cudiff.cuda.launch import empty
 from cudiff.function import Composite
 from cudiff.ops.cast import require_floats
 from cudiff.ops.elementwise import silu
-from cudiff.ops.gated import gated
 from cudiff.ops.gelu import gelu
-from cudiff.ops.matmul import is_recorded, linear
+from cudiff.ops.matmul import linear
 from cudiff.ops.reduce import sum_rows_cuda
 from cudiff.tensor import Tensor
 
@@ -42,27 +42,33 @@ class Mlp(Composite):
         h = empty((*x.shape[:-1], len(weight)), x.dtype)
         z = empty(h.shape, h.dtype) if any(ctx.needs[:3]) else None
         out = empty((*x.shape[:-1], len(weight2)), x.dtype)
-        first = Epilogue(as_float32(bias), activation=activation, preactivation=None if z is None else rows_of(z))
+        first = Epilogue(as_float32(bias), activation=activation, kept=None if z is None else rows_of(z))
+        y = empty(out.shape, out.dtype) if gate is not None and any(ctx.needs) else None
         second = Epilogue(as_float32(bias2), addend=None if residual is None else rows_of(residual),
-                          gate=as_float32(gate), rows_per_image=math.prod(x.shape[1:-1]))
+                          gate=as_float32(gate), rows_per_image=math.prod(x.shape[1:-1]),
+                          kept=None if y is None else rows_of(y))
         linear_cuda(FPROP, Operands(x, weight, rows_of(h), first))
         linear_cuda(FPROP, Operands(h, weight2, rows_of(out), second))
-        ctx.save(x, weight, weight2, z, h)
+        ctx.save(x, weight, weight2, z, h, second.gate, y)
         return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
-        x, weight, weight2, z, h = ctx.saved
-        grads = [None] * 5
+        x, weight, weight2, z, h, gate, y = ctx.saved
+        grads, dresidual, sums = [None] * 7, dout, ctx.dout_sums
+        if gate is not None:
+            dout, grads[6], sums = gate_gradients(dout, y, gate, into[6])
         if needs[3]:
             grads[3], add = gradient_target(into[3], weight2.shape, float32)
             linear_cuda(WGRAD, Operands(h, grads[3], dout, add=add))
         if needs[4]:
-            grads[4] = sum_rows_cuda(dout, into[4], ctx.dout_sums)
+            grads[4] = sum_rows_cuda(dout, into[4], sums)
+        if needs[5]:
+            grads[5] = dresidual
         if any(needs[:3]):
             dz = empty(z.shape, z.dtype)
-            slope = Epilogue(slope=ctx.activation, preactivation=z)
-            linear_cuda(DGRAD, Operands(dout, weight2, dz, slope))
+            slope = Epilogue(slope=ctx.activation, kept=z)
+            statistics = linear_cuda(DGRAD, Operands(dout, weight2, dz, slope), sums=needs[2])
             if needs[0]:
                 grads[0], add = gradient_target(into[0], x.shape, x.dtype)
                 epilogue = Epilogue(addend=grads[0] if add else None)
@@ -71,8 +77,8 @@ class Mlp(Composite):
                 grads[1], add = gradient_target(into[1], weight.shape, float32)
                 linear_cuda(WGRAD, Operands(x, grads[1], dz, add=add))
             if needs[2]:
-                grads[2] = sum_rows_cuda(dz, into[2], None)
-        return (*grads, dout if needs[5] else None, None)
+                grads[2] = sum_rows_cuda(dz, into[2], None if statistics is None else statistics.sums)
+        return tuple(grads)
 
 
 def mlp(x: Tensor, weight: Tensor, bias: Tensor | None, weight2: Tensor, bias2: Tensor | None,
@@ -95,7 +101,4 @@ def mlp(x: Tensor, weight: Tensor, bias: Tensor | None, weight2: Tensor, bias2: 
     if gate is not None and (residual is None or x.ndim < 2 or gate.shape != (len(x), len(weight2))):
         raise ValueError(f"mlp: the gate {gate.shape} is not {(len(x), len(weight2))}, beside a residual")
     require_floats("mlp", x, weight, bias, weight2, bias2)
-    given = x, weight, bias, weight2, bias2
-    if residual is None or gate is None or not is_recorded(*given, residual, gate):
-        return Mlp.apply(*given, residual, gate, activation=activation)
-    return gated(residual, gate, Mlp.apply(*given, None, None, activation=activation))
+    return Mlp.apply(x, weight, bias, weight2, bias2, residual, gate, activation=activation)

@@ -1,8 +1,8 @@
 // residual + gate · y, adaLN-Zero's: residual, y, out, dout, dy (images, rows, C): T; gate, dgate (images, C): float.
 //
-// out is overwritten, and may be y. dy is overwritten, or accumulated where `add`. Of dgate the sums over each of `tiles`
-// tiles of rows are left in partials (images, tiles, C), which sum_tiles adds up in their order: dgate is overwritten, or
-// accumulated where `add`. dy_sums, likewise, are the sums of what is written or added to dy.
+// out is overwritten, and may be y; dy is overwritten. Of dgate the sums over each of `tiles` tiles of rows are left in partials
+// (images, tiles, C), which sum_tiles adds up in their order: dgate is overwritten, or accumulated where `add`. dy_sums, likewise,
+// are the sums of dy.
 // VEC=1: C and every T address are multiples of a 16-byte pack, gate, partials and dy_sums at multiples of 16 bytes.
 // Launch: forward and backward: (images * CEIL_DIV(C, 32 * V), tiles), (32, 8) threads; sum_tiles: 256 threads for as many
 // elements of dgate.
@@ -53,7 +53,7 @@ __device__ __forceinline__ void over_rows(float (&sum)[V]) {
 }
 
 // dy = gate · dout; partials = the sums of dout · y, dy_sums = those of dy.
-extern "C" __global__ void backward(T* dy, int add, float* partials, float* dy_sums, const T* dout, const T* y, const float* gate, int rows, int C) {
+extern "C" __global__ void backward(T* dy, float* partials, float* dy_sums, const T* dout, const T* y, const float* gate, int rows, int C) {
     wait_for_previous();
     Place at = place(rows, C);
     float g[V], v[V], d[V], product[V] = {}, sum[V] = {};
@@ -69,7 +69,7 @@ extern "C" __global__ void backward(T* dy, int add, float* partials, float* dy_s
                 d[k] *= g[k];
                 sum[k] += d[k];
             }
-            store<V>(dy + m * C + at.c, d, add);
+            store<V>(dy + m * C + at.c, d);
         }
     }
     over_rows(product);

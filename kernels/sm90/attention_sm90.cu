@@ -3,6 +3,7 @@
 //   forward      writes out, lse.            A warpgroup owns 64 queries and walks over the keys (online softmax).
 //   backward_q   writes dq, delta.           A warpgroup owns 64 queries, recomputes scores from lse.
 //   backward_kv  reads delta; writes dk, dv. A warpgroup owns 64 keys and walks over the queries, on transposed scores.
+// Where DP is over 32 the backwards also leave the sums over each tile of 64 tokens of what they write, unless their place is null.
 // Base, strides and D are multiples of 16 bytes; D is at most DP. Maps: {D, heads, tokens, N}, boxes {64, 1, 64, 1}, or
 // {32, 1, 64, 1} where DP is 32.
 // A step is 64 tokens of the other side, in a ring of STAGES. What a product gave is rounded in registers and is the left
@@ -119,10 +120,23 @@ __device__ __forceinline__ void read_rows(float (&row_lse)[2], float (&row_delta
     }
 }
 
+// Where the sums of a block's tile of a gradient begin. token, head: floats from a tile, and from a head, to the next.
+__device__ __forceinline__ i64 own_sums(int n, int h, int token, int head) { return ((i64)n * gridDim.x + blockIdx.x) * token + h * head; }
+
+// Over the first `rows` rows of a tile that was stored, for each of its D channels.
+__device__ __forceinline__ void leave_sums(float* sums, u32 tile, int rows, int D) {
+#pragma unroll
+    for (int p = 0; p < PANELS; p++) {
+        float2 sum = panel_sums<T>(tile + p * 64 * ROW_BYTES, rows);
+        int d = p * 64 + PANEL_COLUMN;
+        if (threadIdx.x % 32 < 8 && d < D) *reinterpret_cast<float2*>(sums + d) = sum;
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(128, BACKWARD_BLOCKS)
 backward_q(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
            const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap dq, float* delta, const float* lse,
-           const T* out_rows, const T* dout_rows, int Tq, int Tk, int D, float scale) {
+           const T* out_rows, const T* dout_rows, int Tq, int Tk, int D, float scale, float* sums_q, int token, int head) {
     extern __shared__ __align__(1024) u8 shared[];
     u32 base = shared_address(shared), stages = base + 2 * TILE, barriers = stages + STAGES * 2 * TILE;
     u32 own_barrier = barriers + 16 * STAGES;
@@ -166,13 +180,14 @@ backward_q(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMa
     }
     wgmma_wait<0>();
     store_tile(dq, acc, scale, base, h, first, n);
+    if (DP > 32 && sums_q) leave_sums(sums_q + own_sums(n, h, token, head), base, Tq - first, D);
 }
 
 // Scores are transposed here: keys are the rows of every product, so that p and ds are A fragments without a transpose.
 extern "C" __global__ void __launch_bounds__(128, BACKWARD_BLOCKS)
 backward_kv(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
             const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap dk, const __grid_constant__ TensorMap dv,
-            const float* delta, const float* lse, int Tq, int Tk, float scale) {
+            const float* delta, const float* lse, int Tq, int Tk, int D, float scale, float* sums_k, float* sums_v, int token, int head) {
     extern __shared__ __align__(1024) u8 shared[];
     constexpr u32 STAGE = 2 * TILE + 1024, BYTES = 2 * TILE + 2 * 64 * sizeof(float);
     u32 base = shared_address(shared), stages = base + 2 * TILE, barriers = stages + STAGES * STAGE;
@@ -216,4 +231,7 @@ backward_kv(const __grid_constant__ TensorMap q, const __grid_constant__ TensorM
     }
     store_tile(dk, dk_acc, scale, base, h, first, n);
     store_tile(dv, dv_acc, 1.0f, base + TILE, h, first, n);
+    if (DP == 32 || !sums_k) return;
+    leave_sums(sums_k + own_sums(n, h, token, head), base, Tk - first, D);
+    leave_sums(sums_v + own_sums(n, h, token, head), base + TILE, Tk - first, D);
 }

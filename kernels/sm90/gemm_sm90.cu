@@ -4,14 +4,16 @@
 //   out[m][n] = v, or
 //       v + other[m][n]                                      under ADDS,
 //       other[m][n] + by_image[m / rows_per_image][n] · v        under GATES,
-//       f(v)                                                 under ACTIVATION=f, which leaves v in `other` under KEEPS,
+//       f(v)                                                 under ACTIVATION=f,
 //       v · f'(other[m][n])                                  under SLOPE=f,
 //
 // for each matrix of a batch. a: T (M, depth), or (depth, M) under A_MN; b: T (N, depth), or (depth, N) under B_MN. out: OUT
 // (M, N): T, or float. other: T (M, N), may be `out` itself; bias: float (N) or null; gate: float (images, N). Of float there is
 // none: out is `floats`, with rows of `pitch` elements, and is added to if `add`; under TURNED it is (N, M). The lengths of rows of
 // out are multiples of 8; all rows start at multiples of 16 bytes. f: as activation.cuh numbers them. a's depth from `split` on
-// (depth, or a multiple of 64) is a2's; columns of a rounded out from N1 on (N, or a multiple of 64) are out2's.
+// (depth, or a multiple of 64) is a2's; columns of a rounded out from N1 on (N, or a multiple of 64) are out2's. Under KEEPS, beside
+// ACTIVATION or GATES, out2 gets all of v. Under SUMS, beside SLOPE and of one matrix, `floats` (M / 64 rounded up, N) gets the
+// sums over each 64 rows of what out has.
 //
 // WINDOWS: a convolution of R by S taps (odd) and stride 1 that keeps the size of its images, one matrix. a is T (images, H, W,
 // depth), whose pixels are the M rows; a tap of a row is a pixel beside it, or zeros beyond the image. b is T (N, R, S, depth), or
@@ -46,7 +48,7 @@ constexpr int A_BYTES = ROWS * ROW_BYTES, B_BYTES = B_MN ? B_PANELS * PANEL_BYTE
 constexpr int WIDTH = BN / CLUSTER;  // columns of a tile that a block finishes
 constexpr bool ROUNDS = sizeof(OUT) == 2;
 constexpr bool READS = ADDS || GATES || SLOPE;  // `other`
-constexpr int PANELS = READS ? WIDTH / 64 : KEEPS || WIDTH > 64 ? 2 : 1;  // of a warpgroup's results in shared memory
+constexpr int PANELS = READS ? WIDTH / 64 + KEEPS : KEEPS || WIDTH > 64 ? 2 : 1;  // of a warpgroup's results in shared memory
 constexpr int RESULT_BYTES = ROUNDS ? PANELS * PANEL_BYTES : 0;
 constexpr int BAND = 16;
 
@@ -160,26 +162,26 @@ struct ByImage {
 };
 
 // Round the warpgroup's 64 rows in panels that TMA stores: of v first, under KEEPS, then of what becomes of it.
-__device__ __forceinline__ void store_rounded(const TensorMap& out, const TensorMap& out2, const TensorMap& other, u32 result,
-                                              float (&acc)[BN / 2], const float* bias, const ByImage& by_image, bool adds_emb,
-                                              int m0, int n0, int N, int N1, int batch) {
+__device__ __forceinline__ void store_rounded(const TensorMap& out, const TensorMap& out2, u32 result, float (&acc)[BN / 2],
+                                              const float* bias, const ByImage& by_image, bool adds_emb, int m0, int n0, int N,
+                                              int N1, int batch) {
     int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
     bool leads = threadIdx.x % 128 == 0;
 #pragma unroll
     for (int part = 0; part < WIDTH / 64 * (KEEPS + 1); part++) {
         int panel = part / (KEEPS + 1);
         bool keeps = KEEPS && part % 2 == 0, first = keeps || !KEEPS;  // of this panel: v lacks what is added to it
-        u32 at_panel = result + part % PANELS * PANEL_BYTES;
-        if constexpr (!READS) {
+        u32 at_panel = result + (!READS ? part % PANELS : keeps ? PANELS - 1 : panel) * PANEL_BYTES;
+        if (!READS || (keeps && part > 0)) {
             if (leads && part == 0) tma_store_wait();  // three panels of a tile in two places: the last lies in the first
-            if (leads && part > 0) tma_store_wait<PANELS - 1>();  // for the panel that lies here
+            if (leads && part > 0) tma_store_wait<READS ? 1 : PANELS - 1>();  // for the panel that lies here
             warpgroup_meets();
         }
 #pragma unroll
         for (int j = 0; j < 4; j++) {  // 16 columns
             float* v = acc + panel * 32 + j * 8;
             u32 at = at_panel + swizzled<ROW_BYTES>(row, j * 2 + lane / 16), words[4];
-            if constexpr (READS) ldmatrix(words, at);
+            if (READS && !keeps) ldmatrix(words, at);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 float2 sum = make_float2(v[2 * i], v[2 * i + 1]);
@@ -191,11 +193,11 @@ __device__ __forceinline__ void store_rounded(const TensorMap& out, const Tensor
                     float2 more = by_image.at(i % 2, panel * 64 + j * 16 + i / 2 * 8);
                     sum.x += more.x, sum.y += more.y;
                 }
-                if constexpr (GATES) {
+                if (GATES && !keeps) {
                     float2 gate = by_image.at(i % 2, panel * 64 + j * 16 + i / 2 * 8);
                     sum.x *= gate.x, sum.y *= gate.y;
                 }
-                if constexpr (ADDS || GATES) {
+                if (READS && !SLOPE && !keeps) {
                     float2 more = unpack_pair<T>(words[i]);
                     sum.x += more.x, sum.y += more.y;
                 }
@@ -213,8 +215,19 @@ __device__ __forceinline__ void store_rounded(const TensorMap& out, const Tensor
         warpgroup_meets();
         int column = n0 + panel * 64;
         bool second = column >= N1 && column < N;
-        if (leads) tma_store(keeps ? other : second ? out2 : out, at_panel, second ? column - N1 : column, m0, batch);
+        if (leads) tma_store(keeps || second ? out2 : out, at_panel, second ? column - N1 : column, m0, batch);
     }
+}
+
+// The sums over so many rows of the panels that lie in shared memory. The next tile's may come there after it.
+__device__ __forceinline__ void leave_sums(float* sums, u32 result, int rows, int columns) {
+#pragma unroll
+    for (int panel = 0; panel < WIDTH / 64; panel++) {
+        float2 sum = panel_sums<T>(result + panel * PANEL_BYTES, rows);
+        int column = panel * 64 + PANEL_COLUMN;
+        if (threadIdx.x % 32 < 8 && column < columns) *reinterpret_cast<float2*>(sums + column) = sum;
+    }
+    warpgroup_meets();
 }
 
 // Store the warpgroup's 64 rows of floats, or add them to what is there.
@@ -257,7 +270,8 @@ gemm_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
         prefetch(a), prefetch(b);
         if (split < depth) prefetch(a2);
         if (ROUNDS) prefetch(out);
-        if (READS || KEEPS) prefetch(other);
+        if (READS) prefetch(other);
+        if (KEEPS) prefetch(out2);
     }
     int rank = CLUSTER > 1 ? blockIdx.z : 0, group = threadIdx.x / 128;
     int first = sizes.steps() * rank / CLUSTER, last = sizes.steps() * (rank + 1) / CLUSTER;
@@ -276,8 +290,8 @@ gemm_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
         int m0 = tile.m0 + group * 64, n0 = tile.n0 + rank * WIDTH;
         if (READS && leads) {
             tma_store_wait();  // of the last tile
-            barrier_expect(own_other, RESULT_BYTES);
-            for (int panel = 0; panel < PANELS; panel++)
+            barrier_expect(own_other, WIDTH / 64 * PANEL_BYTES);
+            for (int panel = 0; panel < WIDTH / 64; panel++)
                 tma_load(result + panel * PANEL_BYTES, other, own_other, n0 + panel * 64, m0, tile.batch);
         }
         float acc[BN / 2];
@@ -289,7 +303,8 @@ gemm_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             u32 at_bias = biases.buffer() - base + rank * WIDTH * sizeof(float);
             const float* own_bias = bias ? reinterpret_cast<const float*>(shared + at_bias) : nullptr;
             ByImage values(by_image, rows_per_image, m0, n0, M, N);
-            store_rounded(out, out2, other, result, acc, own_bias, values, by_image, m0, n0, N, N1, tile.batch);
+            store_rounded(out, out2, result, acc, own_bias, values, by_image, m0, n0, N, N1, tile.batch);
+            if (SUMS && m0 < M) leave_sums(floats + (i64)(m0 / 64) * N + n0, result, M - m0, N - n0);
             if (bias) biases.release();
         } else {
             store_floats(floats + (i64)tile.batch * (TURNED ? N : M) * pitch, pitch, acc, m0, n0, M, N, add);

@@ -145,6 +145,25 @@ struct Ring {
 template <int ROW_BYTES> __device__ __forceinline__ u32 swizzled(int row, int chunk) {
     return row * ROW_BYTES + ((chunk ^ (ROW_BYTES == 128 ? row % 8 : row / 2 % 4)) << 4);
 }
+// The sums over `rows` rows of a tile of 64 columns of 16 bits, by a warpgroup after it has met: those of PANEL_COLUMN and the next,
+// which four lanes have. They read rows whose chunks lie in different banks.
+#define PANEL_COLUMN (threadIdx.x % 128 / 32 * 16 + threadIdx.x % 8 * 2)
+template <class T> __device__ __forceinline__ float2 panel_sums(u32 tile, int rows) {
+    int column = PANEL_COLUMN, start = threadIdx.x % 32 / 8 * 2;
+    float2 sum = {};
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        int row = i / 2 * 8 + start + i % 2;
+        float2 v = unpack_pair<T>(load_shared(tile + swizzled<128>(row, column / 8) + column % 8 * 2));
+        if (row < rows) sum.x += v.x, sum.y += v.y;
+    }
+#pragma unroll
+    for (int lanes = 8; lanes < 32; lanes *= 2) {
+        sum.x += __shfl_xor_sync(~0u, sum.x, lanes);
+        sum.y += __shfl_xor_sync(~0u, sum.y, lanes);
+    }
+    return sum;
+}
 // The descriptor of a swizzled tile at `address`. `block`: bytes from the columns of one row of an MN-major tile to the next;
 // `eight`: bytes from eight rows to the next eight.
 template <int ROW_BYTES = 128> __device__ __forceinline__ u64 tile_descriptor(u32 address, u32 block = 16, u32 eight = 8 * ROW_BYTES) {

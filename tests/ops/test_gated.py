@@ -1,58 +1,87 @@
+"""Linear layers whose result is multiplied by a gate beside a residual."""
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 from cudiff import Tensor, ops
-from cudiff.ops.gated import gated
 from tests.check import check_op, torch
 
 SHAPES = [(3, 8), (2, 5, 24), (3, 2, 3, 320), (2, 70, 33), (300, 3, 16), (1, 1031, 8), (2, 200, 136)]
 
 
-def arrays_of(rng, shape):
-    return rng.standard_normal(shape), rng.standard_normal((shape[0], shape[-1])), rng.standard_normal(shape)
+def arrays_of(rng, shape, inputs):
+    """x, weight, bias, residual and gate of a result of this shape."""
+    outputs = shape[-1]
+    return [rng.standard_normal((*shape[:-1], inputs)), rng.standard_normal((outputs, inputs)) / inputs**0.5,
+            rng.standard_normal(outputs), rng.standard_normal(shape), rng.standard_normal((shape[0], outputs))]
 
 
+@pytest.mark.parametrize("inputs", [16, 7])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gated(device, rng, shape):
-    def plain(residual, gate, y):
-        return torch.addcmul(residual, gate.reshape(shape[0], *[1] * (len(shape) - 2), shape[-1]), y)
+def test_a_gate_beside_a_residual(device, rng, shape, inputs):
+    def plain(x, weight, bias, residual, gate):
+        gate = gate.reshape(shape[0], *[1] * (len(shape) - 2), shape[-1])
+        return torch.addcmul(residual, gate, torch.nn.functional.linear(x, weight, bias))
 
-    check_op(gated, *arrays_of(rng, shape), device=device, dtypes=("float32", "bfloat16", "float16"), fp32_inputs=(1,),
-             torch_fn=plain)
+    check_op(ops.linear, *arrays_of(rng, shape, inputs), device=device, dtypes=("float32", "bfloat16", "float16"),
+             fp32_inputs=(2,), tolerance=2, torch_fn=plain)
 
 
 def test_gradients_are_added_to(device, rng):
-    """Of a gate and a y that have another user, and of a residual that is y itself."""
-    _, gate, y = arrays_of(rng, (2, 6, 16))
+    """Of operands that have another user, and of a residual that is the input itself."""
+    x, weight, bias, _, gate = arrays_of(rng, (2, 6, 16), 16)
 
-    def twice(gate, y):
-        return gated(y, gate, y) + gated(y * y, gate * 2.0, y) + ops.reshape(gate, (2, 1, 16))
+    def twice(x, weight, bias, gate):
+        first = ops.linear(x, weight, bias, x, gate)
+        return first + ops.linear(x * x, weight * 2.0, bias, x, gate * 2.0) + ops.reshape(gate, (2, 1, 16))
 
-    check_op(twice, gate, y, device=device, fp32_inputs=(0,), dtypes=("float32",))
+    check_op(twice, x, weight, bias, gate, device=device, dtypes=("float32",))
+
+
+@pytest.mark.parametrize("needed", [{3}, {4}, {0, 2}, {1}])
+def test_only_what_is_needed_has_a_gradient(device, rng, needed):
+    arrays = [array.astype(np.float32) for array in arrays_of(rng, (2, 6, 16), 16)]
+    every = [Tensor(array, device=device, requires_grad=True) for array in arrays]
+    some = [Tensor(array, device=device, requires_grad=i in needed) for i, array in enumerate(arrays)]
+    for tensors in (every, some):
+        out = ops.linear(*tensors)
+        out.backward(out.data)
+    for i, (one, other) in enumerate(zip(every, some, strict=True)):
+        if i in needed:
+            np.testing.assert_array_equal(Tensor(one.grad).numpy(), Tensor(other.grad).numpy())
+        else:
+            assert other.grad is None
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_a_backward_is_one_launch_and_another_where_tiles_are_many(host_of, dtype):
+def test_the_gates_gradient_is_one_launch_and_another_where_tiles_are_many(host_of, dtype):
     """Of 128 images of 256 rows one, whose blocks are enough; of one image the tiles are summed."""
     host = host_of(True)
     for images, launches in ((128, ["backward"]), (1, ["backward", "sum_tiles"])):
-        residual, gate, y = (Tensor(host.zeros(shape, kind), requires_grad=True) for shape, kind in (
-            ((images, 256, 1152), dtype), ((images, 1152), np.float32), ((images, 256, 1152), dtype)))
-        out = gated(residual, gate, y)
+        shapes = (images, 256, 1152), (1152, 1152), (1152,), (images, 256, 1152), (images, 1152)
+        tensors = [Tensor(host.zeros(shape, np.float32 if i in (2, 4) else dtype), requires_grad=True)
+                   for i, shape in enumerate(shapes)]
+        out = ops.linear(*tensors)
         before = len(host.launches)
         out.backward(out.data)
-        found = [name for stem, name in host.launches[before:] if stem == "gated"]
-        assert found == launches
+        assert [name for stem, name in host.launches[before:] if stem == "gated"] == launches
+
+
+def test_a_gate_that_does_not_fit_is_refused(rng):
+    x, weight, residual = (Tensor(rng.standard_normal(shape)) for shape in ((2, 3, 4), (5, 4), (2, 3, 5)))
+    for given, gate in ((residual, (5,)), (residual, (2, 3, 5)), (None, (2, 5))):
+        with pytest.raises(ValueError, match="the gate"):
+            ops.linear(x, weight, None, given, Tensor(rng.standard_normal(gate)))
 
 
 @pytest.mark.gpu
 def test_two_runs_are_equal_to_the_bit(rng):
     found = []
-    arrays = [array.astype(np.float32) for array in arrays_of(rng, (3, 777, 200))]
+    arrays = [array.astype(np.float32) for array in arrays_of(rng, (3, 777, 200), 64)]
     for _ in range(2):
-        residual, gate, y = (Tensor(array, requires_grad=True, device="cuda") for array in arrays)
-        out = gated(residual, gate, y)
+        tensors = [Tensor(array, requires_grad=True, device="cuda") for array in arrays]
+        out = ops.linear(*tensors)
         out.backward(out.data)
-        found.append([out.numpy().tobytes(), *(Tensor(t.grad).numpy().tobytes() for t in (gate, y))])
+        found.append([out.numpy().tobytes(), *(Tensor(t.grad).numpy().tobytes() for t in tensors)])
     assert found[0] == found[1]

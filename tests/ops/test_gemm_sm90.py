@@ -68,9 +68,9 @@ def test_what_it_adds():
 def beside(other, gate):
     """What is read or left beside a result, in all ways."""
     return (
-        Epilogue(addend=other), Epilogue(addend=other, gate=gate), Epilogue(slope="gelu", preactivation=other),
-        Epilogue(slope="silu", preactivation=other), Epilogue(activation="gelu_tanh", preactivation=other),
-        Epilogue(activation="silu"),
+        Epilogue(addend=other), Epilogue(addend=other, gate=gate), Epilogue(addend=other, gate=gate, kept=other),
+        Epilogue(slope="gelu", kept=other), Epilogue(slope="silu", kept=other),
+        Epilogue(activation="gelu_tanh", kept=other), Epilogue(activation="silu"),
     )
 
 
@@ -119,7 +119,7 @@ def test_every_plan_covers_the_result_and_fits(monkeypatch, size, rounds):
     for plan in plans:
         for epilogue in [Epilogue(), *beside(out, out)] if rounds else [Epilogue()]:
             sm90.multiply(a, b, out, epilogue, not rounds, not rounds, False, plan)
-    assert len(found) == (7 if rounds else 1) * len(plans) >= 3
+    assert len(found) == (8 if rounds else 1) * len(plans) >= 3
     for grid, threads, args, shared, constants in found:
         m, n = args[-10:-8]
         width, cluster, stages = (constants[name] for name in ("BN", "CLUSTER", "STAGES"))
@@ -202,7 +202,7 @@ def test_every_plan_of_a_product_of_floats(hopper, rng, size, add):
 @pytest.mark.parametrize("size", [(300, 200, 1032), (700, 776, 520)], ids=str)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 def test_what_becomes_of_a_result_with_every_plan(hopper, rng, size, dtype):
-    """Activations with what they leave, slopes, gates of images of 70 rows; results of about 1."""
+    """Activations and gates of images of 70 rows with what they leave, slopes with sums; results of about 1."""
     rows, columns, depth = size
     a, b = ((rng.standard_normal((n, depth)) / depth**0.25).astype(dtype) for n in (rows, columns))
     bias = rng.standard_normal(columns).astype(np.float32)
@@ -221,19 +221,29 @@ def test_what_becomes_of_a_result_with_every_plan(hopper, rng, size, dtype):
     def tanh_gelu(at):
         return gelu(at, approximate="tanh")
 
-    expected = [v + x, x + gates * v, v * slope(gelu, x), v * slope(silu, x), value(tanh_gelu, v), value(silu, v)]
+    gated = x + gates * v
+    expected = [v + x, gated, gated, v * slope(gelu, x), v * slope(silu, x), value(tanh_gelu, v), value(silu, v)]
     for plan in sm90.plans(rows, columns, depth, True):
         for i, result in enumerate(expected):
             found = []
             for _ in range(2):
-                out = Tensor(np.full((rows, columns), np.nan, dtype), device="cuda").data[None]
+                nothing = np.full((1, rows, columns), np.nan, dtype)
+                out, kept = (Tensor(nothing, device="cuda").data for _ in range(2))
                 left, right, other = (Tensor(array, device="cuda").data[None] for array in (a, b, before))
+                sums = Tensor(np.full((1, -(-rows // 64), columns), np.nan, np.float32), device="cuda").data
                 epilogue = beside(other, Tensor(gate.astype(np.float32), device="cuda").data)[i]
-                epilogue = epilogue._replace(bias=Tensor(bias, device="cuda").data, rows_per_image=70)
-                sm90.multiply(left, right, out, epilogue, False, False, False, plan)
-                found.append([Tensor(out).numpy()[0], Tensor(other).numpy()[0]])
+                leaves, slopes = epilogue.kept is not None and i in (2, 5), epilogue.slope is not None
+                epilogue = epilogue._replace(bias=Tensor(bias, device="cuda").data, rows_per_image=70,
+                                             kept=kept if leaves else epilogue.kept)
+                sm90.multiply(left, right, out, epilogue, False, False, False, plan, sums=sums if slopes else None)
+                found.append([Tensor(array).numpy()[0] for array in (out, other, kept, sums)])
             assert relative_error(found[0][0], result) < 1e-2, (plan, i)
-            assert relative_error(found[0][1], v if i == 4 else x) < 1e-2, (plan, i)
+            assert (found[0][1] == before).all(), (plan, i)
+            left_there = found[0][2].astype(float)
+            assert relative_error(left_there, v) < 1e-2 if leaves else np.isnan(left_there).all(), (plan, i)
+            if slopes:
+                tiles = np.split(found[0][0].astype(float), range(64, rows, 64))
+                assert relative_error(found[0][3], np.array([tile.sum(0) for tile in tiles])) < 1e-5, (plan, i)
             assert [array.tobytes() for array in found[0]] == [array.tobytes() for array in found[1]], (plan, i)
 
 

@@ -36,6 +36,23 @@ def test_each_image_its_own(device, rng, shape):
     )
 
 
+@pytest.mark.parametrize("needed", [{0}, {1}, {2}, {1, 2}])
+@pytest.mark.parametrize("shape", [(2, 5, 24), (3, 70, 1640)])
+def test_only_what_is_needed_has_a_gradient(device, rng, needed, shape):
+    """The same numbers as with all."""
+    arrays = [rng.standard_normal(shape).astype(np.float32) for shape in (shape, shape[-1:], shape[-1:])]
+    every = [Tensor(array, device=device, requires_grad=True) for array in arrays]
+    some = [Tensor(array, device=device, requires_grad=i in needed) for i, array in enumerate(arrays)]
+    for tensors in (every, some):
+        out = layer_norm(*tensors)
+        out.backward(out.data)
+    for i, (one, other) in enumerate(zip(every, some, strict=True)):
+        if i in needed:
+            np.testing.assert_array_equal(Tensor(one.grad).numpy(), Tensor(other.grad).numpy())
+        else:
+            assert other.grad is None
+
+
 def test_large_mean(device, rng):
     x = (100 + rng.standard_normal((40, 96))).astype(np.float32)
     wide = x.astype(np.float64)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from cudiff.backend import Array, float32
+from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.launch import address, blocks, empty, launch
-from cudiff.cuda.sums import empty_statistics
-from cudiff.statistics import ChannelStatistics, Kind
+from cudiff.gradient import Slot
 
 ROWS = 64  # of a tile at least
 
@@ -21,20 +22,20 @@ def add_gated(residual: Array, y: Array, gate: Array, rows: int, out: Array) -> 
     launch("gated", "forward", grid, (32, 8), (out, residual, y, gate, rows, gate.shape[1]), **constants)
 
 
-def gradients(dgate: tuple[Array, bool], dy: tuple[Array, bool], dout: Array, y: Array, gate: Array,
-              rows: int) -> ChannelStatistics:
-    """dgate and dy, each with whether it is added to. Returns the sums of what dy gets."""
-    images, channels = gate.shape
-    grid, constants = _sizes(gate, rows, dy[0], dout, y)
-    at_once = grid[1] == 1 and not dgate[1] and address(dgate[0]) % 16 == 0
-    partials = dgate[0] if at_once else empty((images, grid[1], channels), float32)
-    statistics = empty_statistics(Kind.SUMS, images, grid[1], channels)
-    args = (*dy, partials, statistics.sums, dout, y, gate, rows, channels)
-    launch("gated", "backward", grid, (32, 8), args, **constants)
+def gate_gradients(dout: Array, y: Array, gate: Array, into: Slot | None) -> tuple[Array, Array, Array]:
+    """Of `add_gated`, y (N, ..., C): dy = gate · dout, dgate = the sums of dout · y over an image, to where
+    `gradient_target` says, and the sums of dy over tiles of rows, float32 (N, tiles, C)."""
+    (images, channels), rows, dy = gate.shape, math.prod(y.shape[1:-1]), empty(y.shape, y.dtype)
+    dgate, add = gradient_target(into, gate.shape, float32)
+    grid, constants = _sizes(gate, rows, dy, dout, y)
+    at_once = grid[1] == 1 and not add and address(dgate) % 16 == 0
+    partials = dgate if at_once else empty((images, grid[1], channels), float32)
+    sums = empty((images, grid[1], channels), float32)
+    launch("gated", "backward", grid, (32, 8), (dy, partials, sums, dout, y, gate, rows, channels), **constants)
     if not at_once:
         launch("gated", "sum_tiles", blocks(gate.size, 256), 256,
-               (*dgate, partials, grid[1], channels, np.int64(gate.size)), T=y.dtype, VEC=0)
-    return statistics
+               (dgate, add, partials, grid[1], channels, np.int64(gate.size)), T=y.dtype, VEC=0)
+    return dy, dgate, sums
 
 
 def _sizes(gate: Array, rows: int, *arrays: Array) -> tuple[tuple[int, int], dict[str, Any]]:

@@ -83,10 +83,7 @@ def offer_short_backward(p: Problem) -> Offer | None:
 
 def short_backward(given: Backward, tiles: int, p: Problem) -> None:
     own, tile = min(tiles, 2), _tile_bytes(p.dim)  # tiles of keys of a block
-    places: tuple = (None, None, None, 0, 0)
-    if given.sums is not None:
-        sums = given.sums(4 * tiles // own)
-        places = (*sums, *(stride // 4 for stride in sums[0].strides[1:3]))
+    places = _sums(given, 4 * tiles // own)
     maps = map(tile_map, (given.q, given.k, given.v, given.dout, given.dq, given.dk, given.dv))
     launch(
         "attention_short_sm90", "backward", (tiles // own, p.heads, p.images), 128,
@@ -95,8 +92,19 @@ def short_backward(given: Backward, tiles: int, p: Problem) -> None:
     )
 
 
+def _sums(given: Backward, tiles: int) -> tuple:
+    """Where the sums of so many tiles go, if wanted, and floats from a tile, and from a head, to the next."""
+    if given.sums is None:
+        return _NO_SUMS
+    sums = given.sums(tiles)
+    return *sums, *(stride // 4 for stride in sums[0].strides[1:3])
+
+
+_NO_SUMS = None, None, None, 0, 0
+
+
 def offer_backward(p: Problem) -> Offer | None:
-    return Offer() if _supports(p, backward=True) else None
+    return Offer(p.wanted if p.dim > 32 else frozenset()) if _supports(p, backward=True) else None
 
 
 def backward(given: Backward, plan: None, p: Problem) -> None:
@@ -104,14 +112,17 @@ def backward(given: Backward, plan: None, p: Problem) -> None:
     delta = empty(given.lse.shape, given.lse.dtype)
     constants: dict[str, Any] = {"T": p.dtype, "DP": padded_dim(p.dim), "STAGES": _stages(p.dim), "GROUPS": 1}
     shared = (2 + 2 * _stages(p.dim)) * _tile_bytes(p.dim) + BARRIER_BYTES
+    sums_q, sums_k, sums_v, *strides = _sums(given, blocks(p.queries, TOKENS)) if p.dim > 32 else _NO_SUMS
     launch(
         "attention_sm90", "backward_q", (blocks(p.queries, TOKENS), p.heads, p.images), 128,
-        (*maps, tile_map(given.dq), delta, given.lse, given.out, given.dout, p.queries, p.keys, p.dim, scale), shared,
+        (*maps, tile_map(given.dq), delta, given.lse, given.out, given.dout, p.queries, p.keys, p.dim, scale,
+         sums_q, *strides), shared,
         **constants,
     )
     launch(
         "attention_sm90", "backward_kv", (blocks(p.keys, TOKENS), p.heads, p.images), 128,
-        (*maps, tile_map(given.dk), tile_map(given.dv), delta, given.lse, p.queries, p.keys, scale),
+        (*maps, tile_map(given.dk), tile_map(given.dv), delta, given.lse, p.queries, p.keys, p.dim, scale, sums_k,
+         sums_v, *strides),
         shared + _stages(p.dim) * 1024, **constants,
     )
 

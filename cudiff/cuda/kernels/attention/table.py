@@ -20,7 +20,8 @@ ATTENTION = Table(
     Row("attention_short_sm90.backward", SM90, sm90.offer_short_backward, sm90.short_backward,
         "backward, in one launch, of the same of up to 32 channels and 256 tokens; writes the gradients' sums"),
     Row("attention_sm90.backward_q, backward_kv", SM90, sm90.offer_backward, sm90.backward,
-        "backward of 16-bit heads of up to 128 channels whose rows start at multiples of 16 bytes"),
+        "backward of 16-bit heads of up to 128 channels whose rows start at multiples of 16 bytes; writes the sums of "
+        "those of over 32"),
     Row("attention.forward", ANY, portable.offer_forward, portable.forward, "forward of all heads"),
     Row("attention.backward_q, backward_kv", ANY, portable.offer_backward, portable.backward, "backward of all heads"),
 )

@@ -106,8 +106,9 @@ class Epilogue(NamedTuple):
     `addend`, of the result's dtype and shape, which may be the result itself, are added. Of linear layers then:
 
     gate (images, columns), float32: the result is addend + gate · what else there is.
-    activation: a name of ACTIVATIONS. What it is applied to is left in `preactivation`, where that is given.
-    slope: likewise; the result, a gradient, is multiplied by the activation's slope at `preactivation`.
+    activation: a name of ACTIVATIONS, applied to what there is.
+    slope: likewise; the result, a gradient, is multiplied by the activation's slope at `kept`.
+    kept: where given beside a gate or an activation, what that is applied to is left there.
     """
 
     bias: Array | None = None
@@ -117,7 +118,7 @@ class Epilogue(NamedTuple):
     gate: Array | None = None
     activation: str | None = None
     slope: str | None = None
-    preactivation: Array | None = None
+    kept: Array | None = None
 
 
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}  # as activation.cuh numbers them

@@ -26,14 +26,17 @@ from cudiff.cuda.kernels.gemm.product import ACTIVATIONS, Epilogue
 from cudiff.cuda.kernels.shape import at_16_bytes
 from cudiff.cuda.launch import blocks, launch
 from cudiff.cuda.select import Offer
+from cudiff.cuda.sums import empty_statistics
 from cudiff.cuda.tensor_map import tensor_map, windows_map
 from cudiff.cuda.tiles import Planner
+from cudiff.statistics import ChannelStatistics, Kind
 
 ROWS, DEPTH = 128, 64  # of a tile, and of a step
 ROW_BYTES, PANEL_BYTES = 128, 64 * 128
 SHARED_BYTES = 227 << 10  # of a block
 BARRIER_BYTES = 256
 STAGES = 8  # at most
+SUMMED = 64  # rows of which a sum is left
 STEPS = {256: 0.65, 192: 0.495, 128: 0.36}  # microseconds of a step, by a tile's columns
 BANDWIDTH = 3e6  # bytes in a microsecond
 ONE_TAP_FLOPS = 330e6  # in a microsecond, at most, of conv2d_sm90 with one tap: its warpgroups share no operand
@@ -42,7 +45,8 @@ ONE_TAP_FLOPS = 330e6  # in a microsecond, at most, of conv2d_sm90 with one tap:
 # The kernel reads or leaves one matrix beside the result.
 _READS_ONE = [
     frozenset(wanted) for wanted in
-    ((), (Fusion.ADDEND,), (Fusion.ADDEND, Fusion.GATE), (Fusion.ACTIVATION,), (Fusion.SLOPE,))
+    ((), (Fusion.ADDEND,), (Fusion.ADDEND, Fusion.GATE), (Fusion.ACTIVATION,), (Fusion.SLOPE,),
+     (Fusion.SLOPE, Fusion.SUMS))
 ]
 
 
@@ -123,7 +127,8 @@ def _afterwards(p: Problem) -> float:
     return 3 + 3 * p.out.size * p.out.dtype.itemsize / BANDWIDTH if p.wanted & AFTERWARDS else 0.0
 
 
-def run(given: Operands, offer: Offer, p: Problem) -> None:
+def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
+    """Returns the SUMS of dgrad's result where they are wanted."""
     x, weight, out = rows_of(given.x), given.weight[None], rows_of(given.out)
     if p.direction == WGRAD:
         a, b, result, a_mn, b_mn = out, x, weight, True, True
@@ -132,12 +137,17 @@ def run(given: Operands, offer: Offer, p: Problem) -> None:
         a, b, result, a_mn, b_mn = x, weight, out, False, p.direction == DGRAD
     more = None if given.x2 is None else rows_of(given.x2)
     a2, out2 = (None, more) if p.direction == DGRAD else (more, None)
+    statistics = None
+    if Fusion.SUMS in p.wanted:
+        statistics = empty_statistics(Kind.SUMS, 1, blocks(out.shape[1], SUMMED), out.shape[2])
+    sums = None if statistics is None else statistics.sums
 
     def launch_as(chosen: Plan) -> None:
-        multiply(a, b, result, given.epilogue, a_mn, b_mn, given.add, chosen, a2, out2)
+        multiply(a, b, result, given.epilogue, a_mn, b_mn, given.add, chosen, a2, out2, sums=sums)
 
     plan.run(_product(p), launch_as, [result] if given.add or given.epilogue.addend is given.out else [],
              chosen=offer.plan)
+    return statistics
 
 
 class Plan(NamedTuple):
@@ -182,13 +192,15 @@ def _tiles(chosen: Plan, rows: int, columns: int) -> int:
 
 
 def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_mn: bool, add: bool, plan: Plan,
-             a2: Array | None = None, out2: Array | None = None, taps: tuple[int, int] | None = None) -> None:
+             a2: Array | None = None, out2: Array | None = None, taps: tuple[int, int] | None = None,
+             sums: Array | None = None) -> None:
     """out (B, M, N) = the products of a (B, M, depth), or (B, depth, M) under `a_mn`, and b (B, N, depth), or
     (B, depth, N) under `b_mn`, with what the epilogue adds; float32 out is added to where `add`.
 
     a2: what a has of the depth after its own, a multiple of 64; out2: the columns after out's, likewise. Not with an
     addend, or of floats. taps: of a convolution of stride 1 that keeps the size of the images a (N, H, W, depth); then
-    b is (R · S, N, depth), or under `b_mn` (R · S, depth, N) of which the last tap is the first, and B is 1.
+    b is (R · S, N, depth), or under `b_mn` (R · S, depth, N) of which the last tap is the first, and B is 1. sums:
+    beside a slope, of one matrix, gets the sums over each `SUMMED` rows, float32 (1, tiles, N).
     """
     (batches, rows, first_columns), split = out.shape, a.shape[1 if a_mn else -1]
     columns = first_columns if out2 is None else first_columns + out2.shape[2]
@@ -198,12 +210,12 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
     if turned:
         a, b, a_mn, b_mn, rows, columns = b, a, b_mn, a_mn, columns, rows
     rounds = out.dtype != float32
-    other = epilogue.addend if epilogue.preactivation is None else epilogue.preactivation
-    reads = other is not None and epilogue.activation is None
+    other, kept = (epilogue.addend, epilogue.kept) if epilogue.slope is None else (epilogue.kept, None)
+    reads, keeps = other is not None, kept is not None
     other = at_16_bytes(other) if reads else other
     bias, by_image = (None if term is None else at_16_bytes(term)
                       for term in (epilogue.bias, epilogue.emb if epilogue.gate is None else epilogue.gate))
-    stages, shared = _fit(plan, b_mn, rounds, reads, keeps=other is not None and not reads)
+    stages, shared = _fit(plan, b_mn, rounds, reads, keeps)
 
     def source(array: Array) -> np.ndarray:
         if taps is not None:
@@ -215,8 +227,9 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
 
     a_map = source(a)
     operands = a_map, a_map if a2 is None else source(a2), tensor_map(b, (1, DEPTH, 64) if b_mn else (1, width, DEPTH))
-    results = [result(out if array is None else array) if rounds else a_map for array in (out, out2, other)]
-    floats, pitch = (None, 0) if rounds else (out, out.strides[1] // out.itemsize)
+    results = [result(out if array is None else array) if rounds else a_map
+               for array in (out, kept if keeps else out2, other)]
+    floats, pitch = (sums, 0) if rounds else (out, out.strides[1] // out.itemsize)
     window = (1, 1, 1, 1) if taps is None else (*taps, *a.shape[1:3])
     launch(
         "gemm_sm90", "gemm_sm90", (tiles if cluster > 1 else min(tiles, multiprocessors()), 1, cluster), 384,
@@ -225,8 +238,8 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
         shared, T=a.dtype, OUT=out.dtype, A_MN=int(a_mn), B_MN=int(b_mn), BN=width, CLUSTER=cluster,
         STAGES=stages, TURNED=turned, WINDOWS=int(taps is not None),
         ADDS=int(epilogue.addend is not None and epilogue.gate is None), ACTIVATION=ACTIVATIONS[epilogue.activation],
-        KEEPS=int(other is not None and not reads), SLOPE=ACTIVATIONS[epilogue.slope],
-        GATES=int(epilogue.gate is not None),
+        KEEPS=int(keeps), SLOPE=ACTIVATIONS[epilogue.slope], GATES=int(epilogue.gate is not None),
+        SUMS=int(sums is not None),
     )
 
 
@@ -236,6 +249,6 @@ def _fit(plan: Plan, b_mn: bool, rounds: bool, reads: bool, keeps: bool) -> tupl
     stage, rest = (ROWS + (blocks(width, 64) * 64 if b_mn else width)) * ROW_BYTES, BARRIER_BYTES
     if rounds:
         panels = width // cluster // 64
-        rest += 2 * (panels if reads else 2 if keeps else min(2, panels)) * PANEL_BYTES + 2 * width * 4
+        rest += 2 * (panels + keeps if reads else 2 if keeps else min(2, panels)) * PANEL_BYTES + 2 * width * 4
     stages = min(STAGES, (SHARED_BYTES - rest) // stage)
     return stages, rest + stages * stage

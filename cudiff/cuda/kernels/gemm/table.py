@@ -29,6 +29,7 @@ from cudiff.cuda.kernels.gemm.problem import Product, matrix_of
 from cudiff.cuda.kernels.gemm.product import Epilogue, products
 from cudiff.cuda.launch import empty
 from cudiff.cuda.select import ANY, SM90, Offer, Row, Table
+from cudiff.statistics import ChannelStatistics
 
 
 def _as_convolution(given: Operands, offer: Offer, p: Problem) -> None:
@@ -43,7 +44,8 @@ LINEAR = Table(
     "linear layers",
     Row("gemm_sm90", SM90, gemm_sm90.offer, gemm_sm90.run,
         "16 bits, channels a multiple of 8; two sources but in the weight gradient; adds a bias, then one of: an "
-        "addend, it by a gate, an activation, its slope; declines where the next rows are estimated to take less time"),
+        "addend, it by a gate, an activation, its slope, which leaves sums; declines where the next rows are estimated "
+        "to take less time"),
     Row("conv2d_sm90", SM90, sm90.offer, _as_convolution,
         "output and input gradient of 16 bits or tf32 where 8 divides the rows, as a convolution; two sources too of "
         "16 bits, the first of whole 64 channels"),
@@ -79,16 +81,17 @@ def matmul(a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = Fa
     return out
 
 
-def linear(direction: str, given: Operands) -> None:
+def linear(direction: str, given: Operands, sums: bool = False) -> ChannelStatistics | None:
     """A linear layer's product of matrices, with weight (K, C) or its gradient; x, x2 and out have rows of channels.
 
     FPROP: out (..., K) = concat(x, x2) (..., C) · weight transposed, plus the epilogue. DGRAD: concat(out, x2) (..., C)
     = x (..., K) · weight, plus the epilogue. WGRAD: weight, float32, = or += out (..., K) transposed · concat(x, x2).
+    Returns SUMS of a result that is multiplied by a slope, if `sums` and the kernel makes them.
     """
     outputs, channels = given.weight.shape
     problem = Problem(
         direction, _image(given.x), weight_of(given.weight, (outputs, 1, 1, channels)), _image(given.out),
-        products=products(given.x.dtype), wanted=wanted_by(given),
+        products=products(given.x.dtype), wanted=wanted_by(given, *((Fusion.SUMS,) if sums else ())),
         x2=None if given.x2 is None else _image(given.x2),
     )
     chosen = LINEAR.select(problem)
@@ -98,23 +101,24 @@ def linear(direction: str, given: Operands) -> None:
     elif chosen.left & AFTERWARDS:
         _and_then(direction, given)
     else:
-        chosen.row.run(given, chosen.offer, problem)
+        return chosen.row.run(given, chosen.offer, problem)
+    return None
 
 
 def _and_then(direction: str, given: Operands) -> None:
     """The product, and what becomes of it by a launch of its own."""
     out, e = given.out, given.epilogue
+    kept = out if e.kept is None else e.kept
     plain = Epilogue(e.bias, e.emb, e.addend, e.rows_per_image)
     if e.activation is not None:
-        x = out if e.preactivation is None else e.preactivation
-        linear(direction, given._replace(out=x, epilogue=plain))
-        activate(e.activation, x, out)
+        linear(direction, given._replace(out=kept, epilogue=plain))
+        activate(e.activation, kept, out)
     elif e.slope is not None:
         linear(direction, given._replace(epilogue=plain))
-        multiply_by_slope(e.slope, out, e.preactivation)
+        multiply_by_slope(e.slope, out, kept)
     else:
-        linear(direction, given._replace(epilogue=plain._replace(addend=None)))
-        add_gated(e.addend, out, e.gate, e.rows_per_image, out)
+        linear(direction, given._replace(out=kept, epilogue=plain._replace(addend=None)))
+        add_gated(e.addend, kept, e.gate, e.rows_per_image, out)
 
 
 def _halves(direction: str, given: Operands) -> tuple[Operands, Operands]:
