@@ -138,7 +138,8 @@ class Linear(Function):
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
-        return *_gradients_numpy(*ctx.saved, dout, needs), dout if needs[3] else None
+        x, weight = ctx.saved
+        return *_gradients_numpy(x, weight, dout, needs), dout if needs[3] else None
 
     @staticmethod
     def forward_cuda(ctx, x, weight, bias, residual):
