@@ -1,4 +1,4 @@
-"""check_op and check_case: one call that holds an operation to its reference on every backend.
+"""check_op, check_case and check_needed: one call that holds an operation to its reference on every backend.
 
 On the CPU: NumPy's backward against finite differences in float64, and forward and backward against PyTorch where it
 is installed. On the GPU: the CUDA kernels in float32, bfloat16 and float16 against NumPy in float64 on the same
@@ -298,3 +298,19 @@ def _check_rounded(case, device, dtype):
             # terms may cancel (attention to one key), and are as large as another's.
             size = largest if case.steps > 1 else np.abs(reference).max()
             _hold(grad, reference, dtype, 2 * case.steps, between + 2 * eps, size, f"{dtype} gradient {i} on {device}")
+
+
+def check_needed(op, arrays, needed, device) -> None:
+    """Where only some inputs want a gradient, these get the same float32 numbers as beside all others."""
+    every, some = (
+        [Tensor(array.astype(np.float32), device=device, requires_grad=i in wanted) for i, array in enumerate(arrays)]
+        for wanted in (range(len(arrays)), needed)
+    )
+    for tensors in (every, some):
+        out = op(*tensors)
+        out.backward(out.data)
+    for i, (one, other) in enumerate(zip(every, some, strict=True)):
+        if i in needed:
+            np.testing.assert_array_equal(Tensor(one.grad).numpy(), Tensor(other.grad).numpy())
+        else:
+            assert other.grad is None

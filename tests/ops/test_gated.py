@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from cudiff import Tensor, ops
-from tests.check import check_op, torch
+from tests.check import check_needed, check_op, torch
 
 SHAPES = [(3, 8), (2, 5, 24), (3, 2, 3, 320), (2, 70, 33), (300, 3, 16), (1, 1031, 8), (2, 200, 136)]
 
@@ -41,17 +41,7 @@ def test_gradients_are_added_to(device, rng):
 
 @pytest.mark.parametrize("needed", [{3}, {4}, {0, 2}, {1}])
 def test_only_what_is_needed_has_a_gradient(device, rng, needed):
-    arrays = [array.astype(np.float32) for array in arrays_of(rng, (2, 6, 16), 16)]
-    every = [Tensor(array, device=device, requires_grad=True) for array in arrays]
-    some = [Tensor(array, device=device, requires_grad=i in needed) for i, array in enumerate(arrays)]
-    for tensors in (every, some):
-        out = ops.linear(*tensors)
-        out.backward(out.data)
-    for i, (one, other) in enumerate(zip(every, some, strict=True)):
-        if i in needed:
-            np.testing.assert_array_equal(Tensor(one.grad).numpy(), Tensor(other.grad).numpy())
-        else:
-            assert other.grad is None
+    check_needed(ops.linear, arrays_of(rng, (2, 6, 16), 16), needed, device)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])

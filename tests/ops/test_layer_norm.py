@@ -3,7 +3,7 @@ import pytest
 
 from cudiff.ops.layer_norm import layer_norm
 from cudiff.tensor import Tensor
-from tests.check import check_op, relative_error, torch
+from tests.check import check_needed, check_op, relative_error, torch
 
 SHAPES = [
     (3, 8), (1, 1, 5), (2, 3, 64), (7, 17), (1, 2, 3, 320), (300, 16), (2, 1031), (3, 1640), (2, 1537), (2, 12296),
@@ -39,18 +39,7 @@ def test_each_image_its_own(device, rng, shape):
 @pytest.mark.parametrize("needed", [{0}, {1}, {2}, {1, 2}])
 @pytest.mark.parametrize("shape", [(2, 5, 24), (3, 70, 1640)])
 def test_only_what_is_needed_has_a_gradient(device, rng, needed, shape):
-    """The same numbers as with all."""
-    arrays = [rng.standard_normal(shape).astype(np.float32) for shape in (shape, shape[-1:], shape[-1:])]
-    every = [Tensor(array, device=device, requires_grad=True) for array in arrays]
-    some = [Tensor(array, device=device, requires_grad=i in needed) for i, array in enumerate(arrays)]
-    for tensors in (every, some):
-        out = layer_norm(*tensors)
-        out.backward(out.data)
-    for i, (one, other) in enumerate(zip(every, some, strict=True)):
-        if i in needed:
-            np.testing.assert_array_equal(Tensor(one.grad).numpy(), Tensor(other.grad).numpy())
-        else:
-            assert other.grad is None
+    check_needed(layer_norm, [rng.standard_normal(part) for part in (shape, shape[-1:], shape[-1:])], needed, device)
 
 
 def test_large_mean(device, rng):
