@@ -168,6 +168,15 @@ def test_a_lock_that_does_not_say_whose_it_is_still_locks(tmp_path):
                 check_unused(tmp_path)
 
 
+def test_a_run_that_has_just_begun_is_live_though_it_holds_no_checkpoint(tmp_path, capsys):
+    pytest.importorskip("fcntl")
+    with alone_in(tmp_path):
+        assert main(["train", "--resume", str(tmp_path)]) == 2
+    assert f"another process trains in {tmp_path} (process {os.getpid()} on " in capsys.readouterr().err
+    assert main(["train", "--resume", str(tmp_path)]) == 2
+    assert "holds no checkpoint" in capsys.readouterr().err
+
+
 def test_processes_that_look_at_the_same_time_do_not_refuse_each_other(tmp_path, monkeypatch):
     """As those of one run do, before they meet."""
     fcntl = pytest.importorskip("fcntl")
