@@ -11,6 +11,7 @@
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
 constexpr int ROWS = WARPS == 1 ? 4 : 1;  // at once
 constexpr int AT_ONCE = PACKS * V <= 64 ? PACKS : 1;  // more of a row than that lies in memory of the thread's own
+constexpr int HELD = PACKS * V <= 40 ? PACKS : 1;     // likewise in backward, which holds more of it
 
 // The row of this thread, and the column of its n-th pack.
 __device__ __forceinline__ i64 own_row() { return (i64)blockIdx.x * ROWS + threadIdx.y; }
@@ -86,7 +87,7 @@ extern "C" __global__ void backward(T* dx, int add, float2* totals, const T* dy,
     for (i64 row = start + first + threadIdx.y; row < start + min(rows, first + length); row += ROWS) {
         Raw raw_x[PACKS], raw_dy[PACKS], before[PACKS];
         float mu = mean[row], r = rstd[row], sum = 0.0f, product = 0.0f;
-#pragma unroll AT_ONCE
+#pragma unroll HELD
         for (int n = 0; n < PACKS; n++) {
             if (column(n) >= C) break;
             i64 at = row * C + column(n);
@@ -94,7 +95,7 @@ extern "C" __global__ void backward(T* dx, int add, float2* totals, const T* dy,
             raw_dy[n] = load_raw(dy + at);
             if (add) before[n] = load_raw(dx + at);
         }
-#pragma unroll AT_ONCE
+#pragma unroll HELD
         for (int n = 0; n < PACKS; n++) {
             float w[V], xhat[V], d[V];
             if (column(n) >= C) break;
@@ -113,7 +114,7 @@ extern "C" __global__ void backward(T* dx, int add, float2* totals, const T* dy,
         if (!dx) continue;
         sum = row_sum(sum) / C;
         product = row_sum(product) / C;
-#pragma unroll AT_ONCE
+#pragma unroll HELD
         for (int n = 0; n < PACKS; n++) {
             float w[V], xhat[V], d[V], gradient[V] = {};
             if (column(n) >= C) break;
@@ -129,7 +130,7 @@ extern "C" __global__ void backward(T* dx, int add, float2* totals, const T* dy,
     if (!totals) return;
     totals += (i64)blockIdx.x * C;
     __shared__ float2 others[ROWS][V][32];
-#pragma unroll AT_ONCE
+#pragma unroll HELD
     for (int n = 0; n < PACKS; n++) {
         if constexpr (ROWS > 1) {
             __syncthreads();  // the pack before has been read

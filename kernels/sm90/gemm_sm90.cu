@@ -220,12 +220,12 @@ __device__ __forceinline__ void store_rounded(const TensorMap& out, const Tensor
 }
 
 // The sums over so many rows of the panels that lie in shared memory. The next tile's may come there after it.
-__device__ __forceinline__ void leave_sums(float* sums, u32 result, int rows, int columns) {
-#pragma unroll
+__device__ __forceinline__ void leave_sums(float* sums, u32 result, int m0, int n0, int M, int N) {
+#pragma unroll 1
     for (int panel = 0; panel < WIDTH / 64; panel++) {
-        float2 sum = panel_sums<T>(result + panel * PANEL_BYTES, rows);
-        int column = panel * 64 + PANEL_COLUMN;
-        if (threadIdx.x % 32 < 8 && column < columns) *reinterpret_cast<float2*>(sums + column) = sum;
+        float2 sum = panel_sums<T>(result + panel * PANEL_BYTES, M - m0);
+        int column = n0 + panel * 64 + PANEL_COLUMN;
+        if (threadIdx.x % 32 < 8 && column < N) *reinterpret_cast<float2*>(sums + (i64)(m0 / 64) * N + column) = sum;
     }
     warpgroup_meets();
 }
@@ -304,7 +304,7 @@ gemm_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             const float* own_bias = bias ? reinterpret_cast<const float*>(shared + at_bias) : nullptr;
             ByImage values(by_image, rows_per_image, m0, n0, M, N);
             store_rounded(out, out2, result, acc, own_bias, values, by_image, m0, n0, N, N1, tile.batch);
-            if (SUMS && m0 < M) leave_sums(floats + (i64)(m0 / 64) * N + n0, result, M - m0, N - n0);
+            if (SUMS && m0 < M) leave_sums(floats, result, m0, n0, M, N);
             if (bias) biases.release();
         } else {
             store_floats(floats + (i64)tile.batch * (TURNED ? N : M) * pitch, pitch, acc, m0, n0, M, N, add);

@@ -151,7 +151,7 @@ template <int ROW_BYTES> __device__ __forceinline__ u32 swizzled(int row, int ch
 template <class T> __device__ __forceinline__ float2 panel_sums(u32 tile, int rows) {
     int column = PANEL_COLUMN, start = threadIdx.x % 32 / 8 * 2;
     float2 sum = {};
-#pragma unroll
+#pragma unroll 4
     for (int i = 0; i < 16; i++) {
         int row = i / 2 * 8 + start + i % 2;
         float2 v = unpack_pair<T>(load_shared(tile + swizzled<128>(row, column / 8) + column % 8 * 2));
