@@ -314,8 +314,7 @@ def _train(options: argparse.Namespace) -> None:
     if options.data_changed and options.resume is None:
         raise CudiffError("--data-changed is for a run that goes on: give --resume, or leave it out")
     if options.resume is not None:
-        if options.folder is None:
-            check_unused(options.resume)  # first: a run that has just begun holds no checkpoint
+        check_unused(options.folder or options.resume)  # first: a run that has just begun holds no checkpoint
         path = find_checkpoint(options.resume)
         of_run = Path(options.resume).is_dir() or (path.parent / "metrics.jsonl").exists()
         folder = Path(options.folder or (path.parent if of_run else Path("runs") / path.stem))
