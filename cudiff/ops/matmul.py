@@ -182,7 +182,7 @@ class GatedLinear(Function):
         out, gate = empty(residual.shape, x.dtype), as_float32(gate)
         y = empty(out.shape, out.dtype) if any(ctx.needs) else None
         epilogue = Epilogue(as_float32(bias), addend=rows_of(residual), gate=gate,
-                            rows_per_image=math.prod(x.shape[1:-1]), kept=None if y is None else rows_of(y))
+                            rows_per_image=math.prod(x.shape[1:-1]), aux=None if y is None else rows_of(y))
         linear_cuda(FPROP, Operands(x, weight, rows_of(out), epilogue))
         ctx.save(x, weight, gate, y)
         return out

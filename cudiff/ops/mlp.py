@@ -42,11 +42,11 @@ class Mlp(Composite):
         h = empty((*x.shape[:-1], len(weight)), x.dtype)
         z = empty(h.shape, h.dtype) if any(ctx.needs[:3]) else None
         out = empty((*x.shape[:-1], len(weight2)), x.dtype)
-        first = Epilogue(as_float32(bias), activation=activation, kept=None if z is None else rows_of(z))
+        first = Epilogue(as_float32(bias), activation=activation, aux=None if z is None else rows_of(z))
         y = empty(out.shape, out.dtype) if gate is not None and any(ctx.needs) else None
         second = Epilogue(as_float32(bias2), addend=None if residual is None else rows_of(residual),
                           gate=as_float32(gate), rows_per_image=math.prod(x.shape[1:-1]),
-                          kept=None if y is None else rows_of(y))
+                          aux=None if y is None else rows_of(y))
         linear_cuda(FPROP, Operands(x, weight, rows_of(h), first))
         linear_cuda(FPROP, Operands(h, weight2, rows_of(out), second))
         ctx.save(x, weight, weight2, z, h, second.gate, y)
@@ -67,7 +67,7 @@ class Mlp(Composite):
             grads[5] = dresidual
         if any(needs[:3]):
             dz = empty(z.shape, z.dtype)
-            slope = Epilogue(slope=ctx.activation, kept=z)
+            slope = Epilogue(slope=ctx.activation, aux=z)
             statistics = linear_cuda(DGRAD, Operands(dout, weight2, dz, slope), sums=needs[2])
             if needs[0]:
                 grads[0], add = gradient_target(into[0], x.shape, x.dtype)

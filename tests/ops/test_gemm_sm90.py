@@ -68,9 +68,9 @@ def test_what_it_adds():
 def beside(other, gate):
     """What is read or left beside a result, in all ways."""
     return (
-        Epilogue(addend=other), Epilogue(addend=other, gate=gate), Epilogue(addend=other, gate=gate, kept=other),
-        Epilogue(slope="gelu", kept=other), Epilogue(slope="silu", kept=other),
-        Epilogue(activation="gelu_tanh", kept=other), Epilogue(activation="silu"),
+        Epilogue(addend=other), Epilogue(addend=other, gate=gate), Epilogue(addend=other, gate=gate, aux=other),
+        Epilogue(slope="gelu", aux=other), Epilogue(slope="silu", aux=other),
+        Epilogue(activation="gelu_tanh", aux=other), Epilogue(activation="silu"),
     )
 
 
@@ -228,15 +228,15 @@ def test_what_becomes_of_a_result_with_every_plan(hopper, rng, size, dtype):
             found = []
             for _ in range(2):
                 nothing = np.full((1, rows, columns), np.nan, dtype)
-                out, kept = (Tensor(nothing, device="cuda").data for _ in range(2))
+                out, aux = (Tensor(nothing, device="cuda").data for _ in range(2))
                 left, right, other = (Tensor(array, device="cuda").data[None] for array in (a, b, before))
                 sums = Tensor(np.full((1, -(-rows // 64), columns), np.nan, np.float32), device="cuda").data
                 epilogue = beside(other, Tensor(gate.astype(np.float32), device="cuda").data)[i]
-                leaves, slopes = epilogue.kept is not None and i in (2, 5), epilogue.slope is not None
+                leaves, slopes = epilogue.aux is not None and i in (2, 5), epilogue.slope is not None
                 epilogue = epilogue._replace(bias=Tensor(bias, device="cuda").data, rows_per_image=70,
-                                             kept=kept if leaves else epilogue.kept)
+                                             aux=aux if leaves else epilogue.aux)
                 sm90.multiply(left, right, out, epilogue, False, False, False, plan, sums=sums if slopes else None)
-                found.append([Tensor(array).numpy()[0] for array in (out, other, kept, sums)])
+                found.append([Tensor(array).numpy()[0] for array in (out, other, aux, sums)])
             assert relative_error(found[0][0], result) < 1e-2, (plan, i)
             assert (found[0][1] == before).all(), (plan, i)
             left_there = found[0][2].astype(float)

@@ -107,8 +107,8 @@ class Epilogue(NamedTuple):
 
     gate (images, columns), float32: the result is addend + gate · what else there is.
     activation: a name of ACTIVATIONS, applied to what there is.
-    slope: likewise; the result, a gradient, is multiplied by the activation's slope at `kept`.
-    kept: where given beside a gate or an activation, what that is applied to is left there.
+    slope: likewise; the result, a gradient, is multiplied by the activation's slope at `aux`.
+    aux: cuBLASLt's auxiliary output: beside a gate or an activation, what that is applied to is left there.
     """
 
     bias: Array | None = None
@@ -118,7 +118,7 @@ class Epilogue(NamedTuple):
     gate: Array | None = None
     activation: str | None = None
     slope: str | None = None
-    kept: Array | None = None
+    aux: Array | None = None
 
 
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}  # as activation.cuh numbers them

@@ -210,8 +210,8 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
     if turned:
         a, b, a_mn, b_mn, rows, columns = b, a, b_mn, a_mn, columns, rows
     rounds = out.dtype != float32
-    other, kept = (epilogue.addend, epilogue.kept) if epilogue.slope is None else (epilogue.kept, None)
-    reads, keeps = other is not None, kept is not None
+    other, aux = (epilogue.addend, epilogue.aux) if epilogue.slope is None else (epilogue.aux, None)
+    reads, keeps = other is not None, aux is not None
     other = at_16_bytes(other) if reads else other
     bias, by_image = (None if term is None else at_16_bytes(term)
                       for term in (epilogue.bias, epilogue.emb if epilogue.gate is None else epilogue.gate))
@@ -228,7 +228,7 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
     a_map = source(a)
     operands = a_map, a_map if a2 is None else source(a2), tensor_map(b, (1, DEPTH, 64) if b_mn else (1, width, DEPTH))
     results = [result(out if array is None else array) if rounds else a_map
-               for array in (out, kept if keeps else out2, other)]
+               for array in (out, aux if keeps else out2, other)]
     floats, pitch = (sums, 0) if rounds else (out, out.strides[1] // out.itemsize)
     window = (1, 1, 1, 1) if taps is None else (*taps, *a.shape[1:3])
     launch(

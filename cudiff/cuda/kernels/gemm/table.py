@@ -108,17 +108,17 @@ def linear(direction: str, given: Operands, sums: bool = False) -> ChannelStatis
 def _and_then(direction: str, given: Operands) -> None:
     """The product, and what becomes of it by a launch of its own."""
     out, e = given.out, given.epilogue
-    kept = out if e.kept is None else e.kept
+    aux = out if e.aux is None else e.aux
     plain = Epilogue(e.bias, e.emb, e.addend, e.rows_per_image)
     if e.activation is not None:
-        linear(direction, given._replace(out=kept, epilogue=plain))
-        activate(e.activation, kept, out)
+        linear(direction, given._replace(out=aux, epilogue=plain))
+        activate(e.activation, aux, out)
     elif e.slope is not None:
         linear(direction, given._replace(epilogue=plain))
-        multiply_by_slope(e.slope, out, kept)
+        multiply_by_slope(e.slope, out, aux)
     else:
-        linear(direction, given._replace(out=kept, epilogue=plain._replace(addend=None)))
-        add_gated(e.addend, kept, e.gate, e.rows_per_image, out)
+        linear(direction, given._replace(out=aux, epilogue=plain._replace(addend=None)))
+        add_gated(e.addend, aux, e.gate, e.rows_per_image, out)
 
 
 def _halves(direction: str, given: Operands) -> tuple[Operands, Operands]:
