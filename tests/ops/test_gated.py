@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from cudiff import Tensor, ops
-from tests.check import check_needed, check_op, torch
+from tests.check import check_needed, check_op, relative_error, torch
 
 SHAPES = [(3, 8), (2, 5, 24), (3, 2, 3, 320), (2, 70, 33), (300, 3, 16), (1, 1031, 8), (2, 200, 136)]
 
@@ -26,6 +26,16 @@ def test_a_gate_beside_a_residual(device, rng, shape, inputs):
 
     check_op(ops.linear, *arrays_of(rng, shape, inputs), device=device, dtypes=("float32", "bfloat16", "float16"),
              fp32_inputs=(2,), tolerance=2, torch_fn=plain)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 24), (2, 4, 4, 40), (3, 16)], ids=str)
+@pytest.mark.parametrize("dtype, allowed", [(np.float32, 2e-5), (ml_dtypes.bfloat16, 1.6e-2)])
+def test_without_a_backward_to_come(device, rng, shape, dtype, allowed):
+    arrays = [array.astype(dtype) for array in arrays_of(rng, shape, 16)]
+    x, weight, bias, residual, gate = (array.astype(float) for array in arrays)
+    found = ops.linear(*(Tensor(array, device=device) for array in arrays)).numpy()
+    gate = gate.reshape(shape[0], *[1] * (len(shape) - 2), shape[-1])
+    assert relative_error(found, residual + gate * (x @ weight.T + bias)) < allowed
 
 
 def test_gradients_are_added_to(device, rng):
