@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from cudiff.config import PRESETS, SECTIONS, Config, add_arguments, from_arguments, load_toml, options_in
 from cudiff.errors import CudiffError
 from cudiff.registry import TABLES
+from tests.at_once import at_once
 
 
 def parse(*words, base=None):
@@ -205,10 +205,8 @@ HUGE = {
 
 @pytest.mark.parametrize("name", HUGE, ids=lambda name: name[:30])
 def test_huge_values_get_one_short_line_at_once(name):
-    start = time.perf_counter()
-    with pytest.raises(CudiffError) as error:
+    with at_once(), pytest.raises(CudiffError) as error:
         Config.from_dict({name: HUGE[name]})
-    assert time.perf_counter() - start < 0.5
     assert len(one_line(error)) < 300 and name[:80] in one_line(error)
 
 
@@ -227,10 +225,8 @@ def test_huge_values_get_one_short_line_at_once(name):
 )  # fmt: skip
 def test_files_from_strangers_get_one_short_line_at_once(content, tmp_path):
     (tmp_path / "run.toml").write_bytes(content)
-    start = time.perf_counter()
-    with pytest.raises(CudiffError) as error:
+    with at_once(), pytest.raises(CudiffError) as error:
         load_toml(tmp_path / "run.toml")
-    assert time.perf_counter() - start < 1
     assert len(one_line(error)) < 400
     with pytest.raises(CudiffError):
         parse("--config", str(tmp_path / "run.toml"))
