@@ -61,7 +61,6 @@ from cudiff.ops.elementwise import (
     square,
 )
 from cudiff.ops.index import Pick, Slice, Take
-from cudiff.ops.lerp import Lerp
 from cudiff.ops.matmul import GatedLinear, Linear, MatMul, linear, matmul
 from cudiff.ops.order import CumSum, cumsum
 from cudiff.ops.place import Place, PlaceRows, place, place_rows
@@ -170,11 +169,6 @@ def _of_gated_linear(dout: Tensor, x: Tensor, weight: Tensor, bias: Any, residua
     return *_of_linear(dy, x, weight, bias, None)[:3], dout, sum(dout * linear(x, weight, bias), between)
 
 
-def _of_lerp(dout: Tensor, a: Tensor, b: Tensor, weight: Tensor | None, scalar: Any) -> tuple[Tensor | None, ...]:
-    share = scalar if weight is None else weight
-    return dout * (1 - share), dout * share, None if weight is None else like(dout * (b - a), weight)
-
-
 def _of_concatenate(dout: Tensor, *tensors: Tensor, axis: int) -> tuple[Tensor, ...]:
     return split(dout, [int(end) for end in np.cumsum([x.shape[axis] for x in tensors])[:-1]], axis)
 
@@ -233,7 +227,6 @@ DERIVATIVES: dict[type[Function], Derivative] = {
     Remainder: _of_two(lambda d, a, b: (d, -d * floor_divide(a, b))),
     Maximum: _of_two(lambda d, a, b: (d * _share(a, b), d * _share(b, a))),
     Minimum: _of_two(lambda d, a, b: (d * _share(b, a), d * _share(a, b))),
-    Lerp: _of_lerp,
     Where: lambda d, mask, a, b, scalars: (None, where(mask, d, 0.0), where(mask, 0.0, d)),
     Cast: lambda d, x, dtype: (astype(d, x.dtype),),
     Sum: _of_sum,

@@ -101,22 +101,16 @@ class Function:
 
 
 class Composite(Function):
-    """A Function whose NumPy side records `compose(*inputs, **attrs)`, the operations that define it, on a tape of its
-    own."""
+    """A Function that other operations define: those of `compose(*inputs, **attrs)`, which are recorded in its place on
+    the CPU, and wherever a gradient is to be differentiated."""
 
     @classmethod
-    def forward_numpy(cls, ctx, *arrays, **attrs):
-        ctx.inputs = [
-            None if array is None else Tensor(array, requires_grad=need)
-            for array, need in zip(arrays, ctx.needs, strict=True)
-        ]
-        ctx.out = cls.compose(*ctx.inputs, **attrs)  # type: ignore[attr-defined]
-        return ctx.out.data
-
-    @staticmethod
-    def backward_numpy(ctx, dout, needs, into):
-        ctx.out.backward(dout)
-        return tuple(x.grad if need else None for x, need in zip(ctx.inputs, needs, strict=True))
+    def apply(cls, *inputs, **attrs):
+        if not all([x is None or isinstance(x, Tensor) for x in inputs]):
+            inputs = _wrapped(cls.__name__, inputs)
+        if _common_device(cls.__name__, inputs)[0] == "cpu" or gradient_depth() > 1:
+            return cls.compose(*inputs, **attrs)  # type: ignore[attr-defined]
+        return super().apply(*inputs, **attrs)
 
 
 def described(result: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -151,6 +151,36 @@ def wgrad_numpy(x: np.ndarray, dout: np.ndarray, kernel: Pair, stride: Pair, pad
     return np.sum(partial, axis=0).reshape(outputs, *kernel, x.shape[3])
 
 
+def gradients_numpy(x: np.ndarray, weight: np.ndarray, dout: np.ndarray, padding: Pair,
+                    needs: Sequence[bool]) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """dx and dweight of a convolution of stride 1, of which needs[0] and needs[1] tell whether they are wanted.
+
+    Both read the patches of dout under the flipped kernel: dx is their product with the weight, dweight that with x.
+    They are copied once, where `dgrad_numpy` and `wgrad_numpy` copy once each.
+    """
+    (outputs, *kernel, channels), width = weight.shape, x.shape[2]
+    offset = kernel[0] - 1 - padding[0], kernel[1] - 1 - padding[1]
+    matrix = weight[:, ::-1, ::-1].transpose(1, 2, 0, 3).reshape(-1, channels)
+    blocks = _blocks(len(x), x.shape[1:3], matrix.shape[0] * x.itemsize)
+    dx = np.empty(x.shape, x.dtype) if needs[0] else None
+
+    def products(start: int) -> np.ndarray:
+        total = np.zeros(matrix.shape, x.dtype)
+        for block in blocks[start::_PARTIAL_SUMS]:
+            patches = _patches(dout, block, (kernel[0], kernel[1]), width, (1, 1), offset, (1, 1))
+            if dx is not None:
+                np.matmul(patches, matrix, out=dx[block].reshape(-1, channels))
+            if needs[1]:
+                total += patches.T @ x[block].reshape(-1, channels)
+        return total
+
+    partial = parallel_map(products, range(min(len(blocks), _PARTIAL_SUMS)))
+    if not needs[1]:
+        return dx, None
+    dweight = np.sum(partial, axis=0).reshape(*kernel, outputs, channels)[::-1, ::-1]
+    return dx, np.ascontiguousarray(dweight.transpose(2, 0, 1, 3))
+
+
 def _by_group(image: np.ndarray, groups: int, padding: Pair) -> np.ndarray:
     """An image (N, H, W, C) with zeros around it as (groups, N, height, width, C / groups)."""
     padded = np.pad(image, ((0, 0), *((p, p) for p in padding), (0, 0)))
@@ -205,6 +235,9 @@ class Steps(NamedTuple):
     groups: int
 
 
+PLAIN = Steps(stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1)
+
+
 class Conv2d(Function):
     """out[n, i, j, k] = bias[k] + sum of x[n, i·stride + r·dilation − padding, likewise of j and s, c] ·
     weight[k, r, s, c] over r, s and the channels c of k's group."""
@@ -224,13 +257,18 @@ class Conv2d(Function):
         x, weight = ctx.saved
         wide_dout, wide_x, wide_weight = _wide(dout, x, weight)
         dx = dweight = dbias = None
-        if needs[0]:
-            dx = dgrad_numpy(wide_dout, wide_weight, x.shape[1:3], *ctx.steps).astype(x.dtype, copy=False)
-        if needs[1]:
-            dweight = wgrad_numpy(wide_x, wide_dout, weight.shape[1:3], *ctx.steps)
+        # A first layer's few channels are less to copy than dout's.
+        of_dout = ctx.steps._replace(padding=(0, 0)) == PLAIN and dout.shape[3] <= 2 * x.shape[3]
+        if of_dout and (needs[0] or needs[1]):
+            dx, dweight = gradients_numpy(wide_x, wide_weight, wide_dout, ctx.steps.padding, needs)
+        else:
+            if needs[0]:
+                dx = dgrad_numpy(wide_dout, wide_weight, x.shape[1:3], *ctx.steps)
+            if needs[1]:
+                dweight = wgrad_numpy(wide_x, wide_dout, weight.shape[1:3], *ctx.steps)
         if needs[2]:
             dbias = sum_array(wide_dout, (0, 1, 2))
-        return dx, dweight, dbias
+        return None if dx is None else dx.astype(x.dtype, copy=False), dweight, dbias
 
     @staticmethod
     def forward_cuda(ctx, x, weight, bias, steps):

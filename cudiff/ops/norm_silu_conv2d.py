@@ -12,7 +12,7 @@ from cudiff.cuda.accumulate import gradient_sum, gradient_target
 from cudiff.cuda.kernels.convolution import table
 from cudiff.cuda.kernels.convolution.problem import DGRAD, WGRAD, Norm, Operands, Skip
 from cudiff.cuda.kernels.gemm.product import Epilogue, as_float32
-from cudiff.cuda.kernels.gemm.table import linear
+from cudiff.cuda.kernels.gemm.table import linear as linear_cuda
 from cudiff.cuda.kernels.norm import table as norms
 from cudiff.cuda.kernels.pool import TWICE, sum_windows
 from cudiff.cuda.kernels.shape import at_16_bytes
@@ -23,6 +23,7 @@ from cudiff.ops import elementwise
 from cudiff.ops.cast import as_wide, astype, require_float_dtypes
 from cudiff.ops.conv2d import check_bias, conv2d, out_size
 from cudiff.ops.group_norm import check_norm, group_norm
+from cudiff.ops.matmul import linear
 from cudiff.ops.pool import upsample_nearest
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
 from cudiff.ops.shape import concatenate, reshape
@@ -40,9 +41,7 @@ def unfused(x, x2, norm_weight, norm_bias, scale, shift, weight, bias, emb, resi
         h = group_norm(h, norm_weight, norm_bias, num_groups, eps, silu, scale, shift)
     if upsample:
         h = upsample_nearest(h, 2)
-    if weight.ndim == 2:
-        weight = reshape(weight, (len(weight), 1, 1, weight.shape[1]))
-    out = conv2d(h, weight, bias, padding=weight.shape[1] // 2)
+    out = linear(h, weight, bias) if weight.ndim == 2 else conv2d(h, weight, bias, padding=weight.shape[1] // 2)
     if emb is not None:
         out = out + reshape(astype(emb, out.dtype), (emb.shape[0], 1, 1, emb.shape[1]))
     if skip_weight is not None:
@@ -203,7 +202,7 @@ def _skip_gradients(ctx: Any, dout: Array, needs: Inputs, into: Inputs) -> dict[
     if needs.skip_weight:
         grads["skip_weight"], add = gradient_target(into.skip_weight, skip_weight.shape, float32)
         dweight = _matrix(grads["skip_weight"])
-        linear(WGRAD, Operands(residual, dweight, dout, x2=residual2, add=add))
+        linear_cuda(WGRAD, Operands(residual, dweight, dout, x2=residual2, add=add))
     matrix, split = _matrix(skip_weight), residual.shape[3]
     sources = {"residual": (residual, matrix[:, :split]), "residual2": (residual2, matrix[:, split:])}
     adds = {}
@@ -211,12 +210,12 @@ def _skip_gradients(ctx: Any, dout: Array, needs: Inputs, into: Inputs) -> dict[
         if getattr(needs, name):
             grads[name], adds[name] = gradient_target(getattr(into, name), source.shape, source.dtype)
     if len(adds) == 2 and not any(adds.values()):
-        linear(DGRAD, Operands(dout, matrix, grads["residual"], x2=grads["residual2"]))
+        linear_cuda(DGRAD, Operands(dout, matrix, grads["residual"], x2=grads["residual2"]))
         return grads
     for name, add in adds.items():
         target = grads[name]
         epilogue = Epilogue(addend=target if add else None)
-        linear(DGRAD, Operands(dout, sources[name][1], target, epilogue))
+        linear_cuda(DGRAD, Operands(dout, sources[name][1], target, epilogue))
     return grads
 
 
