@@ -28,7 +28,7 @@ def statistics_numpy(x: Array, num_groups: int, eps: float) -> tuple[Array, Arra
     mean = _group_sums(_column_sums(x), num_groups) / count
     centred = x - _spread(mean, x.shape[2])
     rest = _group_sums(_column_sums(centred), num_groups) / count
-    square = _group_sums(np.einsum("nsc,nsc->nc", centred, centred), num_groups) / count
+    square = _group_sums(_column_sums(np.square(centred, out=centred)), num_groups) / count
     return mean + rest, 1 / np.sqrt(square - rest * rest + eps)
 
 
@@ -65,7 +65,7 @@ def group_norm_backward_numpy(d_preact: Array, x: Array, weight: Array, bias: Ar
     rstd_c = _spread(rstd, channels)
     centred = x - _spread(mean, channels)
     sums = _column_sums(d_preact)
-    products = np.einsum("nsc,nsc->nc", d_preact, centred)[:, None] * rstd_c
+    products = _column_sums(d_preact * centred) * rstd_c
     modulation = 1 if scale is None else 1 + scale[:, None]
     dweight, dbias = (modulation * products).sum((0, 1)), (modulation * sums).sum((0, 1))
     dscale, dshift = (weight * products + bias * sums)[:, 0], sums[:, 0]
