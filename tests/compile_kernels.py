@@ -1,8 +1,9 @@
 """Compile every kernel by NVRTC for every architecture, without a GPU: `python -m tests.compile_kernels [stem ...]`.
 
-With the constants of tests/variants.txt: the product of each row is compiled for Hopper, and with `--all` for Ampere
-and Blackwell, which take the first of each row without it. So does Turing, in half for bf16: its products of floats
-take long to compile. An architecture that runs what another runs takes the first of a file. A kernel fails that spills
+With the constants of tests/variants.txt. Of each row Hopper takes so many variants that every two values of different
+constants meet in one, Ampere and Blackwell the first; with `--all` these three take the row's whole product, of which a
+changed kernel must spill no registers either. Turing takes the first, in half for bf16: its products of floats take
+long to compile. An architecture that runs what another runs takes the first of a file. A kernel fails that spills
 registers, whose asynchronous products the compiler makes wait for each other, or whose parameters are not those that a
 launch is checked against.
 """
@@ -38,12 +39,26 @@ VARIANTS = _table()
 
 
 def variants(stem: str, arch: str, whole: bool = True) -> list[dict[str, str]]:
-    """The `-D` sets that a file is compiled with for an architecture; not `whole`: the first of each row."""
+    """The `-D` sets that a file is compiled with for an architecture; `whole`: the product of each row."""
     sets = []
     for row in VARIANTS[stem][: 1 if arch in ALIKE else None]:
-        choices = list(itertools.product(*row.values()))[: None if whole and arch not in (*ALIKE, "sm_75") else 1]
+        choices = list(itertools.product(*row.values()))
+        if arch in (*ALIKE, "sm_75") or not (whole or arch == "sm_90a"):
+            choices = choices[:1]
+        elif not whole:
+            choices = _each_pair(choices)
         sets += [dict(zip(row, choice, strict=True)) for choice in choices]
     return sets if arch != "sm_75" else list(map(dict, dict.fromkeys(map(_on_turing, sets))))
+
+
+def _each_pair(choices: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """So many of a product that every value, and every two of different constants, are in one: the best one first."""
+    pairs = {choice: set(itertools.product(enumerate(choice), repeat=2)) for choice in choices}
+    missing, found = set().union(*pairs.values()), []
+    while missing or not found:
+        found.append(max(choices, key=lambda choice: len(missing & pairs[choice])))
+        missing -= pairs[found[-1]]
+    return found
 
 
 def _on_turing(chosen: dict[str, str]) -> tuple[tuple[str, str], ...]:
@@ -59,8 +74,7 @@ def jobs(stems: list[str], everything: bool = False) -> list[tuple[str, str, dic
     for path in sorted(kernel_folder().glob("*/*.cu")):
         if not stems or path.stem in stems:
             for arch in ARCHITECTURES[path.parent.name]:
-                whole = everything or arch == "sm_90a"
-                found += [(path.stem, arch, chosen) for chosen in variants(path.stem, arch, whole)]
+                found += [(path.stem, arch, chosen) for chosen in variants(path.stem, arch, everything)]
     return found
 
 
