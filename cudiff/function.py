@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -53,8 +53,12 @@ class Function:
     `fresh` promises, as cudiff's own do, that backward writes to no dout and that nobody keeps what it returns, but for
     douts and `ctx.saved`: the new owner may add to it in place. What reads it after backward has returned says so (see
     `cudiff.cuda.deferred`). Of all others the tape adds to copies.
+
+    `compose(*inputs, **attrs)`, where there is one, is the same by other operations. They are recorded in its place on
+    the CPU, and wherever a gradient is to be differentiated: the pair with `_numpy` is not needed then.
     """
 
+    compose: ClassVar[Callable[..., Any] | None] = None
     differentiable: ClassVar[bool] = True
     adds_elsewhere: ClassVar[tuple[int, ...]] = ()
     fresh: ClassVar[bool] = False
@@ -74,6 +78,8 @@ class Function:
         if not all([x is None or isinstance(x, Tensor) for x in inputs]):
             inputs = _wrapped(cls.__name__, inputs)
         device, kind = _common_device(cls.__name__, inputs)
+        if cls.compose is not None and (device == "cpu" or gradient_depth() > 1):
+            return cls.compose(*inputs, **attrs)
         dtype, recording = cls.operand_dtype(inputs, attrs), cls.differentiable and grad_enabled()
         arrays, needs, statistics = [], [], []
         for t in inputs:
@@ -98,19 +104,6 @@ class Function:
                 if is_float(out.data.dtype):
                     out.requires_grad, out._source = True, (node, i)
         return outs if several else outs[0]
-
-
-class Composite(Function):
-    """A Function that other operations define: those of `compose(*inputs, **attrs)`, which are recorded in its place on
-    the CPU, and wherever a gradient is to be differentiated."""
-
-    @classmethod
-    def apply(cls, *inputs, **attrs):
-        if not all([x is None or isinstance(x, Tensor) for x in inputs]):
-            inputs = _wrapped(cls.__name__, inputs)
-        if _common_device(cls.__name__, inputs)[0] == "cpu" or gradient_depth() > 1:
-            return cls.compose(*inputs, **attrs)  # type: ignore[attr-defined]
-        return super().apply(*inputs, **attrs)
 
 
 def described(result: Any) -> str:

@@ -17,7 +17,7 @@ from cudiff.cuda.kernels.norm.problem import kernel_constants
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.sums import empty_statistics
 from cudiff.distributed import ALONE, Group
-from cudiff.function import Composite, Function
+from cudiff.function import Function
 from cudiff.ops.cast import as_wide, downcast, require_floats, upcast
 from cudiff.ops.elementwise import relu
 from cudiff.ops.group_norm import group_norm_backward_numpy, normalize_numpy, statistics_numpy
@@ -131,7 +131,7 @@ class BatchNorm(Function):
         return dx, dweight, dbias, None, None
 
 
-class BatchNormReluPool(Composite, BatchNorm):
+class BatchNormReluPool(BatchNorm):
     """See `batch_norm_relu_pool`."""
 
     WINDOW = 2

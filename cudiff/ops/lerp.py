@@ -10,7 +10,7 @@ from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.elementwise import broadcast_layout, grid
 from cudiff.cuda.launch import empty, launch
-from cudiff.function import Composite
+from cudiff.function import Function
 from cudiff.ops.cast import operands
 from cudiff.ops.create import full
 from cudiff.ops.reduce import sum_to
@@ -20,7 +20,7 @@ from cudiff.tensor import Tensor
 __all__ = ["lerp"]
 
 
-class Lerp(Composite):
+class Lerp(Function):
     """See `lerp`; a and b of one shape, and the number `scalar` where there is no weight. One launch on CUDA."""
 
     @staticmethod

@@ -13,7 +13,7 @@ from cudiff.cuda.kernels.gemm.matmul import rows_of
 from cudiff.cuda.kernels.gemm.product import Epilogue, as_float32
 from cudiff.cuda.kernels.gemm.table import linear as linear_cuda
 from cudiff.cuda.launch import empty
-from cudiff.function import Composite
+from cudiff.function import Function
 from cudiff.ops.cast import require_floats
 from cudiff.ops.elementwise import silu
 from cudiff.ops.gelu import gelu
@@ -28,7 +28,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Mlp(Composite):
+class Mlp(Function):
     """See `mlp`. On CUDA the first layer's product applies the activation, and the product that makes the gradient of
     its result multiplies that by the slope."""
 

@@ -18,7 +18,7 @@ from cudiff.cuda.kernels.pool import TWICE, sum_windows
 from cudiff.cuda.kernels.shape import at_16_bytes
 from cudiff.cuda.launch import empty
 from cudiff.cuda.sums import add_rows
-from cudiff.function import Composite
+from cudiff.function import Function
 from cudiff.ops import elementwise
 from cudiff.ops.cast import as_wide, astype, require_float_dtypes
 from cudiff.ops.conv2d import check_bias, conv2d, out_size
@@ -75,7 +75,7 @@ WIDE = ("norm_weight", "norm_bias", "scale", "shift", "emb")  # read as float32,
 SOURCES = ("x2", "residual", "residual2")  # read in the dtype of what is computed
 
 
-class NormSiluConv2d(Composite):
+class NormSiluConv2d(Function):
     """See `norm_silu_conv2d`; `dtype` is x's but where `table.casts`."""
 
     compose = staticmethod(unfused)
