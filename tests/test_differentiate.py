@@ -159,6 +159,7 @@ SECOND = {
     "matmul": lambda x: (x @ W.T) @ x,
     "batched": lambda x: (np.reshape(x, (3, 2, 2)) @ np.reshape(x, (3, 2, 2))) ** 2,
     "linear": lambda x: ops.linear(x, x, np.ones(3)) ** 2,
+    "mlp": lambda x: ops.mlp(x, W, None, W.T, np.ones(4), x, "silu") ** 2,
     "gated": lambda x: ops.linear(np.reshape(x, (3, 2, 2)), W[:2, :2], None, np.reshape(x, (3, 2, 2)), x[:, :2]),
     "reshape": lambda x: np.reshape(x, -1) ** 3,
     "transpose": lambda x: np.transpose(x) @ x, "broadcast_to": lambda x: np.broadcast_to(x, (2, 3, 4)) ** 3,
