@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from cudiff.checkpoint import load_checkpoint
-from cudiff.classes import names_in_words, numbers_of
+from cudiff.classes import chosen, names_in_words, numbers_of
 from cudiff.config import Config, from_arguments
 from cudiff.data import Dataset
 from cudiff.errors import CudiffError
@@ -23,6 +23,9 @@ NAMES = ("african", "indian", "2")
 def test_a_class_is_its_name_or_else_its_number():
     assert numbers_of(["indian", "2", 2, "1", "-1", -1], NAMES, "it") == [1, 2, 2, 1, -1, -1]
     assert numbers_of(["1", 1], ("1", "0"), "it") == [0, 1]  # a text names, a number counts
+    assert chosen([0, "2"], NAMES, "it") == [0, 2]
+    with pytest.raises(CudiffError, match=r"^it has no class 3: its classes are african, indian, 2$"):
+        chosen([3], NAMES, "it")
     with pytest.raises(CudiffError, match=r"^the model has no class 'x{80}': its classes are african, indian, 2$"):
         numbers_of(["indian", "x" * 90], NAMES, "the model")
     with pytest.raises(CudiffError, match=r"^it has no class 'x': give numbers, from 0: they have no names"):

@@ -95,6 +95,11 @@ def test_gray_pictures_of_one_size(cache, tmp_path, monkeypatch, color):
     same(stored, load(tmp_path / "data", **options))
 
 
+def test_drawn_digits_have_no_folder(cache):
+    with pytest.raises(CudiffError, match="digits is no folder of pictures, and only these are kept on a disk"):
+        load_dataset("digits", on_disk=True)
+
+
 def test_from_which_size_on(cache, folder, monkeypatch):
     """A quarter of the free memory, by the image size, or without by the first picture's header."""
     for options, taken in (({}, 60 * 16 * 16 * 3), ({"channels": 1}, 60 * 16 * 16)):
@@ -193,6 +198,10 @@ def test_a_disk_without_room(cache, folder, monkeypatch):
             "CUDIFF_CACHE_DIR to another disk, or give a smaller image size", folder, image_size=16, on_disk=True)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed))
     load(folder, on_disk=True)
+    os.utime(folder / "a" / "000.png", ns=(0, 0))
+    monkeypatch.setattr(shutil, "disk_usage",
+                        lambda path: usage._replace(free=0 if any(path.glob("*.npy")) else needed))
+    load(folder, on_disk=True)  # the file of what the folder was before gives its room
     code = f"""
 import resource, sys
 from cudiff.data import load_dataset

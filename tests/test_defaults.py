@@ -71,6 +71,7 @@ DEFAULTS = {
     train.Trainer: dict(data_changed=False),
     nn.BatchNorm2d: dict(eps=1e-5, momentum=0.1),
     nn.BatchNorm2d.forward: dict(relu_pool=False),
+    nn.Conv1d: dict(stride=1, bias=True, dilation=1, groups=1),
     nn.Conv2d: dict(stride=1, bias=True, dilation=1, groups=1),
     nn.ConvTranspose2d: dict(stride=1, padding=0),
     nn.GroupNorm: dict(eps=1e-5),

@@ -255,6 +255,7 @@ def test_a_port_is_told_where_none_is_free(monkeypatch):
 def test_a_group_of_one():
     assert ALONE.exchange({"a": 1}) == [{"a": 1}] and ALONE.leads and (ALONE.rank, ALONE.size) == (0, 1)
     ALONE.check_same("data", "x")
+    ALONE.all_gather([np.zeros(3)])
     with ALONE.watched():
         ALONE.beat()
     with ALONE as group:

@@ -126,7 +126,7 @@ def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path, parts):
 
 def test_classifier_needs_labels_and_parts_that_match(parts):
     train, test = parts
-    with pytest.raises(CudiffError, match="no labels"):
+    with pytest.raises(CudiffError, match="a classifier needs data with classes"):
         train_classifier(Dataset(train.images), test, device="cpu")
     with pytest.raises(CudiffError, match="differ"):
         train_classifier(train, digits(20, 16), device="cpu")

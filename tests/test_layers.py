@@ -136,6 +136,7 @@ def test_sizes_that_make_no_layer_are_refused(make):
 
 def test_a_dict_of_modules():
     layers = nn.ModuleDict({"up": nn.Linear(2, 3), "down": nn.ReLU()})
+    assert layers.training and layers.flat is None  # as any module begins
     layers["last"] = nn.Linear(3, 1, bias=False)
     assert list(dict(layers.named_parameters())) == ["up.weight", "up.bias", "last.weight"]
     assert list(layers) == list(layers.keys()) == ["up", "down", "last"] and len(layers) == 3 and "down" in layers

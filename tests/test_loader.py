@@ -37,6 +37,10 @@ def test_streamed_batches_are_those_of_resident_data(accumulate, classes):
     resident = Loader(DATA, config, "cpu")
     streamed = Loader(DATA, config.replace(residency="host"), "cpu", first=4)
     assert resident.resident and not streamed.resident and resident.next() == ()
+    held = [IMAGES.shape, (3,)] if classes else [IMAGES.shape]
+    assert [tensor.shape for tensor in resident.on_device] == held
+    shapes = [(2, 4, 4, 1), (2,)] if classes else [(2, 4, 4, 1)]
+    assert [tensor.shape for tensor in streamed.on_device] == 2 * accumulate * shapes  # of this update and the next
     for update in range(3):
         arrays = streamed.next()
         assert len(arrays) == accumulate * (2 if classes else 1)

@@ -40,6 +40,9 @@ def test_guidance_in_an_interval(rng):
     guided = Guided(two_classes, 4.0, interval=(0.2, 5.0))(x, sigma, labels).numpy()
     factor = np.array([3, 3, 9, 9, 3]).reshape(-1, 1, 1, 1)  # 1 + 4 (3 - 1) inside
     np.testing.assert_allclose(guided, x.numpy() * factor, rtol=1e-12)
+    again = Guided(two_classes, 2.0, interval=(0.0, 9.0), rescale=0.5)
+    again.guide(4.0, (0.2, 5.0))
+    np.testing.assert_array_equal(again(x, sigma, labels).numpy(), guided)
     whole = Guided(two_classes, 4.0, interval=(0.0, 1e9))(x, sigma, labels).numpy()
     np.testing.assert_array_equal(whole, Guided(two_classes, 4.0)(x, sigma, labels).numpy())
 

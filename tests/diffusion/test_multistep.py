@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from cudiff import Tensor
+from cudiff.config import PRESETS
 from cudiff.diffusion import (
     DDIM,
     DPMSolver,
@@ -18,6 +19,7 @@ from cudiff.diffusion import (
     sample_unipc,
 )
 from cudiff.diffusion.schedule import Schedule, karras_sigmas
+from cudiff.registry import OBJECTIVES, SAMPLERS
 from tests.diffusion.test_samplers import DEVIATION, MEAN, gaussian, ode_solution, slope, start
 
 
@@ -166,6 +168,20 @@ def test_euler_ancestral_is_that_of_k_diffusion(eta):
         expected = expected + slope_here * (down - sigma) + up * noise(i).numpy()
     out = sample_ddim(gaussian, x, sigmas, eta=eta, noise=noise, clip_denoised=False)
     assert np.allclose(out.numpy(), expected, rtol=1e-9)
+
+
+def test_euler_ancestral_does_not_clip():
+    """Though its step is DDIM's, which does."""
+    config = PRESETS["digits"].replace(sampler="euler-ancestral")
+    sampler = SAMPLERS[config.sampler].build(lambda x, sigma, labels: x * 0 + 3.0, config, False)
+    x, noise = start()
+    assert np.allclose(sampler(x, karras_sigmas(3), noise=noise).numpy(), 3.0)
+
+
+def test_levels_are_those_of_the_data():
+    """EDM's largest is 80 deviations of the data's: CS 179's images have one of 0.6162."""
+    sigmas = OBJECTIVES["edm"].build(PRESETS["cs179"], 0.25).sigmas(10, False)
+    assert np.allclose(sigmas, karras_sigmas(10) * 0.6162) and np.isclose(sigmas[0], 49.296)
 
 
 def mixture(x, sigma, labels=None):

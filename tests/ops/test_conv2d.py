@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 import cudiff
+from cudiff.backend import bfloat16
 from cudiff.cuda.device import current_device
 from cudiff.cuda.kernels.convolution import table
 from cudiff.cuda.kernels.convolution.problem import Operands
@@ -71,6 +72,17 @@ GROUPED = [
     ((2, 8, 7, 40), (24, 3, 3), 2, 2, 2, 1),
     ((1, 3, 5, 2), (2, 3, 3), 1, 2, 1, 2),
 ]
+
+
+@pytest.mark.parametrize("hopper", [True, False])
+@pytest.mark.parametrize("steps, stem", [
+    (dict(groups=4), "conv2d_grouped"), (dict(dilation=2), "conv2d_grouped"), (dict(groups=64), "conv2d_depthwise"),
+])
+def test_kernels_of_groups_and_dilation(host_of, hopper, steps, stem):
+    host = host_of(hopper)
+    weight = host.zeros((64, 3, 3, 64 // steps.get("groups", 1)), bfloat16)
+    conv2d(Tensor(host.zeros((2, 16, 16, 64), bfloat16)), Tensor(weight), padding=1, **steps)
+    assert [name for name, _ in host.launches] == [stem]
 
 
 @pytest.mark.parametrize("x, kernel, stride, padding, dilation, groups", GROUPED, ids=str)

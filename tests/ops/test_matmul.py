@@ -2,6 +2,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from cudiff.backend import bfloat16
 from cudiff.cuda.device import current_device
 from cudiff.ops.matmul import linear, matmul
 from cudiff.precision import allow_tf32
@@ -90,6 +91,16 @@ def test_products_of_nothing_launch_no_product(host_of):
     matmul(a, b).backward(host.zeros((3, 0), np.float32))
     matmul(a, b).backward(host.zeros((3, 0), np.float32))
     assert a.grad.shape == (3, 4) and not np.any(a.grad) and not any(stem == "matmul" for stem, _ in host.launches)
+
+
+@pytest.mark.parametrize("out, stem", [((2, 16, 8), "gemm_sm90"), ((2, 24, 8), "gemm_sm90"), ((2, 16, 12), "matmul")])
+def test_which_kernel_a_batched_product_runs_by(host_of, out, stem):
+    """On Hopper; rows of 12 elements of 16 bits do not start on 16 bytes."""
+    host = host_of(True)
+    batch, rows, columns = out
+    a, b = (Tensor(host.zeros(shape, bfloat16)) for shape in ((batch, rows, 32), (batch, 32, columns)))
+    matmul(a, b)
+    assert {name for name, _ in host.launches} == {stem}
 
 
 def test_parameters_have_float32_gradients(device, rng):

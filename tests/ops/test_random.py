@@ -239,6 +239,8 @@ def test_draws_are_resumed(device):
     assert g.draws.data is counter and (g.normal(4).numpy() == expected).all()
     g.load_state({"seed": 3, "step": 1})  # saved before draws were counted
     assert g.state()["draws"] == 0
+    g.load_state({"seed": 2**64 - 1, "step": 0})
+    assert g.seed == 2**64 - 1
 
 
 @pytest.mark.parametrize("seed", [1.5, True, "1", math.nan, -1, 2**64])
