@@ -102,6 +102,7 @@ TESTS = {
     "cudiff/options.py": ["tests/test_config.py"],
     "cudiff/diffusion/": ["tests/diffusion/test_limits.py", "tests/diffusion/test_loss.py",
                           "tests/diffusion/test_prediction.py", "tests/diffusion/test_multistep.py",
+                          "tests/diffusion/test_editing.py",
                           "tests/diffusion/test_preconditioning.py", "tests/diffusion/test_samplers.py",
                           "tests/test_pipeline.py"],
     "cudiff/optim/": ["tests/test_parameters.py", "tests/test_optimizers.py", "tests/test_optim.py"],

@@ -12,6 +12,7 @@ import cudiff
 from cudiff import nn
 from cudiff.cuda import graph
 from cudiff.errors import CudiffError
+from cudiff.ops.methods import PYTORCH
 from cudiff.optim import EMA, SGD, AdamW
 from cudiff.tensor import Tensor
 
@@ -468,3 +469,28 @@ def test_a_part_of_a_sequential_is_one():
 def test_buffers_are_listed_as_parameters_are():
     norm = nn.BatchNorm2d(2)
     assert norm.buffers() == [norm.running_mean, norm.running_var] and nn.Dropout().p == 0.5
+
+
+@pytest.mark.parametrize("name, told", [
+    ("view", r"a Tensor has no 'view': write x.reshape\(shape\)"), ("viev", "a Tensor has no 'viev'$"),
+])
+def test_pytorchs_methods_are_told_by_numpys_names(name, told):
+    with pytest.raises(AttributeError, match=told):
+        getattr(Tensor(np.zeros((2, 3))), name)
+
+
+def test_every_method_of_pytorch_that_has_advice_is_none_of_ours():
+    x = Tensor(np.arange(6.0).reshape(2, 3))
+    assert not [name for name in PYTORCH if hasattr(Tensor, name)]
+    given = dict(x=x, y=x.T, np=np, shape=(2, 3), mask=x.numpy() > 2, value=-1.0, axes=(1, 0), axis=0, k=2)
+    given |= {"dtype": "float16"}
+    for name, instead in PYTORCH.items():
+        if name not in ("cuda", "topk"):
+            assert isinstance(eval(instead.split(":")[0], given), Tensor | int), name
+    given["x"] = x[1]
+    assert eval(PYTORCH["topk"], given).numpy().tolist() == [5.0, 4.0]
+
+
+def test_a_function_without_a_gradient_has_its_whole_name():
+    with pytest.raises(TypeError, match=r"^np\.linalg\.norm has no gradient in cudiff: give it x\.numpy\(\)$"):
+        np.linalg.norm(Tensor(np.ones(3), requires_grad=True))

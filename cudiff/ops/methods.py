@@ -50,6 +50,16 @@ ABOUT = (np.result_type, np.may_share_memory, np.size)
 IN_PLACE = (np.copyto, np.fill_diagonal, np.place, np.put, np.put_along_axis, np.putmask)
 """Those that write to an argument, which a tensor refuses."""
 
+PYTORCH = {
+    "bmm": "x @ y", "clone": "x: no operation changes it", "contiguous": "x: every tensor is", "cpu": "x.to('cpu')",
+    "cuda": "x.to('cuda')", "dim": "x.ndim", "double": "x.astype('float64')", "expand": "np.broadcast_to(x, shape)",
+    "float": "x.astype('float32')", "half": "x.astype('float16')", "long": "x.astype('int64')",
+    "masked_fill": "np.where(mask, value, x)", "mm": "x @ y", "norm": "np.sqrt(np.sum(x * x))", "numel": "x.size",
+    "permute": "x.transpose(axes)", "t": "x.T", "topk": "x[np.argsort(-x)[:k]]", "type": "x.astype(dtype)",
+    "unsqueeze": "np.expand_dims(x, axis)", "view": "x.reshape(shape)",
+}
+"""What to write instead of PyTorch's methods that NumPy's arrays do not have."""
+
 ATTRIBUTES = {np.shape: "shape", np.ndim: "ndim", np.size: "size"}
 """Those that a tensor answers without its values."""
 
@@ -64,7 +74,8 @@ def add_to(tensor: type[Tensor], operations: Mapping[str, Any]) -> None:
         given[f"__{name}__"] = _changing(operations[operation], operations["astype"])
     given |= {"__eq__": _equality(operations["equal"]), "__ne__": _equality(operations["not_equal"])}
     given |= {"__getitem__": operations["getitem"], "reshape": reshape, "transpose": transpose}
-    given |= {"__setitem__": _refuse_assignment, "at": property(operations["at"], doc=operations["at"].__doc__)}
+    given |= {"__getattr__": _unknown, "__setitem__": _refuse_assignment}
+    given |= {"at": property(operations["at"], doc=operations["at"].__doc__)}
     given |= {"T": property(operations["transpose"], doc="The axes in reversed order, copied.")}
     given |= {"__array_ufunc__": _array_ufunc, "__array_function__": _array_function}
     for name, method in given.items():
@@ -112,6 +123,12 @@ def _equality(operation: Callable[[Any, Any], Tensor]) -> Callable[[Tensor, Any]
     return method
 
 
+def _unknown(x: Tensor, name: str) -> Any:
+    """An attribute that a tensor does not have: raises AttributeError."""
+    instead = f": write {PYTORCH[name]}" if name in PYTORCH else ""
+    raise AttributeError(f"a Tensor has no '{name}'{instead}", name=name, obj=x)
+
+
 def _refuse_assignment(x: Tensor, index: Any, value: Any) -> None:
     """A tensor's elements are not assigned: raises TypeError."""
     raise TypeError("a tensor is not changed in place: write x = x.at[i].set(v), or .add(v) for x[i] += v")
@@ -157,13 +174,19 @@ def _numpy(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         tensors: list[Tensor] = []
         args, kwargs = _as_arrays(args, tensors), _as_arrays(kwargs, tensors)
         if function not in ABOUT and any(t.requires_grad for t in tensors):
-            raise TypeError(f"np.{function.__name__} has no gradient in cudiff: give it x.numpy()")
+            raise TypeError(f"{_name(function)} has no gradient in cudiff: give it x.numpy()")
         return function(*args, **kwargs)
     try:
         _signature(operation).bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"np.{function.__name__} of a tensor is cudiff.{operation.__name__}: {error}") from None
     return operation(*args, **kwargs)
+
+
+def _name(function: Callable) -> str:
+    """np.exp, np.linalg.norm."""
+    parts = [part for part in function.__module__.split(".")[1:] if not part.startswith("_")]
+    return ".".join(["np", *parts, function.__name__])
 
 
 _signature = functools.cache(inspect.signature)
