@@ -27,7 +27,7 @@ LEFT_OUT = {
     "that launch a kernel, take CuPy or a stream, or are named *_cuda, functions that only those call, constants of a "
     "module that only those read, and branches of `device == \"cuda\"`",
     "the same by construction": "`strict=` of zip, `copy=` of astype, `exist_ok=`, decorators that only remember, the "
-    "sizes of the parts that work is cut into (PART_BYTES, LEAST_BYTES, CHUNK, _PARTIAL_SUMS, 16384), the size of an "
+    "sizes of the parts that work is cut into (PART_BYTES, LEAST_BYTES, CHUNK, PAIRS, _PARTIAL_SUMS, 16384), the size of an "
     "array that a kernel declares (one larger holds the same), whether addresses allow packs of several elements "
     "(single elements give the same)",
     "how many blocks fit": "in kernels/, `__launch_bounds__` and constants named BLOCKS: how many blocks a "
@@ -45,7 +45,7 @@ _FILES = {
     "plot.py", "info.py", "demo.py", "__main__.py", "cuda/launch.py", "cuda/device.py",
     "cuda/graph.py", "cuda/exchange.py", "cuda/sums.py", "cuda/tensor_map.py",
 }
-_PARTS = {"PART_BYTES", "LEAST_BYTES", "CHUNK", "_PARTIAL_SUMS"}
+_PARTS = {"PART_BYTES", "LEAST_BYTES", "CHUNK", "PAIRS", "_PARTIAL_SUMS"}
 _KEYWORDS = {"strict", "copy", "exist_ok", "maxsize"}
 _ON_A_GPU = {"launch", "get_cupy", "kernel", "is_capturing", "gradient_target", "compile_source"}
 
