@@ -27,8 +27,8 @@ LEFT_OUT = {
     "that launch a kernel, take CuPy or a stream, or are named *_cuda, functions that only those call, constants of a "
     "module that only those read, and branches of `device == \"cuda\"`",
     "the same by construction": "`strict=` of zip, `copy=` of astype, `exist_ok=`, decorators that only remember, the "
-    "sizes of the parts that work is cut into (PART_BYTES, LEAST_BYTES, CHUNK, PAIRS, _PARTIAL_SUMS, 16384), the size of an "
-    "array that a kernel declares (one larger holds the same), whether addresses allow packs of several elements "
+    "sizes of the parts that work is cut into (PART_BYTES, LEAST_BYTES, CHUNK, PAIRS, _PARTIAL_SUMS, 16384), the size "
+    "of an array that a kernel declares (one larger holds the same), whether addresses allow packs of several elements "
     "(single elements give the same)",
     "how many blocks fit": "in kernels/, `__launch_bounds__` and constants named BLOCKS: how many blocks a "
     "multiprocessor is to hold, a matter of speed",
