@@ -26,7 +26,9 @@ _mode = _Mode()
 
 
 def _taped(cls: type[Function], *inputs: Any, **attrs: Any) -> Any:
-    """`Function.apply`, noted where a tape is on; what an operation is composed of is not."""
+    """`Function.apply`, noted where a tape is on; of an operation that others define, these are."""
+    if cls.compose is not None:
+        return _apply(cls, *inputs, **attrs)
     tape, _mode.tape = _mode.tape, None
     try:
         outs = _apply(cls, *inputs, **attrs)
