@@ -10,6 +10,7 @@ dropout.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -111,7 +112,8 @@ def rows_of(name: str, against: str | None, seconds: float, model: str | None = 
 def stop(process: subprocess.Popen) -> None:
     """End a section, and the children that PyTorch's compiler has."""
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # another thread has ended it just now
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
