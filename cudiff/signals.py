@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -56,8 +57,9 @@ def raising() -> Iterator[None]:
 
 
 @contextmanager
-def noted() -> Iterator[list[int]]:
-    """The first Ctrl-C, SIGTERM or SIGHUP appends its number to the list; the second one ends the process as usual.
+def noted(tell: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
+    """The first Ctrl-C, SIGTERM or SIGHUP appends its number to the list, and calls `tell`; the second one ends the
+    process as usual.
 
     Signals that the process was started to ignore, as SIGHUP under nohup, stay ignored.
     """
@@ -69,6 +71,8 @@ def noted() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
         restore()
+        with contextlib.suppress(RuntimeError):  # what was interrupted was writing to the same file
+            tell()
 
     def restore() -> None:
         for number, handler in before.items():

@@ -203,7 +203,8 @@ class Trainer:
         self._timed_from, self._timed_steps = time.perf_counter(), 0
         # What is not finite is dealt with below.
         alone, watched = self._home.alone(self.step), self.group.watched()
-        with alone as useless, noted() as interrupted, watched, np.errstate(all="ignore"):
+        signals = noted(lambda: self._tell_of_stopping(display))
+        with alone as useless, signals as interrupted, watched, np.errstate(all="ignore"):
             notices, self._notices = [*self._notices, *self._home.prepare(useless, self.step)], []
             for notice in notices if display is not None else ():
                 display.message(notice)
@@ -360,6 +361,11 @@ class Trainer:
         self._agree_at = self.step + said[0][2]
         return bool(interrupted) or said[0][1]
 
+    def _tell_of_stopping(self, display: Any) -> None:
+        """Where a step takes over a second, or the first one is not done: else the end itself is seen."""
+        if display is not None and self._timed_steps <= time.perf_counter() - self._timed_from:
+            display.message("stops after this step and saves; a second signal ends it at once, without")
+
     def _total_loss(self) -> float:
         """The sum of the losses since the last line of metrics; waits for the device. All processes ask at the same
         steps; what one asks again at a step it has."""
@@ -447,10 +453,8 @@ class Trainer:
         with self._saving_first():
             self._record(metrics, display)
         if status["skipped_in_a_row"] >= config.max_bad_steps:
-            raise CudiffError(
-                f"the gradient was not finite {status['skipped_in_a_row']} times in a row, until step {self.step}: "
-                f"{self._advice()}"
-            )
+            raise CudiffError(f"the gradient was not finite {status['skipped_in_a_row']} times in a row, until step "
+                              f"{self.step}: {self._advice()}")
         return metrics
 
     def _advice(self) -> str:

@@ -83,6 +83,20 @@ def test_a_batch_far_too_large_is_refused_after_a_few_images(large, tmp_path, mo
     assert tried == [1, 2, 4, 8, 16, 32]
 
 
+def test_one_peak_that_is_off_hides_no_batch_that_does_not_fit(large, tmp_path, monkeypatch):
+    """As seen on a CPU: 397 MB an image by the last two peaks, where an image takes 519."""
+    trainer = Trainer(LARGE.replace(batch_size=48), large, tmp_path / "run")
+    tried: list[int] = []
+    peaks = {1: 522, 2: 1038, 4: 2567, 8: 4155, 16: 8283}
+    monkeypatch.setattr("cudiff.forecast.memory_available", lambda: 21_000 << 20)
+    monkeypatch.setattr("cudiff.forecast.resident", lambda: 0)
+    monkeypatch.setattr("cudiff.forecast.peak_of", lambda run: (run(), peaks[tried[-1]] << 20)[1])
+    trainer._try = tried.append
+    with pytest.raises(CudiffError, match=r"would take about 24\.\d GiB of memory, and 20\.5 GiB are free: .* 32"):
+        trainer.forecast()
+    assert tried == [1, 2, 4, 8]
+
+
 def test_a_check_that_ran_out_of_memory_leaves_the_generator_as_it_was(large, tmp_path, monkeypatch):
     trainer = Trainer(LARGE, large, tmp_path / "run")
     before = trainer.generator.state()

@@ -1,5 +1,7 @@
 """Layers against PyTorch's with its weights, and how modules are held by name and shown."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from cudiff import nn, ops
 from cudiff.convert import from_torch, read_weights, to_torch, write_weights
 from cudiff.errors import CudiffError
 from cudiff.nn import init
+from cudiff.optim import SGD
 from cudiff.tensor import Tensor
 from tests.check import torch
 
@@ -132,6 +135,30 @@ def test_multihead_attention_refuses_what_does_not_fit():
 def test_sizes_that_make_no_layer_are_refused(make):
     with pytest.raises(CudiffError):
         make()
+
+
+@pytest.mark.parametrize("read", [
+    lambda model: model.parameters(), lambda model: model.state_dict(), lambda model: model.num_parameters(),
+    lambda model: SGD(model), lambda model: SGD(model.parameters()), lambda model: model.layouts(),
+])
+def test_layers_added_to_a_list_are_not_left_out_in_silence(read):
+    model = nn.Linear(2, 2)
+    model.layers = []
+    read(model)
+    model.layers.append(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"layers: layers in a list have no names: use nn\.ModuleList"):
+        read(model)
+
+
+@pytest.mark.parametrize("holds", [
+    lambda layer: SimpleNamespace(layer=layer), lambda layer: np.array([layer, None], object),
+    lambda layer: {"a": [layer]}, lambda layer: (layer,),
+])
+def test_layers_without_names_are_refused(holds):
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"parts: layers in a .* have no names"):
+        model.parts = holds(nn.ReLU())
+    model.parts = holds(3)
 
 
 def test_a_dict_of_modules():

@@ -6,12 +6,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cudiff import signals
 from cudiff.checkpoint import latest, load_checkpoint
 from cudiff.cli import main
+from cudiff.config import Config
+from cudiff.data import digits
+from cudiff.train import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -98,6 +102,29 @@ def test_a_signal_ends_training_after_a_save(tmp_path, number, code):
     assert (process.returncode, error) == (code, "")
     step = load_checkpoint(latest(tmp_path / "run")).counters["step"]
     assert f"stopped at step {step} and saved: go on with cudiff train --resume run" in out
+
+
+@pytest.mark.parametrize("seconds, told", [(0.0, False), (10.0, True)])
+def test_a_signal_in_a_long_step_is_answered_at_once(tmp_path, monkeypatch, seconds, told):
+    """The clock says what the first two steps took; the signal comes in the third."""
+    config = Config(image_size=8, channels=1, model_channels=8, num_heads=2, num_head_channels=0, batch_size=4, steps=9,
+                    sample_every=0, device="cpu")
+    trainer, step, now, lines = Trainer(config, digits(20, 8), tmp_path), Trainer._step_or_explain, [0.0], []
+
+    def stepped(trainer):
+        now[0] += seconds
+        if trainer.step == 2:
+            signal.raise_signal(signal.SIGINT)
+            lines.append("the step goes on")
+        step(trainer)
+
+    monkeypatch.setattr(Trainer, "_step_or_explain", stepped)
+    clock = SimpleNamespace(**vars(time) | {"perf_counter": lambda: now[0]})
+    monkeypatch.setattr("cudiff.train.time", clock)
+    trainer.run(SimpleNamespace(message=lines.append, update=lambda metrics: None))
+    at = lines.index("the step goes on")
+    assert (lines[at - 1] == "stops after this step and saves; a second signal ends it at once, without") == told
+    assert trainer.step == 3 and lines[-1].startswith("stopped at step 3 and saved")
 
 
 def test_sigterm_before_training_ends_it_as_the_system_does(tmp_path):

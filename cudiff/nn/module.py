@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, ParamSpec, Protocol, Self, TypeVar
 
 import numpy as np
@@ -61,6 +62,10 @@ def _untrained(value: Any) -> bool:
 
 
 def _nameless(value: Any) -> bool:
+    if isinstance(value, SimpleNamespace):
+        value = vars(value)
+    elif isinstance(value, np.ndarray) and value.dtype == object:
+        value = list(value.flat)
     containers = list | tuple | set | frozenset | deque
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, containers) else ()
     return any(isinstance(part, Module | Parameter) or _untrained(part) or _nameless(part) for part in parts)
@@ -191,11 +196,13 @@ class Module:
         return self
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """(name, parameter) in state_dict order."""
+        """(name, parameter) in state_dict order. Raises TypeError for layers in a list or the like, which have none."""
         for prefix, module in self.named_modules():
             for name, value in vars(module).items():
                 if isinstance(value, Parameter):
                     yield f"{prefix}.{name}" if prefix else name, value
+                else:
+                    _require_names(name, value)  # a list may have grown since it was set
 
     def parameters(self) -> list[Parameter]:
         """The parameters in state_dict order."""
@@ -311,9 +318,6 @@ class Module:
 
     def flatten(self, device: str, trainable: bool = True) -> Self:
         """Move all parameters into flat buffers on `device` (once, after construction and choice of precision)."""
-        for module in self.modules():
-            for name, value in vars(module).items():
-                _require_names(name, value)  # a list may have grown since it was set
         low = self.activation_dtype if is_low(self.activation_dtype) else None
         self.flat = FlatParameters(dict(self.named_parameters()), device, low, trainable)
         for module in self.modules():
