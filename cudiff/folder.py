@@ -231,6 +231,8 @@ class Metrics:
     @contextmanager
     def _naming(self) -> Iterator[None]:
         try:
+            if self.path.exists() and not self.path.is_file():  # some devices can be read for ever
+                raise OSError("no regular file")
             yield
         except OSError as error:
             raise CudiffError(

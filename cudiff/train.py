@@ -38,13 +38,11 @@ from cudiff.nn import set_generator, set_group
 from cudiff.ops.random import Generator
 from cudiff.optim import EMA, LossScale
 from cudiff.optim.reduction import Reduction
+from cudiff.pace import Pace
 from cudiff.pipeline import Pipeline
 from cudiff.plot import save_grid, save_npz
 from cudiff.signals import noted
 from cudiff.tensor import Tensor, no_grad
-
-TELL_EVERY = 60
-"""Seconds after which a run says how far it is, where no line of metrics came meanwhile."""
 
 AGREE_EVERY = 0.2
 """Seconds after which processes that train together ask each other whether to go on."""
@@ -148,6 +146,7 @@ class Trainer:
             self._step = capture(self.train_step, device=self.device, precompile=True)
             group.before_close(self._step.forget)
         self._timed_from, self._timed_steps = time.perf_counter(), 0
+        self._pace = Pace(config, self.device, None, self.step, self.seconds)
         self._saved_at = self._previewed_at = self._agree_at = -1
 
     @property
@@ -174,6 +173,7 @@ class Trainer:
         self.optimizer.zero_grad()
         share = 1 / (self.config.accumulate * self.group.size)
         for index, samples in enumerate(self.loader.passes):
+            self._pace.passed(index)
             self.generator.samples = samples
             images, labels = self.loader.batch(self.generator.step, streamed, index)
             loss = self.loss(self.net, images, labels, self.generator)
@@ -199,12 +199,11 @@ class Trainer:
             raise CudiffError("the net was replaced, which the optimiser does not train: register_model has a Trainer "
                               "build it, load_state_dict gives it other weights")
         start = time.perf_counter() - self.seconds
-        first, before, told = self.step, self.seconds, -math.inf
+        first, self._pace = self.step, Pace(config, self.device, display, self.step, self.seconds)
         self._timed_from, self._timed_steps = time.perf_counter(), 0
         # What is not finite is dealt with below.
         alone, watched = self._home.alone(self.step), self.group.watched()
-        signals = noted(lambda: self._tell_of_stopping(display))
-        with alone as useless, signals as interrupted, watched, np.errstate(all="ignore"):
+        with alone as useless, noted(self._pace.stopping) as interrupted, watched, np.errstate(all="ignore"):
             notices, self._notices = [*self._notices, *self._home.prepare(useless, self.step)], []
             for notice in notices if display is not None else ():
                 display.message(notice)
@@ -220,12 +219,10 @@ class Trainer:
                 if self.step == first + 1:
                     self._loss_sum.item()  # waits for the device
                 self.seconds = time.perf_counter() - start
-                if display is not None and time.perf_counter() - told > TELL_EVERY:
-                    display.message(self._pace(self.step - first, self.seconds - before))
-                    told = time.perf_counter()
+                self._pace.stepped(self.step)
                 if self.step % config.log_every == 0:
                     metrics |= self._log(display)
-                    told = time.perf_counter()
+                    self._pace.logged()
                     self._loss_sum.data[...] = 0
                     self._loss_steps, self._total = 0, (self.step, 0.0)
                 if config.save_every and self.step % config.save_every == 0:
@@ -361,11 +358,6 @@ class Trainer:
         self._agree_at = self.step + said[0][2]
         return bool(interrupted) or said[0][1]
 
-    def _tell_of_stopping(self, display: Any) -> None:
-        """Where a step takes over a second, or the first one is not done: else the end itself is seen."""
-        if display is not None and self._timed_steps <= time.perf_counter() - self._timed_from:
-            display.message("stops after this step and saves; a second signal ends it at once, without")
-
     def _total_loss(self) -> float:
         """The sum of the losses since the last line of metrics; waits for the device. All processes ask at the same
         steps; what one asks again at a step it has."""
@@ -406,18 +398,6 @@ class Trainer:
         begin = time.perf_counter()
         yield
         self._timed_from += time.perf_counter() - begin
-
-    def _pace(self, steps: int, seconds: float) -> str:
-        """How long a step took, of so many in so many seconds, and about how long all that are left will take."""
-        each = seconds / steps
-        what = "first step" if steps == 1 else f"step {self.step:,}, each"
-        if steps == 1 and self.device == "cuda":
-            return f"{what} {duration(each)}, with the compiling of its kernels"
-        left = each * (self.config.steps - self.step) if self.config.steps else math.inf
-        if not left:
-            return f"{what} {duration(each)}"
-        left = min(left, 60 * self.config.minutes - self.seconds if self.config.minutes else math.inf)
-        return f"{what} {duration(each)}; about {duration(max(0.0, left))} left"
 
     @contextmanager
     def _saving_first(self) -> Iterator[None]:
@@ -490,11 +470,3 @@ class Trainer:
             self.metrics.append(metrics)
         if display is not None:
             display.update(metrics)
-
-
-def duration(seconds: float) -> str:
-    """A time as people say it: 4.1 ms, 29 s, 3.5 min, 4.0 h."""
-    for unit, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0)):
-        if seconds >= 1.5 * size or (unit == "s" and seconds >= 1):
-            return f"{seconds / size:.{0 if unit == 's' and seconds >= 10 else 1}f} {unit}"
-    return f"{1000 * seconds:.1f} ms"

@@ -65,6 +65,7 @@ FALSE = [
            r"^Uninitialized __global__ memory read of size [48] bytes$", "a kernel of CUB's, by which CuPy sorts"),
     _stored_by_tma("group_norm.input_gradients", "Hopper: norm_silu_conv2d",
                    "d_preact, the result of conv2d_sm90's dgrad"),
+    _stored_by_tma("gated.backward", "Hopper: gated linear layer", "y, the result of gemm_sm90"),
 ]
 JOB = re.compile(r"^@@ job (.+)$")
 MARK = re.compile(r"^@@ launch (\S+) (\S+)$")

@@ -21,7 +21,7 @@ LAYERS = [
     {"tune"},
     {"train", "evaluate", "display", "info"},
     {"pipeline", "samplings", "stream", "processes"},
-    {"folder", "beginning", "forecast"},
+    {"folder", "beginning", "forecast", "pace"},
     {"models", "diffusion", "optim", "data", "checkpoint", "convert", "config", "options",
      "registry", "plot", "torchfile", "distances", "report"},
     {"nn", "tensorfile", "differentiate", "torchfunction"},

@@ -9,7 +9,8 @@ from cudiff.data import dataset
 from cudiff.data.dataset import Dataset, differences
 from cudiff.errors import CudiffError
 
-PRINT = {"name": "a", "number": 1200, "size": [4, 6, 3], "classes": 2, "labels": "x", "pixels": "y"}
+PRINT = {"name": "a", "number": 1200, "size": [4, 6, 3], "classes": 2, "labels": "x", "pixels": "y",
+         "class_names": ["cat", "dog"]}
 
 
 @pytest.mark.parametrize("changes, found", [
@@ -18,11 +19,17 @@ PRINT = {"name": "a", "number": 1200, "size": [4, 6, 3], "classes": 2, "labels":
     ({"size": [4, 6, 1]}, ["their size 4x6x3 is now 4x6x1"]),
     ({"classes": 1001, "labels": "z"}, ["2 classes are now 1,001"]),
     ({"labels": "z", "pixels": "z", "name": "b"}, ["a is now b", "the labels differ"]),
+    ({"class_names": ["cat", "hen"]}, ["the class dog is now hen"]), ({"class_names": None}, []),
+    ({"class_names": ["cat", "hen"], "labels": "z"}, ["the labels differ"]),
     ({"number": 3, "size": [1], "classes": 0, "name": "b"},
      ["a is now b", "1,200 images are now 3", "their size 4x6x3 is now 1", "2 classes are now 0"]),
 ], ids=str)
 def test_what_differs_between_two_data_sets_is_said(changes, found):
     assert differences(PRINT, PRINT | changes) == found
+
+
+def test_a_checkpoint_without_class_names_does_not_differ():
+    assert differences({key: PRINT[key] for key in PRINT if key != "class_names"}, PRINT) == []
 
 
 def test_what_a_strangers_checkpoint_lacks_differs():

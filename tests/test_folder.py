@@ -291,13 +291,17 @@ def test_metrics_that_cannot_be_written_end_the_run_after_a_save(digits, tmp_pat
         return step()
 
     trainer._step = in_the_way
-    line = rf"cannot use {trainer.metrics.path} \(Is a directory\): .* cudiff train --resume '{trainer.folder}'"
+    line = rf"cannot use {trainer.metrics.path} \(no regular file\): .* cudiff train --resume '{trainer.folder}'"
     with pytest.raises(CudiffError, match=line):
         trainer.run()
     assert load_checkpoint(trainer.folder).counters["step"] == 4
-    with pytest.raises(CudiffError, match=r"metrics.jsonl \(Is a directory\): make it a file that can be written"):
+    with pytest.raises(CudiffError, match=r"metrics.jsonl \(no regular file\): make it a file that can be written"):
         Trainer(TINY.replace(steps=9), digits, trainer.folder, load_checkpoint(trainer.folder)).run()
     trainer.metrics.path.rmdir()
+    trainer.metrics.path.symlink_to("/dev/full")  # which is read for ever
+    with pytest.raises(CudiffError, match=r"metrics.jsonl \(no regular file\): make it a file that can be written"):
+        Trainer(TINY.replace(steps=9), digits, trainer.folder, load_checkpoint(trainer.folder)).run()
+    trainer.metrics.path.unlink()
     Trainer(TINY.replace(steps=6), digits, trainer.folder, load_checkpoint(trainer.folder)).run()
     assert load_checkpoint(trainer.folder).counters["step"] == 6
 

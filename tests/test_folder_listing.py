@@ -29,6 +29,18 @@ def test_links_to_pictures_are_pictures_and_pipes_are_not(tmp_path):
     assert len(load_dataset(root)) == 3
 
 
+@pytest.mark.parametrize("target", ["/", "..", "../..", "."])
+def test_links_to_folders_that_hold_this_one_are_left_out(tmp_path, target):
+    root = tmp_path / "photos"
+    save(tmp_path / "other" / "a.png")
+    save(root / "mine" / "b.png")
+    (root / "far").symlink_to(target)
+    (root / "other").symlink_to("../other")
+    found = list_folder(root)
+    assert list(map(str, found.pictures)) == ["mine/b.png", "other/a.png"] and found.repeated == ["far"]
+    assert found.notes() == ["links to folders that are read already, or that hold this one, are left out: 1 (far)"]
+
+
 @pytest.mark.skipif(not os.path.ismount("/proc"), reason="no /proc here")
 def test_the_kernels_files_are_no_pictures(tmp_path):
     save(tmp_path / "a.png")

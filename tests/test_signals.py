@@ -119,8 +119,7 @@ def test_a_signal_in_a_long_step_is_answered_at_once(tmp_path, monkeypatch, seco
         step(trainer)
 
     monkeypatch.setattr(Trainer, "_step_or_explain", stepped)
-    clock = SimpleNamespace(**vars(time) | {"perf_counter": lambda: now[0]})
-    monkeypatch.setattr("cudiff.train.time", clock)
+    monkeypatch.setattr("cudiff.pace.time", SimpleNamespace(perf_counter=lambda: now[0]))
     trainer.run(SimpleNamespace(message=lines.append, update=lambda metrics: None))
     at = lines.index("the step goes on")
     assert (lines[at - 1] == "stops after this step and saves; a second signal ends it at once, without") == told

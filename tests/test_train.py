@@ -17,7 +17,7 @@ from cudiff.data import Dataset, load_dataset
 from cudiff.data.loader import Loader
 from cudiff.errors import CudiffError
 from cudiff.tensor import Tensor
-from cudiff.train import Trainer, duration
+from cudiff.train import Trainer
 
 TINY = Config(
     data="digits", image_size=8, channels=1, model_channels=8, channel_mult=(1, 2), num_res_blocks=1, num_heads=2,
@@ -341,46 +341,6 @@ def test_a_preview_that_fails_does_not_end_the_run_unless_the_ema_is_lost(digits
     trainer.ema.model.flat.data[...] = np.inf
     with pytest.raises(CudiffError, match=r"the EMA is not finite at step 2: lower --lr or set --clip, and start"):
         trainer.run()
-
-
-def test_the_first_step_is_told_with_an_estimate_and_then_a_line_a_minute(digits, tmp_path, monkeypatch):
-    class Display(list):
-        update, message = (lambda self, metrics: self.append(metrics["step"])), list.append
-
-    display = Display()
-    trainer = Trainer(TINY.replace(steps=5000, log_every=2500), digits, tmp_path / "run")
-    now, step = [1000.0], trainer.train_step
-    monkeypatch.setattr("cudiff.train.time.perf_counter", lambda: now[0])
-
-    def slow():
-        now[0] += 29
-        trainer.step = 4995 if trainer.step == 4 else trainer.step
-        return step()
-
-    trainer._step = slow
-    trainer.run(display)
-    assert display[:2] == ["first step 29 s; about 40.3 h left", "step 4, each 29 s; about 40.2 h left"]
-    assert display[-1] == 5000 or "no loss curve" in display[-1]
-
-
-@pytest.mark.parametrize("seconds, text", [
-    (0.00412, "4.1 ms"), (0.9996, "999.6 ms"), (1.04, "1.0 s"), (29.4, "29 s"), (89.0, "89 s"), (90.0, "1.5 min"),
-    (5400, "1.5 h"), (0, "0.0 ms"),
-])
-def test_durations(seconds, text):
-    assert duration(seconds) == text
-
-
-def test_a_limit_of_minutes_is_what_is_left(digits, tmp_path):
-    trainer = Trainer(TINY.replace(steps=0, minutes=2.0), digits, tmp_path / "run")
-    trainer.seconds = 20.0
-    assert trainer._pace(1, 20.0) == "first step 20 s; about 1.7 min left"
-
-
-def test_after_the_last_step_nothing_is_said_to_be_left(digits, tmp_path):
-    trainer = Trainer(TINY.replace(steps=1), digits, tmp_path / "run")
-    trainer.step = 1
-    assert trainer._pace(1, 20.0) == "first step 20 s"
 
 
 def test_lines_of_metrics_that_are_none_are_left_out(digits, tmp_path):

@@ -101,12 +101,12 @@ class Dataset:
     def fingerprint(self) -> dict[str, Any]:
         """What tells this data set from another, as JSON holds it: name, number, size, classes and SHA-256 digests.
 
-        labels: of all of them, None without. pixels: see `pixel_digest`.
+        labels: of all of them, None without. class_names: where they have some. pixels: see `pixel_digest`.
         """
         return {
             "name": self.name, "number": len(self), "size": list(self.images.shape[1:]), "classes": self.num_classes,
             "labels": None if self.labels is None else hashlib.sha256(self.labels.data).hexdigest(),
-            "pixels": pixel_digest(self.images),
+            "pixels": pixel_digest(self.images), "class_names": self.class_names and list(self.class_names),
         }
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> Dataset:
@@ -190,11 +190,20 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         found.append(f"{_count(before.get('classes'))} classes are now {now['classes']:,}")
     elif before.get("number") == now["number"] and before.get("labels") != now["labels"]:
         found.append("the labels differ")
+    elif renamed := _renamed(before.get("class_names"), now["class_names"]):
+        found.append(renamed)
     if not found and before.get("pixels") != now["pixels"]:
         found.append("the pixels differ")
     if found and before.get("name") != now["name"]:
         found.insert(0, f"{before.get('name')} is now {now['name']}")
     return found
+
+
+def _renamed(before: Any, now: Any) -> str:
+    """The first class that has another name, or "": checkpoints of before 2026-11-27 hold no names."""
+    if not isinstance(before, list) or not now:
+        return ""
+    return next((f"the class {old} is now {new}" for old, new in zip(before, now, strict=False) if old != new), "")
 
 
 def _count(number: Any) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
@@ -26,7 +27,8 @@ class Listing:
     """What lies below a folder, by paths relative to it.
 
     pictures: by their suffix, sorted. unread: pictures of other formats. folders: those right in the folder.
-    repeated: links to folders that are read under another path. closed: folders that the system does not open.
+    repeated: links to folders that are read under another path, or that hold this one, as / does. closed: folders that
+    the system does not open.
     """
 
     pictures: list[Path] = field(default_factory=list)
@@ -46,7 +48,8 @@ class Listing:
                 "convert them to PNG or JPEG"
             )
         if self.repeated:
-            notes.append(f"links to folders that are read already are left out: {some(self.repeated)}")
+            notes.append("links to folders that are read already, or that hold this one, are left out: "
+                         f"{some(self.repeated)}")  # fmt: skip
         if self.closed:
             notes.append(f"folders that cannot be opened are left out: {some(self.closed)}; check their permissions")
         return [printable(note) for note in notes]
@@ -60,14 +63,15 @@ def some(names: Sequence[str | PurePath]) -> str:
 def list_folder(folder: Path) -> Listing:
     """The files below `folder` that are pictures by their suffix; hidden files and folders are left out.
 
-    Linked folders are entered. Every folder is read once, however many links lead to it: under its shortest path, and
-    of equally long ones the first, a folder itself before links to it. Only regular files count, and none of the
-    kernel's (`SYSTEM`). Raises CudiffError for more than `MOST_FILES`, OSError where `folder` itself does not open.
+    Linked folders are entered, but for those that hold `folder`. Every folder is read once, however many links lead to
+    it: under its shortest path, and of equally long ones the first, a folder itself before links to it. Only regular
+    files count, and none of the kernel's (`SYSTEM`). Raises CudiffError for more than `MOST_FILES`, OSError where
+    `folder` itself does not open.
     """
     found, count = Listing(), 0
     system = {os.stat(path).st_dev for path in SYSTEM if os.path.ismount(path)}
     status = os.stat(folder)
-    seen = {(status.st_dev, status.st_ino)}
+    seen = {(status.st_dev, status.st_ino), *_above(folder)}
     level = [""] if status.st_dev not in system else []
     while level:
         below = []
@@ -106,6 +110,14 @@ def list_folder(folder: Path) -> Listing:
     found.pictures.sort()
     found.unread.sort()
     return found
+
+
+def _above(folder: Path) -> Iterator[tuple[int, int]]:
+    """The device and inode of each folder that holds `folder`."""
+    for path in folder.resolve().parents:
+        with suppress(OSError):  # one that only others may enter
+            status = os.stat(path)
+            yield status.st_dev, status.st_ino
 
 
 def _folder(entry: os.DirEntry, system: set[int]) -> tuple[int, int] | None:

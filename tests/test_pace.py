@@ -1,0 +1,94 @@
+"""What a run says of its time where no line of metrics comes for long."""
+
+from types import SimpleNamespace
+
+import pytest
+
+import cudiff
+from cudiff.pace import Pace, duration
+from cudiff.train import Trainer
+from tests.test_train import TINY
+
+DIGITS = cudiff.load_dataset("digits", image_size=8, count=20)
+
+
+def test_the_first_step_is_told_with_an_estimate_and_then_a_line_a_minute(tmp_path, monkeypatch):
+    class Display(list):
+        update, message = (lambda self, metrics: self.append(metrics["step"])), list.append
+
+    display = Display()
+    trainer = Trainer(TINY.replace(steps=5000, log_every=2500), DIGITS, tmp_path / "run")
+    now, step = [1000.0], trainer.train_step
+    monkeypatch.setattr("cudiff.train.time.perf_counter", lambda: now[0])
+
+    def slow():
+        now[0] += 29
+        trainer.step = 4995 if trainer.step == 4 else trainer.step
+        return step()
+
+    trainer._step = slow
+    trainer.run(display)
+    assert display[:2] == ["first step 29 s; about 40.3 h left", "step 4, each 29 s; about 40.2 h left"]
+    assert display[-1] == 5000 or "no loss curve" in display[-1]
+
+
+@pytest.mark.parametrize("seconds, text", [
+    (0.00412, "4.1 ms"), (0.9996, "999.6 ms"), (1.04, "1.0 s"), (29.4, "29 s"), (89.0, "89 s"), (90.0, "1.5 min"),
+    (5400, "1.5 h"), (0, "0.0 ms"),
+])
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("cudiff.pace.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    return now
+
+
+def paced(lines, **options):
+    return Pace(TINY.replace(**options), "cpu", SimpleNamespace(message=lines.append), 0, 0.0)
+
+
+def test_a_limit_of_minutes_is_what_is_left(clock):
+    pace = paced(lines := [], steps=0, minutes=2.0)
+    clock[0] += 20
+    pace.stepped(1)
+    assert lines == ["first step 20 s; about 1.7 min left"]
+
+
+def test_after_the_last_step_nothing_is_said_to_be_left(clock):
+    pace = paced(lines := [], steps=1)
+    clock[0] += 20
+    pace.stepped(1)
+    assert lines == ["first step 20 s"]
+
+
+def test_passes_of_a_long_step_are_told_and_of_a_short_one_not(clock):
+    pace = paced(lines := [], steps=3, accumulate=100)
+    for _ in range(2):
+        for count in range(5):
+            pace.passed(count)
+            clock[0] += 4
+        assert lines == ["3 of 100 passes of a step, each 4.0 s; about 20.0 min left"]
+        pace.logged()
+    pace.stepped(2)  # within the same minute
+    assert len(lines) == 1
+
+
+def test_a_trainer_tells_of_its_passes(tmp_path, clock):
+    class Slow(list):
+        update, message = (lambda self, metrics: None), list.append
+
+    trainer = Trainer(TINY.replace(steps=2, accumulate=3, log_every=9), DIGITS, tmp_path / "run")
+    loss = trainer.loss
+
+    def slow(*given):
+        clock[0] += 29
+        return loss(*given)
+
+    trainer.loss = slow
+    trainer.run(lines := Slow())
+    assert lines[:2] == ["1 of 3 passes of a step, each 29 s; about 2.9 min left",
+                         "1 of 3 passes of a step, each 29 s; about 87 s left"]
