@@ -336,7 +336,7 @@ def main() -> int:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         launches, reports, ended = read(done.stdout)
         lines, errors = table(tool, launches, reports)
-        print("\n".join(lines))
+        print("\n".join(line for line in lines if not (options.rows and line.endswith("not run"))))
         missing = len(kernels() - set(launches)) if not options.rows else 0
         if not ended:
             print(f"{tool}: the run did not come to its end:\n" + "\n".join(done.stdout.splitlines()[-15:]))
