@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 
-from cudiff.beginning import configuration_of
+from cudiff.beginning import begin_alike, configuration_of
 from cudiff.checkpoint import latest, load_checkpoint
 from cudiff.cli import main
 from cudiff.config import PRESETS
 from cudiff.data import Dataset, load_dataset
+from cudiff.distributed import Group
 from cudiff.errors import CudiffError
+from cudiff.models import build
 from cudiff.train import Trainer
 
 TINY = PRESETS["digits"].replace(
@@ -84,6 +86,20 @@ def test_nothing_in_common_is_said(trained, digits, tmp_path):
         Trainer(TINY, digits, tmp_path / "new", checkpoint, init=checkpoint)
     with pytest.raises(CudiffError, match="not Dataset and str"):
         Trainer(TINY, digits, tmp_path / "new", init=str(trained))
+
+
+def test_all_processes_begin_with_the_first_one_s_weights():
+    class Second(Group):
+        def broadcast(self, array, root=0):
+            assert root == 0
+            array[...] = 7
+
+        def check_same(self, what, value):
+            pass
+
+    net = build(TINY.replace(image_size=16, channels=1)).flatten("cpu")
+    begin_alike(Second(), TINY, {}, None, net)
+    assert all((parameter.data == 7).all() for parameter in net.parameters())
 
 
 def test_the_command(trained, tmp_path, monkeypatch, capsys):

@@ -96,6 +96,10 @@ def test_digits_must_fit(monkeypatch):
     refused("digits of 100x100 would take", "digits", count=100, image_size=100)
 
 
+def test_what_the_system_refuses_is_told(tmp_path):
+    refused("cannot read .* \\(File name too long\\): check its ", tmp_path / ("x" * 300))
+
+
 def test_links_are_followed_once(tmp_path):
     """Two links a folder to the next one are 2**40 paths; the shortest one and a folder itself win."""
     root = tmp_path / "root"

@@ -96,6 +96,19 @@ def test_known_pixels_have_each_level_s_noise(rng, sampler):
     assert np.abs(out[:, :, 32:] - known[:, :, 32:]).mean() > 0.1
 
 
+def test_known_pixels_keep_the_variance_that_was_learned(rng):
+    class Learned:
+        def with_variance(self, x, sigma, labels=None):
+            return x * 2, x * sigma
+
+    inpainted, x = Inpainted(Learned()), Tensor(rng.standard_normal((2, 3, 3, 1)))
+    images, mask = (Tensor(rng.random((2, 3, 3, 1))) for _ in range(2))
+    inpainted.know(images, mask)
+    denoised, fraction = inpainted.with_variance(x, 0.5)
+    np.testing.assert_allclose(denoised.data, x.data * 2 * mask.data + images.data * (1 - mask.data), rtol=1e-6)
+    np.testing.assert_array_equal(fraction.data, x.data * 0.5)
+
+
 def test_inversion_is_the_ode_backwards():
     """On a Gaussian it finds the noise, with an error of second order; on a mixture the way back ends at the image."""
     x, _ = start()

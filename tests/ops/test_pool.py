@@ -40,6 +40,16 @@ def test_windows_that_are_not_square_or_rounded_up(device, rng, shape, size, str
         )
 
 
+@pytest.mark.parametrize("extent, size, stride, padding, windows", [
+    (5, 3, 2, 0, 2), (6, 3, 2, 0, 3), (7, 2, 2, 0, 4), (8, 2, 2, 0, 4), (4, 2, 3, 1, 2), (5, 2, 3, 1, 2),
+    (7, 3, 2, 1, 4),
+])
+def test_how_many_windows_there_are_rounded_up(extent, size, stride, padding, windows):
+    """By hand: 0..2, 2..4 of 5; 0..2, 2..4, 4..6 of 6; ...; of 5 with padding -1..0, 2..3, and none at 5, behind it."""
+    x = Tensor(np.ones((1, extent, extent, 1)))
+    assert max_pool2d(x, size, stride, padding, ceil_mode=True).shape == (1, windows, windows, 1)
+
+
 def test_windows_that_are_none():
     x = Tensor(np.zeros((1, 8, 8, 1), np.float32))
     for size in ((2,), (2, 2, 2), 2.0, (2, "2")):
