@@ -55,8 +55,14 @@ def compute_dtype(dtype: Any) -> np.dtype:
 
 def cache_folder(name: str) -> Path:
     """The user's cache for `name`: in $CUDIFF_CACHE_DIR, or in `cudiff` in $XDG_CACHE_HOME or ~/.cache."""
-    base = os.environ.get("CUDIFF_CACHE_DIR")
-    return Path(base or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cudiff") / name
+    base = folder_named_by("CUDIFF_CACHE_DIR")
+    return (base or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cudiff") / name
+
+
+def folder_named_by(variable: str) -> Path | None:
+    """The folder that an environment variable names, None where it is not set or blank; ~ is the user's home."""
+    value = os.environ.get(variable, "").strip()
+    return Path(value).expanduser() if value else None
 
 
 @functools.cache

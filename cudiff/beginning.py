@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,11 +77,12 @@ def optimizer_of(config: Config, net: Module, ema: EMA) -> Optimizer:
     return (AdamW if config.optimizer == "adamw" else Adam)(net, config.lr, betas, config.eps, **common)
 
 
-def take_weights(checkpoint: Checkpoint, net: Module) -> list[str]:
+def take_weights(checkpoint: Checkpoint, net: Module, class_names: Sequence[str] = ()) -> list[str]:
     """Copy a checkpoint's averaged weights into a net where name and shape agree.
 
     Returns lines that say how many were taken, and which were not: those of another shape, and those that only one of
-    both has. Raises CudiffError where none fits.
+    both has; and which of `class_names` begin as classes of other names, whose numbers they have. Raises CudiffError
+    where none fits.
     """
     given = part(checkpoint.tensors, "ema")
     own = net.state_dict()
@@ -91,6 +92,8 @@ def take_weights(checkpoint: Checkpoint, net: Module) -> list[str]:
         raise CudiffError("none of the checkpoint's weights fits this model: begin with those of a model alike")
     net.load_state_dict(taken, strict=False)
     lines = [f"{len(taken):,} of {len(own):,} tensors begin as in the checkpoint"]
+    pairs = zip(class_names, checkpoint.config.class_names, strict=False)
+    lines += _listed("classes begin by their numbers", [f"{new} as {old}" for new, old in pairs if new != old])
     others = [f"{name} {own[name].shape}, {given[name].shape} in the checkpoint" for name in own
               if name in given and name not in taken]
     lines += _listed("another shape, so they begin anew", others)

@@ -21,7 +21,7 @@ from rich.console import Console
 from cudiff import processes, signals
 from cudiff.backend import PRECISIONS, out_of_memory_errors
 from cudiff.config import add_arguments, from_arguments
-from cudiff.errors import CudiffError
+from cudiff.errors import CudiffError, printable
 from cudiff.play.command import add_arguments as add_play_arguments
 from cudiff.play.command import play
 from cudiff.registry import SAMPLERS
@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         processes.end_all(2, f"cudiff: {_explain(error)}", debug)
         if debug:
             raise
-        errors.print(f"cudiff: {_explain(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
+        with contextlib.suppress(OSError):  # stderr is a full disk
+            errors.print(f"cudiff: {_explain(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
 
 
@@ -328,8 +329,8 @@ def _train(options: argparse.Namespace) -> None:
             init = read_checkpoint(options.init, processes.needed(options, ("ema",)), "begin with --init ")[1]
             base = configuration_of(init)
         config = from_arguments(options, base)
-        home = Path("runs") / Path(os.path.abspath(expanduser(config.data))).stem  # "." has a name too
-        folder = Path(options.folder or home)
+        name = Path(os.path.abspath(expanduser(config.data))).stem  # "." has one too
+        folder = Path(options.folder or Path("runs") / name)
     if path is None or folder.resolve() != path.parent.resolve():
         check_free(folder)
     group = processes.joined_by(options, config.device, console)
@@ -350,17 +351,18 @@ def _sample(options: argparse.Namespace) -> None:
     import numpy as np
 
     from cudiff.plot import save_gif, save_grid, save_images, save_npz
+    from cudiff.tensorfile import require_writable
 
     suffix = Path(options.out).suffix.lower()
     if not options.out or suffix not in (".png", ".npz", ".gif", ""):
         raise CudiffError(f"cannot write '{options.out}': use .png, .npz, .gif or a folder's name")
     if options.classes is not None and len(options.classes) > options.n:
-        raise CudiffError(
-            f"{len(options.classes)} classes were given for {options.n} images: give fewer, or more images with -n"
-        )
+        raise CudiffError(f"{len(options.classes)} classes were given for {options.n} images: give fewer, or more "
+                          "images with -n")
     old = next(Path(options.out).glob("*.png"), None) if not suffix else None
     if old is not None:
         raise CudiffError(f"{options.out} holds pictures already, such as {old.name}: name another folder with --out")
+    require_writable(options.out if suffix else Path(options.out) / "000000.png")
     group = processes.joined_by(options, options.device, console)
     pipeline = _load(options)
     if pipeline.makes_latents and (suffix != ".npz" or options.init is not None):
@@ -378,6 +380,7 @@ def _sample(options: argparse.Namespace) -> None:
     if not group.leads:
         return
     if frames is not None:
+        frames = frames or [images]  # of no step
         save_gif(options.out, frames)
     elif suffix == ".npz":
         save_npz(options.out, images, pipeline.labels(options.n, classes))
@@ -385,8 +388,7 @@ def _sample(options: argparse.Namespace) -> None:
         save_grid(options.out, images)
     else:
         save_images(options.out, images)
-    count = options.n if frames is None else len(frames[0])
-    _say(f"{count:,} images in {options.out}")
+    _say(f"{options.n if frames is None else len(frames[0]):,} images in {printable(options.out)}")
 
 
 def _given(options: argparse.Namespace, shape: tuple[int, int, int]) -> dict[str, Any]:
@@ -451,10 +453,8 @@ def _tune(options: argparse.Namespace) -> None:
     config = from_arguments(options)
     dataset = _dataset(config)
     with console.status("compiling") as status:
-        tuned = tune(
-            config, dataset, options.images,
-            lambda kernel, launches: status.update(f"measuring {kernel}: launch {launches:,}"),
-        )
+        tuned = tune(config, dataset, options.images,
+                     lambda kernel, launches: status.update(f"measuring {kernel}: launch {launches:,}"))
     console.print(table(tuned))
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from cudiff import ops
 from cudiff.backend import cache_folder, default_device
+from cudiff.classes import names_in_words
 from cudiff.cuda.graph import capture
 from cudiff.data import Dataset, has_test_part, load_dataset, shuffled_index
 from cudiff.data.rows import Rows
@@ -394,15 +395,30 @@ def evaluate_pipeline(
     else:
         train, test = train.split(config.validation or 0.1, config.seed)
     conditional = config.num_classes > 0
+    numbers = np.arange(train.num_classes)
     if conditional and train.labels is not None:
-        pipeline.labels(len(train), train.labels)
+        numbers = _numbers(pipeline, train)
+        pipeline.labels(len(train), numbers[train.labels])
 
     def sample(count: int, classes: np.ndarray | None, seed: int) -> np.ndarray:
         return pipeline.sample(
-            count, seed, classes, steps, guidance, sampler, batch_size, group=group  # type: ignore[arg-type]
+            count, seed, None if classes is None else numbers[classes], steps, guidance, sampler, batch_size,
+            group=group,  # type: ignore[arg-type]
         )
 
     return evaluate(
         sample, train, test, n, conditional=conditional, guidance=guided if conditional else None, seed=seed,
         device=pipeline.device, features=features, against=against, progress=progress,
     )
+
+
+def _numbers(pipeline: Pipeline, data: Dataset) -> np.ndarray:
+    """The model's number of each class of the data: by name, where both have names."""
+    names, known = data.class_names, pipeline.class_names
+    if not names or not known or names == known[: len(names)]:
+        return np.arange(data.num_classes)
+    strangers = [name for name in names if name not in known]
+    if strangers:
+        raise CudiffError(f"{data.name} has the class {strangers[0]}, and the model {names_in_words(known)}: give data "
+                          "with its classes")
+    return np.array([known.index(name) for name in names])

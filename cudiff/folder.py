@@ -105,7 +105,8 @@ def check_no_run(folder: str | os.PathLike) -> None:
             f"{folder} already holds a run, with {newest.name}: go on with cudiff train --resume {quoted(folder)}, or "
             "choose another --folder"
         )
-    if (Path(folder) / "metrics.jsonl").exists():
+    metrics = Path(folder) / "metrics.jsonl"
+    if metrics.exists() and metrics.stat().st_size:  # there was no room for its first line
         raise CudiffError(
             f"{folder} already holds the metrics.jsonl of a run that left no checkpoint: choose another --folder"
         )
@@ -237,7 +238,7 @@ class Metrics:
         except OSError as error:
             raise CudiffError(
                 f"cannot use {self.path} ({error.strerror or error}): make it a file that can be written, then go on "
-                f"with cudiff train --resume {quoted(self.path.parent)}"
+                f"with cudiff train --resume {quoted(self.path.parent)}, or start again where no checkpoint is there"
             ) from error
 
 

@@ -7,6 +7,7 @@ is read, a name that occurs twice is refused, and what goes wrong is one line.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -42,9 +43,26 @@ class Entry(NamedTuple):
 @contextlib.contextmanager
 def replacing_path(path: str | os.PathLike) -> Iterator[Path]:
     """`files.replaced`. Raises CudiffError where the system refuses."""
+    with _told(path), replaced(path) as temporary:
+        yield temporary
+
+
+def require_writable(path: str | os.PathLike) -> None:
+    """Raise CudiffError where `replacing` could not write at `path`, before the work that makes what it is to hold."""
+    path = Path(path)
+    with _told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.touch()
+        temporary.unlink(missing_ok=True)  # another process may have asked too
+
+
+@contextlib.contextmanager
+def _told(path: str | os.PathLike) -> Iterator[None]:
     try:
-        with replaced(path) as temporary:
-            yield temporary
+        yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CudiffError(

@@ -95,7 +95,8 @@ class Trainer:
         self._notices = [] if resume is None else check_data(resume, self.data, data_changed)
         check_shares(config, group)
         config = config.for_data(dataset.images.shape, dataset.num_classes, dataset.class_names, dataset.latents)
-        self.config = config = config.replace(precision=precision_on(self.device, given := config.precision))
+        config = config.replace(precision=precision_on(self.device, given := config.precision))
+        self.config = self._built_by = config
         if given not in ("auto", config.precision):
             self._notices.append(f"this GPU has no {given}: the run computes in {config.precision}")
         if resume is not None:
@@ -112,7 +113,7 @@ class Trainer:
         check_model(self.net, config, self.device, group.size)
         self.net.flatten(self.device)
         if init is not None:
-            self._notices += take_weights(init, self.net)
+            self._notices += take_weights(init, self.net, config.class_names)
         begin_alike(group, config, self.data, resume, self.net)
         if config.shard:
             self.net.flat_parameters().shard(group)
@@ -176,7 +177,7 @@ class Trainer:
             self._pace.passed(index)
             self.generator.samples = samples
             images, labels = self.loader.batch(self.generator.step, streamed, index)
-            loss = self.loss(self.net, images, labels, self.generator)
+            loss = self._mean_loss(images, labels)
             loss = loss * share if share < 1 else loss
             with self._reduction.during(last=index + 1 == self.config.accumulate):
                 self.optimizer.backward(loss)
@@ -195,9 +196,7 @@ class Trainer:
         config = self.config
         metrics: dict[str, Any] = {}
         self._check_unfinished()
-        if self.optimizer.model is not self.net:
-            raise CudiffError("the net was replaced, which the optimiser does not train: register_model has a Trainer "
-                              "build it, load_state_dict gives it other weights")
+        self._check_parts()
         start = time.perf_counter() - self.seconds
         first, self._pace = self.step, Pace(config, self.device, display, self.step, self.seconds)
         self._timed_from, self._timed_steps = time.perf_counter(), 0
@@ -333,6 +332,18 @@ class Trainer:
         if frozen:
             self._notices.append(f"{len(frozen)} parameters stay frozen, as they were when the run was saved")
 
+    def _check_parts(self) -> None:
+        """What was replaced since would train apart from what is saved."""
+        if self.optimizer.model is not self.net:
+            raise CudiffError("the net was replaced, which the optimiser does not train: register_model has a Trainer "
+                              "build it, load_state_dict gives it other weights")
+        if self.optimizer.ema is not self.ema:
+            raise CudiffError("the optimiser or the average was replaced, and it does not update this average: give "
+                              "the optimiser ema=trainer.ema, or train in a loop of your own")
+        if self.config is not self._built_by:
+            raise CudiffError("the configuration was replaced, after the optimiser and the loader were built by it: "
+                              "build a Trainer with the new one, resume=cudiff.load_checkpoint(trainer.folder)")
+
     def _check_preview(self) -> None:
         config = self.config
         try:
@@ -377,7 +388,14 @@ class Trainer:
     def _try(self, size: int) -> None:
         """Loss and backward of so many images, without an update."""
         images, labels = self.loader.normalised(self.training, np.arange(size) % len(self.training))
-        self.loss(self.net, images, labels, self.generator).backward()
+        self._mean_loss(images, labels).backward()
+
+    def _mean_loss(self, images: Tensor, labels: Tensor | None) -> Tensor:
+        loss = self.loss(self.net, images, labels, self.generator)
+        if not isinstance(loss, Tensor) or loss.size != 1:
+            what = f"a Tensor of shape {loss.shape}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise CudiffError(f"trainer.loss returned {what}: let it return a Tensor of one number, the mean loss")
+        return loss
 
     def _step_or_explain(self) -> None:
         try:

@@ -90,6 +90,10 @@ def test_caches_lie_where_the_environment_says(monkeypatch):
     assert backend.cache_folder("kernels") == Path("/x/cudiff/kernels")
     monkeypatch.setenv("CUDIFF_CACHE_DIR", "/c")
     assert backend.cache_folder("kernels") == Path("/c/kernels")
+    monkeypatch.setenv("CUDIFF_CACHE_DIR", "~/c")  # as quotes or a container's settings leave it
+    assert backend.cache_folder("kernels") == Path.home() / "c" / "kernels"
+    monkeypatch.setenv("CUDIFF_CACHE_DIR", " ")
+    assert backend.cache_folder("kernels") == Path("/x/cudiff/kernels")
 
 
 def test_a_cpu_takes_what_was_staged():

@@ -60,6 +60,14 @@ def test_a_run_begins_with_the_average(trained, digits, tmp_path):
     assert again.run()["step"] == 8
 
 
+def test_classes_of_other_names_are_told(trained, digits, tmp_path):
+    said, names = Said(), tuple("012345678x")
+    other = Dataset(digits.images, digits.labels, 10, class_names=names)
+    checkpoint = load_checkpoint(latest(trained))
+    Trainer(configuration_of(checkpoint).replace(steps=1), other, tmp_path / "new", init=checkpoint).run(said)
+    assert "classes begin by their numbers: x as 9" in said.lines
+
+
 def test_other_classes_and_a_wider_model_take_what_fits(trained, digits, tmp_path):
     """The label embedding of ten classes is not that of three; a second block is new."""
     checkpoint = load_checkpoint(latest(trained))

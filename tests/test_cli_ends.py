@@ -1,15 +1,20 @@
 """How a command ends, and what it prints, on any terminal."""
 
 import io
+import os
 import signal
+import subprocess
 import sys
 
 import pytest
+from PIL import Image
 
 from cudiff import cli, signals
 from cudiff.cli import main
 from cudiff.evaluate import Report
+from cudiff.pipeline import Pipeline
 from tests.test_cli import TINY
+from tests.test_evaluate import tiny_pipeline
 
 
 @pytest.mark.parametrize("error, code", [
@@ -53,6 +58,38 @@ def test_names_that_a_terminal_cannot_show_end_no_command(monkeypatch, tmp_path)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     assert main(["train", "--data", "Bär"]) == 2
     assert sys.stderr.getvalue().startswith("cudiff: no data at 'Bär'")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_mistake_is_one_where_its_line_cannot_be_written(tmp_path):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "cudiff", "sample", str(tmp_path / "none")], stderr=full)
+    assert done.returncode == 2
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_pipeline(image_size=8, channels=1).save(tmp_path / "model.safetensors")
+    return ["sample", "model.safetensors", "-n", "2", "--steps", "1", "--device", "cpu", "--out"]
+
+
+@pytest.mark.parametrize("out", ["there.png", "file/a.png", "file", "x" * 300 + ".npz"])
+def test_where_samples_cannot_be_written_none_are_drawn(model, out, monkeypatch, capsys, tmp_path):
+    (tmp_path / "there.png").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(Pipeline, "sample", lambda *args, **options: pytest.fail("drawn"))
+    assert main([*model, out]) == 2
+    assert capsys.readouterr().err.startswith(f"cudiff: cannot write {out}")
+    assert {path.name for path in tmp_path.iterdir()} == {"there.png", "file", "model.safetensors"}
+
+
+def test_a_picture_that_no_step_changes_is_a_film_of_one(model, tmp_path, capsys):
+    Image.new("L", (8, 8), 77).save(tmp_path / "g.png")
+    assert main([*model, "a\nb.gif", "--init", "g.png", "--strength", "0"]) == 0
+    assert "2 images in a\\nb.gif\n" in capsys.readouterr().out
+    with Image.open(tmp_path / "a\nb.gif") as film:
+        assert film.n_frames == 1
 
 
 def test_eval_prints_its_table(monkeypatch, capsys):

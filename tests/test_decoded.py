@@ -128,11 +128,16 @@ def test_a_later_start_decodes_nothing(cache, folder, reads):
     np.testing.assert_array_equal(np.asarray(again.images), np.asarray(first.images))
 
 
-@pytest.mark.parametrize("change", ["pixels", "time", "more", "fewer", "renamed"])
+@pytest.mark.parametrize("change", ["pixels", "time", "more", "fewer", "renamed", "swapped"])
 def test_a_picture_that_has_changed_is_noticed(cache, folder, reads, change):
     """All are decoded again, and the file takes the place of the one before, which others may still read."""
+    same_size = [folder / "a" / name for name in ("one.bmp", "two.bmp")]
+    for number, path in enumerate(same_size if change == "swapped" else []):  # as an archive leaves them
+        Image.new("RGB", (16, 16), (90 * number, 0, 0)).save(path)
+        os.utime(path, (315532800, 315532800))
     before = load(folder, on_disk=True)
     kept = np.asarray(before.images)
+    reads.clear()
     file = folder / "a" / "000.png"
     if change == "pixels":
         Image.fromarray(picture(30, 30, 3)[::-1].copy()).save(file)
@@ -142,14 +147,45 @@ def test_a_picture_that_has_changed_is_noticed(cache, folder, reads, change):
         shutil.copy(file, folder / "a" / "new.png")
     elif change == "fewer":
         file.unlink()
-    else:
+    elif change == "renamed":
         file.rename(folder / "a" / "z.png")
-    reads.clear()
+    else:
+        same_size[0].rename(folder / "kept")
+        same_size[1].rename(same_size[0])
+        (folder / "kept").rename(same_size[1])
     after = load(folder, on_disk=True)
-    assert len(reads) == 60 + {"more": 1, "fewer": -1}.get(change, 0) and len(list(cache.glob("*.npy"))) == 1
+    assert len(reads) == 60 + {"more": 1, "fewer": -1, "swapped": 2}.get(change, 0)
+    assert len(list(cache.glob("*.npy"))) == 1
     shutil.rmtree(cache)
     same(after, load(folder))
     np.testing.assert_array_equal(np.asarray(before.images), kept)
+
+
+def test_sizes_that_a_configuration_fills_in_name_the_same_file(cache, tmp_path, reads):
+    """A first start asks for no size and no channels; the checkpoint's configuration has both."""
+    for number in range(3):
+        Image.new("RGB", (16, 16), (90 * number, 0, 9)).save(tmp_path / f"{number}.png")
+    first = load(tmp_path, image_size=None, on_disk=True)
+    assert len(reads) == 3
+    again = load(tmp_path, image_size=16, channels=3, on_disk=True)
+    assert len(reads) == 3 and len(list(cache.glob("*.npy"))) == 1
+    np.testing.assert_array_equal(np.asarray(again.images), np.asarray(first.images))
+
+
+def test_without_a_size_pictures_of_several_are_refused_though_they_lie_decoded(cache, tmp_path):
+    for number in (16, 16, 20):
+        Image.new("RGB", (number, number)).save(tmp_path / f"{number}.png")
+    load(tmp_path, image_size=16, on_disk=True)
+    refused("not squares of one size .* give an image size", tmp_path, on_disk=True)
+
+
+def test_what_is_no_file_in_the_file_s_place_is_not_waited_for(cache, tmp_path):
+    Image.new("RGB", (16, 16)).save(tmp_path / "a.png")
+    load(tmp_path, on_disk=True)
+    (path,) = cache.glob("*.npy")
+    path.unlink()
+    os.mkfifo(path)
+    assert len(load(tmp_path)) == 1
 
 
 def damaged(content, how):

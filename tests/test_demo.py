@@ -66,7 +66,7 @@ def test_an_earlier_demo_is_kept(tmp_path):
     assert demo.free_folder(tmp_path / "demo") == tmp_path / "demo"
     for name in ("demo", "demo-2"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").touch()
+        (tmp_path / name / "metrics.jsonl").write_text("{}")
     assert demo.free_folder(tmp_path / "demo") == tmp_path / "demo-3"
     (tmp_path / "demo-3").mkdir()
     with alone_in(tmp_path / "demo-3"):

@@ -23,7 +23,7 @@ from cudiff.evaluate import (
 )
 from cudiff.models import build
 from cudiff.pipeline import Pipeline
-from cudiff.plot import save_npz
+from cudiff.plot import save_images, save_npz
 from cudiff.tensor import Tensor
 
 # --- shares and variances --------------------------------------------------------------------------------------------
@@ -463,3 +463,17 @@ def test_a_pipeline_is_judged_on_data_without_labels(tmp_path, monkeypatch):
     assert len(list((tmp_path / "cache" / "classifiers").iterdir())) == 1
     own = evaluate_pipeline(pipeline, 12, features=lambda images: images[:, ::4, ::4, 0].reshape(len(images), -1) / 255)
     assert own.frechet is not None and own.classifier_accuracy is None
+
+
+def test_classes_of_other_data_are_found_by_their_names(tmp_path, monkeypatch):
+    for number, name in enumerate(("dog", "hen")):
+        save_images(tmp_path / "data" / name, np.full((8, 8, 8, 1), 90 * number, np.uint8))
+    asked = []
+    monkeypatch.setattr(module, "evaluate", lambda sample, *parts, **options: sample(3, np.array([0, 1, 1]), 0))
+    monkeypatch.setattr(Pipeline, "sample", lambda self, n, seed, classes, *rest, **options: asked.append(classes))
+    model = tiny_pipeline(image_size=8, channels=1, num_classes=3, class_names=("cat", "hen", "dog"))
+    evaluate_pipeline(model, 5, tmp_path / "data")
+    assert asked[0].tolist() == [2, 1, 1]
+    (tmp_path / "data" / "dog").rename(tmp_path / "data" / "cow")
+    with pytest.raises(CudiffError, match="data has the class cow, and the model cat, hen, dog: give data with its"):
+        evaluate_pipeline(model, 5, tmp_path / "data")

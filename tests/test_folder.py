@@ -204,6 +204,8 @@ def test_a_system_without_locks_trains(tmp_path, monkeypatch):
 
 def test_metrics_without_a_checkpoint_are_not_to_be_deleted(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
+    check_free(tmp_path)  # the disk had no room for a line
+    (tmp_path / "metrics.jsonl").write_text("{}")
     with pytest.raises(CudiffError, match=r"the metrics.jsonl of a run that left no checkpoint: choose another --fold"):
         check_free(tmp_path)
 

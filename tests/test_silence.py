@@ -14,7 +14,7 @@ from cudiff.data import Dataset
 from cudiff.diffusion.schedule import karras_sigmas
 from cudiff.errors import CudiffError
 from cudiff.models import build
-from cudiff.optim import SGD
+from cudiff.optim import EMA, SGD
 from cudiff.pipeline import Pipeline
 from cudiff.tensor import Tensor
 from cudiff.train import Trainer
@@ -160,6 +160,31 @@ def test_a_net_that_the_optimiser_does_not_train_is_told(tmp_path):
     trainer.net = build(TINY)
     with pytest.raises(CudiffError, match="the net was replaced"):
         trainer.run()
+
+
+@pytest.mark.parametrize("replace, message", [
+    (lambda trainer: setattr(trainer, "ema", EMA(trainer.net, 5)), "the optimiser or the average was replaced"),
+    (lambda trainer: setattr(trainer, "optimizer", SGD(trainer.net, lr=0.1)), "the optimiser or the average was rep"),
+    (lambda trainer: setattr(trainer, "config", trainer.config.replace(lr=1.0)), "the configuration was replaced"),
+    (lambda trainer: setattr(trainer.ema, "half_life", -1), "half_life must be above 0"),
+    (lambda trainer: setattr(trainer.ema, "half_life", "500"), "half_life"),
+    (lambda trainer: setattr(trainer.ema, "ramp", -3.0), "ramp must be above 0"),
+    (lambda trainer: setattr(trainer, "loss", lambda *given: 0.5), "trainer.loss returned a float: let it return"),
+    (lambda trainer: setattr(trainer, "loss", lambda net, images, *given: images), r"a Tensor of shape \(1, 8, 8, 1"),
+], ids=["ema", "optimizer", "config", "half-life", "text", "ramp", "float", "images"])
+def test_what_would_train_apart_from_what_is_saved_is_told(tmp_path, replace, message):
+    trainer = Trainer(TINY, data(), tmp_path)
+    replace(trainer)
+    with pytest.raises(CudiffError, match=message):
+        trainer.run()
+    assert trainer.step == 0
+
+
+def test_labels_of_another_number_are_refused():
+    net, x, t = build(TINY.replace(num_classes=3)), Tensor(np.zeros((4, 8, 8, 1), np.float32)), Tensor(np.ones(4))
+    for labels in ([1], [0, 1], [[0], [1], [2], [0]]):
+        with pytest.raises(ValueError, match=r"labels are .* for 4 images: give one class for each"):
+            net(x, t, Tensor(np.array(labels, np.int32)))
 
 
 @pytest.mark.parametrize("grad", [np.ones(3, np.float32), np.ones(2)], ids=["another shape", "another dtype"])

@@ -41,6 +41,8 @@ def open_decoded(path: Path, source: str) -> tuple[Rows, dict[str, Any]] | None:
 
     The header, the size and the JSON are checked, and of the pixels as much as a fingerprint reads (`pixel_digest`).
     """
+    if not path.is_file():
+        return None
     with contextlib.suppress(Exception), open(path, "rb") as file:  # whatever is wrong with it, it is made anew
         if np.lib.format.read_magic(file) != (1, 0):
             return None

@@ -74,7 +74,7 @@ def image_folder(
         listing = replace(listing, pictures=files, folders=classes)
     read = _Pictures(folder, files, image_size, channels, skip_bad)
     part = sorted(classes) if only_classes else []
-    path = decoded_file([os.fspath(folder.resolve()), image_size, channels, skip_bad, part])
+    path = decoded_file([os.fspath(folder.resolve()), *read.shape[2:], skip_bad, part])
     images, facts = read.from_file(path, on_disk) or read.into_memory()
     skipped = set(facts["skipped"])
     kept = [file for number, file in enumerate(files) if number not in skipped]
@@ -96,8 +96,9 @@ class _Pictures:
     """The pictures of a folder, by `image_folder`'s options; decoded they are uint8 (S, S, 3), or (S, S, 1) for one
     channel.
 
-    Facts of their decoding, as JSON holds them: "skipped", the numbers of the files that do not decode; "cropped", how
-    many are not square; "first", the number, width and height of the first of these, or None.
+    Facts of their decoding, as JSON holds them: "skipped", the numbers of the files that do not decode; "resized", how
+    many are no squares of the size; "cropped", how many are not square; "first", the number, width and height of the
+    first of these, or None.
     """
 
     folder: Path
@@ -120,6 +121,8 @@ class _Pictures:
             return None
         source = self._source()
         found = open_decoded(path, source)
+        if found is not None and self.image_size is None and found[1]["resized"]:
+            return None  # without a size they are refused
         if found is None and on_disk:
             with alone_with(path) as writer:
                 if (found := open_decoded(path, source)) is None:  # another process may have done it meanwhile
@@ -145,7 +148,7 @@ class _Pictures:
         """Give `keep` each picture that decodes, in order. Returns whether one channel suffices for them, and their
         facts."""
         folder, side, all_gray = self.folder, self.shape[1], True
-        facts: dict[str, Any] = {"skipped": [], "cropped": 0, "first": None}
+        facts: dict[str, Any] = {"skipped": [], "resized": 0, "cropped": 0, "first": None}
         for number, (file, decoded) in enumerate(_decoded(folder, self.files, self.image_size, self.channels)):
             if isinstance(decoded, Exception):  # Pillow's decoders raise many types for damaged files
                 if not self.skip_bad:
@@ -163,6 +166,7 @@ class _Pictures:
                 )
             keep(pixels)
             all_gray = all_gray and gray
+            facts["resized"] += (width, height) != (side, side)
             if width != height:
                 facts["first"] = facts["first"] or [number, width, height]
                 facts["cropped"] += 1
@@ -189,14 +193,14 @@ class _Pictures:
 
     def _source(self) -> str:
         """SHA-256 of what tells these pictures from what they may be later: names, sizes and times of change, and of
-        what decodes them."""
-        digest = hashlib.sha256(f"1 {PIL.__version__}".encode())
+        what decodes them. Archives and copies bring old times of a file's content, but not of the file."""
+        digest = hashlib.sha256(f"2 {PIL.__version__}".encode())
         for file in self.files:
-            size, changed = -1, -1
+            told = ""
             with suppress(OSError):
                 status = os.stat(self.folder / file)
-                size, changed = status.st_size, status.st_mtime_ns
-            digest.update(f"{size} {changed} {file}\0".encode(errors="surrogateescape"))
+                told = f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+            digest.update(f"{told} {file}\0".encode(errors="surrogateescape"))
         return digest.hexdigest()
 
 

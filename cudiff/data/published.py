@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cudiff.backend import cache_folder
+from cudiff.backend import cache_folder, folder_named_by
 from cudiff.data.dataset import Dataset
 from cudiff.data.idx import file_names, find_file, parse_idx, read_file
 from cudiff.errors import CudiffError
@@ -83,8 +83,8 @@ def load_published(data: Published, part: str, folder: str | os.PathLike | None 
     """A part of `data`, looked for and checked as `mnist` says."""
     names = file_names(part)
     candidates = [Path(folder)] if folder is not None else []
-    if os.environ.get("CUDIFF_DATA"):
-        candidates.append(Path(os.environ["CUDIFF_DATA"]) / data.name)
+    if (given := folder_named_by("CUDIFF_DATA")) is not None:
+        candidates.append(given / data.name)
     candidates.append(cache_folder(data.name))
     for candidate in candidates:
         files = [file for name in names if (file := find_file(candidate, name))]

@@ -40,8 +40,8 @@ class EMA:
         flat = model.flat_parameters()
         self._source, self._averaged = model, model.parameters()
         self._user: object = None  # the token of the optimiser that updates it
-        self.half_life = real("half_life", half_life, above=0)
-        self.ramp = None if ramp is None else real("ramp", ramp, above=0)
+        self.half_life, self.ramp = half_life, ramp
+        self.checked()
         # The EMA model starts on the same arrays: flatten copies their values into buffers of its own.
         own = {id(x): copy.copy(x) for x in model.parameters()}
         self._model: Module = copy.deepcopy(model, own).eval()
@@ -53,6 +53,11 @@ class EMA:
         else:  # it stays on them, for which `whole` exchanges the average
             flat.lend(self._model.parameters())
             self._part = flat.data[flat.shards.own].copy()
+
+    def checked(self) -> tuple[float, float | None]:
+        """half_life and ramp, which may have been set since. Raises CudiffError where they are not above 0."""
+        ramp = None if self.ramp is None else real("ramp", self.ramp, above=0)
+        return real("half_life", self.half_life, above=0), ramp
 
     @property
     def model(self) -> Module:

@@ -311,7 +311,7 @@ class Optimizer:
             raise CudiffError("this optimiser scales the loss: call optimizer.backward(loss), not loss.backward()")
         self._scaled, scale = False, real("scale", scale, above=0)
         grad, schedule = Tensor(self.flat.grad), self.schedule
-        half_life, ramp = (1.0, None) if self.ema is None else (self.ema.half_life, self.ema.ramp)
+        half_life, ramp = (1.0, None) if self.ema is None else self.ema.checked()
         lr = max(group["lr"] for group in self.param_groups)
         ops.step_scalars(
             self.scalars, self.counters, grad, lr=lr, warmup=schedule.warmup, total_steps=schedule.total_steps,

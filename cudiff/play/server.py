@@ -191,5 +191,6 @@ def listening(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
-        what = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        number = getattr(error, "errno", None) or 0  # below 0 where the name was not found
+        what = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or str(error)
         raise CudiffError(f"cannot listen on port {port} of {host} ({what}): give another --port or --host") from None
