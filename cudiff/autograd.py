@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, array_module, device_of, is_low
+from cudiff.backend import Array, array_module, device_of, is_float, is_low
 from cudiff.cuda.accumulate import add_into
 from cudiff.cuda.deferred import Queue, deferred
 from cudiff.function import Node, fitting_gradients
@@ -297,6 +297,8 @@ def _slot(target: _Gradient, adds_elsewhere: bool, alone: bool, queue: Queue) ->
 
 
 def _add_to_leaf(leaf: Tensor, grad: Array, shared: bool) -> None:
+    if not is_float(leaf.dtype):
+        raise TypeError(f"a tensor of {leaf.dtype} has no gradient: make one of x.astype('float32') require it")
     if leaf._grad is None and is_low(grad.dtype) and not is_low(leaf.dtype):  # of a parameter that was read in 16 bits
         leaf._grad = array_module(leaf.device).zeros(leaf.shape, leaf.dtype)
         accumulate(leaf._grad, grad)

@@ -6,6 +6,7 @@ attributes. It returns the gradient of each input, or None. Broadcasting is undo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -113,7 +114,11 @@ def _of_two(derivative: Callable) -> Derivative:
 
 
 def _of_power(dout: Tensor, a: Any, b: Any) -> tuple[Any, ...]:
-    return dout * b * a ** (b - 1), dout * a**b * np.log(a) if isinstance(b, Tensor) else None
+    if not isinstance(b, Tensor):
+        return dout * b * a ** (b - 1 if b else 1), None  # of x**0 it is 0 at 0 too
+    of_base = dout * b * a ** where(b == 0, 1.0, b - 1)
+    logarithm = np.log(where(a == 0, 1.0, a)) if isinstance(a, Tensor) else math.log(a or 1.0)  # as `Power`: 0 at 0
+    return of_base, dout * a**b * logarithm
 
 
 def _of_arctan2(dout: Tensor, a: Any, b: Any) -> tuple[Tensor, Tensor]:

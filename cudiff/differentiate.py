@@ -108,7 +108,7 @@ def check_gradient(function: Callable[..., Any], *args: Any, step: float = 1e-6,
     given = [_map(lambda x: np.array(x.numpy() if isinstance(x, Tensor) else x, float64), arg) for arg in args]
 
     def value(*args: Any) -> float:
-        return float(np.sum(np.asarray(_plain(function(*args)), float64)))
+        return float(np.sum(np.asarray(_plain(function(*[_map(Tensor, arg) for arg in args])), float64)))
 
     gradients = grad(lambda *args: total(function(*args)), tuple(range(len(args))))(*given)
     for n, (arg, gradient) in enumerate(zip(given, gradients, strict=True)):

@@ -114,16 +114,19 @@ def described(result: Any) -> str:
 
 
 def _wrapped(name: str, inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
-    """Arrays as tensors; one of the host beside a tensor on a GPU is copied there, float64 as float32."""
+    """Arrays as tensors, on the GPU where one of the tensors is; float64 beside floating tensors, or on a GPU beside
+    others, in the widest dtype of those, or float32."""
     given = [x for x in inputs if x is not None and not isinstance(x, Tensor)]
     for x in given:
         if not is_array(x):
             raise TypeError(f"{name} takes tensors and arrays, not {type(x).__name__}: wrap it in cudiff.Tensor(...)")
-    if not any(isinstance(x, Tensor) and x.device == "cuda" for x in inputs):
-        return tuple(x if x is None or isinstance(x, Tensor) else Tensor(x) for x in inputs)
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    device = "cuda" if any(x.device == "cuda" for x in tensors) else None
+    floats = [x.dtype for x in tensors if is_float(x.dtype)]
+    wide = max(floats, key=lambda dtype: dtype.itemsize) if floats else float64 if device is None else float32
     return tuple(
         x if x is None or isinstance(x, Tensor) else
-        Tensor(x, dtype=float32 if x.dtype == float64 else x.dtype, device="cuda") for x in inputs
+        Tensor(x, dtype=wide if x.dtype == float64 else x.dtype, device=device) for x in inputs
     )
 
 

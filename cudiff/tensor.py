@@ -12,7 +12,7 @@ import numpy as np
 
 from cudiff import show
 from cudiff.as_array import as_array
-from cudiff.backend import Array, array_module, copy_into, device_of, is_capturing, is_float, to_device
+from cudiff.backend import Array, array_module, copy_into, device_of, is_array, is_capturing, is_float, to_device
 from cudiff.statistics import ChannelStatistics
 
 _mode = threading.local()
@@ -104,6 +104,8 @@ class Tensor:
     @grad.setter
     def grad(self, array: Array | None) -> None:
         kind = self.dtype, self.shape, self.device
+        if array is not None and not is_array(array):
+            raise TypeError(f"the gradient of a tensor is an array, not a {type(array).__name__}: give its .data")
         if array is not None and (array.dtype, array.shape, device_of(array)) != kind:
             given = f"{array.dtype} {array.shape} on {device_of(array)}"
             raise ValueError("the gradient of this tensor is an array of {} {} on {}, not ".format(*kind) + given)
@@ -228,7 +230,12 @@ class Tensor:
             raise TypeError("an array would lose this tensor's gradient: call .numpy(), and join lists by np.stack")
         return np.array(self.data, dtype=dtype, copy=copy)
 
+    def __contains__(self, value: Any) -> bool:
+        return bool((self == value).any())
+
     def __dlpack__(self, **kwargs: Any) -> Any:
+        if self.requires_grad:
+            raise BufferError("another library would lose this tensor's gradient: give it x.detach()")
         return self.data.__dlpack__(**kwargs)
 
     def __dlpack_device__(self) -> tuple[int, int]:

@@ -23,6 +23,13 @@ def whole(name: str, value: Any, least: int | None = 1, most: int | None = None)
     return int(value)
 
 
+def flag(name: str, value: Any) -> bool:
+    """`value` as a bool, which NumPy's and 0 and 1 are. Raises TypeError for others, such as a dtype in its place."""
+    if not isinstance(value, bool | np.bool_ | int) or value not in (0, 1):
+        raise TypeError(f"{name} is True or False, not {value!r}: give other arguments by their names")
+    return bool(value)
+
+
 def whole_pair(name: str, value: Any, least: int = 1) -> tuple[int, int]:
     """A number, or one for rows and one for columns, as two. Raises CudiffError as `whole`."""
     rows, columns = value if isinstance(value, tuple) and len(value) == 2 else (value, value)

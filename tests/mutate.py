@@ -88,6 +88,7 @@ TESTS = {
     "cudiff/nn/parameterless.py": ["tests/test_nn.py"],
     "cudiff/nn/parameter.py": ["tests/test_shards.py"],
     "cudiff/ops/__init__.py": ["tests/test_tensor.py", "tests/ops/test_arithmetic.py"],
+    "cudiff/ops/": ["tests/test_numpy_habits.py"],
     "cudiff/ops/arithmetic.py": ["tests/ops/test_integer.py"],
     "cudiff/ops/cast.py": ["tests/ops/test_arithmetic.py", "tests/test_operands.py"],
     "cudiff/ops/group_norm.py": ["tests/ops/test_batch_norm.py"],

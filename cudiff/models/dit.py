@@ -225,8 +225,8 @@ class DiT(Module):
     def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
         if labels is not None and self.y_embedder is None:
             raise ValueError("this DiT is unconditional and takes no labels: give None, or build it with num_classes")
-        if labels is not None and labels.shape != x.shape[:1]:
-            raise ValueError(f"labels are {labels.shape} for {len(x)} images: give one class for each")
+        if labels is not None and np.shape(labels) != x.shape[:1]:
+            raise ValueError(f"labels are {np.shape(labels)} for {len(x)} images: give one class for each")
         if x.shape[1:3] != self.image_size:
             height, width = self.image_size
             raise ValueError(f"this DiT takes images of {height}x{width} pixels, not of shape {x.shape}")

@@ -6,6 +6,8 @@ import itertools
 import math
 from functools import partial
 
+import numpy as np
+
 from cudiff import ops
 from cudiff.backend import float32
 from cudiff.errors import CudiffError
@@ -273,8 +275,8 @@ class UNet(Module):
     def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
         if labels is not None and self.label_emb is None:
             raise ValueError("this U-Net is unconditional and takes no labels: give None, or build it with num_classes")
-        if labels is not None and labels.shape != x.shape[:1]:
-            raise ValueError(f"labels are {labels.shape} for {len(x)} images: give one class for each")
+        if labels is not None and np.shape(labels) != x.shape[:1]:
+            raise ValueError(f"labels are {np.shape(labels)} for {len(x)} images: give one class for each")
         first, _, second = self.time_embed
         (emb,) = grouped_linear(ops.timestep_embedding(t, self.model_channels, self.max_period), first, silu=True)
         if labels is None or self.label_emb is None:

@@ -139,6 +139,12 @@ def as_tensor(x: Any) -> Tensor:
     return Tensor(x)
 
 
+def as_tensor_beside(x: Any, weight: Tensor) -> Tensor:
+    """`as_tensor`; an array or a sequence of float64 takes the dtype of a floating `weight`."""
+    found = as_tensor(x)
+    return found if found is x or found.dtype != float64 or not is_float(weight.dtype) else astype(found, weight.dtype)
+
+
 def is_number(x: Any) -> bool:
     """Whether x is a number of Python's, or a scalar of NumPy's."""
     return isinstance(x, int | float | np.number | np.bool_)

@@ -21,7 +21,7 @@ from cudiff.cuda.launch import empty
 from cudiff.function import Function
 from cudiff.gradient import Slot
 from cudiff.ops.cast import (
-    as_tensor,
+    as_tensor_beside,
     as_tensors,
     astype,
     downcast,
@@ -253,7 +253,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
     before the residual is added (adaLN-Zero; Peebles and Xie 2022).
     dweight and dbias are float32 (float64 for float64). Raises ValueError where the sizes do not agree.
     """
-    x = as_tensor(x)
+    x = as_tensor_beside(x, weight)
     if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"linear: x of shape {x.shape} does not fit weight of shape {weight.shape} (out, in)")
     if bias is not None and bias.shape != weight.shape[:1]:

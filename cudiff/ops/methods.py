@@ -31,7 +31,8 @@ COMPARISONS = {"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater
 
 UNARY = {"neg": "negative", "abs": "abs", "invert": "invert"}
 
-CHANGING = {"iadd": "add", "isub": "subtract", "imul": "multiply", "itruediv": "divide"}
+CHANGING = {"iadd": "add", "isub": "subtract", "imul": "multiply", "itruediv": "divide", "ifloordiv": "floor_divide",
+            "imod": "remainder", "ipow": "power", "imatmul": "matmul"}
 """Those that change a leaf that requires a gradient, and name a new tensor of any other."""
 
 METHODS = (
@@ -51,14 +52,16 @@ IN_PLACE = (np.copyto, np.fill_diagonal, np.place, np.put, np.put_along_axis, np
 """Those that write to an argument, which a tensor refuses."""
 
 PYTORCH = {
-    "bmm": "x @ y", "clone": "x: no operation changes it", "contiguous": "x: every tensor is", "cpu": "x.to('cpu')",
-    "cuda": "x.to('cuda')", "dim": "x.ndim", "double": "x.astype('float64')", "expand": "np.broadcast_to(x, shape)",
+    "bmm": "x @ y", "clone": "x: no operation changes it", "contiguous": "x: every tensor is",
+    "copy": "x: no operation changes it", "cpu": "x.to('cpu')", "cuda": "x.to('cuda')", "dim": "x.ndim",
+    "double": "x.astype('float64')", "expand": "np.broadcast_to(x, shape)", "fill": "np.full_like(x, value)",
     "float": "x.astype('float32')", "half": "x.astype('float16')", "long": "x.astype('int64')",
     "masked_fill": "np.where(mask, value, x)", "mm": "x @ y", "norm": "np.sqrt(np.sum(x * x))", "numel": "x.size",
-    "permute": "x.transpose(axes)", "t": "x.T", "topk": "x[np.argsort(-x)[:k]]", "type": "x.astype(dtype)",
+    "permute": "x.transpose(axes)", "sort": "np.sort(x)", "t": "x.T",
+    "topk": "x[np.argsort(-x)[:k]]", "type": "x.astype(dtype)",
     "unsqueeze": "np.expand_dims(x, axis)", "view": "x.reshape(shape)",
 }
-"""What to write instead of PyTorch's methods that NumPy's arrays do not have."""
+"""What to write instead of methods of PyTorch's tensors, and of NumPy's arrays, that a tensor does not have."""
 
 ATTRIBUTES = {np.shape: "shape", np.ndim: "ndim", np.size: "size"}
 """Those that a tensor answers without its values."""
@@ -105,7 +108,8 @@ def _changing(operation: Callable[[Any, Any], Tensor],
         if not (x.requires_grad and x.is_leaf):
             return operation(x, other)
         if grad_enabled():
-            raise RuntimeError("a leaf that requires a gradient changes in place only within cudiff.no_grad()")
+            raise RuntimeError("a leaf that requires a gradient changes in place only within cudiff.no_grad(): write "
+                               "x = x + y for a new tensor")
         x.change(astype(operation(x, other), x.dtype))
         return x
 
@@ -150,6 +154,8 @@ def _one_sequence(given: tuple) -> Any:
 
 def _array_ufunc(x: Tensor, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
     """What `ufunc(*inputs)` is where a tensor is among them."""
+    if "out" in kwargs:
+        raise TypeError(f"np.{ufunc.__name__} of a tensor is a new tensor and takes no out: write a = a + x for a += x")
     if method == "__call__":
         return _numpy(ufunc, inputs, kwargs)
     raise TypeError(f"np.{ufunc.__name__}.{method} does not take tensors: use cudiff's operations, or x.numpy()")

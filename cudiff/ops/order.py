@@ -20,6 +20,7 @@ from cudiff.ops.index import Pick, along, getitem, located
 from cudiff.ops.reduce import Axis, max, min, normalize_axes
 from cudiff.ops.shape import concatenate, flatten, reshape, stack, transpose
 from cudiff.tensor import Tensor
+from cudiff.values import flag
 
 __all__ = [
     "argmax", "argmin", "argsort", "bincount", "cumsum", "diff", "median", "one_hot", "percentile", "prod", "quantile",
@@ -109,7 +110,7 @@ def _extreme(name: str, x: Any, axis: int | None, keepdims: bool) -> Tensor:
         (axis,) = normalize_axes(axis, x.ndim)
     if x.size == 0 if axis is None else x.shape[axis] == 0:
         raise ValueError(f"{name}: {x.shape} has no elements to compare")
-    return Whole.apply(x, name=name, axis=axis, keepdims=keepdims)
+    return Whole.apply(x, name=name, axis=axis, keepdims=flag("keepdims", keepdims))
 
 
 def argsort(x: Any, axis: int | None = -1) -> Tensor:
@@ -244,7 +245,7 @@ def _between(rows: Tensor, place: float) -> Tensor:
 
 def _in_rows(x: Tensor, axis: Axis, keepdims: bool) -> tuple[Tensor, tuple[int, ...]]:
     """x with what is reduced as its last axis, the others before, and the shape of the result."""
-    axes = normalize_axes(axis, x.ndim)
+    axes, keepdims = normalize_axes(axis, x.ndim), flag("keepdims", keepdims)
     others = tuple(i for i in range(x.ndim) if i not in axes)
     kept = tuple(x.shape[i] for i in others)
     rows = reshape(transpose(x, others + axes), (*kept, math.prod(x.shape[i] for i in axes)))
@@ -258,7 +259,8 @@ def prod(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """
     x = as_tensor(x)
     if not is_float(x.dtype):
-        return Whole.apply(astype(x, "int64"), name="prod", axis=normalize_axes(axis, x.ndim), keepdims=keepdims)
+        axes = normalize_axes(axis, x.ndim)
+        return Whole.apply(astype(x, "int64"), name="prod", axis=axes, keepdims=flag("keepdims", keepdims))
     rows, shape = _in_rows(as_wide(x)[0], axis, keepdims)
     while (count := rows.shape[-1]) > 1:
         half = count // 2

@@ -20,6 +20,7 @@ from cudiff.gradient import Slot
 from cudiff.ops.cast import as_tensor, astype
 from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map
+from cudiff.values import flag
 
 __all__ = ["max", "mean", "min", "ptp", "std", "sum", "var"]
 
@@ -304,7 +305,7 @@ Axis = int | tuple[int, ...] | None
 
 def _reduce(function: type[Function], x: Tensor, axis: Axis, keepdims: bool, **attrs: Any) -> Tensor:
     """Apply over axes side by side, which is what the kernels read; others are first transposed to the end."""
-    axes = normalize_axes(axis, x.ndim)
+    axes, keepdims = normalize_axes(axis, x.ndim), flag("keepdims", keepdims)
     if len(_runs(x.shape, axes)) == 1:
         return function.apply(x, axes=axes, keepdims=keepdims, **attrs)
     others = tuple(i for i in range(x.ndim) if i not in axes)

@@ -175,7 +175,7 @@ def _resolve(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
 def reshape(x: Any, shape: int | Sequence[int]) -> Tensor:
     """The same elements in another shape, sharing memory; one size may be -1."""
     x = as_tensor(x)
-    shape = tuple(map(operator.index, shape if isinstance(shape, tuple | list) else (shape,)))
+    shape = tuple(map(operator.index, shape if isinstance(shape, tuple | list | np.ndarray) else (shape,)))
     return Reshape.apply(x, shape=_resolve(shape, x.size))
 
 
@@ -212,10 +212,10 @@ def transpose(x: Any, axes: Sequence[int] | None = None) -> Tensor:
     return Transpose.apply(x, axes=tuple(i % x.ndim for i in axes))
 
 
-def broadcast_to(x: Any, shape: Sequence[int]) -> Tensor:
+def broadcast_to(x: Any, shape: int | Sequence[int]) -> Tensor:
     """x repeated along axes of size 1 and new leading axes, copied. Raises ValueError where the shapes do not agree."""
     x = as_tensor(x)
-    shape = tuple(shape)
+    shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
     if shape != x.shape and np.broadcast_shapes(shape, x.shape) != shape:
         raise ValueError(f"shape {x.shape} does not broadcast to {shape}")
     return x if shape == x.shape else BroadcastTo.apply(x, shape=shape)
@@ -247,7 +247,7 @@ def split(x: Any, sections: int | Sequence[int], axis: int = 0) -> tuple[Tensor,
     x = as_tensor(x)
     (axis,) = normalize_axes(axis, x.ndim)
     size = x.shape[axis]
-    if isinstance(sections, int):
+    if isinstance(sections, int | np.integer):
         if sections < 1 or size % sections:
             raise ValueError(f"axis {axis} of size {size} does not split into {sections} equal parts")
         cuts = [size // sections * i for i in range(sections + 1)]

@@ -97,7 +97,7 @@ def test_what_has_no_gradient_is_refused_or_an_array():
         np.linalg.norm(x)
     assert np.linalg.norm(x.detach()) == 5
     assert np.shape(x) == (2,) and np.ndim(x) == 1 and np.size(x) == 2 and np.allclose(x, [3, 4])
-    with pytest.raises(TypeError, match=r"^np.exp of a tensor is cudiff.exp: got an unexpected keyword .*'out'$"):
+    with pytest.raises(TypeError, match=r"^np.exp of a tensor is a new tensor and takes no out: write a = a"):
         np.exp(x, out=np.ones(2))
     with pytest.raises(TypeError, match=r"^np.add.reduce does not take tensors: use cudiff's operations, or x.numpy"):
         np.add.reduce(x)
