@@ -21,8 +21,9 @@ def test_reshape(shape, new, device, rng):
 
 
 def test_reshape_that_does_not_fit(device):
-    with pytest.raises(ValueError, match="6 elements do not fill"):
-        Tensor(np.ones((2, 3), np.float32), device=device).reshape(4, -1)
+    for shape in ((4, -1), (-2, -3), (-1, -6)):
+        with pytest.raises(ValueError, match="6 elements do not fill"):
+            Tensor(np.ones((2, 3), np.float32), device=device).reshape(shape)
 
 
 def test_flatten_expand_squeeze(device, rng):
