@@ -45,7 +45,8 @@ def grad(function: Callable[..., Any], argnums: Argnums = 0, *, create_graph: bo
 
     argnums: which arguments, by position; of several a tuple of gradients. create_graph: return tensors that were
     recorded, so that a loss made of them has a gradient, as in PyTorch. Inside of a function that is differentiated
-    gradients are recorded always. Raises TypeError where the function returns several numbers or an argument holds
+    gradients are recorded always. A Module reads parameters of its own, whatever the function is given: their gradients
+    come by `loss.backward()`. Raises TypeError where the function returns several numbers or an argument holds
     integers, RuntimeError where an operation states no derivative that can be recorded.
     """
     both = value_and_grad(function, argnums, create_graph=create_graph)
