@@ -262,3 +262,13 @@ def test_named_modules_and_devices_are_pytorchs():
     for wrong in (np.float16, "bfloat16", "cuda:0"):
         with pytest.raises(CudiffError, match=r'moves to "cpu" or "cuda", not .*precision = "bf16"'):
             model.to(wrong)
+
+
+def test_a_layer_that_a_dictionary_takes_later_is_noticed_by_the_optimiser():
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.more = nn.ModuleDict({"a": nn.Linear(2, 2)})
+    optimizer = cudiff.optim.SGD(model, lr=0.1)
+    optimizer.step()
+    model.more["b"] = nn.Linear(2, 2)
+    with pytest.raises(CudiffError, match="the optimiser was made for other parameters"):
+        optimizer.step()

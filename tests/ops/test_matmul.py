@@ -160,3 +160,9 @@ def test_each_operand_alone_has_its_gradient(rng):
         expected = np.broadcast_to(arrays[1].sum(1), (3, 3)) if wanted == 0 else arrays[0].sum(0)[:, None] * np.ones(3)
         np.testing.assert_allclose((a, b)[wanted].grad, expected)
         assert (a, b)[1 - wanted].grad is None
+
+
+def test_two_dtypes_meet_in_the_wider_one(rng):
+    a, b = Tensor(rng.standard_normal((3, 4)), dtype="bfloat16"), Tensor(rng.standard_normal((4, 5)), dtype="float32")
+    assert matmul(a, b).dtype == matmul(b.T, a.T).dtype == np.float32
+    np.testing.assert_allclose(matmul(a, b).data, a.data.astype(np.float32) @ b.data, rtol=1e-6, atol=1e-6)
