@@ -267,8 +267,8 @@ def test_named_modules_and_devices_are_pytorchs():
 def test_a_layer_that_a_dictionary_takes_later_is_noticed_by_the_optimiser():
     model = nn.Sequential(nn.Linear(2, 2))
     model.more = nn.ModuleDict({"a": nn.Linear(2, 2)})
-    optimizer = cudiff.optim.SGD(model, lr=0.1)
+    optimizer, layer = cudiff.optim.SGD(model, lr=0.1), nn.Linear(2, 2)
     optimizer.step()
-    model.more["b"] = nn.Linear(2, 2)
+    model.more["b"] = layer
     with pytest.raises(CudiffError, match="the optimiser was made for other parameters"):
         optimizer.step()
