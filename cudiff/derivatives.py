@@ -61,12 +61,16 @@ from cudiff.ops.elementwise import (
     sqrt,
     square,
 )
+from cudiff.ops.embedding import Embedding
+from cudiff.ops.gelu import Gelu_Tanh
 from cudiff.ops.index import Pick, Slice, Take
+from cudiff.ops.layer_norm import LayerNorm
 from cudiff.ops.matmul import GatedLinear, Linear, MatMul, linear, matmul
-from cudiff.ops.order import CumSum, cumsum
+from cudiff.ops.mse import MSE
+from cudiff.ops.order import CumSum, cumsum, one_hot
 from cudiff.ops.place import Place, PlaceRows, place, place_rows
 from cudiff.ops.rearrange import flip
-from cudiff.ops.reduce import Sum, Variance, mean, sum
+from cudiff.ops.reduce import Extreme, Sum, Variance, mean, sum
 from cudiff.ops.shape import (
     BroadcastTo,
     Concatenate,
@@ -79,7 +83,7 @@ from cudiff.ops.shape import (
     split,
     transpose,
 )
-from cudiff.ops.softmax import Softmax, softmax
+from cudiff.ops.softmax import CrossEntropy, Softmax, softmax
 from cudiff.ops.trigonometry import (
     Arccos,
     Arccosh,
@@ -142,6 +146,12 @@ def _of_silu(dout: Tensor, x: Tensor) -> tuple[Tensor]:
     return (dout * (s + x * s * (1 - s)),)
 
 
+def _of_gelu_tanh(dout: Tensor, x: Tensor) -> tuple[Tensor]:
+    factor = math.sqrt(8 / math.pi)
+    gate = sigmoid((x + x * x * x * 0.044715) * factor)
+    return (dout * gate * (1 + x * (1 - gate) * (1 + x * x * (3 * 0.044715)) * factor),)
+
+
 def _of_sum(dout: Tensor, x: Tensor, axes: Any, keepdims: bool, scale: float = 1.0) -> tuple[Tensor]:
     return (broadcast_to(_with_axes(dout, x, axes), x.shape) * scale,)
 
@@ -149,6 +159,42 @@ def _of_sum(dout: Tensor, x: Tensor, axes: Any, keepdims: bool, scale: float = 1
 def _of_variance(dout: Tensor, x: Tensor, axes: Any, keepdims: bool, ddof: int) -> tuple[Tensor]:
     count = np.prod([x.shape[i] for i in axes])
     return (_with_axes(dout, x, axes) * (x - mean(x, axes, keepdims=True)) * float(2 / (count - ddof)),)
+
+
+def _of_extreme(dout: Tensor, x: Tensor, axes: Any, keepdims: bool, sign: int) -> tuple[Tensor]:
+    share = astype(x == Extreme.apply(x.detach(), axes=axes, keepdims=True, sign=sign), x.dtype)
+    return (_with_axes(dout, x, axes) * (share / sum(share, axes, keepdims=True)),)
+
+
+def _of_mse(dout: Tensor, pred: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor | None, ...]:
+    difference, each = pred - target, dout * (1 / pred.size)
+    if weight is None:
+        dpred, dweight = difference * (each * 2), None
+    else:
+        dpred = difference * (each * 2) * reshape(weight, (len(weight), *[1] * (pred.ndim - 1)))
+        dweight = each * sum(square(difference), tuple(range(1, pred.ndim)))
+    dpred = astype(dpred, pred.dtype)
+    return dpred, -dpred, dweight
+
+
+def _of_cross_entropy(dout: Tensor, logits: Tensor, labels: Tensor) -> tuple[Tensor, None]:
+    error = softmax(logits) - one_hot(labels, logits.shape[1], logits.dtype)
+    return astype(error * (dout * (1 / len(logits))), logits.dtype), None
+
+
+def _of_layer_norm(dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
+    centred = x - mean(x, -1, keepdims=True)
+    rstd = 1 / sqrt(mean(square(centred), -1, keepdims=True) + eps)
+    normal, shared = centred * rstd, tuple(range(weight.ndim - 1, x.ndim - 1))
+    slope = dout * (weight if weight.ndim == 1 else reshape(weight, (len(weight), *[1] * len(shared), x.shape[-1])))
+    rest = mean(slope, -1, keepdims=True) + normal * mean(slope * normal, -1, keepdims=True)
+    return astype(rstd * (slope - rest), x.dtype), sum(dout * normal, shared), sum(dout, shared)
+
+
+def _of_embedding(dout: Tensor, indices: Tensor, weight: Tensor) -> tuple[None, Tensor]:
+    rows, flat = reshape(dout, (-1, dout.shape[-1])), reshape(indices, (-1,))
+    rows = rows * reshape(astype(flat >= 0, rows.dtype), (-1, 1))  # of -1 there is none
+    return None, place_rows(rows, weight.shape, where(flat < 0, 0, flat))
 
 
 def _with_axes(dout: Tensor, x: Tensor, axes: Any) -> Tensor:
@@ -217,6 +263,7 @@ DERIVATIVES: dict[type[Function], Derivative] = {
     Square: lambda d, x: (d * x * 2,),
     Sigmoid: lambda d, x: (d * sigmoid(x) * (1 - sigmoid(x)),),
     Silu: _of_silu,
+    Gelu_Tanh: _of_gelu_tanh,
     Softplus: lambda d, x: (d * sigmoid(x),),
     Abs: lambda d, x: (where(x > 0, d, where(x < 0, -d, 0.0)),),
     Relu: lambda d, x: (where(x > 0, d, 0.0),),
@@ -236,6 +283,11 @@ DERIVATIVES: dict[type[Function], Derivative] = {
     Cast: lambda d, x, dtype: (astype(d, x.dtype),),
     Sum: _of_sum,
     Variance: _of_variance,
+    Extreme: _of_extreme,
+    MSE: _of_mse,
+    CrossEntropy: _of_cross_entropy,
+    LayerNorm: _of_layer_norm,
+    Embedding: _of_embedding,
     Softmax: _of_softmax,
     MatMul: lambda d, a, b: (matmul(d, _swapped(b)), matmul(_swapped(a), d)),
     Linear: _of_linear,

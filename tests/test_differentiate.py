@@ -155,6 +155,15 @@ SECOND = {
     "lerp": lambda x: cudiff.lerp(x**3, np.sin(x), np.mean(x, 1, keepdims=True)) + cudiff.lerp(x, x * x, 0.3) ** 2,
     "where": lambda x: np.where(W > 0, x**3, np.sin(x)), "astype": lambda x: (x + x.astype("float32")) ** 3,
     "var": lambda x: np.var(x, 0, ddof=1) ** 2, "mean": lambda x: np.mean(x, (0, 1)) ** 3,
+    "max": lambda x: np.max(x * x, 1) ** 2, "min": lambda x: np.min(x * x, (0, 1)) ** 2, "ptp": lambda x: np.ptp(x**3),
+    "mse": lambda x: cudiff.mse(x**2, np.sin(x)) * x.sum(),
+    "weighted mse": lambda x: cudiff.mse(x**2, x, np.square(x[:, 1])) ** 2,
+    "cross entropy": lambda x: cudiff.cross_entropy(x**2, np.array([2, 0, 3])) * x.sum(),
+    "gelu by tanh": lambda x: cudiff.gelu(x, "tanh") ** 2,
+    "layer norm": lambda x: cudiff.layer_norm(x, x[0], x[1]) ** 2,
+    "modulated": lambda x: cudiff.layer_norm(x.reshape(2, 3, 2), x[:2, :2], x[1:, 2:]) ** 2,
+    "layer norm of rows": lambda x: cudiff.layer_norm(x, x * 2, x) ** 2,
+    "embedding": lambda x: cudiff.embedding(Tensor(np.int32([[2, 0], [2, -1]])), x) ** 3,
     "softmax": lambda x: cudiff.softmax(x) ** 2, "log_softmax": lambda x: cudiff.log_softmax(x) ** 2,
     "matmul": lambda x: (x @ W.T) @ x,
     "batched": lambda x: (np.reshape(x, (3, 2, 2)) @ np.reshape(x, (3, 2, 2))) ** 2,
@@ -227,3 +236,17 @@ def test_a_gradient_to_be_differentiated_holds_where_squares_overflow(function, 
     for create_graph in (False, True):
         _, slope = cudiff.value_and_grad(function, create_graph=create_graph)(np.array(at))
         np.testing.assert_allclose(np.asarray(getattr(slope, "data", slope)), expected, rtol=1e-12)
+
+
+def test_a_product_with_the_hessian_of_a_network_and_its_loss():
+    """Held to differences of the gradient along the vector."""
+    x, labels = RNG.standard_normal((5, 4)), np.array([0, 2, 1, 2, 0])
+
+    def loss(w, v):
+        hidden = cudiff.gelu(cudiff.layer_norm(cudiff.linear(x, w), Tensor(np.ones(6)), Tensor(np.zeros(6))), "tanh")
+        return cudiff.cross_entropy(cudiff.linear(hidden, v), labels) + cudiff.mse(hidden, 0.5 * hidden.tanh())
+
+    w, v, along = RNG.standard_normal((6, 4)), RNG.standard_normal((3, 6)), RNG.standard_normal((6, 4))
+    product = grad(lambda w: np.sum(grad(loss)(w, v) * along))(w)
+    expected = (grad(loss)(w + 1e-5 * along, v) - grad(loss)(w - 1e-5 * along, v)) / 2e-5
+    np.testing.assert_allclose(product, expected, rtol=1e-6, atol=1e-8)
