@@ -121,8 +121,14 @@ def _of_power(dout: Tensor, a: Any, b: Any) -> tuple[Any, ...]:
     if not isinstance(b, Tensor):
         return dout * b * a ** (b - 1 if b else 1), None  # of x**0 it is 0 at 0 too
     of_base = dout * b * a ** where(b == 0, 1.0, b - 1)
-    logarithm = np.log(where(a == 0, 1.0, a)) if isinstance(a, Tensor) else math.log(a or 1.0)  # as `Power`: 0 at 0
-    return of_base, dout * a**b * logarithm
+    return of_base, dout * a**b * _log(a)
+
+
+def _log(a: Any) -> Any:
+    """Of a tensor or a number; as `Power` has it 0 at 0, and NaN below."""
+    if isinstance(a, Tensor):
+        return np.log(where(a == 0, 1.0, a))
+    return math.log(a) if a > 0 else math.nan if a else 0.0
 
 
 def _of_arctan2(dout: Tensor, a: Any, b: Any) -> tuple[Tensor, Tensor]:

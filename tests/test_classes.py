@@ -150,12 +150,14 @@ def test_weights_go_on_with_other_classes(run, cli, tmp_path):  # noqa: F811
 
 
 def test_a_run_that_goes_on_keeps_its_names(tmp_path):
-    """Also where its folders are called otherwise by now."""
+    """Also where its folders are called otherwise by now, which is told first."""
     config = Config(image_size=8, model_channels=16, channel_mult=(1,), num_res_blocks=1, batch_size=2, steps=1,
                     sample_every=0, device="cpu")
     data = Dataset(picture(4, 8, 8, 1), [0, 1, 0, 1], 2, class_names=("a", "b"))
     Trainer(config, data, tmp_path).run()
     checkpoint = load_checkpoint(tmp_path)
     data.class_names = ("c", "d")
-    trainer = Trainer(checkpoint.config.replace(steps=2), data, tmp_path, checkpoint)
+    with pytest.raises(CudiffError, match=r"the class a is now c\).*--data-changed"):
+        Trainer(checkpoint.config.replace(steps=2), data, tmp_path, checkpoint)
+    trainer = Trainer(checkpoint.config.replace(steps=2), data, tmp_path, checkpoint, data_changed=True)
     assert trainer.config.class_names == ("a", "b")

@@ -38,6 +38,8 @@ def test_polynomials_that_a_loop_writes_have_second_derivatives_at_zero():
     assert second(0.0) == 2.0 and second(2.0) == 14.0
     third = cudiff.grad(cudiff.grad(lambda b: 3.0**b))
     np.testing.assert_allclose(third(2.0), 9 * np.log(3) ** 2)
+    assert np.isnan(cudiff.grad(cudiff.grad(lambda b: (-3.0) ** b))(2.0))
+    assert cudiff.grad(cudiff.grad(lambda b: 0.0**b))(2.0) == 0.0
 
 
 @pytest.mark.parametrize("change", [
