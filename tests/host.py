@@ -257,19 +257,23 @@ _MAP = np.dtype([("words", np.uint64, 16)])
 
 
 def encode(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
-           swizzle: int, taps: tuple[int, ...] = ()) -> np.ndarray:
+           swizzle: int, windows: tensor_map.Windows | None = None) -> np.ndarray:
     """Stands for the driver's making of a tensor map: in its words is what it was asked for, see `decode`."""
-    assert pointer % 16 == 0 and len(shape) == (4 if taps else len(box)) == len(strides) + 1 <= 5
+    assert pointer % 16 == 0 and len(shape) == (4 if windows else len(box)) == len(strides) + 1 <= 5
     assert all(0 < size < 2**32 for size in shape) and all(stride % 16 == 0 for stride in strides), (shape, strides)
     assert all(1 <= size <= 256 for size in box), box
-    sizes = *box, *taps
+    sizes = box
+    if windows is not None:
+        corners = *windows.first, *windows.beyond(shape[1:3])
+        assert all(-128 <= corner < 128 for corner in corners) and all(1 <= step <= 8 for step in windows.step), windows
+        sizes = *box, *(corner + 128 for corner in corners), *windows.step
     words = [MAP << 56 | len(sizes) << 20 | len(shape) << 16 | kind << 8 | swizzle, pointer, *shape, *strides]
-    words += [sum(size << 10 * axis for axis, size in enumerate(sizes))]
+    words += [sum(size << 10 * axis for axis, size in enumerate(part)) for part in (sizes[:6], sizes[6:])]
     return np.array([(words + [0] * (16 - len(words)),)], _MAP)
 
 
 class Map(NamedTuple):
-    """What `encode` was asked for; behind the box, of windows, their taps."""
+    """What `encode` was asked for; behind the box, of windows, the two corners, 128 added, and the steps."""
 
     pointer: int
     kind: int
@@ -282,8 +286,8 @@ class Map(NamedTuple):
 def decode(words: Sequence[int]) -> Map:
     """The tensor map in 16 words."""
     rank = words[0] >> 16 & 15
-    shape, strides, box = words[2 : 2 + rank], words[2 + rank : 1 + 2 * rank], words[1 + 2 * rank]
-    sizes = tuple(box >> 10 * axis & 1023 for axis in range(words[0] >> 20 & 15))
+    shape, strides, box = words[2 : 2 + rank], words[2 + rank : 1 + 2 * rank], words[1 + 2 * rank :]
+    sizes = tuple(box[axis // 6] >> 10 * (axis % 6) & 1023 for axis in range(words[0] >> 20 & 15))
     return Map(words[1], words[0] >> 8 & 255, tuple(shape), tuple(strides), sizes, words[0] & 255)
 
 

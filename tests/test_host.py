@@ -349,7 +349,8 @@ def test_a_launch_is_planned_for_the_gpus_multiprocessors(host_of, monkeypatch, 
     group_norm(conv2d(x, weight, padding=1), *norm, num_groups=32)
     if hopper:
         assert count // 2 < grids["conv2d_sm90", "conv2d_sm90"] <= count
-    assert 1.5 * count <= grids["group_norm", "normalize"] <= 2 * count
+    grid = grids["group_norm", "normalize"]
+    assert grid >= 1.5 * count * -(-grid // (2 * count))  # two blocks on each run at once: few idle
 
 
 @pytest.mark.parametrize("hopper", [True, False])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,28 @@ _TFLOAT32 = 11
 _MAP = np.dtype([("words", np.uint64, 16)])
 _SWIZZLES = {64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_64B and _128B
 _PROMOTE_256B = 3
+
+FARTHEST, LONGEST_STEP = 127, 8  # of windows: from the image's corners, and to the next
+
+
+class Windows(NamedTuple):
+    """The windows of images under a convolution: the taps of each, how many windows an image has, where the first
+    begins, which may lie outside, and the step from one to the next. All are (vertical, horizontal)."""
+
+    taps: tuple[int, int] = (1, 1)
+    size: tuple[int, int] = (1, 1)
+    first: tuple[int, int] = (0, 0)
+    step: tuple[int, int] = (1, 1)
+
+    def beyond(self, image: tuple[int, ...]) -> tuple[int, ...]:
+        """How far after the last pixel of an image of this size the last window begins."""
+        return tuple([first + (count - 1) * step - (length - 1)
+                      for first, count, step, length in zip(self.first, self.size, self.step, image, strict=True)])
+
+    def mappable(self, image: tuple[int, ...]) -> bool:
+        """Whether the driver takes them, of an image of this size."""
+        corners = *self.first, *self.beyond(image)
+        return max(self.step) <= LONGEST_STEP and max(map(abs, corners)) <= FARTHEST
 
 
 def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True, twice: bool = False,
@@ -37,17 +59,16 @@ def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True, twice: 
     return _encode(array.data.ptr, kind, shape, strides, box, swizzle)
 
 
-def windows_map(images: Array, taps: tuple[int, int], pixels: int) -> np.ndarray:
-    """The same for so many `pixels` in a row of CUDA images (N, H, W, C) of 16 bits, 64 channels of each, and for what
-    lies beside them under a convolution of (R, S) taps that keeps the images' size: the driver's "im2col" maps."""
-    channels = 128 // images.dtype.itemsize
-    return _encode(images.data.ptr, _TYPES[images.dtype], images.shape, images.strides[:-1], (pixels, channels),
-                   _SWIZZLES[128], taps)
+def windows_map(images: Array, windows: Windows, at_once: int) -> np.ndarray:
+    """The same for 64 channels of a tap of so many windows `at_once`, of CUDA images (N, H, W, C) of 16 bits: the
+    driver's "im2col" maps. Pixels lie at any strides, multiples of 16 bytes."""
+    return _encode(images.data.ptr, _TYPES[images.dtype], images.shape, images.strides[:-1],
+                   (at_once, 128 // images.dtype.itemsize), _SWIZZLES[128], windows)
 
 
 @functools.lru_cache(maxsize=4096)
 def _encode(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int, ...],
-            box: tuple[int, ...], swizzle: int, taps: tuple[int, int] | None = None) -> np.ndarray:
+            box: tuple[int, ...], swizzle: int, windows: Windows | None = None) -> np.ndarray:
     rank = len(shape)
 
     def reversed_array(of: Any, values: tuple[int, ...]) -> ctypes.Array:
@@ -55,15 +76,17 @@ def _encode(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int,
 
     buffer = (ctypes.c_uint64 * 32)()
     address = -(-ctypes.addressof(buffer) // 64) * 64  # a CUtensorMap starts at a multiple of 64 bytes
-    if taps is None:
+    steps = (1,) * rank
+    if windows is None:
         encode, area = library().cuTensorMapEncodeTiled, [reversed_array(ctypes.c_uint32, box)]
-    else:  # the first tap's pixels: they begin, and end, as far before the image's as a window reaches
-        corner = reversed_array(ctypes.c_int, tuple(-(count // 2) for count in taps))
-        encode, area = library().cuTensorMapEncodeIm2col, [corner, corner, *reversed_array(ctypes.c_uint32, box)]
+    else:  # the first tap's pixels, from the first window's to the last one's, that counted from the image's end
+        encode, steps = library().cuTensorMapEncodeIm2col, (1, *windows.step, 1)
+        corners = windows.first, windows.beyond(shape[1:3])
+        area = [*(reversed_array(ctypes.c_int, corner) for corner in corners), *reversed_array(ctypes.c_uint32, box)]
     status = encode(
         ctypes.c_void_p(address), kind, rank, ctypes.c_void_p(pointer), reversed_array(ctypes.c_uint64, shape),
         reversed_array(ctypes.c_uint64, strides), *area,
-        (ctypes.c_uint32 * rank)(*[1] * rank), 0, swizzle, _PROMOTE_256B, 0,
+        reversed_array(ctypes.c_uint32, steps), 0, swizzle, _PROMOTE_256B, 0,
     )
     if status:
         raise CudiffError(

@@ -53,7 +53,7 @@ def flops_of(stem: str, name: str, grid: tuple, args: tuple, constants: dict[str
         many = max(arg.size for arg in args if len(getattr(arg, "shape", ())) == 4)
         return 2.0 * constants["R"] ** 2 * constants["FEW"] * many
     if stem == "gemm_sm90":
-        rows, columns, depth, batches, _, _, kernel_rows, kernel_columns = numbers[-10:-2]
+        rows, columns, depth, batches, _, _, kernel_rows, kernel_columns = numbers[-14:-6]
         return 2.0 * rows * columns * depth * batches * kernel_rows * kernel_columns
     if stem == "matmul":
         rows, columns, depth = numbers[3:6]

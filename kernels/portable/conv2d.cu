@@ -18,7 +18,8 @@
 // rows of a warp are of one image, sums are not null, and the depth is not split.
 // gridDim.x: ceil(rows / BM) · ceil(columns / BN), columns fastest; gridDim.y: splits of the depth into `k_tiles` tiles
 // each; split s writes to destination + s · rows · ldo, to be summed by gemm.cu (then OUT=float, without additions).
-// On Hopper conv2d_sm90.cu and conv2d_wgrad*_sm90.cu take what they can: stride 1, the image's size kept, 16 bits or tf32.
+// On Hopper conv2d_sm90.cu and conv2d_wgrad*_sm90.cu take what they can: stride 1, the image's size kept, 16 bits or tf32; of
+// 16 bits gemm_sm90.cu takes other strides and paddings in FPROP and DGRAD.
 // Everywhere conv2d_few_channels.cu takes 3x3 and 1x1 ones of 16 bits from or to a few channels, but not upsampled.
 #include "affine.cuh"
 #include "gemm.cuh"

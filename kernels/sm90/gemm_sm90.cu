@@ -15,10 +15,11 @@
 // ACTIVATION or GATES, out2 gets all of v. Under SUMS, beside SLOPE and of one matrix, `floats` (M / 64 rounded up, N) gets the
 // sums over each 64 rows of what out has.
 //
-// WINDOWS: a convolution of R by S taps (odd) and stride 1 that keeps the size of its images, one matrix. a is T (images, H, W,
-// depth), whose pixels are the M rows; a tap of a row is a pixel beside it, or zeros beyond the image. b is T (N, R, S, depth), or
-// under B_MN (depth, R, S, N) whose taps come from last to first: so is the gradient of a convolution's input. by_image, float
-// (images, N) or null, is added to v.
+// WINDOWS: a convolution of R by S taps, one matrix. a is images of `depth` channels. Each has H by W windows, whose pixels are the
+// taps: the first begins at row `top` and column `left`, which may lie outside, the others so many rows `down` and columns `across`
+// from there. Beyond the image there are zeros. The M rows are the windows. Pixels of out, out2 and other, which are images of H by
+// W, may lie at any strides. b is T (N, R, S, depth), or under B_MN (depth, R, S, N) whose taps come from last to first: so is the
+// gradient of a convolution's input. Taps lie at any strides too. by_image, float (images, N) or null, is added to v.
 //
 // A tile of the result has 128 rows and BN columns. Two warpgroups compute 64 rows each, so that both read b's tile from shared
 // memory: with 256 columns a block brings 1/85 byte for a flop, where a warpgroup alone would bring 1/51. A third gives its
@@ -31,9 +32,9 @@
 // Where few tiles would leave multiprocessors idle, CLUSTER blocks along the grid's z share one, a part of the depth each. A block
 // sends each other the sums of that one's columns, WIDTH of them, adds what it gets in the order of the blocks, and finishes them.
 //
-// Maps: a {depth, M, batches}, box {64, 128, 1}, or under A_MN {M, depth, batches}, box {64, 64, 1}, or of windows {depth, W, H,
-// images}, 64 channels of 128 pixels; b {depth, N, batches}, box {64, BN, 1}, or under B_MN {N, depth, batches}, box {64, 64, 1},
-// where windows have their taps for batches; out and other {N, M, batches}, box {64, 64, 1}.
+// Maps: a {depth, M, batches}, box {64, 128, 1}, or under A_MN {M, depth, batches}, box {64, 64, 1}; b {depth, N, batches}, box
+// {64, BN, 1}, or under B_MN {N, depth, batches}, box {64, 64, 1}; out and other {N, M, batches}, box {64, 64, 1}. Under WINDOWS
+// those of a are of 64 channels of 128 windows, of out and other 64 of 64 pixels, and b has two axes S and R in place of batches.
 // WIDTH is a multiple of 64, or of 8 where floats are stored. Launch: 384 threads, grid (any number, or in clusters one for
 // each tile; 1; CLUSTER). A cluster has no more blocks than the depth has steps of 64. Shared memory: STAGES of 128 rows of a and
 // BN of b, under B_MN a multiple of 64, of 128 bytes; unless of floats 2 PANELS of 8 KiB, and 2 · BN floats of biases; 256 bytes
@@ -53,7 +54,7 @@ constexpr int RESULT_BYTES = ROUNDS ? PANELS * PANEL_BYTES : 0;
 constexpr int BAND = 16;
 
 struct Sizes {
-    int M, N, depth, batches, split, R, S, H, W;
+    int M, N, depth, batches, split, R, S, H, W, top, left, down, across;
     __device__ __forceinline__ int steps() const { return WINDOWS ? CEIL_DIV(depth, DEPTH) * R * S : CEIL_DIV(depth, DEPTH); }
     __device__ __forceinline__ int tiles() const { return CEIL_DIV(M, ROWS) * CEIL_DIV(N, BN) * batches; }
 };
@@ -72,22 +73,29 @@ struct Tile {
     }
 };
 
+// The window that a row is of.
+struct Window {
+    int image, h, w;
+    __device__ __forceinline__ Window(int row, const Sizes& sizes)
+        : image(row / (sizes.H * sizes.W)), h(row % (sizes.H * sizes.W) / sizes.W), w(row % sizes.W) {}
+};
+
 // One thread brings operands of the steps from `first` to `last`, and biases, in the order in which they are read.
 __device__ __forceinline__ void bring(Ring ring, Ring biases, const TensorMap& a, const TensorMap& a2, const TensorMap& b,
                                       const float* bias, const Sizes& sizes, int first, int last) {
-    int chunks = CEIL_DIV(sizes.depth, DEPTH), pixels = sizes.H * sizes.W;
+    int chunks = CEIL_DIV(sizes.depth, DEPTH);
     for (int i = blockIdx.x; i < sizes.tiles(); i += gridDim.x) {
         Tile tile(i, sizes);
-        int image = tile.m0 / pixels, h = tile.m0 % pixels / sizes.W - sizes.R / 2, w = tile.m0 % sizes.W - sizes.S / 2;
+        Window window(tile.m0, sizes);
+        int h = window.h * sizes.down + sizes.top, w = window.w * sizes.across + sizes.left;
 #pragma unroll 1
         for (int step = first; step < last; step++) {
-            int tap = WINDOWS ? step / chunks : 0, k = (step - tap * chunks) * DEPTH, matrix = tile.batch;
-            if (WINDOWS) matrix = B_MN ? sizes.R * sizes.S - 1 - tap : tap;
+            int tap = WINDOWS ? step / chunks : 0, k = (step - tap * chunks) * DEPTH, r = tap / sizes.S, s = tap % sizes.S;
             const TensorMap& source = k < sizes.split ? a : a2;
             int k_a = k < sizes.split ? k : k - sizes.split;
             u32 full = ring.acquire(STAGE_BYTES), at_a = ring.buffer(), at_b = at_a + A_BYTES;
             if constexpr (WINDOWS) {
-                tma_load_pixels(at_a, source, full, k_a, w, h, image, tap % sizes.S, tap / sizes.S);
+                tma_load_pixels(at_a, source, full, k_a, w, h, window.image, s, r);
             } else if constexpr (A_MN) {
                 for (int panel = 0; panel < ROWS / 64; panel++)
                     tma_load(at_a + panel * PANEL_BYTES, a, full, tile.m0 + panel * 64, k, tile.batch);
@@ -96,10 +104,15 @@ __device__ __forceinline__ void bring(Ring ring, Ring biases, const TensorMap& a
             }
             if constexpr (B_MN) {
 #pragma unroll 1
-                for (int panel = 0; panel < B_PANELS; panel++)
-                    tma_load(at_b + panel * PANEL_BYTES, b, full, tile.n0 + panel * 64, k, matrix);
+                for (int panel = 0; panel < B_PANELS; panel++) {
+                    int n = tile.n0 + panel * 64;
+                    if constexpr (WINDOWS) tma_load(at_b + panel * PANEL_BYTES, b, full, n, k, sizes.S - 1 - s, sizes.R - 1 - r);
+                    else tma_load(at_b + panel * PANEL_BYTES, b, full, n, k, tile.batch);
+                }
+            } else if constexpr (WINDOWS) {
+                tma_load(at_b, b, full, k, tile.n0, s, r);
             } else {
-                tma_load(at_b, b, full, k, tile.n0, matrix);
+                tma_load(at_b, b, full, k, tile.n0, tile.batch);
             }
             ring.advance();
         }
@@ -163,10 +176,11 @@ struct ByImage {
 
 // Round the warpgroup's 64 rows in panels that TMA stores: of v first, under KEEPS, then of what becomes of it.
 __device__ __forceinline__ void store_rounded(const TensorMap& out, const TensorMap& out2, u32 result, float (&acc)[BN / 2],
-                                              const float* bias, const ByImage& by_image, bool adds_emb, int m0, int n0, int N,
-                                              int N1, int batch) {
+                                              const float* bias, const ByImage& by_image, bool adds_emb, const Sizes& sizes,
+                                              int m0, int n0, int N1, int batch) {
     int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
     bool leads = threadIdx.x % 128 == 0;
+    Window window(m0, sizes);
 #pragma unroll
     for (int part = 0; part < WIDTH / 64 * (KEEPS + 1); part++) {
         int panel = part / (KEEPS + 1);
@@ -214,8 +228,11 @@ __device__ __forceinline__ void store_rounded(const TensorMap& out, const Tensor
         fence_writes();
         warpgroup_meets();
         int column = n0 + panel * 64;
-        bool second = column >= N1 && column < N;
-        if (leads) tma_store(keeps || second ? out2 : out, at_panel, second ? column - N1 : column, m0, batch);
+        bool second = column >= N1 && column < sizes.N;
+        const TensorMap& target = keeps || second ? out2 : out;
+        if (second) column -= N1;
+        if (leads && WINDOWS) tma_store_pixels(target, at_panel, column, window.w, window.h, window.image);
+        else if (leads) tma_store(target, at_panel, column, m0, batch);
     }
 }
 
@@ -257,9 +274,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
 gemm_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap a2, const __grid_constant__ TensorMap b,
           const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap out2, const __grid_constant__ TensorMap other,
           const float* bias, const float* by_image, int rows_per_image, float* floats, i64 pitch, int add, int M, int N, int depth,
-          int batches, int split, int N1, int R, int S, int H, int W) {
+          int batches, int split, int N1, int R, int S, int H, int W, int top, int left, int down, int across) {
     extern __shared__ __align__(1024) u8 shared[];
-    Sizes sizes = {M, N, depth, batches, split, R, S, H, W};
+    Sizes sizes = {M, N, depth, batches, split, R, S, H, W, top, left, down, across};
     u32 base = shared_address(shared), results = base + STAGES * STAGE_BYTES, bias_buffers = results + 2 * RESULT_BYTES;
     u32 barriers = bias_buffers + (ROUNDS ? 2 * BN * sizeof(float) : 0), others = barriers + 192, exchange = barriers + 208;
     Ring ring(base, STAGE_BYTES, STAGES, barriers), biases(bias_buffers, BN * sizeof(float), 2, barriers + 128);
@@ -291,8 +308,13 @@ gemm_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
         if (READS && leads) {
             tma_store_wait();  // of the last tile
             barrier_expect(own_other, WIDTH / 64 * PANEL_BYTES);
-            for (int panel = 0; panel < WIDTH / 64; panel++)
-                tma_load(result + panel * PANEL_BYTES, other, own_other, n0 + panel * 64, m0, tile.batch);
+            Window window(m0, sizes);
+            for (int panel = 0; panel < WIDTH / 64; panel++) {
+                u32 target = result + panel * PANEL_BYTES;
+                int n = n0 + panel * 64;
+                if constexpr (WINDOWS) tma_load_pixels(target, other, own_other, n, window.w, window.h, window.image, 0, 0);
+                else tma_load(target, other, own_other, n, m0, tile.batch);
+            }
         }
         float acc[BN / 2];
         multiply(acc, ring, last - first, group);
@@ -303,7 +325,7 @@ gemm_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             u32 at_bias = biases.buffer() - base + rank * WIDTH * sizeof(float);
             const float* own_bias = bias ? reinterpret_cast<const float*>(shared + at_bias) : nullptr;
             ByImage values(by_image, rows_per_image, m0, n0, M, N);
-            store_rounded(out, out2, result, acc, own_bias, values, by_image, m0, n0, N, N1, tile.batch);
+            store_rounded(out, out2, result, acc, own_bias, values, by_image, sizes, m0, n0, N1, tile.batch);
             if (SUMS && m0 < M) leave_sums(floats, result, m0, n0, M, N);
             if (bias) biases.release();
         } else {

@@ -54,8 +54,9 @@ __device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 b
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];"
                  ::"r"(target), "l"((u64)&map), "r"(i0), "r"(i1), "r"(i2), "r"(i3), "r"(i4), "r"(barrier) : "memory");
 }
-// Copy channels from i0 on of pixels in a row, as far as the map says, from (w, h) of image n on: first along the image, then the
-// next rows and images. Each is taken `right` and `down` from there, and is zeros beyond the image.
+// Copy channels from i0 on of so many pixels in a row as the map says, from (w, h) of image n on: first along the image, in the
+// map's steps and between its corners, then the next rows and images. Each is taken `right` and `down` from there, and is zeros
+// beyond the image.
 __device__ __forceinline__ void tma_load_pixels(u32 target, const TensorMap& map, u32 barrier, int i0, int w, int h, int n,
                                                 int right, int down) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
@@ -85,6 +86,11 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, u32 source, int 
 __device__ __forceinline__ void tma_store(const TensorMap& map, u32 source, int i0, int i1, int i2) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];"
                  ::"l"((u64)&map), "r"(i0), "r"(i1), "r"(i2), "r"(source) : "memory");
+}
+// The same for pixels in a row, as `tma_load_pixels` takes them from (w, h) of image n on.
+__device__ __forceinline__ void tma_store_pixels(const TensorMap& map, u32 source, int i0, int w, int h, int n) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.im2col_no_offs.bulk_group [%0, {%1, %2, %3, %4}], [%5];"
+                 ::"l"((u64)&map), "r"(i0), "r"(w), "r"(h), "r"(n), "r"(source) : "memory");
 }
 // Wait until all boxes that this thread stores have been read, so that their shared memory may be written again; but for those
 // of the last PENDING times that it began to wait here.

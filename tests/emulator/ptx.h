@@ -193,14 +193,14 @@ template <Kind KIND, int N> void multiply_group(float** c, uint64_t a, const uin
 struct Map {
     int rank, kind, swizzle, sizes, size;
     char* pointer;
-    int64_t shape[5], strides[5], box[5];  // innermost last
+    int64_t shape[5], strides[5], box[8];  // innermost last
     Map(uint64_t address) {
         const uint64_t* words = (const uint64_t*)address;
         rank = words[0] >> 16 & 15, kind = words[0] >> 8 & 255, swizzle = words[0] & 255, sizes = words[0] >> 20 & 15;
         size = kind == 7 || kind == 11 ? 4 : 2;
         pointer = (char*)words[1];
         for (int i = 0; i < rank; i++) shape[i] = words[2 + i], strides[i] = i + 1 < rank ? words[2 + rank + i] : size;
-        for (int i = 0; i < sizes; i++) box[i] = words[1 + 2 * rank] >> 10 * i & 1023;
+        for (int i = 0; i < sizes; i++) box[i] = words[1 + 2 * rank + i / 6] >> 10 * (i % 6) & 1023;
         if (words[0] >> 56 != 0x3a) failure = "a copy by something that is no tensor map";
     }
     uint32_t place(uint32_t target, int64_t bytes) const {
@@ -237,18 +237,22 @@ template <bool STORE> int copy_box(uint64_t map_at, uint32_t shared, const int* 
     return (int)(count * map.size);
 }
 // Channels of `box[0]` pixels in a row of images, of a map of windows; see tma_load_pixels in wgmma.cuh.
-static int copy_pixels(uint64_t map_at, uint32_t shared, const int* first, int right, int down) {
+template <bool STORE> int copy_pixels(uint64_t map_at, uint32_t shared, const int* first, int right, int down) {
     Map map(map_at);
-    int64_t pixels = map.box[0], channels = map.box[1], R = map.box[2], S = map.box[3], H = map.shape[1], W = map.shape[2];
-    int64_t w = first[1] + S / 2, h = first[2] + R / 2, n = first[3];  // of the window's middle
+    int64_t pixels = map.box[0], channels = map.box[1];
+    int64_t top = map.box[2] - 128, left = map.box[3] - 128;  // from there to the last row and column, in steps
+    int64_t bottom = map.shape[1] - 1 + map.box[4] - 128, end = map.shape[2] - 1 + map.box[5] - 128;
+    int64_t w = first[1], h = first[2], n = first[3];
     for (int64_t pixel = 0; pixel < pixels; pixel++) {
         for (int64_t channel = 0; channel < channels; channel++) {
-            int64_t index[4] = {n, h - R / 2 + down, w - S / 2 + right, first[0] + channel};
-            map.load(shared, map.element(index), (pixel * channels + channel) * map.size);
+            int64_t index[4] = {n, h + down, w + right, first[0] + channel}, bytes = (pixel * channels + channel) * map.size;
+            char* element = map.element(index);
+            if (!STORE) map.load(shared, element, bytes);
+            else if (element) memcpy(element, at(map.place(shared, bytes)), map.size);
         }
-        if (++w == W) {
-            w = 0;
-            if (++h == H) h = 0, n++;
+        if ((w += map.box[7]) > end) {
+            w = left;
+            if ((h += map.box[6]) > bottom) h = top, n++;
         }
     }
     return (int)(pixels * channels * map.size);
@@ -350,9 +354,13 @@ template <Text TEXT, typename... Operands> inline void ptx(Operands&&... operand
         OPERAND(0) = ((const u64*)OPERAND(2))[0], OPERAND(1) = ((const u64*)OPERAND(2))[1];
     }
     IS("ld.relaxed.gpu.global.u32") OPERAND(0) = *(const uint32_t*)OPERAND(1);
+    IS(".im2col_no_offs") {
+        int first[4] = {OPERAND(1), OPERAND(2), OPERAND(3), OPERAND(4)};
+        copy_pixels<true>(OPERAND(0), OPERAND(5), first, 0, 0);
+    }
     IS(".im2col") {
         int first[4] = {OPERAND(2), OPERAND(3), OPERAND(4), OPERAND(5)};
-        int bytes = copy_pixels(OPERAND(1), OPERAND(0), first, OPERAND(7), OPERAND(8));
+        int bytes = copy_pixels<false>(OPERAND(1), OPERAND(0), first, OPERAND(7), OPERAND(8));
         counter(OPERAND(6)).change(0, -bytes);
     }
     IS("cp.async.bulk.tensor.4d.global.shared") {

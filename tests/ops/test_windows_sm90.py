@@ -1,4 +1,4 @@
-"""Hopper's convolutions of stride 1 as products of matrices: which they are, and their results with every plan."""
+"""Hopper's convolutions as products of matrices: which they are, and their results with every plan."""
 
 import ml_dtypes
 import numpy as np
@@ -37,9 +37,13 @@ def convolution(direction, images, inputs, outputs, taps, **changes):
     (convolution(FPROP, (32, 64, 64), 192, 192, 3, wanted=SUMMED), "conv2d_sm90"),
     (convolution(DGRAD, (32, 32, 32), 384, 384, 3, wanted=NORMED), "conv2d_sm90"),
     (convolution(FPROP, (32, 8, 8), 768, 768, 3, wanted=frozenset({Fusion.RELU})), "conv2d_sm90"),
-    (convolution(FPROP, (32, 8, 8), 768, 768, 3, stride=(2, 2)), "conv2d"),
+    (convolution(FPROP, (32, 8, 8), 768, 768, 3, stride=(2, 2), out=Image((32, 4, 4, 768), BF16)), "gemm_sm90"),
+    (convolution(DGRAD, (64, 32, 32), 128, 128, 3, stride=(2, 2), x=Image((64, 16, 16, 128), BF16)), "gemm_sm90"),
+    (convolution(DGRAD, (64, 32, 32), 128, 128, 1, stride=(2, 2), x=Image((64, 16, 16, 128), BF16)), "conv2d"),
+    (convolution(FPROP, (64, 32, 32), 128, 128, 3, padding=(0, 0), out=Image((64, 30, 30, 128), BF16)), "gemm_sm90"),
+    (convolution(FPROP, (64, 300, 300), 64, 64, 3, stride=(9, 9), out=Image((64, 34, 34, 64), BF16)), "conv2d"),
 ])
-def test_it_takes_one_tap_and_small_images(problem, row):
+def test_it_takes_strides_one_tap_and_small_images(problem, row):
     """As measured on an H200."""
     chosen = CONVOLUTION.select(problem, "sm_90a")
     assert chosen.row.name == row
@@ -52,12 +56,14 @@ def on_gpu(array):
     return None if array is None else Tensor(array, device="cuda").data
 
 
-def run(direction, x, weight, out, plan, x2=None, **epilogue):
-    """`out`, and in dgrad x2, as float64."""
+def run(direction, x, weight, out, plan, x2=None, stride=(1, 1), padding=None, in_place=False, **epilogue):
+    """`out`, and in dgrad x2, as float64. in_place: what is added lies there."""
     terms = {name: on_gpu(array) for name, array in epilogue.items()}
-    padding = weight.shape[1] // 2, weight.shape[2] // 2
     given = Operands(on_gpu(x), on_gpu(weight), on_gpu(out), Epilogue(**terms), on_gpu(x2))
-    windows_sm90.run(given, Offer(plan=plan), problem_of(direction, given, (1, 1), padding))
+    if in_place:
+        given = given._replace(epilogue=given.epilogue._replace(addend=given.out))
+    problem = problem_of(direction, given, stride, padding or (weight.shape[1] // 2, weight.shape[2] // 2))
+    windows_sm90.run(given, Offer(plan=[(part, plan) for part in windows_sm90.parts_of(problem)]), problem)
     return [Tensor(array).numpy().astype(float) for array in (given.out, given.x2) if array is not None]
 
 
@@ -105,3 +111,37 @@ def test_two_sources(hopper, rng, kernel, split):
         poisoned = [np.full_like(part, np.nan) for part in (first, second)]
         found = run(DGRAD, dout, weight, poisoned[0], plan, x2=poisoned[1])
         assert relative_error(np.concatenate(found, axis=3), expected) < 1e-2, plan
+
+
+STRIDED = [
+    ((3, 8, 8), (3, 3), (2, 2), (1, 1)), ((2, 7, 11), (3, 3), (2, 2), (1, 1)), ((2, 9, 6), (4, 4), (2, 2), (1, 1)),
+    ((3, 6, 5), (3, 3), (1, 1), (0, 0)), ((2, 10, 7), (5, 3), (2, 1), (2, 2)), ((1, 16, 13), (3, 4), (3, 4), (0, 0)),
+    ((5, 1, 4), (3, 2), (2, 2), (1, 0)), ((1, 20, 20), (7, 7), (8, 5), (3, 6)), ((40, 3, 3), (2, 2), (2, 2), (1, 1)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("images, kernel, stride, padding", STRIDED, ids=str)
+def test_strides_and_paddings(hopper, rng, images, kernel, stride, padding):
+    """Of fprop, and of dgrad where every pixel is under a tap: with a bias and an embedding, and added in place."""
+    inputs, outputs = 72, 40
+    x = rng.standard_normal((*images, inputs)).astype(BF16)
+    weight = rng.standard_normal((outputs, *kernel, inputs)).astype(BF16)
+    bias, emb = (rng.standard_normal(shape).astype(np.float32) for shape in ((outputs,), (images[0], outputs)))
+    expected = fprop_numpy(x.astype(float), weight.astype(float), stride, padding)
+    same = dict(stride=stride, padding=padding)
+    dout = rng.standard_normal(expected.shape).astype(BF16)
+    for plan in plans(dout[..., 0].size, outputs, 128, True):
+        found, = run(FPROP, x, weight, np.full_like(dout, np.nan), plan, bias=bias, emb=emb, **same)
+        assert relative_error(found, expected + bias + emb[:, None, None]) < 1e-2, plan
+        found, = run(FPROP, x, weight, dout, plan, in_place=True, **same)
+        assert relative_error(found, expected + dout) < 1e-2, plan
+    if any(taps < step for taps, step in zip(kernel, stride, strict=True)):
+        return
+    expected = dgrad_numpy(dout.astype(float), weight.astype(float), images[1:], stride, padding)
+    for plan in plans(x[..., 0].size, inputs, 64, True):
+        bias = rng.standard_normal(inputs).astype(np.float32)
+        found, = run(DGRAD, dout, weight, np.full_like(x, np.nan), plan, bias=bias, **same)
+        assert relative_error(found, expected + bias) < 1e-2, plan
+        found, = run(DGRAD, dout, weight, x, plan, in_place=True, **same)
+        assert relative_error(found, expected + x) < 1e-2, plan

@@ -49,9 +49,10 @@ CONVOLUTION = Table(
         "32 to 128; adds a bias, and to a result of many channels emb and ReLU, and writes its sums; dgrad to a norm "
         "of one source; not with an addend, a skip path, two sources, an upsampled input"),
     Row("gemm_sm90", SM90, windows_sm90.offer, windows_sm90.run,
-        "fprop and dgrad of stride 1 that keep the size, of 16 bits, pixels at multiples of 16 bytes; adds bias, "
-        "addend and, of several taps, embedding; takes two sources; declines where conv2d_sm90 is estimated to take "
-        "less time with the sums and the skip path that it fuses: so it takes one tap and small images"),
+        "fprop, and dgrad where every pixel is under a tap, of strides of up to 8 and any padding of up to 127, of 16 "
+        "bits, pixels at multiples of 16 bytes; adds bias, addend and, of several taps, embedding; takes two sources "
+        "of a convolution that keeps the size; declines where conv2d_sm90 or conv2d is estimated to take less time "
+        "with the sums and the skip path that it fuses: so it takes strides, one tap and small images"),
     Row("conv2d_sm90", SM90, sm90.offer, sm90.run,
         "fprop and dgrad of stride 1 that keep the size, 16-bit or tf32, 1 or 3 rows of taps, pixels at multiples of "
         "16 bytes; adds bias, embedding and addend; fprop writes a norm's statistics, dgrad no bias's sums; 16-bit "

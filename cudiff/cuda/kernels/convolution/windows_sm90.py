@@ -1,37 +1,77 @@
-"""Convolutions of stride 1 that keep the image's size as products of matrices on Hopper, by gemm_sm90.cu.
+"""Convolutions of any stride and padding as products of matrices on Hopper, by gemm_sm90.cu.
 
-The product's rows are pixels, of any number of images; its depth is the channels of all taps. So it does well where
+The product's rows are windows, of any number of images; its depth is the channels of all taps. So it does well where
 images are small, and with one tap, where conv2d_sm90.cu does not: that cuts each image into tiles 8 pixels wide, and
 its warpgroups share no operand.
+
+The gradient of the input of a convolution of stride s is s² convolutions of stride 1. Pixels that are s apart see the
+same taps, s apart: one in four of a 3x3 kernel of stride 2 sees four taps, two see two, one sees one.
 """
 
 from __future__ import annotations
 
-import numpy as np
+import functools
+import itertools
+import math
+from typing import NamedTuple
 
 from cudiff.backend import is_low
-from cudiff.cuda.kernels.convolution import sm90
+from cudiff.cuda.kernels.convolution import portable, sm90
 from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, WGRAD, Fusion, Operands, Problem
 from cudiff.cuda.kernels.gemm.matmul import rows_of
 from cudiff.cuda.kernels.gemm.sm90 import DEPTH, ONE_TAP_FLOPS, Plan, multiply, plan
 from cudiff.cuda.launch import blocks
 from cudiff.cuda.select import Offer
+from cudiff.cuda.tensor_map import Windows
 
 NORM_SHARE = 1.1  # of conv2d_sm90's estimate, where it takes its result back through a norm
 SMALL_SHARE = 1.12  # and where blocks walk over several of its smallest tiles: 46.7 µs for 40.4, 41.4 for 36.9
+TAP_BYTES = 4.5e6  # of windows, which are read for each tap, and for each column of tiles, in a microsecond
 PASS, PASS_BYTES = 2.0, 3.5e6  # microseconds of a pass for sums that are left, and bytes that it reads in one
 
 
+class Part(NamedTuple):
+    """A convolution of stride 1 in dgrad, or all of fprop: its windows, and the taps of the weight and the pixels of
+    the result that it takes, (vertical, horizontal)."""
+
+    windows: Windows
+    taps: tuple[slice, slice]
+    pixels: tuple[slice, slice]
+
+
+@functools.cache
+def _along(backward: bool, length: int, taps: int, stride: int, padding: int) -> list[tuple]:
+    """The parts along one axis of a result of this length: (windows' taps, count, first and step; taps, pixels)."""
+    if not backward:
+        return [(taps, length, -padding, stride, slice(None), slice(None))]
+    parts = []
+    for pixel in range(min(stride, length)):
+        tap = (pixel + padding) % stride  # the first that pixels pixel, pixel + stride, ... are under
+        seen = len(range(tap, taps, stride))
+        first = (pixel + padding - tap) // stride - (seen - 1)
+        parts.append((seen, -(-(length - pixel) // stride), first, 1, slice(tap, None, stride),
+                      slice(pixel, None, stride)))
+    return parts
+
+
+def parts_of(p: Problem) -> list[Part]:
+    axes = [_along(p.direction == DGRAD, *axis)
+            for axis in zip(p.out.shape[1:3], p.kernel, p.stride, p.padding, strict=True)]
+    parts = [tuple(zip(*pair, strict=True)) for pair in itertools.product(*axes)]
+    return [Part(Windows(*windows), taps, pixels) for *windows, taps, pixels in parts]
+
+
 def offer(p: Problem) -> Offer | None:
-    """All that is added; where this is estimated to take less time than conv2d_sm90, with what that fuses and this
+    """All that is added; where this is estimated to take less time than the next rows, with what those fuse and this
     leaves: sums for a norm, for which the norm reads the result once more, and a skip path, a launch of its own."""
     if not _supports(p):
         return None
-    asked = _product(p)
-    microseconds = plan.estimate(*asked)  # a measured plan is no slower: tuning changes no kernel
-    if microseconds + _left(p) >= _by_tiles(p):
+    parts = parts_of(p)
+    microseconds = sum(_estimate(p, part) for part in parts)
+    if microseconds + _left(p) >= _otherwise(p):
         return None
-    return Offer(p.wanted & (EPILOGUE | {Fusion.SECOND_SOURCE}), plan(*asked), microseconds)
+    plans = [(part, plan(*_product(p, part))) for part in parts]
+    return Offer(p.wanted & (EPILOGUE | {Fusion.SECOND_SOURCE}), plans, microseconds)
 
 
 def _supports(p: Problem) -> bool:
@@ -40,23 +80,48 @@ def _supports(p: Problem) -> bool:
         p.direction != WGRAD
         and is_low(p.x.dtype)
         and not p.wanted & {Fusion.CAST, Fusion.RELU, Fusion.UPSAMPLE}
-        and sm90.supports(p)
+        and p.groups == 1
+        and p.dilation == (1, 1)
+        and len(p.x.shape) == len(p.out.shape) == 4
+        and p.x.rows_aligned
+        and p.weight.rows_aligned
+        and p.out.rows_aligned
+        and min(p.x.size, p.out.size) > 0
+        and max(p.x.size, p.out.size) < 2**31
         and (not pair or (sm90.takes_second_source(p) and not (p.direction == DGRAD and p.wanted & EPILOGUE)))
-        and (p.kernel != (1, 1) or Fusion.EMB not in p.wanted)
+        and not (_is_matrix(p) and Fusion.EMB in p.wanted)
+        and all(min(part.windows.taps) > 0 and part.windows.mappable(p.x.shape[1:3]) for part in parts_of(p))
     )
 
 
-def _product(p: Problem) -> tuple[int, int, int, bool]:
+def _is_matrix(p: Problem) -> bool:
+    """Whether every pixel is a window as it lies: a linear layer."""
+    return p.kernel == p.stride == (1, 1) and p.padding == (0, 0)
+
+
+def _product(p: Problem, part: Part) -> tuple[int, int, int, bool]:
     """Rows, columns and depth, as `plan` is asked."""
-    outputs, channels = p.weight.shape[0], p.weight.shape[3]
-    columns, inputs = (channels, outputs) if p.direction == DGRAD else (outputs, channels)
-    taps = p.kernel[0] * p.kernel[1]
-    return p.x.size // p.x.shape[3], columns, taps * (blocks(inputs, DEPTH) * DEPTH if taps > 1 else inputs), True
+    rows, inputs = p.x.shape[0] * math.prod(part.windows.size), p.x.shape[3]
+    depth = inputs if _is_matrix(p) else math.prod(part.windows.taps) * blocks(inputs, DEPTH) * DEPTH
+    return rows, _columns(p), depth, True
+
+
+def _estimate(p: Problem, part: Part) -> float:
+    """Microseconds by the rule: a measured plan is no slower, and tuning changes no kernel."""
+    asked = rows, columns, depth, _ = _product(p, part)
+    chosen, = plan.by_rule(*asked)
+    brought = rows * depth * p.x.dtype.itemsize * blocks(columns, chosen.columns)
+    return max(plan.time(chosen, *asked), brought / TAP_BYTES)
+
+
+def _columns(p: Problem) -> int:
+    """Channels of the result, of both sources where there are two."""
+    return p.weight.shape[3 if p.direction == DGRAD else 0]
 
 
 def _left(p: Problem) -> float:
     """Estimated microseconds of what is wanted and left."""
-    rows, columns, *_ = _product(p)
+    rows, columns = math.prod(p.out.shape[:3]), _columns(p)
     size, total = rows * columns * p.x.dtype.itemsize, 0.0
     if Fusion.STATISTICS in p.wanted:
         total += PASS + size / PASS_BYTES
@@ -67,18 +132,18 @@ def _left(p: Problem) -> float:
     return total
 
 
-def _by_tiles(p: Problem) -> float:
-    """Estimated microseconds of conv2d_sm90, infinity where that does not serve the problem."""
+def _otherwise(p: Problem) -> float:
+    """Estimated microseconds of conv2d_sm90, or of conv2d where that does not serve the problem."""
     found = sm90.offer(p)
     if found is None:
-        return np.inf
-    rows, columns, depth, _ = _product(p)
+        return portable.microseconds(p)
+    rows, columns, depth, _ = _product(p, *parts_of(p))
     images, one_tap = p.x.shape[:3], p.kernel == (1, 1)
     if one_tap:
         images = sm90.full_tiles(images, apart=bool(p.wanted & {Fusion.STATISTICS, Fusion.NORM_BACKWARD, Fusion.EMB}))
     skip = 0 if p.skip_weight is None else p.skip_weight.shape[3]
     fused = skip if Fusion.SKIP in found.fused else 0
-    channels, itemsize = depth // (p.kernel[0] * p.kernel[1]), p.x.dtype.itemsize
+    channels, itemsize = depth // math.prod(p.kernel), p.x.dtype.itemsize
     asked = (*images, channels), columns, p.kernel, itemsize, fused, False
     tiles, = sm90.plan.by_rule(*asked)
     total = sm90.plan.estimate(*asked)
@@ -94,18 +159,28 @@ def _by_tiles(p: Problem) -> float:
 
 
 def run(given: Operands, offer: Offer, p: Problem) -> None:
-    backward, (height, width) = p.direction == DGRAD, p.weight.shape[1:3]
-    x, weight, out, x2 = given.x, given.weight, rows_of(given.out), given.x2
+    """With each part's plan, as `offer` has them."""
+    for part, chosen in offer.plan:
+        _run(given, part, chosen, p)
+
+
+def _run(given: Operands, part: Part, chosen: Plan, p: Problem) -> None:
+    backward, matrix = p.direction == DGRAD, _is_matrix(p)
+    x, weight = given.x, given.weight
     weight = weight if weight.dtype == x.dtype else weight.astype(x.dtype)
-    weight = weight.reshape(len(weight), height * width, weight.shape[3]).transpose(1, 0, 2)
-    taps = (height, width) if height * width > 1 else None
-    more_in, more_out = (None, x2) if backward else (x2, None)
-    epilogue = given.epilogue._replace(rows_per_image=p.out.shape[1] * p.out.shape[2])
-    if taps is None:
-        x, more_in = rows_of(x), None if more_in is None else rows_of(more_in)
+    own = rows_of if matrix else lambda images: images[:, *part.pixels]
+    out, addend = own(given.out), None if given.epilogue.addend is None else own(given.epilogue.addend)
+    epilogue = given.epilogue._replace(addend=addend, rows_per_image=math.prod(part.windows.size))
+    more_in, more_out = (None, given.x2) if backward else (given.x2, None)
+    more_out = None if more_out is None else own(more_out)
+    if matrix:
+        x, weight = rows_of(x), weight.reshape(1, len(weight), -1)
+        more_in = None if more_in is None else rows_of(more_in)
+    else:
+        weight = weight.transpose(1, 2, 0, 3)[part.taps]
 
     def launch_as(chosen: Plan) -> None:
-        multiply(x, weight, out, epilogue, False, backward, False, chosen, more_in,
-                 None if more_out is None else rows_of(more_out), taps)
+        multiply(x, weight, out, epilogue, False, backward, False, chosen, more_in, more_out,
+                 None if matrix else part.windows)
 
-    plan.run(_product(p), launch_as, [given.out] if given.epilogue.addend is given.out else [], chosen=offer.plan)
+    plan.run(_product(p, part), launch_as, [given.out] if given.epilogue.addend is given.out else [], chosen=chosen)

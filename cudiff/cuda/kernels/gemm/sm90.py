@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from cudiff.cuda.kernels.shape import at_16_bytes
 from cudiff.cuda.launch import blocks, launch
 from cudiff.cuda.select import Offer
 from cudiff.cuda.sums import empty_statistics
-from cudiff.cuda.tensor_map import tensor_map, windows_map
+from cudiff.cuda.tensor_map import Windows, tensor_map, windows_map
 from cudiff.cuda.tiles import Planner
 from cudiff.statistics import ChannelStatistics, Kind
 
@@ -192,18 +193,26 @@ def _tiles(chosen: Plan, rows: int, columns: int) -> int:
 
 
 def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_mn: bool, add: bool, plan: Plan,
-             a2: Array | None = None, out2: Array | None = None, taps: tuple[int, int] | None = None,
+             a2: Array | None = None, out2: Array | None = None, windows: Windows | None = None,
              sums: Array | None = None) -> None:
     """out (B, M, N) = the products of a (B, M, depth), or (B, depth, M) under `a_mn`, and b (B, N, depth), or
     (B, depth, N) under `b_mn`, with what the epilogue adds; float32 out is added to where `add`.
 
     a2: what a has of the depth after its own, a multiple of 64; out2: the columns after out's, likewise. Not with an
-    addend, or of floats. taps: of a convolution of stride 1 that keeps the size of the images a (N, H, W, depth); then
-    b is (R · S, N, depth), or under `b_mn` (R · S, depth, N) of which the last tap is the first, and B is 1. sums:
-    beside a slope, of one matrix, gets the sums over each `SUMMED` rows, float32 (1, tiles, N).
+    addend, or of floats. sums: beside a slope, of one matrix, gets the sums over each `SUMMED` rows, float32
+    (1, tiles, N).
+
+    windows: of a convolution of images a (I, H, W, depth). Then out and addend are images with a pixel for each window,
+    at any strides, of N channels; b is (R, S, N, depth), or under `b_mn` (R, S, depth, N) of which the last tap is the
+    first, at any strides too.
     """
-    (batches, rows, first_columns), split = out.shape, a.shape[1 if a_mn else -1]
-    columns = first_columns if out2 is None else first_columns + out2.shape[2]
+    (*lengths, rows, first_columns), split = out.shape, a.shape[1 if a_mn else -1]
+    batches = 1
+    if windows is None:
+        batches, = lengths
+    else:
+        rows *= math.prod(lengths)
+    columns = first_columns if out2 is None else first_columns + out2.shape[-1]
     depth = split if a2 is None else split + a2.shape[-1]
     width, cluster, turned = plan
     tiles = _tiles(plan, rows, columns) * batches
@@ -218,25 +227,27 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
     stages, shared = _fit(plan, b_mn, rounds, reads, keeps)
 
     def source(array: Array) -> np.ndarray:
-        if taps is not None:
-            return windows_map(array, taps, ROWS)
+        if windows is not None:
+            return windows_map(array, windows, ROWS)
         return tensor_map(array, (1, DEPTH, 64) if a_mn else (1, ROWS, DEPTH))
 
     def result(array: Array) -> np.ndarray:
+        if windows is not None:
+            return windows_map(array, Windows(size=windows.size), 64)
         return tensor_map(array.reshape(-1, rows, array.shape[-1]), (1, 64, 64), operand=False)
 
-    a_map = source(a)
-    operands = a_map, a_map if a2 is None else source(a2), tensor_map(b, (1, DEPTH, 64) if b_mn else (1, width, DEPTH))
+    a_map, b_box = source(a), (DEPTH, 64) if b_mn else (width, DEPTH)
+    operands = a_map, a_map if a2 is None else source(a2), tensor_map(b, (*[1] * (b.ndim - 2), *b_box))
     results = [result(out if array is None else array) if rounds else a_map
                for array in (out, aux if keeps else out2, other)]
     floats, pitch = (sums, 0) if rounds else (out, out.strides[1] // out.itemsize)
-    window = (1, 1, 1, 1) if taps is None else (*taps, *a.shape[1:3])
+    of_windows = itertools.chain(*(windows or Windows()))
     launch(
         "gemm_sm90", "gemm_sm90", (tiles if cluster > 1 else min(tiles, multiprocessors()), 1, cluster), 384,
         (*operands, *results, bias, by_image, epilogue.rows_per_image, floats, np.int64(pitch), int(add), rows, columns,
-         depth, batches, split, columns if out2 is None else first_columns, *window),
+         depth, batches, split, columns if out2 is None else first_columns, *of_windows),
         shared, T=a.dtype, OUT=out.dtype, A_MN=int(a_mn), B_MN=int(b_mn), BN=width, CLUSTER=cluster,
-        STAGES=stages, TURNED=turned, WINDOWS=int(taps is not None),
+        STAGES=stages, TURNED=turned, WINDOWS=int(windows is not None),
         ADDS=int(epilogue.addend is not None and epilogue.gate is None), ACTIVATION=ACTIVATIONS[epilogue.activation],
         KEEPS=int(keeps), SLOPE=ACTIVATIONS[epilogue.slope], GATES=int(epilogue.gate is not None),
         SUMS=int(sums is not None),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import numpy as np
@@ -117,26 +116,32 @@ def affine_gradients(totals: Array, dweight: Any, dbias: Any) -> None:
 @functools.cache
 def tiling(n: int, pixels: int, channels: int, pack: int, multiprocessors: int,
            narrow: bool = False) -> tuple[int, int, int]:
-    """Tiles an image, chunks of channels, packs a chunk: all blocks, two a multiprocessor, run at once.
+    """Tiles an image, chunks of channels, packs a chunk: two blocks a multiprocessor run at once, and few idle.
 
     pack: channels that are read at once. multiprocessors: of the GPU.
 
     `narrow`: chunks of down to 8 packs, each with fewer channels to prepare, if as many blocks run and a thread has few
-    pixels: of many, whole rows are read faster.
+    pixels. Of many, long rows are read faster: there chunks of down to 16 packs, and blocks that come one after
+    another, only fill multiprocessors that would idle.
     """
     packs = channels // pack
     at_once, least = 2 * multiprocessors, blocks(packs, 32)
 
-    def cut(chunks: int) -> tuple[int, int]:
-        """Pixels that a block covers at once, and how often it does."""
-        step = 256 // blocks(packs, chunks)
-        return step, blocks(pixels, step * max(1, at_once // (n * chunks)))
+    def rounds(waves: int, chunks: int) -> int:
+        """How often a block covers as many pixels as it has threads for."""
+        return blocks(pixels, 256 // blocks(packs, chunks) * max(1, waves * at_once // (n * chunks)))
 
-    def filled(chunks: int) -> tuple[float, int]:
-        count = n * chunks * max(1, at_once // (n * chunks))
-        return count / blocks(count, at_once), chunks
+    def filled(waves: int, chunks: int) -> float:
+        count = n * chunks * max(1, waves * at_once // (n * chunks))
+        return count / blocks(count, at_once)
 
-    most = blocks(packs, 8) if narrow and pack > 1 and cut(least)[1] < 32 else least
+    few = rounds(1, least) < 32
+    most = max(least, blocks(packs, 8 if few else 16)) if narrow and pack > 1 else least
     # Rounding up may leave the last of many chunks without a channel: such a cut is none.
-    chunks = max((c for c in range(least, most + 1) if (c - 1) * blocks(packs, c) < packs), key=filled)
-    return blocks(pixels, math.prod(cut(chunks))), chunks, blocks(packs, chunks)
+    cuts = [(waves, c) for waves in ((1,) if few else (1, 2, 3, 4)) for c in range(least, most + 1)
+            if (c - 1) * blocks(packs, c) < packs]
+    cut = max(cuts, key=lambda cut: (filled(*cut), cut))
+    if not few:
+        cut = next(other for other in cuts if filled(*other) > 0.9 * filled(*cut))
+    across = blocks(packs, cut[1])
+    return blocks(pixels, 256 // across * rounds(*cut)), cut[1], across
