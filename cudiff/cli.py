@@ -187,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     sample.add_argument("--classes", type=_texts, metavar="NAME,NAME,..",
                         help="one class, or several in turn, by name or number; -1 is none (default: all in turn)")
-    _sampling_arguments(sample, 64)
+    _sampling_arguments(sample, None)
     sample.add_argument("--init", type=expanduser, metavar="FILE", help="a picture to begin with, of the model's size")
     sample.add_argument("--strength", type=float, metavar="X",
                         help="share of the steps that it goes through (default 0.6, with --mask 1)")
@@ -257,14 +257,14 @@ def _version() -> str:
     return cudiff.__version__
 
 
-def _sampling_arguments(parser: argparse.ArgumentParser, batch_size: int) -> None:
+def _sampling_arguments(parser: argparse.ArgumentParser, batch_size: int | None) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the noise (default 0)")
     parser.add_argument("--steps", type=int, metavar="N", help="noise levels to pass through (default: the model's)")
     parser.add_argument("--guidance", type=float, metavar="X", help="1 = none (default: the model's)")
     parser.add_argument("--sampler", choices=tuple(SAMPLERS), metavar="NAME",
                         help=f"{' or '.join(SAMPLERS)} (default: the model's)")
     parser.add_argument("--batch-size", type=int, default=batch_size, metavar="N",
-                        help=f"images at once (default {batch_size})")
+                        help=f"images at once (default {batch_size or '64, on a GPU up to 256 small ones'})")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), metavar="auto|cpu|cuda",
                         help="auto takes the GPU where there is one")
     parser.add_argument("--precision", choices=("auto", *PRECISIONS), metavar="auto|" + "|".join(PRECISIONS),

@@ -79,7 +79,7 @@ class Pipeline(Samplings):
         steps: int | None = None,
         guidance: float | None = None,
         sampler: str | None = None,
-        batch_size: int = 64,
+        batch_size: int | None = None,
         progress: Progress | None = None,
         frames: list[np.ndarray] | None = None,
         *,
@@ -106,7 +106,7 @@ class Pipeline(Samplings):
             name of `class_names`. −1 is no class. Unconditional models take None.
         steps, guidance, sampler : the configuration's where None. guidance: 0 or more. sampler: a name that `cudiff
             sample --help` lists, or one of `cudiff.register_sampler`.
-        batch_size : images denoised at once; smaller needs less memory.
+        batch_size : images denoised at once; smaller needs less memory. By default 64, on a GPU up to 256 small ones.
         progress : called with (images done, n) after each batch.
         frames : a list that receives the first batch after each step, uint8, for an animation.
         guidance_interval, guidance_rescale : noise levels (low, high) that are guided, and a share, see `Guided`.
@@ -135,6 +135,7 @@ class Pipeline(Samplings):
         `denoiser` are not kept.
         """
         sampler, guidance, sigmas = self.checked(n, seed, steps, guidance, sampler, batch_size)
+        batch_size = batch_size or self._at_once(n, group.size)
         if self.makes_latents and frames is not None:
             raise CudiffError("the model makes latents, not pictures: leave frames out")
         if frames is not None and not isinstance(frames, list):
@@ -243,7 +244,7 @@ class Pipeline(Samplings):
         classes: Classes = None,
         steps: int | None = None,
         guidance: float | None = None,
-        batch_size: int = 64,
+        batch_size: int | None = None,
     ) -> np.ndarray:
         """The noise, float32 (n, H, W, C), that images come from: `sample(n, noise=...)` makes them of it.
 
@@ -254,6 +255,7 @@ class Pipeline(Samplings):
         """
         n = len(images) if np.ndim(images) == 4 else 1
         _, guidance, sigmas = self.checked(n, 0, steps, guidance, "heun", batch_size)
+        batch_size = batch_size or self._at_once(n)
         images, labels = self._as_images(images, n, "images"), self.labels(n, classes)
         if len(sigmas) < 3:
             raise CudiffError("inversion takes 2 steps or more")
@@ -306,7 +308,7 @@ class Pipeline(Samplings):
         return round(strength * steps)
 
     def checked(
-        self, n: int, seed: int, steps: int | None, guidance: float | None, sampler: str | None, batch_size: int
+        self, n: int, seed: int, steps: int | None, guidance: float | None, sampler: str | None, batch_size: int | None
     ) -> tuple[str, float, np.ndarray]:
         """The sampler, the guidance and the noise levels that `sample` uses; raises CudiffError as `sample` does."""
         config = self.config
@@ -317,9 +319,14 @@ class Pipeline(Samplings):
         guidance = config.guidance if guidance is None else guidance
         real("guidance", guidance, 0)
         whole("seed", seed, 0, 2**64 - 1)
-        for name, value in (("n", n), ("steps", steps), ("batch_size", batch_size)):
+        for name, value in (("n", n), ("steps", steps), ("batch_size", 1 if batch_size is None else batch_size)):
             whole(name, value)
         return sampler, guidance, self.sigmas(sampler, steps)
+
+    def _at_once(self, n: int, processes: int = 1) -> int:
+        """Images of a batch where nobody says: all of few pixels, which would not fill a GPU by 64."""
+        most = 64 if self.device == "cpu" else max(64, min(256, 2**18 // (self.shape[0] * self.shape[1])))
+        return min(most, -(-n // processes))
 
     def save(self, path: str | os.PathLike) -> None:
         """Write a checkpoint for `load`, in place of what is at `path`: its EMA too is made of this net's weights.

@@ -55,6 +55,15 @@ def levels_apart(a, b):
     return np.abs(a.astype(int) - b.astype(int)).max()
 
 
+@pytest.mark.parametrize("size, on_gpu", [(8, 256), (40, 163), (64, 64)])
+def test_batches_where_no_size_is_given(device, size, on_gpu):
+    """64 images at once; on a GPU more small ones."""
+    done, most = [], on_gpu if device == "cuda" else 64
+    model = pipeline(device, image_size=size, num_res_blocks=1, model_channels=8, channel_mult=(1,))
+    model.sample(most + 1, steps=1, sampler="euler", guidance=1, progress=lambda count, n: done.append(count))
+    assert done == [most, most + 1]
+
+
 @pytest.mark.parametrize("sampler", list(SAMPLERS))
 @pytest.mark.parametrize("diffusion", ["edm", "ddpm", "flow"])
 def test_every_sampler_samples_every_model(diffusion, sampler, device):
