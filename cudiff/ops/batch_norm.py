@@ -45,7 +45,7 @@ class BatchNorm(Function):
                 mean = means.mean(0)
                 rstd = 1 / np.sqrt((variances + np.square(means - mean)).mean(0) + eps)
             count = rows.shape[1] * group.size
-            var = (1 / np.square(rstd[0]) - eps) * (count / max(count - 1, 1))
+            var = (1 / np.square(rstd[0]) - eps) * (count / (count - 1))
             running_mean += momentum * (mean[0] - running_mean)
             running_var += momentum * (var - running_var)
         else:
@@ -163,10 +163,11 @@ def batch_norm(x: Tensor, weight: Tensor, bias: Tensor, running_mean: Tensor, ru
     batch's mean and unbiased variance by the share `momentum`, in place on the device; otherwise those two are used.
     group: the batch is that of all these processes, which have equal parts.
     weight, bias, running_mean and running_var (C,), float32 where x is float32 or shorter. Raises ValueError where
-    shapes do not agree and for an empty batch in training, TypeError for integers and for 16-bit running values.
+    shapes do not agree and, in training, for fewer than two values a channel, TypeError for integers and for 16-bit
+    running values.
     Source: Ioffe and Szegedy, Batch Normalization, 2015, algorithms 1 and 2.
     """
-    operands = _checked("batch_norm", training, x, weight, bias, running_mean, running_var)
+    operands = _checked("batch_norm", training, group, x, weight, bias, running_mean, running_var)
     return BatchNorm.apply(*operands, training=training, momentum=momentum, eps=eps, group=group)
 
 
@@ -177,18 +178,20 @@ def batch_norm_relu_pool(x: Tensor, weight: Tensor, bias: Tensor, running_mean: 
     What lies between is not rounded: in a 16-bit dtype the gradient goes to the largest element of a window where the
     plain operations may see several equal ones. Raises ValueError where shapes do not agree.
     """
-    operands = _checked("batch_norm_relu_pool", training, x, weight, bias, running_mean, running_var)
+    operands = _checked("batch_norm_relu_pool", training, group, x, weight, bias, running_mean, running_var)
     if x.ndim != 4 or min(x.shape[1:3]) < 2:
         raise ValueError(f"batch_norm_relu_pool: x has shape {x.shape}, not (N, H, W, C) of 2 pixels a side or more")
     return BatchNormReluPool.apply(*operands, training=training, momentum=momentum, eps=eps, group=group)
 
 
-def _checked(name: str, training: bool, x: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
+def _checked(name: str, training: bool, group: Group, x: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
     if training and 0 in x.shape:
         raise ValueError(f"{name}: a batch of shape {x.shape} has no statistics to train with")
     for what, operand in zip(("weight", "bias", "running_mean", "running_var"), operands, strict=True):
         if operand.shape != x.shape[-1:]:
             raise ValueError(f"{name}: {what} has shape {operand.shape}, not {x.shape[-1:]}")
+    if training and x.size * group.size == operands[0].size:  # which is its own mean: every output would be the bias
+        raise ValueError(f"{name}: a batch of shape {x.shape} has one value a channel: give more images, or use eval()")
     require_floats(name, x, *operands)
     weight, bias, *running = operands
     if any(is_low(moment.dtype) for moment in running):
