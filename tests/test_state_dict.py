@@ -45,3 +45,13 @@ def test_what_tells_the_layout_of_a_plain_dict(tmp_path):
     first = nn.Conv2d(3, 8, 3)
     first.save(tmp_path / "first.safetensors")
     nn.Conv2d(3, 8, 3).load(tmp_path / "first.safetensors")
+
+
+def test_pytorchs_count_of_batches_is_not_read():
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    for net, prefix in ((model, "1."), (model[1], "")):
+        state = dict(net.state_dict()) | {f"{prefix}running_mean": np.full(2, 7.0, np.float32)}
+        net.load_state_dict(state | {f"{prefix}num_batches_tracked": np.array(5)})
+        assert model[1].running_mean.numpy().tolist() == [7, 7] and len(net.state_dict()) == len(state)
+    with pytest.raises(CudiffError, match=r"unexpected 0.num_batches_tracked$"):  # of no batch norm
+        model.load_state_dict(dict(model.state_dict()) | {"0.num_batches_tracked": np.array(5)})

@@ -15,7 +15,7 @@ from cudiff.backend import PRECISIONS, Array, copy_into, is_low, to_device
 from cudiff.cuda.graph import record_again
 from cudiff.errors import CudiffError
 from cudiff.nn.parameter import FlatParameters, Parameter, array_of, fitting, structure_changes
-from cudiff.nn.state_dict import StateDict, require_native
+from cudiff.nn.state_dict import StateDict, is_batch_count, require_native
 from cudiff.precision import allow_tf32, tf32_allowed
 from cudiff.tensor import Tensor
 
@@ -239,9 +239,10 @@ class Module:
     def load_state_dict(self, state: Mapping[str, Array | Tensor], strict: bool = True) -> None:
         """Copy values in by name, in native layout: PyTorch's state dict goes through `cudiff.convert.from_torch`.
 
-        strict: whether the names are those of the model; otherwise what either lacks is left as it is. Raises
-        CudiffError on missing, unknown or mis-shaped ones, on convolutions' weights that are PyTorch's, or may be, and
-        on numbers out of range, TypeError for what are no numbers, both before anything is changed.
+        strict: whether the names are those of the model, but for PyTorch's `num_batches_tracked` of batch norms, which
+        is not read; otherwise what either lacks is left as it is. Raises CudiffError on missing, unknown or mis-shaped
+        ones, on convolutions' weights that are PyTorch's, or may be, and on numbers out of range, TypeError for what
+        are no numbers, both before anything is changed.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"a state maps names to arrays: give state_dict(), not a {type(state).__name__}")
@@ -250,7 +251,7 @@ class Module:
         if not strict:
             state = {name: values for name, values in state.items() if name in targets}
             targets = {name: target for name, target in targets.items() if name in state}
-        state = {name: array_of(values) for name, values in state.items()}
+        state = {name: array_of(values) for name, values in state.items() if not is_batch_count(name, targets)}
         if not native:
             require_native(state, dict(self.named_parameters()))
         require_fit(state, targets, "the weights do not fit the model")

@@ -18,6 +18,12 @@ class StateDict(dict[str, np.ndarray]):
     other dict `Module.load_state_dict` looks at the shapes of convolutions' weights."""
 
 
+def is_batch_count(name: str, targets: Mapping[str, Any]) -> bool:
+    """Whether `name` is PyTorch's count of batches in a batch norm among `targets`, which no layer of cudiff has."""
+    stem, dot, last = name.rpartition(".")
+    return last == "num_batches_tracked" and name not in targets and f"{stem}{dot}running_mean" in targets
+
+
 def require_native(state: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
     """Raise CudiffError where weights have the shapes of PyTorch's layouts, and none has one that is cudiff's alone:
     (4, 3, 3, 3) is both."""
