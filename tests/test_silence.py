@@ -11,6 +11,7 @@ import cudiff
 from cudiff import nn, plot
 from cudiff.checkpoint import load_checkpoint
 from cudiff.data import Dataset
+from cudiff.diffusion.edm import EDMDenoiser
 from cudiff.diffusion.schedule import karras_sigmas
 from cudiff.errors import CudiffError
 from cudiff.models import build
@@ -185,6 +186,21 @@ def test_labels_of_another_number_are_refused():
     for labels in ([1], [0, 1], [[0], [1], [2], [0]]):
         with pytest.raises(ValueError, match=r"labels are .* for 4 images: give one class for each"):
             net(x, t, Tensor(np.array(labels, np.int32)))
+
+
+@pytest.mark.parametrize("model", ["unet", "dit", "cs179"])
+def test_noise_levels_are_numbers_and_arrays_too(model, rng):
+    net = build(TINY.replace(model=model, num_classes=0))
+    x = Tensor(rng.standard_normal((2, 8, 8, 1)), dtype="float32")
+    for parameter in net.parameters():
+        parameter.data = rng.standard_normal(parameter.shape)  # a net that starts at zero returns zeros
+    for called in (net, EDMDenoiser(net)):
+        expected = called(x, Tensor(np.float32([0.5, 0.5]))).numpy()
+        assert expected.any()
+        for given in (0.5, np.float32(0.5), np.array(0.5), np.array([0.5, 0.5])):
+            np.testing.assert_array_equal(called(x, given).numpy(), expected)
+    with pytest.raises(ValueError, match=r"t has shape \(2, 1\), not \(N,\): give one number for each image"):
+        net(x, np.ones((2, 1)))
 
 
 @pytest.mark.parametrize("grad", [np.ones(3, np.float32), np.ones(2)], ids=["another shape", "another dtype"])

@@ -16,13 +16,14 @@ import numpy as np
 
 from cudiff import ops
 from cudiff.backend import float32
-from cudiff.diffusion.denoiser import Net, levels, per_sample
+from cudiff.diffusion.denoiser import Net, per_sample
 from cudiff.diffusion.guidance import drop_labels
 from cudiff.diffusion.prediction import DISCRETE, PREDICTIONS, predicting
 from cudiff.diffusion.schedule import BETAS, Schedule, karras_sigmas
 from cudiff.errors import CudiffError
 from cudiff.ops.mse import mse
 from cudiff.ops.random import Generator, Purpose
+from cudiff.ops.timestep_embedding import noise_levels
 from cudiff.options import Option
 from cudiff.registry import Settings, register_objective
 from cudiff.tensor import Tensor
@@ -178,7 +179,7 @@ class DDPMDenoiser:
             self._ramps[key] = Tensor(ramps, dtype=x.dtype, device=x.device)
 
     def _denoise(self, x: Tensor, sigma: Tensor | float, labels: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        sigma = levels(sigma, x)
+        sigma = noise_levels(sigma, x)
         scale = per_sample(sigma, x)
         out = self.net(x / ops.sqrt(ops.square(scale) + 1), self.timestep(sigma), labels)
         predicted, fraction = split_learned_variance(out, x)

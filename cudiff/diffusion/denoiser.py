@@ -9,17 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cudiff import ops
-from cudiff.backend import float32, float64
 from cudiff.tensor import Tensor
 
 Denoiser = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Net = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
-
-def levels(sigma: Tensor | float, x: Tensor) -> Tensor:
-    """sigma of each image of x (N, ...): a tensor as it is, a number as (N,), float32, or float64 for a float64 x."""
-    dtype = float64 if x.dtype == float64 else float32
-    return sigma if isinstance(sigma, Tensor) else ops.full(x.shape[:1], sigma, dtype, x.device)
 
 
 def per_sample(values: Tensor, x: Tensor) -> Tensor:

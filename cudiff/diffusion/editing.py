@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.diffusion.denoiser import levels
 from cudiff.diffusion.euler import Heun
 from cudiff.diffusion.samplers import decreasing
 from cudiff.errors import CudiffError
+from cudiff.ops.timestep_embedding import noise_levels
 from cudiff.tensor import Tensor
 
 
@@ -64,7 +64,7 @@ class Between:
 
     def __call__(self, x: Tensor, sigma: Tensor | float, labels: Tensor | None = None) -> Tensor:
         other, share = self._ends[len(x)]
-        sigma = levels(sigma, x)
+        sigma = noise_levels(sigma, x)
         return self.denoiser(x, sigma, labels) * (1 - share) + self.denoiser(x, sigma, other) * share
 
     def with_variance(self, x: Tensor, sigma: Tensor | float, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import numpy as np
 
 from cudiff import ops
-from cudiff.diffusion.denoiser import Net, levels
+from cudiff.diffusion.denoiser import Net
 from cudiff.diffusion.guidance import drop_labels
 from cudiff.diffusion.schedule import karras_sigmas
 from cudiff.ops.mse import mse
 from cudiff.ops.random import Generator, Purpose
+from cudiff.ops.timestep_embedding import noise_levels
 from cudiff.options import Option
 from cudiff.registry import Settings, register_objective
 from cudiff.tensor import Tensor
@@ -75,7 +76,7 @@ class EDMDenoiser:
                      real("data_std", data_std, above=0))
 
     def __call__(self, x: Tensor, sigma: Tensor | float, labels: Tensor | None = None) -> Tensor:
-        sigma = levels(sigma, x)
+        sigma = noise_levels(sigma, x)
         sigma_data, *standard = self.data
         scaled, c_noise = ops.edm_input(x, sigma, sigma_data, self.c_noise_scale, *standard)
         return ops.edm_output(x, self.net(scaled, c_noise, labels), sigma, sigma_data, *standard)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cudiff import ops
-from cudiff.diffusion.denoiser import Denoiser, Net, levels, per_sample
+from cudiff.diffusion.denoiser import Denoiser, Net, per_sample
 from cudiff.diffusion.euler import Euler
 from cudiff.diffusion.guidance import drop_labels
 from cudiff.diffusion.prediction import PREDICTIONS
@@ -14,6 +14,7 @@ from cudiff.diffusion.schedule import karras_sigmas
 from cudiff.errors import CudiffError
 from cudiff.ops.mse import mse
 from cudiff.ops.random import Generator, Purpose
+from cudiff.ops.timestep_embedding import noise_levels
 from cudiff.options import Option
 from cudiff.registry import Settings, register_objective, register_sampler
 from cudiff.tensor import Tensor
@@ -55,7 +56,7 @@ class FlowDenoiser:
         self.net = net
 
     def __call__(self, x: Tensor, sigma: Tensor | float, labels: Tensor | None = None) -> Tensor:
-        sigma = levels(sigma, x)
+        sigma = noise_levels(sigma, x)
         scale = per_sample(sigma, x)
         out = self.net(x / (scale + 1), sigma / (sigma + 1) * TIME_SCALE, labels)
         return PREDICTIONS["flow"].denoised(x, out, scale)

@@ -9,10 +9,11 @@ import numpy as np
 
 from cudiff import ops
 from cudiff.backend import copy_into, float32
-from cudiff.diffusion.denoiser import levels, per_sample
+from cudiff.diffusion.denoiser import per_sample
 from cudiff.errors import CudiffError
 from cudiff.ops.cast import as_index
 from cudiff.ops.random import Generator, Purpose
+from cudiff.ops.timestep_embedding import noise_levels
 from cudiff.tensor import Tensor
 from cudiff.values import real, whole
 
@@ -99,7 +100,7 @@ class Guided:
 
     def _doubled(self, x: Tensor, sigma: Tensor | float, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self.before_capture(x, labels)
-        sigma, null = levels(sigma, x), self._null[labels.device, len(labels)]
+        sigma, null = noise_levels(sigma, x), self._null[labels.device, len(labels)]
         return ops.tile(x, (2, *(1,) * (x.ndim - 1))), ops.tile(sigma, 2), ops.concatenate([labels, null])
 
     def before_capture(self, x: Tensor, labels: Tensor | None = None) -> None:
@@ -120,5 +121,5 @@ class Guided:
             guided = guided * (ratio * rescale + rest)
         if self.interval is None:
             return guided
-        sigma = per_sample(levels(sigma, conditional), conditional)
+        sigma = per_sample(noise_levels(sigma, conditional), conditional)
         return ops.where(ops.logical_and(sigma > low, sigma <= high), guided, conditional)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from cudiff import ops
-from cudiff.backend import float32
+from cudiff.backend import Array, float32
 from cudiff.models.levels import WIDTHS, check_levels
 from cudiff.nn import Conv2d, ConvTranspose2d, Linear, Module, ModuleList, Sequential, SiLU, grouped_linear
+from cudiff.ops.timestep_embedding import noise_levels
 from cudiff.registry import Settings, register_model
 from cudiff.tensor import Tensor
 
@@ -61,7 +62,7 @@ class UpBlock(Block):
 
 
 class CS179UNet(Module):
-    """net(x, t, labels=None): x (N, H, W, in_channels) float32, t (N,) float32 → like x. It has no classes.
+    """net(x, t, labels=None): x (N, H, W, in_channels) float32, t (N,) or a number → like x. It has no classes.
 
     Every encoder block ends in 2×2 max-pooling; what is pooled goes down and, as the skip connection, across.
 
@@ -89,9 +90,9 @@ class CS179UNet(Module):
             channels = width
         self.out_conv = Conv2d(channels, in_channels, 1)
 
-    def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor | Array | float, labels: Tensor | None = None) -> Tensor:
         blocks = [*self.enc_blocks, self.bottleneck, *self.dec_blocks]
-        shifts = iter(grouped_linear(self.time_emb(t), *(block.time_proj for block in blocks)))
+        shifts = iter(grouped_linear(self.time_emb(noise_levels(t, x)), *(block.time_proj for block in blocks)))
         h, skips = ops.astype(x, float32), []
         for block in self.enc_blocks:
             h = block(h, next(shifts), pool=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cudiff import ops
-from cudiff.backend import float32, int32
+from cudiff.backend import Array, float32, int32
 from cudiff.errors import CudiffError
 from cudiff.nn import (
     Conv2d,
@@ -20,6 +20,7 @@ from cudiff.nn import (
     grouped_linear,
     init,
 )
+from cudiff.ops.timestep_embedding import noise_levels
 from cudiff.options import Option
 from cudiff.recompute import recomputed
 from cudiff.registry import Settings, register_model
@@ -188,7 +189,7 @@ class FinalLayer(Module):
 
 
 class DiT(Module):
-    """net(x, t, labels): x (N, H, W, in_channels) float32, t (N,) float32, labels int32 (N,) or None → float32.
+    """net(x, t, labels): x (N, H, W, in_channels) float32, t (N,) or a number, labels int32 (N,) or None → float32.
 
     Parameters
     ----------
@@ -222,7 +223,7 @@ class DiT(Module):
         self.blocks = ModuleList([Block(hidden_size, num_heads, mlp_ratio, qk_norm) for _ in range(depth)])
         self.final_layer = FinalLayer(hidden_size, patch_size * patch_size * self.out_channels)
 
-    def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor | Array | float, labels: Tensor | None = None) -> Tensor:
         if labels is not None and self.y_embedder is None:
             raise ValueError("this DiT is unconditional and takes no labels: give None, or build it with num_classes")
         if labels is not None and np.shape(labels) != x.shape[:1]:
@@ -231,7 +232,7 @@ class DiT(Module):
             height, width = self.image_size
             raise ValueError(f"this DiT takes images of {height}x{width} pixels, not of shape {x.shape}")
         dtype = self.activation_dtype
-        c = self.t_embedder(t)
+        c = self.t_embedder(noise_levels(t, x))
         if self.y_embedder is not None:
             c = c + self.y_embedder(labels)
         silu_c = ops.astype(ops.silu(c), dtype)

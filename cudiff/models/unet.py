@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from cudiff import ops
-from cudiff.backend import float32
+from cudiff.backend import Array, float32
 from cudiff.errors import CudiffError
 from cudiff.models.levels import WIDTHS, check_levels
 from cudiff.nn import (
@@ -25,6 +25,7 @@ from cudiff.nn import (
     grouped_linear,
     init,
 )
+from cudiff.ops.timestep_embedding import noise_levels
 from cudiff.options import Option
 from cudiff.recompute import recomputed
 from cudiff.registry import Settings, register_model
@@ -188,7 +189,7 @@ def heads_of(channels: int, num_heads: int, num_head_channels: int) -> int:
 
 
 class UNet(Module):
-    """net(x, t, labels): x (N, H, W, in_channels) float32, t (N,) float32, labels int32 (N,) or None → float32.
+    """net(x, t, labels): x (N, H, W, in_channels) float32, t (N,) or a number, labels int32 (N,) or None → float32.
 
     Parameters
     ----------
@@ -272,12 +273,13 @@ class UNet(Module):
         norm = GroupNorm(num_groups(channels, norm_group_channels), channels)
         self.out = ModuleList([norm, None, zeroed(last) if zero_init else last])
 
-    def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor | Array | float, labels: Tensor | None = None) -> Tensor:
         if labels is not None and self.label_emb is None:
             raise ValueError("this U-Net is unconditional and takes no labels: give None, or build it with num_classes")
         if labels is not None and np.shape(labels) != x.shape[:1]:
             raise ValueError(f"labels are {np.shape(labels)} for {len(x)} images: give one class for each")
         first, _, second = self.time_embed
+        t = noise_levels(t, x)
         (emb,) = grouped_linear(ops.timestep_embedding(t, self.model_channels, self.max_period), first, silu=True)
         if labels is None or self.label_emb is None:
             (emb,) = grouped_linear(emb, second, silu=True)

@@ -6,10 +6,11 @@ import math
 
 import numpy as np
 
-from cudiff.backend import float32, float64
+from cudiff.backend import Array, float32, float64
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import astype, result_dtype
+from cudiff.ops.cast import as_tensor, astype, result_dtype
+from cudiff.ops.create import full
 from cudiff.tensor import Tensor
 
 __all__ = ["timestep_embedding"]
@@ -65,7 +66,7 @@ def timestep_embedding(t: Tensor, dim: int, max_period: float = 10000.0, divisor
 
     The networks of the field differ: guided-diffusion and EDM's DhariwalUNet use the defaults, unet.cu
     max_period=1000, EDM's SongUNet and denoising-diffusion-pytorch divisor="half-1", order="sin,cos". An odd dim ends
-    in a column of zeros. Raises ValueError for another divisor or order, and where half − 1 is 0.
+    in a column of zeros. Raises ValueError for another divisor or order, where half − 1 is 0 and for a t of other axes.
     Vaswani et al. 2017, section 3.5; Ho et al. 2020, appendix B.
     """
     if divisor not in ("half", "half-1") or order not in ("cos,sin", "sin,cos"):
@@ -73,5 +74,19 @@ def timestep_embedding(t: Tensor, dim: int, max_period: float = 10000.0, divisor
     steps = dim // 2 - (divisor == "half-1")
     if steps < 1:
         raise ValueError(f"dim {dim} is too small for divisor {divisor!r}")
+    t = as_tensor(t)
+    if t.ndim != 1:
+        raise ValueError(f"t has shape {t.shape}, not (N,): give one number for each image")
     t = astype(t, result_dtype(t, floating=True))
     return TimestepEmbedding.apply(t, dim=dim, decay=math.log(max_period) / steps, sin_first=order == "sin,cos")
+
+
+def noise_levels(sigma: Tensor | Array | float, x: Tensor) -> Tensor:
+    """The noise level, or the timestep, of each image of x (N, ...): a tensor as it is, a number for all images and an
+    array as (N,), float32, or float64 for a float64 x, on x's device."""
+    if isinstance(sigma, Tensor):
+        return sigma
+    dtype = float64 if x.dtype == float64 else float32
+    if np.ndim(sigma) == 0:
+        return full(x.shape[:1], float(sigma), dtype, x.device)
+    return Tensor(sigma, dtype=dtype, device=x.device)
