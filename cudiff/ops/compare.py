@@ -1,6 +1,7 @@
 """Comparisons and logic, element by element, and `any` and `all`: bool tensors, of which nothing is differentiated.
 
-Operands broadcast and meet in one dtype as in arithmetic. Numbers that are not 0, NaN among them, are true.
+Operands broadcast and meet in one dtype as in arithmetic, but for an integer tensor and floats on the CPU: in
+float64, as in NumPy. Numbers that are not 0, NaN among them, are true.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import int64, is_float
+from cudiff.backend import float64, int64, is_float
 from cudiff.cuda.kernels.elementwise import broadcast_layout
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
@@ -51,7 +52,11 @@ class Compare(Function):
 
 
 def _compare(name: str, a: Any, b: Any) -> Tensor:
-    a, b = operands(a, b)
+    given, (a, b) = (a, b), operands(a, b)
+    first = a if isinstance(a, Tensor) else b
+    kinds = [x.dtype.kind for x in given if isinstance(x, Tensor)]
+    if is_float(first.dtype) and first.device == "cpu" and ("i" in kinds or "u" in kinds):  # float32 may not hold them
+        a, b = operands(*(astype(x, float64) if isinstance(x, Tensor) else x for x in given))
     if not isinstance(a, Tensor):
         return Compare.apply(None, b, name=name, scalar=a)
     if not isinstance(b, Tensor):
@@ -162,5 +167,5 @@ def allclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: 
 
 def array_equal(a: Any, b: Any) -> bool:
     """Whether a and b have one shape and equal elements; waits for a GPU."""
-    a, b = as_tensors(a, b)
-    return a.shape == b.shape and bool(all(equal(a, b)))
+    x, y = as_tensors(a, b)
+    return x.shape == y.shape and bool(all(equal(a, b)))

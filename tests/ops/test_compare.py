@@ -48,6 +48,19 @@ def test_integers_beyond_a_floats_digits(device):
     _same(x < 2**70, [True, True])
 
 
+def test_integers_and_floats_meet_in_float64():
+    x = Tensor(np.array([2**24, 2**24 + 1]))
+    for number in (2.0**24, np.float32(2**24), np.array(2.0**24)):
+        _same(x == number, [True, False])
+        _same(number < x, [False, True])
+    for dtype in ("float32", "float64", "bfloat16"):
+        same = Tensor([2.0**24, 2.0**24], dtype=dtype)
+        for other in (same, same.numpy()):
+            _same(x > other, [False, True])
+            _same(cudiff.less(other, x), [False, True])
+            assert cudiff.array_equal(x[:1], other[:1]) and not cudiff.array_equal(x, other)
+
+
 def test_none_and_text_equal_no_element(device):
     x = Tensor(np.ones((2, 3), np.float32), device=device)
     for other in (None, "1", object()):
