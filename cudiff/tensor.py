@@ -254,7 +254,8 @@ class Tensor:
         return format(self.item(), spec) if spec else str(self)
 
     def __repr__(self) -> str:
-        return f"Tensor({show.values(self.data, prefix='Tensor(')}, {self._kind()})"
+        kind = self._kind()
+        return f"Tensor({show.values(self.data, prefix='Tensor(')}, {kind})"
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

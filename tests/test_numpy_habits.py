@@ -83,3 +83,13 @@ def test_numbers_of_numpy_are_sizes_too():
     assert [part.shape for part in np.split(x, np.int64(2))] == [(2,), (2,)]
     assert np.broadcast_to(Tensor(1.0), 4).shape == np.broadcast_to(Tensor(1.0), np.int64(4)).shape == (4,)
     assert np.reshape(x, np.array([2, -1])).shape == (2, 2)
+
+
+def test_data_that_are_no_array_are_told_at_first_use():
+    x = Tensor([1.0, 2.0])
+    x.data = [3.0, 4.0]
+    for used in (repr, lambda x: x + 1, lambda x: x.shape, Tensor.item, np.exp, Tensor._repr_html_, Tensor.sum):
+        with pytest.raises(TypeError, match=r"this tensor's data were set to a list: set x.data = np.array\(...\)$"):
+            used(x)
+    x.data = np.array([3.0, 4.0])
+    assert x.sum().item() == 7
