@@ -89,7 +89,9 @@ def full_like(x: Any, fill_value: Any, dtype: Any = None, device: str | None = N
 
 
 def _given(dtype: Any) -> Any:
-    """float32 where the dtype is None, which NumPy's functions take for its default."""
+    """float32 where the dtype is None, which NumPy's functions take for its default. Raises TypeError for a size."""
+    if isinstance(dtype, int):
+        raise TypeError(f"dtype is {dtype}: a shape of several axes is one argument, zeros((2, 3))")
     return float32 if dtype is None else dtype
 
 

@@ -115,6 +115,8 @@ def test_made_in_a_captured_function():
     (lambda: np.linspace(Tensor(0.0), 1, 3), "linspace takes numbers, not Tensor, int"),
     (lambda: cudiff.arange(Tensor(3)), "arange takes numbers"), (lambda: cudiff.linspace(0, 1, -2), "non-negative"),
     (lambda: cudiff.full(2, 2**40, np.int8), "int8"),
+    (lambda: cudiff.zeros(2, 3), r"^dtype is 3: a shape of several axes is one argument, zeros\(\(2, 3\)\)$"),
+    (lambda: cudiff.empty(2, 3), "a shape of several axes"), (lambda: cudiff.ones(2, 3), "a shape of several axes"),
 ])
 def test_what_is_refused(call, message):
     with pytest.raises((TypeError, ValueError, OverflowError, CudiffError), match=message):
