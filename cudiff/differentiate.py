@@ -27,7 +27,7 @@ from cudiff.ops import reshape
 from cudiff.ops import sum as total
 from cudiff.tensor import Tensor, differentiated, grad_enabled, gradient_depth, now
 
-Argnums = int | tuple[int, ...]
+Argnums = int | np.integer | tuple[int, ...]
 P = ParamSpec("P")
 R = TypeVar("R")
 X = TypeVar("X")
@@ -81,12 +81,12 @@ def value_and_grad(function: Callable[..., Any], argnums: Argnums = 0, *,
     """As `grad`, with what `function` returns before the gradient."""
     @functools.wraps(function)
     def both(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        numbers = (int(argnums),) if isinstance(argnums, int | np.integer) else tuple(argnums)
         value, pull_back = _call(function, numbers, args, kwargs, create_graph)
         if (shape := getattr(value, "shape", ())) and math.prod(shape) != 1:
             raise TypeError(f"grad needs a function that returns one number, not an array of shape {shape}")
         gradients = pull_back(None)
-        return value, gradients[0] if isinstance(argnums, int) else gradients
+        return value, gradients[0] if isinstance(argnums, int | np.integer) else gradients
 
     return both
 

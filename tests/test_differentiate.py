@@ -65,6 +65,11 @@ def test_vjp():
         vjp(lambda x: x * 2, np.ones(2))[1](np.ones(3))
 
 
+def test_an_argument_is_chosen_by_numpys_integers_too():
+    assert grad(lambda x, y: x * y**2, np.int64(1))(3.0, 2.0) == 12
+    assert elementwise_grad(lambda x, y: x * y, np.int64(0))(np.ones(2), 2.0).tolist() == [2, 2]
+
+
 def test_what_is_refused():
     with pytest.raises(TypeError, match=r"grad needs a function that returns one number, not an array of shape \(2,\)"):
         grad(lambda x: x * 2)(np.ones(2))
