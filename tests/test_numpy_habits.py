@@ -93,3 +93,15 @@ def test_data_that_are_no_array_are_told_at_first_use():
             used(x)
     x.data = np.array([3.0, 4.0])
     assert x.sum().item() == 7
+
+
+def test_pythons_round_and_divmod():
+    x = Tensor([7.46, -3.0])
+    assert round(x).tolist() == [7, -3] and round(x, 1).dtype == np.float32
+    np.testing.assert_allclose(round(x, 1).numpy(), [7.5, -3], rtol=1e-6)
+    assert round(Tensor(2.347), 2).item() == pytest.approx(2.35)
+    for out, expected in (
+        (divmod(x, 2), divmod(x.numpy(), 2)), (divmod(2, x), divmod(2, x.numpy())), (divmod(x, x), ([1, 1], [0, 0])),
+    ):
+        np.testing.assert_allclose([part.numpy() for part in out], expected, rtol=1e-6)
+    assert divmod(Tensor([7.5], requires_grad=True), 2)[1].requires_grad

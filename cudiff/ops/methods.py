@@ -29,7 +29,7 @@ BITWISE = {
 COMPARISONS = {"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal"}
 """Python turns these around itself where the tensor is the second operand; so it does == and !=."""
 
-UNARY = {"neg": "negative", "abs": "abs", "invert": "invert"}
+UNARY = {"neg": "negative", "abs": "abs", "invert": "invert", "round": "round"}
 
 CHANGING = {"iadd": "add", "isub": "subtract", "imul": "multiply", "itruediv": "divide", "ifloordiv": "floor_divide",
             "imod": "remainder", "ipow": "power", "imatmul": "matmul"}
@@ -75,6 +75,7 @@ def add_to(tensor: type[Tensor], operations: Mapping[str, Any]) -> None:
     given |= {f"__{name}__": operations[operation] for name, operation in (COMPARISONS | UNARY).items()}
     for name, operation in CHANGING.items():
         given[f"__{name}__"] = _changing(operations[operation], operations["astype"])
+    given |= {"__divmod__": _divmod, "__rdivmod__": _rdivmod}
     given |= {"__eq__": _equality(operations["equal"]), "__ne__": _equality(operations["not_equal"])}
     given |= {"__getitem__": operations["getitem"], "reshape": reshape, "transpose": transpose}
     given |= {"__getattr__": _unknown, "__setitem__": _refuse_assignment}
@@ -100,6 +101,16 @@ def _reflected(operation: Callable[[Any, Any], Tensor]) -> Callable[[Tensor, Any
 
     method.__doc__ = f"{operation.__name__} of the other operand and x."
     return method
+
+
+def _divmod(x: Tensor, other: Any) -> tuple[Tensor, Tensor]:
+    """x // other and x % other."""
+    return x // other, x % other
+
+
+def _rdivmod(x: Tensor, other: Any) -> tuple[Tensor, Tensor]:
+    """other // x and other % x."""
+    return other // x, other % x
 
 
 def _changing(operation: Callable[[Any, Any], Tensor],
