@@ -6,16 +6,20 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from cudiff.tensor import Tensor, from_dlpack
+import numpy as np
+
+from cudiff.backend import Array, bfloat16
+from cudiff.tensor import Tensor
 
 
 def to_torch_function(function: Callable[..., Tensor]) -> Callable[..., Any]:
     """`function` of tensors as a function of PyTorch's tensors, with its gradient.
 
     function: takes Tensors positionally and returns one, such as `MyFunction.apply`, an operation or a Module. It runs
-    where PyTorch's tensors lie, in their dtype: float32, float64 or float16. Tensors that require a gradient get one;
-    parameters that the function holds itself get theirs too. A second backward (`retain_graph=True`) runs the function
-    again. Gradients of gradients are not recorded. Raises TypeError for arguments that are no tensors of PyTorch's.
+    where PyTorch's tensors lie, in their dtype: float32, float64, float16 or bfloat16. Tensors that require a gradient
+    get one; parameters that the function holds itself get theirs too. A second backward (`retain_graph=True`) runs the
+    function again. Gradients of gradients are not recorded. Raises TypeError for arguments that are no tensors of
+    PyTorch's, and where the function returns no Tensor.
     """
     torch: Any = importlib.import_module("torch")
 
@@ -26,10 +30,13 @@ def to_torch_function(function: Callable[..., Tensor]) -> Callable[..., Any]:
             for x in tensors:
                 if not isinstance(x, torch.Tensor):
                     raise TypeError(f"the function takes PyTorch's tensors, not {type(x).__name__}")
-                ctx.inputs.append(from_dlpack(x.detach().contiguous()))
+                ctx.inputs.append(Tensor(x.contiguous()))
                 ctx.inputs[-1].requires_grad = x.requires_grad
             ctx.out = out = function(*ctx.inputs)
-            return torch.from_dlpack(out.data)
+            if not isinstance(out, Tensor):
+                kind = type(out).__name__
+                raise TypeError(f"the function returns one Tensor, not {kind}: join several by cudiff.concatenate")
+            return _to_torch(torch, out.data)
 
         @staticmethod
         @torch.autograd.function.once_differentiable
@@ -38,7 +45,14 @@ def to_torch_function(function: Callable[..., Tensor]) -> Callable[..., Any]:
             ctx.out = None  # backward runs once over a tape
             for x in ctx.inputs:
                 x.grad = None
-            out.backward(from_dlpack(dout.contiguous()))
-            return tuple(None if x.grad is None else torch.from_dlpack(x.grad) for x in ctx.inputs)
+            out.backward(Tensor(dout.contiguous()))
+            return tuple(None if x.grad is None else _to_torch(torch, x.grad) for x in ctx.inputs)
 
     return Bridge.apply
+
+
+def _to_torch(torch: Any, array: Array) -> Any:
+    """PyTorch's tensor of an array's memory."""
+    if array.dtype == bfloat16:  # which DLPack does not hand on
+        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(array)

@@ -118,6 +118,25 @@ def test_gradcheck_and_what_needs_no_gradient():
 
 
 @needs_torch
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_bfloat16_inside_pytorch(where):
+    if where == "cuda" and not torch.cuda.is_available():
+        pytest.skip("this PyTorch has no CUDA")
+    x = torch.tensor([[1.0, -2.5]], dtype=torch.bfloat16, device=where, requires_grad=True)
+    out = to_torch_function(lambda x: x * 2)(x)
+    out.sum().backward()
+    assert out.dtype == x.grad.dtype == torch.bfloat16 and out.device == x.device
+    assert out.tolist() == [[2.0, -5.0]] and x.grad.tolist() == [[2.0, 2.0]]
+
+
+@needs_torch
+@pytest.mark.parametrize("function, kind", [(lambda x: (x, x), "tuple"), (lambda x: x.numpy(), "ndarray")])
+def test_a_function_inside_pytorch_returns_one_tensor(function, kind):
+    with pytest.raises(TypeError, match=f"the function returns one Tensor, not {kind}: join several by"):
+        to_torch_function(function)(torch.ones(3))
+
+
+@needs_torch
 def test_a_module_learns_inside_a_network_of_pytorch():
     layer = nn.Linear(4, 2)
     to_torch_function(layer)(torch.nn.Linear(3, 4)(torch.randn(5, 3))).sum().backward()
