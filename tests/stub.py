@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def _given(name: str, method: Any) -> str:
     signature = inspect.signature(method)
     first, *rest = signature.parameters.values()
     parameters = [first.replace(name="self", annotation=first.empty), *rest]
-    text = str(signature.replace(parameters=parameters)).replace("'", "")
+    text = re.sub("(: |-> )'([^']*)'", r"\1\2", str(signature.replace(parameters=parameters)))  # not of a default
     ignored = "  # type: ignore[override]" if name in ("__eq__", "__ne__") else ""  # object's return a bool
     return f"def {name}{text}: ...{ignored}"
 

@@ -37,8 +37,8 @@ CHANGING = {"iadd": "add", "isub": "subtract", "imul": "multiply", "itruediv": "
 
 METHODS = (
     "all", "any", "argmax", "argmin", "argsort", "astype", "clip", "cumsum", "diagonal", "dot", "exp", "flatten", "log",
-    "max", "mean", "min", "nonzero", "prod", "ravel", "relu", "repeat", "round", "sigmoid", "silu", "sqrt", "square",
-    "squeeze", "std", "sum", "swapaxes", "take", "tanh", "trace", "var",
+    "max", "mean", "min", "nonzero", "prod", "ravel", "relu", "repeat", "round", "searchsorted", "sigmoid", "silu",
+    "sqrt", "square", "squeeze", "std", "sum", "swapaxes", "take", "tanh", "trace", "var",
 )
 """Operations that are methods under their own names: those that NumPy's arrays have, and what networks are made of."""
 

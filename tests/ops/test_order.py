@@ -137,6 +137,7 @@ def test_searchsorted(side, dtype, device, rng):
     out = cudiff.searchsorted(Tensor(a.astype(dtype), device=device), v.astype(dtype), side)
     assert out.dtype == np.int64 and out.device == device
     np.testing.assert_array_equal(out.numpy(), np.searchsorted(a, v, side))
+    assert cudiff.array_equal(out, Tensor(a.astype(dtype), device=device).searchsorted(v.astype(dtype), side=side))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint8, ml_dtypes.bfloat16])
