@@ -23,6 +23,8 @@ x = Tensor(np.zeros((2, 3), np.float32))
 reveal_type(cudiff.exp(x))  # Tensor
 reveal_type(1 + x * 2)  # Tensor
 reveal_type(x[0].sum())  # Tensor
+reveal_type(x.tanh())  # Tensor
+reveal_type(divmod(x, 2))  # tuple[Tensor, Tensor]
 reveal_type(x > 0)  # Tensor
 reveal_type(x.shape)  # tuple[int, ...]
 reveal_type(x.item())  # float | int
