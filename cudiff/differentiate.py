@@ -46,8 +46,9 @@ def grad(function: Callable[..., Any], argnums: Argnums = 0, *, create_graph: bo
     argnums: which arguments, by position; of several a tuple of gradients. create_graph: return tensors that were
     recorded, so that a loss made of them has a gradient, as in PyTorch. Inside of a function that is differentiated
     gradients are recorded always. A Module reads parameters of its own, whatever the function is given: their gradients
-    come by `loss.backward()`. Raises TypeError where the function returns several numbers or an argument holds
-    integers, RuntimeError where an operation states no derivative that can be recorded.
+    come by `loss.backward()`. Raises TypeError where the function returns several numbers or reads such parameters and
+    no argument, and where an argument holds integers, RuntimeError where an operation states no derivative that can be
+    recorded.
     """
     both = value_and_grad(function, argnums, create_graph=create_graph)
 
@@ -157,6 +158,8 @@ def _call(function: Callable[..., Any], argnums: tuple[int, ...], args: tuple, k
             raise ValueError(f"the gradient has shape {dout.shape}, the value {out.shape}")
         of = _recorded_gradients if recorded else _gradients
         found = iter(of(out, dout, variables, since))
+        if all(x.grad is None for x in variables) and not recorded:
+            _require_arguments(out, given, since)
         return tuple(_map(lambda x: _as_given(next(found), x, recorded), x) for x in given)
 
     plain = not recorded and not any(isinstance(x, Tensor) for x in _leaves(given))
@@ -182,6 +185,15 @@ def _gradients(out: Tensor, dout: Tensor, variables: list[Tensor], since: int) -
     elif id(out) in own:
         out.grad = dout.data
     return [_zeros(x) if x.grad is None else Tensor(x.grad) for x in variables]
+
+
+def _require_arguments(out: Tensor, given: list[Any], since: int) -> None:
+    """Raise TypeError where `out`, which depends on no argument, does depend on the tensors that were given as such."""
+    nodes = nodes_below(out._source[0], since) if out._source is not None and out._source[0].index > since else []
+    leaves = {id(x) for node in nodes for x in node.inputs}
+    if any(id(x) in leaves for x in _leaves(given)):
+        raise TypeError("the function reads the tensors that it was given, as a Module its parameters, and not its "
+                        "arguments: their gradients come by loss.backward()")
 
 
 def _recorded_gradients(out: Tensor, dout: Tensor, variables: list[Tensor], since: int) -> list[Tensor]:

@@ -86,6 +86,16 @@ def test_a_function_that_does_not_depend_on_its_argument():
     assert grad(lambda x: x)(2.0) == 1
 
 
+def test_a_function_that_reads_what_was_given_in_place_of_its_argument():
+    layer, x = nn.Linear(3, 2), Tensor(np.ones((1, 3), np.float32))
+    for wrong in (lambda: value_and_grad(lambda ps: layer(x).sum())(layer.parameters()),
+                  lambda: grad(lambda w: layer(x).sum())(layer.weight)):
+        with pytest.raises(TypeError, match=r"and not its arguments: their gradients come by loss.backward\(\)$"):
+            wrong()
+    assert grad(lambda b: np.sum(x @ layer.weight.T + b + layer.bias))(layer.bias).tolist() == [1, 1]
+    assert layer.weight.grad is None
+
+
 def test_a_number_made_of_a_tensor_does_not_lose_the_gradient_in_silence():
     """It had been 0; a number for what is printed, and of what needs no gradient, is as before."""
     for function in (lambda x: float(x) ** 2, math.sin, lambda x: math.sqrt(np.sum(x * x))):
