@@ -23,6 +23,7 @@ from cudiff.statistics import ChannelStatistics, Kind
 AnyImage = TypeVar("AnyImage", Array, Image)
 
 MOST = 7  # channels of the image of few: up to nine times as many are the depth of a product
+CONTRACTED = 128  # channels of the image of many, where that of few is made of it: a thread holds a quarter of them
 THREADS = 256
 
 
@@ -69,12 +70,17 @@ def _supports(p: Problem) -> bool:
         and (Fusion.EMB not in p.wanted or many is p.out)
         and 0 < few.shape[3] <= MOST
         and many.shape[3] % 32 == 0
-        and many.shape[3] <= 128
+        and (many.shape[3] <= CONTRACTED or _is_one_way(p, many))
         and many.aligned
         and p.weight.contiguous
         and products_bytes(1, many.shape[2], few.shape[3], kernel[0]) <= shared_bytes()
         and 0 < many.size < 2**31
     )
+
+
+def _is_one_way(p: Problem, many: Image) -> bool:
+    """Whether nothing is asked of the pass from many channels to few: a cast is asked of all passes at once."""
+    return Fusion.CAST not in p.wanted and (p.direction == WGRAD or many is p.out)
 
 
 def sides(x: AnyImage, out: AnyImage) -> tuple[AnyImage, AnyImage]:

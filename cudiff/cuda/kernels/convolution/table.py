@@ -46,8 +46,9 @@ CONVOLUTION = Table(
     Row("conv2d_grouped", ANY, grouped.offer, grouped.run, "all others with groups or dilation; adds the same"),
     Row("conv2d_few_channels", ANY, few_channels.offer, few_channels.run,
         "3x3 or 1x1 that keep the size, between an image of up to 7 channels, 16-bit or float32, and a 16-bit one of "
-        "32 to 128; adds a bias, and to a result of many channels emb and ReLU, and writes its sums; dgrad to a norm "
-        "of one source; not with an addend, a skip path, two sources, an upsampled input"),
+        "32 or more in 32s, of up to 128 where that of few is the result or float32; adds a bias, and to a result of "
+        "many channels emb and ReLU, and writes its sums; dgrad to a norm of one source; not with an addend, a skip "
+        "path, two sources, an upsampled input"),
     Row("gemm_sm90", SM90, windows_sm90.offer, windows_sm90.run,
         "fprop, and dgrad where every pixel is under a tap, of strides of up to 8 and any padding of up to 127, of 16 "
         "bits, pixels at multiples of 16 bytes; adds bias, addend and, of several taps, embedding; takes two sources "

@@ -34,6 +34,7 @@ from cudiff.cuda.tiles import Planner
 
 MAX_BATCH = 16  # that a launch takes: 7 of the 32 KiB that its arguments may have
 PENDING_BYTES = 128 << 20  # of images, for them: with 144 the U-Net's step at batch 32 takes 96 MiB more
+WAVES = 4  # of blocks that run at once, at most
 COLUMNS = 128  # of an image, at most
 TF32_COLUMNS = 112  # of an image, of which three steps fit in shared memory
 
@@ -181,8 +182,8 @@ def _blocks(weight: tuple[int, ...], taps: int, across: int) -> int:
 
 
 def plans(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...], upsample: bool) -> Iterator[Plan]:
-    """All for dout of this (N, H, W) and weights of these (K, R, S, C): with any number of splits whose blocks run at
-    once, as far as there are any."""
+    """All for dout of this (N, H, W) and weights of these (K, R, S, C), of any number of splits whose blocks run in up
+    to WAVES: where one leaves multiprocessors idle, several leave fewer."""
     n, height, columns = images
     kernel, channels = weights[0][1:3], max(weight[3] for weight in weights)
     for (taps, across), cluster in itertools.product(((3, 1), (1, 1), (1, 2), (1, 3)), CLUSTERS):
@@ -190,7 +191,7 @@ def plans(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...], upsampl
         if fitted is None:
             continue
         tiles = sum(_blocks(weight, taps, across) for weight in weights)
-        most = min(n * blocks(height, fitted[0]), cluster * max(1, at_once(cluster) // tiles))
+        most = min(n * blocks(height, fitted[0]), cluster * max(1, WAVES * at_once(cluster) // tiles))
         for splits in range(cluster, most + 1, cluster):
             yield Plan(taps, across, cluster, splits, *fitted)
 
