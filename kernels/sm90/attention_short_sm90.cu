@@ -38,6 +38,36 @@ __device__ __forceinline__ float warp_column_sum(float (&sums)[8]) {
     return sums[0];
 }
 
+// Add to dk and dv of 64 keys, of which `left` are there, what the first QUERIES of a tile of queries give them, and leave ds, in
+// which the other queries are zeros.
+template <int QUERIES>
+__device__ __forceinline__ void attended(float (&dk)[DP / 2], float (&dv)[DP / 2], u32 k_tile, u32 v_tile, u32 q_tile,
+                                         u32 dout_tile, u32 ds_tile, const float* lse, const float* delta, int left, float scale2,
+                                         bool add) {
+    float p[QUERIES / 2], ds[QUERIES / 2];
+    u32 weights[QUERIES / 16][4], dscores[QUERIES / 16][4], all[4][4] = {};
+    wgmma_fence();
+    multiply_tokens<QUERIES / 2, 64>(p, k_tile, q_tile);
+    multiply_tokens<QUERIES / 2, 64>(ds, v_tile, dout_tile);
+    wgmma_commit();
+    wgmma_wait<0>();
+    if (left < 64)  // their scores would be 0, not -inf, and reach dq
+#pragma unroll
+        for (int e = 0; e < QUERIES / 2; e++)
+            if (WARP_ROW + e / 2 % 2 * 8 + GROUP >= left) p[e] = -infinity();
+    differentiate(p, ds, lse, delta, scale2);
+    round_fragments(p, weights);
+    round_fragments(ds, dscores);
+    wgmma_fence();
+    multiply_weights<QUERIES / 16, 64>(dv, weights, dout_tile, add);
+    multiply_weights<QUERIES / 16, 64>(dk, dscores, q_tile, add);
+    wgmma_commit();
+#pragma unroll
+    for (int e = 0; e < QUERIES / 4; e++) all[e / 4][e % 4] = dscores[e / 4][e % 4];
+    store_fragments<128>(ds_tile, all);
+    wgmma_wait<0>();  // the next scores need the registers
+}
+
 extern "C" __global__ void __launch_bounds__(128, BLOCKS) __cluster_dims__(CLUSTER, 1, 1)
 backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
          const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap dq, const __grid_constant__ TensorMap dk,
@@ -104,26 +134,13 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
         u32 q_tile = base + i * 2 * TILE, dout_tile = q_tile + TILE;
 #pragma unroll
         for (int m = 0; m < KEY_TILES; m++) {
-            float p[32], ds[32];
-            u32 weights[4][4], dscores[4][4];
-            wgmma_fence();
-            multiply_tokens(p, k_tiles + m * TILE, q_tile);
-            multiply_tokens(ds, v_tiles + m * TILE, dout_tile);
-            wgmma_commit();
-            wgmma_wait<0>();
-            if (first + m * 64 + 64 > Tk)  // their scores would be 0, not -inf, and reach dq
-#pragma unroll
-                for (int e = 0; e < 32; e++)
-                    if (first + m * 64 + WARP_ROW + e / 2 % 2 * 8 + GROUP >= Tk) p[e] = -infinity();
-            differentiate(p, ds, row_lse + i * 64, row_delta + i * 64, scale2);
-            round_fragments(p, weights);
-            round_fragments(ds, dscores);
-            wgmma_fence();
-            multiply_weights(dv_acc[m], weights, dout_tile, i > 0);
-            multiply_weights(dk_acc[m], dscores, q_tile, i > 0);
-            wgmma_commit();
-            store_fragments<128>(ds_tiles + m * D_SCORES, dscores);
-            wgmma_wait<0>();  // the next scores need the registers
+            u32 k_tile = k_tiles + m * TILE, v_tile = v_tiles + m * TILE, ds_tile = ds_tiles + m * D_SCORES;
+            const float *own_lse = row_lse + i * 64, *own_delta = row_delta + i * 64;
+            int left = Tk - first - m * 64;
+            if (Tq - i * 64 > FEW)
+                attended<64>(dk_acc[m], dv_acc[m], k_tile, v_tile, q_tile, dout_tile, ds_tile, own_lse, own_delta, left, scale2, i > 0);
+            else
+                attended<FEW>(dk_acc[m], dv_acc[m], k_tile, v_tile, q_tile, dout_tile, ds_tile, own_lse, own_delta, left, scale2, i > 0);
         }
         fence_writes();
         __syncthreads();

@@ -25,6 +25,27 @@ template <int THREADS, class Load> __device__ __forceinline__ void reuse_stage(R
     __syncwarp();
 }
 
+// Add what 64 queries find at the first KEYS of a tile of keys, and of the tile of values behind it, of which `left` are there.
+template <int KEYS>
+__device__ __forceinline__ void attend(float (&acc)[DP / 2], float (&top)[2], float (&sum)[2], u32 queries, u32 tile, int left,
+                                       float scale2, bool add) {
+    float s[KEYS / 2];
+    u32 weights[KEYS / 16][4];
+    wgmma_fence();
+    multiply_tokens<KEYS / 2, 64>(s, queries, tile);
+    wgmma_commit();
+    wgmma_wait<0>();
+    if (left < KEYS) mask(s, left);
+
+    raise_top(s, top, scale2, [&](int r, float factor) { sum[r] *= factor, scale_row(acc, r, factor); });
+    weigh(s, top, sum, scale2);
+    round_fragments(s, weights);
+    wgmma_fence();
+    multiply_weights<KEYS / 16, 64>(acc, weights, tile + TILE, add);
+    wgmma_commit();
+    wgmma_wait<0>();
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
         const __grid_constant__ TensorMap out, float* lse, int Tq, int Tk, float scale) {
@@ -55,26 +76,15 @@ forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k
     }
     __syncthreads();
 
-    u32 weights[4][4];
     barrier_wait(q_barrier, 0);
-    float s[32], acc[DP / 2];
+    float acc[DP / 2];
     float top[2] = {-infinity(), -infinity()}, sum[2] = {};  // of rows GROUP and GROUP + 8: log2 of the weight 1, and
                                                              // this lane's part of the denominator
     for (int step = 0; step < steps; step++) {
+        int left = Tk - step * 64;
         ring.wait();
-        wgmma_fence();
-        multiply_tokens(s, own, ring.buffer());
-        wgmma_commit();
-        wgmma_wait<0>();
-        if ((step + 1) * 64 > Tk) mask(s, Tk - step * 64);
-
-        raise_top(s, top, scale2, [&](int r, float factor) { sum[r] *= factor, scale_row(acc, r, factor); });
-        weigh(s, top, sum, scale2);
-        round_fragments(s, weights);
-        wgmma_fence();
-        multiply_weights(acc, weights, ring.buffer() + TILE, step > 0);
-        wgmma_commit();
-        wgmma_wait<0>();
+        if (left > FEW) attend<64>(acc, top, sum, own, ring.buffer(), left, scale2, step > 0);
+        else attend<FEW>(acc, top, sum, own, ring.buffer(), left, scale2, step > 0);
         reuse_stage<128>(ring, step, steps, load);
     }
     finish_rows(acc, top, sum, lse, first, Tq, TP);

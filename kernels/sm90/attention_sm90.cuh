@@ -8,6 +8,9 @@
 
 constexpr int ROW_BYTES = DP == 32 ? 64 : 128, PANELS = CEIL_DIV(DP, 64), TILE = PANELS * 64 * ROW_BYTES;
 
+// A last tile of so few tokens is multiplied by these alone: grids of 14 and of 20 tokens a side leave 4 and 16.
+constexpr int FEW = 16;
+
 #define WARP_ROW (threadIdx.x / 32 % 4 * 16)  // of a warpgroup's 64 rows, where this warp's 16 start
 
 // A product of a warpgroup, times `factor` and rounded, as A fragments.
@@ -48,19 +51,20 @@ __device__ __forceinline__ void store_tile(const TensorMap& map, const float (&c
     }
 }
 
-// c = a b^T, of the tile `a` of 64 tokens and a tile `b` of 2 COUNT, along the channels.
-template <int COUNT> __device__ __forceinline__ void multiply_tokens(float (&c)[COUNT], u32 a, u32 b) {
-    constexpr int OF_PANEL = ROW_BYTES / 32, PANEL_A = 64 * ROW_BYTES / 16, PANEL_B = 2 * COUNT * ROW_BYTES / 16;
+// c = a b^T, of the tile `a` of 64 tokens and the first 2 COUNT of a tile `b` of TOKENS, along the channels.
+template <int COUNT, int TOKENS = 2 * COUNT> __device__ __forceinline__ void multiply_tokens(float (&c)[COUNT], u32 a, u32 b) {
+    constexpr int OF_PANEL = ROW_BYTES / 32, PANEL_A = 64 * ROW_BYTES / 16, PANEL_B = TOKENS * ROW_BYTES / 16;
     u64 at_a = tile_descriptor<ROW_BYTES>(a), at_b = tile_descriptor<ROW_BYTES>(b);
 #pragma unroll
     for (int k = 0; k < DP / 16; k++)
         wgmma<false, false>((T*)nullptr, c, at_a + k / OF_PANEL * PANEL_A + k % OF_PANEL * DEPTH_STEP<false>,
                             at_b + k / OF_PANEL * PANEL_B + k % OF_PANEL * DEPTH_STEP<false>, k > 0);
 }
-// c = a b, or c + a b where `add`: weights `a` of 64 tokens by 16 COUNT, and a tile `b` of these, along its tokens.
-template <int COUNT>
+// c = a b, or c + a b where `add`: weights `a` of 64 tokens by 16 COUNT, and these, the first of a tile `b` of TOKENS, along its
+// tokens.
+template <int COUNT, int TOKENS = 16 * COUNT>
 __device__ __forceinline__ void multiply_weights(float (&c)[DP / 2], const u32 (&a)[COUNT][4], u32 b, bool add) {
-    u64 at_b = tile_descriptor<ROW_BYTES>(b, PANELS > 1 ? 16 * COUNT * ROW_BYTES : 16);
+    u64 at_b = tile_descriptor<ROW_BYTES>(b, PANELS > 1 ? TOKENS * ROW_BYTES : 16);
 #pragma unroll
     for (int k = 0; k < COUNT; k++) wgmma<true>((T*)nullptr, c, a[k], at_b + k * DEPTH_STEP<true, ROW_BYTES>, add || k > 0);
 }
@@ -111,10 +115,11 @@ __device__ __forceinline__ void weigh(float (&s)[COUNT], const float (&top)[2], 
     }
 }
 // From scores in p and products of dout and v in ds, both transposed: the weights, and the scores' gradients but for the
-// scale. lse and delta: those of the 64 queries, in shared memory.
-__device__ __forceinline__ void differentiate(float (&p)[32], float (&ds)[32], const float* lse, const float* delta, float scale2) {
+// scale. lse and delta: those of the 2 COUNT queries, in shared memory.
+template <int COUNT>
+__device__ __forceinline__ void differentiate(float (&p)[COUNT], float (&ds)[COUNT], const float* lse, const float* delta, float scale2) {
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
+    for (int j = 0; j < COUNT / 4; j++) {
         float2 row_lse = *reinterpret_cast<const float2*>(lse + 8 * j + 2 * QUAD);
         float2 row_delta = *reinterpret_cast<const float2*>(delta + 8 * j + 2 * QUAD);
 #pragma unroll

@@ -183,11 +183,12 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// c = a·b, or c + a·b where `add`: 64 rows, 16 deep, and as many columns as a warpgroup's c holds (32, 64, 128, 192 or
-// 256; 80 and 96 too with A in registers). S is the operands' type; float means tf32: 8 deep, K-major only, the low 13 bits count for nothing. No other
+// c = a·b, or c + a·b where `add`: 64 rows, 16 deep, and as many columns as a warpgroup's c holds (32, 64 or 128; 16,
+// 192 and 256 too with A in shared memory, 80 and 96 with A in registers). S is the operands' type; float means tf32: 8 deep, K-major only, the low 13 bits count for nothing. No other
 // instruction may touch c from the first product to wgmma_wait, not even to zero it: ptxas would wait after each (C75xx
 // in its log). Lane (g = lane / 4, t = lane % 4) of warp w holds, of row 16 w + g, columns 8 j + 2 t and the next in
 // c[4 j] and c[4 j + 1], and of row 16 w + g + 8 in c[4 j + 2] and c[4 j + 3].
+#define NAMES_8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define NAMES_32 NAMES_16 \
     ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
@@ -200,14 +201,15 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
 #define NAMES_128 NAMES_96 \
     ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
     ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define C_8(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
-#define C_16 C_8(0), C_8(8)
-#define C_32 C_16, C_8(16), C_8(24)
-#define C_40 C_32, C_8(32)
-#define C_48 C_32, C_8(32), C_8(40)
-#define C_64 C_48, C_8(48), C_8(56)
-#define C_96 C_64, C_8(64), C_8(72), C_8(80), C_8(88)
-#define C_128 C_96, C_8(96), C_8(104), C_8(112), C_8(120)
+#define EIGHT(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
+#define C_8 EIGHT(0)
+#define C_16 C_8, EIGHT(8)
+#define C_32 C_16, EIGHT(16), EIGHT(24)
+#define C_40 C_32, EIGHT(32)
+#define C_48 C_32, EIGHT(32), EIGHT(40)
+#define C_64 C_48, EIGHT(48), EIGHT(56)
+#define C_96 C_64, EIGHT(64), EIGHT(72), EIGHT(80), EIGHT(88)
+#define C_128 C_96, EIGHT(96), EIGHT(104), EIGHT(112), EIGHT(120)
 
 #define DEFINE_WGMMA(S, KIND, N, COUNT, A, B, MAJORS, ADD)                                                           \
     template <bool A_MN_MAJOR, bool B_MN_MAJOR> __device__ __forceinline__ void wgmma(const S*, float (&c)[COUNT], u64 a, u64 b, bool add) { \
@@ -224,6 +226,7 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
                      : C_##COUNT : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(B_MN_MAJOR), "r"((int)add)); \
     }
 #define DEFINE_WGMMAS(S, KIND, MAJORS)                            \
+    DEFINE_WGMMA(S, KIND, 16, 8, 8, 9, MAJORS(10, 11), 12)        \
     DEFINE_WGMMA(S, KIND, 32, 16, 16, 17, MAJORS(18, 19), 20)     \
     DEFINE_WGMMA(S, KIND, 64, 32, 32, 33, MAJORS(34, 35), 36)     \
     DEFINE_WGMMA(S, KIND, 128, 64, 64, 65, MAJORS(66, 67), 68)    \
