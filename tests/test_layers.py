@@ -68,6 +68,14 @@ def test_multihead_attention_is_its_formula(rng):
         np.testing.assert_allclose(layer(*map(Tensor, given), mask=sees).numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_conv1d_of_an_array_of_float64_stays_in_float32(rng):
+    x = rng.standard_normal((2, 5, 3))
+    layer = nn.Conv1d(3, 4, 3)
+    out = layer(x)
+    assert out.dtype == np.float32
+    np.testing.assert_array_equal(out.numpy(), layer(Tensor(x, dtype="float32")).numpy())
+
+
 def test_conv1d_and_batch_norm_1d_are_their_formulas(rng):
     x = rng.standard_normal((2, 7, 3)).astype(np.float32)
     layer = nn.Conv1d(3, 4, 3, padding=0)

@@ -198,7 +198,7 @@ def test_mixed_dtypes(host_of, name, first, other, position):
 
 # What takes tensors alone, as layers give them, and looks at them before they meet.
 TENSORS = {
-    "at", "mlp", "linear", "grouped_linear", "mse", "conv1d", "batch_norm", "batch_norm_relu_pool", "norm_silu_conv2d",
+    "at", "mlp", "linear", "grouped_linear", "mse", "batch_norm", "batch_norm_relu_pool", "norm_silu_conv2d",
     "edm_mix", "edm_output", "cross_entropy", "nll_loss",
 }
 MANY = {name: draw(Numbers(np.random.default_rng(7), "ordinary")) for name, (draw, _) in ROWS.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from cudiff.cuda.launch import empty
 from cudiff.function import Function
 from cudiff.ops.cast import require_floats
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
-from cudiff.ops.shape import expand_dims, squeeze
+from cudiff.ops.shape import squeeze
 from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map
 
@@ -404,7 +404,7 @@ def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 
     for what, value, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"conv1d: {what} {value} must be a whole number of at least {least}")
-    rows = expand_dims(x, 1), expand_dims(weight, 1)
+    rows: tuple[Any, Any] = np.expand_dims(x, 1), np.expand_dims(weight, 1)  # arrays stay such until they meet tensors
     return squeeze(_conv2d("conv1d", *rows, bias, (1, stride), (0, padding), (1, dilation), groups), 1)
 
 
