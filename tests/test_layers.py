@@ -68,6 +68,32 @@ def test_multihead_attention_is_its_formula(rng):
         np.testing.assert_allclose(layer(*map(Tensor, given), mask=sees).numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("layer", [
+    nn.SiLU(), nn.ReLU(), nn.GELU(), nn.Tanh(), nn.Sigmoid(), nn.Flatten(), nn.MaxPool2d(2), nn.AvgPool2d(2),
+    nn.Identity(), nn.Dropout(0.5), nn.Dropout(0.5).eval(),
+])
+def test_a_layer_without_parameters_widens_no_net(layer, rng):
+    """An array of float64 in front of one that has parameters, as `images / 255` is."""
+    x = rng.standard_normal((2, 4, 4, 1))
+    net = nn.Sequential(layer, nn.Flatten(), nn.Linear(layer(x).size // 2, 3))
+    assert net(x).dtype == net(Tensor(x, dtype="float32")).dtype == np.float32
+    assert layer(Tensor(x)).dtype == np.float64
+
+
+@needs_torch
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_is_pytorchs(rng, approximate):
+    x = rng.standard_normal((3, 5))
+    expected = torch.nn.GELU(approximate)(torch.from_numpy(x))
+    np.testing.assert_allclose(nn.GELU(approximate)(Tensor(x)).numpy(), expected, atol=1e-12)
+    assert repr(nn.GELU(approximate)) == ("GELU()" if approximate == "none" else "GELU(approximate='tanh')")
+
+
+def test_gelu_refuses_another_way():
+    with pytest.raises(ValueError, match='approximate is "none" or "tanh", not'):
+        nn.GELU("exact")
+
+
 def test_conv1d_of_an_array_of_float64_stays_in_float32(rng):
     x = rng.standard_normal((2, 5, 3))
     layer = nn.Conv1d(3, 4, 3)

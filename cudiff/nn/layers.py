@@ -14,6 +14,7 @@ from cudiff.errors import CudiffError
 from cudiff.nn import init
 from cudiff.nn.module import Module
 from cudiff.nn.parameter import Parameter
+from cudiff.ops.cast import as_input
 from cudiff.recompute import inside, repeated
 from cudiff.tensor import Tensor
 from cudiff.values import real, whole, whole_pair
@@ -240,6 +241,7 @@ class Dropout(Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
             return x
+        x = as_input(x)
         generator, stream = repeated(partial(self._draw, x.device))
         out = ops.dropout(x, self.p, generator, stream)
         if generator is self._own:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cudiff import ops
 from cudiff.nn.module import Module
+from cudiff.ops.cast import as_input
 from cudiff.tensor import Tensor
 from cudiff.values import whole_pair
 
@@ -21,42 +22,51 @@ class SiLU(Module):
     """x·sigmoid(x)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.silu(x)
+        return ops.silu(as_input(x))
 
 
 class ReLU(Module):
     """max(x, 0)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.relu(x)
+        return ops.relu(as_input(x))
 
 
 class GELU(Module):
-    """x·Φ(x), with the exact error function."""
+    """x·Φ(x): with the exact error function, or by tanh if `approximate` is "tanh". Raises ValueError for another."""
+
+    def __init__(self, approximate: str = "none"):
+        super().__init__()
+        if approximate not in ("none", "tanh"):
+            raise ValueError(f'GELU: approximate is "none" or "tanh", not {approximate!r}')
+        self.approximate = approximate
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.gelu(x)
+        return ops.gelu(as_input(x), self.approximate)
+
+    def extra_repr(self) -> str:
+        return "approximate='tanh'" if self.approximate == "tanh" else ""
 
 
 class Tanh(Module):
     """tanh(x)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.tanh(x)
+        return ops.tanh(as_input(x))
 
 
 class Sigmoid(Module):
     """1 / (1 + exp(−x))."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.sigmoid(x)
+        return ops.sigmoid(as_input(x))
 
 
 class Flatten(Module):
     """x (N, ...) → (N, -1). Images lie as (H, W, C): weights of a layer behind PyTorch's, of (C, H, W), fit no more."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.flatten(x, start=1)
+        return ops.flatten(as_input(x), start=1)
 
 
 class _Pool2d(Module):
@@ -85,11 +95,11 @@ class MaxPool2d(_Pool2d):
     __doc__ = f"The maximum over windows. {_Pool2d.__doc__}"
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.max_pool2d(x, self.size, self.stride, self.padding, ceil_mode=self.ceil_mode)
+        return ops.max_pool2d(as_input(x), self.size, self.stride, self.padding, ceil_mode=self.ceil_mode)
 
 
 class AvgPool2d(_Pool2d):
     __doc__ = f"The mean over windows, of which padding is zeros. {_Pool2d.__doc__}"
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.avg_pool2d(x, self.size, self.stride, self.padding, self.ceil_mode)
+        return ops.avg_pool2d(as_input(x), self.size, self.stride, self.padding, self.ceil_mode)

@@ -139,6 +139,12 @@ def as_tensor(x: Any) -> Tensor:
     return Tensor(x)
 
 
+def as_input(x: Any) -> Tensor:
+    """`as_tensor`; an array of float64 becomes float32, in which networks compute."""
+    found = as_tensor(x)
+    return astype(found, float32) if found is not x and found.dtype == float64 else found
+
+
 def as_tensor_beside(x: Any, weight: Tensor) -> Tensor:
     """`as_tensor`; an array or a sequence of float64 takes the dtype of a floating `weight`."""
     found = as_tensor(x)
