@@ -30,6 +30,8 @@ from cudiff.tensor import no_grad as no_grad
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from cudiff import checkpoint as checkpoint
+    from cudiff import convert as convert
     from cudiff import data as data
     from cudiff import diffusion as diffusion
     from cudiff import models as models
@@ -63,7 +65,7 @@ else:
         "to_torch_function": "cudiff.torchfunction",
     }
     """Imported when first asked for, so that `import cudiff` stays fast; so are the modules below."""
-    _MODULES = ("data", "diffusion", "models", "optim", "plot")
+    _MODULES = ("checkpoint", "convert", "data", "diffusion", "models", "optim", "plot")
 
     __all__ = [
         "CudiffError", "Function", "Tensor", "allow_tf32", "bfloat16", "cuda_available", "default_device", "float16",

@@ -342,7 +342,8 @@ class Trainer:
                               "the optimiser ema=trainer.ema, or train in a loop of your own")
         if self.config is not self._built_by:
             raise CudiffError("the configuration was replaced, after the optimiser and the loader were built by it: "
-                              "build a Trainer with the new one, resume=cudiff.load_checkpoint(trainer.folder)")
+                              "build a Trainer with the new one, "
+                              "resume=cudiff.checkpoint.load_checkpoint(trainer.folder)")
 
     def _check_preview(self) -> None:
         config = self.config

@@ -328,7 +328,7 @@ def test_what_is_no_array_of_numbers(flat):
 
 def test_pytorchs_tensors_are_not_taken_for_arrays():
     torch = pytest.importorskip("torch")
-    with pytest.raises(TypeError, match=r"not a Tensor: cudiff.convert.from_torch\(state, model.layouts\(\)\) "):
+    with pytest.raises(TypeError, match=r"not a torch.Tensor: cudiff.convert.from_torch\(state, model.layouts\(\)\) "):
         nn.Conv2d(3, 4, 3).load_state_dict(torch.nn.Conv2d(3, 4, 3).state_dict())
 
 
@@ -375,9 +375,10 @@ def test_weights_out_of_range_change_nothing():
 
 
 def test_modules_are_there_after_import_cudiff():
-    code = "import cudiff; cudiff.optim.AdamW, cudiff.data.Dataset, cudiff.diffusion.EDMLoss, cudiff.models.build"
+    code = "import cudiff; cudiff.optim.AdamW, cudiff.data.Dataset, cudiff.diffusion.EDMLoss, cudiff.models.build;" \
+           "cudiff.convert.from_torch, cudiff.checkpoint.load_checkpoint"  # which messages name
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert {"optim", "data", "diffusion", "models", "plot"} <= set(dir(cudiff))
+    assert {"convert", "optim", "data", "diffusion", "models", "plot"} <= set(dir(cudiff))
 
 
 def test_a_leaf_changes_in_place_within_no_grad(device):

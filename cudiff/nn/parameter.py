@@ -54,7 +54,7 @@ def array_of(values: Array | Tensor) -> Array:
         kind = type(values)
         torch = kind.__module__.startswith("torch")  # whose layout differs
         advice = "cudiff.convert.from_torch(state, model.layouts()) converts PyTorch's" if torch else "use np.asarray"
-        raise TypeError(f"these are arrays or Tensors, not a {kind.__qualname__}: {advice}")
+        raise TypeError(f"these are arrays or Tensors, not a {'torch.' * torch}{kind.__qualname__}: {advice}")
     return values.data if isinstance(values, Tensor) else plain(values)
 
 
