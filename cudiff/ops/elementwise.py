@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -311,7 +312,7 @@ def ceil(x: Any) -> Tensor:
 
 def round(x: Any, decimals: int = 0) -> Tensor:
     """The nearest number of so many decimals, of two the even one; the gradient is 0."""
-    x = as_tensor(x)
+    x, decimals = as_tensor(x), operator.index(decimals)
     if decimals == 0 or (decimals > 0 and not is_float(x.dtype)):
         return unary(Round, x, lambda x: x)
     if not is_float(x.dtype):

@@ -18,7 +18,7 @@ from cudiff.errors import CudiffError
 from cudiff.function import Function
 from cudiff.ops.cast import as_index, as_tensor, downcast, upcast
 from cudiff.ops.compare import not_equal
-from cudiff.ops.reduce import normalize_axes
+from cudiff.ops.reduce import normalize_axis
 from cudiff.ops.shape import flatten, reshape, stack
 from cudiff.tensor import Tensor
 
@@ -322,7 +322,7 @@ def take(x: Any, indices: Any, axis: int | None = None) -> Tensor:
     x = as_tensor(x)
     if axis is None:
         return take(flatten(x), indices, 0)
-    (axis,) = normalize_axes(axis, x.ndim)
+    axis = normalize_axis(axis, x.ndim)
     return getitem(x, (slice(None),) * axis + (indices,))
 
 
@@ -335,7 +335,7 @@ def take_along_axis(x: Any, indices: Any, axis: int | None = -1) -> Tensor:
     x, indices = as_tensor(x), as_tensor(indices)
     if axis is None:
         return take_along_axis(flatten(x), indices, 0)
-    (axis,) = normalize_axes(axis, x.ndim)
+    axis = normalize_axis(axis, x.ndim)
     return getitem(x, along(x, indices, axis))
 
 

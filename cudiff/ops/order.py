@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from cudiff.ops.cast import as_index, as_tensor, as_tensors, as_wide, astype
 from cudiff.ops.compare import isnan, not_equal
 from cudiff.ops.create import ones, zeros
 from cudiff.ops.index import Pick, along, getitem, located
-from cudiff.ops.reduce import Axis, max, min, normalize_axes
+from cudiff.ops.reduce import Axis, max, min, normalize_axes, normalize_axis
 from cudiff.ops.shape import concatenate, flatten, reshape, stack, transpose
 from cudiff.tensor import Tensor
 from cudiff.values import flag
@@ -107,7 +108,7 @@ def argmin(x: Any, axis: int | None = None, keepdims: bool = False) -> Tensor:
 def _extreme(name: str, x: Any, axis: int | None, keepdims: bool) -> Tensor:
     x = _comparable(x)
     if axis is not None:
-        (axis,) = normalize_axes(axis, x.ndim)
+        axis = normalize_axis(axis, x.ndim)
     if x.size == 0 if axis is None else x.shape[axis] == 0:
         raise ValueError(f"{name}: {x.shape} has no elements to compare")
     return Whole.apply(x, name=name, axis=axis, keepdims=flag("keepdims", keepdims))
@@ -120,7 +121,7 @@ def argsort(x: Any, axis: int | None = -1) -> Tensor:
     of `capture`.
     """
     x = _comparable(x)
-    x, axis = (flatten(x), 0) if axis is None else (x, *normalize_axes(axis, x.ndim))
+    x, axis = (flatten(x), 0) if axis is None else (x, normalize_axis(axis, x.ndim))
     if is_capturing(x.device):
         raise CudiffError("argsort waits for the GPU: call it outside of the captured function")
     return Whole.apply(x, name="argsort", axis=axis, kind="stable")
@@ -130,7 +131,7 @@ def sort(x: Any, axis: int | None = -1) -> Tensor:
     """x in ascending order along `axis`, NaN last, of the flattened x where None. Each element's gradient is that of
     the place it comes to, of equal ones in their order. Raises as `argsort` does."""
     x = as_tensor(x)
-    x, axis = (flatten(x), 0) if axis is None else (x, *normalize_axes(axis, x.ndim))
+    x, axis = (flatten(x), 0) if axis is None else (x, normalize_axis(axis, x.ndim))
     table, places = located(x, list(along(x, argsort(x, axis), axis)))
     places, module = flatten(places), array_module(x.device)
     inverse = module.zeros((places.size,), int32)
@@ -180,6 +181,8 @@ def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Tensor:
         raise CudiffError("bincount waits for the GPU: inside of a captured function add to zeros(n) by .at[x].add(1)")
     if x.ndim != 1 or (x.size and min(x).item() < 0):
         raise ValueError("bincount counts numbers of one axis, none of them below 0")
+    if minlength < 0:
+        raise ValueError(f"bincount: minlength is not negative, and {minlength} is")
     count = builtins.max(minlength, int(max(x)) + 1 if x.size else 0)
     if weights is None:
         return zeros(count, "int64", x.device).at[x].add(1)
@@ -195,7 +198,7 @@ def diff(x: Any, n: int = 1, axis: int = -1) -> Tensor:
     Raises ValueError for an axis out of range and for an n below 0.
     """
     x = as_tensor(x)
-    (axis,) = normalize_axes(axis, x.ndim)
+    axis = normalize_axis(axis, x.ndim)
     if n < 0:
         raise ValueError(f"diff is taken 0 times or more, not {n}")
     for _ in range(n):
@@ -276,7 +279,7 @@ def cumsum(x: Any, axis: int | None = None) -> Tensor:
     In x's dtype, 16-bit floats summed in float32. Raises ValueError for an axis out of range.
     """
     x = as_tensor(x)
-    x, axis = (flatten(x), 0) if axis is None else (x, *normalize_axes(axis, x.ndim))
+    x, axis = (flatten(x), 0) if axis is None else (x, normalize_axis(axis, x.ndim))
     if not is_float(x.dtype):
         return CumSum.apply(astype(x, "int64"), axis=axis)
     return astype(CumSum.apply(*as_wide(x), axis=axis), x.dtype)
@@ -288,7 +291,7 @@ def one_hot(labels: Any, num_classes: int, dtype: Any = np.float32) -> Tensor:
     A label outside 0 to num_classes - 1 raises ValueError on the CPU and gives zeros on a GPU, which is not waited for.
     """
     labels = as_index("one_hot", labels, labels.device if isinstance(labels, Tensor) else "cpu")
-    return astype(OneHot.apply(labels, count=num_classes), dtype)
+    return astype(OneHot.apply(labels, count=operator.index(num_classes)), dtype)
 
 
 def _comparable(x: Any) -> Tensor:

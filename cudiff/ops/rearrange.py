@@ -13,7 +13,7 @@ from cudiff.ops.arithmetic import where
 from cudiff.ops.cast import as_tensor
 from cudiff.ops.compare import logical_and
 from cudiff.ops.index import getitem
-from cudiff.ops.reduce import normalize_axes, sum
+from cudiff.ops.reduce import normalize_axes, normalize_axis, sum
 from cudiff.ops.shape import broadcast_to, concatenate, flatten, reshape, transpose
 from cudiff.tensor import Tensor
 
@@ -89,7 +89,7 @@ def repeat(x: Any, repeats: int | Sequence[int], axis: int | None = None) -> Ten
     x = as_tensor(x)
     if axis is None:
         return repeat(flatten(x), repeats, 0)
-    (axis,) = normalize_axes(axis, x.ndim)
+    axis = normalize_axis(axis, x.ndim)
     times, size = _counts("repeat", repeats), x.shape[axis]
     if len(times) == 1:
         wide = broadcast_to(reshape(x, (*x.shape[: axis + 1], 1, *x.shape[axis + 1 :])),

@@ -40,6 +40,11 @@ def normalize_axes(axis: int | tuple[int, ...] | None, ndim: int) -> tuple[int, 
     return tuple(sorted(found))
 
 
+def normalize_axis(axis: int, ndim: int) -> int:
+    """One axis as a non-negative number. Raises TypeError for several and for None, ValueError as `normalize_axes`."""
+    return normalize_axes(operator.index(axis), ndim)[0]
+
+
 def _kept(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
     """`shape` with the reduced axes as 1."""
     return tuple(1 if i in axes else size for i, size in enumerate(shape))

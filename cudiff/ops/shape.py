@@ -16,7 +16,7 @@ from cudiff.cuda.kernels.shape import contiguous, move, zeros
 from cudiff.cuda.launch import empty
 from cudiff.function import Function
 from cudiff.ops.cast import as_tensor, as_tensors
-from cudiff.ops.reduce import normalize_axes, sum_to
+from cudiff.ops.reduce import normalize_axes, normalize_axis, sum_to
 from cudiff.tensor import Tensor
 
 __all__ = [
@@ -180,8 +180,10 @@ def reshape(x: Any, shape: int | Sequence[int]) -> Tensor:
 
 
 def flatten(x: Any, start: int = 0) -> Tensor:
-    """All axes from `start` on in one."""
+    """All axes from `start` on in one. Raises ValueError for a start out of range."""
     x = as_tensor(x)
+    if not -x.ndim <= start <= x.ndim:
+        raise ValueError(f"flatten: start {start} is out of range for a tensor of {x.ndim} dimensions")
     return reshape(x, (*x.shape[:start], math.prod(x.shape[start:])))
 
 
@@ -228,7 +230,7 @@ def concatenate(tensors: Sequence[Any], axis: int | None = 0) -> Tensor:
     if not tensors:
         raise ValueError("concatenate needs at least one tensor")
     tensors = as_tensors(*(tensors if axis is not None else map(flatten, tensors)))
-    (axis,) = normalize_axes(0 if axis is None else axis, tensors[0].ndim)
+    axis = normalize_axis(0 if axis is None else axis, tensors[0].ndim)
     shapes = {t.shape[:axis] + t.shape[axis + 1 :] for t in tensors}
     if len(shapes) > 1 or len({t.ndim for t in tensors}) > 1:
         raise ValueError(f"shapes {[t.shape for t in tensors]} do not join along axis {axis}")
@@ -239,20 +241,22 @@ def stack(tensors: Sequence[Any], axis: int = 0) -> Tensor:
     """Tensors of one shape joined along a new axis. Raises ValueError of none."""
     if not len(tensors):
         raise ValueError("stack: there are no tensors to join")
-    return concatenate([expand_dims(t, axis) for t in as_tensors(*tensors)], axis)
+    tensors = as_tensors(*tensors)
+    axis = normalize_axis(axis, tensors[0].ndim + 1)
+    return concatenate([expand_dims(t, axis) for t in tensors], axis)
 
 
 def split(x: Any, sections: int | Sequence[int], axis: int = 0) -> tuple[Tensor, ...]:
     """Parts along `axis`: so many equal ones, or cut before these positions, as in NumPy."""
     x = as_tensor(x)
-    (axis,) = normalize_axes(axis, x.ndim)
+    axis = normalize_axis(axis, x.ndim)
     size = x.shape[axis]
     if isinstance(sections, int | np.integer):
         if sections < 1 or size % sections:
             raise ValueError(f"axis {axis} of size {size} does not split into {sections} equal parts")
         cuts = [size // sections * i for i in range(sections + 1)]
     else:
-        cuts = [0, *sections, size]
+        cuts = [0, *map(operator.index, sections), size]
     sizes = tuple(int(stop - start) for start, stop in itertools.pairwise(cuts))
     if any(n < 0 for n in sizes):
         raise ValueError(f"cut positions {sections} do not rise within axis {axis} of size {size}")

@@ -24,7 +24,7 @@ from cudiff.ops.cast import (
 )
 from cudiff.ops.compare import equal, not_equal
 from cudiff.ops.order import OneHot
-from cudiff.ops.reduce import sum
+from cudiff.ops.reduce import normalize_axis, sum
 from cudiff.ops.shape import expand_dims, transpose
 from cudiff.tensor import Tensor
 
@@ -137,9 +137,7 @@ def log_softmax(x: Any, axis: int = -1) -> Tensor:
 
 def _over_axis(x: Any, axis: int, log: bool) -> Tensor:
     x = as_tensor(x)
-    if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"softmax: axis {axis} is out of range for a tensor of {x.ndim} dimensions")
-    axis %= x.ndim
+    axis = normalize_axis(axis, x.ndim)
     x = astype(x, result_dtype(x, floating=True))
     if axis == x.ndim - 1:
         return Softmax.apply(x, log=log)

@@ -209,11 +209,37 @@ def test_a_parameter_of_none_is_refused():
         nn.Parameter(None)
 
 
+ONE_AXIS = {
+    "argmax": ops.argmax, "argsort": ops.argsort, "sort": ops.sort, "cumsum": ops.cumsum, "softmax": ops.softmax,
+    "log_softmax": ops.log_softmax, "diff": lambda x, axis: ops.diff(x, 1, axis),
+    "take": lambda x, axis: ops.take(x, [0], axis),
+    "repeat": lambda x, axis: ops.repeat(x, 2, axis), "split": lambda x, axis: ops.split(x, 2, axis),
+    "stack": lambda x, axis: ops.stack([x, x], axis), "concatenate": lambda x, axis: ops.concatenate([x, x], axis),
+    "take_along_axis": lambda x, axis: ops.take_along_axis(x, np.zeros((2, 2), int), axis),
+}
+
+
+@pytest.mark.parametrize("name", ONE_AXIS)
+def test_several_axes_are_refused_where_there_is_one(name):
+    """As NumPy says it."""
+    x = Tensor(np.ones((2, 2), np.float32))
+    with pytest.raises(TypeError, match="'tuple' object cannot be interpreted as an integer"):
+        ONE_AXIS[name](x, (0, 1))
+    if name in ("diff", "softmax", "log_softmax", "split", "stack"):
+        with pytest.raises(TypeError, match="'NoneType' object cannot be interpreted as an integer"):
+            ONE_AXIS[name](x, None)
+
+
 @pytest.mark.parametrize("call, error, message", [
     (lambda x: cudiff.stack([]), ValueError, "stack: there are no tensors to join"),
     (lambda x: cudiff.upsample_nearest(x, 1.5), ValueError, "the factor 1.5 1, 2, ..."),
     (lambda x: cudiff.roll(x, 1.5), TypeError, "roll moves by whole elements, not by 1.5"),
     (lambda x: cudiff.avg_pool2d(cudiff.astype(x, "int32")), TypeError, "avg_pool2d needs floating tensors, not int32"),
+    (lambda x: cudiff.flatten(x, 5), ValueError, "flatten: start 5 is out of range for a tensor of 4 dimensions"),
+    (lambda x: cudiff.round(x, 1.5), TypeError, "'float' object cannot be interpreted as an integer"),
+    (lambda x: cudiff.split(x, [1.5], 1), TypeError, "'float' object cannot be interpreted as an integer"),
+    (lambda x: cudiff.one_hot([0, 1], 2.5), TypeError, "'float' object cannot be interpreted as an integer"),
+    (lambda x: cudiff.bincount([1], minlength=-1), ValueError, "minlength is not negative, and -1 is"),
     (lambda x: nn.Linear(2, 2).load_state_dict(None), TypeError, "a state maps names to arrays: .* not a NoneType"),
 ])
 def test_what_is_refused_says_what_to_give(call, error, message):
