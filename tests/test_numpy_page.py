@@ -26,9 +26,13 @@ def test_what_the_page_says_of_differences():
         x[0] = 3.0
     assert x.at[0].set(3.0).numpy().tolist() == [3, 2] and x.numpy().tolist() == [1, 2]
     assert not np.shares_memory(Tensor(np.ones((2, 3))).T.data, x.data)
-    for refused in (lambda: Tensor(1j), lambda: -Tensor([True])):
+    yes = Tensor([True, False])
+    for refused in (lambda: Tensor(1j), lambda: -yes, lambda: np.einsum("i->", x, optimize=True),
+                    lambda: np.atleast_1d(x, x), lambda: np.pad(x, 1, constant_values=(1, 2)),
+                    *(lambda name=name: getattr(np, name)(yes, yes) for name in ("dot", "inner", "outer", "vdot"))):
         with pytest.raises(TypeError):
             refused()
+    assert np.reciprocal(Tensor([2])).item() == 0.5 and (yes @ yes).item() is True
     for name in ("mean", "var", "std"):
         with pytest.raises(ValueError, match=r"elements of shape \(0,\)"):
             getattr(np, name)(cudiff.zeros(0))
