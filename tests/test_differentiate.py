@@ -128,10 +128,30 @@ def test_check_gradient_names_what_is_wrong():
 
         @staticmethod
         def backward_numpy(ctx, dout, needs, into):
-            return (np.array([2.0, 0.0]),)
+            return (dout * np.array([2.0, 0.0]),)
 
-    with pytest.raises(AssertionError, match=r"the gradient of argument 0 at \[1\] is 0, by differences 4"):
+    with pytest.raises(AssertionError, match=r"the gradient of argument 0 at \[1\] is 0, by differences 5.0"):
         check_gradient(Wrong.apply, np.array([1.0, 2.0]))
+
+
+class Forgetful(cudiff.Function):
+    """x²; its backward gives 2x, whatever dout is."""
+
+    @staticmethod
+    def forward_numpy(ctx, x):
+        ctx.save(x)
+        return x * x
+
+    @staticmethod
+    def backward_numpy(ctx, dout, needs, into):
+        return (2 * ctx.saved[0],)
+
+
+@pytest.mark.parametrize("x", [np.ones(3), np.array(3.0), 3.0])
+def test_check_gradient_notices_a_backward_that_forgets_its_dout(x):
+    for function in (Forgetful.apply, lambda x: np.sum(Forgetful.apply(x))):
+        with pytest.raises(AssertionError, match=r"the gradient of argument 0 at .* is [26], by differences"):
+            check_gradient(function, x)
 
 
 def test_derivatives_of_any_order():
