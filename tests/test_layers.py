@@ -80,6 +80,14 @@ def test_a_layer_without_parameters_widens_no_net(layer, rng):
     assert layer(Tensor(x)).dtype == np.float64
 
 
+def test_a_buffer_of_an_array_of_float64_widens_no_net():
+    layer = nn.Linear(3, 2)
+    layer.register_buffer("positions", np.linspace(0, 1, 2))
+    assert (layer(np.ones((1, 3))) + layer.positions).dtype == np.float32
+    layer.register_buffer("positions", Tensor(np.linspace(0, 1, 2)))  # asked for
+    assert layer.positions.dtype == np.float64
+
+
 @needs_torch
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_gelu_is_pytorchs(rng, approximate):

@@ -16,6 +16,7 @@ from cudiff.cuda.graph import record_again
 from cudiff.errors import CudiffError
 from cudiff.nn.parameter import FlatParameters, Parameter, array_of, fitting, structure_changes
 from cudiff.nn.state_dict import StateDict, is_batch_count, require_native
+from cudiff.ops.cast import as_input
 from cudiff.precision import allow_tf32, tf32_allowed
 from cudiff.tensor import Tensor
 
@@ -210,12 +211,12 @@ class Module:
 
     def register_buffer(self, name: str, value: Tensor) -> None:
         """Keep a tensor that is saved with the model but not trained (running statistics), in the place of another
-        buffer of this name. Raises TypeError where the name is that of something else."""
+        buffer of this name; an array of float64 as float32. Raises TypeError where the name is something else's."""
         if name not in self._buffers and hasattr(self, name):
             raise TypeError(f"{name} is a {type(getattr(self, name)).__name__} already: give the buffer another name")
         if name in self._buffers:
             record_again()  # a captured function holds the old one
-        self._buffers[name] = value if isinstance(value, Tensor) else Tensor(value)
+        self._buffers[name] = as_input(value)
         structure_changes()
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
