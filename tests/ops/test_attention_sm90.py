@@ -76,7 +76,9 @@ def test_every_tile_of_wide_heads(hopper, rng, dim, dtype, plan):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens, dim", [(256, 32), (100, 24), (196, 32), (65, 16), (256, 64), (65, 40), (200, 72), (130, 128)])
+@pytest.mark.parametrize("tokens, dim", [
+    (256, 32), (100, 24), (196, 32), (65, 16), (256, 64), (65, 40), (200, 72), (130, 128),
+])
 @pytest.mark.parametrize("new_order", [False, True])
 def test_sums_of_the_gradients(hopper, rng, tokens, dim, new_order):
     """Those of a tile add up to the bias's gradient of the linear layer before: what was stored, without what lies
