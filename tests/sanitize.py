@@ -111,6 +111,8 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
         tensor(*shape, dtype="bfloat16") for shape in ((2, 70, 24), (40, 24), (40,), (2, 70, 40), (2, 40)))))
     yield "convolution of small images", lambda: _back(ops.conv2d(
         tensor(200, 2, 2, 136, dtype="bfloat16"), tensor(136, 3, 3, 136), tensor(136), padding=1))
+    yield "strided convolution", lambda: _back(ops.conv2d(
+        tensor(64, 16, 16, 128, dtype="bfloat16"), tensor(128, 3, 3, 128), tensor(128), stride=2, padding=1))
     yield "comparisons", _comparisons
     yield "integers", _integers
     yield "cast", lambda: _back(ops.astype(tensor(3, 33), "bfloat16"))
