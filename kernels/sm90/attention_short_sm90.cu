@@ -54,7 +54,7 @@ __device__ __forceinline__ void attended(float (&dk)[DP / 2], float (&dv)[DP / 2
     if (left < 64)  // their scores would be 0, not -inf, and reach dq
 #pragma unroll
         for (int e = 0; e < QUERIES / 2; e++)
-            if (WARP_ROW + e / 2 % 2 * 8 + GROUP >= left) p[e] = -infinity();
+            if ((int)(WARP_ROW + e / 2 % 2 * 8 + GROUP) >= left) p[e] = -infinity();
     differentiate(p, ds, lse, delta, scale2);
     round_fragments(p, weights);
     round_fragments(ds, dscores);
