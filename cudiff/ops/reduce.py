@@ -28,8 +28,8 @@ MOST_ROWS = 1024  # that a deferred sum is given: few threads add them up
 
 
 def normalize_axes(axis: int | tuple[int, ...] | None, ndim: int) -> tuple[int, ...]:
-    """The axes as sorted non-negative numbers. Raises NumPy's AxisError for one out of range, ValueError for one that is
-    named twice."""
+    """The axes as sorted non-negative numbers. Raises NumPy's AxisError for one out of range, ValueError for one that
+    is named twice."""
     axes = range(ndim) if axis is None else axis if isinstance(axis, tuple | list) else (axis,)
     found = set()
     for item in map(operator.index, axes):
