@@ -38,7 +38,7 @@ from cudiff.plot import to_uint8
 from cudiff.samplings import Samplings, Way, twice
 from cudiff.stream import Frames, Stream
 from cudiff.tensor import Tensor
-from cudiff.values import real, whole
+from cudiff.values import flag, real, whole
 
 Progress = Callable[[int, int], None]
 Classes = int | str | Sequence[int | str] | np.ndarray | None
@@ -420,6 +420,7 @@ def load(
     """
     if weights not in ("ema", "model"):
         raise CudiffError(f"unknown weights '{weights}': use ema or model")
+    trainable = flag("trainable", trainable)
     _, checkpoint = read_checkpoint(path, parts=(weights,), sampler=sampler)
     config = checkpoint.config
     device = default_device() if device in (None, "auto") else device

@@ -35,6 +35,8 @@ def test_a_checkpoint_is_loaded_where_there_is_a_gpu_unless_told(device, tmp_pat
     assert loaded.device == "cpu" and not any(value.requires_grad for value in loaded.net.parameters())
     trainable = cudiff.load(tmp_path / "model.safetensors", "cpu", trainable=True)
     assert all(value.requires_grad for value in trainable.net.parameters()) and trainable.net.training
+    with pytest.raises(TypeError, match="trainable is True or False, not 'no'"):
+        cudiff.load(tmp_path / "model.safetensors", "cpu", trainable="no")
     with pytest.raises(CudiffError, match="unknown weights 'raw': use ema or model"):
         cudiff.load(tmp_path / "model.safetensors", "cpu", "raw")
 
