@@ -160,6 +160,8 @@ def _otherwise(p: Problem) -> float:
 
 def run(given: Operands, offer: Offer, p: Problem) -> None:
     """With each part's plan, as `offer` has them."""
+    if given.weight.dtype != given.x.dtype:
+        given = given._replace(weight=given.weight.astype(given.x.dtype))
     for part, chosen in offer.plan:
         _run(given, part, chosen, p)
 
@@ -167,7 +169,6 @@ def run(given: Operands, offer: Offer, p: Problem) -> None:
 def _run(given: Operands, part: Part, chosen: Plan, p: Problem) -> None:
     backward, matrix = p.direction == DGRAD, _is_matrix(p)
     x, weight = given.x, given.weight
-    weight = weight if weight.dtype == x.dtype else weight.astype(x.dtype)
     own = rows_of if matrix else lambda images: images[:, *part.pixels]
     out, addend = own(given.out), None if given.epilogue.addend is None else own(given.epilogue.addend)
     epilogue = given.epilogue._replace(addend=addend, rows_per_image=math.prod(part.windows.size))
