@@ -1,16 +1,18 @@
-"""How many small faults the suite sees: `python -m tests.mutate [--count 220] [--seed 1] [--workers 1] [--kernels]`.
+"""How many small faults the suite sees: `python -m tests.mutate [--count 220] [--seed 1] [--workers 1] [--executed F]`.
 
 Each mutant of tests/mutants.py is made in a copy of the tree, where its stem's tests run without PyTorch: first those
-that are not slow, and where they pass, the slow ones. A failure or a time-out catches it. The result is written to
-tests/MUTANTS.md, where explanations of survivors are kept from run to run. `--kernels` mutates kernels/ instead of
-cudiff/, which needs a GPU, or CUDIFF_EMULATE=1 (tests/emulator); `--only PATH` takes the files whose path begins so and
-writes nothing; after `--seconds` no mutant begins. A survivor in kernels/ whose compiled code is the original's
-(tests/equivalent.py) is left out of the score.
+that are not slow, and where they pass, the slow ones. Where they pass too, other tests that execute its line run, the
+fastest first, as many as take a minute: those that tests.executed has found, in the folder F. A failure or a time-out
+catches it. The result is written to tests/MUTANTS.md, where explanations of survivors are kept from run to run.
+`--kernels` mutates kernels/ instead of cudiff/, by their stems' tests alone, which needs a GPU, or CUDIFF_EMULATE=1
+(tests/emulator); `--only PATH` takes the files whose path begins so and writes nothing; after `--seconds` no mutant
+begins. A survivor in kernels/ whose compiled code is the original's (tests/equivalent.py) is left out of the score.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import datetime
 import importlib
@@ -30,91 +32,23 @@ from pathlib import Path
 import pytest
 
 from tests.equivalent import architecture, is_equivalent
+from tests.executed import Executed, read
 from tests.mutants import LEFT_OUT, ROOT, Mutant, kernel_mutants, python_mutants, sample
 
 REPORT = ROOT / "tests" / "MUTANTS.md"
 EMULATED = os.environ.get("CUDIFF_EMULATE") == "1"
 TIMEOUT = 1200 if EMULATED else 120  # seconds in which no test ends: a mutant that hangs
+EXECUTING = 60  # seconds, when tests.executed saw them, of tests that run for executing a mutant's line
 EQUIVALENCE = 40  # seconds of compiling a survivor; `python -m tests.equivalent` takes longer where they are not enough
 BLOCKED = ["torch"]
+_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
-# Beside tests/**/test_<stem>*.py, and for files that have none.
+# Beside tests/**/test_<stem>*.py: tests that run a file in a process of its own, where tests.executed does not see it,
+# and tests of kernels that bear other names.
 TESTS = {
-    "cudiff/as_array.py": ["tests/test_tensor.py", "tests/test_silence.py", "tests/test_operands.py"],
-    "cudiff/backend.py": ["tests/test_operands.py", "tests/test_tensor.py", "tests/ops/test_cast.py",
-                          "tests/test_checkpoint.py"],
-    "cudiff/autograd.py": ["tests/test_function.py", "tests/test_tensor.py", "tests/ops/test_norm_silu_conv2d.py",
-                           "tests/test_traces.py"],
-    "cudiff/tensor.py": ["tests/test_function.py", "tests/test_operands.py", "tests/ops/test_arithmetic.py"],
-    "cudiff/memory.py": ["tests/test_errors.py", "tests/test_fits.py", "tests/test_pipeline.py",
-                         "tests/test_evaluate.py", "tests/test_train.py"],
-    "cudiff/files.py": ["tests/test_readers.py", "tests/test_config.py", "tests/test_checkpoint.py"],
-    "cudiff/classes.py": ["tests/test_imagenet.py", "tests/test_pictures.py"],
-    "cudiff/values.py": ["tests/ops/test_random.py", "tests/ops/test_dropout.py", "tests/test_tensor.py"],
-    "cudiff/tensorfile.py": ["tests/test_checkpoint.py"],
-    "cudiff/torchfile.py": ["tests/test_readers.py", "tests/test_convert.py"],
-    "cudiff/cuda/signature.py": ["tests/test_signatures.py", "tests/test_launch.py"],
-    "cudiff/cuda/accumulate.py": ["tests/test_host.py", "tests/test_deferred.py", "tests/test_traces.py"],
-    "cudiff/function.py": ["tests/test_function.py", "tests/test_operands.py", "tests/ops/test_arithmetic.py"],
-    "cudiff/gradient.py": ["tests/test_host.py", "tests/test_deferred.py", "tests/test_traces.py"],
-    "cudiff/cuda/compiler.py": ["tests/test_backend.py", "tests/test_launch.py", "tests/test_host.py",
-                                "tests/test_signatures.py"],
-    "cudiff/cuda/select.py": ["tests/test_backend.py", "tests/ops/test_attention_sm90.py", "tests/test_host.py",
-                              "tests/test_cli.py"],
-    "cudiff/cuda/kernels/": ["tests/test_host.py", "tests/test_launch.py", "tests/test_traces.py"],
-    "cudiff/cuda/kernels/norm/": ["tests/ops/test_group_norm_sm90.py"],
-    "cudiff/cuda/kernels/convolution/": ["tests/ops/test_conv2d_sm90.py", "tests/ops/test_conv2d_wgrad_sm90.py",
-                                         "tests/ops/test_conv2d_few_channels.py", "tests/ops/test_conv2d.py"],
-    "cudiff/cuda/kernels/gemm/": ["tests/ops/test_gemm.py", "tests/ops/test_matmul.py", "tests/ops/test_gemm_sm90.py"],
-    "cudiff/cuda/kernels/attention/": ["tests/ops/test_attention_sm90.py"],
-    "cudiff/cli.py": ["tests/test_errors.py", "tests/test_signals.py", "tests/diffusion/test_editing.py"],
-    "cudiff/derivatives.py": ["tests/test_differentiate.py"],
-    "cudiff/play/": ["tests/test_play.py"],
-    "cudiff/report.py": ["tests/test_evaluate.py", "tests/test_cli.py"],
-    "cudiff/samplings.py": ["tests/test_silence.py", "tests/test_pipeline.py", "tests/test_graph_cache.py"],
-    "cudiff/statistics.py": ["tests/test_host.py", "tests/test_traces.py"],
-    "cudiff/torchfunction.py": ["tests/test_custom.py"],
-    "cudiff/": ["tests/test_defaults.py", "tests/ops/test_refusals.py"],
-    "cudiff/data/__init__.py": ["tests/test_decoded.py"],
-    "cudiff/data/dataset.py": ["tests/test_show.py"],
-    "cudiff/data/rows.py": ["tests/test_decoded.py"],
-    "cudiff/data/": ["tests/test_folder_listing.py", "tests/test_readers.py", "tests/test_data.py",
-                     "tests/test_published.py", "tests/test_imagenet.py", "tests/test_latents.py"],
-    "cudiff/models/__init__.py": ["tests/test_registry.py"],
-    "cudiff/models/": ["tests/test_outline.py", "tests/models/test_unet_numpy.py", "tests/test_config.py"],
-    "cudiff/nn/": ["tests/test_nn.py", "tests/test_parameters.py", "tests/test_tensor.py", "tests/test_optim.py",
-                   "tests/models/test_cnn.py", "tests/models/test_unet.py"],
-    "cudiff/nn/conv1d.py": ["tests/test_layers.py"],
-    "cudiff/nn/module_dict.py": ["tests/test_layers.py"],
-    "cudiff/nn/multihead_attention.py": ["tests/test_layers.py"],
-    "cudiff/nn/parameterless.py": ["tests/test_nn.py"],
-    "cudiff/nn/parameter.py": ["tests/test_shards.py"],
-    "cudiff/ops/__init__.py": ["tests/test_tensor.py", "tests/ops/test_arithmetic.py"],
-    "cudiff/ops/": ["tests/test_numpy_habits.py"],
-    "cudiff/ops/arithmetic.py": ["tests/ops/test_integer.py"],
-    "cudiff/ops/cast.py": ["tests/ops/test_arithmetic.py", "tests/test_operands.py"],
-    "cudiff/ops/group_norm.py": ["tests/ops/test_batch_norm.py"],
-    "cudiff/__init__.py": ["tests/test_architecture.py", "tests/test_pipeline.py"],
-    "cudiff/pipeline.py": ["tests/test_convert.py"],
-    "cudiff/convert.py": ["tests/test_unetcu.py", "tests/models/test_dit_files.py", "tests/test_pipeline_files.py",
-                          "tests/test_pipeline.py"],
-    "cudiff/convert_command.py": ["tests/test_unetcu.py", "tests/models/test_dit_files.py"],
-    "cudiff/checkpoint.py": ["tests/test_pipeline_files.py"],
-    "cudiff/config.py": ["tests/test_options.py", "tests/test_cli.py"],
-    "cudiff/train.py": ["tests/test_fits.py", "tests/test_silence.py", "tests/test_passes.py",
-                        "tests/test_together.py"],
-    "cudiff/distributed/": ["tests/test_distributed.py", "tests/test_mpi.py"],
-    "cudiff/distributed/mpi.py": ["tests/test_together.py"],
-    "cudiff/ops/batch_norm.py": ["tests/test_together.py"],
-    "cudiff/options.py": ["tests/test_config.py"],
-    "cudiff/diffusion/": ["tests/diffusion/test_limits.py", "tests/diffusion/test_loss.py",
-                          "tests/diffusion/test_prediction.py", "tests/diffusion/test_multistep.py",
-                          "tests/diffusion/test_editing.py",
-                          "tests/diffusion/test_preconditioning.py", "tests/diffusion/test_samplers.py",
-                          "tests/test_pipeline.py"],
-    "cudiff/optim/": ["tests/test_parameters.py", "tests/test_optimizers.py", "tests/test_optim.py"],
-    "cudiff/optim/ema.py": ["tests/test_shards.py"],
-    "cudiff/optim/optimizer.py": ["tests/test_shards.py"],
+    "cudiff/distributed/": ["tests/test_distributed.py", "tests/test_mpi.py", "tests/test_together.py"],
+    "cudiff/cli.py": ["tests/test_signals.py"],
+    "cudiff/signals.py": ["tests/test_signals.py"],
     "kernels/portable/elementwise.cu": ["tests/ops/test_trigonometry.py", "tests/ops/test_gelu.py",
                                         "tests/ops/test_mlp.py"],
     "kernels/portable/shape.cu": ["tests/ops/test_index.py", "tests/ops/test_at.py", "tests/ops/test_order.py",
@@ -141,7 +75,7 @@ STEMS_OF = {
 
 
 def tests_of(path: str) -> list[str]:
-    """What runs on a mutant of this file: paths below the root, the fastest first."""
+    """What runs first on a mutant of this file: paths below the root."""
     file, folder = Path(path), ROOT / "tests"
     stems = STEMS_OF.get(file.stem, [file.stem]) if path.startswith("kernels/") else [file.stem]
     if file.suffix == ".cu":
@@ -157,6 +91,23 @@ def tests_of(path: str) -> list[str]:
         if path.startswith(prefix):
             found += [test for test in more if (ROOT / test).exists()]
     return list(dict.fromkeys(found))
+
+
+def executing(mutant: Mutant, source: str, executed: Executed) -> list[str]:
+    """Tests that execute the mutant's line, the fastest first; of what runs at import, those that execute any line of
+    the file."""
+    lines = executed.lines.get(mutant.path)
+    if not lines:
+        return []
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, _FUNCTIONS)]
+    spans = [(min([f.lineno, *(one.lineno for one in getattr(f, "decorator_list", []))]), f.end_lineno or f.lineno)
+             for f in functions]
+    if first := max((start for start, stop in spans if start <= mutant.line <= stop), default=0):
+        last = max((line for line in lines if first <= line <= mutant.line), default=0)
+        lines = {last: lines[last]} if last else {}
+    tests = sorted((executed.tests[number] for number in set().union(*lines.values())), key=lambda test: test[1])
+    until = list(itertools.accumulate(seconds for _, seconds in tests))
+    return [name for (name, _), total in zip(tests, until, strict=True) if total <= EXECUTING or total == until[0]]
 
 
 def copy_of_the_tree(folder: Path) -> Path:
@@ -219,37 +170,44 @@ def run_tests(tree: Path, tests: list[str], marks: str, stem: str) -> tuple[int,
     return -1, ""
 
 
-def is_caught(tree: Path, mutant: Mutant, sound: dict[str, bool]) -> str:
-    """What caught it: "failed", "timeout", or "" of a survivor. A test catches only if it passes without the mutant,
-    which `sound` remembers."""
+def is_caught(tree: Path, mutant: Mutant, others: list[str], sound: dict[str, bool]) -> str:
+    """What caught it: "failed", "timeout", or "" of a survivor that its stem's tests and the `others` pass. A test
+    catches only if it passes without the mutant, which `sound` remembers."""
     file = tree / mutant.path
     source = file.read_text()
     gpu = "gpu" if mutant.path.startswith("kernels/") else "not gpu"
-    marks = [f"{gpu} and not slow", f"{gpu} and slow"]
-    tests = tests_of(mutant.path)
-    while marks:
+    own, left_out = tests_of(mutant.path), list[str]()
+    others = [name for name in others if name.split("::")[0] not in own]
+    runs = [(own, f"{gpu} and not slow", file.stem), (own, f"{gpu} and slow", file.stem), (others, gpu, "")]
+    while runs:
+        tests, marks, stem = runs[0]
+        if not tests:
+            runs.pop(0)
+            continue
         file.write_text(mutant.apply(source))
         try:
-            status, first = run_tests(tree, tests, marks[0], file.stem)
+            status, first = run_tests(tree, [*tests, *left_out], marks, stem)
         finally:
             file.write_text(source)
         if status in (0, 5):
-            marks.pop(0)
+            runs.pop(0)
             continue
         if first and first not in sound:
             sound[first] = run_tests(tree, [first], gpu, "")[0] == 0
         if not first and status != -1 and mutant.path not in sound:  # no test began
-            sound[mutant.path] = run_tests(tree, ["--collect-only", *tests], marks[0], file.stem)[0] in (0, 5)
+            sound[mutant.path] = run_tests(tree, ["--collect-only", *tests], marks, stem)[0] in (0, 5)
             if not sound[mutant.path]:
                 raise RuntimeError(f"pytest cannot start these tests without a mutant either: {' '.join(tests)}")
         if sound.get(first, True):
             return "timeout" if status == -1 else "failed"
         print(f"{first} fails without a mutant too: left out", flush=True)
-        tests = [*tests, "--deselect", first]
+        left_out += ["--deselect", first]
     return ""
 
 
-def _worker(mutants: list[Mutant], place: tuple[int, int], deadline: float) -> list[tuple[int, str]]:
+def _worker(
+    mutants: list[Mutant], others: list[list[str]], place: tuple[int, int], deadline: float
+) -> list[tuple[int, str]]:
     """The mutants place[0], place[0] + place[1], ... that begin before the deadline: number and what caught each, or
     "equivalent"; a line each as they end. Compiles last: it loads libraries, and what is forked has loaded none."""
     found, sound = [], dict[str, bool]()
@@ -261,7 +219,7 @@ def _worker(mutants: list[Mutant], place: tuple[int, int], deadline: float) -> l
             mutant, start = mutants[number], time.monotonic()
             if start > deadline:
                 break
-            how = is_caught(tree, mutant, sound)
+            how = is_caught(tree, mutant, others[number], sound)
             seconds = time.monotonic() - start
             print(f"{how or 'SURVIVED':8} {seconds:5.1f} s  {mutant.told}", flush=True)
             found.append((number, how))
@@ -280,14 +238,13 @@ def gpu_count() -> int:
     return len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout.splitlines())
 
 
-def check(mutants: list[Mutant], workers: int, seconds: float) -> list[tuple[Mutant, str]]:
+def check(
+    mutants: list[Mutant], others: list[list[str]], workers: int, seconds: float
+) -> list[tuple[Mutant, str]]:
     """Each mutant that begins within `seconds` with what caught it, in their order."""
-    for path in sorted({mutant.path for mutant in mutants}):
-        if not tests_of(path):
-            sys.exit(f"no test is named for {path}: add it to TESTS in tests/mutate.py")
     with ProcessPoolExecutor(workers, get_context("fork")) as pool:
-        parts = pool.map(_worker, itertools.repeat(mutants), [(i, workers) for i in range(workers)],
-                         itertools.repeat(time.monotonic() + seconds))
+        parts = pool.map(_worker, itertools.repeat(mutants), itertools.repeat(others),
+                         [(i, workers) for i in range(workers)], itertools.repeat(time.monotonic() + seconds))
         found = dict(itertools.chain.from_iterable(parts))
     return [(mutant, found[number]) for number, mutant in enumerate(mutants) if number in found]
 
@@ -360,17 +317,22 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--executed", type=Path, help="folder that tests.executed has written")
     parser.add_argument("--only", default="")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     options = parser.parse_args()
     if options.kernels and not (EMULATED or shutil.which("nvidia-smi")):
         print("skipped: no GPU, and no CUDIFF_EMULATE=1")
         return 0
+    if not (options.kernels or options.executed):
+        sys.exit("--executed FOLDER is missing, of: CUDIFF_EXECUTED=FOLDER python -m pytest -p tests.executed")
     preload()
     mutants, at = kernel_mutants() if options.kernels else python_mutants(), commit()
     chosen = sample(mutants, options.count, options.seed)
-    results = check([mutant for mutant in chosen if mutant.path.startswith(options.only)], options.workers,
-                    options.seconds)
+    executed = read(options.executed) if options.executed else Executed([], {})
+    chosen = [mutant for mutant in chosen if mutant.path.startswith(options.only)]
+    others = [executing(mutant, (ROOT / mutant.path).read_text(), executed) for mutant in chosen]
+    results = check(chosen, others, options.workers, options.seconds)
     hows = [how for _, how in results]
     equivalent = hows.count("equivalent")
     print(f"{len(hows) - equivalent - hows.count('')} of {len(hows) - equivalent} caught, {equivalent} equivalent")

@@ -1,10 +1,14 @@
 """The mutation script's own rules: what is mutated, what is left out, and that reports keep their explanations."""
 
 import ast
+import os
+import subprocess
+import sys
 
 import pytest
 
 from tests import equivalent, mutate
+from tests.executed import Executed, read
 from tests.mutants import ROOT, Mutant, _gpu_constants, _gpu_functions, _Python, kernel_mutants, python_mutants, sample
 
 
@@ -62,15 +66,14 @@ def _both(x): return x
 
 @pytest.mark.slow
 def test_every_mutant_is_another_program_and_has_tests():
-    everything = python_mutants()
-    mutants = sample(everything, 150, 7)
+    mutants = sample(python_mutants(), 150, 7)
     sources = {path: (ROOT / path).read_text() for path in {mutant.path for mutant in mutants}}
     for mutant in mutants:
         source = sources[mutant.path]
         assert ast.dump(ast.parse(mutant.apply(source))) != ast.dump(ast.parse(source)), mutant
     for mutant in kernel_mutants():
         assert mutant.old != mutant.new
-    for path in sorted({mutant.path for mutant in [*everything, *kernel_mutants()]}):
+    for path in sorted({mutant.path for mutant in kernel_mutants()}):
         assert mutate.tests_of(path), f"{path} has no tests: name them in tests/mutate.py"
 
 
@@ -173,11 +176,35 @@ def test_a_mutant_that_keeps_tests_from_starting_is_caught_only_where_they_start
     monkeypatch.setattr(mutate, "run_tests", lambda tree, tests, *rest: (0 if starts and "2" not in file.read_text()
                                                                          else 2, ""))
     if starts:
-        assert mutate.is_caught(tmp_path, mutant, {}) == "failed"
+        assert mutate.is_caught(tmp_path, mutant, [], {}) == "failed"
     else:
         with pytest.raises(RuntimeError, match="cannot start these tests without a mutant"):
-            mutate.is_caught(tmp_path, mutant, {})
+            mutate.is_caught(tmp_path, mutant, [], {})
     assert file.read_text() == "A = 1\n"
+
+
+def test_others_are_the_tests_that_execute_the_line_and_of_what_runs_at_import_those_that_execute_the_file():
+    source = "A = 1\n\n@cache\ndef f(x, y=2):\n    if x:\n        return 3 + (\n            4)\n    return 5\n"
+    lines = {3: [0, 1, 2], 5: [0, 1, 2], 6: [1, 2], 8: [0]}
+    tests = [("fast", 1.0), ("slow", 50.0), ("medium", 20.0)]
+    found = {m.old: mutate.executing(m, source, Executed(tests, {"cudiff/x.py": lines}))
+             for m in _Python("cudiff/x.py", source, set(), set()).visit(ast.parse(source), "") if m.rule == "constant"}
+    assert found == {"1": ["fast", "medium"], "2": ["fast", "medium"], "3": ["medium"], "4": ["medium"], "5": ["fast"]}
+    nothing = mutate.executing(next(iter(kernel_mutants())), "", Executed(tests, {}))
+    assert nothing == []
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="needs sys.monitoring of Python 3.12")
+def test_the_plugin_sees_which_lines_a_test_executes(tmp_path):
+    test = "tests/ops/test_softmax.py"
+    subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "tests.executed", "-m", "not gpu", test], cwd=ROOT,
+                   check=True, capture_output=True, env=os.environ | {"CUDIFF_EXECUTED": str(tmp_path)})
+    executed = read(tmp_path)
+    assert all(name.startswith(test) for name, _ in executed.tests)
+    lines, source = executed.lines["cudiff/ops/softmax.py"], (ROOT / "cudiff/ops/softmax.py").read_text().split("\n")
+    numpy, cuda = (source.index(f"    def forward_{name}(ctx, x, log):") + 1 for name in ("numpy", "cuda"))
+    assert numpy + 1 in lines and not {*range(cuda, cuda + 8)} & {*lines}
+    assert not any(source[line - 1].startswith(("import", "from", "class")) for line in lines)
 
 
 def test_mutants_of_which_nvrtc_makes_the_same_code_are_equivalent_and_others_are_not(nvrtc):
