@@ -38,6 +38,13 @@ def test_what_gives_no_array_is_told_in_one_line():
         Tensor(Other(lambda: np.ones(2, np.complex64)))
 
 
+@pytest.mark.parametrize("dtype", [None, "float32", "int32", "bool"])
+def test_a_list_of_words_is_refused_whatever_its_dtype(dtype):
+    for words in (["1", "2"], [["1"]]):
+        with pytest.raises(TypeError, match="a tensor holds real numbers"):
+            Tensor(words, dtype=dtype)
+
+
 def test_what_lies_on_a_gpu_comes_by_dlpack(host_of):
     host, given = host_of(True), Other(lambda: 1 / 0)
     given.__dlpack_device__ = lambda: (2, 0)

@@ -461,6 +461,16 @@ def test_convert_starts_from_the_defaults_that_its_help_prints(cli, mistake, tmp
     assert np.abs(ours - expected).max() < 1e-4 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("words, given", [
+    ([], (Path("runs/demo"), 0, "auto")),
+    (["--folder", "here", "--seed", "7", "--device", "cpu"], (Path("here"), 7, "cpu")),
+])
+def test_the_demo_is_given_its_options(cli, monkeypatch, words, given):
+    asked = []
+    monkeypatch.setattr("cudiff.demo.demo", lambda *arguments: asked.append(arguments[:3]))
+    assert cli("demo", *words)[0] == 0 and asked == [given]
+
+
 def test_help_names_every_command_and_fits(capsys):
     for words in ([], ["train"], ["sample"], ["eval"], ["info"], ["convert"], ["demo"]):
         with pytest.raises(SystemExit) as exit:

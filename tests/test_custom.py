@@ -5,7 +5,7 @@ import pytest
 
 import cudiff
 from cudiff import CudiffError, Tensor, nn, ops, to_torch_function
-from cudiff.cuda import Kernel
+from cudiff.cuda import Kernel, compiler
 from examples.custom_op import SOFTPLUS
 from tests.check import torch
 
@@ -62,6 +62,11 @@ def test_it_compiles_without_a_gpu(architecture, nvrtc):
     assert "registers" in Kernel(ADD, "first").compile(architecture, T=cudiff.float32, OFFSET=3)
     with pytest.raises(CudiffError, match=r"your_kernel.cu does not compile for .*nothing"):
         Kernel(SCALE.replace("factor *", "nothing *")).compile(architecture, T=cudiff.float32)
+
+
+def test_compile_returns_what_the_compiler_says(monkeypatch):
+    monkeypatch.setattr(compiler, "compile_text", lambda file, text, architecture, constants: (b"a cubin", "its log"))
+    assert Kernel(SCALE).compile("sm_80", T=np.float32) == "its log"
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """Folders that memory does not hold: decoded once into a file, which gives the same as memory, bit for bit."""
 
+import mmap
 import os
 import shutil
 import subprocess
@@ -109,6 +110,30 @@ def test_from_which_size_on(cache, folder, monkeypatch):
     assert len(list(cache.glob("*.npy"))) == 2
     monkeypatch.setattr(pictures, "memory_available", lambda: 2**40)
     assert isinstance(load(folder).images, Rows)  # faster than to decode again
+
+
+class Told(mmap.mmap):
+    """Has in `bytes` which the system was told to read."""
+
+    def madvise(self, option, start, length):
+        assert option == mmap.MADV_WILLNEED and start % mmap.PAGESIZE == 0
+        self.bytes = getattr(self, "bytes", set()) | set(range(start, start + length))
+
+
+@pytest.mark.skipif(not hasattr(mmap.mmap, "madvise"), reason="the system is not told what will be read")
+def test_the_system_is_told_which_pictures_will_be_read():
+    with Told(-1, 5 * mmap.PAGESIZE) as mapping:
+        size = mmap.PAGESIZE // 4
+        Rows(mapping, 100, (16, 4, size // 4, 1))[[2, 13]]
+        first, second = (range(100 + row * size, 100 + (row + 1) * size) for row in (2, 13))
+        assert mapping.bytes >= {*first, *second}
+        assert mapping.bytes <= {*range(first.stop), *range(3 * mmap.PAGESIZE, second.stop)}
+
+
+def test_pictures_are_read_where_the_system_cannot_be_told():
+    content = np.arange(100, dtype=np.uint8)
+    rows = Rows(bytearray(content), 4, (8, 2, 3, 2))
+    np.testing.assert_array_equal(rows[[5, 1]], content[4:].reshape(8, 2, 3, 2)[[5, 1]])
 
 
 def test_sizes_that_differ_are_refused_and_leave_nothing(cache, folder):

@@ -5,6 +5,7 @@ import itertools
 import mmap
 import sys
 import threading
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -193,6 +194,13 @@ def test_a_request_beyond_all_memory_is_told():
     assert arena.allocate(1).ptr == held.ptr + ALIGNMENT
 
 
+class Cycle:
+    """Garbage that only the collector sees."""
+
+    def __init__(self):
+        self.itself = self
+
+
 def test_an_arena_grows_by_pages_until_the_gpu_has_no_more(monkeypatch):
     """With a stand-in for the driver, which refuses what `refused` says."""
     calls, refused, freed, structures = [], [], [], set()
@@ -201,6 +209,7 @@ def test_an_arena_grows_by_pages_until_the_gpu_has_no_more(monkeypatch):
         calls.append((name, *(arg for arg in args if isinstance(arg, int))))
         structures.update(arg for arg in args if isinstance(arg, bytes))
         assert expected == 2 * (name == "cuMemCreate")  # CUDA_ERROR_OUT_OF_MEMORY
+        assert name != "cuMemCreate" or args[-1] == 0  # its flags
         return expected if name == "cuMemCreate" and refused and refused.pop(0) else 0
 
     cuda = SimpleNamespace(
@@ -210,7 +219,7 @@ def test_an_arena_grows_by_pages_until_the_gpu_has_no_more(monkeypatch):
     )
     monkeypatch.setattr(memory, "get_cupy", lambda: SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(memory, "memory_total", lambda device: 5 * PAGE - 1)
-    monkeypatch.setattr(memory, "free_memory", lambda: freed.append(True))
+    monkeypatch.setattr(memory, "free_memory", lambda: freed.append(garbage()))
     monkeypatch.setattr(memory, "_call", call)
     arena = Arena()
     assert calls == [("cuMemAddressReserve", 5 * PAGE, 0, 0, 0)] and arena.total_bytes() == 0
@@ -221,9 +230,10 @@ def test_an_arena_grows_by_pages_until_the_gpu_has_no_more(monkeypatch):
                      ("cuMemSetAccess", 0, PAGE, 1)]
     second = arena.allocate(PAGE - ALIGNMENT)
     assert second[0] == ALIGNMENT and arena.total_bytes() == PAGE and len(calls) == 4 and not freed
+    garbage = weakref.ref(Cycle())
     refused[:] = [True]  # once: garbage held the memory
     third = arena.allocate(PAGE + 1)
-    assert third[0] == PAGE and arena.total_bytes() == 3 * PAGE and len(freed) == 1
+    assert third[0] == PAGE and arena.total_bytes() == 3 * PAGE and freed == [None]
     refused[:] = [True, True]
     with pytest.raises(MemoryError):
         arena.allocate(PAGE)

@@ -155,15 +155,18 @@ def test_dropout_differs_from_call_to_call(device):
     assert len(set(masks())) == 9 and masks() == masks()
 
 
-def test_dropout_s_first_call_of_a_step_depends_on_seed_and_step_alone(device):
+@pytest.mark.parametrize("calls", [0, 2])
+@pytest.mark.parametrize("step", [1, 5])
+def test_dropout_s_first_call_of_a_step_depends_on_seed_and_step_alone(device, step, calls):
     """A run that is resumed has the masks of one that was not, whatever was called before."""
     layer, generator = nn.Dropout(0.5), cudiff.Generator(3, device)
     nn.set_generator(layer, generator)
     dropped(layer, 4)
-    generator.load_state({"seed": 3, "step": 5})
+    generator.load_state({"seed": 3, "step": step})
     again = nn.Dropout(0.5)
     nn.set_generator(again, cudiff.Generator(3, device))
-    for _ in range(5):
+    for _ in range(step):
+        dropped(again, calls)
         again.generator.advance()
     x = Tensor(np.ones((4, 32), np.float32), device=device)
     expected = cudiff.dropout(x, 0.5, generator, cudiff.Purpose.DROPOUT).numpy().tobytes()

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from cudiff.checkpoint import load_checkpoint, save_checkpoint
 from cudiff.cli import main
@@ -98,7 +99,7 @@ def test_a_run_goes_on_with_its_moments(tmp_path, rng, capsys, monkeypatch):
     second = 0.999 * before.tensors[f"exp_avg_sq.{name}"] + 0.001 * gradient**2
     np.testing.assert_allclose(after.tensors[f"exp_avg_sq.{name}"], second, rtol=1e-4, atol=1e-6)
     assert abs(after.tensors[f"model.{name}"] - before.tensors[f"model.{name}"]).max() > 1e-6
-    export_unet_cu("runs/model_20000", "next.bin")  # goes on there
+    assert main(["convert", "runs/model_20000", "next.bin"]) == 0  # goes on there
     assert len((tmp_path / "next.bin").read_bytes()) == len(content) - 48 * 256
 
 
@@ -164,6 +165,10 @@ def test_data_is_written_as_prepare_data_does(tmp_path, rng, capsys):
     assert (tmp_path / "again.bin").read_bytes() == (tmp_path / "data.bin").read_bytes()
     assert main(["convert", str(tmp_path / "data.bin"), str(tmp_path / "gray.bin"), "--channels", "1"]) == 0
     assert load_dataset(tmp_path / "gray.bin").images.shape == (5, 6, 6, 1)
+    (tmp_path / "pictures").mkdir()
+    Image.fromarray(images[0]).save(tmp_path / "pictures" / "a.png")
+    assert main(["convert", str(tmp_path / "pictures"), str(tmp_path / "pictures.bin")]) == 0
+    np.testing.assert_array_equal(load_dataset(tmp_path / "pictures.bin").images, images[:1])
 
 
 @pytest.mark.parametrize("given, message", [

@@ -66,6 +66,15 @@ def test_without_classes_or_learned_variance(tmp_path, rng):
     assert (config.image_size, config.num_heads, config.diffusion) == (16, 2, "edm")
 
 
+@pytest.mark.parametrize("channels, scale", [(1, 0.0), (3, 0.0), (2, 0.18215), (4, 0.18215)])
+def test_one_or_three_channels_are_pictures_and_others_latents(tmp_path, rng, channels, scale):
+    model = DiT(8, channels, 4, 384, 1, 6)
+    randomised(model, rng)
+    config = import_torch(written(model, tmp_path / "dit.safetensors"), tmp_path / "ours.safetensors", Config())
+    assert (config.channels, config.latent_scale, config.clip_denoised) == (channels, scale, not scale)
+    assert (config.guidance, config.guidance_channels) == (4.0, 3)
+
+
 def test_what_it_refuses(model, tmp_path, rng):
     with pytest.raises(CudiffError, match=r"blocks\.1\.attn\.proj\.bias"):
         import_torch(written(model, tmp_path / "a.safetensors", ["blocks.1.attn.proj.bias"]), tmp_path / "b", Config())

@@ -75,12 +75,15 @@ GROUPED = [
 
 
 @pytest.mark.parametrize("hopper", [True, False])
-@pytest.mark.parametrize("steps, stem", [
-    (dict(groups=4), "conv2d_grouped"), (dict(dilation=2), "conv2d_grouped"), (dict(groups=64), "conv2d_depthwise"),
+@pytest.mark.parametrize("kernel, steps, stem", [
+    ((3, 3), dict(groups=4), "conv2d_grouped"), ((3, 3), dict(groups=2), "conv2d_grouped"),
+    *(((3, 3), dict(dilation=dilation), "conv2d_grouped") for dilation in (2, (1, 2), (2, 1))),
+    ((3, 3), dict(groups=64), "conv2d_depthwise"), ((8, 8), dict(groups=64), "conv2d_depthwise"),
+    ((9, 8), dict(groups=64), "conv2d_grouped"), ((8, 9), dict(groups=64), "conv2d_grouped"),
 ])
-def test_kernels_of_groups_and_dilation(host_of, hopper, steps, stem):
+def test_kernels_of_groups_and_dilation(host_of, hopper, kernel, steps, stem):
     host = host_of(hopper)
-    weight = host.zeros((64, 3, 3, 64 // steps.get("groups", 1)), bfloat16)
+    weight = host.zeros((64, *kernel, 64 // steps.get("groups", 1)), bfloat16)
     conv2d(Tensor(host.zeros((2, 16, 16, 64), bfloat16)), Tensor(weight), padding=1, **steps)
     assert [name for name, _ in host.launches] == [stem]
 
