@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = {
     "plans and time estimates": "cuda/tiles.py, cuda/timing.py, tune.py, gemm/product.py, convolution/few_channels.py, "
     "convolution/sm90.py and *_sm90.py, and functions of cuda/ that count the blocks of a launch or are called "
-    "microseconds",
+    "microseconds or plans, and how long is waited at most (`timeout=`)",
     "texts": "strings, docstrings, and what a raise says",
     "looks": "display.py, plot.py, info.py, demo.py",
     "annotations": "type annotations, TYPE_CHECKING, __slots__, __all__, `from __future__`",
@@ -27,9 +27,9 @@ LEFT_OUT = {
     "that launch a kernel, take CuPy or a stream, or are named *_cuda, functions that only those call, constants of a "
     "module that only those read, and branches of `device == \"cuda\"`",
     "the same by construction": "`strict=` of zip, `copy=` of astype, `exist_ok=`, decorators that only remember, the "
-    "sizes of the parts that work is cut into (PART_BYTES, LEAST_BYTES, CHUNK, PAIRS, _PARTIAL_SUMS, 16384), the size "
-    "of an array that a kernel declares (one larger holds the same), whether addresses allow packs of several elements "
-    "(single elements give the same)",
+    "-1 of a reshape (NumPy takes any negative number), the sizes of the parts that work is cut into (PART_BYTES, "
+    "LEAST_BYTES, CHUNK, PAIRS, _PARTIAL_SUMS, 16384), the size of an array that a kernel declares (one larger holds "
+    "the same), whether addresses allow packs of several elements (single elements give the same)",
     "how many blocks fit": "in kernels/, `__launch_bounds__` and constants named BLOCKS: how many blocks a "
     "multiprocessor is to hold, a matter of speed",
     "which thread": "in kernels/, `threadIdx.x == 0`, `lane == 0` and their like: any thread may write what all hold, "
@@ -46,7 +46,8 @@ _FILES = {
     "cuda/graph.py", "cuda/exchange.py", "cuda/sums.py", "cuda/tensor_map.py",
 }
 _PARTS = {"PART_BYTES", "LEAST_BYTES", "CHUNK", "PAIRS", "_PARTIAL_SUMS"}
-_KEYWORDS = {"strict", "copy", "exist_ok", "maxsize"}
+_KEYWORDS = {"strict", "copy", "exist_ok", "maxsize", "timeout"}
+_PLANS = {"microseconds", "plans"}
 _ON_A_GPU = {"launch", "get_cupy", "kernel", "is_capturing", "gradient_target", "compile_source"}
 
 _COMPARE = {
@@ -139,7 +140,7 @@ def _gpu_functions(trees: dict[str, ast.Module]) -> set[tuple[str, int]]:
             if isinstance(function, ast.FunctionDef):
                 calls = [n.func for n in ast.walk(function) if isinstance(n, ast.Call)]
                 called = {func.id for func in calls if isinstance(func, ast.Name)}
-                plans = path.startswith("cuda/") and ("blocks" in called or function.name == "microseconds")
+                plans = path.startswith("cuda/") and ("blocks" in called or function.name in _PLANS)
                 if function.name.endswith("_cuda") or called & _ON_A_GPU or plans:
                     gpu.add((path, function.lineno))
         private |= {(path, f.lineno): f.name for f in tree.body
@@ -240,8 +241,10 @@ class _Python:
         if self.is_left_out(node) or (not where and (made := _made(node)) and made <= self.constants):
             return
         yield from self.of(node, where)
+        reshapes = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "reshape"
         for child in self.children(node):
-            yield from self.visit(child, where)
+            if not (reshapes and self.is_rest(child)):
+                yield from self.visit(child, where)
 
     def is_left_out(self, node: ast.AST) -> bool:
         if isinstance(node, ast.ImportFrom | ast.Import | ast.JoinedStr):
@@ -253,6 +256,10 @@ class _Python:
             text = ast.unparse(node.test)
             return text == "TYPE_CHECKING" or (text.endswith("== 'cuda'") and not node.orelse)
         return isinstance(node, ast.keyword) and node.arg in _KEYWORDS
+
+    def is_rest(self, node: ast.AST) -> bool:
+        """-1 as an argument of a reshape's."""
+        return isinstance(node, ast.UnaryOp) and ast.unparse(node) == "-1"
 
     def children(self, node: ast.AST) -> Iterator[ast.AST]:
         skipped = {"annotation", "returns", "decorator_list", "exc", "type_comment", "bases"}

@@ -23,7 +23,8 @@ def changes(source):
     ("x = 1e-5", ["x = 2e-05"]), ("x = True", ["x = False"]), ("x[a:b]", ["x[:b]", "x[a:]"]), ("f(x)", ["pass"]),
     ("def f():\n    return x", ["def f():\n    return None"]),
     ("def f(a=2): ...", ["def f(a=3): ...", "def f(a=1): ..."]),
-    ("raise E(f'{a + b}')", ["pass"]), ("'a' + b", []), ("x: a | b", []), ("zip(a, b, strict=True)", ["pass"]),
+    ("raise E(f'{a + b}')", ["pass"]), ("'a' + b", []), ("x: a | b", []), ("f(timeout=3)", ["pass"]),
+    ("y = x.reshape(-1, 3)", ["y = x.reshape(-1, 4)", "y = x.reshape(-1, 2)"]), ("zip(a, b, strict=True)", ["pass"]),
     ("if TYPE_CHECKING:\n    a < b", []), ("if d == 'cuda':\n    a < b", []), ("'''a < b'''", []),
 ])
 def test_rules(source, expected):
