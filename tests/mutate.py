@@ -122,10 +122,16 @@ def copy_of_the_tree(folder: Path) -> Path:
 
 
 class _First:
-    """A pytest plugin: writes which test failed first, and when a test ended last."""
+    """A pytest plugin: writes which test failed first, and when a test ended last. Of files of which single tests are
+    named it takes these, in their order, but for those that there are no more."""
 
-    def __init__(self, failed: Path, ended: Path) -> None:
-        self.failed, self.ended = failed, ended
+    def __init__(self, failed: Path, ended: Path, named: list[str]) -> None:
+        self.failed, self.ended, self.named = failed, ended, named
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self.named:
+            found = {item.nodeid: item for item in items}
+            items[:] = [found[name] for name in self.named if name in found]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.ended.touch()
@@ -133,8 +139,9 @@ class _First:
             self.failed.write_text(report.nodeid)
 
 
-def run_tests(tree: Path, tests: list[str], marks: str, stem: str) -> tuple[int, str]:
-    """pytest's exit status, 5 where nothing was selected and -1 where a test hangs; and the first failed test.
+def run_tests(tree: Path, tests: list[str], marks: str, stem: str, left_out: list[str]) -> tuple[int, str]:
+    """Run files, or single tests, without those that are left out. Returns pytest's exit status, 5 where nothing was
+    selected and -1 where a test hangs; and the first failed test.
 
     In a process forked from this one, in which what tests import but cudiff is loaded: that would take longer than
     most mutants live.
@@ -156,8 +163,11 @@ def run_tests(tree: Path, tests: list[str], marks: str, stem: str) -> tuple[int,
                 del sys.modules[name]
             sys.modules.update(dict.fromkeys(BLOCKED))
             sys.path[0], sys.dont_write_bytecode = str(tree), True
-            arguments = ["-x", "-q", "-m", marks, "-p", "no:cacheprovider", *tests]
-            status = int(pytest.main(arguments, [_First(failed, ended)]))
+            arguments = ["-x", "-q", "-m", marks, "-p", "no:cacheprovider"]
+            arguments += [f"--deselect={name}" for name in left_out]
+            files = dict.fromkeys(name.split("::")[0] for name in tests)
+            first = _First(failed, ended, [name for name in tests if "::" in name])
+            status = int(pytest.main([*arguments, *files], [first]))
         finally:
             os._exit(status)
     while time.time() < ended.stat().st_mtime + TIMEOUT:
@@ -186,22 +196,22 @@ def is_caught(tree: Path, mutant: Mutant, others: list[str], sound: dict[str, bo
             continue
         file.write_text(mutant.apply(source))
         try:
-            status, first = run_tests(tree, [*tests, *left_out], marks, stem)
+            status, first = run_tests(tree, tests, marks, stem, left_out)
         finally:
             file.write_text(source)
         if status in (0, 5):
             runs.pop(0)
             continue
         if first and first not in sound:
-            sound[first] = run_tests(tree, [first], gpu, "")[0] == 0
+            sound[first] = run_tests(tree, [first], gpu, "", [])[0] == 0
         if not first and status != -1 and mutant.path not in sound:  # no test began
-            sound[mutant.path] = run_tests(tree, ["--collect-only", *tests], marks, stem)[0] in (0, 5)
+            sound[mutant.path] = run_tests(tree, ["--collect-only", *tests], marks, stem, [])[0] in (0, 5)
             if not sound[mutant.path]:
                 raise RuntimeError(f"pytest cannot start these tests without a mutant either: {' '.join(tests)}")
         if sound.get(first, True):
             return "timeout" if status == -1 else "failed"
         print(f"{first} fails without a mutant too: left out", flush=True)
-        left_out += ["--deselect", first]
+        left_out.append(first)
     return ""
 
 
