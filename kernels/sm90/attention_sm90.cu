@@ -6,15 +6,15 @@
 // Where DP is over 32 the backwards also leave the sums over each tile of 64 tokens of what they write, unless their place is null.
 // Base, strides and D are multiples of 16 bytes; D is at most DP. Maps: {D, heads, tokens, N}, boxes {64, 1, 64, 1}, or
 // {32, 1, 64, 1} where DP is 32.
-// A step is 64 tokens of the other side, in a ring of STAGES. What a product gave is rounded in registers and is the left
-// side of the next. A warpgroup waits for each product: the others of the multiprocessor, 4 or 6 in forward and 3
-// backward, compute meanwhile.
+// A step is 64 tokens of the other side, in a ring of STAGES, of which backward_q has one: two or three were slower. What a
+// product gave is rounded in registers and is the left side of the next. A warpgroup waits for each product: the others of
+// the multiprocessor, 4 or 6 in forward and 2 or 3 backward, compute meanwhile.
 // Launch: GROUPS warpgroups (1 backward), (ceil(T / 64 / GROUPS), heads, N) blocks. Shared memory: GROUPS tiles (2
 // backward), STAGES of two tiles (and of 1024 bytes in backward_kv), 128 bytes of barriers.
 #include "attention_sm90.cuh"
 
 constexpr int THREADS = GROUPS * 128, BLOCKS = (DP == 32 ? 6 : DP <= 80 ? 4 : 3) / GROUPS;  // that fit by their registers
-constexpr int BACKWARD_BLOCKS = DP <= 64 ? 3 : 2;
+constexpr int KV_BLOCKS = DP <= 64 ? 3 : 2;
 
 // The stage that held `step` was read, by THREADS that read together: load(step + STAGES) takes it, where there are so many
 // steps.
@@ -110,22 +110,41 @@ __device__ __forceinline__ void begin_backward(const Ring& ring, int readers, u3
     __syncthreads();
 }
 
-// lse of this lane's rows, and their delta, the sum over d of dout out, which is also written.
-__device__ __forceinline__ void read_rows(float (&row_lse)[2], float (&row_delta)[2], const float* lse, float* delta,
-                                          const T* out_rows, const T* dout_rows, int n, int h, int heads, int first, int Tq, int D) {
+// The rows GROUP and GROUP + 8 of a warp's 16 of `out`, of each of which four lanes hold a pack of 8 channels in turn.
+constexpr int PACKS = CEIL_DIV(DP, 32);
+
+// This lane's packs of the 64 rows from `first` on, zeros beyond them; and the rows' lse.
+__device__ __forceinline__ void load_rows(Pack<T> (&packs)[2][PACKS], float (&row_lse)[2], const T* out, const float* lse, int n,
+                                          int h, int heads, int first, int Tq, int D) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         int row = first + WARP_ROW + 8 * r + GROUP;
-        float total = 0.0f;
-        if (row < Tq)
-            for (int d = QUAD * 8; d < D; d += 32) {
-                i64 at = (((i64)n * Tq + row) * heads + h) * D + d;
-                Pack<T> x = load_pack(out_rows + at), y = load_pack(dout_rows + at);
-#pragma unroll
-                for (int e = 0; e < 8; e++) total += to_float(x.v[e]) * to_float(y.v[e]);
-            }
-        row_delta[r] = sum_quad(total);
+        const T* source = out + (((i64)n * Tq + row) * heads + h) * D;
         row_lse[r] = lse[row];
+#pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+            int d = p * 32 + QUAD * 8;
+            packs[r][p] = row < Tq && d < D ? load_pack(source + d) : Pack<T>{};
+        }
+    }
+}
+
+// The rows' delta, the sum over their channels of out times dout, of which `tile` is the tile; also written.
+__device__ __forceinline__ void find_delta(float (&row_delta)[2], float* delta, const Pack<T> (&packs)[2][PACKS], const u8* tile) {
+    constexpr int CHUNKS = ROW_BYTES / 16;  // of a panel's row
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        int row = WARP_ROW + 8 * r + GROUP;
+        float total = 0.0f;
+#pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+            int chunk = p * 4 + QUAD;
+            const u8* source = tile + chunk / CHUNKS * 64 * ROW_BYTES + swizzled<ROW_BYTES>(row, chunk % CHUNKS);
+            Pack<T> dout = load_pack(reinterpret_cast<const T*>(source));
+#pragma unroll
+            for (int e = 0; e < 8; e++) total += to_float(packs[r][p].v[e]) * to_float(dout.v[e]);
+        }
+        row_delta[r] = sum_quad(total);
         if (QUAD == 0) delta[row] = row_delta[r];
     }
 }
@@ -143,10 +162,10 @@ __device__ __forceinline__ void leave_sums(float* sums, u32 tile, int rows, int 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128, BACKWARD_BLOCKS)
+extern "C" __global__ void __launch_bounds__(128, 3)
 backward_q(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
            const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap dq, float* delta, const float* lse,
-           const T* out_rows, const T* dout_rows, int Tq, int Tk, int D, float scale, float* sums_q, int token, int head) {
+           const T* out, int Tq, int Tk, int D, float scale, float* sums_q, int token, int head) {
     extern __shared__ __align__(1024) u8 shared[];
     u32 base = shared_address(shared), stages = base + 2 * TILE, barriers = stages + STAGES * 2 * TILE;
     u32 own_barrier = barriers + 16 * STAGES;
@@ -155,7 +174,7 @@ backward_q(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMa
     float scale2 = scale * LOG2E;
     lse += ((i64)n * heads + h) * TP;
     delta += ((i64)n * heads + h) * TP;
-    Ring ring(stages, 2 * TILE, STAGES, barriers), loads = ring, reads = ring;
+    Ring ring(stages, 2 * TILE, STAGES, barriers), loads = ring;
     auto load = [&](int step) {
         u32 full = loads.acquire(2 * TILE);
         load_tile(loads.buffer(), k, full, h, step * 64, n);
@@ -164,19 +183,20 @@ backward_q(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMa
     };
     begin_backward(ring, 1, own_barrier, base, q, dout, k, v, h, first, n, steps, load);
 
+    Pack<T> own_out[2][PACKS];
     float row_lse[2], row_delta[2];
-    read_rows(row_lse, row_delta, lse, delta, out_rows, dout_rows, n, h, heads, first, Tq, D);
+    load_rows(own_out, row_lse, out, lse, n, h, heads, first, Tq, D);
+    barrier_wait(own_barrier, 0);
+    find_delta(row_delta, delta + first, own_out, shared + TILE);
     u32 weights[4][4];
     float s[32], dp[32], acc[DP / 2];
-    barrier_wait(own_barrier, 0);
-    for (int step = 0; step < steps; step++, ring.advance()) {
+    for (int step = 0; step < steps; step++) {
         ring.wait();
         wgmma_fence();
         multiply_tokens(s, base, ring.buffer());
         multiply_tokens(dp, base + TILE, ring.buffer() + TILE);
         wgmma_commit();
         wgmma_wait<0>();
-        if (step > 0) reuse_stage<128>(reads, step - 1, steps, load);
         if ((step + 1) * 64 > Tk) mask(s, Tk - step * 64);
 #pragma unroll
         for (int i = 0; i < 32; i++) {
@@ -187,14 +207,15 @@ backward_q(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMa
         wgmma_fence();
         multiply_weights(acc, weights, ring.buffer(), step > 0);
         wgmma_commit();
+        wgmma_wait<0>();
+        reuse_stage<128>(ring, step, steps, load);
     }
-    wgmma_wait<0>();
     store_tile(dq, acc, scale, base, h, first, n);
     if (DP > 32 && sums_q) leave_sums(sums_q + own_sums(n, h, token, head), base, Tq - first, D);
 }
 
 // Scores are transposed here: keys are the rows of every product, so that p and ds are A fragments without a transpose.
-extern "C" __global__ void __launch_bounds__(128, BACKWARD_BLOCKS)
+extern "C" __global__ void __launch_bounds__(128, KV_BLOCKS)
 backward_kv(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
             const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap dk, const __grid_constant__ TensorMap dv,
             const float* delta, const float* lse, int Tq, int Tk, int D, float scale, float* sums_k, float* sums_v, int token, int head) {

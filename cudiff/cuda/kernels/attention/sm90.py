@@ -110,20 +110,19 @@ def offer_backward(p: Problem) -> Offer | None:
 def backward(given: Backward, plan: None, p: Problem) -> None:
     scale, maps = 1 / math.sqrt(p.dim), tuple(map(tile_map, (given.q, given.k, given.v, given.dout)))
     delta = empty(given.lse.shape, given.lse.dtype)
-    constants: dict[str, Any] = {"T": p.dtype, "DP": padded_dim(p.dim), "STAGES": _stages(p.dim), "GROUPS": 1}
-    shared = (2 + 2 * _stages(p.dim)) * _tile_bytes(p.dim) + BARRIER_BYTES
+    constants: dict[str, Any] = {"T": p.dtype, "DP": padded_dim(p.dim), "GROUPS": 1}
+    own = 2 * _tile_bytes(p.dim)
     sums_q, sums_k, sums_v, *strides = _sums(given, blocks(p.queries, TOKENS)) if p.dim > 32 else _NO_SUMS
     launch(
         "attention_sm90", "backward_q", (blocks(p.queries, TOKENS), p.heads, p.images), 128,
-        (*maps, tile_map(given.dq), delta, given.lse, given.out, given.dout, p.queries, p.keys, p.dim, scale,
-         sums_q, *strides), shared,
-        **constants,
+        (*maps, tile_map(given.dq), delta, given.lse, given.out, p.queries, p.keys, p.dim, scale, sums_q, *strides),
+        own + own + BARRIER_BYTES, STAGES=1, **constants,
     )
     launch(
         "attention_sm90", "backward_kv", (blocks(p.keys, TOKENS), p.heads, p.images), 128,
         (*maps, tile_map(given.dk), tile_map(given.dv), delta, given.lse, p.queries, p.keys, p.dim, scale, sums_k,
          sums_v, *strides),
-        shared + _stages(p.dim) * 1024, **constants,
+        own + _stages(p.dim) * (own + 1024) + BARRIER_BYTES, STAGES=_stages(p.dim), **constants,
     )
 
 
