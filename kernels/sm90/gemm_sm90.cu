@@ -1,44 +1,66 @@
-// Products of matrices of 16 bits on Hopper: TMA brings tiles, wgmma multiplies them.
+// Matrix multiplication on Hopper: TMA loads tiles of 16-bit operands, wgmma multiplies them, the epilogue finishes the result.
 //
-//   v = sum over k of a[m][k] · b[n][k] + bias[n]
-//   out[m][n] = v, or
-//       v + other[m][n]                                      under ADDS,
-//       other[m][n] + by_image[m / rows_per_image][n] · v        under GATES,
-//       f(v)                                                 under ACTIVATION=f,
-//       v · f'(other[m][n])                                  under SLOPE=f,
+// For each matrix of a batch
 //
-// for each matrix of a batch. a: T (M, depth), or (depth, M) under A_MN; b: T (N, depth), or (depth, N) under B_MN. out: OUT
-// (M, N): T, or float. other: T (M, N), may be `out` itself; bias: float (N) or null; gate: float (images, N). Of float there is
-// none: out is `floats`, with rows of `pitch` elements, and is added to if `add`; under TURNED it is (N, M). The lengths of rows of
-// out are multiples of 8; all rows start at multiples of 16 bytes. f: as activation.cuh numbers them. a's depth from `split` on
-// (depth, or a multiple of 64) is a2's; columns of a rounded out from N1 on (N, or a multiple of 64) are out2's. Under KEEPS, beside
-// ACTIVATION or GATES, out2 gets all of v. Under SUMS, beside SLOPE and of one matrix, `floats` (M / 64 rounded up, N) gets the
-// sums over each 64 rows of what out has.
+//   v[m][n] = sum over k of a[m][k] · b[n][k] + bias[n]
 //
-// WINDOWS: a convolution of R by S taps, one matrix. a is images of `depth` channels. Each has H by W windows, whose pixels are the
-// taps: the first begins at row `top` and column `left`, which may lie outside, the others so many rows `down` and columns `across`
-// from there. Beyond the image there are zeros. The M rows are the windows. Pixels of out, out2 and other, which are images of H by
-// W, may lie at any strides. b is T (N, R, S, depth), or under B_MN (depth, R, S, N) whose taps come from last to first: so is the
-// gradient of a convolution's input. Taps lie at any strides too. by_image, float (images, N) or null, is added to v.
+// and, by the kernel's constants,
 //
-// A tile of the result has 128 rows and BN columns. Two warpgroups compute 64 rows each, so that both read b's tile from shared
-// memory: with 256 columns a block brings 1/85 byte for a flop, where a warpgroup alone would bring 1/51. A third gives its
-// registers to the others; one of its threads brings operands, 64 deep, through a ring of STAGES, and biases through another.
-// Blocks stay and walk over tiles, so that the next tile's operands arrive while one is finished. Tiles are taken in bands of
-// BAND rows of tiles, column by column: those under way together share rows of a and of b in the GPU's cache.
-// A tile is rounded in panels of 64 columns, which TMA stores from shared memory behind the next products. What of `other` is read
-// is brought there before. Floats are stored from registers: four lanes write the 32 bytes of a sector, or eight under TURNED.
+//   out = v
+//   out = v + other                   ADDS
+//   out = other + gate · v            GATES: gate is by_image[m / rows_per_image][n]
+//   out = f(v)                        ACTIVATION=f: numbered as in activation.cuh
+//   out = v · f'(other)               SLOPE=f
 //
-// Where few tiles would leave multiprocessors idle, CLUSTER blocks along the grid's z share one, a part of the depth each. A block
-// sends each other the sums of that one's columns, WIDTH of them, adds what it gets in the order of the blocks, and finishes them.
+// Arguments
+//   a         T (M, depth), or (depth, M) under A_MN. From column `split` of the depth on it is a2; split is depth, or a
+//             multiple of 64.
+//   b         T (N, depth), or (depth, N) under B_MN.
+//   bias      float (N), or null.
+//   other     T (M, N). May be `out` itself.
+//   by_image  float (images, N).
+//   out       OUT=T: T (M, N). From column N1 on it is out2; N1 is N, or a multiple of 64.
+//             OUT=float: `floats`, (M, N) in rows of `pitch` elements, or (N, M) under TURNED. Added to if `add`. There is
+//             no `other` then.
+//   out2      under KEEPS, beside ACTIVATION or GATES: v.
+//   floats    under SUMS, beside SLOPE and of one matrix: (ceil(M / 64), N), the sums of each 64 rows of out.
+// Row lengths of out are multiples of 8. All rows start at multiples of 16 bytes.
 //
-// Maps: a {depth, M, batches}, box {64, 128, 1}, or under A_MN {M, depth, batches}, box {64, 64, 1}; b {depth, N, batches}, box
-// {64, BN, 1}, or under B_MN {N, depth, batches}, box {64, 64, 1}; out and other {N, M, batches}, box {64, 64, 1}. Under WINDOWS
-// those of a are of 64 channels of 128 windows, of out and other 64 of 64 pixels, and b has two axes S and R in place of batches.
-// WIDTH is a multiple of 64, or of 8 where floats are stored. Launch: 384 threads, grid (any number, or in clusters one for
-// each tile; 1; CLUSTER). A cluster has no more blocks than the depth has steps of 64. Shared memory: STAGES of 128 rows of a and
-// BN of b, under B_MN a multiple of 64, of 128 bytes; unless of floats 2 PANELS of 8 KiB, and 2 · BN floats of biases; 256 bytes
-// of barriers.
+// WINDOWS: a convolution of R × S taps, as a product of one matrix.
+//   a         images of `depth` channels. Row m of the product is a window, of which each image has H × W. A window's first
+//             tap is pixel (top + h · down, left + w · across), which may lie outside of the image: zeros. Its other taps
+//             follow side by side.
+//   b         T (N, R, S, depth), or (depth, R, S, N) with the taps in reverse under B_MN: the gradient of a convolution's
+//             input. Taps may have any strides.
+//   out, out2, other   images of H × W pixels at any strides.
+//   by_image  null, or added to v.
+//
+// How it works
+//   Tiles      A block computes 128 rows and BN columns at a time. Each of two consumer warpgroups has 64 of the rows, and
+//              both read the same tile of b from shared memory. With 256 columns a block loads 1/85 byte for a flop; a
+//              warpgroup with tiles of its own would load 1/51.
+//   Producer   One thread of a third warpgroup loads operands, 64 of the depth a step, into a ring of STAGES, and biases
+//              into a ring of two. The rest of its warpgroup gives its registers to the consumers.
+//   Order      Blocks are persistent: each walks over tiles, so that the next tile's operands arrive during an epilogue.
+//              Tiles are taken column by column within bands of BAND rows of tiles: tiles computed at the same time share
+//              rows of a and of b in L2.
+//   Epilogue   A warpgroup rounds its results into panels of 64 columns in shared memory. TMA stores them while the next
+//              tile is multiplied. A tile of `other` is loaded into those panels first. Floats are stored from registers: four
+//              lanes write the 32 bytes of a sector, or eight under TURNED.
+//   Clusters   Where there are fewer tiles than multiprocessors, the CLUSTER blocks along the grid's z split the depth of a
+//              tile. Each finishes WIDTH = BN / CLUSTER of its columns: it receives the other blocks' sums of these, and adds
+//              them in the order of the blocks.
+//
+// Launch
+//   Grid       any number of blocks; in clusters (tiles, 1, CLUSTER), with no more blocks than steps. 384 threads.
+//   Maps       a {depth, M, batches}, box {64, 128, 1}; under A_MN {M, depth, batches}, box {64, 64, 1}.
+//              b {depth, N, batches}, box {64, BN, 1}; under B_MN {N, depth, batches}, box {64, 64, 1}.
+//              out, other {N, M, batches}, box {64, 64, 1}.
+//              Under WINDOWS those of a are of 64 channels of 128 windows, those of out and other of 64 channels of 64
+//              pixels, and b has the axes S and R in place of batches.
+//   Columns    WIDTH is a multiple of 64, or of 8 where floats are stored.
+//   Shared     STAGES · 128 bytes · (128 + BN, under B_MN rounded up to 64); unless floats are stored, 2 PANELS of 8 KiB and
+//              2 · BN floats of biases; 256 bytes of barriers.
 #include "activation.cuh"
 #include "cluster.cuh"
 
@@ -59,7 +81,7 @@ struct Sizes {
     __device__ __forceinline__ int tiles() const { return CEIL_DIV(M, ROWS) * CEIL_DIV(N, BN) * batches; }
 };
 
-// Where a tile begins.
+// The first row and column of tile `index`, in the order in which tiles are taken, and its matrix of the batch.
 struct Tile {
     int m0, n0, batch;
     __device__ __forceinline__ Tile(int index, const Sizes& sizes) {
@@ -73,16 +95,17 @@ struct Tile {
     }
 };
 
-// The window that a row is of.
+// The image of a row of WINDOWS, and the place of its window there.
 struct Window {
     int image, h, w;
     __device__ __forceinline__ Window(int row, const Sizes& sizes)
         : image(row / (sizes.H * sizes.W)), h(row % (sizes.H * sizes.W) / sizes.W), w(row % sizes.W) {}
 };
 
-// One thread brings operands of the steps from `first` to `last`, and biases, in the order in which they are read.
-__device__ __forceinline__ void bring(Ring ring, Ring biases, const TensorMap& a, const TensorMap& a2, const TensorMap& b,
-                                      const float* bias, const Sizes& sizes, int first, int last) {
+// The producer: loads the operands of steps `first` to `last` - 1 of each tile, then its biases, in the order in which the
+// consumers read them.
+__device__ __forceinline__ void produce(Ring ring, Ring biases, const TensorMap& a, const TensorMap& a2, const TensorMap& b,
+                                        const float* bias, const Sizes& sizes, int first, int last) {
     int chunks = CEIL_DIV(sizes.depth, DEPTH);
     for (int i = blockIdx.x; i < sizes.tiles(); i += gridDim.x) {
         Tile tile(i, sizes);
@@ -124,7 +147,7 @@ __device__ __forceinline__ void bring(Ring ring, Ring biases, const TensorMap& a
     }
 }
 
-// acc = the products of so many steps.
+// acc = the products of the ring's next `steps` stages, for the 64 rows of warpgroup `group`.
 __device__ __forceinline__ void multiply(float (&acc)[BN / 2], Ring& ring, int steps, int group) {
     Ring read = ring;
     for (int step = 0; step < steps; step++) {
@@ -137,19 +160,19 @@ __device__ __forceinline__ void multiply(float (&acc)[BN / 2], Ring& ring, int s
             wgmma<A_MN, B_MN>((T*)nullptr, acc, a + k * DEPTH_STEP<A_MN>, b + k * DEPTH_STEP<B_MN>, step > 0 || k > 0);
         wgmma_commit();
         ring.advance();
-        wgmma_wait<1>();  // all but this step's products are done
+        wgmma_wait<1>();  // until only this step's products are under way: the stage before was read
         if (step > 0) read.release();
     }
     wgmma_wait<0>();
     read.release();
 }
 
-// The first columns of acc become the sums, over the cluster's blocks in their order, of those that this block finishes. They come
-// to `exchange`, float4 [from][WIDTH / 8][CONSUMERS], whose bytes `barrier` counts.
-__device__ __forceinline__ void add_up(float (&acc)[BN / 2], float4* exchange, u32 barrier, int rank) {
+// Add up the depth's splits: sends each block of the cluster its WIDTH columns, and leaves in acc's first WIDTH / 2 elements
+// the sums of this block's own. They arrive in `exchange`, float4 [from][WIDTH / 8][CONSUMERS]; `barrier` counts the bytes.
+__device__ __forceinline__ void add_splits(float (&acc)[BN / 2], float4* exchange, u32 barrier, int rank) {
     constexpr int SHARE = WIDTH / 8;
     exchange += threadIdx.x;
-    cluster_arrive_relaxed(), cluster_wait();  // all have read the operands that lay there
+    cluster_arrive_relaxed(), cluster_wait();  // all blocks have read the operands that lay there
 #pragma unroll
     for (int j = 0; j < BN / 8; j++) {
         float4 v = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
@@ -160,10 +183,10 @@ __device__ __forceinline__ void add_up(float (&acc)[BN / 2], float4* exchange, u
     for (int j = 0; j < SHARE; j++) sum_terms(acc + 4 * j, exchange + j * CONSUMERS, SHARE * CONSUMERS);
 }
 
-// Where a thread's two rows of a warpgroup's find what an image has for all of its rows, from the thread's first column on.
+// by_image for the two rows of a warpgroup's tile whose results a thread holds, from the thread's first column on.
 struct ByImage {
     const float* rows[2];
-    int columns;  // from there to the last
+    int columns;  // that are left from there
     __device__ __forceinline__ ByImage(const float* values, int rows_per_image, int m0, int n0, int M, int N) {
         int lane = threadIdx.x % 32, row = m0 + threadIdx.x % 128 / 32 * 16 + lane / 4, column = n0 + lane % 4 * 2;
         columns = N - column;
@@ -174,7 +197,20 @@ struct ByImage {
     }
 };
 
-// Round the warpgroup's 64 rows in panels that TMA stores: of v first, under KEEPS, then of what becomes of it.
+__device__ __forceinline__ void add(float2& to, float2 x) { to.x += x.x, to.y += x.y; }
+
+// The epilogue of two columns of a row: v, which has its bias, becomes out. other: two elements of T.
+__device__ __forceinline__ void finish(float2& v, u32 other, float2 gate) {
+    if (GATES) v.x *= gate.x, v.y *= gate.y;
+    if (ADDS || GATES) add(v, unpack_pair<T>(other));
+    if constexpr (SLOPE) {
+        float2 x = unpack_pair<T>(other);
+        v.x *= activation_slope<SLOPE>(x.x), v.y *= activation_slope<SLOPE>(x.y);
+    }
+    if (ACTIVATION) v.x = activate<ACTIVATION>(v.x), v.y = activate<ACTIVATION>(v.y);
+}
+
+// Round a warpgroup's 64 rows into panels, which TMA stores: WIDTH / 64 of out, under KEEPS each behind the one of v.
 __device__ __forceinline__ void store_rounded(const TensorMap& out, const TensorMap& out2, u32 result, float (&acc)[BN / 2],
                                               const float* bias, const ByImage& by_image, bool adds_emb, const Sizes& sizes,
                                               int m0, int n0, int N1, int batch) {
@@ -184,11 +220,11 @@ __device__ __forceinline__ void store_rounded(const TensorMap& out, const Tensor
 #pragma unroll
     for (int part = 0; part < WIDTH / 64 * (KEEPS + 1); part++) {
         int panel = part / (KEEPS + 1);
-        bool keeps = KEEPS && part % 2 == 0, first = keeps || !KEEPS;  // of this panel: v lacks what is added to it
+        bool keeps = KEEPS && part % 2 == 0, first = keeps || !KEEPS;  // stores v; is the first to need v
         u32 at_panel = result + (!READS ? part % PANELS : keeps ? PANELS - 1 : panel) * PANEL_BYTES;
-        if (!READS || (keeps && part > 0)) {
+        if (!READS || (keeps && part > 0)) {  // the panel that lies here has to be stored first
             if (leads && part == 0) tma_store_wait();  // three panels of a tile in two places: the last lies in the first
-            if (leads && part > 0) tma_store_wait<READS ? 1 : PANELS - 1>();  // for the panel that lies here
+            if (leads && part > 0) tma_store_wait<READS ? 1 : PANELS - 1>();
             warpgroup_meets();
         }
 #pragma unroll
@@ -199,28 +235,11 @@ __device__ __forceinline__ void store_rounded(const TensorMap& out, const Tensor
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 float2 sum = make_float2(v[2 * i], v[2 * i + 1]);
-                if (bias && first) {
-                    float2 more = *reinterpret_cast<const float2*>(bias + panel * 64 + j * 16 + i / 2 * 8 + lane % 4 * 2);
-                    sum.x += more.x, sum.y += more.y;
-                }
-                if (WINDOWS && adds_emb && first) {
-                    float2 more = by_image.at(i % 2, panel * 64 + j * 16 + i / 2 * 8);
-                    sum.x += more.x, sum.y += more.y;
-                }
-                if (GATES && !keeps) {
-                    float2 gate = by_image.at(i % 2, panel * 64 + j * 16 + i / 2 * 8);
-                    sum.x *= gate.x, sum.y *= gate.y;
-                }
-                if (READS && !SLOPE && !keeps) {
-                    float2 more = unpack_pair<T>(words[i]);
-                    sum.x += more.x, sum.y += more.y;
-                }
-                if constexpr (SLOPE) {
-                    float2 x = unpack_pair<T>(words[i]);
-                    sum.x *= activation_slope<SLOPE>(x.x), sum.y *= activation_slope<SLOPE>(x.y);
-                }
+                if (bias && first)
+                    add(sum, *reinterpret_cast<const float2*>(bias + panel * 64 + j * 16 + i / 2 * 8 + lane % 4 * 2));
+                if (WINDOWS && adds_emb && first) add(sum, by_image.at(i % 2, panel * 64 + j * 16 + i / 2 * 8));
                 if (keeps) v[2 * i] = sum.x, v[2 * i + 1] = sum.y;
-                if (ACTIVATION && !keeps) sum.x = activate<ACTIVATION>(sum.x), sum.y = activate<ACTIVATION>(sum.y);
+                else finish(sum, words[i], GATES ? by_image.at(i % 2, panel * 64 + j * 16 + i / 2 * 8) : float2());
                 words[i] = pack_pair<T>(sum.x, sum.y);
             }
             stmatrix(at, words[0], words[1], words[2], words[3]);
@@ -236,8 +255,9 @@ __device__ __forceinline__ void store_rounded(const TensorMap& out, const Tensor
     }
 }
 
-// The sums over so many rows of the panels that lie in shared memory. The next tile's may come there after it.
-__device__ __forceinline__ void leave_sums(float* sums, u32 result, int m0, int n0, int M, int N) {
+// Write the sums of the columns of a warpgroup's panels, of those of its rows that lie in the matrix. Afterwards the next
+// tile's panels may be written.
+__device__ __forceinline__ void store_sums(float* sums, u32 result, int m0, int n0, int M, int N) {
 #pragma unroll 1
     for (int panel = 0; panel < WIDTH / 64; panel++) {
         float2 sum = panel_sums<T>(result + panel * PANEL_BYTES, M - m0);
@@ -296,7 +316,7 @@ gemm_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
     __syncthreads();
     if (group == 2) {
         set_registers<40, false>();
-        if (threadIdx.x == CONSUMERS) bring(ring, biases, a, a2, b, bias, sizes, first, last);
+        if (threadIdx.x == CONSUMERS) produce(ring, biases, a, a2, b, bias, sizes, first, last);
         return;  // which counts as arrival in a cluster
     }
     set_registers<232, true>();
@@ -318,7 +338,7 @@ gemm_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
         }
         float acc[BN / 2];
         multiply(acc, ring, last - first, group);
-        if constexpr (CLUSTER > 1) add_up(acc, reinterpret_cast<float4*>(shared), exchange, rank);
+        if constexpr (CLUSTER > 1) add_splits(acc, reinterpret_cast<float4*>(shared), exchange, rank);
         if constexpr (ROUNDS) {
             if (READS) barrier_wait(own_other, phase);
             if (bias) biases.wait();
@@ -326,7 +346,7 @@ gemm_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             const float* own_bias = bias ? reinterpret_cast<const float*>(shared + at_bias) : nullptr;
             ByImage values(by_image, rows_per_image, m0, n0, M, N);
             store_rounded(out, out2, result, acc, own_bias, values, by_image, sizes, m0, n0, N1, tile.batch);
-            if (SUMS && m0 < M) leave_sums(floats, result, m0, n0, M, N);
+            if (SUMS && m0 < M) store_sums(floats, result, m0, n0, M, N);
             if (bias) biases.release();
         } else {
             store_floats(floats + (i64)tile.batch * (TURNED ? N : M) * pitch, pitch, acc, m0, n0, M, N, add);
