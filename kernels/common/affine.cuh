@@ -1,13 +1,13 @@
-// Group norm's map of a channel, z = gamma * xhat + offset with xhat = (x - mean) * rstd, and SiLU behind it; shared by
-// group_norm.cuh and by the convolution whose result is the gradient of silu(z).
+// Group norm's affine map of a channel, z = gamma * xhat + offset with xhat = (x - mean) * rstd, and the SiLU that follows it.
+// Used by group_norm.cuh, and by convolutions whose result is the gradient of silu(z).
 #pragma once
 #include "common.cuh"
 
 #define AFFINE const float* __restrict__ weight, const float* __restrict__ bias, const float* __restrict__ scale, \
                const float* __restrict__ shift, const float* __restrict__ mean, const float* __restrict__ rstd, int groups
 
-// What channel c of image n is modulated by: z = gamma * xhat + offset. What is read is first used in the functions, so that
-// a kernel may ask for more before it has come.
+// gamma and offset of channel c of image n. The constructor only loads; the member functions are the first to use what it
+// loaded, so that a kernel can start other loads before these have arrived.
 struct Modulation {
     float weight = 0.0f, bias = 0.0f, scale = 0.0f, shift = 0.0f;
     Modulation() = default;
@@ -23,21 +23,24 @@ struct Modulation {
     __device__ __forceinline__ float offset() const { return fmaf(bias, factor(), shift); }
 };
 
-// z = gain * (x - mean) + offset. float32 takes x - mean first, as gain * x + const would lose a large mean's digits, and
-// computes SiLU to its own precision. A 16-bit x has no such digits: there const is one, and SiLU is made of the hardware's
-// tanh, whose error (5e-4) is below their rounding; as sigmoid(z) = (1 + tanh(z / 2)) / 2 the map gives z / 2. Half the
-// instructions are saved: these kernels are bound by them. What leads to y has no sum of a product but by fmaf: the compiler
-// would fuse others here and not there, and backward's y would not have the forward's bits.
+// The map is SCALE * z = gain * (x - centre) + offset.
+//   float32  centre is the mean: gain * x + const would lose the digits of x where the mean is large. SCALE is 1, and SiLU is
+//            computed to float's precision.
+//   16 bits  x has no such digits: centre is 0. SiLU uses the hardware's tanh, whose error (5e-4) is below the rounding to 16
+//            bits. As sigmoid(z) = (1 + tanh(z / 2)) / 2, SCALE is 1/2. This takes half the instructions, which are what
+//            limits these kernels.
+// Every multiply-add on the way to y is an explicit fmaf. The compiler would fuse some in one kernel and not in another: the
+// y that the backward recomputes would then differ in its bits from the forward's.
 constexpr bool EXACT = sizeof(T) == 4;
 constexpr float SCALE = EXACT ? 1.0f : 0.5f;
 __device__ __forceinline__ float centre_of(float mean) { return EXACT ? mean : 0.0f; }
-// Of SCALE * z = x * (x - centre) + y.
+// (gain, offset) of SCALE * z = gain * (x - centre) + offset.
 __device__ __forceinline__ float2 affine_of(const Modulation& own, float mean, float rstd) {
     float gain = SCALE * own.gamma() * rstd;
     return make_float2(gain, fmaf(-gain, mean - centre_of(mean), SCALE * own.offset()));
 }
 
-// y = z or silu(z) and its slope by z, from h = SCALE * z.
+// From h = SCALE * z: y = silu(z), or z if not `silu`, and its derivative `slope` = dy/dz.
 __device__ __forceinline__ void activate(float h, bool silu, float& y, float& slope) {
     y = h / SCALE, slope = 1.0f;
     if (!silu) return;

@@ -1,25 +1,24 @@
-// What the passes of attention share: a warp's tiles of operands and accumulators, rows in shared memory, the walk over them.
-//
-// Constants as in attention.cu. Rows in shared memory have PITCH elements, DP of them filled.
+// What the passes of attention.cu share: tiles of operands, products, copies of rows to and from shared memory, and the loop
+// over the steps. The constants are those of attention.cu. A row in shared memory has PITCH elements, of which DP are filled.
 #pragma once
 #include "flash.cuh"
 #include "mma.cuh"
 
 constexpr int THREADS = 32 * WARPS, WM = 16 * MT, BM = WARPS * WM;
 constexpr bool LOW = sizeof(T) == 2;
-constexpr int PACK = 16 / sizeof(T), STEPS = LOW ? 1 : 2;  // mma instructions in a depth of 16
-constexpr int PITCH = DP + 8;                              // of rows in shared memory: ldmatrix meets no bank twice
+constexpr int PACK = 16 / sizeof(T), STEPS = LOW ? 1 : 2;  // mma instructions for a depth of 16
+constexpr int PITCH = DP + 8;                              // of rows in shared memory: ldmatrix has no bank conflicts
 constexpr int CHUNKS = DP / PACK, DT = DP / 16, NT = BN / 16;
-constexpr int BLOCKS = LOW ? 0 : 1;  // a multiprocessor must hold; 1 gives float all registers, 0 leaves it to the compiler
+constexpr int BLOCKS = LOW ? 0 : 1;  // per multiprocessor, at least: 1 gives float all registers, 0 leaves it to the compiler
 
 // A warp's 16 x 16 tile of an operand: r[step] is an A fragment, or the B fragments of two tiles of 8 columns.
-// For float, slots t and t + 4 of the depth hold its elements 2t and 2t + 1, in A and B alike, which leaves the sum as it
-// is and makes an accumulator's lanes those of an A fragment.
+// For float, the places t and t + 4 of a fragment's depth hold the elements 2t and 2t + 1, in A and B alike. The order does
+// not change the sum, and so each lane's accumulators are the elements that it needs of an A fragment (to_a).
 struct Tile { u32 r[STEPS][4]; };
 
 __device__ __forceinline__ u32 as_bits(float x) { return __float_as_uint(x); }
 
-// A from rows at p: (row m, depth k).
+// An A fragment of rows at p: (row m, depth k).
 __device__ __forceinline__ Tile load_a(const T* p) {
     Tile a;
     if constexpr (LOW) {
@@ -34,7 +33,7 @@ __device__ __forceinline__ Tile load_a(const T* p) {
     }
     return a;
 }
-// B from rows at p: (column n, depth k), as the keys lie for q k^T.
+// B fragments of rows at p: (column n, depth k), as the keys lie for q k^T.
 __device__ __forceinline__ Tile load_b(const T* p) {
     Tile b;
     if constexpr (LOW) {
@@ -50,7 +49,7 @@ __device__ __forceinline__ Tile load_b(const T* p) {
     }
     return b;
 }
-// B from rows at p: (depth k, column n), as the values lie for p v.
+// B fragments of rows at p: (depth k, column n), as the values lie for p v.
 __device__ __forceinline__ Tile load_b_transposed(const T* p) {
     Tile b;
     if constexpr (LOW) {
@@ -64,7 +63,7 @@ __device__ __forceinline__ Tile load_b_transposed(const T* p) {
     }
     return b;
 }
-// A from the accumulators of two tiles of 8 columns, rounded to T.
+// An A fragment of the accumulators of two tiles of 8 columns, rounded to T.
 __device__ __forceinline__ Tile to_a(const float (&c)[2][4]) {
     Tile a;
 #pragma unroll
@@ -78,12 +77,13 @@ __device__ __forceinline__ Tile to_a(const float (&c)[2][4]) {
     return a;
 }
 
-// high + low = x to 21 bits, both tf32.
+// Split x into two tf32 numbers: high + low is x to 21 bits.
 __device__ __forceinline__ void split(u32 x, u32& high, u32& low) {
     high = round_tf32(__uint_as_float(x));
     low = round_tf32(__uint_as_float(x) - __uint_as_float(high));
 }
-// c += a b. The tensor core truncates its sums: what it adds up with TF32_PRODUCTS 3 is added to c outside it.
+// c += a b. The tensor core truncates its sums. With TF32_PRODUCTS 3 it therefore starts from zero, and its sums are added to
+// c by float additions.
 __device__ __forceinline__ void multiply(float (&c)[2][4], const Tile& a, const Tile& b) {
     if constexpr (LOW) {
         mma<T>(c[0], a.r[0], b.r[0][0], b.r[0][1]);
@@ -110,7 +110,7 @@ __device__ __forceinline__ void multiply(float (&c)[2][4], const Tile& a, const 
         for (int i = 0; i < 8; i++) c[i >> 2][i & 3] += sum[i >> 2][i & 3];
 }
 
-// The A operand that a warp keeps using: its WM rows in shared memory, held in registers where they fit.
+// The A operand that a warp uses in every step: its WM rows in shared memory. Its fragments stay in registers where they fit.
 struct Operand {
     static constexpr bool RESIDENT = MT * DP * sizeof(T) <= 128;
     Tile tiles[RESIDENT ? MT : 1][RESIDENT ? DT : 1];
@@ -130,7 +130,7 @@ struct Operand {
     }
 };
 
-// Elements p[0 .. count - 1], zeros after them.
+// A pack of p[0 .. count - 1] and zeros; a whole one where `aligned`.
 __device__ __forceinline__ Pack<T> load_elements(const T* p, int count, bool aligned) {
     if (aligned) return load_pack(p);
     Pack<T> pack = {};
@@ -139,7 +139,8 @@ __device__ __forceinline__ Pack<T> load_elements(const T* p, int count, bool ali
         if (e < count) pack.v[e] = p[e];
     return pack;
 }
-// The block copies ROWS rows of D elements to shared memory, of which `rows` exist; the rest, up to DP columns, is zero.
+// The block copies ROWS rows of D elements to shared memory. Rows from `rows` on do not exist and are filled with zeros, as are
+// the columns from D to DP.
 template <int ROWS>
 __device__ __forceinline__ void load_rows(T* tile, const T* source, int rows, int stride, int D, bool aligned) {
     if (aligned) {
@@ -159,7 +160,8 @@ __device__ __forceinline__ void load_rows(T* tile, const T* source, int rows, in
 }
 struct __align__(2 * sizeof(T)) Two { T low, high; };
 
-// The warp writes factor * c, its WM rows, of which `rows` exist, through `buffer`, WM rows of shared memory of its own.
+// The warp writes factor * c, its WM rows, of which the first `rows` exist. It goes through `buffer`, WM rows of shared memory
+// that are its own, so that global stores are coalesced.
 __device__ __forceinline__ void store_rows(T* target, const float (&c)[MT][DT][2][4], float factor, T* buffer, int rows, int stride,
                                            int D, bool aligned) {
     __syncwarp();
@@ -189,7 +191,7 @@ template <class... Pointers> __device__ __forceinline__ bool is_aligned(int toke
     return (((u64)p | ...) | (u64)(token | D) * sizeof(T)) % 16 == 0;
 }
 
-// Wait for the rows that a block owns, whose copies are under way, and start those of step 0.
+// Wait for the rows that a block owns, whose copies have been started. With two stages, start the copies of step 0 first.
 template <class Load> __device__ __forceinline__ void begin(Load load) {
     cp_async_commit();
     if (STAGES == 2) load(0);
@@ -197,7 +199,8 @@ template <class Load> __device__ __forceinline__ void begin(Load load) {
     cp_async_wait<1>();
     __syncthreads();
 }
-// load(step) starts the copies of a step into its stage, compute(step) uses them; with two stages one is loaded ahead.
+// The loop over the steps: load(step) starts the copies of a step into its stage, compute(step) uses them. With two stages
+// (double buffering) the next step is loaded during compute.
 template <class Load, class Compute> __device__ __forceinline__ void walk(int steps, Load load, Compute compute) {
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
@@ -211,7 +214,7 @@ template <class Load, class Compute> __device__ __forceinline__ void walk(int st
     }
 }
 
-// Scores of columns from `limit` on become -inf; c starts at `column`.
+// Set the scores of columns from `limit` on to -inf. c starts at `column`.
 __device__ __forceinline__ void mask(float (&c)[2][4], int column, int limit) {
 #pragma unroll
     for (int i = 0; i < 8; i++)

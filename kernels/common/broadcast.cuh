@@ -1,5 +1,7 @@
-// Where the elements of two operands that NumPy's rules broadcast against each other lie. Layout.dims = 0: both are
-// contiguous in out's shape; otherwise element strides over out's merged axes (0 where broadcast; n < 2^32).
+// The places of the elements of two operands a and b that are broadcast against each other by NumPy's rules.
+//
+// Layout.dims = 0: both are contiguous and have out's shape. Otherwise `sizes` are out's merged axes, and `a` and `b` are the
+// operands' strides over them in elements, 0 where broadcast; out then has fewer than 2^32 elements.
 #pragma once
 #include "common.cuh"
 
@@ -18,7 +20,7 @@ __device__ __forceinline__ void locate(const Layout& layout, u32 i, i64& a, i64&
     }
 }
 
-// f(i, place in a, place in b) for each of n elements of out; any launch shape.
+// Call f(i, place in a, place in b) for each of the n elements of out. A grid-stride loop: any launch shape.
 template <typename F> __device__ __forceinline__ void for_each_pair(i64 n, const Layout& layout, F f) {
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (i64)gridDim.x * blockDim.x) {
         i64 at_a = i, at_b = i;

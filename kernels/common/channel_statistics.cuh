@@ -1,8 +1,8 @@
-// Channel statistics: the sums of x and of its square by which a norm finds mean and variance.
+// Channel statistics: sums of x and of x², from which a norm computes mean and variance.
 //
-// A producer leaves them as (N, tiles, C) of either struct, one for each channel of a tile of an image's pixels. The variance
-// is a difference of raw sums, which lose digits where the mean is many deviations. Raw ones are left of 16-bit x, which has
-// few digits to lose; centred ones of float x, and by the norms' own passes.
+// The kernel that computes x stores an array (N, tiles, C) of one of these structs: for each tile of an image's pixels, the
+// sums of each channel. From raw sums the variance is a difference, which cancels where the mean is many standard deviations.
+// 16-bit x has few digits to lose, so that its sums are raw. Those of float x, and of the norms' own passes, are centred.
 #pragma once
 #include "common.cuh"
 
@@ -13,7 +13,7 @@ struct __align__(8) RawStatistics {
     __device__ __forceinline__ double2 raw() const { return make_double2(sum, square); }
 };
 
-// Sums of x - centre and of its square over `count` pixels; the centre is some pixel's x.
+// Sums of x - centre and of (x - centre)² over `count` pixels. The centre is x of one of the pixels.
 struct __align__(16) CentredStatistics {
     float count, centre, sum, square;
     __device__ __forceinline__ void add(float x) {
@@ -34,7 +34,7 @@ struct __align__(16) CentredStatistics {
     }
 };
 
-// What is left of x of type S; empty_partials() in cudiff/cuda/sums.py has the same rule.
+// The struct for x of type S. moments() in cudiff/statistics.py follows the same rule.
 template <typename S> struct StatisticsOf {
     typedef RawStatistics Type;
     static constexpr bool CENTRED = false;

@@ -1,6 +1,6 @@
 // Storage types and conversions, packs of 16 bytes, small arithmetic, and the wait that every kernel begins with.
 //
-// bf16 and half are storage: to_float() reads them, from_float<T>() rounds to nearest even. Arithmetic is float.
+// bf16 and half only store numbers; arithmetic is float. to_float() reads them, from_float<T>() rounds to nearest even.
 #pragma once
 
 typedef unsigned char u8;
@@ -59,18 +59,19 @@ template <typename T> __device__ __forceinline__ void store_pack(T* p, const Pac
     *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(&pack);
 }
 
-// Every kernel calls this before a thread touches global memory that the kernel before may write or still read: from sm_90
-// on it may have begun while that one was still running (cudiff/cuda/launch.py). Only group_norm.cu's input_gradients reads
-// other memory earlier, and conv2d_sm90.cu has weights brought to the GPU's cache, where a write still reaches them. Here the
-// next kernel is let in, too. Earlier was slower: its blocks took the room that there was and waited in it, crowded, while
-// other multiprocessors were about to become free.
+// Programmatic dependent launch: from sm_90 on a kernel may start while the previous one still runs (cudiff/cuda/launch.py).
+// Every kernel calls this before a thread touches global memory that the previous kernel may write or still read. Before the
+// call, only input_gradients in group_norm.cu reads global memory, which the previous kernel does not write; and conv2d_sm90.cu
+// prefetches weights into L2, where a later write still reaches them.
+// The same call lets the next kernel start. An earlier trigger was slower: the next kernel's blocks filled the free places of
+// some multiprocessors and waited there, crowded, while other multiprocessors were about to become free.
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// 2^x, where what is below 2^-126 counts as 0: exp2f and __expf scale it, three instructions more.
+// 2^x. Results below 2^-126 become 0. exp2f and __expf scale them instead, which takes three instructions more.
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -2,14 +2,14 @@
 #pragma once
 #include "common.cuh"
 
-// x (N, H, W, C) to out (N, h, w, K): out[i, j, k] is made of x[i * stride - padding + r * dilation, likewise, c] for the taps
-// (r, s) of R x S and the channels c of k's group.
+// From x (N, H, W, C) to out (N, h, w, K). Pixel (i, j) of out reads row i * stride - padding + r * dilation of x for each tap
+// (r, s) of R x S, and columns likewise; its channel k reads the channels of x in k's group.
 struct Convolution {
     int N, H, W, C, h, w, K, R, S, stride_h, stride_w, padding_h, padding_w, dilation_h, dilation_w, groups;
 };
 
-// The row (or column) of an image of `limit` that tap `tap` connects with row `i` of the other, or -1: of x for one of out,
-// and with BACKWARD of out for one of x.
+// The row that tap `tap` connects with row i: the row of x for a row of out, or with BACKWARD the row of out for a row of x. -1
+// where there is none in 0 to limit - 1. The same for columns.
 template <bool BACKWARD>
 __device__ __forceinline__ int connected(int i, int tap, int stride, int padding, int dilation, int limit) {
     if constexpr (BACKWARD) {

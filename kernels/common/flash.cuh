@@ -1,4 +1,4 @@
-// Small arithmetic that every attention kernel shares: powers of two, and what the four lanes of a row do together.
+// What every attention kernel uses: log2(e), a lane's place in a fragment, and reductions over the four lanes that hold a row.
 #pragma once
 #include "common.cuh"
 

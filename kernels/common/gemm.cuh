@@ -1,19 +1,22 @@
-// The tile product behind matmul, linear and convolution: a block computes out[BM][BN] += A[BM][k] · B[k][BN].
+// The tiled product of matrices behind matmul.cu and conv2d.cu: a block computes acc[BM][BN] += A[BM][k] · B[k][BN].
 //
-// A loader copies an operand's tiles to shared memory, whatever its source (a matrix, the patches of an image, ...);
-// cp.async keeps STAGES - 1 of them under way. Tiles lie in shared memory as in global memory, either K-major
-// (EXTENT rows of BK elements) or with the other index contiguous (BK rows of EXTENT elements); 16-byte chunks are
-// XOR-swizzled so that neither copies nor fragment loads meet in a bank.
+// A loader copies tiles of an operand to shared memory, whatever the operand is: a matrix, the patches of an image, ...
+// Copies are multistage: cp.async keeps STAGES - 1 tiles of each operand in flight. A tile keeps the order of global memory. It
+// is K-major (EXTENT rows of BK elements), or its other index is contiguous (BK rows of EXTENT elements). Its 16-byte chunks
+// are XOR-swizzled, so that neither copies nor fragment loads have bank conflicts.
 //
-// Constants: T operand type (float, bf16, half); OUT output type; TF32_PRODUCTS for float: 1 rounds operands to tf32, 3
-// splits each into two tf32 numbers (relative error near 1e-7); BM, BN, BK tile; WM × WN warps; STAGES.
+// Constants
+//   T, OUT         types of the operands (float, bf16, half) and of the result
+//   TF32_PRODUCTS  for float: 1 rounds operands to tf32, 3 splits each into two tf32 numbers (relative error near 1e-7)
+//   BM, BN, BK     sizes of the tile; WM × WN warps share it
+//   STAGES         tiles in shared memory
 // Launch: WM·WN·32 threads, STAGES·(BM + BN)·BK·sizeof(T) bytes of dynamic shared memory.
 #pragma once
 #include "mma.cuh"
 #include "channel_statistics.cuh"
 
 constexpr int THREADS = WM * WN * 32;
-constexpr int PACK = 16 / sizeof(T);       // elements of a chunk
+constexpr int PACK = 16 / sizeof(T);       // elements of a 16-byte chunk
 constexpr int STEP = 2 * PACK;             // depth of one mma
 constexpr int MI = BM / WM / 16, NI = BN / WN / 8;  // 16 × 8 tiles of a warp
 static_assert(NI % 2 == 0 && BK % STEP == 0, "fragments of B are loaded in pairs");
@@ -21,13 +24,14 @@ static_assert(NI % 2 == 0 && BK % STEP == 0, "fragments of B are loaded in pairs
 template <bool K_MAJOR, int EXTENT> struct Tile {
     static constexpr int ROWS = K_MAJOR ? EXTENT : BK;
     static constexpr int CHUNKS = (K_MAJOR ? BK : EXTENT) / PACK;
-    static constexpr int COPIES = ROWS * CHUNKS / THREADS;   // chunks that each thread copies, one every ...
-    static constexpr int ROW_STEP = THREADS / CHUNKS;         // ... ROW_STEP rows of one column of chunks
+    static constexpr int COPIES = ROWS * CHUNKS / THREADS;   // chunks that a thread copies: all in one column of chunks, ...
+    static constexpr int ROW_STEP = THREADS / CHUNKS;         // ... ROW_STEP rows apart
     static constexpr int PITCH = CHUNKS * 16, BYTES = ROWS * PITCH;
     static constexpr bool LDMATRIX = K_MAJOR || sizeof(T) == 2;
     static_assert(COPIES * THREADS == ROWS * CHUNKS && ROW_STEP % (LDMATRIX ? 8 : 4) == 0, "uneven copies");
 
-    // ldmatrix reads one column of 8 rows, a 32-bit fragment load 8 elements of 4 rows: all must differ in banks.
+    // ldmatrix reads a column of chunks in 8 rows; a 32-bit fragment load reads 8 elements of 4 rows. Neither may have bank
+    // conflicts.
     __device__ __forceinline__ static int swizzle(int row) {
         if constexpr (LDMATRIX) return CHUNKS >= 8 ? row & 7 : (row / (8 / CHUNKS)) & (CHUNKS - 1);
         return ((row & 3) << 1) & (CHUNKS - 1);
@@ -35,10 +39,10 @@ template <bool K_MAJOR, int EXTENT> struct Tile {
     __device__ __forceinline__ static u32 offset(int row, int chunk) { return row * PITCH + ((chunk ^ swizzle(row)) << 4); }
     __device__ __forceinline__ static int first_row() { return threadIdx.x / CHUNKS; }
     __device__ __forceinline__ static int chunk() { return threadIdx.x % CHUNKS; }
-    // Where this thread's copy i goes.
+    // Shared memory address of this thread's copy i.
     __device__ __forceinline__ static u32 target(u32 tile, int i) { return tile + offset(first_row(), chunk()) + i * ROW_STEP * PITCH; }
 
-    // Rows m to m + 15 of A at depth k: `lane` picks the address that this lane gives (or reads).
+    // The A fragment of rows m to m + 15 at depth k. `lane` gives ldmatrix one of its addresses, or loads its own elements.
     __device__ __forceinline__ static void load_a(u32 (&a)[4], u32 tile, int m, int k, int lane) {
         if constexpr (K_MAJOR) {
             ldmatrix(a, tile + m * PITCH + offset(lane & 15, k / PACK + (lane >> 4)));
@@ -49,7 +53,7 @@ template <bool K_MAJOR, int EXTENT> struct Tile {
             a[2] = element(tile, k + 4, lane, m), a[3] = element(tile, k + 4, lane, m + 8);
         }
     }
-    // Columns n to n + 15 of B: b[0..1] are the fragment of the first 8, b[2..3] of the second.
+    // The B fragments of columns n to n + 15: b[0..1] is that of the first 8 columns, b[2..3] that of the others.
     __device__ __forceinline__ static void load_b(u32 (&b)[4], u32 tile, int n, int k, int lane) {
         if constexpr (K_MAJOR) {
             ldmatrix(b, tile + n * PITCH + offset((lane & 7) + (lane >> 4) * 8, k / PACK + (lane >> 3 & 1)));
@@ -66,19 +70,21 @@ template <bool K_MAJOR, int EXTENT> struct Tile {
     }
 };
 
-// Copy to a chunk of shared memory all its elements at once, from 16 aligned bytes, or element e alone; zero if not `inside`.
+// Copy to a chunk of shared memory: under VEC the whole chunk, from 16 aligned bytes, else only its element e. Zeros if not
+// `inside`.
 template <bool VEC> __device__ __forceinline__ void copy(u32 chunk, int e, const T* source, bool inside) {
     if constexpr (VEC) cp_async(chunk, source, inside);
     else store_shared(chunk + e * (int)sizeof(T), inside ? *source : T{});
 }
 
-// A matrix in global memory, K-major (EXTENT index, depth) or (depth, EXTENT index), with rows of `ld` elements.
-// VEC: rows start at multiples of 16 bytes and hold whole chunks. Otherwise elements are read one by one.
+// Loads tiles of a matrix in global memory: (index, depth) if K_MAJOR, else (depth, index), with rows of `ld` elements. EXTENT
+// of the index are in a tile. VEC: rows start at multiples of 16 bytes and hold whole chunks. Otherwise elements are read one
+// by one.
 template <bool K_MAJOR, int EXTENT, bool VEC> struct MatrixLoader {
     using Tile = ::Tile<K_MAJOR, EXTENT>;
     const T* source;
     i64 ld;
-    int rows_left, elements;  // how many there are from this thread's first on
+    int rows_left, elements;  // from this thread's first row and element to the ends of the matrix
 
     // This thread starts at index `first` of `extent`, and at `k` of `depth`.
     __device__ __forceinline__ MatrixLoader(const T* matrix, i64 ld, int first, int extent, int k, int depth) : ld(ld) {
@@ -99,8 +105,8 @@ template <bool K_MAJOR, int EXTENT, bool VEC> struct MatrixLoader {
     }
 };
 
-// A number written in three digits, (high, middle, low), that counts up in fixed strides: (r, s, c) or (n, h, w)
-// without division in the main loop.
+// An index split into three digits, (high, middle, low), such as (r, s, c) or (n, h, w). It advances by a fixed stride without
+// a division in the main loop.
 struct Odometer {
     int high, middle, low, middle_size, low_size, high_step, middle_step, low_step;
 
@@ -120,7 +126,7 @@ struct Odometer {
 };
 
 #if TF32_PRODUCTS == 3
-// x = value + rest to 21 bits, both tf32.
+// Each x split into two tf32 numbers: value + rest is x to 21 bits.
 template <int COUNT> struct Fragment {
     u32 value[COUNT], rest[COUNT];
     __device__ __forceinline__ Fragment(const u32 (&x)[COUNT]) {
@@ -132,7 +138,7 @@ template <int COUNT> struct Fragment {
         }
     }
 };
-// The tensor core truncates its sums: each mma's goes to a register tile of its own and is added in float.
+// The tensor core truncates its sums: the three products start from zero, and a float addition adds their sum to c.
 __device__ __forceinline__ void multiply_add(float (&c)[4], const Fragment<4>& a, const Fragment<4>& b, int j) {
     float sum[4] = {};
     mma<T>(sum, a.rest, b.value[j], b.value[j + 1]);
@@ -179,7 +185,7 @@ template <class TileA, class TileB> __device__ __forceinline__ void multiply_sta
     }
 }
 
-// acc += the product of the loaders' next k_tiles tiles.
+// The main loop: acc += the product of the loaders' next k_tiles tiles.
 template <class LoaderA, class LoaderB> __device__ __forceinline__ void multiply(Accumulators& acc, LoaderA& a, LoaderB& b, int k_tiles) {
     extern __shared__ __align__(1024) u8 shared[];
     using TileA = typename LoaderA::Tile;
@@ -201,10 +207,12 @@ template <class LoaderA, class LoaderB> __device__ __forceinline__ void multiply
     }
 }
 
-// out[row][column] = product + bias[column] + emb[row / rows_per_image][column] + addend[row][column], rounded once;
-// bias, emb (float) and addend (OUT, like out, may be `out` itself: a gradient that collects) may be null. sums, of store<true>,
-// (rows / ROWS, columns) or null: the channel statistics, StatisticsOf<OUT>, of each
-// ROWS rows of out, a warp's, as they are rounded. rows is a multiple of ROWS.
+// The epilogue: out[row][column] = product + bias[column] + emb[row / rows_per_image][column] + addend[row][column], rounded
+// once.
+//   bias, emb  float, or null
+//   addend     OUT, laid out like out, or null. May be `out` itself, to accumulate a gradient.
+//   sums       of store<true>: (rows / ROWS, columns), or null. Channel statistics, StatisticsOf<OUT>, of each ROWS rows of
+//              out, those of a warp, after rounding. rows is then a multiple of ROWS.
 struct Output {
     static constexpr int ROWS = BM / WM;
     static constexpr bool CENTRED = StatisticsOf<OUT>::CENTRED;
@@ -228,8 +236,8 @@ struct Output {
             if (both) p[1] = v.second;
         }
     }
-    // acc += emb; m, n: this thread's first row and column. Here there is one division a row. In `store`, with one for each row
-    // and column, the largest kernel had 171 KB in place of 115, and took the compiler 4.7 s in place of 3.6.
+    // acc += emb; m, n: this thread's first row and column. A pass of its own has one division a row. In `store` it would be
+    // one for each row and column: the largest kernel then had 171 KB in place of 115, and compiled in 4.7 s in place of 3.6.
     __device__ __forceinline__ void add_embedding(Accumulators& acc, int m, int n) const {
 #pragma unroll
         for (int i = 0; i < 2 * MI; i++) {
@@ -252,7 +260,7 @@ struct Output {
             int column = n + j * 8;
             bool inside = column < columns, both = column + 1 < columns;
             float2 constant = make_float2(bias && inside ? bias[column] : 0.0f, bias && both ? bias[column + 1] : 0.0f);
-            Pair stored[2 * MI] = {};  // at first the addend
+            Pair stored[2 * MI] = {};  // first the addend, then the result
 #pragma unroll
             for (int i = 0; addend && i < 2 * MI; i++)
                 if (inside && m + i * 8 < rows) stored[i] = load(addend + (m + i * 8) * ld + column, pairs, both);
@@ -278,7 +286,8 @@ struct Output {
             }
         }
     }
-    // The sums around `centre` of a column of a warp's rows, of which each lane has a part; RawStatistics if not AROUND it.
+    // Store the sums of one column over a warp's rows, of which each lane has a part: CentredStatistics around `centre` if
+    // AROUND, else RawStatistics.
     template <bool AROUND> __device__ __forceinline__ void leave(float2 total, float centre, int row_tile, int column) const {
 #pragma unroll
         for (int mask = 4; mask < 32; mask *= 2) {

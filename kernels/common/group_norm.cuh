@@ -1,17 +1,17 @@
-// What the files of group norm share: elements as floats, the affine map of a chunk's channels, SiLU.
+// What the group norm kernels share: elements as floats, and a thread's channels: their affine maps and SiLU.
 #pragma once
 #include "affine.cuh"
 #include "vector.cuh"
 
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
 
-// V elements as they lie in memory: in words, as copies of 16-bit elements would cost an instruction each.
+// V elements as they lie in memory. They are held as 32-bit words: copying 16-bit elements would take an instruction each.
 template <bool> struct Chosen { typedef uint4 Raw; };
 template <> struct Chosen<false> { typedef T Raw; };
 typedef Chosen<VEC>::Raw Raw;
 __device__ __forceinline__ Raw load_raw(const T* p) { return *reinterpret_cast<const Raw*>(p); }
 
-// The elements of a word. Of bf16 by one instruction each: taken as 16 bits, the upper half costs two.
+// The elements of a word as floats. bf16 takes one instruction each; to take the upper half as a 16-bit number would take two.
 template <typename S> __device__ void split(u32 word, float* values);
 template <> __device__ __forceinline__ void split<float>(u32 word, float* values) { values[0] = __uint_as_float(word); }
 template <> __device__ __forceinline__ void split<bf16>(u32 word, float* values) {
@@ -29,10 +29,10 @@ __device__ __forceinline__ void to_floats(const uint4& raw, float* values) {
     for (int k = 0; k < 4; k++) split<T>(words[k], values + k * (4 / sizeof(T)));
 }
 
-// The channel of the block's chunk that this thread prepares for all of them; `here` where there is one. A thread has V of
-// them, and many threads the same: to read the parameters by each cost as many instructions as a dozen pixels.
+// One channel of the block's chunk, whose map this thread prepares for the whole block; `here` if there is one for it. Many
+// threads work on the same V channels. If each read their parameters itself, that cost as many instructions as a dozen pixels.
 struct Channel {
-    int j, c, group;  // which of the chunk, of all, and its group
+    int j, c, group;  // its number in the chunk, its number among all channels, its group
     bool here;
     Modulation own;
     __device__ __forceinline__ Channel(int n, int c0, int width, int C, int size, const float* weight, const float* bias,
@@ -43,8 +43,8 @@ struct Channel {
     }
 };
 
-// SCALE * z = gain * (x - centre) + offset for V channels, from a table in shared memory, three rows of `width` floats that
-// each Channel fills.
+// SCALE * z = gain * (x - centre) + offset for V channels. fill() writes a Channel's map to a table in shared memory, three
+// rows of `width` floats; the constructor reads V of them.
 struct Affine {
     float centre[V], gain[V], offset[V];
     __device__ __forceinline__ static void fill(float* table, int width, const Channel& channel, float mean, float rstd) {
@@ -62,7 +62,7 @@ struct Affine {
     }
 };
 
-// From x in v: v = x - centre, y, and the slope of y by z.
+// v holds x. Replaces it by x - centre, and computes y and its derivative `slope` = dy/dz.
 __device__ __forceinline__ void linearize(const Affine& affine, float (&v)[V], float (&y)[V], float (&slope)[V], bool silu) {
 #pragma unroll
     for (int k = 0; k < V; k++) {
@@ -70,7 +70,7 @@ __device__ __forceinline__ void linearize(const Affine& affine, float (&v)[V], f
         activate(fmaf(affine.gain[k], v[k], affine.offset[k]), silu, y[k], slope[k]);
     }
 }
-// y of x in v.
+// v holds x. Replaces it by y.
 __device__ __forceinline__ void apply(const Affine& affine, float (&v)[V], bool silu) {
     float y[V], slope[V];
     linearize(affine, v, y, slope, silu);

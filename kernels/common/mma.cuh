@@ -1,12 +1,16 @@
-// The tensor-core instructions of sm_80 and newer, one function each: cp.async, ldmatrix, mma.sync.
+// cp.async, ldmatrix and mma.sync, the tensor-core instructions of sm_80 and newer: one function each.
 //
-// Turing, sm_75, has ldmatrix, and an mma.sync of half of half the depth. The rest it does by other instructions: copies through
-// registers, products of bf16 by shuffles and fused multiply-adds, and so those of float, which keep all their bits.
+// Turing (sm_75) has ldmatrix, and mma.sync of half with half the depth (m16n8k8). It emulates the rest: copies to shared
+// memory go through registers; products of bf16 and float are warp shuffles and fused multiply-adds. float then keeps all its
+// bits: it is not rounded to tf32.
 //
-// Shared memory is addressed by 32-bit byte addresses (shared_address). Lanes of a fragment: g = lane / 4, t = lane % 4.
-//   16-bit m16n8k16: A a0 (row g, k 2t..2t+1)  a1 (g+8, 2t..)  a2 (g, 2t+8..)  a3 (g+8, 2t+8..); B b0 (k 2t.., column g)  b1 (2t+8..)
-//   tf32   m16n8k8:  A a0 (row g, k t)  a1 (g+8, t)  a2 (g, t+4)  a3 (g+8, t+4); B b0 (k t, column g)  b1 (t+4)
-//   both:            C c0, c1 (row g, columns 2t, 2t+1)  c2, c3 (row g+8)
+// Shared memory is addressed by 32-bit byte addresses (shared_address). Lane i holds of each fragment, with g = i / 4 and
+// t = i % 4:
+//   16-bit m16n8k16  A  a0 (row g, k 2t..2t+1)  a1 (row g+8, k 2t..)  a2 (row g, k 2t+8..)  a3 (row g+8, k 2t+8..)
+//                    B  b0 (k 2t.., column g)  b1 (k 2t+8.., column g)
+//   tf32   m16n8k8   A  a0 (row g, k t)  a1 (row g+8, k t)  a2 (row g, k t+4)  a3 (row g+8, k t+4)
+//                    B  b0 (k t, column g)  b1 (k t+4, column g)
+//   both             C  c0, c1 (row g, columns 2t, 2t+1)  c2, c3 (row g+8, the same columns)
 #pragma once
 #include "common.cuh"
 
@@ -35,7 +39,8 @@ __device__ __forceinline__ void load_shared(u32& v, u32& w, u32 address) {
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v), "=r"(w) : "r"(address) : "memory");
 }
 
-// Start copying 16 bytes to shared memory; zeros where not `valid`, and then `source` is not read. Turing copies at once.
+// Start copying 16 bytes to shared memory. Where not `valid`, zeros are written and `source` is not read. Turing copies at
+// once.
 __device__ __forceinline__ void cp_async(u32 address, const void* source, bool valid) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(source), "r"(valid ? 16 : 0) : "memory");
@@ -49,15 +54,15 @@ __device__ __forceinline__ void cp_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
-// Wait until at most `PENDING` of this thread's groups are under way.
+// Wait until at most PENDING of this thread's groups of copies are in flight.
 template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 #endif
 }
 
-// Four matrices of 8 rows of 16 bytes; lane i gives the address of row i % 8 of matrix i / 8. Lane i gets of matrix j,
-// in r[j], bytes 4 (i % 4) to 4 (i % 4) + 3 of row i / 4.
+// Load four matrices of 8 rows of 16 bytes. Lane i gives the address of row i % 8 of matrix i / 8. Lane i receives in r[j]
+// bytes 4 (i % 4) to 4 (i % 4) + 3 of row i / 4 of matrix j.
 __device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
@@ -88,7 +93,7 @@ template <typename U> __device__ __forceinline__ float2 unpack_pair(u32 pair) {
     return make_float2(to_float(U{(u16)pair}), to_float(U{(u16)(pair >> 16)}));
 }
 
-// float rounded to the 10 bits of mantissa of tf32.
+// x rounded to tf32, which has 10 bits of mantissa. On Turing x itself.
 __device__ __forceinline__ u32 round_tf32(float x) {
 #if __CUDA_ARCH__ >= 800
     u32 y;
@@ -113,11 +118,12 @@ DEFINE_MMA(bf16, "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32")
 DEFINE_MMA(half, "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32")
 DEFINE_MMA(float, "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32")
 #else
-// The elements of a word.
+// The elements of a 32-bit word of a fragment: two of bf16, or a float and 0.
 __device__ __forceinline__ float2 elements(u32 word, float) { return make_float2(__uint_as_float(word), 0.0f); }
 __device__ __forceinline__ float2 elements(u32 word, bf16) { return unpack_pair<bf16>(word); }
 
-// A row's words lie in the four lanes of its group, a column's in those of the group with its number.
+// The lanes 4g to 4g + 3 hold the words of rows g and g + 8 of A and of column g of B. Each lane gets what it needs by
+// shuffles.
 template <typename T> __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     int lane = threadIdx.x % 32, row = lane & ~3, columns = lane % 4 * 8;
 #pragma unroll 1

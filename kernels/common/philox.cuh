@@ -1,4 +1,5 @@
-// Philox4x32-10 (Salmon et al. 2011), bit-equal to cudiff/ops/random.py, and what is made of its 32-bit words.
+// Philox4x32-10 (Salmon et al. 2011), with the same bits as cudiff/ops/random.py; uniform and normal numbers from its 32-bit
+// words.
 #pragma once
 #include "common.cuh"
 
@@ -21,8 +22,8 @@ __device__ __forceinline__ uint4 philox(u32 c0, u32 c1, u32 c2, u32 c3, u64 seed
 // A multiple of 2^-24 in [0, 1).
 __device__ __forceinline__ float to_uniform(u32 bits) { return (float)(bits >> 8) * 5.9604644775390625e-8f; }
 
-// Box and Muller: two uniform words make two independent normals. logf and sincospif are good to 1 ulp; the __ forms
-// are not.
+// Two independent normal numbers from two words (Box-Muller). logf and sincospif are accurate to 1 ulp; __logf and the other
+// intrinsics are not.
 __device__ __forceinline__ float2 to_normal(u32 bits1, u32 bits2) {
     float radius = sqrtf(-2.0f * logf(to_uniform(bits1) + 5.9604644775390625e-8f));
     float sine, cosine;

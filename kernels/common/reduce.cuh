@@ -11,7 +11,7 @@ template <typename Op> __device__ __forceinline__ float warp_reduce(float x) {
     return x;
 }
 
-// Every thread of the block gets the result. blockDim.x must be a multiple of 32, at most 1024; may be called again.
+// Every thread of the block gets the result. blockDim.x is a multiple of 32, at most 1024. May be called several times.
 template <typename Op> __device__ __forceinline__ float block_reduce(float x) {
     __shared__ float warps[32];
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;

@@ -1,16 +1,18 @@
-// Tiles of an image, as group_norm.cu walks through them: which channels and pixels a thread has, its rows, sums by channel.
-// A launch is of THREADS threads, grid (N * tiles, chunks): a block covers `across` packs of V channels by
-// THREADS / across pixels, and walks through one image by strides of `tiles` times as many, so that the image's blocks read
-// what lies side by side at about the same time: its tile. chunks * across packs cover the channels.
+// How group_norm.cu's kernels share out an image: the channels and pixels of each thread, its loads, and sums by channel.
+//
+// Launch: THREADS threads, grid (N * tiles, chunks). A block works on one chunk of one image's channels, `across` packs of V;
+// the chunks together cover all channels. At a time it covers THREADS / across neighbouring pixels. Its next pixels lie `tiles`
+// times as many further on, so that all blocks of an image read neighbouring memory at about the same time. The pixels that
+// a block covers are its tile.
 #pragma once
 #include "group_norm.cuh"
 
 constexpr int THREADS = 256;
 
-// The channels and pixels of one thread. What is never negative is divided as u32: half the instructions.
+// The channels and pixels of one thread. Numbers that are never negative are divided as u32, in half the instructions.
 struct Lane {
-    int n, tile, c0, c;     // image, tile, first channel of the block's chunk and of this thread's V
-    int pixel, step, count; // pixels pixel + i * step of all images, for i < count; an idle thread has c = c0
+    int n, tile, c0, c;     // image; tile; first channel of the block's chunk; first of this thread's V channels
+    int pixel, step, count; // pixels pixel + i * step, counted over all images, for i < count; an idle thread has c = c0
     __device__ __forceinline__ Lane(int S, int C, int tiles, int across) {
         int y = threadIdx.x / (u32)across, rows = THREADS / (u32)across;
         n = blockIdx.x / (u32)tiles;
@@ -24,14 +26,15 @@ struct Lane {
         step = tiles * rows;
         count = active && first < S ? CEIL_DIV((u32)(S - first), (u32)step) : 0;
     }
-    // From the last pixel to the first: what was last used before is still in the GPU's cache.
+    // Walk from the last pixel to the first: the pixels that the previous kernel used last are still in L2.
     __device__ __forceinline__ void reverse() {
         pixel += (count - 1) * step;
         step = -step;
     }
 };
 
-// Where the lane's first element lies, in x or in x2 (null where that is); `pitch` becomes the elements to the next one.
+// The lane's first element, in x or x2: null where that array is null. `pitch` receives the distance in elements to its next
+// pixel.
 template <typename P>
 __device__ __forceinline__ P* first_element(P* x, P* x2, const Lane& lane, int C1, int C2, int& pitch) {
     bool first = lane.c < C1;
@@ -41,8 +44,8 @@ __device__ __forceinline__ P* first_element(P* x, P* x2, const Lane& lane, int C
     return source ? source + (i64)lane.pixel * width + lane.c - (first ? 0 : C1) : nullptr;
 }
 
-// Rows of V elements from ARRAYS arrays: the next BATCH rows are on their way while row() uses these, so that enough bytes are
-// in flight. An array may be null; then its elements are not set.
+// A thread's rows, V elements of each of its pixels, from ARRAYS arrays. The next BATCH rows are loaded while row() uses the
+// current ones, so that enough bytes are in flight. An array may be null; its elements are then undefined.
 template <int ARRAYS, int BATCH> struct Rows {
     const T* start[ARRAYS];
     int pitch[ARRAYS], count;
@@ -70,8 +73,9 @@ template <int ARRAYS, int BATCH> struct Rows {
     }
 };
 
-// Adds a over the block's pixels in a fixed order; store(channel within the chunk, sum). `scratch`: shared, V * THREADS.
-// A warp takes a channel of every pack: a lane sums every 32 / across-th row, then the lanes of a pack are summed.
+// Sums a over the block's threads of the same channel, in a fixed order, and calls store(channel within the chunk, sum).
+// `scratch`: V * THREADS floats of shared memory. A warp sums the k-th channel of every pack: each lane adds every
+// (32 / across)-th row of its pack, then warp shuffles add the lanes of a pack.
 template <typename Store>
 __device__ __forceinline__ void block_sums(int across, float* scratch, const float (&a)[V], Store store) {
     __syncthreads();

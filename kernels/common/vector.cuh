@@ -1,5 +1,5 @@
-// V consecutive elements as floats: by 16-byte packs where V is a multiple of a pack (the address must be a multiple of
-// 16 bytes), one by one otherwise. A kernel with a VEC constant uses V = Pack<T>::SIZE or 1.
+// Load and store V consecutive elements as floats: in packs of 16 bytes where V is a multiple of a pack (the address must then
+// be a multiple of 16 bytes), one by one otherwise. Kernels with a constant VEC have V = Pack<T>::SIZE or 1.
 #pragma once
 #include "common.cuh"
 

@@ -1,5 +1,7 @@
-// What the tape adds up itself: gradients of one tensor, and rows of partials.
-// total: TOTAL, accumulated in place; term: TERM; n elements. Any launch shape (grid-stride).
+// Sums that the autograd tape makes itself: of several gradients of one tensor (add_into), and of rows of partial sums
+// (sum_rows).
+//
+// add_into: total += term. total: TOTAL, n elements, in place. term: TERM. A grid-stride loop: any launch shape.
 #include "common.cuh"
 
 extern "C" __global__ void add_into(TOTAL* __restrict__ total, const TERM* __restrict__ term, i64 n) {
@@ -8,18 +10,19 @@ extern "C" __global__ void add_into(TOTAL* __restrict__ total, const TERM* __res
         total[i] = from_float<TOTAL>(to_float(total[i]) + to_float(term[i]));
 }
 
-// out (count / width, width) = or, where `add`, += the sum over the rows of source (count / width, rows, width, step)
-// [..., 0], in a fixed order. out lies in pieces of `columns` elements that start `pitch` apart. `lanes` threads, a power of
-// two up to 256, share the rows of `pack` results: 1, or 4 where step is 1, width, columns and pitch are multiples of 4 and
-// both arrays start at multiples of 16 bytes.
+// A job of sum_rows, in a fixed order:
+//   out[i][j] = (or += where `add`) sum over r of source[i][r][j][0], source (count / width, rows, width, step)
+// out has `count` elements, in pieces of `columns` that start `pitch` elements apart. `lanes` threads, a power of two up to
+// 256, share the rows of `pack` results. pack is 1, or 4 where step is 1, width, columns and pitch are multiples of 4 and both
+// arrays start at multiples of 16 bytes.
 struct RowSum {
     const float* source;
     float* out;
     int rows, count, width, step, columns, pitch, add, lanes, pack;
-    int first_block;  // of those that do this job, 256 / lanes · pack results each; the largest int where there is no job
+    int first_block;  // of this job, 256 / lanes · pack results a block; the largest int where there is no job
 };
 struct RowSums { RowSum jobs[64]; };
-constexpr int TERMS = 8;  // that a thread has under way before it adds the first
+constexpr int TERMS = 8;  // that a thread loads before it adds the first
 template <int V> struct __align__(4 * V) Floats { float v[V]; };
 
 template <int V> __device__ __forceinline__ void sum_rows_of(const RowSum& job, Floats<4>* partials) {
@@ -60,8 +63,8 @@ template <int V> __device__ __forceinline__ void sum_rows_of(const RowSum& job, 
     *out = total;
 }
 
-// Launch: 256 threads, as many blocks as the jobs have together. Bounds of four blocks a multiprocessor leave a thread the
-// registers for its terms. With bounds of eight the compiler let each load wait for the one before (a U-Net's sums: 99 us
+// Launch: 256 threads, as many blocks as the jobs have together. Launch bounds of four blocks a multiprocessor leave a thread
+// enough registers for its terms. With eight, the compiler made each load wait for the previous one (a U-Net's sums: 99 us
 // instead of 67).
 extern "C" __global__ __launch_bounds__(256, 4) void sum_rows(const __grid_constant__ RowSums sums) {
     __shared__ Floats<4> partials[256];

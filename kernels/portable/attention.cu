@@ -1,20 +1,28 @@
-// Flash attention: out = softmax(scale q k^T) v for each image and head; no Tq x Tk matrix in memory, no atomics.
+// Flash attention by mma.sync: out = softmax(scale q k^T) v for each image and head. There is no Tq x Tk matrix in memory, and
+// there are no atomics.
 //
-// q, k, v (and dq, dk, dv): element d of head h of token i of image n is base[(n T + i) token + h head + d], so the three
-// may interleave in one array. out, dout: (N, Tq, heads, D), contiguous. lse, delta: float (N, heads, TP), TP = Tq rounded
-// up to 64: log2 of each softmax denominator, and the sum over d of dout out; past Tq, in rows of blocks, +inf and 0.
-//   forward      writes out, lse.          A block owns BM queries and walks over the keys (online softmax).
-//   backward_q   writes dq, delta.         A block owns BM queries, recomputes scores from lse.
+//   forward      writes out, lse.            A block owns BM queries and walks over the keys (online softmax).
+//   backward_q   writes dq, delta.           A block owns BM queries, and recomputes scores from lse.
 //   backward_kv  reads delta; writes dk, dv. A block owns BM keys and walks over the queries, on transposed scores.
-// Rows are read 16 bytes at a time where base, strides and D allow it, else element by element. All outputs overwrite.
-// Constants: T; DP = D rounded up to 16; MT 16-row tiles a warp, WARPS of a block, BM = 16 WARPS MT; BN rows per step;
-// STAGES of cp.async; TF32_PRODUCTS for float: 3 splits operands into two tf32 numbers each, 1 rounds them to tf32.
-// On Hopper attention_sm90.cu and attention_short_sm90.cu take what they can: heads of up to 64 channels in 16 bits, aligned.
+// All outputs are overwritten.
+//
+// Arguments
+//   q, k, v, dq, dk, dv   T. Element d of head h of token i of image n is base[(n T + i) token + h head + d], where T is Tq or
+//                         Tk. The three may interleave in one array.
+//   out, dout    T (N, Tq, heads, D), contiguous.
+//   lse, delta   float (N, heads, TP), TP = Tq rounded up to 64. lse: log2 of each softmax denominator. delta: the sum over d
+//                of dout · out. From Tq on lse is +inf and delta 0, in rows that a block covers.
+// Rows are read 16 bytes at a time where base, strides and D allow it, else element by element.
+//
+// Constants: T; DP = D rounded up to 16; MT 16-row tiles a warp; WARPS of a block, BM = 16 WARPS MT; BN rows per step; STAGES
+// of cp.async; TF32_PRODUCTS for float: 3 splits operands into two tf32 numbers each, 1 rounds them to tf32.
 // Launch: 32 WARPS threads, (ceil(T / BM), heads, N) blocks, dynamic shared memory as cudiff/cuda/kernels/attention/portable.py
 // computes it.
+// On Hopper attention_sm90.cu, attention_short_sm90.cu and attention_wide_sm90.cu take what they can: heads of up to 128
+// channels in 16 bits, aligned.
 #include "attention.cuh"
 
-// s += q k^T, of the warp's queries and a step's keys.
+// s += q k^T for the warp's queries and a step's keys.
 __device__ __forceinline__ void multiply_scores(float (&s)[MT][NT][2][4], const Operand& queries, const T* k_rows) {
 #pragma unroll
     for (int d = 0; d < DT; d++) {
@@ -30,8 +38,8 @@ __device__ __forceinline__ void multiply_scores(float (&s)[MT][NT][2][4], const 
     }
 }
 
-// A step of the online softmax: the scores s become weights, which are added to row_sum. row_max is raised to the largest score
-// so far; acc and row_sum are scaled down to it.
+// A step of the online softmax. row_max is raised to the largest score so far, and acc and row_sum are scaled down to it. The
+// scores s become weights, exp(scale (s - row_max)), and are added to row_sum.
 __device__ __forceinline__ void add_scores(float (&s)[MT][NT][2][4], float (&acc)[MT][DT][2][4], float (&row_max)[MT][2],
                                            float (&row_sum)[MT][2], float scale2) {
 #pragma unroll
@@ -62,7 +70,7 @@ __device__ __forceinline__ void add_scores(float (&s)[MT][NT][2][4], float (&acc
         }
 }
 
-// acc += weights v, of a step's values.
+// acc += weights v for a step's values.
 __device__ __forceinline__ void multiply_weights(float (&acc)[MT][DT][2][4], const float (&weights)[MT][NT][2][4],
                                                  const T* v_rows) {
 #pragma unroll
@@ -194,7 +202,7 @@ backward_q(T* dq, float* delta, const float* lse, const T* q, const T* k, const 
         int columns = min(BN, Tk - step * BN);
 #pragma unroll 1
         for (int j = 0; j < columns; j += 16) {
-            if constexpr (!Operand::RESIDENT) __syncwarp();  // keeps its loads in this loop: hoisted, they would spill
+            if constexpr (!Operand::RESIDENT) __syncwarp();  // keeps get()'s loads in this loop: hoisted, they would spill
             float s[MT][2][4] = {}, dp[MT][2][4] = {};
 #pragma unroll
             for (int d = 0; d < DT; d++) {
@@ -224,7 +232,7 @@ backward_q(T* dq, float* delta, const float* lse, const T* q, const T* k, const 
     store_rows(dq + (i64)warp_row * token, acc, scale, q_rows + warp_row * PITCH, Tq - first - warp_row, token, D, aligned);
 }
 
-// Scores are transposed here: keys are the rows of every product, so that p and ds are A fragments without a transpose.
+// Scores are transposed here: keys are the rows of every product. So p and ds become A fragments without a transpose.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 backward_kv(T* dk, T* dv, const float* delta, const float* lse, const T* q, const T* k, const T* v, const T* dout, int Tq, int Tk,
             int D, int token, int head, float scale) {
@@ -268,7 +276,7 @@ backward_kv(T* dk, T* dv, const float* delta, const float* lse, const T* q, cons
         int columns = min(BN, Tq - step * BN);
 #pragma unroll 1
         for (int j = 0; j < columns; j += 16) {
-            if constexpr (!Operand::RESIDENT) __syncwarp();  // keeps its loads in this loop: hoisted, they would spill
+            if constexpr (!Operand::RESIDENT) __syncwarp();  // keeps get()'s loads in this loop: hoisted, they would spill
             float p[MT][2][4] = {}, ds[MT][2][4] = {};
 #pragma unroll
             for (int d = 0; d < DT; d++) {

@@ -1,12 +1,15 @@
-// A training batch: x (batch, height, width, channels) T and labels, gathered from uint8 images, as numbers in [-1, 1], or
-// from latents, as they are; or x alone, of images that are a batch already.
+// A training batch: x, T (batch, height, width, channels), and its labels.
 //
-// draw_batch, and draw_latents, whose x is float and whose latents are T: samples first, first + 1, ... of the `of` of a step. Sample s has count = *step * of + s; its image is
-// shuffled_index(count % n, epoch count / n) of cudiff/ops/batch.py, here bit for bit, and with `flip` it is mirrored where
-// the top bit of Philox counter (0, count, stream) is set.
-// x and out_labels are overwritten; labels and out_labels may be null. Launch (ceil(pixels * channels / 1024), batch), any block.
-// normalize_images: n elements; VEC=1: n and the address of images are multiples of a pack's elements, x's address
-// of its 16 bytes. One thread makes a pack, or one element where VEC=0.
+//   draw_batch        samples of uint8 images, as numbers in [-1, 1].
+//   draw_latents      samples of latents, T, unchanged but as float: x is float here.
+//   normalize_images  only x, from n elements of uint8 images that are a batch already.
+//
+// draw_batch and draw_latents draw samples first, first + 1, ... of the `of` samples of a step. Sample s has count =
+// *step * of + s. Its image is shuffled_index(count % n, epoch count / n) of cudiff/ops/batch.py, here with the same bits. With
+// `flip` it is mirrored where the top bit of Philox counter (0, count, stream) is set. x and out_labels are overwritten; labels
+// and out_labels may be null. Launch: (ceil(pixels * channels / 1024), batch), any block.
+// normalize_images: one thread makes a pack, or with VEC=0 an element. VEC=1: n and the address of images are multiples of a
+// pack's elements, x's address of its 16 bytes.
 #include "philox.cuh"
 #include "vector.cuh"
 
@@ -18,8 +21,8 @@ __device__ __forceinline__ u32 mix32(u32 x) {
     return x ^ (x >> 16);
 }
 
-// A Feistel network over `bits` bits, walked until it lands inside [0, n): see shuffled_index. Every turn starts from
-// the last one's result, so a position inside [0, n) always comes back to one.
+// A Feistel network over `bits` bits, repeated until its result lies in [0, n): see shuffled_index. Each round starts from the
+// result of the one before, so that an index in [0, n) always leads to one in [0, n).
 __device__ __forceinline__ u32 shuffled_index(u32 index, i64 n, int bits, u32 key) {
     int low = (bits + 1) / 2;
     u32 right_mask = (1u << low) - 1, left_mask = (1u << (bits - low)) - 1;

@@ -1,27 +1,30 @@
-// Batch norm: z = weight * xhat + bias, xhat = (x - mean) * rstd, with statistics by channel; and with WINDOW=2 the largest z of
-// each 2x2 window and its ReLU. z is never stored: the backward recomputes from x what it needs of it. d_preact is z's gradient.
+// Batch norm: z = weight * xhat + bias, xhat = (x - mean) * rstd, with statistics of each channel. y = z, or with WINDOW=2 a
+// max pool of z and its ReLU: y = relu(the largest z of each 2x2 window). z is never stored; the backward recomputes it from x.
+// d_preact is the gradient of z.
 //
-// x, dx (N, H, W, C) and y, dy (N, H / WINDOW, W / WINDOW, C): T, channels last; the last row or column of an odd size is in no
-// window. With WINDOW=1 H is 1: any rows of C channels. float32 (C): weight, bias, mean, rstd, dweight, dbias, and the running
-// statistics, which are updated in place. Outputs overwrite; gradients with an `add` flag accumulate where it is set.
-// Each tile of windows leaves a row of sums: forward channel statistics (rows, C), as in channel_statistics.cuh; backward
-// tile_sums, float2 (rows, C), of d_preact. The rows are added in a fixed order: two runs give the same bits.
-// VEC=1: C and every T address are multiples of a 16-byte pack.
-// Launch of the kernels that read x: block (lanes, at most 32; rows, a power of two), at most 256 threads, a lane for each pack
-// of channels; grid (tiles, ceil(packs / lanes)). Of the `finish_` kernels: block (4, 256), ceil(C / 4) blocks.
+//   x, dx    T (N, H, W, C). With WINDOW=1 H is 1: any rows of C channels.
+//   y, dy    T (N, H / WINDOW, W / WINDOW, C). The last row or column of an odd size is in no window.
+//   weight, bias, mean, rstd, dweight, dbias, running_mean, running_var   float (C). The running statistics are updated in
+//            place.
+// Outputs are overwritten; gradients with an `add` flag accumulate where it is set. VEC=1: C and every T address are multiples
+// of a 16-byte pack.
+// Each tile of windows stores a row of sums: in the forward channel statistics (rows, C), as in channel_statistics.cuh; in the
+// backward tile_sums, float2 (rows, C), of d_preact. The rows are added in a fixed order: two runs give the same bits.
+// Launch of the kernels that read x: block (lanes, at most 32; rows, a power of two), at most 256 threads; a lane is a pack of
+// channels; grid (tiles, ceil(packs / lanes)). Launch of the `finish_` kernels: block (4, 256), ceil(C / 4) blocks.
 #include "channel_statistics.cuh"
 #include "vector.cuh"
 
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
 constexpr int TAPS = WINDOW * WINDOW;
-constexpr int UNROLL = WINDOW > 1 ? 1 : 4;  // windows at a time: their loads are to fill the memory's pipe
-constexpr int THREADS = 256, RESIDENT = 3;  // of a block, and blocks of a multiprocessor
+constexpr int UNROLL = WINDOW > 1 ? 1 : 4;  // windows at a time, to keep enough loads in flight
+constexpr int THREADS = 256, RESIDENT = 3;  // of a block; blocks a multiprocessor
 
 #define AFFINE const float* __restrict__ weight, const float* __restrict__ bias, const float* __restrict__ mean, \
                const float* __restrict__ rstd
 #define EXTENT int N, int H, int W, int C
 
-// A thread's channels, c to c + V, and its share of the windows: first, first + blockDim.y and so on, below end.
+// A thread's V channels from c on, and its windows: first, first + blockDim.y, ..., below end.
 struct Share {
     int c, first, end;
     __device__ __forceinline__ Share(int windows, int C) {
@@ -45,7 +48,8 @@ __device__ __forceinline__ void put(T* p, const Raw& raw) {
     else *p = raw.v[0];
 }
 
-// Window i, of h * w an image: where it begins in x, how much of it lies in the image, and its place in y if that is all.
+// Window i, of h * w an image: its first pixel in x, how many of its rows and columns lie in the image, and, if all do, its
+// pixel in y.
 struct Window {
     i64 pixel, out;
     int rows, columns;
@@ -62,18 +66,20 @@ struct Window {
     __device__ __forceinline__ i64 at(int tap, int W) const { return pixel + tap / WINDOW * W + tap % WINDOW; }
 };
 
-// float32 takes x - mean first, as gain * x + const would lose a large mean's digits; a 16-bit x has no such digits.
+// For float32 the centre is the mean: gain * x + const would lose the digits of x where the mean is large. A 16-bit x has no
+// such digits: there it is 0.
 __device__ __forceinline__ float centre_of(float mean) { return sizeof(T) == 4 ? mean : 0.0f; }
 
-// What a block's threads share about a channel: z = gain * (x - centre) + offset, and
-// dx = gain * d_preact + slope * (x - centre) + constant. By fmaf, so that the backward finds the largest that the forward found.
+// A channel's coefficients, shared by a block's threads: z = gain * (x - centre) + offset, and
+// dx = gain * d_preact + slope * (x - centre) + constant. z is an explicit fmaf, so that the backward recomputes the same bits
+// and finds the same largest z as the forward.
 struct __align__(16) Channel {
     float gain, offset, slope, constant, centre;
     __device__ __forceinline__ float centred(T x) const { return to_float(x) - centre_of(centre); }
     __device__ __forceinline__ float z(T x) const { return fmaf(gain, centred(x), offset); }
 };
 
-// The block's channels, prepared by a thread each; returns this thread's. means as in input_gradients.
+// Prepares the block's channels, one by a thread, and returns those of this thread. `means` as in input_gradients.
 __device__ __forceinline__ const Channel* prepare(AFFINE, const float2* means, int C) {
     __shared__ Channel channels[32 * V];
     int count = blockDim.x * V, first = blockIdx.y * count;
@@ -88,7 +94,7 @@ __device__ __forceinline__ const Channel* prepare(AFFINE, const float2* means, i
     return channels + threadIdx.x * V;
 }
 
-// The largest z of a channel in a window, NaN where one is, and the first tap that has it.
+// The largest z of a channel in a window, NaN if any is NaN, and its tap: the first of equal numbers.
 __device__ __forceinline__ float largest(const Channel& channel, const Raw (&x)[TAPS], int k, int& tap) {
     float z = channel.z(x[0].v[k]);
     tap = 0;
@@ -99,14 +105,14 @@ __device__ __forceinline__ float largest(const Channel& channel, const Raw (&x)[
     }
     return z;
 }
-// Its gradient.
+// The gradient of that z.
 __device__ __forceinline__ float d_preact_of(float z, T dy) { return WINDOW == 1 || z > 0.0f ? to_float(dy) : 0.0f; }
 
-// Sums over the block of what each thread has for its channels, in a fixed order; threads with threadIdx.y = 0 get them.
+// Sums each channel's values over the block's threads, in a fixed order. Threads with threadIdx.y = 0 get the sums.
 __device__ __forceinline__ void block_sums(float (&values)[V]) {
     __shared__ __align__(16) float of_threads[THREADS * V];
     float* own = of_threads + (threadIdx.y * blockDim.x + threadIdx.x) * V;
-    __syncthreads();  // an earlier sum has been read
+    __syncthreads();  // the previous sum has been read
     for (int half = blockDim.y / 2; half > 0; half /= 2) {
         if (threadIdx.y < 2 * half) store<V>(own, values);
         __syncthreads();
@@ -127,7 +133,7 @@ __device__ __forceinline__ void store_tile_sums(float2* tile_sums, int c, int C,
     for (int k = 0; k < V; k++) tile_sums[(i64)blockIdx.x * C + c + k] = make_float2(a[k], b[k]);
 }
 
-// Channel statistics of x, centred on its first pixel.
+// Channel statistics of x. The centre is x's first pixel.
 extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void statistics(CentredStatistics* statistics, const T* __restrict__ x,
                                                                            int pixels, int C) {
     wait_for_previous();
@@ -153,8 +159,8 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void statistics(Centr
     for (int k = 0; k < V; k++) statistics[(i64)blockIdx.x * C + share.c + k] = {count, first[k], sum[k], square[k]};
 }
 
-// Sums over rows of CentredStatistics, or of pairs of sums, of channel c = blockIdx.x * 4 + threadIdx.x. Threads with
-// threadIdx.y = 0 get them.
+// Sums over the rows of `statistics`, CentredStatistics or pairs of sums, for channel c = blockIdx.x * 4 + threadIdx.x. Threads
+// with threadIdx.y = 0 get them.
 __device__ __forceinline__ double2 column_sums(const void* statistics, bool centred, int rows, int c, int C) {
     __shared__ double2 of_threads[256][4];
     double2 sum = {0.0, 0.0};
@@ -176,8 +182,8 @@ __device__ __forceinline__ double2 column_sums(const void* statistics, bool cent
     return sum;
 }
 
-// mean, rstd from channel statistics (rows, C), CentredStatistics where `centred`, else RawStatistics, of `pixels` pixels. The
-// running statistics move towards mean and unbiased variance by the share `momentum`.
+// mean and rstd from channel statistics (rows, C) of `pixels` pixels: CentredStatistics where `centred`, else RawStatistics.
+// running += momentum * (new - running), where the new variance is unbiased.
 extern "C" __global__ void finish_statistics(float* mean, float* rstd, float* running_mean, float* running_var,
                                              const void* statistics, int centred, int rows, int pixels, int C, float momentum, float eps) {
     wait_for_previous();
@@ -192,7 +198,7 @@ extern "C" __global__ void finish_statistics(float* mean, float* rstd, float* ru
     running_var[c] += momentum * ((float)(squares / max(pixels - 1, 1)) - running_var[c]);
 }
 
-// mean, rstd from the running statistics: copies, so that a later update does not reach a saved tape. A thread a channel.
+// mean and rstd from the running statistics. They are copies: a later update does not change a saved tape. A thread a channel.
 extern "C" __global__ void read_running(float* mean, float* rstd, const float* running_mean, const float* running_var, int C,
                                         float eps) {
     wait_for_previous();
@@ -202,7 +208,7 @@ extern "C" __global__ void read_running(float* mean, float* rstd, const float* r
     rstd[c] = rsqrtf(running_var[c] + eps);
 }
 
-// y = z, or ReLU of a window's largest.
+// y = z, or with WINDOW=2 the ReLU of a window's largest z.
 extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void normalize(T* __restrict__ y, const T* __restrict__ x, AFFINE,
                                                                           EXTENT) {
     wait_for_previous();
@@ -226,7 +232,7 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void normalize(T* __r
     }
 }
 
-// tile_sums: of d_preact and of d_preact * (x - centre).
+// tile_sums: the sums of d_preact and of d_preact * (x - centre) over each tile.
 extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void backward_sums(float2* tile_sums, const T* __restrict__ dy,
                                                                               const T* __restrict__ x, AFFINE, EXTENT) {
     wait_for_previous();
@@ -255,8 +261,8 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void backward_sums(fl
     store_tile_sums(tile_sums, share.c, C, sum, product);
 }
 
-// From tile_sums (rows, C) of backward_sums: means of d_preact and of d_preact * xhat over so many pixels, and their sums, dbias
-// and dweight, each of which may be null.
+// From tile_sums (rows, C) of backward_sums: means, float2 (C), of d_preact and of d_preact * xhat over `pixels` pixels, and
+// their sums, dbias and dweight, either of which may be null.
 extern "C" __global__ void finish_gradients(float2* means, float* dweight, int add_weight, float* dbias, int add_bias,
                                             const float2* tile_sums, const float* mean, const float* rstd, int rows,
                                             int pixels, int C) {
@@ -270,8 +276,8 @@ extern "C" __global__ void finish_gradients(float2* means, float* dweight, int a
     if (dbias) dbias[c] = (add_bias ? dbias[c] : 0.0f) + (float)sum.x;
 }
 
-// dx = gain * (d_preact - means.x - xhat * means.y). Where means is null, mean and rstd are constants. sums, float (tiles, C): dx
-// summed over each tile before rounding.
+// dx = gain * (d_preact - means.x - xhat * means.y), gain = weight * rstd. Null means are taken as 0: then mean and rstd are
+// constants. sums: float (tiles, C), dx summed over each tile before rounding.
 extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void input_gradients(
     T* __restrict__ dx, float* sums, const float2* means, const T* __restrict__ dy, const T* __restrict__ x, AFFINE, EXTENT) {
     wait_for_previous();
@@ -281,7 +287,7 @@ extern "C" __global__ __launch_bounds__(THREADS, RESIDENT) void input_gradients(
     float sum[V] = {};
 #pragma unroll UNROLL
     for (int i = share.first; i < share.end; i += blockDim.y) {
-        asm volatile("" ::: "memory");  // channels are read where they are needed: all at once they would not fit in registers
+        asm volatile("" ::: "memory");  // reload channels in each round: all of them would not fit in registers
         Window window(i, h, w, H, W);
         Raw taps[TAPS] = {}, dout = {};
         if (window.whole()) dout = fetch(dy + window.out * C + share.c);

@@ -1,26 +1,40 @@
-// The three passes of a convolution as matrix products on tensor cores (implicit GEMM; nothing is unfolded in memory).
+// Convolution on tensor cores by cp.async and mma.sync, as implicit GEMM: the patches are never stored in memory.
 //
-// x, dx: T (N, H, W, C); weight: T (K, R, S, C); out, dout: T (N, Ho, Wo, K); dweight: float (K, R, S, C).
-//   FPROP  out[pixel][k]        = patch of x[pixel][r,s,c]  · weight[k][r,s,c]
-//   DGRAD  dx[pixel][c]         = patch of dout[pixel][r,s,k] · weight[k][r,s,c]; DILATED where the stride is not 1
-//   WGRAD  dweight[k][r,s,c]    = dout[pixel][k] · patch of x[pixel][r,s,c]
-// UPSAMPLE: 1 where FPROP and WGRAD take each pixel of x twice in both directions, as of an image 2H by 2W; else 0.
-// PAIR: 1 where FPROP's and WGRAD's x is two, of channels 0 to C1 and, as x2 (N, H, W, C - C1), the rest; else 0.
-// a: the operand whose rows are the result's rows (x, dout, dout); b: the other (weight, weight, x). All are C-contiguous.
-// A_VEC, B_VEC: chunks of 16 bytes never straddle: channels of the gathered image (or of dout in WGRAD), C1, and R·S·C or C
-// of weight, are multiples of 16 bytes' elements, arrays 16-byte aligned.
-// destination: OUT, rows of ldo elements, overwritten; bias, emb, addend as in gemm.cuh's Output, and so is sums, of FPROP. An
-// image's sides, upsampled, and a padding are at most 32,767.
-// NORM: 1 for DGRAD where the convolution's input was silu(z), z group norm's map (affine.cuh) of `normed`, T
-// (N, H, W, C1), and of x2, (N, H, W, C - C1), behind it. Then destination = d_preact, the gradient of z: the result times
-// silu's slope. sums, float2, are those of d_preact and of d_preact * (x - centre), before rounding. There is no bias, emb or
-// addend. 2: the input was z itself. 0: neither. With NORM, OUT is T, C and C1 are even, images aligned to two elements, the
-// rows of a warp are of one image, sums are not null, and the depth is not split.
-// gridDim.x: ceil(rows / BM) · ceil(columns / BN), columns fastest; gridDim.y: splits of the depth into `k_tiles` tiles
-// each; split s writes to destination + s · rows · ldo, to be summed by gemm.cu (then OUT=float, without additions).
-// On Hopper conv2d_sm90.cu and conv2d_wgrad*_sm90.cu take what they can: stride 1, the image's size kept, 16 bits or tf32; of
-// 16 bits gemm_sm90.cu takes other strides and paddings in FPROP and DGRAD.
-// Everywhere conv2d_few_channels.cu takes 3x3 and 1x1 ones of 16 bits from or to a few channels, but not upsampled.
+//   PASS   result              = sum over     of a                            times b
+//   FPROP  out[pixel][k]         (r, s, c)    patch of x[pixel][r,s,c]        weight[k][r,s,c]
+//   DGRAD  dx[pixel][c]          (r, s, k)    patch of dout[pixel][r,s,k]     weight[k][r,s,c]
+//   WGRAD  dweight[k][r,s,c]     pixels       dout[pixel][k]                  patch of x[pixel][r,s,c]
+// The result is a matrix with these two indices as row and column; the index that is summed over is the depth of the product.
+//
+// x, dx: T (N, H, W, C). out, dout: T (N, Ho, Wo, K). weight: T (K, R, S, C). The result of WGRAD, dweight: float (K, R, S, C).
+//
+// Constants
+//   DILATED    1 for DGRAD with a stride that is not 1.
+//   UPSAMPLE   1 where FPROP or WGRAD read x upsampled: 2H × 2W pixels, of which each 2 × 2 are one pixel of x. Else 0.
+//   PAIR       1 where FPROP's or WGRAD's x is two arrays: channels 0 to C1 are x, the rest x2, T (N, H, W, C - C1). Else 0.
+//   NORM       0: none. 1: DGRAD of a convolution of silu(z), z group norm's map (affine.cuh). 2: of a convolution of z itself.
+//              The norm's input has channels 0 to C1 in `normed`, T (N, H, W, C1), the rest in x2, T (N, H, W, C - C1).
+//   A_VEC, B_VEC   1 where no 16-byte chunk of a or b straddles two pixels or rows: arrays are aligned to 16 bytes, and
+//              these are multiples of a chunk: for a the channels of the image that is gathered, or of dout in WGRAD; for b
+//              R·S·C in FPROP and C in the others; C1 where x is two arrays.
+//
+// Arguments
+//   a, b          the operands, C-contiguous: x and weight, dout and weight, or dout and x.
+//   destination   OUT, rows of ldo elements, overwritten. Under NORM it is d_preact, the gradient of z: the result, under
+//                 NORM=1 times silu's slope. OUT is then T.
+//   bias, emb, addend   as in gemm.cuh's Output; all null under NORM.
+//   sums          null, or for FPROP as in Output. Under NORM not null: float2 of the same shape, the sums of d_preact and of
+//                 d_preact · (x - centre) before rounding.
+// An upsampled side of an image plus a padding is at most 32,767. Under NORM C and C1 are even, images are aligned to two
+// elements, the rows of a warp are of one image, and the depth is not split.
+//
+// Launch: gridDim.x = ceil(rows / BM) · ceil(columns / BN), columns fastest. gridDim.y: splits of the depth, `k_tiles` tiles
+// each. Split s writes to destination + s · rows · ldo, and gemm.cu sums the splits (then OUT=float, without additions).
+// Threads and shared memory as in gemm.cuh.
+//
+// Other kernels take: conv2d_sm90.cu and conv2d_wgrad*_sm90.cu, on Hopper, stride 1 with the image's size kept, in 16 bits or
+// tf32, as far as they can; gemm_sm90.cu, on Hopper, other strides and paddings of 16 bits in FPROP and DGRAD;
+// conv2d_few_channels.cu, everywhere, 3x3 and 1x1 of 16 bits from or to a few channels, not upsampled.
 #include "affine.cuh"
 #include "gemm.cuh"
 
@@ -33,7 +47,7 @@ struct Shape {
     __device__ __forceinline__ static u32 inverse_of(int stride) { return 0x7fffffffu / stride + 1; }  // ceil(2^31 / stride)
 };
 
-// x, of one source or two.
+// The image x: one array, or under PAIR two.
 struct Sources {
     const T *x, *x2;
     int C, C1;
@@ -43,12 +57,13 @@ struct Sources {
     }
 };
 
-// i / stride, for 0 <= i < 2^15. Two real divisions for each copy of 16 bytes would take more instructions.
+// i / stride for 0 <= i < 2^15, by a multiplication. Each copy of 16 bytes needs two: real divisions would take more
+// instructions.
 __device__ __forceinline__ int divided(int i, u32 inverse) { return (u64)(u32)i * inverse >> 31; }
 
-// The pixels of an image (N, H, W, C) that the kernel's taps see from one place.
+// The pixels of an image that the taps of the convolution read for one pixel of the result (of dout in WGRAD).
 struct Window {
-    int row, column, image;  // of tap (0, 0); image counts pixels
+    int row, column, image;  // row and column under tap (0, 0); the image's first pixel
 
     __device__ __forceinline__ bool at(int r, int s, const Shape& shape, int& pixel) const {
         int y = (PASS == DGRAD ? row - r : row + r) >> UPSAMPLE, x = (PASS == DGRAD ? column - s : column + s) >> UPSAMPLE;
@@ -64,7 +79,7 @@ struct Window {
     }
 };
 
-// K-major operand A of FPROP and DGRAD: row = a pixel of the result, depth = (r, s, channel).
+// Operand A of FPROP and DGRAD, K-major. A row is a pixel of the result, the depth is (r, s, channel).
 template <bool VEC> struct PatchLoader {
     using Tile = ::Tile<true, BM>;
     const Sources image;
@@ -102,7 +117,7 @@ template <bool VEC> struct PatchLoader {
     }
 };
 
-// Operand B of DGRAD: row = depth (r, s, k), contiguous = c.
+// Operand B of DGRAD. A row is a depth (r, s, k), and c is contiguous.
 template <bool VEC> struct WeightLoader {
     using Tile = ::Tile<false, BN>;
     const T* weight;
@@ -131,7 +146,7 @@ template <bool VEC> struct WeightLoader {
     }
 };
 
-// Operand B of WGRAD: row = depth (n, ho, wo), contiguous = (r, s, c).
+// Operand B of WGRAD. A row is a depth (n, ho, wo), and (r, s, c) is contiguous.
 template <bool VEC> struct PixelLoader {
     using Tile = ::Tile<false, BN>;
     const Sources x;
@@ -158,7 +173,8 @@ template <bool VEC> struct PixelLoader {
     }
 };
 
-// NORM's d_preact, which it writes, and its sums. The tiles in shared memory are no longer needed.
+// The epilogue of NORM: write d_preact and its sums. The operands' tiles are no longer needed; the norm's maps take their
+// place.
 __device__ __forceinline__ void store_d_preact(const Accumulators& acc, const Output& output, int m, int n, const T* x, const T* x2,
                                          int C1, AFFINE) {
     static_assert(!NORM || sizeof(OUT) == sizeof(T), "d_preact is stored as the norm's input is");
@@ -236,7 +252,7 @@ conv2d(const T* a, const T* b, const float* bias, const float* emb, const OUT* a
         multiply(acc, load_a, load_b, k_tiles);
     }
     destination += (i64)blockIdx.y * rows * ldo;
-    if constexpr (PASS != FPROP) emb = nullptr;  // it is null; so the compiler leaves out what reads it
+    if constexpr (PASS != FPROP) emb = nullptr;  // it is null anyway; the compiler now removes the code that reads it
     Output output = {destination, bias, emb, addend, rows, columns, ldo, rows_per_image, sums};
     if constexpr (NORM)
         store_d_preact(acc, output, m0, n0, normed, x2, C1, norm_weight, norm_bias, scale, shift, mean, rstd, groups);

@@ -1,13 +1,18 @@
-// Depthwise convolutions: each channel by a kernel ROWS x COLUMNS (R x S) of its own, with stride, padding and dilation.
-//   fprop  out[pixel][c]     = sum over taps of x[pixel under the tap][c] * weight[c][r, s] + bias[c]
-//   dgrad  dx[pixel][c]      = sum over taps of dout[pixel at the tap][c] * weight[c][r, s]
+// Depthwise convolutions with stride, padding and dilation: each channel has a kernel ROWS x COLUMNS (R x S) of its own.
+//
+//   fprop  out[pixel][c]     = sum over taps of x[pixel under the tap][c] * weight[c][r, s] + bias[c] + addend[pixel][c]
+//   dgrad  dx[pixel][c]      = sum over taps of dout[pixel at the tap][c] * weight[c][r, s] + bias[c] + addend[pixel][c]
 //   wgrad  dweight[c][r, s]  = sum over pixels of dout[pixel][c] * x[pixel under the tap][c]
-// x (N, H, W, C), weight (C, R, S, 1), dout (N, h, w, C), all T, contiguous. Sums are in float, in a fixed order.
-// fprop and dgrad overwrite result, T, plus bias (float (C,) or null) and addend (T, as result, which it may be, or null).
-// wgrad overwrites parts (gridDim.x, C, R, S), float: each is the sum over `lines` rows of the images of dout.
-// VEC=1: C is a multiple of a pack, and images start at multiples of 16 bytes; the weight need not.
-// Launch: block (lanes, columns), at most 256 threads, a lane for each pack of channels; gridDim.y = ceil(packs / lanes).
-// gridDim.x = rows of all images of the result, in wgrad ceil(N * h / lines), and there gridDim.z = R, a row of taps each.
+//
+//   x (N, H, W, C), weight (C, R, S, 1), dout (N, h, w, C)   T, contiguous
+//   result   out or dx: T, overwritten
+//   bias     float (C,), or null
+//   addend   T like result, or null. May be `result` itself.
+//   parts    of wgrad: float (gridDim.x, C, R, S), overwritten. Each is the sum over `lines` rows of the images of dout.
+// Sums are in float, in a fixed order. VEC=1: C is a multiple of a pack, and images start at multiples of 16 bytes; the weight
+// need not.
+// Launch: block (lanes, columns), at most 256 threads; a lane is a pack of channels. gridDim.y = ceil(packs / lanes). gridDim.x
+// = the rows of all images of the result; in wgrad ceil(N * h / lines), and there gridDim.z = R: a block has one row of taps.
 // Dynamic shared memory of fprop and dgrad: R * S * lanes packs (elements with VEC=0).
 #include "convolution.cuh"
 #include "vector.cuh"
@@ -17,7 +22,7 @@ constexpr int V = VEC ? Pack<T>::SIZE : 1, TAPS = ROWS * COLUMNS;
 template <bool BACKWARD>
 __device__ __forceinline__ void convolve(T* result, const T* image, const T* weight, const float* bias, const T* addend,
                                          const Convolution& p) {
-    if (blockIdx.x >= p.N * (BACKWARD ? p.H : p.h)) return;  // no images: a grid has one block at least
+    if (blockIdx.x >= p.N * (BACKWARD ? p.H : p.h)) return;  // of no images: a grid has at least one block
     extern __shared__ __align__(16) u8 dynamic[];
     T* weights = reinterpret_cast<T*>(dynamic);  // (taps, channels of the block)
     int channels = blockDim.x * V, first = blockIdx.y * channels, thread = threadIdx.y * blockDim.x + threadIdx.x;
@@ -27,7 +32,7 @@ __device__ __forceinline__ void convolve(T* result, const T* image, const T* wei
     int c = first + threadIdx.x * V;
     if (c >= p.C) return;
 
-    int height = BACKWARD ? p.h : p.H, width = BACKWARD ? p.w : p.W;  // of the image that is read
+    int height = BACKWARD ? p.h : p.H, width = BACKWARD ? p.w : p.W;  // of the image that the taps read
     int own_height = BACKWARD ? p.H : p.h, own_width = BACKWARD ? p.W : p.w;
     int n = blockIdx.x / own_height, i = blockIdx.x % own_height;
     float start[V] = {};

@@ -1,41 +1,48 @@
-// Convolutions R x R (3 or 1) that keep the size, between an image of few channels and one of many.
+// Convolutions R x R (R = 3 or 1) that keep the image's size, between an image of few channels and one of many.
 //
-// few: FEW_T (N, H, W, FEW), T or float. many: T (N, H, W, C), 16-byte aligned, C a multiple of BN. Products are of T: a
-// float `few` is rounded where it is read, and written as summed. The patch of a pixel has DEPTH numbers, (r, s, j): the
-// R x R pixels of few around it. weight, T, holds (tap, j, c) at first + tap * .. + j * .. + c * .. (see Weight). So three
-// kernels do six convolutions: fprop, dgrad and wgrad from few channels to many, and from many to few.
-//   expand    many[p][c] = patch[p] · weight[c] + bias[c] + emb[n][c], or 0 where that is less and `relu`. few is x of
-//             fprop, or dout of dgrad. sums (N, tiles, C, SUMS) are float: of each channel of a tile the sum of what was
-//             stored, and with SUMS=2 that of its squares (RawStatistics).
-//             NORM is of dgrad where the input was silu(z), z group norm's map (affine.cuh) of x (N, H, W, C). Then many
-//             is the gradient of z, the product times silu's slope. sums are those of it and of it * x, before rounding.
-//             There is no bias, emb or relu.
+//   few     FEW_T (N, H, W, FEW): T or float. A float `few` is rounded to T where it is read, and written as summed.
+//   many    T (N, H, W, C), aligned to 16 bytes; C is a multiple of BN.
+//   weight  T. The weight of (tap, j, c) lies at first + tap * .. + j * .. + c * .. (see Weight).
+//   bias    float, or null.
+//   emb     float (N, C), or null.
+// j is a channel of few, c one of many. The patch of pixel p has DEPTH numbers (r, s, j): the R x R pixels of few around p.
+//
+// Three kernels compute fprop, dgrad and wgrad in both directions, from few channels to many and from many to few:
+//   expand    many[p][c] = patch[p] · weight[c] + bias[c] + emb[n][c]; under `relu` 0 where that is less. few is x of
+//             fprop, or dout of dgrad.
+//             sums: float (N, tiles, C, SUMS). Over each tile's pixels: for each channel the sum of what was stored, and with
+//             SUMS=2 the sum of its squares (RawStatistics).
+//             NORM: dgrad of a convolution of silu(z), z group norm's map (affine.cuh) of x (N, H, W, C). many is then the
+//             gradient of z: the product times silu's slope. sums are of it and of it * x, before rounding. There is no
+//             bias, emb or relu.
 //   contract  few[p][j] = sum over taps (r, s) of many[p + (r, s) - R / 2] · weight[tap][j] + bias[j]. few is out, or dx.
-//   wgrad     partials[blockIdx.x] (a weight each, float) = sum over the tile's pixels of patch[p][tap, j] · many[p][c]
-// bias: float or null; emb: float (N, C) or null. All outputs are overwritten. Sums are float and in a fixed order.
+//   wgrad     partials[blockIdx.x] = sum over the tile's pixels of patch[p][tap, j] · many[p][c]. Each has the layout of
+//             the weight, in float.
+// All outputs are overwritten. Sums are float and in a fixed order.
 //
-// Fragments of mma.sync are filled without ldmatrix: which channel or pixel stands in which column or depth is free, and
-// is chosen so that a thread's are neighbours in memory.
-// Launch: 256 threads. gridDim.x = N * ceil(H / rows) tiles of `rows` rows of an image. gridDim.y = C / BN with BN = 32 or
-// 64 in expand and wgrad, 1 with BN = C in contract. Dynamic shared memory, by few_channels.py: expand `copies_bytes`,
-// contract `products_bytes`, wgrad the larger of `patches_bytes` and `sums_bytes`, where `patches_pitch` is its pitch.
+// Fragments of mma.sync are loaded without ldmatrix. Any channel or pixel may stand in any column or depth of a product: the
+// kernels choose an order in which a thread's elements are neighbours in memory.
+// Launch: 256 threads. gridDim.x = N * ceil(H / rows): a tile is `rows` rows of one image. gridDim.y = C / BN with BN = 32 or
+// 64 in expand and wgrad, 1 with BN = C in contract. Dynamic shared memory as few_channels.py computes it: expand
+// `copies_bytes`, contract `products_bytes`, wgrad the larger of `patches_bytes` and `sums_bytes`; wgrad's pitch is
+// `patches_pitch`.
 #include "affine.cuh"
 #include "mma.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int TAPS = R * R, HALO = R / 2;  // pixels around a tile
 constexpr int DEPTH = TAPS * FEW, STEPS = CEIL_DIV(DEPTH, 16);
-constexpr int OWN = BN / 4;  // channels of a thread in contract: a quarter of a pixel's
+constexpr int OWN = BN / 4;  // channels of a thread in contract: a quarter of those of a pixel
 
-// In expand a thread reads two numbers of a patch's row as one word. The last word of an odd row also holds a neighbour, which
-// is masked. Where FEW is odd, half of the words would not be aligned: a second copy of few's rows, one number further on, has
-// these.
+// In expand a thread reads two numbers of a patch's row as one word. In an odd row the last word also holds the number after
+// the row, which is masked. Where FEW is odd, half of the words would not be aligned. They are read from a second copy of few's
+// rows, shifted by one number.
 constexpr int ROW_PAIRS = CEIL_DIV(R * FEW, 2), EXPAND_STEPS = CEIL_DIV(R * ROW_PAIRS, 8), COPIES = 1 + FEW % 2;
-constexpr int EXPAND_PITCH = EXPAND_STEPS * 16 + 10;  // of weights: few of the rows that are read at one time share a bank
-// In expand and wgrad a warp has 32 channels of 16 pixels at a time.
+constexpr int EXPAND_PITCH = EXPAND_STEPS * 16 + 10;  // of weights in shared memory: keeps bank conflicts few
+// In expand and wgrad a warp works on 32 channels of 16 pixels at a time.
 constexpr int CHANNEL_WARPS = BN / 32, PIXEL_WARPS = WARPS / CHANNEL_WARPS;
 
-// Where the weight of (tap, j, c) lies; tap counts backwards where `tap` is negative.
+// The place of the weight of (tap, j, c): an offset and strides. `tap` is negative where the taps are reversed.
 struct Weight {
     int first, tap, few, many;
     __device__ __forceinline__ int at(int d, int c) const { return first + d / FEW * tap + d % FEW * few + c * many; }
@@ -52,11 +59,11 @@ struct Tile {
 
 extern __shared__ __align__(16) u8 dynamic[];
 
-// A number of few as products take it.
+// A number of few, as an operand of a product: rounded to T.
 __device__ __forceinline__ T operand(T x) { return x; }
 template <typename U> __device__ __forceinline__ T operand(U x) { return from_float<T>(to_float(x)); }
 
-// Steps from a pixel of a tile to those that follow at a fixed distance, without a division each.
+// Walks from a pixel of a tile to those that follow at a fixed distance, without a division for each.
 struct Walk {
     int y, x, down, across, W;
     __device__ __forceinline__ Walk(int m, int distance, int W) : y(m / W), x(m % W), down(distance / W), across(distance % W), W(W) {}
@@ -71,7 +78,7 @@ __device__ __forceinline__ T around(const FEW_T* image, int y, int e, int H, int
     return y >= 0 && y < H && e >= 0 && e < W * FEW ? operand(image[(i64)y * W * FEW + e]) : T{};
 }
 
-// few's rows under a tile's patches, zeros around the image, in shared memory: COPIES times. For expand.
+// For expand: few's rows under a tile's patches in shared memory, with zeros around the image. There are COPIES of them.
 struct Patches {
     T* values;
     int pitch, size;
@@ -87,13 +94,13 @@ struct Patches {
             if (COPIES > 1 && i > 0) values[size + i - 1] = x;
         }
     }
-    // The patch of pixel (y, x) of the tile begins there; its numbers of row r a pitch further on.
+    // Where the patch of pixel (y, x) of the tile begins. Row r of the patch lies r pitches further on.
     __device__ __forceinline__ int corner(int y, int x) const { return y * pitch + x * FEW; }
 };
 
-// The same transposed, for wgrad: number d of the patches of all pixels of row y of the tile lie one after the other.
+// For wgrad, the patches transposed: the d-th numbers of the patches of all pixels in row y of the tile are contiguous.
 struct TransposedPatches {
-    static constexpr int COUNT = R * FEW;  // that start in a row of few: one for each column of the kernel and channel
+    static constexpr int COUNT = R * FEW;  // numbers of a patch in one row of few: one for each (s, j)
     T* values;
     int pitch;
 
@@ -116,17 +123,18 @@ struct TransposedPatches {
     __device__ __forceinline__ const T* at(int y, int d) const { return values + (y * COUNT + d) * pitch; }
 };
 
-// For expand: the weights of the block's channels, from `channel` on, a row of EXPAND_PITCH each, in the order of a patch's words.
+// For expand: load the weights of the block's channels, from `channel` on. Each has a row of EXPAND_PITCH, in the order of a
+// patch's words.
 __device__ __forceinline__ void load_weights(T* weights, const T* weight, const Weight& at, int channel) {
 #pragma unroll
-    for (int i = threadIdx.x; i < BN * EXPAND_STEPS * 16; i += THREADS) {  // in the order in which they lie in memory
+    for (int i = threadIdx.x; i < BN * EXPAND_STEPS * 16; i += THREADS) {  // in the order of global memory: coalesced
         int c = at.many == 1 ? i % BN : i / (EXPAND_STEPS * 16), d = at.many == 1 ? i / BN : i % (EXPAND_STEPS * 16);
         int row = d / (2 * ROW_PAIRS), e = d % (2 * ROW_PAIRS);
         weights[c * EXPAND_PITCH + d] = row < R && e < R * FEW ? weight[at.at(row * R * FEW + e, channel + c)] : T{};
     }
 }
 
-// The norm's maps of the block's channels, from `channel` on; side by side lies what a warp reads at one time.
+// The norm's maps of the block's channels, from `channel` on. What a warp reads at a time is contiguous.
 __device__ __forceinline__ void fill_maps(float2* maps, int channel, int n, int C, int groups, const float* norm_weight,
                                           const float* norm_bias, const float* scale, const float* shift, const float* mean,
                                           const float* rstd) {
@@ -160,7 +168,7 @@ expand(const FEW_T* few, const T* weight, const float* bias, const float* emb, i
     i64 place = (((i64)tile.n * H + tile.top) * W + first) * C + channel + own;
     many += place, x += NORM ? place : 0;
     Pack<T> others[2];
-    auto fetch = [&](int h, int m) {  // the norm's input for pixel m, long before it is needed
+    auto fetch = [&](int h, int m) {  // load the norm's input for pixel m, long before it is used
         if (NORM && m < count) others[h] = load_pack(x + 8 * h * C);
     };
     fetch(0, first), fetch(1, first + 8);
@@ -175,7 +183,7 @@ expand(const FEW_T* few, const T* weight, const float* bias, const float* emb, i
         for (int i = 0; i < 2; i++) {
             int pair = k * 8 + t + 4 * i, row = pair / ROW_PAIRS, e = pair % ROW_PAIRS;
             offset[k][i] = min(row, R - 1) * patches.pitch / 2 + e;
-            bool whole = COPIES == 1 && (k + 1) * 8 <= R * ROW_PAIRS;  // known while compiling
+            bool whole = COPIES == 1 && (k + 1) * 8 <= R * ROW_PAIRS;  // a compile-time constant
             keep[k][i] = whole || (row < R && 2 * e + 1 < R * FEW) ? ~0u : row < R ? 0xffff : 0;
         }
     // Column 2t + i of product j is channel 2j + i of thread t.
@@ -254,8 +262,9 @@ expand(const FEW_T* few, const T* weight, const float* bias, const float* emb, i
     }
 }
 
-// Every pixel of the tile's rows and of those around it is multiplied by all DEPTH columns of the weight, once. Then the
-// products that belong to a pixel of few, one a tap, are added. Reading `many` once a tap would cost more.
+// First each pixel of many, in the tile's rows and those around them, is multiplied by all DEPTH columns of the weight. The
+// products go to shared memory. Then each pixel of few adds its products, one for each tap. To read `many` anew for each tap
+// would cost more.
 extern "C" __global__ void __launch_bounds__(THREADS)
 contract(const T* many, const T* weight, const float* bias, FEW_T* few, Weight at, int H, int W, int rows) {
     wait_for_previous();
@@ -271,7 +280,7 @@ contract(const T* many, const T* weight, const float* bias, FEW_T* few, Weight a
     }
     __syncthreads();
 
-    uint2 b[BN / 16][COLUMNS];  // depth 2t, 2t + 1, 2t + 8, 2t + 9 of step k is channel t * OWN + 4k and the three after it
+    uint2 b[BN / 16][COLUMNS];  // depths 2t, 2t + 1, 2t + 8, 2t + 9 of step k are the four channels from t * OWN + 4k on
 #pragma unroll
     for (int k = 0; k < BN / 16; k++)
 #pragma unroll
@@ -321,13 +330,13 @@ contract(const T* many, const T* weight, const float* bias, FEW_T* few, Weight a
 extern "C" __global__ void __launch_bounds__(THREADS, FEW < 6 ? 2 : 1)  // for two blocks, 7 channels spill on sm_90a
 wgrad(const FEW_T* few, const T* many, float* partials, Weight at, int H, int W, int C, int rows, int pitch) {
     wait_for_previous();
-    constexpr int COLUMNS = 4;  // and as many channels of a thread: those of lane group g are g * COLUMNS and after
+    constexpr int COLUMNS = 4;  // products of 8 channels each; a thread has COLUMNS channels, from g * COLUMNS on
     struct __align__(8) Channels { u16 bits[COLUMNS]; };
     Tile tile(H, rows);
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, channel = blockIdx.y * BN;
     int pixel_warp = warp / CHANNEL_WARPS, channel_warp = warp % CHANNEL_WARPS;
     int width = CEIL_DIV(W, 4) * 4, count = tile.rows * width, step = PIXEL_WARPS * 16;
-    int first = pixel_warp * 16 + t * 4;  // of this thread's pixels: so many, and the three after it in its row
+    int first = pixel_warp * 16 + t * 4;  // the first of this thread's four neighbouring pixels
     many += ((i64)tile.n * H + tile.top) * W * C + channel + channel_warp * 32 + g * COLUMNS;
     Channels pixels[2][4];
     Walk ahead(first, step, width), walk = ahead;
@@ -358,7 +367,7 @@ wgrad(const FEW_T* few, const T* many, float* partials, Weight at, int H, int W,
         walk.advance();
         fetch(pixel, m + 2 * step);
     }
-    // The lower half of the pixels' warps adds what the upper half has, then the lower quarter, ...
+    // Add the sums of the warps that share channels, as a tree: the lower half adds those of the upper half, and so on.
     float* sums = (float*)dynamic;
     for (int half = PIXEL_WARPS / 2; half > 0; half /= 2) {
         float* of_pair = sums + (pixel_warp % half * CHANNEL_WARPS + channel_warp) * STEPS * COLUMNS * 128 + lane;

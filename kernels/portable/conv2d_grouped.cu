@@ -1,12 +1,17 @@
-// Convolutions with groups or dilation, as one product of matrices for each group: rows · depth · columns.
-//   FPROP  out[pixel][k]      = x under the tap[pixel][r,s,c]   · weight[k][r,s,c] + bias[k]
-//   DGRAD  dx[pixel][c]       = dout at the tap[pixel][r,s,k]   · weight[k][r,s,c]
-//   WGRAD  dweight[k][r,s,c]  = dout[pixel][k]                  · x under the tap[pixel][r,s,c]
-// c and k are channels of one group. a, b: FPROP x and weight, DGRAD dout and weight, WGRAD dout and x. x (N, H, W, C), weight
-// (K, R, S, C / groups), dout (N, h, w, K), all T, contiguous, any alignment. Numbers are multiplied and added in float, in a
-// fixed order.
-// result: overwritten. T, plus bias (float (K,) or null) and addend (T, as result, which it may be, or null). Of WGRAD instead
-// parts (gridDim.y, K, R, S, C / groups), float: each is the sum over `pixels` pixels, a multiple of BK; the host adds them.
+// Convolutions with groups or dilation, on FMA units: for each group one tiled product of matrices.
+//
+//   PASS   result             rows             columns             depth
+//   FPROP  out[pixel][k]      pixels of out    k                   (r, s, c)
+//   DGRAD  dx[pixel][c]       pixels of dx     c                   (r, s, k)
+//   WGRAD  dweight[k][r,s,c]  k                (r, s, c)           pixels of dout
+// c and k are channels of one group. Products and sums are float, in a fixed order.
+//
+//   a, b     x and weight in FPROP, dout and weight in DGRAD, dout and x in WGRAD. x (N, H, W, C), weight
+//            (K, R, S, C / groups), dout (N, h, w, K): T, contiguous, any alignment.
+//   result   overwritten. T; in WGRAD parts, float (gridDim.y, K, R, S, C / groups). Each part is the sum over `pixels` pixels,
+//            a multiple of BK; the host adds the parts.
+//   bias     float, one for each channel of the result, or null. Not in WGRAD.
+//   addend   T like result, or null. May be `result` itself. Not in WGRAD.
 // Launch: 256 threads. gridDim.x = groups * columns of tiles * rows of tiles of BM x BN; gridDim.y = 1, in WGRAD the parts.
 #include "convolution.cuh"
 
@@ -15,7 +20,7 @@ constexpr int THREADS = 256, BK = 16;
 constexpr int TM = BM == 16 ? 2 : 4, TN = BN == 16 ? 2 : 4;  // a thread's rows and columns
 constexpr int ROW_STEP = BM / TM, COLUMN_STEP = BN / TN;
 static_assert(ROW_STEP * COLUMN_STEP == THREADS, "a thread has TM x TN sums");
-constexpr int PATCHES = PASS == WGRAD ? BN : BM;  // rows or columns that stand for a pixel or, in WGRAD, for a tap
+constexpr int PATCHES = PASS == WGRAD ? BN : BM;  // rows of a tile, each a pixel; in WGRAD columns, each a tap
 
 struct Pixel { int image, row, column; };  // image -1: none
 struct Tap { int r, s, channel; };         // within the group; channel -1: none
@@ -29,8 +34,8 @@ __device__ __forceinline__ Tap tap_of(int i, int limit, int S, int channels) {
     return i < limit ? Tap{tap / S, tap % S, i - tap * channels} : Tap{0, 0, -1};
 }
 
-// tile[depth][row] = operand(row, depth) for all of a tile; neighbouring threads read neighbours in memory, which are those
-// along the depth or along the rows.
+// tile[depth][row] = operand(row, depth) for all of a tile. Neighbouring threads read along the depth or along the rows,
+// whichever is contiguous in memory.
 template <int ROWS, bool ALONG_DEPTH, class Operand>
 __device__ __forceinline__ void fill(float (&tile)[BK][ROWS + 2], Operand operand) {
 #pragma unroll
@@ -47,7 +52,7 @@ conv2d_grouped(void* result, const T* a, const T* b, const float* bias, const T*
     __shared__ Pixel pixel[PASS == WGRAD ? BK : PATCHES];
     __shared__ Tap tap[PASS == WGRAD ? PATCHES : BK];
     int C = p.C / p.groups, K = p.K / p.groups, taps = p.R * p.S;
-    // The image that taps read, and the one whose pixels are counted.
+    // The sides of the image that the taps read, and of the one whose pixels are rows (in WGRAD depth) of the product.
     int height = PASS == DGRAD ? p.h : p.H, width = PASS == DGRAD ? p.w : p.W;
     int own_height = PASS == DGRAD ? p.H : p.h, own_width = PASS == DGRAD ? p.W : p.w;
     int own_pixels = p.N * own_height * own_width, read_channels = PASS == DGRAD ? K : C, patch = taps * read_channels;

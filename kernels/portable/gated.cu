@@ -1,11 +1,12 @@
-// residual + gate · y, adaLN-Zero's: residual, y, out, dout, dy (images, rows, C): T; gate, dgate (images, C): float.
+// The gated residual of adaLN-Zero: out = residual + gate · y, and its gradients.
 //
-// out is overwritten, and may be y; dy is overwritten. Of dgate the sums over each of `tiles` tiles of rows are left in partials
-// (images, tiles, C), which sum_tiles adds up in their order: dgate is overwritten, or accumulated where `add`. dy_sums, likewise,
-// are the sums of dy.
-// VEC=1: C and every T address are multiples of a 16-byte pack, gate, partials and dy_sums at multiples of 16 bytes.
-// Launch: forward and backward: (images * CEIL_DIV(C, 32 * V), tiles), (32, 8) threads; sum_tiles: 256 threads for as many
-// elements of dgate.
+//   residual, y, out, dout, dy   T (images, rows, C). out may be y. out and dy are overwritten.
+//   gate, dgate                  float (images, C). dgate is overwritten, or accumulated where `add`.
+//   partials, dy_sums            float (images, tiles, C): the sums of dout · y and of dy over each of `tiles` tiles of rows.
+//                                sum_tiles adds the partials in the order of the tiles to dgate.
+// VEC=1: C and every T address are multiples of a 16-byte pack; gate, partials and dy_sums start at multiples of 16 bytes.
+// Launch: forward and backward (images * CEIL_DIV(C, 32 * V), tiles) blocks of (32, 8) threads; sum_tiles one thread for each
+// element of dgate, 256 a block.
 #include "vector.cuh"
 
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
@@ -13,7 +14,7 @@ constexpr int V = VEC ? Pack<T>::SIZE : 1;
 struct Place {
     int c;            // the thread's first channel
     i64 gate;         // where its row of the gate begins
-    i64 first, last;  // rows of the tile, the first one of the thread's
+    i64 first, last;  // the thread's first row, and the end of the tile's rows
 };
 
 __device__ __forceinline__ Place place(int rows, int C) {
@@ -39,10 +40,10 @@ extern "C" __global__ void forward(T* out, const T* residual, const T* y, const 
     }
 }
 
-// Sums over the rows of threads, in the first of them.
+// Sums over threadIdx.y. Threads with threadIdx.y = 0 get them.
 __device__ __forceinline__ void over_rows(float (&sum)[V]) {
     __shared__ float sums[8][32][V];
-    __syncthreads();  // the call before may still read
+    __syncthreads();  // the previous call may still read
 #pragma unroll
     for (int k = 0; k < V; k++) sums[threadIdx.y][threadIdx.x][k] = sum[k];
     __syncthreads();

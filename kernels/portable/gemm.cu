@@ -1,9 +1,14 @@
-// The sum of the parts of a product whose depth was split, in a fixed order, and what its epilogue adds.
+// Split K: sums the parts of a product whose depth was split, and applies the epilogue.
 //
-// out[row][column] = sum over splits of partials[split][row][column], + bias[column] + emb[row / rows_per_image][column]
-// + addend[row][column]. partials: float (splits, rows, columns); out: OUT with rows of ldo elements, overwritten; addend:
-// OUT like out, or null, or out itself; bias (columns,) and emb: float or null; rows · columns < 2^32.
-// VEC=1: columns and ldo are multiples of 4, all arrays aligned to 4 elements; a thread then adds 4 columns.
+//   out[row][column] = sum over splits of partials[split][row][column] + bias[column] + emb[row / rows_per_image][column]
+//                      + addend[row][column]
+//
+//   partials    float (splits, rows, columns), with rows · columns < 2^32.
+//   bias, emb   float (columns,) and (images, columns), or null.
+//   addend      OUT like out, or null. May be `out` itself.
+//   out         OUT, rows of ldo elements, overwritten.
+// Sums are in a fixed order. VEC=1: columns and ldo are multiples of 4, and all arrays are aligned to 4 elements; a thread then
+// adds 4 columns.
 // Launch: (256 / lanes, lanes) threads, each adding every lanes-th split; grid ceil(rows · columns / (256 / lanes · (4 or 1))).
 #include "common.cuh"
 

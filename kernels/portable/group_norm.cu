@@ -1,29 +1,37 @@
-// Group norm: y = silu(z), z = gamma * xhat + offset, xhat = (x - mean) * rstd.
+// Group norm: y = silu(z) or z, z = gamma * xhat + offset, xhat = (x - mean) * rstd. d_preact is the gradient of z.
 //
-// x (N, S, C1) and x2 (N, S, C2; null where C2 = 0) are read as one array of C = C1 + C2 channels, S pixels an image;
-// y and dy (N, S, C). All T, channels last. float32: weight, bias (C); scale, shift (N, C) or null; mean, rstd (N, G);
-// gamma = weight * (1 + scale), offset = bias * (1 + scale) + shift. Outputs overwrite; gradients with an `add` flag
-// accumulate where it is set. d_preact is the gradient of z.
-// Each tile of pixels leaves its sums: forward channel statistics (N, tiles, C), as in channel_statistics.cuh; backward
-// tile_sums, float2 (N, tiles, C), of d_preact. They are added in tile order: two runs give the same bits. Where few tiles make
-// an image, every block of `normalize` and `input_gradients` adds up those of its image itself; else `finish_statistics` and
-// `finish_sums` do it once.
-// VEC=1: C1, C2 and every T address are multiples of a 16-byte pack.
-// On Hopper group_norm_sm90.cu takes what fits in shared memory, group_norm_backward_sm90.cu where it is estimated to be faster.
-// The tiled kernels are launched as tiles.cuh says. Dynamic shared memory: finish_statistics, and `normalize` where it is given
-// channel statistics, take 16 bytes for each channel of a block's groups, or for each thread if there are more. finish_sums, and
-// `input_gradients` where it is given tile_sums, take 8 for each channel and each thread. `input_gradients` takes 16 packs a
-// thread in any case, on Turing 8.
+//   gamma = weight * (1 + scale), offset = bias * (1 + scale) + shift
+//
+//   x, x2                   T (N, S, C1) and (N, S, C2), read as one array of C = C1 + C2 channels; S is the pixels of an
+//                           image. x2 is null where C2 = 0.
+//   y, dy                   T (N, S, C).
+//   weight, bias            float (C).
+//   scale, shift            float (N, C), or null.
+//   mean, rstd              float (N, G).
+// Outputs are overwritten; gradients with an `add` flag accumulate where it is set. VEC=1: C1, C2 and every T address are
+// multiples of a 16-byte pack.
+//
+// Sums        Each tile of pixels stores its sums: in the forward channel statistics (N, tiles, C), as in
+//             channel_statistics.cuh; in the backward tile_sums, float2 (N, tiles, C), of d_preact. They are added in the order
+//             of the tiles: two runs give the same bits. Where an image has few tiles, every block of `normalize` and
+//             `input_gradients` adds those of its image itself. Otherwise `finish_statistics` and `finish_sums` do it once.
+// Launch      The tiled kernels are launched as tiles.cuh says.
+// Shared      Dynamic shared memory. finish_statistics, and `normalize` where it is given channel statistics: 16 bytes for each
+//             channel of a block's groups, or for each thread if those are more. finish_sums, and `input_gradients` where it is
+//             given tile_sums: 8 bytes for each channel and each thread. `input_gradients` always 16 packs a thread more, on
+//             Turing 8.
+// On Hopper group_norm_sm90.cu takes what fits in shared memory, group_norm_backward_sm90.cu where it is estimated to be
+// faster.
 #include "mma.cuh"
 #include "channel_statistics.cuh"
 #include "tiles.cuh"
 
-extern __shared__ __align__(16) float2 channels[];  // one for each of C, or more
-constexpr int WIDTH = 32 * V;                       // channels of a chunk at most
+extern __shared__ __align__(16) float2 channels[];  // sized as above
+constexpr int WIDTH = 32 * V;                       // channels of a chunk, at most
 
 #define EXTENT int S, int C1, int C2, int tiles, int across
 
-// tile_sums of a block's tile = its sums of a and of b.
+// Store the block's sums of a and of b as tile_sums of its tile.
 __device__ __forceinline__ void store_tile_sums(float2* tile_sums, const Lane& lane, int C, int tiles, int across, float* scratch,
                                                const float (&a)[V], const float (&b)[V]) {
     float2* out = tile_sums + ((i64)lane.n * tiles + lane.tile) * C + lane.c0;
@@ -31,7 +39,7 @@ __device__ __forceinline__ void store_tile_sums(float2* tile_sums, const Lane& l
     block_sums(across, scratch, b, [&](int j, float sum) { if (lane.c0 + j < C) out[j].y = sum; });
 }
 
-// Channel statistics of one source, centred on its image's first pixel.
+// Channel statistics of one of the sources x and x2. The centre is the image's first pixel.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void statistics(const T* __restrict__ x, CentredStatistics* statistics, int S,
                                                                     int C, int tiles, int across) {
     wait_for_previous();
@@ -76,7 +84,7 @@ struct Given {
     int centred2, tiles2, C1, C2;
 };
 
-// One channel's tiles, as one of `helpers` threads adds them up.
+// The tiles of one channel that one of `helpers` threads adds up: every helpers-th.
 struct Tiles {
     const void* p;
     bool centred;
@@ -98,7 +106,7 @@ __device__ __forceinline__ void add(double2& sum, double2 term) { sum.x += term.
 __device__ __forceinline__ void add(RawStatistics& sum, const RawStatistics& term) { sum.add(term); }
 __device__ __forceinline__ void add(double2& sum, const CentredStatistics& term) { add(sum, term.raw()); }
 
-// p[0] + p[pitch] + ... + p[(count - 1) * pitch], of which some are read at once.
+// p[0] + p[pitch] + ... + p[(count - 1) * pitch]. AT_ONCE loads are in flight.
 template <typename Sum, typename Term> __device__ __forceinline__ Sum sum_of(const Term* p, int count, int pitch) {
     constexpr int AT_ONCE = 128 / sizeof(Term);
     Sum sum = {};
@@ -113,8 +121,8 @@ template <typename Sum, typename Term> __device__ __forceinline__ Sum sum_of(con
     return sum;
 }
 
-// The channels of all groups that have some of channels c0 to c1: begin to begin + width; and how many threads share the
-// tiles of each.
+// The groups that have channels c0 to c1: all their channels, from `begin` to begin + width, and how many threads share the
+// tiles of each (helpers).
 struct Groups {
     int begin, width, helpers;
     __device__ __forceinline__ Groups(int c0, int c1, int size, int tiles) {
@@ -124,13 +132,13 @@ struct Groups {
     }
 };
 
-// The channel statistics of an image, of the channels that a block needs.
+// The channel statistics of one image, for the channels of the groups that a block needs.
 struct ImageStatistics : Groups {
-    double2* sums;  // double, as E[x^2] - E[x]^2 cancels
+    double2* sums;  // double, because E[x^2] - E[x]^2 cancels
     __device__ __forceinline__ ImageStatistics(int c0, int c1, int size, int tiles) : Groups(c0, c1, size, tiles) {
         sums = reinterpret_cast<double2*>(channels);
     }
-    // What this thread adds up: found before the kernel waits for the one before.
+    // The tiles that this thread adds up. Computed before wait_for_previous.
     __device__ __forceinline__ Tiles own(const Given& given, int n) const {
         int helper = helpers == 1 ? 0 : threadIdx.x / (u32)width;
         return Tiles(given, n, begin + threadIdx.x - helper * width, helper, helpers);
@@ -147,7 +155,7 @@ struct ImageStatistics : Groups {
         if (i < width) sums[i] = sum_of<double2>(sums + i, helpers, width);
         __syncthreads();
     }
-    // After find(); `share` is 1 / elements of a group.
+    // After find(). `share` is 1 / (elements of a group).
     __device__ __forceinline__ float2 mean_and_rstd(int group, int size, double share, float eps) const {
         double2 sum = sum_of<double2>(sums + group * size - begin, size, 1);
         double mean = sum.x * share;
@@ -155,7 +163,7 @@ struct ImageStatistics : Groups {
     }
 };
 
-// mean, rstd. Launch: grid (N, chunks), a chunk of `across` groups each, at most THREADS.
+// mean, rstd. Launch: grid (N, chunks). A block has a chunk of `across` groups, at most THREADS.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_statistics(STATISTICS, int C1, int C2, float* mean, float* rstd,
                                                                            int groups, int across, double share, float eps) {
     int size = (C1 + C2) / (u32)groups, n = blockIdx.x, first = blockIdx.y * across, end = min(groups, first + across);
@@ -171,9 +179,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_statistics(STATI
     rstd[(i64)n * groups + g] = found.y;
 }
 
-// y, of one or two sources. Mean and rstd are given, or channel statistics: then new_mean and new_rstd are written too.
-// What takes time in small launches is the way to the first y. So all that can be found before waiting is, and everything that
-// is read is asked for at once.
+// y, of one or two sources. Either mean and rstd are given, or channel statistics; then new_mean and new_rstd are written too.
+// Small launches spend most of their time before the first y. So all that can be computed before wait_for_previous is, and
+// all loads are issued at once.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void normalize(
     T* y, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT, int silu, STATISTICS, float* new_mean, float* new_rstd,
     double share, float eps) {
@@ -210,7 +218,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void normalize(
     });
 }
 
-// From x and dy: v = x - centre, the output y, and d_preact. That is dy times the slope of y by z, or dy if SILU_DONE.
+// From x and dy: v = x - centre, the output y, and d_preact, which is dy times dy/dz, or under SILU_DONE dy itself.
 enum { SILU = 1, SILU_DONE = 2 };
 template <int ARRAYS>
 __device__ __forceinline__ void differentiate(const Affine& affine, const Raw (&raw)[ARRAYS], float (&v)[V], float (&y)[V],
@@ -224,7 +232,7 @@ __device__ __forceinline__ void differentiate(const Affine& affine, const Raw (&
     for (int k = 0; k < V; k++) d_preact[k] *= slope[k];
 }
 
-// tile_sums: of d_preact and of d_preact * (x - centre).
+// tile_sums: the sums of d_preact and of d_preact * (x - centre) over each tile.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void backward_sums(
     float2* tile_sums, const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT, int silu) {
     wait_for_previous();
@@ -255,13 +263,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void backward_sums(
     store_tile_sums(tile_sums, lane, C, tiles, across, scratch, sum, product);
 }
 
-// What the sums of an image become beside dx: totals (N, C), sums of d_preact and d_preact * xhat over an image, times 1 + scale;
-// dscale, dshift (N, C) or null.
+// The gradients of parameters, from the sums over an image. totals: float2 (N, C), the sums of d_preact and of d_preact * xhat,
+// times 1 + scale; their sums over N are the gradients of bias and weight. dscale, dshift: float (N, C), or null.
 #define TOTALS float2* totals, float* dscale, int add_scale, float* dshift, int add_shift
 #define GIVEN_TOTALS totals, dscale, add_scale, dshift, add_shift
 #define GIVEN_AFFINE weight, bias, scale, shift, mean, rstd, groups
 
-// What a channel is modulated by, and its group's statistics.
+// A channel's gamma and offset, and the statistics of its group.
 struct Normed : Modulation {
     float mean, rstd;
     __device__ __forceinline__ Normed(int n, int c, int C, int size, const float* weight, const float* bias, const float* scale,
@@ -272,10 +280,10 @@ struct Normed : Modulation {
     }
 };
 
-// Sums of gamma * d_preact and of gamma * d_preact * xhat over an image's pixels. Where `first`, also the totals of channels c0
-// to c1.
+// The sums of gamma * d_preact and of gamma * d_preact * xhat over an image's pixels. Where `first`, find() also writes the
+// totals of channels c0 to c1.
 struct Gradients : Groups {
-    float2* sums;  // of each channel from `begin` on; behind THREADS others
+    float2* sums;  // of each channel from `begin` on; before it lie THREADS float2 for the helpers' shares
     __device__ __forceinline__ Gradients(int c0, int c1, int size, int tiles, float2* memory) : Groups(c0, c1, size, tiles),
                                                                                               sums(memory + THREADS) {}
     __device__ __forceinline__ void find(int n, const float2* tile_sums, int tiles, int c0, int c1, bool first, TOTALS, AFFINE,
@@ -293,7 +301,7 @@ struct Gradients : Groups {
         };
         const float2* p = tile_sums + (i64)n * tiles * C + begin;
         if (helpers == 1) {
-            for (int j = threadIdx.x; j < width; j += THREADS) {  // all that is read is asked for at once
+            for (int j = threadIdx.x; j < width; j += THREADS) {  // all loads are issued at once
                 Normed own(n, begin + j, C, size, GIVEN_AFFINE);
                 finish(begin + j, own, sum_of<float2>(p + j, tiles, C));
             }
@@ -309,14 +317,14 @@ struct Gradients : Groups {
         }
         __syncthreads();
     }
-    // Their means over a group, after find(); `count` elements.
+    // Their means over a group of `count` elements. After find().
     __device__ __forceinline__ float2 means(int group, int size, float count) const {
         float2 sum = sum_of<float2>(sums + group * size - begin, size, 1);
         return make_float2(sum.x / count, sum.y / count);
     }
 };
 
-// means (N, G), and the totals. Launch: grid (N, groups / across); a block has `across` groups.
+// means (N, G), and the totals. Launch: grid (N, ceil(groups / across)); a block has `across` groups.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_sums(const float2* tile_sums, float2* means, TOTALS, AFFINE, int S,
                                                                      int C, int tiles, int across) {
     wait_for_previous();
@@ -327,12 +335,12 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void finish_sums(const float
         means[(i64)n * groups + g] = gradients.means(g, size, (float)S * size);
 }
 
-// As Rows, but by way of shared memory, where each thread finds its own: rows that are under way take no registers, and there
-// are more of them.
+// Like Rows, but each thread's rows are loaded into its own part of shared memory. Rows in flight then take no registers, and
+// there can be more of them.
 template <int ARRAYS, int DEPTH> struct Stream {
-    const T* next[ARRAYS];  // row to fetch
+    const T* next[ARRAYS];  // the row to load next
     int pitch[ARRAYS], count[ARRAYS];
-    Raw* slots;             // this thread's first of DEPTH * ARRAYS, which lie THREADS apart
+    Raw* slots;             // this thread's first of DEPTH * ARRAYS slots, THREADS apart
 
     __device__ __forceinline__ void fetch(int a, int i) {  // row i of array a
         if (i >= count[a]) return;
@@ -341,7 +349,7 @@ template <int ARRAYS, int DEPTH> struct Stream {
         else slots[slot] = *reinterpret_cast<const Raw*>(next[a]);
         next[a] += pitch[a];
     }
-    // The first rows of array 0, then those of the others.
+    // begin_early loads the first rows of array 0, begin those of the others.
     __device__ __forceinline__ void begin_early() {
 #pragma unroll
         for (int i = 0; i < DEPTH; i++) fetch(0, i);
@@ -354,7 +362,7 @@ template <int ARRAYS, int DEPTH> struct Stream {
             cp_async_commit();
         }
     }
-    template <typename Row> __device__ __forceinline__ void each(Row row) {  // as many as array 0 has
+    template <typename Row> __device__ __forceinline__ void each(Row row) {  // for the rows of array 0
 #pragma unroll 1
         for (int i = 0; i < count[0]; i++) {
             cp_async_wait<DEPTH - 1>();
@@ -374,12 +382,16 @@ constexpr int DEPTH = 4;
 constexpr int DEPTH = 2;  // shared memory has no room for more
 #endif
 
-// dx, dx2 (either may be null) = gain * d_preact - rstd * (means.x + xhat * means.y), plus addend and addend2 where they are not
-// null. These are gradients from elsewhere, and may lie where dx and dx2 do; without x2 both are for dx. The means come as `means`, or
-// as tile_sums, of so many tiles: then the totals are written too. sums, sums2, float (N, tiles, C1 and C2), or null, are
-// partials of a bias' gradient: dx and dx2, addends included, summed over each tile's pixels before rounding. y, or null,
-// receives the recomputed output. silu: 0, SILU, or SILU_DONE where dy is d_preact. The kernel before writes none of x, the
-// parameters, mean and rstd: they are read while it ends.
+// dx, dx2 = gain * d_preact - rstd * (means.x + xhat * means.y) + addend, addend2. gain is gamma * rstd.
+//   dx, dx2          either may be null.
+//   addend, addend2  gradients from elsewhere, or null. May be dx and dx2 themselves. Without x2 both are added to dx.
+//   means            of gamma * d_preact and gamma * d_preact * xhat over a group, or null: then they come from tile_sums, of
+//                    `sum_tiles` tiles, and the totals are written too.
+//   sums, sums2      float (N, tiles, C1) and (N, tiles, C2), or null: dx and dx2, addends included, summed over each tile's
+//                    pixels before rounding. They are partials of a bias' gradient.
+//   y                the recomputed output, or null.
+//   silu             0, SILU, or SILU_DONE where dy is d_preact.
+// The previous kernel writes none of x, the parameters, mean and rstd. They are read before wait_for_previous.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void input_gradients(
     T* dx, const T* addend, T* dx2, const T* addend2, T* y, float* sums, float* sums2, const float2* means, const float2* tile_sums,
     int sum_tiles, TOTALS, const T* __restrict__ dy, const T* __restrict__ x, const T* __restrict__ x2, AFFINE, EXTENT,

@@ -1,15 +1,17 @@
-// Grouped linear: several linear layers, the groups, of one input. out[g] = z or silu(z) of z = x · weight[g] transposed +
-// bias[g]. The backward kernels take d_preact, the gradients of z.
+// Grouped linear: several linear layers (the groups) of one input, in one launch.
 //
-// x (N, E), weight[g] (K[g], E), bias[g] (K[g]), out[g] and z[g] (N, K[g]): float, row-major. A table passed by value holds the
-// groups' addresses and sizes, at most 64 a launch.
-//   forward  out[g], and z[g] unless null, overwritten
-//   dx       partials (groups, N, E) = d_preact[g] · weight[g], overwritten; their sum is dx
-//   dweight  dweight[g] = or += d_preact[g] transposed · x; dbias[g] = or += the sum of d_preact[g]'s rows; null where unwanted
+//   forward  out[g] = z or silu(z), z = x · weight[g] transposed + bias[g]. z[g] receives z, unless null.
+//   dx       partials[g] = d_preact[g] · weight[g]; their sum over g is dx. d_preact[g] is the gradient of z.
+//   dweight  dweight[g] = or += d_preact[g] transposed · x; dbias[g] = or += the sum of d_preact[g]'s rows. Null where
+//            unwanted.
+//
+// x (N, E), weight[g] (K[g], E), bias[g] (K[g]), out[g] and z[g] (N, K[g]), partials (groups, N, E): float, row-major. out, z
+// and partials are overwritten. A table passed by value holds the groups' addresses and sizes, at most 64 a launch.
 // VEC=1: E, every K and every address are multiples of 16 bytes.
 //
-// Launch: 256 threads, grid (tiles across, tiles down, groups) for the largest group: a block computes one square tile
-// of one group's result, on FMA units, and has nothing to do where its group is smaller. Sums are in a fixed order.
+// A block computes one square tile of one group's result, on FMA units. Sums are in a fixed order.
+// Launch: 256 threads, grid (tiles across, tiles down, groups) for the largest group. Where a group is smaller, its blocks
+// beyond have nothing to do.
 #include "mma.cuh"
 #include "vector.cuh"
 
@@ -29,16 +31,16 @@ struct Matrix {
     int height, width;
 };
 
-// A product of TILE rows and TILE columns takes operands of TILE vectors, DEPTH elements of each at a time. An operand lies in
-// shared memory as it does in global: with the depth as its last axis or its first. A thread has 4 × 4 sums. Where a tile needs
-// fewer threads than there are, slices of threads share out the depth.
+// The tile of a result has TILE rows and TILE columns. Each operand has TILE vectors, of which DEPTH elements at a time are in
+// shared memory, in the order of global memory: the depth is the last axis or the first. A thread has 4 × 4 sums. A tile needs
+// fewer threads than a block has where TILE is below 64: then SLICES of the threads split the depth.
 template <int TILE> struct Tile {
     static constexpr int DEPTH = 2048 / TILE, ACROSS = TILE / 4, SLICES = THREADS / (ACROSS * ACROSS);
-    static constexpr int PITCH = DEPTH + 4;    // of vectors: eight of them lie in different banks
-    static constexpr int SUM_PITCH = TILE + 8; // of the results: four of them lie in different banks
+    static constexpr int PITCH = DEPTH + 4;    // of vectors: 16 bytes of eight vectors lie in different banks
+    static constexpr int SUM_PITCH = TILE + 8; // of a result's rows: four rows start in different banks
 };
 
-// Bring TILE vectors from `vector` on, elements `depth` to depth + DEPTH of each; zeros outside the matrix.
+// Copy elements `depth` to depth + DEPTH of TILE vectors, from `vector` on, to shared memory; zeros outside the matrix.
 template <int TILE, bool DEPTH_LAST> __device__ __forceinline__ void copy(float* tile, Matrix m, int vector, int depth) {
     constexpr int DEPTH = Tile<TILE>::DEPTH, WIDTH = DEPTH_LAST ? DEPTH : TILE;
     constexpr int PITCH = DEPTH_LAST ? Tile<TILE>::PITCH : TILE;
@@ -54,7 +56,7 @@ template <int TILE, bool DEPTH_LAST> __device__ __forceinline__ void copy(float*
     }
 }
 
-// Which vector of its operand is number i of the four of thread t: the next one where these lie side by side in memory.
+// The i-th of thread t's four vectors of an operand. They are neighbours where vectors lie side by side in memory.
 template <int TILE, bool DEPTH_LAST> __device__ __forceinline__ int vector_of(int t, int i) {
     return DEPTH_LAST ? t + i * Tile<TILE>::ACROSS : 4 * t + i;
 }
@@ -75,7 +77,7 @@ __device__ __forceinline__ void fragment(float (&values)[4][4], const float* til
     }
 }
 
-// The tile of a · b at (row, column): (SLICES, TILE, SUM_PITCH) in shared memory, the slices still to be added.
+// The tile of a · b at (row, column), in shared memory: (SLICES, TILE, SUM_PITCH), still to be summed over the slices.
 template <int TILE, bool A_DEPTH_LAST, bool B_DEPTH_LAST>
 __device__ __forceinline__ const float* product(Matrix a, Matrix b, int row, int column, int depth) {
     constexpr int DEPTH = Tile<TILE>::DEPTH, ACROSS = Tile<TILE>::ACROSS, OWN = DEPTH / Tile<TILE>::SLICES;
@@ -121,8 +123,8 @@ __device__ __forceinline__ const float* product(Matrix a, Matrix b, int row, int
     return sums;
 }
 
-// out (height, width) = or += what `product` left, and bias (width) where it is not null; silu of that where `silu`, and
-// then z receives what it is of, unless null.
+// Write a tile of `product`: v is the sum over the slices, plus bias (width) unless null; out (height, width) = or += v, or
+// silu(v) where `silu`. z receives v, unless null.
 template <int TILE>
 __device__ __forceinline__ void write(float* out, bool add, const float* sums, const float* bias, int row, int column,
                                       int height, int width, bool silu = false, float* z = nullptr) {
@@ -145,7 +147,7 @@ __device__ __forceinline__ void write(float* out, bool add, const float* sums, c
     }
 }
 
-// Tiles of 16, across: K.
+// Tiles of 16; K is across.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 forward(const __grid_constant__ Table table, const float* x, int N, int E, int silu) {
     wait_for_previous();
@@ -156,7 +158,7 @@ forward(const __grid_constant__ Table table, const float* x, int N, int E, int s
     write<16>(group.out, false, sums, group.bias, row, column, N, group.K, silu, group.z);
 }
 
-// Tiles of 32, across: E.
+// Tiles of 32; E is across.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 dx(const __grid_constant__ Table table, float* partials, int N, int E) {
     wait_for_previous();
@@ -167,7 +169,7 @@ dx(const __grid_constant__ Table table, float* partials, int N, int E) {
     write<32>(partials + (i64)blockIdx.z * N * E, false, sums, nullptr, row, column, N, E);
 }
 
-// Tiles of 64, across: E; one more of them sums the biases.
+// Tiles of 64; E is across. One more column of tiles computes the gradients of the biases.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 dweight(const __grid_constant__ Table table, const float* x, int N, int E) {
     wait_for_previous();

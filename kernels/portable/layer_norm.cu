@@ -1,23 +1,25 @@
-// Layer norm: y = xhat * weight + bias, xhat = (x - mean) * rstd over each row. x, y, dy, dx (M, C): T, row-major.
+// Layer norm: y = xhat * weight + bias, xhat = (x - mean) * rstd over each row.
 //
-// weight, bias (M / rows, C), those of `rows` rows each, mean, rstd (M) float32. y, mean, rstd overwritten; dx
-// overwritten, or accumulated where `add`.
-// VEC=1: C and every T address are multiples of a 16-byte pack. WARPS share a row, and each thread holds PACKS packs of it:
-// WARPS * 32 * PACKS packs are at least a row.
-// Launch: (32 * WARPS, ROWS) threads. WARPS are 8 at most: each of 256 threads may have 255 registers.
+//   x, y, dy, dx   T (M, C), row-major. y is overwritten; dx is overwritten, or accumulated where `add`.
+//   weight, bias   float (M / rows, C): each `rows` consecutive rows of x share one row.
+//   mean, rstd     float (M), overwritten.
+// VEC=1: C and every T address are multiples of a 16-byte pack. WARPS warps share a row, and each thread holds PACKS packs of
+// it: WARPS * 32 * PACKS packs are at least a row.
+// Launch: (32 * WARPS, ROWS) threads. WARPS is at most 8: each of 256 threads may have 255 registers. Grid: normalize
+// ceil(M / ROWS); backward (M / rows) * tiles.
 #include "reduce.cuh"
 #include "vector.cuh"
 
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
-constexpr int ROWS = WARPS == 1 ? 4 : 1;  // at once
-constexpr int AT_ONCE = PACKS * V <= 64 ? PACKS : 1;  // more of a row than that lies in memory of the thread's own
-constexpr int HELD = PACKS * V <= 40 ? PACKS : 1;     // likewise in backward, which holds more of it
+constexpr int ROWS = WARPS == 1 ? 4 : 1;  // that a block works on at a time
+constexpr int AT_ONCE = PACKS * V <= 64 ? PACKS : 1;  // unrolling of loops over a row; more elements lie in local memory
+constexpr int HELD = PACKS * V <= 40 ? PACKS : 1;     // likewise in backward, which holds more for each element
 
 // The row of this thread, and the column of its n-th pack.
 __device__ __forceinline__ i64 own_row() { return (i64)blockIdx.x * ROWS + threadIdx.y; }
 __device__ __forceinline__ int column(int n) { return (n * 32 * WARPS + threadIdx.x) * V; }
 
-// Of a row; beyond its end 0. All loads are under way at once.
+// This thread's elements of a row, 0 beyond its end. All loads are in flight at once.
 __device__ __forceinline__ void load_row(const T* row, int C, float (&values)[PACKS][V]) {
 #pragma unroll AT_ONCE
     for (int n = 0; n < PACKS; n++) {
@@ -37,13 +39,13 @@ __device__ __forceinline__ void unpack(const Raw& raw, float (&values)[V]) {
     for (int k = 0; k < V; k++) values[k] = to_float(reinterpret_cast<const T*>(&raw)[k]);
 }
 
-// Over the threads of a row. A warp of its own needs no barrier.
+// The sum of x over the threads of a row. Where a warp has a row of its own, no barrier is needed.
 __device__ __forceinline__ float row_sum(float x) {
     if constexpr (WARPS == 1) return warp_reduce<Sum>(x);
     else return block_reduce<Sum>(x);
 }
 
-// The variance is of deviations, so a large mean costs no digits.
+// The variance is computed from the deviations from the mean, so that a large mean costs no digits.
 extern "C" __global__ void normalize(T* y, float* mean, float* rstd, const T* x, const float* weight, const float* bias, i64 M, int rows, int C, float eps) {
     wait_for_previous();
     i64 row = own_row();
@@ -74,9 +76,10 @@ extern "C" __global__ void normalize(T* y, float* mean, float* rstd, const T* x,
     if (threadIdx.x == 0) mean[row] = mu, rstd[row] = r;
 }
 
-// dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * weight; totals (M / rows, tiles, C) = sums of dy and dy * xhat over a
-// tile of rows. Either may be null. All that a row needs is under way at once, and is held as it lies in memory: of 65,536 rows of
-// 768 bf16 and of 32,768 of 1152 it takes 108 and 100 us on an H200, held as floats 130 and 153.
+// dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * weight. totals: float2 (M / rows, tiles, C), the sums of dy and
+// of dy * xhat over each tile of rows. Either may be null.
+// All loads of a row are in flight at once, and its elements are held as they lie in memory. 65,536 rows of 768 bf16 and 32,768
+// rows of 1152 then take 108 and 100 us on an H200; held as floats, 130 and 153.
 extern "C" __global__ void backward(T* dx, int add, float2* totals, const T* dy, const T* x, const float* mean, const float* rstd,
                                     const float* weight, int rows, int tiles, int C) {
     wait_for_previous();
@@ -133,7 +136,7 @@ extern "C" __global__ void backward(T* dx, int add, float2* totals, const T* dy,
 #pragma unroll HELD
     for (int n = 0; n < PACKS; n++) {
         if constexpr (ROWS > 1) {
-            __syncthreads();  // the pack before has been read
+            __syncthreads();  // the previous pack has been read
 #pragma unroll
             for (int k = 0; k < V; k++) others[threadIdx.y][k][threadIdx.x % 32] = total[n][k];
             __syncthreads();

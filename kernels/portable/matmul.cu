@@ -1,12 +1,16 @@
-// out[batch] = A[batch] · B[batch] + bias + addend on tensor cores.
+// Batched product of matrices on tensor cores: out[batch] = A[batch] · B[batch] + bias + emb + addend.
 //
-// a: T (m, k) where A_K_MAJOR, else (k, m); b: T (n, k) where B_K_MAJOR, else (k, n); rows of lda and ldb elements,
-// batches batch_a and batch_b elements apart (0: one for all). A_VEC, B_VEC: rows and batches start at multiples of 16
-// bytes, rows hold whole chunks of 16 bytes.
-// out: OUT (batches, m, n), rows of ldo, overwritten; addend: OUT like out, or null, or out itself; bias (n,) and
-// emb (images, n): float or null.
-// gridDim.x: batches · ceil(m / BM) · ceil(n / BN), n fastest. gridDim.y: splits of k into `k_tiles` tiles each; split
-// s writes to out + s · batches · m · ldo, to be summed by gemm.cu (then OUT=float, without additions).
+//   a       T (m, k) where A_K_MAJOR, else (k, m), rows of lda elements.
+//   b       T (n, k) where B_K_MAJOR, else (k, n), rows of ldb elements. Batches of a and b are batch_a and batch_b elements
+//           apart; 0: one for all.
+//   bias    float (n,), or null.
+//   emb     float (images, n), or null. Row m of the result gets emb[m / rows_per_image].
+//   addend  OUT like out, or null. May be `out` itself.
+//   out     OUT (batches, m, n), rows of ldo elements, overwritten.
+// A_VEC, B_VEC: rows and batches start at multiples of 16 bytes, and rows hold whole chunks of 16 bytes.
+// Launch: gridDim.x = batches · ceil(m / BM) · ceil(n / BN), n fastest. gridDim.y: splits of k, `k_tiles` tiles each. Split s
+// writes to out + s · batches · m · ldo, and gemm.cu sums the splits (then OUT=float, without additions). Threads and shared
+// memory as in gemm.cuh.
 #include "gemm.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

@@ -1,13 +1,15 @@
 // The optimiser: the gradient's norm and the scalars of a step, and AdamW, Adam, SGD, RMSprop and Lion over flat buffers.
 //
-// Flat buffers (data, grad, moments, ema) are float, compute copies are T; all have n elements, n a multiple of 32, and start
-// on a multiple of 16 bytes. flags: one u8 per 32 elements, DECAY where weight decay applies, FROZEN where nothing changes,
-// the moving average included. compute_copy, ema and ema_copy may be null. data, the moments and ema are updated in place, compute copies overwritten, grad only read.
-// scalars (8 floats, the order below) are written by `step_scalars` and read by the updates, so that nothing which changes
-// from step to step is a launch argument. Where scalars[APPLY] is 0 an update changes nothing. scalars[TICKET] has the bits
-// of an integer, 0 before the first step and after each.
-// Launch: step_scalars any grid, THREADS threads; rescale and unscale one block; the updates 4 elements a thread, any block, grid = ceil(n / 4 / block). All
-// sums have a fixed order.
+//   data, grad, moments, ema   float. data, moments and ema are updated in place; grad is only read. ema, the moving average of
+//                              data, may be null.
+//   compute_copy, ema_copy     T copies of data and ema, overwritten, or null.
+//   flags                      u8, one for 32 elements. DECAY: weight decay applies. FROZEN: nothing changes, not even ema.
+//   scalars                    8 floats in the order of Scalar. `step_scalars` writes them and the updates read them, so that
+//                              no launch argument changes from step to step. Where scalars[APPLY] is 0, an update changes
+//                              nothing. scalars[TICKET] has the bits of an integer: 0 before the first step and after each.
+// Flat buffers have n elements, n a multiple of 32, and start at multiples of 16 bytes. All sums are in a fixed order.
+// Launch: step_scalars any grid of THREADS threads; rescale and unscale one block; the updates any block, 4 elements a thread,
+// grid = ceil(n / 4 / block).
 #include "reduce.cuh"
 
 constexpr int THREADS = 256;  // of step_scalars
@@ -15,9 +17,9 @@ enum Scalar { LR, GRAD_SCALE, STEP_SIZE, RSQRT_BIAS2, EMA_WEIGHT, NORM, APPLY, T
 enum Flag { DECAY = 1, FROZEN = 2 };
 enum Counter { UPDATES, SKIPPED, SKIPPED_IN_A_ROW };
 
-// The scalars and counters of a step. A block sums the squares of every gridDim.x-th group of 1024 elements; the last to
-// have left its sum in partials (gridDim.x) adds them all up and does the rest, as double because 1 - beta^t cancels.
-// log_beta may be -infinity. ramp < 0: the half-life is constant.
+// The scalars and counters of a step. A block sums the squares of every gridDim.x-th group of 1024 elements, and stores its
+// sum in partials (gridDim.x). The last block to finish adds all partials and computes the scalars, in double because
+// 1 - beta^t cancels. log_beta may be -infinity. ramp < 0: the half-life of ema is constant.
 extern "C" __global__ void step_scalars(const float* __restrict__ grad, float* __restrict__ partials, float* __restrict__ scalars,
                                         int* __restrict__ counters, i64 n, double lr, int warmup, int total_steps, double final,
                                         double log_beta1, double log_beta2, double scale, double clip, double half_life,
@@ -72,8 +74,8 @@ extern "C" __global__ void step_scalars(const float* __restrict__ grad, float* _
     scalars[APPLY] = apply;
 }
 
-// Scalars with another learning rate and other betas, after step_scalars. own may be scalars. factors may be null; else it
-// has one for each of `length` steps, of which the last remains.
+// Scalars for another learning rate and other betas, after step_scalars: own[LR] = scalars[LR] · ratio · the step's factor.
+// `own` may be `scalars`. factors: one for each of `length` steps, after which the last remains; or null, for 1.
 extern "C" __global__ void rescale(const float* scalars, const int* __restrict__ counters, float* own,
                                    const float* __restrict__ factors, int length, double ratio, double log_beta1,
                                    double log_beta2) {
@@ -88,9 +90,10 @@ extern "C" __global__ void rescale(const float* scalars, const int* __restrict__
     own[RSQRT_BIAS2] = (float)(1.0 / sqrt(-expm1(t * log_beta2)));
 }
 
-// Of a gradient that was scaled by state[0], after step_scalars: the norm and the gradient's factor without that. Then the
-// next step's: half where this one is skipped, twice after `interval` in a row that were not, within 1 and `largest`.
-// state[1] counts those. A skipped step that has halved the scale is none of SKIPPED_IN_A_ROW.
+// Dynamic loss scaling, after step_scalars. state[0] is the loss scale, by which the gradient was multiplied; state[1] counts
+// the steps in a row that were not skipped. First NORM becomes the norm of the unscaled gradient, and GRAD_SCALE also divides
+// by the scale. Then the scale of the next step is set: half after a skipped step, at least 1; twice after `interval` steps in
+// a row, at most `largest`. A skipped step that halves the scale sets SKIPPED_IN_A_ROW to 0.
 extern "C" __global__ void unscale(float* state, float* scalars, int* counters, double scale, double clip, int interval,
                                    float largest) {
     wait_for_previous();
@@ -136,7 +139,7 @@ __device__ __forceinline__ void finish(i64 i, const Pack<float>& p, float* data,
     store_copy(ema_copy, i, e);
 }
 
-// This thread's elements: the last first, which the norm of the gradient has left in the GPU's cache.
+// This thread's elements. The first blocks take the last elements, which the norm of the gradient left in L2.
 __device__ __forceinline__ i64 own_elements() { return ((i64)(gridDim.x - 1 - blockIdx.x) * blockDim.x + threadIdx.x) * 4; }
 
 extern "C" __global__ void adam(float* __restrict__ data, const float* __restrict__ grad, float* __restrict__ exp_avg,
@@ -147,7 +150,7 @@ extern "C" __global__ void adam(float* __restrict__ data, const float* __restric
     wait_for_previous();
     i64 i = own_elements();
     if (i >= n) return;
-    int flag = flags[i / 32];  // on its way together with scalars[APPLY]
+    int flag = flags[i / 32];  // loaded at the same time as scalars[APPLY]
     if (scalars[APPLY] == 0.0f || flag & FROZEN) return;
     float grad_scale = scalars[GRAD_SCALE], step_size = scalars[STEP_SIZE], rsqrt_bias2 = scalars[RSQRT_BIAS2];
     float wd = flag & DECAY ? weight_decay : 0.0f;
@@ -172,7 +175,7 @@ extern "C" __global__ void sgd(float* __restrict__ data, const float* __restrict
     wait_for_previous();
     i64 i = own_elements();
     if (i >= n) return;
-    int flag = flags[i / 32];  // on its way together with scalars[APPLY]
+    int flag = flags[i / 32];  // loaded at the same time as scalars[APPLY]
     if (scalars[APPLY] == 0.0f || flag & FROZEN) return;
     float grad_scale = scalars[GRAD_SCALE], lr = scalars[LR];
     float wd = flag & DECAY ? weight_decay : 0.0f;
@@ -196,7 +199,7 @@ extern "C" __global__ void rmsprop(float* __restrict__ data, const float* __rest
     wait_for_previous();
     i64 i = own_elements();
     if (i >= n) return;
-    int flag = flags[i / 32];  // on its way together with scalars[APPLY]
+    int flag = flags[i / 32];  // loaded at the same time as scalars[APPLY]
     if (scalars[APPLY] == 0.0f || flag & FROZEN) return;
     float grad_scale = scalars[GRAD_SCALE], lr = scalars[LR];
     float wd = flag & DECAY ? weight_decay : 0.0f;
@@ -224,7 +227,7 @@ extern "C" __global__ void lion(float* __restrict__ data, const float* __restric
     wait_for_previous();
     i64 i = own_elements();
     if (i >= n) return;
-    int flag = flags[i / 32];  // on its way together with scalars[APPLY]
+    int flag = flags[i / 32];  // loaded at the same time as scalars[APPLY]
     if (scalars[APPLY] == 0.0f || flag & FROZEN) return;
     float grad_scale = scalars[GRAD_SCALE], lr = scalars[LR];
     float shrink = 1.0f - lr * (flag & DECAY ? weight_decay : 0.0f);

@@ -1,20 +1,22 @@
-// Sums and maxima over windows, channels last: `small` (N, h, w, C) has an element for each window of `large`
-// (N, H, W, C), whose corner is (i * STRIDE_H - PADDING_H, j * STRIDE_W - PADDING_W); what lies outside of `large` counts as
-// nothing. All T; place (N, h, w, C) u8 is the maximum's row * WINDOW_W + column in its window, or NOWHERE. Sums are in float
-// and in a fixed order.
-// Outputs overwrite; those with `add` accumulate where it is set.
-// sums (gridDim.x, C): of what a block stored, for each channel, with SUMS=1 the sum, float, with SUMS=2 StatisticsOf<T>;
-// with 0 null.
-// VEC=1: C and every T address are multiples of a 16-byte pack.
-// Launch: block (lanes, columns), at most 256 threads, a lane for each pack of channels; gridDim.y = ceil(packs / lanes);
-// gridDim.x = N * h rows of windows, or for kernels that write `large` N * ceil((H + PADDING_H) / STRIDE_H) bands of STRIDE_H rows.
-// With bounds of one block a multiprocessor the compiler spills no registers.
+// Sums and maxima over windows, channels last, and their gradients.
+//
+//   large   T (N, H, W, C).
+//   small   T (N, h, w, C): one element for each window. The corner of window (i, j) is (i * STRIDE_H - PADDING_H,
+//           j * STRIDE_W - PADDING_W). What lies outside of `large` counts as nothing.
+//   place   u8 (N, h, w, C): row * WINDOW_W + column of the maximum in its window, or NOWHERE.
+//   sums    (gridDim.x, C): what a block stored, summed for each channel. SUMS=1: the sum, float. SUMS=2: StatisticsOf<T>.
+//           SUMS=0: null.
+// Outputs are overwritten; those with `add` accumulate where it is set. Sums are in float and in a fixed order. VEC=1: C and
+// every T address are multiples of a 16-byte pack.
+// Launch: block (lanes, columns), at most 256 threads; a lane is a pack of channels. gridDim.y = ceil(packs / lanes). gridDim.x
+// = N * h rows of windows, or for kernels that write `large` N * ceil((H + PADDING_H) / STRIDE_H) bands of STRIDE_H rows.
+// With launch bounds of one block a multiprocessor the compiler spills no registers.
 #include "channel_statistics.cuh"
 #include "vector.cuh"
 
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
 constexpr int MOST = CEIL_DIV(WINDOW_W, STRIDE_W);  // windows of a row that hold one position
-constexpr int ROWS = STRIDE_H <= 3 ? STRIDE_H : 1;  // of a band at once
+constexpr int ROWS = STRIDE_H <= 3 ? STRIDE_H : 1;  // of a band that are summed at a time
 constexpr int UNROLL = WINDOW_H <= 3 && WINDOW_W <= 3 && STRIDE_H <= 3 && STRIDE_W <= 3 ? 3 : 1;  // more would spill registers
 struct __align__(V) Places { u8 v[V]; };
 constexpr u8 NOWHERE = 255;  // no place of a window of up to 255
@@ -54,7 +56,7 @@ struct Stored {
     }
 };
 
-// This thread's first channel, and how many columns of `count` it has part in.
+// This thread's first channel, and how many of `count` columns it works on: all, or none beyond the channels.
 __device__ __forceinline__ int channel() { return (blockIdx.y * blockDim.x + threadIdx.x) * V; }
 __device__ __forceinline__ int columns(int count, int C) { return channel() < C ? count : 0; }
 
@@ -87,10 +89,12 @@ sum_windows(T* __restrict__ small, int add, Sums* sums, const T* __restrict__ la
     stored.write(sums, C);
 }
 
-// A sum for each element of band `i` that the thread has part in, STRIDE_W columns by ROWS rows at a time, of those from the
-// corner of window (i, j) on: window (i - k, j - l) holds the ones at (a, b) for which k * STRIDE_H + a < WINDOW_H and
-// l * STRIDE_W + b < WINDOW_W. gather(sums, the first one's k * STRIDE_H + a, l * STRIDE_W, the window's place); keep(an element's place, its
-// sum).
+// For each element of band i, sums over the windows that contain it. A thread computes STRIDE_W columns by ROWS rows at a time.
+// The element at (a, b) from the corner of window (i, j) lies in window (i - k, j - l) if k * STRIDE_H + a < WINDOW_H and
+// l * STRIDE_W + b < WINDOW_W.
+//   gather(sums, row, column, window)   adds one window. (row, column) is the first of these elements in the window; `window`
+//                                       is the window's place.
+//   keep(place, sum)                    gets an element's place and its sum.
 template <class Gather, class Keep> __device__ __forceinline__ void sum_over_windows(int i, EXTENT, Gather gather, Keep keep) {
     for (int j = threadIdx.y; j < columns(CEIL_DIV(W + PADDING_W, STRIDE_W), C); j += blockDim.y)
 #pragma unroll UNROLL
@@ -140,8 +144,8 @@ spread_windows(T* __restrict__ large, int add, Sums* sums, const T* __restrict__
     stored.write(sums, C);
 }
 
-// small = maximum of the window, NaN where it holds one; place = that of the first. `relu`: 0, and NOWHERE, where the
-// maximum is no more than 0.
+// small = maximum of the window, NaN where it holds one; place = that of the first, or of the last NaN. `relu`: 0, and NOWHERE,
+// where the maximum is no more than 0.
 extern "C" __global__ void __launch_bounds__(256, 1)
 max_windows(T* small, u8* place, int relu, const T* __restrict__ large, EXTENT) {
     wait_for_previous();

@@ -1,11 +1,15 @@
-// Reductions of x seen as [outer][reduce][inner] over the middle axis, in an order that depends on the shape and on VEC.
-// x, dout, dx: T. out: OUT, laid out [outer][gridDim.y][inner]: blocks of row y of the grid take the y-th chunk of the
-// middle axis, and a second launch reduces their results. out = scale * result, or += where `accumulate`.
-// Everything is accumulated in float, in the *_whole kernels in 64 bits: their T and OUT hold integers. NaN wins over every
-// number in maximum and minimum.
-// VEC=1: inner and the address of x are multiples of a 16-byte pack, of which each thread reads one at a time.
-// Launch: block (columns, lanes, rows), powers of two, product at most 256; grid.x = CEIL_DIV(outer, rows) *
-// CEIL_DIV(inner, columns * V). The *_backward kernels: any launch shape (grid-stride).
+// Reductions over the middle axis of x, seen as [outer][reduce][inner], and their gradients.
+//
+//   out = scale * reduction of x, or += where `accumulate`; the *_whole kernels take no notice of `scale` and `accumulate`
+//
+//   x, dout, dx   T.
+//   out           OUT [outer][gridDim.y][inner]. Blocks with blockIdx.y = y reduce the y-th chunk, `chunk` long, of the middle
+//                 axis. Where there are several, a second launch reduces their results.
+// Everything is accumulated in float; in the *_whole kernels, whose T and OUT hold integers, in 64-bit integers. The order
+// depends on the shape and on VEC. NaN wins over every number in maximum and minimum.
+// VEC=1: inner and the address of x are multiples of a 16-byte pack; each thread reads one pack at a time.
+// Launch: block (columns, lanes, rows), powers of two, product at most 256; gridDim.x = CEIL_DIV(outer, rows) *
+// CEIL_DIV(inner, columns * V). The *_backward kernels are grid-stride loops: any launch shape.
 #include "common.cuh"
 
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
@@ -43,7 +47,7 @@ template <typename X> __device__ __forceinline__ X whole_as(i64 x) { return from
 template <> __device__ __forceinline__ i64 whole_as<i64>(i64 x) { return x; }
 template <> __device__ __forceinline__ int whole_as<int>(i64 x) { return (int)x; }
 
-// value(x, column) is what enters the reduction; `column` numbers the reduced columns, [outer][inner].
+// Reduces value(x, column) over the middle axis. `column` is the index in [outer][inner].
 template <typename Op, typename F>
 __device__ __forceinline__ void reduce_middle(const T* __restrict__ x, OUT* __restrict__ out, float scale, int accumulate,
                                               i64 outer, i64 reduce, i64 inner, i64 chunk, F value) {
@@ -117,12 +121,12 @@ extern "C" __global__ void minimum_whole(const T* x, SHAPE) {
     wait_for_previous();
     reduce_middle<SmallerWhole>(x, REST, [](T x, i64) { return whole(x); });
 }
-// How often the extreme value (T, [outer][inner]) occurs.
+// How often `extreme`, T [outer][inner], occurs in its column.
 extern "C" __global__ void count(const T* x, const T* extreme, SHAPE) {
     wait_for_previous();
     reduce_middle<Add>(x, REST, [=](T x, i64 c) { return to_float(x) == to_float(extreme[c]) ? 1.0f : 0.0f; });
 }
-// Sum of squared distances from mean (float, [outer][inner]).
+// Sum of squared distances from `mean`, float [outer][inner].
 extern "C" __global__ void square_deviation(const T* x, const float* mean, SHAPE) {
     wait_for_previous();
     reduce_middle<Add>(x, REST, [=](T x, i64 c) {
@@ -131,7 +135,7 @@ extern "C" __global__ void square_deviation(const T* x, const float* mean, SHAPE
     });
 }
 
-// The reduced column that element e belongs to; 32-bit division where it suffices.
+// The column, in [outer][inner], of element e of x. Divides in 32 bits where they suffice.
 __device__ __forceinline__ i64 column_of(i64 e, i64 reduce, i64 inner, i64 n) {
     if (n <= 0xffffffffll) return (u32)e / (u32)(reduce * inner) * inner + (u32)e % (u32)inner;
     return e / (reduce * inner) * inner + e % inner;

@@ -1,11 +1,16 @@
-// Moving elements: copies between strided views of one shape, and rows taken by an index.
-// copy, add: out[view] = x[view], or +=. Strides count units, may be 0 or negative; fewer than 2^32 units. The _packed
-// forms move units of 16 bytes, which both views must be aligned to and consist of. Arithmetic of 16-bit T in float.
-// fill: out[i] = value. take, take_backward, sum_runs, last: rows of `width` elements; index int32, negative from the end
-// (sum_runs: sorted, from 0). A row out of range reads as zero. Sums of integers in i64, of others in float.
-// turn: out (C, taps, K) = x (K, taps, C) with its ends swapped and its taps reversed; x[k][tap] is at k · pitch + tap ·
-// tap_pitch. Launch: 32 × 8 threads, grid (ceil(C / 32), ceil(K / 32), taps).
-// Launch of all others: any shape (grid-stride).
+// Moving elements: copies between strided views, and rows gathered and scattered by an index.
+//
+//   copy, add       out[view] = x[view], or +=; both views have one shape of fewer than 2^32 units. A unit is an element, in
+//                   the _packed forms 16 bytes, of which both views consist and to which they are aligned. Strides count units
+//                   and may be 0 or negative. 16-bit T are added in float.
+//   fill            out[i] = value
+//   take            rows of x by an index: out[i] = x[index[i]]
+//   take_backward, sum_runs, last   scatter; see there
+//   turn            out (C, taps, K) = x (K, taps, C) with K and C swapped and the taps reversed. x[k][tap] lies at
+//                   k · pitch + tap · tap_pitch.
+// Rows have `width` elements. index is int32; a negative one counts from the end (not in sum_runs). take reads zeros for an
+// index out of range; the others ignore it. take_backward and sum_runs sum integers in i64, others in float.
+// Launch: turn 32 × 8 threads, grid (ceil(C / 32), ceil(K / 32), taps). All others are grid-stride loops: any launch shape.
 #include "common.cuh"
 
 struct Views { int dims, sizes[6]; i64 out[6], x[6]; };
@@ -81,8 +86,8 @@ template <typename V> __device__ __forceinline__ float widen(V x) { return to_fl
 template <typename V> __device__ __forceinline__ V narrow(i64 x) { return (V)x; }
 template <typename V> __device__ __forceinline__ V narrow(float x) { return from_float<V>(x); }
 
-// dx[row][:] = (or +=) sum over i of dout[i][:] where index[i] is the row, in the order of i: every element of dx scans
-// the whole index, so the sum needs no atomics.
+// dx[row][:] = (or +=) sum of dout[i][:] over all i with index[i] = row, in the order of i. Each element of dx scans the whole
+// index, so that no atomics are needed.
 extern "C" __global__ void take_backward(const T* dout, const int* index, T* dx, int accumulate, i64 rows, i64 width, i64 count) {
     wait_for_previous();
     for (i64 e = (i64)blockIdx.x * blockDim.x + threadIdx.x; e < rows * width; e += (i64)gridDim.x * blockDim.x) {
@@ -92,8 +97,8 @@ extern "C" __global__ void take_backward(const T* dout, const int* index, T* dx,
         dx[e] = narrow<T>(accumulate ? widen(dx[e]) + total : total);
     }
 }
-// The same sums, bit for bit, of an index that is sorted: order[j] is the i of sorted[j], equal ones in their order. Every
-// element of dx finds where its row begins, and reads that run alone.
+// The same sums, bit for bit, from the sorted index: order[j] is the i of sorted[j], ascending among equal ones. Each element
+// of dx finds where its row begins in `sorted` by bisection, and reads only that run.
 extern "C" __global__ void sum_runs(
     const T* dout, const int* order, const int* sorted, T* dx, int accumulate, i64 rows, i64 width, i64 count
 ) {
@@ -110,7 +115,7 @@ extern "C" __global__ void sum_runs(
         dx[e] = narrow<T>(accumulate ? widen(dx[e]) + total : total);
     }
 }
-// out[row] = 1 + the largest i whose index is the row; out holds zeros before. The largest of integers has no order.
+// out[row] = 1 + the largest i with index[i] = row. out holds zeros before. An atomic maximum of integers is deterministic.
 extern "C" __global__ void last(const int* index, int* out, i64 rows, i64 count) {
     wait_for_previous();
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (i64)gridDim.x * blockDim.x) {
@@ -121,7 +126,7 @@ extern "C" __global__ void last(const int* index, int* out, i64 rows, i64 count)
 
 extern "C" __global__ void turn(T* out, const T* x, i64 pitch, i64 tap_pitch, int K, int taps, int C) {
     wait_for_previous();
-    __shared__ T tile[32][33];  // a column more, so that neither rows nor columns meet in a bank
+    __shared__ T tile[32][33];  // one column of padding: no bank conflicts by rows or by columns
     int k0 = blockIdx.y * 32, c0 = blockIdx.x * 32, tap = blockIdx.z;
     for (int i = threadIdx.y; i < 32; i += blockDim.y)
         if (k0 + i < K && c0 + threadIdx.x < C) tile[i][threadIdx.x] = x[(k0 + i) * pitch + tap * tap_pitch + c0 + threadIdx.x];
