@@ -1,30 +1,39 @@
-// The backward pass of attention on Hopper for few tokens of narrow heads: all gradients in one launch, scores once.
+// The backward pass of attention on Hopper for few tokens of narrow heads: all gradients in one launch, scores computed once.
 //
-// Layouts, lse and maps as in attention_sm90.cu; out is contiguous; D is at most DP; there are at most 64 TILES
-// queries and 64 TILES keys. A block owns the keys of KEY_TILES tiles and walks over the tiles of queries, all of which lie
-// in its shared memory. The scores are transposed: p and ds, whose rows are keys, are the left sides of
-// dv and dk from registers; ds goes through shared memory to be the left side of dq. A block's part of a tile's dq takes
-// the place of the tile's q and dout. The blocks of a cluster share out the tiles and sum their parts by rank.
-// Where sums_q is given, each warp leaves the sums over its tokens, before rounding, of dq, dk and dv: float
-// (N, 4 CLUSTER, ...), a row `token` elements long, a head's sums `head` elements after those of the one before.
-// Launch: 128 threads, (CLUSTER, heads, N) blocks. Shared memory: 8.5 KiB a tile of queries, 16 KiB a tile of the block's
-// keys, 128 bytes of barriers.
+// Arguments
+//   Layouts, lse and maps are as in attention_sm90.cu. out is contiguous. D is at most DP. There are at most 64 TILES queries
+//   and 64 TILES keys.
+//   sums_q, sums_k, sums_v   float (N, 4 CLUSTER, ...), or null: for each channel the sums of dq, dk and dv over the tokens of
+//                            each warp, before rounding. A row is `token` elements long. A head's sums lie `head` elements
+//                            after those of the head before.
+//
+// How it works
+//   Tiles      A block has the keys of KEY_TILES tiles and walks over the tiles of queries, all of which lie in its shared
+//              memory.
+//   Products   The scores are transposed: the rows of p and ds are keys. From registers they are the left operands of dv and
+//              dk. ds goes through shared memory to be the left operand of dq.
+//   Clusters   A block's part of a tile's dq takes the place of the tile's q and dout. Each block of the cluster takes some of
+//              the tiles, and adds the blocks' parts of them in the order of ranks.
+//
+// Launch
+//   Grid       (CLUSTER, heads, N) blocks of 128 threads.
+//   Shared     8.5 KiB for each of TILES tiles of queries, 16 KiB for each tile of the block's keys, 128 bytes of barriers.
 #include "attention_sm90.cuh"
 
 constexpr int KEY_TILES = TILES == 1 ? 1 : 2, CLUSTER = TILES / KEY_TILES;
 #include "cluster.cuh"
 
-constexpr int BLOCKS = KEY_TILES == 1 ? 4 : 3;  // that fit a multiprocessor, by their registers
+constexpr int BLOCKS = KEY_TILES == 1 ? 4 : 3;  // that fit a multiprocessor by their registers
 constexpr int D_SCORES = 64 * 128;  // bytes of a tile of ds
 
-// Add to sums[2 j + e] the sums over this thread's rows of a product's columns 8 j + 2 QUAD + e.
+// Add to sums[2 j + e] column 8 j + 2 QUAD + e of a product, summed over this thread's two rows.
 template <int COUNT>
 __device__ __forceinline__ void add_columns(float (&sums)[COUNT / 2], const float (&c)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT / 2; i++) sums[i] += c[i / 2 * 4 + i % 2] + c[i / 2 * 4 + 2 + i % 2];
 }
-// From those of all threads of a warp, for 32 columns: its sum of column 8 (GROUP / 2) + 2 QUAD + GROUP % 2. At each step
-// two lanes share what both have left.
+// From such sums of a warp's threads, of 32 columns: the warp's sum of column 8 (GROUP / 2) + 2 QUAD + GROUP % 2. At each step
+// two lanes each take half of the columns that both have left.
 __device__ __forceinline__ float warp_column_sum(float (&sums)[8]) {
 #pragma unroll
     for (int half = 4; half > 0; half /= 2) {
@@ -38,8 +47,8 @@ __device__ __forceinline__ float warp_column_sum(float (&sums)[8]) {
     return sums[0];
 }
 
-// Add to dk and dv of 64 keys, of which `left` are there, what the first QUERIES of a tile of queries give them, and leave ds, in
-// which the other queries are zeros.
+// Add to dk and dv of 64 keys, of which `left` exist, what the first QUERIES tokens of a tile of queries give them. Write ds to
+// ds_tile; there the other queries are zeros.
 template <int QUERIES>
 __device__ __forceinline__ void attended(float (&dk)[DP / 2], float (&dv)[DP / 2], u32 k_tile, u32 v_tile, u32 q_tile,
                                          u32 dout_tile, u32 ds_tile, const float* lse, const float* delta, int left, float scale2,
@@ -51,7 +60,7 @@ __device__ __forceinline__ void attended(float (&dk)[DP / 2], float (&dv)[DP / 2
     multiply_tokens<QUERIES / 2, 64>(ds, v_tile, dout_tile);
     wgmma_commit();
     wgmma_wait<0>();
-    if (left < 64)  // their scores would be 0, not -inf, and reach dq
+    if (left < 64)  // other keys are zeros: their scores would be 0, not -inf, and count in sums_k and sums_v
 #pragma unroll
         for (int e = 0; e < QUERIES / 2; e++)
             if ((int)(WARP_ROW + e / 2 % 2 * 8 + GROUP) >= left) p[e] = -infinity();
@@ -65,7 +74,7 @@ __device__ __forceinline__ void attended(float (&dk)[DP / 2], float (&dv)[DP / 2
 #pragma unroll
     for (int e = 0; e < QUERIES / 4; e++) all[e / 4][e % 4] = dscores[e / 4][e % 4];
     store_fragments<128>(ds_tile, all);
-    wgmma_wait<0>();  // the next scores need the registers
+    wgmma_wait<0>();  // the next scores take these registers
 }
 
 extern "C" __global__ void __launch_bounds__(128, BLOCKS) __cluster_dims__(CLUSTER, 1, 1)
@@ -104,7 +113,7 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
     }
     __syncthreads();
 
-    // delta: the sum over d of dout out, four threads a row
+    // delta: the sum over channels of dout · out, by four threads for a row
     constexpr int ROUNDS = TILES * 2;
     Pack<T> outs[ROUNDS];
 #pragma unroll
@@ -155,7 +164,7 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
         }
         wgmma_commit();
         wgmma_wait<0>();
-        __syncthreads();  // all have read ds, q and dout
+        __syncthreads();  // all warps have read ds, q and dout
         float2* parts = reinterpret_cast<float2*>(shared + i * 2 * TILE) + threadIdx.x;
 #pragma unroll
         for (int e = 0; e < DP / 4; e++) parts[e * 128] = make_float2(part[2 * e], part[2 * e + 1]);
@@ -176,7 +185,7 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
     }
     u32 rounded[DP / 16][4];
 #pragma unroll
-    for (int m = 0; m < KEY_TILES; m++) {  // keys and values give their places to their gradients
+    for (int m = 0; m < KEY_TILES; m++) {  // the gradients take the places of keys and values
         round_fragments(dk_acc[m], rounded, scale);
         store_fragments<ROW_BYTES>(k_tiles + m * TILE, rounded);
         round_fragments(dv_acc[m], rounded);
@@ -202,7 +211,7 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
             }
         add_columns(columns_q, sum);
         round_fragments(sum, rounded, scale);
-        __syncthreads();  // all have read this block's part
+        __syncthreads();  // all warps have read this block's part, which lies here
         store_fragments<ROW_BYTES>(base + i * 2 * TILE, rounded);
         fence_writes();
         __syncthreads();

@@ -1,31 +1,47 @@
-// Flash attention on Hopper: attention.cu's passes by TMA and wgmma. Layouts, lse and delta as there.
+// Flash attention on Hopper: attention.cu's three passes, by TMA and wgmma.
 //
-//   forward      writes out, lse.            A warpgroup owns 64 queries and walks over the keys (online softmax).
-//   backward_q   writes dq, delta.           A warpgroup owns 64 queries, recomputes scores from lse.
-//   backward_kv  reads delta; writes dk, dv. A warpgroup owns 64 keys and walks over the queries, on transposed scores.
-// Where DP is over 32 the backwards also leave the sums over each tile of 64 tokens of what they write, unless their place is null.
-// Base, strides and D are multiples of 16 bytes; D is at most DP. Maps: {D, heads, tokens, N}, boxes {64, 1, 64, 1}, or
-// {32, 1, 64, 1} where DP is 32.
-// A step is 64 tokens of the other side, in a ring of STAGES, of which backward_q has one: two or three were slower. What a
-// product gave is rounded in registers and is the left side of the next. A warpgroup waits for each product: the others of
-// the multiprocessor, 4 or 6 in forward and 2 or 3 backward, compute meanwhile.
-// Launch: GROUPS warpgroups (1 backward), (ceil(T / 64 / GROUPS), heads, N) blocks. Shared memory: GROUPS tiles (2
-// backward), STAGES of two tiles (and of 1024 bytes in backward_kv), 128 bytes of barriers.
+// For each image and head out = softmax(scale q k^T) v.
+//
+//   forward      writes out, lse.            A warpgroup has 64 queries and walks over the keys (online softmax).
+//   backward_q   writes dq, delta.           A warpgroup has 64 queries, and recomputes the weights from lse.
+//   backward_kv  reads delta; writes dk, dv. A warpgroup has 64 keys and walks over the queries. Its scores are transposed.
+//
+// Arguments
+//   Layouts, lse and delta are as in attention.cu, T and DP as in attention_sm90.cuh. Base, strides and D are multiples of 16
+//   bytes. D is at most DP.
+//   sums_q, sums_k, sums_v   float, or null: the sums of dq, dk and dv over each tile of 64 tokens, for each channel. They are
+//                            written where DP is over 32. `token` floats lie from a tile's sums to the next, and `head` from a
+//                            head's to the next.
+//
+// How it works
+//   Steps      A step is a tile of 64 tokens of the other side, two arrays of them: k and v, or q and dout. Thread 0 loads the
+//              tiles into a ring of STAGES. backward_q has one stage: two or three were slower.
+//   Products   The result of a product is rounded in registers, and is the left operand of the next product.
+//   Overlap    A warpgroup waits for each product. The other warpgroups of its multiprocessor compute meanwhile. By registers
+//              6 warpgroups of forward fit where DP is 32, 4 up to 80, 3 beyond; 3 of backward_q; 3 of backward_kv, 2 where DP
+//              is over 64.
+//
+// Launch
+//   Grid       (ceil(tokens / 64 / GROUPS), heads, N) blocks of GROUPS warpgroups; backward GROUPS is 1. tokens is Tq, or Tk in
+//              backward_kv.
+//   Maps       {D, heads, tokens, N}, box {64, 1, 64, 1}, or {32, 1, 64, 1} where DP is 32.
+//   Shared     GROUPS tiles, or 2 backward; STAGES of two tiles, in backward_kv 1024 bytes more each; 128 bytes of barriers.
 #include "attention_sm90.cuh"
 
-constexpr int THREADS = GROUPS * 128, BLOCKS = (DP == 32 ? 6 : DP <= 80 ? 4 : 3) / GROUPS;  // that fit by their registers
+constexpr int THREADS = GROUPS * 128, BLOCKS = (DP == 32 ? 6 : DP <= 80 ? 4 : 3) / GROUPS;  // that fit by registers
 constexpr int KV_BLOCKS = DP <= 64 ? 3 : 2;
 
-// The stage that held `step` was read, by THREADS that read together: load(step + STAGES) takes it, where there are so many
-// steps.
+// Release the stage of `step`, which THREADS threads have read together. Thread 0 then loads step + STAGES into it, if there is
+// such a step.
 template <int THREADS, class Load> __device__ __forceinline__ void reuse_stage(Ring& ring, int step, int steps, Load load) {
-    if constexpr (THREADS == 32) __syncwarp();  // its first lane speaks for what all have read
+    if constexpr (THREADS == 32) __syncwarp();  // its first lane releases it for all, which must have read
     ring.release<THREADS>();
     if (threadIdx.x == 0 && step + STAGES < steps) load(step + STAGES);
     __syncwarp();
 }
 
-// Add what 64 queries find at the first KEYS of a tile of keys, and of the tile of values behind it, of which `left` are there.
+// A step of the online softmax: adds to acc and sum what 64 queries get from the first KEYS tokens of a tile of keys, and of
+// the tile of values behind it. `left` tokens exist; those after them are masked.
 template <int KEYS>
 __device__ __forceinline__ void attend(float (&acc)[DP / 2], float (&top)[2], float (&sum)[2], u32 queries, u32 tile, int left,
                                        float scale2, bool add) {
@@ -78,8 +94,8 @@ forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k
 
     barrier_wait(q_barrier, 0);
     float acc[DP / 2];
-    float top[2] = {-infinity(), -infinity()}, sum[2] = {};  // of rows GROUP and GROUP + 8: log2 of the weight 1, and
-                                                             // this lane's part of the denominator
+    float top[2] = {-infinity(), -infinity()}, sum[2] = {};  // of rows GROUP and GROUP + 8: score * scale2 of the
+                                                             // weight 1; this lane's part of the denominator
     for (int step = 0; step < steps; step++) {
         int left = Tk - step * 64;
         ring.wait();
@@ -91,7 +107,8 @@ forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k
     store_tile(out, acc, 1.0f, own, h, first, n);
 }
 
-// Bring the block's own tiles to `base`, those of the maps own and own2, and start the first steps. `readers` release a stage.
+// Load the block's own two tiles, of the maps own and own2, to `base`, and start loading the first steps. A stage is
+// released by so many `readers`, warps or warpgroups.
 template <class Load>
 __device__ __forceinline__ void begin_backward(const Ring& ring, int readers, u32 own_barrier, u32 base, const TensorMap& own,
                                                const TensorMap& own2, const TensorMap& other, const TensorMap& other2, int h,
@@ -110,10 +127,11 @@ __device__ __forceinline__ void begin_backward(const Ring& ring, int readers, u3
     __syncthreads();
 }
 
-// The rows GROUP and GROUP + 8 of a warp's 16 of `out`, of each of which four lanes hold a pack of 8 channels in turn.
+// A lane holds parts of two of its warp's 16 rows of `out`, GROUP and GROUP + 8. The four lanes of a row hold its packs of 8
+// channels by turns: PACKS each.
 constexpr int PACKS = CEIL_DIV(DP, 32);
 
-// This lane's packs of the 64 rows from `first` on, zeros beyond them; and the rows' lse.
+// Load this lane's packs, of the 64 rows from `first` on, and its rows' lse. Rows from Tq on and channels from D on are zeros.
 __device__ __forceinline__ void load_rows(Pack<T> (&packs)[2][PACKS], float (&row_lse)[2], const T* out, const float* lse, int n,
                                           int h, int heads, int first, int Tq, int D) {
 #pragma unroll
@@ -129,9 +147,10 @@ __device__ __forceinline__ void load_rows(Pack<T> (&packs)[2][PACKS], float (&ro
     }
 }
 
-// The rows' delta, the sum over their channels of out times dout, of which `tile` is the tile; also written.
+// row_delta = for each of this lane's two rows the sum over channels of out · dout. It is also written to `delta`. `tile` is
+// that of dout.
 __device__ __forceinline__ void find_delta(float (&row_delta)[2], float* delta, const Pack<T> (&packs)[2][PACKS], const u8* tile) {
-    constexpr int CHUNKS = ROW_BYTES / 16;  // of a panel's row
+    constexpr int CHUNKS = ROW_BYTES / 16;  // of a row of a panel
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         int row = WARP_ROW + 8 * r + GROUP;
@@ -149,10 +168,10 @@ __device__ __forceinline__ void find_delta(float (&row_delta)[2], float* delta, 
     }
 }
 
-// Where the sums of a block's tile of a gradient begin. token, head: floats from a tile, and from a head, to the next.
+// Where the sums of a block's tile begin, in floats. token, head: floats from a tile's sums to the next, and from a head's.
 __device__ __forceinline__ i64 own_sums(int n, int h, int token, int head) { return ((i64)n * gridDim.x + blockIdx.x) * token + h * head; }
 
-// Over the first `rows` rows of a tile that was stored, for each of its D channels.
+// Write for each of D channels the sum over the first `rows` rows of a rounded tile, which lies where store_tile left it.
 __device__ __forceinline__ void leave_sums(float* sums, u32 tile, int rows, int D) {
 #pragma unroll
     for (int p = 0; p < PANELS; p++) {
@@ -214,7 +233,7 @@ backward_q(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMa
     if (DP > 32 && sums_q) leave_sums(sums_q + own_sums(n, h, token, head), base, Tq - first, D);
 }
 
-// Scores are transposed here: keys are the rows of every product, so that p and ds are A fragments without a transpose.
+// Scores are transposed here: the keys are the rows of every product. So p and ds are A fragments as they are.
 extern "C" __global__ void __launch_bounds__(128, KV_BLOCKS)
 backward_kv(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
             const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap dk, const __grid_constant__ TensorMap dv,
@@ -257,8 +276,8 @@ backward_kv(const __grid_constant__ TensorMap q, const __grid_constant__ TensorM
         multiply_weights(dv_acc, weights, ring.buffer() + TILE, step > 0);
         multiply_weights(dk_acc, dscores, ring.buffer(), step > 0);
         wgmma_commit();
-        wgmma_wait<0>();  // the registers of the next scores are these weights'
-        reuse_stage<32>(ring, step, steps, load);  // rows are read by each warp alone, products by all together
+        wgmma_wait<0>();  // the next scores take the registers of these weights
+        reuse_stage<32>(ring, step, steps, load);  // each warp has read lse and delta for itself: it releases alone
     }
     store_tile(dk, dk_acc, scale, base, h, first, n);
     store_tile(dv, dv_acc, 1.0f, base + TILE, h, first, n);

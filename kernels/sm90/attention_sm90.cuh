@@ -1,25 +1,26 @@
-// What the kernels of attention on Hopper share: tiles of 64 or more tokens by DP channels, and fragments of them.
+// What Hopper's attention kernels share: tiles of tokens by DP channels, products of them, and the online softmax.
 //
-// T: bf16 or half; DP: 32, 64, 80, 96 or 128, the channels of a head or more. TMA brings a tile in PANELS of 64 channels (32
-// where DP is 32), one after the other. A panel has a row of ROW_BYTES a token; channels from DP on lie idle.
+// T is bf16 or half. DP is 32, 64, 80, 96 or 128: the channels of a head, D, rounded up to one of these. A tile has 64 tokens
+// or more. TMA loads it in PANELS of 64 channels (32 where DP is 32), which lie one after the other in shared memory. A panel
+// has a row of ROW_BYTES for each token. The last panel's channels from DP on are not used.
 #pragma once
 #include "flash.cuh"
 #include "wgmma.cuh"
 
 constexpr int ROW_BYTES = DP == 32 ? 64 : 128, PANELS = CEIL_DIV(DP, 64), TILE = PANELS * 64 * ROW_BYTES;
 
-// A last tile of so few tokens is multiplied by these alone: grids of 14 and of 20 tokens a side leave 4 and 16.
+// A last tile of at most FEW tokens is multiplied as a tile of FEW. Images of 14 × 14 and of 20 × 20 tokens leave 4 and 16.
 constexpr int FEW = 16;
 
-#define WARP_ROW (threadIdx.x / 32 % 4 * 16)  // of a warpgroup's 64 rows, where this warp's 16 start
+#define WARP_ROW (threadIdx.x / 32 % 4 * 16)  // where this warp's 16 rows start, of a warpgroup's 64
 
-// A product of a warpgroup, times `factor` and rounded, as A fragments.
+// Round a warpgroup's accumulators, times `factor`, to A fragments.
 template <int COUNT>
 __device__ __forceinline__ void round_fragments(const float (&c)[COUNT], u32 (&a)[COUNT / 8][4], float factor = 1.0f) {
 #pragma unroll
     for (int i = 0; i < COUNT / 2; i++) a[i / 4][i % 4] = pack_pair<T>(c[2 * i] * factor, c[2 * i + 1] * factor);
 }
-// Fragments to the warp's 16 rows of a tile of 64 tokens.
+// Store fragments to the warp's 16 rows of a tile of 64 tokens.
 template <int BYTES, int COUNT>
 __device__ __forceinline__ void store_fragments(u32 tile, const u32 (&a)[COUNT][4]) {
     constexpr int OF_PANEL = BYTES / 32;
@@ -29,13 +30,15 @@ __device__ __forceinline__ void store_fragments(u32 tile, const u32 (&a)[COUNT][
                  a[k][0], a[k][1], a[k][2], a[k][3]);
 }
 
-// Start bringing TOKENS tokens from `first` on of a map whose boxes are panels; `barrier` counts PANELS * TOKENS * ROW_BYTES.
+// Start loading TOKENS tokens from `first` on, by a map whose boxes are panels. `barrier` counts their bytes, PANELS * TOKENS *
+// ROW_BYTES.
 template <int TOKENS = 64>
 __device__ __forceinline__ void load_tile(u32 tile, const TensorMap& map, u32 barrier, int h, int first, int n) {
 #pragma unroll
     for (int p = 0; p < PANELS; p++) tma_load(tile + p * TOKENS * ROW_BYTES, map, barrier, p * 64, h, first, n);
 }
-// The warpgroup writes factor * c through `buffer`, a tile of its own that it has read, to tokens `first`... of the map.
+// Store factor * c of a warpgroup to the map's 64 tokens from `first` on. It goes through `buffer`, a tile of the warpgroup's
+// own that it has read.
 __device__ __forceinline__ void store_tile(const TensorMap& map, const float (&c)[DP / 2], float factor, u32 buffer, int h,
                                            int first, int n) {
     u32 a[DP / 16][4];
@@ -51,7 +54,7 @@ __device__ __forceinline__ void store_tile(const TensorMap& map, const float (&c
     }
 }
 
-// c = a b^T, of the tile `a` of 64 tokens and the first 2 COUNT of a tile `b` of TOKENS, along the channels.
+// c = a b^T, a product along the channels, of a tile `a` of 64 tokens and the first 2 COUNT tokens of a tile `b` of TOKENS.
 template <int COUNT, int TOKENS = 2 * COUNT> __device__ __forceinline__ void multiply_tokens(float (&c)[COUNT], u32 a, u32 b) {
     constexpr int OF_PANEL = ROW_BYTES / 32, PANEL_A = 64 * ROW_BYTES / 16, PANEL_B = TOKENS * ROW_BYTES / 16;
     u64 at_a = tile_descriptor<ROW_BYTES>(a), at_b = tile_descriptor<ROW_BYTES>(b);
@@ -60,8 +63,8 @@ template <int COUNT, int TOKENS = 2 * COUNT> __device__ __forceinline__ void mul
         wgmma<false, false>((T*)nullptr, c, at_a + k / OF_PANEL * PANEL_A + k % OF_PANEL * DEPTH_STEP<false>,
                             at_b + k / OF_PANEL * PANEL_B + k % OF_PANEL * DEPTH_STEP<false>, k > 0);
 }
-// c = a b, or c + a b where `add`: weights `a` of 64 tokens by 16 COUNT, and these, the first of a tile `b` of TOKENS, along its
-// tokens.
+// c = a b, or c + a b where `add`, a product along b's tokens: weights `a` of 64 rows by 16 COUNT tokens, and these tokens, the
+// first of a tile `b` of TOKENS.
 template <int COUNT, int TOKENS = 16 * COUNT>
 __device__ __forceinline__ void multiply_weights(float (&c)[DP / 2], const u32 (&a)[COUNT][4], u32 b, bool add) {
     u64 at_b = tile_descriptor<ROW_BYTES>(b, PANELS > 1 ? TOKENS * ROW_BYTES : 16);
@@ -69,17 +72,19 @@ __device__ __forceinline__ void multiply_weights(float (&c)[DP / 2], const u32 (
     for (int k = 0; k < COUNT; k++) wgmma<true>((T*)nullptr, c, a[k], at_b + k * DEPTH_STEP<true, ROW_BYTES>, add || k > 0);
 }
 
-// The online softmax, on the scores s of 64 queries and 2 COUNT keys. Lanes hold two rows: GROUP and GROUP + 8.
-constexpr float SLACK = 8.0f;  // log2 of the largest weight before rows are scaled down: it is rarely exceeded
+// The online softmax, on the scores s of 64 queries and 2 COUNT keys. A lane has parts of two rows, GROUP and GROUP + 8.
+// Rows are scaled down only where a weight would exceed 2^SLACK, which is rare.
+constexpr float SLACK = 8.0f;
 
-// Scores of the columns from `columns` on become -inf.
+// The scores of column `columns` and of those after it become -inf.
 template <int COUNT> __device__ __forceinline__ void mask(float (&s)[COUNT], int columns) {
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
         if (i / 4 * 8 + 2 * QUAD + i % 2 >= columns) s[i] = -infinity();
 }
-// Where a row has a much higher score than before, its `top`, log2 of the weight 1, is raised, and shrink(r, factor) is called
-// for both rows: all that was summed of row r is to be multiplied by the factor. Returns whether it was.
+// A score has the weight 2^(score * scale2 - top). Where a row of the warp has a score of a weight over 2^SLACK, `top` of every
+// row is raised to its largest score so far, and shrink(r, factor) is called for both rows of a lane: what was summed of row r
+// is to be multiplied by the factor. Returns whether that was so.
 template <int COUNT, class Shrink>
 __device__ __forceinline__ bool raise_top(const float (&s)[COUNT], float (&top)[2], float scale2, Shrink shrink) {
     float high[2];
@@ -100,12 +105,12 @@ __device__ __forceinline__ bool raise_top(const float (&s)[COUNT], float (&top)[
         }
     return raised;
 }
-// Row r of a product, r 0 or 1, times a factor.
+// Multiply row r of a product by a factor; r is 0 or 1, of the lane's two rows.
 template <int COUNT> __device__ __forceinline__ void scale_row(float (&c)[COUNT], int r, float factor) {
 #pragma unroll
     for (int i = 0; i < COUNT; i += 4) c[i + 2 * r] *= factor, c[i + 2 * r + 1] *= factor;
 }
-// Scores become weights, which are added to sum, this lane's part of the denominators.
+// Turn scores into weights, and add these to `sum`, this lane's part of the denominators.
 template <int COUNT>
 __device__ __forceinline__ void weigh(float (&s)[COUNT], const float (&top)[2], float (&sum)[2], float scale2) {
 #pragma unroll
@@ -114,8 +119,8 @@ __device__ __forceinline__ void weigh(float (&s)[COUNT], const float (&top)[2], 
         sum[i / 2 % 2] += s[i];
     }
 }
-// From scores in p and products of dout and v in ds, both transposed: the weights, and the scores' gradients but for the
-// scale. lse and delta: those of the 2 COUNT queries, in shared memory.
+// p: scores become weights. ds: products of dout and v become the gradients of the scores, without the scale. Both are
+// transposed: rows are keys. lse and delta are those of the 2 COUNT queries, in shared memory.
 template <int COUNT>
 __device__ __forceinline__ void differentiate(float (&p)[COUNT], float (&ds)[COUNT], const float* lse, const float* delta, float scale2) {
 #pragma unroll
@@ -130,7 +135,8 @@ __device__ __forceinline__ void differentiate(float (&p)[COUNT], float (&ds)[COU
     }
 }
 
-// Divide the sums of weighted values by the denominators, and write lse of the 64 rows from `first` on, of TP that there are.
+// Divide the sums of weighted values by the denominators, and write lse of the 64 rows from `first` on. There are Tq rows, and
+// lse has TP: past Tq it is +inf.
 __device__ __forceinline__ void finish_rows(float (&acc)[DP / 2], const float (&top)[2], const float (&sum)[2], float* lse,
                                             int first, int Tq, int TP) {
 #pragma unroll

@@ -1,18 +1,28 @@
-// Flash attention on Hopper for long sequences of wide heads: the forward of attention_sm90.cu, products beside softmax.
+// Flash attention's forward on Hopper for long sequences of wide heads. It computes what forward of attention_sm90.cu does, but
+// runs one warpgroup's softmax beside another's products (Shah et al. 2024, FlashAttention-3).
 //
-// Layouts, lse and D as there. Maps: {D, heads, tokens, N}, boxes {64, 1, 64, 1} of q and out, {64, 1, KEYS, 1} of k and v.
-// A block has GROUPS warpgroups, each with 64 queries of its own, and another that brings them tiles of KEYS keys and values
-// in rings of STAGES. A warpgroup starts the scores of a tile and the product of the weights of the tile before with its
-// values together, and turns the scores into weights while the second is under way. The warpgroups take turns in starting
-// products, so that one's softmax runs beside another's products (Shah et al. 2024, FlashAttention-3).
-// Blocks walk over the tiles of GROUPS * 64 queries of all heads and images: what they bring next arrives meanwhile.
-// Launch: 128 GROUPS + 128 threads. Shared memory: GROUPS tiles of 64 tokens, STAGES of two tiles of KEYS, 256 bytes of barriers.
+// Arguments
+//   Layouts, lse and D are as in attention_sm90.cu. `tiles` counts the tiles of GROUPS * 64 queries of all heads and images.
+//
+// How it works
+//   Producer   A block has GROUPS consumer warpgroups, each with 64 queries, and a producer warpgroup. One thread of that loads
+//              tiles of KEYS keys and of KEYS values into rings of STAGES. The others only give their registers to the
+//              consumers.
+//   Pipeline   A warpgroup issues two products together: the scores of a tile of keys, and the weights of the tile before times
+//              its values. While the second runs, it turns the scores into weights.
+//   Turns      The warpgroups issue their products by turns, so that the softmax of one runs beside the products of another.
+//   Order      Blocks are persistent: each walks over tiles of queries. What it needs next arrives meanwhile.
+//
+// Launch
+//   Grid       any number of blocks of 128 GROUPS + 128 threads.
+//   Maps       {D, heads, tokens, N}, box {64, 1, 64, 1} of q and out, {64, 1, KEYS, 1} of k and v.
+//   Shared     GROUPS tiles of 64 tokens, STAGES of two tiles of KEYS, 256 bytes of barriers.
 #include "attention_sm90.cuh"
 
 constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128, KEY_TILE = PANELS * KEYS * ROW_BYTES;
-constexpr int TURNS = 1 + GROUPS;  // the first barrier of turns; warpgroup_meets has those before
+constexpr int TURNS = 1 + GROUPS;  // the first named barrier of turns; warpgroup_meets uses 1 to GROUPS
 
-// A warpgroup waits for its turn, then gives it to the next: barrier TURNS + g is passed once all others have arrived there.
+// The turn of warpgroup g begins once all other consumer warpgroups have arrived at barrier TURNS + g. It ends with pass_turn.
 __device__ __forceinline__ void wait_for_turn(int group) {
     if (GROUPS > 1) asm volatile("bar.sync %0, %1;" ::"r"(TURNS + group), "n"(CONSUMERS) : "memory");
 }
@@ -24,7 +34,7 @@ __device__ __forceinline__ void pass_turn(int group) {
     for (int i = 1; i < GROUPS; i++) pass_to((group + i) % GROUPS);
 }
 
-// Where things lie in shared memory, and the barriers: `queries` has a buffer for each warpgroup.
+// The rings' places in shared memory, barriers last. `queries` has a buffer for each warpgroup.
 struct Rings {
     Ring queries, keys, values;
     __device__ __forceinline__ Rings(u32 base)
@@ -43,7 +53,7 @@ struct Place {
     }
 };
 
-// One thread brings all tiles, in the order in which they are read.
+// The producer: one thread loads all tiles, in the order in which the consumers read them.
 __device__ __forceinline__ void produce(Rings rings, const TensorMap& q, const TensorMap& k, const TensorMap& v, int tiles,
                                         int heads, int Tq, int Tk) {
     auto load = [&](Ring& ring, const TensorMap& map, Place at, int step) {
@@ -66,7 +76,7 @@ __device__ __forceinline__ void produce(Rings rings, const TensorMap& q, const T
     }
 }
 
-// acc = the sums of weighted values of one tile of queries, top and sum as in the online softmax.
+// acc = the sums of weighted values for a warpgroup's 64 queries; top and sum are those of the online softmax.
 __device__ __forceinline__ void attend(float (&acc)[DP / 2], float (&top)[2], float (&sum)[2], Rings& rings, u32 own, int group,
                                        int Tk, float scale2) {
     int steps = CEIL_DIV(Tk, KEYS);
@@ -131,7 +141,7 @@ forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k
         return;
     }
     set_registers<GROUPS == 2 ? 240 : 160, true>();
-    for (int before = 0; before < group; before++) pass_to(before);  // the first begins
+    for (int before = 0; before < group; before++) pass_to(before);  // so warpgroup 0 has the first turn
     u32 own = rings.queries.buffers + group * TILE, phase = 0;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, phase ^= 1) {
         Place at(tile, heads, Tq);
@@ -141,6 +151,6 @@ forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k
         attend(acc, top, sum, rings, own, group, Tk, scale * LOG2E);
         finish_rows(acc, top, sum, lse + ((i64)at.n * heads + at.h) * TP, first, Tq, TP);
         store_tile(out, acc, 1.0f, own, at.h, first, at.n);
-        if (threadIdx.x % 128 == 0) barrier_arrive(rings.queries.empty(group));  // the copy has read it
+        if (threadIdx.x % 128 == 0) barrier_arrive(rings.queries.empty(group));  // TMA has read the results, which lay there
     }
 }

@@ -1,16 +1,18 @@
-// Thread block clusters (sm_90 and newer): CLUSTER blocks that run at once and reach each other's shared memory.
+// Thread block clusters (sm_90 and newer): CLUSTER blocks that run at the same time and reach each other's shared memory
+// (distributed shared memory).
 #pragma once
 #include "wgmma.cuh"
 
-// Of a kernel whose clusters lie along the grid's z. Even a cluster of one block would be launched otherwise than a block.
+// The attribute of a kernel whose clusters lie along the grid's z. There is none for one block: even a cluster of one is
+// launched in another way than a block.
 #if CLUSTER > 1
 #define CLUSTER_DIMS __cluster_dims__(1, 1, CLUSTER)
 #else
 #define CLUSTER_DIMS
 #endif
 
-// Arrive and wait are halves of one barrier of the cluster's threads; what they wrote before it is seen after it. Every
-// thread of a warp takes part. A cluster of one block needs no more than the block's own barrier.
+// Arrive and wait are the halves of a barrier of all threads of the cluster. What a thread wrote before it arrived, all see
+// after they have waited. Every thread of a warp takes part. For a cluster of one block it is the block's own barrier.
 __device__ __forceinline__ void cluster_arrive() {
     if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
 }
@@ -22,19 +24,19 @@ __device__ __forceinline__ void cluster_sync() {
     cluster_arrive();
     cluster_wait();
 }
-// Arrive without showing what was written, so without waiting for all that the block has stored in global memory.
+// Arrive without making writes visible: so without waiting for all that the block has stored in global memory.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
     if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
-// Where what lies at `address` of this block's shared memory lies in that of block `rank`.
+// The address in block `rank`'s shared memory that corresponds to `address` in this block's.
 __device__ __forceinline__ u32 cluster_address(u32 address, int rank) {
     u32 there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
 
-// The float2 that lies at `p`, an address in this block's shared memory, in that of block `rank`.
+// Load a float2 from block `rank`'s shared memory, from where `p` lies in this block's.
 __device__ __forceinline__ float2 load_cluster(const float2* p, int rank) {
     if constexpr (CLUSTER == 1) return *p;
     float2 v;
@@ -43,7 +45,7 @@ __device__ __forceinline__ float2 load_cluster(const float2* p, int rank) {
     return v;
 }
 
-// *p = v, where p is an address in this block's shared memory, in that of block `rank`.
+// Store v to block `rank`'s shared memory, where `p` lies in this block's.
 __device__ __forceinline__ void store_cluster(float4* p, int rank, float4 v) {
     if constexpr (CLUSTER == 1) {
         *p = v;
@@ -53,16 +55,16 @@ __device__ __forceinline__ void store_cluster(float4* p, int rank, float4 v) {
                  ::"r"(cluster_address(shared_address(p), rank)), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
-// A block's exchange workspace is a part of its shared memory to which the others write, with a barrier that counts the bytes
-// that arrive there, once. Thread 0 opens it, then all threads call cluster_arrive_relaxed(). They call cluster_wait() before
-// they send to a block.
+// A block's exchange workspace is a part of its shared memory to which the cluster's blocks write. An mbarrier counts the bytes
+// that arrive there; it is used once. Thread 0 opens the workspace, then all threads call cluster_arrive_relaxed(). Before they
+// send to a block they call cluster_wait().
 __device__ __forceinline__ void open_exchange(u32 barrier, u32 bytes) {
     if constexpr (CLUSTER == 1) return;
     barrier_init(barrier, 1);
     fence_barriers();
     barrier_expect(barrier, bytes);
 }
-// Write v in block `rank` where `p` lies in this block's exchange workspace.
+// Write v to block `rank`'s exchange workspace, where `p` lies in this block's. That block's `barrier` counts the bytes.
 __device__ __forceinline__ void send(float4* p, int rank, float4 v, u32 barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
                  ::"r"(cluster_address(shared_address(p), rank)), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w),
@@ -76,7 +78,8 @@ __device__ __forceinline__ void send(float* p, int rank, float v, u32 barrier) {
                      ::"r"(cluster_address(shared_address(p), rank)), "f"(v), "r"(cluster_address(barrier, rank)) : "memory");
     }
 }
-// sum[0..3] = the sums of the float4 that each block sent, `pitch` apart from `terms` on, in the order of the blocks.
+// sum[0..3] = the sums of the float4 that the blocks sent, added in the order of the blocks. They lie `pitch` apart, from
+// `terms` on.
 __device__ __forceinline__ void sum_terms(float* sum, const float4* terms, int pitch) {
     for (int i = 0; i < 4; i++) sum[i] = 0.0f;
 #pragma unroll
@@ -85,7 +88,7 @@ __device__ __forceinline__ void sum_terms(float* sum, const float4* terms, int p
         sum[0] += term.x, sum[1] += term.y, sum[2] += term.z, sum[3] += term.w;
     }
 }
-// All threads wait until all bytes have arrived.
+// Wait until all bytes have arrived. All threads call it.
 __device__ __forceinline__ void receive(u32 barrier) {
     if constexpr (CLUSTER == 1) __syncthreads();
     else barrier_wait(barrier, 0);

@@ -1,50 +1,77 @@
-// Convolution of stride 1 that keeps the image's size, on Hopper: TMA brings the operands, wgmma multiplies them. These are
-// FPROP and DGRAD of conv2d.cu; conv2d_wgrad_sm90.cu and conv2d_wgrad_tf32_sm90.cu are its WGRAD.
+// Convolution on Hopper, of stride 1 and with the image's size kept: TMA loads the operands, wgmma multiplies them. It is FPROP
+// and DGRAD of conv2d.cu. WGRAD is conv2d_wgrad_sm90.cu, and of floats conv2d_wgrad_tf32_sm90.cu.
 //
-// x: T (N, H, W, C), whose channels from `split` (C, or a multiple of CHUNK) on are x2's; out: T (N, H, W, K), whose channels
-// from K1 (K, or a multiple of 64) on are out2's; addend: T (N, H, W, K), may be `out` itself; bias: float (K) or null; emb:
-// float (N, K) or null; sums (N, tiles · CLUSTER, K) receives if STATISTICS the channel statistics, StatisticsOf<T>, of each output
-// tile as it is rounded, or of each block's share of it.
-//   FPROP  out[pixel][k] = patch of x[pixel][r,s,c] · weight[k][r,s,c] + bias[k] + emb[n][k] + addend[pixel][k] if ADDS,
-//                         0 where that is less and RELU
-//   DGRAD  the same with weight[c][R-1-r][S-1-s][k]: x is dout, out is dx, K the channels of dx
-//   NORM   of 16-bit DGRAD where the convolution's input was silu(z), z group norm's map (affine.cuh) of `addend`, and of
-//          `addend2` from channel K1 on. Then out is d_preact, the gradient of z: the result times silu's slope. sums, float2,
-//          are each tile's of d_preact and of d_preact · addend, before rounding. There is no out2; bias and emb are null.
-//          NORM=2: the input was z itself, whose slope is 1.
-//   SKIP   of 16-bit FPROP without ADDS and RELU, to which a 1×1 convolution is added: out[pixel][k] also has
-//          addend[pixel] · skip_weight[k] + skip_bias[k] (float (K) or null). Then addend is T (N, H, W, D), whose channels
-//          from D1 (D, or a multiple of CHUNK) on are addend2's, D is a multiple of 8, and emb is null (with both
-//          biases and emb registers spilled).
-//   UPSAMPLE  of FPROP: x is T (N, H / 2, W / 2, C), and the convolution is of an image in which each of its pixels is four.
-// R (a constant) and S are odd; C and K are multiples of 8, or of 4 floats, and no size is 0. Products of floats are of
-// tf32, which wgmma takes only as FPROP has them: their dgrad is given the flipped weight.
+//   FPROP  v[pixel][k] = patch of x[pixel][r,s,c] · weight[k][r,s,c] + bias[k] + emb[n][k]
+//   DGRAD  the same with weight[c][R-1-r][S-1-s][k]. Then x is dout, out is dx, and K is the number of dx's channels.
 //
-// An output tile is 8 pixels wide and `rows` high, PIXELS at most; an image has `tiles` of them. A warpgroup computes 64 channels
-// of a tile as products of 64 rows, the channels, and PIXELS columns. A thread's results belong to two channels. With 256
-// columns the operands are read from shared memory least often. With fewer, shared memory's speed is the bound: 128 columns
-// reach 0.92 of that speed, 64 reach 0.63 (TILES in convolution/sm90.py).
-// The depth is walked in chunks of 64 channels, or 32 of floats. A halo tile of rows + R - 1 by 8 + S - 1 pixels, padded with
-// zeros by TMA, serves all taps of a chunk: they differ in where they start. With UPSAMPLE it comes row by row, and TMA makes
-// two columns of one by an axis of stride 0. If it would begin with the second of two, it has one column more `before`, and
-// one at its end. The weights come for R vertical taps at once. SKIP's channels are walked after those of x, in chunks of one
-// tap, whose halo tiles are the output tile's own pixels, rows by 8.
-// A block stays and walks over tiles that follow each other, an iteration each, so that its products hardly pause. One warp
-// brings halo tiles and weights, through a ring each. Two warpgroups alternate: one multiplies while the other adds, rounds,
-// sums and writes. Weights that all fit in shared memory are brought once. The addend is brought, during the products, to where
-// the result will lie.
-// Where few tiles would leave multiprocessors idle, CLUSTER blocks along the grid's z share one, and each has one iteration. It
-// multiplies its split of the depth, steps of R taps of a chunk or one of SKIP's, and sends each other block the sums of some
-// rows. A block adds what it gets in the order of the blocks, and finishes SHARE = PIXELS / 8 / CLUSTER rows.
-// Maps: x {C, W, H, N}, box {CHUNK, 8 + S - 1, rows + R - 1, 1}, but UPSAMPLE's {C, 2, W / 2, H / 2, N}, box
-// {CHUNK, 2, (8 + S - 1) / 2 + before, 1, 1}; FPROP weight {C, R·S, K}, DGRAD weight {K, R·S, C}, box {CHUNK, 1, 64}; out and
-// addend {K, W, H, N}, box {CHUNK, 8, min(rows, SHARE), 1}, but SKIP's addend {D, W, H, N}, box {CHUNK, 8, rows, 1};
-// skip_weight {D, 1, K}, box {CHUNK, 1, 64}. Those of float x and weight round to tf32.
-// Launch: 384 threads, of which the last 127 only give their registers to others; grid (any number, or in clusters one
-// for each tile; ceil(K / 64); CLUSTER); tiles = ceil(W / 8) · ceil(H / rows). A cluster has no more blocks than there are steps.
-// Shared memory: 1024 bytes for barriers and as many for NORM's maps; `a_stages` halo tiles, two at least if a block's iterations
-// have so many chunks; `b_stages` times R taps' weights, two at least if an iteration has so many steps; the results of two
-// iterations or one, two rows of a tile at least; and in clusters an exchange workspace of 256 · PIXELS bytes.
+// and, by the kernel's constants,
+//
+//   out = v
+//   out = v + addend               ADDS
+//   out = max(0, v or v + addend)  RELU
+//   out = v · silu'(z)             NORM=1, of 16-bit DGRAD: the convolution's input was silu(z), where z is group norm's map
+//                                  (affine.cuh) of `addend`, and of `addend2` from channel K1 on. out is d_preact, the gradient
+//                                  of z. There is no out2; bias and emb are null.
+//   out = v                        NORM=2: the same where the input was z itself, whose slope is 1.
+//   out = v + addend[pixel] · skip_weight[k] + skip_bias[k]
+//                                  SKIP, of 16-bit FPROP without ADDS and RELU: a 1×1 convolution is added. emb is null: with
+//                                  both biases and emb, registers spilled.
+//
+// UPSAMPLE, of FPROP: x is (N, H / 2, W / 2, C), and the convolution is of an image in which each pixel of x is four pixels.
+//
+// Arguments
+//   x         T (N, H, W, C). From channel `split` on it is x2; split is C, or a multiple of CHUNK.
+//   weight    T (K, R, S, C), or (C, R, S, K) under DGRAD. R (a constant) and S are odd. wgmma takes tf32 operands only as
+//             FPROP has them: a dgrad of floats is FPROP of the flipped weight.
+//   out       T (N, H, W, K). From channel K1 on it is out2; K1 is K, or a multiple of 64.
+//   addend    T (N, H, W, K). May be `out` itself. Under SKIP T (N, H, W, D), and from channel D1 on it is addend2; D is a
+//             multiple of 8, D1 is D or a multiple of CHUNK.
+//   bias, skip_bias   float (K), or null.
+//   emb       float (N, K), or null.
+//   sums      (N, tiles · CLUSTER, K), of each output tile, or of each block's share of it.
+//             STATISTICS: the channel statistics of the rounded out, StatisticsOf<T>.
+//             NORM: float2, the sums of d_preact and of d_preact · addend, before rounding.
+// C and K are multiples of 8, or of 4 floats. No size is 0.
+//
+// How it works
+//   Tiles      An output tile is 8 pixels wide, `rows` high, and has at most PIXELS pixels. An image has `tiles` of them. A
+//              warpgroup computes 64 channels of a tile: its products have 64 rows, the channels, and PIXELS columns. The
+//              results of a thread belong to two channels. With 256 columns the operands are read from shared memory least
+//              often. With fewer, shared memory's speed is the bound: 128 columns reach 0.92 of the speed of 256, and 64
+//              columns 0.63 (TILES in convolution/sm90.py).
+//   Depth      The depth is walked in chunks of 64 channels, or 32 of floats. A stage of ring a is a halo tile: a chunk of
+//              rows + R - 1 by 8 + S - 1 pixels, padded with zeros by TMA. It serves all taps of the chunk, which differ only
+//              in where their operand starts. A stage of ring b has the weights of R vertical taps. Multiplying these is a
+//              step.
+//   SKIP       The skip path's channels follow those of x, in chunks of one tap. Their halo tiles are the output tile's own
+//              pixels, rows by 8.
+//   UPSAMPLE   A halo tile is loaded row by row, and TMA makes two columns of one by an axis of stride 0. Where the first
+//              column would be the second of a pair, a row has one more column `before` it, and one more at its end.
+//   Blocks     Blocks are persistent: each walks over consecutive tiles, one an iteration, so that its products hardly pause.
+//              The producer, one thread of a third warpgroup, loads halo tiles and weights. The two consumer warpgroups
+//              alternate (ping-pong): one multiplies while the other runs its epilogue. Weights that all fit in shared memory
+//              are loaded once.
+//   Epilogue   The warpgroup adds, rounds and sums its results, and writes them to shared memory, from which TMA stores them.
+//              The addend is loaded to the same place during the products.
+//   Clusters   Where there are fewer tiles than multiprocessors, the CLUSTER blocks along the grid's z split the depth of a
+//              tile, and each has one iteration. A block multiplies its part of the steps. It sends each block the sums of
+//              the rows which that one finishes, SHARE = PIXELS / 8 / CLUSTER, and adds what it receives in the order of the
+//              blocks.
+//
+// Launch
+//   Grid       (any number of blocks; ceil(K / 64); CLUSTER), in clusters (tiles of all images; ceil(K / 64); CLUSTER), with no
+//              more blocks to a cluster than steps. tiles = ceil(W / 8) · ceil(H / rows). 384 threads, of which the last 127
+//              only give their registers to the consumers.
+//   Maps       x {C, W, H, N}, box {CHUNK, 8 + S - 1, rows + R - 1, 1}; under UPSAMPLE {C, 2, W / 2, H / 2, N}, box
+//              {CHUNK, 2, (8 + S - 1) / 2 + before, 1, 1}.
+//              weight {C, R·S, K}, under DGRAD {K, R·S, C}, box {CHUNK, 1, 64}. skip_weight {D, 1, K}, the same box.
+//              out, addend {K, W, H, N}, box {CHUNK, 8, min(rows, SHARE), 1}; under SKIP addend {D, W, H, N}, box
+//              {CHUNK, 8, rows, 1}.
+//              Those of float x and weight round to tf32.
+//   Shared     1024 bytes of barriers, and as many for NORM's maps; `a_stages` halo tiles, at least two unless a block has one
+//              chunk in all; `b_stages` times the weights of R taps, at least two unless an iteration has one step; the results
+//              of one iteration, or of two if a block has several, each of at least two rows of a tile; in clusters an exchange
+//              workspace of 256 · PIXELS bytes.
 #include "affine.cuh"
 #include "cluster.cuh"
 #include "channel_statistics.cuh"
@@ -72,10 +99,10 @@ struct OutputTile {
 
 __device__ __forceinline__ float2 relu(float2 v) { return make_float2(v.x < 0.0f ? 0.0f : v.x, v.y < 0.0f ? 0.0f : v.y); }
 
-// Of a value and the norm's input beside it, or of a value and itself.
+// Adds a value to the sums: under NORM `other` is the norm's input, else it is the value itself.
 __device__ __forceinline__ void add(RawStatistics& total, float v, float other) { total.sum += v, total.square += v * other; }
 __device__ __forceinline__ void add(CentredStatistics& total, float v, float) { total.add(v); }
-// What lane ^ mask has.
+// The sums of lane ^ mask.
 __device__ __forceinline__ RawStatistics shuffle(const RawStatistics& own, int mask) {
     return {__shfl_xor_sync(~0u, own.sum, mask), __shfl_xor_sync(~0u, own.square, mask)};
 }
@@ -84,8 +111,9 @@ __device__ __forceinline__ CentredStatistics shuffle(const CentredStatistics& ow
             __shfl_xor_sync(~0u, own.square, mask)};
 }
 
-// The first rows of acc become the sums, over the cluster's blocks in their order, of those rows that this block finishes.
-// They come to `exchange`, float4 [from][SHARE][128], whose bytes `barrier` counts.
+// Add up the depth's splits: sends each block of the cluster its SHARE rows, and leaves in acc's first 4 · SHARE elements the
+// sums of this block's own, added in the order of the blocks. They arrive in `exchange`, float4 [from][SHARE][128]; `barrier`
+// counts the bytes.
 __device__ __forceinline__ void add_up(float (&acc)[PIXELS / 2], float4* exchange, u32 barrier) {
     exchange += threadIdx.x;
     cluster_wait();
@@ -99,16 +127,16 @@ __device__ __forceinline__ void add_up(float (&acc)[PIXELS / 2], float4* exchang
     for (int row = 0; row < SHARE; row++) sum_terms(acc + 4 * row, exchange + row * 128, SHARE * 128);
 }
 
-// The output tiles of a block, and of each the steps of its split of the depth.
+// The output tiles of a block, and the steps of its part of the depth, which are the same for each tile.
 struct Work {
-    int from, to;                  // tiles, of those of all images
-    int tiles, across, rows;       // tiles of an image and of its rows; rows of a tile
-    int first, middle, last, own;  // steps: x's from `first` on, SKIP's from `middle` on; x's of all blocks
-    int k0;                        // first channel
-    bool resident;                 // weights are brought once
+    int from, to;                  // tiles, counted over all images
+    int tiles, across, rows;       // tiles of an image, tiles side by side in it; rows of a tile
+    int first, middle, last, own;  // steps: x's first .. middle - 1, SKIP's middle .. last - 1; x's of all blocks
+    int k0;                        // first channel of the result
+    bool resident;                 // weights are loaded once
 };
 
-// The producer: brings halo tiles through ring a, and weights through ring b.
+// The producer: loads halo tiles into ring a and weights into ring b, in the order in which the consumers read them.
 __device__ __forceinline__ void load_operands(const Work& work, Ring& a, Ring& b, const TensorMap& x, const TensorMap& x2,
                                               const TensorMap& weight, const TensorMap& addend, const TensorMap& addend2,
                                               const TensorMap& skip_weight, int split, int D1, int S, int pitch) {
@@ -162,7 +190,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             const float* scale, const float* shift, const float* mean, const float* rstd, int N, int H, int W, int C, int K,
             int S, int D, int rows, int a_stages, int b_stages, int split, int K1, int D1, int groups) {
     extern __shared__ __align__(1024) u8 shared[];
-    int before = UPSAMPLE ? S / 2 % 2 : 0, pitch = 8 + S - 1 + 2 * before;  // 128-byte rows a row of the halo tile
+    int before = UPSAMPLE ? S / 2 % 2 : 0, pitch = 8 + S - 1 + 2 * before;  // a halo tile's row, in 128-byte rows
     u32 halo_bytes = CEIL_DIV((PIXELS / 8 + R - 1) * pitch * ROW_BYTES, 1024) * 1024;
     u32 base = shared_address(shared), order = base, addends = base + 16, exchange = base + 32, barriers = base + 40;
     u32 halos = base + 2048, weights = halos + a_stages * halo_bytes, results = weights + b_stages * WEIGHT_BYTES;
@@ -181,12 +209,12 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     int chunks = CEIL_DIV(C, CHUNK), k0 = blockIdx.y * 64, across = CEIL_DIV(W, 8), tiles = across * CEIL_DIV(H, rows);
     int own = chunks * S, skips = SKIP ? CEIL_DIV(D, CHUNK) : 0, steps = own + skips;  // x's steps, then SKIP's
     int rank = blockIdx.z % CLUSTER, first = steps * rank / CLUSTER, last = steps * (rank + 1) / CLUSTER;
-    int middle = SKIP ? min(max(first, own), last) : last;  // the first of SKIP's
+    int middle = SKIP ? min(max(first, own), last) : last;  // the first of SKIP's steps
     bool resident = b_stages == last - first;
     i64 all_tiles = (i64)N * tiles;
     int from = all_tiles * blockIdx.x / gridDim.x, to = all_tiles * (blockIdx.x + 1) / gridDim.x;
-    // Few blocks start while the kernel before runs. It may still write weights, so that they are only brought to the GPU's
-    // cache. Where all multiprocessors have a block this cost 2 %.
+    // A grid of few blocks starts while the kernel before it still runs. That kernel may still write weights: they are only
+    // prefetched into L2, where a write still reaches them. Where all multiprocessors have a block this cost 2 %.
     if (threadIdx.x == CONSUMERS && gridDim.x * gridDim.y * gridDim.z <= 100)
         for (int tap = first * R; tap < min(middle, first + b_stages) * R; tap++) {
             int r = tap % R, s = tap / R % S, c = tap / R / S * CHUNK;
@@ -206,16 +234,16 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     set_registers<232, true>();
     int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     bool leads = threadIdx.x % 128 == 0;
-    float2* norm_maps = reinterpret_cast<float2*>(shared + 1024) + 64 * group;  // of 64 channels, for the tile in hand
+    float2* norm_maps = reinterpret_cast<float2*>(shared + 1024) + 64 * group;  // of 64 channels, for the current tile
     u32 result = results + group * RESULT_BYTES, own_order = order + 8 * group, own_addend = addends + 8 * group;
-    u32 at_result = result;  // the row of a matrix that this lane names, or the lane's first channel of its first pixel
+    u32 at_result = result;  // this lane's row for ldmatrix and stmatrix; of floats its first pixel and channel
     if constexpr (LOW) {
         at_result += (lane / 16 * 8 + lane % 8) * ROW_BYTES + ((warp * 2 + lane / 8 % 2 ^ lane % 8) << 4);
     } else {
         int pixel = lane % 4 * 2, chunk = warp % 2 * 4 + lane / 16;
         at_result += warp / 2 * CHUNK_BYTES + pixel * ROW_BYTES + ((chunk ^ pixel) << 4) + lane / 4 % 4 * 4;
     }
-    float biases[2] = {};  // of this lane's two channels; SKIP, short of registers, reads its own anew each iteration
+    float biases[2] = {};  // of this lane's two channels; SKIP, short of registers, reads them again in each iteration
 #pragma unroll
     for (int i = 0; !SKIP && i < 2; i++)
         if (int k = k0 + warp * 16 + i * 8 + lane / 4; bias && k < K) biases[i] = bias[k];
@@ -226,7 +254,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             continue;
         }
         OutputTile tile(index, tiles, across, rows);
-        int h0 = tile.h0 + rank * SHARE;  // of what this block finishes
+        int h0 = tile.h0 + rank * SHARE;  // the first row that this block finishes
         u32 phase = iteration / 2 & 1;
         int k = k0 + threadIdx.x % 128;
         if (SLOPE && k < min(k0 + 64, K)) {
@@ -242,11 +270,12 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             if (SKIP && skip_bias && k0 + j < K) offset[i] += skip_bias[k0 + j];
             if (!SKIP && emb && k0 + j < K) offset[i] += emb[tile.n * K + k0 + j];
         }
-        // The warpgroups' products never mix, so that each finds filled what comes before its own buffers.
+        // The warpgroups multiply by turns. At its turn a warpgroup knows that all stages before its own were filled: the other
+        // has waited for them. Ring::skip requires this.
         barrier_wait(own_order, phase ^ (group == 0));
         float acc[PIXELS / 2];
         Ring a_read = a, b_read = b;
-        auto multiply = [&](u32 tap, u32 pixels, int pitch, bool adds) {  // the products of a tap of a chunk
+        auto multiply = [&](u32 tap, u32 pixels, int pitch, bool adds) {  // issue the k-steps of one tap of a chunk
             u64 at_weight = tile_descriptor(tap), at_x = tile_descriptor(pixels, 16, pitch * ROW_BYTES);
 #pragma unroll
             for (int k = 0; k < ROW_BYTES / 32; k++)
@@ -255,8 +284,8 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         };
         for (int i = first, s = first % S; i < middle; i++, s = s + 1 < S ? s + 1 : 0) {
             if (s == 0 || i == first) a.wait();
-            if (READS && i == first && leads) {  // behind the first halo tiles
-                tma_store_wait();                // of the last result, which lies there
+            if (READS && i == first && leads) {  // asked for once the first halo tile has arrived
+                tma_store_wait();                // until TMA has read the last result, which lies there
                 barrier_expect(own_addend, 64 / CHUNK * min(rows, SHARE) * 8 * ROW_BYTES);
                 bool second = NORM && k0 >= K1;
                 for (int c = 0; c < 64; c += CHUNK)
@@ -271,13 +300,13 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             wgmma_commit();
             b.advance();
             if (s == S - 1) a.advance();
-            wgmma_wait<1>();  // all but this step's products are done
+            wgmma_wait<1>();  // until only this step's products are under way: the stage before was read
             if (i > first) {
                 if (!resident) b_read.release();
                 if (s == 0) a_read.release();
             }
         }
-#pragma unroll 1  // a loop of its own: behind a branch in the one above, products would wait for each other
+#pragma unroll 1  // a loop of its own: with a branch in the loop above, products would wait for each other
         for (int i = middle; i < last; i++) {
             a.wait();
             b.wait();
@@ -294,7 +323,7 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         if (leads) barrier_arrive(order + 8 * (1 - group));
         wgmma_wait<0>();
         a_read.release();
-        if (resident) b = b_read;  // from the first tap again
+        if (resident) b = b_read;  // the next iteration reads the same stages again
         else b_read.release();
         if constexpr (CLUSTER > 1) add_up(acc, reinterpret_cast<float4*>(shared + (results + RESULT_BYTES - base)), exchange);
 
@@ -308,11 +337,11 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         }
         int rows_inside = min(rows, H - tile.h0) - rank * SHARE, w = tile.w0 + lane % 4 * 2;
         Statistics total[2] = {};
-        u32 ahead[4] = {};  // the next rows' words: a step waits for no read of its own
+        u32 ahead[4] = {};  // the next two rows' words: a step does not wait for a read of its own
         if constexpr (LOW && READS) ldmatrix_transposed(ahead, at_result);
 #pragma unroll
         for (int row = 0; row < SHARE; row += 2) {
-            u32 words[4];  // two pixels of one row of 8, alternately in two channels
+            u32 words[4];  // two pixels each, alternately of two channels; two words a row
             u32 at_row = at_result + row * 8 * ROW_BYTES;
 #pragma unroll
             for (int i = 0; i < 4; i++) words[i] = ahead[i];

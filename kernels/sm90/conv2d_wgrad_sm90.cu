@@ -1,33 +1,45 @@
-// Weight gradients of convolutions of stride 1 that keep the image's size, on Hopper (TMA, wgmma).
+// Weight gradients of convolutions on Hopper (TMA, wgmma), of stride 1 and with the image's size kept: WGRAD of conv2d.cu.
 //
-// A launch has up to JOBS jobs, of images of one size. Of each,
-// x: T (N, H, W, C), whose channels from `split` on, a multiple of 64, are x2's; dout: T (N, H, W, K); out: float (K, R, S, C),
-// whose rows k lie `pitch` elements apart.
-//   out[k][r,s,c] = or, where `add`, += sum over pixels of dout[pixel][k] · patch of x[pixel][r,s,c]
-// UPSAMPLE, where width is 8 or a multiple of 16: x is T (N, H / 2, W / 2, C), and the convolution was of an image in which each
-// of its pixels is four.
-// S is odd. C and K are those of out; x and dout have as many channels, or zeros beyond, to a multiple of 8.
+//   out[k][r,s,c] = sum over pixels of dout[pixel][k] · patch of x[pixel][r,s,c]
 //
-// A block computes 64 output channels by 64 · COLUMNS input channels by the R vertical taps of TAPS horizontal ones; R or
-// COLUMNS is 1. The depth is the pixels, `rows` image rows of `width` (W, or the next multiple of 8) at a time: a tile of
-// dout, and for each 64 input channels a halo tile of rows + R - 1 rows of x, from the first of its horizontal taps on. TMA
-// pads it with zeros. Both are MN-major. The blocks of 64 columns of the product are the R taps, one image row apart in the
-// halo tile, or they are the halo tiles. The steps of one tile are unrolled (PIXELS is a constant): in a loop the compiler would
-// wait for each product.
-// TAPS is 1, or 3 where R = S = 3 and width is 8 or a multiple of 16. Then each of three warpgroups has a horizontal tap, and
-// all read one tile and one halo tile. Shared memory's speed is the bound otherwise.
-// With UPSAMPLE the halo tile comes row by row, and TMA makes two columns of one by an axis of stride 0. A row has two columns
-// more, one of them before the first pixel's where that is the right one of a pair.
-// Maps: x {C, W, H, N}, box {64, width + TAPS - 1, rows + R - 1, 1}, but UPSAMPLE's {C, 2, W / 2, H / 2, N}, box
-// {64, 2, (width + TAPS + 1) / 2, 1, 1}; dout {K, W, H, N}, box {64, width, rows, 1}; rows · width = PIXELS, a multiple of 16.
+// or += where `add`. A launch has up to JOBS jobs, weight gradients whose images have one size.
 //
-// Split K: the grid's z splits the depth. The blocks of a cluster, CLUSTER along z, add up their splits through shared memory:
-// each block gets from all of them some of the columns of the product, and adds them in the order of the blocks. Cluster i
-// writes the sum to out + i · (size of out); where there is more than one, another kernel adds those up.
-// Launch: a warpgroup that consumes and a warp that produces, or for three taps four warpgroups, of which the last gives its
-// registers to the others; grid (all jobs' blocks, 1, splits), no more splits than steps. A job has S / TAPS · ceil(K / 64) ·
-// ceil(C / 64 / COLUMNS) blocks, from `first` on, which lies beyond the grid where there is no job. Shared memory:
-// `stages` steps, two at least, or the sums, 256 · N_TILE · TAPS bytes, if that is more; and the steps' barriers.
+// UPSAMPLE, where width is 8 or a multiple of 16: x is (N, H / 2, W / 2, C), and the convolution was of an image in which each
+// pixel of x is four pixels.
+//
+// Arguments, of each job
+//   x         T (N, H, W, C). From channel `split` on it is x2; split is a multiple of 64, or at least C.
+//   dout      T (N, H, W, K).
+//   out       float (K, R, S, C), whose rows k lie `pitch` elements apart. S is odd.
+//   C, K      those of out. x and dout have as many channels, or zeros after these up to a multiple of 8.
+//   first     the job's first block. It lies beyond the grid where there is no job.
+//
+// How it works
+//   Tiles      A block computes 64 output channels by 64 · COLUMNS input channels, of R vertical taps of TAPS horizontal ones.
+//              R or COLUMNS is 1.
+//   Depth      The depth is the pixels. A step is `rows` image rows of `width` pixels (W rounded up to a multiple of 8): a tile
+//              of dout, and for each 64 input channels a halo tile, rows + R - 1 rows of x that begin at the first of the
+//              block's horizontal taps. TMA pads it with zeros. Both are MN-major. The product's blocks of 64 columns are the R
+//              taps, one image row apart in the halo tile, or with COLUMNS they are the halo tiles. The k-steps of a step are
+//              unrolled (PIXELS is a constant): in a loop the compiler would wait for each product.
+//   Taps       TAPS is 1, or 3 where R = S = 3 and width is 8 or a multiple of 16. Then each of three warpgroups has one
+//              horizontal tap, and all read the same tile and halo tile. Otherwise shared memory's speed is the bound.
+//   UPSAMPLE   A halo tile is loaded row by row, and TMA makes two columns of one by an axis of stride 0. A row has two columns
+//              more. Where the first pixel is the right one of a pair, one of the two lies before it.
+//   Split K    The grid's z splits the depth. The CLUSTER blocks of a cluster, along z, add up their parts through shared
+//              memory: each block receives some columns of the product from all blocks, and adds them in the order of the
+//              blocks. Cluster i writes the sum to out + i · (size of out). If there are several clusters, another kernel adds
+//              their sums.
+//
+// Launch
+//   Grid       (blocks of all jobs, 1, splits), with no more splits than steps. A job has S / TAPS · ceil(K / 64) ·
+//              ceil(C / 64 / COLUMNS) blocks.
+//   Threads    160: a consumer warpgroup and a producer warp. For three taps 512: three consumer warpgroups and a producer
+//              warpgroup, which gives its registers to the others.
+//   Maps       x {C, W, H, N}, box {64, width + TAPS - 1, rows + R - 1, 1}; under UPSAMPLE {C, 2, W / 2, H / 2, N}, box
+//              {64, 2, (width + TAPS + 1) / 2, 1, 1}. dout {K, W, H, N}, box {64, width, rows, 1}. rows · width = PIXELS, a
+//              multiple of 16.
+//   Shared     `stages` steps, at least two, or the sums, 256 · N_TILE · TAPS bytes, if these are more; then the barriers.
 #include "cluster.cuh"
 #include "wgmma.cuh"
 
@@ -52,7 +64,7 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int S, int ro
     constexpr u32 tile = PIXELS * ROW_BYTES;
     int pitch_x = width + TAPS - 1 + 2 * UPSAMPLE;  // 128-byte rows from one image row of the halo tile to the next
     u32 filled = (rows + R - 1) * pitch_x * ROW_BYTES, halo = CEIL_DIV(filled, 1024) * 1024, bytes = tile + COLUMNS * halo;
-    // Sums may lie where steps did, but never where the barriers are, which are not invalidated: some were then lost.
+    // The sums reuse the memory of the steps, but not that of the barriers. These are not invalidated: sums there were lost.
     Ring ring(base, bytes, stages, base + max(stages * bytes, 256u * N_TILE * TAPS));
     if (threadIdx.x == 0) {
         ring.init(TAPS);
@@ -92,7 +104,7 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int S, int ro
     if (TAPS > 1) set_registers<152, true>();
     int group = threadIdx.x / 128, before = UPSAMPLE ? (s - S / 2) & 1 : 0;
     s += group;
-    u64 depth[PIXELS / 16];  // where the pixels of a product lie in the halo tile
+    u64 depth[PIXELS / 16];  // where a k-step's pixels lie in the halo tile, as added to the descriptor
 #pragma unroll
     for (int k = 0; k < PIXELS / 16; k++)
         depth[k] = TAPS == 1 && !UPSAMPLE ? k * DEPTH_STEP<true> : (16 * k / width * pitch_x + 16 * k % width) * (ROW_BYTES / 16);
@@ -114,9 +126,9 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int S, int ro
     }
     wgmma_wait<0>();
 
-    // The product goes through shared memory, for a cluster's sum and because a loop is short: a multiprocessor fetches
-    // each instruction of a long epilogue once, and waits for it.
-    constexpr int COUNT = N_TILE / 8, SHARE = COUNT / CLUSTER;  // columns of the product, in eights
+    // The product goes through shared memory, for the cluster's sum and so that the epilogue is a short loop: of a long one a
+    // multiprocessor would fetch each instruction once, and wait for it.
+    constexpr int COUNT = N_TILE / 8, SHARE = COUNT / CLUSTER;  // columns of the product, in groups of 8
     constexpr int BATCH = CEIL_DIV(SHARE, CEIL_DIV(SHARE, TAPS == 1 ? 8 : 4));
     int rank = blockIdx.z % CLUSTER, lane = threadIdx.x % 32, k = k0 + threadIdx.x % 128 / 32 * 16 + lane / 4;
     float4* exchange = reinterpret_cast<float4*>(shared) + threadIdx.x;  // [from][SHARE][CONSUMERS]
@@ -124,9 +136,9 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int S, int ro
     float* out = job.out + (blockIdx.z / CLUSTER * (i64)K + k) * pitch;
     bool add = job.add;
     bool pairs = (C | pitch) % 2 == 0 && (u64)out % 8 == 0;
-    int at[BATCH];  // where columns lie in a row of out, or -1
+    int at[BATCH];  // where the columns lie in a row of out, or -1 past the end
     float2 sums[BATCH][2];
-    auto begin = [&](int i) {  // what they are added to: all loads are under way before the first is needed
+    auto begin = [&](int i) {  // load what the sums are added to: all loads start before the first is needed
 #pragma unroll
         for (int u = 0; u < BATCH; u++) {
             int j = rank * SHARE + i + u, r = COLUMNS > 1 ? 0 : j / 8, c = c0 + (COLUMNS > 1 ? j : j % 8) * 8 + lane % 4 * 2;
@@ -142,7 +154,7 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int S, int ro
         }
     };
     begin(0);
-    if constexpr (CLUSTER > 1) cluster_sync();  // all have read their last tiles; the producers' exit counts as arrival
+    if constexpr (CLUSTER > 1) cluster_sync();  // all blocks have read their last stages; the producers' exit counts as arrival
     else asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
 #pragma unroll
     for (int j = 0; j < COUNT; j++) {
@@ -155,7 +167,7 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int S, int ro
 #pragma unroll
         for (int u = 0; u < BATCH; u++) {
             if (at[u] < 0) continue;
-            float4 total = exchange[(i + u) * CONSUMERS];  // complete before it is added: see Reduction
+            float4 total = exchange[(i + u) * CONSUMERS];  // whole before it is added: as on two GPUs (optim/reduction.py)
 #pragma unroll
             for (int from = 1; from < CLUSTER; from++) {
                 float4 term = exchange[(from * SHARE + i + u) * CONSUMERS];

@@ -1,34 +1,46 @@
-// The weight gradient of a convolution of stride 1 that keeps the image's size, of float images in tf32, on Hopper.
+// The weight gradient of a convolution on Hopper, of float images in tf32, of stride 1 and with the image's size kept.
 //
-// x: float (N, H, W, C); dout: float (N, H, W, K); out: float (K, R, R, C), whose rows k lie `pitch` elements apart.
-//   out[k][r,s,c] = or, where `add`, += sum over pixels of dout[pixel][k] · patch of x[pixel][r,s,c]
-// C and K are those of out; x and dout have as many channels, or zeros beyond, to a multiple of 4.
+//   out[k][r,s,c] = sum over pixels of dout[pixel][k] · patch of x[pixel][r,s,c]
 //
-// The depth of this product is the pixels, and channels are contiguous: wgmma would take tf32 operands only with the
-// depth contiguous, so these are mma.sync's, whose fragments may lie anywhere in shared memory. A block computes 64 output
-// channels by 32 · COLUMNS input channels by all taps; R or COLUMNS is 1. It walks through `rows` image rows of `width` (W,
-// or the next multiple of 8) pixels at a time: a tile of dout, and for each 32 input channels a halo tile of rows + R - 1
-// rows of x, padded with zeros by TMA, `pitch_x` pixels from one to the next, a multiple of 8 from width + R - 1 on. One
-// halo tile serves all taps, one pixel or one row further each.
-// Each of the four warps takes 8 of every 32 input channels. A depth of 8 is the pixels 0, 2, 4, 6, 1, 3, 5, 7 of eight, so
-// that lanes which load together meet no bank of swizzled rows twice, wherever a tap starts.
-// Maps, which round to tf32: x {C, W, H, N}, box {32, pitch_x, rows + R - 1, 1}; dout {K, W, H, N}, box {32, width, rows, 1};
-// rows · width = PIXELS, a multiple of 8.
-// Launch: two groups of 128 threads, which take the steps by turns and add up at the end. The first thread also starts the
-// copies: a ninth warp would leave each thread 168 registers, too few. Grid (ceil(K / 64) · ceil(C / 32 / COLUMNS), splits).
-// Split K: split y of the depth writes to out + y · (size of out); where there is more than one, another kernel adds those up.
-// Shared memory: `stages` steps, three at least, or a group's sums, if they are more; and the steps' barriers.
+// or += where `add`.
+//
+// Arguments
+//   x         float (N, H, W, C).
+//   dout      float (N, H, W, K).
+//   out       float (K, R, R, C), whose rows k lie `pitch` elements apart.
+//   C, K      those of out. x and dout have as many channels, or zeros after these up to a multiple of 4.
+//
+// How it works
+//   Products   These are mma.sync's, whose fragments may lie anywhere in shared memory. The depth is the pixels, while channels
+//              are contiguous: wgmma takes tf32 operands only with the depth contiguous.
+//   Tiles      A block computes 64 output channels by 32 · COLUMNS input channels, of all taps. R or COLUMNS is 1. Each of the
+//              four warps of a group takes 8 of every 32 input channels.
+//   Steps      A step is `rows` image rows of `width` pixels (W rounded up to a multiple of 8): a tile of dout, and for each 32
+//              input channels a halo tile, rows + R - 1 rows of x, padded with zeros by TMA. From one of its rows to the next
+//              are `pitch_x` pixels, a multiple of 8 and at least width + R - 1. One halo tile serves all taps, each one pixel
+//              or one row further.
+//   Depth      A k-step is 8 pixels, in the order 0, 2, 4, 6, 1, 3, 5, 7. So lanes that load together meet no bank of the
+//              swizzled rows twice, wherever a tap starts.
+//   Groups     Two groups of 128 threads take the steps by turns and add up at the end. Thread 0 also starts the copies: a
+//              ninth warp would leave each thread 168 registers, too few.
+//   Split K    Part y of the depth writes to out + y · (size of out). If there are several, another kernel adds them.
+//
+// Launch
+//   Grid       (ceil(K / 64) · ceil(C / 32 / COLUMNS), splits). 256 threads.
+//   Maps       x {C, W, H, N}, box {32, pitch_x, rows + R - 1, 1}; dout {K, W, H, N}, box {32, width, rows, 1}. They round to
+//              tf32. rows · width = PIXELS, a multiple of 8.
+//   Shared     `stages` steps, at least three, or the sums of a group, if these are more; then the steps' barriers.
 #include "wgmma.cuh"
 
 constexpr int GROUP = 128, THREADS = 2 * GROUP, ROW_BYTES = 128;
-constexpr int TILES = R * R * COLUMNS;  // of 8 columns of a warp's product
+constexpr int TILES = R * R * COLUMNS;  // mma tiles of 8 columns of a warp's product
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 conv2d_wgrad_tf32_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dout, float* out,
                        i64 pitch, int add, int N, int H, int C, int K, int rows, int width, int pitch_x, int stages) {
     extern __shared__ __align__(1024) u8 shared[];
     u32 base = shared_address(shared);
-    constexpr u32 tile = PIXELS * ROW_BYTES;  // of 32 channels of dout
+    constexpr u32 tile = PIXELS * ROW_BYTES;  // bytes of dout's tile, of 32 channels
     u32 halo = (rows + R - 1) * pitch_x * ROW_BYTES, bytes = 2 * tile + COLUMNS * halo;
     Ring ring(base, bytes, stages, base + max(stages * bytes, (u32)(GROUP * 16 * TILES * sizeof(float))));
     if (threadIdx.x == 0) {
@@ -54,7 +66,9 @@ conv2d_wgrad_tf32_sm90(const __grid_constant__ TensorMap x, const __grid_constan
         for (int i = first; i < min(first + stages - 3, last); i++) copy_step(i);
 
     int group = threadIdx.x / GROUP, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    u32 at_a[2], at_b[R][2];  // of pixels 2 t and 2 t + 1: channels 2 g and 2 g + 1 of dout, and 8 warp + g of x, s to the right
+    // Where pixels 2 t and 2 t + 1 lie. at_a: channels 2 g and 2 g + 1 of dout. at_b: channel 8 warp + g of x, s pixels to the
+    // right.
+    u32 at_a[2], at_b[R][2];
 #pragma unroll
     for (int odd = 0; odd < 2; odd++) {
         int row = 2 * t + odd;
@@ -65,14 +79,14 @@ conv2d_wgrad_tf32_sm90(const __grid_constant__ TensorMap x, const __grid_constan
     float acc[4][TILES][4] = {};
     if (group == 1) ring.advance();
     for (int i = first + group; i < last; i += 2) {
-        if (threadIdx.x == 0)  // to where steps i - 3 and i - 2 lay
+        if (threadIdx.x == 0)  // into the stages of steps i - 3 and i - 2
             for (int next = i + stages - 3; next < min(i + stages - 1, last); next++) copy_step(next);
         ring.wait();
         u32 a = ring.buffer(), b = a + 2 * tile;
         int column = 0;
 #pragma unroll
         for (int p = 0; p < PIXELS; p += 8) {
-            u32 of_dout[4][4];  // rows g and g + 8 of tile m are neighbouring channels, which one load puts where mma wants them
+            u32 of_dout[4][4];  // rows g and g + 8 of tile m are neighbouring channels, which one load reads
 #pragma unroll
             for (int m = 0; m < 4; m++)
 #pragma unroll
@@ -94,12 +108,12 @@ conv2d_wgrad_tf32_sm90(const __grid_constant__ TensorMap x, const __grid_constan
         __syncwarp();
         Ring read = ring;
         ring.advance();
-        if (i + 1 < last) ring.wait();  // the other group's step: no barrier may be two fills behind
+        if (i + 1 < last) ring.wait();  // for the other group's step: a parity cannot tell fills two apart
         read.release<32>();
         ring.advance();
     }
 
-    float* sums = reinterpret_cast<float*>(shared) + threadIdx.x % GROUP;  // one group's, a thread's GROUP apart
+    float* sums = reinterpret_cast<float*>(shared) + threadIdx.x % GROUP;  // of one group; a thread's lie GROUP apart
     float(&own)[16 * TILES] = reinterpret_cast<float(&)[16 * TILES]>(acc);
     __syncthreads();
 #pragma unroll
@@ -117,7 +131,7 @@ conv2d_wgrad_tf32_sm90(const __grid_constant__ TensorMap x, const __grid_constan
         int tap = COLUMNS > 1 ? 0 : j, c = c0 + (COLUMNS > 1 ? j * 32 : 0) + warp * 8 + 2 * t;
         if (c >= C) continue;
 #pragma unroll
-        for (int m = 0; m < 8; m++) {  // of the lane's channels of dout
+        for (int m = 0; m < 8; m++) {  // each of the lane's channels of dout
             int k = k0 + m / 2 * 16 + 2 * g + m % 2;
             if (k >= K) continue;
             i64 at = k * pitch + tap * C + c;

@@ -1,27 +1,34 @@
-// Group norm's backward in one pass over global memory: what group_norm.cu does in two launches and a sum over images.
-// Layout, dtypes and arguments are as there; VEC=1 only.
+// Group norm's backward on Hopper in one launch and one pass over global memory: group_norm.cu takes two launches and a sum
+// over images.
 //
-// `parts` blocks share an image's pixels and a chunk of whole groups of its channels. Each has its pixels copied to shared
-// memory, box after box, and sums what has arrived while more is on its way. HELD boxes, which do not fit there, go to registers.
-// Then each publishes its sums in the exchange workspace, in global memory, and receives those of the others. The second pass
-// reads the pixels from where they are kept. The kept d_preact, the gradient of z, is rounded to T, dx's operand; the sums are
-// of what was not rounded. Every sum has a fixed order.
+// Layout, dtypes and arguments are as in group_norm.cu; VEC=1 only. Every sum has a fixed order.
 //
-// A tagged slot holds a channel's two sums, each in one word of 64 bits with its tag, the number of the launch. Whoever reads the
-// tag has the sum: there is no fence and no counter. The tag is one more than exchange->launches, which the last block to have
-// read it raises. Blocks that wait for each other must all run at once: unless parts=1 the launch is cooperative, of no more
-// blocks than the GPU has multiprocessors. Where multiprocessors are left, further blocks add up the slots of all images:
-// dweight, dbias.
-// Launch: THREADS threads, grid N * chunks * parts blocks and the adding ones; chunks * ACROSS packs of V channels = C
-// exactly, ACROSS <= 32, and C1 a multiple of a chunk. Maps: x {C1, S, N}, x2 {C2, S, N} (or x's), dy {C, S, N}, boxes
-// {WIDTH, STEP, 1}, not swizzled. A block has `boxes` boxes in shared memory and HELD behind them; an image's blocks have all
-// of its boxes.
-// exchange: zeroed once, slots (N, parts, C); the launches that share it follow each other. Null where parts=1 and no blocks add.
-// Dynamic shared memory: boxes, of x and dy; 4 WIDTH (2 WARPS + 8) bytes.
+// How it works
+//   Blocks     `parts` blocks share the pixels of an image, of a chunk of channels that is whole groups.
+//   Sums       TMA copies a block's pixels to shared memory, box after box. The block sums those that have arrived while others
+//              are on their way. HELD further boxes, which do not fit there, go to registers. d_preact, the gradient of z, is
+//              kept in place of dy, rounded to T: so dx reads it. The sums are of d_preact before rounding.
+//   Exchange   The blocks publish their sums in the exchange workspace, in global memory, and receive those of the others.
+//   Results    The second pass reads the pixels from where they are kept.
+//   Slots      A tagged slot holds a channel's two sums. Each is in one word of 64 bits with its tag, the launch's number:
+//              who reads the tag has the sum, without a fence or a counter. The tag is exchange->launches + 1. The last block
+//              to have read `launches` raises it.
+//   dweight, dbias   Where multiprocessors are left over, further blocks add up the slots of all images.
+//
+// Launch
+//   Grid       N * chunks * parts blocks and the adding ones, of THREADS threads. chunks * ACROSS packs of V channels = C
+//              exactly, ACROSS <= 32, and C1 is a multiple of a chunk's channels. Blocks that wait for each other must all run
+//              at once: unless parts=1 and no blocks add, the launch is cooperative, of no more blocks than the GPU has
+//              multiprocessors.
+//   Maps       x {C1, S, N}, x2 {C2, S, N} (or x's), dy {C, S, N}, box {WIDTH, STEP, 1}, not swizzled.
+//   Boxes      A block has `boxes` boxes in shared memory and HELD after them; the blocks of an image have all of its boxes.
+//   exchange   slots (N, parts, C), zeroed once. The launches that share it follow each other. It is null where parts=1 and no
+//              blocks add.
+//   Shared     `boxes` boxes of x and of dy; 4 WIDTH (2 WARPS + 8) bytes.
 constexpr int THREADS = 512;
 #include "group_norm_boxes.cuh"
 
-constexpr int DEPTH = 5;  // boxes that are on their way at once: all at once would arrive together, and late
+constexpr int DEPTH = 5;  // boxes that are on their way at once: if all were, all would arrive together, and late
 
 struct TaggedSlot {
     ulonglong2 sums;
@@ -30,7 +37,7 @@ struct TaggedSlot {
         asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};"
                      ::"l"(this), "l"(tagged(a, launch)), "l"(tagged(b, launch)) : "memory");
     }
-    // 0 where it is of this launch: then also the sums.
+    // Returns 0 where both tags are of this launch; then `found` has the sums.
     __device__ __forceinline__ u32 read(float2& found, u32 launch) const {
         u64 a, b;
         asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(this) : "memory");
@@ -47,11 +54,12 @@ struct Exchange {
         asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before) : "l"(&launches) : "memory");
         return before + 1;
     }
-    // By one thread of each block, once all have used what they read of `launches`.
+    // Called by one thread of each block, once all have used what they read of `launches`. The last block
+    // raises it.
     __device__ __forceinline__ void arrive() {
         if (atomicAdd(&arrived, 1) == gridDim.x - 1) arrived = 0, launches++;
     }
-    // The sums of a channel over an image, of whose parts slots[0] is the first.
+    // Waits for a channel's sums over an image, and adds them. slots[0] is the first part's, slots[pitch] the next one's.
     __device__ __forceinline__ static float2 receive(const TaggedSlot* slots, int parts, int pitch, u32 launch) {
         constexpr int AT_ONCE = 4;
         float2 total = make_float2(0.0f, 0.0f);
@@ -72,7 +80,7 @@ struct Exchange {
     }
 };
 
-// dweight, dbias: a lane has a channel, a warp every so many-th slot of it. `sums`: shared, one for each thread.
+// dweight and dbias. A lane has a channel, a warp every WARPS-th slot of it. `sums` is in shared memory, one for each thread.
 __device__ __forceinline__ void add_images(const Exchange* exchange, int block, int blocks, float2* sums, float* dweight,
                                            int add_weight, float* dbias, int add_bias, AFFINE, int N, int C, int parts) {
     constexpr int AT_ONCE = 8;
@@ -82,7 +90,7 @@ __device__ __forceinline__ void add_images(const Exchange* exchange, int block, 
         int c = first + lane;
         float2 sum = make_float2(0.0f, 0.0f);
         for (int begin = warp; begin < slots && c < C; begin += AT_ONCE * WARPS) {
-            float2 found[AT_ONCE], normed[AT_ONCE];  // sums; mean and rstd
+            float2 found[AT_ONCE], normed[AT_ONCE];  // found: a slot's sums; normed: mean and rstd
             float factor[AT_ONCE];
 #pragma unroll
             for (int u = 0; u < AT_ONCE; u++) {
@@ -116,7 +124,7 @@ __device__ __forceinline__ void add_images(const Exchange* exchange, int block, 
     }
 }
 
-// This thread's pixels of the HELD boxes behind the first `boxes`, where there are `count` in all: x, and dy, to become d_preact.
+// Load this thread's pixels of the HELD boxes after the first `boxes`, of `count` in all: x, and dy, which becomes d_preact.
 __device__ __forceinline__ void load_held(Raw (&held_x)[HELD + 1], Raw (&held_d_preact)[HELD + 1], const T* x, const T* dy, int pitch,
                                           int dy_pitch, int boxes, int count) {
 #pragma unroll
@@ -127,7 +135,7 @@ __device__ __forceinline__ void load_held(Raw (&held_x)[HELD + 1], Raw (&held_d_
     }
 }
 
-// Element i of (N, C) of totals, dscale and dshift, each of which may be null. total: a channel's sums over an image, of d_preact
+// Store element i of totals, dscale and dshift, (N, C) each, or null. `total` has a channel's sums over an image, of d_preact
 // and of d_preact * xhat.
 __device__ __forceinline__ void store_totals(const Modulation& own, float2 total, i64 i, float2* totals, float* dscale,
                                              int add_scale, float* dshift, int add_shift) {
@@ -136,9 +144,12 @@ __device__ __forceinline__ void store_totals(const Modulation& own, float2 total
     if (dshift) dshift[i] = (add_shift ? dshift[i] : 0.0f) + total.x;
 }
 
-// dx, dx2 (either may be null); y, the recomputed output, or null; sums, sums2, float (N, parts, C1) and (N, parts,
-// C2), or null, as in input_gradients; totals, float2 (N, C) or null, and dscale, dshift as in finish_sums; dweight, dbias, (C)
-// or null, where blocks add.
+// Writes
+//   dx, dx2           either may be null.
+//   y                 the recomputed output, or null.
+//   sums, sums2       float (N, parts, C1) and (N, parts, C2), or null, as in input_gradients.
+//   totals            float2 (N, C), or null; it and dscale, dshift are as in finish_sums.
+//   dweight, dbias    (C), or null; where blocks add.
 extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap map2, const __grid_constant__ TensorMap dy_map,
     const T* __restrict__ x, const T* __restrict__ x2, const T* __restrict__ dy, T* dx, const T* addend, T* dx2,
@@ -161,21 +172,21 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     Place place(n, part, parts, image - n * chunks, S);
     Boxes<2> kept = {memory, boxes, shared_address(barriers)};
     float* warp_sums = reinterpret_cast<float*>(kept.end());
-    // 6 of WIDTH: Affine's; rstd, gamma; what dx takes: constant, and in place of Affine's last two gain and slope
+    // [6][WIDTH]: Affine's three rows; rstd; gamma; dx's constant. dx's gain and slope later replace Affine's last two rows.
     float* table = warp_sums + 2 * WARPS * WIDTH;
     float2* channels = reinterpret_cast<float2*>(table + 6 * WIDTH);
     bool second = place.c0 >= C1;
     const TensorMap* const maps[2] = {second ? &map2 : &map, &dy_map};
     const int first_channel[2] = {place.c0 - (second ? C1 : 0), place.c0};
-    constexpr int SENDER = WARPS - 1;  // the first warps have the channels to prepare
+    constexpr int SENDER = WARPS - 1;  // the last warp: the first ones prepare the channels
     if (warp == SENDER) kept.init();
     if (threadIdx.x == THREADS - 1) prefetch(*maps[0]), prefetch(dy_map);
     const T* from = place.element(x, x2, S, C1, C2, pitch);
     const T* from_dy = place.element(dy, dy, S, C, 0, dy_pitch);
     wait_for_previous();
-    int j = threadIdx.x;  // channel of the chunk, of the threads that take one
+    int j = threadIdx.x;  // channel of the chunk, for the threads that prepare one
     u32 launch = exchange && j < WIDTH ? exchange->launch() : 0;
-    // What is asked for behind the boxes would come behind them.
+    // These loads go before the boxes: what is asked for after the boxes would arrive after them.
     Channel channel(n, place.c0, WIDTH, C, size, weight, bias, scale, shift);
     float average = 0.0f, r = 0.0f;
     if (channel.here) average = mean[(i64)n * groups + channel.group], r = rstd[(i64)n * groups + channel.group];
@@ -235,7 +246,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     __syncthreads();
 
     float2 total = make_float2(0.0f, 0.0f);
-    float share = 0.0f, off_centre = 0.0f, gamma = 0.0f, rstd_j = 0.0f;  // all that can be known before the slots come
+    float share = 0.0f, off_centre = 0.0f, gamma = 0.0f, rstd_j = 0.0f;  // computed before the slots arrive
     if (channel.here) {
         total = make_float2(sum_of_warps(warp_sums, j), sum_of_warps(warp_sums, WIDTH + j));
         TaggedSlot* slots = exchange ? exchange->slots + (i64)n * parts * C + place.c0 + j : nullptr;
@@ -282,7 +293,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
         }
         store<V>(target, v);
     };
-    auto apply_all = [&](bool plain) {  // plain: with no addend and no sums
+    auto apply_all = [&](bool plain) {  // plain: without addend and sums
         int count = target ? place.count : 0;
 #pragma unroll
         for (int h = 0; h < HELD; h++)
@@ -295,7 +306,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void backward(
     if (before || out) apply_all(false);
     else apply_all(true);
     if (!out) return;
-    add_warp(warp_sums, place, sum, sum);  // it adds two; one is wanted
+    add_warp(warp_sums, place, sum, sum);  // it adds two arrays, of which one is used
     __syncthreads();
     if (channel.here) out[((i64)n * parts + part) * (second ? C2 : C1) + first_channel[0] + j] = sum_of_warps(warp_sums, j);
 }

@@ -1,38 +1,44 @@
-// Group norm's forward by clusters: what group_norm.cu does in two launches or three, in one. Layout, dtypes and arguments are
-// as there; VEC=1 only.
+// Group norm's forward on Hopper by clusters, in one launch: group_norm.cu takes two or three.
 //
-// A cluster takes one image's pixels and a chunk of whole groups of its channels. Each block has its pixels copied to shared
-// memory, box after box, and sums what has arrived while the rest is on its way. The blocks publish their sums to each other.
-// Then each normalizes its pixels from shared memory: global memory is read once. Every sum has a fixed order.
-// Launch: THREADS threads, grid (N, chunks, CLUSTER), chunks * ACROSS packs of V channels = C exactly, ACROSS <= 32, and C1 a
-// multiple of a chunk. Maps: x {C1, S, N}, x2 {C2, S, N} (or x's), boxes {WIDTH, STEP, 1}, not swizzled. Box i
-// of an image goes to block i % CLUSTER; each has `boxes` of them, at most BOXES.
-// Dynamic shared memory: boxes; 4 WIDTH (2 WARPS + 3 CLUSTER + 3) bytes.
+// Layout, dtypes and arguments are as in group_norm.cu; VEC=1 only. Global memory is read once. Every sum has a fixed order.
+//
+// How it works
+//   Clusters   A cluster takes the pixels of one image, and a chunk of its channels that is whole groups. Box i of an image
+//              goes to block i % CLUSTER.
+//   Sums       TMA copies a block's pixels to shared memory, box after box. The block sums those that have arrived while the
+//              others are on their way. Then the blocks send each other their sums.
+//   Results    Each block normalizes its pixels from shared memory.
+//
+// Launch
+//   Grid       (N, chunks, CLUSTER) blocks of THREADS threads. chunks * ACROSS packs of V channels = C exactly, ACROSS <= 32,
+//              and C1 is a multiple of a chunk's channels.
+//   Maps       x {C1, S, N}, x2 {C2, S, N} (or x's), box {WIDTH, STEP, 1}, not swizzled.
+//   Shared     `boxes` boxes, as many as a block has at most, and no more than BOXES; 4 WIDTH (2 WARPS + 3 CLUSTER + 3) bytes.
 constexpr int THREADS = 512;
 #include "cluster.cuh"
 #include "group_norm_boxes.cuh"
 #include "channel_statistics.cuh"
 
-// Pixels of S that block `rank` of a cluster has.
+// How many of an image's S pixels block `rank` of a cluster has.
 __device__ __forceinline__ int pixels_of(int rank, int S) {
     int boxes = CEIL_DIV((u32)S, STEP), own = (u32)(boxes - rank + CLUSTER - 1) / CLUSTER;
     return own * STEP - ((boxes - 1) % CLUSTER == rank ? boxes * STEP - S : 0);
 }
 
-// y, mean and rstd; `share` is 1 / elements of a group.
+// Writes y, mean and rstd. `share` is 1 / (elements of a group).
 extern "C" __global__ __launch_bounds__(THREADS, 2) CLUSTER_DIMS void forward(
     const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap map2, T* __restrict__ y, float* mean, float* rstd,
     const float* __restrict__ weight, const float* __restrict__ bias, const float* __restrict__ scale, const float* __restrict__ shift,
     int groups, int S, int C1, int C2, int silu, int boxes, double share, float eps) {
     extern __shared__ __align__(128) T memory[];
-    __shared__ u64 barriers[1 + BOXES];  // of what the blocks send each other; of the boxes
+    __shared__ u64 barriers[1 + BOXES];  // the exchange's, then one for each box
     int C = C1 + C2, size = C / (u32)groups, pitch;
     Place place(blockIdx.x, blockIdx.z, CLUSTER, blockIdx.y, S);
     u32 full = shared_address(barriers);
     Boxes<1> kept = {memory, boxes, full + 8};
     float* warp_sums = reinterpret_cast<float*>(kept.end());
-    float* received = warp_sums + 2 * WARPS * WIDTH;  // of each block: three numbers of each channel
-    float* table = received + 3 * CLUSTER * WIDTH;    // 3 of WIDTH
+    float* received = warp_sums + 2 * WARPS * WIDTH;  // [block][3][WIDTH]: sums, squares, centres
+    float* table = received + 3 * CLUSTER * WIDTH;    // [3][WIDTH], Affine's
     bool second = place.c0 >= C1;
     if (threadIdx.x == 0) prefetch(second ? map2 : map), open_exchange(full, 3 * 4 * CLUSTER * WIDTH);
     if (threadIdx.x < 32) kept.init();
@@ -44,7 +50,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) CLUSTER_DIMS void forward(
     Channel channel(place.n, place.c0, WIDTH, C, size, weight, bias, scale, shift);
     T* target = place.element(y, y, S, C, 0, pitch);
     cluster_wait();
-    auto publish = [&](int j, float v) {  // to all blocks of the cluster, as this one's number j
+    auto publish = [&](int j, float v) {  // send to all blocks of the cluster, as this block's number j
 #pragma unroll
         for (int rank = 0; rank < CLUSTER; rank++) send(received + 3 * place.part * WIDTH + j, rank, v, full);
     };
@@ -72,7 +78,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) CLUSTER_DIMS void forward(
     receive(full);
     if (channel.here) {
         int leader = channel.j / (u32)size * size;
-        double sum = 0.0, square = 0.0;  // around 0: double, as what is left of them cancels
+        double sum = 0.0, square = 0.0;  // around 0, in double: their difference cancels
 #pragma unroll
         for (int rank = 0; rank < CLUSTER; rank++) {
             float pixels = pixels_of(rank, S);

@@ -1,9 +1,10 @@
-// Hopper's asynchronous machinery (sm_90a): barriers in shared memory, the bulk tensor copy (TMA), and wgmma.
+// Hopper's asynchronous instructions (sm_90a): mbarriers in shared memory, the bulk tensor copy (TMA), and wgmma.
 //
-// Tiles in shared memory have rows of 128 bytes (64 elements of 16 bits, 32 of float). Their 16-byte chunks are XOR-swizzled by
-// address bits 7 to 9, as TMA writes and wgmma reads them. Every tile starts at a multiple of 1024 bytes; copies into it and
-// operands read from it start at any row. Where ROW_BYTES is 64, rows have 64 bytes, swizzled by bits 7 and 8. A tile is K-major
-// where a row runs along the depth of the product, and MN-major where it runs along the product's rows or columns.
+// Tiles in shared memory have rows of 128 bytes (64 elements of 16 bits, or 32 floats). Their 16-byte chunks are XOR-swizzled
+// by address bits 7 to 9, as TMA writes and wgmma reads them. Where ROW_BYTES is 64, rows have 64 bytes, swizzled by bits 7 and
+// 8. Every tile starts at a multiple of 1024 bytes. Copies into it, and operands read from it, may start at any of its rows. A
+// tile is K-major where its rows run along the depth of the product, and MN-major where they run along the product's rows or
+// columns.
 #pragma once
 #include "mma.cuh"
 
@@ -23,25 +24,27 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
                  ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// Barriers that this thread has initialised may be used: by it, by copies, and by those who meet it after this.
+// Makes the mbarriers that this thread has initialised visible: to itself, to copies, and to threads that synchronize with it
+// after this.
 __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 // A barrier of the threads of one warpgroup.
 __device__ __forceinline__ void warpgroup_meets() { asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory"); }
 
-// Every warp of a warpgroup takes COUNT registers a thread from here on: more where `MORE`, once others gave so many back.
+// Gives each thread of a warpgroup COUNT registers from here on; every warp calls it. With MORE the count rises: the call waits
+// until others have given so many back.
 template <int COUNT, bool MORE> __device__ __forceinline__ void set_registers() {
     if (MORE) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
     else asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-// Have the map at hand for the copies to come.
+// Prefetch the map for later copies.
 __device__ __forceinline__ void prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"((u64)&map) : "memory");
 }
 
-// Copy the map's box at these element coordinates (innermost first; outside the tensor: zeros) to `target`; `barrier`
-// counts its bytes.
+// Copy the map's box at these element coordinates, innermost first, to `target`. What lies outside of the tensor is zeros.
+// `barrier` counts the box's bytes.
 __device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 barrier, int i0, int i1, int i2) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                  ::"r"(target), "l"((u64)&map), "r"(i0), "r"(i1), "r"(i2), "r"(barrier) : "memory");
@@ -54,9 +57,9 @@ __device__ __forceinline__ void tma_load(u32 target, const TensorMap& map, u32 b
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], [%7];"
                  ::"r"(target), "l"((u64)&map), "r"(i0), "r"(i1), "r"(i2), "r"(i3), "r"(i4), "r"(barrier) : "memory");
 }
-// Copy channels from i0 on of so many pixels in a row as the map says, from (w, h) of image n on: first along the image, in the
-// map's steps and between its corners, then the next rows and images. Each is taken `right` and `down` from there, and is zeros
-// beyond the image.
+// The im2col mode: copy the channels from i0 on of as many pixels as the map says. They are counted from (w, h) of image n on:
+// along the row, in the map's steps and between its corners, then through the next rows and images. Each pixel is read `right`
+// and `down` from its place. Beyond the image there are zeros.
 __device__ __forceinline__ void tma_load_pixels(u32 target, const TensorMap& map, u32 barrier, int i0, int w, int h, int n,
                                                 int right, int down) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
@@ -65,20 +68,20 @@ __device__ __forceinline__ void tma_load_pixels(u32 target, const TensorMap& map
                  : "memory");
 }
 
-// Have the box at hand, in the GPU's cache.
+// Prefetch the box into L2.
 __device__ __forceinline__ void tma_prefetch(const TensorMap& map, int i0, int i1, int i2) {
     asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];"
                  ::"l"((u64)&map), "r"(i0), "r"(i1), "r"(i2) : "memory");
 }
 
-// Copy `bytes`, a multiple of 16, from `source` to `target`; `barrier` counts them.
+// Copy `bytes` bytes, a multiple of 16, from `source` to `target`; `barrier` counts them.
 __device__ __forceinline__ void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// Start copying a box from shared memory to the map's tensor (what lies outside is left out). Before: every writer of
-// `source` calls fence_writes(), and all meet. After: tma_store_wait().
+// Start copying a box from shared memory to the map's tensor; what lies outside of it is not written. Before this every thread
+// that wrote to `source` calls fence_writes(), and all synchronize. After it the caller needs tma_store_wait().
 __device__ __forceinline__ void tma_store(const TensorMap& map, u32 source, int i0, int i1, int i2, int i3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];"
                  ::"l"((u64)&map), "r"(i0), "r"(i1), "r"(i2), "r"(i3), "r"(source) : "memory");
@@ -87,31 +90,33 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, u32 source, int 
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];"
                  ::"l"((u64)&map), "r"(i0), "r"(i1), "r"(i2), "r"(source) : "memory");
 }
-// The same for pixels in a row, as `tma_load_pixels` takes them from (w, h) of image n on.
+// The same in the im2col mode, for the pixels that tma_load_pixels counts from (w, h) of image n on.
 __device__ __forceinline__ void tma_store_pixels(const TensorMap& map, u32 source, int i0, int w, int h, int n) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.im2col_no_offs.bulk_group [%0, {%1, %2, %3, %4}], [%5];"
                  ::"l"((u64)&map), "r"(i0), "r"(w), "r"(h), "r"(n), "r"(source) : "memory");
 }
-// Wait until all boxes that this thread stores have been read, so that their shared memory may be written again; but for those
-// of the last PENDING times that it began to wait here.
+// Make a bulk group of this thread's stores since its last call. Then wait until all but the PENDING newest groups have been
+// read from shared memory, which may then be written again.
 template <int PENDING = 0> __device__ __forceinline__ void tma_store_wait() {
     asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 __device__ __forceinline__ void fence_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Four matrices of 8 rows of 16 bytes, held as ldmatrix gives them; lane i gives the address of row i % 8 of matrix i / 8.
+// Store four matrices of 8 rows of 16 bytes, held as ldmatrix loads them. Lane i gives the address of row i % 8 of matrix
+// i / 8.
 __device__ __forceinline__ void stmatrix(u32 address, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// The same, each matrix transposed: what ldmatrix_transposed gives.
+// The same with each matrix transposed, held as ldmatrix_transposed loads them.
 __device__ __forceinline__ void stmatrix_transposed(u32 address, const u32* r) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                  ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
 
-// `stages` buffers that one producer thread fills in turn and a number of warpgroups (or warps) read. Each side walks a
-// Ring of its own over the same shared memory. Barriers: `stages` of them "full", then as many "empty", 8 bytes each.
+// A pipeline: `stages` buffers that one producer thread fills in turn, and that a number of warpgroups (or warps) read. Each
+// side advances a Ring of its own over the same shared memory. The barriers are `stages` "full" ones, then as many "empty"
+// ones, 8 bytes each.
 struct Ring {
     u32 buffers, bytes, barriers;
     int stages, stage = 0;
@@ -129,17 +134,19 @@ struct Ring {
     __device__ __forceinline__ void advance() {
         if (++stage == stages) stage = 0, phase ^= 1;
     }
-    // Go on past buffers that others read. Whoever waits for one must know that all before it were filled.
+    // Skip buffers that others read. Before a thread waits for a later one, it must know that all before that were filled: a
+    // parity does not tell a phase from the one two before.
     __device__ __forceinline__ void skip(int count) {
         for (stage += count; stage >= stages; stage -= stages) phase ^= 1;
     }
-    // Producer: wait until the next buffer is free and announce the bytes to come; returns the barrier that counts them.
+    // Producer: wait until the current buffer is free, and announce the bytes to come. Returns the barrier that counts them.
     __device__ __forceinline__ u32 acquire(u32 expected) const {
         barrier_wait(empty(stage), phase ^ 1);
         barrier_expect(full(stage), expected);
         return full(stage);
     }
-    // Consumer: wait for the next buffer's data; say that it was read (one of THREADS that have read together) and go on.
+    // Consumer: wait for the current buffer's data. After reading: release the buffer, by one of THREADS threads that have read
+    // together, and advance.
     __device__ __forceinline__ void wait() const { barrier_wait(full(stage), phase); }
     template <int THREADS = 128> __device__ __forceinline__ void release() {
         if (threadIdx.x % THREADS == 0) barrier_arrive(empty(stage));
@@ -147,12 +154,13 @@ struct Ring {
     }
 };
 
-// Where 16-byte chunk `chunk` of row `row` lies in a tile, in bytes.
+// The byte offset in a tile of 16-byte chunk `chunk` of row `row`.
 template <int ROW_BYTES> __device__ __forceinline__ u32 swizzled(int row, int chunk) {
     return row * ROW_BYTES + ((chunk ^ (ROW_BYTES == 128 ? row % 8 : row / 2 % 4)) << 4);
 }
-// The sums over `rows` rows of a tile of 64 columns of 16 bits, by a warpgroup after it has met: those of PANEL_COLUMN and the next,
-// which four lanes have. They read rows whose chunks lie in different banks.
+// The sums over the first `rows` rows of a tile of 64 rows and 64 columns of 16 bits. A warpgroup computes them, after it has
+// synchronized. A lane returns those of columns PANEL_COLUMN and PANEL_COLUMN + 1; four lanes have the same. These read rows
+// whose chunks lie in different banks.
 #define PANEL_COLUMN (threadIdx.x % 128 / 32 * 16 + threadIdx.x % 8 * 2)
 template <class T> __device__ __forceinline__ float2 panel_sums(u32 tile, int rows) {
     int column = PANEL_COLUMN, start = threadIdx.x % 32 / 8 * 2;
@@ -170,12 +178,13 @@ template <class T> __device__ __forceinline__ float2 panel_sums(u32 tile, int ro
     }
     return sum;
 }
-// The descriptor of a swizzled tile at `address`. `block`: bytes from the columns of one row of an MN-major tile to the next;
-// `eight`: bytes from eight rows to the next eight.
+// The matrix descriptor of a swizzled tile at `address`.
+//   block   the leading byte offset, of an MN-major tile: bytes from one block of columns, as wide as a row, to the next.
+//   eight   the stride byte offset: bytes from eight rows to the next eight.
 template <int ROW_BYTES = 128> __device__ __forceinline__ u64 tile_descriptor(u32 address, u32 block = 16, u32 eight = 8 * ROW_BYTES) {
     return (u64)((address & 0x3ffff) >> 4) | (u64)(block >> 4) << 16 | (u64)(eight >> 4) << 32 | (ROW_BYTES == 128 ? 1ull : 2ull) << 62;
 }
-// What to add to a descriptor to go one product deeper: 16 elements of 16 bits, or 8 floats.
+// What to add to a descriptor for the next k-step: 16 elements of 16 bits, or 8 floats.
 template <bool MN_MAJOR, int ROW_BYTES = 128> constexpr u64 DEPTH_STEP = (MN_MAJOR ? 16 * ROW_BYTES : 16 * 2) >> 4;
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -183,10 +192,12 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// c = a·b, or c + a·b where `add`: 64 rows, 16 deep, and as many columns as a warpgroup's c holds (32, 64 or 128; 16,
-// 192 and 256 too with A in shared memory, 80 and 96 with A in registers). S is the operands' type; float means tf32: 8 deep, K-major only, the low 13 bits count for nothing. No other
-// instruction may touch c from the first product to wgmma_wait, not even to zero it: ptxas would wait after each (C75xx
-// in its log). Lane (g = lane / 4, t = lane % 4) of warp w holds, of row 16 w + g, columns 8 j + 2 t and the next in
+// One k-step of a warpgroup: c = a·b, or c + a·b where `add`, of 64 rows and 16 elements of the depth. The columns are as many
+// as c holds: 32, 64 or 128; with A in shared memory also 16, 192 and 256, with A in registers also 80 and 96.
+// S is the operands' type. float means tf32: a k-step is 8 deep, operands are K-major only, and their low 13 bits are ignored.
+// No other instruction may touch c from the first product to wgmma_wait, not even to zero it: ptxas would wait after each
+// product (C75xx in its log).
+// The accumulator: lane (g = lane / 4, t = lane % 4) of warp w holds columns 8 j + 2 t and 8 j + 2 t + 1, of row 16 w + g in
 // c[4 j] and c[4 j + 1], and of row 16 w + g + 8 in c[4 j + 2] and c[4 j + 3].
 #define NAMES_8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
@@ -217,7 +228,8 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
                      "wgmma.mma_async.sync.aligned.m64n" #N KIND " {" NAMES_##COUNT "}, %" #A ", %" #B ", add, 1, 1" MAJORS ";\n}" \
                      : C_##COUNT : "l"(a), "l"(b), "n"(A_MN_MAJOR), "n"(B_MN_MAJOR), "r"((int)add));                 \
     }
-// The same with A in registers, as `a` of mma.cuh's fragments for the warp's 16 rows: rounded results make the next A.
+// The same with A in registers, held as `a` of mma.cuh's fragments for the warp's 16 rows: a rounded accumulator is the A of
+// the next product.
 #define DEFINE_WGMMA_REGISTERS(S, KIND, N, COUNT, A0, A1, A2, A3, B, TRANSPOSE_B, ADD)                               \
     template <bool B_MN_MAJOR> __device__ __forceinline__ void wgmma(const S*, float (&c)[COUNT], const u32 (&a)[4], u64 b, bool add) { \
         asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                           \
