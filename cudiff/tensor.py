@@ -96,6 +96,7 @@ class Tensor:
 
     @property
     def grad(self) -> Array | None:
+        """The gradient so far. After `zero_grad` ask for it again before you write to it: that fills it with zeros."""
         if self._grad_empty and self._grad is not None:
             self._grad.fill(0)
         self._grad_empty = False

@@ -1,6 +1,8 @@
 """Layers against PyTorch's with its weights, and how modules are held by name and shown."""
 
-from types import SimpleNamespace
+from collections import ChainMap, UserList
+from dataclasses import make_dataclass
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -194,7 +196,9 @@ def test_layers_added_to_a_list_are_not_left_out_in_silence(read):
 
 @pytest.mark.parametrize("holds", [
     lambda layer: SimpleNamespace(layer=layer), lambda layer: np.array([layer, None], object),
-    lambda layer: {"a": [layer]}, lambda layer: (layer,),
+    lambda layer: {"a": [layer]}, lambda layer: (layer,), lambda layer: {layer: 1}, lambda layer: {"a": layer}.values(),
+    lambda layer: UserList([layer]), lambda layer: ChainMap({"a": layer}), lambda layer: MappingProxyType({"a": layer}),
+    lambda layer: make_dataclass("Parts", ["layer"])(layer),
 ])
 def test_layers_without_names_are_refused(holds):
     model = nn.Linear(2, 2)

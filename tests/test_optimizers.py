@@ -130,6 +130,20 @@ def test_state_of_a_list_goes_round(parameters, device, kind):
         second.load_state_dict(state)
 
 
+@pytest.mark.parametrize("add", [
+    lambda optimizer, more: optimizer.param_groups.append({"params": more}),
+    lambda optimizer, more: optimizer.param_groups[0]["params"].extend(more),
+    lambda optimizer, more: optimizer.add_param_group({"params": more}),
+])
+def test_parameters_that_come_later_are_refused_as_they_would_not_be_trained(add):
+    first, second = nn.Linear(2, 3), nn.Linear(3, 2)
+    optimizer = SGD(first.parameters(), lr=0.1)
+    with pytest.raises(CudiffError, match="make it anew with all groups"):
+        add(optimizer, second.parameters())
+    with pytest.raises(AttributeError):
+        optimizer.param_groups = [{"params": second.parameters()}]
+
+
 def test_options_set_between_steps_count_and_have_a_captured_step_recorded_again(parameters, device):
     optimizer = SGD([{"params": parameters[:1], "lr": 0.5}, {"params": parameters[1:]}], lr=0.1)
     states = [graph._state]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import UserList, deque
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
+from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any, ParamSpec, Protocol, Self, TypeVar
 
@@ -65,10 +66,12 @@ def _untrained(value: Any) -> bool:
 def _nameless(value: Any) -> bool:
     if isinstance(value, SimpleNamespace):
         value = vars(value)
+    elif is_dataclass(value) and not isinstance(value, type | Module):
+        value = {field.name: getattr(value, field.name, None) for field in fields(value)}
     elif isinstance(value, np.ndarray) and value.dtype == object:
         value = list(value.flat)
-    containers = list | tuple | set | frozenset | deque
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, containers) else ()
+    containers = list | tuple | set | frozenset | deque | UserList | KeysView | ValuesView | ItemsView
+    parts = (*value, *value.values()) if isinstance(value, Mapping) else value if isinstance(value, containers) else ()
     return any(isinstance(part, Module | Parameter) or _untrained(part) or _nameless(part) for part in parts)
 
 

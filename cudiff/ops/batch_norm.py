@@ -46,8 +46,9 @@ class BatchNorm(Function):
                 rstd = 1 / np.sqrt((variances + np.square(means - mean)).mean(0) + eps)
             count = rows.shape[1] * group.size
             var = (1 / np.square(rstd[0]) - eps) * (count / (count - 1))
-            running_mean += momentum * (mean[0] - running_mean)
-            running_var += momentum * (var - running_var)
+            finite = np.isfinite(mean[0]) & np.isfinite(var)
+            running_mean += np.where(finite, momentum * (mean[0] - running_mean), 0)
+            running_var += np.where(finite, momentum * (var - running_var), 0)
         else:
             mean, rstd = running_mean[None].copy(), 1 / np.sqrt(running_var[None] + eps)
         ctx.training, ctx.group = training, group
@@ -160,7 +161,8 @@ def batch_norm(x: Tensor, weight: Tensor, bias: Tensor, running_mean: Tensor, ru
     """Normalise each channel of x (..., C) over all its rows, then weight and bias; in x's dtype.
 
     In training the batch's mean and (biased) variance are used, and running_mean and running_var move towards the
-    batch's mean and unbiased variance by the share `momentum`, in place on the device; otherwise those two are used.
+    batch's mean and unbiased variance by the share `momentum`, in place on the device; otherwise those two are used. A
+    channel whose mean or variance is not finite leaves its own as they are: they would never recover.
     group: the batch is that of all these processes, which have equal parts.
     weight, bias, running_mean and running_var (C,), float32 where x is float32 or shorter. Raises ValueError where
     shapes do not agree and, in training, for fewer than two values a channel, TypeError for integers and for 16-bit

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -46,11 +46,20 @@ class Checked:
         record_again()  # a captured step holds the one before
 
 
+class Fixed(tuple):
+    """What an optimiser was made for: a tuple that says what to do instead of growing as a list does."""
+
+    def append(self, *value: Any) -> NoReturn:
+        raise CudiffError("an optimiser keeps the parameters that it was made for: make it anew with all groups")
+
+    extend = insert = remove = pop = clear = append
+
+
 class Group(ChainMap):
     """`params`, and the options that a group of parameters has for itself; what it lacks are the optimiser's own."""
 
     def __init__(self, parameters: list[Parameter], own: Mapping[str, Any], optimizer: Optimizer):
-        super().__init__({"params": parameters}, optimizer.options)
+        super().__init__({"params": Fixed(parameters)}, optimizer.options)
         self.kind = type(optimizer)
         for name, value in own.items():
             self[name] = value
@@ -174,7 +183,7 @@ class Optimizer:
         for name, value in options.items():
             setattr(self, name, value)
         self.model = parameters if isinstance(parameters, Module) else None
-        self.param_groups = self._groups(parameters)
+        self._param_groups = Fixed(self._groups(parameters))
         self._listed = [parameter for group in self.param_groups for parameter in group["params"]]
         flat = _flat(self._listed) if self.model is None else self.model.flat_parameters()
         if not flat.trainable:
@@ -198,6 +207,15 @@ class Optimizer:
         self._scaled = False  # whether a gradient of a scaled loss has been taken since the last step
         if ema is not None:
             self.ema = ema
+
+    @property
+    def param_groups(self) -> Sequence[Group]:
+        """One where no groups were given. Their options may be set, their parameters may not."""
+        return self._param_groups
+
+    def add_param_group(self, group: Mapping[str, Any]) -> NoReturn:
+        """Raises CudiffError: an optimiser is made for all that it trains."""
+        self._param_groups.append(group)
 
     def _groups(self, parameters: Any) -> list[Group]:
         given = list(parameters) if isinstance(parameters, Iterable) and not isinstance(parameters, Tensor) else []

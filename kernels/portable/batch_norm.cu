@@ -183,7 +183,7 @@ __device__ __forceinline__ double2 column_sums(const void* statistics, bool cent
 }
 
 // mean and rstd from channel statistics (rows, C) of `pixels` pixels: CentredStatistics where `centred`, else RawStatistics.
-// running += momentum * (new - running), where the new variance is unbiased.
+// running += momentum * (new - running), where the new variance is unbiased; not where the mean or the variance is not finite.
 extern "C" __global__ void finish_statistics(float* mean, float* rstd, float* running_mean, float* running_var,
                                              const void* statistics, int centred, int rows, int pixels, int C, float momentum, float eps) {
     wait_for_previous();
@@ -194,6 +194,7 @@ extern "C" __global__ void finish_statistics(float* mean, float* rstd, float* ru
     double squares = fmax(sum.y - sum.x * sum.x / pixels, 0.0);  // of the deviations
     mean[c] = average;
     rstd[c] = rsqrtf((float)(squares / pixels) + eps);
+    if (!isfinite(average) || !isfinite((float)squares)) return;
     running_mean[c] += momentum * (average - running_mean[c]);
     running_var[c] += momentum * ((float)(squares / max(pixels - 1, 1)) - running_var[c]);
 }

@@ -146,6 +146,20 @@ def test_the_running_variance_of_few_is_that_without_bias(count, rng):
     np.testing.assert_allclose(operands[3].numpy(), 0.5 * x.var(0, ddof=1), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan, 1e30])
+def test_a_channel_that_is_not_finite_leaves_its_running_statistics(device, rng, bad):
+    x = rng.standard_normal((6, 3)).astype(np.float32)
+    x[1, 1] = bad
+    operands = [Tensor(np.full(3, value, np.float32), device=device) for value in (1, 0, 0.5, 2)]
+    with np.errstate(all="ignore"):
+        batch_norm(Tensor(x, device=device), *operands, training=True, momentum=0.5)
+    mean, var = (operand.numpy() for operand in operands[2:])
+    assert (mean[1], var[1]) == (0.5, 2)
+    others = x[:, [0, 2]]
+    np.testing.assert_allclose(mean[[0, 2]], 0.25 + 0.5 * others.mean(0), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(var[[0, 2]], 1 + 0.5 * others.var(0, ddof=1), rtol=1e-4)
+
+
 def test_evaluation_reads_the_running_statistics(device, rng):
     x, (weight, bias, mean), var = rng.standard_normal((4, 6, 3)), rng.standard_normal((3, 3)), np.array([0.5, 2, 3])
     arrays = (array.astype(np.float32) for array in (x, weight, bias, mean, var))
