@@ -24,8 +24,7 @@ from cudiff.files import opened
 from cudiff.models import outline
 from cudiff.models.dit import SIZES
 from cudiff.nn import StateDict
-from cudiff.nn.module import MODULE
-from cudiff.nn.state_dict import IN_TORCH
+from cudiff.nn.state_dict import IN_TORCH, MODULE
 from cudiff.tensorfile import read_tensors, replacing, write_tensors
 from cudiff.torchfile import read_torch
 

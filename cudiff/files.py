@@ -11,13 +11,22 @@ from typing import BinaryIO
 
 from cudiff.errors import CudiffError
 
+SYSTEM = ("/proc", "/sys")
+"""File systems whose files are the kernel's: some never end, some wait for ever."""
+
+
+def system_devices() -> set[int]:
+    """The devices of `SYSTEM`, as `os.stat` tells them."""
+    return {os.stat(path).st_dev for path in SYSTEM if os.path.ismount(path)}
+
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """A file to read. Raises CudiffError where the system refuses, in the block too, and for what is no plain file: to
-    open a pipe would wait for its other end."""
+    """A file to read. Raises CudiffError where the system refuses, in the block too, and for what is no plain file, or
+    one of the kernel's: to open a pipe would wait for its other end."""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_dev in system_devices():
             raise CudiffError(f"{path} is not a file: check the path")
         with open(path, "rb") as file:
             yield file

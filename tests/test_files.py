@@ -51,6 +51,13 @@ def test_a_block_that_writes_nothing_says_so(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.skipif(not os.path.ismount("/proc"), reason="no /proc here")
+def test_the_kernels_files_are_not_opened():
+    """Some wait for ever, as /proc/kmsg does."""
+    with pytest.raises(CudiffError, match=r"^/proc/version is not a file: check the path$"), opened("/proc/version"):
+        pass
+
+
 def test_what_a_block_raises_is_its_own(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"^another$"), opened(tmp_path / "file"):

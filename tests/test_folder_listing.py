@@ -25,8 +25,19 @@ def test_links_to_pictures_are_pictures_and_pipes_are_not(tmp_path):
     (root / "f.txt").touch()
     found = list_folder(root)
     assert found.pictures == [Path("a.png"), Path("b.png"), Path("e.PNG")] and found.folders == ["d.png"]
-    assert found.unread == [] and found.repeated == [] and found.closed == []
+    assert found.unread == [] and found.others == ["f.txt"] and found.repeated == [] and found.closed == []
     assert len(load_dataset(root)) == 3
+
+
+def test_files_without_a_pictures_suffix_are_counted(tmp_path):
+    save(tmp_path / "a.png")
+    for name in ("img3", "img4.png_", "img5.jpg.1", "q.qoi", "q.pcx", ".hidden"):
+        (tmp_path / name).touch()
+    assert load_dataset(tmp_path).notes == (
+        "pictures of formats that are not read are left out: 1 .pcx, 1 .qoi, first q.pcx; convert them to PNG or JPEG",
+        "files without a picture's suffix are left out: 3 (img3, img4.png_, img5.jpg.1); where these are pictures, end "
+        "their names in .png or .jpg",
+    )
 
 
 @pytest.mark.parametrize("target", ["/", "..", "../..", "."])

@@ -14,6 +14,7 @@ from cudiff.errors import CudiffError
 from cudiff.nn import init
 from cudiff.optim import SGD
 from cudiff.tensor import Tensor
+from cudiff.tensorfile import write_tensors
 from tests.check import torch
 
 needs_torch = pytest.mark.skipif(torch is None, reason="PyTorch is not installed")
@@ -266,8 +267,29 @@ def test_a_model_is_saved_and_loaded(tmp_path):
     with pytest.raises(CudiffError, match="is a cudiff checkpoint already"):
         read_weights(path)
     write_weights(path, to_torch(model.state_dict(), model.layouts()))
-    with pytest.raises(CudiffError, match=r"was not written by Module.save: cudiff.load reads checkpoints"):
+    with pytest.raises(CudiffError, match=r"was not written by Module.save, or is damaged: cudiff.load reads"):
         model.load(path)
+
+
+def test_a_damaged_file_is_refused_and_its_tensor_named(tmp_path):
+    model, path = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 64)), tmp_path / "model.safetensors"
+    model.save(path)
+    whole, before = path.read_bytes(), model.state_dict()
+    model.save(path)
+    assert path.read_bytes() == whole
+    half = len(whole) // 2
+    for damaged, name in [
+        (whole[:-1] + bytes([whole[-1] ^ 1]), "1.weight"), (whole[:half] + bytes(len(whole) - half), r"1\.\w+"),
+    ]:
+        path.write_bytes(damaged)
+        with pytest.raises(CudiffError, match=f"is damaged: the values of {name} are not those that were saved"):
+            model.load(path)
+    path.write_bytes(whole.replace(b"sha256", b"sha257"))
+    with pytest.raises(CudiffError, match=r"was not written by Module.save, or is damaged"):
+        model.load(path)
+    assert all((value == before[name]).all() for name, value in model.state_dict().items())
+    write_tensors(path, before, {"cudiff_module": "native KRSC"})  # as before there were digests
+    nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 64)).load(path)
 
 
 def test_a_part_of_a_state_is_loaded_where_that_is_said():

@@ -10,7 +10,7 @@ from PIL import Image
 
 import cudiff.memory
 from cudiff.data import Dataset, load_dataset, pictures
-from cudiff.data.pictures import fit, reason
+from cudiff.data.pictures import fit, read_picture, reason
 from tests.test_data import picture, refused
 
 
@@ -39,13 +39,38 @@ def test_a_picture_has_up_to_8192_pixels_a_side(tmp_path, side, message):
     refused(message, tmp_path, image_size=8)
 
 
-@pytest.mark.parametrize("value, level", [(0, 0), (255, 0), (256, 1), (65535, 255), (65536, None), (-1, None)])
-def test_pixels_of_up_to_16_bits(tmp_path, value, level):
-    Image.fromarray(np.full((4, 4), value, np.int32)).save(tmp_path / "a.tiff")
-    if level is None:
-        refused("pixels of more than 16 bits", tmp_path)
-    else:
-        assert np.unique(load_dataset(tmp_path).images).tolist() == [level]
+@pytest.mark.parametrize("suffix", ["png", "tiff", "pgm"])
+@pytest.mark.parametrize("value, level", [(0, 0), (255, 0), (256, 1), (65535, 255)])
+def test_pixels_of_16_bits(tmp_path, value, level, suffix):
+    """Pillow's mode for the PGM is I, as it was for PNGs."""
+    Image.fromarray(np.full((4, 4), value, np.uint16)).save(tmp_path / f"a.{suffix}")
+    assert np.unique(load_dataset(tmp_path).images).tolist() == [level]
+
+
+@pytest.mark.parametrize("dtype, bits", [(np.int32, 32), (np.uint16, 12)])
+def test_gray_of_other_bits_is_not_taken_for_black(tmp_path, dtype, bits):
+    """In 32 bits 200 may be nearly white or nearly black; of 12 Pillow gives values up to 4095."""
+    file, size = tmp_path / "a.tiff", 8 * np.dtype(dtype).itemsize
+    Image.fromarray(np.full((4, 4), 200, dtype)).save(file)
+    tag = struct.pack("<HHI", 258, 3, 1)
+    file.write_bytes(file.read_bytes().replace(tag + bytes([size]), tag + bytes([bits])))
+    message = r"\(gray of 12, 32 or signed bits: save it with 8 or 16\)"
+    refused(message, tmp_path)
+    with pytest.raises(cudiff.CudiffError, match=r"cannot read the picture .*a\.tiff: gray of 12, 32 or signed bits"):
+        read_picture(file, 1)
+
+
+def test_more_frames_than_the_first_are_told(tmp_path):
+    frames = [Image.fromarray(picture(8, 8, 3)) for _ in range(3)]
+    for name in ("a.gif", "b.tif", "c.webp", "d.png"):
+        frames[0].save(tmp_path / f"many {name}", save_all=True, append_images=frames[1:], lossless=True)
+        frames[0].save(tmp_path / f"one {name}", lossless=True)
+    data = load_dataset(tmp_path)
+    assert data.notes == (
+        "of several frames or pages only the first is taken: 4 (many a.gif, many b.tif, many c.webp, ...); make files "
+        "of the others to train on them",)
+    for many, one in zip(data.images[:4], data.images[4:], strict=True):
+        np.testing.assert_array_equal(many, one)
 
 
 def test_pixels_that_are_floats(tmp_path):

@@ -10,29 +10,30 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
 from cudiff.errors import CudiffError, printable
+from cudiff.files import system_devices
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 UNREAD = {
     ".apng", ".arw", ".avif", ".cr2", ".cr3", ".dds", ".dng", ".eps", ".exr", ".hdr", ".heic", ".heif", ".ico", ".j2k",
-    ".jfif", ".jp2", ".jpe", ".jxl", ".nef", ".pbm", ".pdf", ".pnm", ".psd", ".raw", ".svg", ".tga",
+    ".jfif", ".jp2", ".jpe", ".jxl", ".nef", ".pbm", ".pcx", ".pdf", ".pnm", ".psd", ".qoi", ".raw", ".svg",
+    ".tga",
 }  # fmt: skip
 """Other pictures' suffixes: such files are left out, and counted."""
 MOST_FILES = 10_000_000
-SYSTEM = ("/proc", "/sys")
-"""File systems whose files are the kernel's: some never end, some wait for ever."""
 
 
 @dataclass
 class Listing:
     """What lies below a folder, by paths relative to it.
 
-    pictures: by their suffix, sorted. unread: pictures of other formats. folders: those right in the folder.
-    repeated: links to folders that are read under another path, or that hold this one, as / does. closed: folders that
-    the system does not open.
+    pictures: by their suffix, sorted. unread: pictures of other formats. others: files whose suffix is no picture's.
+    folders: those right in the folder. repeated: links to folders that are read under another path, or that hold this
+    one, as / does. closed: folders that the system does not open.
     """
 
     pictures: list[Path] = field(default_factory=list)
     unread: list[Path] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
@@ -47,6 +48,9 @@ class Listing:
                 f"pictures of formats that are not read are left out: {counts}, first {self.unread[0]}; "
                 "convert them to PNG or JPEG"
             )
+        if self.others:
+            notes.append(f"files without a picture's suffix are left out: {some(self.others)}; where these are "
+                         "pictures, end their names in .png or .jpg")  # fmt: skip
         if self.repeated:
             notes.append("links to folders that are read already, or that hold this one, are left out: "
                          f"{some(self.repeated)}")  # fmt: skip
@@ -65,11 +69,11 @@ def list_folder(folder: Path) -> Listing:
 
     Linked folders are entered, but for those that hold `folder`. Every folder is read once, however many links lead to
     it: under its shortest path, and of equally long ones the first, a folder itself before links to it. Only regular
-    files count, and none of the kernel's (`SYSTEM`). Raises CudiffError for more than `MOST_FILES`, OSError where
+    files count, and none of the kernel's (`files.SYSTEM`). Raises CudiffError for more than `MOST_FILES`, OSError where
     `folder` itself does not open.
     """
     found, count = Listing(), 0
-    system = {os.stat(path).st_dev for path in SYSTEM if os.path.ismount(path)}
+    system = system_devices()
     status = os.stat(folder)
     seen = {(status.st_dev, status.st_ino), *_above(folder)}
     level = [""] if status.st_dev not in system else []
@@ -98,6 +102,8 @@ def list_folder(folder: Path) -> Listing:
                         found.pictures.append(Path(path))
                     elif suffix in UNREAD:
                         found.unread.append(Path(path))
+                    else:
+                        found.others.append(path)
         level = []
         for _, path, identity in sorted(below):
             if identity in seen:
@@ -109,6 +115,7 @@ def list_folder(folder: Path) -> Listing:
             found.folders = sorted(level)
     found.pictures.sort()
     found.unread.sort()
+    found.others.sort()
     return found
 
 

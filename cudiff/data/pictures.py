@@ -25,6 +25,7 @@ from cudiff.data.decoded import alone_with, decoded_file, open_decoded, write_de
 from cudiff.data.folder import SUFFIXES, Listing, list_folder, some
 from cudiff.data.rows import Rows
 from cudiff.errors import CudiffError, printable
+from cudiff.files import opened
 from cudiff.memory import check_memory, memory_available
 from cudiff.threads import CORES
 
@@ -35,6 +36,7 @@ MOST_PIXELS = 2**26
 IN_MEMORY = 0.25
 """Decoded pictures may take this share of the free memory: to hold some out copies the rest, and steps need theirs."""
 GRAY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N"}
+BITS_PER_SAMPLE = 258  # a TIFF's tag
 THREADS = min(CORES, 8)  # each may hold a picture of MOST_PIXELS, and twice as many pictures wait
 STRIP = 2**20  # pixels converted at once
 MOST_SCANS = 100  # of a progressive JPEG, which encoders write in ten: each one passes over all pixels
@@ -51,8 +53,8 @@ def image_folder(
     Where all pictures lie in sub-folders, the sub-folders are the classes, numbered in sorted order; otherwise there
     are no labels. only_classes: read the pictures of these sub-folders alone, numbered in this order. Without
     image_size the pictures must already be squares of one size; without channels they stay gray (1) if all are gray,
-    else they become RGB (3). EXIF rotation is applied, transparency laid over white, and of animations the first frame
-    is taken. What is left out or cropped, and why there are no labels, is in the data set's `notes`.
+    else they become RGB (3). EXIF rotation is applied, transparency laid over white, and of several frames or pages
+    the first is taken. What is left out or cropped, and why there are no labels, is in the data set's `notes`.
     Pictures that would take more than `IN_MEMORY` of the free memory, and with on_disk all, are decoded once into a
     file of the user's cache, and images are `Rows` of it. A later call takes them from there, unless the name, size or
     time of a picture has changed.
@@ -98,7 +100,7 @@ class _Pictures:
 
     Facts of their decoding, as JSON holds them: "skipped", the numbers of the files that do not decode; "resized", how
     many are no squares of the size; "cropped", how many are not square; "first", the number, width and height of the
-    first of these, or None.
+    first of these, or None; "several", the numbers of the files of several frames.
     """
 
     folder: Path
@@ -148,7 +150,7 @@ class _Pictures:
         """Give `keep` each picture that decodes, in order. Returns whether one channel suffices for them, and their
         facts."""
         folder, side, all_gray = self.folder, self.shape[1], True
-        facts: dict[str, Any] = {"skipped": [], "resized": 0, "cropped": 0, "first": None}
+        facts: dict[str, Any] = {"skipped": [], "resized": 0, "cropped": 0, "first": None, "several": []}
         for number, (file, decoded) in enumerate(_decoded(folder, self.files, self.image_size, self.channels)):
             if isinstance(decoded, Exception):  # Pillow's decoders raise many types for damaged files
                 if not self.skip_bad:
@@ -158,7 +160,7 @@ class _Pictures:
                     )
                 facts["skipped"].append(number)
                 continue
-            pixels, gray, width, height = decoded
+            pixels, gray, width, height, several = decoded
             if pixels.shape[:2] != (side, side):
                 raise CudiffError(
                     f"images in {folder} are not squares of one size ({file}: {width}x{height}): "
@@ -166,6 +168,8 @@ class _Pictures:
                 )
             keep(pixels)
             all_gray = all_gray and gray
+            if several:
+                facts["several"].append(number)
             facts["resized"] += (width, height) != (side, side)
             if width != height:
                 facts["first"] = facts["first"] or [number, width, height]
@@ -175,13 +179,18 @@ class _Pictures:
         return self.channels is None and all_gray, facts
 
     def notes(self, facts: Mapping[str, Any]) -> list[str]:
-        """A line where pictures were not square."""
-        if not facts["cropped"]:
-            return []
-        number, width, height = facts["first"]
-        count = len(self.files) - len(facts["skipped"])
-        return [f"{facts['cropped']:,} of {count:,} pictures are not square and cropped to the square in their middle, "
-                f"first {self.files[number]} ({width}x{height})"]
+        """A line where pictures were not square, and one where there were more frames than the first."""
+        notes = []
+        if facts["cropped"]:
+            number, width, height = facts["first"]
+            count = len(self.files) - len(facts["skipped"])
+            notes.append(f"{facts['cropped']:,} of {count:,} pictures are not square and cropped to the square in "
+                         f"their middle, first {self.files[number]} ({width}x{height})")
+        if facts["several"]:
+            names = some([self.files[number] for number in facts["several"]])
+            notes.append(f"of several frames or pages only the first is taken: {names}; make files of the others to "
+                         "train on them")
+        return notes
 
     def _side(self, file: Path) -> int:
         """A picture's width, by its header; 0 where that is none."""
@@ -194,7 +203,7 @@ class _Pictures:
     def _source(self) -> str:
         """SHA-256 of what tells these pictures from what they may be later: names, sizes and times of change, and of
         what decodes them. Archives and copies bring old times of a file's content, but not of the file."""
-        digest = hashlib.sha256(f"2 {PIL.__version__}".encode())
+        digest = hashlib.sha256(f"3 {PIL.__version__}".encode())
         for file in self.files:
             told = ""
             with suppress(OSError):
@@ -206,15 +215,15 @@ class _Pictures:
 
 def _decoded(
     folder: Path, files: Iterable[Path], image_size: int | None, channels: int | None
-) -> Iterator[tuple[Path, tuple[np.ndarray, bool, int, int] | Exception]]:
+) -> Iterator[tuple[Path, tuple[np.ndarray, bool, int, int, bool] | Exception]]:
     """Each file with what `_read_picture` gives or raises, in order, gray (ITU-R 601 luma) for one channel; threads
     read ahead, as Pillow's decoders let go of Python's lock."""
 
-    def read(file: Path) -> tuple[np.ndarray, bool, int, int] | Exception:
+    def read(file: Path) -> tuple[np.ndarray, bool, int, int, bool] | Exception:
         try:
-            picture, gray, width, height = _read_picture(folder / file, image_size)
+            picture, gray, width, height, several = _read_picture(folder / file, image_size)
             pixels = np.asarray(picture.convert("L") if channels == 1 else picture)
-            return pixels.reshape(*pixels.shape[:2], -1), gray, width, height
+            return pixels.reshape(*pixels.shape[:2], -1), gray, width, height, several
         except Exception as error:
             return error
 
@@ -296,17 +305,18 @@ def fit(data: Dataset, image_size: int | None = None, channels: int | None = Non
 
 def read_picture(path: str | os.PathLike, channels: int) -> np.ndarray:
     """One picture as uint8 (H, W, channels), gray (1) or RGB (3). Raises CudiffError where the file cannot be read."""
-    try:
-        picture, *_ = _read_picture(Path(path), None)
-    except Exception as error:  # whatever a decoder raises for a damaged file
-        raise CudiffError(f"cannot read the picture {path}: {reason(error)}") from None
+    with opened(path):  # no pipe
+        try:
+            picture, *_ = _read_picture(Path(path), None)
+        except Exception as error:  # whatever a decoder raises for a damaged file
+            raise CudiffError(f"cannot read the picture {path}: {reason(error)}") from None
     pixels = np.asarray(picture if channels == 3 else picture.convert("L"))
     return pixels.reshape(*pixels.shape[:2], channels)
 
 
-def _read_picture(file: Path, image_size: int | None) -> tuple[Image.Image, bool, int, int]:
-    """One picture as RGB, square where image_size is given, whether the file holds gray only, and its width and
-    height."""
+def _read_picture(file: Path, image_size: int | None) -> tuple[Image.Image, bool, int, int, bool]:
+    """One picture as RGB, square where image_size is given, whether the file holds gray only, its width and height,
+    and whether more frames or pages follow."""
     with Image.open(file, formats=FORMATS) as picture:
         width, height = picture.size
         if width * height > MOST_PIXELS:
@@ -323,10 +333,22 @@ def _read_picture(file: Path, image_size: int | None) -> tuple[Image.Image, bool
         gray = picture.mode in GRAY_MODES
         if picture.mode == "F":
             raise ValueError("floating-point pixels")
-        if image_size is None:
-            return _rgb(picture, (0, 0, *picture.size)), gray, width, height
-        square = _rgb(picture, _central_square(picture.size))
-    return square.resize((image_size, image_size), Image.Resampling.LANCZOS), gray, width, height
+        bits = getattr(picture, "tag_v2", {}).get(BITS_PER_SAMPLE)  # a TIFF's; its mode I may be of any range
+        if bits == (12,) or (bits and picture.mode == "I"):
+            raise ValueError("gray of 12, 32 or signed bits: save it with 8 or 16")
+        box = (0, 0, *picture.size) if image_size is None else _central_square(picture.size)
+        result = _rgb(picture, box)
+        several = _has_several(picture)
+    if image_size is not None:
+        result = result.resize((image_size, image_size), Image.Resampling.LANCZOS)
+    return result, gray, width, height, several
+
+
+def _has_several(picture: Image.Image) -> bool:
+    """Whether frames or pages follow the first, but for a JPEG's previews. It may unload the picture's pixels."""
+    with suppress(Exception):  # what follows may be damaged
+        return picture.format != "MPO" and getattr(picture, "is_animated", False)
+    return False
 
 
 def _central_square(size: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -345,10 +367,7 @@ def _rgb(picture: Image.Image, box: tuple[int, int, int, int]) -> Image.Image:
     for first in range(top, bottom, rows):
         strip = picture.crop((left, first, right, min(first + rows, bottom)))
         if strip.mode.startswith("I"):
-            pixels = np.asarray(strip)
-            if pixels.min() < 0 or pixels.max() > 65535:
-                raise ValueError("pixels of more than 16 bits")
-            strip = Image.fromarray((pixels >> 8).astype(np.uint8))
+            strip = Image.fromarray((np.asarray(strip) >> 8).astype(np.uint8))
         if strip.has_transparency_data:
             strip = strip.convert("RGBA")
             strip = Image.alpha_composite(Image.new("RGBA", strip.size, "white"), strip)

@@ -16,17 +16,13 @@ from cudiff.backend import PRECISIONS, Array, copy_into, is_low, to_device
 from cudiff.cuda.graph import record_again
 from cudiff.errors import CudiffError
 from cudiff.nn.parameter import FlatParameters, Parameter, array_of, fitting, structure_changes
-from cudiff.nn.state_dict import StateDict, is_batch_count, require_native
+from cudiff.nn.state_dict import StateDict, digests_in, is_batch_count, metadata_of, require_native
 from cudiff.ops.cast import as_input
 from cudiff.precision import allow_tf32, tf32_allowed
 from cudiff.tensor import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
-
-
-MODULE, LAYOUT = "cudiff_module", "native KRSC"
-"""What the metadata of a file that `Module.save` wrote says."""
 
 
 class HasForward(Protocol[P, R]):
@@ -271,20 +267,19 @@ class Module:
 
         Raises CudiffError where the system refuses to write.
         """
-        from cudiff.tensorfile import write_tensors  # slow to import, and `import cudiff` is not
+        from cudiff.tensorfile import digest, write_tensors  # slow to import, and `import cudiff` is not
 
-        write_tensors(path, self.state_dict(), {MODULE: LAYOUT})
+        state = self.state_dict()
+        write_tensors(path, state, metadata_of({name: digest(array) for name, array in state.items()}))
 
     def load(self, path: str | os.PathLike, strict: bool = True) -> Self:
-        """`load_state_dict` of a file that `save` wrote. Raises CudiffError where it is damaged or something else."""
-        from cudiff.tensorfile import read_tensors
+        """`load_state_dict` of a file that `save` wrote, whose tensors are compared with their SHA-256 digests.
 
-        state, metadata = read_tensors(path)
-        if metadata.get(MODULE) != LAYOUT:
-            raise CudiffError(
-                f"{path} was not written by Module.save: cudiff.load reads checkpoints, cudiff.convert.read_weights "
-                "and from_torch weights of PyTorch"
-            )
+        Raises CudiffError where it is damaged or something else.
+        """
+        from cudiff.tensorfile import read_header, read_tensors
+
+        state, _ = read_tensors(path, digests=digests_in(path, read_header(path)[1]))
         self.load_state_dict(StateDict(state), strict)
         return self
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,9 @@ from cudiff.errors import CudiffError
 
 IN_TORCH = {"conv2d": (0, 3, 1, 2), "conv_transpose2d": (0, 3, 1, 2), "conv1d": (0, 2, 1)}
 """By a parameter's layout, the order in which PyTorch has the axes of cudiff's weight (K, R, S, C) or (K, S, C)."""
+
+MODULE, LAYOUT = "cudiff_module", "native KRSC"
+"""What the metadata of a file that `Module.save` wrote says: under one key, as the library has no order of several."""
 
 
 class StateDict(dict[str, np.ndarray]):
@@ -43,3 +49,26 @@ def require_native(state: Mapping[str, Any], parameters: Mapping[str, Any]) -> N
             f"{doubtful[0]} is in PyTorch's layout, or may be: load cudiff.convert.from_torch(state, model.layouts()), "
             "or nn.StateDict(state) where it is cudiff's"
         )
+
+
+def metadata_of(digests: Mapping[str, str]) -> dict[str, str]:
+    """Of a file that `Module.save` writes, with the SHA-256 digests of its tensors."""
+    return {MODULE: json.dumps({"layout": LAYOUT, "sha256": digests})}
+
+
+def digests_in(path: str | os.PathLike, metadata: Mapping[str, str]) -> dict[str, str] | None:
+    """Those in the metadata of the file at `path`; None of a file that was written before there were any.
+
+    Raises CudiffError where `Module.save` did not write it.
+    """
+    text = metadata.get(MODULE, "")
+    if text == LAYOUT:
+        return None
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        about = json.loads(text)
+        if about["layout"] == LAYOUT:
+            return dict(about["sha256"])
+    raise CudiffError(
+        f"{path} was not written by Module.save, or is damaged: cudiff.load reads checkpoints, "
+        "cudiff.convert.read_weights and from_torch weights of PyTorch"
+    )

@@ -1,6 +1,7 @@
 """Given images, noise and denoisers in sampling, on data whose denoiser is known, and guidance's two options."""
 
 import math
+import os
 
 import numpy as np
 import pytest
@@ -232,6 +233,7 @@ def test_the_command_line_takes_a_picture_and_a_mask(tmp_path, monkeypatch, caps
     Image.fromarray(np.repeat([0, 255], 4)[:, None].repeat(8, 1).astype(np.uint8)).save("mask.png")
     Image.new("L", (9, 8)).save("wide.png")
     (tmp_path / "none.png").write_bytes(b"no picture")
+    os.mkfifo("pipe")
     run = ["sample", "model.safetensors", "-n", "2", "--steps", "3", "--device", "cpu"]
     assert main([*run, "--init", "init.png", "--mask", "mask.png", "--out", "out.npz", "--guidance-interval", "0.1,5",
                  "--guidance-rescale", "0.5", "--guidance", "2"]) == 0, capsys.readouterr().err
@@ -242,7 +244,9 @@ def test_the_command_line_takes_a_picture_and_a_mask(tmp_path, monkeypatch, caps
         ("--init wide.png", "wide.png is 9x8 and the model's images are 8x8: resize it"),
         ("--init init.png --mask wide.png", "wide.png is 9x8 and the model's images are 8x8: resize it"),
         ("--init none.png", "cannot read the picture none.png: not an image"),
-        ("--init gone.png", "cannot read the picture gone.png: No such file"),
+        ("--init gone.png", "cannot read gone.png (No such file or directory): check the path"),
+        ("--init pipe", "pipe is not a file: check the path"),
+        ("--init init.png --mask pipe", "pipe is not a file: check the path"),
         ("--init init.png --strength 2", "strength must be at least 0 and at most 1, not 2"),
         ("--mask mask.png", "strength and mask are for a picture to begin with"),
         ("--guidance-interval 1,x", "'1,x' is not two noise levels such as 0.2,5"),
