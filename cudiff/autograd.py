@@ -1,4 +1,4 @@
-"""How gradients flow back over the tape."""
+"""The backward pass: gradients flow back over the autograd tape."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from cudiff.tensor import Tensor, now
 def backward(self: Tensor, grad: Any = None) -> None:
     """Add d(self)/d(leaf) to `.grad` of every leaf that requires it.
 
-    `grad` is d(loss)/d(self), of this tensor's shape; it may be left out for a single element.
-    Raises RuntimeError where nothing was recorded or the tape was used already. After any other error no `.grad`
-    has a meaning.
+    grad: d(loss)/d(self), of this tensor's shape; it may be left out for a tensor of one element.
+
+    Raises RuntimeError where nothing was recorded or the tape was used already, and ValueError for a `grad` of another
+    shape. After an error in the middle of a backward no `.grad` has a meaning.
     """
     if not self.requires_grad:
         raise RuntimeError(
@@ -49,7 +50,8 @@ Tensor.backward = backward  # type: ignore[method-assign]
 def walk_back(root: Tensor, grad: Array, wanted: Callable[[Tensor], bool] | None = None, since: int = -1) -> None:
     """Add d(root)/d(leaf), times `grad`, to `.grad` of every leaf below `root`.
 
-    Only of those that are `wanted`, if given; what was recorded before number `since` is left as it is.
+    wanted(leaf): whether this leaf gets a gradient; by default all do. since: the walk stops at nodes of this number
+    and below.
     """
     if root._source is None:
         _add_to_leaf(root, grad, True)
@@ -61,7 +63,7 @@ def walk_back(root: Tensor, grad: Array, wanted: Callable[[Tensor], bool] | None
 
 
 class _Walk:
-    """The gradients under construction, by the number of the node whose outputs they are of."""
+    """One walk back over the tape. `gradients` holds the gradients so far of a node's outputs, by the node's number."""
 
     def __init__(self, wanted: Callable[[Tensor], bool] | None, since: int, queue: Queue) -> None:
         self.wanted, self.since, self.queue = wanted, since, queue
@@ -69,9 +71,10 @@ class _Walk:
 
     def down(self, output: tuple[Node, int], gradient: _Gradient, since: int, begin: Begin | None = None,
              recorded: int | None = None) -> None:
-        """From a node's output and its gradient over all nodes below that are younger than `since`.
+        """Run the backward of the node that made `output`, and of all nodes below it with a number above `since`.
 
-        begin: see `watched`. recorded: when the forward ran, of nodes that were recorded again.
+        output: a node and which of its outputs. gradient: that output's. begin: see `watched`. recorded: where the
+        nodes were recorded again, the number of the Recomputed node, which tells when the forward ran.
         """
         order = nodes_below(output[0], since)
         after = None if begin is None else begin(order)
@@ -99,7 +102,7 @@ class _Walk:
                 after(position, self.queue)
 
     def targets(self, node: Node, recorded: int) -> list[Tensor | _Gradient | None]:
-        """Where the gradient of each input goes; None for one that nobody wants."""
+        """For each input what its gradient is added to: a leaf or a _Gradient, or None where nobody wants it."""
         found: list[Tensor | _Gradient | None] = []
         for source in node.inputs:
             if isinstance(source, tuple):
@@ -123,8 +126,11 @@ _watch = _Watch()
 
 @contextlib.contextmanager
 def watched(begin: Begin) -> Iterator[None]:
-    """Inside the block, a backward calls `begin` with its nodes, and after each what that returned, with the node's
-    position and the pending launches. Nodes that are recorded again are not among them."""
+    """Inside the block, a backward calls `begin(nodes)` with its nodes, in the order in which it visits them.
+
+    `begin` returns a function, which the backward calls after each node with the node's position in that list and the
+    queue of pending launches. Nodes that are recorded again are not in the list.
+    """
     before, _watch.begin = _watch.begin, begin
     try:
         yield
@@ -133,8 +139,8 @@ def watched(begin: Begin) -> Iterator[None]:
 
 
 def nodes_below(root: Node, since: int = -1) -> list[Node]:
-    """Every node after number `since` that `root` depends on, itself first, newest first: a fixed order, so sums are
-    reproducible."""
+    """`root` and every node that it depends on with a number above `since`, the newest first. The order is fixed, so
+    that sums are reproducible."""
     found = {root.index: root}
     stack = [root]
     while stack:
@@ -146,8 +152,12 @@ def nodes_below(root: Node, since: int = -1) -> list[Node]:
 
 
 class _Gradient:
-    """A gradient under construction. Somebody else reads a shared array: it is never written to. Nor is `pending`, one
-    more term of an array that is not shared, which a backward may add with its own."""
+    """The gradient of one output of a node, while its terms are still being added up.
+
+    array: the sum so far, or None. shared: whether somebody else reads `array` too; then it is never written to.
+    pending: one more term, still to be added to an `array` that is not shared. A backward may add it together with its
+    own term. It is never written to. statistics: those of `array`, if a backward left any.
+    """
 
     __slots__ = ("array", "pending", "shared", "statistics")
 
@@ -158,17 +168,17 @@ class _Gradient:
         self.statistics: ChannelStatistics | None = None
 
     def own(self) -> Array | None:
-        """The array, or a copy of one that is shared."""
+        """The array itself, or a copy of it if it is shared."""
         return self.array.copy() if self.shared and self.array is not None else self.array
 
     def settle(self, queue: Queue) -> None:
-        """Add the term that is pending."""
+        """Add the pending term to `array`."""
         queue.before_write(self.array)
         accumulate(self.array, self.pending)
         self.pending = None
 
     def add(self, array: Array, shared: bool, statistics: ChannelStatistics | None) -> None:
-        """One more term."""
+        """Add a term. shared: whether somebody else reads it. statistics: the term's."""
         if self.array is None:
             self.array, self.shared, self.statistics = array, shared, statistics
             return
@@ -181,7 +191,7 @@ class _Gradient:
 
 
 def accumulate(total: Array, term: Array) -> None:
-    """total += term, in place, on either backend."""
+    """total += term, in place, on the CPU or on CUDA."""
     if device_of(total) == "cpu":
         total += term.astype(total.dtype, copy=False)
     else:
@@ -189,7 +199,7 @@ def accumulate(total: Array, term: Array) -> None:
 
 
 def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gradient | None], queue: Queue) -> None:
-    """Add what the node's backward makes of its outputs' gradients to those of its inputs."""
+    """Run the node's backward on `slots`, the gradients of its outputs, and add the results to `targets`."""
     fresh = node.function.fresh
     douts = [slot.array if fresh else slot.own() for slot in slots]
     first, *_ = [dout for dout in douts if dout is not None]
@@ -210,16 +220,16 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
         if slot is None or result is not slot.whole:
             terms.append((i, target))
         elif isinstance(target, Tensor):
-            target._grad_empty = False  # it is the leaf's own array
+            target._grad_empty = False  # the result is the leaf's own array
         else:
             target.array, target.pending, target.statistics = result, None, node.ctx.din_statistics.get(i)
-    if terms:  # last: of a tensor that is an input twice, the other result is added to what is whole
+    if terms:  # last: where a tensor is an input twice, the other result is added to the array that is whole by now
         shared = {id(slot.array) for slot in slots if slot.shared}.union(map(id, node.ctx.saved))
         _add_terms(node, terms, results, shared, douts if device == "cuda" else [], queue)
 
 
 def _array_to_add_to(slot: Slot | None) -> Array | None:
-    """What a backward on the CPU gets as `into`."""
+    """What a backward on the CPU gets as `into[i]`: the slot's array if that HOLDS a gradient, else None."""
     if slot is None or slot.state is not State.HOLDS:
         return None
     slot.whole = slot.array
@@ -228,8 +238,9 @@ def _array_to_add_to(slot: Slot | None) -> Array | None:
 
 def _add_terms(node: Node, terms: list[tuple[int, Tensor | _Gradient]], results: tuple, shared_ids: set[int],
                douts: list[Array | None], queue: Queue) -> None:
-    """Add result i to its target for each (i, target) of `terms`; one of `douts` is left pending where it can be."""
-    # Whose memory each lies in: two of one owner may overlap.
+    """Add result i to its target, for each (i, target) of `terms`. A result that is one of `douts` stays pending where
+    possible."""
+    # The array that owns each result's memory: two results with one owner may overlap.
     owners = [None if x is None or like is None else id(x if x.base is None else x.base)
               for x, like in zip(results, node.likes, strict=True)]
     for i, target in terms:
@@ -251,9 +262,9 @@ def _add_terms(node: Node, terms: list[tuple[int, Tensor | _Gradient]], results:
         so_far = target.array
         adds = so_far is not None and not target.shared and result.dtype == so_far.dtype
         if adds and any(result is dout for dout in douts):
-            target.pending, target.statistics = result, None  # a norm's backward may add it with its own term
+            target.pending, target.statistics = result, None  # so a norm's backward can add it with its own
             continue
-        if so_far is not None and target.shared:  # it is added to the result
+        if so_far is not None and target.shared:  # the sum goes into the result
             queue.before_write(result)
             queue.before_read(so_far)
         elif so_far is not None:
@@ -263,13 +274,13 @@ def _add_terms(node: Node, terms: list[tuple[int, Tensor | _Gradient]], results:
 
 
 def _slots(node: Node, targets: list[Tensor | _Gradient | None], queue: Queue) -> list[Slot | None]:
-    """Where the gradient of each input may go, with what it has so far."""
+    """For each input the Slot with its gradient so far, or None where the backward makes a new array."""
     into: list[Slot | None] = []
     ids = list(map(id, targets))
     for i, target in enumerate(targets):
         if target is None:
             into.append(None)
-        elif (before := ids.index(ids[i])) < i:  # an input twice
+        elif (before := ids.index(ids[i])) < i:  # the same tensor is an input twice
             slot = into[before]
             into.append(slot if slot is not None and slot.state is State.HOLDS else None)
         elif isinstance(target, Tensor):
@@ -284,7 +295,11 @@ def _slots(node: Node, targets: list[Tensor | _Gradient | None], queue: Queue) -
 
 
 def _slot(target: _Gradient, adds_elsewhere: bool, alone: bool, queue: Queue) -> Slot | None:
-    """Where the gradient of an operation's output may go; of one that is `alone` among the inputs two terms as well."""
+    """The Slot for the gradient of another node's output, or None where the backward makes a new array.
+
+    adds_elsewhere: the backward can write the sum to another array. alone: it can, and the output is its input only
+    once; then the backward may add a pending term too.
+    """
     if target.pending is not None and not alone:
         target.settle(queue)
     if target.array is None or target.shared:
@@ -299,7 +314,7 @@ def _slot(target: _Gradient, adds_elsewhere: bool, alone: bool, queue: Queue) ->
 def _add_to_leaf(leaf: Tensor, grad: Array, shared: bool) -> None:
     if not is_float(leaf.dtype):
         raise TypeError(f"a tensor of {leaf.dtype} has no gradient: make one of x.astype('float32') require it")
-    if leaf._grad is None and is_low(grad.dtype) and not is_low(leaf.dtype):  # of a parameter that was read in 16 bits
+    if leaf._grad is None and is_low(grad.dtype) and not is_low(leaf.dtype):  # forward read a 16-bit copy
         leaf._grad = array_module(leaf.device).zeros(leaf.shape, leaf.dtype)
         accumulate(leaf._grad, grad)
     elif leaf._grad is None:

@@ -20,12 +20,13 @@ class Context:
     def __init__(self, needs: tuple[bool, ...], statistics: tuple[ChannelStatistics | None, ...]):
         self.needs = needs  # which inputs want a gradient; all False while nothing is recorded
         self.statistics = statistics  # of the inputs
-        self.out_statistics: ChannelStatistics | None = None  # set by forward: of its first output
-        # In backward: of the first dout, if a backward left them; set by it: of input i's gradient, with what it had.
+        self.out_statistics: ChannelStatistics | None = None  # of the first output; forward sets them
+        # Of the first dout, if the backward that made it left any; then of input i's whole gradient, earlier terms
+        # included, which backward sets.
         self.dout_statistics: ChannelStatistics | None = None
         self.din_statistics: dict[int, ChannelStatistics | None] = {}
         self.saved: tuple[Array | None, ...] = ()
-        self.tf32 = tf32_allowed()  # of forward, for backward too
+        self.tf32 = tf32_allowed()  # as in forward, for backward too
 
     @property
     def dout_sums(self) -> Array | None:
@@ -38,24 +39,29 @@ class Context:
 
 
 class Function:
-    """A differentiable operation on both backends; see `apply` for the signatures.
+    """A differentiable operation for the CPU (NumPy) and CUDA (CuPy); `apply` runs it.
 
-    A subclass defines four static methods: `forward_numpy(ctx, *arrays, **attrs)`, which returns an array or a tuple
-    of arrays; `backward_numpy(ctx, *douts, needs, into)`, which returns one gradient (or None) for each input; and the
-    same pair with `_cuda`. `needs[i]` says whether input i wants a gradient. `into[i]` is the gradient it has so
-    far, or None: a backward that adds to it in place returns it, any other returned array is added by the tape. On CUDA
-    it is a `cudiff.gradient.Slot` or None; of `cudiff.cuda.accumulate`, `gradient_target` says where to write, and for
-    the inputs that `adds_elsewhere` names, which may be SHARED, `gradient_sum` or `gradient_sums`.
-    A gradient has the shape and dtype of what forward got. One of float32 or float64 is taken to that dtype; that of
-    16 bits may stay float32. TypeError or ValueError names the Function and the input otherwise.
-    A forward writes to none of its inputs, where it is differentiable.
+    A subclass defines four static methods:
+    `forward_numpy(ctx, *arrays, **attrs)` returns an array or a tuple of arrays. A differentiable forward writes to
+    none of its inputs.
+    `backward_numpy(ctx, *douts, needs, into)` returns a tuple with a gradient (or None) for each input. `needs[i]` says
+    whether input i wants one. `into[i]` is input i's gradient so far, or None. A backward may add to it in place and
+    return it; the tape adds any other array that is returned.
+    `forward_cuda` and `backward_cuda` are the same on CUDA. There `into[i]` is a `cudiff.gradient.Slot` or None, and
+    `cudiff.cuda.accumulate` says where to write: `gradient_target`, or for the inputs that `adds_elsewhere` names,
+    whose slots may be SHARED, `gradient_sum` or `gradient_sums`.
 
-    `fresh` promises, as cudiff's own do, that backward writes to no dout and that nobody keeps what it returns, but for
-    douts and `ctx.saved`: the new owner may add to it in place. What reads it after backward has returned says so (see
-    `cudiff.cuda.deferred`). Of all others the tape adds to copies.
+    A gradient has the shape and the dtype of the forward's input; that of a 16-bit input may be float32 as well. Any
+    other float32 or float64 gradient is cast, to the input's dtype or for a 16-bit input to float32. The tape raises
+    TypeError or ValueError for everything else, which names the Function and the input.
 
-    `compose(*inputs, **attrs)`, where there is one, is the same by other operations. They are recorded in its place on
-    the CPU, and wherever a gradient is to be differentiated: the pair with `_numpy` is not needed then.
+    `fresh` is a promise, which cudiff's own Functions give: backward writes to no dout, and nobody keeps the arrays
+    that it returns, except douts and `ctx.saved`. So the tape may add to those arrays in place. A launch that still
+    reads one after backward has returned has to say so (see `cudiff.cuda.deferred`). For a Function that is not `fresh`
+    the tape adds to copies.
+
+    `compose(*inputs, **attrs)`, if a subclass has it, computes the same by other operations. `apply` records those
+    instead on the CPU, and wherever a gradient is to be differentiated. Then the `_numpy` pair is not needed.
     """
 
     compose: ClassVar[Callable[..., Any] | None] = None
@@ -68,7 +74,7 @@ class Function:
 
     @classmethod
     def operand_dtype(cls, inputs: Sequence[Tensor | None], attrs: dict[str, Any]) -> np.dtype:
-        """What it computes in, of which a Parameter may offer a copy: the first input's dtype."""
+        """The dtype to compute in, by default the first input's. A Parameter may pass a copy in this dtype."""
         first, *_ = [t for t in inputs if t is not None]
         return first.dtype
 
@@ -107,15 +113,18 @@ class Function:
 
 
 def described(result: Any) -> str:
-    """What a Function returned, for a complaint."""
+    """What a Function returned, in words for an error message."""
     if not is_array(result):
         return "None" if result is None else f"a {type(result).__name__}"
     return f"an array of {result.dtype} on {device_of(result)}"
 
 
 def _wrapped(name: str, inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
-    """Arrays as tensors, on the GPU where one of the tensors is; float64 beside floating tensors, or on a GPU beside
-    others, in the widest dtype of those, or float32."""
+    """The inputs, with each array made a tensor. It goes to the GPU where one of the tensors is there.
+
+    A float64 array takes the widest floating dtype of the tensors. If no tensor is floating, it becomes float32 beside
+    one on the GPU, else it stays float64. Arrays of other dtypes keep theirs. Raises TypeError for anything else.
+    """
     given = [x for x in inputs if x is not None and not isinstance(x, Tensor)]
     for x in given:
         if not is_array(x):
@@ -131,7 +140,8 @@ def _wrapped(name: str, inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
 
 
 def _common_device(name: str, inputs: Sequence[Tensor | None]) -> tuple[str, type | None]:
-    """Where all inputs are, and of which type arrays there mostly are."""
+    """The device that all inputs are on, and the type of the last one's array. Raises ValueError where they are on
+    different devices, TypeError where there is no tensor."""
     kind = device = None
     for t in inputs:
         if t is not None and type(t.data) is not kind:
@@ -145,7 +155,7 @@ def _common_device(name: str, inputs: Sequence[Tensor | None]) -> tuple[str, typ
 
 
 class Node:
-    """One recorded operation: how to run its backward and where its inputs' gradients go."""
+    """One recorded operation: what runs its backward, and where the gradients of its inputs go."""
 
     __slots__ = ("call", "ctx", "function", "index", "inputs", "likes", "needs", "num_outputs")
 
@@ -153,9 +163,9 @@ class Node:
                  num_outputs: int, call: tuple | None = None):
         self.function, self.needs, self.num_outputs = function, ctx.needs, num_outputs
         self.ctx: Any = ctx  # a Context, None once backward has run
-        self.call: Any = call  # the inputs and attributes, for a gradient that is recorded (see cudiff.differentiate)
+        self.call: Any = call  # (inputs, attributes), for a gradient that is itself recorded: see cudiff.differentiate
         self.index = now()
-        # What each wanted gradient must be like: the arrays that the forward got can be freed.
+        # The shape and dtype of each wanted gradient. The arrays themselves are not kept, so that they can be freed.
         self.likes = [(a.shape, a.dtype) if need and a is not None else None
                       for a, need in zip(arrays, ctx.needs, strict=True)]
         # An input made by another node is kept as that node's output slot, so that its array can be freed.
@@ -166,7 +176,7 @@ class Node:
 
 
 def fitting_gradients(node: Node, results: Any, kind: type, device: str) -> tuple:
-    """What a backward returned, in the dtypes of its inputs; arrays on `device` are mostly of this `kind`.
+    """What a backward returned, checked and cast as `Function` says. kind: the usual type of arrays on `device`.
 
     Raises TypeError or ValueError for what a backward must not return.
     """
@@ -200,7 +210,7 @@ def fitting_gradients(node: Node, results: Any, kind: type, device: str) -> tupl
 
 
 def _input(node: Node, i: int) -> str:
-    """Input i of a Function with the name that its forward gives it, if it does."""
+    """Input i of a node in words, with the name of the forward's parameter if that has one."""
     function = node.function
     forward = getattr(function, "forward_numpy", None) or function.forward_cuda
     names = [

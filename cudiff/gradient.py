@@ -1,4 +1,4 @@
-"""What a backward on CUDA is told of a gradient beyond that there is none yet."""
+"""What a backward on CUDA is told about the gradient that an input has so far."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from cudiff.backend import Array
 class State(enum.Enum):
     """What a backward may do with a slot's array.
 
-    EMPTY: overwrite it, whatever it holds. HOLDS: add to it. SHARED: read it only, as somebody else still does, or as
-    another term of the gradient is pending: the sum of all goes elsewhere.
+    EMPTY: overwrite it, whatever it holds. HOLDS: add to it. SHARED: only read it, because somebody else still reads it
+    or because another term of the gradient is pending; the sum of all terms goes to another array.
     """
 
     EMPTY = enum.auto()
@@ -20,11 +20,12 @@ class State(enum.Enum):
 
 
 class Slot:
-    """Where the gradient of an input lies; None stands for nowhere yet. `pending`: a second term, if SHARED.
+    """A gradient slot: the array for an input's gradient. Where there is no array yet, a backward gets None instead.
 
-    A backward asks `gradient_target`, `gradient_sum` or `gradient_sums` of `cudiff.cuda.accumulate` where to write.
-    They leave in `whole` the array that will hold the whole gradient, from which the tape knows that nothing is left
-    to add; None where the backward's result is one more term.
+    pending: a second term to be added, or None; only where the state is SHARED. A backward asks `gradient_target`,
+    `gradient_sum` or `gradient_sums` of `cudiff.cuda.accumulate` where to write. They set `whole` to the array that
+    will hold the whole gradient: by this the tape knows that nothing is left to add. `whole` stays None where the
+    backward's result is one more term, which the tape adds.
     """
 
     __slots__ = ("array", "pending", "state", "whole")

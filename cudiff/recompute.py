@@ -1,5 +1,5 @@
-"""Recomputation: of a part of a network only the inputs are kept, and backward records it again (Chen et al., 2016,
-arXiv 1604.06174). It takes less memory, and one more forward."""
+"""Recomputation (gradient checkpointing): of a part of a network only the inputs are kept, and backward records the
+part again. It takes less memory, and one more forward (Chen et al., 2016, arXiv 1604.06174)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ Drawn = TypeVar("Drawn")
 
 
 def recomputed(run: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
-    """`run(*inputs)`, of which nothing is kept but the inputs: backward runs it again. The gradients are the same, to
-    the bit.
+    """Return `run(*inputs)` and keep only the inputs; backward runs it again. The gradients are the same, to the bit.
 
-    run: returns one tensor, and gives the same each time, as modules do but for BatchNorm; nn.Dropout has its mask
-    again. Its parameters get their gradients too. Where nothing is recorded, and where no input requires a gradient,
-    this is `run(*inputs)`.
+    run: returns one tensor, and has to give the same result each time. All modules do except BatchNorm; nn.Dropout gets
+    the same mask again. The parameters in it get their gradients too. Where nothing is recorded, or no input requires a
+    gradient, this is plainly `run(*inputs)`. Raises TypeError where `run` returns anything but one tensor.
     """
     if not grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         return run(*inputs)
@@ -28,7 +27,7 @@ def recomputed(run: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
 
 
 class Recomputed(Function):
-    """See `recomputed`. It has no backward: the tape walks over what `record_again` records."""
+    """The operation that `recomputed` records. It has no backward: the tape walks over what `record_again` records."""
 
     @staticmethod
     def forward_numpy(ctx, *arrays, run):
@@ -37,7 +36,7 @@ class Recomputed(Function):
         inputs = [None if array is None else Tensor(array, requires_grad=need)
                   for array, need in zip(arrays, ctx.needs, strict=True)]
         with _part(ctx.drawn.append, None):
-            out = _recorded(ctx, inputs)  # as in backward, to the launch; what it holds is freed at the end
+            out = _recorded(ctx, inputs)  # recorded, to launch just what backward will; the tape is dropped
         if not isinstance(out, Tensor):
             raise TypeError(f"a part that is recomputed returned {type(out).__name__}: return one tensor")
         ctx.out_statistics = out.statistics
@@ -47,7 +46,7 @@ class Recomputed(Function):
 
 
 def record_again(node: Node) -> Tensor:
-    """The output of a Recomputed's node, recorded down to the inputs that this had."""
+    """The output of the node of a Recomputed, recorded again from the inputs that this node had."""
     inputs: list[Tensor | None] = []
     for array, source in zip(node.ctx.saved, node.inputs, strict=True):
         if array is None:
@@ -70,7 +69,8 @@ def _recorded(ctx: Any, inputs: list[Tensor | None]) -> Tensor:
 
 
 class _Parts(threading.local):
-    """The parts that this thread is in, the outermost first: where each notes what is drawn, or has it from."""
+    """The recomputed parts that this thread is inside of, the outermost first. Of each (note, drawn): the function that
+    keeps what is drawn at random, or the iterator that gives it again."""
 
     def __init__(self) -> None:
         self.stack: list[tuple[Callable[[Any], None] | None, Iterator[Any] | None]] = []
@@ -89,12 +89,12 @@ def _part(note: Callable[[Any], None] | None, drawn: Iterator[Any] | None) -> It
 
 
 def inside() -> bool:
-    """Whether this is inside of a part that is recomputed."""
+    """Whether the caller runs inside a recomputed part."""
     return bool(_parts.stack)
 
 
 def repeated(draw: Callable[[], Drawn]) -> Drawn:
-    """`draw()`; in a part that is recorded again, what it was the first time."""
+    """`draw()`, or, inside a part that is recorded again, what it returned the first time."""
     again = [drawn for _, drawn in _parts.stack if drawn is not None]
     value = next(again[0]) if again else draw()
     for note, _ in _parts.stack:

@@ -1,4 +1,5 @@
-"""Channel statistics: sums that travel with images, or with their gradient, for whoever reads them next."""
+"""Channel statistics: sums that a kernel leaves with images, or with their gradient, for the operation that reads
+these next."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from cudiff.backend import Array, float32
 
 
 class Kind(Enum):
-    """What is summed over the pixels of a tile, for each channel; the numbers that this takes."""
+    """What is summed over the pixels of a tile, for each channel, and how many numbers that takes."""
 
     SUMS = "of a gradient", 1
     MOMENTS = "of images and of their squares", 2
@@ -23,7 +24,8 @@ class Kind(Enum):
 
 
 class ChannelStatistics(NamedTuple):
-    """sums: float32 (N, tiles, C, numbers) of a `kind`, (N, tiles, C) of SUMS; N is 1 where tiles are of all images."""
+    """Sums over tiles of pixels. sums: float32 (N, tiles, C, kind.numbers), or (N, tiles, C) where the kind is SUMS. N
+    is 1 where a tile's pixels may be of several images."""
 
     kind: Kind
     sums: Array
@@ -34,5 +36,6 @@ class ChannelStatistics(NamedTuple):
 
 
 def moments(dtype: np.dtype) -> Kind:
-    """What a norm is left of images of this dtype: around a centre those of float32, whose mean may be far from 0."""
+    """The kind of statistics that is left for a norm of images of this dtype. Those of float32 are taken around a
+    centre, because the mean may be far from 0."""
     return Kind.CENTRED if dtype == float32 else Kind.MOMENTS

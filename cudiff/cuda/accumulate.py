@@ -12,8 +12,10 @@ from cudiff.gradient import Slot, State
 
 
 def gradient_target(slot: Slot | None, shape: Any, dtype: Any) -> tuple[Array, bool]:
-    """Where a backward writes, and whether it adds: the slot's array if it has this dtype and may be written to, else a
-    new one."""
+    """The array that a backward writes to, and whether it adds there instead of overwriting.
+
+    This is the slot's array if it has this dtype and may be written to, else a new one of this shape and dtype.
+    """
     if slot is None or slot.state is State.SHARED or slot.array.dtype != dtype:
         return empty(shape, dtype), False
     slot.whole = slot.array
@@ -21,7 +23,7 @@ def gradient_target(slot: Slot | None, shape: Any, dtype: Any) -> tuple[Array, b
 
 
 def gradient_sum(slot: Slot | None, shape: Any, dtype: Any) -> tuple[Array, Array | None]:
-    """Where a backward that can add what lies elsewhere writes, and what it adds, if anything."""
+    """The array that a backward writes to, and the one that it adds to its result, or None. They may differ."""
     target, addend, pending = gradient_sums(slot, shape, dtype)
     if addend is not None and pending is not None:
         addend = addend.copy()
@@ -30,7 +32,7 @@ def gradient_sum(slot: Slot | None, shape: Any, dtype: Any) -> tuple[Array, Arra
 
 
 def gradient_sums(slot: Slot | None, shape: Any, dtype: Any) -> tuple[Array, Array | None, Array | None]:
-    """The same for one that adds up to two terms."""
+    """`gradient_sum` for a backward that can add two arrays to its result: returns the second one, or None, too."""
     if slot is not None and slot.state is State.SHARED and slot.array.dtype == dtype:
         slot.whole = empty(shape, dtype)
         return slot.whole, slot.array, slot.pending
@@ -39,7 +41,7 @@ def gradient_sums(slot: Slot | None, shape: Any, dtype: Any) -> tuple[Array, Arr
 
 
 def add_into(total: Array, term: Array) -> None:
-    """total += term, elementwise, in place; the tape's own kernel."""
+    """total += term, elementwise, in place, by the tape's own kernel. Their dtypes may differ."""
     launch(
         "accumulate", "add_into", blocks(total.size, 1024), 256, (total, term, np.int64(total.size)),
         TOTAL=total.dtype, TERM=term.dtype,

@@ -1,8 +1,8 @@
-"""Deferred launches: what nothing needs yet is batched with others of its type.
+"""Deferred launches: a launch whose result nothing needs yet waits, to be batched with others of its type.
 
-During a backward the gradients of weights are deferred, and the small sums that larger kernels leave, until something
-needs a result, until what they read would be overwritten, until they hold back too much memory, or until the backward
-ends.
+During a backward the gradients of weights are deferred, and the small sums that larger kernels leave. They wait until
+something needs a result, until what they read would be overwritten, until they keep too much memory from being freed,
+or until the backward ends.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from cudiff.cuda import select
 
 
 class LaunchType(NamedTuple):
-    """What runs a batch, how many a batch holds at most, and bytes that all pending of this type may hold back.
+    """A type of launches that can be batched.
 
-    Types of a lower rank are launched first: they may enqueue others of a higher one.
+    run: launches a batch, given the arguments of each. max_batch: launches in a batch, at most. max_bytes: memory that
+    all pending launches of this type may keep from being freed. rank: types of a lower rank are launched first, because
+    they may enqueue launches of a higher one.
     """
 
     run: Callable[[list[Any]], None]
@@ -32,23 +34,23 @@ class LaunchType(NamedTuple):
 
 
 _Range = tuple[int, int, int, int]
-"""The addresses of an array: the first, and the one behind the last. Of rows that are parts of longer ones, the bytes
-from one to the next, and of each; 0 of all others. A plain tuple: of a backward there are hundreds."""
+"""An array's memory: its first address; the address after its last byte; the pitch and the width of its rows in bytes,
+if they are parts of longer rows, else 0 and 0. A plain tuple, because a backward makes hundreds."""
 
 _Pending = tuple[Any, _Range, tuple[_Range, ...], int]
-"""A launch to come: what it runs with, what it writes and reads, and the bytes that it holds back."""
+"""A pending launch: its arguments, what it writes, what it reads, and the bytes that it keeps from being freed."""
 
 _Group = tuple[LaunchType, Hashable]
 
 
 class Queue:
-    """Pending launches, by type and by what those of a batch must have in common."""
+    """Pending launches, in groups of those that may share a batch: of one type, and alike in what that requires."""
 
     def __init__(self) -> None:
         self._groups: dict[_Group, list[_Pending]] = {}
-        self._writes: list[_Range] = []  # of all that are pending, sorted
+        self._writes: list[_Range] = []  # of all pending launches, sorted
         self._reads: list[_Range] = []
-        self._longest = 0  # bytes of any range so far
+        self._longest = 0  # range so far, in bytes
         self._held: Counter[LaunchType] = Counter()
 
     def enqueue(self, group: _Group, pending: _Pending) -> None:
@@ -78,8 +80,8 @@ class Queue:
             self.flush()
 
     def before_write(self, array: Array | None) -> None:
-        """Flush if a pending launch writes to the memory of `array`; launch the groups that read it."""
-        if not self._writes or array is None:  # each that is pending writes
+        """Flush if a pending launch writes to the memory of `array`; else launch the groups that read it."""
+        if not self._writes or array is None:  # every pending launch writes
             return
         range = _range_of(array)
         if self._overlap(self._writes, range):
@@ -89,13 +91,13 @@ class Queue:
                          if any(_share(read, range) for _, _, reads, _ in batch for read in reads))
 
     def flush(self) -> None:
-        """Launch all that is pending."""
+        """Launch everything that is pending."""
         while self._groups:  # a launch may enqueue others
             self._launch(self._groups)
 
     def _overlap(self, ranges: list[_Range], wanted: _Range) -> bool:
         start, stop, *_ = wanted
-        first = bisect.bisect_left(ranges, (start - self._longest,))  # those before end too early
+        first = bisect.bisect_left(ranges, (start - self._longest,))  # ranges before this one end too early
         for range in itertools.islice(ranges, first, None):
             if range[0] >= stop:
                 return False
@@ -105,7 +107,7 @@ class Queue:
 
     def _launch(self, groups: Iterable[_Group]) -> None:
         for group in sorted(groups, key=lambda group: group[0].rank):
-            batch = self._groups.pop(group, [])  # none where a launch has flushed all
+            batch = self._groups.pop(group, [])  # empty where an earlier launch has flushed the queue
             for _, writes, reads, held in batch:
                 del self._writes[bisect.bisect_left(self._writes, writes)]
                 for range in reads:
@@ -122,13 +124,13 @@ def _run(launch_type: LaunchType, batch: list[Any]) -> None:
 
 
 def _share(one: _Range, other: _Range) -> bool:
-    """Whether both have a byte in common."""
+    """Whether two ranges have a byte in common."""
     (start, stop, pitch, width), (other_start, other_stop, other_pitch, other_width) = one, other
     if start >= other_stop or other_start >= stop:
         return False
     if pitch != other_pitch or pitch == 0:
         return True
-    behind = (other_start - start) % pitch  # columns of one matrix may lie side by side
+    behind = (other_start - start) % pitch  # two slices of a matrix's columns may not overlap
     return behind < width or behind + other_width > pitch
 
 
@@ -142,7 +144,7 @@ def _range_of(array: Any) -> _Range:
 
 
 class _Thread(threading.local):
-    queue: Queue | None = None  # None where every launch is immediate
+    queue: Queue | None = None  # None where launches are not deferred
 
 
 _thread = _Thread()
@@ -150,9 +152,9 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def deferred() -> Iterator[Queue]:
-    """Inside the block, launches are deferred: its end flushes the queue, which this gives.
+    """Inside the block, launches are deferred. Yields their queue, and flushes it at the end.
 
-    What was pending before is launched first: it may add to the same.
+    What was pending before is launched first, because it may add to the same arrays.
     """
     if _thread.queue is not None:
         _thread.queue.flush()
@@ -165,13 +167,13 @@ def deferred() -> Iterator[Queue]:
 
 
 def batched() -> contextlib.AbstractContextManager:
-    """Inside the block, launches are deferred to its end; or longer, where they would be anyway."""
+    """Inside the block, launches are deferred until its end, or longer where they are deferred already."""
     return deferred() if _thread.queue is None else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def immediate() -> Iterator[None]:
-    """Inside the block, no launch is deferred, and what was pending before is left alone."""
+    """Inside the block, no launch is deferred. What was pending before stays pending."""
     before, _thread.queue = _thread.queue, None
     try:
         yield
@@ -181,9 +183,11 @@ def immediate() -> Iterator[None]:
 
 def enqueue(launch_type: LaunchType, arguments: Any, out: Array, reads: Sequence[Array] = (), held: int = 0,
             group: Hashable = None) -> None:
-    """Defer a launch that writes or adds to `out`, to be batched with others of its type and group; or run it now.
+    """Defer a launch that writes or adds to `out`, to be batched with others of its type and group. Where launches are
+    not deferred, run it now.
 
-    While pending it holds back `held` bytes. Nobody writes to what it reads, but to `reads` after `before_write`.
+    held: bytes that it keeps from being freed while it is pending. reads: arrays that it reads, to which others may
+    write after `Queue.before_write`. Nobody may write to anything else that it reads.
     """
     if _thread.queue is None:
         _run(launch_type, [arguments])

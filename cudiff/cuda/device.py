@@ -1,4 +1,4 @@
-"""What the driver says of each GPU. Nothing else asks it."""
+"""What the driver says about each GPU. Only this module asks it."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ and RTX 5090, for which `asked_about` plans."""
 
 
 class Device(NamedTuple):
-    """A GPU's name, such as "NVIDIA H200", and its compute capability, 10 · major + minor; its multiprocessors; what
-    each has room for: blocks, threads, bytes of shared memory; the bytes that a block may ask for; and those that it
-    takes besides. ptx: whether it stands for an older GPU, whose kernels it gets as PTX."""
+    """name: such as "NVIDIA H200". capability: compute capability, 10 · major + minor. blocks, threads, shared: what a
+    multiprocessor has room for, shared memory in bytes. of_block: bytes that a block may ask for. reserved: bytes that
+    a block takes besides. ptx: whether it stands for an older GPU and gets that one's kernels as PTX."""
 
     name: str
     capability: int
@@ -88,7 +88,7 @@ def _older(gpu: Device, capability: str) -> Device:
 
 
 def current_device() -> Device:
-    """The one that the current thread launches on."""
+    """The GPU that the current thread launches on."""
     return device(get_cupy().cuda.runtime.getDevice())
 
 
@@ -161,7 +161,7 @@ def _target(ordinal: int, portable: bool) -> Target:
 
 
 def bus_address() -> str:
-    """Where the current device is plugged in, which no other of this machine shares."""
+    """The current device's PCI bus address, which no other device of this machine has."""
     return get_cupy().cuda.Device().pci_bus_id
 
 

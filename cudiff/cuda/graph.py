@@ -1,4 +1,5 @@
-"""Capture: a function's kernels recorded once as a CUDA graph and replayed, without the host's time for each launch."""
+"""Graph capture: a function's kernels are recorded once as a CUDA graph and replayed, which saves the host's time for
+each launch."""
 
 from __future__ import annotations
 
@@ -17,13 +18,12 @@ from cudiff.precision import tf32_allowed
 from cudiff.tensor import Tensor
 
 _mode = threading.local()
-_state = 0  # counts what recordings cannot follow: a recording of another state is made anew
+_state = 0  # counts changes that a recording cannot follow; one made in another state is made anew
 
 
 def record_again() -> None:
-    """Have every captured function recorded anew at its next call: what Python decided in it has changed.
-
-    Within a captured function nothing: what changes there is recorded, and replayed.
+    """Have every captured function recorded anew at its next call, because something that Python decides in it may have
+    changed. Does nothing inside a captured function: what changes there is recorded and replayed.
     """
     global _state
     if not getattr(_mode, "busy", False):
@@ -31,7 +31,7 @@ def record_again() -> None:
 
 
 def recording_state() -> int:
-    """Another number after `record_again`: what was recorded before is not launched again."""
+    """A number that `record_again` changes. A graph recorded at another number is not launched again."""
     return _state
 
 
@@ -42,11 +42,11 @@ _FORBIDDEN = (
 
 
 def capture(fn: Callable, warmup: int | Callable = 3, device: str | None = None, precompile: bool = False) -> Captured:
-    """Make `fn` one CUDA graph: the same results for the host's price of one launch.
+    """Make `fn` one CUDA graph: the same results, and the host pays for one launch only.
 
-    The first `warmup` calls run `fn` as it is, so that kernels are compiled and memory is there; the next one records
-    it and launches the record; later ones launch the record. Every call is one real call of `fn`. On the CPU `fn` is
-    simply called.
+    The first `warmup` calls run `fn` as it is, so that kernels are compiled and memory is allocated. The next call
+    records a graph and launches it. Later calls launch the graph. Every call does the work of one call of `fn`. On the
+    CPU `fn` is simply called.
 
     Parameters
     ----------
@@ -54,28 +54,30 @@ def capture(fn: Callable, warmup: int | Callable = 3, device: str | None = None,
         Takes Tensors (or None), positionally. It may change tensors that it holds (parameters, counters), in place.
         It must not read from the device (`.item()`, `.numpy()`), nor copy host arrays there. What Python does in it,
         numbers and branches included, is frozen as recorded: what changes from call to call has to be in tensors.
-        What it makes for a stream of its own it has to hold until that has joined, and the stream until it returns:
-        memory and streams are reused as Python frees them.
+        If it uses a stream of its own, it has to hold what it makes for that stream until the stream has joined, and
+        the stream until it returns: memory and streams are reused as soon as Python frees them.
     warmup : int, at least 1, or callable
-        A function is called once as `fn` would be, in place of the first calls, and what it returns is dropped: the
-        first call records. It has to launch each kernel of `fn`, and to make what `fn` keeps from call to call.
+        A number of calls, or a function that takes their place: it is called once with `fn`'s arguments, its result is
+        dropped, and the first call records. It has to launch each kernel of `fn`, and to make what `fn` keeps from call
+        to call.
     device : {"cpu", "cuda"}, optional
-        That of the tensors passed is the default; a function called without tensors needs it.
+        The default is the device of the tensors passed; a function called without tensors needs it.
     precompile : bool
-        Run `fn`, or `warmup`, once more before the first call, with nothing done on the GPU, to have all its kernels
-        compiled at once: those of a training step of the U-Net take 3 s on 16 cores, 19 s on one. Only for what keeps
-        nothing in Python from call to call: gradients have to be there already (`Module.flatten`).
+        Run `fn`, or `warmup`, once more before the first call, with nothing done on the GPU, to compile all its kernels
+        at once: those of a training step of the U-Net take 3 s on 16 cores, 19 s on one. Use it only for a function
+        that keeps nothing in Python from call to call: gradients have to be there already (`Module.flatten`).
 
     Returns
     -------
     Captured
-        Callable as `fn`, with one graph for each combination of argument shapes and dtypes, within `allow_tf32` and
-        without, warmed up anew. Arguments are copied in. Once recorded, the result is always the same object,
-        overwritten by the next call.
-        After a parameter was frozen, thawed, moved or replaced, 16-bit weights were assigned, or a module's attribute
-        was set to another value, outside a captured function, each is warmed up and recorded anew.
+        Called as `fn` is. It keeps one graph for each combination of argument shapes and dtypes, within `allow_tf32`
+        and without; each has its own warm-up. Arguments are copied in. Once recorded, the result is always the same
+        object, overwritten by the next call.
+        Every graph is warmed up and recorded anew after one of these changes outside a captured function: a parameter
+        was frozen, thawed, moved or replaced; 16-bit weights were assigned; a module's attribute was set to another
+        value.
 
-    Raises CudiffError where `fn` does what a graph cannot hold, and for a captured function within another.
+    Raises CudiffError where `fn` does what a graph cannot hold, and for a captured function called within another.
     """
     return Captured(fn, warmup, device, precompile)
 
@@ -93,11 +95,10 @@ class Captured:
         return self.fn(*args) if self._device(args) == "cpu" else self._recording(args)(args)
 
     def needs(self, *args: Tensor | None) -> tuple[int, bool]:
-        """Bytes of GPU memory that the graph of such arguments takes, and whether the GPU has them; with `precompile`,
-        and before its first call.
+        """Bytes of GPU memory that the graph for such arguments takes, and whether the GPU has them.
 
-        Known from the capture that is thrown away: nothing is launched. 0 where that failed, as the real one may, and
-        on the CPU.
+        Needs `precompile`. The numbers are known before the first call, from precompiling, which launches nothing. 0
+        bytes where precompiling failed, as the real recording may too, and on the CPU.
         """
         if self._device(args) == "cpu":
             return 0, True
@@ -105,7 +106,7 @@ class Captured:
         return recording.needed, recording.fits
 
     def _recording(self, args: tuple[Tensor | None, ...]) -> _Recording:
-        """That of such arguments, made now or anew."""
+        """The recording for such arguments, made now where there is none of the present state."""
         if getattr(_mode, "busy", False):
             raise CudiffError("a captured function was called within another: capture the outer one only")
         signature = (tf32_allowed(), *(None if arg is None else (arg.shape, arg.dtype) for arg in args))
@@ -121,7 +122,7 @@ class Captured:
 
     @property
     def pool_bytes(self) -> int:
-        """GPU memory that the graphs hold for what is made in them; it does not shrink."""
+        """Bytes of GPU memory that the graphs hold for arrays made in them. It does not shrink."""
         return sum(recording.arena.total_bytes() for recording in self._recordings.values())
 
     def _device(self, args: tuple[Tensor | None, ...]) -> str:
@@ -137,7 +138,7 @@ class Captured:
 
 
 class _Recording:
-    """One signature: its stream and memory, the calls still to be made eagerly, then the graph."""
+    """What belongs to one signature: stream, arena, the number of calls that still run eagerly, then the graph."""
 
     needed, fits = 0, True  # bytes of its arena, and whether the GPU has them, once precompiled
 
@@ -145,8 +146,8 @@ class _Recording:
         cuda = get_cupy().cuda
         self.fn, self.state = fn, _state
         self.eager_calls = 0 if callable(warmup) else warmup
-        self.warmup = warmup if callable(warmup) else None  # until it has run
-        # Non-blocking: a capturing stream that synchronises with the default one would forbid all work there.
+        self.warmup = warmup if callable(warmup) else None  # None once it has run
+        # Non-blocking: a stream that synchronises with the default one would, while capturing, forbid all work there.
         self.stream = cuda.Stream(non_blocking=True)
         self.before, self.after = (cuda.Event(disable_timing=True) for _ in range(2))
         self.arena = Arena()
@@ -173,8 +174,8 @@ class _Recording:
         return self.result
 
     def precompile(self, args: tuple[Tensor | None, ...]) -> None:
-        """Compile the kernels that a recording asks for, which is thrown away; errors are left to the real call. What
-        it makes shows how much memory the real one takes."""
+        """Compile the kernels of a recording that is thrown away. Its arrays show how much memory the real one takes.
+        Errors are left to the real call."""
         self.arena.rehearsing = True
         with self._private(), contextlib.suppress(Exception):
             inputs = self._like(args)
@@ -188,11 +189,11 @@ class _Recording:
         self.arena.rehearsing = False
         self.fits = self.arena.needed <= self.arena.total_bytes()
         if not self.fits:
-            self.needed = self.arena.needed  # as far as it came
-            self.arena = Arena()  # without what has no memory behind it; the real call says so
+            self.needed = self.arena.needed  # as far as it got
+            self.arena = Arena()  # without addresses that have no memory; the real call will say so
 
     def _like(self, args: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-        """Arrays that a graph reads in place of the arguments."""
+        """Tensors that a graph reads in place of the arguments, uninitialised."""
         return [None if x is None else Tensor(get_cupy().empty_like(x.data), x.requires_grad) for x in args]
 
     def _record(self, args: tuple[Tensor | None, ...]) -> None:
@@ -202,7 +203,7 @@ class _Recording:
             try:
                 self.result = self.fn(*self.inputs)
             except BaseException as error:
-                with contextlib.suppress(RuntimeError):  # what failed has invalidated the capture: this only ends it
+                with contextlib.suppress(RuntimeError):  # the error has invalidated the capture: this only ends it
                     self.stream.end_capture()
                 if "captur" in str(error).lower() and not isinstance(error, CudiffError):
                     raise CudiffError(_FORBIDDEN) from error
@@ -214,7 +215,7 @@ class _Recording:
 
     @contextlib.contextmanager
     def _private(self) -> Iterator[None]:
-        """Private stream and memory, in order with the caller's work before and after."""
+        """Use this recording's own stream and memory, in order with the caller's work before and after."""
         cuda = get_cupy().cuda
         caller = cuda.get_current_stream()
         self.before.record(caller)

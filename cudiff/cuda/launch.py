@@ -1,11 +1,11 @@
-"""Launch kernels through the CUDA driver itself: CuPy's launches cannot say that a kernel may start before the one
-ahead of it ends.
+"""Launch kernels through the CUDA driver itself, because CuPy's launches cannot say that a kernel may start before the
+one ahead of it ends.
 
-Programmatic dependent launch (sm_90 and newer): a kernel's blocks take their places and prepare their barriers while
-the last blocks of the kernel before are still at work, and wait in `wait_for_previous` (common.cuh), which
-every kernel calls. Each waits for the end of the one before, which has waited itself: nothing is read or overwritten
-too early. CuPy's own launches, copies and events wait for whole kernels, as ever. At commit 916a6e2 this brought
-a captured training step of the U-Net on an H200 from 7.47 ms to 7.06, a forward of one image from 1.16 to 1.02.
+This is programmatic dependent launch (sm_90 and newer). A kernel's blocks start and prepare their barriers while the
+last blocks of the kernel before still run. Then they wait in `wait_for_previous` (common.cuh), which every kernel
+calls, until the kernel before has ended. That one has waited in the same way, so nothing is read or overwritten too
+early. CuPy's own launches, copies and events wait for whole kernels, as ever. At commit 916a6e2 this brought a captured
+training step of the U-Net on an H200 from 7.47 ms to 7.06, and a forward of one image from 1.16 to 1.02.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from cudiff.cuda import compiler
 from cudiff.cuda.device import Device, device, library
 from cudiff.cuda.signature import Kind, Signature
 
-_CONFIG = struct.Struct("7IPPI4x")  # CUlaunchConfig: grid, block, shared memory, stream, attributes, their number
-# CUlaunchAttribute, its value in a union of 64 bytes: CU_LAUNCH_ATTRIBUTE_COOPERATIVE = 1, and
-# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 1
+_CONFIG = struct.Struct("7IPPI4x")  # CUlaunchConfig: grid, block, shared memory, stream, attributes, how many
+# CUlaunchAttribute: its number and its value, in a union of 64 bytes. CU_LAUNCH_ATTRIBUTE_COOPERATIVE (2) and
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION (6) are both set to 1.
 _ATTRIBUTE = struct.Struct("I4xI60x")
 _COOPERATIVE, _OVERLAP = _ATTRIBUTE.pack(2, 1), _ATTRIBUTE.pack(6, 1)
 _PARAMETER_BYTES = 1 << 15  # no kernel takes more
 
-# How `struct` packs each type; None is a null pointer. Every argument fills whole words of 8 bytes.
+# The `struct` format of each type; None is a null pointer. Every argument is padded to a multiple of 8 bytes.
 _PACKED: dict[type, str] = {
     type(None): "Q", bool: "i4x", int: "i4x", float: "f4x", np.int32: "i4x", np.uint32: "I4x", np.int64: "q",
     np.uint64: "Q", np.float32: "f4x", np.float64: "d",
@@ -40,7 +40,8 @@ _PACKED: dict[type, str] = {
 
 
 class _Places(threading.local):
-    """Where the driver finds this thread's launch: configuration, attributes, arguments and their addresses."""
+    """This thread's buffers for a launch, which the driver reads: configuration, attributes, arguments, their
+    addresses."""
 
     def __init__(self) -> None:
         get_cupy().cuda.runtime.free(0)  # the driver needs the thread to have a context; the runtime makes it one
@@ -49,11 +50,11 @@ class _Places(threading.local):
         self.arguments = ctypes.create_string_buffer(_PARAMETER_BYTES)
         self.config_at, self.cooperative_at = ctypes.addressof(self.config), ctypes.addressof(self.attributes)
         self.overlap_at = self.cooperative_at + _ATTRIBUTE.size
-        self.layouts: dict[tuple, tuple[struct.Struct, ctypes.Array]] = {}  # of a kernel and its arguments' kinds
+        self.layouts: dict[tuple, tuple[struct.Struct, ctypes.Array]] = {}  # by kernel and arguments' kinds
 
     def layout(self, kernel: Kernel, kinds: list[Kind]) -> tuple[struct.Struct, ctypes.Array]:
-        """How a kernel's arguments of these kinds are packed, and the address of each. Raises TypeError for others than
-        it takes."""
+        """How a kernel's arguments of these kinds are packed, and the address of each. Raises TypeError for kinds that
+        the kernel does not take."""
         kernel.signature.check(kinds)
         at, addresses = ctypes.addressof(self.arguments), []
         for format in formats(kinds):
@@ -70,10 +71,10 @@ def _places() -> _Places:
 
 
 def pack(args: Sequence[Any]) -> tuple[list[Kind], list[Any]]:
-    """The kind and the value that a kernel gets for each argument.
+    """The kind of each argument, and the value that the kernel gets for it.
 
-    Python ints are int32, floats float32, None a null pointer, NumPy scalars what they are; CuPy arrays pass their
-    address, NumPy arrays (tables, tensor maps) all their bytes.
+    A Python int becomes an int32, a float a float32, None a null pointer. NumPy scalars keep their type. A CuPy array
+    passes its address, a NumPy array (a table, a tensor map) all its bytes.
     """
     kinds, values = [], []
     for arg in args:
@@ -92,14 +93,15 @@ def pack(args: Sequence[Any]) -> tuple[list[Kind], list[Any]]:
 
 
 def formats(kinds: Sequence[Kind]) -> list[str]:
-    """How `struct` packs arguments of these kinds."""
+    """The `struct` format of an argument of each of these kinds."""
     return [f"{kind}s{-kind % 8}x" if type(kind) is int else _PACKED.get(kind, "Q") for kind in kinds]
 
 
 def room(blocks: int, threads: int, limits: Device) -> int:
-    """Bytes of shared memory for each of `blocks` that could all run at once, so that they spread evenly.
+    """Bytes of shared memory that each block should ask for, so that `blocks` spread evenly over the multiprocessors.
 
-    With more room, those that start early crowd where the kernel before leaves some. 0 for blocks that take turns.
+    Blocks that ask for less crowd, where they start early, on the multiprocessors that the kernel before leaves first.
+    Returns 0 for blocks that cannot all run at once.
     """
     each = -(-blocks // limits.multiprocessors)
     if each > min(limits.blocks, limits.threads // threads):
@@ -110,17 +112,17 @@ def room(blocks: int, threads: int, limits: Device) -> int:
 class Kernel:
     """A function of a loaded cubin, called as kernel(grid, block, args, shared_mem=bytes); see `pack` for `args`.
 
-    `cooperative`: the launch begins only where all of its blocks have places at once, so that they may wait for each
-    other; one of more blocks than the GPU has places for raises CUDADriverError.
-    Of the first launch with arguments of other types, these are checked against the signature. `overlaps`: it
-    may begin while the one before still runs, as it calls `wait_for_previous`.
+    overlaps: the kernel calls `wait_for_previous`, so it may begin while the one before still runs. cooperative: the
+    launch begins only once all of its blocks can run at once, so that they may wait for each other. With more blocks
+    than the GPU can run at once it raises CUDADriverError. Argument types are checked against the signature at the
+    first launch with them; TypeError names a parameter that does not fit, OverflowError a number.
     """
 
     def __init__(self, function: Any, signature: Signature, overlaps: bool = True):
         self.signature = signature
         self._limits = device(get_cupy().cuda.runtime.getDevice())
         self._static = function.shared_size_bytes
-        # All that there is, once: raised launch by launch, threads could lower it for each other.
+        # Set once, to all that there is. Set by each launch, one thread could lower it for another.
         function.max_dynamic_shared_size_bytes = self._limits.of_block - self._static
         self._function = function  # keeps the cubin loaded
         self._address = function.kernel.ptr
@@ -147,7 +149,7 @@ class Kernel:
             raise get_cupy().cuda.driver.CUDADriverError(status)
 
     def _shape(self, grid: tuple[int, ...], block: tuple[int, ...], shared: int) -> tuple[int, ...]:
-        """The launch's seven sizes: grid, block, shared memory."""
+        """The launch's seven sizes: grid (3), block (3), bytes of dynamic shared memory."""
         blocks, threads = ((tuple(max(1, n) for n in sizes) + (1, 1))[:3] for sizes in (grid, block))
         if self._overlaps:
             shared = max(shared, room(math.prod(blocks), math.prod(threads), self._limits) - self._static)
@@ -165,12 +167,13 @@ _made = _Made()
 
 
 def launches() -> int:
-    """How many kernels this thread has launched, for a difference; what CuPy launches by itself is not counted."""
+    """How many kernels this thread has launched so far; CuPy's own launches are not counted. Subtract two counts."""
     return _made.launches
 
 
 def kernel(stem: str, name: str, **constants: Any) -> Callable[..., None]:
-    """The compiled function `name` of `<stem>.cu`, ready to be called; a dtype becomes its C name."""
+    """The compiled function `name` of `<stem>.cu`, to be called like a `Kernel`. constants: what it is compiled with; a
+    dtype becomes its C name. Inside `compiling_ahead` the function returned does nothing."""
     key = (get_cupy().cuda.runtime.getDevice(), stem, name, *constants.items())
     found = _kernels.get(key)
     if found is None:
@@ -187,8 +190,8 @@ def launch(stem: str, name: str, grid: Any, block: Any, args: Sequence[Any], sha
            **constants: Any) -> None:
     """Launch `name` of `<stem>.cu` on the current stream, with `args` as `pack` says.
 
-    grid, block: a number or a tuple; shared: bytes of dynamic shared memory; cooperative: its blocks wait for each
-    other, so that all must run at once; `constants` are `-D` macros.
+    grid, block: a number or a tuple. shared: bytes of dynamic shared memory. cooperative: the blocks wait for each
+    other, so all of them must run at once. constants: `-D` macros; dtypes become typedefs.
     """
     grid = grid if isinstance(grid, tuple) else (grid,)
     block = block if isinstance(block, tuple) else (block,)
@@ -197,7 +200,7 @@ def launch(stem: str, name: str, grid: Any, block: Any, args: Sequence[Any], sha
 
 
 def blocks(count: int, per_block: int) -> int:
-    """How many blocks cover `count` items: the ceiling of the quotient, at least 1."""
+    """How many blocks cover `count` items: count / per_block rounded up, at least 1."""
     return max(1, -(-count // per_block))
 
 
@@ -207,10 +210,11 @@ def empty(shape: Any, dtype: Any) -> Array:
 
 
 def aligned(array: Array, *lengths: int) -> bool:
-    """Whether 16-byte copies may be used: `array` starts at a multiple, and `lengths` elements make multiples."""
+    """Whether 16-byte copies may be used: the start of `array` and each of `lengths`, in elements, are multiples of 16
+    bytes."""
     return math.gcd(array.data.ptr, math.gcd(*lengths) * array.itemsize) % 16 == 0
 
 
 def address(array: Array) -> int:
-    """Where a CUDA array starts."""
+    """The address of a CUDA array's first element."""
     return array.data.ptr

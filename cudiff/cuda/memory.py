@@ -1,7 +1,8 @@
-"""Memory of its own for what a captured function makes: an arena that grows, in which freed blocks join.
+"""An arena: GPU memory for the arrays that a captured function makes. It grows, and merges neighbouring free blocks.
 
-CuPy's pool asks the driver for segment after segment, which never join, and a graph's serve nobody else: the U-Net's
-training step at batch 32 held 741 MiB of them in bf16, for arrays that never take more than 599 MiB at once; here 662.
+CuPy's memory pool asks the driver for segment after segment. It never merges these, and nobody else can use a graph's.
+The U-Net's training step at batch 32 in bf16 never has more than 599 MiB of arrays at once: the pool held 741 MiB for
+it, the arena holds 662.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from typing import Any
 from cudiff.backend import free_memory, get_cupy, memory_total
 from cudiff.cuda.device import library
 
-ALIGNMENT = 512  # of every array, as CuPy's
-PAGE = 2 << 20  # what the driver backs addresses with
+ALIGNMENT = 512  # of every array, in bytes, as in CuPy's pool
+PAGE = 2 << 20  # bytes; the driver maps memory in multiples of it
 _ENDLESS = 1 << 62
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 class Block:
-    """Bytes in use, from `start`: given back by the end of this object, which whoever uses them holds."""
+    """`size` bytes in use, from `start`. They are given back when this object is deleted; their user holds it."""
 
     __slots__ = ("allocator", "size", "start")
 
@@ -33,12 +34,12 @@ class Block:
         self.allocator, self.start, self.size = allocator, start, size
 
     def __del__(self) -> None:
-        # Not joined here: any thread may run this at any moment, inside `take` too.
+        # Not merged here: garbage collection may run this in any thread at any moment, inside `take` too.
         self.allocator.given_back.append((self.start, self.size))
 
 
 class Allocator:
-    """An endless line of bytes and which of them are free."""
+    """An endless range of bytes, and which of them are free."""
 
     def __init__(self) -> None:
         self.given_back: collections.deque[tuple[int, int]] = collections.deque()
@@ -46,7 +47,7 @@ class Allocator:
         self._lock = threading.Lock()
 
     def take(self, size: int) -> Block:
-        """The smallest free block of `size` bytes; of two the lower."""
+        """Take `size` bytes from the smallest free block that has them; of two equal ones, from the lower."""
         size = max(1, -(-size // ALIGNMENT)) * ALIGNMENT
         with self._lock:
             while self.given_back:
@@ -58,12 +59,12 @@ class Allocator:
         return Block(self, start, size)
 
     def _reach(self, end: int) -> None:
-        """Called before a block that ends there is given; may raise."""
+        """Called before a block that ends at `end` is taken; may raise."""
 
     def _join(self, start: int, size: int) -> None:
-        """Free a block, as one with the free ones that it touches."""
+        """Free a block, and merge it with the free blocks that it touches."""
         index, end = bisect.bisect(self._free, (start, 0)), start + size
-        if self._free[index][0] == end:  # there is always one behind: the line has no end
+        if self._free[index][0] == end:  # there is always a free block behind: the range is endless
             end += self._free.pop(index)[1]
         if index and sum(self._free[index - 1]) == start:
             index -= 1
@@ -72,11 +73,12 @@ class Allocator:
 
 
 class Arena(Allocator):
-    """GPU memory for arrays that follow each other on one stream. It grows as they need it, and lives as long as the
-    last of them.
+    """GPU memory for arrays that are used on one stream. It grows as they need it, and lives as long as the last of
+    them.
 
-    needed: how far its arrays have reached, in bytes. rehearsing: where the GPU has no more memory, what is beyond has
-    addresses alone, for launches that are thrown away; `needed` is above `total_bytes()` from then on.
+    needed: the highest end of an array so far, in bytes from the arena's start. rehearsing: where the GPU has no more
+    memory, further arrays get addresses without memory, for launches that are thrown away. From then on `needed` is
+    above `total_bytes()`.
     """
 
     def __init__(self) -> None:
@@ -84,11 +86,11 @@ class Arena(Allocator):
         self.needed, self.rehearsing = 0, False
         runtime = get_cupy().cuda.runtime
         self._device = runtime.getDevice()
-        self._reserved = -(-memory_total("cuda") // PAGE) * PAGE  # addresses alone cost nothing
+        self._reserved = -(-memory_total("cuda") // PAGE) * PAGE  # addresses without memory cost nothing
         first = ctypes.c_uint64()
         _call("cuMemAddressReserve", ctypes.byref(first), self._reserved, 0, 0, 0)
         self._first = first.value
-        self._pieces: list[tuple[int, int]] = []  # (address, size) of the memory behind the addresses so far
+        self._pieces: list[tuple[int, int]] = []  # (address, size) of the memory mapped so far
         weakref.finalize(self, _release, runtime.malloc(1), self._first, self._reserved, self._pieces).atexit = False
 
     def total_bytes(self) -> int:
@@ -96,14 +98,14 @@ class Arena(Allocator):
         return sum(size for _, size in self._pieces)
 
     def allocate(self, size: int) -> Any:
-        """Memory for a CuPy array, as CuPy's allocators give it. Raises its OutOfMemoryError."""
+        """Memory of `size` bytes for a CuPy array, as a cupy.cuda.MemoryPointer. Raises CuPy's OutOfMemoryError."""
         cuda, block = get_cupy().cuda, self.take(size)
         memory = cuda.UnownedMemory(self._first + block.start, size, block, self._device)
         return cuda.MemoryPointer(memory, 0)
 
     def _reach(self, end: int) -> None:
         taken = self.total_bytes()
-        known_short = self.rehearsing and self.needed > taken  # to ask again collects garbage each time
+        known_short = self.rehearsing and self.needed > taken  # asking again would collect garbage each time
         if end > taken and not known_short:
             size = -(-(end - taken) // PAGE) * PAGE
             if not self._back(taken, size) and not self.rehearsing:
@@ -111,7 +113,7 @@ class Arena(Allocator):
         self.needed = max(self.needed, end)
 
     def _back(self, start: int, size: int) -> bool:
-        """Put memory behind the addresses from `start` on, if there is so much."""
+        """Map `size` bytes of memory at `start`. Returns whether the GPU has them."""
         address = self._first + start
         handle = self._create(size) if start + size <= self._reserved else None
         if handle is None:
@@ -124,7 +126,8 @@ class Arena(Allocator):
         return True
 
     def _create(self, size: int) -> ctypes.c_uint64 | None:
-        """Memory without an address; None where none is left, that of garbage and of CuPy's idle blocks included."""
+        """The handle of new memory, not mapped yet. None where there is too little, garbage and CuPy's idle blocks
+        included."""
         # CUmemAllocationProp: CU_MEM_ALLOCATION_TYPE_PINNED = 1, not exported, CU_MEM_LOCATION_TYPE_DEVICE = 1
         handle, kind = ctypes.c_uint64(), struct.pack("4i16x", 1, 0, 1, self._device)
         if _call("cuMemCreate", ctypes.byref(handle), size, kind, 0, expected=_OUT_OF_MEMORY):
@@ -136,8 +139,8 @@ class Arena(Allocator):
 
 
 def _release(last: int, first: int, reserved: int, pieces: list[tuple[int, int]]) -> None:
-    # Unmapping does not wait for the kernels that use the memory, cudaFree does: for all of the GPU's work, and unlike
-    # cudaDeviceSynchronize without ending a capture, in which garbage may be collected.
+    # Unmapping does not wait for the kernels that use the memory. cudaFree does: it waits for all of the GPU's work.
+    # Unlike cudaDeviceSynchronize it does not end a capture, during which garbage may be collected.
     get_cupy().cuda.runtime.free(last)
     for address, size in pieces:
         _call("cuMemUnmap", address, size)
@@ -145,7 +148,8 @@ def _release(last: int, first: int, reserved: int, pieces: list[tuple[int, int]]
 
 
 def _call(name: str, *args: Any, expected: int = 0) -> int:
-    """The status of a function of the driver, 0 or `expected`. All of its numbers have 64 bits."""
+    """Call a function of the driver, with ints passed as 64 bits. Returns its status, 0 or `expected`; raises
+    CUDADriverError for any other."""
     status = getattr(library(), name)(*(ctypes.c_uint64(arg) if isinstance(arg, int) else arg for arg in args))
     if status not in (0, expected):
         raise get_cupy().cuda.driver.CUDADriverError(status)

@@ -1,7 +1,7 @@
 """Which kernel serves a problem: the first row of its family's table that makes an offer for it.
 
-A family is what several kernels could do: convolution, products of matrices, attention, norms. Its problem is a named
-tuple that says everything a choice depends on: the pass, shapes, dtypes, where rows start, precision, and the fusions
+A family is a job that several kernels can do: convolution, matrix products, attention, norms. Its problem is a named
+tuple of everything that the choice depends on: the pass, shapes, dtypes, where rows start, precision, and the fused ops
 that are wanted. No other place asks for an architecture.
 """
 
@@ -19,8 +19,11 @@ SM90 = frozenset({"sm_90a"})
 
 
 class Offer(NamedTuple):
-    """What a row does for one problem: of the wanted fusions those that it does together, how its launches are cut, and
-    the microseconds that it is estimated to take, None where only its place in the table counts."""
+    """What a row does for one problem.
+
+    fused: the wanted fusions that it does. plan: how its launches are cut. microseconds: the estimated time; None where
+    only the row's place in the table counts.
+    """
 
     fused: frozenset[str] = frozenset()
     plan: Any = None
@@ -28,11 +31,11 @@ class Offer(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One way to serve a family's problems: a function of the host, which launches one kernel or several.
+    """One way to serve a family's problems: a host function that launches one kernel or several.
 
     name: of the kernels, as in `kernels/`. architectures: those that have the instructions; ANY for all.
-    offer(problem): None where the row does not serve it. takes: the same in words, what it declines by its estimate
-    included. run: what launches; each family says with which arguments.
+    offer(problem): what the row offers, None where it does not serve the problem. run: the function that launches; each
+    family has its own arguments. takes: in words, what the row serves, and what it declines by its estimate.
     """
 
     name: str
@@ -43,7 +46,7 @@ class Row(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The row that serves a problem, its offer, and the wanted fusions that it leaves to the family's host code."""
+    """The row that serves a problem, its offer, and in `left` the wanted fusions that the host code has to do."""
 
     row: Row
     offer: Offer
@@ -58,8 +61,8 @@ watch: Watch | None = None  # see `watched`
 
 @contextlib.contextmanager
 def watched(told: Watch) -> Iterator[None]:
-    """Inside the block, told(table, problem, choice) is called for each problem that is to be run, and
-    told(launch type, arguments, None) for each batch of deferred launches, as it is launched."""
+    """Inside the block, told(table, problem, choice) is called for each problem that is about to be run, and
+    told(launch type, arguments, None) for each batch of deferred launches when it is launched."""
     global watch
     watch = told
     try:
@@ -69,7 +72,7 @@ def watched(told: Watch) -> Iterator[None]:
 
 
 class Table:
-    """A family's rows, the best first. The last one takes all that those before it refuse."""
+    """A family's rows, the best first. The last one takes everything that the rows before it refuse."""
 
     def __init__(self, family: str, *rows: Row) -> None:
         self.family, self.rows = family, rows
@@ -79,11 +82,11 @@ class Table:
     def select(self, problem: Any, architecture: str | None = None) -> Choice:
         """The first row that makes an offer, on the current device or on an architecture such as "sm_80".
 
-        With an architecture this only asks: `watched` is not told, and plans are those for a GPU that has it, by the
-        rule. `problem` has the field `wanted`, a frozenset of fusions by name. Raises CudiffError where no row serves
-        it.
+        problem: has the field `wanted`, a frozenset of the names of fusions. architecture: only asks what would run on
+        a GPU of this one; `watched` is not told, and plans are chosen by the rule. Raises CudiffError where no row
+        serves the problem.
         """
-        # Plans are tuned for a GPU, not for an architecture.
+        # The GPU's name belongs to the target, because plans are tuned for a GPU, not for an architecture.
         target = current_target() if architecture is None else Target("", architecture)
         found = self._chosen.get((problem, target))
         if found is None:
@@ -104,5 +107,5 @@ class Table:
         )
 
     def forget(self) -> None:
-        """Select anew, as after other plans were tuned."""
+        """Forget all choices, so that they are made anew: after tuning, other plans count."""
         self._chosen.clear()

@@ -1,7 +1,7 @@
-"""Sums over a few rows, which are deferred and share a launch.
+"""Sums over a few rows each. They are deferred, and many share a launch.
 
-The weights, biases and norms of a U-Net have three hundred gradients, each the sum of some dozens of rows of partial
-sums that a larger kernel left.
+A U-Net has three hundred gradients of weights, biases and norms that are made so. Each is the sum of some dozens of
+rows of partial sums that a larger kernel left.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from cudiff.cuda.deferred import LaunchType, enqueue
 from cudiff.cuda.launch import empty, launch
 from cudiff.statistics import ChannelStatistics, Kind
 
-MAX_BATCH = 64  # in one launch
-TERMS = 8  # that a thread adds at a time, as kernels/portable/accumulate.cu has it
-LANES = 128  # at most, so that the two threads that share a row read 32 bytes side by side
-PENDING_BYTES = 24 << 20  # of rows: an H200 caches 50 MB
+MAX_BATCH = 64  # sums in one launch
+TERMS = 8  # rows that a thread adds at a time, the same number as in kernels/portable/accumulate.cu
+LANES = 128  # threads for a column, at most: then the two threads that share a row read 32 bytes side by side
+PENDING_BYTES = 24 << 20  # of rows that wait, at most: an H200 caches 50 MB
 _ROW_SUM = np.dtype(
     [("source", "u8"), ("out", "u8")]
     + [(name, "i4") for name in ("rows", "count", "width", "step", "columns", "pitch", "add", "lanes", "pack",
@@ -28,7 +28,7 @@ _ROW_SUM = np.dtype(
 
 
 def empty_statistics(kind: Kind, images: int, tiles: int, channels: int) -> ChannelStatistics:
-    """Statistics to be written by a kernel: MOMENTS and CENTRED are structs of channel_statistics.cuh."""
+    """Uninitialised statistics for a kernel to write. MOMENTS and CENTRED are structs of channel_statistics.cuh."""
     shape = images, tiles, channels, kind.numbers
     return ChannelStatistics(kind, empty(shape[:3] if kind is Kind.SUMS else shape, float32))
 
@@ -45,17 +45,19 @@ class _RowSum(NamedTuple):
 
 
 def add_rows(source: Array, out: Array, add: bool, step: int = 1, offset: int = 0) -> None:
-    """out (N, C) = or += the sums of source (N, ..., C·step)[..., offset::step] over its rows; or (C,), of all rows.
+    """out (N, C) = or, with `add`, += the sums of source (N, ..., C·step)[..., offset::step] over each image's rows.
+    out (C,) gets the sums over all rows.
 
-    Both float32. Until the tape's backward has ended nobody may write to `source`, or use `out` without
-    `before_read`.
+    Both are float32. Until the tape's backward has ended nobody may write to `source`, or use `out` without
+    `Queue.before_read`.
     """
-    if out.size > 0:  # of no images it is 0
+    if out.size > 0:  # it is 0 where there are no images
         enqueue(_SUMS, _RowSum(source, out, out.shape[-1], step, offset, add), out, held=source.nbytes)
 
 
 def add_parts(parts: Array, out: Array, add: bool) -> None:
-    """out (K, ...) = or += the sum of parts (P, K, ...), as `add_rows`; out's K rows may be parts of longer ones."""
+    """out (K, ...) = or += the sum of parts (P, K, ...) over P, deferred as `add_rows` is. out's K rows may be parts of
+    longer ones."""
     if out.size > 0:
         enqueue(_SUMS, _RowSum(parts, out, out.size, 1, 0, add), out, held=parts.nbytes)
 

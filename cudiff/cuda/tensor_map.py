@@ -1,4 +1,4 @@
-"""Tensor maps: how Hopper's bulk tensor copies (TMA) are told where an array lies and what box of it to bring."""
+"""Tensor maps: they tell Hopper's bulk tensor copies (TMA) where an array lies and what box of it to copy."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ FARTHEST, LONGEST_STEP = 127, 8  # of windows: from the image's corners, and to 
 
 
 class Windows(NamedTuple):
-    """The windows of images under a convolution: the taps of each, how many windows an image has, where the first
-    begins, which may lie outside, and the step from one to the next. All are (vertical, horizontal)."""
+    """The windows of a convolution over images. taps: of a window. size: how many windows an image has. first: where
+    the first begins, which may be outside the image. step: from one to the next. All are (vertical, horizontal)."""
 
     taps: tuple[int, int] = (1, 1)
     size: tuple[int, int] = (1, 1)
@@ -36,7 +36,7 @@ class Windows(NamedTuple):
                       for first, count, step, length in zip(self.first, self.size, self.step, image, strict=True)])
 
     def mappable(self, image: tuple[int, ...]) -> bool:
-        """Whether the driver takes them, of an image of this size."""
+        """Whether the driver takes such windows, for an image of this size."""
         corners = *self.first, *self.beyond(image)
         return max(self.step) <= LONGEST_STEP and max(map(abs, corners)) <= FARTHEST
 

@@ -7,8 +7,8 @@ them. All hold lines for a GPU, by its name, and a kernel:
     ["NVIDIA H200".conv2d_sm90-1]
     "(32, 64, 64, 64), 64, (3, 3), 2, 0, False" = [256, 1]
 
-The number behind the kernel is the version of its plans and problems: lines of another version are passed over, and so
-is one that names no plan of its problem.
+The number behind the kernel is the version of its plans and problems. Lines of another version are ignored, and so is a
+line that names no plan of its problem.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cudiff.errors import CudiffError
 class Plan(Protocol):
     @property
     def choice(self) -> list[int]:
-        """What tells it from the other plans of a problem."""
+        """The numbers that tell this plan from the others of its problem, as the files list them."""
 
 
 P = TypeVar("P", bound=Plan)
@@ -44,8 +44,8 @@ _planners: list[Planner] = []
 class Planner(Generic[P]):
     """planner(*problem) -> the plan of a kernel that a problem takes.
 
-    plans(*problem): all there are, one at least. time(plan, *problem): the rule, estimated microseconds. version: a
-    higher one where the kernel changes so that plans measured before are no longer the fastest, or mean others.
+    plans(*problem): all plans, at least one. time(plan, *problem): the rule, which is estimated microseconds. version:
+    to be raised when the kernel changes so that measured plans are no longer the fastest, or mean something else.
     """
 
     def __init__(self, kernel: str, plans: Callable[..., Iterable[P]], time: Callable[..., float], version: int = 1):
@@ -63,7 +63,7 @@ class Planner(Generic[P]):
         return chosen
 
     def by_rule(self, *problem: Any, count: int = 1, margin: float = 1.0) -> list[P]:
-        """At most so many plans, the least estimate first, none longer than that by more than this factor."""
+        """The `count` plans with the least estimates, least first, without those above `margin` times the least."""
         times = {plan: self.time(plan, *problem) for plan in self.plans(*problem)}
         order = sorted(times, key=times.__getitem__)[:count]
         return [plan for plan in order if times[plan] <= margin * times[order[0]]]
@@ -77,21 +77,21 @@ class Planner(Generic[P]):
         """launch(plan) with the problem's plan, which is `chosen` where an offer has named it.
 
         added_to: arrays that the launch adds to, instead of overwriting them. leaves(plan): what a plan leaves beside
-        the result, for which others would need another launch: only plans that leave the same are compared.
+        the result, which other plans would need another launch for. Tuning compares only plans that leave the same.
         """
         if _watch is not None:
             _watch(self, problem, launch, added_to, leaves)
         return launch(self(*problem) if chosen is None else chosen)
 
     def forget(self) -> None:
-        """Choose anew, and which kernels run too: that may depend on what a plan leaves."""
+        """Forget the chosen plans, and which kernels run too, because that may depend on what a plan leaves."""
         self._chosen.clear()
         for table in FAMILIES.values():
             table.forget()
 
 
 def forget() -> None:
-    """Have the files read anew."""
+    """Forget all choices and have the files read anew."""
     _listed.cache_clear()
     for planner in _planners:
         planner.forget()

@@ -1,4 +1,4 @@
-"""How long work on the GPU takes, free of the host's time for its launches."""
+"""How long work on the GPU takes, without the host's time for its launches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cudiff.cuda.deferred import immediate
 
 
 def median_time(run: Callable[[], object], copies: int, repeats: int = 15) -> float:
-    """Median microseconds of one of the `copies` that `run` puts on the current stream."""
+    """Median microseconds of one copy of some work, of which `run` puts `copies` on the current stream."""
     cuda, times = get_cupy().cuda, []
     for _ in range(repeats):
         start, stop = cuda.Event(), cuda.Event()
@@ -23,7 +23,7 @@ def median_time(run: Callable[[], object], copies: int, repeats: int = 15) -> fl
 
 
 def graph_time(fn: Callable[[], object], copies: int = 20, repeats: int = 15) -> float:
-    """Median microseconds of `fn` inside a CUDA graph of so many copies, whose results all have memory of their own."""
+    """Median microseconds of `fn` in a CUDA graph of so many copies of it. Each copy's result has memory of its own."""
     cuda = get_cupy().cuda
     stream, pool = cuda.Stream(non_blocking=True), cuda.MemoryPool()
     cuda.Device().synchronize()

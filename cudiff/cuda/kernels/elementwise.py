@@ -33,7 +33,7 @@ _LAYOUT = np.dtype([("dims", "i4"), ("packed", "i4"), ("sizes", "i4", 6), ("a", 
 
 
 def broadcast_layout(shape: tuple[int, ...], a: Array | None, b: Array | None) -> np.ndarray:
-    """The kernel's `Layout`; no dims where neither operand is broadcast."""
+    """The kernel's struct `Layout`, with 0 dims where no operand is broadcast. Raises ValueError over 6 merged axes."""
     layout = np.zeros((), _LAYOUT)
     operands = [x for x in (a, b) if x is not None]
     if all(x.shape == shape for x in operands):

@@ -13,18 +13,18 @@ from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.launch import address, blocks, empty, launch
 from cudiff.gradient import Slot
 
-ROWS = 64  # of a tile at least
+ROWS = 64  # of a tile, at least
 
 
 def add_gated(residual: Array, y: Array, gate: Array, rows: int, out: Array) -> None:
-    """out (..., C), which may be y, = residual + gate · y, with gate (images, C) float32 for so many rows each."""
+    """out (..., C) = residual + gate · y. out may be y. gate: (images, C), float32. rows: of an image."""
     grid, constants = _sizes(gate, rows, residual, y, out)
     launch("gated", "forward", grid, (32, 8), (out, residual, y, gate, rows, gate.shape[1]), **constants)
 
 
 def gate_gradients(dout: Array, y: Array, gate: Array, into: Slot | None) -> tuple[Array, Array, Array]:
-    """Of `add_gated`, y (N, ..., C): dy = gate · dout, dgate = the sums of dout · y over an image, to where
-    `gradient_target` says, and the sums of dy over tiles of rows, float32 (N, tiles, C)."""
+    """The gradients of `add_gated` for y (N, ..., C). Returns dy = gate · dout; dgate = the sums of dout · y over an
+    image, where `gradient_target` says; the sums of dy over tiles of rows, float32 (N, tiles, C)."""
     (images, channels), rows, dy = gate.shape, math.prod(y.shape[1:-1]), empty(y.shape, y.dtype)
     dgate, add = gradient_target(into, gate.shape, float32)
     grid, constants = _sizes(gate, rows, dy, dout, y)
@@ -39,7 +39,7 @@ def gate_gradients(dout: Array, y: Array, gate: Array, into: Slot | None) -> tup
 
 
 def _sizes(gate: Array, rows: int, *arrays: Array) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid, with as many tiles of rows as give each multiprocessor a block, and the constants."""
+    """The grid and the constants. There are as many tiles of rows as give each multiprocessor a block."""
     (images, channels), pack = gate.shape, 16 // arrays[0].itemsize
     whole = channels % pack == 0 and all(address(array) % 16 == 0 for array in (gate, *arrays))
     columns = images * blocks(channels, 32 * (pack if whole else 1))

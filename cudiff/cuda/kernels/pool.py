@@ -1,4 +1,4 @@
-"""Sums over windows of images, and what spreads each element over its window."""
+"""Pooling: sums over windows of images, and the reverse, which spreads each element over its window."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Pair = tuple[int, int]
 
 
 class Window(NamedTuple):
-    """Rows and columns each; `ceil`: windows that lie partly behind the padding count too."""
+    """Each is (rows, columns). ceil: whether windows count too that lie partly behind the padding."""
 
     size: Pair
     stride: Pair
@@ -23,7 +23,7 @@ class Window(NamedTuple):
     ceil: bool = False
 
 
-TWICE = Window((2, 2), (2, 2))  # the windows of an image twice as high and wide, one for each pixel
+TWICE = Window((2, 2), (2, 2))  # of an image twice as high and wide as the result
 
 
 def out_size(size: Pair, window: Window) -> Pair:
@@ -56,10 +56,11 @@ def spread_windows(x: Array, size: tuple[int, int], window: Window, factor: floa
 
 def launch_windows(name: str, outputs: tuple, inputs: tuple, large: Array, small: Array, out: Array, window: Window,
                    wanted: Kind | None = None) -> ChannelStatistics | None:
-    """One block a row of windows, or where `out` is `large` the rows from one window's corner to the next.
+    """Launch a kernel of pool.cu: a block for each row of windows, or, where `out` is `large`, for the rows from one
+    window's corner to the next.
 
-    Returns the statistics that are wanted of what it stores, a tile for each block; max_windows makes none. Without
-    images nothing is launched.
+    Returns the wanted statistics of what it stores, with a tile for each of these; max_windows makes none. Without
+    images it launches nothing and returns None.
     """
     n, height, width, channels = large.shape
     if n == 0:

@@ -1,4 +1,4 @@
-"""Copies between views: joins, slices, transposes, borders; rows by an index, and the sums that are their gradients."""
+"""Copies between views: joins, slices, transposes, borders. Rows taken by an index, and the gradients of that."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cudiff.cuda.launch import blocks, empty, launch
 def merge_axes(
     sizes: Sequence[int], strides: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """The fewest axes that visit the same elements in the same order: sizes, and strides of each view."""
+    """The sizes, and each view's strides, of the fewest axes that visit the same elements in the same order."""
     kept = [i for i, size in enumerate(sizes) if size != 1] or list(range(len(sizes)))[:1]
     merged = [[1, *(0 for _ in strides)]]
     for i in kept:
@@ -63,15 +63,15 @@ def _in_packs(sizes: tuple[int, ...], strides: Sequence[tuple[int, ...]], out: A
 
 
 def contiguous(view: Array) -> Array:
-    """A strided CuPy view as an array of its own."""
+    """A contiguous copy of a strided CuPy view."""
     out = empty(view.shape, view.dtype)
     move(out, view)
     return out
 
 
 def turned(weight: Array) -> Array:
-    """weight (K, R, S, C) as (C, R, S, K) with its taps in reverse order: the gradient of the input of a convolution is
-    the convolution with it."""
+    """weight (K, R, S, C) copied as (C, R, S, K), with its taps in reverse order. The convolution with it is the
+    gradient of a convolution's input."""
     outputs, rows, columns, channels = weight.shape
     out = empty((channels, rows, columns, outputs), weight.dtype)
     pitches = (np.int64(weight.strides[axis] // weight.itemsize) for axis in (0, 2))
@@ -92,7 +92,7 @@ def region(shape: tuple[int, ...], widths: Sequence[tuple[int, int]]) -> tuple[s
 
 
 def filled(shape: tuple[int, ...], dtype: np.dtype, value: float) -> Array:
-    """`value` everywhere."""
+    """A new array with `value` everywhere."""
     if not is_float(dtype):
         return array_module("cuda").full(shape, value, dtype)
     out = zeros(shape, dtype)
@@ -102,19 +102,19 @@ def filled(shape: tuple[int, ...], dtype: np.dtype, value: float) -> Array:
 
 
 def padded(x: Array, widths: Sequence[tuple[int, int]]) -> Array:
-    """A border of zeros around x."""
+    """A copy of x with a border of zeros. widths: (before, after) for each axis."""
     out = zeros(tuple(sum(w) + size for w, size in zip(widths, x.shape, strict=True)), x.dtype)
     move(out[region(x.shape, widths)], x)
     return out
 
 
 def at_16_bytes(array: Array) -> Array:
-    """The array, or a copy of one that does not start where TMA can read it."""
+    """The array, or a copy if it does not start at a multiple of 16 bytes, as TMA needs."""
     return array if array.data.ptr % 16 == 0 else array.copy()
 
 
 def rows(x: Array, index: Array) -> Array:
-    """x[index] along the first axis, index int32, negative from the end; a row that x does not have is zeros."""
+    """x[index] along the first axis. index: int32; negative ones count from the end. Rows that x has not are zeros."""
     out = empty((*index.shape, *x.shape[1:]), x.dtype)
     sizes = map(np.int64, (x.shape[0], math.prod(x.shape[1:]), index.size))
     launch("shape", "take", blocks(out.size, 1024), 256, (x, index, out, *sizes), T=x.dtype)
@@ -122,7 +122,7 @@ def rows(x: Array, index: Array) -> Array:
 
 
 def row_sums(dout: Array, index: Array, dx: Array, accumulate: bool) -> None:
-    """dx[r] = (or +=) the sum of dout[i] over the i with index[i] == r, in their order; index as in `rows`."""
+    """dx[r] = or (accumulate) += the sum of dout[i] for all i with index[i] == r, in order; index as in `rows`."""
     sizes = tuple(map(np.int64, (dx.shape[0], math.prod(dx.shape[1:]), index.size)))
     if scans(dx, index.size):
         args = (dout, index, dx, accumulate, *sizes)
@@ -132,7 +132,7 @@ def row_sums(dout: Array, index: Array, dx: Array, accumulate: bool) -> None:
 
 
 def run_sums(dout: Array, index: Array, dx: Array, accumulate: bool) -> None:
-    """`row_sums` of an index without negative rows, which is sorted first, so that each element reads its own run."""
+    """`row_sums` for an index without negative rows. It is sorted first, so each element reads only its own run."""
     index = index.reshape(-1)
     order = array_module("cuda").argsort(index, kind="stable")
     sizes = map(np.int64, (dx.shape[0], math.prod(dx.shape[1:]), index.size))
@@ -141,14 +141,16 @@ def run_sums(dout: Array, index: Array, dx: Array, accumulate: bool) -> None:
 
 
 def scans(dx: Array, count: int) -> bool:
-    """Whether every element of a gradient dx looks through all `count` rows of an index, instead of sorting it: of few,
-    and within `capture`, as CuPy's sort waits for the GPU."""
+    """Whether every element of a gradient dx looks through all `count` entries of an index, instead of sorting it.
+
+    It does so if they are few, and within `capture`, because CuPy's sort waits for the GPU.
+    """
     few = count * max(dx.size, 1 << 16) <= 1 << 28  # reads; where sorting begins to be faster is an estimate
     return few or is_capturing("cuda")
 
 
 def last(index: Array, count: int) -> Array:
-    """For each of `count` rows 1 + the largest i with index[i] == row, or 0: int32."""
+    """For each of `count` rows, int32: 1 + the largest i with index[i] == row, or 0 if there is none."""
     out = zeros((count,), int32)
     sizes = map(np.int64, (count, index.size))
     launch("shape", "last", blocks(index.size, 256), 256, (index, out, *sizes), T=int32)

@@ -1,4 +1,4 @@
-"""Attention by mma.sync, on every GPU: heads of up to 128 channels, 16-bit or float32."""
+"""Attention with mma.sync, on every GPU: heads of up to 128 channels, 16-bit or float32."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tile = dict[str, Any]
 
 
 def offer_forward(p: Problem) -> Offer | None:
-    """Its plan is the tile of queries."""
+    """The offer's plan is the tile of queries."""
     return None if p.backward else Offer(plan=tile_of(p.dtype, p.dim, p.queries, False, p.products))
 
 
@@ -27,7 +27,7 @@ def forward(given: Forward, tile: Tile, p: Problem) -> None:
 
 
 def offer_backward(p: Problem) -> Offer | None:
-    """Its plan is the tiles of queries and of keys."""
+    """The offer's plan is two tiles, of queries and of keys."""
     if not p.backward:
         return None
     return Offer(plan=tuple(tile_of(p.dtype, p.dim, rows, True, p.products) for rows in (p.queries, p.keys)))
@@ -41,7 +41,7 @@ def backward(given: Backward, tiles: tuple[Tile, Tile], p: Problem) -> None:
 
 
 def tile_of(dtype: np.dtype, dim: int, rows: int, backward: bool, products: int) -> Tile:
-    """For heads of `dim` channels and `rows` tokens on the side that blocks divide."""
+    """The tile for heads of `dim` channels. rows: tokens on the side that blocks divide among them."""
     wide = dtype == float32
     padded = 16 * blocks(dim, 16)
     turing = shared_memory() <= 64 << 10
@@ -66,7 +66,7 @@ def _shared_bytes(tile: Tile, row_operands: int) -> int:
 
 
 def _rows(tile: Tile) -> int:
-    """Of a block."""
+    """Tokens of a block."""
     return 16 * tile["WARPS"] * tile["MT"]
 
 
@@ -76,6 +76,6 @@ def _launch(name: str, p: Problem, rows: int, row_operands: int, tile: Tile, arg
 
 
 def _sizes(q: Array, p: Problem) -> tuple[int, int, int, int, int, float]:
-    """What every kernel takes after its arrays: tokens, channels, strides in elements, and the scale."""
+    """The arguments of every kernel after its arrays: queries, keys, channels, strides in elements, the scale."""
     token, head = (stride // p.dtype.itemsize for stride in q.strides[1:3])
     return p.queries, p.keys, p.dim, token, head, 1 / math.sqrt(p.dim)

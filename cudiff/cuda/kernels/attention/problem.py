@@ -1,4 +1,4 @@
-"""What attention's kernels are asked, and what they are given."""
+"""The problem of attention, by which a kernel is chosen, and the kernels' operands."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import numpy as np
 from cudiff.backend import Array
 
 SUMS = "sums"
-"""The fusion of backward: the sums of the gradients over tiles of tokens, of which a linear layer before makes its
-bias's gradient."""
+"""The fused op of backward: sums of the gradients over tiles of tokens. The linear layer before makes its bias's
+gradient from them."""
 
 
 class Problem(NamedTuple):
-    """backward: else forward. images, queries, keys (tokens), heads, dim (channels of a head). aligned: whether every
-    row of channels starts at a multiple of 16 bytes. products: see `gemm.product`. wanted: SUMS or nothing."""
+    """backward: whether it is the backward pass. images, heads; queries, keys: tokens of an image; dim: channels of a
+    head. aligned: whether every row of channels starts at a multiple of 16 bytes. products: see `gemm.product`.
+    wanted: SUMS or nothing."""
 
     backward: bool
     dtype: np.dtype
@@ -31,8 +32,8 @@ class Problem(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """Arrays: out, contiguous, and q (N, Tq, heads, D); k and v (N, Tk, heads, D); lse as attention.cu defines it,
-    float32 (N, heads, Tq rounded up to a multiple of 64). Rows of q, k and v may be parts of longer ones."""
+    """out and q are (N, Tq, heads, D), k and v (N, Tk, heads, D). lse is float32 (N, heads, Tq rounded up to a multiple
+    of 64), as attention.cu defines it. out is contiguous; rows of q, k and v may be parts of longer ones."""
 
     out: Array
     lse: Array
@@ -42,8 +43,8 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The same with the gradients; dout and out are contiguous. `sums`, for a kernel that fuses SUMS: given the number
-    of tiles, three float32 arrays (N, tiles, heads, D), equal parts of one row, to be written."""
+    """As `Forward`, with the gradients; dout and out are contiguous. sums(tiles), called by a kernel that fuses SUMS:
+    returns three float32 arrays (N, tiles, heads, D) for it to write, equal parts of one row."""
 
     dq: Array
     dk: Array

@@ -1,4 +1,4 @@
-"""Attention on Hopper's own instructions: 16-bit heads of up to 128 channels."""
+"""Attention with Hopper's own instructions: 16-bit heads of up to 128 channels."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from cudiff.cuda.tiles import Planner
 
 TOKENS = 64  # of a tile
 BARRIER_BYTES = 128
-SHORT = 256  # tokens of heads of up to 32 channels up to which one launch computes all gradients
+SHORT = 256  # tokens, at most, for which one launch computes all gradients of heads of up to 32 channels
 
 
 class Warpgroups(NamedTuple):
-    """How many warpgroups a block of the forward has: each takes a tile of queries, and all read the same keys."""
+    """Warpgroups of a block of the forward. Each takes a tile of queries of its own; all read the same keys."""
 
     groups: int
 
@@ -29,14 +29,14 @@ class Warpgroups(NamedTuple):
 
 
 def plans(images: int, queries: int, keys: int, heads: int, padded: int) -> list[Warpgroups]:
-    """Those that the kernel is written for; padded: channels of a head, as `padded_dim` gives them."""
+    """The plans that the kernel is written for. padded: channels of a head, from `padded_dim`."""
     return [Warpgroups(groups) for groups in (1, 2, 3)[: 2 if padded <= 64 else 3]]
 
 
 def time(plan: Warpgroups, images: int, queries: int, keys: int, heads: int, padded: int) -> float:
-    """Estimated microseconds, as fitted to 13 shapes on an H200, which it meets within 8 %.
+    """Estimated microseconds, fitted to 13 shapes on an H200, each within 8 %.
 
-    A block alone, or what all have to do, whichever is longer, and more if both take as long.
+    This is the time of one block alone, or of the work of all blocks, whichever is longer; more if both are alike.
     """
     steps = blocks(keys, TOKENS)
     tiles = images * heads * blocks(queries, plan.groups * TOKENS) * plan.groups
@@ -69,12 +69,12 @@ def forward(given: Forward, plan: Warpgroups, p: Problem) -> None:
 
 
 def _key(p: Problem) -> tuple[int, ...]:
-    """What the forward's plan depends on."""
+    """The forward's problem, as its planner takes it."""
     return p.images, p.queries, p.keys, p.heads, padded_dim(p.dim)
 
 
 def offer_short_backward(p: Problem) -> Offer | None:
-    """Its plan is the number of tiles of 64 tokens."""
+    """The offer's plan is the number of tiles of 64 tokens."""
     tokens = max(p.queries, p.keys)
     if not _supports(p, backward=True) or p.dim > 32 or tokens > SHORT:
         return None
@@ -93,7 +93,7 @@ def short_backward(given: Backward, tiles: int, p: Problem) -> None:
 
 
 def _sums(given: Backward, tiles: int) -> tuple:
-    """Where the sums of so many tiles go, if wanted, and floats from a tile, and from a head, to the next."""
+    """The arrays for the sums of so many tiles, or Nones, and their strides in floats by tile and by head."""
     if given.sums is None:
         return _NO_SUMS
     sums = given.sums(tiles)
@@ -131,7 +131,7 @@ def _supports(p: Problem, backward: bool) -> bool:
 
 
 def padded_dim(dim: int) -> int:
-    """The channels that the kernels multiply for heads of `dim`."""
+    """`dim`, the channels of a head, rounded up to a width that the kernels are written for."""
     return next(width for width in (32, 64, 80, 96, 128) if dim <= width)
 
 
@@ -144,5 +144,5 @@ def _tile_bytes(dim: int) -> int:
 
 
 def tile_map(array: Array, tokens: int = TOKENS) -> Any:
-    """Of (N, tokens, heads, D): boxes of a head's tokens by 64 channels, 32 where it has no more."""
+    """The tensor map of an array (N, tokens, heads, D): boxes of `tokens` by 64 channels of a head, or 32 if D ≤ 32."""
     return tensor_map(array, (1, tokens, 1, 32 if array.shape[3] <= 32 else 64))

@@ -1,4 +1,4 @@
-"""Which kernels attention runs by."""
+"""Which kernels run attention."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ATTENTION = Table(
 
 
 def forward(out: Array, lse: Array, q: Array, k: Array, v: Array) -> None:
-    """softmax(q·kᵀ/√D)·v, and the logarithms of its denominators; see `Forward`."""
+    """out = softmax(q·kᵀ/√D)·v, and lse = the logarithms of the softmax's denominators; see `Forward`."""
     problem = _problem(q, k, (q, k, v), False)
     chosen = ATTENTION.select(problem)
     chosen.row.run(Forward(out, lse, q, k, v), chosen.offer.plan, problem)
@@ -36,7 +36,7 @@ def forward(out: Array, lse: Array, q: Array, k: Array, v: Array) -> None:
 
 def backward(dq: Array, dk: Array, dv: Array, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
              sums: Callable[[int], Sequence[Array]] | None = None) -> None:
-    """The gradients dq, dk and dv; see `Backward`. `sums` is called where the kernel writes them."""
+    """Write the gradients dq, dk and dv; see `Backward`. `sums` is called only if the kernel writes sums."""
     wanted = frozenset() if sums is None else frozenset({SUMS})
     problem = _problem(q, k, (q, k, v, dq, dk, dv, dout), True, wanted)
     chosen = ATTENTION.select(problem)

@@ -1,4 +1,4 @@
-"""Attention's forward on Hopper for long sequences of wide heads: softmax beside products, by persistent blocks."""
+"""Attention's forward on Hopper for long sequences of wide heads: persistent blocks, softmax beside products."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from cudiff.cuda.select import Offer
 
 STAGES = 2
 BARRIER_BYTES = 256
-LONG = 512  # keys from which on it goes before attention_sm90
+LONG = 512  # keys, at least, for which it is preferred to attention_sm90
 
 
 class Tiles(NamedTuple):
-    """groups: warpgroups of a block that multiply, each 64 queries; keys: of a tile."""
+    """groups: warpgroups of a block that multiply, of 64 queries each. keys: those of a tile."""
 
     groups: int
     keys: int
 
 
 def offer_forward(p: Problem) -> Offer | None:
-    """Its plan is the tiles."""
+    """The offer's plan is a `Tiles`."""
     served = not p.backward and is_low(p.dtype) and 64 < p.dim <= 128 and p.aligned and p.keys >= LONG
     return Offer(plan=Tiles(2, 128)) if served else None
 

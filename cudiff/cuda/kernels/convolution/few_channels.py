@@ -1,7 +1,8 @@
-"""Convolutions 3x3 or 1x1 between an image of few channels and one of many, a U-Net's first and last.
+"""Convolutions 3x3 or 1x1 between an image of few channels and one of many: a U-Net's first and last.
 
-A tile of the matrix product would be nearly empty along the few channels: here they lie together with all taps. The
-image of many is of 16 bits; that of few too, or float32, as a U-Net is given and returns it: a cast would be a launch.
+A tile of the matrix product would be nearly empty along the few channels. Here one axis has the few channels of all
+taps. The image of many channels is 16-bit. That of few is 16-bit too, or float32, as a U-Net gets and returns it: a
+cast would cost a launch.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from cudiff.statistics import ChannelStatistics, Kind
 
 AnyImage = TypeVar("AnyImage", Array, Image)
 
-MOST = 7  # channels of the image of few: up to nine times as many are the depth of a product
-CONTRACTED = 128  # channels of the image of many, where that of few is made of it: a thread holds a quarter of them
+MOST = 7  # channels of the image of few, at most: a product's depth is up to nine times as many
+CONTRACTED = 128  # channels of the image of many, at most, if that of few is computed: a thread holds a quarter of them
 THREADS = 256
 
 
 def shared_bytes() -> int:
-    """Of a block, at most: two fit on a multiprocessor of an A100 or of Hopper, one on any. The kernels' own arrays
-    take up to 16 KiB besides."""
+    """Bytes of dynamic shared memory of a block, at most: two blocks fit on a multiprocessor of an A100 or of Hopper,
+    one on any GPU. The kernels' static arrays take up to 16 KiB more."""
     return min(80 << 10, shared_memory() - (16 << 10))
 
 
@@ -79,48 +80,48 @@ def _supports(p: Problem) -> bool:
 
 
 def _is_one_way(p: Problem, many: Image) -> bool:
-    """Whether nothing is asked of the pass from many channels to few: a cast is asked of all passes at once."""
+    """Whether the pass from many channels to few is not needed. With a cast it is: one answer counts for all passes."""
     return Fusion.CAST not in p.wanted and (p.direction == WGRAD or many is p.out)
 
 
 def sides(x: AnyImage, out: AnyImage) -> tuple[AnyImage, AnyImage]:
-    """The image of few channels and that of many."""
+    """(image of few channels, image of many)."""
     return (x, out) if x.shape[3] < out.shape[3] else (out, x)
 
 
 def copies_bytes(rows: int, width: int, few: int, taps: int) -> int:
-    """The rows of the image of few channels under a tile of so many, in pairs of 16 bits, as often as expand has them;
-    `taps` is R."""
+    """Bytes of the rows of the image of few channels under a tile of so many rows, in pairs of 16-bit numbers. The
+    kernel `expand` has two copies if `few` is odd. taps: R."""
     return 4 * (rows + taps - 1) * blocks((width + taps - 1) * few, 2) * (1 + few % 2)
 
 
 def patches_pitch(width: int) -> int:
-    """Numbers from one row of wgrad's transposed patches to the next, which begin 8 of the 32 banks apart."""
+    """Elements from one row of wgrad's transposed patches to the next. Rows begin 8 of the 32 banks apart."""
     return 2 * (32 * (blocks(blocks(width, 4) * 2 + 24, 32) - 1) + 8)
 
 
 def patches_bytes(rows: int, width: int, few: int, taps: int) -> int:
-    """wgrad's transposed patches of a tile of so many rows."""
+    """Bytes of wgrad's transposed patches of a tile of so many rows."""
     return 2 * (rows + taps - 1) * taps * few * patches_pitch(width)
 
 
 def products_bytes(rows: int, width: int, few: int, taps: int) -> int:
-    """Products of a tile of so many rows, and of those around it, with all taps."""
+    """Bytes of the products of a tile of so many rows, and of the rows around it, with all taps."""
     return 4 * (rows + taps - 1) * width * (taps**2 * few | 1)
 
 
 def sums_bytes(few: int, columns: int, taps: int) -> int:
-    """Sums of the weight's gradient: those of half of the warps, or one in all."""
+    """Bytes of the sums of the weight's gradient: those of half of the warps, or one for all warps."""
     depth = taps**2 * few
     return 4 * max(THREADS // 64 * blocks(depth, 16) * 16 * 32, depth * (columns + 1))
 
 
 def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, wanted: Kind | None = None,
           transposed: bool = False, relu: bool = False, norm: Norm | None = None) -> ChannelStatistics | None:
-    """Convolution of x, written to out; or under `transposed`, gradient x of an output, that of the input to out.
+    """out = the convolution of x. With `transposed`, x is the gradient of an output, and out that of the input.
 
-    Then ReLU, if `relu`, which an out of few channels does not take. Returns the statistics that are wanted of
-    an out of many: SUMS, MOMENTS, or with `norm` PRODUCTS, as in `table.dgrad`.
+    relu: whether ReLU follows; not for an out of few channels. wanted: the kind of statistics to return of an out of
+    many channels: SUMS, MOMENTS, or with `norm` PRODUCTS, as in `table.dgrad`.
     """
     n, height, width, channels = x.shape
     outputs = out.shape[3]
@@ -171,9 +172,11 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool) -> None:
 
 
 def _rows(n: int, height: int, bytes_of: Callable[[int], int]) -> tuple[int, int]:
-    """Rows of an image that a block takes, and their bytes of shared memory: two blocks come to a multiprocessor, which
-    all run at once (wgrad's of 6 and 7 channels one after the other), but where that would be more rows than memory has
-    room for."""
+    """Rows of an image that a block takes, and their bytes of shared memory.
+
+    There are two blocks for each multiprocessor, unless shared memory has no room for so many rows. All run at once,
+    except wgrad's of 6 and 7 channels, which run one after the other.
+    """
     most = blocks(height, max(1, 2 * multiprocessors() // n))
     rows = next(rows for rows in range(most, 0, -1) if rows == 1 or bytes_of(rows) <= shared_bytes())
     return rows, bytes_of(rows)
@@ -187,8 +190,8 @@ _WEIGHT = np.dtype([(name, np.int32) for name in ("first", "tap", "few", "many")
 
 
 def _weight(channels: int, taps: int, few_last: bool, flipped: bool) -> np.ndarray:
-    """Where the kernel finds a weight (K, R, R, C), of which C or K is the few channels; `flipped`: its taps come in
-    reverse order."""
+    """Where a weight (K, R, R, C) lies, for the kernel: the first tap, and the strides of taps, few and many channels.
+    few_last: whether the few channels are C, else K. flipped: whether taps are read in reverse order."""
     first, tap = ((taps**2 - 1) * channels, -channels) if flipped else (0, channels)
     few, many = (1, taps**2 * channels) if few_last else (taps**2 * channels, 1)
     return np.array((first, tap, few, many), _WEIGHT)

@@ -11,7 +11,7 @@ from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.cuda.select import Offer
 from cudiff.cuda.sums import add_parts
 
-LARGEST = 8  # side of a depthwise kernel: a thread of wgrad has the sums of a row of taps in registers
+LARGEST = 8  # side of a depthwise kernel, at most: wgrad's threads keep the sums of a row of taps in registers
 DEPTH = 16  # of a tile of conv2d_grouped.cu, its BK
 _SIZES = np.dtype([(name, np.int32) for name in (
     "N", "H", "W", "C", "h", "w", "K", "R", "S", "stride_h", "stride_w", "padding_h", "padding_w", "dilation_h",
@@ -20,7 +20,7 @@ _SIZES = np.dtype([(name, np.int32) for name in (
 
 
 def offer(p: Problem) -> Offer | None:
-    """Of every problem with groups or dilation."""
+    """Serves every problem with groups or dilation."""
     grouped = p.groups > 1 or p.dilation != (1, 1)
     return Offer(p.wanted & {Fusion.BIAS, Fusion.ADDEND}) if grouped else None
 
@@ -37,7 +37,7 @@ def run_depthwise(given: Operands, offer: Offer, p: Problem) -> None:
     lanes = min(32, p.groups // pack)
     across = blocks(p.groups, lanes * pack)
     constants = {"T": image.dtype, "VEC": int(pack > 1), "ROWS": rows, "COLUMNS": columns}
-    n, height, width, _ = out.shape  # in wgrad of dout
+    n, height, width, _ = out.shape  # in wgrad out is dout
     block = lanes, min(256 // lanes, max(1, width))
     if p.direction == WGRAD:
         lines = blocks(n * height, blocks(8 * multiprocessors(), across * rows))
@@ -52,7 +52,7 @@ def run_depthwise(given: Operands, offer: Offer, p: Problem) -> None:
 
 
 def run(given: Operands, offer: Offer, p: Problem) -> None:
-    """Launches conv2d_grouped.cu: a grid of tiles for all groups, in wgrad for parts of the pixels too."""
+    """Launch conv2d_grouped.cu, with a block for each tile of each group, in wgrad also for each part of the pixels."""
     k, taps, c = p.weight.shape[0] // p.groups, p.kernel[0] * p.kernel[1], p.weight.shape[3]
     n, height, width, _ = p.out.shape
     pixels = n * height * width
@@ -81,6 +81,6 @@ def _as(image: Array, weight: Array) -> Array:
 
 
 def _sizes(p: Problem) -> np.ndarray:
-    """The kernels' `Convolution`, that of the forward pass."""
+    """The kernels' struct `Convolution`: the sizes of the forward pass."""
     x, out = (p.out.shape, p.x.shape) if p.direction == DGRAD else (p.x.shape, p.out.shape)
     return np.array((*x, *out[1:], *p.kernel, *p.stride, *p.padding, *p.dilation, p.groups), _SIZES)

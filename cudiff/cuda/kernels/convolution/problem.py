@@ -1,4 +1,4 @@
-"""What the kernels of convolutions, and of linear layers, are asked, and what they are given."""
+"""The problem of a convolution or a linear layer, by which a kernel is chosen, and the kernels' operands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FPROP, DGRAD, WGRAD = "FPROP", "DGRAD", "WGRAD"  # also the kernels' PASS
 
 
 class Fusion:
-    """What may be wanted together with a pass."""
+    """The fused ops that may be wanted together with a pass."""
 
     BIAS, EMB, ADDEND = "bias", "emb", "addend"  # the epilogue's
     RELU = "relu"  # after all that is added
@@ -28,13 +28,13 @@ class Fusion:
     SECOND_SOURCE = "second source"  # the input's channels lie in two images
     UPSAMPLE = "upsample"  # the input is seen twice as high and wide
     CAST = "cast"  # input and result are of two dtypes
-    SUMS = "sums"  # of dgrad's result, for the bias of what made the input
-    NORM_BACKWARD = "norm backward"  # dgrad's result is taken back through SiLU and leaves the sums for a norm
+    SUMS = "sums"  # of dgrad's result, for the bias gradient of the layer before
+    NORM_BACKWARD = "norm backward"  # dgrad goes on through the SiLU before, and leaves sums for the norm
     GATE, ACTIVATION, SLOPE = "gate", "activation", "slope"  # a linear layer's: see `Epilogue`
 
 
 EPILOGUE = frozenset({Fusion.BIAS, Fusion.EMB, Fusion.ADDEND})
-AFTERWARDS = frozenset({Fusion.GATE, Fusion.ACTIVATION, Fusion.SLOPE})  # what may be a pass of its own
+AFTERWARDS = frozenset({Fusion.GATE, Fusion.ACTIVATION, Fusion.SLOPE})  # each may be a launch of its own instead
 
 
 class Image(NamedTuple):
@@ -58,8 +58,8 @@ class Image(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """shape (K, R, S, C), of the weight or of its gradient. rows_aligned: whether its channels start at multiples of 16
-    bytes for each tap."""
+    """A weight or its gradient. shape: (K, R, S, C). rows_aligned: whether the channels of every tap start at a
+    multiple of 16 bytes."""
 
     shape: tuple[int, ...]
     rows_aligned: bool = True
@@ -67,13 +67,13 @@ class Weight(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """All that a choice depends on.
+    """Everything that the choice of a kernel depends on.
 
-    direction: FPROP, DGRAD or WGRAD. x and out: what the pass reads under the weight and what it writes, in dgrad the
-    gradients of output and input; in wgrad the input and the gradient of the output. x2: the channels after x's, in
-    dgrad after out's. skip, skip_weight: the one or two sources of a skip path. norm: those of the norm before the
-    input, and silu: whether SiLU followed it. products: of tensor cores, for one; 3 where float32
-    is exact. With groups the weight has the shape (K, R, S, C / groups).
+    direction: FPROP, DGRAD or WGRAD. x and out: the input and the output; in dgrad the gradients of the output and of
+    the input; in wgrad the input and the gradient of the output. weight: (K, R, S, C / groups). products: tensor-core
+    products for one; 3 for exact float32. wanted: the fused ops. x2: the second source, the channels after x's, in
+    dgrad after out's. skip: the one or two sources of a skip path. norm: the one or two sources of the norm before the
+    input. silu: whether SiLU followed that norm.
     """
 
     direction: str
@@ -98,8 +98,8 @@ class Problem(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """Whether SiLU followed group norm, and what that had: its input of one or two sources (N, H, W, C1 and C2), its
-    parameters, scale and shift (N, C), and its statistics (N, G)."""
+    """The group norm before a convolution. silu: whether SiLU followed it. x, x2: its input, (N, H, W, C1) and None or
+    (N, H, W, C2). weight, bias: (C,). scale, shift: (N, C) or None. mean, rstd: (N, G)."""
 
     silu: bool
     x: Array
@@ -113,8 +113,8 @@ class Norm(NamedTuple):
 
 
 class Skip(NamedTuple):
-    """A skip path: one source or two (N, H, W, C1 and C2) of a 1×1 convolution, its weight (K, 1, 1, C1 + C2), and its
-    bias (K,), float32."""
+    """A skip path: a 1×1 convolution of x (N, H, W, C1) and x2, None or (N, H, W, C2). weight: (K, 1, 1, C1 + C2).
+    bias: (K,), float32, or None."""
 
     x: Array
     x2: Array | None
@@ -123,7 +123,7 @@ class Skip(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The arrays of a problem, as it names them; wgrad writes `weight`, or, with `add`, adds to it."""
+    """The arrays of a problem, named as there. wgrad overwrites `weight` or, with `add`, adds to it."""
 
     x: Array
     weight: Array
@@ -137,7 +137,7 @@ class Operands(NamedTuple):
 
 def problem_of(direction: str, given: Operands, stride: Pair, padding: Pair, *wanted: str, dilation: Pair = (1, 1),
                groups: int = 1) -> Problem:
-    """The problem of these operands, where more is wanted than they show."""
+    """The problem of these operands. wanted: fused ops beside those that the operands show."""
     skip, norm = given.skip, given.norm
     return Problem(
         direction, image_of(given.x), weight_of(given.weight), image_of(given.out), stride, padding,
@@ -149,7 +149,7 @@ def problem_of(direction: str, given: Operands, stride: Pair, padding: Pair, *wa
 
 
 def wanted_by(given: Operands, *more: str) -> frozenset[str]:
-    """The fusions that operands show, and more."""
+    """The fused ops that the operands show, and `more`."""
     bias, emb, addend, _, gate, activation, slope, _ = given.epilogue
     return _fusions(
         bias is not None, emb is not None, addend is not None, gate is not None, activation is not None,
@@ -166,16 +166,16 @@ def _fusions(*shown: Any) -> frozenset[str]:
 
 _SHOWN = (Fusion.BIAS, Fusion.EMB, Fusion.ADDEND, Fusion.GATE, Fusion.ACTIVATION, Fusion.SLOPE, Fusion.SECOND_SOURCE,
           Fusion.SKIP, Fusion.NORM_BACKWARD, Fusion.CAST)
-_image, _weight = functools.cache(Image), functools.cache(Weight)  # one for all arrays alike
+_image, _weight = functools.cache(Image), functools.cache(Weight)  # equal arrays share one object
 
 
 def image_of(array: Array, shape: tuple[int, ...] | None = None) -> Image:
-    """Of an array, seen in this shape where one is given."""
+    """The Image of an array, viewed in this shape if one is given."""
     return _image(shape or array.shape, array.dtype, array.data.ptr % 16 == 0 and array.flags.c_contiguous)
 
 
 def weight_of(array: Array, shape: tuple[int, ...] | None = None) -> Weight:
-    """Likewise."""
+    """The Weight of an array, likewise."""
     own = array.shape
     unit = math.gcd(array.data.ptr, own[-1] * array.itemsize, array.strides[0])
     return _weight(shape or own, unit % 16 == 0, array.flags.c_contiguous)

@@ -1,4 +1,4 @@
-"""Convolutions of stride 1 that keep the image's size, on Hopper's own instructions."""
+"""Convolutions of stride 1 that keep the image's size, with Hopper's own instructions."""
 
 from __future__ import annotations
 
@@ -32,17 +32,20 @@ from cudiff.statistics import ChannelStatistics, Kind, moments
 
 CHANNELS = 64  # of a tile
 ROW_BYTES = 128  # of shared memory
-SHARED_BYTES = 228 << 10  # of a multiprocessor, of which each block costs 1 KiB more than it asks for
+SHARED_BYTES = 228 << 10  # of a multiprocessor; a block takes 1 KiB more than it asks for
 BARRIER_BYTES = 1024
-MAP_BYTES = 1024  # of norms' maps of channels, in fprop
-CLUSTERS = (1, 2, 4, 8)  # of so many blocks
-COLUMNS = (1, 3, 5, 7)  # of a weight
+MAP_BYTES = 1024  # of the maps of channels for norms, in `fprop`
+CLUSTERS = (1, 2, 4, 8)  # blocks of a cluster
+COLUMNS = (1, 3, 5, 7)  # of taps
 
 
 class Tile(NamedTuple):
-    """What a warpgroup computes in an iteration, 64 channels of an output tile of so many pixels; the microseconds of
-    an H200 for an iteration and for a 128-byte row of channels of each tap in it; and the taps that take as long as
-    such a row of a skip path: its only one, and the wait for its halo tile."""
+    """An output tile, of which a warpgroup computes 64 channels in an iteration, and its times on an H200.
+
+    pixels: of the tile. iteration: microseconds of an iteration itself. step: microseconds of each tap in it, for each
+    128-byte row of channels. skip: the time of such a row of a skip path, in taps: its only tap, and the wait for its
+    halo tile.
+    """
 
     pixels: int
     iteration: float
@@ -54,12 +57,12 @@ TILES = (Tile(256, 1.1, 0.277, 3.7), Tile(128, 0.65, 0.15, 1.7), Tile(64, 0.45, 
 
 
 def supports(p: Problem) -> bool:
-    """Whether `fprop` takes it, but for what may be fused. The weight may be part of longer rows."""
+    """Whether `fprop` serves the problem, leaving fused ops aside. The weight's rows may be parts of longer ones."""
     return of_one_size(p) and p.x.rows_aligned and p.weight.rows_aligned and p.out.rows_aligned
 
 
 def of_one_size(p: Problem) -> bool:
-    """What Hopper's kernels of either file ask, but for where rows of channels start: float32 only as tf32."""
+    """What the Hopper kernels of both files require, except for where rows of channels start. float32 only as tf32."""
     rows, columns = p.kernel
     x, out = p.x, p.out
     return (
@@ -77,8 +80,8 @@ def of_one_size(p: Problem) -> bool:
 
 
 def takes_second_source(p: Problem) -> bool:
-    """Whether both kernels read, or in dgrad write, two images in place of their concat, which is never made: of 16
-    bits, the first of whole tiles of channels."""
+    """Whether the kernels of both files read, or in dgrad write, two images in place of their concatenation, which is
+    never made. They must be 16-bit, and the first must have whole tiles of channels."""
     first, other = (p.out, p.x) if p.direction == DGRAD else (p.x, p.out)
     return (
         p.x2 is not None
@@ -94,7 +97,7 @@ def takes_second_source(p: Problem) -> bool:
 
 
 def offer(p: Problem) -> Offer | None:
-    """All that is wanted but for a skip path or a norm that it does not take, or does not gain by."""
+    """Takes every fused op of a convolution, except a norm that it cannot take and a skip path that does not gain."""
     if p.direction == WGRAD or not supports(p):
         return None
     if Fusion.SECOND_SOURCE in p.wanted and (Fusion.UPSAMPLE in p.wanted or not takes_second_source(p)):
@@ -117,7 +120,8 @@ def run(given: Operands, offer: Offer, p: Problem) -> Array | None:
 
 
 def _takes_norm(p: Problem) -> bool:
-    """In 16 bits, of two sources the first of whole tiles of channels; beside nothing else that is added."""
+    """Whether it takes the result back through the norm: sources are 16-bit, of two the first has whole tiles of
+    channels, and nothing is added to the result."""
     return (
         not p.wanted & EPILOGUE
         and is_low(p.norm[0].dtype)
@@ -127,8 +131,9 @@ def _takes_norm(p: Problem) -> bool:
 
 
 def _takes_skip(p: Problem) -> bool:
-    """Beside a 3×3 convolution: 16-bit images, of two sources the first of whole tiles of channels, where this is no
-    slower than a launch of its own. It adds nothing but biases then, and takes no ReLU and no second source."""
+    """Whether it fuses the skip path, which it does beside a 3×3 convolution where a launch of its own is not faster.
+    Images are 16-bit, and of two sources the first has whole tiles of channels. Then it adds only biases, and takes no
+    ReLU and no second source."""
     return (
         not p.wanted & {Fusion.EMB, Fusion.ADDEND, Fusion.RELU, Fusion.SECOND_SOURCE}
         and is_low(p.x.dtype)
@@ -157,8 +162,9 @@ def _skip_gains(p: Problem, skip: int) -> bool:
 
 
 class Plan(NamedTuple):
-    """A tile as launched: blocks of a cluster, which share the depth; rows of an output tile; clusters for each 64
-    channels; halo tiles and R taps' weights in flight; bytes of shared memory."""
+    """A tile as launched. cluster: blocks of a cluster, which share the depth. rows: of an output tile. blocks:
+    clusters for each 64 channels. halos: halo tiles in flight. weights: weights in flight, of R taps each. shared:
+    bytes of shared memory."""
 
     tile: Tile
     cluster: int
@@ -175,7 +181,7 @@ class Plan(NamedTuple):
 
 def plans(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int, skip: int,
           upsample: bool) -> list[Plan]:
-    """All for x of this shape, which is upsampled already, and so many channels of the result and of a skip path."""
+    """All plans. shape: x's, after upsampling. outputs: channels of the result. skip: channels of a skip path, or 0."""
     fitted = (
         fit(tile, shape, outputs, kernel, itemsize, cluster, skip, upsample) for tile in TILES for cluster in CLUSTERS
     )
@@ -184,40 +190,43 @@ def plans(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsiz
 
 @functools.cache
 def tiles_of(shape: tuple[int, ...], rows: int) -> int:
-    """Output tiles of 8 columns and so many rows of an image of shape (N, H, W, C)."""
+    """Output tiles of 8 columns and so many rows in one image of (N, H, W, C)."""
     return blocks(shape[1], rows) * blocks(shape[2], 8)
 
 
 @functools.cache
 def pitch_of(columns: int, upsample: bool) -> int:
-    """Pixels of a row of a halo tile, for a weight of so many columns; of an upsampled image whole pairs."""
+    """Pixels of a row of a halo tile, for a weight with so many columns. An upsampled image's come in pairs."""
     return 8 + columns - 1 + (2 * (columns // 2 % 2) if upsample else 0)
 
 
 def steps_of(channels: int, kernel: tuple[int, int], itemsize: int, skip: int) -> tuple[int, int]:
-    """Steps of R taps of a chunk of x's channels each, and of a chunk of the skip path's."""
+    """A tile's steps: those of R taps of a chunk of x's channels, and those of a chunk of the skip path's."""
     own, skips = (-(-count * itemsize // ROW_BYTES) for count in (channels, skip))
     return kernel[1] * own, skips
 
 
 def splits_of(steps: int, cluster: int) -> list[tuple[int, int]]:
-    """The first step of each block of a cluster, and the first of the next."""
+    """For each block of a cluster, its first step and the next block's first step."""
     return [(steps * rank // cluster, steps * (rank + 1) // cluster) for rank in range(cluster)]
 
 
 def at_once(cluster: int) -> int:
-    """Clusters of so many blocks, each with a multiprocessor of its own, that run at once. Those of four and more find
-    places on 120 of an H200's 132 multiprocessors."""
+    """How many clusters of so many blocks run at once, each block on a multiprocessor of its own. Clusters of four and
+    more blocks fit on 120 of an H200's 132 multiprocessors only."""
     count = multiprocessors()
     return (count if cluster <= 2 else count * 120 // 132) // cluster
 
 
 def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int,
         cluster: int = 1, skip: int = 0, upsample: bool = False) -> Plan | None:
-    """How the tile lies in shared memory; None where two chunks' halo tiles and two times R taps' weights have no room,
-    and where blocks do not share the depth: each must have a part of it, all must run at once, and larger tiles gained
-    nothing. Beside an upsampled image's halo tiles, which come row by row, three times R taps' weights are needed: with
-    two, 128 channels at 64 x 64 take 69 µs, by a smaller tile 64."""
+    """The plan for this tile and cluster, or None.
+
+    It is None where shared memory has no room for two chunks' halo tiles and two weights of R taps. An upsampled
+    image's halo tiles come row by row and need three weights: with two, 128 channels at 64 x 64 take 69 µs, by a
+    smaller tile 64. It is None too where the blocks of a cluster cannot share the depth: each must have a part of it,
+    and all must run at once. Only the smallest tile shares it, because larger ones gained nothing.
+    """
     rows = min(shape[1], tile.pixels // 8)
     count = shape[0] * tiles_of(shape, rows)
     iterations = blocks(count, max(1, at_once(cluster) // blocks(outputs, CHANNELS)))
@@ -264,8 +273,11 @@ plan = Planner("conv2d_sm90", plans, time)
 
 
 def full_tiles(images: tuple[int, ...], apart: bool) -> tuple[int, int, int]:
-    """Images (N, H, W) as a 1×1 convolution takes them, which knows no neighbours: 8 pixels wide where 8 divides an
-    image; and all as one image, unless sums or vectors of each keep them `apart`."""
+    """The shape (N, H, W) in which a 1×1 convolution, which needs no neighbours, takes its images.
+
+    It is 8 pixels wide where 8 divides an image's pixels. All are one image, unless `apart`, because sums or vectors
+    belong to each.
+    """
     n, height, columns = images
     if not apart:
         n, height = 1, n * height
@@ -275,16 +287,15 @@ def full_tiles(images: tuple[int, ...], apart: bool) -> tuple[int, int, int]:
 def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: bool = False, statistics: bool = False,
           relu: bool = False, x2: Array | None = None, out2: Array | None = None, chosen: Plan | None = None,
           norm: Norm | None = None, skip: Skip | None = None, upsample: bool = False) -> ChannelStatistics | None:
-    """Convolution of x (N, H, W, C), written to out (N, H, W, K), and what the epilogue adds; then ReLU, if `relu`.
+    """out (N, H, W, K) = the convolution of x (N, H, W, C), plus what the epilogue adds; then ReLU, if `relu`.
 
-    The result of `skip` is added too, where `offer` says so; then the epilogue is a bias alone. `upsample`: out is
-    (N, 2H, 2W, K), of an image in which each pixel of x is four.
+    weight: (K, R, S, C). With `transposed` it is (C, R, S, K), x the gradient of an output, and out that of the input;
+    `norm` is then as in `table.dgrad`. x2: the channels after x's. out2: receives the channels after out's. Both only
+    where `takes_second_source`. skip: a skip path whose result is added, where `offer` takes it; then the epilogue is a
+    bias alone. upsample: x is seen with each pixel four times, and out is (N, 2H, 2W, K). chosen: a plan in place of
+    `plan`'s, for x's shape after upsampling.
 
-    x2 holds the channels after x's, and out2 receives those after out's, where `takes_second_source`.
-
-    weight (K, R, S, C); or under `transposed` (C, R, S, K): then out is the gradient of the input whose output had the
-    gradient x; `norm` is as in `table.dgrad`. `chosen`, taken instead of `plan`'s, is for x's shape, upsampled.
-    Returns out's moments, if `statistics`, or with `norm` PRODUCTS.
+    Returns out's moments, if `statistics`, or PRODUCTS with `norm`, else None.
     """
     kernel, (n, height, columns, split) = weight.shape[1:3], x.shape
     if upsample:
@@ -352,5 +363,5 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
 
 
 def _weight_map(weight: Array, chunk: int) -> np.ndarray:
-    """Of a weight (K, R, S, C): boxes of so many channels of one tap of 64 rows."""
+    """The tensor map of a weight (K, R, S, C), in boxes of 64 rows by one tap by `chunk` channels."""
     return tensor_map(weight.reshape(len(weight), -1, weight.shape[3]), (CHANNELS, 1, chunk))

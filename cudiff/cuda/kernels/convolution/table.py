@@ -1,4 +1,4 @@
-"""Which kernels convolutions run by."""
+"""Which kernels run convolutions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from cudiff.statistics import ChannelStatistics
 
 
 def _without_statistics(offer: Callable[[Problem], Offer | None]) -> Callable[[Problem], Offer | None]:
-    """The offer for fprop of float32 that is not rounded to tf32."""
+    """An offer for exact fprop only (float32 not rounded to tf32), without statistics."""
     def offer_exact(p: Problem) -> Offer | None:
         exact = p.direction == FPROP and p.x.dtype == float32 and p.products == 3
         return offer(p._replace(wanted=p.wanted - {Fusion.STATISTICS})) if exact else None
@@ -77,10 +77,10 @@ CONVOLUTION = Table(
 
 def fprop(given: Operands, stride: Pair, padding: Pair, statistics: bool = False, relu: bool = False,
           upsample: bool = False, dilation: Pair = (1, 1), groups: int = 1) -> ChannelStatistics | None:
-    """Convolution, written to given.out (N, Ho, Wo, K), with all that is added to it; then ReLU, if `relu`.
+    """given.out (N, Ho, Wo, K) = the convolution, plus what the operands add; then ReLU, if `relu`.
 
-    `upsample`: of an input twice as high and wide, each pixel four times. Returns out's moments, if `statistics`
-    and the kernel makes them. Without images nothing is launched, as in `dgrad` and `wgrad`.
+    upsample: the input is seen twice as high and wide, each pixel four times. statistics: whether to return out's
+    moments; None where the kernel makes none. Without images nothing is launched, here and in `dgrad`.
     """
     if given.out.size == 0:
         return None
@@ -99,7 +99,7 @@ def fprop(given: Operands, stride: Pair, padding: Pair, statistics: bool = False
 
 
 def _skipped(given: Operands) -> Array:
-    """The result of a skip path, by a launch of its own."""
+    """Compute the result of a skip path by a launch of its own."""
     skip = given.skip
     assert skip is not None
     matrix = skip.weight.reshape(len(skip.weight), -1)
@@ -110,11 +110,11 @@ def _skipped(given: Operands) -> Array:
 
 def dgrad(given: Operands, stride: Pair, padding: Pair, sums: bool = False, dilation: Pair = (1, 1),
           groups: int = 1) -> ChannelStatistics | None:
-    """Gradient of the input, written to given.out (N, H, W, C), and what the epilogue adds.
+    """given.out (N, H, W, C) = the gradient of the input, plus what the epilogue adds.
 
-    Returns its SUMS, if `sums` and the kernel makes them. Where the input is what a norm made,
-    `given.norm`, and the epilogue is empty, out may become d_preact, the gradient of the norm's output before SiLU.
-    Then this returns PRODUCTS, with x the norm's input, in float32 x - mean; else None.
+    sums: whether to return its SUMS; None where the kernel makes none. If a norm made the input (`given.norm`) and the
+    epilogue is empty, out may become d_preact instead: the gradient of the norm's output before SiLU. Then this returns
+    PRODUCTS, with the norm's input x, in float32 with x - mean; else None.
     """
     if given.out.size == 0:
         return None
@@ -127,8 +127,8 @@ def dgrad(given: Operands, stride: Pair, padding: Pair, sums: bool = False, dila
 
 def wgrad(given: Operands, stride: Pair, padding: Pair, upsample: bool = False, dilation: Pair = (1, 1),
           groups: int = 1) -> None:
-    """Gradient of the weight, written or added to given.weight (K, R, S, C / groups), float32; `upsample` as in
-    `fprop`."""
+    """given.weight (K, R, S, C / groups), float32, = or, with given.add, += the gradient of the weight, 0 without
+    images. `upsample` is as in `fprop`."""
     if given.x.size == 0:
         if not given.add:
             given.weight.fill(0)
@@ -144,11 +144,14 @@ def wgrad(given: Operands, stride: Pair, padding: Pair, upsample: bool = False, 
 
 
 def casts(x: tuple[int, ...], dtype: np.dtype, weight: tuple[int, ...], out_dtype: np.dtype, emb: bool) -> bool:
-    """Whether a kernel itself makes the convolution, of stride 1 and the input's size, of an image of shape x and this
-    dtype with a weight (K, R, S, C) an image of another dtype, plus an embedding."""
+    """Whether one kernel can read an image of one dtype and write another, without a cast of its own.
+
+    The convolution has stride 1 and keeps the size. x: the image's shape. dtype: its dtype. weight: (K, R, S, C).
+    emb: whether an embedding is added.
+    """
     padding = weight[1] // 2, weight[1] // 2
     out = Image((*x[:3], weight[0]), out_dtype)
     wanted = frozenset({Fusion.CAST, Fusion.EMB} if emb else {Fusion.CAST})
     problem = Problem(FPROP, Image(x, dtype), Weight(weight), out, padding=padding, wanted=wanted)
-    # Nothing is run here: with the architecture, select tells nobody who watches.
+    # Nothing is run here. With an architecture named, select does not tell `watched`.
     return Fusion.CAST not in CONVOLUTION.select(problem, current_target().architecture).left

@@ -1,4 +1,4 @@
-"""Gradients of weights, of convolutions of stride 1 that keep the image's size, on Hopper's own instructions."""
+"""Weight gradients of convolutions of stride 1 that keep the image's size, with Hopper's own instructions."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from cudiff.cuda.sums import add_parts
 from cudiff.cuda.tensor_map import tensor_map
 from cudiff.cuda.tiles import Planner
 
-MAX_BATCH = 16  # that a launch takes: 7 of the 32 KiB that its arguments may have
-PENDING_BYTES = 128 << 20  # of images, for them: with 144 the U-Net's step at batch 32 takes 96 MiB more
-WAVES = 4  # of blocks that run at once, at most
+MAX_BATCH = 16  # gradients in a launch: they take 7 of the 32 KiB that its arguments may have
+PENDING_BYTES = 128 << 20  # of images kept for them: with 144 MiB the U-Net's step at batch 32 takes 96 MiB more
+WAVES = 4  # of blocks, at most
 COLUMNS = 128  # of an image, at most
-TF32_COLUMNS = 112  # of an image, of which three steps fit in shared memory
+TF32_COLUMNS = 112  # of an image, at most: three steps of it fit in shared memory
 
 
 def supports(p: Problem) -> bool:
-    """Whether `wgrad` takes it, of any number of channels, but for what may be fused."""
+    """Whether `wgrad` serves the problem, with any number of channels, leaving fused ops aside."""
     if p.direction != WGRAD or not of_one_size(p):
         return False
     columns = p.out.shape[2]
@@ -61,19 +61,20 @@ def run(given: Operands, offer: Offer, p: Problem) -> None:
 
 
 def _takes_upsampled(p: Problem) -> bool:
-    """Whether it takes x that was convolved as an image twice as high and wide."""
+    """Whether it takes an x that the forward upsampled to twice the height and width."""
     size = p.out.shape[1], width_of(p.out.shape[2])
     return is_low(p.x.dtype) and fit(size, p.x.shape[3], p.kernel, 1, 1, upsample=True) is not None
 
 
 def width_of(columns: int) -> int:
-    """Pixels of a row of an image as `wgrad` lays it in shared memory, where eight make a swizzled block."""
+    """Pixels of an image's row in shared memory: a multiple of eight, which make a swizzled block."""
     return blocks(columns, 8) * 8
 
 
 class Plan(NamedTuple):
-    """How weights' gradients are cut: horizontal taps and 64-channel columns a block, blocks of a cluster, splits of
-    the depth; and as launched: rows of an image a step, steps in flight, bytes of shared memory."""
+    """How weight gradients are cut. taps: horizontal taps of a block. across: 64-channel columns of a block. cluster:
+    blocks of a cluster. splits: parts of the depth (split K). Then what follows from these: rows of an image in a step,
+    steps in flight, bytes of shared memory."""
 
     taps: int
     across: int
@@ -89,7 +90,7 @@ class Plan(NamedTuple):
 
 
 class _Wgrad(NamedTuple):
-    """dweight (K, R, S, C) = or += the gradient from x (N, H, W, C), or x and x2, and dout (N, H, W, K)."""
+    """dweight (K, R, S, C) = or, with `add`, += the gradient from x (N, H, W, C), x2 if any, and dout (N, H, W, K)."""
 
     x: Array
     x2: Array | None
@@ -100,10 +101,12 @@ class _Wgrad(NamedTuple):
 
 def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: Plan | None = None,
           x2: Array | None = None) -> None:
-    """Gradient of the weight, written or added to dweight (K, R, S, C), float32, whose rows may be parts of longer.
+    """dweight (K, R, S, C), float32, = or, with `add`, += the gradient of the weight. Its rows may be parts of longer
+    ones.
 
-    x2 holds the channels after x's, where `takes_second_source`. x was upsampled if it is half as high and wide as
-    dout, where `_takes_upsampled`. It may be deferred (see cudiff.cuda.deferred), but for one with a `chosen` plan.
+    x2: the channels after x's, where `takes_second_source`. The forward upsampled x if it is half as high and wide as
+    dout, where `_takes_upsampled`. A 16-bit gradient may be deferred (see cudiff.cuda.deferred), unless a plan is
+    `chosen`.
     """
     if x.dtype == float32:
         wgrad_tf32(x, dout, dweight, add)
@@ -125,14 +128,14 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: Plan | None 
 
 
 def _launch(batch: list[_Wgrad]) -> None:
-    """Weights' gradients from images of one size, by one launch."""
+    """Weight gradients from images of one size, in one launch."""
     images = batch[0].dout.shape[:3]
     problem = images, tuple([one.dweight.shape for one in batch]), batch[0].x.shape[:3] != images
     plan.run(problem, lambda chosen: _launch_as(chosen, batch), [one.dweight for one in batch if one.add])
 
 
 def _launch_as(chosen: Plan, batch: list[_Wgrad]) -> None:
-    """`_launch` with a chosen plan."""
+    """`_launch` with this plan."""
     images, kernel, dtype = batch[0].dout.shape[:3], batch[0].dweight.shape[1:3], batch[0].x.dtype
     n, height, columns = images
     upsample = batch[0].x.shape[:3] != images
@@ -176,14 +179,16 @@ _ROW = np.dtype({
 
 @functools.cache
 def _blocks(weight: tuple[int, ...], taps: int, across: int) -> int:
-    """Blocks for each part of the depth."""
+    """Blocks for each part of the depth of a weight (K, R, S, C)."""
     outputs, _, kernel_columns, channels = weight
     return blocks(outputs, CHANNELS) * blocks(channels, CHANNELS * across) * (kernel_columns // taps)
 
 
 def plans(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...], upsample: bool) -> Iterator[Plan]:
-    """All for dout of this (N, H, W) and weights of these (K, R, S, C), of any number of splits whose blocks run in up
-    to WAVES: where one leaves multiprocessors idle, several leave fewer."""
+    """All plans for a dout of this (N, H, W) and weights of these (K, R, S, C).
+
+    The splits' blocks run in up to WAVES waves: where one wave leaves multiprocessors idle, several leave fewer idle.
+    """
     n, height, columns = images
     kernel, channels = weights[0][1:3], max(weight[3] for weight in weights)
     for (taps, across), cluster in itertools.product(((3, 1), (1, 1), (1, 2), (1, 3)), CLUSTERS):
@@ -213,7 +218,7 @@ def time(chosen: Plan, images: tuple[int, ...], weights: tuple[tuple[int, ...], 
     estimate = waves * (2.9 + blocks(n * blocks(height, rows), splits) * step + share / 29e3)
     if cluster > 1:
         estimate += 1.1 + share * (cluster - 1) / 20e3
-    if splits > cluster:  # a share of a batch
+    if splits > cluster:  # the sums over splits, whose launch a batch shares
         estimate += 1.5 + splits // cluster * sum(math.prod(weight) for weight in weights) * 4 / 2.2e6
     return estimate
 
@@ -223,9 +228,10 @@ plan = Planner("conv2d_wgrad_sm90", plans, time)
 
 def fit(size: tuple[int, int], channels: int, kernel: tuple[int, ...], taps: int, across: int,
         upsample: bool = False) -> tuple[int, int, int] | None:
-    """Rows of an image a step, steps in flight, bytes of shared memory; None where two steps have no room.
+    """Rows of an image in a step, steps in flight, bytes of shared memory; None where the kernel cannot do it, as where
+    two steps do not fit.
 
-    size: an image's rows, and pixels of one that shared memory has.
+    size: an image's rows, and the pixels of a row in shared memory (`width_of`).
     """
     height, width = size
     step = 1 if width % 16 == 0 else 2  # pixels come in 16s
@@ -244,7 +250,7 @@ def fit(size: tuple[int, int], channels: int, kernel: tuple[int, ...], taps: int
 
 
 def wgrad_tf32(x: Array, dout: Array, dweight: Array, add: bool, splits: int = 0) -> None:
-    """`wgrad` of float32 images, rounded to tf32, its depth cut into so many splits (0: as many as run at once)."""
+    """`wgrad` of float32 images, rounded to tf32. splits: parts of the depth; 0 stands for as many as run at once."""
     x, dout = _whole(x), _whole(dout)
     n, height, columns, _ = x.shape
     outputs, taps, _, channels = dweight.shape
@@ -267,7 +273,7 @@ def wgrad_tf32(x: Array, dout: Array, dweight: Array, add: bool, splits: int = 0
 
 
 def fit_tf32(height: int, columns: int, channels: int, taps: int) -> tuple[int, int, int, int]:
-    """Rows of an image a step, 32-channel columns a block, steps in flight (3 at least), bytes of shared memory."""
+    """Rows of an image a step, 32-channel columns a block, steps in flight (at least 3), bytes of shared memory."""
     width = width_of(columns)
     pitch_x = width_of(width + taps - 1)
     rows = min(max(1, 64 // width), height)
@@ -279,7 +285,7 @@ def fit_tf32(height: int, columns: int, channels: int, taps: int) -> tuple[int, 
 
 
 def _sums(dweight: Array, count: int) -> tuple[Array, np.int64]:
-    """Where so many sums over splits of the depth go, a single one to the weight's gradient itself; and their pitch."""
+    """The array for `count` partial sums, and the pitch of its rows in floats. One sum goes to dweight itself."""
     if count == 1:
         return dweight, np.int64(dweight.strides[0] // 4)
     size = dweight.size // len(dweight)
@@ -287,6 +293,6 @@ def _sums(dweight: Array, count: int) -> tuple[Array, np.int64]:
 
 
 def _whole(x: Array) -> Array:
-    """x with zero channels added to make a multiple of 8, whose rows TMA can read."""
+    """x with zero channels added up to a multiple of 8, so that TMA can read its rows."""
     rest = -x.shape[3] % 8
     return padded(x, ((0, 0), (0, 0), (0, 0), (0, rest))) if rest else x

@@ -1,11 +1,12 @@
-"""Convolutions of any stride and padding as products of matrices on Hopper, by gemm_sm90.cu.
+"""Convolutions of any stride and padding as matrix products (implicit GEMM) on Hopper, by gemm_sm90.cu.
 
-The product's rows are windows, of any number of images; its depth is the channels of all taps. So it does well where
-images are small, and with one tap, where conv2d_sm90.cu does not: that cuts each image into tiles 8 pixels wide, and
-its warpgroups share no operand.
+The product's rows are windows, of any number of images. Its depth is the channels of all taps. So it does well with
+small images and with one tap, where conv2d_sm90.cu does not: that cuts each image into tiles 8 pixels wide, and its
+warpgroups share no operand.
 
-The gradient of the input of a convolution of stride s is s² convolutions of stride 1. Pixels that are s apart see the
-same taps, s apart: one in four of a 3x3 kernel of stride 2 sees four taps, two see two, one sees one.
+The gradient of the input of a convolution of stride s is s² convolutions of stride 1. Pixels that are s apart are under
+the same taps, which are s apart. With a 3x3 kernel of stride 2, of four pixels one is under four taps, two are under
+two, one is under one.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from cudiff.cuda.launch import blocks
 from cudiff.cuda.select import Offer
 from cudiff.cuda.tensor_map import Windows
 
-NORM_SHARE = 1.1  # of conv2d_sm90's estimate, where it takes its result back through a norm
-SMALL_SHARE = 1.12  # and where blocks walk over several of its smallest tiles: 46.7 µs for 40.4, 41.4 for 36.9
-TAP_BYTES = 4.5e6  # of windows, which are read for each tap, and for each column of tiles, in a microsecond
-PASS, PASS_BYTES = 2.0, 3.5e6  # microseconds of a pass for sums that are left, and bytes that it reads in one
+NORM_SHARE = 1.1  # factor on conv2d_sm90's estimate where it takes its result back through a norm
+SMALL_SHARE = 1.12  # and where a block does several of its smallest tiles: 46.7 µs for 40.4, 41.4 for 36.9
+TAP_BYTES = 4.5e6  # of windows read in a microsecond; they are read for each tap and each column of tiles
+PASS, PASS_BYTES = 2.0, 3.5e6  # an extra pass for sums: its microseconds, and the bytes that it reads in one
 
 
 class Part(NamedTuple):
-    """A convolution of stride 1 in dgrad, or all of fprop: its windows, and the taps of the weight and the pixels of
-    the result that it takes, (vertical, horizontal)."""
+    """One of dgrad's convolutions of stride 1, or all of fprop: its windows, the taps of the weight that it uses, and
+    the pixels of the result that it writes, each (vertical, horizontal)."""
 
     windows: Windows
     taps: tuple[slice, slice]
@@ -41,12 +42,13 @@ class Part(NamedTuple):
 
 @functools.cache
 def _along(backward: bool, length: int, taps: int, stride: int, padding: int) -> list[tuple]:
-    """The parts along one axis of a result of this length: (windows' taps, count, first and step; taps, pixels)."""
+    """The parts along one axis of a result of this length: each the four of `Windows`, and the slices of the weight's
+    taps and of the result's pixels."""
     if not backward:
         return [(taps, length, -padding, stride, slice(None), slice(None))]
     parts = []
     for pixel in range(min(stride, length)):
-        tap = (pixel + padding) % stride  # the first that pixels pixel, pixel + stride, ... are under
+        tap = (pixel + padding) % stride  # the first one over pixels pixel, pixel + stride, ...
         seen = len(range(tap, taps, stride))
         first = (pixel + padding - tap) // stride - (seen - 1)
         parts.append((seen, -(-(length - pixel) // stride), first, 1, slice(tap, None, stride),
@@ -62,8 +64,9 @@ def parts_of(p: Problem) -> list[Part]:
 
 
 def offer(p: Problem) -> Offer | None:
-    """All that is added; where this is estimated to take less time than the next rows, with what those fuse and this
-    leaves: sums for a norm, for which the norm reads the result once more, and a skip path, a launch of its own."""
+    """Takes all that is added, where this is estimated to take less time than the table's next rows. The estimate
+    counts what those fuse and this leaves: sums for a norm, which then reads the result once more, and a skip path,
+    which then is a launch of its own."""
     if not _supports(p):
         return None
     parts = parts_of(p)
@@ -95,19 +98,20 @@ def _supports(p: Problem) -> bool:
 
 
 def _is_matrix(p: Problem) -> bool:
-    """Whether every pixel is a window as it lies: a linear layer."""
+    """Whether it is a linear layer: every pixel is a window by itself."""
     return p.kernel == p.stride == (1, 1) and p.padding == (0, 0)
 
 
 def _product(p: Problem, part: Part) -> tuple[int, int, int, bool]:
-    """Rows, columns and depth, as `plan` is asked."""
+    """The arguments of `plan`: rows, columns, depth, and that the result is rounded."""
     rows, inputs = p.x.shape[0] * math.prod(part.windows.size), p.x.shape[3]
     depth = inputs if _is_matrix(p) else math.prod(part.windows.taps) * blocks(inputs, DEPTH) * DEPTH
     return rows, _columns(p), depth, True
 
 
 def _estimate(p: Problem, part: Part) -> float:
-    """Microseconds by the rule: a measured plan is no slower, and tuning changes no kernel."""
+    """Estimated microseconds of the plan by the rule. A measured plan is no slower, and tuning is not to change which
+    kernel runs."""
     asked = rows, columns, depth, _ = _product(p, part)
     chosen, = plan.by_rule(*asked)
     brought = rows * depth * p.x.dtype.itemsize * blocks(columns, chosen.columns)
@@ -115,12 +119,12 @@ def _estimate(p: Problem, part: Part) -> float:
 
 
 def _columns(p: Problem) -> int:
-    """Channels of the result, of both sources where there are two."""
+    """Channels of the result; in dgrad those of both sources."""
     return p.weight.shape[3 if p.direction == DGRAD else 0]
 
 
 def _left(p: Problem) -> float:
-    """Estimated microseconds of what is wanted and left."""
+    """Estimated microseconds of the wanted fusions that this leaves to other launches."""
     rows, columns = math.prod(p.out.shape[:3]), _columns(p)
     size, total = rows * columns * p.x.dtype.itemsize, 0.0
     if Fusion.STATISTICS in p.wanted:
@@ -133,7 +137,7 @@ def _left(p: Problem) -> float:
 
 
 def _otherwise(p: Problem) -> float:
-    """Estimated microseconds of conv2d_sm90, or of conv2d where that does not serve the problem."""
+    """Estimated microseconds of conv2d_sm90, or of conv2d where conv2d_sm90 does not serve the problem."""
     found = sm90.offer(p)
     if found is None:
         return portable.microseconds(p)
@@ -159,7 +163,7 @@ def _otherwise(p: Problem) -> float:
 
 
 def run(given: Operands, offer: Offer, p: Problem) -> None:
-    """With each part's plan, as `offer` has them."""
+    """Launch each part with its plan from `offer`."""
     if given.weight.dtype != given.x.dtype:
         given = given._replace(weight=given.weight.astype(given.x.dtype))
     for part, chosen in offer.plan:

@@ -1,4 +1,4 @@
-"""Products of matrices by matmul.cu, on every GPU, and linear layers so."""
+"""Matrix products, and linear layers as such, by matmul.cu, on every GPU."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from cudiff.cuda.select import Offer
 
 def multiply(a: Array, b: Array, out: Array, transpose_a: bool = False, transpose_b: bool = False,
              epilogue: Epilogue | None = None) -> None:
-    """out (B, m, n) = a·b of CUDA matrices, or batches of them, with the epilogue's additions.
+    """out (B, m, n) = a·b for batches of CUDA matrices, plus what the epilogue adds.
 
-    a (B, m, k), or (B, k, m) under transpose_a; b (B, k, n), or (B, n, k) under transpose_b; a batch of one serves
-    all. Rows may be a part of longer ones. b is rounded to a's dtype.
+    a is (B, m, k), or (B, k, m) with transpose_a. b is (B, k, n), or (B, n, k) with transpose_b. A batch of one serves
+    the whole batch. Rows may be parts of longer ones. b is cast to a's dtype.
     """
     b = b if b.dtype == a.dtype else b.astype(a.dtype)
     (batches, rows, columns), depth = out.shape, a.shape[1 if transpose_a else 2]
     if out.size == 0:
         return
     bias, emb, addend = (epilogue or Epilogue())[:3]
-    if depth == 0 and bias is emb is None and (addend is None or addend is out):  # sums of nothing
+    if depth == 0 and bias is emb is None and (addend is None or addend is out):  # every sum is empty
         if addend is None:
             out.fill(0)
         return
@@ -40,7 +40,7 @@ def multiply(a: Array, b: Array, out: Array, transpose_a: bool = False, transpos
 
 
 def offer(p: Problem) -> Offer:
-    """Not of a second source: that is a product of its own."""
+    """Takes the epilogue's additions. A second source is left to a product of its own."""
     return Offer(p.wanted & EPILOGUE)
 
 
@@ -65,5 +65,5 @@ def run_product(a: Array, b: Array, out: Array, offer: Offer, p: Product) -> Non
 
 
 def rows_of(x: Array) -> Array:
-    """x (..., C) as a batch of one matrix (1, rows, C); a part of longer rows stays one."""
+    """x (..., C) as a batch of one matrix (1, rows, C). A matrix whose rows are parts of longer ones stays a view."""
     return x[None] if x.ndim == 2 else x.reshape(1, -1, x.shape[-1])

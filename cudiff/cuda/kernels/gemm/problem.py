@@ -1,4 +1,4 @@
-"""What the kernels of products of matrices are asked; those of linear layers are asked as convolutions are."""
+"""The problem of a matrix product. A linear layer's is that of a convolution (convolution/problem.py)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from cudiff.backend import Array
 
 
 class Matrix(NamedTuple):
-    """A batch (B, rows, columns), of one where that serves all. aligned: whether every row starts at a multiple of 16
-    bytes."""
+    """A batch of matrices (B, rows, columns); B is 1 where one serves the whole batch. aligned: whether every row
+    starts at a multiple of 16 bytes."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -20,8 +20,11 @@ class Matrix(NamedTuple):
 
 
 class Product(NamedTuple):
-    """out (B, m, n) = or, with `add`, += a (B, m, k) · b (B, k, n), of one dtype; a is (B, k, m) under `transpose_a`, b
-    (B, n, k) under `transpose_b`. products: of tensor cores, for one; 3 where float32 is not rounded to tf32."""
+    """out (B, m, n) = or, with `add`, += a (B, m, k) · b (B, k, n), where a and b have one dtype.
+
+    With `transpose_a` a is (B, k, m), with `transpose_b` b is (B, n, k). products: tensor-core products for one; 3 for
+    float32 that is not rounded to tf32.
+    """
 
     a: Matrix
     b: Matrix

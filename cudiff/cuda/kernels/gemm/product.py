@@ -1,4 +1,4 @@
-"""What the tensor-core kernels share: which tile and split a product takes, and its launch."""
+"""What the portable tensor-core kernels share: the choice of a tile and of split K for a product, and its launch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from cudiff.cuda.launch import address, blocks, empty, launch
 from cudiff.cuda.tiles import Planner
 from cudiff.precision import tf32_allowed
 
-ROW_BYTES = 128  # a tile's extent along k
+ROW_BYTES = 128  # of a tile along K
 
 
 class Tile(NamedTuple):
-    """A block's share of the result, BM × BN, its warps, and the share of full speed it reaches."""
+    """A block's part of the result, rows × columns; its warps along each; the part of full speed that it reaches."""
 
     rows: int
     columns: int
@@ -36,13 +36,14 @@ TILES = (
 
 
 def stages() -> int:
-    """How many tiles of each operand shared memory holds: three of the largest where it has room, two on Turing."""
+    """How many tiles of each operand a block keeps in shared memory: three where the largest fit, else two, as on
+    Turing."""
     largest = max(tile.rows + tile.columns for tile in TILES) * ROW_BYTES
     return 3 if 3 * largest <= shared_memory() else 2
 
 
 class Plan(NamedTuple):
-    """How a product is cut: a tile, and into how many splits of `k_tiles` tiles the depth goes."""
+    """How a product is cut: its tile, and split K: `splits` parts of the depth, of `k_tiles` tiles each."""
 
     tile: Tile
     splits: int
@@ -55,9 +56,10 @@ class Plan(NamedTuple):
 
 def plans(rows: int, columns: int, depth: int, batches: int, itemsize: int, products: int,
           aligned: bool) -> Iterator[Plan]:
-    """All for a product of (rows, depth) and (depth, columns).
+    """All plans for a product of (rows, depth) and (depth, columns).
 
-    The largest tile spills registers where operands are split in two or read one by one.
+    Left out are tiles that would spill registers: the largest where operands are split in two (3 products), all but the
+    smaller ones where elements are read one by one (not aligned).
     """
     k_total = blocks(depth, ROW_BYTES // itemsize)
     for tile in TILES:
@@ -74,10 +76,11 @@ def plans(rows: int, columns: int, depth: int, batches: int, itemsize: int, prod
 
 def time(chosen: Plan, rows: int, columns: int, depth: int, batches: int, itemsize: int, products: int,
          aligned: bool) -> float:
-    """Estimated microseconds, at 1755 clocks each.
+    """Estimated microseconds, of 1755 clocks each.
 
-    A multiprocessor does 1024/efficiency multiply-adds a clock and holds two blocks at least, so that a lone one
-    wastes a third; a split costs a launch (4000 clocks) and the traffic of its float32 partials (2400 bytes a clock).
+    A multiprocessor does 1024 · efficiency multiply-adds a clock. It holds at least two blocks, so that a lone one
+    wastes a third. Split K costs one more launch (4000 clocks) and the traffic of float32 partials (2400 bytes a
+    clock).
     """
     tile, splits, k_tiles = chosen
     tiles = batches * blocks(rows, tile.rows) * blocks(columns, tile.columns)
@@ -92,23 +95,26 @@ plan = Planner("gemm", plans, time)
 
 
 def problem_of(dtype: np.dtype, size: tuple[int, int, int, int], products: int, aligned: bool) -> tuple:
-    """What `plan` is asked for operands of this dtype, and (rows, columns, depth, batches)."""
+    """The arguments of `plan` for operands of this dtype. size: (rows, columns, depth, batches)."""
     return *size, dtype.itemsize, products, aligned
 
 
 def products(dtype: np.dtype) -> int:
-    """Products of tensor cores that one takes: three make one of float32, unless that may be rounded to tf32."""
+    """Tensor-core products for one product in this dtype: 3 for float32 unless it may be rounded to tf32, else 1."""
     return 1 if dtype.itemsize == 2 or tf32_allowed() else 3
 
 
 class Epilogue(NamedTuple):
-    """What is done to a product before it is rounded. bias (columns,), emb (images, columns), both float32, and
-    `addend`, of the result's dtype and shape, which may be the result itself, are added. Of linear layers then:
+    """The epilogue: what is done to a product before it is rounded.
 
-    gate (images, columns), float32: the result is addend + gate · what else there is.
-    activation: a name of ACTIVATIONS, applied to what there is.
-    slope: likewise; the result, a gradient, is multiplied by the activation's slope at `aux`.
-    aux: cuBLASLt's auxiliary output: beside a gate or an activation, what that is applied to is left there.
+    bias (columns,) and emb (images, columns), both float32, and addend are added. The addend has the result's dtype and
+    shape, and may be the result itself. rows_per_image: rows that share a row of emb or gate. The rest is for linear
+    layers:
+
+    gate (images, columns), float32: the result is addend + gate · (product + bias + emb).
+    activation: a name in ACTIVATIONS; it is applied to the sum.
+    slope: likewise a name; the result, a gradient, is multiplied by the activation's slope at `aux`.
+    aux: as cuBLASLt's auxiliary output, receives what a gate or an activation is applied to. A slope reads it.
     """
 
     bias: Array | None = None
@@ -130,11 +136,10 @@ def as_float32(bias: Array | None) -> Array | None:
 
 def product(stem: str, a: Array, b: Array, out: Array, pitch: int, dims: tuple, size: tuple[int, int, int, int],
             epilogue: Epilogue, products: int, **flags: Any) -> Array:
-    """Launch `<stem>.cu` with the plan for its problem, and the sum of its splits where that has any. Returns
-    `out`.
+    """Launch `<stem>.cu` with the plan for this problem, and with split K the sum of its partials. Returns `out`.
 
-    a and b have one dtype; out has rows of `pitch` elements; size = (rows, columns, depth, batches); `dims` are the
-    kernel's own arguments, `flags` its own constants.
+    a and b have one dtype. out: rows are `pitch` elements apart. dims: the kernel's own arguments. size: (rows,
+    columns, depth, batches). flags: the kernel's own constants.
     """
     def run(chosen: Plan) -> Array:
         return product_as(chosen, stem, a, b, out, pitch, dims, size, epilogue, products, **flags)
@@ -145,7 +150,7 @@ def product(stem: str, a: Array, b: Array, out: Array, pitch: int, dims: tuple, 
 
 def product_as(chosen: Plan, stem: str, a: Array, b: Array, out: Array, pitch: int, dims: tuple,
                size: tuple[int, int, int, int], epilogue: Epilogue, products: int, **flags: Any) -> Array:
-    """`product` with a chosen plan."""
+    """`product` with this plan."""
     rows, columns, _, batches = size
     tile = chosen.tile
     grid = (batches * blocks(rows, tile.rows) * blocks(columns, tile.columns), chosen.splits)
@@ -170,8 +175,8 @@ def product_as(chosen: Plan, stem: str, a: Array, b: Array, out: Array, pitch: i
 
 
 def sum_splits(partials: Array, out: Array, epilogue: Epilogue, pitch: int) -> None:
-    """out = the sum of partials (splits, rows, columns) in their order, and what the epilogue adds; `pitch` elements a
-    row of out."""
+    """out = the sum of partials (splits, rows, columns), in order, plus what the epilogue adds. out's rows are `pitch`
+    elements apart."""
     splits, rows, columns = partials.shape
     places = [address(array) % (4 * out.itemsize) for array in (out, epilogue.addend) if array is not None]
     whole = columns % 4 == pitch % 4 == max(places) == 0

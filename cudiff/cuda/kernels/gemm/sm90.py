@@ -1,4 +1,4 @@
-"""Products of matrices and linear layers of 16 bits on Hopper's own instructions, by gemm_sm90.cu."""
+"""Matrix products and linear layers in 16 bits with Hopper's own instructions, by gemm_sm90.cu."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ ROW_BYTES, PANEL_BYTES = 128, 64 * 128
 SHARED_BYTES = 227 << 10  # of a block
 BARRIER_BYTES = 256
 STAGES = 8  # at most
-SUMMED = 64  # rows of which a sum is left
+SUMMED = 64  # rows of the result for each sum that is left
 STEPS = {256: 0.65, 192: 0.495, 128: 0.36}  # microseconds of a step, by a tile's columns
 BANDWIDTH = 3e6  # bytes in a microsecond
-ONE_TAP_FLOPS = 330e6  # in a microsecond, at most, of conv2d_sm90 with one tap: its warpgroups share no operand
+ONE_TAP_FLOPS = 330e6  # of conv2d_sm90 with one tap in a microsecond, at most: its warpgroups share no operand
 
 
-# The kernel reads or leaves one matrix beside the result.
+# Beside the result the kernel can read or leave only one matrix.
 _READS_ONE = [
     frozenset(wanted) for wanted in
     ((), (Fusion.ADDEND,), (Fusion.ADDEND, Fusion.GATE), (Fusion.ACTIVATION,), (Fusion.SLOPE,),
@@ -52,7 +52,7 @@ _READS_ONE = [
 
 
 def offer(p: Problem) -> Offer | None:
-    """Where this is estimated to take less time than the convolutions' kernels."""
+    """Serves a linear layer where this is estimated to take less time than the convolutions' kernels."""
     if not _supports(p):
         return None
     asked = _product(p)
@@ -75,7 +75,7 @@ def _supports(p: Problem) -> bool:
 
 
 def _product(p: Problem) -> tuple[int, int, int, bool]:
-    """Rows, columns and depth, and whether the result is rounded to 16 bits: what the plan is asked."""
+    """The arguments of `plan`: rows, columns, depth, and whether the result is rounded to 16 bits."""
     rows, (outputs, _, _, inputs) = p.x.size // p.x.shape[-1], p.weight.shape
     if p.direction == WGRAD:
         return outputs, inputs, rows, False
@@ -83,7 +83,7 @@ def _product(p: Problem) -> tuple[int, int, int, bool]:
 
 
 def _as_convolution(p: Problem) -> float:
-    """Estimated microseconds of the next row, infinity where that does not serve the problem."""
+    """Estimated microseconds of the table's next row; infinity where that does not serve the problem."""
     if p.direction == WGRAD:
         if wgrad_sm90.offer(p) is None:
             return np.inf
@@ -98,7 +98,7 @@ def _as_convolution(p: Problem) -> float:
 
 
 def offer_product(p: Product) -> Offer | None:
-    """Where TMA can bring and take every row; pairs of floats are stored."""
+    """Serves a product where TMA can load and store every row. float32 results are stored in pairs."""
     takes = (
         is_low(p.a.dtype)
         and p.out.dtype in (p.a.dtype, float32)
@@ -124,12 +124,12 @@ def run_product(a: Array, b: Array, out: Array, offer: Offer, p: Product) -> Non
 
 
 def _afterwards(p: Problem) -> float:
-    """Estimated microseconds of the pass of its own that the next rows leave: its launch, and three matrices."""
+    """Estimated microseconds of the extra pass that the table's next rows need: a launch, and three matrices."""
     return 3 + 3 * p.out.size * p.out.dtype.itemsize / BANDWIDTH if p.wanted & AFTERWARDS else 0.0
 
 
 def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
-    """Returns the SUMS of dgrad's result where they are wanted."""
+    """Returns the SUMS of dgrad's result if they are wanted, else None."""
     x, weight, out = rows_of(given.x), given.weight[None], rows_of(given.out)
     if p.direction == WGRAD:
         a, b, result, a_mn, b_mn = out, x, weight, True, True
@@ -152,7 +152,7 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
 
 
 class Plan(NamedTuple):
-    """Columns of a tile, blocks that share its depth, and whether it is a tile of the transposed result."""
+    """Columns of a tile, blocks that share its depth, and whether the transposed result is cut into tiles instead."""
 
     columns: int
     cluster: int
@@ -164,7 +164,7 @@ class Plan(NamedTuple):
 
 
 def plans(rows: int, columns: int, depth: int, rounds: bool, batches: int = 1) -> Iterator[Plan]:
-    """All for results of 16 bits, where it `rounds`, or of floats."""
+    """All plans, for results of 16 bits if `rounds`, else of float32."""
     for width, cluster, turned in itertools.product(STEPS, (1, 2, 4), (0, 1)):
         plan = Plan(width, cluster, turned)
         if rounds and (turned or width // cluster % 64):
@@ -195,16 +195,17 @@ def _tiles(chosen: Plan, rows: int, columns: int) -> int:
 def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_mn: bool, add: bool, plan: Plan,
              a2: Array | None = None, out2: Array | None = None, windows: Windows | None = None,
              sums: Array | None = None) -> None:
-    """out (B, M, N) = the products of a (B, M, depth), or (B, depth, M) under `a_mn`, and b (B, N, depth), or
-    (B, depth, N) under `b_mn`, with what the epilogue adds; float32 out is added to where `add`.
+    """out (B, M, N) = a·bᵀ plus what the epilogue adds. With `add`, the product is added to a float32 out.
 
-    a2: what a has of the depth after its own, a multiple of 64; out2: the columns after out's, likewise. Not with an
-    addend, or of floats. sums: beside a slope, of one matrix, gets the sums over each `SUMMED` rows, float32
-    (1, tiles, N).
+    a is (B, M, depth), or (B, depth, M) with `a_mn`. b is (B, N, depth), or (B, depth, N) with `b_mn`.
 
-    windows: of a convolution of images a (I, H, W, depth). Then out and addend are images with a pixel for each window,
-    at any strides, of N channels; b is (R, S, N, depth), or under `b_mn` (R, S, depth, N) of which the last tap is the
-    first, at any strides too.
+    a2: the depth after a's own, which is a multiple of 64. out2: the columns after out's own, likewise. Neither goes
+    with an addend or with a float32 out. sums: float32 (1, tiles, N), receives the sums over each `SUMMED` rows; only
+    beside a slope, and for one matrix.
+
+    windows: makes it a convolution of images a (I, H, W, depth). Then out and addend are images of N channels, with a
+    pixel for each window, at any strides. b is (R, S, N, depth), or with `b_mn` (R, S, depth, N), whose
+    last tap belongs to a window's first pixel; at any strides too.
     """
     (*lengths, rows, first_columns), split = out.shape, a.shape[1 if a_mn else -1]
     batches = 1
@@ -255,7 +256,7 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
 
 
 def _fit(plan: Plan, b_mn: bool, rounds: bool, reads: bool, keeps: bool) -> tuple[int, int]:
-    """Stages of operands, and bytes of shared memory for them, the results and biases of a tile, and barriers."""
+    """Stages of operands, and bytes of shared memory for them, for a tile's results and biases, and for barriers."""
     width, cluster, _ = plan
     stage, rest = (ROWS + (blocks(width, 64) * 64 if b_mn else width)) * ROW_BYTES, BARRIER_BYTES
     if rounds:

@@ -1,5 +1,5 @@
-"""Which kernels products of matrices and linear layers run by: for some a linear layer is a 1×1 convolution of an image
-8 pixels wide."""
+"""Which kernels run matrix products and linear layers. Some run a linear layer as a 1×1 convolution of an image 8
+pixels wide."""
 
 from __future__ import annotations
 
@@ -64,11 +64,10 @@ MATMUL = Table(
 
 def matmul(a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False, out: Array | None = None,
            add: bool = False) -> Array:
-    """a·b of batches of CUDA matrices. Returns `out` (B, m, n), to which it is added where `add`; new in a's dtype if
-    None.
+    """out = or, with `add`, += a·b for batches of CUDA matrices. Returns `out` (B, m, n); None makes one in a's dtype.
 
-    a (B, m, k), or (B, k, m) under transpose_a; b (B, k, n), or (B, n, k) under transpose_b; a batch of one serves all.
-    b is rounded to a's dtype.
+    a is (B, m, k), or (B, k, m) with transpose_a. b is (B, k, n), or (B, n, k) with transpose_b; it is cast to a's
+    dtype. A batch of one serves the whole batch.
     """
     b = b if b.dtype == a.dtype else b.astype(a.dtype)
     if out is None:
@@ -82,11 +81,11 @@ def matmul(a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = Fa
 
 
 def linear(direction: str, given: Operands, sums: bool = False) -> ChannelStatistics | None:
-    """A linear layer's product of matrices, with weight (K, C) or its gradient; x, x2 and out have rows of channels.
+    """A linear layer's matrix product, with weight (K, C) or its gradient. x2 is the second source, or None.
 
-    FPROP: out (..., K) = concat(x, x2) (..., C) · weight transposed, plus the epilogue. DGRAD: concat(out, x2) (..., C)
-    = x (..., K) · weight, plus the epilogue. WGRAD: weight, float32, = or += out (..., K) transposed · concat(x, x2).
-    Returns SUMS of a result that is multiplied by a slope, if `sums` and the kernel makes them.
+    FPROP: out (..., K) = concat(x, x2) (..., C) · weightᵀ, plus the epilogue. DGRAD: concat(out, x2) (..., C) =
+    x (..., K) · weight, plus the epilogue. WGRAD: weight, float32, = or += outᵀ (K, ...) · concat(x, x2) (..., C).
+    sums: whether to return the SUMS of a result that is multiplied by a slope; None where the kernel makes none.
     """
     outputs, channels = given.weight.shape
     problem = Problem(
@@ -106,7 +105,7 @@ def linear(direction: str, given: Operands, sums: bool = False) -> ChannelStatis
 
 
 def _and_then(direction: str, given: Operands) -> None:
-    """The product, and what becomes of it by a launch of its own."""
+    """Run the product, then gate, activation or slope by a launch of its own."""
     out, e = given.out, given.epilogue
     aux = out if e.aux is None else e.aux
     plain = Epilogue(e.bias, e.emb, e.addend, e.rows_per_image)
@@ -122,7 +121,7 @@ def _and_then(direction: str, given: Operands) -> None:
 
 
 def _halves(direction: str, given: Operands) -> tuple[Operands, Operands]:
-    """The products of the first source and of the second; in FPROP the second adds to the first."""
+    """The operands of the first source's product and of the second's. In FPROP the second adds to the first."""
     split = (given.out if direction == DGRAD else given.x).shape[-1]
     first, second = (given._replace(weight=columns, x2=None)
                      for columns in (given.weight[:, :split], given.weight[:, split:]))
@@ -137,8 +136,8 @@ def _image(matrix: Array) -> Image:
 
 
 def as_image(matrix: Array) -> Array:
-    """(..., C) as an image (1, H, 8, C), for which a 1×1 convolution is a matrix product; or (rows, C) where 8 does not
-    divide the rows."""
+    """A matrix (..., C) as an image (1, H, 8, C), of which a 1×1 convolution is the matrix product. It stays (rows, C)
+    where 8 does not divide the rows."""
     return matrix.reshape(_image_shape(matrix.shape))
 
 

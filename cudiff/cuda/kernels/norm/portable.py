@@ -1,4 +1,4 @@
-"""Group norm on every GPU: passes over the images by group_norm.cu, between which sums are finished."""
+"""Group norm on every GPU, by group_norm.cu: passes over the images, and between them launches that finish sums."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from cudiff.cuda.select import Offer
 from cudiff.cuda.sums import add_rows, empty_statistics
 from cudiff.statistics import Kind
 
-_FEW_TILES, _FEW_CHANNELS = 64, 2048  # that every block of an image may add up anew
-_AT_ONCE = 7936  # channels that finish_sums has in a block: what fits in Turing's shared memory
-_SILU_DONE = 2  # of input_gradients
+_FEW_TILES, _FEW_CHANNELS = 64, 2048  # up to which every block of an image adds up the sums itself
+_AT_ONCE = 7936  # channels of a block of finish_sums, at most: what fits in Turing's shared memory
+_SILU_DONE = 2  # an `activation` of input_gradients: dy is d_preact already
 
 
 def _stream_bytes() -> int:
-    """What input_gradients streams by way of shared memory: 16 packs a thread, 8 on Turing."""
+    """Bytes that a block of input_gradients streams through shared memory: 16 packs a thread, 8 on Turing."""
     return (16 if shared_memory() > 64 << 10 else 8) * 16 * 256
 
 
@@ -35,7 +35,7 @@ def forward(given: Forward, plan: None, p: Problem) -> None:
     y, mean, rstd, x, x2, weight, bias, scale, shift, *_ = given
     share = np.float64(p.groups / (p.pixels * channels))
     sums = _statistics_of(given, p)
-    shared = 16 * max(256, channels)  # two doubles for each channel, or each thread
+    shared = 16 * max(256, channels)  # two doubles for each channel or each thread, whichever are more
     statistics: tuple = (None, None)
     found: tuple = (mean, rstd)
     if max(sums[2], sums[5]) > _FEW_TILES or channels > _FEW_CHANNELS:
@@ -51,7 +51,8 @@ def forward(given: Forward, plan: None, p: Problem) -> None:
 
 
 def _statistics_of(given: Forward, p: Problem) -> tuple:
-    """For both sources: sums, made by a pass where none came; whether they are centred; tiles."""
+    """For each source: its sums, whether they are centred, and the number of tiles. A pass makes sums that did not come
+    with the source."""
     operands: list = []
     for source, statistics in zip((given.x, given.x2), given.statistics, strict=True):
         if source is not None and statistics is None:
@@ -103,9 +104,9 @@ def backward(given: Backward, plan: None, p: Problem) -> None:
 
 
 def affine_gradients(totals: Array, dweight: Any, dbias: Any) -> None:
-    """Sum totals (N, C, 2), of d_preact and of d_preact·xhat, over N into dbias and dweight.
+    """Sum totals (N, C, 2) over N: those of d_preact into dbias, those of d_preact·xhat into dweight.
 
-    These are (array or None, whether to add).
+    dweight and dbias are (array or None, whether to add).
     """
     with batched():
         for offset, (out, add) in enumerate((dbias, dweight)):
@@ -116,19 +117,20 @@ def affine_gradients(totals: Array, dweight: Any, dbias: Any) -> None:
 @functools.cache
 def tiling(n: int, pixels: int, channels: int, pack: int, multiprocessors: int,
            narrow: bool = False) -> tuple[int, int, int]:
-    """Tiles an image, chunks of channels, packs a chunk: two blocks a multiprocessor run at once, and few idle.
+    """How blocks share n images: tiles of an image, chunks of channels, and packs of a chunk.
 
-    pack: channels that are read at once. multiprocessors: of the GPU.
+    Two blocks run at once on a multiprocessor, and few multiprocessors are left idle. pack: channels that are read at
+    once. multiprocessors: those of the GPU.
 
-    `narrow`: chunks of down to 8 packs, each with fewer channels to prepare, if as many blocks run and a thread has few
-    pixels. Of many, long rows are read faster: there chunks of down to 16 packs, and blocks that come one after
-    another, only fill multiprocessors that would idle.
+    narrow: allows more chunks. If a thread has few pixels, a chunk may have down to 8 packs, which leaves a block fewer
+    channels to prepare; as many blocks have to run. If it has many, long rows are read faster: chunks of down to 16
+    packs, and blocks that run one after another, are taken only to fill multiprocessors that would idle.
     """
     packs = channels // pack
     at_once, least = 2 * multiprocessors, blocks(packs, 32)
 
     def rounds(waves: int, chunks: int) -> int:
-        """How often a block covers as many pixels as it has threads for."""
+        """How many times a block takes as many pixels as it has threads for."""
         return blocks(pixels, 256 // blocks(packs, chunks) * max(1, waves * at_once // (n * chunks)))
 
     def filled(waves: int, chunks: int) -> float:
@@ -137,7 +139,7 @@ def tiling(n: int, pixels: int, channels: int, pack: int, multiprocessors: int,
 
     few = rounds(1, least) < 32
     most = max(least, blocks(packs, 8 if few else 16)) if narrow and pack > 1 else least
-    # Rounding up may leave the last of many chunks without a channel: such a cut is none.
+    # Rounding up may leave the last of many chunks without channels. Such cuts are left out.
     cuts = [(waves, c) for waves in ((1,) if few else (1, 2, 3, 4)) for c in range(least, most + 1)
             if (c - 1) * blocks(packs, c) < packs]
     cut = max(cuts, key=lambda cut: (filled(*cut), cut))

@@ -1,4 +1,4 @@
-"""What group norm's kernels are asked, and what they are given."""
+"""The problem of group norm, by which a kernel is chosen, and the kernels' operands."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from cudiff.statistics import ChannelStatistics, Kind
 
 
 class Problem(NamedTuple):
-    """backward: else forward. images; pixels of an image; channels of the first source and of the second, 0 where there
-    is one. packs: whether all channels and addresses allow packs of 16 bytes. summed: whether the sums over an image
-    came with the inputs, forward with every source, backward with dy. two_terms: backward, whether dx is to be added to
-    two terms, one of which lies elsewhere. multiprocessors: of the GPU."""
+    """backward: whether it is the backward pass. pixels: of an image. channels1, channels2: of the first source and of
+    the second, 0 where there is none. packs: whether all channels and addresses allow packs of 16 bytes. summed:
+    whether sums came with every source (forward) or with dy (backward). two_terms: whether backward adds two terms to
+    dx, one of which lies elsewhere. multiprocessors: those of the GPU."""
 
     backward: bool
     dtype: np.dtype
@@ -42,14 +42,14 @@ class Problem(NamedTuple):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Of every kernel."""
+        """The constants of every kernel."""
         return {"T": self.dtype, "VEC": int(self.packs)}
 
 
 class Forward(NamedTuple):
-    """Arrays: y (N, ..., C1 + C2) and float32 mean and rstd (N, G), to be written; x (N, ..., C1) and x2 (N, ..., C2)
-    or None; float32 weight and bias (C,), scale and shift (N, C) or None; `statistics`, those that came with x and
-    x2, or None."""
+    """Written: y (N, ..., C1 + C2), and mean and rstd (N, G), float32. Read: x (N, ..., C1); x2 (N, ..., C2) or None;
+    weight and bias (C,), float32; scale and shift (N, C), float32, or None; statistics: those that came with x and
+    with x2, or None."""
 
     y: Array
     mean: Array
@@ -66,13 +66,13 @@ class Forward(NamedTuple):
 
 
 Target = list[Any]
-"""Where a gradient goes, or None; of dx and dx2 also what is added to it, of the others whether it is added there."""
+"""[array, more]. array: where a gradient goes, or None. more: for dx and dx2 the array that is added to it, or None;
+for the others whether the gradient is added to what the array holds."""
 
 
 class Backward(NamedTuple):
-    """The same with dy, where y goes once more (or None), and the gradients' targets. `statistics`, or
-    None: PRODUCTS that came with dy, which is then d_preact. `leaves` receives at 0 and 1 the SUMS of dx and dx2, where
-    they are wanted."""
+    """As `Forward`, with dy and the gradients' targets. y: receives the output once more, or None. statistics: PRODUCTS
+    that came with dy, which is then d_preact, or None. leaves: receives at 0 and 1 the SUMS of dx and dx2, or None."""
 
     dy: Array
     x: Array
@@ -91,12 +91,12 @@ class Backward(NamedTuple):
     needs: tuple[bool, ...]
 
     def added_to(self) -> list[Array]:
-        """The gradients that are added to those there."""
+        """The arrays of gradients that the kernel adds to, instead of overwriting them."""
         targets = (self.dx, self.dx2, self.dweight, self.dbias, self.dscale, self.dshift)
         return [out for out, before in targets if out is not None and (before is True or before is out)]
 
     def make_sums(self, p: Problem, tiles: int) -> tuple[Array | None, Array | None]:
-        """Fill `leaves`, of so many tiles. Returns the arrays for the sums of dx and dx2."""
+        """Put new statistics of so many tiles into `leaves`. Returns their arrays, for dx and dx2, or Nones."""
         if self.leaves is None:
             return None, None
         arrays: list[Array | None] = [None, None]
@@ -113,7 +113,8 @@ def extent(x: Array, x2: Array | None) -> tuple[int, int, int, int]:
 
 
 def kernel_constants(x: Array, *others: Array | None, parameters: tuple[Array | None, ...] = ()) -> dict[str, Any]:
-    """T and VEC: packs of 16 bytes where all channels and addresses allow them. `parameters` must be float32."""
+    """T, and VEC: whether all channels and addresses allow packs of 16 bytes. Raises TypeError for `parameters` that
+    are not float32."""
     for array in parameters:
         if array is not None and array.dtype != float32:
             raise TypeError("norms on CUDA take float32 weight, bias, scale and shift: use .astype('float32')")

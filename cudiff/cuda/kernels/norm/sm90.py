@@ -1,5 +1,5 @@
-"""Group norm on Hopper: an image's pixels are read once and stay in shared memory, of clusters of blocks forward
-(group_norm_sm90.cu), of blocks that wait for each other backward (group_norm_backward_sm90.cu)."""
+"""Group norm on Hopper: an image's pixels are read once and stay in shared memory. Forward they are shared by a cluster
+of blocks (group_norm_sm90.cu), backward by blocks that wait for each other (group_norm_backward_sm90.cu)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Boxes(NamedTuple):
 
 @functools.cache
 def _boxes(channels1: int, channels2: int, groups: int, itemsize: int) -> list[Boxes]:
-    """All there are. Chunks of channels have 64 bytes or more, or are all channels, and lie within one source."""
+    """All ways to cut. A chunk of channels has 64 bytes or more, or is all channels, and lies within one source."""
     found, pack, channels = [], 16 // itemsize, channels1 + channels2
     for chunks in range(1, groups + 1):
         width = channels // chunks
@@ -76,10 +76,10 @@ class ClusterPlan(NamedTuple):
         return self.kept <= _BOXES and self.bytes <= _SHARED_BYTES
 
     def microseconds(self, images: int, megabytes: float, multiprocessors: int) -> float:
-        """As fitted to an H200, of arrays of so many megabytes.
+        """Estimated time, fitted to an H200. megabytes: those of the input.
 
-        Clusters of four and more find places together on 120 of 132 multiprocessors only. Rows of less than 128 bytes
-        are slow where the cache does not hold the array.
+        Clusters of four and more blocks fit on 120 of 132 multiprocessors only. Rows of less than 128 bytes are slow
+        where the cache does not hold the array.
         """
         speed = 16e3 / (1.5 if megabytes > 24 and self.boxes.across < 8 and self.boxes.chunks > 1 else 1)
         places = multiprocessors if self.cluster <= 2 else multiprocessors * 120 // 132
@@ -107,9 +107,9 @@ FORWARD = Planner("group_norm_sm90", _cluster_plans, _cluster_time)
 
 
 def clusters(*problem: int) -> ClusterPlan | None:
-    """The plan of group_norm_sm90.cu; None where no cluster has room.
+    """The plan of group_norm_sm90.cu; None where no cluster has room for an image.
 
-    What group_norm.cu took was not less for any of 15 shapes.
+    No estimate decides: group_norm.cu was not faster for any of 15 shapes.
     """
     return FORWARD(*problem) if _cluster_plans(*problem) else None
 
@@ -139,7 +139,7 @@ class SharedPlan(NamedTuple):
         return images * self.boxes.chunks * self.parts
 
     def adding(self, images: int, channels: int) -> int:
-        """Blocks that add up the images' sums, on multiprocessors that the others leave."""
+        """Extra blocks that add up the images' sums, on multiprocessors that the other blocks leave free."""
         return max(0, min(blocks(channels, 32), self.multiprocessors - self.blocks(images)))
 
     def fits(self, images: int) -> bool:
@@ -147,7 +147,7 @@ class SharedPlan(NamedTuple):
         return 0 < self.kept <= _BOXES and self.bytes <= _SHARED_BYTES and there
 
     def microseconds(self, images: int, pixels: int, channels: int, itemsize: int) -> float:
-        """As fitted to an H200.
+        """Estimated time, fitted to an H200.
 
         Rows of less than 128 bytes are slow where the cache does not hold x and dy. Where no multiprocessor is left to
         add up the images' sums, another launch does.
@@ -162,7 +162,7 @@ class SharedPlan(NamedTuple):
 
 
 _HELD = 3  # boxes that the registers of a block have room for
-_PARTS = 32  # at most: more were never faster
+_PARTS = 32  # blocks of an image and chunk, at most: more were never faster
 
 
 def _shared_plans(pixels: int, channels1: int, channels2: int, groups: int, itemsize: int, images: int,
@@ -186,8 +186,8 @@ BACKWARD = Planner("group_norm_backward_sm90", _shared_plans, _shared_time)
 
 
 def sharing(*problem: int) -> SharedPlan | None:
-    """The plan of group_norm_backward_sm90.cu; None where group_norm.cu's two launches and a sum are estimated to take
-    less."""
+    """The plan of group_norm_backward_sm90.cu; None where there is none, or where group_norm.cu's two launches and a
+    sum are estimated to be faster."""
     if not _shared_plans(*problem):
         return None
     pixels, channels1, channels2, _, itemsize, images, _ = problem
@@ -197,12 +197,12 @@ def sharing(*problem: int) -> SharedPlan | None:
 
 
 def _key(p: Problem) -> tuple[int, ...]:
-    """What a plan depends on."""
+    """The problem, as the planners take it."""
     return p.pixels, p.channels1, p.channels2, p.groups, p.dtype.itemsize, p.images, p.multiprocessors
 
 
 def offer_forward(p: Problem) -> Offer | None:
-    """Where statistics came with every source, one pass is left, which the portable kernel does."""
+    """Not where statistics came with every source: then one pass is left, which the portable kernel does."""
     if p.backward or not p.packs or p.summed:
         return None
     plan = clusters(*_key(p))
@@ -236,7 +236,7 @@ def backward(given: Backward, plan: SharedPlan, p: Problem) -> None:
     x2 = given.x if given.x2 is None else given.x2
 
     def launch_as(plan: SharedPlan) -> Array | None:
-        """The images' sums for the gradients of weight and bias, where no block of the launch adds them up."""
+        """Returns the images' sums for the gradients of weight and bias, if the launch itself does not add them up."""
         own_sums = given.make_sums(p, plan.parts)
         adding = plan.adding(p.images, channels) if weights else 0
         totals = empty((p.images, channels, 2), float32) if weights and not adding else None

@@ -1,4 +1,4 @@
-"""Which kernels group norm runs by."""
+"""Which kernels run group norm."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NORM = Table(
 def forward(x: Array, x2: Array | None, weight: Array, bias: Array, num_groups: int, eps: float, silu: bool,
             scale: Array | None = None, shift: Array | None = None,
             statistics: Sequence[ChannelStatistics | None] = (None, None)) -> tuple[Array, Array, Array]:
-    """y (N, ..., C1 + C2), mean and rstd (N, G). `statistics`: those that came with x and x2, where they did."""
+    """Returns y (N, ..., C1 + C2), and mean and rstd (N, G). statistics: those that came with x and x2, or None."""
     n, pixels, channels1, channels2 = extent(x, x2)
     y = empty((*x.shape[:-1], channels1 + channels2), x.dtype)
     mean, rstd = empty((n, num_groups), float32), empty((n, num_groups), float32)
@@ -53,19 +53,19 @@ def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, 
              into: tuple[Slot | None, ...], y: Array | None = None,
              leaves: dict[int, ChannelStatistics | None] | None = None,
              statistics: ChannelStatistics | None = None) -> tuple[Array | None, ...]:
-    """dx, dx2, dweight, dbias, dscale, dshift: None where `needs` says so, else where `gradient_target` says, for dx
-    and dx2 `gradient_sum`, or `gradient_sums` for dx alone.
+    """Returns dx, dx2, dweight, dbias, dscale, dshift, each None where `needs` is False for it.
 
-    The gradients of parameters, scale and shift are float32. `y`, where given, receives the output once more. `leaves`,
-    where given, receives at 0 and 1 the SUMS of dx and dx2, with what they had before. `statistics`, where given:
-    PRODUCTS that came with dy, in float32 of d_preact·(x - mean). Then dy is d_preact: see `dgrad` of convolutions.
+    They are written where `gradient_target` says; dx and dx2 where `gradient_sum` does, a lone dx where `gradient_sums`
+    does. All but dx and dx2 are float32. y: receives the output once more, if given. leaves: receives at 0 and 1 the
+    SUMS of dx and dx2, earlier terms included, if given. statistics: PRODUCTS that came with dy, if given; for float32
+    the second is of d_preact·(x - mean). Then dy is d_preact: see `dgrad` of convolutions.
     """
     n, pixels, channels1, channels2 = extent(x, x2)
     channels, groups = channels1 + channels2, mean.shape[1]
-    if into[0] is into[1]:  # one tensor is both sources: two threads would add to an element at one time
+    if into[0] is into[1]:  # one tensor is both sources: two threads would add to one element at the same time
         into = (into[0], None, *into[2:])
     shapes = (x.shape, x2 is not None and x2.shape, (channels,), (channels,), (n, channels), (n, channels))
-    more = None  # a lone source's gradient so far may be of two terms
+    more = None  # the gradient so far of a lone source may be two terms
     if x2 is None and needs[0]:
         *dx, more = gradient_sums(into[0], x.shape, x.dtype)
         dx2: Target = [None, more]
