@@ -440,5 +440,6 @@ def test_latest_and_prune_see_only_checkpoints(tmp_path, rng):
     assert latest(tmp_path) == paths[3]
     assert prune(tmp_path, 0) == []
     assert prune(tmp_path, 9) == []
-    assert prune(tmp_path, 2) == paths[:2]
-    assert sorted(tmp_path.iterdir()) == sorted(paths[2:] + others)
+    for keep, deleted in ((2, paths[:2]), (1, paths[2:3])):
+        assert prune(tmp_path, keep) == deleted
+        assert sorted(tmp_path.iterdir()) == sorted(paths[4 - keep :] + others)

@@ -1,5 +1,6 @@
 """What tells one data set from another: its fingerprint, and the words for each difference."""
 
+import hashlib
 import json
 
 import numpy as np
@@ -77,6 +78,13 @@ def test_a_fingerprint_reads_all_images_or_as_many_as_it_may(monkeypatch, rng):
     assert notices() == [0, 12, 24, 37, 49]
     data.labels[7] = 0
     assert data.fingerprint()["labels"] == print_["labels"]
+
+
+@pytest.mark.parametrize("count", [1, 64, 65, 130])
+def test_the_pixels_digest_is_that_of_all_of_them_in_their_order(count, rng):
+    """However many are read at a time: else a run could not go on with the data that its checkpoint names."""
+    images = rng.integers(0, 256, (count, 4, 4, 1), np.uint8)
+    assert dataset.pixel_digest(images) == hashlib.sha256(images.tobytes()).hexdigest()
 
 
 def test_a_fingerprint_tells_labels_and_what_has_none(rng):

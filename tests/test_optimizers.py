@@ -207,6 +207,8 @@ def test_lion_is_the_papers(parameters, device, clip):
     (lambda p: AdamW([{"params": p}, {"params": p[0]}]), "a parameter is in two groups"),
     (lambda p: SGD([{"params": p, "betas": (0, 0)}]), "a group of SGD has no option 'betas': use lr, momentum"),
     (lambda p: SGD([{"params": p, "lr": -1}]), "lr must be at least 0"),
+    (lambda p: RMSprop(p, alpha=1), "alpha must be at least 0 and below 1"),
+    (lambda p: RMSprop(p, momentum=1), "momentum must be at least 0 and below 1"),
     (lambda p: SGD(p, schedule=lambda step: 1.0), r"Tabulated\(function, total_steps\), not a function"),
     (lambda p: Tabulated(lambda step: -1.0, 3), "the factor of step 0 must be at least 0"),
     (lambda p: SGD(p, ema=EMA(nn.Linear(2, 2), 3)), "the EMA was made of another model"),

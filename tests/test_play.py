@@ -80,16 +80,17 @@ def test_what_is_no_picture_is_refused(content, told):
 
 
 class Slow:
-    """A pipeline whose sampling takes steps until it is stopped or has taken `steps` of 10 ms."""
+    """A pipeline whose sampling takes steps until it is stopped, or has taken `steps` of 10 ms and called `last`."""
 
     def __init__(self):
-        self.config, self.steps = pipeline().config, []
+        self.config, self.steps, self.last = pipeline().config, [], lambda seed: None
 
     def sample(self, n, seed, each_step, steps, **options):
         for step in range(steps):
             self.steps.append(seed)
             time.sleep(0.01)
             each_step(step)
+        self.last(seed)
         return np.full((n, 8, 8, 1), seed, np.uint8)
 
 
@@ -108,17 +109,18 @@ def wait_for(condition):
 
 
 def test_the_newest_wish_is_drawn_and_stops_the_one_before(slow):
-    got = []
+    """After its last step too: the sixth comes when the fifth has been drawn, and is not shown yet."""
+    got, steps = [], slow.pipeline.steps
     player = Player(lambda answer, png: got.append(answer["number"]))
     slow.join(player)
+    slow.pipeline.last = lambda seed: seed == 5 and slow.ask(player, Wish(6, None, 1.0, 2, 6, 0.5, False))
     for number in range(1, 6):
         slow.ask(player, Wish(number, None, 1.0, 1000 if number < 5 else 3, number, 0.5, False))
         if number == 1:
-            wait_for(lambda: slow.pipeline.steps)
+            wait_for(lambda: steps)
     wait_for(lambda: got)
     time.sleep(0.05)
-    steps = slow.pipeline.steps
-    assert got == [5] and steps.count(1) < 500 and steps.count(5) == 3 and player.wish is None
+    assert got == [6] and steps.count(1) < 500 and steps[-5:] == [5, 5, 5, 6, 6] and player.wish is None
 
 
 def test_who_leaves_stops_what_runs_and_others_take_turns(slow):
@@ -136,8 +138,7 @@ def test_who_leaves_stops_what_runs_and_others_take_turns(slow):
 
 def test_closing_stops_what_runs():
     worker = Worker(Slow(), 1)
-    player = Player(lambda answer, png: None)
-    worker.join(player)
+    worker.join(player := Player(lambda answer, png: None))
     worker.ask(player, Wish(1, None, 1.0, 1000, 7, 0.5, False))
     wait_for(lambda: worker.pipeline.steps)
     worker.close()
@@ -359,17 +360,17 @@ def test_a_slow_page_loses_frames():
             self.sent.append(content)
 
     async def go():
-        connection = Connection()
-        outgoing = Outgoing(connection)
+        outgoing = Outgoing(connection := Connection())
         task = asyncio.create_task(outgoing.send_all())
         for number in range(50):
             outgoing.put({"number": number}, b"%d" % number)
             await asyncio.sleep(0)
-        outgoing.put({"error": "one line"}, None)
+        for answer in (others := [{"classes": ["a"]}, {"error": "one line"}]):
+            outgoing.put(answer, None)
         connection.ready.set()
         await asyncio.sleep(0.05)
         task.cancel()
-        assert connection.sent == [{"number": 0}, b"0", {"number": 49}, b"49", {"error": "one line"}]
+        assert connection.sent == [{"number": 0}, b"0", {"number": 49}, b"49", *others]
 
     asyncio.run(go())
 

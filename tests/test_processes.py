@@ -74,6 +74,26 @@ def test_one_gpu_and_processes_of_the_launcher_start_none(gpus, monkeypatch):
     assert processes.joined_by(options, "cpu", console).size == 1 and not gpus and not console.quiet
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_processes_that_work_together_end_together(monkeypatch, size):
+    """The text is told, or in its place the traceback where that was asked for; a process alone ends by itself."""
+    told = []
+    group = SimpleNamespace(size=size, fail=lambda code, text: told.append((code, text)))
+    monkeypatch.setattr(processes, "joined", lambda: group)
+    try:
+        raise KeyError("why")
+    except KeyError:
+        processes.end_all(141)
+        processes.end_all(2, "cudiff: a line")
+        processes.end_all(2, "cudiff: a line", debug=True)
+    if size == 1:
+        assert not told
+    else:
+        (code, trace) = told.pop()
+        assert told == [(141, ""), (2, "cudiff: a line")] and code == 2
+        assert trace.startswith("Traceback") and trace.endswith("KeyError: 'why'")
+
+
 @pytest.mark.parametrize(
     "shown, number, processes_here, expected",
     [(None, 1, 2, "1"), ("4,5", 1, 2, "5"), ("GPU-a,GPU-b", 0, 2, "GPU-a"), ("3", 1, 2, "3"), ("", 0, 2, "")],

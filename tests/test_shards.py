@@ -144,6 +144,11 @@ def test_the_average_takes_the_weights_place(part):
         np.testing.assert_array_equal(flat.compute_copy, flat.data.astype(bfloat16))
     np.testing.assert_array_equal(flat.data, weights)
     np.testing.assert_array_equal(flat.compute_copy, weights.astype(bfloat16))
+    with pytest.raises(CudiffError, match="the average lies in 2 parts"):
+        _ = ema.model
+    with ema.whole() as average, ema.whole() as again:  # a second time too
+        assert average is again is ema.model
+        np.testing.assert_array_equal(flat.data[flat.shards.own], weights[flat.shards.own] + 1)
 
 
 def test_more_processes_than_blocks():

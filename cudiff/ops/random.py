@@ -57,7 +57,7 @@ def philox(c0: Array, c1: Array, c2: Array, c3: Array, seed: int) -> np.ndarray:
     return out
 
 
-def random_bits(rows: int, size: int, seed: int, stream: int, step: int, first: int = 0) -> np.ndarray:
+def random_bits(rows: int, size: int, seed: int, stream: int, step: int, first: int) -> np.ndarray:
     """uint32 (rows, size rounded up to a multiple of 4); lane e % 4 of counter (e // 4, first + row, step, stream)."""
     groups = np.arange(blocks(size, 4), dtype=np.uint32)
     samples = (np.arange(rows, dtype=np.int64) + first)[:, None]

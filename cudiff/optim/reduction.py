@@ -36,7 +36,7 @@ class Reduction:
         self._last = True
 
     @contextmanager
-    def during(self, last: bool = True) -> Iterator[None]:
+    def during(self, last: bool) -> Iterator[None]:
         """In the `last` pass sum what the backward within the block leaves; done, for what follows on the current
         stream, at its end."""
         if self.group.size == self.passes == 1:

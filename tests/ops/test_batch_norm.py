@@ -1,9 +1,13 @@
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
 import cudiff
 from cudiff import nn
 from cudiff.backend import bfloat16
+from cudiff.distributed import ALONE, Group
 from cudiff.ops.batch_norm import batch_norm, batch_norm_relu_pool
 from cudiff.ops.conv2d import conv2d
 from cudiff.tensor import Tensor
@@ -136,6 +140,43 @@ def test_a_tenth_of_the_batch_goes_into_the_running_statistics(function, rng):
 def test_windows_need_two_pixels_a_side(shape):
     with pytest.raises(ValueError, match="2 pixels a side"):
         cudiff.batch_norm_relu_pool(Tensor(np.ones(shape)), *(Tensor(np.ones(3)) for _ in range(4)), training=True)
+
+
+class OfTwo(Group):
+    """One of two processes, which are threads here: they sum by `given`, and wait for each other."""
+
+    def __init__(self, rank, given, both):
+        super().__init__(rank, 2)
+        self.given, self.both = given, both
+
+    def all_reduce(self, array):
+        self.given[self.rank] = array.copy()
+        self.both.wait()
+        array[...] = sum(self.given)
+        self.both.wait()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_two_processes_have_the_statistics_of_both(rng, training):
+    """Halves of a batch, of other means and variances, give what the whole gives to one process."""
+    x, dout = rng.standard_normal((2, 6, 4, 5, 3))
+    x[3:] = 3 * x[3:] + 2
+    arrays = rng.standard_normal(3), rng.standard_normal(3), rng.standard_normal(3), 0.5 + rng.random(3)
+
+    def run(part, group):
+        tensors = [Tensor(array.copy(), requires_grad=i < 3) for i, array in enumerate((x[part], *arrays))]
+        y = batch_norm(*tensors, training=training, momentum=0.3, eps=0.2, group=group)
+        y.backward(dout[part])
+        return [y.numpy(), *(tensor.grad for tensor in tensors[:3]), *(tensor.numpy() for tensor in tensors[3:])]
+
+    given, both = [None, None], threading.Barrier(2, timeout=10)
+    with ThreadPoolExecutor(2) as threads:
+        halves = threads.map(run, (slice(3), slice(3, 6)), (OfTwo(rank, given, both) for rank in range(2)))
+        (y, dx, dweight, dbias, *running), (y2, dx2, dweight2, dbias2, *running2) = halves
+    found = [np.concatenate((y, y2)), np.concatenate((dx, dx2)), dweight + dweight2, dbias + dbias2, *running]
+    for one, other, expected in zip(found, found[:4] + running2, run(slice(6), ALONE), strict=True):
+        np.testing.assert_allclose(one, expected, rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(other, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -6,7 +6,7 @@ import cudiff
 from cudiff.backend import bfloat16
 from cudiff.cuda.device import current_device
 from cudiff.cuda.kernels.convolution import table
-from cudiff.cuda.kernels.convolution.problem import Operands
+from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, Fusion, Image, Operands, Problem, Weight
 from cudiff.cuda.kernels.gemm.product import TILES, plan
 from cudiff.ops.conv2d import conv1d, conv2d, conv_transpose2d
 from cudiff.precision import allow_tf32
@@ -88,6 +88,19 @@ def test_kernels_of_groups_and_dilation(host_of, hopper, kernel, steps, stem):
     assert [name for name, _ in host.launches] == [stem]
 
 
+@pytest.mark.parametrize("channels, groups", [(64, 1), (48, 3), (8, 4)])
+def test_parts_of_a_weights_gradient_are_whole_steps(host_of, channels, groups):
+    """Of the 16 pixels that conv2d_grouped.cu takes at a time; together they have every pixel, and none is empty."""
+    host, parts = host_of(True), []
+    host.watch = lambda launch: parts.append(launch) if launch.constants.get("PASS") == "WGRAD" else None
+    weight = Tensor(host.zeros((channels, 3, 3, channels // groups), bfloat16), requires_grad=True)
+    out = conv2d(Tensor(host.zeros((5, 37, 41, channels), bfloat16)), weight, padding=2, dilation=2, groups=groups)
+    out.backward(host.zeros(out.shape, bfloat16))
+    (launch,) = parts
+    (_, count), pixels = launch.grid, launch.args[5]
+    assert pixels % 16 == 0 and (count - 1) * pixels < 5 * 37 * 41 <= count * pixels and count > 1
+
+
 @pytest.mark.parametrize("x, kernel, stride, padding, dilation, groups", GROUPED, ids=str)
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_groups_and_dilation(device, rng, x, kernel, stride, padding, dilation, groups, with_bias):
@@ -97,6 +110,53 @@ def test_groups_and_dilation(device, rng, x, kernel, stride, padding, dilation, 
     steps = dict(stride=stride, padding=padding, dilation=dilation, groups=groups)
     check_op(lambda *t: conv2d(*t, **steps), *arrays, device=device, fp32_inputs=(2,),
              torch_fn=torch_conv2d(stride, padding, dilation, groups), dtypes=("float32", "bfloat16", "float16"))
+
+
+def image(*shape):
+    return Image(shape, bfloat16)
+
+
+NO, COPIED = (0, 0), "matmul, shape.copy"
+
+
+@pytest.mark.parametrize("direction, x, kernel, out, stride, padding, wanted, row", [
+    (DGRAD, (16, 8), (2, 3), (32, 24), (2, 3), NO, Fusion.BIAS, COPIED),
+    (DGRAD, (32, 8), (1, 2), (32, 16), (1, 2), NO, Fusion.BIAS, COPIED),
+    (DGRAD, (8, 16), (2, 1), (16, 16), (2, 1), NO, Fusion.BIAS, COPIED),
+    (DGRAD, (16, 8), (2, 3), (32, 24), (2, 3), NO, Fusion.ADDEND, "conv2d"),
+    (DGRAD, (16, 8), (2, 3), (32, 24), (2, 3), NO, Fusion.EMB, "conv2d"),
+    (DGRAD, (16, 8), (2, 3), (33, 24), (2, 3), NO, Fusion.BIAS, "conv2d"),
+    (DGRAD, (16, 8), (2, 3), (32, 25), (2, 3), NO, Fusion.BIAS, "conv2d"),
+    (DGRAD, (2, 2), (3, 3), (6, 6), (2, 2), NO, Fusion.BIAS, "conv2d"),  # they overlap, and are as large together
+    (DGRAD, (4, 4), (3, 3), (12, 12), (3, 3), (1, 1), Fusion.BIAS, "conv2d"),
+    (DGRAD, (16, 8), (1, 1), (16, 8), (1, 1), NO, Fusion.BIAS, "matmul"),
+    (DGRAD, (16, 8), (1, 1), (16, 8), (1, 1), NO, Fusion.NORM_BACKWARD, "conv2d"),
+    (FPROP, (16, 8), (1, 1), (18, 10), (1, 1), (1, 1), Fusion.BIAS, "conv2d"),
+    (FPROP, (16, 8), (1, 1), (8, 4), (2, 2), NO, Fusion.BIAS, "conv2d"),
+    (FPROP, (16, 8), (3, 3), (14, 6), (1, 1), NO, Fusion.BIAS, "conv2d"),
+])
+def test_pixels_and_windows_side_by_side_are_rows_of_a_product(
+    direction, x, kernel, out, stride, padding, wanted, row
+):
+    """But for what a product cannot add, or leave."""
+    x, out, weight = image(2, *x, 64), image(2, *out, 64), Weight((64, *kernel, 64))
+    problem = Problem(direction, x, weight, out, stride, padding, norm=(out,), wanted=frozenset({wanted}))
+    assert table.CONVOLUTION.select(problem, "sm_80").row.name == row
+
+
+@pytest.mark.parametrize("direction, sums", [(FPROP, Fusion.STATISTICS), (DGRAD, Fusion.NORM_BACKWARD)])
+@pytest.mark.parametrize("shape, leaves", [
+    ((40000, 8, 8, 64), True), ((2, 8, 8, 40000), True), ((1, 64, 32767, 64), True), ((1, 32767, 64, 64), True),
+    ((1, 64, 32768, 64), False), ((1, 32768, 64, 64), False), ((2, 5, 7, 64), False),
+])
+def test_which_results_have_sums_left_for_a_norm(direction, sums, shape, leaves):
+    """By conv2d.cu: of sides that 15 bits count, of any number of images and channels, and where tiles are of one."""
+    out, one = image(*shape), image(*shape[:3], 64)
+    weight = Weight((shape[3], 3, 3, 128) if direction == FPROP else (64, 3, 3, shape[3] + 64))
+    problem = Problem(direction, one, weight, out, padding=(1, 1), x2=one, norm=(out, one),
+                      wanted=frozenset({sums, Fusion.SECOND_SOURCE}))
+    chosen = table.CONVOLUTION.select(problem, "sm_80")
+    assert (chosen.row.name, chosen.left) == ("conv2d", set() if leaves else {sums})
 
 
 @pytest.mark.parametrize("x, kernel, steps", [

@@ -125,10 +125,14 @@ def test_what_is_not_scaled_is_told():
         optimizer.step()
     with pytest.raises(CudiffError, match=r"LossScale\(\) or None, not a float"):
         optimizer.loss_scale = 65536.0
-    with pytest.raises(CudiffError, match=r"at most 1\.67772e"):
-        LossScale(2.0**25)
+    for wrong in (0.5, 2.0**25):
+        with pytest.raises(CudiffError, match=r"initial must be at least 1 and at most 1\.67772e"):
+            LossScale(wrong)
     with pytest.raises(CudiffError, match="interval must be at least 1"):
         LossScale(interval=0)
+    assert [(scale.initial, scale.interval) for scale in (LossScale(1, 1), LossScale(LARGEST))] == [
+        (1, 1), (LARGEST, 2000)
+    ]
 
 
 def test_state_goes_round_and_only_where_both_have_a_scale():

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 from cudiff.backend import bfloat16
+from cudiff.cuda import select
 from cudiff.cuda.device import current_device
 from cudiff.ops.matmul import linear, matmul
 from cudiff.precision import allow_tf32
@@ -101,6 +102,17 @@ def test_which_kernel_a_batched_product_runs_by(host_of, out, stem):
     a, b = (Tensor(host.zeros(shape, bfloat16)) for shape in ((batch, rows, 32), (batch, 32, columns)))
     matmul(a, b)
     assert {name for name, _ in host.launches} == {stem}
+
+
+@pytest.mark.parametrize("hopper", [True, False])
+def test_gradients_are_of_the_operands_shapes_where_both_are_broadcast(host_of, hopper):
+    """By a product for each matrix of the batch, into new memory, which is summed over the batch afterwards."""
+    host, shapes, products = host_of(hopper), ((2, 1, 16, 24), (3, 24, 8)), []
+    a, b = (Tensor(host.zeros(shape, bfloat16), requires_grad=True) for shape in shapes)
+    with select.watched(lambda table, problem, choice: products.append(problem)):
+        matmul(a, b).backward(host.zeros((2, 3, 16, 8), bfloat16))
+    assert (a.grad.shape, b.grad.shape) == shapes and not any(product.add for product in products)
+    assert [product.out.shape for product in products] == [(6, 16, 8), (6, 16, 24), (6, 24, 8)]
 
 
 def test_parameters_have_float32_gradients(device, rng):

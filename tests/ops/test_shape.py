@@ -88,11 +88,13 @@ def test_concatenate_with_itself_and_other_dtypes(device, rng):
     low = Tensor(np.ones((2, 2), ml_dtypes.bfloat16), device=device)
     full = Tensor(np.ones((2, 2), np.float32), device=device)
     assert cudiff.concatenate([low, full]).dtype == np.float32
-    with pytest.raises(ValueError, match="join"):
-        cudiff.concatenate([full, full[:1]], 1)
+    for axis, others in ((1, [full[:1], full[0]]), (0, [full[:, :1], full[0]])):
+        for other in others:
+            with pytest.raises(ValueError, match=f"do not join along axis {axis}"):
+                cudiff.concatenate([full, other], axis)
 
 
-@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, -3])
 def test_stack(axis, device, rng):
     arrays = [rng.standard_normal((3, 8)) for _ in range(3)]
     check_op(
@@ -138,3 +140,4 @@ def test_merge_axes():
     assert merge_axes((2, 3, 4, 5), [(60, 20, 5, 1), (0, 0, 0, 1)]) == ((24, 5), ((5, 1), (0, 1)))
     assert merge_axes((4, 1, 3), [(3, 99, 1), (1, 7, 0)]) == ((4, 3), ((3, 1), (1, 0)))
     assert merge_axes((), [(), ()])[0] == (1,)
+    assert merge_axes((1, 1, 1), [(8, 4, 4), (8, 4, 4)]) == ((1,), ((8,), (8,)))
