@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cudiff.checkpoint import Checkpoint, part
-from cudiff.config import Config
+from cudiff.config import Config, from_arguments
 from cudiff.data.dataset import differences
 from cudiff.distributed import Group
 from cudiff.errors import CudiffError
@@ -21,15 +22,28 @@ LISTED = 6
 """How many names a notice repeats."""
 
 
+def resumed_configuration(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Config:
+    """That of a run that goes on, of a command line. Raises CudiffError for what cannot change before all else; options
+    that stand for the data's are compared by `check_resumed`, once the data is known."""
+    was, default = checkpoint.config, Config()
+    for name, before in was.fixed().items():
+        value = getattr(arguments, name, before)
+        if value not in (before, getattr(default, name, before)):
+            raise _unchangeable(name, before, value)
+    return from_arguments(arguments, was)
+
+
+def _unchangeable(name: str, before: Any, after: Any) -> CudiffError:
+    return CudiffError(f"a resumed run cannot change {name} from {before} to {after}: leave it out, or start anew")
+
+
 def check_resumed(config: Config, checkpoint: Checkpoint) -> list[str]:
     """What to tell of a resumed run's options. Raises CudiffError where it would be of another kind than it was."""
     was = checkpoint.config
     values = config.to_dict()
     for name, before in was.fixed().items():
         if before != values.get(name):
-            raise CudiffError(
-                f"a resumed run cannot change {name} from {before} to {values.get(name)}: leave it out, or start anew"
-            )
+            raise _unchangeable(name, before, values.get(name))
     if config.precision == was.precision or "optimizer" not in checkpoint.counters:
         return []
     return [f"the run was trained in {was.precision} and goes on in {config.precision}"]

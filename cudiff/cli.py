@@ -99,14 +99,15 @@ def _explain(error: Exception) -> str:
         return "out of memory: use a smaller --batch-size or model, or --residency host for large data"
     if isinstance(error, OSError):
         where = f"cannot use {error.filename}" if error.filename else "cannot write"
-        return f"{where} ({error.strerror or error}): make room or choose another folder"
+        room = "" if isinstance(error, FileExistsError | NotADirectoryError) else "make room or "
+        return f"{where} ({error.strerror or error}): {room}choose another folder"
     text = str(error).strip().splitlines()
     kind = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
     return f"unexpected {kind} (run again with --debug for the traceback)"
 
 
 def _say(text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -123,7 +124,8 @@ class _Parser(argparse.ArgumentParser):
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             word = unknown[0].split("=")[0]
-            near = difflib.get_close_matches(word, self._option_string_actions, 1)
+            known = self._option_string_actions
+            near = ["-n"] if word == "--samples" and "-n" in known else difflib.get_close_matches(word, known, 1)
             if word.startswith("-"):
                 advice = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
                 raise CudiffError(f"unknown option {word}: {advice}")
@@ -181,10 +183,9 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("checkpoint", type=expanduser, metavar="CHECKPOINT",
                         help="a file, or a run's folder for its newest one")
     sample.add_argument("-n", type=int, default=64, metavar="N", help="how many images (default 64)")
-    sample.add_argument(
-        "--out", type=expanduser, default="samples.png", metavar="PATH",
-        help="a .png grid, an .npz, a .gif of the denoising, or a folder for single PNGs (default samples.png)",
-    )
+    sample.add_argument("--out", type=expanduser, default="samples.png", metavar="PATH",
+                        help="a .png grid, an .npz, a .gif of the denoising, or a folder for single PNGs (default "
+                             "samples.png)")
     sample.add_argument("--classes", type=_texts, metavar="NAME,NAME,..",
                         help="one class, or several in turn, by name or number; -1 is none (default: all in turn)")
     _sampling_arguments(sample, None)
@@ -303,7 +304,7 @@ def _demo(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
-    from cudiff.beginning import configuration_of
+    from cudiff.beginning import configuration_of, resumed_configuration
     from cudiff.checkpoint import PARTS, find_checkpoint
     from cudiff.display import TrainingDisplay, introduction
     from cudiff.folder import check_free, check_unused, read_checkpoint
@@ -322,7 +323,7 @@ def _train(options: argparse.Namespace) -> None:
         check_unused(folder)
         sampler = getattr(options, "sampler", None)
         resume = read_checkpoint(path, processes.needed(options, PARTS), "go on with --resume ", sampler)[1]
-        config = from_arguments(options, resume.config)
+        config = resumed_configuration(options, resume)
     else:
         base = None
         if options.init is not None:
@@ -388,7 +389,7 @@ def _sample(options: argparse.Namespace) -> None:
         save_grid(options.out, images)
     else:
         save_images(options.out, images)
-    _say(f"{options.n if frames is None else len(frames[0]):,} images in {printable(options.out)}")
+    _say(f"{options.n if frames is None else len(frames[0]):,} images in {options.out}")
 
 
 def _given(options: argparse.Namespace, shape: tuple[int, int, int]) -> dict[str, Any]:
@@ -415,8 +416,7 @@ def _eval(options: argparse.Namespace) -> None:
     pipeline = _load(options)
     report = _with_progress("training the classifier, then sampling", lambda progress: evaluate_pipeline(
         pipeline, options.n, options.data, seed=options.seed, steps=options.steps, guidance=options.guidance,
-        sampler=options.sampler, batch_size=options.batch_size, against=options.against,
-        progress=progress, group=group,
+        sampler=options.sampler, batch_size=options.batch_size, against=options.against, progress=progress, group=group,
     ))
     group.close()
     console.print(report.table())

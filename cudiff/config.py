@@ -15,6 +15,7 @@ from typing import Any
 
 import cudiff.diffusion
 import cudiff.models  # noqa: F401  both register what they have
+from cudiff.diffusion.schedule import karras_sigmas
 from cudiff.errors import CudiffError
 from cudiff.files import opened
 from cudiff.models.dit import SIZES
@@ -356,6 +357,7 @@ def _check_run(config: Config) -> None:
         raise CudiffError(f"betas must be two numbers such as 0.9,0.999: {len(config.betas)} given")
     if config.sigma_min >= config.sigma_max:
         raise CudiffError(f"sigma_min {config.sigma_min} must be below sigma_max {config.sigma_max}")
+    karras_sigmas(1, config.sigma_min, config.sigma_max, config.rho)  # rho goes with both
     if config.steps == 0 and config.minutes == 0:
         raise CudiffError("training would never end: give steps or minutes")
     if config.lr_schedule == "cosine" and config.steps == 0:

@@ -79,11 +79,11 @@ def demo(folder: Path, seed: int = 0, device: str = "auto", console: Console | N
 
 def free_folder(folder: Path) -> Path:
     """`folder`, or the first of folder-2, folder-3, … that no run has: what an earlier demo made is kept."""
-    candidate, number = folder, 1
+    candidate, number, home = folder, 1, folder.resolve()  # "." has no name to add a number to
     while True:
         try:
             check_free(candidate)
             return candidate
         except CudiffError:
             number += 1
-            candidate = folder.with_name(f"{folder.name}-{number}")
+            candidate = home.parent / f"{home.name}-{number}"

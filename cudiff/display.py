@@ -13,6 +13,7 @@ from rich.text import Text
 
 from cudiff.config import Config
 from cudiff.data import Dataset
+from cudiff.errors import printable
 from cudiff.train import Trainer
 
 
@@ -86,7 +87,7 @@ class TrainingDisplay:
     def message(self, text: str) -> None:
         """One line, above the bar where there is one."""
         with _unless_closed():
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def _share(self) -> float:
         """How much of the run is done, in [0, 1]."""

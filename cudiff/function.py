@@ -97,7 +97,7 @@ class Function:
         results = forward(ctx, *arrays, **attrs)
         several = isinstance(results, tuple)
         for result in results or (None,) if several else (results,):
-            if type(result) is not kind and not (is_array(result) and device_of(result) == device):
+            if type(result) is not kind and not _lies_on(device, result):
                 raise TypeError(
                     f"{cls.__name__}'s forward returned {described(result)}: return an array on {device}, or a tuple "
                     f"of arrays"
@@ -114,9 +114,14 @@ class Function:
 
 def described(result: Any) -> str:
     """What a Function returned, in words for an error message."""
-    if not is_array(result):
+    if not is_array(result) or isinstance(result, np.ma.MaskedArray):
         return "None" if result is None else f"a {type(result).__name__}"
     return f"an array of {result.dtype} on {device_of(result)}"
+
+
+def _lies_on(device: str, result: Any) -> bool:
+    """Whether it is an array there, and no masked one, whose mask would be lost."""
+    return is_array(result) and device_of(result) == device and not isinstance(result, np.ma.MaskedArray)
 
 
 def _wrapped(name: str, inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
@@ -191,7 +196,7 @@ def fitting_gradients(node: Node, results: Any, kind: type, device: str) -> tupl
         if result is None or like is None:
             continue
         shape, dtype = like
-        if type(result) is not kind and not (is_array(result) and device_of(result) == device):
+        if type(result) is not kind and not _lies_on(device, result):
             raise TypeError(
                 f"{name}'s backward returned {described(result)} for {_input(node, i)}: return an array on {device}"
             )

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from cudiff.errors import CudiffError
+from cudiff.values import real
 
 
 @dataclass(frozen=True)
 class Option:
     """default: its type is the option's, int, float, bool, str or a tuple of numbers or texts. help: for `--help`.
 
-    choices: the texts that it takes. least, most, above, below: bounds of a number, or of each entry of a tuple.
+    choices: the texts that it takes. least, most, above, below: bounds of a number, or of each entry of a tuple; those
+    of a float hold in float32 too, see `values.real`.
     entries: the type of a tuple's entries, where the default has none. fixed: a resumed run cannot change it.
     Raises CudiffError for a default of another type, and for choices or bounds of what has none.
     """
@@ -74,6 +76,8 @@ class Option:
 
     def parsed(self, text: str) -> Any:
         """The value of a flag. Raises argparse's error, which names the flag, where `text` is none of its type."""
+        if self.default == () and text.strip() == "none":  # as `--help` shows it
+            return ()
         try:
             if isinstance(self.default, tuple):
                 return tuple(self.kind[1](part.strip()) for part in text.split(",") if part.strip())
@@ -83,6 +87,8 @@ class Option:
             raise argparse.ArgumentTypeError(f"'{text}' is not {wanted}") from None
 
     def _in_range(self, name: str, value: Any) -> Any:
+        if isinstance(value, float):
+            return real(name, value, self.least, self.most, self.above, self.below)
         if self.least is not None and value < self.least:
             raise CudiffError(f"{name} must be at least {self.least}, not {value}")
         if self.most is not None and value > self.most:

@@ -14,6 +14,7 @@ from cudiff import show
 from cudiff.as_array import as_array
 from cudiff.backend import Array, array_module, copy_into, device_of, is_array, is_capturing, is_float, to_device
 from cudiff.statistics import ChannelStatistics
+from cudiff.values import flag
 
 _mode = threading.local()
 _node_index = itertools.count()
@@ -85,7 +86,7 @@ class Tensor:
         data = as_array(data, dtype)
         if device is not None:
             data = to_device(data, device)
-        if requires_grad and not is_float(data.dtype):
+        if requires_grad and flag("requires_grad", requires_grad) and not is_float(data.dtype):
             raise TypeError(f"only floating tensors can require a gradient, not {data.dtype}")
         self.data: Array = data if data.flags.c_contiguous else array_module(device_of(data)).ascontiguousarray(data)
         self.requires_grad: bool = requires_grad

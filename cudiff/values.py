@@ -9,6 +9,8 @@ import numpy as np
 
 from cudiff.errors import CudiffError
 
+LARGEST = float(np.finfo(np.float32).max)
+
 
 def whole(name: str, value: Any, least: int | None = 1, most: int | None = None) -> int:
     """`value` as an int; NumPy's integers pass.
@@ -40,15 +42,22 @@ def real(name: str, value: Any, least: float | None = None, most: float | None =
          below: float | None = None) -> float:
     """`value`, a finite number in the range; its ends are in it (`least`, `most`) or not (`above`, `below`).
 
-    Raises CudiffError where it is no number (a bool is none) and outside the range, as NaN and infinity are.
+    Raises CudiffError where it is no number (a bool is none) and outside the range, as NaN and infinity are. So are
+    numbers that float32, which most end in, does not hold, and those that it rounds to an end that is not in the range.
     """
     if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
         raise CudiffError(f"{name} must be a number, not {value!r}")
+    value = value.item() if isinstance(value, np.generic) else value
+    if LARGEST < abs(value) < math.inf:
+        raise CudiffError(f"{name} must be at most {LARGEST:.2g} in size, the most that float32 holds")
     bounds = [
         ("at least", least, least is None or value >= least), ("at most", most, most is None or value <= most),
         ("above", above, above is None or value > above), ("below", below, below is None or value < below),
     ]
+    range_ = " and ".join(f"{word} {bound:g}" for word, bound, _ in bounds if bound is not None)
     if not math.isfinite(value) or not all(holds for _, _, holds in bounds):
-        range_ = " and ".join(f"{word} {bound:g}" for word, bound, _ in bounds if bound is not None)
         raise CudiffError(f"{name} must be {range_ or 'a finite number'}, not {value}")
+    rounded = float(np.float32(value))
+    if rounded in (above, below):
+        raise CudiffError(f"{name} must be {range_}, and {value} is {rounded:g} in float32")
     return float(value)

@@ -122,3 +122,11 @@ def test_the_command(trained, tmp_path, monkeypatch, capsys):
     assert main(["train", "--init", "nowhere"]) == 2
     error = capsys.readouterr().err
     assert "nowhere" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("words, text", [
+    (["--num-classes", "0"], "num_classes from 10 to 0"), (["--num-heads", "3"], "num_heads from 2 to 3"),
+])
+def test_what_a_resumed_run_cannot_change_is_told_first(trained, words, text, capsys):
+    assert main(["train", "--resume", str(trained), *words]) == 2
+    assert capsys.readouterr().err == f"cudiff: a resumed run cannot change {text}: leave it out, or start anew\n"

@@ -34,6 +34,7 @@ def test_exit_codes(error, code, monkeypatch, capsys):
 @pytest.mark.parametrize("error, line", [
     (OSError(28, "No space left on device"), "cannot write (No space left on device): make room or choose another"),
     (OSError(13, "Permission denied", "a.png"), "cannot use a.png (Permission denied): make room"),
+    (FileExistsError(17, "File exists", "run"), "cannot use run (File exists): choose another folder"),
     (OSError("alone"), "cannot write (alone)"), (KeyError(), "unexpected KeyError (run again with --debug"),
     (ValueError("first\nsecond"), "unexpected ValueError: first (run again with --debug"),
 ])
@@ -108,6 +109,12 @@ def test_eval_prints_its_table(monkeypatch, capsys):
     assert "Fréchet distance 1.250 not meaningful kernel distance 0.125 -0.5 precision 50.0% not meaningful" in out
     assert "recall 100.0% 25.0%" in out
     assert (asked["seed"], asked["batch_size"], asked["steps"], asked["guidance"]) == (0, 256, None, None)
+
+
+def test_a_folder_of_any_name_is_told_on_one_line(tmp_path, capsys):
+    assert main(["train", *TINY, "--steps", "1", "--folder", str(tmp_path / "a\nb")]) == 0
+    out = capsys.readouterr().out
+    assert f"run in {tmp_path}/a\\nb\n" in out and f"saved {tmp_path}/a\\nb/step-00000001.safetensors\n" in out
 
 
 @pytest.mark.parametrize("precision, told", [("bf16", True), ("fp32", False)])

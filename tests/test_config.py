@@ -119,8 +119,13 @@ def test_bad_flags_are_refused_by_argparse(words):
         ({"flip": 1}, "flip must be true or false, not 1"),
         ({"lr": float("nan")}, "lr must be a finite number, not nan"),
         ({"lr": 0}, "lr must be above 0, not 0.0"),
-        ({"dropout": 1.0}, "dropout must be below 1, not 1.0"),
-        ({"label_dropout": 1.5}, "label_dropout must be at most 1, not 1.5"),
+        ({"lr": 1e-60}, "lr must be above 0, and 1e-60 is 0 in float32"),
+        ({"weight_decay": 1e60}, "weight_decay must be at most 3.4e+38 in size, the most that float32 holds"),
+        ({"P_mean": 1000.0}, "P_mean 1000 and P_std 1.2 give noise levels too large or small for float32: "
+         "use |P_mean| + 7 P_std of at most 43"),
+        ({"rho": 1e-30}, "rho 1e-30 is too small for noise levels from 80 to 0.002: use one nearer to 7"),
+        ({"dropout": 1.0}, "dropout must be at least 0 and below 1, not 1.0"),
+        ({"label_dropout": 1.5}, "label_dropout must be at least 0 and at most 1, not 1.5"),
         ({"steps": -1}, "steps must be at least 0, not -1"),
         ({"sampler": "magic"}, "unknown sampler 'magic': use heun or euler or ddim or ancestral or "
          "dpmpp-2m or dpmpp-2m-sde or euler-ancestral or flow or unipc"),

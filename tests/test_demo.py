@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -60,6 +61,14 @@ def test_a_demo_stopped_by_ctrl_c_ends_there(small, tmp_path, monkeypatch, capsy
     assert stopped.value.number == signal.SIGINT
     assert "stopped at step 1 and saved" in capsys.readouterr().out
     assert latest(tmp_path / "demo") is not None and not (tmp_path / "demo" / "denoising.gif").exists()
+
+
+def test_a_demo_in_the_folder_of_a_run_goes_beside_it(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    assert demo.free_folder(Path(".")) == Path(".")
+    Path("metrics.jsonl").write_text("{}")
+    assert demo.free_folder(Path(".")) == demo.free_folder(Path("..") / "run") == tmp_path / "run-2"
 
 
 def test_an_earlier_demo_is_kept(tmp_path):

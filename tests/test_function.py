@@ -166,3 +166,11 @@ def test_a_backward_that_writes_to_its_dout():
     (z + double.apply(double.apply(x, y), y)).backward(start)
     assert x.grad.tolist() == [6, 6] and y.grad.tolist() == [8, 8] and z.grad.tolist() == [2, 2]
     assert start.tolist() == [1, 1]
+
+
+def test_a_masked_array_is_refused_from_either_side():
+    x, y = leaf([2.0, 3.0]), leaf([4.0, 5.0])
+    with pytest.raises(TypeError, match="'s backward returned a MaskedArray for input 1 "):
+        function(lambda d, x, y: (d, np.ma.array(d, mask=[True, False]))).apply(x, y).sum().backward()
+    with pytest.raises(TypeError, match="'s forward returned a MaskedArray: return an array on cpu"):
+        function(lambda d, x, y: (d, d), lambda x, y: np.ma.array(x)).apply(x, y)

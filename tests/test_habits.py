@@ -372,6 +372,11 @@ def test_weights_out_of_range_change_nothing():
         optimizer.load_state_dict({name: value + 1 for name, value in state.items()}
                                   | {"exp_avg_sq.0.bias": np.full(2, 1e300)})
     np.testing.assert_equal(optimizer.state_dict(), state)
+    with pytest.raises(CudiffError, match="a gradient is float32, which does not hold every float64 given"):
+        model[0].weight.grad = np.full((2, 2), 1e300)
+    for given in (np.full(2, 1e300), [1.0, 1e300]):
+        with pytest.raises(CudiffError, match="a parameter is float32, which does not hold every float64 given"):
+            nn.Parameter(given)
 
 
 def test_modules_are_there_after_import_cudiff():

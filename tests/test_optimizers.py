@@ -6,7 +6,7 @@ import pytest
 from cudiff import nn
 from cudiff.cuda import graph
 from cudiff.errors import CudiffError
-from cudiff.optim import EMA, SGD, Adam, AdamW, Lion, RMSprop, Tabulated
+from cudiff.optim import EMA, SGD, Adam, AdamW, Cosine, Lion, Muon, RMSprop, Tabulated
 from cudiff.tensor import Tensor
 from tests.check import relative_error, torch
 
@@ -211,8 +211,21 @@ def test_lion_is_the_papers(parameters, device, clip):
     (lambda p: RMSprop(p, momentum=1), "momentum must be at least 0 and below 1"),
     (lambda p: SGD(p, schedule=lambda step: 1.0), r"Tabulated\(function, total_steps\), not a function"),
     (lambda p: Tabulated(lambda step: -1.0, 3), "the factor of step 0 must be at least 0"),
+    (lambda p: Cosine(10.5), "total_steps must be a whole number, not 10.5"),
+    (lambda p: Cosine(float("nan")), "total_steps must be a whole number, not nan"),
+    (lambda p: AdamW(p, lr=10**400), "lr must be at most 3.4e"),
+    (lambda p: AdamW(p, eps=1e-60), "eps must be above 0, and 1e-60 is 0 in float32"),
     (lambda p: SGD(p, ema=EMA(nn.Linear(2, 2), 3)), "the EMA was made of another model"),
 ])
 def test_mistakes_are_told(parameters, make, message):
     with pytest.raises(CudiffError, match=message):
+        make(parameters)
+
+
+@pytest.mark.parametrize("name, make", [
+    ("nesterov", lambda p: SGD(p, nesterov="no")), ("nesterov", lambda p: Muon(p, nesterov="no")),
+    ("centered", lambda p: RMSprop(p, centered="no")),
+])
+def test_what_is_no_flag_is_refused(parameters, name, make):
+    with pytest.raises(TypeError, match=f"^{name} is True or False, not 'no'"):
         make(parameters)

@@ -3,12 +3,26 @@
 import numpy as np
 import pytest
 
-from cudiff import Generator, nn
+from cudiff import Generator, nn, ops
 from cudiff.config import PRESETS
-from cudiff.diffusion import DDIM, DDPMLoss, EDMDenoiser, EDMLoss, Euler, Guided, Heun, ImageNoise, Schedule
+from cudiff.diffusion import (
+    DDIM,
+    Ancestral,
+    DDPMLoss,
+    DPMSolver,
+    EDMDenoiser,
+    EDMLoss,
+    Euler,
+    FlowLoss,
+    Guided,
+    Heun,
+    ImageNoise,
+    Schedule,
+)
 from cudiff.errors import CudiffError
 from cudiff.models import build
 from cudiff.pipeline import Pipeline
+from cudiff.tensor import Tensor
 from cudiff.values import real, whole
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -35,6 +49,17 @@ def test_real_numbers():
         real("x", NAN)
 
 
+def test_real_numbers_are_those_of_float32():
+    largest = float(np.finfo(np.float32).max)
+    assert real("x", largest) == largest and real("x", 1e-60, least=0) == 1e-60 and real("x", np.float16(2)) == 2
+    for value in (1e39, -1e39, 10**400, -(10**5000), np.float64(1e300)):
+        with pytest.raises(CudiffError, match=r"^x must be at most 3.4e\+38 in size, the most that float32 holds$"):
+            real("x", value)
+    for value, text in ((1e-60, "1e-60 is 0"), (1 - 1e-12, "0.999999999999 is 1")):
+        with pytest.raises(CudiffError, match=f"^x must be above 0 and below 1, and {text} in float32$"):
+            real("x", value, above=0, below=1)
+
+
 @pytest.mark.parametrize("name, make", [
     ("in_features", lambda: nn.Linear(0, 3)), ("out_features", lambda: nn.Linear(3, -1)),
     ("in_features", lambda: nn.Linear(2.5, 3)), ("in_channels", lambda: nn.Conv2d(0, 3, 3)),
@@ -53,7 +78,8 @@ def test_real_numbers():
     ("p", lambda: nn.Dropout(2.0)), ("p", lambda: nn.Dropout(1)), ("p", lambda: nn.Dropout(NAN)),
     ("seed", lambda: Generator(seed=1.5)), ("seed", lambda: Generator(seed=-1)),
     ("sigma_data", lambda: EDMLoss(sigma_data=0)), ("P_mean", lambda: EDMLoss(P_mean=NAN)),
-    ("P_std", lambda: EDMLoss(P_std=0)), ("data_std", lambda: EDMLoss(data_std=0)),
+    ("P_std", lambda: EDMLoss(P_std=0)), ("P_mean", lambda: FlowLoss(-40, 1)),
+    ("P_mean", lambda: EDMLoss(P_std=7)), ("data_std", lambda: EDMLoss(data_std=0)),
     ("data_mean", lambda: EDMLoss(data_mean=NAN)), ("label_dropout", lambda: EDMLoss(label_dropout=1.5)),
     ("c_noise_scale", lambda: EDMLoss(c_noise_scale=NAN)),
     ("label_dropout", lambda: DDPMLoss(Schedule(), label_dropout=-1)),
@@ -68,6 +94,23 @@ def test_options_out_of_range_are_refused_by_name(name, make):
     with pytest.raises(CudiffError, match=f"^{name}") as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name, make", [
+    ("bias", lambda: nn.Linear(2, 2, bias="no")), ("bias", lambda: nn.Conv1d(2, 2, 3, bias=None)),
+    ("bias", lambda: nn.Conv2d(2, 2, 3, bias="no")), ("bias", lambda: nn.MultiheadAttention(4, 2, bias="no")),
+    ("mode", lambda: nn.Linear(2, 2).train("no")), ("clip_denoised", lambda: DDIM(None, clip_denoised="no")),
+    ("low", lambda: nn.Parameter([1.0], low="no")), ("decay", lambda: nn.Parameter([1.0], decay="no")),
+    ("requires_grad", lambda: nn.Linear(2, 2).requires_grad_("no")),
+    ("requires_grad", lambda: Tensor([1.0], requires_grad="no")),
+    ("clip_denoised", lambda: Ancestral(None, clip_denoised="no")),
+    ("stochastic", lambda: DPMSolver(None, stochastic="no")),
+    ("ceil_mode", lambda: ops.max_pool2d(Tensor(np.ones((1, 2, 2, 1), np.float32)), 2, ceil_mode="no")),
+    ("flip", lambda: ops.draw_batch(np.ones((2, 3, 3, 1), np.uint8), None, Tensor([0], dtype="int32"), 1, 0, "no")),
+])
+def test_what_is_no_flag_is_refused(name, make):
+    with pytest.raises(TypeError, match=f"^{name} is True or False, not "):
+        make()
 
 
 def test_a_list_of_modules_takes_modules():

@@ -15,6 +15,7 @@ from cudiff.diffusion.samplers import CLIPPING, Callback, Noise, Plan, Sampler, 
 from cudiff.errors import CudiffError
 from cudiff.registry import Settings, register_sampler
 from cudiff.tensor import Tensor
+from cudiff.values import flag
 
 
 class Ancestral(Sampler):
@@ -30,7 +31,7 @@ class Ancestral(Sampler):
         super().__init__(denoiser, captured)
         if variance not in ("small", "large", "learned"):
             raise CudiffError(f"unknown variance '{variance}': use small, large or learned")
-        self.variance, self.clip_denoised = variance, clip_denoised
+        self.variance, self.clip_denoised = variance, flag("clip_denoised", clip_denoised)
 
     def plan(self, sigmas: np.ndarray) -> list[Plan]:
         plans = []

@@ -15,6 +15,7 @@ from cudiff.errors import CudiffError
 from cudiff.options import Option
 from cudiff.registry import Settings, register_sampler
 from cudiff.tensor import Tensor
+from cudiff.values import flag
 
 
 class DDIM(Sampler):
@@ -28,7 +29,7 @@ class DDIM(Sampler):
         super().__init__(denoiser, captured)
         if not 0 <= eta <= 1:
             raise CudiffError(f"eta {eta}: use a number between 0 and 1")
-        self.eta, self.clip_denoised = eta, clip_denoised
+        self.eta, self.clip_denoised = eta, flag("clip_denoised", clip_denoised)
 
     def plan(self, sigmas: np.ndarray) -> list[Plan]:
         plans = []

@@ -13,6 +13,7 @@ from cudiff.diffusion.denoiser import Denoiser, per_sample
 from cudiff.diffusion.samplers import Callback, Noise, Plan, Sampler, posterior_variance, rows
 from cudiff.registry import Settings, register_sampler
 from cudiff.tensor import Tensor
+from cudiff.values import flag
 
 
 class DPMSolver(Sampler):
@@ -27,7 +28,7 @@ class DPMSolver(Sampler):
 
     def __init__(self, denoiser: Denoiser, stochastic: bool = False, captured: bool = False):
         super().__init__(denoiser, captured)
-        self.stochastic = stochastic
+        self.stochastic = flag("stochastic", stochastic)
 
     def plan(self, sigmas: np.ndarray) -> list[Plan]:
         plans = []

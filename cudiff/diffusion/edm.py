@@ -12,7 +12,7 @@ import numpy as np
 from cudiff import ops
 from cudiff.diffusion.denoiser import Net
 from cudiff.diffusion.guidance import drop_labels
-from cudiff.diffusion.schedule import karras_sigmas
+from cudiff.diffusion.schedule import karras_sigmas, log_normal
 from cudiff.ops.mse import mse
 from cudiff.ops.random import Generator, Purpose
 from cudiff.ops.timestep_embedding import noise_levels
@@ -42,7 +42,7 @@ class EDMLoss:
     ):
         self.data_mean = real("data_mean", data_mean)  # the net sees (images - data_mean) / data_std
         self.data_std, self.sigma_data = real("data_std", data_std, above=0), real("sigma_data", sigma_data, above=0)
-        self.P_mean, self.P_std = real("P_mean", P_mean), real("P_std", P_std, above=0)
+        self.P_mean, self.P_std = log_normal(P_mean, P_std)
         self.c_noise_scale = real("c_noise_scale", c_noise_scale)
         self.label_dropout = real("label_dropout", label_dropout, least=0, most=1)
 
@@ -82,7 +82,11 @@ class EDMDenoiser:
         return ops.edm_output(x, self.net(scaled, c_noise, labels), sigma, sigma_data, *standard)
 
 
-@register_objective("edm", "Karras et al. 2022", options={
+def _check(config: Settings) -> None:
+    log_normal(config.P_mean, config.P_std)
+
+
+@register_objective("edm", "Karras et al. 2022", check=_check, options={
     "sigma_data": Option(0.5, "EDM: standard deviation of the data", above=0, fixed=True),
     "data_mean": Option(0.0, "EDM: subtracted from pixels in [-1, 1]; the noise levels are those after it", fixed=True),
     "data_std": Option(1.0, "EDM: pixels less data_mean are divided by it", above=0, fixed=True),

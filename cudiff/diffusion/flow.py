@@ -10,7 +10,7 @@ from cudiff.diffusion.euler import Euler
 from cudiff.diffusion.guidance import drop_labels
 from cudiff.diffusion.prediction import PREDICTIONS
 from cudiff.diffusion.samplers import Sampler
-from cudiff.diffusion.schedule import karras_sigmas
+from cudiff.diffusion.schedule import karras_sigmas, log_normal
 from cudiff.errors import CudiffError
 from cudiff.ops.mse import mse
 from cudiff.ops.random import Generator, Purpose
@@ -35,7 +35,7 @@ class FlowLoss:
     """
 
     def __init__(self, P_mean: float = 0.0, P_std: float = 1.0, label_dropout: float = 0.0):
-        self.P_mean, self.P_std = real("P_mean", P_mean), real("P_std", P_std, above=0)
+        self.P_mean, self.P_std = log_normal(P_mean, P_std)
         self.label_dropout = real("label_dropout", label_dropout, least=0, most=1)
 
     def __call__(self, net: Net, images: Tensor, labels: Tensor | None, generator: Generator) -> Tensor:
@@ -69,6 +69,7 @@ def flow_sigmas(num_steps: int) -> np.ndarray:
 
 
 def _check(config: Settings) -> None:
+    log_normal(config.P_mean, config.P_std)
     if config.sigma_min >= LAST_TIME / (1 - LAST_TIME):
         raise CudiffError(f"sigma_min {config.sigma_min} is above a flow's highest noise level: use one below 999")
 

@@ -115,11 +115,24 @@ class Schedule:
         return np.append(self.sigmas[self.timesteps(num_steps, spacing)], 0.0)
 
 
+def log_normal(P_mean: float, P_std: float) -> tuple[float, float]:
+    """Mean and standard deviation of log(sigma) in training, checked.
+
+    Raises CudiffError where float32 does not hold the square of a sigma; none is drawn beyond 7 standard deviations.
+    """
+    real("P_mean", P_mean), real("P_std", P_std, above=0)
+    if abs(P_mean) + 7 * P_std > 43:
+        raise CudiffError(f"P_mean {P_mean:g} and P_std {P_std:g} give noise levels too large or small for float32: "
+                          "use |P_mean| + 7 P_std of at most 43")
+    return float(P_mean), float(P_std)
+
+
 def karras_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 80.0, rho: float = 7.0) -> np.ndarray:
     """Sigmas decreasing from `sigma_max` to `sigma_min`, evenly spaced in sigma^(1/rho), and a final 0.
 
     Float64 (num_steps + 1,); one step goes from `sigma_max` to 0. EDM, arXiv 2206.00364, equation 5.
-    Raises CudiffError where num_steps < 1 or the range is not 0 < sigma_min < sigma_max.
+    Raises CudiffError where num_steps < 1, where the range is not 0 < sigma_min < sigma_max, and for a rho that float64
+    does not get from one to the other with.
     """
     if num_steps < 1:
         raise CudiffError(f"{num_steps} sampling steps: use 1 or more")
@@ -127,5 +140,10 @@ def karras_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 8
     if not 0 < sigma_min < sigma_max < np.inf:
         raise CudiffError(f"sigma_min {sigma_min} and sigma_max {sigma_max}: use 0 < sigma_min < sigma_max")
     ramp = np.arange(num_steps) / max(num_steps - 1, 1)
-    low, high = sigma_min ** (1 / rho), sigma_max ** (1 / rho)
+    with np.errstate(all="ignore"):
+        low, high = np.float64(sigma_min) ** (1 / rho), np.float64(sigma_max) ** (1 / rho)
+        ends = (high + np.array([0.0, 1.0]) * (low - high)) ** rho
+    if not np.allclose(ends, [sigma_max, sigma_min], rtol=1e-3, atol=0):
+        raise CudiffError(f"rho {rho:g} is too {'small' if rho < 1 else 'large'} for noise levels from {sigma_max:g} "
+                          f"to {sigma_min:g}: use one nearer to 7")
     return np.append((high + ramp * (low - high)) ** rho, 0.0)

@@ -9,7 +9,7 @@ from cudiff.nn.layers import convolution_repr
 from cudiff.nn.module import Module
 from cudiff.nn.parameter import Parameter
 from cudiff.tensor import Tensor
-from cudiff.values import whole
+from cudiff.values import flag, whole
 
 
 class Conv1d(Module):
@@ -32,7 +32,7 @@ class Conv1d(Module):
         fan_in = kernel_size * shape[2]
         weight = init.uniform_fan_in(shape, fan_in)
         self.weight = Parameter(weight, low=True, decay=True, layout="conv1d", copy=False)
-        self.bias = Parameter(init.uniform_fan_in((out_channels,), fan_in), copy=False) if bias else None
+        self.bias = Parameter(init.uniform_fan_in((out_channels,), fan_in), copy=False) if flag("bias", bias) else None
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.conv1d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)

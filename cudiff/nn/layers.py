@@ -17,7 +17,7 @@ from cudiff.nn.parameter import Parameter
 from cudiff.ops.cast import as_input
 from cudiff.recompute import inside, repeated
 from cudiff.tensor import Tensor
-from cudiff.values import real, whole, whole_pair
+from cudiff.values import flag, real, whole, whole_pair
 
 
 def _own(array: np.ndarray, **attrs: Any) -> Parameter:
@@ -32,7 +32,7 @@ class Linear(Module):
         super().__init__()
         shape = (whole("out_features", out_features), whole("in_features", in_features))
         self.weight = _own(init.uniform_fan_in(shape, in_features), low=True, decay=True, layout=layout)
-        self.bias = _own(init.uniform_fan_in((out_features,), in_features)) if bias else None
+        self.bias = _own(init.uniform_fan_in((out_features,), in_features)) if flag("bias", bias) else None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return ops.linear(x, self.weight, self.bias, residual=residual)
@@ -81,7 +81,7 @@ class Conv2d(Module):
         shape = (out_channels, rows, columns, in_channels // groups)
         fan_in = rows * columns * (in_channels // groups)
         self.weight = _own(init.uniform_fan_in(shape, fan_in), low=True, decay=True, layout="conv2d")
-        self.bias = _own(init.uniform_fan_in((out_channels,), fan_in)) if bias else None
+        self.bias = _own(init.uniform_fan_in((out_channels,), fan_in)) if flag("bias", bias) else None
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)

@@ -20,6 +20,7 @@ from cudiff.nn.state_dict import StateDict, digests_in, is_batch_count, metadata
 from cudiff.ops.cast import as_input
 from cudiff.precision import allow_tf32, tf32_allowed
 from cudiff.tensor import Tensor
+from cudiff.values import flag
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
@@ -131,7 +132,7 @@ class Module:
             if isinstance(value, Module | Parameter):
                 raise TypeError(f"{name} is a buffer: give the {type(value).__name__} another name")
             buffer = self._buffers[name]
-            array = fitting(name, Tensor(value), buffer)
+            array = fitting(name, Tensor(value), buffer.dtype)
             if array.shape != buffer.shape:
                 raise ValueError(f"{name} is a buffer of shape {buffer.shape}, not {array.shape}")
             copy_into(buffer.data, array)
@@ -255,7 +256,7 @@ class Module:
         if not native:
             require_native(state, dict(self.named_parameters()))
         require_fit(state, targets, "the weights do not fit the model")
-        fitted = {name: fitting(name, state[name], target) for name, target in targets.items()}
+        fitted = {name: fitting(name, state[name], target.dtype) for name, target in targets.items()}
         for name, target in targets.items():
             if isinstance(target, Parameter):
                 target.assign(fitted[name])
@@ -286,7 +287,7 @@ class Module:
     def train(self, mode: bool = True) -> Self:
         """Set training mode (dropout, batch statistics) everywhere below."""
         for module in self.modules():
-            module.training = mode
+            module.training = flag("mode", mode)
         return self
 
     def eval(self) -> Self:

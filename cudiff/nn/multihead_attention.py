@@ -12,7 +12,7 @@ from cudiff.nn.layers import Linear
 from cudiff.nn.module import Module
 from cudiff.nn.parameter import Parameter
 from cudiff.tensor import Tensor
-from cudiff.values import whole
+from cudiff.values import flag, whole
 
 
 class MultiheadAttention(Module):
@@ -31,7 +31,7 @@ class MultiheadAttention(Module):
         self.num_heads = num_heads
         weight = init.glorot_uniform((3 * embed_dim, embed_dim))
         self.in_proj_weight = Parameter(weight, low=True, decay=True, layout="linear", copy=False)
-        self.in_proj_bias = Parameter(init.zeros((3 * embed_dim,)), copy=False) if bias else None
+        self.in_proj_bias = Parameter(init.zeros((3 * embed_dim,)), copy=False) if flag("bias", bias) else None
         self.out_proj = Linear(embed_dim, embed_dim, bias)
         if self.out_proj.bias is not None:
             init.zero(self.out_proj.bias.data)

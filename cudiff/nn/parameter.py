@@ -17,6 +17,7 @@ from cudiff.backend import (
     copy_into,
     device_of,
     float32,
+    float64,
     is_array,
     is_capturing,
     is_float,
@@ -29,6 +30,7 @@ from cudiff.distributed.shards import Shards
 from cudiff.errors import CudiffError
 from cudiff.ops.optim import Flag
 from cudiff.tensor import Tensor, grad_enabled, now
+from cudiff.values import flag
 
 BLOCK = 32
 """Every tensor in a flat buffer is padded to this many float32: 128 bytes."""
@@ -58,12 +60,12 @@ def array_of(values: Array | Tensor) -> Array:
     return values.data if isinstance(values, Tensor) else plain(values)
 
 
-def fitting(name: str, values: Array | Tensor, target: Array | Tensor) -> Array:
-    """The array of `values`, which `name`, of the dtype of `target`, is to take.
+def fitting(name: str, values: Array | Tensor, dtype: np.dtype = float32) -> Array:
+    """The array of `values`, which `name`, of this dtype, is to take.
 
     Raises TypeError for what are no numbers, CudiffError where that dtype does not hold them.
     """
-    array, dtype = Tensor(array_of(values)).data, target.dtype
+    array = Tensor(array_of(values)).data
     if not np.can_cast(array.dtype, dtype):
         module = array_module(device_of(array))
         with np.errstate(over="ignore", invalid="ignore"):
@@ -123,10 +125,10 @@ class Parameter(Tensor):
         self._updated = -1
         if data is None:
             raise TypeError("a Parameter takes an array or numbers, not None")
-        given = Tensor(data if hasattr(data, "dtype") else np.asarray(data, float32), requires_grad=True).data
-        super().__init__(given.astype(float32, copy=copy), requires_grad=True)
-        self.low, self.layout = low, layout
-        self._decay = self.ndim >= 2 if decay is None else bool(decay)
+        given = Tensor(data if hasattr(data, "dtype") else np.asarray(data, float64), requires_grad=True)
+        super().__init__(fitting("a parameter", given).astype(float32, copy=copy), requires_grad=True)
+        self.low, self.layout = flag("low", low), layout
+        self._decay = self.ndim >= 2 if decay is None else flag("decay", decay)
 
     def _set_data(self, array: Any) -> None:
         if hasattr(self, "_stale"):
@@ -143,16 +145,17 @@ class Parameter(Tensor):
 
     @grad.setter
     def grad(self, array: Array | None) -> None:
-        if array is not None and array_of(array).shape != self.shape:
-            raise ValueError(f"a gradient of shape {array_of(array).shape} for a parameter of shape {self.shape}")
+        array = None if array is None else fitting("a gradient", array)
+        if array is not None and array.shape != self.shape:
+            raise ValueError(f"a gradient of shape {array.shape} for a parameter of shape {self.shape}")
         if self.flat is None or array is self._grad or self._grad is None:
-            _grad.fset(self, None if array is None else array_of(array))
+            _grad.fset(self, array)
         elif array is None:
             self.zero_grad()
         elif not self.requires_grad:
             raise ValueError("a frozen parameter takes no gradient: set requires_grad = True first")
         else:
-            copy_into(self._grad, array_of(array))
+            copy_into(self._grad, array)
             self._grad_empty = False
 
     @property
@@ -161,7 +164,7 @@ class Parameter(Tensor):
 
     @requires_grad.setter
     def requires_grad(self, wanted: bool) -> None:
-        wanted, flat = bool(wanted), self.flat
+        wanted, flat = flag("requires_grad", wanted), self.flat
         if wanted and flat is not None and not flat.trainable:
             raise CudiffError(NOT_TRAINABLE)
         changes = flat is not None and flat.trainable and wanted != self.requires_grad
@@ -178,7 +181,7 @@ class Parameter(Tensor):
 
     @decay.setter
     def decay(self, wanted: bool) -> None:
-        self._decay = bool(wanted)
+        self._decay = flag("decay", wanted)
         if self.flat is not None:
             self.flat.set_flags(self)
 
@@ -218,7 +221,7 @@ class Parameter(Tensor):
 
         Raises ValueError on another shape, TypeError for what are no numbers, CudiffError for numbers out of range.
         """
-        array = fitting("a parameter", array, self)
+        array = fitting("a parameter", array)
         if array.shape != self.shape:
             raise ValueError(f"cannot assign shape {array.shape} to a parameter of shape {self.shape}")
         copy_into(self.data, array)

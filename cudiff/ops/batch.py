@@ -15,6 +15,7 @@ from cudiff.function import Function
 from cudiff.ops.cast import as_index, downcast
 from cudiff.ops.random import Purpose, philox
 from cudiff.tensor import Tensor
+from cudiff.values import flag
 
 __all__ = ["draw_batch", "normalize_images"]
 
@@ -163,7 +164,7 @@ def draw_batch(images: Any, labels: Any, step: Tensor, batch_size: int, seed: in
         labels = as_index("draw_batch", labels, step.device)
         if labels.shape != images.shape[:1]:
             raise ValueError(f"draw_batch: {len(images)} images have labels of shape {labels.shape}")
-    given = dict(samples=samples, of=batch_size, seed=int(seed), flip=bool(flip))
+    given = dict(samples=samples, of=batch_size, seed=int(seed), flip=flag("flip", flip))
     if isinstance(images, Tensor) or is_array(images):
         batch = DrawBatch.apply(images, labels, step, **given)
     elif step.device == "cuda":

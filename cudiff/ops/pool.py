@@ -19,6 +19,7 @@ from cudiff.function import Function
 from cudiff.ops.cast import downcast, require_float, require_floats, upcast
 from cudiff.statistics import Kind, moments
 from cudiff.tensor import Tensor
+from cudiff.values import flag
 
 __all__ = ["avg_pool2d", "max_pool2d", "upsample_nearest"]
 
@@ -196,7 +197,7 @@ def _window(name: str, x: Tensor, size: int | Pair, stride: int | Pair | None, p
             ceil_mode: bool) -> Window:
     window = Window(
         _pair(name, "size", size), _pair(name, "stride", size if stride is None else stride),
-        _pair(name, "padding", padding), bool(ceil_mode),
+        _pair(name, "padding", padding), flag("ceil_mode", ceil_mode),
     )
     if x.ndim != 4:
         raise ValueError(f"{name}: x has shape {x.shape}, not (N, H, W, C)")

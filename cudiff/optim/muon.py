@@ -14,7 +14,7 @@ from cudiff.optim.ema import EMA
 from cudiff.optim.optimizer import Checked, Optimizer, Parameters, Range
 from cudiff.optim.schedules import Schedule
 from cudiff.tensor import Tensor, no_grad
-from cudiff.values import real, whole
+from cudiff.values import flag, real, whole
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 """Of Newton-Schulz's polynomial: it drives singular values to 0.7 to 1.2, not to 1, and is steep at 0."""
@@ -30,7 +30,7 @@ class Muon(Optimizer):
 
     moments: tuple[str, ...] = ("momentum_buffer",)
     numbers = ("momentum", "weight_decay", "nesterov")
-    momentum, nesterov = Checked(partial(real, least=0, below=1)), Checked(lambda name, value: bool(value))
+    momentum, nesterov = Checked(partial(real, least=0, below=1)), Checked(flag)
     ns_steps = Checked(whole)
 
     def __init__(self, parameters: Parameters, lr: float = 2e-2, momentum: float = 0.95, nesterov: bool = True,

@@ -436,7 +436,7 @@ class Optimizer:
             targets |= {f"{moment}.{name}": view for name, view in self.flat.views(whole).items()}
         state = {name: array_of(value) for name, value in state.items()}
         require_fit(state, targets, "the optimiser's state does not fit")
-        fitted = {name: fitting(name, state[name], target) for name, target in targets.items()}
+        fitted = {name: fitting(name, state[name], target.dtype) for name, target in targets.items()}
         if (fitted["counters"] < 0).any():
             raise CudiffError(f"the optimiser's counters are negative, {fitted['counters']}: the state is damaged")
         if "loss_scale" in fitted and not (1 <= fitted["loss_scale"][0] <= LARGEST and fitted["loss_scale"][1] >= 0):

@@ -10,7 +10,7 @@ from cudiff.ops import optim as ops
 from cudiff.optim.ema import EMA
 from cudiff.optim.optimizer import Checked, Optimizer, Parameters
 from cudiff.optim.schedules import Schedule
-from cudiff.values import real
+from cudiff.values import flag, real
 
 
 class RMSprop(Optimizer):
@@ -29,7 +29,7 @@ class RMSprop(Optimizer):
     def __init__(self, parameters: Parameters, lr: float = 1e-2, alpha: float = 0.99, eps: float = 1e-8,
                  momentum: float = 0.0, centered: bool = False, weight_decay: float = 0.0, clip: float | None = None,
                  schedule: Schedule | None = None, ema: EMA | None = None):
-        if centered:
+        if flag("centered", centered):
             self.moments = (*RMSprop.moments, "grad_avg")
             self.kernel = ops.centered_rmsprop
         super().__init__(parameters, lr, weight_decay, clip, schedule, ema, alpha=alpha, eps=eps, momentum=momentum)

@@ -42,6 +42,7 @@ class Cosine:
     warmup: int = 0
 
     def __post_init__(self) -> None:
+        whole("total_steps", self.total_steps, None)
         real("warmup", self.warmup, least=0)
         real("final", self.final, least=0)
         if self.total_steps <= self.warmup:

@@ -144,3 +144,13 @@ def test_bad_arguments_say_what_to_do():
         karras_sigmas(0)
     with pytest.raises(CudiffError, match="sigma_min < sigma_max"):
         karras_sigmas(4, sigma_min=2, sigma_max=1)
+
+
+def test_every_rho_that_is_taken_gives_falling_sigmas():
+    for rho in (0.5, 1, 7, 100, 1e6):
+        assert (np.diff(karras_sigmas(18, rho=rho)) < 0).all()
+    for rho, text in ((1e-40, "1e-40 is too small"), (0.25, "0.25 is too small"), (1e17, r"1e\+17 is too large")):
+        with pytest.raises(CudiffError, match=f"^rho {text} for noise levels from 80 to 0.002: use one nearer to 7$"):
+            karras_sigmas(18, rho=rho)
+    with pytest.raises(CudiffError, match="too small"):
+        karras_sigmas(18, 0.001, 0.5, rho=1e-40)  # both become 0
