@@ -451,7 +451,7 @@ class Trainer:
             metrics["loss_scale"] = status["loss_scale"]
         with self._saving_first():
             self._record(metrics, display)
-        if status["skipped_in_a_row"] >= config.max_bad_steps:
+        if status["skipped_in_a_row"] >= min(config.max_bad_steps, config.steps or config.max_bad_steps):
             raise CudiffError(f"the gradient was not finite {status['skipped_in_a_row']} times in a row, until step "
                               f"{self.step}: {self._advice()}")
         return metrics

@@ -232,6 +232,14 @@ def test_gradients_that_stay_not_finite_stop_the_run(digits, tmp_path):
     assert [line["loss"] for line in metrics(trainer)][-1] is None
 
 
+def test_a_short_run_without_one_finite_gradient_has_failed(digits, tmp_path):
+    trainer = Trainer(TINY.replace(steps=3, save_every=0, max_bad_steps=4), digits, tmp_path / "run")
+    not_finite(trainer, range(3))
+    with pytest.raises(CudiffError, match="not finite 3 times in a row, until step 3"):
+        trainer.run()
+    assert latest(trainer.folder) is None
+
+
 def test_a_few_gradients_that_are_not_finite_are_skipped_and_counted(digits, tmp_path):
     trainer = Trainer(TINY.replace(steps=8, max_bad_steps=4), digits, tmp_path / "run")
     not_finite(trainer, (2, 3))
