@@ -47,6 +47,13 @@ def test_pixels_of_16_bits(tmp_path, value, level, suffix):
     assert np.unique(load_dataset(tmp_path).images).tolist() == [level]
 
 
+def test_16_bits_of_which_0_is_white_are_not_taken_for_a_negative(tmp_path):
+    file, tag = tmp_path / "a.tiff", struct.pack("<HHI", 262, 3, 1)
+    Image.fromarray(np.full((4, 4), 60_000, np.uint16)).save(file)
+    file.write_bytes(file.read_bytes().replace(tag + b"\1", tag + b"\0"))
+    refused(r"\(16 bits of which 0 is white: save it with 0 as black\)", tmp_path)
+
+
 @pytest.mark.parametrize("dtype, bits", [(np.int32, 32), (np.uint16, 12)])
 def test_gray_of_other_bits_is_not_taken_for_black(tmp_path, dtype, bits):
     """In 32 bits 200 may be nearly white or nearly black; of 12 Pillow gives values up to 4095."""

@@ -36,7 +36,7 @@ MOST_PIXELS = 2**26
 IN_MEMORY = 0.25
 """Decoded pictures may take this share of the free memory: to hold some out copies the rest, and steps need theirs."""
 GRAY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N"}
-BITS_PER_SAMPLE = 258  # a TIFF's tag
+BITS_PER_SAMPLE, PHOTOMETRIC = 258, 262  # a TIFF's tags
 THREADS = min(CORES, 8)  # each may hold a picture of MOST_PIXELS, and twice as many pictures wait
 STRIP = 2**20  # pixels converted at once
 MOST_SCANS = 100  # of a progressive JPEG, which encoders write in ten: each one passes over all pixels
@@ -333,9 +333,12 @@ def _read_picture(file: Path, image_size: int | None) -> tuple[Image.Image, bool
         gray = picture.mode in GRAY_MODES
         if picture.mode == "F":
             raise ValueError("floating-point pixels")
-        bits = getattr(picture, "tag_v2", {}).get(BITS_PER_SAMPLE)  # a TIFF's; its mode I may be of any range
+        tags = getattr(picture, "tag_v2", {})  # a TIFF's
+        bits = tags.get(BITS_PER_SAMPLE)  # its mode I may be of any range
         if bits == (12,) or (bits and picture.mode == "I"):
             raise ValueError("gray of 12, 32 or signed bits: save it with 8 or 16")
+        if tags.get(PHOTOMETRIC) == 0 and picture.mode.startswith("I"):  # Pillow turns over 8 bits alone
+            raise ValueError("16 bits of which 0 is white: save it with 0 as black")
         box = (0, 0, *picture.size) if image_size is None else _central_square(picture.size)
         result = _rgb(picture, box)
         several = _has_several(picture)
