@@ -165,7 +165,6 @@ class Pipeline(Samplings):
             rows = np.minimum(np.arange(start, start + size), n - 1)
             noise = ImageNoise((size, *self.shape), seed, start, device)
             own = {name: Tensor(array[rows], device=device) for name, array in given.items()}
-            chosen = None if labels is None else Tensor(labels[rows], device=device)
             seen: list[np.ndarray] = []
             alone = init is not None or frames is not None or each_step is not None
             run = self._sampling(way, size, None if alone else len(sigmas) - 1, graphs, captured)
@@ -179,6 +178,7 @@ class Pipeline(Samplings):
             with np.errstate(all="ignore"):  # `_bytes` says what is not finite
                 begin = own["noise"] * float(sigmas[0]) if "noise" in own else noise.start(sigmas[0])
                 begin = begin + own["init"] if "init" in own else begin
+                chosen = None if labels is None else Tensor(labels[rows], device=device)
                 callback = record if frames is not None or each_step is not None else None
                 drawn = run(begin, sigmas, chosen, guidance=guide, given=own, noise=noise, callback=callback)
             if frames is not None and not seen:

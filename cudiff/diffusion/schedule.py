@@ -8,6 +8,7 @@ Table 1, column VP).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -140,8 +141,11 @@ def karras_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 8
     if not 0 < sigma_min < sigma_max < np.inf:
         raise CudiffError(f"sigma_min {sigma_min} and sigma_max {sigma_max}: use 0 < sigma_min < sigma_max")
     ramp = np.arange(num_steps) / max(num_steps - 1, 1)
+    try:  # Python's power, whose last bit is not NumPy's: a seed's pictures hang on it
+        low, high = sigma_min ** (1 / rho), sigma_max ** (1 / rho)
+    except OverflowError:
+        low = high = math.inf
     with np.errstate(all="ignore"):
-        low, high = np.float64(sigma_min) ** (1 / rho), np.float64(sigma_max) ** (1 / rho)
         ends = (high + np.array([0.0, 1.0]) * (low - high)) ** rho
     if not np.allclose(ends, [sigma_max, sigma_min], rtol=1e-3, atol=0):
         raise CudiffError(f"rho {rho:g} is too {'small' if rho < 1 else 'large'} for noise levels from {sigma_max:g} "
