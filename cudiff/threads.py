@@ -28,6 +28,10 @@ and waking a thread costs as much as a few hundred kB of work."""
 LEAST_BYTES = PART_BYTES // 2
 """Work of so many bytes is two parts, less is one: `cudiff demo` takes a tenth less than by 4 MB."""
 
+unflagged = np.errstate(invalid="ignore")
+"""Decorates functions whose products BLAS computes. OpenBLAS 0.3.31 was seen to flag an invalid number now and then, on
+one machine, where all were finite: NumPy would warn of it."""
+
 _one_at_a_time = threading.Lock()  # BLAS has one number of threads for the whole process
 
 

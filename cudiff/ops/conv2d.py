@@ -24,7 +24,7 @@ from cudiff.ops.cast import require_floats
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
 from cudiff.ops.shape import squeeze
 from cudiff.tensor import Tensor
-from cudiff.threads import cut, parallel_map
+from cudiff.threads import cut, parallel_map, unflagged
 
 __all__ = ["conv1d", "conv2d", "conv_transpose2d"]
 
@@ -86,6 +86,7 @@ def _patches(x: np.ndarray, block: tuple[slice, slice], kernel: Pair, width: int
     return matrix.reshape(-1, kernel[0] * kernel[1] * channels)
 
 
+@unflagged
 def fprop_numpy(x: np.ndarray, weight: np.ndarray, stride: Pair, padding: Pair, dilation: Pair = (1, 1),
                 groups: int = 1) -> np.ndarray:
     """Convolution: x (N, H, W, C), weight (K, R, S, C / groups) → (N, Ho, Wo, K)."""
@@ -111,6 +112,7 @@ def _correlate(x: np.ndarray, weight: np.ndarray, size: Pair, stride: Pair, offs
     return out
 
 
+@unflagged
 def dgrad_numpy(dout: np.ndarray, weight: np.ndarray, size: Pair, stride: Pair, padding: Pair,
                 dilation: Pair = (1, 1), groups: int = 1) -> np.ndarray:
     """Gradient of the input (N, *size, C): dout spread out by the stride, convolved with the flipped weight."""
@@ -127,6 +129,7 @@ def dgrad_numpy(dout: np.ndarray, weight: np.ndarray, size: Pair, stride: Pair, 
     return _correlate(dout, flipped, size, (1, 1), offset, stride)
 
 
+@unflagged
 def wgrad_numpy(x: np.ndarray, dout: np.ndarray, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair = (1, 1),
                 groups: int = 1) -> np.ndarray:
     """Gradient of the weight (K, R, S, C / groups): sum over pixels of dout times the patch of x under the kernel."""
@@ -151,6 +154,7 @@ def wgrad_numpy(x: np.ndarray, dout: np.ndarray, kernel: Pair, stride: Pair, pad
     return np.sum(partial, axis=0).reshape(outputs, *kernel, x.shape[3])
 
 
+@unflagged
 def gradients_numpy(x: np.ndarray, weight: np.ndarray, dout: np.ndarray, padding: Pair,
                     needs: Sequence[bool]) -> tuple[np.ndarray | None, np.ndarray | None]:
     """dx and dweight of a convolution of stride 1, of which needs[0] and needs[1] tell whether they are wanted.

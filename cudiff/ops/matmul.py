@@ -33,7 +33,7 @@ from cudiff.ops.cast import (
 from cudiff.ops.reduce import sum_rows_cuda, sum_to
 from cudiff.ops.shape import reshape
 from cudiff.tensor import Tensor
-from cudiff.threads import PART_BYTES, cut, parallel_map
+from cudiff.threads import PART_BYTES, cut, parallel_map, unflagged
 
 __all__ = ["linear", "matmul"]
 
@@ -47,6 +47,7 @@ def _matrices(x: Array, batch: tuple[int, ...]) -> Array:
     return x.reshape(math.prod(batch), *x.shape[-2:])
 
 
+@unflagged
 def matmul_numpy(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """a (..., m, k) · b (..., k, n) on all cores, cut along the first axis of the batch or of a matrix."""
     batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])

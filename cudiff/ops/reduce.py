@@ -19,7 +19,7 @@ from cudiff.function import Function
 from cudiff.gradient import Slot
 from cudiff.ops.cast import as_tensor, astype
 from cudiff.tensor import Tensor
-from cudiff.threads import cut, parallel_map
+from cudiff.threads import cut, parallel_map, unflagged
 from cudiff.values import flag
 
 __all__ = ["max", "mean", "min", "ptp", "std", "sum", "var"]
@@ -68,6 +68,7 @@ def _sum_middle(x: np.ndarray) -> np.ndarray:
     return _column_sums(x[0, :whole].reshape(-1, 256, inner)).sum(0) + x[0, whole:].sum(0)
 
 
+@unflagged
 def _column_sums(x: np.ndarray) -> np.ndarray:
     ones = np.ones(x.shape[1], x.dtype)
     return np.concatenate(parallel_map(lambda part: np.matmul(ones, x[part]), cut(len(x), x[:1].nbytes)))
