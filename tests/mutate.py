@@ -122,8 +122,8 @@ def copy_of_the_tree(folder: Path) -> Path:
 
 
 class _First:
-    """A pytest plugin: writes which test failed first, and when a test ended last. Of files of which single tests are
-    named it takes these, in their order, but for those that there are no more."""
+    """A pytest plugin: writes which test failed first, and when a test ended last. Where single tests are named, only
+    these run, in the order given; names that no longer exist are passed over."""
 
     def __init__(self, failed: Path, ended: Path, named: list[str]) -> None:
         self.failed, self.ended, self.named = failed, ended, named

@@ -132,8 +132,8 @@ def karras_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 8
     """Sigmas decreasing from `sigma_max` to `sigma_min`, evenly spaced in sigma^(1/rho), and a final 0.
 
     Float64 (num_steps + 1,); one step goes from `sigma_max` to 0. EDM, arXiv 2206.00364, equation 5.
-    Raises CudiffError where num_steps < 1, where the range is not 0 < sigma_min < sigma_max, and for a rho that float64
-    does not get from one to the other with.
+    Raises CudiffError where num_steps < 1, where the range is not 0 < sigma_min < sigma_max, and for a rho with which
+    float64 does not reach sigma_min from sigma_max.
     """
     if num_steps < 1:
         raise CudiffError(f"{num_steps} sampling steps: use 1 or more")
@@ -141,7 +141,7 @@ def karras_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 8
     if not 0 < sigma_min < sigma_max < np.inf:
         raise CudiffError(f"sigma_min {sigma_min} and sigma_max {sigma_max}: use 0 < sigma_min < sigma_max")
     ramp = np.arange(num_steps) / max(num_steps - 1, 1)
-    try:  # Python's power, whose last bit is not NumPy's: a seed's pictures hang on it
+    try:  # Python's power: NumPy's differs in the last bit, which would change a seed's pictures
         low, high = sigma_min ** (1 / rho), sigma_max ** (1 / rho)
     except OverflowError:
         low = high = math.inf
