@@ -1,7 +1,7 @@
 """Find, compile and cache the kernels in `kernels/`.
 
-NVRTC turns a file and the constants that it is compiled with (`-D` macros) into a cubin once. Cubins are kept in a
-per-user cache under a digest of everything that went in.
+NVRTC compiles a file and its constants (`-D` macros) to a cubin. Cubins are cached for each user, under a digest of
+source, constants, architecture, options and NVRTC's version.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _compiling = threading.Lock()
 
 @functools.cache
 def kernel_folder() -> Path:
-    """Where the folders of kernels are: the installed package `cudiff.kernels`, or `kernels/` beside `cudiff/`."""
+    """The folder of the kernels' folders: the installed package `cudiff.kernels`, or `kernels/` beside `cudiff/`."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "kernels", package.parent / "kernels"):
         if (folder / "common" / "common.cuh").is_file():
@@ -46,7 +46,7 @@ def kernel_folder() -> Path:
 
 @functools.cache
 def kernel_file(name: str) -> Path:
-    """The `.cu` file or the header of this name, in whichever folder. Raises CudiffError unless there is just one."""
+    """The path of the `.cu` file or header of this name. Raises CudiffError unless exactly one folder has it."""
     found = list(kernel_folder().glob(f"*/{name}"))
     if len(found) != 1:
         raise CudiffError(f"{len(found)} files in the folders of {kernel_folder()} are named {name}: there must be one")
@@ -54,15 +54,15 @@ def kernel_file(name: str) -> Path:
 
 
 def kernel_path(stem: str) -> str:
-    """As messages name a kernel file: kernels/portable/cast.cu."""
+    """The path of a kernel file as messages give it, such as kernels/portable/cast.cu."""
     return kernel_file(f"{stem}.cu").relative_to(kernel_folder().parent).as_posix()
 
 
 def source(stem: str, constants: dict[str, Any], call: str | None = None) -> str:
-    """A `.cu` file after `common.cuh`, with its `#include`s of our own headers expanded, each once. `call`: of calls of
-    macros that define kernels this one alone, see `call_of`.
+    """The text of `common.cuh` and of a `.cu` file, with each of our own headers included once. call: the one that is
+    kept of the macro calls that define kernels, see `call_of`.
 
-    Constants that are types are typedefs behind `common.cuh`: as macros they would also replace the T of every
+    Constants that are types become typedefs after `common.cuh`. As macros they would also replace the T of every
     `template <typename T>`, NVRTC's own included.
     """
     common, rest = _expanded(stem)
@@ -110,15 +110,15 @@ def kernels(stem: str) -> list[str]:
 
 
 def call_of(stem: str, name: str) -> str:
-    """How the call of the macro begins that defines this kernel of `<stem>.cu`; "" of one that is written out.
+    """The start of the macro call that defines this kernel of `<stem>.cu`; "" for a kernel defined without a macro.
 
-    Calls are compiled one at a time, each when it is needed: all of arithmetic.cu takes 5 s, `add` 0.3.
+    Each call is compiled alone, when a kernel of it is needed: all of arithmetic.cu takes 5 s, `add` 0.3.
     """
     return _declarations(stem).call_of(name)
 
 
 def signature(stem: str, name: str, constants: dict[str, Any]) -> Signature:
-    """What a kernel takes that is compiled with `constants`, dtypes by their C names."""
+    """The signature of a kernel that is compiled with `constants`, in which dtypes are C names."""
     return _declarations(stem).signature(name, constants)
 
 
@@ -128,10 +128,10 @@ def compile_source(stem: str, arch: str, constants: dict[str, Any]) -> tuple[byt
 
 
 def compile_text(file: str, text: str, arch: str, constants: dict[str, Any]) -> tuple[bytes, str]:
-    """Compile a source by NVRTC, which needs no GPU. Returns the cubin, for an `arch` such as compute_75 the PTX; and
+    """Compile a source with NVRTC, which needs no GPU. Returns the cubin (the PTX for an `arch` such as compute_75) and
     the compiler's log.
 
-    Raises CudiffError with the log's first lines where the source is wrong.
+    Raises CudiffError with the start of the log if the source does not compile.
     """
     from cupy_backends.cuda.libs import nvrtc
 
@@ -152,7 +152,7 @@ def compile_text(file: str, text: str, arch: str, constants: dict[str, Any]) -> 
 
 @functools.cache
 def cubin_folder() -> Path:
-    """Where cubins are kept: the user's cache, or where that cannot be written, a folder of this process alone."""
+    """The folder of the cubins: the user's cache, or a temporary folder of this process if that is not writable."""
     folder = cache_folder("kernels")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -165,19 +165,19 @@ def cubin_folder() -> Path:
 
 @functools.cache
 def nvrtc_version() -> str:
-    """Such as 13.0."""
+    """NVRTC's version, such as 13.0."""
     from cupy_backends.cuda.libs import nvrtc
 
     return ".".join(map(str, nvrtc.getVersion()))
 
 
 def _cubin(stem: str, arch: str, constants: dict[str, Any], call: str) -> Path:
-    """`cubin_of` one of our files, or of what one call in it defines."""
+    """`cubin_of` one of our files, with only the macro call `call`."""
     return cubin_of(kernel_path(stem), source(stem, constants, call), arch, constants)
 
 
 def cubin_of(file: str, text: str, arch: str, constants: dict[str, Any]) -> Path:
-    """The cached cubin's path, compiled now if it is not there. Safe with other processes doing the same."""
+    """The path of the cached cubin, compiled now if it is not cached. Several processes may do so at the same time."""
     key = repr((text, arch, sorted(constants.items()), _OPTIONS, nvrtc_version()))
     path = cubin_folder() / f"{Path(file).stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
     if not path.is_file():
@@ -191,7 +191,7 @@ _modules: dict[tuple, Any] = {}
 
 
 def load(stem: str, constants: dict[str, Any], call: str) -> Any:
-    """The current device's cupy.RawModule of the file, compiled with these constants and this call alone."""
+    """The current device's cupy.RawModule of the file, compiled with these constants and only this macro call."""
     key = (stem, call, get_cupy().cuda.runtime.getDevice(), *sorted(constants.items()))
     module = _modules.get(key)
     if module is None:
@@ -207,7 +207,7 @@ def loaded(cubin: Path) -> Any:
 
 
 class _Ahead(threading.local):
-    """Where this thread sends what it finds not compiled; None where it compiles itself. See `compiling_ahead`."""
+    """compile: called for each kernel that is not loaded yet; None outside `compiling_ahead`."""
 
     compile: Callable[[str, dict[str, Any], str], None] | None = None
 
@@ -217,7 +217,7 @@ _ahead = _Ahead()
 
 @contextlib.contextmanager
 def compiling_ahead() -> Iterator[None]:
-    """Inside the block, kernels not loaded yet are compiled side by side, not launched; its end waits for them."""
+    """Inside the block, kernels that are not loaded are compiled in parallel, not launched; its end waits for them."""
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         begun: dict[tuple, Future] = {}
 
@@ -234,19 +234,19 @@ def compiling_ahead() -> Iterator[None]:
 
 
 def compiles_ahead() -> bool:
-    """Whether this is inside such a block."""
+    """Whether this thread is inside a `compiling_ahead` block."""
     return _ahead.compile is not None
 
 
 def compile_ahead(stem: str, constants: dict[str, Any], call: str) -> None:
-    """Inside such a block: compile beside others."""
+    """Compile in the background. To be called inside a `compiling_ahead` block."""
     assert _ahead.compile is not None
     _ahead.compile(stem, constants, call)
 
 
 def c_names(file: str, constants: dict[str, Any]) -> dict[str, Any]:
-    """The constants with dtypes, or types such as np.float32, by their C names. Raises TypeError that names `file` for
-    one that has none."""
+    """The constants, with dtypes and types such as np.float32 replaced by their C names. Raises TypeError, which names
+    `file`, for a dtype without a C name."""
     constants = {name: np.dtype(value) if isinstance(value, type) else value for name, value in constants.items()}
     for value in constants.values():
         if isinstance(value, np.dtype) and value not in CTYPES:

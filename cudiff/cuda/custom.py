@@ -1,4 +1,4 @@
-"""Kernels of a user's own: CUDA C compiled by NVRTC, launched with checked arguments."""
+"""A user's own kernels: CUDA C compiled by NVRTC, launched with checked arguments."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _FILE = "your_kernel.cu"
 class Kernel:
     """A function of a CUDA C source, called as `kernel(grid, block, *args, T=x.dtype)`.
 
-    source: defines functions that begin `extern "C" __global__ void`. kernels/common/common.cuh stands before it, with
-    `bf16`, `half`, `i64`, `to_float` and `from_float<T>`; `#include "map.cuh"` and the other headers of kernels/common
-    may be used. name: which of its functions; it may be left out where there is only one.
+    source: defines functions that begin `extern "C" __global__ void`. kernels/common/common.cuh is included before it,
+    with `bf16`, `half`, `i64`, `to_float` and `from_float<T>`; it may include "map.cuh" and the other headers of
+    kernels/common. name: of the function; optional if there is only one.
 
     It may be called in a `Function`, and in a function that `capture` records. Raises ValueError for a source without
     such a function.
@@ -38,15 +38,15 @@ class Kernel:
 
     def __call__(self, grid: int | tuple[int, ...], block: int | tuple[int, ...], *args: Any, shared: int = 0,
                  **constants: Any) -> None:
-        """Launch on the current stream, where it begins when the kernel before has ended.
+        """Launch on the current stream. The kernel begins when the one before has ended.
 
-        grid, block: numbers of blocks and of a block's threads, up to three of each. args: CuPy arrays, whole and
-        C-contiguous, or None for a null pointer; a Python int is an `int`, a float a `float`, np.int64 an `i64`.
-        shared: bytes of dynamic shared memory. constants: what the source uses without defining it, numbers as macros
-        and dtypes as types, for each of which it is compiled once.
+        grid, block: the number of blocks and of threads in a block, or a tuple of up to three. args: C-contiguous CuPy
+        arrays, None for a null pointer, and numbers: a Python int is an `int`, a float a `float`, np.int64 an `i64`.
+        shared: bytes of dynamic shared memory. constants: names that the source uses without defining them. Numbers
+        become macros, dtypes become types. The source is compiled once for each set of values.
 
-        Raises TypeError that names the parameter for an argument that the function does not take, and CudiffError with
-        the compiler's message where the source does not compile.
+        Raises TypeError, which names the parameter, for an argument that the function does not take, and CudiffError
+        with the compiler's message if the source does not compile.
         """
         named = compiler.c_names(_FILE, constants)
         key = (get_cupy().cuda.runtime.getDevice(), *sorted(named.items()))
@@ -66,14 +66,14 @@ class Kernel:
         kernel(grid, block, args, shared_mem=shared)
 
     def check(self, *args: Any, **constants: Any) -> None:
-        """Raise what a call with these arguments would raise for their types, without a launch."""
+        """Raise TypeError if a call with arguments of these types would. Nothing is launched."""
         kinds, _ = launch.pack(args)
         self._declared.signature(self.name, compiler.c_names(_FILE, constants)).check(kinds)
 
     def compile(self, architecture: str, **constants: Any) -> str:
         """Compile for an architecture such as "sm_80", which needs no GPU. Returns the compiler's log, with registers.
 
-        Raises CudiffError with the compiler's message where the source is wrong.
+        Raises CudiffError with the compiler's message if the source does not compile.
         """
         named = compiler.c_names(_FILE, constants)
         text = compiler.with_types(self._common, self._rest, named)

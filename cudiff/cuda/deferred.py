@@ -1,8 +1,8 @@
-"""Deferred launches: a launch whose result nothing needs yet waits, to be batched with others of its type.
+"""Deferred launches: a launch is enqueued until its result is needed, to be batched with others of its type.
 
-During a backward the gradients of weights are deferred, and the small sums that larger kernels leave. They wait until
-something needs a result, until what they read would be overwritten, until they keep too much memory from being freed,
-or until the backward ends.
+During a backward the gradients of weights are deferred, and the sums of larger kernels' partial results. They are
+pending until a result is needed, until what they read would be overwritten, until they keep too much memory from being
+freed, or until the backward ends.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _Group = tuple[LaunchType, Hashable]
 
 
 class Queue:
-    """Pending launches, in groups of those that may share a batch: of one type, and alike in what that requires."""
+    """Pending launches, in groups that may share a batch: those of one type with equal group keys."""
 
     def __init__(self) -> None:
         self._groups: dict[_Group, list[_Pending]] = {}
         self._writes: list[_Range] = []  # of all pending launches, sorted
         self._reads: list[_Range] = []
-        self._longest = 0  # range so far, in bytes
+        self._longest = 0  # bytes of the longest range so far
         self._held: Counter[LaunchType] = Counter()
 
     def enqueue(self, group: _Group, pending: _Pending) -> None:
@@ -130,7 +130,7 @@ def _share(one: _Range, other: _Range) -> bool:
         return False
     if pitch != other_pitch or pitch == 0:
         return True
-    behind = (other_start - start) % pitch  # two slices of a matrix's columns may not overlap
+    behind = (other_start - start) % pitch  # slices of different columns of a matrix do not overlap
     return behind < width or behind + other_width > pitch
 
 
@@ -167,7 +167,7 @@ def deferred() -> Iterator[Queue]:
 
 
 def batched() -> contextlib.AbstractContextManager:
-    """Inside the block, launches are deferred until its end, or longer where they are deferred already."""
+    """Inside the block, launches are deferred: until its end, or that of a `deferred` block around it."""
     return deferred() if _thread.queue is None else contextlib.nullcontext()
 
 
@@ -186,8 +186,8 @@ def enqueue(launch_type: LaunchType, arguments: Any, out: Array, reads: Sequence
     """Defer a launch that writes or adds to `out`, to be batched with others of its type and group. Where launches are
     not deferred, run it now.
 
-    held: bytes that it keeps from being freed while it is pending. reads: arrays that it reads, to which others may
-    write after `Queue.before_write`. Nobody may write to anything else that it reads.
+    held: bytes that it keeps from being freed while it is pending. reads: those arrays that it reads to which other
+    code may write, after `Queue.before_write`. Nothing may write to anything else that it reads.
     """
     if _thread.queue is None:
         _run(launch_type, [arguments])

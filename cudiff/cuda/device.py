@@ -1,4 +1,4 @@
-"""What the driver says about each GPU. Only this module asks it."""
+"""The properties of each GPU, from the CUDA driver. No other module asks for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cudiff.errors import CudiffError
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The driver's own functions."""
+    """The CUDA driver's library."""
     driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
     driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
     return driver
@@ -34,14 +34,14 @@ _PLANNED = {
     "sm_75": (40, 64), "sm_80": (108, 163), "sm_86": (82, 99), "sm_89": (128, 99), "sm_90a": (132, 227),
     "sm_100": (148, 227), "sm_120": (170, 99),
 }
-"""Multiprocessors, and the KiB of shared memory that a block may ask for, of a T4, A100, RTX 3090, RTX 4090, H200, B200
-and RTX 5090, for which `asked_about` plans."""
+"""The multiprocessors, and the KiB of shared memory that a block may ask for, for which `asked_about` plans: those of a
+T4, A100, RTX 3090, RTX 4090, H200, B200 and RTX 5090."""
 
 
 class Device(NamedTuple):
-    """name: such as "NVIDIA H200". capability: compute capability, 10 · major + minor. blocks, threads, shared: what a
-    multiprocessor has room for, shared memory in bytes. of_block: bytes that a block may ask for. reserved: bytes that
-    a block takes besides. ptx: whether it stands for an older GPU and gets that one's kernels as PTX."""
+    """name: such as "NVIDIA H200". capability: compute capability, 10 · major + minor. blocks, threads, shared: limits
+    of a multiprocessor, shared memory in bytes. of_block: bytes that a block may ask for. reserved: bytes that CUDA
+    adds for each block. ptx: whether it is used as an older GPU, with that one's kernels as PTX."""
 
     name: str
     capability: int
@@ -55,7 +55,7 @@ class Device(NamedTuple):
 
     @property
     def architecture(self) -> str:
-        """NVRTC's name for it; Hopper's own instructions need the `a`."""
+        """NVRTC's name of the architecture. Hopper's own instructions need the suffix `a`."""
         if self.ptx:
             return f"compute_{self.capability}"
         return f"sm_{self.capability}a" if self.capability == 90 else f"sm_{self.capability}"
@@ -63,7 +63,7 @@ class Device(NamedTuple):
 
 @functools.cache
 def device(ordinal: int) -> Device:
-    """The GPU of this number. CUDIFF_COMPUTE=75 in the environment takes it for one of compute capability 7.5."""
+    """The GPU of this number. CUDIFF_COMPUTE=75 in the environment has it used as one of compute capability 7.5."""
     cuda = get_cupy().cuda
     found = cuda.Device(ordinal)
     facts = found.attributes
@@ -78,8 +78,8 @@ def device(ordinal: int) -> Device:
 
 
 def _older(gpu: Device, capability: str) -> Device:
-    """`gpu` as one of an older compute capability, such as "75", with the shared memory of its blocks. Raises
-    CudiffError for one that there are no kernels for."""
+    """`gpu` as one of an older compute capability, such as "75", whose blocks have less shared memory. Raises
+    CudiffError for a capability without kernels or above the GPU's."""
     name = f"sm_{capability}"
     if capability not in ("75", "80", "86", "89") or int(capability) > gpu.capability:
         raise CudiffError(f"CUDIFF_COMPUTE={capability} is none of 75, 80, 86, 89 that {gpu.name} runs: leave it out")
@@ -93,7 +93,7 @@ def current_device() -> Device:
 
 
 def precision_on(device: str, name: str) -> str:
-    """The precision that `name` stands for on a device. "auto" is bf16 on a GPU and fp32 on the CPU. A GPU older than
+    """The precision that `name` selects on a device. "auto" is bf16 on a GPU and fp32 on the CPU. A GPU older than
     sm_80 has no bf16: there it is fp16."""
     name = ("bf16" if device == "cuda" else "fp32") if name == "auto" else name
     return "fp16" if name == "bf16" and device == "cuda" and current_device().capability < 80 else name
@@ -108,7 +108,7 @@ asked = _Asked()
 
 @contextlib.contextmanager
 def asked_about(architecture: str) -> Iterator[None]:
-    """Inside the block, launches are planned for a GPU of this architecture, such as "sm_80", here or not."""
+    """Inside the block, launches are planned for a GPU of this architecture, such as "sm_80", present or not."""
     before, asked.architecture = asked.architecture, architecture
     try:
         yield
@@ -117,7 +117,7 @@ def asked_about(architecture: str) -> Iterator[None]:
 
 
 def multiprocessors() -> int:
-    """Those of the GPU that launches are planned for: the current device; where there is none an H200, 132."""
+    """The number in the GPU that launches are planned for: the current device, without one an H200 (132)."""
     return _planned()[0]
 
 
@@ -145,10 +145,10 @@ class Target(NamedTuple):
 
 
 def current_target() -> Target:
-    """That of the current device; its architecture is "sm_90a" where the kernels in files named _sm90 run.
+    """The target of the current device. Its architecture is "sm_90a" if the kernels in files named _sm90 may run.
 
     CUDIFF_PORTABLE=1 in the environment switches these off: the kernels for any GPU run instead. So does a driver older
-    than 530, which does not give some of them their more than 4 KiB of arguments.
+    than 530, because some of them have more than 4 KiB of arguments, which it does not support.
     """
     return _target(get_cupy().cuda.runtime.getDevice(), os.environ.get("CUDIFF_PORTABLE") == "1")
 
@@ -182,14 +182,14 @@ def describe() -> dict[str, str]:
 
 
 def wheels(names: Sequence[str]) -> str:
-    """Which of CuPy's packages is installed, and what is wrong where several are."""
+    """Which of CuPy's packages is installed, or that several are, which do not work together."""
     if len(names) > 1:
         return f"from {' and '.join(names)}, which overwrite each other: uninstall all, then install one"
     return f"from {names[0]}" if names else "built here"
 
 
 def links(count: int, reaches: Callable[[int, int], object]) -> str:
-    """How so many GPUs reach each other: reaches(a, b) is whether a reads b's memory."""
+    """Which of `count` GPUs read each other's memory, in words. reaches(a, b): whether a reads b's memory."""
     apart = [f"{a} and {b}" for a, b in combinations(range(count), 2) if not (reaches(a, b) and reaches(b, a))]
     if not apart:
         return "each reads the others' memory"

@@ -10,7 +10,7 @@ import numpy as np
 from cudiff.backend import Array, free_memory, get_cupy
 from cudiff.cuda.device import current_device
 
-_SLOTS, _BYTES = 256, 16  # of a block, one for each channel that it may have; of a slot, and of the head
+_SLOTS, _BYTES = 256, 16  # slots of a block, one for each channel it may have; bytes of a slot, and of the header
 
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
@@ -19,20 +19,20 @@ _making = threading.Lock()
 
 
 def exchange_workspace() -> Array:
-    """The current stream's: slots for as many blocks as the device has multiprocessors, zeroed when it was made.
+    """The current stream's workspace: slots for as many blocks as the device has multiprocessors, zeroed when made.
 
-    A slot is tagged with the number of the launch that published it: launches on one stream follow each other, so none
+    A slot is tagged with the number of the launch that published it. Launches on one stream follow each other, so none
     takes a slot of an earlier one for its own. A graph uses the workspace of the stream that it was recorded on:
-    launched on another stream, it may not run at the same time as work on that one. `release_workspace` ends it. Where
-    nobody calls that, a new stream may not run beside the last work of one that was let go, whose name it may be given.
+    launched on another stream, it may not run at the same time as work on that one. `release_workspace` frees it. If
+    that is not called, a new stream may get the handle of a deleted one, and with it the workspace: it may not run
+    before that one's work is done.
 
-    Blocks that wait for each other hold their places: they are launched cooperatively (`launch.launch`), which begins
-    only where all of them have one. So no other launch, stream or process that shares the GPU can hold a place that one
-    of them waits for.
+    Blocks that wait for each other stay on their multiprocessors. They are launched cooperatively (`launch.launch`):
+    all begin together or none does, so none waits for a block that other work on the GPU keeps from starting.
     """
     cupy = get_cupy()
     device, stream = cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr
-    # All threads' own default streams have one name.
+    # The threads' own default streams have one handle.
     key = device, stream, threading.get_ident() if stream == cupy.cuda.runtime.streamPerThread else 0
     with _making:
         if key not in _workspaces:
@@ -45,15 +45,15 @@ def exchange_workspace() -> Array:
 
 
 def release_workspace(device: int, stream: int) -> None:
-    """Let go of what a device's stream had, both by their numbers, once all of the GPU's work is done.
+    """Free the workspace of a device's stream, given by its handle, once all of the GPU's work is done.
 
-    Any thread may call it at any moment, as its garbage is collected: it takes no lock.
+    Garbage collection may call it in any thread at any moment, so it takes no lock.
     """
     _workspaces.pop((device, stream, 0), None)
 
 
 def _allocate(size: int) -> Any:
-    """Memory of no pool: kernels that are still to run may write to what a pool takes back. cudaFree waits for them."""
+    """Memory without a pool. Pending kernels may write to memory that a pool takes back; cudaFree waits for them."""
     cuda = get_cupy().cuda
     for _ in range(2):
         try:
@@ -61,5 +61,5 @@ def _allocate(size: int) -> Any:
         except cuda.runtime.CUDARuntimeError as error:
             if error.status != _OUT_OF_MEMORY:
                 raise
-        free_memory()  # CuPy's own pool may have some
+        free_memory()  # CuPy's pool may hold unused blocks
     raise cuda.memory.OutOfMemoryError(size, 0)

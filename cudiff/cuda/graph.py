@@ -18,12 +18,12 @@ from cudiff.precision import tf32_allowed
 from cudiff.tensor import Tensor
 
 _mode = threading.local()
-_state = 0  # counts changes that a recording cannot follow; one made in another state is made anew
+_state = 0  # counts the changes that invalidate recordings
 
 
 def record_again() -> None:
-    """Have every captured function recorded anew at its next call, because something that Python decides in it may have
-    changed. Does nothing inside a captured function: what changes there is recorded and replayed.
+    """Invalidate all recordings: each captured function is recorded anew at its next call. To be called when something
+    changes that Python may branch on in one. Does nothing inside a captured function: changes there are replayed.
     """
     global _state
     if not getattr(_mode, "busy", False):
@@ -42,9 +42,9 @@ _FORBIDDEN = (
 
 
 def capture(fn: Callable, warmup: int | Callable = 3, device: str | None = None, precompile: bool = False) -> Captured:
-    """Make `fn` one CUDA graph: the same results, and the host pays for one launch only.
+    """Record `fn` as one CUDA graph. Its results are the same, and a call takes the host the time of one launch.
 
-    The first `warmup` calls run `fn` as it is, so that kernels are compiled and memory is allocated. The next call
+    The first `warmup` calls run `fn` eagerly, so that kernels are compiled and memory is allocated. The next call
     records a graph and launches it. Later calls launch the graph. Every call does the work of one call of `fn`. On the
     CPU `fn` is simply called.
 
@@ -52,32 +52,31 @@ def capture(fn: Callable, warmup: int | Callable = 3, device: str | None = None,
     ----------
     fn : callable
         Takes Tensors (or None), positionally. It may change tensors that it holds (parameters, counters), in place.
-        It must not read from the device (`.item()`, `.numpy()`), nor copy host arrays there. What Python does in it,
-        numbers and branches included, is frozen as recorded: what changes from call to call has to be in tensors.
-        If it uses a stream of its own, it has to hold what it makes for that stream until the stream has joined, and
-        the stream until it returns: memory and streams are reused as soon as Python frees them.
+        It must not read from the device (`.item()`, `.numpy()`), nor copy host arrays there. Python does not run in a
+        replay: numbers and branches stay as recorded, and what changes from call to call has to be in tensors.
+        If it uses a second stream, it has to keep that stream's arrays until the stream has joined, and the stream
+        until it returns: memory and streams are reused as soon as Python frees them.
     warmup : int, at least 1, or callable
-        A number of calls, or a function that takes their place: it is called once with `fn`'s arguments, its result is
-        dropped, and the first call records. It has to launch each kernel of `fn`, and to make what `fn` keeps from call
-        to call.
+        A number of calls, or a function that replaces them: it is called once with `fn`'s arguments, its result is
+        dropped, and the first call records. It has to launch all kernels of `fn`, and create what `fn` keeps for later.
     device : {"cpu", "cuda"}, optional
-        The default is the device of the tensors passed; a function called without tensors needs it.
+        The default is the device of the tensors passed. Required if `fn` is called without tensors.
     precompile : bool
-        Run `fn`, or `warmup`, once more before the first call, with nothing done on the GPU, to compile all its kernels
-        at once: those of a training step of the U-Net take 3 s on 16 cores, 19 s on one. Use it only for a function
-        that keeps nothing in Python from call to call: gradients have to be there already (`Module.flatten`).
+        Before the first call, run `fn` or the function `warmup` once without work on the GPU, to compile all kernels in
+        parallel: those of a training step of the U-Net take 3 s on 16 cores, 19 s on one. Use it only for a function
+        that keeps no Python state between calls: gradients have to exist already (`Module.flatten`).
 
     Returns
     -------
     Captured
-        Called as `fn` is. It keeps one graph for each combination of argument shapes and dtypes, within `allow_tf32`
-        and without; each has its own warm-up. Arguments are copied in. Once recorded, the result is always the same
+        Called as `fn` is. It keeps one graph for each combination of argument shapes, dtypes and `allow_tf32`; each has
+        its own warm-up. Arguments are copied to the graph's inputs. Once recorded, the result is always the same
         object, overwritten by the next call.
         Every graph is warmed up and recorded anew after one of these changes outside a captured function: a parameter
         was frozen, thawed, moved or replaced; 16-bit weights were assigned; a module's attribute was set to another
         value.
 
-    Raises CudiffError where `fn` does what a graph cannot hold, and for a captured function called within another.
+    Raises CudiffError if `fn` does what cannot be captured, and for a captured function called within another.
     """
     return Captured(fn, warmup, device, precompile)
 
@@ -97,8 +96,8 @@ class Captured:
     def needs(self, *args: Tensor | None) -> tuple[int, bool]:
         """Bytes of GPU memory that the graph for such arguments takes, and whether the GPU has them.
 
-        Needs `precompile`. The numbers are known before the first call, from precompiling, which launches nothing. 0
-        bytes where precompiling failed, as the real recording may too, and on the CPU.
+        Requires `precompile`, which finds both before the first call, without a launch. Returns 0 bytes on the CPU, and
+        if precompiling failed, as the real recording may too.
         """
         if self._device(args) == "cpu":
             return 0, True
@@ -106,7 +105,7 @@ class Captured:
         return recording.needed, recording.fits
 
     def _recording(self, args: tuple[Tensor | None, ...]) -> _Recording:
-        """The recording for such arguments, made now where there is none of the present state."""
+        """The recording for such arguments, made now if there is none or it was invalidated."""
         if getattr(_mode, "busy", False):
             raise CudiffError("a captured function was called within another: capture the outer one only")
         signature = (tf32_allowed(), *(None if arg is None else (arg.shape, arg.dtype) for arg in args))
@@ -138,9 +137,9 @@ class Captured:
 
 
 class _Recording:
-    """What belongs to one signature: stream, arena, the number of calls that still run eagerly, then the graph."""
+    """The state of one signature: stream, arena, the number of eager calls left, and the graph once it is recorded."""
 
-    needed, fits = 0, True  # bytes of its arena, and whether the GPU has them, once precompiled
+    needed, fits = 0, True  # set by `precompile`: bytes of its arena, and whether the GPU has them
 
     def __init__(self, fn: Callable, warmup: int | Callable):
         cuda = get_cupy().cuda
@@ -174,8 +173,8 @@ class _Recording:
         return self.result
 
     def precompile(self, args: tuple[Tensor | None, ...]) -> None:
-        """Compile the kernels of a recording that is thrown away. Its arrays show how much memory the real one takes.
-        Errors are left to the real call."""
+        """Compile the kernels under a capture that is discarded. Its arrays show how much memory the real one takes.
+        Errors are ignored: the real call raises them."""
         self.arena.rehearsing = True
         with self._private(), contextlib.suppress(Exception):
             inputs = self._like(args)
@@ -189,8 +188,8 @@ class _Recording:
         self.arena.rehearsing = False
         self.fits = self.arena.needed <= self.arena.total_bytes()
         if not self.fits:
-            self.needed = self.arena.needed  # as far as it got
-            self.arena = Arena()  # without addresses that have no memory; the real call will say so
+            self.needed = self.arena.needed  # a lower bound if `fn` failed
+            self.arena = Arena()  # drop the addresses without memory; the real call raises
 
     def _like(self, args: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Tensors that a graph reads in place of the arguments, uninitialised."""

@@ -1,4 +1,4 @@
-"""A cache of recorded graphs, least recently used first out, for as long as its memory is not needed elsewhere."""
+"""A least-recently-used cache of recorded graphs, which is emptied when memory runs out."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ T = TypeVar("T")
 
 
 class GraphCache:
-    """At most 8 of what was made, by a key; the one that was not asked for the longest time goes first.
+    """At most 8 values by key. The least recently used one is dropped first.
 
-    All of it goes where recordings are made anew (`record_again`), and where memory runs out (`free_memory`). Who has
-    got something holds it, whatever is dropped meanwhile. A copy of it, a pickled one too, is empty.
+    All are dropped when recordings are invalidated (`record_again`) and when memory runs out (`free_memory`). A caller
+    that got a value keeps it. A copy of the cache, a pickled one too, is empty.
 
-    Attributes: lock, reentrant, for a thread that uses what it holds: a graph's inputs lie in one place.
+    Attributes: lock, reentrant; a thread holds it while it uses a value, because a graph's inputs are shared.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._made: dict[Hashable, Any] = {}  # the last asked for is the last; replaced, as any thread may clear it
+        self._made: dict[Hashable, Any] = {}  # most recently used last; replaced, as any thread may clear it
         self._state = recording_state()
         spare(self)
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What was made for this key, or is now."""
+        """The value for this key; if there is none, `make` makes it."""
         made, state = self._made, recording_state()
         if state != self._state:
             self.clear()
@@ -41,7 +41,7 @@ class GraphCache:
         return found
 
     def clear(self) -> None:
-        """Drop all."""
+        """Drop all values."""
         self._made = {}
 
     def __len__(self) -> int:

@@ -1,6 +1,6 @@
 """An arena: GPU memory for the arrays that a captured function makes. It grows, and merges neighbouring free blocks.
 
-CuPy's memory pool asks the driver for segment after segment. It never merges these, and nobody else can use a graph's.
+CuPy's memory pool allocates separate segments. It never merges them, and only the graph itself can use a graph's pool.
 The U-Net's training step at batch 32 in bf16 never has more than 599 MiB of arrays at once: the pool held 741 MiB for
 it, the arena holds 662.
 """
@@ -26,7 +26,7 @@ _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 class Block:
-    """`size` bytes in use, from `start`. They are given back when this object is deleted; their user holds it."""
+    """`size` bytes in use, from offset `start`. They are freed when this object is deleted, so their user keeps it."""
 
     __slots__ = ("allocator", "size", "start")
 
@@ -39,7 +39,7 @@ class Block:
 
 
 class Allocator:
-    """An endless range of bytes, and which of them are free."""
+    """A best-fit allocator of blocks in an endless range of bytes."""
 
     def __init__(self) -> None:
         self.given_back: collections.deque[tuple[int, int]] = collections.deque()
@@ -47,7 +47,7 @@ class Allocator:
         self._lock = threading.Lock()
 
     def take(self, size: int) -> Block:
-        """Take `size` bytes from the smallest free block that has them; of two equal ones, from the lower."""
+        """Allocate `size` bytes in the smallest free block that is large enough, of equal ones in the lowest."""
         size = max(1, -(-size // ALIGNMENT)) * ALIGNMENT
         with self._lock:
             while self.given_back:
@@ -64,7 +64,7 @@ class Allocator:
     def _join(self, start: int, size: int) -> None:
         """Free a block, and merge it with the free blocks that it touches."""
         index, end = bisect.bisect(self._free, (start, 0)), start + size
-        if self._free[index][0] == end:  # there is always a free block behind: the range is endless
+        if self._free[index][0] == end:  # a free block always follows: the range is endless
             end += self._free.pop(index)[1]
         if index and sum(self._free[index - 1]) == start:
             index -= 1
@@ -73,12 +73,11 @@ class Allocator:
 
 
 class Arena(Allocator):
-    """GPU memory for arrays that are used on one stream. It grows as they need it, and lives as long as the last of
-    them.
+    """GPU memory for arrays that are used on one stream. It grows with them, and is freed after the last of them.
 
-    needed: the highest end of an array so far, in bytes from the arena's start. rehearsing: where the GPU has no more
-    memory, further arrays get addresses without memory, for launches that are thrown away. From then on `needed` is
-    above `total_bytes()`.
+    needed: the highest end of an array so far, in bytes from the arena's start. rehearsing: if the GPU's memory runs
+    out, further arrays get addresses without memory, for launches that are discarded. From then on `needed` is above
+    `total_bytes()`.
     """
 
     def __init__(self) -> None:
@@ -94,7 +93,7 @@ class Arena(Allocator):
         weakref.finalize(self, _release, runtime.malloc(1), self._first, self._reserved, self._pieces).atexit = False
 
     def total_bytes(self) -> int:
-        """GPU memory taken from the driver."""
+        """Bytes of GPU memory taken from the driver."""
         return sum(size for _, size in self._pieces)
 
     def allocate(self, size: int) -> Any:
@@ -105,7 +104,7 @@ class Arena(Allocator):
 
     def _reach(self, end: int) -> None:
         taken = self.total_bytes()
-        known_short = self.rehearsing and self.needed > taken  # asking again would collect garbage each time
+        known_short = self.rehearsing and self.needed > taken  # asking the driver again would collect garbage each time
         if end > taken and not known_short:
             size = -(-(end - taken) // PAGE) * PAGE
             if not self._back(taken, size) and not self.rehearsing:
@@ -126,8 +125,8 @@ class Arena(Allocator):
         return True
 
     def _create(self, size: int) -> ctypes.c_uint64 | None:
-        """The handle of new memory, not mapped yet. None where there is too little, garbage and CuPy's idle blocks
-        included."""
+        """The handle of new memory, not mapped yet. None if there is too little, after garbage and CuPy's idle blocks
+        were freed."""
         # CUmemAllocationProp: CU_MEM_ALLOCATION_TYPE_PINNED = 1, not exported, CU_MEM_LOCATION_TYPE_DEVICE = 1
         handle, kind = ctypes.c_uint64(), struct.pack("4i16x", 1, 0, 1, self._device)
         if _call("cuMemCreate", ctypes.byref(handle), size, kind, 0, expected=_OUT_OF_MEMORY):

@@ -1,4 +1,4 @@
-"""Sums and copies of arrays between GPUs, one a process, by NCCL through CuPy; a captured step holds them."""
+"""Sums and copies of arrays between GPUs, one for each process, by NCCL through CuPy. Graphs can capture them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cudiff.errors import CudiffError
 
 
 def library() -> Any:
-    """CuPy's module of NCCL. Raises CudiffError where NCCL is not installed."""
+    """CuPy's NCCL module. Raises CudiffError where NCCL is not installed."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # CuPy's, where it is not installed: several lines
+        warnings.simplefilter("ignore")  # CuPy warns in several lines if NCCL is not installed
         from cupy.cuda import nccl
     if not nccl.available:
         wheel = f"nvidia-nccl-cu{get_cupy().cuda.runtime.runtimeGetVersion() // 1000}"
@@ -32,9 +32,9 @@ def version() -> str:
 
 
 class Nccl:
-    """A communicator of NCCL. exchange(value): every process's value, by rank.
+    """An NCCL communicator. exchange(value): gathers a value from each process, in the order of ranks.
 
-    Raises CudiffError where NCCL is not installed or two processes have one GPU.
+    Raises CudiffError if NCCL is not installed or two processes use one GPU.
     """
 
     def __init__(self, rank: int, size: int, exchange: Callable[[Any], list[Any]]):
@@ -47,15 +47,15 @@ class Nccl:
         self._communicator = self._checked(nccl.NcclCommunicator, size, bytes.fromhex(exchange(number)[0]), rank)
 
     def all_reduce(self, array: Array) -> None:
-        """Sum of float32 over the processes, in place, on the current stream."""
-        if compiles_ahead():  # nothing runs: the others may have everything compiled
+        """Sum a float32 array over the processes, in place, on the current stream."""
+        if compiles_ahead():  # no launch: the other processes may have compiled everything
             return
         pointer, stream = array.data.ptr, get_cupy().cuda.get_current_stream().ptr
         self._checked(self._communicator.allReduce, pointer, pointer, array.size, self._types[array.dtype.name],
                       self._nccl.NCCL_SUM, stream)
 
     def start_sums(self, arrays: list[Array]) -> None:
-        """Sum them by one launch, on a stream beside the current one, after what this one has been given so far."""
+        """`all_reduce` of arrays by one launch, on a second stream, after the current stream's launches so far."""
         cuda = get_cupy().cuda
         self._event.record(cuda.get_current_stream())
         self._beside.wait_event(self._event)
@@ -68,12 +68,12 @@ class Nccl:
                 self._checked(self._nccl.groupEnd)
 
     def finish_sums(self) -> None:
-        """Have the current stream wait for the one beside it."""
+        """Make the current stream wait for the second one."""
         self._event.record(self._beside)
         get_cupy().cuda.get_current_stream().wait_event(self._event)
 
     def broadcast(self, array: Array, root: int) -> None:
-        """Copy process `root`'s array, C-contiguous, to all: one of the GPU, or one of the host by way of the GPU."""
+        """Copy the C-contiguous array of process `root` to all. An array on the host is copied by way of the GPU."""
         if device_of(array) == "cpu":
             copy = get_cupy().asarray(array)
             self.broadcast(copy, root)
@@ -83,7 +83,7 @@ class Nccl:
         self._checked(self._communicator.bcast, array.data.ptr, array.nbytes, self._types["uint8"], root, stream)
 
     def all_gather(self, parts: list[Array]) -> None:
-        """Copy each process's part to all, by one launch on the current stream, of sizes that may differ."""
+        """Copy each process's part, parts[rank], to all by one launch on the current stream. Sizes may differ."""
         if compiles_ahead():
             return
         self._nccl.groupStart()
@@ -95,7 +95,7 @@ class Nccl:
             self._checked(self._nccl.groupEnd)
 
     def close(self) -> None:
-        """Destroy the communicator. It waits for the graphs that hold its operations: these are to be gone before."""
+        """Destroy the communicator. That waits for graphs that hold its operations: they are to be deleted before."""
         get_cupy().cuda.Device().synchronize()
         self._communicator.destroy()
 

@@ -1,6 +1,6 @@
-"""What each kernel takes, read from its own source, and the check of a launch's arguments against it.
+"""The parameters of each kernel, parsed from its source, and the check of a launch's arguments against them.
 
-A launch passes addresses and words: an array of another dtype would be read as if it had the kernel's.
+A launch passes only addresses and bytes: without the check a kernel would read an array of another dtype as its own.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy as np
 from cudiff.backend import bfloat16, float16, float32, int32, int64
 
 Kind = Any
-"""What is known of an argument's type: of a GPU array its dtype, of a struct its bytes, of all others the type."""
+"""The type of an argument: a GPU array's dtype, a struct's number of bytes, otherwise the Python type."""
 
 _ELEMENTS: dict[str, tuple[np.dtype, ...]] = {
     "float": (float32,), "float2": (float32,), "bf16": (bfloat16,), "half": (float16,), "int": (int32,),
     "u32": (np.dtype(np.uint32), int32), "i64": (int64,), "u8": (np.dtype(np.uint8), np.dtype(np.bool_)),
 }
-"""The dtypes of arrays that a pointer to a C type takes; of a pointer to any other, an array of any dtype."""
+"""The array dtypes that a pointer to each C type accepts. A pointer to another C type accepts every dtype."""
 
 _VALUES: dict[str, tuple[type, ...]] = {
     "int": (int, bool, np.int32), "u32": (np.uint32,), "i64": (np.int64,), "u64": (np.uint64,),
@@ -30,7 +30,7 @@ _SIZES = {"int": 4, "u32": 4, "i64": 8, "u64": 8, "float": 4, "double": 8, "u8":
 
 
 class Parameter(NamedTuple):
-    """One of a kernel's: a value, or a pointer to values, of the C type `type`; in all so many bytes."""
+    """A kernel's parameter: a value of the C type `type`, or a pointer to such values. bytes: its own size."""
 
     name: str
     type: str
@@ -71,7 +71,7 @@ class Signature(NamedTuple):
     parameters: tuple[Parameter, ...]
 
     def check(self, kinds: Sequence[Kind]) -> None:
-        """Raises TypeError where arguments of these kinds are not what the kernel takes."""
+        """Raises TypeError if the kernel does not take arguments of these kinds."""
         if len(kinds) != len(self.parameters):
             raise TypeError(f"{self} takes {len(self.parameters)} arguments, not {len(kinds)}")
         for parameter, kind in zip(self.parameters, kinds, strict=True):
@@ -79,7 +79,7 @@ class Signature(NamedTuple):
                 raise TypeError(f"{self} takes {parameter} for '{parameter.name}', not {_named(kind)}")
 
     def out_of_range(self, values: Sequence[Any]) -> OverflowError:
-        """What to raise where arguments of the right kinds do not fit."""
+        """The error for arguments of the right kinds of which a value is out of range."""
         for parameter, value in zip(self.parameters, values, strict=True):
             if parameter.type == "int" and not parameter.pointer and not -(2**31) <= value < 2**31:
                 return OverflowError(f"{self} takes 32 bits for '{parameter.name}': {value} does not fit")
@@ -90,14 +90,14 @@ class Signature(NamedTuple):
 
 
 class Source:
-    """The kernels of a file whose own headers are expanded. Types may stand for others by the constants' values."""
+    """The kernels of a file with its own headers expanded. A constant may define a parameter's type, such as T."""
 
     def __init__(self, file: str, text: str):
         text = re.sub(r"//.*", "", text).replace("\\\n", " ")
         self._file = file
         self._macros = dict(re.findall(r"^#define (\w+) (.*)", text, re.MULTILINE))
         self._structs = {name: (int(align or 1), fields) for align, name, fields in re.findall(_STRUCT, text)}
-        self._calls: dict[str, str] = {}  # of kernels that a macro defines: how its call begins
+        self._calls: dict[str, str] = {}  # for each kernel that a macro defines, the start of the call
         self._heads = dict(re.findall(_KERNEL, re.sub(_MACRO, "", text)))
         for macro, parameter, body in re.findall(_MACRO, text):
             for name in re.findall(rf"^{macro}\((\w+)", text, re.MULTILINE):
@@ -107,20 +107,20 @@ class Source:
 
     @property
     def kernels(self) -> list[str]:
-        """Their names."""
+        """The names of the kernels."""
         return list(self._heads)
 
     def call_of(self, kernel: str) -> str:
-        """How the call of the macro begins that defines this kernel; "" of one that is written out."""
+        """The start of the macro call that defines this kernel; "" for a kernel defined without a macro."""
         return self._calls.get(kernel, "")
 
     def with_one_call(self, text: str, call: str) -> str:
-        """The file's text without the other calls of macros that define kernels."""
+        """`text` without the macro calls that define kernels, except `call`."""
         others = tuple(set(self._calls.values()) - {call})
         return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(others))
 
     def signature(self, name: str, constants: dict[str, Any]) -> Signature:
-        """Of the kernel `name` compiled with these constants. Raises ValueError where the file has none."""
+        """The signature of the kernel `name` compiled with these constants. Raises ValueError if the file has none."""
         if name not in self._heads:
             raise ValueError(f"{self._file} has no kernel '{name}' but {', '.join(self._heads)}")
         head, expanded = self._heads[name], ""
@@ -152,14 +152,14 @@ class Source:
         return -(-end // align) * align, align
 
 
-# A struct's data come before its functions.
+# Only a struct's data members are matched. They come before its functions.
 _STRUCT = re.compile(r"struct (?:__align__\((\d+)\) )?(\w+) \{([^{}]*?)(?:__device__|\})")
 _MACRO = re.compile(r"^#define (\w+)\((\w+).*?\) +(.*__global__.*)", re.MULTILINE)
 _KERNEL = re.compile(r"__global__[^{;]*?(\w+)\(([^()]*)\)\s*\{")
 
 
 def _declared(text: str) -> tuple[str, bool, str]:
-    """The type, whether it is a pointer to it, and the name."""
+    """Of a declaration: the type, whether it is a pointer to it, and the name."""
     words = re.sub(r"\b(const|__restrict__|__grid_constant__)\b", " ", text)
     type, name = words.replace("*", " ").rsplit(maxsplit=1)
     return type.strip(), "*" in words, name

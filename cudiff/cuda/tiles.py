@@ -1,14 +1,14 @@
-"""Which of a kernel's plans a problem takes: the one listed for this GPU, else that of the least estimated time.
+"""The choice of a plan for a problem: the tuned plan listed for this GPU, else the one with the least estimated time.
 
-A problem is the sizes that a kernel is launched for, a plan a tile and how blocks share the work. Those in
-`kernels/tuned/` come with cudiff, a file for each GPU; `cudiff tune` writes the user's own file, which goes before
-them. All hold lines for a GPU, by its name, and a kernel:
+A problem is the sizes that a kernel is launched with. A plan is a tile and a division of the work among blocks. The
+files in `kernels/tuned/`, one for each GPU, come with cudiff. `cudiff tune` writes the user's own file, which has
+precedence. A file lists plans by GPU, kernel and problem:
 
     ["NVIDIA H200".conv2d_sm90-1]
     "(32, 64, 64, 64), 64, (3, 3), 2, 0, False" = [256, 1]
 
-The number behind the kernel is the version of its plans and problems. Lines of another version are ignored, and so is a
-line that names no plan of its problem.
+The number after the kernel's name is the version of its plans and problems. Lines of another version are ignored, and
+so is a line that gives no plan of its problem.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cudiff.errors import CudiffError
 class Plan(Protocol):
     @property
     def choice(self) -> list[int]:
-        """The numbers that tell this plan from the others of its problem, as the files list them."""
+        """The numbers that identify this plan among those of its problem, as in the files."""
 
 
 P = TypeVar("P", bound=Plan)
@@ -42,10 +42,10 @@ _planners: list[Planner] = []
 
 
 class Planner(Generic[P]):
-    """planner(*problem) -> the plan of a kernel that a problem takes.
+    """planner(*problem) returns a kernel's plan for a problem.
 
-    plans(*problem): all plans, at least one. time(plan, *problem): the rule, which is estimated microseconds. version:
-    to be raised when the kernel changes so that measured plans are no longer the fastest, or mean something else.
+    plans(*problem): all plans, at least one. time(plan, *problem): the estimate, in microseconds. version: to be raised
+    if a change of the kernel may make other plans faster than the measured ones, or gives their numbers a new meaning.
     """
 
     def __init__(self, kernel: str, plans: Callable[..., Iterable[P]], time: Callable[..., float], version: int = 1):
@@ -69,36 +69,36 @@ class Planner(Generic[P]):
         return [plan for plan in order if times[plan] <= margin * times[order[0]]]
 
     def estimate(self, *problem: Any) -> float:
-        """Microseconds of the plan that the rule takes."""
+        """The least estimate of all plans, in microseconds."""
         return self.time(self.by_rule(*problem)[0], *problem)
 
     def run(self, problem: tuple, launch: Callable[[P], R], added_to: Sequence[Array] = (),
             leaves: Callable[[P], Any] = lambda plan: None, chosen: P | None = None) -> R:
-        """launch(plan) with the problem's plan, which is `chosen` where an offer has named it.
+        """launch(plan) with `chosen`, or the problem's plan if that is None.
 
-        added_to: arrays that the launch adds to, instead of overwriting them. leaves(plan): what a plan leaves beside
-        the result, which other plans would need another launch for. Tuning compares only plans that leave the same.
+        added_to: arrays that the launch adds to, instead of overwriting them. leaves(plan): what a plan computes beside
+        the result, for which other plans need another launch. Tuning compares only plans that agree in it.
         """
         if _watch is not None:
             _watch(self, problem, launch, added_to, leaves)
         return launch(self(*problem) if chosen is None else chosen)
 
     def forget(self) -> None:
-        """Forget the chosen plans, and which kernels run too, because that may depend on what a plan leaves."""
+        """Forget the chosen plans, and the selected kernels, because these may depend on what a plan computes."""
         self._chosen.clear()
         for table in FAMILIES.values():
             table.forget()
 
 
 def forget() -> None:
-    """Forget all choices and have the files read anew."""
+    """Forget all chosen plans. The files are read again at the next choice."""
     _listed.cache_clear()
     for planner in _planners:
         planner.forget()
 
 
 def name_of(problem: tuple) -> str:
-    """A problem as the files have it."""
+    """A problem's name in the files."""
     return repr(problem)[1:-1]
 
 
@@ -114,13 +114,12 @@ def watched(watch: Watch) -> Iterator[None]:
 
 
 def user_file() -> Path:
-    """Where `cudiff tune` writes."""
+    """The file that `cudiff tune` writes."""
     return cache_folder("tiles.toml")
 
 
 def _gpu() -> str:
-    """The name of the GPU that launches are planned for; its architecture where that is only asked about; "" where
-    there is none."""
+    """The name of the GPU that launches are planned for: inside `asked_about` the architecture, "" without a GPU."""
     return asked.architecture or (current_device().name if cuda_status()[0] else "")
 
 
@@ -135,13 +134,13 @@ def _listed(gpu: str) -> dict[str, Lines]:
 
 
 def summary() -> str:
-    """How much the lists say of the current GPU, for `cudiff info`. Raises CudiffError where one is damaged."""
+    """How many plans the files list for the current GPU, for `cudiff info`. Raises CudiffError if one is damaged."""
     count = sum(map(len, _listed(_gpu()).values()))
     return f"{count} measured for this GPU" if count else "none measured for this GPU: cudiff tune does it"
 
 
 def read(path: Path) -> dict[str, dict[str, Lines]]:
-    """A file's lines, by GPU and kernel; none where no file can be read. Raises CudiffError where it is damaged."""
+    """A file's lines, by GPU and kernel; {} if none may be read. Raises CudiffError if it is damaged."""
     import tomllib  # here, as it is not needed without a GPU
 
     try:
