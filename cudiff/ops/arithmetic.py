@@ -1,6 +1,6 @@
 """Arithmetic on two operands and `where`, with NumPy's broadcasting.
 
-Numbers and arrays take the dtype of a floating tensor beside them, and no array is made of a number. Tensors of
+Numbers and arrays take the dtype of a floating tensor beside them. Numbers are not converted to arrays. Tensors of
 different dtypes are converted first: two floating types to the wider one (bfloat16 with float16 gives float32),
 integers beside a floating tensor to that tensor's dtype. 16-bit types are computed in float32.
 """
@@ -41,7 +41,7 @@ class Binary(Function):
 
     @staticmethod
     def keep(a, b, needs):
-        """What the gradients read."""
+        """The operands that the gradients read."""
         return a, b
 
     @classmethod
@@ -95,7 +95,7 @@ class Binary(Function):
 
 
 class Add(Binary):
-    """Both operands get dout itself, summed where they were broadcast."""
+    """The gradient of both operands is dout, summed over axes along which they were broadcast."""
 
     @staticmethod
     def keep(a, b, needs):
@@ -176,7 +176,7 @@ class Divide(Binary):
 
 
 class Power(Binary):
-    """a ** b. At b = 0 the slope along a is 0, at a = 0 and b >= 0 the slope along b is 0, as in PyTorch."""
+    """a ** b. At b = 0 the gradient of a is 0, at a = 0 and b >= 0 the gradient of b is 0, as in PyTorch."""
 
     @staticmethod
     def value(a, b):
@@ -195,13 +195,13 @@ class Power(Binary):
 
 
 def _over_square(x: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """x / length², 0 of no length, where x is 0 too; the square may overflow."""
+    """x / length², 0 where both are 0. It divides twice, because the square may overflow."""
     length = np.where(length == 0, 1, length)
     return x / length / length
 
 
 class Arctan2(Binary):
-    """At the origin its slopes are 0, as in PyTorch."""
+    """At the origin its gradients are 0, as in PyTorch."""
 
     value = staticmethod(np.arctan2)
     gradient_a = staticmethod(lambda dout, a, b: dout * _over_square(b, np.hypot(a, b)))
@@ -215,7 +215,7 @@ class Hypot(Binary):
 
 
 class FloorDivide(Binary):
-    """Its slopes are 0, at its steps too."""
+    """Its gradients are 0, at the steps too."""
 
     value = staticmethod(np.floor_divide)
     gradient_a = gradient_b = staticmethod(lambda dout, a, b: np.zeros_like(dout))
@@ -258,7 +258,7 @@ class Minimum(Maximum):
 
 
 def _binary(function: type[Binary], a: Any, b: Any, of_integers: str = "") -> Tensor:
-    """Integers are taken to float32 where no NumPy function `of_integers` is named, which computes with them."""
+    """Apply `function`. Integers go to the NumPy function named `of_integers`, or without one become float32."""
     a, b = operands(a, b, floating=not of_integers)
     if of_integers and not is_float((a if isinstance(a, Tensor) else b).dtype):
         return integer(of_integers, a, b)
@@ -292,8 +292,8 @@ def divide(a: Any, b: Any) -> Tensor:
 def power(a: Any, b: Any) -> Tensor:
     """a ** b; `a ** 2` of a floating tensor is `square(a)`.
 
-    Integers to a negative power raise ValueError; where the power is a tensor on a GPU, which is not waited for, the
-    result is cut to a whole number.
+    Integers to a negative power raise ValueError. On a GPU a tensor of powers is not checked, and the result of a
+    negative one is truncated to an integer.
     """
     a, b = operands(a, b)
     if is_number(b) and is_float(a.dtype) and b == 2:
@@ -314,7 +314,7 @@ def floor_divide(a: Any, b: Any) -> Tensor:
 
 
 def remainder(a: Any, b: Any) -> Tensor:
-    """a % b, which has the sign of b. Of a float by 0 it is NaN, of an integer by 0 it is 0 as in NumPy."""
+    """a % b, with the sign of b. A float % 0 is NaN, an integer % 0 is 0 as in NumPy."""
     return _binary(Remainder, a, b, "mod")
 
 

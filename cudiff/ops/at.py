@@ -1,6 +1,6 @@
-"""x.at[index].set(v) and .add(v): what `x[index] = v` and `x[index] += v` make of x, as a tensor of its own.
+"""x.at[index].set(v) and .add(v): the results of `x[index] = v` and `x[index] += v` as new tensors.
 
-The names are JAX's. The result is recorded as any other is, so x and v have gradients.
+The names are JAX's. The operations are recorded as others are, so x and v have gradients.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class At:
 
 
 class Elements:
-    """`x.at[index]`: x with other elements there. The index is one of `getitem`'s, and raises as there.
+    """`x.at[index]`, of an index as in `getitem`, with the same errors.
 
-    Values broadcast to x[index]'s shape and take x's dtype. Raises ValueError where they do not, TypeError for floats
-    into integers.
+    Values broadcast to x[index]'s shape and take x's dtype. Raises ValueError where they do not broadcast, TypeError
+    for floats into integers.
     """
 
     def __init__(self, x: Tensor, index: Any) -> None:
         self._x, self._items = x, parsed(x, index)
 
     def set(self, values: Any) -> Tensor:
-        """x with `values` at the index. Of several at one place the last counts, and it alone has the gradient; the
-        elements of x that are written over get none."""
+        """x with `values` at the index. Of several values for one position the last is set, and it alone gets the
+        gradient. Overwritten elements of x get none."""
         x, items, values = self._x, self._items, self._given(values)
         if is_mask(items) and not values.ndim:
             return where(self._beside(items[0]), values, x)
@@ -61,7 +61,7 @@ class Elements:
         return reshape(where(reshape(hit, (len(table), *(1,) * (table.ndim - 1))), chosen, table), x.shape)
 
     def add(self, values: Any) -> Tensor:
-        """x with `values` added at the index. Those at one place are all added, in their order."""
+        """x with `values` added at the index. Several for one position are all added, in their order."""
         x, items, values = self._x, self._items, self._given(values)
         if x.dtype == np.bool_:
             raise TypeError("x.at[index].add takes numbers, not bools: use .astype('int32')")
@@ -75,7 +75,7 @@ class Elements:
         return reshape(table + place_rows(new, table.shape, flat), x.shape)
 
     def _given(self, values: Any) -> Tensor:
-        """`values` in x's dtype; a number is made on x's device."""
+        """`values` in x's dtype; a number becomes a tensor on x's device."""
         x = self._x
         if not is_number(values) and not isinstance(values, Tensor):
             values = as_tensor(values)
@@ -93,7 +93,7 @@ class Elements:
 
 
 def _selected(x: Tensor, items: list[Any]) -> tuple[int, ...]:
-    """The shape of x[items], of which no array is one."""
+    """The shape of x[items], for items without an array."""
     return np.broadcast_to(np.zeros(()), x.shape)[tuple(items)].shape
 
 
@@ -104,7 +104,7 @@ def _rows(values: Tensor, table: Tensor, places: Tensor) -> Tensor:
 
 
 def _last(places: Array, count: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Of `count` rows, those that a place names, and for Pick the last i that names each, with its inverse."""
+    """Which of `count` rows occur in `places`; for Pick the last i with places[i] = row of each, and its inverse."""
     module = array_module(device)
     places = module.where(places < 0, places + count, places)
     if device == "cpu":

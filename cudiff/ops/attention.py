@@ -48,7 +48,7 @@ class Attention(Function):
 
 
 class AttentionQKV(Function):
-    """Attention that reads q, k and v, and writes their gradients, where they lie in one array (N, ..., 3C)."""
+    """Attention of q, k and v in one array (N, ..., 3C), read in place. Their gradients are one array too."""
 
     @staticmethod
     def forward_numpy(ctx, qkv, num_heads, new_order):
@@ -134,10 +134,10 @@ def _backward_cuda(ctx, dout, dq, dk, dv, sums=None):
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
     """softmax(q·kᵀ/√D)·v for each image and head.
 
-    q (N, Tq, heads, D), k and v (N, Tk, heads, D), taken to their common dtype; D up to 128, best a multiple of 8.
+    q (N, Tq, heads, D), k and v (N, Tk, heads, D), converted to their common dtype; D up to 128, best a multiple of 8.
     Returns (N, Tq, heads·D). float32 on the GPU is exact to about 1e-6; see `allow_tf32`.
-    mask: bool, broadcast to (N, heads, Tq, Tk), False where a query does not see a key; a query that sees none gives
-    NaN. With one, the matrix of all pairs lies in memory, and D is of any size.
+    mask: bool, broadcast to (N, heads, Tq, Tk), False where a query does not attend to a key; a query that attends to
+    none gives NaN. With a mask the matrix of all pairs is in memory, and D may be of any size.
     Raises ValueError where shapes do not agree, TypeError for a mask that is not bool.
     Vaswani et al. 2017; Dao 2023, "FlashAttention-2".
     """
@@ -153,7 +153,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-    """`attention` of plain operations; scores and their softmax are float32 where q is shorter."""
+    """`attention` by separate operations. Scores and their softmax are float32 for a 16-bit q."""
     mask = mask if isinstance(mask, Tensor) else Tensor(mask, device=q.device)
     if mask.dtype != bool:
         raise TypeError(f"attention: the mask is bool, True where a query sees a key, not {mask.dtype}")

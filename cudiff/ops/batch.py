@@ -1,4 +1,4 @@
-"""Draw a training batch from images or latents that lie on the device; or make one of images that are a batch already.
+"""Draw a training batch from images or latents that lie on the device; or normalise images that are a batch already.
 
 The order is a keyed bijection of each epoch's positions, so that no shuffle has to be stored to resume.
 """
@@ -37,7 +37,7 @@ def order_key(seed: int) -> Array:
 
 
 def shuffled_index(position: int | np.ndarray, n: int, seed: int, epoch: int | np.ndarray = 0) -> np.ndarray:
-    """Which of `n` samples stands at `position` of an epoch's shuffled order: a bijection of [0, n) for each epoch.
+    """Which of `n` samples is at `position` of an epoch's shuffled order: a bijection of [0, n) for each epoch.
 
     position: integers in [0, n), any shape; epoch: integers, broadcast against position (a batch may span two
     epochs: pass `count % n` and `count // n`). Returns int64 of the broadcast shape. Raises ValueError for a
@@ -145,11 +145,10 @@ def draw_batch(images: Any, labels: Any, step: Tensor, batch_size: int, seed: in
     """The batch of training step `step`: images as float32 in [-1, 1], or latents as float32, and their labels.
 
     images uint8 (N, H, W, C), or latents, float32 or float16; a Tensor or, on the CPU, `cudiff.data.rows.Rows`. labels
-    integers (N,) or None; step int32 or uint32 (1,) on the device (the kernel reads it, so that a captured graph moves
-    on). Sample i has position
-    step · batch_size + i; position mod N of epoch position // N is image `shuffled_index(...)`. samples: which of
-    range(batch_size) are drawn, None for all. flip: mirror left to right by the top bit of Philox word 0 of counter
-    (0, position, position >> 32, Purpose.FLIP).
+    integers (N,) or None; step int32 or uint32 (1,) on the device: the kernel reads it, so each replay of a graph uses
+    its present value. Sample i has position step · batch_size + i; position mod N of epoch position // N is image
+    `shuffled_index(...)`. samples: which of range(batch_size) are drawn, None for all. flip: mirror left to right by
+    the top bit of Philox word 0 of counter (0, position, position >> 32, Purpose.FLIP).
     Returns x (len(samples), H, W, C), labels int32 (len(samples),) or None.
     """
     samples = range(batch_size) if samples is None else samples
@@ -175,8 +174,8 @@ def draw_batch(images: Any, labels: Any, step: Tensor, batch_size: int, seed: in
 
 
 def normalize_images(images: Tensor, dtype: Any = float32) -> Tensor:
-    """uint8 images of any shape as numbers in [−1, 1] of a floating dtype: copied to the device as bytes, they are a
-    quarter of float32's."""
+    """uint8 images of any shape as numbers in [−1, 1] of a floating dtype. A copy of bytes to the device is a quarter
+    of one of float32."""
     if images.dtype != np.uint8:
         raise ValueError(f"normalize_images takes uint8, not {images.dtype}")
     return NormalizeImages.apply(images, dtype=np.dtype(dtype))

@@ -1,6 +1,6 @@
 """Batch norm (Ioffe and Szegedy 2015), alone or with the ReLU and 2×2 max-pooling that follow it in a classifier.
 
-NumPy's work is that of a group norm: one image of all pixels, a group a channel.
+NumPy computes it as a group norm: all pixels are one image, each channel is a group.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RESIDENT = 3  # blocks that a multiprocessor holds; with 2 or 4 the passes over 
 class BatchNorm(Function):
     """See `batch_norm`. The running statistics are inputs without gradient, updated in place."""
 
-    WINDOW: ClassVar[int] = 1  # side of those of which the largest is kept
+    WINDOW: ClassVar[int] = 1  # side of the windows of max-pooling
 
     @staticmethod
     def forward_numpy(ctx, x, weight, bias, running_mean, running_var, training, momentum, eps, group):
@@ -116,7 +116,7 @@ class BatchNorm(Function):
             launch("batch_norm", "finish_gradients", blocks(channels, 4), (4, 256),
                    (means, dweight, add_weight, dbias, add_bias, sums, *affine[2:], grid[0],
                     x.size // channels, channels), **constants)
-            if ctx.training and ctx.group.size > 1:  # dx by the means over all processes
+            if ctx.training and ctx.group.size > 1:  # dx depends on the means over all processes
                 launch("batch_norm", "finish_gradients", blocks(channels, 4), (4, 256),
                        (means, None, False, None, False, ctx.group.gather(sums), *affine[2:],
                         grid[0] * ctx.group.size, x.size // channels * ctx.group.size, channels), **constants)
@@ -143,12 +143,12 @@ class BatchNormReluPool(BatchNorm):
 
 
 def _extent(x: Array, window: int) -> tuple[int, int, int]:
-    """N, H and W of images; without windows all rows are one line."""
+    """N, H and W of images; without windows 1, 1 and the number of all pixels."""
     return x.shape[:3] if window > 1 else (1, 1, x.size // x.shape[-1])
 
 
 def _tiles(windows: int, channels: int, constants: dict) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Grid and block of a kernel that takes so many windows, in as many tiles as run at once."""
+    """Grid and block of a kernel over `windows` windows, with at most as many tiles as run at once."""
     packs = channels // (16 // constants["T"].itemsize if constants["VEC"] else 1)
     chunks = blocks(packs, 32)
     lanes = blocks(packs, chunks)
@@ -158,13 +158,13 @@ def _tiles(windows: int, channels: int, constants: dict) -> tuple[tuple[int, int
 
 def batch_norm(x: Tensor, weight: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor, training: bool,
                momentum: float = 0.1, eps: float = 1e-5, group: Group = ALONE) -> Tensor:
-    """Normalise each channel of x (..., C) over all its rows, then weight and bias; in x's dtype.
+    """Normalise each channel of x (..., C) over all its rows, then apply weight and bias; in x's dtype.
 
     In training the batch's mean and (biased) variance are used, and running_mean and running_var move towards the
-    batch's mean and unbiased variance by the share `momentum`, in place on the device; otherwise those two are used. A
-    channel whose mean or variance is not finite leaves its own as they are: they would never recover.
-    group: the batch is that of all these processes, which have equal parts.
-    weight, bias, running_mean and running_var (C,), float32 where x is float32 or shorter. Raises ValueError where
+    batch's mean and unbiased variance by the fraction `momentum`, in place on the device; otherwise those two are used.
+    They do not move in a channel whose batch mean or variance is not finite: they would never recover.
+    group: the processes among which the batch is divided, in equal parts.
+    weight, bias, running_mean and running_var (C,), float32 where x is float32 or 16-bit. Raises ValueError where
     shapes do not agree and, in training, for fewer than two values a channel, TypeError for integers and for 16-bit
     running values.
     Source: Ioffe and Szegedy, Batch Normalization, 2015, algorithms 1 and 2.
@@ -177,8 +177,8 @@ def batch_norm_relu_pool(x: Tensor, weight: Tensor, bias: Tensor, running_mean: 
                          training: bool, momentum: float = 0.1, eps: float = 1e-5, group: Group = ALONE) -> Tensor:
     """relu(max_pool2d(batch_norm(x, ...), 2)) as one operation: x (N, H, W, C) → (N, H // 2, W // 2, C).
 
-    What lies between is not rounded: in a 16-bit dtype the gradient goes to the largest element of a window where the
-    plain operations may see several equal ones. Raises ValueError where shapes do not agree.
+    Results in between are not rounded: in a 16-bit dtype the gradient goes to the largest element of a window, where
+    the separate operations may find several equal ones. Raises ValueError where shapes do not agree.
     """
     operands = _checked("batch_norm_relu_pool", training, group, x, weight, bias, running_mean, running_var)
     if x.ndim != 4 or min(x.shape[1:3]) < 2:
@@ -192,7 +192,7 @@ def _checked(name: str, training: bool, group: Group, x: Tensor, *operands: Tens
     for what, operand in zip(("weight", "bias", "running_mean", "running_var"), operands, strict=True):
         if operand.shape != x.shape[-1:]:
             raise ValueError(f"{name}: {what} has shape {operand.shape}, not {x.shape[-1:]}")
-    if training and x.size * group.size == operands[0].size:  # which is its own mean: every output would be the bias
+    if training and x.size * group.size == operands[0].size:  # a value is its own mean: every output would be the bias
         raise ValueError(f"{name}: a batch of shape {x.shape} has one value a channel: give more images, or use eval()")
     require_floats(name, x, *operands)
     weight, bias, *running = operands

@@ -31,7 +31,7 @@ class BlendToUint8(Function):
 
 
 def blend_to_uint8(x: Tensor, last: Tensor, share: float = 0.0) -> Tensor:
-    """(1 - share) x + share last as bytes: x in [-1, 1] becomes 127.5·x + 127.5, and what lies beyond 0..255 is cut.
+    """(1 - share) x + share last as bytes, clipped to 0..255; x in [-1, 1] first becomes 127.5·x + 127.5.
 
     x floating, last uint8, of one shape; share 0 to 1, a number. Rounds to nearest even; NaN becomes 0. No gradient.
     Raises TypeError for other dtypes, ValueError for another share or shapes that differ.

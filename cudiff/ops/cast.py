@@ -1,4 +1,4 @@
-"""Conversion between dtypes, and which dtype mixed operands meet in."""
+"""Conversion between dtypes, and the common dtype of mixed operands."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def require_float_dtypes(name: str, dtypes: tuple[np.dtype | None, ...]) -> None
 
 
 def as_wide(*operands: Any) -> tuple[Any, ...]:
-    """Each as kernels read a norm's parameters: float32, or float64 where it is that already; None stays None."""
+    """Each in float32, as kernels read a norm's parameters; float64 and None stay as they are."""
     return tuple([x if x is None or x.dtype in (float32, float64) else astype(x, float32) for x in operands])
 
 
@@ -109,10 +109,10 @@ def astype(x: Any, dtype: Any) -> Tensor:
 
 
 def as_index(name: str, index: Any, device: str) -> Tensor:
-    """Class labels or rows, a tensor of any integer dtype, an array or a list, as the int32 tensor that kernels read.
+    """Class labels or row numbers, a tensor, an array or a list of integers, as the int32 tensor that kernels read.
 
-    What lies on the host is copied to `device`; a tensor stays where it is. Raises TypeError where these are not
-    integers, and IndexError for one of the host that 32 bits do not hold.
+    Arrays and lists are copied to `device`; a tensor stays on its own. Raises TypeError for other dtypes, and
+    IndexError for an integer on the host that does not fit in 32 bits.
     """
     array = index.data if isinstance(index, Tensor) else np.asarray(index, None if np.size(index) else int32)
     if array.dtype.kind not in "iu":
@@ -157,8 +157,8 @@ def is_number(x: Any) -> bool:
 
 
 def operands(*given: Any, floating: bool = False, device: str = "cpu") -> list[Any]:
-    """`as_tensors`, but numbers become Python numbers, as do NumPy's arrays without axes beside a tensor. One operand
-    at least becomes a tensor. Beside integers the dtype of NumPy's integers counts, as in NumPy."""
+    """`as_tensors`, but numbers become Python numbers, as do NumPy's 0-d arrays beside a tensor. At least one operand
+    becomes a tensor. A NumPy number beside integers promotes by its own dtype, as in NumPy."""
     among_tensors = any(isinstance(x, Tensor) for x in given)
     found = [_number(x) if is_number(x) or (among_tensors and _holds_one_number(x)) else as_tensor(x) for x in given]
     if not any(isinstance(x, Tensor) for x in found):
@@ -174,15 +174,15 @@ def _number(x: Any) -> int | float:
 
 
 def _holds_one_number(x: Any) -> bool:
-    """Whether x is an array without axes, which NumPy's functions make of a scalar."""
+    """Whether x is a 0-d array of a number, which NumPy's functions make of a scalar."""
     return type(x) is np.ndarray and x.ndim == 0 and x.dtype.kind in "biuf"
 
 
 def as_tensors(*given: Any, floating: bool = False) -> list[Tensor]:
-    """Each as a tensor of the one dtype that they compute in.
+    """Each as a tensor of their common dtype.
 
-    An array, a sequence or a number takes the dtype of a floating tensor beside it. Otherwise `result_dtype` says it.
-    On the host it is copied to the GPU where a tensor beside it lies there.
+    An array, a sequence or a number takes the dtype of a floating tensor beside it. Otherwise `result_dtype` gives the
+    dtype. It is copied to the GPU if a tensor beside it is there.
     """
     strong = [x for x in given if isinstance(x, Tensor) and is_float(x.dtype)]
     found = list(map(as_tensor, given))
@@ -190,8 +190,8 @@ def as_tensors(*given: Any, floating: bool = False) -> list[Tensor]:
 
 
 def _together(given: Sequence[Any], found: list[Any], dtype: np.dtype, device: str = "cpu") -> list[Any]:
-    """The tensors of `found` in `dtype`. Where a tensor given lies on a GPU, or `device` is one, arrays of the host are
-    copied there, which a captured function refuses; float64, which they have beside integers, is float32 there."""
+    """The tensors of `found` in `dtype`. If a given tensor is on a GPU, or `device` is one, arrays of the host are
+    copied there, which a captured function refuses, and float64 becomes float32."""
     if device == "cpu" and not any(isinstance(x, Tensor) and x.device == "cuda" for x in given):
         return [astype(x, dtype) if isinstance(x, Tensor) else x for x in found]
     dtype = float32 if dtype == float64 else dtype
@@ -201,10 +201,10 @@ def _together(given: Sequence[Any], found: list[Any], dtype: np.dtype, device: s
 
 
 def result_dtype(*operands: Any, floating: bool = False) -> np.dtype:
-    """The dtype that tensors and numbers compute in together; float32 for integers if `floating`.
+    """The common dtype of tensors and numbers; float32 for integers if `floating`.
 
-    Two floating dtypes meet in the wider one, bfloat16 and float16 in float32; integers beside a floating tensor take
-    its dtype. Integers promote as in NumPy. Booleans and a number that is an integer make int64, as in NumPy.
+    Two floating dtypes give the wider one, bfloat16 and float16 give float32; integers beside a floating tensor take
+    its dtype. Integers promote as in NumPy. Booleans and a Python integer give int64, as in NumPy.
     """
     dtypes = [x.dtype for x in operands if isinstance(x, Tensor | np.integer)]
     floats = [dtype for dtype in dtypes if is_float(dtype)]

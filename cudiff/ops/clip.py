@@ -59,8 +59,8 @@ def _ends(low: float | None, high: float | None) -> tuple[float, float]:
 def clip(x: Any, a_min: Any = None, a_max: Any = None, *, min: Any = None, max: Any = None) -> Tensor:
     """x limited to [a_min, a_max], each a number, a tensor or an array that broadcasts, or None for no limit.
 
-    Between numbers the gradient passes inside, the ends included; of tensors it is that of `maximum` and `minimum`.
-    `min` and `max` are NumPy's other names of the two. Raises ValueError where both are given.
+    With numbers the gradient passes inside, the ends included; with tensors it is that of `maximum` and `minimum`.
+    `min` and `max` are NumPy's other names of a_min and a_max. Raises ValueError if one is given by both its names.
     """
     if (a_min is not None and min is not None) or (a_max is not None and max is not None):
         raise ValueError("clip: a_min is min and a_max is max: give each by one of its names")

@@ -1,7 +1,7 @@
-"""Comparisons and logic, element by element, and `any` and `all`: bool tensors, of which nothing is differentiated.
+"""Comparisons and logic, element by element, and `any` and `all`: bool tensors without gradients.
 
-Operands broadcast and meet in one dtype as in arithmetic, but for an integer tensor and floats on the CPU: in
-float64, as in NumPy. Numbers that are not 0, NaN among them, are true.
+Operands broadcast and are converted to one dtype as in arithmetic, but on the CPU an integer tensor and floats to
+float64, as in NumPy. Numbers other than 0, NaN too, are true.
 """
 
 from __future__ import annotations
@@ -131,18 +131,18 @@ def isfinite(x: Any) -> Tensor:
 
 
 def _size(x: Any) -> Tensor:
-    """|x| in a floating dtype, recorded nowhere."""
+    """|x| in a floating dtype, without gradients."""
     (x,) = as_tensors(x, floating=True)
     return abs(x.detach())
 
 
 def any(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """Whether one element over `axis` is true; False of none."""
+    """Whether one element over `axis` is true; False for no elements."""
     return greater(sum(not_equal(x, False), axis, keepdims), 0)
 
 
 def all(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """Whether every element over `axis` is true; True of none."""
+    """Whether every element over `axis` is true; True for no elements."""
     return equal(sum(logical_not(x), axis, keepdims), 0)
 
 

@@ -1,7 +1,7 @@
 """Convolutions over channels-last images.
 
-The three passes of one convolution serve both directions: `fprop` (out from x and weight), `dgrad` (dx from dout and
-weight) and `wgrad` (dweight from x and dout). A transposed convolution is dgrad run forward.
+A convolution has three passes: `fprop` (out from x and weight), `dgrad` (dx from dout and weight) and `wgrad` (dweight
+from x and dout). The forward of a transposed convolution is dgrad, its dx is fprop.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cudiff.threads import cut, parallel_map, unflagged
 
 __all__ = ["conv1d", "conv2d", "conv_transpose2d"]
 
-_PARTIAL_SUMS = 8  # of the weight's gradient: more would be more to add, fewer would leave cores without work
+_PARTIAL_SUMS = 8  # of the weight's gradient: more cost more additions, fewer leave cores without work
 _thread = threading.local()
 
 
@@ -56,9 +56,9 @@ def _canvas(x: np.ndarray, size: Pair, offset: Pair, step: Pair) -> np.ndarray:
 
 
 def _blocks(images: int, size: Pair, pixel_bytes: int) -> list[tuple[slice, slice]]:
-    """The output (images, *size, K) as (images, rows), for which `cut` is given the bytes of the patches.
+    """The output (images, *size, K) in blocks (images, rows), parts of `cut` by the bytes of their patches.
 
-    Only parts of one image each are cut into rows too: an output's rows of several images do not lie side by side.
+    Only blocks of a single image are cut into rows too: the same rows of several images are not contiguous.
     """
     height, width = size
     parts = cut(images, height * width * pixel_bytes)
@@ -68,7 +68,7 @@ def _blocks(images: int, size: Pair, pixel_bytes: int) -> list[tuple[slice, slic
 
 def _patches(x: np.ndarray, block: tuple[slice, slice], kernel: Pair, width: int, stride: Pair, offset: Pair,
              step: Pair) -> np.ndarray:
-    """What lies under the kernel at each pixel of a block, one row (R·S·C) each; this thread's next overwrites it.
+    """The patch matrix of a block, a row (R·S·C) for each output pixel. This thread's next call overwrites it.
 
     x's pixel (i, j) lies at offset + step·(i, j), zeros elsewhere.
     """
@@ -99,7 +99,7 @@ def fprop_numpy(x: np.ndarray, weight: np.ndarray, stride: Pair, padding: Pair, 
 
 
 def _correlate(x: np.ndarray, weight: np.ndarray, size: Pair, stride: Pair, offset: Pair, step: Pair) -> np.ndarray:
-    """`size` products, `stride` apart, of the weight and x spread out by `offset` and `step`."""
+    """`size` sums of products, `stride` apart, of the weight and x, whose pixels lie `step` apart from `offset` on."""
     outputs, kernel = weight.shape[0], weight.shape[1:3]
     matrix = weight.reshape(outputs, -1).T
     out = np.empty((x.shape[0], *size, outputs), x.dtype)
@@ -115,7 +115,7 @@ def _correlate(x: np.ndarray, weight: np.ndarray, size: Pair, stride: Pair, offs
 @unflagged
 def dgrad_numpy(dout: np.ndarray, weight: np.ndarray, size: Pair, stride: Pair, padding: Pair,
                 dilation: Pair = (1, 1), groups: int = 1) -> np.ndarray:
-    """Gradient of the input (N, *size, C): dout spread out by the stride, convolved with the flipped weight."""
+    """Gradient of the input (N, *size, C): dout dilated by the stride, convolved with the flipped weight."""
     if (dilation, groups) != ((1, 1), 1):
         matrices, grouped = _matrices(weight, groups), _by_group(dout, groups, (0, 0))
         (top, left), (height, width) = padding, size
@@ -157,10 +157,10 @@ def wgrad_numpy(x: np.ndarray, dout: np.ndarray, kernel: Pair, stride: Pair, pad
 @unflagged
 def gradients_numpy(x: np.ndarray, weight: np.ndarray, dout: np.ndarray, padding: Pair,
                     needs: Sequence[bool]) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """dx and dweight of a convolution of stride 1, of which needs[0] and needs[1] tell whether they are wanted.
+    """dx (None unless needs[0]) and dweight (None unless needs[1]) of a convolution of stride 1.
 
     Both read the patches of dout under the flipped kernel: dx is their product with the weight, dweight that with x.
-    They are copied once, where `dgrad_numpy` and `wgrad_numpy` copy once each.
+    The patches are copied once. `dgrad_numpy` and `wgrad_numpy` together would copy patches twice.
     """
     (outputs, *kernel, channels), width = weight.shape, x.shape[2]
     offset = kernel[0] - 1 - padding[0], kernel[1] - 1 - padding[1]
@@ -204,7 +204,7 @@ def _matrices(weight: np.ndarray, groups: int) -> np.ndarray:
 
 def _taps(padded: np.ndarray, kernel: Pair, size: Pair, stride: Pair,
           dilation: Pair) -> Iterator[tuple[int, int, np.ndarray]]:
-    """For each tap (r, s) the pixels (a view) of padded (groups, N, ., ., C) there under `size` windows."""
+    """Yields each tap (r, s) with its pixels in all `size` windows, a view of padded (groups, N, ., ., C)."""
     for r, s in np.ndindex(*kernel):
         rows, columns = (
             slice(place * gap, place * gap + step * (count - 1) + 1, step)
@@ -225,13 +225,13 @@ def out_size(size: tuple[int, ...], kernel: tuple[int, ...], stride: Pair, paddi
 
 
 def _wide(*arrays: np.ndarray) -> list[np.ndarray]:
-    """The arrays in the dtype that NumPy computes in, which the first one decides."""
+    """The arrays in the dtype that NumPy computes in for the first one's dtype."""
     dtype = compute_dtype(arrays[0].dtype)
     return [array.astype(dtype, copy=False) for array in arrays]
 
 
 class Steps(NamedTuple):
-    """How a convolution goes over its image."""
+    """A convolution's attributes besides its arrays; pairs are (vertical, horizontal)."""
 
     stride: Pair
     padding: Pair
@@ -261,7 +261,7 @@ class Conv2d(Function):
         x, weight = ctx.saved
         wide_dout, wide_x, wide_weight = _wide(dout, x, weight)
         dx = dweight = dbias = None
-        # A first layer's few channels are less to copy than dout's.
+        # Not for a first layer: patches of its few input channels are less to copy than dout's.
         of_dout = ctx.steps._replace(padding=(0, 0)) == PLAIN and dout.shape[3] <= 2 * x.shape[3]
         if of_dout and (needs[0] or needs[1]):
             dx, dweight = gradients_numpy(wide_x, wide_weight, wide_dout, ctx.steps.padding, needs)
@@ -303,7 +303,7 @@ class Conv2d(Function):
 
 
 class ConvTranspose2d(Function):
-    """The transpose of the convolution whose weight this is: forward is its dgrad, dx is its fprop."""
+    """The transpose of the convolution with the same weight: forward is its dgrad, dx is its fprop."""
 
     @staticmethod
     def forward_numpy(ctx, x, weight, bias, size, stride, padding):
@@ -356,11 +356,11 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | 
            dilation: int | Pair = 1, groups: int = 1) -> Tensor:
     """Convolution of x (N, H, W, C) with weight (K, R, S, C / groups), plus bias (K,) → (N, Ho, Wo, K), in x's dtype.
 
-    Ho = (H + 2·padding − dilation·(R − 1) − 1) // stride + 1. stride, padding, dilation: a number, or those of rows and
-    columns. Channels are in so many groups: an output's sees its group of the input's alone. Sums are in float32
-    (float64 for float64); dweight and dbias too; see `allow_tf32`. Raises ValueError where shapes do not agree, for a
-    stride or a dilation below 1 or a padding below 0, and on a GPU for an image of more than 32,000 pixels a side that
-    its fastest kernels do not take.
+    Ho = (H + 2·padding − dilation·(R − 1) − 1) // stride + 1. stride, padding, dilation: a number, or a tuple for rows
+    and columns. groups: an output channel depends only on the input channels of its group. Sums, dweight and dbias are
+    float32 (float64 for float64); see `allow_tf32`. Raises ValueError where shapes do not agree, for a stride or a
+    dilation below 1, for a padding below 0, and on a GPU for an image of more than 32,000 pixels a side that its
+    fastest kernels do not take.
     """
     return _conv2d("conv2d", x, weight, bias, stride, padding, dilation, groups)
 
@@ -393,7 +393,7 @@ def _conv2d(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, stride: i
 
 
 def _given(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that a caller gave, of whose sequences `conv1d` made rows."""
+    """The shape that a caller gave: without the axis of rows that `conv1d` adds."""
     return shape if name == "conv2d" else (shape[0], *shape[2:])
 
 
@@ -408,7 +408,7 @@ def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 
     for what, value, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"conv1d: {what} {value} must be a whole number of at least {least}")
-    rows: tuple[Any, Any] = np.expand_dims(x, 1), np.expand_dims(weight, 1)  # arrays stay such until they meet tensors
+    rows: tuple[Any, Any] = np.expand_dims(x, 1), np.expand_dims(weight, 1)  # arrays become tensors later
     return squeeze(_conv2d("conv1d", *rows, bias, (1, stride), (0, padding), (1, dilation), groups), 1)
 
 
@@ -416,8 +416,8 @@ def conv_transpose2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stri
                      padding: int | Pair = 0) -> Tensor:
     """Transposed convolution of x (N, H, W, C) with weight (C, R, S, K), plus bias (K,) → (N, Ho, Wo, K).
 
-    Ho = (H − 1)·stride − 2·padding + R. The weight is that of the convolution from K to C channels whose input
-    gradient this is. Otherwise as `conv2d`.
+    Ho = (H − 1)·stride − 2·padding + R. This is the input gradient of the convolution from K to C channels with
+    the same weight. Otherwise as `conv2d`.
     """
     stride, padding = _steps("conv_transpose2d", stride, padding)
     if x.ndim != 4 or weight.ndim != 4 or x.shape[3] != weight.shape[0]:
@@ -438,7 +438,7 @@ def pair(value: int | Pair) -> Pair:
 
 
 def _steps(name: str, stride: int | Pair, padding: int | Pair) -> tuple[Pair, Pair]:
-    """Both as pairs. Raises ValueError for what is none."""
+    """Both as pairs. Raises ValueError for anything but a number or a pair in range."""
     return _pair(name, "stride", stride, 1), _pair(name, "padding", padding, 0)
 
 

@@ -1,4 +1,4 @@
-"""Tensors of given values, by NumPy's names. Made on their device: a captured function may make them."""
+"""Tensors of given values, by NumPy's names. They are made on their device, so a captured function may make them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def zeros(shape: Shape, dtype: Any = float32, device: str = "cpu") -> Tensor:
 
 
 def empty(shape: Shape, dtype: Any = float32, device: str = "cpu") -> Tensor:
-    """Elements of any value, for one who writes them all."""
+    """Uninitialised elements."""
     return Tensor(array_module(device).empty(_sizes(shape), storable(_given(dtype), device)))
 
 
@@ -34,7 +34,7 @@ def ones(shape: Shape, dtype: Any = float32, device: str = "cpu") -> Tensor:
 
 
 def full(shape: Shape, fill_value: float, dtype: Any = None, device: str = "cpu") -> Tensor:
-    """The number `fill_value` everywhere; float32, int64 or bool by what it is where no dtype is given."""
+    """The number `fill_value` everywhere. Without a dtype its own type decides between float32, int64 and bool."""
     if not is_number(fill_value):
         raise TypeError(f"full fills with one number, not {type(fill_value).__name__}: broadcast_to repeats a tensor")
     module, sizes, value = array_module(device), _sizes(shape), Tensor(fill_value, dtype=dtype)
@@ -63,7 +63,7 @@ def arange(start: float, stop: float | None = None, step: float = 1, dtype: Any 
 
 def linspace(start: float, stop: float, num: int = 50, endpoint: bool = True, dtype: Any = float32,
              device: str = "cpu") -> Tensor:
-    """`num` numbers at equal distances from `start` on, to `stop` or, without `endpoint`, the last before it."""
+    """`num` numbers at equal distances from `start` to `stop`, which is left out without `endpoint`."""
     _numbers("linspace", start, stop)
     return _rounded(array_module(device).linspace(start, stop, num, endpoint), dtype, device)
 
@@ -89,7 +89,7 @@ def full_like(x: Any, fill_value: Any, dtype: Any = None, device: str | None = N
 
 
 def _given(dtype: Any) -> Any:
-    """float32 where the dtype is None, which NumPy's functions take for its default. Raises TypeError for a size."""
+    """float32 for None, which NumPy's functions take for the default dtype. Raises TypeError for a size."""
     if isinstance(dtype, int):
         raise TypeError(f"dtype is {dtype}: a shape of several axes is one argument, zeros((2, 3))")
     return float32 if dtype is None else dtype

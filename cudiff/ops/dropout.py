@@ -1,4 +1,4 @@
-"""Dropout whose mask is never stored: backward draws it again from the same counters."""
+"""Dropout whose mask is never stored: backward recomputes it from the same counters."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def _launch(ctx, out, x, step, used_step, accumulate):
 def dropout(x: Tensor, p: float, generator: Generator, stream: int) -> Tensor:
     """Zero each element with probability p and scale the rest by 1/(1 − p); p = 0 returns x itself.
 
-    x of any shape; the mask of row n of x.shape[0] depends on (generator's seed and step, stream, n's sample: see
-    `Generator.samples`) alone. Give each
-    layer its own stream (`Purpose.DROPOUT` + number). Raises ValueError unless 0 <= p < 1.
+    x of any shape. The mask of row n of x.shape[0] depends only on the generator's seed and step, the stream, and the
+    row's sample (see `Generator.samples`). Give each layer its own stream (`Purpose.DROPOUT` + number). Raises
+    ValueError unless 0 <= p < 1.
     Srivastava et al. 2014.
     """
     if not 0 <= p < 1:

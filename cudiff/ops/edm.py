@@ -1,5 +1,5 @@
-"""EDM's preconditioning (arXiv 2206.00364, Table 1), each in one pass: a network's input and what its output should be,
-in training; its input and what is made of its output, in sampling."""
+"""EDM's preconditioning (arXiv 2206.00364, Table 1), each in one pass: in training a network's input and target, in
+sampling its input and the denoised images from its output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["edm_input", "edm_mix", "edm_output"]
 
 
 class Data(NamedTuple):
-    """What is known of the images: the network sees y = (image - mean) / std, of standard deviation sigma_data."""
+    """Statistics of the images. The network gets y = (image - mean) / std, of standard deviation sigma_data."""
 
     sigma_data: float
     mean: float
@@ -34,7 +34,7 @@ class Data(NamedTuple):
 
 
 def _launch(name: str, out: Array, arrays: tuple, numbers: tuple[float, ...], data: Data) -> None:
-    """Launch a kernel of edm.cu: images that it writes first, then other arrays, its own numbers, the data's."""
+    """Launch a kernel of edm.cu, whose arguments are images `out`, other arrays, its own numbers, and `data`."""
     if not len(out):
         return
     n, size = len(out), out.size // len(out)
@@ -158,7 +158,7 @@ def edm_input(x: Tensor, sigma: Tensor, sigma_data: float, c_noise_scale: float,
               data_std: float = 1.0) -> tuple[Tensor, Tensor]:
     """The network's input c_in·(x - data_mean) / data_std, like x (N, ...), and c_noise (N,), like sigma.
 
-    Of the standardised images the noise level is s = sigma / data_std, sigma float32 (N,): c_in = 1 / sqrt(s² +
+    The noise level of the standardised images is s = sigma / data_std, sigma float32 (N,): c_in = 1 / sqrt(s² +
     sigma_data²), c_noise = c_noise_scale·log(s). sigma gets no gradient. Raises ValueError where shapes do not agree.
     EDM, arXiv 2206.00364, Table 1.
     """
@@ -169,7 +169,7 @@ def edm_input(x: Tensor, sigma: Tensor, sigma_data: float, c_noise_scale: float,
 
 def edm_output(x: Tensor, out: Tensor, sigma: Tensor, sigma_data: float, data_mean: float = 0.0,
                data_std: float = 1.0) -> Tensor:
-    """The estimate of the image, from x (N, ...) and the network's output of the same shape, in the wider's dtype.
+    """The estimate of the image, from x (N, ...) and the network's output of the same shape, in the wider dtype.
 
     data_mean + data_std·(c_skip·(x - data_mean) / data_std + c_out·out); with s as in `edm_input`, c_skip =
     sigma_data² / (s² + sigma_data²), c_out = s·sigma_data / sqrt(s² + sigma_data²). Raises ValueError where shapes do
@@ -179,7 +179,7 @@ def edm_output(x: Tensor, out: Tensor, sigma: Tensor, sigma_data: float, data_me
         raise ValueError(f"edm_output: x {x.shape} and the network's output {out.shape} differ")
     require_floats("edm_output", x, out)
     sigma = _levels("edm_output", x, sigma)
-    dtype = result_dtype(x, out)  # a sampler may keep its images in another than the network's
+    dtype = result_dtype(x, out)  # a sampler's images may have another than the network's
     return EDMOutput.apply(astype(x, dtype), astype(out, dtype), sigma, data=_data(sigma_data, data_mean, data_std))
 
 
@@ -188,7 +188,7 @@ def _data(sigma_data: float, mean: float, std: float) -> Data:
 
 
 def _levels(name: str, images: Tensor, levels: Tensor) -> Tensor:
-    """One number for each image; float32 but for float64, as samplers in 16 bits have theirs in 16."""
+    """One number for each image, in float32 unless float64: 16-bit samplers have 16-bit levels."""
     if levels.shape != images.shape[:1]:
         raise ValueError(f"{name}: images {images.shape} and their noise levels {levels.shape} do not agree")
     return levels if levels.dtype == float64 else astype(levels, float32)

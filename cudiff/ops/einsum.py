@@ -1,4 +1,4 @@
-"""Products by NumPy's names: sums over named axes, made of transposes, reshapes and the batched matmul."""
+"""NumPy's tensor products, which sum over named axes, by transposes, reshapes and the batched matmul."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Labels = list[Hashable]
 def einsum(subscripts: str, *operands: Any) -> Tensor:
     """The operands' product, summed over all axes that the output does not name: einsum("ij,jk->ik", a, b) is a @ b.
 
-    A letter names an axis of each operand, "..." the axes left over, which broadcast. A letter twice in one operand is
-    its diagonal. Without "->" the output is "..." and, in the order of the alphabet, the letters that stand once.
-    Operands are multiplied from left to right, two at a time: put those first whose product is small. The dtype is that
-    of `a * b`. Raises ValueError for subscripts that do not fit, TypeError for bools.
+    A letter names an axis of an operand, "..." its remaining axes, which broadcast. A letter twice in one operand takes
+    its diagonal. Without "->" the output is "..." and, in alphabetical order, the letters that occur once. Operands are
+    multiplied from left to right, two at a time: put those first whose product is small. The dtype is that of
+    `a * b`. Raises ValueError for subscripts that do not fit, TypeError for bools.
     """
     if not isinstance(subscripts, str):
         raise TypeError(f"einsum takes its subscripts first, as in 'ij,jk->ik', not {type(subscripts).__name__}")
@@ -58,7 +58,7 @@ def einsum(subscripts: str, *operands: Any) -> Tensor:
 
 
 def _labels(subscripts: str, i: int, term: str, ndim: int) -> Labels:
-    """The label of each axis of operand i: its letter, or its number from the end of "...", which is below 0."""
+    """The label of each axis of operand i: its letter, or for axes of "..." the number from the end, below 0."""
     before, dots, after = term.partition("...")
     spread = ndim - len(before) - len(after)
     if spread < 0 or "..." in after or (spread and not dots):
@@ -67,7 +67,7 @@ def _labels(subscripts: str, i: int, term: str, ndim: int) -> Labels:
 
 
 def tensordot(a: Any, b: Any, axes: Any = 2) -> Tensor:
-    """The sum of a's and b's product over `axes`: a's last and b's first so many, or (a's, b's), in this order."""
+    """The product of a and b, summed over `axes`: a number, of a's last and b's first axes, or (a's axes, b's axes)."""
     a, b = _numbers("tensordot", a, b)
     pair = (range(a.ndim - axes, a.ndim), range(axes)) if isinstance(axes, int | np.integer) else axes
     first, second = (np.atleast_1d(i).tolist() for i in pair)
@@ -84,19 +84,19 @@ def tensordot(a: Any, b: Any, axes: Any = 2) -> Tensor:
 
 
 def outer(a: Any, b: Any) -> Tensor:
-    """out[i, j] = a[i] · b[j], of both flattened."""
+    """out[i, j] = a[i] · b[j], with both flattened."""
     a, b = _numbers("outer", a, b)
     return multiply(reshape(a, (a.size, 1)), reshape(b, (1, b.size)))
 
 
 def inner(a: Any, b: Any) -> Tensor:
-    """The sum of a's and b's product over the last axis of each; their product where one has none."""
+    """The product of a and b, summed over the last axis of each. If one is 0-d, a * b."""
     a, b = _numbers("inner", a, b)
     return tensordot(a, b, (-1, -1)) if a.ndim and b.ndim else multiply(a, b)
 
 
 def dot(a: Any, b: Any) -> Tensor:
-    """The sum of a's and b's product over a's last axis and b's last but one, or its only one; else their product."""
+    """The product of a and b, summed over a's last axis and b's last but one, or only one. If one is 0-d, a * b."""
     a, b = _numbers("dot", a, b)
     return tensordot(a, b, (-1, max(b.ndim - 2, 0))) if a.ndim and b.ndim else multiply(a, b)
 
@@ -115,7 +115,7 @@ def _numbers(name: str, *given: Any) -> list[Tensor]:
 
 
 def _contract(name: str, tensors: Sequence[Tensor], labels: Sequence[Labels], output: Labels) -> Tensor:
-    """The tensors' product, with axes of one label as one, summed over what `output` does not name."""
+    """The product of the tensors over axes of equal labels, summed over labels that `output` does not have."""
     sizes: dict[Hashable, int] = {}
     for x, own in zip(tensors, labels, strict=True):
         for label, size in zip(own, x.shape, strict=True):
@@ -136,13 +136,13 @@ def _contract(name: str, tensors: Sequence[Tensor], labels: Sequence[Labels], ou
 
 
 def _without_ones(x: Tensor, labels: Labels, sizes: dict[Hashable, int]) -> tuple[Tensor, Labels]:
-    """One operand without its axes of size 1 that broadcast: a product has those of the others."""
+    """One operand without its axes of size 1 that broadcast: the product gets these from other operands."""
     spread = tuple(i for i, size in enumerate(x.shape) if size != sizes[labels[i]])
     return squeeze(x, spread) if spread else x, [label for i, label in enumerate(labels) if i not in spread]
 
 
 def _alone(x: Tensor, labels: Labels, elsewhere: set[Hashable]) -> tuple[Tensor, Labels]:
-    """One operand with each label once, and summed over those that stand nowhere else."""
+    """One operand with each label once, by diagonals, and summed over labels that occur nowhere else."""
     for label in dict.fromkeys(labels):
         while labels.count(label) > 1:
             first = labels.index(label)

@@ -140,7 +140,7 @@ class Square(Unary):
 
 
 class Step(Unary):
-    """Its slope is 0, at its steps too, as in PyTorch."""
+    """A step function. Its gradient is 0, at the steps too, as in PyTorch."""
 
     gradient = staticmethod(lambda dout, x: np.zeros_like(dout))
 
@@ -191,9 +191,9 @@ class Relu(Unary):
 
 
 def relu_backward_cuda(dout: Array, out: Array) -> tuple[Array, ChannelStatistics | None]:
-    """dout where out > 0, else 0; and of images the SUMS of that, in a tile each.
+    """dx = dout where out > 0, else 0, and for images its SUMS, with one tile for each image.
 
-    A convolution stands before most ReLUs: they are what its bias and its embedding need.
+    Most ReLUs follow a convolution: the gradients of its bias and of its embedding are made of these sums.
     """
     dx = empty(dout.shape, dout.dtype)
     if dout.ndim != 4 or dout.size == 0 or not (aligned(dout, dout.shape[3]) and aligned(out)):
@@ -202,7 +202,7 @@ def relu_backward_cuda(dout: Array, out: Array) -> tuple[Array, ChannelStatistic
     n, height, width, channels = dout.shape
     packs, pixels = channels * dout.itemsize // 16, height * width
     statistics = empty_statistics(Kind.SUMS, n, 1, channels)
-    across = 1  # packs of a block; of small images many, so that a thread has more than a pixel to add
+    across = 1  # packs of a block: many for small images, so that a thread adds more than one pixel
     while across < min(packs, max(4, 512 // pixels), 256):
         across *= 2
     launch(
@@ -213,7 +213,7 @@ def relu_backward_cuda(dout: Array, out: Array) -> tuple[Array, ChannelStatistic
 
 
 def sigmoid_numpy(x):
-    """1 / (1 + exp(-x)) in one array; exp overflows to infinity for very negative x, which gives the right 0."""
+    """1 / (1 + exp(-x)) in one array. For very negative x exp overflows to infinity, which gives the right 0."""
     out = np.asarray(np.negative(x))
     with np.errstate(over="ignore"):
         np.exp(out, out=out)
@@ -222,7 +222,7 @@ def sigmoid_numpy(x):
 
 
 class Sigmoid(Unary):
-    """The slope is taken from x, as in Tanh."""
+    """The gradient is computed from x, as in Tanh."""
 
     @staticmethod
     def value(x):
@@ -243,7 +243,7 @@ class Softplus(Unary):
 
 
 class Silu(Unary):
-    """x * sigmoid(x), with slope sigmoid + out * (1 - sigmoid). NumPy keeps the sigmoid, as exp costs most; CUDA x."""
+    """x * sigmoid(x), with slope sigmoid + out * (1 - sigmoid). NumPy saves sigmoid, as exp costs most; CUDA x."""
 
     @staticmethod
     def forward_numpy(ctx, x):
@@ -264,7 +264,7 @@ def silu_numpy(x: Array) -> tuple[Array, Array]:
 
 
 def silu_backward_numpy(dout: Array, gate: Array, out: Array) -> Array:
-    """dx of what `silu_numpy` gave."""
+    """dx, given both results of `silu_numpy`."""
     dx = np.asarray(1 - gate)
     dx *= out
     dx += gate
@@ -273,7 +273,7 @@ def silu_backward_numpy(dout: Array, gate: Array, out: Array) -> Array:
 
 
 def unary(function: type[Function], x: Any, of_integers: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Integers are taken to float32 where `of_integers` is not given, which computes with them."""
+    """Apply `function`. Integers are passed to `of_integers`, or without one converted to float32."""
     x = as_tensor(x)
     if of_integers and not is_float(x.dtype):
         return of_integers(x)
@@ -301,17 +301,17 @@ def sign(x: Any) -> Tensor:
 
 
 def floor(x: Any) -> Tensor:
-    """The largest whole number up to x; the gradient is 0."""
+    """The largest whole number <= x; the gradient is 0."""
     return unary(Floor, x, lambda x: x)
 
 
 def ceil(x: Any) -> Tensor:
-    """The smallest whole number from x on; the gradient is 0."""
+    """The smallest whole number >= x; the gradient is 0."""
     return unary(Ceil, x, lambda x: x)
 
 
 def round(x: Any, decimals: int = 0) -> Tensor:
-    """The nearest number of so many decimals, of two the even one; the gradient is 0."""
+    """x rounded to `decimals` decimals, halves to the even number; the gradient is 0."""
     x, decimals = as_tensor(x), operator.index(decimals)
     if decimals == 0 or (decimals > 0 and not is_float(x.dtype)):
         return unary(Round, x, lambda x: x)
@@ -322,7 +322,7 @@ def round(x: Any, decimals: int = 0) -> Tensor:
 
 
 def _round_whole(x: Tensor, unit: int) -> Tensor:
-    """Integers to the nearest multiple of `unit`, of two the even one."""
+    """Integers rounded to a multiple of `unit`, halves to the even multiple."""
     below = x // unit
     rest = x - below * unit
     up = (rest > unit - rest) | ((rest == unit - rest) & (below % 2 == 1))

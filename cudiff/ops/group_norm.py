@@ -95,7 +95,7 @@ def _spread(groups: Array, channels: int) -> Array:
 
 
 def _images(rows: Array) -> list[slice]:
-    """A few images (N, S, C) each: all passes over them find them in the cache."""
+    """Slices of a few images (N, S, C), few enough to stay in the cache for all passes."""
     return cut(len(rows), 4 * math.prod(rows.shape[1:]) * rows.itemsize)
 
 
@@ -178,13 +178,13 @@ class GroupNorm(Function):
 
 def group_norm(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int = 32, eps: float = 1e-5, silu: bool = False,
                scale: Tensor | None = None, shift: Tensor | None = None, x2: Tensor | None = None) -> Tensor:
-    """Normalise each group of channels of each image, then weight and bias, scale and shift, SiLU.
+    """Normalise each group of channels of each image, then apply weight and bias, scale and shift, and SiLU.
 
     out = norm(concat(x, x2))·weight + bias; out·(1 + scale) + shift where given; silu(out) if `silu`. Returns
-    (N, ..., C) in x's dtype; the concatenation is never made on a GPU.
+    (N, ..., C) in x's dtype. On a GPU x and x2 are not concatenated.
 
     x (N, ..., C1), x2 (N, ..., C2) or None, C = C1 + C2 a multiple of num_groups; weight and bias (C,), scale and
-    shift (N, C), read as float32 where x is float32 or shorter. Raises ValueError where shapes do not agree, TypeError
+    shift (N, C), read as float32 where x is float32 or 16-bit. Raises ValueError where shapes do not agree, TypeError
     for integers. Source: Wu and He, Group Normalization, 2018.
     """
     if x2 is not None and (x2.shape[:-1] != x.shape[:-1] or x2.dtype != x.dtype):
@@ -198,7 +198,7 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int = 32, ep
 
 def check_norm(name: str, images: int, channels: int, num_groups: int, weight: Shape, bias: Shape, scale: Shape,
                shift: Shape) -> None:
-    """Raise ValueError where what modulates a norm does not fit (images, ..., channels), or there are no images."""
+    """Raise ValueError where a norm's parameters do not fit (images, ..., channels), or there are no images."""
     if not images:
         raise ValueError(f"{name}: there are no images to normalise: the first axis has size 0")
     if num_groups < 1 or channels % num_groups:

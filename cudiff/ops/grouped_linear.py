@@ -26,7 +26,7 @@ TILE, DX_TILE, DWEIGHT_TILE = 16, 32, 64  # rows and columns of out, dx and a dw
 
 
 class Group(NamedTuple):
-    """One layer as a kernel sees it: in backward out is d_preact, and weight and bias may be their gradients."""
+    """One layer as a kernel gets it: in backward out is d_preact, and weight and bias may be their gradients."""
 
     weight: Array | None
     bias: Array | None
@@ -127,7 +127,7 @@ class GroupedLinear(Function):
         grads: list[Array | None] = [None] * len(needs)
 
         def target(i: int, shape: tuple[int, ...]) -> tuple[Array | None, bool]:
-            """Where gradient i goes, None where unwanted, and whether it is added there."""
+            """The array for gradient i, None where it is not needed, and whether it is added to."""
             add = False
             if needs[i]:
                 grads[i], add = gradient_target(into[i], shape, float32)
@@ -165,7 +165,7 @@ class GroupedLinear(Function):
 
 
 def _rows(array: Array | None, parts: int) -> Sequence[Array | None]:
-    """So many equal parts of an array's rows, views; or of None."""
+    """`parts` equal views of an array's rows; or Nones for None."""
     if array is None or parts == 1:
         return [array] * parts
     length = len(array) // parts
@@ -180,10 +180,10 @@ def _of_layers(arrays: Sequence[Array | None], parts: int) -> list[Sequence[Arra
 def grouped_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor],
                    silu: bool = False, parts: int = 1) -> tuple[Tensor, ...]:
     """x (N, in) · weights[g] (out[g], in) transposed + biases[g] (out[g],), and SiLU of that if `silu` → a tuple of
-    (N, out[g]), in x's dtype; or of `parts` tensors (N, out[g] / parts) for each g: its columns, cut.
+    (N, out[g]), in x's dtype; or of `parts` tensors (N, out[g] / parts) for each g, its columns in parts.
 
-    16-bit operands are taken to float32, and sums are in it: meant for small layers, such as a time embedding's. Raises
-    ValueError where the sizes do not agree or a parameter stands twice, TypeError for integers.
+    16-bit operands are converted to float32, in which sums are: meant for small layers, such as a time embedding's.
+    Raises ValueError where the sizes do not agree or a parameter occurs twice, TypeError for integers.
     """
     if not weights or len(weights) != len(biases):
         raise ValueError(f"grouped_linear: {len(weights)} weights and {len(biases)} biases do not make pairs")

@@ -1,7 +1,7 @@
 """Indexing by NumPy's rules: slices, arrays of integers, masks, and any of them together.
 
-Slices alone are copies of views. Anything else becomes rows of x by one index: axes that a full slice keeps at the end
-are a row, and each of the others adds its position times its stride, as an element's address is found.
+A basic index, without arrays, copies a view. Any other becomes one index of rows: trailing axes with full slices are a
+row. A row's number is the sum of the positions along the other axes, each times its stride.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class Take(Function):
 
 
 class Pick(Function):
-    """out[i] = x[index[i]], no row twice; zeros for an index that is len(x).
+    """out[i] = x[index[i]], each row at most once; zeros where index[i] is len(x).
 
-    inverse[r] is the i whose index is r, len(index) where there is none: dx[r] = dout[inverse[r]], without a sum.
+    inverse[r] is the i with index[i] = r, or len(index) without one: dx[r] = dout[inverse[r]] needs no sum.
     """
 
     @staticmethod
@@ -120,10 +120,10 @@ def _rows_or_zeros(x: np.ndarray, index: np.ndarray) -> np.ndarray:
 def getitem(x: Any, index: Any) -> Tensor:
     """x[index] by NumPy's rules: integers, slices, None, Ellipsis, and arrays of integers or bools, several too.
 
-    Arrays may be lists, NumPy's, tensors, or CuPy's; they broadcast, and a bool array stands for the places where it is
+    Arrays may be lists, tensors, or NumPy's or CuPy's; they broadcast. A bool array selects the positions where it is
     true. Raises IndexError for an index out of range, a mask of another shape and too many indices, TypeError for any
-    other index. The size of a mask's result depends on data: CudiffError within `capture`. An index array on a GPU is
-    not waited for: where it is out of range it gives zeros and gets no gradient.
+    other index, and CudiffError for a mask within `capture`, because the result's size depends on its values. An index
+    array on a GPU is not checked: positions out of range give zeros and get no gradient.
     """
     x = as_tensor(x)
     items = parsed(x, index)
@@ -172,7 +172,7 @@ def _item(x: Tensor, item: Any) -> Any:
 
 
 class _Entry(NamedTuple):
-    """One item of an index: None, a slice, an integer, or an array of integers, and the axis that it is of, or -1."""
+    """One item of an index: None, a slice, an integer, or an array of integers, and the axis that it indexes, or -1."""
 
     item: Any
     axis: int
@@ -180,7 +180,7 @@ class _Entry(NamedTuple):
 
 
 def _entries(x: Tensor, items: list[Any]) -> list[_Entry]:
-    """`items` with full slices in the place of Ellipsis and positions in the place of masks, in the order of axes."""
+    """`items` with Ellipsis replaced by full slices and masks by positions, in the order of axes."""
     used = sum(_axes_of(item) for item in items)
     if used > x.ndim:
         raise IndexError(f"too many indices: {used} for a tensor of {x.ndim} dimensions")
@@ -205,14 +205,14 @@ def _entries(x: Tensor, items: list[Any]) -> list[_Entry]:
 
 
 def _axes_of(item: Any) -> int:
-    """How many axes an item takes."""
+    """How many axes an item indexes."""
     if item is None or item is Ellipsis:
         return 0
     return item.ndim if is_array(item) and item.dtype == np.bool_ else 1
 
 
 def _true(mask: Array) -> tuple[Array, ...]:
-    """Where a mask is true, an array for each axis; of one without axes so many zeros as it is true, of no axis."""
+    """The positions where a mask is true, an array for each axis; of a 0-d mask one array of int(mask) zeros."""
     if is_capturing(device_of(mask)):
         raise CudiffError("a mask's result has a size that a captured function does not know: use where()")
     module = array_module(device_of(mask))
@@ -220,7 +220,7 @@ def _true(mask: Array) -> tuple[Array, ...]:
 
 
 def located(x: Tensor, items: list[Any]) -> tuple[Tensor, Tensor]:
-    """x as a table of rows, and the places in it of an index with arrays, int32: x[items] is table[places]."""
+    """x as a table of rows, and row numbers, int32, of an index with arrays: x[items] is table[numbers]."""
     entries = _entries(x, items)
     while isinstance(entries[-1].item, slice) and entries[-1].item == slice(None):
         entries.pop()
@@ -242,9 +242,9 @@ def _tensor(array: Array) -> Any:
 
 
 def _places(entries: list[_Entry], lead: tuple[int, ...]) -> Array:
-    """The rows of an index, counted over the axes `lead`; one that is out of range is their number.
+    """The row numbers of an index over the axes `lead`; prod(lead) for a position out of range.
 
-    Integers and arrays broadcast together. Their axes stand where they stood where they are side by side, else first.
+    Integers and arrays broadcast together. Their axes replace them if they are adjacent items, else come first.
     """
     arrays = [entry.item for entry in entries if is_array(entry.item)]
     device = "cuda" if any(device_of(array) == "cuda" for array in arrays) else "cpu"
@@ -254,7 +254,7 @@ def _places(entries: list[_Entry], lead: tuple[int, ...]) -> Array:
         shape = np.broadcast_shapes(*(array.shape for array in arrays))
     except ValueError:
         raise IndexError(f"index arrays of shapes {[array.shape for array in arrays]} do not broadcast") from None
-    numbers = {entries[k].number for k in advanced}  # an Ellipsis has one of its own, of no axes too
+    numbers = {entries[k].number for k in advanced}  # an Ellipsis has its own, even without axes
     beside = max(numbers) - min(numbers) < len(numbers)
     kept = [k for k in range(len(entries)) if k not in advanced]
     before = sum(k < advanced[0] for k in kept) if beside else 0
@@ -290,7 +290,7 @@ def _check(entry: _Entry, lead: tuple[int, ...]) -> None:
 
 
 def _from_zero(module: Any, item: Any, size: int, stride: int) -> Any:
-    """Positions along an axis, from the start, times its stride; far below 0 where they are out of range."""
+    """Positions along an axis, counted from its start, times its stride; far below 0 if out of range."""
     if isinstance(item, int):
         return item % size * stride
     places = item.astype(np.int64)
@@ -309,15 +309,15 @@ def _choose(x: Tensor, mask: Array) -> Tensor:
 
 
 def check_mask(x: Tensor, mask: Array) -> None:
-    """Raises IndexError for a mask that is not of x's first axes."""
+    """Raises IndexError for a mask whose shape is not that of x's first axes."""
     if mask.shape != x.shape[: mask.ndim]:
         raise IndexError(f"a mask of shape {mask.shape} is not of the first axes of a tensor of shape {x.shape}")
 
 
 def take(x: Any, indices: Any, axis: int | None = None) -> Tensor:
-    """The elements at these positions along `axis`, of the flattened x where None: x[:, indices] for axis 1.
+    """The elements at these positions along `axis`, or of the flattened x if None: x[:, indices] for axis 1.
 
-    indices: integers of any shape, which stands in the place of the axis. Raises as `getitem` does.
+    indices: integers of any shape; their axes replace the axis. Raises as `getitem` does.
     """
     x = as_tensor(x)
     if axis is None:
@@ -329,8 +329,8 @@ def take(x: Any, indices: Any, axis: int | None = None) -> Tensor:
 def take_along_axis(x: Any, indices: Any, axis: int | None = -1) -> Tensor:
     """out[..., i, ...] = x[..., indices[..., i, ...], ...] along `axis`, as `argsort` gives positions.
 
-    indices: integers of x's number of axes, which broadcasts with x along the others; of an axis of None both are
-    flattened x's. Raises ValueError for another number of axes, otherwise as `getitem` does.
+    indices: integers with as many axes as x, which broadcast with x along the others; 1-d, into the flattened x, if the
+    axis is None. Raises ValueError for another number of axes, otherwise as `getitem` does.
     """
     x, indices = as_tensor(x), as_tensor(indices)
     if axis is None:
@@ -349,7 +349,7 @@ def along(x: Tensor, indices: Tensor, axis: int) -> tuple[Any, ...]:
 
 
 def nonzero(x: Any) -> tuple[Tensor, ...]:
-    """Where x is not 0, an int64 tensor for each axis, in the order of memory. CudiffError within `capture`."""
+    """The positions where x is not 0, in memory order, an int64 tensor for each axis. CudiffError within `capture`."""
     x = as_tensor(x)
     if not x.ndim:
         raise ValueError("nonzero of a 0-d tensor: it has no axis")
@@ -357,5 +357,5 @@ def nonzero(x: Any) -> tuple[Tensor, ...]:
 
 
 def argwhere(x: Any) -> Tensor:
-    """Where x is not 0, a row of positions for each such element: `nonzero` in columns."""
+    """The positions where x is not 0, a row for each such element: the arrays of `nonzero` as columns."""
     return stack(nonzero(x), -1)

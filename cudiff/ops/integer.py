@@ -1,4 +1,4 @@
-"""Arithmetic of integers, and bits of integers and bools. As NumPy's it wraps around, and nothing is differentiated."""
+"""Arithmetic of integers, and bits of integers and bools. It wraps around as in NumPy, and has no gradients."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["bitwise_and", "bitwise_or", "bitwise_xor", "invert", "left_shift", "
 
 
 class Integer(Function):
-    """NumPy's function `name` of a and b of one dtype. An operand given as None is `number`; of functions of one
-    operand b is None, and the number too."""
+    """NumPy's function `name` of a and b of one dtype. An operand given as None is `number`. For a function of one
+    operand b and `number` are None."""
 
     differentiable = False
 
@@ -41,9 +41,9 @@ _OF_BOOLS = {"add": "bitwise_or", "maximum": "bitwise_or", "multiply": "bitwise_
 
 
 def integer(name: str, a: Any, b: Any = None) -> Tensor:
-    """NumPy's function `name` of what `operands` gives of integers or bools, tensors of one dtype and a number.
+    """NumPy's function `name` of integers or bools from `operands`: tensors of one dtype, or a tensor and a number.
 
-    Raises TypeError for what is not done with bools, and as `check_numbers` does.
+    Raises TypeError for bools in a function that does not take them, and as `check_numbers` does.
     """
     dtype = (a if isinstance(a, Tensor) else b).dtype
     if dtype == np.bool_:
@@ -57,7 +57,7 @@ def integer(name: str, a: Any, b: Any = None) -> Tensor:
 
 
 def check_numbers(name: str, *found: Any) -> None:
-    """Raises OverflowError for a number that the integer tensor beside it does not hold."""
+    """Raises OverflowError for a number that does not fit the dtype of the integer tensor beside it."""
     dtype = next(x.dtype for x in found if isinstance(x, Tensor))
     for x in found:
         if isinstance(x, int) and dtype.kind in "iu" and not np.iinfo(dtype).min <= x <= np.iinfo(dtype).max:

@@ -1,4 +1,4 @@
-"""From one tensor on towards another."""
+"""Linear interpolation between two tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["lerp"]
 
 
 class Lerp(Function):
-    """See `lerp`; a and b of one shape, and the number `scalar` where there is no weight. One launch on CUDA."""
+    """See `lerp`; a and b of one shape, and the number `scalar` if the weight is None. One launch on CUDA."""
 
     @staticmethod
     def compose(a, b, weight, scalar):

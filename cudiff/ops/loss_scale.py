@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: gradients of fp16 are kept above its smallest numbers, and out of its infinity.
+"""Dynamic loss scaling, which keeps gradients in fp16 from underflow and from overflow.
 
 The loss is multiplied by a scale before backward, and the update divides by it (Micikevicius et al., 2018, arXiv
 1710.03740, sections 3.2 and 5). An update that is skipped for a gradient that is not finite halves the scale;
@@ -50,9 +50,9 @@ class Unscale(Function):
 
 def unscale(state: Tensor, scalars: Tensor, counters: Tensor, *, scale: float = 1.0, clip: float = math.inf,
             interval: int = 2000) -> Tensor:
-    """Take the loss scale out of what `step_scalars` wrote of a scaled gradient, and find the next step's; in place.
+    """Divide what `step_scalars` wrote for a scaled gradient by the loss scale, and update the scale; in place.
 
-    state: float32 (2,), the loss scale, in 1 to 2**24, and how many updates in a row it has had. `scalars`, `counters`,
+    state: float32 (2,), the loss scale, in 1 to 2**24, and how many updates in a row used it. `scalars`, `counters`,
     `scale` and `clip` are those of `step_scalars`. A skipped update is not counted in SKIPPED_IN_A_ROW while the scale
     can still be halved. Returns `state`.
     """

@@ -1,4 +1,4 @@
-"""Losses, activations and the like that are stated in other operations."""
+"""Losses, activations and the like that are composed of other operations."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def elu(x: Any, alpha: float = 1.0) -> Tensor:
 
 
 def logsumexp(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """log(sum(exp(x))) over `axis`, in x's dtype, float32 for integers; the maximum is taken out, so that it does not
-    overflow."""
+    """log(sum(exp(x))) over `axis`, in x's dtype, float32 for integers; the maximum is subtracted first, so that it
+    does not overflow."""
     (x,) = as_tensors(x, floating=True)
     (wide,) = as_wide(x)
     bound = float(np.finfo(wide.dtype).max)  # infinity - infinity is NaN
@@ -69,7 +69,7 @@ def huber(pred: Any, target: Any, delta: float = 1.0) -> Tensor:
 def binary_cross_entropy_with_logits(logits: Any, target: Any) -> Tensor:
     """Mean of -target * log(p) - (1 - target) * log(1 - p), p = sigmoid(logits): a float32 scalar.
 
-    target has the shape of the logits, and probabilities in it. Raises ValueError where shapes differ.
+    target: probabilities, in the shape of the logits. Raises ValueError where shapes differ.
     """
     logits, target = _alike("binary_cross_entropy_with_logits", logits, target)
     return mean((1 - target) * logits + softplus(-logits))

@@ -39,7 +39,7 @@ __all__ = ["linear", "matmul"]
 
 
 def _matrices(x: Array, batch: tuple[int, ...]) -> Array:
-    """x (..., r, c) as (B, r, c): B is 1 where one matrix serves the whole batch, else every matrix of it."""
+    """x (..., r, c) as (B, r, c). B is 1 if x is one matrix for the whole batch, else the size of the batch."""
     if math.prod(x.shape[:-2]) == 1:
         return x.reshape(1, *x.shape[-2:])
     if x.shape[:-2] != batch:
@@ -55,7 +55,7 @@ def matmul_numpy(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     if batch:
         a, b = np.broadcast_to(a, batch + a.shape[-2:]), np.broadcast_to(b, batch + b.shape[-2:])
         parts = cut(batch[0], (a[:1].size + b[:1].size + out[:1].size) * out.itemsize)
-    else:  # not so few rows that rearranging b for each part would cost as much as the product
+    else:  # enough rows in a part that its product costs more than rearranging b for it
         parts = cut(len(out), min((a.shape[1] + b.shape[1]) * out.itemsize, PART_BYTES // 256))
 
     def product(part: slice) -> None:
@@ -115,9 +115,9 @@ class MatMul(Function):
 
 
 def _folded(a: Array, b: Array, like_out: Array, batch: tuple[int, ...]) -> tuple[Array, Array, Array]:
-    """a, b and an array of rows like the result's as (B, r, c), or one long matrix where one b serves all of a."""
+    """a, b and an array with the result's rows as (B, r, c). B is 1 if b is one matrix: a's are folded into one."""
     if math.prod(b.shape[:-2]) == 1 and math.prod(a.shape[:-2]) == math.prod(batch):
-        shape = 1, math.prod(a.shape[:-1])  # -1 would not do where the depth is 0
+        shape = 1, math.prod(a.shape[:-1])  # -1 is ambiguous where the depth is 0
         return a.reshape(*shape, a.shape[-1]), b.reshape(1, *b.shape[-2:]), like_out.reshape(*shape, like_out.shape[-1])
     count = math.prod(like_out.shape[:-2])
     return _matrices(a, batch), _matrices(b, batch), like_out.reshape(count, *like_out.shape[-2:])
@@ -156,13 +156,13 @@ class Linear(Function):
         x, weight = ctx.saved
         sums = ctx.dout_sums
         if sums is None and dout.dtype == float32 and len(dout) == dout.size // len(weight) <= 128 and not needs[3]:
-            sums = dout  # so few rows that the last kernel adds them up as fast; none but this backward has them
+            sums = dout  # few rows, which the deferred sum adds up as fast; nothing else holds dout
         return *_gradients_cuda(x, weight, dout, sums, needs, into), dout if needs[3] else None
 
 
 class GatedLinear(Function):
-    """out = residual + gate · y of y = x·weightᵀ + bias, adaLN-Zero's end of a block (Peebles and Xie, arXiv
-    2212.09748), in one launch; dy = gate · dout, dgate = the sums of dout · y over an image."""
+    """out = residual + gate · y with y = x·weightᵀ + bias, in one launch: the end of an adaLN-Zero block (Peebles and
+    Xie, arXiv 2212.09748). dy = gate · dout, dgate = sum of dout · y over the rows of an image."""
 
     @staticmethod
     def forward_numpy(ctx, x, weight, bias, residual, gate):
@@ -211,7 +211,7 @@ def _gradients_numpy(x: np.ndarray, weight: np.ndarray, dout: np.ndarray, needs:
 
 def _gradients_cuda(x: Array, weight: Array, dout: Array, sums: Array | None, needs: Sequence[bool],
                     into: Sequence[Slot | None]) -> tuple:
-    """The same; `sums` as `sum_rows_cuda` has them, of dout."""
+    """The same. sums: of dout, as for `sum_rows_cuda`."""
     dx = dweight = dbias = None
     if needs[0]:
         dx, add = gradient_target(into[0], x.shape, x.dtype)
@@ -225,10 +225,10 @@ def _gradients_cuda(x: Array, weight: Array, dout: Array, sums: Array | None, ne
 
 
 def matmul(a: Any, b: Any) -> Tensor:
-    """Matrix product as in NumPy: a (..., M, K), b (..., K, N) → (..., M, N); batch axes broadcast, 1-D joins.
+    """Matrix product as in NumPy: a (..., M, K), b (..., K, N) → (..., M, N); batch axes broadcast, a or b may be 1-D.
 
-    Different dtypes meet as in `a + b`; of a weight that has a 16-bit copy (`Parameter.low`), an `a` of 16 bits reads
-    that. Sums are in float32 (float64 for float64); see `allow_tf32`. Raises ValueError where the shapes do not agree.
+    Different dtypes are converted as in `a + b`; a 16-bit `a` reads the 16-bit copy of a weight that has one
+    (`Parameter.low`). Sums are in float32 (float64 for float64); see `allow_tf32`. Raises ValueError for other shapes.
     """
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         a, b = as_tensors(a, b)
@@ -250,7 +250,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
            gate: Tensor | None = None) -> Tensor:
     """x (..., in) · weight (out, in) transposed + bias (out,) + residual (..., out) → (..., out), in x's dtype.
 
-    gate (N, out), beside a residual: x is (N, ..., in), and each image's product with its bias is multiplied by its row
+    gate (N, out), only with a residual: x is (N, ..., in), and image n's product plus bias is multiplied by gate[n]
     before the residual is added (adaLN-Zero; Peebles and Xie 2022).
     dweight and dbias are float32 (float64 for float64). Raises ValueError where the sizes do not agree.
     """

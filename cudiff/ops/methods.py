@@ -27,20 +27,20 @@ BITWISE = {
 """The same, of integers and, but for shifts, bools."""
 
 COMPARISONS = {"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal"}
-"""Python turns these around itself where the tensor is the second operand; so it does == and !=."""
+"""If the tensor is the second operand, Python itself swaps the two, for == and != too."""
 
 UNARY = {"neg": "negative", "abs": "abs", "invert": "invert", "round": "round"}
 
 CHANGING = {"iadd": "add", "isub": "subtract", "imul": "multiply", "itruediv": "divide", "ifloordiv": "floor_divide",
             "imod": "remainder", "ipow": "power", "imatmul": "matmul"}
-"""Those that change a leaf that requires a gradient, and name a new tensor of any other."""
+"""Operators that change a leaf that requires a gradient in place. For any other tensor they give a new one."""
 
 METHODS = (
     "all", "any", "argmax", "argmin", "argsort", "astype", "clip", "cumsum", "diagonal", "dot", "exp", "flatten", "log",
     "max", "mean", "min", "nonzero", "prod", "ravel", "relu", "repeat", "round", "searchsorted", "sigmoid", "silu",
     "sqrt", "square", "squeeze", "std", "sum", "swapaxes", "take", "tanh", "trace", "var",
 )
-"""Operations that are methods under their own names: those that NumPy's arrays have, and what networks are made of."""
+"""Operations that are methods under their own names: those of NumPy's arrays, and those that networks use."""
 
 NUMPY_ALIASES = {"amax": "max", "amin": "min"}
 """NumPy's second names, where they are functions of their own."""
@@ -49,7 +49,7 @@ ABOUT = (np.result_type, np.may_share_memory, np.size)
 """NumPy's functions that have no gradient and return no array; they get the tensors' values."""
 
 IN_PLACE = (np.copyto, np.fill_diagonal, np.place, np.put, np.put_along_axis, np.putmask)
-"""Those that write to an argument, which a tensor refuses."""
+"""NumPy's functions that write to an argument, which a tensor refuses."""
 
 PYTORCH = {
     "bmm": "x @ y", "clone": "x: no operation changes it", "contiguous": "x: every tensor is",
@@ -64,7 +64,7 @@ PYTORCH = {
 """What to write instead of methods of PyTorch's tensors, and of NumPy's arrays, that a tensor does not have."""
 
 ATTRIBUTES = {np.shape: "shape", np.ndim: "ndim", np.size: "size"}
-"""Those that a tensor answers without its values."""
+"""NumPy's functions that are attributes of a tensor, which need none of its values."""
 
 
 def add_to(tensor: type[Tensor], operations: Mapping[str, Any]) -> None:
@@ -166,7 +166,7 @@ def _one_sequence(given: tuple) -> Any:
 
 
 def _array_ufunc(x: Tensor, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-    """What `ufunc(*inputs)` is where a tensor is among them."""
+    """`ufunc(*inputs)`, called by NumPy if a tensor is among them."""
     if "out" in kwargs:
         raise TypeError(f"np.{ufunc.__name__} of a tensor is a new tensor and takes no out: write a = a + x for a += x")
     if method == "__call__":
@@ -175,12 +175,12 @@ def _array_ufunc(x: Tensor, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs
 
 
 def _array_function(x: Tensor, function: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-    """What NumPy's `function(*args)` is where a tensor is among them."""
+    """NumPy's `function(*args)`, called by NumPy if a tensor is among them."""
     return _numpy(function, args, kwargs)
 
 
 def _numpy(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The operation of NumPy's name; of a function that is none, NumPy's result for the tensors' arrays.
+    """The operation of NumPy's name; if there is none, NumPy's result for the tensors' arrays.
 
     Raises TypeError for a function that would lose a gradient, and for arguments that the operation does not have.
     """

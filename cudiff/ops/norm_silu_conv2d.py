@@ -1,4 +1,4 @@
-"""The unit of the U-Net as one operation: norm, SiLU, convolution, what is added to its result, ReLU."""
+"""The unit of the U-Net as one operation: norm, SiLU, convolution, additions to its result, ReLU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["norm_silu_conv2d"]
 
 def unfused(x, x2, norm_weight, norm_bias, scale, shift, weight, bias, emb, residual, residual2, skip_weight, skip_bias,
             num_groups, eps, silu, upsample, relu, statistics, dtype):
-    """What norm_silu_conv2d computes, in plain operations."""
+    """`norm_silu_conv2d` by separate operations."""
     h = x if x2 is None else concatenate([x, x2], axis=3)
     if norm_weight is not None:
         h = group_norm(h, norm_weight, norm_bias, num_groups, eps, silu, scale, shift)
@@ -52,8 +52,8 @@ def unfused(x, x2, norm_weight, norm_bias, scale, shift, weight, bias, emb, resi
 
 
 class Inputs(NamedTuple):
-    """Those of `NormSiluConv2d`: arrays, or what belongs to each, as its gradient. The first NORM are the group norm's,
-    in its order."""
+    """The inputs of `NormSiluConv2d`: arrays, or one thing for each, such as its gradient. The first NORM are the group
+    norm's, in its order."""
 
     x: Any = None
     x2: Any = None
@@ -72,11 +72,11 @@ class Inputs(NamedTuple):
 
 NORM: Final = 6
 WIDE = ("norm_weight", "norm_bias", "scale", "shift", "emb")  # read as float32, or as float64
-SOURCES = ("x2", "residual", "residual2")  # read in the dtype of what is computed
+SOURCES = ("x2", "residual", "residual2")  # read in the dtype of the computation
 
 
 class NormSiluConv2d(Function):
-    """See `norm_silu_conv2d`; `dtype` is x's but where `table.casts`."""
+    """See `norm_silu_conv2d`. `dtype` is x's unless `table.casts`."""
 
     compose = staticmethod(unfused)
     adds_elsewhere = (0, 1)
@@ -96,15 +96,15 @@ class NormSiluConv2d(Function):
                                           given.scale, given.shift, ctx.statistics[:2])
             ctx.norm = Norm(silu, *given[:NORM], mean, rstd)
         elif given.x2 is not None:
-            h2 = given.x2  # read from where they are
+            h2 = given.x2  # read in place
         elif dtype != h.dtype and is_low(h.dtype):
             h = at_16_bytes(h)  # conv2d_few_channels reads packs of many channels
-        # The norm's backward makes h once more for the weight's gradient: nothing is kept till then.
+        # The norm's backward recomputes h for the weight's gradient, so h is not saved.
         recomputed = ctx.norm is not None and any(needs[:NORM])
         times = 2 if upsample else 1
         ctx.padding = (weight.shape[1] // 2,) * 2
         n, height, width, channels = h.shape
-        ctx.shape = n, height * times, width * times, channels  # of what the convolution sees
+        ctx.shape = n, height * times, width * times, channels  # of the convolution's input
         out = empty((n, *out_size(ctx.shape[1:3], weight.shape[1:3], (1, 1), ctx.padding), len(weight)), dtype)
         skip, addend = None, given.residual
         if given.skip_weight is not None:
@@ -144,7 +144,7 @@ class NormSiluConv2d(Function):
 
 
 def _vector_gradients(dout: Array, sums: Array | None, needs: Inputs, into: Inputs) -> dict[str, Array]:
-    """Those of emb and of both biases: sums of dout, of which `sums` may hold those over tiles of pixels."""
+    """The gradients of emb and of both biases, sums of dout. sums: those over tiles of pixels, or None."""
     grads = {}
     if sums is not None and len(sums) != len(dout):  # a batch norm's, of all images together
         sums = None
@@ -162,7 +162,7 @@ def _vector_gradients(dout: Array, sums: Array | None, needs: Inputs, into: Inpu
 
 
 def _pair_gradients(ctx: Any, dout: Array, weight: Array, split: int, needs: Inputs, into: Inputs) -> dict[str, Array]:
-    """Those of x, of so many channels, and of x2, which no norm follows."""
+    """The gradients of x, which has `split` channels, and of x2. No norm follows them."""
     grads = {}
     for name, columns in (("x", weight[..., :split]), ("x2", weight[..., split:])):
         if getattr(needs, name):
@@ -175,7 +175,7 @@ def _pair_gradients(ctx: Any, dout: Array, weight: Array, split: int, needs: Inp
 
 
 def _input_gradients(ctx: Any, dout: Array, weight: Array, needs: Inputs, into: Inputs) -> dict[str, Array]:
-    """That of x; or those of the norm's inputs, whose output is left in ctx.h_again where the weight's needs it."""
+    """The gradient of x; or those of a norm's inputs, whose output goes to ctx.h_again for the weight's gradient."""
     slot = into.x if ctx.norm is None else None
     mixed, sums_wanted = dout.dtype != ctx.dtype, ctx.norm is None and not ctx.upsample
     out, addend = gradient_sum(None if ctx.upsample or mixed else slot, ctx.shape, ctx.dtype)
@@ -196,7 +196,7 @@ def _input_gradients(ctx: Any, dout: Array, weight: Array, needs: Inputs, into: 
 
 
 def _skip_gradients(ctx: Any, dout: Array, needs: Inputs, into: Inputs) -> dict[str, Array]:
-    """Those of the skip path's weight and of its one source or two."""
+    """The gradients of the skip path's weight and of its one or two sources."""
     *_, residual, residual2, skip_weight, _ = ctx.saved
     grads: dict[str, Array] = {}
     if needs.skip_weight:
@@ -248,10 +248,10 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
 
     x (N, H, W, C1), x2 (N, H, W, C2), weight (K, R, S, C1 + C2) or (K, C1 + C2), norm_weight and norm_bias (C1 + C2,),
     scale and shift (N, C1 + C2) and emb (N, K) read as float32, residual like out without skip_weight; x2 and residuals
-    of another dtype are converted. `dtype` is the result's, x's unless given. The narrower of both is that of the
-    computation, but that a GPU's convolution between few channels and many writes a float32 result as it was summed.
-    `statistics` says that a norm follows: kernels then leave the sums that it needs. Raises ValueError where shapes do
-    not agree, TypeError for a conversion that is not between floating dtypes.
+    of another dtype are converted. dtype: the result's, x's unless given. The narrower of both is that of the
+    computation, but a GPU's convolution between few channels and many writes a float32 result without rounding it.
+    statistics: whether a norm follows, for which kernels then compute channel statistics. Raises ValueError where
+    shapes do not agree, TypeError for a conversion that is not between floating dtypes.
     """
     given = Inputs(x, x2, norm_weight, norm_bias, scale, shift, weight, bias, emb, residual, residual2, skip_weight,
                    skip_bias)
@@ -266,7 +266,7 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
 
 
 def _converted(given: Inputs, dtype: np.dtype, upsample: bool) -> tuple[Inputs, np.dtype]:
-    """The inputs as they are read for a result of `dtype`, and the dtype of what is computed."""
+    """The inputs converted for a result of `dtype`, and the dtype of the computation."""
     x, own = given.x, dtype
     if dtype != x.dtype:
         plain = (given.x2 is None and given.residual is None and not upsample

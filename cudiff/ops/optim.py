@@ -1,7 +1,7 @@
-"""The optimiser's work on flat float32 buffers, in place: the scalars of a step, Adam(W), SGD, RMSprop, Lion, EMA.
+"""Optimiser steps on flat float32 buffers, in place: the scalars of a step, Adam(W), SGD, RMSprop, Lion, EMA.
 
-Everything that changes from step to step lies in two small device buffers, so that a captured step need not bake it
-in: `counters`, int32 (3,), ordered as `Counter`, and `scalars`, float32 (8,), ordered as `Scalar`.
+All that changes from step to step is in two small device buffers, so that a captured step does not freeze it:
+`counters`, int32 (3,), ordered as `Counter`, and `scalars`, float32 (8,), ordered as `Scalar`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHUNK = 32768
 
 
 class Counter(IntEnum):
-    """What `counters` counts. A step whose gradient norm is not finite is skipped."""
+    """The elements of `counters`. A step whose gradient norm is not finite is skipped."""
 
     UPDATES = 0
     SKIPPED = 1
@@ -31,14 +31,14 @@ class Counter(IntEnum):
 
 
 class Flag(IntFlag):
-    """What holds for 32 parameters that lie side by side; kernels/portable/optim.cu has the same list."""
+    """The flags of 32 consecutive parameters; kernels/portable/optim.cu has the same list."""
 
     DECAY = 1  # weight decay applies
     FROZEN = 2  # nothing changes: neither the parameters, nor their moments, nor their moving average
 
 
 class Scalar(IntEnum):
-    """What `scalars` holds; kernels/portable/optim.cu has the same list."""
+    """The elements of `scalars`; kernels/portable/optim.cu has the same list."""
 
     LR = 0
     GRAD_SCALE = 1  # times the clip coefficient
@@ -47,11 +47,11 @@ class Scalar(IntEnum):
     EMA_WEIGHT = 4  # of the new parameters in the moving average
     NORM = 5  # of the scaled gradient, before clipping
     APPLY = 6  # 0 where the update is skipped
-    TICKET = 7  # of the GPU's blocks, 0 between steps
+    TICKET = 7  # counts the GPU's blocks that are done, 0 between steps
 
 
 def lr_factor(step: int, warmup: int, total_steps: int, final: float) -> float:
-    """What the learning rate is multiplied by at 0-based `step`.
+    """The factor of the learning rate at `step`, counted from 0.
 
     Rises linearly to 1 over `warmup` steps, then falls along half a cosine to `final`, reached at `total_steps`.
     """
@@ -103,14 +103,14 @@ class StepScalars(Function):
 def step_scalars(scalars: Tensor, counters: Tensor, grad: Tensor, *, lr: float, warmup: int = 0, total_steps: int = 0,
                  final: float = 1.0, betas: tuple[float, float] = (0.0, 0.0), scale: float = 1.0,
                  clip: float = math.inf, half_life: float = 1.0, ramp: float | None = None) -> Tensor:
-    """Count one step in `counters` and write its `scalars`, in place; returns `scalars`. Both are zero before the
-    first: TICKET is how a GPU's last block knows that it is.
+    """Count one step in `counters` and write its `scalars`, in place; returns `scalars`. Both must be zero before the
+    first step: a GPU's blocks count in TICKET which of them is the last.
 
     grad: float32 (n,), n a multiple of 32, the gradient before `scale`. Its norm is scale·‖grad‖, summed in a fixed
     order. Where that is not finite, APPLY is 0 and the step is counted as skipped. The gradient's factor is
-    scale·min(1, clip / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. Bias corrections count updates, learning
-    rate and EMA count steps, skipped ones too. The EMA's half-life is min(half_life, ramp·step) steps, step from 0
-    (Karras et al. 2022, training code), so that the first step copies.
+    scale·min(1, clip / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. Bias corrections depend on the number
+    of updates, learning rate and EMA on that of steps, skipped ones too. The EMA's half-life is min(half_life,
+    ramp·step) steps, step from 0 (Karras et al. 2022, training code), so that the first step copies.
     """
     return StepScalars.apply(
         scalars, counters, grad, lr=float(lr), warmup=int(warmup), total_steps=int(total_steps), final=float(final),
@@ -119,7 +119,7 @@ def step_scalars(scalars: Tensor, counters: Tensor, grad: Tensor, *, lr: float, 
 
 
 class Rescale(Function):
-    """Write the scalars of parameters with another learning rate or other betas than the step's."""
+    """Write the scalars of parameters whose learning rate or betas differ from the step's."""
 
     differentiable = False
 
@@ -146,15 +146,15 @@ def rescale(scalars: Tensor, counters: Tensor, out: Tensor, factors: Tensor | No
             betas: tuple[float, float] = (0.0, 0.0)) -> Tensor:
     """The `scalars` that `step_scalars` wrote, with `ratio` times the rate and the bias corrections of `betas`.
 
-    factors: float32, by which the rate is multiplied too: that of the step, counted from 0, or the last. Written to
-    `out`, which may be `scalars`, and returned.
+    factors: float32; the rate is also multiplied by factors[step], step from 0, after their end by the last one. The
+    result is written to `out`, which may be `scalars`, and returned.
     """
     return Rescale.apply(scalars, counters, out, factors, ratio=float(ratio), betas=betas)
 
 
 def _finish(part: slice, data: Array, compute_copy: Array, ema: Array, ema_copy: Array, weight: float,
             gap: Array) -> None:
-    """The compute copy, the moving average and its compute copy of one chunk of new parameters; `gap` is scratch."""
+    """Update the compute copy, the moving average and its copy by one chunk of new parameters; `gap` is scratch."""
     new = data[part]
     if compute_copy is not None:
         compute_copy[part] = new
@@ -173,7 +173,7 @@ def _finish(part: slice, data: Array, compute_copy: Array, ema: Array, ema_copy:
 
 
 def _chunks(flags: Array) -> Iterator[tuple[slice, slice, Array, Array]]:
-    """The elements that are not frozen, CHUNK at a time; where their flags lie; two scratch arrays of their length."""
+    """Yields slices of up to CHUNK elements that are not frozen, the slices of their flags, and two scratch arrays."""
     a, b = np.empty(CHUNK, float32), np.empty(CHUNK, float32)
     changes = np.diff(np.concatenate(([0], flags & Flag.FROZEN == 0, [0])).astype(np.int8))
     for first, last in zip(np.flatnonzero(changes == 1) * 32, np.flatnonzero(changes == -1) * 32, strict=True):
@@ -359,10 +359,10 @@ def centered_rmsprop(data: Tensor, grad: Tensor, square_avg: Tensor, momentum_bu
                      scalars: Tensor, flags: Tensor, compute_copy: Tensor | None = None, ema: Tensor | None = None,
                      ema_copy: Tensor | None = None, *, alpha: float = 0.99, eps: float = 1e-8, momentum: float = 0.0,
                      weight_decay: float = 0.0) -> Tensor:
-    """RMSprop as torch.optim.RMSprop has it, in place; buffers as for `adam`. Returns `data`.
+    """RMSprop as in torch.optim.RMSprop, in place; buffers as for `adam`. Returns `data`.
 
-    The gradient's mean square is `square_avg`, less the square of its mean where there is a `grad_avg`; rounding does
-    not take it below zero.
+    The gradient is divided by sqrt(square_avg) + eps, or if `grad_avg` is given by sqrt(max(square_avg - grad_avg², 0))
+    + eps: rounding may take the difference below zero.
     """
     return RMSpropUpdate.apply(
         data, grad, square_avg, momentum_buffer, grad_avg, scalars, flags, compute_copy, ema, ema_copy,
@@ -372,7 +372,7 @@ def centered_rmsprop(data: Tensor, grad: Tensor, square_avg: Tensor, momentum_bu
 
 def rmsprop(data: Tensor, grad: Tensor, square_avg: Tensor, momentum_buffer: Tensor, *buffers: Tensor | None,
             **attrs: float) -> Tensor:
-    """`centered_rmsprop` without the mean."""
+    """`centered_rmsprop` without `grad_avg`."""
     return centered_rmsprop(data, grad, square_avg, momentum_buffer, None, *buffers, **attrs)  # type: ignore[arg-type]
 
 

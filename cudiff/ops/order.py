@@ -1,4 +1,4 @@
-"""Positions, order and what follows from it, running sums, and products; on a GPU by CuPy's own kernels."""
+"""Positions of extremes, sorting, quantiles, counts, cumulative sums and products; on a GPU by CuPy's own kernels."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _from_the_end(module: Any, x: Array, axis: int) -> Array:
 
 
 class OneHot(Function):
-    """See `one_hot`. The row of a label `ignored` is 0."""
+    """See `one_hot`. A label equal to `ignored` gets a row of zeros."""
 
     differentiable = False
 
@@ -93,7 +93,7 @@ def _ones_at(module: Any, labels: Array, count: int, ignored: int | None) -> Arr
 
 
 def argmax(x: Any, axis: int | None = None, keepdims: bool = False) -> Tensor:
-    """The position of the first largest element along `axis`, or in the flattened x: int64; NaN is the largest.
+    """The position, int64, of the first largest element along `axis`, or in the flattened x; NaN counts as largest.
 
     Raises ValueError for no elements and for an axis out of range.
     """
@@ -101,7 +101,7 @@ def argmax(x: Any, axis: int | None = None, keepdims: bool = False) -> Tensor:
 
 
 def argmin(x: Any, axis: int | None = None, keepdims: bool = False) -> Tensor:
-    """The position of the first smallest element, otherwise as `argmax`; NaN is the smallest."""
+    """The position of the first smallest element, otherwise as `argmax`; NaN counts as smallest."""
     return _extreme("argmin", x, axis, keepdims)
 
 
@@ -115,9 +115,9 @@ def _extreme(name: str, x: Any, axis: int | None, keepdims: bool) -> Tensor:
 
 
 def argsort(x: Any, axis: int | None = -1) -> Tensor:
-    """The positions along `axis` that put x in ascending order, equal elements in theirs: int64.
+    """The positions, int64, that sort x along `axis`, ascending and stable: equal elements keep their order.
 
-    Of the flattened x where the axis is None. Raises ValueError for an axis out of range, CudiffError on a GPU inside
+    If the axis is None, x is flattened first. Raises ValueError for an axis out of range, CudiffError on a GPU inside
     of `capture`.
     """
     x = _comparable(x)
@@ -128,20 +128,20 @@ def argsort(x: Any, axis: int | None = -1) -> Tensor:
 
 
 def sort(x: Any, axis: int | None = -1) -> Tensor:
-    """x in ascending order along `axis`, NaN last, of the flattened x where None. Each element's gradient is that of
-    the place it comes to, of equal ones in their order. Raises as `argsort` does."""
+    """x in ascending order along `axis`, NaN last; x is flattened if that is None. Equal elements keep their order, and
+    each element gets the gradient of its new position. Raises as `argsort` does."""
     x = as_tensor(x)
     x, axis = (flatten(x), 0) if axis is None else (x, normalize_axis(axis, x.ndim))
     table, places = located(x, list(along(x, argsort(x, axis), axis)))
     places, module = flatten(places), array_module(x.device)
     inverse = module.zeros((places.size,), int32)
-    inverse[places.data] = module.arange(places.size).astype(int32)  # no place stands twice
+    inverse[places.data] = module.arange(places.size).astype(int32)  # each position occurs once
     return reshape(Pick.apply(table, places, Tensor(inverse)), x.shape)
 
 
 def searchsorted(a: Any, v: Any, side: str = "left") -> Tensor:
-    """Before which position of a, 1-d and ascending, each element of v keeps it so: the first, or the last where `side`
-    is "right"; int64. Raises ValueError for an a of more axes and for another side."""
+    """The position, int64, at which inserting each element of v keeps a, 1-d and ascending, sorted: the first, or for
+    side "right" the last. Raises ValueError for an a of more axes and for another side."""
     a, v = (x.detach() for x in as_tensors(a, v))
     if a.ndim != 1 or side not in ("left", "right"):
         raise ValueError(f'searchsorted takes one axis of ascending numbers, not {a.shape}, and "left" or "right"')
@@ -150,10 +150,10 @@ def searchsorted(a: Any, v: Any, side: str = "left") -> Tensor:
 
 
 def unique(x: Any, return_index: bool = False, return_inverse: bool = False, return_counts: bool = False) -> Any:
-    """The different elements of x in ascending order; with them, where asked for, in a tuple: the first place of each
-    in the flattened x, for each element of x which it is (in x's shape), and how often each occurs, int64.
+    """The distinct elements of x in ascending order. Each option adds an int64 tensor, in a tuple: the first position
+    of each in the flattened x; for each element of x, in x's shape, which of them it is; how often each occurs.
 
-    Raises TypeError where x requires a gradient, which this has not, CudiffError on a GPU inside of `capture`.
+    Raises TypeError if x requires a gradient, because there is none, CudiffError on a GPU inside of `capture`.
     """
     x = as_tensor(x)
     if x.requires_grad:
@@ -171,8 +171,8 @@ def unique(x: Any, return_index: bool = False, return_inverse: bool = False, ret
 
 
 def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Tensor:
-    """How often each number from 0 to x's largest occurs, at least `minlength` of them: int64; or the sums of weights,
-    of x's shape, which get a gradient.
+    """How often each number from 0 to x's largest occurs, int64, for at least `minlength` numbers. With weights, of x's
+    shape, the sum of each number's weights, which get a gradient.
 
     x: integers of one axis, none below 0: ValueError otherwise. CudiffError on a GPU inside of `capture`.
     """
@@ -193,7 +193,7 @@ def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Tensor:
 
 
 def diff(x: Any, n: int = 1, axis: int = -1) -> Tensor:
-    """Each element along `axis` less the one before it, `n` times; of bools whether they differ.
+    """Each element along `axis` less the one before it, `n` times; for bools, whether they differ.
 
     Raises ValueError for an axis out of range and for an n below 0.
     """
@@ -214,8 +214,8 @@ def median(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 
 def quantile(x: Any, q: float | Sequence[float], axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """The value over `axis` below which a share q of the elements lies, on the line between the two sorted elements
-    that are nearest; of several q along a new first axis. In x's dtype, integers in float32; NaN where one is NaN.
+    """The q-quantile over `axis`, q from 0 to 1, interpolated linearly between the two nearest sorted elements. Several
+    q give a new first axis. In x's dtype, integers in float32; NaN where an element is NaN.
 
     The two elements share the gradient. Raises ValueError for a q outside 0 to 1 and for no elements, CudiffError on a
     GPU inside of `capture`.
@@ -235,19 +235,19 @@ def quantile(x: Any, q: float | Sequence[float], axis: Axis = None, keepdims: bo
 
 
 def percentile(x: Any, q: float | Sequence[float], axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """`quantile` of shares in percent, from 0 to 100."""
+    """`quantile` with q in percent, from 0 to 100."""
     return quantile(x, (np.asarray(q, float) / 100).tolist(), axis, keepdims)
 
 
 def _between(rows: Tensor, place: float) -> Tensor:
-    """The elements at `place` of the last axis, on the line between two where it is no whole number."""
+    """The elements at `place` of the last axis, interpolated linearly if it is not a whole number."""
     first, share = int(place), place % 1
     low = getitem(rows, (..., first))
     return low * (1 - share) + getitem(rows, (..., first + 1)) * share if share else low
 
 
 def _in_rows(x: Tensor, axis: Axis, keepdims: bool) -> tuple[Tensor, tuple[int, ...]]:
-    """x with what is reduced as its last axis, the others before, and the shape of the result."""
+    """x with the reduced axes as one last axis, after the others, and the shape of the result."""
     axes, keepdims = normalize_axes(axis, x.ndim), flag("keepdims", keepdims)
     others = tuple(i for i in range(x.ndim) if i not in axes)
     kept = tuple(x.shape[i] for i in others)
@@ -256,9 +256,9 @@ def _in_rows(x: Tensor, axis: Axis, keepdims: bool) -> tuple[Tensor, tuple[int, 
 
 
 def prod(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """The product over `axis`, all axes where None, in x's dtype; integers and bools give int64, no elements 1.
+    """The product over `axis`, all axes where None, in x's dtype; integers and bools give int64, no elements give 1.
 
-    The axis is folded in halves, so that gradients, second ones too, are right at zeros: nothing is divided.
+    Halves of the axis are multiplied and nothing is divided, so gradients at zeros are right, second ones too.
     """
     x = as_tensor(x)
     if not is_float(x.dtype):
@@ -274,7 +274,7 @@ def prod(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 
 def cumsum(x: Any, axis: int | None = None) -> Tensor:
-    """Sums of all elements up to each along `axis`, of the flattened x where None; integers and bools give int64.
+    """Cumulative sums along `axis`, or of the flattened x if None; integers and bools give int64.
 
     In x's dtype, 16-bit floats summed in float32. Raises ValueError for an axis out of range.
     """
@@ -288,7 +288,7 @@ def cumsum(x: Any, axis: int | None = None) -> Tensor:
 def one_hot(labels: Any, num_classes: int, dtype: Any = np.float32) -> Tensor:
     """labels integers (...) → (..., num_classes): 1 at each label, 0 elsewhere.
 
-    A label outside 0 to num_classes - 1 raises ValueError on the CPU and gives zeros on a GPU, which is not waited for.
+    A label outside 0 to num_classes - 1 raises ValueError on the CPU. On a GPU it is not checked, and gives zeros.
     """
     labels = as_index("one_hot", labels, labels.device if isinstance(labels, Tensor) else "cpu")
     return astype(OneHot.apply(labels, count=operator.index(num_classes)), dtype)

@@ -1,6 +1,6 @@
 """Pooling over windows and nearest upsampling, channels-last.
 
-Two sums that are each other's gradient carry all but max pooling: `sum_windows` (average pooling; upsampling
+Two sums, each the gradient of the other, make up all but max pooling: `sum_windows` (average pooling; upsampling
 backward) and `spread_windows` (upsampling; average pooling backward).
 """
 
@@ -37,7 +37,7 @@ def _taps(padded: Array, window: Window, size: Pair) -> Iterator[Array]:
 
 
 def _edges(size: Pair, window: Window) -> tuple[Pair, Pair]:
-    """The padding of an image of this size before and behind its rows, then its columns: as far as windows reach."""
+    """The padding of an image of this size before and after its rows, then its columns: as far as windows reach."""
     top, left = (
         (before, max(before, (count - 1) * step + length - extent - before))
         for extent, count, length, step, before in zip(size, out_size(size, window), *window[:3], strict=True)
@@ -139,7 +139,7 @@ class UpsampleNearest(Function):
 
 
 class MaxPool2d(Function):
-    """See `max_pool2d`. Each maximum's place in its window is kept, one byte an output; NOWHERE where ReLU cut it."""
+    """See `max_pool2d`. Each maximum's place in its window is saved in a byte; NOWHERE where ReLU gives 0."""
 
     @staticmethod
     def forward_numpy(ctx, x, window, relu):
@@ -215,10 +215,10 @@ def max_pool2d(x: Tensor, size: int | Pair = 2, stride: int | Pair | None = None
                relu: bool = False, ceil_mode: bool = False) -> Tensor:
     """Maximum over windows of x (N, H, W, C) → (N, Ho, Wo, C), Ho = (H + 2·padding - size) // stride + 1.
 
-    size, stride, padding: a number, or those of rows and columns. The stride is the size unless given. ceil_mode: Ho is
-    rounded up, for windows that begin in x or the padding before it. Padding never wins; of equal elements the first,
-    row by row, gets the gradient. `relu`: ReLU before or after, which comes to the same. Raises ValueError for a size
-    above 16, windows of 256 with ReLU, a padding above half of the size or an x smaller than the window.
+    size, stride, padding: a number, or a tuple for rows and columns. The stride is the size unless given. ceil_mode: Ho
+    is rounded up, for windows that begin in x or the padding before it. Padding is never the maximum. Of equal elements
+    the first, row by row, gets the gradient. relu: apply ReLU, before or after with the same result. Raises ValueError
+    for a size above 16, windows of 256 with ReLU, a padding above half of the size or an x smaller than the window.
     """
     window = _window("max_pool2d", x, size, stride, padding, ceil_mode)
     if relu and math.prod(window.size) > NOWHERE:
@@ -228,7 +228,7 @@ def max_pool2d(x: Tensor, size: int | Pair = 2, stride: int | Pair | None = None
 
 def avg_pool2d(x: Tensor, size: int | Pair = 2, stride: int | Pair | None = None, padding: int | Pair = 0,
                ceil_mode: bool = False) -> Tensor:
-    """Mean over windows of x (N, H, W, C); padding counts as zeros, what lies behind it with ceil_mode does not count.
+    """Mean over windows of x (N, H, W, C); padding counts as zeros, positions beyond it, with ceil_mode, do not count.
     Shapes and errors as `max_pool2d`."""
     require_floats("avg_pool2d", x)
     window = _window("avg_pool2d", x, size, stride, padding, ceil_mode)

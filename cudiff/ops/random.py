@@ -21,7 +21,7 @@ __all__ = ["Generator", "Purpose", "normal", "randint", "uniform"]
 
 
 class Purpose(IntEnum):
-    """What a random number is for: the fourth word of the counter, so that no two uses share their numbers."""
+    """The uses of random numbers. A use is the fourth word of the counter, so that no two uses share their numbers."""
 
     NOISE = 0
     SIGMA = 1
@@ -140,10 +140,10 @@ def normal(shape: int | Sequence[int], seed: Number, stream: int = Purpose.NOISE
     """Standard normal numbers (Box-Muller); the backends agree to 1e-6.
 
     Row n of `shape[0]` is sample `first + n`: its numbers depend on (seed, stream, step, sample) alone, not on the
-    batch it is drawn in. seed has 64 bits, step and first 32; each is an int, or an int32 or uint32 Tensor on `device`,
-    seed's (2,) with the low word first, the others' (1,), which the kernel reads: a captured graph sees it move.
-    dtype: float32; float64 too on the CPU. Raises CudiffError for a seed, stream, step or first that is no whole number
-    or out of range.
+    batch it is drawn in. seed has 64 bits, step and first 32. Each is an int, or an int32 or uint32 Tensor on `device`:
+    (2,) for seed, low word first, else (1,). The kernel reads it, so each replay of a graph uses its present value.
+    dtype: float32; float64 too on the CPU. Raises CudiffError for a seed, stream, step or first that is not an integer
+    in range.
     """
     return _fill("normal", shape, seed, stream, step, first, device, dtype)
 
@@ -184,20 +184,20 @@ class Advance(Function):
 
 
 class Generator:
-    """A seed and counters that live on the device, so that a captured training step can move them.
+    """A seed and counters on the device, so that a captured training step can advance them.
 
-    A draw that names no stream is new each time: the generator counts them. One that names its stream is a function of
-    (seed, stream, step): the same numbers until `advance()`. The two share none. Row n is sample `first + n` of either.
-    Where `samples` is set, these samples of the step are at hand, and rows begin with the first of them.
+    A draw without a stream gives new numbers each time: the generator counts such draws. A draw with a stream is a
+    function of (seed, stream, step): the same numbers until `advance()`. The two kinds share no numbers. Row n is
+    sample `first + n`. If `samples` is set, rows begin with the first of these samples of the step.
 
     Attributes
     ----------
     seed : int, 64 bits. device : "cpu" or "cuda".
-    step : Tensor (1,) int32, moved by `advance()`. draws : Tensor (1,) int32, moved by each draw without a stream.
-    samples : range or None: which samples of a step's batch the next operations see, where several passes or processes
-        share them. A graph keeps those that it was recorded with.
+    step : Tensor (1,) int32: `advance()` adds 1. draws : Tensor (1,) int32: each draw without a stream adds 1.
+    samples : range or None: which samples of a step's batch the next operations get, if several passes or processes
+        divide it. A graph keeps those that it was recorded with.
 
-    Raises CudiffError for a seed that is no whole number of 64 bits.
+    Raises CudiffError for a seed that is not an integer of 64 bits.
     """
 
     def __init__(self, seed: int = 0, device: str = "cpu"):
@@ -205,7 +205,7 @@ class Generator:
         self.step = Tensor(np.zeros(1, int32), device=device)
         self.draws = Tensor(np.zeros(1, int32), device=device)
         self._samples: range | None = None
-        # On the host: how often `step` or `samples` was set, and how many layers have a stream of this.
+        # On the host: how often `step` or `samples` was set, and how many layers have a stream of this generator.
         self.moves = self.dropouts = 0
 
     def normal(self, shape: int | Sequence[int], *, stream: int | None = None, first: int = 0) -> Tensor:
@@ -228,13 +228,13 @@ class Generator:
     @samples.setter
     def samples(self, samples: range | None) -> None:
         self._samples = samples
-        self.moves += 1  # each layer's calls are counted anew
+        self.moves += 1  # each layer counts its calls from 0 again
 
     def first_row(self, rows: int) -> int:
-        """The number of row 0 among the rows of the whole batch, of which `rows` are at hand.
+        """The number of the first of `rows` rows among the rows of the whole batch.
 
-        They are as many as the samples, or so many times as many, a sample's side by side. Else they are no samples'
-        own but the whole batch's, and all who share it have the same.
+        If `rows` is a multiple of the number of samples, each sample has as many consecutive rows. Otherwise the rows
+        do not belong to samples: the result is 0, and all passes and processes of a batch get the same rows.
         """
         if self.samples is None or rows % len(self.samples):
             return 0
@@ -251,7 +251,7 @@ class Generator:
         return out
 
     def advance(self) -> None:
-        """Go on to the next step's numbers."""
+        """Add 1 to `step`: the next draws give the next step's numbers."""
         Advance.apply(self.step)
         self.moves += 1
 
@@ -266,9 +266,9 @@ class Generator:
         return {"seed": self.seed, "step": int(self.step.item()), "draws": int(self.draws.item())}
 
     def load_state(self, state: dict[str, int]) -> None:
-        """Continue from `state()`, of which an old one has no draws; the counters stay the same arrays.
+        """Continue from a result of `state()`; older ones have no draws. The counters stay the same arrays.
 
-        Raises CudiffError, before anything is changed, where it is none.
+        Raises CudiffError for anything else, before a change is made.
         """
         if not isinstance(state, Mapping) or not {"seed", "step"} <= state.keys() <= {"seed", "step", "draws"}:
             raise CudiffError("a generator's state holds seed, step and draws: give what state() returned")

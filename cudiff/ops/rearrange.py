@@ -1,4 +1,4 @@
-"""Axes and elements in other places, by NumPy's names: compositions of slices, joins and copies."""
+"""Axes and elements in another order, by NumPy's names: compositions of slices, joins and copies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def swapaxes(x: Any, axis1: int, axis2: int) -> Tensor:
-    """x with two axes in each other's place, copied."""
+    """A copy of x with two axes swapped."""
     x = as_tensor(x)
     axes = list(range(x.ndim))
     first, second = _axes((axis1,), x.ndim)[0], _axes((axis2,), x.ndim)[0]
@@ -33,7 +33,7 @@ def swapaxes(x: Any, axis1: int, axis2: int) -> Tensor:
 
 
 def moveaxis(x: Any, source: int | Sequence[int], destination: int | Sequence[int]) -> Tensor:
-    """x with these axes at other places, copied; the rest keep their order."""
+    """A copy of x with the axes `source` at `destination`; the others keep their order."""
     x = as_tensor(x)
     found, places = _axes(source, x.ndim), _axes(destination, x.ndim)
     if len(found) != len(places):
@@ -52,9 +52,9 @@ def flip(x: Any, axis: int | tuple[int, ...] | None = None) -> Tensor:
 
 
 def roll(x: Any, shift: int | Sequence[int], axis: int | Sequence[int] | None = None) -> Tensor:
-    """x moved on by `shift` elements along `axis`; what leaves at the end comes in at the start.
+    """x shifted by `shift` elements along `axis`; those shifted beyond the end come first.
 
-    Of several axes each has its own shift, or all one; of None the elements move as one long row.
+    Several axes have a shift each, or one for all. If the axis is None, the flattened x is shifted.
     """
     x = as_tensor(x)
     if axis is None:
@@ -74,7 +74,7 @@ def roll(x: Any, shift: int | Sequence[int], axis: int | Sequence[int] | None = 
 
 
 def tile(x: Any, reps: int | Sequence[int]) -> Tensor:
-    """x repeated as a whole, so many times along each axis; fewer numbers than axes are those of the last."""
+    """x as a whole repeated `reps` times along each axis; fewer numbers than axes are those of the last axes."""
     x = as_tensor(x)
     times = _counts("tile", reps)
     sizes = (1,) * (len(times) - x.ndim) + x.shape
@@ -85,7 +85,7 @@ def tile(x: Any, reps: int | Sequence[int]) -> Tensor:
 
 
 def repeat(x: Any, repeats: int | Sequence[int], axis: int | None = None) -> Tensor:
-    """Each element along `axis` (of the flattened x where None) repeated: one number, or one for each of them."""
+    """Each element along `axis`, or of the flattened x if None, `repeats` times: one number, or one for each."""
     x = as_tensor(x)
     if axis is None:
         return repeat(flatten(x), repeats, 0)
@@ -101,30 +101,30 @@ def repeat(x: Any, repeats: int | Sequence[int], axis: int | None = None) -> Ten
 
 
 def ravel(x: Any) -> Tensor:
-    """All axes in one, sharing memory."""
+    """x with all its axes in one, sharing memory."""
     return flatten(x)
 
 
 def atleast_1d(x: Any) -> Tensor:
-    """x, or a number as one element of one axis."""
+    """x; if it is 0-d, in the shape (1,)."""
     x = as_tensor(x)
     return x if x.ndim else reshape(x, (1,))
 
 
 def atleast_2d(x: Any) -> Tensor:
-    """x, or its one axis as a row."""
+    """x; if it has fewer than two axes, as one row."""
     x = atleast_1d(x)
     return x if x.ndim > 1 else reshape(x, (1, x.size))
 
 
 def hstack(tensors: Sequence[Any]) -> Tensor:
-    """Tensors joined along their second axis, those of one axis along that."""
+    """Tensors joined along their second axis; 1-d tensors along their only one."""
     found = [atleast_1d(x) for x in tensors]
     return concatenate(found, 0 if found and found[0].ndim == 1 else 1)
 
 
 def vstack(tensors: Sequence[Any]) -> Tensor:
-    """Tensors joined along their first axis; those of one axis are rows."""
+    """Tensors joined along their first axis; 1-d tensors are rows."""
     return concatenate([atleast_2d(x) for x in tensors])
 
 
@@ -139,7 +139,7 @@ def broadcast_arrays(*tensors: Any) -> tuple[Tensor, ...]:
 
 
 def diagonal(x: Any, offset: int = 0, axis1: int = 0, axis2: int = 1) -> Tensor:
-    """The elements where the index of axis2 - that of axis1 is `offset`, copied, along a last axis in their place."""
+    """A copy of the elements whose index of axis2 - that of axis1 is `offset`; a last axis replaces both axes."""
     x = as_tensor(x)
     if x.ndim < 2:
         raise ValueError(f"a diagonal needs two axes or more, not the shape {x.shape}")

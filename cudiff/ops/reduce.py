@@ -24,7 +24,7 @@ from cudiff.values import flag
 
 __all__ = ["max", "mean", "min", "ptp", "std", "sum", "var"]
 
-MOST_ROWS = 1024  # that a deferred sum is given: few threads add them up
+MOST_ROWS = 1024  # of a deferred sum: few threads add them up
 
 
 def normalize_axes(axis: int | tuple[int, ...] | None, ndim: int) -> tuple[int, ...]:
@@ -60,7 +60,7 @@ def _count(shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
 
 
 def _sum_middle(x: np.ndarray) -> np.ndarray:
-    """Sum over the middle axis as products with ones: 3 to 7 times as fast as np.sum and, in blocks of 256, closer."""
+    """Sum over the middle axis by products with ones: 3 to 7 times as fast as np.sum; more exact in blocks of 256."""
     outer, count, inner = x.shape
     whole = count // 256 * 256
     if outer > 1 or whole == 0:
@@ -101,7 +101,7 @@ def sum_array(array: Array, axes: Any, keepdims: bool = False, dtype: Any = None
 
 
 def _runs(shape: tuple[int, ...], axes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """`axes` in groups that lie side by side in memory; axes of size 1 between them do not count."""
+    """`axes` in groups of adjacent ones; axes of size 1 between them are ignored."""
     runs: list[tuple[int, ...]] = [()]
     for axis in axes:
         if runs[-1] and math.prod(shape[runs[-1][-1] + 1 : axis]) != 1:
@@ -124,7 +124,7 @@ def _reduce_cuda(
     name: str, x: Array, outer: int, count: int, inner: int, out: Array, scale: float = 1.0, accumulate: bool = False,
     operands: tuple = (), combine: str = "sum",
 ) -> Array:
-    """Run a kernel of reduce.cu; where the middle axis is long, its parts are combined by a second launch."""
+    """Run a kernel of reduce.cu. A second launch combines the parts of a long middle axis."""
     parts, run = _in_parts(name, x, outer, count, inner, operands)
     if parts == 1:
         run(out, scale, accumulate)
@@ -135,7 +135,7 @@ def _reduce_cuda(
 
 
 def _in_parts(name: str, x: Array, outer: int, count: int, inner: int, operands: tuple = ()) -> tuple[int, Callable]:
-    """Into how many parts the middle axis is cut, and the launch: (out [outer][parts][inner], scale, accumulate)."""
+    """The number of parts of the middle axis, and run(out, scale, accumulate), which writes [outer][parts][inner]."""
     vec = is_float(x.dtype) and aligned(x, inner)
     grid, block, chunk = _cut(outer, count, inner, 16 // x.itemsize if vec else 1)
     sizes = tuple(map(np.int64, (outer, count, inner, chunk)))
@@ -149,7 +149,7 @@ def _in_parts(name: str, x: Array, outer: int, count: int, inner: int, operands:
 
 @functools.cache
 def _cut(outer: int, count: int, inner: int, pack: int) -> tuple[tuple[int, int], tuple[int, int, int], int]:
-    """The grid, (blocks, parts), its block, (columns, lanes, rows), and the elements of the middle axis in a part.
+    """The grid (blocks, parts), the block (columns, lanes, rows), and the elements of the middle axis in a part.
 
     pack: the columns that a thread reads at once.
     """
@@ -162,10 +162,10 @@ def _cut(outer: int, count: int, inner: int, pack: int) -> tuple[tuple[int, int]
 
 
 def sum_rows_cuda(x: Array, into: Slot | None, sums: Array | None = None) -> Array:
-    """Sum of x (..., C) over all axes but the last, (C,) float32; to where `gradient_target` says.
+    """Sum of x (..., C) over all axes but the last, float32 (C,), in the array of `gradient_target`.
 
-    `sums`, float32 (..., C), where given, add up to the same. The result may be deferred (see cudiff.cuda.sums):
-    nobody may write to `sums` until the backward has ended.
+    sums: partial sums of x, float32 (..., C), which are read in its place. The launch may be deferred (see
+    cudiff.cuda.sums): nothing may write to `sums` until the backward has ended.
     """
     width = x.shape[-1]
     out, add = gradient_target(into, (width,), float32)
@@ -311,7 +311,7 @@ Axis = int | tuple[int, ...] | None
 
 
 def _reduce(function: type[Function], x: Tensor, axis: Axis, keepdims: bool, **attrs: Any) -> Tensor:
-    """Apply over axes side by side, which is what the kernels read; others are first transposed to the end."""
+    """Apply `function` over adjacent axes, as the kernels need. Others are transposed to the end first."""
     axes, keepdims = normalize_axes(axis, x.ndim), flag("keepdims", keepdims)
     if len(_runs(x.shape, axes)) == 1:
         return function.apply(x, axes=axes, keepdims=keepdims, **attrs)
@@ -332,7 +332,7 @@ def sum(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 
 def mean(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """Arithmetic mean over `axis`; integers give float32. Raises ValueError where there is nothing to average."""
+    """Arithmetic mean over `axis`; integers give float32. Raises ValueError where there are no elements."""
     x = _floating(x)
     count = _count(x.shape, normalize_axes(axis, x.ndim))
     if count == 0:

@@ -137,9 +137,9 @@ class Split(Function):
     @staticmethod
     def forward_cuda(ctx, x, sizes, axis):
         ctx.shape, ctx.axis, ctx.sizes = x.shape, axis, sizes
-        if len(set(sizes)) > 1 or x.size >= 2**31:  # a copy may have no more
+        if len(set(sizes)) > 1 or x.size >= 2**31:  # too many for one copy
             return tuple(contiguous(view) for view in _parts(x, sizes, axis))
-        shape = (*x.shape[:axis], sizes[0], *x.shape[axis + 1 :])  # of equal parts, which one copy makes
+        shape = (*x.shape[:axis], sizes[0], *x.shape[axis + 1 :])  # of equal parts, all made by one copy
         parts = x.reshape(math.prod(x.shape[:axis]), len(sizes), math.prod(shape[axis:])).transpose(1, 0, 2)
         return tuple(part.reshape(shape) for part in contiguous(parts))
 
@@ -180,7 +180,7 @@ def reshape(x: Any, shape: int | Sequence[int]) -> Tensor:
 
 
 def flatten(x: Any, start: int = 0) -> Tensor:
-    """All axes from `start` on in one. Raises ValueError for a start out of range."""
+    """x with all axes from `start` on merged to one. Raises ValueError for a start out of range."""
     x = as_tensor(x)
     if not -x.ndim <= start <= x.ndim:
         raise ValueError(f"flatten: start {start} is out of range for a tensor of {x.ndim} dimensions")
@@ -188,7 +188,7 @@ def flatten(x: Any, start: int = 0) -> Tensor:
 
 
 def expand_dims(x: Any, axis: int | tuple[int, ...]) -> Tensor:
-    """New axes of size 1 at these places of the result."""
+    """x with new axes of size 1 at these positions of the result."""
     x = as_tensor(x)
     count = len(axis) if isinstance(axis, tuple) else 1
     axes = normalize_axes(axis, x.ndim + count)
@@ -197,7 +197,7 @@ def expand_dims(x: Any, axis: int | tuple[int, ...]) -> Tensor:
 
 
 def squeeze(x: Any, axis: int | tuple[int, ...] | None = None) -> Tensor:
-    """Without these axes of size 1 (all such axes where None). Raises ValueError for an axis of another size."""
+    """x without these axes of size 1 (all such axes where None). Raises ValueError for an axis of another size."""
     x = as_tensor(x)
     axes = normalize_axes(axis, x.ndim) if axis is not None else tuple(i for i, n in enumerate(x.shape) if n == 1)
     if any(x.shape[i] != 1 for i in axes):
@@ -206,7 +206,7 @@ def squeeze(x: Any, axis: int | tuple[int, ...] | None = None) -> Tensor:
 
 
 def transpose(x: Any, axes: Sequence[int] | None = None) -> Tensor:
-    """Axes in another order (reversed where None), copied."""
+    """A copy of x with its axes in another order (reversed where None)."""
     x = as_tensor(x)
     axes = tuple(range(x.ndim))[::-1] if axes is None else tuple(operator.index(i) for i in axes)
     if len(normalize_axes(axes, x.ndim)) != x.ndim:
@@ -224,8 +224,8 @@ def broadcast_to(x: Any, shape: int | Sequence[int]) -> Tensor:
 
 
 def concatenate(tensors: Sequence[Any], axis: int | None = 0) -> Tensor:
-    """Tensors joined along an existing axis, in their common dtype; their other sizes must agree. Of the flattened
-    tensors where the axis is None."""
+    """Tensors joined along an existing axis, in their common dtype; their other sizes must agree. If axis is None, they
+    are flattened first."""
     tensors = tuple(tensors)
     if not tensors:
         raise ValueError("concatenate needs at least one tensor")
@@ -238,7 +238,7 @@ def concatenate(tensors: Sequence[Any], axis: int | None = 0) -> Tensor:
 
 
 def stack(tensors: Sequence[Any], axis: int = 0) -> Tensor:
-    """Tensors of one shape joined along a new axis. Raises ValueError of none."""
+    """Tensors of one shape joined along a new axis. Raises ValueError for no tensors."""
     if not len(tensors):
         raise ValueError("stack: there are no tensors to join")
     tensors = as_tensors(*tensors)
@@ -247,7 +247,7 @@ def stack(tensors: Sequence[Any], axis: int = 0) -> Tensor:
 
 
 def split(x: Any, sections: int | Sequence[int], axis: int = 0) -> tuple[Tensor, ...]:
-    """Parts along `axis`: so many equal ones, or cut before these positions, as in NumPy."""
+    """x in parts along `axis`: this number of equal ones, or cut before these positions, as in NumPy."""
     x = as_tensor(x)
     axis = normalize_axis(axis, x.ndim)
     size = x.shape[axis]

@@ -1,4 +1,4 @@
-"""Softmax, its logarithm, and the cross-entropy of integer labels; float32 inside, the maximum taken out."""
+"""Softmax, its logarithm, and the cross-entropy of integer labels; in float32, with the maximum subtracted first."""
 
 from __future__ import annotations
 
@@ -149,10 +149,10 @@ def _over_axis(x: Any, axis: int, log: bool) -> Tensor:
 def cross_entropy(logits: Any, labels: Any, label_smoothing: float = 0.0, ignore_index: int | None = None) -> Tensor:
     """Mean over the batch of -log softmax(logits)[label]: a float32 scalar (float64 for float64 logits).
 
-    logits (N, K), labels integers (N,) in 0 to K - 1. label_smoothing: this share of a label's weight is spread evenly
-    over all K (Szegedy et al. 2016). Rows of the label `ignore_index` count for nothing, in the mean neither: NaN where
-    there are no others. A label outside raises ValueError on the CPU and makes the loss NaN on a GPU, which is not
-    waited for. Raises ValueError where shapes do not agree and for a smoothing outside of 0 to 1, TypeError for labels
+    logits (N, K), labels integers (N,) in 0 to K - 1. label_smoothing: this fraction of a label's weight is divided
+    evenly among all K (Szegedy et al. 2016). Rows of the label `ignore_index` are left out of the mean, which is NaN if
+    there are no others. A label out of range raises ValueError on the CPU; a GPU does not check it, and the loss is
+    NaN. Raises ValueError where shapes do not agree and for a smoothing outside of 0 to 1, TypeError for labels
     that are no integers.
     """
     logits, labels = _checked("cross_entropy", logits, labels)
@@ -165,7 +165,7 @@ def cross_entropy(logits: Any, labels: Any, label_smoothing: float = 0.0, ignore
 
 
 def nll_loss(log_probs: Any, labels: Any, ignore_index: int | None = None) -> Tensor:
-    """Mean over the batch of -log_probs[label], of what `log_softmax` gives: a float32 scalar (float64 for float64).
+    """Mean over the batch of -log_probs[label], for a result of `log_softmax`: a float32 scalar (float64 for float64).
 
     log_probs (N, K); labels and `ignore_index` as in `cross_entropy`, which is this of log_softmax(logits). Raises as
     it does.
@@ -193,6 +193,6 @@ def _of_targets(log_p: Tensor, labels: Tensor, smoothing: float, ignored: int | 
     kept = astype(equal(labels, labels) if ignored is None else not_equal(labels, ignored), log_p.dtype)
     targets = hot * (1 - smoothing) + expand_dims(kept, 1) * (smoothing / count)
     rows = sum(kept)
-    valid = equal(sum(hot), rows) & (rows > 0)  # on a GPU the row of a label outside is 0
-    terms = where(not_equal(targets, 0), log_p, 0.0) * targets  # log(0) where nothing is expected counts for nothing
+    valid = equal(sum(hot), rows) & (rows > 0)  # on a GPU the row of a label out of range is 0
+    terms = where(not_equal(targets, 0), log_p, 0.0) * targets  # a target of 0 gives 0, also times log(0)
     return -sum(terms) / where(valid, rows, np.nan)

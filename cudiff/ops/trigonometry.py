@@ -30,7 +30,7 @@ class Tan(Unary):
 
 
 class Tanh(Unary):
-    """The slope is taken from x: from an out rounded to bfloat16, 1 - out² would lose most digits near ±1."""
+    """The gradient is computed from x: from an out rounded to bfloat16, 1 - out² would lose most digits near ±1."""
 
     @staticmethod
     def value(x):
@@ -136,7 +136,7 @@ def arcsinh(x: Any) -> Tensor:
 
 
 def arccosh(x: Any) -> Tensor:
-    """The number from 0 on whose hyperbolic cosine is x; NaN below 1."""
+    """The number >= 0 whose hyperbolic cosine is x; NaN below 1."""
     return unary(Arccosh, x)
 
 
