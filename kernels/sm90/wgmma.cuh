@@ -82,23 +82,26 @@ __device__ __forceinline__ void bulk_load(u32 target, const void* source, u32 by
 
 // Start copying a box from shared memory to the map's tensor; what lies outside of it is not written. Before this every thread
 // that wrote to `source` calls fence_writes(), and all synchronize. After it the caller needs tma_store_wait().
+__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void tma_store(const TensorMap& map, u32 source, int i0, int i1, int i2, int i3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];"
                  ::"l"((u64)&map), "r"(i0), "r"(i1), "r"(i2), "r"(i3), "r"(source) : "memory");
+    tma_store_commit();
 }
 __device__ __forceinline__ void tma_store(const TensorMap& map, u32 source, int i0, int i1, int i2) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];"
                  ::"l"((u64)&map), "r"(i0), "r"(i1), "r"(i2), "r"(source) : "memory");
+    tma_store_commit();
 }
 // The same in the im2col mode, for the pixels that tma_load_pixels counts from (w, h) of image n on.
 __device__ __forceinline__ void tma_store_pixels(const TensorMap& map, u32 source, int i0, int w, int h, int n) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.im2col_no_offs.bulk_group [%0, {%1, %2, %3, %4}], [%5];"
                  ::"l"((u64)&map), "r"(i0), "r"(w), "r"(h), "r"(n), "r"(source) : "memory");
+    tma_store_commit();
 }
-// Make a bulk group of this thread's stores since its last call. Then wait until all but the PENDING newest groups have been
-// read from shared memory, which may then be written again.
+// Wait until TMA has read all but the PENDING newest of this thread's stores. Their shared memory may then be written again.
 template <int PENDING = 0> __device__ __forceinline__ void tma_store_wait() {
-    asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 __device__ __forceinline__ void fence_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

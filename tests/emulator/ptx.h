@@ -222,6 +222,7 @@ struct Map {
         memcpy(at(place(target, bytes)), &word, size);
     }
 };
+template <int RANK> using Index = std::array<int, RANK>;
 // `first`: innermost first, as instructions give it.
 template <bool STORE> int copy_box(uint64_t map_at, uint32_t shared, const int* first) {
     Map map(map_at);
@@ -264,8 +265,10 @@ template <Text TEXT, typename... Operands> inline void ptx(Operands&&... operand
 #define IS(part) else if constexpr (TEXT.has(part))
     if constexpr (TEXT.has("griddepcontrol") || TEXT.has("fence") || TEXT.has("setmaxnreg") || TEXT.has("prefetch") ||
                   TEXT.has("wgmma.commit") || TEXT.has("wgmma.wait") || TEXT.has("cp.async.commit_group") ||
-                  TEXT.has("cp.async.wait_group") || TEXT.has("cp.async.bulk.commit_group")) {
+                  TEXT.has("cp.async.wait_group")) {
     }
+    IS("cp.async.bulk.commit_group") self->stores.commit();
+    IS("cp.async.bulk.wait_group") self->stores.wait(OPERAND(0));
     IS("cvt.f32.f16") OPERAND(0) = from_half(OPERAND(1));
     IS("cvt.rn.bf16x2.f32") OPERAND(0) = (uint32_t)to_bf16(OPERAND(1)) << 16 | to_bf16(OPERAND(2));
     IS("cvt.rn.f16x2.f32") OPERAND(0) = (uint32_t)to_half(OPERAND(1)) << 16 | to_half(OPERAND(2));
@@ -355,8 +358,8 @@ template <Text TEXT, typename... Operands> inline void ptx(Operands&&... operand
     }
     IS("ld.relaxed.gpu.global.u32") OPERAND(0) = *(const uint32_t*)OPERAND(1);
     IS(".im2col_no_offs") {
-        int first[4] = {OPERAND(1), OPERAND(2), OPERAND(3), OPERAND(4)};
-        copy_pixels<true>(OPERAND(0), OPERAND(5), first, 0, 0);
+        Index<4> first = {OPERAND(1), OPERAND(2), OPERAND(3), OPERAND(4)};
+        self->stores.open.push_back([map = OPERAND(0), from = OPERAND(5), first] { copy_pixels<true>(map, from, first.data(), 0, 0); });
     }
     IS(".im2col") {
         int first[4] = {OPERAND(2), OPERAND(3), OPERAND(4), OPERAND(5)};
@@ -364,12 +367,12 @@ template <Text TEXT, typename... Operands> inline void ptx(Operands&&... operand
         counter(OPERAND(6)).change(0, -bytes);
     }
     IS("cp.async.bulk.tensor.4d.global.shared") {
-        int first[4] = {OPERAND(1), OPERAND(2), OPERAND(3), OPERAND(4)};
-        copy_box<true>(OPERAND(0), OPERAND(5), first);
+        Index<4> first = {OPERAND(1), OPERAND(2), OPERAND(3), OPERAND(4)};
+        self->stores.open.push_back([map = OPERAND(0), from = OPERAND(5), first] { copy_box<true>(map, from, first.data()); });
     }
     IS("cp.async.bulk.tensor.3d.global.shared") {
-        int first[3] = {OPERAND(1), OPERAND(2), OPERAND(3)};
-        copy_box<true>(OPERAND(0), OPERAND(4), first);
+        Index<3> first = {OPERAND(1), OPERAND(2), OPERAND(3)};
+        self->stores.open.push_back([map = OPERAND(0), from = OPERAND(4), first] { copy_box<true>(map, from, first.data()); });
     }
     IS("cp.async.bulk.tensor") {
         constexpr int RANK = TEXT.number_after("bulk.tensor.");

@@ -5,12 +5,14 @@
 // guards, which are looked at when a block ends.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <csetjmp>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <sys/mman.h>
 #include <tuple>
 #include <ucontext.h>
@@ -52,6 +54,20 @@ struct Block {
     std::vector<std::pair<const void*, int>> statics;  // of each static variable, where it lies
 };
 
+// A thread's bulk stores read shared memory as late as they may: when the thread waits for them, or ends. So a wait that is
+// missing shows.
+struct Stores {
+    std::vector<std::vector<std::function<void()>>> groups;  // committed, the oldest first
+    std::vector<std::function<void()>> open;
+    void commit() { groups.push_back(std::move(open)), open.clear(); }
+    void wait(size_t pending) {
+        while (groups.size() > pending) {
+            for (auto& store : groups.front()) store();
+            groups.erase(groups.begin());
+        }
+    }
+};
+
 struct Thread {
     jmp_buf at;
     Block* block = nullptr;
@@ -61,6 +77,7 @@ struct Thread {
     bool done = true;
     const uint64_t* awaited = nullptr;  // runs again once this is no longer `seen`
     uint64_t seen = 0, cluster_seen = 0;
+    Stores stores;
 };
 
 static Thread* self = nullptr;
@@ -144,6 +161,7 @@ static inline void meet_group(const void* operands, void (*together)(const void*
 static void leave() {
     Block& block = *self->block;
     Warp& warp = *self->warp;
+    self->stores.commit(), self->stores.wait(0);
     self->done = true, progress = true;
     warp.alive &= ~(1u << self->lane), block.alive--, alive--;
     if (warp.arrived && warp.arrived == (warp.mask & warp.alive)) complete(warp);
