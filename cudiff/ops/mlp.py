@@ -29,8 +29,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Mlp(Function):
-    """See `mlp`. On CUDA the first layer's product applies the activation, and the product that makes the gradient of
-    its result multiplies that by the slope."""
+    """See `mlp`. On CUDA the first layer's product applies the activation and leaves its slope; the product that makes
+    the gradient of its result multiplies that by the slope."""
 
     @staticmethod
     def compose(x, weight, bias, weight2, bias2, residual, gate, activation):
@@ -38,23 +38,22 @@ class Mlp(Function):
 
     @staticmethod
     def forward_cuda(ctx, x, weight, bias, weight2, bias2, residual, gate, activation):
-        ctx.activation = activation
         h = empty((*x.shape[:-1], len(weight)), x.dtype)
-        z = empty(h.shape, h.dtype) if any(ctx.needs[:3]) else None
+        slope = empty(h.shape, h.dtype) if any(ctx.needs[:3]) else None
         out = empty((*x.shape[:-1], len(weight2)), x.dtype)
-        first = Epilogue(as_float32(bias), activation=activation, aux=None if z is None else rows_of(z))
+        first = Epilogue(as_float32(bias), activation=activation, aux=None if slope is None else rows_of(slope))
         y = empty(out.shape, out.dtype) if gate is not None and any(ctx.needs) else None
         second = Epilogue(as_float32(bias2), addend=None if residual is None else rows_of(residual),
                           gate=as_float32(gate), rows_per_image=math.prod(x.shape[1:-1]),
                           aux=None if y is None else rows_of(y))
         linear_cuda(FPROP, Operands(x, weight, rows_of(h), first))
         linear_cuda(FPROP, Operands(h, weight2, rows_of(out), second))
-        ctx.save(x, weight, weight2, z, h, second.gate, y)
+        ctx.save(x, weight, weight2, slope, h, second.gate, y)
         return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
-        x, weight, weight2, z, h, gate, y = ctx.saved
+        x, weight, weight2, slope, h, gate, y = ctx.saved
         grads, dresidual, sums = [None] * 7, dout, ctx.dout_sums
         if gate is not None:
             dout, grads[6], sums = gate_gradients(dout, y, gate, into[6])
@@ -66,9 +65,8 @@ class Mlp(Function):
         if needs[5]:
             grads[5] = dresidual
         if any(needs[:3]):
-            dz = empty(z.shape, z.dtype)
-            slope = Epilogue(slope=ctx.activation, aux=z)
-            statistics = linear_cuda(DGRAD, Operands(dout, weight2, dz, slope), sums=needs[2])
+            dz = empty(slope.shape, slope.dtype)
+            statistics = linear_cuda(DGRAD, Operands(dout, weight2, dz, Epilogue(factor=slope)), sums=needs[2])
             if needs[0]:
                 grads[0], add = gradient_target(into[0], x.shape, x.dtype)
                 epilogue = Epilogue(addend=grads[0] if add else None)

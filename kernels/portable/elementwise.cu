@@ -2,9 +2,10 @@
 // dx[i] = gradient(dout[i], saved[i]), where saved is x or out, as the third argument of UNARY says.
 // All arrays: T, contiguous, n elements, any alignment (16 bytes is fastest). Arithmetic in float.
 // Launch: 256 threads, one pack of 16 bytes each (any shape works: grid-stride).
-// relu_backward_sums: see there.
+// NAME_with_slope, relu_backward_sums: see there.
 #include "map.cuh"
 #include "activation.cuh"
+#include "vector.cuh"
 
 #define UNARY(name, value, saved, gradient)                                                                    \
     extern "C" __global__ void name##_forward(const T* x, T* out, i64 n) {                                     \
@@ -53,8 +54,37 @@ UNARY(relu, x < 0.0f ? 0.0f : x, out, out > 0.0f ? dout : 0.0f)
 UNARY(sigmoid, sigmoid(x), x, dout * sigmoid(x) * (1.0f - sigmoid(x)))
 UNARY(softplus, fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))), x, dout * sigmoid(x))
 UNARY(silu, x * sigmoid(x), x, dout * silu_slope(x))
-UNARY(gelu, activate<GELU>(x), x, dout * activation_slope<GELU>(x))
-UNARY(gelu_tanh, activate<GELU_TANH>(x), x, dout * activation_slope<GELU_TANH>(x))
+UNARY(gelu, activate<GELU>(x), x, dout * activate_with_slope<GELU>(x).slope)
+UNARY(gelu_tanh, activate<GELU_TANH>(x), x, dout * activate_with_slope<GELU_TANH>(x).slope)
+
+// out = the activation of x, and slope = its derivative there; each may be x. N elements at a time.
+template <int KIND, int N> __device__ __forceinline__ void with_slope(const T* x, T* out, T* slope, i64 begin, i64 end) {
+    i64 thread = (i64)blockIdx.x * blockDim.x + threadIdx.x, threads = (i64)gridDim.x * blockDim.x;
+    for (i64 i = begin + thread * N; i < end; i += threads * N) {
+        float values[N], slopes[N];
+        load<N>(x + i, values);
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            Activated at = activate_with_slope<KIND>(values[k]);
+            values[k] = at.value, slopes[k] = at.slope;
+        }
+        store<N>(out + i, values);
+        store<N>(slope + i, slopes);
+    }
+}
+
+#define ACTIVATION(name, kind)                                                                \
+    extern "C" __global__ void name##_with_slope(const T* x, T* out, T* slope, i64 n) {       \
+        wait_for_previous();                                                                  \
+        constexpr int SIZE = Pack<T>::SIZE;                                                   \
+        i64 packed = ((u64)x | (u64)out | (u64)slope) % 16 ? 0 : n / SIZE * SIZE;             \
+        with_slope<kind, SIZE>(x, out, slope, 0, packed);                                     \
+        with_slope<kind, 1>(x, out, slope, packed, n);                                        \
+    }
+
+ACTIVATION(silu, SILU)
+ACTIVATION(gelu, GELU)
+ACTIVATION(gelu_tanh, GELU_TANH)
 
 // relu's backward for images (N, pixels, C): dx = dout where out > 0, and its sums (N, C), float, over each image's pixels.
 // C is a multiple of a pack, every T address one of 16 bytes. Launch: (N, chunks), 256 threads: a thread a pack of 16

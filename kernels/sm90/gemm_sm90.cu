@@ -10,7 +10,7 @@
 //   out = v + other                   ADDS
 //   out = other + gate · v            GATES: gate is by_image[m / rows_per_image][n]
 //   out = f(v)                        ACTIVATION=f: numbered as in activation.cuh
-//   out = v · f'(other)               SLOPE=f
+//   out = v · other                   MULTIPLIES
 //
 // Arguments
 //   a         T (M, depth), or (depth, M) under A_MN. From column `split` of the depth on it is a2; split is depth, or a
@@ -22,8 +22,8 @@
 //   out       OUT=T: T (M, N). From column N1 on it is out2; N1 is N, or a multiple of 64.
 //             OUT=float: `floats`, (M, N) in rows of `pitch` elements, or (N, M) under TURNED. Added to if `add`. There is
 //             no `other` then.
-//   out2      under KEEPS, beside ACTIVATION or GATES: v.
-//   floats    under SUMS, beside SLOPE and of one matrix: (ceil(M / 64), N), the sums of each 64 rows of out.
+//   out2      under KEEPS: v beside GATES, f'(v) beside ACTIVATION, for the backward to multiply by.
+//   floats    under SUMS, beside MULTIPLIES and of one matrix: (ceil(M / 64), N), the sums of each 64 rows of out.
 // Row lengths of out are multiples of 8. All rows start at multiples of 16 bytes.
 //
 // WINDOWS: a convolution of R × S taps, as a product of one matrix.
@@ -70,7 +70,7 @@ constexpr int B_PANELS = CEIL_DIV(BN, 64);  // under B_MN
 constexpr int A_BYTES = ROWS * ROW_BYTES, B_BYTES = B_MN ? B_PANELS * PANEL_BYTES : BN * ROW_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int WIDTH = BN / CLUSTER;  // columns of a tile that a block finishes
 constexpr bool ROUNDS = sizeof(OUT) == 2;
-constexpr bool READS = ADDS || GATES || SLOPE;  // `other`
+constexpr bool READS = ADDS || GATES || MULTIPLIES;  // `other`
 constexpr int PANELS = READS ? WIDTH / 64 + KEEPS : KEEPS || WIDTH > 64 ? 2 : 1;  // of a warpgroup's results in shared memory
 constexpr int RESULT_BYTES = ROUNDS ? PANELS * PANEL_BYTES : 0;
 constexpr int BAND = 16;
@@ -199,18 +199,28 @@ struct ByImage {
 
 __device__ __forceinline__ void add(float2& to, float2 x) { to.x += x.x, to.y += x.y; }
 
-// The epilogue of two columns of a row: v, which has its bias, becomes out. other: two elements of T.
+// What two columns of a row leave in out2 under KEEPS. v, which has its bias, becomes f(v) under ACTIVATION: one evaluation of
+// the gate gives value and slope.
+__device__ __forceinline__ float2 keep(float2& v) {
+    if (!ACTIVATION) return v;
+    Activated x = activate_with_slope<ACTIVATION>(v.x), y = activate_with_slope<ACTIVATION>(v.y);
+    v = make_float2(x.value, y.value);
+    return make_float2(x.slope, y.slope);
+}
+
+// The epilogue of two columns of a row: v, which has its bias and under KEEPS went through `keep`, becomes out. other: two
+// elements of T.
 __device__ __forceinline__ void finish(float2& v, u32 other, float2 gate) {
     if (GATES) v.x *= gate.x, v.y *= gate.y;
     if (ADDS || GATES) add(v, unpack_pair<T>(other));
-    if constexpr (SLOPE) {
-        float2 x = unpack_pair<T>(other);
-        v.x *= activation_slope<SLOPE>(x.x), v.y *= activation_slope<SLOPE>(x.y);
+    if constexpr (MULTIPLIES) {
+        float2 factor = unpack_pair<T>(other);
+        v.x *= factor.x, v.y *= factor.y;
     }
-    if (ACTIVATION) v.x = activate<ACTIVATION>(v.x), v.y = activate<ACTIVATION>(v.y);
+    if (ACTIVATION && !KEEPS) v.x = activate<ACTIVATION>(v.x), v.y = activate<ACTIVATION>(v.y);
 }
 
-// Round a warpgroup's 64 rows into panels, which TMA stores: WIDTH / 64 of out, under KEEPS each behind the one of v.
+// Round a warpgroup's 64 rows into panels, which TMA stores: WIDTH / 64 of out, under KEEPS each behind the one of out2.
 __device__ __forceinline__ void store_rounded(const TensorMap& out, const TensorMap& out2, u32 result, float (&acc)[BN / 2],
                                               const float* bias, const ByImage& by_image, bool adds_emb, const Sizes& sizes,
                                               int m0, int n0, int N1, int batch) {
@@ -220,7 +230,7 @@ __device__ __forceinline__ void store_rounded(const TensorMap& out, const Tensor
 #pragma unroll
     for (int part = 0; part < WIDTH / 64 * (KEEPS + 1); part++) {
         int panel = part / (KEEPS + 1);
-        bool keeps = KEEPS && part % 2 == 0, first = keeps || !KEEPS;  // stores v; is the first to need v
+        bool keeps = KEEPS && part % 2 == 0, first = keeps || !KEEPS;  // stores out2; is the first to need v
         u32 at_panel = result + (!READS ? part % PANELS : keeps ? PANELS - 1 : panel) * PANEL_BYTES;
         if (!READS || (keeps && part > 0)) {  // the panel that lies here has to be stored first
             if (leads && part == 0) tma_store_wait();  // three panels of a tile in two places: the last lies in the first
@@ -238,8 +248,13 @@ __device__ __forceinline__ void store_rounded(const TensorMap& out, const Tensor
                 if (bias && first)
                     add(sum, *reinterpret_cast<const float2*>(bias + panel * 64 + j * 16 + i / 2 * 8 + lane % 4 * 2));
                 if (WINDOWS && adds_emb && first) add(sum, by_image.at(i % 2, panel * 64 + j * 16 + i / 2 * 8));
-                if (keeps) v[2 * i] = sum.x, v[2 * i + 1] = sum.y;
-                else finish(sum, words[i], GATES ? by_image.at(i % 2, panel * 64 + j * 16 + i / 2 * 8) : float2());
+                if (keeps) {
+                    float2 kept = keep(sum);
+                    v[2 * i] = sum.x, v[2 * i + 1] = sum.y;
+                    sum = kept;
+                } else {
+                    finish(sum, words[i], GATES ? by_image.at(i % 2, panel * 64 + j * 16 + i / 2 * 8) : float2());
+                }
                 words[i] = pack_pair<T>(sum.x, sum.y);
             }
             stmatrix(at, words[0], words[1], words[2], words[3]);

@@ -69,18 +69,18 @@ def beside(other, gate):
     """What is read or left beside a result, in all ways."""
     return (
         Epilogue(addend=other), Epilogue(addend=other, gate=gate), Epilogue(addend=other, gate=gate, aux=other),
-        Epilogue(slope="gelu", aux=other), Epilogue(slope="silu", aux=other),
-        Epilogue(activation="gelu_tanh", aux=other), Epilogue(activation="silu"),
+        Epilogue(factor=other), Epilogue(activation="gelu_tanh", aux=other), Epilogue(activation="silu", aux=other),
+        Epilogue(activation="gelu"),
     )
 
 
-@pytest.mark.parametrize("fusion", [Fusion.GATE, Fusion.ACTIVATION, Fusion.SLOPE])
+@pytest.mark.parametrize("fusion", [Fusion.GATE, Fusion.ACTIVATION, Fusion.FACTOR])
 def test_what_becomes_of_a_result(fusion):
     """Of a result that is added to besides it is another's work."""
     wanted = frozenset({Fusion.BIAS, fusion} | ({Fusion.ADDEND} if fusion == Fusion.GATE else set()))
     chosen = LINEAR.select(layer(FPROP, *WIDE, wanted=wanted), "sm_90a")
     assert chosen.row.name == "gemm_sm90" and chosen.offer.fused == wanted
-    for others in ({Fusion.ADDEND, Fusion.SLOPE}, {Fusion.EMB}):
+    for others in ({Fusion.ADDEND, Fusion.FACTOR}, {Fusion.EMB}):
         chosen = LINEAR.select(layer(FPROP, *WIDE, wanted=wanted | others), "sm_90a")
         assert chosen.row.name != "gemm_sm90" and fusion in chosen.left
     assert fusion in LINEAR.select(layer(FPROP, *WIDE, wanted=wanted), "sm_80").left
@@ -202,7 +202,7 @@ def test_every_plan_of_a_product_of_floats(hopper, rng, size, add):
 @pytest.mark.parametrize("size", [(300, 200, 1032), (700, 776, 520)], ids=str)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 def test_what_becomes_of_a_result_with_every_plan(hopper, rng, size, dtype):
-    """Activations and gates of images of 70 rows with what they leave, slopes with sums; results of about 1."""
+    """Activations and gates of images of 70 rows with what they leave, factors with sums; results of about 1."""
     rows, columns, depth = size
     a, b = ((rng.standard_normal((n, depth)) / depth**0.25).astype(dtype) for n in (rows, columns))
     bias = rng.standard_normal(columns).astype(np.float32)
@@ -222,7 +222,8 @@ def test_what_becomes_of_a_result_with_every_plan(hopper, rng, size, dtype):
         return gelu(at, approximate="tanh")
 
     gated = x + gates * v
-    expected = [v + x, gated, gated, v * slope(gelu, x), v * slope(silu, x), value(tanh_gelu, v), value(silu, v)]
+    expected = [v + x, gated, gated, v * x, value(tanh_gelu, v), value(silu, v), value(gelu, v)]
+    expected_aux = {2: v, 4: slope(tanh_gelu, v), 5: slope(silu, v)}
     for plan in sm90.plans(rows, columns, depth, True):
         for i, result in enumerate(expected):
             found = []
@@ -232,16 +233,19 @@ def test_what_becomes_of_a_result_with_every_plan(hopper, rng, size, dtype):
                 left, right, other = (Tensor(array, device="cuda").data[None] for array in (a, b, before))
                 sums = Tensor(np.full((1, -(-rows // 64), columns), np.nan, np.float32), device="cuda").data
                 epilogue = beside(other, Tensor(gate.astype(np.float32), device="cuda").data)[i]
-                leaves, slopes = epilogue.aux is not None and i in (2, 5), epilogue.slope is not None
+                leaves, multiplies = i in expected_aux, epilogue.factor is not None
                 epilogue = epilogue._replace(bias=Tensor(bias, device="cuda").data, rows_per_image=70,
-                                             aux=aux if leaves else epilogue.aux)
-                sm90.multiply(left, right, out, epilogue, False, False, False, plan, sums=sums if slopes else None)
+                                             aux=aux if leaves else None)
+                sm90.multiply(left, right, out, epilogue, False, False, False, plan, sums=sums if multiplies else None)
                 found.append([Tensor(array).numpy()[0] for array in (out, other, aux, sums)])
             assert relative_error(found[0][0], result) < 1e-2, (plan, i)
             assert (found[0][1] == before).all(), (plan, i)
             left_there = found[0][2].astype(float)
-            assert relative_error(left_there, v) < 1e-2 if leaves else np.isnan(left_there).all(), (plan, i)
-            if slopes:
+            if leaves:
+                assert relative_error(left_there, expected_aux[i]) < 1e-2, (plan, i)
+            else:
+                assert np.isnan(left_there).all(), (plan, i)
+            if multiplies:
                 tiles = np.split(found[0][0].astype(float), range(64, rows, 64))
                 assert relative_error(found[0][3], np.array([tile.sum(0) for tile in tiles])) < 1e-5, (plan, i)
             assert [array.tobytes() for array in found[0]] == [array.tobytes() for array in found[1]], (plan, i)

@@ -3,10 +3,11 @@ import numpy as np
 import pytest
 
 from cudiff import Tensor, gelu, ops
-from cudiff.ops.mlp import mlp
+from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, Operands
+from cudiff.cuda.kernels.gemm.product import Epilogue
+from cudiff.cuda.kernels.gemm.table import linear as linear_cuda
+from cudiff.ops.mlp import ACTIVATIONS, mlp
 from tests.check import check_op, relative_error, torch
-
-ACTIVATIONS = ["gelu", "gelu_tanh", "silu"]
 
 
 def arrays_of(rng, x, hidden, outputs):
@@ -81,7 +82,7 @@ def test_what_it_refuses(rng):
         mlp(*given[:4], given[2])
 
 
-def test_without_a_gradient_no_preactivation_is_kept(host_of):
+def test_without_a_gradient_no_slope_is_kept(host_of):
     host = host_of(True)
     tensors = [Tensor(host.zeros(shape, ml_dtypes.bfloat16)) for shape in ((4096, 1024), (4096, 1024), (1024, 4096))]
     before = len(host.launches)
@@ -98,6 +99,42 @@ def test_a_gate_is_in_the_launch(host_of):
         before = len(host.launches)
         mlp(x, weight, None, weight2, None, residual, gate=gate)
         assert host.launches[before:] == [("gemm_sm90", "gemm_sm90")] * 2
+
+
+def test_older_gpus_take_a_launch_more_for_an_activation_and_for_its_slope(host_of):
+    host = host_of(False)
+    shapes = (4096, 1024), (4096, 1024), (1024, 4096)
+    tensors = [Tensor(host.zeros(shape, ml_dtypes.bfloat16), requires_grad=True) for shape in shapes]
+    before = len(host.launches)
+    mlp(tensors[0], tensors[1], None, tensors[2], None).sum().backward()
+    launches = [launch for launch in host.launches[before:] if launch[0] in ("elementwise", "arithmetic")]
+    assert launches == [("elementwise", "gelu_with_slope"), ("arithmetic", "multiply_forward")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("rows, columns", [(300, 200), (129, 264), (77, 13)])
+def test_an_activation_leaves_its_slope(rng, activation, dtype, rows, columns):
+    """Numbers of few bits times the identity are exact: value and slope are those of float64 but for a float's error
+    and one rounding, far out x or 0, and 1 or 0. A product with the slope is rounded once."""
+    x = (3 * rng.standard_normal((rows, columns))).astype(np.float16)
+    x[0, :8] = 0, -0.0, 30, -30, 1e4, -1e4, 1e-7, -1e-7
+    x = x.astype(dtype).astype(float)
+    point = Tensor(x, requires_grad=True)
+    value = ACTIVATIONS[activation](point)
+    value.sum().backward()
+    matrix, identity = (Tensor(array.astype(dtype), device="cuda").data for array in (x, np.eye(columns)))
+    out, slope, product = (Tensor(np.full(x.shape, np.nan, dtype), device="cuda").data for _ in range(3))
+    linear_cuda(FPROP, Operands(matrix, identity, out, Epilogue(activation=activation, aux=slope)))
+    for array, expected in ((out, value.numpy()), (slope, Tensor(point.grad).numpy())):
+        found = Tensor(array).numpy()
+        low, high = ((expected + error).astype(dtype) for error in (-2e-6, 2e-6))
+        assert ((low <= found) & (found <= high)).all()
+        assert (np.abs(found.astype(float) - expected.round())[np.abs(x) >= 30] < 1e-11).all()
+    linear_cuda(DGRAD, Operands(matrix, identity, product, Epilogue(factor=slope)))
+    multiplied = (x * Tensor(slope).numpy().astype(float)).astype(np.float32).astype(dtype)
+    np.testing.assert_array_equal(Tensor(product).numpy(), multiplied)
 
 
 @pytest.mark.gpu

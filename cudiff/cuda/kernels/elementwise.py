@@ -19,14 +19,18 @@ def relu_forward(x: Array, out: Array) -> None:
     launch("elementwise", "relu_forward", grid(x), 256, (x, out, np.int64(x.size)), T=x.dtype)
 
 
-def activate(name: str, x: Array, out: Array) -> None:
-    """out = the activation of x; out may be x."""
-    launch("elementwise", f"{name}_forward", grid(x), 256, (x, out, np.int64(x.size)), T=x.dtype)
+def activate(name: str, x: Array, slope: Array | None) -> None:
+    """x = the activation of x. slope: None, or like x: receives the activation's slope there."""
+    if slope is None:
+        launch("elementwise", f"{name}_forward", grid(x), 256, (x, x, np.int64(x.size)), T=x.dtype)
+    else:
+        launch("elementwise", f"{name}_with_slope", grid(x), 256, (x, x, slope, np.int64(x.size)), T=x.dtype)
 
 
-def multiply_by_slope(name: str, dout: Array, x: Array) -> None:
-    """dout *= the activation's slope at x."""
-    launch("elementwise", f"{name}_backward", grid(x), 256, (dout, x, dout, 0, np.int64(x.size)), T=x.dtype)
+def multiply(x: Array, factor: Array) -> None:
+    """x *= factor, of the same shape."""
+    args = (x, factor, 0.0, x, np.int64(x.size), broadcast_layout(x.shape, x, factor))
+    launch("arithmetic", "multiply_forward", grid(x), 256, args, T=x.dtype)
 
 
 _LAYOUT = np.dtype([("dims", "i4"), ("packed", "i4"), ("sizes", "i4", 6), ("a", "i4", 6), ("b", "i4", 6)])

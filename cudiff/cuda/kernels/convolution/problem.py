@@ -30,11 +30,11 @@ class Fusion:
     CAST = "cast"  # input and result are of two dtypes
     SUMS = "sums"  # of dgrad's result, for the bias gradient of the layer before
     NORM_BACKWARD = "norm backward"  # dgrad goes on through the SiLU before, and leaves sums for the norm
-    GATE, ACTIVATION, SLOPE = "gate", "activation", "slope"  # a linear layer's: see `Epilogue`
+    GATE, ACTIVATION, FACTOR = "gate", "activation", "factor"  # a linear layer's: see `Epilogue`
 
 
 EPILOGUE = frozenset({Fusion.BIAS, Fusion.EMB, Fusion.ADDEND})
-AFTERWARDS = frozenset({Fusion.GATE, Fusion.ACTIVATION, Fusion.SLOPE})  # each may be a launch of its own instead
+AFTERWARDS = frozenset({Fusion.GATE, Fusion.ACTIVATION, Fusion.FACTOR})  # each may be a launch of its own instead
 
 
 class Image(NamedTuple):
@@ -150,10 +150,10 @@ def problem_of(direction: str, given: Operands, stride: Pair, padding: Pair, *wa
 
 def wanted_by(given: Operands, *more: str) -> frozenset[str]:
     """The fused ops that the operands show, and `more`."""
-    bias, emb, addend, _, gate, activation, slope, _ = given.epilogue
+    bias, emb, addend, _, gate, activation, factor, _ = given.epilogue
     return _fusions(
         bias is not None, emb is not None, addend is not None, gate is not None, activation is not None,
-        slope is not None, given.x2 is not None, given.skip is not None, given.norm is not None,
+        factor is not None, given.x2 is not None, given.skip is not None, given.norm is not None,
         given.x.dtype != given.out.dtype, more,
     )
 
@@ -164,7 +164,7 @@ def _fusions(*shown: Any) -> frozenset[str]:
     return frozenset((*more, *itertools.compress(_SHOWN, wanted)))
 
 
-_SHOWN = (Fusion.BIAS, Fusion.EMB, Fusion.ADDEND, Fusion.GATE, Fusion.ACTIVATION, Fusion.SLOPE, Fusion.SECOND_SOURCE,
+_SHOWN = (Fusion.BIAS, Fusion.EMB, Fusion.ADDEND, Fusion.GATE, Fusion.ACTIVATION, Fusion.FACTOR, Fusion.SECOND_SOURCE,
           Fusion.SKIP, Fusion.NORM_BACKWARD, Fusion.CAST)
 _image, _weight = functools.cache(Image), functools.cache(Weight)  # equal arrays share one object
 

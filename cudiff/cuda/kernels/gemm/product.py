@@ -113,8 +113,9 @@ class Epilogue(NamedTuple):
 
     gate (images, columns), float32: the result is addend + gate · (product + bias + emb).
     activation: a name in ACTIVATIONS; it is applied to the sum.
-    slope: likewise a name; the result, a gradient, is multiplied by the activation's slope at `aux`.
-    aux: as cuBLASLt's auxiliary output, receives what a gate or an activation is applied to. A slope reads it.
+    factor: of the result's dtype and shape; the result is multiplied by it.
+    aux: as cuBLASLt's auxiliary output, receives what a gate is applied to, or the activation's slope, which is the
+    backward's factor.
     """
 
     bias: Array | None = None
@@ -123,7 +124,7 @@ class Epilogue(NamedTuple):
     rows_per_image: int = 1
     gate: Array | None = None
     activation: str | None = None
-    slope: str | None = None
+    factor: Array | None = None
     aux: Array | None = None
 
 

@@ -46,8 +46,8 @@ ONE_TAP_FLOPS = 330e6  # of conv2d_sm90 with one tap in a microsecond, at most: 
 # Beside the result the kernel can read or leave only one matrix.
 _READS_ONE = [
     frozenset(wanted) for wanted in
-    ((), (Fusion.ADDEND,), (Fusion.ADDEND, Fusion.GATE), (Fusion.ACTIVATION,), (Fusion.SLOPE,),
-     (Fusion.SLOPE, Fusion.SUMS))
+    ((), (Fusion.ADDEND,), (Fusion.ADDEND, Fusion.GATE), (Fusion.ACTIVATION,), (Fusion.FACTOR,),
+     (Fusion.FACTOR, Fusion.SUMS))
 ]
 
 
@@ -201,7 +201,7 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
 
     a2: the depth after a's own, which is a multiple of 64. out2: the columns after out's own, likewise. Neither goes
     with an addend or with a float32 out. sums: float32 (1, tiles, N), receives the sums over each `SUMMED` rows; only
-    beside a slope, and for one matrix.
+    beside a factor, and for one matrix.
 
     windows: makes it a convolution of images a (I, H, W, depth). Then out and addend are images of N channels, with a
     pixel for each window, at any strides. b is (R, S, N, depth), or with `b_mn` (R, S, depth, N), whose
@@ -220,7 +220,7 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
     if turned:
         a, b, a_mn, b_mn, rows, columns = b, a, b_mn, a_mn, columns, rows
     rounds = out.dtype != float32
-    other, aux = (epilogue.addend, epilogue.aux) if epilogue.slope is None else (epilogue.aux, None)
+    other, aux = epilogue.addend if epilogue.factor is None else epilogue.factor, epilogue.aux
     reads, keeps = other is not None, aux is not None
     other = at_16_bytes(other) if reads else other
     bias, by_image = (None if term is None else at_16_bytes(term)
@@ -250,7 +250,7 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
         shared, T=a.dtype, OUT=out.dtype, A_MN=int(a_mn), B_MN=int(b_mn), BN=width, CLUSTER=cluster,
         STAGES=stages, TURNED=turned, WINDOWS=int(windows is not None),
         ADDS=int(epilogue.addend is not None and epilogue.gate is None), ACTIVATION=ACTIVATIONS[epilogue.activation],
-        KEEPS=int(keeps), SLOPE=ACTIVATIONS[epilogue.slope], GATES=int(epilogue.gate is not None),
+        KEEPS=int(keeps), MULTIPLIES=int(epilogue.factor is not None), GATES=int(epilogue.gate is not None),
         SUMS=int(sums is not None),
     )
 

@@ -21,7 +21,7 @@ from cudiff.cuda.kernels.convolution.problem import (
     wanted_by,
     weight_of,
 )
-from cudiff.cuda.kernels.elementwise import activate, multiply_by_slope
+from cudiff.cuda.kernels.elementwise import activate, multiply
 from cudiff.cuda.kernels.gated import add_gated
 from cudiff.cuda.kernels.gemm import matmul as portable
 from cudiff.cuda.kernels.gemm import sm90 as gemm_sm90
@@ -44,8 +44,8 @@ LINEAR = Table(
     "linear layers",
     Row("gemm_sm90", SM90, gemm_sm90.offer, gemm_sm90.run,
         "16 bits, channels a multiple of 8; two sources but in the weight gradient; adds a bias, then one of: an "
-        "addend, it by a gate, an activation, its slope, which leaves sums; declines where the next rows are estimated "
-        "to take less time"),
+        "addend, it by a gate, an activation, beside which it leaves the slope, a factor, which leaves sums; declines "
+        "where the next rows are estimated to take less time"),
     Row("conv2d_sm90", SM90, sm90.offer, _as_convolution,
         "output and input gradient of 16 bits or tf32 where 8 divides the rows, as a convolution; two sources too of "
         "16 bits, the first of whole 64 channels"),
@@ -85,7 +85,7 @@ def linear(direction: str, given: Operands, sums: bool = False) -> ChannelStatis
 
     FPROP: out (..., K) = concat(x, x2) (..., C) · weightᵀ, plus the epilogue. DGRAD: concat(out, x2) (..., C) =
     x (..., K) · weight, plus the epilogue. WGRAD: weight, float32, = or += outᵀ (K, ...) · concat(x, x2) (..., C).
-    sums: whether to return the SUMS of a result that is multiplied by a slope; None where the kernel makes none.
+    sums: whether to return the SUMS of a result that is multiplied by a factor; None where the kernel makes none.
     """
     outputs, channels = given.weight.shape
     problem = Problem(
@@ -105,19 +105,19 @@ def linear(direction: str, given: Operands, sums: bool = False) -> ChannelStatis
 
 
 def _and_then(direction: str, given: Operands) -> None:
-    """Run the product, then gate, activation or slope by a launch of its own."""
+    """Run the product, then gate, activation or factor by a launch of its own."""
     out, e = given.out, given.epilogue
-    aux = out if e.aux is None else e.aux
     plain = Epilogue(e.bias, e.emb, e.addend, e.rows_per_image)
+    if e.gate is not None:
+        y = out if e.aux is None else e.aux
+        linear(direction, given._replace(out=y, epilogue=plain._replace(addend=None)))
+        add_gated(e.addend, y, e.gate, e.rows_per_image, out)
+        return
+    linear(direction, given._replace(epilogue=plain))
     if e.activation is not None:
-        linear(direction, given._replace(out=aux, epilogue=plain))
-        activate(e.activation, aux, out)
-    elif e.slope is not None:
-        linear(direction, given._replace(epilogue=plain))
-        multiply_by_slope(e.slope, out, aux)
+        activate(e.activation, out, e.aux)
     else:
-        linear(direction, given._replace(out=aux, epilogue=plain._replace(addend=None)))
-        add_gated(e.addend, aux, e.gate, e.rows_per_image, out)
+        multiply(out, e.factor)
 
 
 def _halves(direction: str, given: Operands) -> tuple[Operands, Operands]:
