@@ -26,7 +26,7 @@ def backward(self: Tensor, grad: Any = None) -> None:
     grad: d(loss)/d(self), of this tensor's shape; it may be left out for a tensor of one element.
 
     Raises RuntimeError where nothing was recorded or the tape was used already, and ValueError for a `grad` of another
-    shape. After an error in the middle of a backward no `.grad` has a meaning.
+    shape. After an error during a backward the contents of every `.grad` are undefined.
     """
     if not self.requires_grad:
         raise RuntimeError(
@@ -50,8 +50,8 @@ Tensor.backward = backward  # type: ignore[method-assign]
 def walk_back(root: Tensor, grad: Array, wanted: Callable[[Tensor], bool] | None = None, since: int = -1) -> None:
     """Add d(root)/d(leaf), times `grad`, to `.grad` of every leaf below `root`.
 
-    wanted(leaf): whether this leaf gets a gradient; by default all do. since: the walk stops at nodes of this number
-    and below.
+    wanted(leaf): whether this leaf gets a gradient; by default all do. since: only nodes with a greater index are
+    visited.
     """
     if root._source is None:
         _add_to_leaf(root, grad, True)
@@ -63,7 +63,7 @@ def walk_back(root: Tensor, grad: Array, wanted: Callable[[Tensor], bool] | None
 
 
 class _Walk:
-    """One walk back over the tape. `gradients` holds the gradients so far of a node's outputs, by the node's number."""
+    """One walk back over the tape. gradients[node.index]: the gradients so far of a node's outputs."""
 
     def __init__(self, wanted: Callable[[Tensor], bool] | None, since: int, queue: Queue) -> None:
         self.wanted, self.since, self.queue = wanted, since, queue
@@ -71,10 +71,10 @@ class _Walk:
 
     def down(self, output: tuple[Node, int], gradient: _Gradient, since: int, begin: Begin | None = None,
              recorded: int | None = None) -> None:
-        """Run the backward of the node that made `output`, and of all nodes below it with a number above `since`.
+        """Run the backward of the node that made `output`, and of all that it depends on with an index above `since`.
 
-        output: a node and which of its outputs. gradient: that output's. begin: see `watched`. recorded: where the
-        nodes were recorded again, the number of the Recomputed node, which tells when the forward ran.
+        output: a node and which of its outputs. gradient: that output's. begin: see `watched`. recorded: for nodes that
+        were recorded again, the index of the Recomputed node, after which no parameter may have been updated.
         """
         order = nodes_below(output[0], since)
         after = None if begin is None else begin(order)
@@ -82,27 +82,27 @@ class _Walk:
             self.gradients[node.index] = [_Gradient() for _ in range(node.num_outputs)]
         self.gradients[output[0].index][output[1]] = gradient
         for position, node in enumerate(order):
-            slots = self.gradients.pop(node.index)
-            for slot in slots:
-                if slot.pending is not None:
-                    slot.settle(self.queue)
+            gradients = self.gradients.pop(node.index)
+            for one in gradients:
+                if one.pending is not None:
+                    one.settle(self.queue)
             if node.ctx is None:
                 raise RuntimeError("backward() ran through this part of the tape already: run the forward again")
-            if any([slot.array is not None for slot in slots]):
+            if any([one.array is not None for one in gradients]):
                 set_tf32(node.ctx.tf32)
                 if node.function is Recomputed:
                     before, again = now(), record_again(node)
                     if again._source is not None and again._source[0].index > before:
-                        self.down(again._source, slots[0], before, recorded=recorded or node.index)
+                        self.down(again._source, gradients[0], before, recorded=recorded or node.index)
                 else:
-                    node.ctx.dout_statistics = slots[0].statistics
-                    _run_backward(node, slots, self.targets(node, recorded or node.index), self.queue)
+                    node.ctx.dout_statistics = gradients[0].statistics
+                    _run_backward(node, gradients, self.targets(node, recorded or node.index), self.queue)
             node.ctx = None  # frees what forward saved
             if after is not None:
                 after(position, self.queue)
 
     def targets(self, node: Node, recorded: int) -> list[Tensor | _Gradient | None]:
-        """For each input what its gradient is added to: a leaf or a _Gradient, or None where nobody wants it."""
+        """For each input what its gradient is added to: a leaf or a _Gradient, or None if no gradient is wanted."""
         found: list[Tensor | _Gradient | None] = []
         for source in node.inputs:
             if isinstance(source, tuple):
@@ -129,7 +129,7 @@ def watched(begin: Begin) -> Iterator[None]:
     """Inside the block, a backward calls `begin(nodes)` with its nodes, in the order in which it visits them.
 
     `begin` returns a function, which the backward calls after each node with the node's position in that list and the
-    queue of pending launches. Nodes that are recorded again are not in the list.
+    queue of deferred launches. Nodes that are recorded again are not in the list.
     """
     before, _watch.begin = _watch.begin, begin
     try:
@@ -139,7 +139,7 @@ def watched(begin: Begin) -> Iterator[None]:
 
 
 def nodes_below(root: Node, since: int = -1) -> list[Node]:
-    """`root` and every node that it depends on with a number above `since`, the newest first. The order is fixed, so
+    """`root` and every node that it depends on with an index above `since`, the newest first. The order is fixed, so
     that sums are reproducible."""
     found = {root.index: root}
     stack = [root]
@@ -154,9 +154,9 @@ def nodes_below(root: Node, since: int = -1) -> list[Node]:
 class _Gradient:
     """The gradient of one output of a node, while its terms are still being added up.
 
-    array: the sum so far, or None. shared: whether somebody else reads `array` too; then it is never written to.
-    pending: one more term, still to be added to an `array` that is not shared. A backward may add it together with its
-    own term. It is never written to. statistics: those of `array`, if a backward left any.
+    array: the sum so far, or None. shared: whether `array` is aliased; then it is never written to. pending: a term
+    that is not in `array` yet, or None; only if `array` is not shared. A backward may add it together with its own
+    term. It is never written to. statistics: those of `array`, if a backward left any.
     """
 
     __slots__ = ("array", "pending", "shared", "statistics")
@@ -178,7 +178,7 @@ class _Gradient:
         self.pending = None
 
     def add(self, array: Array, shared: bool, statistics: ChannelStatistics | None) -> None:
-        """Add a term. shared: whether somebody else reads it. statistics: the term's."""
+        """Add a term. shared: whether it is aliased. statistics: the term's; a sum of several terms has none."""
         if self.array is None:
             self.array, self.shared, self.statistics = array, shared, statistics
             return
@@ -198,14 +198,18 @@ def accumulate(total: Array, term: Array) -> None:
         add_into(total, term)
 
 
-def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gradient | None], queue: Queue) -> None:
-    """Run the node's backward on `slots`, the gradients of its outputs, and add the results to `targets`."""
+def _run_backward(node: Node, gradients: list[_Gradient], targets: list[Tensor | _Gradient | None],
+                  queue: Queue) -> None:
+    """Run the node's backward on the gradients of its outputs, and add the results to `targets`."""
     fresh = node.function.fresh
-    douts = [slot.array if fresh else slot.own() for slot in slots]
+    douts = [one.array if fresh else one.own() for one in gradients]
     first, *_ = [dout for dout in douts if dout is not None]
     device = device_of(first)
     for dout in douts:
-        queue.before_read(dout) if fresh else queue.before_write(dout)
+        if fresh:
+            queue.before_read(dout)
+        else:
+            queue.before_write(dout)  # a backward that is not fresh may write to it
     into = _slots(node, targets, queue)
     if device == "cuda":
         results = node.function.backward_cuda(node.ctx, *douts, needs=node.needs, into=into)
@@ -217,14 +221,14 @@ def _run_backward(node: Node, slots: list[_Gradient], targets: list[Tensor | _Gr
     for i, (result, target, slot) in enumerate(zip(results, targets, into, strict=True)):
         if result is None or target is None:
             continue
-        if slot is None or result is not slot.whole:
+        if slot is None or result is not slot.whole:  # one more term; `slot.whole` is the sum of all terms
             terms.append((i, target))
         elif isinstance(target, Tensor):
             target._grad_empty = False  # the result is the leaf's own array
         else:
             target.array, target.pending, target.statistics = result, None, node.ctx.din_statistics.get(i)
-    if terms:  # last: where a tensor is an input twice, the other result is added to the array that is whole by now
-        shared = {id(slot.array) for slot in slots if slot.shared}.union(map(id, node.ctx.saved))
+    if terms:  # last, because a tensor may be two inputs: one result may be its new array, to which the other is added
+        shared = {id(one.array) for one in gradients if one.shared}.union(map(id, node.ctx.saved))
         _add_terms(node, terms, results, shared, douts if device == "cuda" else [], queue)
 
 
@@ -238,8 +242,8 @@ def _array_to_add_to(slot: Slot | None) -> Array | None:
 
 def _add_terms(node: Node, terms: list[tuple[int, Tensor | _Gradient]], results: tuple, shared_ids: set[int],
                douts: list[Array | None], queue: Queue) -> None:
-    """Add result i to its target, for each (i, target) of `terms`. A result that is one of `douts` stays pending where
-    possible."""
+    """Add result i to its target, for each (i, target) of `terms`. A result that is one of `douts` becomes the target's
+    pending term if possible. shared_ids: the ids of aliased arrays."""
     # The array that owns each result's memory: two results with one owner may overlap.
     owners = [None if x is None or like is None else id(x if x.base is None else x.base)
               for x, like in zip(results, node.likes, strict=True)]
@@ -262,7 +266,7 @@ def _add_terms(node: Node, terms: list[tuple[int, Tensor | _Gradient]], results:
         so_far = target.array
         adds = so_far is not None and not target.shared and result.dtype == so_far.dtype
         if adds and any(result is dout for dout in douts):
-            target.pending, target.statistics = result, None  # so a norm's backward can add it with its own
+            target.pending, target.statistics = result, None  # a norm's backward can add it together with its own term
             continue
         if so_far is not None and target.shared:  # the sum goes into the result
             queue.before_write(result)
@@ -274,7 +278,7 @@ def _add_terms(node: Node, terms: list[tuple[int, Tensor | _Gradient]], results:
 
 
 def _slots(node: Node, targets: list[Tensor | _Gradient | None], queue: Queue) -> list[Slot | None]:
-    """For each input the Slot with its gradient so far, or None where the backward makes a new array."""
+    """For each input the Slot with its gradient so far, or None if the backward is to make a new array."""
     into: list[Slot | None] = []
     ids = list(map(id, targets))
     for i, target in enumerate(targets):
@@ -295,10 +299,10 @@ def _slots(node: Node, targets: list[Tensor | _Gradient | None], queue: Queue) -
 
 
 def _slot(target: _Gradient, adds_elsewhere: bool, alone: bool, queue: Queue) -> Slot | None:
-    """The Slot for the gradient of another node's output, or None where the backward makes a new array.
+    """The Slot for the gradient of another node's output, or None if the backward is to make a new array.
 
-    adds_elsewhere: the backward can write the sum to another array. alone: it can, and the output is its input only
-    once; then the backward may add a pending term too.
+    adds_elsewhere: whether the backward can write the sum to another array. alone: whether it can and the output is not
+    its input twice. Only then it may add the pending term too.
     """
     if target.pending is not None and not alone:
         target.settle(queue)

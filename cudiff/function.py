@@ -21,16 +21,16 @@ class Context:
         self.needs = needs  # which inputs want a gradient; all False while nothing is recorded
         self.statistics = statistics  # of the inputs
         self.out_statistics: ChannelStatistics | None = None  # of the first output; forward sets them
-        # Of the first dout, if the backward that made it left any; then of input i's whole gradient, earlier terms
-        # included, which backward sets.
+        # dout_statistics: of the first dout, if the backward that computed it left any. din_statistics[i]: of input i's
+        # whole gradient, earlier terms included; backward sets them.
         self.dout_statistics: ChannelStatistics | None = None
         self.din_statistics: dict[int, ChannelStatistics | None] = {}
         self.saved: tuple[Array | None, ...] = ()
-        self.tf32 = tf32_allowed()  # as in forward, for backward too
+        self.tf32 = tf32_allowed()  # backward uses forward's setting
 
     @property
     def dout_sums(self) -> Array | None:
-        """The sums of the first dout over tiles of pixels, float32 (N or 1, tiles, C), if a backward left them."""
+        """The sums of the first dout over tiles of pixels, float32 (N or 1, tiles, C), or None."""
         return None if self.dout_statistics is None else self.dout_statistics.sums
 
     def save(self, *arrays: Array | None) -> None:
@@ -52,13 +52,13 @@ class Function:
     whose slots may be SHARED, `gradient_sum` or `gradient_sums`.
 
     A gradient has the shape and the dtype of the forward's input; that of a 16-bit input may be float32 as well. Any
-    other float32 or float64 gradient is cast, to the input's dtype or for a 16-bit input to float32. The tape raises
-    TypeError or ValueError for everything else, which names the Function and the input.
+    other float32 or float64 gradient is cast, to the input's dtype or for a 16-bit input to float32. For everything
+    else the tape raises TypeError or ValueError, which names the Function and the input.
 
-    `fresh` is a promise, which cudiff's own Functions give: backward writes to no dout, and nobody keeps the arrays
-    that it returns, except douts and `ctx.saved`. So the tape may add to those arrays in place. A launch that still
-    reads one after backward has returned has to say so (see `cudiff.cuda.deferred`). For a Function that is not `fresh`
-    the tape adds to copies.
+    `fresh` promises that backward writes to no dout, and that nothing else uses the arrays that it returns, other than
+    douts and those in `ctx.saved`. So the tape may add to all others in place. A deferred launch that still reads one
+    after backward has returned names it in `reads` (see `cudiff.cuda.deferred`). cudiff's own Functions are `fresh`.
+    For other Functions the tape adds to copies.
 
     `compose(*inputs, **attrs)`, if a subclass has it, computes the same by other operations. `apply` records those
     instead on the CPU, and wherever a gradient is to be differentiated. Then the `_numpy` pair is not needed.
@@ -80,7 +80,7 @@ class Function:
 
     @classmethod
     def apply(cls, *inputs: Tensor | Array | None, **attrs: Any) -> Any:
-        """Run the forward on the inputs' device and record it. Returns a Tensor, or a tuple where forward does."""
+        """Run the forward on the inputs' device and record it. Returns a Tensor, or a tuple if forward does."""
         if not all([x is None or isinstance(x, Tensor) for x in inputs]):
             inputs = _wrapped(cls.__name__, inputs)
         device, kind = _common_device(cls.__name__, inputs)
@@ -120,12 +120,12 @@ def described(result: Any) -> str:
 
 
 def _lies_on(device: str, result: Any) -> bool:
-    """Whether it is an array there, and no masked one, whose mask would be lost."""
+    """Whether `result` is an array on `device`, and not a masked one, whose mask would be lost."""
     return is_array(result) and device_of(result) == device and not isinstance(result, np.ma.MaskedArray)
 
 
 def _wrapped(name: str, inputs: Sequence[Any]) -> tuple[Tensor | None, ...]:
-    """The inputs, with each array made a tensor. It goes to the GPU where one of the tensors is there.
+    """The inputs, with arrays converted to tensors, on the GPU if one of the tensors is there.
 
     A float64 array takes the widest floating dtype of the tensors. If no tensor is floating, it becomes float32 beside
     one on the GPU, else it stays float64. Arrays of other dtypes keep theirs. Raises TypeError for anything else.
@@ -173,7 +173,7 @@ class Node:
         # The shape and dtype of each wanted gradient. The arrays themselves are not kept, so that they can be freed.
         self.likes = [(a.shape, a.dtype) if need and a is not None else None
                       for a, need in zip(arrays, ctx.needs, strict=True)]
-        # An input made by another node is kept as that node's output slot, so that its array can be freed.
+        # An input that another node made is kept as (node, which of its outputs), so that its array can be freed.
         self.inputs = [
             (t if t._source is None else t._source) if need and t is not None else None
             for t, need in zip(inputs, ctx.needs, strict=True)
@@ -183,7 +183,7 @@ class Node:
 def fitting_gradients(node: Node, results: Any, kind: type, device: str) -> tuple:
     """What a backward returned, checked and cast as `Function` says. kind: the usual type of arrays on `device`.
 
-    Raises TypeError or ValueError for what a backward must not return.
+    Raises TypeError or ValueError as `Function` says.
     """
     name = node.function.__name__
     if not isinstance(results, tuple):

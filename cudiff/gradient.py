@@ -1,4 +1,4 @@
-"""What a backward on CUDA is told about the gradient that an input has so far."""
+"""The gradient so far of an input, as a backward on CUDA gets it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from cudiff.backend import Array
 class State(enum.Enum):
     """What a backward may do with a slot's array.
 
-    EMPTY: overwrite it, whatever it holds. HOLDS: add to it. SHARED: only read it, because somebody else still reads it
-    or because another term of the gradient is pending; the sum of all terms goes to another array.
+    EMPTY: overwrite it, whatever it holds. HOLDS: add to it. SHARED: only read it, because a deferred launch still
+    reads it or because the slot has a pending term; the sum of all terms goes to another array.
     """
 
     EMPTY = enum.auto()
@@ -20,11 +20,11 @@ class State(enum.Enum):
 
 
 class Slot:
-    """A gradient slot: the array for an input's gradient. Where there is no array yet, a backward gets None instead.
+    """The array for an input's gradient. If there is no array yet, a backward gets None instead of a slot.
 
-    pending: a second term to be added, or None; only where the state is SHARED. A backward asks `gradient_target`,
+    pending: a term that is not in `array` yet, or None; only if the state is SHARED. A backward asks `gradient_target`,
     `gradient_sum` or `gradient_sums` of `cudiff.cuda.accumulate` where to write. They set `whole` to the array that
-    will hold the whole gradient: by this the tape knows that nothing is left to add. `whole` stays None where the
+    will hold the sum of all terms: if the backward returns it, the tape has nothing to add. If `whole` stays None, the
     backward's result is one more term, which the tape adds.
     """
 

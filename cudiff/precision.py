@@ -10,7 +10,7 @@ _mode = threading.local()
 
 
 def tf32_allowed() -> bool:
-    """Whether products that this thread makes now may be rounded; in a backward as it was in the forward."""
+    """Whether this thread's products may be rounded now. In a backward it is what it was in the forward."""
     return getattr(_mode, "tf32", False)
 
 
@@ -19,8 +19,8 @@ def allow_tf32(allowed: bool = True) -> Iterator[None]:
     """Let float32 matrix products, convolutions and attention of this thread round their operands to 10 bits of
     mantissa on a GPU, inside the block; also usable as a decorator.
 
-    Their relative error is about 1e-3 then, and 1e-6 without. A backward computes as its forward did. A Module goes by
-    its own `precision`, also inside the block.
+    Their relative error is about 1e-3 then, and 1e-6 without. A backward computes as its forward did. A Module uses
+    its own `precision`, inside the block too.
     """
     before = tf32_allowed()
     set_tf32(allowed)
@@ -31,5 +31,5 @@ def allow_tf32(allowed: bool = True) -> Iterator[None]:
 
 
 def set_tf32(allowed: bool) -> None:
-    """The same until it is set anew: within a block, for what it holds."""
+    """Set what `tf32_allowed` returns, until the next call or the end of the `allow_tf32` block around this one."""
     _mode.tf32 = allowed

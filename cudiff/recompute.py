@@ -1,5 +1,5 @@
-"""Recomputation (gradient checkpointing): of a part of a network only the inputs are kept, and backward records the
-part again. It takes less memory, and one more forward (Chen et al., 2016, arXiv 1604.06174)."""
+"""Recomputation (gradient checkpointing): only the inputs of a part of a network are kept, and backward runs the part
+again to record it. It takes less memory, and one more forward (Chen et al., 2016, arXiv 1604.06174)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def recomputed(run: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
     """Return `run(*inputs)` and keep only the inputs; backward runs it again. The gradients are the same, to the bit.
 
     run: returns one tensor, and has to give the same result each time. All modules do except BatchNorm; nn.Dropout gets
-    the same mask again. The parameters in it get their gradients too. Where nothing is recorded, or no input requires a
-    gradient, this is plainly `run(*inputs)`. Raises TypeError where `run` returns anything but one tensor.
+    the same mask again. The parameters in it get their gradients too. If gradients are disabled, or no input requires
+    one, this is the same as `run(*inputs)`. Raises TypeError if `run` returns anything but one tensor.
     """
     if not grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         return run(*inputs)
@@ -27,7 +27,7 @@ def recomputed(run: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
 
 
 class Recomputed(Function):
-    """The operation that `recomputed` records. It has no backward: the tape walks over what `record_again` records."""
+    """The operation that `recomputed` records. Instead of its backward the tape runs `record_again`'s nodes."""
 
     @staticmethod
     def forward_numpy(ctx, *arrays, run):
@@ -36,7 +36,7 @@ class Recomputed(Function):
         inputs = [None if array is None else Tensor(array, requires_grad=need)
                   for array, need in zip(arrays, ctx.needs, strict=True)]
         with _part(ctx.drawn.append, None):
-            out = _recorded(ctx, inputs)  # recorded, to launch just what backward will; the tape is dropped
+            out = _recorded(ctx, inputs)  # recorded, to launch exactly what backward will; the tape is dropped
         if not isinstance(out, Tensor):
             raise TypeError(f"a part that is recomputed returned {type(out).__name__}: return one tensor")
         ctx.out_statistics = out.statistics
@@ -46,7 +46,7 @@ class Recomputed(Function):
 
 
 def record_again(node: Node) -> Tensor:
-    """The output of the node of a Recomputed, recorded again from the inputs that this node had."""
+    """The output of a Recomputed node, computed and recorded again from the node's inputs."""
     inputs: list[Tensor | None] = []
     for array, source in zip(node.ctx.saved, node.inputs, strict=True):
         if array is None:
@@ -69,8 +69,8 @@ def _recorded(ctx: Any, inputs: list[Tensor | None]) -> Tensor:
 
 
 class _Parts(threading.local):
-    """The recomputed parts that this thread is inside of, the outermost first. Of each (note, drawn): the function that
-    keeps what is drawn at random, or the iterator that gives it again."""
+    """stack: (note, drawn) of each recomputed part that this thread is inside of, the outermost first. In the forward
+    note keeps random draws, and drawn is None. In the backward note is None, and drawn yields these draws again."""
 
     def __init__(self) -> None:
         self.stack: list[tuple[Callable[[Any], None] | None, Iterator[Any] | None]] = []

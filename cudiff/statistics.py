@@ -1,5 +1,5 @@
-"""Channel statistics: sums that a kernel leaves with images, or with their gradient, for the operation that reads
-these next."""
+"""Channel statistics: sums for each channel, which a kernel writes beside images or their gradient for the operation
+that reads these next."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Kind(Enum):
 
 
 class ChannelStatistics(NamedTuple):
-    """Sums over tiles of pixels. sums: float32 (N, tiles, C, kind.numbers), or (N, tiles, C) where the kind is SUMS. N
-    is 1 where a tile's pixels may be of several images."""
+    """Sums over tiles of pixels. sums: float32 (N, tiles, C, kind.numbers), or (N, tiles, C) if the kind is SUMS. N is
+    1 if a tile's pixels may be of several images."""
 
     kind: Kind
     sums: Array
@@ -36,6 +36,6 @@ class ChannelStatistics(NamedTuple):
 
 
 def moments(dtype: np.dtype) -> Kind:
-    """The kind of statistics that is left for a norm of images of this dtype. Those of float32 are taken around a
-    centre, because the mean may be far from 0."""
+    """The kind of statistics for a norm of images of this dtype. Those of float32 are sums around a centre, because the
+    mean may be far from 0."""
     return Kind.CENTRED if dtype == float32 else Kind.MOMENTS

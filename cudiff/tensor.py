@@ -1,4 +1,4 @@
-"""Tensors. Operations are in `function.py`; `autograd.py` walks back over what was recorded."""
+"""Tensors. Operations are in `function.py`; `autograd.py` has the backward pass."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def no_grad() -> Iterator[None]:
 
 
 def gradient_depth() -> int:
-    """How many gradients what runs now, in this thread, is differentiated for (see cudiff.differentiate)."""
+    """How many times what this thread runs now will be differentiated (see cudiff.differentiate)."""
     return getattr(_mode, "depth", 0)
 
 
 @contextlib.contextmanager
 def differentiated(times: int) -> Iterator[None]:
-    """What runs inside the block is recorded, and differentiated so many times more than what is around it."""
+    """Inside the block, operations are recorded, and `gradient_depth` is greater by `times`."""
     before = grad_enabled(), gradient_depth()
     _mode.grad, _mode.depth = True, before[1] + times
     try:
@@ -63,19 +63,19 @@ class Tensor:
     Parameters
     ----------
     data : array, Tensor or nested sequence of numbers
-        NumPy's, CuPy's, or a tensor of PyTorch's, cut from its tape; made C-contiguous. Python floats become float32.
-        Of bools, integers or floats of up to 64 bits, bfloat16 among them: TypeError for anything else and for masked
+        NumPy's, CuPy's, or a tensor of PyTorch's, which is detached; made C-contiguous. Python floats become float32.
+        Bools, integers and floats of up to 64 bits, bfloat16 included. TypeError for anything else and for masked
         arrays, ValueError for rows of different lengths.
     requires_grad : bool
-        Whether `backward` shall fill `.grad`. Only floating tensors can.
+        Whether `backward` fills `.grad`; TypeError for integers and bools.
     dtype : dtype, optional
     device : {"cpu", "cuda"}, optional
-        Where `data` lies is the default.
+        By default where `data` lies.
 
     Attributes
     ----------
-    data : the array. grad : array of the same backend and shape, or None; reading it writes zeros that are still due.
-    statistics : what the producer left for a following norm, `Kind.MOMENTS` or `Kind.CENTRED`, or None.
+    data : the array. grad : array of the same backend and shape, or None.
+    statistics : channel statistics for a norm that follows, `Kind.MOMENTS` or `Kind.CENTRED`, or None.
     """
 
     __slots__ = ("__weakref__", "_grad", "_grad_empty", "_source", "data", "requires_grad", "statistics")
@@ -97,7 +97,7 @@ class Tensor:
 
     @property
     def grad(self) -> Array | None:
-        """The gradient so far. After `zero_grad` ask for it again before you write to it: that fills it with zeros."""
+        """The gradient so far. `zero_grad` writes no zeros until this is read: read it again before you write to it."""
         if self._grad_empty and self._grad is not None:
             self._grad.fill(0)
         self._grad_empty = False
@@ -114,7 +114,7 @@ class Tensor:
         self._grad, self._grad_empty = array, False
 
     def zero_grad(self) -> None:
-        """Set a `grad` to zeros in its place; the next backward overwrites it, which saves writing and adding them."""
+        """Set a `grad` to zeros, which are written only if it is read: else the next backward overwrites the array."""
         self._grad_empty = self._grad is not None
 
     @property
@@ -143,7 +143,7 @@ class Tensor:
         return self._source is None
 
     def operand(self, dtype: np.dtype) -> Array:
-        """The array an operation computing in `dtype` reads; a Parameter may offer its low-precision copy."""
+        """The array that an operation which computes in `dtype` reads. For a Parameter it may be the 16-bit copy."""
         return self.data
 
     def numpy(self) -> np.ndarray:
@@ -161,12 +161,12 @@ class Tensor:
         return self.numpy().tolist()
 
     def to(self, device: str) -> Tensor:
-        """The same values on `device`, cut from the tape; the tensor itself where it is there already."""
+        """The tensor itself if it is on `device`, else a leaf with the same values there."""
         return self if self.device == device else Tensor(to_device(self.data, device), self.requires_grad)
 
     def change(self, values: Tensor) -> None:
-        """Have other values of this shape and dtype. What was recorded keeps the old ones, but within `capture`, where
-        they are written over. Raises ValueError for another shape."""
+        """Take over values of this shape and dtype. Recorded operations keep the old ones, except within `capture`,
+        where these are overwritten. Raises ValueError for another shape."""
         if values.shape != self.shape:
             raise ValueError(f"a tensor of shape {self.shape} does not change to {values.shape} in place")
         if is_capturing(self.device):
@@ -176,17 +176,17 @@ class Tensor:
         self.statistics = None
 
     def wants_gradient(self, recorded: int) -> bool:
-        """Whether backward, at an operation that was `recorded` as number so and so, fills this leaf's `.grad`."""
+        """Whether backward adds to this leaf's `.grad`. recorded: the index of the node whose forward read the leaf."""
         return self.requires_grad
 
     def detach(self) -> Tensor:
-        """The same array, cut from the tape."""
+        """A tensor of the same array that does not require a gradient."""
         out = Tensor(self.data)
         out.statistics = self.statistics
         return out
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, a pickled one too, has the values and no gradient. Raises TypeError for what was recorded."""
+        """A copy, a pickled one too, has the values but not `.grad`. Raises TypeError if this is not a leaf."""
         if not self.is_leaf:
             raise TypeError("a tensor that an operation recorded has no copy: use x.detach()")
         return Tensor, (self.data, self.requires_grad)
@@ -252,7 +252,7 @@ class Tensor:
         return self.data.__cuda_array_interface__
 
     def __format__(self, spec: str) -> str:
-        """`f"{loss:.3f}"`, of one number; without a format as `str`."""
+        """`f"{loss:.3f}"` formats the only element; without a format this is `str`."""
         return format(self.item(), spec) if spec else str(self)
 
     def __repr__(self) -> str:
@@ -260,7 +260,7 @@ class Tensor:
         return f"Tensor({show.values(self.data, prefix='Tensor(')}, {kind})"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The HTML that a notebook shows."""
         return show.array_html(f"Tensor, {self._kind()}", self.data)
 
     def _kind(self) -> str:
@@ -269,6 +269,6 @@ class Tensor:
 
 
 def from_dlpack(source: Any) -> Tensor:
-    """A tensor that shares memory with any object that speaks DLPack (NumPy, CuPy, PyTorch, JAX)."""
+    """A tensor that shares memory with any object that supports DLPack (NumPy, CuPy, PyTorch, JAX)."""
     device_type, _ = source.__dlpack_device__()
     return Tensor(array_module("cuda" if device_type == 2 else "cpu").from_dlpack(source))

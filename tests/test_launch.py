@@ -12,7 +12,7 @@ from cudiff.cuda import device as devices
 from cudiff.cuda.accumulate import add_into
 from cudiff.cuda.compiler import compile_source, kernel_folder
 from cudiff.cuda.graph import capture
-from cudiff.cuda.launch import formats, pack, room
+from cudiff.cuda.launch import formats, pack, padded_shared
 from cudiff.errors import CudiffError
 from cudiff.tensor import Tensor
 
@@ -118,12 +118,12 @@ H200 = devices.Device("NVIDIA H200", 90, multiprocessors=132, blocks=32, threads
     (1, 32, 1), (132, 384, 1), (133, 256, 2), (256, 256, 2), (1056, 256, 8),
 ])
 def test_blocks_that_fit_at_once_spread_evenly(blocks, threads, each):
-    taken = room(blocks, threads, H200) + H200.reserved
+    taken = padded_shared(blocks, threads, H200) + H200.reserved
     assert taken <= H200.of_block and each * (taken + 127) <= H200.shared < (each + 1) * taken
 
 
-def test_blocks_that_take_turns_need_no_room():
-    assert room(1057, 256, H200) == room(32 * 132 + 1, 32, H200) == 0
+def test_blocks_that_do_not_fit_at_once_are_not_padded():
+    assert padded_shared(1057, 256, H200) == padded_shared(32 * 132 + 1, 32, H200) == 0
 
 
 @pytest.mark.gpu

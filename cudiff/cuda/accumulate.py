@@ -23,7 +23,7 @@ def gradient_target(slot: Slot | None, shape: Any, dtype: Any) -> tuple[Array, b
 
 
 def gradient_sum(slot: Slot | None, shape: Any, dtype: Any) -> tuple[Array, Array | None]:
-    """The array that a backward writes to, and the one that it adds to its result, or None. They may differ."""
+    """The array that a backward writes to, and the array that it adds to its result, or None. Both may be one array."""
     target, addend, pending = gradient_sums(slot, shape, dtype)
     if addend is not None and pending is not None:
         addend = addend.copy()
@@ -32,7 +32,7 @@ def gradient_sum(slot: Slot | None, shape: Any, dtype: Any) -> tuple[Array, Arra
 
 
 def gradient_sums(slot: Slot | None, shape: Any, dtype: Any) -> tuple[Array, Array | None, Array | None]:
-    """`gradient_sum` for a backward that can add two arrays to its result: returns the second one, or None, too."""
+    """`gradient_sum` for a backward that can add two arrays to its result. The second, or None, is returned too."""
     if slot is not None and slot.state is State.SHARED and slot.array.dtype == dtype:
         slot.whole = empty(shape, dtype)
         return slot.whole, slot.array, slot.pending
@@ -41,7 +41,7 @@ def gradient_sums(slot: Slot | None, shape: Any, dtype: Any) -> tuple[Array, Arr
 
 
 def add_into(total: Array, term: Array) -> None:
-    """total += term, elementwise, in place, by the tape's own kernel. Their dtypes may differ."""
+    """total += term, elementwise, in place, by a launch of its own. Their dtypes may differ."""
     launch(
         "accumulate", "add_into", blocks(total.size, 1024), 256, (total, term, np.int64(total.size)),
         TOTAL=total.dtype, TERM=term.dtype,

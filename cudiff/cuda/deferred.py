@@ -34,8 +34,8 @@ class LaunchType(NamedTuple):
 
 
 _Range = tuple[int, int, int, int]
-"""An array's memory: its first address; the address after its last byte; the pitch and the width of its rows in bytes,
-if they are parts of longer rows, else 0 and 0. A plain tuple, because a backward makes hundreds."""
+"""An array's memory: its first address, the address after its last byte, and, if its rows are slices of longer rows,
+the bytes from one row to the next and of a row, else 0 and 0. A plain tuple, because a backward makes hundreds."""
 
 _Pending = tuple[Any, _Range, tuple[_Range, ...], int]
 """A pending launch: its arguments, what it writes, what it reads, and the bytes that it keeps from being freed."""
@@ -81,7 +81,7 @@ class Queue:
 
     def before_write(self, array: Array | None) -> None:
         """Flush if a pending launch writes to the memory of `array`; else launch the groups that read it."""
-        if not self._writes or array is None:  # every pending launch writes
+        if not self._writes or array is None:  # each pending launch is in `_writes`: if it is empty, none is pending
             return
         range = _range_of(array)
         if self._overlap(self._writes, range):
@@ -186,8 +186,8 @@ def enqueue(launch_type: LaunchType, arguments: Any, out: Array, reads: Sequence
     """Defer a launch that writes or adds to `out`, to be batched with others of its type and group. Where launches are
     not deferred, run it now.
 
-    held: bytes that it keeps from being freed while it is pending. reads: those arrays that it reads to which other
-    code may write, after `Queue.before_write`. Nothing may write to anything else that it reads.
+    held: bytes that it keeps from being freed while it is pending. reads: of the arrays that it reads those that other
+    code may write to, after `Queue.before_write`. Nothing may write to the others.
     """
     if _thread.queue is None:
         _run(launch_type, [arguments])

@@ -1,11 +1,11 @@
-"""Launch kernels through the CUDA driver itself, because CuPy's launches cannot say that a kernel may start before the
-one ahead of it ends.
+"""Launch kernels through the CUDA driver, because CuPy's launches do not offer programmatic dependent launch: a kernel
+may start before the one ahead of it ends (sm_90 and newer).
 
-This is programmatic dependent launch (sm_90 and newer). A kernel's blocks start and prepare their barriers while the
-last blocks of the kernel before still run. Then they wait in `wait_for_previous` (common.cuh), which every kernel
-calls, until the kernel before has ended. That one has waited in the same way, so nothing is read or overwritten too
-early. CuPy's own launches, copies and events wait for whole kernels, as ever. At commit 916a6e2 this brought a captured
-training step of the U-Net on an H200 from 7.47 ms to 7.06, and a forward of one image from 1.16 to 1.02.
+A kernel's blocks start and prepare their barriers while the last blocks of the kernel before still run. Then they wait
+in `wait_for_previous` (common.cuh), which every kernel calls, until the kernel before has ended. That kernel has waited
+for its own predecessor, so all earlier kernels have ended too, and nothing is read or overwritten too early. CuPy's own
+launches, copies and events wait until the kernel before has ended. At commit 916a6e2 this brought a captured training
+step of the U-Net on an H200 from 7.47 ms to 7.06, and a forward of one image from 1.16 to 1.02.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from cudiff.cuda import compiler
 from cudiff.cuda.device import Device, device, library
 from cudiff.cuda.signature import Kind, Signature
 
-_CONFIG = struct.Struct("7IPPI4x")  # CUlaunchConfig: grid, block, shared memory, stream, attributes, how many
-# CUlaunchAttribute: its number and its value, in a union of 64 bytes. CU_LAUNCH_ATTRIBUTE_COOPERATIVE (2) and
+_CONFIG = struct.Struct("7IPPI4x")  # CUlaunchConfig: grid, block, shared memory, stream, attributes, their number
+# CUlaunchAttribute: its id, and its value in a union of 64 bytes. CU_LAUNCH_ATTRIBUTE_COOPERATIVE (2) and
 # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION (6) are both set to 1.
 _ATTRIBUTE = struct.Struct("I4xI60x")
 _COOPERATIVE, _OVERLAP = _ATTRIBUTE.pack(2, 1), _ATTRIBUTE.pack(6, 1)
@@ -39,12 +39,12 @@ _PACKED: dict[type, str] = {
 }
 
 
-class _Places(threading.local):
+class _Buffers(threading.local):
     """This thread's buffers for a launch, which the driver reads: configuration, attributes, arguments, their
     addresses."""
 
     def __init__(self) -> None:
-        get_cupy().cuda.runtime.free(0)  # the driver needs the thread to have a context; the runtime makes it one
+        get_cupy().cuda.runtime.free(0)  # creates this thread's context, which the driver needs
         self.config = ctypes.create_string_buffer(_CONFIG.size)
         self.attributes = ctypes.create_string_buffer(_COOPERATIVE + _OVERLAP, 2 * _ATTRIBUTE.size)
         self.arguments = ctypes.create_string_buffer(_PARAMETER_BYTES)
@@ -66,8 +66,8 @@ class _Places(threading.local):
 
 
 @functools.cache
-def _places() -> _Places:
-    return _Places()
+def _buffers() -> _Buffers:
+    return _Buffers()
 
 
 def pack(args: Sequence[Any]) -> tuple[list[Kind], list[Any]]:
@@ -97,11 +97,11 @@ def formats(kinds: Sequence[Kind]) -> list[str]:
     return [f"{kind}s{-kind % 8}x" if type(kind) is int else _PACKED.get(kind, "Q") for kind in kinds]
 
 
-def room(blocks: int, threads: int, limits: Device) -> int:
+def padded_shared(blocks: int, threads: int, limits: Device) -> int:
     """Bytes of shared memory that each block should ask for, so that `blocks` spread evenly over the multiprocessors.
 
-    Blocks that ask for less crowd, where they start early, on the multiprocessors that the kernel before leaves first.
-    Returns 0 for blocks that cannot all run at once.
+    Without this, blocks that start early would all go to the multiprocessors that the kernel before leaves first. The
+    padding limits how many of them fit on one multiprocessor. Returns 0 if the blocks cannot all run at once.
     """
     each = -(-blocks // limits.multiprocessors)
     if each > min(limits.blocks, limits.threads // threads):
@@ -122,7 +122,7 @@ class Kernel:
         self.signature = signature
         self._limits = device(get_cupy().cuda.runtime.getDevice())
         self._static = function.shared_size_bytes
-        # Set once, to all that there is. Set by each launch, one thread could lower it for another.
+        # Set once, to the most that a block may have: if each launch set it, one thread could lower it for another.
         function.max_dynamic_shared_size_bytes = self._limits.of_block - self._static
         self._function = function  # keeps the cubin loaded
         self._address = function.kernel.ptr
@@ -131,20 +131,21 @@ class Kernel:
 
     def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_mem: int = 0,
                  cooperative: bool = False) -> None:
-        places = _places()
+        buffers = _buffers()
         kinds, values = pack(args)
-        layout, addresses = places.layouts.get((self, *kinds)) or places.layout(self, kinds)
+        layout, addresses = buffers.layouts.get((self, *kinds)) or buffers.layout(self, kinds)
         try:
-            layout.pack_into(places.arguments, 0, *values)
+            layout.pack_into(buffers.arguments, 0, *values)
         except struct.error:
             raise self.signature.out_of_range(values) from None
         shape = self._shapes.get((grid, block, shared_mem))
         if shape is None:
             shape = self._shapes[grid, block, shared_mem] = self._shape(grid, block, shared_mem)
         stream = get_cupy().cuda.get_current_stream().ptr
-        first = places.cooperative_at if cooperative else places.overlap_at
-        _CONFIG.pack_into(places.config, 0, *shape, stream, first, cooperative + self._overlaps)
-        status = library().cuLaunchKernelEx(places.config_at, self._address, addresses, None)
+        # The two attributes are adjacent, so an address and a count select either, both or none.
+        first = buffers.cooperative_at if cooperative else buffers.overlap_at
+        _CONFIG.pack_into(buffers.config, 0, *shape, stream, first, cooperative + self._overlaps)
+        status = library().cuLaunchKernelEx(buffers.config_at, self._address, addresses, None)
         if status:
             raise get_cupy().cuda.driver.CUDADriverError(status)
 
@@ -152,23 +153,23 @@ class Kernel:
         """The launch's seven sizes: grid (3), block (3), bytes of dynamic shared memory."""
         blocks, threads = ((tuple(max(1, n) for n in sizes) + (1, 1))[:3] for sizes in (grid, block))
         if self._overlaps:
-            shared = max(shared, room(math.prod(blocks), math.prod(threads), self._limits) - self._static)
+            shared = max(shared, padded_shared(math.prod(blocks), math.prod(threads), self._limits) - self._static)
         return (*blocks, *threads, shared)
 
 
 _kernels: dict[tuple, Kernel] = {}
 
 
-class _Made(threading.local):
+class _Count(threading.local):
     launches = 0
 
 
-_made = _Made()
+_count = _Count()
 
 
 def launches() -> int:
-    """How many kernels this thread has launched so far; CuPy's own launches are not counted. Subtract two counts."""
-    return _made.launches
+    """How many kernels this thread has launched, CuPy's own not counted. To count a part, subtract two results."""
+    return _count.launches
 
 
 def kernel(stem: str, name: str, **constants: Any) -> Callable[..., None]:
@@ -195,7 +196,7 @@ def launch(stem: str, name: str, grid: Any, block: Any, args: Sequence[Any], sha
     """
     grid = grid if isinstance(grid, tuple) else (grid,)
     block = block if isinstance(block, tuple) else (block,)
-    _made.launches += 1
+    _count.launches += 1
     kernel(stem, name, **constants)(grid, block, args, shared_mem=shared, cooperative=cooperative)
 
 

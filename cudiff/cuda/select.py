@@ -1,8 +1,8 @@
 """Which kernel serves a problem: the first row of its family's table that makes an offer for it.
 
-A family is a job that several kernels can do: convolution, matrix products, attention, norms. Its problem is a named
-tuple of everything that the choice depends on: the pass, shapes, dtypes, where rows start, precision, and the fused ops
-that are wanted. No other place asks for an architecture.
+A family is an operation that several kernels can compute: convolution, matrix products, attention, norms. Its problem
+is a named tuple of everything that the choice depends on: the pass, shapes, dtypes, the alignment of rows, precision,
+and the wanted fusions. Only these tables choose a kernel by the architecture.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ SM90 = frozenset({"sm_90a"})
 class Offer(NamedTuple):
     """What a row does for one problem.
 
-    fused: the wanted fusions that it does. plan: how its launches are cut. microseconds: the estimated time; None where
-    only the row's place in the table counts.
+    fused: the wanted fusions that it does. plan: the launch configuration, or what else `run` needs, of a type of
+    the row's own. microseconds: the estimated time; None if only the row's place in the table counts.
     """
 
     fused: frozenset[str] = frozenset()
@@ -33,8 +33,8 @@ class Offer(NamedTuple):
 class Row(NamedTuple):
     """One way to serve a family's problems: a host function that launches one kernel or several.
 
-    name: of the kernels, as in `kernels/`. architectures: those that have the instructions; ANY for all.
-    offer(problem): what the row offers, None where it does not serve the problem. run: the function that launches; each
+    name: of the kernels, as in `kernels/`. architectures: those that have its instructions, or ANY.
+    offer(problem): what the row offers, None if it does not serve the problem. run: the function that launches; each
     family has its own arguments. takes: in words, what the row serves, and what it declines by its estimate.
     """
 
@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The row that serves a problem, its offer, and in `left` the wanted fusions that the host code has to do."""
+    """The row that serves a problem, its offer, and in `left` the wanted fusions that other launches have to do."""
 
     row: Row
     offer: Offer
@@ -61,8 +61,8 @@ watch: Watch | None = None  # see `watched`
 
 @contextlib.contextmanager
 def watched(told: Watch) -> Iterator[None]:
-    """Inside the block, told(table, problem, choice) is called for each problem that is about to be run, and
-    told(launch type, arguments, None) for each batch of deferred launches when it is launched."""
+    """Inside the block, told(table, problem, choice) is called before each problem is run, and told(launch type, batch,
+    None) before each batch of deferred launches. A batch is a list of the arguments of each launch."""
     global watch
     watch = told
     try:
@@ -82,9 +82,9 @@ class Table:
     def select(self, problem: Any, architecture: str | None = None) -> Choice:
         """The first row that makes an offer, on the current device or on an architecture such as "sm_80".
 
-        problem: has the field `wanted`, a frozenset of the names of fusions. architecture: only asks what would run on
-        a GPU of this one; `watched` is not told, and plans are chosen by the rule. Raises CudiffError where no row
-        serves the problem.
+        problem: has the field `wanted`, a frozenset of the names of fusions. architecture: asks what would run on it,
+        for which no GPU is needed. Then `watched` is not told, and plans are those of the least estimated time, not
+        tuned ones. Raises CudiffError if no row serves the problem.
         """
         # The GPU's name belongs to the target, because plans are tuned for a GPU, not for an architecture.
         target = current_target() if architecture is None else Target("", architecture)
@@ -107,5 +107,5 @@ class Table:
         )
 
     def forget(self) -> None:
-        """Forget all choices, so that they are made anew: after tuning, other plans count."""
+        """Forget all choices, because tuned plans may change them."""
         self._chosen.clear()

@@ -1,7 +1,7 @@
-"""Sums over a few rows each. They are deferred, and many share a launch.
+"""Sums over a few rows each, deferred and batched.
 
-A U-Net has three hundred gradients of weights, biases and norms that are made so. Each is the sum of some dozens of
-rows of partial sums that a larger kernel left.
+A U-Net has three hundred gradients of weights, biases and norms that are computed in this way. Each is the sum of some
+dozens of rows of partial sums that a larger kernel wrote.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from cudiff.statistics import ChannelStatistics, Kind
 
 MAX_BATCH = 64  # sums in one launch
 TERMS = 8  # rows that a thread adds at a time, the same number as in kernels/portable/accumulate.cu
-LANES = 128  # threads for a column, at most: then the two threads that share a row read 32 bytes side by side
-PENDING_BYTES = 24 << 20  # of rows that wait, at most: an H200 caches 50 MB
+LANES = 128  # threads for a column, at most: with 128, the two threads of a row read 32 adjacent bytes
+PENDING_BYTES = 24 << 20  # of rows that pending sums read, at most: an H200 caches 50 MB
 _ROW_SUM = np.dtype(
     [("source", "u8"), ("out", "u8")]
     + [(name, "i4") for name in ("rows", "count", "width", "step", "columns", "pitch", "add", "lanes", "pack",
@@ -34,7 +34,7 @@ def empty_statistics(kind: Kind, images: int, tiles: int, channels: int) -> Chan
 
 
 class _RowSum(NamedTuple):
-    """out = or += the sum over the rows of source (out.size / width, rows, width, step)[..., offset]."""
+    """out = or, with `add`, += the sum over rows of source (out.size / width, rows, width, step)[..., offset]."""
 
     source: Array
     out: Array
@@ -48,16 +48,16 @@ def add_rows(source: Array, out: Array, add: bool, step: int = 1, offset: int = 
     """out (N, C) = or, with `add`, += the sums of source (N, ..., C·step)[..., offset::step] over each image's rows.
     out (C,) gets the sums over all rows.
 
-    Both are float32. Until the tape's backward has ended nobody may write to `source`, or use `out` without
-    `Queue.before_read`.
+    Both are float32. Until the backward has ended, nothing may write to `source`, and `Queue.before_read(out)` has to
+    come before any use of `out`.
     """
-    if out.size > 0:  # it is 0 where there are no images
+    if out.size > 0:  # it is 0 if there are no images
         enqueue(_SUMS, _RowSum(source, out, out.shape[-1], step, offset, add), out, held=source.nbytes)
 
 
 def add_parts(parts: Array, out: Array, add: bool) -> None:
-    """out (K, ...) = or += the sum of parts (P, K, ...) over P, deferred as `add_rows` is. out's K rows may be parts of
-    longer ones."""
+    """out (K, ...) = or, with `add`, += the sum of parts (P, K, ...) over P, deferred like `add_rows`. out's rows may
+    be slices of longer rows."""
     if out.size > 0:
         enqueue(_SUMS, _RowSum(parts, out, out.size, 1, 0, add), out, held=parts.nbytes)
 

@@ -1,4 +1,4 @@
-"""Tensor maps: they tell Hopper's bulk tensor copies (TMA) where an array lies and what box of it to copy."""
+"""Tensor maps: descriptors of an array, and of the boxes of it that Hopper's bulk tensor copies (TMA) copy."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MAP = np.dtype([("words", np.uint64, 16)])
 _SWIZZLES = {64: 2, 128: 3}  # CU_TENSOR_MAP_SWIZZLE_64B and _128B
 _PROMOTE_256B = 3
 
-FARTHEST, LONGEST_STEP = 127, 8  # of windows: from the image's corners, and to the next
+FARTHEST, LONGEST_STEP = 127, 8  # pixels from an image's corners to windows, and from one window to the next
 
 
 class Windows(NamedTuple):
-    """The windows of a convolution over images. taps: of a window. size: how many windows an image has. first: where
-    the first begins, which may be outside the image. step: from one to the next. All are (vertical, horizontal)."""
+    """A convolution's windows over images, all (vertical, horizontal). taps: of a window. size: how many windows an
+    image has. first: the first pixel of the first one, which may be outside the image. step: from one to the next."""
 
     taps: tuple[int, int] = (1, 1)
     size: tuple[int, int] = (1, 1)
@@ -31,7 +31,7 @@ class Windows(NamedTuple):
     step: tuple[int, int] = (1, 1)
 
     def beyond(self, image: tuple[int, ...]) -> tuple[int, ...]:
-        """How far after the last pixel of an image of this size the last window begins."""
+        """Pixels from the last one of an image of this size to the first one of the last window."""
         return tuple([first + (count - 1) * step - (length - 1)
                       for first, count, step, length in zip(self.first, self.size, self.step, image, strict=True)])
 
@@ -45,11 +45,10 @@ def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True, twice: 
                swizzled: bool = True) -> np.ndarray:
     """The 128 bytes of a CUtensorMap for boxes of `box` elements of a CUDA array, to be passed to a kernel by value.
 
-    float16, bfloat16 or float32, up to 5 axes, the last one contiguous; the box's last axis has 128 or 64 bytes where
-    they are to be `swizzled`, else a multiple of 16. An `operand` of float32 is rounded to tf32 on its way. Array and
-    strides are multiples of 16 bytes.
-    `twice`: as if each line of the last axis were there twice in a row, on an axis before it that the box counts.
-    Raises CudiffError where the driver refuses.
+    array: float16, bfloat16 or float32, of up to 5 axes. The last one is contiguous; the address and the other strides
+    are multiples of 16 bytes. box: its last axis has 128 or 64 bytes if `swizzled`, else a multiple of 16. operand:
+    whether float32 is rounded to tf32 by the copy. twice: the array gets an axis of length 2 and stride 0 before its
+    last one, which repeats each line; the box has it too. Raises CudiffError if the driver refuses.
     """
     kind = _TFLOAT32 if operand and array.dtype == float32 else _TYPES[array.dtype]
     swizzle = _SWIZZLES[box[-1] * array.dtype.itemsize] if swizzled else 0
@@ -60,8 +59,8 @@ def tensor_map(array: Array, box: tuple[int, ...], operand: bool = True, twice: 
 
 
 def windows_map(images: Array, windows: Windows, at_once: int) -> np.ndarray:
-    """The same for 64 channels of a tap of so many windows `at_once`, of CUDA images (N, H, W, C) of 16 bits: the
-    driver's "im2col" maps. Pixels lie at any strides, multiples of 16 bytes."""
+    """An "im2col" CUtensorMap, for boxes of 64 channels of one tap of `at_once` windows. images: CUDA (N, H, W, C) of
+    16 bits, whose pixels may have any strides that are multiples of 16 bytes."""
     return _encode(images.data.ptr, _TYPES[images.dtype], images.shape, images.strides[:-1],
                    (at_once, 128 // images.dtype.itemsize), _SWIZZLES[128], windows)
 
@@ -79,7 +78,7 @@ def _encode(pointer: int, kind: int, shape: tuple[int, ...], strides: tuple[int,
     steps = (1,) * rank
     if windows is None:
         encode, area = library().cuTensorMapEncodeTiled, [reversed_array(ctypes.c_uint32, box)]
-    else:  # the first tap's pixels, from the first window's to the last one's, that counted from the image's end
+    else:  # corners: the first tap in the first window, and in the last one, counted from the image's last pixel
         encode, steps = library().cuTensorMapEncodeIm2col, (1, *windows.step, 1)
         corners = windows.first, windows.beyond(shape[1:3])
         area = [*(reversed_array(ctypes.c_int, corner) for corner in corners), *reversed_array(ctypes.c_uint32, box)]

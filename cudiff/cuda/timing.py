@@ -10,7 +10,7 @@ from cudiff.cuda.deferred import immediate
 
 
 def median_time(run: Callable[[], object], copies: int, repeats: int = 15) -> float:
-    """Median microseconds of one copy of some work, of which `run` puts `copies` on the current stream."""
+    """Median microseconds of one copy of some work. `run` launches `copies` of it on the current stream."""
     cuda, times = get_cupy().cuda, []
     for _ in range(repeats):
         start, stop = cuda.Event(), cuda.Event()
@@ -23,7 +23,7 @@ def median_time(run: Callable[[], object], copies: int, repeats: int = 15) -> fl
 
 
 def graph_time(fn: Callable[[], object], copies: int = 20, repeats: int = 15) -> float:
-    """Median microseconds of `fn` in a CUDA graph of so many copies of it. Each copy's result has memory of its own."""
+    """Median microseconds of `fn`, in a CUDA graph of `copies` calls. Each call's result has memory of its own."""
     cuda = get_cupy().cuda
     stream, pool = cuda.Stream(non_blocking=True), cuda.MemoryPool()
     cuda.Device().synchronize()
@@ -36,5 +36,5 @@ def graph_time(fn: Callable[[], object], copies: int = 20, repeats: int = 15) ->
         graph = stream.end_capture()
         graph.launch(stream)
         stream.synchronize()
-        assert len(results) == copies  # alive, so that no two share an output
+        assert len(results) == copies  # keeps the results alive, so that no two calls share an output
         return median_time(lambda: graph.launch(stream), copies, repeats)
