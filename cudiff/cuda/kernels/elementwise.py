@@ -1,4 +1,4 @@
-"""Elementwise work that other kernels' host code launches too."""
+"""Elementwise kernels that other host code launches too, and the layout of broadcast operands."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LAYOUT = np.dtype([("dims", "i4"), ("packed", "i4"), ("sizes", "i4", 6), ("a", 
 
 
 def broadcast_layout(shape: tuple[int, ...], a: Array | None, b: Array | None) -> np.ndarray:
-    """The kernel's struct `Layout`, with 0 dims where no operand is broadcast. Raises ValueError over 6 merged axes."""
+    """The kernel's struct `Layout`, with 0 dims if no operand is broadcast. Raises ValueError over 6 merged axes."""
     layout = np.zeros((), _LAYOUT)
     operands = [x for x in (a, b) if x is not None]
     if all(x.shape == shape for x in operands):

@@ -1,4 +1,4 @@
-"""The launches of gated.cu."""
+"""The launches of gated.cu: out = residual + gate · y, and its gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_gated(residual: Array, y: Array, gate: Array, rows: int, out: Array) -> 
 
 def gate_gradients(dout: Array, y: Array, gate: Array, into: Slot | None) -> tuple[Array, Array, Array]:
     """The gradients of `add_gated` for y (N, ..., C). Returns dy = gate · dout; dgate = the sums of dout · y over an
-    image, where `gradient_target` says; the sums of dy over tiles of rows, float32 (N, tiles, C)."""
+    image's rows, written where `gradient_target` says; and SUMS of dy over tiles of rows, float32 (N, tiles, C)."""
     (images, channels), rows, dy = gate.shape, math.prod(y.shape[1:-1]), empty(y.shape, y.dtype)
     dgate, add = gradient_target(into, gate.shape, float32)
     grid, constants = _sizes(gate, rows, dy, dout, y)

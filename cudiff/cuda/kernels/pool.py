@@ -15,7 +15,7 @@ Pair = tuple[int, int]
 
 
 class Window(NamedTuple):
-    """Each is (rows, columns). ceil: whether windows count too that lie partly behind the padding."""
+    """Pairs are (rows, columns). ceil: whether windows that reach beyond the padding count too."""
 
     size: Pair
     stride: Pair
@@ -23,12 +23,12 @@ class Window(NamedTuple):
     ceil: bool = False
 
 
-TWICE = Window((2, 2), (2, 2))  # of an image twice as high and wide as the result
+TWICE = Window((2, 2), (2, 2))  # the image is twice as high and wide as the result
 
 
 def out_size(size: Pair, window: Window) -> Pair:
-    """Height and width after pooling: (H + 2·padding - size) // stride + 1; with `ceil` rounded up, but for windows
-    that would begin behind the image."""
+    """Height and width after pooling: (H + 2·padding - size) // stride + 1; with `ceil` rounded up, but without
+    windows that would begin after the image."""
     counts = []
     for extent, length, stride, padding in zip(size, *window[:3], strict=True):
         reach = extent + 2 * padding - length
@@ -41,7 +41,7 @@ def out_size(size: Pair, window: Window) -> Pair:
 
 def sum_windows(x: Array, window: Window, factor: float, wanted: Kind | None,
                 into: Slot | None = None) -> tuple[Array, ChannelStatistics | None]:
-    """`sum_windows_numpy` on the GPU, to where `gradient_target` says; and the statistics that are wanted of it."""
+    """`sum_windows_numpy` on the GPU, written where `gradient_target` says, and its statistics of the kind `wanted`."""
     shape = (x.shape[0], *out_size(x.shape[1:3], window), x.shape[3])
     out, add = gradient_target(into, shape, x.dtype)
     return out, launch_windows("sum_windows", (out, add), (x, factor), x, out, out, window, wanted)
@@ -49,18 +49,18 @@ def sum_windows(x: Array, window: Window, factor: float, wanted: Kind | None,
 
 def spread_windows(x: Array, size: tuple[int, int], window: Window, factor: float, wanted: Kind | None,
                    into: Slot | None = None) -> tuple[Array, ChannelStatistics | None]:
-    """`spread_windows_numpy` on the GPU, to where `gradient_target` says; and the statistics that are wanted of it."""
+    """`spread_windows_numpy` on the GPU, written where `gradient_target` says, and its statistics as `wanted`."""
     out, add = gradient_target(into, (x.shape[0], *size, x.shape[3]), x.dtype)
     return out, launch_windows("spread_windows", (out, add), (x, factor), out, x, out, window, wanted)
 
 
 def launch_windows(name: str, outputs: tuple, inputs: tuple, large: Array, small: Array, out: Array, window: Window,
                    wanted: Kind | None = None) -> ChannelStatistics | None:
-    """Launch a kernel of pool.cu: a block for each row of windows, or, where `out` is `large`, for the rows from one
+    """Launch a kernel of pool.cu: a block for each row of windows, or, if `out` is `large`, for the rows from one
     window's corner to the next.
 
-    Returns the wanted statistics of what it stores, with a tile for each of these; max_windows makes none. Without
-    images it launches nothing and returns None.
+    Returns out's statistics of the kind `wanted`, of which each of these rows is a tile, or None; max_windows writes
+    none. Without images it launches nothing and returns None.
     """
     n, height, width, channels = large.shape
     if n == 0:

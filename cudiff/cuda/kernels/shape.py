@@ -1,4 +1,4 @@
-"""Copies between views: joins, slices, transposes, borders. Rows taken by an index, and the gradients of that."""
+"""Copies between views: concatenation, slices, transposes, padding. Rows taken by an index, and their gradients."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def zeros(shape: tuple[int, ...], dtype: np.dtype) -> Array:
 
 
 def region(shape: tuple[int, ...], widths: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
-    """Where an array of this shape lies in one padded by `widths`."""
+    """The slices of an array of this shape in one that is padded by `widths`."""
     return tuple(slice(before, before + size) for (before, _), size in zip(widths, shape, strict=True))
 
 
@@ -114,7 +114,7 @@ def at_16_bytes(array: Array) -> Array:
 
 
 def rows(x: Array, index: Array) -> Array:
-    """x[index] along the first axis. index: int32; negative ones count from the end. Rows that x has not are zeros."""
+    """x[index] along the first axis. index: int32; negative ones count from the end. Rows that are not in x are 0."""
     out = empty((*index.shape, *x.shape[1:]), x.dtype)
     sizes = map(np.int64, (x.shape[0], math.prod(x.shape[1:]), index.size))
     launch("shape", "take", blocks(out.size, 1024), 256, (x, index, out, *sizes), T=x.dtype)
@@ -132,7 +132,7 @@ def row_sums(dout: Array, index: Array, dx: Array, accumulate: bool) -> None:
 
 
 def run_sums(dout: Array, index: Array, dx: Array, accumulate: bool) -> None:
-    """`row_sums` for an index without negative rows. It is sorted first, so each element reads only its own run."""
+    """`row_sums` for an index without negative rows. It is sorted first, so that an element of dx reads its run."""
     index = index.reshape(-1)
     order = array_module("cuda").argsort(index, kind="stable")
     sizes = map(np.int64, (dx.shape[0], math.prod(dx.shape[1:]), index.size))
@@ -141,11 +141,11 @@ def run_sums(dout: Array, index: Array, dx: Array, accumulate: bool) -> None:
 
 
 def scans(dx: Array, count: int) -> bool:
-    """Whether every element of a gradient dx looks through all `count` entries of an index, instead of sorting it.
+    """Whether `row_sums` has each element of dx search all `count` entries of the index, instead of sorting it.
 
     It does so if they are few, and within `capture`, because CuPy's sort waits for the GPU.
     """
-    few = count * max(dx.size, 1 << 16) <= 1 << 28  # reads; where sorting begins to be faster is an estimate
+    few = count * max(dx.size, 1 << 16) <= 1 << 28  # reads; the limit above which sorting is faster is an estimate
     return few or is_capturing("cuda")
 
 

@@ -41,7 +41,7 @@ def backward(given: Backward, tiles: tuple[Tile, Tile], p: Problem) -> None:
 
 
 def tile_of(dtype: np.dtype, dim: int, rows: int, backward: bool, products: int) -> Tile:
-    """The tile for heads of `dim` channels. rows: tokens on the side that blocks divide among them."""
+    """The tile for heads of `dim` channels. rows: the queries or keys that are divided among blocks."""
     wide = dtype == float32
     padded = 16 * blocks(dim, 16)
     turing = shared_memory() <= 64 << 10

@@ -10,8 +10,8 @@ import numpy as np
 from cudiff.backend import Array
 
 SUMS = "sums"
-"""The fused op of backward: sums of the gradients over tiles of tokens. The linear layer before makes its bias's
-gradient from them."""
+"""The fused op of backward: sums of the gradients over tiles of tokens. The linear layer before computes its
+bias's gradient from them."""
 
 
 class Problem(NamedTuple):
@@ -44,7 +44,7 @@ class Forward(NamedTuple):
 
 class Backward(NamedTuple):
     """As `Forward`, with the gradients; dout and out are contiguous. sums(tiles), called by a kernel that fuses SUMS:
-    returns three float32 arrays (N, tiles, heads, D) for it to write, equal parts of one row."""
+    returns three float32 arrays (N, tiles, heads, D) for it to write, of equal strides."""
 
     dq: Array
     dk: Array

@@ -36,7 +36,7 @@ def plans(images: int, queries: int, keys: int, heads: int, padded: int) -> list
 def time(plan: Warpgroups, images: int, queries: int, keys: int, heads: int, padded: int) -> float:
     """Estimated microseconds, fitted to 13 shapes on an H200, each within 8 %.
 
-    This is the time of one block alone, or of the work of all blocks, whichever is longer; more if both are alike.
+    This is the time of one block alone, or of the work of all blocks, whichever is longer; more if both are similar.
     """
     steps = blocks(keys, TOKENS)
     tiles = images * heads * blocks(queries, plan.groups * TOKENS) * plan.groups
@@ -69,7 +69,7 @@ def forward(given: Forward, plan: Warpgroups, p: Problem) -> None:
 
 
 def _key(p: Problem) -> tuple[int, ...]:
-    """The forward's problem, as its planner takes it."""
+    """The arguments of `FORWARD` for a problem."""
     return p.images, p.queries, p.keys, p.heads, padded_dim(p.dim)
 
 
@@ -93,7 +93,7 @@ def short_backward(given: Backward, tiles: int, p: Problem) -> None:
 
 
 def _sums(given: Backward, tiles: int) -> tuple:
-    """The arrays for the sums of so many tiles, or Nones, and their strides in floats by tile and by head."""
+    """The arrays for SUMS of `tiles` tiles, or Nones, and their strides in floats between tiles and between heads."""
     if given.sums is None:
         return _NO_SUMS
     sums = given.sums(tiles)

@@ -18,10 +18,10 @@ ATTENTION = Table(
     Row("attention_sm90.forward", SM90, sm90.offer_forward, sm90.forward,
         "forward of 16-bit heads of up to 128 channels whose rows start at multiples of 16 bytes"),
     Row("attention_short_sm90.backward", SM90, sm90.offer_short_backward, sm90.short_backward,
-        "backward, in one launch, of the same of up to 32 channels and 256 tokens; writes the gradients' sums"),
+        "backward, in one launch, of such heads of up to 32 channels and up to 256 tokens; writes SUMS"),
     Row("attention_sm90.backward_q, backward_kv", SM90, sm90.offer_backward, sm90.backward,
-        "backward of 16-bit heads of up to 128 channels whose rows start at multiples of 16 bytes; writes the sums of "
-        "those of over 32"),
+        "backward of 16-bit heads of up to 128 channels whose rows start at multiples of 16 bytes; writes SUMS for "
+        "heads of over 32 channels"),
     Row("attention.forward", ANY, portable.offer_forward, portable.forward, "forward of all heads"),
     Row("attention.backward_q, backward_kv", ANY, portable.offer_backward, portable.backward, "backward of all heads"),
 )
@@ -36,7 +36,7 @@ def forward(out: Array, lse: Array, q: Array, k: Array, v: Array) -> None:
 
 def backward(dq: Array, dk: Array, dv: Array, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
              sums: Callable[[int], Sequence[Array]] | None = None) -> None:
-    """Write the gradients dq, dk and dv; see `Backward`. `sums` is called only if the kernel writes sums."""
+    """Write the gradients dq, dk and dv; see `Backward`. `sums` is called only if the kernel writes SUMS."""
     wanted = frozenset() if sums is None else frozenset({SUMS})
     problem = _problem(q, k, (q, k, v, dq, dk, dv, dout), True, wanted)
     chosen = ATTENTION.select(problem)

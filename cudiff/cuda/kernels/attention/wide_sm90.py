@@ -1,4 +1,4 @@
-"""Attention's forward on Hopper for long sequences of wide heads: persistent blocks, softmax beside products."""
+"""Attention's forward on Hopper for long sequences of wide heads: persistent blocks overlap softmax with products."""
 
 from __future__ import annotations
 

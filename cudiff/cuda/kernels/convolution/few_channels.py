@@ -1,7 +1,7 @@
-"""Convolutions 3x3 or 1x1 between an image of few channels and one of many: a U-Net's first and last.
+"""3x3 and 1x1 convolutions between an image of few channels and one of many: a U-Net's first and last.
 
 A tile of the matrix product would be nearly empty along the few channels. Here one axis has the few channels of all
-taps. The image of many channels is 16-bit. That of few is 16-bit too, or float32, as a U-Net gets and returns it: a
+taps. The image of many channels is 16-bit. The image of few is 16-bit, or float32 as a U-Net's input and output are: a
 cast would cost a launch.
 """
 
@@ -29,8 +29,8 @@ THREADS = 256
 
 
 def shared_bytes() -> int:
-    """Bytes of dynamic shared memory of a block, at most: two blocks fit on a multiprocessor of an A100 or of Hopper,
-    one on any GPU. The kernels' static arrays take up to 16 KiB more."""
+    """The most bytes of dynamic shared memory for a block. Two blocks fit on a multiprocessor of an A100 or of Hopper,
+    at least one on any GPU. The kernels' static arrays take up to 16 KiB more."""
     return min(80 << 10, shared_memory() - (16 << 10))
 
 
@@ -80,7 +80,7 @@ def _supports(p: Problem) -> bool:
 
 
 def _is_one_way(p: Problem, many: Image) -> bool:
-    """Whether the pass from many channels to few is not needed. With a cast it is: one answer counts for all passes."""
+    """Whether the image of few channels is only read. False with a cast, as all passes then need the same answer."""
     return Fusion.CAST not in p.wanted and (p.direction == WGRAD or many is p.out)
 
 
@@ -90,8 +90,8 @@ def sides(x: AnyImage, out: AnyImage) -> tuple[AnyImage, AnyImage]:
 
 
 def copies_bytes(rows: int, width: int, few: int, taps: int) -> int:
-    """Bytes of the rows of the image of few channels under a tile of so many rows, in pairs of 16-bit numbers. The
-    kernel `expand` has two copies if `few` is odd. taps: R."""
+    """Bytes of the rows of the image of few channels that a tile of `rows` rows reads in `expand`, in pairs of 16-bit
+    numbers. There are two copies if `few` is odd. taps: R."""
     return 4 * (rows + taps - 1) * blocks((width + taps - 1) * few, 2) * (1 + few % 2)
 
 
@@ -101,17 +101,17 @@ def patches_pitch(width: int) -> int:
 
 
 def patches_bytes(rows: int, width: int, few: int, taps: int) -> int:
-    """Bytes of wgrad's transposed patches of a tile of so many rows."""
+    """Bytes of wgrad's transposed patches for a tile of `rows` rows."""
     return 2 * (rows + taps - 1) * taps * few * patches_pitch(width)
 
 
 def products_bytes(rows: int, width: int, few: int, taps: int) -> int:
-    """Bytes of the products of a tile of so many rows, and of the rows around it, with all taps."""
+    """Bytes of the products of all taps with a tile of `rows` rows and the rows around it."""
     return 4 * (rows + taps - 1) * width * (taps**2 * few | 1)
 
 
 def sums_bytes(few: int, columns: int, taps: int) -> int:
-    """Bytes of the sums of the weight's gradient: those of half of the warps, or one for all warps."""
+    """Bytes of wgrad's sums: those of half of the warps, or the total of all warps if it is larger."""
     depth = taps**2 * few
     return 4 * max(THREADS // 64 * blocks(depth, 16) * 16 * 32, depth * (columns + 1))
 
@@ -120,8 +120,8 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, wanted: Kind 
           transposed: bool = False, relu: bool = False, norm: Norm | None = None) -> ChannelStatistics | None:
     """out = the convolution of x. With `transposed`, x is the gradient of an output, and out that of the input.
 
-    relu: whether ReLU follows; not for an out of few channels. wanted: the kind of statistics to return of an out of
-    many channels: SUMS, MOMENTS, or with `norm` PRODUCTS, as in `table.dgrad`.
+    relu: whether ReLU follows; only if out has many channels. wanted: the kind of out's statistics to return, SUMS,
+    MOMENTS, or with `norm` PRODUCTS as in `table.dgrad`; only if out has many channels.
     """
     n, height, width, channels = x.shape
     outputs = out.shape[3]
@@ -153,7 +153,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, wanted: Kind 
 
 
 def wgrad(x: Array, dout: Array, dweight: Array, add: bool) -> None:
-    """Gradient of the weight, written or added to dweight (K, R, R, C), float32."""
+    """dweight (K, R, R, C), float32, = or, with `add`, += the gradient of the weight."""
     few, many = sides(x, dout)
     taps = dweight.shape[1]
     n, height, width, channels = many.shape
@@ -174,8 +174,8 @@ def wgrad(x: Array, dout: Array, dweight: Array, add: bool) -> None:
 def _rows(n: int, height: int, bytes_of: Callable[[int], int]) -> tuple[int, int]:
     """Rows of an image that a block takes, and their bytes of shared memory.
 
-    There are two blocks for each multiprocessor, unless shared memory has no room for so many rows. All run at once,
-    except wgrad's of 6 and 7 channels, which run one after the other.
+    There are two blocks for each multiprocessor, or more if shared memory has no room for so many rows. Two run at once
+    on a multiprocessor, except wgrad's of 6 and 7 channels, which run one after the other.
     """
     most = blocks(height, max(1, 2 * multiprocessors() // n))
     rows = next(rows for rows in range(most, 0, -1) if rows == 1 or bytes_of(rows) <= shared_bytes())

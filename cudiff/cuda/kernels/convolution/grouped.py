@@ -52,7 +52,7 @@ def run_depthwise(given: Operands, offer: Offer, p: Problem) -> None:
 
 
 def run(given: Operands, offer: Offer, p: Problem) -> None:
-    """Launch conv2d_grouped.cu, with a block for each tile of each group, in wgrad also for each part of the pixels."""
+    """Launch conv2d_grouped.cu with a block for each tile of each group, in wgrad for each part of the pixels too."""
     k, taps, c = p.weight.shape[0] // p.groups, p.kernel[0] * p.kernel[1], p.weight.shape[3]
     n, height, width, _ = p.out.shape
     pixels = n * height * width

@@ -1,4 +1,4 @@
-"""Convolutions whose patches are rows of the input as it lies: matrix products, which run as linear layers."""
+"""Convolutions whose patches do not overlap: matrix products of the images' rows, which run as linear layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cudiff.cuda.select import Offer
 
 
 def offer_pixels(p: Problem) -> Offer | None:
-    """Serves 1×1 convolutions of one source, except where sums are wanted that conv2d.cu can leave."""
+    """Serves 1×1 convolutions of one source, unless statistics are wanted that conv2d.cu can write."""
     if p.kernel != (1, 1) or p.stride != (1, 1) or p.padding != (0, 0):
         return None
     if p.wanted & {Fusion.UPSAMPLE, Fusion.SECOND_SOURCE}:
@@ -30,7 +30,7 @@ def run_pixels(given: Operands, offer: Offer, p: Problem) -> None:
 
 
 def offer_windows(p: Problem) -> Offer | None:
-    """Serves dgrad where the windows lie side by side and cover its result."""
+    """Serves dgrad if the windows of its result do not overlap and cover it."""
     if p.direction != DGRAD or p.stride != p.kernel or p.stride == (1, 1) or p.padding != (0, 0):
         return None
     covered = p.x.shape[1] * p.kernel[0], p.x.shape[2] * p.kernel[1]
@@ -40,7 +40,7 @@ def offer_windows(p: Problem) -> Offer | None:
 
 
 def run_windows(given: Operands, offer: Offer, p: Problem) -> None:
-    """Compute a product whose rows are windows, then copy their pixels to their places."""
+    """Compute a product whose rows are windows, then copy the windows to the image."""
     (n, height, width, _), (k, rows, columns, c) = p.x.shape, p.weight.shape
     windows, bias = empty((n, height, width, rows * columns * c), given.out.dtype), given.epilogue.bias
     if bias is not None:

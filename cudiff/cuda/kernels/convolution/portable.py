@@ -14,7 +14,7 @@ LONGEST = 2**15 - 1  # pixels of a side with its padding: the kernel packs two c
 
 
 def offer(p: Problem) -> Offer:
-    """The offer's plan says whether sums are wanted. They are fused only if the chosen tile can leave them."""
+    """The offer's plan says whether statistics are wanted. They are fused only if the chosen tile can write them."""
     sums = _wants_statistics(p) or _takes_norm(p)
     fused = {Fusion.BIAS, Fusion.EMB, Fusion.ADDEND, Fusion.SECOND_SOURCE, Fusion.UPSAMPLE}
     if sums and _makes_sums(_plan_of(p), p.out.shape[1] * p.out.shape[2]):
@@ -23,7 +23,7 @@ def offer(p: Problem) -> Offer:
 
 
 def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
-    """Returns what `table.fprop` and `table.dgrad` do. Raises ValueError for an image with too long a side."""
+    """Returns what `table.fprop` and `table.dgrad` return. Raises ValueError for an image with too long a side."""
     pixels = p.out.shape[1] * p.out.shape[2]
     a, b, out, epilogue = given.x, given.weight, given.out, given.epilogue._replace(rows_per_image=pixels)
     x, result = p.x.shape, p.out.shape
@@ -33,7 +33,7 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
         a, b, out, epilogue = given.out, given.x, given.weight, Epilogue(addend=given.weight if given.add else None)
     (n, height, width, c1), (k, *kernel, c), size = x, p.weight.shape, result[1:3]
     b = b if b.dtype == a.dtype else b.astype(a.dtype)
-    b = b if b.flags.c_contiguous else contiguous(b)  # half of a weight that has two sources
+    b = b if b.flags.c_contiguous else contiguous(b)  # a slice of the weight if the input is two sources
     upsample = Fusion.UPSAMPLE in p.wanted
     longest = LONGEST - max(p.padding)
     if max(height * (1 + upsample), width * (1 + upsample), *size) > longest:
@@ -74,12 +74,12 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
 
 
 def _wants_statistics(p: Problem) -> bool:
-    """Whether statistics are wanted that it can make: not if ReLU follows, which it leaves to another launch."""
+    """Whether it can write the wanted moments: not if ReLU follows, because another launch does that."""
     return Fusion.STATISTICS in p.wanted and Fusion.RELU not in p.wanted and max(p.out.shape[1:3]) <= LONGEST
 
 
 def _takes_norm(p: Problem) -> bool:
-    """Whether it takes the result back through a norm: only if nothing is added to it."""
+    """Whether it can fuse the norm's backward: only if nothing is added to the result."""
     return (
         Fusion.NORM_BACKWARD in p.wanted
         and not p.wanted & EPILOGUE
@@ -89,7 +89,7 @@ def _takes_norm(p: Problem) -> bool:
 
 
 def _makes_sums(chosen: Plan, pixels: int) -> bool:
-    """Whether the plan can leave sums: the depth is not split, and tiles do not cross images of so many pixels."""
+    """Whether the plan can write statistics: the depth is not split, and a warp's rows are of one image."""
     return chosen.splits == 1 and pixels % (chosen.tile.rows // chosen.tile.warps_m) == 0
 
 
@@ -98,8 +98,8 @@ def _plan_of(p: Problem) -> Plan:
 
 
 def microseconds(p: Problem) -> float:
-    """Estimated microseconds, as measured on an H200 from 1 to 64 images of 8 to 128 pixels a side. They are more than
-    `plan` says of the product. dgrad with a stride takes longest, because its depth has taps that no pixel is under."""
+    """Estimated microseconds, as measured on an H200 from 1 to 64 images of 8 to 128 pixels a side: more than `plan`
+    estimates for the product. dgrad with a stride takes longest: its depth includes taps over no pixel of dout."""
     longer = 1.3 if p.direction == FPROP else 1.6 if p.stride == (1, 1) else 2.3
     return 3.5 + longer * plan.estimate(*_product(p))
 
@@ -113,8 +113,8 @@ def _product(p: Problem) -> tuple:
 
 
 def _extent(p: Problem) -> tuple[tuple[int, int, int, int], int, int]:
-    """(rows, columns, depth, 1) of the convolution as a matrix product, and how many elements of each operand lie side
-    by side."""
+    """(rows, columns, depth, 1) of the convolution as a matrix product, and how many elements of each operand are
+    adjacent in memory."""
     k, rows, columns, c = p.weight.shape
     n, height, width, _ = p.out.shape
     taps, pixels = rows * columns, n * height * width

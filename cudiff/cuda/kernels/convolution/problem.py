@@ -26,10 +26,10 @@ class Fusion:
     STATISTICS = "statistics"  # of fprop's result, for a norm: see `Tensor.statistics`
     SKIP = "skip"  # the result of a skip path is added to fprop's
     SECOND_SOURCE = "second source"  # the input's channels lie in two images
-    UPSAMPLE = "upsample"  # the input is seen twice as high and wide
+    UPSAMPLE = "upsample"  # the input is read as if upsampled: twice as high and wide, each pixel four times
     CAST = "cast"  # input and result are of two dtypes
-    SUMS = "sums"  # of dgrad's result, for the bias gradient of the layer before
-    NORM_BACKWARD = "norm backward"  # dgrad goes on through the SiLU before, and leaves sums for the norm
+    SUMS = "sums"  # Kind.SUMS of dgrad's result, for the bias gradient of the layer before
+    NORM_BACKWARD = "norm backward"  # dgrad is multiplied by the slope of the SiLU before; PRODUCTS for the norm
     GATE, ACTIVATION, FACTOR = "gate", "activation", "factor"  # a linear layer's: see `Epilogue`
 
 
@@ -71,9 +71,9 @@ class Problem(NamedTuple):
 
     direction: FPROP, DGRAD or WGRAD. x and out: the input and the output; in dgrad the gradients of the output and of
     the input; in wgrad the input and the gradient of the output. weight: (K, R, S, C / groups). products: tensor-core
-    products for one; 3 for exact float32. wanted: the fused ops. x2: the second source, the channels after x's, in
-    dgrad after out's. skip: the one or two sources of a skip path. norm: the one or two sources of the norm before the
-    input. silu: whether SiLU followed that norm.
+    products for one; 3 for exact float32. wanted: the fused ops. x2: the second source, the channels after x's; in
+    dgrad its gradient, the channels after out's. skip: the one or two sources of a skip path. norm: the one or two
+    sources of the norm before the input. silu: whether SiLU followed that norm.
     """
 
     direction: str
@@ -137,7 +137,7 @@ class Operands(NamedTuple):
 
 def problem_of(direction: str, given: Operands, stride: Pair, padding: Pair, *wanted: str, dilation: Pair = (1, 1),
                groups: int = 1) -> Problem:
-    """The problem of these operands. wanted: fused ops beside those that the operands show."""
+    """The problem of these operands. wanted: fused ops besides those that the operands imply."""
     skip, norm = given.skip, given.norm
     return Problem(
         direction, image_of(given.x), weight_of(given.weight), image_of(given.out), stride, padding,
@@ -149,7 +149,7 @@ def problem_of(direction: str, given: Operands, stride: Pair, padding: Pair, *wa
 
 
 def wanted_by(given: Operands, *more: str) -> frozenset[str]:
-    """The fused ops that the operands show, and `more`."""
+    """The fused ops that the operands imply, and `more`."""
     bias, emb, addend, _, gate, activation, factor, _ = given.epilogue
     return _fusions(
         bias is not None, emb is not None, addend is not None, gate is not None, activation is not None,
@@ -175,7 +175,7 @@ def image_of(array: Array, shape: tuple[int, ...] | None = None) -> Image:
 
 
 def weight_of(array: Array, shape: tuple[int, ...] | None = None) -> Weight:
-    """The Weight of an array, likewise."""
+    """The Weight of an array, viewed in this shape if one is given."""
     own = array.shape
     unit = math.gcd(array.data.ptr, own[-1] * array.itemsize, array.strides[0])
     return _weight(shape or own, unit % 16 == 0, array.flags.c_contiguous)

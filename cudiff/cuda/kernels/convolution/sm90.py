@@ -34,17 +34,17 @@ CHANNELS = 64  # of a tile
 ROW_BYTES = 128  # of shared memory
 SHARED_BYTES = 228 << 10  # of a multiprocessor; a block takes 1 KiB more than it asks for
 BARRIER_BYTES = 1024
-MAP_BYTES = 1024  # of the maps of channels for norms, in `fprop`
+MAP_BYTES = 1024  # of the affine maps of a norm's channels, in `fprop`
 CLUSTERS = (1, 2, 4, 8)  # blocks of a cluster
 COLUMNS = (1, 3, 5, 7)  # of taps
 
 
 class Tile(NamedTuple):
-    """An output tile, of which a warpgroup computes 64 channels in an iteration, and its times on an H200.
+    """An output tile and its times on an H200. A warpgroup computes 64 channels of it in one iteration.
 
-    pixels: of the tile. iteration: microseconds of an iteration itself. step: microseconds of each tap in it, for each
-    128-byte row of channels. skip: the time of such a row of a skip path, in taps: its only tap, and the wait for its
-    halo tile.
+    pixels: of the tile. iteration: fixed microseconds of an iteration. step: microseconds for each tap and each
+    128-byte chunk of channels. skip: the time for a chunk of a skip path in units of `step`: for its only tap, and for
+    waiting for its halo tile.
     """
 
     pixels: int
@@ -57,12 +57,12 @@ TILES = (Tile(256, 1.1, 0.277, 3.7), Tile(128, 0.65, 0.15, 1.7), Tile(64, 0.45, 
 
 
 def supports(p: Problem) -> bool:
-    """Whether `fprop` serves the problem, leaving fused ops aside. The weight's rows may be parts of longer ones."""
+    """Whether `fprop` serves the problem apart from fused ops. The weight's rows may be slices of longer rows."""
     return of_one_size(p) and p.x.rows_aligned and p.weight.rows_aligned and p.out.rows_aligned
 
 
 def of_one_size(p: Problem) -> bool:
-    """What the Hopper kernels of both files require, except for where rows of channels start. float32 only as tf32."""
+    """Whether Hopper's kernels serve the problem, apart from the alignment of rows. float32 only as tf32."""
     rows, columns = p.kernel
     x, out = p.x, p.out
     return (
@@ -80,8 +80,8 @@ def of_one_size(p: Problem) -> bool:
 
 
 def takes_second_source(p: Problem) -> bool:
-    """Whether the kernels of both files read, or in dgrad write, two images in place of their concatenation, which is
-    never made. They must be 16-bit, and the first must have whole tiles of channels."""
+    """Whether these kernels read, or in dgrad write, two images in place of their concatenation. The images must be
+    16-bit, and the first one's channels a multiple of 64."""
     first, other = (p.out, p.x) if p.direction == DGRAD else (p.x, p.out)
     return (
         p.x2 is not None
@@ -97,7 +97,7 @@ def takes_second_source(p: Problem) -> bool:
 
 
 def offer(p: Problem) -> Offer | None:
-    """Takes every fused op of a convolution, except a norm that it cannot take and a skip path that does not gain."""
+    """Fuses all but casts, SUMS and AFTERWARDS; a skip path if `_takes_skip`, a norm's backward if `_takes_norm`."""
     if p.direction == WGRAD or not supports(p):
         return None
     if Fusion.SECOND_SOURCE in p.wanted and (Fusion.UPSAMPLE in p.wanted or not takes_second_source(p)):
@@ -120,8 +120,8 @@ def run(given: Operands, offer: Offer, p: Problem) -> Array | None:
 
 
 def _takes_norm(p: Problem) -> bool:
-    """Whether it takes the result back through the norm: sources are 16-bit, of two the first has whole tiles of
-    channels, and nothing is added to the result."""
+    """Whether it fuses the norm's backward. The norm's sources must be 16-bit, the first of two must have a multiple of
+    64 channels, and nothing may be added to the result."""
     return (
         not p.wanted & EPILOGUE
         and is_low(p.norm[0].dtype)
@@ -131,9 +131,9 @@ def _takes_norm(p: Problem) -> bool:
 
 
 def _takes_skip(p: Problem) -> bool:
-    """Whether it fuses the skip path, which it does beside a 3×3 convolution where a launch of its own is not faster.
-    Images are 16-bit, and of two sources the first has whole tiles of channels. Then it adds only biases, and takes no
-    ReLU and no second source."""
+    """Whether it fuses the skip path of a 3×3 convolution. Images must be 16-bit, and the first of two sources must
+    have a multiple of 64 channels. Biases may be wanted too, but no embedding, addend, ReLU or second source. It does
+    not if two launches are estimated to take less time."""
     return (
         not p.wanted & {Fusion.EMB, Fusion.ADDEND, Fusion.RELU, Fusion.SECOND_SOURCE}
         and is_low(p.x.dtype)
@@ -162,9 +162,9 @@ def _skip_gains(p: Problem, skip: int) -> bool:
 
 
 class Plan(NamedTuple):
-    """A tile as launched. cluster: blocks of a cluster, which share the depth. rows: of an output tile. blocks:
-    clusters for each 64 channels. halos: halo tiles in flight. weights: weights in flight, of R taps each. shared:
-    bytes of shared memory."""
+    """A launch configuration. cluster: blocks of a cluster, which split the depth. rows: of an output tile. blocks:
+    clusters for each 64 output channels. halos: halo tiles in flight. weights: weights in flight, of R taps each.
+    shared: bytes of shared memory."""
 
     tile: Tile
     cluster: int
@@ -190,18 +190,18 @@ def plans(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsiz
 
 @functools.cache
 def tiles_of(shape: tuple[int, ...], rows: int) -> int:
-    """Output tiles of 8 columns and so many rows in one image of (N, H, W, C)."""
+    """Output tiles, 8 pixels wide and `rows` high, of one image of (N, H, W, C)."""
     return blocks(shape[1], rows) * blocks(shape[2], 8)
 
 
 @functools.cache
 def pitch_of(columns: int, upsample: bool) -> int:
-    """Pixels of a row of a halo tile, for a weight with so many columns. An upsampled image's come in pairs."""
+    """Pixels of a row of a halo tile, for a weight of `columns` columns. With `upsample` they are loaded in pairs."""
     return 8 + columns - 1 + (2 * (columns // 2 % 2) if upsample else 0)
 
 
 def steps_of(channels: int, kernel: tuple[int, int], itemsize: int, skip: int) -> tuple[int, int]:
-    """A tile's steps: those of R taps of a chunk of x's channels, and those of a chunk of the skip path's."""
+    """A tile's steps for x, each R taps of a chunk of channels; and for the skip path, each a chunk of channels."""
     own, skips = (-(-count * itemsize // ROW_BYTES) for count in (channels, skip))
     return kernel[1] * own, skips
 
@@ -212,8 +212,8 @@ def splits_of(steps: int, cluster: int) -> list[tuple[int, int]]:
 
 
 def at_once(cluster: int) -> int:
-    """How many clusters of so many blocks run at once, each block on a multiprocessor of its own. Clusters of four and
-    more blocks fit on 120 of an H200's 132 multiprocessors only."""
+    """How many clusters of `cluster` blocks run at once, each block on a multiprocessor of its own. Clusters of four
+    and more blocks fit on only 120 of an H200's 132 multiprocessors."""
     count = multiprocessors()
     return (count if cluster <= 2 else count * 120 // 132) // cluster
 
@@ -222,10 +222,10 @@ def fit(tile: Tile, shape: tuple[int, ...], outputs: int, kernel: tuple[int, int
         cluster: int = 1, skip: int = 0, upsample: bool = False) -> Plan | None:
     """The plan for this tile and cluster, or None.
 
-    It is None where shared memory has no room for two chunks' halo tiles and two weights of R taps. An upsampled
-    image's halo tiles come row by row and need three weights: with two, 128 channels at 64 x 64 take 69 µs, by a
-    smaller tile 64. It is None too where the blocks of a cluster cannot share the depth: each must have a part of it,
-    and all must run at once. Only the smallest tile shares it, because larger ones gained nothing.
+    It is None if shared memory has no room for two halo tiles and two weights of R taps. With `upsample` it must have
+    room for three weights, because halo tiles are loaded row by row: with two, 128 channels at 64 x 64 take 69 µs, with
+    a smaller tile 64. It is also None if a cluster's blocks cannot split the depth: each must have a step of it, and
+    all clusters must run at once. Only the smallest tile is split, because larger ones gained nothing.
     """
     rows = min(shape[1], tile.pixels // 8)
     count = shape[0] * tiles_of(shape, rows)
@@ -273,10 +273,10 @@ plan = Planner("conv2d_sm90", plans, time)
 
 
 def full_tiles(images: tuple[int, ...], apart: bool) -> tuple[int, int, int]:
-    """The shape (N, H, W) in which a 1×1 convolution, which needs no neighbours, takes its images.
+    """The shape (N, H, W) as which a 1×1 convolution, which needs no neighbours, views its images.
 
-    It is 8 pixels wide where 8 divides an image's pixels. All are one image, unless `apart`, because sums or vectors
-    belong to each.
+    It is 8 pixels wide if 8 divides an image's pixels. All images are viewed as one, unless `apart`, which
+    statistics, norms and embeddings require.
     """
     n, height, columns = images
     if not apart:
@@ -291,11 +291,11 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
 
     weight: (K, R, S, C). With `transposed` it is (C, R, S, K), x the gradient of an output, and out that of the input;
     `norm` is then as in `table.dgrad`. x2: the channels after x's. out2: receives the channels after out's. Both only
-    where `takes_second_source`. skip: a skip path whose result is added, where `offer` takes it; then the epilogue is a
-    bias alone. upsample: x is seen with each pixel four times, and out is (N, 2H, 2W, K). chosen: a plan in place of
-    `plan`'s, for x's shape after upsampling.
+    if `takes_second_source`. skip: a skip path whose result is added, only if `offer` fuses it; then the epilogue has
+    no more than a bias. upsample: x is read as if each pixel were four, and out is (N, 2H, 2W, K). chosen: a plan in
+    place of `plan`'s, for x's shape after upsampling.
 
-    Returns out's moments, if `statistics`, or PRODUCTS with `norm`, else None.
+    Returns out's moments if `statistics`, PRODUCTS with `norm`, else None.
     """
     kernel, (n, height, columns, split) = weight.shape[1:3], x.shape
     if upsample:
@@ -306,7 +306,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     first_outputs = out.shape[3]
     outputs = first_outputs if out2 is None else first_outputs + out2.shape[3]
     weight = weight if weight.dtype == x.dtype else weight.astype(x.dtype)
-    if transposed and x.dtype == float32:  # wgmma takes tf32 only as fprop has it
+    if transposed and x.dtype == float32:  # wgmma takes tf32 operands only in fprop's layout
         weight, transposed = turned(weight), False
     skip_bias, skip_channels, skip_split = None, 0, 0
     if skip is not None:

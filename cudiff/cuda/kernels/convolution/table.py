@@ -31,7 +31,7 @@ from cudiff.statistics import ChannelStatistics
 
 
 def _without_statistics(offer: Callable[[Problem], Offer | None]) -> Callable[[Problem], Offer | None]:
-    """An offer for exact fprop only (float32 not rounded to tf32), without statistics."""
+    """`offer` for exact fprop only (float32 not rounded to tf32), which leaves statistics to the norm."""
     def offer_exact(p: Problem) -> Offer | None:
         exact = p.direction == FPROP and p.x.dtype == float32 and p.products == 3
         return offer(p._replace(wanted=p.wanted - {Fusion.STATISTICS})) if exact else None
@@ -43,35 +43,38 @@ CONVOLUTION = Table(
     "convolution",
     Row("conv2d_depthwise", ANY, grouped.offer_depthwise, grouped.run_depthwise,
         "a group for each channel, kernels of up to 8 a side; adds a bias and an addend"),
-    Row("conv2d_grouped", ANY, grouped.offer, grouped.run, "all others with groups or dilation; adds the same"),
+    Row("conv2d_grouped", ANY, grouped.offer, grouped.run,
+        "all others with groups or dilation; adds a bias and an addend"),
     Row("conv2d_few_channels", ANY, few_channels.offer, few_channels.run,
-        "3x3 or 1x1 that keep the size, between an image of up to 7 channels, 16-bit or float32, and a 16-bit one of "
-        "32 or more in 32s, of up to 128 where that of few is the result or float32; adds a bias, and to a result of "
-        "many channels emb and ReLU, and writes its sums; dgrad to a norm of one source; not with an addend, a skip "
-        "path, two sources, an upsampled input"),
+        "3x3 and 1x1 that keep the size, between an image of up to 7 channels, 16-bit or float32, and a 16-bit one of "
+        "a multiple of 32, of up to 128 if the image of few is the result or float32; adds a bias; for a result of "
+        "many channels also an embedding, ReLU, statistics or SUMS, and the backward of a norm of one source; not with "
+        "an addend, a skip path, two sources or an upsampled input"),
     Row("gemm_sm90", SM90, windows_sm90.offer, windows_sm90.run,
-        "fprop, and dgrad where every pixel is under a tap, of strides of up to 8 and any padding of up to 127, of 16 "
-        "bits, pixels at multiples of 16 bytes; adds bias, addend and, of several taps, embedding; takes two sources "
-        "of a convolution that keeps the size; declines where conv2d_sm90 or conv2d is estimated to take less time "
-        "with the sums and the skip path that it fuses: so it takes strides, one tap and small images"),
+        "16-bit fprop, and dgrad if every pixel is under a tap, strides of up to 8, padding of up to 127, pixels at "
+        "multiples of 16 bytes; adds bias and addend, and an embedding unless it is 1x1 of stride 1; takes two sources "
+        "of a convolution that keeps the size; declines if conv2d_sm90 or conv2d, with the statistics and the skip "
+        "path that it fuses, is estimated to take less time; chosen mostly for strides, 1x1 and many small images"),
     Row("conv2d_sm90", SM90, sm90.offer, sm90.run,
         "fprop and dgrad of stride 1 that keep the size, 16-bit or tf32, 1 or 3 rows of taps, pixels at multiples of "
-        "16 bytes; adds bias, embedding and addend; fprop writes a norm's statistics, dgrad no bias's sums; 16-bit "
-        "also two sources, dgrad to a norm beside nothing added, a skip path beside 3x3 and biases; declines a skip "
-        "path where two launches are estimated to take less time"),
+        "16 bytes; adds bias, embedding and addend; fprop also ReLU, statistics and an upsampled input, dgrad no SUMS; "
+        "16-bit also two sources, a norm's backward if nothing is added, and the skip path of a 3x3 that adds only "
+        "biases; declines a skip path if two launches are estimated to take less time"),
     Row("conv2d_wgrad_sm90, conv2d_wgrad_tf32_sm90", SM90, wgrad_sm90.offer, wgrad_sm90.run,
-        "wgrad of the same, any number of channels, images of up to 128 columns, 112 in tf32; 16-bit also two sources, "
-        "and an upsampled input where shared memory has room"),
+        "wgrad of such convolutions, any number of channels, images of up to 128 columns, 112 in tf32; 16-bit also two "
+        "sources, or an upsampled input if shared memory has room"),
     Row("matmul, exact", SM90, _without_statistics(matrices.offer_pixels), matrices.run_pixels,
-        "1x1 fprop of float32; writes no statistics: the norm's one pass is a little faster without"),
-    Row("conv2d, exact", SM90, _without_statistics(portable.offer), portable.run, "fprop of float32, likewise"),
+        "1x1 fprop of float32; writes no statistics: without them the norm takes one pass, which is a little faster"),
+    Row("conv2d, exact", SM90, _without_statistics(portable.offer), portable.run,
+        "fprop of float32; writes no statistics, for the same reason"),
     Row("matmul", ANY, matrices.offer_pixels, matrices.run_pixels,
-        "1x1 of stride 1 and one source, by the table of linear layers; not where conv2d writes sums that are wanted"),
+        "1x1 of stride 1 and one source, by the table of linear layers; not if conv2d writes the wanted statistics"),
     Row("matmul, shape.copy", ANY, matrices.offer_windows, matrices.run_windows,
-        "dgrad where the windows of its result lie side by side and cover it; adds a bias alone"),
+        "dgrad if the windows of its result do not overlap and cover it; adds only a bias"),
     Row("conv2d", ANY, portable.offer, portable.run,
-        "all; writes the sums of what no ReLU follows, and dgrad to a norm, where tiles are of one image and the depth "
-        "is not cut"),
+        "all; adds bias, embedding and addend; takes two sources and an upsampled input; fprop writes statistics "
+        "unless ReLU follows, dgrad does a norm's backward if nothing is added, both only if each warp's rows are of "
+        "one image and the depth is not split"),
 )
 
 
@@ -79,8 +82,8 @@ def fprop(given: Operands, stride: Pair, padding: Pair, statistics: bool = False
           upsample: bool = False, dilation: Pair = (1, 1), groups: int = 1) -> ChannelStatistics | None:
     """given.out (N, Ho, Wo, K) = the convolution, plus what the operands add; then ReLU, if `relu`.
 
-    upsample: the input is seen twice as high and wide, each pixel four times. statistics: whether to return out's
-    moments; None where the kernel makes none. Without images nothing is launched, here and in `dgrad`.
+    upsample: the input is read as if upsampled: twice as high and wide, each pixel four times. statistics: whether to
+    return out's moments; None if the kernel writes none. An empty out launches nothing, here and in `dgrad`.
     """
     if given.out.size == 0:
         return None
@@ -99,7 +102,7 @@ def fprop(given: Operands, stride: Pair, padding: Pair, statistics: bool = False
 
 
 def _skipped(given: Operands) -> Array:
-    """Compute the result of a skip path by a launch of its own."""
+    """The result (N, Ho, Wo, K) of the skip path, by a launch of its own."""
     skip = given.skip
     assert skip is not None
     matrix = skip.weight.reshape(len(skip.weight), -1)
@@ -112,9 +115,9 @@ def dgrad(given: Operands, stride: Pair, padding: Pair, sums: bool = False, dila
           groups: int = 1) -> ChannelStatistics | None:
     """given.out (N, H, W, C) = the gradient of the input, plus what the epilogue adds.
 
-    sums: whether to return its SUMS; None where the kernel makes none. If a norm made the input (`given.norm`) and the
-    epilogue is empty, out may become d_preact instead: the gradient of the norm's output before SiLU. Then this returns
-    PRODUCTS, with the norm's input x, in float32 with x - mean; else None.
+    sums: whether to return its SUMS; None if the kernel writes none. If a norm made the input (`given.norm`) and the
+    epilogue is empty, the kernel may fuse the norm's backward. Then out is d_preact, the gradient of the norm's output
+    before SiLU, and PRODUCTS are returned, with the norm's input x, in float32 with x - mean. Else None is returned.
     """
     if given.out.size == 0:
         return None
@@ -127,8 +130,8 @@ def dgrad(given: Operands, stride: Pair, padding: Pair, sums: bool = False, dila
 
 def wgrad(given: Operands, stride: Pair, padding: Pair, upsample: bool = False, dilation: Pair = (1, 1),
           groups: int = 1) -> None:
-    """given.weight (K, R, S, C / groups), float32, = or, with given.add, += the gradient of the weight, 0 without
-    images. `upsample` is as in `fprop`."""
+    """given.weight (K, R, S, C / groups), float32, = or, with given.add, += the gradient of the weight, which is 0
+    without images. `upsample` is as in `fprop`."""
     if given.x.size == 0:
         if not given.add:
             given.weight.fill(0)
@@ -144,7 +147,7 @@ def wgrad(given: Operands, stride: Pair, padding: Pair, upsample: bool = False, 
 
 
 def casts(x: tuple[int, ...], dtype: np.dtype, weight: tuple[int, ...], out_dtype: np.dtype, emb: bool) -> bool:
-    """Whether one kernel can read an image of one dtype and write another, without a cast of its own.
+    """Whether one kernel can read an image of one dtype and write another, without a separate cast.
 
     The convolution has stride 1 and keeps the size. x: the image's shape. dtype: its dtype. weight: (K, R, S, C).
     emb: whether an embedding is added.

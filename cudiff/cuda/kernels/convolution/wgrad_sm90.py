@@ -33,14 +33,14 @@ from cudiff.cuda.tensor_map import tensor_map
 from cudiff.cuda.tiles import Planner
 
 MAX_BATCH = 16  # gradients in a launch: they take 7 of the 32 KiB that its arguments may have
-PENDING_BYTES = 128 << 20  # of images kept for them: with 144 MiB the U-Net's step at batch 32 takes 96 MiB more
+PENDING_BYTES = 128 << 20  # of images kept pending: with 144 MiB the U-Net's step at batch 32 takes 96 MiB more
 WAVES = 4  # of blocks, at most
 COLUMNS = 128  # of an image, at most
 TF32_COLUMNS = 112  # of an image, at most: three steps of it fit in shared memory
 
 
 def supports(p: Problem) -> bool:
-    """Whether `wgrad` serves the problem, with any number of channels, leaving fused ops aside."""
+    """Whether `wgrad` serves the problem, with any number of channels, apart from fused ops."""
     if p.direction != WGRAD or not of_one_size(p):
         return False
     columns = p.out.shape[2]
@@ -61,20 +61,20 @@ def run(given: Operands, offer: Offer, p: Problem) -> None:
 
 
 def _takes_upsampled(p: Problem) -> bool:
-    """Whether it takes an x that the forward upsampled to twice the height and width."""
+    """Whether it can read x as the forward did, upsampled to twice the height and width."""
     size = p.out.shape[1], width_of(p.out.shape[2])
     return is_low(p.x.dtype) and fit(size, p.x.shape[3], p.kernel, 1, 1, upsample=True) is not None
 
 
 def width_of(columns: int) -> int:
-    """Pixels of an image's row in shared memory: a multiple of eight, which make a swizzled block."""
+    """Pixels of an image's row in shared memory: a multiple of eight, the pixels of a swizzled block."""
     return blocks(columns, 8) * 8
 
 
 class Plan(NamedTuple):
-    """How weight gradients are cut. taps: horizontal taps of a block. across: 64-channel columns of a block. cluster:
-    blocks of a cluster. splits: parts of the depth (split K). Then what follows from these: rows of an image in a step,
-    steps in flight, bytes of shared memory."""
+    """A launch configuration. taps: horizontal taps of a block. across: 64-channel columns of a block. cluster: blocks
+    of a cluster. splits: parts of the depth (split K). The rest follows from these. rows: of an image in a step.
+    stages: steps in flight. shared: bytes of shared memory."""
 
     taps: int
     across: int
@@ -101,12 +101,12 @@ class _Wgrad(NamedTuple):
 
 def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: Plan | None = None,
           x2: Array | None = None) -> None:
-    """dweight (K, R, S, C), float32, = or, with `add`, += the gradient of the weight. Its rows may be parts of longer
-    ones.
+    """dweight (K, R, S, C), float32, = or, with `add`, += the gradient of the weight. Its rows may be slices of longer
+    rows.
 
-    x2: the channels after x's, where `takes_second_source`. The forward upsampled x if it is half as high and wide as
-    dout, where `_takes_upsampled`. A 16-bit gradient may be deferred (see cudiff.cuda.deferred), unless a plan is
-    `chosen`.
+    x2: the channels after x's, only if `takes_second_source`. An x half as high and wide as dout is read as upsampled,
+    only if `_takes_upsampled`. The gradient of 16-bit images may be deferred (see cudiff.cuda.deferred), unless a
+    plan is `chosen`.
     """
     if x.dtype == float32:
         wgrad_tf32(x, dout, dweight, add)
@@ -187,7 +187,7 @@ def _blocks(weight: tuple[int, ...], taps: int, across: int) -> int:
 def plans(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...], upsample: bool) -> Iterator[Plan]:
     """All plans for a dout of this (N, H, W) and weights of these (K, R, S, C).
 
-    The splits' blocks run in up to WAVES waves: where one wave leaves multiprocessors idle, several leave fewer idle.
+    The splits' blocks run in up to WAVES waves: if one wave leaves multiprocessors idle, several leave fewer idle.
     """
     n, height, columns = images
     kernel, channels = weights[0][1:3], max(weight[3] for weight in weights)
@@ -211,8 +211,8 @@ def time(chosen: Plan, images: tuple[int, ...], weights: tuple[tuple[int, ...], 
     width = width_of(columns)
     pixels, product = rows * width, 64 * kernel_rows * across * taps
     halo_bytes = (pixels + across * (rows + kernel_rows - 1) * (width + taps - 1)) * ROW_BYTES
-    step = ((halo_bytes / 92e3) ** 4 + (pixels * product / 57e3) ** 4) ** 0.25  # the longer, or more if they are alike
-    if upsample and taps == 1:  # the halo tile comes row by row, and three taps have time for that
+    step = ((halo_bytes / 92e3) ** 4 + (pixels * product / 57e3) ** 4) ** 0.25  # the longer, or more if similar
+    if upsample and taps == 1:  # the halo tile is loaded row by row; three taps have time for that
         step = max(1.15 * step, 0.067 * (rows + kernel_rows))
     share = product * 256 / cluster  # bytes of the product that a block writes
     estimate = waves * (2.9 + blocks(n * blocks(height, rows), splits) * step + share / 29e3)
@@ -228,13 +228,13 @@ plan = Planner("conv2d_wgrad_sm90", plans, time)
 
 def fit(size: tuple[int, int], channels: int, kernel: tuple[int, ...], taps: int, across: int,
         upsample: bool = False) -> tuple[int, int, int] | None:
-    """Rows of an image in a step, steps in flight, bytes of shared memory; None where the kernel cannot do it, as where
+    """Rows of an image in a step, steps in flight, bytes of shared memory. None if the kernel does not support it, or
     two steps do not fit.
 
     size: an image's rows, and the pixels of a row in shared memory (`width_of`).
     """
     height, width = size
-    step = 1 if width % 16 == 0 else 2  # pixels come in 16s
+    step = 1 if width % 16 == 0 else 2  # a step's pixels are a multiple of 16
     rows = min(max(1, 128 // width // step), blocks(height, step)) * step
     pitch = width + taps - 1 + (2 if upsample else 0)
     halo = blocks((rows + kernel[0] - 1) * pitch * ROW_BYTES, 1024) * 1024
@@ -250,7 +250,7 @@ def fit(size: tuple[int, int], channels: int, kernel: tuple[int, ...], taps: int
 
 
 def wgrad_tf32(x: Array, dout: Array, dweight: Array, add: bool, splits: int = 0) -> None:
-    """`wgrad` of float32 images, rounded to tf32. splits: parts of the depth; 0 stands for as many as run at once."""
+    """`wgrad` of float32 images, rounded to tf32. splits: parts of the depth; 0 for as many as run at once."""
     x, dout = _whole(x), _whole(dout)
     n, height, columns, _ = x.shape
     outputs, taps, _, channels = dweight.shape
@@ -285,7 +285,7 @@ def fit_tf32(height: int, columns: int, channels: int, taps: int) -> tuple[int, 
 
 
 def _sums(dweight: Array, count: int) -> tuple[Array, np.int64]:
-    """The array for `count` partial sums, and the pitch of its rows in floats. One sum goes to dweight itself."""
+    """The array for `count` partial sums, dweight itself for one, and the pitch of its rows in floats."""
     if count == 1:
         return dweight, np.int64(dweight.strides[0] // 4)
     size = dweight.size // len(dweight)
@@ -293,6 +293,6 @@ def _sums(dweight: Array, count: int) -> tuple[Array, np.int64]:
 
 
 def _whole(x: Array) -> Array:
-    """x with zero channels added up to a multiple of 8, so that TMA can read its rows."""
+    """x with its channels padded by zeros to a multiple of 8, so that TMA can read its rows."""
     rest = -x.shape[3] % 8
     return padded(x, ((0, 0), (0, 0), (0, 0), (0, rest))) if rest else x

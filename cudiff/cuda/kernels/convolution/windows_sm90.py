@@ -1,12 +1,12 @@
 """Convolutions of any stride and padding as matrix products (implicit GEMM) on Hopper, by gemm_sm90.cu.
 
-The product's rows are windows, of any number of images. Its depth is the channels of all taps. So it does well with
-small images and with one tap, where conv2d_sm90.cu does not: that cuts each image into tiles 8 pixels wide, and its
-warpgroups share no operand.
+The product's rows are the windows of all images. Its depth is the channels of all taps. A tile of rows may span
+several images, so that many small images fill it. conv2d_sm90.cu is slower with these and with one tap: it cuts each
+image into tiles 8 pixels wide, and its warpgroups share no operand.
 
-The gradient of the input of a convolution of stride s is s² convolutions of stride 1. Pixels that are s apart are under
-the same taps, which are s apart. With a 3x3 kernel of stride 2, of four pixels one is under four taps, two are under
-two, one is under one.
+With stride s, dgrad is s² convolutions of stride 1. Each computes the pixels that lie s apart: the same taps contribute
+to all of them, and these taps lie s apart too. With a 3x3 kernel of stride 2, one of four pixels gets four taps, two
+get two, and one gets one.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from cudiff.cuda.launch import blocks
 from cudiff.cuda.select import Offer
 from cudiff.cuda.tensor_map import Windows
 
-NORM_SHARE = 1.1  # factor on conv2d_sm90's estimate where it takes its result back through a norm
-SMALL_SHARE = 1.12  # and where a block does several of its smallest tiles: 46.7 µs for 40.4, 41.4 for 36.9
+NORM_SHARE = 1.1  # factor on conv2d_sm90's estimate if it fuses the norm's backward
+SMALL_SHARE = 1.12  # factor if a block does several of its smallest tiles: 46.7 µs for 40.4 estimated, 41.4 for 36.9
 TAP_BYTES = 4.5e6  # of windows read in a microsecond; they are read for each tap and each column of tiles
-PASS, PASS_BYTES = 2.0, 3.5e6  # an extra pass for sums: its microseconds, and the bytes that it reads in one
+PASS, PASS_BYTES = 2.0, 3.5e6  # of an extra pass for statistics: fixed microseconds, and bytes read in a microsecond
 
 
 class Part(NamedTuple):
@@ -42,13 +42,13 @@ class Part(NamedTuple):
 
 @functools.cache
 def _along(backward: bool, length: int, taps: int, stride: int, padding: int) -> list[tuple]:
-    """The parts along one axis of a result of this length: each the four of `Windows`, and the slices of the weight's
-    taps and of the result's pixels."""
+    """The parts along one axis, for a result of this length. Each is the four fields of `Windows`, then the slices of
+    the weight's taps and of the result's pixels."""
     if not backward:
         return [(taps, length, -padding, stride, slice(None), slice(None))]
     parts = []
     for pixel in range(min(stride, length)):
-        tap = (pixel + padding) % stride  # the first one over pixels pixel, pixel + stride, ...
+        tap = (pixel + padding) % stride  # the first that contributes to pixels pixel, pixel + stride, ...
         seen = len(range(tap, taps, stride))
         first = (pixel + padding - tap) // stride - (seen - 1)
         parts.append((seen, -(-(length - pixel) // stride), first, 1, slice(tap, None, stride),
@@ -64,9 +64,9 @@ def parts_of(p: Problem) -> list[Part]:
 
 
 def offer(p: Problem) -> Offer | None:
-    """Takes all that is added, where this is estimated to take less time than the table's next rows. The estimate
-    counts what those fuse and this leaves: sums for a norm, which then reads the result once more, and a skip path,
-    which then is a launch of its own."""
+    """Fuses the epilogue and a second source. It declines unless it is estimated to take less time than the table's
+    next rows. The estimate includes the launches for what those rows fuse and this one does not: a norm's statistics or
+    PRODUCTS, for which the norm reads the result once more, and a skip path."""
     if not _supports(p):
         return None
     parts = parts_of(p)
@@ -98,7 +98,7 @@ def _supports(p: Problem) -> bool:
 
 
 def _is_matrix(p: Problem) -> bool:
-    """Whether it is a linear layer: every pixel is a window by itself."""
+    """Whether it is a linear layer: each window is one pixel."""
     return p.kernel == p.stride == (1, 1) and p.padding == (0, 0)
 
 
@@ -110,7 +110,7 @@ def _product(p: Problem, part: Part) -> tuple[int, int, int, bool]:
 
 
 def _estimate(p: Problem, part: Part) -> float:
-    """Estimated microseconds of the plan by the rule. A measured plan is no slower, and tuning is not to change which
+    """Estimated microseconds of the plan by the rule. A tuned plan is no slower, and tuning must not change which
     kernel runs."""
     asked = rows, columns, depth, _ = _product(p, part)
     chosen, = plan.by_rule(*asked)

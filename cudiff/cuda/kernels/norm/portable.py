@@ -1,4 +1,4 @@
-"""Group norm on every GPU, by group_norm.cu: passes over the images, and between them launches that finish sums."""
+"""Group norm on every GPU, by group_norm.cu: passes over the images, and launches that add up the tiles' sums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cudiff.cuda.select import Offer
 from cudiff.cuda.sums import add_rows, empty_statistics
 from cudiff.statistics import Kind
 
-_FEW_TILES, _FEW_CHANNELS = 64, 2048  # up to which every block of an image adds up the sums itself
+_FEW_TILES, _FEW_CHANNELS = 64, 2048  # at most these: every block of an image adds up its sums itself
 _AT_ONCE = 7936  # channels of a block of finish_sums, at most: what fits in Turing's shared memory
 _SILU_DONE = 2  # an `activation` of input_gradients: dy is d_preact already
 
@@ -39,7 +39,7 @@ def forward(given: Forward, plan: None, p: Problem) -> None:
     statistics: tuple = (None, None)
     found: tuple = (mean, rstd)
     if max(sums[2], sums[5]) > _FEW_TILES or channels > _FEW_CHANNELS:
-        few = max(1, 8 * p.groups // channels)  # groups for a block: of 8 channels, or one
+        few = max(1, 8 * p.groups // channels)  # groups for a block: those of 8 channels, at least one
         launch("group_norm", "finish_statistics", (p.images, blocks(p.groups, few)), 256,
                (*sums, p.channels1, p.channels2, mean, rstd, p.groups, few, share, given.eps),
                16 * max(256, few * channels // p.groups), **p.constants)
@@ -51,8 +51,8 @@ def forward(given: Forward, plan: None, p: Problem) -> None:
 
 
 def _statistics_of(given: Forward, p: Problem) -> tuple:
-    """For each source: its sums, whether they are centred, and the number of tiles. A pass makes sums that did not come
-    with the source."""
+    """For each source: its statistics, whether they are centred, and the number of tiles. A pass makes those that did
+    not come with the source."""
     operands: list = []
     for source, statistics in zip((given.x, given.x2), given.statistics, strict=True):
         if source is not None and statistics is None:
@@ -122,15 +122,15 @@ def tiling(n: int, pixels: int, channels: int, pack: int, multiprocessors: int,
     Two blocks run at once on a multiprocessor, and few multiprocessors are left idle. pack: channels that are read at
     once. multiprocessors: those of the GPU.
 
-    narrow: allows more chunks. If a thread has few pixels, a chunk may have down to 8 packs, which leaves a block fewer
-    channels to prepare; as many blocks have to run. If it has many, long rows are read faster: chunks of down to 16
-    packs, and blocks that run one after another, are taken only to fill multiprocessors that would idle.
+    narrow: allows narrower chunks. If a thread has few pixels, a chunk may have down to 8 packs, so that a block has
+    fewer channels to prepare, unless fewer blocks would run at once. If it has many, long rows are read faster: chunks
+    of down to 16 packs, and several waves of blocks, are taken only to fill multiprocessors that would idle.
     """
     packs = channels // pack
     at_once, least = 2 * multiprocessors, blocks(packs, 32)
 
     def rounds(waves: int, chunks: int) -> int:
-        """How many times a block takes as many pixels as it has threads for."""
+        """The pixels of a thread."""
         return blocks(pixels, 256 // blocks(packs, chunks) * max(1, waves * at_once // (n * chunks)))
 
     def filled(waves: int, chunks: int) -> float:

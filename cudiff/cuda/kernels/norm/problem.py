@@ -15,8 +15,8 @@ from cudiff.statistics import ChannelStatistics, Kind
 class Problem(NamedTuple):
     """backward: whether it is the backward pass. pixels: of an image. channels1, channels2: of the first source and of
     the second, 0 where there is none. packs: whether all channels and addresses allow packs of 16 bytes. summed:
-    whether sums came with every source (forward) or with dy (backward). two_terms: whether backward adds two terms to
-    dx, one of which lies elsewhere. multiprocessors: those of the GPU."""
+    whether statistics came with every source (forward), or PRODUCTS with dy (backward). two_terms: whether backward
+    adds two arrays to dx. multiprocessors: those of the GPU."""
 
     backward: bool
     dtype: np.dtype
@@ -71,8 +71,8 @@ for the others whether the gradient is added to what the array holds."""
 
 
 class Backward(NamedTuple):
-    """As `Forward`, with dy and the gradients' targets. y: receives the output once more, or None. statistics: PRODUCTS
-    that came with dy, which is then d_preact, or None. leaves: receives at 0 and 1 the SUMS of dx and dx2, or None."""
+    """As `Forward`, with dy and the gradients' targets. y: receives the output again, or None. statistics: PRODUCTS
+    that came with dy, or None; with them dy is d_preact. leaves: receives SUMS of dx at 0 and of dx2 at 1, or None."""
 
     dy: Array
     x: Array
@@ -96,7 +96,7 @@ class Backward(NamedTuple):
         return [out for out, before in targets if out is not None and (before is True or before is out)]
 
     def make_sums(self, p: Problem, tiles: int) -> tuple[Array | None, Array | None]:
-        """Put new statistics of so many tiles into `leaves`. Returns their arrays, for dx and dx2, or Nones."""
+        """Put new SUMS of `tiles` tiles into `leaves`. Returns their arrays for dx and dx2, or None for each."""
         if self.leaves is None:
             return None, None
         arrays: list[Array | None] = [None, None]

@@ -1,5 +1,5 @@
-"""Group norm on Hopper: an image's pixels are read once and stay in shared memory. Forward they are shared by a cluster
-of blocks (group_norm_sm90.cu), backward by blocks that wait for each other (group_norm_backward_sm90.cu)."""
+"""Group norm on Hopper: an image's pixels are read once and stay in shared memory. In the forward a cluster of blocks
+shares them (group_norm_sm90.cu), in the backward blocks that wait for each other (group_norm_backward_sm90.cu)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cudiff.cuda.select import Offer
 from cudiff.cuda.tensor_map import tensor_map
 from cudiff.cuda.tiles import Planner
 
-THREADS, _BOXES, _SHARED_BYTES = 512, 64, 226 << 10  # of a block, the last two at most: 1 KiB for barriers
+THREADS, _BOXES, _SHARED_BYTES = 512, 64, 226 << 10  # of a block, the last two at most; 1 KiB is for barriers
 
 
 class Boxes(NamedTuple):
@@ -40,7 +40,7 @@ class Boxes(NamedTuple):
 
 @functools.cache
 def _boxes(channels1: int, channels2: int, groups: int, itemsize: int) -> list[Boxes]:
-    """All ways to cut. A chunk of channels has 64 bytes or more, or is all channels, and lies within one source."""
+    """All divisions into chunks. A chunk of channels has 64 bytes or more, or is all channels, and is of one source."""
     found, pack, channels = [], 16 // itemsize, channels1 + channels2
     for chunks in range(1, groups + 1):
         width = channels // chunks
@@ -54,7 +54,7 @@ def _boxes(channels1: int, channels2: int, groups: int, itemsize: int) -> list[B
 
 
 class ClusterPlan(NamedTuple):
-    """How clusters share a group norm: see group_norm_sm90.cu."""
+    """A launch configuration of group_norm_sm90.cu."""
 
     boxes: Boxes
     cluster: int
@@ -78,8 +78,8 @@ class ClusterPlan(NamedTuple):
     def microseconds(self, images: int, megabytes: float, multiprocessors: int) -> float:
         """Estimated time, fitted to an H200. megabytes: those of the input.
 
-        Clusters of four and more blocks fit on 120 of 132 multiprocessors only. Rows of less than 128 bytes are slow
-        where the cache does not hold the array.
+        Clusters of four and more blocks fit on only 120 of 132 multiprocessors. Rows of less than 128 bytes are slow
+        if the cache does not hold the array.
         """
         speed = 16e3 / (1.5 if megabytes > 24 and self.boxes.across < 8 and self.boxes.chunks > 1 else 1)
         places = multiprocessors if self.cluster <= 2 else multiprocessors * 120 // 132
@@ -92,7 +92,7 @@ class ClusterPlan(NamedTuple):
 
 def _cluster_plans(pixels: int, channels1: int, channels2: int, groups: int, itemsize: int, images: int,
                    multiprocessors: int) -> list[ClusterPlan]:
-    """All for x and x2 of so many channels; multiprocessors: of the GPU."""
+    """All plans. multiprocessors: those of the GPU."""
     plans = (ClusterPlan(boxes, cluster, blocks(blocks(pixels, boxes.step), cluster))
              for boxes in _boxes(channels1, channels2, groups, itemsize) for cluster in (1, 2, 4, 8))
     return [plan for plan in plans if plan.fits()]
@@ -107,20 +107,20 @@ FORWARD = Planner("group_norm_sm90", _cluster_plans, _cluster_time)
 
 
 def clusters(*problem: int) -> ClusterPlan | None:
-    """The plan of group_norm_sm90.cu; None where no cluster has room for an image.
+    """The plan of group_norm_sm90.cu; None if no cluster has room for an image.
 
-    No estimate decides: group_norm.cu was not faster for any of 15 shapes.
+    No estimate declines it, because group_norm.cu was faster for none of 15 shapes.
     """
     return FORWARD(*problem) if _cluster_plans(*problem) else None
 
 
 class SharedPlan(NamedTuple):
-    """How blocks share a group norm's backward: see group_norm_backward_sm90.cu."""
+    """A launch configuration of group_norm_backward_sm90.cu."""
 
     boxes: Boxes
     parts: int  # blocks of an image and chunk
     kept: int  # boxes of a block in shared memory
-    held: int  # and in registers
+    held: int  # boxes of a block in registers
     multiprocessors: int
 
     @property
@@ -149,8 +149,8 @@ class SharedPlan(NamedTuple):
     def microseconds(self, images: int, pixels: int, channels: int, itemsize: int) -> float:
         """Estimated time, fitted to an H200.
 
-        Rows of less than 128 bytes are slow where the cache does not hold x and dy. Where no multiprocessor is left to
-        add up the images' sums, another launch does.
+        Rows of less than 128 bytes are slow if the cache does not hold x and dy. If no multiprocessor is left to add up
+        the images' sums, another launch does it.
         """
         megabytes = 2e-6 * images * pixels * channels * itemsize
         slow = 0.1 * megabytes if megabytes > 24 and self.boxes.across < 8 and self.boxes.chunks > 1 else 0
@@ -167,7 +167,7 @@ _PARTS = 32  # blocks of an image and chunk, at most: more were never faster
 
 def _shared_plans(pixels: int, channels1: int, channels2: int, groups: int, itemsize: int, images: int,
                   multiprocessors: int) -> list[SharedPlan]:
-    """All for x and x2 of so many channels; multiprocessors: of the GPU."""
+    """All plans. multiprocessors: those of the GPU."""
     found = []
     for boxes in _boxes(channels1, channels2, groups, itemsize):
         most = blocks(pixels, boxes.step)
@@ -186,8 +186,8 @@ BACKWARD = Planner("group_norm_backward_sm90", _shared_plans, _shared_time)
 
 
 def sharing(*problem: int) -> SharedPlan | None:
-    """The plan of group_norm_backward_sm90.cu; None where there is none, or where group_norm.cu's two launches and a
-    sum are estimated to be faster."""
+    """The plan of group_norm_backward_sm90.cu; None if there is none, or if group_norm.cu's two launches and a sum are
+    estimated to be faster."""
     if not _shared_plans(*problem):
         return None
     pixels, channels1, channels2, _, itemsize, images, _ = problem
@@ -197,12 +197,12 @@ def sharing(*problem: int) -> SharedPlan | None:
 
 
 def _key(p: Problem) -> tuple[int, ...]:
-    """The problem, as the planners take it."""
+    """The planners' arguments for a problem."""
     return p.pixels, p.channels1, p.channels2, p.groups, p.dtype.itemsize, p.images, p.multiprocessors
 
 
 def offer_forward(p: Problem) -> Offer | None:
-    """Not where statistics came with every source: then one pass is left, which the portable kernel does."""
+    """Declines if statistics came with every source: then one pass is left, which the portable kernel does."""
     if p.backward or not p.packs or p.summed:
         return None
     plan = clusters(*_key(p))

@@ -17,16 +17,16 @@ from cudiff.statistics import ChannelStatistics
 NORM = Table(
     "group norm",
     Row("group_norm_sm90.forward", SM90, sm90.offer_forward, sm90.forward,
-        "forward of rows of whole 16 bytes where a cluster of up to 8 blocks has room for an image in shared memory; "
-        "not where statistics came with it"),
+        "forward of rows of a multiple of 16 bytes if a cluster of up to 8 blocks has room for an image in shared "
+        "memory; not if statistics came with every source"),
     Row("group_norm_backward_sm90.backward", SM90, sm90.offer_backward, sm90.backward,
-        "backward of rows of whole 16 bytes where shared memory has room for a block's part of an image; blocks that "
-        "share an image must all run at once; not where sums came with the gradient or dx has two terms; declines "
-        "where it is estimated to take longer than group_norm.cu"),
+        "backward of rows of a multiple of 16 bytes if shared memory has room for a block's part of an image; blocks "
+        "that share an image must all run at once; not if PRODUCTS came with dy or two arrays are added to dx; "
+        "declines if it is estimated to take longer than group_norm.cu"),
     Row("group_norm.statistics, finish_statistics, normalize", ANY, portable.offer_forward, portable.forward,
-        "forward of all images; only passes whose results did not come with them"),
+        "forward of all images; without the pass for statistics that came with them"),
     Row("group_norm.backward_sums, finish_sums, input_gradients", ANY, portable.offer_backward, portable.backward,
-        "backward of all images; only passes whose results are wanted and did not come with them"),
+        "backward of all images; without the pass for PRODUCTS that came with dy, or for dx if it is not wanted"),
 )
 
 
@@ -53,19 +53,19 @@ def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, 
              into: tuple[Slot | None, ...], y: Array | None = None,
              leaves: dict[int, ChannelStatistics | None] | None = None,
              statistics: ChannelStatistics | None = None) -> tuple[Array | None, ...]:
-    """Returns dx, dx2, dweight, dbias, dscale, dshift, each None where `needs` is False for it.
+    """Returns dx, dx2, dweight, dbias, dscale, dshift, each None if `needs` is False for it.
 
     They are written where `gradient_target` says; dx and dx2 where `gradient_sum` does, a lone dx where `gradient_sums`
-    does. All but dx and dx2 are float32. y: receives the output once more, if given. leaves: receives at 0 and 1 the
-    SUMS of dx and dx2, earlier terms included, if given. statistics: PRODUCTS that came with dy, if given; for float32
-    the second is of d_preact·(x - mean). Then dy is d_preact: see `dgrad` of convolutions.
+    does. All but dx and dx2 are float32. y: receives the recomputed output, or None. leaves: receives SUMS of dx at 0
+    and of dx2 at 1, earlier terms included, or None. statistics: PRODUCTS that came with dy, or None; for float32 the
+    second is of d_preact·(x - mean). With them dy is d_preact: see `dgrad` of convolutions.
     """
     n, pixels, channels1, channels2 = extent(x, x2)
     channels, groups = channels1 + channels2, mean.shape[1]
     if into[0] is into[1]:  # one tensor is both sources: two threads would add to one element at the same time
         into = (into[0], None, *into[2:])
     shapes = (x.shape, x2 is not None and x2.shape, (channels,), (channels,), (n, channels), (n, channels))
-    more = None  # the gradient so far of a lone source may be two terms
+    more = None  # the gradient so far of a lone source may be in two arrays
     if x2 is None and needs[0]:
         *dx, more = gradient_sums(into[0], x.shape, x.dtype)
         dx2: Target = [None, more]
