@@ -1,5 +1,7 @@
 """Every kernel is launched on the stand-ins for a GPU of Hopper and for an older one, with checked arguments."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -49,6 +51,8 @@ CHOSEN = {  # for kernels that the others do not need: shapes of operands, and t
     "linear": (((1000, 512), (1024, 512)), ops.linear),
     "tanh-GELU": (((4, 16),), lambda x: ops.gelu(x, approximate="tanh")),
     "mlp": (((8, 16), (32, 16), (32,), (16, 32), (16,)), ops.mlp),
+    **{f"mlp by {name}": (((8, 16), (32, 16), (32,), (16, 32), (16,)), functools.partial(ops.mlp, activation=name))
+       for name in ("silu", "gelu_tanh")},
     "gated linear": (((1, 130, 16), (8, 16), (8,), (1, 130, 8), (1, 8)), lambda *x: _gated(*x) + ops.linear(*x)),
     "attention": (((2, 64, 2, 64),) * 3, ops.attention),
     "attention long": (((2, 256, 2, 64),) * 3, ops.attention),
