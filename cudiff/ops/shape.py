@@ -12,7 +12,7 @@ import numpy as np
 
 from cudiff.backend import Array, array_module
 from cudiff.cuda.accumulate import gradient_target
-from cudiff.cuda.kernels.shape import contiguous, move, zeros
+from cudiff.cuda.kernels.shape import contiguous, join, move, zeros
 from cudiff.cuda.launch import empty
 from cudiff.function import Function
 from cudiff.ops.cast import as_tensor, as_tensors
@@ -101,8 +101,7 @@ class Concatenate(Function):
         shape = list(arrays[0].shape)
         shape[axis] = sum(x.shape[axis] for x in arrays)
         out = empty(tuple(shape), arrays[0].dtype)
-        for view, x in zip(_parts(out, [x.shape[axis] for x in arrays], axis), arrays, strict=True):
-            move(view, x)
+        join(out, arrays, axis)
         return out
 
     @staticmethod
@@ -127,8 +126,7 @@ class Split(Function):
 
     @staticmethod
     def backward_numpy(ctx, *douts, needs, into):
-        dtype = next(dout.dtype for dout in douts if dout is not None)
-        dx = np.zeros(ctx.shape, dtype) if into[0] is None else into[0]
+        dx = np.zeros(ctx.shape, _widest(douts)) if into[0] is None else into[0]
         for part, dout in zip(np.split(dx, ctx.ends[:-1], ctx.axis), douts, strict=True):
             if dout is not None:
                 part += dout
@@ -145,14 +143,23 @@ class Split(Function):
 
     @staticmethod
     def backward_cuda(ctx, *douts, needs, into):
-        dtype = next(dout.dtype for dout in douts if dout is not None)
+        dtype = _widest(douts)
+        douts = tuple([dout if dout is None or dout.dtype == dtype else dout.astype(dtype) for dout in douts])
         dx, accumulate = gradient_target(into[0], ctx.shape, dtype)
-        if not accumulate and any(dout is None for dout in douts):
+        if not accumulate and all(dout is not None for dout in douts):
+            join(dx, douts, ctx.axis)
+            return (dx,)
+        if not accumulate:
             dx = zeros(ctx.shape, dtype)
         for view, dout in zip(_parts(dx, ctx.sizes, ctx.axis), douts, strict=True):
             if dout is not None:
                 move(view, dout, accumulate)
         return (dx,)
+
+
+def _widest(arrays: Sequence[Array | None]) -> np.dtype:
+    """The dtype with the most bytes: gradients of one 16-bit tensor's parts may be float32."""
+    return max((array.dtype for array in arrays if array is not None), key=lambda dtype: dtype.itemsize)
 
 
 def _parts(array: Array, sizes: Sequence[int], axis: int) -> list[Array]:

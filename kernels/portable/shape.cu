@@ -3,6 +3,8 @@
 //   copy, add       out[view] = x[view], or +=; both views have one shape of fewer than 2^32 units. A unit is an element, in
 //                   the _packed forms 16 bytes, of which both views consist and to which they are aligned. Strides count units
 //                   and may be 0 or negative. 16-bit T are added in float.
+//   join            out (rows, pitch): from column `start` on, parts (rows, width of each) side by side. Units as above; fewer
+//                   than 2^32 of them are written.
 //   fill            out[i] = value
 //   take            rows of x by an index: out[i] = x[index[i]]
 //   take_backward, sum_runs, last   scatter; see there
@@ -58,6 +60,30 @@ extern "C" __global__ void copy_packed(uint4* out, const uint4* x, u32 n, Views 
 extern "C" __global__ void add_packed(Pack<T>* out, const Pack<T>* x, u32 n, Views views) {
     wait_for_previous();
     move<true>(out, x, n, views);
+}
+
+// first[i]: the column of part i among the parts; behind the last part's comes the width of all.
+struct Parts { const void* parts[16]; u32 first[17]; int count; };
+
+template <typename Unit>
+__device__ __forceinline__ void join_parts(Unit* out, u32 rows, u32 pitch, u32 start, const Parts& parts) {
+    u32 width = parts.first[parts.count], units = rows * width;
+    for (u64 unit = (u64)blockIdx.x * blockDim.x + threadIdx.x; unit < units; unit += (u64)gridDim.x * blockDim.x) {
+        u32 row = (u32)unit / width, column = (u32)unit - row * width;
+        int i = 0;
+        while (column >= parts.first[i + 1]) i++;
+        column -= parts.first[i];
+        const Unit* part = static_cast<const Unit*>(parts.parts[i]);
+        out[(i64)row * pitch + start + parts.first[i] + column] = part[(i64)row * (parts.first[i + 1] - parts.first[i]) + column];
+    }
+}
+extern "C" __global__ void join(T* out, u32 rows, u32 pitch, u32 start, const __grid_constant__ Parts parts) {
+    wait_for_previous();
+    join_parts(out, rows, pitch, start, parts);
+}
+extern "C" __global__ void join_packed(uint4* out, u32 rows, u32 pitch, u32 start, const __grid_constant__ Parts parts) {
+    wait_for_previous();
+    join_parts(out, rows, pitch, start, parts);
 }
 
 extern "C" __global__ void fill(T* out, float value, i64 n) {

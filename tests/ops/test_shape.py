@@ -114,6 +114,40 @@ def test_split(sections, axis, device, rng):
     check_op(lambda x: cudiff.split(x, sections, axis)[1], x, device=device)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.uint8, np.int64])
+@pytest.mark.parametrize("widths", [(16,) * 19, (1, 0, 8, 24, 3) * 7, (5,), (0, 0)], ids=str)
+@pytest.mark.parametrize("before, behind", [((), ()), ((3,), (8,)), ((2, 5), ())])
+def test_many_parts_are_joined(device, rng, dtype, widths, before, behind):
+    """Of more than one launch has, in packs of 16 bytes or not, some of no size."""
+    parts = [rng.integers(0, 200, (*before, width, *behind)).astype(dtype) for width in widths]
+    joined = cudiff.concatenate([Tensor(part, device=device) for part in parts], len(before))
+    np.testing.assert_array_equal(joined.numpy(), np.concatenate(parts, len(before)))
+
+
+class InFloat32(cudiff.Function):
+    """The tensor itself. Its gradient is float32."""
+
+    @staticmethod
+    def forward_numpy(ctx, x):
+        return x.copy()
+
+    @staticmethod
+    def backward_numpy(ctx, dout, needs, into):
+        return (dout.astype(np.float32),)
+
+    forward_cuda, backward_cuda = forward_numpy, backward_numpy
+
+
+@pytest.mark.parametrize("wide", [(0,), (1,), (0, 2)])
+def test_parts_may_have_wider_gradients(device, rng, wide):
+    x = Tensor(rng.standard_normal((3, 24)).astype(ml_dtypes.bfloat16), device=device, requires_grad=True)
+    weights = rng.standard_normal((3, 8)).astype(np.float32).astype(ml_dtypes.bfloat16)
+    parts = [InFloat32.apply(part) if i in wide else part for i, part in enumerate(cudiff.split(x, 3, axis=1))]
+    total = sum((part * Tensor(weights, device=device)).astype("float32").sum() for part in parts)
+    total.backward()
+    np.testing.assert_array_equal(Tensor(x.grad).numpy().astype(np.float32), np.tile(weights.astype(np.float32), 3))
+
+
 def test_split_that_does_not_divide():
     with pytest.raises(ValueError, match="equal parts"):
         cudiff.split(Tensor(np.ones((2, 5))), 2, 1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from cudiff.backend import Array, array_module, bfloat16, float16, float32, int32, int64, is_capturing, is_float
-from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.cuda.launch import address, blocks, empty, launch
 
 
 def merge_axes(
@@ -30,14 +31,14 @@ def merge_axes(
 
 
 _VIEWS = np.dtype([("dims", "i4"), ("sizes", "i4", 6), ("out", "i8", 6), ("x", "i8", 6)], align=True)
-_UNITS = {1: np.dtype(np.uint8), 2: float16, 4: int32, 8: int64}
+_UNITS: dict[int, np.dtype] = {1: np.dtype(np.uint8), 2: float16, 4: int32, 8: int64}
 
 
 def move(out: Array, x: Array, accumulate: bool = False) -> None:
     """out[...] = x, or += x, between CuPy views of one shape and any strides. Raises ValueError over 6 merged axes."""
     if out.size == 0:
         return
-    dtype = out.dtype if out.dtype in (float32, bfloat16, float16) else _UNITS[out.itemsize]
+    dtype = _unit(out)
     sizes, strides = merge_axes(out.shape, (out.strides, x.strides))
     unit = 16 if _in_packs(sizes, strides, out, x) else out.itemsize
     sizes = (*sizes[:-1], sizes[-1] * out.itemsize // unit)
@@ -51,6 +52,37 @@ def move(out: Array, x: Array, accumulate: bool = False) -> None:
         views[name][:dims] = [stride // unit for stride in view[:-1]] + [view[-1] // out.itemsize]
     name = ("add" if accumulate else "copy") + ("_packed" if unit != out.itemsize else "")
     launch("shape", name, blocks(count, 1024), 256, (out, x, np.uint32(count), views), T=dtype)
+
+
+def _unit(array: Array) -> np.dtype:
+    """The dtype as which kernels move an array's elements."""
+    return array.dtype if array.dtype in (float32, bfloat16, float16) else _UNITS[array.itemsize]
+
+
+_MOST_PARTS = 16
+_PARTS = np.dtype([("parts", "u8", _MOST_PARTS), ("first", "u4", _MOST_PARTS + 1), ("count", "i4")])
+
+
+def join(out: Array, parts: Sequence[Array], axis: int) -> None:
+    """out = the parts side by side along `axis`, by one launch for each 16 of them. All are whole CuPy arrays of one
+    dtype."""
+    rows = math.prod(out.shape[:axis])
+    parts = [part for part in parts if part.size]
+    widths = [part.size // rows * part.itemsize for part in parts]  # in bytes
+    packed = math.gcd(*widths, *map(address, (out, *parts))) % 16 == 0
+    unit, name = (16, "join_packed") if packed else (out.itemsize, "join")
+    if out.nbytes // unit >= 2**32:
+        raise ValueError(f"joining to shape {out.shape} on CUDA takes at most 2**32 elements")
+    columns = [0, *itertools.accumulate(width // unit for width in widths)]  # of each part, and their number
+    for begin in range(0, len(parts), _MOST_PARTS):
+        some = parts[begin : begin + _MOST_PARTS]
+        first = np.subtract(columns[begin : begin + len(some) + 1], columns[begin])
+        table = np.zeros((), _PARTS)
+        table["count"] = len(some)
+        table["parts"][: len(some)] = [address(part) for part in some]
+        table["first"][: len(some) + 1] = first
+        sizes = map(np.uint32, (rows, columns[-1], columns[begin]))
+        launch("shape", name, blocks(rows * int(first[-1]), 1024), 256, (out, *sizes, table), T=_unit(out))
 
 
 def _in_packs(sizes: tuple[int, ...], strides: Sequence[tuple[int, ...]], out: Array, x: Array) -> bool:
