@@ -18,7 +18,7 @@ from cudiff.tensor import Tensor
 
 __all__ = ["layer_norm"]
 
-BLOCKS, ROWS = 1024, 8  # of the backward: about so many blocks, each of so many rows at least
+HELD = 40  # numbers of a row for each thread, at most
 
 
 class LayerNorm(Function):
@@ -52,26 +52,25 @@ class LayerNorm(Function):
     @staticmethod
     def forward_cuda(ctx, x, weight, bias, eps):
         rows, channels = x.size // x.shape[-1], x.shape[-1]
-        shared = math.prod(x.shape[weight.ndim - 1 : -1])
         y, mean, rstd = empty(x.shape, x.dtype), empty(rows, float32), empty(rows, float32)
-        threads, constants = _threads(48, x, y, weight, bias)
-        launch("layer_norm", "normalize", blocks(rows, threads[1]), threads,
-               (y, mean, rstd, x, weight, bias, np.int64(rows), shared, channels, eps), **constants)
+        threads, constants = _threads(x, y, weight, bias)
+        shared, groups, tiles = _tiles(x, weight, 1024)
+        launch("layer_norm", "normalize", groups * tiles, threads,
+               (y, mean, rstd, x, weight, bias, shared, tiles, channels, eps), **constants)
         ctx.save(x, weight, mean, rstd)
         return y
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
         x, weight, mean, rstd = ctx.saved
-        groups, channels = weight.size // weight.shape[-1], weight.shape[-1]
-        shared = math.prod(x.shape[weight.ndim - 1 : -1])
+        channels, (shared, groups, tiles) = weight.shape[-1], _tiles(x, weight, 512)
         dx = dweight = dbias = None, False
-        totals, tiles = None, min(blocks(BLOCKS, groups), blocks(shared, ROWS))
+        totals = None
         if needs[0]:
             dx = gradient_target(into[0], x.shape, x.dtype)
         if needs[1] or needs[2]:
             totals = empty((groups, tiles, channels, 2), float32)
-        threads, constants = _threads(40, x, dout, dx[0], weight)
+        threads, constants = _threads(x, dout, dx[0], weight)
         launch("layer_norm", "backward", groups * tiles, threads,
                (*dx, totals, dout, x, mean, rstd, weight, shared, tiles, channels), **constants)
         if totals is not None:
@@ -88,11 +87,20 @@ def _spread(parameter: np.ndarray, ndim: int) -> np.ndarray:
     return parameter.reshape(*parameter.shape[:-1], *(1,) * (ndim - parameter.ndim), parameter.shape[-1])
 
 
-def _threads(most: int, x: Array, *others: Array | None) -> tuple[tuple[int, int], dict[str, Any]]:
+def _tiles(x: Array, weight: Array, most: int) -> tuple[int, int, int]:
+    """The number of rows that share a row of the weight, of such groups, and of blocks for each: in all about `most`
+    blocks, each of at least 8 rows. Raises ValueError for 2**31 rows and more."""
+    shared, groups = math.prod(x.shape[weight.ndim - 1 : -1]), weight.size // weight.shape[-1]
+    if shared * groups >= 2**31:
+        raise ValueError(f"layer_norm on CUDA takes fewer than 2**31 rows, not {shared * groups}: call it on parts")
+    return shared, groups, min(blocks(most, groups), blocks(shared, 8))
+
+
+def _threads(x: Array, *others: Array | None) -> tuple[tuple[int, int], dict[str, Any]]:
     """Threads and constants of the kernels in which warps share a row of x: one warp, or up to eight where each of its
-    threads would hold over `most` numbers. Of one warp a row, four rows are in a block."""
+    threads would hold over HELD numbers. Of one warp a row, four rows are in a block."""
     constants, channels = kernel_constants(x, *others), x.shape[-1]
-    warps = next((n for n in (1, 2, 4) if channels <= 32 * most * n), 8)
+    warps = next((n for n in (1, 2, 4) if channels <= 32 * HELD * n), 8)
     packs = blocks(channels, 32 * warps * (16 // x.itemsize if constants["VEC"] else 1))
     return (32 * warps, 4 if warps == 1 else 1), constants | {"WARPS": warps, "PACKS": packs}
 
