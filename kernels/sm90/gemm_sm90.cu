@@ -52,15 +52,15 @@
 //              them in the order of the blocks.
 //
 // Launch
-//   Grid       any number of blocks; in clusters (tiles, 1, CLUSTER), with no more blocks than steps. 384 threads.
+//   Grid       any number of blocks; in clusters (tiles, 1, CLUSTER), each for one tile of at least CLUSTER steps. 384 threads.
 //   Maps       a {depth, M, batches}, box {64, 128, 1}; under A_MN {M, depth, batches}, box {64, 64, 1}.
 //              b {depth, N, batches}, box {64, BN, 1}; under B_MN {N, depth, batches}, box {64, 64, 1}.
 //              out, other {N, M, batches}, box {64, 64, 1}.
 //              Under WINDOWS those of a are of 64 channels of 128 windows, those of out and other of 64 channels of 64
 //              pixels, and b has the axes S and R in place of batches.
 //   Columns    WIDTH is a multiple of 64, or of 8 where floats are stored.
-//   Shared     STAGES · 128 bytes · (128 + BN, under B_MN rounded up to 64); unless floats are stored, 2 PANELS of 8 KiB and
-//              2 · BN floats of biases; 256 bytes of barriers.
+//   Shared     STAGES · 128 bytes · (128 + BN, under B_MN rounded up to 64), with at most 8 STAGES; unless floats are stored,
+//              2 · PANELS of 8 KiB and 2 · BN floats of biases; 256 bytes of barriers.
 #include "activation.cuh"
 #include "cluster.cuh"
 
@@ -71,7 +71,9 @@ constexpr int A_BYTES = ROWS * ROW_BYTES, B_BYTES = B_MN ? B_PANELS * PANEL_BYTE
 constexpr int WIDTH = BN / CLUSTER;  // columns of a tile that a block finishes
 constexpr bool ROUNDS = sizeof(OUT) == 2;
 constexpr bool READS = ADDS || GATES || MULTIPLIES;  // `other`
-constexpr int PANELS = READS ? WIDTH / 64 + KEEPS : KEEPS || WIDTH > 64 ? 2 : 1;  // of a warpgroup's results in shared memory
+// A warpgroup's panels in shared memory. Where `other` is read, all of its tile lies there, and under KEEPS there is one more.
+// Else two are written in turns: while TMA reads one, the other is written.
+constexpr int PANELS = READS ? WIDTH / 64 + KEEPS : KEEPS || WIDTH > 64 ? 2 : 1;
 constexpr int RESULT_BYTES = ROUNDS ? PANELS * PANEL_BYTES : 0;
 constexpr int BAND = 16;
 
@@ -85,11 +87,11 @@ struct Sizes {
 struct Tile {
     int m0, n0, batch;
     __device__ __forceinline__ Tile(int index, const Sizes& sizes) {
-        int down = CEIL_DIV(sizes.M, ROWS), across = CEIL_DIV(sizes.N, BN);
-        batch = index / (down * across);
-        index -= batch * down * across;
-        int band = index / (BAND * across), height = min(BAND, down - band * BAND);
-        index -= band * BAND * across;
+        int rows = CEIL_DIV(sizes.M, ROWS), columns = CEIL_DIV(sizes.N, BN);  // of tiles
+        batch = index / (rows * columns);
+        index -= batch * rows * columns;
+        int band = index / (BAND * columns), height = min(BAND, rows - band * BAND);
+        index -= band * BAND * columns;
         m0 = (band * BAND + index % height) * ROWS;
         n0 = index / height * BN;
     }
@@ -149,7 +151,7 @@ __device__ __forceinline__ void produce(Ring ring, Ring biases, const TensorMap&
 
 // acc = the products of the ring's next `steps` stages, for the 64 rows of warpgroup `group`.
 __device__ __forceinline__ void multiply(float (&acc)[BN / 2], Ring& ring, int steps, int group) {
-    Ring read = ring;
+    Ring read = ring;  // a step behind: the stage that is released next
     for (int step = 0; step < steps; step++) {
         ring.wait();
         u64 a = tile_descriptor(ring.buffer() + group * PANEL_BYTES);
@@ -220,7 +222,7 @@ __device__ __forceinline__ void finish(float2& v, u32 other, float2 gate) {
     if (ACTIVATION && !KEEPS) v.x = activate<ACTIVATION>(v.x), v.y = activate<ACTIVATION>(v.y);
 }
 
-// Round a warpgroup's 64 rows into panels, which TMA stores: WIDTH / 64 of out, under KEEPS each behind the one of out2.
+// Round a warpgroup's 64 rows into panels, which TMA stores: WIDTH / 64 of out, each under KEEPS after one of out2.
 __device__ __forceinline__ void store_rounded(const TensorMap& out, const TensorMap& out2, u32 result, float (&acc)[BN / 2],
                                               const float* bias, const ByImage& by_image, bool adds_emb, const Sizes& sizes,
                                               int m0, int n0, int N1, int batch) {
@@ -230,10 +232,11 @@ __device__ __forceinline__ void store_rounded(const TensorMap& out, const Tensor
 #pragma unroll
     for (int part = 0; part < WIDTH / 64 * (KEEPS + 1); part++) {
         int panel = part / (KEEPS + 1);
-        bool keeps = KEEPS && part % 2 == 0, first = keeps || !KEEPS;  // stores out2; is the first to need v
-        u32 at_panel = result + (!READS ? part % PANELS : keeps ? PANELS - 1 : panel) * PANEL_BYTES;
-        if (!READS || (keeps && part > 0)) {  // the panel that lies here has to be stored first
-            if (leads && part == 0) tma_store_wait();  // three panels of a tile in two places: the last lies in the first
+        bool keeps = KEEPS && part % 2 == 0, first = keeps || !KEEPS;  // this part stores out2; it is the first to need v
+        int place = !READS ? part % PANELS : keeps ? PANELS - 1 : panel;
+        u32 at_panel = result + place * PANEL_BYTES;
+        if (!READS || (keeps && part > 0)) {  // until TMA has read what was stored from this place
+            if (leads && part == 0) tma_store_wait();  // of the last tile: three panels in two places end in the first
             if (leads && part > 0) tma_store_wait<READS ? 1 : PANELS - 1>();
             warpgroup_meets();
         }
@@ -244,16 +247,16 @@ __device__ __forceinline__ void store_rounded(const TensorMap& out, const Tensor
             if (READS && !keeps) ldmatrix(words, at);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
+                int column = panel * 64 + j * 16 + i / 2 * 8;
                 float2 sum = make_float2(v[2 * i], v[2 * i + 1]);
-                if (bias && first)
-                    add(sum, *reinterpret_cast<const float2*>(bias + panel * 64 + j * 16 + i / 2 * 8 + lane % 4 * 2));
-                if (WINDOWS && adds_emb && first) add(sum, by_image.at(i % 2, panel * 64 + j * 16 + i / 2 * 8));
+                if (bias && first) add(sum, *reinterpret_cast<const float2*>(bias + column + lane % 4 * 2));
+                if (WINDOWS && adds_emb && first) add(sum, by_image.at(i % 2, column));
                 if (keeps) {
                     float2 kept = keep(sum);
                     v[2 * i] = sum.x, v[2 * i + 1] = sum.y;
                     sum = kept;
                 } else {
-                    finish(sum, words[i], GATES ? by_image.at(i % 2, panel * 64 + j * 16 + i / 2 * 8) : float2());
+                    finish(sum, words[i], GATES ? by_image.at(i % 2, column) : float2());
                 }
                 words[i] = pack_pair<T>(sum.x, sum.y);
             }
@@ -360,7 +363,7 @@ gemm_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             u32 at_bias = biases.buffer() - base + rank * WIDTH * sizeof(float);
             const float* own_bias = bias ? reinterpret_cast<const float*>(shared + at_bias) : nullptr;
             ByImage values(by_image, rows_per_image, m0, n0, M, N);
-            store_rounded(out, out2, result, acc, own_bias, values, by_image, sizes, m0, n0, N1, tile.batch);
+            store_rounded(out, out2, result, acc, own_bias, values, by_image != nullptr, sizes, m0, n0, N1, tile.batch);
             if (SUMS && m0 < M) store_sums(floats, result, m0, n0, M, N);
             if (bias) biases.release();
         } else {

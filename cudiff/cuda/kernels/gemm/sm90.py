@@ -40,11 +40,11 @@ STAGES = 8  # at most
 SUMMED = 64  # rows of the result for each sum that is left
 STEPS = {256: 0.65, 192: 0.495, 128: 0.36}  # microseconds of a step, by a tile's columns
 BANDWIDTH = 3e6  # bytes in a microsecond
-ONE_TAP_FLOPS = 330e6  # of conv2d_sm90 with one tap in a microsecond, at most: its warpgroups share no operand
+ONE_TAP_FLOPS = 330e6  # of conv2d_sm90 with one tap, in a microsecond at most: its warpgroups share no operand
 
 
-# Beside the result the kernel can read or leave only one matrix.
-_READS_ONE = [
+# The fusions that one launch does together. Beside the result it reads or writes one more matrix, with a gate one of each.
+_FUSED = [
     frozenset(wanted) for wanted in
     ((), (Fusion.ADDEND,), (Fusion.ADDEND, Fusion.GATE), (Fusion.ACTIVATION,), (Fusion.FACTOR,),
      (Fusion.FACTOR, Fusion.SUMS))
@@ -56,7 +56,7 @@ def offer(p: Problem) -> Offer | None:
     if not _supports(p):
         return None
     asked = _product(p)
-    microseconds = plan.estimate(*asked)  # a measured plan is no slower: tuning changes no kernel
+    microseconds = plan.estimate(*asked)  # by the rule: a tuned plan is not to change which kernel runs
     return Offer(p.wanted, plan(*asked), microseconds) if microseconds < _as_convolution(p) + _afterwards(p) else None
 
 
@@ -65,7 +65,7 @@ def _supports(p: Problem) -> bool:
     return (
         is_low(p.x.dtype)
         and p.out.dtype == p.x.dtype
-        and (p.wanted - {Fusion.BIAS, Fusion.SECOND_SOURCE} in _READS_ONE if rounds else not p.wanted)
+        and (p.wanted - {Fusion.BIAS, Fusion.SECOND_SOURCE} in _FUSED if rounds else not p.wanted)
         and (not pair or (sm90.takes_second_source(p) and not (p.direction == DGRAD and p.wanted & EPILOGUE)))
         and p.x.rows_aligned
         and p.out.rows_aligned
@@ -152,7 +152,8 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
 
 
 class Plan(NamedTuple):
-    """Columns of a tile, blocks that share its depth, and whether the transposed result is cut into tiles instead."""
+    """columns: of a tile. cluster: blocks that share its depth. turned: whether the transposed product is computed,
+    b·aᵀ, so that a tile's rows are b's."""
 
     columns: int
     cluster: int
@@ -169,13 +170,14 @@ def plans(rows: int, columns: int, depth: int, rounds: bool, batches: int = 1) -
         plan = Plan(width, cluster, turned)
         if rounds and (turned or width // cluster % 64):
             continue
+        # A cluster computes one tile, with at least a step for each block, and all clusters run at once.
         one_each = cluster <= blocks(depth, DEPTH) and batches * _tiles(plan, rows, columns) <= sm90.at_once(cluster)
         if cluster == 1 or one_each:
             yield plan
 
 
 def time(chosen: Plan, rows: int, columns: int, depth: int, rounds: bool, batches: int = 1) -> float:
-    """Estimated microseconds, as measured on an H200: steps, finishing tiles, and the sums that blocks send."""
+    """Estimated microseconds, as measured on an H200: of steps, of the epilogue, and of the sums that blocks send."""
     width, cluster, turned = chosen
     waves = blocks(batches * _tiles(chosen, rows, columns), sm90.at_once(cluster))
     sent = ROWS * width * 4 * (cluster - 1) / cluster
@@ -200,12 +202,12 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
     a is (B, M, depth), or (B, depth, M) with `a_mn`. b is (B, N, depth), or (B, depth, N) with `b_mn`.
 
     a2: the depth after a's own, which is a multiple of 64. out2: the columns after out's own, likewise. Neither goes
-    with an addend or with a float32 out. sums: float32 (1, tiles, N), receives the sums over each `SUMMED` rows; only
+    with a float32 out, nor out2 with an addend. sums: float32 (1, tiles, N), receives the sums over each `SUMMED` rows; only
     beside a factor, and for one matrix.
 
     windows: makes it a convolution of images a (I, H, W, depth). Then out and addend are images of N channels, with a
-    pixel for each window, at any strides. b is (R, S, N, depth), or with `b_mn` (R, S, depth, N), whose
-    last tap belongs to a window's first pixel; at any strides too.
+    pixel for each window. b is (R, S, N, depth), or with `b_mn` (R, S, depth, N) with taps in reverse order, rotated by
+    180°. All but a may have any strides.
     """
     (*lengths, rows, first_columns), split = out.shape, a.shape[1 if a_mn else -1]
     batches = 1
