@@ -205,6 +205,9 @@ def fitting_gradients(node: Node, results: Any, kind: type, device: str) -> tupl
                 f"{name}'s backward returned a gradient of shape {result.shape} for {_input(node, i)}, "
                 f"which has {shape}"
             )
+        if device == "cuda" and not node.function.fresh and not result.flags.c_contiguous:  # kernels read whole arrays
+            result = result.copy()
+            results = *results[:i], result, *results[i + 1 :]
         if result.dtype != dtype and result.dtype != compute_dtype(dtype):
             if result.dtype not in (float32, float64):
                 raise TypeError(

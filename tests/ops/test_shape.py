@@ -148,6 +148,27 @@ def test_parts_may_have_wider_gradients(device, rng, wide):
     np.testing.assert_array_equal(Tensor(x.grad).numpy().astype(np.float32), np.tile(weights.astype(np.float32), 3))
 
 
+class Turned(cudiff.Function):
+    """x (m, n) → (n, m). Its gradient is a view."""
+
+    @staticmethod
+    def forward_numpy(ctx, x):
+        return x.T.copy()
+
+    @staticmethod
+    def backward_numpy(ctx, dout, needs, into):
+        return (dout.T,)
+
+    forward_cuda, backward_cuda = forward_numpy, backward_numpy
+
+
+def test_a_gradient_may_be_a_view(device):
+    x = Tensor(np.ones((3, 8), np.float32), device=device, requires_grad=True)
+    weights = np.arange(24, dtype=np.float32).reshape(8, 3)
+    (Turned.apply(cudiff.relu(x)) * Tensor(weights, device=device)).sum().backward()
+    np.testing.assert_array_equal(Tensor(x.grad).numpy(), weights.T)
+
+
 def test_split_that_does_not_divide():
     with pytest.raises(ValueError, match="equal parts"):
         cudiff.split(Tensor(np.ones((2, 5))), 2, 1)
