@@ -103,8 +103,10 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
         ops.attention(*(tensor(1, 520, 2, 96, dtype="bfloat16") for _ in "qkv")))
     yield "linear layer", lambda: _back(ops.linear(
         tensor(300, 136, dtype="bfloat16"), tensor(200, 136), tensor(200)))
-    yield "mlp", lambda: _back(ops.mlp(
-        tensor(9, 24), tensor(40, 24), tensor(40), tensor(16, 40), tensor(16), tensor(9, 16), "gelu_tanh"))
+    for name in ("gelu", "gelu_tanh", "silu"):
+        yield f"mlp by {name}", lambda n=name: _back(ops.mlp(
+            tensor(9, 24), tensor(40, 24), tensor(40), tensor(16, 40), tensor(16), tensor(9, 16), n))
+    yield "GELU by tanh", lambda: _back(ops.gelu(tensor(9, 24), approximate="tanh"))
     yield "gated linear layer", lambda: _gated(
         tensor(2, 5, 24), tensor(16, 24), tensor(16), tensor(2, 5, 16), tensor(2, 16))
     yield "gated linear layer, recorded", lambda: _back(ops.linear(*(
