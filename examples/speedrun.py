@@ -63,15 +63,16 @@ RECIPES = {
         num_res_blocks=1, use_scale_shift_norm=True, conv_resample=False, sampler="dpmpp-2m-sde", sample_steps=32,
         guidance=1.0,
     ),
-    # 60 - 2 - 4 - 5 - 1.5 = 47.5 s of 5.11 ms. P_mean stays, as clothes have textures.
+    # 60 - 2 - 4 - 5 - 1.5 = 47.5 s of 5.11 ms. P_mean is -0.7 for -1.2, as errors come from noise levels of 0.5 to 10;
+    # from 0.25 down real images stay as good as they are.
     "fashion-mnist": PRESETS["fashion-mnist"].replace(
-        steps=9200, lr=2e-3, betas=(0.9, 0.99), warmup=100, ema_half_life=250.0, label_dropout=0.0, data_mean=-0.428,
-        data_std=1.412, num_res_blocks=1, use_scale_shift_norm=True, resblock_updown=True, attention_resolutions=(7,),
-        sampler="dpmpp-2m", guidance=1.0,
+        steps=9200, lr=2e-3, betas=(0.9, 0.99), warmup=100, ema_half_life=250.0, P_mean=-0.7, label_dropout=0.0,
+        data_mean=-0.428, data_std=1.412, num_res_blocks=1, use_scale_shift_norm=True, resblock_updown=True,
+        attention_resolutions=(7,), sampler="dpmpp-2m", guidance=1.0,
     ),
     "digits": PRESETS["digits"],
 }
-WEAKER = {"mnist": Weaker(0.03, 1.08), "fashion-mnist": Weaker(0.06, 1.15), "digits": Weaker(0.1, 1.1)}
+WEAKER = {"mnist": Weaker(0.03, 1.08), "fashion-mnist": Weaker(0.04, 1.15), "digits": Weaker(0.1, 1.1)}
 BATCH_SIZE = 1000  # of sampling
 
 
