@@ -53,7 +53,8 @@ class Function:
 
     A gradient has the shape and the dtype of the forward's input; that of a 16-bit input may be float32 as well. Any
     other float32 or float64 gradient is cast, to the input's dtype or for a 16-bit input to float32. For everything
-    else the tape raises TypeError or ValueError, which names the Function and the input.
+    else the tape raises TypeError or ValueError, which names the Function and the input. On CUDA a float32 gradient is
+    cast to 16 bits if another Function made the input, unless that one's backward takes both: `takes_wide`.
 
     `fresh` promises that backward writes to no dout, and that nothing else uses the arrays that it returns, other than
     douts and those in `ctx.saved`. So the tape may add to all others in place. A deferred launch that still reads one
@@ -66,11 +67,14 @@ class Function:
 
     compose: ClassVar[Callable[..., Any] | None] = None
     differentiable: ClassVar[bool] = True
+    takes_wide: ClassVar[bool] = False
     adds_elsewhere: ClassVar[tuple[int, ...]] = ()
     fresh: ClassVar[bool] = False
+    own: ClassVar[bool] = True  # cudiff's; what others return is checked for views
 
     def __init_subclass__(cls) -> None:
-        cls.fresh = vars(cls).get("fresh", cls.__module__.startswith("cudiff."))
+        cls.own = cls.__module__.startswith("cudiff.")
+        cls.fresh = vars(cls).get("fresh", cls.own)
 
     @classmethod
     def operand_dtype(cls, inputs: Sequence[Tensor | None], attrs: dict[str, Any]) -> np.dtype:
@@ -205,15 +209,18 @@ def fitting_gradients(node: Node, results: Any, kind: type, device: str) -> tupl
                 f"{name}'s backward returned a gradient of shape {result.shape} for {_input(node, i)}, "
                 f"which has {shape}"
             )
-        if device == "cuda" and not node.function.fresh and not result.flags.c_contiguous:  # kernels read whole arrays
+        if device == "cuda" and not node.function.own and not result.flags.c_contiguous:  # kernels read whole arrays
             result = result.copy()
             results = *results[:i], result, *results[i + 1 :]
-        if result.dtype != dtype and result.dtype != compute_dtype(dtype):
-            if result.dtype not in (float32, float64):
-                raise TypeError(
-                    f"{name}'s backward returned a gradient of {result.dtype} for {_input(node, i)}, which has {dtype}"
-                )
-            results = *results[:i], result.astype(compute_dtype(dtype)), *results[i + 1 :]
+        if result.dtype == dtype:
+            continue
+        if result.dtype not in (float32, float64):
+            raise TypeError(
+                f"{name}'s backward returned a gradient of {result.dtype} for {_input(node, i)}, which has {dtype}"
+            )
+        source = node.inputs[i]
+        as_is = device == "cpu" or not isinstance(source, tuple) or source[0].function.takes_wide
+        results = *results[:i], result.astype(compute_dtype(dtype) if as_is else dtype, copy=False), *results[i + 1 :]
     return results
 
 

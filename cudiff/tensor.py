@@ -111,6 +111,8 @@ class Tensor:
         if array is not None and (array.dtype, array.shape, device_of(array)) != kind:
             given = f"{array.dtype} {array.shape} on {device_of(array)}"
             raise ValueError("the gradient of this tensor is an array of {} {} on {}, not ".format(*kind) + given)
+        if array is not None and kind[2] == "cuda" and not array.flags.c_contiguous:  # kernels write whole arrays
+            raise ValueError("the gradient of a tensor on CUDA is a C-contiguous array: give a copy of this view")
         self._grad, self._grad_empty = array, False
 
     def zero_grad(self) -> None:

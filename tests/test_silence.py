@@ -211,6 +211,14 @@ def test_a_gradient_of_another_kind_is_refused(grad):
     assert x.grad is None
 
 
+@pytest.mark.gpu
+def test_a_view_is_no_gradient_on_a_gpu():
+    x = Tensor(np.ones((2, 3), np.float32), device="cuda", requires_grad=True)
+    with pytest.raises(ValueError, match="a C-contiguous array: give a copy of this view"):
+        x.grad = Tensor(np.ones((3, 2), np.float32), device="cuda").data.T
+    assert x.grad is None
+
+
 def test_one_number_is_not_gone_through():
     for through in (list, sum, max):
         with pytest.raises(TypeError, match="0-d tensor has no elements"):

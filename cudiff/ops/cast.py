@@ -79,6 +79,8 @@ CUDA_DTYPES = (float32, bfloat16, float16, int32, int64, np.dtype(np.uint8), np.
 class Cast(Function):
     """out = x rounded to `dtype`; dx = dout rounded to x's dtype."""
 
+    takes_wide = True
+
     @staticmethod
     def forward_numpy(ctx, x, dtype):
         ctx.dtype = x.dtype

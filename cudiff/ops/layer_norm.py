@@ -55,8 +55,9 @@ class LayerNorm(Function):
         y, mean, rstd = empty(x.shape, x.dtype), empty(rows, float32), empty(rows, float32)
         threads, constants = _threads(x, y, weight, bias)
         shared, groups, tiles = _tiles(x, weight, 1024)
-        launch("layer_norm", "normalize", groups * tiles, threads,
-               (y, mean, rstd, x, weight, bias, shared, tiles, channels, eps), **constants)
+        if groups:
+            launch("layer_norm", "normalize", groups * tiles, threads,
+                   (y, mean, rstd, x, weight, bias, shared, tiles, channels, eps), **constants)
         ctx.save(x, weight, mean, rstd)
         return y
 
@@ -71,14 +72,16 @@ class LayerNorm(Function):
         if needs[1] or needs[2]:
             totals = empty((groups, tiles, channels, 2), float32)
         threads, constants = _threads(x, dout, dx[0], weight)
-        launch("layer_norm", "backward", groups * tiles, threads,
-               (*dx, totals, dout, x, mean, rstd, weight, shared, tiles, channels), **constants)
         if totals is not None:
             dweight, dbias = (
                 gradient_target(target, weight.shape, float32) if need else (None, False)
                 for need, target in zip(needs[1:], into[1:], strict=True)
             )
-            affine_gradients(totals, dweight, dbias)
+        if groups:
+            launch("layer_norm", "backward", groups * tiles, threads,
+                   (*dx, totals, dout, x, mean, rstd, weight, shared, tiles, channels), **constants)
+            if totals is not None:
+                affine_gradients(totals, dweight, dbias)
         return dx[0], dweight[0], dbias[0]
 
 
@@ -89,11 +92,11 @@ def _spread(parameter: np.ndarray, ndim: int) -> np.ndarray:
 
 def _tiles(x: Array, weight: Array, most: int) -> tuple[int, int, int]:
     """The number of rows that share a row of the weight, of such groups, and of blocks for each: in all about `most`
-    blocks, each of at least 8 rows. Raises ValueError for 2**31 rows and more."""
+    blocks, each of at least 8 rows. Raises ValueError for more than 2**31 - 2048 rows."""
     shared, groups = math.prod(x.shape[weight.ndim - 1 : -1]), weight.size // weight.shape[-1]
-    if shared * groups >= 2**31:
-        raise ValueError(f"layer_norm on CUDA takes fewer than 2**31 rows, not {shared * groups}: call it on parts")
-    return shared, groups, min(blocks(most, groups), blocks(shared, 8))
+    if shared * groups > 2**31 - 2048:  # the kernels add up to that many in 32 bits
+        raise ValueError(f"layer_norm on CUDA takes up to 2**31 - 2048 rows, not {shared * groups}: call it on parts")
+    return shared, groups, min(blocks(most, max(1, groups)), blocks(shared, 8))
 
 
 def _threads(x: Array, *others: Array | None) -> tuple[tuple[int, int], dict[str, Any]]:

@@ -27,6 +27,8 @@ __all__ = [
 class Reshape(Function):
     """The same memory under another shape, forward and backward."""
 
+    takes_wide = True
+
     @staticmethod
     def forward_numpy(ctx, x, shape):
         ctx.shape = x.shape
@@ -40,6 +42,8 @@ class Reshape(Function):
 
 
 class Transpose(Function):
+    takes_wide = True
+
     @staticmethod
     def forward_numpy(ctx, x, axes):
         ctx.axes = axes
@@ -118,6 +122,8 @@ class Concatenate(Function):
 
 class Split(Function):
     """Parts of `sizes` along `axis`; a part without gradient counts as zero."""
+
+    takes_wide = True
 
     @staticmethod
     def forward_numpy(ctx, x, sizes, axis):

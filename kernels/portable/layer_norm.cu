@@ -2,7 +2,7 @@
 //
 //   x, y, dy, dx   T (M, C), row-major. y is overwritten; dx is overwritten, or accumulated where `add`.
 //   weight, bias   float (M / rows, C): each `rows` consecutive rows of x share one row.
-//   mean, rstd     float (M), overwritten. M is below 2^31.
+//   mean, rstd     float (M), overwritten. M is at most 2^31 - 2048.
 // VEC=1: C and every T address are multiples of a 16-byte pack. WARPS warps share a row, and each thread holds PACKS packs of
 // it: WARPS * 32 * PACKS packs are at least a row.
 // Launch: (32 * WARPS, ROWS) threads. WARPS is at most 8: each of 256 threads may have 255 registers. Grid: (M / rows) * tiles.
@@ -13,7 +13,11 @@ constexpr int V = VEC ? Pack<T>::SIZE : 1;
 constexpr int ROWS = WARPS == 1 ? 4 : 1;  // that a block works on at a time
 constexpr int HELD = PACKS * V <= 40 ? PACKS : 1;  // unrolling of loops over a row; more elements lie in local memory
 
+#if __CUDA_ARCH__ == 900
 constexpr bool LIMITED = VEC && sizeof(T) == 2 && WARPS == 1 && PACKS > 3;  // normalize's registers, to three blocks' share
+#else
+constexpr bool LIMITED = false;  // on sm_86 they do not suffice
+#endif
 
 // The column of this thread's n-th pack.
 __device__ __forceinline__ int column(int n) { return (n * 32 * WARPS + threadIdx.x) * V; }

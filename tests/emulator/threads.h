@@ -54,8 +54,8 @@ struct Block {
     std::vector<std::pair<const void*, int>> statics;  // of each static variable, where it lies
 };
 
-// A thread's bulk stores read shared memory as late as they may: when the thread waits for them, or ends. So a wait that is
-// missing shows.
+// A thread's bulk stores read shared memory as late as they may: when the thread waits for them. So a wait that is missing
+// shows; a thread that ends without is told.
 struct Stores {
     std::vector<std::vector<std::function<void()>>> groups;  // committed, the oldest first
     std::vector<std::function<void()>> open;
@@ -161,7 +161,7 @@ static inline void meet_group(const void* operands, void (*together)(const void*
 static void leave() {
     Block& block = *self->block;
     Warp& warp = *self->warp;
-    self->stores.commit(), self->stores.wait(0);
+    if (!self->stores.open.empty() || !self->stores.groups.empty()) failure = "a thread ends before its bulk stores have been made";
     self->done = true, progress = true;
     warp.alive &= ~(1u << self->lane), block.alive--, alive--;
     if (warp.arrived && warp.arrived == (warp.mask & warp.alive)) complete(warp);

@@ -144,7 +144,7 @@ def test_linear_layers(hopper, rng, size, residual):
 @pytest.mark.parametrize("size", [(300, 200, 1032), (128, 264, 72), (700, 776, 520)], ids=str)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 @pytest.mark.parametrize("b_mn", [False, True])
-def test_every_plan_of_a_rounded_product(hopper, rng, size, dtype, b_mn):
+def test_every_plan_of_a_rounded_product(hopper, monkeypatch, rng, size, dtype, b_mn):
     """Odd sizes, a bias, an addend that is the result itself; what is beyond the result stays."""
     rows, columns, depth = size
     a, b = (rng.standard_normal((n, depth)).astype(dtype) for n in (rows, columns))
@@ -153,7 +153,8 @@ def test_every_plan_of_a_rounded_product(hopper, rng, size, dtype, b_mn):
     for plan in sm90.plans(rows, columns, depth, True):
         for adds in (False, True):
             found = []
-            for _ in range(2):
+            for count in (132, 2):  # with two blocks, each has many tiles
+                monkeypatch.setattr(sm90, "multiprocessors", lambda count=count: count)
                 out = Tensor(before if adds else np.full((rows, columns), np.nan, dtype), device="cuda").data[None]
                 x, w = (Tensor(array, device="cuda").data[None] for array in (a, b.T.copy() if b_mn else b))
                 epilogue = Epilogue(Tensor(bias, device="cuda").data, addend=out if adds else None)
@@ -181,7 +182,7 @@ def test_many_tiles_of_three_panels(hopper, rng, columns):
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [(200, 136, 1032), (264, 520, 72), (776, 136, 4100)], ids=str)
 @pytest.mark.parametrize("add", [False, True])
-def test_every_plan_of_a_product_of_floats(hopper, rng, size, add):
+def test_every_plan_of_a_product_of_floats(hopper, monkeypatch, rng, size, add):
     """Both operands lie along the result's axes; the depth is no multiple of a step."""
     rows, columns, depth = size
     a, b = (rng.standard_normal((depth, n)).astype(ml_dtypes.bfloat16) for n in (rows, columns))
@@ -189,7 +190,8 @@ def test_every_plan_of_a_product_of_floats(hopper, rng, size, add):
     expected = a.astype(float).T @ b.astype(float) + (before if add else 0)
     for plan in sm90.plans(rows, columns, depth, False):
         found = []
-        for _ in range(2):
+        for count in (132, 2):
+            monkeypatch.setattr(sm90, "multiprocessors", lambda count=count: count)
             out = Tensor(before if add else np.full((rows, columns), np.nan, np.float32), device="cuda").data[None]
             x, dout = (Tensor(array, device="cuda").data[None] for array in (b, a))
             sm90.multiply(dout, x, out, Epilogue(), True, True, add, plan)
@@ -201,7 +203,7 @@ def test_every_plan_of_a_product_of_floats(hopper, rng, size, add):
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [(300, 200, 1032), (700, 776, 520)], ids=str)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
-def test_what_becomes_of_a_result_with_every_plan(hopper, rng, size, dtype):
+def test_what_becomes_of_a_result_with_every_plan(hopper, monkeypatch, rng, size, dtype):
     """Activations and gates of images of 70 rows with what they leave, factors with sums; results of about 1."""
     rows, columns, depth = size
     a, b = ((rng.standard_normal((n, depth)) / depth**0.25).astype(dtype) for n in (rows, columns))
@@ -227,7 +229,8 @@ def test_what_becomes_of_a_result_with_every_plan(hopper, rng, size, dtype):
     for plan in sm90.plans(rows, columns, depth, True):
         for i, result in enumerate(expected):
             found = []
-            for _ in range(2):
+            for count in (132, 2):
+                monkeypatch.setattr(sm90, "multiprocessors", lambda count=count: count)
                 nothing = np.full((1, rows, columns), np.nan, dtype)
                 out, aux = (Tensor(nothing, device="cuda").data for _ in range(2))
                 left, right, other = (Tensor(array, device="cuda").data[None] for array in (a, b, before))

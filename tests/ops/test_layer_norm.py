@@ -42,6 +42,19 @@ def test_only_what_is_needed_has_a_gradient(device, rng, needed, shape):
     check_needed(layer_norm, [rng.standard_normal(part) for part in (shape, shape[-1:], shape[-1:])], needed, device)
 
 
+@pytest.mark.parametrize("shape, parameters", [
+    ((0, 4, 16), (0, 16)), ((0, 4, 16), (16,)), ((2, 0, 16), (2, 16)),
+], ids=str)
+def test_no_rows(device, shape, parameters):
+    x, weight, bias = (Tensor(np.ones(size, np.float32), device=device, requires_grad=True)
+                       for size in (shape, parameters, parameters))
+    y = layer_norm(x, weight, bias)
+    assert y.shape == shape
+    y.sum().backward()
+    for tensor in (x, weight, bias):
+        np.testing.assert_array_equal(Tensor(tensor.grad).numpy(), np.zeros(tensor.shape))
+
+
 def test_large_mean(device, rng):
     x = (100 + rng.standard_normal((40, 96))).astype(np.float32)
     wide = x.astype(np.float64)

@@ -37,6 +37,17 @@ def test_mlp(device, rng, activation, x, hidden, outputs):
              torch_fn=torch_mlp(activation))
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_to_be_trained_or_not_it_gives_the_same_bits(device, rng, activation, dtype):
+    arrays = [array.astype(dtype) for array in arrays_of(rng, (64, 40), 72, 40)]
+    recorded, plain = (
+        mlp(*(Tensor(array, device=device, requires_grad=needs) for array in arrays), activation=activation).numpy()
+        for needs in (True, False)
+    )
+    assert recorded.tobytes() == plain.tobytes()
+
+
 def test_a_residual_and_no_biases(device, rng):
     x, weight, _, weight2, _ = arrays_of(rng, (2, 16, 64), 128, 64)
     check_op(lambda x, w, v: mlp(x, w, None, v, None, residual=x), x, weight, weight2, device=device, tolerance=2)

@@ -4,8 +4,9 @@ import pytest
 
 import cudiff
 from cudiff import Tensor
+from cudiff.cuda.kernels import shape as shape_kernels
 from cudiff.cuda.kernels.shape import merge_axes
-from tests.check import check_op, torch
+from tests.check import check_op, relative_error, torch
 
 INTEGERS = [np.uint8, np.int32, np.int64, np.bool_]
 
@@ -124,6 +125,13 @@ def test_many_parts_are_joined(device, rng, dtype, widths, before, behind):
     np.testing.assert_array_equal(joined.numpy(), np.concatenate(parts, len(before)))
 
 
+def test_a_result_too_large_to_count_is_joined(device, rng, monkeypatch):
+    monkeypatch.setattr(shape_kernels, "COUNTED", 8)
+    parts = [rng.standard_normal((3, width)).astype(np.float32) for width in (4, 0, 8, 5)]
+    joined = cudiff.concatenate([Tensor(part, device=device) for part in parts], 1)
+    np.testing.assert_array_equal(joined.numpy(), np.concatenate(parts, 1))
+
+
 class InFloat32(cudiff.Function):
     """The tensor itself. Its gradient is float32."""
 
@@ -148,6 +156,24 @@ def test_parts_may_have_wider_gradients(device, rng, wide):
     np.testing.assert_array_equal(Tensor(x.grad).numpy().astype(np.float32), np.tile(weights.astype(np.float32), 3))
 
 
+@pytest.mark.parametrize("made", [
+    cudiff.relu, cudiff.gelu, cudiff.softmax, cudiff.exp, lambda w: cudiff.maximum(w, w * 0.5), lambda w: w * w,
+    lambda w: cudiff.split(cudiff.relu(w), 2)[0], lambda w: cudiff.transpose(cudiff.relu(w)).reshape(8, 16),
+    lambda w: cudiff.tanh(w.astype("float32")).astype(w.dtype),
+])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_what_makes_a_16_bit_weight_has_its_gradient(device, rng, made, dtype):
+    """A linear layer's weight has a float32 gradient, which not every backward reads."""
+    given = [rng.standard_normal(shape).astype(dtype) for shape in ((4, 16), (8, 16))]
+    grads = []
+    for wanted, where in ((dtype, device), (np.float64, "cpu")):
+        x, w = (Tensor(array.astype(wanted), device=where, requires_grad=True) for array in given)
+        cudiff.linear(x, made(w)).sum().backward()
+        grads.append([Tensor(t.grad).numpy().astype(float) for t in (x, w)])
+    for found, expected in zip(*grads, strict=True):
+        assert relative_error(found, expected) < 2e-2
+
+
 class Turned(cudiff.Function):
     """x (m, n) → (n, m). Its gradient is a view."""
 
@@ -162,10 +188,15 @@ class Turned(cudiff.Function):
     forward_cuda, backward_cuda = forward_numpy, backward_numpy
 
 
-def test_a_gradient_may_be_a_view(device):
+class FreshlyTurned(Turned):
+    fresh = True
+
+
+@pytest.mark.parametrize("turned", [Turned, FreshlyTurned])
+def test_a_gradient_may_be_a_view(device, turned):
     x = Tensor(np.ones((3, 8), np.float32), device=device, requires_grad=True)
     weights = np.arange(24, dtype=np.float32).reshape(8, 3)
-    (Turned.apply(cudiff.relu(x)) * Tensor(weights, device=device)).sum().backward()
+    (turned.apply(cudiff.relu(x)) * Tensor(weights, device=device)).sum().backward()
     np.testing.assert_array_equal(Tensor(x.grad).numpy(), weights.T)
 
 

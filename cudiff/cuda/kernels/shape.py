@@ -60,19 +60,23 @@ def _unit(array: Array) -> np.dtype:
 
 
 _MOST_PARTS = 16
+COUNTED = 2**32  # packs or elements, which the kernel counts in 32 bits, are fewer
 _PARTS = np.dtype([("parts", "u8", _MOST_PARTS), ("first", "u4", _MOST_PARTS + 1), ("count", "i4")])
 
 
 def join(out: Array, parts: Sequence[Array], axis: int) -> None:
-    """out = the parts side by side along `axis`, by one launch for each 16 of them. All are whole CuPy arrays of one
-    dtype."""
+    """out = the parts side by side along `axis`, by one launch for each 16 of them, or for each where `out` is not below
+    COUNTED. All are whole CuPy arrays of one dtype."""
     rows = math.prod(out.shape[:axis])
     parts = [part for part in parts if part.size]
     widths = [part.size // rows * part.itemsize for part in parts]  # in bytes
     packed = math.gcd(*widths, *map(address, (out, *parts))) % 16 == 0
     unit, name = (16, "join_packed") if packed else (out.itemsize, "join")
-    if out.nbytes // unit >= 2**32:
-        raise ValueError(f"joining to shape {out.shape} on CUDA takes at most 2**32 elements")
+    if out.nbytes // unit >= COUNTED:
+        ends = itertools.accumulate(part.shape[axis] for part in parts)
+        for part, end in zip(parts, ends, strict=True):
+            move(out[(slice(None),) * axis + (slice(end - part.shape[axis], end),)], part)
+        return
     columns = [0, *itertools.accumulate(width // unit for width in widths)]  # of each part, and their number
     for begin in range(0, len(parts), _MOST_PARTS):
         some = parts[begin : begin + _MOST_PARTS]
