@@ -65,7 +65,7 @@ _PARTS = np.dtype([("parts", "u8", _MOST_PARTS), ("first", "u4", _MOST_PARTS + 1
 
 
 def join(out: Array, parts: Sequence[Array], axis: int) -> None:
-    """out = the parts side by side along `axis`, by one launch for each 16 of them, or for each where `out` is not below
+    """out = the parts side by side along `axis`, by one launch for each 16 of them, or for each if `out` is not below
     COUNTED. All are whole CuPy arrays of one dtype."""
     rows = math.prod(out.shape[:axis])
     parts = [part for part in parts if part.size]
