@@ -20,7 +20,7 @@
 //   other     T (M, N). May be `out` itself.
 //   by_image  float (images, N).
 //   out       OUT=T: T (M, N). From column N1 on it is out2; N1 is N, or a multiple of 64.
-//             OUT=float: `floats`, (M, N) in rows of `pitch` elements, or (N, M) under TURNED. Added to if `add`. There is
+//             OUT=float: `floats`, (M, N) in rows of `pitch` elements, or (N, M) under TRANSPOSED. Added to if `add`. There is
 //             no `other` then.
 //   out2      under KEEPS: v beside GATES, f'(v) beside ACTIVATION, for the backward to multiply by.
 //   floats    under SUMS, beside MULTIPLIES and of one matrix: (ceil(M / 64), N), the sums of each 64 rows of out.
@@ -46,7 +46,7 @@
 //              rows of a and of b in L2.
 //   Epilogue   A warpgroup rounds its results into panels of 64 columns in shared memory. TMA stores them while the next
 //              tile is multiplied. A tile of `other` is loaded into those panels first. Floats are stored from registers: four
-//              lanes write the 32 bytes of a sector, or eight under TURNED.
+//              lanes write the 32 bytes of a sector, or eight under TRANSPOSED.
 //   Clusters   Where there are fewer tiles than multiprocessors, the CLUSTER blocks along the grid's z split the depth of a
 //              tile. Each finishes WIDTH = BN / CLUSTER of its columns: it receives the other blocks' sums of these, and adds
 //              them in the order of the blocks.
@@ -296,7 +296,7 @@ __device__ __forceinline__ void store_floats(float* out, i64 pitch, const float 
             int m = row + 8 * h, n = column + 8 * j;
             if (m >= M || n >= N) continue;
             float2 v = make_float2(acc[4 * j + 2 * h], acc[4 * j + 2 * h + 1]);
-            if constexpr (TURNED) {
+            if constexpr (TRANSPOSED) {
                 float *first = out + n * pitch + m, *second = first + pitch;
                 if (add) v.x += *first, v.y += *second;
                 *first = v.x, *second = v.y;
@@ -367,7 +367,7 @@ gemm_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             if (SUMS && m0 < M) store_sums(floats, result, m0, n0, M, N);
             if (bias) biases.release();
         } else {
-            store_floats(floats + (i64)tile.batch * (TURNED ? N : M) * pitch, pitch, acc, m0, n0, M, N, add);
+            store_floats(floats + (i64)tile.batch * (TRANSPOSED ? N : M) * pitch, pitch, acc, m0, n0, M, N, add);
         }
     }
     if (ROUNDS && leads) tma_store_wait();

@@ -103,8 +103,8 @@ def test_which_products_of_matrices_it_takes(changes, kernel):
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("rounds", [True, False])
-def test_every_plan_covers_the_result_and_fits(monkeypatch, size, rounds):
+@pytest.mark.parametrize("low_out", [True, False])
+def test_every_plan_covers_the_result_and_fits(monkeypatch, size, low_out):
     """Tiles against the result, each block's part of the depth and of a tile, shared memory against an H200's."""
     found = []
     monkeypatch.setattr(sm90, "launch", lambda stem, name, grid, threads, args, shared, **constants:
@@ -113,20 +113,20 @@ def test_every_plan_covers_the_result_and_fits(monkeypatch, size, rounds):
     monkeypatch.setattr(sm90, "at_16_bytes", lambda array: array)
     monkeypatch.setattr(sm90, "multiprocessors", lambda: 132)
     rows, columns, depth = size
-    out = np.zeros((1, rows, columns), HALF if rounds else np.float32)
-    a, b = (np.zeros((1, n, depth) if rounds else (1, depth, n), HALF) for n in (rows, columns))
-    plans = list(sm90.plans(rows, columns, depth, rounds))
+    out = np.zeros((1, rows, columns), HALF if low_out else np.float32)
+    a, b = (np.zeros((1, n, depth) if low_out else (1, depth, n), HALF) for n in (rows, columns))
+    plans = list(sm90.plans(rows, columns, depth, low_out))
     for plan in plans:
-        for epilogue in [Epilogue(), *beside(out, out)] if rounds else [Epilogue()]:
-            sm90.multiply(a, b, out, epilogue, not rounds, not rounds, False, plan)
-    assert len(found) == (8 if rounds else 1) * len(plans) >= 3
+        for epilogue in [Epilogue(), *beside(out, out)] if low_out else [Epilogue()]:
+            sm90.multiply(a, b, out, epilogue, not low_out, not low_out, False, plan)
+    assert len(found) == (8 if low_out else 1) * len(plans) >= 3
     for grid, threads, args, shared, constants in found:
         m, n = args[-14:-12]
         width, cluster, stages = (constants[name] for name in ("BN", "CLUSTER", "STAGES"))
         tiles = -(-m // 128) * -(-n // width)
         assert grid == ((min(tiles, 132), 1, 1) if cluster == 1 else (tiles, 1, cluster)) and threads == 384
         assert {m, n} == {rows, columns} and cluster <= -(-depth // 64)
-        assert width // cluster % (64 if rounds else 8) == 0
+        assert width // cluster % (64 if low_out else 8) == 0
         assert stages >= 3 and shared <= 227 << 10
         assert 128 * width * 4 <= stages * (128 + width) * 128, "what blocks send each other lies where operands did"
 

@@ -61,11 +61,11 @@ def offer(p: Problem) -> Offer | None:
 
 
 def _supports(p: Problem) -> bool:
-    rounds, pair = p.direction != WGRAD, Fusion.SECOND_SOURCE in p.wanted
+    low_out, pair = p.direction != WGRAD, Fusion.SECOND_SOURCE in p.wanted
     return (
         is_low(p.x.dtype)
         and p.out.dtype == p.x.dtype
-        and (p.wanted - {Fusion.BIAS, Fusion.SECOND_SOURCE} in _FUSED if rounds else not p.wanted)
+        and (p.wanted - {Fusion.BIAS, Fusion.SECOND_SOURCE} in _FUSED if low_out else not p.wanted)
         and (not pair or (sm90.takes_second_source(p) and not (p.direction == DGRAD and p.wanted & EPILOGUE)))
         and p.x.rows_aligned
         and p.out.rows_aligned
@@ -116,10 +116,10 @@ def _of_product(p: Product) -> tuple[int, int, int, bool, int]:
 
 def run_product(a: Array, b: Array, out: Array, offer: Offer, p: Product) -> None:
     a, b = (array_module("cuda").broadcast_to(array, (len(out), *array.shape[1:])) for array in (a, b))
-    rounds = p.out.dtype != float32
-    epilogue = Epilogue(addend=out if p.add and rounds else None)
+    low_out = p.out.dtype != float32
+    epilogue = Epilogue(addend=out if p.add and low_out else None)
     plan.run(_of_product(p), lambda chosen: multiply(a, b, out, epilogue, p.transpose_a, not p.transpose_b,
-                                                     p.add and not rounds, chosen),
+                                                     p.add and not low_out, chosen),
              [out] if p.add else [], chosen=offer.plan)
 
 
@@ -152,23 +152,23 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
 
 
 class Plan(NamedTuple):
-    """columns: of a tile. cluster: blocks that share its depth. turned: whether the transposed product is computed,
+    """columns: of a tile. cluster: blocks that share its depth. transposed: whether the transposed product is computed,
     b·aᵀ, so that a tile's rows are b's."""
 
     columns: int
     cluster: int
-    turned: int
+    transposed: int
 
     @property
     def choice(self) -> list[int]:
         return [*self]
 
 
-def plans(rows: int, columns: int, depth: int, rounds: bool, batches: int = 1) -> Iterator[Plan]:
-    """All plans, for results of 16 bits if `rounds`, else of float32."""
-    for width, cluster, turned in itertools.product(STEPS, (1, 2, 4), (0, 1)):
-        plan = Plan(width, cluster, turned)
-        if rounds and (turned or width // cluster % 64):
+def plans(rows: int, columns: int, depth: int, low_out: bool, batches: int = 1) -> Iterator[Plan]:
+    """All plans, for results of 16 bits if `low_out`, else of float32."""
+    for width, cluster, transposed in itertools.product(STEPS, (1, 2, 4), (0, 1)):
+        plan = Plan(width, cluster, transposed)
+        if low_out and (transposed or width // cluster % 64):
             continue
         # A cluster computes one tile, with at least a step for each block, and all clusters run at once.
         one_each = cluster <= blocks(depth, DEPTH) and batches * _tiles(plan, rows, columns) <= sm90.at_once(cluster)
@@ -176,12 +176,12 @@ def plans(rows: int, columns: int, depth: int, rounds: bool, batches: int = 1) -
             yield plan
 
 
-def time(chosen: Plan, rows: int, columns: int, depth: int, rounds: bool, batches: int = 1) -> float:
+def time(chosen: Plan, rows: int, columns: int, depth: int, low_out: bool, batches: int = 1) -> float:
     """Estimated microseconds, as measured on an H200: of steps, of the epilogue, and of the sums that blocks send."""
-    width, cluster, turned = chosen
+    width, cluster, transposed = chosen
     waves = blocks(batches * _tiles(chosen, rows, columns), sm90.at_once(cluster))
     sent = ROWS * width * 4 * (cluster - 1) / cluster
-    finish = (1.6 if rounds else 2.5 if turned and cluster == 1 else 2.7) * width / 256 + sent / 14e3
+    finish = (1.6 if low_out else 2.5 if transposed and cluster == 1 else 2.7) * width / 256 + sent / 14e3
     return 3 + waves * (blocks(blocks(depth, DEPTH), cluster) * STEPS[width] + finish)
 
 
@@ -189,7 +189,7 @@ plan = Planner("gemm_sm90", plans, time)
 
 
 def _tiles(chosen: Plan, rows: int, columns: int) -> int:
-    if chosen.turned:
+    if chosen.transposed:
         rows, columns = columns, rows
     return blocks(rows, ROWS) * blocks(columns, chosen.columns)
 
@@ -217,17 +217,17 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
         rows *= math.prod(lengths)
     columns = first_columns if out2 is None else first_columns + out2.shape[-1]
     depth = split if a2 is None else split + a2.shape[-1]
-    width, cluster, turned = plan
+    width, cluster, transposed = plan
     tiles = _tiles(plan, rows, columns) * batches
-    if turned:
+    if transposed:
         a, b, a_mn, b_mn, rows, columns = b, a, b_mn, a_mn, columns, rows
-    rounds = out.dtype != float32
+    low_out = out.dtype != float32
     other, aux = epilogue.addend if epilogue.factor is None else epilogue.factor, epilogue.aux
     reads, keeps = other is not None, aux is not None
     other = at_16_bytes(other) if reads else other
     bias, by_image = (None if term is None else at_16_bytes(term)
                       for term in (epilogue.bias, epilogue.emb if epilogue.gate is None else epilogue.gate))
-    stages, shared = _fit(plan, b_mn, rounds, reads, keeps)
+    stages, shared = _fit(plan, b_mn, low_out, reads, keeps)
 
     def source(array: Array) -> np.ndarray:
         if windows is not None:
@@ -241,27 +241,30 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
 
     a_map, b_box = source(a), (DEPTH, 64) if b_mn else (width, DEPTH)
     operands = a_map, a_map if a2 is None else source(a2), tensor_map(b, (*[1] * (b.ndim - 2), *b_box))
-    results = [result(out if array is None else array) if rounds else a_map
+    results = [result(out if array is None else array) if low_out else a_map
                for array in (out, aux if keeps else out2, other)]
-    floats, pitch = (sums, 0) if rounds else (out, out.strides[1] // out.itemsize)
+    floats, pitch = (sums, 0) if low_out else (out, out.strides[1] // out.itemsize)
     of_windows = itertools.chain(*(windows or Windows()))
     launch(
         "gemm_sm90", "gemm_sm90", (tiles if cluster > 1 else min(tiles, multiprocessors()), 1, cluster), 384,
         (*operands, *results, bias, by_image, epilogue.rows_per_image, floats, np.int64(pitch), int(add), rows, columns,
          depth, batches, split, columns if out2 is None else first_columns, *of_windows),
         shared, T=a.dtype, OUT=out.dtype, A_MN=int(a_mn), B_MN=int(b_mn), BN=width, CLUSTER=cluster,
-        STAGES=stages, TURNED=turned, WINDOWS=int(windows is not None),
+        STAGES=stages, TRANSPOSED=transposed, WINDOWS=int(windows is not None),
         ADDS=int(epilogue.addend is not None and epilogue.gate is None), ACTIVATION=ACTIVATIONS[epilogue.activation],
         KEEPS=int(keeps), MULTIPLIES=int(epilogue.factor is not None), GATES=int(epilogue.gate is not None),
         SUMS=int(sums is not None),
     )
 
 
-def _fit(plan: Plan, b_mn: bool, rounds: bool, reads: bool, keeps: bool) -> tuple[int, int]:
-    """Stages of operands, and bytes of shared memory for them, for a tile's results and biases, and for barriers."""
+def _fit(plan: Plan, b_mn: bool, low_out: bool, reads: bool, keeps: bool) -> tuple[int, int]:
+    """Stages of operands, and bytes of shared memory for them, for a tile's results and biases, and for barriers.
+
+    low_out: the result has 16 bits. reads: an addend or a factor is read beside it. keeps: `aux` is stored beside it.
+    """
     width, cluster, _ = plan
     stage, rest = (ROWS + (blocks(width, 64) * 64 if b_mn else width)) * ROW_BYTES, BARRIER_BYTES
-    if rounds:
+    if low_out:
         panels = width // cluster // 64
         rest += 2 * (panels + keeps if reads else 2 if keeps else min(2, panels)) * PANEL_BYTES + 2 * width * 4
     stages = min(STAGES, (SHARED_BYTES - rest) // stage)
