@@ -104,6 +104,8 @@ class _Walk:
     def targets(self, node: Node, recorded: int) -> list[Tensor | _Gradient | None]:
         """For each input what its gradient is added to: a leaf or a _Gradient, or None if no gradient is wanted."""
         found: list[Tensor | _Gradient | None] = []
+        for constant in node.constants:
+            constant.require_unchanged(recorded)
         for source in node.inputs:
             if isinstance(source, tuple):
                 found.append(self.gradients[source[0].index][source[1]] if source[0].index > self.since else None)

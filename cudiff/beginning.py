@@ -12,7 +12,7 @@ import numpy as np
 
 from cudiff.checkpoint import Checkpoint, part
 from cudiff.config import Config, from_arguments
-from cudiff.data.dataset import differences
+from cudiff.data.dataset import Dataset, differences
 from cudiff.distributed import Group
 from cudiff.errors import CudiffError
 from cudiff.nn import Module, StateDict
@@ -47,6 +47,14 @@ def check_resumed(config: Config, checkpoint: Checkpoint) -> list[str]:
     if config.precision == was.precision or "optimizer" not in checkpoint.counters:
         return []
     return [f"the run was trained in {was.precision} and goes on in {config.precision}"]
+
+
+def as_numbered(checkpoint: Checkpoint, dataset: Dataset) -> Dataset:
+    """`dataset` with its classes numbered as in the data that a run was trained on, where that has all of their names:
+    one that is gone or new must not move the others' numbers."""
+    before = checkpoint.counters.get("data")
+    names = before.get("class_names") if isinstance(before, dict) else None
+    return dataset.numbered(names) if isinstance(names, list) else dataset
 
 
 def check_data(checkpoint: Checkpoint, data: Mapping[str, Any], accepted: bool) -> list[str]:

@@ -161,8 +161,8 @@ class Config:
 
     @classmethod
     def stored(cls, values: Mapping[str, Any]) -> Config:
-        """The configuration in a checkpoint. An old one has all options of the library's models and objectives: those
-        that are not its own are left out. So is a sampler that is not registered, with what can only be its options."""
+        """That in a checkpoint. An old one has all options of the library's models and objectives: those that are not
+        its own are left out. So is a sampler that is not registered, with what can only be its options."""
         lost = isinstance(values.get("sampler"), str) and values["sampler"] not in SAMPLERS
         values = {name: value for name, value in values.items() if not lost or name != "sampler"}
         chosen = [table.get(str(values.get(kind, _core()[kind].default))) for kind, table in TABLES.items()]
@@ -170,7 +170,9 @@ class Config:
             own = _core() | _own_options(values)
             others = {name for name in values if lost or any(entry.of_library for _, entry, _ in options_named(name))}
             values = {name: value for name, value in values.items() if name in own or name not in others}
-        return cls(**values)
+        # Defaults are stored too; they are not given to another sampler or objective, which may have its own.
+        defaults = {name: option.default for entry in chosen if entry for name, option in entry.options.items()}
+        return cls(**{name: value for name, value in values.items() if defaults.get(name, cls) != value})
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and options by name; JSON and TOML can hold every value."""
@@ -227,7 +229,12 @@ def load_toml(path: str | os.PathLike, base: Config | None = None) -> Config:
     Raises CudiffError where the file is missing or not TOML, and for whatever `Config` does not take.
     """
     values = _read_toml(path)
-    return Config.from_dict(values, _preset(values.pop("preset")) if "preset" in values else base)
+    return _on(_preset(values.pop("preset")), values) if "preset" in values else Config.from_dict(values, base)
+
+
+def _on(preset: Config, values: dict[str, Any]) -> Config:
+    """A preset with `values` in place of its own. Of its classes only_classes leaves those of the data."""
+    return preset.replace(**({"num_classes": -1} if preset.num_classes and values.get("only_classes") else {}) | values)
 
 
 def add_arguments(parser: argparse.ArgumentParser, sections: Collection[str] = SECTIONS) -> None:
@@ -237,7 +244,7 @@ def add_arguments(parser: argparse.ArgumentParser, sections: Collection[str] = S
     """
     parser.add_argument("--preset", metavar="NAME", help=f"start from {', '.join(PRESET_NAMES)}")
     parser.add_argument("--config", type=os.path.expanduser, metavar="FILE",
-                        help="start from a TOML file; its keys are the flags' names")
+                        help="start from a TOML file; its keys are the options' names, with _ for -")
     added: set[str] = set()
     for section in sections:
         group = parser.add_argument_group(section)
@@ -259,7 +266,6 @@ def from_arguments(arguments: argparse.Namespace, base: Config | None = None) ->
     """The configuration of a command line: flags over the TOML file over the preset.
 
     Without a preset `base` is it, and without that the one named like the data set, so that `--data mnist` suffices.
-    Of a preset's classes only_classes leaves those of the data.
     """
     given = vars(arguments)
     values = _read_toml(given["config"]) if given.get("config") else {}
@@ -267,9 +273,7 @@ def from_arguments(arguments: argparse.Namespace, base: Config | None = None) ->
     values = {key: value for key, value in values.items() if key != "preset"}
     values |= {key: value for key, value in given.items() if _is_known(key)}
     if name is not None or base is None:
-        base = _preset(name) if name is not None else PRESETS.get(str(values.get("data", "digits")), Config())
-        if base.num_classes and values.get("only_classes"):
-            values = {"num_classes": -1} | values
+        return _on(_preset(name) if name else PRESETS.get(str(values.get("data", "digits")), Config()), values)
     return base.replace(**values)
 
 

@@ -23,7 +23,8 @@ from cudiff.errors import CudiffError
 from cudiff.files import opened
 from cudiff.models import outline
 from cudiff.models.dit import SIZES
-from cudiff.nn import StateDict
+from cudiff.models.unet import UNet, num_groups
+from cudiff.nn import GroupNorm, Module, StateDict
 from cudiff.nn.state_dict import IN_TORCH, MODULE
 from cudiff.tensorfile import read_tensors, replacing, write_tensors
 from cudiff.torchfile import read_torch
@@ -112,6 +113,16 @@ def read_weights(path: str | os.PathLike, key: str | None = None) -> Weights:
         if "cudiff" in metadata or MODULE in metadata:
             raise CudiffError(f"{path} is a cudiff checkpoint already: use it as it is")
     return rename(state)
+
+
+def check_groups(source: str | os.PathLike, net: Module) -> None:
+    """Raise CudiffError where norms of a U-Net from `source` are grouped otherwise than guided-diffusion's."""
+    for norm in (module for module in net.modules() if isinstance(net, UNet) and isinstance(module, GroupNorm)):
+        if norm.num_groups != (theirs := num_groups(norm.weight.size, 1)):
+            raise CudiffError(
+                f"{source} has norms over {norm.weight.size} channels in {norm.num_groups} groups, and "
+                f"guided-diffusion takes them in {theirs}: train with --norm-group-channels 1 for weights that move"
+            )
 
 
 def write_weights(path: str | os.PathLike, state: Mapping[str, np.ndarray]) -> None:

@@ -120,7 +120,7 @@ def _of_two(derivative: Callable) -> Derivative:
 def _of_power(dout: Tensor, a: Any, b: Any) -> tuple[Any, ...]:
     if not isinstance(b, Tensor):
         return dout * b * a ** (b - 1 if b else 1), None  # of x**0 it is 0 at 0 too
-    of_base = dout * b * a ** where(b == 0, 1.0, b - 1)
+    of_base = dout * b * a ** where((b == 0) & (a == 0), 1.0, b - 1)
     return of_base, dout * a**b * _log(a)
 
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -282,7 +283,10 @@ def evaluate(
         classifier = learn(train, test, device, seed=0, progress=progress)
     real = train.subset(shuffled_index(np.arange(min(n, len(train))), len(train), seed))
     asked = np.resize(real.labels, n) if conditional and real.labels is not None else None
-    images = sample(n, asked, seed)
+    images = np.asarray(sample(n, asked, seed))
+    if images.dtype != train.images.dtype and not train.latents:
+        raise CudiffError(f"samples are {images.dtype}, not {train.images.dtype}: Pipeline.sample gives bytes without "
+                          "floats=True")
     if images.shape != (n, *train.images.shape[1:]):
         raise CudiffError(f"samples of {images.shape[1:]} do not compare with {train!r}: name the model's own data")
     see = classifier.features if features is None else partial(_own_features, features)  # type: ignore[union-attr]
@@ -394,10 +398,13 @@ def evaluate_pipeline(
         test = load_dataset(spec, part="test", **form)  # type: ignore[arg-type]
     else:
         train, test = train.split(config.validation or 0.1, config.seed)
+        if data is None and not config.validation:
+            known = "training held out no image: the model knows these test images"
+            train = replace(train, notes=(*train.notes, known))
     conditional = config.num_classes > 0
     numbers = np.arange(train.num_classes)
     if conditional and train.labels is not None:
-        numbers = _numbers(pipeline, train)
+        numbers = _numbers(pipeline, train, data is None)
         pipeline.labels(len(train), numbers[train.labels])
 
     def sample(count: int, classes: np.ndarray | None, seed: int) -> np.ndarray:
@@ -412,12 +419,15 @@ def evaluate_pipeline(
     )
 
 
-def _numbers(pipeline: Pipeline, data: Dataset) -> np.ndarray:
-    """The model's number of each class of the data: by name, where both have names."""
+def _numbers(pipeline: Pipeline, data: Dataset, own: bool) -> np.ndarray:
+    """The model's number of each class of the data: by name, where both have names. The data that it was trained on,
+    its `own`, may have other names, which `class_names` replaced."""
     names, known = data.class_names, pipeline.class_names
     if not names or not known or names == known[: len(names)]:
         return np.arange(data.num_classes)
     strangers = [name for name in names if name not in known]
+    if strangers and own and data.num_classes == len(known):
+        return np.arange(data.num_classes)
     if strangers:
         raise CudiffError(f"{data.name} has the class {strangers[0]}, and the model {names_in_words(known)}: give data "
                           "with its classes")

@@ -166,7 +166,7 @@ def _common_device(name: str, inputs: Sequence[Tensor | None]) -> tuple[str, typ
 class Node:
     """One recorded operation: what runs its backward, and where the gradients of its inputs go."""
 
-    __slots__ = ("call", "ctx", "function", "index", "inputs", "likes", "needs", "num_outputs")
+    __slots__ = ("call", "constants", "ctx", "function", "index", "inputs", "likes", "needs", "num_outputs")
 
     def __init__(self, function: Any, ctx: Context, inputs: Sequence[Tensor | None], arrays: Sequence[Array | None],
                  num_outputs: int, call: tuple | None = None):
@@ -174,6 +174,9 @@ class Node:
         self.ctx: Any = ctx  # a Context, None once backward has run
         self.call: Any = call  # (inputs, attributes), for a gradient that is itself recorded: see cudiff.differentiate
         self.index = now()
+        # Parameters that were frozen: backward reads their arrays too
+        self.constants = [t for t, need in zip(inputs, ctx.needs, strict=True)
+                          if t is not None and not need and type(t) is not Tensor]
         # The shape and dtype of each wanted gradient. The arrays themselves are not kept, so that they can be freed.
         self.likes = [(a.shape, a.dtype) if need and a is not None else None
                       for a, need in zip(arrays, ctx.needs, strict=True)]

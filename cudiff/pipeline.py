@@ -15,6 +15,7 @@ from cudiff.checkpoint import check_parts, load_checkpoint, part, prefixed, save
 from cudiff.classes import names_in_words, numbers_of
 from cudiff.config import Config, as_flags
 from cudiff.convert import (
+    check_groups,
     dit_config,
     from_torch,
     is_unet_cu,
@@ -33,7 +34,6 @@ from cudiff.distributed import ALONE, Group
 from cudiff.errors import CudiffError
 from cudiff.folder import read_checkpoint
 from cudiff.models import build
-from cudiff.nn import GroupNorm
 from cudiff.plot import to_uint8
 from cudiff.samplings import Samplings, Way, twice
 from cudiff.stream import Frames, Stream
@@ -471,18 +471,14 @@ def export_torch(source: str | os.PathLike, target: str | os.PathLike, weights: 
     """Write a checkpoint's weights as a .safetensors file with PyTorch's layout and guided-diffusion's names.
 
     Raises CudiffError where the checkpoint cannot be read or `target` exists or is named as another kind of file, and
-    where norms over 32 channels are grouped otherwise than guided-diffusion's: its images would be others.
+    where norms are grouped otherwise than guided-diffusion's: its images would be others.
     """
     if Path(target).suffix.lower() != ".safetensors":
         raise CudiffError(f"cannot write {target}: name it .safetensors, and safetensors.torch.load_file reads it")
     if os.path.exists(target):
         raise CudiffError(f"{target} exists already: choose another name")
     net = load(source, "cpu", weights, sampler=Config().sampler).net  # any: its own need not be registered for this
-    if any(isinstance(m, GroupNorm) and m.weight.size == 32 and m.num_groups < 32 for m in net.modules()):
-        raise CudiffError(
-            f"{source} has norms over 32 channels in groups of two or more, which guided-diffusion takes one by "
-            f"one: train with --norm-group-channels 1, or with --model-channels 64, for weights that move"
-        )
+    check_groups(source, net)
     write_weights(target, to_torch(net.state_dict(), net.layouts()))
 
 

@@ -63,9 +63,9 @@ class Report:
         lines = [f"features: {self.features}", *self.notes]
         return Group(*([self._classes()] if self.class_names else []), self._distances(), Text("\n".join(lines)))
 
-    def _title(self) -> str:
+    def _title(self) -> Text:
         guidance = "" if self.guidance is None else f", guidance {self.guidance:g}"
-        return f"{self.samples:,} samples against {self.data}{guidance}, seed {self.seed}"
+        return Text(f"{self.samples:,} samples against {self.data}{guidance}, seed {self.seed}", "table.title")
 
     def _classes(self) -> Table:
         table = Table(title=self._title(), show_footer=True)
@@ -77,7 +77,7 @@ class Report:
         table.add_column(heading, f"{total:.1%}", justify="right")
         table.add_column("variance, real = 1", _cell(self.variance, ".2f"), justify="right")
         for name, share, variance in zip(self.class_names, shares, self.variance_by_class, strict=True):
-            table.add_row(name, _cell(share, ".1%"), _cell(variance, ".2f"))
+            table.add_row(Text(name), _cell(share, ".1%"), _cell(variance, ".2f"))
         table.caption = f"the classifier is right on {self.classifier_accuracy:.2%} of the test images"
         return table
 

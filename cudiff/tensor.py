@@ -12,7 +12,18 @@ import numpy as np
 
 from cudiff import show
 from cudiff.as_array import as_array
-from cudiff.backend import Array, array_module, copy_into, device_of, is_array, is_capturing, is_float, to_device
+from cudiff.backend import (
+    Array,
+    array_module,
+    copy_into,
+    device_of,
+    float32,
+    is_array,
+    is_capturing,
+    is_float,
+    is_low,
+    to_device,
+)
 from cudiff.statistics import ChannelStatistics
 from cudiff.values import flag
 
@@ -108,7 +119,8 @@ class Tensor:
         kind = self.dtype, self.shape, self.device
         if array is not None and not is_array(array):
             raise TypeError(f"the gradient of a tensor is an array, not a {type(array).__name__}: give its .data")
-        if array is not None and (array.dtype, array.shape, device_of(array)) != kind:
+        wide = array is not None and array.dtype == float32 and is_low(self.dtype)  # as backward may leave it
+        if array is not None and (self.dtype if wide else array.dtype, array.shape, device_of(array)) != kind:
             given = f"{array.dtype} {array.shape} on {device_of(array)}"
             raise ValueError("the gradient of this tensor is an array of {} {} on {}, not ".format(*kind) + given)
         if array is not None and kind[2] == "cuda" and not array.flags.c_contiguous:  # kernels write whole arrays
@@ -168,7 +180,10 @@ class Tensor:
 
     def change(self, values: Tensor) -> None:
         """Take over values of this shape and dtype. Recorded operations keep the old ones, except within `capture`,
-        where these are overwritten. Raises ValueError for another shape."""
+        where these are overwritten. Raises ValueError for another shape, RuntimeError inside of what is differentiated
+        twice, where operations keep tensors."""
+        if gradient_depth() > 1:
+            raise RuntimeError("a tensor does not change in place inside of a function that is differentiated twice")
         if values.shape != self.shape:
             raise ValueError(f"a tensor of shape {self.shape} does not change to {values.shape} in place")
         if is_capturing(self.device):
@@ -180,6 +195,9 @@ class Tensor:
     def wants_gradient(self, recorded: int) -> bool:
         """Whether backward adds to this leaf's `.grad`. recorded: the index of the node whose forward read the leaf."""
         return self.requires_grad
+
+    def require_unchanged(self, recorded: int) -> None:
+        """Raise RuntimeError where a Parameter was updated after the node `recorded` had read it."""
 
     def detach(self) -> Tensor:
         """A tensor of the same array that does not require a gradient."""

@@ -14,6 +14,7 @@ import numpy as np
 from cudiff.autograd import accumulate
 from cudiff.backend import array_module, default_device, memory_in_use, out_of_memory, out_of_memory_errors
 from cudiff.beginning import (
+    as_numbered,
     begin_alike,
     check_data,
     check_resumed,
@@ -85,6 +86,7 @@ class Trainer:
         self.config, self.device = config, default_device() if config.device == "auto" else config.device
         array_module(self.device)  # says what is missing before anything else is done
         self.group = group
+        dataset = dataset if resume is None else as_numbered(resume, dataset)
         self.folder, self.data = Path(folder), dataset.fingerprint()
         self.step, self.seconds = 0, 0.0
         if resume is not None and "optimizer" in resume.counters:  # converted weights: training begins with them
@@ -246,17 +248,17 @@ class Trainer:
         return metrics
 
     def validation_loss(self, dataset: Dataset) -> float:
-        """The EMA's mean loss over the first images of `dataset`, with random numbers of its own, always the same."""
+        """The EMA's mean loss over the first images of `dataset`, with an image's random numbers always the same."""
         loss, generator = self.preview.loss(), Generator(self.config.seed + 1, self.device)
         count = min(len(dataset), VALIDATION_IMAGES)
         total = 0.0
         with no_grad():
             for _ in range(VALIDATION_DRAWS):
                 for start in range(0, count, self.config.batch_size):
-                    chosen = range(start, min(count, start + self.config.batch_size))
+                    generator.samples = chosen = range(start, min(count, start + self.config.batch_size))
                     images, labels = self.loader.normalised(dataset, chosen)
                     total += loss(self.preview.net, images, labels, generator).item() * len(chosen)
-                    generator.advance()
+                generator.advance()
         return total / (VALIDATION_DRAWS * count)
 
     def save(self) -> Path:

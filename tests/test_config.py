@@ -316,3 +316,20 @@ def test_the_help_of_a_choice_says_what_it_is_and_each_choices_help():
         (option,) = (options[name] for options in map(options_in, SECTIONS) if name in options)
         first = next(iter(TABLES[name].values()))
         assert f"{option.help}: {first.name} ({' '.join(first.help.split()[:2])}" in text
+
+
+def test_a_stored_default_is_not_given_to_another_sampler_or_objective():
+    for before, after, eta in (("euler-ancestral", "ddim", 0.0), ("ddim", "euler-ancestral", 1.0)):
+        assert Config.stored(Config(sampler=before).to_dict()).replace(sampler=after).eta == eta
+    chosen = Config.stored(Config(sampler="ddim", eta=0.3).to_dict())
+    assert chosen.eta == 0.3 and chosen.replace(sampler="euler-ancestral").eta == 0.3
+    edm = Config.stored(Config(diffusion="edm").to_dict())
+    assert (edm.P_mean, edm.replace(diffusion="flow").P_mean) == (-1.2, Config(diffusion="flow").P_mean)
+
+
+def test_only_some_classes_of_a_presets_in_a_file(tmp_path):
+    path = tmp_path / "some.toml"
+    path.write_text('preset = "digits"\nonly_classes = ["3", "1"]\n')
+    assert load_toml(path).num_classes == -1
+    path.write_text('preset = "digits"\nonly_classes = ["3", "1"]\nnum_classes = 2\n')
+    assert load_toml(path).num_classes == 2

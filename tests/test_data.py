@@ -401,3 +401,21 @@ def test_what_is_not_a_data_set(tmp_path):
     refused("not a data set", tmp_path / "data.csv")
     refused("leave it out", tmp_path, count=5)
     refused("8 or more", tmp_path, image_size=0)
+
+
+def test_arrays_of_an_npz_that_are_not_read_are_named(tmp_path):
+    images = np.zeros((3, 8, 8, 1), np.uint8)
+    np.savez(tmp_path / "a.npz", images, labels=np.arange(3))
+    np.savez(tmp_path / "b.npz", images=images, labels=np.arange(3))
+    assert load_dataset(tmp_path / "a.npz").notes == ("arrays that are not read: labels",)
+    assert load_dataset(tmp_path / "b.npz").notes == ()
+
+
+def test_a_16_bit_gray_pictures_transparent_pixels_are_white(tmp_path):
+    for depth, values in ((np.uint8, [[0, 100], [200, 255]]), (np.uint16, [[0, 25700], [51400, 65535]])):
+        folder = tmp_path / np.dtype(depth).name
+        folder.mkdir()
+        Image.fromarray(np.array(values, depth)).save(folder / "a.png", transparency=int(values[0][1]))
+    found = [load_dataset(folder, image_size=2).images[0] for folder in sorted(tmp_path.iterdir())]
+    np.testing.assert_array_equal(found[0], found[1])
+    assert found[0].max() == 255 and found[0][0, 1, 0] == 255

@@ -285,3 +285,31 @@ def test_a_product_with_the_hessian_of_a_network_and_its_loss():
     product = grad(lambda w: np.sum(grad(loss)(w, v) * along))(w)
     expected = (grad(loss)(w + 1e-5 * along, v) - grad(loss)(w - 1e-5 * along, v)) / 2e-5
     np.testing.assert_allclose(product, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_mixed_derivatives_of_a_power_agree_where_the_exponent_is_0():
+    def power(a, b):
+        return cudiff.sum(np.power(a, b))
+
+    a, b = np.array([2.0]), np.array([0.0])
+    assert grad(lambda b: cudiff.sum(grad(power, 0)(a, b)))(b)[0] == pytest.approx(0.5)
+    assert grad(lambda a: cudiff.sum(grad(power, 1)(a, b)))(a)[0] == pytest.approx(0.5)
+
+
+def test_hubers_second_derivative_where_nothing_differs():
+    def huber(x):
+        return cudiff.huber(x, np.array([1.0, 2.0]))
+
+    np.testing.assert_allclose(grad(lambda x: cudiff.sum(grad(huber)(x)))(np.array([1.0, 5.0])), [0.5, 0.0])
+
+
+def test_a_tensor_does_not_change_inside_of_what_is_differentiated_twice():
+    def f(x):
+        scale = Tensor([3.0], dtype="float64")
+        y = x * x * scale
+        scale.change(Tensor([100.0], dtype="float64"))
+        return cudiff.sum(y)
+
+    assert grad(f)(np.array([2.0]))[0] == 12
+    with pytest.raises(RuntimeError, match="does not change in place"):
+        grad(lambda x: cudiff.sum(grad(f)(x)))(np.array([2.0]))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cudiff.errors import CudiffError
-from cudiff.nn import Module, Parameter
+from cudiff.nn import Linear, Module, Parameter
 from cudiff.optim import EMA, SGD, Adam, AdamW, Constant, Cosine
 from cudiff.tensor import Tensor
 from tests.check import relative_error, torch
@@ -297,3 +297,34 @@ def test_adamw_shrinks_by_a_hundredth_of_the_rate_unless_told():
 def test_an_average_is_of_a_model():
     with pytest.raises(CudiffError, match=r"an EMA averages a Module, not a list: EMA\(model, half_life=500\)"):
         EMA([np.ones(2)], half_life=10)
+
+
+@pytest.mark.parametrize("changed", ["assigned", "stepped while not frozen", "averaged"])
+def test_a_backward_through_frozen_weights_that_were_updated_is_refused(changed):
+    layer = Linear(2, 1)
+    x = Tensor(np.ones((3, 2), np.float32), requires_grad=True)
+    if changed == "averaged":
+        ema = EMA(layer, half_life=1.0)
+        optimizer, y = SGD(layer, lr=1.0, ema=ema), ema.model(x)
+    else:
+        layer.requires_grad_(False)
+        optimizer, y = SGD(layer, lr=1.0), layer(x)
+        layer.requires_grad_(True)
+    if changed == "assigned":
+        layer.weight.assign(np.ones((1, 2)))
+    else:
+        layer(x.detach()).sum().backward()
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="updated between forward and backward"):
+        y.sum().backward()
+
+
+def test_frozen_weights_that_stay_are_gone_through():
+    frozen, layer = Linear(2, 2), Linear(2, 1)
+    frozen.requires_grad_(False)
+    optimizer, x = SGD(layer, lr=1.0), Tensor(np.ones((3, 2), np.float32), requires_grad=True)
+    y = frozen(x).sum()
+    layer(x.detach()).sum().backward()
+    optimizer.step()
+    y.backward()
+    np.testing.assert_allclose(x.grad, np.tile(frozen.weight.numpy().sum(0), (3, 1)), rtol=1e-6)

@@ -380,8 +380,9 @@ def test_a_model_needs_sizes():
             build(TINY.replace(**missing))
 
 
-def test_norms_that_guided_diffusion_does_not_have_are_not_exported(tmp_path):
-    config = PRESETS["digits"]
+@pytest.mark.parametrize("changes", [{}, {"model_channels": 64, "channel_mult": (1,), "norm_group_channels": 4}])
+def test_norms_that_guided_diffusion_does_not_have_are_not_exported(tmp_path, changes):
+    config = PRESETS["digits"].replace(**changes)
     Pipeline(config, build(config)).save(tmp_path / "digits.safetensors")
     with pytest.raises(CudiffError, match="norm-group-channels 1"):
         export_torch(tmp_path / "digits.safetensors", tmp_path / "torch.safetensors")

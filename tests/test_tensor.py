@@ -442,3 +442,11 @@ def test_a_tensor_is_gone_through_along_its_first_axis(device):
     assert second.numpy().tolist() == [3, 4] and x.grad.tolist() == [[3, 4], [1, 2]]
     with pytest.raises(TypeError, match=r"a 0-d tensor has no elements .*\.item\(\)"):
         iter(Tensor(1.0, device=device))
+
+
+def test_a_16_bit_leafs_float32_gradient_may_be_set_again():
+    w = Tensor(np.ones((1, 1, 1, 1), np.float16), requires_grad=True)
+    cudiff.conv2d(Tensor(np.ones((1, 2, 2, 1), np.float16)), w).sum().backward()
+    assert w.grad.dtype == np.float32
+    w.grad = w.grad * 0.5
+    assert w.grad.item() == 2

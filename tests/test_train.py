@@ -442,3 +442,25 @@ def test_a_loss_curve_that_is_not_drawn_is_told(digits, tmp_path, monkeypatch, d
     display = Display()
     Trainer(TINY.replace(steps=2, log_every=1), digits, tmp_path / "run").run(display)
     assert [text for text in display if "loss curve" in text] == told
+
+
+def test_the_validation_loss_does_not_depend_on_the_batch_size(digits, tmp_path):
+    losses = []
+    for size in (3, 8, 100):
+        trainer = Trainer(TINY.replace(batch_size=size), digits, tmp_path / str(size))
+        losses.append(trainer.validation_loss(digits.subset(range(20))))
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
+
+
+def test_classes_keep_their_numbers_where_one_is_gone(tmp_path, rng):
+    images = rng.integers(0, 256, (12, 8, 8, 1), dtype=np.uint8)
+    data = Dataset(images, np.arange(12) % 3, 3, "insects", ("ant", "bee", "cat"))
+    config = TINY.replace(num_classes=-1, validation=0, steps=2)
+    Trainer(config, data, tmp_path / "run").run()
+    few = Dataset(images[:8], np.arange(8) % 2, 2, "insects", ("bee", "cat"))
+    for steps in (3, 4):
+        again = load_checkpoint(tmp_path / "run")
+        trainer = Trainer(again.config.replace(steps=steps), few, tmp_path / "run", again, data_changed=steps == 3)
+        assert trainer.config.class_names == ("ant", "bee", "cat") and set(trainer.training.labels) == {1, 2}
+        assert trainer.training.notes == ("the data has no image of ant: not trained any more",)
+        trainer.run()

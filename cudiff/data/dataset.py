@@ -109,6 +109,19 @@ class Dataset:
             "pixels": pixel_digest(self.images), "class_names": self.class_names and list(self.class_names),
         }
 
+    def numbered(self, names: Sequence[str]) -> Dataset:
+        """The same images, with classes numbered by their names' places in `names`; itself where one is not there.
+
+        A class of `names` without images is told in `notes`.
+        """
+        own = self.class_names or ()
+        if self.labels is None or list(own) == list(names) or not own or not set(own) <= set(names):
+            return self
+        labels = np.array([names.index(name) for name in own], np.int32)[self.labels]
+        missing = [name for name in names if name not in own]
+        gone = (f"the data has no image of {names_in_words(missing)}: not trained any more",) if missing else ()
+        return replace(self, labels=labels, num_classes=len(names), class_names=tuple(names), notes=self.notes + gone)
+
     def subset(self, indices: Sequence[int] | np.ndarray) -> Dataset:
         """Copies of the images at `indices`, in that order, or of those where a mask (N,) of bools is True; `Rows` of
         a file's stay there.
@@ -190,7 +203,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         found.append(f"{_count(before.get('classes'))} classes are now {now['classes']:,}")
     elif before.get("number") == now["number"] and before.get("labels") != now["labels"]:
         found.append("the labels differ")
-    elif renamed := _renamed(before.get("class_names"), now["class_names"]):
+    if renamed := _renamed(before.get("class_names"), now["class_names"]):
         found.append(renamed)
     if not found and before.get("pixels") != now["pixels"]:
         found.append("the pixels differ")
@@ -200,10 +213,10 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _renamed(before: Any, now: Any) -> str:
-    """The first class that has another name, or "": checkpoints of before 2026-11-27 hold no names."""
+    """The classes that have other names, or "": checkpoints of before 2026-11-27 hold no names."""
     if not isinstance(before, list) or not now:
         return ""
-    return next((f"the class {old} is now {new}" for old, new in zip(before, now, strict=False) if old != new), "")
+    return ", ".join([f"the class {old} is now {new}" for old, new in zip(before, now, strict=False) if old != new][:8])
 
 
 def _count(number: Any) -> str:

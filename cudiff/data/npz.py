@@ -78,11 +78,13 @@ def npz_file(file: Path) -> Dataset:
             labels = _labels(file, npz.array(labels_name), shape[0])
             num_classes = int(labels.max()) + 1
         values = images.read()
+        unread = [printable(found) for found in npz.names if found not in (images_name, labels_name)]
     name = printable(file.stem)
+    notes = (f"arrays that are not read: {', '.join(unread[:10])}",) if unread else ()
     if images_name == "latents":
         values = values.astype(np.float16 if values.dtype == np.float16 else np.float32, copy=False)
-        return Dataset(values, labels, num_classes, name, notes=_spread(values), latents=True)
-    return Dataset(values[..., None] if values.ndim == 3 else values, labels, num_classes, name)
+        return Dataset(values, labels, num_classes, name, notes=(*notes, *_spread(values)), latents=True)
+    return Dataset(values[..., None] if values.ndim == 3 else values, labels, num_classes, name, notes=notes)
 
 
 def _check_images(file: Path, images: Stored) -> None:

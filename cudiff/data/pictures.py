@@ -370,7 +370,8 @@ def _rgb(picture: Image.Image, box: tuple[int, int, int, int]) -> Image.Image:
     for first in range(top, bottom, rows):
         strip = picture.crop((left, first, right, min(first + rows, bottom)))
         if strip.mode.startswith("I"):
-            strip = Image.fromarray((np.asarray(strip) >> 8).astype(np.uint8))
+            gray, clear = np.asarray(strip), strip.info.get("transparency")
+            strip = Image.fromarray(np.where(gray == clear, 255, gray >> 8).astype(np.uint8))
         if strip.has_transparency_data:
             strip = strip.convert("RGBA")
             strip = Image.alpha_composite(Image.new("RGBA", strip.size, "white"), strip)

@@ -231,13 +231,15 @@ class Parameter(Tensor):
         self._updated = now()
 
     def wants_gradient(self, recorded: int) -> bool:
-        wanted = _requires_grad.__get__(self) and (self.flat is None or self.flat.trainable)
-        if wanted and self._updated > recorded:
+        self.require_unchanged(recorded)
+        return _requires_grad.__get__(self) and (self.flat is None or self.flat.trainable)
+
+    def require_unchanged(self, recorded: int) -> None:
+        if self._updated > recorded:
             raise RuntimeError(
                 "a parameter has been updated between forward and backward, whose gradients would mix old and new: run "
                 "the forward again after an optimiser's step"
             )
-        return wanted
 
     def bind(self, flat: FlatParameters, data: Array, grad: Array | None, compute_copy: Array | None) -> None:
         """Move the storage into slices of flat buffers; values stay, and so does a gradient where it is to be used."""
@@ -378,7 +380,8 @@ class FlatParameters:
         """Note that a kernel has changed all parameters and their compute copies."""
         at = now()
         for parameter in self._parameters:
-            parameter._updated = at
+            if _requires_grad.__get__(parameter):
+                parameter._updated = at
 
     @property
     def grad(self) -> Array | None:

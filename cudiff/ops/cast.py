@@ -122,7 +122,7 @@ def as_index(name: str, index: Any, device: str) -> Tensor:
     if device_of(array) == "cpu" and array.size and not _INT32.min <= array.min() <= array.max() <= _INT32.max:
         raise IndexError(f"{name}: an index lies outside 32 bits: {array.min()} to {array.max()}")
     if not isinstance(index, Tensor):
-        return Tensor(array.astype(int32, copy=False), device=device)
+        return Tensor(array.astype(int32), device=device)  # a copy: a caller may reuse its array before backward
     return astype(index, int32) if array.dtype in CUDA_DTYPES else Tensor(array.astype(int32))
 
 

@@ -38,7 +38,7 @@ class Clip(Function):
     def forward_cuda(ctx, x, low, high):
         out = empty(x.shape, x.dtype)
         ctx.low, ctx.high = _ends(low, high)
-        args = (x, out, ctx.low, ctx.high, np.int64(x.size))
+        args = (x, out, min(ctx.low, ctx.high), ctx.high, np.int64(x.size))  # as NumPy: the upper bound goes last
         launch("elementwise", "clip_forward", grid(x), 256, args, T=x.dtype)
         if ctx.needs[0]:
             ctx.save(x)
@@ -69,7 +69,7 @@ def clip(x: Any, a_min: Any = None, a_max: Any = None, *, min: Any = None, max: 
     x = as_tensor(x)
     if not bounds:
         return x
-    if all(map(is_number, bounds)):
+    if all(is_number(bound) and not math.isnan(bound) for bound in bounds):
         x = astype(x, result_dtype(x, *bounds))
         if is_float(x.dtype):
             return Clip.apply(x, low=low, high=high)

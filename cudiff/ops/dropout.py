@@ -10,6 +10,7 @@ from cudiff.backend import compute_dtype
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
+from cudiff.ops.cast import require_floats
 from cudiff.ops.random import Generator, random_bits
 from cudiff.tensor import Tensor
 
@@ -71,12 +72,13 @@ def dropout(x: Tensor, p: float, generator: Generator, stream: int) -> Tensor:
 
     x of any shape. The mask of row n of x.shape[0] depends only on the generator's seed and step, the stream, and the
     row's sample (see `Generator.samples`). Give each layer its own stream (`Purpose.DROPOUT` + number). Raises
-    ValueError unless 0 <= p < 1.
+    ValueError unless 0 <= p < 1, TypeError for integers.
     Srivastava et al. 2014.
     """
     if not 0 <= p < 1:
         raise ValueError(f"dropout's p must lie in [0, 1), got {p}")
     if p == 0:
         return x
+    require_floats("dropout", x)
     return Dropout.apply(x, generator.step, p=float(p), seed=generator.seed, stream=int(stream),
                          first=generator.first_row(x.shape[0] if x.ndim else 1))

@@ -42,6 +42,10 @@ def einsum(subscripts: str, *operands: Any) -> Tensor:
         raise ValueError(f"einsum '{subscripts}' names {len(terms)} operands, and got {len(operands)}")
     tensors = _numbers("einsum", *operands)
     labels = [_labels(subscripts, i, term, x.ndim) for i, (term, x) in enumerate(zip(terms, tensors, strict=True))]
+    for i, (own, x) in enumerate(zip(labels, tensors, strict=True)):
+        for label, size in zip(own, x.shape, strict=True):
+            if size != (first := x.shape[own.index(label)]):
+                raise ValueError(f"einsum '{subscripts}': operand {i} has '{label}' with the sizes {first} and {size}")
     spread = sorted({label for own in labels for label in own if isinstance(label, int)})
     if arrow:
         parts = re.findall(r"\.{3}|.", output)

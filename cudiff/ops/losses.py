@@ -61,8 +61,8 @@ def huber(pred: Any, target: Any, delta: float = 1.0) -> Tensor:
     if not delta > 0:
         raise ValueError(f"huber: delta is above 0, not {delta}")
     pred, target = _alike("huber", pred, target)
-    error = abs(pred - target)
-    near = clip(error, max=float(delta))
+    error = pred - target
+    near = clip(error, -float(delta), float(delta))
     return mean(near * (error - 0.5 * near))
 
 

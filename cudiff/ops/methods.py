@@ -42,9 +42,6 @@ METHODS = (
 )
 """Operations that are methods under their own names: those of NumPy's arrays, and those that networks use."""
 
-NUMPY_ALIASES = {"amax": "max", "amin": "min"}
-"""NumPy's second names, where they are functions of their own."""
-
 ABOUT = (np.result_type, np.may_share_memory, np.size)
 """NumPy's functions that have no gradient and return no array; they get the tensors' values."""
 
@@ -84,7 +81,7 @@ def add_to(tensor: type[Tensor], operations: Mapping[str, Any]) -> None:
     given |= {"__array_ufunc__": _array_ufunc, "__array_function__": _array_function}
     for name, method in given.items():
         setattr(tensor, name, method)
-    named = dict(zip(operations, operations, strict=True)) | NUMPY_ALIASES
+    named = dict(zip(operations, operations, strict=True))
     for name, operation in named.items():
         function = getattr(np, name, None)
         if callable(function) and not isinstance(function, type):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from cudiff.backend import is_float
 from cudiff.cuda.kernels.shape import region
 from cudiff.ops.cast import as_tensor, is_number
 from cudiff.ops.index import getitem
@@ -35,6 +37,8 @@ def pad(x: Any, pad_width: int | Sequence[Any], mode: str = "constant", constant
         raise ValueError(f"pad widths are not negative: {pairs}")
     if not is_number(constant_values):
         raise TypeError(f"pad takes one number for constant_values, not {constant_values}")
+    if not is_float(x.dtype) and not math.isfinite(constant_values):
+        raise ValueError(f"pad of {x.dtype} takes a finite constant, not {constant_values}")
     if mode == "constant":
         shape = tuple(before + size + after for size, (before, after) in zip(x.shape, pairs, strict=True))
         return place(x, shape, region(x.shape, pairs), constant_values)

@@ -22,7 +22,7 @@ from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map, unflagged
 from cudiff.values import flag
 
-__all__ = ["max", "mean", "min", "ptp", "std", "sum", "var"]
+__all__ = ["amax", "amin", "max", "mean", "min", "ptp", "std", "sum", "var"]
 
 MOST_ROWS = 1024  # of a deferred sum: few threads add them up
 
@@ -125,6 +125,8 @@ def _reduce_cuda(
     operands: tuple = (), combine: str = "sum",
 ) -> Array:
     """Run a kernel of reduce.cu. A second launch combines the parts of a long middle axis."""
+    if not out.size:
+        return out
     parts, run = _in_parts(name, x, outer, count, inner, operands)
     if parts == 1:
         run(out, scale, accumulate)
@@ -342,12 +344,24 @@ def mean(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 def max(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Largest element over `axis`, NaN if one is NaN; equal largest elements share the gradient equally."""
-    return _reduce(Extreme, as_tensor(x), axis, keepdims, sign=1)
+    return _extreme("max", x, axis, keepdims, 1)
 
 
 def min(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Smallest element over `axis`, NaN if one is NaN; equal smallest elements share the gradient equally."""
-    return _reduce(Extreme, as_tensor(x), axis, keepdims, sign=-1)
+    return _extreme("min", x, axis, keepdims, -1)
+
+
+amax, amin = max, min  # NumPy's second names
+
+
+def _extreme(name: str, x: Any, axis: Axis, keepdims: bool, sign: int) -> Tensor:
+    """Raises ValueError where there is a result of no elements."""
+    x = as_tensor(x)
+    axes = normalize_axes(axis, x.ndim)
+    if not _count(x.shape, axes) and 0 not in _left(x.shape, axes, False):
+        raise ValueError(f"{name} over no elements of shape {x.shape}: there is none")
+    return _reduce(Extreme, x, axis, keepdims, sign=sign)
 
 
 def ptp(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:

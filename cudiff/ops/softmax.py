@@ -139,6 +139,8 @@ def _over_axis(x: Any, axis: int, log: bool) -> Tensor:
     x = as_tensor(x)
     axis = normalize_axis(axis, x.ndim)
     x = astype(x, result_dtype(x, floating=True))
+    if not x.size:
+        return x
     if axis == x.ndim - 1:
         return Softmax.apply(x, log=log)
     order = list(range(x.ndim))

@@ -355,6 +355,8 @@ class Optimizer:
             self._update(part, scalars_for)
         self.flat.all_gather()
         self.flat.updated()
+        if self._average is not None:
+            self._average.updated()
         for value, ema_value in self._buffer_pairs:
             ema_value.data[...] = value.data
 

@@ -144,7 +144,7 @@ def _axes(n: Numbers) -> tuple[tuple[int, ...], Any, bool]:
 
 
 for _name, _magnitudes in {"sum": MAGNITUDES, "mean": MAGNITUDES, "max": NOT_ZERO, "min": NOT_ZERO, "var": ORDINARY,
-                           "std": ORDINARY, "ptp": ORDINARY}.items():
+                           "std": ORDINARY, "ptp": ORDINARY, "amax": NOT_ZERO, "amin": NOT_ZERO}.items():
     def _reduction(n: Numbers, name: str = _name) -> Case:
         shape, axis, keepdims = _axes(n)
         ddof = {"ddof": n.size(0, 1)} if name in ("var", "std") else {}

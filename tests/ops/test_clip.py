@@ -52,3 +52,9 @@ def test_integers(dtype, device):
     assert x.clip(0.5, 2).dtype == np.float32
     if dtype is np.int64:
         assert (x + 2**53).clip(min=2**53 + 1).numpy().tolist() == (values + 2**53).clip(2**53 + 1).tolist()
+
+
+@pytest.mark.parametrize("low, high", [(3, 2), (None, np.nan), (np.nan, 2), (-1.0, -2.0)])
+def test_bounds_in_another_order_and_nan_are_numpys(device, low, high):
+    x = np.array([-2.0, 2.5, 3.0], np.float32)
+    np.testing.assert_array_equal(cudiff.clip(Tensor(x, device=device), low, high).numpy(), np.clip(x, low, high))

@@ -78,3 +78,8 @@ def test_a_gradient_is_added_to_the_one_there(device, rng, size):
     x.grad = Tensor(before.copy(), device=device).data
     dropout(x, 0.4, Generator(5, device), 1000).backward(dout)
     np.testing.assert_allclose(Tensor(x.grad).numpy(), before + alone, rtol=1e-6, atol=1e-6)
+
+
+def test_integers_are_refused():
+    with pytest.raises(TypeError, match="dropout needs floating tensors, not int64"):
+        dropout(Tensor(np.ones(4, np.int64)), 0.5, Generator(0), 0)

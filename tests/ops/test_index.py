@@ -302,3 +302,12 @@ def test_nonzero(device):
         assert found.device == device and found.numpy().tolist() == np.argwhere(x).tolist()
     with pytest.raises(ValueError, match="it has no axis"):
         cudiff.nonzero(Tensor(1.0, device=device))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_an_array_of_indices_may_be_used_again_before_backward(dtype):
+    index, x = np.array([0, 1], dtype), Tensor([1.0, 2.0, 3.0], requires_grad=True)
+    y = cudiff.sum(x[index] * np.array([1.0, 10.0], np.float32))
+    index[:] = 2
+    y.backward()
+    np.testing.assert_array_equal(x.grad, [1, 10, 0])

@@ -50,3 +50,9 @@ def test_what_is_refused(args, message):
         cudiff.pad(Tensor(np.ones(3)), 1, constant_values=(1, 2))
     with pytest.raises(ValueError, match="mode 'edge' by 1, 1 needs an axis of 1, not of 0"):
         cudiff.pad(Tensor(np.ones((0, 3))), 1, "edge")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_integers_have_a_finite_border(value):
+    with pytest.raises(ValueError, match="finite constant"):
+        cudiff.pad(Tensor([1, 2]), 1, constant_values=value)

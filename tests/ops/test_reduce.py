@@ -196,3 +196,19 @@ def test_a_broadcast_operands_gradient_is_summed_in_float32():
 def test_sums_of_integers_are_exact(device):
     total = Tensor(np.array([2**40, 1, 2**24]), device=device).sum()
     assert total.dtype == np.int64 and total.item() == 2**40 + 1 + 2**24
+
+
+@pytest.mark.parametrize("name", ["max", "min", "ptp", "amax", "amin"])
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_nothing_has_no_largest_element(device, name, dtype):
+    empty = Tensor(np.zeros((2, 0), dtype), device=device)
+    with pytest.raises(ValueError, match="over no elements"):
+        getattr(cudiff, name)(empty, 1)
+    assert getattr(cudiff, name)(empty, 0).shape == (0,)
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "max", "any", "count_nonzero", "var"])
+@pytest.mark.parametrize("shape, axis", [((3, 0), 0), ((2, 0, 3), 0), ((2, 3, 0), (0, 1)), ((0, 3, 2), 1)])
+def test_a_result_of_no_elements(device, name, shape, axis):
+    expected = getattr(np, name)(np.zeros(shape, np.float32), axis)
+    assert getattr(cudiff, name)(Tensor(np.zeros(shape, np.float32), device=device), axis).shape == expected.shape

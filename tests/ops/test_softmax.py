@@ -152,3 +152,13 @@ def test_axes_are_counted_from_either_end():
     for axis in (2, -3):
         with pytest.raises(ValueError, match="out of range"):
             softmax(x, axis)
+
+
+@pytest.mark.parametrize("shape, axis", [((0, 3), -1), ((3, 0), -1), ((0, 3), 0)])
+def test_of_no_elements(device, shape, axis):
+    x = Tensor(np.zeros(shape, np.float32), device=device, requires_grad=True)
+    for function in (softmax, log_softmax):
+        out = function(x, axis)
+        assert out.shape == shape
+        out.sum().backward()
+        assert x.grad.shape == shape
