@@ -96,7 +96,8 @@ def test_arrays_and_other_dtypes():
 
 @pytest.mark.parametrize("subscripts, shapes, message", [
     ("ij,jk->ik", ((2, 3), (4, 5)), r"^einsum 'ij,jk->ik': the sizes 3 and 4 of 'j' do not agree$"),
-    ("ii", ((2, 3),), "sizes 2 and 3"), ("ii", ((1, 3),), "sizes 1 and 3"), ("...i,...i", ((2, 3), (4, 3)), "sizes 2 and 4"),
+    ("ii", ((2, 3),), "sizes 2 and 3"), ("ii", ((1, 3),), "sizes 1 and 3"),
+    ("...i,...i", ((2, 3), (4, 3)), "sizes 2 and 4"),
     ("ij,j", ((2, 0), (3,)), "sizes 0 and 3"),
     ("ij,jk", ((2, 3),), "^einsum 'ij,jk' names 2 operands, and got 1$"),
     ("ijk", ((2, 3),), "^einsum 'ijk': operand 0 has 2 axes, which 'ijk' does not name$"),
