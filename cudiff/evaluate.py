@@ -23,6 +23,7 @@ from cudiff.backend import cache_folder, default_device
 from cudiff.classes import names_in_words
 from cudiff.cuda.graph import capture
 from cudiff.data import Dataset, has_test_part, load_dataset, shuffled_index
+from cudiff.data.dataset import differences
 from cudiff.data.rows import Rows
 from cudiff.distances import frechet_or_none, kernel_distance, precision_recall
 from cudiff.distributed import ALONE, Group
@@ -394,6 +395,11 @@ def evaluate_pipeline(
     form = dict(image_size=config.image_size, channels=config.channels, skip_bad=config.skip_bad,
                 only_classes=config.only_classes)
     train = load_dataset(spec, **form)  # type: ignore[arg-type]
+    if data is None and isinstance(before := pipeline.trained_on, dict):
+        if found := "; ".join(differences(before, train.fingerprint())):
+            told = f"this is not the data that the model was trained on ({found}): it may know some of the test images"
+            train = replace(train, notes=(*train.notes, told))
+        train = train.numbered(before.get("class_names") or ())
     if has_test_part(spec):
         test = load_dataset(spec, part="test", **form)  # type: ignore[arg-type]
     else:

@@ -54,13 +54,15 @@ class Pipeline(Samplings):
     """A net and the configuration that says how it was trained; `load` makes one from a checkpoint.
 
     Attributes: config, net (on its device, in its precision), objective (see `cudiff.registry.Objective`), which is
-    made anew of each `config` that is set.
+    made anew of each `config` that is set; trained_on, its checkpoint's `Dataset.fingerprint`, or None.
 
     On a GPU `sample` keeps the graphs of the last 8 ways that it was called, with their memory, and launches them again
     for another seed, guidance (but to or from 1), classes, noise levels, strength, pictures. `free_graphs` drops them.
     So do another net, objective or configuration, what a graph cannot follow (see `cudiff.capture`), and memory that
     runs out. Several threads may sample: one at a time.
     """
+
+    trained_on: Any = None
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -428,7 +430,9 @@ def load(
     net.load_state_dict(part(checkpoint.tensors, weights))
     net.precision = precision_on(device, precision or (config.precision if device == "cuda" else "fp32"))
     net.train(trainable).flatten(device, trainable=trainable)
-    return Pipeline(config, net)
+    pipeline = Pipeline(config, net)
+    pipeline.trained_on = checkpoint.counters.get("data")
+    return pipeline
 
 
 def import_torch(

@@ -3,14 +3,16 @@
 import numpy as np
 import pytest
 
+import cudiff
 from cudiff import evaluate as module
 from cudiff.config import Config
-from cudiff.data import Dataset
+from cudiff.data import Dataset, load_dataset
 from cudiff.errors import CudiffError
 from cudiff.evaluate import evaluate, evaluate_pipeline
 from cudiff.models import build
 from cudiff.pipeline import Pipeline
 from cudiff.plot import save_images
+from cudiff.train import Trainer
 
 NAMES = "ant", "bee"
 
@@ -50,3 +52,13 @@ def test_its_own_data_may_have_had_other_names(insects):
 def test_images_that_the_model_knows_are_told(insects, validation):
     notes = evaluate_pipeline(insects(validation=validation), 8).notes
     assert any("training held out no image" in note for note in notes) == (validation == 0)
+
+
+def test_data_that_has_changed_since_training_is_told(insects, tmp_path, rng):
+    config = insects(validation=8).config.replace(batch_size=4, steps=1, sample_every=0, device="cpu")
+    Trainer(config, load_dataset(config.data, image_size=8, channels=1), tmp_path.parent / "run").run()
+    trained = cudiff.load(tmp_path.parent / "run", "cpu")
+    assert not any("not the data" in note for note in evaluate_pipeline(trained, 8).notes)
+    save_images(tmp_path / "bee", rng.integers(0, 256, (25, 8, 8, 1), dtype=np.uint8))
+    (told,) = (note for note in evaluate_pipeline(trained, 8).notes if "not the data" in note)
+    assert "(40 images are now 45)" in told

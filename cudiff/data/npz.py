@@ -82,8 +82,10 @@ def npz_file(file: Path) -> Dataset:
     name = printable(file.stem)
     notes = (f"arrays that are not read: {', '.join(unread[:10])}",) if unread else ()
     if images_name == "latents":
-        values = values.astype(np.float16 if values.dtype == np.float16 else np.float32, copy=False)
-        return Dataset(values, labels, num_classes, name, notes=(*notes, *_spread(values)), latents=True)
+        with np.errstate(over="ignore", invalid="ignore"):  # Dataset says what is not finite
+            values = values.astype(np.float16 if values.dtype == np.float16 else np.float32, copy=False)
+            notes = (*notes, *_spread(values))
+        return Dataset(values, labels, num_classes, name, notes=notes, latents=True)
     return Dataset(values[..., None] if values.ndim == 3 else values, labels, num_classes, name, notes=notes)
 
 

@@ -64,6 +64,8 @@ def roll(x: Any, shift: int | Sequence[int], axis: int | Sequence[int] | None = 
         raise TypeError(f"roll moves by whole elements, not by {shift}")
     if len(shifts) != len(axes) and 1 not in (len(shifts), len(axes)):
         raise ValueError(f"roll got {len(shifts)} shifts for {len(axes)} axes")
+    if not (shifts and axes):
+        return x
     count = max(len(shifts), len(axes))
     for step, i in zip(shifts * (count // len(shifts)), axes * (count // len(axes)), strict=True):
         (i,) = normalize_axes(i, x.ndim)
