@@ -51,7 +51,7 @@ def check_resumed(config: Config, checkpoint: Checkpoint) -> list[str]:
 
 def as_numbered(checkpoint: Checkpoint, dataset: Dataset) -> Dataset:
     """`dataset` with its classes numbered as in the data that a run was trained on, where that has all of their names:
-    one that is gone or new must not move the others' numbers."""
+    one that is gone does not move the others' numbers."""
     before = checkpoint.counters.get("data")
     names = before.get("class_names") if isinstance(before, dict) else None
     return dataset.numbered(names) if isinstance(names, list) else dataset

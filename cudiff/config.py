@@ -273,7 +273,7 @@ def from_arguments(arguments: argparse.Namespace, base: Config | None = None) ->
     values = {key: value for key, value in values.items() if key != "preset"}
     values |= {key: value for key, value in given.items() if _is_known(key)}
     if name is not None or base is None:
-        return _on(_preset(name) if name else PRESETS.get(str(values.get("data", "digits")), Config()), values)
+        return _on(PRESETS.get(str(values.get("data", "digits")), Config()) if name is None else _preset(name), values)
     return base.replace(**values)
 
 

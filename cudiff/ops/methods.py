@@ -81,11 +81,10 @@ def add_to(tensor: type[Tensor], operations: Mapping[str, Any]) -> None:
     given |= {"__array_ufunc__": _array_ufunc, "__array_function__": _array_function}
     for name, method in given.items():
         setattr(tensor, name, method)
-    named = dict(zip(operations, operations, strict=True))
-    for name, operation in named.items():
+    for name, operation in operations.items():
         function = getattr(np, name, None)
         if callable(function) and not isinstance(function, type):
-            NUMPY[function] = operations[operation]
+            NUMPY[function] = operation
 
 
 NUMPY: dict[Callable, Callable] = {}
