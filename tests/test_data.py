@@ -3,6 +3,7 @@
 import gzip
 import os
 import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -415,7 +416,10 @@ def test_a_16_bit_gray_pictures_transparent_pixels_are_white(tmp_path):
     for depth, values in ((np.uint8, [[0, 100], [200, 255]]), (np.uint16, [[0, 25700], [51400, 65535]])):
         folder = tmp_path / np.dtype(depth).name
         folder.mkdir()
-        Image.fromarray(np.array(values, depth)).save(folder / "a.png", transparency=int(values[0][1]))
+        Image.fromarray(np.array(values, depth)).save(folder / "a.png")
+        content, chunk = (folder / "a.png").read_bytes(), b"tRNS" + struct.pack(">H", values[0][1])
+        chunk = struct.pack(">I", 2) + chunk + struct.pack(">I", zlib.crc32(chunk))
+        (folder / "a.png").write_bytes(content[:33] + chunk + content[33:])  # behind the header
     found = [load_dataset(folder, image_size=2).images[0] for folder in sorted(tmp_path.iterdir())]
     np.testing.assert_array_equal(found[0], found[1])
     assert found[0].max() == 255 and found[0][0, 1, 0] == 255

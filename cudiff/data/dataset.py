@@ -201,9 +201,11 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         found.append(f"their size {_size(before.get('size'))} is now {_size(now['size'])}")
     if before.get("classes") != now["classes"]:
         found.append(f"{_count(before.get('classes'))} classes are now {now['classes']:,}")
-    elif before.get("number") == now["number"] and before.get("labels") != now["labels"]:
+    renamed = _renamed(before.get("class_names"), now["class_names"])
+    if before.get("classes") == now["classes"] and before.get("number") == now["number"] and (
+            before.get("labels") != now["labels"]):
         found.append("the labels differ")
-    if renamed := _renamed(before.get("class_names"), now["class_names"]):
+    elif renamed:
         found.append(renamed)
     if not found and before.get("pixels") != now["pixels"]:
         found.append("the pixels differ")
