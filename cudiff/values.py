@@ -38,6 +38,17 @@ def whole_pair(name: str, value: Any, least: int = 1) -> tuple[int, int]:
     return whole(name, rows, least), whole(name, columns, least)
 
 
+def two(name: str, value: Any, least: int | None = None) -> tuple[int, int]:
+    """A whole number, or a tuple or list of two, as two; NumPy's integers pass. Raises ValueError for anything else."""
+    numbers = value if isinstance(value, tuple | list) else (value, value)
+    whole_ones = [number for number in numbers if isinstance(number, int | np.integer) and not isinstance(number, bool)
+                  and (least is None or number >= least)]
+    if len(numbers) != 2 or len(whole_ones) != 2:
+        bound = "" if least is None else f" of at least {least}"
+        raise ValueError(f"{name} {value!r} must be a whole number{bound}, or a tuple of two")
+    return int(numbers[0]), int(numbers[1])
+
+
 def real(name: str, value: Any, least: float | None = None, most: float | None = None, above: float | None = None,
          below: float | None = None) -> float:
     """`value`, a finite number in the range; its ends are in it (`least`, `most`) or not (`above`, `below`).

@@ -25,6 +25,7 @@ from cudiff.ops.reduce import sum_array, sum_rows_cuda
 from cudiff.ops.shape import squeeze
 from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map, unflagged
+from cudiff.values import two
 
 __all__ = ["conv1d", "conv2d", "conv_transpose2d"]
 
@@ -367,8 +368,8 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | 
 
 def _conv2d(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int | Pair, padding: int | Pair,
             dilation: int | Pair, groups: int) -> Tensor:
-    steps = Steps(*_steps(name, stride, padding), _pair(name, "dilation", dilation, 1), groups)
-    if not isinstance(groups, int) or groups < 1:
+    steps = Steps(*_steps(name, stride, padding), two(f"{name}: dilation", dilation, 1), groups)
+    if not isinstance(groups, int | np.integer) or groups < 1:
         raise ValueError(f"{name}: groups {groups} must be a whole number of at least 1")
     if x.ndim != 4 or weight.ndim != 4 or x.shape[3] != weight.shape[3] * groups:
         image, kernel = ("N, H, W, C", "K, R, S, C") if name == "conv2d" else ("N, L, C", "K, S, C")
@@ -406,7 +407,7 @@ def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 
     if x.ndim != 3 or weight.ndim != 3:
         raise ValueError(f"conv1d: x has shape {x.shape}, not (N, L, C), or weight {weight.shape}, not (K, S, C)")
     for what, value, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
-        if not isinstance(value, int) or value < least:
+        if not isinstance(value, int | np.integer) or value < least:
             raise ValueError(f"conv1d: {what} {value} must be a whole number of at least {least}")
     rows: tuple[Any, Any] = np.expand_dims(x, 1), np.expand_dims(weight, 1)  # arrays become tensors later
     return squeeze(_conv2d("conv1d", *rows, bias, (1, stride), (0, padding), (1, dilation), groups), 1)
@@ -433,20 +434,9 @@ def conv_transpose2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stri
     return ConvTranspose2d.apply(x, weight, bias, size=size, stride=stride, padding=padding)
 
 
-def pair(value: int | Pair) -> Pair:
-    return (value, value) if isinstance(value, int) else value
-
-
 def _steps(name: str, stride: int | Pair, padding: int | Pair) -> tuple[Pair, Pair]:
     """Both as pairs. Raises ValueError for anything but a number or a pair in range."""
-    return _pair(name, "stride", stride, 1), _pair(name, "padding", padding, 0)
-
-
-def _pair(name: str, what: str, value: int | Pair, least: int) -> Pair:
-    value = pair(value)
-    if not (isinstance(value, tuple) and len(value) == 2 and all(isinstance(e, int) and e >= least for e in value)):
-        raise ValueError(f"{name}: {what} {value} must be a whole number of at least {least}, or a tuple of two")
-    return value
+    return two(f"{name}: stride", stride, 1), two(f"{name}: padding", padding, 0)
 
 
 def check_bias(name: str, shape: tuple[int, ...] | None, channels: int) -> None:

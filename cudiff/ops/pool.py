@@ -19,7 +19,7 @@ from cudiff.function import Function
 from cudiff.ops.cast import downcast, require_float, require_floats, upcast
 from cudiff.statistics import Kind, moments
 from cudiff.tensor import Tensor
-from cudiff.values import flag
+from cudiff.values import flag, two
 
 __all__ = ["avg_pool2d", "max_pool2d", "upsample_nearest"]
 
@@ -186,18 +186,11 @@ class MaxPool2d(Function):
         return (dx,)
 
 
-def _pair(name: str, what: str, value: int | Pair) -> Pair:
-    pair = value if isinstance(value, tuple) else (value, value)
-    if len(pair) != 2 or not all(isinstance(number, int) for number in pair):
-        raise ValueError(f"{name}: {what} {value!r} must be a whole number, or a tuple of two")
-    return pair
-
-
 def _window(name: str, x: Tensor, size: int | Pair, stride: int | Pair | None, padding: int | Pair,
             ceil_mode: bool) -> Window:
     window = Window(
-        _pair(name, "size", size), _pair(name, "stride", size if stride is None else stride),
-        _pair(name, "padding", padding), flag("ceil_mode", ceil_mode),
+        two(f"{name}: size", size), two(f"{name}: stride", size if stride is None else stride),
+        two(f"{name}: padding", padding), flag("ceil_mode", ceil_mode),
     )
     if x.ndim != 4:
         raise ValueError(f"{name}: x has shape {x.shape}, not (N, H, W, C)")

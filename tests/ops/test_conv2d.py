@@ -178,7 +178,7 @@ def test_conv1d(device, rng, x, kernel, steps):
     (((1, 4, 4, 6), (4, 3, 3, 6)), dict(groups=2), r"does not fit weight \(4, 3, 3, 6\) \(K, R, S, C / 2\)"),
     (((1, 4, 4, 6), (5, 3, 3, 3)), dict(groups=2), "5 output channels do not divide into 2 groups"),
     (((1, 4, 4, 6), (4, 3, 3, 6)), dict(groups=0), "groups 0 must be a whole number of at least 1"),
-    (((1, 4, 4, 6), (4, 3, 3, 6)), dict(dilation=0), r"dilation \(0, 0\) must be"),
+    (((1, 4, 4, 6), (4, 3, 3, 6)), dict(dilation=0), "dilation 0 must be"),
     (((1, 4, 4, 6), (4, 3, 3, 6)), dict(dilation=(1, 2)), r"smaller than the kernel .* dilated by \(1, 2\)"),
 ])
 def test_groups_and_dilations_that_are_none(shapes, steps, message):
@@ -259,8 +259,8 @@ def test_parameters_have_float32_gradients(device, rng):
 
 @pytest.mark.parametrize("function", [conv2d, conv_transpose2d])
 @pytest.mark.parametrize("steps, message", [
-    (dict(stride=0), r"stride \(0, 0\) must be"), (dict(stride=(1, -1)), r"stride \(1, -1\) must be"),
-    (dict(padding=-1), r"padding \(-1, -1\) must be"), (dict(padding=(1, 1, 1)), r"padding \(1, 1, 1\) must be"),
+    (dict(stride=0), "stride 0 must be"), (dict(stride=(1, -1)), r"stride \(1, -1\) must be"),
+    (dict(padding=-1), "padding -1 must be"), (dict(padding=(1, 1, 1)), r"padding \(1, 1, 1\) must be"),
     (dict(stride=1.5), "stride 1.5 must be a whole number of at least 1, or a tuple of two"),
 ])
 def test_steps_that_are_none(device, function, steps, message):

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from cudiff.gradient import Slot
+from cudiff.ops.conv2d import conv2d
 from cudiff.ops.group_norm import group_norm
 from cudiff.ops.pool import avg_pool2d, max_pool2d, upsample_nearest
 from cudiff.tensor import Tensor
@@ -190,3 +191,10 @@ def test_bad_windows():
             avg_pool2d(x, size, stride, padding)
     with pytest.raises(ValueError, match="upsample_nearest"):
         upsample_nearest(x, 0)
+
+
+@pytest.mark.parametrize("two", [np.int64(2), [2, 2], (np.int32(2), 2)])
+def test_numpys_integers_and_lists_are_pairs(two):
+    x, weight = Tensor(np.arange(16.0).reshape(1, 4, 4, 1)), Tensor(np.ones((1, 1, 1, 1)))
+    np.testing.assert_array_equal(max_pool2d(x, two, two).numpy(), max_pool2d(x, 2).numpy())
+    np.testing.assert_array_equal(conv2d(x, weight, stride=two).numpy(), conv2d(x, weight, stride=2).numpy())
