@@ -8,6 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from cudiff.errors import CudiffError
 from cudiff.values import real
 
@@ -68,7 +70,8 @@ class Option:
             longest = _LONGEST_LISTS.get(of, 16)
             if len(value) > longest:
                 raise CudiffError(f"{name} has {len(value):,} entries: give {longest:,} at most")
-            return tuple(self._in_range(name, _typed(name, of, entry)) for entry in value)
+            named = [str(entry) if of is str and type(entry) is int else entry for entry in value]  # classes by number
+            return tuple(self._in_range(name, _typed(name, of, entry)) for entry in named)
         value = _typed(name, self.kind, value)
         if self.choices and value not in self.choices:
             raise CudiffError(f"unknown {name} '{value[:80]}': use {' or '.join(self.choices)}")
@@ -108,6 +111,7 @@ _NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def _typed(name: str, kind: type, value: Any) -> Any:
+    value = value.item() if isinstance(value, np.generic) else value
     wanted: Any = (int, float) if kind is float else kind
     if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
         raise CudiffError(f"{name} must be {_NOUNS[kind]}, not {shown(value)}")

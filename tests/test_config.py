@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cudiff.config import PRESETS, SECTIONS, Config, add_arguments, from_arguments, load_toml, options_in
@@ -333,3 +334,11 @@ def test_only_some_classes_of_a_presets_in_a_file(tmp_path):
     assert load_toml(path).num_classes == -1
     path.write_text('preset = "digits"\nonly_classes = ["3", "1"]\nnum_classes = 2\n')
     assert load_toml(path).num_classes == 2
+
+
+def test_numpys_numbers_and_classes_by_number():
+    config = Config(steps=np.int64(3), lr=np.float32(0.5), only_classes=[1, "2"])
+    assert (config.steps, config.lr, config.only_classes) == (3, 0.5, ("1", "2")) and type(config.steps) is int
+    for values in (dict(steps=np.bool_(True)), dict(only_classes=[True]), dict(only_classes=[1.5])):
+        with pytest.raises(CudiffError, match="must be"):
+            Config(**values)
