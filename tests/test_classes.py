@@ -157,7 +157,7 @@ def test_a_run_that_goes_on_keeps_its_names(tmp_path):
     Trainer(config, data, tmp_path).run()
     checkpoint = load_checkpoint(tmp_path)
     data.class_names = ("c", "d")
-    with pytest.raises(CudiffError, match=r"the class a is now c\).*--data-changed"):
+    with pytest.raises(CudiffError, match=r"the class a is now c, the class b is now d\).*--data-changed"):
         Trainer(checkpoint.config.replace(steps=2), data, tmp_path, checkpoint)
     trainer = Trainer(checkpoint.config.replace(steps=2), data, tmp_path, checkpoint, data_changed=True)
     assert trainer.config.class_names == ("a", "b")
