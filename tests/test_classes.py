@@ -52,8 +52,9 @@ def test_texts_are_options_too():
         "x", ["T-shirt/top", "Ankle boot"])
     assert option.metavar == "NAME,NAME,.." and as_text(("a", "b")) == "a,b"
     assert len(option.checked("x", ["n"] * 1000)) == 1000
-    with pytest.raises(CudiffError, match="x must be text, not 3"):
-        option.checked("x", ["a", 3])
+    assert option.checked("x", ["a", 3]) == ("a", "3")  # a class by its number
+    with pytest.raises(CudiffError, match="x must be text, not 3.5"):
+        option.checked("x", ["a", 3.5])
     with pytest.raises(CudiffError, match="only numbers have least"):
         Option((), "help", entries=str, least=1)
 
