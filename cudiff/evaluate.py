@@ -403,7 +403,7 @@ def evaluate_pipeline(
     if has_test_part(spec):
         test = load_dataset(spec, part="test", **form)  # type: ignore[arg-type]
     else:
-        train, test = train.split(config.validation or 0.1, config.seed)
+        train, test = train.split((config.validation if data is None else 0) or 0.1, config.seed)
         if data is None and not config.validation:
             known = "training held out no image: the model knows these test images"
             train = replace(train, notes=(*train.notes, known))

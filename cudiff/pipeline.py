@@ -111,7 +111,7 @@ class Pipeline(Samplings):
         batch_size : images denoised at once; smaller needs less memory. By default 64, on a GPU up to 256 small ones.
         progress : called with (images done, n) after each batch.
         frames : a list that receives the first batch after each step, uint8, for an animation.
-        guidance_interval, guidance_rescale : noise levels (low, high) that are guided, and a share, see `Guided`.
+        guidance_interval, guidance_rescale : noise levels (low, high), those of pixels, and a share, see `Guided`.
         init, strength : images to begin with, uint8 or floats in [-1, 1], (n, H, W, C) or one (H, W, C), and the share
             of the steps, the last ones, that they go through (SDEdit, arXiv 2108.01073): 0 returns them, 1 leaves
             little of them. 0.6 by default, 1 with a mask.
@@ -186,7 +186,7 @@ class Pipeline(Samplings):
             if frames is not None and not seen:
                 raise CudiffError(f"sampler {sampler} shows no frames: call its callback(step, x, denoised) each step")
             if frames is not None:
-                frames += [to_uint8(noise.start(1.0))[:count], *seen]
+                frames += [to_uint8(own["noise"] if "noise" in own else noise.start(1.0))[:count], *seen]
             made = self._bytes(sampler, drawn, size)
             return (drawn.astype(float32).numpy() / self._scale if floats else made)[:count]
 

@@ -56,7 +56,7 @@ class Stream:
         if unknown:
             raise CudiffError(f"a stream has no option {unknown[0]}: it has {', '.join(Frames._fields)}")
         new = self.options._replace(**options)
-        self._pipeline.checked(self.n, new.seed, new.steps, new.guidance, self._sampler, self.n)
+        self._pipeline.checked(self.n, new.seed, self._levels(), new.guidance, self._sampler, self.n)
         self._pipeline.labels(self.n, new.classes)
         whole("steps", new.steps, 1, LEVELS), real("strength", new.strength, 0, 1), real("blend", new.blend, 0, 1)
         self.options = new
@@ -98,21 +98,25 @@ class Stream:
         return Tensor(given, device=self._pipeline.device)
 
     def _keep(self, frame: Tensor) -> np.ndarray:
-        made = frame.numpy()
+        made = frame.numpy().copy()  # a caller may draw on it
         self._last, self.last, self.number = frame, made, self.number + 1
         return made
 
+    def _levels(self) -> int:
+        """How many noise levels a frame's are chosen from: LEVELS, or all that a schedule has."""
+        return min(LEVELS, self._pipeline.config.options.get("diffusion_steps", LEVELS))
+
     def _made(self, begin: Tensor) -> Tensor:
         """The frame that begins with bytes, noised to the level of `strength`, and is blended with the last one."""
-        pipeline, options = self._pipeline, self.options
+        pipeline, options, count = self._pipeline, self.options, self._levels()
         sampler, guidance, levels = pipeline.checked(
-            self.n, options.seed, LEVELS, options.guidance, self._sampler, self.n
+            self.n, options.seed, count, options.guidance, self._sampler, self.n
         )
         last = begin if self._last is None else self._last
-        passed = round(options.strength * LEVELS)
+        passed = round(options.strength * count)
         if not passed:
             return blend_to_uint8(normalize_images(begin), last, options.blend)
-        sigmas = levels[np.linspace(LEVELS - passed, LEVELS, min(options.steps, passed) + 1).round().astype(int)]
+        sigmas = levels[np.linspace(count - passed, count, min(options.steps, passed) + 1).round().astype(int)]
         labels = pipeline.labels(self.n, options.classes)
         guide = None if labels is None else Guidance.of(guidance, channels=pipeline.config.guidance_channels)
         seed = (options.seed + self.number * GOLDEN) % 2**64

@@ -423,3 +423,9 @@ def test_a_16_bit_gray_pictures_transparent_pixels_are_white(tmp_path):
     found = [load_dataset(folder, image_size=2).images[0] for folder in sorted(tmp_path.iterdir())]
     np.testing.assert_array_equal(found[0], found[1])
     assert found[0].max() == 255 and found[0][0, 1, 0] == 255
+
+
+def test_both_parts_of_an_idx_folder_have_the_same_classes(idx_files):
+    folder, images, _ = idx_files
+    (folder / "t10k-labels.idx1-ubyte").write_bytes(idx_bytes(np.zeros(len(images), np.uint8)))
+    assert load_dataset(folder, part="test").num_classes == load_dataset(folder).num_classes > 1

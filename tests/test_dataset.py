@@ -148,3 +148,12 @@ def test_lists_and_nothing_are_told():
             Dataset(images)
     with pytest.raises(CudiffError, match="there are no images"):
         Dataset(np.zeros((0, 8, 8, 1), np.uint8)).split(2)
+
+
+def test_numpys_numbers_and_names(rng):
+    labels = np.arange(6) % 3
+    data = Dataset(rng.integers(0, 256, (6, 8, 8, 1), dtype=np.uint8), labels, labels.max() + 1,
+                   class_names=np.array(["a", "b", "c"]))
+    assert json.loads(json.dumps(data.fingerprint()))["classes"] == 3 and data.class_names == ("a", "b", "c")
+    with pytest.raises(CudiffError, match="num_classes must be a whole number"):
+        Dataset(data.images, labels, 3.0)

@@ -416,3 +416,11 @@ def test_unet_cus_names_bring_its_configuration():
     assert (config.image_size, config.channels, config.model_channels, config.max_period) == (64, 3, 64, 1000.0)
     assert (config.diffusion, config.noise_schedule, config.diffusion_steps) == ("ddpm", "linear", 1000)
     assert (config.attention_resolutions, config.sampler, config.sample_steps) == ((16, 8), "ancestral", 1000)
+
+
+def test_the_first_frame_of_given_noise_is_that_noise():
+    model, first, second = pipeline(), [], []
+    model.sample(2, seed=3, noise=model.noise(2, seed=9), frames=first)
+    model.sample(2, seed=9, frames=second)
+    for given, drawn in zip(first, second, strict=True):
+        np.testing.assert_array_equal(given, drawn)

@@ -170,3 +170,23 @@ def test_models_of_latents_and_frames_that_are_not_finite():
     with pytest.raises(CudiffError, match="not finite"):
         next(stream)
     assert stream.number == 1
+
+
+def test_a_caller_may_draw_on_a_frame():
+    model, kept = pipeline(), []
+    for draws in (False, True):
+        stream = model.stream(1, seed=3, strength=0.2)
+        first = next(stream)
+        if draws:
+            first[...] = 255
+        kept.append(next(stream))
+    np.testing.assert_array_equal(*kept)
+
+
+@pytest.mark.parametrize("changes", [
+    {"sampler": "ddim", "sample_spacing": "ddim"}, {"sampler": "ddim", "diffusion_steps": 50},
+    {"sampler": "ancestral", "diffusion_steps": 60},
+])
+def test_schedules_of_few_steps_and_of_whole_strides(changes):
+    made = frames(pipeline(diffusion="ddpm", sample_steps=10, **changes), count=3)
+    assert len({frame.tobytes() for frame in made}) == 3

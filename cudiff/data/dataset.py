@@ -17,6 +17,7 @@ from cudiff.data.rows import Rows
 from cudiff.errors import CudiffError
 from cudiff.ops.batch import mix32, order_key
 from cudiff.plot import GRID_WIDTH, grid
+from cudiff.values import whole
 
 DIGESTED = 2**29
 """Bytes of images that a fingerprint's digest reads at most."""
@@ -43,6 +44,9 @@ class Dataset:
     latents: bool = False
 
     def __post_init__(self) -> None:
+        self.num_classes = whole("num_classes", self.num_classes, 0)
+        if self.class_names is not None:
+            self.class_names = tuple(map(str, self.class_names))
         if isinstance(self.images, list | tuple):
             raise CudiffError(f"{self.name}: images are a {type(self.images).__name__}: give np.stack(images)")
         channels = self.images.shape[3] if self.images.ndim == 4 else 0

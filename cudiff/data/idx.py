@@ -6,10 +6,12 @@ byte), the number of dimensions, each dimension as a big-endian int32, then the 
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import math
 import struct
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +51,17 @@ def idx_folder(folder: Path, part: str = "train") -> Dataset:
         raise CudiffError(
             f"{folder}: {len(images)} images and {len(labels)} labels: the files do not belong together, get both anew"
         )
-    return Dataset(images[..., None], labels, int(labels.max()) + 1, printable(folder.resolve().name))
+    highest = max([labels.max(), *(other.max() for other in _other_labels(folder, part) if other.size)])
+    return Dataset(images[..., None], labels, int(highest) + 1, printable(folder.resolve().name))
+
+
+def _other_labels(folder: Path, part: str) -> Iterator[np.ndarray]:
+    """Those of the other part, where it is there: both have the same classes."""
+    for other in PREFIXES.keys() - {part}:
+        file = find_file(folder, file_names(other)[1])
+        with contextlib.suppress(CudiffError, OSError):
+            if file is not None:
+                yield parse_idx(read_file(file), file)
 
 
 def file_names(part: str) -> tuple[str, str]:

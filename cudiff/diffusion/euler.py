@@ -108,8 +108,8 @@ def sample_heun(
 
 _CHURN = {
     "S_churn": Option(0.0, "heun and euler: noise added anew, over all steps", least=0),
-    "S_min": Option(0.0, "lowest noise level that is churned", least=0),
-    "S_max": Option(1e9, "highest noise level that is churned", least=0),
+    "S_min": Option(0.0, "lowest noise level, of pixels, that is churned", least=0),
+    "S_max": Option(1e9, "highest noise level, of pixels, that is churned", least=0),
     "S_noise": Option(1.0, "scale of the noise that churning adds", least=0),
 }
 

@@ -117,7 +117,8 @@ class Guided:
             guided = ops.concatenate([guided[..., : self.channels], conditional[..., self.channels :]], axis=-1)
         if self.rescale:
             axes = tuple(range(1, guided.ndim))
-            ratio = ops.std(conditional, axes, keepdims=True) / ops.std(guided, axes, keepdims=True)
+            deviations = [ops.std(part, axes, keepdims=True) for part in (conditional, guided)]
+            ratio = deviations[0] / ops.maximum(deviations[1], 1e-20)  # of flat estimates it is 0, and they stay
             guided = guided * (ratio * rescale + rest)
         if self.interval is None:
             return guided

@@ -20,6 +20,7 @@ from cudiff.nn import (
     grouped_linear,
     init,
 )
+from cudiff.ops.cast import as_index
 from cudiff.ops.timestep_embedding import noise_levels
 from cudiff.options import Option
 from cudiff.recompute import recomputed
@@ -111,11 +112,14 @@ class LabelEmbedder(Module):
         self.embedding_table.weight = Parameter(table, decay=False, layout="embedding", copy=False)
 
     def forward(self, labels: Tensor | None) -> Tensor:
-        """labels int32 (N,), −1 for none → (N, D); of no labels at all (1, D)."""
+        """labels int32 (N,), −1 for none → (N, D); of no labels at all (1, D). On the CPU IndexError for others."""
         weight = self.embedding_table.weight
         none = len(weight) - 1
         if labels is None:
             return weight[none:]
+        labels = as_index("a DiT", labels, weight.device)
+        if labels.device == "cpu" and labels.size and not -1 <= labels.data.min() <= labels.data.max() < none:
+            raise IndexError(f"a label lies outside [-1, {none}): {labels.data.min()} to {labels.data.max()}")
         # in float32, exact up to 2^24 classes: device arithmetic is for floats
         rows = ops.where(labels < 0, float(none), ops.astype(labels, float32))
         return self.embedding_table(ops.astype(rows, int32))

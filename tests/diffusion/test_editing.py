@@ -254,3 +254,12 @@ def test_the_command_line_takes_a_picture_and_a_mask(tmp_path, monkeypatch, caps
         assert main([*run, *words.split()]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
+
+
+def test_rescaled_guidance_of_flat_estimates():
+    def flat(x, sigma, labels=None):
+        return Tensor(np.zeros(x.shape, np.float32))
+
+    x = Tensor(np.ones((2, 4, 4, 1), np.float32))
+    sigma, labels = Tensor(np.ones(2, np.float32)), Tensor(np.zeros(2, np.int32))
+    assert not Guided(flat, 3.0, rescale=0.7)(x, sigma, labels).numpy().any()

@@ -198,3 +198,13 @@ def test_what_a_block_launches_in_sampling(host_of):
     stems = Counter(stem for stem, _ in host.launches[before:])
     assert not {stem for stem in stems if stem.startswith("elementwise")}, stems
     assert stems["arithmetic"] == 2, stems  # scale + 1, of both norms
+
+
+def test_labels_that_are_none_are_refused():
+    net, x = DiT(8, 1, 2, 16, 1, 2, num_classes=3), Tensor(np.zeros((2, 8, 8, 1), np.float32))
+    for labels in ([0, 3], [-2, 0]):
+        with pytest.raises(IndexError, match=r"a label lies outside \[-1, 3\)"):
+            net(x, 1.0, Tensor(np.array(labels, np.int32)))
+    with pytest.raises(TypeError, match="labels and indices are integers"):
+        net(x, 1.0, Tensor(np.array([0.0, 1.0])))
+    np.testing.assert_array_equal(net(x, 1.0, [0, -1]).numpy(), net(x, 1.0, np.array([0, -1])).numpy())
