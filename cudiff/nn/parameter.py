@@ -231,7 +231,8 @@ class Parameter(Tensor):
         self._updated = now()
 
     def wants_gradient(self, recorded: int) -> bool:
-        self.require_unchanged(recorded)
+        if self._updated > recorded:
+            self.require_unchanged(recorded)
         return _requires_grad.__get__(self) and (self.flat is None or self.flat.trainable)
 
     def require_unchanged(self, recorded: int) -> None:
