@@ -117,7 +117,8 @@ def read_weights(path: str | os.PathLike, key: str | None = None) -> Weights:
 
 def check_groups(source: str | os.PathLike, net: Module) -> None:
     """Raise CudiffError where norms of a U-Net from `source` are grouped otherwise than guided-diffusion's."""
-    for norm in (module for module in net.modules() if isinstance(net, UNet) and isinstance(module, GroupNorm)):
+    norms = [module for module in net.modules() if isinstance(module, GroupNorm)] if isinstance(net, UNet) else []
+    for norm in norms:
         if norm.num_groups != (theirs := num_groups(norm.weight.size, 1)):
             raise CudiffError(
                 f"{source} has norms over {norm.weight.size} channels in {norm.num_groups} groups, and "

@@ -174,7 +174,7 @@ class Node:
         self.ctx: Any = ctx  # a Context, None once backward has run
         self.call: Any = call  # (inputs, attributes), for a gradient that is itself recorded: see cudiff.differentiate
         self.index = now()
-        # Parameters that were frozen: backward reads their arrays too
+        # The parameters among the other inputs, such as frozen ones: backward reads their arrays too.
         self.constants = [t for t, need in zip(inputs, ctx.needs, strict=True)
                           if t is not None and not need and type(t) is not Tensor]
         # The shape and dtype of each wanted gradient. The arrays themselves are not kept, so that they can be freed.

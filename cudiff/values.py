@@ -32,21 +32,19 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def whole_pair(name: str, value: Any, least: int = 1) -> tuple[int, int]:
+def whole_pair(name: str, value: Any, least: int | None = 1) -> tuple[int, int]:
     """A number, or one for rows and one for columns, as two. Raises CudiffError as `whole`."""
-    rows, columns = value if isinstance(value, tuple) and len(value) == 2 else (value, value)
+    rows, columns = value if isinstance(value, tuple | list) and len(value) == 2 else (value, value)
     return whole(name, rows, least), whole(name, columns, least)
 
 
-def two(name: str, value: Any, least: int | None = None) -> tuple[int, int]:
-    """A whole number, or a tuple or list of two, as two; NumPy's integers pass. Raises ValueError for anything else."""
-    numbers = value if isinstance(value, tuple | list) else (value, value)
-    whole_ones = [number for number in numbers if isinstance(number, int | np.integer) and not isinstance(number, bool)
-                  and (least is None or number >= least)]
-    if len(numbers) != 2 or len(whole_ones) != 2:
+def pair(name: str, value: Any, least: int | None = None) -> tuple[int, int]:
+    """`whole_pair` of an operation, which raises ValueError."""
+    try:
+        return whole_pair(name, value, least)
+    except CudiffError:
         bound = "" if least is None else f" of at least {least}"
-        raise ValueError(f"{name} {value!r} must be a whole number{bound}, or a tuple of two")
-    return int(numbers[0]), int(numbers[1])
+        raise ValueError(f"{name} {value!r} must be a whole number{bound}, or a tuple of two") from None
 
 
 def real(name: str, value: Any, least: float | None = None, most: float | None = None, above: float | None = None,

@@ -235,7 +235,7 @@ def test_a_picture_in_strips_is_the_same(tmp_path, monkeypatch):
         Image.fromarray(picture(30, 20, 4)).convert("RGB").convert(mode).save(tmp_path / f"{mode}.tif")
     Image.fromarray(picture(30, 20, 4)).save(tmp_path / "clear.png")
     whole = load_dataset(tmp_path, image_size=16).images
-    monkeypatch.setattr(pictures, "STRIP", 47)
+    monkeypatch.setattr(pictures, "CROP_PIXELS", 47)
     np.testing.assert_array_equal(load_dataset(tmp_path, image_size=16).images, whole)
 
 

@@ -205,11 +205,10 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         found.append(f"their size {_size(before.get('size'))} is now {_size(now['size'])}")
     if before.get("classes") != now["classes"]:
         found.append(f"{_count(before.get('classes'))} classes are now {now['classes']:,}")
-    renamed = _renamed(before.get("class_names"), now["class_names"])
-    if before.get("classes") == now["classes"] and before.get("number") == now["number"] and (
-            before.get("labels") != now["labels"]):
+    counts_agree = all(before.get(what) == now[what] for what in ("number", "classes"))
+    if counts_agree and before.get("labels") != now["labels"]:
         found.append("the labels differ")
-    elif renamed:
+    elif renamed := _renamed(before.get("class_names"), now["class_names"]):
         found.append(renamed)
     if not found and before.get("pixels") != now["pixels"]:
         found.append("the pixels differ")

@@ -38,7 +38,7 @@ IN_MEMORY = 0.25
 GRAY_MODES = {"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N"}
 BITS_PER_SAMPLE, PHOTOMETRIC = 258, 262  # a TIFF's tags
 THREADS = min(CORES, 8)  # each may hold a picture of MOST_PIXELS, and twice as many pictures wait
-STRIP = 2**20  # pixels converted at once
+CROP_PIXELS = 2**20  # pixels converted at once
 MOST_SCANS = 100  # of a progressive JPEG, which encoders write in ten: each one passes over all pixels
 LONGEST_REASON = 300  # characters; zipfile repeats names of any length
 SMALLER = "give a smaller image size (image_size=64, --image-size 64) or fewer images"
@@ -366,16 +366,16 @@ def _rgb(picture: Image.Image, box: tuple[int, int, int, int]) -> Image.Image:
     """What lies in `box` of a picture of any mode, as RGB over white; some rows at a time, as each takes copies."""
     left, top, right, bottom = box
     result = Image.new("RGB", (right - left, bottom - top))
-    rows = max(1, STRIP // (right - left))
+    rows = max(1, CROP_PIXELS // (right - left))
     for first in range(top, bottom, rows):
-        strip = picture.crop((left, first, right, min(first + rows, bottom)))
-        if strip.mode.startswith("I"):
-            gray, clear = np.asarray(strip), strip.info.get("transparency")
-            strip = Image.fromarray(np.where(gray == clear, 255, gray >> 8).astype(np.uint8))
-        if strip.has_transparency_data:
-            strip = strip.convert("RGBA")
-            strip = Image.alpha_composite(Image.new("RGBA", strip.size, "white"), strip)
-        result.paste(strip.convert("RGB"), (0, first - top))
+        crop = picture.crop((left, first, right, min(first + rows, bottom)))
+        if crop.mode.startswith("I"):
+            gray, clear = np.asarray(crop), crop.info.get("transparency")
+            crop = Image.fromarray(np.where(gray == clear, 255, gray >> 8).astype(np.uint8))
+        if crop.has_transparency_data:
+            crop = crop.convert("RGBA")
+            crop = Image.alpha_composite(Image.new("RGBA", crop.size, "white"), crop)
+        result.paste(crop.convert("RGB"), (0, first - top))
     return result
 
 

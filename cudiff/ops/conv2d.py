@@ -25,7 +25,7 @@ from cudiff.ops.reduce import sum_array, sum_rows_cuda
 from cudiff.ops.shape import squeeze
 from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map, unflagged
-from cudiff.values import two
+from cudiff.values import pair
 
 __all__ = ["conv1d", "conv2d", "conv_transpose2d"]
 
@@ -368,7 +368,7 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | 
 
 def _conv2d(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int | Pair, padding: int | Pair,
             dilation: int | Pair, groups: int) -> Tensor:
-    steps = Steps(*_steps(name, stride, padding), two(f"{name}: dilation", dilation, 1), groups)
+    steps = Steps(*_steps(name, stride, padding), pair(f"{name}: dilation", dilation, 1), groups)
     if not isinstance(groups, int | np.integer) or groups < 1:
         raise ValueError(f"{name}: groups {groups} must be a whole number of at least 1")
     if x.ndim != 4 or weight.ndim != 4 or x.shape[3] != weight.shape[3] * groups:
@@ -436,7 +436,7 @@ def conv_transpose2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stri
 
 def _steps(name: str, stride: int | Pair, padding: int | Pair) -> tuple[Pair, Pair]:
     """Both as pairs. Raises ValueError for anything but a number or a pair in range."""
-    return two(f"{name}: stride", stride, 1), two(f"{name}: padding", padding, 0)
+    return pair(f"{name}: stride", stride, 1), pair(f"{name}: padding", padding, 0)
 
 
 def check_bias(name: str, shape: tuple[int, ...] | None, channels: int) -> None:

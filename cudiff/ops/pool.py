@@ -19,7 +19,7 @@ from cudiff.function import Function
 from cudiff.ops.cast import downcast, require_float, require_floats, upcast
 from cudiff.statistics import Kind, moments
 from cudiff.tensor import Tensor
-from cudiff.values import flag, two
+from cudiff.values import flag, pair
 
 __all__ = ["avg_pool2d", "max_pool2d", "upsample_nearest"]
 
@@ -189,8 +189,8 @@ class MaxPool2d(Function):
 def _window(name: str, x: Tensor, size: int | Pair, stride: int | Pair | None, padding: int | Pair,
             ceil_mode: bool) -> Window:
     window = Window(
-        two(f"{name}: size", size), two(f"{name}: stride", size if stride is None else stride),
-        two(f"{name}: padding", padding), flag("ceil_mode", ceil_mode),
+        pair(f"{name}: size", size), pair(f"{name}: stride", size if stride is None else stride),
+        pair(f"{name}: padding", padding), flag("ceil_mode", ceil_mode),
     )
     if x.ndim != 4:
         raise ValueError(f"{name}: x has shape {x.shape}, not (N, H, W, C)")

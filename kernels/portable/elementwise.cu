@@ -65,8 +65,8 @@ template <int KIND, int N> __device__ __forceinline__ void with_slope(const T* x
         load<N>(x + i, values);
 #pragma unroll
         for (int k = 0; k < N; k++) {
-            float x = values[k];  // SiLU as without its slope, to the bit
-            Activated at = KIND == SILU ? Activated{x * sigmoid(x), silu_slope(x)} : activate_with_slope<KIND>(x);
+            float v = values[k];  // SiLU as without its slope, to the bit
+            Activated at = KIND == SILU ? Activated{v * sigmoid(v), silu_slope(v)} : activate_with_slope<KIND>(v);
             values[k] = at.value, slopes[k] = at.slope;
         }
         store<N>(out + i, values);
