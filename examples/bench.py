@@ -1,4 +1,4 @@
-"""Time cudiff on a GPU: python examples/bench.py [--against torch] [--part 1/6] [--only NAME ...] [--jobs N]
+"""Time cudiff on a GPU: python examples/bench.py [--against torch] [--part 1/7] [--only NAME ...] [--jobs N]
 [--model PRESET-OR-FILE] [--profile]
 
 Every section runs in a process of its own under a time limit, to which is added what those before left of theirs: what
@@ -66,8 +66,8 @@ SECTIONS = {
     "CS 179": Section(networks.cs179, 2, 85),
     "forward": Section(networks.forwards, 2, 100),
     "U-Net tf32": Section(networks.unet_steps("tf32"), 2, 160),
-    "DiT-B/4": Section(networks.dit_step("DiT-B/4 64x64"), 3, 190),
-    "DiT-XL/2": Section(networks.dit_step("DiT-XL/2 32x32x4"), 3, 320),
+    "DiT-B/4": Section(networks.dit_step("DiT-B/4 64x64"), 3, 250),
+    "DiT-XL/2": Section(networks.dit_step("DiT-XL/2 32x32x4"), 7, 400),
     "mnist": Section(networks.other_step("mnist 28x28"), 4, 110),
     "few images": Section(networks.other_step("U-Net 64x64, few images"), 4, 100),
     "48 channels": Section(networks.other_step("U-Net 40x40 of 48 channels"), 4, 100),
@@ -79,7 +79,7 @@ SECTIONS = {
     "many images": Section(networks.other_step("U-Net 64x64, many images"), 6, 125),
     "128x128": Section(networks.other_step("U-Net 128x128"), 6, 125),
 }
-PARTS = [f"{part}/6" for part in range(1, 7)]
+PARTS = [f"{part}/7" for part in range(1, 8)]
 RUNNING: list[subprocess.Popen] = []  # sections
 LIMITS = {"copy": 4.27, "bf16": 791.0, "tf32": 411.0}  # TB/s and TFLOP/s of an H200, where they are not measured
 
@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--against", choices=("torch",), help="time PyTorch too, after checking that both agree")
     names = ", ".join(SECTIONS)
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"sections whose name holds one of these: {names}")
-    parser.add_argument("--part", choices=PARTS, help="a sixth of the sections")
+    parser.add_argument("--part", choices=PARTS, help="a seventh of the sections")
     parser.add_argument("--model", metavar="NAME", help="time a training step of this preset or TOML file alone")
     parser.add_argument("--profile", nargs="?", const="unet", choices=PROFILES, help="the kernels of a step instead")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="sections at once, each measured alone")
@@ -224,7 +224,7 @@ def main() -> None:
         except CudiffError as error:
             sys.exit(f"bench.py: {error}")
     sections = {"model": Section(networks.step_of(options.model), 0, 540)} if options.model else SECTIONS
-    offered = {name: section for name, section in sections.items() if options.part in (None, f"{section.part}/6")}
+    offered = {name: section for name, section in sections.items() if options.part in (None, f"{section.part}/7")}
     for wanted in options.only or []:
         if not any(wanted.casefold() in name.casefold() for name in offered):
             sys.exit(f"bench.py: no section's name holds '{wanted}': use one of {', '.join(offered)}")

@@ -124,7 +124,7 @@ def test_a_section_may_take_what_those_before_left(monkeypatch):
 
 @pytest.mark.parametrize("arguments, message", [
     (["--only", "nothing"], "no section's name holds 'nothing': use one of limits, first step"),
-    (["--part", "1/6", "--only", "CNN"], "no section's name holds 'CNN': use one of first step, U-Net bf16"),
+    (["--part", "1/7", "--only", "CNN"], "no section's name holds 'CNN': use one of first step, U-Net bf16"),
 ])
 def test_a_section_that_is_none(monkeypatch, arguments, message):
     monkeypatch.setattr("sys.argv", ["bench.py", *arguments])
@@ -391,7 +391,7 @@ def test_the_profile_counts_the_bytes_of_an_update():
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["--model", "mnist", "--part", "1/6"], "--model is timed alone"),
+    (["--model", "mnist", "--part", "1/7"], "--model is timed alone"),
     (["--model", "mnist", "--only", "CNN"], "--model is timed alone"),
     (["--model", "mnist", "--profile"], "leave out --against, --only, --part and --model"),
 ])

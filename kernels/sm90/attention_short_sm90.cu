@@ -64,7 +64,8 @@ __device__ __forceinline__ void attended(float (&dk)[DP / 2], float (&dv)[DP / 2
 #pragma unroll
         for (int e = 0; e < QUERIES / 2; e++)
             if ((int)(WARP_ROW + e / 2 % 2 * 8 + GROUP) >= left) p[e] = -infinity();
-    differentiate(p, ds, lse, delta, scale2);
+    weigh_again(p, lse, scale2);
+    differentiate(ds, p, delta);
     round_fragments(p, weights);
     round_fragments(ds, dscores);
     wgmma_fence();

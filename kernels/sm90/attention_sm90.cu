@@ -15,11 +15,11 @@
 //
 // How it works
 //   Steps      A step is a tile of 64 tokens of the other side, two arrays of them: k and v, or q and dout. Thread 0 loads the
-//              tiles into a ring of STAGES. backward_q has one stage: two or three were slower.
+//              tiles into a ring of STAGES.
 //   Products   The result of a product is rounded in registers, and is the left operand of the next product.
-//   Overlap    A warpgroup waits for each product. The other warpgroups of its multiprocessor compute meanwhile. By registers
-//              6 warpgroups of forward fit where DP is 32, 4 up to 80, 3 beyond; 3 of backward_q; 3 of backward_kv, 2 where DP
-//              is over 64.
+//   Overlap    In the backward, the scores become weights while dout is multiplied by v. Else a warpgroup waits for each
+//              product. The other warpgroups of its multiprocessor compute meanwhile. By registers 6 warpgroups of forward fit
+//              where DP is 32, 4 up to 80, 3 beyond; 3 of backward_q; 3 of backward_kv, 2 where DP is over 64.
 //
 // Launch
 //   Grid       (ceil(tokens / 64 / GROUPS), heads, N) blocks of GROUPS warpgroups; backward GROUPS is 1. tokens is Tq, or Tk in
@@ -64,7 +64,7 @@ __device__ __forceinline__ void attend(float (&acc)[DP / 2], float (&top)[2], fl
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
-        const __grid_constant__ TensorMap out, float* lse, int Tq, int Tk, float scale) {
+        const __grid_constant__ TensorMap out, float* lse, int Tq, int Tk, int D, float scale) {
     extern __shared__ __align__(1024) u8 shared[];
     u32 base = shared_address(shared), stages = base + GROUPS * TILE, barriers = stages + STAGES * 2 * TILE;
     u32 q_barrier = barriers + 16 * STAGES;
@@ -72,12 +72,13 @@ forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k
     int group = threadIdx.x / 128, first = (blockIdx.x * GROUPS + group) * 64;
     u32 own = base + group * TILE;
     float scale2 = scale * LOG2E;
+    Head at(h, D);
     lse += ((i64)n * heads + h) * TP;
     Ring ring(stages, 2 * TILE, STAGES, barriers), loads = ring;
     auto load = [&](int step) {
         u32 full = loads.acquire(2 * TILE);
-        load_tile(loads.buffer(), k, full, h, step * 64, n);
-        load_tile(loads.buffer() + TILE, v, full, h, step * 64, n);
+        load_tile(loads.buffer(), k, full, at, step * 64, n);
+        load_tile(loads.buffer() + TILE, v, full, at, step * 64, n);
         loads.advance();
     };
     if (threadIdx.x == 0) {
@@ -87,7 +88,7 @@ forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k
     wait_for_previous();
     if (threadIdx.x == 0) {
         barrier_expect(q_barrier, GROUPS * TILE);
-        for (int i = 0; i < GROUPS; i++) load_tile(base + i * TILE, q, q_barrier, h, first + i * 64, n);
+        for (int i = 0; i < GROUPS; i++) load_tile(base + i * TILE, q, q_barrier, at, first + i * 64, n);
         for (int step = 0; step < min(STAGES, steps); step++) load(step);
     }
     __syncthreads();
@@ -104,14 +105,15 @@ forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k
         reuse_stage<128>(ring, step, steps, load);
     }
     finish_rows(acc, top, sum, lse, first, Tq, TP);
-    store_tile(out, acc, 1.0f, own, h, first, n);
+    store_tile(out, acc, 1.0f, own, at, first, n);
+    finish_stores();
 }
 
 // Load the block's own two tiles, of the maps own and own2, to `base`, and start loading the first steps. A stage is
 // released by so many `readers`, warps or warpgroups.
 template <class Load>
 __device__ __forceinline__ void begin_backward(const Ring& ring, int readers, u32 own_barrier, u32 base, const TensorMap& own,
-                                               const TensorMap& own2, const TensorMap& other, const TensorMap& other2, int h,
+                                               const TensorMap& own2, const TensorMap& other, const TensorMap& other2, Head head,
                                                int first, int n, int steps, Load& load) {
     if (threadIdx.x == 0) {
         barrier_init(own_barrier, 1), ring.init(readers);
@@ -120,29 +122,29 @@ __device__ __forceinline__ void begin_backward(const Ring& ring, int readers, u3
     wait_for_previous();
     if (threadIdx.x == 0) {
         barrier_expect(own_barrier, 2 * TILE);
-        load_tile(base, own, own_barrier, h, first, n);
-        load_tile(base + TILE, own2, own_barrier, h, first, n);
+        load_tile(base, own, own_barrier, head, first, n);
+        load_tile(base + TILE, own2, own_barrier, head, first, n);
         for (int step = 0; step < min(STAGES, steps); step++) load(step);
     }
     __syncthreads();
 }
 
 // A lane holds parts of two of its warp's 16 rows of `out`, GROUP and GROUP + 8. The four lanes of a row hold its packs of 8
-// channels by turns: PACKS each.
+// channels by turns: PACKS each, as they lie in tiles.
 constexpr int PACKS = CEIL_DIV(DP, 32);
 
-// Load this lane's packs, of the 64 rows from `first` on, and its rows' lse. Rows from Tq on and channels from D on are zeros.
+// Load this lane's packs, of the 64 rows from `first` on, and its rows' lse. Beyond Tq rows and a head's D channels are zeros.
 __device__ __forceinline__ void load_rows(Pack<T> (&packs)[2][PACKS], float (&row_lse)[2], const T* out, const float* lse, int n,
-                                          int h, int heads, int first, int Tq, int D) {
+                                          Head head, int heads, int first, int Tq, int D) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         int row = first + WARP_ROW + 8 * r + GROUP;
-        const T* source = out + (((i64)n * Tq + row) * heads + h) * D;
+        const T* source = out + (((i64)n * Tq + row) * heads + head.h) * D;
         row_lse[r] = lse[row];
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
-            int d = p * 32 + QUAD * 8;
-            packs[r][p] = row < Tq && d < D ? load_pack(source + d) : Pack<T>{};
+            int d = p * 32 + QUAD * 8 - head.zeros;
+            packs[r][p] = row < Tq && d >= 0 && d < D ? load_pack(source + d) : Pack<T>{};
         }
     }
 }
@@ -191,20 +193,21 @@ backward_q(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMa
     int heads = gridDim.y, h = blockIdx.y, n = blockIdx.z, TP = CEIL_DIV(Tq, 64) * 64, steps = CEIL_DIV(Tk, 64);
     int first = blockIdx.x * 64;
     float scale2 = scale * LOG2E;
+    Head at(h, D);
     lse += ((i64)n * heads + h) * TP;
     delta += ((i64)n * heads + h) * TP;
     Ring ring(stages, 2 * TILE, STAGES, barriers), loads = ring;
     auto load = [&](int step) {
         u32 full = loads.acquire(2 * TILE);
-        load_tile(loads.buffer(), k, full, h, step * 64, n);
-        load_tile(loads.buffer() + TILE, v, full, h, step * 64, n);
+        load_tile(loads.buffer(), k, full, at, step * 64, n);
+        load_tile(loads.buffer() + TILE, v, full, at, step * 64, n);
         loads.advance();
     };
-    begin_backward(ring, 1, own_barrier, base, q, dout, k, v, h, first, n, steps, load);
+    begin_backward(ring, 1, own_barrier, base, q, dout, k, v, at, first, n, steps, load);
 
     Pack<T> own_out[2][PACKS];
     float row_lse[2], row_delta[2];
-    load_rows(own_out, row_lse, out, lse, n, h, heads, first, Tq, D);
+    load_rows(own_out, row_lse, out, lse, n, at, heads, first, Tq, D);
     barrier_wait(own_barrier, 0);
     find_delta(row_delta, delta + first, own_out, shared + TILE);
     u32 weights[4][4];
@@ -213,15 +216,16 @@ backward_q(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMa
         ring.wait();
         wgmma_fence();
         multiply_tokens(s, base, ring.buffer());
+        wgmma_commit();
         multiply_tokens(dp, base + TILE, ring.buffer() + TILE);
         wgmma_commit();
-        wgmma_wait<0>();
+        wgmma_wait<1>();
         if ((step + 1) * 64 > Tk) mask(s, Tk - step * 64);
 #pragma unroll
-        for (int i = 0; i < 32; i++) {
-            int r = i / 2 % 2;
-            s[i] = exp2_fast(s[i] * scale2 - row_lse[r]) * (dp[i] - row_delta[r]);
-        }
+        for (int i = 0; i < 32; i++) s[i] = exp2_fast(s[i] * scale2 - row_lse[i / 2 % 2]);
+        wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < 32; i++) s[i] *= dp[i] - row_delta[i / 2 % 2];
         round_fragments(s, weights);
         wgmma_fence();
         multiply_weights(acc, weights, ring.buffer(), step > 0);
@@ -229,8 +233,9 @@ backward_q(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMa
         wgmma_wait<0>();
         reuse_stage<128>(ring, step, steps, load);
     }
-    store_tile(dq, acc, scale, base, h, first, n);
+    store_tile(dq, acc, scale, base, at, first, n);
     if (DP > 32 && sums_q) leave_sums(sums_q + own_sums(n, h, token, head), base, Tq - first, D);
+    finish_stores();
 }
 
 // Scores are transposed here: the keys are the rows of every product. So p and ds are A fragments as they are.
@@ -245,18 +250,19 @@ backward_kv(const __grid_constant__ TensorMap q, const __grid_constant__ TensorM
     int heads = gridDim.y, h = blockIdx.y, n = blockIdx.z, TP = CEIL_DIV(Tq, 64) * 64, steps = CEIL_DIV(Tq, 64);
     int first = blockIdx.x * 64;
     float scale2 = scale * LOG2E;
+    Head at(h, D);
     lse += ((i64)n * heads + h) * TP;
     delta += ((i64)n * heads + h) * TP;
     Ring ring(stages, STAGE, STAGES, barriers), loads = ring;
     auto load = [&](int step) {
         u32 full = loads.acquire(BYTES), rows = loads.buffer() + 2 * TILE;
-        load_tile(loads.buffer(), q, full, h, step * 64, n);
-        load_tile(loads.buffer() + TILE, dout, full, h, step * 64, n);
+        load_tile(loads.buffer(), q, full, at, step * 64, n);
+        load_tile(loads.buffer() + TILE, dout, full, at, step * 64, n);
         bulk_load(rows, lse + step * 64, 64 * sizeof(float), full);
         bulk_load(rows + 64 * sizeof(float), delta + step * 64, 64 * sizeof(float), full);
         loads.advance();
     };
-    begin_backward(ring, 4, own_barrier, base, k, v, q, dout, h, first, n, steps, load);
+    begin_backward(ring, 4, own_barrier, base, k, v, q, dout, at, first, n, steps, load);
 
     u32 weights[4][4], dscores[4][4];
     float p[32], ds[32], dk_acc[DP / 2], dv_acc[DP / 2];
@@ -265,11 +271,14 @@ backward_kv(const __grid_constant__ TensorMap q, const __grid_constant__ TensorM
         ring.wait();
         wgmma_fence();
         multiply_tokens(p, base, ring.buffer());
+        wgmma_commit();
         multiply_tokens(ds, base + TILE, ring.buffer() + TILE);
         wgmma_commit();
-        wgmma_wait<0>();
         const float* rows = reinterpret_cast<const float*>(shared + (ring.buffer() - base) + 2 * TILE);
-        differentiate(p, ds, rows, rows + 64, scale2);
+        wgmma_wait<1>();
+        weigh_again(p, rows, scale2);
+        wgmma_wait<0>();
+        differentiate(ds, p, rows + 64);
         round_fragments(p, weights);
         round_fragments(ds, dscores);
         wgmma_fence();
@@ -279,9 +288,11 @@ backward_kv(const __grid_constant__ TensorMap q, const __grid_constant__ TensorM
         wgmma_wait<0>();  // the next scores take the registers of these weights
         reuse_stage<32>(ring, step, steps, load);  // each warp has read lse and delta for itself: it releases alone
     }
-    store_tile(dk, dk_acc, scale, base, h, first, n);
-    store_tile(dv, dv_acc, 1.0f, base + TILE, h, first, n);
-    if (DP == 32 || !sums_k) return;
-    leave_sums(sums_k + own_sums(n, h, token, head), base, Tk - first, D);
-    leave_sums(sums_v + own_sums(n, h, token, head), base + TILE, Tk - first, D);
+    store_tile(dk, dk_acc, scale, base, at, first, n);
+    store_tile(dv, dv_acc, 1.0f, base + TILE, at, first, n);
+    if (DP > 32 && sums_k) {
+        leave_sums(sums_k + own_sums(n, h, token, head), base, Tk - first, D);
+        leave_sums(sums_v + own_sums(n, h, token, head), base + TILE, Tk - first, D);
+    }
+    finish_stores();
 }

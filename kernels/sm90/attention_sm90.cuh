@@ -3,6 +3,10 @@
 // T is bf16 or half. DP is 32, 64, 80, 96 or 128: the channels of a head, D, rounded up to one of these. A tile has 64 tokens
 // or more. TMA loads it in PANELS of 64 channels (32 where DP is 32), which lie one after the other in shared memory. A panel
 // has a row of ROW_BYTES for each token. The last panel's channels from DP on are not used.
+//
+// The cache reads sectors of 32 bytes. Where D is an odd multiple of 8, every other head begins in the middle of a sector. Tiles
+// of such a head are loaded from 8 channels before it on, and hold zeros there. So every panel but the first begins with a sector:
+// of 72 channels, a token takes 5 sectors for 6.
 #pragma once
 #include "flash.cuh"
 #include "wgmma.cuh"
@@ -12,6 +16,12 @@ constexpr int ROW_BYTES = DP == 32 ? 64 : 128, PANELS = CEIL_DIV(DP, 64), TILE =
 // A last tile of at most FEW tokens is multiplied as a tile of FEW. Images of 14 × 14 and of 20 × 20 tokens leave 4 and 16.
 constexpr int FEW = 16;
 
+// A head, and the number of zeros before its channels in each row of a tile that was loaded.
+struct Head {
+    int h, zeros;
+    __device__ __forceinline__ Head(int h, int D) : h(h), zeros(D % 16 ? h % 2 * 8 : 0) {}
+};
+
 #define WARP_ROW (threadIdx.x / 32 % 4 * 16)  // where this warp's 16 rows start, of a warpgroup's 64
 
 // Round a warpgroup's accumulators, times `factor`, to A fragments.
@@ -20,38 +30,44 @@ __device__ __forceinline__ void round_fragments(const float (&c)[COUNT], u32 (&a
 #pragma unroll
     for (int i = 0; i < COUNT / 2; i++) a[i / 4][i % 4] = pack_pair<T>(c[2 * i] * factor, c[2 * i + 1] * factor);
 }
-// Store fragments to the warp's 16 rows of a tile of 64 tokens.
+// Store fragments to the warp's 16 rows of a tile of 64 tokens. The first `skipped` chunks, of 8 columns, become the last ones of
+// the panels.
 template <int BYTES, int COUNT>
-__device__ __forceinline__ void store_fragments(u32 tile, const u32 (&a)[COUNT][4]) {
-    constexpr int OF_PANEL = BYTES / 32;
+__device__ __forceinline__ void store_fragments(u32 tile, const u32 (&a)[COUNT][4], int skipped = 0) {
+    constexpr int OF_PANEL = BYTES / 16, CHUNKS = CEIL_DIV(2 * COUNT, OF_PANEL) * OF_PANEL;
 #pragma unroll
-    for (int k = 0; k < COUNT; k++)
-        stmatrix(tile + k / OF_PANEL * 64 * BYTES + swizzled<BYTES>(WARP_ROW + LANE % 16, k % OF_PANEL * 2 + LANE / 16),
+    for (int k = 0; k < COUNT; k++) {
+        int chunk = (2 * k + LANE / 16 - skipped) & (CHUNKS - 1);
+        stmatrix(tile + chunk / OF_PANEL * 64 * BYTES + swizzled<BYTES>(WARP_ROW + LANE % 16, chunk % OF_PANEL),
                  a[k][0], a[k][1], a[k][2], a[k][3]);
+    }
 }
 
 // Start loading TOKENS tokens from `first` on, by a map whose boxes are panels. `barrier` counts their bytes, PANELS * TOKENS *
 // ROW_BYTES.
 template <int TOKENS = 64>
-__device__ __forceinline__ void load_tile(u32 tile, const TensorMap& map, u32 barrier, int h, int first, int n) {
+__device__ __forceinline__ void load_tile(u32 tile, const TensorMap& map, u32 barrier, Head head, int first, int n) {
 #pragma unroll
-    for (int p = 0; p < PANELS; p++) tma_load(tile + p * TOKENS * ROW_BYTES, map, barrier, p * 64, h, first, n);
+    for (int p = 0; p < PANELS; p++)
+        tma_load(tile + p * TOKENS * ROW_BYTES, map, barrier, p * 64 - head.zeros, head.h, first, n);
 }
-// Store factor * c of a warpgroup to the map's 64 tokens from `first` on. It goes through `buffer`, a tile of the warpgroup's
-// own that it has read.
-__device__ __forceinline__ void store_tile(const TensorMap& map, const float (&c)[DP / 2], float factor, u32 buffer, int h,
+// Start storing factor * c of a warpgroup, without the columns of zeros, to the map's 64 tokens from `first` on. It goes through
+// `buffer`, a tile of the warpgroup's own that it has read. There it lies from the first column on, until finish_stores.
+__device__ __forceinline__ void store_tile(const TensorMap& map, const float (&c)[DP / 2], float factor, u32 buffer, Head head,
                                            int first, int n) {
     u32 a[DP / 16][4];
     round_fragments(c, a, factor);
     warpgroup_meets();
-    store_fragments<ROW_BYTES>(buffer, a);
+    store_fragments<ROW_BYTES>(buffer, a, head.zeros / 8);
     fence_writes();
     warpgroup_meets();
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
-        for (int p = 0; p < PANELS; p++) tma_store(map, buffer + p * 64 * ROW_BYTES, p * 64, h, first, n);
-        tma_store_wait();
+        for (int p = 0; p < PANELS; p++) tma_store(map, buffer + p * 64 * ROW_BYTES, p * 64, head.h, first, n);
     }
+}
+__device__ __forceinline__ void finish_stores() {
+    if (threadIdx.x % 128 == 0) tma_store_wait();
 }
 
 // c = a b^T, a product along the channels, of a tile `a` of 64 tokens and the first 2 COUNT tokens of a tile `b` of TOKENS.
@@ -119,19 +135,22 @@ __device__ __forceinline__ void weigh(float (&s)[COUNT], const float (&top)[2], 
         sum[i / 2 % 2] += s[i];
     }
 }
-// p: scores become weights. ds: products of dout and v become the gradients of the scores, without the scale. Both are
-// transposed: rows are keys. lse and delta are those of the 2 COUNT queries, in shared memory.
-template <int COUNT>
-__device__ __forceinline__ void differentiate(float (&p)[COUNT], float (&ds)[COUNT], const float* lse, const float* delta, float scale2) {
+// The backward's scores p become weights. They are transposed: rows are keys. lse is that of the 2 COUNT queries, in shared memory.
+template <int COUNT> __device__ __forceinline__ void weigh_again(float (&p)[COUNT], const float* lse, float scale2) {
 #pragma unroll
     for (int j = 0; j < COUNT / 4; j++) {
-        float2 row_lse = *reinterpret_cast<const float2*>(lse + 8 * j + 2 * QUAD);
-        float2 row_delta = *reinterpret_cast<const float2*>(delta + 8 * j + 2 * QUAD);
+        float2 row = *reinterpret_cast<const float2*>(lse + 8 * j + 2 * QUAD);
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; i++) {
-            p[i] = exp2_fast(p[i] * scale2 - (i % 2 ? row_lse.y : row_lse.x));
-            ds[i] = p[i] * (ds[i] - (i % 2 ? row_delta.y : row_delta.x));
-        }
+        for (int i = 4 * j; i < 4 * j + 4; i++) p[i] = exp2_fast(p[i] * scale2 - (i % 2 ? row.y : row.x));
+    }
+}
+// Products ds of dout and v become the gradients of the scores, without the scale. They lie as the weights p, delta as lse.
+template <int COUNT> __device__ __forceinline__ void differentiate(float (&ds)[COUNT], const float (&p)[COUNT], const float* delta) {
+#pragma unroll
+    for (int j = 0; j < COUNT / 4; j++) {
+        float2 row = *reinterpret_cast<const float2*>(delta + 8 * j + 2 * QUAD);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; i++) ds[i] = p[i] * (ds[i] - (i % 2 ? row.y : row.x));
     }
 }
 

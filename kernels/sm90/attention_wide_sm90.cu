@@ -42,30 +42,30 @@ struct Rings {
           values(base + GROUPS * TILE + KEY_TILE, 2 * KEY_TILE, STAGES, base + BYTES + 128) {}
     static constexpr u32 BYTES = GROUPS * TILE + STAGES * 2 * KEY_TILE;
 };
-// A block's tile of queries: head h of image n, tokens from `first` on.
+// A block's tile of queries: of a head of image n, tokens from `first` on.
 struct Place {
-    int h, n, first;
-    __device__ __forceinline__ Place(int tile, int heads, int Tq) {
-        int across = CEIL_DIV(Tq, GROUPS * 64);
-        first = tile % across * GROUPS * 64;
-        h = tile / across % heads;
-        n = tile / across / heads;
+    Head head;
+    int n, first;
+    __device__ __forceinline__ Place(int tile, int heads, int Tq, int D) : head(tile / across(Tq) % heads, D) {
+        first = tile % across(Tq) * GROUPS * 64;
+        n = tile / across(Tq) / heads;
     }
+    static __device__ __forceinline__ int across(int Tq) { return CEIL_DIV(Tq, GROUPS * 64); }
 };
 
 // The producer: one thread loads all tiles, in the order in which the consumers read them.
 __device__ __forceinline__ void produce(Rings rings, const TensorMap& q, const TensorMap& k, const TensorMap& v, int tiles,
-                                        int heads, int Tq, int Tk) {
+                                        int heads, int Tq, int Tk, int D) {
     auto load = [&](Ring& ring, const TensorMap& map, Place at, int step) {
-        load_tile<KEYS>(ring.buffer(), map, ring.acquire(KEY_TILE), at.h, step * KEYS, at.n);
+        load_tile<KEYS>(ring.buffer(), map, ring.acquire(KEY_TILE), at.head, step * KEYS, at.n);
         ring.advance();
     };
     int steps = CEIL_DIV(Tk, KEYS);
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        Place at(tile, heads, Tq);
+        Place at(tile, heads, Tq, D);
         load(rings.keys, k, at, 0);
         for (int group = 0; group < GROUPS; group++) {
-            load_tile(rings.queries.buffer(), q, rings.queries.acquire(TILE), at.h, at.first + group * 64, at.n);
+            load_tile(rings.queries.buffer(), q, rings.queries.acquire(TILE), at.head, at.first + group * 64, at.n);
             rings.queries.advance();
         }
         for (int step = 1; step < steps; step++) {
@@ -125,7 +125,7 @@ __device__ __forceinline__ void attend(float (&acc)[DP / 2], float (&top)[2], fl
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
-        const __grid_constant__ TensorMap out, float* lse, int tiles, int heads, int Tq, int Tk, float scale) {
+        const __grid_constant__ TensorMap out, float* lse, int tiles, int heads, int Tq, int Tk, int D, float scale) {
     extern __shared__ __align__(1024) u8 shared[];
     Rings rings(shared_address(shared));
     int group = threadIdx.x / 128, TP = CEIL_DIV(Tq, 64) * 64;
@@ -136,21 +136,22 @@ forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k
     __syncthreads();
     wait_for_previous();
     if (group == GROUPS) {
-        set_registers<GROUPS == 2 ? 24 : 32, false>();
-        if (threadIdx.x == CONSUMERS) produce(rings, q, k, v, tiles, heads, Tq, Tk);
+        set_registers<24, false>();
+        if (threadIdx.x == CONSUMERS) produce(rings, q, k, v, tiles, heads, Tq, Tk, D);
         return;
     }
-    set_registers<GROUPS == 2 ? 240 : 160, true>();
+    set_registers<240, true>();
     for (int before = 0; before < group; before++) pass_to(before);  // so warpgroup 0 has the first turn
     u32 own = rings.queries.buffers + group * TILE, phase = 0;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, phase ^= 1) {
-        Place at(tile, heads, Tq);
+        Place at(tile, heads, Tq, D);
         int first = at.first + group * 64;
         float acc[DP / 2], top[2] = {-infinity(), -infinity()}, sum[2] = {};
         barrier_wait(rings.queries.full(group), phase);
         attend(acc, top, sum, rings, own, group, Tk, scale * LOG2E);
-        finish_rows(acc, top, sum, lse + ((i64)at.n * heads + at.h) * TP, first, Tq, TP);
-        store_tile(out, acc, 1.0f, own, at.h, first, at.n);
+        finish_rows(acc, top, sum, lse + ((i64)at.n * heads + at.head.h) * TP, first, Tq, TP);
+        store_tile(out, acc, 1.0f, own, at.head, first, at.n);
+        finish_stores();
         if (threadIdx.x % 128 == 0) barrier_arrive(rings.queries.empty(group));  // TMA has read the results, which lay there
     }
 }

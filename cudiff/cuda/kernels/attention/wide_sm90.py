@@ -36,7 +36,7 @@ def forward(given: Forward, plan: Tiles, p: Problem) -> None:
     launch(
         "attention_wide_sm90", "forward", min(tiles, multiprocessors()), (plan.groups + 1) * 128,
         (tile_map(given.q), tile_map(given.k, plan.keys), tile_map(given.v, plan.keys), tile_map(given.out), given.lse,
-         tiles, p.heads, p.queries, p.keys, 1 / math.sqrt(p.dim)),
+         tiles, p.heads, p.queries, p.keys, p.dim, 1 / math.sqrt(p.dim)),
         (plan.groups * TOKENS + STAGES * 2 * plan.keys) * panels + BARRIER_BYTES,
         T=p.dtype, DP=padded_dim(p.dim), KEYS=plan.keys, STAGES=STAGES, GROUPS=plan.groups,
     )
