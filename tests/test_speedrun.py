@@ -226,6 +226,24 @@ def test_pytorch_trains_as_cudiff_does(opponent, schedule, tmp_path, monkeypatch
     assert any((a != b).any() for a, b in zip(theirs.parameters(), training.parameters, strict=True))
 
 
+def test_pytorchs_average_is_rounded_as_training_rounds(opponent, tmp_path):
+    """Where it computes in 16 bits: to round the weights of norms too would put an error on every estimate."""
+    import torch
+
+    _, training = both(opponent, CONFIG.replace(precision="bf16"), tmp_path)
+    with torch.no_grad():
+        for value in (*training.parameters, *training.average):
+            value += 0.01 * torch.randn_like(value)
+    sampled, x = training.averaged(), torch.randn(2, 1, 8, 8)
+    kept = sampled.net.state_dict()
+    assert {kept["time_embed.0.weight"].dtype, kept["out.2.weight"].dtype} == {torch.bfloat16}
+    with torch.no_grad():
+        for value, average in zip(training.parameters, training.average, strict=True):
+            value.copy_(average)
+        expected, found = (model.denoise(x, torch.ones(2), torch.arange(2)) for model in (training.model, sampled))
+    assert torch.equal(found, expected)
+
+
 def test_a_batch_of_pytorchs_has_its_own_labels(opponent, tmp_path):
     """And the share of them that is dropped."""
     import torch

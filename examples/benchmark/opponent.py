@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cudiff.config import Config
 from cudiff.data import Dataset
@@ -59,11 +59,16 @@ class Training(baselines.Training):
         torch._foreach_add_(self.average, change)
 
     def averaged(self) -> EDM:
-        """The model to sample: the averaged weights, in bf16 where it computes so."""
+        """The model to sample: the averaged weights. Those of convolutions and linear layers are in bf16 where it computes
+        so, as autocast would round them at each call; those of norms and embeddings stay float32, as in training."""
         net = copy.deepcopy(self.model.net).eval()
         with torch.no_grad():
             torch._foreach_copy_([value for value in net.parameters() if value.requires_grad], self.average)
-        return EDM(self.config, net.bfloat16() if self.config.precision == "bf16" else net)
+        if self.config.precision == "bf16":
+            for module in net.modules():
+                if isinstance(module, nn.Conv1d | nn.Conv2d | nn.ConvTranspose2d | nn.Linear):
+                    module.bfloat16()
+        return EDM(self.config, net)
 
 
 def train_and_sample(config: Config, data: Dataset, labels: np.ndarray, batch_size: int, compiled: bool,
