@@ -20,15 +20,16 @@ from cudiff.optim import SGD, Adam
 
 
 class Forecast(NamedTuple):
-    """Bytes of the GPU's memory: of what stays (weights, gradients, moments, averages, 16-bit copies, and data that
-    lies there), of a step beside, and of what was free for it."""
+    """Bytes of a GPU's memory: of what stays (weights, gradients, moments, averages, 16-bit copies, and data that lies
+    there), of a step beside, and of what was free for it. Of several GPUs each is that of the one where it is worst."""
 
     stays: int
     step: int
     free: int
+    gpus: int = 1
 
     def __str__(self) -> str:
-        return (f"memory on the GPU: {_gib(self.stays)} stay, a step takes {_gib(self.step)} more, and "
+        return (f"memory on {_each(self.gpus)}: {_gib(self.stays)} stay, a step takes {_gib(self.step)} more, and "
                 f"{_gib(self.free)} are free")
 
 
@@ -60,38 +61,39 @@ def model_bytes(net: Module, config: Config, processes: int = 1) -> int:
 
 def check_fits(trainer: Any) -> Forecast | None:
     """See `Trainer.forecast`."""
-    if trainer.group.size > 1:
-        return None
-    if trainer.device == "cpu":
+    group = trainer.group
+    if trainer.device == "cpu" and group.size == 1:
         _check_fits_host(trainer)
     if trainer.device == "cpu" or not trainer.config.capture:
         return None
-    free = _free()
+    free = min(group.exchange(_free()))
     need, fits, data = _needs(trainer, trainer._step)
-    stays = model_bytes(trainer.net, trainer.config) + data
+    stays = model_bytes(trainer.net, trainer.config, group.size) + data
     if fits:
-        return Forecast(stays, need, free) if need else None
+        return Forecast(stays, need, free, group.size) if need else None
     trainer._step.forget()
     free_memory()
     raise CudiffError(
-        f"a step of batch size {trainer.config.batch_size} takes {_gib(need)} of the GPU's memory beside "
-        f"{_gib(stays)} that stay, and {_gib(_free())} are free: {_what_fits(trainer)}"
+        f"a step of batch size {trainer.config.batch_size} takes {_gib(need)} of memory on {_each(group.size)} beside "
+        f"{_gib(stays)} that stay, and {_gib(min(group.exchange(_free())))} are free: {_what_fits(trainer)}"
     )
 
 
 def _what_fits(trainer: Any) -> str:
-    """The options that do, tried as the whole update: its step is recorded and thrown away."""
-    batch, recomputes = trainer.config.batch_size, trainer.config.recompute
+    """The options that do, tried as the whole update: its step is recorded and thrown away. Every process of a group
+    tries the same ones."""
+    batch, recomputes, processes = trainer.config.batch_size, trainer.config.recompute, trainer.group.size
     may_recompute = hasattr(trainer.net, "recompute") and not recomputes
     found = []
     if may_recompute and (need := _needed(trainer, batch, True)):
         found.append(f"--recompute ({_gib(need)})")
     for recompute in (False, True) if may_recompute else (recomputes,):
-        size = batch // 2
-        while size and not (need := _needed(trainer, size, recompute)):
-            size //= 2
-        if size:
-            found.append(f"{_smaller(trainer.config, size)}{' --recompute' * (recompute > recomputes)} ({_gib(need)})")
+        share = batch // processes // 2
+        while share and not (need := _needed(trainer, share * processes, recompute)):
+            share //= 2
+        if share:
+            smaller = _smaller(trainer.config, share * processes)
+            found.append(f"{smaller}{' --recompute' * (recompute > recomputes)} ({_gib(need)})")
             break
     return " or ".join(found) + " fits" if found else "even one image does not fit: use a smaller model"
 
@@ -103,26 +105,31 @@ def _smaller(config: Config, size: int) -> str:
 
 
 def _needed(trainer: Any, size: int, recompute: bool) -> int:
-    """Bytes that a step takes with passes of `size` images; 0 where the GPU has not as much."""
+    """Bytes that a step takes with passes of `size` images; 0 where a GPU has not as much."""
     with _as_if(trainer, size, recompute):
         need, fits, _ = _needs(trainer, capture(trainer.train_step, device="cuda", precompile=True))
     return need if fits else 0  # also where it is not known
 
 
 def _needs(trainer: Any, step: Captured) -> tuple[int, bool, int]:
-    """`step.needs`, and the bytes of what the loader holds on the GPU, which lies there meanwhile."""
+    """`step.needs`, and the bytes of what the loader holds on the GPU, which lies there meanwhile. Of a group's GPUs the
+    most, whether all have it, and 0 bytes where one does not know."""
     held, streamed = trainer.loader.on_device, not trainer.loader.resident
-    need, fits = step.needs(*held[: len(held) // 2 if streamed else 0])
-    return need, fits, sum(tensor.data.nbytes for tensor in held)
+    own = *step.needs(*held[: len(held) // 2 if streamed else 0]), sum(tensor.data.nbytes for tensor in held)
+    needs, fit, data = zip(*trainer.group.exchange(own), strict=True)
+    fits = all(fit)
+    return max(needs) if all(needs) or not fits else 0, fits, max(data)
 
 
 @contextmanager
 def _as_if(trainer: Any, size: int, recompute: bool) -> Iterator[None]:
-    """Have steps take an update's samples in passes of `size`, as many as are whole, and recompute blocks or not."""
-    loader, net, reduction = trainer.loader, trainer.net, trainer._reduction
+    """Have steps take an update's samples in passes of `size`, as many as are whole, and recompute blocks or not. Of a
+    group's process each pass is its part."""
+    loader, net, reduction, group = trainer.loader, trainer.net, trainer._reduction, trainer.group
     passes, before = loader.passes, getattr(net, "recompute", None)
-    samples = trainer.config.batch_size * trainer.config.accumulate
-    loader.passes = [range(start, start + size) for start in range(0, samples - size + 1, size)]
+    samples, own = trainer.config.batch_size * trainer.config.accumulate, size // group.size
+    starts = range(group.rank * own, samples - size + group.rank * own + 1, size)
+    loader.passes = [range(start, start + own) for start in starts]
     reduction.passes = len(loader.passes)
     if before is not None:
         net.recompute = recompute
@@ -132,6 +139,10 @@ def _as_if(trainer: Any, size: int, recompute: bool) -> Iterator[None]:
         loader.passes, reduction.passes = passes, len(passes)
         if before is not None:
             net.recompute = before
+
+
+def _each(gpus: int) -> str:
+    return "the GPU" if gpus == 1 else f"each of {gpus} GPUs"
 
 
 def _gib(size: int) -> str:

@@ -159,11 +159,11 @@ class Trainer:
         return self._preview
 
     def forecast(self) -> Forecast | None:
-        """How much of the GPU's memory training takes; None where steps are no graph (the CPU, `capture` off), and with
-        several processes.
+        """How much of the GPU's memory training takes; None where steps are no graph (the CPU, `capture` off).
 
-        It is known before the first step, exactly but for what the driver takes; `run` asks for it. Raises CudiffError
-        where it does not fit, with the batch size and options that do, on the CPU too.
+        It is known before the first step, exactly but for what the driver takes; `run` asks for it, and all processes of
+        a group do. Raises CudiffError where it does not fit, with the batch size and options that do, on the CPU of one
+        process too.
         """
         return check_fits(self)
 

@@ -15,6 +15,7 @@ from cudiff.config import PRESETS, Config
 from cudiff.cuda import graph, memory
 from cudiff.cuda.memory import PAGE
 from cudiff.data import Dataset
+from cudiff.distributed import ALONE, Group
 from cudiff.errors import CudiffError
 from cudiff.forecast import Forecast
 from cudiff.tensor import Tensor
@@ -93,11 +94,29 @@ class Gpu:
         self.mapped -= sum(size for _, size in pieces)
 
 
-def trainer_of(config: Config, folder) -> Trainer:
+def trainer_of(config: Config, folder, group: Group = ALONE) -> Trainer:
     config = config.replace(device="cuda", validation=0)
     size, classes = config.image_size or 32, max(0, config.num_classes)
     images = np.zeros((64, size, size, config.channels or 3), np.uint8)
-    return Trainer(config, Dataset(images, np.arange(64) % classes, classes) if classes else Dataset(images), folder)
+    data = Dataset(images, np.arange(64) % classes, classes) if classes else Dataset(images)
+    return Trainer(config, data, folder, group=group)
+
+
+class Two(Group):
+    """This process and one more, whose GPU has the same or what `other` makes of it."""
+
+    other = staticmethod(lambda value: value)
+
+    def __init__(self, rank):
+        super().__init__(rank, 2)
+
+    def exchange(self, value):
+        return [value, self.other(value)]
+
+    def broadcast(self, array, root=0):
+        pass
+
+    start_sums = finish_sums = all_reduce = lambda self, *arrays: None
 
 
 SMALL = PRESETS["digits"].replace(image_size=32, model_channels=32, num_head_channels=32, num_res_blocks=2,
@@ -147,9 +166,48 @@ def test_a_run_says_what_it_takes(host_of, monkeypatch, tmp_path):
 def test_no_forecast_of_steps_that_are_no_graph(host_of, monkeypatch, tmp_path):
     Gpu(host_of(True), monkeypatch)
     assert trainer_of(SMALL.replace(capture=False), tmp_path / "a").forecast() is None
-    run = trainer_of(SMALL, tmp_path / "b")
-    run.group = SimpleNamespace(size=2)
-    assert run.forecast() is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_each_of_several_gpus_takes(host_of, monkeypatch, tmp_path, rank):
+    """As one GPU with its part of the batch does; of another that has less, or takes more, what is worse is told."""
+    Gpu(host_of(True), monkeypatch)
+    alone, group = trainer_of(SMALL.replace(batch_size=32), tmp_path / "one").forecast(), Two(rank)
+    run = trainer_of(SMALL, tmp_path / "two", group)
+    found = run.forecast()
+    assert found.stays == pytest.approx(alone.stays, rel=0.01) and found.step == pytest.approx(alone.step, rel=0.02)
+    assert str(found).startswith("memory on each of 2 GPUs: 0.0")
+    found = run.forecast()  # the step's memory is there now
+    group.other = lambda value: [value[0] + 5, True, value[2] + 7] if isinstance(value, tuple) else value - 3
+    assert run.forecast() == (found.stays + 7, found.step + 5, found.free - 3, 2)
+    group.other = lambda value: [0, True, value[2]] if isinstance(value, tuple) else value
+    assert run.forecast() is None  # it could not record its step
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_fits_on_each_of_several_gpus(host_of, monkeypatch, tmp_path, rank):
+    """The other GPU has room for passes of 8 images, whatever this one has: both try the same, and say the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        Gpu(host_of(True), patch)
+        config = SMALL.replace(batch_size=16, accumulate=4)
+        room = trainer_of(config, tmp_path / "least", Two(rank)).forecast().step
+    Gpu(host_of(True), monkeypatch)
+    group, tried = Two(rank), []
+    run = trainer_of(SMALL, tmp_path / "run", group)
+
+    def other(value):
+        if not isinstance(value, tuple):
+            return value
+        tried.append([len(part) for part in run.loader.passes])
+        return [value[0], value[0] <= room, value[2]]
+
+    group.other = other
+    with pytest.raises(CudiffError) as caught:
+        run.forecast()
+    assert "GiB of memory on each of 2 GPUs beside" in str(caught.value)
+    assert str(caught.value).endswith(f" free: --batch-size 16 --accumulate 4 ({room / 2**30:.2f} GiB) fits")
+    assert tried == [[32], [32], [16, 16], [8, 8, 8, 8]]  # as it is, recomputed, and in passes
+    assert run.loader.passes == [range(32 * rank, 32 * rank + 32)]
 
 
 def need(host_of, tmp_path, batch, residency, **changes) -> int:
@@ -175,8 +233,8 @@ def test_what_does_not_fit_is_told_with_what_does(host_of, monkeypatch, tmp_path
     with pytest.raises(CudiffError) as caught:
         run.forecast()
     match = re.fullmatch(
-        r"a step of batch size (\d+) takes ([\d.]+) GiB of the GPU's memory beside [\d.]+ GiB that stay, and ([\d.]+) "
-        r"GiB are free: (.*)", str(caught.value))
+        r"a step of batch size (\d+) takes ([\d.]+) GiB of memory on the GPU beside [\d.]+ GiB that stay, and "
+        r"([\d.]+) GiB are free: (.*)", str(caught.value))
     assert match[1] == str(batch) and match[2] == f"{whole / 2**30:.2f}" and match[3] == f"{room / 2**30:.2f}"
     flags = " ".join(f"--{name.replace('_', '-')} {value}".removesuffix(" True") for name, value in fitting.items())
     assert match[4].startswith(f"{flags} ({least / 2**30:.2f} GiB)" if fitting else "even one image does not fit: use")
@@ -198,12 +256,13 @@ def test_what_does_not_fit_is_told_with_what_does(host_of, monkeypatch, tmp_path
 def test_options_that_fit(monkeypatch, config, fits, told):
     """Recomputing all, and the largest halving; with recomputing, where no halving fits without."""
     monkeypatch.setattr(module, "_needed", lambda trainer, *choice: fits.get(choice, 0) << 30)
-    assert module._what_fits(SimpleNamespace(config=Config(**config), net=SimpleNamespace(recompute=False))) == told
+    trainer = SimpleNamespace(config=Config(**config), net=SimpleNamespace(recompute=False), group=ALONE)
+    assert module._what_fits(trainer) == told
 
 
 def test_a_net_that_cannot_recompute_is_not_told_to(monkeypatch):
     monkeypatch.setattr(module, "_needed", lambda trainer, size, recompute: recompute << 30)
-    told = module._what_fits(SimpleNamespace(config=Config(), net=SimpleNamespace()))
+    told = module._what_fits(SimpleNamespace(config=Config(), net=SimpleNamespace(), group=ALONE))
     assert told == "even one image does not fit: use a smaller model"
 
 
