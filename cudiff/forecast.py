@@ -112,8 +112,8 @@ def _needed(trainer: Any, size: int, recompute: bool) -> int:
 
 
 def _needs(trainer: Any, step: Captured) -> tuple[int, bool, int]:
-    """`step.needs`, and the bytes of what the loader holds on the GPU, which lies there meanwhile. Of a group's GPUs the
-    most, whether all have it, and 0 bytes where one does not know."""
+    """`step.needs`, and the bytes of what the loader holds on the GPU, which lies there meanwhile. Of a group's GPUs
+    the most, whether all have it, and 0 bytes where one does not know."""
     held, streamed = trainer.loader.on_device, not trainer.loader.resident
     own = *step.needs(*held[: len(held) // 2 if streamed else 0]), sum(tensor.data.nbytes for tensor in held)
     needs, fit, data = zip(*trainer.group.exchange(own), strict=True)

@@ -161,9 +161,9 @@ class Trainer:
     def forecast(self) -> Forecast | None:
         """How much of the GPU's memory training takes; None where steps are no graph (the CPU, `capture` off).
 
-        It is known before the first step, exactly but for what the driver takes; `run` asks for it, and all processes of
-        a group do. Raises CudiffError where it does not fit, with the batch size and options that do, on the CPU of one
-        process too.
+        It is known before the first step, exactly but for what the driver takes; `run` asks for it. All processes of a
+        group are to ask. Raises CudiffError where it does not fit, with the batch size and options that do; on the CPU
+        too, of one process.
         """
         return check_fits(self)
 

@@ -59,8 +59,8 @@ class Training(baselines.Training):
         torch._foreach_add_(self.average, change)
 
     def averaged(self) -> EDM:
-        """The model to sample: the averaged weights. Those of convolutions and linear layers are in bf16 where it computes
-        so, as autocast would round them at each call; those of norms and embeddings stay float32, as in training."""
+        """The model to sample: the averaged weights. Those of convolutions and linear layers are in bf16 where it
+        computes so, as autocast would round them at each call; all others stay float32, as in training."""
         net = copy.deepcopy(self.model.net).eval()
         with torch.no_grad():
             torch._foreach_copy_([value for value in net.parameters() if value.requires_grad], self.average)
