@@ -4,9 +4,9 @@
 // or more. TMA loads it in PANELS of 64 channels (32 where DP is 32), which lie one after the other in shared memory. A panel
 // has a row of ROW_BYTES for each token. The last panel's channels from DP on are not used.
 //
-// The cache reads sectors of 32 bytes. Where D is an odd multiple of 8, every other head begins in the middle of a sector. Tiles
-// of such a head are loaded from 8 channels before it on, and hold zeros there. So every panel but the first begins with a sector:
-// of 72 channels, a token takes 5 sectors for 6.
+// The cache reads sectors of 32 bytes. Where D is an odd multiple of 8, every other head begins in the middle of a sector. So
+// load_tile begins 8 channels before an odd head, where it loads zeros. If head 0 begins with a sector, then every panel but the
+// first does, of all heads: of 72 channels, a token takes 5 sectors for 5.5.
 #pragma once
 #include "flash.cuh"
 #include "wgmma.cuh"
@@ -16,7 +16,7 @@ constexpr int ROW_BYTES = DP == 32 ? 64 : 128, PANELS = CEIL_DIV(DP, 64), TILE =
 // A last tile of at most FEW tokens is multiplied as a tile of FEW. Images of 14 × 14 and of 20 × 20 tokens leave 4 and 16.
 constexpr int FEW = 16;
 
-// A head, and the number of zeros before its channels in each row of a tile that was loaded.
+// A head, and the number of zeros before its channels in each row of a tile of load_tile's.
 struct Head {
     int h, zeros;
     __device__ __forceinline__ Head(int h, int D) : h(h), zeros(D % 16 ? h % 2 * 8 : 0) {}

@@ -14,7 +14,7 @@
 //   Order      Blocks are persistent: each walks over tiles of queries. What it needs next arrives meanwhile.
 //
 // Launch
-//   Grid       any number of blocks of 128 GROUPS + 128 threads.
+//   Grid       any number of blocks of 128 GROUPS + 128 threads. GROUPS is 1 or 2, by registers.
 //   Maps       {D, heads, tokens, N}, box {64, 1, 64, 1} of q and out, {64, 1, KEYS, 1} of k and v.
 //   Shared     GROUPS tiles of 64 tokens, STAGES of two tiles of KEYS, 256 bytes of barriers.
 #include "attention_sm90.cuh"

@@ -227,7 +227,10 @@ template <int RANK> using Index = std::array<int, RANK>;
 template <bool STORE> int copy_box(uint64_t map_at, uint32_t shared, const int* first) {
     Map map(map_at);
     int64_t count = 1, index[5];
-    for (int i = 0; i < map.rank; i++) count *= map.box[i];
+    for (int i = 0; i < map.rank; i++) {
+        count *= map.box[i];
+        if (STORE && first[i] < 0) failure = "a bulk store begins before its tensor";  // an illegal instruction on an H200
+    }
     for (int64_t n = 0; n < count; n++) {
         int64_t rest = n;
         for (int i = map.rank - 1; i >= 0; i--) index[i] = first[map.rank - 1 - i] + rest % map.box[i], rest /= map.box[i];

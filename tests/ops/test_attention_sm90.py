@@ -32,6 +32,44 @@ def test_scores_that_grow_along_the_keys(rng, dim, tokens):
     assert relative_error(got.numpy(), expected.numpy()) < 1e-2
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [8, 24])
+@pytest.mark.parametrize("queries, keys", [(1, 257), (258, 1), (260, 130)])
+def test_narrow_heads_of_more_tokens_than_one_launch_takes(hopper, rng, dim, queries, keys):
+    q, k, v = (rng.standard_normal((1, tokens, 3, dim)) for tokens in (queries, keys, keys))
+    check_op(attention, q, k, v, device="cuda", dtypes=("bfloat16",))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups, dim", [(2, 24), (2, 56), (2, 72), (3, 72), (3, 120), (2, 128)])
+def test_warpgroups_that_share_keys(hopper, rng, groups, dim):
+    """As the forward of many images has. One has not all its queries; odd heads begin within a sector."""
+    q, k, v = (rng.standard_normal((2, tokens, 3, dim)) for tokens in (200, 150, 150))
+    q, k, v = (Tensor(x, dtype="bfloat16", device="cuda") for x in (q, k, v))
+    out = Tensor(np.full(q.shape, np.nan), dtype="bfloat16", device="cuda")
+    lse = Tensor(np.full((2, 3, 256), np.nan, np.float32), device="cuda")
+    asked = problem.Problem(False, q.dtype, 2, 200, 150, 3, dim, aligned=True, products=1)
+    sm90.forward(problem.Forward(out.data, lse.data, q.data, k.data, v.data), sm90.Warpgroups(groups), asked)
+    expected = attention(*(Tensor(x.numpy().astype(np.float64)) for x in (q, k, v)))
+    assert_close(out.numpy(), expected.numpy().reshape(q.shape), TOLERANCE[q.dtype])
+    assert np.isfinite(lse.numpy()[:, :, :200]).all() and np.isposinf(lse.numpy()[:, :, 200:]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [56, 72])
+def test_a_head_that_is_not_finite_leaves_the_next_one_alone(hopper, rng, dim):
+    """Tiles of odd heads begin where the head before ends."""
+    qkv = rng.standard_normal((1, 130, 3, 2, dim))
+    qkv[0, 5, 2, 0, -1] = np.inf
+    x = Tensor(qkv.reshape(1, 130, 6 * dim), dtype="bfloat16", device="cuda", requires_grad=True)
+    out = attention_qkv(x, 2, new_order=True)
+    out.backward(Tensor(np.ones(out.shape), dtype="bfloat16", device="cuda").data)
+    found = out.numpy().astype(float).reshape(1, 130, 2, dim)
+    grad = Tensor(x.grad).numpy().astype(float).reshape(qkv.shape)
+    assert not np.isfinite(found[:, :, 0]).all()
+    assert np.isfinite(found[:, :, 1]).all() and np.isfinite(grad[:, :, :, 1]).all()
+
+
 WIDE = [72, 80, 88, 96, 104, 112, 120, 128]
 
 
