@@ -114,7 +114,8 @@ def take_weights(checkpoint: Checkpoint, net: Module, class_names: Sequence[str]
         raise CudiffError("none of the checkpoint's weights fits this model: begin with those of a model alike")
     net.load_state_dict(taken, strict=False)
     lines = [f"{len(taken):,} of {len(own):,} tensors begin as in the checkpoint"]
-    pairs = zip(class_names, checkpoint.config.class_names, strict=False)
+    before = checkpoint.config.class_names  # of another number of classes no embedding fits
+    pairs = zip(class_names, before, strict=True) if len(class_names) == len(before) else ()
     lines += _listed("classes begin by their numbers", [f"{new} as {old}" for new, old in pairs if new != old])
     others = [f"{name} {own[name].shape}, {given[name].shape} in the checkpoint" for name in own
               if name in given and name not in taken]

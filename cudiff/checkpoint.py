@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cudiff.config import Config
-from cudiff.convert import is_unet_cu, unet_cu_checkpoint
+from cudiff.convert import check_binary, is_unet_cu, unet_cu_checkpoint
 from cudiff.errors import CudiffError
 from cudiff.models import outline
 from cudiff.nn.module import Shaped, require_fit
@@ -70,7 +70,11 @@ def load_checkpoint(
     if is_unet_cu(path):
         config, tensors, counters = unet_cu_checkpoint(path, parts)
         return Checkpoint(config if sampler is None else config.replace(sampler=sampler), tensors, counters)
-    entries, metadata = read_header(path)
+    try:
+        entries, metadata = read_header(path)
+    except CudiffError:
+        check_binary(path)
+        raise
     about = _about(path, metadata)
     _check_counters(path, about["counters"])
     for kind, table in TABLES.items():

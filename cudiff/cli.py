@@ -399,7 +399,7 @@ def _given(options: argparse.Namespace, shape: tuple[int, int, int]) -> dict[str
     given = {}
     for name, path, channels in (("init", options.init, shape[2]), ("mask", options.mask, 1)):
         if path is not None:
-            given[name] = read_picture(path, channels)
+            given[name] = read_picture(path, channels, "black" if name == "mask" else "white")
             if given[name].shape[:2] != shape[:2]:
                 height, width = given[name].shape[:2]
                 raise CudiffError(f"{path} is {width}x{height} and the model's images are {shape[1]}x{shape[0]}: "

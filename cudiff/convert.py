@@ -19,6 +19,7 @@ import numpy as np
 from cudiff.as_array import as_array
 from cudiff.backend import to_device
 from cudiff.config import PRESETS, Config, as_flags
+from cudiff.data.unetcu import MAGIC as DATA_MAGIC
 from cudiff.errors import CudiffError
 from cudiff.files import opened
 from cudiff.models import outline
@@ -109,7 +110,11 @@ def read_weights(path: str | os.PathLike, key: str | None = None) -> Weights:
     if start[:2] == b"PK":
         state = read_torch(path, key)
     else:
-        state, metadata = read_tensors(path)
+        try:
+            state, metadata = read_tensors(path)
+        except CudiffError:
+            check_binary(path)
+            raise
         if "cudiff" in metadata or MODULE in metadata:
             raise CudiffError(f"{path} is a cudiff checkpoint already: use it as it is")
     return rename(state)
@@ -172,8 +177,8 @@ def dit_config(state: Mapping[str, np.ndarray], config: Config) -> Config | None
     if config.model == "dit" and config.hidden_size == hidden_size:
         heads[hidden_size] = config.num_heads
     if hidden_size not in heads:
-        raise CudiffError(f"no weights tell how many heads a DiT of hidden size {hidden_size} has: give --model dit "
-                          f"--hidden-size {hidden_size} --num-heads N")
+        raise CudiffError(f"no weights tell how many heads a DiT of hidden size {hidden_size} has: give --preset "
+                          f"dit-xl-2 --hidden-size {hidden_size} --num-heads N")
     base = config if config.model == "dit" else PRESETS["dit-xl-2"].replace(
         guidance=4.0, guidance_channels=3, clip_denoised=channels in (1, 3),
         latent_scale=0.0 if channels in (1, 3) else 0.18215,
@@ -230,13 +235,21 @@ def other_options(state: Mapping[str, np.ndarray], config: Config) -> dict[str, 
     return options
 
 
-def is_unet_cu(path: str | os.PathLike) -> bool:
-    """Whether a file begins as unet.cu's weights do; False for what cannot be read."""
+def is_unet_cu(path: str | os.PathLike, magic: int = UNETCU_MAGIC) -> bool:
+    """Whether a file begins as unet.cu's weights do, or with another number; False for what cannot be read."""
     try:
         with opened(path) as file:
-            return int.from_bytes(file.read(4), "little") == UNETCU_MAGIC
+            return int.from_bytes(file.read(4), "little") == magic
     except CudiffError:
         return False
+
+
+def check_binary(path: str | os.PathLike) -> None:
+    """Raise CudiffError for a .bin that is not unet.cu's weights, saying what it is."""
+    if Path(path).suffix.lower() == ".bin" and not is_unet_cu(path):
+        if is_unet_cu(path, DATA_MAGIC):
+            raise CudiffError(f"{path} is unet.cu's training data, not its weights: give it to --data")
+        raise CudiffError(f"{path} is not unet.cu's weights (no {UNETCU_MAGIC} at its start): name another file")
 
 
 def read_unet_cu(path: str | os.PathLike) -> Weights:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cudiff.beginning import notes_of
 from cudiff.checkpoint import latest, load_checkpoint
-from cudiff.config import Config, from_arguments
+from cudiff.config import Config, as_flags, from_arguments
 from cudiff.convert import is_unet_cu
 from cudiff.data import load_dataset
 from cudiff.data.unetcu import write_unetcu
@@ -31,12 +31,25 @@ def convert(options: argparse.Namespace) -> list[str]:
     if Path(options.source).is_dir():
         raise CudiffError(f"{options.source} is a folder: a run's weights go to PyTorch's layout with --to-torch, or "
                           "to unet.cu with a target that ends in .bin")
-    config = import_torch(options.source, options.target, from_arguments(options, Config()), options.key)
+    asked = from_arguments(options, Config())
+    config = import_torch(options.source, options.target, asked, options.key)
+    _check_taken(options, asked, config)
     return [
         *notes_of(load_checkpoint(options.target, ())),
         f"wrote {options.target}: a model of {config.diffusion}, sampled by {config.sampler} in {config.sample_steps} "
         f"steps; cudiff info {quoted(options.target)} says the rest",
     ]
+
+
+def _check_taken(options: argparse.Namespace, asked: Config, config: Config) -> None:
+    """Raise CudiffError, without the file, for options that are otherwise in it, as its weights told their model."""
+    new, made = Config().to_dict(), config.to_dict()
+    lost = {name: value for name, value in asked.to_dict().items()
+            if value not in (new.get(name), made.get(name)) and name != "norm_group_channels"}
+    if lost:
+        os.unlink(options.target)
+        way = "leave that out" + (", or give --preset dit-xl-2 too" if config.model == "dit" else "")
+        raise CudiffError(f"{options.source} tells its model by itself, without {as_flags(lost)}: {way}")
 
 
 def _refuse(options: argparse.Namespace, known: Collection[str], why: str) -> None:
@@ -52,7 +65,7 @@ def _to_unet_cu(options: argparse.Namespace) -> list[str]:
     if source.suffix.lower() == ".safetensors" or is_unet_cu(source) or (source.is_dir() and latest(source)):
         _refuse(options, ("weights",), "is not for the weights of a checkpoint: leave it out")
         export_unet_cu(source, options.target, options.weights or "model")
-        return [f"wrote {options.target}"]
+        return [*notes_of(load_checkpoint(source, ())), f"wrote {options.target}"]
     _refuse(options, ("image_size", "channels", "skip_bad"), "is not for a data set's images: leave it out")
     if os.path.exists(options.target):
         raise CudiffError(f"{options.target} exists already: choose another name")

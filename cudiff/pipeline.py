@@ -28,7 +28,7 @@ from cudiff.convert import (
 from cudiff.cuda.device import precision_on
 from cudiff.cuda.graph_cache import GraphCache
 from cudiff.diffusion import Guided, ImageNoise, Inversion
-from cudiff.diffusion.editing import as_images, as_mask
+from cudiff.diffusion.editing import as_images, as_mask, as_shares
 from cudiff.diffusion.sampling import Guidance
 from cudiff.distributed import ALONE, Group
 from cudiff.errors import CudiffError
@@ -117,7 +117,8 @@ class Pipeline(Samplings):
             little of them. 0.6 by default, 1 with a mask.
         mask : what of `init` is painted anew, 1, and what is known, 0: (H, W) or (n, H, W). See `Inpainted`.
         noise : standard normal, (n, H, W, C), in place of that of `seed`: of `noise`, `invert` or `slerp`.
-        denoiser : a function D(x, sigma, labels) of one's own, in place of the net's (`Pipeline.denoiser`).
+        denoiser : a function D(x, sigma, labels) of one's own, in place of the net's (`Pipeline.denoiser`). Without
+            a method `with_variance` it has no learned variance, and ancestral sampling takes the small one.
         other, share : second classes, given like `classes`, and how far to go to them, 0 to 1, a number or one for each
             image: see `Between`.
         floats : return float32 in about [-1, 1], neither rounded nor cut. A model of latents always does: float32,
@@ -149,11 +150,14 @@ class Pipeline(Samplings):
             guide = Guidance.of(guidance, guidance_interval, guidance_rescale, self.config.guidance_channels)
         elif guidance_interval is not None or guidance_rescale:
             raise CudiffError("this model has no classes to guide to: leave guidance_interval and guidance_rescale out")
+        if denoiser is not None and not callable(denoiser):
+            raise CudiffError(f"denoiser is a function D(x, sigma, labels), not a {type(denoiser).__name__}")
         given = self._given(n, init, mask, noise)
         if other is None and (np.ndim(share) or share != 0.5):
             raise CudiffError("share says how far to go to other classes: give other too")
         if other is not None:
-            given |= {"other": self.labels(n, other), "share": _shares(share, n)}  # type: ignore[dict-item]
+            share = as_shares(share, n).astype(np.float32)
+            given |= {"other": self.labels(n, other), "share": share}  # type: ignore[dict-item]
         sigmas = sigmas[len(sigmas) - 1 - self._last_steps(len(sigmas) - 1, init, strength, mask) :]
         if len(sigmas) == 1:
             return given["init"] / self._scale if floats else to_uint8(given["init"])
@@ -186,7 +190,8 @@ class Pipeline(Samplings):
             if frames is not None and not seen:
                 raise CudiffError(f"sampler {sampler} shows no frames: call its callback(step, x, denoised) each step")
             if frames is not None:
-                frames += [to_uint8(own["noise"] if "noise" in own else noise.start(1.0))[:count], *seen]
+                first = begin / max(1.0, float(sigmas[0])) if init is not None else own.get("noise", noise.start(1.0))
+                frames += [to_uint8(first)[:count], *seen]
             made = self._bytes(sampler, drawn, size)
             return (drawn.astype(float32).numpy() / self._scale if floats else made)[:count]
 
@@ -398,14 +403,6 @@ def _check_finite(path: str | os.PathLike, tensors: Mapping[str, np.ndarray]) ->
     for name, array in tensors.items():
         if not np.isfinite(array).all():
             raise CudiffError(f"{name} is not finite, {path} is not written: use weights of an earlier step")
-
-
-def _shares(share: Any, n: int) -> np.ndarray:
-    """A share, 0 to 1, of each of n images, float32 (n, 1, 1, 1). Raises CudiffError where it is none."""
-    share = np.asarray(share)
-    if share.shape not in ((), (n,)) or share.dtype.kind not in "iuf" or not ((share >= 0) & (share <= 1)).all():
-        raise CudiffError(f"share must be a number from 0 to 1, or one for each of {n} images")
-    return np.ascontiguousarray(np.broadcast_to(share, n), np.float32).reshape(n, 1, 1, 1)
 
 
 def load(

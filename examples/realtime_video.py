@@ -41,13 +41,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Redraw a video by a model; write a GIF, latency and flicker.")
     parser.add_argument("checkpoint", help="a file, or a run's folder for its newest one")
     parser.add_argument("video", type=Path, help="a GIF, or a folder of pictures")
-    parser.add_argument("--out", default="video.gif", help="the GIF to write (default video.gif)")
+    parser.add_argument("--out", type=Path, default="video.gif", help="the GIF to write (default video.gif)")
     parser.add_argument("--class", dest="classes", help="a name or number (default: none)", metavar="CLASS")
     for name, kind, default in (("steps", int, 1), ("seed", int, 0), ("strength", float, 0.3), ("blend", float, 0.5)):
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"see Pipeline.stream (default {default})")
     options = parser.parse_args()
 
+    if options.out.suffix.lower() != ".gif" or not options.out.parent.is_dir():
+        raise cudiff.CudiffError(f"--out {options.out} is no GIF in a folder that is there: choose another name")
     model = cudiff.load(options.checkpoint)
+    if model.makes_latents:
+        raise cudiff.CudiffError(f"{options.checkpoint} makes latents, not pictures: give a model of pictures")
     video = read(options.video, model.shape[0], model.shape[2])
     if len(video) < 2:
         raise cudiff.CudiffError(f"{options.video} has {len(video)} frame: a video has 2 or more")

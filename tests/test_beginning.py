@@ -83,6 +83,11 @@ def test_other_classes_and_a_wider_model_take_what_fits(trained, digits, tmp_pat
     text = "\n".join(said.lines)
     assert f"another shape, so they begin anew: {name}" in text and "not in the checkpoint, so they begin anew" in text
     assert "and " in text and " more" in text  # of many names six are repeated
+    assert "classes begin by their numbers" not in text
+    named = Dataset(three.images, three.labels, 3, class_names=("x", "y", "z"))
+    trainer = Trainer(config.replace(steps=1), named, tmp_path / "named", init=checkpoint)
+    trainer.run(said := Said())
+    assert "classes begin by their numbers" not in "\n".join(said.lines)
 
 
 def test_nothing_in_common_is_said(trained, digits, tmp_path):

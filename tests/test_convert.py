@@ -367,7 +367,7 @@ def test_safetensors_in_torch_layout_there_and_back(tmp_path, rng):
     write_tensors(tmp_path / "c.safetensors", state, {"cudiff": "{}"})
     assert "a cudiff checkpoint already" in message_of(read_weights, tmp_path / "c.safetensors")
     (tmp_path / "x.bin").write_bytes(b"hello world")
-    assert "not a safetensors file" in message_of(read_weights, tmp_path / "x.bin")
+    assert "not unet.cu's weights (no 12345678" in message_of(read_weights, tmp_path / "x.bin")
 
 
 def test_wrappers_prefixes_go():

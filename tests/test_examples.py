@@ -139,6 +139,12 @@ def test_a_video_is_redrawn(form, tmp_path, rng):
         assert out.size == (8, 8) and out.n_frames == 6
     (tmp_path / "bad.gif").write_bytes(b"GIF89a no more")
     assert "cannot read bad.gif" in mistake("realtime_video", "model.safetensors", "bad.gif", folder=tmp_path)
+    for name in ("out.txt", "none/out.gif"):
+        told = mistake("realtime_video", "model.safetensors", given, "--out", name, folder=tmp_path)
+        assert f"--out {name} is no GIF in a folder that is there" in told
+    pipeline(channels=3, latent_scale=1.0).save(tmp_path / "latents.safetensors")
+    told = mistake("realtime_video", "latents.safetensors", given, folder=tmp_path)
+    assert "latents.safetensors makes latents, not pictures: give a model of pictures" in told
 
 
 @pytest.mark.parametrize("page", ["adding-a-model", "adding-a-sampler"])

@@ -60,6 +60,8 @@ def test_random_states_are_left_out_and_that_is_said(tmp_path, rng, capsys):
     assert "random states" in capsys.readouterr().out
     assert main(["info", str(ours)]) == 0
     assert "random states" in capsys.readouterr().out
+    assert main(["convert", str(tmp_path / "model_20000.bin"), str(tmp_path / "again.bin")]) == 0
+    assert "random states" in capsys.readouterr().out
     export_unet_cu(ours, back)
     header = np.frombuffer(content[:1024], "<i4").copy()
     header[9:] = 0
@@ -80,6 +82,28 @@ def test_the_bin_is_sampled_and_told_as_it_is(tmp_path, rng, capsys):
     (tmp_path / "short.bin").write_bytes((tmp_path / "unet_init.bin").read_bytes()[:-4])
     assert main(["sample", str(tmp_path / "short.bin"), "--out", str(tmp_path / "c.png")]) == 2
     assert "truncated" in capsys.readouterr().err
+
+
+def test_options_that_its_weights_tell_are_not_taken_in_silence(tmp_path, rng, capsys):
+    binary(tmp_path / "unet_init.bin", rng)
+    words = ["convert", str(tmp_path / "unet_init.bin"), str(tmp_path / "ours.safetensors")]
+    assert main([*words, "--sample-steps", "50", "--dropout", "0.3"]) == 2
+    error = capsys.readouterr().err
+    assert "tells its model by itself, without --sample-steps 50 --dropout 0.3: leave that out" in error
+    assert error.count("\n") == 1 and not (tmp_path / "ours.safetensors").exists()
+    assert main([*words, "--sample-steps", "1000"]) == 0
+
+
+def test_another_bin_is_told_as_what_it_is(tmp_path, capsys):
+    write_unetcu(tmp_path / "data.bin", Dataset(np.zeros((4, 8, 8, 1), np.uint8)))
+    (tmp_path / "other.bin").write_bytes(np.ones(300, "<i4").tobytes())
+    for name, told in (("data.bin", "is unet.cu's training data, not its weights: give it to --data"),
+                       ("other.bin", "is not unet.cu's weights (no 12345678 at its start): name another file")):
+        for words in (["sample"], ["convert"], ["train", "--data", "digits", "--init"]):
+            target = ["x.safetensors"] if words == ["convert"] else []
+            assert main([*words, str(tmp_path / name), *target]) == 2
+            error = capsys.readouterr().err
+            assert told in error and error.count("\n") == 1, words
 
 
 def test_a_run_goes_on_with_its_moments(tmp_path, rng, capsys, monkeypatch):

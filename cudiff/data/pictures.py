@@ -303,18 +303,20 @@ def fit(data: Dataset, image_size: int | None = None, channels: int | None = Non
     return replace(data, images=images, notes=data.notes + (crops if height != width else ()))
 
 
-def read_picture(path: str | os.PathLike, channels: int) -> np.ndarray:
-    """One picture as uint8 (H, W, channels), gray (1) or RGB (3). Raises CudiffError where the file cannot be read."""
+def read_picture(path: str | os.PathLike, channels: int, behind: str = "white") -> np.ndarray:
+    """One picture as uint8 (H, W, channels), gray (1) or RGB (3). behind: what a transparent part shows, "white" or
+    "black". Raises CudiffError where the file cannot be read."""
     with opened(path):  # no pipe
         try:
-            picture, *_ = _read_picture(Path(path), None)
+            picture, *_ = _read_picture(Path(path), None, behind)
         except Exception as error:  # whatever a decoder raises for a damaged file
             raise CudiffError(f"cannot read the picture {path}: {reason(error)}") from None
     pixels = np.asarray(picture if channels == 3 else picture.convert("L"))
     return pixels.reshape(*pixels.shape[:2], channels)
 
 
-def _read_picture(file: Path, image_size: int | None) -> tuple[Image.Image, bool, int, int, bool]:
+def _read_picture(file: Path, image_size: int | None,
+                  behind: str = "white") -> tuple[Image.Image, bool, int, int, bool]:
     """One picture as RGB, square where image_size is given, whether the file holds gray only, its width and height,
     and whether more frames or pages follow."""
     with Image.open(file, formats=FORMATS) as picture:
@@ -340,7 +342,7 @@ def _read_picture(file: Path, image_size: int | None) -> tuple[Image.Image, bool
         if tags.get(PHOTOMETRIC) == 0 and picture.mode.startswith("I"):  # Pillow turns over 8 bits alone
             raise ValueError("16 bits of which 0 is white: save it with 0 as black")
         box = (0, 0, *picture.size) if image_size is None else _central_square(picture.size)
-        result = _rgb(picture, box)
+        result = _rgb(picture, box, behind)
         several = _has_several(picture)
     if image_size is not None:
         result = result.resize((image_size, image_size), Image.Resampling.LANCZOS)
@@ -362,8 +364,8 @@ def _central_square(size: tuple[int, int]) -> tuple[int, int, int, int]:
     return left, top, left + short, top + short
 
 
-def _rgb(picture: Image.Image, box: tuple[int, int, int, int]) -> Image.Image:
-    """What lies in `box` of a picture of any mode, as RGB over white; some rows at a time, as each takes copies."""
+def _rgb(picture: Image.Image, box: tuple[int, int, int, int], behind: str) -> Image.Image:
+    """What lies in `box` of a picture of any mode, as RGB over a color; some rows at a time, as each takes copies."""
     left, top, right, bottom = box
     result = Image.new("RGB", (right - left, bottom - top))
     rows = max(1, CROP_PIXELS // (right - left))
@@ -371,10 +373,10 @@ def _rgb(picture: Image.Image, box: tuple[int, int, int, int]) -> Image.Image:
         crop = picture.crop((left, first, right, min(first + rows, bottom)))
         if crop.mode.startswith("I"):
             gray, clear = np.asarray(crop), crop.info.get("transparency")
-            crop = Image.fromarray(np.where(gray == clear, 255, gray >> 8).astype(np.uint8))
+            crop = Image.fromarray(np.where(gray == clear, 255 * (behind == "white"), gray >> 8).astype(np.uint8))
         if crop.has_transparency_data:
             crop = crop.convert("RGBA")
-            crop = Image.alpha_composite(Image.new("RGBA", crop.size, "white"), crop)
+            crop = Image.alpha_composite(Image.new("RGBA", crop.size, behind), crop)
         result.paste(crop.convert("RGB"), (0, first - top))
     return result
 

@@ -79,4 +79,8 @@ def sample_ddpm(
 @register_sampler("ancestral", "DDPM's", discrete=True, options=CLIPPING)
 def _ancestral(denoiser: Any, config: Settings, captured: bool) -> Sampler:
     clip_denoised = config.clip_denoised and not config.latent_scale
-    return Ancestral(denoiser, "learned" if config.learn_sigma else "small", clip_denoised, captured)
+    own = denoiser
+    while hasattr(own, "denoiser"):  # what guides or repaints asks the one within
+        own = own.denoiser
+    learned = config.learn_sigma and hasattr(own, "with_variance")  # a user's function has none
+    return Ancestral(denoiser, "learned" if learned else "small", clip_denoised, captured)

@@ -91,22 +91,32 @@ class Inversion(Heun):
 def slerp(start: np.ndarray, end: np.ndarray, share: float | np.ndarray) -> np.ndarray:
     """Noise on the great circle from `start` to `end`, at a share of its angle: 0 is start, 1 is end.
 
-    start, end (N, ...) float; share a number or (N,). Each of N is turned by itself. Between standard normal noises
-    the result is standard normal too, which a straight mixture is not. Raises CudiffError where shapes differ.
+    start, end (N, ...) float; share a number from 0 to 1 or (N,) of them. Each of N is turned by itself. Between
+    standard normal noises the result is standard normal too, which a straight mixture is not. Raises CudiffError where
+    shapes differ and for another share.
     Shoemake, "Animating rotation with quaternion curves" (SIGGRAPH 1985).
     """
     start, end = np.asarray(start), np.asarray(end)
     if start.shape != end.shape or start.ndim < 2:
         raise CudiffError(f"slerp takes two arrays (N, ...) of one shape, not {start.shape} and {end.shape}")
     flat, other = (np.asarray(a, np.float64).reshape(len(a), -1) for a in (start, end))
-    share = np.broadcast_to(np.asarray(share, np.float64), len(flat))[:, None]
+    share = as_shares(share, len(flat)).reshape(-1, 1).astype(np.float64)
     lengths = np.linalg.norm(flat, axis=1, keepdims=True) * np.linalg.norm(other, axis=1, keepdims=True)
-    angle = np.arccos(np.clip(np.sum(flat * other, axis=1, keepdims=True) / lengths, -1, 1))
+    cosine = np.sum(flat * other, axis=1, keepdims=True) / np.where(lengths > 0, lengths, 1)
+    angle = np.arccos(np.clip(cosine, -1, 1))
     weights = np.sin((1 - share) * angle), np.sin(share * angle)
     near = np.sin(angle) < 1e-6  # no circle, or any
     one, two = (np.where(near, straight, w / np.where(near, 1, np.sin(angle)))
                 for straight, w in zip((1 - share, share), weights, strict=True))
     return (flat * one + other * two).reshape(start.shape).astype(start.dtype)
+
+
+def as_shares(share: Any, n: int) -> np.ndarray:
+    """A share, 0 to 1, of each of n images, float64 (n, 1, 1, 1). Raises CudiffError where it is none."""
+    share = np.asarray(share)
+    if share.shape not in ((), (n,)) or share.dtype.kind not in "iuf" or not ((share >= 0) & (share <= 1)).all():
+        raise CudiffError(f"share must be a number from 0 to 1, or one for each of {n} images")
+    return np.array(np.broadcast_to(share, n), np.float64).reshape(n, 1, 1, 1)
 
 
 def as_images(images: Any, n: int, shape: tuple[int, int, int], what: str = "init") -> np.ndarray:

@@ -145,8 +145,12 @@ def test_slerp(rng):
                                        / np.sin(angle), rtol=1e-4, atol=1e-5)
             assert abs(np.linalg.norm(at) / np.linalg.norm(one) - 1) < 0.05
     np.testing.assert_allclose(slerp(a, a, 0.3), a, rtol=1e-5)
+    np.testing.assert_array_equal(slerp(0 * a, 0 * b, 0.5), 0 * a)
     with pytest.raises(CudiffError, match="two arrays"):
         slerp(a, b[:1], 0.5)
+    for share in (7, -0.1, [0.1, 0.2], "a", np.nan):
+        with pytest.raises(CudiffError, match="share must be a number from 0 to 1, or one for each of 3 images"):
+            slerp(a, b, share)
 
 
 def test_pictures_noise_and_denoisers_are_given(device):
@@ -170,6 +174,20 @@ def test_pictures_noise_and_denoisers_are_given(device):
     np.testing.assert_array_equal(rounded, model.sample(5, seed=7))
     gray = model.sample(5, denoiser=lambda x, sigma, labels: x * 0 + 0.2, guidance=1.0)
     assert (gray == round(0.2 * 127.5 + 127.5)).all()
+    frames = []
+    model.sample(5, init=init, strength=0.2, frames=frames)
+    assert 0 < np.abs(frames[0].astype(int) - init).mean() < 60  # the picture with its noise, not noise alone
+
+
+def test_a_denoiser_of_ones_own_has_no_learned_variance():
+    """Nor where it guides, repaints or lies between classes: the posterior's is taken."""
+    model = pipeline(diffusion="ddpm", learn_sigma=True, sampler="ancestral", sample_steps=4)
+    inner = model.denoiser()
+    fixed = pipeline(diffusion="ddpm", sampler="ancestral", sample_steps=4)
+    for given in ({}, {"guidance": 2.0}, {"other": 3}, {"init": np.zeros((8, 8, 1)), "mask": np.ones((8, 8))}):
+        own = model.sample(2, denoiser=lambda *args: inner(*args), **given)
+        np.testing.assert_array_equal(own, fixed.sample(2, denoiser=inner.__call__, **given))
+        assert (model.sample(2, **given) != own).any()
 
 
 def test_the_way_between_two_classes(rng, device):
@@ -212,6 +230,7 @@ def test_a_pipeline_s_round_trip():
     ({"noise": np.zeros((3, 8, 8, 1))}, r"noise is float64 of shape \(3, 8, 8, 1\): give floats of shape \(4, 8, 8"),
     ({"other": 12}, "the model has classes 0 to 9"), ({"other": 3, "share": 2}, "share must be a number from 0 to 1"),
     ({"share": 0.3}, "share says how far to go to other classes: give other too"),
+    ({"denoiser": 5}, r"denoiser is a function D\(x, sigma, labels\), not a int"),
     ({"frames": ()}, r"frames are added to a list, not to a tuple: give frames=\[\]"),
     ({"guidance_rescale": -1.0}, "guidance_rescale must be"), ({"guidance_interval": (2, 1)}, "guidance_interval must"),
 ])
@@ -231,6 +250,9 @@ def test_the_command_line_takes_a_picture_and_a_mask(tmp_path, monkeypatch, caps
     pixels = np.random.default_rng(0).integers(0, 256, (8, 8)).astype(np.uint8)
     Image.fromarray(pixels).save("init.png")
     Image.fromarray(np.repeat([0, 255], 4)[:, None].repeat(8, 1).astype(np.uint8)).save("mask.png")
+    strokes = np.zeros((8, 8, 4), np.uint8)
+    strokes[4:] = 255  # white on nothing
+    Image.fromarray(strokes).save("strokes.png")
     Image.new("L", (9, 8)).save("wide.png")
     (tmp_path / "none.png").write_bytes(b"no picture")
     os.mkfifo("pipe")
@@ -240,6 +262,11 @@ def test_the_command_line_takes_a_picture_and_a_mask(tmp_path, monkeypatch, caps
     with np.load("out.npz") as made:
         images = made[made.files[0]]
     np.testing.assert_array_equal(images[:, :4, :, 0], [pixels[:4]] * 2)
+    assert main([*run, "--init", "init.png", "--mask", "strokes.png", "--out", "strokes.npz"]) == 0
+    with np.load("strokes.npz") as made:
+        painted = made[made.files[0]]
+    np.testing.assert_array_equal(painted[:, :4, :, 0], [pixels[:4]] * 2)
+    assert (painted[:, 4:, :, 0] != pixels[4:]).any()
     for words, message in [
         ("--init wide.png", "wide.png is 9x8 and the model's images are 8x8: resize it"),
         ("--init init.png --mask wide.png", "wide.png is 9x8 and the model's images are 8x8: resize it"),
