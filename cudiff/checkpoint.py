@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,8 +51,23 @@ def save_checkpoint(
     if strays:
         raise ValueError(f"tensor names must begin with one of {PARTS}: {strays[:3]}")
     about = {"format_version": FORMAT_VERSION, "layout": LAYOUT, "config": config.to_dict(), "counters": dict(counters)}
+    if registrars := _registrars(config):
+        about["registered_by"] = registrars
     digests = {ABOUT: _digest_of(about)} | {name: digest(array) for name, array in tensors.items()}
     write_tensors(path, tensors, {"cudiff": json.dumps(about | {"sha256": digests})})
+
+
+def _registrars(config: Config) -> dict[str, str]:
+    """Of a model, an objective or a sampler that cudiff has not, the module that registered it, by kind: of a program
+    the name of its file."""
+    found = {}
+    for kind, table in TABLES.items():
+        entry = table.get(getattr(config, kind))
+        if entry is not None and not entry.of_library:
+            module = getattr(entry.build, "__module__", "")
+            program = getattr(sys.modules["__main__"], "__file__", None) if module == "__main__" else None
+            found[kind] = Path(program).name if program else module
+    return found
 
 
 def load_checkpoint(
@@ -80,8 +96,11 @@ def load_checkpoint(
     for kind, table in TABLES.items():
         name = about["config"].get(kind)
         if isinstance(name, str) and name not in table and (kind != "sampler" or sampler is None):
+            registrars = about.get("registered_by")
+            known = registrars.get(kind) if isinstance(registrars, dict) else None
+            where = f", {known[:80]}" if isinstance(known, str) and known else ""
             raise CudiffError(
-                f"{path}: its {kind} '{name[:80]}' is not registered here: first import what registers it "
+                f"{path}: its {kind} '{name[:80]}' is not registered here: first import what registers it{where} "
                 f"(cudiff.register_{'objective' if kind == 'diffusion' else kind}), then load it from Python"
                 + (", or choose another one with --sampler (sampler=)" if kind == "sampler" else "")
             )

@@ -163,7 +163,8 @@ def test_a_checkpoint_holds_data_and_says_what_is_not_registered(own, digits, tm
             with pytest.raises(CudiffError) as error:
                 read(path)
             assert f"its {kind} '{name}' is not registered here" in str(error.value)
-            assert f"cudiff.register_{function}" in str(error.value) and "\n" not in str(error.value)
+            assert f"registers it, {__name__} (cudiff.register_{function})" in str(error.value)
+            assert "\n" not in str(error.value)
         TABLES[kind][name] = entry
     cudiff.load(path)
 
