@@ -25,6 +25,8 @@ from cudiff.errors import CudiffError, printable
 from cudiff.play.command import add_arguments as add_play_arguments
 from cudiff.play.command import play
 from cudiff.registry import SAMPLERS
+from cudiff.sample_command import add_arguments as add_sample_arguments
+from cudiff.sample_command import check_options, sample, texts
 from cudiff.threads import keep_freed_memory
 
 
@@ -179,28 +181,20 @@ def _parser() -> argparse.ArgumentParser:
     processes.add_arguments(train)
     add_arguments(train)
 
-    sample = command("sample", _sample, "draw images from a checkpoint", "CHECKPOINT [options]")
-    sample.add_argument("checkpoint", type=expanduser, metavar="CHECKPOINT",
+    draw = command("sample", _sample, "draw images from a checkpoint", "CHECKPOINT [options]")
+    draw.add_argument("checkpoint", type=expanduser, metavar="CHECKPOINT",
                         help="a file, or a run's folder for its newest one")
-    sample.add_argument("-n", type=int, default=64, metavar="N", help="how many images (default 64)")
-    sample.add_argument("--out", type=expanduser, default="samples.png", metavar="PATH",
+    draw.add_argument("-n", type=int, default=64, metavar="N", help="how many images (default 64)")
+    draw.add_argument("--out", type=expanduser, default="samples.png", metavar="PATH",
                         help="a .png grid, an .npz, a .gif of the denoising, or a folder for single PNGs (default "
                              "samples.png)")
-    sample.add_argument("--classes", type=_texts, metavar="NAME,NAME,..",
+    draw.add_argument("--classes", type=texts, metavar="NAME,NAME,..",
                         help="one class, or several in turn, by name or number; -1 is none (default: all in turn)")
-    _sampling_arguments(sample, None)
-    sample.add_argument("--init", type=expanduser, metavar="FILE", help="a picture to begin with, of the model's size")
-    sample.add_argument("--strength", type=float, metavar="X",
-                        help="share of the steps that it goes through (default 0.6, with --mask 1)")
-    sample.add_argument("--mask", type=expanduser, metavar="FILE",
-                        help="a picture: what is white is painted anew, the rest of --init is kept")
-    sample.add_argument("--guidance-interval", type=_levels, metavar="X,X",
-                        help="guide only between these two noise levels")
-    sample.add_argument("--guidance-rescale", type=float, default=0.0, metavar="X",
-                        help="share, 0 to 1, by which guidance keeps an image's contrast (default 0)")
-    sample.add_argument("--batch-invariant", action="store_true",
+    _sampling_arguments(draw, None)
+    add_sample_arguments(draw)
+    draw.add_argument("--batch-invariant", action="store_true",
                         help="the same bits whatever -n and --batch-size are: 64 images are denoised at once")
-    sample.add_argument("--weights", choices=("ema", "model"), default="ema", metavar="ema|model",
+    draw.add_argument("--weights", choices=("ema", "model"), default="ema", metavar="ema|model",
                         help="the moving average or the raw weights (default ema)")
 
     evaluate = command(
@@ -273,20 +267,6 @@ def _sampling_arguments(parser: argparse.ArgumentParser, batch_size: int | None)
     processes.add_arguments(parser)
 
 
-def _texts(text: str) -> list[str]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(parts):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a class or a list such as 0,1,2")
-    return parts
-
-
-def _levels(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is not two noise levels such as 0.2,5") from None
-
-
 def _counts(text: str) -> list[int]:
     try:
         counts = [int(part) for part in text.split(",")]
@@ -349,64 +329,13 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _sample(options: argparse.Namespace) -> None:
-    import numpy as np
-
-    from cudiff.plot import save_gif, save_grid, save_images, save_npz
-    from cudiff.tensorfile import require_writable
-
-    suffix = Path(options.out).suffix.lower()
-    if not options.out or suffix not in (".png", ".npz", ".gif", ""):
-        raise CudiffError(f"cannot write '{options.out}': use .png, .npz, .gif or a folder's name")
-    if options.classes is not None and len(options.classes) > options.n:
-        raise CudiffError(f"{len(options.classes)} classes were given for {options.n} images: give fewer, or more "
-                          "images with -n")
-    old = next(Path(options.out).glob("*.png"), None) if not suffix else None
-    if old is not None:
-        raise CudiffError(f"{options.out} holds pictures already, such as {old.name}: name another folder with --out")
-    require_writable(options.out if suffix else Path(options.out) / "000000.png")
+    suffix = check_options(options)
     group = processes.joined_by(options, options.device, console)
     pipeline = _load(options)
-    if pipeline.makes_latents and (suffix != ".npz" or options.init is not None):
-        raise CudiffError(f"the model makes latents of {pipeline.config.channels} channels, which are no pictures: "
-                          "give --out NAME.npz, and no --init")
-    classes = None if options.classes is None else np.resize(options.classes, options.n)
-    frames: list[np.ndarray] | None = [] if suffix == ".gif" else None
-    images = _with_progress("sampling", lambda progress: pipeline.sample(
-        options.n, options.seed, classes, options.steps, options.guidance, options.sampler, options.batch_size,
-        progress, frames, guidance_interval=options.guidance_interval, guidance_rescale=options.guidance_rescale,
-        strength=options.strength, group=group, batch_invariant=options.batch_invariant,
-        **_given(options, pipeline.shape),
-    ))
+    told = _with_progress("sampling", lambda progress: sample(options, suffix, pipeline, group, progress))
     group.close()
-    if not group.leads:
-        return
-    if frames is not None:
-        frames = frames or [images]  # of no step
-        save_gif(options.out, frames)
-    elif suffix == ".npz":
-        save_npz(options.out, images, pipeline.labels(options.n, classes))
-    elif suffix == ".png":
-        save_grid(options.out, images)
-    else:
-        save_images(options.out, images)
-    _say(f"{options.n if frames is None else len(frames[0]):,} images in {options.out}")
-
-
-def _given(options: argparse.Namespace, shape: tuple[int, int, int]) -> dict[str, Any]:
-    """The picture to begin with and its mask, as `Pipeline.sample` takes them."""
-    from cudiff.data.pictures import read_picture
-
-    given = {}
-    for name, path, channels in (("init", options.init, shape[2]), ("mask", options.mask, 1)):
-        if path is not None:
-            given[name] = read_picture(path, channels, "black" if name == "mask" else "white")
-            if given[name].shape[:2] != shape[:2]:
-                height, width = given[name].shape[:2]
-                raise CudiffError(f"{path} is {width}x{height} and the model's images are {shape[1]}x{shape[0]}: "
-                                  "resize it")
-    if "mask" in given:
-        given["mask"] = given["mask"][..., 0] > 127
-    return given
+    if group.leads:
+        _say(told)
 
 
 def _eval(options: argparse.Namespace) -> None:

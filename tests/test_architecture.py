@@ -16,7 +16,7 @@ PACKAGE = ROOT / "cudiff"
 
 # Each layer may import the layers after it, and its own.
 LAYERS = [
-    {"cli", "convert_command", "__main__"},
+    {"cli", "convert_command", "sample_command", "__main__"},
     {"demo", "play"},
     {"tune"},
     {"train", "evaluate", "display", "info"},

@@ -283,6 +283,46 @@ def test_the_command_line_takes_a_picture_and_a_mask(tmp_path, monkeypatch, caps
         assert message in error and error.count("\n") == 1
 
 
+def test_the_command_line_inverts_mixes_and_writes_floats(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    model = pipeline(sampler="heun", sample_steps=12)
+    model.save("model.safetensors")
+    image = model.sample(1, seed=2, classes=1)
+    Image.fromarray(image[0, :, :, 0]).save("one.png")
+    run = ["sample", "model.safetensors", "-n", "2", "--device", "cpu", "--out", "out.npz"]
+
+    def made(*words):
+        assert main([*run, *words]) == 0, capsys.readouterr().err
+        with np.load("out.npz") as file:
+            return file[file.files[0]]
+
+    noise = made("--invert", "one.png", "--classes", "1")
+    os.rename("out.npz", "noise.npz")
+    np.testing.assert_array_equal(noise, model.invert(image, classes=1))
+    np.testing.assert_array_equal(made("-n", "1", "--classes", "1", "--noise", "noise.npz"),
+                                  model.sample(1, classes=1, noise=noise))
+    floats = made("--floats", "--seed", "3")
+    np.testing.assert_array_equal(floats, model.sample(2, seed=3, floats=True))
+    between = slerp(model.noise(2, 3), model.noise(2, 4), 0.25)
+    np.testing.assert_array_equal(made("--seed", "3", "--other-seed", "4", "--share", "0.25"),
+                                  model.sample(2, noise=between))
+    np.testing.assert_array_equal(made("--classes", "2", "--other", "5,6"), model.sample(2, classes=2, other=[5, 6]))
+    for words, message in [
+        ("--floats --out x.png", "--floats writes floats: give --out NAME.npz"),
+        ("--invert one.png --out x.gif", "--invert writes floats: give --out NAME.npz"),
+        ("--share 0.5", "--share says how far to go to --other or --other-seed: give one of them too"),
+        ("--other 1 --share 2", "share must be a number from 0 to 1"),
+        ("--other 1,2,3", "3 classes were given for 2 images"),
+        ("--noise noise.npz --other-seed 4", "--noise is in place of a seed's: leave --other-seed out"),
+        ("--noise noise.npz", "noise is float32 of shape (1, 8, 8, 1): give floats of shape (2, 8, 8, 1)"),
+        ("--noise gone.npz", "cannot read gone.npz"),
+        ("--noise out.npz", "out.npz holds pictures, not floats: give an .npz that --floats or --invert wrote"),
+    ]:
+        assert main([*run, *words.split()]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+
+
 def test_rescaled_guidance_of_flat_estimates():
     def flat(x, sigma, labels=None):
         return Tensor(np.zeros(x.shape, np.float32))
