@@ -252,14 +252,7 @@ def add_arguments(parser: argparse.ArgumentParser, sections: Collection[str] = S
             if name in added:
                 continue
             added.add(name)
-            settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": _help(name, option)}
-            if option.kind is bool:
-                settings["action"] = argparse.BooleanOptionalAction
-            elif option.choices:
-                settings |= {"choices": tuple(option.choices), "metavar": option.metavar}
-            else:
-                settings |= {"type": option.parsed, "metavar": option.metavar}
-            group.add_argument(f"--{name.replace('_', '-')}", **settings)
+            option.add_to(group, name, _help(name, option))
 
 
 def from_arguments(arguments: argparse.Namespace, base: Config | None = None) -> Config:

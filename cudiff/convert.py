@@ -288,6 +288,8 @@ def unet_cu_checkpoint(
                     "generator": {"seed": binary.config.seed, "step": step}, "frozen": []}
     if binary.random:
         counters["notes"] = ["the random states at the end of unet.cu's file are CUDA's own and left out"]
+    elif binary.rest:
+        counters["notes"] = [f"{binary.rest:,} bytes that the header of unet.cu's file does not announce are left out"]
     return binary.config, tensors, counters
 
 
@@ -322,13 +324,15 @@ def write_unet_cu(path: str | os.PathLike, config: Config, tensors: Mapping[str,
 
 
 class _Binary(NamedTuple):
-    """What the header of unet.cu's weights tells. parameters: an outline's, by name; moments, random: what follows."""
+    """What the header of unet.cu's weights tells. parameters: an outline's, by name; moments, random: whether these
+    follow; rest: the bytes after the numbers."""
 
     path: str | os.PathLike
     config: Config
     parameters: dict[str, Any]
     moments: bool
     random: bool
+    rest: int
 
     def values(self, run: int) -> dict[str, np.ndarray]:
         """The weights, run 0, or a moment, 1 or 2, by name, in PyTorch's layout."""
@@ -354,9 +358,10 @@ def _unetcu_binary(path: str | os.PathLike) -> _Binary:
     config = _unetcu_config(height, channels, model_channels, max_period).replace(batch_size=batch)
     parameters = _unetcu_parameters(config, (size - 4 * UNETCU_HEADER) // 4)
     count = sum(value.size for value in parameters.values())
-    if not parameters or size < 4 * UNETCU_HEADER + 4 * count * (3 if moments else 1):
+    rest = size - 4 * UNETCU_HEADER - 4 * count * (3 if moments else 1)
+    if not parameters or rest < 0:
         raise CudiffError(f"{path} is truncated: its {size:,} bytes are not all weights of its model; copy it again")
-    return _Binary(path, config, parameters, bool(moments), bool(random))
+    return _Binary(path, config, parameters, bool(moments), bool(random), rest)
 
 
 def _unetcu_parameters(config: Config, numbers: int) -> dict[str, Any]:

@@ -42,10 +42,10 @@ def convert(options: argparse.Namespace) -> list[str]:
 
 
 def _check_taken(options: argparse.Namespace, asked: Config, config: Config) -> None:
-    """Raise CudiffError, without the file, for options that are otherwise in it, as its weights told their model."""
-    new, made = Config().to_dict(), config.to_dict()
+    """Raise CudiffError, without the file, for flags that are otherwise in it, as its weights told their model."""
+    made = config.to_dict()
     lost = {name: value for name, value in asked.to_dict().items()
-            if value not in (new.get(name), made.get(name)) and name != "norm_group_channels"}
+            if name in vars(options) and value != made.get(name) and name != "norm_group_channels"}
     if lost:
         os.unlink(options.target)
         way = "leave that out" + (", or give --preset dit-xl-2 too" if config.model == "dit" else "")

@@ -77,6 +77,17 @@ class Option:
             raise CudiffError(f"unknown {name} '{value[:80]}': use {' or '.join(self.choices)}")
         return value if isinstance(value, str | bool) else self._in_range(name, value)
 
+    def add_to(self, parser: Any, name: str, help: str) -> None:
+        """Add its flag to a parser, or a group of one; the flag has no default."""
+        settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": help}
+        if self.kind is bool:
+            settings["action"] = argparse.BooleanOptionalAction
+        elif self.choices:
+            settings |= {"choices": tuple(self.choices), "metavar": self.metavar}
+        else:
+            settings |= {"type": self.parsed, "metavar": self.metavar}
+        parser.add_argument(f"--{name.replace('_', '-')}", **settings)
+
     def parsed(self, text: str) -> Any:
         """The value of a flag. Raises argparse's error, which names the flag, where `text` is none of its type."""
         if self.default == () and text.strip() == "none":  # as `--help` shows it

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cudiff.config import options_in
 from cudiff.distributed import Group
 from cudiff.errors import CudiffError
+from cudiff.options import Option
 
 if TYPE_CHECKING:
     from cudiff.pipeline import Pipeline
@@ -38,6 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="guide only between these two noise levels")
     parser.add_argument("--guidance-rescale", type=float, default=0.0, metavar="X",
                         help="share, 0 to 1, by which guidance keeps an image's contrast (default 0)")
+    for name, option in _options().items():
+        option.add_to(parser, name, f"{option.help} (default: the model's)")
+
+
+def _options() -> dict[str, Option]:
+    """Those of sampling that a model comes with and that have no flag of another name."""
+    return {name: option for name, option in options_in("sampling").items()
+            if name not in ("sampler", "sample_steps", "guidance", "samples")}
 
 
 def texts(text: str) -> list[str]:
@@ -86,6 +96,9 @@ def sample(options: argparse.Namespace, suffix: str, pipeline: Pipeline, group: 
     tell. Raises CudiffError as `Pipeline.sample` does."""
     from cudiff.plot import save_gif, save_grid, save_images, save_npz
 
+    given = {name: value for name, value in vars(options).items() if name in _options()}
+    if given:
+        pipeline.config = pipeline.config.replace(**given)
     if pipeline.makes_latents and suffix != ".npz":
         raise CudiffError(f"the model makes latents of {pipeline.config.channels} channels, which are no pictures: "
                           "give --out NAME.npz")

@@ -68,6 +68,13 @@ def test_random_states_are_left_out_and_that_is_said(tmp_path, rng, capsys):
     assert back.read_bytes() == header.tobytes() + content[1024 : -48 * 256]
 
 
+def test_bytes_that_nothing_announces_are_told(tmp_path, rng, capsys):
+    content = binary(tmp_path / "unet_init.bin", rng)
+    (tmp_path / "unet_init.bin").write_bytes(content + bytes(1000))
+    assert main(["convert", str(tmp_path / "unet_init.bin"), str(tmp_path / "ours.safetensors")]) == 0
+    assert "1,000 bytes that the header of unet.cu's file does not announce" in capsys.readouterr().out
+
+
 def test_the_bin_is_sampled_and_told_as_it_is(tmp_path, rng, capsys):
     binary(tmp_path / "unet_init.bin", rng)
     sample = ["sample", str(tmp_path / "unet_init.bin"), "-n", "2", "--steps", "2", "--device", "cpu"]

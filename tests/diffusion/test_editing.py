@@ -23,6 +23,7 @@ from cudiff.diffusion import (
     slerp,
 )
 from cudiff.errors import CudiffError
+from cudiff.pipeline import Pipeline
 from tests.diffusion.test_multistep import mixture
 from tests.diffusion.test_samplers import gaussian, ode_solution, start
 from tests.test_pipeline import pipeline
@@ -306,10 +307,13 @@ def test_the_command_line_inverts_mixes_and_writes_floats(tmp_path, monkeypatch,
     between = slerp(model.noise(2, 3), model.noise(2, 4), 0.25)
     np.testing.assert_array_equal(made("--seed", "3", "--other-seed", "4", "--share", "0.25"),
                                   model.sample(2, noise=between))
+    other = Pipeline(model.config.replace(sampler="euler-ancestral", eta=0.3), model.net)
+    np.testing.assert_array_equal(made("--sampler", "euler-ancestral", "--eta", "0.3"), other.sample(2))
     np.testing.assert_array_equal(made("--classes", "2", "--other", "5,6"), model.sample(2, classes=2, other=[5, 6]))
     for words, message in [
         ("--floats --out x.png", "--floats writes floats: give --out NAME.npz"),
         ("--invert one.png --out x.gif", "--invert writes floats: give --out NAME.npz"),
+        ("--eta 2", "eta must be at least 0 and at most 1, not 2"), ("--S-noise x", "'x' is not a number"),
         ("--share 0.5", "--share says how far to go to --other or --other-seed: give one of them too"),
         ("--other 1 --share 2", "share must be a number from 0 to 1"),
         ("--other 1,2,3", "3 classes were given for 2 images"),
