@@ -18,6 +18,9 @@ from cudiff.options import Option
 if TYPE_CHECKING:
     from cudiff.pipeline import Pipeline
 
+_OF_DRAWING = ("init", "strength", "mask", "noise", "other", "other_seed", "floats", "sampler", "guidance_interval",
+               "guidance_rescale", "batch_invariant")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of what is given to the sampling, and of guidance."""
@@ -79,6 +82,9 @@ def check_options(options: argparse.Namespace) -> str:
                               "with -n")
     if suffix != ".npz" and (options.floats or options.invert is not None):
         raise CudiffError(f"{'--floats' if options.floats else '--invert'} writes floats: give --out NAME.npz")
+    for name in _OF_DRAWING if options.invert is not None else ():
+        if getattr(options, name) not in (None, False, 0.0):
+            raise CudiffError(f"--invert draws nothing: leave --{name.replace('_', '-')} out")
     if options.noise is not None and options.other_seed is not None:
         raise CudiffError("--noise is in place of a seed's: leave --other-seed out")
     if options.share is not None and options.other is None and options.other_seed is None:
