@@ -48,7 +48,8 @@ def _check_taken(options: argparse.Namespace, asked: Config, config: Config) -> 
             if name in vars(options) and value != made.get(name) and name != "norm_group_channels"}
     if lost:
         os.unlink(options.target)
-        way = "leave that out" + (", or give --preset dit-xl-2 too" if config.model == "dit" else "")
+        told = config.model == "dit" and asked.model != "dit"
+        way = "leave that out" + (", or give --preset dit-xl-2 too" if told else "")
         raise CudiffError(f"{options.source} tells its model by itself, without {as_flags(lost)}: {way}")
 
 

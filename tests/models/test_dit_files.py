@@ -80,7 +80,7 @@ def test_what_it_refuses(model, tmp_path, rng):
         import_torch(written(model, tmp_path / "a.safetensors", ["blocks.1.attn.proj.bias"]), tmp_path / "b", Config())
     other = DiT(8, 3, 4, 48, 1, 3)
     randomised(other, rng)
-    with pytest.raises(CudiffError, match="give --model dit --hidden-size 48 --num-heads N"):
+    with pytest.raises(CudiffError, match="give --preset dit-xl-2 --hidden-size 48 --num-heads N"):
         import_torch(written(other, tmp_path / "c.safetensors"), tmp_path / "b", Config())
     state = to_torch(model.state_dict(), model.layouts())
     write_weights(tmp_path / "d.safetensors", state | {"pos_embed": state["pos_embed"][0]})
