@@ -235,8 +235,8 @@ def test_pytorchs_average_is_rounded_as_training_rounds(opponent, tmp_path):
         for value in (*training.parameters, *training.average):
             value += 0.01 * torch.randn_like(value)
     sampled, x = training.averaged(), torch.randn(2, 1, 8, 8)
-    kept = sampled.net.state_dict()
-    assert {kept["time_embed.0.weight"].dtype, kept["out.2.weight"].dtype} == {torch.bfloat16}
+    state = sampled.net.state_dict()
+    assert {state["time_embed.0.weight"].dtype, state["out.2.weight"].dtype} == {torch.bfloat16}
     with torch.no_grad():
         for value, average in zip(training.parameters, training.average, strict=True):
             value.copy_(average)
