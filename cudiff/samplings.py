@@ -128,7 +128,7 @@ class Samplings:
         entry, build = SAMPLERS[way.sampler], partial(self._sampler, way.sampler, captured=captured)
         own = None if entry.of_library else self.config  # of the library's, `config` knows what they are built from
         form = None if way.guidance is None else way.guidance.form
-        key = entry.build, own, form, "other" in way.given, "mask" in way.given, count, steps
+        key = entry.build, own, form, *(name in way.given for name in ("other", "mask", "last")), count, steps
         device = self.device if graphs is self._graphs else None
         return graphs.get(key, lambda: Sampling(
             self.denoiser() if way.denoiser is None else way.denoiser, build, way.guidance, way.given, device,

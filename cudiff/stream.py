@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cudiff.diffusion import ImageNoise
+from cudiff.diffusion.samplers import Ends
 from cudiff.diffusion.sampling import Guidance
 from cudiff.errors import CudiffError
 from cudiff.ops import blend_to_uint8, normalize_images
+from cudiff.ops.random import Purpose
 from cudiff.samplings import Samplings, Way, twice
 from cudiff.tensor import Tensor
 from cudiff.values import real, whole
@@ -98,8 +100,9 @@ class Stream:
         return Tensor(given, device=self._pipeline.device)
 
     def _keep(self, frame: Tensor) -> np.ndarray:
-        made = frame.numpy().copy()  # a caller may draw on it
-        self._last, self.last, self.number = frame, made, self.number + 1
+        # copies: another stream's frame overwrites a graph's, and a caller may draw on an array
+        self._last, made = Tensor(frame.data.copy()), frame.numpy().copy()
+        self.last, self.number = made, self.number + 1
         return made
 
     def _levels(self) -> int:
@@ -121,19 +124,32 @@ class Stream:
         guide = None if labels is None else Guidance.of(guidance, channels=pipeline.config.guidance_channels)
         seed = (options.seed + self.number * GOLDEN) % 2**64
         noise = ImageNoise((self.n, *pipeline.shape), seed, 0, pipeline.device)
-        drawn = self._run(pipeline, Way(sampler, guide, (), None), normalize_images(begin) + noise.start(sigmas[0]),
-                          sigmas, labels, noise)
-        if not np.isfinite(drawn.sum().numpy()):
+        numbers = Tensor(np.array([sigmas[0], options.blend], np.float32), device=pipeline.device)
+        ends = Ends(_noised, _blended, (last, noise.counters(1), numbers))
+        made, total = self._run(pipeline, Way(sampler, guide, ("last",), None), begin, sigmas, labels, noise, ends)
+        if not np.isfinite(total.numpy()):
             raise CudiffError("the frame holds values that are not finite: use less guidance or an earlier checkpoint")
-        return blend_to_uint8(drawn, last, options.blend)
+        return made
 
-    def _run(self, pipeline: Samplings, way: Way, x: Tensor, sigmas: np.ndarray, labels: np.ndarray | None,
-             noise: ImageNoise) -> Tensor:
-        """What the kept sampling makes of x."""
+    def _run(self, pipeline: Samplings, way: Way, begin: Tensor, sigmas: np.ndarray, labels: np.ndarray | None,
+             noise: ImageNoise, ends: Ends) -> Any:
+        """What the kept sampling makes of bytes: of all steps one graph, with what is done before and after."""
         each = self._each_step
         steps = None if each is not None else len(sigmas) - 1
         run = pipeline._sampling(way, self.n, steps, pipeline._cache_for(way), pipeline.config.capture)
         callback = None if each is None else lambda step, x, denoised: each(step)
         chosen = None if labels is None else Tensor(labels, device=pipeline.device)
         with np.errstate(all="ignore"):  # the caller says what is not finite
-            return run(x, sigmas, chosen, guidance=way.guidance, given={}, noise=noise, callback=callback)
+            return run(begin, sigmas, chosen, guidance=way.guidance, given={}, noise=noise, callback=callback,
+                       ends=ends)
+
+
+def _noised(begin: Tensor, last: Tensor, counters: Tensor, numbers: Tensor) -> Tensor:
+    """Bytes as floats, with noise of the frame's first level."""
+    x = normalize_images(begin)
+    return x + ImageNoise.drawn(Tensor(counters.data[0]), x, Purpose.SAMPLE) * Tensor(numbers.data[:1])
+
+
+def _blended(drawn: Tensor, last: Tensor, counters: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """The frame, blended with the last one; and the sum of what was drawn, which shows what is not finite."""
+    return blend_to_uint8(drawn, last, Tensor(numbers.data[1:])), drawn.sum()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from cudiff.errors import CudiffError
+from cudiff.function import Function
 from cudiff.tensor import Tensor
 from tests.recording import counted, stand_in
 from tests.test_pipeline import pipeline
@@ -97,6 +98,32 @@ def test_an_option_changes_the_next_frame_and_records_nothing(device, monkeypatc
         np.testing.assert_array_equal(next(other), seen[-1])
     assert len({frame.tobytes() for frame in seen}) == len(values)
     assert len(recorded) == 2  # the first frame's, and a later one's
+
+
+def test_a_later_frame_is_one_graph(device, monkeypatch):
+    if device == "cpu":
+        stand_in(monkeypatch)
+    applied, apply = [], Function.apply.__func__
+    monkeypatch.setattr(Function, "apply", classmethod(
+        lambda cls, *inputs, **attrs: applied.append(cls) or apply(cls, *inputs, **attrs)
+    ))
+    for steps in (1, 3):
+        stream = pipeline(device, sampler="euler", sample_steps=6).stream(2, steps=steps)
+        made = [next(stream), next(stream)]
+        applied.clear()
+        made += [next(stream), next(stream)]
+        assert not applied
+        assert len({frame.tobytes() for frame in made}) == 4
+
+
+def test_streams_of_one_pipeline_do_not_disturb_each_other(device, monkeypatch):
+    if device == "cpu":
+        stand_in(monkeypatch)
+    alone = [frames(pipeline(device, sampler="euler"), seed=seed, blend=0.5) for seed in (1, 2)]
+    model = pipeline(device, sampler="euler")
+    streams = [model.stream(2, seed=seed, blend=0.5) for seed in (1, 2)]
+    together = [[next(stream) for stream in streams] for _ in range(4)]
+    np.testing.assert_array_equal(np.stack(together, 1), alone)
 
 
 def test_nothing_moves_without_strength_or_with_all_of_the_last():

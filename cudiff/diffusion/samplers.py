@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -66,10 +67,10 @@ class ImageNoise:
         return Tensor(words, device=self.device)
 
     @staticmethod
-    def drawn(counter: Tensor, x: Tensor) -> Tensor:
-        """The noise of one row of `counters`, like x."""
+    def drawn(counter: Tensor, x: Tensor, stream: int = Purpose.CHURN) -> Tensor:
+        """The noise of one row of `counters`, like x: of a step, or with Purpose.SAMPLE what `start` scales."""
         seed, step, first = (Tensor(counter.data[part]) for part in (slice(0, 2), slice(2, 3), slice(3, 4)))
-        return normal(x.shape, seed, Purpose.CHURN, step, first, x.device, x.dtype)
+        return normal(x.shape, seed, stream, step, first, x.device, x.dtype)
 
 
 class Plan(NamedTuple):
@@ -77,6 +78,16 @@ class Plan(NamedTuple):
 
     numbers: list[float]
     noisy: bool
+
+
+class Ends(NamedTuple):
+    """What is done before a sampler's first step and after its last one, in the same graph where all steps are one."""
+
+    begin: Callable[..., Tensor]
+    """(x, *arrays) -> the float32 state to begin with, of x's shape"""
+    finish: Callable[..., Any]
+    """(images, *arrays) -> what the sampler returns"""
+    arrays: tuple[Tensor, ...]
 
 
 class Sampler:
@@ -88,6 +99,7 @@ class Sampler:
     launches each step is a graph, recorded in the second step of its kind, for any number of steps. The denoiser must
     not read from the device (see `cudiff.capture`), and what is returned, or shown to `callback`, is overwritten by
     the next call, or step.
+    ends: what a call does before and after its steps. Then x may have another dtype.
     memory: of what a step returns after its state, how many the next one is given too, for methods of several steps.
     Raises CudiffError for sigmas that do not fall, where a step adds noise and `noise` is missing, and for plans of
     another number and states of another shape than they have to be.
@@ -97,8 +109,8 @@ class Sampler:
 
     def __init__(self, denoiser: Any, captured: bool = False):
         self.denoiser, self._captured = denoiser, captured
-        self._kinds: Kinds = ()
-        self._all_steps: Captured | None = None  # of these kinds; None where they are too many
+        self._recorded: tuple = ()  # kinds, and what is done before and after, of the graph of all steps
+        self._all_steps: Captured | None = None  # None where they are too many
         own: Any = weakref.proxy(self)  # a circle would keep the graphs' memory until garbage is collected
         self._one_step = capture(lambda *inputs: own._drawn_step(*inputs), warmup=1, precompile=True)
 
@@ -120,16 +132,19 @@ class Sampler:
 
     @no_grad()
     def __call__(self, x: Tensor, sigmas: Sequence[float] | np.ndarray, labels: Tensor | None = None, *,
-                 noise: Noise | None = None, callback: Callback | None = None) -> Tensor:
+                 noise: Noise | None = None, callback: Callback | None = None, ends: Ends | None = None) -> Any:
         plans = self._plans(self.levels(sigmas))
         kinds = tuple((len(plan.numbers), bool(plan.noisy)) for plan in plans)
-        counters = noise.counters(len(plans)) if _is_like(noise, x) else None
-        inputs = x, _table(plans, x), counters, labels
+        dtype = x.dtype if ends is None else float32
+        counters = noise.counters(len(plans)) if _is_like(noise, x, dtype) else None
+        inputs = x, _table(plans, x, dtype), counters, labels
+        begin, finish, arrays = ends or Ends(_unchanged, _unchanged, ())
         if self._captured and callback is None and (counters is not None or not any(noisy for _, noisy in kinds)):
-            images = self._at_once(kinds, *inputs)
+            images = self._at_once(kinds, begin, finish, *inputs, *arrays)
             if images is not None:
                 return images
-        return self._go(self._one_step if self._captured else self._drawn_step, kinds, *inputs, noise, callback)
+        step = self._one_step if self._captured else self._drawn_step
+        return finish(self._go(step, kinds, begin(x, *arrays), *inputs[1:], noise, callback), *arrays)
 
     def _plans(self, sigmas: np.ndarray) -> list[Plan]:
         """`plan`'s, checked."""
@@ -142,13 +157,18 @@ class Sampler:
             )
         return list(plans)
 
-    def _at_once(self, kinds: Kinds, *inputs: Tensor | None) -> Tensor | None:
+    def _at_once(self, kinds: Kinds, begin: Callable, finish: Callable, *inputs: Tensor | None) -> Any:
         """What all steps make of `inputs`, as one graph; None where they have too many launches."""
-        if self._kinds != kinds:
+        if self._recorded != (kinds, begin, finish):
             own: Any = weakref.proxy(self)
-            self._kinds, self._all_steps = kinds, capture(
-                lambda *inputs: own._go(own._drawn_step, kinds, *inputs),
-                warmup=lambda *inputs: own._warm_up(kinds, *inputs), precompile=True,
+
+            def run(go: Callable[..., Tensor], x: Tensor, table: Tensor, counters: Tensor | None,
+                    labels: Tensor | None, *arrays: Tensor) -> Any:
+                return finish(go(kinds, begin(x, *arrays), table, counters, labels), *arrays)
+
+            self._recorded, self._all_steps = (kinds, begin, finish), capture(
+                lambda *inputs: run(partial(own._go, own._drawn_step), *inputs),
+                warmup=lambda *inputs: run(own._warm_up, *inputs), precompile=True,
             )
         if self._all_steps is not None:
             try:
@@ -157,8 +177,8 @@ class Sampler:
                 self._all_steps = None
         return None
 
-    def _warm_up(self, kinds: Kinds, *inputs: Tensor | None) -> None:
-        """Take one step of each kind. Raises _TooManyLaunches where all steps have more than a graph may."""
+    def _warm_up(self, kinds: Kinds, *inputs: Tensor | None) -> Tensor:
+        """The state after one step of each kind. Raises _TooManyLaunches where all steps have more than a graph may."""
         made: dict[tuple, tuple[tuple[Tensor, ...], int]] = {}
         total = 0
 
@@ -173,9 +193,10 @@ class Sampler:
             total += count
             return result
 
-        self._go(step, kinds, *inputs)  # type: ignore[arg-type]
+        x = self._go(step, kinds, *inputs)  # type: ignore[arg-type]
         if total > MOST_LAUNCHES:
             raise _TooManyLaunches
+        return x
 
     def _go(self, step: Callable[..., Any], kinds: Kinds, x: Tensor, table: Tensor, counters: Tensor | None,
             labels: Tensor | None, noise: Noise | None = None, callback: Callback | None = None) -> Tensor:
@@ -208,6 +229,10 @@ class Sampler:
         return made
 
 
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
 class _TooManyLaunches(Exception):
     """For one graph."""
 
@@ -225,10 +250,10 @@ def decreasing(sigmas: Sequence[float] | np.ndarray) -> np.ndarray:
     return sigmas
 
 
-def _table(plans: list[Plan], x: Tensor) -> Tensor:
+def _table(plans: list[Plan], x: Tensor, dtype: Any) -> Tensor:
     """All plans' numbers below each other, for each of x (N, ...), on its device: (rows, N)."""
     numbers = np.concatenate([plan.numbers for plan in plans])
-    return Tensor(np.repeat(numbers[:, None], x.shape[0], axis=1), dtype=x.dtype, device=x.device)
+    return Tensor(np.repeat(numbers[:, None], x.shape[0], axis=1), dtype=dtype, device=x.device)
 
 
 def rows(numbers: Tensor) -> list[Tensor]:
@@ -236,9 +261,9 @@ def rows(numbers: Tensor) -> list[Tensor]:
     return [Tensor(row) for row in numbers.data]
 
 
-def _is_like(noise: Noise | None, x: Tensor) -> TypeGuard[ImageNoise]:
-    """Whether `ImageNoise.drawn` gives what noise would: a subclass's may be other numbers."""
-    return type(noise) is ImageNoise and (noise.shape, noise.dtype, noise.device) == (x.shape, x.dtype, x.device)
+def _is_like(noise: Noise | None, x: Tensor, dtype: Any) -> TypeGuard[ImageNoise]:
+    """Whether `ImageNoise.drawn` gives what noise would, for states of `dtype`: a subclass's may be other numbers."""
+    return type(noise) is ImageNoise and (noise.shape, noise.dtype, noise.device) == (x.shape, dtype, x.device)
 
 
 def _draw(noise: Noise | None, step: int) -> Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 from cudiff.diffusion.denoiser import Denoiser
 from cudiff.diffusion.editing import Between, Inpainted
 from cudiff.diffusion.guidance import Guided
-from cudiff.diffusion.samplers import Callback, Noise
+from cudiff.diffusion.samplers import Callback, Ends, Noise, Sampler
 from cudiff.tensor import Tensor
 
 
@@ -31,7 +31,7 @@ class Guidance(NamedTuple):
 
 
 class Sampling:
-    """sampling(x, sigmas, labels, guidance=, given=, noise=, callback=) -> images, by one sampler of one denoiser.
+    """sampling(x, sigmas, labels, guidance=, given=, noise=, callback=, ends=) -> images: one sampler, one denoiser.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ class Sampling:
 
     def __call__(self, x: Tensor, sigmas: Sequence[float] | np.ndarray, labels: Tensor | None = None, *,
                  guidance: Guidance | None = None, given: Mapping[str, Tensor], noise: Noise | None = None,
-                 callback: Callback | None = None) -> Any:
+                 callback: Callback | None = None, ends: Ends | None = None) -> Any:
         if self._guided is not None and guidance is not None:
             self._guided.guide(*guidance[:3])
         for ready in self._ready:
@@ -73,7 +73,12 @@ class Sampling:
             self._inpainted.know(given["init"], given["mask"])
         if self._one_by_one and callback is None:
             callback = _nothing
-        return self._sampler(x, sigmas, labels, noise=noise, callback=callback)
+        if ends is None:
+            return self._sampler(x, sigmas, labels, noise=noise, callback=callback)
+        if isinstance(self._sampler, Sampler):
+            return self._sampler(x, sigmas, labels, noise=noise, callback=callback, ends=ends)
+        x = ends.begin(x, *ends.arrays)  # a user's own
+        return ends.finish(self._sampler(x, sigmas, labels, noise=noise, callback=callback), *ends.arrays)
 
 
 def _nothing(step: int, x: Tensor, denoised: Tensor) -> None:

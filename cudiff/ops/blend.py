@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from cudiff.backend import float32
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
 from cudiff.ops.cast import require_floats, upcast
@@ -26,21 +27,26 @@ class BlendToUint8(Function):
     @staticmethod
     def forward_cuda(ctx, x, last, share):
         out = empty(x.shape, np.dtype(np.uint8))
-        launch("blend", "blend", blocks(x.size, 256), 256, (x, last, out, share, np.int64(x.size)), T=x.dtype)
+        launch("blend", "blend", blocks(x.size, 256), 256, (x, last, share, out, np.int64(x.size)), T=x.dtype)
         return out
 
 
-def blend_to_uint8(x: Tensor, last: Tensor, share: float = 0.0) -> Tensor:
+def blend_to_uint8(x: Tensor, last: Tensor, share: float | Tensor = 0.0) -> Tensor:
     """(1 - share) x + share last as bytes, clipped to 0..255; x in [-1, 1] first becomes 127.5·x + 127.5.
 
-    x floating, last uint8, of one shape; share 0 to 1, a number. Rounds to nearest even; NaN becomes 0. No gradient.
-    Raises TypeError for other dtypes, ValueError for another share or shapes that differ.
+    x floating, last uint8, of one shape. share: a number, 0 to 1, or a float32 Tensor (1,), which each replay of a
+    graph reads. Rounds to nearest even; NaN becomes 0. No gradient. Raises TypeError for other dtypes, ValueError for
+    another share or shapes that differ.
     """
     require_floats("blend_to_uint8", x)
     if last.dtype != np.uint8:
         raise TypeError(f"blend_to_uint8: last must be uint8, not {last.dtype}")
     if x.shape != last.shape:
         raise ValueError(f"blend_to_uint8: x {x.shape} and last {last.shape} differ in shape")
-    if not 0 <= share <= 1:
-        raise ValueError(f"blend_to_uint8: share is 0 to 1, not {share}")
-    return BlendToUint8.apply(x, last, share=float(share))
+    if not isinstance(share, Tensor):
+        if not 0 <= share <= 1:
+            raise ValueError(f"blend_to_uint8: share is 0 to 1, not {share}")
+        share = Tensor(np.array([share], np.float32), device=x.device)
+    elif share.dtype != float32 or share.shape != (1,):
+        raise TypeError(f"blend_to_uint8: share is a number or a float32 Tensor (1,), not {share.dtype} {share.shape}")
+    return BlendToUint8.apply(x, last, share)

@@ -1,7 +1,7 @@
 // The backward pass of attention on Hopper for few tokens of narrow heads: all gradients in one launch, scores computed once.
 //
 // Arguments
-//   Layouts, lse and maps are as in attention_sm90.cu. out is contiguous. D is at most DP. There are at most 64 TILES queries
+//   Layouts and lse are as in attention_sm90.cu. Maps have boxes {32, 1, 64, 1}. out is contiguous. D is at most DP. There are at most 64 TILES queries
 //   and 64 TILES keys.
 //   sums_q, sums_k, sums_v   float (N, 4 CLUSTER, ...), or null: for each channel the sums of dq, dk and dv over the tokens of
 //                            each warp, before rounding. A row is `token` elements long. A head's sums lie `head` elements
@@ -74,7 +74,7 @@ __device__ __forceinline__ void attended(float (&dk)[DP / 2], float (&dv)[DP / 2
     wgmma_commit();
 #pragma unroll
     for (int e = 0; e < QUERIES / 4; e++) all[e / 4][e % 4] = dscores[e / 4][e % 4];
-    store_fragments<128>(ds_tile, all);
+    store_fragments(ds_tile, all);
     wgmma_wait<0>();  // the next scores take these registers
 }
 
@@ -128,7 +128,7 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
         if (i / 2 >= tiles) break;
         barrier_wait(queries.full(i / 2), 0);
         int row = i % 2 * 32 + threadIdx.x / 4;
-        Pack<T> x = load_pack(reinterpret_cast<const T*>(shared + i / 2 * 2 * TILE + TILE + swizzled<ROW_BYTES>(row, threadIdx.x % 4)));
+        Pack<T> x = load_pack(reinterpret_cast<const T*>(shared + i / 2 * 2 * TILE + TILE + place<DP>(row, threadIdx.x % 4)));
         float sum = 0.0f;
 #pragma unroll
         for (int e = 0; e < 8; e++) sum += to_float(x.v[e]) * to_float(outs[i].v[e]);
@@ -158,10 +158,10 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
         wgmma_fence();
 #pragma unroll
         for (int m = 0; m < KEY_TILES; m++) {
-            u64 a = tile_descriptor(ds_tiles + m * D_SCORES), b = tile_descriptor<ROW_BYTES>(k_tiles + m * TILE);
+            u64 a = tile_descriptor(ds_tiles + m * D_SCORES), b = tile_descriptor<REST_BYTES>(k_tiles + m * TILE);
 #pragma unroll
             for (int j = 0; j < 4; j++)
-                wgmma<true, true>((T*)nullptr, part, a + j * DEPTH_STEP<true>, b + j * DEPTH_STEP<true, ROW_BYTES>, m > 0 || j > 0);
+                wgmma<true, true>((T*)nullptr, part, a + j * DEPTH_STEP<true>, b + j * DEPTH_STEP<true, REST_BYTES>, m > 0 || j > 0);
         }
         wgmma_commit();
         wgmma_wait<0>();
@@ -188,9 +188,9 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
 #pragma unroll
     for (int m = 0; m < KEY_TILES; m++) {  // the gradients take the places of keys and values
         round_fragments(dk_acc[m], rounded, scale);
-        store_fragments<ROW_BYTES>(k_tiles + m * TILE, rounded);
+        store_fragments(k_tiles + m * TILE, rounded);
         round_fragments(dv_acc[m], rounded);
-        store_fragments<ROW_BYTES>(v_tiles + m * TILE, rounded);
+        store_fragments(v_tiles + m * TILE, rounded);
     }
     fence_writes();
     cluster_sync();
@@ -213,7 +213,7 @@ backward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap 
         add_columns(columns_q, sum);
         round_fragments(sum, rounded, scale);
         __syncthreads();  // all warps have read this block's part, which lies here
-        store_fragments<ROW_BYTES>(base + i * 2 * TILE, rounded);
+        store_fragments(base + i * 2 * TILE, rounded);
         fence_writes();
         __syncthreads();
         if (threadIdx.x == 0) tma_store(dq, base + i * 2 * TILE, 0, h, i * 64, n);

@@ -19,17 +19,19 @@
 //   Products   The result of a product is rounded in registers, and is the left operand of the next product.
 //   Overlap    In the backward, the scores become weights while dout is multiplied by v. Else a warpgroup waits for each
 //              product. The other warpgroups of its multiprocessor compute meanwhile. By registers 6 warpgroups of forward fit
-//              where DP is 32, 4 up to 80, 3 beyond; 3 of backward_q; 3 of backward_kv, 2 where DP is over 64.
+//              where DP is 32, 4 up to 80, 3 beyond; 3 of backward_q; 3 of backward_kv, 2 where DP is 128.
+//   Halves     Where DP is 80 or 96, backward_kv takes the queries of a step in two halves. Else two warpgroups would fit.
 //
 // Launch
 //   Grid       (ceil(tokens / 64 / GROUPS), heads, N) blocks of GROUPS warpgroups; backward GROUPS is 1. tokens is Tq, or Tk in
 //              backward_kv.
-//   Maps       {D, heads, tokens, N}, box {64, 1, 64, 1}, or {32, 1, 64, 1} where DP is 32.
+//   Maps       {D, heads, tokens, N}, boxes {64, 1, 64, 1} and {REST, 1, 64, 1}.
 //   Shared     GROUPS tiles, or 2 backward; STAGES of two tiles, in backward_kv 1024 bytes more each; 128 bytes of barriers.
 #include "attention_sm90.cuh"
 
 constexpr int THREADS = GROUPS * 128, BLOCKS = (DP == 32 ? 6 : DP <= 80 ? 4 : 3) / GROUPS;  // that fit by registers
-constexpr int KV_BLOCKS = DP <= 64 ? 3 : 2;
+constexpr int KV_BLOCKS = DP <= 96 ? 3 : 2;
+constexpr int AT_ONCE = DP == 80 || DP == 96 ? 32 : 64;  // queries of a step of backward_kv
 
 // Release the stage of `step`, which THREADS threads have read together. Thread 0 then loads step + STAGES into it, if there is
 // such a step.
@@ -63,8 +65,8 @@ __device__ __forceinline__ void attend(float (&acc)[DP / 2], float (&top)[2], fl
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
-        const __grid_constant__ TensorMap out, float* lse, int Tq, int Tk, int D, float scale) {
+forward(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k, const __grid_constant__ TileMap v,
+        const __grid_constant__ TileMap out, float* lse, int Tq, int Tk, int D, float scale) {
     extern __shared__ __align__(1024) u8 shared[];
     u32 base = shared_address(shared), stages = base + GROUPS * TILE, barriers = stages + STAGES * 2 * TILE;
     u32 q_barrier = barriers + 16 * STAGES;
@@ -112,8 +114,8 @@ forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k
 // Load the block's own two tiles, of the maps own and own2, to `base`, and start loading the first steps. A stage is
 // released by so many `readers`, warps or warpgroups.
 template <class Load>
-__device__ __forceinline__ void begin_backward(const Ring& ring, int readers, u32 own_barrier, u32 base, const TensorMap& own,
-                                               const TensorMap& own2, const TensorMap& other, const TensorMap& other2, Head head,
+__device__ __forceinline__ void begin_backward(const Ring& ring, int readers, u32 own_barrier, u32 base, const TileMap& own,
+                                               const TileMap& own2, const TileMap& other, const TileMap& other2, Head head,
                                                int first, int n, int steps, Load& load) {
     if (threadIdx.x == 0) {
         barrier_init(own_barrier, 1), ring.init(readers);
@@ -152,7 +154,6 @@ __device__ __forceinline__ void load_rows(Pack<T> (&packs)[2][PACKS], float (&ro
 // row_delta = for each of this lane's two rows the sum over channels of out · dout. It is also written to `delta`. `tile` is
 // that of dout.
 __device__ __forceinline__ void find_delta(float (&row_delta)[2], float* delta, const Pack<T> (&packs)[2][PACKS], const u8* tile) {
-    constexpr int CHUNKS = ROW_BYTES / 16;  // of a row of a panel
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         int row = WARP_ROW + 8 * r + GROUP;
@@ -160,8 +161,8 @@ __device__ __forceinline__ void find_delta(float (&row_delta)[2], float* delta, 
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
             int chunk = p * 4 + QUAD;
-            const u8* source = tile + chunk / CHUNKS * 64 * ROW_BYTES + swizzled<ROW_BYTES>(row, chunk % CHUNKS);
-            Pack<T> dout = load_pack(reinterpret_cast<const T*>(source));
+            if (chunk >= DP / 8) continue;
+            Pack<T> dout = load_pack(reinterpret_cast<const T*>(tile + place<DP>(row, chunk)));
 #pragma unroll
             for (int e = 0; e < 8; e++) total += to_float(packs[r][p].v[e]) * to_float(dout.v[e]);
         }
@@ -175,17 +176,17 @@ __device__ __forceinline__ i64 own_sums(int n, int h, int token, int head) { ret
 
 // Write for each of D channels the sum over the first `rows` rows of a rounded tile, which lies where store_tile left it.
 __device__ __forceinline__ void leave_sums(float* sums, u32 tile, int rows, int D) {
-#pragma unroll
-    for (int p = 0; p < PANELS; p++) {
-        float2 sum = panel_sums<T>(tile + p * 64 * ROW_BYTES, rows);
-        int d = p * 64 + PANEL_COLUMN;
+    auto leave = [&](int d, float2 sum) {
         if (threadIdx.x % 32 < 8 && d < D) *reinterpret_cast<float2*>(sums + d) = sum;
-    }
+    };
+#pragma unroll
+    for (int p = 0; p < FULL; p++) leave(p * 64 + PANEL_COLUMN, panel_sums<T>(tile + p * 64 * 128, rows));
+    if ((int)PANEL_COLUMN < REST) leave(FULL * 64 + PANEL_COLUMN, panel_sums<T, REST_BYTES>(tile + FULL * 64 * 128, rows));
 }
 
 extern "C" __global__ void __launch_bounds__(128, 3)
-backward_q(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
-           const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap dq, float* delta, const float* lse,
+backward_q(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k, const __grid_constant__ TileMap v,
+           const __grid_constant__ TileMap dout, const __grid_constant__ TileMap dq, float* delta, const float* lse,
            const T* out, int Tq, int Tk, int D, float scale, float* sums_q, int token, int head) {
     extern __shared__ __align__(1024) u8 shared[];
     u32 base = shared_address(shared), stages = base + 2 * TILE, barriers = stages + STAGES * 2 * TILE;
@@ -240,8 +241,8 @@ backward_q(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMa
 
 // Scores are transposed here: the keys are the rows of every product. So p and ds are A fragments as they are.
 extern "C" __global__ void __launch_bounds__(128, KV_BLOCKS)
-backward_kv(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
-            const __grid_constant__ TensorMap dout, const __grid_constant__ TensorMap dk, const __grid_constant__ TensorMap dv,
+backward_kv(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k, const __grid_constant__ TileMap v,
+            const __grid_constant__ TileMap dout, const __grid_constant__ TileMap dk, const __grid_constant__ TileMap dv,
             const float* delta, const float* lse, int Tq, int Tk, int D, float scale, float* sums_k, float* sums_v, int token, int head) {
     extern __shared__ __align__(1024) u8 shared[];
     constexpr u32 STAGE = 2 * TILE + 1024, BYTES = 2 * TILE + 2 * 64 * sizeof(float);
@@ -264,28 +265,33 @@ backward_kv(const __grid_constant__ TensorMap q, const __grid_constant__ TensorM
     };
     begin_backward(ring, 4, own_barrier, base, k, v, q, dout, at, first, n, steps, load);
 
-    u32 weights[4][4], dscores[4][4];
-    float p[32], ds[32], dk_acc[DP / 2], dv_acc[DP / 2];
+    float dk_acc[DP / 2], dv_acc[DP / 2];
     barrier_wait(own_barrier, 0);
     for (int step = 0; step < steps; step++) {
         ring.wait();
-        wgmma_fence();
-        multiply_tokens(p, base, ring.buffer());
-        wgmma_commit();
-        multiply_tokens(ds, base + TILE, ring.buffer() + TILE);
-        wgmma_commit();
-        const float* rows = reinterpret_cast<const float*>(shared + (ring.buffer() - base) + 2 * TILE);
-        wgmma_wait<1>();
-        weigh_again(p, rows, scale2);
-        wgmma_wait<0>();
-        differentiate(ds, p, rows + 64);
-        round_fragments(p, weights);
-        round_fragments(ds, dscores);
-        wgmma_fence();
-        multiply_weights(dv_acc, weights, ring.buffer() + TILE, step > 0);
-        multiply_weights(dk_acc, dscores, ring.buffer(), step > 0);
-        wgmma_commit();
-        wgmma_wait<0>();  // the next scores take the registers of these weights
+        u32 q_tile = ring.buffer(), dout_tile = q_tile + TILE;
+        const float* rows = reinterpret_cast<const float*>(shared + (q_tile - base) + 2 * TILE);
+#pragma unroll
+        for (int i = 0; i < 64; i += AT_ONCE) {
+            float p[AT_ONCE / 2], ds[AT_ONCE / 2];
+            u32 weights[AT_ONCE / 16][4], dscores[AT_ONCE / 16][4];
+            wgmma_fence();
+            multiply_tokens<AT_ONCE / 2, 64>(p, base, q_tile, i);
+            wgmma_commit();
+            multiply_tokens<AT_ONCE / 2, 64>(ds, base + TILE, dout_tile, i);
+            wgmma_commit();
+            wgmma_wait<1>();
+            weigh_again(p, rows + i, scale2);
+            wgmma_wait<0>();
+            differentiate(ds, p, rows + 64 + i);
+            round_fragments(p, weights);
+            round_fragments(ds, dscores);
+            wgmma_fence();
+            multiply_weights<AT_ONCE / 16, 64>(dv_acc, weights, dout_tile, step > 0 || i > 0, i);
+            multiply_weights<AT_ONCE / 16, 64>(dk_acc, dscores, q_tile, step > 0 || i > 0, i);
+            wgmma_commit();
+            wgmma_wait<0>();  // the next scores take the registers of these weights
+        }
         reuse_stage<32>(ring, step, steps, load);  // each warp has read lse and delta for itself: it releases alone
     }
     store_tile(dk, dk_acc, scale, base, at, first, n);

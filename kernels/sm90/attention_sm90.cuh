@@ -1,8 +1,8 @@
 // What Hopper's attention kernels share: tiles of tokens by DP channels, products of them, and the online softmax.
 //
 // T is bf16 or half. DP is 32, 64, 80, 96 or 128: the channels of a head, D, rounded up to one of these. A tile has 64 tokens
-// or more. TMA loads it in PANELS of 64 channels (32 where DP is 32), which lie one after the other in shared memory. A panel
-// has a row of ROW_BYTES for each token. The last panel's channels from DP on are not used.
+// or more. TMA loads it in panels, which lie one after the other in shared memory: FULL of 64 channels, and one of REST, if any.
+// A panel has a row for each token.
 //
 // The cache reads sectors of 32 bytes. Where D is an odd multiple of 8, every other head begins in the middle of a sector. So
 // load_tile begins 8 channels before an odd head, where it loads zeros. If head 0 begins with a sector, then every panel but the
@@ -11,7 +11,17 @@
 #include "flash.cuh"
 #include "wgmma.cuh"
 
-constexpr int ROW_BYTES = DP == 32 ? 64 : 128, PANELS = CEIL_DIV(DP, 64), TILE = PANELS * 64 * ROW_BYTES;
+constexpr int FULL = DP / 64, REST = DP % 64;
+constexpr int REST_BYTES = REST ? REST * 2 : 128;  // of a row of the last panel
+constexpr int TILE = 64 * DP * 2;
+
+// The maps of an array, whose boxes are its panels. Where there is one kind of panel, both maps are the same.
+struct TileMap { TensorMap full, rest; };
+
+__device__ __forceinline__ void prefetch(const TileMap& map) {
+    prefetch(map.full);
+    if (FULL && REST) prefetch(map.rest);
+}
 
 // A last tile of at most FEW tokens is multiplied as a tile of FEW. Images of 14 × 14 and of 20 × 20 tokens leave 4 and 16.
 constexpr int FEW = 16;
@@ -30,62 +40,80 @@ __device__ __forceinline__ void round_fragments(const float (&c)[COUNT], u32 (&a
 #pragma unroll
     for (int i = 0; i < COUNT / 2; i++) a[i / 4][i % 4] = pack_pair<T>(c[2 * i] * factor, c[2 * i + 1] * factor);
 }
-// Store fragments to the warp's 16 rows of a tile of 64 tokens. The first `skipped` chunks, of 8 columns, become the last ones of
-// the panels.
-template <int BYTES, int COUNT>
-__device__ __forceinline__ void store_fragments(u32 tile, const u32 (&a)[COUNT][4], int skipped = 0) {
-    constexpr int OF_PANEL = BYTES / 16, CHUNKS = CEIL_DIV(2 * COUNT, OF_PANEL) * OF_PANEL;
+// The byte offset of a chunk of 8 columns, in a tile of 64 rows and WIDTH columns in panels.
+template <int WIDTH> __device__ __forceinline__ u32 place(int row, int chunk) {
+    constexpr int FULL = WIDTH / 64, REST = WIDTH % 64;
+    if (REST && chunk >= FULL * 8) return FULL * 64 * 128 + swizzled<REST ? REST * 2 : 128>(row, chunk - FULL * 8);
+    return chunk / 8 * 64 * 128 + swizzled<128>(row, chunk % 8);
+}
+// Store fragments to the warp's 16 rows of a tile of as many columns. The first `skipped` chunks become the last ones.
+template <int COUNT> __device__ __forceinline__ void store_fragments(u32 tile, const u32 (&a)[COUNT][4], int skipped = 0) {
 #pragma unroll
     for (int k = 0; k < COUNT; k++) {
-        int chunk = (2 * k + LANE / 16 - skipped) & (CHUNKS - 1);
-        stmatrix(tile + chunk / OF_PANEL * 64 * BYTES + swizzled<BYTES>(WARP_ROW + LANE % 16, chunk % OF_PANEL),
-                 a[k][0], a[k][1], a[k][2], a[k][3]);
+        int chunk = 2 * k + LANE / 16 - skipped;
+        stmatrix(tile + place<16 * COUNT>(WARP_ROW + LANE % 16, chunk < 0 ? chunk + 2 * COUNT : chunk), a[k][0], a[k][1], a[k][2], a[k][3]);
     }
 }
 
-// Start loading TOKENS tokens from `first` on, by a map whose boxes are panels. `barrier` counts their bytes, PANELS * TOKENS *
-// ROW_BYTES.
+// Start loading TOKENS tokens from `first` on, by a map whose boxes have as many. `barrier` counts their bytes, TOKENS * DP * 2.
 template <int TOKENS = 64>
-__device__ __forceinline__ void load_tile(u32 tile, const TensorMap& map, u32 barrier, Head head, int first, int n) {
+__device__ __forceinline__ void load_tile(u32 tile, const TileMap& map, u32 barrier, Head head, int first, int n) {
 #pragma unroll
-    for (int p = 0; p < PANELS; p++)
-        tma_load(tile + p * TOKENS * ROW_BYTES, map, barrier, p * 64 - head.zeros, head.h, first, n);
+    for (int p = 0; p < FULL; p++) tma_load(tile + p * TOKENS * 128, map.full, barrier, p * 64 - head.zeros, head.h, first, n);
+    if (REST) tma_load(tile + FULL * TOKENS * 128, map.rest, barrier, FULL * 64 - head.zeros, head.h, first, n);
 }
 // Start storing factor * c of a warpgroup, without the columns of zeros, to the map's 64 tokens from `first` on. It goes through
 // `buffer`, a tile of the warpgroup's own that it has read. There it lies from the first column on, until finish_stores.
-__device__ __forceinline__ void store_tile(const TensorMap& map, const float (&c)[DP / 2], float factor, u32 buffer, Head head,
+__device__ __forceinline__ void store_tile(const TileMap& map, const float (&c)[DP / 2], float factor, u32 buffer, Head head,
                                            int first, int n) {
     u32 a[DP / 16][4];
     round_fragments(c, a, factor);
     warpgroup_meets();
-    store_fragments<ROW_BYTES>(buffer, a, head.zeros / 8);
+    store_fragments(buffer, a, head.zeros / 8);
     fence_writes();
     warpgroup_meets();
     if (threadIdx.x % 128 == 0) {
 #pragma unroll
-        for (int p = 0; p < PANELS; p++) tma_store(map, buffer + p * 64 * ROW_BYTES, p * 64, head.h, first, n);
+        for (int p = 0; p < FULL; p++) tma_store(map.full, buffer + p * 64 * 128, p * 64, head.h, first, n);
+        if (REST) tma_store(map.rest, buffer + FULL * 64 * 128, FULL * 64, head.h, first, n);
     }
 }
 __device__ __forceinline__ void finish_stores() {
     if (threadIdx.x % 128 == 0) tma_store_wait();
 }
 
-// c = a b^T, a product along the channels, of a tile `a` of 64 tokens and the first 2 COUNT tokens of a tile `b` of TOKENS.
-template <int COUNT, int TOKENS = 2 * COUNT> __device__ __forceinline__ void multiply_tokens(float (&c)[COUNT], u32 a, u32 b) {
-    constexpr int OF_PANEL = ROW_BYTES / 32, PANEL_A = 64 * ROW_BYTES / 16, PANEL_B = TOKENS * ROW_BYTES / 16;
-    u64 at_a = tile_descriptor<ROW_BYTES>(a), at_b = tile_descriptor<ROW_BYTES>(b);
+// c = a b^T, a product along the channels, of a tile `a` of 64 tokens and 2 COUNT tokens of a tile `b` of TOKENS, from its token
+// `first` on.
+template <int COUNT, int TOKENS = 2 * COUNT> __device__ __forceinline__ void multiply_tokens(float (&c)[COUNT], u32 a, u32 b, int first = 0) {
+    constexpr int PANEL_A = 64 * 128, PANEL_B = TOKENS * 128;
+    u64 at_a = tile_descriptor(a), at_b = tile_descriptor(b + first * 128);
 #pragma unroll
-    for (int k = 0; k < DP / 16; k++)
-        wgmma<false, false>((T*)nullptr, c, at_a + k / OF_PANEL * PANEL_A + k % OF_PANEL * DEPTH_STEP<false>,
-                            at_b + k / OF_PANEL * PANEL_B + k % OF_PANEL * DEPTH_STEP<false>, k > 0);
+    for (int k = 0; k < FULL * 4; k++)
+        wgmma<false, false>((T*)nullptr, c, at_a + k / 4 * (PANEL_A >> 4) + k % 4 * DEPTH_STEP<false>,
+                            at_b + k / 4 * (PANEL_B >> 4) + k % 4 * DEPTH_STEP<false>, k > 0);
+    u64 rest_a = tile_descriptor<REST_BYTES>(a + FULL * PANEL_A);
+    u64 rest_b = tile_descriptor<REST_BYTES>(b + FULL * PANEL_B + first * REST_BYTES);
+#pragma unroll
+    for (int k = 0; k < REST / 16; k++)
+        wgmma<false, false>((T*)nullptr, c, rest_a + k * DEPTH_STEP<false>, rest_b + k * DEPTH_STEP<false>, FULL > 0 || k > 0);
 }
-// c = a b, or c + a b where `add`, a product along b's tokens: weights `a` of 64 rows by 16 COUNT tokens, and these tokens, the
-// first of a tile `b` of TOKENS.
-template <int COUNT, int TOKENS = 16 * COUNT>
-__device__ __forceinline__ void multiply_weights(float (&c)[DP / 2], const u32 (&a)[COUNT][4], u32 b, bool add) {
-    u64 at_b = tile_descriptor<ROW_BYTES>(b, PANELS > 1 ? TOKENS * ROW_BYTES : 16);
+// c = a b, or c + a b where `add`, for WIDTH columns of c from FIRST on. They are panels of b, tokens by columns, which lie
+// `panel` bytes apart.
+template <int FIRST, int WIDTH, int COUNT>
+__device__ __forceinline__ void multiply_panels(float (&c)[DP / 2], const u32 (&a)[COUNT][4], u32 b, u32 panel, bool add) {
+    constexpr int ROW_BYTES = WIDTH < 64 ? WIDTH * 2 : 128;
+    float(&columns)[WIDTH / 2] = reinterpret_cast<float(&)[WIDTH / 2]>(c[FIRST / 2]);
+    u64 at = tile_descriptor<ROW_BYTES>(b, panel);
 #pragma unroll
-    for (int k = 0; k < COUNT; k++) wgmma<true>((T*)nullptr, c, a[k], at_b + k * DEPTH_STEP<true, ROW_BYTES>, add || k > 0);
+    for (int k = 0; k < COUNT; k++) wgmma<true>((T*)nullptr, columns, a[k], at + k * DEPTH_STEP<true, ROW_BYTES>, add || k > 0);
+}
+// c = a b, or c + a b where `add`, a product along b's tokens: weights `a` of 64 rows by 16 COUNT tokens, and these tokens, of
+// a tile `b` of TOKENS from its token `first` on.
+template <int COUNT, int TOKENS = 16 * COUNT>
+__device__ __forceinline__ void multiply_weights(float (&c)[DP / 2], const u32 (&a)[COUNT][4], u32 b, bool add, int first = 0) {
+    constexpr int PANEL = TOKENS * 128;
+    if constexpr (FULL > 0) multiply_panels<0, FULL * 64>(c, a, b + first * 128, PANEL, add);
+    if constexpr (REST > 0) multiply_panels<FULL * 64, REST>(c, a, b + FULL * PANEL + first * REST_BYTES, 16, add);
 }
 
 // The online softmax, on the scores s of 64 queries and 2 COUNT keys. A lane has parts of two rows, GROUP and GROUP + 8.

@@ -15,11 +15,11 @@
 //
 // Launch
 //   Grid       any number of blocks of 128 GROUPS + 128 threads. GROUPS is 1 or 2, by registers.
-//   Maps       {D, heads, tokens, N}, box {64, 1, 64, 1} of q and out, {64, 1, KEYS, 1} of k and v.
+//   Maps       {D, heads, tokens, N}, boxes {64, 1, 64, 1} and {REST, 1, 64, 1} of q and out, with KEYS for 64 tokens of k and v.
 //   Shared     GROUPS tiles of 64 tokens, STAGES of two tiles of KEYS, 256 bytes of barriers.
 #include "attention_sm90.cuh"
 
-constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128, KEY_TILE = PANELS * KEYS * ROW_BYTES;
+constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128, KEY_TILE = KEYS * DP * 2;
 constexpr int TURNS = 1 + GROUPS;  // the first named barrier of turns; warpgroup_meets uses 1 to GROUPS
 
 // The turn of warpgroup g begins once all other consumer warpgroups have arrived at barrier TURNS + g. It ends with pass_turn.
@@ -54,9 +54,9 @@ struct Place {
 };
 
 // The producer: one thread loads all tiles, in the order in which the consumers read them.
-__device__ __forceinline__ void produce(Rings rings, const TensorMap& q, const TensorMap& k, const TensorMap& v, int tiles,
+__device__ __forceinline__ void produce(Rings rings, const TileMap& q, const TileMap& k, const TileMap& v, int tiles,
                                         int heads, int Tq, int Tk, int D) {
-    auto load = [&](Ring& ring, const TensorMap& map, Place at, int step) {
+    auto load = [&](Ring& ring, const TileMap& map, Place at, int step) {
         load_tile<KEYS>(ring.buffer(), map, ring.acquire(KEY_TILE), at.head, step * KEYS, at.n);
         ring.advance();
     };
@@ -124,8 +124,8 @@ __device__ __forceinline__ void attend(float (&acc)[DP / 2], float (&top)[2], fl
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
-        const __grid_constant__ TensorMap out, float* lse, int tiles, int heads, int Tq, int Tk, int D, float scale) {
+forward(const __grid_constant__ TileMap q, const __grid_constant__ TileMap k, const __grid_constant__ TileMap v,
+        const __grid_constant__ TileMap out, float* lse, int tiles, int heads, int Tq, int Tk, int D, float scale) {
     extern __shared__ __align__(1024) u8 shared[];
     Rings rings(shared_address(shared));
     int group = threadIdx.x / 128, TP = CEIL_DIV(Tq, 64) * 64;

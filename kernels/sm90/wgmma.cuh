@@ -1,8 +1,8 @@
 // Hopper's asynchronous instructions (sm_90a): mbarriers in shared memory, the bulk tensor copy (TMA), and wgmma.
 //
 // Tiles in shared memory have rows of 128 bytes (64 elements of 16 bits, or 32 floats). Their 16-byte chunks are XOR-swizzled
-// by address bits 7 to 9, as TMA writes and wgmma reads them. Where ROW_BYTES is 64, rows have 64 bytes, swizzled by bits 7 and
-// 8. Every tile starts at a multiple of 1024 bytes. Copies into it, and operands read from it, may start at any of its rows. A
+// by address bits 7 to 9, as TMA writes and wgmma reads them. Where ROW_BYTES is 64 or 32, rows have as many bytes, swizzled by
+// bits 7 and 8, or bit 7. Every tile starts at a multiple of 1024 bytes. Copies into it, and operands read from it, may start at any of its rows. A
 // tile is K-major where its rows run along the depth of the product, and MN-major where they run along the product's rows or
 // columns.
 #pragma once
@@ -159,19 +159,19 @@ struct Ring {
 
 // The byte offset in a tile of 16-byte chunk `chunk` of row `row`.
 template <int ROW_BYTES> __device__ __forceinline__ u32 swizzled(int row, int chunk) {
-    return row * ROW_BYTES + ((chunk ^ (ROW_BYTES == 128 ? row % 8 : row / 2 % 4)) << 4);
+    return row * ROW_BYTES + ((chunk ^ row * ROW_BYTES / 128 % (ROW_BYTES / 16)) << 4);
 }
-// The sums over the first `rows` rows of a tile of 64 rows and 64 columns of 16 bits. A warpgroup computes them, after it has
-// synchronized. A lane returns those of columns PANEL_COLUMN and PANEL_COLUMN + 1; four lanes have the same. These read rows
-// whose chunks lie in different banks.
+// The sums over the first `rows` rows of a tile of 64 rows of 16-bit columns. A warpgroup computes them, after it has
+// synchronized, each warp those of 16 columns. A lane returns those of columns PANEL_COLUMN and PANEL_COLUMN + 1; four lanes have
+// the same. These read rows whose chunks lie in different banks, where rows have 128 bytes.
 #define PANEL_COLUMN (threadIdx.x % 128 / 32 * 16 + threadIdx.x % 8 * 2)
-template <class T> __device__ __forceinline__ float2 panel_sums(u32 tile, int rows) {
+template <class T, int ROW_BYTES = 128> __device__ __forceinline__ float2 panel_sums(u32 tile, int rows) {
     int column = PANEL_COLUMN, start = threadIdx.x % 32 / 8 * 2;
     float2 sum = {};
 #pragma unroll 4
     for (int i = 0; i < 16; i++) {
         int row = i / 2 * 8 + start + i % 2;
-        float2 v = unpack_pair<T>(load_shared(tile + swizzled<128>(row, column / 8) + column % 8 * 2));
+        float2 v = unpack_pair<T>(load_shared(tile + swizzled<ROW_BYTES>(row, column / 8) + column % 8 * 2));
         if (row < rows) sum.x += v.x, sum.y += v.y;
     }
 #pragma unroll
@@ -185,7 +185,8 @@ template <class T> __device__ __forceinline__ float2 panel_sums(u32 tile, int ro
 //   block   the leading byte offset, of an MN-major tile: bytes from one block of columns, as wide as a row, to the next.
 //   eight   the stride byte offset: bytes from eight rows to the next eight.
 template <int ROW_BYTES = 128> __device__ __forceinline__ u64 tile_descriptor(u32 address, u32 block = 16, u32 eight = 8 * ROW_BYTES) {
-    return (u64)((address & 0x3ffff) >> 4) | (u64)(block >> 4) << 16 | (u64)(eight >> 4) << 32 | (ROW_BYTES == 128 ? 1ull : 2ull) << 62;
+    return (u64)((address & 0x3ffff) >> 4) | (u64)(block >> 4) << 16 | (u64)(eight >> 4) << 32 |
+           (ROW_BYTES == 128 ? 1ull : ROW_BYTES == 64 ? 2ull : 3ull) << 62;
 }
 // What to add to a descriptor for the next k-step: 16 elements of 16 bits, or 8 floats.
 template <bool MN_MAJOR, int ROW_BYTES = 128> constexpr u64 DEPTH_STEP = (MN_MAJOR ? 16 * ROW_BYTES : 16 * 2) >> 4;
@@ -196,7 +197,7 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 // One k-step of a warpgroup: c = a·b, or c + a·b where `add`, of 64 rows and 16 elements of the depth. The columns are as many
-// as c holds: 32, 64 or 128; with A in shared memory also 16, 192 and 256, with A in registers also 80 and 96.
+// as c holds: 16, 32, 64 or 128; with A in shared memory also 192 and 256.
 // S is the operands' type. float means tf32: a k-step is 8 deep, operands are K-major only, and their low 13 bits are ignored.
 // No other instruction may touch c from the first product to wgmma_wait, not even to zero it: ptxas would wait after each
 // product (C75xx in its log).
@@ -206,7 +207,6 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
 #define NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define NAMES_32 NAMES_16 \
     ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define NAMES_40 NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define NAMES_48 NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define NAMES_64 NAMES_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define NAMES_96 NAMES_64 \
@@ -219,7 +219,6 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
 #define C_8 EIGHT(0)
 #define C_16 C_8, EIGHT(8)
 #define C_32 C_16, EIGHT(16), EIGHT(24)
-#define C_40 C_32, EIGHT(32)
 #define C_48 C_32, EIGHT(32), EIGHT(40)
 #define C_64 C_48, EIGHT(48), EIGHT(56)
 #define C_96 C_64, EIGHT(64), EIGHT(72), EIGHT(80), EIGHT(88)
@@ -248,10 +247,9 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
     DEFINE_WGMMA(S, KIND, 192, 96, 96, 97, MAJORS(98, 99), 100)   \
     DEFINE_WGMMA(S, KIND, 256, 128, 128, 129, MAJORS(130, 131), 132)
 #define DEFINE_WGMMAS_REGISTERS(S, KIND)                                \
+    DEFINE_WGMMA_REGISTERS(S, KIND, 16, 8, 8, 9, 10, 11, 12, 13, 14)    \
     DEFINE_WGMMA_REGISTERS(S, KIND, 32, 16, 16, 17, 18, 19, 20, 21, 22) \
     DEFINE_WGMMA_REGISTERS(S, KIND, 64, 32, 32, 33, 34, 35, 36, 37, 38) \
-    DEFINE_WGMMA_REGISTERS(S, KIND, 80, 40, 40, 41, 42, 43, 44, 45, 46) \
-    DEFINE_WGMMA_REGISTERS(S, KIND, 96, 48, 48, 49, 50, 51, 52, 53, 54) \
     DEFINE_WGMMA_REGISTERS(S, KIND, 128, 64, 64, 65, 66, 67, 68, 69, 70)
 #define BFLOAT16 "k16.f32.bf16.bf16"
 #define FLOAT16 "k16.f32.f16.f16"

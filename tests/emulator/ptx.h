@@ -129,16 +129,16 @@ template <Kind KIND, int WORDS> void multiply(float* c, const uint32_t* a, const
 }
 
 // ---- products of a warpgroup: 64 rows
-// Element (row, depth) of a swizzled tile: `descriptor` as in wgmma.cuh. Rows of a K-major tile, depth in 128 or 64 bytes;
-// an MN-major one has the depth as its rows and 64 or 32 of the others in each.
+// Element (row, depth) of a swizzled tile: `descriptor` as in wgmma.cuh. Rows of a K-major tile, depth in 128, 64 or
+// 32 bytes; an MN-major one has the depth as its rows and 64, 32 or 16 of the others in each.
 struct Tile {
     const unsigned char* shared = self->block->shared;
     uint32_t start, block, eight, row_bytes;
     Tile(uint64_t descriptor)
         : start((uint32_t)(descriptor & 0x3fff) << 4), block((uint32_t)(descriptor >> 16 & 0x3fff) << 4),
-          eight((uint32_t)(descriptor >> 32 & 0x3fff) << 4), row_bytes(descriptor >> 62 == 1 ? 128 : 64) {}
+          eight((uint32_t)(descriptor >> 32 & 0x3fff) << 4), row_bytes(256 >> (descriptor >> 62)) {}
     uint32_t swizzled(uint32_t address) const {
-        return row_bytes == 128 ? address ^ (address >> 7 & 7) << 4 : address ^ (address >> 7 & 3) << 4;
+        return address ^ (address >> 7 & (row_bytes / 16 - 1)) << 4;
     }
     const unsigned char* element(int row, int k, bool mn_major, int size) const {
         if (!mn_major) return shared + swizzled(start + row / 8 * eight + row % 8 * row_bytes + k * size);
@@ -205,7 +205,7 @@ struct Map {
     }
     uint32_t place(uint32_t target, int64_t bytes) const {
         uint32_t address = target + (uint32_t)bytes;
-        return swizzle == 3 ? address ^ (address >> 7 & 7) << 4 : swizzle == 2 ? address ^ (address >> 7 & 3) << 4 : address;
+        return address ^ (address >> 7 & ((1 << swizzle) - 1)) << 4;  // 0: none, 1 to 3: rows of 32, 64 and 128 bytes
     }
     char* element(const int64_t* index) const {
         char* found = pointer;

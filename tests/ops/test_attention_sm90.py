@@ -148,7 +148,8 @@ def test_every_launch_covers_the_tokens_and_fits(monkeypatch, queries, keys, dim
     monkeypatch.setattr(wide_sm90, "multiprocessors", lambda: 132)
     monkeypatch.setattr(sm90, "launch", launch)
     monkeypatch.setattr(sm90, "empty", np.empty)
-    monkeypatch.setattr(sm90, "tensor_map", lambda *args: None)
+    for maps in ("tensor_map", "two_maps"):
+        monkeypatch.setattr(sm90, maps, lambda *args: None)
     q, k = (np.zeros((2, tokens, 3, dim), np.float16) for tokens in (queries, keys))
     lse = np.zeros((2, 3, queries), np.float32)
     for given in (problem.Forward(q, lse, q, k, k), problem.Backward(q, k, k, q, q, k, k, q, lse, None)):

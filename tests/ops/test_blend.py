@@ -11,8 +11,11 @@ from cudiff.plot import to_uint8
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_it_is_the_mixture_rounded_once(device, rng, dtype, shape, share):
     x, last = (1.5 * rng.standard_normal(shape)).astype(dtype), rng.integers(0, 256, shape).astype(np.uint8)
-    out = blend_to_uint8(Tensor(x, device=device), Tensor(last, device=device), share)
+    arrays = Tensor(x, device=device), Tensor(last, device=device)
+    out = blend_to_uint8(*arrays, share)
     assert out.device == device and out.dtype == np.uint8
+    given = Tensor(np.array([share], np.float32), device=device)
+    np.testing.assert_array_equal(blend_to_uint8(*arrays, given).numpy(), out.numpy())
     exact = np.clip((1 - share) * (x.astype(np.float64) * 127.5 + 127.5) + share * last.astype(np.float64), 0, 255)
     assert np.abs(out.numpy() - exact).max() <= 0.5 + 1e-4
 
@@ -33,6 +36,9 @@ def test_what_it_does_not_take():
     for share in (-0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match="share is 0 to 1"):
             blend_to_uint8(x, last, share)
+    for given in (np.zeros(2, np.float32), np.zeros(1, np.int32)):
+        with pytest.raises(TypeError, match=r"share is a number or a float32 Tensor \(1,\)"):
+            blend_to_uint8(x, last, Tensor(given))
     with pytest.raises(TypeError, match="last must be uint8"):
         blend_to_uint8(x, x)
     with pytest.raises(TypeError, match="floating"):

@@ -10,7 +10,7 @@ from cudiff.cuda.device import multiprocessors
 from cudiff.cuda.kernels.attention.problem import SUMS, Backward, Forward, Problem
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.select import Offer
-from cudiff.cuda.tensor_map import tensor_map
+from cudiff.cuda.tensor_map import tensor_map, two_maps
 from cudiff.cuda.tiles import Planner
 
 TOKENS = 64  # of a tile
@@ -29,8 +29,11 @@ class Warpgroups(NamedTuple):
 
 
 def plans(images: int, queries: int, keys: int, heads: int, padded: int) -> list[Warpgroups]:
-    """The plans that the kernel is written for. padded: channels of a head, from `padded_dim`."""
-    return [Warpgroups(groups) for groups in (1, 2, 3)[: 2 if padded <= 64 else 3]]
+    """The plans that the kernel is written for. padded: channels of a head, from `padded_dim`.
+
+    Of 96 channels a multiprocessor takes one block of two warpgroups, or three of one.
+    """
+    return [Warpgroups(groups) for groups in {96: (1,), 128: (1, 2, 3)}.get(padded, (1, 2))]
 
 
 def time(plan: Warpgroups, images: int, queries: int, keys: int, heads: int, padded: int) -> float:
@@ -56,13 +59,14 @@ def offer_forward(p: Problem) -> Offer | None:
 
 def forward(given: Forward, plan: Warpgroups, p: Problem) -> None:
     maps = tuple(map(tile_map, (given.q, given.k, given.v, given.out)))
+    stages = 3 if p.dim <= 80 else 2
 
     def launch_as(plan: Warpgroups) -> None:
         launch(
             "attention_sm90", "forward", (blocks(p.queries, plan.groups * TOKENS), p.heads, p.images),
             plan.groups * 128, (*maps, given.lse, p.queries, p.keys, p.dim, 1 / math.sqrt(p.dim)),
-            (plan.groups + 2 * _stages(p.dim)) * _tile_bytes(p.dim) + BARRIER_BYTES,
-            T=p.dtype, DP=padded_dim(p.dim), STAGES=_stages(p.dim), GROUPS=plan.groups,
+            (plan.groups + 2 * stages) * _tile_bytes(p.dim) + BARRIER_BYTES,
+            T=p.dtype, DP=padded_dim(p.dim), STAGES=stages, GROUPS=plan.groups,
         )
 
     FORWARD.run(_key(p), launch_as, chosen=plan)
@@ -84,7 +88,8 @@ def offer_short_backward(p: Problem) -> Offer | None:
 def short_backward(given: Backward, tiles: int, p: Problem) -> None:
     own, tile = min(tiles, 2), _tile_bytes(p.dim)  # tiles of keys of a block
     places = _sums(given, 4 * tiles // own)
-    maps = map(tile_map, (given.q, given.k, given.v, given.dout, given.dq, given.dk, given.dv))
+    arrays = given.q, given.k, given.v, given.dout, given.dq, given.dk, given.dv
+    maps = [tensor_map(array, (1, TOKENS, 1, 32)) for array in arrays]
     launch(
         "attention_short_sm90", "backward", (tiles // own, p.heads, p.images), 128,
         (*maps, given.out, given.lse, p.queries, p.keys, p.dim, 1 / math.sqrt(p.dim), *places),
@@ -112,8 +117,9 @@ def backward(given: Backward, plan: None, p: Problem) -> None:
     delta = empty(given.lse.shape, given.lse.dtype)
     constants: dict[str, Any] = {"T": p.dtype, "DP": padded_dim(p.dim), "GROUPS": 1}
     own = 2 * _tile_bytes(p.dim)
-    # Fewer blocks of wider heads fit with two. Of 64 channels: 199 µs for 228 at 256 tokens, but 715 for 686 at 4096.
-    stages_q = 2 if p.dim <= 64 and 2 < blocks(p.keys, TOKENS) <= 32 else 1
+    # Of 64 channels two take 199 µs for 228 at 256 tokens, but 715 for 686 at 4096. Of 128, fewer blocks fit with two.
+    stages_q = 2 if 64 < p.dim <= 96 or (p.dim <= 64 and 2 < blocks(p.keys, TOKENS) <= 32) else 1
+    stages_kv = 3 if p.dim <= 64 else 2
     sums_q, sums_k, sums_v, *strides = _sums(given, blocks(p.queries, TOKENS)) if p.dim > 32 else _NO_SUMS
     launch(
         "attention_sm90", "backward_q", (blocks(p.queries, TOKENS), p.heads, p.images), 128,
@@ -124,7 +130,7 @@ def backward(given: Backward, plan: None, p: Problem) -> None:
         "attention_sm90", "backward_kv", (blocks(p.keys, TOKENS), p.heads, p.images), 128,
         (*maps, tile_map(given.dk), tile_map(given.dv), delta, given.lse, p.queries, p.keys, p.dim, scale, sums_k,
          sums_v, *strides),
-        own + _stages(p.dim) * (own + 1024) + BARRIER_BYTES, STAGES=_stages(p.dim), **constants,
+        own + stages_kv * (own + 1024) + BARRIER_BYTES, STAGES=stages_kv, **constants,
     )
 
 
@@ -137,14 +143,12 @@ def padded_dim(dim: int) -> int:
     return next(width for width in (32, 64, 80, 96, 128) if dim <= width)
 
 
-def _stages(dim: int) -> int:
-    return 3 if dim <= 64 else 2
-
-
 def _tile_bytes(dim: int) -> int:
-    return TOKENS * 2 * (32 if dim <= 32 else 64 * blocks(dim, 64))
+    return TOKENS * 2 * padded_dim(dim)
 
 
 def tile_map(array: Array, tokens: int = TOKENS) -> Any:
-    """The tensor map of an array (N, tokens, heads, D): boxes of `tokens` by 64 channels of a head, or 32 if D ≤ 32."""
-    return tensor_map(array, (1, tokens, 1, 32 if array.shape[3] <= 32 else 64))
+    """The two tensor maps of an array (N, tokens, heads, D): boxes of `tokens` by 64 channels, and by those left."""
+    width = padded_dim(array.shape[3])
+    full, rest = min(width, 64), width % 64 or 64
+    return two_maps(array, (1, tokens, 1, full), (1, tokens, 1, rest))

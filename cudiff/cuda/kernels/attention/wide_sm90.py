@@ -32,11 +32,11 @@ def offer_forward(p: Problem) -> Offer | None:
 
 def forward(given: Forward, plan: Tiles, p: Problem) -> None:
     tiles = blocks(p.queries, plan.groups * TOKENS) * p.heads * p.images
-    panels = blocks(p.dim, 64) * 64 * p.dtype.itemsize  # bytes of a token
+    token = padded_dim(p.dim) * p.dtype.itemsize  # bytes in shared memory
     launch(
         "attention_wide_sm90", "forward", min(tiles, multiprocessors()), (plan.groups + 1) * 128,
         (tile_map(given.q), tile_map(given.k, plan.keys), tile_map(given.v, plan.keys), tile_map(given.out), given.lse,
          tiles, p.heads, p.queries, p.keys, p.dim, 1 / math.sqrt(p.dim)),
-        (plan.groups * TOKENS + STAGES * 2 * plan.keys) * panels + BARRIER_BYTES,
+        (plan.groups * TOKENS + STAGES * 2 * plan.keys) * token + BARRIER_BYTES,
         T=p.dtype, DP=padded_dim(p.dim), KEYS=plan.keys, STAGES=STAGES, GROUPS=plan.groups,
     )
