@@ -15,7 +15,7 @@ from cudiff.cuda.graph_cache import GraphCache
 from cudiff.diffusion.sampling import Guidance, Sampling
 from cudiff.errors import CudiffError
 from cudiff.nn import Module
-from cudiff.nn.parameter import structure
+from cudiff.nn.parameter import Parameter, structure
 from cudiff.registry import MODELS, OBJECTIVES, SAMPLERS
 
 INPUTS = ("sigma_min", "sigma_max", "rho", "sample_steps", "guidance")
@@ -42,7 +42,7 @@ class Samplings:
     def __init__(self, config: Config, net: Module):
         self._graphs = GraphCache()
         self._net = net
-        self._modules: tuple[int, list[Module]] | None = None
+        self._found: tuple[int, list[Module], Parameter] | None = None
         self._set_config(config)
 
     @property
@@ -78,7 +78,7 @@ class Samplings:
     @net.setter
     def net(self, net: Module) -> None:
         with self._graphs.lock:
-            self._net, self._modules = net, None
+            self._net, self._found = net, None
             self.free_graphs()
 
     def free_graphs(self) -> None:
@@ -88,7 +88,15 @@ class Samplings:
 
     @property
     def device(self) -> str:
-        return next(parameter.device for _, parameter in self.net.named_parameters())
+        return self._parts()[1].device
+
+    def _parts(self) -> tuple[list[Module], Parameter]:
+        """All modules of the net and its first parameter, looked up anew where a structure has changed."""
+        found = self._found
+        if found is None or found[0] != structure():
+            first = next(parameter for _, parameter in self.net.named_parameters())
+            found = self._found = structure(), list(self.net.modules()), first
+        return found[1:]
 
     def denoiser(self) -> Any:
         """D(x, sigma, labels) for every sampler of `cudiff.diffusion`."""
@@ -104,9 +112,7 @@ class Samplings:
     def _sampled(self) -> Iterator[None]:
         """This thread alone samples, with the net in evaluation mode."""
         with self._graphs.lock:
-            if self._modules is None or self._modules[0] != structure():
-                self._modules = structure(), list(self.net.modules())
-            training = [module for module in self._modules[1] if module.training]  # a part may be kept in evaluation
+            training = [module for module in self._parts()[0] if module.training]  # a part may be kept in evaluation
             for module in training:
                 module.training = False
             try:
@@ -146,7 +152,7 @@ class Samplings:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy takes over, a pickled one too: no graphs, nor what only this process knows."""
-        return vars(self) | {"_modules": None}
+        return vars(self) | {"_found": None}
 
 
 def _built_from(config: Config) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from cudiff.diffusion.sampling import Guidance
 from cudiff.errors import CudiffError
 from cudiff.ops import blend_to_uint8, normalize_images
 from cudiff.ops.random import Purpose
-from cudiff.samplings import Samplings, Way, twice
+from cudiff.samplings import Way, twice
 from cudiff.tensor import Tensor
 from cudiff.values import real, whole
 
@@ -49,6 +49,7 @@ class Stream:
         self.last: np.ndarray | None = None
         self._pipeline, self._sampler, self._each_step = pipeline, sampler, each_step
         self._last: Tensor | None = None
+        self._found: tuple[tuple, tuple] | None = None
         self.options = options
         self.change()
 
@@ -100,10 +101,9 @@ class Stream:
         return Tensor(given, device=self._pipeline.device)
 
     def _keep(self, frame: Tensor) -> np.ndarray:
-        # copies: another stream's frame overwrites a graph's, and a caller may draw on an array
-        self._last, made = Tensor(frame.data.copy()), frame.numpy().copy()
-        self.last, self.number = made, self.number + 1
-        return made
+        self._last, self.last = frame, frame.numpy().copy()  # a caller may draw on it
+        self.number += 1
+        return self.last
 
     def _levels(self) -> int:
         """How many noise levels a frame's are chosen from: LEVELS, or all that a schedule has."""
@@ -111,45 +111,54 @@ class Stream:
 
     def _made(self, begin: Tensor) -> Tensor:
         """The frame that begins with bytes, noised to the level of `strength`, and is blended with the last one."""
-        pipeline, options, count = self._pipeline, self.options, self._levels()
-        sampler, guidance, levels = pipeline.checked(
-            self.n, options.seed, count, options.guidance, self._sampler, self.n
-        )
+        pipeline, (way, sigmas, labels, numbers) = self._pipeline, self._chosen()
         last = begin if self._last is None else self._last
-        passed = round(options.strength * count)
-        if not passed:
-            return blend_to_uint8(normalize_images(begin), last, options.blend)
-        sigmas = levels[np.linspace(count - passed, count, min(options.steps, passed) + 1).round().astype(int)]
-        labels = pipeline.labels(self.n, options.classes)
-        guide = None if labels is None else Guidance.of(guidance, channels=pipeline.config.guidance_channels)
-        seed = (options.seed + self.number * GOLDEN) % 2**64
-        noise = ImageNoise((self.n, *pipeline.shape), seed, 0, pipeline.device)
-        numbers = Tensor(np.array([sigmas[0], options.blend], np.float32), device=pipeline.device)
-        ends = Ends(_noised, _blended, (last, noise.counters(1), numbers))
-        made, total = self._run(pipeline, Way(sampler, guide, ("last",), None), begin, sigmas, labels, noise, ends)
+        if len(sigmas) == 1:
+            return blend_to_uint8(normalize_images(begin), last, self.options.blend)
+        seed = (self.options.seed + self.number * GOLDEN) % 2**64
+        noise, each = ImageNoise((self.n, *pipeline.shape), seed, 0, pipeline.device), self._each_step
+        steps = None if each is not None else len(sigmas) - 1
+        run = pipeline._sampling(way, self.n, steps, pipeline._cache_for(way), pipeline.config.capture)
+        with np.errstate(all="ignore"):  # below it is said what is not finite
+            made, total = run(
+                begin, sigmas, labels, guidance=way.guidance, given={}, noise=noise,
+                callback=None if each is None else lambda step, x, denoised: each(step),
+                ends=Ends(_noised, _blended, (last, numbers)),
+            )
+        made = Tensor(made.data.copy())  # the graph's own is overwritten by another stream's frame
         if not np.isfinite(total.numpy()):
             raise CudiffError("the frame holds values that are not finite: use less guidance or an earlier checkpoint")
         return made
 
-    def _run(self, pipeline: Samplings, way: Way, begin: Tensor, sigmas: np.ndarray, labels: np.ndarray | None,
-             noise: ImageNoise, ends: Ends) -> Any:
-        """What the kept sampling makes of bytes: of all steps one graph, with what is done before and after."""
-        each = self._each_step
-        steps = None if each is not None else len(sigmas) - 1
-        run = pipeline._sampling(way, self.n, steps, pipeline._cache_for(way), pipeline.config.capture)
-        callback = None if each is None else lambda step, x, denoised: each(step)
-        chosen = None if labels is None else Tensor(labels, device=pipeline.device)
-        with np.errstate(all="ignore"):  # the caller says what is not finite
-            return run(begin, sigmas, chosen, guidance=way.guidance, given={}, noise=noise, callback=callback,
-                       ends=ends)
+    def _chosen(self) -> tuple[Way, np.ndarray, Tensor | None, Tensor]:
+        """How frames are made, through which noise levels, of which classes, and `_noised`'s numbers; found anew where
+        the options or the pipeline's have changed."""
+        pipeline, options, count = self._pipeline, self.options, self._levels()
+        key = options, pipeline.config, pipeline.objective, pipeline.device
+        if self._found is None or any(new is not old for new, old in zip(key, self._found[0], strict=True)):
+            sampler, guidance, levels = pipeline.checked(
+                self.n, options.seed, count, options.guidance, self._sampler, self.n
+            )
+            passed = round(options.strength * count)
+            chosen = np.linspace(count - passed, count, min(options.steps, passed) + 1).round().astype(int)
+            labels = pipeline.labels(self.n, options.classes)
+            guide = None if labels is None else Guidance.of(guidance, channels=pipeline.config.guidance_channels)
+            numbers = np.array([levels[chosen[0]], options.blend], np.float32)
+            self._found = key, (
+                Way(sampler, guide, ("last",), None), levels[chosen],
+                None if labels is None else Tensor(labels, device=pipeline.device),
+                Tensor(numbers, device=pipeline.device),
+            )
+        return self._found[1]
 
 
-def _noised(begin: Tensor, last: Tensor, counters: Tensor, numbers: Tensor) -> Tensor:
-    """Bytes as floats, with noise of the frame's first level."""
+def _noised(begin: Tensor, counters: Tensor, last: Tensor, numbers: Tensor) -> Tensor:
+    """Bytes as floats, with noise of the frame's first level, which is the first of the numbers."""
     x = normalize_images(begin)
     return x + ImageNoise.drawn(Tensor(counters.data[0]), x, Purpose.SAMPLE) * Tensor(numbers.data[:1])
 
 
-def _blended(drawn: Tensor, last: Tensor, counters: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """The frame, blended with the last one; and the sum of what was drawn, which shows what is not finite."""
+def _blended(drawn: Tensor, last: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """The frame, with the last one's share, the second of the numbers; and the sum of what was drawn, which shows
+    values that are not finite."""
     return blend_to_uint8(drawn, last, Tensor(numbers.data[1:])), drawn.sum()

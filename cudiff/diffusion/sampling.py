@@ -10,7 +10,7 @@ import numpy as np
 from cudiff.diffusion.denoiser import Denoiser
 from cudiff.diffusion.editing import Between, Inpainted
 from cudiff.diffusion.guidance import Guided
-from cudiff.diffusion.samplers import Callback, Ends, Noise, Sampler
+from cudiff.diffusion.samplers import Callback, Ends, ImageNoise, Noise, Sampler
 from cudiff.tensor import Tensor
 
 
@@ -77,7 +77,8 @@ class Sampling:
             return self._sampler(x, sigmas, labels, noise=noise, callback=callback)
         if isinstance(self._sampler, Sampler):
             return self._sampler(x, sigmas, labels, noise=noise, callback=callback, ends=ends)
-        x = ends.begin(x, *ends.arrays)  # a user's own
+        assert isinstance(noise, ImageNoise)
+        x = ends.begin(x, noise.counters(1), *ends.arrays)  # a user's own sampler
         return ends.finish(self._sampler(x, sigmas, labels, noise=noise, callback=callback), *ends.arrays)
 
 
