@@ -160,10 +160,10 @@ def test_the_code_of_a_page_runs(page, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_commands_of_a_page_are_ones_that_there_are():
+def test_the_commands_for_the_projects_before_are_ones_that_there_are():
     """And their configurations are whole."""
-    page = (ROOT / "docs" / "projects-before.md").read_text()
-    commands = re.findall(r"`cudiff ([^`]+)`", page)
+    readme = (ROOT / "README.md").read_text().split("## The projects before")[1].split("\n## ")[0]
+    commands = re.findall(r"`cudiff ([^`]+)`", readme + (ROOT / "docs" / "projects-before.md").read_text())
     assert len(commands) > 15
     for command in commands:
         options = _parser().parse_args(shlex.split(command))
