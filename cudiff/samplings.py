@@ -42,7 +42,7 @@ class Samplings:
     def __init__(self, config: Config, net: Module):
         self._graphs = GraphCache()
         self._net = net
-        self._found: tuple[int, list[Module], Parameter] | None = None
+        self._found: tuple[Module, int, list[Module], Parameter] | None = None
         self._set_config(config)
 
     @property
@@ -92,11 +92,11 @@ class Samplings:
 
     def _parts(self) -> tuple[list[Module], Parameter]:
         """All modules of the net and its first parameter, looked up anew where a structure has changed."""
-        found = self._found
-        if found is None or found[0] != structure():
-            first = next(parameter for _, parameter in self.net.named_parameters())
-            found = self._found = structure(), list(self.net.modules()), first
-        return found[1:]
+        net, number, found = self._net, structure(), self._found
+        if found is None or found[0] is not net or found[1] != number:
+            first = next(parameter for _, parameter in net.named_parameters())
+            found = self._found = net, number, list(net.modules()), first
+        return found[2:]
 
     def denoiser(self) -> Any:
         """D(x, sigma, labels) for every sampler of `cudiff.diffusion`."""
@@ -152,7 +152,7 @@ class Samplings:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy takes over, a pickled one too: no graphs, nor what only this process knows."""
-        return vars(self) | {"_found": None}
+        return vars(self) | {"_found": None, "_graphs": GraphCache()}
 
 
 def _built_from(config: Config) -> dict[str, Any]:

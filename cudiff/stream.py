@@ -49,7 +49,7 @@ class Stream:
         self.last: np.ndarray | None = None
         self._pipeline, self._sampler, self._each_step = pipeline, sampler, each_step
         self._last: Tensor | None = None
-        self._found: tuple[tuple, tuple] | None = None
+        self._uploads: dict[str, tuple] = {}
         self.options = options
         self.change()
 
@@ -111,17 +111,26 @@ class Stream:
 
     def _made(self, begin: Tensor) -> Tensor:
         """The frame that begins with bytes, noised to the level of `strength`, and is blended with the last one."""
-        pipeline, (way, sigmas, labels, numbers) = self._pipeline, self._chosen()
+        pipeline, options, count = self._pipeline, self.options, self._levels()
+        sampler, guidance, levels = pipeline.checked(
+            self.n, options.seed, count, options.guidance, self._sampler, self.n
+        )
         last = begin if self._last is None else self._last
-        if len(sigmas) == 1:
-            return blend_to_uint8(normalize_images(begin), last, self.options.blend)
-        seed = (self.options.seed + self.number * GOLDEN) % 2**64
-        noise, each = ImageNoise((self.n, *pipeline.shape), seed, 0, pipeline.device), self._each_step
+        passed = round(options.strength * count)
+        if not passed:
+            return blend_to_uint8(normalize_images(begin), last, options.blend)
+        sigmas = levels[np.linspace(count - passed, count, min(options.steps, passed) + 1).round().astype(int)]
+        labels = pipeline.labels(self.n, options.classes)
+        guide = None if labels is None else Guidance.of(guidance, channels=pipeline.config.guidance_channels)
+        way, each = Way(sampler, guide, ("last",), None), self._each_step
         steps = None if each is not None else len(sigmas) - 1
         run = pipeline._sampling(way, self.n, steps, pipeline._cache_for(way), pipeline.config.capture)
+        seed = (options.seed + self.number * GOLDEN) % 2**64
+        numbers = self._uploaded("numbers", np.array([sigmas[0], options.blend], np.float32))
         with np.errstate(all="ignore"):  # below it is said what is not finite
             made, total = run(
-                begin, sigmas, labels, guidance=way.guidance, given={}, noise=noise,
+                begin, sigmas, None if labels is None else self._uploaded("labels", labels), guidance=guide, given={},
+                noise=ImageNoise((self.n, *pipeline.shape), seed, 0, pipeline.device),
                 callback=None if each is None else lambda step, x, denoised: each(step),
                 ends=Ends(_noised, _blended, (last, numbers)),
             )
@@ -130,30 +139,17 @@ class Stream:
             raise CudiffError("the frame holds values that are not finite: use less guidance or an earlier checkpoint")
         return made
 
-    def _chosen(self) -> tuple[Way, np.ndarray, Tensor | None, Tensor]:
-        """How frames are made, through which noise levels, of which classes, and `_noised`'s numbers; found anew where
-        the options or the pipeline's have changed."""
-        pipeline, options, count = self._pipeline, self.options, self._levels()
-        key = options, pipeline.config, pipeline.objective, pipeline.device
-        if self._found is None or any(new is not old for new, old in zip(key, self._found[0], strict=True)):
-            sampler, guidance, levels = pipeline.checked(
-                self.n, options.seed, count, options.guidance, self._sampler, self.n
-            )
-            passed = round(options.strength * count)
-            chosen = np.linspace(count - passed, count, min(options.steps, passed) + 1).round().astype(int)
-            labels = pipeline.labels(self.n, options.classes)
-            guide = None if labels is None else Guidance.of(guidance, channels=pipeline.config.guidance_channels)
-            numbers = np.array([levels[chosen[0]], options.blend], np.float32)
-            self._found = key, (
-                Way(sampler, guide, ("last",), None), levels[chosen],
-                None if labels is None else Tensor(labels, device=pipeline.device),
-                Tensor(numbers, device=pipeline.device),
-            )
-        return self._found[1]
+    def _uploaded(self, name: str, array: np.ndarray) -> Tensor:
+        """A copy of an array on the pipeline's device: the last frame's, where the array and the device are as then. An
+        upload takes the host 90 µs."""
+        key = array.tobytes(), self._pipeline.device
+        if self._uploads.get(name, ("",))[0] != key:
+            self._uploads[name] = key, Tensor(array.copy(), device=self._pipeline.device)
+        return self._uploads[name][1]
 
 
 def _noised(begin: Tensor, counters: Tensor, last: Tensor, numbers: Tensor) -> Tensor:
-    """Bytes as floats, with noise of the frame's first level, which is the first of the numbers."""
+    """Bytes as floats, with noise of the frame's first level, the first of the numbers."""
     x = normalize_images(begin)
     return x + ImageNoise.drawn(Tensor(counters.data[0]), x, Purpose.SAMPLE) * Tensor(numbers.data[:1])
 

@@ -258,8 +258,11 @@ def test_kernels_of_a_first_call_are_compiled_ahead(hosted, monkeypatch, preset)
         monkeypatch.setattr(stream, "is_capturing", lambda: False)
 
     monkeypatch.setattr(Recording, "precompile", precompile)
-    without_values(preset).sample(2, steps=4)
+    model = without_values(preset)
+    model.sample(2, steps=4)
     assert len(ahead) == 1 and ahead[0] > 100
+    model.stream(2).frame(np.zeros((2, *model.shape), np.uint8))
+    assert len(ahead) == 2 and ahead[1] > 100
 
 
 def another(model):
@@ -338,6 +341,15 @@ def test_copies_of_a_pipeline_keep_nothing(device, recorded):
     for other in (copy.deepcopy(model), *([pickle.loads(pickle.dumps(model))] if device == "cpu" else [])):
         assert len(other._graphs) == 0 and other._graphs.lock is not model._graphs.lock
         np.testing.assert_array_equal(other.sample(2, floats=True), expected)
+
+
+def test_a_shallow_copy_with_another_net_leaves_the_first_as_it_was(device, recorded):
+    model = pipeline(device, sampler="euler")
+    expected = same(model)
+    other = copy.copy(model)
+    other.net = another(model)
+    assert not np.array_equal(other.sample(2, floats=True), expected)
+    np.testing.assert_array_equal(model.sample(2, floats=True), expected)
 
 
 def test_a_second_class_that_is_given_stays_as_it_is():

@@ -1,16 +1,23 @@
 """Frames in time: where each begins, how they keep their contrast, and what changes them."""
 
+import dataclasses
 import itertools
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from cudiff.diffusion import ImageNoise, Sampler, sample_euler
+from cudiff.diffusion.samplers import Plan
 from cudiff.errors import CudiffError
 from cudiff.function import Function
+from cudiff.models import build
+from cudiff.registry import SAMPLERS
+from cudiff.stream import GOLDEN
 from cudiff.tensor import Tensor
 from tests.recording import counted, stand_in
-from tests.test_pipeline import pipeline
+from tests.test_pipeline import pipeline, randomised
 
 PICTURE = np.random.default_rng(0).integers(0, 256, (8, 8, 1)).astype(np.uint8)
 
@@ -70,9 +77,13 @@ def test_a_frame_by_its_definition(rng):
     ((x, sigma),) = seen
     np.testing.assert_allclose(sigma, levels[60], rtol=1e-6)
     noise = (x - (first / 127.5 - 1)) / sigma
-    assert abs(noise.mean()) < 0.5 and 0.7 < noise.std() < 1.3
+    np.testing.assert_allclose(noise, ImageNoise((1, 8, 8, 1), GOLDEN).start(1.0).numpy(), atol=1e-4)
     denoised = exact(Tensor(x), sigma).numpy().astype(np.float64) * 127.5 + 127.5
     assert np.abs(second - np.clip(0.75 * denoised + 0.25 * first, 0, 255)).max() <= 0.51
+    seen.clear()
+    next(stream)
+    other = (seen[0][0] - (second.astype(np.float64) / 127.5 - 1)) / sigma
+    np.testing.assert_allclose(other, ImageNoise((1, 8, 8, 1), 2 * GOLDEN % 2**64).start(1.0).numpy(), atol=1e-4)
     stream.change(steps=4)
     seen.clear()
     next(stream)
@@ -124,6 +135,66 @@ def test_streams_of_one_pipeline_do_not_disturb_each_other(device, monkeypatch):
     streams = [model.stream(2, seed=seed, blend=0.5) for seed in (1, 2)]
     together = [[next(stream) for stream in streams] for _ in range(4)]
     np.testing.assert_array_equal(np.stack(together, 1), alone)
+
+
+def test_a_frame_follows_what_changes_in_its_pipeline(device, rng):
+    """As a new stream of the changed pipeline that begins with the same picture."""
+    model = pipeline(device, sampler="euler")
+    stream = model.stream(1, classes=2, guidance=2.0)
+    seen, other = [], another_net(model)
+    for change in ({}, {"config": model.config.replace(sigma_max=5.0)}, {"net": other},
+                   {"objective": replaced_levels(model.objective)}):
+        for name, value in change.items():
+            setattr(model, name, value)
+        stream._last, stream.number = None, 1
+        seen.append(stream.frame(PICTURE))
+        again = model.stream(1, classes=2, guidance=2.0)
+        again.number = 1
+        np.testing.assert_array_equal(again.frame(PICTURE), seen[-1])
+    assert len({frame.tobytes() for frame in seen}) == 4
+
+
+def another_net(model):
+    return randomised(build(model.config), seed=7).eval().flatten(model.device)
+
+
+def replaced_levels(objective):
+    return SimpleNamespace(denoiser=objective.denoiser, sigmas=lambda *args: 0.5 * objective.sigmas(*args))
+
+
+class Own(Sampler):
+    """Euler's, with a call of its own."""
+
+    def plan(self, sigmas):
+        return [Plan([now, after], noisy=False) for now, after in itertools.pairwise(sigmas)]
+
+    def step(self, x, numbers, noise, labels):
+        now, after = (Tensor(row.reshape(-1, 1, 1, 1)) for row in numbers.data)
+        denoised = self.denoiser(x, Tensor(numbers.data[0]), labels)
+        return denoised + (x - denoised) * (after / now), denoised
+
+    def __call__(self, x, sigmas, labels=None, *, noise=None, callback=None):
+        return super().__call__(x, sigmas, labels, noise=noise, callback=callback)
+
+
+@pytest.mark.parametrize("own", [Own, lambda denoiser: partial(sample_euler, denoiser)])
+def test_samplers_of_one_s_own_make_the_frames_of_the_library_s(device, monkeypatch, own):
+    monkeypatch.setitem(SAMPLERS, "mine", dataclasses.replace(
+        SAMPLERS["euler"], build=lambda denoiser, *_: own(denoiser)
+    ))
+    expected = frames(pipeline(device, sampler="euler", capture=False), steps=3, classes=4)
+    made = frames(pipeline(device, sampler="euler", capture=False), steps=3, classes=4, sampler="mine")
+    assert np.abs(made.astype(int) - expected).max() <= 1 and expected.std() > 20
+
+
+def test_samples_and_frames_of_as_many_steps_record_once_each(device, monkeypatch):
+    if device == "cpu":
+        stand_in(monkeypatch)
+    recorded, model = counted(monkeypatch), pipeline(device, sampler="euler", sample_steps=2)
+    stream = model.stream(2, steps=2)
+    for _ in range(3):
+        next(stream), model.sample(2)
+    assert len(recorded) == 2
 
 
 def test_nothing_moves_without_strength_or_with_all_of_the_last():

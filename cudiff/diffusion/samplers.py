@@ -68,7 +68,8 @@ class ImageNoise:
 
     @staticmethod
     def drawn(counter: Tensor, x: Tensor, stream: int = Purpose.CHURN) -> Tensor:
-        """The noise of one row of `counters`, like x: of a step, or with Purpose.SAMPLE what `start` scales."""
+        """The noise of one row of `counters`, like x: that of a step; or of row 0, with Purpose.SAMPLE, what `start`
+        scales."""
         seed, step, first = (Tensor(counter.data[part]) for part in (slice(0, 2), slice(2, 3), slice(3, 4)))
         return normal(x.shape, seed, stream, step, first, x.device, x.dtype)
 
@@ -81,9 +82,8 @@ class Plan(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """What is done before a sampler's first step and after its last one, in the same graph where all steps are one.
-
-    They go with an `ImageNoise` of the states' shape.
+    """What is done before a sampler's first step and after its last one. Where all steps are one graph, it is recorded
+    there; another `begin` or `finish` has the graph recorded anew. They go with an `ImageNoise` of the states' shape.
     """
 
     begin: Callable[..., Tensor]
@@ -102,7 +102,8 @@ class Sampler:
     launches each step is a graph, recorded in the second step of its kind, for any number of steps. The denoiser must
     not read from the device (see `cudiff.capture`), and what is returned, or shown to `callback`, is overwritten by
     the next call, or step.
-    ends: what a call does before and after its steps. Then x may have another dtype.
+    ends: what a call does before and after its steps, whose arrays are inputs of the graph too. Then x may have another
+    dtype, and what `finish` returns is returned.
     memory: of what a step returns after its state, how many the next one is given too, for methods of several steps.
     Raises CudiffError for sigmas that do not fall, where a step adds noise and `noise` is missing, and for plans of
     another number and states of another shape than they have to be.
@@ -163,14 +164,16 @@ class Sampler:
         return list(plans)
 
     def _table(self, plans: list[Plan], x: Tensor, dtype: Any) -> Tensor:
-        """All plans' numbers below each other, for each of x (N, ...), on its device: (rows, N). The last call's is
-        kept: an upload takes the host 90 µs."""
+        """All plans' numbers below each other, for each of x (N, ...), on its device: (rows, N). The last one that was
+        copied to a graph is kept, as an upload takes the host 90 µs."""
         numbers = np.concatenate([plan.numbers for plan in plans])
-        key = numbers.tobytes(), len(x), dtype, x.device
-        if self._uploaded is None or self._uploaded[0] != key:
-            table = np.repeat(numbers[:, None], len(x), axis=1)
-            self._uploaded = key, Tensor(table, dtype=dtype, device=x.device)
-        return self._uploaded[1]
+        key = numbers.tobytes(), len(x), dtype
+        if self._uploaded is not None and self._uploaded[0] == key:
+            return self._uploaded[1]
+        table = Tensor(np.repeat(numbers[:, None], len(x), axis=1), dtype=dtype, device=x.device)
+        if self._captured and x.device == "cuda":
+            self._uploaded = key, table
+        return table
 
     def _at_once(self, kinds: Kinds, begin: Callable, finish: Callable, *inputs: Tensor | None) -> Any:
         """What all steps make of `inputs`, as one graph; None where they have too many launches."""

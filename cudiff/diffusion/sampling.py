@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cudiff.backend import array_module, float32
 from cudiff.diffusion.denoiser import Denoiser
 from cudiff.diffusion.editing import Between, Inpainted
 from cudiff.diffusion.guidance import Guided
@@ -65,8 +66,9 @@ class Sampling:
                  callback: Callback | None = None, ends: Ends | None = None) -> Any:
         if self._guided is not None and guidance is not None:
             self._guided.guide(*guidance[:3])
+        state = x if ends is None else Tensor(array_module(x.device).empty(x.shape, float32))
         for ready in self._ready:
-            ready(x, labels)  # kernels are compiled ahead under a capture, which would end there
+            ready(state, labels)  # kernels are compiled ahead under a capture, which would end there
         if self._between is not None:
             self._between.toward(given["other"], given["share"])
         if self._inpainted is not None:
@@ -75,10 +77,10 @@ class Sampling:
             callback = _nothing
         if ends is None:
             return self._sampler(x, sigmas, labels, noise=noise, callback=callback)
-        if isinstance(self._sampler, Sampler):
+        if type(self._sampler).__call__ is Sampler.__call__:
             return self._sampler(x, sigmas, labels, noise=noise, callback=callback, ends=ends)
         assert isinstance(noise, ImageNoise)
-        x = ends.begin(x, noise.counters(1), *ends.arrays)  # a user's own sampler
+        x = ends.begin(x, noise.counters(1), *ends.arrays)  # for a function, and a class with a call of its own
         return ends.finish(self._sampler(x, sigmas, labels, noise=noise, callback=callback), *ends.arrays)
 
 

@@ -34,19 +34,20 @@ class BlendToUint8(Function):
 def blend_to_uint8(x: Tensor, last: Tensor, share: float | Tensor = 0.0) -> Tensor:
     """(1 - share) x + share last as bytes, clipped to 0..255; x in [-1, 1] first becomes 127.5·x + 127.5.
 
-    x floating, last uint8, of one shape. share: a number, 0 to 1, or a float32 Tensor (1,), which each replay of a
-    graph reads. Rounds to nearest even; NaN becomes 0. No gradient. Raises TypeError for other dtypes, ValueError for
-    another share or shapes that differ.
+    x floating, last uint8, of one shape. share: a number, 0 to 1, rounded to float32; or a float32 Tensor (1,), which
+    each replay of a graph reads, and whose value is not checked. Rounds to nearest even; NaN becomes 0. No gradient.
+    Raises TypeError for other dtypes and shares, ValueError for another number or shapes that differ.
     """
     require_floats("blend_to_uint8", x)
     if last.dtype != np.uint8:
         raise TypeError(f"blend_to_uint8: last must be uint8, not {last.dtype}")
     if x.shape != last.shape:
         raise ValueError(f"blend_to_uint8: x {x.shape} and last {last.shape} differ in shape")
-    if not isinstance(share, Tensor):
+    if isinstance(share, int | float | np.number):
         if not 0 <= share <= 1:
             raise ValueError(f"blend_to_uint8: share is 0 to 1, not {share}")
         share = Tensor(np.array([share], np.float32), device=x.device)
-    elif share.dtype != float32 or share.shape != (1,):
-        raise TypeError(f"blend_to_uint8: share is a number or a float32 Tensor (1,), not {share.dtype} {share.shape}")
+    elif not isinstance(share, Tensor) or share.dtype != float32 or share.shape != (1,):
+        given = f"{share.dtype} {share.shape}" if hasattr(share, "dtype") else type(share).__name__
+        raise TypeError(f"blend_to_uint8: share is a number or a float32 Tensor (1,), not {given}")
     return BlendToUint8.apply(x, last, share)

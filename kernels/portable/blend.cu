@@ -1,6 +1,6 @@
 // A frame of bytes: out[i] = (1 - share) v + share last[i], v = 127.5 x[i] + 127.5, cut to 0..255, to nearest even.
-// x: T; last, out: bytes; contiguous, n elements, any alignment; out is overwritten, and may be last. share: one float. NaN
-// becomes 0.
+// x: T, whose NaN becomes 0; last, out: bytes; contiguous, n elements, any alignment; out is overwritten, and may be last.
+// share: one float.
 // Launch: 256 threads, one element each (any shape works: grid-stride).
 #include "common.cuh"
 

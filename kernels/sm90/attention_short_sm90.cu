@@ -1,8 +1,9 @@
 // The backward pass of attention on Hopper for few tokens of narrow heads: all gradients in one launch, scores computed once.
 //
 // Arguments
-//   Layouts and lse are as in attention_sm90.cu. Maps have boxes {32, 1, 64, 1}. out is contiguous. D is at most DP. There are at most 64 TILES queries
-//   and 64 TILES keys.
+//   Layouts and lse are as in attention.cu. out is contiguous. D is at most DP. There are at most 64 TILES queries and 64 TILES
+//   keys.
+//   Maps                     {D, heads, tokens, N}, box {32, 1, 64, 1}.
 //   sums_q, sums_k, sums_v   float (N, 4 CLUSTER, ...), or null: for each channel the sums of dq, dk and dv over the tokens of
 //                            each warp, before rounding. A row is `token` elements long. A head's sums lie `head` elements
 //                            after those of the head before.

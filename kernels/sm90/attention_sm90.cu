@@ -20,18 +20,19 @@
 //   Overlap    In the backward, the scores become weights while dout is multiplied by v. Else a warpgroup waits for each
 //              product. The other warpgroups of its multiprocessor compute meanwhile. By registers 6 warpgroups of forward fit
 //              where DP is 32, 4 up to 80, 3 beyond; 3 of backward_q; 3 of backward_kv, 2 where DP is 128.
-//   Halves     Where DP is 80 or 96, backward_kv takes the queries of a step in two halves. Else two warpgroups would fit.
+//   Halves     Where DP is 80 or 96, backward_kv takes the queries of a step in two halves. With all 64 at once only two
+//              warpgroups would fit, not three.
 //
 // Launch
 //   Grid       (ceil(tokens / 64 / GROUPS), heads, N) blocks of GROUPS warpgroups; backward GROUPS is 1. tokens is Tq, or Tk in
 //              backward_kv.
-//   Maps       {D, heads, tokens, N}, boxes {64, 1, 64, 1} and {REST, 1, 64, 1}.
+//   Maps       {D, heads, tokens, N}, a box of 64 tokens for each kind of panel: {64, 1, 64, 1} and {REST, 1, 64, 1}.
 //   Shared     GROUPS tiles, or 2 backward; STAGES of two tiles, in backward_kv 1024 bytes more each; 128 bytes of barriers.
 #include "attention_sm90.cuh"
 
 constexpr int THREADS = GROUPS * 128, BLOCKS = (DP == 32 ? 6 : DP <= 80 ? 4 : 3) / GROUPS;  // that fit by registers
 constexpr int KV_BLOCKS = DP <= 96 ? 3 : 2;
-constexpr int AT_ONCE = DP == 80 || DP == 96 ? 32 : 64;  // queries of a step of backward_kv
+constexpr int AT_ONCE = DP == 80 || DP == 96 ? 32 : 64;  // queries that backward_kv multiplies at once
 
 // Release the stage of `step`, which THREADS threads have read together. Thread 0 then loads step + STAGES into it, if there is
 // such a step.

@@ -42,8 +42,8 @@ __device__ __forceinline__ void round_fragments(const float (&c)[COUNT], u32 (&a
 }
 // The byte offset of a chunk of 8 columns, in a tile of 64 rows and WIDTH columns in panels.
 template <int WIDTH> __device__ __forceinline__ u32 place(int row, int chunk) {
-    constexpr int FULL = WIDTH / 64, REST = WIDTH % 64;
-    if (REST && chunk >= FULL * 8) return FULL * 64 * 128 + swizzled<REST ? REST * 2 : 128>(row, chunk - FULL * 8);
+    constexpr int WHOLE = WIDTH / 64, LEFT = WIDTH % 64;  // panels of 64 columns, and the last one's columns
+    if (LEFT && chunk >= WHOLE * 8) return WHOLE * 64 * 128 + swizzled<LEFT ? LEFT * 2 : 128>(row, chunk - WHOLE * 8);
     return chunk / 8 * 64 * 128 + swizzled<128>(row, chunk % 8);
 }
 // Store fragments to the warp's 16 rows of a tile of as many columns. The first `skipped` chunks become the last ones.

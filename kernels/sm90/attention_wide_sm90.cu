@@ -15,7 +15,7 @@
 //
 // Launch
 //   Grid       any number of blocks of 128 GROUPS + 128 threads. GROUPS is 1 or 2, by registers.
-//   Maps       {D, heads, tokens, N}, boxes {64, 1, 64, 1} and {REST, 1, 64, 1} of q and out, with KEYS for 64 tokens of k and v.
+//   Maps       {D, heads, tokens, N}, a box for each kind of panel: of 64 tokens of q and out, of KEYS of k and v.
 //   Shared     GROUPS tiles of 64 tokens, STAGES of two tiles of KEYS, 256 bytes of barriers.
 #include "attention_sm90.cuh"
 

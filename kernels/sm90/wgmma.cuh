@@ -1,10 +1,10 @@
 // Hopper's asynchronous instructions (sm_90a): mbarriers in shared memory, the bulk tensor copy (TMA), and wgmma.
 //
 // Tiles in shared memory have rows of 128 bytes (64 elements of 16 bits, or 32 floats). Their 16-byte chunks are XOR-swizzled
-// by address bits 7 to 9, as TMA writes and wgmma reads them. Where ROW_BYTES is 64 or 32, rows have as many bytes, swizzled by
-// bits 7 and 8, or bit 7. Every tile starts at a multiple of 1024 bytes. Copies into it, and operands read from it, may start at any of its rows. A
-// tile is K-major where its rows run along the depth of the product, and MN-major where they run along the product's rows or
-// columns.
+// by address bits 7 to 9, as TMA writes and wgmma reads them. Rows of 64 bytes (ROW_BYTES) are swizzled by bits 7 and 8,
+// rows of 32 by bit 7. Every tile starts at a multiple of 1024 bytes. Copies into it, and operands read from it, may start
+// at any of its rows. A tile is K-major where its rows run along the depth of the product, and MN-major where they run along the
+// product's rows or columns.
 #pragma once
 #include "mma.cuh"
 
@@ -159,7 +159,7 @@ struct Ring {
 
 // The byte offset in a tile of 16-byte chunk `chunk` of row `row`.
 template <int ROW_BYTES> __device__ __forceinline__ u32 swizzled(int row, int chunk) {
-    return row * ROW_BYTES + ((chunk ^ row * ROW_BYTES / 128 % (ROW_BYTES / 16)) << 4);
+    return row * ROW_BYTES + ((chunk ^ (row * ROW_BYTES / 128) % (ROW_BYTES / 16)) << 4);
 }
 // The sums over the first `rows` rows of a tile of 64 rows of 16-bit columns. A warpgroup computes them, after it has
 // synchronized, each warp those of 16 columns. A lane returns those of columns PANEL_COLUMN and PANEL_COLUMN + 1; four lanes have

@@ -41,7 +41,18 @@ def test_narrow_heads_of_more_tokens_than_one_launch_takes(hopper, rng, dim, que
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("groups, dim", [(2, 24), (2, 56), (2, 72), (3, 72), (3, 120), (2, 128)])
+@pytest.mark.parametrize("dim", [40, 72])
+def test_keys_that_are_missing_have_no_weight_where_all_scores_are_low(hopper, rng, dim):
+    """Missing keys are zeros, whose score of 0 would be far above the others: a weight of infinity, times 0."""
+    q, k, v = rng.standard_normal((3, 1, 70, 2, dim))
+    q, k, v = (Tensor(x, dtype="bfloat16", device="cuda", requires_grad=True) for x in (q - 12, k + 12, v))
+    out = attention(q, k, v)
+    out.backward(Tensor(rng.standard_normal(out.shape), dtype="bfloat16", device="cuda"))
+    assert all(np.isfinite(Tensor(x.grad).numpy().astype(np.float32)).all() for x in (q, k, v))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups, dim", [(2, 24), (2, 56), (2, 72), (1, 72), (1, 96), (3, 120), (2, 128)])
 def test_warpgroups_that_share_keys(hopper, rng, groups, dim):
     """As the forward of many images has. One has not all its queries; odd heads begin within a sector."""
     q, k, v = (rng.standard_normal((2, tokens, 3, dim)) for tokens in (200, 150, 150))

@@ -36,9 +36,9 @@ def test_what_it_does_not_take():
     for share in (-0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match="share is 0 to 1"):
             blend_to_uint8(x, last, share)
-    for given in (np.zeros(2, np.float32), np.zeros(1, np.int32)):
+    for given in (Tensor(np.zeros(2, np.float32)), Tensor(np.zeros(1, np.int32)), np.zeros(1, np.float32), "0"):
         with pytest.raises(TypeError, match=r"share is a number or a float32 Tensor \(1,\)"):
-            blend_to_uint8(x, last, Tensor(given))
+            blend_to_uint8(x, last, given)
     with pytest.raises(TypeError, match="last must be uint8"):
         blend_to_uint8(x, x)
     with pytest.raises(TypeError, match="floating"):
