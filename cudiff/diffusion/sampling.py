@@ -66,8 +66,8 @@ class Sampling:
                  callback: Callback | None = None, ends: Ends | None = None) -> Any:
         if self._guided is not None and guidance is not None:
             self._guided.guide(*guidance[:3])
-        state = x if ends is None else Tensor(array_module(x.device).empty(x.shape, float32))
         for ready in self._ready:
+            state = x if ends is None else Tensor(array_module(x.device).empty(x.shape, float32))
             ready(state, labels)  # kernels are compiled ahead under a capture, which would end there
         if self._between is not None:
             self._between.toward(given["other"], given["share"])
