@@ -183,19 +183,19 @@ def _parser() -> argparse.ArgumentParser:
 
     draw = command("sample", _sample, "draw images from a checkpoint", "CHECKPOINT [options]")
     draw.add_argument("checkpoint", type=expanduser, metavar="CHECKPOINT",
-                        help="a file, or a run's folder for its newest one")
+                      help="a file, or a run's folder for its newest one")
     draw.add_argument("-n", type=int, default=64, metavar="N", help="how many images (default 64)")
     draw.add_argument("--out", type=expanduser, default="samples.png", metavar="PATH",
-                        help="a .png grid, an .npz, a .gif of the denoising, or a folder for single PNGs (default "
-                             "samples.png)")
+                      help="a .png grid, an .npz, a .gif of the denoising, or a folder for single PNGs (default "
+                           "samples.png)")
     draw.add_argument("--classes", type=texts, metavar="NAME,NAME,..",
-                        help="one class, or several in turn, by name or number; -1 is none (default: all in turn)")
+                      help="one class, or several in turn, by name or number; -1 is none (default: all in turn)")
     _sampling_arguments(draw, None)
     add_sample_arguments(draw)
     draw.add_argument("--batch-invariant", action="store_true",
-                        help="the same bits whatever -n and --batch-size are: 64 images are denoised at once")
+                      help="the same bits whatever -n and --batch-size are: 64 images are denoised at once")
     draw.add_argument("--weights", choices=("ema", "model"), default="ema", metavar="ema|model",
-                        help="the moving average or the raw weights (default ema)")
+                      help="the moving average or the raw weights (default ema)")
 
     evaluate = command(
         "eval", _eval, "judge a checkpoint's samples with a classifier that cudiff trains", "CHECKPOINT [options]"

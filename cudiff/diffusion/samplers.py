@@ -164,8 +164,8 @@ class Sampler:
         return list(plans)
 
     def _table(self, plans: list[Plan], x: Tensor, dtype: Any) -> Tensor:
-        """All plans' numbers below each other, for each of x (N, ...), on its device: (rows, N). The last one that was
-        copied to a graph is kept, as an upload takes the host 90 µs."""
+        """All plans' numbers below each other, for each of x (N, ...), on its device: (rows, N). A graph gets a copy,
+        so the next call may have the same table: an upload takes the host 90 µs."""
         numbers = np.concatenate([plan.numbers for plan in plans])
         key = numbers.tobytes(), len(x), dtype
         if self._uploaded is not None and self._uploaded[0] == key:

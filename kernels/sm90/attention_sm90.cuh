@@ -51,7 +51,8 @@ template <int COUNT> __device__ __forceinline__ void store_fragments(u32 tile, c
 #pragma unroll
     for (int k = 0; k < COUNT; k++) {
         int chunk = 2 * k + LANE / 16 - skipped;
-        stmatrix(tile + place<16 * COUNT>(WARP_ROW + LANE % 16, chunk < 0 ? chunk + 2 * COUNT : chunk), a[k][0], a[k][1], a[k][2], a[k][3]);
+        if (chunk < 0) chunk += 2 * COUNT;
+        stmatrix(tile + place<16 * COUNT>(WARP_ROW + LANE % 16, chunk), a[k][0], a[k][1], a[k][2], a[k][3]);
     }
 }
 
@@ -84,7 +85,8 @@ __device__ __forceinline__ void finish_stores() {
 
 // c = a b^T, a product along the channels, of a tile `a` of 64 tokens and 2 COUNT tokens of a tile `b` of TOKENS, from its token
 // `first` on.
-template <int COUNT, int TOKENS = 2 * COUNT> __device__ __forceinline__ void multiply_tokens(float (&c)[COUNT], u32 a, u32 b, int first = 0) {
+template <int COUNT, int TOKENS = 2 * COUNT>
+__device__ __forceinline__ void multiply_tokens(float (&c)[COUNT], u32 a, u32 b, int first = 0) {
     constexpr int PANEL_A = 64 * 128, PANEL_B = TOKENS * 128;
     u64 at_a = tile_descriptor(a), at_b = tile_descriptor(b + first * 128);
 #pragma unroll

@@ -81,7 +81,8 @@ __device__ __forceinline__ void bulk_load(u32 target, const void* source, u32 by
 }
 
 // Start copying a box from shared memory to the map's tensor; what lies behind its end is not written. A coordinate below 0 is an
-// illegal instruction. Before this every thread that wrote to `source` calls fence_writes(), and all synchronize. After it the caller needs tma_store_wait().
+// illegal instruction. Before this every thread that wrote to `source` calls fence_writes(), and all synchronize. After it the
+// caller needs tma_store_wait().
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void tma_store(const TensorMap& map, u32 source, int i0, int i1, int i2, int i3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];"
