@@ -53,8 +53,10 @@ __device__ __forceinline__ void over_rows(float (&sum)[V]) {
         for (int k = 0; k < V; k++) sum[k] += sums[y][threadIdx.x][k];
 }
 
-// dy = gate · dout; partials = the sums of dout · y, dy_sums = those of dy.
-extern "C" __global__ void backward(T* dy, float* partials, float* dy_sums, const T* dout, const T* y, const float* gate, int rows, int C) {
+// dy = gate · dout; partials = the sums of dout · y, dy_sums = those of dy. dy is neither dout nor y: so four rows are loaded
+// before the first is stored. 32,768 rows of 1152 bf16 take 57 us on an H200, and took 76.
+extern "C" __global__ void backward(T* __restrict__ dy, float* partials, float* dy_sums, const T* __restrict__ dout,
+                                    const T* __restrict__ y, const float* gate, int rows, int C) {
     wait_for_previous();
     Place at = place(rows, C);
     float g[V], v[V], d[V], product[V] = {}, sum[V] = {};

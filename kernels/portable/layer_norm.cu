@@ -13,11 +13,13 @@ constexpr int V = VEC ? Pack<T>::SIZE : 1;
 constexpr int ROWS = WARPS == 1 ? 4 : 1;  // that a block works on at a time
 constexpr int HELD = PACKS * V <= 40 ? PACKS : 1;  // unrolling of loops over a row; more elements lie in local memory
 
+// Blocks that a multiprocessor's registers are to suffice for, at least. layer_norm.py counts on it.
 #if __CUDA_ARCH__ == 900
-constexpr bool LIMITED = VEC && sizeof(T) == 2 && WARPS == 1 && PACKS > 3;  // normalize's registers, to three blocks' share
+constexpr bool LIMITED = VEC && sizeof(T) == 2 && WARPS == 1;
 #else
-constexpr bool LIMITED = false;  // on sm_86 they do not suffice
+constexpr bool LIMITED = false;  // sm_86 would spill
 #endif
+constexpr int HOLDS = PACKS * V, AT_ONCE = !LIMITED ? 1 : HOLDS > 24 ? 3 : HOLDS > 16 ? 4 : HOLDS > 8 ? 5 : 7;
 
 // The column of this thread's n-th pack.
 __device__ __forceinline__ int column(int n) { return (n * 32 * WARPS + threadIdx.x) * V; }
@@ -30,6 +32,12 @@ __device__ __forceinline__ Raw load_raw(const T* p) { return *reinterpret_cast<c
 __device__ __forceinline__ void unpack(const Raw& raw, float (&values)[V]) {
 #pragma unroll
     for (int k = 0; k < V; k++) values[k] = to_float(reinterpret_cast<const T*>(&raw)[k]);
+}
+
+// Bring a row to L2 without waiting for it. Called by all threads of the row.
+__device__ __forceinline__ void prefetch_row(const T* row, int C) {
+    constexpr int LINE = 128 / sizeof(T);
+    for (int c = threadIdx.x * LINE; c < C; c += 32 * WARPS * LINE) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + c));
 }
 
 // The sum of x over the threads of a row. Where a warp has a row of its own, no barrier is needed.
@@ -51,7 +59,7 @@ struct Tile {
 // The variance is computed from the deviations from the mean, so that a large mean costs no digits. A tile's weight and bias are
 // held in registers: they are four times a row's 16-bit elements. The next row is loaded while this one is finished. 65,536 rows
 // of 768 bf16 and 32,768 rows of 1152 take 55 and 44 us on an H200; with a row for each warp they took 71 and 56.
-extern "C" __global__ void __launch_bounds__(32 * WARPS * ROWS, LIMITED ? 3 : 1)
+extern "C" __global__ void __launch_bounds__(32 * WARPS * ROWS, AT_ONCE)
 normalize(T* y, float* mean, float* rstd, const T* x, const float* weight, const float* bias, int rows, int tiles, int C, float eps) {
     wait_for_previous();
     Tile tile(rows, tiles);
@@ -93,12 +101,14 @@ normalize(T* y, float* mean, float* rstd, const T* x, const float* weight, const
     }
 }
 
-// dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * weight. totals: float2 (M / rows, tiles, C), the sums of dy and
-// of dy * xhat over each tile of rows. Either may be null.
-// All loads of a row are in flight at once, and its elements are held as they lie in memory. 65,536 rows of 768 bf16 and 32,768
-// rows of 1152 then take 108 and 100 us on an H200; held as floats, 130 and 153.
-extern "C" __global__ void backward(T* dx, int add, float2* totals, const T* dy, const T* x, const float* mean, const float* rstd,
-                                    const float* weight, int rows, int tiles, int C) {
+// dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * weight. bias_sums, weight_sums: float (M / rows, tiles, C), the
+// sums of dy and of dy * xhat over each tile of rows. dx may be null, and so may both of these.
+// A row's elements are held as they lie in memory. Loads of x and dy are in flight at once. What is added to dx comes to L2
+// meanwhile, and to registers once the first pass has left some. 32,768 rows of 1152 bf16 then take 88 us on an H200 and 65,536
+// of 768 take 107; with all three loaded at first, and fewer blocks at once, 98 and 119.
+extern "C" __global__ void __launch_bounds__(32 * WARPS * ROWS, AT_ONCE)
+backward(T* dx, int add, float* bias_sums, float* weight_sums, const T* dy, const T* x, const float* mean, const float* rstd,
+         const float* weight, int rows, int tiles, int C) {
     wait_for_previous();
     Tile tile(rows, tiles);
     float2 total[PACKS][V] = {};
@@ -109,11 +119,10 @@ extern "C" __global__ void backward(T* dx, int add, float2* totals, const T* dy,
 #pragma unroll HELD
         for (int n = 0; n < PACKS; n++) {
             if (column(n) >= C) break;
-            i64 at = (i64)row * C + column(n);
-            raw_x[n] = load_raw(x + at);
-            raw_dy[n] = load_raw(dy + at);
-            if (add) before[n] = load_raw(dx + at);
+            raw_x[n] = load_raw(x + (i64)row * C + column(n));
+            raw_dy[n] = load_raw(dy + (i64)row * C + column(n));
         }
+        if (VEC && add) prefetch_row(dx + (i64)row * C, C);  // on sm_100 it makes others spill
 #pragma unroll HELD
         for (int n = 0; n < PACKS; n++) {
             float w[V], xhat[V], d[V];
@@ -131,6 +140,12 @@ extern "C" __global__ void backward(T* dx, int add, float2* totals, const T* dy,
             }
         }
         if (!dx) continue;
+        if (add)
+#pragma unroll HELD
+            for (int n = 0; n < PACKS; n++) {
+                if (column(n) >= C) break;
+                before[n] = load_raw(dx + (i64)row * C + column(n));
+            }
         sum = row_sum(sum) / C;
         product = row_sum(product) / C;
 #pragma unroll HELD
@@ -146,11 +161,12 @@ extern "C" __global__ void backward(T* dx, int add, float2* totals, const T* dy,
             store<V>(dx + (i64)row * C + column(n), gradient);
         }
     }
-    if (!totals) return;
-    totals += (i64)blockIdx.x * C;
+    if (!bias_sums) return;
+    bias_sums += (i64)blockIdx.x * C, weight_sums += (i64)blockIdx.x * C;
     __shared__ float2 others[ROWS][V][32];
 #pragma unroll HELD
     for (int n = 0; n < PACKS; n++) {
+        float of_bias[V], of_weight[V];
         if constexpr (ROWS > 1) {
             __syncthreads();  // the previous pack has been read
 #pragma unroll
@@ -165,6 +181,8 @@ extern "C" __global__ void backward(T* dx, int add, float2* totals, const T* dy,
         }
         if (threadIdx.y || column(n) >= C) continue;
 #pragma unroll
-        for (int k = 0; k < V; k++) totals[column(n) + k] = total[n][k];
+        for (int k = 0; k < V; k++) of_bias[k] = total[n][k].x, of_weight[k] = total[n][k].y;
+        store<V>(bias_sums + column(n), of_bias);
+        store<V>(weight_sums + column(n), of_weight);
     }
 }

@@ -24,6 +24,7 @@
 //             no `other` then.
 //   out2      under KEEPS: v beside GATES, f'(v) beside ACTIVATION, for the backward to multiply by.
 //   floats    under SUMS, beside MULTIPLIES and of one matrix: (ceil(M / 64), N), the sums of each 64 rows of out.
+//   parts     of the depth, each with a result of its own: out is (batches, parts, M, N). 1 unless OUT=float.
 // Row lengths of out are multiples of 8. All rows start at multiples of 16 bytes.
 //
 // WINDOWS: a convolution of R × S taps, as a product of one matrix.
@@ -50,6 +51,8 @@
 //   Clusters   Where there are fewer tiles than multiprocessors, the CLUSTER blocks along the grid's z split the depth of a
 //              tile. Each finishes WIDTH = BN / CLUSTER of its columns: it receives the other blocks' sums of these, and adds
 //              them in the order of the blocks.
+//   Parts      Split K for results of floats: blocks take a part of a tile's depth each, the first parts of all tiles first.
+//              accumulate.cu adds the parts' results up.
 //
 // Launch
 //   Grid       any number of blocks; in clusters (tiles, 1, CLUSTER), each for one tile of at least CLUSTER steps. 384 threads.
@@ -78,18 +81,22 @@ constexpr int RESULT_BYTES = ROUNDS ? PANELS * PANEL_BYTES : 0;
 constexpr int BAND = 16;
 
 struct Sizes {
-    int M, N, depth, batches, split, R, S, H, W, top, left, down, across;
+    int M, N, depth, batches, parts, split, R, S, H, W, top, left, down, across;
     __device__ __forceinline__ int steps() const { return WINDOWS ? CEIL_DIV(depth, DEPTH) * R * S : CEIL_DIV(depth, DEPTH); }
-    __device__ __forceinline__ int tiles() const { return CEIL_DIV(M, ROWS) * CEIL_DIV(N, BN) * batches; }
+    __device__ __forceinline__ int tiles() const { return CEIL_DIV(M, ROWS) * CEIL_DIV(N, BN) * batches * parts; }
 };
 
-// The first row and column of tile `index`, in the order in which tiles are taken, and its matrix of the batch.
+// The first row and column of tile `index`, in the order in which tiles are taken, its result, its matrix of the batch, and its
+// steps along the depth: those of its part, or of block `rank` of the cluster.
 struct Tile {
-    int m0, n0, batch;
-    __device__ __forceinline__ Tile(int index, const Sizes& sizes) {
+    int m0, n0, result, batch, first, last;
+    __device__ __forceinline__ Tile(int index, const Sizes& sizes, int rank) {
         int rows = CEIL_DIV(sizes.M, ROWS), columns = CEIL_DIV(sizes.N, BN);  // of tiles
-        batch = index / (rows * columns);
-        index -= batch * rows * columns;
+        result = index / (rows * columns);
+        index -= result * rows * columns;
+        batch = result / sizes.parts;
+        int steps = sizes.steps(), part = CLUSTER > 1 ? rank : result - batch * sizes.parts, parts = CLUSTER > 1 ? CLUSTER : sizes.parts;
+        first = steps * part / parts, last = steps * (part + 1) / parts;
         int band = index / (BAND * columns), height = min(BAND, rows - band * BAND);
         index -= band * BAND * columns;
         m0 = (band * BAND + index % height) * ROWS;
@@ -104,17 +111,16 @@ struct Window {
         : image(row / (sizes.H * sizes.W)), h(row % (sizes.H * sizes.W) / sizes.W), w(row % sizes.W) {}
 };
 
-// The producer: loads the operands of steps `first` to `last` - 1 of each tile, then its biases, in the order in which the
-// consumers read them.
+// The producer: loads the operands of each tile's steps, then its biases, in the order in which the consumers read them.
 __device__ __forceinline__ void produce(Ring ring, Ring biases, const TensorMap& a, const TensorMap& a2, const TensorMap& b,
-                                        const float* bias, const Sizes& sizes, int first, int last) {
+                                        const float* bias, const Sizes& sizes, int rank) {
     int chunks = CEIL_DIV(sizes.depth, DEPTH);
     for (int i = blockIdx.x; i < sizes.tiles(); i += gridDim.x) {
-        Tile tile(i, sizes);
+        Tile tile(i, sizes, rank);
         Window window(tile.m0, sizes);
         int h = window.h * sizes.down + sizes.top, w = window.w * sizes.across + sizes.left;
 #pragma unroll 1
-        for (int step = first; step < last; step++) {
+        for (int step = tile.first; step < tile.last; step++) {
             int tap = WINDOWS ? step / chunks : 0, k = (step - tap * chunks) * DEPTH, r = tap / sizes.S, s = tap % sizes.S;
             const TensorMap& source = k < sizes.split ? a : a2;
             int k_a = k < sizes.split ? k : k - sizes.split;
@@ -312,9 +318,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) CLUSTER_DIMS
 gemm_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap a2, const __grid_constant__ TensorMap b,
           const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap out2, const __grid_constant__ TensorMap other,
           const float* bias, const float* by_image, int rows_per_image, float* floats, i64 pitch, int add, int M, int N, int depth,
-          int batches, int split, int N1, int R, int S, int H, int W, int top, int left, int down, int across) {
+          int batches, int parts, int split, int N1, int R, int S, int H, int W, int top, int left, int down, int across) {
     extern __shared__ __align__(1024) u8 shared[];
-    Sizes sizes = {M, N, depth, batches, split, R, S, H, W, top, left, down, across};
+    Sizes sizes = {M, N, depth, batches, parts, split, R, S, H, W, top, left, down, across};
     u32 base = shared_address(shared), results = base + STAGES * STAGE_BYTES, bias_buffers = results + 2 * RESULT_BYTES;
     u32 barriers = bias_buffers + (ROUNDS ? 2 * BN * sizeof(float) : 0), others = barriers + 192, exchange = barriers + 208;
     Ring ring(base, STAGE_BYTES, STAGES, barriers), biases(bias_buffers, BN * sizeof(float), 2, barriers + 128);
@@ -329,19 +335,18 @@ gemm_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
         if (KEEPS) prefetch(out2);
     }
     int rank = CLUSTER > 1 ? blockIdx.z : 0, group = threadIdx.x / 128;
-    int first = sizes.steps() * rank / CLUSTER, last = sizes.steps() * (rank + 1) / CLUSTER;
     wait_for_previous();
     __syncthreads();
     if (group == 2) {
         set_registers<40, false>();
-        if (threadIdx.x == CONSUMERS) produce(ring, biases, a, a2, b, bias, sizes, first, last);
+        if (threadIdx.x == CONSUMERS) produce(ring, biases, a, a2, b, bias, sizes, rank);
         return;  // which counts as arrival in a cluster
     }
     set_registers<232, true>();
     bool leads = threadIdx.x % 128 == 0;
     u32 result = results + group * RESULT_BYTES, own_other = others + 8 * group, phase = 0;
     for (int i = blockIdx.x; i < sizes.tiles(); i += gridDim.x, phase ^= 1) {
-        Tile tile(i, sizes);
+        Tile tile(i, sizes, rank);
         int m0 = tile.m0 + group * 64, n0 = tile.n0 + rank * WIDTH;
         if (READS && leads) {
             tma_store_wait();  // of the last tile
@@ -355,7 +360,7 @@ gemm_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             }
         }
         float acc[BN / 2];
-        multiply(acc, ring, last - first, group);
+        multiply(acc, ring, tile.last - tile.first, group);
         if constexpr (CLUSTER > 1) add_splits(acc, reinterpret_cast<float4*>(shared), exchange, rank);
         if constexpr (ROUNDS) {
             if (READS) barrier_wait(own_other, phase);
@@ -367,7 +372,7 @@ gemm_sm90(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             if (SUMS && m0 < M) store_sums(floats, result, m0, n0, M, N);
             if (bias) biases.release();
         } else {
-            store_floats(floats + (i64)tile.batch * (TRANSPOSED ? N : M) * pitch, pitch, acc, m0, n0, M, N, add);
+            store_floats(floats + (i64)tile.result * (TRANSPOSED ? N : M) * pitch, pitch, acc, m0, n0, M, N, add);
         }
     }
     if (ROUNDS && leads) tma_store_wait();

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from cudiff import Tensor
+from cudiff.cuda.kernels.convolution import sm90 as convolution
 from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Fusion, Image, Problem, Weight
 from cudiff.cuda.kernels.gemm import sm90
 from cudiff.cuda.kernels.gemm.problem import Matrix, Product
@@ -112,20 +113,31 @@ def test_every_plan_covers_the_result_and_fits(monkeypatch, size, low_out):
     monkeypatch.setattr(sm90, "tensor_map", lambda *args, **kwargs: None)
     monkeypatch.setattr(sm90, "at_16_bytes", lambda array: array)
     monkeypatch.setattr(sm90, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(sm90, "empty", np.empty)
+    summed = []
+    monkeypatch.setattr(sm90, "add_parts", lambda parts, out, add: summed.append((parts.shape, out.shape)))
     rows, columns, depth = size
     out = np.zeros((1, rows, columns), HALF if low_out else np.float32)
     a, b = (np.zeros((1, n, depth) if low_out else (1, depth, n), HALF) for n in (rows, columns))
-    plans = list(sm90.plans(rows, columns, depth, low_out))
+    plans, launches = list(sm90.plans(rows, columns, depth, low_out)), []
     for plan in plans:
         for epilogue in [Epilogue(), *beside(out, out)] if low_out else [Epilogue()]:
             sm90.multiply(a, b, out, epilogue, not low_out, not low_out, False, plan)
-    assert len(found) == (8 if low_out else 1) * len(plans) >= 3
-    for grid, threads, args, shared, constants in found:
-        m, n = args[-14:-12]
+            (m, n), parts = found[-1][2][-15:-13], found[-1][2][-11]
+            if plan.whole:
+                assert n == found[-2][2][-14] and m > 0, "the columns of those that are not split"
+                m += found[-2][2][-15]
+            assert (m, n) == ((columns, rows) if plan.transposed else (rows, columns)) and parts == plan.splits
+            assert plan.splits == 1 or summed.pop()[0][0] == plan.splits
+            launches += found
+            found.clear()
+    assert len(plans) >= 3 and not summed
+    for grid, threads, args, shared, constants in launches:
+        (m, n), parts = args[-15:-13], args[-11]
         width, cluster, stages = (constants[name] for name in ("BN", "CLUSTER", "STAGES"))
-        tiles = -(-m // 128) * -(-n // width)
+        tiles = -(-m // 128) * -(-n // width) * parts
         assert grid == ((min(tiles, 132), 1, 1) if cluster == 1 else (tiles, 1, cluster)) and threads == 384
-        assert {m, n} == {rows, columns} and cluster <= -(-depth // 64)
+        assert max(cluster, parts) <= -(-depth // 64)
         assert width // cluster % (64 if low_out else 8) == 0
         assert stages >= 3 and shared <= 227 << 10
         assert 128 * width * 4 <= stages * (128 + width) * 128, "what blocks send each other lies where operands did"
@@ -188,7 +200,13 @@ def test_every_plan_of_a_product_of_floats(hopper, monkeypatch, rng, size, add):
     a, b = (rng.standard_normal((depth, n)).astype(ml_dtypes.bfloat16) for n in (rows, columns))
     before = rng.standard_normal((rows, columns)).astype(np.float32)
     expected = a.astype(float).T @ b.astype(float) + (before if add else 0)
-    for plan in sm90.plans(rows, columns, depth, False):
+    plans = []
+    for count in (132, 4):  # with four there are rows of tiles that are not split
+        with monkeypatch.context() as patch:
+            patch.setattr(convolution, "multiprocessors", lambda count=count: count)
+            plans += [plan for plan in sm90.plans(rows, columns, depth, False) if plan not in plans]
+    assert rows < 776 or {plan.whole > 0 for plan in plans if plan.splits > 1} == {False, True}
+    for plan in plans:
         found = []
         for count in (132, 2):
             monkeypatch.setattr(sm90, "multiprocessors", lambda count=count: count)

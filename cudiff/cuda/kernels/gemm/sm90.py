@@ -25,9 +25,9 @@ from cudiff.cuda.kernels.gemm.matmul import rows_of
 from cudiff.cuda.kernels.gemm.problem import Product
 from cudiff.cuda.kernels.gemm.product import ACTIVATIONS, Epilogue
 from cudiff.cuda.kernels.shape import at_16_bytes
-from cudiff.cuda.launch import blocks, launch
+from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.select import Offer
-from cudiff.cuda.sums import empty_statistics
+from cudiff.cuda.sums import add_parts, empty_statistics
 from cudiff.cuda.tensor_map import Windows, tensor_map, windows_map
 from cudiff.cuda.tiles import Planner
 from cudiff.statistics import ChannelStatistics, Kind
@@ -153,11 +153,14 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
 
 class Plan(NamedTuple):
     """columns: of a tile. cluster: blocks that share its depth. transposed: whether the transposed product is computed,
-    b·aᵀ, so that a tile's rows are b's."""
+    b·aᵀ, so that a tile's rows are b's. splits: parts of the depth (split K) of all but the first `whole` rows of
+    tiles; each part of a tile is a block's work, and a sum of the parts follows."""
 
     columns: int
     cluster: int
     transposed: int
+    splits: int = 1
+    whole: int = 0
 
     @property
     def choice(self) -> list[int]:
@@ -165,27 +168,49 @@ class Plan(NamedTuple):
 
 
 def plans(rows: int, columns: int, depth: int, low_out: bool, batches: int = 1) -> Iterator[Plan]:
-    """All plans, for results of 16 bits if `low_out`, else of float32."""
+    """All plans, for results of 16 bits if `low_out`, else of float32.
+
+    Blocks compute as many rows of tiles as fill whole waves of blocks. Where the rest would leave multiprocessors idle,
+    it may be cut into so many splits, of 8 steps or more, that their blocks fill one to four waves.
+    """
     for width, cluster, transposed in itertools.product(STEPS, (1, 2, 4), (0, 1)):
         plan = Plan(width, cluster, transposed)
         if low_out and (transposed or width // cluster % 64):
             continue
         # A cluster computes one tile, with at least a step for each block, and all clusters run at once.
-        one_each = cluster <= blocks(depth, DEPTH) and batches * _tiles(plan, rows, columns) <= sm90.at_once(cluster)
-        if cluster == 1 or one_each:
+        tiles, at_once = batches * _tiles(plan, rows, columns), sm90.at_once(cluster)
+        if cluster == 1 or (cluster <= blocks(depth, DEPTH) and tiles <= at_once):
             yield plan
+        if cluster == batches == 1 and not low_out:
+            across = blocks(rows if transposed else columns, width)
+            whole = tiles // at_once * at_once // across
+            rest = tiles - whole * across
+            most = depth // DEPTH // 8 if rest else 1
+            for splits in sorted({min(waves * at_once // max(1, rest), most) for waves in (1, 2, 3, 4)} - {0, 1}):
+                yield plan._replace(splits=splits, whole=whole)
 
 
 def time(chosen: Plan, rows: int, columns: int, depth: int, low_out: bool, batches: int = 1) -> float:
-    """Estimated microseconds, as measured on an H200: of steps, of the epilogue, and of the sums that blocks send."""
-    width, cluster, transposed = chosen
-    waves = blocks(batches * _tiles(chosen, rows, columns), sm90.at_once(cluster))
+    """Estimated microseconds, as measured on an H200: of steps, of the epilogue, and of the sums that blocks send or
+    leave."""
+    width, cluster, transposed, splits, whole = chosen
+    steps, tiles = blocks(depth, DEPTH), batches * _tiles(chosen, rows, columns)
     sent = ROWS * width * 4 * (cluster - 1) / cluster
     finish = (1.6 if low_out else 2.5 if transposed and cluster == 1 else 2.7) * width / 256 + sent / 14e3
-    return 3 + waves * (blocks(blocks(depth, DEPTH), cluster) * STEPS[width] + finish)
+
+    def waves(tiles: int, steps: int) -> float:
+        return math.ceil(tiles / sm90.at_once(cluster)) * (steps * STEPS[width] + finish)
+
+    if splits == 1:
+        return 3 + waves(tiles, blocks(steps, cluster))
+    first = whole * blocks(rows if transposed else columns, width)
+    parts = (tiles - first) * splits
+    products = waves(first, steps) + waves(parts, blocks(steps, splits))
+    loads = 2 * depth * (rows + columns) / BANDWIDTH  # the longer of both counts, or more if both are similar
+    return 8 + (products**4 + loads**4) ** 0.25 + parts * ROWS * width * 4 / 2.2e6
 
 
-plan = Planner("gemm_sm90", plans, time)
+plan = Planner("gemm_sm90", plans, time, version=2)  # 1: no splits
 
 
 def _tiles(chosen: Plan, rows: int, columns: int) -> int:
@@ -196,7 +221,7 @@ def _tiles(chosen: Plan, rows: int, columns: int) -> int:
 
 def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_mn: bool, add: bool, plan: Plan,
              a2: Array | None = None, out2: Array | None = None, windows: Windows | None = None,
-             sums: Array | None = None) -> None:
+             sums: Array | None = None, parts: int = 1) -> None:
     """out (B, M, N) = a·bᵀ plus what the epilogue adds. With `add`, the product is added to a float32 out.
 
     a is (B, M, depth), or (B, depth, M) with `a_mn`. b is (B, N, depth), or (B, depth, N) with `b_mn`.
@@ -208,17 +233,21 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
     windows: makes it a convolution of images a (I, H, W, depth). Then out and addend are images of N channels, with a
     pixel for each window. b is (R, S, N, depth), or with `b_mn` (R, S, depth, N) with taps in reverse order, rotated by
     180°. All but a may have any strides.
+
+    parts: of the depth. A float32 out (parts, M, N) receives the product of each.
     """
+    if plan.splits > 1:
+        return _multiply_split(a, b, out, a_mn, b_mn, add, plan)
     (*lengths, rows, first_columns), split = out.shape, a.shape[1 if a_mn else -1]
     batches = 1
     if windows is None:
-        batches, = lengths
+        batches = lengths[0] // parts
     else:
         rows *= math.prod(lengths)
     columns = first_columns if out2 is None else first_columns + out2.shape[-1]
     depth = split if a2 is None else split + a2.shape[-1]
-    width, cluster, transposed = plan
-    tiles = _tiles(plan, rows, columns) * batches
+    width, cluster, transposed, *_ = plan
+    tiles = _tiles(plan, rows, columns) * batches * parts
     if transposed:
         a, b, a_mn, b_mn, rows, columns = b, a, b_mn, a_mn, columns, rows
     low_out = out.dtype != float32
@@ -248,7 +277,7 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
     launch(
         "gemm_sm90", "gemm_sm90", (tiles if cluster > 1 else min(tiles, multiprocessors()), 1, cluster), 384,
         (*operands, *results, bias, by_image, epilogue.rows_per_image, floats, np.int64(pitch), int(add), rows, columns,
-         depth, batches, split, columns if out2 is None else first_columns, *of_windows),
+         depth, batches, parts, split, columns if out2 is None else first_columns, *of_windows),
         shared, T=a.dtype, OUT=out.dtype, A_MN=int(a_mn), B_MN=int(b_mn), BN=width, CLUSTER=cluster,
         STAGES=stages, TRANSPOSED=transposed, WINDOWS=int(windows is not None),
         ADDS=int(epilogue.addend is not None and epilogue.gate is None), ACTIVATION=ACTIVATIONS[epilogue.activation],
@@ -257,12 +286,29 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
     )
 
 
+def _multiply_split(a: Array, b: Array, out: Array, a_mn: bool, b_mn: bool, add: bool, plan: Plan) -> None:
+    """`multiply` of one matrix with splits: first the rows of tiles that are whole, then the parts of the rest."""
+    first, alone = plan.whole * ROWS, plan._replace(splits=1, whole=0)
+
+    def of_rows(rows: slice) -> tuple[Array, Array, Array]:
+        cut, mn = (b, b_mn) if plan.transposed else (a, a_mn)
+        cut = cut[..., rows] if mn else cut[:, rows]
+        return (a, cut, out[..., rows]) if plan.transposed else (cut, b, out[:, rows])
+
+    if first:
+        multiply(*of_rows(slice(first)), Epilogue(), a_mn, b_mn, add, alone)
+    a, b, rest = of_rows(slice(first, None))
+    parts = empty((plan.splits, *rest.shape[1:]), float32)
+    multiply(a, b, parts, Epilogue(), a_mn, b_mn, False, alone, parts=plan.splits)
+    add_parts(parts, rest[0], add)
+
+
 def _fit(plan: Plan, b_mn: bool, low_out: bool, reads: bool, keeps: bool) -> tuple[int, int]:
     """Stages of operands, and bytes of shared memory for them, for a tile's results and biases, and for barriers.
 
     low_out: the result has 16 bits. reads: an addend or a factor is read beside it. keeps: `aux` is stored beside it.
     """
-    width, cluster, _ = plan
+    width, cluster, *_ = plan
     stage, rest = (ROWS + (blocks(width, 64) * 64 if b_mn else width)) * ROW_BYTES, BARRIER_BYTES
     if low_out:
         panels = width // cluster // 64
