@@ -24,7 +24,7 @@
 //             no `other` then.
 //   out2      under KEEPS: v beside GATES, f'(v) beside ACTIVATION, for the backward to multiply by.
 //   floats    under SUMS, beside MULTIPLIES and of one matrix: (ceil(M / 64), N), the sums of each 64 rows of out.
-//   parts     of the depth, each with a result of its own: out is (batches, parts, M, N). 1 unless OUT=float.
+//   parts     of the depth, each with a result of its own: out is (batches, parts, M, N). 1 unless OUT=float and CLUSTER=1.
 // Row lengths of out are multiples of 8. All rows start at multiples of 16 bytes.
 //
 // WINDOWS: a convolution of R × S taps, as a product of one matrix.
@@ -95,7 +95,8 @@ struct Tile {
         result = index / (rows * columns);
         index -= result * rows * columns;
         batch = result / sizes.parts;
-        int steps = sizes.steps(), part = CLUSTER > 1 ? rank : result - batch * sizes.parts, parts = CLUSTER > 1 ? CLUSTER : sizes.parts;
+        int part = CLUSTER > 1 ? rank : result - batch * sizes.parts, parts = CLUSTER > 1 ? CLUSTER : sizes.parts;
+        int steps = sizes.steps();
         first = steps * part / parts, last = steps * (part + 1) / parts;
         int band = index / (BAND * columns), height = min(BAND, rows - band * BAND);
         index -= band * BAND * columns;

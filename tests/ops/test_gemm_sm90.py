@@ -120,6 +120,7 @@ def test_every_plan_covers_the_result_and_fits(monkeypatch, size, low_out):
     out = np.zeros((1, rows, columns), HALF if low_out else np.float32)
     a, b = (np.zeros((1, n, depth) if low_out else (1, depth, n), HALF) for n in (rows, columns))
     plans, launches = list(sm90.plans(rows, columns, depth, low_out)), []
+    assert all(plan.splits == 1 for plan in sm90.plans(rows, columns, depth, low_out, 3)), "one matrix alone is split"
     for plan in plans:
         for epilogue in [Epilogue(), *beside(out, out)] if low_out else [Epilogue()]:
             sm90.multiply(a, b, out, epilogue, not low_out, not low_out, False, plan)
@@ -192,30 +193,38 @@ def test_many_tiles_of_three_panels(hopper, rng, columns):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [(200, 136, 1032), (264, 520, 72), (776, 136, 4100)], ids=str)
+@pytest.mark.parametrize("size", [(200, 136, 1032), (264, 520, 72), (776, 136, 4104)], ids=str)
 @pytest.mark.parametrize("add", [False, True])
 def test_every_plan_of_a_product_of_floats(hopper, monkeypatch, rng, size, add):
-    """Both operands lie along the result's axes; the depth is no multiple of a step."""
+    """Operands along the result's axes, those of splits along the depth too, which is no multiple of a step. The
+    result's rows are slices of longer ones; what lies beside it stays."""
     rows, columns, depth = size
     a, b = (rng.standard_normal((depth, n)).astype(ml_dtypes.bfloat16) for n in (rows, columns))
-    before = rng.standard_normal((rows, columns)).astype(np.float32)
-    expected = a.astype(float).T @ b.astype(float) + (before if add else 0)
+    before = np.full((rows, columns + 16), np.nan, np.float32)
+    if add:
+        before[:] = rng.standard_normal(before.shape)
+    expected = a.astype(float).T @ b.astype(float) + (before[:, 8:-8] if add else 0)
     plans = []
     for count in (132, 4):  # with four there are rows of tiles that are not split
         with monkeypatch.context() as patch:
             patch.setattr(convolution, "multiprocessors", lambda count=count: count)
             plans += [plan for plan in sm90.plans(rows, columns, depth, False) if plan not in plans]
     assert rows < 776 or {plan.whole > 0 for plan in plans if plan.splits > 1} == {False, True}
-    for plan in plans:
+    cases = [(plan, True) for plan in plans]
+    if depth % 8 == 0:  # rows along the depth begin at multiples of 16 bytes
+        cases += [(plan, False) for plan in plans if plan.splits > 1 and plan.columns == 256]
+    for plan, mn in cases:
         found = []
         for count in (132, 2):
             monkeypatch.setattr(sm90, "multiprocessors", lambda count=count: count)
-            out = Tensor(before if add else np.full((rows, columns), np.nan, np.float32), device="cuda").data[None]
-            x, dout = (Tensor(array, device="cuda").data[None] for array in (b, a))
-            sm90.multiply(dout, x, out, Epilogue(), True, True, add, plan)
-            found.append(Tensor(out).numpy()[0])
-        assert relative_error(found[0], expected) < 1e-4, plan
-        assert found[0].tobytes() == found[1].tobytes(), plan
+            out = Tensor(before, device="cuda")
+            dout, x = (Tensor(array if mn else array.T.copy(), device="cuda").data[None] for array in (a, b))
+            sm90.multiply(dout, x, out.data[None][:, :, 8:-8], Epilogue(), mn, mn, add, plan)
+            found.append(out.numpy())
+        assert relative_error(found[0][:, 8:-8], expected) < 1e-4, (plan, mn)
+        assert found[0].tobytes() == found[1].tobytes(), (plan, mn)
+        np.testing.assert_array_equal(found[0][:, :8], before[:, :8])
+        np.testing.assert_array_equal(found[0][:, -8:], before[:, -8:])
 
 
 @pytest.mark.gpu

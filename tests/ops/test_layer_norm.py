@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from cudiff.ops.layer_norm import layer_norm
+from cudiff.ops.layer_norm import _cut, layer_norm
 from cudiff.tensor import Tensor
 from tests.check import check_needed, check_op, relative_error, torch
 
@@ -75,3 +75,12 @@ def test_shapes_that_do_not_fit():
 def test_parameters_that_are_of_no_image(x, weight, bias):
     with pytest.raises(ValueError, match="do not fit x"):
         layer_norm(*(Tensor(np.zeros(shape, np.float32)) for shape in (x, weight, bias)))
+
+
+@pytest.mark.parametrize("shared, groups, at_once, tiles", [
+    (256, 128, 396, 6), (256, 32, 396, 12), (256, 256, 528, 4), (256, 500, 396, 3), (100, 1, 528, 13), (7, 2, 396, 1),
+    (0, 1, 396, 1), (256, 0, 396, 32),
+])
+def test_tiles_fill_whole_waves_of_blocks(shared, groups, at_once, tiles):
+    """As measured on an H200; of eight rows or more, and one at least."""
+    assert _cut(shared, groups, 4, at_once) == tiles

@@ -67,7 +67,8 @@ def matmul(a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = Fa
     """out = or, with `add`, += a·b for batches of CUDA matrices. Returns `out` (B, m, n); None makes one in a's dtype.
 
     a is (B, m, k), or (B, k, m) with transpose_a. b is (B, k, n), or (B, n, k) with transpose_b; it is cast to a's
-    dtype. A batch of one serves the whole batch.
+    dtype. A batch of one serves the whole batch. Inside a `deferred` block a float32 out may be whole only after
+    `Queue.before_read(out)`.
     """
     b = b if b.dtype == a.dtype else b.astype(a.dtype)
     if out is None:
