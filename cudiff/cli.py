@@ -27,7 +27,7 @@ from cudiff.play.command import play
 from cudiff.registry import SAMPLERS
 from cudiff.sample_command import add_arguments as add_sample_arguments
 from cudiff.sample_command import check_options, sample, texts
-from cudiff.threads import keep_freed_memory
+from cudiff.threads import CORES, keep_freed_memory
 
 
 class _Console(Console):
@@ -161,11 +161,14 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    demo = command("demo", _demo, "train on drawn digits and sample them, in about two minutes on a CPU", "[options]")
+    demo = command("demo", _demo, "train on drawn digits and sample them, in about a minute on a CPU", "[options]")
     demo.add_argument("--folder", type=expanduser, metavar="PATH", default="runs/demo",
                       help="where the pictures go (default runs/demo)")
     demo.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, noise and samples (default 0)")
     demo.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), metavar="auto|cpu|cuda")
+    demo.add_argument("--processes", type=int, metavar="N",
+                      help="that train on a CPU (default 2 where it has two cores or more)")
+    demo.set_defaults(gpus=None, timeout=10.0)
 
     train = command("train", _train, "train a model", "[--preset NAME | --config FILE | --resume PATH] [options]")
     train.epilog = (
@@ -280,7 +283,10 @@ def _counts(text: str) -> list[int]:
 def _demo(options: argparse.Namespace) -> None:
     from cudiff.demo import demo
 
-    demo(Path(options.folder), options.seed, options.device, console)
+    if options.processes is None:
+        options.processes = 2 if CORES > 1 and processes.on_cpu(options.device) else 1
+    group = processes.joined_by(options, options.device, console)
+    demo(Path(options.folder), options.seed, options.device, console, group)
 
 
 def _train(options: argparse.Namespace) -> None:

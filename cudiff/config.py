@@ -429,7 +429,7 @@ reserve([
 ])
 
 PRESETS = {
-    # A model that a laptop's CPU trains in two minutes. A norm over one channel would take out a class embedding added
+    # A model that a laptop's CPU trains in a minute. A norm over one channel would take out a class embedding added
     # before it: hence two a group, and use_scale_shift_norm (with one a group 94 % of samples as asked, not 83).
     # P_mean: the shape of a digit is decided at more noise than the details of a photo (97 % of them, not 93).
     "digits": Config(

@@ -12,6 +12,7 @@ from rich.console import Console
 from cudiff.config import PRESETS
 from cudiff.data import load_dataset
 from cudiff.display import TrainingDisplay
+from cudiff.distributed import ALONE, Group
 from cudiff.errors import CudiffError
 from cudiff.evaluate import train_classifier
 from cudiff.folder import check_free
@@ -33,8 +34,11 @@ class DemoResult:
     seconds: float
 
 
-def demo(folder: Path, seed: int = 0, device: str = "auto", console: Console | None = None) -> DemoResult:
+def demo(folder: Path, seed: int = 0, device: str = "auto", console: Console | None = None,
+         group: Group = ALONE) -> DemoResult | None:
     """Train a class-conditional U-Net on drawn 16x16 digits, sample it and judge the samples.
+
+    A group trains together; then its processes part, and all but the first one are done: they return None.
 
     Leaves samples.png (8x8, counting up from 0 row by row), denoising.gif, a checkpoint and, where matplotlib is
     installed, loss.png in `folder`, or where that holds a run already, in a new folder beside it. Raises Stopped where
@@ -46,15 +50,18 @@ def demo(folder: Path, seed: int = 0, device: str = "auto", console: Console | N
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     start = time.perf_counter()
-    folder = free_folder(folder)
+    folder = Path(group.exchange(str(free_folder(folder)))[0])
     config = PRESETS["digits"].replace(seed=seed, device=device, sample_every=0, save_every=0)
     training, test = load_dataset("digits"), load_dataset("digits", part="test")
-    trainer = Trainer(config, training, folder)
+    trainer = Trainer(config, training, folder, group=group)
     say(f"{len(training):,} drawn digits; a U-Net of {trainer.net.num_parameters():,} parameters on {trainer.device}")
     with TrainingDisplay(trainer.config, console) as display:
         trainer.run(display)
+    group.close()
     if trainer.stopped_by is not None:
         raise Stopped(trainer.stopped_by)
+    if not group.leads:
+        return None
     classes = np.arange(SAMPLES) % config.num_classes
     frames: list[np.ndarray] = []
     with console.status("training the classifier") as status:

@@ -21,7 +21,9 @@ import numpy as np
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_ALL = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+CORES = _ALL
+"""Those that this process takes: all that it may run on, or its `share`."""
 PART_BYTES = 4 << 20
 """Parts of 1 MB, which an L2 cache holds, were slower: each call into NumPy may have to wait for the interpreter lock,
 and waking a thread costs as much as a few hundred kB of work."""
@@ -33,6 +35,14 @@ unflagged = np.errstate(invalid="ignore")
 one machine, where all were finite: NumPy would warn of it."""
 
 _one_at_a_time = threading.Lock()  # BLAS has one number of threads for the whole process
+
+
+def share(processes: int) -> None:
+    """Have this process, and its BLAS, take their part of the cores, where so many processes work together here."""
+    global CORES
+    CORES = max(1, _ALL // processes)
+    for library, count in zip(_blas(), _blas_threads(), strict=True):
+        library.set_num_threads(min(count, CORES))
 
 
 def cut(count: int, item_bytes: int) -> list[slice]:
@@ -53,7 +63,6 @@ def parallel_map(function: Callable[[Part], Result], parts: Sequence[Part]) -> l
     """
     results: list[Any] = [None] * len(parts)
     tickets = iter(enumerate(parts))
-    handling = np.geterr()  # each thread has its own, a new one NumPy's defaults
 
     def work() -> None:
         for index, part in tickets:
@@ -64,7 +73,11 @@ def parallel_map(function: Callable[[Part], Result], parts: Sequence[Part]) -> l
             work()
 
     with _one_at_a_time, _one_blas_thread():
-        helpers = [_pool(os.getpid()).submit(help) for _ in range(min(CORES, len(parts)) - 1)]
+        if CORES == 1 or len(parts) == 1:
+            work()
+            return results
+        handling = np.geterr()  # each thread has its own, a new one NumPy's defaults
+        helpers = [_pool(os.getpid(), CORES - 1).submit(help) for _ in range(min(CORES, len(parts)) - 1)]
         try:
             work()
         finally:
@@ -75,21 +88,21 @@ def parallel_map(function: Callable[[Part], Result], parts: Sequence[Part]) -> l
 
 
 @functools.cache
-def _pool(process: int) -> ThreadPoolExecutor:
+def _pool(process: int, size: int) -> ThreadPoolExecutor:
     """The threads beside the calling one, of two cores or more; after a fork there are none."""
-    return ThreadPoolExecutor(CORES - 1, "cudiff")
+    return ThreadPoolExecutor(size, "cudiff")
 
 
 @contextlib.contextmanager
 def _one_blas_thread() -> Iterator[None]:
     """What threadpoolctl's `limit` does, which takes 21 µs for this one's 5: a training step asks 180 times."""
-    before = [library.get_num_threads() for library in _blas()]
-    for library in _blas():
+    many = [(library, count) for library in _blas() if (count := library.get_num_threads()) != 1]
+    for library, _ in many:
         library.set_num_threads(1)
     try:
         yield
     finally:
-        for library, count in zip(_blas(), before, strict=True):
+        for library, count in many:
             library.set_num_threads(count)
 
 
@@ -98,6 +111,12 @@ def _blas() -> list[Any]:
     from threadpoolctl import ThreadpoolController
 
     return ThreadpoolController().select(user_api="blas").lib_controllers
+
+
+@functools.cache
+def _blas_threads() -> list[int]:
+    """How many each library had before it was told."""
+    return [library.get_num_threads() for library in _blas()]
 
 
 def keep_freed_memory() -> None:

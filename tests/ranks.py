@@ -1,4 +1,4 @@
-"""Programs that tests run as several processes over MPI."""
+"""Programs that tests run as several processes: over MPI, or by `cudiff.distributed.launch.start`."""
 
 import os
 import shutil
@@ -29,14 +29,22 @@ def program(code):
     return [sys.executable, "-c", textwrap.dedent(code)]
 
 
-def run(size, command, within=120, cwd=ROOT):
+START = """
+import sys
+from cudiff.distributed.launch import start
+sys.exit(start(int(sys.argv[1]), sys.argv[2:]))
+"""
+
+
+def run(size, command, within=120, cwd=ROOT, mpi=True):
     """Exit code, output and errors of so many processes of a command.
 
     After `within` seconds they are ended, and the test fails with where each of them was.
     """
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/stacks'}"}
     environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    with subprocess.Popen([*mpiexec(), "-n", str(size), *command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+    launcher = [*mpiexec(), "-n"] if mpi else [sys.executable, "-c", START]
+    with subprocess.Popen([*launcher, str(size), *command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE, text=True, cwd=cwd, env=environment) as launcher:
         try:
             out, err = launcher.communicate(timeout=within)

@@ -470,7 +470,7 @@ def test_convert_starts_from_the_defaults_that_its_help_prints(cli, mistake, tmp
 def test_the_demo_is_given_its_options(cli, monkeypatch, words, given):
     asked = []
     monkeypatch.setattr("cudiff.demo.demo", lambda *arguments: asked.append(arguments[:3]))
-    assert cli("demo", *words)[0] == 0 and asked == [given]
+    assert cli("demo", "--processes", "1", *words)[0] == 0 and asked == [given]
 
 
 def test_help_names_every_command_and_fits(capsys):

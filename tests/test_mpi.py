@@ -6,13 +6,16 @@ from tests.ranks import program, run
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_sums_are_in_the_order_of_the_processes(size):
-    """Bit for bit, for lengths that the processes do not divide; the same everywhere; other arrays stay."""
+@pytest.mark.parametrize("mpi", [True, False], ids=["MPI", "shared memory"])
+def test_sums_are_in_the_order_of_the_processes(size, mpi):
+    """Bit for bit, for lengths that the processes do not divide; the same everywhere; other arrays stay. Shared memory
+    has place for 64 numbers at a time."""
     code, out, err = run(size, program("""
         import hashlib, os
         import numpy as np
-        from cudiff.distributed import join
+        from cudiff.distributed import join, shared
 
+        shared.CHUNK = 256
         group = join("cpu")
         for length in (1, 5, 1000):
             arrays = [np.random.default_rng([length, rank]).standard_normal(length).astype(np.float32) * 10.0**rank
@@ -37,8 +40,25 @@ def test_sums_are_in_the_order_of_the_processes(size):
         assert group.exchange(1.0) == [1.0] * group.size
         group.close()
         os.write(1, b"right\\n")
-    """))
+    """), mpi=mpi)
     assert (code, out, err) == (0, "right\n" * size, "")
+
+
+def test_processes_share_the_cores_and_leave_no_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    code, out, err = run(2, program("""
+        import os
+        from cudiff import threads
+        from cudiff.distributed import join
+
+        os.path.isdir = lambda path: path != "/dev/shm"
+        every = threads.CORES
+        with join("cpu"):
+            assert threads.CORES == max(1, every // 2) and os.listdir(os.environ["TMPDIR"]) == []
+        assert threads.CORES == every
+        os.write(1, b"right\\n")
+    """), mpi=False)
+    assert (code, out, err) == (0, "right\n" * 2, "") and not list(tmp_path.iterdir())
 
 
 def test_what_differs_is_told_once():
@@ -59,6 +79,9 @@ def test_a_launcher_without_mpi_is_told(monkeypatch):
     pytest.importorskip("mpi4py")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "another")
     code, _, err = run(1, program("""
         from cudiff.distributed import join
         from cudiff.errors import CudiffError

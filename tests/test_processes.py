@@ -1,4 +1,4 @@
-"""--gpus and --timeout: what is refused, what is started, and which GPU a process takes."""
+"""--gpus, --processes and --timeout: what is refused, what is started, and which GPU a process takes."""
 
 import os
 import sys
@@ -47,12 +47,29 @@ def test_who_starts_processes_keeps_no_weights(gpus, tmp_path, monkeypatch):
     assert len(gpus) == 2 and len(read) == 2 and not any(checkpoint.tensors for checkpoint in read)
 
 
+def test_processes_of_a_cpu_start_the_same_command(gpus, monkeypatch):
+    """The demo asks for two by itself where there are two cores."""
+    words = [*TRAIN, "--processes", "3", "--device", "cpu"]
+    assert main(words) == 7 and gpus.pop() == (3, [sys.executable, "-m", "cudiff", *words])
+    made = []
+    monkeypatch.setattr("cudiff.demo.demo", lambda *given: made.append(given[4].size))
+    for cores, device, started in ((2, "cpu", [2]), (1, "cpu", []), (2, "cuda", [])):
+        monkeypatch.setattr("cudiff.cli.CORES", cores)
+        assert main(["demo", "--device", device]) == (7 if started else 0)
+        assert [count for count, _ in gpus] == started
+        gpus.clear()
+    assert made == [1, 1]
+
+
 @pytest.mark.parametrize(
     "words, environment, told",
     [
         (["--gpus", "3"], {}, "--gpus 3, and 2 can be seen here"),
         (["--gpus", "0"], {}, "gpus must be"),
-        (["--gpus", "2", "--device", "cpu"], {}, "mpiexec -n 2 cudiff train"),
+        (["--gpus", "2", "--device", "cpu"], {}, "--processes 2"),
+        (["--processes", "2", "--device", "cuda"], {}, "--gpus for GPUs"),
+        (["--processes", "0", "--device", "cpu"], {}, "processes must be"),
+        (["--gpus", "2", "--processes", "2"], {}, "give one of them"),
         (["--gpus", "2"], {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "4 were started already: leave it out"),
         (["--timeout", "0"], {}, "timeout must be above 0"),
         (["--timeout", "nan"], {}, "timeout must be"),
@@ -66,7 +83,7 @@ def test_what_is_refused(gpus, monkeypatch, capsys, words, environment, told):
 
 
 def test_one_gpu_and_processes_of_the_launcher_start_none(gpus, monkeypatch):
-    options = SimpleNamespace(gpus=1, timeout=10.0, command="train", arguments=TRAIN)
+    options = SimpleNamespace(gpus=1, processes=None, timeout=10.0, command="train", arguments=TRAIN)
     console = Console()
     assert processes.joined_by(options, "cpu", console).size == 1
     monkeypatch.setenv(LAUNCHER, "1")

@@ -1,6 +1,7 @@
 """Training in several processes, over MPI on the CPU: the same run as one process that accumulates their parts."""
 
 import json
+import subprocess
 import sys
 
 import numpy as np
@@ -18,14 +19,18 @@ OPTIONS = {
 }
 
 
-def train(folder, size=1, *flags, **changes):
-    """`cudiff train` in so many processes; returns its exit code, output and errors."""
+def train(folder, size=1, *flags, mpi=True, **changes):
+    """`cudiff train` in so many processes, over MPI or by --processes; returns its exit code, output and errors."""
     options = OPTIONS | {name.replace("_", "-"): str(value) for name, value in changes.items()}
     words = ["train", "--flip", "--folder", str(folder), *flags]
     for name, value in options.items():
         words += [f"--{name}", value]
     if size == 1:
         return main(words), "", ""
+    if not mpi:
+        found = subprocess.run([sys.executable, "-m", "cudiff", *words, "--processes", str(size)],
+                               capture_output=True, text=True, timeout=120)
+        return found.returncode, found.stdout, found.stderr
     return run(size, [sys.executable, "-m", "cudiff", *words])
 
 
@@ -52,6 +57,7 @@ def assert_same(a, b):
 
 @pytest.mark.parametrize("size, changes", [
     pytest.param(2, {"log_every": 1}, id="two"),
+    pytest.param(2, {"log_every": 1, "mpi": False}, id="two that share memory"),
     pytest.param(2, {"accumulate": 2, "residency": "host"}, id="accumulating", marks=pytest.mark.slow),
     pytest.param(3, {}, id="three", marks=pytest.mark.slow),
     pytest.param(2, {"precision": "bf16"}, id="bf16", marks=pytest.mark.slow),

@@ -1,4 +1,4 @@
-"""Several processes that train one model, each on a GPU or a CPU of its own: which they are and how they talk."""
+"""Several processes that train one model, each on a GPU of its own or on a CPU: which they are and how they talk."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from cudiff.backend import Array, array_module, default_device, device_of
 from cudiff.errors import CudiffError
 from cudiff.signals import EXIT
+from cudiff.threads import share
 
 __all__ = ["ALONE", "Group", "join", "joined"]
 
@@ -128,6 +129,7 @@ class Group:
         gc.collect()
         self._engine.close()
         self._wire.close()
+        share(1)
         _joined = ALONE
 
     def fail(self, code: int, text: str) -> NoReturn:
@@ -153,11 +155,13 @@ def join(device: str = "auto", timeout: float = 600.0) -> Group:
 
     Call it before anything is done on a GPU: of those that are visible a process takes that of its local number.
     timeout: seconds that one may be late here, or take for a step or a batch, before all are ended.
-    Raises CudiffError where they cannot meet, where NCCL or, on the CPU, mpi4py is not installed, and where a GPU is
-    missing.
+    On a CPU processes of one machine share memory. Those that mpiexec or srun has started, there and on several
+    machines, talk by MPI.
+    Raises CudiffError where they cannot meet, where NCCL or MPI's mpi4py is needed and not installed, and where a GPU
+    is missing.
     """
     from cudiff.distributed import wire
-    from cudiff.distributed.launch import place
+    from cudiff.distributed.launch import place, shares_memory
 
     global _joined
     own = place()
@@ -167,7 +171,7 @@ def join(device: str = "auto", timeout: float = 600.0) -> Group:
         _take_gpu(own.local_rank, own.local_size)
     device = default_device() if device == "auto" else device
     engine: Any = None
-    if device == "cpu":
+    if device == "cpu" and not shares_memory(own):
         from cudiff.distributed.mpi import MPI
 
         engine = MPI(own)
@@ -177,7 +181,12 @@ def join(device: str = "auto", timeout: float = 600.0) -> Group:
     connections = wire.accept(server, own, timeout) if server else wire.call(own, timeout)
     line = wire.Wire(own, connections, timeout)
     _joined = Group(own.rank, own.size, line)  # from here on a failure is everybody's
-    if engine is None:
+    if engine is None and device == "cpu":
+        from cudiff.distributed.shared import SharedMemory
+
+        engine = SharedMemory(own.rank, own.size, line.exchange)
+        share(own.local_size)
+    elif engine is None:
         from cudiff.cuda.device import bus_address
         from cudiff.cuda.nccl import Nccl
 
