@@ -166,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
                       help="where the pictures go (default runs/demo)")
     demo.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, noise and samples (default 0)")
     demo.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), metavar="auto|cpu|cuda")
-    demo.add_argument("--processes", type=int, metavar="N",
+    demo.add_argument("--processes", type=int, choices=(1, 2, 4, 8), metavar="1|2|4|8",
                       help="that train on a CPU (default 2 where it has two cores or more)")
     demo.set_defaults(gpus=None, timeout=10.0)
 
@@ -284,7 +284,8 @@ def _demo(options: argparse.Namespace) -> None:
     from cudiff.demo import demo
 
     if options.processes is None:
-        options.processes = 2 if CORES > 1 and processes.on_cpu(options.device) else 1
+        alone = processes.place().size == 1
+        options.processes = 2 if alone and CORES > 1 and processes.on_cpu(options.device) else None
     group = processes.joined_by(options, options.device, console)
     demo(Path(options.folder), options.seed, options.device, console, group)
 
