@@ -7,11 +7,12 @@ import secrets
 import numpy as np
 
 from cudiff.backend import Array
+from cudiff.distributed.engine import Engine
 from cudiff.distributed.launch import Place
 from cudiff.errors import CudiffError
 
 
-class MPI:
+class MPI(Engine):
     """The processes that one mpiexec or srun has started.
 
     Raises CudiffError where mpi4py is not installed or knows of others than `place` does.
@@ -52,23 +53,6 @@ class MPI:
         self._world.Allgather(total, parts)
         array.reshape(-1)[:] = parts.reshape(-1)[: array.size]
 
-    def start_sums(self, arrays: list[Array]) -> None:
-        """Sum them, one after the other, at once."""
-        for array in arrays:
-            self.all_reduce(array)
-
-    def finish_sums(self) -> None:
-        """Nothing: all are summed."""
-
     def broadcast(self, array: Array, root: int) -> None:
         """Copy process `root`'s array, C-contiguous, to all."""
         self._world.Bcast(array.view(np.uint8) if array.ndim else array.reshape(1).view(np.uint8), root)
-
-    def all_gather(self, parts: list[Array]) -> None:
-        """Copy each process's part to all, one after the other."""
-        for rank, part in enumerate(parts):
-            if part.size:
-                self.broadcast(part, rank)
-
-    def close(self) -> None:
-        """Nothing: mpi4py finalises MPI as the interpreter ends."""

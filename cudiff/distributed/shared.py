@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import Array
+from cudiff.distributed.engine import Engine
 from cudiff.errors import CudiffError
 
 CHUNK = 4 << 20
 """Bytes that a process has to say at a time. Of a longer array one chunk follows the other."""
 
 
-class SharedMemory:
+class SharedMemory(Engine):
     """The processes of one machine, with CHUNK bytes of shared memory for each.
 
     exchange: `Wire.exchange`, which waits for all. It takes 130 to 260 µs between two processes. Raises CudiffError
@@ -52,14 +53,6 @@ class SharedMemory:
             self._exchange(None)
             chunk[...] = slots[0]
 
-    def start_sums(self, arrays: list[Array]) -> None:
-        """Sum them, one after the other, at once."""
-        for array in arrays:
-            self.all_reduce(array)
-
-    def finish_sums(self) -> None:
-        """Nothing: all are summed."""
-
     def broadcast(self, array: Array, root: int) -> None:
         """Copy process `root`'s array, C-contiguous, to all."""
         for chunk in self._chunks(array.reshape(-1).view(np.uint8)):
@@ -68,15 +61,6 @@ class SharedMemory:
                 said[...] = chunk
             self._exchange(None)
             chunk[...] = said
-
-    def all_gather(self, parts: list[Array]) -> None:
-        """Copy each process's part to all, one after the other."""
-        for rank, part in enumerate(parts):
-            if part.size:
-                self.broadcast(part, rank)
-
-    def close(self) -> None:
-        """Nothing: the memory goes with the object."""
 
     def _next(self) -> Array:
         """The other half: a chunk for each process."""

@@ -1,0 +1,32 @@
+"""What the ways to sum and copy arrays between processes on CPUs have in common."""
+
+from __future__ import annotations
+
+from cudiff.backend import Array
+
+
+class Engine:
+    """A subclass has `all_reduce(array)` and `broadcast(array, root)`, as `Group` says."""
+
+    def all_reduce(self, array: Array) -> None:
+        raise NotImplementedError
+
+    def broadcast(self, array: Array, root: int) -> None:
+        raise NotImplementedError
+
+    def start_sums(self, arrays: list[Array]) -> None:
+        """Sum them, one after the other, at once."""
+        for array in arrays:
+            self.all_reduce(array)
+
+    def finish_sums(self) -> None:
+        """Nothing: all are summed."""
+
+    def all_gather(self, parts: list[Array]) -> None:
+        """Copy each process's part to all, one after the other."""
+        for rank, part in enumerate(parts):
+            if part.size:
+                self.broadcast(part, rank)
+
+    def close(self) -> None:
+        """Nothing: shared memory goes with its object, MPI as the interpreter ends."""
