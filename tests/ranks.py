@@ -43,8 +43,8 @@ def run(size, command, within=120, cwd=ROOT, mpi=True):
     """
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/stacks'}"}
     environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    launcher = [*mpiexec(), "-n"] if mpi else [sys.executable, "-c", START]
-    with subprocess.Popen([*launcher, str(size), *command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+    begin = [*mpiexec(), "-n"] if mpi else [sys.executable, "-c", START]
+    with subprocess.Popen([*begin, str(size), *command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE, text=True, cwd=cwd, env=environment) as launcher:
         try:
             out, err = launcher.communicate(timeout=within)

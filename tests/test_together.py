@@ -1,4 +1,4 @@
-"""Training in several processes, over MPI on the CPU: the same run as one process that accumulates their parts."""
+"""Training in several processes on the CPU: the same run as one process that accumulates their parts."""
 
 import json
 import subprocess

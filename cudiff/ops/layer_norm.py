@@ -71,10 +71,10 @@ class LayerNorm(Function):
     def backward_cuda(ctx, dout, needs, into):
         x, weight, mean, rstd = ctx.saved
         channels, (shared, groups, tiles) = weight.shape[-1], _tiles(x, weight, "backward")
-        dx, dweight, dbias = (
-            gradient_target(target, array.shape, dtype) if need else (None, False)
-            for need, target, array, dtype in zip(
-                needs, into, (x, weight, weight), (x.dtype, float32, float32), strict=True)
+        dx = gradient_target(into[0], x.shape, x.dtype) if needs[0] else (None, False)
+        dweight, dbias = (
+            gradient_target(target, weight.shape, float32) if need else (None, False)
+            for need, target in zip(needs[1:], into[1:], strict=True)
         )
         threads, constants = _threads(x, dout, dx[0], weight)
         sums = empty((2, groups, tiles, channels), float32) if needs[1] or needs[2] else (None, None)

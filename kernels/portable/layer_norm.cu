@@ -11,7 +11,8 @@
 
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
 constexpr int ROWS = WARPS == 1 ? 4 : 1;  // that a block works on at a time
-constexpr int HELD = PACKS * V <= 40 ? PACKS : 1;  // unrolling of loops over a row; more elements lie in local memory
+constexpr int ELEMENTS = PACKS * V;  // of a row, that a thread holds
+constexpr int HELD = ELEMENTS <= 40 ? PACKS : 1;  // unrolling of loops over a row; more elements lie in local memory
 
 // Blocks that a multiprocessor's registers are to suffice for, at least. normalize needs fewer, so that more may fit.
 #if __CUDA_ARCH__ == 900
@@ -19,7 +20,7 @@ constexpr bool LIMITED = VEC && sizeof(T) == 2 && WARPS == 1;
 #else
 constexpr bool LIMITED = false;  // sm_86 would spill
 #endif
-constexpr int HOLDS = PACKS * V, AT_ONCE = !LIMITED ? 1 : HOLDS > 24 ? 3 : HOLDS > 16 ? 4 : HOLDS > 8 ? 5 : 7;
+constexpr int AT_ONCE = !LIMITED ? 1 : ELEMENTS > 24 ? 3 : ELEMENTS > 16 ? 4 : ELEMENTS > 8 ? 5 : 7;
 
 // The column of this thread's n-th pack.
 __device__ __forceinline__ int column(int n) { return (n * 32 * WARPS + threadIdx.x) * V; }
