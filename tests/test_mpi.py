@@ -53,7 +53,8 @@ def test_processes_share_the_cores_and_leave_no_file(tmp_path, monkeypatch):
 
         os.path.isdir = lambda path: path != "/dev/shm"
         every = threads.CORES
-        with join("cpu"):
+        with join("cpu") as group:
+            group.exchange("process 0 has removed it")
             assert threads.CORES == max(1, every // 2) and os.listdir(os.environ["TMPDIR"]) == []
         assert threads.CORES == every
         os.write(1, b"right\\n")
