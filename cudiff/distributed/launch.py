@@ -64,10 +64,9 @@ def place(environment: Mapping[str, str] | None = None) -> Place:
     return Place()
 
 
-def shares_memory(place: Place, environment: Mapping[str, str] | None = None) -> bool:
+def shares_memory(place: Place) -> bool:
     """Whether the processes, on CPUs, can share memory: all are of this machine, and torchrun or `start` began them."""
-    given = os.environ if environment is None else environment
-    return place.local_size == place.size and all(name in given for name in _VARIABLES["torchrun"][:2])
+    return place.local_size == place.size and all(name in os.environ for name in _VARIABLES["torchrun"][:2])
 
 
 def _placed(given: Mapping[str, str], *names: str) -> Place:
