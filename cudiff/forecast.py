@@ -50,12 +50,12 @@ def check_model(net: Module, config: Config, device: str, processes: int) -> Non
 def model_bytes(net: Module, config: Config, processes: int = 1) -> int:
     """What training holds of a model: weights, gradient and their average in float32, the moments of its optimiser, and
     16-bit copies of weights and average; each parameter padded as `FlatParameters` does. With `shard` each of several
-    `processes` holds a part of moments and average, and no 16-bit copy of that."""
+    `processes` holds a part of moments and average, no 16-bit copy of that, and the others' gradients of its part."""
     size = sum(-(-parameter.size // BLOCK) * BLOCK for parameter in net.parameters())
     moments = len((SGD if config.optimizer == "sgd" else Adam).moments)
     copy = 2 if is_low(PRECISIONS[config.precision]) else 0
     if config.shard and processes > 1:
-        return size * (4 * 2 + copy) + -(-size * 4 * (1 + moments) // processes)
+        return size * (4 * 2 + copy) + -(-size * 4 * (1 + moments + processes - 1) // processes)
     return size * (4 * (3 + moments) + 2 * copy)
 
 

@@ -188,10 +188,11 @@ def _batches() -> None:
 
 def _optimisers() -> None:
     buffers = [Tensor(np.ones(96, np.float32), device="cuda") for _ in range(4)]
-    scalars, counters = Tensor(np.zeros(8, np.float32), device="cuda"), Tensor(np.zeros(3, np.int32), device="cuda")
+    scalars = Tensor(np.zeros(len(optim.Scalar), np.float32), device="cuda")
+    counters = Tensor(np.zeros(len(optim.Counter), np.int32), device="cuda")
     decay = Tensor(np.ones(3, np.uint8), device="cuda")
     compute_copy = Tensor(np.ones(96, ml_dtypes.bfloat16), device="cuda")
-    optim.step_scalars(scalars, counters, buffers[1], lr=0.1, betas=(0.9, 0.99))
+    optim.step_scalars(scalars, counters, optim.square_sums(buffers[1]), lr=0.1, betas=(0.9, 0.99))
     optim.adam(*buffers, scalars, decay, compute_copy, weight_decay=0.1)
     optim.sgd(*buffers[:3], scalars, decay, compute_copy, momentum=0.9)
     optim.lion(*buffers[:3], scalars, decay, compute_copy, weight_decay=0.1)

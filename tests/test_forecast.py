@@ -116,7 +116,7 @@ class Two(Group):
     def broadcast(self, array, root=0):
         pass
 
-    start_sums = finish_sums = all_reduce = lambda self, *arrays: None
+    register = start_sums = finish_sums = all_reduce = lambda self, *given: None
 
 
 SMALL = PRESETS["digits"].replace(image_size=32, model_channels=32, num_head_channels=32, num_res_blocks=2,

@@ -90,7 +90,7 @@ def test_sums_and_copies_are_in_place_on_the_current_stream(library):
 def test_sums_beside_others_wait_for_what_was_before_and_are_waited_for(library):
     engine = nccl.Nccl(0, 2, lambda value: [value, ""])
     library.calls.clear()
-    engine.start_sums([ARRAY, ARRAY])
+    engine.start_sums([ARRAY, ARRAY], 0)
     engine.finish_sums()
     one = ("allReduce", 1234, 1234, 10, 7, 0, 77)
     assert library.calls == [("record", 99), ("wait", 77), ("start",), one, one, ("end",), ("record", 77), ("wait", 99)]

@@ -24,7 +24,8 @@ class Doubling:
     def __init__(self):
         self.sums, self.finished = [], 0
 
-    def start_sums(self, arrays):
+    def start_sums(self, arrays, number):
+        assert number == 0 or self.sums
         for array in arrays:
             array *= 2
         self.sums.append([array.size for array in arrays])
@@ -85,7 +86,13 @@ class OnHost(Group):
     def broadcast(self, array, root=0):
         pass
 
-    start_sums = finish_sums = lambda self, *arrays: None
+    register = start_sums = finish_sums = all_reduce = lambda self, *given: None
+
+    def peers(self, array):
+        return []
+
+    def gather_sums(self, array):
+        return self.gather(array)
 
 
 def test_passes_of_one_process_flush_as_those_of_several(host_of, tmp_path, monkeypatch):

@@ -1,6 +1,9 @@
 """Sharded optimiser state (ZeRO, stage 1): each process holds and updates its part, to the same bits as without."""
 
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from cudiff.distributed import ALONE, Group
 from cudiff.distributed.shards import Shards
 from cudiff.errors import CudiffError
 from cudiff.nn import Module
+from cudiff.ops.optim import Flag
 from cudiff.optim import EMA, SGD, AdamW, Lion, Muon, RMSprop
 from cudiff.train import Trainer
 from tests.ranks import program, run
@@ -57,8 +61,31 @@ def test_process_0_has_the_whole(rank, found):
 class Apart(Group):
     """A process that hears nothing from the others: its own part of everything goes on."""
 
+    def all_reduce(self, array):
+        pass
+
+    def peers(self, array):
+        return []
+
+    def gather_sums(self, array):
+        return self.gather(array)
+
     def all_gather(self, parts):
         pass
+
+
+class Summed(Apart):
+    """A process whose sums are those of all, which are threads here; weights it does not get."""
+
+    def __init__(self, rank, size, barrier, given):
+        super().__init__(rank, size)
+        self.barrier, self.given = barrier, given
+
+    def all_reduce(self, array):
+        self.given[self.rank] = array.copy()
+        self.barrier.wait()
+        array[...] = np.sum(self.given, axis=0)
+        self.barrier.wait()
 
 
 class Net(Module):
@@ -109,8 +136,11 @@ def stepped(kind, group):
 @pytest.mark.parametrize("processes", [2, 3, 7])
 def test_parts_put_together_are_the_whole_update(kind, processes):
     whole, average = stepped(kind, ALONE)
-    for rank in range(processes):
-        optimizer, ema = stepped(kind, Apart(rank, processes))
+    barrier, given = threading.Barrier(processes, timeout=60), [None] * processes
+    with ThreadPoolExecutor(processes) as threads:
+        groups = [Summed(rank, processes, barrier, given) for rank in range(processes)]
+        made = list(threads.map(partial(stepped, kind), groups))
+    for optimizer, ema in made:
         own = optimizer._shards.own
         np.testing.assert_array_equal(optimizer.flat.data[own], whole.flat.data[own])
         for name, buffer in optimizer.buffers.items():
@@ -118,7 +148,9 @@ def test_parts_put_together_are_the_whole_update(kind, processes):
         if optimizer.ema is not None:
             np.testing.assert_array_equal(ema.held[0], average.held[0][own])
             assert ema.held[1] is None
-        np.testing.assert_array_equal(optimizer.flat.compute_copy[own], whole.flat.data[own].astype(bfloat16))
+        trained = np.repeat(whole.flat.flags & Flag.FROZEN == 0, 32)[own]
+        copies = optimizer.flat.compute_copy[own]
+        np.testing.assert_array_equal(copies[trained], whole.flat.data[own][trained].astype(bfloat16))
         assert optimizer.metrics() == whole.metrics()
     assert np.count_nonzero(whole.flat.data)
 
@@ -193,7 +225,7 @@ def test_a_step_on_a_gpu_updates_a_part_and_gathers_the_weights(host_of, tmp_pat
     data = Dataset(np.zeros((64, 16, 16, 1), np.uint8), np.arange(64, dtype=np.int32) % 10, 10)
     group, sizes = Noting(), []
     trainer = Trainer(config.replace(sample_every=0), data, tmp_path / "run", group=group)
-    host.watch = lambda launch: sizes.append(launch.args[9]) if launch.name == "adam" else None
+    host.watch = lambda launch: sizes.append(launch.args[10]) if launch.name == "adam" else None
     group.gathered.clear()
     trainer.train_step()
     flat = trainer.net.flat

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from signal import SIGINT
 from typing import Any, NoReturn
@@ -38,13 +38,36 @@ class Group:
         if self.size > 1:
             self._engine.all_reduce(array)
 
-    def start_sums(self, arrays: list[Array]) -> None:
-        """Begin to `all_reduce` arrays beside what follows; on a GPU on a stream of its own."""
-        self._engine.start_sums(arrays)
+    def register(self, gradient: Array, weights: Array, parts: Sequence[slice]) -> None:
+        """Say that sums and updates are of these buffers, of which each process updates its part.
+
+        GPUs of one machine may then map each other's memory, until another call or `close`. All processes call it.
+        """
+        if self.size > 1:
+            self._engine.register(gradient, weights, parts)
+
+    def start_sums(self, arrays: list[Array], number: int) -> None:
+        """Begin to `all_reduce` arrays beside what follows; on a GPU on a stream of its own. Of a registered gradient
+        `peers` may be left to add. number: of such calls since the step began, from 0."""
+        self._engine.start_sums(arrays, number)
 
     def finish_sums(self) -> None:
         """Have what follows on the current stream wait for the sums that were begun."""
         self._engine.finish_sums()
+
+    def peers(self, array: Array) -> list[tuple[int, int]]:
+        """For a slice of this process's part of registered weights, of each other process the address where these lie
+        in its memory, and where its gradients of them lie in this one's; empty where all is summed.
+
+        From `finish_sums` to `all_gather` the sum is that with these gradients, and after a `gather_sums` an update
+        writes to these weights too, of which no process reads its own any more.
+        """
+        return self._engine.peers(array) if self.size > 1 else []
+
+    def gather_sums(self, array: Array) -> Array:
+        """As `gather`, of one array in a step, between `finish_sums` and its update."""
+        gathered = self._engine.gather_sums(array)
+        return self.gather(array) if gathered is None else gathered
 
     def gather(self, array: Array) -> Array:
         """Every process's array, float32, by rank: (size, ...). A captured step holds it."""
@@ -193,7 +216,7 @@ def join(device: str = "auto", timeout: float = 600.0) -> Group:
         if own.local_size == own.size:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # NCCL would meet on a network
         _check_apart(line.exchange([os.uname().nodename, bus_address()]))
-        engine = Nccl(own.rank, own.size, line.exchange)
+        engine = Nccl(own.rank, own.size, line.exchange, own.local_size == own.size)
     _joined._engine = engine
     return _joined
 

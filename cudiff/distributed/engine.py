@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cudiff.backend import Array
 
 
@@ -14,7 +16,18 @@ class Engine:
     def broadcast(self, array: Array, root: int) -> None:
         raise NotImplementedError
 
-    def start_sums(self, arrays: list[Array]) -> None:
+    def register(self, gradient: Array, weights: Array, parts: Sequence[slice]) -> None:
+        """Nothing: they are summed and copied as all arrays are."""
+
+    def peers(self, array: Array) -> list[tuple[int, int]]:
+        """None: sums are whole, and `all_gather` copies."""
+        return []
+
+    def gather_sums(self, array: Array) -> Array | None:
+        """None: as all arrays are."""
+        return None
+
+    def start_sums(self, arrays: list[Array], number: int) -> None:
         """Sum them, one after the other, at once."""
         for array in arrays:
             self.all_reduce(array)

@@ -10,22 +10,42 @@ import numpy as np
 from cudiff.backend import Array, array_module, device_of, to_device
 from cudiff.distributed import ALONE, Group
 
-ALIGNMENT = 32
-"""Elements of which parts are multiples: an update's flag is of 32, and its kernel reads 16 bytes at once."""
+LEAST, SUMS = 32, 2**14
+"""An update's flag is of 32 elements, so parts are multiples of them. A gradient's norm is of at most SUMS sums."""
 
 
 class Shards:
     """Which of `size` elements each process of a group has; one process has all.
 
-    Attributes: group, parts (a slice for each process, by rank; the last ones may be shorter, or empty), own (this
-    process's), shared (whether there are several).
+    Attributes
+    ----------
+    group : Group
+    parts : a slice for each process, by rank; the last ones may be shorter, or empty
+    own : this process's
+    shared : whether there are several
+    chunk : elements whose squares are added at a time for the gradient's norm. It does not depend on the number of
+        processes, and parts are multiples of it, so that all find the norm that one would.
     """
 
     def __init__(self, size: int, group: Group = ALONE):
-        each = -(-size // (ALIGNMENT * group.size)) * ALIGNMENT
+        self.chunk = LEAST
+        while self.chunk * SUMS < size:
+            self.chunk *= 2
+        self._chunks = -(-size // (self.chunk * group.size))
+        each = self._chunks * self.chunk
         bounds = [min(rank * each, size) for rank in range(group.size + 1)]
         self.group, self.parts = group, [slice(start, stop) for start, stop in pairwise(bounds)]
         self.own, self.shared = self.parts[group.rank], group.size > 1
+
+    def sums(self, own: Array) -> Array:
+        """The sums of all processes' chunks, by rank, from those of this process's: float32, one for each chunk. There
+        may be zeros at the end. Once a step, before the update."""
+        if not self.shared:
+            return own
+        if own.size < self._chunks:
+            part, own = own, array_module(device_of(own)).zeros(self._chunks, own.dtype)
+            own[: part.size] = part
+        return self.group.gather_sums(own).reshape(-1)
 
     def all_gather(self, buffer: Array) -> None:
         """Give all processes each one's part of a buffer of `size` elements, in place; a captured step holds it."""

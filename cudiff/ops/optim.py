@@ -1,14 +1,15 @@
 """Optimiser steps on flat float32 buffers, in place: the scalars of a step, Adam(W), SGD, RMSprop, Lion, EMA.
 
 All that changes from step to step is in two small device buffers, so that a captured step does not freeze it:
-`counters`, int32 (3,), ordered as `Counter`, and `scalars`, float32 (8,), ordered as `Scalar`.
+`counters`, int32 (3,), ordered as `Counter`, and `scalars`, float32 (7,), ordered as `Scalar`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import IntEnum, IntFlag
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,10 +17,20 @@ from cudiff.backend import Array, bfloat16, float32
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Context, Function
 from cudiff.tensor import Tensor
-from cudiff.threads import parallel_map
 
 CHUNK = 32768
 """Elements the NumPy path updates at a time: few enough to stay in cache, enough to outweigh the calls (measured)."""
+
+
+class Peer(NamedTuple):
+    """Another GPU: the address of `data` in its memory, and of its gradient of the same elements in this one's."""
+
+    data: int
+    grad: int
+
+
+MOST_PEERS = 7
+_PEERS = np.dtype([("data", "u8", MOST_PEERS), ("grads", "u8", MOST_PEERS), ("count", "i8")])
 
 
 class Counter(IntEnum):
@@ -47,7 +58,6 @@ class Scalar(IntEnum):
     EMA_WEIGHT = 4  # of the new parameters in the moving average
     NORM = 5  # of the scaled gradient, before clipping
     APPLY = 6  # 0 where the update is skipped
-    TICKET = 7  # counts the GPU's blocks that are done, 0 between steps
 
 
 def lr_factor(step: int, warmup: int, total_steps: int, final: float) -> float:
@@ -60,17 +70,41 @@ def lr_factor(step: int, warmup: int, total_steps: int, final: float) -> float:
     return rise * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
+class SquareSums(Function):
+    """The sums of squares of pieces of a gradient."""
+
+    differentiable = False
+
+    @staticmethod
+    def forward_numpy(ctx: Context, grad, *, chunk, peers):
+        whole = grad.size // chunk * chunk
+        rows, rest = grad[:whole].reshape(-1, chunk), grad[whole:]
+        return np.append(np.vecdot(rows, rows), [np.dot(rest, rest)] if rest.size else []).astype(float32)
+
+    @staticmethod
+    def forward_cuda(ctx: Context, grad, *, chunk, peers):
+        sums = empty(blocks(grad.size, chunk), float32)
+        if grad.size:
+            args = grad, _table(peers), sums, np.int64(grad.size), chunk
+            launch("optim", "square_sums", sums.size, 256, args, T=bfloat16)
+        return sums
+
+
+def square_sums(grad: Tensor, chunk: int = CHUNK, peers: Sequence[Peer] = ()) -> Tensor:
+    """float32 (ceil(n / chunk),): the sums of squares of `chunk` elements of grad, float32 (n,), at a time, each in a
+    fixed order. chunk is a multiple of 32. peers: as for `adam`; nothing is written to their memory."""
+    return SquareSums.apply(grad, chunk=chunk, peers=peers)
+
+
 class StepScalars(Function):
     """Find the gradient's norm, count the step and write its scalars."""
 
     differentiable = False
 
     @staticmethod
-    def forward_numpy(ctx: Context, scalars, counters, grad, *, lr, warmup, total_steps, final, betas, scale, clip,
+    def forward_numpy(ctx: Context, scalars, counters, squares, *, lr, warmup, total_steps, final, betas, scale, clip,
                       half_life, ramp):
-        chunks = np.array_split(grad, blocks(grad.size, CHUNK))
-        (square,) = parallel_map(lambda parts: sum(float(np.dot(part, part)) for part in parts), [chunks])
-        grad_norm = scale * math.sqrt(square)
+        grad_norm = scale * math.sqrt(squares.sum(dtype=np.float64))
         step = int(counters[Counter.UPDATES]) + int(counters[Counter.SKIPPED])
         apply = math.isfinite(grad_norm)
         counters[Counter.UPDATES if apply else Counter.SKIPPED] += 1
@@ -89,31 +123,28 @@ class StepScalars(Function):
         return scalars
 
     @staticmethod
-    def forward_cuda(ctx: Context, scalars, counters, grad, *, lr, warmup, total_steps, final, betas, scale, clip,
+    def forward_cuda(ctx: Context, scalars, counters, squares, *, lr, warmup, total_steps, final, betas, scale, clip,
                      half_life, ramp):
-        count = min(512, blocks(grad.size, 1024))
         logs = [math.log(beta) if beta > 0 else -math.inf for beta in betas]
         numbers = (*logs, scale, clip, half_life, -1.0 if ramp is None else ramp)
-        args = (grad, empty(count, float32), scalars, counters, np.int64(grad.size), np.float64(lr), warmup,
-                total_steps, np.float64(final))
-        launch("optim", "step_scalars", count, 256, (*args, *map(np.float64, numbers)), T=bfloat16)
+        args = squares, scalars, counters, squares.size, np.float64(lr), warmup, total_steps, np.float64(final)
+        launch("optim", "step_scalars", 1, 256, (*args, *map(np.float64, numbers)), T=bfloat16)
         return scalars
 
 
-def step_scalars(scalars: Tensor, counters: Tensor, grad: Tensor, *, lr: float, warmup: int = 0, total_steps: int = 0,
-                 final: float = 1.0, betas: tuple[float, float] = (0.0, 0.0), scale: float = 1.0,
+def step_scalars(scalars: Tensor, counters: Tensor, squares: Tensor, *, lr: float, warmup: int = 0,
+                 total_steps: int = 0, final: float = 1.0, betas: tuple[float, float] = (0.0, 0.0), scale: float = 1.0,
                  clip: float = math.inf, half_life: float = 1.0, ramp: float | None = None) -> Tensor:
-    """Count one step in `counters` and write its `scalars`, in place; returns `scalars`. Both must be zero before the
-    first step: a GPU's blocks count in TICKET which of them is the last.
+    """Count one step in `counters`, which are zero before the first, and write its `scalars`; returns `scalars`.
 
-    grad: float32 (n,), n a multiple of 32, the gradient before `scale`. Its norm is scale·‖grad‖, summed in a fixed
-    order. Where that is not finite, APPLY is 0 and the step is counted as skipped. The gradient's factor is
+    squares: the `square_sums` of the gradient before `scale`. Its norm is scale·‖grad‖, summed in a fixed order in
+    float64. Where that is not finite, APPLY is 0 and the step is counted as skipped. The gradient's factor is
     scale·min(1, clip / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_. Bias corrections depend on the number
     of updates, learning rate and EMA on that of steps, skipped ones too. The EMA's half-life is min(half_life,
     ramp·step) steps, step from 0 (Karras et al. 2022, training code), so that the first step copies.
     """
     return StepScalars.apply(
-        scalars, counters, grad, lr=float(lr), warmup=int(warmup), total_steps=int(total_steps), final=float(final),
+        scalars, counters, squares, lr=float(lr), warmup=int(warmup), total_steps=int(total_steps), final=float(final),
         betas=betas, scale=float(scale), clip=float(clip), half_life=float(half_life), ramp=ramp,
     )
 
@@ -200,7 +231,7 @@ class AdamUpdate(Function):
 
     @staticmethod
     def forward_numpy(ctx: Context, data, grad, exp_avg, exp_avg_sq, scalars, flags, compute_copy, ema, ema_copy, *,
-                      betas, eps, weight_decay, decoupled):
+                      betas, eps, weight_decay, decoupled, peers):
         values = [float(value) for value in scalars]
         if not values[Scalar.APPLY]:
             return data
@@ -230,11 +261,19 @@ class AdamUpdate(Function):
 
     @staticmethod
     def forward_cuda(ctx: Context, data, grad, exp_avg, exp_avg_sq, scalars, flags, compute_copy, ema, ema_copy, *,
-                     betas, eps, weight_decay, decoupled):
-        args = (data, grad, exp_avg, exp_avg_sq, scalars, flags, compute_copy, ema, ema_copy, np.int64(data.size))
+                     betas, eps, weight_decay, decoupled, peers):
+        args = (data, grad, exp_avg, exp_avg_sq, scalars, flags, compute_copy, ema, ema_copy, _table(peers),
+                np.int64(data.size))
         numbers = (1.0 - betas[0], 1.0 - betas[1], float(eps), float(weight_decay), decoupled)
         launch("optim", "adam", blocks(data.size, 1024), 256, args + numbers, T=_copy_dtype(compute_copy, ema_copy))
         return data
+
+
+def _table(peers: Sequence[Peer]) -> np.ndarray:
+    table, count = np.zeros(1, _PEERS), len(peers)
+    table["data"][0, :count], table["grads"][0, :count] = [peer.data for peer in peers], [peer.grad for peer in peers]
+    table["count"] = count
+    return table
 
 
 def _copy_dtype(*copies: Array | None) -> np.dtype:
@@ -244,19 +283,21 @@ def _copy_dtype(*copies: Array | None) -> np.dtype:
 def adam(data: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Tensor, flags: Tensor,
          compute_copy: Tensor | None = None, ema: Tensor | None = None, ema_copy: Tensor | None = None, *,
          betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
-         decoupled: bool = False) -> Tensor:
+         decoupled: bool = False, peers: Sequence[Peer] = ()) -> Tensor:
     """Adam (Kingma and Ba, 2015), in place: moments, `data`, its 16-bit `compute_copy`, `ema` and its compute copy.
 
     All flat, float32 (n,), n a multiple of 32; flags uint8 (n / 32,) of `Flag`. Weight decay is added to the gradient,
-    or with `decoupled` shrinks the parameter (AdamW, Loshchilov and Hutter, 2019). Returns `data`.
+    or with `decoupled` shrinks the parameter (AdamW, Loshchilov and Hutter, 2019). peers: up to
+    MOST_PEERS other GPUs; a kernel adds their gradients, in this order, and writes what `data` gets to their memory
+    too. Returns `data`.
     """
     return AdamUpdate.apply(
         data, grad, exp_avg, exp_avg_sq, scalars, flags, compute_copy, ema, ema_copy,
-        betas=betas, eps=eps, weight_decay=weight_decay, decoupled=decoupled,
+        betas=betas, eps=eps, weight_decay=weight_decay, decoupled=decoupled, peers=peers,
     )
 
 
-def adamw(*args: Tensor | None, **attrs: float) -> Tensor:
+def adamw(*args: Tensor | None, **attrs: Any) -> Tensor:
     """`adam` with decoupled weight decay."""
     return adam(*args, decoupled=True, **attrs)  # type: ignore[arg-type]
 
@@ -268,7 +309,7 @@ class SGDUpdate(Function):
 
     @staticmethod
     def forward_numpy(ctx: Context, data, grad, momentum_buffer, scalars, flags, compute_copy, ema, ema_copy, *,
-                      momentum, weight_decay, nesterov):
+                      momentum, weight_decay, nesterov, peers):
         values = [float(value) for value in scalars]
         if not values[Scalar.APPLY]:
             return data
@@ -290,8 +331,9 @@ class SGDUpdate(Function):
 
     @staticmethod
     def forward_cuda(ctx: Context, data, grad, momentum_buffer, scalars, flags, compute_copy, ema, ema_copy, *,
-                     momentum, weight_decay, nesterov):
-        args = (data, grad, momentum_buffer, scalars, flags, compute_copy, ema, ema_copy, np.int64(data.size))
+                     momentum, weight_decay, nesterov, peers):
+        args = (data, grad, momentum_buffer, scalars, flags, compute_copy, ema, ema_copy, _table(peers),
+                np.int64(data.size))
         numbers = (float(momentum), float(weight_decay), nesterov)
         launch("optim", "sgd", blocks(data.size, 1024), 256, args + numbers, T=_copy_dtype(compute_copy, ema_copy))
         return data
@@ -299,11 +341,12 @@ class SGDUpdate(Function):
 
 def sgd(data: Tensor, grad: Tensor, momentum_buffer: Tensor, scalars: Tensor, flags: Tensor,
         compute_copy: Tensor | None = None, ema: Tensor | None = None, ema_copy: Tensor | None = None, *,
-        momentum: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False) -> Tensor:
+        momentum: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False,
+        peers: Sequence[Peer] = ()) -> Tensor:
     """Gradient descent with momentum, optionally Nesterov's, in place; buffers as for `adam`. Returns `data`."""
     return SGDUpdate.apply(
         data, grad, momentum_buffer, scalars, flags, compute_copy, ema, ema_copy,
-        momentum=momentum, weight_decay=weight_decay, nesterov=nesterov,
+        momentum=momentum, weight_decay=weight_decay, nesterov=nesterov, peers=peers,
     )
 
 
@@ -314,7 +357,7 @@ class RMSpropUpdate(Function):
 
     @staticmethod
     def forward_numpy(ctx: Context, data, grad, square_avg, momentum_buffer, grad_avg, scalars, flags, compute_copy,
-                      ema, ema_copy, *, alpha, eps, momentum, weight_decay):
+                      ema, ema_copy, *, alpha, eps, momentum, weight_decay, peers):
         values = [float(value) for value in scalars]
         if not values[Scalar.APPLY]:
             return data
@@ -347,9 +390,9 @@ class RMSpropUpdate(Function):
 
     @staticmethod
     def forward_cuda(ctx: Context, data, grad, square_avg, momentum_buffer, grad_avg, scalars, flags, compute_copy, ema,
-                     ema_copy, *, alpha, eps, momentum, weight_decay):
+                     ema_copy, *, alpha, eps, momentum, weight_decay, peers):
         args = (data, grad, square_avg, momentum_buffer, grad_avg, scalars, flags, compute_copy, ema, ema_copy,
-                np.int64(data.size))
+                _table(peers), np.int64(data.size))
         numbers = (1.0 - alpha, float(eps), float(momentum), float(weight_decay))
         launch("optim", "rmsprop", blocks(data.size, 1024), 256, args + numbers, T=_copy_dtype(compute_copy, ema_copy))
         return data
@@ -358,7 +401,7 @@ class RMSpropUpdate(Function):
 def centered_rmsprop(data: Tensor, grad: Tensor, square_avg: Tensor, momentum_buffer: Tensor, grad_avg: Tensor | None,
                      scalars: Tensor, flags: Tensor, compute_copy: Tensor | None = None, ema: Tensor | None = None,
                      ema_copy: Tensor | None = None, *, alpha: float = 0.99, eps: float = 1e-8, momentum: float = 0.0,
-                     weight_decay: float = 0.0) -> Tensor:
+                     weight_decay: float = 0.0, peers: Sequence[Peer] = ()) -> Tensor:
     """RMSprop as in torch.optim.RMSprop, in place; buffers as for `adam`. Returns `data`.
 
     The gradient is divided by sqrt(square_avg) + eps, or if `grad_avg` is given by sqrt(max(square_avg - grad_avg², 0))
@@ -366,12 +409,12 @@ def centered_rmsprop(data: Tensor, grad: Tensor, square_avg: Tensor, momentum_bu
     """
     return RMSpropUpdate.apply(
         data, grad, square_avg, momentum_buffer, grad_avg, scalars, flags, compute_copy, ema, ema_copy,
-        alpha=alpha, eps=eps, momentum=momentum, weight_decay=weight_decay,
+        alpha=alpha, eps=eps, momentum=momentum, weight_decay=weight_decay, peers=peers,
     )
 
 
 def rmsprop(data: Tensor, grad: Tensor, square_avg: Tensor, momentum_buffer: Tensor, *buffers: Tensor | None,
-            **attrs: float) -> Tensor:
+            **attrs: Any) -> Tensor:
     """`centered_rmsprop` without `grad_avg`."""
     return centered_rmsprop(data, grad, square_avg, momentum_buffer, None, *buffers, **attrs)  # type: ignore[arg-type]
 
@@ -383,7 +426,7 @@ class LionUpdate(Function):
 
     @staticmethod
     def forward_numpy(ctx: Context, data, grad, exp_avg, scalars, flags, compute_copy, ema, ema_copy, *, betas,
-                      weight_decay):
+                      weight_decay, peers):
         values = [float(value) for value in scalars]
         if not values[Scalar.APPLY]:
             return data
@@ -406,8 +449,8 @@ class LionUpdate(Function):
 
     @staticmethod
     def forward_cuda(ctx: Context, data, grad, exp_avg, scalars, flags, compute_copy, ema, ema_copy, *, betas,
-                     weight_decay):
-        args = (data, grad, exp_avg, scalars, flags, compute_copy, ema, ema_copy, np.int64(data.size))
+                     weight_decay, peers):
+        args = (data, grad, exp_avg, scalars, flags, compute_copy, ema, ema_copy, _table(peers), np.int64(data.size))
         numbers = (*map(float, betas), float(weight_decay))
         launch("optim", "lion", blocks(data.size, 1024), 256, args + numbers, T=_copy_dtype(compute_copy, ema_copy))
         return data
@@ -415,9 +458,11 @@ class LionUpdate(Function):
 
 def lion(data: Tensor, grad: Tensor, exp_avg: Tensor, scalars: Tensor, flags: Tensor,
          compute_copy: Tensor | None = None, ema: Tensor | None = None, ema_copy: Tensor | None = None, *,
-         betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0) -> Tensor:
+         betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0,
+         peers: Sequence[Peer] = ()) -> Tensor:
     """Lion (Chen et al., 2023, arXiv 2302.06675), in place, weight decay decoupled; buffers as for `adam`. Returns
     `data`."""
     return LionUpdate.apply(
         data, grad, exp_avg, scalars, flags, compute_copy, ema, ema_copy, betas=betas, weight_decay=weight_decay,
+        peers=peers,
     )

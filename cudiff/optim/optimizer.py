@@ -195,7 +195,7 @@ class Optimizer:
         held = self._shards.own.stop - self._shards.own.start
         self.buffers = {name: module.zeros(held, float32) for name in self.moments}
         self.counters = Tensor(module.zeros(len(ops.Counter), int32))
-        self.scalars = Tensor(module.zeros(8, float32))
+        self.scalars = Tensor(module.zeros(len(ops.Scalar), float32))
         self._token = object()  # an EMA's optimiser is told by it
         self._tabulated: tuple[Schedule | None, Tensor | None] = (None, None)
         self._ema: EMA | None = None
@@ -246,8 +246,6 @@ class Optimizer:
         for _, run in groupby(places, key=lambda place: id(place[2])):
             (first, last, group, place), *others = run
             own = slice(max(first, shard.start), min(others[-1][1] if others else last, shard.stop))
-            if own.start >= own.stop:
-                continue
             held = slice(own.start - shard.start, own.stop - shard.start)
             targets = ((flat.compute_copy, own), *((average, held) for average in averages))
             ranges.append(Range(
@@ -328,11 +326,13 @@ class Optimizer:
         if self._loss_scale is not None and not self._scaled:
             raise CudiffError("this optimiser scales the loss: call optimizer.backward(loss), not loss.backward()")
         self._scaled, scale = False, real("scale", scale, above=0)
-        grad, schedule = Tensor(self.flat.grad), self.schedule
+        schedule, shards = self.schedule, self._shards
+        grad, peers = Tensor(self.flat.grad[shards.own]), self._peers(self.flat.data[shards.own])  # type: ignore[index]
+        squares = Tensor(shards.sums(ops.square_sums(grad, shards.chunk, peers).data))
         half_life, ramp = (1.0, None) if self.ema is None else self.ema.checked()
         lr = max(group["lr"] for group in self.param_groups)
         ops.step_scalars(
-            self.scalars, self.counters, grad, lr=lr, warmup=schedule.warmup, total_steps=schedule.total_steps,
+            self.scalars, self.counters, squares, lr=lr, warmup=schedule.warmup, total_steps=schedule.total_steps,
             final=schedule.final, betas=self.betas, scale=scale, clip=self.clip, half_life=half_life, ramp=ramp,
         )
         if self._loss_scale is not None:
@@ -346,14 +346,14 @@ class Optimizer:
 
         def scalars_for(rate: float, betas: tuple[float, float]) -> Tensor:
             if (rate, betas) not in known:
-                own = Tensor(array_module(self.flat.device).empty(8, float32))
+                own = Tensor(array_module(self.flat.device).empty(len(ops.Scalar), float32))
                 ratio = rate / lr if lr else 0.0
                 known[rate, betas] = ops.rescale(self.scalars, self.counters, own, ratio=ratio, betas=betas)
             return known[rate, betas]
 
         for part in self._ranges:
             self._update(part, scalars_for)
-        self.flat.all_gather()
+        self.flat.all_gather(own=False)
         self.flat.updated()
         if self._average is not None:
             self._average.updated()
@@ -399,7 +399,11 @@ class Optimizer:
         group = part.group
         scalars = scalars_for(group["lr"], group.get("betas", self.betas))
         numbers = {name: group[name] for name in self.numbers}
+        numbers["peers"] = self._peers(part.data.data)
         self.kernel(part.data, part.grad, *part.moments, scalars, part.flags, *part.targets, **numbers)
+
+    def _peers(self, data: Array) -> list[ops.Peer]:
+        return [ops.Peer(*addresses) for addresses in self._shards.group.peers(data)]
 
     def metrics(self) -> dict[str, float]:
         """The last step's `lr` (the groups' largest) and `grad_norm` (before clipping); how many steps were `skipped`,

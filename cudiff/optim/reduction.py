@@ -15,7 +15,7 @@ from cudiff.recompute import Recomputed
 BUCKETS = 8
 """A gradient is summed in about so many, before each of which deferred launches are flushed."""
 
-LEAST, LAST = 4 * 2**20, 2**20
+LEAST, LAST = 4 * 2**20, 2**18
 """float32 that a bucket may hold where BUCKETS would be smaller, and that the last may, which the update waits for."""
 
 
@@ -33,7 +33,10 @@ class Reduction:
         places = zip(parameters, flat.slots.values(), strict=True)
         self._places = {id(parameter): (parameter, (start, stop)) for parameter, (start, stop, _) in places}
         self._summed: set[int] = set()
+        self._started = 0
         self._last = True
+        if flat.shards.shared:
+            group.register(flat.buffer, flat.data, flat.shards.parts)
 
     @contextmanager
     def during(self, last: bool) -> Iterator[None]:
@@ -42,7 +45,7 @@ class Reduction:
         if self.group.size == self.passes == 1:
             yield
             return
-        self._summed, self._last = set(), last and self.group.size > 1
+        self._summed, self._started, self._last = set(), 0, last and self.group.size > 1
         with watched(self._begin):
             yield
         if not self._last:
@@ -77,7 +80,8 @@ class Reduction:
         return after
 
     def _start(self, ranges: list[tuple[int, int]]) -> None:
-        self.group.start_sums([self.flat.buffer[start:stop] for start, stop in _joined(ranges)])
+        self.group.start_sums([self.flat.buffer[start:stop] for start, stop in _joined(ranges)], self._started)
+        self._started += 1
 
 
 def in_buckets(at: dict[int, list[tuple[int, int]]], least: int) -> dict[int, list[tuple[int, int]]]:

@@ -3,49 +3,62 @@
 //   data, grad, moments, ema   float. data, moments and ema are updated in place; grad is only read. ema, the moving average of
 //                              data, may be null.
 //   compute_copy, ema_copy     T copies of data and ema, overwritten, or null.
+//   peers                      other GPUs, to which the new values are written too, and whose gradients lie here.
 //   flags                      u8, one for 32 elements. DECAY: weight decay applies. FROZEN: nothing changes, not even ema.
-//   scalars                    8 floats in the order of Scalar. `step_scalars` writes them and the updates read them, so that
-//                              no launch argument changes from step to step. Where scalars[APPLY] is 0, an update changes
-//                              nothing. scalars[TICKET] has the bits of an integer: 0 before the first step and after each.
+//   scalars                    floats in the order of Scalar. `step_scalars` writes them and the updates read them, so that no
+//                              launch argument changes from step to step. Where scalars[APPLY] is 0, an update changes nothing.
 // Flat buffers have n elements, n a multiple of 32, and start at multiples of 16 bytes. All sums are in a fixed order.
-// Launch: step_scalars any grid of THREADS threads; rescale and unscale one block; the updates any block, 4 elements a thread,
-// grid = ceil(n / 4 / block).
+// Launch: square_sums and step_scalars THREADS threads; rescale and unscale one block; the updates any block, 4 elements a
+// thread, grid = ceil(n / 4 / block).
 #include "reduce.cuh"
 
-constexpr int THREADS = 256;  // of step_scalars
-enum Scalar { LR, GRAD_SCALE, STEP_SIZE, RSQRT_BIAS2, EMA_WEIGHT, NORM, APPLY, TICKET };
+constexpr int THREADS = 256;  // of square_sums and step_scalars
+enum Scalar { LR, GRAD_SCALE, STEP_SIZE, RSQRT_BIAS2, EMA_WEIGHT, NORM, APPLY };
 enum Flag { DECAY = 1, FROZEN = 2 };
 enum Counter { UPDATES, SKIPPED, SKIPPED_IN_A_ROW };
 
-// The scalars and counters of a step. A block sums the squares of every gridDim.x-th group of 1024 elements, and stores its
-// sum in partials (gridDim.x). The last block to finish adds all partials and computes the scalars, in double because
-// 1 - beta^t cancels. log_beta may be -infinity. ramp < 0: the half-life of ema is constant.
-extern "C" __global__ void step_scalars(const float* __restrict__ grad, float* __restrict__ partials, float* __restrict__ scalars,
-                                        int* __restrict__ counters, i64 n, double lr, int warmup, int total_steps, double final,
-                                        double log_beta1, double log_beta2, double scale, double clip, double half_life,
-                                        double ramp) {
+// Of each of `count` other GPUs: where data lies in its memory, and where its gradient of the same elements lies in this one's.
+struct Peers { float* data[7]; const float* grads[7]; i64 count; };
+
+// The gradient of four elements, over all GPUs. Loops over peers are unrolled, else their addresses are copied to local memory.
+__device__ __forceinline__ Pack<float> load_gradient(const float* grad, const Peers& peers, i64 i) {
+    Pack<float> g = load_pack(grad + i);
+#pragma unroll
+    for (int other = 0; other < 7; other++)
+        if (other < peers.count) {
+            Pack<float> term = load_pack(peers.grads[other] + i);
+#pragma unroll
+            for (int k = 0; k < 4; k++) g.v[k] += term.v[k];
+        }
+    return g;
+}
+
+// Block i: sums[i] = the sum of squares of the elements i·chunk to (i + 1)·chunk of grad. chunk is a multiple of 4.
+extern "C" __global__ void square_sums(const float* __restrict__ grad, Peers peers, float* __restrict__ sums, i64 n, int chunk) {
     wait_for_previous();
+    i64 start = (i64)blockIdx.x * chunk, stop = start + chunk < n ? start + chunk : n;
     float sum = 0.0f;
-    i64 stride = (i64)gridDim.x * blockDim.x * 4;
 #pragma unroll 4
-    for (i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * 4; i < n; i += stride) {
-        Pack<float> g = load_pack(grad + i);
+    for (i64 i = start + threadIdx.x * 4; i < stop; i += THREADS * 4) {
+        Pack<float> g = load_gradient(grad, peers, i);
 #pragma unroll
         for (int k = 0; k < 4; k++) sum += g.v[k] * g.v[k];
     }
     sum = block_reduce<Sum>(sum);
-    __shared__ bool last;
-    if (threadIdx.x == 0) {
-        partials[blockIdx.x] = sum;
-        __threadfence();
-        last = atomicInc(reinterpret_cast<u32*>(scalars + TICKET), gridDim.x - 1) == gridDim.x - 1;
-    }
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
+    if (threadIdx.x == 0) sums[blockIdx.x] = sum;
+}
+
+// The scalars and counters of a step, from `count` sums of the gradient's squares: one block. In double, because 1 - beta^t
+// cancels. log_beta may be -infinity. ramp < 0: the half-life of ema is constant.
+extern "C" __global__ void step_scalars(const float* __restrict__ squares, float* __restrict__ scalars,
+                                        int* __restrict__ counters, int count, double lr, int warmup, int total_steps,
+                                        double final, double log_beta1, double log_beta2, double scale, double clip,
+                                        double half_life, double ramp) {
+    wait_for_previous();
     __shared__ double sums[THREADS];
     double total = 0.0;
-    for (int i = threadIdx.x; i < gridDim.x; i += THREADS) total += (double)__ldcg(partials + i);
+#pragma unroll 8
+    for (int i = threadIdx.x; i < count; i += THREADS) total += (double)squares[i];
     sums[threadIdx.x] = total;
     for (int half_width = THREADS / 2; half_width > 0; half_width >>= 1) {
         __syncthreads();
@@ -84,7 +97,7 @@ extern "C" __global__ void rescale(const float* scalars, const int* __restrict__
     double t = counters[UPDATES] > 0 ? counters[UPDATES] : 1;
     int step = counters[UPDATES] + counters[SKIPPED] - 1;
     double rate = scalars[LR] * ratio * (factors == nullptr ? 1.0f : factors[min(step, length - 1)]);
-    for (int i = 0; i <= TICKET; i++) own[i] = scalars[i];
+    for (int i = 0; i <= APPLY; i++) own[i] = scalars[i];
     own[LR] = (float)rate;
     own[STEP_SIZE] = (float)(rate / -expm1(t * log_beta1));
     own[RSQRT_BIAS2] = (float)(1.0 / sqrt(-expm1(t * log_beta2)));
@@ -123,10 +136,13 @@ __device__ __forceinline__ void store_copy(T* compute_copy, i64 i, const Pack<fl
     *reinterpret_cast<uint2*>(compute_copy + i) = *reinterpret_cast<const uint2*>(&low);
 }
 
-// Store the new parameters, their compute copy, the moving average and its compute copy.
-__device__ __forceinline__ void finish(i64 i, const Pack<float>& p, float* data, T* compute_copy, float* ema,
-                                       T* ema_copy, float weight) {
+// Store the new parameters, also in other GPUs' memory, their compute copy, the moving average and its compute copy.
+__device__ __forceinline__ void finish(i64 i, const Pack<float>& p, float* data, const Peers& peers, T* compute_copy,
+                                       float* ema, T* ema_copy, float weight) {
     store_pack(data + i, p);
+#pragma unroll
+    for (int other = 0; other < 7; other++)
+        if (other < peers.count) store_pack(peers.data[other] + i, p);
     store_copy(compute_copy, i, p);
     if (ema == nullptr) return;
     Pack<float> e = load_pack(ema + i);
@@ -145,7 +161,7 @@ __device__ __forceinline__ i64 own_elements() { return ((i64)(gridDim.x - 1 - bl
 extern "C" __global__ void adam(float* __restrict__ data, const float* __restrict__ grad, float* __restrict__ exp_avg,
                                 float* __restrict__ exp_avg_sq, const float* __restrict__ scalars,
                                 const u8* __restrict__ flags, T* __restrict__ compute_copy, float* __restrict__ ema,
-                                T* __restrict__ ema_copy, i64 n, float one_minus_beta1, float one_minus_beta2,
+                                T* __restrict__ ema_copy, Peers peers, i64 n, float one_minus_beta1, float one_minus_beta2,
                                 float eps, float weight_decay, int decoupled) {
     wait_for_previous();
     i64 i = own_elements();
@@ -155,7 +171,8 @@ extern "C" __global__ void adam(float* __restrict__ data, const float* __restric
     float grad_scale = scalars[GRAD_SCALE], step_size = scalars[STEP_SIZE], rsqrt_bias2 = scalars[RSQRT_BIAS2];
     float wd = flag & DECAY ? weight_decay : 0.0f;
     float shrink = decoupled ? 1.0f - scalars[LR] * wd : 1.0f, l2 = decoupled ? 0.0f : wd;
-    Pack<float> p = load_pack(data + i), g = load_pack(grad + i), m = load_pack(exp_avg + i), v = load_pack(exp_avg_sq + i);
+    Pack<float> p = load_pack(data + i), g = load_gradient(grad, peers, i);
+    Pack<float> m = load_pack(exp_avg + i), v = load_pack(exp_avg_sq + i);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         float gk = grad_scale * g.v[k] + l2 * p.v[k];
@@ -165,13 +182,14 @@ extern "C" __global__ void adam(float* __restrict__ data, const float* __restric
     }
     store_pack(exp_avg + i, m);
     store_pack(exp_avg_sq + i, v);
-    finish(i, p, data, compute_copy, ema, ema_copy, scalars[EMA_WEIGHT]);
+    finish(i, p, data, peers, compute_copy, ema, ema_copy, scalars[EMA_WEIGHT]);
 }
 
 extern "C" __global__ void sgd(float* __restrict__ data, const float* __restrict__ grad,
                                float* __restrict__ momentum_buffer, const float* __restrict__ scalars,
                                const u8* __restrict__ flags, T* __restrict__ compute_copy, float* __restrict__ ema,
-                               T* __restrict__ ema_copy, i64 n, float momentum, float weight_decay, int nesterov) {
+                               T* __restrict__ ema_copy, Peers peers, i64 n, float momentum, float weight_decay,
+                               int nesterov) {
     wait_for_previous();
     i64 i = own_elements();
     if (i >= n) return;
@@ -179,7 +197,7 @@ extern "C" __global__ void sgd(float* __restrict__ data, const float* __restrict
     if (scalars[APPLY] == 0.0f || flag & FROZEN) return;
     float grad_scale = scalars[GRAD_SCALE], lr = scalars[LR];
     float wd = flag & DECAY ? weight_decay : 0.0f;
-    Pack<float> p = load_pack(data + i), g = load_pack(grad + i), b = load_pack(momentum_buffer + i);
+    Pack<float> p = load_pack(data + i), g = load_gradient(grad, peers, i), b = load_pack(momentum_buffer + i);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         float gk = grad_scale * g.v[k] + wd * p.v[k];
@@ -187,15 +205,16 @@ extern "C" __global__ void sgd(float* __restrict__ data, const float* __restrict
         p.v[k] -= lr * (nesterov ? gk + momentum * b.v[k] : b.v[k]);
     }
     store_pack(momentum_buffer + i, b);
-    finish(i, p, data, compute_copy, ema, ema_copy, scalars[EMA_WEIGHT]);
+    finish(i, p, data, peers, compute_copy, ema, ema_copy, scalars[EMA_WEIGHT]);
 }
 
 // grad_avg may be null: then the mean square is not centred.
 extern "C" __global__ void rmsprop(float* __restrict__ data, const float* __restrict__ grad, float* __restrict__ square_avg,
                                    float* __restrict__ momentum_buffer, float* __restrict__ grad_avg,
                                    const float* __restrict__ scalars, const u8* __restrict__ flags,
-                                   T* __restrict__ compute_copy, float* __restrict__ ema, T* __restrict__ ema_copy, i64 n,
-                                   float one_minus_alpha, float eps, float momentum, float weight_decay) {
+                                   T* __restrict__ compute_copy, float* __restrict__ ema, T* __restrict__ ema_copy,
+                                   Peers peers, i64 n, float one_minus_alpha, float eps, float momentum,
+                                   float weight_decay) {
     wait_for_previous();
     i64 i = own_elements();
     if (i >= n) return;
@@ -203,7 +222,7 @@ extern "C" __global__ void rmsprop(float* __restrict__ data, const float* __rest
     if (scalars[APPLY] == 0.0f || flag & FROZEN) return;
     float grad_scale = scalars[GRAD_SCALE], lr = scalars[LR];
     float wd = flag & DECAY ? weight_decay : 0.0f;
-    Pack<float> p = load_pack(data + i), g = load_pack(grad + i), v = load_pack(square_avg + i), mean = {};
+    Pack<float> p = load_pack(data + i), g = load_gradient(grad, peers, i), v = load_pack(square_avg + i), mean = {};
     Pack<float> b = load_pack(momentum_buffer + i);
     if (grad_avg != nullptr) mean = load_pack(grad_avg + i);
 #pragma unroll
@@ -217,13 +236,13 @@ extern "C" __global__ void rmsprop(float* __restrict__ data, const float* __rest
     store_pack(square_avg + i, v);
     store_pack(momentum_buffer + i, b);
     if (grad_avg != nullptr) store_pack(grad_avg + i, mean);
-    finish(i, p, data, compute_copy, ema, ema_copy, scalars[EMA_WEIGHT]);
+    finish(i, p, data, peers, compute_copy, ema, ema_copy, scalars[EMA_WEIGHT]);
 }
 
 extern "C" __global__ void lion(float* __restrict__ data, const float* __restrict__ grad, float* __restrict__ exp_avg,
                                 const float* __restrict__ scalars, const u8* __restrict__ flags,
-                                T* __restrict__ compute_copy, float* __restrict__ ema, T* __restrict__ ema_copy, i64 n,
-                                float beta1, float beta2, float weight_decay) {
+                                T* __restrict__ compute_copy, float* __restrict__ ema, T* __restrict__ ema_copy,
+                                Peers peers, i64 n, float beta1, float beta2, float weight_decay) {
     wait_for_previous();
     i64 i = own_elements();
     if (i >= n) return;
@@ -231,7 +250,7 @@ extern "C" __global__ void lion(float* __restrict__ data, const float* __restric
     if (scalars[APPLY] == 0.0f || flag & FROZEN) return;
     float grad_scale = scalars[GRAD_SCALE], lr = scalars[LR];
     float shrink = 1.0f - lr * (flag & DECAY ? weight_decay : 0.0f);
-    Pack<float> p = load_pack(data + i), g = load_pack(grad + i), m = load_pack(exp_avg + i);
+    Pack<float> p = load_pack(data + i), g = load_gradient(grad, peers, i), m = load_pack(exp_avg + i);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         float gk = grad_scale * g.v[k], gap = m.v[k] - gk, direction = beta1 * gap + gk;
@@ -239,5 +258,5 @@ extern "C" __global__ void lion(float* __restrict__ data, const float* __restric
         m.v[k] = beta2 * gap + gk;
     }
     store_pack(exp_avg + i, m);
-    finish(i, p, data, compute_copy, ema, ema_copy, scalars[EMA_WEIGHT]);
+    finish(i, p, data, peers, compute_copy, ema, ema_copy, scalars[EMA_WEIGHT]);
 }

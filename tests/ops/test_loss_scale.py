@@ -11,7 +11,7 @@ from cudiff.data import load_dataset
 from cudiff.errors import CudiffError
 from cudiff.ops import mean, square
 from cudiff.ops.loss_scale import LARGEST, unscale
-from cudiff.ops.optim import Counter, Scalar, step_scalars
+from cudiff.ops.optim import Counter, Scalar, square_sums, step_scalars
 from cudiff.optim import EMA, SGD, AdamW, LossScale
 from cudiff.train import Trainer
 
@@ -25,11 +25,11 @@ def gradient(device, norm):
 def after(device, norms, initial, interval, **attrs):
     """(scale, updates with it, norm, factor, skipped in a row) after steps with gradients of these scaled norms."""
     state = Tensor(np.array([initial, 0], np.float32), device=device)
-    scalars = Tensor(np.zeros(8, np.float32), device=device)
+    scalars = Tensor(np.zeros(len(Scalar), np.float32), device=device)
     counters = Tensor(np.zeros(3, np.int32), device=device)
     found = []
     for norm in norms:
-        step_scalars(scalars, counters, gradient(device, norm), lr=0.1, **attrs)
+        step_scalars(scalars, counters, square_sums(gradient(device, norm)), lr=0.1, **attrs)
         unscale(state, scalars, counters, interval=interval, **attrs)
         values = scalars.numpy()
         found.append((*state.numpy().tolist(), float(values[Scalar.NORM]), float(values[Scalar.GRAD_SCALE]),

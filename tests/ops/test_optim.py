@@ -21,7 +21,8 @@ def gradient(device, norm):
 
 
 def scalars_and_counters(device):
-    return Tensor(np.zeros(8, np.float32), device=device), Tensor(np.zeros(3, np.int32), device=device)
+    scalars = Tensor(np.zeros(len(ops.Scalar), np.float32), device=device)
+    return scalars, Tensor(np.zeros(len(ops.Counter), np.int32), device=device)
 
 
 def schedule(device, norm=1.0, steps=1, **attrs):
@@ -30,21 +31,23 @@ def schedule(device, norm=1.0, steps=1, **attrs):
     attrs = {"lr": 0.1, "betas": (0.9, 0.999), "half_life": 100.0} | attrs
     grad = gradient(device, norm)
     for _ in range(steps):
-        ops.step_scalars(scalars, counters, grad, **attrs)
+        ops.step_scalars(scalars, counters, ops.square_sums(grad), **attrs)
     return scalars.numpy(), counters.numpy()
 
 
 @pytest.mark.parametrize("size", [32, 1024, SIZE, 32 * 40000])
-def test_norm_of_the_gradient(device, rng, size):
+@pytest.mark.parametrize("chunk", [32, 4096, ops.CHUNK])
+def test_norm_of_the_gradient(device, rng, size, chunk):
     grad = rng.standard_normal(size).astype(np.float32)
     scalars, counters = scalars_and_counters(device)
-    norms = [
-        ops.step_scalars(scalars, counters, Tensor(grad, device=device), lr=0.1, scale=0.5).numpy()[ops.Scalar.NORM]
-        for _ in range(5)
-    ]
+    norms = []
+    for _ in range(5):
+        squares = ops.square_sums(Tensor(grad, device=device), chunk)
+        assert squares.dtype == np.float32 and squares.shape == (-(-size // chunk),)
+        norms.append(ops.step_scalars(scalars, counters, squares, lr=0.1, scale=0.5).numpy()[ops.Scalar.NORM])
     assert abs(norms[0] / (0.5 * np.linalg.norm(grad.astype(np.float64))) - 1) < 1e-6
     assert len(set(norms)) == 1
-    assert scalars.numpy()[ops.Scalar.TICKET] == 0 and counters.numpy().tolist() == [5, 0, 0]
+    assert counters.numpy().tolist() == [5, 0, 0]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -52,7 +55,7 @@ def test_one_bad_element_is_seen(device, rng, bad):
     grad = rng.standard_normal(32 * 40000).astype(np.float32)
     grad[1_100_777] = bad
     scalars, counters = scalars_and_counters(device)
-    ops.step_scalars(scalars, counters, Tensor(grad, device=device), lr=0.1)
+    ops.step_scalars(scalars, counters, ops.square_sums(Tensor(grad, device=device)), lr=0.1)
     assert scalars.numpy()[ops.Scalar.APPLY] == 0 and counters.numpy().tolist() == [0, 1, 1]
 
 
@@ -100,7 +103,7 @@ def test_counters_of_skipped_steps(device):
     scalars, counters = scalars_and_counters(device)
     seen = []
     for norm in (1.0, np.nan, np.inf, 2.0, np.nan):
-        ops.step_scalars(scalars, counters, gradient(device, norm), lr=0.1, betas=(0.9, 0.99))
+        ops.step_scalars(scalars, counters, ops.square_sums(gradient(device, norm)), lr=0.1, betas=(0.9, 0.99))
         seen.append((*counters.numpy().tolist(), float(scalars.numpy()[ops.Scalar.APPLY])))
     assert seen == [(1, 0, 0, 1), (1, 1, 1, 0), (1, 2, 2, 0), (2, 2, 0, 1), (2, 3, 1, 0)]
     # Adam's time counts updates.
@@ -111,7 +114,7 @@ def test_the_learning_rate_counts_skipped_steps(device):
     scalars, counters = scalars_and_counters(device)
     rates = []
     for norm in (1.0, np.nan, 1.0, np.nan, 1.0):
-        ops.step_scalars(scalars, counters, gradient(device, norm), lr=1.0, warmup=10)
+        ops.step_scalars(scalars, counters, ops.square_sums(gradient(device, norm)), lr=1.0, warmup=10)
         rates.append(float(scalars.numpy()[ops.Scalar.LR]))
     np.testing.assert_allclose(rates[::2], [0.1, 0.3, 0.5], rtol=1e-6)
 
@@ -171,7 +174,8 @@ class Problem:
 
     def step(self, update, gradient, betas=(0.0, 0.0), **attrs):
         grad = Tensor(gradient, device=self.device)
-        ops.step_scalars(self.scalars, self.counters, grad, lr=1e-2, betas=betas, half_life=3.0, ramp=0.5)
+        squares = ops.square_sums(grad)
+        ops.step_scalars(self.scalars, self.counters, squares, lr=1e-2, betas=betas, half_life=3.0, ramp=0.5)
         if self.moments[1:]:
             attrs["betas"] = betas
         update(
@@ -239,6 +243,34 @@ def test_frozen_blocks_stay_and_the_others_move_as_without_them(device, rng, upd
     for moment, other in zip(problem.moments, free.moments, strict=True):
         assert not moment.numpy()[elements].any()
         np.testing.assert_array_equal(moment.numpy()[~elements], other.numpy()[~elements])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("update, moments", [(ops.adamw, 2), (ops.sgd, 1), (ops.lion, 1), (ops.rmsprop, 2)])
+@pytest.mark.parametrize("count", [1, ops.MOST_PEERS])
+def test_peers_add_gradients_and_get_parameters(update, moments, count, rng):
+    """As by the summed gradient, in no more of their memory; a step that is skipped changes nothing there."""
+    steps = rng.integers(-9, 10, (3, 1 + count, SIZE)).astype(np.float32)
+    steps[1, -1, 7] = np.nan
+    (data, *buffers), (alone, *others) = ([Tensor(np.ones(SIZE, np.float32), device="cuda") for _ in range(1 + moments)]
+                                          for _ in range(2))
+    copies = Tensor(np.full((count, SIZE + 32), 5, np.float32), device="cuda")
+    flags = Tensor(np.zeros(SIZE // 32, np.uint8), device="cuda")
+    counted, summed = scalars_and_counters("cuda"), scalars_and_counters("cuda")
+    for gradients in steps:
+        own, received, grad = (Tensor(x, device="cuda") for x in (gradients[0], gradients[1:], gradients.sum(axis=0)))
+        peers = [ops.Peer(copies.data.data.ptr + 4 * row * (SIZE + 32), received.data.data.ptr + 4 * row * SIZE)
+                 for row in range(count)]
+        ops.step_scalars(*counted, ops.square_sums(own, peers=peers), lr=0.1)
+        ops.step_scalars(*summed, ops.square_sums(grad), lr=0.1)
+        update(data, own, *buffers, counted[0], flags, peers=peers)
+        update(alone, grad, *others, summed[0], flags)
+        np.testing.assert_array_equal(counted[0].numpy(), summed[0].numpy())
+    for tensor, expected in zip((data, *buffers), (alone, *others), strict=True):
+        np.testing.assert_array_equal(tensor.numpy(), expected.numpy())
+    found = copies.numpy()
+    np.testing.assert_array_equal(found[:, :SIZE], np.stack([data.numpy()] * count))
+    assert (found[:, SIZE:] == 5).all() and (data.numpy() != 1).any()
 
 
 @pytest.mark.parametrize("update, moments", [(ops.adamw, 2), (ops.sgd, 1)])
@@ -311,11 +343,11 @@ def test_updates_are_the_papers(kind, size, device, rng):
     decay = np.zeros(size // 32, np.uint8)
     decay[[0, -1]] = 1
     data, m, v, ema = (Tensor(x.copy(), device=device) for x in (start, 0 * start, 0 * start, start))
-    scalars, counters = Tensor(np.zeros(8, np.float32), device=device), Tensor(np.zeros(3, np.int32), device=device)
+    scalars, counters = scalars_and_counters(device)
     mask = Tensor(decay, device=device)
     for grad in grads:
         grad = Tensor(grad, device=device)
-        ops.step_scalars(scalars, counters, grad, lr=0.05, betas=(0.9, 0.95), half_life=3.0)
+        ops.step_scalars(scalars, counters, ops.square_sums(grad), lr=0.05, betas=(0.9, 0.95), half_life=3.0)
         if kind.startswith("adam"):
             function = ops.adamw if kind == "adamw" else ops.adam
             function(data, grad, m, v, scalars, mask, None, ema, None, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.3)
