@@ -18,6 +18,8 @@ from cudiff.data import Dataset
 from cudiff.distributed import ALONE, Group
 from cudiff.errors import CudiffError
 from cudiff.forecast import Forecast
+from cudiff.models import build
+from cudiff.optim import reduction
 from cudiff.tensor import Tensor
 from cudiff.train import Trainer
 from tests.host import Memory
@@ -172,6 +174,7 @@ def test_no_forecast_of_steps_that_are_no_graph(host_of, monkeypatch, tmp_path):
 def test_what_each_of_several_gpus_takes(host_of, monkeypatch, tmp_path, rank):
     """As one GPU with its part of the batch does; of another that has less, or takes more, what is worse is told."""
     Gpu(host_of(True), monkeypatch)
+    monkeypatch.setattr(reduction, "LAST", 2**20)  # one bucket: of more, launches that are flushed earlier free memory
     alone, group = trainer_of(SMALL.replace(batch_size=32), tmp_path / "one").forecast(), Two(rank)
     run = trainer_of(SMALL, tmp_path / "two", group)
     found = run.forecast()
@@ -308,3 +311,14 @@ def test_a_trainer_that_is_thrown_away_holds_no_memory(host_of, monkeypatch, tmp
     del run
     gc.collect()
     assert [kept() for kept in left] == [None] * 3
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_what_a_sharded_model_holds(processes):
+    """A parameter's weight, gradient and 16-bit copy; of this process's part average, two moments, and the others'
+    gradients."""
+    config = SMALL.replace(shard=True)
+    net = build(config)
+    size = sum(-(-parameter.size // 32) * 32 for parameter in net.parameters())
+    each = 24 if processes == 1 else 10 + 4 * (2 + processes) / processes
+    assert module.model_bytes(net, config, processes) == pytest.approx(size * each, abs=4)

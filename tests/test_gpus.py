@@ -124,9 +124,10 @@ def gone(pids):
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.parametrize("words", [[], ["--shard"]], ids=["whole", "sharded"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_that_is_killed_ends_both(rank, tmp_path):
-    process, pids = running(tmp_path / "run")
+def test_one_that_is_killed_ends_both(rank, words, tmp_path):
+    process, pids = running(tmp_path / "run", *words)
     begun = time.monotonic()
     os.kill(pids[rank], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
@@ -136,8 +137,9 @@ def test_one_that_is_killed_ends_both(rank, tmp_path):
     load_checkpoint(tmp_path / "run")
 
 
-def test_one_that_is_halted_ends_both_after_the_timeout(tmp_path):
-    process, pids = running(tmp_path / "run", "--timeout", "0.5")  # a first step compiles within these 30 s
+@pytest.mark.parametrize("words", [[], ["--shard"]], ids=["whole", "sharded"])
+def test_one_that_is_halted_ends_both_after_the_timeout(words, tmp_path):
+    process, pids = running(tmp_path / "run", "--timeout", "0.5", *words)  # a first step compiles within these 30 s
     os.kill(pids[1], signal.SIGSTOP)
     _, err = process.communicate(timeout=90)
     assert process.returncode == 2 and "(--timeout)" in err and gone(pids)

@@ -106,6 +106,62 @@ def test_parts_go_from_each_process_to_all_in_one_launch(library):
     assert library.calls == [("start",), ("bcast", 1234, 40, 1, 0, 99), ("bcast", 1234, 40, 1, 1, 99), ("end",)]
 
 
+class Copies:
+    """Stands for `Peers`: notes what it is called for, with the current stream."""
+
+    def __init__(self, *given):
+        self.given, self.calls, self.summed = given, [], False
+
+    def __getattr__(self, name):
+        def call(*given):
+            self.calls.append((name, nccl.get_cupy().cuda.get_current_stream().ptr, *given))
+            self.summed = name == "finish" or (self.summed and name != "wait_for_weights")
+
+        return call
+
+
+def test_a_sharded_step_of_one_machine_goes_by_copies(library, monkeypatch):
+    """Gradients beside the backward. What is gathered outside of a step, and summed otherwise, goes by NCCL."""
+    made = []
+    monkeypatch.setattr(nccl, "Peers", lambda *given: made.append(Copies(*given)) or made[-1])
+    engine = nccl.Nccl(0, 2, lambda value: [value, ""], one_machine=True)
+    for _ in range(2):
+        engine.register("gradient", "weights", ["own", "other"])
+    first, second = made
+    assert first.calls == [("close", 99)] and second.given[:4] == (0, "gradient", "weights", ["own", "other"])
+    library.calls.clear()
+    engine.start_sums([ARRAY], 3)
+    engine.finish_sums()
+    engine.gather_sums(ARRAY)
+    assert second.summed
+    engine.all_gather([ARRAY, ARRAY])
+    assert second.calls == [
+        ("start", 77, [ARRAY], 3), ("finish", 77), ("gather_sums", 99, ARRAY), ("wait_for_weights", 99)]
+    assert {call[0] for call in library.calls} == {"record", "wait"}
+    engine.all_gather([ARRAY, ARRAY])
+    engine.all_reduce(ARRAY)
+    assert [call[0] for call in library.calls[-5:]] == ["start", "bcast", "bcast", "end", "allReduce"]
+    engine.close()
+    assert second.calls[-1] == ("close", 99) and library.calls[-1] == ("destroy",)
+
+
+@pytest.mark.parametrize("one_machine", [True, False])
+def test_without_each_others_memory_all_goes_by_nccl(one_machine, library, monkeypatch):
+    def refuse(*given):
+        assert one_machine
+        raise OSError("a process cannot map another's memory")
+
+    monkeypatch.setattr(nccl, "Peers", refuse)
+    engine = nccl.Nccl(0, 2, lambda value: [value, ""], one_machine)
+    engine.register("gradient", "weights", ["own", "other"])
+    library.calls.clear()
+    engine.start_sums([ARRAY], 0)
+    assert engine.peers(ARRAY) == [] and engine.gather_sums(ARRAY) is None
+    engine.all_gather([ARRAY, ARRAY])
+    assert [call[0] for call in library.calls if call[0] not in ("record", "wait")] == [
+        "start", "allReduce", "end", "start", "bcast", "bcast", "end"]
+
+
 def test_what_fails_is_one_line(library):
     engine = nccl.Nccl(0, 2, lambda value: [value, ""])
     library.fails = True

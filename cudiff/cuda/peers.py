@@ -25,7 +25,7 @@ BUCKETS = 64
 MOST, OPERATIONS = 8, 256
 """Processes, and operations on memory that the driver takes at once."""
 
-SUMS = 2**14
+SUMS = 2**13
 """Floats that a process may give to `gather_sums`."""
 
 _OPERATION = np.dtype({"names": ["kind", "address", "value", "flags"], "formats": ["i4", "u8", "u8", "u4"],
@@ -46,9 +46,14 @@ class Peers:
     """What the processes of one machine write to each other's memory in a step.
 
     Attributes: summed (whether a step's gradients are here, and its update to come).
+
+    No process overwrites what another still reads, as each step waits three times for all others: for their gradients,
+    for their `gather_sums`, before which they have read their weights for the last time, and for their updates, before
+    which they have read the gradients and sums that they got.
+
     gradient, weights: float32 (n,), on the GPU. parts: a slice of them for each process, by rank. exchange(value):
     gathers a value from each process, in the order of ranks. Raises OSError, in every process, where one cannot map
-    another's memory or has no part.
+    another's memory or has no part, and where there are more than MOST.
     """
 
     def __init__(self, rank: int, gradient: Array, weights: Array, parts: Sequence[slice],
@@ -62,11 +67,12 @@ class Peers:
         self._sums = cupy.empty(size * SUMS, float32)
         self._flags = cupy.zeros((BUCKETS + 2, size), np.uint32)
         cupy.cuda.Device().synchronize()
+        self._others: dict[int, Other] = {}
         self._opened: list[int] = []
         handles = exchange(self._handles())
         with contextlib.suppress(OSError):
             self._others = {other: self._open(handles[other]) for other in range(size) if other != rank}
-        if not all(exchange(hasattr(self, "_others"))):
+        if not all(exchange(len(self._others) == size - 1)):
             self.close()
             raise OSError("a process cannot map another's memory")
         self._begun, self.summed = 0, False

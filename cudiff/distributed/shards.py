@@ -10,7 +10,7 @@ import numpy as np
 from cudiff.backend import Array, array_module, device_of, to_device
 from cudiff.distributed import ALONE, Group
 
-LEAST, SUMS = 32, 2**14
+LEAST, SUMS = 32, 2**13
 """An update's flag is of 32 elements, so parts are multiples of them. A gradient's norm is of at most SUMS sums."""
 
 

@@ -20,9 +20,9 @@ enum Counter { UPDATES, SKIPPED, SKIPPED_IN_A_ROW };
 // Of each of `count` other GPUs: where data lies in its memory, and where its gradient of the same elements lies in this one's.
 struct Peers { float* data[7]; const float* grads[7]; i64 count; };
 
-// The gradient of four elements, over all GPUs. Loops over peers are unrolled, else their addresses are copied to local memory.
-__device__ __forceinline__ Pack<float> load_gradient(const float* grad, const Peers& peers, i64 i) {
-    Pack<float> g = load_pack(grad + i);
+// Adds the other GPUs' gradients of four elements. Unrolled, else the addresses are copied to local memory.
+__device__ __forceinline__ void add_gradients(Pack<float>& g, const Peers& peers, i64 i) {
+    if (peers.count == 0) return;
 #pragma unroll
     for (int other = 0; other < 7; other++)
         if (other < peers.count) {
@@ -30,20 +30,27 @@ __device__ __forceinline__ Pack<float> load_gradient(const float* grad, const Pe
 #pragma unroll
             for (int k = 0; k < 4; k++) g.v[k] += term.v[k];
         }
-    return g;
+}
+
+// The sum of this thread's squares of elements start to stop.
+template <bool SEVERAL> __device__ __forceinline__ float squares(const float* grad, const Peers& peers, i64 start, i64 stop) {
+    float sum = 0.0f;
+#pragma unroll 4
+    for (i64 i = start + threadIdx.x * 4; i < stop; i += THREADS * 4) {
+        Pack<float> g = load_pack(grad + i);
+        if (SEVERAL) add_gradients(g, peers, i);
+#pragma unroll
+        for (int k = 0; k < 4; k++) sum += g.v[k] * g.v[k];
+    }
+    return sum;
 }
 
 // Block i: sums[i] = the sum of squares of the elements i·chunk to (i + 1)·chunk of grad. chunk is a multiple of 4.
 extern "C" __global__ void square_sums(const float* __restrict__ grad, Peers peers, float* __restrict__ sums, i64 n, int chunk) {
     wait_for_previous();
     i64 start = (i64)blockIdx.x * chunk, stop = start + chunk < n ? start + chunk : n;
-    float sum = 0.0f;
-#pragma unroll 4
-    for (i64 i = start + threadIdx.x * 4; i < stop; i += THREADS * 4) {
-        Pack<float> g = load_gradient(grad, peers, i);
-#pragma unroll
-        for (int k = 0; k < 4; k++) sum += g.v[k] * g.v[k];
-    }
+    // Without a branch in the loop, of which the compiler then loads several rounds at once.
+    float sum = peers.count > 0 ? squares<true>(grad, peers, start, stop) : squares<false>(grad, peers, start, stop);
     sum = block_reduce<Sum>(sum);
     if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
@@ -140,9 +147,10 @@ __device__ __forceinline__ void store_copy(T* compute_copy, i64 i, const Pack<fl
 __device__ __forceinline__ void finish(i64 i, const Pack<float>& p, float* data, const Peers& peers, T* compute_copy,
                                        float* ema, T* ema_copy, float weight) {
     store_pack(data + i, p);
+    if (peers.count > 0)
 #pragma unroll
-    for (int other = 0; other < 7; other++)
-        if (other < peers.count) store_pack(peers.data[other] + i, p);
+        for (int other = 0; other < 7; other++)
+            if (other < peers.count) store_pack(peers.data[other] + i, p);
     store_copy(compute_copy, i, p);
     if (ema == nullptr) return;
     Pack<float> e = load_pack(ema + i);
@@ -171,8 +179,8 @@ extern "C" __global__ void adam(float* __restrict__ data, const float* __restric
     float grad_scale = scalars[GRAD_SCALE], step_size = scalars[STEP_SIZE], rsqrt_bias2 = scalars[RSQRT_BIAS2];
     float wd = flag & DECAY ? weight_decay : 0.0f;
     float shrink = decoupled ? 1.0f - scalars[LR] * wd : 1.0f, l2 = decoupled ? 0.0f : wd;
-    Pack<float> p = load_pack(data + i), g = load_gradient(grad, peers, i);
-    Pack<float> m = load_pack(exp_avg + i), v = load_pack(exp_avg_sq + i);
+    Pack<float> p = load_pack(data + i), g = load_pack(grad + i), m = load_pack(exp_avg + i), v = load_pack(exp_avg_sq + i);
+    add_gradients(g, peers, i);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         float gk = grad_scale * g.v[k] + l2 * p.v[k];
@@ -197,7 +205,8 @@ extern "C" __global__ void sgd(float* __restrict__ data, const float* __restrict
     if (scalars[APPLY] == 0.0f || flag & FROZEN) return;
     float grad_scale = scalars[GRAD_SCALE], lr = scalars[LR];
     float wd = flag & DECAY ? weight_decay : 0.0f;
-    Pack<float> p = load_pack(data + i), g = load_gradient(grad, peers, i), b = load_pack(momentum_buffer + i);
+    Pack<float> p = load_pack(data + i), g = load_pack(grad + i), b = load_pack(momentum_buffer + i);
+    add_gradients(g, peers, i);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         float gk = grad_scale * g.v[k] + wd * p.v[k];
@@ -222,9 +231,10 @@ extern "C" __global__ void rmsprop(float* __restrict__ data, const float* __rest
     if (scalars[APPLY] == 0.0f || flag & FROZEN) return;
     float grad_scale = scalars[GRAD_SCALE], lr = scalars[LR];
     float wd = flag & DECAY ? weight_decay : 0.0f;
-    Pack<float> p = load_pack(data + i), g = load_gradient(grad, peers, i), v = load_pack(square_avg + i), mean = {};
+    Pack<float> p = load_pack(data + i), g = load_pack(grad + i), v = load_pack(square_avg + i), mean = {};
     Pack<float> b = load_pack(momentum_buffer + i);
     if (grad_avg != nullptr) mean = load_pack(grad_avg + i);
+    add_gradients(g, peers, i);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         float gk = grad_scale * g.v[k] + wd * p.v[k];
@@ -250,7 +260,8 @@ extern "C" __global__ void lion(float* __restrict__ data, const float* __restric
     if (scalars[APPLY] == 0.0f || flag & FROZEN) return;
     float grad_scale = scalars[GRAD_SCALE], lr = scalars[LR];
     float shrink = 1.0f - lr * (flag & DECAY ? weight_decay : 0.0f);
-    Pack<float> p = load_pack(data + i), g = load_gradient(grad, peers, i), m = load_pack(exp_avg + i);
+    Pack<float> p = load_pack(data + i), g = load_pack(grad + i), m = load_pack(exp_avg + i);
+    add_gradients(g, peers, i);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         float gk = grad_scale * g.v[k], gap = m.v[k] - gk, direction = beta1 * gap + gk;
