@@ -23,8 +23,8 @@ __all__ = ["layer_norm"]
 
 HELD = 40  # numbers of a row for each thread, at most
 AT_ONCE = {"normalize": (10, 6, 4, 3), "backward": (7, 5, 4, 3)}
-"""How many blocks of four warps fit on a Hopper multiprocessor where a thread holds up to 8, 16, 24 or more numbers of
-16 bits."""
+"""How many blocks of four warps a multiprocessor has registers for where a thread holds up to 8, 16, 24 or more numbers
+of 16 bits."""
 
 
 class LayerNorm(Function):
