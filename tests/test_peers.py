@@ -29,9 +29,9 @@ class Memory(np.ndarray):
 class Machine:
     """Several GPUs, of which each has a stream. What is launched waits in the stream until `run`."""
 
-    def __init__(self, size, monkeypatch, reachable=True):
+    def __init__(self, size, monkeypatch, reachable=True, operates=True):
         self.size, self.streams, self.current, self.reachable = size, [[] for _ in range(size)], 0, reachable
-        self.opened = 0
+        self.opened, self.operates = 0, operates
         runtime = SimpleNamespace(
             memcpyAsync=self.copy, memcpyDefault=4, CUDARuntimeError=RuntimeError, ipcCloseMemHandle=self.shut,
             ipcGetMemHandle=lambda pointer: pointer.to_bytes(64, "big"), ipcOpenMemHandle=self.open,
@@ -61,6 +61,8 @@ class Machine:
         self.streams[self.current].append(lambda: ctypes.memmove(to, source, count) and True)
 
     def operate(self, stream, count, batch, flags):
+        if not self.operates:
+            return 801  # CUDA_ERROR_NOT_SUPPORTED
         for place in range(batch.value, batch.value + 48 * count.value, 48):
             kind, address, value = (kind.from_address(place + offset).value for kind, offset in FIELDS)
             flag = ctypes.c_uint32.from_address(address)
@@ -198,6 +200,7 @@ def test_nothing_is_copied_while_kernels_are_compiled_ahead(monkeypatch):
     """The other processes need not compile now."""
     machine, (gradients, weights) = Machine(2, monkeypatch), (arrays(2), arrays(2))
     own = machine.join(gradients, weights, parts_of(2))[0]
+    machine.streams[0].clear()
     with compiling_ahead():
         own.start([gradients[0]], 0)
         own.finish()
@@ -206,10 +209,12 @@ def test_nothing_is_copied_while_kernels_are_compiled_ahead(monkeypatch):
     assert machine.streams[0] == []
 
 
-@pytest.mark.parametrize("size, length, reachable", [(3, LENGTH, False), (3, 64, True), (9, LENGTH, True)])
-def test_all_are_told_what_cannot_be(size, length, reachable, monkeypatch):
-    """Memory that is not reached; of three processes one without a part; more than eight."""
-    machine = Machine(size, monkeypatch, reachable=reachable)
+@pytest.mark.parametrize("size, length, reachable, operates", [
+    (3, LENGTH, False, True), (3, LENGTH, True, False), (3, 64, True, True), (9, LENGTH, True, True),
+])
+def test_all_are_told_what_cannot_be(size, length, reachable, operates, monkeypatch):
+    """Memory that is not reached; no operations on it; of three processes one without a part; more than eight."""
+    machine = Machine(size, monkeypatch, reachable, operates)
     made = machine.join(arrays(size), arrays(size), Shards(length, Group(0, size)).parts)
     assert all(isinstance(error, OSError) for error in made)
 

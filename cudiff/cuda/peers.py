@@ -132,8 +132,13 @@ class Peers:
         self._opened.clear()
 
     def _handles(self) -> list[tuple[str, int]] | None:
-        """The handle of the allocation in which each array lies that others write to, and its offset there in bytes."""
+        """The handle of the allocation in which each array lies that others write to, and its offset there in bytes.
+        None where the driver has none, or refuses operations of a stream on memory."""
         runtime, handles = get_cupy().cuda.runtime, []
+        try:
+            self._operate([(_WRITE, self._flags.data.ptr, 0)])
+        except (CudiffError, AttributeError):  # AttributeError: the driver is older than CUDA 11.7
+            return None
         for array in (self._weights, self._received, self._sums, self._flags):
             base, length = ctypes.c_uint64(), ctypes.c_size_t()
             address = ctypes.c_uint64(array.data.ptr)
