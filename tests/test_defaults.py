@@ -11,7 +11,7 @@ from cudiff.data.pictures import image_folder
 from cudiff.diffusion import ancestral, ddim, ddpm, dpm_solver, edm, euler, flow, samplers, schedule, unipc
 from cudiff.models import cnn, cs179, unet
 from cudiff.ops.loss_scale import unscale
-from cudiff.ops.optim import adam, centered_rmsprop, lion, rescale, sgd, step_scalars
+from cudiff.ops.optim import CHUNK, adam, centered_rmsprop, lion, rescale, sgd, square_sums, step_scalars
 from cudiff.options import Option
 
 EDM = dict(sigma_data=0.5, c_noise_scale=0.25, data_mean=0.0, data_std=1.0)
@@ -96,10 +96,11 @@ DEFAULTS = {
     optim.Lion: dict(lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0),
     optim.Muon: dict(lr=2e-2, momentum=0.95, nesterov=True, weight_decay=0.0, ns_steps=5),
     optim.LossScale: dict(initial=65536.0, interval=2000),
-    adam: dict(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled=False),
-    sgd: dict(momentum=0.0, weight_decay=0.0, nesterov=False),
-    centered_rmsprop: dict(alpha=0.99, eps=1e-8, momentum=0.0, weight_decay=0.0),
-    lion: dict(betas=(0.9, 0.99), weight_decay=0.0),
+    adam: dict(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled=False, peers=()),
+    sgd: dict(momentum=0.0, weight_decay=0.0, nesterov=False, peers=()),
+    centered_rmsprop: dict(alpha=0.99, eps=1e-8, momentum=0.0, weight_decay=0.0, peers=()),
+    lion: dict(betas=(0.9, 0.99), weight_decay=0.0, peers=()),
+    square_sums: dict(chunk=CHUNK, peers=()),
     rescale: dict(ratio=1.0, betas=(0.0, 0.0)),
     unscale: dict(scale=1.0, clip=math.inf, interval=2000),
     step_scalars: dict(warmup=0, total_steps=0, final=1.0, betas=(0.0, 0.0), scale=1.0, clip=math.inf, half_life=1.0),

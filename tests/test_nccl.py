@@ -1,12 +1,13 @@
 """NCCL as the group calls it, by a stand-in; with a GPU a communicator of one, captured and destroyed."""
 
+import gc
 import sys
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 
-from cudiff.cuda import nccl
+from cudiff.cuda import nccl, peers
 from cudiff.cuda.compiler import compiling_ahead
 from cudiff.errors import CudiffError
 
@@ -57,11 +58,13 @@ def library(monkeypatch):
     cuda.nccl, cuda.get_current_stream = module, lambda: current[-1]
     cuda.Stream = lambda non_blocking: Stream(77, calls, current)
     cuda.Event = lambda disable_timing: SimpleNamespace(record=lambda stream: calls.append(("record", stream.ptr)))
-    cuda.runtime = SimpleNamespace(runtimeGetVersion=lambda: 13000)
+    cuda.runtime = SimpleNamespace(runtimeGetVersion=lambda: 13000,
+                                   ipcCloseMemHandle=lambda pointer: calls.append(("unmap", pointer)))
     cuda.Device = lambda: SimpleNamespace(synchronize=lambda: calls.append(("synchronize",)))
     for name, value in (("cupy", ModuleType("cupy")), ("cupy.cuda", cuda), ("cupy.cuda.nccl", module)):
         monkeypatch.setitem(sys.modules, name, value)
-    monkeypatch.setattr(nccl, "get_cupy", lambda: SimpleNamespace(cuda=cuda))
+    for user in (nccl, peers):
+        monkeypatch.setattr(user, "get_cupy", lambda: SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(nccl, "device_of", lambda array: "cuda")
     return module
 
@@ -107,10 +110,13 @@ def test_parts_go_from_each_process_to_all_in_one_launch(library):
 
 
 class Copies:
-    """Stands for `Peers`: notes what it is called for, with the current stream."""
+    """Stands for `Peers`: notes what it is called for, with the current stream. Its gradient is of one array."""
 
     def __init__(self, *given):
         self.given, self.calls, self.summed = given, [], False
+
+    def holds(self, arrays):
+        return all(array is self.given[1] for array in arrays)
 
     def __getattr__(self, name):
         def call(*given):
@@ -122,13 +128,12 @@ class Copies:
 
 def test_a_sharded_step_of_one_machine_goes_by_copies(library, monkeypatch):
     """Gradients beside the backward. What is gathered outside of a step, and summed otherwise, goes by NCCL."""
-    made = []
-    monkeypatch.setattr(nccl, "Peers", lambda *given: made.append(Copies(*given)) or made[-1])
+    monkeypatch.setattr(nccl, "Peers", Copies)
     engine = nccl.Nccl(0, 2, lambda value: [value, ""], one_machine=True)
-    for _ in range(2):
-        engine.register("gradient", "weights", ["own", "other"])
-    first, second = made
-    assert first.calls == [("close", 99)] and second.given[:4] == (0, "gradient", "weights", ["own", "other"])
+    other = SimpleNamespace(**vars(ARRAY))
+    first, second = (engine.register(gradient, "weights", ["own", "other"]) for gradient in (other, ARRAY))
+    assert second.given[:4] == (0, ARRAY, "weights", ["own", "other"])
+    second.given[5].append(5)
     library.calls.clear()
     engine.start_sums([ARRAY], 3)
     engine.finish_sums()
@@ -137,12 +142,26 @@ def test_a_sharded_step_of_one_machine_goes_by_copies(library, monkeypatch):
     engine.all_gather([ARRAY, ARRAY])
     assert second.calls == [
         ("start", 77, [ARRAY], 3), ("finish", 77), ("gather_sums", 99, ARRAY), ("wait_for_weights", 99)]
-    assert {call[0] for call in library.calls} == {"record", "wait"}
+    assert {call[0] for call in library.calls} == {"record", "wait"} and first.calls == []
     engine.all_gather([ARRAY, ARRAY])
     engine.all_reduce(ARRAY)
     assert [call[0] for call in library.calls[-5:]] == ["start", "bcast", "bcast", "end", "allReduce"]
     engine.close()
-    assert second.calls[-1] == ("close", 99) and library.calls[-1] == ("destroy",)
+    assert library.calls[-2:] == [("unmap", 5), ("destroy",)] and first.calls == []
+
+
+def test_sums_of_others_go_by_nccl(library, monkeypatch):
+    """Of a model that is not registered, and of one that was, once nobody holds that."""
+    monkeypatch.setattr(nccl, "Peers", Copies)
+    engine = nccl.Nccl(0, 2, lambda value: [value, ""], one_machine=True)
+    held = engine.register(SimpleNamespace(), "weights", ["own", "other"])
+    engine.register(ARRAY, "weights", ["own", "other"])
+    gc.collect()
+    library.calls.clear()
+    engine.start_sums([ARRAY], 0)
+    engine.finish_sums()
+    assert engine.peers(ARRAY) == [] and engine.gather_sums(ARRAY) is None and held.calls == []
+    assert [call[0] for call in library.calls if call[0] not in ("record", "wait")] == ["start", "allReduce", "end"]
 
 
 @pytest.mark.parametrize("one_machine", [True, False])

@@ -31,7 +31,7 @@ class Machine:
 
     def __init__(self, size, monkeypatch, reachable=True, operates=True):
         self.size, self.streams, self.current, self.reachable = size, [[] for _ in range(size)], 0, reachable
-        self.opened, self.operates = 0, operates
+        self.opened, self.operates, self.mapped = 0, operates, []
         runtime = SimpleNamespace(
             memcpyAsync=self.copy, memcpyDefault=4, CUDARuntimeError=RuntimeError, ipcCloseMemHandle=self.shut,
             ipcGetMemHandle=lambda pointer: pointer.to_bytes(64, "big"), ipcOpenMemHandle=self.open,
@@ -90,7 +90,7 @@ class Machine:
                 return everybody
 
             try:
-                made[rank] = peers.Peers(rank, gradients[rank], weights[rank], parts, exchange)
+                made[rank] = peers.Peers(rank, gradients[rank], weights[rank], parts, exchange, self.mapped)
             except OSError as error:
                 made[rank] = error
 
@@ -178,9 +178,9 @@ def test_steps_in_any_order(size, monkeypatch, rng):
         expected -= values.sum(axis=0)
         for own in weights:
             np.testing.assert_array_equal(own[TAKEN], expected[TAKEN])
-    for own in all_peers:
-        own.close()
-    assert machine.opened == 0
+    assert machine.opened == len(machine.mapped) == 4 * size * (size - 1)
+    peers.unmap(machine.mapped)
+    assert machine.opened == 0 and machine.mapped == []
 
 
 def test_a_step_that_was_given_up_changes_nothing_of_the_next(monkeypatch, rng):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from cudiff.backend import Array, device_of, get_cupy
 from cudiff.cuda.compiler import compiles_ahead
-from cudiff.cuda.peers import Peers
+from cudiff.cuda.peers import Peers, unmap
 from cudiff.errors import CudiffError
 
 
@@ -43,7 +44,9 @@ class Nccl:
     def __init__(self, rank: int, size: int, exchange: Callable[[Any], list[Any]], one_machine: bool = False):
         cuda, nccl = get_cupy().cuda, library()
         self._rank, self._exchange, self._one_machine = rank, exchange, one_machine
-        self._peers: Peers | None = None
+        self._registered: weakref.WeakSet[Peers] = weakref.WeakSet()
+        self._mapped: list[int] = []
+        self._stepping: Peers | None = None  # of the step whose sums have begun and whose weights are not gathered
         self._nccl, self._error = nccl, nccl.NcclError
         self._types = {"float32": nccl.NCCL_FLOAT32, "uint8": nccl.NCCL_UINT8}
         number = nccl.get_unique_id().hex() if rank == 0 else ""
@@ -59,24 +62,25 @@ class Nccl:
         self._checked(self._communicator.allReduce, pointer, pointer, array.size, self._types[array.dtype.name],
                       self._nccl.NCCL_SUM, stream)
 
-    def register(self, gradient: Array, weights: Array, parts: Sequence[slice]) -> None:
+    def register(self, gradient: Array, weights: Array, parts: Sequence[slice]) -> Peers | None:
         """Have GPUs of one machine that reach each other's memory copy parts of gradients to those who update them,
-        whose updates write weights to all."""
-        if self._peers is not None:
-            self._peers.close()
-            self._peers = None
+        whose updates write weights to all. Lasts as long as the result; None where NCCL does it."""
         if self._one_machine:
             with contextlib.suppress(OSError):
-                self._peers = Peers(self._rank, gradient, weights, parts, self._exchange)
+                peers = Peers(self._rank, gradient, weights, parts, self._exchange, self._mapped)
+                self._registered.add(peers)
+                return peers
+        return None
 
     def start_sums(self, arrays: list[Array], number: int) -> None:
         """`all_reduce` of arrays by one launch, or copies of them to other GPUs, on a second stream, after the current
         stream's launches so far."""
         self._event.record(get_cupy().cuda.get_current_stream())
         self._beside.wait_event(self._event)
+        self._stepping = next((peers for peers in self._registered if peers.holds(arrays)), None)
         with self._beside:
-            if self._peers is not None:
-                self._peers.start(arrays, number)
+            if self._stepping is not None:
+                self._stepping.start(arrays, number)
                 return
             self._nccl.groupStart()
             try:
@@ -87,19 +91,19 @@ class Nccl:
 
     def finish_sums(self) -> None:
         """Make the current stream wait for the second one."""
-        if self._peers is not None:
+        if self._stepping is not None:
             with self._beside:
-                self._peers.finish()
+                self._stepping.finish()
         self._event.record(self._beside)
         get_cupy().cuda.get_current_stream().wait_event(self._event)
 
     def peers(self, array: Array) -> list[tuple[int, int]]:
         """As `Group.peers` says; empty where NCCL sums."""
-        return [] if self._peers is None else self._peers.addresses(array)
+        return [] if self._stepping is None else self._stepping.addresses(array)
 
     def gather_sums(self, array: Array) -> Array | None:
         """Every process's array, by copies; None where NCCL does it."""
-        return None if self._peers is None else self._peers.gather_sums(array)
+        return None if self._stepping is None else self._stepping.gather_sums(array)
 
     def broadcast(self, array: Array, root: int) -> None:
         """Copy the C-contiguous array of process `root` to all. An array on the host is copied by way of the GPU."""
@@ -114,8 +118,9 @@ class Nccl:
     def all_gather(self, parts: list[Array]) -> None:
         """Copy each process's part, parts[rank], to all, by one launch on the current stream. Sizes may differ. Parts
         that updates write to all GPUs are waited for."""
-        if self._peers is not None and self._peers.summed:
-            self._peers.wait_for_weights()
+        if self._stepping is not None and self._stepping.summed:
+            self._stepping.wait_for_weights()
+            self._stepping = None
             return
         if compiles_ahead():
             return
@@ -130,8 +135,7 @@ class Nccl:
     def close(self) -> None:
         """Destroy the communicator. That waits for graphs that hold its operations: they are to be deleted before."""
         get_cupy().cuda.Device().synchronize()
-        if self._peers is not None:
-            self._peers.close()
+        unmap(self._mapped)
         self._communicator.destroy()
 
     def _checked(self, call: Callable[..., Any], *args: Any) -> Any:

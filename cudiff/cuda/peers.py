@@ -33,6 +33,12 @@ _OPERATION = np.dtype({"names": ["kind", "address", "value", "flags"], "formats"
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, until there is the value or more, and _WRITE_VALUE_32
 
 
+def unmap(mapped: list[int]) -> None:
+    """Unmap other processes' memory, once no stream uses it."""
+    while mapped:
+        get_cupy().cuda.runtime.ipcCloseMemHandle(mapped.pop())
+
+
 class Other(NamedTuple):
     """The addresses here of another process's arrays."""
 
@@ -52,14 +58,16 @@ class Peers:
     which they have read the gradients and sums that they got.
 
     gradient, weights: float32 (n,), on the GPU. parts: a slice of them for each process, by rank. exchange(value):
-    gathers a value from each process, in the order of ranks. Raises OSError, in every process, where one cannot map
-    another's memory or has no part, and where there are more than MOST.
+    gathers a value from each process, in the order of ranks. mapped: a list that gets what is to be unmapped at the
+    end, and not when this object goes, as a graph may be captured then. Raises OSError, in every process, where one
+    cannot map another's memory or has no part, and where there are more than MOST.
     """
 
     def __init__(self, rank: int, gradient: Array, weights: Array, parts: Sequence[slice],
-                 exchange: Callable[[Any], list[Any]]):
+                 exchange: Callable[[Any], list[Any]], mapped: list[int]):
         cupy, size = get_cupy(), len(parts)
         self._rank, self._gradient, self._weights, self._parts = rank, gradient, weights, parts
+        self._mapped = mapped
         self._lengths = [part.stop - part.start for part in parts]
         if not all(self._lengths) or size > MOST:
             raise OSError("a process has no part, or there are too many")
@@ -68,14 +76,18 @@ class Peers:
         self._flags = cupy.zeros((BUCKETS + 2, size), np.uint32)
         cupy.cuda.Device().synchronize()
         self._others: dict[int, Other] = {}
-        self._opened: list[int] = []
         handles = exchange(self._handles())
         with contextlib.suppress(OSError):
             self._others = {other: self._open(handles[other]) for other in range(size) if other != rank}
         if not all(exchange(len(self._others) == size - 1)):
-            self.close()
             raise OSError("a process cannot map another's memory")
         self._begun, self.summed = 0, False
+
+    def holds(self, arrays: Sequence[Array]) -> bool:
+        """Whether all are slices of the gradient."""
+        first = self._gradient.data.ptr
+        return all(first <= array.data.ptr and array.data.ptr + array.nbytes <= first + self._gradient.nbytes
+                   for array in arrays)
 
     def start(self, arrays: Sequence[Array], bucket: int) -> None:
         """Copy slices of the gradient, on the current stream, to the processes whose parts they are. bucket: the number
@@ -125,12 +137,6 @@ class Peers:
         self._wait(range(BUCKETS + 1, BUCKETS + 2))
         self.summed = False
 
-    def close(self) -> None:
-        """Unmap the others' memory."""
-        for pointer in self._opened:
-            get_cupy().cuda.runtime.ipcCloseMemHandle(pointer)
-        self._opened.clear()
-
     def _handles(self) -> list[tuple[str, int]] | None:
         """The handle of the allocation in which each array lies that others write to, and its offset there in bytes.
         None where the driver has none, or refuses operations of a stream on memory."""
@@ -157,10 +163,10 @@ class Peers:
         runtime, addresses = get_cupy().cuda.runtime, []
         for handle, offset in handles:
             try:
-                self._opened.append(runtime.ipcOpenMemHandle(bytes.fromhex(handle)))
+                self._mapped.append(runtime.ipcOpenMemHandle(bytes.fromhex(handle)))
             except runtime.CUDARuntimeError as error:
                 raise OSError(str(error)) from None
-            addresses.append(self._opened[-1] + offset)
+            addresses.append(self._mapped[-1] + offset)
         return Other(*addresses)
 
     def _copy(self, to: int, source: int, count: int) -> None:

@@ -38,13 +38,12 @@ class Group:
         if self.size > 1:
             self._engine.all_reduce(array)
 
-    def register(self, gradient: Array, weights: Array, parts: Sequence[slice]) -> None:
+    def register(self, gradient: Array, weights: Array, parts: Sequence[slice]) -> Any:
         """Say that sums and updates are of these buffers, of which each process updates its part.
 
-        GPUs of one machine may then map each other's memory, until another call or `close`. All processes call it.
+        GPUs of one machine may then write to each other's memory, as long as the result is held. All processes call it.
         """
-        if self.size > 1:
-            self._engine.register(gradient, weights, parts)
+        return self._engine.register(gradient, weights, parts) if self.size > 1 else None
 
     def start_sums(self, arrays: list[Array], number: int) -> None:
         """Begin to `all_reduce` arrays beside what follows; on a GPU on a stream of its own. Of a registered gradient

@@ -246,6 +246,8 @@ class Optimizer:
         for _, run in groupby(places, key=lambda place: id(place[2])):
             (first, last, group, place), *others = run
             own = slice(max(first, shard.start), min(others[-1][1] if others else last, shard.stop))
+            if own.start >= own.stop:
+                continue
             held = slice(own.start - shard.start, own.stop - shard.start)
             targets = ((flat.compute_copy, own), *((average, held) for average in averages))
             ranges.append(Range(

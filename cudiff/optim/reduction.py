@@ -35,8 +35,8 @@ class Reduction:
         self._summed: set[int] = set()
         self._started = 0
         self._last = True
-        if flat.shards.shared:
-            group.register(flat.buffer, flat.data, flat.shards.parts)
+        shards = flat.shards
+        self._registered = group.register(flat.buffer, flat.data, shards.parts) if shards.shared else None
 
     @contextmanager
     def during(self, last: bool) -> Iterator[None]:
