@@ -12,6 +12,7 @@ import numpy as np
 from cudiff.backend import PRECISIONS, free_memory, is_low, memory_in_use, memory_total, out_of_memory_errors
 from cudiff.config import Config
 from cudiff.cuda.graph import Captured, capture
+from cudiff.distributed import Group
 from cudiff.errors import CudiffError
 from cudiff.memory import memory_available, peak_of, resident
 from cudiff.nn import Module
@@ -33,11 +34,11 @@ class Forecast(NamedTuple):
                 f"{_gib(self.free)} are free")
 
 
-def check_model(net: Module, config: Config, device: str, processes: int) -> None:
+def check_model(net: Module, config: Config, device: str, group: Group) -> None:
     """Raise CudiffError where a GPU has no room for a model, its gradient, moments and average."""
     if device != "cuda":
         return
-    need = model_bytes(net, config, processes)
+    need = model_bytes(net, config, group)
     if need > _free():
         free_memory()
     if need > (free := _free()):
@@ -47,15 +48,17 @@ def check_model(net: Module, config: Config, device: str, processes: int) -> Non
         )
 
 
-def model_bytes(net: Module, config: Config, processes: int = 1) -> int:
+def model_bytes(net: Module, config: Config, group: Group) -> int:
     """What training holds of a model: weights, gradient and their average in float32, the moments of its optimiser, and
-    16-bit copies of weights and average; each parameter padded as `FlatParameters` does. With `shard` each of several
-    `processes` holds a part of moments and average, no 16-bit copy of that, and the others' gradients of its part."""
+    16-bit copies of weights and average; each parameter padded as `FlatParameters` does. With `shard` each process of a
+    group holds a part of moments and average, no 16-bit copy of that, and on one machine the others' gradients of
+    it."""
     size = sum(-(-parameter.size // BLOCK) * BLOCK for parameter in net.parameters())
     moments = len((SGD if config.optimizer == "sgd" else Adam).moments)
     copy = 2 if is_low(PRECISIONS[config.precision]) else 0
-    if config.shard and processes > 1:
-        return size * (4 * 2 + copy) + -(-size * 4 * (1 + moments + processes - 1) // processes)
+    if config.shard and group.size > 1:
+        received = (group.size - 1) * group.one_machine
+        return size * (4 * 2 + copy) + -(-size * 4 * (1 + moments + received) // group.size)
     return size * (4 * (3 + moments) + 2 * copy)
 
 
@@ -68,7 +71,7 @@ def check_fits(trainer: Any) -> Forecast | None:
         return None
     free = min(group.exchange(_free()))
     need, fits, data = _needs(trainer, trainer._step)
-    stays = model_bytes(trainer.net, trainer.config, group.size) + data
+    stays = model_bytes(trainer.net, trainer.config, group) + data
     if fits:
         return Forecast(stays, need, free, group.size) if need else None
     trainer._step.forget()

@@ -112,7 +112,7 @@ class Trainer:
             if not hasattr(self.net, "recompute"):
                 raise CudiffError(f"a {config.model} cannot recompute its blocks: leave --recompute out")
             self.net.recompute = True
-        check_model(self.net, config, self.device, group.size)
+        check_model(self.net, config, self.device, group)
         self.net.flatten(self.device)
         if init is not None:
             self._notices += take_weights(init, self.net, config.class_names)

@@ -1,6 +1,5 @@
 """NCCL as the group calls it, by a stand-in; with a GPU a communicator of one, captured and destroyed."""
 
-import gc
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -93,7 +92,7 @@ def test_sums_and_copies_are_in_place_on_the_current_stream(library):
 def test_sums_beside_others_wait_for_what_was_before_and_are_waited_for(library):
     engine = nccl.Nccl(0, 2, lambda value: [value, ""])
     library.calls.clear()
-    engine.start_sums([ARRAY, ARRAY], 0)
+    engine.start_sums([ARRAY, ARRAY], 0, None)
     engine.finish_sums()
     one = ("allReduce", 1234, 1234, 10, 7, 0, 77)
     assert library.calls == [("record", 99), ("wait", 77), ("start",), one, one, ("end",), ("record", 77), ("wait", 99)]
@@ -110,13 +109,13 @@ def test_parts_go_from_each_process_to_all_in_one_launch(library):
 
 
 class Copies:
-    """Stands for `Peers`: notes what it is called for, with the current stream. Its gradient is of one array."""
+    """Stands for `Peers`: notes what it is called for, with the current stream."""
 
     def __init__(self, *given):
         self.given, self.calls, self.summed = given, [], False
 
-    def holds(self, arrays):
-        return all(array is self.given[1] for array in arrays)
+    def addresses(self, array):
+        return [(1, 2)] if array is ARRAY else []
 
     def __getattr__(self, name):
         def call(*given):
@@ -130,38 +129,32 @@ def test_a_sharded_step_of_one_machine_goes_by_copies(library, monkeypatch):
     """Gradients beside the backward. What is gathered outside of a step, and summed otherwise, goes by NCCL."""
     monkeypatch.setattr(nccl, "Peers", Copies)
     engine = nccl.Nccl(0, 2, lambda value: [value, ""], one_machine=True)
-    other = SimpleNamespace(**vars(ARRAY))
-    first, second = (engine.register(gradient, "weights", ["own", "other"]) for gradient in (other, ARRAY))
-    assert second.given[:4] == (0, ARRAY, "weights", ["own", "other"])
-    second.given[5].append(5)
+    copies = engine.register("gradient", "weights", ["own", "other"])
+    assert copies.given[:4] == (0, "gradient", "weights", ["own", "other"])
+    copies.given[5].addresses.append(5)
     library.calls.clear()
-    engine.start_sums([ARRAY], 3)
+    engine.start_sums([ARRAY], 3, copies)
+    assert engine.peers(ARRAY) == []
     engine.finish_sums()
     engine.gather_sums(ARRAY)
-    assert second.summed
-    engine.all_gather([ARRAY, ARRAY])
-    assert second.calls == [
+    assert engine.peers(ARRAY) == [(1, 2)]
+    with pytest.raises(CudiffError, match="not of the gradient that was summed"):
+        engine.peers("another")
+    assert {call[0] for call in library.calls} == {"record", "wait"}
+    engine.all_gather([ARRAY, ARRAY])  # the average's, in the middle of a step
+    assert [call[0] for call in library.calls[-4:]] == ["start", "bcast", "bcast", "end"]
+    engine.finish_update([ARRAY, ARRAY])
+    assert copies.calls == [
         ("start", 77, [ARRAY], 3), ("finish", 77), ("gather_sums", 99, ARRAY), ("wait_for_weights", 99)]
-    assert {call[0] for call in library.calls} == {"record", "wait"} and first.calls == []
-    engine.all_gather([ARRAY, ARRAY])
-    engine.all_reduce(ARRAY)
-    assert [call[0] for call in library.calls[-5:]] == ["start", "bcast", "bcast", "end", "allReduce"]
-    engine.close()
-    assert library.calls[-2:] == [("unmap", 5), ("destroy",)] and first.calls == []
-
-
-def test_sums_of_others_go_by_nccl(library, monkeypatch):
-    """Of a model that is not registered, and of one that was, once nobody holds that."""
-    monkeypatch.setattr(nccl, "Peers", Copies)
-    engine = nccl.Nccl(0, 2, lambda value: [value, ""], one_machine=True)
-    held = engine.register(SimpleNamespace(), "weights", ["own", "other"])
-    engine.register(ARRAY, "weights", ["own", "other"])
-    gc.collect()
     library.calls.clear()
-    engine.start_sums([ARRAY], 0)
+    engine.finish_update([ARRAY, ARRAY])  # of no step
+    engine.start_sums([ARRAY], 0, None)  # of a model that is not registered
     engine.finish_sums()
-    assert engine.peers(ARRAY) == [] and engine.gather_sums(ARRAY) is None and held.calls == []
-    assert [call[0] for call in library.calls if call[0] not in ("record", "wait")] == ["start", "allReduce", "end"]
+    assert engine.peers(ARRAY) == [] and engine.gather_sums(ARRAY) is None and len(copies.calls) == 4
+    assert [call[0] for call in library.calls if call[0] not in ("record", "wait")] == [
+        "start", "bcast", "bcast", "end", "start", "allReduce", "end"]
+    engine.close()
+    assert library.calls[-2:] == [("unmap", 5), ("destroy",)]
 
 
 @pytest.mark.parametrize("one_machine", [True, False])
@@ -172,11 +165,12 @@ def test_without_each_others_memory_all_goes_by_nccl(one_machine, library, monke
 
     monkeypatch.setattr(nccl, "Peers", refuse)
     engine = nccl.Nccl(0, 2, lambda value: [value, ""], one_machine)
-    engine.register("gradient", "weights", ["own", "other"])
+    assert engine.register("gradient", "weights", ["own", "other"]) is None
     library.calls.clear()
-    engine.start_sums([ARRAY], 0)
+    engine.start_sums([ARRAY], 0, None)
+    engine.finish_sums()
     assert engine.peers(ARRAY) == [] and engine.gather_sums(ARRAY) is None
-    engine.all_gather([ARRAY, ARRAY])
+    engine.finish_update([ARRAY, ARRAY])
     assert [call[0] for call in library.calls if call[0] not in ("record", "wait")] == [
         "start", "allReduce", "end", "start", "bcast", "bcast", "end"]
 

@@ -31,7 +31,7 @@ class Machine:
 
     def __init__(self, size, monkeypatch, reachable=True, operates=True):
         self.size, self.streams, self.current, self.reachable = size, [[] for _ in range(size)], 0, reachable
-        self.opened, self.operates, self.mapped = 0, operates, []
+        self.opened, self.operates, self.mapped = 0, operates, peers.Mapped()
         runtime = SimpleNamespace(
             memcpyAsync=self.copy, memcpyDefault=4, CUDARuntimeError=RuntimeError, ipcCloseMemHandle=self.shut,
             ipcGetMemHandle=lambda pointer: pointer.to_bytes(64, "big"), ipcOpenMemHandle=self.open,
@@ -101,14 +101,15 @@ class Machine:
             thread.join()
         return made
 
-    def run(self, rng):
-        """Run all streams, one operation of one that may go on at a time."""
-        done = [0] * self.size
-        while any(position < len(stream) for position, stream in zip(done, self.streams, strict=True)):
-            ready = [rank for rank in range(self.size) if done[rank] < len(self.streams[rank])]
-            rng.shuffle(ready)
+    def run(self, rng, times=1):
+        """Run all streams `times` times, one operation of one that may go on at a time; one goes on for a while."""
+        streams = [stream * times for stream in self.streams]
+        done, ready = [0] * self.size, list(range(self.size))
+        while any(position < len(stream) for position, stream in zip(done, streams, strict=True)):
+            if rng.random() < 0.05:
+                rng.shuffle(ready)
             for rank in ready:
-                if self.streams[rank][done[rank]]():
+                if done[rank] < len(streams[rank]) and streams[rank][done[rank]]():
                     done[rank] += 1
                     break
             else:
@@ -143,15 +144,24 @@ def update(given, sums, own, gradient, addresses):
     return True
 
 
+def read(seen, own, gradient, addresses):
+    """As the norm's kernel: the sum of this part's gradients."""
+    seen.append(float(gradient.sum() + sum(at(received, own.size).sum() for _, received in addresses)))
+    return True
+
+
 def launch_step(machine, all_peers, gradients, weights, parts):
-    """weights -= the summed gradient, by two updates of each process's part."""
+    """weights -= the summed gradient, by two updates of each process's part. Returns what `read` saw."""
+    seen = [[] for _ in all_peers]
     for rank, own in enumerate(all_peers):
         machine.current, part, gradient, mine = rank, parts[rank], gradients[rank], weights[rank]
         for number, ranges in enumerate(BUCKETS):
             own.start([gradient[start:stop] for start, stop in ranges], number)
         assert own.addresses(mine[part]) == [] and own.gather_sums(mine) is None
         own.finish()
+        machine.streams[rank].append(partial(read, seen[rank], mine[part], gradient[part], own.addresses(mine[part])))
         given = np.full(7, rank, np.float32).view(Memory)
+        assert own.gather_sums(np.zeros(peers.SUMS + 1, np.float32).view(Memory)) is None
         sums = own.gather_sums(given)
         middle = part.start + 32
         for piece in (slice(part.start, middle), slice(middle, part.stop)):
@@ -160,6 +170,7 @@ def launch_step(machine, all_peers, gradients, weights, parts):
         assert own.addresses(gradient[part]) == own.addresses(mine) == []  # another array, and more than its part
         own.wait_for_weights()
         assert not own.summed
+    return seen
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -168,19 +179,45 @@ def test_steps_in_any_order(size, monkeypatch, rng):
     machine, parts = Machine(size, monkeypatch), parts_of(size)
     gradients, weights = arrays(size), arrays(size)
     all_peers = machine.join(gradients, weights, parts)
-    launch_step(machine, all_peers, gradients, weights, parts)
+    seen = launch_step(machine, all_peers, gradients, weights, parts)
     expected = np.zeros(LENGTH, np.float32)
     for _ in range(5):
-        values = rng.integers(-1000, 1000, (size, LENGTH)).astype(np.float32)
+        values = np.zeros((size, LENGTH), np.float32)
+        values[:, TAKEN] = rng.integers(-1000, 1000, (size, TAKEN.size))
         for gradient, value in zip(gradients, values, strict=True):
             gradient[...] = value
         machine.run(rng)
         expected -= values.sum(axis=0)
+        assert [sums[-1] for sums in seen] == [values[:, part].sum() for part in parts]
         for own in weights:
             np.testing.assert_array_equal(own[TAKEN], expected[TAKEN])
-    assert machine.opened == len(machine.mapped) == 4 * size * (size - 1)
-    peers.unmap(machine.mapped)
-    assert machine.opened == 0 and machine.mapped == []
+    assert machine.opened == 4 * size * (size - 1) and len(machine.mapped.arrays) == 4 * size
+    machine.mapped.close()
+    assert machine.opened == 0 and not machine.mapped.arrays
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_steps_one_after_the_other(size, monkeypatch, rng):
+    """Launched at once: none overwrites what another process still reads, and none takes another step's flag."""
+    machine, parts = Machine(size, monkeypatch), parts_of(size)
+    gradients, weights = arrays(size), arrays(size)
+    all_peers = machine.join(gradients, weights, parts)
+    machine.run(rng)
+    machine.streams = [[] for _ in range(size)]
+    for rank in range(size):  # each step's gradients are the weights + 1
+        machine.streams[rank].append(partial(follow, gradients[rank], weights[rank]))
+    launch_step(machine, all_peers, gradients, weights, parts)
+    machine.run(rng, times=6)
+    expected = np.float32(0)
+    for _ in range(6):
+        expected -= size * (expected + 1)
+    for own in weights:
+        assert (own[TAKEN] == expected).all()
+
+
+def follow(gradient, weights):
+    gradient[TAKEN] = weights[TAKEN] + 1
+    return True
 
 
 def test_a_step_that_was_given_up_changes_nothing_of_the_next(monkeypatch, rng):

@@ -24,8 +24,8 @@ class Doubling:
     def __init__(self):
         self.sums, self.finished = [], 0
 
-    def start_sums(self, arrays, number):
-        assert number == 0 or self.sums
+    def start_sums(self, arrays, number, registered):
+        assert number == len(self.sums) and registered is None
         for array in arrays:
             array *= 2
         self.sums.append([array.size for array in arrays])
@@ -46,6 +46,56 @@ class Net(Module):
 
     def forward(self, x):
         return self.last(self.shared(relu(self.frozen(self.first(self.shared(x))))))
+
+
+class Registered(Group):
+    """Two processes, of which one registers a gradient; notes what it begins to sum, by its numbers."""
+
+    def __init__(self):
+        super().__init__(0, 2)
+        self.steps = []
+
+    def register(self, gradient, weights, parts):
+        return gradient, weights, parts
+
+    def start_sums(self, arrays, number, registered):
+        gradient, weights, parts = registered
+        assert gradient.size == weights.size == parts[-1].stop
+        if number == 0:
+            self.steps.append([])
+        assert number == len(self.steps[-1])
+        places = [(array.ctypes.data - gradient.ctypes.data) // 4 for array in arrays]
+        self.steps[-1].append([(place, place + array.size) for place, array in zip(places, arrays, strict=True)])
+        self.copied = gradient.copy()
+
+    def finish_sums(self):
+        pass
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_of_a_registered_gradient_all_is_begun_each_once(passes, monkeypatch, rng):
+    """In each step: what no backward reaches is zero, though it was not before."""
+    monkeypatch.setattr(reduction, "LEAST", 64)
+    monkeypatch.setattr(reduction, "LAST", 32)
+    net, group = Net(), Registered()
+    net.flatten("cpu")
+    net.flat.shard(group)
+    reducing = Reduction(net.flat, net.parameters(), group, passes)
+    for _ in range(2):
+        net.flat.buffer[...] = 7
+        net.zero_grad()
+        for index in range(passes):
+            loss = (net(Tensor(rng.standard_normal((3, 6)).astype(np.float32))) ** 2).sum()
+            with reducing.during(last=index + 1 == passes):
+                loss.backward()
+    for step in group.steps:
+        begun = np.concatenate([np.arange(start, stop) for ranges in step for start, stop in ranges])
+        wanted = np.concatenate([np.arange(start, stop) for start, stop, _ in net.flat.slots.values()])
+        assert len(begun) == len(set(begun)) and set(wanted) <= set(begun) and len(step) > 2
+    for name in ("unused.weight", "unused.bias", "frozen.weight", "frozen.bias"):
+        start, stop, _ = net.flat.slots[name]
+        assert not group.copied[start:stop].any()
+    assert len(group.steps) == 2
 
 
 def gradient(net, group, rng, passes=1):
@@ -86,7 +136,7 @@ class OnHost(Group):
     def broadcast(self, array, root=0):
         pass
 
-    register = start_sums = finish_sums = all_reduce = lambda self, *given: None
+    register = start_sums = finish_sums = finish_update = all_reduce = all_gather = lambda self, *given: None
 
     def peers(self, array):
         return []

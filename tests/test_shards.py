@@ -38,6 +38,13 @@ def test_parts_are_of_whole_blocks(size, processes, ends):
     assert all(one.parts == parts and one.shared == (processes > 1) for one in shards)
 
 
+@pytest.mark.parametrize("size, chunk", [(2**18, 32), (2**18 + 32, 64), (20_494_240, 4096)])
+def test_a_norms_sums_are_few_and_the_same_for_any_number_of_processes(size, chunk):
+    for processes in (1, 2, 3, 8):
+        shards = Shards(size, Group(0, processes))
+        assert shards.chunk == chunk and all(part.start % chunk == 0 or part.start == size for part in shards.parts)
+
+
 class Told(Group):
     """A process that is told fives by the others; notes how many."""
 
@@ -72,6 +79,8 @@ class Apart(Group):
 
     def all_gather(self, parts):
         pass
+
+    finish_update = all_gather
 
 
 class Summed(Apart):
@@ -216,7 +225,7 @@ class Noting(OnHost):
         super().__init__()
         self.gathered = []
 
-    def all_gather(self, parts):
+    def finish_update(self, parts):
         self.gathered.append([part.size for part in parts])
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from cudiff.backend import Array, device_of, get_cupy
 from cudiff.cuda.compiler import compiles_ahead
-from cudiff.cuda.peers import Peers, unmap
+from cudiff.cuda.peers import Mapped, Peers
 from cudiff.errors import CudiffError
 
 
@@ -44,9 +43,8 @@ class Nccl:
     def __init__(self, rank: int, size: int, exchange: Callable[[Any], list[Any]], one_machine: bool = False):
         cuda, nccl = get_cupy().cuda, library()
         self._rank, self._exchange, self._one_machine = rank, exchange, one_machine
-        self._registered: weakref.WeakSet[Peers] = weakref.WeakSet()
-        self._mapped: list[int] = []
-        self._stepping: Peers | None = None  # of the step whose sums have begun and whose weights are not gathered
+        self._mapped = Mapped()
+        self._stepping: Peers | None = None  # those of the step whose sums have begun
         self._nccl, self._error = nccl, nccl.NcclError
         self._types = {"float32": nccl.NCCL_FLOAT32, "uint8": nccl.NCCL_UINT8}
         number = nccl.get_unique_id().hex() if rank == 0 else ""
@@ -63,21 +61,19 @@ class Nccl:
                       self._nccl.NCCL_SUM, stream)
 
     def register(self, gradient: Array, weights: Array, parts: Sequence[slice]) -> Peers | None:
-        """Have GPUs of one machine that reach each other's memory copy parts of gradients to those who update them,
-        whose updates write weights to all. Lasts as long as the result; None where NCCL does it."""
+        """What has GPUs of one machine that reach each other's memory copy parts of gradients to those who update them,
+        whose updates write weights to all; None where NCCL does it."""
         if self._one_machine:
             with contextlib.suppress(OSError):
-                peers = Peers(self._rank, gradient, weights, parts, self._exchange, self._mapped)
-                self._registered.add(peers)
-                return peers
+                return Peers(self._rank, gradient, weights, parts, self._exchange, self._mapped)
         return None
 
-    def start_sums(self, arrays: list[Array], number: int) -> None:
+    def start_sums(self, arrays: list[Array], number: int, registered: Peers | None) -> None:
         """`all_reduce` of arrays by one launch, or copies of them to other GPUs, on a second stream, after the current
         stream's launches so far."""
         self._event.record(get_cupy().cuda.get_current_stream())
         self._beside.wait_event(self._event)
-        self._stepping = next((peers for peers in self._registered if peers.holds(arrays)), None)
+        self._stepping = registered
         with self._beside:
             if self._stepping is not None:
                 self._stepping.start(arrays, number)
@@ -99,7 +95,12 @@ class Nccl:
 
     def peers(self, array: Array) -> list[tuple[int, int]]:
         """As `Group.peers` says; empty where NCCL sums."""
-        return [] if self._stepping is None else self._stepping.addresses(array)
+        if self._stepping is None or not self._stepping.summed:
+            return []
+        addresses = self._stepping.addresses(array)
+        if not addresses:
+            raise CudiffError("an optimiser steps that is not of the gradient that was summed: step each after its own")
+        return addresses
 
     def gather_sums(self, array: Array) -> Array | None:
         """Every process's array, by copies; None where NCCL does it."""
@@ -115,13 +116,16 @@ class Nccl:
         stream = get_cupy().cuda.get_current_stream().ptr
         self._checked(self._communicator.bcast, array.data.ptr, array.nbytes, self._types["uint8"], root, stream)
 
-    def all_gather(self, parts: list[Array]) -> None:
-        """Copy each process's part, parts[rank], to all, by one launch on the current stream. Sizes may differ. Parts
-        that updates write to all GPUs are waited for."""
+    def finish_update(self, parts: list[Array]) -> None:
+        """`all_gather` of weights that were updated, or the wait until all GPUs have updated theirs everywhere."""
         if self._stepping is not None and self._stepping.summed:
             self._stepping.wait_for_weights()
             self._stepping = None
-            return
+        else:
+            self.all_gather(parts)
+
+    def all_gather(self, parts: list[Array]) -> None:
+        """Copy each process's part, parts[rank], to all by one launch on the current stream. Sizes may differ."""
         if compiles_ahead():
             return
         self._nccl.groupStart()
@@ -135,7 +139,7 @@ class Nccl:
     def close(self) -> None:
         """Destroy the communicator. That waits for graphs that hold its operations: they are to be deleted before."""
         get_cupy().cuda.Device().synchronize()
-        unmap(self._mapped)
+        self._mapped.close()
         self._communicator.destroy()
 
     def _checked(self, call: Callable[..., Any], *args: Any) -> Any:

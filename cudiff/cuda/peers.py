@@ -22,7 +22,7 @@ from cudiff.errors import CudiffError
 BUCKETS = 64
 """Buckets of gradients that a step may copy. The flags after theirs are that of sums and that of weights."""
 
-MOST, OPERATIONS = 8, 256
+MOST, OPERATIONS = 8, 255
 """Processes, and operations on memory that the driver takes at once."""
 
 SUMS = 2**13
@@ -33,10 +33,21 @@ _OPERATION = np.dtype({"names": ["kind", "address", "value", "flags"], "formats"
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, until there is the value or more, and _WRITE_VALUE_32
 
 
-def unmap(mapped: list[int]) -> None:
-    """Unmap other processes' memory, once no stream uses it."""
-    while mapped:
-        get_cupy().cuda.runtime.ipcCloseMemHandle(mapped.pop())
+class Mapped:
+    """What is mapped until the processes part: addresses here of others' memory, and the arrays that they have mapped.
+
+    A graph may be captured, or another process be later, when a trainer goes.
+    """
+
+    def __init__(self) -> None:
+        self.addresses: list[int] = []
+        self.arrays: list[Array] = []
+
+    def close(self) -> None:
+        """Unmap the others' memory, once no stream uses it."""
+        while self.addresses:
+            get_cupy().cuda.runtime.ipcCloseMemHandle(self.addresses.pop())
+        self.arrays.clear()
 
 
 class Other(NamedTuple):
@@ -58,22 +69,24 @@ class Peers:
     which they have read the gradients and sums that they got.
 
     gradient, weights: float32 (n,), on the GPU. parts: a slice of them for each process, by rank. exchange(value):
-    gathers a value from each process, in the order of ranks. mapped: a list that gets what is to be unmapped at the
-    end, and not when this object goes, as a graph may be captured then. Raises OSError, in every process, where one
-    cannot map another's memory or has no part, and where there are more than MOST.
+    gathers a value from each process, in the order of ranks. mapped: gets what is mapped. Raises OSError, in every
+    process, where one cannot map another's memory or has no part, and where there are more than MOST.
+
+    All elements of a part are added, so those that no process sends are zero.
     """
 
     def __init__(self, rank: int, gradient: Array, weights: Array, parts: Sequence[slice],
-                 exchange: Callable[[Any], list[Any]], mapped: list[int]):
+                 exchange: Callable[[Any], list[Any]], mapped: Mapped):
         cupy, size = get_cupy(), len(parts)
         self._rank, self._gradient, self._weights, self._parts = rank, gradient, weights, parts
         self._mapped = mapped
         self._lengths = [part.stop - part.start for part in parts]
         if not all(self._lengths) or size > MOST:
             raise OSError("a process has no part, or there are too many")
-        self._received = cupy.empty((size - 1, self._lengths[rank]), float32)
+        self._received = cupy.zeros((size - 1, self._lengths[rank]), float32)
         self._sums = cupy.empty(size * SUMS, float32)
         self._flags = cupy.zeros((BUCKETS + 2, size), np.uint32)
+        mapped.arrays += [weights, self._received, self._sums, self._flags]
         cupy.cuda.Device().synchronize()
         self._others: dict[int, Other] = {}
         handles = exchange(self._handles())
@@ -82,12 +95,6 @@ class Peers:
         if not all(exchange(len(self._others) == size - 1)):
             raise OSError("a process cannot map another's memory")
         self._begun, self.summed = 0, False
-
-    def holds(self, arrays: Sequence[Array]) -> bool:
-        """Whether all are slices of the gradient."""
-        first = self._gradient.data.ptr
-        return all(first <= array.data.ptr and array.data.ptr + array.nbytes <= first + self._gradient.nbytes
-                   for array in arrays)
 
     def start(self, arrays: Sequence[Array], bucket: int) -> None:
         """Copy slices of the gradient, on the current stream, to the processes whose parts they are. bucket: the number
@@ -163,10 +170,10 @@ class Peers:
         runtime, addresses = get_cupy().cuda.runtime, []
         for handle, offset in handles:
             try:
-                self._mapped.append(runtime.ipcOpenMemHandle(bytes.fromhex(handle)))
+                self._mapped.addresses.append(runtime.ipcOpenMemHandle(bytes.fromhex(handle)))
             except runtime.CUDARuntimeError as error:
                 raise OSError(str(error)) from None
-            addresses.append(self._mapped[-1] + offset)
+            addresses.append(self._mapped.addresses[-1] + offset)
         return Other(*addresses)
 
     def _copy(self, to: int, source: int, count: int) -> None:

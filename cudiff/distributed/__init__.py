@@ -21,12 +21,13 @@ __all__ = ["ALONE", "Group", "join", "joined"]
 class Group:
     """The processes of a run; `ALONE` is that of one.
 
-    Attributes: rank (this process's number), size, leads (whether this is process 0, which writes and speaks for all).
-    Every process calls `all_reduce`, `broadcast`, `all_gather`, `exchange` and `close` in the same order.
+    Attributes: rank (this process's number), size, leads (whether this is process 0, which writes and speaks for all),
+    one_machine (whether all are on this one).
+    Every process calls the methods in the same order, but for `peers`, `beat` and what ends it.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, wire: Any = None, engine: Any = None):
-        self.rank, self.size, self.leads = rank, size, rank == 0
+    def __init__(self, rank: int = 0, size: int = 1, wire: Any = None, engine: Any = None, one_machine: bool = True):
+        self.rank, self.size, self.leads, self.one_machine = rank, size, rank == 0, one_machine
         self._wire, self._engine = wire, engine
         self._at_close: list[Callable[[], None]] = []
 
@@ -41,14 +42,14 @@ class Group:
     def register(self, gradient: Array, weights: Array, parts: Sequence[slice]) -> Any:
         """Say that sums and updates are of these buffers, of which each process updates its part.
 
-        GPUs of one machine may then write to each other's memory, as long as the result is held. All processes call it.
+        GPUs of one machine may then write to each other's memory: `start_sums` takes the result. All processes call it.
         """
         return self._engine.register(gradient, weights, parts) if self.size > 1 else None
 
-    def start_sums(self, arrays: list[Array], number: int) -> None:
-        """Begin to `all_reduce` arrays beside what follows; on a GPU on a stream of its own. Of a registered gradient
-        `peers` may be left to add. number: of such calls since the step began, from 0."""
-        self._engine.start_sums(arrays, number)
+    def start_sums(self, arrays: list[Array], number: int, registered: Any) -> None:
+        """Begin to `all_reduce` arrays beside what follows; on a GPU on a stream of its own. number: of such calls in
+        this step so far. registered: of a gradient that is, what `register` gave; `peers` may be left to add."""
+        self._engine.start_sums(arrays, number, registered)
 
     def finish_sums(self) -> None:
         """Have what follows on the current stream wait for the sums that were begun."""
@@ -58,8 +59,9 @@ class Group:
         """For a slice of this process's part of registered weights, of each other process the address where these lie
         in its memory, and where its gradients of them lie in this one's; empty where all is summed.
 
-        From `finish_sums` to `all_gather` the sum is that with these gradients, and after a `gather_sums` an update
-        writes to these weights too, of which no process reads its own any more.
+        From `finish_sums` to `finish_update` the sum is this process's gradient plus these. After a `gather_sums` no
+        process reads its weights any more, and an update writes to these too. Raises CudiffError for an array of others
+        than the gradient that was summed.
         """
         return self._engine.peers(array) if self.size > 1 else []
 
@@ -84,6 +86,11 @@ class Group:
         """Copy parts[rank], C-contiguous, of each process to all, in place. A captured step holds it."""
         if self.size > 1:
             self._engine.all_gather(parts)
+
+    def finish_update(self, parts: list[Array]) -> None:
+        """`all_gather` weights that each process has updated, as `peers` says."""
+        if self.size > 1:
+            self._engine.finish_update(parts)
 
     def exchange(self, value: Any) -> list[Any]:
         """What every process gave, anything that JSON holds, by rank: of the hosts alone, GPUs go on meanwhile."""
@@ -202,7 +209,8 @@ def join(device: str = "auto", timeout: float = 600.0) -> Group:
         own = engine.meeting(own, server.getsockname()[1] if server else 0)
     connections = wire.accept(server, own, timeout) if server else wire.call(own, timeout)
     line = wire.Wire(own, connections, timeout)
-    _joined = Group(own.rank, own.size, line)  # from here on a failure is everybody's
+    one_machine = own.local_size == own.size
+    _joined = Group(own.rank, own.size, line, one_machine=one_machine)  # from here on a failure is everybody's
     if engine is None and device == "cpu":
         from cudiff.distributed.shared import SharedMemory
 
@@ -212,10 +220,10 @@ def join(device: str = "auto", timeout: float = 600.0) -> Group:
         from cudiff.cuda.device import bus_address
         from cudiff.cuda.nccl import Nccl
 
-        if own.local_size == own.size:
+        if one_machine:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # NCCL would meet on a network
         _check_apart(line.exchange([os.uname().nodename, bus_address()]))
-        engine = Nccl(own.rank, own.size, line.exchange, own.local_size == own.size)
+        engine = Nccl(own.rank, own.size, line.exchange, one_machine)
     _joined._engine = engine
     return _joined
 

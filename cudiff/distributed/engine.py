@@ -17,7 +17,7 @@ class Engine:
         raise NotImplementedError
 
     def register(self, gradient: Array, weights: Array, parts: Sequence[slice]) -> None:
-        """Nothing: they are summed and copied as all arrays are."""
+        """None: they are summed and copied as all arrays are."""
 
     def peers(self, array: Array) -> list[tuple[int, int]]:
         """None: sums are whole, and `all_gather` copies."""
@@ -27,7 +27,7 @@ class Engine:
         """None: as all arrays are."""
         return None
 
-    def start_sums(self, arrays: list[Array], number: int) -> None:
+    def start_sums(self, arrays: list[Array], number: int, registered: None) -> None:
         """Sum them, one after the other, at once."""
         for array in arrays:
             self.all_reduce(array)
@@ -40,6 +40,10 @@ class Engine:
         for rank, part in enumerate(parts):
             if part.size:
                 self.broadcast(part, rank)
+
+    def finish_update(self, parts: list[Array]) -> None:
+        """`all_gather`."""
+        self.all_gather(parts)
 
     def close(self) -> None:
         """Nothing: shared memory goes with its object, MPI as the interpreter ends."""

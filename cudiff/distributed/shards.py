@@ -24,7 +24,7 @@ class Shards:
     own : this process's
     shared : whether there are several
     chunk : elements whose squares are added at a time for the gradient's norm. It does not depend on the number of
-        processes, and parts are multiples of it, so that all find the norm that one would.
+        processes, and parts begin at multiples of it, so that all find the norm that one would.
     """
 
     def __init__(self, size: int, group: Group = ALONE):
@@ -46,6 +46,10 @@ class Shards:
             part, own = own, array_module(device_of(own)).zeros(self._chunks, own.dtype)
             own[: part.size] = part
         return self.group.gather_sums(own).reshape(-1)
+
+    def finish_update(self, buffer: Array) -> None:
+        """`all_gather` of weights that each process has updated, as `Group.peers` says."""
+        self.group.finish_update([buffer[part] for part in self.parts])
 
     def all_gather(self, buffer: Array) -> None:
         """Give all processes each one's part of a buffer of `size` elements, in place; a captured step holds it."""

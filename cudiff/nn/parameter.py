@@ -344,13 +344,19 @@ class FlatParameters:
         """
         self.shards = Shards(self.size, group)
 
-    def all_gather(self, own: bool = True) -> None:
-        """Where they are sharded, give all processes the weights that each has updated, and cast the 16-bit copies.
-        own: whether those of this process's part are old too."""
+    def all_gather(self) -> None:
+        """Where they are sharded, give all processes each one's part of the weights, and cast the 16-bit copies."""
         if self.shards.shared:
             self.shards.all_gather(self.data)
+            if self.compute_copy is not None:
+                self.compute_copy[...] = self.data
+
+    def finish_update(self) -> None:
+        """`all_gather` after an update, which has written the 16-bit copies of this process's part."""
+        if self.shards.shared:
+            self.shards.finish_update(self.data)
             for rank, part in enumerate(self.shards.parts):
-                if self.compute_copy is not None and (own or rank != self.shards.group.rank):
+                if self.compute_copy is not None and rank != self.shards.group.rank:
                     self.compute_copy[part] = self.data[part]
 
     def lend(self, parameters: list[Parameter]) -> None:

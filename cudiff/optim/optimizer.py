@@ -355,7 +355,7 @@ class Optimizer:
 
         for part in self._ranges:
             self._update(part, scalars_for)
-        self.flat.all_gather(own=False)
+        self.flat.finish_update()
         self.flat.updated()
         if self._average is not None:
             self._average.updated()

@@ -50,12 +50,17 @@ class Reduction:
             yield
         if not self._last:
             return
-        # Of earlier passes that accumulated, and not of this one.
+        # Of earlier passes that accumulated, and not of this one. Of a registered gradient all else too, as zeros.
         rest = [place for key, (parameter, place) in self._places.items()
-                if key not in self._summed and parameter.requires_grad and not parameter._grad_empty]
+                if key not in self._summed and (self._registered is not None or self._has_gradient(parameter))]
         if rest:
+            _ = self.flat.grad  # writes zeros where no backward wrote
             self._start(rest)
         self.group.finish_sums()
+
+    @staticmethod
+    def _has_gradient(parameter: Parameter) -> bool:
+        return parameter.requires_grad and not parameter._grad_empty
 
     def _begin(self, order: list[Node]) -> Callable[[int, Queue], None]:
         if any(node.function is Recomputed for node in order):  # what their parts take is not known yet: all at the end
@@ -63,12 +68,12 @@ class Reduction:
         complete: dict[int, int] = {}
         for position, node in enumerate(order):
             complete |= {id(source): position for source in node.inputs if id(source) in self._places}
-        self._summed |= complete.keys()
         at: dict[int, list[tuple[int, int]]] = {}
         for key, position in complete.items():
             parameter, place = self._places[key]
             if parameter.requires_grad:
                 at.setdefault(position, []).append(place)
+                self._summed.add(key)
         buckets = in_buckets(at, max(LEAST, self.flat.size // BUCKETS))
 
         def after(position: int, queue: Queue) -> None:
@@ -80,7 +85,8 @@ class Reduction:
         return after
 
     def _start(self, ranges: list[tuple[int, int]]) -> None:
-        self.group.start_sums([self.flat.buffer[start:stop] for start, stop in _joined(ranges)], self._started)
+        arrays = [self.flat.buffer[start:stop] for start, stop in _joined(ranges)]
+        self.group.start_sums(arrays, self._started, self._registered)
         self._started += 1
 
 
