@@ -23,10 +23,10 @@ BUCKETS = 64
 """Buckets of gradients that a step may copy. The flags after theirs are that of sums and that of weights."""
 
 MOST, OPERATIONS = 8, 255
-"""Processes, and operations on memory that the driver takes at once."""
+"""Processes, one more than kernels take peers; and operations on memory that the driver takes at once."""
 
 SUMS = 2**13
-"""Floats that a process may give to `gather_sums`."""
+"""Floats that a process may give to `gather_sums`: NCCL gathers more."""
 
 _OPERATION = np.dtype({"names": ["kind", "address", "value", "flags"], "formats": ["i4", "u8", "u8", "u4"],
                        "offsets": [0, 8, 16, 24], "itemsize": 48})  # CUstreamBatchMemOpParams
@@ -34,9 +34,9 @@ _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, until there is the value
 
 
 class Mapped:
-    """What is mapped until the processes part: addresses here of others' memory, and the arrays that they have mapped.
+    """Until the processes part: the addresses here of others' memory, and the arrays of this one that they have mapped.
 
-    A graph may be captured, or another process be later, when a trainer goes.
+    Nothing is unmapped when a trainer goes: a graph may be captured then, and other processes may not be as far.
     """
 
     def __init__(self) -> None:

@@ -33,7 +33,8 @@ __device__ __forceinline__ void add_gradients(Pack<float>& g, const Peers& peers
 }
 
 // The sum of this thread's squares of elements start to stop.
-template <bool SEVERAL> __device__ __forceinline__ float squares(const float* grad, const Peers& peers, i64 start, i64 stop) {
+template <bool SEVERAL> __device__ __forceinline__
+float sum_of_squares(const float* grad, const Peers& peers, i64 start, i64 stop) {
     float sum = 0.0f;
 #pragma unroll 4
     for (i64 i = start + threadIdx.x * 4; i < stop; i += THREADS * 4) {
@@ -50,7 +51,8 @@ extern "C" __global__ void square_sums(const float* __restrict__ grad, Peers pee
     wait_for_previous();
     i64 start = (i64)blockIdx.x * chunk, stop = start + chunk < n ? start + chunk : n;
     // Without a branch in the loop, of which the compiler then loads several rounds at once.
-    float sum = peers.count > 0 ? squares<true>(grad, peers, start, stop) : squares<false>(grad, peers, start, stop);
+    bool several = peers.count > 0;
+    float sum = several ? sum_of_squares<true>(grad, peers, start, stop) : sum_of_squares<false>(grad, peers, start, stop);
     sum = block_reduce<Sum>(sum);
     if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
