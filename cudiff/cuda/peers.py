@@ -110,12 +110,12 @@ class Peers:
                 start, stop = max(begin, part.start), min(begin + array.size, part.stop)
                 if start < stop:
                     self._copy(plane + 4 * (start - part.start), first + 4 * start, stop - start)
-        self._tell(bucket)
+        self._operate(self._setting(bucket))
         self._begun = bucket + 1
 
     def finish(self) -> None:
         """Make the current stream wait for what the others copy here of the gradients that were begun."""
-        self._wait(range(self._begun))
+        self._operate(self._waiting(range(self._begun)))
         self.summed = True
 
     def addresses(self, array: Array) -> list[tuple[int, int]]:
@@ -134,14 +134,12 @@ class Peers:
         place = 4 * self._rank * array.size
         for sums in (self._sums.data.ptr, *(other.sums for other in self._others.values())):
             self._copy(sums + place, array.data.ptr, array.size)
-        self._tell(BUCKETS)
-        self._wait(range(BUCKETS, BUCKETS + 1))
+        self._meet(BUCKETS)
         return self._sums[: len(self._parts) * array.size].reshape(-1, array.size)
 
     def wait_for_weights(self) -> None:
         """Make the current stream wait until all processes have updated their parts."""
-        self._tell(BUCKETS + 1)
-        self._wait(range(BUCKETS + 1, BUCKETS + 2))
+        self._meet(BUCKETS + 1)
         self.summed = False
 
     def _handles(self) -> list[tuple[str, int]] | None:
@@ -182,22 +180,26 @@ class Peers:
             stream = cuda.get_current_stream().ptr
             cuda.runtime.memcpyAsync(to, source, 4 * count, cuda.runtime.memcpyDefault, stream)
 
-    def _tell(self, number: int) -> None:
-        """Set this process's flag of this number in the others' memory."""
-        place = self._place(number, self._rank)
-        self._operate([(_WRITE, other.flags + place, 1) for other in self._others.values()])
+    def _meet(self, number: int) -> None:
+        """Have the current stream wait until the others' streams are here too."""
+        self._operate(self._setting(number) + self._waiting(range(number, number + 1)))
 
-    def _wait(self, numbers: range) -> None:
-        """Have the current stream wait until the others have set their flags here, and clear them."""
+    def _setting(self, number: int) -> list[tuple[int, int, int]]:
+        """Operations that set this process's flag of this number in the others' memory."""
+        place = self._place(number, self._rank)
+        return [(_WRITE, other.flags + place, 1) for other in self._others.values()]
+
+    def _waiting(self, numbers: range) -> list[tuple[int, int, int]]:
+        """Operations that wait until the others have set their flags here, and clear them."""
         flags = [self._flags.data.ptr + self._place(number, rank) for number in numbers for rank in self._others]
-        self._operate([(_WAIT, flag, 1) for flag in flags])
-        self._operate([(_WRITE, flag, 0) for flag in flags])
+        return [(_WAIT, flag, 1) for flag in flags] + [(_WRITE, flag, 0) for flag in flags]
 
     def _place(self, number: int, rank: int) -> int:
         return 4 * (number * len(self._parts) + rank)
 
     def _operate(self, operations: list[tuple[int, int, int]]) -> None:
-        """Have the current stream make operations on its memory, one after the other: (kind, address, value)."""
+        """Have the current stream make operations on its memory, one after the other: (kind, address, value). They are
+        one node of a graph."""
         if compiles_ahead():
             return
         stream = ctypes.c_void_p(get_cupy().cuda.get_current_stream().ptr)

@@ -1,14 +1,15 @@
-"""PyTorch's DistributedDataParallel beside `cudiff train --gpus`: images/s of the U-Net's training step in bf16.
+"""PyTorch's DistributedDataParallel beside `cudiff train --gpus`: images/s of a U-Net's training step in bf16.
 
-    torchrun --nproc-per-node 2 -m examples.benchmark.ddp
+    torchrun --nproc-per-node 2 -m examples.benchmark.ddp [elephants | imagenet64]
 
-Each process takes the batch of the preset elephants, 32 images; the step is that of `baselines.Training`. Three ways
-are timed, and the fastest counts: the network compiled, the whole loss compiled, and that captured by hand as one CUDA
-graph.
+Each process takes 32 images of the preset's size; the step is that of `baselines.Training`, without classes and
+dropout. Three ways are timed, and the fastest counts: the network compiled, the whole loss compiled, and that captured
+by hand as one CUDA graph.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import time
@@ -22,7 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from cudiff.config import Config
 from examples.benchmark import baselines, networks
 
-REPEATS, COPIES = 7, 50
+REPEATS, COPIES = 7, 20
+NETWORKS = {"elephants": networks.unet_config("bf16", num_classes=0),
+            "imagenet64": networks.UNETS["imagenet64 64x64"]}
 
 
 def shared_step(config: Config, images: torch.Tensor) -> baselines.Training:
@@ -66,10 +69,12 @@ def images_per_second(step: Callable[[], object], images: int) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("network", nargs="?", choices=NETWORKS, default="elephants")
+    config = NETWORKS[parser.parse_args().network]
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # its watchdog looks at events, which a capture forbids
     distributed.init_process_group("nccl")
-    config = networks.unet_config("bf16", num_classes=0)
     images = np.random.default_rng(0).integers(0, 256, (networks.IMAGES, 64, 64, 3), np.uint8)
     gpus, found = distributed.get_world_size(), []
     for name, step in ways(config, torch.from_numpy(images)):
