@@ -12,7 +12,7 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -51,7 +51,9 @@ def cut(count: int, item_bytes: int) -> list[slice]:
     It does not depend on CORES, and so neither does the order in which parts are summed.
     """
     size = count * item_bytes
-    parts = max(1, min(count, 2 * -(-size // (2 * PART_BYTES)) if size >= LEAST_BYTES else 1))
+    if size < LEAST_BYTES:
+        return [slice(0, count)]
+    parts = max(1, min(count, 2 * -(-size // (2 * PART_BYTES))))
     return [slice(i * count // parts, (i + 1) * count // parts) for i in range(parts)]
 
 
@@ -61,6 +63,22 @@ def parallel_map(function: Callable[[Part], Result], parts: Sequence[Part]) -> l
     `function` must be free of side effects but writes to memory of each part's own, and must not call this again.
     Raises what it raises.
     """
+    with _one_at_a_time:
+        # What threadpoolctl's `limit` does, in 3 µs for its 21: a training step asks 150 times.
+        many = [(library, count) for library in _blas() if (count := library.get_num_threads()) != 1]
+        for library, _ in many:
+            library.set_num_threads(1)
+        try:
+            if CORES == 1 or len(parts) == 1:
+                return [function(part) for part in parts]
+            return _shared(function, parts)
+        finally:
+            for library, count in many:
+                library.set_num_threads(count)
+
+
+def _shared(function: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
+    """[function(part) for part in parts], by this thread and others that take one part after the other."""
     results: list[Any] = [None] * len(parts)
     tickets = iter(enumerate(parts))
 
@@ -72,16 +90,12 @@ def parallel_map(function: Callable[[Part], Result], parts: Sequence[Part]) -> l
         with np.errstate(**handling):
             work()
 
-    with _one_at_a_time, _one_blas_thread():
-        if CORES == 1 or len(parts) == 1:
-            work()
-            return results
-        handling = np.geterr()  # each thread has its own, a new one NumPy's defaults
-        helpers = [_pool(os.getpid(), CORES - 1).submit(help) for _ in range(min(CORES, len(parts)) - 1)]
-        try:
-            work()
-        finally:
-            errors = [helper.exception() for helper in helpers]  # waits
+    handling = np.geterr()  # each thread has its own, a new one NumPy's defaults
+    helpers = [_pool(os.getpid(), CORES - 1).submit(help) for _ in range(min(CORES, len(parts)) - 1)]
+    try:
+        work()
+    finally:
+        errors = [helper.exception() for helper in helpers]  # waits
     for error in filter(None, errors):
         raise error
     return results
@@ -91,19 +105,6 @@ def parallel_map(function: Callable[[Part], Result], parts: Sequence[Part]) -> l
 def _pool(process: int, size: int) -> ThreadPoolExecutor:
     """The threads beside the calling one, of two cores or more; after a fork there are none."""
     return ThreadPoolExecutor(size, "cudiff")
-
-
-@contextlib.contextmanager
-def _one_blas_thread() -> Iterator[None]:
-    """What threadpoolctl's `limit` does, which takes 21 µs for this one's 5: a training step asks 180 times."""
-    many = [(library, count) for library in _blas() if (count := library.get_num_threads()) != 1]
-    for library, _ in many:
-        library.set_num_threads(1)
-    try:
-        yield
-    finally:
-        for library, count in many:
-            library.set_num_threads(count)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cudiff.backend import compute_dtype, float32
+from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.convolution import table
 from cudiff.cuda.kernels.convolution.problem import Operands, Pair
@@ -46,14 +46,21 @@ def _canvas(x: np.ndarray, size: Pair, offset: Pair, step: Pair) -> np.ndarray:
     if x.shape[1:3] == size and offset == (0, 0) and step == (1, 1):
         return x
     canvas = np.zeros((x.shape[0], *size, x.shape[3]), x.dtype)
-    source, target = [slice(None)], [slice(None)]
-    for length, room, start, pace in zip(x.shape[1:3], size, offset, step, strict=True):
-        first = max(0, -(start // pace))
-        last = min(length, (room - 1 - start) // pace + 1)
-        source.append(slice(first, max(first, last)))
-        target.append(slice(start + first * pace, start + max(first, last) * pace, pace))
-    canvas[tuple(target)] = x[tuple(source)]
+    source, target = _inside(x.shape[1:3], size, offset, step)
+    canvas[target] = x[source]
     return canvas
+
+
+@functools.cache
+def _inside(lengths: Pair, size: Pair, offset: Pair, step: Pair) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Which pixels of an image of these lengths lie inside a canvas (see `_canvas`), and where there."""
+    source, target = [slice(None)], [slice(None)]
+    for length, room, start, pace in zip(lengths, size, offset, step, strict=True):
+        first = max(0, -(start // pace))
+        last = max(first, min(length, (room - 1 - start) // pace + 1))
+        source.append(slice(first, last))
+        target.append(slice(start + first * pace, start + last * pace, pace))
+    return tuple(source), tuple(target)
 
 
 def _blocks(images: int, size: Pair, pixel_bytes: int) -> list[tuple[slice, slice]]:
@@ -79,9 +86,11 @@ def _patches(x: np.ndarray, block: tuple[slice, slice], kernel: Pair, width: int
     canvas = _canvas(x[images], room, (offset[0] - rows.start * stride[0], offset[1]), step)
     if kernel == stride == (1, 1):
         return canvas.reshape(-1, channels)
+    canvas = np.ascontiguousarray(canvas)
     n, i, j, c = canvas.strides
     shape = (canvas.shape[0], height, width, kernel[0], kernel[1] * channels)
-    patches = np.lib.stride_tricks.as_strided(canvas, shape, (n, i * stride[0], j * stride[1], i, c), writeable=False)
+    # np.lib.stride_tricks.as_strided takes 10 µs, this 1.
+    patches = np.ndarray(shape, x.dtype, canvas, 0, (n, i * stride[0], j * stride[1], i, c))
     matrix = _workspace(patches.size, x.dtype).reshape(shape)
     np.copyto(matrix, patches)
     return matrix.reshape(-1, kernel[0] * kernel[1] * channels)
@@ -144,15 +153,20 @@ def wgrad_numpy(x: np.ndarray, dout: np.ndarray, kernel: Pair, stride: Pair, pad
     outputs, length = dout.shape[3], kernel[0] * kernel[1] * x.shape[3]
     blocks = _blocks(dout.shape[0], dout.shape[1:3], length * x.itemsize)
 
-    def products(start: int) -> np.ndarray:
-        total = np.zeros((outputs, length), x.dtype)
+    def products(start: int) -> Array:
+        total = None
         for block in blocks[start::_PARTIAL_SUMS]:
             patches = _patches(x, block, kernel, dout.shape[2], stride, padding, (1, 1))
-            total += dout[block].reshape(-1, outputs).T @ patches
+            total = _added(total, dout[block].reshape(-1, outputs).T @ patches)
         return total
 
     partial = parallel_map(products, range(min(len(blocks), _PARTIAL_SUMS)))
-    return np.sum(partial, axis=0).reshape(outputs, *kernel, x.shape[3])
+    return functools.reduce(_added, partial).reshape(outputs, *kernel, x.shape[3])
+
+
+def _added(total: Array | None, term: Array) -> Array:
+    """total + term, in total's memory; the term where there is no total yet."""
+    return term if total is None else np.add(total, term, out=total)
 
 
 @unflagged
@@ -169,20 +183,20 @@ def gradients_numpy(x: np.ndarray, weight: np.ndarray, dout: np.ndarray, padding
     blocks = _blocks(len(x), x.shape[1:3], matrix.shape[0] * x.itemsize)
     dx = np.empty(x.shape, x.dtype) if needs[0] else None
 
-    def products(start: int) -> np.ndarray:
-        total = np.zeros(matrix.shape, x.dtype)
+    def products(start: int) -> Array:
+        total = None
         for block in blocks[start::_PARTIAL_SUMS]:
             patches = _patches(dout, block, (kernel[0], kernel[1]), width, (1, 1), offset, (1, 1))
             if dx is not None:
                 np.matmul(patches, matrix, out=dx[block].reshape(-1, channels))
             if needs[1]:
-                total += patches.T @ x[block].reshape(-1, channels)
+                total = _added(total, patches.T @ x[block].reshape(-1, channels))
         return total
 
     partial = parallel_map(products, range(min(len(blocks), _PARTIAL_SUMS)))
     if not needs[1]:
         return dx, None
-    dweight = np.sum(partial, axis=0).reshape(*kernel, outputs, channels)[::-1, ::-1]
+    dweight = functools.reduce(_added, partial).reshape(*kernel, outputs, channels)[::-1, ::-1]
     return dx, np.ascontiguousarray(dweight.transpose(2, 0, 1, 3))
 
 

@@ -68,10 +68,19 @@ def _sum_middle(x: np.ndarray) -> np.ndarray:
     return _column_sums(x[0, :whole].reshape(-1, 256, inner)).sum(0) + x[0, whole:].sum(0)
 
 
+@functools.lru_cache(64)
+def ones(count: int, dtype: np.dtype) -> np.ndarray:
+    """So many ones, which nobody may write to: to make them takes as long as to sum 10,000 numbers by them."""
+    made = np.ones(count, dtype)
+    made.flags.writeable = False
+    return made
+
+
 @unflagged
 def _column_sums(x: np.ndarray) -> np.ndarray:
-    ones = np.ones(x.shape[1], x.dtype)
-    return np.concatenate(parallel_map(lambda part: np.matmul(ones, x[part]), cut(len(x), x[:1].nbytes)))
+    factors = ones(x.shape[1], x.dtype)
+    sums = parallel_map(lambda part: np.matmul(factors, x[part]), cut(len(x), x[:1].nbytes))
+    return sums[0] if len(sums) == 1 else np.concatenate(sums)
 
 
 def _sum_numpy(array: np.ndarray, axes: tuple[int, ...], keepdims: bool, dtype: Any = None) -> np.ndarray:
