@@ -12,7 +12,7 @@ import numpy as np
 from cudiff.backend import Array, array_module, device_of, is_float, is_low
 from cudiff.cuda.accumulate import add_into
 from cudiff.cuda.deferred import Queue, deferred
-from cudiff.function import Node, fitting_gradients
+from cudiff.function import Node, fitting_gradients, nodes_below
 from cudiff.gradient import Slot, State
 from cudiff.precision import allow_tf32, set_tf32, tf32_allowed
 from cudiff.recompute import Recomputed, record_again
@@ -92,7 +92,7 @@ class _Walk:
                 set_tf32(node.ctx.tf32)
                 if node.function is Recomputed:
                     before, again = now(), record_again(node)
-                    if again._source is not None and again._source[0].index > before:
+                    if again._source is not None:
                         self.down(again._source, gradients[0], before, recorded=recorded or node.index)
                 else:
                     node.ctx.dout_statistics = gradients[0].statistics
@@ -138,19 +138,6 @@ def watched(begin: Begin) -> Iterator[None]:
         yield
     finally:
         _watch.begin = before
-
-
-def nodes_below(root: Node, since: int = -1) -> list[Node]:
-    """`root` and every node that it depends on with an index above `since`, the newest first. The order is fixed, so
-    that sums are reproducible."""
-    found = {root.index: root}
-    stack = [root]
-    while stack:
-        for source in stack.pop().inputs:
-            if isinstance(source, tuple) and source[0].index > since and source[0].index not in found:
-                found[source[0].index] = source[0]
-                stack.append(source[0])
-    return [found[index] for index in sorted(found, reverse=True)]
 
 
 class _Gradient:

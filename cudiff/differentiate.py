@@ -20,9 +20,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, TypeVarTuple, overload
 
 import numpy as np
 
-from cudiff.autograd import nodes_below, walk_back
+from cudiff.autograd import walk_back
 from cudiff.backend import array_module, float64, is_array, is_float
 from cudiff.derivatives import DERIVATIVES, like
+from cudiff.function import nodes_below
 from cudiff.ops import reshape
 from cudiff.ops import sum as total
 from cudiff.tensor import Tensor, differentiated, grad_enabled, gradient_depth, now

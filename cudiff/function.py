@@ -187,6 +187,19 @@ class Node:
         ]
 
 
+def nodes_below(root: Node, since: int = -1) -> list[Node]:
+    """`root` and every node that it depends on with an index above `since`, the newest first. The order is fixed, so
+    that sums are reproducible."""
+    found = {root.index: root}
+    stack = [root]
+    while stack:
+        for source in stack.pop().inputs:
+            if isinstance(source, tuple) and source[0].index > since and source[0].index not in found:
+                found[source[0].index] = source[0]
+                stack.append(source[0])
+    return [found[index] for index in sorted(found, reverse=True)]
+
+
 def fitting_gradients(node: Node, results: Any, kind: type, device: str) -> tuple:
     """What a backward returned, checked and cast as `Function` says. kind: the usual type of arrays on `device`.
 

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from cudiff.function import Function, Node
-from cudiff.tensor import Tensor, differentiated, grad_enabled
+from cudiff.function import Function, Node, nodes_below
+from cudiff.tensor import Tensor, differentiated, grad_enabled, now
 
 Drawn = TypeVar("Drawn")
 
@@ -18,12 +18,17 @@ def recomputed(run: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
     """Return `run(*inputs)` and keep only the inputs; backward runs it again. The gradients are the same, to the bit.
 
     run: returns one tensor, and has to give the same result each time. All modules do except BatchNorm; nn.Dropout gets
-    the same mask again. The parameters in it get their gradients too. If gradients are disabled, or no input requires
-    one, this is the same as `run(*inputs)`. Raises TypeError if `run` returns anything but one tensor.
+    the same mask again. Parameters and other tensors that it reads get their gradients too. If gradients are disabled,
+    or no input requires one, this is the same as `run(*inputs)`. Raises TypeError if `run` returns anything but one
+    tensor. Backward raises RuntimeError where an input or a parameter was changed after the forward.
     """
     if not grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         return run(*inputs)
-    return Recomputed.apply(*inputs, run=run)
+    out = Recomputed.apply(*inputs, run=run)
+    if out._source is not None:
+        node, _ = out._source
+        node.inputs += node.ctx.others
+    return out
 
 
 class Recomputed(Function):
@@ -35,29 +40,61 @@ class Recomputed(Function):
         ctx.run, ctx.given, ctx.drawn = run, ctx.statistics, []
         inputs = [None if array is None else Tensor(array, requires_grad=need)
                   for array, need in zip(arrays, ctx.needs, strict=True)]
+        before = now()
         with _part(ctx.drawn.append, None):
             out = _recorded(ctx, inputs)  # recorded, to launch exactly what backward will; the tape is dropped
         if not isinstance(out, Tensor):
             raise TypeError(f"a part that is recomputed returned {type(out).__name__}: return one tensor")
         ctx.out_statistics = out.statistics
+        ctx.others = _older(out, before)
         return out.data
 
     forward_cuda = forward_numpy
 
 
+class Passed(Function):
+    """Its input itself: what a part returns that made no node of its own."""
+
+    @staticmethod
+    def forward_numpy(ctx, x):
+        return x
+
+    @staticmethod
+    def backward_numpy(ctx, dout, needs, into):
+        return (dout,)
+
+    forward_cuda, backward_cuda = forward_numpy, backward_numpy
+
+
+def _older(out: Tensor, before: int) -> list[tuple[Node, int]]:
+    """What a part read, besides its inputs, of outputs of nodes: those up to the index `before`."""
+    if out._source is None:
+        return []
+    made = [out._source] if out._source[0].index <= before else [
+        source for node in nodes_below(out._source[0], before) for source in node.inputs if isinstance(source, tuple)
+    ]
+    return list(dict.fromkeys(source for source in made if source[0].index <= before))
+
+
 def record_again(node: Node) -> Tensor:
-    """The output of a Recomputed node, computed and recorded again from the node's inputs."""
+    """The output of a Recomputed node, computed and recorded again from the node's inputs; the output of a new node, if
+    of any."""
     inputs: list[Tensor | None] = []
-    for array, source in zip(node.ctx.saved, node.inputs, strict=True):
+    for array, source in zip(node.ctx.saved, node.inputs, strict=False):  # behind its own inputs lie `others`
         if array is None:
             inputs.append(None)
         elif isinstance(source, Tensor):  # a leaf
+            if type(source) is Tensor and source.data is not array:
+                raise RuntimeError("an input of a part that is recomputed was changed between forward and backward, "
+                                   "whose gradients would mix old and new: change it after backward()")
             inputs.append(source)
         else:
             inputs.append(x := Tensor(array, requires_grad=source is not None))
             x._source = source
+    before = now()
     with _part(None, iter(node.ctx.drawn)):
-        return _recorded(node.ctx, inputs)
+        out = _recorded(node.ctx, inputs)
+    return out if out._source is not None and out._source[0].index > before else Passed.apply(out)
 
 
 def _recorded(ctx: Any, inputs: list[Tensor | None]) -> Tensor:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cudiff import Tensor, nn, no_grad, ops
+from cudiff import Tensor, grad, nn, no_grad, ops
 from cudiff.config import PRESETS, Config
 from cudiff.data import load_dataset
 from cudiff.errors import CudiffError
@@ -101,6 +101,49 @@ def test_a_leaf_and_what_needs_no_gradient_as_inputs(device, rng):
     recomputed(lambda a, b, none: ops.exp(a) * b, x, scale, None).backward(ones)
     np.testing.assert_allclose(Tensor(x.grad).numpy(), np.exp(x.numpy()) * scale.numpy(), rtol=1e-6)
     assert scale.grad is None
+
+
+PARTS = {
+    "its input": lambda h, c, x: h,
+    "an input in another part": lambda h, c, x: recomputed(lambda g: g, h),
+    "an older tensor": lambda h, c, x: c,
+    "a leaf": lambda h, c, x: x,
+    "what reads an older tensor": lambda h, c, x: h * c,
+    "what reads one in another part": lambda h, c, x: recomputed(lambda g: g * c, h * 2.0),
+    "what reads a leaf": lambda h, c, x: h * x,
+    "a constant": lambda h, c, x: Tensor(np.full(3, 2.0, np.float32), device=h.device),
+}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_parts_that_pass_on_or_read_other_tensors(device, rng, part):
+    """h is its input; c, which nothing else reads, and the leaf x come from outside."""
+    values, found = rng.standard_normal(3, dtype=np.float32), []
+    for call in (lambda run, h: run(h), recomputed):
+        x = Tensor(values, requires_grad=True, device=device)
+        h, c = x * 3.0, ops.exp(x)
+        (call(lambda h, c=c, x=x: part(h, c, x), h) * 5.0 + h).sum().backward()
+        found.append(Tensor(x.grad).tolist())
+    assert found[0] == found[1]
+    np.testing.assert_allclose(found[0], grad_of(part, values), rtol=1e-5)
+
+
+def grad_of(part, values):
+    """The same by `cudiff.grad`, whose recording reaches no further than its function."""
+    def function(x):
+        h, c = x * 3.0, ops.exp(x)
+        return (recomputed(lambda h: part(h, c, x), h) * 5.0 + h).sum()
+
+    return grad(function)(values).tolist()
+
+
+def test_an_input_that_was_changed_in_between_is_told():
+    x = Tensor(np.full(3, 2.0), requires_grad=True)
+    out = recomputed(ops.square, x)
+    with no_grad():
+        x += 1
+    with pytest.raises(RuntimeError, match="was changed between forward and backward"):
+        out.sum().backward()
 
 
 def test_a_part_returns_one_tensor():
