@@ -34,7 +34,10 @@ unflagged = np.errstate(invalid="ignore")
 """Decorates functions whose products BLAS computes. OpenBLAS 0.3.31 was seen to flag an invalid number now and then, on
 one machine, where all were finite: NumPy would warn of it."""
 
-_one_at_a_time = threading.Lock()  # BLAS has one number of threads for the whole process
+_one_at_a_time = threading.RLock()  # BLAS has one number of threads for the whole process
+if hasattr(os, "register_at_fork"):  # else a child of a fork while another thread computes would wait for that one
+    os.register_at_fork(before=_one_at_a_time.acquire, after_in_parent=_one_at_a_time.release,
+                        after_in_child=_one_at_a_time.release)
 
 
 def share(processes: int) -> None:

@@ -2,7 +2,10 @@
 
 import ctypes
 import os
+import signal
 import threading
+import time
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -117,3 +120,38 @@ def test_no_more_threads_than_cores_or_parts_each_with_one_of_blas(monkeypatch, 
 
 def test_the_cores_are_those_that_the_process_may_use():
     assert len(os.sched_getaffinity(0)) == threads.CORES
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_child_that_was_forked_while_another_thread_computes_computes_too():
+    began, done = threading.Event(), threading.Event()
+    thread = threading.Thread(target=threads.parallel_map, args=(lambda _: (began.set(), done.wait(20)), [0]))
+    thread.start()
+    assert began.wait(20)
+    threading.Timer(0.2, done.set).start()
+    child = os.fork()  # waits until nothing is computed
+    if child == 0:
+        os._exit(threads.parallel_map(lambda number: number, [7])[0])
+    until = time.monotonic() + 20
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < until:
+        time.sleep(0.01)
+    thread.join()
+    if ended == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended[0] == child and os.waitstatus_to_exitcode(ended[1]) == 7
+    assert threads.parallel_map(str, [1, 2]) == ["1", "2"]
+
+
+def test_long_sums_leave_no_memory_behind():
+    """A sum over an axis is a product with ones, of which only a few are kept."""
+    for count in (3, 100, 4096, 4097, 50_000):
+        x = np.arange(2.0 * count).reshape(1, count, 2)
+        np.testing.assert_allclose(ops.sum(Tensor(x), 1).numpy(), x.sum(1))
+    tracemalloc.start()
+    for count in range(1_000_000, 1_000_004):
+        ops.sum(Tensor(np.zeros((1, count, 2), np.float32)), 1)
+    left, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert left < 1 << 20

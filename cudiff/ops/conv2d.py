@@ -392,6 +392,8 @@ def _conv2d(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, stride: i
             f"{name}: x of shape {_given(name, x.shape)} ({image}) does not fit weight {_given(name, weight.shape)} "
             f"({kernel}{channels})"
         )
+    if 0 in weight.shape:
+        raise ValueError(f"{name}: the weight of shape {_given(name, weight.shape)} has an axis of size 0")
     if weight.shape[0] % groups:
         raise ValueError(f"{name}: the weight's {weight.shape[0]} output channels do not divide into {groups} groups")
     if min(out_size(x.shape[1:3], weight.shape[1:3], *steps[:3])) < 1:
@@ -437,6 +439,8 @@ def conv_transpose2d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stri
     stride, padding = _steps("conv_transpose2d", stride, padding)
     if x.ndim != 4 or weight.ndim != 4 or x.shape[3] != weight.shape[0]:
         raise ValueError(f"conv_transpose2d: x of shape {x.shape} does not fit weight {weight.shape} (C, R, S, K)")
+    if 0 in weight.shape:
+        raise ValueError(f"conv_transpose2d: the weight of shape {weight.shape} has an axis of size 0")
     size = tuple(
         (length - 1) * step - 2 * p + r
         for length, step, p, r in zip(x.shape[1:3], stride, padding, weight.shape[1:3], strict=True)

@@ -24,7 +24,7 @@ class Embedding(Function):
             raise IndexError(f"an index lies outside [-1, {len(weight)}): {indices.min()} to {indices.max()}")
         ctx.save(indices)
         ctx.num = len(weight)
-        out = weight[indices]
+        out = weight[indices] if len(weight) else np.zeros((*indices.shape, weight.shape[1]), weight.dtype)
         out[indices == -1] = 0
         return out
 

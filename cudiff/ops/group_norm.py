@@ -193,6 +193,8 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int = 32, ep
     """
     if x2 is not None and (x2.shape[:-1] != x.shape[:-1] or x2.dtype != x.dtype):
         raise ValueError(f"group_norm: x {x.shape} {x.dtype} and x2 {x2.shape} {x2.dtype} differ before the channels")
+    if x.ndim < 2:
+        raise ValueError(f"group_norm: x of shape {x.shape} is not (N, ..., C)")
     channels = x.shape[-1] + (0 if x2 is None else x2.shape[-1])
     norm = weight, bias, scale, shift
     check_norm("group_norm", x.shape[0], channels, num_groups, *[None if t is None else t.shape for t in norm])
@@ -205,7 +207,7 @@ def check_norm(name: str, images: int, channels: int, num_groups: int, weight: S
     """Raise ValueError where a norm's parameters do not fit (images, ..., channels), or there are no images."""
     if not images:
         raise ValueError(f"{name}: there are no images to normalise: the first axis has size 0")
-    if num_groups < 1 or channels % num_groups:
+    if num_groups < 1 or not channels or channels % num_groups:
         raise ValueError(f"{name}: {channels} channels do not divide into {num_groups} groups")
     for which, given, shape in (("weight", weight, (channels,)), ("bias", bias, (channels,)),
                                   ("scale", scale, (images, channels)), ("shift", shift, (images, channels))):

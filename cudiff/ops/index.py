@@ -358,4 +358,7 @@ def nonzero(x: Any) -> tuple[Tensor, ...]:
 
 def argwhere(x: Any) -> Tensor:
     """The positions where x is not 0, a row for each such element: the arrays of `nonzero` as columns."""
-    return stack(nonzero(x), -1)
+    x = as_tensor(x)
+    if x.ndim:
+        return stack(nonzero(x), -1)
+    return stack(nonzero(reshape(x, (1,))), -1)[:, :0]

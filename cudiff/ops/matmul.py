@@ -257,6 +257,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
     x = as_tensor_beside(x, weight)
     if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"linear: x of shape {x.shape} does not fit weight of shape {weight.shape} (out, in)")
+    if not weight.shape[1]:
+        raise ValueError(f"linear: x of shape {x.shape} has no features to multiply")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"linear: the bias has shape {bias.shape}, not {weight.shape[:1]}")
     if residual is not None and (residual.shape, residual.dtype) != ((*x.shape[:-1], weight.shape[0]), x.dtype):

@@ -16,9 +16,10 @@ from cudiff.function import Function
 from cudiff.ops.arithmetic import where
 from cudiff.ops.cast import as_index, as_tensor, as_tensors, as_wide, astype
 from cudiff.ops.compare import isnan, not_equal
-from cudiff.ops.create import ones, zeros
+from cudiff.ops.create import zeros
 from cudiff.ops.index import Pick, along, getitem, located
 from cudiff.ops.reduce import Axis, max, min, normalize_axes, normalize_axis
+from cudiff.ops.reduce import sum as total
 from cudiff.ops.shape import concatenate, flatten, reshape, stack, transpose
 from cudiff.tensor import Tensor
 from cudiff.values import flag
@@ -270,7 +271,7 @@ def prod(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
         first, second = (getitem(rows, (..., slice(start, start + half))) for start in (0, half))
         rest = getitem(rows, (..., slice(2 * half, None)))
         rows = concatenate([first * second, rest], -1) if count % 2 else first * second
-    return astype(reshape(rows, shape) if count else ones(shape, rows.dtype, x.device), x.dtype)
+    return astype(reshape(rows if count else total(rows, -1) + 1, shape), x.dtype)
 
 
 def cumsum(x: Any, axis: int | None = None) -> Tensor:

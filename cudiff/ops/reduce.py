@@ -68,12 +68,15 @@ def _sum_middle(x: np.ndarray) -> np.ndarray:
     return _column_sums(x[0, :whole].reshape(-1, 256, inner)).sum(0) + x[0, whole:].sum(0)
 
 
-@functools.lru_cache(64)
+@functools.cache
+def _kept_ones(dtype: np.dtype) -> np.ndarray:
+    return np.ones(4096, dtype)
+
+
 def ones(count: int, dtype: np.dtype) -> np.ndarray:
-    """So many ones, which nobody may write to: to make them takes as long as to sum 10,000 numbers by them."""
-    made = np.ones(count, dtype)
-    made.flags.writeable = False
-    return made
+    """So many ones, which nobody may write to: to make a few takes as long as to sum 10,000 numbers by them."""
+    kept = _kept_ones(dtype)
+    return kept[:count] if count <= len(kept) else np.ones(count, dtype)
 
 
 @unflagged

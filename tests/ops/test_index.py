@@ -300,6 +300,8 @@ def test_nonzero(device):
     assert Tensor(x, device=device)[Tensor(x, device=device).nonzero()].shape == (3,)
     for found in (cudiff.argwhere(Tensor(x, device=device)), np.argwhere(Tensor(x, device=device))):
         assert found.device == device and found.numpy().tolist() == np.argwhere(x).tolist()
+    for number in (0.0, 3.0):
+        assert cudiff.argwhere(Tensor(number, device=device)).shape == np.argwhere(number).shape
     with pytest.raises(ValueError, match="it has no axis"):
         cudiff.nonzero(Tensor(1.0, device=device))
 

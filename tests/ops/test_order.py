@@ -127,7 +127,10 @@ def test_products_of_integers_and_of_nothing(device):
     for x in (np.int32([[2, 3], [1 << 30, 1 << 30]]), np.array([[True, False]]), np.uint8([[200, 200]])):
         out, expected = cudiff.prod(Tensor(x, device=device), 1), np.prod(x.astype(np.int64), 1)
         assert out.dtype == np.int64 and np.array_equal(out.numpy(), expected)
-    assert cudiff.prod(Tensor(np.ones((0, 2), np.float32), device=device), 0).numpy().tolist() == [1, 1]
+    nothing = Tensor(np.ones((0, 2), np.float32), requires_grad=True, device=device)
+    out = cudiff.prod(nothing, 0)
+    out.sum().backward()
+    assert out.numpy().tolist() == [1, 1] and nothing.grad.shape == (0, 2)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.int64, ml_dtypes.bfloat16])

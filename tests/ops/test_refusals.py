@@ -245,3 +245,22 @@ def test_several_axes_are_refused_where_there_is_one(name):
 def test_what_is_refused_says_what_to_give(call, error, message):
     with pytest.raises(error, match=message):
         call(Tensor(np.ones((1, 4, 4, 2), np.float32)))
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda: ops.linear(real(2, 0), real(3, 0), real(3)), r"linear: x of shape \(2, 0\) has no features"),
+    (lambda: ops.mlp(real(2, 4), real(0, 4), real(0), real(3, 0), real(3)), "mlp: .* do not fit each other"),
+    (lambda: ops.conv2d(real(1, 4, 4, 0), real(2, 3, 3, 0)), r"conv2d: the weight .* has an axis of size 0"),
+    (lambda: ops.conv2d(real(1, 4, 4, 2), real(0, 3, 3, 2)), r"conv2d: the weight .* has an axis of size 0"),
+    (lambda: ops.conv1d(real(1, 4, 0), real(2, 3, 0)), r"conv1d: the weight of shape \(2, 3, 0\) has an axis"),
+    (lambda: ops.conv_transpose2d(real(1, 4, 4, 2), real(2, 3, 3, 0)), "conv_transpose2d: .* has an axis of size 0"),
+    (lambda: ops.group_norm(real(8), real(8), real(8), 2), r"group_norm: x of shape \(8,\) is not \(N, ..., C\)"),
+    (lambda: ops.group_norm(real(2, 3, 0), real(0), real(0), 1), "group_norm: 0 channels do not divide"),
+])
+def test_axes_of_size_0_and_too_few(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_the_null_class_of_an_empty_table():
+    assert ops.embedding([-1, -1], real(0, 3)).tolist() == [[0, 0, 0]] * 2
