@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -99,12 +99,12 @@ def optimizer_of(config: Config, net: Module, ema: EMA) -> Optimizer:
     return (AdamW if config.optimizer == "adamw" else Adam)(net, config.lr, betas, config.eps, **common)
 
 
-def take_weights(checkpoint: Checkpoint, net: Module, class_names: Sequence[str] = ()) -> list[str]:
+def take_weights(checkpoint: Checkpoint, net: Module, config: Config) -> list[str]:
     """Copy a checkpoint's averaged weights into a net where name and shape agree.
 
     Returns lines that say how many were taken, and which were not: those of another shape, and those that only one of
-    both has; and which of `class_names` begin as classes of other names, whose numbers they have. Raises CudiffError
-    where none fits.
+    both has; which of the configuration's classes begin as classes of other names, whose numbers they have; and whether
+    something else was learned. Raises CudiffError where none fits.
     """
     given = part(checkpoint.tensors, "ema")
     own = net.state_dict()
@@ -114,7 +114,10 @@ def take_weights(checkpoint: Checkpoint, net: Module, class_names: Sequence[str]
         raise CudiffError("none of the checkpoint's weights fits this model: begin with those of a model alike")
     net.load_state_dict(taken, strict=False)
     lines = [f"{len(taken):,} of {len(own):,} tensors begin as in the checkpoint"]
-    before = checkpoint.config.class_names  # of another number of classes no embedding fits
+    if (learned := checkpoint.config.diffusion) != config.diffusion:
+        lines.append(f"the checkpoint's model learned by {learned}, this one learns by {config.diffusion}: --diffusion "
+                     f"{learned} goes on as it began")
+    before, class_names = checkpoint.config.class_names, config.class_names  # of another number no embedding fits
     pairs = zip(class_names, before, strict=True) if len(class_names) == len(before) else ()
     lines += _listed("classes begin by their numbers", [f"{new} as {old}" for new, old in pairs if new != old])
     others = [f"{name} {own[name].shape}, {given[name].shape} in the checkpoint" for name in own

@@ -159,6 +159,8 @@ def find_checkpoint(path: str | os.PathLike) -> Path:
     path = Path(path)
     found = latest(path) if path.is_dir() else path
     if found is None:
+        if (path / "metrics.jsonl").exists():
+            raise CudiffError(f"the run in {path} ended before it saved a checkpoint: begin again, in another folder")
         raise CudiffError(f"{path} holds no checkpoint: give the folder of a run, or a checkpoint")
     return found
 

@@ -363,7 +363,7 @@ def _info(options: argparse.Namespace) -> None:
 
     if options.preset is not None:
         if not options.kernels or options.arch is not None or options.checkpoint is not None:
-            raise CudiffError("--preset goes with --kernels alone: leave out --arch and the checkpoint")
+            raise CudiffError("--preset goes with --kernels alone: add it, and leave out --arch and the checkpoint")
         console.print(step_table(options.preset, precision=options.precision, batch_size=options.batch_size))
         return
     if options.precision is not None or options.batch_size is not None:

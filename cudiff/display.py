@@ -38,6 +38,9 @@ def introduction(trainer: Trainer, dataset: Dataset, asked: Config) -> list[str]
     elif classes > dataset.num_classes:
         lines.append(f"the model has {classes:,} classes and the data {dataset.num_classes:,}: the others are not "
                      "trained (--num-classes -1 takes those of the data)")
+    if classes and config.guidance != 1 and not config.label_dropout:
+        lines.append(f"label_dropout is 0, so nothing is learned of images without a class, which guidance "
+                     f"{config.guidance:g} takes: --guidance 1 does without")
     if trainer.step:
         lines.append(f"going on at step {trainer.step:,}")
     if trainer.device == "cpu" and config.precision in ("bf16", "fp16"):

@@ -395,6 +395,7 @@ def evaluate_pipeline(
     form = dict(image_size=config.image_size, channels=config.channels, skip_bad=config.skip_bad,
                 only_classes=config.only_classes)
     train = load_dataset(spec, **form)  # type: ignore[arg-type]
+    told = ""
     if data is None and isinstance(before := pipeline.trained_on, dict):
         if found := "; ".join(differences(before, train.fingerprint())):
             told = f"this is not the data that the model was trained on ({found}): it may know some of the test images"
@@ -404,7 +405,7 @@ def evaluate_pipeline(
         test = load_dataset(spec, part="test", **form)  # type: ignore[arg-type]
     else:
         train, test = train.split((config.validation if data is None else 0) or 0.1, config.seed)
-        if data is None and not config.validation:
+        if data is None and not config.validation and not told:
             known = "training held out no image: the model knows these test images"
             train = replace(train, notes=(*train.notes, known))
     conditional = config.num_classes > 0

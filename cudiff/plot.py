@@ -75,10 +75,18 @@ def save_grid(
 
 
 def save_images(folder: str | os.PathLike, images: np.ndarray) -> list[Path]:
-    """Write uint8 (N, H, W, C) as 000000.png, 000001.png, …; returns their paths."""
+    """Write uint8 (N, H, W, C) as 000000.png, 000001.png, …; returns their paths. Where one cannot be written, those
+    that were not there before are removed."""
     paths = [Path(folder) / f"{index:06d}.png" for index in range(len(_checked(images)))]
-    for path, image in zip(paths, images, strict=True):
-        _save_png(path, _picture(image))
+    new = []
+    try:
+        for path, image in zip(paths, images, strict=True):
+            new += [] if path.exists() else [path]
+            _save_png(path, _picture(image))
+    except BaseException:
+        for path in new:
+            path.unlink(missing_ok=True)
+        raise
     return paths
 
 

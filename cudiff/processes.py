@@ -91,14 +91,14 @@ def _start(options: argparse.Namespace, device: str) -> None:
     count = whole(name, getattr(options, name))
     if place().size > 1:
         raise CudiffError(f"--{name} starts processes, and {place().size} were started already: leave it out")
-    if count == 1:
-        return
     if name == "gpus" and device == "cpu":
         raise CudiffError(f"--gpus is for GPUs: --processes {count} are so many on this machine's CPU")
-    if name == "processes" and not on_cpu(device):
-        raise CudiffError("--processes share a CPU: give --device cpu with it, or --gpus for GPUs")
     if name == "gpus" and count > (there := get_cupy().cuda.runtime.getDeviceCount()):
         raise CudiffError(f"--gpus {count}, and {there} can be seen here: cudiff info says which")
+    if count == 1:
+        return
+    if name == "processes" and not on_cpu(device):
+        raise CudiffError("--processes share a CPU: give --device cpu with it, or --gpus for GPUs")
     raise Ended(start(count, [sys.executable, "-m", "cudiff", *options.arguments]))
 
 

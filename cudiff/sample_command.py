@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cudiff.config import options_in
+from cudiff.config import Config, options_in
 from cudiff.distributed import Group
 from cudiff.errors import CudiffError
 from cudiff.options import Option
+from cudiff.registry import options_named
 
 if TYPE_CHECKING:
     from cudiff.pipeline import Pipeline
@@ -82,6 +83,8 @@ def check_options(options: argparse.Namespace) -> str:
                               "with -n")
     if suffix != ".npz" and (options.floats or options.invert is not None):
         raise CudiffError(f"{'--floats' if options.floats else '--invert'} writes floats: give --out NAME.npz")
+    if options.invert is not None and options.classes is not None and len(options.classes) > 1:
+        raise CudiffError(f"--invert takes one class, that of its picture, not {len(options.classes)}")
     for name in _OF_DRAWING if options.invert is not None else ():
         if getattr(options, name) not in (None, False, 0.0):
             raise CudiffError(f"--invert draws nothing: leave --{name.replace('_', '-')} out")
@@ -103,6 +106,7 @@ def sample(options: argparse.Namespace, suffix: str, pipeline: Pipeline, group: 
     from cudiff.plot import save_gif, save_grid, save_images, save_npz
 
     given = {name: value for name, value in vars(options).items() if name in _options()}
+    _check_used(options, given, pipeline.config)
     if given:
         pipeline.config = pipeline.config.replace(**given)
     if pipeline.makes_latents and suffix != ".npz":
@@ -130,7 +134,26 @@ def sample(options: argparse.Namespace, suffix: str, pipeline: Pipeline, group: 
         save_npz(options.out, images, pipeline.labels(options.n, classes))
     elif group.leads:
         (save_grid if suffix == ".png" else save_images)(options.out, images)
-    return f"{options.n if frames is None else len(frames[0]):,} images in {options.out}"
+    guidance = pipeline.config.guidance if options.guidance is None else options.guidance
+    untrained = pipeline.config.num_classes and guidance != 1 and not pipeline.config.label_dropout
+    return f"{options.n if frames is None else len(frames[0]):,} images in {options.out}" + (
+        "; the model was trained by --label-dropout 0, and so knows no images without a class, which guidance takes: "
+        "--guidance 1 does without" if untrained else "")
+
+
+def _check_used(options: argparse.Namespace, given: dict[str, Any], config: Config) -> None:
+    """Raise CudiffError for options that would change nothing."""
+    sampler = options.sampler or config.sampler
+    for name in given:
+        of = [entry.name for _, entry, _ in options_named(name)]
+        if of and sampler not in of:
+            raise CudiffError(f"--{name.replace('_', '-')} is an option of {' and '.join(of)}, not of sampler "
+                              f"{sampler}: leave it out")
+    guidance = config.guidance if options.guidance is None else options.guidance
+    for name in ("guidance_interval", "guidance_rescale", "guidance_channels"):
+        if getattr(options, name, None) and (guidance == 1 or not config.num_classes):
+            raise CudiffError(f"--{name.replace('_', '-')} says how to guide, and nothing is guided: give --guidance "
+                              "to a model with classes, or leave it out")
 
 
 def _given(options: argparse.Namespace, pipeline: Pipeline) -> dict[str, Any]:
@@ -142,9 +165,18 @@ def _given(options: argparse.Namespace, pipeline: Pipeline) -> dict[str, Any]:
     if options.init is not None:
         given["init"] = _picture(options.init, pipeline)
     if options.mask is not None:
-        given["mask"] = _of_its_size(options.mask, 1, pipeline, "black")[..., 0] > 127
+        shades = _of_its_size(options.mask, 1, pipeline, "black")
+        if shades.max() <= 127:
+            raise CudiffError(f"nothing in {options.mask} is white, its brightest pixel is {shades.max()} of 255: what "
+                              "is to be painted anew has to be above 127")
+        given["mask"] = shades[..., 0] > 127
     if options.noise is not None:
-        given["noise"] = _floats(options.noise)
+        given["noise"] = noise = _floats(options.noise, "--invert")
+        if not 0.5 < (spread := float(noise.std(dtype=np.float64))) < 2:
+            raise CudiffError(f"{options.noise} holds no noise: its standard deviation is {spread:.2g}, not about 1; "
+                              "give an .npz that --invert wrote")
+        if len(noise) != options.n:
+            raise CudiffError(f"{options.noise} holds noise of {len(noise)} images: give -n {len(noise)}")
     if options.other_seed is not None:
         start, end = (pipeline.noise(options.n, seed) for seed in (options.seed, options.other_seed))
         given["noise"] = slerp(start, end, share)
@@ -172,11 +204,11 @@ def _of_its_size(path: str, channels: int, pipeline: Pipeline, behind: str) -> n
     return picture
 
 
-def _floats(path: str) -> np.ndarray:
-    """What `cudiff sample` wrote as floats to an .npz."""
+def _floats(path: str, by: str = "--floats") -> np.ndarray:
+    """What `cudiff sample` wrote as floats to an .npz, by such an option."""
     from cudiff.data.npz import npz_file
 
     found = npz_file(Path(path))
     if not found.latents:
-        raise CudiffError(f"{path} holds pictures, not floats: give an .npz that --floats or --invert wrote")
+        raise CudiffError(f"{path} holds pictures, not floats: give an .npz that {by} wrote")
     return found.images

@@ -25,9 +25,16 @@ class Stopped(Exception):
         self.number = number
 
 
+def heeded() -> list[int]:
+    """SIGINT, SIGTERM and SIGHUP, without those that this process was started to ignore."""
+    there = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    return [number for number in there if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 def _leave(number: int, frame: FrameType | None) -> None:
-    """End the process at once, with one line; nothing is left to clean up."""
-    os.write(2, f"{INTERRUPTED}\n".encode())
+    """End the process at once; nothing is left to clean up. Of several processes the first tells, in one line."""
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, f"{INTERRUPTED}\n".encode())
     os._exit(EXIT + number)
 
 
@@ -79,10 +86,8 @@ def noted(tell: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
     before: dict[int, Any] = {}
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)  # no SIGHUP on Windows
-        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-            before[number] = signal.signal(number, note)
+    for number in heeded():
+        before[number] = signal.signal(number, note)
     try:
         yield received
     finally:

@@ -115,7 +115,7 @@ class Trainer:
         check_model(self.net, config, self.device, group)
         self.net.flatten(self.device)
         if init is not None:
-            self._notices += take_weights(init, self.net, config.class_names)
+            self._notices += take_weights(init, self.net, config)
         begin_alike(group, config, self.data, resume, self.net)
         if config.shard:
             self.net.flat_parameters().shard(group)
@@ -385,7 +385,7 @@ class Trainer:
 
     def _check_unfinished(self) -> None:
         if self._finished():
-            done = f"{self.step} steps in {self.seconds / 60:.1f} minutes"
+            done = f"{self.step} steps in {self.seconds / 60:.3g} minutes"
             raise CudiffError(f"the run is at its end after {done}: give more --steps or --minutes")
 
     def _try(self, size: int) -> None:

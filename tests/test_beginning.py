@@ -66,6 +66,14 @@ def test_classes_of_other_names_are_told(trained, digits, tmp_path):
     checkpoint = load_checkpoint(latest(trained))
     Trainer(configuration_of(checkpoint).replace(steps=1), other, tmp_path / "new", init=checkpoint).run(said)
     assert "classes begin by their numbers: x as 9" in said.lines
+    assert not any("learned by" in line for line in said.lines)
+
+
+def test_what_the_checkpoints_model_learned_is_told(trained, digits, tmp_path):
+    said, checkpoint = Said(), load_checkpoint(latest(trained))
+    Trainer(TINY.replace(steps=1, diffusion="flow"), digits, tmp_path / "new", init=checkpoint).run(said)
+    assert ("the checkpoint's model learned by edm, this one learns by flow: --diffusion edm goes on as it began"
+            in said.lines)
 
 
 def test_other_classes_and_a_wider_model_take_what_fits(trained, digits, tmp_path):

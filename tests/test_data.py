@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import re
 import struct
 import zlib
 from pathlib import Path
@@ -397,7 +398,8 @@ def test_unetcu_bin(tmp_path, monkeypatch):
 
 def test_what_is_not_a_data_set(tmp_path):
     refused("no data at .*give digits, mnist", tmp_path / "missing")
-    refused("no data at 'minst'", "minst")
+    refused(f"no data at 'minst'.*; this path is looked for in {re.escape(os.getcwd())}$", "minst")
+    refused("the data has no name: give digits, mnist", "")
     (tmp_path / "data.csv").write_text("1,2")
     refused("not a data set", tmp_path / "data.csv")
     refused("leave it out", tmp_path, count=5)

@@ -62,3 +62,5 @@ def test_data_that_has_changed_since_training_is_told(insects, tmp_path, rng):
     save_images(tmp_path / "bee", rng.integers(0, 256, (25, 8, 8, 1), dtype=np.uint8))
     (told,) = (note for note in evaluate_pipeline(trained, 8).notes if "not the data" in note)
     assert "(40 images are now 45)" in told
+    trained.config = trained.config.replace(validation=0)
+    assert not any("training held out no image" in note for note in evaluate_pipeline(trained, 8).notes)

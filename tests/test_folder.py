@@ -175,6 +175,9 @@ def test_a_run_that_has_just_begun_is_live_though_it_holds_no_checkpoint(tmp_pat
     assert f"another process trains in {tmp_path} (process {os.getpid()} on " in capsys.readouterr().err
     assert main(["train", "--resume", str(tmp_path)]) == 2
     assert "holds no checkpoint" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").touch()
+    assert main(["train", "--resume", str(tmp_path)]) == 2
+    assert "ended before it saved a checkpoint: begin again, in another folder" in capsys.readouterr().err
 
 
 def test_processes_that_look_at_the_same_time_do_not_refuse_each_other(tmp_path, monkeypatch):

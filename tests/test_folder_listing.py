@@ -52,6 +52,18 @@ def test_links_to_folders_that_hold_this_one_are_left_out(tmp_path, target):
     assert found.notes() == ["links to folders that are read already, or that hold this one, are left out: 1 (far)"]
 
 
+def test_links_that_lead_nowhere_are_told(tmp_path):
+    save(tmp_path / "a" / "b.png")
+    for name in ("c.png", "a/d", "e"):
+        (tmp_path / name).symlink_to("gone")
+    (tmp_path / "f.png").symlink_to("f.png")
+    (tmp_path / "g.png").symlink_to("a/b.png")
+    found = list_folder(tmp_path)
+    assert list(map(str, found.pictures)) == ["a/b.png", "g.png"] and found.broken == ["a/d", "c.png", "e", "f.png"]
+    assert found.notes() == ["links that lead nowhere are left out: 4 (a/d, c.png, e, ...); make them anew"]
+    assert load_dataset(tmp_path).notes[0] == found.notes()[0]
+
+
 @pytest.mark.skipif(not os.path.ismount("/proc"), reason="no /proc here")
 def test_the_kernels_files_are_no_pictures(tmp_path):
     save(tmp_path / "a.png")

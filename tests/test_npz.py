@@ -104,18 +104,31 @@ def test_a_directory_of_one_mebibyte_is_read(tmp_path):
     refused("its directory is too long", tmp_path / "a.npz")
 
 
-SIGNED, UNSIGNED, OTHER, WHOLE = r"span \[-1, 1\], save .*1\) \* 127\.5", r"span \[0, 1\].* \* 255", "scale", "as bytes"
+SIGNED, UNSIGNED, OTHER = r"span \[-1, 1\], save .*1\) \* 127\.5", r"span \[0, 1\].* \* 255", "scale"
+WHOLE, HIGH = r"save images\.astype\(numpy\.uint8\)", "images >> 8"
 
 
 @pytest.mark.parametrize("values, advice", [
     ([-1, 1], SIGNED), ([-0.5, 0.5], SIGNED), ([-1, -0.5], SIGNED), ([-1.01, 1], OTHER), ([-1, 1.01], OTHER),
     ([-2, 1], OTHER), ([-1, 2], OTHER), ([0, 1], UNSIGNED), ([0, 0], UNSIGNED), ([0.5, 0.7], UNSIGNED),
-    ([0, 1.01], OTHER), ([0, 2], OTHER), ([0, 255], OTHER), ([], OTHER), (np.array([0, 1]), WHOLE),
-    (np.array([-1, 1]), WHOLE),
+    ([0, 1.01], OTHER), ([0, 2], OTHER), ([0, 255], OTHER), ([], OTHER), (np.array([0, 255]), WHOLE),
+    (np.array([-1, 1]), SIGNED), (np.array([0, 256]), OTHER), (np.array([0, 65535], np.uint16), HIGH),
+    (np.array([0, 255], np.uint16), WHOLE), (np.array([True, False]), r"uint8\) \* 255"),
 ], ids=str)
 def test_images_of_other_types_get_the_advice_that_their_values_ask_for(tmp_path, values, advice):
-    """Floats with the span that they seem to have; whole numbers are taken to be levels already."""
+    """Of the span that they seem to have; followed, it loses nothing."""
     dtype = None if isinstance(values, np.ndarray) else np.float32
     images = np.resize(np.asarray(values, dtype), (2 if len(values) else 0, 2, 2, 3))
     np.savez(tmp_path / "a.npz", images=images)
     refused(f"images are {images.dtype}, not uint8: .*{advice}", tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("labels, told", [
+    ([0, 1, 2], None), ([1, 2, 1], "of 3 classes 1 have no image, the first of them 0"),
+    ([0, 1, 4], "of 5 classes 2 have no image, the first of them 2"),
+    ([0, 0, 999_999], "of 1,000,000 classes 999,998 have no image, the first of them 1"),
+])
+def test_classes_without_images_are_told(tmp_path, labels, told):
+    np.savez(tmp_path / "a.npz", images=np.zeros((3, 8, 8, 1), np.uint8), labels=np.array(labels))
+    found = load_dataset(tmp_path / "a.npz").notes
+    assert found == () if told is None else f"labels count from 0, and {told}: a model does not learn these" in found

@@ -168,3 +168,20 @@ def test_what_cannot_be_written_leaves_the_old_file(tmp_path, rng, monkeypatch):
     with pytest.raises(CudiffError, match="No space left"):
         plot.save_grid(path, pictures(rng, 4, 8, 8, 1))
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_pictures_of_which_one_cannot_be_written_are_removed(tmp_path, rng, monkeypatch):
+    """But for those that were there before."""
+    plot.save_images(tmp_path / "out", pictures(rng, 1, 8, 8, 1))
+    save, left = Image.Image.save, [2]
+
+    def full(self, *args, **kwargs):
+        if not left[0]:
+            raise OSError(28, "No space left on device")
+        left[0] -= 1
+        save(self, *args, **kwargs)
+
+    monkeypatch.setattr(Image.Image, "save", full)
+    with pytest.raises(CudiffError, match="No space left"):
+        plot.save_images(tmp_path / "out", pictures(rng, 4, 8, 8, 1))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["000000.png"]

@@ -1,6 +1,8 @@
 """--gpus, --processes and --timeout: what is refused, what is started, and which GPU a process takes."""
 
 import os
+import signal
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -9,6 +11,7 @@ from rich.console import Console
 
 from cudiff import distributed, folder, processes
 from cudiff.cli import main
+from cudiff.distributed import launch
 from cudiff.distributed.launch import LAUNCHER
 from cudiff.errors import CudiffError
 
@@ -85,7 +88,9 @@ def test_what_is_refused(gpus, monkeypatch, capsys, words, environment, told):
 def test_one_gpu_and_processes_of_the_launcher_start_none(gpus, monkeypatch):
     options = SimpleNamespace(gpus=1, processes=None, timeout=10.0, command="train", arguments=TRAIN)
     console = Console()
-    assert processes.joined_by(options, "cpu", console).size == 1
+    assert processes.joined_by(options, "auto", console).size == 1
+    with pytest.raises(CudiffError, match="--gpus is for GPUs"):
+        processes.joined_by(options, "cpu", console)
     monkeypatch.setenv(LAUNCHER, "1")
     options.gpus = 2
     assert processes.joined_by(options, "cpu", console).size == 1 and not gpus and not console.quiet
@@ -133,3 +138,24 @@ def test_gpus_that_are_too_few_or_shared(monkeypatch):
     distributed._check_apart([["a", "0"], ["a", "1"], ["b", "0"]])
     with pytest.raises(CudiffError, match="processes 1 and 2 have one GPU"):
         distributed._check_apart([["a", "0"], ["a", "1"], ["a", "1"]])
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="the system has no SIGHUP")
+def test_signals_that_are_ignored_are_ignored_by_all_processes():
+    """As under nohup."""
+    code = "import signal, sys; sys.exit(signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert launch.start(2, [sys.executable, "-c", code]) == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert launch.start(2, [sys.executable, "-c", code]) == 1
+
+
+def test_of_several_processes_the_first_tells_of_an_interrupt():
+    code = "from cudiff import signals; signals._leave(2, None)"
+    for rank, told in (("0", "cudiff: interrupted\n"), ("1", "")):
+        words, environment = [sys.executable, "-c", code], os.environ | {"RANK": rank}
+        done = subprocess.run(words, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (130, told)

@@ -185,8 +185,8 @@ class Peers:
         self._operate(self._setting(number) + self._waiting(range(number, number + 1)))
 
     def _setting(self, number: int) -> list[tuple[int, int, int]]:
-        """Operations that set this process's flag of this number in the others' memory, behind a fence: who has waited for
-        it sees all that this stream wrote before."""
+        """Operations that set this process's flag of this number in the others' memory. Each is behind a fence: who has
+        waited for it sees all that this stream wrote before."""
         place = self._place(number, self._rank)
         return [(_WRITE, other.flags + place, 1) for other in self._others.values()]
 

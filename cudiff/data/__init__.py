@@ -84,6 +84,8 @@ def has_test_part(spec: str | os.PathLike) -> bool:
 
 
 def _path(spec: str | os.PathLike) -> Path:
+    if spec == "":
+        raise CudiffError(f"the data has no name: give {KNOWN}")
     try:
         return Path(spec).expanduser()
     except RuntimeError:
@@ -102,7 +104,8 @@ def _load_path(path: Path, part: str, only_classes: Sequence[str | int], image_s
     elif files := imagenet_files(path, part):
         return fit(load_imagenet(files, only_classes), image_size, channels)
     elif not path.exists():
-        raise CudiffError(f"no data at '{path}': give {KNOWN}")
+        here = "" if path.is_absolute() else f"; this path is looked for in {Path.cwd()}"
+        raise CudiffError(f"no data at '{path}': give {KNOWN}{here}")
     elif part == "test":
         raise CudiffError(f"{path} has no test part: hold some of it out, or name a second data set")
     elif path.is_dir():

@@ -28,7 +28,7 @@ class Listing:
 
     pictures: by their suffix, sorted. unread: pictures of other formats. others: files whose suffix is no picture's.
     folders: those right in the folder. repeated: links to folders that are read under another path, or that hold this
-    one, as / does. closed: folders that the system does not open.
+    one, as / does. broken: links that lead nowhere. closed: folders that the system does not open.
     """
 
     pictures: list[Path] = field(default_factory=list)
@@ -36,6 +36,7 @@ class Listing:
     others: list[str] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
 
     def notes(self) -> list[str]:
@@ -54,6 +55,8 @@ class Listing:
         if self.repeated:
             notes.append("links to folders that are read already, or that hold this one, are left out: "
                          f"{some(self.repeated)}")  # fmt: skip
+        if self.broken:
+            notes.append(f"links that lead nowhere are left out: {some(self.broken)}; make them anew")
         if self.closed:
             notes.append(f"folders that cannot be opened are left out: {some(self.closed)}; check their permissions")
         return [printable(note) for note in notes]
@@ -104,6 +107,8 @@ def list_folder(folder: Path) -> Listing:
                         found.unread.append(Path(path))
                     else:
                         found.others.append(path)
+                elif _leads_nowhere(entry):
+                    found.broken.append(path)
         level = []
         for _, path, identity in sorted(below):
             if identity in seen:
@@ -116,6 +121,7 @@ def list_folder(folder: Path) -> Listing:
     found.pictures.sort()
     found.unread.sort()
     found.others.sort()
+    found.broken.sort()
     return found
 
 
@@ -136,6 +142,13 @@ def _folder(entry: os.DirEntry, system: set[int]) -> tuple[int, int] | None:
     except OSError:  # a link that leads nowhere
         pass
     return None
+
+
+def _leads_nowhere(entry: os.DirEntry) -> bool:
+    try:
+        return entry.is_symlink() and not entry.stat()
+    except OSError:
+        return True
 
 
 def _regular(entry: os.DirEntry, system: set[int]) -> bool:

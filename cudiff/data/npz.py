@@ -81,6 +81,10 @@ def npz_file(file: Path) -> Dataset:
         unread = [printable(found) for found in npz.names if found not in (images_name, labels_name)]
     name = printable(file.stem)
     notes = (f"arrays that are not read: {', '.join(unread[:10])}",) if unread else ()
+    if labels is not None and len(there := np.unique(labels)) < num_classes:
+        first = int(np.argmax(np.append(there, -1) != np.arange(len(there) + 1)))
+        notes = (*notes, f"labels count from 0, and of {num_classes:,} classes {num_classes - len(there):,} have no "
+                         f"image, the first of them {first}: a model does not learn these")
     if images_name == "latents":
         with np.errstate(over="ignore", invalid="ignore"):  # Dataset says what is not finite
             values = values.astype(np.float16 if values.dtype == np.float16 else np.float32, copy=False)
@@ -267,9 +271,14 @@ def _header(stream: Readable) -> Header:
 
 def _conversion(images: Stored) -> str:
     """How to turn images of another type into bytes, as their first values tell."""
-    if images.header.dtype.kind != "f":
-        return "save them as bytes from 0 to 255 (images.astype(numpy.uint8))"
+    dtype = images.header.dtype
+    if dtype.kind == "b":
+        return "save them as bytes, images.astype(numpy.uint8) * 255"
     values = images.read(CHUNK)
+    if dtype.kind in "iu" and values.size and values.min() >= 0 and values.max() <= 255:
+        return "if all are 0 to 255, save images.astype(numpy.uint8)"
+    if dtype == np.uint16:
+        return "if they span 0 to 65535, save (images >> 8).astype(numpy.uint8)"
     if values.size and -1 <= values.min() < 0 and values.max() <= 1:
         return "if they span [-1, 1], save numpy.round((images + 1) * 127.5).astype(numpy.uint8)"
     if values.size and values.min() >= 0 and values.max() <= 1:

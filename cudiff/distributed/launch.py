@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from cudiff.errors import CudiffError
-from cudiff.signals import EXIT
+from cudiff.signals import EXIT, heeded
 
 LAUNCHER = "CUDIFF_LAUNCHER"
 """A variable that `start` gives its processes: its own process number, and with that the name of the run."""
@@ -109,8 +109,9 @@ def _first_host(given: Mapping[str, str]) -> str:
 def start(size: int, command: Sequence[str]) -> int:
     """Run `command` as `size` processes of this machine, told by torchrun's variables which each is, and wait for all.
 
-    They inherit the environment. SIGINT, SIGTERM and SIGHUP are passed on to each. Where one fails the others are
-    ended. Returns the exit code: 0, or that of the first which failed, 128 + n where signal n ended it.
+    They inherit the environment. SIGINT, SIGTERM and SIGHUP are passed on to each; those that this process was started
+    to ignore, as SIGHUP under nohup, all ignore. Where one fails the others are ended. Returns the exit code: 0, or
+    that of the first which failed, 128 + n where signal n ended it.
     """
     own = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": _free_port(),
            LAUNCHER: os.getpid()}
@@ -120,8 +121,7 @@ def start(size: int, command: Sequence[str]) -> int:
         for process in processes:
             process.send_signal(number)  # does nothing to one that has ended
 
-    names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {getattr(signal, name): signal.signal(getattr(signal, name), forward) for name in names}
+    before = {number: signal.signal(number, forward) for number in heeded()}
     try:
         for rank in range(size):
             variables = {name: str(value) for name, value in (own | {"RANK": rank, "LOCAL_RANK": rank}).items()}
@@ -148,7 +148,9 @@ def _wait(processes: list[subprocess.Popen]) -> int:
     if failed >= 0:
         return failed
     rank = codes.index(failed)
-    cause = ", as the system does where memory runs out" if failed == -signal.SIGKILL else ""
+    cause = ""
+    if failed == -signal.SIGKILL:
+        cause = ", as the system does where memory runs out: a smaller --batch-size takes less"
     print(f"cudiff: process {rank} of {len(processes)} was ended by {signal.Signals(-failed).name}{cause}",
           file=sys.stderr)
     return EXIT - failed

@@ -290,6 +290,8 @@ def test_the_command_line_inverts_mixes_and_writes_floats(tmp_path, monkeypatch,
     model.save("model.safetensors")
     image = model.sample(1, seed=2, classes=1)
     Image.fromarray(image[0, :, :, 0]).save("one.png")
+    Image.fromarray(np.eye(8, dtype=np.uint8)).save("dark.png")
+    np.savez("flat.npz", latents=np.zeros((2, 8, 8, 1), np.float32))
     run = ["sample", "model.safetensors", "-n", "2", "--device", "cpu", "--out", "out.npz"]
 
     def made(*words):
@@ -313,16 +315,25 @@ def test_the_command_line_inverts_mixes_and_writes_floats(tmp_path, monkeypatch,
     for words, message in [
         ("--floats --out x.png", "--floats writes floats: give --out NAME.npz"),
         ("--invert one.png --out x.gif", "--invert writes floats: give --out NAME.npz"),
-        ("--eta 2", "eta must be at least 0 and at most 1, not 2"), ("--S-noise x", "'x' is not a number"),
+        ("--eta 2 --sampler ddim", "eta must be at least 0 and at most 1, not 2"),
+        ("--S-noise x", "'x' is not a number"),
+        ("--eta 0.5", "--eta is an option of ddim and euler-ancestral, not of sampler heun: leave it out"),
+        ("--sampler ddim --S-churn 5", "--S-churn is an option of heun and euler, not of sampler ddim: leave it out"),
+        ("--guidance 1 --guidance-rescale 0.5", "--guidance-rescale says how to guide, and nothing is guided"),
+        ("--guidance 1 --guidance-interval 1,2", "--guidance-interval says how to guide, and nothing is guided"),
+        ("--guidance 1 --guidance-channels 1", "--guidance-channels says how to guide, and nothing is guided"),
+        ("--invert one.png --classes 1,2 --out x.npz", "--invert takes one class, that of its picture, not 2"),
+        ("--init one.png --mask dark.png", "nothing in dark.png is white, its brightest pixel is 1 of 255"),
         ("--invert one.png --init one.png", "--invert draws nothing: leave --init out"),
         ("--invert one.png --sampler euler", "--invert draws nothing: leave --sampler out"),
         ("--share 0.5", "--share says how far to go to --other or --other-seed: give one of them too"),
         ("--other 1 --share 2", "share must be a number from 0 to 1"),
         ("--other 1,2,3", "3 classes were given for 2 images"),
         ("--noise noise.npz --other-seed 4", "--noise is in place of a seed's: leave --other-seed out"),
-        ("--noise noise.npz", "noise is float32 of shape (1, 8, 8, 1): give floats of shape (2, 8, 8, 1)"),
+        ("--noise noise.npz", "noise.npz holds noise of 1 images: give -n 1"),
+        ("--noise flat.npz", "flat.npz holds no noise: its standard deviation is 0, not about 1"),
         ("--noise gone.npz", "cannot read gone.npz"),
-        ("--noise out.npz", "out.npz holds pictures, not floats: give an .npz that --floats or --invert wrote"),
+        ("--noise out.npz", "out.npz holds pictures, not floats: give an .npz that --invert wrote"),
     ]:
         assert main([*run, *words.split()]) == 2
         error = capsys.readouterr().err
@@ -336,3 +347,12 @@ def test_rescaled_guidance_of_flat_estimates():
     x = Tensor(np.ones((2, 4, 4, 1), np.float32))
     sigma, labels = Tensor(np.ones(2, np.float32)), Tensor(np.zeros(2, np.int32))
     assert not Guided(flat, 3.0, rescale=0.7)(x, sigma, labels).numpy().any()
+
+
+def test_guidance_that_takes_what_was_never_learned_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    pipeline(label_dropout=0.0).save("model.safetensors")
+    run = ["sample", "model.safetensors", "-n", "1", "--device", "cpu", "--out", "out.npz"]
+    for guidance, told in (("1", False), ("2", True)):
+        assert main([*run, "--guidance", guidance]) == 0
+        assert ("trained by --label-dropout 0" in " ".join(capsys.readouterr().out.split())) == told
