@@ -380,7 +380,10 @@ class Pipeline(Samplings):
             if classes is not None:
                 raise CudiffError("this model has no classes: leave classes out")
             return None
-        labels = np.arange(n) % known if classes is None else np.asarray(classes)
+        try:
+            labels = np.arange(n) % known if classes is None else np.asarray(classes)
+        except ValueError:
+            raise CudiffError("classes are lists of several lengths: give one whole number for each image") from None
         if labels.dtype.kind == "U":
             labels = np.reshape(numbers_of(labels.ravel().tolist(), self.class_names, "the model"), labels.shape)
         if labels.ndim > 1 or (labels.size and not np.issubdtype(labels.dtype, np.integer)):

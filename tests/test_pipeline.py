@@ -155,6 +155,7 @@ def test_guidance_moves_away_from_the_unconditional():
         ({"classes": 10}, "the model has classes 0 to 9, and -1 for none; 10 is not one"),
         ({"classes": [0, -2, 3, 4]}, "-2 is not one"),
         ({"classes": [1, 2]}, "2 classes were given for 4 images"),
+        ({"classes": [[1], [1, 2]]}, "classes are lists of several lengths"),
         ({"classes": [1.5, 2, 3, 4]}, r"classes are float64 of shape \(4,\): give one whole number, or one for each"),
         ({"classes": [[1], [2], [3], [4]]}, r"classes are int64 of shape \(4, 1\)"),
         ({"guidance": float("inf")}, "guidance must be at least 0, not inf"),
