@@ -292,7 +292,7 @@ def _demo(options: argparse.Namespace) -> None:
 
 def _train(options: argparse.Namespace) -> None:
     from cudiff.beginning import configuration_of, resumed_configuration
-    from cudiff.checkpoint import PARTS, find_checkpoint
+    from cudiff.checkpoint import PARTS, checkpoints, find_checkpoint
     from cudiff.display import TrainingDisplay, introduction
     from cudiff.folder import check_free, check_unused, read_checkpoint
     from cudiff.train import Trainer
@@ -305,7 +305,9 @@ def _train(options: argparse.Namespace) -> None:
     if options.resume is not None:
         check_unused(options.folder or options.resume)  # first: a run that has just begun holds no checkpoint
         path = find_checkpoint(options.resume)
-        of_run = Path(options.resume).is_dir() or (path.parent / "metrics.jsonl").exists()
+        # A file alone, as one that was downloaded, is no run's folder.
+        of_run = Path(options.resume).is_dir() or (path.parent / "metrics.jsonl").exists() or len(
+            checkpoints(path.parent)) > 1
         folder = Path(options.folder or (path.parent if of_run else Path("runs") / path.stem))
         check_unused(folder)
         sampler = getattr(options, "sampler", None)
