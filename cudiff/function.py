@@ -57,9 +57,9 @@ class Function:
     cast to 16 bits if another Function made the input, unless that one's backward takes both: `takes_wide`.
 
     `fresh` promises that backward writes to no dout, and that nothing else uses the arrays that it returns, other than
-    douts and those in `ctx.saved`. So the tape may add to all others in place. A deferred launch that still reads one
-    after backward has returned names it in `reads` (see `cudiff.cuda.deferred`). cudiff's own Functions are `fresh`.
-    For other Functions the tape adds to copies.
+    douts and those in `ctx.saved`. So the tape may add to all others in place. A deferred launch may read such an
+    array after backward has returned: it names it in `reads` (see `cudiff.cuda.deferred`). cudiff's own Functions are
+    `fresh`. For other Functions the tape adds to copies.
 
     `compose(*inputs, **attrs)`, if a subclass has it, computes the same by other operations. `apply` records those
     instead on the CPU, and wherever a gradient is to be differentiated. Then the `_numpy` pair is not needed.

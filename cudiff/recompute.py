@@ -53,7 +53,7 @@ class Recomputed(Function):
 
 
 class Passed(Function):
-    """Its input itself: what a part returns that made no node of its own."""
+    """The identity, for a part that returns a tensor made outside of it."""
 
     @staticmethod
     def forward_numpy(ctx, x):
@@ -67,7 +67,7 @@ class Passed(Function):
 
 
 def _older(out: Tensor, before: int) -> list[tuple[Node, int]]:
-    """What a part read, besides its inputs, of outputs of nodes: those up to the index `before`."""
+    """The outputs of earlier nodes, with an index up to `before`, that a part read besides its inputs."""
     if out._source is None:
         return []
     made = [out._source] if out._source[0].index <= before else [
@@ -77,8 +77,8 @@ def _older(out: Tensor, before: int) -> list[tuple[Node, int]]:
 
 
 def record_again(node: Node) -> Tensor:
-    """The output of a Recomputed node, computed and recorded again from the node's inputs; the output of a new node, if
-    of any."""
+    """The output of a Recomputed node, computed and recorded again from the node's inputs. Where it requires a
+    gradient, a new node made it."""
     inputs: list[Tensor | None] = []
     for array, source in zip(node.ctx.saved, node.inputs, strict=False):  # behind its own inputs lie `others`
         if array is None:

@@ -20,7 +20,7 @@ class Kind(Enum):
     PRODUCTS = "of d_preact, the gradient of a norm's output before SiLU, and of d_preact times the norm's input", 2
 
     def __init__(self, of: str, numbers: int) -> None:
-        self.of, self.numbers = of, numbers
+        self.numbers = numbers
 
 
 class ChannelStatistics(NamedTuple):

@@ -70,7 +70,8 @@ class Trainer:
 
     Attributes: pipeline (the raw weights), ema, preview (its pipeline), training, held_out (data), step (updates done),
     stopped_by (the number of the signal that ended `run`, or None).
-    Raises CudiffError where data, configuration and checkpoint do not fit, and where `folder` holds a run to be lost.
+    Raises CudiffError where data, configuration and checkpoint do not fit, and where `folder` holds a run that
+    would be overwritten.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class Trainer:
 
     @property
     def preview(self) -> Pipeline:
-        """The EMA's pipeline. Raises CudiffError where it lies in parts, but within `ema.whole()`."""
+        """The EMA's pipeline. Outside of `ema.whole()` raises CudiffError where the EMA is sharded."""
         _ = self.ema.model  # raises
         return self._preview
 
@@ -171,7 +172,7 @@ class Trainer:
         """One update, which `run` counts. Everything stays on the device, so that a CUDA graph can hold it.
 
         streamed: images and labels of each batch where they come from the host. Returns the sum of the mean losses
-        since the last line of metrics, of a group's process its addend.
+        since the last line of metrics; of a group each process returns its share.
         """
         self.optimizer.zero_grad()
         share = 1 / (self.config.accumulate * self.group.size)
@@ -193,7 +194,8 @@ class Trainer:
 
         display: told by `update(metrics)` and `message(text)`. Returns the last metrics.
         Raises CudiffError where nothing is left to do, where another process trains in the folder or another Trainer
-        has, where memory runs out (saying what fits) and where the gradient or the weights stop being finite.
+        has trained there since, where memory runs out (saying what fits) and where the gradient or the weights stop
+        being finite.
         """
         config = self.config
         metrics: dict[str, Any] = {}
@@ -276,7 +278,7 @@ class Trainer:
             return self.save_path
 
     def _tensors(self) -> dict[str, np.ndarray]:
-        """What a checkpoint holds, on process 0; of what lies in parts all give theirs."""
+        """What a checkpoint holds, on process 0. All processes give their shards."""
         leads = self.group.leads
         tensors = prefixed("model", self.net.state_dict()) if leads else {}
         with self.ema.whole() as average:
@@ -373,8 +375,8 @@ class Trainer:
         return bool(interrupted) or said[0][1]
 
     def _total_loss(self) -> float:
-        """The sum of the losses since the last line of metrics; waits for the device. All processes ask at the same
-        steps; what one asks again at a step it has."""
+        """The sum of the losses since the last line of metrics; waits for the device. All processes call it at the
+        same steps. A second call at a step returns the same number."""
         if self.group.size == 1:
             return self._loss_sum.item()
         if self._total[0] != self.step:

@@ -186,8 +186,8 @@ def enqueue(launch_type: LaunchType, arguments: Any, out: Array, reads: Sequence
     """Defer a launch that writes or adds to `out`, to be batched with others of its type and group. Where launches are
     not deferred, run it now.
 
-    held: bytes that it keeps from being freed while it is pending. reads: of the arrays that it reads those that other
-    code may write to, after `Queue.before_write`. Nothing may write to the others.
+    held: bytes that it keeps from being freed while it is pending. reads: arrays that it reads and other code may
+    overwrite, after `Queue.before_write`. What else it reads must not change.
     """
     if _thread.queue is None:
         _run(launch_type, [arguments])

@@ -174,7 +174,8 @@ def launches() -> int:
 
 def kernel(stem: str, name: str, **constants: Any) -> Callable[..., None]:
     """The compiled function `name` of `<stem>.cu`, to be called like a `Kernel`. constants: what it is compiled with; a
-    dtype becomes its C name. Inside `compiling_ahead` the function returned does nothing."""
+    dtype becomes its C name. Inside `compiling_ahead` one that is not loaded yet is compiled, and what is returned does
+    nothing."""
     key = (get_cupy().cuda.runtime.getDevice(), stem, name, *constants.items())
     found = _kernels.get(key)
     if found is None:

@@ -1,8 +1,8 @@
 """A sharded step on the GPUs of one machine. Copy engines bring each GPU the others' gradients of its part, so that the
 backward beside them keeps all multiprocessors. Its update adds them, and writes the new weights to all GPUs.
 
-The processes map each other's memory (CUDA IPC). Who has copied sets a flag in the memory of who reads. The reader's
-stream waits for the flag and clears it. Graphs can capture this.
+The processes map each other's memory (CUDA IPC). The process that copied sets a flag in the reader's memory. The
+reader's stream waits for the flag and clears it. Graphs can capture this.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST, OPERATIONS = 8, 255
 """Processes, one more than kernels take peers; and operations on memory that the driver takes at once."""
 
 SUMS = 2**13
-"""Floats that a process may give to `gather_sums`: NCCL gathers more."""
+"""Floats that a process may give to `gather_sums`. NCCL gathers larger arrays."""
 
 _OPERATION = np.dtype({"names": ["kind", "address", "value", "flags"], "formats": ["i4", "u8", "u8", "u4"],
                        "offsets": [0, 8, 16, 24], "itemsize": 48})  # CUstreamBatchMemOpParams
@@ -34,9 +34,9 @@ _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, until there is the value
 
 
 class Mapped:
-    """Until the processes part: the addresses here of others' memory, and the arrays of this one that they have mapped.
+    """The addresses at which other processes' memory is mapped here, and this process's arrays that they mapped.
 
-    Nothing is unmapped when a trainer goes: a graph may be captured then, and other processes may not be as far.
+    Nothing is unmapped when a trainer ends: a graph may be in capture, and others may still use the memory.
     """
 
     def __init__(self) -> None:
@@ -64,9 +64,10 @@ class Peers:
 
     Attributes: summed (whether a step's gradients are here, and its update to come).
 
-    No process overwrites what another still reads, as each step waits three times for all others: for their gradients,
-    for their `gather_sums`, before which they have read their weights for the last time, and for their updates, before
-    which they have read the gradients and sums that they got.
+    No process overwrites what another still reads. A step waits for all others three times:
+    - for their gradients;
+    - for their `gather_sums`, when they no longer read their weights;
+    - for their updates, when they no longer read the gradients and sums that they received.
 
     gradient, weights: float32 (n,), on the GPU. parts: a slice of them for each process, by rank. exchange(value):
     gathers a value from each process, in the order of ranks. mapped: gets what is mapped. Raises OSError, in every

@@ -61,8 +61,8 @@ watch: Watch | None = None  # see `watched`
 
 @contextlib.contextmanager
 def watched(told: Watch) -> Iterator[None]:
-    """Inside the block, told(table, problem, choice) is called before each problem is run, and told(launch type, batch,
-    None) before each batch of deferred launches. A batch is a list of the arguments of each launch."""
+    """Inside the block, told(table, problem, choice) is called at each selection, and told(launch type, batch, None)
+    before each batch of deferred launches. A batch is a list of the arguments of each launch."""
     global watch
     watch = told
     try:

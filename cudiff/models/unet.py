@@ -48,8 +48,8 @@ OPTIONS = WIDTHS | {
 
 
 def num_groups(channels: int, group_channels: int) -> int:
-    """32 groups as in guided-diffusion, or the largest power of two that divides the channels and leaves each group
-    `group_channels` of them: two at least where there are no 32, as guided-diffusion always has."""
+    """The largest power of two, up to guided-diffusion's 32, that divides the channels and leaves `group_channels` in
+    each group. Below 32 groups, a group has two channels at least."""
     groups = math.gcd(32, channels)
     least = group_channels if groups == 32 else max(2, group_channels)
     while groups > 1 and channels // groups < least:
@@ -98,7 +98,7 @@ class ResBlock(Module):
                  use_scale_shift_norm: bool = False, resample: str | None = None, zero_init: bool = True,
                  norm_group_channels: int = 1):
         super().__init__()
-        self.use_scale_shift_norm, self.resample, self.out_channels = use_scale_shift_norm, resample, out_channels
+        self.use_scale_shift_norm, self.resample = use_scale_shift_norm, resample
         last = Conv2d(out_channels, out_channels, 3)
         self.in_layers = ModuleList(
             [GroupNorm(num_groups(channels, norm_group_channels), channels), None, Conv2d(channels, out_channels, 3)]
@@ -199,8 +199,8 @@ class UNet(Module):
     learn_sigma : the output has twice the channels (Improved DDPM, arXiv 2102.09672)
     max_period : longest period of the timestep sinusoids; 10000 in guided-diffusion, 1000 in unet.cu
     zero_init : start the last convolution of each block at zero, as guided-diffusion does
-    norm_group_channels : fewest channels in a norm's group: 1 is guided-diffusion, whose norm over 32 channels erases
-        an embedding added before it, a constant of each channel; from 64 channels on 1 and 2 are the same
+    norm_group_channels : fewest channels in a norm's group. guided-diffusion has 1: of 32 channels its norm then
+        cancels an embedding that is added before. From 64 channels on 1 and 2 are the same
 
     Where its attribute `recompute` is True, backward runs each block again instead of keeping what lies between its
     layers.

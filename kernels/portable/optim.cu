@@ -50,7 +50,7 @@ float sum_of_squares(const float* grad, const Peers& peers, i64 start, i64 stop)
 extern "C" __global__ void square_sums(const float* __restrict__ grad, Peers peers, float* __restrict__ sums, i64 n, int chunk) {
     wait_for_previous();
     i64 start = (i64)blockIdx.x * chunk, stop = start + chunk < n ? start + chunk : n;
-    // Without a branch in the loop, of which the compiler then loads several rounds at once.
+    // No branch in the loop: then the compiler loads several rounds at once.
     bool several = peers.count > 0;
     float sum = several ? sum_of_squares<true>(grad, peers, start, stop) : sum_of_squares<false>(grad, peers, start, stop);
     sum = block_reduce<Sum>(sum);
@@ -135,11 +135,11 @@ extern "C" __global__ void unscale(float* state, float* scalars, int* counters, 
     }
 }
 
-struct __align__(8) Shadow4 { T v[4]; };
+struct __align__(8) Copy4 { T v[4]; };
 
 __device__ __forceinline__ void store_copy(T* compute_copy, i64 i, const Pack<float>& x) {
     if (compute_copy == nullptr) return;
-    Shadow4 low;
+    Copy4 low;
 #pragma unroll
     for (int k = 0; k < 4; k++) low.v[k] = from_float<T>(x.v[k]);
     *reinterpret_cast<uint2*>(compute_copy + i) = *reinterpret_cast<const uint2*>(&low);

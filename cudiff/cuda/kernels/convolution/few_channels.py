@@ -80,7 +80,8 @@ def _supports(p: Problem) -> bool:
 
 
 def _is_one_way(p: Problem, many: Image) -> bool:
-    """Whether the image of few channels is only read. False with a cast, as all passes then need the same answer."""
+    """Whether the image of few channels is only read. False with a cast: then all three passes must
+    choose this kernel."""
     return Fusion.CAST not in p.wanted and (p.direction == WGRAD or many is p.out)
 
 

@@ -43,8 +43,8 @@ class Tile(NamedTuple):
     """An output tile and its times on an H200. A warpgroup computes 64 channels of it in one iteration.
 
     pixels: of the tile. iteration: fixed microseconds of an iteration. step: microseconds for each tap and each
-    128-byte chunk of channels. skip: the time for a chunk of a skip path in units of `step`: for its only tap, and for
-    waiting for its halo tile.
+    128-byte chunk of channels. skip: the time of a chunk of a skip path, in units of `step`. It has one tap, and waits
+    for its halo tile.
     """
 
     pixels: int

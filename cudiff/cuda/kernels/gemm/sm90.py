@@ -43,7 +43,7 @@ BANDWIDTH = 3e6  # bytes in a microsecond
 ONE_TAP_FLOPS = 330e6  # of conv2d_sm90 with one tap, in a microsecond at most: its warpgroups share no operand
 
 
-# The fusions that one launch does together. It reads or writes one matrix beside the result, with a gate one of each.
+# The fusions that one launch does together. Each reads or writes one more matrix; a gate reads one and writes one.
 _FUSED = [
     frozenset(wanted) for wanted in
     ((), (Fusion.ADDEND,), (Fusion.ADDEND, Fusion.GATE), (Fusion.ACTIVATION,), (Fusion.FACTOR,),
@@ -228,8 +228,8 @@ def multiply(a: Array, b: Array, out: Array, epilogue: Epilogue, a_mn: bool, b_m
 
     a is (B, M, depth), or (B, depth, M) with `a_mn`. b is (B, N, depth), or (B, depth, N) with `b_mn`.
 
-    a2: the depth after a's own, which is a multiple of 64. out2: the columns after out's own, likewise. Neither goes
-    with a float32 out, nor out2 with an addend. sums: float32 (1, tiles, N), receives the sums over each `SUMMED` rows;
+    a2: the rest of the depth, after a's own, a multiple of 64. out2: the rest of the columns, likewise. A float32 out
+    takes neither; out2 takes no addend. sums: float32 (1, tiles, N), receives the sums over each `SUMMED` rows;
     only beside a factor, and for one matrix.
 
     windows: makes it a convolution of images a (I, H, W, depth). Then out and addend are images of N channels, with a

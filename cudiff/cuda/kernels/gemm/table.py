@@ -43,9 +43,10 @@ def _as_convolution(given: Operands, offer: Offer, p: Problem) -> None:
 LINEAR = Table(
     "linear layers",
     Row("gemm_sm90", SM90, gemm_sm90.offer, gemm_sm90.run,
-        "16 bits, channels a multiple of 8; two sources but in the weight gradient; adds a bias, then one of: an "
-        "addend, it by a gate, an activation, beside which it leaves the slope, a factor, which leaves sums; may split "
-        "the depth of a weight gradient; declines where the next rows are estimated to take less time"),
+        "16 bits, channels a multiple of 8; two sources but in the weight gradient; adds a bias. Then does one "
+        "of: add an addend; add a gated product; apply an activation and store its slope; multiply by a factor and "
+        "write sums. May split the depth of a weight gradient; declines where the next rows are estimated to take less "
+        "time"),
     Row("conv2d_sm90", SM90, sm90.offer, _as_convolution,
         "output and input gradient of 16 bits or tf32 where 8 divides the rows, as a convolution; two sources too of "
         "16 bits, the first of whole 64 channels"),
