@@ -166,13 +166,15 @@ def dit_config(state: Mapping[str, np.ndarray], config: Config) -> Config | None
     ends, inner = state.get("final_layer.linear.weight"), state.get("blocks.0.mlp.fc1.weight")
     if patches is None or places is None or ends is None or inner is None:
         return None
-    hidden_size, depth = len(patches), len({name.split(".")[1] for name in state if name.startswith("blocks.")})
-    blocks = [state.get(f"blocks.{index}.attn.qkv.weight", patches).shape for index in range(depth)]
+    labels = state.get("y_embedder.embedding_table.weight")
     whole = all(array.size for array in (patches, places, ends, inner))
-    if not whole or (patches.ndim, places.ndim) != (4, 3) or set(blocks) != {(3 * hidden_size, hidden_size)}:
+    axes = [2 if array is None else array.ndim for array in (ends, inner, labels, places, patches)]
+    hidden_size = len(patches) if patches.ndim else 0
+    depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
+    blocks = [state.get(f"blocks.{index}.attn.qkv.weight", patches).shape for index in range(depth)]
+    if not whole or axes != [2, 2, 2, 3, 4] or set(blocks) != {(3 * hidden_size, hidden_size)}:
         raise CudiffError("the names are those of a DiT, the shapes are not: use the file as it was written")
     channels, patch_size, side = *patches.shape[1:3], math.isqrt(places.shape[1])
-    labels = state.get("y_embedder.embedding_table.weight")
     heads = {size: num_heads for size, _, num_heads in SIZES.values()}
     if config.model == "dit" and config.hidden_size == hidden_size:
         heads[hidden_size] = config.num_heads

@@ -339,7 +339,7 @@ def _own_features(function: Features, images: np.ndarray | Rows, batch_size: int
     """What a user's function makes of all images. Raises CudiffError where it is no row of finite floats for each."""
     parts: list[np.ndarray] = []
     for start in range(0, len(images), batch_size):
-        given = images[start : start + batch_size]
+        given = np.array(images[start : start + batch_size])  # a copy, to which the function may write
         made = function(given)
         part = made.numpy() if isinstance(made, Tensor) else np.asarray(made)
         width = parts[0].shape[1] if parts else part.shape[-1] if part.ndim else 0

@@ -45,8 +45,9 @@ class Function:
     `forward_numpy(ctx, *arrays, **attrs)` returns an array or a tuple of arrays. A differentiable forward writes to
     none of its inputs.
     `backward_numpy(ctx, *douts, needs, into)` returns a tuple with a gradient (or None) for each input. `needs[i]` says
-    whether input i wants one. `into[i]` is input i's gradient so far, or None. A backward may add to it in place and
-    return it; the tape adds any other array that is returned.
+    whether input i wants one. The dout of an output that nothing used is None, but never all of them. `into[i]` is
+    input i's gradient so far, or None. A backward may add to it in place and return it; the tape adds any other array
+    that is returned.
     `forward_cuda` and `backward_cuda` are the same on CUDA. There `into[i]` is a `cudiff.gradient.Slot` or None, and
     `cudiff.cuda.accumulate` says where to write: `gradient_target`, or for the inputs that `adds_elsewhere` names,
     whose slots may be SHARED, `gradient_sum` or `gradient_sums`.

@@ -112,6 +112,8 @@ def _view(path: str | os.PathLike, name: str, tensor: _Tensor, values: np.ndarra
     """A tensor out of its storage, every bound checked; read-only, and a copy only where it is not contiguous."""
     size = math.prod(tensor.shape)
     reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.strides, strict=True))
+    if size > values.size and 0 in tensor.strides:
+        raise CudiffError(f"{path}: {name[:80]} of shape {tensor.shape} repeats its values: save tensor.contiguous()")
     if size > values.size or (size and tensor.offset + reach >= values.size):
         raise CudiffError(f"{path} is damaged: {name[:80]} of shape {tensor.shape} reaches beyond its values")
     if not size:
@@ -123,7 +125,8 @@ def _view(path: str | os.PathLike, name: str, tensor: _Tensor, values: np.ndarra
 
 def _choose(path: str | os.PathLike, content: Any, key: str | None) -> dict[str, _Tensor]:
     """The state_dict that `content` is, or the one under `key` in it."""
-    parts = {name: value for name, value in content.items() if _is_state(value)} if isinstance(content, dict) else {}
+    items = content.items() if isinstance(content, dict) else ()
+    parts = {str(name): value for name, value in items if _is_state(value)}
     if key is not None:
         if key not in parts:
             raise CudiffError(f"{path} holds no state_dict '{key}': {_offer(parts)}")
@@ -141,7 +144,7 @@ def _is_state(value: Any) -> bool:
 
 def _offer(parts: dict[str, Any]) -> str:
     if parts:
-        names = [repr(name if isinstance(name, int) else name[:40]) for name in list(parts)[:10]]
+        names = [repr(name[:40]) for name in list(parts)[:10]]
         return f"choose from its parts {', '.join(names)} with key (--key)"
     return "write one with torch.save(model.state_dict(), path)"
 
@@ -253,6 +256,8 @@ class _Machine:
             self.stack.append({})
         elif function.name == _REBUILD_TENSOR:
             storage, offset, shape, strides = arguments[:4]
+            if len(arguments) > 6 and arguments[6]:  # {"neg": True}, {"conj": True}
+                raise ValueError("a view whose values are to be negated: save tensor.resolve_neg()")
             if type(storage) is not _Storage or not len(shape) == len(strides) <= _MOST_AXES:
                 raise ValueError("a tensor without a storage or with strides that do not fit")
             self.stack.append(_Tensor(storage, _sizes(offset)[0], _sizes(*shape), _sizes(*strides)))

@@ -18,7 +18,8 @@ def to_torch_function(function: Callable[..., Tensor]) -> Callable[..., Any]:
     function: takes Tensors positionally and returns one, such as `MyFunction.apply`, an operation or a Module. It runs
     where PyTorch's tensors lie, in their dtype: float32, float64, float16 or bfloat16. Tensors that require a gradient
     get one; parameters that the function holds itself get theirs too. A second backward (`retain_graph=True`) runs the
-    function again. Gradients of gradients are not recorded. Raises TypeError for arguments that are no tensors of
+    function again. Gradients of gradients are not recorded. Backward raises RuntimeError where an
+    argument was changed since. Raises TypeError for arguments that are no tensors of
     PyTorch's, and where the function returns no Tensor.
     """
     torch: Any = importlib.import_module("torch")
@@ -26,6 +27,7 @@ def to_torch_function(function: Callable[..., Tensor]) -> Callable[..., Any]:
     class Bridge(torch.autograd.Function):  # type: ignore[name-defined, misc]
         @staticmethod
         def forward(ctx: Any, *tensors: Any) -> Any:
+            ctx.save_for_backward(*[x for x in tensors if isinstance(x, torch.Tensor)])
             ctx.inputs = []
             for x in tensors:
                 if not isinstance(x, torch.Tensor):
@@ -41,6 +43,7 @@ def to_torch_function(function: Callable[..., Tensor]) -> Callable[..., Any]:
         @staticmethod
         @torch.autograd.function.once_differentiable
         def backward(ctx: Any, dout: Any) -> Any:
+            _ = ctx.saved_tensors  # raises where one was changed since, as the inputs share their memory
             out = function(*ctx.inputs) if ctx.out is None else ctx.out
             ctx.out = None  # backward runs once over a tape
             for x in ctx.inputs:

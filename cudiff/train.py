@@ -400,7 +400,7 @@ class Trainer:
         if not isinstance(loss, Tensor) or loss.size != 1:
             what = f"a Tensor of shape {loss.shape}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise CudiffError(f"trainer.loss returned {what}: let it return a Tensor of one number, the mean loss")
-        return loss
+        return loss.reshape(()) if loss.ndim else loss
 
     def _step_or_explain(self) -> None:
         try:

@@ -123,6 +123,15 @@ def test_gradcheck_and_what_needs_no_gradient():
 
 
 @needs_torch
+def test_an_argument_that_was_changed_before_backward_is_told():
+    a, b = torch.ones(2, requires_grad=True), torch.ones(2)
+    out = to_torch_function(ops.multiply)(a, b).sum()
+    b.add_(5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+@needs_torch
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_bfloat16_inside_pytorch(where):
     if where == "cuda" and not torch.cuda.is_available():

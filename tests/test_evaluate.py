@@ -394,6 +394,10 @@ def test_latents_need_features(rng):
     report = evaluate(lambda n, classes, seed: data.images[:n], *data.split(10), 20,
                       features=lambda latents: latents.mean(axis=(1, 2)))
     assert report.frechet is not None and report.class_names == () and report.classifier_accuracy is None
+    before = data.images.copy()
+    evaluate(lambda n, classes, seed: data.images[:n], *data.split(10), 20,
+             features=lambda latents: latents.mean((1, 2), out=latents[:, 0, 0]))
+    np.testing.assert_array_equal(data.images, before)
 
 
 # --- a loaded model --------------------------------------------------------------------------------------------------

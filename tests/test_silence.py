@@ -181,6 +181,13 @@ def test_what_would_train_apart_from_what_is_saved_is_told(tmp_path, replace, me
     assert trainer.step == 0
 
 
+def test_a_loss_may_have_an_axis_of_one(tmp_path):
+    trainer, plain = Trainer(TINY, data(), tmp_path / "a"), Trainer(TINY, data(), tmp_path / "b")
+    loss = trainer.loss
+    trainer.loss = lambda *given: loss(*given).reshape((1, 1))
+    assert trainer.run()["loss"] == plain.run()["loss"]
+
+
 def test_labels_of_another_number_are_refused():
     net, x, t = build(TINY.replace(num_classes=3)), Tensor(np.zeros((4, 8, 8, 1), np.float32)), Tensor(np.ones(4))
     for labels in ([1], [0, 1], [[0], [1], [2], [0]]):

@@ -181,6 +181,9 @@ def test_a_state_dict_is_found_among_what_a_run_keeps(torch_save, tmp_path, prot
     path = torch_save(tmp_path / "b.pt", {f"{i}".ljust(50, "x"): model for i in range(11)}, protocol)
     parts = ", ".join(repr(f"{i}".ljust(40, "x")) for i in range(10))
     assert message_of(read_torch, path).endswith(f"choose from its parts {parts} with key (--key)")
+    path = torch_save(tmp_path / "n.pt", {0: model, 1: model}, protocol)
+    assert message_of(read_torch, path).endswith("choose from its parts '0', '1' with key (--key)")
+    assert read_torch(path, "0")["w"].tolist() == [1, 2]
     path = torch_save(tmp_path / "c.pt", {"step": 1, "names": ["a"], "state": {}}, protocol)
     assert message_of(read_torch, path).endswith("write one with torch.save(model.state_dict(), path)")
 
@@ -196,7 +199,9 @@ def test_a_state_dict_is_found_among_what_a_run_keeps(torch_save, tmp_path, prot
 def test_tensors_up_to_the_end_of_their_storage(tmp_path, changes, first):
     path = archive(tmp_path / "w.pt", tensor_program(**changes), {"0": np.arange(6, dtype="<f4").tobytes()})
     if first is None:
-        assert "is damaged" in message_of(read_torch, path)
+        repeats = changes == {"shape": (7,), "strides": (0,)}
+        told = "x of shape (7,) repeats its values: save tensor.contiguous()" if repeats else "is damaged"
+        assert told in message_of(read_torch, path)
     else:
         assert read_torch(path)["x"].ravel()[0] == first
 
@@ -238,3 +243,15 @@ def test_the_options_of_a_command_line_beside_the_weights(tmp_path):
                     OPTIONS + EMPTY + b"\x81]b", b"]}b"):
         assert "its pickle makes no sense" in message_of(read, path, beside(options))
     assert "refers to 'argparse.ArgumentParser'" in message_of(read, path, beside(b"cargparse\nArgumentParser\n"))
+
+
+@pytest.mark.parametrize("metadata, told", [
+    (EMPTY, None), (b"}X\x03\x00\x00\x00neg\x88s", "save tensor.resolve_neg()"),
+])
+def test_views_that_are_to_be_negated_are_refused(tmp_path, metadata, told):
+    """PyTorch's seventh argument of a tensor."""
+    whole = state(TENSOR.removesuffix(b"tR") + metadata + b"tR")
+    if told is None:
+        assert read(tmp_path / "a.pt", whole)["w"].tolist() == [1.5, -2]
+    else:
+        assert told in message_of(read, tmp_path / "a.pt", whole)

@@ -101,6 +101,13 @@ def test_options_that_its_weights_tell_are_not_taken_in_silence(tmp_path, rng, c
     assert main([*words, "--sample-steps", "1000"]) == 0
 
 
+def test_latents_are_no_training_data_of_unet_cu(tmp_path, capsys):
+    np.savez(tmp_path / "a.npz", latents=np.zeros((2, 8, 8, 3), np.float32))
+    assert main(["convert", str(tmp_path / "a.npz"), str(tmp_path / "b.bin")]) == 2
+    assert "a holds latents, and unet.cu's training data are pictures" in capsys.readouterr().err
+    assert not (tmp_path / "b.bin").exists()
+
+
 def test_another_bin_is_told_as_what_it_is(tmp_path, capsys):
     write_unetcu(tmp_path / "data.bin", Dataset(np.zeros((4, 8, 8, 1), np.uint8)))
     (tmp_path / "other.bin").write_bytes(np.ones(300, "<i4").tobytes())

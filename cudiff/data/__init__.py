@@ -48,7 +48,8 @@ def load_dataset(
     skip_bad: leave out images of a folder that do not decode; the data set's `skipped` names them.
     only_classes: of all classes these, by name or number, in this order; see `Dataset.only` and `load_imagenet`.
     count, seed: how many digits to draw (4,000 for train, 1,000 for test), and which.
-    on_disk: have a folder's pictures in a file, also where memory holds them; see `data.pictures.image_folder`.
+    on_disk: have a folder's pictures in a file, also where memory holds them; see `data.pictures.image_folder`. Where
+        an earlier call or run has made that file, images are `data.rows.Rows` of it: copy them by `images[:]`.
     Raises CudiffError, one line that says what to do, for anything missing, damaged or contradictory.
     """
     if part not in ("train", "test"):

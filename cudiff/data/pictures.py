@@ -342,7 +342,7 @@ def _read_picture(file: Path, image_size: int | None,
         if tags.get(PHOTOMETRIC) == 0 and picture.mode.startswith("I"):  # Pillow turns over 8 bits alone
             raise ValueError("16 bits of which 0 is white: save it with 0 as black")
         box = (0, 0, *picture.size) if image_size is None else _central_square(picture.size)
-        result = _rgb(picture, box, behind)
+        result = as_rgb(picture, box, behind)
         several = _has_several(picture)
     if image_size is not None:
         result = result.resize((image_size, image_size), Image.Resampling.LANCZOS)
@@ -364,7 +364,7 @@ def _central_square(size: tuple[int, int]) -> tuple[int, int, int, int]:
     return left, top, left + short, top + short
 
 
-def _rgb(picture: Image.Image, box: tuple[int, int, int, int], behind: str) -> Image.Image:
+def as_rgb(picture: Image.Image, box: tuple[int, int, int, int], behind: str) -> Image.Image:
     """What lies in `box` of a picture of any mode, as RGB over a color; some rows at a time, as each takes copies."""
     left, top, right, bottom = box
     result = Image.new("RGB", (right - left, bottom - top))

@@ -20,8 +20,11 @@ CHUNK = 2**20  # floats converted at once
 def write_unetcu(path: str | os.PathLike, dataset: Dataset) -> None:
     """Write a data set's images as `unetcu_file` reads them and unet.cu's trainer does; labels have no place there.
 
-    Raises CudiffError where the system refuses.
+    Raises CudiffError for latents, and where the system refuses.
     """
+    if dataset.latents:
+        raise CudiffError(f"{dataset.name} holds latents, and unet.cu's training data are pictures: name a data set of "
+                          "pictures")
     n, height, width, channels = dataset.images.shape
     header = np.zeros(HEADER, "<i4")
     header[:5] = MAGIC, n, channels, height, width

@@ -308,7 +308,9 @@ class Optimizer:
         record_again()
 
     def backward(self, loss: Tensor) -> None:
-        """`loss.backward()`; where `loss_scale` is set, of the loss times the scale, by which `step` divides."""
+        """`loss.backward()`; where `loss_scale` is set, of the loss times the scale.
+
+        `step` divides the whole gradient by the scale: then all losses between two steps have to come here."""
         if self._loss_scale is None or loss.size != 1:
             loss.backward()
             return

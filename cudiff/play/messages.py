@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import json
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps
 
+from cudiff.data.pictures import as_rgb
 from cudiff.errors import CudiffError
 from cudiff.values import real, whole
 
@@ -69,10 +70,11 @@ def read_picture(content: bytes, shape: tuple[int, int, int]) -> np.ndarray:
                 raise CudiffError(f"the picture has more than {MOST_PIXELS:,} pixels: make it smaller")
             picture.draft(None, (2 * width, 2 * height))
             ImageOps.exif_transpose(picture, in_place=True)
-            fitted: Any = ImageOps.fit(picture.convert("RGBA"), (width, height), Image.Resampling.LANCZOS)
+            picture.load()
+            fitted = ImageOps.fit(as_rgb(picture, (0, 0, *picture.size), "white"), (width, height),
+                                  Image.Resampling.LANCZOS)
     except CudiffError:
         raise
     except Exception:  # whatever a decoder raises for damaged content
         raise CudiffError("the picture cannot be read: give a PNG, JPEG, WebP, GIF or BMP") from None
-    fitted = Image.alpha_composite(Image.new("RGBA", fitted.size, "white"), fitted)
     return np.asarray(fitted.convert("L" if channels == 1 else "RGB")).reshape(shape)

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import ipaddress
 import json
+import logging
 import os
 import re
 import secrets
@@ -16,6 +17,7 @@ from importlib.resources import files
 from typing import Any
 
 from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from cudiff.errors import CudiffError
 from cudiff.play.messages import MOST_PICTURE, MOST_TEXT, read_picture, read_wish
@@ -61,6 +63,7 @@ class Server:
         for name in PAGES:
             app.router.add_get(start + name, self._page)
         app.router.add_get(start + "socket", self._socket)
+        logging.getLogger("aiohttp.server").addFilter(_is_ours)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
@@ -106,7 +109,7 @@ class Server:
             raise web.HTTPServiceUnavailable(text=f"cudiff play: {MOST_CONNECTIONS} pages are open, close one\n")
         self.connections += 1
         try:
-            connection = web.WebSocketResponse(heartbeat=HEARTBEAT, max_msg_size=MOST_PICTURE, compress=False)
+            connection = web.WebSocketResponse(heartbeat=HEARTBEAT, max_msg_size=MOST_PICTURE + 1, compress=False)
             await connection.prepare(request)
             await self._serve(connection)
             return connection
@@ -194,3 +197,8 @@ def listening(host: str, port: int) -> socket.socket:
         number = getattr(error, "errno", None) or 0  # below 0 where the name was not found
         what = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or str(error)
         raise CudiffError(f"cannot listen on port {port} of {host} ({what}): give another --port or --host") from None
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether an error is to be shown: a malformed request is answered, and the terminal is not told."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)

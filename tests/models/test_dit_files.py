@@ -86,6 +86,11 @@ def test_what_it_refuses(model, tmp_path, rng):
     write_weights(tmp_path / "d.safetensors", state | {"pos_embed": state["pos_embed"][0]})
     with pytest.raises(CudiffError, match="the names are those of a DiT, the shapes are not"):
         import_torch(tmp_path / "d.safetensors", tmp_path / "b", Config())
+    for name in ("x_embedder.proj.weight", "final_layer.linear.weight", "blocks.0.mlp.fc1.weight",
+                 "y_embedder.embedding_table.weight"):
+        write_weights(tmp_path / "f.safetensors", state | {name: np.array(1, np.float32)})
+        with pytest.raises(CudiffError, match="the names are those of a DiT, the shapes are not"):
+            import_torch(tmp_path / "f.safetensors", tmp_path / "b", Config())
     write_weights(tmp_path / "e.safetensors", state | {"pos_embed": np.zeros((1, 3, 384), np.float32)})
     with pytest.raises(CudiffError, match="pos_embed"):
         import_torch(tmp_path / "e.safetensors", tmp_path / "b", Config())
