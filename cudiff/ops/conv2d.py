@@ -51,7 +51,7 @@ def _canvas(x: np.ndarray, size: Pair, offset: Pair, step: Pair) -> np.ndarray:
     return canvas
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def _inside(lengths: Pair, size: Pair, offset: Pair, step: Pair) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
     """Which pixels of an image of these lengths lie inside a canvas (see `_canvas`), and where there."""
     source, target = [slice(None)], [slice(None)]
