@@ -21,9 +21,9 @@ def frechet_distance(features_a: np.ndarray, features_b: np.ndarray) -> float:
     |μa − μb|² + tr(Ca + Cb − 2 (Ca Cb)^½), Dowson and Landau (1982); with Inception's features, the FID (Heusel et
     al. 2017, equation 6). The trace of (Ca Cb)^½ is the sum of the singular values of Ca^½ Cb^½, which needs no square
     root of an asymmetric matrix and is the same for (b, a). It shrinks as N and M grow: compare equal numbers.
-    Raises ValueError for fewer than two features.
+    Raises ValueError for fewer than two features, and as `_wide` does.
     """
-    a, b = np.asarray(features_a, np.float64), np.asarray(features_b, np.float64)
+    a, b = _wide(features_a, features_b)
     if len(a) < 2 or len(b) < 2:
         raise ValueError(f"a covariance needs two features or more, not {len(a)} and {len(b)}")
     covariance_a, covariance_b = np.atleast_2d(np.cov(a, rowvar=False)), np.atleast_2d(np.cov(b, rowvar=False))
@@ -41,6 +41,14 @@ def frechet_or_none(features_a: np.ndarray, features_b: np.ndarray) -> float | N
     return frechet_distance(features_a, features_b)
 
 
+def _wide(*sets: np.ndarray) -> list[np.ndarray]:
+    """Features in float64. Raises ValueError where they are not finite, or too large to be squared."""
+    wide = [np.asarray(features, np.float64) for features in sets]
+    if any(features.size and not np.abs(features).max() < 1e150 for features in wide):
+        raise ValueError("features hold numbers that are not finite, or of 1e150 and more: return smaller ones")
+    return wide
+
+
 def _square_root(matrix: np.ndarray) -> np.ndarray:
     """The symmetric root of a positive semi-definite matrix; eigenvalues that rounding made negative count as 0."""
     values, vectors = np.linalg.eigh(matrix)
@@ -52,9 +60,10 @@ def kernel_distance(features_a: np.ndarray, features_b: np.ndarray) -> float:
     (x·y / D + 1)³, its unbiased estimate of all pairs (Gretton et al. 2012, equation 3).
 
     Its expectation does not depend on N and M, so it may be negative; with few it varies much. It grows with the sixth
-    power of the features' scale: compare distances in the same features. Raises ValueError for fewer than two features.
+    power of the features' scale: compare distances in the same features. Raises ValueError for fewer than two features,
+    and as `_wide` does.
     """
-    a, b = np.asarray(features_a, np.float64), np.asarray(features_b, np.float64)
+    a, b = _wide(features_a, features_b)
     n, m = len(a), len(b)
     if n < 2 or m < 2:
         raise ValueError(f"pairs need two features or more, not {n} and {m}")
@@ -84,8 +93,9 @@ def precision_recall(
     """
     if min(len(real), len(samples)) <= neighbours:
         return None
-    centre = np.asarray(real, np.float64).mean(axis=0)  # less rounding in the differences below
-    a, b = np.asarray(real, np.float64) - centre, np.asarray(samples, np.float64) - centre
+    a, b = _wide(real, samples)
+    centre = a.mean(axis=0)  # less rounding in the differences below
+    a, b = a - centre, b - centre
     return _share_within(b, a, neighbours), _share_within(a, b, neighbours)
 
 

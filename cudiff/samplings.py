@@ -12,6 +12,7 @@ import numpy as np
 from cudiff.backend import free_memory, out_of_memory_errors
 from cudiff.config import Config
 from cudiff.cuda.graph_cache import GraphCache
+from cudiff.diffusion.denoiser import Checked
 from cudiff.diffusion.sampling import Guidance, Sampling
 from cudiff.errors import CudiffError
 from cudiff.nn import Module
@@ -137,7 +138,7 @@ class Samplings:
         key = entry.build, own, form, *(name in way.given for name in ("other", "mask", "last")), count, steps
         device = self.device if graphs is self._graphs else None
         return graphs.get(key, lambda: Sampling(
-            self.denoiser() if way.denoiser is None else way.denoiser, build, way.guidance, way.given, device,
+            self.denoiser() if way.denoiser is None else Checked(way.denoiser), build, way.guidance, way.given, device,
             one_by_one=steps is None,
         ))
 

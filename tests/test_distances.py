@@ -181,3 +181,13 @@ def test_sets_without_a_third_neighbour(rng):
     few, many = rng.standard_normal((3, 2)), rng.standard_normal((4, 2))
     assert precision_recall(few, many) is None and precision_recall(many, few) is None
     assert precision_recall(many, many) == (1, 1)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e200])
+def test_features_that_have_no_distance_are_refused(rng, bad):
+    good, other = rng.standard_normal((2, 9, 3))
+    other[4, 1] = bad
+    for distance in (frechet_distance, kernel_distance, precision_recall):
+        for pair in ((good, other), (other, good)):
+            with pytest.raises(ValueError, match="features hold numbers that are not finite"):
+                distance(*pair)

@@ -7,8 +7,10 @@ estimate of y (N, H, W, C). A network takes (x, t, labels) in whatever scaling i
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from cudiff import ops
+from cudiff.errors import CudiffError
 from cudiff.tensor import Tensor
 
 Denoiser = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -18,3 +20,20 @@ Net = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 def per_sample(values: Tensor, x: Tensor) -> Tensor:
     """(N,) or (N, 1) as (N, 1, ..., 1), to be broadcast against x (N, ...)."""
     return ops.reshape(values, (x.shape[0],) + (1,) * (x.ndim - 1))
+
+
+class Checked:
+    """A denoiser of one's own, with its attributes. Raises CudiffError where it returns no Tensor of x's shape."""
+
+    def __init__(self, denoiser: Denoiser):
+        self._denoiser = denoiser
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._denoiser, name)
+
+    def __call__(self, x: Tensor, sigma: Tensor, labels: Tensor | None = None) -> Tensor:
+        made = self._denoiser(x, sigma, labels)
+        if not isinstance(made, Tensor) or made.shape != x.shape:
+            what = f"a Tensor of shape {made.shape}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+            raise CudiffError(f"the denoiser returned {what}: return a Tensor of x's shape {x.shape}, the image")
+        return made

@@ -33,6 +33,7 @@ function introduce(model) {
     .map(([value, text]) => new Option(text, value)));
   at("label").disabled = at("guidance").disabled = model.classes.length === 0;
   at("guidance").value = model.guidance;
+  at("steps").max = Math.max(100, model.steps);
   at("steps").value = model.steps;
   ask();
 }
@@ -60,7 +61,7 @@ function connect() {
     if (answer.classes) introduce(answer);
     if (answer.error) at("mistake").textContent = answer.error;
   };
-  socket.onclose = () => { at("speed").textContent = "not connected: is cudiff play running? Reload the page."; };
+  socket.onclose = () => { at("speed").textContent = "not connected: is cudiff play running, or are four pages open? Reload the page."; };
 }
 
 for (const id of controls) at(id).addEventListener("input", ask);
