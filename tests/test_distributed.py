@@ -33,8 +33,10 @@ say = lambda text: os.write(1, f"{text}\\n".encode())
 say(f"pid {os.getpid()}")
 """
 START = """
-import sys
+import signal, sys
 from cudiff.distributed.launch import start
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the tests may run under nohup
+    signal.signal(number, signal.SIG_DFL)
 sys.exit(start({size}, [sys.executable, "-c", {code!r}]))
 """
 

@@ -148,9 +148,10 @@ def test_signals_that_are_ignored_are_ignored_by_all_processes():
     try:
         assert launch.start(2, [sys.executable, "-c", code]) == 0
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert launch.start(2, [sys.executable, "-c", code]) == 1
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert launch.start(2, [sys.executable, "-c", code]) == 1
 
 
 def test_of_several_processes_the_first_tells_of_an_interrupt():
