@@ -27,7 +27,7 @@ def recomputed(run: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
     out = Recomputed.apply(*inputs, run=run)
     if out._source is not None:
         node, _ = out._source
-        node.inputs += node.ctx.others
+        node.inputs += node.ctx.others  # so that the tape visits what made them after this node
     return out
 
 

@@ -89,7 +89,7 @@ def _patches(x: np.ndarray, block: tuple[slice, slice], kernel: Pair, width: int
     canvas = np.ascontiguousarray(canvas)
     n, i, j, c = canvas.strides
     shape = (canvas.shape[0], height, width, kernel[0], kernel[1] * channels)
-    # np.lib.stride_tricks.as_strided takes 10 µs, this 1.
+    # np.lib.stride_tricks.as_strided takes 2.5 µs, this 0.3.
     patches = np.ndarray(shape, x.dtype, canvas, 0, (n, i * stride[0], j * stride[1], i, c))
     matrix = _workspace(patches.size, x.dtype).reshape(shape)
     np.copyto(matrix, patches)

@@ -68,21 +68,10 @@ def _sum_middle(x: np.ndarray) -> np.ndarray:
     return _column_sums(x[0, :whole].reshape(-1, 256, inner)).sum(0) + x[0, whole:].sum(0)
 
 
-@functools.cache
-def _kept_ones(dtype: np.dtype) -> np.ndarray:
-    return np.ones(4096, dtype)
-
-
-def ones(count: int, dtype: np.dtype) -> np.ndarray:
-    """So many ones, which nobody may write to: to make a few takes as long as to sum 10,000 numbers by them."""
-    kept = _kept_ones(dtype)
-    return kept[:count] if count <= len(kept) else np.ones(count, dtype)
-
-
 @unflagged
 def _column_sums(x: np.ndarray) -> np.ndarray:
-    factors = ones(x.shape[1], x.dtype)
-    sums = parallel_map(lambda part: np.matmul(factors, x[part]), cut(len(x), x[:1].nbytes))
+    ones = np.ones(x.shape[1], x.dtype)
+    sums = parallel_map(lambda part: np.matmul(ones, x[part]), cut(len(x), x[:1].nbytes))
     return sums[0] if len(sums) == 1 else np.concatenate(sums)
 
 

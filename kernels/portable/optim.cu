@@ -148,7 +148,7 @@ __device__ __forceinline__ void store_copy(T* compute_copy, i64 i, const Pack<fl
 // Store the new parameters, also in other GPUs' memory, their compute copy, the moving average and its compute copy.
 __device__ __forceinline__ void finish(i64 i, const Pack<float>& p, float* data, const Peers& peers, T* compute_copy,
                                        float* ema, T* ema_copy, float weight) {
-    Pack<float> e = ema == nullptr ? p : load_pack(ema + i);  // before stores, behind which it would wait
+    Pack<float> e = ema == nullptr ? p : load_pack(ema + i);  // loaded before the stores to other GPUs
     store_pack(data + i, p);
     if (peers.count > 0)
 #pragma unroll
