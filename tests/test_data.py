@@ -269,6 +269,21 @@ def test_folder_of_any_images(tmp_path):
     assert load_dataset(tmp_path, image_size=32).labels is None
 
 
+@pytest.mark.parametrize("folders, names", [
+    (("0", "1", "2", "10", "11"), ("0", "1", "2", "10", "11")),
+    (("02", "1", "10"), ("1", "02", "10")),
+    (("10", "2", "x"), ("10", "2", "x")),
+])
+def test_class_folders_that_are_numbers_are_in_their_order(folders, names, tmp_path):
+    for folder in folders:
+        (tmp_path / folder).mkdir()
+        Image.fromarray(picture(8, 8, 3)).save(tmp_path / folder / "a.png")
+    data = load_dataset(tmp_path)
+    assert data.class_names == names and sorted(data.labels.tolist()) == list(range(len(names)))
+    chosen = Image.open(tmp_path / names[1] / "a.png")
+    np.testing.assert_array_equal(data.images[data.labels.tolist().index(1)], np.asarray(chosen))
+
+
 def test_folder_with_linked_classes(tmp_path):
     (tmp_path / "all" / "n02504013").mkdir(parents=True)
     (tmp_path / "some").mkdir()

@@ -1,4 +1,4 @@
-"""Two GPUs: the same run as one that accumulates their halves, and the ends of runs. Skips where there is one."""
+"""Two GPUs and four: the same run as one that accumulates their parts, and the ends of runs. Skips without them."""
 
 import os
 import re
@@ -21,10 +21,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 @pytest.fixture(autouse=True)
 def two():
+    needs(2)
+
+
+def needs(gpus):
     from cudiff.backend import get_cupy
 
-    if get_cupy().cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("one GPU here")
+    if (found := get_cupy().cuda.runtime.getDeviceCount()) < gpus:
+        pytest.skip(f"{found} GPUs here")
 
 
 def command(folder, *words, **changes):
@@ -83,6 +87,21 @@ def test_two_halves_are_one_batch_over_200_steps(precision, tolerance, tmp_path)
     assert worst < tolerance
 
 
+@pytest.mark.parametrize("words", [[], ["--shard"]], ids=["whole", "sharded"])
+def test_four_are_one_that_accumulates_the_quarters(words, tmp_path):
+    """But for the order in which four gradients are added. Two runs of four are bit-equal, and two go on with it."""
+    needs(4)
+    changes = dict(precision="fp32", steps=60, log_every=1, lr_schedule="cosine", warmup=60, lr=5e-5)
+    assert "on 4 GPUs" in train(tmp_path / "four", "--gpus", "4", *words, **changes)
+    train(tmp_path / "again", "--gpus", "4", *words, **changes)
+    train(tmp_path / "quarters", **changes | {"batch_size": 8, "accumulate": 4})
+    assert_same(tmp_path / "four", tmp_path / "again")
+    np.testing.assert_allclose(losses(tmp_path / "four"), losses(tmp_path / "quarters"), rtol=1e-4)
+    resumed = ["train", "--resume", str(tmp_path / "four"), "--steps", "70", "--gpus", "2"]
+    subprocess.run([sys.executable, "-m", "cudiff", *resumed], check=True, timeout=240, cwd=ROOT)
+    assert len(losses(tmp_path / "four")) == 70
+
+
 def test_resumed_by_one_then_two_then_one(tmp_path):
     folder = tmp_path / "parts"
     train(tmp_path / "whole", steps=30, log_every=1)
@@ -110,9 +129,9 @@ def ranks_of(launcher):
     return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
 
 
-def running(folder, *words, **changes):
-    """A run of two that has made a checkpoint and goes on."""
-    process = subprocess.Popen(command(folder, "--gpus", "2", *words, steps=10**7, save_every=50, **changes),
+def running(folder, *words, gpus=2, **changes):
+    """A run that has made a checkpoint and goes on."""
+    process = subprocess.Popen(command(folder, "--gpus", str(gpus), *words, steps=10**7, save_every=50, **changes),
                                text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT)
     until = time.monotonic() + 200
     while not any(folder.glob("step-*.safetensors")):
@@ -126,15 +145,17 @@ def gone(pids):
 
 
 @pytest.mark.parametrize("words", [[], ["--shard"]], ids=["whole", "sharded"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_one_that_is_killed_ends_both(rank, words, tmp_path):
-    process, pids = running(tmp_path / "run", *words)
+@pytest.mark.parametrize("gpus, rank", [(2, 0), (2, 1), (4, 2)])
+def test_one_that_is_killed_ends_all(gpus, rank, words, tmp_path):
+    needs(gpus)
+    process, pids = running(tmp_path / "run", *words, gpus=gpus)
     begun = time.monotonic()
     os.kill(pids[rank], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     took = time.monotonic() - begun
     print(f"process {rank} killed: all had ended after {took:.1f} s")
-    assert process.returncode == 137 and f"process {rank} of 2 was ended by SIGKILL" in err and took < 10 and gone(pids)
+    assert process.returncode == 137 and f"process {rank} of {gpus} was ended by SIGKILL" in err
+    assert took < 10 and gone(pids)
     load_checkpoint(tmp_path / "run")
 
 

@@ -50,11 +50,12 @@ def image_folder(
 ) -> Dataset:
     """Every picture below `folder`, in sorted order, cropped to its central square and resized (Lanczos).
 
-    Where all pictures lie in sub-folders, the sub-folders are the classes, numbered in sorted order; otherwise there
-    are no labels. only_classes: read the pictures of these sub-folders alone, numbered in this order. Without
-    image_size the pictures must already be squares of one size; without channels they stay gray (1) if all are gray,
-    else they become RGB (3). EXIF rotation is applied, transparency laid over white, and of several frames or pages
-    the first is taken. What is left out or cropped, and why there are no labels, is in the data set's `notes`.
+    Where all pictures lie in sub-folders, the sub-folders are the classes, numbered in sorted order, by number where
+    all names are numbers; otherwise there are no labels. only_classes: read the pictures of these sub-folders alone,
+    numbered in this order. Without image_size the pictures must already be squares of one size; without channels they
+    stay gray (1) if all are gray, else they become RGB (3). EXIF rotation is applied, transparency laid over white, and
+    of several frames or pages the first is taken. What is left out or cropped, and why there are no labels, is in the
+    data set's `notes`.
     Pictures that would take more than `IN_MEMORY` of the free memory, and with on_disk all, are decoded once into a
     file of the user's cache, and images are `Rows` of it. A later call takes them from there, unless the name, size or
     time of a picture has changed.
@@ -66,7 +67,7 @@ def image_folder(
     if not files:
         left_out = "".join(f"; {note}" for note in listing.notes())
         raise CudiffError(f"{folder} holds no images ({', '.join(sorted(SUFFIXES))}): name another folder{left_out}")
-    classes = sorted({file.parts[0] for file in files if len(file.parts) > 1})
+    classes = _in_order({file.parts[0] for file in files if len(file.parts) > 1})
     if only_classes:
         what = printable(folder.resolve().name)
         if not classes:
@@ -91,6 +92,12 @@ def image_folder(
         names = tuple(printable(name) for name in classes)
         data = replace(data, labels=labels, num_classes=len(classes), class_names=names)
     return fit(data, image_size, channels)
+
+
+def _in_order(names: set[str]) -> list[str]:
+    """Sorted; by number where each name is one, so that the folders 0 to 11 are the classes 0 to 11."""
+    numbers = all(name.isdecimal() for name in names)
+    return sorted(names, key=lambda name: (int(name) if numbers else 0, name))
 
 
 @dataclass(frozen=True)
