@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ pytest.importorskip("cupy", reason="CuPy is not installed: the benchmark needs i
 
 import torch
 
+from cudiff import ops
 from cudiff.backend import bfloat16
 from cudiff.config import PRESETS
 from cudiff.cuda.kernels.convolution import few_channels, portable, sm90, wgrad_sm90
@@ -376,6 +378,26 @@ def test_the_profile_counts_the_operations_of_convolutions(launched):
     matmul.multiply(bf16(6, 20, 72), bf16(6, 72, 40), bf16(6, 20, 40))
     assert [flops_of(stem, name, grid, args, constants) for stem, name, grid, args, constants in launched if
             stem != "gemm"] == [2 * 2 * 256 * 27 * 64] * 2 + [2 * 6 * 20 * 72 * 40]
+
+
+def test_the_profile_counts_the_operations_of_linear_layers_and_attention(host_of):
+    host = host_of(True)
+    found = []
+    host.watch = found.append
+
+    def tensor(*shape):
+        return Tensor(host.empty(shape, bfloat16), requires_grad=True)
+
+    ops.linear(tensor(4096, 256), tensor(512, 256)).backward(tensor(4096, 512))
+    for dim in (32, 64, 128):
+        ops.attention(*[tensor(2, 1024, 4, dim) for _ in range(3)]).backward(tensor(2, 1024, 4 * dim))
+    counted = Counter()
+    for launch in found:
+        counted[launch.stem.split("_")[0]] += flops_of(launch.stem, launch.name, launch.grid, launch.args,
+                                                       launch.constants)
+    products = 2 * 2 * 4 * 1024**2 * (32 + 64 + 128)
+    assert counted["attention"] == products * (2 + 3 + 4)
+    assert counted["gemm"] + counted["conv2d"] == 3 * 2 * 4096 * 256 * 512
 
 
 def test_the_profile_counts_the_bytes_of_an_update():

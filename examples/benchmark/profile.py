@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from cudiff.cuda import compiler
 from cudiff.cuda import launch as launching
 from cudiff.cuda.timing import graph_time
 from cudiff.tensor import Tensor
@@ -29,43 +30,45 @@ class Launch(NamedTuple):
     memory: list[Any]
 
 
-def flops_of(stem: str, name: str, grid: tuple, args: tuple, constants: dict[str, Any]) -> float:
-    """Multiplications and additions of a launch of a kernel that computes products; 0 for the others.
+def arguments_of(stem: str, name: str, args: tuple, constants: dict[str, Any]) -> dict[str, Any]:
+    """A launch's arguments, by the names that the kernel has for them."""
+    named = compiler.c_names(compiler.kernel_path(stem), constants)
+    parameters = compiler.signature(stem, name, named).parameters
+    return {parameter.name: arg for parameter, arg in zip(parameters, args, strict=True)}
 
-    The numbers are the kernel's own arguments, in the order in which its `launch` in cudiff/ops gives them.
-    """
-    numbers = [int(value) for value in args if isinstance(value, int | np.signedinteger)]
+
+def flops_of(stem: str, name: str, grid: tuple, args: tuple, constants: dict[str, Any]) -> float:
+    """Multiplications and additions of a launch of a kernel that computes products; 0 for the others."""
+    given = arguments_of(stem, name, args, constants)
+
+    def product(*names: str) -> float:
+        return 2.0 * math.prod(int(given[name]) for name in names)
+
     if stem == "conv2d_sm90":
-        images, height, columns, channels, outputs, kernel_columns, skip_channels = numbers[:7]
-        depth = channels * constants["R"] * kernel_columns + skip_channels
-        return 2.0 * images * height * columns * depth * outputs
+        return product("N", "H", "W", "K") * (given["C"] * constants["R"] * given["S"] + given["D"])
     if stem == "conv2d_wgrad_sm90":
-        images, height, kernel_columns, _, width = numbers[:5]
-        weights = (args[0]["jobs"]["channels"].astype(float) * args[0]["jobs"]["outputs"]).sum()
-        return 2.0 * images * height * width * constants["R"] * kernel_columns * weights
+        jobs = given["jobs"]["jobs"]
+        weights = (jobs["channels"].astype(float) * jobs["outputs"]).sum()
+        return product("N", "H", "W", "S") * constants["R"] * float(weights)
     if stem == "conv2d_wgrad_tf32_sm90":
-        images, height, channels, outputs, _, width = numbers[2:8]
-        return 2.0 * images * height * width * channels * outputs * constants["R"] ** 2
+        return product("N", "H", "W", "C", "K") * constants["R"] ** 2
     if stem == "conv2d":
-        images, _, _, channels, height, width, outputs, rows, columns = numbers[3:12]
-        return 2.0 * images * height * width * channels * outputs * rows * columns
+        return product("N", "Ho", "Wo", "C", "K", "R", "S")
     if stem == "conv2d_few_channels":
-        many = max(arg.size for arg in args if len(getattr(arg, "shape", ())) == 4)
-        return 2.0 * constants["R"] ** 2 * constants["FEW"] * many
+        return 2.0 * constants["R"] ** 2 * constants["FEW"] * given["many"].size
     if stem == "gemm_sm90":
-        rows, columns, depth, batches, _, _, kernel_rows, kernel_columns = numbers[-14:-6]
-        return 2.0 * rows * columns * depth * batches * kernel_rows * kernel_columns
+        return product("M", "N", "depth", "batches", "R", "S")
     if stem == "matmul":
-        rows, columns, depth = numbers[3:6]
-        return 2.0 * rows * columns * depth * (grid[0] // math.prod(
-            -(-extent // constants[tile]) for extent, tile in ((rows, "BM"), (columns, "BN"))
-        ))
-    if stem in ("attention", "attention_sm90", "attention_short_sm90"):
-        queries, keys = numbers[:2]
-        dim = numbers[2] if stem == "attention" else constants["DP"]
-        products = {"forward": 2, "backward_q": 3, "backward_kv": 4, "backward": 5}[name]
-        return 2.0 * products * grid[1] * grid[2] * queries * keys * dim
+        tiles = -(-given["m"] // constants["BM"]) * -(-given["n"] // constants["BN"])
+        return product("m", "n", "k") * (grid[0] // tiles)
+    if stem.startswith("attention") and name in PRODUCTS:
+        images, heads, _ = given["lse"].shape
+        return product("Tq", "Tk", "D") * PRODUCTS[name] * images * heads
     return 0.0
+
+
+PRODUCTS = {"forward": 2, "backward_q": 3, "backward_kv": 4, "backward": 5}
+"""Products of queries, keys and values that each of attention's kernels has."""
 
 
 def size_of(stem: str, name: str, args: tuple) -> float:

@@ -17,11 +17,12 @@
 // How it works
 //   Tiles      A block computes 64 output channels by 64 · COLUMNS input channels, of R vertical taps of TAPS horizontal ones.
 //              R or COLUMNS is 1.
-//   Depth      The depth is the pixels. A step is `rows` image rows of `width` pixels (W rounded up to a multiple of 8): a tile
-//              of dout, and for each 64 input channels a halo tile, rows + R - 1 rows of x that begin at the first of the
-//              block's horizontal taps. TMA pads it with zeros. Both are MN-major. The product's blocks of 64 columns are the R
-//              taps, one image row apart in the halo tile, or with COLUMNS they are the halo tiles. The k-steps of a step are
-//              unrolled (PIXELS is a constant): in a loop the compiler would wait for each product.
+//   Depth      The depth is the pixels. A step is `rows` image rows of `width` pixels, a multiple of 8: all of a row, or a part
+//              of one where W is more. It has a tile of dout, and for each 64 input channels a halo tile, rows + R - 1 rows of x
+//              that begin at the first of the block's horizontal taps. TMA pads both with zeros outside of the image. Both are
+//              MN-major. The product's blocks of 64 columns are the R taps, one image row apart in the halo tile, or with COLUMNS
+//              they are the halo tiles. The k-steps of a step are unrolled (PIXELS is a constant): in a loop the compiler would
+//              wait for each product.
 //   Taps       TAPS is 1, or 3 where R = S = 3 and width is 8 or a multiple of 16. Then each of three warpgroups has one
 //              horizontal tap, and all read the same tile and halo tile. Otherwise shared memory's speed is the bound.
 //   UPSAMPLE   A halo tile is loaded row by row, and TMA makes two columns of one by an axis of stride 0. A row has two columns
@@ -55,7 +56,7 @@ struct Job {
 struct Jobs { Job at[JOBS]; };
 
 extern "C" __global__ void __launch_bounds__(THREADS, TAPS == 1 ? 2 : 1) CLUSTER_DIMS
-conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int S, int rows, int width, int stages) {
+conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int W, int S, int rows, int width, int stages) {
     extern __shared__ __align__(1024) u8 shared[];
     int index = 0;
     while (index + 1 < JOBS && blockIdx.x >= jobs.at[index + 1].first) index++;
@@ -76,20 +77,21 @@ conv2d_wgrad_sm90(const __grid_constant__ Jobs jobs, int N, int H, int S, int ro
 
     int C = job.C, K = job.K, split = job.split, blocks_k = CEIL_DIV(K, 64), item = blockIdx.x - job.first;
     int column = item / blocks_k, columns = CEIL_DIV(C, 64 * COLUMNS);
-    int k0 = item % blocks_k * 64, c0 = column % columns * 64 * COLUMNS, s = column / columns * TAPS, per_image = CEIL_DIV(H, rows);
+    int k0 = item % blocks_k * 64, c0 = column % columns * 64 * COLUMNS, s = column / columns * TAPS;
+    int per_row = CEIL_DIV(W, width), per_image = CEIL_DIV(H, rows) * per_row;
     i64 steps = (i64)N * per_image;
     int first = steps * blockIdx.z / gridDim.z, last = steps * (blockIdx.z + 1) / gridDim.z;
     if (threadIdx.x >= CONSUMERS) {
         if (TAPS > 1) set_registers<40, false>();
         if (threadIdx.x > CONSUMERS) return;
         for (int i = first; i < last; i++, ring.advance()) {
-            int n = i / per_image, h0 = i % per_image * rows;
+            int n = i / per_image, h0 = i % per_image / per_row * rows, w0 = i % per_row * width;
             u32 full = ring.acquire(tile + COLUMNS * filled);
-            tma_load(ring.buffer(), job.dout, full, k0, 0, h0, n);
+            tma_load(ring.buffer(), job.dout, full, k0, w0, h0, n);
             for (int j = 0, c = c0; j < COLUMNS; j++, c += 64) {
                 const TensorMap& map = c < split ? job.x : job.x2;
                 u32 target = ring.buffer() + tile + j * halo;
-                int channel = c < split ? c : c - split, w = s - S / 2, h = h0 - R / 2;
+                int channel = c < split ? c : c - split, w = w0 + s - S / 2, h = h0 - R / 2;
                 if constexpr (UPSAMPLE) {
                     for (int row = 0; row < rows + R - 1; row++)
                         tma_load(target + row * pitch_x * ROW_BYTES, map, full, channel, 0, w >> 1, h + row >> 1, n);

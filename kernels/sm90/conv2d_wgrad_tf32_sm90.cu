@@ -15,10 +15,10 @@
 //              are contiguous: wgmma takes tf32 operands only with the depth contiguous.
 //   Tiles      A block computes 64 output channels by 32 · COLUMNS input channels, of all taps. R or COLUMNS is 1. Each of the
 //              four warps of a group takes 8 of every 32 input channels.
-//   Steps      A step is `rows` image rows of `width` pixels (W rounded up to a multiple of 8): a tile of dout, and for each 32
-//              input channels a halo tile, rows + R - 1 rows of x, padded with zeros by TMA. From one of its rows to the next
-//              are `pitch_x` pixels, a multiple of 8 and at least width + R - 1. One halo tile serves all taps, each one pixel
-//              or one row further.
+//   Steps      A step is `rows` image rows of `width` pixels, a multiple of 8: all of a row, or a part of one where W is more. It
+//              has a tile of dout, and for each 32 input channels a halo tile, rows + R - 1 rows of x. TMA pads both with zeros
+//              outside of the image. From one row of a halo tile to the next are `pitch_x` pixels, a multiple of 8 and at least
+//              width + R - 1. One halo tile serves all taps, each one pixel or one row further.
 //   Depth      A k-step is 8 pixels, in the order 0, 2, 4, 6, 1, 3, 5, 7. So lanes that load together meet no bank of the
 //              swizzled rows twice, wherever a tap starts.
 //   Groups     Two groups of 128 threads take the steps by turns and add up at the end. Thread 0 also starts the copies: a
@@ -37,7 +37,7 @@ constexpr int TILES = R * R * COLUMNS;  // mma tiles of 8 columns of a warp's pr
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 conv2d_wgrad_tf32_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dout, float* out,
-                       i64 pitch, int add, int N, int H, int C, int K, int rows, int width, int pitch_x, int stages) {
+                       i64 pitch, int add, int N, int H, int W, int C, int K, int rows, int width, int pitch_x, int stages) {
     extern __shared__ __align__(1024) u8 shared[];
     u32 base = shared_address(shared);
     constexpr u32 tile = PIXELS * ROW_BYTES;  // bytes of dout's tile, of 32 channels
@@ -51,15 +51,16 @@ conv2d_wgrad_tf32_sm90(const __grid_constant__ TensorMap x, const __grid_constan
     __syncthreads();
 
     int blocks_k = CEIL_DIV(K, 64), k0 = blockIdx.x % blocks_k * 64, c0 = blockIdx.x / blocks_k * 32 * COLUMNS;
-    int per_image = CEIL_DIV(H, rows);
+    int per_row = CEIL_DIV(W, width), per_image = CEIL_DIV(H, rows) * per_row;
     i64 steps = (i64)N * per_image;
     int first = steps * blockIdx.y / gridDim.y, last = steps * (blockIdx.y + 1) / gridDim.y;
     Ring write = ring;
     auto copy_step = [&](int i) {
-        int n = i / per_image, h0 = i % per_image * rows;
+        int n = i / per_image, h0 = i % per_image / per_row * rows, w0 = i % per_row * width;
         u32 full = write.acquire(bytes), target = write.buffer();
-        for (int j = 0; j < 2; j++) tma_load(target + j * tile, dout, full, k0 + j * 32, 0, h0, n);
-        for (int j = 0; j < COLUMNS; j++) tma_load(target + 2 * tile + j * halo, x, full, c0 + j * 32, -(R / 2), h0 - R / 2, n);
+        for (int j = 0; j < 2; j++) tma_load(target + j * tile, dout, full, k0 + j * 32, w0, h0, n);
+        for (int j = 0; j < COLUMNS; j++)
+            tma_load(target + 2 * tile + j * halo, x, full, c0 + j * 32, w0 - R / 2, h0 - R / 2, n);
         write.advance();
     };
     if (threadIdx.x == 0)

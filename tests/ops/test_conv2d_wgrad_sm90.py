@@ -32,9 +32,33 @@ def test_wgrad_in_splits_adds_to_what_is_there(hopper, rng, outputs, channels, c
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("columns", [129, 136, 200, 256, 300])
+@pytest.mark.parametrize("kernel", [(3, 3), (1, 3), (3, 1)])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32], ids=["bf16", "fp16", "tf32"])
+def test_wgrad_of_wide_images(hopper, rng, dtype, kernel, columns):
+    """By each shape of plan: a row is read in parts, whose halos are of their neighbours."""
+    if dtype == np.float32 and kernel != (3, 3):
+        pytest.skip("in tf32 kernels are square")
+    x, dout = (rng.standard_normal((2, 5, columns, c)).astype(dtype) for c in (40, 72))
+    weight = Tensor(np.zeros((72, *kernel, 40)), requires_grad=True)
+    expected = ops.conv2d(Tensor(x.astype(np.float64)), weight, padding=(kernel[0] // 2, kernel[1] // 2))
+    expected.backward(dout.astype(np.float64))
+    before = rng.standard_normal(weight.shape).astype(np.float32)
+    operands = [Tensor(array, device="cuda").data for array in (x, dout)]
+    cuts = {plan[:3]: plan for plan in wgrad_sm90.plans((2, 5, columns), (weight.shape,), upsample=False)}
+    assert {plan.taps for plan in cuts.values()} == ({1, 3} if kernel == (3, 3) else {1})
+    for chosen in cuts.values() if dtype != np.float32 else (None,):
+        dweight = Tensor(before, device="cuda").data
+        wgrad_sm90.wgrad(*operands, dweight, True, chosen)
+        tolerance = TOLERANCES[np.float32][1] if dtype == np.float32 else 1e-5
+        assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < tolerance
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("cluster, splits", [(1, 1), (1, 5), (2, 6), (4, 4), (8, 8)])
 @pytest.mark.parametrize("size, outputs, channels", [
     ((5, 5, 7), 96, 64), ((1, 70, 4), 64, 8), ((4, 9, 3), 136, 200), ((2, 7, 32), 8, 96), ((1, 4, 64), 64, 64),
+    ((1, 4, 100), 72, 16),
 ], ids=str)
 @pytest.mark.parametrize("taps", [3, 1])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bf16", "fp16"])
@@ -143,7 +167,7 @@ def test_wgrad_of_tf32_in_splits_adds_to_what_is_there(hopper, rng, outputs, cha
 
 @pytest.mark.parametrize("kernel_rows, upsample", [(1, False), (3, False), (1, True), (3, True)])
 def test_every_wgrad_fits(kernel_rows, upsample):
-    for height, columns in SIZES:
+    for height, columns in [*SIZES, (3, 129), (9, 200), (64, 256), (1, 640)]:
         width = wgrad_sm90.width_of(columns)
         for channels in (8, 65, 129, 512):
             images, weights = (2, height, columns), ((72, kernel_rows, 3, channels), (200, kernel_rows, 3, 8))
@@ -159,19 +183,18 @@ def test_every_wgrad_fits(kernel_rows, upsample):
                 assert plan.rows * width % 16 == 0 and plan.rows * width <= 256
                 assert 1 <= plan.across <= (3 if kernel_rows == 1 else 1) and plan.stages >= 2
                 assert plan.taps == 1 or (kernel_rows == 3 and (width == 8 or width % 16 == 0))
-                assert plan.cluster <= plan.splits <= 2 * blocks(height, plan.rows) and plan.splits % plan.cluster == 0
+                steps = 2 * blocks(height, plan.rows) * blocks(columns, width)
+                assert plan.cluster <= plan.splits <= steps and plan.splits % plan.cluster == 0
                 assert 256 * 64 * kernel_rows * plan.across * plan.taps + 16 * plan.stages <= plan.shared
                 assert plan.shared + 1024 <= sm90.SHARED_BYTES
-            if columns > wgrad_sm90.TF32_COLUMNS:
-                continue
             rows, across, stages, shared = wgrad_sm90.fit_tf32(height, columns, channels, kernel_rows)
-            assert rows * width <= 256 and 1 <= rows <= height and across >= 1 and stages >= 3
-            assert wgrad_sm90.width_of(width + kernel_rows - 1) <= 256
+            part = wgrad_sm90.width_of(columns, wgrad_sm90.TF32_COLUMNS)
+            assert rows * part <= 128 and 1 <= rows <= height and across >= 1 and stages >= 3
             sums = kernel_rows**2 * across * 16 * 128 * 4
             assert sums + 16 * stages <= shared <= sm90.SHARED_BYTES - 1024
 
 
-@pytest.mark.parametrize("columns", range(1, 30))
+@pytest.mark.parametrize("columns", [*range(1, 30), 112, 113, 200, 256])
 def test_every_tap_of_a_tf32_wgrad_lies_in_the_slab(monkeypatch, columns):
     """The pixels that fill a row up to a multiple of 8 are read too, at each tap."""
     found = []
@@ -183,15 +206,21 @@ def test_every_tap_of_a_tf32_wgrad_lies_in_the_slab(monkeypatch, columns):
     wgrad_sm90.wgrad_tf32(x, x, np.zeros((32, 3, 3, 32), np.float32), add=False)
     ((x_box, dout_box, *_, rows, width, pitch, _),) = found
     assert x_box == (1, rows + 2, pitch, 32) and dout_box == (1, rows, width, 32)
-    assert columns <= width and width - 1 + 2 < pitch and pitch % 8 == 0
+    assert (columns <= width or columns > 112) and width - 1 + 2 < pitch <= 256 and pitch % 8 == 0
 
 
-@pytest.mark.parametrize("dtype, columns, kernel", [
-    (np.float16, 136, (3, 3)), (np.float32, wgrad_sm90.TF32_COLUMNS + 8, (3, 3)), (np.float32, 8, (1, 3)),
-], ids=str)
-def test_weight_gradients_left_to_the_portable_kernels(dtype, columns, kernel):
-    """Of wide images, and in tf32 of kernels that are not square: forward takes them."""
-    image = Image((1, 8, columns, 16), np.dtype(dtype))
-    problem = Problem(FPROP, image, Weight((16, *kernel, 16)), image, padding=(kernel[0] // 2, 1))
+@pytest.mark.parametrize("most", [wgrad_sm90.COLUMNS, wgrad_sm90.TF32_COLUMNS])
+def test_parts_of_a_row_leave_little_rest(most):
+    for columns in range(1, 1025):
+        width = wgrad_sm90.width_of(columns, most)
+        parts = blocks(columns, width)
+        assert width % 8 == 0 and width <= most and (parts == 1) == (columns <= most)
+        assert parts == 1 or (width % 16 == 0 and parts * width < columns + 16)
+
+
+def test_weight_gradients_left_to_the_portable_kernels():
+    """In tf32 of kernels that are not square: forward takes them."""
+    image = Image((1, 8, 8, 16), np.dtype(np.float32))
+    problem = Problem(FPROP, image, Weight((16, 1, 3, 16)), image, padding=(0, 1))
     assert sm90.offer(problem) is not None
     assert wgrad_sm90.offer(problem._replace(direction=WGRAD)) is None

@@ -28,10 +28,11 @@ CONTRACTED = 128  # channels of the image of many, at most, if that of few is co
 THREADS = 256
 
 
-def shared_bytes() -> int:
+def shared_bytes(alone: bool = False) -> int:
     """The most bytes of dynamic shared memory for a block. Two blocks fit on a multiprocessor of an A100 or of Hopper,
-    at least one on any GPU. The kernels' static arrays take up to 16 KiB more."""
-    return min(80 << 10, shared_memory() - (16 << 10))
+    at least one on any GPU, and with `alone` one is enough. The kernels' static arrays take up to 16 KiB more."""
+    most = shared_memory() - (16 << 10)
+    return most if alone else min(80 << 10, most)
 
 
 def offer(p: Problem) -> Offer | None:
@@ -74,7 +75,7 @@ def _supports(p: Problem) -> bool:
         and (many.shape[3] <= CONTRACTED or _is_one_way(p, many))
         and many.aligned
         and p.weight.contiguous
-        and products_bytes(1, many.shape[2], few.shape[3], kernel[0]) <= shared_bytes()
+        and products_bytes(1, many.shape[2], few.shape[3], kernel[0]) <= shared_bytes(alone=True)
         and 0 < many.size < 2**31
     )
 

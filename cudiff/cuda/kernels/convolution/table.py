@@ -61,8 +61,8 @@ CONVOLUTION = Table(
         "16-bit also two sources, a norm's backward if nothing is added, and the skip path of a 3x3 that adds only "
         "biases; declines a skip path if two launches are estimated to take less time"),
     Row("conv2d_wgrad_sm90, conv2d_wgrad_tf32_sm90", SM90, wgrad_sm90.offer, wgrad_sm90.run,
-        "wgrad of such convolutions, any number of channels, images of up to 128 columns, 112 in tf32; 16-bit also two "
-        "sources, or an upsampled input if shared memory has room"),
+        "wgrad of such convolutions, any number of channels; 16-bit also two sources, or an upsampled input if shared "
+        "memory has room; tf32 only of square kernels"),
     Row("matmul, exact", SM90, _without_statistics(matrices.offer_pixels), matrices.run_pixels,
         "1x1 fprop of float32; writes no statistics: without them the norm takes one pass, which is a little faster"),
     Row("conv2d, exact", SM90, _without_statistics(portable.offer), portable.run,

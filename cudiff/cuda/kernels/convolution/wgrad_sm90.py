@@ -35,16 +35,15 @@ from cudiff.cuda.tiles import Planner
 MAX_BATCH = 16  # gradients in a launch: they take 7 of the 32 KiB that its arguments may have
 PENDING_BYTES = 128 << 20  # of images kept pending: with 144 MiB the U-Net's step at batch 32 takes 96 MiB more
 WAVES = 4  # of blocks, at most
-COLUMNS = 128  # of an image, at most
-TF32_COLUMNS = 112  # of an image, at most: three steps of it fit in shared memory
+COLUMNS = 128  # of an image in a step, at most
+TF32_COLUMNS = 112  # three steps of it fit in shared memory
 
 
 def supports(p: Problem) -> bool:
     """Whether `wgrad` serves the problem, with any number of channels, apart from fused ops."""
     if p.direction != WGRAD or not of_one_size(p):
         return False
-    columns = p.out.shape[2]
-    return columns <= COLUMNS if is_low(p.x.dtype) else columns <= TF32_COLUMNS and p.kernel[0] == p.kernel[1]
+    return is_low(p.x.dtype) or p.kernel[0] == p.kernel[1]
 
 
 def offer(p: Problem) -> Offer | None:
@@ -66,9 +65,13 @@ def _takes_upsampled(p: Problem) -> bool:
     return is_low(p.x.dtype) and fit(size, p.x.shape[3], p.kernel, 1, 1, upsample=True) is not None
 
 
-def width_of(columns: int) -> int:
-    """Pixels of an image's row in shared memory: a multiple of eight, the pixels of a swizzled block."""
-    return blocks(columns, 8) * 8
+@functools.cache
+def width_of(columns: int, most: int = COLUMNS) -> int:
+    """Pixels of an image's row in a step: a multiple of eight, the pixels of a swizzled block. Of more than `most`
+    columns a part of the row: a multiple of 16 by which the row is cut with the least rest, the largest of these."""
+    if columns <= most:
+        return blocks(columns, 8) * 8
+    return min(range(16, most + 1, 16), key=lambda width: (blocks(columns, width) * width, -width))
 
 
 class Plan(NamedTuple):
@@ -161,7 +164,7 @@ def _launch_as(chosen: Plan, batch: list[_Wgrad]) -> None:
         outs.append(out)
     launch(
         "conv2d_wgrad_sm90", "conv2d_wgrad_sm90", (first, 1, splits), 160 if taps == 1 else 512,
-        (table, n, height, kernel[1], rows, width, stages),
+        (table, n, height, columns, kernel[1], rows, width, stages),
         shared, T=dtype, R=kernel[0], TAPS=taps, COLUMNS=across, PIXELS=rows * width, CLUSTER=cluster, JOBS=count,
         UPSAMPLE=int(upsample),
     )
@@ -184,38 +187,42 @@ def _blocks(weight: tuple[int, ...], taps: int, across: int) -> int:
     return blocks(outputs, CHANNELS) * blocks(channels, CHANNELS * across) * (kernel_columns // taps)
 
 
+def _steps(images: tuple[int, ...], rows: int, most: int = COLUMNS) -> int:
+    """Steps of `rows` rows, or parts of rows, that images (N, H, W) have."""
+    n, height, columns = images
+    return n * blocks(height, rows) * blocks(columns, width_of(columns, most))
+
+
 def plans(images: tuple[int, ...], weights: tuple[tuple[int, ...], ...], upsample: bool) -> Iterator[Plan]:
     """All plans for a dout of this (N, H, W) and weights of these (K, R, S, C).
 
     The splits' blocks run in up to WAVES waves: if one wave leaves multiprocessors idle, several leave fewer idle.
     """
-    n, height, columns = images
+    _, height, columns = images
     kernel, channels = weights[0][1:3], max(weight[3] for weight in weights)
     for (taps, across), cluster in itertools.product(((3, 1), (1, 1), (1, 2), (1, 3)), CLUSTERS):
         fitted = fit((height, width_of(columns)), channels, kernel, taps, across, upsample)
         if fitted is None:
             continue
         tiles = sum(_blocks(weight, taps, across) for weight in weights)
-        most = min(n * blocks(height, fitted[0]), cluster * max(1, WAVES * at_once(cluster) // tiles))
+        most = min(_steps(images, fitted[0]), cluster * max(1, WAVES * at_once(cluster) // tiles))
         for splits in range(cluster, most + 1, cluster):
             yield Plan(taps, across, cluster, splits, *fitted)
 
 
 def time(chosen: Plan, images: tuple[int, ...], weights: tuple[tuple[int, ...], ...], upsample: bool) -> float:
     """Estimated microseconds, as measured on an H200."""
-    n, height, columns = images
-    kernel_rows = weights[0][1]
+    kernel_rows, width = weights[0][1], width_of(images[2])
     taps, across, cluster, splits, rows = chosen[:5]
     tiles = sum(_blocks(weight, taps, across) for weight in weights)
     waves = blocks(tiles * splits, at_once(cluster) * cluster)
-    width = width_of(columns)
     pixels, product = rows * width, 64 * kernel_rows * across * taps
     halo_bytes = (pixels + across * (rows + kernel_rows - 1) * (width + taps - 1)) * ROW_BYTES
     step = ((halo_bytes / 92e3) ** 4 + (pixels * product / 57e3) ** 4) ** 0.25  # the longer, or more if similar
     if upsample and taps == 1:  # the halo tile is loaded row by row; three taps have time for that
         step = max(1.15 * step, 0.067 * (rows + kernel_rows))
     share = product * 256 / cluster  # bytes of the product that a block writes
-    estimate = waves * (2.9 + blocks(n * blocks(height, rows), splits) * step + share / 29e3)
+    estimate = waves * (2.9 + blocks(_steps(images, rows), splits) * step + share / 29e3)
     if cluster > 1:
         estimate += 1.1 + share * (cluster - 1) / 20e3
     if splits > cluster:  # the sums over splits, whose launch a batch shares
@@ -255,16 +262,16 @@ def wgrad_tf32(x: Array, dout: Array, dweight: Array, add: bool, splits: int = 0
     n, height, columns, _ = x.shape
     outputs, taps, _, channels = dweight.shape
     rows, across, stages, shared = fit_tf32(height, columns, channels, taps)
-    width = width_of(columns)
-    pitch_x = width_of(width + taps - 1)
+    width = width_of(columns, TF32_COLUMNS)
+    pitch_x = _pitch_tf32(width, taps)
     grid = blocks(outputs, 64) * blocks(channels, 32 * across)
-    splits = min(n * blocks(height, rows), splits or max(1, multiprocessors() // grid))
+    splits = min(_steps(x.shape[:3], rows, TF32_COLUMNS), splits or max(1, multiprocessors() // grid))
     out, pitch = _sums(dweight, splits)
     launch(
         "conv2d_wgrad_tf32_sm90", "conv2d_wgrad_tf32_sm90", (grid, splits), 256,
         (
             tensor_map(x, (1, rows + taps - 1, pitch_x, 32)), tensor_map(dout, (1, rows, width, 32)),
-            out, pitch, add and splits == 1, n, height, channels, outputs, rows, width, pitch_x, stages,
+            out, pitch, add and splits == 1, n, height, columns, channels, outputs, rows, width, pitch_x, stages,
         ),
         shared, R=taps, COLUMNS=across, PIXELS=rows * width,
     )
@@ -274,14 +281,19 @@ def wgrad_tf32(x: Array, dout: Array, dweight: Array, add: bool, splits: int = 0
 
 def fit_tf32(height: int, columns: int, channels: int, taps: int) -> tuple[int, int, int, int]:
     """Rows of an image a step, 32-channel columns a block, steps in flight (at least 3), bytes of shared memory."""
-    width = width_of(columns)
-    pitch_x = width_of(width + taps - 1)
+    width = width_of(columns, TF32_COLUMNS)
+    pitch_x = _pitch_tf32(width, taps)
     rows = min(max(1, 64 // width), height)
     room = SHARED_BYTES - 1024 - BARRIER_BYTES
     across = 1 if taps > 1 else min(4, blocks(channels, 32), room // (3 * rows * width * ROW_BYTES) - 2)
     stage = (2 * rows * width + across * (rows + taps - 1) * pitch_x) * ROW_BYTES
     stages = min(6, room // stage)
     return rows, across, stages, max(stages * stage, taps**2 * across * 16 * 128 * 4) + BARRIER_BYTES
+
+
+def _pitch_tf32(width: int, taps: int) -> int:
+    """Pixels from one row of a halo tile to the next: a multiple of eight."""
+    return blocks(width + taps - 1, 8) * 8
 
 
 def _sums(dweight: Array, count: int) -> tuple[Array, np.int64]:
