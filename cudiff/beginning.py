@@ -49,12 +49,16 @@ def check_resumed(config: Config, checkpoint: Checkpoint) -> list[str]:
     return [f"the run was trained in {was.precision} and goes on in {config.precision}"]
 
 
-def as_numbered(checkpoint: Checkpoint, dataset: Dataset) -> Dataset:
-    """`dataset` with its classes numbered as in the data that a run was trained on, where that has all of their names:
-    one that is gone does not move the others' numbers."""
+def as_numbered(checkpoint: Checkpoint, dataset: Dataset, config: Config) -> tuple[Dataset, Config]:
+    """`dataset` with its classes numbered as in the data that a run was trained on, see `Dataset.numbered`; and
+    `config`, without the class names of that data where the new data has others."""
     before = checkpoint.counters.get("data")
     names = before.get("class_names") if isinstance(before, dict) else None
-    return dataset.numbered(names) if isinstance(names, list) else dataset
+    if not isinstance(names, list):
+        return dataset, config
+    dataset = dataset.numbered(names)
+    of_data = dataset.class_names and list(config.class_names) == names
+    return dataset, config.replace(class_names=()) if of_data else config
 
 
 def check_data(checkpoint: Checkpoint, data: Mapping[str, Any], accepted: bool) -> list[str]:

@@ -87,7 +87,8 @@ class Trainer:
         self.config, self.device = config, default_device() if config.device == "auto" else config.device
         array_module(self.device)  # says what is missing before anything else is done
         self.group = group
-        dataset = dataset if resume is None else as_numbered(resume, dataset)
+        if resume is not None:
+            dataset, config = as_numbered(resume, dataset, config)
         self.folder, self.data = Path(folder), dataset.fingerprint()
         self.step, self.seconds = 0, 0.0
         if resume is not None and "optimizer" in resume.counters:  # converted weights: training begins with them

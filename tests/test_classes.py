@@ -150,15 +150,46 @@ def test_weights_go_on_with_other_classes(run, cli, tmp_path):  # noqa: F811
     assert load_checkpoint(tmp_path / "digits").config.class_names == tuple("0123456789")
 
 
-def test_a_run_that_goes_on_keeps_its_names(tmp_path):
-    """Also where its folders are called otherwise by now, which is told first."""
+def going_on(folder, names, renamed):
+    """A run on images of three classes that goes on where these have other names, in the order of the data's."""
     config = Config(image_size=8, model_channels=16, channel_mult=(1,), num_res_blocks=1, batch_size=2, steps=1,
                     sample_every=0, device="cpu")
-    data = Dataset(picture(4, 8, 8, 1), [0, 1, 0, 1], 2, class_names=("a", "b"))
-    Trainer(config, data, tmp_path).run()
-    checkpoint = load_checkpoint(tmp_path)
-    data.class_names = ("c", "d")
-    with pytest.raises(CudiffError, match=r"the class a is now c, the class b is now d\).*--data-changed"):
-        Trainer(checkpoint.config.replace(steps=2), data, tmp_path, checkpoint)
-    trainer = Trainer(checkpoint.config.replace(steps=2), data, tmp_path, checkpoint, data_changed=True)
-    assert trainer.config.class_names == ("a", "b")
+    labels = [0, 1, 2, 1, 2, 2]
+    Trainer(config, Dataset(picture(6, 8, 8, 1), labels, 3, class_names=names), folder).run()
+    checkpoint, now = load_checkpoint(folder), sorted(renamed)
+    data = Dataset(picture(6, 8, 8, 1), [now.index(renamed[label]) for label in labels], 3, class_names=now)
+    with pytest.raises(CudiffError, match=r"the class a is now \w+.*\).*--data-changed"):
+        Trainer(checkpoint.config.replace(steps=2), data, folder, checkpoint)
+    return Trainer(checkpoint.config.replace(steps=2), data, folder, checkpoint, data_changed=True)
+
+
+@pytest.mark.parametrize("renamed", [("z", "b", "c"), ("z", "b", "y"), ("0", "b", "c")])
+def test_a_class_that_is_renamed_keeps_its_number_and_leaves_the_others_theirs(renamed, tmp_path):
+    trainer = going_on(tmp_path, ("a", "b", "c"), renamed)
+    names = trainer.config.class_names
+    assert names[1] == "b" and set(names) == set(renamed) and trainer.data["class_names"] == list(names)
+    labels = np.concatenate([part.labels for part in (trainer.training, trainer.held_out)])
+    assert np.bincount(labels)[names.index("b")] == 2 and np.bincount(labels)[names.index(renamed[0])] == 1
+    trainer.run()
+    assert load_checkpoint(tmp_path).config.class_names == names
+
+
+def test_names_of_a_run_that_goes_on_are_the_datas_or_ones_own(tmp_path):
+    assert going_on(tmp_path / "all", ("a", "b", "c"), ("d", "e", "f")).config.class_names == ("d", "e", "f")
+    checkpoint = load_checkpoint(tmp_path / "all")
+    own = checkpoint.config.replace(steps=2, class_names=("x", "y", "z"))
+    data = Dataset(picture(6, 8, 8, 1), [0, 1, 2, 1, 2, 2], 3, class_names=("a", "b", "c"))
+    trainer = Trainer(own, data, tmp_path / "all", checkpoint, data_changed=True)
+    assert trainer.config.class_names == ("x", "y", "z")
+
+
+@pytest.mark.parametrize("own, before, expected, labels", [
+    (("a", "c"), ("a", "b", "c"), ("a", "b", "c"), [0, 2]),
+    (("c", "d", "a"), ("a", "b", "c"), ("a", "d", "c"), [2, 1, 0]),
+    (("a", "b", "d"), ("a", "b"), ("a", "b", "d"), [0, 1, 2]),
+    (("d", "a", "e"), ("b", "a"), ("d", "a", "e"), [0, 1, 2]),
+    (("x", "y"), ("a", "b"), ("x", "y"), [0, 1]),
+])
+def test_classes_are_numbered_as_before(own, before, expected, labels):
+    data = Dataset(picture(len(own), 4, 4, 1), np.arange(len(own)), len(own), class_names=own).numbered(before)
+    assert data.class_names == expected and data.labels.tolist() == labels and data.num_classes == len(expected)

@@ -21,7 +21,7 @@ PRINT = {"name": "a", "number": 1200, "size": [4, 6, 3], "classes": 2, "labels":
     ({"classes": 1001, "labels": "z"}, ["2 classes are now 1,001"]),
     ({"labels": "z", "pixels": "z", "name": "b"}, ["a is now b", "the labels differ"]),
     ({"class_names": ["cat", "hen"]}, ["the class dog is now hen"]), ({"class_names": None}, []),
-    ({"class_names": ["cat", "hen"], "labels": "z"}, ["the labels differ"]),
+    ({"class_names": ["cat", "hen"], "labels": "z"}, ["the labels differ", "the class dog is now hen"]),
     ({"number": 3, "size": [1], "classes": 0, "name": "b"},
      ["a is now b", "1,200 images are now 3", "their size 4x6x3 is now 1", "2 classes are now 0"]),
 ], ids=str)

@@ -114,17 +114,24 @@ class Dataset:
         }
 
     def numbered(self, names: Sequence[str]) -> Dataset:
-        """The same images, with classes numbered by their names' places in `names`; itself where one is not there.
+        """The same images, with classes numbered by their names' places in `names`; itself where it has none of these.
 
-        A class of `names` without images is told in `notes`.
+        Classes of other names take the places of names that are gone, in order, and then those behind all. A class
+        without images is told in `notes`.
         """
-        own = self.class_names or ()
-        if self.labels is None or list(own) == list(names) or not own or not set(own) <= set(names):
+        own, all_names = self.class_names or (), list(names)
+        if self.labels is None or list(own) == all_names or not set(own) & set(names):
             return self
-        labels = np.array([names.index(name) for name in own], np.int32)[self.labels]
-        missing = [name for name in names if name not in own]
-        gone = (f"the data has no image of {names_in_words(missing)}: not trained any more",) if missing else ()
-        return replace(self, labels=labels, num_classes=len(names), class_names=tuple(names), notes=self.notes + gone)
+        gone = (place for place, name in enumerate(names) if name not in own)
+        for name in own:
+            if name not in names:
+                place = next(gone, len(all_names))
+                all_names[place : place + 1] = [name]
+        labels = np.array([all_names.index(name) for name in own], np.int32)[self.labels]
+        missing = [name for name in all_names if name not in own]
+        told = (f"the data has no image of {names_in_words(missing)}: not trained any more",) if missing else ()
+        return replace(self, labels=labels, num_classes=len(all_names), class_names=tuple(all_names),
+                       notes=self.notes + told)
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> Dataset:
         """Copies of the images at `indices`, in that order, or of those where a mask (N,) of bools is True; `Rows` of
@@ -208,7 +215,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     counts_agree = all(before.get(what) == now[what] for what in ("number", "classes"))
     if counts_agree and before.get("labels") != now["labels"]:
         found.append("the labels differ")
-    elif renamed := _renamed(before.get("class_names"), now["class_names"]):
+    if renamed := _renamed(before.get("class_names"), now["class_names"]):
         found.append(renamed)
     if not found and before.get("pixels") != now["pixels"]:
         found.append("the pixels differ")
