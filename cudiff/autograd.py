@@ -90,6 +90,8 @@ class _Walk:
                 raise RuntimeError("backward() ran through this part of the tape already: run the forward again")
             if any([one.array is not None for one in gradients]):
                 set_tf32(node.ctx.tf32)
+                for constant in node.constants:
+                    constant.require_unchanged(recorded or node.index)
                 if node.function is Recomputed:
                     before, again = now(), record_again(node)
                     if again._source is not None:
@@ -104,8 +106,6 @@ class _Walk:
     def targets(self, node: Node, recorded: int) -> list[Tensor | _Gradient | None]:
         """For each input what its gradient is added to: a leaf or a _Gradient, or None if no gradient is wanted."""
         found: list[Tensor | _Gradient | None] = []
-        for constant in node.constants:
-            constant.require_unchanged(recorded)
         for source in node.inputs:
             if isinstance(source, tuple):
                 found.append(self.gradients[source[0].index][source[1]] if source[0].index > self.since else None)

@@ -72,6 +72,7 @@ class Function:
     adds_elsewhere: ClassVar[tuple[int, ...]] = ()
     fresh: ClassVar[bool] = False
     own: ClassVar[bool] = True  # cudiff's; what others return is checked for views
+    shares_memory: ClassVar[bool] = False  # whether the result may be a view of the first input
 
     def __init_subclass__(cls) -> None:
         cls.own = cls.__module__.startswith("cudiff.")
@@ -109,6 +110,8 @@ class Function:
                 )
         outs = tuple([Tensor(result) for result in (results if several else (results,))])
         outs[0].statistics = ctx.out_statistics
+        if cls.shares_memory and inputs[0] is not None and outs[0].data.base is not None:
+            outs[0]._parameter = inputs[0].parameter  # type: ignore[union-attr]
         if any(needs):
             node = Node(cls, ctx, inputs, arrays, len(outs), (inputs, attrs) if gradient_depth() > 1 else None)
             for i, out in enumerate(outs):
@@ -175,9 +178,11 @@ class Node:
         self.ctx: Any = ctx  # a Context, None once backward has run
         self.call: Any = call  # (inputs, attributes), for a gradient that is itself recorded: see cudiff.differentiate
         self.index = now()
-        # The parameters among the other inputs, such as frozen ones: backward reads their arrays too.
-        self.constants = [t for t, need in zip(inputs, ctx.needs, strict=True)
-                          if t is not None and not need and type(t) is not Tensor]
+        # The parameters among the other inputs, such as frozen ones, or of which these are views: backward reads their
+        # arrays too.
+        others = [t if type(t) is not Tensor else t._parameter
+                  for t, need in zip(inputs, ctx.needs, strict=True) if t is not None and not need]
+        self.constants = [t for t in others if t is not None]
         # The shape and dtype of each wanted gradient. The arrays themselves are not kept, so that they can be freed.
         self.likes = [(a.shape, a.dtype) if need and a is not None else None
                       for a, need in zip(arrays, ctx.needs, strict=True)]

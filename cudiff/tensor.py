@@ -89,7 +89,7 @@ class Tensor:
     statistics : channel statistics for a norm that follows, `Kind.MOMENTS` or `Kind.CENTRED`, or None.
     """
 
-    __slots__ = ("__weakref__", "_grad", "_grad_empty", "_source", "data", "requires_grad", "statistics")
+    __slots__ = ("__weakref__", "_grad", "_grad_empty", "_parameter", "_source", "data", "requires_grad", "statistics")
 
     def __init__(self, data: Any, requires_grad: bool = False, dtype: Any = None, device: str | None = None):
         if isinstance(data, Tensor):
@@ -105,6 +105,7 @@ class Tensor:
         self._grad_empty: bool = False  # whether `_grad` stands for zeros, whatever it holds
         self.statistics: ChannelStatistics | None = None
         self._source: tuple[Any, int] | None = None  # the Node that made it, and which of its outputs
+        self._parameter: Tensor | None = None  # whose memory it shares
 
     @property
     def grad(self) -> Array | None:
@@ -180,17 +181,29 @@ class Tensor:
 
     def change(self, values: Tensor) -> None:
         """Take over values of this shape and dtype. Recorded operations keep the old ones, except within `capture`,
-        where these are overwritten. Raises ValueError for another shape, RuntimeError inside of what is differentiated
-        twice, where operations keep tensors."""
+        where these are overwritten. Raises ValueError for another shape or dtype; RuntimeError where a gradient would
+        be lost, for what an operation recorded, and inside of what is differentiated twice, where operations keep
+        tensors."""
         if gradient_depth() > 1:
             raise RuntimeError("a tensor does not change in place inside of a function that is differentiated twice")
-        if values.shape != self.shape:
-            raise ValueError(f"a tensor of shape {self.shape} does not change to {values.shape} in place")
+        for what, own, given in (("shape", self.shape, values.shape), ("dtype", self.dtype, values.dtype)):
+            if own != given:
+                raise ValueError(f"a tensor of {what} {own} does not change to {given} in place")
+        if not self.is_leaf:
+            raise RuntimeError("what an operation recorded does not change in place: its gradient would be the old "
+                               "values'. Give the new ones a name of their own, or change x.detach()")
+        if grad_enabled() and (self.requires_grad or values.requires_grad):
+            raise RuntimeError("a tensor changes in place without a gradient: call x.change within cudiff.no_grad()")
         if is_capturing(self.device):
             copy_into(self.data, values.data)
         else:
             self.data = values.data
         self.statistics = None
+
+    @property
+    def parameter(self) -> Tensor | None:
+        """The Parameter whose memory this is: itself, or for a view of one that; else None."""
+        return self._parameter if type(self) is Tensor else self
 
     def wants_gradient(self, recorded: int) -> bool:
         """Whether backward adds to this leaf's `.grad`. recorded: the index of the node whose forward read the leaf."""
@@ -202,7 +215,7 @@ class Tensor:
     def detach(self) -> Tensor:
         """A tensor of the same array that does not require a gradient."""
         out = Tensor(self.data)
-        out.statistics = self.statistics
+        out.statistics, out._parameter = self.statistics, self.parameter
         return out
 
     def __reduce__(self) -> tuple[Any, ...]:

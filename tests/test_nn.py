@@ -350,3 +350,51 @@ def test_a_model_that_moves_keeps_its_values(device):
     before = model.state_dict()
     after = model.to(device).to("cpu").state_dict()
     assert all((values == before[name]).all() for name, values in after.items())
+
+
+VIEWS = {
+    "a slice": lambda w: w[0], "a shape": lambda w: w.reshape(6), "detached": lambda w: w.detach(),
+    "a slice of a shape": lambda w: w.reshape(3, 2)[1:], "an axis": lambda w: np.squeeze(np.expand_dims(w, 0), 0),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_view_of_a_parameter_is_read_in_backward_too(device, view, frozen):
+    """One that requires no gradient: of a frozen parameter, or taken within no_grad."""
+    module = nn.Module()
+    module.weight = nn.Parameter(np.arange(6.0).reshape(2, 3))
+    module.weight.requires_grad = not frozen
+    module.flatten(device)
+    with cudiff.no_grad():
+        seen = view(module.weight)
+    x = Tensor(np.ones(seen.shape, np.float32), requires_grad=True, device=device)
+    out, kept = (x * seen).sum(), (x * (seen * 1.0)).sum()
+    before = seen.numpy().copy()
+    module.weight.assign(np.full((2, 3), 9.0))
+    with pytest.raises(RuntimeError, match="updated between forward and backward"):
+        out.backward()
+    x.grad = None
+    kept.backward()
+    np.testing.assert_array_equal(Tensor(x.grad).numpy(), before)
+
+
+def test_weights_of_conv1d_that_change_before_backward_are_told(device):
+    net = nn.Conv1d(2, 3, 3)
+    net.requires_grad_(False)
+    net.flatten(device)
+    out = net(Tensor(np.ones((1, 4, 2), np.float32), requires_grad=True, device=device)).sum()
+    net.weight.assign(np.full(net.weight.shape, 5.0))
+    with pytest.raises(RuntimeError, match="updated between forward and backward"):
+        out.backward()
+
+
+@pytest.mark.parametrize("change, expected", [
+    ("p **= 2", [9, 16]), ("p //= 2", [1, 2]), ("p %= 2", [1, 0]), ("p += 1", [4, 5]), ("p /= 2", [1.5, 2]),
+])
+def test_every_operator_changes_a_frozen_parameter_in_place(change, expected):
+    parameter = nn.Parameter(np.array([3.0, 4.0]))
+    parameter.requires_grad = False
+    names = {"p": parameter}
+    exec(change, names)
+    assert names["p"] is parameter and parameter.numpy().tolist() == expected

@@ -223,6 +223,9 @@ def test_schedule_moves_the_learning_rate(device):
 def test_mistakes_are_told():
     with pytest.raises(CudiffError, match="total_steps"):
         Cosine(10, warmup=10)
+    for schedule in (Constant, lambda warmup: Cosine(10, warmup=warmup)):
+        with pytest.raises(CudiffError, match="warmup must be a whole number"):
+            schedule(warmup=2.5)
     with pytest.raises(CudiffError, match="no parameters"):
         AdamW(Module())
     with pytest.raises(CudiffError, match="not trainable"):

@@ -184,6 +184,16 @@ def test_parameters_that_were_updated_in_between_are_told():
         out.backward()
 
 
+def test_a_frozen_parameter_that_is_an_input_and_was_updated_is_told():
+    weight = nn.Parameter(np.ones(3))
+    weight.requires_grad = False
+    x = Tensor(np.ones(3, np.float32), requires_grad=True)
+    out = recomputed(lambda p, q: p * q, x, weight).sum()
+    weight.assign(np.full(3, 9.0))
+    with pytest.raises(RuntimeError, match="updated between forward and backward"):
+        out.backward()
+
+
 @pytest.mark.parametrize("preset, share", [("elephants", 0.62), ("dit-mnist", 0.25)])
 def test_a_step_takes_less_memory(host_of, tmp_path, preset, share):
     """754 and 461 MiB, 3,754 and 838."""

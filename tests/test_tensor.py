@@ -450,3 +450,20 @@ def test_a_16_bit_leafs_float32_gradient_may_be_set_again():
     assert w.grad.dtype == np.float32
     w.grad = w.grad * 0.5
     assert w.grad.item() == 2
+
+
+def test_a_change_in_place_that_would_lose_a_gradient_is_refused(device):
+    x = Tensor(np.float32([1, 2]), requires_grad=True, device=device)
+    state, made = Tensor(np.float32([3, 4]), device=device), x * 2
+    with pytest.raises(RuntimeError, match="what an operation recorded does not change in place"):
+        made.change(made * 3)
+    for own, values in ((x, state), (state, made)):
+        with pytest.raises(RuntimeError, match=r"within cudiff.no_grad\(\)"):
+            own.change(values)
+    with pytest.raises(ValueError, match="dtype float32 does not change to int32"):
+        state.change(Tensor(np.int32([1, 2]), device=device))
+    with cudiff.no_grad():
+        state.change(made)
+        x.change(state * 2)
+    (x * state).sum().backward()
+    assert Tensor(x.grad).numpy().tolist() == [2, 4] and x.numpy().tolist() == [4, 8] and x.requires_grad

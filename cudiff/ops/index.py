@@ -28,6 +28,8 @@ __all__ = ["argwhere", "getitem", "nonzero", "take", "take_along_axis"]
 class Slice(Function):
     """x[index] for a basic index: integers, slices, None and Ellipsis."""
 
+    shares_memory = True
+
     @staticmethod
     def forward_numpy(ctx, x, index):
         ctx.shape, ctx.index = x.shape, index

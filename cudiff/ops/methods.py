@@ -33,7 +33,7 @@ UNARY = {"neg": "negative", "abs": "abs", "invert": "invert", "round": "round"}
 
 CHANGING = {"iadd": "add", "isub": "subtract", "imul": "multiply", "itruediv": "divide", "ifloordiv": "floor_divide",
             "imod": "remainder", "ipow": "power", "imatmul": "matmul"}
-"""Operators that change a leaf that requires a gradient in place. For any other tensor they give a new one."""
+"""Operators that change a Parameter, or a leaf that requires a gradient, in place. Else they give a new tensor."""
 
 METHODS = (
     "all", "any", "argmax", "argmin", "argsort", "astype", "clip", "cumsum", "diagonal", "dot", "exp", "flatten", "log",

@@ -28,6 +28,7 @@ class Reshape(Function):
     """The same memory under another shape, forward and backward."""
 
     takes_wide = True
+    shares_memory = True
 
     @staticmethod
     def forward_numpy(ctx, x, shape):

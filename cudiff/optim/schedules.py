@@ -23,7 +23,7 @@ class Constant:
     final: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
-        real("warmup", self.warmup, least=0)
+        whole("warmup", self.warmup, 0)
 
     def factor(self, step: int) -> float:
         """What the learning rate is multiplied by at `step`, counted from 0."""
@@ -43,7 +43,7 @@ class Cosine:
 
     def __post_init__(self) -> None:
         whole("total_steps", self.total_steps, None)
-        real("warmup", self.warmup, least=0)
+        whole("warmup", self.warmup, 0)
         real("final", self.final, least=0)
         if self.total_steps <= self.warmup:
             raise CudiffError(f"a cosine schedule needs total_steps ({self.total_steps}) beyond warmup ({self.warmup})")
