@@ -193,7 +193,7 @@ def _gradients(out: Tensor, dout: Tensor, variables: list[Tensor], since: int) -
     if out._source is not None and out._source[0].index > since:
         walk_back(out, dout.data, lambda leaf: id(leaf) in own, since)
     elif id(out) in own:
-        out.grad = dout.data
+        out.grad = dout.data.copy()
     return [_zeros(x) if x.grad is None else Tensor(x.grad) for x in variables]
 
 

@@ -63,6 +63,10 @@ def test_vjp():
     np.testing.assert_allclose(dw, x.T @ dout)
     with pytest.raises(ValueError, match=r"the gradient has shape \(3,\), the value \(2,\)"):
         vjp(lambda x: x * 2, np.ones(2))[1](np.ones(3))
+    dout = np.ones(2)
+    (same,) = vjp(lambda x: x, np.zeros(2))[1](dout)
+    dout[:] = 7
+    assert same.tolist() == [1, 1]
 
 
 def test_an_argument_is_chosen_by_numpys_integers_too():

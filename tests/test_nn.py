@@ -353,8 +353,8 @@ def test_a_model_that_moves_keeps_its_values(device):
 
 
 VIEWS = {
-    "a slice": lambda w: w[0], "a shape": lambda w: w.reshape(6), "detached": lambda w: w.detach(),
-    "a slice of a shape": lambda w: w.reshape(3, 2)[1:], "an axis": lambda w: np.squeeze(np.expand_dims(w, 0), 0),
+    "a slice": lambda w: w[1], "a shape": lambda w: w.reshape(16), "detached": lambda w: w.detach(),
+    "a slice of a shape": lambda w: w.reshape(2, 8)[1:], "an axis": lambda w: np.squeeze(np.expand_dims(w, 0), 0),
 }
 
 
@@ -363,7 +363,7 @@ VIEWS = {
 def test_a_view_of_a_parameter_is_read_in_backward_too(device, view, frozen):
     """One that requires no gradient: of a frozen parameter, or taken within no_grad."""
     module = nn.Module()
-    module.weight = nn.Parameter(np.arange(6.0).reshape(2, 3))
+    module.weight = nn.Parameter(np.arange(16.0).reshape(4, 4))
     module.weight.requires_grad = not frozen
     module.flatten(device)
     with cudiff.no_grad():
@@ -371,7 +371,7 @@ def test_a_view_of_a_parameter_is_read_in_backward_too(device, view, frozen):
     x = Tensor(np.ones(seen.shape, np.float32), requires_grad=True, device=device)
     out, kept = (x * seen).sum(), (x * (seen * 1.0)).sum()
     before = seen.numpy().copy()
-    module.weight.assign(np.full((2, 3), 9.0))
+    module.weight.assign(np.full((4, 4), 9.0))
     with pytest.raises(RuntimeError, match="updated between forward and backward"):
         out.backward()
     x.grad = None
