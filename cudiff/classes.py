@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import unicodedata
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,14 +19,21 @@ def names_in_words(names: Sequence[str]) -> str:
     return ", ".join(names[:LISTED]) + more
 
 
-def numbers_of(classes: Iterable[Any], names: Sequence[str], what: str) -> list[int]:
+def numbers_of(classes: Sequence[Any], names: Sequence[str], what: str) -> list[int]:
     """The number of each class: a whole number itself, a text's place among `names`, or else the number that it says.
 
     Raises CudiffError, which begins with `what` and lists the names, for a text that is neither, and for one that says
     the number of a class whose name is another number, as 0 does where the classes 1 and 3 are left of ten.
     """
-    places = {name: number for number, name in enumerate(names)}
-    return [places[one] if isinstance(one, str) and one in places else _number(one, names, what) for one in classes]
+    exact = {name: number for number, name in enumerate(names)}
+    alike = {_composed(name): number for name, number in exact.items()}
+    places = [exact.get(one, alike.get(_composed(one))) if isinstance(one, str) else None for one in classes]
+    return [_number(one, names, what) if place is None else place for one, place in zip(classes, places, strict=True)]
+
+
+def _composed(text: str) -> str:
+    """A text in Unicode's composed form: macOS names files in the other, and both look alike."""
+    return unicodedata.normalize("NFC", text)
 
 
 def _number(given: Any, names: Sequence[str], what: str) -> int:
@@ -34,6 +42,8 @@ def _number(given: Any, names: Sequence[str], what: str) -> int:
         if not (isinstance(given, str) and 0 <= number < len(names) and names[number].isdecimal()):
             return number
     known = f"its classes are {names_in_words(names)}" if names else "give numbers, from 0: they have no names"
+    if any("," in name or name != name.strip() for name in names):
+        known += "; say one with a comma, or a space at an end, by its number, from 0"
     raise CudiffError(f"{what} has no class '{str(given)[:80]}': {known}")
 
 

@@ -104,7 +104,8 @@ class Config:
     seed: int = _training(0, "of weights, data order and noise", least=0, below=2**63, fixed=True)
     device: str = _training("auto", "auto takes the GPU where there is one", ("auto", "cpu", "cuda"))
     capture: bool = _training(True, "GPU: replay a step of training or sampling as one CUDA graph")
-    max_bad_steps: int = _training(10, "gradients in a row that are not finite, after which training stops", least=1)
+    max_bad_steps: int = _training(10, "gradients in a row that are not finite, after which a line of metrics ends "
+                                   "training", least=1)
     log_every: int = _training(50, "updates between two lines of metrics.jsonl", least=1)
     sample_every: int = _training(1000, "updates between two sample grids; 0 = none", least=0)
     save_every: int = _training(1000, "updates between two checkpoints; 0 = only at the end", least=0)

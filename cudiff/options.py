@@ -92,12 +92,15 @@ class Option:
         """The value of a flag. Raises argparse's error, which names the flag, where `text` is none of its type."""
         if self.default == () and text.strip() == "none":  # as `--help` shows it
             return ()
+        if self.kind in ((tuple, int), (tuple, float)) and not text.strip():
+            return ()  # of names it would be all, as where a variable of the shell is not set
         try:
             if isinstance(self.default, tuple):
-                return tuple(self.kind[1](part.strip()) for part in text.split(",") if part.strip())
+                return tuple(self.kind[1](part.strip()) for part in _parts(text))
             return self.kind(text)
         except ValueError:
-            wanted = "numbers such as 1,2,3,4" if isinstance(self.default, tuple) else _NOUNS[self.kind]
+            entries = "names such as ant,bee" if self.kind == (tuple, str) else "numbers such as 1,2,3,4"
+            wanted = entries if isinstance(self.default, tuple) else _NOUNS[self.kind]
             raise argparse.ArgumentTypeError(f"'{text}' is not {wanted}") from None
 
     def _in_range(self, name: str, value: Any) -> Any:
@@ -112,6 +115,14 @@ class Option:
         if self.below is not None and value >= self.below:
             raise CudiffError(f"{name} must be below {self.below}, not {value}")
         return value
+
+
+def _parts(text: str) -> list[str]:
+    """What lies between commas, of which one may end the list. Raises ValueError where there is nothing between two."""
+    parts = text.strip().removesuffix(",").split(",")
+    if not all(map(str.strip, parts)):
+        raise ValueError(text)
+    return parts
 
 
 _LONGEST_LISTS = {str: 2**20}  # of numbers 16

@@ -75,7 +75,8 @@ def check_options(options: argparse.Namespace) -> str:
     from cudiff.tensorfile import require_writable
 
     suffix = Path(options.out).suffix.lower()
-    if not options.out or suffix not in (".png", ".npz", ".gif", ""):
+    name_alone = Path(options.out).name.lower() in (".png", ".npz", ".gif")
+    if not options.out or name_alone or suffix not in (".png", ".npz", ".gif", ""):
         raise CudiffError(f"cannot write '{options.out}': use .png, .npz, .gif or a folder's name")
     for given in (options.classes, options.other):
         if given is not None and len(given) > options.n:
@@ -131,7 +132,9 @@ def sample(options: argparse.Namespace, suffix: str, pipeline: Pipeline, group: 
     if group.leads and frames is not None:
         save_gif(options.out, frames)
     elif group.leads and suffix == ".npz":
-        save_npz(options.out, images, pipeline.labels(options.n, classes))
+        labels = pipeline.labels(options.n, classes)
+        # Of images of no class there is no number: data of which some have none have no labels.
+        save_npz(options.out, images, None if labels is None or labels.min() < 0 else labels)
     elif group.leads:
         (save_grid if suffix == ".png" else save_images)(options.out, images)
     guidance = pipeline.config.guidance if options.guidance is None else options.guidance
@@ -174,7 +177,8 @@ def _given(options: argparse.Namespace, pipeline: Pipeline) -> dict[str, Any]:
         given["noise"] = noise = _floats(options.noise, "--invert")
         if not 0.5 < (spread := float(noise.std(dtype=np.float64))) < 2:
             raise CudiffError(f"{options.noise} holds no noise: its standard deviation is {spread:.2g}, not about 1; "
-                              "give an .npz that --invert wrote")
+                              "it should be what --invert "
+                              "wrote, by a well-trained model and enough --steps")
         if len(noise) != options.n:
             raise CudiffError(f"{options.noise} holds noise of {len(noise)} images: give -n {len(noise)}")
     if options.other_seed is not None:
@@ -186,12 +190,13 @@ def _given(options: argparse.Namespace, pipeline: Pipeline) -> dict[str, Any]:
 
 
 def _picture(path: str, pipeline: Pipeline) -> np.ndarray:
-    """A picture, uint8 (H, W, C), of the model's size; latents of an .npz for a model of them."""
+    """A picture, uint8 (H, W, C), of the model's size; for a model of latents those of an .npz, or (H, W, C) of one."""
     if not pipeline.makes_latents:
         return _of_its_size(path, pipeline.shape[2], pipeline, "white")
     if Path(path).suffix.lower() != ".npz":
         raise CudiffError(f"the model makes latents, and begins with those of an .npz, not with {path}")
-    return _floats(path)
+    latents = _floats(path)
+    return latents[0] if len(latents) == 1 else latents
 
 
 def _of_its_size(path: str, channels: int, pipeline: Pipeline, behind: str) -> np.ndarray:

@@ -388,8 +388,10 @@ class Trainer:
 
     def _check_unfinished(self) -> None:
         if self._finished():
+            minutes = self.config.minutes and self.seconds >= 60 * self.config.minutes
+            reached = f"--minutes than {self.config.minutes:g}" if minutes else f"--steps than {self.config.steps}"
             done = f"{self.step} steps in {self.seconds / 60:.3g} minutes"
-            raise CudiffError(f"the run is at its end after {done}: give more --steps or --minutes")
+            raise CudiffError(f"the run is at its end after {done}: give more {reached}")
 
     def _try(self, size: int) -> None:
         """Loss and backward of so many images, without an update."""

@@ -9,7 +9,7 @@ from PIL import Image
 from cudiff.checkpoint import load_checkpoint
 from cudiff.classes import chosen, names_in_words, numbers_of
 from cudiff.config import Config, from_arguments
-from cudiff.data import Dataset
+from cudiff.data import Dataset, load_dataset
 from cudiff.errors import CudiffError
 from cudiff.options import Option, as_text
 from cudiff.pipeline import load
@@ -124,11 +124,28 @@ def test_classes_are_asked_for_by_name_on_the_command_line(run, cli, mistake, tm
     assert "no class 'asian': its classes are african, indian" in mistake(*words, "--classes", "asian,indian")
 
 
+def test_images_of_no_class_are_written_without_labels(run, cli, tmp_path):  # noqa: F811
+    words = ["sample", run / "run", "--device", "cpu", "-n", "4", "--out", "a.npz", "--classes"]
+    for classes in ("-1", "indian,-1"):
+        assert cli(*words, classes)[0] == 0
+        data = load_dataset(tmp_path / "a.npz")
+        assert len(data) == 4 and data.labels is None
+
+
+def test_names_that_the_command_line_cannot_say():
+    composed, names = "caf\xe9", ("cafe\u0301", "red, blue", "green ")
+    assert numbers_of([composed, "cafe\u0301", "green ", "1"], names, "it") == [0, 0, 2, 1]
+    assert numbers_of([composed], (composed, "cafe\u0301"), "it") == [0]
+    with pytest.raises(CudiffError, match=r"no class 'red': its classes are .*; say one with a comma, or a space at an"):
+        numbers_of(["red"], names, "it")
+
+
 def test_only_some_class_folders(run, cli, mistake, tmp_path):  # noqa: F811
     words = ["train", *TINY, "--data", run / "photos", "--model-channels", "16"]
     assert cli(*words, "--only-classes", "indian", "--folder", "one")[0] == 0
     config = load_checkpoint(tmp_path / "one").config
     assert (config.num_classes, config.class_names, config.only_classes) == (1, ("indian",), ("indian",))
+    assert "'' is not names such as ant,bee" in mistake(*words, "--only-classes", "", "--folder", "two")
     error = mistake(*words, "--only-classes", "asian", "--folder", "two")
     assert "photos has no class 'asian': its classes are african, indian" in error
 

@@ -129,6 +129,15 @@ def test_parts_that_do_not_agree_are_refused(images, labels, classes, names, mes
         Dataset(np.zeros(images, np.uint8), None if labels is None else np.array(labels), classes, class_names=names)
 
 
+def test_classes_are_chosen_by_numpys_integers_and_one_at_least():
+    data = Dataset(np.zeros((3, 4, 4, 1), np.uint8), [0, 1, 2], 3, class_names=("a", "b", "c"))
+    assert data.only(np.int64(2)).class_names == ("c",)
+    with pytest.raises(CudiffError, match=r"only\(\) of no class leaves no image"):
+        data.only([])
+    with pytest.raises(CudiffError, match="class_names are one text for each class, not 'abc'"):
+        Dataset(data.images, [0, 1, 2], 3, class_names="abc")
+
+
 def test_no_images_have_no_labels_and_no_need_of_classes():
     data = Dataset(np.zeros((0, 3, 3, 1), np.uint8), np.zeros(0, int))
     assert (len(data), data.num_classes, data.labels.tolist()) == (0, 0, [])

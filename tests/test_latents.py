@@ -195,6 +195,9 @@ def test_from_latents_to_latents(file, cli, mistake, tmp_path, model, words):  #
         assert "latents of 4 channels, which are no pictures: give --out NAME.npz" in mistake(*sample, "--out", out)
     assert cli(*sample, "--out", "again.npz", "--init", "made.npz", "--strength", "0")[0] == 0
     np.testing.assert_allclose(load_dataset(tmp_path / "again.npz").images, made.images, rtol=1e-5)
+    assert cli("sample", "run", "-n", "1", "--device", "cpu", "--seed", "3", "--out", "one.npz")[0] == 0
+    assert cli(*sample, "--out", "again.npz", "--init", "one.npz", "--strength", "0")[0] == 0
+    np.testing.assert_allclose(load_dataset(tmp_path / "again.npz").images, made.images[[0] * 4], rtol=1e-5)
     assert "and begins with those of an .npz, not with a.png" in mistake(*sample, "--out", "a.npz", "--init", "a.png")
     assert cli("train", "--resume", "run", "--steps", "3")[0] == 0
     assert "cannot change latent_scale from 0.1 to 0.2" in mistake("train", "--resume", "run", "--latent-scale", "0.2")

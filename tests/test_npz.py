@@ -70,6 +70,15 @@ def test_classes_are_fewer_than_2_to_the_20(tmp_path):
     refused("labels run to 1048576: number the classes from 0, fewer than 1048576", tmp_path / "a.npz")
 
 
+@pytest.mark.parametrize("labels, message", [
+    ([-1, -1], "labels begin at -1: number the classes from 0, or leave labels out"), ([-3, 2], "labels begin at -3"),
+    (["ant", "bee"], "an array of text, objects or another kind that is not read: give numbers"),
+])
+def test_labels_that_number_no_classes(tmp_path, labels, message):
+    np.savez(tmp_path / "a.npz", images=picture(2, 4, 4, 3), labels=np.array(labels))
+    refused(message, tmp_path / "a.npz")
+
+
 def test_what_may_be_inflated():
     """64 MiB, or 500 times the file."""
     for size, compressed in ((2**26, 0), (500 * 2**20, 2**20), (2**26, 2**26 // 500)):

@@ -52,8 +52,10 @@ def test_choices_and_flags():
     with pytest.raises(CudiffError, match=r"unknown x 'c{80}': use a or b"):
         option.checked("x", "c" * 81)
     assert Option((1,), "help").parsed("1, 2,") == (1, 2) and Option((), "help", entries=float).parsed("1.5") == (1.5,)
+    assert Option((), "help").parsed("") == ()
     assert Option((), "help").parsed("none") == Option((), "help", entries=str).parsed(" none ") == ()
-    for default, text, wanted in [(1, "1.5", "a whole number"), (1.0, "x", "a number"), ((1,), "1;2", "numbers such")]:
+    for default, text, wanted in [(1, "1.5", "a whole number"), (1.0, "x", "a number"), ((1,), "1;2", "numbers such"),
+                                  ((1,), "1,,2", "numbers such")]:
         with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not {wanted}"):
             Option(default, "help").parsed(text)
     with pytest.raises(CudiffError, match="text or a tuple of numbers or texts, not None"):

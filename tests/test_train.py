@@ -206,8 +206,10 @@ def test_minutes_end_a_run(train):
 
 def test_a_finished_run_says_so(train):
     trainer = train()
-    with pytest.raises(CudiffError, match=r"at its end after 6 steps .* give more --steps or --minutes"):
+    with pytest.raises(CudiffError, match=r"at its end after 6 steps .* give more --steps than 6"):
         train("run", trainer.save_path)
+    with pytest.raises(CudiffError, match=r"at its end after 6 steps .* give more --minutes than 1e-09"):
+        train("run", trainer.save_path, steps=9, minutes=1e-9)
     assert train("run", trainer.save_path, steps=8).step == 8
 
 

@@ -45,6 +45,8 @@ class Dataset:
 
     def __post_init__(self) -> None:
         self.num_classes = whole("num_classes", self.num_classes, 0)
+        if isinstance(self.class_names, str):
+            raise CudiffError(f"{self.name}: class_names are one text for each class, not '{self.class_names[:80]}'")
         if self.class_names is not None:
             self.class_names = tuple(map(str, self.class_names))
         if isinstance(self.images, list | tuple):
@@ -159,7 +161,9 @@ class Dataset:
         """
         if self.labels is None:
             raise CudiffError(f"{self.name} has no labels, so only_classes cannot choose: leave it out")
-        classes = [classes] if isinstance(classes, str | int) else classes
+        classes = [classes] if isinstance(classes, str | int | np.integer) else classes
+        if not len(classes):
+            raise CudiffError(f"{self.name}: only() of no class leaves no image: give one at least")
         names = self.class_names or tuple(map(str, range(self.num_classes)))
         numbers = chosen(classes, names, self.name)
         place = np.full(self.num_classes, -1, np.int32)

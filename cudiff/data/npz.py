@@ -172,6 +172,8 @@ def _labels(file: Path, array: Stored, n: int) -> np.ndarray:
     if shape != (n,) or dtype.kind not in "iu":
         raise CudiffError(f"{file}: labels are {dtype} {shape}; give one integer for each of the {n} images")
     labels = array.read()
+    if labels.min() < 0:
+        raise CudiffError(f"{file}: labels begin at {labels.min()}: number the classes from 0, or leave labels out")
     if labels.max() >= MOST_CLASSES:
         raise CudiffError(f"{file}: labels run to {labels.max()}: number the classes from 0, fewer than {MOST_CLASSES}")
     return labels
@@ -258,7 +260,7 @@ def _header(stream: Readable) -> Header:
     order = re.search(r"'fortran_order': *(True|False)", text)
     lengths = re.search(r"'shape': *\(((?:[0-9]{1,18}(?:, *|(?=\))))*)\)", text)
     if descr is None or order is None or lengths is None:
-        raise ValueError("an array of objects, or of a kind that is not read")
+        raise ValueError("an array of text, objects or another kind that is not read: give numbers")
     try:
         dtype = np.dtype(descr[1])
     except TypeError:
