@@ -146,6 +146,23 @@ def moments_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     return moments | {"counters": np.array(checkpoint.counters["optimizer"])}
 
 
+def slow_widths(net: Module, device: str) -> list[str]:
+    """A line on layers whose channels are no multiples of 8, which most fast kernels need for loads of 16 bytes: where
+    they hold a tenth of the weights of a network that computes on a GPU in 16 bits or tf32."""
+    if device != "cuda" or net.precision == "fp32":
+        return []
+    weights = [parameter for parameter in net.parameters() if parameter.low and parameter.ndim > 1]
+    slow = [(size, weight) for weight in weights for size in {weight.shape[0], weight.shape[-1]}
+            if size % 8 and size >= 8]  # images, of few channels, have kernels of their own
+    widths = sorted({size for size, _ in slow})
+    if not 10 * sum({id(weight): weight.size for _, weight in slow}.values()) > sum(weight.size for weight in weights):
+        return []
+    named = ", ".join(map(str, widths[:LISTED])) + ", ..." * (len(widths) > LISTED)
+    below, above = widths[0] // 8 * 8, -(-widths[0] // 8) * 8
+    return [f"layers of {named} channels are slow, several times as slow as of {below} or {above}: fast kernels take "
+            "multiples of 8"]
+
+
 def check_shares(config: Config, group: Group) -> None:
     """Raise CudiffError where the processes of a group cannot have equal parts of a batch."""
     size = config.batch_size

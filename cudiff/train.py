@@ -21,6 +21,7 @@ from cudiff.beginning import (
     check_shares,
     moments_of,
     optimizer_of,
+    slow_widths,
     take_weights,
 )
 from cudiff.checkpoint import Checkpoint, checkpoint_path, latest, part, prefixed, prune, save_checkpoint
@@ -122,6 +123,7 @@ class Trainer:
         if config.shard:
             self.net.flat_parameters().shard(group)
             self._notices += ["shard changes nothing: there is one process, which holds all"] * (group.size == 1)
+        self._notices += slow_widths(self.net, self.device)
         self.ema = EMA(self.net, config.ema_half_life)
         self.optimizer = optimizer_of(config, self.net, self.ema)
         self._reduction = Reduction(self.optimizer.flat, self.net.parameters(), group, config.accumulate)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cudiff.beginning import begin_alike, configuration_of
+from cudiff.beginning import begin_alike, configuration_of, slow_widths
 from cudiff.checkpoint import latest, load_checkpoint
 from cudiff.cli import main
 from cudiff.config import PRESETS
@@ -143,3 +143,19 @@ def test_the_command(trained, tmp_path, monkeypatch, capsys):
 def test_what_a_resumed_run_cannot_change_is_told_first(trained, words, text, capsys):
     assert main(["train", "--resume", str(trained), *words]) == 2
     assert capsys.readouterr().err == f"cudiff: a resumed run cannot change {text}: leave it out, or start anew\n"
+
+
+@pytest.mark.parametrize("preset, changes, message", [
+    ("elephants", {"model_channels": 36, "num_head_channels": 12},
+     "layers of 36, 108, 180, 252, 324 channels are slow, several times as slow as of 32 or 40: fast kernels take "
+     "multiples of 8"),
+    ("elephants", {"model_channels": 48, "num_head_channels": 12}, ""), ("mnist", {}, ""), ("cs179", {}, ""),
+    ("dit-mnist", {"depth": 2}, ""), ("dit-elephants", {"depth": 2, "patch_size": 8}, ""),
+    ("elephants", {"model_channels": 36, "num_head_channels": 12, "precision": "fp32"}, ""),
+])
+def test_channels_that_fast_kernels_do_not_take_are_told(preset, changes, message):
+    config = PRESETS[preset].replace(**{"precision": "bf16"} | changes)
+    config = config.replace(num_classes=max(0, config.num_classes))
+    net = build(config)
+    net.precision = config.precision
+    assert slow_widths(net, "cuda") == ([message] if message else []) and slow_widths(net, "cpu") == []
