@@ -101,6 +101,8 @@ def _explain(error: Exception) -> str:
         return "out of memory: use a smaller --batch-size or model, or --residency host for large data"
     if isinstance(error, OSError):
         where = f"cannot use {error.filename}" if error.filename else "cannot write"
+        if isinstance(error, PermissionError):
+            return f"{where} ({error.strerror or error}): check its permissions or choose another folder"
         room = "" if isinstance(error, FileExistsError | NotADirectoryError) else "make room or "
         return f"{where} ({error.strerror or error}): {room}choose another folder"
     text = str(error).strip().splitlines()

@@ -33,7 +33,7 @@ def test_exit_codes(error, code, monkeypatch, capsys):
 
 @pytest.mark.parametrize("error, line", [
     (OSError(28, "No space left on device"), "cannot write (No space left on device): make room or choose another"),
-    (OSError(13, "Permission denied", "a.png"), "cannot use a.png (Permission denied): make room"),
+    (OSError(13, "Permission denied", "a.png"), "cannot use a.png (Permission denied): check its permissions"),
     (FileExistsError(17, "File exists", "run"), "cannot use run (File exists): choose another folder"),
     (OSError("alone"), "cannot write (alone)"), (KeyError(), "unexpected KeyError (run again with --debug"),
     (ValueError("first\nsecond"), "unexpected ValueError: first (run again with --debug"),
