@@ -142,9 +142,9 @@ def _of_clip(dout: Tensor, x: Tensor, low: float | None, high: float | None) -> 
     return (where(inside, dout, 0.0),)
 
 
-def _share(a: Any, b: Any) -> Tensor:
-    """Of the larger's gradient: 1 where that is a, 1/2 for equals."""
-    return (a > b) * 0.5 + (a >= b) * 0.5
+def _of_larger(d: Tensor, a: Any, b: Any) -> Tensor:
+    """Where a is larger d, half of it for equals."""
+    return where(a > b, d, where(a == b, d * 0.5, 0.0))
 
 
 def _of_silu(dout: Tensor, x: Tensor) -> tuple[Tensor]:
@@ -283,8 +283,8 @@ DERIVATIVES: dict[type[Function], Derivative] = {
     Hypot: _of_two(lambda d, a, b: (d * a / hypot(a, b), d * b / hypot(a, b))),
     FloorDivide: _of_two(lambda d, a, b: (d * 0.0, d * 0.0)),
     Remainder: _of_two(lambda d, a, b: (d, -d * floor_divide(a, b))),
-    Maximum: _of_two(lambda d, a, b: (d * _share(a, b), d * _share(b, a))),
-    Minimum: _of_two(lambda d, a, b: (d * _share(b, a), d * _share(a, b))),
+    Maximum: _of_two(lambda d, a, b: (_of_larger(d, a, b), _of_larger(d, b, a))),
+    Minimum: _of_two(lambda d, a, b: (_of_larger(d, b, a), _of_larger(d, a, b))),
     Where: lambda d, mask, a, b, scalars: (None, where(mask, d, 0.0), where(mask, 0.0, d)),
     Cast: lambda d, x, dtype: (astype(d, x.dtype),),
     Sum: _of_sum,

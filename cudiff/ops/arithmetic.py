@@ -16,7 +16,7 @@ from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.elementwise import broadcast_layout, grid
 from cudiff.cuda.launch import empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import as_tensor, downcast, is_number, operands, upcast
+from cudiff.ops.cast import as_tensor, downcast, is_number, masked, operands, upcast
 from cudiff.ops.elementwise import square
 from cudiff.ops.integer import check_numbers, integer
 from cudiff.ops.reduce import sum_to
@@ -236,7 +236,7 @@ class Maximum(Binary):
 
     @staticmethod
     def gradient_a(dout, a, b):
-        return dout * (0.5 * np.add(a > b, a >= b, dtype=dout.dtype))
+        return masked(dout, a >= b) * (0.5 * np.add(a > b, a >= b, dtype=dout.dtype))
 
     @staticmethod
     def gradient_b(dout, a, b):

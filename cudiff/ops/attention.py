@@ -141,7 +141,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
     Raises ValueError where shapes do not agree, TypeError for a mask that is not bool.
     Vaswani et al. 2017; Dao 2023, "FlashAttention-2".
     """
-    if k.shape != v.shape or q.ndim != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]) or 0 in k.shape:
+    if k.shape != v.shape or q.ndim != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]) or \
+            0 in q.shape + k.shape:
         raise ValueError(
             f"attention takes q (N, Tq, heads, D), k and v (N, Tk, heads, D); got {q.shape}, {k.shape}, {v.shape}"
         )

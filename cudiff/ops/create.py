@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from cudiff.backend import Array, array_module, bfloat16, float32, float64, storable
+from cudiff.backend import Array, array_module, bfloat16, float32, float64, is_float, storable
 from cudiff.cuda.kernels.shape import filled
 from cudiff.ops.cast import as_tensor, astype, is_number
 from cudiff.tensor import Tensor
@@ -63,9 +63,12 @@ def arange(start: float, stop: float | None = None, step: float = 1, dtype: Any 
 
 def linspace(start: float, stop: float, num: int = 50, endpoint: bool = True, dtype: Any = float32,
              device: str = "cpu") -> Tensor:
-    """`num` numbers at equal distances from `start` to `stop`, which is left out without `endpoint`."""
+    """`num` numbers at equal distances from `start` to `stop`, which is left out without `endpoint`; those of an
+    integer dtype are rounded down."""
     _numbers("linspace", start, stop)
-    return _rounded(array_module(device).linspace(start, stop, num, endpoint), dtype, device)
+    module = array_module(device)
+    numbers = module.linspace(start, stop, num, endpoint)
+    return _rounded(numbers if is_float(storable(dtype, device)) else module.floor(numbers), dtype, device)
 
 
 def zeros_like(x: Any, dtype: Any = None, device: str | None = None) -> Tensor:

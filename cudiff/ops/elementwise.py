@@ -16,7 +16,7 @@ from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.cuda.sums import empty_statistics
 from cudiff.function import Function
 from cudiff.gradient import Slot
-from cudiff.ops.cast import as_tensor, astype, downcast, result_dtype, upcast
+from cudiff.ops.cast import as_tensor, astype, downcast, masked, result_dtype, upcast
 from cudiff.ops.integer import integer
 from cudiff.statistics import ChannelStatistics, Kind
 from cudiff.tensor import Tensor
@@ -131,7 +131,7 @@ class Cbrt(Unary):
 
 class Abs(Unary):
     value = staticmethod(lambda x: np.abs(x))
-    gradient = staticmethod(lambda dout, x: dout * np.sign(x))
+    gradient = staticmethod(lambda dout, x: masked(dout, x != 0) * np.sign(x))
 
 
 class Square(Unary):
@@ -180,7 +180,7 @@ class Relu(Unary):
 
     @staticmethod
     def gradient(dout, out):
-        return dout * (out > 0)
+        return masked(dout, out > 0)
 
     @classmethod
     def backward_cuda(cls, ctx, dout, needs, into):
@@ -313,6 +313,8 @@ def ceil(x: Any) -> Tensor:
 def round(x: Any, decimals: int = 0) -> Tensor:
     """x rounded to `decimals` decimals, halves to the even number; the gradient is 0."""
     x, decimals = as_tensor(x), operator.index(decimals)
+    if not -300 <= decimals <= 300:
+        raise ValueError(f"round: no number has {decimals} decimals, give -300 to 300")
     if decimals == 0 or (decimals > 0 and not is_float(x.dtype)):
         return unary(Round, x, lambda x: x)
     if not is_float(x.dtype):

@@ -53,6 +53,8 @@ class Embedding(Function):
         (indices,) = ctx.saved
         dim = dout.shape[-1]
         dweight, accumulate = gradient_target(into[1], (ctx.num, dim), dout.dtype)
+        if not dweight.size:
+            return None, dweight
         if scans(dweight, indices.size):
             launch(
                 "embedding", "scatter_add", (ctx.num, blocks(dim, 128)), 128,

@@ -325,6 +325,8 @@ def take(x: Any, indices: Any, axis: int | None = None) -> Tensor:
     if axis is None:
         return take(flatten(x), indices, 0)
     axis = normalize_axis(axis, x.ndim)
+    if not isinstance(indices, Tensor) and np.asarray(indices).dtype == bool:
+        indices = np.asarray(indices, np.int64)  # which an index of bools would choose by
     return getitem(x, (slice(None),) * axis + (indices,))
 
 

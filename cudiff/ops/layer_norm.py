@@ -140,5 +140,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
     shapes = x.shape[-1:], (*x.shape[:1], *x.shape[-1:])
     if weight.shape != bias.shape or x.ndim == 0 or weight.shape not in (shapes if x.ndim > 1 else shapes[:1]):
         raise ValueError(f"layer_norm: weight {weight.shape} and bias {bias.shape} do not fit x {x.shape}")
+    if not x.shape[-1]:
+        raise ValueError(f"layer_norm: x of shape {x.shape} has no channels to normalise")
     require_floats("layer_norm", x, weight, bias)
     return LayerNorm.apply(x, *as_wide(weight, bias), eps=eps)

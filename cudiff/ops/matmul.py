@@ -259,6 +259,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
         raise ValueError(f"linear: x of shape {x.shape} does not fit weight of shape {weight.shape} (out, in)")
     if not weight.shape[1]:
         raise ValueError(f"linear: x of shape {x.shape} has no features to multiply")
+    if not len(weight):
+        raise ValueError(f"linear: a weight of shape {weight.shape} has no outputs")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"linear: the bias has shape {bias.shape}, not {weight.shape[:1]}")
     if residual is not None and (residual.shape, residual.dtype) != ((*x.shape[:-1], weight.shape[0]), x.dtype):
@@ -266,6 +268,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
     require_floats("linear", x, weight, bias)
     if gate is None:
         return Linear.apply(x, weight, bias, residual)
+    if not len(x):
+        raise ValueError(f"linear: x of shape {x.shape} has no images to gate")
     if residual is None or x.ndim < 2 or gate.shape != (len(x), len(weight)):
         raise ValueError(f"linear: the gate {gate.shape} is not {(len(x), len(weight))}, beside a residual")
     return GatedLinear.apply(x, weight, bias, residual, gate)

@@ -92,10 +92,13 @@ def mlp(x: Tensor, weight: Tensor, bias: Tensor | None, weight2: Tensor, bias2: 
     for name, matrix, vector in (("weight", weight, bias), ("weight2", weight2, bias2)):
         if matrix.ndim != 2 or (vector is not None and vector.shape != matrix.shape[:1]):
             raise ValueError(f"mlp: {name} of shape {matrix.shape} is not (out, in) with a bias (out,)")
-    if x.ndim == 0 or x.shape[-1] != weight.shape[1] or len(weight) != weight2.shape[1] or 0 in weight.shape:
+    if x.ndim == 0 or x.shape[-1] != weight.shape[1] or len(weight) != weight2.shape[1] or \
+            0 in weight.shape + weight2.shape:
         raise ValueError(f"mlp: x {x.shape}, weight {weight.shape} and weight2 {weight2.shape} do not fit each other")
     if residual is not None and (residual.shape, residual.dtype) != ((*x.shape[:-1], len(weight2)), x.dtype):
         raise ValueError(f"mlp: the residual {residual.shape} {residual.dtype} is not like the result")
+    if gate is not None and not len(x):
+        raise ValueError(f"mlp: x of shape {x.shape} has no images to gate")
     if gate is not None and (residual is None or x.ndim < 2 or gate.shape != (len(x), len(weight2))):
         raise ValueError(f"mlp: the gate {gate.shape} is not {(len(x), len(weight2))}, beside a residual")
     require_floats("mlp", x, weight, bias, weight2, bias2)

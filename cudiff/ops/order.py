@@ -177,7 +177,8 @@ def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Tensor:
 
     x: integers of one axis, none below 0: ValueError otherwise. CudiffError on a GPU inside of `capture`.
     """
-    x = as_index("bincount", x, x.device if isinstance(x, Tensor) else "cpu")
+    device = next((given.device for given in (x, weights) if isinstance(given, Tensor)), "cpu")
+    x = as_index("bincount", x, device)
     if is_capturing(x.device):
         raise CudiffError("bincount waits for the GPU: inside of a captured function add to zeros(n) by .at[x].add(1)")
     if x.ndim != 1 or (x.size and min(x).item() < 0):

@@ -148,7 +148,7 @@ class MaxPool2d(Function):
         out = next(taps).copy()
         place = np.zeros(out.shape, np.uint8)
         for index, tap in enumerate(taps, 1):
-            place[tap > out] = index
+            place[(tap > out) | (np.isnan(tap) & ~np.isnan(out))] = index
             np.maximum(out, tap, out=out)
         if relu:
             place[out <= 0] = NOWHERE
@@ -192,8 +192,8 @@ def _window(name: str, x: Tensor, size: int | Pair, stride: int | Pair | None, p
         pair(f"{name}: size", size), pair(f"{name}: stride", size if stride is None else stride),
         pair(f"{name}: padding", padding), flag("ceil_mode", ceil_mode),
     )
-    if x.ndim != 4:
-        raise ValueError(f"{name}: x has shape {x.shape}, not (N, H, W, C)")
+    if x.ndim != 4 or not x.shape[3]:
+        raise ValueError(f"{name}: x has shape {x.shape}, not (N, H, W, C) with a channel at least")
     for length, step, edge in zip(*window[:3], strict=True):
         if not 1 <= length <= 16 or step < 1 or not 0 <= edge <= length // 2:
             raise ValueError(
@@ -238,6 +238,7 @@ def avg_pool2d(x: Tensor, size: int | Pair = 2, stride: int | Pair | None = None
 
 def upsample_nearest(x: Tensor, factor: int = 2) -> Tensor:
     """Each pixel of x (N, H, W, C) repeated factor x factor times → (N, H·factor, W·factor, C)."""
-    if x.ndim != 4 or not isinstance(factor, int | np.integer) or factor < 1:
-        raise ValueError(f"upsample_nearest: x of shape {x.shape} must be (N, H, W, C), the factor {factor} 1, 2, ...")
+    if x.ndim != 4 or 0 in x.shape[1:] or not isinstance(factor, int | np.integer) or factor < 1:
+        raise ValueError(f"upsample_nearest: x of shape {x.shape} must be (N, H, W, C), with pixels and channels, the "
+                         f"factor {factor} 1, 2, ...")
     return x if factor == 1 else UpsampleNearest.apply(x, factor=factor)

@@ -10,7 +10,7 @@ import numpy as np
 
 from cudiff.backend import array_module
 from cudiff.ops.arithmetic import where
-from cudiff.ops.cast import as_tensor
+from cudiff.ops.cast import as_tensor, as_tensors
 from cudiff.ops.compare import logical_and
 from cudiff.ops.index import getitem
 from cudiff.ops.reduce import normalize_axes, normalize_axis, sum
@@ -121,13 +121,13 @@ def atleast_2d(x: Any) -> Tensor:
 
 def hstack(tensors: Sequence[Any]) -> Tensor:
     """Tensors joined along their second axis; 1-d tensors along their only one."""
-    found = [atleast_1d(x) for x in tensors]
+    found = [atleast_1d(x) for x in as_tensors(*tensors)]
     return concatenate(found, 0 if found and found[0].ndim == 1 else 1)
 
 
 def vstack(tensors: Sequence[Any]) -> Tensor:
     """Tensors joined along their first axis; 1-d tensors are rows."""
-    return concatenate([atleast_2d(x) for x in tensors])
+    return concatenate([atleast_2d(x) for x in as_tensors(*tensors)])
 
 
 def broadcast_arrays(*tensors: Any) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.cuda.sums import add_rows
 from cudiff.function import Function
 from cudiff.gradient import Slot
-from cudiff.ops.cast import as_tensor, astype
+from cudiff.ops.cast import as_tensor, astype, masked
 from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map, unflagged
 from cudiff.values import flag
@@ -254,7 +254,8 @@ class Extreme(Function):
         x, out = ctx.saved
         share = x == out
         wide = dout.astype(compute_dtype(dout.dtype), copy=False).reshape(out.shape)
-        dx = share * (wide / np.sum(share, axis=ctx.axes, keepdims=True, dtype=wide.dtype))
+        ties = np.maximum(np.sum(share, axis=ctx.axes, keepdims=True, dtype=wide.dtype), 1)  # of NaN there are none
+        dx = masked(wide / ties, share)
         return (dx.astype(x.dtype, copy=False),)
 
     @staticmethod

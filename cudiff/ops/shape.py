@@ -204,7 +204,7 @@ def flatten(x: Any, start: int = 0) -> Tensor:
 def expand_dims(x: Any, axis: int | tuple[int, ...]) -> Tensor:
     """x with new axes of size 1 at these positions of the result."""
     x = as_tensor(x)
-    count = len(axis) if isinstance(axis, tuple) else 1
+    count = len(axis) if isinstance(axis, tuple | list) else 1
     axes = normalize_axes(axis, x.ndim + count)
     sizes = iter(x.shape)
     return reshape(x, tuple(1 if i in axes else next(sizes) for i in range(x.ndim + count)))
@@ -243,7 +243,7 @@ def concatenate(tensors: Sequence[Any], axis: int | None = 0) -> Tensor:
     tensors = tuple(tensors)
     if not tensors:
         raise ValueError("concatenate needs at least one tensor")
-    tensors = as_tensors(*(tensors if axis is not None else map(flatten, tensors)))
+    tensors = as_tensors(*tensors) if axis is not None else list(map(flatten, as_tensors(*tensors)))
     axis = normalize_axis(0 if axis is None else axis, tensors[0].ndim)
     shapes = {t.shape[:axis] + t.shape[axis + 1 :] for t in tensors}
     if len(shapes) > 1 or len({t.ndim for t in tensors}) > 1:

@@ -71,8 +71,8 @@ __device__ __forceinline__ void binary(T* out, float* wide, int accumulate, i64 
         binary(dx, wide, accumulate, n, dout, a, b, scalar, layout, [](float dout, float a, float b) { return value; }); \
     }
 
-// 1 for the larger, 1/2 for equals.
-__device__ __forceinline__ float share(float a, float b) { return 0.5f * ((a > b ? 1.0f : 0.0f) + (a >= b ? 1.0f : 0.0f)); }
+// dout where a is larger, half of it for equals, else 0, of an infinite dout too.
+__device__ __forceinline__ float of_larger(float dout, float a, float b) { return a > b ? dout : a == b ? 0.5f * dout : 0.0f; }
 
 // x / length², 0 of no length; the square may overflow.
 __device__ __forceinline__ float over_square(float x, float length) { return length == 0.0f ? 0.0f : x / length / length; }
@@ -112,11 +112,11 @@ FORWARD(remainder, remainder_of(a, b))
 GRADIENT(remainder_da, dout)
 GRADIENT(remainder_db, -dout * whole_quotient(a, b))
 FORWARD(maximum, a > b || a != a ? a : b)
-GRADIENT(maximum_da, dout * share(a, b))
-GRADIENT(maximum_db, dout * share(b, a))
+GRADIENT(maximum_da, of_larger(dout, a, b))
+GRADIENT(maximum_db, of_larger(dout, b, a))
 FORWARD(minimum, a < b || a != a ? a : b)
-GRADIENT(minimum_da, dout * share(b, a))
-GRADIENT(minimum_db, dout * share(a, b))
+GRADIENT(minimum_da, of_larger(dout, b, a))
+GRADIENT(minimum_db, of_larger(dout, a, b))
 
 // out = a + (b - a) * weight; a has out's shape, and `layout` is of b and weight. b of lerp_da and lerp_db is the weight.
 extern "C" __global__ void lerp_forward(const T* a, const T* b, const T* weight, float scalar, T* out, i64 n, Layout layout) {

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 import cudiff
-from cudiff import Tensor
+from cudiff import Tensor, ops
 from tests.check import check_op, relative_error, torch
 
 # name, PyTorch's function, and how standard normal numbers become inputs of the domain, away from kinks
@@ -131,3 +131,23 @@ def test_integers_become_float32_where_they_must():
     assert cudiff.sqrt(x).dtype == np.float32
     assert cudiff.square(x).dtype == np.int32
     assert (-x).numpy().tolist() == [-1, -4]
+
+
+MASKING = {
+    "relu": (ops.relu, [-1, 0, 2], [0, 0, 1]), "abs": (ops.abs, [-1, 0, 2], [-1, 0, 1]),
+    "clip": (lambda x: ops.clip(x, 0, 1), [-1, 0.5, 2], [0, 1, 0]),
+    "maximum": (lambda x: ops.maximum(x, Tensor(np.zeros(3, np.float32), device=x.device)), [-1, 0, 2], [0, 0.5, 1]),
+    "minimum": (lambda x: ops.minimum(0.0, x), [-1, 0, 2], [1, 0.5, 0]),
+    "max": (lambda x: ops.max(x.reshape(1, 3), 1, keepdims=True) + np.zeros((1, 3), np.float32), [-1, 0, 2], [0, 0, 3]),
+}
+
+
+@pytest.mark.parametrize("operation, values, slopes", MASKING.values(), ids=MASKING)
+@pytest.mark.parametrize("infinite", [np.inf, -np.inf])
+def test_what_has_no_gradient_has_none_of_an_infinite_one_too(device, operation, values, slopes, infinite):
+    x = Tensor(np.float32(values), requires_grad=True, device=device)
+    out = operation(x)
+    with np.errstate(all="ignore"):
+        out.backward(Tensor(np.full(out.shape, infinite, np.float32), device=device))
+        expected = np.where(np.array(slopes) == 0, 0, np.float32(slopes) * infinite)
+    np.testing.assert_array_equal(Tensor(x.grad).numpy(), expected)
