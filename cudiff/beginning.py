@@ -148,7 +148,7 @@ def moments_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
 
 def slow_widths(net: Module, device: str) -> list[str]:
     """A line on layers whose channels are no multiples of 8, which most fast kernels need for loads of 16 bytes: where
-    they hold a tenth of the weights of a network that computes on a GPU in 16 bits or tf32."""
+    they hold a tenth of the weights of a network that computes on a GPU, but in fp32."""
     if device != "cuda" or net.precision == "fp32":
         return []
     weights = [parameter for parameter in net.parameters() if parameter.low and parameter.ndim > 1]

@@ -84,6 +84,8 @@ def more() -> Iterator[tuple[str, Callable[[], Any]]]:
         for side in (8, 16):
             yield f"conv2d {dtype} {side}", lambda d=dtype, s=side: _back(allow_tf32()(ops.conv2d)(
                 tensor(2, s, s, 64, dtype=d), tensor(64, 3, 3, 64), tensor(64), padding=1))
+        yield f"convolution of wide images {dtype}", lambda d=dtype: _back(allow_tf32()(ops.conv2d)(
+            tensor(1, 3, 200, 16, dtype=d), tensor(24, 3, 3, 16), tensor(24), padding=1))
         yield f"norm_silu_conv2d {dtype}", lambda d=dtype: _back(allow_tf32()(ops.norm_silu_conv2d)(
             tensor(2, 8, 8, 64, dtype=d), tensor(2, 8, 8, 64, dtype=d), weight=tensor(64, 3, 3, 128),
             norm_weight=tensor(128), norm_bias=tensor(128), emb=tensor(2, 64), residual=tensor(2, 8, 8, 64, dtype=d)))

@@ -263,7 +263,7 @@ def wgrad_tf32(x: Array, dout: Array, dweight: Array, add: bool, splits: int = 0
     outputs, taps, _, channels = dweight.shape
     rows, across, stages, shared = fit_tf32(height, columns, channels, taps)
     width = width_of(columns, TF32_COLUMNS)
-    pitch_x = _pitch_tf32(width, taps)
+    pitch_x = _pitch(width, taps)
     grid = blocks(outputs, 64) * blocks(channels, 32 * across)
     splits = min(_steps(x.shape[:3], rows, TF32_COLUMNS), splits or max(1, multiprocessors() // grid))
     out, pitch = _sums(dweight, splits)
@@ -282,7 +282,7 @@ def wgrad_tf32(x: Array, dout: Array, dweight: Array, add: bool, splits: int = 0
 def fit_tf32(height: int, columns: int, channels: int, taps: int) -> tuple[int, int, int, int]:
     """Rows of an image a step, 32-channel columns a block, steps in flight (at least 3), bytes of shared memory."""
     width = width_of(columns, TF32_COLUMNS)
-    pitch_x = _pitch_tf32(width, taps)
+    pitch_x = _pitch(width, taps)
     rows = min(max(1, 64 // width), height)
     room = SHARED_BYTES - 1024 - BARRIER_BYTES
     across = 1 if taps > 1 else min(4, blocks(channels, 32), room // (3 * rows * width * ROW_BYTES) - 2)
@@ -291,7 +291,7 @@ def fit_tf32(height: int, columns: int, channels: int, taps: int) -> tuple[int, 
     return rows, across, stages, max(stages * stage, taps**2 * across * 16 * 128 * 4) + BARRIER_BYTES
 
 
-def _pitch_tf32(width: int, taps: int) -> int:
+def _pitch(width: int, taps: int) -> int:
     """Pixels from one row of a halo tile to the next: a multiple of eight."""
     return blocks(width + taps - 1, 8) * 8
 
