@@ -159,8 +159,7 @@ def slow_widths(net: Module, device: str) -> list[str]:
         return []
     named = ", ".join(map(str, widths[:LISTED])) + ", ..." * (len(widths) > LISTED)
     below, above = widths[0] // 8 * 8, -(-widths[0] // 8) * 8
-    return [f"layers of {named} channels are slow, several times as slow as of {below} or {above}: fast kernels take "
-            "multiples of 8"]
+    return [f"layers of {named} channels are slow: fast kernels take multiples of 8, such as {below} or {above}"]
 
 
 def check_shares(config: Config, group: Group) -> None:

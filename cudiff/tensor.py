@@ -197,7 +197,7 @@ class Tensor:
         if is_capturing(self.device):
             copy_into(self.data, values.data)
         else:
-            self.data = values.data
+            self.data, self._parameter = values.data, None
         self.statistics = None
 
     @property
