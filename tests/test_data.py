@@ -365,7 +365,7 @@ def test_refused_npz(tmp_path):
         ({"images": images[:0]}, "no images"),
         ({"images": images[:, :4]}, "8x4, not square"),
         ({"images": images, "labels": np.arange(4)}, "one integer for each"),
-        ({"images": images, "labels": np.arange(5) - 1}, "run from -1 to 3"),
+        ({"images": images, "labels": np.arange(5) - 1}, "labels begin at -1"),
         ({"images": images, "labels": np.arange(5) / 2}, "float64"),
         ({"images": np.array([{}])}, "cannot read .*set.npz"),
     ]:

@@ -28,7 +28,6 @@ from cudiff.cuda.graph import record_again
 from cudiff.distributed import Group
 from cudiff.distributed.shards import Shards
 from cudiff.errors import CudiffError
-from cudiff.ops.methods import CHANGING
 from cudiff.ops.optim import Flag
 from cudiff.tensor import Tensor, grad_enabled, now
 from cudiff.values import flag
@@ -186,6 +185,12 @@ class Parameter(Tensor):
         if self.flat is not None:
             self.flat.set_flags(self)
 
+    # `p -= lr * p.grad`, which would else name a new tensor
+    __iadd__, __isub__ = _in_place(ops.add), _in_place(ops.subtract)
+    __imul__, __itruediv__ = _in_place(ops.multiply), _in_place(ops.divide)
+    __ifloordiv__, __imod__ = _in_place(ops.floor_divide), _in_place(ops.remainder)
+    __ipow__, __imatmul__ = _in_place(ops.power), _in_place(ops.matmul)
+
     __reduce__: Any = object.__reduce__  # which asks __getstate__
 
     def __getstate__(self) -> dict[str, Any]:
@@ -252,9 +257,6 @@ class Parameter(Tensor):
         _grad.fset(self, grad)
         self.flat, self.compute_copy, self._stale = flat, compute_copy, True
 
-
-for _name, _operation in CHANGING.items():  # `p -= lr * p.grad`, which would else name a new tensor
-    setattr(Parameter, f"__{_name}__", _in_place(getattr(ops, _operation)))
 
 _data: Any = Tensor.__dict__["data"]
 _grad: Any = Tensor.__dict__["grad"]
