@@ -385,7 +385,7 @@ def test_npz_of_every_order_and_labels_of_any_integers(tmp_path):
     for labels, message in [
         (np.array([0, 1, 2, 10**9]), "run to 1000000000: number the classes from 0"),
         (np.array([0, 1, 2, 2**64 - 1], np.uint64), "number the classes"),
-        (np.array([0, 1, 2, -1]), "run from -1"),
+        (np.array([0, 1, 2, -1]), "labels begin at -1"),
         (np.zeros((4, 1), int), "one integer for each"),
         (np.zeros(5, int), "one integer for each"),
         (np.zeros(4, bool), "one integer for each"),
