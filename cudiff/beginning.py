@@ -22,19 +22,39 @@ LISTED = 6
 """How many names a notice repeats."""
 
 
+def check_given(config: Any, dataset: Any, resume: Any, init: Any) -> None:
+    """Raise CudiffError where a Trainer is given something of another kind, or two checkpoints to begin with."""
+    if not isinstance(config, Config):
+        raise CudiffError(f"a Trainer takes a cudiff.Config, not {type(config).__name__}: give Config(...), "
+                          "Config.from_dict(values) or PRESETS[name]")
+    for checkpoint in (resume, init):
+        if not isinstance(dataset, Dataset) or not isinstance(checkpoint, Checkpoint | None):
+            raise CudiffError("a Trainer takes what cudiff.load_dataset returns, and to resume or init what "
+                              f"load_checkpoint does, not {type(dataset).__name__} and {type(checkpoint).__name__}")
+    if resume is not None and init is not None:
+        raise CudiffError("a run goes on (resume) or begins with trained weights (init): give one of them")
+
+
 def resumed_configuration(arguments: argparse.Namespace, checkpoint: Checkpoint) -> Config:
     """That of a run that goes on, of a command line. Raises CudiffError for what cannot change before all else; options
     that stand for the data's are compared by `check_resumed`, once the data is known."""
-    was, default = checkpoint.config, Config()
+    _check_fixed(checkpoint.config, arguments)
+    config = from_arguments(arguments, checkpoint.config)
+    _check_fixed(checkpoint.config, config, "it" if arguments.preset is None else f"--preset {arguments.preset}")
+    return config
+
+
+def _check_fixed(was: Config, given: Any, what: str = "it") -> None:
+    """Raise CudiffError where `given` changes what a resumed run cannot, but for values that are the defaults."""
+    default = Config()
     for name, before in was.fixed().items():
-        value = getattr(arguments, name, before)
+        value = getattr(given, name, before)
         if value not in (before, getattr(default, name, before)):
-            raise _unchangeable(name, before, value)
-    return from_arguments(arguments, was)
+            raise _unchangeable(name, before, value, what)
 
 
-def _unchangeable(name: str, before: Any, after: Any) -> CudiffError:
-    return CudiffError(f"a resumed run cannot change {name} from {before} to {after}: leave it out, or start anew")
+def _unchangeable(name: str, before: Any, after: Any, what: str = "it") -> CudiffError:
+    return CudiffError(f"a resumed run cannot change {name} from {before} to {after}: leave {what} out, or start anew")
 
 
 def check_resumed(config: Config, checkpoint: Checkpoint) -> list[str]:
@@ -71,11 +91,14 @@ def check_data(checkpoint: Checkpoint, data: Mapping[str, Any], accepted: bool) 
     if not isinstance(before, dict):
         return [*notes, "the checkpoint does not say which data it was trained on: whether this is the same is not "
                         "checked"]
-    found = "; ".join(differences(before, data))
-    if found and not accepted:
+    found, classes = "; ".join(differences(before, data)), checkpoint.config.num_classes
+    fits = not classes or 0 < data["classes"] <= classes
+    if found and not (accepted and fits):
         raise CudiffError(
             f"this is not the data that the run was trained on ({found}): name that with --data, or resume in "
-            "Python with its Dataset; --data-changed (data_changed=True) accepts this"
+            "Python with its Dataset; " + ("--data-changed (data_changed=True) accepts this" if fits else
+            f"its model takes labels of {classes} classes: choose these with --only-classes, or begin a new run with "
+            "its weights, by --init (init=)")
         )
     return [*notes, f"the data has changed: {found}"] if found else notes
 
@@ -144,6 +167,12 @@ def moments_of(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     if scale := checkpoint.counters.get("loss_scale"):
         moments["loss_scale"] = np.array(scale, np.float32)
     return moments | {"counters": np.array(checkpoint.counters["optimizer"])}
+
+
+def saved_bytes(net: Module, optimizer: Optimizer) -> int:
+    """What the tensors of a checkpoint take: weights, their average, with the buffers of both, and the moments."""
+    buffers = sum(buffer.data.nbytes for buffer in net.buffers())
+    return 4 * (2 + len(optimizer.moments)) * net.num_parameters() + 2 * buffers
 
 
 def slow_widths(net: Module, device: str) -> list[str]:

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from cudiff.nn.module import Shaped, require_fit
 from cudiff.nn.state_dict import StateDict
 from cudiff.registry import TABLES
 from cudiff.tensorfile import digest, read_header, read_tensors, write_tensors
+
+T = TypeVar("T")
 
 FORMAT_VERSION = 1
 """Written into every checkpoint, and the only one that is read. Digests came later and leave it: who does not know them
@@ -82,7 +84,10 @@ def load_checkpoint(
     read. Raises CudiffError where the file is missing, truncated, damaged, no checkpoint, of another version, or where
     the names or shapes of its parts are not those of its model.
     """
-    path = find_checkpoint(path)
+    return read_newest(path, lambda found: _load(found, parts, sampler))
+
+
+def _load(path: Path, parts: Collection[str], sampler: str | None) -> Checkpoint:
     if is_unet_cu(path):
         config, tensors, counters = unet_cu_checkpoint(path, parts)
         return Checkpoint(config if sampler is None else config.replace(sampler=sampler), tensors, counters)
@@ -163,6 +168,17 @@ def find_checkpoint(path: str | os.PathLike) -> Path:
             raise CudiffError(f"the run in {path} ended before it saved a checkpoint: begin again, in another folder")
         raise CudiffError(f"{path} holds no checkpoint: give the folder of a run, or a checkpoint")
     return found
+
+
+def read_newest(path: str | os.PathLike, read: Callable[[Path], T]) -> T:
+    """read(found) of what `find_checkpoint` finds; anew where a run deletes that meanwhile, as newer ones came."""
+    while True:
+        found = find_checkpoint(path)
+        try:
+            return read(found)
+        except CudiffError:
+            if not Path(path).is_dir() or found in checkpoints(path):
+                raise
 
 
 def prune(folder: str | os.PathLike, keep: int) -> list[Path]:

@@ -26,7 +26,7 @@ from cudiff.play.command import add_arguments as add_play_arguments
 from cudiff.play.command import play
 from cudiff.registry import SAMPLERS
 from cudiff.sample_command import add_arguments as add_sample_arguments
-from cudiff.sample_command import check_options, sample, texts
+from cudiff.sample_command import alone_in, check_options, sample, texts
 from cudiff.threads import CORES, keep_freed_memory
 
 
@@ -189,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     draw = command("sample", _sample, "draw images from a checkpoint", "CHECKPOINT [options]")
     draw.add_argument("checkpoint", type=expanduser, metavar="CHECKPOINT",
                       help="a file, or a run's folder for its newest one")
-    draw.add_argument("-n", type=int, default=64, metavar="N", help="how many images (default 64)")
+    draw.add_argument("-n", type=int, metavar="N", help="how many images (default 64)")
     draw.add_argument("--out", type=expanduser, default="samples.png", metavar="PATH",
                       help="a .png grid, an .npz, a .gif of the denoising, or a folder for single PNGs (default "
                            "samples.png)")
@@ -342,8 +342,9 @@ def _train(options: argparse.Namespace) -> None:
 def _sample(options: argparse.Namespace) -> None:
     suffix = check_options(options)
     group = processes.joined_by(options, options.device, console)
-    pipeline = _load(options)
-    told = _with_progress("sampling", lambda progress: sample(options, suffix, pipeline, group, progress))
+    with contextlib.nullcontext() if suffix or not group.leads else alone_in(options.out):
+        pipeline = _load(options)
+        told = _with_progress("sampling", lambda progress: sample(options, suffix, pipeline, group, progress))
     group.close()
     if group.leads:
         _say(told)

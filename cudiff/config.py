@@ -217,7 +217,8 @@ class Config:
         if classes and num_classes == 0:
             raise CudiffError("the data has no labels: sort the images into sub-folders, or set num_classes to 0")
         if classes and num_classes > classes:
-            raise CudiffError(f"the data has {num_classes} classes: num_classes {classes} is too small")
+            raise CudiffError(f"the data has {num_classes} classes: num_classes {classes} is too small, or choose some "
+                              "with only_classes")
         names = self.class_names or (tuple(class_names or ()) if classes else ())
         scale = self.latent_scale or float(latents)
         return self.replace(image_size=height, channels=channels, num_classes=classes, class_names=names,

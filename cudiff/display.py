@@ -14,6 +14,7 @@ from rich.text import Text
 from cudiff.config import Config
 from cudiff.data import Dataset
 from cudiff.errors import printable
+from cudiff.registry import TABLES
 from cudiff.train import Trainer
 
 
@@ -41,6 +42,13 @@ def introduction(trainer: Trainer, dataset: Dataset, asked: Config) -> list[str]
     if classes and config.guidance != 1 and not config.label_dropout:
         lines.append(f"label_dropout is 0, so nothing is learned of images without a class, which guidance "
                      f"{config.guidance:g} takes: --guidance 1 does without")
+    if config.guidance_channels > config.channels:
+        lines.append(f"guidance_channels {config.guidance_channels} are more than the {config.channels} that there are:"
+                     " all are guided")
+    chosen = {name for kind, table in TABLES.items() for name in table[getattr(config, kind)].options}
+    if unused := [name for name in config.options if name not in chosen]:
+        lines.append(f"sampler {config.sampler} does not take {', '.join(unused)}: previews do without, and cudiff "
+                     "sample takes them with another --sampler")
     if trainer.step:
         lines.append(f"going on at step {trainer.step:,}")
     if trainer.device == "cpu" and config.precision in ("bf16", "fp16"):

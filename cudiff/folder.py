@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import socket
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,10 +18,10 @@ from cudiff.checkpoint import (
     PARTS,
     Checkpoint,
     checkpoints,
-    find_checkpoint,
     latest,
     load_checkpoint,
     named_step,
+    read_newest,
 )
 from cudiff.errors import CudiffError
 from cudiff.plot import loss_curve, save_loss_curve
@@ -165,16 +166,19 @@ def read_checkpoint(
     Raises CudiffError where it cannot be read; where an older one in its folder can, the line names the newest of them,
     after `option`.
     """
-    found = find_checkpoint(path)
-    try:
-        return found, load_checkpoint(found, parts, sampler)
-    except CudiffError as error:
-        known = checkpoints(found.parent)
-        older = known[: known.index(found)] if found in known else []
-        whole = next((path for path in reversed(older) if _is_whole(path, parts, sampler)), None)
-        if whole is None:
-            raise
-        raise CudiffError(f"{error}; {whole.name} before it is whole: {option}{quoted(whole)}") from None
+
+    def read(found: Path) -> tuple[Path, Checkpoint]:
+        try:
+            return found, load_checkpoint(found, parts, sampler)
+        except CudiffError as error:
+            known = checkpoints(found.parent)
+            older = known[: known.index(found)] if found in known else []
+            whole = next((path for path in reversed(older) if _is_whole(path, parts, sampler)), None)
+            if whole is None:
+                raise
+            raise CudiffError(f"{error}; {whole.name} before it is whole: {option}{quoted(whole)}") from None
+
+    return read_newest(path, read)
 
 
 def _is_whole(path: Path, parts: Collection[str], sampler: str | None) -> bool:
@@ -257,6 +261,15 @@ class RunFolder:
         if writes:
             check_unused(path)
 
+    def make(self) -> None:
+        """Make the folder, unless it is there. Raises CudiffError where the system refuses, as where it is a file."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CudiffError(
+                f"cannot use {self.path} as a folder ({error.strerror or error}): choose another --folder"
+            ) from None
+
     @contextmanager
     def alone(self, step: int) -> Iterator[list[tuple[Path, str]]]:
         """Lock the folder and check it; nothing within a block that has, as where `run`'s display calls `save`.
@@ -266,7 +279,7 @@ class RunFolder:
         if self._alone or not self.writes:
             yield []
             return
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.make()
         with alone_in(self.path):
             useless = self.check(step)
             self._alone = True
@@ -300,16 +313,23 @@ class RunFolder:
         except Exception as error:  # whatever a picture fails by, the run is saved
             return str(error)
 
-    def prepare(self, useless: list[tuple[Path, str]], step: int) -> list[str]:
-        """Take the folder: drop what is done again after `step`, and rename checkpoints of no use, which it tells."""
-        self.take()
+    def prepare(self, useless: list[tuple[Path, str]], step: int, size: int) -> list[str]:
+        """Take the folder: drop what is done again after `step`, and rename checkpoints of no use, which it tells.
+
+        Raises CudiffError where the disk has no room for a checkpoint of `size` bytes.
+        """
         if not self.writes:
             return []
+        # Of a kill while a checkpoint was written; the second is safetensors' own.
+        for leftover in (*self.path.glob(".step-*.tmp"), *self.path.glob(".tmp??????")):
+            leftover.unlink()
+        disk = shutil.disk_usage(self.path)
+        if disk.total and size > disk.free:  # some network file systems tell neither
+            raise CudiffError(f"a checkpoint of this run takes {size:,} bytes, and {self.path} has room for "
+                              f"{disk.free:,}: make room, or choose another --folder")
+        self.take()
         told = []
         for path, why in useless:
             told.append(f"{path.name} is {why} and named {set_aside(path, why).name} from now on")
         self.metrics.drop_after(step)
-        # Of a kill while a checkpoint was written; the second is safetensors' own.
-        for leftover in (*self.path.glob(".step-*.tmp"), *self.path.glob(".tmp??????")):
-            leftover.unlink()
         return told

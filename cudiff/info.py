@@ -17,7 +17,7 @@ from rich.text import Text
 from cudiff import __version__
 from cudiff.backend import cuda_status
 from cudiff.beginning import notes_of
-from cudiff.checkpoint import stored_options
+from cudiff.checkpoint import Checkpoint, read_newest, stored_options
 from cudiff.classes import names_in_words
 from cudiff.config import PRESET_NAMES, PRESETS, Config
 from cudiff.cuda import nccl, tiles
@@ -163,8 +163,10 @@ def checkpoint_table(path: str | os.PathLike) -> Table:
 
     Of a sampler that is not registered here it says the name.
     """
-    path, checkpoint = read_checkpoint(path, parts=("model",), sampler=Config().sampler)
-    options = stored_options(path)
+    def read(found: Path) -> tuple[Path, Checkpoint, dict[str, Any]]:
+        return *read_checkpoint(found, parts=("model",), sampler=Config().sampler), stored_options(found)
+
+    path, checkpoint, options = read_newest(path, read)
     lost = options.get("sampler", Config().sampler) not in SAMPLERS
     config = checkpoint.config if lost else Config.stored(options)
     defaults = Config(**{kind: getattr(config, kind) for kind in TABLES}).to_dict()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +21,8 @@ from cudiff.registry import options_named
 if TYPE_CHECKING:
     from cudiff.pipeline import Pipeline
 
-_OF_DRAWING = ("init", "strength", "mask", "noise", "other", "other_seed", "floats", "sampler", "guidance_interval",
-               "guidance_rescale", "batch_invariant")
+_OF_DRAWING = ("n", "seed", "init", "strength", "mask", "noise", "other", "other_seed", "floats", "sampler",
+               "guidance_interval", "guidance_rescale", "batch_invariant")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +56,10 @@ def _options() -> dict[str, Option]:
             if name not in ("sampler", "sample_steps", "guidance", "samples")}
 
 
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}" if len(name) > 1 else f"-{name}"
+
+
 def texts(text: str) -> list[str]:
     """The names in a list such as 0,1,2."""
     parts = [part.strip() for part in text.split(",")]
@@ -78,6 +84,11 @@ def check_options(options: argparse.Namespace) -> str:
     name_alone = Path(options.out).name.lower() in (".png", ".npz", ".gif")
     if not options.out or name_alone or suffix not in (".png", ".npz", ".gif", ""):
         raise CudiffError(f"cannot write '{options.out}': use .png, .npz, .gif or a folder's name")
+    unused = (*_OF_DRAWING, *_options()) if options.invert is not None else ()
+    for name in unused:
+        if name != "guidance_channels" and getattr(options, name, None) not in (None, False, 0.0):
+            raise CudiffError(f"--invert draws nothing: leave {_flag(name)} out")
+    options.n = 64 if options.n is None else options.n
     for given in (options.classes, options.other):
         if given is not None and len(given) > options.n:
             raise CudiffError(f"{len(given)} classes were given for {options.n} images: give fewer, or more images "
@@ -86,18 +97,45 @@ def check_options(options: argparse.Namespace) -> str:
         raise CudiffError(f"{'--floats' if options.floats else '--invert'} writes floats: give --out NAME.npz")
     if options.invert is not None and options.classes is not None and len(options.classes) > 1:
         raise CudiffError(f"--invert takes one class, that of its picture, not {len(options.classes)}")
-    for name in _OF_DRAWING if options.invert is not None else ():
-        if getattr(options, name) not in (None, False, 0.0):
-            raise CudiffError(f"--invert draws nothing: leave --{name.replace('_', '-')} out")
     if options.noise is not None and options.other_seed is not None:
         raise CudiffError("--noise is in place of a seed's: leave --other-seed out")
     if options.share is not None and options.other is None and options.other_seed is None:
         raise CudiffError("--share says how far to go to --other or --other-seed: give one of them too")
-    old = next(Path(options.out).glob("*.png"), None) if not suffix else None
-    if old is not None:
-        raise CudiffError(f"{options.out} holds pictures already, such as {old.name}: name another folder with --out")
+    if not suffix:
+        _check_no_pictures(options.out)
     require_writable(options.out if suffix else Path(options.out) / "000000.png")
     return suffix
+
+
+def _check_no_pictures(folder: str) -> None:
+    old = next(Path(folder).glob("*.png"), None)
+    if old is not None:
+        raise CudiffError(f"{folder} holds pictures already, such as {old.name}: name another folder with --out")
+
+
+@contextmanager
+def alone_in(folder: str) -> Iterator[None]:
+    """Lock a folder that pictures go to, as far as the system can, until the block or the process ends.
+
+    Raises CudiffError where another process draws into it, or has since it was last looked at.
+    """
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        yield
+        return
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CudiffError(f"another process draws into {folder}: name another folder with --out") from None
+        except OSError:  # some network file systems cannot lock a folder
+            pass
+        _check_no_pictures(folder)
+        yield
+    finally:
+        os.close(place)
 
 
 def sample(options: argparse.Namespace, suffix: str, pipeline: Pipeline, group: Group,
@@ -150,13 +188,16 @@ def _check_used(options: argparse.Namespace, given: dict[str, Any], config: Conf
     for name in given:
         of = [entry.name for _, entry, _ in options_named(name)]
         if of and sampler not in of:
-            raise CudiffError(f"--{name.replace('_', '-')} is an option of {' and '.join(of)}, not of sampler "
-                              f"{sampler}: leave it out")
+            raise CudiffError(f"{_flag(name)} is an option of {' and '.join(of)}, not of sampler {sampler}: leave it "
+                              "out")
     guidance = config.guidance if options.guidance is None else options.guidance
     for name in ("guidance_interval", "guidance_rescale", "guidance_channels"):
         if getattr(options, name, None) and (guidance == 1 or not config.num_classes):
-            raise CudiffError(f"--{name.replace('_', '-')} says how to guide, and nothing is guided: give --guidance "
-                              "to a model with classes, or leave it out")
+            raise CudiffError(f"{_flag(name)} says how to guide, and nothing is guided: give --guidance to a model "
+                              "with classes, or leave it out")
+    if given.get("guidance_channels", 0) > config.channels:
+        raise CudiffError(f"--guidance-channels {given['guidance_channels']} are more than the model's "
+                          f"{config.channels}: give fewer, or leave it out")
 
 
 def _given(options: argparse.Namespace, pipeline: Pipeline) -> dict[str, Any]:

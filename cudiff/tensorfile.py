@@ -54,9 +54,9 @@ def require_writable(path: str | os.PathLike) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        temporary = path.with_name(f".{path.name}.tmp")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # another process may be writing
         temporary.touch()
-        temporary.unlink(missing_ok=True)  # another process may have asked too
+        temporary.unlink(missing_ok=True)  # one on another machine may have asked too
 
 
 @contextlib.contextmanager

@@ -17,10 +17,12 @@ from cudiff.beginning import (
     as_numbered,
     begin_alike,
     check_data,
+    check_given,
     check_resumed,
     check_shares,
     moments_of,
     optimizer_of,
+    saved_bytes,
     slow_widths,
     take_weights,
 )
@@ -79,12 +81,7 @@ class Trainer:
         self, config: Config, dataset: Dataset, folder: str | Path, resume: Checkpoint | None = None, *,
         init: Checkpoint | None = None, data_changed: bool = False, group: Group = ALONE,
     ):
-        for checkpoint in (resume, init):
-            if not isinstance(dataset, Dataset) or not isinstance(checkpoint, Checkpoint | None):
-                raise CudiffError("a Trainer takes what cudiff.load_dataset returns, and to resume or init what "
-                                  f"load_checkpoint does, not {type(dataset).__name__} and {type(checkpoint).__name__}")
-        if resume is not None and init is not None:
-            raise CudiffError("a run goes on (resume) or begins with trained weights (init): give one of them")
+        check_given(config, dataset, resume, init)
         self.config, self.device = config, default_device() if config.device == "auto" else config.device
         array_module(self.device)  # says what is missing before anything else is done
         self.group = group
@@ -143,7 +140,7 @@ class Trainer:
         self._loss_steps, self._total = 0, (-1, 0.0)
         if resume is not None:
             self._restore(resume)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._home.make()
         share = group.rank, group.size
         self.loader = Loader(self.training, config, self.device, int(self.generator.step), share)
         self._step: Any = self.train_step
@@ -210,7 +207,8 @@ class Trainer:
         # What is not finite is dealt with below.
         alone, watched = self._home.alone(self.step), self.group.watched()
         with alone as useless, noted(self._pace.stopping) as interrupted, watched, np.errstate(all="ignore"):
-            notices, self._notices = [*self._notices, *self._home.prepare(useless, self.step)], []
+            size = saved_bytes(self.net, self.optimizer)
+            notices, self._notices = [*self._notices, *self._home.prepare(useless, self.step, size)], []
             for notice in notices if display is not None else ():
                 display.message(notice)
             forecast = self.forecast()

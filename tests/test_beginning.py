@@ -107,6 +107,11 @@ def test_nothing_in_common_is_said(trained, digits, tmp_path):
         Trainer(TINY, digits, tmp_path / "new", checkpoint, init=checkpoint)
     with pytest.raises(CudiffError, match="not Dataset and str"):
         Trainer(TINY, digits, tmp_path / "new", init=str(trained))
+    for given in ({}, None, "digits"):
+        with pytest.raises(CudiffError, match=rf"takes a cudiff.Config, not {type(given).__name__}: give Config\("):
+            Trainer(given, digits, tmp_path / "new")
+    with pytest.raises(CudiffError, match=r"what cudiff.load_dataset returns, .* not ndarray and NoneType"):
+        Trainer(TINY, digits.images, tmp_path / "new")
 
 
 def test_all_processes_begin_with_the_first_one_s_weights():
@@ -143,6 +148,26 @@ def test_the_command(trained, tmp_path, monkeypatch, capsys):
 def test_what_a_resumed_run_cannot_change_is_told_first(trained, words, text, capsys):
     assert main(["train", "--resume", str(trained), *words]) == 2
     assert capsys.readouterr().err == f"cudiff: a resumed run cannot change {text}: leave it out, or start anew\n"
+
+
+def test_a_preset_that_a_resumed_run_cannot_take_is_told_before_its_data_is_read(trained, capsys):
+    for preset, text in (("mnist", "image_size from 16 to 28"), ("dit-s-2", "model from unet to dit")):
+        assert main(["train", "--resume", str(trained), "--preset", preset, "--data", "nowhere"]) == 2
+        assert capsys.readouterr().err == (
+            f"cudiff: a resumed run cannot change {text}: leave --preset {preset} out, or start anew\n")
+
+
+def test_options_of_sampling_that_change_nothing_are_told(tmp_path, capsys):
+    words = ["train", "--model-channels", "8", "--num-head-channels", "8", "--batch-size", "8", "--steps", "1",
+             "--sample-every", "0", "--device", "cpu", "--folder"]
+    unused = ["--sampler", "euler", "--eta", "0.5", "--guidance-channels", "2"]
+    assert main([*words, str(tmp_path / "a"), *unused]) == 0
+    told = capsys.readouterr().out
+    assert "sampler euler does not take eta: previews do without, and cudiff sample takes them with another" in told
+    assert "guidance_channels 2 are more than the 1 that there are: all are guided" in told
+    assert main([*words, str(tmp_path / "b"), "--sampler", "ddim", "--eta", "1"]) == 0
+    told = capsys.readouterr().out
+    assert "does not take" not in told and "guidance_channels" not in told
 
 
 @pytest.mark.parametrize("preset, changes, message", [

@@ -223,7 +223,7 @@ def test_a_run_is_named_like_its_data(cli, tmp_path, monkeypatch):
 def test_folders_that_cannot_be_made(mistake, tmp_path, folder):
     (tmp_path / "file").touch()
     message = mistake("train", *TINY, "--folder", folder)
-    assert f"cannot use {folder} (" in message and "choose another folder" in message
+    assert f"cannot use {folder} as a folder (" in message and "choose another --folder" in message
 
 
 def test_resume_into_a_folder_of_its_own(cli, run_folder, tmp_path):

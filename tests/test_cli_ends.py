@@ -13,6 +13,8 @@ from cudiff import cli, signals
 from cudiff.cli import main
 from cudiff.evaluate import Report
 from cudiff.pipeline import Pipeline
+from cudiff.sample_command import alone_in
+from cudiff.tensorfile import require_writable
 from tests.test_cli import TINY
 from tests.test_evaluate import tiny_pipeline
 
@@ -83,6 +85,28 @@ def test_where_samples_cannot_be_written_none_are_drawn(model, out, monkeypatch,
     assert main([*model, out]) == 2
     assert capsys.readouterr().err.startswith(f"cudiff: cannot write {out}")
     assert {path.name for path in tmp_path.iterdir()} == {"there.png", "file", "model.safetensors"}
+
+
+def test_a_folder_that_another_process_draws_into_is_refused(model, monkeypatch, capsys, tmp_path):
+    """At once, as long as it draws; what it has drawn stays, also where it began and ended meanwhile."""
+    pytest.importorskip("fcntl")
+    (tmp_path / "out").mkdir()
+    with alone_in("out"):
+        assert main([*model, "out"]) == 2
+        assert capsys.readouterr().err == "cudiff: another process draws into out: name another folder with --out\n"
+    assert main([*model, "out"]) == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert sorted(before) == ["000000.png", "000001.png"]
+    monkeypatch.setattr("cudiff.cli.check_options", lambda options: "")  # which had found the folder empty
+    assert main([*model, "out", "-n", "1", "--seed", "3"]) == 2
+    assert "out holds pictures already" in capsys.readouterr().err
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+
+def test_to_ask_whether_a_file_can_be_written_leaves_what_another_process_writes(model, tmp_path):
+    (tmp_path / ".a.png.tmp").write_bytes(b"half a picture")
+    require_writable(tmp_path / "a.png")
+    assert [path.name for path in tmp_path.glob(".*")] == [".a.png.tmp"]
 
 
 def test_a_picture_that_no_step_changes_is_a_film_of_one(model, tmp_path, capsys):

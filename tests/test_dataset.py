@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from cudiff.data import dataset
+from cudiff.data import dataset, load_dataset
 from cudiff.data.dataset import Dataset, differences
 from cudiff.errors import CudiffError
 
@@ -155,6 +155,9 @@ def test_lists_and_nothing_are_told():
     for images in ([[1]], [[1], [2, 3]], (np.zeros((8, 8, 1), np.uint8),)):
         with pytest.raises(CudiffError, match=r"images are a (list|tuple): give np.stack\(images\)"):
             Dataset(images)
+    for images in (None, 3, "mnist", {}):
+        with pytest.raises(CudiffError, match=r"images are a \w+: give an array \(N, H, W, C\), or a name or"):
+            Dataset(images)
     with pytest.raises(CudiffError, match="there are no images"):
         Dataset(np.zeros((0, 8, 8, 1), np.uint8)).split(2)
 
@@ -166,3 +169,18 @@ def test_numpys_numbers_and_names(rng):
     assert json.loads(json.dumps(data.fingerprint()))["classes"] == 3 and data.class_names == ("a", "b", "c")
     with pytest.raises(CudiffError, match="num_classes must be a whole number"):
         Dataset(data.images, labels, 3.0)
+
+
+@pytest.mark.parametrize("spec, options, message", [
+    (np.zeros((2, 8, 8, 1), np.uint8), {}, r"takes a name or a path, not ndarray: of arrays make cudiff.Dataset\("),
+    (None, {}, "takes a name or a path, not NoneType"), (["a.png"], {}, "takes a name or a path, not list"),
+    ("digits", {"image_size": 8.5}, "image_size must be a whole number, not 8.5"),
+    ("digits", {"image_size": (8, 8)}, "image_size must be a whole number"),
+    ("digits", {"channels": "1"}, "channels must be a whole number, not '1'"),
+    ("digits", {"count": 3.5}, "count must be a whole number, not 3.5"),
+    ("digits", {"seed": "a"}, "seed must be a whole number, not 'a'"),
+    ("digits", {"seed": -1}, "seed must be at least 0, not -1"),
+])
+def test_what_is_no_name_and_no_number_is_told(spec, options, message):
+    with pytest.raises(CudiffError, match=message):
+        load_dataset(spec, **options)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,13 +13,16 @@ import numpy as np
 import pytest
 
 import cudiff
+from cudiff import checkpoint
 from cudiff import folder as module
+from cudiff.beginning import saved_bytes
 from cudiff.checkpoint import latest, load_checkpoint
 from cudiff.cli import main
 from cudiff.config import Config
 from cudiff.data import Dataset, load_dataset
 from cudiff.errors import CudiffError
 from cudiff.folder import Metrics, alone_in, check_free, check_unused, read_checkpoint
+from cudiff.info import checkpoint_table
 from cudiff.plot import save_npz
 from cudiff.train import Trainer
 
@@ -349,13 +353,26 @@ def test_changed_data_is_told(how, words, run, digits):
     other, more = changed(digits, how), TINY.replace(steps=6)
     message = refused(more, other, run, load_checkpoint(run))
     assert f"not the data that the run was trained on ({words}): name that with --data" in message
-    assert "--data-changed (data_changed=True) accepts this" in message
     if other.labels is None:
+        assert "its model takes labels of 10 classes" in message
+        assert refused(more, other, run, load_checkpoint(run), data_changed=True) == message
         return
+    assert "--data-changed (data_changed=True) accepts this" in message
     display = Display()
     Trainer(more, other, run, load_checkpoint(run), data_changed=True).run(display)
     assert display[0] == f"the data has changed: {words}"
     Trainer(more.replace(steps=7), other, run, load_checkpoint(run)).run()  # it is the run's data from now on
+
+
+def test_a_class_more_than_the_model_knows_is_told_what_works(run, digits):
+    labels = np.append(digits.labels[:-1], 10)
+    more, other = TINY.replace(steps=6), Dataset(digits.images, labels, 11, "digits")
+    for accepted in (False, True):
+        message = refused(more, other, run, load_checkpoint(run), data_changed=accepted)
+        assert "(10 classes are now 11)" in message and "--data-changed" not in message
+        assert "choose these with --only-classes, or begin a new run with its weights, by --init" in message
+    chosen = other.only(range(10))
+    assert Trainer(more, chosen, run, load_checkpoint(run), data_changed=True).run()["step"] == 6
 
 
 def test_larger_images_are_told(run):
@@ -421,6 +438,46 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
     (tmp_path / module.LOCK).mkdir()  # no file can be opened there, as in a read-only folder
     with pytest.raises(CudiffError, match=line), alone_in(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("place, why", [("file", "File exists"), ("file/run", "Not a directory")])
+def test_a_folder_that_is_a_file_is_told(place, why, digits, tmp_path):
+    (tmp_path / "file").touch()
+    message = refused(TINY, digits, tmp_path / place)
+    assert message == f"cannot use {tmp_path / place} as a folder ({why}): choose another --folder"
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_told_before_the_first_step(run, digits, monkeypatch):
+    trainer = Trainer(TINY.replace(steps=6), digits, run, load_checkpoint(run))
+    disk, size = shutil.disk_usage(run), saved_bytes(trainer.net, trainer.optimizer)
+    assert 0.8 < size / (run / SECOND).stat().st_size < 1
+    before = content(run)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=size - 1))
+    with pytest.raises(CudiffError) as error:
+        trainer.run()
+    assert str(error.value) == (f"a checkpoint of this run takes {size:,} bytes, and {run} has room for {size - 1:,}: "
+                                "make room, or choose another --folder")
+    assert trainer.step == 4 and content(run) | {module.LOCK: b""} == before | {module.LOCK: b""}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=size))
+    assert trainer.run()["step"] == 6
+
+
+@pytest.mark.parametrize("read", [load_checkpoint, read_checkpoint, checkpoint_table])
+def test_a_checkpoint_that_its_run_prunes_meanwhile_is_looked_for_again(read, run, monkeypatch):
+    """It is listed, and deleted before it is opened, as newer ones came."""
+    real = checkpoint.is_unet_cu
+
+    def pruned(path):
+        if (run / SECOND).exists():
+            (run / FIRST).unlink()
+            (run / SECOND).rename(run / "step-00000006.safetensors")
+        return real(path)
+
+    monkeypatch.setattr(checkpoint, "is_unet_cu", pruned)
+    read(run)
+    assert not (run / SECOND).exists()
+    with pytest.raises(CudiffError, match=r"cannot read .*No such file"):
+        load_checkpoint(run / SECOND)
 
 
 def test_the_lock_may_be_taken_by_whom_the_umask_lets(tmp_path):

@@ -72,7 +72,7 @@ def test_classes_are_fewer_than_2_to_the_20(tmp_path):
 
 @pytest.mark.parametrize("labels, message", [
     ([-1, -1], "labels begin at -1: number the classes from 0, or leave labels out"), ([-3, 2], "labels begin at -3"),
-    (["ant", "bee"], "an array of text, objects or another kind that is not read: give numbers"),
+    (["ant", "bee"], "labels.npy: an array of text, objects or another kind that is not read: give numbers"),
 ])
 def test_labels_that_number_no_classes(tmp_path, labels, message):
     np.savez(tmp_path / "a.npz", images=picture(2, 4, 4, 3), labels=np.array(labels))

@@ -3,6 +3,7 @@
 import io
 import struct
 import time
+import zlib
 
 import numpy as np
 import pytest
@@ -49,6 +50,20 @@ def test_pixels_of_16_bits(tmp_path, value, level, suffix):
     else:
         Image.fromarray(pixels).save(file)
     assert np.unique(load_dataset(tmp_path).images).tolist() == [level]
+
+
+def test_gray_and_alpha_of_16_bits_is_gray(tmp_path):
+    """Pillow gives it as RGBA, and does not write it."""
+    def chunk(kind, content):
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    pixels = np.array([[[0, 65535], [51400, 65535]], [[25700, 0], [65535, 65535]]], ">u2")
+    rows = b"".join(b"\0" + row.tobytes() for row in pixels)
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 2, 2, 16, 4, 0, 0, 0))
+    content = header + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + content)
+    assert load_dataset(tmp_path).images[0, :, :, 0].tolist() == [[0, 200], [255, 255]]
+    assert load_dataset(tmp_path).images.shape == (1, 2, 2, 1)
 
 
 def test_16_bits_of_which_0_is_white_are_not_taken_for_a_negative(tmp_path):

@@ -19,6 +19,7 @@ from cudiff.data.published import PUBLISHED, fashion_mnist, load_published, mnis
 from cudiff.data.unetcu import unetcu_file
 from cudiff.errors import CudiffError
 from cudiff.ops.batch import shuffled_index
+from cudiff.values import whole
 
 __all__ = ["Dataset", "digits", "fashion_mnist", "has_test_part", "load_dataset", "mnist", "shuffled_index"]
 
@@ -52,6 +53,13 @@ def load_dataset(
         an earlier call or run has made that file, images are `data.rows.Rows` of it: copy them by `images[:]`.
     Raises CudiffError, one line that says what to do, for anything missing, damaged or contradictory.
     """
+    if not isinstance(spec, str | os.PathLike):
+        raise CudiffError(f"load_dataset takes a name or a path, not {type(spec).__name__}: of arrays make "
+                          "cudiff.Dataset(images, labels, num_classes)")
+    for name, value in (("image_size", image_size), ("channels", channels), ("count", count)):
+        if value is not None:
+            whole(name, value, None)
+    whole("seed", seed, 0)
     if part not in ("train", "test"):
         raise CudiffError(f"unknown part '{part}': use train or test")
     if channels not in (None, 1, 3) and not str(spec).lower().endswith(".npz"):  # may be latents

@@ -51,6 +51,9 @@ class Dataset:
             self.class_names = tuple(map(str, self.class_names))
         if isinstance(self.images, list | tuple):
             raise CudiffError(f"{self.name}: images are a {type(self.images).__name__}: give np.stack(images)")
+        if not hasattr(self.images, "ndim"):
+            raise CudiffError(f"{self.name}: images are a {type(self.images).__name__}: give an array (N, H, W, C), or "
+                              "a name or a path to cudiff.load_dataset")
         channels = self.images.shape[3] if self.images.ndim == 4 else 0
         if self.latents and (self.images.dtype not in (np.float32, np.float16) or not channels):
             raise CudiffError(f"{self.name}: latents are {self.images.dtype} {self.images.shape}; give float32 or "

@@ -187,7 +187,10 @@ class Stored:
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or info.flag_bits & 1:
             raise ValueError(f"{info.filename} is encrypted, or compressed otherwise than by deflate")
         with archive.open(info) as stream:
-            self.header = header = _header(stream)
+            try:
+                self.header = header = _header(stream)
+            except ValueError as error:
+                raise ValueError(f"{info.filename}: {error}") from None
         size = header.dtype.itemsize * math.prod(header.shape)
         if header.size + size != info.file_size:
             raise ValueError(f"{info.filename} of shape {header.shape} is not as long as its header says")

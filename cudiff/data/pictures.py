@@ -210,7 +210,7 @@ class _Pictures:
     def _source(self) -> str:
         """SHA-256 of what tells these pictures from what they may be later: names, sizes and times of change, and of
         what decodes them. Archives and copies bring old times of a file's content, but not of the file."""
-        digest = hashlib.sha256(f"3 {PIL.__version__}".encode())
+        digest = hashlib.sha256(f"4 {PIL.__version__}".encode())
         for file in self.files:
             told = ""
             with suppress(OSError):
@@ -334,12 +334,14 @@ def _read_picture(file: Path, image_size: int | None,
             raise ValueError(f"a progressive JPEG of more than {MOST_SCANS} scans")
         if image_size is not None:
             picture.draft(None, (2 * image_size, 2 * image_size))  # JPEG decodes at a fraction where that suffices
+        # Pillow has no mode for 16 bits of gray and alpha, a PNG's: it gives RGBA.
+        gray = any(tile[3] == "LA;16B" for tile in picture.tile)
         lying = picture.size
         ImageOps.exif_transpose(picture, in_place=True)
         if picture.size != lying:
             width, height = height, width
         picture.load()
-        gray = picture.mode in GRAY_MODES
+        gray = gray or picture.mode in GRAY_MODES
         if picture.mode == "F":
             raise ValueError("floating-point pixels")
         tags = getattr(picture, "tag_v2", {})  # a TIFF's

@@ -296,14 +296,15 @@ def test_the_command_line_inverts_mixes_and_writes_floats(tmp_path, monkeypatch,
     Image.fromarray(image[0, :, :, 0]).save("one.png")
     Image.fromarray(np.eye(8, dtype=np.uint8)).save("dark.png")
     np.savez("flat.npz", latents=np.zeros((2, 8, 8, 1), np.float32))
-    run = ["sample", "model.safetensors", "-n", "2", "--device", "cpu", "--out", "out.npz"]
+    alone = ["sample", "model.safetensors", "--device", "cpu", "--out", "out.npz"]
+    run = [*alone, "-n", "2"]
 
-    def made(*words):
+    def made(*words, run=run):
         assert main([*run, *words]) == 0, capsys.readouterr().err
         with np.load("out.npz") as file:
             return file[file.files[0]]
 
-    noise = made("--invert", "one.png", "--classes", "1")
+    noise = made("--invert", "one.png", "--classes", "1", run=alone)
     os.rename("out.npz", "noise.npz")
     np.testing.assert_array_equal(noise, model.invert(image, classes=1))
     np.testing.assert_array_equal(made("-n", "1", "--classes", "1", "--noise", "noise.npz"),
@@ -318,7 +319,6 @@ def test_the_command_line_inverts_mixes_and_writes_floats(tmp_path, monkeypatch,
     np.testing.assert_array_equal(made("--classes", "2", "--other", "5,6"), model.sample(2, classes=2, other=[5, 6]))
     for words, message in [
         ("--floats --out x.png", "--floats writes floats: give --out NAME.npz"),
-        ("--invert one.png --out x.gif", "--invert writes floats: give --out NAME.npz"),
         ("--eta 2 --sampler ddim", "eta must be at least 0 and at most 1, not 2"),
         ("--S-noise x", "'x' is not a number"),
         ("--eta 0.5", "--eta is an option of ddim and euler-ancestral, not of sampler heun: leave it out"),
@@ -326,10 +326,9 @@ def test_the_command_line_inverts_mixes_and_writes_floats(tmp_path, monkeypatch,
         ("--guidance 1 --guidance-rescale 0.5", "--guidance-rescale says how to guide, and nothing is guided"),
         ("--guidance 1 --guidance-interval 1,2", "--guidance-interval says how to guide, and nothing is guided"),
         ("--guidance 1 --guidance-channels 1", "--guidance-channels says how to guide, and nothing is guided"),
-        ("--invert one.png --classes 1,2 --out x.npz", "--invert takes one class, that of its picture, not 2"),
+        ("--guidance-channels 2", "--guidance-channels 2 are more than the model's 1: give fewer, or leave it out"),
         ("--init one.png --mask dark.png", "nothing in dark.png is white, its brightest pixel is 1 of 255"),
-        ("--invert one.png --init one.png", "--invert draws nothing: leave --init out"),
-        ("--invert one.png --sampler euler", "--invert draws nothing: leave --sampler out"),
+        ("--invert one.png", "--invert draws nothing: leave -n out"),
         ("--share 0.5", "--share says how far to go to --other or --other-seed: give one of them too"),
         ("--other 1 --share 2", "share must be a number from 0 to 1"),
         ("--other 1,2,3", "3 classes were given for 2 images"),
@@ -342,6 +341,16 @@ def test_the_command_line_inverts_mixes_and_writes_floats(tmp_path, monkeypatch,
         assert main([*run, *words.split()]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
+    for words, message in [
+        ("--out x.gif", "--invert writes floats: give --out NAME.npz"),
+        ("--classes 1,2", "--invert takes one class, that of its picture, not 2"),
+        ("--init one.png", "--invert draws nothing: leave --init out"),
+        ("--sampler euler", "--invert draws nothing: leave --sampler out"),
+        ("--seed 3", "--invert draws nothing: leave --seed out"),
+        ("--S-churn 5", "--invert draws nothing: leave --S-churn out"),
+    ]:
+        assert main([*alone, "--invert", "one.png", *words.split()]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_rescaled_guidance_of_flat_estimates():
