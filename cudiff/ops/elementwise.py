@@ -131,7 +131,7 @@ class Cbrt(Unary):
 
 class Abs(Unary):
     value = staticmethod(lambda x: np.abs(x))
-    gradient = staticmethod(lambda dout, x: masked(dout, x != 0) * np.sign(x))
+    gradient = staticmethod(lambda dout, x: masked(dout, x > 0) - masked(dout, x < 0))
 
 
 class Square(Unary):
