@@ -309,6 +309,8 @@ def _check(shapes: Inputs, num_groups: int, upsample: bool) -> None:
             f"norm_silu_conv2d: x {x} (N, H, W, C), {channels} channels in all, does not fit weight {weight} "
             f"(K, [R, S,] C)"
         )
+    if shapes.x2 is not None and not shapes.x2[-1]:
+        raise ValueError(f"norm_silu_conv2d: x2 of shape {shapes.x2} has no channels")
     outputs = weight[0]
     check_bias("norm_silu_conv2d", shapes.bias, outputs)
     sources = [source[-1] for source in (shapes.residual, shapes.residual2) if source is not None]
