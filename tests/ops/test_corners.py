@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 import cudiff
-from cudiff import Tensor, ops
+from cudiff import Tensor, nn, ops
+from cudiff.backend import bfloat16
+from cudiff.statistics import ChannelStatistics, Kind
 
 
 def empty(*shape, device="cpu"):
@@ -103,6 +105,30 @@ def test_integers_are_rounded_to_what_their_dtype_does_not_hold(device, dtype, d
     x = np.array([0, 5, 100, np.iinfo(dtype).max // 2], dtype)
     found = cudiff.round(Tensor(x, device=device), decimals)
     assert found.dtype == dtype and found.tolist() == np.round(x, decimals).tolist()
+
+
+def test_new_data_have_no_statistics_of_the_old(device, rng):
+    arrays = rng.standard_normal((1, 8, 8, 32)), rng.standard_normal((32, 3, 3, 32)), np.ones(32), np.zeros(32)
+    x, weight, ones, zeros = (Tensor(array, dtype=bfloat16, device=device) for array in arrays)
+    h = ops.conv2d(x, weight, padding=1)
+    assert h.statistics is not None or device == "cpu"
+    h.data = x.data
+    np.testing.assert_array_equal(ops.group_norm(h, ones, zeros).numpy(), ops.group_norm(x, ones, zeros).numpy())
+
+
+def test_data_changed_by_an_operator_have_no_statistics_of_the_old():
+    x = ops.ones(4)
+    x.statistics = ChannelStatistics(Kind.MOMENTS, np.zeros((1, 1, 4, 2), np.float32))
+    x.data *= 2
+    assert x.statistics is None and x.tolist() == [2, 2, 2, 2]
+
+
+def test_a_view_of_new_data_is_of_no_parameter():
+    parameter = nn.Parameter(np.zeros(4))
+    view = parameter.reshape(2, 2)
+    assert view.parameter is parameter
+    view.data = np.ones((2, 2), np.float32)
+    assert view.parameter is None
 
 
 def test_bincount_brings_numbers_to_their_weights(device):
