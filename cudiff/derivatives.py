@@ -28,11 +28,12 @@ from cudiff.ops.arithmetic import (
     Where,
     floor_divide,
     hypot,
+    maximum,
     where,
 )
 from cudiff.ops.cast import Cast, astype
 from cudiff.ops.clip import Clip
-from cudiff.ops.create import zeros
+from cudiff.ops.create import zeros, zeros_like
 from cudiff.ops.elementwise import (
     Abs,
     Cbrt,
@@ -168,8 +169,9 @@ def _of_variance(dout: Tensor, x: Tensor, axes: Any, keepdims: bool, ddof: int) 
 
 
 def _of_extreme(dout: Tensor, x: Tensor, axes: Any, keepdims: bool, sign: int) -> tuple[Tensor]:
-    share = astype(x == Extreme.apply(x.detach(), axes=axes, keepdims=True, sign=sign), x.dtype)
-    return (_with_axes(dout, x, axes) * (share / sum(share, axes, keepdims=True)),)
+    share = x == Extreme.apply(x.detach(), axes=axes, keepdims=True, sign=sign)
+    ties = maximum(sum(astype(share, x.dtype), axes, keepdims=True), 1)  # of NaN there are none
+    return (where(share, _with_axes(dout, x, axes) / ties, 0.0),)
 
 
 def _of_mse(dout: Tensor, pred: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -199,7 +201,7 @@ def _of_layer_norm(dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor, eps: f
 
 def _of_embedding(dout: Tensor, indices: Tensor, weight: Tensor) -> tuple[None, Tensor]:
     rows, flat = reshape(dout, (-1, dout.shape[-1])), reshape(indices, (-1,))
-    rows = rows * reshape(astype(flat >= 0, rows.dtype), (-1, 1))  # of -1 there is none
+    rows = where(reshape(flat >= 0, (-1, 1)), rows, 0.0)  # of -1 there is none
     return None, place_rows(rows, weight.shape, where(flat < 0, 0, flat))
 
 
@@ -264,7 +266,7 @@ DERIVATIVES: dict[type[Function], Derivative] = {
     Log10: lambda d, x: (d / (x * float(np.log(10))),),
     Log1p: lambda d, x: (d / (1 + x),),
     Expm1: lambda d, x: (d * exp(x),),
-    **dict.fromkeys((Sign, Floor, Ceil, Round), lambda d, x: (d * 0.0,)),
+    **dict.fromkeys((Sign, Floor, Ceil, Round), lambda d, x: (zeros_like(d),)),
     Tanh: lambda d, x: (d * (1 - square(tanh(x))),),
     Square: lambda d, x: (d * x * 2,),
     Sigmoid: lambda d, x: (d * sigmoid(x) * (1 - sigmoid(x)),),
@@ -281,7 +283,7 @@ DERIVATIVES: dict[type[Function], Derivative] = {
     Power: _of_two(_of_power),
     Arctan2: _of_two(_of_arctan2),
     Hypot: _of_two(lambda d, a, b: (d * a / hypot(a, b), d * b / hypot(a, b))),
-    FloorDivide: _of_two(lambda d, a, b: (d * 0.0, d * 0.0)),
+    FloorDivide: _of_two(lambda d, a, b: (zeros_like(d), zeros_like(d))),
     Remainder: _of_two(lambda d, a, b: (d, -d * floor_divide(a, b))),
     Maximum: _of_two(lambda d, a, b: (_of_larger(d, a, b), _of_larger(d, b, a))),
     Minimum: _of_two(lambda d, a, b: (_of_larger(d, b, a), _of_larger(d, a, b))),

@@ -95,7 +95,7 @@ class Function:
         dtype, recording = cls.operand_dtype(inputs, attrs), cls.differentiable and grad_enabled()
         arrays, needs, statistics = [], [], []
         for t in inputs:
-            arrays.append(None if t is None else t.data if type(t) is Tensor else t.operand(dtype))
+            arrays.append(None if t is None else t._data if type(t) is Tensor else t.operand(dtype))
             needs.append(t is not None and recording and t.requires_grad)
             statistics.append(None if t is None else t.statistics)
         ctx = Context(tuple(needs), tuple(statistics))
@@ -115,7 +115,7 @@ class Function:
         if any(needs):
             node = Node(cls, ctx, inputs, arrays, len(outs), (inputs, attrs) if gradient_depth() > 1 else None)
             for i, out in enumerate(outs):
-                if is_float(out.data.dtype):
+                if is_float(out._data.dtype):
                     out.requires_grad, out._source = True, (node, i)
         return outs if several else outs[0]
 
@@ -157,11 +157,11 @@ def _common_device(name: str, inputs: Sequence[Tensor | None]) -> tuple[str, typ
     different devices, TypeError where there is no tensor."""
     kind = device = None
     for t in inputs:
-        if t is not None and type(t.data) is not kind:
-            own = device_of(t.data)
+        if t is not None and type(t._data) is not kind:
+            own = device_of(t._data)
             if device not in (None, own):
                 raise ValueError(f"{name} got tensors on different devices: move them with .to('cuda') or .to('cpu')")
-            kind, device = type(t.data), own
+            kind, device = type(t._data), own
     if device is None:
         raise TypeError(f"{name} got no tensor: give it one at least")
     return device, kind

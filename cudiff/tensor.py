@@ -86,10 +86,11 @@ class Tensor:
     Attributes
     ----------
     data : the array. grad : array of the same backend and shape, or None.
-    statistics : channel statistics for a norm that follows, `Kind.MOMENTS` or `Kind.CENTRED`, or None.
+    statistics : channel statistics for a norm that follows, `Kind.MOMENTS` or `Kind.CENTRED`, or None. Setting `data`
+        drops them, `x.data *= 2` too.
     """
 
-    __slots__ = ("__weakref__", "_grad", "_grad_empty", "_parameter", "_source", "data", "requires_grad", "statistics")
+    __slots__ = ("__weakref__", "_data", "_grad", "_grad_empty", "_parameter", "_source", "requires_grad", "statistics")
 
     def __init__(self, data: Any, requires_grad: bool = False, dtype: Any = None, device: str | None = None):
         if isinstance(data, Tensor):
@@ -99,13 +100,23 @@ class Tensor:
             data = to_device(data, device)
         if requires_grad and flag("requires_grad", requires_grad) and not is_float(data.dtype):
             raise TypeError(f"only floating tensors can require a gradient, not {data.dtype}")
-        self.data: Array = data if data.flags.c_contiguous else array_module(device_of(data)).ascontiguousarray(data)
+        self._data: Array = data if data.flags.c_contiguous else array_module(device_of(data)).ascontiguousarray(data)
         self.requires_grad: bool = requires_grad
         self._grad: Array | None = None
         self._grad_empty: bool = False  # whether `_grad` stands for zeros, whatever it holds
         self.statistics: ChannelStatistics | None = None
         self._source: tuple[Any, int] | None = None  # the Node that made it, and which of its outputs
         self._parameter: Tensor | None = None  # whose memory it shares
+
+    @property
+    def data(self) -> Array:
+        return self._data
+
+    @data.setter
+    def data(self, array: Array) -> None:
+        if array is not self._data:
+            self._parameter = None
+        self._data, self.statistics = array, None
 
     @property
     def grad(self) -> Array | None:
@@ -134,23 +145,23 @@ class Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.data.shape
+        return self._data.shape
 
     @property
     def ndim(self) -> int:
-        return self.data.ndim
+        return self._data.ndim
 
     @property
     def size(self) -> int:
-        return self.data.size
+        return self._data.size
 
     @property
     def dtype(self) -> np.dtype:
-        return self.data.dtype
+        return self._data.dtype
 
     @property
     def device(self) -> str:
-        return device_of(self.data)
+        return device_of(self._data)
 
     @property
     def is_leaf(self) -> bool:
@@ -196,9 +207,9 @@ class Tensor:
             raise RuntimeError("a tensor changes in place without a gradient: call x.change within cudiff.no_grad()")
         if is_capturing(self.device):
             copy_into(self.data, values.data)
+            self.statistics = None
         else:
-            self.data, self._parameter = values.data, None
-        self.statistics = None
+            self.data = values.data
 
     @property
     def parameter(self) -> Tensor | None:

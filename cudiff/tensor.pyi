@@ -20,7 +20,7 @@ def gradient_depth() -> int: ...
 def differentiated(times: int) -> Iterator[None]: ...
 
 class Tensor:
-    data: Array
+    _data: Array
     requires_grad: bool
     _grad: Array | None
     _grad_empty: bool
@@ -28,6 +28,10 @@ class Tensor:
     _source: tuple[Any, int] | None
     _parameter: Tensor | None
     def __init__(self, data: Any, requires_grad: bool=False, dtype: Any=None, device: str | None=None): ...
+    @property
+    def data(self) -> Array: ...
+    @data.setter
+    def data(self, array: Array) -> None: ...
     @property
     def grad(self) -> Array | None: ...
     @grad.setter

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -122,7 +123,7 @@ class Parameter(Tensor):
                  copy: bool = True):
         self.flat: FlatParameters | None = None
         self.compute_copy: Array | None = None
-        self._updated = -1
+        self._stale, self._updated = True, -1
         if data is None:
             raise TypeError("a Parameter takes an array or numbers, not None")
         given = Tensor(data if hasattr(data, "dtype") else np.asarray(data, float64), requires_grad=True)
@@ -131,13 +132,9 @@ class Parameter(Tensor):
         self._decay = self.ndim >= 2 if decay is None else flag("decay", decay)
 
     def _set_data(self, array: Any) -> None:
-        if hasattr(self, "_stale"):
-            self.assign(Tensor(array))
-        else:  # the first
-            _data.__set__(self, array)
-            self._stale = True
+        self.assign(Tensor(array))
 
-    data: Any = property(Tensor.__dict__["data"].__get__, _set_data)  # the slot's own getter: operations read it often
+    data: Any = property(attrgetter("_data"), _set_data)  # in C: operations read it often
 
     @property
     def grad(self) -> Array | None:  # type: ignore[override]
@@ -253,12 +250,11 @@ class Parameter(Tensor):
             copy_into(grad, self._grad)
         if moved and (self.flat is not None or self.device == "cuda"):
             record_again()  # a captured function holds the old buffers
-        _data.__set__(self, data)
+        self._data = data
         _grad.fset(self, grad)
         self.flat, self.compute_copy, self._stale = flat, compute_copy, True
 
 
-_data: Any = Tensor.__dict__["data"]
 _grad: Any = Tensor.__dict__["grad"]
 _requires_grad: Any = Tensor.__dict__["requires_grad"]
 

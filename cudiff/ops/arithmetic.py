@@ -236,7 +236,7 @@ class Maximum(Binary):
 
     @staticmethod
     def gradient_a(dout, a, b):
-        return masked(dout, a >= b) * (0.5 * np.add(a > b, a >= b, dtype=dout.dtype))
+        return masked(dout, a > b) + masked(0.5 * dout, a == b)
 
     @staticmethod
     def gradient_b(dout, a, b):

@@ -187,6 +187,8 @@ def batch_norm_relu_pool(x: Tensor, weight: Tensor, bias: Tensor, running_mean: 
 
 
 def _checked(name: str, training: bool, group: Group, x: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
+    if not any(x.shape[-1:]):
+        raise ValueError(f"{name}: x of shape {x.shape} has no channels to normalise")
     if training and 0 in x.shape:
         raise ValueError(f"{name}: a batch of shape {x.shape} has no statistics to train with")
     for what, operand in zip(("weight", "bias", "running_mean", "running_var"), operands, strict=True):

@@ -132,12 +132,9 @@ _INT32 = np.iinfo(int32)
 def masked(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """x where the mask is True and 0 elsewhere, of what is not finite too; both broadcast.
 
-    `np.where` takes ten times as long as a product, 655 µs for 65 of 131,072 numbers: it serves what is not finite.
+    Its bits are multiplied as integers: 0 times infinity is NaN, and `np.where` takes ten times as long.
     """
-    with np.errstate(invalid="ignore", over="ignore"):
-        product = x * mask
-        finite = np.isfinite(product.sum())
-    return product if finite else np.where(mask, x, x.dtype.type(0))
+    return (x.view(f"i{x.itemsize}") * mask).view(x.dtype)
 
 
 def as_tensor(x: Any) -> Tensor:

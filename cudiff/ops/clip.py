@@ -13,7 +13,8 @@ from cudiff.cuda.kernels.elementwise import grid
 from cudiff.cuda.launch import empty, launch
 from cudiff.function import Function
 from cudiff.ops.arithmetic import maximum, minimum
-from cudiff.ops.cast import as_tensor, astype, downcast, is_number, masked, result_dtype, upcast
+from cudiff.ops.cast import as_tensor, astype, downcast, is_number, masked, operands, result_dtype, upcast
+from cudiff.ops.create import full
 from cudiff.tensor import Tensor
 
 __all__ = ["clip"]
@@ -75,5 +76,10 @@ def clip(x: Any, a_min: Any = None, a_max: Any = None, *, min: Any = None, max: 
             return Clip.apply(x, low=low, high=high)
         least, most = (0, 1) if x.dtype == bool else (np.iinfo(x.dtype).min, np.iinfo(x.dtype).max)
         low, high = low if low is None or low > least else None, high if high is None or high < most else None
+    else:
+        x, *found = operands(x, *bounds)
+        low, high = None if low is None else found[0], None if high is None else found[-1]
+        beside = next(each for each in (x, *found) if isinstance(each, Tensor))
+        x = x if isinstance(x, Tensor) else full((), x, beside.dtype, beside.device)
     x = x if low is None else maximum(x, low)
     return x if high is None else minimum(x, high)

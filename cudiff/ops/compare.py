@@ -154,11 +154,11 @@ def count_nonzero(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
 def isclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Tensor:
     """Whether |a - b| <= atol + rtol * |b|, or both are equal. NaN is close to nothing, to NaN where `equal_nan`."""
     a, b = (x.detach() for x in as_tensors(a, b))
-    larger = greater(a, b)
+    larger, size = greater(a, b), abs(*as_wide(b))
     a, b = as_wide(a, b) if is_float(a.dtype) else (astype(a, int64), astype(b, int64))
     difference = a - b
     distance = abs(difference)
-    near = logical_and(less_equal(distance, atol + rtol * abs(b)), isfinite(b))
+    near = logical_and(less_equal(distance, atol + rtol * size), isfinite(size))
     if not is_float(a.dtype):  # a difference beyond 64 bits has the other sign, or stays negative
         near = logical_and(near, logical_and(equal(greater(difference, 0), larger), greater_equal(distance, 0)))
     found = logical_or(near, equal(a, b))

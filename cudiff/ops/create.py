@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from cudiff.backend import Array, array_module, bfloat16, float32, float64, is_float, storable
+from cudiff.backend import Array, array_module, bfloat16, float32, float64, storable
 from cudiff.cuda.kernels.shape import filled
 from cudiff.ops.cast import as_tensor, astype, is_number
 from cudiff.tensor import Tensor
@@ -66,9 +66,9 @@ def linspace(start: float, stop: float, num: int = 50, endpoint: bool = True, dt
     """`num` numbers at equal distances from `start` to `stop`, which is left out without `endpoint`; those of an
     integer dtype are rounded down."""
     _numbers("linspace", start, stop)
-    module = array_module(device)
+    module, dtype = array_module(device), storable(_given(dtype), device)
     numbers = module.linspace(start, stop, num, endpoint)
-    return _rounded(numbers if is_float(storable(dtype, device)) else module.floor(numbers), dtype, device)
+    return _rounded(module.floor(numbers) if dtype.kind in "iu" else numbers, dtype, device)
 
 
 def zeros_like(x: Any, dtype: Any = None, device: str | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cudiff.backend import Array, is_float
+from cudiff.backend import Array, float64, is_float
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.elementwise import grid
 from cudiff.cuda.launch import aligned, blocks, empty, launch
@@ -131,7 +131,7 @@ class Cbrt(Unary):
 
 class Abs(Unary):
     value = staticmethod(lambda x: np.abs(x))
-    gradient = staticmethod(lambda dout, x: masked(dout, x != 0) * np.sign(x))
+    gradient = staticmethod(lambda dout, x: masked(dout, x > 0) - masked(dout, x < 0))
 
 
 class Square(Unary):
@@ -311,10 +311,12 @@ def ceil(x: Any) -> Tensor:
 
 
 def round(x: Any, decimals: int = 0) -> Tensor:
-    """x rounded to `decimals` decimals, halves to the even number; the gradient is 0."""
+    """x rounded to `decimals` decimals, halves to the even number; the gradient is 0. Raises ValueError where x's dtype
+    does not hold 10**decimals."""
     x, decimals = as_tensor(x), operator.index(decimals)
-    if not -300 <= decimals <= 300:
-        raise ValueError(f"round: no number has {decimals} decimals, give -300 to 300")
+    most = 38 if is_float(x.dtype) and x.dtype != float64 else 300
+    if not -most <= decimals <= most:
+        raise ValueError(f"round: {x.dtype} takes -{most} to {most} decimals, not {decimals}")
     if decimals == 0 or (decimals > 0 and not is_float(x.dtype)):
         return unary(Round, x, lambda x: x)
     if not is_float(x.dtype):
@@ -324,7 +326,9 @@ def round(x: Any, decimals: int = 0) -> Tensor:
 
 
 def _round_whole(x: Tensor, unit: int) -> Tensor:
-    """Integers rounded to a multiple of `unit`, halves to the even multiple."""
+    """Integers rounded to a multiple of `unit`, halves to the even multiple; 0 where the dtype does not hold `unit`."""
+    if x.dtype != bool and unit > np.iinfo(x.dtype).max:
+        return x * 0
     below = x // unit
     rest = x - below * unit
     up = (rest > unit - rest) | ((rest == unit - rest) & (below % 2 == 1))

@@ -197,8 +197,9 @@ def group_norm(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int = 32, ep
     channels = x.shape[-1] + (0 if x2 is None else x2.shape[-1])
     norm = weight, bias, scale, shift
     check_norm("group_norm", x.shape[0], channels, num_groups, *[None if t is None else t.shape for t in norm])
-    if not x.size:
-        raise ValueError(f"group_norm: x of shape {x.shape} holds nothing to normalise")
+    for name, source in (("x", x), ("x2", x2)):
+        if source is not None and not source.size:
+            raise ValueError(f"group_norm: {name} of shape {source.shape} holds nothing to normalise")
     require_floats("group_norm", x, *norm)
     return GroupNorm.apply(x, x2, *as_wide(*norm), num_groups=num_groups, eps=eps, silu=silu)
 

@@ -16,7 +16,7 @@ from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.shape import contiguous, move, row_sums, rows, zeros
 from cudiff.errors import CudiffError
 from cudiff.function import Function
-from cudiff.ops.cast import as_index, as_tensor, downcast, upcast
+from cudiff.ops.cast import as_index, as_tensor, astype, downcast, upcast
 from cudiff.ops.compare import not_equal
 from cudiff.ops.reduce import normalize_axis
 from cudiff.ops.shape import flatten, reshape, stack
@@ -325,8 +325,8 @@ def take(x: Any, indices: Any, axis: int | None = None) -> Tensor:
     if axis is None:
         return take(flatten(x), indices, 0)
     axis = normalize_axis(axis, x.ndim)
-    if not isinstance(indices, Tensor) and np.asarray(indices).dtype == bool:
-        indices = np.asarray(indices, np.int64)  # which an index of bools would choose by
+    if as_tensor(indices).dtype == bool:
+        indices = astype(indices, int32)  # an index of bools would be a mask
     return getitem(x, (slice(None),) * axis + (indices,))
 
 

@@ -83,7 +83,7 @@ class NormSiluConv2d(Function):
 
     @classmethod
     def operand_dtype(cls, inputs, attrs):
-        return _narrower(inputs[0].data.dtype, attrs["dtype"])
+        return _narrower(inputs[0]._data.dtype, attrs["dtype"])
 
     @staticmethod
     def forward_cuda(ctx, *arrays, num_groups, eps, silu, upsample, relu, statistics, dtype):
@@ -255,8 +255,8 @@ def norm_silu_conv2d(x: Tensor, x2: Tensor | None = None, *, weight: Tensor, bia
     """
     given = Inputs(x, x2, norm_weight, norm_bias, scale, shift, weight, bias, emb, residual, residual2, skip_weight,
                    skip_bias)
-    shapes = tuple([None if t is None else t.data.shape for t in given])
-    dtypes = tuple([None if t is None else t.data.dtype for t in given])
+    shapes = tuple([None if t is None else t._data.shape for t in given])
+    dtypes = tuple([None if t is None else t._data.dtype for t in given])
     own = dtype = dtypes[0] if dtype is None else np.dtype(dtype)
     if not _reads_as_they_are(shapes, dtypes, dtype, num_groups, upsample):
         given, own = _converted(given, dtype, upsample)
@@ -309,6 +309,8 @@ def _check(shapes: Inputs, num_groups: int, upsample: bool) -> None:
             f"norm_silu_conv2d: x {x} (N, H, W, C), {channels} channels in all, does not fit weight {weight} "
             f"(K, [R, S,] C)"
         )
+    if shapes.x2 is not None and not shapes.x2[-1]:
+        raise ValueError(f"norm_silu_conv2d: x2 of shape {shapes.x2} has no channels")
     outputs = weight[0]
     check_bias("norm_silu_conv2d", shapes.bias, outputs)
     sources = [source[-1] for source in (shapes.residual, shapes.residual2) if source is not None]

@@ -10,7 +10,7 @@ import numpy as np
 
 from cudiff.backend import array_module
 from cudiff.ops.arithmetic import where
-from cudiff.ops.cast import as_tensor, as_tensors
+from cudiff.ops.cast import as_input, as_tensor, as_tensors
 from cudiff.ops.compare import logical_and
 from cudiff.ops.index import getitem
 from cudiff.ops.reduce import normalize_axes, normalize_axis, sum
@@ -131,8 +131,10 @@ def vstack(tensors: Sequence[Any]) -> Tensor:
 
 
 def broadcast_arrays(*tensors: Any) -> tuple[Tensor, ...]:
-    """Each as `broadcast_to` the shape of all together. Raises ValueError where the shapes do not agree."""
-    found = [as_tensor(x) for x in tensors]
+    """Each as `broadcast_to` the shape of all together, in its own dtype. Beside a tensor on a GPU arrays and numbers
+    are copied there, float64 as float32. Raises ValueError where the shapes do not agree."""
+    there = any(isinstance(x, Tensor) and x.device == "cuda" for x in tensors)
+    found = [as_input(x).to("cuda") if there and not isinstance(x, Tensor) else as_tensor(x) for x in tensors]
     try:
         shape = np.broadcast_shapes(*(x.shape for x in found))
     except ValueError:

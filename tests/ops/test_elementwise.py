@@ -139,6 +139,9 @@ MASKING = {
     "maximum": (lambda x: ops.maximum(x, Tensor(np.zeros(3, np.float32), device=x.device)), [-1, 0, 2], [0, 0.5, 1]),
     "minimum": (lambda x: ops.minimum(0.0, x), [-1, 0, 2], [1, 0.5, 0]),
     "max": (lambda x: ops.max(x.reshape(1, 3), 1, keepdims=True) + np.zeros((1, 3), np.float32), [-1, 0, 2], [0, 0, 3]),
+    "min": (lambda x: ops.min(x.reshape(1, 3), 1, keepdims=True) + np.zeros((1, 3), np.float32), [2, -1, 2], [0, 3, 0]),
+    "floor": (ops.floor, [-1.5, 0, 2], [0, 0, 0]), "floor_divide": (lambda x: x // 2.0, [-1, 0, 2], [0, 0, 0]),
+    "embedding": (lambda x: ops.embedding(np.array([-1, 2, 2]), x.reshape(3, 1)), [1, 1, 1], [0, 0, 2]),
 }
 
 
@@ -151,3 +154,19 @@ def test_what_has_no_gradient_has_none_of_an_infinite_one_too(device, operation,
         out.backward(Tensor(np.full(out.shape, infinite, np.float32), device=device))
         expected = np.where(np.array(slopes) == 0, 0, np.float32(slopes) * infinite)
     np.testing.assert_array_equal(Tensor(x.grad).numpy(), expected)
+
+
+@pytest.mark.parametrize("operation, values, slopes", MASKING.values(), ids=MASKING)
+def test_nor_does_a_gradient_that_is_recorded(device, operation, values, slopes):
+    with np.errstate(all="ignore"):
+        infinite = cudiff.grad(lambda x: (operation(x) * np.inf).sum(), create_graph=True)
+        found = infinite(Tensor(np.float32(values), requires_grad=True, device=device)).numpy()
+        expected = np.where(np.array(slopes) == 0, 0, np.float32(slopes) * np.inf)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["relu", "abs", "clip", "maximum", "minimum", "max", "min"])
+def test_nan_that_is_masked_has_gradient_0(device, name):
+    x = Tensor(np.full(3, np.nan, np.float32), requires_grad=True, device=device)
+    MASKING[name][0](x).sum().backward()
+    assert Tensor(x.grad).tolist() == [0, 0, 0]
