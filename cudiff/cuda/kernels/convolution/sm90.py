@@ -53,7 +53,12 @@ class Tile(NamedTuple):
     skip: float
 
 
-TILES = (Tile(256, 1.1, 0.277, 3.7), Tile(128, 0.65, 0.15, 1.7), Tile(64, 0.45, 0.11, 1.4))
+TILES = (
+    Tile(256, 1.1, 0.277, 3.7), Tile(224, 0.99, 0.245, 3.2), Tile(192, 0.88, 0.214, 2.7), Tile(160, 0.76, 0.182, 2.2),
+    Tile(128, 0.65, 0.15, 1.7), Tile(112, 0.6, 0.14, 1.6), Tile(96, 0.55, 0.13, 1.55), Tile(64, 0.45, 0.11, 1.4),
+)
+ALWAYS = (256, 128, 64)
+"""Pixels of the tiles that are tried for images of any height: see `plans`."""
 
 
 def supports(p: Problem) -> bool:
@@ -181,11 +186,22 @@ class Plan(NamedTuple):
 
 def plans(shape: tuple[int, ...], outputs: int, kernel: tuple[int, int], itemsize: int, skip: int,
           upsample: bool) -> list[Plan]:
-    """All plans. shape: x's, after upsampling. outputs: channels of the result. skip: channels of a skip path, or 0."""
+    """All plans. shape: x's, after upsampling. outputs: channels of the result. skip: channels of a skip path, or 0.
+
+    Tiles other than ALWAYS are tried where they cover an image with fewer rows than those of 256 and of 128 pixels do:
+    28 rows are one tile of 224 pixels, 40 are two of 160.
+    """
+    fewest = min(_covered(shape[1], pixels) for pixels in ALWAYS[:2])
     fitted = (
         fit(tile, shape, outputs, kernel, itemsize, cluster, skip, upsample) for tile in TILES for cluster in CLUSTERS
+        if tile.pixels in ALWAYS or _covered(shape[1], tile.pixels) < fewest
     )
     return [plan for plan in fitted if plan is not None]
+
+
+def _covered(height: int, pixels: int) -> int:
+    """Rows of the tiles that cover an image of so many rows."""
+    return blocks(height, pixels // 8) * (pixels // 8)
 
 
 @functools.cache
