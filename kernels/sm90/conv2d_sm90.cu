@@ -42,7 +42,7 @@
 //   Depth      The depth is walked in chunks of 64 channels, or 32 of floats. A stage of ring a is a halo tile: a chunk of
 //              rows + R - 1 by 8 + S - 1 pixels, padded with zeros by TMA. It serves all taps of the chunk, which differ only
 //              in where their operand starts. A stage of ring b has the weights of R vertical taps. Multiplying these is a
-//              step.
+//              step. The last chunk leaves out SPARED of its four k-steps, which are zeros: 48 channels take three.
 //   SKIP       The skip path's channels follow those of x, in chunks of one tap. Their halo tiles are the output tile's own
 //              pixels, rows by 8.
 //   UPSAMPLE   A halo tile is loaded row by row, and TMA makes two columns of one by an axis of stride 0. Where the first
@@ -83,6 +83,7 @@ constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;
 constexpr bool LOW = sizeof(T) == 2;
 constexpr bool READS = ADDS || NORM, SUMS = STATISTICS || NORM, SLOPE = NORM == 1;
 constexpr int ROW_BYTES = 128, CHUNK = ROW_BYTES / sizeof(T);  // bytes and channels of a row of shared memory
+constexpr int K_STEPS = ROW_BYTES / 32;  // of a chunk
 constexpr int TAP_BYTES = 64 * ROW_BYTES, WEIGHT_BYTES = R * TAP_BYTES;
 constexpr int SHARE = PIXELS / 8 / CLUSTER;  // rows of a tile that a block finishes
 constexpr int CHUNK_BYTES = (SHARE > 1 ? SHARE : 2) * 8 * ROW_BYTES;  // stmatrix writes two rows
@@ -275,43 +276,49 @@ conv2d_sm90(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         barrier_wait(own_order, phase ^ (group == 0));
         float acc[PIXELS / 2];
         Ring a_read = a, b_read = b;
-        auto multiply = [&](u32 tap, u32 pixels, int pitch, bool adds) {  // issue the k-steps of one tap of a chunk
+        auto multiply = [&](u32 tap, u32 pixels, int pitch, int k_steps, bool adds) {  // issue the k-steps of one tap of a chunk
             u64 at_weight = tile_descriptor(tap), at_x = tile_descriptor(pixels, 16, pitch * ROW_BYTES);
 #pragma unroll
-            for (int k = 0; k < ROW_BYTES / 32; k++)
+            for (int k = 0; k < k_steps; k++)
                 wgmma<PASS == DGRAD, false>((T*)nullptr, acc, at_weight + k * DEPTH_STEP<PASS == DGRAD>,
                                             at_x + k * DEPTH_STEP<false>, adds || k > 0);
         };
-        for (int i = first, s = first % S; i < middle; i++, s = s + 1 < S ? s + 1 : 0) {
-            if (s == 0 || i == first) a.wait();
-            if (READS && i == first && leads) {  // asked for once the first halo tile has arrived
-                tma_store_wait();                // until TMA has read the last result, which lies there
-                barrier_expect(own_addend, 64 / CHUNK * min(rows, SHARE) * 8 * ROW_BYTES);
-                bool second = NORM && k0 >= K1;
-                for (int c = 0; c < 64; c += CHUNK)
-                    tma_load(result + c / CHUNK * CHUNK_BYTES, second ? addend2 : addend, own_addend,
-                             k0 + c - (second ? K1 : 0), tile.w0, h0, tile.n);
-            }
-            b.wait();
-            wgmma_fence();
+        int i = first, s = first % S;
+        auto walk = [&](int end, int k_steps) {  // x's steps up to `end`
+            for (; i < end; i++, s = s + 1 < S ? s + 1 : 0) {
+                if (s == 0 || i == first) a.wait();
+                if (READS && i == first && leads) {  // asked for once the first halo tile has arrived
+                    tma_store_wait();                // until TMA has read the last result, which lies there
+                    barrier_expect(own_addend, 64 / CHUNK * min(rows, SHARE) * 8 * ROW_BYTES);
+                    bool second = NORM && k0 >= K1;
+                    for (int c = 0; c < 64; c += CHUNK)
+                        tma_load(result + c / CHUNK * CHUNK_BYTES, second ? addend2 : addend, own_addend,
+                                 k0 + c - (second ? K1 : 0), tile.w0, h0, tile.n);
+                }
+                b.wait();
+                wgmma_fence();
 #pragma unroll
-            for (int r = 0; r < R; r++)
-                multiply(b.buffer() + r * TAP_BYTES, a.buffer() + (r * pitch + before + s) * ROW_BYTES, pitch, i > first || r > 0);
-            wgmma_commit();
-            b.advance();
-            if (s == S - 1) a.advance();
-            wgmma_wait<1>();  // until only this step's products are under way: the stage before was read
-            if (i > first) {
-                if (!resident) b_read.release();
-                if (s == 0) a_read.release();
+                for (int r = 0; r < R; r++)
+                    multiply(b.buffer() + r * TAP_BYTES, a.buffer() + (r * pitch + before + s) * ROW_BYTES, pitch, k_steps,
+                             i > first || r > 0);
+                wgmma_commit();
+                b.advance();
+                if (s == S - 1) a.advance();
+                wgmma_wait<1>();  // until only this step's products are under way: the stage before was read
+                if (i > first) {
+                    if (!resident) b_read.release();
+                    if (s == 0) a_read.release();
+                }
             }
-        }
-#pragma unroll 1  // a loop of its own: with a branch in the loop above, products would wait for each other
-        for (int i = middle; i < last; i++) {
+        };
+        if (SPARED > 0) walk(min(own - S, middle), K_STEPS);
+        walk(middle, K_STEPS - SPARED);
+#pragma unroll 1  // loops of their own: with a branch in the loop above, products would wait for each other
+        for (; i < last; i++) {
             a.wait();
             b.wait();
             wgmma_fence();
-            multiply(b.buffer(), a.buffer(), 8, i > first);
+            multiply(b.buffer(), a.buffer(), 8, K_STEPS, i > first);
             wgmma_commit();
             a.advance(), b.advance();
             wgmma_wait<1>();
