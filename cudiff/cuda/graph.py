@@ -15,7 +15,7 @@ from cudiff.cuda.exchange import release_workspace
 from cudiff.cuda.memory import Arena
 from cudiff.errors import CudiffError
 from cudiff.precision import tf32_allowed
-from cudiff.tensor import Tensor
+from cudiff.tensor import Tensor, grad_enabled
 
 _mode = threading.local()
 _state = 0  # counts the changes that invalidate recordings
@@ -76,7 +76,8 @@ def capture(fn: Callable, warmup: int | Callable = 3, device: str | None = None,
         was frozen, thawed, moved or replaced; 16-bit weights were assigned; a module's attribute was set to another
         value.
 
-    Raises CudiffError if `fn` does what cannot be captured, and for a captured function called within another.
+    Raises CudiffError if `fn` does what cannot be captured or changes an argument, for a captured function called
+    within another, and on a GPU for an argument whose gradient is recorded: a graph reads a copy of it.
     """
     return Captured(fn, warmup, device, precompile)
 
@@ -108,6 +109,11 @@ class Captured:
         """The recording for such arguments, made now if there is none or it was invalidated."""
         if getattr(_mode, "busy", False):
             raise CudiffError("a captured function was called within another: capture the outer one only")
+        if grad_enabled() and any(arg is not None and arg.requires_grad for arg in args):
+            raise CudiffError(
+                "an argument of a captured function requires a gradient, which a graph would not give it: call it "
+                "within cudiff.no_grad() or with x.detach(), and take gradients inside of the function"
+            )
         signature = (tf32_allowed(), *(None if arg is None else (arg.shape, arg.dtype) for arg in args))
         if signature not in self._recordings or self._recordings[signature].state != _state:
             self._recordings[signature] = _Recording(self.fn, self.warmup)
@@ -158,8 +164,13 @@ class _Recording:
     def __call__(self, args: tuple[Tensor | None, ...]) -> Any:
         if self.eager_calls > 0:
             self.eager_calls -= 1
+            before = [None if arg is None else arg.data for arg in args]
             with self._private():
-                return self.fn(*args)
+                result = self.fn(*args)
+            if any(arg is not None and arg.data is not array for arg, array in zip(args, before, strict=True)):
+                raise CudiffError("a captured function changed an argument, which a graph has a copy of: let it hold "
+                                  "the tensor that it changes, or return new values")
+            return result
         if self.warmup is not None:
             with self._private():
                 self.warmup(*args)
@@ -193,7 +204,7 @@ class _Recording:
 
     def _like(self, args: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Tensors that a graph reads in place of the arguments, uninitialised."""
-        return [None if x is None else Tensor(get_cupy().empty_like(x.data), x.requires_grad) for x in args]
+        return [None if x is None else Tensor(get_cupy().empty_like(x.data)) for x in args]
 
     def _record(self, args: tuple[Tensor | None, ...]) -> None:
         with self._private():
