@@ -218,6 +218,23 @@ def test_an_argument_whose_gradient_would_be_lost_is_refused(monkeypatch):
         assert tangent(x.detach()).tolist() == [2, 4]
 
 
+@pytest.mark.parametrize("change", [lambda x: setattr(x, "data", np.full(2, 5, np.float32)),
+                                    lambda x: x.change(Tensor([5.0, 5.0]))], ids=["data", "change"])
+def test_a_tensor_that_is_given_another_array_is_read_there(monkeypatch, change):
+    """The graph has the old one's address, where by then others may lie."""
+    stand_in(monkeypatch)
+    calls, held, other = [], Tensor([1.0, 2.0]), Tensor([3.0, 4.0])
+    add = capture(lambda x: calls.append(1) or x + held, warmup=1)
+    for _ in range(3):
+        assert add(Tensor([1.0, 1.0])).tolist() == [2, 3]
+    change(other)
+    assert add(Tensor([1.0, 1.0])).tolist() == [2, 3] and len(calls) == 2
+    change(held)
+    for _ in range(3):
+        assert add(Tensor([1.0, 1.0])).tolist() == [6, 6]
+    assert len(calls) == 4
+
+
 def test_an_argument_that_is_changed_is_told(monkeypatch):
     stand_in(monkeypatch)
     with pytest.raises(CudiffError, match="changed an argument"):

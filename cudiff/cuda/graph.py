@@ -6,14 +6,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from cudiff.backend import get_cupy
+from cudiff.backend import Array, get_cupy
 from cudiff.cuda.compiler import compiling_ahead
 from cudiff.cuda.exchange import release_workspace
 from cudiff.cuda.memory import Arena
 from cudiff.errors import CudiffError
+from cudiff.function import reads_noted
 from cudiff.precision import tf32_allowed
 from cudiff.tensor import Tensor, grad_enabled
 
@@ -74,7 +75,7 @@ def capture(fn: Callable, warmup: int | Callable = 3, device: str | None = None,
         object, overwritten by the next call.
         Every graph is warmed up and recorded anew after one of these changes outside a captured function: a parameter
         was frozen, thawed, moved or replaced; 16-bit weights were assigned; a module's attribute was set to another
-        value.
+        value; of a tensor that `fn` read, such as a buffer, `data` were set.
 
     Raises CudiffError if `fn` does what cannot be captured or changes an argument, for a captured function called
     within another, and on a GPU for an argument whose gradient is recorded: a graph reads a copy of it.
@@ -115,7 +116,7 @@ class Captured:
                 "within cudiff.no_grad() or with x.detach(), and take gradients inside of the function"
             )
         signature = (tf32_allowed(), *(None if arg is None else (arg.shape, arg.dtype) for arg in args))
-        if signature not in self._recordings or self._recordings[signature].state != _state:
+        if signature not in self._recordings or not self._recordings[signature].is_current():
             self._recordings[signature] = _Recording(self.fn, self.warmup)
             if self.precompile:
                 self._recordings[signature].precompile(args)
@@ -146,6 +147,7 @@ class _Recording:
     """The state of one signature: stream, arena, the number of eager calls left, and the graph once it is recorded."""
 
     needed, fits = 0, True  # set by `precompile`: bytes of its arena, and whether the GPU has them
+    read: Sequence[tuple[weakref.ref[Tensor], Array]] = ()  # tensors that are there after `fn`, and their arrays
 
     def __init__(self, fn: Callable, warmup: int | Callable):
         cuda = get_cupy().cuda
@@ -183,6 +185,15 @@ class _Recording:
         self.graph.launch()  # on the caller's stream: in order with its other work
         return self.result
 
+    def is_current(self) -> bool:
+        """Whether nothing has changed that a graph does not follow: `record_again`, and arrays of what it reads."""
+        return self.state == _state and all([getattr(ref(), "_data", array) is array for ref, array in self.read])
+
+    def _run(self) -> None:
+        with reads_noted() as found:
+            self.result = self.fn(*self.inputs)
+        self.read = list({id(x): (ref, x._data) for ref in found if (x := ref()) is not None}.values())
+
     def precompile(self, args: tuple[Tensor | None, ...]) -> None:
         """Compile the kernels under a capture that is discarded. Its arrays show how much memory the real one takes.
         Errors are ignored: the real call raises them."""
@@ -211,7 +222,7 @@ class _Recording:
             self.inputs = self._like(args)
             self.stream.begin_capture()
             try:
-                self.result = self.fn(*self.inputs)
+                self._run()
             except BaseException as error:
                 with contextlib.suppress(RuntimeError):  # the error has invalidated the capture: this only ends it
                     self.stream.end_capture()
