@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,6 +14,20 @@ from cudiff.backend import Array, compute_dtype, device_of, float32, float64, is
 from cudiff.precision import tf32_allowed
 from cudiff.statistics import ChannelStatistics
 from cudiff.tensor import Tensor, grad_enabled, gradient_depth, now
+
+_readers: list[list[weakref.ref[Tensor]]] = []
+"""Lists that get what operations read, of all threads: see `reads_noted`."""
+
+
+@contextlib.contextmanager
+def reads_noted() -> Iterator[list[weakref.ref[Tensor]]]:
+    """A list of all tensors, but for Parameters, that operations inside the block read."""
+    found: list[weakref.ref[Tensor]] = []
+    _readers.append(found)
+    try:
+        yield found
+    finally:
+        _readers[:] = [other for other in _readers if other is not found]
 
 
 class Context:
@@ -98,6 +114,8 @@ class Function:
             arrays.append(None if t is None else t._data if type(t) is Tensor else t.operand(dtype))
             needs.append(t is not None and recording and t.requires_grad)
             statistics.append(None if t is None else t.statistics)
+        for reader in _readers:
+            reader += [weakref.ref(t) for t in inputs if type(t) is Tensor]
         ctx = Context(tuple(needs), tuple(statistics))
         forward = cls.forward_cuda if device == "cuda" else cls.forward_numpy  # type: ignore[attr-defined]
         results = forward(ctx, *arrays, **attrs)

@@ -91,10 +91,18 @@ def record_again(node: Node) -> Tensor:
         else:
             inputs.append(x := Tensor(array, requires_grad=source is not None))
             x._source = source
-    before = now()
-    with _part(None, iter(node.ctx.drawn)):
+    before, drawn = now(), iter(node.ctx.drawn)
+    with _part(None, drawn):
         out = _recorded(node.ctx, inputs)
+    if next(drawn, None) is not None:
+        raise RuntimeError(_OTHER_DRAWS)
     return out if out._source is not None and out._source[0].index > before else Passed.apply(out)
+
+
+_OTHER_DRAWS = (
+    "a part that is recomputed has other dropout in backward than it had in forward: leave train() and eval() as they "
+    "are in between"
+)
 
 
 def _recorded(ctx: Any, inputs: list[Tensor | None]) -> Tensor:
@@ -133,7 +141,9 @@ def inside() -> bool:
 def repeated(draw: Callable[[], Drawn]) -> Drawn:
     """`draw()`, or, inside a part that is recorded again, what it returned the first time."""
     again = [drawn for _, drawn in _parts.stack if drawn is not None]
-    value = next(again[0]) if again else draw()
+    value = next(again[0], None) if again else draw()
+    if value is None:
+        raise RuntimeError(_OTHER_DRAWS)
     for note, _ in _parts.stack:
         if note is not None:
             note(value)

@@ -85,7 +85,8 @@ class Tensor:
 
     Attributes
     ----------
-    data : the array. grad : array of the same backend and shape, or None.
+    data : the array; it may be set to whatever a tensor is made of. grad : array of the same backend and shape, or
+        None: data of another shape or device drop it.
     statistics : channel statistics for a norm that follows, `Kind.MOMENTS` or `Kind.CENTRED`, or None. Setting `data`
         drops them, `x.data *= 2` too.
     """
@@ -113,9 +114,12 @@ class Tensor:
         return self._data
 
     @data.setter
-    def data(self, array: Array) -> None:
+    def data(self, array: Any) -> None:
         if array is not self._data:
+            array = Tensor(array)._data  # contiguous: kernels read whole arrays
             self._parameter = None
+            if self._grad is not None and (array.shape, type(array)) != (self._grad.shape, type(self._grad)):
+                self._grad, self._grad_empty = None, False
         self._data, self.statistics = array, None
 
     @property

@@ -72,7 +72,7 @@ class Recording(graph._Recording):
             self.inputs = [None if x is None else Tensor(x.data.copy()) for x in args]
             _mode.tape = []
             try:
-                self.result = self.fn(*self.inputs)
+                self._run()
                 self.graph = Tape(_mode.tape)
             finally:
                 _mode.tape = None

@@ -5,7 +5,7 @@ import gc
 import numpy as np
 import pytest
 
-from cudiff import ops
+from cudiff import grad, no_grad, ops
 from cudiff.autograd import accumulate
 from cudiff.backend import bfloat16
 from cudiff.cuda import compiler, launch
@@ -200,6 +200,45 @@ def test_captured_within_captured_is_refused():
     with pytest.raises(CudiffError, match="within another"):
         outer(x)
     np.testing.assert_array_equal(inner(x).numpy(), 2)
+
+
+def test_an_argument_whose_gradient_would_be_lost_is_refused(monkeypatch):
+    stand_in(monkeypatch)
+    square = capture(lambda x: (x * x).sum(), warmup=1)
+    x = Tensor([1.0, 2.0], requires_grad=True)
+    for _ in range(3):
+        with pytest.raises(CudiffError, match="requires a gradient, which a graph would not give it"):
+            square(x)
+        with pytest.raises(CudiffError, match="requires a gradient"):
+            grad(square)(np.float32([1, 2]))
+        with no_grad():
+            assert square(x).item() == square(x.detach()).item() == 5
+    tangent = capture(grad(lambda x: (x * x).sum()), warmup=1)
+    for _ in range(3):
+        assert tangent(x.detach()).tolist() == [2, 4]
+
+
+@pytest.mark.parametrize("change", [lambda x: setattr(x, "data", np.full(2, 5, np.float32)),
+                                    lambda x: x.change(Tensor([5.0, 5.0]))], ids=["data", "change"])
+def test_a_tensor_that_is_given_another_array_is_read_there(monkeypatch, change):
+    """The graph has the old one's address, where by then others may lie."""
+    stand_in(monkeypatch)
+    calls, held, other = [], Tensor([1.0, 2.0]), Tensor([3.0, 4.0])
+    add = capture(lambda x: calls.append(1) or x + held, warmup=1)
+    for _ in range(3):
+        assert add(Tensor([1.0, 1.0])).tolist() == [2, 3]
+    change(other)
+    assert add(Tensor([1.0, 1.0])).tolist() == [2, 3] and len(calls) == 2
+    change(held)
+    for _ in range(3):
+        assert add(Tensor([1.0, 1.0])).tolist() == [6, 6]
+    assert len(calls) == 4
+
+
+def test_an_argument_that_is_changed_is_told(monkeypatch):
+    stand_in(monkeypatch)
+    with pytest.raises(CudiffError, match="changed an argument"):
+        capture(lambda x: x.change(x + 1.0))(Tensor([1.0]))
 
 
 @pytest.mark.gpu

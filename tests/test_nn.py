@@ -15,6 +15,7 @@ from cudiff.cuda import graph
 from cudiff.errors import CudiffError
 from cudiff.nn import init
 from cudiff.tensor import Tensor
+from tests.recording import stand_in
 
 
 def test_uniform_fan_in_fills_its_range():
@@ -314,6 +315,19 @@ def test_lists_of_modules_hold_modules():
     layers = nn.ModuleList([nn.SiLU(), None])
     with pytest.raises(TypeError, match="a ModuleList holds modules, not a int"):
         layers.append(3)
+
+
+def test_a_layer_that_is_appended_is_in_what_was_captured(monkeypatch):
+    stand_in(monkeypatch)
+    net, x = nn.Sequential(nn.Linear(2, 3)).flatten("cpu"), Tensor([[-1.0, 2.0]])
+    captured = graph.capture(lambda x: net(x), warmup=1)
+    for _ in range(3):
+        captured(x)
+    net.append(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
+    assert captured(x).tolist() == net(x).tolist() != net[0](x).tolist()
+    before = graph.recording_state()
+    nn.ModuleList([nn.Linear(2, 2)]).append(nn.Linear(2, 2))  # of another model, which nobody has called
+    assert graph.recording_state() == before
 
 
 def test_a_layer_that_is_deleted_is_gone():

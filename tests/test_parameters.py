@@ -334,7 +334,7 @@ def test_what_was_frozen_before_the_optimiser_stays_frozen(device):
 def test_a_captured_step_is_recorded_again_where_parameters_are_frozen(monkeypatch):
     made = []
 
-    class Recording:
+    class Recording(graph._Recording):
         def __init__(self, fn, warmup):
             self.state = graph._state
             made.append(self)

@@ -146,6 +146,17 @@ def test_an_input_that_was_changed_in_between_is_told():
         out.sum().backward()
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_mode_that_was_changed_in_between_is_told(training):
+    """The masks that backward would have are not forward's."""
+    net, x = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 3)), Tensor(np.ones((2, 3)), requires_grad=True)
+    net.train(training)
+    out = recomputed(net, x)
+    net.train(not training)
+    with pytest.raises(RuntimeError, match="other dropout in backward than it had in forward"):
+        out.sum().backward()
+
+
 def test_a_part_returns_one_tensor():
     for returned in ((1, 2), None):
         with pytest.raises(TypeError, match=f"recomputed returned {type(returned).__name__}: return one tensor"):

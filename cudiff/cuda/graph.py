@@ -6,16 +6,17 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from cudiff.backend import get_cupy
+from cudiff.backend import Array, get_cupy
 from cudiff.cuda.compiler import compiling_ahead
 from cudiff.cuda.exchange import release_workspace
 from cudiff.cuda.memory import Arena
 from cudiff.errors import CudiffError
+from cudiff.function import reads_noted
 from cudiff.precision import tf32_allowed
-from cudiff.tensor import Tensor
+from cudiff.tensor import Tensor, grad_enabled
 
 _mode = threading.local()
 _state = 0  # counts the changes that invalidate recordings
@@ -74,9 +75,10 @@ def capture(fn: Callable, warmup: int | Callable = 3, device: str | None = None,
         object, overwritten by the next call.
         Every graph is warmed up and recorded anew after one of these changes outside a captured function: a parameter
         was frozen, thawed, moved or replaced; 16-bit weights were assigned; a module's attribute was set to another
-        value.
+        value; of a tensor that `fn` read, such as a buffer, `data` were set.
 
-    Raises CudiffError if `fn` does what cannot be captured, and for a captured function called within another.
+    Raises CudiffError if `fn` does what cannot be captured or changes an argument, for a captured function called
+    within another, and on a GPU for an argument whose gradient is recorded: a graph reads a copy of it.
     """
     return Captured(fn, warmup, device, precompile)
 
@@ -108,8 +110,13 @@ class Captured:
         """The recording for such arguments, made now if there is none or it was invalidated."""
         if getattr(_mode, "busy", False):
             raise CudiffError("a captured function was called within another: capture the outer one only")
+        if grad_enabled() and any(arg is not None and arg.requires_grad for arg in args):
+            raise CudiffError(
+                "an argument of a captured function requires a gradient, which a graph would not give it: call it "
+                "within cudiff.no_grad() or with x.detach(), and take gradients inside of the function"
+            )
         signature = (tf32_allowed(), *(None if arg is None else (arg.shape, arg.dtype) for arg in args))
-        if signature not in self._recordings or self._recordings[signature].state != _state:
+        if signature not in self._recordings or not self._recordings[signature].is_current():
             self._recordings[signature] = _Recording(self.fn, self.warmup)
             if self.precompile:
                 self._recordings[signature].precompile(args)
@@ -140,6 +147,7 @@ class _Recording:
     """The state of one signature: stream, arena, the number of eager calls left, and the graph once it is recorded."""
 
     needed, fits = 0, True  # set by `precompile`: bytes of its arena, and whether the GPU has them
+    read: Sequence[tuple[weakref.ref[Tensor], Array]] = ()  # tensors that are there after `fn`, and their arrays
 
     def __init__(self, fn: Callable, warmup: int | Callable):
         cuda = get_cupy().cuda
@@ -158,8 +166,13 @@ class _Recording:
     def __call__(self, args: tuple[Tensor | None, ...]) -> Any:
         if self.eager_calls > 0:
             self.eager_calls -= 1
+            before = [None if arg is None else arg.data for arg in args]
             with self._private():
-                return self.fn(*args)
+                result = self.fn(*args)
+            if any(arg is not None and arg.data is not array for arg, array in zip(args, before, strict=True)):
+                raise CudiffError("a captured function changed an argument, which a graph has a copy of: let it hold "
+                                  "the tensor that it changes, or return new values")
+            return result
         if self.warmup is not None:
             with self._private():
                 self.warmup(*args)
@@ -171,6 +184,15 @@ class _Recording:
                 static.data[...] = arg.data
         self.graph.launch()  # on the caller's stream: in order with its other work
         return self.result
+
+    def is_current(self) -> bool:
+        """Whether nothing has changed that a graph does not follow: `record_again`, and arrays of what it reads."""
+        return self.state == _state and all([getattr(ref(), "_data", array) is array for ref, array in self.read])
+
+    def _run(self) -> None:
+        with reads_noted() as found:
+            self.result = self.fn(*self.inputs)
+        self.read = list({id(x): (ref, x._data) for ref in found if (x := ref()) is not None}.values())
 
     def precompile(self, args: tuple[Tensor | None, ...]) -> None:
         """Compile the kernels under a capture that is discarded. Its arrays show how much memory the real one takes.
@@ -193,14 +215,14 @@ class _Recording:
 
     def _like(self, args: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Tensors that a graph reads in place of the arguments, uninitialised."""
-        return [None if x is None else Tensor(get_cupy().empty_like(x.data), x.requires_grad) for x in args]
+        return [None if x is None else Tensor(get_cupy().empty_like(x.data)) for x in args]
 
     def _record(self, args: tuple[Tensor | None, ...]) -> None:
         with self._private():
             self.inputs = self._like(args)
             self.stream.begin_capture()
             try:
-                self.result = self.fn(*self.inputs)
+                self._run()
             except BaseException as error:
                 with contextlib.suppress(RuntimeError):  # the error has invalidated the capture: this only ends it
                     self.stream.end_capture()

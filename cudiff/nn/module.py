@@ -447,8 +447,11 @@ class ModuleList(Module):
     def append(self, item: Module | None) -> None:
         """Raises TypeError for what is no module."""
         self._require_module(item)
+        _, first = next(self.named_parameters(), (None, None))
         self._items.append(item)
         structure_changes()
+        if first is not None and first.flat is not None:  # else the model is still being made
+            record_again()  # a captured function goes through those before alone
 
     def __setitem__(self, index: int, item: Module | None) -> None:
         self._require_module(item)

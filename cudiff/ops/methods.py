@@ -135,9 +135,7 @@ def _equality(operation: Callable[[Any, Any], Tensor]) -> Callable[[Tensor, Any]
 
 
 def _unknown(x: Tensor, name: str) -> Any:
-    """An attribute that a tensor does not have: raises AttributeError, TypeError where `data` was set to no array."""
-    if name in ("shape", "ndim", "size", "dtype"):  # not checked as it is set: every operation makes tensors
-        raise TypeError(f"this tensor's data were set to a {type(x.data).__name__}: set x.data = np.array(...)")
+    """An attribute that a tensor does not have: raises AttributeError."""
     instead = f": write {PYTORCH[name]}" if name in PYTORCH else ""
     raise AttributeError(f"a Tensor has no '{name}'{instead}", name=name, obj=x)
 
