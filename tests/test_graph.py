@@ -86,6 +86,16 @@ def test_random_numbers_advance_from_call_to_call(device):
         expected.advance()
 
 
+def test_a_generator_that_gets_another_seed_draws_from_it(monkeypatch):
+    stand_in(monkeypatch)
+    generator, other = Generator(1), Generator(2)
+    draw = capture(lambda x: x + generator.normal((2,)), warmup=1)
+    for _ in range(3):
+        draw(Tensor([0.0, 0.0]))
+    generator.load_state(other.state())
+    assert draw(Tensor([0.0, 0.0])).tolist() == other.normal((2,)).tolist()
+
+
 def test_a_warm_up_function_takes_the_place_of_the_first_calls(device, monkeypatch):
     if device == "cpu":
         stand_in(monkeypatch)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from cudiff.backend import Array, array_module, float32, int32
+from cudiff.cuda.graph import record_again
 from cudiff.cuda.launch import blocks, launch
 from cudiff.errors import CudiffError
 from cudiff.function import Function
@@ -274,5 +275,7 @@ class Generator:
             raise CudiffError("a generator's state holds seed, step and draws: give what state() returned")
         seed = whole("seed", state["seed"], 0, 2**64 - 1)
         step, draws = (whole(name, state.get(name, 0), -(2**31), 2**31 - 1) for name in ("step", "draws"))
+        if seed != self.seed:
+            record_again()  # a captured function has drawn from the other seed
         self.seed, self.step.data[...], self.draws.data[...] = seed, step, draws
         self.moves += 1
