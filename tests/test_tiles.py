@@ -163,6 +163,29 @@ def test_plans_of_convolutions_differ_by_their_choice(problem):
     assert len({tuple(plan.choice) for plan in plans}) == len(plans)
 
 
+@pytest.mark.parametrize("height, tried, taken", [
+    (64, {256, 128, 64}, 256), (32, {256, 128, 64}, 256), (7, {256, 128, 112, 96, 64}, 64),
+    (28, {256, 224, 128, 112, 64}, 224), (40, {256, 160, 128, 112, 64}, 160), (72, {256, 192, 128, 96, 64}, 192),
+    (14, {256, 128, 112, 64}, 112),
+])
+def test_tiles_whose_rows_divide_an_images_height_are_tried(height, tried, taken):
+    problem = (1024, height, 64, 256), 64, (3, 3), 2, 0, False
+    assert {plan.tile.pixels for plan in sm90.plans(*problem)} == tried
+    assert sm90.plan.by_rule(*problem)[0].tile.pixels == taken
+
+
+@pytest.mark.parametrize("channels, itemsize, spared", [
+    (64, 2, 0), (48, 2, 1), (33, 2, 1), (32, 2, 2), (8, 2, 3), (136, 2, 3), (32, 4, 0), (24, 4, 1), (36, 4, 3),
+])
+def test_the_last_channels_leave_out_k_steps_of_zeros(channels, itemsize, spared):
+    """A k-step has 16 channels of 16 bits, or 8 floats; four make a chunk."""
+    assert sm90.spared_k_steps(channels, itemsize) == spared
+    chunk = 128 // itemsize
+    own, whole = (sm90.plan.estimate((32, 40, 40, count), 48, (3, 3), itemsize, 0, False)
+                  for count in (channels, -(-channels // chunk) * chunk))
+    assert own < whole if spared else own == whole
+
+
 def test_plans_of_products_differ_by_their_choice():
     plans = set(product.plans(131072, 64, 576, 1, 2, 1, True))
     assert len({tuple(plan.choice) for plan in plans}) == len(plans)
