@@ -96,18 +96,18 @@ def read_weights(path: str | os.PathLike, key: str | None = None) -> Weights:
     where the file is missing, damaged, or of a kind that would run code; a file's kind is told by its content.
     """
     with opened(path) as file:
-        start = file.read(4)
-    suffix = Path(path).suffix.lower()
-    if suffix == ".pkl" or start[:1] == b"\x80":
+        start = file.read(9)
+    suffix, is_tensors = Path(path).suffix.lower(), start[8:] == b"{"  # after its length, which may be any number
+    if suffix == ".pkl" or (start[:1] == b"\x80" and not is_tensors):
         # A .pt that is one was saved by PyTorch before 1.6.
         content = "pickle.load(file)['ema'].state_dict()" if suffix == ".pkl" else "torch.load(file)"
         raise CudiffError(
             f"{path} is a pickle, a program that could do anything (NVIDIA's EDM .pkl carries source code), and is not "
             f"run: where you trust it, torch.save({content}, 'weights.pt'), and convert that"
         )
-    if int.from_bytes(start, "little") == UNETCU_MAGIC:
+    if int.from_bytes(start[:4], "little") == UNETCU_MAGIC:
         return read_unet_cu(path)
-    if start[:2] == b"PK":
+    if start[:2] == b"PK" and not is_tensors:
         state = read_torch(path, key)
     else:
         try:

@@ -192,8 +192,8 @@ def main() -> None:
     data = load_dataset(options.data)
     if data.labels is None:
         raise CudiffError(f"{data.name} has no labels: name data with classes")
-    if not 1 <= options.batch_size <= len(data) or options.epochs < 0 or options.lr <= 0:
-        raise CudiffError(f"give --batch-size 1 to {len(data)}, --epochs 0 or more and --lr above 0")
+    if not 1 <= options.batch_size <= len(data) or min(options.epochs, options.seed) < 0 or options.lr <= 0:
+        raise CudiffError(f"give --batch-size 1 to {len(data)}, --epochs and --seed 0 or more and --lr above 0")
     test = load_dataset(options.data, part="test")
     time_it(data, options)
     if options.epochs:

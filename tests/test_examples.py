@@ -58,6 +58,7 @@ def test_help(name, tmp_path):
     ("classify_mnist", ["--data", "none"], "classify_mnist.py: no data at 'none'"),
     ("classify_mnist", ["--data", "digits", "--batch-size", "0"], "give --batch-size 1 to 4000"),
     ("classify_mnist", ["--data", "digits", "--lr", "0"], "--lr above 0"),
+    ("classify_mnist", ["--data", "digits", "--seed", "-1"], "--seed 0 or more"),
     ("classify_mnist", ["--data", "."], "classify_mnist.py: . holds no images"),
     ("compare_precisions", [], "required: photos"),
     ("compare_precisions", ["none"], "compare_precisions.py: no data at 'none'"),

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from cudiff.convert import read_weights
 from cudiff.errors import CudiffError
 from cudiff.tensorfile import digest, read_header, read_tensors, write_tensors
 
@@ -49,3 +50,11 @@ def test_a_digest_is_that_of_the_bytes(tmp_path, shape):
     for digests in ({"w": "another"}, {}):
         with pytest.raises(CudiffError, match="the values of w are not those that were saved"):
             read_tensors(tmp_path / "a.safetensors", lambda name: name == "w", digests)
+
+
+@pytest.mark.parametrize("length", [0x80, 0x4B50])
+def test_a_header_as_long_as_other_files_begin_is_no_such_file(tmp_path, length):
+    """A pickle begins with 0x80, a zip with PK."""
+    header = json.dumps({"w": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).ljust(length)
+    path = write(tmp_path / "a.safetensors", header, b"\x07")
+    assert read_weights(path).state["w"] == [7]

@@ -10,7 +10,17 @@ import numpy as np
 
 from cudiff import ops
 from cudiff.diffusion.denoiser import Denoiser, per_sample
-from cudiff.diffusion.samplers import CLIPPING, Callback, Noise, Plan, Sampler, clipped, posterior_variance, rows
+from cudiff.diffusion.samplers import (
+    CLIPPING,
+    Callback,
+    Noise,
+    Plan,
+    Sampler,
+    clipped,
+    kept_deviation,
+    posterior_variance,
+    rows,
+)
 from cudiff.errors import CudiffError
 from cudiff.options import Option
 from cudiff.registry import Settings, register_sampler
@@ -35,7 +45,7 @@ class DDIM(Sampler):
         plans = []
         for sigma, sigma_next in pairwise(map(float, sigmas)):
             added = self.eta * math.sqrt(posterior_variance(sigma, sigma_next))
-            plans.append(Plan([sigma, math.sqrt(sigma_next**2 - added**2) / sigma, added], added > 0))
+            plans.append(Plan([sigma, kept_deviation(sigma_next, added**2) / sigma, added], added > 0))
         return plans
 
     def step(self, x: Tensor, numbers: Tensor, noise: Tensor | None, labels: Tensor | None) -> tuple[Tensor, Tensor]:

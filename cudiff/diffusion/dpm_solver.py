@@ -10,7 +10,7 @@ import numpy as np
 
 from cudiff import ops
 from cudiff.diffusion.denoiser import Denoiser, per_sample
-from cudiff.diffusion.samplers import Callback, Noise, Plan, Sampler, posterior_variance, rows
+from cudiff.diffusion.samplers import Callback, Noise, Plan, Sampler, kept_deviation, posterior_variance, rows
 from cudiff.registry import Settings, register_sampler
 from cudiff.tensor import Tensor
 from cudiff.values import flag
@@ -34,7 +34,7 @@ class DPMSolver(Sampler):
         plans = []
         for (sigma, sigma_next), onward in zip(pairwise(map(float, sigmas)), extrapolations(sigmas), strict=True):
             variance = posterior_variance(sigma, sigma_next) if self.stochastic else 0.0
-            ratio = math.sqrt(sigma_next**2 - variance) / sigma
+            ratio = kept_deviation(sigma_next, variance) / sigma
             plans.append(Plan([sigma, ratio, math.sqrt(variance), onward], variance > 0))
         return plans
 

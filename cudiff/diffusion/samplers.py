@@ -12,6 +12,7 @@ captured, all as one CUDA graph or each as its own, and serves any number of bat
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -258,6 +259,11 @@ class _TooManyLaunches(Exception):
 def posterior_variance(sigma: float, sigma_next: float) -> float:
     """beta-tilde of DDPM equation 7 for a step from sigma to sigma_next, in units of x = y + sigma * noise."""
     return sigma_next**2 * (sigma**2 - sigma_next**2) / sigma**2
+
+
+def kept_deviation(sigma_next: float, variance: float) -> float:
+    """The standard deviation, at sigma_next, of the noise that a step keeps where it adds noise of such a variance."""
+    return math.sqrt(max(0.0, sigma_next**2 - variance))  # from far above nearly all is added, by rounding more
 
 
 def decreasing(sigmas: Sequence[float] | np.ndarray) -> np.ndarray:

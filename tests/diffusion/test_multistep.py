@@ -1,6 +1,7 @@
 """DPM-Solver++ and UniPC: against their papers' own coordinates, by their order, and by their noise's variance."""
 
 import math
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -216,3 +217,13 @@ def test_a_sampler_serves_batch_after_batch():
         first, second = start(seed=1)[0], start(seed=2)[0]
         sampler(first, sigmas)
         np.testing.assert_array_equal(sampler(second, sigmas).numpy(), make(gaussian)(second, sigmas).numpy())
+
+
+@pytest.mark.parametrize("sampler", [stochastic, partial(sample_ddim, eta=1.0, clip_denoised=False)])
+def test_a_step_from_far_above_adds_nearly_all_of_its_noise(sampler):
+    """By rounding it would add more than all."""
+    for low in np.geomspace(1e-12, 1e-8, 50):
+        x, _ = start(sigma=0.9)
+        noise = ImageNoise(x.shape, 1)
+        made = sampler(lambda x, sigma, labels: x * 0, x, [0.9, low], noise=noise).numpy()
+        assert np.allclose(made, noise(0).numpy() * low, rtol=1e-5, atol=0)
