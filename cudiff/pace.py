@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 from cudiff.config import Config
+from cudiff.errors import CudiffError
 
 TELL_EVERY = 60
 """Seconds after which a run says how far it is, where no line of metrics came meanwhile."""
 
 LONG_STEP = 10
-"""Seconds after which a step of several passes may say how far it is."""
+"""Seconds after which a step of several passes, or a preview, may say how far it is."""
 
 
 class Pace:
@@ -25,7 +27,7 @@ class Pace:
         self.config, self.device, self.display = config, device, display
         self.step, self.seconds, self._steps = step, seconds, 0
         self._began = self._step_began = time.perf_counter()
-        self._told = -math.inf
+        self._told, self._stops = -math.inf, False
 
     def passed(self, count: int) -> None:
         """So many passes of a step are done, 0 as it begins. Only the CPU's are told: a GPU's are launched ahead."""
@@ -51,8 +53,30 @@ class Pace:
         """A line of metrics was shown."""
         self._told = time.perf_counter()
 
+    def previewing(self) -> Callable[[int], None] | None:
+        """What a preview on the CPU calls after each of its steps; None for a GPU, which takes seconds for all of them.
+
+        It says how far the preview is, and raises CudiffError where a signal came.
+        """
+        config, began, done = self.config, time.perf_counter(), 0
+        total = config.sample_steps * -(-config.samples // config.batch_size)
+        told = began - TELL_EVERY + LONG_STEP
+
+        def stepped(step: int) -> None:
+            nonlocal done, told
+            done, now = done + 1, time.perf_counter()
+            if self._stops:
+                raise CudiffError("a signal came")
+            if self.display is not None and now - told > TELL_EVERY:
+                left = duration((now - began) / done * (total - done))
+                self.display.message(f"draws a preview, step {done:,} of {total:,}; about {left} left for it")
+                told = now
+
+        return stepped if self.device == "cpu" else None
+
     def stopping(self) -> None:
         """A signal came. Said where a step takes over a second, or none is done: else the end itself is seen."""
+        self._stops = True
         if self.display is not None and self._steps <= time.perf_counter() - self._began:
             self.display.message("stops after this step and saves; a second signal ends it at once, without")
 

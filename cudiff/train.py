@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -306,12 +306,13 @@ class Trainer:
         """Where `save` writes the checkpoint of this step."""
         return checkpoint_path(self.folder, self.step)
 
-    def save_preview(self) -> Path:
-        """Write a grid of `samples` images from the EMA, or an .npz of latents."""
+    def save_preview(self, each_step: Callable[[int], None] | None = None) -> Path:
+        """Write a grid of `samples` images from the EMA, or an .npz of latents. each_step: as for `Pipeline.sample`."""
         latents = self.preview.makes_latents
         path = self.folder / f"samples-{self.step:08d}.{'npz' if latents else 'png'}"
         try:
-            images = self.preview.sample(self.config.samples, self.config.seed, batch_size=self.config.batch_size)
+            images = self.preview.sample(self.config.samples, self.config.seed, batch_size=self.config.batch_size,
+                                         each_step=each_step)
         finally:
             self.preview.free_graphs()  # training needs the memory
         (save_npz if latents else save_grid)(path, images)
@@ -483,7 +484,7 @@ class Trainer:
                 self._record(metrics, display)
             if self.config.sample_every:
                 try:
-                    self.save_preview()
+                    self.save_preview(self._pace.previewing())
                 except CudiffError as error:
                     if not all(np.isfinite(array).all() for array in average.state_dict().values()):
                         raise CudiffError(f"the EMA is not finite at step {self.step}: {self._advice()}") from None

@@ -1,10 +1,12 @@
 """What a run says of its time where no line of metrics comes for long."""
 
+import signal
 from types import SimpleNamespace
 
 import pytest
 
 import cudiff
+from cudiff.diffusion.euler import Euler
 from cudiff.pace import Pace, duration
 from cudiff.train import Trainer
 from tests.test_train import TINY
@@ -32,6 +34,27 @@ def test_the_first_step_is_told_with_an_estimate_and_then_a_line_a_minute(tmp_pa
     assert display[-1] == 5000 or "no loss curve" in display[-1]
 
 
+def test_a_signal_ends_a_preview_after_its_step(tmp_path, monkeypatch):
+    """A preview on a CPU may take an hour."""
+    class Display(list):
+        update, message = (lambda self, metrics: None), list.append
+
+    display, steps, step = Display(), [], Euler.step
+
+    def signalled(self, *args):
+        steps.append(1)
+        if len(steps) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return step(self, *args)
+
+    monkeypatch.setattr(Euler, "step", signalled)
+    config = TINY.replace(steps=2, sampler="euler", sample_steps=50, sample_every=2, samples=4)
+    trainer = Trainer(config, DIGITS, tmp_path / "run")
+    trainer.run(display)
+    assert len(steps) == 3 and trainer.stopped_by == signal.SIGTERM and trainer.save_path.exists()
+    assert "no preview of step 2: a signal came" in display and not list(trainer.folder.glob("samples-*"))
+
+
 @pytest.mark.parametrize("seconds, text", [
     (0.00412, "4.1 ms"), (0.9996, "999.6 ms"), (1.04, "1.0 s"), (29.4, "29 s"), (89.0, "89 s"), (90.0, "1.5 min"),
     (5400, "1.5 h"), (0, "0.0 ms"),
@@ -49,6 +72,17 @@ def clock(monkeypatch):
 
 def paced(lines, **options):
     return Pace(TINY.replace(**options), "cpu", SimpleNamespace(message=lines.append), 0, 0.0)
+
+
+def test_a_long_preview_says_how_far_it_is(clock):
+    pace = paced(lines := [], sample_steps=50, samples=10, batch_size=4)
+    stepped = pace.previewing()
+    for step in range(20):
+        stepped(step)
+        clock[0] += 6
+    assert lines == ["draws a preview, step 3 of 150; about 9.8 min left for it",
+                     "draws a preview, step 14 of 150; about 12.6 min left for it"]
+    assert Pace(TINY, "cuda", None, 0, 0.0).previewing() is None
 
 
 def test_a_limit_of_minutes_is_what_is_left(clock):

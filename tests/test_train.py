@@ -253,7 +253,7 @@ def test_a_few_gradients_that_are_not_finite_are_skipped_and_counted(digits, tmp
 
 def test_a_preview_that_fails_loses_nothing(digits, tmp_path, monkeypatch):
     trainer = Trainer(TINY.replace(sample_every=3, save_every=3), digits, tmp_path / "run")
-    monkeypatch.setattr(trainer, "save_preview", lambda: (_ for _ in ()).throw(MemoryError))
+    monkeypatch.setattr(trainer, "save_preview", lambda *args: (_ for _ in ()).throw(MemoryError))
     with pytest.raises(MemoryError):
         trainer.run()
     assert latest(trainer.folder).name == "step-00000003.safetensors"
@@ -261,7 +261,7 @@ def test_a_preview_that_fails_loses_nothing(digits, tmp_path, monkeypatch):
 
 def test_a_preview_that_fails_between_saves_is_saved_first(digits, tmp_path, monkeypatch):
     trainer = Trainer(TINY.replace(sample_every=2), digits, tmp_path / "run")
-    monkeypatch.setattr(trainer, "save_preview", lambda: (_ for _ in ()).throw(MemoryError))
+    monkeypatch.setattr(trainer, "save_preview", lambda *args: (_ for _ in ()).throw(MemoryError))
     with pytest.raises(MemoryError):
         trainer.run()
     assert load_checkpoint(trainer.folder).counters["step"] == 2
