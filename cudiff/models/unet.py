@@ -25,6 +25,7 @@ from cudiff.nn import (
     grouped_linear,
     init,
 )
+from cudiff.ops.attention import MOST_HEAD_CHANNELS
 from cudiff.ops.timestep_embedding import noise_levels
 from cudiff.options import Option
 from cudiff.recompute import recomputed
@@ -177,15 +178,18 @@ class AttentionBlock(Module):
 
 
 def heads_of(channels: int, num_heads: int, num_head_channels: int) -> int:
-    """How many heads attend over so many channels. Raises CudiffError where they do not divide, saying what does."""
-    name, value = ("num_head_channels", num_head_channels) if num_head_channels > 0 else ("num_heads", num_heads)
-    if value < 1 or channels % value:
-        divisors = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if channels % n == 0]
+    """How many heads attend over so many channels. Raises CudiffError where they do not divide, or heads are wider than
+    `MOST_HEAD_CHANNELS`, saying what does."""
+    wide = num_head_channels > 0
+    name, value = ("num_head_channels", num_head_channels) if wide else ("num_heads", num_heads)
+    if value < 1 or channels % value or (value if wide else channels // value) > MOST_HEAD_CHANNELS:
+        divisors = (n for n in range(1, 2**16 + 1) if channels % n == 0)
+        able = [n for n in divisors if (n if wide else channels // n) <= MOST_HEAD_CHANNELS]
         raise CudiffError(
-            f"{name} {value} does not divide the {channels} channels where attention is used: "
-            f"use {', '.join(map(str, divisors))}"
+            f"{name} {value} does not divide the {channels} channels where attention is used into heads of up to "
+            f"{MOST_HEAD_CHANNELS}: use {', '.join(map(str, able[-8:] if wide else able[:8]))}"
         )
-    return channels // value if num_head_channels > 0 else value
+    return channels // value if wide else value
 
 
 class UNet(Module):

@@ -104,7 +104,7 @@ def test_sizes_that_do_not_halve_say_which_do():
 
 
 def test_heads_that_do_not_divide():
-    with pytest.raises(CudiffError, match=r"num_head_channels 48 does not divide the 64 channels .* use 1, 2, 4"):
+    with pytest.raises(CudiffError, match=r"num_head_channels 48 does not divide the 64 .* 16, 32, 64"):
         UNet(**TINY | dict(num_head_channels=48))
 
 
