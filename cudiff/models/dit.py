@@ -29,7 +29,7 @@ from cudiff.options import Option
 from cudiff.recompute import recomputed
 from cudiff.registry import Settings, register_model
 from cudiff.tensor import Tensor
-from cudiff.values import whole_pair
+from cudiff.values import whole, whole_pair
 
 OPTIONS = {
     "patch_size": Option(4, "DiT: pixels a side of what becomes a token", least=1, most=2**10),
@@ -220,6 +220,7 @@ class DiT(Module):
                  num_classes: int = 0, learn_sigma: bool = False, qk_norm: bool = False):
         super().__init__()
         self.image_size = height, width = whole_pair("image_size", image_size)
+        whole("patch_size", patch_size), whole("hidden_size", hidden_size, 4), whole("depth", depth)
         for size in (height, width):
             check_sizes(size, patch_size, hidden_size, num_heads, mlp_ratio)
         self.patch_size, self.out_channels = patch_size, in_channels * (2 if learn_sigma else 1)

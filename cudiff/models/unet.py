@@ -31,6 +31,7 @@ from cudiff.options import Option
 from cudiff.recompute import recomputed
 from cudiff.registry import Settings, register_model
 from cudiff.tensor import Tensor
+from cudiff.values import real, whole
 
 OPTIONS = WIDTHS | {
     "num_res_blocks": Option(2, "residual blocks a level", least=1, most=1000),
@@ -208,8 +209,8 @@ class UNet(Module):
 
     Where its attribute `recompute` is True, backward runs each block again instead of keeping what lies between its
     layers.
-    Raises CudiffError for sizes, channels or heads that do not divide, saying which do. Its call raises ValueError for
-    labels where num_classes is 0.
+    Raises CudiffError for sizes, channels or heads that do not divide, saying which do, and what is out of range. Its
+    call raises ValueError for labels where num_classes is 0.
     """
 
     recompute = False
@@ -222,6 +223,8 @@ class UNet(Module):
                  use_new_attention_order: bool = False, max_period: float = 10000.0, zero_init: bool = True,
                  norm_group_channels: int = 1):
         super().__init__()
+        whole("image_size", image_size), whole("model_channels", model_channels, 2)
+        whole("num_res_blocks", num_res_blocks), real("max_period", max_period, above=1)
         check_levels(image_size, channel_mult, len(channel_mult) - 1)
         self.image_size, self.in_channels, self.model_channels = image_size, in_channels, model_channels
         self.num_classes, self.learn_sigma, self.max_period = num_classes, learn_sigma, max_period
