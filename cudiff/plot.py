@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from cudiff.backend import Array, is_float, to_device
+from cudiff.backend import Array, bfloat16, is_float, to_device
 from cudiff.errors import CudiffError
 from cudiff.tensor import Tensor
 from cudiff.tensorfile import replacing
@@ -92,13 +92,17 @@ def save_images(folder: str | os.PathLike, images: np.ndarray) -> list[Path]:
 
 def save_npz(path: str | os.PathLike, images: np.ndarray, labels: np.ndarray | None = None) -> None:
     """Write `images` uint8 (N, H, W, C), or as `latents` floats (N, H, W, C), and, where given, `labels` (N,);
-    `load_dataset` reads it."""
+    `load_dataset` reads it. bfloat16 is written as float32. Raises ValueError for others, and labels beyond int32."""
     latents = is_float(images.dtype) and images.ndim == 4 and len(images) > 0
+    if images.dtype == bfloat16:  # which NumPy's files do not know
+        images = images.astype(np.float32)
     arrays = {"latents": images} if latents else {"images": _checked(images)}
     if labels is not None:
         given = np.asarray(labels)
         if given.shape != (len(images),) or not np.issubdtype(given.dtype, np.integer):
             raise ValueError(f"labels are {given.dtype} {given.shape}: give one integer for each image")
+        if given.min() < -(2**31) or given.max() >= 2**31:
+            raise ValueError(f"labels run from {given.min()} to {given.max()}: number the classes from 0")
         arrays["labels"] = given.astype(np.int32)
     with replacing(path) as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
@@ -129,9 +133,11 @@ def nearest(samples: np.ndarray, training: np.ndarray, flip: bool = False) -> np
     """For each sample the index of the training image at the smallest Euclidean distance in pixels, int64 (N,).
 
     samples, training: uint8 (N, H, W, C) of the same H, W, C. flip: mirrored training images count too. Exact; of
-    equal distances the first is taken.
+    equal distances the first is taken. Raises ValueError for others, or none.
     """
     n = len(_checked(samples))
+    if _checked(training).shape[1:] != samples.shape[1:]:
+        raise ValueError(f"samples {samples.shape} and training images {training.shape} differ in shape")
     queries = [samples, samples[:, :, ::-1]] if flip else [samples]  # mirroring either side gives the same distance
     x = np.concatenate(queries).reshape(n * len(queries), -1).astype(np.float64)
     best, index = np.full(n, np.inf), np.zeros(n, np.int64)
@@ -204,7 +210,7 @@ def loss_curve(metrics: Sequence[Mapping[str, Any]], title: str = "") -> bytes |
     elif high > low:
         axes.set_ylim(low - 0.08 * (high - low), high + 0.08 * (high - low))
     _label_ends(axes, curves)
-    axes.set_title(title, loc="left", color=INK, fontsize=12, fontweight="bold")
+    axes.set_title(title, loc="left", color=INK, fontsize=12, fontweight="bold", parse_math=False)  # a path has $
     axes.set_xlabel("training step", color=QUIET)
     axes.set_ylabel("loss", color=QUIET)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))

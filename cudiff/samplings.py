@@ -37,10 +37,16 @@ class Way(NamedTuple):
 class Samplings:
     """A net, its configuration, its objective, and at most 8 ways to sample it, with the graphs that were recorded.
 
-    Another net, objective or configuration drops them.
+    Another net, objective or configuration drops them. Raises CudiffError for what is none, and for a configuration
+    without sizes.
     """
 
     def __init__(self, config: Config, net: Module):
+        if not isinstance(config, Config) or not isinstance(net, Module):
+            raise CudiffError("a Pipeline takes a cudiff.Config and a cudiff.nn.Module, not "
+                              f"{type(config).__name__} and {type(net).__name__}")
+        if not config.image_size or not config.channels:
+            raise CudiffError("a Pipeline's configuration says how large its images are: give image_size and channels")
         self._graphs = GraphCache()
         self._net = net
         self._found: tuple[Module, int, list[Module], Parameter] | None = None

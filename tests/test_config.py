@@ -152,9 +152,21 @@ def test_bad_flags_are_refused_by_argparse(words):
         ({"image_size": 32, "attention_resolutions": (10,)},
          "attention_resolutions: no level has 10 pixels; choose from 32, 16, 8"),
         ({"num_heads": 3},
-         "num_heads 3 does not divide the 128 channels where attention is used: use 1, 2, 4, 8, 16, 32, 64, 128"),
+         "num_heads 3 does not divide the 128 channels where attention is used into heads of up to 128: "
+         "use 1, 2, 4, 8, 16, 32, 64, 128"),
         ({"image_size": 32, "attention_resolutions": (32,), "model_channels": 48, "num_head_channels": 32},
-         "num_head_channels 32 does not divide the 48 channels where attention is used: use 1, 2, 4, 8, 16"),
+         "num_head_channels 32 does not divide the 48 channels where attention is used into heads of up to 128: "
+         "use 3, 4, 6, 8, 12, 16, 24, 48"),
+        ({"model_channels": 387, "channel_mult": (1,), "num_heads": 1},
+         "num_heads 1 does not divide the 387 channels where attention is used into heads of up to 128: "
+         "use 9, 43, 129, 387"),
+        ({"model_channels": 256, "channel_mult": (1,), "num_head_channels": 256},
+         "num_head_channels 256 does not divide the 256 channels where attention is used into heads of up to 128: "
+         "use 1, 2, 4, 8, 16, 32, 64, 128"),
+        ({"model_channels": 1}, "model_channels must be at least 2, not 1"),
+        ({"model": "cs179", "model_channels": 1}, "model_channels must be at least 2, not 1"),
+        ({"model": "dit", "hidden_size": 24, "num_heads": 2, "mlp_ratio": 0.04},
+         "mlp_ratio 0.04 of hidden_size 24 is not one channel: use 0.042 or more"),
     ],
 )  # fmt: skip
 def test_mistakes_get_one_clear_line(values, message):

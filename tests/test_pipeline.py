@@ -381,6 +381,16 @@ def test_a_model_needs_sizes():
             build(TINY.replace(**missing))
 
 
+def test_a_pipeline_is_of_a_configuration_with_sizes_and_a_net():
+    config = Config(image_size=8, channels=1, model_channels=8, channel_mult=(1,))
+    net = build(config)
+    for given, told in (((net, config), "a cudiff.Config and a cudiff.nn.Module, not UNet and Config"),
+                        ((config, lambda x, t, labels: x), "not Config and function"),
+                        ((config.replace(image_size=0), net), "give image_size and channels")):
+        with pytest.raises(CudiffError, match=told):
+            Pipeline(*given)
+
+
 @pytest.mark.parametrize("changes", [{}, {"model_channels": 64, "channel_mult": (1,), "norm_group_channels": 4}])
 def test_norms_that_guided_diffusion_does_not_have_are_not_exported(tmp_path, changes):
     config = PRESETS["digits"].replace(**changes)

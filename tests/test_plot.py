@@ -7,6 +7,7 @@ import pytest
 from PIL import Image, ImageSequence
 
 from cudiff import plot
+from cudiff.backend import bfloat16
 from cudiff.data import load_dataset
 from cudiff.errors import CudiffError
 from cudiff.tensor import Tensor
@@ -78,6 +79,15 @@ def test_npz_is_a_data_set(tmp_path, rng):
     assert load_dataset(tmp_path / "samples.npz").labels is None
 
 
+def test_npz_keeps_what_it_is_given(tmp_path, rng):
+    latents = rng.standard_normal((3, 4, 4, 5)).astype(bfloat16)
+    plot.save_npz(tmp_path / "latents.npz", latents)
+    found = load_dataset(tmp_path / "latents.npz").images
+    np.testing.assert_array_equal(found, latents.astype(np.float32))
+    with pytest.raises(ValueError, match="labels run from 0 to 4294967296: number the classes from 0"):
+        plot.save_npz(tmp_path / "latents.npz", latents, np.array([0, 1, 2**32]))
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 def test_gif_shows_each_frame_and_rests_on_the_last(tmp_path, rng, channels):
     frames = [np.full((4, 8, 8, channels), 20 * index, np.uint8) for index in range(7)]
@@ -116,6 +126,10 @@ def test_nearest_sees_mirrored_photos_when_asked(rng):
     assert plot.nearest(mirrored, training, flip=True).tolist() == [11, 42]
     assert plot.nearest(training[[3]], training, flip=True).tolist() == [3]
     assert plot.nearest(mirrored, training).tolist() != [11, 42]
+    with pytest.raises(ValueError, match="differ"):
+        plot.nearest(training, training.transpose(0, 2, 1, 3))
+    with pytest.raises(ValueError, match="uint8"):
+        plot.nearest(training, training[:0])
 
 
 def test_neighbours_stand_beside_their_samples(tmp_path, rng):
@@ -148,6 +162,11 @@ def test_loss_curve_of_little(tmp_path, losses):
     metrics = [{"step": step, "loss": loss} for step, loss in enumerate(losses)]
     assert plot.save_loss_curve(tmp_path / "loss.png", metrics)
     assert (tmp_path / "loss.png").is_file() == bool(np.isfinite(losses).any())
+
+
+def test_loss_curve_of_a_folder_whose_name_could_be_a_formula():
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: no loss curve")
+    assert plot.loss_curve([{"step": 1, "loss": 1.0}], "runs/a$x_{$b")
 
 
 def test_loss_curve_without_matplotlib(tmp_path, monkeypatch):

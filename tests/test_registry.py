@@ -405,6 +405,7 @@ class Halves(Sampler):
     ("plan", lambda self, sigmas: [Plan([1.0], False)] * 2, "plan returned 2 plans for 4 sigmas; return a list of 3"),
     ("plan", lambda self, sigmas: [Plan([1.0], False)] * 4, "plan returned 4 plans for 4 sigmas; return a list of 3"),
     ("plan", lambda self, sigmas: None, "plan returned a NoneType for 4 sigmas"),
+    ("plan", lambda self, sigmas: [[1.0]] * 3, "plan returned a list of list for 4 sigmas; return a list of 3,"),
     ("step", lambda self, x, *rest: x, "return two Tensors from step, the next state and the image, both of shape (2,"),
     ("step", lambda self, x, *rest: (x, None), "return two Tensors from step"),
     ("step", lambda self, x, *rest: (cudiff.Tensor(x.data[:1]), x), "return two Tensors from step"),

@@ -41,10 +41,13 @@ class DDPMLoss:
     L_simple: arXiv 2006.11239, equation 14. L_hybrid = L_simple + `vlb_weight` * L_vlb, arXiv 2102.09672, equation 16,
     whose L_vlb trains only the variance: the mean inside it is held fixed (stop-gradient). As in that paper's code,
     L_vlb = T E_t[L_t] is measured in bits per dimension; t is uniform.
+    learn_sigma: whether the network has to predict the variance, None to see from its output. Raises CudiffError for an
+    output of another shape.
     """
 
     def __init__(self, schedule: Schedule, label_dropout: float = 0.0, vlb_weight: float = 0.001,
-                 prediction: str = "eps", min_snr: float = 0.0):
+                 prediction: str = "eps", min_snr: float = 0.0, learn_sigma: bool | None = None):
+        self.learn_sigma = learn_sigma
         self.schedule, self.label_dropout = schedule, real("label_dropout", label_dropout, least=0, most=1)
         self.prediction, self.min_snr = predicting(prediction), real("min_snr", min_snr, least=0)
         self.vlb_weight = real("vlb_weight", vlb_weight, least=0)
@@ -55,7 +58,7 @@ class DDPMLoss:
         t = generator.randint(0, self.schedule.num_timesteps, (images.shape[0],), stream=Purpose.TIMESTEP)
         noise = generator.normal(images.shape, stream=Purpose.NOISE)
         out = net(self.q_sample(images, t, noise), ops.astype(t, images.dtype), labels)
-        predicted, fraction = split_learned_variance(out, images)
+        predicted, fraction = split_learned_variance(out, images, self.learn_sigma)
         simple = mse(predicted, self.target(images, t, noise), self.weights(images)[t] if self.min_snr else None)
         if fraction is None:
             return simple
@@ -196,9 +199,18 @@ class DDPMDenoiser:
         return ops.sum(ops.clip((log_sigma - starts) * slopes, 0, 1), axis=1)
 
 
-def split_learned_variance(out: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """A DDPM network's output: its prediction, and v of Improved DDPM equation 15, in about [0, 1], or None."""
-    if out.shape[-1] == x.shape[-1]:
+def split_learned_variance(out: Tensor, x: Tensor, learn_sigma: bool | None = None) -> tuple[Tensor, Tensor | None]:
+    """A DDPM network's output: its prediction, and v of Improved DDPM equation 15, in about [0, 1], or None.
+
+    Raises CudiffError where it is neither like x nor has twice its channels, or is not that of `learn_sigma`.
+    """
+    plain, wide = x.shape, (*x.shape[:-1], 2 * x.shape[-1])
+    wanted = [plain, wide] if learn_sigma is None else [wide if learn_sigma else plain]
+    if getattr(out, "shape", None) not in wanted:
+        what = f"a Tensor of shape {out.shape}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+        with_sigma = "" if learn_sigma is None else f" {'with' if learn_sigma else 'without'} learn_sigma"
+        raise CudiffError(f"the model returned {what}: return one of shape {' or '.join(map(str, wanted))}{with_sigma}")
+    if out.shape == plain:
         return out, None
     predicted, v = ops.split(out, 2, axis=-1)
     return predicted, (v + 1) * 0.5
@@ -225,7 +237,8 @@ class DDPM:
 
     def loss(self, label_dropout: float) -> DDPMLoss:
         config = self.config
-        return DDPMLoss(self.schedule, label_dropout, prediction=config.prediction, min_snr=config.min_snr)
+        return DDPMLoss(self.schedule, label_dropout, prediction=config.prediction, min_snr=config.min_snr,
+                        learn_sigma=config.learn_sigma)
 
     def denoiser(self, net: Net) -> DDPMDenoiser:
         return DDPMDenoiser(net, self.schedule, self.config.prediction)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cudiff import ops
+from cudiff.backend import is_float
 from cudiff.errors import CudiffError
 from cudiff.tensor import Tensor
 
@@ -23,7 +24,7 @@ def per_sample(values: Tensor, x: Tensor) -> Tensor:
 
 
 class Checked:
-    """A denoiser of one's own, with its attributes. Raises CudiffError where it returns no Tensor of x's shape."""
+    """A denoiser of one's own, with its attributes. Raises CudiffError where it returns no floats of x's shape."""
 
     def __init__(self, denoiser: Denoiser):
         self._denoiser = denoiser
@@ -33,7 +34,7 @@ class Checked:
 
     def __call__(self, x: Tensor, sigma: Tensor, labels: Tensor | None = None) -> Tensor:
         made = self._denoiser(x, sigma, labels)
-        if not isinstance(made, Tensor) or made.shape != x.shape:
-            what = f"a Tensor of shape {made.shape}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
-            raise CudiffError(f"the denoiser returned {what}: return a Tensor of x's shape {x.shape}, the image")
+        if not isinstance(made, Tensor) or made.shape != x.shape or not is_float(made.dtype):
+            what = f"{made.dtype} of shape {made.shape}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+            raise CudiffError(f"the denoiser returned {what}: return a Tensor of floats of x's shape {x.shape}")
         return made

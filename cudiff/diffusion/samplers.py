@@ -156,8 +156,10 @@ class Sampler:
     def _plans(self, sigmas: np.ndarray) -> list[Plan]:
         """`plan`'s, checked."""
         plans = self.plan(sigmas)
-        if not isinstance(plans, list | tuple) or len(plans) != len(sigmas) - 1:
-            what = f"{len(plans)} plans" if isinstance(plans, list | tuple) else f"a {type(plans).__name__}"
+        several = isinstance(plans, list | tuple)
+        others = [f" of {type(plan).__name__}" for plan in plans if not isinstance(plan, Plan)] if several else [""]
+        if others or len(plans) != len(sigmas) - 1:
+            what = f"a {type(plans).__name__}{others[0]}" if others else f"{len(plans)} plans"
             raise CudiffError(
                 f"sampler {type(self).__name__}: plan returned {what} for {len(sigmas)} sigmas; return a list of "
                 f"{len(sigmas) - 1}, one Plan for each step"

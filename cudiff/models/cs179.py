@@ -9,6 +9,7 @@ from cudiff.nn import Conv2d, ConvTranspose2d, Linear, Module, ModuleList, Seque
 from cudiff.ops.timestep_embedding import noise_levels
 from cudiff.registry import Settings, register_model
 from cudiff.tensor import Tensor
+from cudiff.values import whole
 
 
 class TimeEmbedding(Module):
@@ -70,12 +71,13 @@ class CS179UNet(Module):
     ----------
     image_size : int, pixels; must divide by 2 ** levels
     model_channels, channel_mult : channels at each level; 64 and (1, 2) are the project's
-    Raises CudiffError for a size that does not divide, saying which do.
+    Raises CudiffError for a size that does not divide, saying which do. Its call raises ValueError for labels.
     """
 
     def __init__(self, image_size: int = 28, in_channels: int = 1, model_channels: int = 64,
                  channel_mult: tuple[int, ...] = (1, 2)):
         super().__init__()
+        whole("image_size", image_size), whole("model_channels", model_channels, 2)
         check_levels(image_size, channel_mult, len(channel_mult))  # the bottleneck lies below the last level
         widths = [model_channels * mult for mult in channel_mult]
         emb_channels = 2 * model_channels
@@ -91,6 +93,8 @@ class CS179UNet(Module):
         self.out_conv = Conv2d(channels, in_channels, 1)
 
     def forward(self, x: Tensor, t: Tensor | Array | float, labels: Tensor | None = None) -> Tensor:
+        if labels is not None:
+            raise ValueError("CS 179's U-Net has no classes and takes no labels: give None")
         blocks = [*self.enc_blocks, self.bottleneck, *self.dec_blocks]
         shifts = iter(grouped_linear(self.time_emb(noise_levels(t, x)), *(block.time_proj for block in blocks)))
         h, skips = ops.astype(x, float32), []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from cudiff import ops
@@ -20,13 +22,14 @@ from cudiff.nn import (
     grouped_linear,
     init,
 )
+from cudiff.ops.attention import MOST_HEAD_CHANNELS
 from cudiff.ops.cast import as_index
 from cudiff.ops.timestep_embedding import noise_levels
 from cudiff.options import Option
 from cudiff.recompute import recomputed
 from cudiff.registry import Settings, register_model
 from cudiff.tensor import Tensor
-from cudiff.values import whole_pair
+from cudiff.values import whole, whole_pair
 
 OPTIONS = {
     "patch_size": Option(4, "DiT: pixels a side of what becomes a token", least=1, most=2**10),
@@ -217,8 +220,9 @@ class DiT(Module):
                  num_classes: int = 0, learn_sigma: bool = False, qk_norm: bool = False):
         super().__init__()
         self.image_size = height, width = whole_pair("image_size", image_size)
+        whole("patch_size", patch_size), whole("hidden_size", hidden_size, 4), whole("depth", depth)
         for size in (height, width):
-            check_sizes(size, patch_size, hidden_size, num_heads)
+            check_sizes(size, patch_size, hidden_size, num_heads, mlp_ratio)
         self.patch_size, self.out_channels = patch_size, in_channels * (2 if learn_sigma else 1)
         self.x_embedder = PatchEmbed(patch_size, in_channels, hidden_size)
         self.t_embedder = TimestepEmbedder(hidden_size)
@@ -266,26 +270,30 @@ def positions(rows: int, columns: int, hidden_size: int) -> np.ndarray:
     return table
 
 
-def check_sizes(image_size: int, patch_size: int, hidden_size: int, num_heads: int) -> None:
-    """Raise CudiffError where patches do not cover the image, or heads the channels, saying what does."""
+def check_sizes(image_size: int, patch_size: int, hidden_size: int, num_heads: int, mlp_ratio: float) -> None:
+    """Raise CudiffError where patches do not cover the image, heads not the channels, or an MLP has none, saying what
+    does."""
     if image_size % patch_size:
         low = image_size // patch_size * patch_size
         raise CudiffError(
             f"image size {image_size} is no multiple of patch_size {patch_size}: use a size such as "
             f"{f'{low} or ' if low else ''}{low + patch_size}, or another patch_size"
         )
-    heads = [n for n in range(1, hidden_size + 1) if hidden_size % n == 0 and hidden_size // n <= 128]
+    heads = [n for n in range(1, hidden_size + 1) if hidden_size % n == 0 and hidden_size // n <= MOST_HEAD_CHANNELS]
     if hidden_size % 4:
         raise CudiffError(f"hidden_size {hidden_size} is no multiple of 4: use {-(-hidden_size // 4) * 4}")
     if num_heads not in heads:
         raise CudiffError(
-            f"num_heads {num_heads} does not cut the hidden_size {hidden_size} into heads of up to 128 channels: use "
-            f"{', '.join(map(str, heads[:8]))}"
+            f"num_heads {num_heads} does not cut the hidden_size {hidden_size} into heads of up to "
+            f"{MOST_HEAD_CHANNELS} channels: use {', '.join(map(str, heads[:8]))}"
         )
+    if int(hidden_size * mlp_ratio) < 1:
+        raise CudiffError(f"mlp_ratio {mlp_ratio} of hidden_size {hidden_size} is not one channel: use "
+                          f"{math.ceil(1000 / hidden_size) / 1000} or more")
 
 
 def _check(config: Settings) -> None:
-    check_sizes(config.image_size, config.patch_size, config.hidden_size, config.num_heads)
+    check_sizes(config.image_size, config.patch_size, config.hidden_size, config.num_heads, config.mlp_ratio)
 
 
 @register_model("dit", "a transformer of patches", options=OPTIONS, check=_check, learns_variance=True)

@@ -6,7 +6,7 @@ from cudiff.errors import CudiffError
 from cudiff.options import Option
 
 WIDTHS = {
-    "model_channels": Option(64, "channels at the first level", least=1, most=2**16),
+    "model_channels": Option(64, "channels at the first level", least=2, most=2**16),
     "channel_mult": Option((1, 2, 2), "channels at each level, in units of model_channels", least=1, most=2**10),
 }
 

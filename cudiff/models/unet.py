@@ -25,11 +25,13 @@ from cudiff.nn import (
     grouped_linear,
     init,
 )
+from cudiff.ops.attention import MOST_HEAD_CHANNELS
 from cudiff.ops.timestep_embedding import noise_levels
 from cudiff.options import Option
 from cudiff.recompute import recomputed
 from cudiff.registry import Settings, register_model
 from cudiff.tensor import Tensor
+from cudiff.values import real, whole
 
 OPTIONS = WIDTHS | {
     "num_res_blocks": Option(2, "residual blocks a level", least=1, most=1000),
@@ -177,15 +179,18 @@ class AttentionBlock(Module):
 
 
 def heads_of(channels: int, num_heads: int, num_head_channels: int) -> int:
-    """How many heads attend over so many channels. Raises CudiffError where they do not divide, saying what does."""
-    name, value = ("num_head_channels", num_head_channels) if num_head_channels > 0 else ("num_heads", num_heads)
-    if value < 1 or channels % value:
-        divisors = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if channels % n == 0]
+    """How many heads attend over so many channels. Raises CudiffError where they do not divide, or heads are wider than
+    `MOST_HEAD_CHANNELS`, saying what does."""
+    wide = num_head_channels > 0
+    name, value = ("num_head_channels", num_head_channels) if wide else ("num_heads", num_heads)
+    if value < 1 or channels % value or (value if wide else channels // value) > MOST_HEAD_CHANNELS:
+        divisors = (n for n in range(1, 2**16 + 1) if channels % n == 0)
+        able = [n for n in divisors if (n if wide else channels // n) <= MOST_HEAD_CHANNELS]
         raise CudiffError(
-            f"{name} {value} does not divide the {channels} channels where attention is used: "
-            f"use {', '.join(map(str, divisors))}"
+            f"{name} {value} does not divide the {channels} channels where attention is used into heads of up to "
+            f"{MOST_HEAD_CHANNELS}: use {', '.join(map(str, able[-8:] if wide else able[:8]))}"
         )
-    return channels // value if num_head_channels > 0 else value
+    return channels // value if wide else value
 
 
 class UNet(Module):
@@ -204,8 +209,8 @@ class UNet(Module):
 
     Where its attribute `recompute` is True, backward runs each block again instead of keeping what lies between its
     layers.
-    Raises CudiffError for sizes, channels or heads that do not divide, saying which do. Its call raises ValueError for
-    labels where num_classes is 0.
+    Raises CudiffError for sizes, channels or heads that do not divide, saying which do, and what is out of range. Its
+    call raises ValueError for labels where num_classes is 0.
     """
 
     recompute = False
@@ -218,6 +223,8 @@ class UNet(Module):
                  use_new_attention_order: bool = False, max_period: float = 10000.0, zero_init: bool = True,
                  norm_group_channels: int = 1):
         super().__init__()
+        whole("image_size", image_size), whole("model_channels", model_channels, 2)
+        whole("num_res_blocks", num_res_blocks), real("max_period", max_period, above=1)
         check_levels(image_size, channel_mult, len(channel_mult) - 1)
         self.image_size, self.in_channels, self.model_channels = image_size, in_channels, model_channels
         self.num_classes, self.learn_sigma, self.max_period = num_classes, learn_sigma, max_period

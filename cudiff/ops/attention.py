@@ -22,6 +22,8 @@ from cudiff.tensor import Tensor
 
 __all__ = ["attention", "attention_qkv"]
 
+MOST_HEAD_CHANNELS = 128  # that the kernels take
+
 
 class Attention(Function):
     """out = softmax(q·kᵀ/√D)·v for each image and head, of three arrays (N, T, heads, D)."""
@@ -182,5 +184,5 @@ def attention_qkv(qkv: Tensor, num_heads: int, new_order: bool = False) -> Tenso
 
 
 def _check_head(dim: int) -> None:
-    if not 0 < dim <= 128:
-        raise ValueError(f"attention's heads have 1 to 128 channels, not {dim}: use more heads")
+    if not 0 < dim <= MOST_HEAD_CHANNELS:
+        raise ValueError(f"attention's heads have 1 to {MOST_HEAD_CHANNELS} channels, not {dim}: use more heads")

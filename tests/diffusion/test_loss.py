@@ -7,10 +7,13 @@ import pytest
 
 from cudiff import Tensor, ops
 from cudiff.backend import device_of
+from cudiff.config import Config
 from cudiff.diffusion import DDPMLoss, EDMDenoiser, EDMLoss, drop_labels
 from cudiff.diffusion.ddpm import discretised_log_likelihood, normal_kl
 from cudiff.diffusion.schedule import Schedule
+from cudiff.errors import CudiffError
 from cudiff.ops.random import Generator, Purpose
+from cudiff.registry import OBJECTIVES
 
 try:
     import torch
@@ -234,6 +237,25 @@ def test_the_mean_is_fixed_inside_the_bound(rng, wide_generator):
     assert np.array_equal(grads[0][:, :2], grads[1][:, :2])
     assert np.allclose(1000 * grads[0][:, 2:], grads[1][:, 2:], rtol=1e-9)
     assert np.abs(grads[1][:, 2:]).min() > 1e-4
+
+
+@pytest.mark.parametrize("learn_sigma, made, told", [
+    (True, lambda x: x, r"a Tensor of shape \(2, 4, 4, 3\): return one of shape \(2, 4, 4, 6\) with learn_sigma"),
+    (False, lambda x: ops.concatenate([x, x], axis=3), r"\(2, 4, 4, 6\): return one of shape \(2, 4, 4, 3\) without"),
+    (None, lambda x: x[..., :2], r"shape \(2, 4, 4, 2\): return one of shape \(2, 4, 4, 3\) or \(2, 4, 4, 6\)"),
+    (None, ops.mean, r"a Tensor of shape \(\): return one"),
+    (None, lambda x: None, "a NoneType: return one of shape"),
+])
+def test_a_net_without_the_variance_that_is_learned_is_told(learn_sigma, made, told):
+    images = Tensor(np.zeros((2, 4, 4, 3), np.float32))
+    with pytest.raises(CudiffError, match=f"the model returned .*{told}"):
+        DDPMLoss(SHORT, learn_sigma=learn_sigma)(lambda x, t, labels: made(x), images, None, Generator(1))
+
+
+def test_the_objective_asks_for_the_variance_where_the_configuration_does():
+    for learn_sigma in (True, False):
+        config = Config(diffusion="ddpm", learn_sigma=learn_sigma)
+        assert OBJECTIVES["ddpm"].build(config, 1.0).loss(0.1).learn_sigma is learn_sigma
 
 
 def test_level_probabilities_sum_to_one(rng):

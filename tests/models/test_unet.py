@@ -5,7 +5,7 @@ import pytest
 
 from cudiff.convert import from_torch
 from cudiff.errors import CudiffError
-from cudiff.models.unet import UNet
+from cudiff.models import CS179UNet, DiT, UNet
 from cudiff.tensor import Tensor
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: no parity test")
@@ -104,8 +104,24 @@ def test_sizes_that_do_not_halve_say_which_do():
 
 
 def test_heads_that_do_not_divide():
-    with pytest.raises(CudiffError, match=r"num_head_channels 48 does not divide the 64 channels .* use 1, 2, 4"):
+    with pytest.raises(CudiffError, match=r"num_head_channels 48 does not divide the 64 .* 16, 32, 64"):
         UNet(**TINY | dict(num_head_channels=48))
+
+
+@pytest.mark.parametrize("make, told", [
+    (lambda: UNet(**TINY | dict(image_size=0)), "image_size must be at least 1, not 0"),
+    (lambda: UNet(**TINY | dict(model_channels=1)), "model_channels must be at least 2, not 1"),
+    (lambda: UNet(**TINY | dict(num_res_blocks=0)), "num_res_blocks must be at least 1, not 0"),
+    (lambda: UNet(**TINY | dict(max_period=0)), "max_period must be above 1, not 0"),
+    (lambda: CS179UNet(-4), "image_size must be at least 1, not -4"),
+    (lambda: CS179UNet(8, model_channels=1), "model_channels must be at least 2, not 1"),
+    (lambda: DiT(8, patch_size=0), "patch_size must be at least 1, not 0"),
+    (lambda: DiT(8, hidden_size=0), "hidden_size must be at least 4, not 0"),
+    (lambda: DiT(8, depth=0), "depth must be at least 1, not 0"),
+])
+def test_models_built_by_hand_name_what_is_out_of_range(make, told):
+    with pytest.raises(CudiffError, match=told):
+        make()
 
 
 def test_names_are_guided_diffusions():
@@ -117,3 +133,5 @@ def test_labels_of_an_unconditional_net_are_refused():
     x, t, labels = (Tensor(np.zeros(shape, np.float32)) for shape in ((2, 8, 8, 3), (2,), (2,)))
     with pytest.raises(ValueError, match="this U-Net is unconditional and takes no labels"):
         UNet(image_size=8, model_channels=8, channel_mult=(1,), num_head_channels=8)(x, t, labels)
+    with pytest.raises(ValueError, match="has no classes and takes no labels"):
+        CS179UNet(8, 3, model_channels=4)(x, t, labels)
