@@ -361,7 +361,7 @@ def test_updates_are_the_papers(kind, size, device, rng):
 
 @pytest.mark.parametrize("update", [ops.adamw, ops.adam, ops.rmsprop])
 def test_a_mean_square_without_memory_is_the_last_gradients(update, device):
-    """After a gradient of 1000 one of 0.01 moves the parameters as far: its square is not lost beside the first one's."""
+    """The square of a gradient of 0.01 is not lost beside that of 1000 before it."""
     options = {"alpha": 0.0} if update is ops.rmsprop else {"betas": (0.9, 0.0)}
     own = {"betas": options["betas"]} if "betas" in options else {}
     data, *moments = (Tensor(np.zeros(32, np.float32), device=device) for _ in range(3))
