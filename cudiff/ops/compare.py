@@ -1,17 +1,19 @@
 """Comparisons and logic, element by element, and `any` and `all`: bool tensors without gradients.
 
-Operands broadcast and are converted to one dtype as in arithmetic, but on the CPU an integer tensor and floats to
-float64, as in NumPy. Numbers other than 0, NaN too, are true.
+Operands broadcast and are converted to one dtype as in arithmetic, but an integer tensor and floats on the CPU to
+float64, as in NumPy, on a GPU to float32. Numbers other than 0, NaN too, are true.
 """
 
 from __future__ import annotations
 
+import builtins
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from cudiff.backend import float64, int64, is_float
+from cudiff.backend import float32, float64, int64, is_float, is_low
 from cudiff.cuda.kernels.elementwise import broadcast_layout
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
@@ -51,11 +53,22 @@ class Compare(Function):
         return out
 
 
+def _whole(given: Sequence[Any]) -> bool:
+    return builtins.any(isinstance(x, Tensor) and x.dtype.kind in "iu" for x in given)
+
+
+def _beside_integers(*given: Any) -> tuple[Any, ...]:
+    """Floats of 16 bits beside a tensor of integers, which they may not hold, in float32."""
+    if not _whole(given):
+        return given
+    return tuple([x.astype(float32) if is_low(getattr(x, "dtype", None)) else x for x in given])
+
+
 def _compare(name: str, a: Any, b: Any) -> Tensor:
-    given, (a, b) = (a, b), operands(a, b)
+    given = _beside_integers(a, b)
+    a, b = operands(*given)
     first = a if isinstance(a, Tensor) else b
-    kinds = [x.dtype.kind for x in given if isinstance(x, Tensor)]
-    if is_float(first.dtype) and first.device == "cpu" and ("i" in kinds or "u" in kinds):  # float32 may not hold them
+    if is_float(first.dtype) and first.device == "cpu" and _whole(given):  # float32 may not hold them
         a, b = operands(*(astype(x, float64) if isinstance(x, Tensor) else x for x in given))
     if not isinstance(a, Tensor):
         return Compare.apply(None, b, name=name, scalar=a)
@@ -153,7 +166,7 @@ def count_nonzero(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
 
 def isclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Tensor:
     """Whether |a - b| <= atol + rtol * |b|, or both are equal. NaN is close to nothing, to NaN where `equal_nan`."""
-    a, b = (x.detach() for x in as_tensors(a, b))
+    a, b = (x.detach() for x in as_tensors(*_beside_integers(a, b)))
     larger, size = greater(a, b), abs(*as_wide(b))
     a, b = as_wide(a, b) if is_float(a.dtype) else (astype(a, int64), astype(b, int64))
     difference = a - b
@@ -172,5 +185,4 @@ def allclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: 
 
 def array_equal(a: Any, b: Any) -> bool:
     """Whether a and b have one shape and equal elements; waits for a GPU."""
-    x, y = as_tensors(a, b)
-    return x.shape == y.shape and bool(all(equal(a, b)))
+    return as_tensor(a).shape == as_tensor(b).shape and bool(all(equal(a, b)))

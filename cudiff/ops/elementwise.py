@@ -16,7 +16,7 @@ from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.cuda.sums import empty_statistics
 from cudiff.function import Function
 from cudiff.gradient import Slot
-from cudiff.ops.cast import as_tensor, astype, downcast, masked, result_dtype, upcast
+from cudiff.ops.cast import as_tensor, as_tensors, as_wide, astype, downcast, masked, result_dtype, upcast
 from cudiff.ops.integer import integer
 from cudiff.statistics import ChannelStatistics, Kind
 from cudiff.tensor import Tensor
@@ -321,8 +321,8 @@ def round(x: Any, decimals: int = 0) -> Tensor:
         return unary(Round, x, lambda x: x)
     if not is_float(x.dtype):
         return _round_whole(x, 10**-decimals)
-    scale = 10.0**decimals
-    return unary(Round, x * scale) / scale
+    (wide,), scale = as_wide(x), 10.0**decimals
+    return astype(unary(Round, wide * scale) / scale, x.dtype)
 
 
 def _round_whole(x: Tensor, unit: int) -> Tensor:
@@ -394,7 +394,11 @@ def softplus(x: Any, beta: float = 1.0) -> Tensor:
     """log(1 + exp(beta x)) / beta, beta above 0 (Dugas et al. 2001). Raises ValueError for another beta."""
     if not beta > 0:
         raise ValueError(f"softplus: beta is above 0, not {beta}")
-    return unary(Softplus, x) if beta == 1 else unary(Softplus, as_tensor(x) * float(beta)) / float(beta)
+    if beta == 1:
+        return unary(Softplus, x)
+    (x,) = as_tensors(x, floating=True)
+    (wide,) = as_wide(x)
+    return astype(unary(Softplus, wide * float(beta)) / float(beta), x.dtype)
 
 
 def silu(x: Any) -> Tensor:

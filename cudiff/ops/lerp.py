@@ -11,7 +11,7 @@ from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.elementwise import broadcast_layout, grid
 from cudiff.cuda.launch import empty, launch
 from cudiff.function import Function
-from cudiff.ops.cast import operands
+from cudiff.ops.cast import as_wide, astype, operands
 from cudiff.ops.create import full
 from cudiff.ops.reduce import sum_to
 from cudiff.ops.shape import broadcast_to
@@ -25,7 +25,8 @@ class Lerp(Function):
 
     @staticmethod
     def compose(a, b, weight, scalar):
-        return a + (b - a) * (scalar if weight is None else weight)
+        first, second, share = as_wide(a, b, weight)
+        return astype(first + (second - first) * (scalar if weight is None else share), a.dtype)
 
     @staticmethod
     def forward_cuda(ctx, a, b, weight, scalar):

@@ -9,10 +9,9 @@ import numpy as np
 from cudiff.ops.arithmetic import where
 from cudiff.ops.cast import as_tensors, as_wide, astype
 from cudiff.ops.clip import clip
+from cudiff.ops.compare import greater
 from cudiff.ops.elementwise import abs, exp, expm1, log, softplus
-from cudiff.ops.rearrange import broadcast_arrays
 from cudiff.ops.reduce import Axis, max, mean, sum
-from cudiff.ops.shape import stack
 from cudiff.tensor import Tensor
 
 __all__ = ["binary_cross_entropy_with_logits", "elu", "huber", "leaky_relu", "logaddexp", "logsumexp", "mae"]
@@ -44,7 +43,11 @@ def logsumexp(x: Any, axis: Axis = None, keepdims: bool = False) -> Tensor:
 def logaddexp(a: Any, b: Any) -> Tensor:
     """log(exp(a) + exp(b)) of broadcast operands, without overflow; integers give float32."""
     a, b = as_tensors(a, b, floating=True)
-    return logsumexp(stack(broadcast_arrays(a, b)), 0)
+    first, second = as_wide(a, b)
+    above = greater(first, second)
+    larger, smaller = where(above, first, second), where(above, second, first)
+    bound = float(np.finfo(larger.dtype).max)  # infinity - infinity is NaN
+    return astype(larger + softplus(smaller - clip(larger, -bound, bound)), a.dtype)
 
 
 def mae(pred: Any, target: Any) -> Tensor:

@@ -17,7 +17,7 @@ from cudiff.cuda.launch import aligned, blocks, empty, launch
 from cudiff.cuda.sums import add_rows
 from cudiff.function import Function
 from cudiff.gradient import Slot
-from cudiff.ops.cast import as_tensor, astype, masked
+from cudiff.ops.cast import as_tensor, as_wide, astype, masked
 from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map, unflagged
 from cudiff.values import flag
@@ -385,4 +385,6 @@ def var(x: Any, axis: Axis = None, keepdims: bool = False, *, ddof: int = 0) -> 
 
 def std(x: Any, axis: Axis = None, keepdims: bool = False, *, ddof: int = 0) -> Tensor:
     """Square root of `var`; its gradient is NaN where the variance is 0."""
-    return var(x, axis, keepdims, ddof=ddof) ** 0.5
+    x = _floating(x)
+    (wide,) = as_wide(x)  # float16 holds few squares
+    return astype(var(wide, axis, keepdims, ddof=ddof) ** 0.5, x.dtype)

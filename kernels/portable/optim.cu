@@ -187,7 +187,7 @@ extern "C" __global__ void adam(float* __restrict__ data, const float* __restric
     for (int k = 0; k < 4; k++) {
         float gk = grad_scale * g.v[k] + l2 * p.v[k];
         m.v[k] += one_minus_beta1 * (gk - m.v[k]);
-        v.v[k] += one_minus_beta2 * (gk * gk - v.v[k]);
+        v.v[k] = v.v[k] - one_minus_beta2 * v.v[k] + one_minus_beta2 * gk * gk;  // not 0 beside a larger old value
         p.v[k] = shrink * p.v[k] - step_size * m.v[k] / (sqrtf(v.v[k]) * rsqrt_bias2 + eps);
     }
     store_pack(exp_avg + i, m);
@@ -240,7 +240,7 @@ extern "C" __global__ void rmsprop(float* __restrict__ data, const float* __rest
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         float gk = grad_scale * g.v[k] + wd * p.v[k];
-        v.v[k] += one_minus_alpha * (gk * gk - v.v[k]);
+        v.v[k] = v.v[k] - one_minus_alpha * v.v[k] + one_minus_alpha * gk * gk;  // as in adam
         if (grad_avg != nullptr) mean.v[k] += one_minus_alpha * (gk - mean.v[k]);
         b.v[k] = momentum * b.v[k] + gk / (sqrtf(fmaxf(v.v[k] - mean.v[k] * mean.v[k], 0.0f)) + eps);
         p.v[k] -= lr * b.v[k];

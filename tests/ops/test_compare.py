@@ -48,6 +48,17 @@ def test_integers_beyond_a_floats_digits(device):
     _same(x < 2**70, [True, True])
 
 
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=lambda d: np.dtype(d).name)
+def test_integers_beside_short_floats_are_not_rounded_to_them(dtype, device):
+    whole = Tensor(np.array([2048, 2049, 70000]), device=device)
+    floats = Tensor(np.array([2048, 2048, np.inf], dtype), device=device)
+    _same(whole == floats, [True, False, False])
+    _same(whole > floats, [False, True, False])
+    _same(cudiff.less(floats, whole), [False, True, False])
+    _same(cudiff.isclose(whole, floats), [True, False, False])
+    assert not cudiff.array_equal(whole, floats)
+
+
 def test_integers_and_floats_meet_in_float64():
     x = Tensor(np.array([2**24, 2**24 + 1]))
     for number in (2.0**24, np.float32(2**24), np.array(2.0**24)):

@@ -142,3 +142,22 @@ def test_the_largest_of_a_window_with_nan_is_nan(device):
     out = cudiff.max_pool2d(x)
     out.sum().backward()
     assert np.isnan(out.numpy()).all() and Tensor(x.grad).numpy().ravel().tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("call, given, expected", [
+    (cudiff.std, [300, -300, 200], [262.47]), (cudiff.std, [1e-4, -1e-4], [1e-4]),
+    (lambda x: cudiff.round(x, 2), [700.3, 7000], [700.3, 7000]),
+    (lambda x: cudiff.softplus(x, 2.0), [60000, -1], [60000, np.log1p(np.exp(-2)) / 2]),
+    (lambda x: cudiff.lerp(x, -x, 0.5), [60000, -300], [0, 0]),
+], ids=["std", "std of small ones", "round", "softplus", "lerp"])
+def test_float16_is_computed_in_float32(device, call, given, expected):
+    """Numbers on the way are beyond float16; the results are not."""
+    out = call(Tensor(np.float16(given), device=device))
+    assert out.dtype == np.float16
+    np.testing.assert_allclose(out.numpy(), np.float16(expected), rtol=2e-3)
+
+
+def test_the_gradient_of_the_std_of_small_float16(device):
+    x = Tensor(np.float16([1e-4, -1e-4]), requires_grad=True, device=device)
+    cudiff.std(x).backward()
+    np.testing.assert_allclose(Tensor(x.grad).numpy(), [0.5, -0.5], rtol=2e-3)

@@ -78,7 +78,6 @@ def test_what_they_do_not_take():
         cudiff.gelu(x, "erf")
 
 
-@pytest.mark.filterwarnings("ignore:divide by zero")  # log of the sum 0
 def test_logaddexp_of_infinities_and_far_numbers(device):
     a, b = np.float32([-np.inf, np.inf, 1000, -1000, -np.inf]), np.float32([-np.inf, 1, 1000, 1000, 2])
     out = np.logaddexp(Tensor(a, device=device), Tensor(b, device=device))
@@ -86,3 +85,17 @@ def test_logaddexp_of_infinities_and_far_numbers(device):
     x = Tensor(np.float64([1.0, 3.0]), requires_grad=True)
     np.logaddexp(x, 1.0).sum().backward()
     np.testing.assert_allclose(x.grad, 1 / (1 + np.exp(1 - x.numpy())), rtol=1e-12)
+
+
+def test_logaddexp_near_zero_keeps_its_digits(device):
+    x = np.float32([0, -9, -20.5, -100])
+    for out in (np.logaddexp(0, Tensor(x, device=device)), np.logaddexp(Tensor(x, device=device), 0)):
+        np.testing.assert_allclose(out.numpy(), np.logaddexp(0, x), rtol=1e-6)
+
+
+def test_slopes_of_logaddexp_beside_infinities_and_at_equal_numbers(device):
+    pair = np.float32([np.inf, -np.inf, 0, 2, 2]), np.float32([0, 1, -np.inf, np.inf, 2])
+    a, b = (Tensor(x, requires_grad=True, device=device) for x in pair)
+    cudiff.logaddexp(a, b).sum().backward()
+    assert Tensor(a.grad).tolist() == [1, 0, 1, 0, 0.5] and Tensor(b.grad).tolist() == [0, 1, 0, 1, 0.5]
+    assert cudiff.grad(cudiff.grad(cudiff.logaddexp))(1.0, 1.0) == 0.25

@@ -79,7 +79,8 @@ def test_only_wanted_gradients_are_made(device, rng):
     assert x.grad is None and weight.grad is not None
 
 
-@pytest.mark.parametrize("a, b", [((3, 0), (0, 4)), ((3, 4), (4, 0)), ((0, 4), (4, 2)), ((2, 3, 0), (2, 0, 4))])
+@pytest.mark.parametrize("a, b", [((3, 0), (0, 4)), ((3, 4), (4, 0)), ((0, 4), (4, 2)), ((2, 3, 0), (2, 0, 4)),
+                                  ((3, 4), (0, 4, 2)), ((1, 3, 4), (0, 4, 2)), ((0, 3, 4), (1, 4, 2))])
 def test_products_of_nothing(device, rng, a, b):
     """Sums without terms are 0, and add nothing to a gradient that is there."""
     arrays = rng.standard_normal(a), rng.standard_normal(b)

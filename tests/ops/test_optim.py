@@ -357,3 +357,18 @@ def test_updates_are_the_papers(kind, size, device, rng):
     expected, average = _plain(kind, start, grads, np.repeat(decay, 32), 0.05, 0.3, 1 - 2 ** (-1 / 3))
     np.testing.assert_allclose(data.numpy(), expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(ema.numpy(), average, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("update", [ops.adamw, ops.adam, ops.rmsprop])
+def test_a_mean_square_without_memory_is_the_last_gradients(update, device):
+    """The square of a gradient of 0.01 is not lost beside that of 1000 before it."""
+    options = {"alpha": 0.0} if update is ops.rmsprop else {"betas": (0.9, 0.0)}
+    own = {"betas": options["betas"]} if "betas" in options else {}
+    data, *moments = (Tensor(np.zeros(32, np.float32), device=device) for _ in range(3))
+    flags = Tensor(np.zeros(1, np.uint8), device=device)
+    scalars, counters = scalars_and_counters(device)
+    for value in (1000.0, 0.01):
+        grad = Tensor(np.full(32, value, np.float32), device=device)
+        ops.step_scalars(scalars, counters, ops.square_sums(grad), lr=0.1, **own)
+        update(data, grad, *moments, scalars, flags, eps=1e-8, **options)
+    np.testing.assert_allclose(moments[0 if update is ops.rmsprop else 1].numpy(), 1e-4, rtol=1e-5)

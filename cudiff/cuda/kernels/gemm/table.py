@@ -74,7 +74,7 @@ def matmul(a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = Fa
     b = b if b.dtype == a.dtype else b.astype(a.dtype)
     if out is None:
         rows, columns = a.shape[2 if transpose_a else 1], b.shape[1 if transpose_b else 2]
-        out = empty((max(len(a), len(b)), rows, columns), a.dtype)
+        out = empty((len(b) if len(a) == 1 else len(a), rows, columns), a.dtype)
     problem = Product(matrix_of(a), matrix_of(b), matrix_of(out), transpose_a, transpose_b, add,
                       products(a.dtype))
     chosen = MATMUL.select(problem)
