@@ -327,6 +327,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
     elif kernel == (1, 1) and chosen is None:
         n, height, columns = full_tiles(x.shape[:3], statistics or norm is not None or epilogue.emb is not None)
     channels = split if x2 is None else split + x2.shape[3]
+    spared = spared_k_steps(channels, x.dtype.itemsize)
     first_outputs = out.shape[3]
     outputs = first_outputs if out2 is None else first_outputs + out2.shape[3]
     weight = weight if weight.dtype == x.dtype else weight.astype(x.dtype)
@@ -377,7 +378,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
             shared, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP", PIXELS=tile.pixels,
             ADDS=int(addend is not None), STATISTICS=int(statistics), NORM=0 if norm is None else 1 if norm.silu else 2,
             RELU=int(relu), SKIP=int(skip is not None), CLUSTER=cluster, UPSAMPLE=int(upsample),
-            SPARED=spared_k_steps(channels, x.dtype.itemsize),
+            SPARED=spared,
         )
         return left
 
