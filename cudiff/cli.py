@@ -26,7 +26,7 @@ from cudiff.play.command import add_arguments as add_play_arguments
 from cudiff.play.command import play
 from cudiff.registry import SAMPLERS
 from cudiff.sample_command import add_arguments as add_sample_arguments
-from cudiff.sample_command import alone_in, check_options, sample, texts
+from cudiff.sample_command import check_options, drawing_alone_in, sample, texts
 from cudiff.threads import CORES, keep_freed_memory
 
 
@@ -342,7 +342,7 @@ def _train(options: argparse.Namespace) -> None:
 def _sample(options: argparse.Namespace) -> None:
     suffix = check_options(options)
     group = processes.joined_by(options, options.device, console)
-    with contextlib.nullcontext() if suffix or not group.leads else alone_in(options.out):
+    with contextlib.nullcontext() if suffix or not group.leads else drawing_alone_in(options.out):
         pipeline = _load(options)
         told = _with_progress("sampling", lambda progress: sample(options, suffix, pipeline, group, progress))
     group.close()

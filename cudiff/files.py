@@ -20,6 +20,20 @@ def system_devices() -> set[int]:
     return {os.stat(path).st_dev for path in SYSTEM if os.path.ismount(path)}
 
 
+def locked(place: int) -> bool:
+    """Lock an open file or folder until it is closed, as far as the system can. Returns False where another process has
+    locked it."""
+    try:
+        import fcntl
+
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):  # Windows; some network file systems
+        pass
+    return True
+
+
 @contextlib.contextmanager
 def opened(path: str | os.PathLike) -> Iterator[BinaryIO]:
     """A file to read. Raises CudiffError where the system refuses, in the block too, and for what is no plain file, or

@@ -24,6 +24,7 @@ from cudiff.checkpoint import (
     read_newest,
 )
 from cudiff.errors import CudiffError
+from cudiff.files import locked
 from cudiff.plot import loss_curve, save_loss_curve
 from cudiff.tensorfile import replacing
 
@@ -38,23 +39,14 @@ def alone_in(folder: Path) -> Iterator[None]:
     The lock is one on a file opened for writing, which network file systems can lock where they cannot lock a folder.
     Raises CudiffError where another process holds it, and where the folder cannot be written to.
     """
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        yield
-        return
     path = folder / LOCK
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise _cannot_write(folder, error) from None
     try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _used(folder, path) from None
-        except OSError:  # some network file systems cannot lock at all
-            pass
+        if not locked(file):
+            raise _used(folder, path)
         try:
             os.ftruncate(file, 0)
             os.write(file, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())

@@ -15,6 +15,7 @@ import numpy as np
 from cudiff.config import Config, options_in
 from cudiff.distributed import Group
 from cudiff.errors import CudiffError
+from cudiff.files import locked
 from cudiff.options import Option
 from cudiff.registry import options_named
 
@@ -114,24 +115,20 @@ def _check_no_pictures(folder: str) -> None:
 
 
 @contextmanager
-def alone_in(folder: str) -> Iterator[None]:
-    """Lock a folder that pictures go to, as far as the system can, until the block or the process ends.
+def drawing_alone_in(folder: str) -> Iterator[None]:
+    """Lock a folder that pictures go to, as far as the system can, until the block or the process ends. The folder
+    itself is locked: a file for that would stay among the pictures.
 
     Raises CudiffError where another process draws into it, or has since it was last looked at.
     """
     try:
-        import fcntl
-    except ImportError:  # not on Windows
+        place = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # Windows opens no folder
         yield
         return
-    place = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CudiffError(f"another process draws into {folder}: name another folder with --out") from None
-        except OSError:  # some network file systems cannot lock a folder
-            pass
+        if not locked(place):
+            raise CudiffError(f"another process draws into {folder}: name another folder with --out")
         _check_no_pictures(folder)
         yield
     finally:

@@ -13,7 +13,7 @@ from cudiff import cli, signals
 from cudiff.cli import main
 from cudiff.evaluate import Report
 from cudiff.pipeline import Pipeline
-from cudiff.sample_command import alone_in
+from cudiff.sample_command import drawing_alone_in
 from cudiff.tensorfile import require_writable
 from tests.test_cli import TINY
 from tests.test_evaluate import tiny_pipeline
@@ -91,7 +91,7 @@ def test_a_folder_that_another_process_draws_into_is_refused(model, monkeypatch,
     """At once, as long as it draws; what it has drawn stays, also where it began and ended meanwhile."""
     pytest.importorskip("fcntl")
     (tmp_path / "out").mkdir()
-    with alone_in("out"):
+    with drawing_alone_in("out"):
         assert main([*model, "out"]) == 2
         assert capsys.readouterr().err == "cudiff: another process draws into out: name another folder with --out\n"
     assert main([*model, "out"]) == 0

@@ -156,15 +156,16 @@ class Sampler:
     def _plans(self, sigmas: np.ndarray) -> list[Plan]:
         """`plan`'s, checked."""
         plans = self.plan(sigmas)
-        several = isinstance(plans, list | tuple)
-        others = [f" of {type(plan).__name__}" for plan in plans if not isinstance(plan, Plan)] if several else [""]
-        if others or len(plans) != len(sigmas) - 1:
-            what = f"a {type(plans).__name__}{others[0]}" if others else f"{len(plans)} plans"
-            raise CudiffError(
-                f"sampler {type(self).__name__}: plan returned {what} for {len(sigmas)} sigmas; return a list of "
-                f"{len(sigmas) - 1}, one Plan for each step"
-            )
-        return list(plans)
+        what = f"a {type(plans).__name__}"
+        if isinstance(plans, list | tuple):
+            others = [type(plan).__name__ for plan in plans if not isinstance(plan, Plan)]
+            if not others and len(plans) == len(sigmas) - 1:
+                return list(plans)
+            what = f"{what} of {others[0]}" if others else f"{len(plans)} plans"
+        raise CudiffError(
+            f"sampler {type(self).__name__}: plan returned {what} for {len(sigmas)} sigmas; return a list of "
+            f"{len(sigmas) - 1}, one Plan for each step"
+        )
 
     def _table(self, plans: list[Plan], x: Tensor, dtype: Any) -> Tensor:
         """All plans' numbers below each other, for each of x (N, ...), on its device: (rows, N). A graph gets a copy,

@@ -53,13 +53,14 @@ class Compare(Function):
         return out
 
 
-def _whole(given: Sequence[Any]) -> bool:
+def _has_integers(given: Sequence[Any]) -> bool:
+    """Whether one of them is a tensor of integers."""
     return builtins.any(isinstance(x, Tensor) and x.dtype.kind in "iu" for x in given)
 
 
 def _beside_integers(*given: Any) -> tuple[Any, ...]:
     """Floats of 16 bits beside a tensor of integers, which they may not hold, in float32."""
-    if not _whole(given):
+    if not _has_integers(given):
         return given
     return tuple([x.astype(float32) if is_low(getattr(x, "dtype", None)) else x for x in given])
 
@@ -68,7 +69,7 @@ def _compare(name: str, a: Any, b: Any) -> Tensor:
     given = _beside_integers(a, b)
     a, b = operands(*given)
     first = a if isinstance(a, Tensor) else b
-    if is_float(first.dtype) and first.device == "cpu" and _whole(given):  # float32 may not hold them
+    if is_float(first.dtype) and first.device == "cpu" and _has_integers(given):  # float32 may not hold them
         a, b = operands(*(astype(x, float64) if isinstance(x, Tensor) else x for x in given))
     if not isinstance(a, Tensor):
         return Compare.apply(None, b, name=name, scalar=a)
