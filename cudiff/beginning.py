@@ -17,9 +17,12 @@ from cudiff.distributed import Group
 from cudiff.errors import CudiffError
 from cudiff.nn import Module, StateDict
 from cudiff.optim import EMA, SGD, Adam, AdamW, Constant, Cosine, Optimizer
+from cudiff.options import as_text
 
 LISTED = 6
 """How many names a notice repeats."""
+_OF_A_RUN = ("image_size", "channels", "num_classes", "validation", "seed", "optimizer", "diffusion")
+"""Fixed options that another run may well have otherwise, or of which there is a line of its own."""
 
 
 def check_given(config: Any, dataset: Any, resume: Any, init: Any) -> None:
@@ -130,8 +133,9 @@ def take_weights(checkpoint: Checkpoint, net: Module, config: Config) -> list[st
     """Copy a checkpoint's averaged weights into a net where name and shape agree.
 
     Returns lines that say how many were taken, and which were not: those of another shape, and those that only one of
-    both has; which of the configuration's classes begin as classes of other names, whose numbers they have; and whether
-    something else was learned. Raises CudiffError where none fits.
+    both has; which of the configuration's classes begin as classes of other names, whose numbers they have; whether
+    something else was learned, and which options make another function of the same weights, or learn another one.
+    Raises CudiffError where none fits.
     """
     given = part(checkpoint.tensors, "ema")
     own = net.state_dict()
@@ -144,6 +148,11 @@ def take_weights(checkpoint: Checkpoint, net: Module, config: Config) -> list[st
     if (learned := checkpoint.config.diffusion) != config.diffusion:
         lines.append(f"the checkpoint's model learned by {learned}, this one learns by {config.diffusion}: --diffusion "
                      f"{learned} goes on as it began")
+    was, now = checkpoint.config.fixed(), config.fixed()
+    lines += _listed("options that are others in the checkpoint", [
+        f"{name} {as_text(now[name])}, there {as_text(was[name])}" for name in now
+        if name in was and was[name] != now[name] and name not in _OF_A_RUN
+    ])
     before, class_names = checkpoint.config.class_names, config.class_names  # of another number no embedding fits
     pairs = zip(class_names, before, strict=True) if len(class_names) == len(before) else ()
     lines += _listed("classes begin by their numbers", [f"{new} as {old}" for new, old in pairs if new != old])

@@ -237,20 +237,24 @@ def other_options(state: Mapping[str, np.ndarray], config: Config) -> dict[str, 
     return options
 
 
-def is_unet_cu(path: str | os.PathLike, magic: int = UNETCU_MAGIC) -> bool:
-    """Whether a file begins as unet.cu's weights do, or with another number; False for what cannot be read."""
+def is_unet_cu(path: str | os.PathLike) -> bool:
+    """Whether a file begins as unet.cu's weights do; False for what cannot be read."""
     try:
         with opened(path) as file:
-            return int.from_bytes(file.read(4), "little") == magic
+            return int.from_bytes(file.read(4), "little") == UNETCU_MAGIC
     except CudiffError:
         return False
 
 
 def check_binary(path: str | os.PathLike) -> None:
-    """Raise CudiffError for a .bin that is not unet.cu's weights, saying what it is."""
-    if Path(path).suffix.lower() == ".bin" and not is_unet_cu(path):
-        if is_unet_cu(path, DATA_MAGIC):
-            raise CudiffError(f"{path} is unet.cu's training data, not its weights: give it to --data")
+    """Raise CudiffError for a .bin that is not unet.cu's weights, saying what it is, or that it cannot be read."""
+    if Path(path).suffix.lower() != ".bin":
+        return
+    with opened(path) as file:
+        magic = int.from_bytes(file.read(4), "little")
+    if magic == DATA_MAGIC:
+        raise CudiffError(f"{path} is unet.cu's training data, not its weights: give it to --data")
+    if magic != UNETCU_MAGIC:
         raise CudiffError(f"{path} is not unet.cu's weights (no {UNETCU_MAGIC} at its start): name another file")
 
 

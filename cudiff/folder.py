@@ -33,8 +33,8 @@ LOCK = ".lock"
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Lock `folder`, as far as the system can, until the block or the process ends.
+def alone_in(folder: Path) -> Iterator[int]:
+    """Lock `folder`, as far as the system can, until the block or the process ends. Gives the open lock.
 
     The lock is one on a file opened for writing, which network file systems can lock where they cannot lock a folder.
     Raises CudiffError where another process holds it, and where the folder cannot be written to.
@@ -52,7 +52,7 @@ def alone_in(folder: Path) -> Iterator[None]:
             os.write(file, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
         except OSError as error:
             raise _cannot_write(folder, error) from None
-        yield
+        yield file
     finally:
         os.close(file)
 
@@ -249,7 +249,8 @@ class RunFolder:
     def __init__(self, path: Path, resumed: Mapping[str, Any] | None, sampler: str, writes: bool = True):
         self.path, self.metrics, self.writes = path, Metrics(path), writes
         self._resumed, self._sampler = resumed, sampler
-        self._started = self._alone = False
+        self._started = False
+        self._lock: int | None = None  # open while it is held
         if writes:
             check_unused(path)
 
@@ -268,17 +269,33 @@ class RunFolder:
 
         Gives what `check` does.
         """
-        if self._alone or not self.writes:
+        if self._lock is not None or not self.writes:
+            self.check_kept()
             yield []
             return
         self.make()
-        with alone_in(self.path):
+        with alone_in(self.path) as lock:
             useless = self.check(step)
-            self._alone = True
+            self._lock = lock
             try:
                 yield useless
             finally:
-                self._alone = False
+                self._lock = None
+
+    def check_kept(self) -> None:
+        """Raise CudiffError where another run has locked the folder's path, as it can once this one's is gone."""
+        if self._lock is None:
+            return
+        with contextlib.suppress(OSError):  # none is there: a checkpoint makes the folder anew
+            if not os.path.samestat(os.stat(self.path / LOCK), os.fstat(self._lock)):
+                raise CudiffError(f"{self.path} was deleted or renamed while this run trained there, and another run "
+                                  "has begun in it, which is left as it is: go on with what was renamed, or begin "
+                                  "again in another --folder")
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Add a line to metrics.jsonl. Raises CudiffError as `check_kept` and `Metrics` do."""
+        self.check_kept()
+        self.metrics.append(metrics)
 
     def check(self, step: int) -> list[tuple[Path, str]]:
         """What `latest` would find before this run's own, and why. Raises CudiffError where a run would be lost.

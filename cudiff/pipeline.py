@@ -440,10 +440,10 @@ def import_torch(
 ) -> Config:
     """Make a checkpoint of weights in PyTorch's layout and guided-diffusion's, DiT's, unet.cu's or CS 179's names.
 
-    config: the model they belong to; where the names tell the model, theirs is used. Its norms are grouped as in
-    guided-diffusion. key: which part of a .pt that holds several. The weights serve as EMA too. Of unet.cu's file
-    AdamW's moments come along. Returns the configuration in the checkpoint. Raises CudiffError where the file cannot be
-    read, its weights do not fit the model (naming the options that would), or `target` exists.
+    config: the model they belong to; where the names tell the model, theirs is used, but for CS 179's where `config` is
+    of that. Norms are grouped as in guided-diffusion. key: which part of a .pt with several. The weights serve as EMA
+    too, and of unet.cu's file AdamW's moments come along. Returns the checkpoint's configuration. Raises CudiffError
+    where the file cannot be read, its weights do not fit (naming the options that would), or `target` exists.
     """
     if os.path.exists(target):
         raise CudiffError(f"{target} exists already: choose another name")
@@ -453,7 +453,7 @@ def import_torch(
         save_checkpoint(target, *checkpoint)
         return checkpoint.config
     weights = read_weights(source, key)
-    if weights.config is None:
+    if weights.config is None or config.model == "cs179":  # described, as one of other widths or another objective is
         weights = weights._replace(config=dit_config(weights.state, config))
     other = {} if weights.config else other_options(weights.state, config)
     if other:
@@ -466,7 +466,7 @@ def import_torch(
     try:
         net.load_state_dict(from_torch(weights.state, net.layouts()))
     except CudiffError as error:
-        raise CudiffError(f"{error}: describe the weights' model by --preset, --config or options") from None
+        raise CudiffError(f"{error}: give --preset, --config or --model {config.model} with its options") from None
     Pipeline(config, net).save(target)
     return config
 

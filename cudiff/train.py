@@ -308,6 +308,7 @@ class Trainer:
 
     def save_preview(self, each_step: Callable[[int], None] | None = None) -> Path:
         """Write a grid of `samples` images from the EMA, or an .npz of latents. each_step: as for `Pipeline.sample`."""
+        self._home.check_kept()
         latents = self.preview.makes_latents
         path = self.folder / f"samples-{self.step:08d}.{'npz' if latents else 'png'}"
         try:
@@ -494,6 +495,6 @@ class Trainer:
 
     def _record(self, metrics: dict[str, Any], display: Any) -> None:
         if self.group.leads:
-            self.metrics.append(metrics)
+            self._home.log(metrics)
         if display is not None:
             display.update(metrics)

@@ -76,6 +76,15 @@ def test_what_the_checkpoints_model_learned_is_told(trained, digits, tmp_path):
             in said.lines)
 
 
+def test_options_that_make_another_function_of_the_same_weights_are_told(trained, digits, tmp_path):
+    said, checkpoint = Said(), load_checkpoint(latest(trained))
+    config = configuration_of(checkpoint).replace(steps=1, seed=5, lr=1e-4, data_mean=0.25, max_period=100.0,
+                                                  use_new_attention_order=True)
+    Trainer(config, digits, tmp_path / "new", init=checkpoint).run(said)
+    assert said.lines[1] == ("options that are others in the checkpoint: data_mean 0.25, there 0, "
+                             "use_new_attention_order on, there off, max_period 100, there 10000")
+
+
 def test_other_classes_and_a_wider_model_take_what_fits(trained, digits, tmp_path):
     """The label embedding of ten classes is not that of three; a second block is new."""
     checkpoint = load_checkpoint(latest(trained))

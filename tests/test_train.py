@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -308,6 +309,25 @@ def test_a_folder_that_holds_a_run_is_refused(train, digits, tmp_path):
     with pytest.raises(CudiffError, match=r"holds a newer checkpoint: go on with cudiff train .*step-00000006"):
         train("run", trainer.folder / "step-00000003.safetensors")
     assert before == {path.name: path.read_bytes() for path in trainer.folder.iterdir()}
+
+
+@pytest.mark.parametrize(("log_every", "sample_every"), [(3, 0), (9, 0), (9, 3)])
+def test_a_run_whose_folder_was_deleted_leaves_the_next_one_s_alone(train, digits, tmp_path, log_every, sample_every):
+    """It had added its metrics, pruned the other's checkpoints and written its own beside them."""
+    trainer = Trainer(TINY.replace(log_every=log_every, sample_every=sample_every, keep=1), digits, tmp_path / "run")
+    step, found = trainer.train_step, {}
+
+    def replaced():
+        if trainer.step == 2:
+            shutil.rmtree(tmp_path / "run")
+            train(seed=1, sample_every=3)
+            found.update((path, path.read_bytes()) for path in sorted((tmp_path / "run").iterdir()))
+        return step()
+
+    trainer._step = replaced
+    with pytest.raises(CudiffError, match=r"run was deleted or renamed while .* left as it is: .* another --folder$"):
+        trainer.run()
+    assert found == {path: path.read_bytes() for path in sorted((tmp_path / "run").iterdir())}
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,8 @@ def test_another_bin_is_told_as_what_it_is(tmp_path, capsys):
     write_unetcu(tmp_path / "data.bin", Dataset(np.zeros((4, 8, 8, 1), np.uint8)))
     (tmp_path / "other.bin").write_bytes(np.ones(300, "<i4").tobytes())
     for name, told in (("data.bin", "is unet.cu's training data, not its weights: give it to --data"),
-                       ("other.bin", "is not unet.cu's weights (no 12345678 at its start): name another file")):
+                       ("other.bin", "is not unet.cu's weights (no 12345678 at its start): name another file"),
+                       ("none.bin", "none.bin (No such file or directory): check the path")):
         for words in (["sample"], ["convert"], ["train", "--data", "digits", "--init"]):
             target = ["x.safetensors"] if words == ["convert"] else []
             assert main([*words, str(tmp_path / name), *target]) == 2

@@ -7,14 +7,14 @@ import pytest
 
 import cudiff
 from cudiff.backend import bfloat16
-from cudiff.config import PRESETS
+from cudiff.config import PRESETS, Config
 from cudiff.convert import from_torch, read_weights, to_torch
 from cudiff.data import mnist
 from cudiff.errors import CudiffError
 from cudiff.models import CS179UNet, UNet, build
 from cudiff.nn import init
 from cudiff.ops.mse import mse
-from cudiff.pipeline import import_torch
+from cudiff.pipeline import Pipeline, export_torch, import_torch
 from cudiff.tensor import Tensor, no_grad
 from tests.check import relative_error
 
@@ -162,3 +162,16 @@ def test_what_it_cannot_be():
 def test_build_draws_it_from_the_seed():
     one, same, other = (build(PRESETS["cs179"].replace(seed=seed)).out_conv.weight.numpy() for seed in (1, 1, 2))
     assert np.array_equal(one, same) and not np.array_equal(one, other)
+
+
+def test_one_of_other_widths_is_imported_as_it_is_described(tmp_path):
+    """Of one that is not described, nothing tells that it is another than CS 179's, or learned otherwise."""
+    config = Config(model="cs179", image_size=8, channels=1, model_channels=16, channel_mult=(1, 1, 2), num_classes=0,
+                    diffusion="flow")
+    Pipeline(config, build(config)).save(tmp_path / "own.safetensors")
+    export_torch(tmp_path / "own.safetensors", tmp_path / "theirs.safetensors")
+    with pytest.raises(CudiffError, match=r"do not fit .*: give --preset, --config or --model cs179 with its options$"):
+        import_torch(tmp_path / "theirs.safetensors", tmp_path / "again.safetensors", Config())
+    assert import_torch(tmp_path / "theirs.safetensors", tmp_path / "again.safetensors", config) == config
+    one, other = (cudiff.load(tmp_path / name).net.state_dict() for name in ("own.safetensors", "again.safetensors"))
+    assert all((one[name] == other[name]).all() for name in one)
