@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cudiff.backend import is_float
 from cudiff.diffusion.euler import Heun
 from cudiff.diffusion.samplers import decreasing
 from cudiff.errors import CudiffError
@@ -40,7 +41,7 @@ class Inpainted:
         return self._mixed(denoised), fraction
 
     def _mixed(self, denoised: Tensor) -> Tensor:
-        known, mask = self._known[len(denoised)]
+        known, mask = _of_batch(self._known, len(denoised), "know(images, mask)")
         return denoised * mask + known
 
 
@@ -63,15 +64,21 @@ class Between:
             kept.data[...] = new.data
 
     def __call__(self, x: Tensor, sigma: Tensor | float, labels: Tensor | None = None) -> Tensor:
-        other, share = self._ends[len(x)]
+        other, share = _of_batch(self._ends, len(x), "toward(other, share)")
         sigma = noise_levels(sigma, x)
         return self.denoiser(x, sigma, labels) * (1 - share) + self.denoiser(x, sigma, other) * share
 
     def with_variance(self, x: Tensor, sigma: Tensor | float, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The same, with the learned variance of the labels' classes; see `DDPMDenoiser.with_variance`."""
-        other, share = self._ends[len(x)]
+        other, share = _of_batch(self._ends, len(x), "toward(other, share)")
         denoised, fraction = self.denoiser.with_variance(x, sigma, labels)
         return denoised * (1 - share) + self.denoiser(x, sigma, other) * share, fraction
+
+
+def _of_batch(given: dict[int, tuple[Tensor, Tensor]], n: int, call: str) -> tuple[Tensor, Tensor]:
+    if n not in given:
+        raise CudiffError(f"a batch of {n} images comes before what belongs to it: call {call} of {n} first")
+    return given[n]
 
 
 class Inversion(Heun):
@@ -93,12 +100,14 @@ def slerp(start: np.ndarray, end: np.ndarray, share: float | np.ndarray) -> np.n
 
     start, end (N, ...) float; share a number from 0 to 1 or (N,) of them. Each of N is turned by itself. Between
     standard normal noises the result is standard normal too, which a straight mixture is not. Raises CudiffError where
-    shapes differ and for another share.
+    shapes differ, for a start of integers and for another share.
     Shoemake, "Animating rotation with quaternion curves" (SIGGRAPH 1985).
     """
     start, end = np.asarray(start), np.asarray(end)
     if start.shape != end.shape or start.ndim < 2:
         raise CudiffError(f"slerp takes two arrays (N, ...) of one shape, not {start.shape} and {end.shape}")
+    if not is_float(start.dtype):
+        raise CudiffError(f"slerp takes noise, in floats, not {start.dtype}: mix pictures' noise, as `invert` finds it")
     flat, other = (np.asarray(a, np.float64).reshape(len(a), -1) for a in (start, end))
     share = as_shares(share, len(flat)).reshape(-1, 1).astype(np.float64)
     lengths = np.linalg.norm(flat, axis=1, keepdims=True) * np.linalg.norm(other, axis=1, keepdims=True)

@@ -99,6 +99,7 @@ class Guided:
         return self._guide(denoised, sigma), ops.split(fraction, 2, axis=0)[0]
 
     def _doubled(self, x: Tensor, sigma: Tensor | float, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        labels = as_index("guidance", labels, x.device)  # the null class has no place among bytes
         self.before_capture(x, labels)
         sigma, null = noise_levels(sigma, x), self._null[labels.device, len(labels)]
         return ops.tile(x, (2, *(1,) * (x.ndim - 1))), ops.tile(sigma, 2), ops.concatenate([labels, null])

@@ -107,7 +107,7 @@ class Sampler:
     dtype, and what `finish` returns is returned.
     memory: of what a step returns after its state, how many the next one is given too, for methods of several steps.
     Raises CudiffError for sigmas that do not fall, where a step adds noise and `noise` is missing, and for plans of
-    another number and states of another shape than they have to be.
+    another number and states and noise of another shape than they have to be.
     """
 
     memory = 0
@@ -230,7 +230,7 @@ class Sampler:
             if noisy and counters is not None:
                 counter = Tensor(counters.data[index])
             elif noisy:
-                drawn = _draw(noise, index)
+                drawn = _draw(noise, index, x)
             x, *made = step(x, Tensor(table.data[row : row + count]), drawn, counter, labels, *before)
             row, before = row + count, tuple(made[: self.memory])
             if callback is not None:
@@ -272,8 +272,8 @@ def kept_deviation(sigma_next: float, variance: float) -> float:
 def decreasing(sigmas: Sequence[float] | np.ndarray) -> np.ndarray:
     """`sigmas` as float64. Raises CudiffError where a sampler cannot go along them."""
     sigmas = np.asarray(sigmas, np.float64)
-    if sigmas.ndim != 1 or len(sigmas) < 2 or sigmas[-1] < 0 or not (np.diff(sigmas) < 0).all():
-        raise CudiffError("a sampler needs two or more decreasing sigmas that end at 0 or above")
+    if sigmas.ndim != 1 or len(sigmas) < 2 or sigmas[-1] < 0 or not (np.diff(sigmas) < 0).all() or sigmas[0] == np.inf:
+        raise CudiffError("a sampler needs two or more decreasing sigmas that end at 0 or above, all finite")
     return sigmas
 
 
@@ -287,10 +287,14 @@ def _is_like(noise: Noise | None, x: Tensor, dtype: Any) -> TypeGuard[ImageNoise
     return type(noise) is ImageNoise and (noise.shape, noise.dtype, noise.device) == (x.shape, dtype, x.device)
 
 
-def _draw(noise: Noise | None, step: int) -> Tensor:
+def _draw(noise: Noise | None, step: int, x: Tensor) -> Tensor:
     if noise is None:
         raise CudiffError("this sampler adds noise: pass noise=ImageNoise(x.shape, seed)")
-    return noise(step)
+    drawn = noise(step)
+    if getattr(drawn, "shape", None) != x.shape:  # that of one image would be broadcast to all
+        what = f"shape {drawn.shape}" if hasattr(drawn, "shape") else f"a {type(drawn).__name__}"
+        raise CudiffError(f"noise({step}) gives {what}: give standard normal numbers of x's shape {x.shape}")
+    return drawn
 
 
 CLIPPING = {"clip_denoised": Option(True, "ddim, ancestral: cut estimates of a picture to [-1, 1]")}

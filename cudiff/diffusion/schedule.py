@@ -61,7 +61,7 @@ class Schedule:
         if isinstance(betas, str):
             if betas not in BETAS:
                 raise CudiffError(f"unknown noise schedule '{betas}': use {' or '.join(BETAS)}")
-            betas = BETAS[betas](num_timesteps)
+            betas = BETAS[betas](whole("num_timesteps", num_timesteps))
         self.betas = np.asarray(betas, np.float64)
         if self.betas.ndim != 1 or len(self.betas) < 2 or not ((self.betas > 0) & (self.betas < 1)).all():
             raise CudiffError("a noise schedule needs two or more variances (betas), each between 0 and 1")
@@ -88,7 +88,7 @@ class Schedule:
         Raises CudiffError where `num_steps` is not in [1, T] and where no stride gives that many.
         """
         total = self.num_timesteps
-        if not 1 <= num_steps <= total:
+        if not 1 <= whole("num_steps", num_steps, None) <= total:
             raise CudiffError(f"{num_steps} steps of a schedule that has {total}: use 1 to {total}")
         if spacing == "ddim":
             return np.arange(0, total, self._stride(num_steps))[::-1]
@@ -135,9 +135,9 @@ def karras_sigmas(num_steps: int, sigma_min: float = 0.002, sigma_max: float = 8
     Raises CudiffError where num_steps < 1, where the range is not 0 < sigma_min < sigma_max, and for a rho with which
     float64 does not reach sigma_min from sigma_max.
     """
-    if num_steps < 1:
+    if whole("num_steps", num_steps, None) < 1:
         raise CudiffError(f"{num_steps} sampling steps: use 1 or more")
-    whole("num_steps", num_steps), real("rho", rho, above=0)
+    real("rho", rho, above=0)
     if not 0 < sigma_min < sigma_max < np.inf:
         raise CudiffError(f"sigma_min {sigma_min} and sigma_max {sigma_max}: use 0 < sigma_min < sigma_max")
     ramp = np.arange(num_steps) / max(num_steps - 1, 1)

@@ -147,6 +147,8 @@ def test_slerp(rng):
             assert abs(np.linalg.norm(at) / np.linalg.norm(one) - 1) < 0.05
     np.testing.assert_allclose(slerp(a, a, 0.3), a, rtol=1e-5)
     np.testing.assert_array_equal(slerp(0 * a, 0 * b, 0.5), 0 * a)
+    with pytest.raises(CudiffError, match="slerp takes noise, in floats, not int64: "):
+        slerp(np.eye(2, dtype=np.int64), np.eye(2)[::-1], 0.5)  # which had given zeros
     with pytest.raises(CudiffError, match="two arrays"):
         slerp(a, b[:1], 0.5)
     for share in (7, -0.1, [0.1, 0.2], "a", np.nan):

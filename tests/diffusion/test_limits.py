@@ -1,12 +1,24 @@
 """Samplers, losses and guidance at the ends of what they take."""
 
 import math
+import re
 
 import numpy as np
 import pytest
 
-from cudiff import Tensor
-from cudiff.diffusion import DDIM, Ancestral, EDMDenoiser, Euler, Guided, Heun, ImageNoise
+from cudiff import Tensor, astype
+from cudiff.diffusion import (
+    DDIM,
+    Ancestral,
+    Between,
+    EDMDenoiser,
+    Euler,
+    Guided,
+    Heun,
+    ImageNoise,
+    Inpainted,
+    per_sample,
+)
 from cudiff.diffusion.ddpm import DDPMLoss
 from cudiff.diffusion.edm import EDMLoss
 from cudiff.diffusion.samplers import Plan, Sampler, decreasing
@@ -100,7 +112,8 @@ def test_a_step_returns_a_state_and_an_image(made):
         Making(made)(x, SIGMAS)
 
 
-@pytest.mark.parametrize("sigmas", [[1.0], [], [1.0, 1.0], [1.0, 2.0], [1.0, -0.1], [[2.0, 1.0]], [1.0, math.nan]])
+@pytest.mark.parametrize("sigmas", [[1.0], [], [1.0, 1.0], [1.0, 2.0], [1.0, -0.1], [[2.0, 1.0]], [1.0, math.nan],
+                                    [math.inf, 1.0]])
 def test_sigmas_fall_to_0_or_above(sigmas):
     with pytest.raises(CudiffError, match="two or more decreasing sigmas that end at 0 or above"):
         decreasing(sigmas)
@@ -129,6 +142,32 @@ def test_guidance_of_one_asks_once(guidance, labels, sizes):
     for denoised, fraction in [(guided(x, sigma, labels), x * 0.5), guided.with_variance(x, sigma, labels)]:
         assert denoised.numpy().ravel().tolist() == [3, 3] and fraction.numpy().ravel().tolist() == [0.5, 0.5]
     assert asked == 2 * [None if labels is None else [4, 7] + [-1, -1] * (sizes == 4)]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint64", "int8", "int64"])
+def test_guidance_takes_labels_of_any_integers(dtype):
+    """The null class, -1, is none of a byte's numbers."""
+    guided = Guided(lambda x, sigma, labels: x + per_sample(astype(labels, "float32"), x), 2.0)
+    made = guided(Tensor(np.zeros((2, 1, 1, 1), np.float32)), 1.0, Tensor(np.array([1, 2], dtype)))
+    assert made.numpy().ravel().tolist() == [3, 5]
+
+
+@pytest.mark.parametrize("noise, what", [
+    (lambda step: Tensor(np.ones((1, 2, 2, 1), np.float32)), r"shape \(1, 2, 2, 1\)"), (lambda step: 0.5, "a float"),
+    (ImageNoise((3, 2, 2, 1), 0), r"shape \(3, 2, 2, 1\)"),
+])
+def test_every_image_has_noise_of_its_own(noise, what):
+    """One image's had been added to all."""
+    x = Tensor(np.ones((2, 2, 2, 1), np.float32))
+    with pytest.raises(CudiffError, match=rf"^noise\(0\) gives {what}: give .* of x's shape \(2, 2, 2, 1\)$"):
+        DDIM(lambda x, sigma, labels: x, eta=1.0)(x, SIGMAS, noise=noise)
+
+
+@pytest.mark.parametrize("make, call", [(Inpainted, "know(images, mask)"), (Between, "toward(other, share)")])
+def test_what_belongs_to_a_batch_comes_first(make, call):
+    x = Tensor(np.ones((2, 2, 2, 1), np.float32))
+    with pytest.raises(CudiffError, match=f"a batch of 2 images comes before .*: call {re.escape(call)} of 2 first$"):
+        make(lambda x, sigma, labels: x)(x, 1.0)
 
 
 def test_karras_levels_need_a_step_and_a_range():

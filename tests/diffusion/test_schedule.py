@@ -142,6 +142,9 @@ def test_bad_arguments_say_what_to_do():
         Schedule(np.array([0.1, 1.0]))
     with pytest.raises(CudiffError, match="1 or more"):
         karras_sigmas(0)
+    for call in (lambda: karras_sigmas("4"), lambda: Schedule().timesteps(10.0), lambda: Schedule(num_timesteps=1e3)):
+        with pytest.raises(CudiffError, match=r"^num_(time)?steps must be a whole number, not ('4'|10\.0|1000\.0)$"):
+            call()
     with pytest.raises(CudiffError, match="sigma_min < sigma_max"):
         karras_sigmas(4, sigma_min=2, sigma_max=1)
 
