@@ -42,11 +42,7 @@ class Samplings:
     """
 
     def __init__(self, config: Config, net: Module):
-        if not isinstance(config, Config) or not isinstance(net, Module):
-            raise CudiffError("a Pipeline takes a cudiff.Config and a cudiff.nn.Module, not "
-                              f"{type(config).__name__} and {type(net).__name__}")
-        if not config.image_size or not config.channels:
-            raise CudiffError("a Pipeline's configuration says how large its images are: give image_size and channels")
+        _check(config, net)
         self._graphs = GraphCache()
         self._net = net
         self._found: tuple[Module, int, list[Module], Parameter] | None = None
@@ -58,6 +54,7 @@ class Samplings:
 
     @config.setter
     def config(self, config: Config) -> None:
+        _check(config, self._net)
         with self._graphs.lock:
             before = self._config
             self._set_config(config)
@@ -84,6 +81,7 @@ class Samplings:
 
     @net.setter
     def net(self, net: Module) -> None:
+        _check(self._config, net)
         with self._graphs.lock:
             self._net, self._found = net, None
             self.free_graphs()
@@ -160,6 +158,14 @@ class Samplings:
     def __getstate__(self) -> dict[str, Any]:
         """What a copy takes over, a pickled one too: no graphs, nor what only this process knows."""
         return vars(self) | {"_found": None, "_graphs": GraphCache()}
+
+
+def _check(config: Any, net: Any) -> None:
+    if not isinstance(config, Config) or not isinstance(net, Module):
+        raise CudiffError("a Pipeline takes a cudiff.Config and a cudiff.nn.Module, not "
+                          f"{type(config).__name__} and {type(net).__name__}")
+    if not config.image_size or not config.channels:
+        raise CudiffError("a Pipeline's configuration says how large its images are: give image_size and channels")
 
 
 def _built_from(config: Config) -> dict[str, Any]:

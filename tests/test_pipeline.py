@@ -389,6 +389,11 @@ def test_a_pipeline_is_of_a_configuration_with_sizes_and_a_net():
                         ((config.replace(image_size=0), net), "give image_size and channels")):
         with pytest.raises(CudiffError, match=told):
             Pipeline(*given)
+    pipeline = Pipeline(config, net)
+    for name, value in (("config", Config()), ("config", {}), ("net", None), ("net", lambda x, t, labels: x)):
+        with pytest.raises(CudiffError, match="give image_size and channels|takes a cudiff.Config and a cudiff.nn"):
+            setattr(pipeline, name, value)
+    assert pipeline.net is net and pipeline.config.image_size == 8
 
 
 @pytest.mark.parametrize("changes", [{}, {"model_channels": 64, "channel_mult": (1,), "norm_group_channels": 4}])
