@@ -391,7 +391,7 @@ def test_a_pipeline_is_of_a_configuration_with_sizes_and_a_net():
             Pipeline(*given)
     pipeline = Pipeline(config, net)
     for name, value in (("config", Config()), ("config", {}), ("net", None), ("net", lambda x, t, labels: x)):
-        with pytest.raises(CudiffError, match="give image_size and channels|takes a cudiff.Config and a cudiff.nn"):
+        with pytest.raises(CudiffError, match=r"give image_size and channels|takes a cudiff.Config and a cudiff.nn"):
             setattr(pipeline, name, value)
     assert pipeline.net is net and pipeline.config.image_size == 8
 
