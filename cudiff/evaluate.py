@@ -385,8 +385,9 @@ def evaluate_pipeline(
 ) -> Report:
     """`evaluate` for a loaded model, on the data it was trained with or another; None is the model's configuration.
 
-    The test images are the data's own, or, where it has none, those that the model's training held out. features
-    and against: see `evaluate`. Processes of a group share the sampling, and each judges all.
+    The test images are the data's own, or, where it has none, those that the model's training held out; of data that it
+    was not trained on a tenth. features and against: see `evaluate`. Processes of a group share the sampling, and each
+    judges all.
     Raises CudiffError before the classifier is trained, for the data's classes too that the model does not have.
     """
     config = pipeline.config
@@ -395,23 +396,25 @@ def evaluate_pipeline(
     form = dict(image_size=config.image_size, channels=config.channels, skip_bad=config.skip_bad,
                 only_classes=config.only_classes)
     train = load_dataset(spec, **form)  # type: ignore[arg-type]
-    told = ""
-    if data is None and isinstance(before := pipeline.trained_on, dict):
-        if found := "; ".join(differences(before, train.fingerprint())):
+    before, told = pipeline.trained_on if isinstance(pipeline.trained_on, dict) else {}, ""
+    found = "; ".join(differences(before, train.fingerprint())) if before else ""
+    own = data is None or bool(before and not found)  # under another path too, as from another folder
+    if own and before:
+        if found:
             told = f"this is not the data that the model was trained on ({found}): it may know some of the test images"
             train = replace(train, notes=(*train.notes, told))
         train = train.numbered(before.get("class_names") or ())
     if has_test_part(spec):
         test = load_dataset(spec, part="test", **form)  # type: ignore[arg-type]
     else:
-        train, test = train.split((config.validation if data is None else 0) or 0.1, config.seed)
-        if data is None and not config.validation and not told:
+        train, test = train.split((config.validation if own else 0) or 0.1, config.seed)
+        if own and not config.validation and not told:
             known = "training held out no image: the model knows these test images"
             train = replace(train, notes=(*train.notes, known))
     conditional = config.num_classes > 0
     numbers = np.arange(train.num_classes)
     if conditional and train.labels is not None:
-        numbers = _numbers(pipeline, train, data is None)
+        numbers = _numbers(pipeline, train, own)
         pipeline.labels(len(train), numbers[train.labels])
 
     def sample(count: int, classes: np.ndarray | None, seed: int) -> np.ndarray:

@@ -54,6 +54,16 @@ def test_images_that_the_model_knows_are_told(insects, validation):
     assert any("training held out no image" in note for note in notes) == (validation == 0)
 
 
+def test_its_own_data_by_another_path_is_judged_by_what_was_held_out(insects, tmp_path):
+    """From another folder the path is another. A tenth of all had been taken, which the model knows."""
+    for validation in (0, 8):
+        pipeline = insects(validation=validation)
+        pipeline.trained_on = load_dataset(tmp_path).fingerprint()
+        own, there = (evaluate_pipeline(pipeline, 8, data=data) for data in (None, str(tmp_path / "." / "ant" / "..")))
+        assert own == there and own.test == (validation or 4)
+        assert evaluate_pipeline(insects(validation=validation), 8, data=tmp_path).test == 4
+
+
 def test_data_that_has_changed_since_training_is_told(insects, tmp_path, rng):
     config = insects(validation=8).config.replace(batch_size=4, steps=1, sample_every=0, device="cpu")
     Trainer(config, load_dataset(config.data, image_size=8, channels=1), tmp_path.parent / "run").run()
