@@ -295,6 +295,7 @@ def _demo(options: argparse.Namespace) -> None:
 def _train(options: argparse.Namespace) -> None:
     from cudiff.beginning import configuration_of, resumed_configuration
     from cudiff.checkpoint import PARTS, checkpoints, find_checkpoint
+    from cudiff.data.published import PUBLISHED
     from cudiff.display import TrainingDisplay, introduction
     from cudiff.folder import check_free, check_unused, read_checkpoint
     from cudiff.train import Trainer
@@ -323,6 +324,9 @@ def _train(options: argparse.Namespace) -> None:
         config = from_arguments(options, base)
         name = Path(os.path.abspath(expanduser(config.data))).stem  # "." has one too
         folder = Path(options.folder or Path("runs") / name)
+        if config.data not in ("digits", *PUBLISHED) and _is_same(folder, config.data):
+            raise CudiffError(f"{folder} is the data's folder, and a run's pictures would be among them: choose another"
+                              " --folder")
     if path is None or folder.resolve() != path.parent.resolve():
         check_free(folder)
     group = processes.joined_by(options, config.device, console)
@@ -337,6 +341,12 @@ def _train(options: argparse.Namespace) -> None:
     if trainer.stopped_by is not None:
         raise signals.Stopped(trainer.stopped_by)
     _say(f"saved {trainer.save_path}")
+
+
+def _is_same(folder: Path, data: str) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return os.path.samefile(folder, expanduser(data))
+    return False
 
 
 def _sample(options: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from cudiff.cli import main
 from cudiff.data import load_dataset
 from cudiff.data.folder import list_folder, some
 from cudiff.errors import CudiffError
@@ -27,6 +28,22 @@ def test_links_to_pictures_are_pictures_and_pipes_are_not(tmp_path):
     assert found.pictures == [Path("a.png"), Path("b.png"), Path("e.PNG")] and found.folders == ["d.png"]
     assert found.unread == [] and found.others == ["f.txt"] and found.repeated == [] and found.closed == []
     assert len(load_dataset(root)) == 3
+
+
+def test_the_pictures_of_runs_are_no_data(tmp_path, monkeypatch, capsys):
+    """`--data .` makes its run below the data: it had been a class of the next one, and could not be resumed."""
+    for name in ("ant/a.png", "ant/b.png", "bee/c.png"):
+        save(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    words = ["--model-channels", "8", "--channel-mult", "1", "--num-res-blocks", "1", "--batch-size", "2", "--samples",
+             "1", "--sample-steps", "1", "--device", "cpu"]
+    assert main(["train", "--data", ".", "--steps", "1", *words]) == 0
+    run = f"runs/{tmp_path.name}"
+    assert Path(run, "samples-00000001.png").exists() and main(["train", "--resume", run, "--steps", "2"]) == 0
+    assert f"folders of runs are left out: 1 ({run})\n" in capsys.readouterr().out
+    assert load_dataset(".").class_names == ("ant", "bee") and list_folder(tmp_path).runs == [run]
+    assert main(["train", "--data", "ant", "--steps", "1", *words, "--folder", "bee/../ant"]) == 2
+    assert "is the data's folder, and a run's pictures would be among them: choose an" in capsys.readouterr().err
 
 
 def test_files_without_a_pictures_suffix_are_counted(tmp_path):

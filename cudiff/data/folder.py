@@ -20,6 +20,8 @@ UNREAD = {
 }  # fmt: skip
 """Other pictures' suffixes: such files are left out, and counted."""
 MOST_FILES = 10_000_000
+OF_A_RUN = "metrics.jsonl"
+"""A file in the folder of a run, whose pictures are no data."""
 
 
 @dataclass
@@ -27,14 +29,16 @@ class Listing:
     """What lies below a folder, by paths relative to it.
 
     pictures: by their suffix, sorted. unread: pictures of other formats. others: files whose suffix is no picture's.
-    folders: those right in the folder. repeated: links to folders that are read under another path, or that hold this
-    one, as / does. broken: links that lead nowhere. closed: folders that the system does not open.
+    folders: those right in the folder. runs: those of runs, which are not entered. repeated: links to folders that are
+    read under another path, or that hold this one, as / does. broken: links that lead nowhere. closed: folders that the
+    system does not open.
     """
 
     pictures: list[Path] = field(default_factory=list)
     unread: list[Path] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
+    runs: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
@@ -52,6 +56,8 @@ class Listing:
         if self.others:
             notes.append(f"files without a picture's suffix are left out: {some(self.others)}; where these are "
                          "pictures, end their names in .png or .jpg")  # fmt: skip
+        if self.runs:
+            notes.append(f"folders of runs are left out: {some(self.runs)}")
         if self.repeated:
             notes.append("links to folders that are read already, or that hold this one, are left out: "
                          f"{some(self.repeated)}")  # fmt: skip
@@ -71,9 +77,10 @@ def list_folder(folder: Path) -> Listing:
     """The files below `folder` that are pictures by their suffix; hidden files and folders are left out.
 
     Linked folders are entered, but for those that hold `folder`. Every folder is read once, however many links lead to
-    it: under its shortest path, and of equally long ones the first, a folder itself before links to it. Only regular
-    files count, and none of the kernel's (`files.SYSTEM`). Raises CudiffError for more than `MOST_FILES`, OSError where
-    `folder` itself does not open.
+    it: under its shortest path, and of equally long ones the first, a folder itself before links to it. The folders of
+    runs, as `cudiff train --data .` makes them here, are not entered. Only regular files count, and none of the
+    kernel's (`files.SYSTEM`). Raises CudiffError for more than `MOST_FILES`, OSError where `folder` itself does not
+    open.
     """
     found, count = Listing(), 0
     system = system_devices()
@@ -90,6 +97,9 @@ def list_folder(folder: Path) -> Listing:
                 if not place:
                     raise
                 found.closed.append(place)
+                continue
+            if place and any(entry.name == OF_A_RUN for entry in inside):
+                found.runs.append(place)
                 continue
             count += len(inside)
             if count > MOST_FILES:
