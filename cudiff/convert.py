@@ -179,8 +179,9 @@ def dit_config(state: Mapping[str, np.ndarray], config: Config) -> Config | None
     if config.model == "dit" and config.hidden_size == hidden_size:
         heads[hidden_size] = config.num_heads
     if hidden_size not in heads:
+        scale = "" if channels in (1, 3) else " --latent-scale X"
         raise CudiffError(f"no weights tell how many heads a DiT of hidden size {hidden_size} has: give --preset "
-                          f"dit-xl-2 --hidden-size {hidden_size} --num-heads N")
+                          f"dit-xl-2 --hidden-size {hidden_size} --num-heads N{scale}")
     base = config if config.model == "dit" else PRESETS["dit-xl-2"].replace(
         guidance=4.0, guidance_channels=3, clip_denoised=channels in (1, 3),
         latent_scale=0.0 if channels in (1, 3) else 0.18215,

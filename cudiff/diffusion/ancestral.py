@@ -11,7 +11,17 @@ import numpy as np
 
 from cudiff import ops
 from cudiff.diffusion.denoiser import per_sample
-from cudiff.diffusion.samplers import CLIPPING, Callback, Noise, Plan, Sampler, clipped, posterior_variance, rows
+from cudiff.diffusion.samplers import (
+    CLIPPING,
+    Callback,
+    Noise,
+    Plan,
+    Sampler,
+    clipped,
+    clips,
+    posterior_variance,
+    rows,
+)
 from cudiff.errors import CudiffError
 from cudiff.registry import Settings, register_sampler
 from cudiff.tensor import Tensor
@@ -78,9 +88,8 @@ def sample_ddpm(
 
 @register_sampler("ancestral", "DDPM's", discrete=True, options=CLIPPING)
 def _ancestral(denoiser: Any, config: Settings, captured: bool) -> Sampler:
-    clip_denoised = config.clip_denoised and not config.latent_scale
     own = denoiser
     while hasattr(own, "denoiser"):  # what guides or repaints asks the one within
         own = own.denoiser
     learned = config.learn_sigma and hasattr(own, "with_variance")  # a user's function has none
-    return Ancestral(denoiser, "learned" if learned else "small", clip_denoised, captured)
+    return Ancestral(denoiser, "learned" if learned else "small", clips(config), captured)

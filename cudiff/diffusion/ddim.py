@@ -17,6 +17,7 @@ from cudiff.diffusion.samplers import (
     Plan,
     Sampler,
     clipped,
+    clips,
     kept_deviation,
     posterior_variance,
     rows,
@@ -73,4 +74,4 @@ def sample_ddim(
 @register_sampler("ddim", "Song et al. 2021", discrete=True, options=CLIPPING | {
     "eta": Option(0.0, "ddim, euler-ancestral: share of the ancestral noise", least=0, most=1)})
 def _ddim(denoiser: Denoiser, config: Settings, captured: bool) -> Sampler:
-    return DDIM(denoiser, config.eta, config.clip_denoised and not config.latent_scale, captured)
+    return DDIM(denoiser, config.eta, clips(config), captured)

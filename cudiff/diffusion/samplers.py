@@ -27,6 +27,7 @@ from cudiff.cuda.launch import launches
 from cudiff.errors import CudiffError
 from cudiff.ops.random import Purpose, normal
 from cudiff.options import Option
+from cudiff.registry import Settings
 from cudiff.tensor import Tensor, no_grad
 from cudiff.values import whole
 
@@ -298,6 +299,11 @@ def _draw(noise: Noise | None, step: int, x: Tensor) -> Tensor:
 
 
 CLIPPING = {"clip_denoised": Option(True, "ddim, ancestral: cut estimates of a picture to [-1, 1]")}
+
+
+def clips(config: Settings) -> bool:
+    """Whether estimates are to be cut: those of pictures alone, as latents go beyond [-1, 1]."""
+    return config.clip_denoised and not config.latent_scale and config.channels in (0, 1, 3)
 
 
 def clipped(denoised: Tensor, clip_denoised: bool) -> Tensor:

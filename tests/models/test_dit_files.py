@@ -75,6 +75,22 @@ def test_one_or_three_channels_are_pictures_and_others_latents(tmp_path, rng, ch
     assert (config.guidance, config.guidance_channels) == (4.0, 3)
 
 
+@pytest.mark.parametrize("sampler", ["ddim", "ancestral"])
+@pytest.mark.parametrize(("channels", "words"), [(3, "--num-heads N$"), (4, "--num-heads N --latent-scale X$")])
+def test_latents_of_a_model_that_is_described_are_not_cut(tmp_path, rng, channels, words, sampler):
+    """Of a hidden size that is none of the paper's; without a scale too, which only its user knows."""
+    model = DiT(8, channels, 4, 48, 1, 3)
+    randomised(model, rng)
+    source = written(model, tmp_path / "dit.safetensors")
+    given = PRESETS["dit-xl-2"].replace(hidden_size=48, num_heads=3)
+    with pytest.raises(CudiffError, match=words):
+        import_torch(source, tmp_path / "ours.safetensors", Config())
+    import_torch(source, tmp_path / "ours.safetensors", given.replace(learn_sigma=False))
+    images = load(tmp_path / "ours.safetensors").sample(
+        2, steps=4, sampler=sampler, floats=True, guidance=1.0, denoiser=lambda x, sigma, labels: x * 0 + 3)
+    assert images.max() == (1 if channels == 3 else 3)
+
+
 def test_what_it_refuses(model, tmp_path, rng):
     with pytest.raises(CudiffError, match=r"blocks\.1\.attn\.proj\.bias"):
         import_torch(written(model, tmp_path / "a.safetensors", ["blocks.1.attn.proj.bias"]), tmp_path / "b", Config())
