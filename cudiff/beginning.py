@@ -73,10 +73,13 @@ def check_resumed(config: Config, checkpoint: Checkpoint) -> list[str]:
 
 
 def as_numbered(checkpoint: Checkpoint, dataset: Dataset, config: Config) -> tuple[Dataset, Config]:
-    """`dataset` with its classes numbered as in the data that a run was trained on, see `Dataset.numbered`; and
-    `config`, without the class names of that data where the new data has others."""
+    """`dataset` with its classes numbered as in the data that a run was trained on, see `Dataset.numbered`, where
+    classes without names are called by their numbers; and `config`, without the class names of that data where the new
+    data has others."""
     before = checkpoint.counters.get("data")
     names = before.get("class_names") if isinstance(before, dict) else None
+    if isinstance(before, dict) and "class_names" in before and names is None:  # `Dataset.only` calls them by numbers
+        names = list(map(str, range(checkpoint.config.num_classes)))
     if not isinstance(names, list):
         return dataset, config
     dataset = dataset.numbered(names)

@@ -486,3 +486,12 @@ def test_classes_keep_their_numbers_where_one_is_gone(tmp_path, rng):
         assert trainer.config.class_names == ("ant", "bee", "cat") and set(trainer.training.labels) == {1, 2}
         assert trainer.training.notes == ("the data has no image of ant: not trained any more",)
         trainer.run()
+
+
+def test_classes_without_names_keep_their_numbers_where_one_is_gone(tmp_path, rng):
+    """`Dataset.only` had numbered them anew: classes were trained as others."""
+    data = Dataset(rng.integers(0, 256, (12, 8, 8, 1), dtype=np.uint8), np.arange(12) % 3, 3)
+    Trainer(TINY.replace(num_classes=-1, validation=0, steps=2), data, tmp_path / "run").run()
+    again = load_checkpoint(tmp_path / "run")
+    trainer = Trainer(again.config.replace(steps=3), data.only([2, 1]), tmp_path / "run", again, data_changed=True)
+    assert trainer.training.labels.tolist() == [1, 2] * 4
