@@ -52,16 +52,31 @@ def test_pixels_of_16_bits(tmp_path, value, level, suffix):
     assert np.unique(load_dataset(tmp_path).images).tolist() == [level]
 
 
-def test_gray_and_alpha_of_16_bits_is_gray(tmp_path):
-    """Pillow gives it as RGBA, and does not write it."""
+def write_png(file, bits, color, rows, *others):
+    """A PNG of 2x2 pixels, of which Pillow does not write all kinds."""
     def chunk(kind, content):
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
+    content = chunk(b"IHDR", struct.pack(">IIBBBBB", 2, 2, bits, color, 0, 0, 0)) + b"".join(chunk(*o) for o in others)
+    content += chunk(b"IDAT", zlib.compress(b"".join(b"\0" + row for row in rows))) + chunk(b"IEND", b"")
+    file.write_bytes(b"\x89PNG\r\n\x1a\n" + content)
+
+
+@pytest.mark.parametrize("bits, color, rows, clear, levels", [
+    (2, 0, [b"\x10", b"\xb0"], [1], [0, 255, 170, 255]), (4, 0, [b"\x01", b"\xf7"], [7], [0, 17, 255, 255]),
+    (4, 0, [b"\x01", b"\xf7"], [1], [0, 255, 255, 119]),
+    (16, 2, [bytes([1, 9] * 3 + [7, 9] * 3), bytes([9, 9] * 6)], [0x109] * 3, [255, 7, 9, 9]),
+])
+def test_a_transparent_color_is_told_in_the_files_bits(tmp_path, bits, color, rows, clear, levels):
+    """Pillow compares it with pixels of 8 bits: others were white, or none."""
+    write_png(tmp_path / "a.png", bits, color, rows, (b"tRNS", struct.pack(f">{len(clear)}H", *clear)))
+    assert load_dataset(tmp_path).images[0, ..., 0].ravel().tolist() == levels
+
+
+def test_gray_and_alpha_of_16_bits_is_gray(tmp_path):
+    """Pillow gives it as RGBA, and does not write it."""
     pixels = np.array([[[0, 65535], [51400, 65535]], [[25700, 0], [65535, 65535]]], ">u2")
-    rows = b"".join(b"\0" + row.tobytes() for row in pixels)
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 2, 2, 16, 4, 0, 0, 0))
-    content = header + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + content)
+    write_png(tmp_path / "a.png", 16, 4, [row.tobytes() for row in pixels])
     assert load_dataset(tmp_path).images[0, :, :, 0].tolist() == [[0, 200], [255, 255]]
     assert load_dataset(tmp_path).images.shape == (1, 2, 2, 1)
 

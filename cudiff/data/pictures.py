@@ -210,7 +210,7 @@ class _Pictures:
     def _source(self) -> str:
         """SHA-256 of what tells these pictures from what they may be later: names, sizes and times of change, and of
         what decodes them. Archives and copies bring old times of a file's content, but not of the file."""
-        digest = hashlib.sha256(f"4 {PIL.__version__}".encode())
+        digest = hashlib.sha256(f"5 {PIL.__version__}".encode())
         for file in self.files:
             told = ""
             with suppress(OSError):
@@ -335,7 +335,9 @@ def _read_picture(file: Path, image_size: int | None,
         if image_size is not None:
             picture.draft(None, (2 * image_size, 2 * image_size))  # JPEG decodes at a fraction where that suffices
         # Pillow has no mode for 16 bits of gray and alpha, a PNG's: it gives RGBA.
-        gray = any(tile[3] == "LA;16B" for tile in picture.tile)
+        raw = picture.tile[0][3] if picture.tile else ""
+        gray = raw == "LA;16B"
+        _scale_clear(picture, raw)
         lying = picture.size
         ImageOps.exif_transpose(picture, in_place=True)
         if picture.size != lying:
@@ -356,6 +358,15 @@ def _read_picture(file: Path, image_size: int | None,
     if image_size is not None:
         result = result.resize((image_size, image_size), Image.Resampling.LANCZOS)
     return result, gray, width, height, several
+
+
+def _scale_clear(picture: Image.Image, raw: Any) -> None:
+    """Bring a PNG's transparent gray or color, told in the file's bits, to the 8 bits that Pillow brings pixels to."""
+    clear = picture.info.get("transparency")
+    if raw in ("L;2", "L;4") and isinstance(clear, int):
+        picture.info["transparency"] = clear * (85 if raw == "L;2" else 17)
+    elif raw == "RGB;16B" and isinstance(clear, tuple):
+        picture.info["transparency"] = tuple(value >> 8 for value in clear)
 
 
 def _has_several(picture: Image.Image) -> bool:
