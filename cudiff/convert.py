@@ -141,9 +141,8 @@ def rename(state: Mapping[str, np.ndarray]) -> Weights:
 
     The configuration comes with it where the names tell the model: CS 179's and unet.cu's.
     """
-    for wrapper in _WRAPPERS:
-        if all(name.startswith(wrapper) for name in state):
-            state = {name.removeprefix(wrapper): array for name, array in state.items()}
+    while state and (worn := [one for one in _WRAPPERS if all(name.startswith(one) for name in state)]):
+        state = {name.removeprefix(worn[0]): array for name, array in state.items()}
     if "enc_blocks.0.conv1.weight" in state:
         return Weights(dict(state), PRESETS["cs179"])
     if any(".cv3_1." in name for name in state):

@@ -371,7 +371,7 @@ def test_safetensors_in_torch_layout_there_and_back(tmp_path, rng):
 
 
 def test_wrappers_prefixes_go():
-    for prefix in ["", "module.", "_orig_mod.", "module._orig_mod."]:
+    for prefix in ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]:
         assert list(rename({f"{prefix}out.0.weight": np.zeros(1), f"{prefix}module.x": np.zeros(1)}).state) == [
             "out.0.weight", "module.x"
         ]  # fmt: skip
