@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -52,15 +53,22 @@ def opened(path: str | os.PathLike) -> Iterator[BinaryIO]:
         raise CudiffError(f"cannot read {path} ({error}): check the path") from None
 
 
+def temporary_of(path: Path, writer: str | None = None) -> Path:
+    """Where a file is written that is to replace `path`, beside it. By default the name is this thread's own."""
+    own = f"-{os.getpid()}-{threading.get_native_id()}"
+    return path.with_name(f".{path.name}{own if writer is None else writer}.tmp")
+
+
 @contextlib.contextmanager
-def replaced(path: str | os.PathLike, writer: str = "") -> Iterator[Path]:
+def replaced(path: str | os.PathLike, writer: str | None = None) -> Iterator[Path]:
     """Where to write a file that takes the place of `path` at the end of the block, or not at all.
 
-    A full disk, an exception or a kill at any moment leaves what was at `path` as it was. Several that may replace it
-    at the same time each need a name as `writer`. Folders are made as needed. Raises OSError where the system refuses.
+    A full disk, an exception or a kill at any moment leaves what was at `path` as it was. Of several that replace it at
+    the same time the last one's stays. writer: where there is only one at a time, a name: what a kill leaves is then
+    replaced by the next one. Folders are made as needed. Raises OSError where the system refuses.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}{writer}.tmp")
+    temporary = temporary_of(path, writer)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary

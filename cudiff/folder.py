@@ -30,6 +30,8 @@ from cudiff.tensorfile import replacing
 
 LOCK = ".lock"
 """A file in the folder that the training process holds locked; it names the process, and stays there unlocked."""
+LEFTOVERS = (".step-*.tmp", ".samples-*.tmp", ".loss.png*.tmp", ".metrics.jsonl*.tmp", ".tmp??????")
+"""What a kill leaves while a file of a run is written; the last is safetensors' own."""
 
 
 @contextmanager
@@ -329,9 +331,9 @@ class RunFolder:
         """
         if not self.writes:
             return []
-        # Of a kill while a checkpoint was written; the second is safetensors' own.
-        for leftover in (*self.path.glob(".step-*.tmp"), *self.path.glob(".tmp??????")):
-            leftover.unlink()
+        for pattern in LEFTOVERS:
+            for leftover in self.path.glob(pattern):
+                leftover.unlink()
         disk = shutil.disk_usage(self.path)
         if disk.total and size > disk.free:  # some network file systems tell neither
             raise CudiffError(f"a checkpoint of this run takes {size:,} bytes, and {self.path} has room for "

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 from cudiff.backend import bfloat16
 from cudiff.errors import CudiffError
-from cudiff.files import opened, replaced
+from cudiff.files import opened, replaced, temporary_of
 
 DTYPES = {
     "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": bfloat16,
@@ -54,7 +54,7 @@ def require_writable(path: str | os.PathLike) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # another process may be writing
+        temporary = temporary_of(path)
         temporary.touch()
         temporary.unlink(missing_ok=True)  # one on another machine may have asked too
 

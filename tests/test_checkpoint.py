@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from cudiff.backend import bfloat16
 from cudiff.checkpoint import checkpoint_path, latest, load_checkpoint, part, prefixed, prune, save_checkpoint
 from cudiff.config import Config
 from cudiff.errors import CudiffError
+from cudiff.files import temporary_of
 from cudiff.models import build
 from cudiff.tensorfile import DTYPES, read_header, read_tensors, replacing, write_tensors
 from tests.at_once import at_once
@@ -174,7 +174,7 @@ def test_a_failure_before_the_swap_leaves_the_old_checkpoint(name, failure, tmp_
 
 def test_what_a_kill_leaves_behind_is_no_obstacle(tmp_path, rng):
     path = tmp_path / "step-00000001.safetensors"
-    Path(tmp_path / f".{path.name}.tmp").write_bytes(b"half a checkpoint")
+    temporary_of(path).write_bytes(b"half a checkpoint")  # that of another process stays until its run goes on
     assert latest(tmp_path) is None
     saved(path, rng)
     assert list(tmp_path.iterdir()) == [path]

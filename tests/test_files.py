@@ -2,6 +2,7 @@
 
 import os
 import stat
+import threading
 
 import pytest
 
@@ -43,6 +44,24 @@ def test_what_fails_leaves_the_file_that_was_there(tmp_path, writer):
         temporary.write_text("half")
         raise KeyboardInterrupt
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "before"
+
+
+def test_of_several_that_replace_a_file_at_the_same_time_each_writes_its_own(tmp_path):
+    """They had written into one, which then held parts of both, and one of them had failed."""
+    with replaced(tmp_path / "file") as one:
+        one.write_text("1")
+
+        def another():
+            with replaced(tmp_path / "file") as two:
+                assert two != one and not two.exists()
+                two.write_text("two")
+            assert (tmp_path / "file").read_text() == "two"
+
+        thread = threading.Thread(target=another)
+        thread.start()
+        thread.join()
+        assert one.read_text() == "1"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "1"
 
 
 def test_a_block_that_writes_nothing_says_so(tmp_path):

@@ -182,7 +182,7 @@ def cubin_of(file: str, text: str, arch: str, constants: dict[str, Any]) -> Path
     path = cubin_folder() / f"{Path(file).stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.cubin"
     if not path.is_file():
         cubin, _ = compile_text(file, text, arch, constants)
-        with replaced(path, f"-{os.getpid()}-{threading.get_ident()}") as temporary:
+        with replaced(path) as temporary:
             temporary.write_bytes(cubin)
     return path
 
