@@ -51,7 +51,8 @@ def alone_in(folder: Path) -> Iterator[int]:
             raise _used(folder, path)
         try:
             os.ftruncate(file, 0)
-            os.write(file, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+            holder = {"pid": os.getpid(), "host": socket.gethostname(), "file": os.fstat(file).st_ino}
+            os.write(file, json.dumps(holder).encode())
         except OSError as error:
             raise _cannot_write(folder, error) from None
         yield file
@@ -289,7 +290,11 @@ class RunFolder:
         if self._lock is None:
             return
         with contextlib.suppress(OSError):  # none is there: a checkpoint makes the folder anew
-            if not os.path.samestat(os.stat(self.path / LOCK), os.fstat(self._lock)):
+            there = self.path / LOCK
+            os.lseek(self._lock, 0, os.SEEK_SET)
+            # Some network file systems number a file anew.
+            if not (os.path.samestat(os.stat(there), os.fstat(self._lock))
+                    or there.read_bytes() == os.read(self._lock, 4096)):
                 raise CudiffError(f"{self.path} was deleted or renamed while this run trained there, and another run "
                                   "has begun in it, which is left as it is: go on with what was renamed, or begin "
                                   "again in another --folder")

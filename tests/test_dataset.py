@@ -172,7 +172,7 @@ def test_numpys_numbers_and_names(rng):
 
 
 @pytest.mark.parametrize("spec, options, message", [
-    (np.zeros((2, 8, 8, 1), np.uint8), {}, r"takes a name or a path, not ndarray: of arrays make cudiff.Dataset\("),
+    (np.zeros((2, 8, 8, 1), np.uint8), {}, r"a name or a path, not ndarray: of arrays make cudiff.data.Dataset\("),
     (None, {}, "takes a name or a path, not NoneType"), (["a.png"], {}, "takes a name or a path, not list"),
     ("digits", {"image_size": 8.5}, "image_size must be a whole number, not 8.5"),
     ("digits", {"image_size": (8, 8)}, "image_size must be a whole number"),

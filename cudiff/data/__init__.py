@@ -55,7 +55,7 @@ def load_dataset(
     """
     if not isinstance(spec, str | os.PathLike):
         raise CudiffError(f"load_dataset takes a name or a path, not {type(spec).__name__}: of arrays make "
-                          "cudiff.Dataset(images, labels, num_classes)")
+                          "cudiff.data.Dataset(images, labels, num_classes)")
     for name, value in (("image_size", image_size), ("channels", channels), ("count", count)):
         if value is not None:
             whole(name, value, None)
