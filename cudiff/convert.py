@@ -109,6 +109,8 @@ def read_weights(path: str | os.PathLike, key: str | None = None) -> Weights:
         return read_unet_cu(path)
     if start[:2] == b"PK" and not is_tensors:
         state = read_torch(path, key)
+    elif key is not None:
+        raise CudiffError(f"{path} holds one state_dict, and key (--key) chooses of a .pt's several: leave it out")
     else:
         try:
             state, metadata = read_tensors(path)

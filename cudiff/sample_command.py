@@ -156,8 +156,11 @@ def sample(options: argparse.Namespace, suffix: str, pipeline: Pipeline, group: 
         return f"the noise of {options.invert} in {options.out}"
     classes = None if options.classes is None else np.resize(options.classes, options.n)
     frames: list[np.ndarray] | None = [] if suffix == ".gif" else None
+    batch_size = options.batch_size
+    if frames is not None and batch_size is None:
+        batch_size = pipeline._at_once(options.n)  # the first batch is shown, however many processes there are
     images = pipeline.sample(
-        options.n, options.seed, classes, options.steps, options.guidance, options.sampler, options.batch_size,
+        options.n, options.seed, classes, options.steps, options.guidance, options.sampler, batch_size,
         progress, frames, guidance_interval=options.guidance_interval, guidance_rescale=options.guidance_rescale,
         strength=options.strength, floats=options.floats, group=group, batch_invariant=options.batch_invariant,
         **_given(options, pipeline),

@@ -117,6 +117,12 @@ def test_a_picture_that_no_step_changes_is_a_film_of_one(model, tmp_path, capsys
         assert film.n_frames == 1
 
 
+def test_a_film_shows_all_pictures_of_several_processes(model, capfd):
+    """It had shown those of the first one."""
+    assert main([*model, "a.gif", "-n", "3", "--steps", "1", "--processes", "2", "--device", "cpu"]) == 0
+    assert "3 images in a.gif\n" in capfd.readouterr().out
+
+
 def test_eval_prints_its_table(monkeypatch, capsys):
     report = Report(
         data="letters", samples=2345, real=2, test=2, seed=7, guidance=None, features="any", frechet=1.25,

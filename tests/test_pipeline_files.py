@@ -20,6 +20,8 @@ def test_weights_of_a_safetensors_file_are_a_checkpoint(tmp_path):
     net = randomised(build(TINY))
     state = to_torch(net.state_dict(), net.layouts())
     write_weights(tmp_path / "weights.safetensors", state)
+    with pytest.raises(CudiffError, match=r"one state_dict, and key \(--key\) chooses of a .pt's .*: leave it out"):
+        import_torch(tmp_path / "weights.safetensors", tmp_path / "model.safetensors", TINY, "ema")
     assert import_torch(tmp_path / "weights.safetensors", tmp_path / "model.safetensors", TINY) == TINY
     assert other_options(state, TINY) == {} == other_options({}, TINY)
     assert other_options({"input_blocks.0.0.weight": state["input_blocks.0.0.weight"]}, TINY) == {}
