@@ -13,6 +13,7 @@ from cudiff.backend import free_memory, out_of_memory_errors
 from cudiff.config import Config
 from cudiff.cuda.graph_cache import GraphCache
 from cudiff.diffusion.denoiser import Checked
+from cudiff.diffusion.samplers import decreasing
 from cudiff.diffusion.sampling import Guidance, Sampling
 from cudiff.errors import CudiffError
 from cudiff.nn import Module
@@ -108,10 +109,13 @@ class Samplings:
         return self.objective.denoiser(self.net)
 
     def sigmas(self, sampler: str, steps: int) -> np.ndarray:
-        """The noise levels that a sampler passes through, float64 (steps + 1,), from the highest to 0."""
+        """The noise levels that a sampler passes through, float64 (steps + 1,), from the highest to 0.
+
+        Raises CudiffError where an objective of one's own gives none that fall.
+        """
         if sampler != self.config.sampler:
             self.config.replace(sampler=sampler)  # says what there is where there is none of that name
-        return self.objective.sigmas(steps, SAMPLERS[sampler].discrete)
+        return decreasing(self.objective.sigmas(steps, SAMPLERS[sampler].discrete))
 
     @contextmanager
     def _sampled(self) -> Iterator[None]:

@@ -32,7 +32,6 @@ from cudiff.cuda.device import precision_on
 from cudiff.cuda.graph import capture
 from cudiff.data import Dataset
 from cudiff.data.loader import Loader
-from cudiff.diffusion.samplers import decreasing
 from cudiff.distributed import ALONE, Group
 from cudiff.errors import CudiffError
 from cudiff.folder import RunFolder, quoted
@@ -355,7 +354,7 @@ class Trainer:
     def _check_preview(self) -> None:
         config = self.config
         try:
-            decreasing(self.pipeline.sigmas(config.sampler, config.sample_steps))
+            self.pipeline.sigmas(config.sampler, config.sample_steps)
         except (CudiffError, ArithmeticError) as error:
             raise CudiffError(
                 f"no preview can be drawn ({error}): change --sample-steps, --sigma-min, --sigma-max or --rho, or "

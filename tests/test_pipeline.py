@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -394,6 +396,17 @@ def test_a_pipeline_is_of_a_configuration_with_sizes_and_a_net():
         with pytest.raises(CudiffError, match=r"give image_size and channels|takes a cudiff.Config and a cudiff.nn"):
             setattr(pipeline, name, value)
     assert pipeline.net is net and pipeline.config.image_size == 8
+
+
+@pytest.mark.parametrize("levels", [None, [], [1.0], [[2.0, 1.0, 0.0]], [0.0, 1.0], [math.inf, 0.0]])
+def test_an_objective_of_ones_own_gives_falling_levels(levels):
+    config = Config(image_size=8, channels=1, model_channels=8, channel_mult=(1,))
+    pipeline = Pipeline(config, build(config))
+    pipeline.objective = SimpleNamespace(denoiser=pipeline.objective.denoiser, sigmas=lambda steps, discrete: levels)
+    with pytest.raises(CudiffError, match="a sampler needs two or more decreasing sigmas"):
+        pipeline.sample(1)
+    with pytest.raises(CudiffError, match="a sampler needs two or more decreasing sigmas"):
+        pipeline.sample(1, init=np.zeros((8, 8, 1), np.uint8))
 
 
 @pytest.mark.parametrize("changes", [{}, {"model_channels": 64, "channel_mult": (1,), "norm_group_channels": 4}])
