@@ -160,6 +160,14 @@ def test_an_image_too_long_for_16_bits(host_of):
     assert host.launches == [("matmul", "matmul")]
 
 
+def test_a_group_of_more_channels_than_shared_memory_holds(host_of):
+    host = host_of(True)
+    x, weight = Tensor(host.empty((1, 4, 70_000), bfloat16)), Tensor(host.empty(70_000, np.dtype(np.float32)))
+    with pytest.raises(ValueError, match="a group of 35000 channels, over 14528: use more groups"):
+        group_norm(x, weight, weight, 2)
+    group_norm(x, weight, weight, 5)
+
+
 @pytest.mark.parametrize("hopper", [True, False], ids=["hopper", "portable"])
 @pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.parametrize("dtype, tf32", [
