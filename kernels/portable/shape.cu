@@ -158,21 +158,27 @@ extern "C" __global__ void scan_sums(
             *target = narrow<T>(accumulate ? widen(*target) + total[k] : total[k]);
         }
 }
+// The first place in `sorted`, of `count` numbers, of one that is not below `row`.
+__device__ __forceinline__ i64 place_of(i64 row, const int* sorted, i64 count) {
+    i64 first = 0, stop = count;
+    while (first < stop) {
+        i64 middle = (first + stop) / 2;
+        if (sorted[middle] < row) first = middle + 1;
+        else stop = middle;
+    }
+    return first;
+}
 // The same sums, bit for bit, from the sorted index: order[j] is the i of sorted[j], ascending among equal ones. Each element
-// of dx finds where its row begins in `sorted` by bisection, and reads only that run.
+// of dx finds its row's run in `sorted` by bisection, and reads only that.
 extern "C" __global__ void sum_runs(
     const T* dout, const int* order, const int* sorted, T* dx, int accumulate, i64 rows, i64 width, i64 count
 ) {
     wait_for_previous();
     for (i64 e = (i64)blockIdx.x * blockDim.x + threadIdx.x; e < rows * width; e += (i64)gridDim.x * blockDim.x) {
-        i64 row = e / width, first = 0, stop = count;
-        while (first < stop) {
-            i64 middle = (first + stop) / 2;
-            if (sorted[middle] < row) first = middle + 1;
-            else stop = middle;
-        }
+        i64 row = e / width, column = e % width, stop = place_of(row + 1, sorted, count);
         typename Total<T>::type total = 0;
-        for (i64 j = first; j < count && sorted[j] == row; j++) total += widen(dout[order[j] * width + e % width]);
+#pragma unroll 8
+        for (i64 j = place_of(row, sorted, count); j < stop; j++) total += widen(dout[order[j] * width + column]);
         dx[e] = narrow<T>(accumulate ? widen(dx[e]) + total : total);
     }
 }

@@ -177,9 +177,10 @@ def row_sums(dout: Array, index: Array, dx: Array, accumulate: bool, from_end: b
 def _scans(dx: Array, count: int) -> bool:
     """Whether `row_sums` looks for each row of dx in all `count` entries of the index, instead of sorting it.
 
-    It does so if they are few, and within `capture`, because CuPy's sort waits for the GPU.
+    It does so if they are few, and within `capture`, because CuPy's sort waits for the GPU. On an H200 sorting takes at
+    least 180 µs; 16,384 entries for 10,000 rows of 512 took 290 either way, for 256 rows 220 and 90.
     """
-    few = count * max(dx.size, 1 << 16) <= 1 << 28  # the limit above which sorting is faster is an estimate
+    few = count * dx.size <= 1 << 36 and count <= 4 * max(dx.size, 512)
     return few or is_capturing("cuda")
 
 
