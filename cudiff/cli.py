@@ -214,7 +214,7 @@ def _parser() -> argparse.ArgumentParser:
     _sampling_arguments(evaluate, 256)
 
     add_play_arguments(command("play", lambda options: play(options, _load, _say),
-                               "draw on a page of this machine, anew as its controls move", "CHECKPOINT [options]"))
+                               "serve a web page that draws anew as its controls move", "CHECKPOINT [options]"))
 
     info = command("info", _info, "say what hardware, versions and kernels are in use",
                    "[CHECKPOINT] [--kernels [--arch NAME | --preset NAME]]")

@@ -12,6 +12,9 @@ import math
 import ml_dtypes
 import numpy as np
 
+from cudiff.backend import is_float
+from cudiff.cuda.graph import capture
+from cudiff.ops.cast import astype
 from cudiff.statistics import Kind
 from cudiff.tensor import Tensor
 
@@ -269,6 +272,33 @@ def check_alone(case, dtype):
             expected = expected.astype(np.float64)
             allowed = np.full(expected.shape, 2 * eps * np.abs(expected).max(initial=0.0))
             _assert_elements(np.abs(alone - expected), allowed, alone, expected, f"{dtype} gradient {i}, alone")
+
+
+def check_captured(case, dtype):
+    """Hold results and gradients of a row's graph, given other numbers, to be those of a plain call, bit for bit."""
+    rounded = _rounded(case, np.dtype(getattr(ml_dtypes, dtype, None) or dtype))
+    others = [a if a is None else (a * 0.75).astype(a.dtype) if is_float(a.dtype) else a.ravel()[::-1].reshape(a.shape)
+              for a in rounded]
+
+    def run(*given):
+        leaves = [t if t is None else Tensor(t.data, requires_grad=is_float(t.dtype)) for t in given]
+        outs = case.fn(*leaves)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        squares = [(astype(out, "float32") ** 2).sum() for out in outs if out.requires_grad]
+        if squares:
+            sum(squares[1:], squares[0]).backward()
+        grads = [Tensor(leaf.grad) for leaf in leaves if leaf is not None and leaf.grad is not None]
+        return *(out.detach() for out in outs), *grads
+
+    def results(function, arrays):
+        return [t.numpy().copy() for t in function(*(a if a is None else Tensor(a, device="cuda") for a in arrays))]
+
+    captured = capture(run, warmup=1, device="cuda")
+    expected = results(run, others)
+    for _ in range(3):  # a plain call, one that records, a replay
+        results(captured, rounded)
+    for found, plain in zip(results(captured, others), expected, strict=True):
+        np.testing.assert_array_equal(found, plain)
 
 
 def _rounded(case, dtype):

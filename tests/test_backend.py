@@ -217,7 +217,7 @@ def test_a_header_stands_once_in_a_source(path):
 
 def test_a_dtype_that_kernels_do_not_take_is_told():
     assert compiler.c_names("cast.cu", {"N": 3, "FROM": np.dtype(np.float32)}) == {"N": 3, "FROM": "float"}
-    with pytest.raises(TypeError, match=r"cast\.cu takes .*, not complex64: convert it first"):
+    with pytest.raises(TypeError, match=r"cast\.cu takes .*, not complex64: convert it on the CPU first"):
         compiler.c_names("cast.cu", {"FROM": np.dtype(np.complex64)})
 
 

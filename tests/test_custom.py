@@ -49,7 +49,7 @@ def test_arguments_are_checked_by_name(host_of):
     ]:
         with pytest.raises(TypeError, match=f"your_kernel.cu: scale.* {told}"):
             kernel.check(*args, T=x.dtype)
-    with pytest.raises(TypeError, match=r"your_kernel.cu takes .*, not float64: convert it first"):
+    with pytest.raises(TypeError, match=r"your_kernel.cu takes .*, not float64: convert it on the CPU first"):
         kernel.check(x, x, 2.0, n, T=np.dtype(np.float64))
 
 
@@ -57,7 +57,7 @@ def test_arguments_are_checked_by_name(host_of):
 def test_it_compiles_without_a_gpu(architecture, nvrtc):
     assert "registers" in Kernel(SCALE).compile(architecture, T=cudiff.bfloat16)
     assert "registers" in SOFTPLUS.compile(architecture, T=np.float32)
-    with pytest.raises(TypeError, match=r"takes float32, .* not complex64: convert it first"):
+    with pytest.raises(TypeError, match=r"takes float32, .* not complex64: convert it on the CPU first"):
         Kernel(SCALE).compile(architecture, T=np.complex64)
     assert "registers" in Kernel(ADD, "first").compile(architecture, T=cudiff.float32, OFFSET=3)
     with pytest.raises(CudiffError, match=r"your_kernel.cu does not compile for .*nothing"):

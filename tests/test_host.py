@@ -19,7 +19,10 @@ from cudiff.gradient import State
 from cudiff.nn.parameter import Parameter
 from cudiff.ops.attention import attention, attention_qkv
 from cudiff.ops.conv2d import conv2d, conv_transpose2d
+from cudiff.ops.edm import edm_input, edm_mix, edm_output
 from cudiff.ops.group_norm import group_norm
+from cudiff.ops.grouped_linear import grouped_linear
+from cudiff.ops.mse import mse
 from cudiff.ops.norm_silu_conv2d import norm_silu_conv2d
 from cudiff.ops.pool import avg_pool2d, max_pool2d, upsample_nearest
 from cudiff.precision import allow_tf32
@@ -50,6 +53,32 @@ def test_every_path_of_a_training_step_runs(host_of, tmp_path, preset, precision
     assert ("conv2d_sm90" in kernels) == (hopper and precision != "fp32")
     assert hopper or not any(stem.endswith("_sm90") for stem in kernels)
     assert {"optim", "group_norm" if preset != "cs179" else "pool"} <= {stem.removesuffix("_sm90") for stem in kernels}
+
+
+@pytest.mark.parametrize("hopper", [True, False], ids=["hopper", "portable"])
+@pytest.mark.parametrize("rows", [70_000, 1_100_000])
+@pytest.mark.parametrize("name", [
+    "attention", "attention_qkv", "grouped_linear", "edm_mix", "edm_input", "edm_output", "mse",
+])  # fmt: skip
+def test_a_grid_has_room_for_many_rows(host_of, name, rows, hopper):
+    """Of which the second and third axis take 65,535."""
+    host = host_of(hopper)
+
+    def tensor(*shape, dtype=np.float32):
+        return Tensor(host.empty(shape, np.dtype(dtype)), requires_grad=True)
+
+    images, level = tensor(rows, 1, 2), tensor(rows)
+    out = {
+        "attention": lambda: attention(*(tensor(rows, 1, 1, 8, dtype=bfloat16) for _ in range(3))),
+        "attention_qkv": lambda: attention_qkv(tensor(rows, 2, 24, dtype=bfloat16), 1),
+        "grouped_linear": lambda: grouped_linear(tensor(rows, 4), [tensor(8, 4)], [tensor(8)])[0],
+        "edm_mix": lambda: edm_mix(images, images, level, 0.0, 1.0, 0.5)[0],
+        "edm_input": lambda: edm_input(images, level, 0.5, 0.25)[0],
+        "edm_output": lambda: edm_output(images, images, level, 0.5),
+        "mse": lambda: mse(level, tensor(rows)),
+    }[name]()
+    if out.requires_grad:
+        out.backward(host.empty(out.shape, out.dtype))
 
 
 def test_the_benchmarks_step(host_of, tmp_path):
@@ -129,6 +158,14 @@ def test_an_image_too_long_for_16_bits(host_of):
         norm_silu_conv2d(x, weight=weight)
     norm_silu_conv2d(x, weight=Tensor(host.zeros((64, 1, 1, 64), bfloat16)))
     assert host.launches == [("matmul", "matmul")]
+
+
+def test_a_group_of_more_channels_than_shared_memory_holds(host_of):
+    host = host_of(True)
+    x, weight = Tensor(host.empty((1, 4, 70_000), bfloat16)), Tensor(host.empty(70_000, np.dtype(np.float32)))
+    with pytest.raises(ValueError, match="a group of 35000 channels, over 14528: use more groups"):
+        group_norm(x, weight, weight, 2)
+    group_norm(x, weight, weight, 5)
 
 
 @pytest.mark.parametrize("hopper", [True, False], ids=["hopper", "portable"])

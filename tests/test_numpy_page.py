@@ -33,6 +33,13 @@ def test_what_the_page_says_of_differences():
         with pytest.raises(TypeError):
             refused()
     assert np.reciprocal(Tensor([2])).item() == 0.5 and (yes @ yes).item() is True
+    assert np.mean(Tensor([1, 2])).dtype == np.float32
+    with pytest.raises(IndexError, match="a mask"):
+        x[np.array([], bool)]
+    for positions in ([2, 1], [-1], [3]):
+        assert np.split(np.ones(2), positions)
+        with pytest.raises(ValueError, match="do not rise within axis 0"):
+            np.split(x, positions)
     for name in ("mean", "var", "std"):
         with pytest.raises(ValueError, match=r"elements of shape \(0,\)"):
             getattr(np, name)(cudiff.zeros(0))

@@ -250,5 +250,5 @@ def c_names(file: str, constants: dict[str, Any]) -> dict[str, Any]:
     constants = {name: np.dtype(value) if isinstance(value, type) else value for name, value in constants.items()}
     for value in constants.values():
         if isinstance(value, np.dtype) and value not in CTYPES:
-            raise TypeError(f"{file} takes {', '.join(map(str, CTYPES))}, not {value}: convert it first")
+            raise TypeError(f"{file} takes {', '.join(map(str, CTYPES))}, not {value}: convert it on the CPU first")
     return {name: CTYPES[value] if isinstance(value, np.dtype) else value for name, value in constants.items()}

@@ -201,6 +201,10 @@ def launch(stem: str, name: str, grid: Any, block: Any, args: Sequence[Any], sha
     kernel(stem, name, **constants)(grid, block, args, shared_mem=shared, cooperative=cooperative)
 
 
+MOST_ACROSS = 65_535
+"""Blocks along the second and the third axis of a grid, at most. Along the first there are 2^31 - 1."""
+
+
 def blocks(count: int, per_block: int) -> int:
     """How many blocks cover `count` items: count / per_block rounded up, at least 1."""
     return max(1, -(-count // per_block))

@@ -83,8 +83,11 @@ def _from(source: _Drawn | _Outlined) -> Iterator[None]:
 
 
 def seed(n: int) -> None:
-    """Draw the parameters of models built from now on from `n`, in all threads; inside a block, to its end and by this
-    thread. Without it they are those of 0 in each process."""
+    """Draw the parameters of models built from now on from `n`, in all threads. Without it they are those of 0 in each
+    process. Called while `cudiff.models.build` makes a model, it holds for that model alone.
+
+    Raises CudiffError for an n that is no whole number of at least 0.
+    """
     global _default
     source = _Drawn(whole("n", n, least=0))
     if _chosen.source is None:

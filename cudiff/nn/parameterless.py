@@ -70,8 +70,9 @@ class Flatten(Module):
 
 
 class _Pool2d(Module):
-    """x (N, H, W, C) → (N, Ho, Wo, C), Ho = (H + 2·padding − size) // stride + 1, rounded up with ceil_mode; a number
-    each, or those of rows and columns; the stride is the size by default."""
+    """x (N, H, W, C) → (N, Ho, Wo, C), Ho = (H + 2·padding − size) // stride + 1, rounded up with ceil_mode.
+
+    size, stride and padding are a number, or those of rows and columns; the stride is the size by default."""
 
     def __init__(self, size: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0,
                  ceil_mode: bool = False):

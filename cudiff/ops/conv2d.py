@@ -16,13 +16,14 @@ import numpy as np
 from cudiff.backend import Array, compute_dtype, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.convolution import table
-from cudiff.cuda.kernels.convolution.problem import Operands, Pair
+from cudiff.cuda.kernels.convolution.problem import LONGEST, Operands, Pair
 from cudiff.cuda.kernels.gemm.product import Epilogue, as_float32
 from cudiff.cuda.launch import empty
 from cudiff.function import Function
 from cudiff.ops.cast import require_floats
+from cudiff.ops.pad import pad
 from cudiff.ops.reduce import sum_array, sum_rows_cuda
-from cudiff.ops.shape import squeeze
+from cudiff.ops.shape import concatenate, squeeze
 from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map, unflagged
 from cudiff.values import pair
@@ -418,13 +419,22 @@ def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 
            groups: int = 1) -> Tensor:
     """Convolution of x (N, L, C) with weight (K, S, C / groups), plus bias (K,) → (N, Lo, K), in x's dtype.
 
-    Lo = (L + 2·padding − dilation·(S − 1) − 1) // stride + 1. It is `conv2d` of images one row high.
+    Lo = (L + 2·padding − dilation·(S − 1) − 1) // stride + 1. It is `conv2d` of images one row high. On a
+    GPU a signal of 32,768 samples or more is computed in parts.
     """
     if x.ndim != 3 or weight.ndim != 3:
         raise ValueError(f"conv1d: x has shape {x.shape}, not (N, L, C), or weight {weight.shape}, not (K, S, C)")
     for what, value, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
         if not isinstance(value, int | np.integer) or value < least:
             raise ValueError(f"conv1d: {what} {value} must be a whole number of at least {least}")
+    reach = dilation * (weight.shape[1] - 1) + 1
+    if isinstance(x, Tensor) and x.device == "cuda" and x.shape[1] + 2 * padding > LONGEST >= reach and \
+            x.shape[2] == weight.shape[2] * groups:
+        x = pad(x, ((0, 0), (padding, padding), (0, 0)))
+        count, each = (x.shape[1] - reach) // stride + 1, (LONGEST - reach) // stride + 1  # outputs, and of a part
+        ends = [(first * stride, (min(first + each, count) - 1) * stride + reach) for first in range(0, count, each)]
+        parts = [conv1d(x[:, start:stop], weight, bias, stride, 0, dilation, groups) for start, stop in ends]
+        return concatenate(parts, 1)
     rows: tuple[Any, Any] = np.expand_dims(x, 1), np.expand_dims(weight, 1)  # arrays become tensors later
     return squeeze(_conv2d("conv1d", *rows, bias, (1, stride), (0, padding), (1, dilation), groups), 1)
 

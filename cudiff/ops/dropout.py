@@ -8,7 +8,7 @@ import numpy as np
 
 from cudiff.backend import compute_dtype
 from cudiff.cuda.accumulate import gradient_target
-from cudiff.cuda.launch import blocks, empty, launch
+from cudiff.cuda.launch import MOST_ACROSS, blocks, empty, launch
 from cudiff.function import Function
 from cudiff.ops.cast import require_floats
 from cudiff.ops.random import Generator, random_bits
@@ -60,7 +60,7 @@ def _launch(ctx, out, x, step, used_step, accumulate):
     if x.size:
         seed, stream, first = ctx.key
         launch(
-            "dropout", "dropout", (blocks(x.size // rows, 1024), min(rows, 65535)), 256,
+            "dropout", "dropout", (blocks(x.size // rows, 1024), min(rows, MOST_ACROSS)), 256,
             (out, x, rows, x.size // rows, np.uint64(seed & 0xFFFFFFFFFFFFFFFF), np.uint32(stream), np.uint32(first),
              step, used_step, _threshold(ctx.p), 1 / (1 - ctx.p), accumulate), T=x.dtype,
         )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cudiff.backend import Array, compute_dtype, float32, float64
-from cudiff.cuda.launch import aligned, blocks, empty, launch
+from cudiff.cuda.launch import MOST_ACROSS, aligned, blocks, empty, launch
 from cudiff.function import Function
 from cudiff.ops.cast import astype, downcast, require_floats, result_dtype, upcast
 from cudiff.tensor import Tensor
@@ -40,7 +40,8 @@ def _launch(name: str, out: Array, arrays: tuple, numbers: tuple[float, ...], da
     n, size = len(out), out.size // len(out)
     vec = all(aligned(array, size) for array in (out, *arrays) if array is not None and array.shape == out.shape)
     args = (out, *arrays, *numbers, np.array(data, np.float32), np.int64(size))
-    launch("edm", name, (blocks(size, 256 * 16 // out.itemsize), n), 256, args, T=out.dtype, VEC=int(vec))
+    across = min(blocks(size, 256 * 16 // out.itemsize), MOST_ACROSS)
+    launch("edm", name, (n, across), 256, args, T=out.dtype, VEC=int(vec))
 
 
 class EDMMix(Function):

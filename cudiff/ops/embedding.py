@@ -8,7 +8,7 @@ import numpy as np
 
 from cudiff.backend import compute_dtype
 from cudiff.cuda.accumulate import gradient_target
-from cudiff.cuda.kernels.shape import run_sums, scans
+from cudiff.cuda.kernels.shape import row_sums
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
 from cudiff.ops.cast import as_index, downcast, require_float, upcast
@@ -53,15 +53,8 @@ class Embedding(Function):
         (indices,) = ctx.saved
         dim = dout.shape[-1]
         dweight, accumulate = gradient_target(into[1], (ctx.num, dim), dout.dtype)
-        if not dweight.size:
-            return None, dweight
-        if scans(dweight, indices.size):
-            launch(
-                "embedding", "scatter_add", (ctx.num, blocks(dim, 128)), 128,
-                (dweight, indices, dout, indices.size, dim, accumulate), T=dout.dtype,
-            )
-        else:
-            run_sums(dout, indices, dweight, accumulate)
+        if dweight.size:
+            row_sums(dout, indices, dweight, accumulate, from_end=False)
         return None, dweight
 
 

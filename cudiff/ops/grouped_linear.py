@@ -49,7 +49,7 @@ def _batches(groups: list[Group]) -> list[list[Group]]:
 
 
 def _launch(name: str, groups: list[Group], tiles: tuple[int, int], x: Array, *silu: bool) -> None:
-    """Launch a kernel of grouped_linear.cu over tiles (across, down) of each group; x is (N, E), or partials of that
+    """Launch a kernel of grouped_linear.cu over tiles (down, across) of each group; x is (N, E), or partials of that
     shape."""
     n, features = x.shape[-2:]
     table = np.zeros(1, _TABLE)
@@ -111,7 +111,7 @@ class GroupedLinear(Function):
         ]
         ctx.save(x, *weights, *(group.z for group in groups))
         ctx.parts = parts
-        tiles = blocks(max(map(len, weights)) // parts, TILE), blocks(len(x), TILE)
+        tiles = blocks(len(x), TILE), blocks(max(map(len, weights)) // parts, TILE)
         for batch in _batches(groups):
             _launch("forward", batch, tiles, x, silu)
         return tuple(group.out for group in groups)
@@ -139,7 +139,7 @@ class GroupedLinear(Function):
             used = [Group(part, None, d_preact) for part, d_preact in zip(rows, d_preacts, strict=True)
                     if d_preact is not None]
             partials = empty((len(used), *x.shape), float32)
-            tiles = blocks(x.shape[1], DX_TILE), blocks(len(x), DX_TILE)
+            tiles = blocks(len(x), DX_TILE), blocks(x.shape[1], DX_TILE)
             for i, batch in enumerate(_batches(used)):
                 _launch("dx", batch, tiles, partials[i * GROUPS :])
             sum_splits(partials, dx, Epilogue(addend=dx if add else None), x.shape[1])
@@ -158,7 +158,7 @@ class GroupedLinear(Function):
                     if array is not None and not added:
                         array.fill(0)
         rows_each = max(group.out.shape[1] for group in groups)
-        tiles = blocks(x.shape[1], DWEIGHT_TILE) + 1, blocks(rows_each, DWEIGHT_TILE)
+        tiles = blocks(rows_each, DWEIGHT_TILE), blocks(x.shape[1], DWEIGHT_TILE) + 1
         for batch in _batches(groups) if any(needs[1:]) else []:
             _launch("dweight", batch, tiles, x)
         return tuple(grads)

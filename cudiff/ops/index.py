@@ -11,7 +11,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cudiff.backend import Array, array_module, compute_dtype, device_of, int32, is_array, is_capturing, to_device
+from cudiff.backend import (
+    Array,
+    array_module,
+    compute_dtype,
+    cumsum,
+    device_of,
+    int32,
+    is_array,
+    is_capturing,
+    to_device,
+)
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.shape import contiguous, move, row_sums, rows, zeros
 from cudiff.errors import CudiffError
@@ -83,7 +93,7 @@ class Take(Function):
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
         dx, accumulate = gradient_target(into[0], ctx.shape, dout.dtype)
-        row_sums(dout, ctx.saved[0], dx, accumulate)
+        row_sums(dout, ctx.saved[0], dx, accumulate, from_end=True)
         return dx, None
 
 
@@ -228,7 +238,7 @@ def located(x: Tensor, items: list[Any]) -> tuple[Tensor, Tensor]:
         entries.pop()
     lead = x.shape[: sum(entry.axis >= 0 for entry in entries)]
     if (count := math.prod(lead)) > _MOST:
-        raise IndexError(f"an index of axes {lead} chooses of {count} rows, over 2^31 - 1: index fewer axes at once")
+        raise IndexError(f"an index of axes {lead} chooses of {count} rows, over 2^31 - 1: take parts of the tensor")
     table = x if len(lead) == 1 else reshape(x, (count, *x.shape[len(lead) :]))
     if len(entries) == 1 and entries[0].axis == 0:
         _check(entries[0], lead)
@@ -303,9 +313,11 @@ def _from_zero(module: Any, item: Any, size: int, stride: int) -> Any:
 def _choose(x: Tensor, mask: Array) -> Tensor:
     """The rows of x where a mask of its first axes is true."""
     check_mask(x, mask)
+    if mask.size > _MOST:
+        raise IndexError(f"a mask of {mask.size} elements, over 2^31 - 1: choose from parts of the tensor")
     module, flat = array_module(device_of(mask)), mask.reshape(-1)
     (chosen,) = _true(flat)
-    inverse = module.where(flat, module.cumsum(flat) - 1, chosen.size)
+    inverse = module.where(flat, cumsum(flat, 0) - 1, chosen.size)
     table = reshape(x, (mask.size, *x.shape[mask.ndim :]))
     return Pick.apply(table, *(Tensor(places.astype(int32), device=x.device) for places in (chosen, inverse)))
 

@@ -100,6 +100,8 @@ def _bits(name: str, operator: str, *given: Any) -> Tensor:
     found = operands(*given)
     for x in found:
         kind = getattr(x, "dtype", np.dtype(type(x)))
+        if kind.kind not in "biu" and name.endswith("shift"):
+            raise TypeError(f"{operator} takes integers, not {kind}: use .astype('int32')")
         if kind.kind not in "biu":
             raise TypeError(f"{operator} takes bools and integers, not {kind}: compare first, as in (x > 0) & (x < 1)")
     return integer(name, *found)

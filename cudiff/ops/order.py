@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, array_module, float32, int32, is_capturing, is_float
+from cudiff import backend
+from cudiff.backend import Array, array_module, device_of, float32, int32, is_capturing, is_float
 from cudiff.errors import CudiffError
 from cudiff.function import Function
 from cudiff.ops.arithmetic import where
@@ -51,24 +52,15 @@ class CumSum(Function):
     @staticmethod
     def forward_numpy(ctx, x, axis):
         ctx.axis = axis
-        return np.cumsum(x, axis)
+        return backend.cumsum(x, axis)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
-        return (_from_the_end(np, dout, ctx.axis),)
+        module = array_module(device_of(dout))
+        sums = backend.cumsum(module.flip(dout, ctx.axis), ctx.axis)
+        return (module.ascontiguousarray(module.flip(sums, ctx.axis)),)
 
-    @staticmethod
-    def forward_cuda(ctx, x, axis):
-        ctx.axis = axis
-        return array_module("cuda").cumsum(x, axis)
-
-    @staticmethod
-    def backward_cuda(ctx, dout, needs, into):
-        return (_from_the_end(array_module("cuda"), dout, ctx.axis),)
-
-
-def _from_the_end(module: Any, x: Array, axis: int) -> Array:
-    return module.ascontiguousarray(module.flip(module.cumsum(module.flip(x, axis), axis), axis))
+    forward_cuda, backward_cuda = forward_numpy, backward_numpy
 
 
 class OneHot(Function):
@@ -187,7 +179,7 @@ def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Tensor:
         raise ValueError(f"bincount: minlength is not negative, and {minlength} is")
     count = builtins.max(minlength, int(max(x)) + 1 if x.size else 0)
     if weights is None:
-        return zeros(count, "int64", x.device).at[x].add(1)
+        return Whole.apply(x, name="bincount", minlength=count)
     weights, _ = as_tensors(weights, x, floating=True)
     if weights.shape != x.shape:
         raise ValueError(f"bincount: weights of shape {weights.shape} are not those of {x.shape} numbers")

@@ -197,7 +197,8 @@ def _window(name: str, x: Tensor, size: int | Pair, stride: int | Pair | None, p
     for length, step, edge in zip(*window[:3], strict=True):
         if not 1 <= length <= 16 or step < 1 or not 0 <= edge <= length // 2:
             raise ValueError(
-                f"{name}: size {size} must be 1 to 16, stride {stride} positive, padding {padding} <= size/2"
+                f"{name}: size is 1 to 16, stride 1 or more, padding 0 to half of size; "
+                f"not {size}, {size if stride is None else stride}, {padding}"
             )
     if any(e + 2 * edge < length for e, length, edge in zip(x.shape[1:3], window.size, window.padding, strict=True)):
         raise ValueError(f"{name}: x of shape {x.shape} is smaller than the window of {size}")

@@ -107,8 +107,8 @@ class Fill(Function):
         if out.size == 0:
             return out
         seed_words, step_word, first_word = words
-        args = [out, rows, size, np.uint64(seed & 0xFFFFFFFFFFFFFFFF), seed_words, np.uint32(stream)]
-        args += [np.uint32(step & 0xFFFFFFFF), step_word, np.uint32(first & 0xFFFFFFFF), first_word]
+        args = [out, np.int64(rows), np.int64(size), np.uint64(seed & 0xFFFFFFFFFFFFFFFF), seed_words]
+        args += [np.uint32(stream), np.uint32(step & 0xFFFFFFFF), step_word, np.uint32(first & 0xFFFFFFFF), first_word]
         if kind == "randint":
             args += [low, np.uint64(width)]
         launch("random", kind, blocks(rows * blocks(size, 4), 256), 256, args)

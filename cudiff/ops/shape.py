@@ -261,7 +261,10 @@ def stack(tensors: Sequence[Any], axis: int = 0) -> Tensor:
 
 
 def split(x: Any, sections: int | Sequence[int], axis: int = 0) -> tuple[Tensor, ...]:
-    """x in parts along `axis`: this number of equal ones, or cut before these positions, as in NumPy."""
+    """x in parts along `axis`: this number of equal ones, or cut before these positions.
+
+    Raises ValueError where equal parts leave a rest, and for positions that fall, are below 0 or lie beyond the axis.
+    """
     x = as_tensor(x)
     axis = normalize_axis(axis, x.ndim)
     size = x.shape[axis]

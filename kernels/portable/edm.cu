@@ -12,7 +12,7 @@
 // Images, x, noise, out, target, scaled, denoised: T (N, size); draw, sigma, c_noise: float (N); outputs overwrite. `sigma`
 // given to input and output is of the images, data_std times that of y.
 // VEC=1: size and every T address are multiples of a 16-byte pack.
-// Launch: grid (any, N), any block.
+// Launch: grid (N, any), any block.
 #include "vector.cuh"
 
 constexpr int V = VEC ? Pack<T>::SIZE : 1;
@@ -21,19 +21,19 @@ struct Data { float sigma_data, mean, std; };
 
 __device__ __forceinline__ float c_in_of(float sigma, Data data) { return 1.0f / sqrtf(sigma * sigma + data.sigma_data * data.sigma_data); }
 
-// each(i) for this thread's places in the image blockIdx.y.
+// each(i) for this thread's places in the image blockIdx.x.
 template <class Each> __device__ __forceinline__ void for_image(i64 size, Each each) {
-    for (i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * V; i < size; i += (i64)gridDim.x * blockDim.x * V)
-        each(blockIdx.y * size + i);
+    for (i64 i = ((i64)blockIdx.y * blockDim.x + threadIdx.x) * V; i < size; i += (i64)gridDim.y * blockDim.x * V)
+        each(blockIdx.x * size + i);
 }
 
-__device__ __forceinline__ bool leads() { return blockIdx.x == 0 && threadIdx.x == 0; }
+__device__ __forceinline__ bool leads() { return blockIdx.y == 0 && threadIdx.x == 0; }
 
 extern "C" __global__ void mix(T* x, T* target, float* c_noise, const T* __restrict__ images, const T* __restrict__ noise,
                                const float* __restrict__ draw, float P_mean, float P_std, float c_noise_scale, Data data, i64 size) {
     wait_for_previous();
-    float level = P_mean + P_std * draw[blockIdx.y], sigma = expf(level), c_in = c_in_of(sigma, data);
-    if (leads()) c_noise[blockIdx.y] = c_noise_scale * level;
+    float level = P_mean + P_std * draw[blockIdx.x], sigma = expf(level), c_in = c_in_of(sigma, data);
+    if (leads()) c_noise[blockIdx.x] = c_noise_scale * level;
     for_image(size, [&](i64 i) {
         float y[V], z[V], in[V], out[V];
         load<V>(images + i, y);
@@ -52,8 +52,8 @@ extern "C" __global__ void mix(T* x, T* target, float* c_noise, const T* __restr
 extern "C" __global__ void input(T* scaled, float* c_noise, const T* __restrict__ x, const float* __restrict__ sigmas,
                                  float c_noise_scale, Data data, i64 size) {
     wait_for_previous();
-    float sigma = sigmas[blockIdx.y] / data.std, c_in = c_in_of(sigma, data);
-    if (c_noise && leads()) c_noise[blockIdx.y] = c_noise_scale * logf(sigma);
+    float sigma = sigmas[blockIdx.x] / data.std, c_in = c_in_of(sigma, data);
+    if (c_noise && leads()) c_noise[blockIdx.x] = c_noise_scale * logf(sigma);
     for_image(size, [&](i64 i) {
         float v[V];
         load<V>(x + i, v);
@@ -66,7 +66,7 @@ extern "C" __global__ void input(T* scaled, float* c_noise, const T* __restrict_
 extern "C" __global__ void output(T* denoised, const T* __restrict__ x, const T* __restrict__ out, const float* __restrict__ sigmas,
                                   Data data, i64 size) {
     wait_for_previous();
-    float sigma = sigmas[blockIdx.y] / data.std, c_in = c_in_of(sigma, data);
+    float sigma = sigmas[blockIdx.x] / data.std, c_in = c_in_of(sigma, data);
     float c_skip = data.sigma_data * c_in * (data.sigma_data * c_in), c_out = data.sigma_data * sigma * c_in;
     for_image(size, [&](i64 i) {
         float v[V] = {}, net[V] = {};

@@ -10,7 +10,7 @@
 // VEC=1: E, every K and every address are multiples of 16 bytes.
 //
 // A block computes one square tile of one group's result, on FMA units. Sums are in a fixed order.
-// Launch: 256 threads, grid (tiles across, tiles down, groups) for the largest group. Where a group is smaller, its blocks
+// Launch: 256 threads, grid (tiles down, tiles across, groups) for the largest group. Where a group is smaller, its blocks
 // beyond have nothing to do.
 #include "mma.cuh"
 #include "vector.cuh"
@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 forward(const __grid_constant__ Table table, const float* x, int N, int E, int silu) {
     wait_for_previous();
     const Group& group = table.groups[blockIdx.z];
-    int row = blockIdx.y * 16, column = blockIdx.x * 16;
+    int row = blockIdx.x * 16, column = blockIdx.y * 16;
     if (column >= group.K) return;
     const float* sums = product<16, true, true>({x, N, E}, {group.weight, group.K, E}, row, column, E);
     write<16>(group.out, false, sums, group.bias, row, column, N, group.K, silu, group.z);
@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 dx(const __grid_constant__ Table table, float* partials, int N, int E) {
     wait_for_previous();
     const Group& group = table.groups[blockIdx.z];
-    int row = blockIdx.y * 32, column = blockIdx.x * 32;
+    int row = blockIdx.x * 32, column = blockIdx.y * 32;
     Matrix d_preact = {group.out, N, group.K}, weight = {group.weight, group.K, E};
     const float* sums = product<32, true, false>(d_preact, weight, row, column, group.K);
     write<32>(partials + (i64)blockIdx.z * N * E, false, sums, nullptr, row, column, N, E);
@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 dweight(const __grid_constant__ Table table, const float* x, int N, int E) {
     wait_for_previous();
     const Group& group = table.groups[blockIdx.z];
-    int row = blockIdx.y * 64, column = blockIdx.x * 64;
+    int row = blockIdx.x * 64, column = blockIdx.y * 64;
     if (row >= group.K) return;
     if (column >= E) {
         int k = row + threadIdx.x;

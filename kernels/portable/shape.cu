@@ -7,12 +7,14 @@
 //                   than 2^32 of them are written.
 //   fill            out[i] = value
 //   take            rows of x by an index: out[i] = x[index[i]]
-//   take_backward, sum_runs, last   scatter; see there
+//   scan_sums, sum_runs, last   scatter; see there
 //   turn            out (C, taps, K) = x (K, taps, C) with K and C swapped and the taps reversed. x[k][tap] lies at
 //                   k · pitch + tap · tap_pitch.
-// Rows have `width` elements. index is int32; a negative one counts from the end (not in sum_runs). take reads zeros for an
-// index out of range; the others ignore it. take_backward and sum_runs sum integers in i64, others in float.
-// Launch: turn 32 × 8 threads, grid (ceil(C / 32), ceil(K / 32), taps). All others are grid-stride loops: any launch shape.
+// Rows have `width` elements. index is int32; a negative one counts from the end (in scan_sums if `from_end`, not in
+// sum_runs). take reads zeros for an index out of range; the others ignore it. scan_sums and sum_runs sum integers in i64,
+// others in float.
+// Launch: scan_sums as it says; turn 32 × 8 threads, grid (ceil(C / 32), ceil(K / 32), taps). All others are grid-stride loops:
+// any launch shape.
 #include "common.cuh"
 
 struct Views { int dims, sizes[6]; i64 out[6], x[6]; };
@@ -112,32 +114,71 @@ template <typename V> __device__ __forceinline__ float widen(V x) { return to_fl
 template <typename V> __device__ __forceinline__ V narrow(i64 x) { return (V)x; }
 template <typename V> __device__ __forceinline__ V narrow(float x) { return from_float<V>(x); }
 
-// dx[row][:] = (or +=) sum of dout[i][:] over all i with index[i] = row, in the order of i. Each element of dx scans the whole
-// index, so that no atomics are needed.
-extern "C" __global__ void take_backward(const T* dout, const int* index, T* dx, int accumulate, i64 rows, i64 width, i64 count) {
+// dx[row][:] = (or +=) sum of dout[i][:] over all i with index[i] = row, in the order of i. A negative row counts from the end
+// if `from_end`; other rows that are not in dx are left out. A block has LOOKED * EACH elements of dx. It looks for their rows
+// in LOOKED entries of the index at once, so that no atomics are needed. Launch: LOOKED threads.
+constexpr int LOOKED = 128, EACH = 4;
+extern "C" __global__ void scan_sums(
+    const T* dout, const int* index, T* dx, int accumulate, int from_end, i64 rows, i64 width, i64 count
+) {
     wait_for_previous();
-    for (i64 e = (i64)blockIdx.x * blockDim.x + threadIdx.x; e < rows * width; e += (i64)gridDim.x * blockDim.x) {
-        typename Total<T>::type total = 0;
-        for (i64 i = 0; i < count; i++)
-            if (wrap(index[i], rows) == e / width) total += widen(dout[i * width + e % width]);
-        dx[e] = narrow<T>(accumulate ? widen(dx[e]) + total : total);
+    __shared__ int found[LOOKED];
+    __shared__ u32 matches[LOOKED / 32]; // of each warp, a bit an entry
+    i64 first = (i64)blockIdx.x * LOOKED * EACH, size = rows * width, last = min(first + LOOKED * EACH, size) - 1;
+    i64 top = first / width, bottom = last / width, row[EACH], column[EACH];
+    typename Total<T>::type total[EACH] = {};
+#pragma unroll
+    for (int k = 0; k < EACH; k++) {
+        i64 e = first + threadIdx.x + k * LOOKED;
+        row[k] = e < size ? e / width : -1;
+        column[k] = e % width;
     }
+    for (i64 start = 0; start < count; start += LOOKED) {
+        i64 own = start + threadIdx.x < count ? index[start + threadIdx.x] : -1 - rows;
+        if (own < 0 && from_end) own += rows;
+        bool here = own >= top && own <= bottom;
+        if (!__syncthreads_or(here)) continue;
+        u32 warp = __ballot_sync(~0u, here);
+        found[threadIdx.x] = (int)own;
+        if (threadIdx.x % 32 == 0) matches[threadIdx.x / 32] = warp;
+        __syncthreads();
+        for (int w = 0; w < LOOKED / 32; w++)
+            for (u32 left = matches[w]; left; left &= left - 1) {
+                int at = 32 * w + __ffs(left) - 1;
+                const T* from = dout + (start + at) * width;
+#pragma unroll
+                for (int k = 0; k < EACH; k++)
+                    if (row[k] == found[at]) total[k] += widen(from[column[k]]);
+            }
+    }
+#pragma unroll
+    for (int k = 0; k < EACH; k++)
+        if (row[k] >= 0) {
+            T* target = dx + row[k] * width + column[k];
+            *target = narrow<T>(accumulate ? widen(*target) + total[k] : total[k]);
+        }
+}
+// The first place in `sorted`, of `count` numbers, of one that is not below `row`.
+__device__ __forceinline__ i64 place_of(i64 row, const int* sorted, i64 count) {
+    i64 first = 0, stop = count;
+    while (first < stop) {
+        i64 middle = (first + stop) / 2;
+        if (sorted[middle] < row) first = middle + 1;
+        else stop = middle;
+    }
+    return first;
 }
 // The same sums, bit for bit, from the sorted index: order[j] is the i of sorted[j], ascending among equal ones. Each element
-// of dx finds where its row begins in `sorted` by bisection, and reads only that run.
+// of dx finds its row's run in `sorted` by bisection, and reads only that.
 extern "C" __global__ void sum_runs(
     const T* dout, const int* order, const int* sorted, T* dx, int accumulate, i64 rows, i64 width, i64 count
 ) {
     wait_for_previous();
     for (i64 e = (i64)blockIdx.x * blockDim.x + threadIdx.x; e < rows * width; e += (i64)gridDim.x * blockDim.x) {
-        i64 row = e / width, first = 0, stop = count;
-        while (first < stop) {
-            i64 middle = (first + stop) / 2;
-            if (sorted[middle] < row) first = middle + 1;
-            else stop = middle;
-        }
+        i64 row = e / width, column = e % width, stop = place_of(row + 1, sorted, count);
         typename Total<T>::type total = 0;
-        for (i64 j = first; j < count && sorted[j] == row; j++) total += widen(dout[order[j] * width + e % width]);
+#pragma unroll 8
+        for (i64 j = place_of(row, sorted, count); j < stop; j++) total += widen(dout[order[j] * width + column]);
         dx[e] = narrow<T>(accumulate ? widen(dx[e]) + total : total);
     }
 }

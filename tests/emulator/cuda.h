@@ -84,6 +84,27 @@ template <typename T> T shuffle(unsigned mask, T value, int from) {
 }  // namespace emulator
 template <typename T> inline T __shfl_sync(unsigned mask, T value, int from) { return emulator::shuffle(mask, value, from); }
 template <typename T> inline T __shfl_xor_sync(unsigned mask, T value, int by) { return emulator::shuffle(mask, value, emulator::self->lane ^ by); }
+static inline int __ffs(unsigned bits) { return __builtin_ffs((int)bits); }
+// A thread that takes its vote back does so before it comes to the next call, where all threads meet.
+static inline int __syncthreads_or(int holds) {
+    int& votes = emulator::self->block->votes;
+    votes += holds != 0;
+    __syncthreads();
+    int any = votes != 0;
+    __syncthreads();
+    votes -= holds != 0;
+    return any;
+}
+static inline unsigned __ballot_sync(unsigned mask, int holds) {
+    emulator::meet_lanes(&holds, mask, [](const void* const* operands, uint32_t lanes) {
+        unsigned bits = 0;
+        for (int i = 0; i < 32; i++)
+            if (lanes >> i & 1) bits |= (unsigned)(*(const int*)operands[i] != 0) << i;
+        for (int i = 0; i < 32; i++)
+            if (lanes >> i & 1) *(int*)operands[i] = (int)bits;
+    });
+    return (unsigned)holds;
+}
 static inline int __any_sync(unsigned mask, int holds) {
     emulator::meet_lanes(&holds, mask, [](const void* const* operands, uint32_t lanes) {
         int any = 0;

@@ -46,7 +46,7 @@ struct Group {
 
 struct Block {
     dim3 index;
-    int rank = 0, alive = 0, taken = 0;
+    int rank = 0, alive = 0, taken = 0, votes = 0;
     unsigned char* shared = nullptr;
     Barrier barriers[BARRIERS];
     std::vector<Warp> warps;

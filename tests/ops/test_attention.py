@@ -4,7 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cudiff import Tensor, attention, attention_qkv
+from cudiff import Tensor, attention, attention_qkv, linear
+from cudiff.cuda.kernels.attention import table
 from cudiff.precision import allow_tf32
 from tests.check import check_op, relative_error, torch
 
@@ -51,6 +52,26 @@ def test_the_gradient_of_qkv_brings_its_sums(hopper, rng, shape, new_order):
     sums, expected = (Tensor(x).numpy().astype(np.float64).sum(1) for x in (node.ctx.din_statistics[0].sums, dqkv))
     rounding = 0.01 * np.abs(Tensor(dqkv).numpy().astype(np.float64)).max() * np.sqrt(t)
     assert np.abs(sums - expected).max() < rounding
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [16, 64, 7])
+def test_more_images_than_a_launch_takes(rng, monkeypatch, dim):
+    """Several launches give what one gives, and the sums that the linear layer before takes."""
+    values, dout = rng.standard_normal((5, 70, 3 * 2 * dim)), rng.standard_normal((5, 70, 2 * dim))
+
+    def run():
+        layer = Tensor(np.eye(6 * dim), requires_grad=True, dtype="bfloat16", device="cuda")
+        bias = Tensor(np.zeros(6 * dim), requires_grad=True, dtype="float32", device="cuda")
+        x = Tensor(values, requires_grad=True, dtype="bfloat16", device="cuda")
+        out = attention_qkv(linear(x, layer, bias), 2)
+        out.backward(Tensor(dout, dtype="bfloat16", device="cuda").data)
+        return [Tensor(array).numpy() for array in (out.data, x.grad, layer.grad, bias.grad)]
+
+    whole = run()
+    monkeypatch.setattr(table, "MOST_ACROSS", 2)
+    for one, parts in zip(whole, run(), strict=True):
+        np.testing.assert_array_equal(one, parts)
 
 
 @pytest.mark.parametrize("tq, tk", [(1, 2), (5, 70), (70, 5), (129, 64), (256, 77), (1, 300), (500, 301)])

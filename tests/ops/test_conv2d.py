@@ -162,6 +162,7 @@ def test_which_results_have_sums_left_for_a_norm(direction, sums, shape, leaves)
 @pytest.mark.parametrize("x, kernel, steps", [
     ((2, 9, 4), (6, 3), dict(padding=1)), ((1, 12, 3), (3, 4), dict(stride=2, padding=3, dilation=2, groups=3)),
     ((3, 5, 8), (4, 1), dict(stride=3)), ((2, 40, 6), (4, 5), dict(dilation=3, groups=2)),
+    ((1, 40001, 2), (3, 5), dict(stride=3, padding=2, dilation=4)), ((1, 33000, 8), (8, 4), {}),
 ], ids=str)
 def test_conv1d(device, rng, x, kernel, steps):
     channels = x[2] // steps.get("groups", 1)

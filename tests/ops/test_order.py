@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 import cudiff
-from cudiff import CudiffError, Tensor
+from cudiff import CudiffError, Tensor, backend
 from tests.check import check_op
 
 DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16, np.int32, np.int64, np.uint8]
@@ -49,6 +49,11 @@ def test_cumsum(axis, device, rng):
     whole = Tensor((x * 9).astype(np.int32), device=device)
     assert cudiff.cumsum(whole, axis).dtype == np.int64
     np.testing.assert_array_equal(np.cumsum(whole, axis=axis).numpy(), np.cumsum(whole.numpy(), axis))
+
+
+def test_cumulative_sums_of_more_than_cupy_counts(device, rng, monkeypatch):
+    monkeypatch.setattr(backend, "_SCANNED", 3)
+    check_op(lambda x: cudiff.cumsum(x), rng.standard_normal(11), device=device)
 
 
 def test_one_hot(device):

@@ -1,5 +1,6 @@
 """Every row of tests/ops/table.py, element by element, on random shapes and numbers of every magnitude."""
 
+import contextlib
 import os
 import zlib
 from pathlib import Path
@@ -8,9 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cudiff import ops
+from cudiff import CudiffError, ops
 from cudiff.function import Function
-from tests.check import TOLERANCE, assert_close, check_adding, check_alone, check_case, relative_error
+from tests.check import TOLERANCE, assert_close, check_adding, check_alone, check_captured, check_case, relative_error
 from tests.ops.cases import Case, Numbers
 from tests.ops.table import ELSEWHERE, ROWS
 
@@ -66,6 +67,22 @@ def test_row(name, magnitude, device, poisoned_empty):
 def test_gradients_are_added_to_those_there(name, dtype, device, poisoned_empty):
     draw, _ = ROWS[name]
     check_adding(draw(Numbers(np.random.default_rng(zlib.crc32(name.encode())), "ordinary")), device, dtype)
+
+
+FROM_HOST = {
+    "at", "batch_norm", "batch_norm_relu_pool", "edm_input", "edm_output", "getitem by arrays and masks", "median",
+    "percentile", "quantile", "repeat by numbers", "sort", "take", "take of many", "take_along_axis",
+}
+"""Rows whose calls bring an array from the host, or wait for the GPU."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name, magnitude in CASES if magnitude == "ordinary"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_captured(name, dtype, streams):
+    draw, _ = ROWS[name]
+    with pytest.raises(CudiffError) if name in FROM_HOST else contextlib.nullcontext():
+        check_captured(draw(Numbers(np.random.default_rng(zlib.crc32(name.encode())), "ordinary")), dtype)
 
 
 @pytest.mark.parametrize("name", [name for name, magnitude in CASES if magnitude == "ordinary"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -9,6 +10,7 @@ from cudiff.backend import Array
 from cudiff.cuda.kernels.attention import portable, sm90, wide_sm90
 from cudiff.cuda.kernels.attention.problem import SUMS, Backward, Forward, Problem
 from cudiff.cuda.kernels.gemm.product import products
+from cudiff.cuda.launch import MOST_ACROSS
 from cudiff.cuda.select import ANY, SM90, Row, Table
 
 ATTENTION = Table(
@@ -29,6 +31,10 @@ ATTENTION = Table(
 
 def forward(out: Array, lse: Array, q: Array, k: Array, v: Array) -> None:
     """out = softmax(q·kᵀ/√D)·v, and lse = the logarithms of the softmax's denominators; see `Forward`."""
+    if len(q) > MOST_ACROSS:
+        for part in _parts(len(q)):
+            forward(*(array[part] for array in (out, lse, q, k, v)))
+        return
     problem = _problem(q, k, (q, k, v), False)
     chosen = ATTENTION.select(problem)
     chosen.row.run(Forward(out, lse, q, k, v), chosen.offer.plan, problem)
@@ -37,10 +43,25 @@ def forward(out: Array, lse: Array, q: Array, k: Array, v: Array) -> None:
 def backward(dq: Array, dk: Array, dv: Array, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
              sums: Callable[[int], Sequence[Array]] | None = None) -> None:
     """Write the gradients dq, dk and dv; see `Backward`. `sums` is called only if the kernel writes SUMS."""
+    if len(q) > MOST_ACROSS:
+        whole = None if sums is None else functools.cache(sums)
+        for part in _parts(len(q)):
+            own = None if whole is None else functools.partial(_part_of, whole, part)
+            backward(dq[part], dk[part], dv[part], dout[part], q[part], k[part], v[part], out[part], lse[part], own)
+        return
     wanted = frozenset() if sums is None else frozenset({SUMS})
     problem = _problem(q, k, (q, k, v, dq, dk, dv, dout), True, wanted)
     chosen = ATTENTION.select(problem)
     chosen.row.run(Backward(dq, dk, dv, dout, q, k, v, out, lse, sums), chosen.offer.plan, problem)
+
+
+def _parts(images: int) -> list[slice]:
+    """Images that one launch takes, which has them along the third axis of its grid."""
+    return [slice(first, first + MOST_ACROSS) for first in range(0, images, MOST_ACROSS)]
+
+
+def _part_of(sums: Callable[[int], Sequence[Array]], part: slice, tiles: int) -> Sequence[Array]:
+    return [array[part] for array in sums(tiles)]
 
 
 def _problem(q: Array, k: Array, arrays: Sequence[Array], backward: bool,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, FPROP, WGRAD, Fusion, Operands, Problem
+from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, FPROP, LONGEST, WGRAD, Fusion, Operands, Problem
 from cudiff.cuda.kernels.gemm.product import Epilogue, Plan, plan, problem_of, product_as
 from cudiff.cuda.kernels.shape import contiguous
 from cudiff.cuda.launch import aligned
 from cudiff.cuda.select import Offer
 from cudiff.cuda.sums import empty_statistics
 from cudiff.statistics import ChannelStatistics, Kind, moments
-
-LONGEST = 2**15 - 1  # pixels of a side with its padding: the kernel packs two coordinates into a word
 
 
 def offer(p: Problem) -> Offer:

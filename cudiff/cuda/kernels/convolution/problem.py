@@ -15,6 +15,9 @@ from cudiff.cuda.kernels.gemm.product import Epilogue, products
 
 Pair = tuple[int, int]
 
+LONGEST = 2**15 - 1
+"""Pixels of a side with its padding, at most, in the portable kernels, which pack two coordinates into a word."""
+
 FPROP, DGRAD, WGRAD = "FPROP", "DGRAD", "WGRAD"  # also the kernels' PASS
 
 

@@ -40,9 +40,12 @@ def forward(given: Forward, plan: None, p: Problem) -> None:
     found: tuple = (mean, rstd)
     if max(sums[2], sums[5]) > _FEW_TILES or channels > _FEW_CHANNELS:
         few = max(1, 8 * p.groups // channels)  # groups for a block: those of 8 channels, at least one
+        of_group, most = channels // p.groups, shared_memory() // 16
+        if of_group > most:
+            raise ValueError(f"group_norm on CUDA: a group of {of_group} channels, over {most}: use more groups")
         launch("group_norm", "finish_statistics", (p.images, blocks(p.groups, few)), 256,
                (*sums, p.channels1, p.channels2, mean, rstd, p.groups, few, share, given.eps),
-               16 * max(256, few * channels // p.groups), **p.constants)
+               16 * max(256, few * of_group), **p.constants)
         sums, shared, statistics, found = (None, False, 0) * 2, 0, (mean, rstd), (None, None)
     tiles, chunks, across = tiling(p.images, p.pixels, channels, p.pack, p.multiprocessors, narrow=True)
     launch("group_norm", "normalize", (p.images * tiles, chunks), 256,
