@@ -130,7 +130,7 @@ class Linear(Function):
     def forward_numpy(ctx, x, weight, bias, residual):
         ctx.save(x, weight)
         wide = compute_dtype(x.dtype)
-        out = matmul_numpy(x.reshape(-1, x.shape[-1]).astype(wide, copy=False), weight.astype(wide, copy=False).T)
+        out = matmul_numpy(_rows_numpy(x).astype(wide, copy=False), weight.astype(wide, copy=False).T)
         if bias is not None:
             out += bias
         if residual is not None:
@@ -198,15 +198,20 @@ class GatedLinear(Function):
 def _gradients_numpy(x: np.ndarray, weight: np.ndarray, dout: np.ndarray, needs: Sequence[bool]) -> tuple:
     """dx, dweight and dbias, None where not needed; the rows of dout are those of `x`."""
     wide = compute_dtype(x.dtype)
-    dout = dout.reshape(-1, weight.shape[0]).astype(wide, copy=False)
+    dout = _rows_numpy(dout).astype(wide, copy=False)
     dx = dweight = dbias = None
     if needs[0]:
         dx = matmul_numpy(dout, weight.astype(wide, copy=False)).astype(x.dtype, copy=False).reshape(x.shape)
     if needs[1]:
-        dweight = matmul_numpy(dout.T, x.reshape(-1, x.shape[-1]).astype(wide, copy=False))
+        dweight = matmul_numpy(dout.T, _rows_numpy(x).astype(wide, copy=False))
     if needs[2]:
         dbias = dout.sum(0)
     return dx, dweight, dbias
+
+
+def _rows_numpy(x: np.ndarray) -> np.ndarray:
+    """x (..., C) as (rows, C). -1 would be ambiguous where C is 0, as in a layer of `grouped_linear`."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _gradients_cuda(x: Array, weight: Array, dout: Array, sums: Array | None, needs: Sequence[bool],
