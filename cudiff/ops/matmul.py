@@ -157,7 +157,7 @@ class Linear(Function):
         sums = ctx.dout_sums
         if sums is None and dout.dtype == float32 and len(dout) == dout.size // len(weight) <= 128 and not needs[3]:
             sums = dout  # few rows, which the deferred sum adds up as fast; nothing else holds dout
-        return *_gradients_cuda(x, weight, dout, sums, needs, into), dout if needs[3] else None
+        return *gradients_cuda(x, weight, dout, sums, needs, into), dout if needs[3] else None
 
 
 class GatedLinear(Function):
@@ -192,7 +192,7 @@ class GatedLinear(Function):
     def backward_cuda(ctx, dout, needs, into):
         x, weight, gate, y = ctx.saved
         dy, dgate, sums = gate_gradients(dout, y, gate, into[4])
-        return *_gradients_cuda(x, weight, dy, sums, needs, into), dout if needs[3] else None, dgate
+        return *gradients_cuda(x, weight, dy, sums, needs, into), dout if needs[3] else None, dgate
 
 
 def _gradients_numpy(x: np.ndarray, weight: np.ndarray, dout: np.ndarray, needs: Sequence[bool]) -> tuple:
@@ -214,9 +214,9 @@ def _rows_numpy(x: np.ndarray) -> np.ndarray:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _gradients_cuda(x: Array, weight: Array, dout: Array, sums: Array | None, needs: Sequence[bool],
+def gradients_cuda(x: Array, weight: Array, dout: Array, sums: Array | None, needs: Sequence[bool],
                     into: Sequence[Slot | None]) -> tuple:
-    """The same. sums: of dout, as for `sum_rows_cuda`."""
+    """dx, dweight and dbias of a linear layer, None where not needed. sums: of dout, as for `sum_rows_cuda`."""
     dx = dweight = dbias = None
     if needs[0]:
         dx, add = gradient_target(into[0], x.shape, x.dtype)

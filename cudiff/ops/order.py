@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cudiff.backend import Array, array_module, float32, int32, is_capturing, is_float
+from cudiff.backend import Array, array_module, device_of, float32, int32, is_capturing, is_float
 from cudiff.errors import CudiffError
 from cudiff.function import Function
 from cudiff.ops.arithmetic import where
@@ -51,24 +51,14 @@ class CumSum(Function):
     @staticmethod
     def forward_numpy(ctx, x, axis):
         ctx.axis = axis
-        return np.cumsum(x, axis)
+        return array_module(device_of(x)).cumsum(x, axis)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
-        return (_from_the_end(np, dout, ctx.axis),)
+        module, axis = array_module(device_of(dout)), ctx.axis
+        return (module.ascontiguousarray(module.flip(module.cumsum(module.flip(dout, axis), axis), axis)),)
 
-    @staticmethod
-    def forward_cuda(ctx, x, axis):
-        ctx.axis = axis
-        return array_module("cuda").cumsum(x, axis)
-
-    @staticmethod
-    def backward_cuda(ctx, dout, needs, into):
-        return (_from_the_end(array_module("cuda"), dout, ctx.axis),)
-
-
-def _from_the_end(module: Any, x: Array, axis: int) -> Array:
-    return module.ascontiguousarray(module.flip(module.cumsum(module.flip(x, axis), axis), axis))
+    forward_cuda, backward_cuda = forward_numpy, backward_numpy
 
 
 class OneHot(Function):
