@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, FPROP, WGRAD, Fusion, Operands, Problem
-from cudiff.cuda.kernels.gemm.product import Epilogue, Plan, plan, problem_of, product_as
+from cudiff.cuda.kernels.gemm.product import Epilogue, Plan, launch_product, plan, problem_of
 from cudiff.cuda.kernels.shape import contiguous
 from cudiff.cuda.launch import aligned
 from cudiff.cuda.select import Offer
@@ -60,7 +60,7 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
                 statistics = empty_statistics(Kind.PRODUCTS, n, tiles, extent[1])
                 sources = norm.x2, norm.x.shape[3]
                 normed, mode = (norm.x, *norm[3:], norm.mean.shape[1]), 1 if norm.silu else 2
-        product_as(
+        launch_product(
             chosen, "conv2d", a, b, out, extent[1],
             (n, height, width, c, *size, k, *kernel, *p.stride, *p.padding, *sources,
              None if statistics is None else statistics.sums, *normed), extent, epilogue,
