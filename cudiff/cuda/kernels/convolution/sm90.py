@@ -10,18 +10,7 @@ import numpy as np
 
 from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.device import multiprocessors
-from cudiff.cuda.kernels.convolution.problem import (
-    AFTERWARDS,
-    DGRAD,
-    EPILOGUE,
-    WGRAD,
-    Fusion,
-    Norm,
-    Operands,
-    Problem,
-    Skip,
-)
-from cudiff.cuda.kernels.gemm.product import Epilogue
+from cudiff.cuda.kernels.convolution.problem import AFTERWARDS, DGRAD, EPILOGUE, WGRAD, Fusion, Operands, Problem
 from cudiff.cuda.kernels.shape import at_16_bytes, turned
 from cudiff.cuda.launch import blocks, launch
 from cudiff.cuda.select import Offer
@@ -34,7 +23,7 @@ CHANNELS = 64  # of a tile
 ROW_BYTES = 128  # of shared memory
 SHARED_BYTES = 228 << 10  # of a multiprocessor; a block takes 1 KiB more than it asks for
 BARRIER_BYTES = 1024
-MAP_BYTES = 1024  # of the affine maps of a norm's channels, in `fprop`
+MAP_BYTES = 1024  # of the affine maps of a norm's channels
 CLUSTERS = (1, 2, 4, 8)  # blocks of a cluster
 COLUMNS = (1, 3, 5, 7)  # of taps
 
@@ -63,7 +52,7 @@ ALWAYS = (256, 128, 64)
 
 
 def supports(p: Problem) -> bool:
-    """Whether `fprop` serves the problem apart from fused ops. The weight's rows may be slices of longer rows."""
+    """Whether `run` serves the problem apart from fused ops. The weight's rows may be slices of longer rows."""
     return of_one_size(p) and p.x.rows_aligned and p.weight.rows_aligned and p.out.rows_aligned
 
 
@@ -114,15 +103,6 @@ def offer(p: Problem) -> Offer | None:
     if Fusion.NORM_BACKWARD in p.wanted and not _takes_norm(p):
         left.add(Fusion.NORM_BACKWARD)
     return Offer(p.wanted - left)
-
-
-def run(given: Operands, offer: Offer, p: Problem) -> Array | None:
-    backward, fused = p.direction == DGRAD, offer.fused
-    return fprop(
-        given.x, given.weight, given.out, given.epilogue, backward, Fusion.STATISTICS in fused, Fusion.RELU in fused,
-        x2=None if backward else given.x2, out2=given.x2 if backward else None,
-        norm=given.norm if Fusion.NORM_BACKWARD in fused else None, skip=given.skip, upsample=Fusion.UPSAMPLE in fused,
-    )
 
 
 def _takes_norm(p: Problem) -> bool:
@@ -308,20 +288,15 @@ def full_tiles(images: tuple[int, ...], apart: bool) -> tuple[int, int, int]:
     return (n, height * columns // 8, 8) if height * columns % 8 == 0 else (n, height, columns)
 
 
-def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: bool = False, statistics: bool = False,
-          relu: bool = False, x2: Array | None = None, out2: Array | None = None, chosen: Plan | None = None,
-          norm: Norm | None = None, skip: Skip | None = None, upsample: bool = False) -> ChannelStatistics | None:
-    """out (N, H, W, K) = the convolution of x (N, H, W, C), plus what the epilogue adds; then ReLU, if `relu`.
-
-    weight: (K, R, S, C). With `transposed` it is (C, R, S, K), x the gradient of an output, and out that of the input;
-    `norm` is then as in `table.dgrad`. x2: the channels after x's. out2: receives the channels after out's. Both only
-    if `takes_second_source`. skip: a skip path whose result is added, only if `offer` fuses it; then the epilogue has
-    no more than a bias. upsample: x is read as if each pixel were four, and out is (N, 2H, 2W, K). chosen: a plan in
-    place of `plan`'s, for x's shape after upsampling.
-
-    Returns out's moments if `statistics`, PRODUCTS with `norm`, else None.
-    """
-    kernel, (n, height, columns, split) = weight.shape[1:3], x.shape
+def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
+    """Returns what `table.fprop` and `table.dgrad` return. The offer's plan is None, or replaces the planner's; it is
+    one for the images as they are, after upsampling."""
+    x, weight, out, epilogue, skip = given.x, given.weight, given.out, given.epilogue, given.skip
+    transposed, fused, chosen = p.direction == DGRAD, offer.fused, offer.plan
+    x2, out2 = (None, given.x2) if transposed else (given.x2, None)
+    statistics, upsample = Fusion.STATISTICS in fused, Fusion.UPSAMPLE in fused
+    norm = given.norm if Fusion.NORM_BACKWARD in fused else None
+    kernel, (n, height, columns, split) = p.kernel, x.shape
     if upsample:
         height, columns = 2 * height, 2 * columns
     elif kernel == (1, 1) and chosen is None:
@@ -351,7 +326,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
         ]
     shape, chunk = (n, height, columns, channels), ROW_BYTES // x.dtype.itemsize
 
-    def run(chosen: Plan) -> ChannelStatistics | None:
+    def launch_as(chosen: Plan) -> ChannelStatistics | None:
         tile, cluster, rows, each, halos, weights, shared = chosen
         pitch, result_box = pitch_of(kernel[1], upsample), (1, min(rows, tile.pixels // 8 // cluster), 8, chunk)
         halo_box = (1, 1, pitch // 2, 2, chunk) if upsample else (1, rows + kernel[0] - 1, pitch, chunk)
@@ -377,15 +352,13 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
             ),
             shared, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP", PIXELS=tile.pixels,
             ADDS=int(addend is not None), STATISTICS=int(statistics), NORM=0 if norm is None else 1 if norm.silu else 2,
-            RELU=int(relu), SKIP=int(skip is not None), CLUSTER=cluster, UPSAMPLE=int(upsample),
+            RELU=int(Fusion.RELU in fused), SKIP=int(skip is not None), CLUSTER=cluster, UPSAMPLE=int(upsample),
             SPARED=spared,
         )
         return left
 
-    if chosen is not None:
-        return run(chosen)
     problem = shape, outputs, kernel, x.dtype.itemsize, skip_channels, upsample
-    return plan.run(problem, run, added_to)
+    return plan.run(problem, launch_as, added_to, chosen=chosen)
 
 
 def _weight_map(weight: Array, chunk: int) -> np.ndarray:
