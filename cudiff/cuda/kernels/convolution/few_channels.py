@@ -108,8 +108,8 @@ def sums_bytes(few: int, columns: int, taps: int) -> int:
 
 def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
     """Returns what `table.fprop` and `table.dgrad` return."""
-    few, many = sides(given.x, given.out)
-    constants = {"T": many.dtype, "FEW_T": few.dtype, "R": p.kernel[0], "FEW": few.shape[3]}
+    taps, (few, many) = given.weight.shape[1], sides(given.x, given.out)
+    constants = {"T": many.dtype, "FEW_T": few.dtype, "R": taps, "FEW": few.shape[3]}
     if p.direction == WGRAD:
         _wgrad(given, few, many, constants)
         return None
@@ -120,7 +120,7 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
         return _expand(given._replace(weight=weight), at, offer.fused, constants)
     x, out = given.x, given.out
     n, height, width, channels = x.shape
-    rows, shared = _rows(n, height, lambda rows: products_bytes(rows, width, out.shape[3], p.kernel[0]))
+    rows, shared = _rows(n, height, lambda rows: products_bytes(rows, width, out.shape[3], taps))
     launch(
         "conv2d_few_channels", "contract", n * blocks(height, rows), THREADS,
         (x, weight, given.epilogue.bias, out, at, height, width, rows), shared,

@@ -296,7 +296,7 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
     x2, out2 = (None, given.x2) if transposed else (given.x2, None)
     statistics, upsample = Fusion.STATISTICS in fused, Fusion.UPSAMPLE in fused
     norm = given.norm if Fusion.NORM_BACKWARD in fused else None
-    kernel, (n, height, columns, split) = p.kernel, x.shape
+    kernel, (n, height, columns, split) = weight.shape[1:3], x.shape
     if upsample:
         height, columns = 2 * height, 2 * columns
     elif kernel == (1, 1) and chosen is None:
