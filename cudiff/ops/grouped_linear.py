@@ -121,7 +121,8 @@ class GroupedLinear(Function):
                 _launch("dx", batch, tiles, partials[i * GROUPS :])
             sum_splits(partials, dx, Epilogue(addend=dx if add else None), x.shape[1])
         groups = []
-        for g, own in enumerate(_of_layers(d_preacts, parts)):
+        for g in range(count):
+            own = d_preacts[g * parts : (g + 1) * parts]
             if all([d_preact is None for d_preact in own]):
                 continue
             dweight, add_weight = target(1 + g, weights[g].shape)
@@ -147,11 +148,6 @@ def _rows(array: Array | None, parts: int) -> Sequence[Array | None]:
         return [array] * parts
     length = len(array) // parts
     return [array[first : first + length] for first in range(0, len(array), length)]
-
-
-def _of_layers(arrays: Sequence[Array | None], parts: int) -> list[Sequence[Array | None]]:
-    """The parts of each layer together."""
-    return [arrays[first : first + parts] for first in range(0, len(arrays), parts)]
 
 
 def grouped_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor],

@@ -17,7 +17,7 @@ def offer(p: Problem) -> Offer:
     """The offer's plan says whether statistics are wanted. They are fused only if the chosen tile can write them."""
     sums = _wants_statistics(p) or _takes_norm(p)
     fused = {Fusion.BIAS, Fusion.EMB, Fusion.ADDEND, Fusion.SECOND_SOURCE, Fusion.UPSAMPLE}
-    if sums and _makes_sums(_plan_of(p), p.out.shape[1] * p.out.shape[2]):
+    if sums and _makes_sums(plan(*_product(p)), p.out.shape[1] * p.out.shape[2]):
         fused |= {Fusion.STATISTICS, Fusion.NORM_BACKWARD}
     return Offer(p.wanted & fused, plan=sums)
 
@@ -91,10 +91,6 @@ def _takes_norm(p: Problem) -> bool:
 def _makes_sums(chosen: Plan, pixels: int) -> bool:
     """Whether the plan can write statistics: the depth is not split, and a warp's rows are of one image."""
     return chosen.splits == 1 and pixels % (chosen.tile.rows // chosen.tile.warps_m) == 0
-
-
-def _plan_of(p: Problem) -> Plan:
-    return plan(*_product(p))
 
 
 def microseconds(p: Problem) -> float:
