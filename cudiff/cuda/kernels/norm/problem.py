@@ -65,22 +65,25 @@ class Forward(NamedTuple):
     silu: bool
 
 
-Target = list[Any]
-"""[array, more]. array: where a gradient goes, or None. more: for dx and dx2 the array that is added to it, or None;
-for the others whether the gradient is added to what the array holds."""
+Sum = tuple[Array | None, Array | None]
+"""A gradient's array and the addend that the kernel adds to its result, each or None: see `gradient_sum`."""
+
+Target = tuple[Array | None, bool]
+"""A gradient's array, or None, and whether the kernel adds to it: see `gradient_target`."""
 
 
 class Backward(NamedTuple):
-    """As `Forward`, with dy and the gradients' targets. y: receives the output again, or None. statistics: PRODUCTS
-    that came with dy, or None; with them dy is d_preact. leaves: receives SUMS of dx at 0 and of dx2 at 1, or None."""
+    """As `Forward`, with dy and where the gradients go. A second addend of a lone source's gradient stands in dx2. y:
+    receives the output again, or None. statistics: PRODUCTS that came with dy, or None; with them dy is d_preact.
+    leaves: receives SUMS of dx at 0 and of dx2 at 1, or None."""
 
     dy: Array
     x: Array
     x2: Array | None
     affine: tuple[Any, ...]
     silu: bool
-    dx: Target
-    dx2: Target
+    dx: Sum
+    dx2: Sum
     dweight: Target
     dbias: Target
     dscale: Target

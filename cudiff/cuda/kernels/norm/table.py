@@ -8,7 +8,7 @@ from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_sum, gradient_sums, gradient_target
 from cudiff.cuda.device import current_device
 from cudiff.cuda.kernels.norm import portable, sm90
-from cudiff.cuda.kernels.norm.problem import Backward, Forward, Problem, Target, extent, kernel_constants
+from cudiff.cuda.kernels.norm.problem import Backward, Forward, Problem, Sum, extent, kernel_constants
 from cudiff.cuda.launch import empty
 from cudiff.cuda.select import ANY, SM90, Row, Table
 from cudiff.gradient import Slot
@@ -66,13 +66,15 @@ def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, 
         into = (into[0], None, *into[2:])
     shapes = (x.shape, x2 is not None and x2.shape, (channels,), (channels,), (n, channels), (n, channels))
     more = None  # the gradient so far of a lone source may be in two arrays
+    sources: list[Sum]
     if x2 is None and needs[0]:
-        *dx, more = gradient_sums(into[0], x.shape, x.dtype)
-        dx2: Target = [None, more]
+        out, addend, more = gradient_sums(into[0], x.shape, x.dtype)
+        sources = [(out, addend), (None, more)]
     else:
-        dx, dx2 = [[*gradient_sum(into[i], shapes[i], x.dtype)] if needs[i] else [None, None] for i in (0, 1)]
+        sources = [gradient_sum(into[i], shapes[i], x.dtype) if needs[i] else (None, None) for i in (0, 1)]
+    dx, dx2 = sources
     dweight, dbias, dscale, dshift = [
-        [*gradient_target(into[i], shapes[i], float32)] if needs[i] else [None, False] for i in (2, 3, 4, 5)
+        gradient_target(into[i], shapes[i], float32) if needs[i] else (None, False) for i in (2, 3, 4, 5)
     ]
     constants = kernel_constants(dy, x, x2, *dx, *dx2, y)
     problem = Problem(True, x.dtype, n, pixels, channels1, channels2, groups, packs=bool(constants["VEC"]),
