@@ -176,7 +176,7 @@ class GroupNorm(Function):
     def backward_cuda(ctx, dout, needs, into):
         x, x2, weight, bias, scale, shift, mean, rstd = ctx.saved
         return table.backward(dout, x, x2, weight, bias, mean, rstd, ctx.silu, scale, shift, needs=needs, into=into,
-                              leaves=ctx.din_statistics)
+                              din_statistics=ctx.din_statistics)
 
 
 def group_norm(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int = 32, eps: float = 1e-5, silu: bool = False,

@@ -294,13 +294,13 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
     x, weight, out, epilogue, skip = given.x, given.weight, given.out, given.epilogue, given.skip
     transposed, fused, chosen = p.direction == DGRAD, offer.fused, offer.plan
     x2, out2 = (None, given.x2) if transposed else (given.x2, None)
-    statistics, upsample = Fusion.STATISTICS in fused, Fusion.UPSAMPLE in fused
+    wants_moments, upsample = Fusion.STATISTICS in fused, Fusion.UPSAMPLE in fused
     norm = given.norm if Fusion.NORM_BACKWARD in fused else None
     kernel, (n, height, columns, split) = weight.shape[1:3], x.shape
     if upsample:
         height, columns = 2 * height, 2 * columns
     elif kernel == (1, 1) and chosen is None:
-        n, height, columns = full_tiles(x.shape[:3], statistics or norm is not None or epilogue.emb is not None)
+        n, height, columns = full_tiles(x.shape[:3], wants_moments or norm is not None or epilogue.emb is not None)
     channels = split if x2 is None else split + x2.shape[3]
     spared = spared_k_steps(channels, x.dtype.itemsize)
     first_outputs = out.shape[3]
@@ -339,23 +339,23 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
             for array, box in ((out2, result_box), (read[0], read_box), (read[1], read_box))
         ]
         tiles = tiles_of(shape, rows) * cluster
-        left = None
-        if statistics or norm is not None:
-            left = empty_statistics(moments(x.dtype) if statistics else Kind.PRODUCTS, n, tiles, outputs)
+        statistics = None
+        if wants_moments or norm is not None:
+            statistics = empty_statistics(moments(x.dtype) if wants_moments else Kind.PRODUCTS, n, tiles, outputs)
         launch(
             "conv2d_sm90", "conv2d_sm90", (each, blocks(outputs, CHANNELS), cluster), 384,
             (
                 x_map, x_map if x2 is None else tensor_map(x2, halo_box, twice=upsample), weight_map, out_map, *maps,
                 weight_map if skip is None else _weight_map(skip.weight, chunk), epilogue.bias, skip_bias, epilogue.emb,
-                None if left is None else left.sums, *affine, n, height, columns, channels, outputs, kernel[1],
-                skip_channels, rows, halos, weights, split, first_outputs, skip_split, groups,
+                None if statistics is None else statistics.sums, *affine, n, height, columns, channels, outputs,
+                kernel[1], skip_channels, rows, halos, weights, split, first_outputs, skip_split, groups,
             ),
             shared, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP", PIXELS=tile.pixels,
-            ADDS=int(addend is not None), STATISTICS=int(statistics), NORM=0 if norm is None else 1 if norm.silu else 2,
-            RELU=int(Fusion.RELU in fused), SKIP=int(skip is not None), CLUSTER=cluster, UPSAMPLE=int(upsample),
-            SPARED=spared,
+            ADDS=int(addend is not None), STATISTICS=int(wants_moments),
+            NORM=0 if norm is None else 1 if norm.silu else 2, RELU=int(Fusion.RELU in fused),
+            SKIP=int(skip is not None), CLUSTER=cluster, UPSAMPLE=int(upsample), SPARED=spared,
         )
-        return left
+        return statistics
 
     problem = shape, outputs, kernel, x.dtype.itemsize, skip_channels, upsample
     return plan.run(problem, launch_as, added_to, chosen=chosen)

@@ -51,14 +51,14 @@ def forward(x: Array, x2: Array | None, weight: Array, bias: Array, num_groups: 
 def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, mean: Array, rstd: Array,
              silu: bool, scale: Array | None = None, shift: Array | None = None, *, needs: tuple[bool, ...],
              into: tuple[Slot | None, ...], y: Array | None = None,
-             leaves: dict[int, ChannelStatistics | None] | None = None,
+             din_statistics: dict[int, ChannelStatistics | None] | None = None,
              statistics: ChannelStatistics | None = None) -> tuple[Array | None, ...]:
     """Returns dx, dx2, dweight, dbias, dscale, dshift, each None if `needs` is False for it.
 
     They are written where `gradient_target` says; dx and dx2 where `gradient_sum` does, a lone dx where `gradient_sums`
-    does. All but dx and dx2 are float32. y: receives the recomputed output, or None. leaves: receives SUMS of dx at 0
-    and of dx2 at 1, earlier terms included, or None. statistics: PRODUCTS that came with dy, or None; for float32 the
-    second is of d_preact·(x - mean). With them dy is d_preact: see `dgrad` of convolutions.
+    does. All but dx and dx2 are float32. y: receives the recomputed output, or None. din_statistics: receives SUMS of
+    dx at 0 and of dx2 at 1, earlier terms included, or None. statistics: PRODUCTS that came with dy, or None; for
+    float32 the second is of d_preact·(x - mean). With them dy is d_preact: see `dgrad` of convolutions.
     """
     n, pixels, channels1, channels2 = extent(x, x2)
     channels, groups = channels1 + channels2, mean.shape[1]
@@ -82,6 +82,6 @@ def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, 
                       multiprocessors=current_device().multiprocessors)
     chosen = NORM.select(problem)
     given = Backward(dy, x, x2, (weight, bias, scale, shift, mean, rstd, groups), silu, dx, dx2, dweight, dbias, dscale,
-                     dshift, y, statistics, leaves, needs)
+                     dshift, y, statistics, din_statistics, needs)
     chosen.row.run(given, chosen.offer.plan, problem)
     return dx[0], dx2[0], dweight[0], dbias[0], dscale[0], dshift[0]
