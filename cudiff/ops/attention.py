@@ -9,6 +9,7 @@ import numpy as np
 
 from cudiff.backend import Array, compute_dtype, float32, is_low
 from cudiff.cuda.kernels.attention import table
+from cudiff.cuda.kernels.attention.problem import Backward, Forward
 from cudiff.cuda.launch import blocks, empty
 from cudiff.cuda.sums import empty_statistics
 from cudiff.function import Function
@@ -51,7 +52,7 @@ class Attention(Function):
         lse = empty((n, heads, 64 * blocks(rows, 64)), float32)
         ctx.save(q, k, v, out, lse)
         if out.size:
-            table.forward(out.reshape(q.shape), lse, q, k, v)
+            table.forward(Forward(out.reshape(q.shape), lse, q, k, v))
         return out
 
     @staticmethod
@@ -124,7 +125,7 @@ def _backward_numpy(ctx, dout, dq, dk, dv):
 def _backward_cuda(ctx, dout, dq, dk, dv, sums=None):
     q, k, v, out, lse = ctx.saved
     if out.size:
-        table.backward(dq, dk, dv, dout.reshape(q.shape), q, k, v, out, lse, sums)
+        table.backward(Backward(dq, dk, dv, dout.reshape(q.shape), q, k, v, out, lse, sums))
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:

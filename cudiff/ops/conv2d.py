@@ -297,7 +297,7 @@ class Conv2d(Function):
         out = empty((x.shape[0], *size, weight.shape[0]), x.dtype)
         epilogue = Epilogue(bias=as_float32(bias))
         given = Operands(x, weight, out, epilogue)
-        ctx.out_statistics = table.fprop(given, statistics=True, **steps._asdict())
+        ctx.out_statistics = table.fprop(given, *steps, statistics=True)
         return out
 
     @staticmethod
@@ -308,10 +308,10 @@ class Conv2d(Function):
             dx, add = gradient_target(into[0], x.shape, x.dtype)
             epilogue = Epilogue(addend=dx if add else None)
             given = Operands(dout, weight, dx, epilogue)
-            ctx.din_statistics[0] = table.dgrad(given, sums=True, **ctx.steps._asdict())
+            ctx.din_statistics[0] = table.dgrad(given, *ctx.steps, sums=True)
         if needs[1]:
             dweight, add = gradient_target(into[1], weight.shape, float32)
-            table.wgrad(Operands(x, dweight, dout, add=add), **ctx.steps._asdict())
+            table.wgrad(Operands(x, dweight, dout, add=add), *ctx.steps)
         if needs[2]:
             dbias = sum_rows_cuda(dout, into[2], ctx.dout_sums)
         return dx, dweight, dbias

@@ -111,7 +111,8 @@ class NormSiluConv2d(Function):
             skip, addend = Skip(*given[9:12], as_float32(given.skip_bias)), None
         epilogue = Epilogue(as_float32(given.bias), as_float32(given.emb), addend)
         operands = Operands(h, weight, out, epilogue, h2, skip)
-        ctx.out_statistics = table.fprop(operands, (1, 1), ctx.padding, statistics, relu, upsample)
+        ctx.out_statistics = table.fprop(operands, (1, 1), ctx.padding, statistics=statistics, relu=relu,
+                                         upsample=upsample)
         ctx.save(None if recomputed else h, h2, given.weight, *given[9:12], out if relu else None)
         return out
 
@@ -137,7 +138,7 @@ class NormSiluConv2d(Function):
             grads["weight"], add = gradient_target(into.weight, weight.shape, float32)
             dweight = _taps(grads["weight"])
             given = Operands(h, dweight, dout, x2=h2, add=add)
-            table.wgrad(given, (1, 1), ctx.padding, ctx.upsample)
+            table.wgrad(given, (1, 1), ctx.padding, upsample=ctx.upsample)
         if skip_weight is not None:
             grads |= _skip_gradients(ctx, dout, needs, into)
         return tuple(map(grads.get, Inputs._fields))
@@ -175,12 +176,12 @@ def _pair_gradients(ctx: Any, dout: Array, weight: Array, split: int, needs: Inp
 
 
 def _input_gradients(ctx: Any, dout: Array, weight: Array, needs: Inputs, into: Inputs) -> dict[str, Array]:
-    """The gradient of x, or those of a norm's inputs. ctx.h_recomputed: the norm's output, for the weight's gradient."""
+    """The gradient of x, or those of a norm's inputs. Then ctx.h_recomputed is its output, for wgrad."""
     slot = into.x if ctx.norm is None else None
     mixed, sums_wanted = dout.dtype != ctx.dtype, ctx.norm is None and not ctx.upsample
     out, addend = gradient_sum(None if ctx.upsample or mixed else slot, ctx.shape, ctx.dtype)
     given = Operands(dout, weight, out, Epilogue(addend=addend), norm=None if ctx.upsample else ctx.norm)
-    statistics = table.dgrad(given, (1, 1), ctx.padding, sums_wanted)
+    statistics = table.dgrad(given, (1, 1), ctx.padding, sums=sums_wanted)
     if ctx.upsample:
         out, statistics = sum_windows(out, TWICE, 1.0, Kind.SUMS if ctx.norm is None else None, slot)
     if ctx.norm is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from cudiff.backend import Array
 from cudiff.cuda.kernels.attention import portable, sm90, wide_sm90
@@ -27,20 +27,19 @@ ATTENTION = Table(
 )
 
 
-def forward(out: Array, lse: Array, q: Array, k: Array, v: Array) -> None:
-    """out = softmax(q·kᵀ/√D)·v, and lse = the logarithms of the softmax's denominators; see `Forward`."""
-    problem = _problem(q, k, (q, k, v), False)
+def forward(given: Forward) -> None:
+    """out = softmax(q·kᵀ/√D)·v, and lse = the logarithms of the softmax's denominators."""
+    problem = _problem(given.q, given.k, (given.q, given.k, given.v), False)
     chosen = ATTENTION.select(problem)
-    chosen.row.run(Forward(out, lse, q, k, v), chosen.offer.plan, problem)
+    chosen.row.run(given, chosen.offer.plan, problem)
 
 
-def backward(dq: Array, dk: Array, dv: Array, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
-             sums: Callable[[int], Sequence[Array]] | None = None) -> None:
-    """Write the gradients dq, dk and dv; see `Backward`. `sums` is called only if the kernel writes SUMS."""
-    wanted = frozenset() if sums is None else frozenset({SUMS})
-    problem = _problem(q, k, (q, k, v, dq, dk, dv, dout), True, wanted)
+def backward(given: Backward) -> None:
+    """Write the gradients dq, dk and dv. `sums` is called only if the kernel writes SUMS."""
+    wanted = frozenset() if given.sums is None else frozenset({SUMS})
+    problem = _problem(given.q, given.k, given[:7], True, wanted)  # all but out, lse and sums
     chosen = ATTENTION.select(problem)
-    chosen.row.run(Backward(dq, dk, dv, dout, q, k, v, out, lse, sums), chosen.offer.plan, problem)
+    chosen.row.run(given, chosen.offer.plan, problem)
 
 
 def _problem(q: Array, k: Array, arrays: Sequence[Array], backward: bool,
