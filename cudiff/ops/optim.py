@@ -295,9 +295,8 @@ def adam(data: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalar
     """Adam (Kingma and Ba, 2015), in place: moments, `data`, its 16-bit `compute_copy`, `ema` and its compute copy.
 
     All flat, float32 (n,), n a multiple of 32; flags uint8 (n / 32,) of `Flag`. Weight decay is added to the gradient,
-    or with `decoupled` shrinks the parameter (AdamW, Loshchilov and Hutter, 2019). peers: up to
-    MOST_PEERS other GPUs; a kernel adds their gradients, in this order, and writes what `data` gets to their memory
-    too. Returns `data`.
+    or with `decoupled` shrinks the parameter (AdamW, Loshchilov and Hutter, 2019). peers: up to MOST_PEERS other GPUs;
+    a kernel adds their gradients, in this order, and writes what `data` gets to their memory too. Returns `data`.
     """
     return AdamUpdate.apply(
         data, grad, exp_avg, exp_avg_sq, scalars, flags, compute_copy, ema, ema_copy,

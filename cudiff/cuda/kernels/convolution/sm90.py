@@ -46,7 +46,7 @@ TILES = (
     Tile(256, 1.1, 0.277, 3.7), Tile(224, 0.99, 0.245, 3.2), Tile(192, 0.88, 0.214, 2.7), Tile(160, 0.76, 0.182, 2.2),
     Tile(128, 0.65, 0.15, 1.7), Tile(112, 0.6, 0.14, 1.6), Tile(96, 0.55, 0.13, 1.55), Tile(64, 0.45, 0.11, 1.4),
 )
-"""Times of those not in ALWAYS lie on lines between these. As shares of 256's they were measured within 3 %."""
+"""Times of tiles that are not in ALWAYS are interpolated. Relative to 256's they were measured within 3 %."""
 ALWAYS = (256, 128, 64)
 """Pixels of the tiles that are tried for images of any height: see `plans`."""
 
@@ -204,7 +204,7 @@ def steps_of(channels: int, kernel: tuple[int, int], itemsize: int, skip: int) -
 
 
 def spared_k_steps(channels: int, itemsize: int) -> int:
-    """How many of a chunk's four k-steps, of 32 bytes each, the last one of so many channels leaves out: zeros."""
+    """How many of the last chunk's four k-steps, of 32 bytes each, lie beyond so many channels: they are left out."""
     return -channels * itemsize % ROW_BYTES // 32
 
 

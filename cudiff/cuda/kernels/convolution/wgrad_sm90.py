@@ -63,8 +63,8 @@ def _takes_upsampled(p: Problem) -> bool:
 
 @functools.cache
 def width_of(columns: int, most: int = COLUMNS) -> int:
-    """Pixels of an image's row in a step: a multiple of eight, the pixels of a swizzled block. Of more than `most`
-    columns a part of the row: a multiple of 16 by which the row is cut with the least rest, the largest of these."""
+    """Pixels of an image's row in a step: a multiple of 8, the pixels of a swizzled block. A row of more than `most`
+    columns is read in parts. Their width is the multiple of 16 that pads the row least, the largest if several do."""
     if columns <= most:
         return blocks(columns, 8) * 8
     return min(range(16, most + 1, 16), key=lambda width: (blocks(columns, width) * width, -width))
