@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,20 +153,22 @@ def wgrad_numpy(x: np.ndarray, dout: np.ndarray, kernel: Pair, stride: Pair, pad
     outputs, length = dout.shape[3], kernel[0] * kernel[1] * x.shape[3]
     blocks = _blocks(dout.shape[0], dout.shape[1:3], length * x.itemsize)
 
-    def products(start: int) -> Array:
-        total = None
-        for block in blocks[start::_PARTIAL_SUMS]:
-            patches = _patches(x, block, kernel, dout.shape[2], stride, padding, (1, 1))
-            total = _added(total, dout[block].reshape(-1, outputs).T @ patches)
-        return total
+    def product(block: tuple[slice, slice]) -> Array:
+        patches = _patches(x, block, kernel, dout.shape[2], stride, padding, (1, 1))
+        return dout[block].reshape(-1, outputs).T @ patches
 
-    partial = parallel_map(products, range(min(len(blocks), _PARTIAL_SUMS)))
-    return functools.reduce(_added, partial).reshape(outputs, *kernel, x.shape[3])
+    return _sum_over(blocks, product).reshape(outputs, *kernel, x.shape[3])
 
 
-def _added(total: Array | None, term: Array) -> Array:
-    """total + term, in total's memory; the term where there is no total yet."""
-    return term if total is None else np.add(total, term, out=total)
+def _sum_over(blocks: list[tuple[slice, slice]], product: Callable[[tuple[slice, slice]], Array | None]) -> Any:
+    """The sum of product(block) over all blocks, in a fixed order, on all cores; None where `product` returns None."""
+    def add(total: Any, term: Any) -> Any:
+        return term if total is None else np.add(total, term, out=total)
+
+    def add_up(start: int) -> Any:
+        return functools.reduce(add, map(product, blocks[start::_PARTIAL_SUMS]))
+
+    return functools.reduce(add, parallel_map(add_up, range(min(len(blocks), _PARTIAL_SUMS))))
 
 
 @unflagged
@@ -183,20 +185,16 @@ def gradients_numpy(x: np.ndarray, weight: np.ndarray, dout: np.ndarray, padding
     blocks = _blocks(len(x), x.shape[1:3], matrix.shape[0] * x.itemsize)
     dx = np.empty(x.shape, x.dtype) if needs[0] else None
 
-    def products(start: int) -> Array:
-        total = None
-        for block in blocks[start::_PARTIAL_SUMS]:
-            patches = _patches(dout, block, (kernel[0], kernel[1]), width, (1, 1), offset, (1, 1))
-            if dx is not None:
-                np.matmul(patches, matrix, out=dx[block].reshape(-1, channels))
-            if needs[1]:
-                total = _added(total, patches.T @ x[block].reshape(-1, channels))
-        return total
+    def product(block: tuple[slice, slice]) -> Array | None:
+        patches = _patches(dout, block, (kernel[0], kernel[1]), width, (1, 1), offset, (1, 1))
+        if dx is not None:
+            np.matmul(patches, matrix, out=dx[block].reshape(-1, channels))
+        return patches.T @ x[block].reshape(-1, channels) if needs[1] else None
 
-    partial = parallel_map(products, range(min(len(blocks), _PARTIAL_SUMS)))
-    if not needs[1]:
+    dweight = _sum_over(blocks, product)
+    if dweight is None:
         return dx, None
-    dweight = functools.reduce(_added, partial).reshape(*kernel, outputs, channels)[::-1, ::-1]
+    dweight = dweight.reshape(*kernel, outputs, channels)[::-1, ::-1]
     return dx, np.ascontiguousarray(dweight.transpose(2, 0, 1, 3))
 
 

@@ -207,9 +207,9 @@ def relu_backward_cuda(dout: Array, out: Array) -> tuple[Array, ChannelStatistic
     return dx, statistics
 
 
-def sigmoid_numpy(x):
-    """1 / (1 + exp(-x)) in one array. For very negative x exp overflows to infinity, which gives the right 0."""
-    out = np.asarray(np.negative(x))
+def sigmoid_numpy(x, out=None):
+    """1 / (1 + exp(-x)), in `out` or a new array. For very negative x exp overflows to infinity: the right 0."""
+    out = np.asarray(np.negative(x, out=out))
     with np.errstate(over="ignore"):
         np.exp(out, out=out)
     out += 1
