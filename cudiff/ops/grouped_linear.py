@@ -113,13 +113,8 @@ class GroupedLinear(Function):
         dx, add = target(0, x.shape)
         if dx is not None:
             rows = [part for weight in weights for part in _rows(weight, parts)]
-            used = [Group(part, None, d_preact) for part, d_preact in zip(rows, d_preacts, strict=True)
-                    if d_preact is not None]
-            partials = empty((len(used), *x.shape), float32)
-            tiles = blocks(x.shape[1], DX_TILE), blocks(len(x), DX_TILE)
-            for i, batch in enumerate(_batches(used)):
-                _launch("dx", batch, tiles, partials[i * GROUPS :])
-            sum_splits(partials, dx, Epilogue(addend=dx if add else None), x.shape[1])
+            _sum_products(dx, add, [Group(part, None, d_preact) for part, d_preact in zip(rows, d_preacts, strict=True)
+                                    if d_preact is not None])
         groups = []
         for g in range(count):
             own = d_preacts[g * parts : (g + 1) * parts]
@@ -127,8 +122,7 @@ class GroupedLinear(Function):
                 continue
             dweight, add_weight = target(1 + g, weights[g].shape)
             dbias, add_bias = target(1 + count + g, weights[g].shape[:1])
-            pieces = zip(*(_rows(array, parts) for array in (dweight, dbias)), own, strict=True)
-            for weight, bias, d_preact in pieces:
+            for weight, bias, d_preact in zip(_rows(dweight, parts), _rows(dbias, parts), own, strict=True):
                 if d_preact is not None:
                     groups.append(Group(weight, bias, d_preact, None, add_weight, add_bias))
                     continue
@@ -140,6 +134,15 @@ class GroupedLinear(Function):
         for batch in _batches(groups) if any(needs[1:]) else []:
             _launch("dweight", batch, tiles, x)
         return tuple(grads)
+
+
+def _sum_products(dx: Array, add: bool, groups: list[Group]) -> None:
+    """dx = or, with `add`, += the sum over the groups of d_preact · weight."""
+    partials = empty((len(groups), *dx.shape), float32)
+    tiles = blocks(dx.shape[1], DX_TILE), blocks(len(dx), DX_TILE)
+    for i, batch in enumerate(_batches(groups)):
+        _launch("dx", batch, tiles, partials[i * GROUPS :])
+    sum_splits(partials, dx, Epilogue(addend=dx if add else None), dx.shape[1])
 
 
 def _rows(array: Array | None, parts: int) -> Sequence[Array | None]:
