@@ -22,26 +22,8 @@ from cudiff.statistics import ChannelStatistics, Kind
 from cudiff.tensor import Tensor
 
 __all__ = [
-    "abs",
-    "cbrt",
-    "ceil",
-    "exp",
-    "exp2",
-    "expm1",
-    "floor",
-    "log",
-    "log1p",
-    "log2",
-    "log10",
-    "negative",
-    "relu",
-    "round",
-    "sigmoid",
-    "sign",
-    "silu",
-    "softplus",
-    "sqrt",
-    "square",
+    "abs", "cbrt", "ceil", "exp", "exp2", "expm1", "floor", "log", "log1p", "log2", "log10", "negative", "relu",
+    "round", "sigmoid", "sign", "silu", "softplus", "sqrt", "square",
 ]
 
 
