@@ -15,7 +15,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from cudiff.cuda.compiler import compile_source, kernel_folder, kernels, signature
+from cudiff.cuda.compiler import compile_text, declarations, kernel_folder, kernel_path, source
 
 ARCHITECTURES = {  # by the folder
     "portable": ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"),
@@ -102,7 +102,13 @@ def compiled_parameters(cubin: bytes) -> dict[str, list[int]]:
 
 def declared_parameters(stem: str, constants: dict[str, str]) -> dict[str, list[int]]:
     """The same as a launch is checked against."""
-    return {name: [p.bytes for p in signature(stem, name, constants).parameters] for name in kernels(stem)}
+    declared = declarations(stem)
+    return {name: [p.bytes for p in declared.signature(name, constants).parameters] for name in declared.kernels}
+
+
+def compile_source(stem: str, arch: str, constants: dict[str, str]) -> tuple[bytes, str]:
+    """`compile_text` of a kernel file."""
+    return compile_text(kernel_path(stem), source(stem, constants), arch, constants)
 
 
 def main() -> int:

@@ -229,7 +229,7 @@ class Host(ModuleType):
         assert named.keys() == known.keys(), f"{stem} has not the constants {list(named)} but {list(known)}"
         for constant, value in named.items():
             assert isinstance(value, int) or value in known[constant], f"{stem} has no {constant}={value}: {known}"
-        takes = compiler.signature(stem, name, named)
+        takes = compiler.declarations(stem).signature(name, named)
 
         def run(grid: tuple[int, ...], block: tuple[int, ...], args: tuple, shared_mem: int = 0,
                 cooperative: bool = False) -> None:

@@ -48,7 +48,7 @@ _FILES = {
 _PARTS = {"PART_BYTES", "LEAST_BYTES", "CHUNK", "PAIRS", "_PARTIAL_SUMS"}
 _KEYWORDS = {"strict", "copy", "exist_ok", "maxsize", "timeout"}
 _PLANS = {"microseconds", "plans"}
-_ON_A_GPU = {"launch", "get_cupy", "kernel", "is_capturing", "gradient_target", "compile_source"}
+_ON_A_GPU = {"launch", "get_cupy", "kernel", "is_capturing", "gradient_target"}
 
 _COMPARE = {
     ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),

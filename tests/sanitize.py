@@ -162,7 +162,7 @@ def _comparisons() -> None:
 def _integers() -> None:
     x, y = (Tensor(np.arange(start, start + 33), device="cuda") for start in (-9, -8))
     ops.where(x > 0, x, 1)
-    for name in set(compiler.kernels("integer")) - {"where"}:
+    for name in set(compiler.declarations("integer").kernels) - {"where"}:
         integer(name, x, y % 7)
         integer(name, x[:, None], y % 7)
     x.max(), x.min()
@@ -267,7 +267,7 @@ def run_all(only: str) -> int:
 def kernels() -> set[Kernel]:
     """Every function of kernels/*/*.cu."""
     stems = sorted(path.stem for path in compiler.kernel_folder().glob("*/*.cu"))
-    return {(stem, name) for stem in stems for name in compiler._declarations(stem).kernels}
+    return {(stem, name) for stem in stems for name in compiler.declarations(stem).kernels}
 
 
 class Report(NamedTuple):

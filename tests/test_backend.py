@@ -11,9 +11,10 @@ import pytest
 from cudiff import backend
 from cudiff.backend import array_module, copy_into, to_device
 from cudiff.cuda import compiler, select
-from cudiff.cuda.compiler import compile_source, compiles_ahead, compiling_ahead, cubin_folder
+from cudiff.cuda.compiler import compiles_ahead, compiling_ahead, cubin_folder
 from cudiff.cuda.launch import blocks
 from cudiff.errors import CudiffError
+from tests.compile_kernels import compile_source
 
 
 def test_float64_stays_on_the_cpu(host_of):
@@ -133,7 +134,7 @@ def test_cubins_are_kept_in_the_cache_or_in_a_folder_of_their_own(monkeypatch, t
 
 
 class Compiler:
-    """NVRTC as far as `compile_source` asks it."""
+    """NVRTC as far as `compile_text` asks it."""
 
     class NVRTCError(Exception):
         pass

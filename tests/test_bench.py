@@ -356,25 +356,30 @@ def test_the_profile_counts_the_operations_of_convolutions(launched):
     def bf16(*shape):
         return np.zeros(shape, bfloat16)
 
+    def run(module, direction, *operands, skip=None):
+        given = Operands(*operands, skip=skip)
+        image, result = (Image(array.shape, array.dtype) for array in (given.x, given.out))
+        problem = Problem(direction, image, Weight(given.weight.shape), result, padding=(1, 1))
+        module.run(given, module.offer(problem), problem)
+
     x, weight, dout = bf16(4, 32, 32, 64), bf16(128, 3, 3, 64), bf16(4, 32, 32, 128)
-    sm90.fprop(x, weight, dout, product.Epilogue())
-    sm90.fprop(dout, weight, x, product.Epilogue(), transposed=True)
-    wgrad_sm90.wgrad(x, dout, np.zeros(weight.shape, np.float32), add=False)
-    wgrad_sm90.wgrad_tf32(x, dout, np.zeros(weight.shape, np.float32), add=False)
+    dweight = np.zeros(weight.shape, np.float32)
+    run(sm90, FPROP, x, weight, dout)
+    run(sm90, DGRAD, dout, weight, x)
+    run(wgrad_sm90, WGRAD, x, dweight, dout)
+    wgrad_sm90.wgrad_tf32(x, dout, dweight, add=False)
     for direction, a, out in ((FPROP, x, dout), (DGRAD, dout, x), (WGRAD, x, dout)):
-        image, result = (Image(array.shape, array.dtype) for array in (a, out))
-        problem = Problem(direction, image, Weight(weight.shape), result, padding=(1, 1))
-        portable.run(Operands(a, weight, out), portable.offer(problem), problem)
+        run(portable, direction, a, weight, out)
     counted = [flops_of(stem, name, grid, args, constants) for stem, name, grid, args, constants in launched]
     assert [count for count in counted if count] == [CONVOLUTION] * 7
     launched.clear()
     skip = Skip(bf16(4, 32, 32, 64), bf16(4, 32, 32, 40), bf16(128, 1, 1, 104), None)
-    sm90.fprop(x, weight, dout, product.Epilogue(), skip=skip)
+    run(sm90, FPROP, x, weight, dout, skip=skip)
     ((stem, name, grid, args, constants),) = launched
     assert flops_of(stem, name, grid, args, constants) == CONVOLUTION + 2 * 4 * 32 * 32 * 104 * 128
     launched.clear()
-    few_channels.fprop(bf16(2, 16, 16, 3), bf16(64, 3, 3, 3), bf16(2, 16, 16, 64), product.Epilogue())
-    few_channels.fprop(bf16(2, 16, 16, 64), bf16(3, 3, 3, 64), bf16(2, 16, 16, 3), product.Epilogue())
+    run(few_channels, FPROP, bf16(2, 16, 16, 3), bf16(64, 3, 3, 3), bf16(2, 16, 16, 64))
+    run(few_channels, FPROP, bf16(2, 16, 16, 64), bf16(3, 3, 3, 64), bf16(2, 16, 16, 3))
     matmul.multiply(bf16(6, 20, 72), bf16(6, 72, 40), bf16(6, 20, 40))
     assert [flops_of(stem, name, grid, args, constants) for stem, name, grid, args, constants in launched if
             stem != "gemm"] == [2 * 2 * 256 * 27 * 64] * 2 + [2 * 6 * 20 * 72 * 40]

@@ -36,7 +36,7 @@ class Gpu:
         class Arena(memory.Arena):
             def __init__(self):
                 memory.Allocator.__init__(self)
-                self.needed, self.rehearsing, self._pieces = 0, False, []
+                self.needed, self.precompiling, self._pieces = 0, False, []
                 weakref.finalize(self, gpu.unmap, self._pieces)
 
             def allocate(self, size):

@@ -10,11 +10,12 @@ import pytest
 
 from cudiff.cuda import device as devices
 from cudiff.cuda.accumulate import add_into
-from cudiff.cuda.compiler import compile_source, kernel_folder
+from cudiff.cuda.compiler import kernel_folder
 from cudiff.cuda.graph import capture
 from cudiff.cuda.launch import formats, pack, padded_shared
 from cudiff.errors import CudiffError
 from cudiff.tensor import Tensor
+from tests.compile_kernels import compile_source
 
 
 def packed_as(args):

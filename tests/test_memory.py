@@ -241,12 +241,12 @@ def test_an_arena_grows_by_pages_until_the_gpu_has_no_more(monkeypatch):
     with pytest.raises(MemoryError):  # more than there are addresses: the driver is not asked
         arena.allocate(4 * PAGE)
     assert len(freed) == 2
-    needed, arena.rehearsing, refused[:] = arena.needed, True, [True, True]
+    needed, arena.precompiling, refused[:] = arena.needed, True, [True, True]
     beyond = arena.allocate(PAGE), arena.allocate(9 * PAGE)  # addresses alone, and the driver is asked once
     assert [piece[0] for piece in beyond] == [2 * PAGE + ALIGNMENT, 3 * PAGE + ALIGNMENT]
     assert (needed, arena.needed) == (2 * PAGE + ALIGNMENT, 12 * PAGE + ALIGNMENT) and len(freed) == 3
     assert arena.total_bytes() == 3 * PAGE and not refused
-    arena.needed, arena.rehearsing = needed, False
+    arena.needed, arena.precompiling = needed, False
     del beyond
     fourth = arena.allocate(3 * PAGE - ALIGNMENT)
     assert fourth[0] == 2 * PAGE + ALIGNMENT and arena.total_bytes() == 5 * PAGE

@@ -11,7 +11,7 @@ from cudiff.backend import bfloat16
 from cudiff.cuda import compiler, device, launch
 from cudiff.cuda.compiler import kernel_folder
 from cudiff.cuda.signature import Parameter, Signature, Source
-from tests.compile_kernels import VARIANTS, compiled_parameters, declared_parameters, variants
+from tests.compile_kernels import VARIANTS, compile_source, compiled_parameters, declared_parameters, variants
 from tests.host import H200
 
 STEMS = [path.stem for path in sorted(kernel_folder().glob("*/*.cu"))]
@@ -32,10 +32,10 @@ def parameters(text, constants=None):
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_every_kernel_is_read_for_every_variant(stem):
-    assert compiler.kernels(stem)
+    assert compiler.declarations(stem).kernels
     for constants in variants(stem, "sm_90a"):
-        for name in compiler.kernels(stem):
-            signature = compiler.signature(stem, name, constants)
+        for name in compiler.declarations(stem).kernels:
+            signature = compiler.declarations(stem).signature(name, constants)
             assert signature.parameters and all(p.type not in constants for p in signature.parameters)
 
 
@@ -43,7 +43,7 @@ def test_every_kernel_is_read_for_every_variant(stem):
 def test_the_compiler_has_the_same_parameters(stem, nvrtc):
     """Of all files this is seen where they are compiled, by tests/compile_kernels.py."""
     constants = variants(stem, "sm_80")[0]
-    cubin, _ = compiler.compile_source(stem, "sm_80", constants)
+    cubin, _ = compile_source(stem, "sm_80", constants)
     assert compiled_parameters(cubin) == declared_parameters(stem, constants)
 
 
@@ -52,7 +52,7 @@ def test_a_kernel_is_compiled_without_others_of_its_macro(nvrtc):
     constants = variants("elementwise", "sm_80")[0]
     written_out = {"relu_backward_sums", "clip_forward", "clip_backward"}
     for name, others in (("exp_backward", {"exp_forward"}), ("log_forward", {"log_backward"}), ("clip_forward", set())):
-        call = compiler.call_of("elementwise", name)
+        call = compiler.declarations("elementwise").call_of(name)
         cubin, _ = compiler.compile_text("file", compiler.source("elementwise", constants, call), "sm_80", constants)
         assert set(compiled_parameters(cubin)) == {name} | others | written_out
 
@@ -61,8 +61,8 @@ def test_a_kernel_is_compiled_without_others_of_its_macro(nvrtc):
 def test_every_kernel_has_a_source_of_its_own(stem):
     """Where calls of macros take more lines than one, one of them would lose its end."""
     whole = compiler.source(stem, {})
-    for name in compiler.kernels(stem):
-        text = compiler.source(stem, {}, compiler.call_of(stem, name))
+    for name in compiler.declarations(stem).kernels:
+        text = compiler.source(stem, {}, compiler.declarations(stem).call_of(name))
         assert name in Source("file", text).kernels
         lost = set(whole.splitlines()) - set(text.splitlines())
         assert lost and all(re.fullmatch(r"[A-Z]+\(\w+, .*\)", line) for line in lost), lost
@@ -111,7 +111,7 @@ VIEWS = np.zeros(128, np.uint8)
 def check(kernel, args):
     constants = dict(kernel)
     kinds, _ = launch.pack(args)
-    compiler.signature(constants.pop("stem"), constants.pop("name"), constants).check(kinds)
+    compiler.declarations(constants.pop("stem")).signature(constants.pop("name"), constants).check(kinds)
 
 
 @pytest.mark.parametrize("kernel, args", [
@@ -184,7 +184,7 @@ def fake_driver(monkeypatch):
 
 def fill_kernel():
     function = SimpleNamespace(shared_size_bytes=0, kernel=SimpleNamespace(ptr=0))
-    return launch.Kernel(function, compiler.signature("shape", "fill", {"T": "int"}))
+    return launch.Kernel(function, compiler.declarations("shape").signature("fill", {"T": "int"}))
 
 
 def test_a_launch_is_checked_for_each_kernel_and_combination(fake_driver):
@@ -193,7 +193,7 @@ def test_a_launch_is_checked_for_each_kernel_and_combination(fake_driver):
         fill((1,), (1,), (I32, 1.0, count))
         with pytest.raises(TypeError, match="an array of int32 for 'out', not an array of int64"):
             fill((1,), (1,), (I64, 1.0, count))
-    other = launch.Kernel(fill._function, compiler.signature("shape", "fill", {"T": "i64"}))
+    other = launch.Kernel(fill._function, compiler.declarations("shape").signature("fill", {"T": "i64"}))
     other((1,), (1,), (I64, 1.0, count))
     with pytest.raises(TypeError, match="an array of int64 for 'out', not an array of int32"):
         other((1,), (1,), (I32, 1.0, count))
@@ -219,7 +219,7 @@ def test_the_number_that_does_not_fit_is_named():
 @pytest.mark.parametrize("columns", [2**31, -(2**31) - 1])
 def test_a_python_int_beyond_32_bits_is_refused(fake_driver, columns):
     function = SimpleNamespace(shared_size_bytes=0, kernel=SimpleNamespace(ptr=0))
-    cross_entropy = launch.Kernel(function, compiler.signature("softmax", "cross_entropy", {"T": "float"}))
+    cross_entropy = launch.Kernel(function, compiler.declarations("softmax").signature("cross_entropy", {"T": "float"}))
     with pytest.raises(OverflowError, match=f"cross_entropy takes 32 bits for 'K': {columns} does not fit"):
         cross_entropy((1,), (1,), (F32, F32, F32, I32, columns))
     assert not fake_driver.launched

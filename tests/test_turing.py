@@ -9,11 +9,11 @@ import pytest
 
 from cudiff import Tensor
 from cudiff.config import Config
-from cudiff.cuda.compiler import compile_source
 from cudiff.cuda.device import precision_on
 from cudiff.data import load_dataset
 from cudiff.ops import attention
 from cudiff.train import Trainer
+from tests.compile_kernels import compile_source
 from tests.host import forget, pretend
 from tests.traces import Case, sampling, training
 

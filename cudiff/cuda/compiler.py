@@ -21,7 +21,7 @@ import numpy as np
 
 from cudiff.backend import bfloat16, cache_folder, float16, float32, get_cupy, int32, int64
 from cudiff.cuda.device import current_device
-from cudiff.cuda.signature import Signature, Source
+from cudiff.cuda.signature import Source
 from cudiff.errors import CudiffError
 from cudiff.files import replaced
 
@@ -59,14 +59,15 @@ def kernel_path(stem: str) -> str:
 
 
 def source(stem: str, constants: dict[str, Any], call: str | None = None) -> str:
-    """The text of `common.cuh` and of a `.cu` file, with each of our own headers included once. call: the one that is
-    kept of the macro calls that define kernels, see `call_of`.
+    """The text of `common.cuh` and of a `.cu` file, with each of our own headers included once.
 
+    call: the one that is kept of the macro calls that define kernels (`Source.call_of`). Each is compiled alone, when a
+    kernel of it is needed: all of arithmetic.cu takes 5 s, `add` 0.3.
     Constants that are types become typedefs after `common.cuh`. As macros they would also replace the T of every
     `template <typename T>`, NVRTC's own included.
     """
     common, rest = _expanded(stem)
-    return with_types(common, rest if call is None else _declarations(stem).with_one_call(rest, call), constants)
+    return with_types(common, rest if call is None else declarations(stem).with_one_call(rest, call), constants)
 
 
 def with_types(common: str, rest: str, constants: dict[str, Any]) -> str:
@@ -100,31 +101,9 @@ def expanded(text: str) -> tuple[str, str]:
 
 
 @functools.cache
-def _declarations(stem: str) -> Source:
+def declarations(stem: str) -> Source:
+    """The kernels of `<stem>.cu`, and their signatures."""
     return Source(kernel_path(stem), "".join(_expanded(stem)))
-
-
-def kernels(stem: str) -> list[str]:
-    """The names of the kernels of `<stem>.cu`."""
-    return _declarations(stem).kernels
-
-
-def call_of(stem: str, name: str) -> str:
-    """The start of the macro call that defines this kernel of `<stem>.cu`; "" for a kernel defined without a macro.
-
-    Each call is compiled alone, when a kernel of it is needed: all of arithmetic.cu takes 5 s, `add` 0.3.
-    """
-    return _declarations(stem).call_of(name)
-
-
-def signature(stem: str, name: str, constants: dict[str, Any]) -> Signature:
-    """The signature of a kernel that is compiled with `constants`, in which dtypes are C names."""
-    return _declarations(stem).signature(name, constants)
-
-
-def compile_source(stem: str, arch: str, constants: dict[str, Any]) -> tuple[bytes, str]:
-    """`compile_text` of one of our files."""
-    return compile_text(kernel_path(stem), source(stem, constants), arch, constants)
 
 
 def compile_text(file: str, text: str, arch: str, constants: dict[str, Any]) -> tuple[bytes, str]:

@@ -197,7 +197,7 @@ class _Recording:
     def precompile(self, args: tuple[Tensor | None, ...]) -> None:
         """Compile the kernels under a capture that is discarded. Its arrays show how much memory the real one takes.
         Errors are ignored: the real call raises them."""
-        self.arena.rehearsing = True
+        self.arena.precompiling = True
         with self._private(), contextlib.suppress(Exception):
             inputs = self._like(args)
             self.stream.begin_capture()
@@ -207,7 +207,7 @@ class _Recording:
                 self.needed = self.arena.needed
             finally:
                 self.stream.end_capture()
-        self.arena.rehearsing = False
+        self.arena.precompiling = False
         self.fits = self.arena.needed <= self.arena.total_bytes()
         if not self.fits:
             self.needed = self.arena.needed  # a lower bound if `fn` failed

@@ -179,12 +179,13 @@ def kernel(stem: str, name: str, **constants: Any) -> Callable[..., None]:
     key = (get_cupy().cuda.runtime.getDevice(), stem, name, *constants.items())
     found = _kernels.get(key)
     if found is None:
-        named, call = compiler.c_names(compiler.kernel_path(stem), constants), compiler.call_of(stem, name)
+        named, declared = compiler.c_names(compiler.kernel_path(stem), constants), compiler.declarations(stem)
+        call = declared.call_of(name)
         if compiler.compiles_ahead():
             compiler.compile_ahead(stem, named, call)
             return lambda *args, **kwargs: None
         function = compiler.load(stem, named, call).get_function(name)
-        found = _kernels[key] = Kernel(function, compiler.signature(stem, name, named))
+        found = _kernels[key] = Kernel(function, declared.signature(name, named))
     return found
 
 

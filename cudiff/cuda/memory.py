@@ -75,14 +75,14 @@ class Allocator:
 class Arena(Allocator):
     """GPU memory for arrays that are used on one stream. It grows with them, and is freed after the last of them.
 
-    needed: the highest end of an array so far, in bytes from the arena's start. rehearsing: if the GPU's memory runs
+    needed: the highest end of an array so far, in bytes from the arena's start. precompiling: if the GPU's memory runs
     out, further arrays get addresses without memory, for launches that are discarded. From then on `needed` is above
     `total_bytes()`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.needed, self.rehearsing = 0, False
+        self.needed, self.precompiling = 0, False
         runtime = get_cupy().cuda.runtime
         self._device = runtime.getDevice()
         self._reserved = -(-memory_total("cuda") // PAGE) * PAGE  # addresses without memory cost nothing
@@ -104,10 +104,10 @@ class Arena(Allocator):
 
     def _reach(self, end: int) -> None:
         taken = self.total_bytes()
-        known_short = self.rehearsing and self.needed > taken  # asking the driver again would collect garbage each time
+        known_short = self.precompiling and self.needed > taken  # asking again would collect garbage each time
         if end > taken and not known_short:
             size = -(-(end - taken) // PAGE) * PAGE
-            if not self._back(taken, size) and not self.rehearsing:
+            if not self._back(taken, size) and not self.precompiling:
                 raise get_cupy().cuda.memory.OutOfMemoryError(size, taken)
         self.needed = max(self.needed, end)
 

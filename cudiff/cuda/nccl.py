@@ -61,8 +61,8 @@ class Nccl:
                       self._nccl.NCCL_SUM, stream)
 
     def register(self, gradient: Array, weights: Array, parts: Sequence[slice]) -> Peers | None:
-        """What has GPUs of one machine that reach each other's memory copy parts of gradients to those who update them,
-        whose updates write weights to all; None where NCCL does it."""
+        """Copies between GPUs of one machine that reach each other's memory: parts of gradients go to the process that
+        updates them, and its update writes the weights to all. None where NCCL does it."""
         if self._one_machine:
             with contextlib.suppress(OSError):
                 return Peers(self._rank, gradient, weights, parts, self._exchange, self._mapped)

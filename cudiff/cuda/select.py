@@ -22,12 +22,11 @@ class Offer(NamedTuple):
     """What a row does for one problem.
 
     fused: the wanted fusions that it does. plan: the launch configuration, or what else `run` needs, of a type of
-    the row's own. microseconds: the estimated time; None if only the row's place in the table counts.
+    the row's own.
     """
 
     fused: frozenset[str] = frozenset()
     plan: Any = None
-    microseconds: float | None = None
 
 
 class Row(NamedTuple):

@@ -97,21 +97,9 @@ class Binary(Function):
 class Add(Binary):
     """The gradient of both operands is dout, summed over axes along which they were broadcast."""
 
-    @staticmethod
-    def keep(a, b, needs):
-        return None, None
-
-    @staticmethod
-    def value(a, b):
-        return np.add(a, b)
-
-    @staticmethod
-    def gradient_a(dout, a, b):
-        return dout
-
-    @staticmethod
-    def gradient_b(dout, a, b):
-        return dout
+    keep = staticmethod(lambda a, b, needs: (None, None))
+    value = staticmethod(np.add)
+    gradient_a = gradient_b = staticmethod(lambda dout, a, b: dout)
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
@@ -119,13 +107,8 @@ class Add(Binary):
 
 
 class Subtract(Add):
-    @staticmethod
-    def value(a, b):
-        return np.subtract(a, b)
-
-    @staticmethod
-    def gradient_b(dout, a, b):
-        return np.negative(dout)
+    value = staticmethod(np.subtract)
+    gradient_b = staticmethod(lambda dout, a, b: np.negative(dout))
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
@@ -140,39 +123,17 @@ class Subtract(Add):
 
 
 class Multiply(Binary):
-    @staticmethod
-    def keep(a, b, needs):
-        return a if needs[1] else None, b if needs[0] else None
-
-    @staticmethod
-    def value(a, b):
-        return np.multiply(a, b)
-
-    @staticmethod
-    def gradient_a(dout, a, b):
-        return dout * b
-
-    @staticmethod
-    def gradient_b(dout, a, b):
-        return dout * a
+    keep = staticmethod(lambda a, b, needs: (a if needs[1] else None, b if needs[0] else None))
+    value = staticmethod(np.multiply)
+    gradient_a = staticmethod(lambda dout, a, b: dout * b)
+    gradient_b = staticmethod(lambda dout, a, b: dout * a)
 
 
 class Divide(Binary):
-    @staticmethod
-    def keep(a, b, needs):
-        return a if needs[1] else None, b
-
-    @staticmethod
-    def value(a, b):
-        return np.divide(a, b)
-
-    @staticmethod
-    def gradient_a(dout, a, b):
-        return dout / b
-
-    @staticmethod
-    def gradient_b(dout, a, b):
-        return -dout * (a / b) / b  # b * b may overflow
+    keep = staticmethod(lambda a, b, needs: (a if needs[1] else None, b))
+    value = staticmethod(np.divide)
+    gradient_a = staticmethod(lambda dout, a, b: dout / b)
+    gradient_b = staticmethod(lambda dout, a, b: -dout * (a / b) / b)  # b * b may overflow
 
 
 class Power(Binary):
@@ -230,31 +191,15 @@ class Remainder(Binary):
 class Maximum(Binary):
     """Where a == b each gets half of the gradient, as in PyTorch."""
 
-    @staticmethod
-    def value(a, b):
-        return np.maximum(a, b)
-
-    @staticmethod
-    def gradient_a(dout, a, b):
-        return masked(dout, a > b) + masked(0.5 * dout, a == b)
-
-    @staticmethod
-    def gradient_b(dout, a, b):
-        return Maximum.gradient_a(dout, b, a)
+    value = staticmethod(np.maximum)
+    gradient_a = staticmethod(lambda dout, a, b: masked(dout, a > b) + masked(0.5 * dout, a == b))
+    gradient_b = staticmethod(lambda dout, a, b: Maximum.gradient_a(dout, b, a))
 
 
 class Minimum(Maximum):
-    @staticmethod
-    def value(a, b):
-        return np.minimum(a, b)
-
-    @staticmethod
-    def gradient_a(dout, a, b):
-        return Maximum.gradient_a(dout, b, a)
-
-    @staticmethod
-    def gradient_b(dout, a, b):
-        return Maximum.gradient_a(dout, a, b)
+    value = staticmethod(np.minimum)
+    gradient_a = staticmethod(Maximum.gradient_b)
+    gradient_b = staticmethod(Maximum.gradient_a)
 
 
 def _binary(function: type[Binary], a: Any, b: Any, of_integers: str = "") -> Tensor:

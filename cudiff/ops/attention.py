@@ -9,6 +9,7 @@ import numpy as np
 
 from cudiff.backend import Array, compute_dtype, float32, is_low
 from cudiff.cuda.kernels.attention import table
+from cudiff.cuda.kernels.attention.problem import Backward, Forward
 from cudiff.cuda.launch import blocks, empty
 from cudiff.cuda.sums import empty_statistics
 from cudiff.function import Function
@@ -30,7 +31,13 @@ class Attention(Function):
 
     @staticmethod
     def forward_numpy(ctx, q, k, v):
-        return _forward_numpy(ctx, q, k, v)
+        scores = matmul_numpy(_by_head(q), _by_head(k).swapaxes(-1, -2)) / math.sqrt(q.shape[-1])
+        scores -= scores.max(axis=-1, keepdims=True)
+        weights = np.exp(scores, out=scores)
+        weights /= weights.sum(axis=-1, keepdims=True)
+        ctx.save(q, k, v, weights)
+        out = matmul_numpy(weights, _by_head(v))
+        return np.ascontiguousarray(out.transpose(0, 2, 1, 3)).reshape(*q.shape[:2], -1).astype(q.dtype, copy=False)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
@@ -40,7 +47,13 @@ class Attention(Function):
 
     @staticmethod
     def forward_cuda(ctx, q, k, v):
-        return _forward_cuda(ctx, q, k, v)
+        n, rows, heads, dim = q.shape
+        out = empty((n, rows, heads * dim), q.dtype)
+        lse = empty((n, heads, 64 * blocks(rows, 64)), float32)
+        ctx.save(q, k, v, out, lse)
+        if out.size:
+            table.forward(Forward(out.reshape(q.shape), lse, q, k, v))
+        return out
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
@@ -55,7 +68,8 @@ class AttentionQKV(Function):
     @staticmethod
     def forward_numpy(ctx, qkv, num_heads, new_order):
         ctx.attrs = num_heads, new_order
-        return _forward_numpy(ctx, *_split(qkv, num_heads, new_order)).reshape(*qkv.shape[:-1], qkv.shape[-1] // 3)
+        out = Attention.forward_numpy(ctx, *_split(qkv, num_heads, new_order))
+        return out.reshape(*qkv.shape[:-1], qkv.shape[-1] // 3)
 
     @staticmethod
     def backward_numpy(ctx, dout, needs, into):
@@ -66,7 +80,8 @@ class AttentionQKV(Function):
     @staticmethod
     def forward_cuda(ctx, qkv, num_heads, new_order):
         ctx.attrs = num_heads, new_order
-        return _forward_cuda(ctx, *_split(qkv, num_heads, new_order)).reshape(*qkv.shape[:-1], qkv.shape[-1] // 3)
+        out = Attention.forward_cuda(ctx, *_split(qkv, num_heads, new_order))
+        return out.reshape(*qkv.shape[:-1], qkv.shape[-1] // 3)
 
     @staticmethod
     def backward_cuda(ctx, dout, needs, into):
@@ -97,16 +112,6 @@ def _by_head(x: np.ndarray) -> np.ndarray:
     return x.astype(compute_dtype(x.dtype), copy=False).transpose(0, 2, 1, 3)
 
 
-def _forward_numpy(ctx, q, k, v):
-    scores = matmul_numpy(_by_head(q), _by_head(k).swapaxes(-1, -2)) / math.sqrt(q.shape[-1])
-    scores -= scores.max(axis=-1, keepdims=True)
-    weights = np.exp(scores, out=scores)
-    weights /= weights.sum(axis=-1, keepdims=True)
-    ctx.save(q, k, v, weights)
-    out = matmul_numpy(weights, _by_head(v))
-    return np.ascontiguousarray(out.transpose(0, 2, 1, 3)).reshape(*q.shape[:2], -1).astype(q.dtype, copy=False)
-
-
 def _backward_numpy(ctx, dout, dq, dk, dv):
     q, k, v, weights = ctx.saved
     q, k, v, dout = (_by_head(x) for x in (q, k, v, dout.reshape(q.shape)))
@@ -117,20 +122,10 @@ def _backward_numpy(ctx, dout, dq, dk, dv):
     dv[:] = matmul_numpy(weights.swapaxes(-1, -2), dout).transpose(0, 2, 1, 3)
 
 
-def _forward_cuda(ctx, q, k, v):
-    n, rows, heads, dim = q.shape
-    out = empty((n, rows, heads * dim), q.dtype)
-    lse = empty((n, heads, 64 * blocks(rows, 64)), float32)
-    ctx.save(q, k, v, out, lse)
-    if out.size:
-        table.forward(out.reshape(q.shape), lse, q, k, v)
-    return out
-
-
 def _backward_cuda(ctx, dout, dq, dk, dv, sums=None):
     q, k, v, out, lse = ctx.saved
     if out.size:
-        table.backward(dq, dk, dv, dout.reshape(q.shape), q, k, v, out, lse, sums)
+        table.backward(Backward(dq, dk, dv, dout.reshape(q.shape), q, k, v, out, lse, sums))
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:

@@ -1,7 +1,7 @@
 """Comparisons and logic, element by element, and `any` and `all`: bool tensors without gradients.
 
-Operands broadcast and are converted to one dtype as in arithmetic, but an integer tensor and floats on the CPU to
-float64, as in NumPy, on a GPU to float32. Numbers other than 0, NaN too, are true.
+Operands broadcast, and are converted to one dtype as in arithmetic. Only integers beside floats are compared as float64
+on the CPU, as in NumPy, and as float32 on a GPU. Numbers other than 0, NaN too, are true.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -154,20 +154,22 @@ def wgrad_numpy(x: np.ndarray, dout: np.ndarray, kernel: Pair, stride: Pair, pad
     outputs, length = dout.shape[3], kernel[0] * kernel[1] * x.shape[3]
     blocks = _blocks(dout.shape[0], dout.shape[1:3], length * x.itemsize)
 
-    def products(start: int) -> Array:
-        total = None
-        for block in blocks[start::_PARTIAL_SUMS]:
-            patches = _patches(x, block, kernel, dout.shape[2], stride, padding, (1, 1))
-            total = _added(total, dout[block].reshape(-1, outputs).T @ patches)
-        return total
+    def product(block: tuple[slice, slice]) -> Array:
+        patches = _patches(x, block, kernel, dout.shape[2], stride, padding, (1, 1))
+        return dout[block].reshape(-1, outputs).T @ patches
 
-    partial = parallel_map(products, range(min(len(blocks), _PARTIAL_SUMS)))
-    return functools.reduce(_added, partial).reshape(outputs, *kernel, x.shape[3])
+    return _sum_over(blocks, product).reshape(outputs, *kernel, x.shape[3])
 
 
-def _added(total: Array | None, term: Array) -> Array:
-    """total + term, in total's memory; the term where there is no total yet."""
-    return term if total is None else np.add(total, term, out=total)
+def _sum_over(blocks: list[tuple[slice, slice]], product: Callable[[tuple[slice, slice]], Array | None]) -> Any:
+    """The sum of product(block) over all blocks, in a fixed order, on all cores; None where `product` returns None."""
+    def add(total: Any, term: Any) -> Any:
+        return term if total is None else np.add(total, term, out=total)
+
+    def add_up(start: int) -> Any:
+        return functools.reduce(add, map(product, blocks[start::_PARTIAL_SUMS]))
+
+    return functools.reduce(add, parallel_map(add_up, range(min(len(blocks), _PARTIAL_SUMS))))
 
 
 @unflagged
@@ -184,20 +186,16 @@ def gradients_numpy(x: np.ndarray, weight: np.ndarray, dout: np.ndarray, padding
     blocks = _blocks(len(x), x.shape[1:3], matrix.shape[0] * x.itemsize)
     dx = np.empty(x.shape, x.dtype) if needs[0] else None
 
-    def products(start: int) -> Array:
-        total = None
-        for block in blocks[start::_PARTIAL_SUMS]:
-            patches = _patches(dout, block, (kernel[0], kernel[1]), width, (1, 1), offset, (1, 1))
-            if dx is not None:
-                np.matmul(patches, matrix, out=dx[block].reshape(-1, channels))
-            if needs[1]:
-                total = _added(total, patches.T @ x[block].reshape(-1, channels))
-        return total
+    def product(block: tuple[slice, slice]) -> Array | None:
+        patches = _patches(dout, block, (kernel[0], kernel[1]), width, (1, 1), offset, (1, 1))
+        if dx is not None:
+            np.matmul(patches, matrix, out=dx[block].reshape(-1, channels))
+        return patches.T @ x[block].reshape(-1, channels) if needs[1] else None
 
-    partial = parallel_map(products, range(min(len(blocks), _PARTIAL_SUMS)))
-    if not needs[1]:
+    dweight = _sum_over(blocks, product)
+    if dweight is None:
         return dx, None
-    dweight = functools.reduce(_added, partial).reshape(*kernel, outputs, channels)[::-1, ::-1]
+    dweight = dweight.reshape(*kernel, outputs, channels)[::-1, ::-1]
     return dx, np.ascontiguousarray(dweight.transpose(2, 0, 1, 3))
 
 
@@ -298,7 +296,7 @@ class Conv2d(Function):
         out = empty((x.shape[0], *size, weight.shape[0]), x.dtype)
         epilogue = Epilogue(bias=as_float32(bias))
         given = Operands(x, weight, out, epilogue)
-        ctx.out_statistics = table.fprop(given, statistics=True, **steps._asdict())
+        ctx.out_statistics = table.fprop(given, *steps, statistics=True)
         return out
 
     @staticmethod
@@ -309,10 +307,10 @@ class Conv2d(Function):
             dx, add = gradient_target(into[0], x.shape, x.dtype)
             epilogue = Epilogue(addend=dx if add else None)
             given = Operands(dout, weight, dx, epilogue)
-            ctx.din_statistics[0] = table.dgrad(given, sums=True, **ctx.steps._asdict())
+            ctx.din_statistics[0] = table.dgrad(given, *ctx.steps, sums=True)
         if needs[1]:
             dweight, add = gradient_target(into[1], weight.shape, float32)
-            table.wgrad(Operands(x, dweight, dout, add=add), **ctx.steps._asdict())
+            table.wgrad(Operands(x, dweight, dout, add=add), *ctx.steps)
         if needs[2]:
             dbias = sum_rows_cuda(dout, into[2], ctx.dout_sums)
         return dx, dweight, dbias

@@ -22,26 +22,8 @@ from cudiff.statistics import ChannelStatistics, Kind
 from cudiff.tensor import Tensor
 
 __all__ = [
-    "abs",
-    "cbrt",
-    "ceil",
-    "exp",
-    "exp2",
-    "expm1",
-    "floor",
-    "log",
-    "log1p",
-    "log2",
-    "log10",
-    "negative",
-    "relu",
-    "round",
-    "sigmoid",
-    "sign",
-    "silu",
-    "softplus",
-    "sqrt",
-    "square",
+    "abs", "cbrt", "ceil", "exp", "exp2", "expm1", "floor", "log", "log1p", "log2", "log10", "negative", "relu",
+    "round", "sigmoid", "sign", "silu", "softplus", "sqrt", "square",
 ]
 
 
@@ -86,51 +68,51 @@ class Unary(Function):
 
 
 class Negative(Unary):
-    value = staticmethod(lambda x: np.negative(x))
+    value = staticmethod(np.negative)
     gradient = staticmethod(lambda dout, x: np.negative(dout))
 
 
 class Exp(Unary):
     saves_out = True
-    value = staticmethod(lambda x: np.exp(x))
+    value = staticmethod(np.exp)
     gradient = staticmethod(lambda dout, out: dout * out)
 
 
 class Log(Unary):
-    value = staticmethod(lambda x: np.log(x))
+    value = staticmethod(np.log)
     gradient = staticmethod(lambda dout, x: dout / x)
 
 
 class Exp2(Unary):
     saves_out = True
-    value = staticmethod(lambda x: np.exp2(x))
+    value = staticmethod(np.exp2)
     gradient = staticmethod(lambda dout, out: dout * out * math.log(2))
 
 
 class Log2(Unary):
-    value = staticmethod(lambda x: np.log2(x))
+    value = staticmethod(np.log2)
     gradient = staticmethod(lambda dout, x: dout / (x * math.log(2)))
 
 
 class Log10(Unary):
-    value = staticmethod(lambda x: np.log10(x))
+    value = staticmethod(np.log10)
     gradient = staticmethod(lambda dout, x: dout / (x * math.log(10)))
 
 
 class Sqrt(Unary):
     saves_out = True
-    value = staticmethod(lambda x: np.sqrt(x))
+    value = staticmethod(np.sqrt)
     gradient = staticmethod(lambda dout, out: 0.5 * dout / out)
 
 
 class Cbrt(Unary):
     saves_out = True
-    value = staticmethod(lambda x: np.cbrt(x))
+    value = staticmethod(np.cbrt)
     gradient = staticmethod(lambda dout, out: dout / (3 * out * out))
 
 
 class Abs(Unary):
-    value = staticmethod(lambda x: np.abs(x))
+    value = staticmethod(np.abs)
     gradient = staticmethod(lambda dout, x: masked(dout, x > 0) - masked(dout, x < 0))
 
 
@@ -146,41 +128,36 @@ class Step(Unary):
 
 
 class Sign(Step):
-    value = staticmethod(lambda x: np.sign(x))
+    value = staticmethod(np.sign)
 
 
 class Floor(Step):
-    value = staticmethod(lambda x: np.floor(x))
+    value = staticmethod(np.floor)
 
 
 class Ceil(Step):
-    value = staticmethod(lambda x: np.ceil(x))
+    value = staticmethod(np.ceil)
 
 
 class Round(Step):
-    value = staticmethod(lambda x: np.rint(x))
+    value = staticmethod(np.rint)
 
 
 class Log1p(Unary):
-    value = staticmethod(lambda x: np.log1p(x))
+    value = staticmethod(np.log1p)
     gradient = staticmethod(lambda dout, x: dout / (1 + x))
 
 
 class Expm1(Unary):
-    value = staticmethod(lambda x: np.expm1(x))
+    value = staticmethod(np.expm1)
     gradient = staticmethod(lambda dout, x: dout * np.exp(x))
 
 
 class Relu(Unary):
     saves_out = True
 
-    @staticmethod
-    def value(x):
-        return np.maximum(x, 0)
-
-    @staticmethod
-    def gradient(dout, out):
-        return masked(dout, out > 0)
+    value = staticmethod(lambda x: np.maximum(x, 0))
+    gradient = staticmethod(lambda dout, out: masked(dout, out > 0))
 
     @classmethod
     def backward_cuda(cls, ctx, dout, needs, into):
@@ -212,9 +189,9 @@ def relu_backward_cuda(dout: Array, out: Array) -> tuple[Array, ChannelStatistic
     return dx, statistics
 
 
-def sigmoid_numpy(x):
-    """1 / (1 + exp(-x)) in one array. For very negative x exp overflows to infinity, which gives the right 0."""
-    out = np.asarray(np.negative(x))
+def sigmoid_numpy(x, out=None):
+    """1 / (1 + exp(-x)), in `out` or a new array. For very negative x exp overflows to infinity: the right 0."""
+    out = np.asarray(np.negative(x, out=out))
     with np.errstate(over="ignore"):
         np.exp(out, out=out)
     out += 1
@@ -224,9 +201,7 @@ def sigmoid_numpy(x):
 class Sigmoid(Unary):
     """The gradient is computed from x, as in Tanh."""
 
-    @staticmethod
-    def value(x):
-        return sigmoid_numpy(x)
+    value = staticmethod(sigmoid_numpy)
 
     @staticmethod
     def gradient(dout, x):

@@ -14,6 +14,7 @@ from cudiff.backend import Array
 from cudiff.cuda.kernels.norm import table
 from cudiff.function import Function
 from cudiff.ops.cast import as_wide, downcast, require_floats, upcast
+from cudiff.ops.elementwise import sigmoid_numpy, silu_backward_numpy
 from cudiff.tensor import Tensor
 from cudiff.threads import cut, parallel_map, unflagged
 
@@ -43,11 +44,7 @@ def normalize_numpy(x: Array, weight: Array, bias: Array, mean: Array, rstd: Arr
     y += offset - _spread(mean, x.shape[2]) * gain
     if not silu:
         return y, None
-    gate = np.negative(y, out=out[1])
-    with np.errstate(over="ignore"):  # silu(-100) is -100/inf: the right limit
-        np.exp(gate, out=gate)
-    gate += 1
-    np.reciprocal(gate, out=gate)
+    gate = sigmoid_numpy(y, out=out[1])
     y *= gate
     return y, gate
 
@@ -147,11 +144,7 @@ class GroupNorm(Function):
         def gradients(part: slice) -> list[Array]:
             d_preact = wide_dout[part]
             if y is not None:
-                slope = 1 - gate[part]
-                slope *= y[part]
-                slope += gate[part]
-                slope *= d_preact
-                d_preact = slope
+                d_preact = silu_backward_numpy(d_preact, gate[part], y[part])
             _, *rest = group_norm_backward_numpy(
                 d_preact, rows[part], weight, bias, mean[part], rstd[part], _of(scale, part), _of(shift, part),
                 out=dx[part],
@@ -176,7 +169,7 @@ class GroupNorm(Function):
     def backward_cuda(ctx, dout, needs, into):
         x, x2, weight, bias, scale, shift, mean, rstd = ctx.saved
         return table.backward(dout, x, x2, weight, bias, mean, rstd, ctx.silu, scale, shift, needs=needs, into=into,
-                              leaves=ctx.din_statistics)
+                              din_statistics=ctx.din_statistics)
 
 
 def group_norm(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int = 32, eps: float = 1e-5, silu: bool = False,

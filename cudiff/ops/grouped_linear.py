@@ -9,14 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cudiff.backend import Array, compute_dtype, float32
+from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.kernels.gemm.product import Epilogue, sum_splits
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.function import Function
 from cudiff.ops.cast import as_wide, astype, require_floats
-from cudiff.ops.elementwise import Silu, silu_backward_numpy, silu_numpy
-from cudiff.ops.matmul import matmul_numpy
+from cudiff.ops.elementwise import Silu, unary
+from cudiff.ops.matmul import Linear
+from cudiff.ops.shape import split
 from cudiff.tensor import Tensor
 
 __all__ = ["grouped_linear"]
@@ -66,37 +67,13 @@ class GroupedLinear(Function):
     """out[g] = z or silu(z) of z = x·weight[g]ᵀ + bias[g], in `parts`; the inputs are x, all weights, all biases."""
 
     @staticmethod
-    def forward_numpy(ctx, x, *parameters, silu, parts):
+    def compose(x, *parameters, silu, parts):
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
-        ctx.save(x, *weights)
-        ctx.parts = parts
-        wide = x.astype(compute_dtype(x.dtype), copy=False)
-        outs = [
-            matmul_numpy(wide, weight.astype(wide.dtype, copy=False).T) + bias
-            for weight, bias in zip(weights, biases, strict=True)
-        ]
-        ctx.activated = [silu_numpy(z) for z in outs] if silu else [None] * len(outs)
-        if silu:
-            outs = [out for _, out in ctx.activated]
-        return tuple(part.astype(x.dtype) for out in outs for part in np.split(out, parts, axis=1))
-
-    @staticmethod
-    def backward_numpy(ctx, *douts, needs, into):
-        x, *weights = ctx.saved
-        wide = x.astype(compute_dtype(x.dtype), copy=False)
-        dx = np.zeros(x.shape, wide.dtype)
-        dweights: list[Array | None] = [None] * len(weights)
-        dbiases = list(dweights)
-        layers = zip(weights, ctx.activated, _of_layers(douts, ctx.parts), strict=True)
-        for g, (weight, activated, own) in enumerate(layers):
-            if any(dout is not None for dout in own):
-                none = np.zeros((len(x), len(weight) // ctx.parts), wide.dtype)
-                dout = np.concatenate([none if dout is None else dout.astype(wide.dtype) for dout in own], axis=1)
-                d_preact = dout if activated is None else silu_backward_numpy(dout, *activated)
-                dx += matmul_numpy(d_preact, weight.astype(wide.dtype, copy=False))
-                dweights[g], dbiases[g] = matmul_numpy(d_preact.T, wide), d_preact.sum(0)
-        grads = (dx.astype(x.dtype, copy=False), *dweights, *dbiases)
-        return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
+        # The last layer first, so that backward adds up the terms of dx in the order of the layers.
+        layers = reversed(list(zip(weights, biases, strict=True)))
+        outs = [Linear.apply(x, weight, bias, None) for weight, bias in layers][::-1]
+        outs = [unary(Silu, out) for out in outs] if silu else outs
+        return tuple(part for out in outs for part in (split(out, parts, axis=1) if parts > 1 else (out,)))
 
     @staticmethod
     def forward_cuda(ctx, x, *parameters, silu, parts):
@@ -136,21 +113,16 @@ class GroupedLinear(Function):
         dx, add = target(0, x.shape)
         if dx is not None:
             rows = [part for weight in weights for part in _rows(weight, parts)]
-            used = [Group(part, None, d_preact) for part, d_preact in zip(rows, d_preacts, strict=True)
-                    if d_preact is not None]
-            partials = empty((len(used), *x.shape), float32)
-            tiles = blocks(len(x), DX_TILE), blocks(x.shape[1], DX_TILE)
-            for i, batch in enumerate(_batches(used)):
-                _launch("dx", batch, tiles, partials[i * GROUPS :])
-            sum_splits(partials, dx, Epilogue(addend=dx if add else None), x.shape[1])
+            _sum_products(dx, add, [Group(part, None, d_preact) for part, d_preact in zip(rows, d_preacts, strict=True)
+                                    if d_preact is not None])
         groups = []
-        for g, own in enumerate(_of_layers(d_preacts, parts)):
+        for g in range(count):
+            own = d_preacts[g * parts : (g + 1) * parts]
             if all([d_preact is None for d_preact in own]):
                 continue
             dweight, add_weight = target(1 + g, weights[g].shape)
             dbias, add_bias = target(1 + count + g, weights[g].shape[:1])
-            pieces = zip(*(_rows(array, parts) for array in (dweight, dbias)), own, strict=True)
-            for weight, bias, d_preact in pieces:
+            for weight, bias, d_preact in zip(_rows(dweight, parts), _rows(dbias, parts), own, strict=True):
                 if d_preact is not None:
                     groups.append(Group(weight, bias, d_preact, None, add_weight, add_bias))
                     continue
@@ -164,17 +136,21 @@ class GroupedLinear(Function):
         return tuple(grads)
 
 
+def _sum_products(dx: Array, add: bool, groups: list[Group]) -> None:
+    """dx = or, with `add`, += the sum over the groups of d_preact · weight."""
+    partials = empty((len(groups), *dx.shape), float32)
+    tiles = blocks(len(dx), DX_TILE), blocks(dx.shape[1], DX_TILE)
+    for i, batch in enumerate(_batches(groups)):
+        _launch("dx", batch, tiles, partials[i * GROUPS :])
+    sum_splits(partials, dx, Epilogue(addend=dx if add else None), dx.shape[1])
+
+
 def _rows(array: Array | None, parts: int) -> Sequence[Array | None]:
     """`parts` equal views of an array's rows; or Nones for None."""
     if array is None or parts == 1:
         return [array] * parts
     length = len(array) // parts
     return [array[first : first + length] for first in range(0, len(array), length)]
-
-
-def _of_layers(arrays: Sequence[Array | None], parts: int) -> list[Sequence[Array | None]]:
-    """The parts of each layer together."""
-    return [arrays[first : first + parts] for first in range(0, len(arrays), parts)]
 
 
 def grouped_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor],

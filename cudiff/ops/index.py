@@ -242,15 +242,12 @@ def located(x: Tensor, items: list[Any]) -> tuple[Tensor, Tensor]:
     table = x if len(lead) == 1 else reshape(x, (count, *x.shape[len(lead) :]))
     if len(entries) == 1 and entries[0].axis == 0:
         _check(entries[0], lead)
-        return table, as_index("getitem", _tensor(entries[0].item), x.device)
+        item = entries[0].item
+        return table, as_index("getitem", item if device_of(item) == "cpu" else Tensor(item), x.device)
     return table, Tensor(_places(entries, lead).astype(int32), device=x.device)
 
 
 _MOST = np.iinfo(int32).max
-
-
-def _tensor(array: Array) -> Any:
-    return array if device_of(array) == "cpu" else Tensor(array)
 
 
 def _places(entries: list[_Entry], lead: tuple[int, ...]) -> Array:

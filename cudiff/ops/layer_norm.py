@@ -94,8 +94,8 @@ def _spread(parameter: np.ndarray, ndim: int) -> np.ndarray:
 
 
 def _tiles(x: Array, weight: Array, kernel: str) -> tuple[int, int, int]:
-    """The number of rows that share a row of the weight, of such groups, and of tiles that a group's rows are cut into:
-    a block for each. Raises ValueError for more than 2**31 - 2048 rows."""
+    """How many rows share a row of the weight, how many such groups there are, and into how many tiles a group is
+    divided, of a block each. Raises ValueError for more than 2**31 - 2048 rows."""
     shared, groups = math.prod(x.shape[weight.ndim - 1 : -1]), weight.size // weight.shape[-1]
     if shared * groups > 2**31 - 2048:  # the kernels add up to that many in 32 bits
         raise ValueError(f"layer_norm on CUDA takes up to 2**31 - 2048 rows, not {shared * groups}: call it on parts")
@@ -109,10 +109,11 @@ def _tiles(x: Array, weight: Array, kernel: str) -> tuple[int, int, int]:
 
 @functools.cache
 def _cut(shared: int, groups: int, rows: int, at_once: int) -> int:
-    """How many tiles take the least time, where `rows` rows of a tile and `at_once` blocks run at once. A step of all
-    blocks is the unit: each wave of blocks takes its rows' steps and one for its start and its sums, and as blocks do
-    not end together, a tenth of the last wave is added. The backward of 128 · 256 rows of 1152 took 90, 111 and 88 us
-    with 3, 4 and 6 tiles, on an H200."""
+    """How many tiles take the least time, if a block has `rows` rows at once, and the GPU `at_once` blocks.
+
+    The unit of time is a step of `rows` rows. A wave of blocks takes a tile's steps, and one more for its start and its
+    sums. A tenth of the last wave is added, because blocks do not end together. On an H200 the backward of 128 · 256
+    rows of 1152 took 90, 111 and 88 us with 3, 4 and 6 tiles."""
     def time(tiles: int) -> float:
         steps = blocks(blocks(shared, tiles), rows)
         return blocks(groups * tiles, at_once) * (steps + 1) + 0.1 * steps

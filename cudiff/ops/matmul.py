@@ -130,7 +130,7 @@ class Linear(Function):
     def forward_numpy(ctx, x, weight, bias, residual):
         ctx.save(x, weight)
         wide = compute_dtype(x.dtype)
-        out = matmul_numpy(x.reshape(-1, x.shape[-1]).astype(wide, copy=False), weight.astype(wide, copy=False).T)
+        out = matmul_numpy(_rows_numpy(x).astype(wide, copy=False), weight.astype(wide, copy=False).T)
         if bias is not None:
             out += bias
         if residual is not None:
@@ -157,7 +157,7 @@ class Linear(Function):
         sums = ctx.dout_sums
         if sums is None and dout.dtype == float32 and len(dout) == dout.size // len(weight) <= 128 and not needs[3]:
             sums = dout  # few rows, which the deferred sum adds up as fast; nothing else holds dout
-        return *_gradients_cuda(x, weight, dout, sums, needs, into), dout if needs[3] else None
+        return *gradients_cuda(x, weight, dout, sums, needs, into), dout if needs[3] else None
 
 
 class GatedLinear(Function):
@@ -192,26 +192,31 @@ class GatedLinear(Function):
     def backward_cuda(ctx, dout, needs, into):
         x, weight, gate, y = ctx.saved
         dy, dgate, sums = gate_gradients(dout, y, gate, into[4])
-        return *_gradients_cuda(x, weight, dy, sums, needs, into), dout if needs[3] else None, dgate
+        return *gradients_cuda(x, weight, dy, sums, needs, into), dout if needs[3] else None, dgate
 
 
 def _gradients_numpy(x: np.ndarray, weight: np.ndarray, dout: np.ndarray, needs: Sequence[bool]) -> tuple:
     """dx, dweight and dbias, None where not needed; the rows of dout are those of `x`."""
     wide = compute_dtype(x.dtype)
-    dout = dout.reshape(-1, weight.shape[0]).astype(wide, copy=False)
+    dout = _rows_numpy(dout).astype(wide, copy=False)
     dx = dweight = dbias = None
     if needs[0]:
         dx = matmul_numpy(dout, weight.astype(wide, copy=False)).astype(x.dtype, copy=False).reshape(x.shape)
     if needs[1]:
-        dweight = matmul_numpy(dout.T, x.reshape(-1, x.shape[-1]).astype(wide, copy=False))
+        dweight = matmul_numpy(dout.T, _rows_numpy(x).astype(wide, copy=False))
     if needs[2]:
         dbias = dout.sum(0)
     return dx, dweight, dbias
 
 
-def _gradients_cuda(x: Array, weight: Array, dout: Array, sums: Array | None, needs: Sequence[bool],
+def _rows_numpy(x: np.ndarray) -> np.ndarray:
+    """x (..., C) as (rows, C). -1 would be ambiguous where C is 0, as in a layer of `grouped_linear`."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def gradients_cuda(x: Array, weight: Array, dout: Array, sums: Array | None, needs: Sequence[bool],
                     into: Sequence[Slot | None]) -> tuple:
-    """The same. sums: of dout, as for `sum_rows_cuda`."""
+    """dx, dweight and dbias of a linear layer, None where not needed. sums: of dout, as for `sum_rows_cuda`."""
     dx = dweight = dbias = None
     if needs[0]:
         dx, add = gradient_target(into[0], x.shape, x.dtype)

@@ -17,7 +17,7 @@ from cudiff.function import Function
 from cudiff.ops.cast import require_floats
 from cudiff.ops.elementwise import silu
 from cudiff.ops.gelu import gelu
-from cudiff.ops.matmul import linear
+from cudiff.ops.matmul import gradients_cuda, linear
 from cudiff.ops.reduce import sum_rows_cuda
 from cudiff.tensor import Tensor
 
@@ -67,15 +67,8 @@ class Mlp(Function):
         if any(needs[:3]):
             dz = empty(slope.shape, slope.dtype)
             statistics = linear_cuda(DGRAD, Operands(dout, weight2, dz, Epilogue(factor=slope)), sums=needs[2])
-            if needs[0]:
-                grads[0], add = gradient_target(into[0], x.shape, x.dtype)
-                epilogue = Epilogue(addend=grads[0] if add else None)
-                linear_cuda(DGRAD, Operands(dz, weight, grads[0], epilogue))
-            if needs[1]:
-                grads[1], add = gradient_target(into[1], weight.shape, float32)
-                linear_cuda(WGRAD, Operands(x, grads[1], dz, add=add))
-            if needs[2]:
-                grads[2] = sum_rows_cuda(dz, into[2], None if statistics is None else statistics.sums)
+            sums = None if statistics is None else statistics.sums
+            grads[:3] = gradients_cuda(x, weight, dz, sums, needs, into)
         return tuple(grads)
 
 

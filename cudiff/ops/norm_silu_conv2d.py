@@ -111,7 +111,8 @@ class NormSiluConv2d(Function):
             skip, addend = Skip(*given[9:12], as_float32(given.skip_bias)), None
         epilogue = Epilogue(as_float32(given.bias), as_float32(given.emb), addend)
         operands = Operands(h, weight, out, epilogue, h2, skip)
-        ctx.out_statistics = table.fprop(operands, (1, 1), ctx.padding, statistics, relu, upsample)
+        ctx.out_statistics = table.fprop(operands, (1, 1), ctx.padding, statistics=statistics, relu=relu,
+                                         upsample=upsample)
         ctx.save(None if recomputed else h, h2, given.weight, *given[9:12], out if relu else None)
         return out
 
@@ -133,11 +134,11 @@ class NormSiluConv2d(Function):
         if skip_weight is None and needs.residual:
             grads["residual"] = dout
         if needs.weight:
-            h = ctx.h_again if h is None else h
+            h = ctx.h_recomputed if h is None else h
             grads["weight"], add = gradient_target(into.weight, weight.shape, float32)
             dweight = _taps(grads["weight"])
             given = Operands(h, dweight, dout, x2=h2, add=add)
-            table.wgrad(given, (1, 1), ctx.padding, ctx.upsample)
+            table.wgrad(given, (1, 1), ctx.padding, upsample=ctx.upsample)
         if skip_weight is not None:
             grads |= _skip_gradients(ctx, dout, needs, into)
         return tuple(map(grads.get, Inputs._fields))
@@ -175,22 +176,22 @@ def _pair_gradients(ctx: Any, dout: Array, weight: Array, split: int, needs: Inp
 
 
 def _input_gradients(ctx: Any, dout: Array, weight: Array, needs: Inputs, into: Inputs) -> dict[str, Array]:
-    """The gradient of x; or those of a norm's inputs, whose output goes to ctx.h_again for the weight's gradient."""
+    """The gradient of x, or those of a norm's inputs. Then ctx.h_recomputed is its output, for wgrad."""
     slot = into.x if ctx.norm is None else None
     mixed, sums_wanted = dout.dtype != ctx.dtype, ctx.norm is None and not ctx.upsample
     out, addend = gradient_sum(None if ctx.upsample or mixed else slot, ctx.shape, ctx.dtype)
     given = Operands(dout, weight, out, Epilogue(addend=addend), norm=None if ctx.upsample else ctx.norm)
-    statistics = table.dgrad(given, (1, 1), ctx.padding, sums_wanted)
+    statistics = table.dgrad(given, (1, 1), ctx.padding, sums=sums_wanted)
     if ctx.upsample:
         out, statistics = sum_windows(out, TWICE, 1.0, Kind.SUMS if ctx.norm is None else None, slot)
     if ctx.norm is None:
         ctx.din_statistics[0] = statistics
         return {"x": out}
-    ctx.h_again = empty(out.shape, out.dtype) if needs.weight else None
+    ctx.h_recomputed = empty(out.shape, out.dtype) if needs.weight else None
     silu, x, x2, norm_weight, norm_bias, scale, shift, mean, rstd = ctx.norm
-    results = norms.backward(  # which leaves statistics of x and x2, the first inputs of both
+    results = norms.backward(  # x and x2 are the first inputs of both operations, so their statistics are too
         out, x, x2, norm_weight, norm_bias, mean, rstd, silu, scale, shift, needs=needs[:NORM], into=into[:NORM],
-        y=ctx.h_again, leaves=ctx.din_statistics, statistics=statistics,
+        y=ctx.h_recomputed, din_statistics=ctx.din_statistics, statistics=statistics,
     )
     return dict(zip(Inputs._fields[:NORM], results, strict=True))
 

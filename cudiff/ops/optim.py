@@ -7,9 +7,9 @@ All that changes from step to step is in two small device buffers, so that a cap
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum, IntFlag
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -213,59 +213,45 @@ def _chunks(flags: Array) -> Iterator[tuple[slice, slice, Array, Array]]:
             yield slice(start, stop), slice(start // 32, stop // 32), a[: stop - start], b[: stop - start]
 
 
-def _add_l2(g: Array, data: Array, decay: Array, scratch: Array) -> None:
-    """g += decay · data, where decay has a factor for each 32 elements."""
-    np.multiply(data.reshape(-1, 32), decay[:, None], out=scratch.reshape(-1, 32))
-    g += scratch
+class Update(Function):
+    """One update of `data`, in place. A subclass has the name of its `kernel` in optim.cu and the kernel's `numbers`.
 
-
-def _decay(flags: Array, weight_decay: float) -> Array:
-    """The weight decay of each 32 parameters, float32."""
-    return np.where(flags & Flag.DECAY, float32.type(weight_decay), float32.type(0))
-
-
-class AdamUpdate(Function):
-    """One update of Adam or AdamW."""
+    buffers: the optimiser's own, each like `data` or None, then scalars, flags, compute_copy, ema and ema_copy. On the
+    CPU `change(g, scratch, values, *own, **attrs)` gets a chunk of the scaled gradient, L2 penalty included, and of
+    each own buffer, which it updates. It returns what is subtracted from the parameters, as g or as scratch. values:
+    the `scalars` as floats.
+    """
 
     differentiable = False
+    kernel: ClassVar[str]
+    change: ClassVar[Callable[..., Array]]
+    numbers: ClassVar[Callable[..., tuple]]
 
-    @staticmethod
-    def forward_numpy(ctx: Context, data, grad, exp_avg, exp_avg_sq, scalars, flags, compute_copy, ema, ema_copy, *,
-                      betas, eps, weight_decay, decoupled, peers):
+    @classmethod
+    def forward_numpy(cls, ctx: Context, data, grad, *buffers, weight_decay, decoupled, peers, **attrs):
+        *own, scalars, flags, compute_copy, ema, ema_copy = buffers
         values = [float(value) for value in scalars]
         if not values[Scalar.APPLY]:
             return data
-        decay = _decay(flags, weight_decay * values[Scalar.LR] if decoupled else weight_decay)
+        rate = weight_decay * values[Scalar.LR] if decoupled else weight_decay
+        decay = np.where(flags & Flag.DECAY, float32.type(rate), float32.type(0))  # of each 32 parameters
         for part, block, g, scratch in _chunks(flags):
-            p, m, v = data[part], exp_avg[part], exp_avg_sq[part]
+            p = data[part]
             np.multiply(grad[part], values[Scalar.GRAD_SCALE], out=g)
             if weight_decay and decoupled:
                 p.reshape(-1, 32)[...] *= 1 - decay[block, None]
             elif weight_decay:
-                _add_l2(g, p, decay[block], scratch)
-            m *= betas[0]
-            np.multiply(g, 1 - betas[0], out=scratch)
-            m += scratch
-            v *= betas[1]
-            g *= g
-            g *= 1 - betas[1]
-            v += g
-            np.sqrt(v, out=g)
-            g *= values[Scalar.RSQRT_BIAS2]
-            g += eps
-            np.divide(m, g, out=g)
-            g *= values[Scalar.STEP_SIZE]
-            p -= g
+                np.multiply(p.reshape(-1, 32), decay[block, None], out=scratch.reshape(-1, 32))
+                g += scratch
+            p -= cls.change(g, scratch, values, *[None if x is None else x[part] for x in own], **attrs)
             _finish(part, data, compute_copy, ema, ema_copy, values[Scalar.EMA_WEIGHT], scratch)
         return data
 
-    @staticmethod
-    def forward_cuda(ctx: Context, data, grad, exp_avg, exp_avg_sq, scalars, flags, compute_copy, ema, ema_copy, *,
-                     betas, eps, weight_decay, decoupled, peers):
-        args = (data, grad, exp_avg, exp_avg_sq, scalars, flags, compute_copy, ema, ema_copy, _table(peers),
-                np.int64(data.size))
-        numbers = (1.0 - betas[0], 1.0 - betas[1], float(eps), float(weight_decay), decoupled)
-        launch("optim", "adam", blocks(data.size, 1024), 256, args + numbers, T=_copy_dtype(compute_copy, ema_copy))
+    @classmethod
+    def forward_cuda(cls, ctx: Context, data, grad, *buffers, peers, **attrs):
+        args = (data, grad, *buffers, _table(peers), np.int64(data.size), *cls.numbers(**attrs))
+        copies = [array.dtype for array in (buffers[-3], buffers[-1]) if array is not None]
+        launch("optim", cls.kernel, blocks(data.size, 1024), 256, args, T=copies[0] if copies else bfloat16)
         return data
 
 
@@ -276,8 +262,30 @@ def _table(peers: Sequence[Peer]) -> np.ndarray:
     return table
 
 
-def _copy_dtype(*copies: Array | None) -> np.dtype:
-    return next((compute_copy.dtype for compute_copy in copies if compute_copy is not None), bfloat16)
+class AdamUpdate(Update):
+    """One update of Adam or AdamW."""
+
+    kernel = "adam"
+
+    @staticmethod
+    def change(g, scratch, values, m, v, betas, eps):
+        m *= betas[0]
+        np.multiply(g, 1 - betas[0], out=scratch)
+        m += scratch
+        v *= betas[1]
+        g *= g
+        g *= 1 - betas[1]
+        v += g
+        np.sqrt(v, out=g)
+        g *= values[Scalar.RSQRT_BIAS2]
+        g += eps
+        np.divide(m, g, out=g)
+        g *= values[Scalar.STEP_SIZE]
+        return g
+
+    @staticmethod
+    def numbers(betas, eps, weight_decay, decoupled):
+        return 1.0 - betas[0], 1.0 - betas[1], float(eps), float(weight_decay), decoupled
 
 
 def adam(data: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Tensor, flags: Tensor,
@@ -287,9 +295,8 @@ def adam(data: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalar
     """Adam (Kingma and Ba, 2015), in place: moments, `data`, its 16-bit `compute_copy`, `ema` and its compute copy.
 
     All flat, float32 (n,), n a multiple of 32; flags uint8 (n / 32,) of `Flag`. Weight decay is added to the gradient,
-    or with `decoupled` shrinks the parameter (AdamW, Loshchilov and Hutter, 2019). peers: up to
-    MOST_PEERS other GPUs; a kernel adds their gradients, in this order, and writes what `data` gets to their memory
-    too. Returns `data`.
+    or with `decoupled` shrinks the parameter (AdamW, Loshchilov and Hutter, 2019). peers: up to MOST_PEERS other GPUs;
+    a kernel adds their gradients, in this order, and writes what `data` gets to their memory too. Returns `data`.
     """
     return AdamUpdate.apply(
         data, grad, exp_avg, exp_avg_sq, scalars, flags, compute_copy, ema, ema_copy,
@@ -302,41 +309,24 @@ def adamw(*args: Tensor | None, **attrs: Any) -> Tensor:
     return adam(*args, decoupled=True, **attrs)  # type: ignore[arg-type]
 
 
-class SGDUpdate(Function):
+class SGDUpdate(Update):
     """One update of gradient descent with momentum."""
 
-    differentiable = False
+    kernel = "sgd"
 
     @staticmethod
-    def forward_numpy(ctx: Context, data, grad, momentum_buffer, scalars, flags, compute_copy, ema, ema_copy, *,
-                      momentum, weight_decay, nesterov, peers):
-        values = [float(value) for value in scalars]
-        if not values[Scalar.APPLY]:
-            return data
-        decay = _decay(flags, weight_decay)
-        for part, block, g, scratch in _chunks(flags):
-            p, b = data[part], momentum_buffer[part]
-            np.multiply(grad[part], values[Scalar.GRAD_SCALE], out=g)
-            if weight_decay:
-                _add_l2(g, p, decay[block], scratch)
-            b *= momentum
-            b += g
-            np.multiply(b, momentum if nesterov else 1, out=scratch)
-            if nesterov:
-                scratch += g
-            scratch *= values[Scalar.LR]
-            p -= scratch
-            _finish(part, data, compute_copy, ema, ema_copy, values[Scalar.EMA_WEIGHT], scratch)
-        return data
+    def change(g, scratch, values, b, momentum, nesterov):
+        b *= momentum
+        b += g
+        np.multiply(b, momentum if nesterov else 1, out=scratch)
+        if nesterov:
+            scratch += g
+        scratch *= values[Scalar.LR]
+        return scratch
 
     @staticmethod
-    def forward_cuda(ctx: Context, data, grad, momentum_buffer, scalars, flags, compute_copy, ema, ema_copy, *,
-                     momentum, weight_decay, nesterov, peers):
-        args = (data, grad, momentum_buffer, scalars, flags, compute_copy, ema, ema_copy, _table(peers),
-                np.int64(data.size))
-        numbers = (float(momentum), float(weight_decay), nesterov)
-        launch("optim", "sgd", blocks(data.size, 1024), 256, args + numbers, T=_copy_dtype(compute_copy, ema_copy))
-        return data
+    def numbers(momentum, weight_decay, nesterov, decoupled):
+        return float(momentum), float(weight_decay), nesterov
 
 
 def sgd(data: Tensor, grad: Tensor, momentum_buffer: Tensor, scalars: Tensor, flags: Tensor,
@@ -346,56 +336,38 @@ def sgd(data: Tensor, grad: Tensor, momentum_buffer: Tensor, scalars: Tensor, fl
     """Gradient descent with momentum, optionally Nesterov's, in place; buffers as for `adam`. Returns `data`."""
     return SGDUpdate.apply(
         data, grad, momentum_buffer, scalars, flags, compute_copy, ema, ema_copy,
-        momentum=momentum, weight_decay=weight_decay, nesterov=nesterov, peers=peers,
+        momentum=momentum, weight_decay=weight_decay, nesterov=nesterov, decoupled=False, peers=peers,
     )
 
 
-class RMSpropUpdate(Function):
+class RMSpropUpdate(Update):
     """One update of RMSprop."""
 
-    differentiable = False
+    kernel = "rmsprop"
 
     @staticmethod
-    def forward_numpy(ctx: Context, data, grad, square_avg, momentum_buffer, grad_avg, scalars, flags, compute_copy,
-                      ema, ema_copy, *, alpha, eps, momentum, weight_decay, peers):
-        values = [float(value) for value in scalars]
-        if not values[Scalar.APPLY]:
-            return data
-        decay = _decay(flags, weight_decay)
-        for part, block, g, scratch in _chunks(flags):
-            p, v, b = data[part], square_avg[part], momentum_buffer[part]
-            np.multiply(grad[part], values[Scalar.GRAD_SCALE], out=g)
-            if weight_decay:
-                _add_l2(g, p, decay[block], scratch)
-            v *= alpha
-            np.multiply(g, g, out=scratch)
-            scratch *= 1 - alpha
-            v += scratch
-            variance = v
-            if grad_avg is not None:
-                mean = grad_avg[part]
-                mean *= alpha
-                np.multiply(g, 1 - alpha, out=scratch)
-                mean += scratch
-                variance = np.maximum(v - mean * mean, 0)
-            np.sqrt(variance, out=scratch)
-            scratch += eps
-            g /= scratch
-            b *= momentum
-            b += g
-            np.multiply(b, values[Scalar.LR], out=g)
-            p -= g
-            _finish(part, data, compute_copy, ema, ema_copy, values[Scalar.EMA_WEIGHT], scratch)
-        return data
+    def change(g, scratch, values, v, b, mean, alpha, eps, momentum):
+        v *= alpha
+        np.multiply(g, g, out=scratch)
+        scratch *= 1 - alpha
+        v += scratch
+        variance = v
+        if mean is not None:
+            mean *= alpha
+            np.multiply(g, 1 - alpha, out=scratch)
+            mean += scratch
+            variance = np.maximum(v - mean * mean, 0)
+        np.sqrt(variance, out=scratch)
+        scratch += eps
+        g /= scratch
+        b *= momentum
+        b += g
+        np.multiply(b, values[Scalar.LR], out=g)
+        return g
 
     @staticmethod
-    def forward_cuda(ctx: Context, data, grad, square_avg, momentum_buffer, grad_avg, scalars, flags, compute_copy, ema,
-                     ema_copy, *, alpha, eps, momentum, weight_decay, peers):
-        args = (data, grad, square_avg, momentum_buffer, grad_avg, scalars, flags, compute_copy, ema, ema_copy,
-                _table(peers), np.int64(data.size))
-        numbers = (1.0 - alpha, float(eps), float(momentum), float(weight_decay))
-        launch("optim", "rmsprop", blocks(data.size, 1024), 256, args + numbers, T=_copy_dtype(compute_copy, ema_copy))
-        return data
+    def numbers(alpha, eps, momentum, weight_decay, decoupled):
+        return 1.0 - alpha, float(eps), float(momentum), float(weight_decay)
 
 
 def centered_rmsprop(data: Tensor, grad: Tensor, square_avg: Tensor, momentum_buffer: Tensor, grad_avg: Tensor | None,
@@ -409,7 +381,7 @@ def centered_rmsprop(data: Tensor, grad: Tensor, square_avg: Tensor, momentum_bu
     """
     return RMSpropUpdate.apply(
         data, grad, square_avg, momentum_buffer, grad_avg, scalars, flags, compute_copy, ema, ema_copy,
-        alpha=alpha, eps=eps, momentum=momentum, weight_decay=weight_decay, peers=peers,
+        alpha=alpha, eps=eps, momentum=momentum, weight_decay=weight_decay, decoupled=False, peers=peers,
     )
 
 
@@ -419,41 +391,25 @@ def rmsprop(data: Tensor, grad: Tensor, square_avg: Tensor, momentum_buffer: Ten
     return centered_rmsprop(data, grad, square_avg, momentum_buffer, None, *buffers, **attrs)  # type: ignore[arg-type]
 
 
-class LionUpdate(Function):
+class LionUpdate(Update):
     """One update of Lion."""
 
-    differentiable = False
+    kernel = "lion"
 
     @staticmethod
-    def forward_numpy(ctx: Context, data, grad, exp_avg, scalars, flags, compute_copy, ema, ema_copy, *, betas,
-                      weight_decay, peers):
-        values = [float(value) for value in scalars]
-        if not values[Scalar.APPLY]:
-            return data
-        decay = _decay(flags, weight_decay * values[Scalar.LR])
-        for part, block, g, scratch in _chunks(flags):
-            p, m = data[part], exp_avg[part]
-            np.multiply(grad[part], values[Scalar.GRAD_SCALE], out=g)
-            if weight_decay:
-                p.reshape(-1, 32)[...] *= 1 - decay[block, None]
-            m -= g
-            np.multiply(m, betas[0], out=scratch)
-            scratch += g
-            np.sign(scratch, out=scratch)
-            scratch *= values[Scalar.LR]
-            p -= scratch
-            m *= betas[1]
-            m += g
-            _finish(part, data, compute_copy, ema, ema_copy, values[Scalar.EMA_WEIGHT], scratch)
-        return data
+    def change(g, scratch, values, m, betas):
+        m -= g
+        np.multiply(m, betas[0], out=scratch)
+        scratch += g
+        np.sign(scratch, out=scratch)
+        scratch *= values[Scalar.LR]
+        m *= betas[1]
+        m += g
+        return scratch
 
     @staticmethod
-    def forward_cuda(ctx: Context, data, grad, exp_avg, scalars, flags, compute_copy, ema, ema_copy, *, betas,
-                     weight_decay, peers):
-        args = (data, grad, exp_avg, scalars, flags, compute_copy, ema, ema_copy, _table(peers), np.int64(data.size))
-        numbers = (*map(float, betas), float(weight_decay))
-        launch("optim", "lion", blocks(data.size, 1024), 256, args + numbers, T=_copy_dtype(compute_copy, ema_copy))
-        return data
+    def numbers(betas, weight_decay, decoupled):
+        return *map(float, betas), float(weight_decay)
 
 
 def lion(data: Tensor, grad: Tensor, exp_avg: Tensor, scalars: Tensor, flags: Tensor,
@@ -463,6 +419,6 @@ def lion(data: Tensor, grad: Tensor, exp_avg: Tensor, scalars: Tensor, flags: Te
     """Lion (Chen et al., 2023, arXiv 2302.06675), in place, weight decay decoupled; buffers as for `adam`. Returns
     `data`."""
     return LionUpdate.apply(
-        data, grad, exp_avg, scalars, flags, compute_copy, ema, ema_copy, betas=betas, weight_decay=weight_decay,
-        peers=peers,
+        data, grad, exp_avg, scalars, flags, compute_copy, ema, ema_copy,
+        betas=betas, weight_decay=weight_decay, decoupled=True, peers=peers,
     )

@@ -1,4 +1,5 @@
-"""A tensor placed in a larger one: borders, and the gradients of a slice and of rows taken, as operations."""
+"""Operations that write a tensor into a larger one: for `pad` and `at`, and as derivatives of slices and of taken rows.
+"""
 
 from __future__ import annotations
 

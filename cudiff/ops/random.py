@@ -78,16 +78,14 @@ def _to_normal(bits: np.ndarray) -> np.ndarray:
 
 
 class Fill(Function):
-    """Overwrite `out` with random numbers of one `kind`."""
+    """Overwrite `out`, which is not empty, with random numbers of one `kind`."""
 
     differentiable = False
 
     @staticmethod
     def forward_numpy(ctx, out, *words, kind, seed, stream, step, first, low, width):
         rows = out.shape[0] if out.ndim else 1
-        size = out.size // max(rows, 1)
-        if out.size == 0:
-            return out
+        size = out.size // rows
         seed, step, first = (
             number if array is None else sum(int(word) << 32 * i for i, word in enumerate(array.view(np.uint32)))
             for number, array in zip((seed, step, first), words, strict=True)
@@ -103,9 +101,7 @@ class Fill(Function):
     @staticmethod
     def forward_cuda(ctx, out, *words, kind, seed, stream, step, first, low, width):
         rows = out.shape[0] if out.ndim else 1
-        size = out.size // max(rows, 1)
-        if out.size == 0:
-            return out
+        size = out.size // rows
         seed_words, step_word, first_word = words
         args = [out, np.int64(rows), np.int64(size), np.uint64(seed & 0xFFFFFFFFFFFFFFFF), seed_words]
         args += [np.uint32(stream), np.uint32(step & 0xFFFFFFFF), step_word, np.uint32(first & 0xFFFFFFFF), first_word]
@@ -133,6 +129,8 @@ def _fill(kind: str, shape: Any, seed: Number, stream: int, step: Number, first:
         words.append(tensor)
     out = Tensor(array_module(device).empty(shape, dtype))
     stream = whole("stream", stream, 0, 2**32 - 1)
+    if not out.size:
+        return out
     return Fill.apply(out, *words, kind=kind, stream=stream, low=low, width=width, **numbers)
 
 

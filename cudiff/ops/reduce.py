@@ -92,12 +92,11 @@ def sum_array(array: Array, axes: Any, keepdims: bool = False, dtype: Any = None
     axes = normalize_axes(axes, array.ndim)
     if device_of(array) == "cpu":
         return _sum_numpy(array, axes, keepdims, dtype)
-    shape, total = array.shape, array
-    for run in reversed(_runs(shape, axes)):  # between two runs the sum stays in float32
-        last = run == _runs(shape, axes)[0]
-        outer, count, inner = _span(shape, run)
-        shape = _kept(shape, run)
-        total = _reduce_cuda("sum", total, outer, count, inner, empty(shape, dtype or array.dtype if last else float32))
+    shape, total, runs = array.shape, array, _runs(array.shape, axes)
+    for run in reversed(runs):
+        spans, shape = _span(shape, run), _kept(shape, run)
+        last = run is runs[0]  # between two runs the sum stays in float32
+        total = _reduce_cuda("sum", total, *spans, empty(shape, dtype or array.dtype if last else float32))
     return total.reshape(_left(array.shape, axes, keepdims))
 
 
@@ -213,7 +212,10 @@ class Sum(Function):
         dout = dout.reshape(_kept(ctx.shape, ctx.axes))
         if ctx.scale != 1:
             dout = (dout.astype(compute_dtype(dout.dtype)) * ctx.scale).astype(dout.dtype)
-        return (_spread(dout, ctx.shape, into[0]),)
+        if into[0] is None:
+            return (np.broadcast_to(dout, ctx.shape).copy(),)
+        into[0] += dout
+        return (into[0],)
 
     @staticmethod
     def forward_cuda(ctx, x, axes, keepdims, scale=1.0):
@@ -227,16 +229,6 @@ class Sum(Function):
     def backward_cuda(ctx, dout, needs, into):
         dx, accumulate = gradient_target(into[0], ctx.shape, dout.dtype)
         return (_spread_cuda("sum_backward", (dout,), dx, (ctx.scale, accumulate), _span(ctx.shape, ctx.axes)),)
-
-
-def _spread(dout: np.ndarray, shape: tuple[int, ...], into: np.ndarray | None) -> np.ndarray:
-    """`dout` repeated to `shape`, added to `into` if there is one."""
-    if into is None:
-        into = np.empty(shape, dout.dtype)
-        into[...] = dout
-    else:
-        into += dout
-    return into
 
 
 class Extreme(Function):

@@ -24,8 +24,9 @@ from cudiff.ops.cast import (
 )
 from cudiff.ops.compare import equal, not_equal
 from cudiff.ops.order import OneHot
+from cudiff.ops.rearrange import swapaxes
 from cudiff.ops.reduce import normalize_axis, sum
-from cudiff.ops.shape import expand_dims, transpose
+from cudiff.ops.shape import expand_dims
 from cudiff.tensor import Tensor
 
 __all__ = ["cross_entropy", "log_softmax", "nll_loss", "softmax"]
@@ -143,9 +144,7 @@ def _over_axis(x: Any, axis: int, log: bool) -> Tensor:
         return x
     if axis == x.ndim - 1:
         return Softmax.apply(x, log=log)
-    order = list(range(x.ndim))
-    order[axis], order[-1] = order[-1], order[axis]
-    return transpose(Softmax.apply(transpose(x, order), log=log), order)
+    return swapaxes(Softmax.apply(swapaxes(x, axis, -1), log=log), axis, -1)
 
 
 def cross_entropy(logits: Any, labels: Any, label_smoothing: float = 0.0, ignore_index: int | None = None) -> Tensor:

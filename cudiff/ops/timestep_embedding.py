@@ -61,12 +61,11 @@ class TimestepEmbedding(Function):
 
 def timestep_embedding(t: Tensor, dim: int, max_period: float = 10000.0, divisor: str = "half",
                        order: str = "cos,sin") -> Tensor:
-    """cos and sin of t · max_period^(−i / divisor), i = 0 .. dim/2 − 1: t (N,), numbers of any
-    dtype, to (N, dim) float32.
+    """cos and sin of t · max_period^(−i / divisor), i = 0 .. dim/2 − 1: t (N,), of any dtype, to (N, dim) float32.
 
-    Networks differ: guided-diffusion and EDM's DhariwalUNet use the defaults, unet.cu
-    max_period=1000, EDM's SongUNet and denoising-diffusion-pytorch divisor="half-1", order="sin,cos". An odd dim ends
-    in a column of zeros. Raises ValueError for another divisor or order, where half − 1 is 0 and for a t of other axes.
+    Networks differ: guided-diffusion and EDM's DhariwalUNet use the defaults, unet.cu max_period=1000, EDM's SongUNet
+    and denoising-diffusion-pytorch divisor="half-1", order="sin,cos". An odd dim ends in a column of zeros. Raises
+    ValueError for another divisor or order, where half − 1 is 0 and for a t of other axes.
     Vaswani et al. 2017, section 3.5; Ho et al. 2020, appendix B.
     """
     if divisor not in ("half", "half-1") or order not in ("cos,sin", "sin,cos"):

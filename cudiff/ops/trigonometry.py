@@ -15,26 +15,24 @@ __all__ = [
 
 
 class Sin(Unary):
-    value = staticmethod(lambda x: np.sin(x))
+    value = staticmethod(np.sin)
     gradient = staticmethod(lambda dout, x: dout * np.cos(x))
 
 
 class Cos(Unary):
-    value = staticmethod(lambda x: np.cos(x))
+    value = staticmethod(np.cos)
     gradient = staticmethod(lambda dout, x: -dout * np.sin(x))
 
 
 class Tan(Unary):
-    value = staticmethod(lambda x: np.tan(x))
+    value = staticmethod(np.tan)
     gradient = staticmethod(lambda dout, x: dout * (1 + np.tan(x) ** 2))
 
 
 class Tanh(Unary):
     """The gradient is computed from x: from an out rounded to bfloat16, 1 - out² would lose most digits near ±1."""
 
-    @staticmethod
-    def value(x):
-        return np.tanh(x)
+    value = staticmethod(np.tanh)
 
     @staticmethod
     def gradient(dout, x):
@@ -46,42 +44,42 @@ class Tanh(Unary):
 
 
 class Arcsin(Unary):
-    value = staticmethod(lambda x: np.arcsin(x))
+    value = staticmethod(np.arcsin)
     gradient = staticmethod(lambda dout, x: dout / np.sqrt((1 - x) * (1 + x)))
 
 
 class Arccos(Unary):
-    value = staticmethod(lambda x: np.arccos(x))
+    value = staticmethod(np.arccos)
     gradient = staticmethod(lambda dout, x: -dout / np.sqrt((1 - x) * (1 + x)))
 
 
 class Arctan(Unary):
-    value = staticmethod(lambda x: np.arctan(x))
+    value = staticmethod(np.arctan)
     gradient = staticmethod(lambda dout, x: dout / (1 + x * x))
 
 
 class Sinh(Unary):
-    value = staticmethod(lambda x: np.sinh(x))
+    value = staticmethod(np.sinh)
     gradient = staticmethod(lambda dout, x: dout * np.cosh(x))
 
 
 class Cosh(Unary):
-    value = staticmethod(lambda x: np.cosh(x))
+    value = staticmethod(np.cosh)
     gradient = staticmethod(lambda dout, x: dout * np.sinh(x))
 
 
 class Arcsinh(Unary):
-    value = staticmethod(lambda x: np.arcsinh(x))
+    value = staticmethod(np.arcsinh)
     gradient = staticmethod(lambda dout, x: dout / np.sqrt(1 + x * x))
 
 
 class Arccosh(Unary):
-    value = staticmethod(lambda x: np.arccosh(x))
+    value = staticmethod(np.arccosh)
     gradient = staticmethod(lambda dout, x: dout / np.sqrt((x - 1) * (x + 1)))
 
 
 class Arctanh(Unary):
-    value = staticmethod(lambda x: np.arctanh(x))
+    value = staticmethod(np.arctanh)
     gradient = staticmethod(lambda dout, x: dout / ((1 - x) * (1 + x)))
 
 

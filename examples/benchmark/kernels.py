@@ -121,7 +121,7 @@ def _group_norm_with_sums(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[floa
         y = cupy.empty_like(x.data)
         return y, norms.backward(
             d_preact.data, x.data, None, *parameters, mean, rstd, True, needs=(True, *(False,) * 5), into=(None,) * 6,
-            y=y, leaves={}, statistics=given_d_preact,
+            y=y, din_statistics={}, statistics=given_d_preact,
         )
 
     return graph_time(forward), graph_time(backward)

@@ -33,7 +33,7 @@ class Launch(NamedTuple):
 def arguments_of(stem: str, name: str, args: tuple, constants: dict[str, Any]) -> dict[str, Any]:
     """A launch's arguments, by the names that the kernel has for them."""
     named = compiler.c_names(compiler.kernel_path(stem), constants)
-    parameters = compiler.signature(stem, name, named).parameters
+    parameters = compiler.declarations(stem).signature(name, named).parameters
     return {parameter.name: arg for parameter, arg in zip(parameters, args, strict=True)}
 
 

@@ -214,5 +214,5 @@ def test_rows_that_start_anywhere_are_seen(host_of):
     for q, stem in ((row[:, :, 0], "attention_sm90"), (row[..., :63][:, :, 0], "attention"),
                     (longer[..., :64][:, :, 0], "attention")):
         host.launches.clear()
-        table.forward(host.empty(q.shape, q.dtype), host.empty((2, 4, 64), np.float32), q, q, q)
+        table.forward(problem.Forward(host.empty(q.shape, q.dtype), host.empty((2, 4, 64), np.float32), q, q, q))
         assert host.launches == [(stem, "forward")]

@@ -4,7 +4,7 @@ import pytest
 
 from cudiff import ops
 from cudiff.cuda.kernels.convolution import few_channels, table
-from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, Fusion, Operands, problem_of
+from cudiff.cuda.kernels.convolution.problem import DGRAD, FPROP, WGRAD, Fusion, Operands, problem_of
 from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.tensor import Tensor
 from tests.check import relative_error, sums_of
@@ -100,7 +100,10 @@ def test_the_weight_gradient_adds_to_what_is_there(device, rng, shape, outputs):
     ops.conv2d(Tensor(x.astype(np.float64)), weight, padding=1).backward(dout.astype(np.float64))
     before = rng.standard_normal(weight.shape).astype(np.float32)
     dweight = Tensor(before, device="cuda").data
-    few_channels.wgrad(*(Tensor(array, device="cuda").data for array in (x, dout)), dweight, True)
+    x, dout = (Tensor(array, device="cuda").data for array in (x, dout))
+    given = Operands(x, dweight, dout, add=True)
+    problem = problem_of(WGRAD, given, (1, 1), (1, 1))
+    few_channels.run(given, few_channels.offer(problem), problem)
     assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < 1e-5
 
 
@@ -114,10 +117,11 @@ def test_the_embedding_and_relu_come_with_it(rng, shape, outputs):
     wide = [Tensor(a.astype(np.float64)) for a in (x, weight, bias)]
     expected = np.maximum(ops.conv2d(*wide, padding=1).numpy() + emb[:, None, None], 0)
     x, weight, out, bias, emb = (Tensor(a, device="cuda").data for a in (x, weight, out, bias, emb))
-    epilogue = Epilogue(bias, emb)
-    problem = problem_of(FPROP, Operands(x, weight, out, epilogue), (1, 1), (1, 1), Fusion.RELU)
-    assert few_channels.offer(problem).fused == problem.wanted
-    few_channels.fprop(x, weight, out, epilogue, relu=True)
+    given = Operands(x, weight, out, Epilogue(bias, emb))
+    problem = problem_of(FPROP, given, (1, 1), (1, 1), Fusion.RELU)
+    offer = few_channels.offer(problem)
+    assert offer.fused == problem.wanted
+    few_channels.run(given, offer, problem)
     assert relative_error(Tensor(out).numpy(), expected) < 4e-3
 
 
@@ -153,7 +157,7 @@ def test_gradient_to_a_norm(rng, shape, outputs, taps, scaled, float32_dout, dty
 def test_where_the_kernel_finds_the_weight(shape, flipped):
     """conv2d_few_channels.cu's Weight: (tap, channel of few, of many) against the array's own indexing."""
     weight = np.arange(np.prod(shape)).reshape(shape)
-    at = few_channels._weight(shape[3], 3, few_last=shape[3] == 3, flipped=flipped)
+    at = few_channels._weight(shape, few_last=shape[3] == 3, flipped=flipped)
     turned = weight[:, ::-1, ::-1] if flipped else weight
     for tap, j, c in ((0, 0, 0), (1, 2, 5), (5, 1, 63), (8, 2, 0)):
         expected = turned[(c, tap // 3, tap % 3, j) if shape[3] == 3 else (j, tap // 3, tap % 3, c)]

@@ -23,6 +23,7 @@ from cudiff.cuda.kernels.gemm import product
 from cudiff.cuda.kernels.gemm.product import Epilogue
 from cudiff.cuda.kernels.gemm.table import LINEAR, as_image
 from cudiff.cuda.launch import blocks
+from cudiff.cuda.select import Offer
 from cudiff.precision import allow_tf32
 from cudiff.tensor import Tensor
 from tests.check import relative_error, sums_of
@@ -48,6 +49,13 @@ def run(arrays, padding):
         out = ops.conv2d(x, weight, bias, padding=padding)
     out.backward(dout.data)
     return out, out.statistics, *(Tensor(t.grad) for t in (x, weight, bias))
+
+
+def convolve(given, plan, *wanted, direction=FPROP):
+    """`sm90.run` with all the fused ops of the operands, by this plan, or by the planner's if it is None."""
+    rows, columns = given.weight.shape[1:3]
+    problem = problem_of(direction, given, (1, 1), (rows // 2, columns // 2), *wanted)
+    return sm90.run(given, Offer(problem.wanted, plan), problem)
 
 
 # ‖error‖ / ‖expected‖ of results in the storage type, and of the float32 gradient of a weight
@@ -114,7 +122,8 @@ def test_every_tile(hopper, rng, tile, transposed, dtype):
     (x, weight, bias, emb, out), (_, expected) = random_convolution(rng, shape, outputs, (3, 3), dtype, transposed)
     chosen = sm90.fit(tile, shape, outputs, (3, 3), x.itemsize)
     assert chosen is not None
-    assert sm90.fprop(x, weight, out, Epilogue(bias, emb, out), transposed, chosen=chosen) is None
+    given = Operands(x, weight, out, Epilogue(bias, emb, out))
+    assert convolve(given, chosen, direction=DGRAD if transposed else FPROP) is None
     assert relative_error(Tensor(out).numpy(), expected) < TOLERANCES[dtype][0]
 
 
@@ -138,8 +147,9 @@ def test_clusters_share_the_depth(hopper, rng, dtype, transposed, adds, cluster)
         assert chosen is not None
         out, again = (Tensor(np.full(addend.shape, np.nan, dtype), device="cuda").data for _ in range(2))
         epilogue = Epilogue(bias, emb, addend if adds else None)
+        asked = (DGRAD, []) if transposed else (FPROP, [Fusion.STATISTICS])
         for target in (out, again):
-            left = sm90.fprop(x, weight, target, epilogue, transposed, not transposed, chosen=chosen)
+            left = convolve(Operands(x, weight, target, epilogue), chosen, *asked[1], direction=asked[0])
         got = Tensor(out).numpy()
         assert relative_error(got, results[adds]) < TOLERANCES[dtype][0]
         assert np.array_equal(got, Tensor(again).numpy())
@@ -178,8 +188,8 @@ def test_an_input_is_read_upsampled(hopper, rng, dtype, adds, shape, weight_shap
         least = chosen and chosen._replace(halos=min(2, chosen.halos), weights=min(2, chosen.weights))
         out, again = (Tensor(np.full(addend.shape, np.nan, dtype), device="cuda") for _ in range(2))
         for target, plan, statistics in ((out, chosen, True), (again, least, False)):
-            left = sm90.fprop(x, weight, target.data, Epilogue(bias, emb, addend if adds else None),
-                              statistics=statistics, chosen=plan, upsample=True)
+            given = Operands(x, weight, target.data, Epilogue(bias, emb, addend if adds else None))
+            left = convolve(given, plan, Fusion.UPSAMPLE, *[Fusion.STATISTICS] * statistics)
             assert (left is not None) == statistics
             if statistics:
                 sums = sums_of(left)
@@ -209,11 +219,11 @@ def test_gradient_to_a_norm(hopper, rng, tile, size, sources, scaled, taps, silu
         for cluster in sm90.CLUSTERS
     ]
     assert fitted[0] is not None
-    problem = problem_of(DGRAD, Operands(dout, weight, out.data, norm=norm), (1, 1), convolution.padding)
-    assert Fusion.NORM_BACKWARD in sm90.offer(problem).fused
+    given = Operands(dout, weight, out.data, norm=norm)
+    assert Fusion.NORM_BACKWARD in sm90.offer(problem_of(DGRAD, given, (1, 1), convolution.padding)).fused
     for chosen in (None, *(plan for plan in fitted if plan is not None)):
         out.data.fill(np.nan)
-        left = sm90.fprop(dout, weight, out.data, Epilogue(), True, chosen=chosen, norm=norm)
+        left = convolve(given, chosen, direction=DGRAD)
         convolution.check(out, left)
 
 
@@ -253,8 +263,7 @@ def test_a_skip_path_is_further_depth(hopper, rng, dtype, shape, outputs, source
             given = Operands(x, weight, out.data, Epilogue(bias), skip=skip)
             assert Fusion.SKIP in sm90.offer(problem_of(FPROP, given, (1, 1), (1, 1))).fused
             for target in (out, again):
-                left = sm90.fprop(x, weight, target.data, Epilogue(bias), statistics=statistics, chosen=plan,
-                                  skip=skip)
+                left = convolve(given._replace(out=target.data), plan, *[Fusion.STATISTICS] * statistics)
             got = out.numpy()
             assert relative_error(got, expected) < TOLERANCES[dtype][0]
             assert np.array_equal(got, again.numpy())
@@ -274,9 +283,9 @@ def test_a_skip_path_without_biases(hopper, rng):
     image = rng.standard_normal((*shape[:3], 136)).astype(ml_dtypes.bfloat16)
     skip_weight = rng.standard_normal((72, 1, 1, 136)).astype(np.float32)
     plain, out = (Tensor(np.full((*shape[:3], 72), np.nan, image.dtype), device="cuda").data for _ in range(2))
-    sm90.fprop(x, weight, plain, Epilogue())
+    convolve(Operands(x, weight, plain), None)
     skip = Skip(Tensor(image, device="cuda").data, None, Tensor(skip_weight, device="cuda").data, None)
-    sm90.fprop(x, weight, out, Epilogue(), skip=skip)
+    convolve(Operands(x, weight, out, skip=skip), None)
     rounded = skip_weight[:, 0, 0].astype(ml_dtypes.bfloat16).astype(np.float64)
     expected = Tensor(plain).numpy().astype(np.float64) + image.astype(np.float64) @ rounded.T
     assert relative_error(Tensor(out).numpy(), expected) < TOLERANCES[ml_dtypes.bfloat16][0]

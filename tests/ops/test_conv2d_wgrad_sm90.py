@@ -7,9 +7,15 @@ from cudiff.cuda.deferred import deferred
 from cudiff.cuda.kernels.convolution import sm90, wgrad_sm90
 from cudiff.cuda.kernels.convolution.problem import FPROP, WGRAD, Fusion, Image, Operands, Problem, Weight, problem_of
 from cudiff.cuda.launch import blocks
+from cudiff.cuda.select import Offer
 from cudiff.tensor import Tensor
 from tests.check import relative_error
 from tests.ops.test_conv2d_sm90 import SIZES, TOLERANCES
+
+
+def run(x, dout, dweight, add, plan=None, x2=None):
+    given = Operands(x, dweight, dout, x2=x2, add=add)
+    wgrad_sm90.run(given, Offer(plan=plan), problem_of(WGRAD, given, (1, 1), (1, 1)))
 
 
 @pytest.mark.gpu
@@ -27,7 +33,7 @@ def test_wgrad_in_splits_adds_to_what_is_there(hopper, rng, outputs, channels, c
     assert cuts
     for chosen in cuts.values():
         dweight = Tensor(before, device="cuda").data
-        wgrad_sm90.wgrad(*operands, dweight, True, chosen)
+        run(*operands, dweight, True, chosen)
         assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < 1e-5
 
 
@@ -49,7 +55,7 @@ def test_wgrad_of_wide_images(hopper, rng, dtype, kernel, columns):
     assert {plan.taps for plan in cuts.values()} == ({1, 3} if kernel == (3, 3) else {1})
     for chosen in cuts.values() if dtype != np.float32 else (None,):
         dweight = Tensor(before, device="cuda").data
-        wgrad_sm90.wgrad(*operands, dweight, True, chosen)
+        run(*operands, dweight, True, chosen)
         tolerance = TOLERANCES[np.float32][1] if dtype == np.float32 else 1e-5
         assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < tolerance
 
@@ -80,8 +86,8 @@ def test_wgrad_reads_its_input_upsampled(hopper, rng, dtype, taps, size, outputs
     before = rng.standard_normal(weight.shape).astype(np.float32)
     for chosen in (None, *cuts):
         dweight, new = (Tensor(array, device="cuda").data for array in (before, np.full_like(before, np.nan)))
-        wgrad_sm90.wgrad(x, dout, dweight, True, chosen)
-        wgrad_sm90.wgrad(x, dout, new, False, chosen)
+        run(x, dout, dweight, True, chosen)
+        run(x, dout, new, False, chosen)
         assert relative_error(Tensor(dweight).numpy(), before + weight.grad) < 1e-5
         assert relative_error(Tensor(new).numpy(), weight.grad) < 1e-5
 
@@ -111,9 +117,9 @@ def test_weight_gradients_are_deferred_and_share_launches(hopper, rng, monkeypat
         expected.append((before if i % 3 else 0) + weight.grad)
     with deferred() as queue:
         for i, ((x, x2, dout), result) in enumerate(zip(inputs, results, strict=True)):
-            wgrad_sm90.wgrad(x, dout, result, bool(i % 3), x2=x2)
+            run(x, dout, result, bool(i % 3), x2=x2)
         assert launched == [16]
-        wgrad_sm90.wgrad(x, dout, results[-1], True, x2=x2)
+        run(x, dout, results[-1], True, x2=x2)
         expected[-1] = expected[-1] + weight.grad
         assert launched == [16, 3]
         queue.before_write(inputs[0][2]), queue.before_read(dout)
@@ -140,14 +146,14 @@ def test_a_launch_gives_the_same_bits_each_time(hopper, rng, taps, cluster):
         x, dout = (Tensor(rng.standard_normal((*images, c)).astype(ml_dtypes.bfloat16), device="cuda").data
                    for c in (weight[3], weight[0]))
         dweight = Tensor(np.zeros(weight, np.float32), device="cuda").data
-        jobs.append(wgrad_sm90._Wgrad(x, None, dout, dweight, False))
+        jobs.append(Operands(x, dweight, dout))
     for count in range(300):
         wgrad_sm90._launch_as(chosen, jobs)
         if count == 0:
-            first = [job.dweight.copy() for job in jobs]
+            first = [job.weight.copy() for job in jobs]
             differ = first[0][0, 0, 0, 0] * 0
         for job, expected in zip(jobs, first, strict=True):
-            differ += (job.dweight.view(np.int32) != expected.view(np.int32)).sum()
+            differ += (job.weight.view(np.int32) != expected.view(np.int32)).sum()
     assert Tensor(differ).item() == 0
 
 

@@ -136,21 +136,21 @@ def test_all_that_may_be_asked_of_a_backward(room, rng, force, shape, channels2,
         force("sharing", sharing)
         into = [None if a is None or adds is None else Slot(a.copy(), adds if i < 2 else State.HOLDS)
                 for i, a in enumerate(before)]
-        again, leaves = y * 0, {}
+        again, statistics = y * 0, {}
         results = table.backward(
             dy, *sources, weight, bias, mean, rstd, True, scale, shift, needs=wanted, into=tuple(into), y=again,
-            leaves=leaves,
+            din_statistics=statistics,
         )
         assert again.tobytes() == y.tobytes()
         assert tuple(result is not None for result in results) == wanted
-        assert set(leaves) == {i for i in (0, 1) if wanted[i]}
-        return [None if a is None else Tensor(a).numpy().astype(np.float64) for a in results], leaves
+        assert set(statistics) == {i for i in (0, 1) if wanted[i]}
+        return [None if a is None else Tensor(a).numpy().astype(np.float64) for a in results], statistics
 
     expected, _ = run(lambda *args: None)
-    found, leaves = run(forced(chunks, parts, held))
+    found, statistics = run(forced(chunks, parts, held))
     for a, b in zip(found, expected, strict=True):
         assert a is None or np.abs(a - b).max() < 1e-2 * np.abs(b).max()
-    for i, (_, sums) in leaves.items():
+    for i, (_, sums) in statistics.items():
         rows = found[i].reshape(shape[0], -1, found[i].shape[-1])
         error = np.abs(Tensor(sums).numpy().sum(1) - rows.sum(1)) / (1 + np.abs(rows).sum(1))
         assert sums.shape[1] == parts and error.max() < 2e-3  # dx was rounded after it was summed

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cudiff import ops
+from cudiff import grad, ops
 from cudiff.ops.grouped_linear import GROUPS, grouped_linear
 from cudiff.tensor import Tensor
 from tests.check import check_op, relative_error, torch
@@ -119,6 +119,22 @@ def test_only_wanted_gradients_are_made(device, rng, wanted):
     (first.sum() + second.sum()).backward()
     assert [i for i, tensor in enumerate(inputs) if tensor.grad is not None] == list(wanted)
     assert all(np.isfinite(Tensor(inputs[i].grad).numpy()).all() for i in wanted)
+
+
+def test_a_gradient_of_the_gradient(device, rng):
+    x, *parameters = tensors([rng.standard_normal((4, 6)), *random_parameters(rng, 6, (4, 8))], device)
+
+    def twice(outs):
+        slope = grad(lambda x: sum(out.sum() for out in outs(x)))
+        return grad(lambda x: (slope(x) ** 2).sum())(x)
+
+    def unfused(x):
+        return [ops.silu(ops.linear(x, *layer)) for layer in zip(parameters[:2], parameters[2:], strict=True)]
+
+    expected = twice(unfused).numpy()
+    assert np.abs(expected).max() > 0.01
+    found = twice(lambda x: grouped_linear(x, parameters[:2], parameters[2:], silu=True, parts=2))
+    assert relative_error(found.numpy(), expected) < 1e-5
 
 
 def test_slices_of_a_longer_buffer(device, rng):

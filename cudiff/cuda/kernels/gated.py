@@ -10,7 +10,7 @@ import numpy as np
 from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_target
 from cudiff.cuda.device import multiprocessors
-from cudiff.cuda.launch import address, blocks, empty, launch
+from cudiff.cuda.launch import address, aligned, blocks, empty, launch
 from cudiff.gradient import Slot
 
 ROWS = 64  # of a tile, at least
@@ -41,7 +41,7 @@ def gate_gradients(dout: Array, y: Array, gate: Array, into: Slot | None) -> tup
 def _sizes(gate: Array, rows: int, *arrays: Array) -> tuple[tuple[int, int], dict[str, Any]]:
     """The grid and the constants. There are as many tiles of rows as give each multiprocessor a block."""
     (images, channels), pack = gate.shape, 16 // arrays[0].itemsize
-    whole = channels % pack == 0 and all(address(array) % 16 == 0 for array in (gate, *arrays))
+    whole = all(aligned(array, channels) for array in (gate, *arrays))
     columns = images * blocks(channels, 32 * (pack if whole else 1))
     tiles = min(blocks(rows, ROWS), blocks(multiprocessors(), columns))
     return (columns, tiles), {"T": arrays[0].dtype, "VEC": int(whole)}

@@ -29,30 +29,29 @@ ATTENTION = Table(
 )
 
 
-def forward(out: Array, lse: Array, q: Array, k: Array, v: Array) -> None:
-    """out = softmax(q·kᵀ/√D)·v, and lse = the logarithms of the softmax's denominators; see `Forward`."""
-    if len(q) > MOST_ACROSS:
-        for part in _parts(len(q)):
-            forward(*(array[part] for array in (out, lse, q, k, v)))
+def forward(given: Forward) -> None:
+    """out = softmax(q·kᵀ/√D)·v, and lse = the logarithms of the softmax's denominators."""
+    if len(given.q) > MOST_ACROSS:
+        for part in _parts(len(given.q)):
+            forward(Forward(*(array[part] for array in given)))
         return
-    problem = _problem(q, k, (q, k, v), False)
+    problem = _problem(given.q, given.k, (given.q, given.k, given.v), False)
     chosen = ATTENTION.select(problem)
-    chosen.row.run(Forward(out, lse, q, k, v), chosen.offer.plan, problem)
+    chosen.row.run(given, chosen.offer.plan, problem)
 
 
-def backward(dq: Array, dk: Array, dv: Array, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
-             sums: Callable[[int], Sequence[Array]] | None = None) -> None:
-    """Write the gradients dq, dk and dv; see `Backward`. `sums` is called only if the kernel writes SUMS."""
-    if len(q) > MOST_ACROSS:
-        whole = None if sums is None else functools.cache(sums)
-        for part in _parts(len(q)):
-            own = None if whole is None else functools.partial(_part_of, whole, part)
-            backward(dq[part], dk[part], dv[part], dout[part], q[part], k[part], v[part], out[part], lse[part], own)
+def backward(given: Backward) -> None:
+    """Write the gradients dq, dk and dv. `sums` is called only if the kernel writes SUMS."""
+    if len(given.q) > MOST_ACROSS:
+        *arrays, sums = given._replace(sums=given.sums and functools.cache(given.sums))
+        for part in _parts(len(given.q)):
+            own = sums and functools.partial(_part_of, sums, part)
+            backward(Backward._make([*(array[part] for array in arrays), own]))
         return
-    wanted = frozenset() if sums is None else frozenset({SUMS})
-    problem = _problem(q, k, (q, k, v, dq, dk, dv, dout), True, wanted)
+    wanted = frozenset() if given.sums is None else frozenset({SUMS})
+    problem = _problem(given.q, given.k, given[:7], True, wanted)  # all but out, lse and sums
     chosen = ATTENTION.select(problem)
-    chosen.row.run(Backward(dq, dk, dv, dout, q, k, v, out, lse, sums), chosen.offer.plan, problem)
+    chosen.row.run(given, chosen.offer.plan, problem)
 
 
 def _parts(images: int) -> list[slice]:

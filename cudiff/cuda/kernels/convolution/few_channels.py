@@ -8,14 +8,13 @@ cast would cost a launch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.device import multiprocessors, shared_memory
-from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, WGRAD, Fusion, Image, Norm, Operands, Problem
-from cudiff.cuda.kernels.gemm.product import Epilogue
+from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, WGRAD, Fusion, Image, Operands, Problem
 from cudiff.cuda.launch import blocks, empty, launch
 from cudiff.cuda.select import Offer
 from cudiff.cuda.sums import add_parts, empty_statistics
@@ -46,17 +45,6 @@ def offer(p: Problem) -> Offer | None:
         if p.silu and len(p.norm) == 1 and p.norm[0].aligned and not p.wanted & EPILOGUE:
             fused.add(Fusion.NORM_BACKWARD)
     return Offer(p.wanted & fused)
-
-
-def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
-    x, weight, out, fused = given.x, given.weight, given.out, offer.fused
-    if p.direction == WGRAD:
-        wgrad(x, out, weight, given.add)
-        return None
-    norm = given.norm if Fusion.NORM_BACKWARD in fused else None
-    kinds = {Fusion.STATISTICS: Kind.MOMENTS, Fusion.NORM_BACKWARD: Kind.PRODUCTS, Fusion.SUMS: Kind.SUMS}
-    wanted = next((kind for fusion, kind in kinds.items() if fusion in fused), None)
-    return fprop(x, weight, out, given.epilogue, wanted, p.direction == DGRAD, Fusion.RELU in fused, norm)
 
 
 def _supports(p: Problem) -> bool:
@@ -118,59 +106,66 @@ def sums_bytes(few: int, columns: int, taps: int) -> int:
     return 4 * max(THREADS // 64 * blocks(depth, 16) * 16 * 32, depth * (columns + 1))
 
 
-def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, wanted: Kind | None = None,
-          transposed: bool = False, relu: bool = False, norm: Norm | None = None) -> ChannelStatistics | None:
-    """out = the convolution of x. With `transposed`, x is the gradient of an output, and out that of the input.
-
-    relu: whether ReLU follows; only if out has many channels. wanted: the kind of out's statistics to return, SUMS,
-    MOMENTS, or with `norm` PRODUCTS as in `table.dgrad`; only if out has many channels.
-    """
-    n, height, width, channels = x.shape
-    outputs = out.shape[3]
-    fewer, taps = min(channels, outputs), weight.shape[1]
-    few, many = sides(x, out)
-    weight = weight if weight.dtype == many.dtype else weight.astype(many.dtype)
-    constants = {"T": many.dtype, "FEW_T": few.dtype, "R": taps, "FEW": fewer}
-    at = _weight(weight.shape[3], taps, few_last=(fewer == channels) != transposed, flipped=transposed)
-    if fewer == outputs:
-        rows, shared = _rows(n, height, lambda rows: products_bytes(rows, width, fewer, taps))
-        launch(
-            "conv2d_few_channels", "contract", n * blocks(height, rows), THREADS,
-            (x, weight, epilogue.bias, out, at, height, width, rows), shared,
-            **constants, BN=channels, SUMS=0, NORM=0,
-        )
+def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
+    """Returns what `table.fprop` and `table.dgrad` return."""
+    taps, (few, many) = given.weight.shape[1], sides(given.x, given.out)
+    constants = {"T": many.dtype, "FEW_T": few.dtype, "R": taps, "FEW": few.shape[3]}
+    if p.direction == WGRAD:
+        _wgrad(given, few, many, constants)
         return None
-    rows, shared = _rows(n, height, lambda rows: copies_bytes(rows, width, fewer, taps))
+    weight = given.weight if given.weight.dtype == many.dtype else given.weight.astype(many.dtype)
+    backward = p.direction == DGRAD
+    at = _weight(weight.shape, few_last=(few is given.x) != backward, flipped=backward)
+    if many is given.out:
+        return _expand(given._replace(weight=weight), at, offer.fused, constants)
+    x, out = given.x, given.out
+    n, height, width, channels = x.shape
+    rows, shared = _rows(n, height, lambda rows: products_bytes(rows, width, out.shape[3], taps))
+    launch(
+        "conv2d_few_channels", "contract", n * blocks(height, rows), THREADS,
+        (x, weight, given.epilogue.bias, out, at, height, width, rows), shared,
+        **constants, BN=channels, SUMS=0, NORM=0,
+    )
+    return None
+
+
+def _expand(given: Operands, at: np.ndarray, fused: frozenset[str],
+            constants: dict[str, Any]) -> ChannelStatistics | None:
+    """`run` if the result is the image of many channels. at: as `_weight` returns it."""
+    x, out, epilogue, outputs = given.x, given.out, given.epilogue, given.out.shape[3]
+    n, height, width, fewer = x.shape
+    rows, shared = _rows(n, height, lambda rows: copies_bytes(rows, width, fewer, constants["R"]))
     columns = _columns(outputs)
+    kinds = {Fusion.STATISTICS: Kind.MOMENTS, Fusion.NORM_BACKWARD: Kind.PRODUCTS, Fusion.SUMS: Kind.SUMS}
+    wanted = next((kind for fusion, kind in kinds.items() if fusion in fused), None)
     statistics = None if wanted is None else empty_statistics(wanted, n, blocks(height, rows), outputs)
+    norm = given.norm if Fusion.NORM_BACKWARD in fused else None
     source, affine, groups = (None, (None,) * 6, 1) if norm is None else (norm.x, norm[3:], norm.mean.shape[1])
     launch(
         "conv2d_few_channels", "expand", (n * blocks(height, rows), outputs // columns), THREADS,
-        (x, weight, epilogue.bias, epilogue.emb, relu, out, None if statistics is None else statistics.sums, source,
-         *affine, at, height, width, outputs, rows, groups),
+        (x, given.weight, epilogue.bias, epilogue.emb, Fusion.RELU in fused, out,
+         None if statistics is None else statistics.sums, source, *affine, at, height, width, outputs, rows, groups),
         shared, **constants, BN=columns, SUMS=0 if wanted is None else wanted.numbers,
         NORM=int(norm is not None),
     )
     return statistics
 
 
-def wgrad(x: Array, dout: Array, dweight: Array, add: bool) -> None:
-    """dweight (K, R, R, C), float32, = or, with `add`, += the gradient of the weight."""
-    few, many = sides(x, dout)
-    taps = dweight.shape[1]
+def _wgrad(given: Operands, few: Array, many: Array, constants: dict[str, Any]) -> None:
+    dweight, taps = given.weight, given.weight.shape[1]
     n, height, width, channels = many.shape
     rows, shared = _rows(n, height, lambda rows: patches_bytes(rows, width, few.shape[3], taps))
     columns = _columns(channels)
     tiles = n * blocks(height, rows)
     parts = empty((tiles, dweight.shape[0], dweight.size // dweight.shape[0]), float32)
     shared = max(shared, sums_bytes(few.shape[3], columns, taps))
-    at = _weight(dweight.shape[3], taps, few_last=few is x, flipped=few is dout)
+    at = _weight(dweight.shape, few_last=few is given.x, flipped=few is given.out)
     launch(
         "conv2d_few_channels", "wgrad", (tiles, channels // columns), THREADS,
         (few, many, parts, at, height, width, channels, rows, patches_pitch(width)), shared,
-        T=many.dtype, FEW_T=few.dtype, R=taps, FEW=few.shape[3], BN=columns, SUMS=0, NORM=0,
+        **constants, BN=columns, SUMS=0, NORM=0,
     )
-    add_parts(parts, dweight, add)
+    add_parts(parts, dweight, given.add)
 
 
 def _rows(n: int, height: int, bytes_of: Callable[[int], int]) -> tuple[int, int]:
@@ -191,9 +186,10 @@ def _columns(channels: int) -> int:
 _WEIGHT = np.dtype([(name, np.int32) for name in ("first", "tap", "few", "many")])
 
 
-def _weight(channels: int, taps: int, few_last: bool, flipped: bool) -> np.ndarray:
+def _weight(shape: tuple[int, ...], few_last: bool, flipped: bool) -> np.ndarray:
     """Where a weight (K, R, R, C) lies, for the kernel: the first tap, and the strides of taps, few and many channels.
     few_last: whether the few channels are C, else K. flipped: whether taps are read in reverse order."""
+    _, taps, _, channels = shape
     first, tap = ((taps**2 - 1) * channels, -channels) if flipped else (0, channels)
     few, many = (1, taps**2 * channels) if few_last else (taps**2 * channels, 1)
     return np.array((first, tap, few, many), _WEIGHT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, FPROP, LONGEST, WGRAD, Fusion, Operands, Problem
-from cudiff.cuda.kernels.gemm.product import Epilogue, Plan, plan, problem_of, product_as
+from cudiff.cuda.kernels.gemm.product import Epilogue, Plan, launch_product, plan, problem_of
 from cudiff.cuda.kernels.shape import contiguous
 from cudiff.cuda.launch import aligned
 from cudiff.cuda.select import Offer
@@ -15,7 +15,7 @@ def offer(p: Problem) -> Offer:
     """The offer's plan says whether statistics are wanted. They are fused only if the chosen tile can write them."""
     sums = _wants_statistics(p) or _takes_norm(p)
     fused = {Fusion.BIAS, Fusion.EMB, Fusion.ADDEND, Fusion.SECOND_SOURCE, Fusion.UPSAMPLE}
-    if sums and _makes_sums(_plan_of(p), p.out.shape[1] * p.out.shape[2]):
+    if sums and _makes_sums(plan(*_product(p)), p.out.shape[1] * p.out.shape[2]):
         fused |= {Fusion.STATISTICS, Fusion.NORM_BACKWARD}
     return Offer(p.wanted & fused, plan=sums)
 
@@ -58,7 +58,7 @@ def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
                 statistics = empty_statistics(Kind.PRODUCTS, n, tiles, extent[1])
                 sources = norm.x2, norm.x.shape[3]
                 normed, mode = (norm.x, *norm[3:], norm.mean.shape[1]), 1 if norm.silu else 2
-        product_as(
+        launch_product(
             chosen, "conv2d", a, b, out, extent[1],
             (n, height, width, c, *size, k, *kernel, *p.stride, *p.padding, *sources,
              None if statistics is None else statistics.sums, *normed), extent, epilogue,
@@ -89,10 +89,6 @@ def _takes_norm(p: Problem) -> bool:
 def _makes_sums(chosen: Plan, pixels: int) -> bool:
     """Whether the plan can write statistics: the depth is not split, and a warp's rows are of one image."""
     return chosen.splits == 1 and pixels % (chosen.tile.rows // chosen.tile.warps_m) == 0
-
-
-def _plan_of(p: Problem) -> Plan:
-    return plan(*_product(p))
 
 
 def microseconds(p: Problem) -> float:

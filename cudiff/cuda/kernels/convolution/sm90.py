@@ -10,18 +10,7 @@ import numpy as np
 
 from cudiff.backend import Array, float32, is_low
 from cudiff.cuda.device import multiprocessors
-from cudiff.cuda.kernels.convolution.problem import (
-    AFTERWARDS,
-    DGRAD,
-    EPILOGUE,
-    WGRAD,
-    Fusion,
-    Norm,
-    Operands,
-    Problem,
-    Skip,
-)
-from cudiff.cuda.kernels.gemm.product import Epilogue
+from cudiff.cuda.kernels.convolution.problem import AFTERWARDS, DGRAD, EPILOGUE, WGRAD, Fusion, Operands, Problem
 from cudiff.cuda.kernels.shape import at_16_bytes, turned
 from cudiff.cuda.launch import blocks, launch
 from cudiff.cuda.select import Offer
@@ -34,7 +23,7 @@ CHANNELS = 64  # of a tile
 ROW_BYTES = 128  # of shared memory
 SHARED_BYTES = 228 << 10  # of a multiprocessor; a block takes 1 KiB more than it asks for
 BARRIER_BYTES = 1024
-MAP_BYTES = 1024  # of the affine maps of a norm's channels, in `fprop`
+MAP_BYTES = 1024  # of the affine maps of a norm's channels
 CLUSTERS = (1, 2, 4, 8)  # blocks of a cluster
 COLUMNS = (1, 3, 5, 7)  # of taps
 
@@ -57,13 +46,13 @@ TILES = (
     Tile(256, 1.1, 0.277, 3.7), Tile(224, 0.99, 0.245, 3.2), Tile(192, 0.88, 0.214, 2.7), Tile(160, 0.76, 0.182, 2.2),
     Tile(128, 0.65, 0.15, 1.7), Tile(112, 0.6, 0.14, 1.6), Tile(96, 0.55, 0.13, 1.55), Tile(64, 0.45, 0.11, 1.4),
 )
-"""Times of those not in ALWAYS lie on lines between these. As shares of 256's they were measured within 3 %."""
+"""Times of tiles that are not in ALWAYS are interpolated. Relative to 256's they were measured within 3 %."""
 ALWAYS = (256, 128, 64)
 """Pixels of the tiles that are tried for images of any height: see `plans`."""
 
 
 def supports(p: Problem) -> bool:
-    """Whether `fprop` serves the problem apart from fused ops. The weight's rows may be slices of longer rows."""
+    """Whether `run` serves the problem apart from fused ops. The weight's rows may be slices of longer rows."""
     return of_one_size(p) and p.x.rows_aligned and p.weight.rows_aligned and p.out.rows_aligned
 
 
@@ -114,15 +103,6 @@ def offer(p: Problem) -> Offer | None:
     if Fusion.NORM_BACKWARD in p.wanted and not _takes_norm(p):
         left.add(Fusion.NORM_BACKWARD)
     return Offer(p.wanted - left)
-
-
-def run(given: Operands, offer: Offer, p: Problem) -> Array | None:
-    backward, fused = p.direction == DGRAD, offer.fused
-    return fprop(
-        given.x, given.weight, given.out, given.epilogue, backward, Fusion.STATISTICS in fused, Fusion.RELU in fused,
-        x2=None if backward else given.x2, out2=given.x2 if backward else None,
-        norm=given.norm if Fusion.NORM_BACKWARD in fused else None, skip=given.skip, upsample=Fusion.UPSAMPLE in fused,
-    )
 
 
 def _takes_norm(p: Problem) -> bool:
@@ -224,7 +204,7 @@ def steps_of(channels: int, kernel: tuple[int, int], itemsize: int, skip: int) -
 
 
 def spared_k_steps(channels: int, itemsize: int) -> int:
-    """How many of a chunk's four k-steps, of 32 bytes each, the last one of so many channels leaves out: zeros."""
+    """How many of the last chunk's four k-steps, of 32 bytes each, lie beyond so many channels: they are left out."""
     return -channels * itemsize % ROW_BYTES // 32
 
 
@@ -308,24 +288,19 @@ def full_tiles(images: tuple[int, ...], apart: bool) -> tuple[int, int, int]:
     return (n, height * columns // 8, 8) if height * columns % 8 == 0 else (n, height, columns)
 
 
-def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: bool = False, statistics: bool = False,
-          relu: bool = False, x2: Array | None = None, out2: Array | None = None, chosen: Plan | None = None,
-          norm: Norm | None = None, skip: Skip | None = None, upsample: bool = False) -> ChannelStatistics | None:
-    """out (N, H, W, K) = the convolution of x (N, H, W, C), plus what the epilogue adds; then ReLU, if `relu`.
-
-    weight: (K, R, S, C). With `transposed` it is (C, R, S, K), x the gradient of an output, and out that of the input;
-    `norm` is then as in `table.dgrad`. x2: the channels after x's. out2: receives the channels after out's. Both only
-    if `takes_second_source`. skip: a skip path whose result is added, only if `offer` fuses it; then the epilogue has
-    no more than a bias. upsample: x is read as if each pixel were four, and out is (N, 2H, 2W, K). chosen: a plan in
-    place of `plan`'s, for x's shape after upsampling.
-
-    Returns out's moments if `statistics`, PRODUCTS with `norm`, else None.
-    """
+def run(given: Operands, offer: Offer, p: Problem) -> ChannelStatistics | None:
+    """Returns what `table.fprop` and `table.dgrad` return. The offer's plan is None, or replaces the planner's; it is
+    one for the images as they are, after upsampling."""
+    x, weight, out, epilogue, skip = given.x, given.weight, given.out, given.epilogue, given.skip
+    transposed, fused, chosen = p.direction == DGRAD, offer.fused, offer.plan
+    x2, out2 = (None, given.x2) if transposed else (given.x2, None)
+    wants_moments, upsample = Fusion.STATISTICS in fused, Fusion.UPSAMPLE in fused
+    norm = given.norm if Fusion.NORM_BACKWARD in fused else None
     kernel, (n, height, columns, split) = weight.shape[1:3], x.shape
     if upsample:
         height, columns = 2 * height, 2 * columns
     elif kernel == (1, 1) and chosen is None:
-        n, height, columns = full_tiles(x.shape[:3], statistics or norm is not None or epilogue.emb is not None)
+        n, height, columns = full_tiles(x.shape[:3], wants_moments or norm is not None or epilogue.emb is not None)
     channels = split if x2 is None else split + x2.shape[3]
     spared = spared_k_steps(channels, x.dtype.itemsize)
     first_outputs = out.shape[3]
@@ -351,7 +326,7 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
         ]
     shape, chunk = (n, height, columns, channels), ROW_BYTES // x.dtype.itemsize
 
-    def run(chosen: Plan) -> ChannelStatistics | None:
+    def launch_as(chosen: Plan) -> ChannelStatistics | None:
         tile, cluster, rows, each, halos, weights, shared = chosen
         pitch, result_box = pitch_of(kernel[1], upsample), (1, min(rows, tile.pixels // 8 // cluster), 8, chunk)
         halo_box = (1, 1, pitch // 2, 2, chunk) if upsample else (1, rows + kernel[0] - 1, pitch, chunk)
@@ -364,28 +339,26 @@ def fprop(x: Array, weight: Array, out: Array, epilogue: Epilogue, transposed: b
             for array, box in ((out2, result_box), (read[0], read_box), (read[1], read_box))
         ]
         tiles = tiles_of(shape, rows) * cluster
-        left = None
-        if statistics or norm is not None:
-            left = empty_statistics(moments(x.dtype) if statistics else Kind.PRODUCTS, n, tiles, outputs)
+        statistics = None
+        if wants_moments or norm is not None:
+            statistics = empty_statistics(moments(x.dtype) if wants_moments else Kind.PRODUCTS, n, tiles, outputs)
         launch(
             "conv2d_sm90", "conv2d_sm90", (each, blocks(outputs, CHANNELS), cluster), 384,
             (
                 x_map, x_map if x2 is None else tensor_map(x2, halo_box, twice=upsample), weight_map, out_map, *maps,
                 weight_map if skip is None else _weight_map(skip.weight, chunk), epilogue.bias, skip_bias, epilogue.emb,
-                None if left is None else left.sums, *affine, n, height, columns, channels, outputs, kernel[1],
-                skip_channels, rows, halos, weights, split, first_outputs, skip_split, groups,
+                None if statistics is None else statistics.sums, *affine, n, height, columns, channels, outputs,
+                kernel[1], skip_channels, rows, halos, weights, split, first_outputs, skip_split, groups,
             ),
             shared, T=x.dtype, R=kernel[0], PASS="DGRAD" if transposed else "FPROP", PIXELS=tile.pixels,
-            ADDS=int(addend is not None), STATISTICS=int(statistics), NORM=0 if norm is None else 1 if norm.silu else 2,
-            RELU=int(relu), SKIP=int(skip is not None), CLUSTER=cluster, UPSAMPLE=int(upsample),
-            SPARED=spared,
+            ADDS=int(addend is not None), STATISTICS=int(wants_moments),
+            NORM=0 if norm is None else 1 if norm.silu else 2, RELU=int(Fusion.RELU in fused),
+            SKIP=int(skip is not None), CLUSTER=cluster, UPSAMPLE=int(upsample), SPARED=spared,
         )
-        return left
+        return statistics
 
-    if chosen is not None:
-        return run(chosen)
     problem = shape, outputs, kernel, x.dtype.itemsize, skip_channels, upsample
-    return plan.run(problem, run, added_to)
+    return plan.run(problem, launch_as, added_to, chosen=chosen)
 
 
 def _weight_map(weight: Array, chunk: int) -> np.ndarray:

@@ -78,8 +78,8 @@ CONVOLUTION = Table(
 )
 
 
-def fprop(given: Operands, stride: Pair, padding: Pair, statistics: bool = False, relu: bool = False,
-          upsample: bool = False, dilation: Pair = (1, 1), groups: int = 1) -> ChannelStatistics | None:
+def fprop(given: Operands, stride: Pair, padding: Pair, dilation: Pair = (1, 1), groups: int = 1, *,
+          statistics: bool = False, relu: bool = False, upsample: bool = False) -> ChannelStatistics | None:
     """given.out (N, Ho, Wo, K) = the convolution, plus what the operands add; then ReLU, if `relu`.
 
     upsample: the input is read as if upsampled: twice as high and wide, each pixel four times. statistics: whether to
@@ -93,7 +93,7 @@ def fprop(given: Operands, stride: Pair, padding: Pair, statistics: bool = False
     chosen = CONVOLUTION.select(problem)
     if Fusion.SKIP in chosen.left:
         given = given._replace(skip=None, epilogue=given.epilogue._replace(addend=_skipped(given)))
-        return fprop(given, stride, padding, statistics, relu, upsample)
+        return fprop(given, stride, padding, statistics=statistics, relu=relu, upsample=upsample)
     assert Fusion.CAST not in chosen.left
     moments = chosen.row.run(given, chosen.offer, problem)
     if Fusion.RELU in chosen.left:
@@ -111,8 +111,8 @@ def _skipped(given: Operands) -> Array:
     return out.reshape(given.out.shape)
 
 
-def dgrad(given: Operands, stride: Pair, padding: Pair, sums: bool = False, dilation: Pair = (1, 1),
-          groups: int = 1) -> ChannelStatistics | None:
+def dgrad(given: Operands, stride: Pair, padding: Pair, dilation: Pair = (1, 1), groups: int = 1, *,
+          sums: bool = False) -> ChannelStatistics | None:
     """given.out (N, H, W, C) = the gradient of the input, plus what the epilogue adds.
 
     sums: whether to return its SUMS; None if the kernel writes none. If a norm made the input (`given.norm`) and the
@@ -128,8 +128,8 @@ def dgrad(given: Operands, stride: Pair, padding: Pair, sums: bool = False, dila
     return chosen.row.run(given, chosen.offer, problem)
 
 
-def wgrad(given: Operands, stride: Pair, padding: Pair, upsample: bool = False, dilation: Pair = (1, 1),
-          groups: int = 1) -> None:
+def wgrad(given: Operands, stride: Pair, padding: Pair, dilation: Pair = (1, 1), groups: int = 1, *,
+          upsample: bool = False) -> None:
     """given.weight (K, R, S, C / groups), float32, = or, with given.add, += the gradient of the weight, which is 0
     without images. `upsample` is as in `fprop`."""
     if given.x.size == 0:

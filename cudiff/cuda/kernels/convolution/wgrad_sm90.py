@@ -40,7 +40,7 @@ TF32_COLUMNS = 112  # three steps of it fit in shared memory
 
 
 def supports(p: Problem) -> bool:
-    """Whether `wgrad` serves the problem, with any number of channels, apart from fused ops."""
+    """Whether `run` serves the problem, with any number of channels, apart from fused ops."""
     if p.direction != WGRAD or not of_one_size(p):
         return False
     return is_low(p.x.dtype) or p.kernel[0] == p.kernel[1]
@@ -55,10 +55,6 @@ def offer(p: Problem) -> Offer | None:
     return Offer(p.wanted & ({Fusion.SECOND_SOURCE, Fusion.UPSAMPLE} if upsampled else {Fusion.SECOND_SOURCE}))
 
 
-def run(given: Operands, offer: Offer, p: Problem) -> None:
-    wgrad(given.x, given.out, given.weight, given.add, x2=given.x2)
-
-
 def _takes_upsampled(p: Problem) -> bool:
     """Whether it can read x as the forward did, upsampled to twice the height and width."""
     size = p.out.shape[1], width_of(p.out.shape[2])
@@ -67,8 +63,8 @@ def _takes_upsampled(p: Problem) -> bool:
 
 @functools.cache
 def width_of(columns: int, most: int = COLUMNS) -> int:
-    """Pixels of an image's row in a step: a multiple of eight, the pixels of a swizzled block. Of more than `most`
-    columns a part of the row: a multiple of 16 by which the row is cut with the least rest, the largest of these."""
+    """Pixels of an image's row in a step: a multiple of 8, the pixels of a swizzled block. A row of more than `most`
+    columns is read in parts. Their width is the multiple of 16 that pads the row least, the largest if several do."""
     if columns <= most:
         return blocks(columns, 8) * 8
     return min(range(16, most + 1, 16), key=lambda width: (blocks(columns, width) * width, -width))
@@ -92,54 +88,40 @@ class Plan(NamedTuple):
         return [self.taps, self.across, self.cluster, self.splits]
 
 
-class _Wgrad(NamedTuple):
-    """dweight (K, R, S, C) = or, with `add`, += the gradient from x (N, H, W, C), x2 if any, and dout (N, H, W, K)."""
-
-    x: Array
-    x2: Array | None
-    dout: Array
-    dweight: Array
-    add: bool
-
-
-def wgrad(x: Array, dout: Array, dweight: Array, add: bool, chosen: Plan | None = None,
-          x2: Array | None = None) -> None:
-    """dweight (K, R, S, C), float32, = or, with `add`, += the gradient of the weight. Its rows may be slices of longer
-    rows.
-
-    x2: the channels after x's, only if `takes_second_source`. An x half as high and wide as dout is read as upsampled,
-    only if `_takes_upsampled`. The gradient of 16-bit images may be deferred (see cudiff.cuda.deferred), unless a
-    plan is `chosen`.
-    """
+def run(given: Operands, offer: Offer, p: Problem) -> None:
+    """Write the gradient of the weight, whose rows may be slices of longer rows. An x half as high and wide as dout is
+    read as upsampled. The offer's plan is None, or replaces the planner's; without one the gradient of 16-bit images
+    may be deferred (see cudiff.cuda.deferred)."""
+    x, dout, x2, dweight = given.x, given.out, given.x2, given.weight
     if x.dtype == float32:
-        wgrad_tf32(x, dout, dweight, add)
+        wgrad_tf32(x, dout, dweight, given.add)
         return
-    if dweight.shape[1:3] == (1, 1) and chosen is None and x.shape[:3] == dout.shape[:3]:
+    if dweight.shape[1:3] == (1, 1) and offer.plan is None and x.shape[:3] == dout.shape[:3]:
         images = full_tiles(x.shape[:3], apart=False)
         if images != x.shape[:3]:
             x, x2, dout = [None if array is None else array.reshape(*images, array.shape[3])
                            for array in (x, x2, dout)]
     if x.shape[3] % 8 or dout.shape[3] % 8:
         x, dout = _whole(x), _whole(dout)
-    one = _Wgrad(x, x2, dout, dweight, add)
-    if chosen is not None:
-        _launch_as(chosen, [one])
+    given = Operands(x, dweight, dout, x2=x2, add=given.add)
+    if offer.plan is not None:
+        _launch_as(offer.plan, [given])
     else:
         reads = [x, dout] if x2 is None else [x, x2, dout]
         held = sum([array.nbytes for array in reads])
-        enqueue(_WGRADS, one, dweight, reads, held, (x.dtype, x.shape[:3], dout.shape[:3], dweight.shape[1:3]))
+        enqueue(_WGRADS, given, dweight, reads, held, (x.dtype, x.shape[:3], dout.shape[:3], dweight.shape[1:3]))
 
 
-def _launch(batch: list[_Wgrad]) -> None:
+def _launch(batch: list[Operands]) -> None:
     """Weight gradients from images of one size, in one launch."""
-    images = batch[0].dout.shape[:3]
-    problem = images, tuple([one.dweight.shape for one in batch]), batch[0].x.shape[:3] != images
-    plan.run(problem, lambda chosen: _launch_as(chosen, batch), [one.dweight for one in batch if one.add])
+    images = batch[0].out.shape[:3]
+    problem = images, tuple([one.weight.shape for one in batch]), batch[0].x.shape[:3] != images
+    plan.run(problem, lambda chosen: _launch_as(chosen, batch), [one.weight for one in batch if one.add])
 
 
-def _launch_as(chosen: Plan, batch: list[_Wgrad]) -> None:
+def _launch_as(chosen: Plan, batch: list[Operands]) -> None:
     """`_launch` with this plan."""
-    images, kernel, dtype = batch[0].dout.shape[:3], batch[0].dweight.shape[1:3], batch[0].x.dtype
+    images, kernel, dtype = batch[0].out.shape[:3], batch[0].weight.shape[1:3], batch[0].x.dtype
     n, height, columns = images
     upsample = batch[0].x.shape[:3] != images
     taps, across, cluster, splits, rows, stages, shared = chosen
@@ -151,16 +133,16 @@ def _launch_as(chosen: Plan, batch: list[_Wgrad]) -> None:
     count = 1 if len(batch) == 1 else MAX_BATCH
     table, first, outs = np.zeros(1, np.dtype([("jobs", _ROW, count)])), 0, []
     table["jobs"]["first"] = np.iinfo(np.int32).max
-    for i, (x, x2, dout, dweight, add) in enumerate(batch):
-        out, pitch = _sums(dweight, sums)
-        sources = [tensor_map(source, box, twice=upsample) for source in (x, x if x2 is None else x2)]
-        maps = *sources, tensor_map(dout, dout_box)
-        outputs, _, _, channels = dweight.shape
+    for i, one in enumerate(batch):
+        out, pitch = _sums(one.weight, sums)
+        sources = [tensor_map(source, box, twice=upsample) for source in (one.x, one.x if one.x2 is None else one.x2)]
+        maps = *sources, tensor_map(one.out, dout_box)
+        outputs, _, _, channels = one.weight.shape
         table["jobs"][0, i] = (
-            *[found["words"] for found in maps], address(out), pitch, first, add and sums == 1, channels, outputs,
-            x.shape[3],
+            *[found["words"] for found in maps], address(out), pitch, first, one.add and sums == 1, channels, outputs,
+            one.x.shape[3],
         )
-        first += _blocks(dweight.shape, taps, across)
+        first += _blocks(one.weight.shape, taps, across)
         outs.append(out)
     launch(
         "conv2d_wgrad_sm90", "conv2d_wgrad_sm90", (first, 1, splits), 160 if taps == 1 else 512,
@@ -170,7 +152,7 @@ def _launch_as(chosen: Plan, batch: list[_Wgrad]) -> None:
     )
     for one, out in zip(batch, outs, strict=True):
         if sums > 1:
-            add_parts(out, one.dweight, one.add)
+            add_parts(out, one.weight, one.add)
 
 
 _WGRADS = LaunchType(_launch, MAX_BATCH, PENDING_BYTES, rank=0)
@@ -257,7 +239,7 @@ def fit(size: tuple[int, int], channels: int, kernel: tuple[int, ...], taps: int
 
 
 def wgrad_tf32(x: Array, dout: Array, dweight: Array, add: bool, splits: int = 0) -> None:
-    """`wgrad` of float32 images, rounded to tf32. splits: parts of the depth; 0 for as many as run at once."""
+    """`run` of float32 images, rounded to tf32. splits: parts of the depth; 0 for as many as run at once."""
     x, dout = _whole(x), _whole(dout)
     n, height, columns, _ = x.shape
     outputs, taps, _, channels = dweight.shape

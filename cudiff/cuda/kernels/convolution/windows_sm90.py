@@ -70,11 +70,10 @@ def offer(p: Problem) -> Offer | None:
     if not _supports(p):
         return None
     parts = parts_of(p)
-    microseconds = sum(_estimate(p, part) for part in parts)
-    if microseconds + _left(p) >= _otherwise(p):
+    if sum(_estimate(p, part) for part in parts) + _left(p) >= _otherwise(p):
         return None
     plans = [(part, plan(*_product(p, part))) for part in parts]
-    return Offer(p.wanted & (EPILOGUE | {Fusion.SECOND_SOURCE}), plans, microseconds)
+    return Offer(p.wanted & (EPILOGUE | {Fusion.SECOND_SOURCE}), plans)
 
 
 def _supports(p: Problem) -> bool:

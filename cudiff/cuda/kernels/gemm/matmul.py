@@ -7,7 +7,7 @@ import numpy as np
 from cudiff.backend import Array
 from cudiff.cuda.kernels.convolution.problem import DGRAD, EPILOGUE, FPROP, Operands, Problem
 from cudiff.cuda.kernels.gemm.problem import Product
-from cudiff.cuda.kernels.gemm.product import Epilogue, product, products
+from cudiff.cuda.kernels.gemm.product import Epilogue, Plan, launch_product, plan, problem_of, products
 from cudiff.cuda.launch import aligned
 from cudiff.cuda.select import Offer
 
@@ -23,7 +23,8 @@ def multiply(a: Array, b: Array, out: Array, transpose_a: bool = False, transpos
     (batches, rows, columns), depth = out.shape, a.shape[1 if transpose_a else 2]
     if out.size == 0:
         return
-    bias, emb, addend = (epilogue or Epilogue())[:3]
+    epilogue = epilogue or Epilogue()
+    bias, emb, addend = epilogue[:3]
     if depth == 0 and bias is emb is None and (addend is None or addend is out):  # every sum is empty
         if addend is None:
             out.fill(0)
@@ -31,12 +32,14 @@ def multiply(a: Array, b: Array, out: Array, transpose_a: bool = False, transpos
     pitch_a, pitch_b, pitch = (x.strides[1] // x.itemsize for x in (a, b, out))
     batch_a, batch_b = (x.strides[0] // x.itemsize if x.shape[0] > 1 else 0 for x in (a, b))
     dims = (rows, columns, depth, np.int64(pitch_a), np.int64(pitch_b), np.int64(batch_a), np.int64(batch_b))
-    product(
-        "matmul", a, b, out, pitch, dims, (rows, columns, depth, batches), epilogue or Epilogue(),
-        products(a.dtype),
-        A_K_MAJOR=not transpose_a, B_K_MAJOR=transpose_b,
-        A_VEC=aligned(a, pitch_a, batch_a, a.shape[2]), B_VEC=aligned(b, pitch_b, batch_b, b.shape[2]),
-    )
+    size, terms = (rows, columns, depth, batches), products(a.dtype)
+    a_vec, b_vec = aligned(a, pitch_a, batch_a, a.shape[2]), aligned(b, pitch_b, batch_b, b.shape[2])
+
+    def launch_as(chosen: Plan) -> None:
+        launch_product(chosen, "matmul", a, b, out, pitch, dims, size, epilogue, terms, A_K_MAJOR=not transpose_a,
+                       B_K_MAJOR=transpose_b, A_VEC=a_vec, B_VEC=b_vec)
+
+    plan.run(problem_of(a.dtype, size, terms, a_vec and b_vec), launch_as, [out] if addend is out else [])
 
 
 def offer(p: Problem) -> Offer:

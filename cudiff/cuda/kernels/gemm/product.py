@@ -1,4 +1,4 @@
-"""What the portable tensor-core kernels share: the choice of a tile and of split K for a product, and its launch."""
+"""What the portable tensor-core kernels share: the plans of a matrix product, and its launch."""
 
 from __future__ import annotations
 
@@ -135,23 +135,13 @@ def as_float32(bias: Array | None) -> Array | None:
     return bias if bias is None or bias.dtype == float32 else bias.astype(float32)
 
 
-def product(stem: str, a: Array, b: Array, out: Array, pitch: int, dims: tuple, size: tuple[int, int, int, int],
-            epilogue: Epilogue, products: int, **flags: Any) -> Array:
-    """Launch `<stem>.cu` with the plan for this problem, and with split K the sum of its partials. Returns `out`.
+def launch_product(chosen: Plan, stem: str, a: Array, b: Array, out: Array, pitch: int, dims: tuple,
+                   size: tuple[int, int, int, int], epilogue: Epilogue, products: int, **flags: Any) -> None:
+    """Launch `<stem>.cu` with this plan, and with split K the sum of its partials.
 
     a and b have one dtype. out: rows are `pitch` elements apart. dims: the kernel's own arguments. size: (rows,
     columns, depth, batches). flags: the kernel's own constants.
     """
-    def run(chosen: Plan) -> Array:
-        return product_as(chosen, stem, a, b, out, pitch, dims, size, epilogue, products, **flags)
-
-    problem = problem_of(a.dtype, size, products, flags["A_VEC"] and flags["B_VEC"])
-    return plan.run(problem, run, [out] if epilogue.addend is out else [])
-
-
-def product_as(chosen: Plan, stem: str, a: Array, b: Array, out: Array, pitch: int, dims: tuple,
-               size: tuple[int, int, int, int], epilogue: Epilogue, products: int, **flags: Any) -> Array:
-    """`product` with this plan."""
     rows, columns, _, batches = size
     tile = chosen.tile
     grid = (batches * blocks(rows, tile.rows) * blocks(columns, tile.columns), chosen.splits)
@@ -167,12 +157,11 @@ def product_as(chosen: Plan, stem: str, a: Array, b: Array, out: Array, pitch: i
     if chosen.splits == 1:
         args = (a, b, *extra, out, np.int64(pitch), epilogue.rows_per_image, chosen.k_tiles, *dims)
         launch(stem, stem, grid, threads, args, shared, OUT=out.dtype, **constants)
-        return out
+        return
     partials = empty((chosen.splits, batches * rows, columns), float32)
     args = (a, b, None, None, None, partials, np.int64(columns), 1, chosen.k_tiles, *dims)
     launch(stem, stem, grid, threads, args, shared, OUT=float32, **constants)
     sum_splits(partials, out, epilogue, pitch)
-    return out
 
 
 def sum_splits(partials: Array, out: Array, epilogue: Epilogue, pitch: int) -> None:

@@ -57,7 +57,8 @@ def offer(p: Problem) -> Offer | None:
         return None
     asked = _product(p)
     microseconds = plan.estimate(*asked)  # by the rule: a tuned plan is not to change which kernel runs
-    return Offer(p.wanted, plan(*asked), microseconds) if microseconds < _as_convolution(p) + _afterwards(p) else None
+    otherwise = _time_as_convolution(p) + _time_afterwards(p)
+    return Offer(p.wanted, plan(*asked)) if microseconds < otherwise else None
 
 
 def _supports(p: Problem) -> bool:
@@ -82,7 +83,7 @@ def _product(p: Problem) -> tuple[int, int, int, bool]:
     return (rows, inputs, outputs, True) if p.direction == DGRAD else (rows, outputs, inputs, True)
 
 
-def _as_convolution(p: Problem) -> float:
+def _time_as_convolution(p: Problem) -> float:
     """Estimated microseconds of the table's next row; infinity where that does not serve the problem."""
     if p.direction == WGRAD:
         if wgrad_sm90.offer(p) is None:
@@ -123,7 +124,7 @@ def run_product(a: Array, b: Array, out: Array, offer: Offer, p: Product) -> Non
              [out] if p.add else [], chosen=offer.plan)
 
 
-def _afterwards(p: Problem) -> float:
+def _time_afterwards(p: Problem) -> float:
     """Estimated microseconds of the extra pass that the table's next rows need: a launch, and three matrices."""
     return 3 + 3 * p.out.size * p.out.dtype.itemsize / BANDWIDTH if p.wanted & AFTERWARDS else 0.0
 
@@ -170,8 +171,8 @@ class Plan(NamedTuple):
 def plans(rows: int, columns: int, depth: int, low_out: bool, batches: int = 1) -> Iterator[Plan]:
     """All plans, for results of 16 bits if `low_out`, else of float32.
 
-    Splits leave as many rows of tiles whole as fit into whole waves of blocks. They are so many, of 8 steps or more,
-    that the blocks of the other tiles fill one to four waves: whole tiles would leave multiprocessors idle.
+    Split K: as many rows of tiles as fill whole waves of blocks stay whole. The other tiles, which would leave
+    multiprocessors idle, are split into parts of 8 steps or more, so many that their blocks fill one to four waves.
     """
     for width, cluster, transposed in itertools.product(STEPS, (1, 2, 4), (0, 1)):
         plan = Plan(width, cluster, transposed)

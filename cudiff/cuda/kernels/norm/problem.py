@@ -65,29 +65,32 @@ class Forward(NamedTuple):
     silu: bool
 
 
-Target = list[Any]
-"""[array, more]. array: where a gradient goes, or None. more: for dx and dx2 the array that is added to it, or None;
-for the others whether the gradient is added to what the array holds."""
+Sum = tuple[Array | None, Array | None]
+"""A gradient's array and the addend that the kernel adds to its result, each or None: see `gradient_sum`."""
+
+Target = tuple[Array | None, bool]
+"""A gradient's array, or None, and whether the kernel adds to it: see `gradient_target`."""
 
 
 class Backward(NamedTuple):
-    """As `Forward`, with dy and the gradients' targets. y: receives the output again, or None. statistics: PRODUCTS
-    that came with dy, or None; with them dy is d_preact. leaves: receives SUMS of dx at 0 and of dx2 at 1, or None."""
+    """As `Forward`, with dy and where the gradients go. A second addend of a lone source's gradient stands in dx2. y:
+    receives the output again, or None. statistics: PRODUCTS that came with dy, or None; with them dy is d_preact.
+    din_statistics: receives SUMS of dx at 0 and of dx2 at 1, or None."""
 
     dy: Array
     x: Array
     x2: Array | None
     affine: tuple[Any, ...]
     silu: bool
-    dx: Target
-    dx2: Target
+    dx: Sum
+    dx2: Sum
     dweight: Target
     dbias: Target
     dscale: Target
     dshift: Target
     y: Array | None
     statistics: ChannelStatistics | None
-    leaves: dict[int, ChannelStatistics | None] | None
+    din_statistics: dict[int, ChannelStatistics | None] | None
     needs: tuple[bool, ...]
 
     def added_to(self) -> list[Array]:
@@ -96,13 +99,13 @@ class Backward(NamedTuple):
         return [out for out, before in targets if out is not None and (before is True or before is out)]
 
     def make_sums(self, p: Problem, tiles: int) -> tuple[Array | None, Array | None]:
-        """Put new SUMS of `tiles` tiles into `leaves`. Returns their arrays for dx and dx2, or None for each."""
-        if self.leaves is None:
+        """Put new SUMS of `tiles` tiles into `din_statistics`. Returns their arrays for dx and dx2, or Nones."""
+        if self.din_statistics is None:
             return None, None
         arrays: list[Array | None] = [None, None]
         for i, width in enumerate((p.channels1, p.channels2)):
             if self.needs[i]:
-                self.leaves[i] = statistics = empty_statistics(Kind.SUMS, p.images, tiles, width)
+                self.din_statistics[i] = statistics = empty_statistics(Kind.SUMS, p.images, tiles, width)
                 arrays[i] = statistics.sums
         return arrays[0], arrays[1]
 

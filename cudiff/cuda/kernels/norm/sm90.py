@@ -75,12 +75,14 @@ class ClusterPlan(NamedTuple):
     def fits(self) -> bool:
         return self.kept <= _BOXES and self.bytes <= _SHARED_BYTES
 
-    def microseconds(self, images: int, megabytes: float, multiprocessors: int) -> float:
-        """Estimated time, fitted to an H200. megabytes: those of the input.
+    def microseconds(self, pixels: int, channels1: int, channels2: int, groups: int, itemsize: int, images: int,
+                     multiprocessors: int) -> float:
+        """Estimated time, fitted to an H200.
 
         Clusters of four and more blocks fit on only 120 of 132 multiprocessors. Rows of less than 128 bytes are slow
-        if the cache does not hold the array.
+        if the cache does not hold the input.
         """
+        megabytes = images * pixels * (channels1 + channels2) * itemsize / 1e6
         speed = 16e3 / (1.5 if megabytes > 24 and self.boxes.across < 8 and self.boxes.chunks > 1 else 1)
         places = multiprocessors if self.cluster <= 2 else multiprocessors * 120 // 132
         rounds = images * self.boxes.chunks * self.cluster / places
@@ -98,12 +100,7 @@ def _cluster_plans(pixels: int, channels1: int, channels2: int, groups: int, ite
     return [plan for plan in plans if plan.fits()]
 
 
-def _cluster_time(plan: ClusterPlan, pixels: int, channels1: int, channels2: int, groups: int, itemsize: int,
-                  images: int, multiprocessors: int) -> float:
-    return plan.microseconds(images, images * pixels * (channels1 + channels2) * itemsize / 1e6, multiprocessors)
-
-
-FORWARD = Planner("group_norm_sm90", _cluster_plans, _cluster_time)
+FORWARD = Planner("group_norm_sm90", _cluster_plans, ClusterPlan.microseconds)
 
 
 def clusters(*problem: int) -> ClusterPlan | None:
@@ -146,12 +143,14 @@ class SharedPlan(NamedTuple):
         there = self.parts == 1 or self.blocks(images) <= self.multiprocessors
         return 0 < self.kept <= _BOXES and self.bytes <= _SHARED_BYTES and there
 
-    def microseconds(self, images: int, pixels: int, channels: int, itemsize: int) -> float:
+    def microseconds(self, pixels: int, channels1: int, channels2: int, groups: int, itemsize: int, images: int,
+                     multiprocessors: int) -> float:
         """Estimated time, fitted to an H200.
 
         Rows of less than 128 bytes are slow if the cache does not hold x and dy. If no multiprocessor is left to add up
         the images' sums, another launch does it.
         """
+        channels = channels1 + channels2
         megabytes = 2e-6 * images * pixels * channels * itemsize
         slow = 0.1 * megabytes if megabytes > 24 and self.boxes.across < 8 and self.boxes.chunks > 1 else 0
         meeting = 0.1 * (self.parts + 1) if self.parts > 1 else 0
@@ -177,12 +176,7 @@ def _shared_plans(pixels: int, channels1: int, channels2: int, groups: int, item
     return [plan for plan in found if plan.fits(images)]
 
 
-def _shared_time(plan: SharedPlan, pixels: int, channels1: int, channels2: int, groups: int, itemsize: int, images: int,
-                 multiprocessors: int) -> float:
-    return plan.microseconds(images, pixels, channels1 + channels2, itemsize)
-
-
-BACKWARD = Planner("group_norm_backward_sm90", _shared_plans, _shared_time)
+BACKWARD = Planner("group_norm_backward_sm90", _shared_plans, SharedPlan.microseconds)
 
 
 def sharing(*problem: int) -> SharedPlan | None:
@@ -226,9 +220,7 @@ def offer_backward(p: Problem) -> Offer | None:
     if not p.backward or not p.packs or p.summed or p.two_terms:
         return None
     plan = sharing(*_key(p))
-    if plan is None:
-        return None
-    return Offer(plan=plan, microseconds=plan.microseconds(p.images, p.pixels, p.channels, p.dtype.itemsize))
+    return None if plan is None else Offer(plan=plan)
 
 
 def backward(given: Backward, plan: SharedPlan, p: Problem) -> None:

@@ -8,7 +8,7 @@ from cudiff.backend import Array, float32
 from cudiff.cuda.accumulate import gradient_sum, gradient_sums, gradient_target
 from cudiff.cuda.device import current_device
 from cudiff.cuda.kernels.norm import portable, sm90
-from cudiff.cuda.kernels.norm.problem import Backward, Forward, Problem, Target, extent, kernel_constants
+from cudiff.cuda.kernels.norm.problem import Backward, Forward, Problem, Sum, extent, kernel_constants
 from cudiff.cuda.launch import empty
 from cudiff.cuda.select import ANY, SM90, Row, Table
 from cudiff.gradient import Slot
@@ -51,14 +51,14 @@ def forward(x: Array, x2: Array | None, weight: Array, bias: Array, num_groups: 
 def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, mean: Array, rstd: Array,
              silu: bool, scale: Array | None = None, shift: Array | None = None, *, needs: tuple[bool, ...],
              into: tuple[Slot | None, ...], y: Array | None = None,
-             leaves: dict[int, ChannelStatistics | None] | None = None,
+             din_statistics: dict[int, ChannelStatistics | None] | None = None,
              statistics: ChannelStatistics | None = None) -> tuple[Array | None, ...]:
     """Returns dx, dx2, dweight, dbias, dscale, dshift, each None if `needs` is False for it.
 
     They are written where `gradient_target` says; dx and dx2 where `gradient_sum` does, a lone dx where `gradient_sums`
-    does. All but dx and dx2 are float32. y: receives the recomputed output, or None. leaves: receives SUMS of dx at 0
-    and of dx2 at 1, earlier terms included, or None. statistics: PRODUCTS that came with dy, or None; for float32 the
-    second is of d_preact·(x - mean). With them dy is d_preact: see `dgrad` of convolutions.
+    does. All but dx and dx2 are float32. y: receives the recomputed output, or None. din_statistics: receives SUMS of
+    dx at 0 and of dx2 at 1, earlier terms included, or None. statistics: PRODUCTS that came with dy, or None; for
+    float32 the second is of d_preact·(x - mean). With them dy is d_preact: see `dgrad` of convolutions.
     """
     n, pixels, channels1, channels2 = extent(x, x2)
     channels, groups = channels1 + channels2, mean.shape[1]
@@ -66,13 +66,15 @@ def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, 
         into = (into[0], None, *into[2:])
     shapes = (x.shape, x2 is not None and x2.shape, (channels,), (channels,), (n, channels), (n, channels))
     more = None  # the gradient so far of a lone source may be in two arrays
+    sources: list[Sum]
     if x2 is None and needs[0]:
-        *dx, more = gradient_sums(into[0], x.shape, x.dtype)
-        dx2: Target = [None, more]
+        out, addend, more = gradient_sums(into[0], x.shape, x.dtype)
+        sources = [(out, addend), (None, more)]
     else:
-        dx, dx2 = [[*gradient_sum(into[i], shapes[i], x.dtype)] if needs[i] else [None, None] for i in (0, 1)]
+        sources = [gradient_sum(into[i], shapes[i], x.dtype) if needs[i] else (None, None) for i in (0, 1)]
+    dx, dx2 = sources
     dweight, dbias, dscale, dshift = [
-        [*gradient_target(into[i], shapes[i], float32)] if needs[i] else [None, False] for i in (2, 3, 4, 5)
+        gradient_target(into[i], shapes[i], float32) if needs[i] else (None, False) for i in (2, 3, 4, 5)
     ]
     constants = kernel_constants(dy, x, x2, *dx, *dx2, y)
     problem = Problem(True, x.dtype, n, pixels, channels1, channels2, groups, packs=bool(constants["VEC"]),
@@ -80,6 +82,6 @@ def backward(dy: Array, x: Array, x2: Array | None, weight: Array, bias: Array, 
                       multiprocessors=current_device().multiprocessors)
     chosen = NORM.select(problem)
     given = Backward(dy, x, x2, (weight, bias, scale, shift, mean, rstd, groups), silu, dx, dx2, dweight, dbias, dscale,
-                     dshift, y, statistics, leaves, needs)
+                     dshift, y, statistics, din_statistics, needs)
     chosen.row.run(given, chosen.offer.plan, problem)
     return dx[0], dx2[0], dweight[0], dbias[0], dscale[0], dshift[0]
