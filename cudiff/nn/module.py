@@ -12,14 +12,14 @@ from typing import Any, ParamSpec, Protocol, Self, TypeVar
 import numpy as np
 
 from cudiff import show
-from cudiff.backend import PRECISIONS, Array, copy_into, is_low, to_device
+from cudiff.backend import PRECISIONS, Array, array_module, copy_into, is_capturing, is_low, to_device
 from cudiff.cuda.graph import record_again
 from cudiff.errors import CudiffError
 from cudiff.nn.parameter import FlatParameters, Parameter, array_of, fitting, structure_changes
 from cudiff.nn.state_dict import StateDict, digests_in, is_batch_count, metadata_of, require_native
 from cudiff.ops.cast import as_input
 from cudiff.precision import allow_tf32, tf32_allowed
-from cudiff.tensor import Tensor
+from cudiff.tensor import Tensor, gradient_depth
 from cudiff.values import flag
 
 P = ParamSpec("P")
@@ -135,7 +135,7 @@ class Module:
             array = fitting(name, Tensor(value), buffer.dtype)
             if array.shape != buffer.shape:
                 raise ValueError(f"{name} is a buffer of shape {buffer.shape}, not {array.shape}")
-            copy_into(buffer.data, array)
+            self._set_buffer(name, buffer, array)
             return
         before = vars(self).get(name)
         if _decides(name, vars(self).get(name, getattr(type(self), name, _NONE)), value):
@@ -143,6 +143,19 @@ class Module:
         super().__setattr__(name, value)
         if isinstance(value, Module | Parameter) or isinstance(before, Module | Parameter):
             structure_changes()
+
+    def _set_buffer(self, name: str, buffer: Tensor, array: Array) -> None:
+        """New values in a new array: the backward of what was recorded reads the old one. Within a graph, in place."""
+        captured, values = is_capturing(buffer.device), buffer.data
+        if not captured:
+            values = array_module(buffer.device).empty_like(values)
+        copy_into(values, array)
+        if gradient_depth() > 1 and not captured:  # there operations keep the tensor itself
+            self._buffers[name] = Tensor(values)
+            structure_changes()
+        else:
+            buffer.data = values
+        record_again()  # a captured function holds the old array
 
     def __delattr__(self, name: str) -> None:
         if name in self._buffers:
@@ -211,7 +224,8 @@ class Module:
 
     def register_buffer(self, name: str, value: Tensor) -> None:
         """Keep a tensor that is saved with the model but not trained (running statistics), in the place of another
-        buffer of this name; an array of float64 as float32. Raises TypeError where the name is something else's."""
+        buffer of this name; an array of float64 as float32. Raises TypeError where the name is something else's.
+        `module.name = values` gives it a new array of its dtype: what was computed before keeps the old one."""
         if name not in self._buffers and hasattr(self, name):
             raise TypeError(f"{name} is a {type(getattr(self, name)).__name__} already: give the buffer another name")
         if name in self._buffers:
