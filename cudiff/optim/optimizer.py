@@ -56,19 +56,22 @@ class Fixed(tuple):
 
 
 class Group(ChainMap):
-    """`params`, and the options that a group of parameters has for itself; what it lacks are the optimiser's own."""
+    """`params`, and the options that a group of parameters has for itself; what it lacks are the optimiser's own.
 
-    def __init__(self, parameters: list[Parameter], own: Mapping[str, Any], optimizer: Optimizer):
+    own: None where no groups were given: what is set here is then set in the optimiser itself.
+    """
+
+    def __init__(self, parameters: list[Parameter], own: Mapping[str, Any] | None, optimizer: Optimizer):
         super().__init__({"params": Fixed(parameters)}, optimizer.options)
-        self.kind = type(optimizer)
-        for name, value in own.items():
+        self.kind, self.own = type(optimizer), self.maps[1 if own is None else 0]
+        for name, value in (own or {}).items():
             self[name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
         options = ("lr", *self.kind.numbers)
         if name not in options:
             raise CudiffError(f"a group of {self.kind.__name__} has no option '{name}': use {', '.join(options)}")
-        super().__setitem__(name, getattr(self.kind, name).check(name, value))
+        self.own[name] = getattr(self.kind, name).check(name, value)
         record_again()
 
 
@@ -223,7 +226,8 @@ class Optimizer:
     def _groups(self, parameters: Any) -> list[Group]:
         given = list(parameters) if isinstance(parameters, Iterable) and not isinstance(parameters, Tensor) else []
         if not given or isinstance(parameters, Module) or not all(isinstance(group, Mapping) for group in given):
-            given = [{"params": parameters if isinstance(parameters, Module | Tensor) or not given else given}]
+            whole = parameters if isinstance(parameters, Module | Tensor) or not given else given
+            return [Group(_listed(whole), None, self)]
         groups = []
         for group in given:
             if "params" not in group:
