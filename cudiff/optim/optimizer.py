@@ -167,12 +167,13 @@ class Optimizer:
     ema : EMA of the same model, or None
         One optimiser updates an EMA: the last that it was given to. `step` of the one before raises CudiffError.
 
-    A step whose gradient holds a NaN or an infinity changes nothing but the counters: see `metrics`. A frozen parameter
-    (`requires_grad = False`) is left as it is, with its moments and its average. Adam's bias correction counts all
-    updates: what was frozen from the start and is trained later moves up to six times as far at first, unless it gets
-    an optimiser of its own then. What no backward has reached has a gradient of zeros: unlike in PyTorch, weight decay
-    and momentum move it, unless it is frozen. Raises CudiffError for options out of range, also where they are set
-    later, and `step` for a model whose parameters have been replaced since.
+    A step whose gradient holds a NaN, an infinity or numbers beyond 1e19, whose squares float32 does not hold, changes
+    nothing but the counters: see `metrics`. A frozen parameter (`requires_grad = False`) is left as it is, with its
+    moments and its average. Adam's bias correction counts all updates: what was frozen from the start and is trained
+    later moves up to six times as far at first, unless it gets an optimiser of its own then. What no backward has
+    reached has a gradient of zeros: unlike in PyTorch, weight decay and momentum move it, unless it is frozen. Raises
+    CudiffError for options out of range, also where they are set later, and `step` for a model whose parameters have
+    been replaced since.
     """
 
     moments: tuple[str, ...] = ()
