@@ -109,7 +109,8 @@ class Parameter(Tensor):
         The buffers that hold it, once its model is flattened. A copy of it, a pickled one too, is in none.
     data : the array. Setting it is `assign`. Writing into the array itself leaves the 16-bit copy as it was until the
         next update.
-    grad : the gradient. In flat buffers, setting it copies the values there, and None stands for zeros.
+    grad : the gradient. In flat buffers it is a view, which the next step's backward overwrites: keep a copy of it.
+        Setting it copies the values there, and None stands for zeros.
     requires_grad : False freezes it: no gradient, no update, no weight decay, no momentum, no moving average, and where
         a captured step holds it, that step is recorded again. True gives back the gradient that it had before, unless
         `zero_grad` was called.
