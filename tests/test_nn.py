@@ -373,6 +373,16 @@ def test_a_buffer_that_is_set_in_a_forward_has_its_old_values_in_backward(device
     assert graph.recording_state() > before and net.scale.device == device
 
 
+def test_a_buffer_that_is_set_within_a_graph_keeps_its_array(host_of, monkeypatch):
+    host = host_of(True)
+    module = nn.Module()
+    module.register_buffer("count", Tensor(host.zeros(2, np.float32)))
+    data, values = module.count.data, Tensor(np.ones(2, np.float32), device="cuda")
+    monkeypatch.setattr(host.cuda.get_current_stream(), "is_capturing", lambda: True)
+    module.count = values
+    assert module.count.data is data and module.count.numpy().tolist() == [1, 1]
+
+
 def test_a_model_moves_to_a_device(host_of):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm2d(4))
     assert model.to("cpu") is model and model.flat is None

@@ -225,7 +225,7 @@ class Module:
     def register_buffer(self, name: str, value: Tensor) -> None:
         """Keep a tensor that is saved with the model but not trained (running statistics), in the place of another
         buffer of this name; an array of float64 as float32. Raises TypeError where the name is something else's.
-        `module.name = values` gives it a new array of its dtype: what was computed before keeps the old one."""
+        `module.name = values` gives it a new array, and backward reads the old one; `capture` overwrites that."""
         if name not in self._buffers and hasattr(self, name):
             raise TypeError(f"{name} is a {type(getattr(self, name)).__name__} already: give the buffer another name")
         if name in self._buffers:
