@@ -19,9 +19,9 @@ def to_torch_function(function: Callable[..., Tensor]) -> Callable[..., Any]:
     function: takes Tensors positionally and returns one, such as `MyFunction.apply`, an operation or a Module. It runs
     where PyTorch's tensors lie, in their dtype: float32, float64, float16 or bfloat16. Tensors that require a gradient
     get one; parameters that the function holds itself get theirs, also where no argument requires one. A second
-    backward (`retain_graph=True`) runs the function again. Gradients of gradients are not recorded. Backward raises
-    RuntimeError where an argument was changed since. Raises TypeError for arguments that are no tensors of PyTorch's,
-    and where the function returns no Tensor.
+    backward (`retain_graph=True`) runs the function again, with other dropout. Gradients of gradients are not recorded.
+    Backward raises RuntimeError where an argument was changed since. Raises TypeError for arguments that are no tensors
+    of PyTorch's, and where the function returns no Tensor.
     """
     torch: Any = importlib.import_module("torch")
 
