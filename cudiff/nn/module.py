@@ -210,7 +210,7 @@ class Module:
         return self
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """(name, parameter) in state_dict order. Raises TypeError for layers in a list or the like, which have none."""
+        """(name, parameter) in state_dict order; one of two names comes twice. Raises TypeError for layers in lists."""
         for prefix, module in self.named_modules():
             for name, value in vars(module).items():
                 if isinstance(value, Parameter):
@@ -219,8 +219,8 @@ class Module:
                     _require_names(name, value)  # a list may have grown since it was set
 
     def parameters(self) -> list[Parameter]:
-        """The parameters in state_dict order."""
-        return [parameter for _, parameter in self.named_parameters()]
+        """The parameters in state_dict order, each once, whatever names it has."""
+        return list({id(parameter): parameter for _, parameter in self.named_parameters()}.values())
 
     def register_buffer(self, name: str, value: Tensor) -> None:
         """Keep a tensor that is saved with the model but not trained (running statistics), in the place of another
@@ -389,7 +389,7 @@ class Module:
 
     def num_parameters(self) -> int:
         """How many numbers are trained."""
-        return sum(parameter.size for parameter in {id(value): value for value in self.parameters()}.values())
+        return sum(parameter.size for parameter in self.parameters())
 
     def summary(self) -> None:
         """Print a table of every layer that has parameters: its name, its type, their shapes and counts."""

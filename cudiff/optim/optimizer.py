@@ -268,8 +268,8 @@ class Optimizer:
         return ranges
 
     def _own(self) -> list[Parameter]:
-        """The parameters that it trains, as they are now."""
-        return self._listed if self.model is None else self.model.parameters()
+        """The parameters that it trains, as they are now: one for each of the buffers' slots."""
+        return self._listed if self.model is None else [value for _, value in self.model.named_parameters()]
 
     @property
     def ema(self) -> EMA | None:
@@ -393,7 +393,7 @@ class Optimizer:
             return
         if self.ema._user is not self._token:
             raise CudiffError("another optimiser was given this one's EMA: make an EMA(model, ...) for each")
-        if not self._average.holds(self.ema._model.parameters()):
+        if not self._average.holds([value for _, value in self.ema._model.named_parameters()]):
             raise CudiffError(
                 "the EMA's model was flattened again, or a layer of it replaced: make the optimiser anew, or train a "
                 "copy.deepcopy of that model"
