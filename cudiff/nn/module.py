@@ -189,8 +189,8 @@ class Module:
                 yield name, value
 
     def children(self) -> Iterator[Module]:
-        """The direct sub-modules."""
-        return (module for _, module in self.named_children())
+        """The direct sub-modules, each once."""
+        return iter({id(module): module for _, module in self.named_children()}.values())
 
     def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
         """(name, module) of this module and everything below it; its own name is `prefix`."""
@@ -199,8 +199,8 @@ class Module:
             yield from child.named_modules(f"{prefix}.{name}" if prefix else name)
 
     def modules(self) -> Iterator[Module]:
-        """This module and everything below it."""
-        return (module for _, module in self.named_modules())
+        """This module and everything below it, each once, whatever names it has."""
+        return iter({id(module): module for _, module in self.named_modules()}.values())
 
     def apply(self, function: Callable[[Module], Any]) -> Self:
         """Call `function` with everything below and then with this module, as PyTorch does."""
@@ -240,8 +240,8 @@ class Module:
                 yield f"{prefix}.{name}" if prefix else name, value
 
     def buffers(self) -> list[Tensor]:
-        """All registered buffers, in the order of `named_buffers`."""
-        return [value for _, value in self.named_buffers()]
+        """All registered buffers, in the order of `named_buffers`, each once."""
+        return list({id(value): value for _, value in self.named_buffers()}.values())
 
     def layouts(self) -> dict[str, str]:
         """For each parameter name how PyTorch's file layout differs (`Parameter.layout`)."""
