@@ -388,7 +388,7 @@ class Module:
             parameter.grad = None
 
     def num_parameters(self) -> int:
-        """How many numbers are trained."""
+        """How many numbers the parameters hold, frozen ones too."""
         return sum(parameter.size for parameter in self.parameters())
 
     def summary(self) -> None:
