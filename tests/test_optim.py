@@ -356,6 +356,17 @@ def test_a_gradient_outlasts_freezing(device, zeroed):
     assert (optimizer.metrics()["grad_norm"] == 0) == zeroed
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_gradient_by_hand_may_have_another_dtype(flat):
+    """As `p.grad * np.float64(0.5)` has: it was taken in flat buffers, and refused elsewhere."""
+    layer = Linear(2, 2)
+    if flat:
+        layer.flatten("cpu")
+    layer(Tensor(np.ones((1, 2), np.float32))).sum().backward()
+    layer.bias.grad = layer.bias.grad * np.float64(0.5)
+    assert layer.bias.grad.dtype == np.float32 and layer.bias.grad.tolist() == [0.5, 0.5]
+
+
 def test_an_optimiser_of_its_own_for_what_is_trained_later():
     """The documented way out: the first steps of what an Adam had frozen are larger, of a new Adam they are not."""
     head, rest = Parameter(np.zeros(2)), Parameter(np.zeros(2))

@@ -145,7 +145,7 @@ class Parameter(Tensor):
 
     @grad.setter
     def grad(self, array: Array | None) -> None:
-        array = None if array is None else fitting("a gradient", array)
+        array = None if array is None else fitting("a gradient", array).astype(float32, copy=False)
         if array is not None and array.shape != self.shape:
             raise ValueError(f"a gradient of shape {array.shape} for a parameter of shape {self.shape}")
         if self.flat is None or array is self._grad or self._grad is None:
